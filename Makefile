@@ -1,0 +1,58 @@
+# make venv | demo | test | lint | gpu | docs          Needs Python 3.11 or newer, pip, make and g++; nothing else.
+# make TORCH_INDEX=<url> <target>                      takes torch from that index (a CPU-only one, for example).
+# make PY=python3 gpu                                  runs the GPU tests in an interpreter that has everything already.
+
+SHELL := /bin/bash
+PYTHON ?= $(shell python3.11 -c 'print("python3.11")' 2>/dev/null || echo python3)
+VENV := .venv
+BIN := $(VENV)/bin
+PY ?= $(BIN)/python
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+STAMP := $(VENV)/.stamp-venv
+DOCS_STAMP := $(VENV)/.stamp-docs
+READY := $(if $(filter $(BIN)/python,$(PY)),$(STAMP))
+TORCH_INDEX ?=
+PYTEST_ARGS ?=
+
+export HF_HUB_OFFLINE := 1
+export TOKENIZERS_PARALLELISM := false
+
+.PHONY: help venv demo test lint gpu docs clean
+help:
+	@sed -n '1,3s/^# //p' Makefile
+
+venv: $(STAMP)
+
+# torch comes alone, so that TORCH_INDEX holds for nothing else; the last line brings what torch itself needs.
+$(STAMP): constraints.txt pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install -q -c constraints.txt setuptools
+	$(PIP) install -q -c constraints.txt --no-deps $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
+	$(PIP) install -q -c constraints.txt --no-build-isolation -e '.[dev,demo,report]'
+	touch $@
+
+demo: $(READY)
+	$(PY) -m mmqc.cli demo --out out
+
+# TRITON_INTERPRET has to be set before anything imports triton; the CPU path of torch.compile does not use triton.
+test: $(READY)
+	TRITON_INTERPRET=1 $(PY) -m pytest -m 'not gpu and not slow' $(PYTEST_ARGS)
+
+lint: $(STAMP)
+	@failed=0; \
+	for check in 'ruff check .' 'ruff format --check .' lint-imports pyright; do \
+	    echo "== $$check"; $(BIN)/$$check || failed=1; \
+	done; exit $$failed
+
+gpu: $(READY)
+	$(PY) -m pytest -m gpu $(PYTEST_ARGS)
+
+$(DOCS_STAMP): $(STAMP)
+	$(PIP) install -q -c constraints.txt --no-build-isolation -e '.[docs]'
+	touch $@
+
+docs: $(DOCS_STAMP)
+	$(BIN)/mkdocs build --strict
+
+clean:
+	rm -rf out site build .pytest_cache .ruff_cache .hypothesis .import_linter_cache

@@ -1,0 +1,514 @@
+"""Train the shipped sample "digits-vqa" on one GPU: `python examples/train_digits_vqa.py --out DIR`.
+
+Hugging Face's forward of so small a model is bound by kernel launches. Here every tensor has a fixed shape: prompts are
+padded to one of two buckets (short questions; transcriptions), their digits are drawn, distorted and rendered on the
+GPU, and the whole step (batch, compiled forward and backward, clip, AdamW, average of the weights) is one CUDA graph.
+`--check` shows that the forward equals Hugging Face's. A run stops after `--seconds` with a checkpoint and continues
+from it: `--resume DIR/checkpoint.pt`.
+
+Two choices make the trained model as uneven as large ones are. The projector starts with a large scale and a large
+constant part, so that visual tokens enter the decoder tens of times larger than text; and the vision stream carries
+such a constant part from its first block on (the "massive activations" of trained transformers).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import time
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from mmqc.samples import checkpoint, handwriting
+from mmqc.samples.processor import END, IMAGE, PAD, DigitsProcessor
+from mmqc.samples.questions import MAX_CELLS, MAX_SHORT_CELLS, Layout, ask, draw_layout, prompt
+
+BUCKETS = {
+    "short": dict(kinds=("cell", "count", "any"), cells=MAX_SHORT_CELLS, length=112),
+    "long": dict(kinds=("row", "image", "image"), cells=MAX_CELLS, length=168),
+}
+NOTHING = -1
+
+
+# ---------------------------------------------------------------------------------------------- layouts to tensors
+@dataclass
+class Templates:
+    """Prompts without digits, [N, ...] each; V cells and L tokens are the bucket's maximum.
+
+    `cell_of_token` names the cell whose digit stands at a token, `ask_at` the token that holds the digit asked about,
+    `answer_at` the first token of a `count` or `any` answer; `NOTHING` where there is none.
+    """
+
+    tokens: torch.Tensor  # [N, L]
+    positions: torch.Tensor  # [N, 3, L] M-RoPE
+    cell_of_token: torch.Tensor  # [N, L]
+    visual: torch.Tensor  # [N, L] index of the visual token at a token
+    answer: torch.Tensor  # [N, L] True where the token is part of the answer
+    ask_at: torch.Tensor  # [N]
+    answer_at: torch.Tensor  # [N]
+    kind_any: torch.Tensor  # [N]
+    page: torch.Tensor  # [N, V] page of each cell
+    asked: torch.Tensor  # [N, V] True for the cells of the page asked about
+    place: torch.Tensor  # [N, V, 2] row and column of each cell
+    edges: torch.Tensor  # [N, V, 4] True where a cell lies at the top, bottom, left or right edge of its page
+
+    def to(self, device: str) -> Templates:
+        return Templates(**{f.name: getattr(self, f.name).to(device) for f in fields(self)})
+
+    def pick(self, index: torch.Tensor) -> Templates:
+        return Templates(**{f.name: getattr(self, f.name)[index] for f in fields(self)})
+
+
+def mrope(tokens: list[int], grids: tuple[tuple[int, int], ...]) -> np.ndarray:
+    """[3, len] positions: text counts up in all three, a page's tokens by their row and column (`--check`)."""
+    out, at, position, pages = np.zeros((3, len(tokens)), np.int64), 0, 0, iter(grids)
+    while at < len(tokens):
+        if tokens[at] == IMAGE:
+            rows, columns = next(pages)
+            r, c = np.divmod(np.arange(rows * columns), columns)
+            out[:, at : at + rows * columns] = position + np.stack([np.zeros_like(r), r, c])
+            at, position = at + rows * columns, position + max(rows, columns)
+        else:
+            out[:, at] = position
+            at, position = at + 1, position + 1
+    return out
+
+
+def shrink(rng: np.random.Generator, layout: Layout) -> Layout:
+    """Whole-page transcription of a smaller page: short ones teach what long ones need."""
+    grid = tuple(int(v) for v in rng.integers(1, 7, 2))
+    return Layout("image", (grid,), 0)
+
+
+def template(processor: DigitsProcessor, layout: Layout, cells: int, length: int) -> dict[str, np.ndarray]:
+    """One prompt's tensors."""
+    pages = len(layout.grids)
+    ids, other = (processor.encode(prompt(ask(layout, d), pages), layout.grids) for d in (0, 1))
+    first = sum(r * c for r, c in layout.grids[: layout.image])
+    rows, columns = layout.grids[layout.image]
+    digit_at = [i for i, (a, b) in enumerate(zip(ids, other, strict=True)) if a != b]
+    grid = first + np.arange(rows * columns).reshape(rows, columns)
+    space = processor.tokenizer.encode(" ")[0]
+    source, answer_at = [], NOTHING
+    if layout.kind in ("count", "any"):
+        answer_at, answer = len(ids), [END] * (2 if layout.kind == "count" else 4)
+        source = [NOTHING] * len(answer)
+    else:
+        lines = {"cell": [[grid[layout.row, layout.column]]], "row": [grid[layout.row]], "image": grid}[layout.kind]
+        for line in lines:
+            source += [*map(int, line), NOTHING]
+        answer = [space if s == NOTHING else 0 for s in source[:-1]] + [END]
+    tokens = np.full(length, PAD)
+    tokens[: len(ids) + len(answer)] = ids + answer
+    out = dict(tokens=tokens, positions=np.zeros((3, length), np.int64), cell_of_token=np.full(length, NOTHING))
+    out["positions"][:, : len(ids) + len(answer)] = mrope(ids + answer, layout.grids)
+    out["cell_of_token"][len(ids) : len(ids) + len(source)] = source
+    out["answer"] = np.zeros(length, bool)
+    out["answer"][len(ids) : len(ids) + len(answer)] = True
+    is_image = tokens == IMAGE
+    out["visual"] = np.where(is_image, np.cumsum(is_image) - 1, NOTHING)
+    out |= dict(ask_at=np.array(digit_at[0] if digit_at else NOTHING), answer_at=np.array(answer_at))
+    out["kind_any"] = np.array(layout.kind == "any")
+    out |= dict(page=np.full(cells, NOTHING), place=np.zeros((cells, 2), np.int64), edges=np.zeros((cells, 4), bool))
+    at = 0
+    for i, (rows, columns) in enumerate(layout.grids):
+        n = rows * columns
+        r, c = np.divmod(np.arange(n), columns)
+        out["page"][at : at + n] = i
+        out["place"][at : at + n] = np.stack([r, c], 1)
+        out["edges"][at : at + n] = np.stack([r == 0, r == rows - 1, c == 0, c == columns - 1], 1)
+        at += n
+    out["asked"] = out["page"] == layout.image
+    return out
+
+
+def make_templates(name: str, count: int, seed: int, shrunk: float = 0.3) -> Templates:
+    """A pool of prompts of one bucket."""
+    rng, processor = np.random.default_rng(seed), DigitsProcessor()
+    bucket, rows = BUCKETS[name], []
+    for i in range(count):
+        layout = draw_layout(rng, bucket["kinds"][i % len(bucket["kinds"])])
+        if layout.kind == "image" and rng.random() < shrunk:
+            layout = shrink(rng, layout)
+        rows.append(template(processor, layout, bucket["cells"], bucket["length"]))
+    return Templates(**{k: torch.from_numpy(np.stack([row[k] for row in rows])) for k in rows[0]})
+
+
+# ---------------------------------------------------------------------------------------------------- digits to pages
+def distort(scans: torch.Tensor) -> torch.Tensor:
+    """Handwriting varies: shift, turn, scale, shear, bend, stroke width, contrast and noise. [N, 8, 8] in 0..1."""
+    n, device = len(scans), scans.device
+
+    def uniform(*shape: int) -> torch.Tensor:
+        return torch.rand(n, *shape, device=device) * 2 - 1
+
+    strength = torch.rand(n, 1, device=device)
+    turn, shear, shift = 0.25 * uniform(1) * strength, 0.25 * uniform(1) * strength, 0.22 * uniform(2) * strength
+    scale = 1 + 0.18 * uniform(2) * strength
+    cos, sin = turn.cos(), turn.sin()
+    matrix = torch.cat([cos * scale[:, :1], shear - sin, shift[:, :1], sin, cos * scale[:, 1:], shift[:, 1:]], 1)
+    grid = F.affine_grid(matrix.view(n, 2, 3), [n, 1, 8, 8], align_corners=False)
+    bend = F.interpolate(uniform(2, 3, 3), size=(8, 8), mode="bilinear", align_corners=True)
+    grid = grid + 0.16 * bend.permute(0, 2, 3, 1) * strength[:, :, None, None]
+    x = F.grid_sample(scans[:, None], grid, padding_mode="zeros", align_corners=False)
+    thin, thick = -F.max_pool2d(-x, 3, 1, 1), F.max_pool2d(x, 3, 1, 1)
+    width = 0.35 * uniform(1, 1, 1) * strength[:, :, None, None]
+    x = x + width.clamp(min=0) * (thick - x) + (-width).clamp(min=0) * (thin - x)
+    x = x * (1 + 0.25 * uniform(1, 1, 1)) + 0.06 * torch.randn_like(x) * strength[:, :, None, None]
+    return x[:, 0].clamp(0, 1)
+
+
+@dataclass
+class Batch:
+    """What the forward reads."""
+
+    tokens: torch.Tensor
+    positions: torch.Tensor
+    visual: torch.Tensor
+    weight: torch.Tensor  # [B, L] of each answer token in the loss
+    patches: torch.Tensor  # [B, 4V, 96]
+    page: torch.Tensor
+    place: torch.Tensor
+    labels: torch.Tensor  # [B, V]
+
+
+class Source:
+    """Draws batches of one bucket on the device; nothing in `draw` waits for the host."""
+
+    def __init__(self, name: str, count: int, seed: int, split: str, device: str, augment: bool = True) -> None:
+        scans = handwriting.load_split(split)
+        self.scans = torch.from_numpy(scans.scans).to(device)
+        self.labels = torch.from_numpy(scans.labels).to(device)
+        self.templates = make_templates(name, count, seed).to(device)
+        self.inks = torch.from_numpy(handwriting.INKS).to(device)
+        self.augment, self.device = augment, device
+        encode = DigitsProcessor().tokenizer.encode
+        self.zero = encode("0")[0]
+        self.yes_no = torch.tensor([[*encode("no"), END, PAD], [*encode("yes"), END]], device=device)
+
+    def draw(self, size: int) -> Batch:
+        """A batch of `size` prompts."""
+        device = self.device
+        t = self.templates.pick(torch.randint(len(self.templates.tokens), (size,), device=device))
+        cells = t.page.shape[1]
+        scan = torch.randint(len(self.scans), (size, cells), device=device)
+        labels = self.labels[scan]
+        x = self.scans[scan.view(-1)]
+        x = (distort(x) if self.augment else x).view(size, cells, 8, 8)
+        tokens, weight = self.fill(t, labels)
+        return Batch(tokens, t.positions, t.visual, weight, self.render(x, t), t.page, t.place, labels)
+
+    def fill(self, t: Templates, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The tokens with their digits, and each answer token's weight in the loss."""
+        size = len(labels)
+        rows = torch.arange(size, device=self.device)
+        tokens = torch.where(
+            t.cell_of_token >= 0, labels.gather(1, t.cell_of_token.clamp(min=0)) + self.zero, t.tokens
+        )
+        present = labels.gather(1, (torch.rand_like(labels, dtype=torch.float) * t.asked).argmax(1, keepdim=True))[:, 0]
+        digit = torch.where(torch.rand(size, device=self.device) < 0.5, present, torch.randint_like(present, 10))
+        count = ((labels == digit[:, None]) & t.asked).sum(1)
+        has = t.ask_at >= 0
+        at = t.ask_at.clamp(min=0)
+        tokens[rows, at] = torch.where(has, digit + self.zero, tokens[rows, at])
+        at = t.answer_at.clamp(min=0)
+        word = self.yes_no[(count > 0).long()]
+        single = torch.where(t.kind_any, word[:, 0], count.clamp(max=9) + self.zero)
+        tokens[rows, at] = torch.where(has, single, tokens[rows, at])
+        for i in range(1, 4):
+            tokens[rows, at + i] = torch.where(t.kind_any, word[:, i], tokens[rows, at + i])
+        answer = t.answer & (tokens != PAD) & (count <= 9)[:, None]
+        # Between a mean over questions and a mean over tokens: 64 digits weigh 8 times as much as one.
+        return tokens, answer / answer.sum(1, keepdim=True).clamp(min=1).sqrt()
+
+    def render(self, x: torch.Tensor, t: Templates) -> torch.Tensor:
+        """`handwriting.draw_page` and `DigitsProcessor.patches` on the device. [B, V, 8, 8] to [B, 4V, 96]."""
+        ink = self.inks[torch.randint(len(self.inks), (len(x), 3), device=self.device)]
+        ink = ink.gather(1, t.page.clamp(min=0)[:, :, None].expand(-1, -1, 3))
+        x = x[:, :, None] * ink[..., None, None]
+        frame = torch.zeros_like(x[:, :, 2])
+        top, bottom, left, right = (t.edges[..., i, None] * handwriting.FRAME_BLUE for i in range(4))
+        frame[:, :, 0] = top
+        frame[:, :, -1] = bottom
+        frame[..., 0] = frame[..., 0].maximum(left)
+        frame[..., -1] = frame[..., -1].maximum(right)
+        x = torch.cat([x[:, :, :2], x[:, :, 2:].maximum(frame[:, :, None])], 2)
+        x = (torch.round(x * 255) / 127.5 - 1).view(*x.shape[:3], 2, 4, 2, 4)
+        x = x.permute(0, 1, 3, 5, 2, 4, 6)[:, :, :, :, :, None].expand(-1, -1, -1, -1, -1, 2, -1, -1)
+        return x.reshape(len(x), -1, 96)
+
+
+# ------------------------------------------------------------------------------------------------------------ forward
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    a, b = x.chunk(2, -1)
+    return x * cos + torch.cat([-b, a], -1) * sin
+
+
+def see(visual: torch.nn.Module, b: Batch) -> torch.Tensor:
+    """The vision tower on padded pages: [B, V, 256]. A patch attends to those of its own page."""
+    size, n = b.patches.shape[:2]
+    corner = torch.tensor([[0, 0], [0, 1], [1, 0], [1, 1]], device=b.place.device)
+    place = (2 * b.place[:, :, None] + corner).view(size, n, 2).float()
+    angle = (place[..., None] * visual.rotary_pos_emb.inv_freq).flatten(2)
+    angle = torch.cat([angle, angle], -1)[:, None]
+    page = b.page.repeat_interleave(4, 1)
+    mask = (page[:, :, None] == page[:, None, :])[:, None]
+    h = F.linear(b.patches, visual.patch_embed.proj.weight.flatten(1)).float()
+    dtype = torch.bfloat16 if h.is_cuda else h.dtype
+    cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
+    for block in visual.blocks:
+        q, k, v = block.attn.qkv(block.norm1(h)).view(size, n, 3, 4, 64).permute(2, 0, 3, 1, 4).unbind(0)
+        a = F.scaled_dot_product_attention(rotate(q, cos, sin), rotate(k, cos, sin), v, attn_mask=mask)
+        h = h + block.attn.proj(a.transpose(1, 2).reshape(size, n, 256))
+        h = h + block.mlp(block.norm2(h))
+    return visual.merger.mlp(visual.merger.ln_q(h).view(size, n // 4, 1024))
+
+
+def read(language: torch.nn.Module, b: Batch, seen: torch.Tensor) -> torch.Tensor:
+    """The decoder's last hidden states [B, L, 256]; padding is on the right, so a causal mask is enough."""
+    size, n = b.tokens.shape
+    h = language.embed_tokens(b.tokens)
+    image = seen.gather(1, b.visual.clamp(min=0)[:, :, None].expand(-1, -1, 256)).to(h.dtype)
+    h = torch.where((b.visual >= 0)[:, :, None], image, h)
+    cos, sin = language.rotary_emb(seen, b.positions.transpose(0, 1))
+    cos, sin = cos[:, None], sin[:, None]
+    for layer in language.layers:
+        attention, x = layer.self_attn, layer.input_layernorm(h)
+        q = attention.q_proj(x).view(size, n, 4, 64).transpose(1, 2)
+        k = attention.k_proj(x).view(size, n, 2, 64).transpose(1, 2)
+        v = attention.v_proj(x).view(size, n, 2, 64).transpose(1, 2)
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin).repeat_interleave(2, 1)
+        a = F.scaled_dot_product_attention(q, k, v.repeat_interleave(2, 1), is_causal=True)
+        h = h + attention.o_proj(a.transpose(1, 2).reshape(size, n, 256))
+        h = h + layer.mlp(layer.post_attention_layernorm(h))
+    return language.norm(h)
+
+
+class Probes(torch.nn.Module):
+    """What a visual token should know, read off by linear heads that are thrown away: digit, row and column."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = torch.nn.Linear(256, 10 + 8 + 8)
+
+    def forward(self, seen: torch.Tensor, b: Batch) -> torch.Tensor:
+        # The shipped projector's output is large; the probe sees it at unit scale.
+        digit, row, column = self.head(F.layer_norm(seen.float(), (256,))).float().split([10, 8, 8], -1)
+        real = (b.page >= 0).float()
+        losses = [
+            F.cross_entropy(o.transpose(1, 2), t, reduction="none")
+            for o, t in ((digit, b.labels), (row, b.place[..., 0]), (column, b.place[..., 1]))
+        ]
+        return (sum(losses) * real).sum() / real.sum()
+
+
+def loss_of(model: torch.nn.Module, probes: Probes, b: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Answer loss, probe loss and the fraction of answer tokens that are right."""
+    seen = see(model.model.visual, b)
+    h = read(model.model.language_model, b, seen)
+    logits = model.lm_head(h[:, :-1]).float()
+    nll = F.cross_entropy(logits.transpose(1, 2), b.tokens[:, 1:], reduction="none")
+    weight = b.weight[:, 1:]
+    right = ((logits.detach().argmax(-1) == b.tokens[:, 1:]) & (weight > 0)).sum() / (weight > 0).sum()
+    return (nll * weight).sum() / weight.sum(), probes(seen, b), right
+
+
+@torch.no_grad()
+def start(model: torch.nn.Module, seed: int) -> None:
+    """Initial weights: variance-preserving, with the uneven scales that the module docstring speaks of."""
+    torch.manual_seed(seed)
+    for name, p in model.named_parameters():
+        if p.dim() < 2:
+            continue
+        std = 0.05 if "embed_tokens" in name else 0.8 / math.sqrt(p[0].numel())
+        if name.endswith(("o_proj.weight", "down_proj.weight", "attn.proj.weight", "fc2.weight")):
+            std /= 2
+        p.normal_(0, std)
+    visual = model.model.visual
+    visual.merger.mlp[2].weight.mul_(3)
+    sign = torch.ones(256)
+    sign[torch.randperm(256)[:128]] = -1
+    visual.merger.mlp[2].bias.copy_(2 * sign)
+    visual.blocks[0].mlp.fc2.bias.copy_(2 * sign[torch.randperm(256)])
+
+
+# ----------------------------------------------------------------------------------------------------------- training
+class Trainer:
+    """Model, optimizer, averaged weights and the captured step."""
+
+    def __init__(self, args: argparse.Namespace, device: str) -> None:
+        self.args, self.device, self.step, self.seconds = args, device, 0, 0.0
+        self.model = checkpoint.load(args.weights) if args.weights else checkpoint.new_model()
+        if not args.weights:
+            start(self.model, args.seed)
+        self.model.to(device).train()
+        self.probes = Probes().to(device)
+        self.parameters = [*self.model.parameters(), *self.probes.parameters()]
+        self.average = [p.detach().clone() for p in self.model.parameters()]
+        groups = [
+            dict(params=[p for p in self.parameters if (p.dim() >= 2) == wide], weight_decay=0.05 if wide else 0.0)
+            for wide in (True, False)
+        ]
+        self.rate, self.probe_weight = torch.zeros((), device=device), torch.ones((), device=device)
+        on_gpu = device == "cuda"
+        self.optimizer = torch.optim.AdamW(groups, lr=self.rate, betas=(0.9, 0.98), fused=on_gpu, capturable=on_gpu)
+        self.sources = {n: Source(n, args.templates, args.seed + 1, "train", device) for n in BUCKETS}
+        self.sizes = {"short": args.batch, "long": args.batch // 2}
+        self.loss = torch.compile(loss_of, dynamic=False) if on_gpu else loss_of
+        self.meters = torch.zeros(6, device=device)
+
+    def train_step(self) -> None:
+        """One update; on the GPU this is captured once and replayed."""
+        self.optimizer.zero_grad(set_to_none=False)
+        batches = [self.sources[n].draw(self.sizes[n]) for n in BUCKETS]
+        for i, b in enumerate(batches):
+            with torch.autocast(self.device, torch.bfloat16, enabled=self.device == "cuda"):
+                answer, probe, right = self.loss(self.model, self.probes, b)
+            (answer + self.probe_weight * probe).backward()
+            self.meters[3 * i : 3 * i + 3].lerp_(torch.stack([answer.detach(), probe.detach(), right.float()]), 0.02)
+        torch.nn.utils.clip_grad_norm_(self.parameters, 1.0, foreach=True)
+        self.optimizer.step()
+        torch._foreach_lerp_(self.average, [p.detach() for p in self.model.parameters()], self.args.average)
+
+    def schedule(self) -> None:
+        """Linear warm-up, cosine to 1 % of the peak; the probes fade out over the first half."""
+        done, args = self.step / self.args.steps, self.args
+        rate = args.rate * min(1, (self.step + 1) / 500) * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * min(done, 1))))
+        self.rate.fill_(rate)
+        self.probe_weight.fill_(max(0.05, 0.5 * (1 - 2 * done)))
+
+    def capture(self) -> None:
+        """Warm up (compiles) and record the step. The warm-up steps count: they train like any other."""
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                self.schedule()
+                self.train_step()
+                self.step += 1
+        torch.cuda.current_stream().wait_stream(stream)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self.train_step()
+
+    def state(self) -> dict:
+        return dict(
+            model=self.model.state_dict(), probes=self.probes.state_dict(), average=self.average, step=self.step,
+            optimizer=self.optimizer.state_dict(), seconds=self.seconds,
+        )  # fmt: skip
+
+    def load(self, path: Path) -> None:
+        state = torch.load(path, map_location=self.device)
+        self.model.load_state_dict(state["model"])
+        self.probes.load_state_dict(state["probes"])
+        torch._foreach_copy_(self.average, state["average"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.rate
+        self.step, self.seconds = state["step"], state["seconds"]
+
+    def run(self, out: Path) -> None:
+        """Train until the last step or until `--seconds` have gone by; write a checkpoint and the averaged model."""
+        begin = time.time()
+        if self.device == "cuda":
+            self.capture()
+        print(f"step {self.step}: ready after {time.time() - begin:.0f} s", flush=True)
+        start_step, ready, before = self.step, time.time(), self.seconds
+        while self.step < self.args.steps and time.time() - begin < self.args.seconds:
+            self.schedule()
+            self.graph.replay() if self.device == "cuda" else self.train_step()
+            self.step += 1
+            if self.step % self.args.log == 0:
+                values = self.meters.tolist()
+                speed = (self.step - start_step) / (time.time() - ready)
+                print(f"step {self.step} {speed:.1f}/s", *(f"{v:.4f}" for v in values), flush=True)
+            if self.step % self.args.save == 0:
+                self.seconds = before + time.time() - begin
+                self.save(out)
+        self.seconds = before + time.time() - begin
+        self.save(out)
+
+    def save(self, out: Path) -> None:
+        """A checkpoint to resume from, and the averaged weights as the model that ships."""
+        torch.save(self.state(), out / "checkpoint.pt")
+        weights = [p.detach() for p in self.model.parameters()]
+        trained = [w.clone() for w in weights]
+        torch._foreach_copy_(weights, self.average)
+        print(json.dumps(dict(step=self.step, seconds=round(self.seconds), held_out=self.held_out())), flush=True)
+        checkpoint.save(self.model, out / "model")
+        torch._foreach_copy_(weights, trained)
+
+    @torch.no_grad()
+    def held_out(self) -> dict[str, float]:
+        """Fraction of answer tokens right on the calibration scans, which training never sees."""
+        out = {}
+        for name, size in self.sizes.items():
+            source = Source(name, 2 * size, self.args.seed + 9, "calibration", self.device, augment=False)
+            out[name] = sum(loss_of(self.model, self.probes, source.draw(size))[2].item() for _ in range(4)) / 4
+        return out
+
+
+@torch.no_grad()
+def check(device: str) -> None:
+    """The forward above equals Hugging Face's, and the rendered patches come in the processor's order."""
+    torch.manual_seed(0)
+    model, processor = checkpoint.new_model(), DigitsProcessor()
+    start(model, 0)
+    for name in BUCKETS:
+        b = Source(name, 12, 3, "train", device).draw(6)
+        ours = model.lm_head(read(model.model.language_model, b, see(model.model.visual, b)))
+        for i in range(6):
+            n, cells = int((b.tokens[i] != PAD).sum()), int((b.page[i] >= 0).sum())
+            pages = [b.place[i][b.page[i] == p].max(0).values + 1 for p in range(int(b.page[i].max()) + 1)]
+            grids = torch.tensor([[1, 2 * int(r), 2 * int(c)] for r, c in pages])
+            ids = b.tokens[i : i + 1, :n]
+            inputs = dict(input_ids=ids, attention_mask=torch.ones_like(ids), mm_token_type_ids=(ids == IMAGE).long())
+            inputs |= dict(pixel_values=b.patches[i, : 4 * cells], image_grid_thw=grids)
+            theirs = model(**inputs).logits
+            error = ((ours[i : i + 1, :n] - theirs).norm() / theirs.norm()).item()
+            asked = processor.decode(ids[0][b.weight[i, :n] == 0])
+            print(f"{name} {i}: {error:.1e}  {asked.splitlines()[-1]!r} {processor.decode(ids[0][b.weight[i, :n] > 0])}")
+            assert error < 1e-5
+            _, h, w = grids[0].tolist()
+            x = b.patches[i, : h * w].view(h // 2, w // 2, 2, 2, 3, 2, 4, 4)[:, :, :, :, :, 0]
+            page = x.permute(0, 2, 5, 1, 3, 6, 4).reshape(4 * h, 4 * w, 3)
+            page = torch.round((page + 1) * 127.5).to(torch.uint8).numpy()
+            assert np.array_equal(processor.patches(page)[0], b.patches[i, : h * w].numpy())
+            assert min(page[0, :, 2].min(), page[:, 0, 2].min(), page[-1, :, 2].min(), page[:, -1, 2].min()) >= 153
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("out/digits_vqa"))
+    parser.add_argument("--resume", type=Path, help="a checkpoint.pt to continue from")
+    parser.add_argument("--weights", type=Path, help="a saved model to start from, with a new schedule")
+    parser.add_argument("--steps", type=int, default=40_000, help="length of the whole schedule")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="stop this run after so long")
+    parser.add_argument("--batch", type=int, default=512, help="short questions a step; half as many transcriptions")
+    parser.add_argument("--templates", type=int, default=16_384)
+    parser.add_argument("--rate", type=float, default=1e-3)
+    parser.add_argument("--average", type=float, default=2e-3, help="weight of a new step in the averaged weights")
+    parser.add_argument("--log", type=int, default=500)
+    parser.add_argument("--save", type=int, default=4_000, help="steps between checkpoints")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--check", action="store_true", help="compare with Hugging Face's forward and leave")
+    args = parser.parse_args()
+    if args.check:
+        return check("cpu")
+    args.out.mkdir(parents=True, exist_ok=True)
+    trainer = Trainer(args, "cuda" if torch.cuda.is_available() else "cpu")
+    if args.resume:
+        trainer.load(args.resume)
+    trainer.run(args.out)
+
+
+if __name__ == "__main__":
+    main()

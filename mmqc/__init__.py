@@ -1,0 +1,54 @@
+"""mmqc: a quantizing compiler for multimodal LLMs.
+
+    mmqc.quantize_(model, mmqc.recipes.mquant(weight_bits=4), calibration=batches)
+    model = torch.compile(model, backend="mmqc")
+
+Names are loaded when they are first used, so that ``import mmqc`` costs little more than ``import torch``.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from . import discovery, hf_hook
+
+if TYPE_CHECKING:
+    from . import recipes, samples
+    from .config import ActivationSpec, ConfigError, QuantConfig, Rewrites, Scheme, WeightSpec
+    from .explain import Explanation, explain
+    from .quantize import quantize_
+    from .report import LayerReport, QuantReport, Refusal
+
+__version__ = "0.1.0.dev0"
+
+_HOMES = {
+    "quantize_": "quantize",
+    "explain": "explain", "Explanation": "explain",
+    "QuantReport": "report", "LayerReport": "report", "Refusal": "report",
+    **dict.fromkeys(("ActivationSpec", "ConfigError", "QuantConfig", "Rewrites", "Scheme", "WeightSpec"), "config"),
+}  # fmt: skip
+_MODULES = ("recipes", "samples")
+
+__all__ = [
+    "ActivationSpec", "ConfigError", "Explanation", "LayerReport", "QuantConfig", "QuantReport", "Refusal", "Rewrites",
+    "Scheme", "WeightSpec", "explain", "quantize_", "recipes", "samples",
+]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f".{name}", __name__)
+    if name in _HOMES:
+        value = getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
+        globals()[name] = value  # a module and a function may share a name (explain): the function wins
+        return value
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+discovery.announce()
+hf_hook.install()

@@ -1,0 +1,69 @@
+"""START HERE: the torch.compile backend, from Dynamo's graph to kernels.
+
+    Dynamo graph ─ [quantize_graph, with options={"config": …}] ─┬─ mmqc ops     ─► Inductor with mmqc's lowerings
+                                                                 ├─ heavy ops    ─► Inductor as it is
+                                                                 └─ neither      ─► run as it is, no compile time
+
+Found by name through the entry point ``torch_dynamo_backends: mmqc``.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import fx
+
+from mmqc import compile_record, graph_content
+from mmqc.compile_options import CompileOptions
+from mmqc.compile_record import GraphRecord, collect_records
+
+__all__ = ["GraphRecord", "backend", "collect_records"]
+
+
+def backend(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Callable[..., Any]:
+    """Compile one of Dynamo's graphs; ``mode`` and ``options`` are torch.compile's."""
+    request = CompileOptions.read(mode, options)
+    passes: list[Any] = []
+    if request.config is not None:
+        gm, passes = quantize_graph(gm, example_inputs, request.config)
+    ops = graph_content.mmqc_ops(gm)
+    n_ops = sum(1 for _ in graph_content.calls(gm))
+    heavy = bool(ops) or graph_content.has_heavy_op(gm)
+    record = GraphRecord(0, n_ops, how="mmqc" if ops else "inductor" if heavy else "eager", quantized=bool(ops), ops=ops, passes=passes)
+    compiled = _lower(gm, example_inputs, request, record) if heavy else gm.forward
+    compile_record.add(record)
+    return compiled
+
+
+def quantize_graph(gm: fx.GraphModule, example_inputs: Sequence[Any], config: Any) -> tuple[fx.GraphModule, list[Any]]:
+    """Run the passes on Dynamo's graph: (rewritten graph, records of the passes)."""
+    raise NotImplementedError("options={'config': …}: the backend does not quantize by itself yet; call mmqc.quantize_ first")
+
+
+def _lower(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], request: CompileOptions, record: GraphRecord
+) -> Callable[..., Any]:
+    # Inductor takes seconds to import: only for a graph that needs it.
+    import mmqc.lowering
+    from mmqc.lowering import inductor
+
+    patches = inductor.mode_patches(request.mode) if request.mode else {}
+    request.check_inductor_keys(inductor.config_keys())
+    patches.update(request.inductor)
+
+    def observe(graph: fx.GraphModule, source: str) -> None:
+        record.kernels += inductor.kernel_names(source)
+        record.fallbacks += mmqc.lowering.fallbacks(graph)
+
+    started = time.perf_counter()
+    compiled = inductor.compile_graph(gm, example_inputs, patches, observe if compile_record.collecting() else None)
+    record.compile_seconds = time.perf_counter() - started
+    return compiled

@@ -1,0 +1,167 @@
+"""Streaming statistics of every linear's input, per modality, from live forwards of the model.
+
+Hooks see each batch once and keep only what the scheme needs: the range, for percentiles a logarithmic histogram of
+magnitudes (1 % resolution), for GPTQ the second moment XᵀX, summed in float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .config import ActivationSpec
+from .modality import ModalityContext
+
+TEXT, VISUAL = "text", "visual"
+_BINS_PER_OCTAVE, _LOWEST, _OCTAVES = 64, -40, 80
+
+
+class CalibrationError(ValueError):
+    """The calibration data cannot be used: says what is missing and what to pass instead."""
+
+
+@dataclass
+class Range:
+    """Smallest and largest value seen, and how many; the histogram counts magnitudes by their logarithm."""
+
+    low: float = float("inf")
+    high: float = float("-inf")
+    count: int = 0
+    histogram: Tensor | None = None
+
+    def update(self, x: Tensor, histogram: bool) -> None:
+        """Take in the values of ``x``."""
+        if not x.numel():
+            return
+        low, high = torch.aminmax(x)
+        self.low, self.high = min(self.low, float(low)), max(self.high, float(high))
+        self.count += x.numel()
+        if histogram:
+            bins = ((x.abs().float().clamp(min=2.0**_LOWEST).log2() - _LOWEST) * _BINS_PER_OCTAVE).long().clamp(max=_OCTAVES * _BINS_PER_OCTAVE - 1)
+            counted = torch.bincount(bins.flatten().cpu(), minlength=_OCTAVES * _BINS_PER_OCTAVE)
+            self.histogram = counted if self.histogram is None else self.histogram + counted
+
+    def scale(self, spec: ActivationSpec) -> float:
+        """s = max(|min| / 2^(b-1), |max| / (2^(b-1) - 1)); percentiles cut both ends at the same magnitude."""
+        low, high = min(self.low, 0.0), max(self.high, 0.0)
+        if spec.observer == "percentile" and self.histogram is not None:
+            share = self.histogram.cumsum(0).double() / self.histogram.sum()
+            index = int((share < spec.percentile).sum())
+            limit = 2.0 ** ((index + 1) / _BINS_PER_OCTAVE + _LOWEST)
+            low, high = max(low, -limit), min(high, limit)
+        top = 2 ** (spec.bits - 1)
+        scale = max(-low / top, high / (top - 1))
+        return scale if scale > 0 else 1.0
+
+
+@dataclass
+class InputStatistics:
+    """What one linear's input looked like."""
+
+    ranges: dict[str, Range] = field(default_factory=lambda: {TEXT: Range(), VISUAL: Range()})
+    hessian: Tensor | None = None
+    rows: int = 0
+
+    def scales(self, spec: ActivationSpec, language: bool) -> list[float] | None:
+        """[text, visual] for MSQ in the language model, else one scale; None if no input was seen.
+
+        A modality that this linear never met takes the other's scale.
+        """
+        seen = {name: r for name, r in self.ranges.items() if r.count}
+        if not seen:
+            return None
+        if spec.per_modality and language:
+            either = next(iter(seen.values()))
+            return [seen.get(TEXT, either).scale(spec), seen.get(VISUAL, either).scale(spec)]
+        return [max(r.scale(spec) for r in seen.values())]
+
+
+@dataclass(frozen=True)
+class Watch:
+    """One linear to observe: its module, whether its rows are the language model's tokens, and what to keep."""
+
+    module: nn.Module
+    language: bool
+    spec: ActivationSpec | None
+    hessian: bool
+    skip: Tensor | None = None
+
+
+def linear_input(module: nn.Module, x: Tensor) -> Tensor:
+    """What the weight itself multiplies: the module's input, behind its online Hadamard if it has one."""
+    return module.rotated(x) if hasattr(module, "rotated") else x
+
+
+def visual_rows(x: Tensor, language: bool, context: ModalityContext | None) -> Tensor | None:
+    """bool per row of x: visual or not; None means that no row is text (vision tower, projector) or that all are."""
+    if not language or context is None or context.visual is None:
+        return None
+    if x[..., 0].numel() != context.visual.numel():
+        raise CalibrationError(
+            f"a linear of the language model sees rows of shape {tuple(x.shape[:-1])} while the call has tokens of shape "
+            f"{tuple(context.visual.shape)}: its rows are not the tokens, so they have no modality; name it in keep, or use one scale (msq=False)"
+        )
+    return context.visual.reshape(x.shape[:-1])
+
+
+def by_modality(x: Tensor, language: bool, context: ModalityContext | None) -> dict[str, Tensor]:
+    """The rows of x [*, K] split by modality; vision tower and projector are visual throughout."""
+    rows = x.reshape(-1, x.shape[-1])
+    visual = visual_rows(x, language, context)
+    if visual is None:
+        return {TEXT if language else VISUAL: rows}
+    flat = visual.reshape(-1)
+    return {VISUAL: rows[flat], TEXT: rows[~flat]}
+
+
+class _Observer:
+    def __init__(self, watch: Watch, context: ModalityContext | None) -> None:
+        self.watch, self.context, self.seen = watch, context, InputStatistics()
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        x = linear_input(module, args[0].detach())
+        if self.watch.skip is not None:
+            x = x.index_fill(-1, self.watch.skip.to(x.device), 0)
+        spec = self.watch.spec
+        for name, rows in by_modality(x, self.watch.language, self.context).items():
+            self.seen.ranges[name].update(rows, spec is not None and spec.observer == "percentile")
+        if self.watch.hessian:
+            rows = x.reshape(-1, x.shape[-1]).float()
+            moment = (rows.T @ rows).double()
+            self.seen.hessian = moment if self.seen.hessian is None else self.seen.hessian.add_(moment)
+            self.seen.rows += len(rows)
+
+
+@contextmanager
+def hooked(pairs: Iterable[tuple[nn.Module, Any]]) -> Iterator[None]:
+    """Forward pre-hooks for the length of a ``with`` block."""
+    handles = [module.register_forward_pre_hook(hook) for module, hook in pairs]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@torch.no_grad()
+def calibrate(
+    model: nn.Module, batches: Iterable[Mapping[str, Any]], watches: Mapping[str, Watch], context: ModalityContext | None
+) -> dict[str, InputStatistics]:
+    """Run the batches and return what each watched linear's input looked like, by the key of ``watches``.
+
+    Args:
+        model: the model whose forward takes the batches' keys.
+        batches: keyword batches.
+        watches: the linears to observe.
+        context: tells visual from text rows; attached to ``model``.
+    """
+    observers = {name: _Observer(watch, context) for name, watch in watches.items()}
+    with hooked((watches[name].module, o) for name, o in observers.items()):
+        for batch in batches:
+            model(**batch)
+    return {name: o.seen for name, o in observers.items()}

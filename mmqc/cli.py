@@ -1,0 +1,208 @@
+"""The command line: `mmqc demo | quantize | eval | explain | doctor | passes`."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from mmqc.config import QuantConfig
+    from mmqc.samples.sample import Sample
+
+app = typer.Typer(
+    help="A quantizing compiler for multimodal LLMs.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_show_locals=False,
+)
+console = Console()
+
+Model = Annotated[str, typer.Argument(help="A shipped sample (digits-vqa, digits-vqa-stress) or a model directory.")]
+Recipe = Annotated[str, typer.Option("--recipe", "-r", help="A function of mmqc.recipes.")]
+Set = Annotated[list[str] | None, typer.Option("--set", "-s", metavar="KEY=VALUE", help="An argument of the recipe.")]
+ConfigFile = Annotated[Path | None, typer.Option("--config", exists=True, help="A QuantConfig as JSON, not a recipe.")]
+SampleName = Annotated[str, typer.Option("--sample", help="The sample whose data is used with a model directory.")]
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option(help="Where report.html goes.")] = Path("out"),
+    questions: Annotated[int, typer.Option(min=5, help="Questions to each model.")] = 150,
+    calibration: Annotated[int, typer.Option(min=1, help="Calibration prompts.")] = 32,
+    ablation: Annotated[bool, typer.Option(help="Quantize the stressed model step by step as well.")] = True,
+    compiled: Annotated[bool, typer.Option("--compile/--no-compile", help="Compile one model and ask it.")] = True,
+) -> None:
+    """Quantize a shipped model three ways, compare, ask, and write out/report.html."""
+    from mmqc import demo as job
+
+    job.run(job.Options(out, questions, calibration, ablation, compiled), console)
+
+
+@app.command()
+def quantize(
+    model: Model,
+    out: Annotated[Path, typer.Argument(help="Directory for the quantized model and its report.")],
+    recipe: Recipe = "mquant",
+    settings: Set = None,
+    config_file: ConfigFile = None,
+    calibration: Annotated[int, typer.Option(min=0, help="Calibration prompts of the sample; 0: data-free.")] = 32,
+    sample: SampleName = "digits-vqa",
+) -> None:
+    """Quantize a model, save it, and write quantization.html and quantization.json beside it."""
+    import mmqc
+
+    config = read_config(config_file) if config_file else make_config(recipe, settings or [])
+    loaded, data = load(model, sample)
+    batches = data.calibration(calibration) if calibration else None
+    report = mmqc.quantize_(loaded, config, calibration=batches)
+    loaded.save_pretrained(out)
+    for name in ("quantization.html", "quantization.json"):
+        report.save(out / name)
+    console.print(report.summary(), markup=False, highlight=False)
+    console.print(f"saved in {out}")
+
+
+@app.command("eval")
+def evaluate(
+    model: Model,
+    questions: Annotated[int | None, typer.Option("--questions", "-n", min=5, help="Default: all.")] = None,
+    against: Annotated[str | None, typer.Option(help="Another model: the paired difference of accuracy.")] = None,
+    sample: SampleName = "digits-vqa",
+) -> None:
+    """Accuracy of a model on a sample's questions."""
+    loaded, data = load(model, sample)
+    start = time.perf_counter()
+    if against is None:
+        figures = data.evaluate(loaded, questions)
+    else:
+        other, _ = load(against, sample)
+        c = data.compare(other, loaded, questions)
+        figures = {model: c.b, against: c.a, "difference": c.difference, "2.5 %": c.low, "97.5 %": c.high}
+    table = Table("", "value", title=f"{data.name}, {time.perf_counter() - start:.1f} s", title_justify="left")
+    for name, value in figures.items():
+        table.add_row(name, f"{value:.4f}")
+    console.print(table)
+
+
+@app.command()
+def explain(
+    model: Model,
+    recipe: Annotated[str | None, typer.Option("--recipe", "-r", help="Let the backend quantize with it.")] = None,
+    settings: Set = None,
+    config_file: ConfigFile = None,
+    sample: SampleName = "digits-vqa",
+) -> None:
+    """What every pass and the lowering do with this model, on one prompt of a sample."""
+    import mmqc
+
+    loaded, data = load(model, sample)
+    config = read_config(config_file) if config_file else make_config(recipe, settings or []) if recipe else None
+    options = {"config": config} if config else None
+    console.print(str(mmqc.explain(loaded, data.calibration(1)[0], options=options)), markup=False, highlight=False)
+
+
+@app.command()
+def doctor(
+    smoke: Annotated[bool, typer.Option(help="Compile a quantized linear and compare it with eager.")] = True,
+) -> None:
+    """Check this environment: versions, devices, compiler, and what would fall back."""
+    from mmqc import doctor as checkup
+
+    checks = checkup.examine(smoke)
+    table = Table("", "found", "", header_style="bold")
+    marks = {"ok": "[green]ok[/green]", "note": "[yellow]note[/yellow]", "problem": "[red]problem[/red]"}
+    for check in checks:
+        table.add_row(check.name, check.found, marks[check.status])
+    console.print(table)
+    for line in checkup.fallbacks(checks):
+        console.print(f"  {line}", markup=False, highlight=False)
+    if not checkup.sound(checks):
+        raise typer.Exit(1)
+
+
+@app.command()
+def passes(recipe: Recipe = "mquant", settings: Set = None, config_file: ConfigFile = None) -> None:
+    """The passes that a recipe runs, in order, with what each needs and gives."""
+    from mmqc import pipeline
+
+    config = read_config(config_file) if config_file else make_config(recipe, settings or [])
+    table = Table("", "pass", "exact", "needs", "gives", header_style="bold")
+    for number, step in enumerate(pipeline.semantic(config)):
+        exact = "exact" if step.exact else "changes numerics"
+        table.add_row(str(number), step.name, exact, *(", ".join(sorted(facts)) for facts in (step.needs, step.gives)))
+    console.print(table)
+
+
+def make_config(recipe: str, settings: list[str]) -> QuantConfig:
+    """The config of a recipe of `mmqc.recipes`, called with `key=value` settings."""
+    import mmqc
+
+    known = public_functions(mmqc.recipes)
+    if recipe not in known:
+        raise typer.BadParameter(f"{recipe!r}: the recipes are {', '.join(sorted(known))}", param_hint="--recipe")
+    allowed = inspect.signature(known[recipe]).parameters
+    arguments: dict[str, Any] = {}
+    for setting in settings:
+        key, equals, value = setting.partition("=")
+        if not equals or key not in allowed:
+            raise typer.BadParameter(f"{setting!r}: {recipe} takes {', '.join(allowed)} (key=value)", param_hint="--set")
+        arguments[key] = plain_value(value)
+    try:
+        return known[recipe](**arguments)
+    except (TypeError, ValueError) as error:
+        raise typer.BadParameter(str(error), param_hint="--set") from error
+
+
+def public_functions(module: Any) -> dict[str, Callable[..., Any]]:
+    """The functions that a module defines itself, without leading underscore."""
+    members = inspect.getmembers(module, inspect.isfunction)
+    return {name: f for name, f in members if f.__module__ == module.__name__ and not name.startswith("_")}
+
+
+def plain_value(text: str) -> Any:
+    """4, 0.5, true, null as JSON has them; Python's True, False and None; anything else is a string."""
+    try:
+        return json.loads({"True": "true", "False": "false", "None": "null"}.get(text, text))
+    except json.JSONDecodeError:
+        return text
+
+
+def read_config(path: Path) -> QuantConfig:
+    """A QuantConfig from its JSON, or from the quantization.json of an earlier run."""
+    import mmqc
+
+    data = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        return mmqc.QuantConfig.from_dict(data["config"] if set(data) >= {"config", "layers"} else data)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--config") from error
+
+
+def load(model: str, sample: str) -> tuple[Any, Sample]:
+    """The model of that name or directory, and the sample whose questions and calibration data go with it."""
+    import mmqc
+    from mmqc.samples import NAMES
+
+    if model in NAMES:
+        data = mmqc.samples.load(model)
+        return data.model, data
+    if sample not in NAMES:
+        raise typer.BadParameter(f"{sample!r}: the samples are {', '.join(NAMES)}", param_hint="--sample")
+    if not (Path(model) / "config.json").exists():
+        raise typer.BadParameter(f"{model!r} is neither a sample ({', '.join(NAMES)}) nor a saved model's directory")
+    from transformers import AutoModelForImageTextToText
+
+    return AutoModelForImageTextToText.from_pretrained(model).eval(), mmqc.samples.load(sample)
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,220 @@
+"""What to quantize and how: the schemes of the three towers and the rewrites in front of them.
+
+A ``QuantConfig`` is a value: frozen, comparable, and equal to its own JSON (``to_dict`` / ``from_dict``).
+Granularities are torchao's.  Layers get their scheme by graph position (tower and role), so there is no list of
+layer names here except ``keep``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+from torchao.core.config import AOBaseConfig
+from torchao.quantization.granularity import Granularity, PerGroup, PerRow, PerTensor
+
+VERSION = 1
+TOWERS = ("vision", "projector", "language")
+Solver = Literal["rtn", "mse_clip", "gptq"]
+Observer = Literal["minmax", "percentile"]
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be: names the field, the value and what is allowed."""
+
+
+def _require(ok: bool, where: str, value: object, allowed: object) -> None:
+    if not ok:
+        raise ConfigError(f"{where} = {value!r} is not supported; allowed: {allowed}")
+
+
+@dataclass(frozen=True)
+class WeightSpec:
+    """Symmetric integer weights, rounded by ``solver``.
+
+    Attributes:
+        bits: 4 or 8.
+        granularity: ``PerRow()``, one scale per output channel, or ``PerGroup(g)``, one per g input channels.
+        solver: ``rtn``, ``mse_clip`` (clip that minimises the error's 2.4-norm) or ``gptq`` (needs calibration).
+    """
+
+    bits: int = 4
+    granularity: Granularity = field(default_factory=PerRow)
+    solver: Solver = "rtn"
+
+    def __post_init__(self) -> None:
+        _require(self.bits in (4, 8), "WeightSpec.bits", self.bits, (4, 8))
+        _require(isinstance(self.granularity, PerRow | PerGroup), "WeightSpec.granularity", self.granularity, "PerRow(), PerGroup(g)")
+        _require(self.solver in get_args(Solver), "WeightSpec.solver", self.solver, get_args(Solver))
+        grouped_gptq = isinstance(self.granularity, PerGroup) and self.solver != "rtn"
+        _require(not grouped_gptq, "WeightSpec.solver", self.solver, "rtn for PerGroup scales")
+
+    @property
+    def group_size(self) -> int:
+        """Input channels per scale; 0 means the whole row."""
+        return self.granularity.group_size if isinstance(self.granularity, PerGroup) else 0
+
+
+@dataclass(frozen=True)
+class ActivationSpec:
+    """Static symmetric activations, one scale per tensor or, with ``per_modality``, one per tensor and modality (MSQ).
+
+    Attributes:
+        bits: 8.
+        granularity: ``PerTensor()``.
+        per_modality: MQuant's modality-specific quantization (section 4.1): visual rows and text rows have their own scale.
+        observer: ``minmax``: s = max(|min| / 128, |max| / 127); ``percentile``: the same of the ``percentile``-th magnitude.
+        percentile: in (0, 1], used by the percentile observer.
+    """
+
+    bits: int = 8
+    granularity: Granularity = field(default_factory=PerTensor)
+    per_modality: bool = False
+    observer: Observer = "minmax"
+    percentile: float = 0.99999
+
+    def __post_init__(self) -> None:
+        _require(self.bits == 8, "ActivationSpec.bits", self.bits, (8,))
+        _require(isinstance(self.granularity, PerTensor), "ActivationSpec.granularity", self.granularity, "PerTensor()")
+        _require(self.observer in get_args(Observer), "ActivationSpec.observer", self.observer, get_args(Observer))
+        _require(0 < self.percentile <= 1, "ActivationSpec.percentile", self.percentile, "(0, 1]")
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """The scheme of every linear of one tower; ``activation=None`` means weight-only."""
+
+    weight: WeightSpec = field(default_factory=WeightSpec)
+    activation: ActivationSpec | None = None
+
+    def __str__(self) -> str:
+        """The field's shorthand, e.g. W4A8 or W4A16-g128."""
+        group = f"-g{self.weight.group_size}" if self.weight.group_size else ""
+        return f"W{self.weight.bits}A{self.activation.bits if self.activation else 16}{group}"
+
+
+@dataclass(frozen=True)
+class Rewrites:
+    """Which rewrites run before quantization; all but ``suppress`` leave the model's function unchanged.
+
+    Attributes:
+        fold_norms: norm gains, biases and means go into the neighbouring weights (LayerNorm becomes RMSNorm).
+        rotate: residual streams and V/O spaces are rotated by a randomized Hadamard matrix.
+        hadamard: an online Hadamard in front of linears that read a non-linearity (down_proj, fc2).
+        suppress: MQuant's rotation magnitude suppression (section 4.3) behind each online Hadamard.
+        seed: of the random signs.
+    """
+
+    fold_norms: bool = False
+    rotate: bool = False
+    hadamard: bool = False
+    suppress: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _require(self.fold_norms or not self.rotate, "Rewrites.fold_norms", self.fold_norms, "True where rotate is True")
+        _require(self.hadamard or not self.suppress, "Rewrites.hadamard", self.hadamard, "True where suppress is True")
+
+
+@dataclass(frozen=True)
+class QuantConfig(AOBaseConfig):
+    """A whole recipe: one scheme per tower (``None``: left in floating point), the rewrites, and what to keep.
+
+    Attributes:
+        vision, projector, language: the schemes.
+        rewrites: see ``Rewrites``.
+        keep: patterns (``fnmatch``) of module FQNs that stay in floating point; each must match something.
+        statistics: what calibration measured, by FQN; filled in ``QuantReport.config`` so that
+            ``torch.compile(..., options={"config": report.config})`` repeats ``quantize_`` on an untouched model.
+    """
+
+    vision: Scheme | None = None
+    projector: Scheme | None = None
+    language: Scheme | None = None
+    rewrites: Rewrites = field(default_factory=Rewrites)
+    keep: tuple[str, ...] = ("lm_head",)
+    statistics: Mapping[str, Any] | None = field(default=None, hash=False)
+
+    def scheme(self, tower: str) -> Scheme | None:
+        """The scheme of ``tower`` (vision, projector or language)."""
+        return getattr(self, tower)
+
+    @property
+    def schemes(self) -> dict[str, Scheme]:
+        """The towers that are quantized at all."""
+        return {tower: s for tower in TOWERS if (s := self.scheme(tower)) is not None}
+
+    @property
+    def needs_calibration(self) -> bool:
+        """Whether some scale or solver depends on data that ``statistics`` does not already hold."""
+        if self.statistics is not None:
+            return any(s.weight.solver == "gptq" for s in self.schemes.values())
+        return any(s.activation is not None or s.weight.solver == "gptq" for s in self.schemes.values())
+
+    def replace(self, **changes: Any) -> QuantConfig:
+        """A copy with some fields changed."""
+        return dataclasses.replace(self, **changes)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON data; ``from_dict`` gives the equal config back."""
+        return {"version": VERSION, **{f.name: _encode(getattr(self, f.name)) for f in dataclasses.fields(self) if f.name != "version"}}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> QuantConfig:
+        """The config that ``to_dict`` wrote.
+
+        Raises:
+            ConfigError: an unknown key, another version, or a value that is not supported.
+        """
+        data = dict(data)
+        version = data.pop("version", VERSION)
+        _require(version == VERSION, "version", version, (VERSION,))
+        for tower in TOWERS:
+            if data.get(tower) is not None:
+                data[tower] = _decode(Scheme, data[tower], tower)
+        if "rewrites" in data:
+            data["rewrites"] = _decode(Rewrites, data["rewrites"], "rewrites")
+        data["keep"] = tuple(data.get("keep", ("lm_head",)))
+        return _decode(cls, data, "QuantConfig")
+
+
+_GRANULARITIES = {"per_row": PerRow, "per_tensor": PerTensor, "per_group": PerGroup}
+
+
+def _encode(value: Any) -> Any:
+    if isinstance(value, Granularity):
+        name = next(n for n, c in _GRANULARITIES.items() if isinstance(value, c))
+        return {"per_group": value.group_size} if isinstance(value, PerGroup) else name
+    if dataclasses.is_dataclass(value):
+        return {f.name: _encode(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {k: _encode(v) for k, v in value.items()}
+    return list(value) if isinstance(value, tuple) else value
+
+
+_NESTED = {"weight": WeightSpec, "activation": ActivationSpec}
+
+
+def _granularity(value: Any) -> Granularity:
+    if isinstance(value, Mapping) and set(value) == {"per_group"}:
+        return PerGroup(value["per_group"])
+    _require(value in ("per_row", "per_tensor"), "granularity", value, ("per_row", "per_tensor", {"per_group": "g"}))
+    return _GRANULARITIES[value]()
+
+
+def _decode(cls: type, data: Any, where: str) -> Any:
+    if isinstance(data, cls):
+        return data
+    known = {f.name for f in dataclasses.fields(cls)}
+    unknown = sorted(set(data) - known)
+    if unknown:
+        raise ConfigError(f"unknown key {unknown[0]!r} in {where}; known keys: {sorted(known)}")
+    values = dict(data)
+    for key in values:
+        if key in _NESTED and cls is Scheme and values[key] is not None:
+            values[key] = _decode(_NESTED[key], values[key], f"{where}.{key}")
+        elif key == "granularity" and not isinstance(values[key], Granularity):
+            values[key] = _granularity(values[key])
+    return cls(**values)

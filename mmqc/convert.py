@@ -1,0 +1,148 @@
+"""Write what the passes decided back into the model, and take it back if anything fails.
+
+Three carriers only: a module is swapped for one of ours, a parameter is replaced, a bias is added.  Every edit goes
+through a ``Journal``; leaving its ``with`` block by an exception puts every tensor and module back.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .graph.kinds import kind
+from .graph.linear import operands, weight_of
+from .graph.program import Program
+from .modality import ModalityContext
+from .modules import HadamardLinear, QuantLinear, RMSNorm
+
+
+class Journal:
+    """Edits of a model that can be undone."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.undo: list[Any] = []
+
+    def __enter__(self) -> Journal:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: Any, trace: Any) -> None:
+        if kind is not None:
+            for step in reversed(self.undo):
+                step()
+        self.undo.clear()
+
+    def parameter(self, fqn: str, value: Tensor) -> None:
+        """Replace or add a parameter or a buffer, keeping device and requires_grad of what was there."""
+        owner, _, name = fqn.rpartition(".")
+        module = self.model.get_submodule(owner)
+        store = module._buffers if name in module._buffers else module._parameters
+        old = store.get(name)
+        new = value.detach().contiguous()
+        grad = old.requires_grad if old is not None else False
+        store[name] = new if store is module._buffers else nn.Parameter(new, requires_grad=grad)
+        self.undo.append(lambda: store.__setitem__(name, old))
+
+    def swap(self, fqn: str, new: nn.Module) -> None:
+        """Replace a submodule; the new one takes over the training flag."""
+        owner, _, name = fqn.rpartition(".")
+        parent = self.model.get_submodule(owner)
+        old = parent.get_submodule(name)
+        new.train(old.training)
+        parent._modules[name] = new
+        self.undo.append(lambda: parent._modules.__setitem__(name, old))
+
+    def attribute(self, owner: Any, name: str, value: Any) -> None:
+        """Set an attribute (of a nested config, say)."""
+        old = getattr(owner, name)
+        setattr(owner, name, value)
+        self.undo.append(lambda: setattr(owner, name, old))
+
+
+def _aliases(model: nn.Module) -> dict[int, list[str]]:
+    groups: dict[int, list[str]] = {}
+    for name, tensor in model.named_parameters(remove_duplicate=False):
+        groups.setdefault(id(tensor), []).append(name)
+    return groups
+
+
+def write_exact(model: nn.Module, prog: Program, journal: Journal) -> list[str]:
+    """Write the exact rewrites: weights, new biases, RMSNorms for LayerNorms, online Hadamards.
+
+    Returns:
+        Names whose tensor was shared with another name and is not any more.
+    """
+    aliases = _aliases(model)
+    untied: list[str] = []
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for name in prog.changed:
+        old = parameters.get(name)
+        if old is not None and len(aliases[id(old)]) > 1:
+            untied.append(name)
+        journal.parameter(name, prog.value(name).to(old.device if old is not None else prog.weights[name].device))
+        prog.forget(name)
+    for node in prog.graph.nodes:
+        if node.meta.get("was") == "layer_norm":
+            _to_rms_norm(model, node.meta["module"], journal)
+    for node in prog.nodes("linear", "weight_only_matmul"):
+        x = operands(node)["input"]
+        if kind(node) == "linear" and kind(x) == "hadamard":
+            module = weight_of(node).removesuffix(".weight")
+            linear = model.get_submodule(module)
+            if not isinstance(linear, HadamardLinear):
+                journal.swap(module, HadamardLinear.from_parts(linear.weight, linear.bias))  # type: ignore[arg-type]
+    return untied
+
+
+def _to_rms_norm(model: nn.Module, fqn: str, journal: Journal) -> None:
+    norm = model.get_submodule(fqn)
+    if isinstance(norm, nn.LayerNorm):
+        weight = norm.weight.detach().clone() if norm.weight is not None else None
+        journal.swap(fqn, RMSNorm(norm.normalized_shape[0], norm.eps, weight))
+
+
+def build_quantized(model: nn.Module, prog: Program, context: ModalityContext | None) -> dict[str, QuantLinear]:
+    """A QuantLinear for every quantized weight of the program, by module FQN; the model is not touched."""
+    built: dict[str, QuantLinear] = {}
+    for node in prog.nodes("weight_only_matmul", "scaled_matmul"):
+        fqn = node.meta["fqn"]
+        module = fqn.removesuffix(".weight")
+        if module in built:
+            continue
+        old = model.get_submodule(module)
+        scheme, solved = node.meta["scheme"], prog.solved[fqn]
+        static = kind(node) == "scaled_matmul"
+        device = old.weight.device
+        bias = getattr(old, "bias", None)
+        index, columns = (prog.weights.get(f"{fqn}.{part}") for part in ("outliers", "outlier_weight"))
+        scale = prog.weights[f"{fqn}.input_scale"] if static else None
+        built[module] = QuantLinear.from_parts(
+            solved.codes.to(device),
+            solved.scale.to(device),
+            weight_bits=scheme.weight.bits,
+            activation_bits=scheme.activation.bits if static else None,
+            group_size=scheme.weight.group_size,
+            bias=None if bias is None else bias.detach(),
+            input_scale=None if scale is None else scale.to(device),
+            outlier_index=index if index is None else index.to(device),
+            outlier_weight=columns if columns is None else columns.to(device),
+            hadamard=isinstance(old, HadamardLinear),
+            modality=context if scale is not None and scale.numel() == 2 else None,
+        )
+    return built
+
+
+def size_of(model: nn.Module) -> int:
+    """Bytes of all parameters and buffers, shared ones once."""
+    tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}
+    return sum(t.numel() * t.element_size() for t in tensors.values())
+
+
+def first_bad_weight(model: nn.Module) -> str | None:
+    """Name of a floating-point parameter that holds NaN or infinity."""
+    for name, p in model.named_parameters():
+        if p.is_floating_point() and not p.is_meta and not bool(torch.isfinite(p).all()):
+            return name
+    return None

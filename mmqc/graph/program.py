@@ -1,0 +1,248 @@
+"""The program: a captured graph, its weights by name, the weights derived from them, and what each pass did.
+
+Weights are derived, never mutated: a pass says ``prog.derive("a.weight", "W diag(g)", fn)`` and the new value is
+computed in float64 from the sources when it is asked for, so it can be computed again for another checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from .kinds import kind, mutates
+from .plan import Plan
+
+
+@dataclass(frozen=True)
+class Derived:
+    """A weight computed from another version of itself: its formula, for people, and the function."""
+
+    formula: str
+    compute: Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Miss:
+    """A place that a pass looked at and left alone, and why."""
+
+    node: str
+    reason: str
+    fqn: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.fqn or self.node}: {self.reason}"
+
+
+@dataclass
+class PassRecord:
+    """What one pass did: sites, misses, milliseconds, and how the operation counts changed."""
+
+    name: str
+    exact: bool
+    sites: list[str] = field(default_factory=list)
+    misses: list[Miss] = field(default_factory=list)
+    ms: float = 0.0
+    delta: dict[str, int] = field(default_factory=dict)
+    before: str = ""
+    after: str = ""
+
+    @property
+    def n_sites(self) -> int:
+        """How many places were rewritten."""
+        return len(self.sites)
+
+    def __str__(self) -> str:
+        delta = "  ".join(f"{k} {v:+d}" for k, v in sorted(self.delta.items()) if v)
+        tier = "exact" if self.exact else "changes numerics"
+        return f"{self.name:20s} {tier:16s} {self.n_sites:4d} sites {len(self.misses):3d} refused {self.ms:8.1f} ms  {delta}"
+
+
+class Program:
+    """A captured graph.
+
+    Attributes:
+        graph: FX graph at torch-function level; ``get_attr`` nodes name weights by FQN.
+        weights: every tensor that a ``get_attr`` node names, as it was captured.
+        inputs: values of the placeholders in order (tensors, numbers), from the captured call.
+        tied: FQNs that share one tensor, as a map from each FQN to the whole group.
+        fragment: whether this is one of several graphs (Dynamo's), so that inputs and outputs are other graphs' tensors.
+        plan: decisions of an earlier, whole recording that a fragment has to follow, or None.
+        decided: what the passes decided on this program.
+        hosts: FQN of each module that can be swapped, by kind (``linear``, ``layer_norm``); None means no limit.
+        statistics: calibration results by FQN, or None.
+        solved: what the weight solvers returned, by FQN.
+        visual: bool [B, L], the visual tokens of the captured call, where that is known.
+        records: one ``PassRecord`` per pass, in order.
+    """
+
+    def __init__(self, graph: fx.Graph, weights: Mapping[str, Tensor], inputs: list[Any], *, fragment: bool = False) -> None:
+        self.graph = graph
+        self.weights = dict(weights)
+        self.inputs = inputs
+        self.fragment = fragment
+        self.tied: dict[str, tuple[str, ...]] = {}
+        self.plan: Plan | None = None
+        self.decided = Plan()
+        self.hosts: dict[str, set[str]] | None = None
+        self.statistics: Mapping[str, Any] | None = None
+        self.records: list[PassRecord] = []
+        self.solved: dict[str, Any] = {}
+        self.visual: Tensor | None = None
+        self._derived: dict[str, list[Derived]] = {}
+
+    # -- weights ---------------------------------------------------------------------------------------------------
+    def derive(self, name: str, formula: str, compute: Callable[[Tensor], Tensor]) -> None:
+        """Queue ``compute`` (float64 in, float64 out) as the next step from the captured ``name`` to its new value."""
+        if name not in self.weights:
+            raise KeyError(f"{name} is no weight of this program")
+        self._derived.setdefault(name, []).append(Derived(formula, compute))
+
+    def add_weight(self, name: str, value: Tensor) -> None:
+        """A weight that the captured model did not have (a bias that a fold creates, say)."""
+        self.weights[name] = value
+
+    def derived(self, name: str) -> tuple[Derived, ...]:
+        """The steps queued for ``name``."""
+        return tuple(self._derived.get(name, ()))
+
+    @property
+    def changed(self) -> tuple[str, ...]:
+        """Names of the weights that have derived values."""
+        return tuple(self._derived)
+
+    def value(self, name: str) -> Tensor:
+        """The weight as it stands now, in its stored dtype; derived steps run in float64."""
+        base = self.weights[name]
+        steps = self.derived(name)
+        if not steps:
+            return base
+        value = base.detach().double()
+        for step in steps:
+            value = step.compute(value)
+        return value.to(base.dtype)
+
+    def snapshot(self, name: str) -> Callable[[], Tensor]:
+        """A function that gives the float64 value of ``name`` as it stands now, whatever is derived from it later."""
+        steps = self.derived(name)
+
+        def value() -> Tensor:
+            out = self.weights[name].detach().double()
+            for step in steps:
+                out = step.compute(out)
+            return out
+
+        return value
+
+    def constant(self, node: fx.Node, values: Mapping[str, Tensor] | None = None) -> Tensor:
+        """The float64 value of a node that is computed from weights alone; ``values`` replaces some of them."""
+        if node.op == "get_attr":
+            name = str(node.target)
+            given = None if values is None else values.get(name)
+            return self.weights[name].detach().double() if given is None else given
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: self.constant(n, values))
+        if node.op == "call_method":
+            return getattr(args[0], str(node.target))(*args[1:], **kwargs).double()
+        return node.target(*args, **kwargs).double()  # type: ignore[operator]
+
+    def forget(self, name: str) -> None:
+        """Take ``value(name)`` as given from here on (after it was written back)."""
+        if name in self._derived:
+            self.weights[name] = self.value(name)
+            del self._derived[name]
+
+    def hosted(self, node: fx.Node, what: str) -> bool:
+        """Whether the module that ran ``node`` can be swapped for one of ours."""
+        return self.hosts is None or node.meta.get("module") in self.hosts.get(what, ())
+
+    # -- graph -----------------------------------------------------------------------------------------------------
+    def nodes(self, *kinds: str) -> list[fx.Node]:
+        """The nodes of these kinds, in order."""
+        return [n for n in self.graph.nodes if kind(n) in kinds]
+
+    def counts(self) -> dict[str, int]:
+        """How many nodes there are of each kind."""
+        counts: dict[str, int] = {}
+        for node in self.graph.nodes:
+            counts[kind(node)] = counts.get(kind(node), 0) + 1
+        return counts
+
+    def constant_node(self, name: str, value: Tensor) -> fx.Node:
+        """A ``get_attr`` at the insertion point for a constant that passes add (a Hadamard factor, say)."""
+        self.weights.setdefault(name, value)
+        node = self.graph.get_attr(name)
+        node.meta.update(shape=tuple(value.shape), dtype=value.dtype)
+        return node
+
+    def visual_node(self) -> fx.Node:
+        """The placeholder that carries the visual mask; made, as the last one, at the first request."""
+        placeholders = [n for n in self.graph.nodes if n.op == "placeholder"]
+        known = next((n for n in placeholders if n.target == "mmqc_visual"), None)
+        if known is not None:
+            return known
+        last = placeholders[-1]
+        with self.graph.inserting_after(last):
+            self.inputs.append(self.visual)
+            return self.graph.placeholder("mmqc_visual")
+
+    def clean(self) -> None:
+        """Remove dead nodes; writes through views are kept."""
+        for node in reversed(list(self.graph.nodes)):
+            if node.op in ("placeholder", "output") or node.users or mutates(node):
+                continue
+            self.graph.erase_node(node)
+        self.graph.lint()
+
+    def replay(self, watch: Callable[[fx.Node, Any, list[Any], dict[str, Any]], None] | None = None) -> list[Any]:
+        """Run the graph on the inputs it was captured with; ``watch(node, result, args, kwargs)`` sees every node.
+
+        Values are dropped after their last use.  The recording holds numbers that depend on its inputs, so there is
+        deliberately no way to pass others.
+        """
+        env: dict[fx.Node, Any] = {}
+        uses = {n: len(n.users) for n in self.graph.nodes}
+        inputs = iter(self.inputs)
+
+        def get(node: fx.Node) -> Any:
+            return env[node]
+
+        outputs: list[Any] = []
+        for node in self.graph.nodes:
+            args, kwargs = fx.map_arg(node.args, get), fx.map_arg(node.kwargs, get)
+            if node.op == "placeholder":
+                value = next(inputs)
+                result = value.clone() if isinstance(value, Tensor) else value
+            elif node.op == "get_attr":
+                result = self.value(str(node.target))
+            elif node.op == "output":
+                flat = args[0] if isinstance(args[0], tuple | list) else (args[0],)
+                outputs = list(flat)
+                result = None
+            elif node.op == "call_method":
+                result = getattr(args[0], str(node.target))(*args[1:], **kwargs)
+            else:
+                result = node.target(*args, **kwargs)
+            if watch is not None:
+                watch(node, result, list(args), dict(kwargs))
+            env[node] = result
+            for source in node.all_input_nodes:
+                uses[source] -= 1
+                if not uses[source]:
+                    env.pop(source, None)
+        return outputs
+
+
+def copy_meta(new: fx.Node, old: fx.Node, name: str, site: int) -> None:
+    """Give a new node its origin's stack trace and module stack, and say which pass made it."""
+    for key in ("stack_trace", "nn_module_stack", "module"):
+        if key in old.meta:
+            new.meta[key] = old.meta[key]
+    new.meta["mmqc"] = (name, site)
+
+
+def is_tensor(value: object) -> bool:
+    """Whether ``value`` is a tensor (parameters included)."""
+    return isinstance(value, torch.Tensor)

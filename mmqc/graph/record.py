@@ -1,0 +1,193 @@
+"""Record one real forward of a whole model as one straight-line graph.
+
+Every torch call of the forward becomes a node; operands are found by tensor identity, weights by name.  ``.item()``,
+``.tolist()`` and Python that depends on data simply run, so no model is too dynamic to record.  The price: numbers
+that came from data are baked in, so a recording is for analysis, and only ever replayed on its own inputs.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from .program import Program
+
+_METHODS = (types.MethodDescriptorType, types.WrapperDescriptorType, types.MethodType, types.BuiltinMethodType)
+
+
+class RecordError(RuntimeError):
+    """The forward cannot be recorded: names the tensor, the call and the module."""
+
+
+class Recorder(TorchFunctionMode):
+    """A mode that writes each torch call into ``graph``; see ``record``."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.graph = fx.Graph()
+        self.weights: dict[str, Tensor] = {}
+        self.nodes: dict[int, fx.Node] = {}
+        self.alive: list[Tensor] = []  # ids are reused once a tensor dies
+        self.modules: list[str] = []
+        self.getters: dict[str, fx.Node] = {}
+        self.names: dict[int, list[str]] = {}
+        named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+        for name, tensor in named:
+            self.names.setdefault(id(tensor), []).append(name)
+        self.loose = {id(v): f"{m}.{k}".lstrip(".") for m, mod in model.named_modules() for k, v in vars(mod).items() if isinstance(v, Tensor)}
+
+    # -- operands --------------------------------------------------------------------------------------------------
+    def bind(self, tensor: Tensor, node: fx.Node) -> None:
+        """From now on ``tensor`` is what ``node`` computes."""
+        self.nodes[id(tensor)] = node
+        self.alive.append(tensor)
+        node.meta.setdefault("shape", tuple(tensor.shape))
+        node.meta.setdefault("dtype", tensor.dtype)
+
+    def weight(self, tensor: Tensor) -> fx.Node:
+        """The node of a parameter or buffer; one that several modules share goes by the running module's name for it."""
+        names = self.names[id(tensor)]
+        here = self.modules[-1] if self.modules else ""
+        name = next((n for n in names if n.rpartition(".")[0] == here), names[0])
+        if name in self.getters:
+            return self.getters[name]
+        self.weights[name] = tensor
+        first = next(iter(self.graph.nodes), None)
+        with self.graph.inserting_before(first) if first is not None else self.graph.inserting_after():
+            node = self.graph.get_attr(name)
+        node.meta.update(shape=tuple(tensor.shape), dtype=tensor.dtype)
+        self.alive.append(tensor)
+        self.getters[name] = node
+        return node
+
+    def operand(self, value: Any, func: Any) -> Any:
+        """The node for a tensor operand; other values as they are."""
+        if not isinstance(value, Tensor):
+            return value
+        if id(value) in self.names:
+            return self.weight(value)
+        if id(value) in self.nodes:
+            return self.nodes[id(value)]
+        if value.numel() <= 1 or not value.is_floating_point():
+            return self.constant(value)
+        if id(value) in self.loose:
+            return self.constant(value)
+        where = self.modules[-1] if self.modules else "the model"
+        raise RecordError(
+            f"a float tensor of shape {tuple(value.shape)} enters {getattr(func, '__name__', func)} in {where} from nowhere: "
+            "neither an input, a parameter, a buffer, a module attribute nor the result of a torch call that could be seen. "
+            "Make it a buffer, or keep scripted and compiled callees out of the forward."
+        )
+
+    def constant(self, tensor: Tensor) -> fx.Node:
+        name = f"_constant_{len(self.weights)}"
+        self.weights[name] = tensor
+        node = self.graph.get_attr(name)
+        self.bind(tensor, node)
+        return node
+
+    # -- calls -----------------------------------------------------------------------------------------------------
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: A002
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        outputs = [t for t in pytree.tree_leaves(result) if isinstance(t, Tensor)]
+        name = getattr(func, "__name__", "")
+        writes = name in ("__setitem__",) or (name.endswith("_") and not name.endswith("__"))
+        if not outputs and not writes:
+            return result
+        operands = [a for a in pytree.tree_leaves((args, kwargs)) if isinstance(a, Tensor)]
+        if not writes and outputs and all(any(o is a for a in operands) for o in outputs):
+            return result  # .to() and .contiguous() that had nothing to do
+        if len(outputs) == 1 and id(outputs[0]) in self.names and not operands:
+            return result
+        node = self.call(func, args, kwargs)
+        node.meta["module"] = self.modules[-1] if self.modules else ""
+        if isinstance(result, Tensor):
+            node.meta.update(shape=tuple(result.shape), dtype=result.dtype)
+            self.bind(result, node)
+        elif isinstance(result, tuple | list):
+            self.unpack(node, result)
+        return result
+
+    def call(self, func: Any, args: Any, kwargs: Any) -> fx.Node:
+        to_node = lambda v: self.operand(v, func)  # noqa: E731
+        args = fx.node.map_aggregate(tuple(args), to_node)
+        kwargs = fx.node.map_aggregate(dict(kwargs), to_node)
+        name = getattr(func, "__name__", "")
+        if name == "__get__":  # x.T, x.mT, x.data: the getter's owner knows the attribute
+            return self.graph.call_function(getattr, (args[0], func.__self__.__name__))
+        if isinstance(func, _METHODS) and getattr(torch.Tensor, name, None) == func:
+            return self.graph.call_method(name, args, kwargs)
+        return self.graph.call_function(func, args, kwargs)
+
+    def unpack(self, node: fx.Node, result: Any) -> None:
+        for i, item in enumerate(result):
+            if isinstance(item, Tensor):
+                part = self.graph.call_function(_getitem, (node, i))
+                part.meta.update(shape=tuple(item.shape), dtype=item.dtype, module=node.meta["module"])
+                self.bind(item, part)
+
+
+def _getitem(values: Any, index: int) -> Any:
+    """operator.getitem, under a name that says it takes an element of a tuple."""
+    return values[index]
+
+
+_getitem.__name__ = "getitem"
+
+
+def _track_modules(model: nn.Module, recorder: Recorder) -> list[Any]:
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
+        recorder.modules.pop()
+
+    handles = []
+    for name, module in model.named_modules():
+        handles.append(module.register_forward_pre_hook(lambda m, a, name=name: recorder.modules.append(name)))
+        handles.append(module.register_forward_hook(leave, always_call=True))
+    return handles
+
+
+@torch.no_grad()
+def record(model: nn.Module, batch: Mapping[str, Any]) -> Program:
+    """Run ``model(**batch)`` once and return what it did as a ``Program``; the model is left as it was.
+
+    The program's outputs are the logits where there are any: features that a model returns beside them
+    (``image_hidden_states``) are internal, and may be rotated.
+
+    Raises:
+        RecordError: a tensor entered from nowhere (a scripted or compiled callee, a tensor held in a closure).
+    """
+    recorder = Recorder(model)
+    inputs: list[Any] = []
+    for name, value in batch.items():
+        if isinstance(value, Tensor):
+            node = recorder.graph.placeholder(name)
+            recorder.bind(value, node)
+            inputs.append(value.detach().clone())
+    handles = _track_modules(model, recorder)
+    try:
+        with recorder:
+            output = model(**batch)
+    finally:
+        for handle in handles:
+            handle.remove()
+    shown = output["logits"] if isinstance(output, Mapping) and "logits" in output else output
+    leaves = [t for t in pytree.tree_leaves(dict(shown) if isinstance(shown, Mapping) else shown) if isinstance(t, Tensor)]
+    recorder.graph.output(tuple(recorder.nodes[id(t)] for t in leaves if id(t) in recorder.nodes))
+    program = Program(recorder.graph, recorder.weights, inputs)
+    groups: dict[int, list[str]] = {}
+    for name, tensor in recorder.weights.items():
+        groups.setdefault(id(tensor), []).append(name)
+    program.tied = {n: tuple(g) for g in groups.values() if len(g) > 1 for n in g}
+    program.hosts = {
+        "linear": {n for n, m in model.named_modules() if isinstance(m, nn.Linear)},
+        "layer_norm": {n for n, m in model.named_modules() if isinstance(m, nn.LayerNorm)},
+    }
+    program.clean()
+    return program

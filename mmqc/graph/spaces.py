@@ -1,0 +1,237 @@
+"""Channel spaces: sets of coordinates that must be transformed together, and everything that touches them.
+
+A space of width n is a list of n coordinate classes.  Each *touch* is an axis of a weight on which the space lies, one
+or several times over (a GQA output projection reads the same head channels once per query head, a patch merger the
+same channels once per patch): ``groups[copy, i]`` is the index on that axis of the i-th coordinate of a copy.
+
+In row-vector convention an orthogonal R changes a space from x to x R.  Writers then store v R along the touched axis
+and readers W R along theirs, so one function serves both:  W[..., groups] <- W[..., groups] @ R.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, fx
+
+from .coordinates import MEAN, Coordinates, Source, coordinates
+from .kinds import kind
+from .program import Program
+
+
+@dataclass(frozen=True)
+class Touch:
+    """A weight axis on which a space lies: ``groups`` is int64 [copies, n]; ``role`` is writer or reader."""
+
+    fqn: str
+    axis: int
+    groups: Tensor
+    role: str
+    node: fx.Node
+
+    def __str__(self) -> str:
+        copies, n = self.groups.shape
+        return f"{self.role} {self.fqn} axis {self.axis}: {copies} x {n}"
+
+    def apply(self, change: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        """The function of a whole weight that applies ``change`` ([..., copies, n] to the same) on this axis."""
+
+        def step(weight: Tensor) -> Tensor:
+            groups = self.groups.to(weight.device)
+            last = weight.movedim(self.axis, -1)
+            out = last.clone()
+            out[..., groups.reshape(-1)] = change(last[..., groups]).flatten(-2)
+            return out.movedim(-1, self.axis)
+
+        return step
+
+
+@dataclass
+class Space:
+    """n channels that belong together.
+
+    Attributes:
+        width: n.
+        classes: int64 [n], ascending.
+        touches: the weight axes that lie on it.
+        norms: unit-scale norms over it.
+        pins: (node name, reason) of everything that no rotation passes; empty means free.
+        mean_pins: layer_norm nodes over it, which only need its mean removed, and how many channels each covers.
+        inputs, outputs: whether graph inputs write it, or graph outputs read it.
+        made: operations (a non-linearity, a gain) that write it.
+        gains: for each gain that writes it (by the names of its weights) the gain element behind each coordinate, int64 [n].
+    """
+
+    width: int
+    classes: Tensor
+    touches: list[Touch] = field(default_factory=list)
+    norms: list[fx.Node] = field(default_factory=list)
+    pins: list[tuple[str, str]] = field(default_factory=list)
+    mean_pins: dict[fx.Node, int] = field(default_factory=dict)
+    inputs: list[fx.Node] = field(default_factory=list)
+    outputs: list[int] = field(default_factory=list)
+    made: list[Source] = field(default_factory=list)
+    gains: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def writers(self) -> list[Touch]:
+        """Touches that produce the space."""
+        return [t for t in self.touches if t.role == "writer"]
+
+    @property
+    def readers(self) -> list[Touch]:
+        """Linears that consume it."""
+        return [t for t in self.touches if t.role == "reader"]
+
+    @property
+    def inside(self) -> bool:
+        """Whether weights alone write it and no graph boundary shows it."""
+        return not (self.inputs or self.outputs or self.made)
+
+    def __str__(self) -> str:
+        kinds = f"{len(self.writers)} writers, {len(self.readers)} readers, {len(self.norms) + len(self.mean_pins)} norms"
+        edge = "".join(f", {word}" for word, there in (("input", self.inputs), ("output", self.outputs), ("made", self.made)) if there)
+        pin = f", pinned by {self.pins[0][0]} ({self.pins[0][1]})" if self.pins else ""
+        return f"space of {self.width}: {kinds}{edge}{pin}"
+
+
+class Spaces:
+    """The channel spaces of a program, and where each weight axis lies; build with ``Spaces.of(prog)``."""
+
+    def __init__(self, found: Coordinates, classes: Tensor, spaces: list[Space]) -> None:
+        self.found, self.classes, self.spaces = found, classes, spaces
+
+    def __iter__(self) -> Iterator[Space]:
+        return iter(self.spaces)
+
+    def __str__(self) -> str:
+        return "\n".join(f"{space}\n" + "\n".join(f"    {t}" for t in space.touches) for space in self.spaces)
+
+    @classmethod
+    def of(cls, prog: Program) -> Spaces:
+        """Analyse ``prog``: replay it, join and split its coordinates, collect the spaces."""
+        found = coordinates(prog)
+        classes = _classes(found)
+        return cls(found, classes, _collect(found, classes, _blocks(found, classes, prog)))
+
+
+def _classes(found: Coordinates) -> Tensor:
+    """Union-find by pointer jumping: one class number per coordinate, ordered by smallest member."""
+    label = torch.arange(found.total)
+    if found.joins:
+        a, b = torch.cat(found.joins, 1).long()
+        while True:
+            la, lb = label[a], label[b]
+            if torch.equal(la, lb):
+                break
+            label.scatter_reduce_(0, torch.maximum(la, lb), torch.minimum(la, lb), "amin")
+            while not torch.equal(label, label[label]):
+                label = label[label]
+    return label.unique(return_inverse=True)[1]
+
+
+def _blocks(found: Coordinates, classes: Tensor, prog: Program) -> Tensor:
+    """A number per class; classes with the same number met the same things everywhere."""
+    count = int(classes.max()) + 1 if classes.numel() else 0
+    mark = torch.zeros(count, dtype=torch.long)
+    events = [*found.splits]
+    for source in found.sources:
+        ids = torch.arange(source.base, source.base + source.size)
+        events.append((ids, torch.full((source.size,), 3 + len(source.what))))
+        if prog.plan is not None and source.fqn:
+            events.extend(prog.plan.events(source.fqn, source.axis, ids))
+    for reader in found.readers if prog.plan is not None else ():
+        if reader.ids is not None and reader.fqn:
+            events.extend(prog.plan.events(reader.fqn, 1, reader.ids))
+    for ids, _, _ in found.frozen:
+        events.append((ids, torch.full(ids.shape, 5)))
+    for number, (ids, weight) in enumerate(events, 1):
+        met = classes[ids.long()]
+        total = torch.zeros(count, dtype=torch.long).index_add_(0, met, weight % (1 << 40))
+        there = torch.zeros(count, dtype=torch.bool)
+        there[met] = True
+        mark[there] = (mark[there] * 0x2545F491 + total[there] * 0x9E3779B1 + number * 0x85EBCA6B) % (1 << 40)
+    return mark.unique(return_inverse=True)[1]
+
+
+def _groups(classes_on_axis: Tensor, position: Tensor) -> Tensor | None:
+    """Indices on an axis, [copies, n]; ``position`` gives each class's place in the space or -1."""
+    at = position[classes_on_axis]
+    at = torch.where(classes_on_axis >= 0, at, -1)
+    index = (at >= 0).nonzero().flatten()
+    if not index.numel():
+        return None
+    order = at[index].sort(stable=True)[1]
+    width = int(position.max()) + 1
+    copies = index.numel() // width
+    return index[order].reshape(width, copies).t().contiguous() if copies * width == index.numel() else None
+
+
+def _collect(found: Coordinates, classes: Tensor, blocks: Tensor) -> list[Space]:
+    by_block = [(blocks == b).nonzero().flatten() for b in range(int(blocks.max()) + 1)] if blocks.numel() else []
+    spaces = [Space(len(members), members) for members in by_block]
+    seats = [(blocks[classes[s.base]].item() if s.size else -1, s) for s in found.sources]
+    position = torch.zeros(len(blocks), dtype=torch.long)
+    for members in by_block:
+        position[members] = torch.arange(len(members))
+
+    def touch(ids: Tensor, number: int) -> Tensor | None:
+        mine = torch.where(blocks[classes[ids]] == number, position[classes[ids]], -1)
+        return _groups(torch.arange(len(mine)), mine)
+
+    for _, source in seats:
+        ids = torch.arange(source.base, source.base + source.size)
+        for number in blocks[classes[ids]].unique().tolist():
+            space = spaces[number]
+            if source.what == "input":
+                space.inputs.append(source.node)
+            elif source.fqn and source.what != "gain":
+                groups = touch(ids, number)
+                if groups is None:
+                    space.pins.append((source.node.name, "incomplete on a weight axis"))
+                else:
+                    space.touches.append(Touch(source.fqn, source.axis, groups, "writer", source.node))
+            else:
+                space.made.append(source)
+                groups = touch(ids, number) if source.what == "gain" else None
+                if groups is not None and len(groups) == 1:
+                    space.gains[source.fqn] = groups[0]
+    for reader in found.readers:
+        if reader.ids is None or not reader.fqn:
+            continue
+        ids = reader.ids[reader.ids >= 0].long()
+        for number in blocks[classes[ids]].unique().tolist():
+            on_axis = torch.where(reader.ids >= 0, reader.ids, ids[0]).long()
+            mine = torch.where((blocks[classes[on_axis]] == number) & (reader.ids >= 0), position[classes[on_axis]], -1)
+            groups = _groups(torch.arange(len(mine)), mine)
+            if groups is None:
+                spaces[number].pins.append((reader.node.name, "incomplete in a reader's columns"))
+            else:
+                spaces[number].touches.append(Touch(reader.fqn, 1, groups, "reader", reader.node))
+    _attach(found, classes, blocks, spaces)
+    return spaces
+
+
+def _attach(found: Coordinates, classes: Tensor, blocks: Tensor, spaces: list[Space]) -> None:
+    """Norms, pins and graph outputs."""
+
+    def over(ids: Tensor) -> list[Space]:
+        known = ids[ids >= 0].long()
+        return [spaces[b] for b in blocks[classes[known]].unique().tolist()] if known.numel() else []
+
+    for node, row in found.norms:
+        for space in over(row):
+            if kind(node) == "rms_norm":
+                space.norms.append(node)
+            else:
+                space.mean_pins[node] = row.numel()
+    for ids, node, reason in found.frozen:
+        for space in over(ids):
+            if reason != MEAN:
+                space.pins.append((node.name, reason))
+    for i, ids in enumerate(found.outputs):
+        if isinstance(ids, Tensor):
+            for space in over(ids):
+                space.outputs.append(i)

@@ -1,0 +1,22 @@
+"""From mmqc ops to kernels: one file an op, composed from Inductor's own IR so that neighbours fuse with it.
+
+``lowering.inductor`` is the only file that touches torch._inductor by name.  Importing this package imports Inductor
+(seconds), so only the backend does it, and only when a graph is compiled.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from mmqc.lowering import hadamard, quantize, rotate, scaled_matmul, tag_modality, weight_only_matmul
+
+__all__ = ["fallbacks", "hadamard", "quantize", "rotate", "scaled_matmul", "tag_modality", "weight_only_matmul"]
+
+WHY_NOT = {torch.ops.mmqc.scaled_matmul.default: scaled_matmul.why_not}
+
+
+def fallbacks(graph: fx.GraphModule) -> list[tuple[str, str]]:
+    """(op, reason) for every mmqc op of an ATen graph that its plain kernel cannot take as it is."""
+    reasons = ((n, WHY_NOT[n.target](n)) for n in graph.graph.nodes if n.target in WHY_NOT)
+    return [(n.name, reason) for n, reason in reasons if reason]

@@ -1,0 +1,103 @@
+"""The quarantine: every import of Inductor's private names, every version check, every use of its entry points.
+
+    compile_graph(gm, inputs, patches, observe)  ->  callable          observe(graph, source) per compiled graph
+    kernel_names(source)                         ->  names in call order
+
+Tested with torch 2.11 to 2.13.  The other files of this package import from here and from nowhere else in torch._inductor.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._inductor
+from torch import fx
+from torch._functorch import config as functorch_config
+from torch._inductor import config as inductor_config
+from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+from torch._inductor.ir import Pointwise, TensorBox
+from torch._inductor.lowering import lowerings, register_lowering
+from torch._inductor.virtualized import V, ops
+
+__all__ = ["Pointwise", "TensorBox", "V", "compile_graph", "kernel_names", "lowerings", "ops", "register_lowering"]
+
+SUPPORTED = ((2, 11), (2, 13))
+
+_version = tuple(int(part) for part in torch.__version__.split(".")[:2])
+if not SUPPORTED[0] <= _version <= SUPPORTED[1]:
+    low, high = (".".join(map(str, v)) for v in SUPPORTED)
+    raise ImportError(f"mmqc lowers through Inductor's internals of torch {low} to {high}; this is torch {torch.__version__}")
+
+_CALL = re.compile(
+    r"^[ \t]+(?:\w+ = )?(?:(?P<extern>extern_kernels\.\w+|torch\.ops\.\w+\.\w+)|(?P<fused>(?:cpp|triton)_\w+))(?:\.\w+)?\(",
+    re.MULTILINE,
+)
+
+
+def fingerprint() -> str:
+    """Hash of the sources that decide what an mmqc op compiles to; part of Inductor's cache keys."""
+    package = Path(__file__).parent.parent
+    digest = hashlib.sha256()
+    for folder in ("ops", "lowering", "kernels"):
+        for path in sorted((package / folder).rglob("*.*")):
+            if path.suffix in (".py", ".jinja", ".json"):
+                digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+_TAG = f"mmqc-{fingerprint()}"
+
+
+def compile_graph(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    patches: Mapping[str, Any],
+    observe: Callable[[fx.GraphModule, str], None] | None,
+) -> Callable[..., Any]:
+    """Inductor's ``compile_fx`` under ``patches`` of its config.
+
+    ``observe`` sees every graph that reaches code generation, forward or backward, with the generated wrapper's source;
+    AOTAutograd's cache would skip it, so that cache is off while somebody observes.
+    """
+
+    def tagged() -> Any:
+        tag = torch.compiler.config.cache_key_tag
+        return torch.compiler.config.patch(cache_key_tag=tag if tag.endswith(_TAG) else tag + _TAG)
+
+    def inner_compile(graph: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
+        with tagged():
+            code = compile_fx_inner(graph, inputs, **kwargs)
+        if observe is not None:
+            observe(graph, getattr(code, "source_code", None) or "")
+        return code
+
+    cached = functorch_config.enable_autograd_cache and observe is None
+    with tagged(), functorch_config.patch(enable_autograd_cache=cached):
+        return compile_fx(gm, list(example_inputs), inner_compile=inner_compile, config_patches=dict(patches))
+
+
+def kernel_names(source: str) -> list[str]:
+    """Names of the kernels that a generated wrapper calls, in order: "cpp_fused_…", "triton_…", "extern _int_mm"."""
+    found = []
+    for match in _CALL.finditer(source):
+        extern = match["extern"]
+        found.append(f"extern {extern.removeprefix('extern_kernels.').removeprefix('torch.ops.')}" if extern else match["fused"])
+    return found
+
+
+def mode_patches(mode: str) -> dict[str, Any]:
+    """What ``torch.compile(mode=...)`` means to Inductor."""
+    modes = torch._inductor.list_mode_options()
+    if mode not in modes:
+        raise ValueError(f"mode = {mode!r} is unknown; allowed: {sorted(modes)}")
+    return dict(modes[mode])
+
+
+def config_keys() -> set[str]:
+    """Every option of Inductor's config, dotted."""
+    return set(inductor_config.get_config_copy())

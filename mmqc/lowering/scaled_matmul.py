@@ -1,0 +1,78 @@
+"""scaled_matmul as ``_int_mm`` (an extern kernel, or a template under max_autotune) and a pointwise epilogue.
+
+    y = (x_q w_qᵀ) s_x(m) s_w[n] + b[n]
+
+The epilogue is Inductor IR, so the residual add, the activation and the next quantize fuse into it.  What ``_int_mm``
+cannot take is padded or multiplied in float64, and ``why_not`` says so for the record.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from mmqc.lowering.inductor import Pointwise, TensorBox, V, lowerings, ops, register_lowering
+from mmqc.lowering.pack import unpack
+from mmqc.lowering.quantize import row_scale_loader
+from mmqc.ops.integer_matmul import CUDA_ALIGN, CUDA_MIN_ROWS, why_not_int_mm
+
+aten = torch.ops.aten
+
+
+def why_not(node: fx.Node) -> str | None:
+    """None, or why the plain ``_int_mm`` is not enough for this node of an ATen graph."""
+    x_q, w_q = node.args[0].meta["val"], node.args[1].meta["val"]
+    large = statically_known_true(math.prod(x_q.shape[:-1]) >= CUDA_MIN_ROWS)
+    return why_not_int_mm(x_q.device.type, large, w_q.shape[0], x_q.shape[-1])
+
+
+def _padded_int_mm(x: TensorBox, w: TensorBox, rows_known_large: bool) -> TensorBox:
+    (m, k), n = x.get_size(), w.get_size()[0]
+    dm, dn, dk = (0 if rows_known_large else CUDA_MIN_ROWS - 1), -n % CUDA_ALIGN, -k % CUDA_ALIGN
+    pad, cut = lowerings[aten.constant_pad_nd.default], lowerings[aten.slice.Tensor]
+    w = pad(w, [0, dk, 0, dn], 0)
+    acc = lowerings[aten._int_mm.default](pad(x, [0, dk, 0, dm], 0), lowerings[aten.permute.default](w, [1, 0]))
+    return cut(cut(acc, 0, 0, m), 1, 0, n)
+
+
+def _int_matmul(x: TensorBox, w: TensorBox) -> TensorBox:
+    """X wᵀ in int32 (int64-exact float64 where no integer product is to be had)."""
+    (m, k), n = x.get_size(), w.get_size()[0]
+    device = x.get_device().type
+    large = V.graph.sizevars.statically_known_geq(m, CUDA_MIN_ROWS)
+    if why_not_int_mm(device, large, int(n), int(k)) is None:
+        return lowerings[aten._int_mm.default](x, lowerings[aten.permute.default](w, [1, 0]))
+    if device == "cuda":
+        return _padded_int_mm(x, w, large)
+    double = lowerings[torch.ops.prims.convert_element_type.default]
+    x, w = double(x, torch.float64), double(w, torch.float64)
+    return lowerings[aten.mm.default](x, lowerings[aten.permute.default](w, [1, 0]))
+
+
+@register_lowering(torch.ops.mmqc.scaled_matmul.default, type_promotion_kind=None)
+def lower_scaled_matmul(
+    x_q: TensorBox, w_q: TensorBox, x_scale: TensorBox, w_scale: TensorBox, bias: TensorBox | None,
+    visual: TensorBox | None, weight_bits: int, out_dtype: torch.dtype,
+) -> TensorBox:  # fmt: skip
+    """Integer product, then pointwise IR in the order of the formula."""
+    *rows, k = x_q.get_size()
+    size = [*rows, w_q.get_size()[0]]
+    flat = lowerings[aten.view.default](x_q, [math.prod(rows), k])
+    acc = lowerings[aten.view.default](_int_matmul(flat, unpack(w_q, int(k), weight_bits)), size)
+    dtype = torch.promote_types(out_dtype, torch.float32)
+    load, load_x, load_w = acc.make_loader(), row_scale_loader(x_scale, visual, rows, dtype), w_scale.make_loader()
+    load_bias = None if bias is None else bias.make_loader()
+
+    def inner(index: Sequence[Any]) -> Any:
+        value = ops.mul(ops.to_dtype(load(index), dtype), load_x(index[:-1]))
+        value = ops.mul(value, ops.to_dtype(load_w(index[-1:]), dtype))
+        if load_bias is not None:
+            value = ops.add(value, ops.to_dtype(load_bias(index[-1:]), dtype))
+        return ops.to_dtype(value, out_dtype)
+
+    return Pointwise.create(device=x_q.get_device(), dtype=out_dtype, inner_fn=inner, ranges=size)

@@ -1,0 +1,121 @@
+"""What a module of ours must be told to exist again without its values, as JSON; and its rebirth on the meta device.
+
+module_spec(module) = spec        build_module(spec) has the same state_dict keys, shapes and dtypes
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .modules import HadamardLinear, QuantLinear, RMSNorm
+
+Spec = dict[str, Any]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """E.g. "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
+
+
+def _length(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.shape[0]
+
+
+def _describe_quant_linear(module: QuantLinear) -> Spec:
+    parts = [part for part in (module.bias, module.outlier_weight) if part is not None]
+    return {
+        "in": module.in_features,
+        "out": module.out_features,
+        "weight_bits": module.weight_bits,
+        "activation_bits": module.activation_bits,
+        "group_size": module.group_size,
+        "hadamard": module.hadamard,
+        "bias": module.bias is not None,
+        "input_scales": _length(module.input_scale),
+        "outliers": _length(module.outlier_index),
+        "modality": module.modality is not None,
+        "dtype": dtype_name(parts[0].dtype) if parts else None,
+    }
+
+
+def _build_quant_linear(spec: Spec, dtype: torch.dtype) -> QuantLinear:
+    return QuantLinear.empty(
+        spec["in"],
+        spec["out"],
+        weight_bits=spec["weight_bits"],
+        activation_bits=spec["activation_bits"],
+        group_size=spec["group_size"],
+        hadamard=spec["hadamard"],
+        bias=spec["bias"],
+        input_scales=spec["input_scales"],
+        outliers=spec["outliers"],
+        dtype=dtype,
+        device="meta",
+    )
+
+
+def _describe_rms_norm(module: RMSNorm) -> Spec:
+    gain = module.weight
+    return {
+        "size": module.width,
+        "eps": module.eps,
+        "weight": gain is not None,
+        "dtype": None if gain is None else dtype_name(gain.dtype),
+    }
+
+
+def _build_rms_norm(spec: Spec, dtype: torch.dtype) -> RMSNorm:
+    gain = torch.empty(spec["size"], dtype=dtype, device="meta") if spec["weight"] else None
+    return RMSNorm(spec["size"], eps=spec["eps"], weight=gain)
+
+
+def _describe_hadamard_linear(module: HadamardLinear) -> Spec:
+    return {
+        "in": module.in_features,
+        "out": module.out_features,
+        "bias": module.bias is not None,
+        "dtype": dtype_name(module.weight.dtype),
+    }
+
+
+def _build_hadamard_linear(spec: Spec, dtype: torch.dtype) -> HadamardLinear:
+    return HadamardLinear(spec["in"], spec["out"], bias=spec["bias"], dtype=dtype, device="meta")
+
+
+KINDS: dict[str, tuple[type[nn.Module], Callable[[Any], Spec], Callable[[Spec, torch.dtype], nn.Module]]] = {
+    "quant_linear": (QuantLinear, _describe_quant_linear, _build_quant_linear),
+    "rms_norm": (RMSNorm, _describe_rms_norm, _build_rms_norm),
+    "hadamard_linear": (HadamardLinear, _describe_hadamard_linear, _build_hadamard_linear),
+}
+
+
+def module_spec(module: nn.Module) -> Spec | None:
+    """The spec of a module of ours as plain JSON data, with its "kind"; None for any other module."""
+    for kind, (cls, describe, _) in KINDS.items():
+        if type(module) is cls:
+            return {"kind": kind, **describe(module)}
+    return None
+
+
+def build_module(spec: Mapping[str, Any], dtypes: Mapping[str, torch.dtype] | None = None) -> nn.Module:
+    """The module that ``spec`` describes, without values, on the meta device.
+
+    Args:
+        spec: what ``module_spec`` returned.
+        dtypes: other dtypes to use in place of the ones that the spec names.
+
+    Raises:
+        ValueError: an unknown kind or a missing key, as a newer version may have written.
+    """
+    if spec.get("kind") not in KINDS:
+        raise ValueError(f"unknown kind of module {spec.get('kind')!r}; this mmqc knows {sorted(KINDS)}, update it")
+    name: str = spec.get("dtype") or "float32"
+    dtype: torch.dtype = (dtypes or {}).get(name) or getattr(torch, name)
+    try:
+        return KINDS[spec["kind"]][2](dict(spec), dtype)
+    except KeyError as e:
+        raise ValueError(f"the spec of a {spec['kind']} lacks {e}; it was saved by another version of mmqc") from e

@@ -1,0 +1,169 @@
+"""The modules that ``quantize_`` puts in place of a model's own; the quantized linear lives here.
+
+    static     y = scaled_matmul(quantize(x', s_x), w_q, s_x, s_w) + b     x' = H x or x
+    weight     y = weight_only_matmul(x', w_q, s_w) + b
+    both       y += x'[..., S] w_Sᵀ   for the rank-r term of MQuant's rotation magnitude suppression (section 4.3)
+
+Shapes:  x [..., K]   w_q int8 [N, K] or packed uint8 [N, ceil(K/2)]   s_w [N] or [N, K/g]   s_x [1] or [2] = (text, visual)
+         S int64 [r]   w_S [N, r]   (w_q holds zeros in the columns S)   y [..., N] in x's dtype
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import mmqc.ops  # noqa: F401  (defines torch.ops.mmqc)
+from mmqc.modality import ModalityContext
+from mmqc.norm import RMSNorm
+from mmqc.online_hadamard import HadamardLinear, OnlineHadamard, rebuild_factors
+from mmqc.ops.pack import pack_int4, packed_width, unpack
+
+__all__ = ["HadamardLinear", "QuantLinear", "RMSNorm", "rebuild_factors"]
+
+SCALES = ("weight_scale", "input_scale")
+
+
+class QuantLinear(OnlineHadamard):
+    """A linear with an integer weight and, if ``activation_bits`` is set, statically quantized inputs.
+
+    All state is plain buffers: ``weight``, ``weight_scale`` and, where they apply, ``bias``, ``input_scale``,
+    ``outlier_index``, ``outlier_weight``.  ``modality`` is the model's ModalityContext, needed iff ``input_scale`` has two entries.
+    """
+
+    weight: Tensor
+    weight_scale: Tensor
+    bias: Tensor | None
+    input_scale: Tensor | None
+    outlier_index: Tensor | None
+    outlier_weight: Tensor | None
+
+    def __init__(
+        self, in_features: int, out_features: int, *, weight_bits: int, activation_bits: int | None, group_size: int,
+        hadamard: bool, device: Any = None,
+    ):  # fmt: skip
+        super().__init__()
+        _check_spec(weight_bits, activation_bits, group_size)
+        self.in_features, self.out_features = in_features, out_features
+        self.weight_bits, self.activation_bits, self.group_size = weight_bits, activation_bits, group_size
+        self.modality: ModalityContext | None = None
+        self._init_hadamard(hadamard, device)
+
+    @property
+    def storage_bits(self) -> int:
+        """4 (two codes a byte) or 8."""
+        return 4 if self.weight_bits <= 4 else 8
+
+    @classmethod
+    def empty(
+        cls, in_features: int, out_features: int, *, weight_bits: int, activation_bits: int | None = None,
+        group_size: int = 0, bias: bool = False, dtype: torch.dtype = torch.float32, input_scales: int = 0,
+        outliers: int = 0, hadamard: bool = False, device: Any = None,
+    ) -> QuantLinear:  # fmt: skip
+        """The structure without values, to load a state dict into; ``dtype`` is that of bias and outlier weights."""
+        module = cls(in_features, out_features, weight_bits=weight_bits, activation_bits=activation_bits,
+                     group_size=group_size, hadamard=hadamard, device=device)  # fmt: skip
+        stored = torch.uint8 if module.storage_bits == 4 else torch.int8
+        groups = (-(-in_features // group_size),) if group_size else ()
+
+        def buffer(name: str, present: Any, shape: tuple[int, ...], kind: torch.dtype) -> None:
+            module.register_buffer(name, torch.empty(shape, dtype=kind, device=device) if present else None)
+
+        buffer("weight", True, (out_features, packed_width(in_features, module.storage_bits)), stored)
+        buffer("weight_scale", True, (out_features, *groups), torch.float32)
+        buffer("bias", bias, (out_features,), dtype)
+        buffer("input_scale", input_scales, (input_scales,), torch.float32)
+        buffer("outlier_index", outliers, (outliers,), torch.int64)
+        buffer("outlier_weight", outliers, (out_features, outliers), dtype)
+        module._check_input_scale()
+        return module
+
+    @classmethod
+    def from_parts(
+        cls, codes: Tensor, weight_scale: Tensor, *, weight_bits: int, activation_bits: int | None = None,
+        group_size: int = 0, bias: Tensor | None = None, input_scale: Tensor | None = None,
+        outlier_index: Tensor | None = None, outlier_weight: Tensor | None = None, hadamard: bool = False,
+        modality: ModalityContext | None = None,
+    ) -> QuantLinear:  # fmt: skip
+        """From int8 codes [N, K] (packed here if they fit 4 bits) and the other parts, which it keeps."""
+        out_features, in_features = codes.shape
+        module = cls(in_features, out_features, weight_bits=weight_bits, activation_bits=activation_bits,
+                     group_size=group_size, hadamard=hadamard, device=codes.device)  # fmt: skip
+        stored = pack_int4(codes) if module.storage_bits == 4 else codes.to(torch.int8)
+        parts = {"weight": stored, "weight_scale": weight_scale.float(), "bias": bias,
+                 "input_scale": None if input_scale is None else input_scale.float(),
+                 "outlier_index": outlier_index, "outlier_weight": outlier_weight}  # fmt: skip
+        for name, part in parts.items():
+            module.register_buffer(name, None if part is None else part.detach().contiguous())
+        module.modality = modality
+        module._check_input_scale()
+        return module
+
+    def codes(self) -> Tensor:
+        """The int8 codes [N, K]."""
+        return unpack(self.weight, self.in_features, self.storage_bits)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The formula at the top of the file."""
+        x = self.rotated(x)
+        if self.input_scale is None:
+            y = torch.ops.mmqc.weight_only_matmul(
+                x, self.weight, self.weight_scale, self.bias, self.storage_bits, self.group_size
+            )
+        else:
+            scale, visual = self._row_scales(x)
+            x_q = torch.ops.mmqc.quantize(x, scale, visual, self.activation_bits)
+            y = torch.ops.mmqc.scaled_matmul(
+                x_q, self.weight, scale, self.weight_scale, self.bias, visual, self.storage_bits, x.dtype
+            )
+        if self.outlier_index is not None:
+            y = y + F.linear(x.index_select(-1, self.outlier_index), self.outlier_weight.to(x.dtype))
+        return y
+
+    def _row_scales(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        scale = self.input_scale
+        if scale.shape[0] == 1:
+            return scale, None
+        if self.modality is None:
+            raise RuntimeError("this linear has one input scale per modality and no ModalityContext: attach one to its model")
+        visual = self.modality.rows(x)
+        return (scale[:1], None) if visual is None else (scale, visual)
+
+    def _check_input_scale(self) -> None:
+        if (self.input_scale is None) != (self.activation_bits is None):
+            raise ValueError("a static linear has input_scale and activation_bits, a weight-only one has neither")
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantLinear:
+        scales = {name: self._buffers.get(name) for name in SCALES}
+        super()._apply(fn, recurse)
+        # model.half() means the arithmetic around the linear: its scales stay in float32.
+        for name, old in scales.items():
+            new = self._buffers.get(name)
+            if old is not None and new is not None and new.dtype.itemsize < old.dtype.itemsize:
+                self._buffers[name] = old.to(device=new.device, dtype=torch.float32)
+        return self
+
+    def extra_repr(self) -> str:
+        """Sizes and scheme."""
+        scheme = f"W{self.weight_bits}A{self.activation_bits or 16}{f'-g{self.group_size}' if self.group_size else ''}"
+        extras = [f"bias={self.bias is not None}"]
+        if self.input_scale is not None:
+            extras.append(f"input_scales={self.input_scale.shape[0]}")
+        if self.hadamard:
+            extras.append("hadamard=True")
+        if self.outlier_index is not None:
+            extras.append(f"outliers={self.outlier_index.shape[0]}")
+        return f"{self.in_features}, {self.out_features}, {scheme}, {', '.join(extras)}"
+
+
+def _check_spec(weight_bits: int, activation_bits: int | None, group_size: int) -> None:
+    if not 2 <= weight_bits <= 8:
+        raise ValueError(f"weight_bits = {weight_bits}: 2 to 8")
+    if activation_bits is not None and not 2 <= activation_bits <= 8:
+        raise ValueError(f"activation_bits = {activation_bits}: 2 to 8, or None for weight-only")
+    if group_size < 0 or (group_size and activation_bits is not None):
+        raise ValueError(f"group_size = {group_size}: 0, or the group of a weight-only linear")

@@ -1,0 +1,102 @@
+"""A linear that multiplies its input by a Hadamard matrix first: y = W (H x) + b.
+
+The factors of H are buffers that no checkpoint holds: they follow from the width.  They are rebuilt, never rounded, when
+the module changes dtype (float32, or float64 in a float64 model), and when weights are loaded over the meta device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mmqc.ops.hadamard_matrix import hadamard_factors
+
+
+class OnlineHadamard(nn.Module):
+    """Base class: the factors, and what keeps them right."""
+
+    hadamard: bool
+    in_features: int
+    _n_factors: int
+
+    def _init_hadamard(self, enabled: bool, device: Any = None, dtype: torch.dtype = torch.float32) -> None:
+        self.hadamard = enabled
+        self._n_factors = 0
+        if enabled:
+            self.rebuild_factors(device or torch.empty(0).device, dtype)
+
+    def rebuild_factors(self, device: Any = None, dtype: torch.dtype | None = None) -> None:
+        """Compute the factors from the width, e.g. after ``to_empty`` or a loader that knows no such buffers."""
+        if not self.hadamard:
+            return
+        if self._n_factors:
+            old: Tensor = self.get_buffer("factor_0")
+            device, dtype = device or old.device, dtype or old.dtype
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        factors = hadamard_factors(self.in_features)
+        self._n_factors = len(factors)
+        for i, factor in enumerate(factors):
+            self.register_buffer(f"factor_{i}", factor.to(device=device, dtype=wide), persistent=False)
+
+    def rotated(self, x: Tensor) -> Tensor:
+        """H x, or x where the module has no online Hadamard."""
+        if not self.hadamard:
+            return x
+        return torch.ops.mmqc.hadamard(x, [getattr(self, f"factor_{i}") for i in range(self._n_factors)])
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> OnlineHadamard:
+        before = self.get_buffer("factor_0").dtype if self._n_factors else None
+        super()._apply(fn, recurse)
+        if self._n_factors and self.get_buffer("factor_0").dtype != before:
+            self.rebuild_factors()
+        return self
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        loaded = next((t for t in (*self._parameters.values(), *self._buffers.values()) if t is not None), None)
+        if self._n_factors and loaded is not None and self.get_buffer("factor_0").device != loaded.device:
+            self.rebuild_factors(loaded.device)
+
+
+def rebuild_factors(model: nn.Module) -> None:
+    """Recompute every online Hadamard of ``model`` on its linear's device, for loaders that only fill checkpoint tensors."""
+    for module in model.modules():
+        if isinstance(module, OnlineHadamard) and module.hadamard:
+            weight = module.get_parameter("weight") if "weight" in module._parameters else module.get_buffer("weight")
+            module.rebuild_factors(weight.device)
+
+
+class HadamardLinear(OnlineHadamard):
+    """A float linear behind an online Hadamard; its parameters keep ``nn.Linear``'s names."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(self, in_features: int, out_features: int, bias: bool = True, device: Any = None, dtype: Any = None):
+        super().__init__()
+        self.in_features, self.out_features = in_features, out_features
+        self.weight = nn.Parameter(torch.empty(out_features, in_features, device=device, dtype=dtype))
+        self.register_parameter("bias", nn.Parameter(torch.empty(out_features, device=device, dtype=dtype)) if bias else None)
+        self._init_hadamard(True, self.weight.device, self.weight.dtype)
+
+    @classmethod
+    def from_parts(cls, weight: Tensor, bias: Tensor | None) -> HadamardLinear:
+        """From W Hᵀ [N, K] and b [N]."""
+        out_features, in_features = weight.shape
+        module = cls(in_features, out_features, bias=bias is not None, device="meta", dtype=weight.dtype)
+        module.weight = nn.Parameter(weight, requires_grad=weight.requires_grad)
+        if bias is not None:
+            module.bias = nn.Parameter(bias, requires_grad=bias.requires_grad)
+        module.rebuild_factors(weight.device)
+        return module
+
+    def forward(self, x: Tensor) -> Tensor:
+        """W (H x) + b."""
+        return nn.functional.linear(self.rotated(x), self.weight, self.bias)
+
+    def extra_repr(self) -> str:
+        """nn.Linear's."""
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"

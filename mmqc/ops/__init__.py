@@ -1,0 +1,9 @@
+"""The dialect between passes and kernels: functional ops in the ``mmqc::`` namespace, importable with torch alone.
+
+Importing this package defines the ops.  Each file holds one op: its formula, its plain-torch reference (which is what
+runs in eager mode) and its fake kernel.  Passes name ops, lowerings and kernels implement them.
+"""
+
+from mmqc.ops import hadamard, quantize, rotate, scaled_matmul, tag_modality, weight_only_matmul
+
+__all__ = ["hadamard", "quantize", "rotate", "scaled_matmul", "tag_modality", "weight_only_matmul"]

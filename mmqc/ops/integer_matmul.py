@@ -1,0 +1,60 @@
+"""Exact integer matrix product, the inner loop of every quantized linear.
+
+    acc[m, n] = sum_k x[m, k] w[n, k]        int8 x int8 -> int32, exact for K <= 131,072
+
+Shapes:  x int8 [M, K]   w int8 [N, K]   acc int32 [M, N]
+Why:     ``aten::_int_mm`` is the fast path, but it has limits (CUDA: M > 16, N and K multiples of 8) and, on CPUs without
+         VNNI, may saturate its 16-bit partial sums.  ``why_not_int_mm`` names what is in the way, for eager mode
+         and the lowering alike; both then pad (CUDA) or multiply in float64 (CPU), which is exact and slow.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils._python_dispatch import _disable_current_modes
+
+CUDA_MIN_ROWS = 17
+CUDA_ALIGN = 8
+
+
+@functools.cache
+def cpu_int_mm_is_exact() -> bool:
+    """Whether ``_int_mm`` on this CPU keeps the largest sums (it saturates without VNNI)."""
+    # A surrounding trace must not see this probe.
+    with torch.device("cpu"), _disable_current_modes():
+        x = torch.full((2, 64), -128, dtype=torch.int8)
+        x[1] = 127
+        acc = torch._int_mm(x, x.t().contiguous())
+    return acc.tolist() == [[64 * 16384, -64 * 16256], [-64 * 16256, 64 * 16129]]
+
+
+def why_not_int_mm(device: str, rows_known_large: bool, n: int, k: int) -> str | None:
+    """None, or why ``_int_mm`` cannot take the operands as they are."""
+    if device == "cpu":
+        return None if cpu_int_mm_is_exact() else "_int_mm saturates on this CPU (no VNNI): float64 matmul instead"
+    if device == "cuda":
+        if n % CUDA_ALIGN or k % CUDA_ALIGN:
+            return f"_int_mm needs N and K to be multiples of {CUDA_ALIGN}, not N={n}, K={k}: padded with zeros"
+        return None if rows_known_large else f"_int_mm needs {CUDA_MIN_ROWS} rows: padded with zeros"
+    return f"no integer matmul for device {device}: float64 matmul instead"
+
+
+def cuda_padding(m: int, n: int, k: int) -> tuple[int, int, int]:
+    """Rows, outputs and inputs to add so that CUDA's ``_int_mm`` takes the operands."""
+    return max(CUDA_MIN_ROWS - m, 0), -n % CUDA_ALIGN, -k % CUDA_ALIGN
+
+
+def int_matmul(x: Tensor, w: Tensor) -> Tensor:
+    """x wᵀ in int32."""
+    m, n, k = x.shape[0], w.shape[0], w.shape[1]
+    device = x.device.type
+    if why_not_int_mm(device, m >= CUDA_MIN_ROWS, n, k) is None:
+        return torch._int_mm(x, w.t())
+    if device == "cuda":
+        dm, dn, dk = cuda_padding(m, n, k)
+        return torch._int_mm(F.pad(x, (0, dk, 0, dm)), F.pad(w, (0, dk, 0, dn)).t())[:m, :n]
+    return (x.double() @ w.double().t()).to(torch.int32)

@@ -1,0 +1,22 @@
+"""Facts: named predicates over a program.  Each returns the nodes at which it fails; the runner evaluates them."""
+
+from __future__ import annotations
+
+from ..graph.coordinates import weights_behind
+from ..graph.kinds import kind
+from ..graph.program import Program
+from ..graph.semantic import layer_norm, rms_norm
+
+
+def ops_raised(prog: Program) -> list[str]:
+    """No norm over the last axis carries a gain or bias of its own."""
+    library = (n for n in prog.nodes("layer_norm", "rms_norm") if n.target not in (layer_norm, rms_norm))
+    return [n.name for n in library if any(weights_behind(a) for a in n.all_input_nodes)]
+
+
+def linears_quantized(prog: Program) -> list[str]:
+    """Every linear that has a scheme runs on integer codes."""
+    return [n.name for n in prog.graph.nodes if kind(n) == "linear" and n.meta.get("scheme") is not None]
+
+
+FACTS = {"ops.raised": ops_raised, "linears.quantized": linears_quantized}

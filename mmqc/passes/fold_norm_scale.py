@@ -1,0 +1,157 @@
+"""Fold a norm's gain and bias into the linears that read it.
+
+    W (g * n(x) + β) + b  =  (W diag(g)) n(x) + (b + W β)
+
+Shapes:  x [*, K]   g, β [K]   W [N, K]   b [N]
+Why:     a rotation commutes with n but not with g (SliceGPT, arXiv:2401.15024; SpinQuant, arXiv:2405.16406).
+Needs:   ops.raised
+Gives:   nothing that the next pass must rely on: what was refused stays a pin of its space
+Exact:   yes, up to reassociation (fp64 1e-12)
+Refuses: a gain read by anything but linears' inputs; a gain whose expression has no neutral value;
+         a bias that would go into a linear whose weight is computed.
+A merged patch (Qwen-VL's merger) reads the same gain several times over: its columns are scaled block by block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, fx
+
+from ..graph.coordinates import Gain, weights_behind
+from ..graph.kinds import kind
+from ..graph.linear import bias_of, set_bias
+from ..graph.program import Miss, Program
+from ..graph.spaces import Space, Spaces, Touch
+
+
+@dataclass(frozen=True)
+class Site:
+    """All multiplications by one gain, the additions of its bias, and the linears that read the result."""
+
+    gain: str
+    neutral: float
+    muls: tuple[Gain, ...]
+    adds: tuple[fx.Node, ...]
+    bias: str
+    readers: tuple[Touch, ...]
+    index: Tensor
+
+    def __str__(self) -> str:
+        return f"{self.gain} -> {', '.join(sorted({t.fqn for t in self.readers}))}"
+
+
+@dataclass(frozen=True)
+class FoldNormScale:
+    """See the module's docstring."""
+
+    name: ClassVar[str] = "fold_norm_scale"
+    needs: ClassVar[frozenset[str]] = frozenset({"ops.raised"})
+    gives: ClassVar[frozenset[str]] = frozenset()
+    exact: ClassVar[bool] = True
+
+    def match(self, prog: Program) -> Iterator[Site | Miss]:
+        """Gains by name; every call of a shared norm must be foldable, or none is."""
+        spaces = Spaces.of(prog)
+        by_name: dict[str, list[Gain]] = {}
+        for gain in spaces.found.gains:
+            by_name.setdefault(gain.source.fqn, []).append(gain)
+        for name, gains in by_name.items():
+            space = next((s for s in spaces if name in s.gains), None)
+            reason = self.why_not(prog, name, gains, space)
+            if space is None or reason:
+                yield Miss(gains[0].node.name, reason or "its channels do not stay together", name)
+            else:
+                yield self.site(prog, name, gains, space)
+
+    def why_not(self, prog: Program, name: str, gains: list[Gain], space: Space | None) -> str:
+        """The reason to refuse, or nothing."""
+        if not name or "," in name:
+            return "the gain is computed from activations or from several weights"
+        if any(kind(g.x) not in ("rms_norm", "layer_norm") and not _casts_a_norm(g.x) for g in gains):
+            return "what it scales is no norm's output"
+        if space is None:
+            return "its channels do not stay together"
+        if space.pins:
+            return f"{space.pins[0][0]}: {space.pins[0][1]}"
+        if space.norms or space.mean_pins:
+            return "another norm reads it"
+        if space.inputs or space.outputs:
+            return "a graph input or output lies on it"
+        if len(space.made) != 1 or len(space.gains[name]) != prog.weights[name].numel():
+            return "other operations write the same channels"
+        if not space.readers:
+            return "no linear reads it"
+        if len([t for t in space.writers if t.axis != 0 or prog.weights[t.fqn].dim() != 1]) or len(space.writers) > 1:
+            return f"{space.writers[0].fqn} writes the same channels"
+        if _neutral(prog, gains[0].factor, name) is None:
+            return "no value of the weight makes this gain 1"
+        return ""
+
+    def site(self, prog: Program, name: str, gains: list[Gain], space: Space) -> Site:
+        """Everything that ``rewrite`` needs."""
+        bias = space.writers[0].fqn if space.writers else ""
+        adds = tuple(u for g in gains for u in g.node.users if kind(u) == "add" and bias in weights_behind_any(u))
+        neutral = _neutral(prog, gains[0].factor, name)
+        assert neutral is not None
+        return Site(name, neutral, tuple(gains), adds if bias else (), bias, tuple(space.readers), space.gains[name])
+
+    def rewrite(self, prog: Program, site: Site) -> None:
+        """Scale the readers' columns, move the bias, neutralise the norm's weights, drop the nodes."""
+        g = prog.constant(site.muls[0].factor, {site.gain: prog.snapshot(site.gain)()})[..., site.index.cpu()]
+        for touch in site.readers:
+            if site.bias:
+                beta = prog.snapshot(site.bias)()[site.index]
+                _move_bias(prog, touch, beta)
+            prog.derive(touch.fqn, f"W diag({site.gain})", touch.apply(_times(g)))
+        prog.derive(site.gain, f"{site.neutral:g}", _fill(site.neutral))
+        if site.bias:
+            prog.derive(site.bias, "0", _fill(0.0))
+        for gain in site.muls:
+            gain.node.replace_all_uses_with(gain.x)
+        for add in site.adds:
+            add.replace_all_uses_with(next(n for n in add.all_input_nodes if not weights_behind(n)))
+
+
+def weights_behind_any(node: fx.Node) -> set[str]:
+    """Names of the weights among a node's operands."""
+    return {name for n in node.all_input_nodes for name in weights_behind(n)}
+
+
+def _casts_a_norm(node: fx.Node) -> bool:
+    while kind(node) in ("to", "float", "type_as", "type", "half", "bfloat16"):
+        node = node.args[0]  # type: ignore[assignment]
+    return kind(node) in ("rms_norm", "layer_norm")
+
+
+def _neutral(prog: Program, factor: fx.Node, name: str) -> float | None:
+    """The value of the weight at which the gain is 1: 1 for w, 0 for 1 + w."""
+    for value in (1.0, 0.0):
+        filled = torch.full_like(prog.weights[name], value, dtype=torch.float64, device=prog.weights[name].device)
+        if torch.equal(prog.constant(factor, {name: filled}), torch.ones_like(filled).expand(prog.constant(factor).shape)):
+            return value
+    return None
+
+
+def _times(g: Tensor) -> Callable[[Tensor], Tensor]:
+    return lambda w: w * g.to(w)
+
+
+def _fill(value: float) -> Callable[[Tensor], Tensor]:
+    return lambda w: torch.full_like(w, value)
+
+
+def _move_bias(prog: Program, touch: Touch, beta: Tensor) -> None:
+    weight = prog.snapshot(touch.fqn)
+    into = bias_of(prog, touch.node)
+    if not into:
+        into = set_bias(prog, touch.node)
+
+    def step(b: Tensor) -> Tensor:
+        columns = weight()[..., touch.groups.to(b.device)]
+        return b + (columns * beta.to(b)).sum((-1, -2))
+
+    prog.derive(into, f"b + {touch.fqn} β", step)

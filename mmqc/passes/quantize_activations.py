@@ -1,0 +1,72 @@
+"""Quantize linears' inputs with static scales, one per tensor or one per tensor and modality (MSQ).
+
+    weight_only_matmul(x, W_q, s_W, b)  ->  scaled_matmul(quantize(x, s_x), W_q, s_x, s_W, b)
+    row r of x uses s_x[visual[r]]: s_text or s_visual      (MQuant, arXiv:2502.00425, section 4.1)
+
+Shapes:  x [*, K]   s_x [1] or [2] = (text, visual)   visual bool [*]
+Needs:   linears.quantized
+Gives:   nothing
+Exact:   no: |x - s_x x_q| <= s_x / 2 per element inside the range
+Refuses: a linear for which calibration saw no input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, fx
+
+from ..graph.kinds import kind
+from ..graph.program import Miss, Program, copy_meta
+
+
+@dataclass(frozen=True)
+class Site:
+    """One integer matmul and its input scales."""
+
+    node: fx.Node
+    scale: Tensor
+
+    def __str__(self) -> str:
+        return f"{self.node.meta['fqn']}: s = {', '.join(f'{s:.3g}' for s in self.scale.tolist())}"
+
+
+@dataclass(frozen=True)
+class QuantizeActivations:
+    """See the module's docstring."""
+
+    name: ClassVar[str] = "quantize_activations"
+    needs: ClassVar[frozenset[str]] = frozenset({"linears.quantized"})
+    gives: ClassVar[frozenset[str]] = frozenset()
+    exact: ClassVar[bool] = False
+
+    def match(self, prog: Program) -> Iterator[Site | Miss]:
+        """Integer weights whose scheme quantizes activations too."""
+        known = prog.statistics["linears"] if prog.statistics is not None else {}
+        for node in prog.graph.nodes:
+            if kind(node) == "weight_only_matmul" and node.meta["scheme"].activation is not None:
+                scale = known.get(node.meta["fqn"], {}).get("input_scale")
+                if scale is None:
+                    yield Miss(node.name, "calibration saw no input of it, so it has no static scale", node.meta["fqn"])
+                else:
+                    yield Site(node, torch.tensor(scale, dtype=torch.float32))
+
+    def rewrite(self, prog: Program, site: Site) -> None:
+        """Replace the node by quantize and scaled_matmul."""
+        x, codes, scale, bias, bits, _ = site.node.args
+        fqn, spec = site.node.meta["fqn"], site.node.meta["scheme"].activation
+        visual = prog.visual_node() if site.scale.numel() == 2 else None
+        with prog.graph.inserting_before(site.node):
+            s_x = prog.constant_node(f"{fqn}.input_scale", site.scale.to(prog.weights[fqn].device))
+            quantized = prog.graph.call_function(torch.ops.mmqc.quantize.default, (x, s_x, visual, spec.bits))
+            new = prog.graph.call_function(
+                torch.ops.mmqc.scaled_matmul.default,
+                (quantized, codes, s_x, scale, bias, visual, bits, prog.weights[fqn].dtype),
+            )
+        for made in (quantized, new):
+            copy_meta(made, site.node, self.name, 0)
+        new.meta.update({k: site.node.meta[k] for k in ("tower", "role", "scheme", "fqn")})
+        site.node.replace_all_uses_with(new)

@@ -1,0 +1,113 @@
+"""Round weights to integers with the scheme's solver.
+
+    linear(x, W, b)  ->  weight_only_matmul(x, W_q, s_W, b) [+ W[:, S] x[S]]
+
+Shapes:  x [*, K]   W [N, K]   W_q int8 [N, K] or packed uint8 [N, ceil(K/2)]   s_W [N] or [N, K/g]
+Needs:   ops.raised
+Gives:   linears.quantized
+Exact:   no: |W - s_W W_q| <= s_W / 2 per element inside the range, for round-to-nearest
+Refuses: a group size that does not divide K.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, fx
+
+from ..config import Scheme
+from ..graph.linear import operands, weight_of
+from ..graph.program import Miss, Program, copy_meta
+from ..ops.pack import pack_int4
+from ..solvers import Quantized, solve
+
+
+@dataclass(frozen=True)
+class Site:
+    """One weight and the linear nodes that use it."""
+
+    fqn: str
+    nodes: tuple[fx.Node, ...]
+    scheme: Scheme
+
+    def __str__(self) -> str:
+        return f"{self.fqn}: {self.scheme} by {self.scheme.weight.solver}"
+
+
+@dataclass(frozen=True)
+class QuantizeWeights:
+    """See the module's docstring.
+
+    Attributes:
+        hessian: second moment of a linear's inputs by weight FQN, float64 [K, K]; called when its turn comes.
+        done: called with (FQN, result, weight error, seconds) after each weight.
+    """
+
+    hessian: Callable[[str], Tensor | None] = field(default=lambda fqn: None, compare=False)
+    done: Callable[[str, Quantized, float, float], Any] = field(default=lambda *a: None, compare=False)
+    name: ClassVar[str] = "quantize_weights"
+    needs: ClassVar[frozenset[str]] = frozenset({"ops.raised"})
+    gives: ClassVar[frozenset[str]] = frozenset({"linears.quantized"})
+    exact: ClassVar[bool] = False
+
+    def match(self, prog: Program) -> Iterator[Site | Miss]:
+        """Linears with a scheme, by weight."""
+        by_weight: dict[str, list[fx.Node]] = {}
+        for node in prog.nodes("linear"):
+            if "scheme" in node.meta:
+                by_weight.setdefault(weight_of(node), []).append(node)
+        for fqn, nodes in by_weight.items():
+            scheme: Scheme = nodes[0].meta["scheme"]
+            width, group = prog.weights[fqn].shape[-1], scheme.weight.group_size
+            if group and width % group:
+                for node in nodes:
+                    del node.meta["scheme"]
+                yield Miss(nodes[0].name, f"its {width} input channels are no multiple of the group size {group}", fqn)
+            else:
+                yield Site(fqn, tuple(nodes), scheme)
+
+    def rewrite(self, prog: Program, site: Site) -> None:
+        """Solve, add the parts as weights of their own, replace the nodes."""
+        start = time.perf_counter()
+        spec = site.scheme.weight
+        outliers = site.nodes[0].meta.get("outliers")
+        value = prog.value(site.fqn)
+        solved = solve(value.float(), spec, self.hessian(site.fqn), skip=outliers, name=site.fqn)
+        self.done(site.fqn, solved, _error(value, solved, outliers), time.perf_counter() - start)
+        prog.solved[site.fqn] = solved
+        bits = 4 if spec.bits <= 4 else 8
+        prog.add_weight(f"{site.fqn}.codes", pack_int4(solved.codes) if bits == 4 else solved.codes)
+        prog.add_weight(f"{site.fqn}.scale", solved.scale)
+        for node in site.nodes:
+            named = operands(node)
+            with prog.graph.inserting_before(node):
+                parts = [prog.constant_node(f"{site.fqn}.{p}", prog.weights[f"{site.fqn}.{p}"]) for p in ("codes", "scale")]
+                new = prog.graph.call_function(
+                    torch.ops.mmqc.weight_only_matmul.default, (named["input"], *parts, named["bias"], bits, spec.group_size)
+                )
+                total = self.with_outliers(prog, new, named["input"], site.fqn, value, outliers)
+            copy_meta(new, node, self.name, 0)
+            new.meta.update({k: node.meta[k] for k in ("tower", "role", "scheme")}, fqn=site.fqn)
+            node.replace_all_uses_with(total)
+
+    def with_outliers(self, prog: Program, y: fx.Node, x: fx.Node, fqn: str, value: Tensor, outliers: Tensor | None) -> fx.Node:
+        """y + W[:, S] x[S]."""
+        if outliers is None:
+            return y
+        index = prog.constant_node(f"{fqn}.outliers", outliers)
+        columns = prog.constant_node(f"{fqn}.outlier_weight", value[:, outliers].contiguous())
+        picked = prog.graph.call_method("index_select", (x, -1, index))
+        return prog.graph.call_method("add", (y, prog.graph.call_function(torch.nn.functional.linear, (picked, columns))))
+
+
+def _error(value: Tensor, solved: Quantized, outliers: Tensor | None) -> float:
+    difference = value.float() - solved.dequantize()
+    if outliers is not None:
+        difference[:, outliers] = 0
+    size = value.float().norm()
+    return float(difference.norm() / size) if size else math.nan

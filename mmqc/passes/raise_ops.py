@@ -1,0 +1,118 @@
+"""Recognise norms, however they are spelled, and give them unit scale with gain and bias as nodes of their own.
+
+    x * rsqrt(mean(x^2) + eps)            ->  rms_norm(x)
+    layer_norm(x, n, w, b, eps)           ->  layer_norm(x) * w + b
+    rms_norm(x, n, w, eps)                ->  rms_norm(x) * w
+
+Shapes:  x [*, K]   w, b [K]
+Why:     the exact rewrites must see a norm as one operation, and its gain apart from it.
+Needs:   nothing
+Gives:   ops.raised
+Exact:   yes, up to reassociation (fp64 1e-12)
+Refuses: a layer_norm over more than the last axis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import fx
+
+from ..graph.kinds import kind
+from ..graph.program import Miss, Program, copy_meta
+from ..graph.semantic import layer_norm, rms_norm
+
+_CASTS = ("to", "float", "double", "type", "type_as", "half", "bfloat16")
+
+
+@dataclass(frozen=True)
+class Site:
+    """``node`` becomes ``norm(x) * gain + bias``."""
+
+    node: fx.Node
+    x: fx.Node
+    norm: Any
+    eps: float
+    gain: fx.Node | None = None
+    bias: fx.Node | None = None
+
+    def __str__(self) -> str:
+        return f"{self.norm.__name__} at {self.node.name}"
+
+
+def _uncast(node: Any) -> Any:
+    while isinstance(node, fx.Node) and kind(node) in _CASTS:
+        node = node.args[0]
+    return node
+
+
+def _mean_square(node: Any) -> tuple[fx.Node, float] | None:
+    """(x, eps) where node is mean(x^2, -1, keepdim) + eps."""
+    if not (isinstance(node, fx.Node) and kind(node) == "add"):
+        return None
+    mean, eps = node.args
+    if not isinstance(mean, fx.Node):
+        mean, eps = eps, mean
+    if not (isinstance(mean, fx.Node) and kind(mean) == "mean" and isinstance(eps, float)):
+        return None
+    dims = mean.kwargs.get("dim", mean.args[1] if len(mean.args) > 1 else None)
+    square = mean.args[0]
+    if dims not in (-1, [-1], (-1,)) or not isinstance(square, fx.Node):
+        return None
+    if kind(square) == "pow" and square.args[1] in (2, 2.0) or kind(square) == "square":
+        return square.args[0], eps  # type: ignore[return-value]
+    return None
+
+
+@dataclass(frozen=True)
+class RaiseOps:
+    """See the module's docstring."""
+
+    name: ClassVar[str] = "raise_ops"
+    needs: ClassVar[frozenset[str]] = frozenset()
+    gives: ClassVar[frozenset[str]] = frozenset({"ops.raised"})
+    exact: ClassVar[bool] = True
+
+    def match(self, prog: Program) -> Iterator[Site | Miss]:
+        """Spelled-out RMSNorms by their rsqrt, library norms by their call."""
+        for node in prog.graph.nodes:
+            word = kind(node)
+            if word == "rsqrt" or (word == "pow" and node.args[1] == -0.5):
+                yield from self.spelled(node)
+            elif word in ("layer_norm", "rms_norm") and node.target not in (layer_norm, rms_norm):
+                yield self.called(node, word)
+
+    def spelled(self, root: fx.Node) -> Iterator[Site]:
+        """Multiplications of x by 1 / rms(x)."""
+        found = _mean_square(root.args[0])
+        for user in root.users if found else ():
+            if kind(user) == "mul":
+                x = user.args[0] if user.args[1] is root else user.args[1]
+                if _uncast(x) is _uncast(found[0]):  # type: ignore[index]
+                    yield Site(user, x, rms_norm, found[1])  # type: ignore[index, arg-type]
+
+    def called(self, node: fx.Node, word: str) -> Site | Miss:
+        """``F.layer_norm`` and ``F.rms_norm``."""
+        names = ("input", "normalized_shape", "weight", "bias", "eps") if word == "layer_norm" else ("input", "normalized_shape", "weight", "eps")
+        given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+        if len(given["normalized_shape"]) != 1:
+            return Miss(node.name, f"{word} over {len(given['normalized_shape'])} axes")
+        eps = given.get("eps")
+        eps = float(eps) if eps is not None else 1e-5 if word == "layer_norm" else 1.1920928955078125e-07
+        return Site(node, given["input"], layer_norm if word == "layer_norm" else rms_norm, eps, given.get("weight"), given.get("bias"))
+
+    def rewrite(self, prog: Program, site: Site) -> None:
+        """Replace the node by unit norm, gain and bias."""
+        x = site.x
+        if x not in site.node.all_input_nodes:  # an earlier site replaced it
+            x = next(n for n in site.node.all_input_nodes if n.op != "get_attr" and kind(n) not in ("rsqrt", "pow"))
+        with prog.graph.inserting_before(site.node):
+            new = prog.graph.call_function(site.norm, (x, site.eps))
+            copy_meta(new, site.node, self.name, 0)
+            for word, operand in (("mul", site.gain), ("add", site.bias)):
+                if operand is not None:
+                    new = prog.graph.call_method(word, (new, operand))
+                    copy_meta(new, site.node, self.name, 0)
+        site.node.replace_all_uses_with(new)

@@ -1,0 +1,76 @@
+"""Rotation magnitude suppression: keep the few input channels that a Hadamard made large out of the integer weight.
+
+    y = W_q x_q + W[:, S] x[S]        S = { i : max_j |(W Hᵀ)_ji| > max |W| }
+
+Shapes:  W [N, K]   S int64 [r]
+Why:     rows of H with a non-zero sum add up all of W's columns, so some channels of W Hᵀ outgrow W's own maximum and
+         set the scale of every row (MQuant, arXiv:2502.00425, section 4.3, equations 11 to 13).
+Needs:   ops.raised
+Gives:   nothing in the graph: sets ``meta["outliers"]`` on linear nodes
+Exact:   yes before quantization: S only says which columns stay in higher precision
+Refuses: nothing; linears in which no channel outgrows the maximum have no site.
+S is measured, not taken to be channel 0: for many widths the first row of H is not the one that sums up (11008, 18944).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, fx
+
+from ..graph.kinds import kind
+from ..graph.linear import operands, weight_of
+from ..graph.program import Miss, Program
+from ..ops.hadamard import apply_factors
+
+
+@dataclass(frozen=True)
+class Site:
+    """A linear and its channels S."""
+
+    node: fx.Node
+    outliers: Tensor
+    growth: float
+
+    def __str__(self) -> str:
+        return f"{weight_of(self.node)}: channels {self.outliers.tolist()}, up to {self.growth:.2f} x max|W|"
+
+
+@dataclass(frozen=True)
+class SuppressMagnitude:
+    """See the module's docstring; at most ``rank`` channels a linear, the largest first."""
+
+    rank: int = 8
+    name: ClassVar[str] = "suppress_magnitude"
+    needs: ClassVar[frozenset[str]] = frozenset({"ops.raised"})
+    gives: ClassVar[frozenset[str]] = frozenset()
+    exact: ClassVar[bool] = True
+
+    def match(self, prog: Program) -> Iterator[Site | Miss]:
+        """Linears behind an online Hadamard that will be quantized."""
+        for node in prog.nodes("linear"):
+            x = operands(node)["input"]
+            if "scheme" not in node.meta or kind(x) != "hadamard":
+                continue
+            after = prog.value(weight_of(node)).double()
+            factors = [prog.weights[str(f.target)].to(after) for f in x.args[1]]
+            before = apply_factors(after, [f.t() for f in factors])
+            peaks, limit = after.abs().amax(0), before.abs().max()
+            order = peaks.argsort(descending=True)[: self.rank]
+            outliers = order[peaks[order] > limit].sort()[0]
+            if outliers.numel():
+                yield Site(node, outliers, float(peaks.max() / limit))
+
+    def rewrite(self, prog: Program, site: Site) -> None:
+        """Note it on the node."""
+        site.node.meta["outliers"] = site.outliers
+
+
+def weight_without(weight: Tensor, outliers: Tensor | None) -> Tensor:
+    """The weight with the suppressed columns set to zero."""
+    if outliers is None:
+        return weight
+    return weight.index_fill(1, outliers.to(weight.device), torch.zeros((), dtype=weight.dtype).item())

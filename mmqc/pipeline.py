@@ -1,0 +1,45 @@
+"""The ordered list of passes: the only place where order exists."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from .config import QuantConfig
+from .graph.runner import Pass
+from .passes.assign_scheme import AssignScheme
+from .passes.facts import FACTS
+from .passes.fold_norm_mean import FoldNormMean
+from .passes.fold_norm_scale import FoldNormScale
+from .passes.fuse_rotation import FuseRotation
+from .passes.insert_hadamard import InsertHadamard
+from .passes.quantize_activations import QuantizeActivations
+from .passes.quantize_weights import QuantizeWeights
+from .passes.raise_ops import RaiseOps
+from .passes.suppress_magnitude import SuppressMagnitude
+
+__all__ = ["FACTS", "exact_passes", "quantizing_passes"]
+
+
+def exact_passes(config: QuantConfig) -> tuple[Pass, ...]:
+    """Recognise, rewrite, assign: the model computes the same function after these."""
+    rewrites = config.rewrites
+    return (
+        # 1 recognise
+        RaiseOps(),
+        # 2 exact rewrites
+        *((FoldNormScale(), FoldNormMean()) if rewrites.fold_norms else ()),
+        *((FuseRotation(rewrites.seed),) if rewrites.rotate else ()),
+        *((InsertHadamard(),) if rewrites.hadamard else ()),
+        # 3 decide what becomes of each linear
+        AssignScheme(config),
+        *((SuppressMagnitude(),) if rewrites.suppress else ()),
+    )
+
+
+def quantizing_passes(hessian: Callable[[str], Tensor | None] | None = None, done: Callable[..., Any] | None = None) -> tuple[Pass, ...]:
+    """Numerics change from here on."""
+    given = {k: v for k, v in (("hessian", hessian), ("done", done)) if v is not None}
+    return (QuantizeWeights(**given), QuantizeActivations())

@@ -1,0 +1,288 @@
+"""``quantize_``: record, rewrite, calibrate, quantize, convert; in place, and undone as a whole if anything fails."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from tqdm.auto import tqdm
+
+from . import convert
+from .calibrate import CalibrationError, InputStatistics, Watch, calibrate
+from .config import ConfigError, QuantConfig
+from .graph.linear import weight_of
+from .graph.program import Program
+from .graph.record import record
+from .graph.runner import run
+from .hf import attach_config
+from .measure import Loss, measure
+from .modality import ModalityContext, attached, detach
+from .modules import QuantLinear
+from .pipeline import FACTS, exact_passes, quantizing_passes
+from .report import LayerReport, QuantReport, Refusal
+from .solvers import Quantized
+from .weights_only import quantize_weights_only
+
+MEASURED_BATCHES = 4
+Batch = Mapping[str, Any]
+
+
+def quantize_(
+    model: nn.Module,
+    config: QuantConfig,
+    calibration: Iterable[Batch] | None = None,
+    *,
+    filter_fn: Callable[[nn.Module, str], bool] | None = None,
+    progress: bool = True,
+    resume_dir: str | None = None,
+) -> QuantReport:
+    """Quantize ``model`` in place by ``config``.
+
+    Args:
+        model: any transformers model; parameters float32, bfloat16 or float16.
+        config: a recipe, e.g. ``mmqc.recipes.mquant()``.
+        calibration: keyword batches for ``model.forward``, images included; iterated once.  The first batch is also
+            what the model is recorded on.  None where the config quantizes weights only and rewrites nothing.
+        filter_fn: as torchao's: only linears for which ``filter_fn(module, fqn)`` is true are quantized.
+        progress: show a progress bar.
+        resume_dir: not supported yet.
+
+    Returns:
+        What was done, with ``report.config`` for ``torch.compile(..., options={"config": report.config})``.
+
+    Raises:
+        ConfigError: the config cannot be applied to this model (a ``keep`` pattern that matches nothing, ...).
+        CalibrationError: no batches, or none with images where the recipe is per modality.
+        ValueError: a weight holds NaN or infinity, or the model is quantized already.
+        RecordError: the forward cannot be recorded.
+
+    Whatever is raised, the model is as it was before the call.
+    """
+    start = time.perf_counter()
+    _check_model(model, config, resume_dir)
+    if calibration is None and config.rewrites == type(config.rewrites)() and not config.needs_calibration:
+        return _weights_only(model, config, filter_fn, start)
+    batches = _spool(model, config, calibration)
+    before = convert.size_of(model)
+    training = model.training
+    model.eval()
+    context = attached(model) or ModalityContext.attach(model, visual_token_ids(model))
+    bar = tqdm(total=len(batches) + min(MEASURED_BATCHES, len(batches)), disable=not progress, desc="recording", unit="batch")
+    try:
+        context.text_only = not context.visual_token_ids
+        with bar, convert.Journal(model) as journal:
+            report = _Job(model, config, batches, context, journal, bar, filter_fn).run()
+            report.size_before, report.size_after = before, convert.size_of(model)
+    except BaseException:
+        detach(model)
+        raise
+    finally:
+        model.train(training)
+    report.seconds = time.perf_counter() - start
+    return report
+
+
+class _Job:
+    """One call of ``quantize_``; holds what its steps share."""
+
+    def __init__(
+        self, model: nn.Module, config: QuantConfig, batches: list[Batch], context: ModalityContext,
+        journal: convert.Journal, bar: Any, filter_fn: Callable[[nn.Module, str], bool] | None,
+    ) -> None:  # fmt: skip
+        self.model, self.config, self.batches = model, config, batches
+        self.context, self.journal, self.bar, self.filter_fn = context, journal, bar, filter_fn
+        self.solving: dict[str, tuple[Quantized, float, float]] = {}
+
+    def run(self) -> QuantReport:
+        """The steps in order."""
+        prog = record(self.model, {**self.batches[0], "use_cache": False})
+        run(prog, exact_passes(self.config), FACTS, text=True)
+        _check_keep(prog, self.config)
+        self.filter(prog)
+        self.untied = convert.write_exact(self.model, prog, self.journal)
+        nodes = {weight_of(n): n for n in prog.nodes("linear") if "scheme" in n.meta}
+        statistics = self.calibrate(prog, nodes)
+        prog.statistics = self.to_config(prog, nodes, statistics)
+        self.bar.set_description("quantizing weights")
+        run(prog, quantizing_passes(lambda fqn: statistics[fqn].hessian, self.solved), FACTS, text=True)
+        built = convert.build_quantized(self.model, prog, self.context)
+        losses = self.measure(prog, built)
+        for module, linear in built.items():
+            self.journal.swap(module, linear)
+        config = self.config.replace(statistics=prog.statistics)
+        report = QuantReport(config, self.layers(prog, built, statistics, losses), _refusals(prog), prog.records)
+        self.finish(config, report)
+        return report
+
+    def filter(self, prog: Program) -> None:
+        for node in prog.nodes("linear") if self.filter_fn is not None else ():
+            fqn = weight_of(node).removesuffix(".weight")
+            if "scheme" in node.meta and not self.filter_fn(self.model.get_submodule(fqn), fqn):  # type: ignore[misc]
+                del node.meta["scheme"]
+
+    def solved(self, fqn: str, result: Quantized, error: float, seconds: float) -> None:
+        self.solving[fqn] = (result, error, seconds)
+        self.bar.set_postfix_str(fqn.removesuffix(".weight"), refresh=False)
+        self.bar.refresh()
+
+    def calibrate(self, prog: Program, nodes: dict[str, Any]) -> dict[str, InputStatistics]:
+        self.bar.set_description("calibrating")
+        watches = {
+            fqn: Watch(
+                self.model.get_submodule(fqn.removesuffix(".weight")),
+                node.meta["tower"] == "language",
+                node.meta["scheme"].activation,
+                node.meta["scheme"].weight.solver == "gptq",
+                node.meta.get("outliers"),
+            )
+            for fqn, node in nodes.items()
+            if node.meta["scheme"].activation is not None or node.meta["scheme"].weight.solver == "gptq"
+        }
+        if not watches:
+            return {fqn: InputStatistics() for fqn in nodes}
+        seen = calibrate(self.model, self.stepped(self.batches), watches, self.context)
+        return {fqn: seen.get(fqn, InputStatistics()) for fqn in nodes}
+
+    def stepped(self, batches: list[Batch]) -> Iterable[Batch]:
+        for batch in batches:
+            yield {**batch, "use_cache": False}
+            self.bar.update()
+
+    def to_config(self, prog: Program, nodes: dict[str, Any], statistics: dict[str, InputStatistics]) -> dict[str, Any]:
+        """What ``report.config`` carries: scales and places by weight FQN, and the plan of the rewrites."""
+        linears = {}
+        for fqn, node in nodes.items():
+            spec = node.meta["scheme"].activation
+            scales = statistics[fqn].scales(spec, node.meta["tower"] == "language") if spec is not None else None
+            linears[fqn] = {"tower": node.meta["tower"], "role": node.meta["role"], "input_scale": scales}
+        return {"visual_token_ids": list(self.context.visual_token_ids), "linears": linears, "plan": prog.decided.to_dict()}
+
+    def measure(self, prog: Program, built: dict[str, QuantLinear]) -> dict[str, Loss]:
+        self.bar.set_description("measuring")
+        language = {m: prog.statistics["linears"][f"{m}.weight"]["tower"] == "language" for m in built}  # type: ignore[index]
+        chosen = self.batches[:: max(1, len(self.batches) // MEASURED_BATCHES)][:MEASURED_BATCHES]
+        return measure(self.model, self.stepped(chosen), built, language, self.context)
+
+    def layers(
+        self, prog: Program, built: dict[str, QuantLinear], statistics: dict[str, InputStatistics], losses: dict[str, Loss]
+    ) -> list[LayerReport]:
+        places, texts = prog.statistics["linears"], _transforms(prog)  # type: ignore[index]
+        rows = []
+        for module, linear in built.items():
+            fqn = f"{module}.weight"
+            result, error, seconds = self.solving[fqn]
+            ranges = {m: (r.low, r.high) for m, r in statistics[fqn].ranges.items() if r.count}
+            scheme = next(n.meta["scheme"] for n in prog.nodes("weight_only_matmul", "scaled_matmul") if n.meta["fqn"] == fqn)
+            outliers = 0 if linear.outlier_index is None else linear.outlier_index.numel()
+            rows.append(
+                LayerReport(
+                    module, places[fqn]["tower"], places[fqn]["role"], str(scheme), texts.get(fqn, ()), losses[module].sqnr(),
+                    ranges, losses[module].saturated(), error, outliers, seconds, result.note,
+                )
+            )  # fmt: skip
+        return rows
+
+    def finish(self, config: QuantConfig, report: QuantReport) -> None:
+        """Leave on the model what it needs to run, ``save_pretrained`` and ``explain``: the visual mask, the record."""
+        if not any(isinstance(m, QuantLinear) and m.modality is not None for m in self.model.modules()):
+            detach(self.model)
+        passes = [
+            {"name": r.name, "exact": r.exact, "sites": r.sites, "misses": [str(m) for m in r.misses], "ms": round(r.ms, 1), "delta": r.delta}
+            for r in report.passes
+        ]
+        attach_config(self.model, config, {"passes": passes, "untied": self.untied})
+
+
+def visual_token_ids(model: nn.Module) -> tuple[int, ...]:
+    """The ids that stand for image and video features in the token ids, from the model's config."""
+    config = getattr(model, "config", None)
+    found = []
+    for name in ("image_token_id", "image_token_index", "video_token_id", "video_token_index"):
+        value = getattr(config, name, None)
+        if isinstance(value, int):
+            found.append(value)
+    return tuple(dict.fromkeys(found))
+
+
+def _check_model(model: nn.Module, config: QuantConfig, resume_dir: str | None) -> None:
+    if not isinstance(config, QuantConfig):
+        raise ConfigError(f"config is a {type(config).__name__}; pass a mmqc.QuantConfig, e.g. mmqc.recipes.mquant()")
+    if resume_dir is not None:
+        raise ConfigError("resume_dir is not supported yet: run without it")
+    if any(isinstance(m, QuantLinear) for m in model.modules()):
+        raise ValueError("this model is quantized already; load the original weights to quantize it anew")
+    bad = convert.first_bad_weight(model)
+    if bad is not None:
+        raise ValueError(f"{bad} holds NaN or infinite values; repair the checkpoint before quantizing (nothing was changed)")
+
+
+def _spool(model: nn.Module, config: QuantConfig, calibration: Iterable[Batch] | None) -> list[Batch]:
+    batches = [] if calibration is None else [dict(b) for b in calibration]
+    if not batches:
+        given = "None" if calibration is None else "empty"
+        raise CalibrationError(
+            f"calibration is {given}, but this config needs data: pass an iterable of keyword batches for the model's forward "
+            "(input_ids, pixel_values, ...); rewrites need one batch, static scales and gptq some dozens"
+        )
+    for i, batch in enumerate(batches):
+        for name, value in batch.items():
+            if isinstance(value, Tensor) and value.is_floating_point() and not bool(torch.isfinite(value).all()):
+                raise CalibrationError(f"calibration batch {i}: {name} holds NaN or infinite values")
+    wants = any(s.activation is not None and s.activation.per_modality for s in config.schemes.values())
+    ids = torch.tensor(visual_token_ids(model))
+    if wants and len(ids) and not any(_has_visual(b, ids) for b in batches):
+        raise CalibrationError(
+            "no calibration batch has an image, but the recipe has one activation scale per modality: pass batches with "
+            "pixel_values and image tokens, or use msq=False"
+        )
+    return batches
+
+
+def _has_visual(batch: Batch, ids: Tensor) -> bool:
+    tokens = batch.get("input_ids")
+    kinds = batch.get("mm_token_type_ids")
+    if tokens is not None:
+        return bool(torch.isin(tokens.cpu(), ids).any())
+    return kinds is not None and bool((kinds > 0).any())
+
+
+def _check_keep(prog: Program, config: QuantConfig) -> None:
+    misses = [m.reason for r in prog.records if r.name == "assign_scheme" for m in r.misses]
+    for pattern in config.keep:
+        if pattern != "lm_head" and not any(reason == f"kept in floating point ({pattern})" for reason in misses):
+            linears = sorted({weight_of(n).removesuffix(".weight") for n in prog.nodes("linear") if weight_of(n)})
+            raise ConfigError(f"keep pattern {pattern!r} matches no linear of this model; some of its linears: {linears[:3]} ... {linears[-2:]}")
+
+
+def _refusals(prog: Program) -> list[Refusal]:
+    return [Refusal(m.fqn, m.node, f"{r.name}: {m.reason}") for r in prog.records for m in r.misses]
+
+
+def _transforms(prog: Program) -> dict[str, tuple[str, ...]]:
+    """What the rewrites did to each weight, in words."""
+    found: dict[str, list[str]] = {}
+    for record_ in prog.records:
+        for site in record_.sites if record_.name in ("fold_norm_scale", "insert_hadamard") else ():
+            head, _, tail = site.partition(" -> ") if " -> " in site else site.partition(": ")
+            if record_.name == "insert_hadamard":
+                found.setdefault(head, []).append(f"online {tail}")
+            else:
+                for fqn in tail.split(", "):
+                    found.setdefault(fqn, []).append("norm gain folded")
+    for fqn, axes in prog.decided.rotated.items():
+        found.setdefault(fqn, []).extend("rotated out" if axis == 0 else "rotated in" for axis in sorted(axes))
+    return {fqn: tuple(words) for fqn, words in found.items()}
+
+
+def _weights_only(model: nn.Module, config: QuantConfig, filter_fn: Any, start: float) -> QuantReport:
+    """No data and no rewrites: every nn.Linear module, without a recording."""
+    schemes = set(config.schemes.values())
+    if len(schemes) != 1:
+        raise CalibrationError("the towers have different schemes: pass one calibration batch, so that the towers can be told apart")
+    report = quantize_weights_only(model, config, schemes.pop(), filter_fn)
+    report.seconds = time.perf_counter() - start
+    return report
+

@@ -1,0 +1,57 @@
+"""Ready-made configurations: one function per published method, plus plain baselines."""
+
+from __future__ import annotations
+
+from torchao.quantization.granularity import PerGroup, PerRow
+
+from .config import ActivationSpec, QuantConfig, Rewrites, Scheme, Solver, WeightSpec
+
+
+def rotate(*, seed: int = 0) -> QuantConfig:
+    """Exact rewrites only: norms folded, residual streams and V/O rotated, Hadamards inserted; nothing is quantized.
+
+    The model computes the same function and its parameters keep their names (QuaRot, arXiv:2404.00456, section 4).
+    """
+    return QuantConfig(rewrites=Rewrites(fold_norms=True, rotate=True, hadamard=True, seed=seed))
+
+
+def rtn(weight_bits: int = 8, activation_bits: int | None = None, group_size: int | None = None) -> QuantConfig:
+    """Round to nearest, no rewrites; activations, if any, with ONE static scale per tensor.
+
+    Args:
+        weight_bits: 4 or 8.
+        activation_bits: 8, or None for weight-only.
+        group_size: input channels per weight scale; None means one scale per output channel.
+    """
+    granularity = PerGroup(group_size) if group_size else PerRow()
+    activation = ActivationSpec(bits=activation_bits) if activation_bits else None
+    scheme = Scheme(WeightSpec(weight_bits, granularity, "rtn"), activation)
+    return QuantConfig(vision=scheme, projector=scheme, language=scheme)
+
+
+def mquant(
+    weight_bits: int = 4,
+    activation_bits: int = 8,
+    vision_weight_bits: int | None = None,
+    *,
+    msq: bool = True,
+    rotate: bool = True,
+    suppress: bool = True,
+    solver: Solver = "gptq",
+) -> QuantConfig:
+    """MQuant (arXiv:2502.00425): static per-modality activation scales and rotations for both towers and the projector.
+
+    Args:
+        weight_bits: of the language model (and of the vision side, unless given).
+        activation_bits: 8.
+        vision_weight_bits: of the vision tower and the projector; None means ``weight_bits``.
+        msq: one activation scale per modality (section 4.1) instead of one per tensor.
+        rotate: LayerNorm to RMSNorm (section 4.2), rotations and online Hadamards.
+        suppress: rotation magnitude suppression (section 4.3); without ``rotate`` there is nothing to suppress.
+        solver: ``gptq`` as in the paper's Algorithm 1, ``mse_clip`` or ``rtn``.
+    """
+    activation = ActivationSpec(activation_bits, per_modality=msq)
+    language = Scheme(WeightSpec(weight_bits, PerRow(), solver), activation)
+    vision = Scheme(WeightSpec(vision_weight_bits or weight_bits, PerRow(), solver), activation)
+    rewrites = Rewrites(fold_norms=rotate, rotate=rotate, hadamard=rotate, suppress=suppress and rotate)
+    return QuantConfig(vision=vision, projector=vision, language=language, rewrites=rewrites)

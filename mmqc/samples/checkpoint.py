@@ -1,0 +1,63 @@
+"""The shipped checkpoint: transformers' own Qwen2-VL, 7 million parameters, stored in bfloat16.
+
+The dimensions are small but keep what later methods need: head_dim 64, grouped queries (4 to 2), a gated MLP of
+3 * 256, M-RoPE in three sections, LayerNorm in the vision tower, RMSNorm in the decoder, tied embeddings.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mmqc.samples import processor as ids
+
+if TYPE_CHECKING:
+    from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
+
+FOLDER = Path(__file__).parent / "digits_vqa"
+
+
+def new_config() -> Qwen2VLConfig:
+    """The configuration that the training script starts from."""
+    from transformers import Qwen2VLConfig
+
+    return Qwen2VLConfig(
+        vision_config=dict(
+            depth=4, embed_dim=256, hidden_size=256, num_heads=4, mlp_ratio=3, patch_size=ids.PATCH,
+            spatial_merge_size=ids.MERGE, temporal_patch_size=ids.TEMPORAL,
+        ),
+        text_config=dict(
+            vocab_size=ids.VOCAB_SIZE, hidden_size=256, intermediate_size=768, num_hidden_layers=4,
+            num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=1024, rms_norm_eps=1e-6,
+            rope_parameters=dict(rope_type="default", rope_theta=1e4, mrope_section=[8, 12, 12]),
+            bos_token_id=None, eos_token_id=ids.END, pad_token_id=ids.PAD, tie_word_embeddings=True,
+        ),
+        image_token_id=ids.IMAGE, video_token_id=ids.VIDEO, vision_start_token_id=ids.VISION_START,
+        vision_end_token_id=ids.VISION_END, tie_word_embeddings=True, eos_token_id=ids.END, pad_token_id=ids.PAD,
+    )  # fmt: skip
+
+
+def new_model() -> Qwen2VLForConditionalGeneration:
+    """An untrained model in float32."""
+    from transformers import GenerationConfig, Qwen2VLForConditionalGeneration
+
+    model = Qwen2VLForConditionalGeneration(new_config()).eval()
+    model.generation_config = GenerationConfig(eos_token_id=ids.END, pad_token_id=ids.PAD, do_sample=False)
+    return model
+
+
+def save(model: Qwen2VLForConditionalGeneration, folder: Path = FOLDER) -> None:
+    """Write the model's weights in bfloat16 with its configurations."""
+    import copy
+
+    import torch
+
+    copy.deepcopy(model).to("cpu", torch.bfloat16).save_pretrained(folder)
+
+
+def load(folder: Path = FOLDER) -> Qwen2VLForConditionalGeneration:
+    """The stored model in float32, ready for inference."""
+    import torch
+    from transformers import Qwen2VLForConditionalGeneration
+
+    return Qwen2VLForConditionalGeneration.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()

@@ -1,0 +1,117 @@
+"""How well a model answers: greedy answers and the NLL of the right ones, question by question.
+
+Both come from the model's public `forward` and `generate`, so quantized and compiled models are scored the same way.
+Questions of similar length share a batch; a batch is padded on the left and stops when its last answer has ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from mmqc.samples.processor import END, DigitsProcessor
+from mmqc.samples.questions import KINDS, TRANSCRIPTIONS, Question
+
+BATCH = 32
+_BOOTSTRAP_SEED, _BOOTSTRAP_DRAWS = 0, 2000
+
+
+@dataclass(frozen=True)
+class Score:
+    """One question's outcome: `accuracy` in 0..1, `nll` per token of the right answer (its end included)."""
+
+    kind: str
+    answer: str
+    right: str
+    accuracy: float
+    nll: float
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Accuracy of b minus accuracy of a over the same questions, and its bootstrap 95 % interval."""
+
+    a: float
+    b: float
+    difference: float
+    low: float
+    high: float
+
+
+def accuracy(kind: str, answer: str, right: str) -> float:
+    """Exact match; for transcriptions the fraction of digits that stand where they should."""
+    if kind not in TRANSCRIPTIONS:
+        return float(answer == right)
+    hits = [i < len(answer) and answer[i] == c for i, c in enumerate(right) if c.isdigit()]
+    return sum(hits) / len(hits)
+
+
+@torch.no_grad()
+def answer_nll(model: Any, processor: DigitsProcessor, batch: Sequence[Question]) -> list[float]:
+    """Mean NLL of each right answer's tokens under teacher forcing."""
+    inputs = processor.collate([processor(q.prompt, q.images, answer=q.answer) for q in batch], multiple_of=16)
+    logits = model(**inputs, use_cache=False).logits
+    sizes = [len(q.answer) + 1 for q in batch]
+    out = []
+    for row, ids, size in zip(logits, inputs["input_ids"], sizes, strict=True):
+        out.append(torch.nn.functional.cross_entropy(row[-size - 1 : -1].double(), ids[-size:]).item())
+    return out
+
+
+@torch.no_grad()
+def greedy_answers(model: Any, processor: DigitsProcessor, batch: Sequence[Question]) -> list[str]:
+    """The model's own answers, up to their end token."""
+    inputs = processor.collate([processor(q.prompt, q.images) for q in batch], multiple_of=16)
+    longest = max(len(q.answer) for q in batch) + 1
+    tokens = model.generate(**inputs, max_new_tokens=longest, do_sample=False)[:, inputs["input_ids"].shape[1] :]
+    answers = []
+    for row in tokens.tolist():
+        answers.append(processor.decode(row[: row.index(END)] if END in row else row))
+    return answers
+
+
+def score(model: Any, processor: DigitsProcessor, asked: Sequence[Question], batch_size: int = BATCH) -> list[Score]:
+    """Score every question; the order of the result is that of the questions."""
+    order = sorted(range(len(asked)), key=lambda i: (KINDS.index(asked[i].kind), len(asked[i].answer), i))
+    groups = [[i for i in order if asked[i].kind == kind] for kind in KINDS]
+    scores: dict[int, Score] = {}
+    for group in groups:
+        for start in range(0, len(group), batch_size):
+            index = group[start : start + batch_size]
+            batch = [asked[i] for i in index]
+            answers = greedy_answers(model, processor, batch)
+            nlls = answer_nll(model, processor, batch)
+            for i, q, answer, nll in zip(index, batch, answers, nlls, strict=True):
+                scores[i] = Score(q.kind, answer, q.answer, accuracy(q.kind, answer, q.answer), nll)
+    return [scores[i] for i in range(len(asked))]
+
+
+def _by_kind(scores: Sequence[Score], values: Sequence[float]) -> dict[str, np.ndarray]:
+    kinds = [kind for kind in KINDS if any(s.kind == kind for s in scores)]
+    return {kind: np.array([v for s, v in zip(scores, values, strict=True) if s.kind == kind]) for kind in kinds}
+
+
+def summarize(scores: Sequence[Score]) -> dict[str, float]:
+    """Means for each kind, and over the kinds."""
+    out: dict[str, float] = {}
+    for name in ("accuracy", "nll"):
+        means = {k: float(v.mean()) for k, v in _by_kind(scores, [getattr(s, name) for s in scores]).items()}
+        out[name] = float(np.mean(list(means.values())))
+        out |= {f"{name}/{kind}": value for kind, value in means.items()}
+    return out
+
+
+def compare(a: Sequence[Score], b: Sequence[Score]) -> Comparison:
+    """Paired difference of accuracy, resampled within each kind since the kinds weigh the same."""
+    differences = _by_kind(a, [y.accuracy - x.accuracy for x, y in zip(a, b, strict=True)])
+    rng = np.random.default_rng(_BOOTSTRAP_SEED)
+    draws = np.mean(
+        [d[rng.integers(len(d), size=(_BOOTSTRAP_DRAWS, len(d)))].mean(1) for d in differences.values()], axis=0
+    )
+    low, high = np.quantile(draws, [0.025, 0.975])
+    first, second = summarize(a)["accuracy"], summarize(b)["accuracy"]
+    return Comparison(first, second, second - first, float(low), float(high))

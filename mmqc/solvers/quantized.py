@@ -1,0 +1,71 @@
+"""What every weight solver returns, and the conditions that every weight must meet.
+
+w ≈ codes · scale        codes integer in [-2^(b-1), 2^(b-1) - 1]
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """An integer matrix and its scales.
+
+    Attributes:
+        codes: int8 [N, K].
+        scale: float32 [N], or [N, K/g] with one scale per g input channels; positive and finite.
+        note: what the solver had to do beyond its recipe (more damping, dead columns); empty if nothing.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    note: str = ""
+
+    def dequantize(self) -> Tensor:
+        """The weight that the codes stand for: codes · scale, float32 [N, K]."""
+        if self.scale.dim() == 1:
+            return self.codes * self.scale[:, None]
+        groups = self.codes.unflatten(1, (self.scale.shape[1], -1))
+        return (groups * self.scale[:, :, None]).flatten(1)
+
+
+def levels(bits: int) -> tuple[int, int]:
+    """The lowest and the highest code of symmetric ``bits``-bit integers, e.g. (-8, 7)."""
+    return -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
+
+
+def checked(weight: Tensor, name: str) -> Tensor:
+    """``weight`` [N, K], detached, in float64 if it was that already, otherwise in float32.
+
+    Raises:
+        ValueError: not a matrix, or NaN or infinite somewhere.
+    """
+    if weight.dim() != 2:
+        raise ValueError(f"{name} has shape {tuple(weight.shape)}; a weight solver needs a matrix [out, in]")
+    w = weight.detach()
+    w = w if w.dtype == torch.float64 else w.float()
+    # float32, because that is what the scale is stored in: 1e300 is as unusable as infinity
+    bad = ~torch.isfinite(w.float())
+    if bad.any():
+        row, column = bad.nonzero()[0].tolist()
+        raise ValueError(
+            f"{name} holds {int(bad.sum())} values that are NaN or infinite in float32, the first at "
+            f"[{row}, {column}]; repair the checkpoint, or list the layer in QuantConfig.keep"
+        )
+    return w
+
+
+def positive(scale: Tensor) -> Tensor:
+    """``scale`` as float32, with 1 in place of 0, so that an all-zero row gives codes 0 and no NaN."""
+    scale = scale.float()
+    return torch.where(scale > 0, scale, torch.ones_like(scale))
+
+
+def rounded(w: Tensor, scale: Tensor, bits: int) -> Tensor:
+    """round(w / scale), clamped to the codes of ``bits`` bits, still in w's dtype; ties to even."""
+    lowest, highest = levels(bits)
+    return torch.round(w / scale.to(w.dtype)).clamp_(lowest, highest)

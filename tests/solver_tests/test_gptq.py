@@ -1,0 +1,143 @@
+"""GPTQ: equal to optimal brain surgery with explicit inverses, and better than rounding where inputs correlate."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torchao.quantization.granularity import PerGroup
+
+from mmqc.config import WeightSpec
+from mmqc.solvers import gptq, rtn, solve
+from mmqc.solvers.mse_clip import clip_scale
+
+SPEC = WeightSpec(4, solver="gptq")
+
+
+def problem(n, k, seed, tokens=None):
+    """A weight and the second moment of correlated inputs, float64."""
+    g = torch.Generator().manual_seed(seed)
+    x = torch.randn(tokens or 4 * k, k, generator=g, dtype=torch.float64)
+    mix = torch.randn(k, k, generator=g, dtype=torch.float64) / k**0.5 + torch.diag(
+        torch.rand(k, generator=g, dtype=torch.float64) * 2
+    )
+    x = x @ mix + torch.randn(k, generator=g, dtype=torch.float64)
+    return torch.randn(n, k, generator=g, dtype=torch.float64), x.T @ x
+
+
+def surgery(w, h, scale, act_order, damping=0.01):
+    """Optimal brain quantization in a fixed order: invert what is left of H at each step; no Cholesky, no blocks."""
+    k = w.shape[1]
+    h = h + damping * h.diagonal().mean() * torch.eye(k, dtype=h.dtype)
+    left = h.diagonal().argsort(descending=True, stable=True).tolist() if act_order else list(range(k))
+    w, codes = w.clone(), torch.zeros_like(w)
+    while left:
+        inverse = torch.linalg.inv(h[left][:, left])
+        i = left[0]
+        codes[:, i] = (w[:, i] / scale).round().clamp(-8, 7)
+        error = (w[:, i] - codes[:, i] * scale) / inverse[0, 0]
+        w[:, left] -= error[:, None] * inverse[0]
+        left = left[1:]
+    return codes
+
+
+def loss(w, q, h):
+    d = w - q.dequantize().double()
+    return (d @ h * d).sum().item()
+
+
+@pytest.mark.parametrize("act_order", [True, False])
+@pytest.mark.parametrize("block", [1, 5, 128])
+def test_codes__equal_optimal_brain_surgery(act_order, block):
+    w, h = problem(6, 37, seed=0)
+    q = gptq.solve(w, SPEC, h, act_order=act_order, block=block)
+    scale = clip_scale(w, 4)
+    assert torch.equal(q.scale, scale)
+    assert torch.equal(q.codes.double(), surgery(w, h, scale.double(), act_order))
+    assert q.note == ""
+
+
+@settings(max_examples=20, deadline=None)
+@given(seed=st.integers(0, 10_000), n=st.integers(1, 8), k=st.integers(8, 48))
+def test_output_error__at_most_that_of_rounding_with_the_same_scales(seed, n, k):
+    w, h = problem(n + 16, k, seed)
+    q = gptq.solve(w, SPEC, h, clip=False)
+    assert loss(w, q, h) <= loss(w, rtn.solve(w, SPEC), h)
+    assert q.codes.min() >= -8
+    assert q.codes.max() <= 7
+
+
+def test_dispatch__by_the_name_in_the_spec():
+    w, h = problem(4, 16, seed=1)
+    assert torch.equal(solve(w, SPEC, h).codes, gptq.solve(w, SPEC, h).codes)
+
+
+def test_diagonal_inputs__are_plain_rounding():
+    w, _ = problem(5, 24, seed=2)
+    q = gptq.solve(w, SPEC, torch.diag(torch.rand(24) + 0.1), clip=False)
+    assert torch.equal(q.codes, rtn.solve(w, SPEC).codes)
+
+
+def test_grid__weights_that_are_on_it_come_back():
+    _, h = problem(1, 20, seed=3)
+    codes = torch.randint(-7, 8, (6, 20), generator=torch.Generator().manual_seed(3))
+    codes[:, 0] = 7
+    q = gptq.solve(codes.double() * 0.125, SPEC, h)
+    assert torch.equal(q.codes.long(), codes)
+
+
+def test_skip__solves_the_rest_as_if_the_columns_did_not_exist():
+    w, h = problem(6, 30, seed=4)
+    skip = torch.tensor([0, 17, 29])
+    rest = torch.tensor([i for i in range(30) if i not in (0, 17, 29)])
+    q = gptq.solve(w, SPEC, h, skip=skip)
+    alone = gptq.solve(w[:, rest], SPEC, h[rest][:, rest])
+    assert torch.equal(q.codes[:, rest], alone.codes)
+    assert torch.equal(q.scale, alone.scale)
+    assert not q.codes[:, skip].any()
+
+
+def test_skip__everything_is_all_zero():
+    w, h = problem(3, 5, seed=4)
+    q = gptq.solve(w, SPEC, h, skip=torch.arange(5))
+    assert not q.codes.any()
+    assert (q.scale == 1).all()
+
+
+def test_dead_inputs__get_code_zero_and_are_noted():
+    w, h = problem(6, 30, seed=5)
+    h[7], h[:, 7] = 0, 0
+    q = gptq.solve(w, SPEC, h)
+    assert not q.codes[:, 7].any()
+    assert q.note == "1 input channels are always zero"
+
+
+def test_few_tokens__a_singular_moment_is_enough():
+    w, h = problem(6, 40, seed=6, tokens=5)
+    q = gptq.solve(w.float(), SPEC, h.float())
+    assert loss(w, q, h) <= loss(w, rtn.solve(w, SPEC), h)
+
+
+def test_indefinite__gets_more_damping_and_says_so():
+    w, h = problem(4, 16, seed=7)
+    smallest = torch.linalg.eigvalsh(h)[0]
+    q = gptq.solve(w, SPEC, h - (smallest + 0.05 * h.diagonal().mean()) * torch.eye(16, dtype=h.dtype))
+    assert "damping 0.1 " in q.note
+
+
+@pytest.mark.parametrize(
+    ("hessian", "words"),
+    [
+        (None, "needs calibration"),
+        (torch.eye(5), "second moment has shape"),
+        (torch.full((8, 8), float("nan")), "NaN or infinite"),
+        (torch.eye(8) - 40 * torch.ones(8, 8).fill_diagonal_(0), "not positive semidefinite"),
+    ],
+)
+def test_hessian__that_cannot_be_used_is_refused_by_name(hessian, words):
+    with pytest.raises(ValueError, match=f"layers.3.fc2.*{words}"):
+        solve(torch.randn(4, 8), SPEC, hessian, name="layers.3.fc2")
+
+
+def test_groups__are_refused():
+    with pytest.raises(ValueError, match="PerRow"):
+        gptq.solve(torch.randn(4, 16), WeightSpec(4, PerGroup(8)), torch.eye(16))

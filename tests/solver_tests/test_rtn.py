@@ -1,0 +1,115 @@
+"""Rounding to nearest: equal to a loop over rows, bounded by half a step, and exact on its own grid."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torchao.quantization.granularity import PerGroup
+
+from mmqc.config import WeightSpec
+from mmqc.solvers import rtn, solve
+
+
+def by_hand(row, bits):
+    """One row at a time, with Python floats."""
+    top = 2 ** (bits - 1) - 1
+    scale = torch.tensor(max(abs(v) for v in row.tolist()) / top, dtype=torch.float32).item() or 1.0
+    return [max(-top - 1, min(top, round(v / scale))) for v in row.tolist()], scale
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_codes__equal_a_plain_loop(bits):
+    w = torch.randn(7, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    q = solve(w, WeightSpec(bits, solver="rtn"))
+    for row, codes, scale in zip(w, q.codes, q.scale, strict=True):
+        want, s = by_hand(row, bits)
+        assert codes.tolist() == want
+        assert scale.item() == s
+
+
+def test_groups__each_is_a_row_of_its_own():
+    w = torch.randn(5, 96, generator=torch.Generator().manual_seed(1))
+    q = solve(w, WeightSpec(4, PerGroup(32)))
+    flat = solve(w.reshape(15, 32), WeightSpec(4))
+    assert q.scale.shape == (5, 3)
+    assert torch.equal(q.codes.reshape(15, 32), flat.codes)
+    assert torch.equal(q.scale.reshape(15), flat.scale)
+    assert torch.equal(q.dequantize().reshape(15, 32), flat.dequantize())
+
+
+def test_groups__that_do_not_divide_the_width_are_refused_by_name():
+    with pytest.raises(ValueError, match=r"layers\.0\.down_proj has 100 input channels.*groups of 32.*keep"):
+        rtn.solve(torch.randn(4, 100), WeightSpec(4, PerGroup(32)), name="layers.0.down_proj")
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    n=st.integers(1, 6),
+    k=st.integers(1, 40),
+    bits=st.sampled_from([4, 8]),
+    exponent=st.integers(-44, 37),
+    dtype=st.sampled_from([torch.float32, torch.float64, torch.bfloat16]),
+    seed=st.integers(0, 10_000),
+)
+def test_error__at_most_half_a_step_at_any_magnitude(n, k, bits, exponent, dtype, seed):
+    g = torch.Generator().manual_seed(seed)
+    w = (torch.randn(n, k, generator=g, dtype=torch.float64).clamp(-3, 3) * 10.0**exponent).to(dtype)
+    q = solve(w, WeightSpec(bits))
+    assert q.codes.dtype == torch.int8
+    assert q.codes.min() >= -(2 ** (bits - 1))
+    assert q.codes.max() <= 2 ** (bits - 1) - 1
+    assert q.scale.dtype == torch.float32
+    assert torch.isfinite(q.scale).all()
+    assert (q.scale > 0).all()
+    step = q.scale.double()[:, None]
+    error = (w.double() - q.codes.double() * step).abs()
+    # a scale that is subnormal in float32 has few digits left, so the largest value may lie off the grid
+    normal = (w.double().abs().amax(1, keepdim=True) / 2 ** (bits - 1) > 1e-37).expand_as(error)
+    assert (error <= step * (0.5 + 1e-5)).masked_select(normal).all()
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 10_000), bits=st.sampled_from([4, 8]))
+def test_grid__weights_that_are_on_it_come_back(seed, bits):
+    g = torch.Generator().manual_seed(seed)
+    top = 2 ** (bits - 1) - 1
+    codes = torch.randint(-top, top + 1, (4, 16), generator=g)
+    codes[:, 0] = top
+    scale = torch.rand(4, generator=g) + 0.01
+    q = solve((codes * scale[:, None].double()).double(), WeightSpec(bits))
+    assert torch.equal(q.codes.long(), codes)
+    assert torch.equal(q.scale, scale)
+
+
+@pytest.mark.parametrize("solver", ["rtn", "mse_clip", "gptq"])
+def test_zero_rows__codes_zero_and_scale_one(solver):
+    w = torch.randn(3, 8)
+    w[1] = 0
+    q = solve(w, WeightSpec(4, solver=solver), torch.eye(8))
+    assert q.scale[1] == 1
+    assert not q.codes[1].any()
+    assert torch.isfinite(q.dequantize()).all()
+
+
+@pytest.mark.parametrize("solver", ["rtn", "mse_clip", "gptq"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_not_finite__is_refused_with_its_place(solver, value):
+    w = torch.randn(3, 8)
+    w[2, 5] = value
+    with pytest.raises(ValueError, match=r"q_proj holds 1 values.*\[2, 5\].*keep"):
+        solve(w, WeightSpec(4, solver=solver), torch.eye(8), name="q_proj")
+
+
+def test_not_a_matrix__is_refused():
+    with pytest.raises(ValueError, match="shape"):
+        solve(torch.randn(2, 3, 4), WeightSpec(4))
+
+
+@pytest.mark.parametrize("solver", ["rtn", "mse_clip", "gptq"])
+def test_skip__columns_get_code_zero_and_do_not_widen_the_scale(solver):
+    w = torch.randn(4, 10)
+    w[:, 3] = 100
+    q = solve(w, WeightSpec(4, solver=solver), torch.eye(10), skip=torch.tensor([3]))
+    assert not q.codes[:, 3].any()
+    assert (q.scale < 1).all()
+    assert w[0, 3] == 100

@@ -1,0 +1,320 @@
+"""The rules of CONTRIBUTING.md that a machine can check, read off the source: nothing here runs a model."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "mmqc"
+TESTS = ROOT / "tests"
+
+MAY_IMPORT = {
+    "torch._inductor": ("mmqc/lowering/",),
+    "torch._dynamo": ("mmqc/graph/capture.py", "mmqc/backend.py", "mmqc/explain.py"),
+    "triton": ("mmqc/kernels/", "mmqc/lowering/"),
+    "transformers": ("mmqc/hf.py", "mmqc/cache.py", "mmqc/samples/", "mmqc/cli.py", "mmqc/demo.py"),
+    "kernels": (),
+}
+LEAF = {  # what a part may import of mmqc; the layers of pyproject.toml say the rest
+    "ops": {"ops", "config"},
+    "graph": {"graph", "ops", "config", "modality"},
+    "solvers": {"solvers", "ops", "config"},
+    "passes": {"passes", "solvers", "graph", "ops", "config", "modality"},
+    "kernels": {"kernels", "ops"},
+    "lowering": {"lowering", "kernels", "ops"},
+}
+VERBS = {"raise", "fold", "fuse", "insert", "reorder", "rewrite", "assign", "quantize", "suppress", "share"}
+VAGUE = {"utils", "util", "common", "helpers", "base", "manager", "registry", "factory", "misc"}
+MODEL_NAMES = re.compile(
+    r"\b[a-z_]*_proj\b|\bfc[12]\b|\blm_head\b|\bself_attn\b|\binput_layernorm\b|\bln_q\b|\bmerger\b|\bvision_tower\b"
+    r"|\blanguage_model\b|\bembed_tokens\b|\bpatch_embed\b"
+)
+FILE_LINES, FUNCTION_LINES, KERNEL_FUNCTION_LINES = 400, 60, 120
+
+
+class Import(NamedTuple):
+    """One imported module path, and the line that names it."""
+
+    module: str
+    line: int
+
+
+def sources(*folders: Path) -> list[Path]:
+    return sorted(path for folder in folders for path in folder.rglob("*.py"))
+
+
+def relative(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def parse(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+
+
+def run_time_nodes(tree: ast.AST) -> Iterator[ast.AST]:
+    """Every node below `tree`, without the bodies of `if TYPE_CHECKING:`."""
+    for child in ast.iter_child_nodes(tree):
+        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+            continue
+        yield child
+        yield from run_time_nodes(child)
+
+
+def dotted(node: ast.AST) -> str:
+    """`a.b.c` for an attribute chain that starts at a name, else the empty string."""
+    if isinstance(node, ast.Attribute):
+        head = dotted(node.value)
+        return f"{head}.{node.attr}" if head else ""
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def imports(path: Path) -> Iterator[Import]:
+    """What the file imports, anywhere in it: statements, `import_module("…")`, and `torch._x` reached by attribute."""
+    package = relative(path).removesuffix(".py").removesuffix("/__init__").split("/")
+    here = package if path.name == "__init__.py" else package[:-1]
+    for node in run_time_nodes(parse(path)):
+        if isinstance(node, ast.Import):
+            yield from (Import(alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            up = here[: len(here) - node.level + 1] if node.level else []
+            base = ".".join([*up, *([node.module] if node.module else [])])
+            yield from (Import(f"{base}.{alias.name}", node.lineno) for alias in node.names)
+        elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+            if dotted(node.func).split(".")[-1] in {"import_module", "__import__"}:
+                yield Import(str(node.args[0].value), node.lineno)
+        elif isinstance(node, ast.Attribute) and dotted(node).startswith(("torch._inductor", "torch._dynamo")):
+            yield Import(dotted(node), node.lineno)
+
+
+def is_below(module: str, root: str) -> bool:
+    return module == root or module.startswith(root + ".")
+
+
+def functions(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    return (n for n in ast.walk(parse(path)) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef))
+
+
+def strings(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """String constants that are not docstrings or other bare expression statements, nor parts of error messages."""
+    bare = {id(n.value) for n in ast.walk(tree) if isinstance(n, ast.Expr)}
+    joined = {id(v) for n in ast.walk(tree) if isinstance(n, ast.JoinedStr) for v in n.values}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in bare | joined:
+            yield node.lineno, node.value
+
+
+# --- import directions ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("guarded", MAY_IMPORT)
+def test_import__guarded_package_only_where_allowed(guarded):
+    allowed = MAY_IMPORT[guarded]
+    found = [
+        f"{relative(path)}:{line} imports {module}"
+        for path in sources(PACKAGE)
+        if not relative(path).startswith(allowed or ("none",))
+        for module, line in imports(path)
+        if is_below(module, guarded)
+    ]
+    assert not found, f"{guarded} belongs in {allowed or 'no file of mmqc'}"
+
+
+def test_import__private_inductor_names_only_in_the_quarantine_file():
+    found = [
+        f"{relative(path)}:{line} imports {module}"
+        for path in sources(PACKAGE / "lowering")
+        if path.name != "inductor.py"
+        for module, line in imports(path)
+        if is_below(module, "torch._inductor") and "._" in module.removeprefix("torch._inductor")
+    ]
+    assert not found
+
+
+@pytest.mark.parametrize("part", LEAF)
+def test_import__part_sees_only_what_is_below_it(part):
+    found = [
+        f"{relative(path)}:{line} imports {module}"
+        for path in sources(PACKAGE / part)
+        for module, line in imports(path)
+        if is_below(module, "mmqc") and module.split(".")[1] not in LEAF[part]
+    ]
+    assert not found, f"mmqc/{part} may import {sorted(LEAF[part])}"
+
+
+def test_import__layers_hold():
+    cli = pytest.importorskip("importlinter.cli")
+    assert cli.lint_imports(config_filename=str(ROOT / "pyproject.toml"), no_cache=True) == 0
+
+
+def test_import__every_module_has_a_layer():
+    config = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    contracts = config["tool"]["importlinter"]["contracts"]
+    placed = {m for c in contracts for m in re.findall(r"mmqc\.(\w+)", " ".join(c.get("layers", [])))}
+    present = {p.stem if p.suffix else p.name for p in PACKAGE.iterdir() if p.suffix == ".py" or list(p.glob("*.py"))}
+    assert present - {"__init__", "__main__", "samples"} <= placed, "name the new module in a layer of pyproject.toml"
+
+
+def test_import__mmqc_is_lazy():
+    script = """if True:
+        import json, sys, time
+        import torch
+        before = set(sys.modules)
+        start = time.perf_counter()
+        import mmqc
+        seconds = time.perf_counter() - start
+        print(json.dumps({"seconds": seconds, "new": sorted(set(sys.modules) - before)}))
+    """
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
+    result = json.loads(done.stdout.splitlines()[-1])
+    heavy = ("transformers", "triton", "torch._inductor", "torchao", "torch._dynamo", "matplotlib", "sklearn")
+    assert not [m for m in result["new"] if any(is_below(m, h) for h in heavy)]
+    assert result["seconds"] < 0.5, f"import mmqc took {result['seconds']:.2f} s over import torch"
+
+
+# --- layout and size --------------------------------------------------------------------------------------------------
+
+
+def test_layout__only_one_directory_is_called_kernels():
+    hidden = {".venv", ".git", "site", "build", "out"}
+    folders = [p for p in ROOT.rglob("kernels") if p.is_dir() and not hidden & set(p.relative_to(ROOT).parts)]
+    assert [relative(p) for p in folders if p != PACKAGE / "kernels"] == []
+
+
+def test_layout__tests_are_not_a_package():
+    assert not list(TESTS.rglob("__init__.py"))
+
+
+def test_layout__no_vague_file_names():
+    assert [relative(p) for p in sources(PACKAGE) if p.stem in VAGUE] == []
+
+
+def test_size__files():
+    long = {relative(p): n for p in sources(PACKAGE, TESTS) if (n := p.read_text().count("\n")) > FILE_LINES}
+    assert not long, f"more than {FILE_LINES} lines"
+
+
+def test_size__functions():
+    long = {}
+    for path in sources(PACKAGE, TESTS):
+        limit = KERNEL_FUNCTION_LINES if relative(path).startswith("mmqc/kernels/") else FUNCTION_LINES
+        for function in functions(path):
+            length = (function.end_lineno or 0) - function.lineno + 1
+            if length > limit:
+                long[f"{relative(path)}:{function.lineno} {function.name}"] = length
+    assert not long, f"more than {FUNCTION_LINES} lines ({KERNEL_FUNCTION_LINES} in kernels)"
+
+
+# --- passes, ops ------------------------------------------------------------------------------------------------------
+
+
+def pass_classes() -> list[tuple[Path, ast.ClassDef]]:
+    """Classes of mmqc/passes that match and rewrite."""
+    found = []
+    for path in sources(PACKAGE / "passes"):
+        for node in parse(path).body:
+            methods = {n.name for n in getattr(node, "body", []) if isinstance(n, ast.FunctionDef)}
+            if isinstance(node, ast.ClassDef) and {"match", "rewrite"} <= methods:
+                found.append((path, node))
+    return found
+
+
+def pass_name(node: ast.ClassDef) -> str | None:
+    for item in node.body:
+        targets = item.targets if isinstance(item, ast.Assign) else [getattr(item, "target", None)]
+        if any(dotted(t) == "name" for t in targets if t) and isinstance(item.value, ast.Constant):
+            return str(item.value.value)
+    return None
+
+
+def test_pass__file_class_and_name_agree():
+    wrong = []
+    for path, node in pass_classes():
+        camel = "".join(word.capitalize() for word in path.stem.split("_"))
+        if node.name != camel or pass_name(node) != path.stem or path.stem.split("_")[0] not in VERBS:
+            wrong.append(f"{relative(path)}: class {node.name}, name {pass_name(node)!r}")
+    assert not wrong, f"a pass file is verb_object.py, verb from {sorted(VERBS)}; its class and name follow from it"
+
+
+def test_pass__no_name_is_part_of_another():
+    names = sorted({path.stem for path, _ in pass_classes()})
+    assert [(a, b) for a in names for b in names if a != b and a in b] == []
+
+
+def test_pass__has_tests_and_a_row_in_the_reference():
+    table = (ROOT / "docs/reference/passes.md").read_text(encoding="utf-8")
+    stems = sorted({path.stem for path, _ in pass_classes()})
+    assert [s for s in stems if not (TESTS / f"pass_tests/test_{s}.py").exists()] == []
+    assert [s for s in stems if f"| `{s}` |" not in table] == []
+
+
+def test_op__has_tests():
+    defines = re.compile(r"^define\(", re.MULTILINE)
+    stems = [p.stem for p in sources(PACKAGE / "ops") if defines.search(p.read_text())]
+    assert stems or not (PACKAGE / "ops").exists()
+    assert [s for s in stems if not (TESTS / f"op_tests/test_{s}.py").exists()] == []
+
+
+def test_names__passes_and_graph_never_match_on_model_names():
+    found = [
+        f"{relative(path)}:{line} {text!r}"
+        for path in sources(PACKAGE / "passes", PACKAGE / "graph")
+        for line, text in strings(parse(path))
+        if MODEL_NAMES.search(text)
+    ]
+    assert not found, "layers are found by graph position, never by name"
+
+
+def test_names__patterns_only_where_keep_is_read():
+    found = [
+        f"{relative(path)}:{line} imports {module}"
+        for path in sources(PACKAGE / "passes")
+        if path.stem != "assign_scheme"
+        for module, line in imports(path)
+        if module.split(".")[0] in {"re", "fnmatch"}
+    ]
+    assert not found
+
+
+# --- the tests themselves ---------------------------------------------------------------------------------------------
+
+
+def checks_something(function: ast.AST) -> bool:
+    for node in ast.walk(function):
+        if isinstance(node, ast.Assert):
+            return True
+        if isinstance(node, ast.Call) and re.search(r"raises|warns|check|assert", dotted(node.func)):
+            return True
+    return False
+
+
+def test_tests__every_test_asserts():
+    empty = [
+        f"{relative(path)}:{function.lineno} {function.name}"
+        for path in sources(TESTS)
+        for function in functions(path)
+        if function.name.startswith("test_") and not checks_something(function)
+    ]
+    assert not empty
+
+
+def test_tests__tolerances_come_from_the_table():
+    literal = [
+        f"{relative(path)}:{node.lineno} {keyword.arg}="
+        for path in sources(TESTS)
+        if path.name != "tolerance.py"
+        for node in ast.walk(parse(path))
+        if isinstance(node, ast.Call)
+        for keyword in node.keywords
+        if keyword.arg in {"atol", "rtol"} and isinstance(keyword.value, ast.Constant) and keyword.value.value != 0
+    ]
+    assert not literal, "take rtol and atol from tests/tolerance.py (docs/adr/0006)"
