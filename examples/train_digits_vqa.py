@@ -6,9 +6,10 @@ GPU, and the whole step (batch, compiled forward and backward, clip, AdamW, aver
 `--check` shows that the forward equals Hugging Face's. A run stops after `--seconds` with a checkpoint and continues
 from it: `--resume DIR/checkpoint.pt`.
 
-Two choices make the trained model as uneven as large ones are. The projector starts with a large scale and a large
-constant part, so that visual tokens enter the decoder tens of times larger than text; and the vision stream carries
-such a constant part from its first block on (the "massive activations" of trained transformers).
+The trained model is as uneven as large ones are. The projector starts with a large scale and a large constant part, so
+that visual tokens enter the decoder tens of times larger than text; the vision stream carries such a part too, from its
+first block on (the "massive activations" of trained transformers). A small penalty keeps that part on the axis where it
+started: visual tokens hold most of their energy there, text tokens hardly any.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ BUCKETS = {
     "long": dict(kinds=("row", "image", "image"), cells=MAX_CELLS, length=168),
 }
 NOTHING = -1
+# A normalized token has norm 16; 13 is two thirds of its energy.
+VISUAL_PART = 13.0
 
 
 # ---------------------------------------------------------------------------------------------- layouts to tensors
@@ -252,7 +255,24 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     return x * cos + torch.cat([-b, a], -1) * sin
 
 
-def see(visual: torch.nn.Module, b: Batch) -> torch.Tensor:
+def constant_axes(seed: int) -> torch.Tensor:
+    """The unit axes [2, 256] of the vision stream's and the decoder's constant part; their entries sum to 0."""
+    half = torch.arange(256) % 2 * 2.0 - 1
+    g = torch.Generator().manual_seed(seed)
+    return torch.stack([half[torch.randperm(256, generator=g)] for _ in range(2)]) / 16
+
+
+def unevenness(sites: list[torch.Tensor], axis: torch.Tensor, visual: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
+    """How far normalized tokens [B, L, 256] are from `x . axis >= VISUAL_PART` (visual) and from 0 (text)."""
+    total = torch.zeros((), device=axis.device)
+    for x in sites:
+        part = F.rms_norm(x.float(), (256,)) @ axis
+        loss = torch.where(visual, (VISUAL_PART - part).clamp(min=0), part).square()
+        total = total + (loss * real).sum() / real.sum()
+    return total / len(sites)
+
+
+def see(visual: torch.nn.Module, b: Batch, sites: list[torch.Tensor]) -> torch.Tensor:
     """The vision tower on padded pages: [B, V, 256]. A patch attends to those of its own page."""
     size, n = b.patches.shape[:2]
     corner = torch.tensor([[0, 0], [0, 1], [1, 0], [1, 1]], device=b.place.device)
@@ -268,11 +288,13 @@ def see(visual: torch.nn.Module, b: Batch) -> torch.Tensor:
         q, k, v = block.attn.qkv(block.norm1(h)).view(size, n, 3, 4, 64).permute(2, 0, 3, 1, 4).unbind(0)
         a = F.scaled_dot_product_attention(rotate(q, cos, sin), rotate(k, cos, sin), v, attn_mask=mask)
         h = h + block.attn.proj(a.transpose(1, 2).reshape(size, n, 256))
+        sites.append(h)
         h = h + block.mlp(block.norm2(h))
+        sites.append(h)
     return visual.merger.mlp(visual.merger.ln_q(h).view(size, n // 4, 1024))
 
 
-def read(language: torch.nn.Module, b: Batch, seen: torch.Tensor) -> torch.Tensor:
+def read(language: torch.nn.Module, b: Batch, seen: torch.Tensor, sites: list[torch.Tensor]) -> torch.Tensor:
     """The decoder's last hidden states [B, L, 256]; padding is on the right, so a causal mask is enough."""
     size, n = b.tokens.shape
     h = language.embed_tokens(b.tokens)
@@ -281,6 +303,7 @@ def read(language: torch.nn.Module, b: Batch, seen: torch.Tensor) -> torch.Tenso
     cos, sin = language.rotary_emb(seen, b.positions.transpose(0, 1))
     cos, sin = cos[:, None], sin[:, None]
     for layer in language.layers:
+        sites.append(h)
         attention, x = layer.self_attn, layer.input_layernorm(h)
         q = attention.q_proj(x).view(size, n, 4, 64).transpose(1, 2)
         k = attention.k_proj(x).view(size, n, 2, 64).transpose(1, 2)
@@ -288,6 +311,7 @@ def read(language: torch.nn.Module, b: Batch, seen: torch.Tensor) -> torch.Tenso
         q, k = rotate(q, cos, sin), rotate(k, cos, sin).repeat_interleave(2, 1)
         a = F.scaled_dot_product_attention(q, k, v.repeat_interleave(2, 1), is_causal=True)
         h = h + attention.o_proj(a.transpose(1, 2).reshape(size, n, 256))
+        sites.append(h)
         h = h + layer.mlp(layer.post_attention_layernorm(h))
     return language.norm(h)
 
@@ -310,15 +334,22 @@ class Probes(torch.nn.Module):
         return (sum(losses) * real).sum() / real.sum()
 
 
-def loss_of(model: torch.nn.Module, probes: Probes, b: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Answer loss, probe loss and the fraction of answer tokens that are right."""
-    seen = see(model.model.visual, b)
-    h = read(model.model.language_model, b, seen)
+def loss_of(
+    model: torch.nn.Module, probes: Probes, b: Batch, axes: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Answer loss, probe loss, unevenness and the fraction of answer tokens that are right."""
+    patches: list[torch.Tensor] = []
+    tokens: list[torch.Tensor] = []
+    seen = see(model.model.visual, b, patches)
+    h = read(model.model.language_model, b, seen, tokens)
+    page = b.page.repeat_interleave(4, 1) >= 0
+    # The first block's attention comes before the constant part of the vision stream.
+    uneven = unevenness(patches[1:], axes[0], page, page) + unevenness(tokens, axes[1], b.visual >= 0, b.tokens != PAD)
     logits = model.lm_head(h[:, :-1]).float()
     nll = F.cross_entropy(logits.transpose(1, 2), b.tokens[:, 1:], reduction="none")
     weight = b.weight[:, 1:]
     right = ((logits.detach().argmax(-1) == b.tokens[:, 1:]) & (weight > 0)).sum() / (weight > 0).sum()
-    return (nll * weight).sum() / weight.sum(), probes(seen, b), right
+    return (nll * weight).sum() / weight.sum(), probes(seen, b), uneven, right
 
 
 @torch.no_grad()
@@ -334,10 +365,9 @@ def start(model: torch.nn.Module, seed: int) -> None:
         p.normal_(0, std)
     visual = model.model.visual
     visual.merger.mlp[2].weight.mul_(3)
-    sign = torch.ones(256)
-    sign[torch.randperm(256)[:128]] = -1
-    visual.merger.mlp[2].bias.copy_(2 * sign)
-    visual.blocks[0].mlp.fc2.bias.copy_(2 * sign[torch.randperm(256)])
+    seen, read_ = constant_axes(seed)
+    visual.merger.mlp[2].bias.copy_(32 * read_)
+    visual.blocks[0].mlp.fc2.bias.copy_(48 * seen)
 
 
 # ----------------------------------------------------------------------------------------------------------- training
@@ -363,7 +393,8 @@ class Trainer:
         self.sources = {n: Source(n, args.templates, args.seed + 1, "train", device) for n in BUCKETS}
         self.sizes = {"short": args.batch, "long": args.batch // 2}
         self.loss = torch.compile(loss_of, dynamic=False) if on_gpu else loss_of
-        self.meters = torch.zeros(6, device=device)
+        self.meters = torch.zeros(8, device=device)
+        self.axes = constant_axes(args.seed).to(device)
 
     def train_step(self) -> None:
         """One update; on the GPU this is captured once and replayed."""
@@ -371,9 +402,10 @@ class Trainer:
         batches = [self.sources[n].draw(self.sizes[n]) for n in BUCKETS]
         for i, b in enumerate(batches):
             with torch.autocast(self.device, torch.bfloat16, enabled=self.device == "cuda"):
-                answer, probe, right = self.loss(self.model, self.probes, b)
-            (answer + self.probe_weight * probe).backward()
-            self.meters[3 * i : 3 * i + 3].lerp_(torch.stack([answer.detach(), probe.detach(), right.float()]), 0.02)
+                answer, probe, uneven, right = self.loss(self.model, self.probes, b, self.axes)
+            (answer + self.probe_weight * probe + self.args.uneven * uneven).backward()
+            now = torch.stack([answer.detach(), probe.detach(), uneven.detach(), right.float()])
+            self.meters[4 * i : 4 * i + 4].lerp_(now, 0.02)
         torch.nn.utils.clip_grad_norm_(self.parameters, 1.0, foreach=True)
         self.optimizer.step()
         torch._foreach_lerp_(self.average, [p.detach() for p in self.model.parameters()], self.args.average)
@@ -452,7 +484,9 @@ class Trainer:
         out = {}
         for name, size in self.sizes.items():
             source = Source(name, 2 * size, self.args.seed + 9, "calibration", self.device, augment=False)
-            out[name] = sum(loss_of(self.model, self.probes, source.draw(size))[2].item() for _ in range(4)) / 4
+            out[name] = np.mean(
+                [loss_of(self.model, self.probes, source.draw(size), self.axes)[-1].item() for _ in range(4)]
+            ).item()
         return out
 
 
@@ -464,7 +498,7 @@ def check(device: str) -> None:
     start(model, 0)
     for name in BUCKETS:
         b = Source(name, 12, 3, "train", device).draw(6)
-        ours = model.lm_head(read(model.model.language_model, b, see(model.model.visual, b)))
+        ours = model.lm_head(read(model.model.language_model, b, see(model.model.visual, b, []), []))
         for i in range(6):
             n, cells = int((b.tokens[i] != PAD).sum()), int((b.page[i] >= 0).sum())
             pages = [b.place[i][b.page[i] == p].max(0).values + 1 for p in range(int(b.page[i].max()) + 1)]
@@ -496,6 +530,7 @@ def main() -> None:
     parser.add_argument("--templates", type=int, default=16_384)
     parser.add_argument("--rate", type=float, default=1e-3)
     parser.add_argument("--average", type=float, default=2e-3, help="weight of a new step in the averaged weights")
+    parser.add_argument("--uneven", type=float, default=0.02, help="weight of the penalty on evenness")
     parser.add_argument("--log", type=int, default=500)
     parser.add_argument("--save", type=int, default=4_000, help="steps between checkpoints")
     parser.add_argument("--seed", type=int, default=0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import logging
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from mmqc.samples.sample import Sample
 
 app = typer.Typer(
-    help="A quantizing compiler for multimodal LLMs.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_show_locals=False,
@@ -31,6 +31,14 @@ Recipe = Annotated[str, typer.Option("--recipe", "-r", help="A function of mmqc.
 Set = Annotated[list[str] | None, typer.Option("--set", "-s", metavar="KEY=VALUE", help="An argument of the recipe.")]
 ConfigFile = Annotated[Path | None, typer.Option("--config", exists=True, help="A QuantConfig as JSON, not a recipe.")]
 SampleName = Annotated[str, typer.Option("--sample", help="The sample whose data is used with a model directory.")]
+
+
+@app.callback()
+def main() -> None:
+    """A quantizing compiler for multimodal LLMs."""
+    # On import, torchao and torch warn about extensions and enums that are no business of whoever types a command.
+    for name in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 @app.command()
@@ -132,13 +140,15 @@ def doctor(
 @app.command()
 def passes(recipe: Recipe = "mquant", settings: Set = None, config_file: ConfigFile = None) -> None:
     """The passes that a recipe runs, in order, with what each needs and gives."""
-    from mmqc import pipeline
+    from mmqc.pipeline import exact_passes, quantizing_passes
 
     config = read_config(config_file) if config_file else make_config(recipe, settings or [])
     table = Table("", "pass", "exact", "needs", "gives", header_style="bold")
-    for number, step in enumerate(pipeline.semantic(config)):
-        exact = "exact" if step.exact else "changes numerics"
-        table.add_row(str(number), step.name, exact, *(", ".join(sorted(facts)) for facts in (step.needs, step.gives)))
+    table.columns[1].no_wrap = True
+    quantizing = quantizing_passes() if config.schemes else ()
+    for number, step in enumerate((*exact_passes(config), *quantizing)):
+        exact = "yes" if step.exact else "no"
+        table.add_row(str(number), step.name, exact, *("\n".join(sorted(facts)) for facts in (step.needs, step.gives)))
     console.print(table)
 
 
@@ -154,7 +164,7 @@ def make_config(recipe: str, settings: list[str]) -> QuantConfig:
     for setting in settings:
         key, equals, value = setting.partition("=")
         if not equals or key not in allowed:
-            raise typer.BadParameter(f"{setting!r}: {recipe} takes {', '.join(allowed)} (key=value)", param_hint="--set")
+            raise typer.BadParameter(f"{setting!r}: {recipe} takes {', '.join(allowed)}, as key=value")
         arguments[key] = plain_value(value)
     try:
         return known[recipe](**arguments)

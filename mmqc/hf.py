@@ -12,7 +12,7 @@ from __future__ import annotations
 import fnmatch
 import logging
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -160,7 +160,8 @@ class MmqcQuantizer(HfQuantizer):
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
         config = self.quantization_config
         rebuild_factors(model)
-        cast = verify(config.hashes, model.state_dict(), lambda name: local(name, model))
+        state = model.state_dict()
+        cast = verify(config.hashes, state, lambda name: local(name, model, state))
         cast_floats(model, self.quantization_config.dtype, self._dtype)
         if cast:
             logger.info("%d tensors were cast while loading and could not be compared with what was saved", cast)
@@ -171,8 +172,10 @@ class MmqcQuantizer(HfQuantizer):
     def _attach_modality(self, model: PreTrainedModel) -> None:
         config = self.quantization_config
         context = ModalityContext.attach(model, tuple(config.visual_token_ids or ()))
+        context.text_only = not config.visual_token_ids
+        names = {name for name, _ in model.named_modules()}
         for fqn, spec in config.modules.items():
-            if spec.get("modality") and (name := local(fqn, model)):
+            if spec.get("modality") and (name := local(fqn, model, names)):
                 module = model.get_submodule(name)
                 assert isinstance(module, QuantLinear)
                 module.modality = context
@@ -187,15 +190,17 @@ def model_init(cls: type[PreTrainedModel], dtype: torch.dtype) -> Iterator[None]
         yield
 
 
-def local(fqn: str, model: PreTrainedModel) -> str | None:
-    """``fqn`` as ``model`` spells it; None for what a bare base model leaves out.
+def local(fqn: str, model: PreTrainedModel, names: Container[str]) -> str | None:
+    """``fqn`` as ``model`` spells it, if it is among ``names``; None for what a bare base model leaves out.
 
-    ``AutoModel`` loads the base model alone: "model.visual.x" is "visual.x" there, and there is no head.
+    ``AutoModel`` loads the base model alone: "model.visual.x" is "visual.x" there, and there is no head.  The class
+    that saved the checkpoint must have everything, so ``fqn`` comes back as it is even if it is not among ``names``.
     """
-    prefix = model.base_model_prefix
-    if not prefix or hasattr(model, prefix):
+    saved = getattr(model.config, "architectures", None) or [type(model).__name__]
+    if fqn in names or type(model).__name__ in saved:
         return fqn
-    return fqn.removeprefix(prefix + ".") if fqn.startswith(prefix + ".") else None
+    bare = fqn.removeprefix(model.base_model_prefix + ".")
+    return bare if bare in names else None
 
 
 def rebuild(model: PreTrainedModel, config: MmqcConfig, dtype: torch.dtype) -> None:
@@ -211,27 +216,28 @@ def rebuild(model: PreTrainedModel, config: MmqcConfig, dtype: torch.dtype) -> N
     """
     dtypes = {config.dtype: dtype} if config.dtype else {}
     names = {name for name, _ in model.named_modules()}
+    places = {fqn: local(fqn, model, names) for fqn in (*config.modules, *map(_parent, config.parameters))}
+    lost = [fqn for fqn, name in places.items() if name not in names]
+    if lost and (len(lost) == len(places) or any(places[fqn] for fqn in lost)):
+        saved = (getattr(model.config, "architectures", None) or ["another class"])[0]
+        raise ValueError(
+            f"quantization_config has {lost[0]}, but {type(model).__name__} has no such module; load it with {saved}"
+        )
     for fqn, spec in config.modules.items():
-        name = local(fqn, model)
-        if name is None:
-            continue
-        if name not in names:
-            saved = (getattr(model.config, "architectures", None) or ["another class"])[0]
-            raise ValueError(
-                f"quantization_config has a {spec.get('kind')} at {fqn}, but {type(model).__name__} has no such module; "
-                f"load the checkpoint with {saved}"
-            )
-        model.set_submodule(name, build_module(spec, dtypes))
+        if (name := places[fqn]) is not None:
+            model.set_submodule(name, build_module(spec, dtypes))
     for fqn, spec in config.parameters.items():
-        name = local(fqn, model)
-        if name is None:
+        if (name := places[_parent(fqn)]) is None:
             continue
-        path, _, last = name.rpartition(".")
         parameter = None
         if spec is not None:
-            kind = dtypes.get(spec["dtype"], getattr(torch, spec["dtype"]))
+            kind = dtypes.get(spec["dtype"]) or getattr(torch, spec["dtype"])
             parameter = nn.Parameter(torch.empty(spec["shape"], dtype=kind, device="meta"))
-        model.get_submodule(path).register_parameter(last, parameter)
+        model.get_submodule(name).register_parameter(fqn.rpartition(".")[2], parameter)
+
+
+def _parent(fqn: str) -> str:
+    return fqn.rpartition(".")[0]
 
 
 def cast_floats(model: PreTrainedModel, saved: str | None, dtype: torch.dtype) -> None:

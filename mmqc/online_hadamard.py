@@ -56,17 +56,20 @@ class OnlineHadamard(nn.Module):
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)
-        loaded = next((t for t in (*self._parameters.values(), *self._buffers.values()) if t is not None), None)
-        if self._n_factors and loaded is not None and self.get_buffer("factor_0").device != loaded.device:
-            self.rebuild_factors(loaded.device)
+        weight = _weight(self)
+        if self._n_factors and self.get_buffer("factor_0").device != weight.device:
+            self.rebuild_factors(weight.device)
+
+
+def _weight(module: nn.Module) -> Tensor:
+    return module.get_parameter("weight") if "weight" in module._parameters else module.get_buffer("weight")
 
 
 def rebuild_factors(model: nn.Module) -> None:
     """Recompute every online Hadamard of ``model`` on its linear's device, for loaders that only fill checkpoint tensors."""
     for module in model.modules():
         if isinstance(module, OnlineHadamard) and module.hadamard:
-            weight = module.get_parameter("weight") if "weight" in module._parameters else module.get_buffer("weight")
-            module.rebuild_factors(weight.device)
+            module.rebuild_factors(_weight(module).device)
 
 
 class HadamardLinear(OnlineHadamard):

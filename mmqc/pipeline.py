@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
-
-from torch import Tensor
 
 from .config import QuantConfig
 from .graph.runner import Pass
@@ -39,7 +36,6 @@ def exact_passes(config: QuantConfig) -> tuple[Pass, ...]:
     )
 
 
-def quantizing_passes(hessian: Callable[[str], Tensor | None] | None = None, done: Callable[..., Any] | None = None) -> tuple[Pass, ...]:
-    """Numerics change from here on."""
-    given = {k: v for k, v in (("hessian", hessian), ("done", done)) if v is not None}
+def quantizing_passes(**given: Any) -> tuple[Pass, ...]:
+    """Numerics change from here on; ``given`` goes to ``QuantizeWeights``."""
     return (QuantizeWeights(**given), QuantizeActivations())

@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from tqdm.auto import tqdm
 
 from . import convert
 from .calibrate import CalibrationError, InputStatistics, Watch, calibrate
 from .config import ConfigError, QuantConfig
-from .graph.linear import weight_of
+from .graph.linear import operands, weight_of
 from .graph.program import Program
 from .graph.record import record
 from .graph.runner import run
@@ -107,7 +107,7 @@ class _Job:
         statistics = self.calibrate(prog, nodes)
         prog.statistics = self.to_config(prog, nodes, statistics)
         self.bar.set_description("quantizing weights")
-        run(prog, quantizing_passes(lambda fqn: statistics[fqn].hessian, self.solved), FACTS, text=True)
+        run(prog, quantizing_passes(hessian=lambda fqn: statistics[fqn].hessian, done=self.solved), FACTS, text=True)
         built = convert.build_quantized(self.model, prog, self.context)
         losses = self.measure(prog, built)
         for module, linear in built.items():
@@ -157,8 +157,14 @@ class _Job:
         for fqn, node in nodes.items():
             spec = node.meta["scheme"].activation
             scales = statistics[fqn].scales(spec, node.meta["tower"] == "language") if spec is not None else None
-            linears[fqn] = {"tower": node.meta["tower"], "role": node.meta["role"], "input_scale": scales}
-        return {"visual_token_ids": list(self.context.visual_token_ids), "linears": linears, "plan": prog.decided.to_dict()}
+            outliers = node.meta["outliers"].tolist() if "outliers" in node.meta else []
+            linears[fqn] = {"tower": node.meta["tower"], "role": node.meta["role"], "input_scale": scales, "outliers": outliers}
+        return {
+            "visual_token_ids": list(self.context.visual_token_ids),
+            "token_embeddings": _token_embeddings(prog),
+            "linears": linears,
+            "plan": prog.decided.to_dict(),
+        }
 
     def measure(self, prog: Program, built: dict[str, QuantLinear]) -> dict[str, Loss]:
         self.bar.set_description("measuring")
@@ -257,8 +263,25 @@ def _check_keep(prog: Program, config: QuantConfig) -> None:
             raise ConfigError(f"keep pattern {pattern!r} matches no linear of this model; some of its linears: {linears[:3]} ... {linears[-2:]}")
 
 
+def _token_embeddings(prog: Program) -> list[str]:
+    """Weights that are looked up with the token ids themselves."""
+    found = []
+    for node in prog.nodes("embedding"):
+        index, weight = operands(node)["input"], operands(node)["weight"]
+        if isinstance(index, fx.Node) and index.op == "placeholder" and isinstance(weight, fx.Node):
+            found.append(str(weight.target))
+    return found
+
+
 def _refusals(prog: Program) -> list[Refusal]:
-    return [Refusal(m.fqn, m.node, f"{r.name}: {m.reason}") for r in prog.records for m in r.misses]
+    """Misses of all passes, but for rotations that a later online Hadamard made up for."""
+    made_up = prog.decided.hadamards
+    return [
+        Refusal(m.fqn, m.node, f"{r.name}: {m.reason}")
+        for r in prog.records
+        for m in r.misses
+        if not (r.name == "fuse_rotation" and m.fqn in made_up)
+    ]
 
 
 def _transforms(prog: Program) -> dict[str, tuple[str, ...]]:

@@ -28,7 +28,7 @@ class LayerReport:
         role: what it is in its block, e.g. q, down; as the graph says, not the name.
         scheme: the shorthand, e.g. W4A8.
         transforms: what the rewrites did to it, e.g. "norm gain folded", "rotated in", "online H12xH64".
-        sqnr: signal-to-quantization-noise ratio of its output in dB, by modality.
+        sqnr: signal-to-quantization-noise ratio of its output in dB, by modality, on calibration inputs.
         ranges: smallest and largest value of its input, by modality.
         saturated: fraction of its input that the static scale clips, by modality.
         weight_error: |W - Q| / |W| in the Frobenius norm.

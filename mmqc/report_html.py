@@ -134,7 +134,9 @@ def _ranges(reports: Mapping[str, QuantReport]) -> str:
 
 def _sqnr(reports: Mapping[str, QuantReport]) -> str:
     plot = sqnr_plot(reports)
-    lead = "Signal-to-quantization-noise ratio of every layer's output against the float layer's; 6 dB is one bit."
+    lead = (
+        "Signal-to-quantization-noise ratio of each layer's output on float inputs from calibration; 6 dB are one bit."
+    )
     return section("Noise layer by layer", lead, picture(plot, "SQNR by layer")) if plot else ""
 
 
@@ -203,11 +205,14 @@ def _fold(what: str, body: str, *, is_open: bool = False) -> str:
 
 
 def _passes(report: QuantReport) -> str:
+    records = [pass_row(record) for record in report.passes]
     rows = [
         [escape(r["name"]), "exact" if r["exact"] else "lossy", str(r["sites"]), str(r["refused"]), f"{r['ms']:.1f}"]
-        for r in map(pass_row, report.passes)
+        for r in records
     ]
-    return _fold(count(len(rows), "pass"), table(("pass", "", "sites", "refused", "ms"), rows)) if rows else ""
+    reasons = [[escape(r["name"]), escape(reason)] for r in records for reason in r["reasons"]]
+    why = table(("pass", "left alone, and why"), reasons) if reasons else ""
+    return _fold(count(len(rows), "pass"), table(("pass", "", "sites", "refused", "ms"), rows) + why) if rows else ""
 
 
 def _refused(report: QuantReport) -> str:

@@ -112,7 +112,8 @@ def _range_bars(axis: Any, layers: Sequence[LayerReport]) -> None:
     axis.axhline(0, color=MUTED, linewidth=0.6, zorder=3)
     axis.grid(axis="y", linewidth=0.6)
     axis.set_axisbelow(True)
-    for offset, modality in zip((-0.2, 0.2), MODALITIES, strict=True):
+    present = [m for m in MODALITIES if any(m in layer.ranges for layer in layers)]
+    for offset, modality in zip((-0.2, 0.2) if len(present) > 1 else (0.0,), present, strict=True):
         at = [i for i, layer in enumerate(layers) if modality in layer.ranges]
         low = [layers[i].ranges[modality][0] for i in at]
         height = [layers[i].ranges[modality][1] - layers[i].ranges[modality][0] for i in at]
@@ -164,7 +165,7 @@ def sqnr_plot(reports: Mapping[str, QuantReport]) -> str | None:
 
 
 def _cycle(n: int) -> list[str]:
-    return [SERIES[i % len(SERIES)] for i in range(n)]
+    return [SERIES[i % len(SERIES)] for i in range(n)] if n > 1 else [SERIES[1]]
 
 
 def recovery_plot(rows: Sequence[tuple[str, float]]) -> str | None:

@@ -135,8 +135,30 @@ def test_doctor__version_numbers(text, parts):
 def test_passes__prints_the_recipe_in_order():
     result = invoke("passes", "--recipe", "mquant")
     assert result.exit_code == 0, result.output
-    places = [result.output.index(name) for name in ("raise_ops", "fold_norm_scale", "fuse_rotation", "quantize_weights")]
+    order = ("raise_ops", "fold_norm_scale", "fuse_rotation", "insert_hadamard", "quantize_weights")
+    places = [result.output.index(name) for name in order]
     assert places == sorted(places)
+
+
+def test_passes__an_exact_recipe_has_no_quantizing_passes():
+    result = invoke("passes", "--recipe", "rotate")
+    assert result.exit_code == 0, result.output
+    assert "quantize_weights" not in result.output
+
+
+# --- quantize, eval ---------------------------------------------------------------------------------------------------
+
+
+def test_quantize__saves_a_model_that_eval_loads(tmp_path):
+    result = invoke("quantize", "digits-vqa", str(tmp_path), "-r", "rtn", "-s", "weight_bits=8", "--calibration", "0")
+    assert result.exit_code == 0, result.output
+    saved = json.loads((tmp_path / "quantization.json").read_text(encoding="utf-8"))
+    assert len(saved["layers"]) > 40
+    assert (tmp_path / "quantization.html").exists()
+    assert (tmp_path / "model.safetensors").exists()
+    result = invoke("eval", str(tmp_path), "-n", "5")
+    assert result.exit_code == 0, result.output
+    assert float(re.search(r"accuracy\W+([01]\.\d+)", result.output).group(1)) > 0.5
 
 
 # --- demo -------------------------------------------------------------------------------------------------------------

@@ -139,6 +139,7 @@ def test_page__shows_tables_images_and_marks_wrong_answers(tmp_path):
     assert '1<span class="wrong">9</span>34' in text
     assert '12<span class="wrong">··</span>' in text
     assert text.count("✓") == 3
+    assert "merger.ln_q: read by add_7" in text
     assert '<span class="bad">61.0 %</span>' in text
     assert "97.0 %" in text
 

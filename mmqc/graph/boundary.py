@@ -1,10 +1,14 @@
-"""Explicit rotations where a rotated space crosses the edge of a fragment.
+"""Where a channel space crosses the edge of a fragment, and explicit ops for its changes of basis there.
 
 A model that Dynamo breaks into several graphs hands activations from one to the next in their original basis.  Inside,
-a fragment works in the rotated basis: inputs are rotated as they come in, outputs are rotated back as they go out.
+a fragment works in the plan's basis: what comes in is changed as it enters, what goes out is changed back.  An
+operation that pins the space (a gain whose readers are in another graph) is an edge of its own.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, fx
@@ -12,66 +16,114 @@ from torch import Tensor, fx
 from .program import Program, copy_meta
 from .spaces import Space, Spaces
 
-
-class BoundaryError(RuntimeError):
-    """A space crosses the boundary in a layout that no rotation of the last axis can undo."""
+Change = Callable[[fx.Node, int], fx.Node]
 
 
-def _layout(ids: Tensor, spaces: Spaces, space: Space, where: str) -> bool:
-    """Whether the last axis of a tensor consists of whole, ordered copies of the space; False where it is not on it."""
-    place = torch.full((int(spaces.classes.max()) + 1,), -1, dtype=torch.long)
-    place[space.classes] = torch.arange(space.width)
-    at = torch.where(ids >= 0, place[spaces.classes[ids.clamp(min=0).long()]], -1)
-    if not (at >= 0).any():
-        return False
-    rows = at.reshape(-1, at.shape[-1])
-    on = (rows >= 0).any(-1)
-    expected = torch.arange(space.width).repeat(at.shape[-1] // space.width)
-    if at.shape[-1] % space.width or not torch.equal(rows[on], expected.expand(int(on.sum()), -1)):
-        raise BoundaryError(f"{where}: the rotated space of {space.width} channels is not laid out along the last axis")
-    if not bool(on.all()):
-        raise BoundaryError(f"{where}: only some rows lie on the rotated space of {space.width} channels")
-    return True
+class BoundaryError(ValueError):
+    """Spaces lie on an edge in a layout that no operation on the last axis can change; ``spaces`` are those on it."""
+
+    def __init__(self, reason: str, spaces: list[Space]) -> None:
+        super().__init__(reason)
+        self.spaces = spaces
 
 
-def _rotate(prog: Program, x: fx.Node, ids: Tensor, space: Space, factors: list[Tensor], signs: Tensor, inverse: bool) -> fx.Node:
-    n = space.width
-    nodes = [prog.constant_node(f"rotation_{n}_{i}", f.float()) for i, f in enumerate(factors)]
-    sign = prog.constant_node(f"rotation_{n}_signs", signs.float())
-    copies = ids.shape[-1] // n
-    y = x if copies == 1 else prog.graph.call_method("unflatten", (x, -1, (copies, n)))
-    y = prog.graph.call_function(torch.ops.mmqc.rotate.default, (y, nodes, sign, inverse))
-    copy_meta(y, x, "fuse_rotation", 0)
-    return y if copies == 1 else prog.graph.call_method("flatten", (y, -2))
+@dataclass
+class Crossings:
+    """Edges on which spaces of one width lie, each with the number of copies along the last axis.
+
+    Attributes:
+        inputs: nodes that bring it in: placeholders, and operations whose result is no weight's.
+        outputs: positions among the graph's outputs.
+        pins: (operation that no rotation passes, its operand).
+    """
+
+    inputs: list[tuple[fx.Node, int]] = field(default_factory=list)
+    outputs: list[tuple[int, int]] = field(default_factory=list)
+    pins: list[tuple[fx.Node, fx.Node, int]] = field(default_factory=list)
+
+    @property
+    def count(self) -> int:
+        """How many explicit ops a change of basis needs."""
+        return len(self.inputs) + len(self.outputs) + len(self.pins)
 
 
-def rotate_inputs(prog: Program, spaces: Spaces, space: Space, factors: list[Tensor], signs: Tensor) -> None:
-    """x -> x R behind every placeholder that lies on the space."""
-    for node in list(dict.fromkeys(space.inputs)):
-        ids = spaces.found.shadows[node]
-        if not _layout(ids, spaces, space, node.name):
-            continue
+def crossings(spaces: Spaces, group: list[Space]) -> Crossings:
+    """All edges of spaces that have one width and undergo the same change (the value heads of an attention, say).
+
+    Raises:
+        BoundaryError: on some edge the last axis does not consist of whole, ordered copies of these spaces.
+    """
+    found, seats = Crossings(), _Seats(spaces, group)
+    for node in dict.fromkeys(n for s in group for n in [*s.inputs, *(m.node for m in s.made)]):
+        copies = seats.copies(spaces.found.shadows[node], node.name)
+        if copies:
+            found.inputs.append((node, copies))
+    for i, ids in enumerate(spaces.found.outputs):
+        copies = seats.copies(ids, f"output {i}") if isinstance(ids, Tensor) else 0
+        if copies:
+            found.outputs.append((i, copies))
+    for node in dict.fromkeys(n for s in group for n, _ in s.pins):
+        for operand in node.all_input_nodes:
+            ids = spaces.found.shadows.get(operand)
+            copies = seats.copies(ids, f"{operand.name} into {node.name}") if isinstance(ids, Tensor) else 0
+            if copies:
+                found.pins.append((node, operand, copies))
+    return found
+
+
+class _Seats:
+    """Which space, and which place in it, every coordinate class has."""
+
+    def __init__(self, spaces: Spaces, group: list[Space]) -> None:
+        self.classes, self.group, self.width = spaces.classes, group, group[0].width
+        count = int(spaces.classes.max()) + 1
+        self.place = torch.full((count,), -1, dtype=torch.long)
+        self.owner = torch.full((count,), -1, dtype=torch.long)
+        for i, space in enumerate(group):
+            self.place[space.classes] = torch.arange(space.width)
+            self.owner[space.classes] = i
+
+    def copies(self, ids: Tensor, where: str) -> int:
+        """How many copies lie side by side on the last axis; 0 where no space of the group is there."""
+        known = self.classes[ids.clamp(min=0).long()]
+        place, owner = (torch.where(ids >= 0, table[known], -1) for table in (self.place, self.owner))
+        if not (owner >= 0).any():
+            return 0
+        copies, rest = divmod(ids.shape[-1], self.width)
+        ordered = not rest and torch.equal(place, torch.arange(self.width).repeat(copies).expand(place.shape))
+        if not ordered or not bool((owner.unflatten(-1, (copies, self.width)).diff(dim=-1) == 0).all()):
+            met = [self.group[i] for i in owner[owner >= 0].unique().tolist()]
+            raise BoundaryError(f"at {where} the {self.width} channels are not laid out along the last axis", met)
+        return copies
+
+
+def change_inputs(prog: Program, edges: list[tuple[fx.Node, int]], change: Change) -> None:
+    """Every use of these nodes reads ``change(node, copies)`` instead."""
+    body = next(n for n in prog.graph.nodes if n.op not in ("placeholder", "get_attr"))
+    for node, copies in edges:
         users = list(node.users)
-        last = [n for n in prog.graph.nodes if n.op in ("placeholder", "get_attr")][-1]
-        with prog.graph.inserting_after(last):
-            marker = prog.graph.call_function(_marker)
-        with prog.graph.inserting_before(marker):
-            new = _rotate(prog, node, ids, space, factors, signs, inverse=False)
-        prog.graph.erase_node(marker)
+        with prog.graph.inserting_before(body if node.op == "placeholder" else node.next):
+            new = change(node, copies)
         for user in users:
             user.replace_input_with(node, new)
 
 
-def rotate_outputs(prog: Program, spaces: Spaces, space: Space, factors: list[Tensor], signs: Tensor) -> None:
-    """x R -> x in front of every output that lies on the space."""
+def change_outputs(prog: Program, found: Crossings, change: Change) -> None:
+    """Outputs and pinning operations read ``change(value, copies)`` instead."""
     output = next(n for n in prog.graph.nodes if n.op == "output")
     values = list(output.args[0])  # type: ignore[arg-type]
-    for i, ids in enumerate(spaces.found.outputs):
-        if isinstance(ids, Tensor) and _layout(ids, spaces, space, f"output {i}"):
-            with prog.graph.inserting_before(output):
-                values[i] = _rotate(prog, values[i], ids, space, factors, signs, inverse=True)
-    output.args = (type(output.args[0])(values),)
+    for i, copies in found.outputs:
+        with prog.graph.inserting_before(output):
+            values[i] = change(values[i], copies)  # type: ignore[arg-type]
+    output.args = (type(output.args[0])(values),)  # type: ignore[call-arg, misc]
+    for node, operand, copies in found.pins:
+        with prog.graph.inserting_before(node):
+            node.replace_input_with(operand, change(operand, copies))
 
 
-def _marker() -> None:
-    """Where to insert; never runs."""
+def by_copy(prog: Program, x: fx.Node, copies: int, width: int, body: Callable[[fx.Node], fx.Node], name: str) -> fx.Node:
+    """``body`` applied to each copy of a space on the last axis of x."""
+    y = x if copies == 1 else prog.graph.call_method("unflatten", (x, -1, (copies, width)))
+    y = body(y)
+    copy_meta(y, x, name, 0)
+    return y if copies == 1 else prog.graph.call_method("flatten", (y, -2))

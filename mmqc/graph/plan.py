@@ -7,7 +7,7 @@ groups), which writers have no mean, which linears have an online Hadamard.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,19 +17,37 @@ from torch import Tensor
 Groups = tuple[int, int, int, int, int] | list[list[int]]
 
 
+@dataclass(frozen=True)
+class Stream:
+    """A residual stream whose mean was removed.
+
+    Attributes:
+        writers: every weight that writes it, without mean now.
+        roots: those that start it (a patch convolution, positions), rather than add to it as linears do.
+        norms: gains of the LayerNorms over it, which became RMSNorms.
+    """
+
+    writers: tuple[str, ...]
+    roots: tuple[str, ...]
+    norms: tuple[str, ...]
+
+
 @dataclass
 class Plan:
     """Decisions by weight name.
 
     Attributes:
         rotated: name -> axis -> one entry per rotated space on it, int64 [copies, n] each.
-        centred: writers whose mean over the stream was removed.
+        streams: residual streams without mean.
         hadamards: linears behind an online Hadamard.
+        gains: linears that took in a norm's gain and bias: name -> (gain, bias or nothing,
+            the value of the gain's weight that means 1, index of the gain element per column or -1).
     """
 
     rotated: dict[str, dict[int, list[Tensor]]] = field(default_factory=dict)
-    centred: set[str] = field(default_factory=set)
+    streams: list[Stream] = field(default_factory=list)
     hadamards: set[str] = field(default_factory=set)
+    gains: dict[str, tuple[str, str, float, Tensor]] = field(default_factory=dict)
 
     def rotate(self, fqn: str, axis: int, groups: Tensor) -> None:
         """Note that ``groups`` of an axis were rotated."""
@@ -40,9 +58,10 @@ class Plan:
         there = self.rotated.get(fqn, {}).get(axis, [])
         return bool(there) and bool(torch.isin(groups, torch.cat([g.reshape(-1) for g in there])).all())
 
-    def is_centred(self, fqn: str) -> bool:
-        """Whether the whole model's plan took the mean out of this writer."""
-        return fqn in self.centred
+    def stream(self, names: Iterable[str]) -> Stream | None:
+        """The stream without mean that these writers or norms belong to."""
+        wanted = set(names)
+        return next((s for s in self.streams if wanted & {*s.writers, *s.norms}), None)
 
     def events(self, fqn: str, axis: int, ids: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Splits that keep a fragment's coordinates in the plan's groups: one number per space and copy."""
@@ -57,13 +76,15 @@ class Plan:
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON data."""
         rotated = {f: {str(a): [_shrink(g) for g in gs] for a, gs in axes.items()} for f, axes in self.rotated.items()}
-        return {"rotated": rotated, "centred": sorted(self.centred), "hadamards": sorted(self.hadamards)}
+        gains = {f: [gain, bias, neutral, _shrink(index[None])] for f, (gain, bias, neutral, index) in self.gains.items()}
+        return {"rotated": rotated, "streams": [[list(part) for part in (s.writers, s.roots, s.norms)] for s in self.streams], "hadamards": sorted(self.hadamards), "gains": gains}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Plan:
         """What ``to_dict`` wrote."""
         rotated = {f: {int(a): [_grow(g) for g in gs] for a, gs in axes.items()} for f, axes in data["rotated"].items()}
-        return cls(rotated, set(data["centred"]), set(data["hadamards"]))
+        gains = {f: (gain, bias, neutral, _grow(index)[0]) for f, (gain, bias, neutral, index) in data["gains"].items()}
+        return cls(rotated, [Stream(*map(tuple, s)) for s in data["streams"]], set(data["hadamards"]), gains)
 
 
 def _shrink(groups: Tensor) -> Any:

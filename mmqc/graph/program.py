@@ -17,6 +17,9 @@ from .kinds import kind, mutates
 from .plan import Plan
 
 
+VISUAL = "mmqc_visual"  # the placeholder of the visual mask
+
+
 @dataclass(frozen=True)
 class Derived:
     """A weight computed from another version of itself: its formula, for people, and the function."""
@@ -75,6 +78,8 @@ class Program:
         hosts: FQN of each module that can be swapped, by kind (``linear``, ``layer_norm``); None means no limit.
         statistics: calibration results by FQN, or None.
         solved: what the weight solvers returned, by FQN.
+        outside: in a fragment, weights of the model that other graphs use, by FQN.
+        centred: in a fragment, weights from which other graphs have taken the mean.
         visual: bool [B, L], the visual tokens of the captured call, where that is known.
         records: one ``PassRecord`` per pass, in order.
     """
@@ -92,6 +97,8 @@ class Program:
         self.records: list[PassRecord] = []
         self.solved: dict[str, Any] = {}
         self.visual: Tensor | None = None
+        self.outside: Callable[[str], Tensor] | None = None
+        self.centred: set[str] = set()
         self._derived: dict[str, list[Derived]] = {}
 
     # -- weights ---------------------------------------------------------------------------------------------------
@@ -158,6 +165,10 @@ class Program:
         """Whether the module that ran ``node`` can be swapped for one of ours."""
         return self.hosts is None or node.meta.get("module") in self.hosts.get(what, ())
 
+    def is_quantized(self, fqn: str) -> bool:
+        """Whether the statistics of the whole model have a scheme for this weight."""
+        return self.statistics is not None and fqn in self.statistics["linears"]
+
     # -- graph -----------------------------------------------------------------------------------------------------
     def nodes(self, *kinds: str) -> list[fx.Node]:
         """The nodes of these kinds, in order."""
@@ -180,13 +191,13 @@ class Program:
     def visual_node(self) -> fx.Node:
         """The placeholder that carries the visual mask; made, as the last one, at the first request."""
         placeholders = [n for n in self.graph.nodes if n.op == "placeholder"]
-        known = next((n for n in placeholders if n.target == "mmqc_visual"), None)
+        known = next((n for n in placeholders if n.target == VISUAL), None)
         if known is not None:
             return known
         last = placeholders[-1]
         with self.graph.inserting_after(last):
             self.inputs.append(self.visual)
-            return self.graph.placeholder("mmqc_visual")
+            return self.graph.placeholder(VISUAL)
 
     def clean(self) -> None:
         """Remove dead nodes; writes through views are kept."""

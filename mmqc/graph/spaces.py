@@ -48,7 +48,7 @@ class Touch:
         return step
 
 
-@dataclass
+@dataclass(eq=False)
 class Space:
     """n channels that belong together.
 
@@ -57,7 +57,7 @@ class Space:
         classes: int64 [n], ascending.
         touches: the weight axes that lie on it.
         norms: unit-scale norms over it.
-        pins: (node name, reason) of everything that no rotation passes; empty means free.
+        pins: (node, reason) of everything that no rotation passes; empty means free.
         mean_pins: layer_norm nodes over it, which only need its mean removed, and how many channels each covers.
         inputs, outputs: whether graph inputs write it, or graph outputs read it.
         made: operations (a non-linearity, a gain) that write it.
@@ -68,7 +68,7 @@ class Space:
     classes: Tensor
     touches: list[Touch] = field(default_factory=list)
     norms: list[fx.Node] = field(default_factory=list)
-    pins: list[tuple[str, str]] = field(default_factory=list)
+    pins: list[tuple[fx.Node, str]] = field(default_factory=list)
     mean_pins: dict[fx.Node, int] = field(default_factory=dict)
     inputs: list[fx.Node] = field(default_factory=list)
     outputs: list[int] = field(default_factory=list)
@@ -90,10 +90,15 @@ class Space:
         """Whether weights alone write it and no graph boundary shows it."""
         return not (self.inputs or self.outputs or self.made)
 
+    @property
+    def why_pinned(self) -> str:
+        """The first pin in words."""
+        return f"{self.pins[0][0].name}: {self.pins[0][1]}" if self.pins else ""
+
     def __str__(self) -> str:
         kinds = f"{len(self.writers)} writers, {len(self.readers)} readers, {len(self.norms) + len(self.mean_pins)} norms"
         edge = "".join(f", {word}" for word, there in (("input", self.inputs), ("output", self.outputs), ("made", self.made)) if there)
-        pin = f", pinned by {self.pins[0][0]} ({self.pins[0][1]})" if self.pins else ""
+        pin = f", pinned by {self.why_pinned}" if self.pins else ""
         return f"space of {self.width}: {kinds}{edge}{pin}"
 
 
@@ -190,7 +195,7 @@ def _collect(found: Coordinates, classes: Tensor, blocks: Tensor) -> list[Space]
             elif source.fqn and source.what != "gain":
                 groups = touch(ids, number)
                 if groups is None:
-                    space.pins.append((source.node.name, "incomplete on a weight axis"))
+                    space.pins.append((source.node, "incomplete on a weight axis"))
                 else:
                     space.touches.append(Touch(source.fqn, source.axis, groups, "writer", source.node))
             else:
@@ -207,7 +212,7 @@ def _collect(found: Coordinates, classes: Tensor, blocks: Tensor) -> list[Space]
             mine = torch.where((blocks[classes[on_axis]] == number) & (reader.ids >= 0), position[classes[on_axis]], -1)
             groups = _groups(torch.arange(len(mine)), mine)
             if groups is None:
-                spaces[number].pins.append((reader.node.name, "incomplete in a reader's columns"))
+                spaces[number].pins.append((reader.node, "incomplete in a reader's columns"))
             else:
                 spaces[number].touches.append(Touch(reader.fqn, 1, groups, "reader", reader.node))
     _attach(found, classes, blocks, spaces)
@@ -230,7 +235,7 @@ def _attach(found: Coordinates, classes: Tensor, blocks: Tensor, spaces: list[Sp
     for ids, node, reason in found.frozen:
         for space in over(ids):
             if reason != MEAN:
-                space.pins.append((node.name, reason))
+                space.pins.append((node, reason))
     for i, ids in enumerate(found.outputs):
         if isinstance(ids, Tensor):
             for space in over(ids):

@@ -20,11 +20,15 @@ from torch import fx
 from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
-from torch._inductor.ir import Pointwise, TensorBox
+from torch._inductor.ir import ExternKernel, FixedLayout, Pointwise, TensorBox
+from torch._inductor.kernel.bmm import aten_bmm
 from torch._inductor.lowering import lowerings, register_lowering
 from torch._inductor.virtualized import V, ops
 
-__all__ = ["Pointwise", "TensorBox", "V", "compile_graph", "kernel_names", "lowerings", "ops", "register_lowering"]
+__all__ = [
+    "Pointwise", "TensorBox", "V", "batched_matmul", "compile_graph", "convert", "kernel_names", "lowerings", "ops",
+    "register_lowering",
+]  # fmt: skip
 
 SUPPORTED = ((2, 11), (2, 13))
 
@@ -79,6 +83,18 @@ def compile_graph(
     cached = functorch_config.enable_autograd_cache and observe is None
     with tagged(), functorch_config.patch(enable_autograd_cache=cached):
         return compile_fx(gm, list(example_inputs), inner_compile=inner_compile, config_patches=dict(patches))
+
+
+def convert(x: TensorBox, dtype: torch.dtype) -> TensorBox:
+    """X in ``dtype``, without the copy that Inductor makes of a tensor that has it already."""
+    return x if x.get_dtype() == dtype else lowerings[torch.ops.prims.convert_element_type.default](x, dtype)
+
+
+def batched_matmul(a: TensorBox, b: TensorBox) -> TensorBox:
+    """``bmm`` as an extern kernel: Inductor's own lowering of it wants to be called for an aten node."""
+    a, b = ExternKernel.realize_input(a), ExternKernel.realize_input(b)
+    size = [*a.get_size()[:2], b.get_size()[2]]
+    return aten_bmm.bind((a, b), FixedLayout(a.get_device(), a.get_dtype(), size)).output_node()
 
 
 def kernel_names(source: str) -> list[str]:

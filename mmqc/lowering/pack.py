@@ -1,4 +1,7 @@
-"""Unpacking int4 as pointwise IR: two contiguous streams, low nibbles then high ones (ops/pack.py)."""
+"""Unpacking int4 as pointwise IR: two contiguous streams, low nibbles then high ones (ops/pack.py).
+
+    q[n, h, j] = (byte[n, j] >> 4 h & 15) - 8        h in {0, 1};  [N, 2, ceil(K/2)] read as [N, K]
+"""
 
 from __future__ import annotations
 
@@ -18,13 +21,17 @@ def unpack(w_q: TensorBox, width: int, weight_bits: int) -> TensorBox:
     rows, half = w_q.get_size()
     load = w_q.make_loader()
 
-    def nibble(shift: int) -> TensorBox:
-        def inner(index: Sequence[Any]) -> Any:
-            byte = load(index)
-            byte = ops.bitwise_and(ops.bitwise_right_shift(byte, ops.constant(shift, torch.uint8)), ops.constant(15, torch.uint8))
-            return ops.sub(ops.to_dtype(byte, torch.int8), ops.constant(OFFSET, torch.int8))
+    def inner(index: Sequence[Any]) -> Any:
+        n, h, j = index
+        byte = load([n, j])
+        # h is an outer loop: its shift is a scalar there, and j runs over lanes.
+        high = ops.index_expr(h, torch.bool)
+        nibble = ops.where(high, ops.bitwise_right_shift(byte, ops.constant(4, torch.uint8)), byte)
+        nibble = ops.bitwise_and(nibble, ops.constant(15, torch.uint8))
+        return ops.sub(ops.to_dtype(nibble, torch.int8), ops.constant(OFFSET, torch.int8))
 
-        return Pointwise.create(device=w_q.get_device(), dtype=torch.int8, inner_fn=inner, ranges=[rows, half])
-
-    codes = lowerings[torch.ops.aten.cat.default]([nibble(0), nibble(4)], 1)
+    codes = Pointwise.create(device=w_q.get_device(), dtype=torch.int8, inner_fn=inner, ranges=[rows, 2, half])
+    # A buffer of three axes: fused into a flat view, h would become a division per element.
+    codes.realize()
+    codes = lowerings[torch.ops.aten.view.default](codes, [rows, 2 * half])
     return lowerings[torch.ops.aten.slice.Tensor](codes, 1, 0, width) if width % 2 else codes

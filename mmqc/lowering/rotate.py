@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from mmqc.lowering.hadamard import apply_factors
-from mmqc.lowering.inductor import TensorBox, lowerings, register_lowering
+from mmqc.lowering.inductor import TensorBox, convert, lowerings, register_lowering
 
 aten = torch.ops.aten
 
@@ -18,7 +18,7 @@ aten = torch.ops.aten
 @register_lowering(torch.ops.mmqc.rotate.default, type_promotion_kind=None)
 def lower_rotate(x: TensorBox, factors: Sequence[TensorBox], signs: TensorBox, inverse: bool) -> TensorBox:
     """Float32 at least in between, rounded once."""
-    convert, mul = lowerings[torch.ops.prims.convert_element_type.default], lowerings[aten.mul.Tensor]
+    mul = lowerings[aten.mul.Tensor]
     dtype = x.get_dtype()
     wide = torch.promote_types(dtype, torch.float32)
     x, signs = convert(x, wide), convert(signs, wide)

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from mmqc.lowering.inductor import Pointwise, TensorBox, V, lowerings, ops, register_lowering
+from mmqc.lowering.inductor import Pointwise, TensorBox, V, convert, lowerings, ops, register_lowering
 from mmqc.lowering.pack import unpack
 from mmqc.lowering.quantize import row_scale_loader
 from mmqc.ops.integer_matmul import CUDA_ALIGN, CUDA_MIN_ROWS, why_not_int_mm
@@ -49,9 +49,8 @@ def _int_matmul(x: TensorBox, w: TensorBox) -> TensorBox:
         return lowerings[aten._int_mm.default](x, lowerings[aten.permute.default](w, [1, 0]))
     if device == "cuda":
         return _padded_int_mm(x, w, large)
-    double = lowerings[torch.ops.prims.convert_element_type.default]
-    x, w = double(x, torch.float64), double(w, torch.float64)
-    return lowerings[aten.mm.default](x, lowerings[aten.permute.default](w, [1, 0]))
+    w = lowerings[aten.permute.default](convert(w, torch.float64), [1, 0])
+    return lowerings[aten.mm.default](convert(x, torch.float64), w)
 
 
 @register_lowering(torch.ops.mmqc.scaled_matmul.default, type_promotion_kind=None)

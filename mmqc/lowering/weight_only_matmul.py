@@ -11,30 +11,34 @@ from typing import Any
 
 import torch
 
-from mmqc.lowering.inductor import Pointwise, TensorBox, lowerings, ops, register_lowering
+from mmqc.lowering.inductor import Pointwise, TensorBox, convert, lowerings, ops, register_lowering
 from mmqc.lowering.pack import unpack
 
 aten = torch.ops.aten
 
 
 def dequantize(codes: TensorBox, scale: TensorBox, group_size: int, dtype: torch.dtype) -> TensorBox:
-    """Int8 codes [N, K] -> [N, K] in ``dtype``, by way of float32 at least."""
+    """Int8 codes [N, K] -> [N, K] in ``dtype``, by way of float32 at least.
+
+    The groups are an axis of their own: Inductor's C++ loops over k // g are wrong where g does not divide K (torch 2.13).
+    """
     rows, width = codes.get_size()
+    groups, group = (scale.get_size()[1], group_size) if group_size else (1, width)
     wide = torch.promote_types(dtype, torch.float32)
-    if group_size:
-        groups = scale.get_size()[1]
-        spread = lowerings[aten.expand.default](lowerings[aten.unsqueeze.default](scale, 2), [rows, groups, group_size])
-        spread = lowerings[aten.view.default](spread, [rows, groups * group_size])
-        load_scale = lowerings[aten.slice.Tensor](spread, 1, 0, width).make_loader()
-    else:
-        load_scale = lowerings[aten.expand.default](lowerings[aten.unsqueeze.default](scale, 1), [rows, width]).make_loader()
-    load = codes.make_loader()
+    padding = int(groups * group - width)
+    if padding:
+        codes = lowerings[aten.constant_pad_nd.default](codes, [0, padding], 0)
+    load, load_scale = codes.make_loader(), scale.make_loader()
 
     def inner(index: Sequence[Any]) -> Any:
-        value = ops.mul(ops.to_dtype(load(index), wide), ops.to_dtype(load_scale(index), wide))
-        return ops.to_dtype(value, dtype)
+        n, g, j = index
+        s = load_scale([n, g] if group_size else [n])
+        return ops.to_dtype(ops.mul(ops.to_dtype(load([n, g * group + j]), wide), ops.to_dtype(s, wide)), dtype)
 
-    return Pointwise.create(device=codes.get_device(), dtype=dtype, inner_fn=inner, ranges=[rows, width])
+    w = Pointwise.create(device=codes.get_device(), dtype=dtype, inner_fn=inner, ranges=[rows, groups, group])
+    w.realize()
+    w = lowerings[aten.view.default](w, [rows, groups * group])
+    return lowerings[aten.slice.Tensor](w, 1, 0, width) if padding else w
 
 
 @register_lowering(torch.ops.mmqc.weight_only_matmul.default, type_promotion_kind=None)
@@ -50,5 +54,4 @@ def lower_weight_only_matmul(
     y = lowerings[aten.view.default](y, [*rows, w_q.get_size()[0]])
     if bias is None:
         return y
-    bias = lowerings[torch.ops.prims.convert_element_type.default](bias, dtype)
-    return lowerings[aten.add.Tensor](y, bias)
+    return lowerings[aten.add.Tensor](y, convert(bias, dtype))

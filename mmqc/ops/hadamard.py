@@ -30,14 +30,17 @@ def check(x: Tensor, factors: list[Tensor]) -> None:
 
 
 def apply_factors(x: Tensor, factors: list[Tensor]) -> Tensor:
-    """The product, factor by factor, last one first: each step multiplies the last axis and moves it to the front."""
-    n = x.shape[-1]
+    """The product, factor by factor, last one first; only the last axis is ever multiplied from the right."""
     dtype = torch.promote_types(x.dtype, torch.float32)
-    y = x.to(dtype).reshape(-1, n)
+    y, rest = x.to(dtype), 1
     for factor in reversed(factors):
-        a = factor.shape[0]
-        y = y.reshape(-1, n // a, a) @ factor.to(dtype).t()
-        y = y.transpose(1, 2).reshape(-1, n)
+        factor, a = factor.to(dtype), factor.shape[0]
+        if rest == 1:
+            y = y.reshape(-1, a) @ factor.t()
+        else:
+            y = y.reshape(-1, a, rest)
+            y = torch.bmm(factor.expand(y.shape[0], a, a), y)
+        rest *= a
     return y.reshape(x.shape).to(x.dtype)
 
 

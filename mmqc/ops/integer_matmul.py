@@ -3,9 +3,10 @@
     acc[m, n] = sum_k x[m, k] w[n, k]        int8 x int8 -> int32, exact for K <= 131,072
 
 Shapes:  x int8 [M, K]   w int8 [N, K]   acc int32 [M, N]
-Why:     ``aten::_int_mm`` is the fast path, but it has limits (CUDA: M > 16, N and K multiples of 8) and, on CPUs without
-         VNNI, may saturate its 16-bit partial sums.  ``why_not_int_mm`` names what is in the way, for eager mode
-         and the lowering alike; both then pad (CUDA) or multiply in float64 (CPU), which is exact and slow.
+Why:     ``aten::_int_mm`` is the fast path, but it has limits (CUDA: M > 16, N and K multiples of 8), may saturate its
+         16-bit partial sums on CPUs without VNNI, and reads a transposed weight of one column wrongly (CPU, K = 1:
+         both strides of the view are 1).  ``why_not_int_mm`` names what is in the way, for eager mode and the lowering
+         alike; both then pad (CUDA) or multiply in float64 (CPU), which is exact and slow.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ def cpu_int_mm_is_exact() -> bool:
 def why_not_int_mm(device: str, rows_known_large: bool, n: int, k: int) -> str | None:
     """None, or why ``_int_mm`` cannot take the operands as they are."""
     if device == "cpu":
+        if k == 1:
+            return "_int_mm misreads a weight of one column: float64 matmul instead"
         return None if cpu_int_mm_is_exact() else "_int_mm saturates on this CPU (no VNNI): float64 matmul instead"
     if device == "cuda":
         if n % CUDA_ALIGN or k % CUDA_ALIGN:
@@ -49,7 +52,7 @@ def cuda_padding(m: int, n: int, k: int) -> tuple[int, int, int]:
 
 
 def int_matmul(x: Tensor, w: Tensor) -> Tensor:
-    """x wᵀ in int32."""
+    """Multiply x and wᵀ in int32."""
     m, n, k = x.shape[0], w.shape[0], w.shape[1]
     device = x.device.type
     if why_not_int_mm(device, m >= CUDA_MIN_ROWS, n, k) is None:

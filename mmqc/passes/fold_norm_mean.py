@@ -19,9 +19,12 @@ from typing import ClassVar
 
 from torch import Tensor, fx
 
+from ..graph.boundary import BoundaryError, by_copy, change_inputs, crossings
+from ..graph.kinds import kind
 from ..graph.linear import bias_of
+from ..graph.plan import Stream
 from ..graph.program import Miss, Program, copy_meta
-from ..graph.semantic import rms_norm
+from ..graph.semantic import remove_mean, rms_norm
 from ..graph.spaces import Space, Spaces, Touch
 
 
@@ -32,9 +35,11 @@ class Site:
     norms: tuple[fx.Node, ...]
     writers: tuple[Touch, ...]
     width: int
+    inputs: tuple[tuple[fx.Node, int], ...] = ()
 
     def __str__(self) -> str:
-        return f"{len(self.norms)} norms over {self.width} channels, {len(self.writers)} writers"
+        explicit = f"; {len(self.inputs)} explicit at the graph's edges" if self.inputs else ""
+        return f"{len(self.norms)} norms over {self.width} channels, {len(self.writers)} writers{explicit}"
 
 
 @dataclass(frozen=True)
@@ -47,35 +52,55 @@ class FoldNormMean:
     exact: ClassVar[bool] = True
 
     def match(self, prog: Program) -> Iterator[Site | Miss]:
-        """Spaces that LayerNorms read."""
-        for space in Spaces.of(prog):
-            if not space.mean_pins:
+        """Spaces that LayerNorms read; in a fragment, also those that the plan says other graphs' LayerNorms read."""
+        spaces = Spaces.of(prog)
+        for space in spaces:
+            stream = self.stream(prog, space)
+            if not space.mean_pins and stream is None:
                 continue
-            reason = self.why_not(prog, space)
+            reason = self.why_not(prog, space, stream)
+            inputs: tuple[tuple[fx.Node, int], ...] = ()
+            if not reason and stream is not None and not prog.centred >= set(stream.roots):
+                try:
+                    inputs = tuple(crossings(spaces, [space]).inputs)
+                except BoundaryError as error:
+                    reason = str(error)
             if reason:
-                yield Miss(next(iter(space.mean_pins)).name, reason)
+                node = next(iter(space.mean_pins), None) or space.touches[0].node
+                yield Miss(node.name, reason, node.meta.get("module", ""))
             else:
-                yield Site(tuple(space.mean_pins), tuple(space.writers), space.width)
+                yield Site(tuple(space.mean_pins), tuple(space.writers), space.width, inputs)
 
-    def why_not(self, prog: Program, space: Space) -> str:
+    def stream(self, prog: Program, space: Space) -> Stream | None:
+        """In a fragment: the stream of the whole model's plan that this space is a part of.
+
+        Its roots start it in another graph.  Where that graph took their mean out, what comes in here has none; where it
+        did not (it ran outside of any graph), the mean is removed by an explicit op at the edge.
+        """
+        if prog.plan is None or space.readers:
+            return None
+        return prog.plan.stream([*(t.fqn for t in space.writers), *(n.meta.get("gain", "") for n in space.mean_pins)])
+
+    def why_not(self, prog: Program, space: Space, stream: Stream | None) -> str:
         """The reason to refuse, or nothing."""
         if space.pins:
-            return f"{space.pins[0][0]}: {space.pins[0][1]}"
+            return space.why_pinned
         if any(covered != space.width for covered in space.mean_pins.values()):
             return "the norm covers more than one channel space"
         if not all(prog.hosted(n, "layer_norm") for n in space.mean_pins):
             return "the norm is no nn.LayerNorm module of its own, so it cannot be swapped"
         if space.readers or space.norms:
             return "something other than a LayerNorm reads the stream"
-        planned = prog.plan is not None and all(prog.plan.is_centred(t.fqn) for t in space.writers)
-        if space.made or (not space.inside and not planned):
+        if space.made or (not space.inside and stream is None):
             return "a graph input, a graph output or an operation lies on the stream"
         return ""
 
     def rewrite(self, prog: Program, site: Site) -> None:
         """Centre the writers, replace the norms."""
+        roots = tuple(t.fqn for t in site.writers if kind(t.node) != "linear")
+        norms = tuple(n.meta["gain"] for n in site.norms if "gain" in n.meta)
+        prog.decided.streams.append(Stream(tuple(t.fqn for t in site.writers), roots, norms))
         for touch in site.writers:
-            prog.decided.centred.add(touch.fqn)
             prog.derive(touch.fqn, "W - mean(W)", touch.apply(_centre))
             bias = bias_of(prog, touch.node)
             if bias:
@@ -86,6 +111,15 @@ class FoldNormMean:
             copy_meta(new, node, self.name, 0)
             new.meta["was"] = "layer_norm"
             node.replace_all_uses_with(new)
+        change_inputs(prog, list(site.inputs), lambda x, copies: _centre_input(prog, x, copies, site.width))
+
+
+def _centre_input(prog: Program, x: fx.Node, copies: int, width: int) -> fx.Node:
+    def body(y: fx.Node) -> fx.Node:
+        mean = prog.graph.call_method("mean", (y, -1, True))
+        return prog.graph.call_function(remove_mean, (y, mean))
+
+    return by_copy(prog, x, copies, width, body, FoldNormMean.name)
 
 
 def _centre(v: Tensor) -> Tensor:

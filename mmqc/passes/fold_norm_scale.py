@@ -21,6 +21,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, fx
 
+from ..graph.boundary import BoundaryError, by_copy, change_inputs, crossings
 from ..graph.coordinates import Gain, weights_behind
 from ..graph.kinds import kind
 from ..graph.linear import bias_of, set_bias
@@ -45,6 +46,21 @@ class Site:
 
 
 @dataclass(frozen=True)
+class EdgeSite:
+    """In a fragment: linears whose norm is in another graph, so that gain and bias are undone where its output comes in."""
+
+    gain: str
+    neutral: float
+    bias: str
+    inputs: tuple[tuple[fx.Node, int], ...]
+    readers: tuple[Touch, ...]
+    index: Tensor
+
+    def __str__(self) -> str:
+        return f"{self.gain} -> {', '.join(sorted({t.fqn for t in self.readers}))}; explicit at the graph's edge"
+
+
+@dataclass(frozen=True)
 class FoldNormScale:
     """See the module's docstring."""
 
@@ -53,7 +69,7 @@ class FoldNormScale:
     gives: ClassVar[frozenset[str]] = frozenset()
     exact: ClassVar[bool] = True
 
-    def match(self, prog: Program) -> Iterator[Site | Miss]:
+    def match(self, prog: Program) -> Iterator[Site | EdgeSite | Miss]:
         """Gains by name; every call of a shared norm must be foldable, or none is."""
         spaces = Spaces.of(prog)
         by_name: dict[str, list[Gain]] = {}
@@ -66,6 +82,26 @@ class FoldNormScale:
                 yield Miss(gains[0].node.name, reason or "its channels do not stay together", name)
             else:
                 yield self.site(prog, name, gains, space)
+        for space in spaces if prog.plan is not None else ():
+            yield from self.at_edge(prog, spaces, space)
+
+    def at_edge(self, prog: Program, spaces: Spaces, space: Space) -> Iterator[EdgeSite | Miss]:
+        """Spaces that come in from another graph and whose readers took in a gain in the whole model."""
+        assert prog.plan is not None
+        gains = {prog.plan.gains[t.fqn][:3] for t in space.readers if t.fqn in prog.plan.gains and prog.is_quantized(t.fqn)}
+        if not gains or not space.inputs:
+            return
+        first = space.readers[0]
+        if len(gains) > 1 or space.writers or space.made or space.pins or space.outputs or any(t.fqn not in prog.plan.gains for t in space.readers):
+            yield Miss(first.node.name, "a norm of another graph scales it, and something else touches it here", first.fqn)
+            return
+        gain, bias, neutral = gains.pop()
+        try:
+            inputs = crossings(spaces, [space]).inputs
+        except BoundaryError as error:
+            yield Miss(first.node.name, str(error), first.fqn)
+            return
+        yield EdgeSite(gain, neutral, bias, tuple(inputs), tuple(space.readers), prog.plan.gains[first.fqn][3][first.groups[0]])
 
     def why_not(self, prog: Program, name: str, gains: list[Gain], space: Space | None) -> str:
         """The reason to refuse, or nothing."""
@@ -76,7 +112,7 @@ class FoldNormScale:
         if space is None:
             return "its channels do not stay together"
         if space.pins:
-            return f"{space.pins[0][0]}: {space.pins[0][1]}"
+            return space.why_pinned
         if space.norms or space.mean_pins:
             return "another norm reads it"
         if space.inputs or space.outputs:
@@ -99,13 +135,16 @@ class FoldNormScale:
         assert neutral is not None
         return Site(name, neutral, tuple(gains), adds if bias else (), bias, tuple(space.readers), space.gains[name])
 
-    def rewrite(self, prog: Program, site: Site) -> None:
+    def rewrite(self, prog: Program, site: Site | EdgeSite) -> None:
         """Scale the readers' columns, move the bias, neutralise the norm's weights, drop the nodes."""
+        if isinstance(site, EdgeSite):
+            return self.rewrite_edge(prog, site)
         g = prog.constant(site.muls[0].factor, {site.gain: prog.snapshot(site.gain)()})[..., site.index.cpu()]
         for touch in site.readers:
             if site.bias:
                 beta = prog.snapshot(site.bias)()[site.index]
                 _move_bias(prog, touch, beta)
+            prog.decided.gains[touch.fqn] = (site.gain, site.bias, site.neutral, _by_column(prog.weights[touch.fqn].shape[1], touch, site.index))
             prog.derive(touch.fqn, f"W diag({site.gain})", touch.apply(_times(g)))
         prog.derive(site.gain, f"{site.neutral:g}", _fill(site.neutral))
         if site.bias:
@@ -114,6 +153,25 @@ class FoldNormScale:
             gain.node.replace_all_uses_with(gain.x)
         for add in site.adds:
             add.replace_all_uses_with(next(n for n in add.all_input_nodes if not weights_behind(n)))
+
+
+    def rewrite_edge(self, prog: Program, site: EdgeSite) -> None:
+        """x -> (x - β) / g as it comes in, then as in the whole model."""
+        assert prog.outside is not None
+        g = prog.outside(site.gain).detach().double()[site.index] + (1.0 - site.neutral)
+        beta = prog.outside(site.bias).detach().double()[site.index] if site.bias else None
+        for touch in site.readers:
+            if beta is not None:
+                _move_bias(prog, touch, beta)
+            prog.derive(touch.fqn, f"W diag({site.gain})", touch.apply(_times(g)))
+        dtype = prog.weights[site.readers[0].fqn].dtype
+
+        def undo(x: fx.Node) -> fx.Node:
+            if beta is not None:
+                x = prog.graph.call_method("sub", (x, prog.constant_node(f"{site.bias}.out", beta.to(dtype))))
+            return prog.graph.call_method("div", (x, prog.constant_node(f"{site.gain}.out", g.to(dtype))))
+
+        change_inputs(prog, list(site.inputs), lambda x, copies: by_copy(prog, x, copies, len(g), undo, self.name))
 
 
 def weights_behind_any(node: fx.Node) -> set[str]:
@@ -134,6 +192,12 @@ def _neutral(prog: Program, factor: fx.Node, name: str) -> float | None:
         if torch.equal(prog.constant(factor, {name: filled}), torch.ones_like(filled).expand(prog.constant(factor).shape)):
             return value
     return None
+
+
+def _by_column(width: int, touch: Touch, index: Tensor) -> Tensor:
+    columns = torch.full((width,), -1)
+    columns[touch.groups] = index
+    return columns
 
 
 def _times(g: Tensor) -> Callable[[Tensor], Tensor]:

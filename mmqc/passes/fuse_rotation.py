@@ -18,10 +18,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torch import Tensor
+import torch
+from torch import Tensor, fx
 
-from ..graph.boundary import rotate_inputs, rotate_outputs
-from ..graph.kinds import kind
+from ..graph.boundary import BoundaryError, Change, Crossings, by_copy, change_inputs, change_outputs, crossings
 from ..graph.linear import bias_of
 from ..graph.program import Miss, Program
 from ..graph.spaces import Space, Spaces, Touch
@@ -30,13 +30,14 @@ from ..ops.rotate import random_hadamard, rotation_matrix
 
 @dataclass(frozen=True)
 class Site:
-    """A space to rotate; ``spaces`` is the analysis it belongs to."""
+    """Spaces of one width to rotate (one, in a whole model), and where they cross a fragment's edges."""
 
-    space: Space
-    spaces: Spaces
+    spaces: tuple[Space, ...]
+    edges: Crossings
 
     def __str__(self) -> str:
-        return str(self.space)
+        explicit = f"; {self.edges.count} explicit rotate at the graph's edges" if self.edges.count else ""
+        return f"{'; '.join(map(str, self.spaces))}{explicit}"
 
 
 @dataclass(frozen=True)
@@ -50,51 +51,82 @@ class FuseRotation:
     exact: ClassVar[bool] = True
 
     def match(self, prog: Program) -> Iterator[Site | Miss]:
-        """Every space that weights write and linears read."""
+        """Every space that weights write and linears read; in a fragment, those that the plan names."""
         spaces = Spaces.of(prog)
+        eligible: dict[int, list[Space]] = {}
         for space in spaces:
             if space.width < 2 or not space.touches:
                 continue
-            linears = any(kind(t.node) == "linear" for t in space.touches)
-            planned = linears and prog.plan is not None and any(prog.plan.is_rotated(t.fqn, t.axis, t.groups) for t in space.touches)
-            reason = self.why_not(prog, space, planned)
-            if not reason:
-                yield Site(space, spaces)
-            elif space.readers or planned:
-                yield Miss(space.touches[0].node.name, reason, ", ".join(sorted({t.fqn for t in space.touches})))
+            reason = self.why_not_here(prog, space) if prog.fragment else self.why_not(prog, space)
+            if reason and space.readers:
+                yield _miss(space, reason)
+            elif not reason and prog.fragment:
+                eligible.setdefault(space.width, []).append(space)
+            elif not reason:
+                yield Site((space,), Crossings())
+        for group in eligible.values():
+            yield from self.with_edges(spaces, group)
 
-    def why_not(self, prog: Program, space: Space, planned: bool) -> str:
-        """The reason to refuse, or nothing."""
+    def with_edges(self, spaces: Spaces, group: list[Space]) -> Iterator[Site | Miss]:
+        """One site for all spaces of a width: they share edges, and R."""
+        while group:
+            try:
+                yield Site(tuple(group), crossings(spaces, group))
+                return
+            except BoundaryError as error:
+                yield from (_miss(space, str(error)) for space in error.spaces)
+                group = [space for space in group if space not in error.spaces]
+
+    def why_not(self, prog: Program, space: Space) -> str:
+        """The reason to refuse in a whole model, or nothing."""
         if space.pins:
-            return f"{space.pins[0][0]}: {space.pins[0][1]}"
+            return space.why_pinned
         if space.mean_pins:
             return f"{next(iter(space.mean_pins)).name}: a LayerNorm whose mean could not be folded"
         if space.made:
             return f"{space.made[0].node.name} is no weight, so the rotation would have to run online"
-        if prog.plan is not None and not planned:
-            return "the whole model's plan leaves it alone"
-        if prog.fragment and planned:
-            return ""
         if space.inputs or space.outputs:
             return "a graph input or output lies on it"
         if not space.readers or not space.writers:
             return "nothing but one side of it is a weight"
         return ""
 
+    def why_not_here(self, prog: Program, space: Space) -> str:
+        """The same in a fragment, where the plan decides."""
+        if prog.plan is None or not any(prog.plan.is_rotated(t.fqn, t.axis, t.groups) for t in space.touches):
+            return "the whole model's plan leaves it alone"
+        if not any(prog.is_quantized(t.fqn) for t in space.touches):
+            return "no linear of this graph that it touches is quantized"
+        return "a LayerNorm of this graph reads it" if space.mean_pins else ""
+
     def rewrite(self, prog: Program, site: Site) -> None:
-        """Multiply R into every touch; at a fragment's boundary put rotate ops."""
-        space = site.space
-        factors, signs = random_hadamard(space.width, self.seed)
+        """Multiply R into every touch; at a fragment's edges put rotate ops."""
+        width = site.spaces[0].width
+        factors, signs = random_hadamard(width, self.seed)
         r = rotation_matrix(factors, signs)
-        for touch in space.touches:
+        for touch in (t for space in site.spaces for t in space.touches):
             prog.decided.rotate(touch.fqn, touch.axis, touch.groups)
             prog.derive(touch.fqn, f"rotated {touch.role} axis {touch.axis}", touch.apply(_Rotate(r)))
             bias = bias_of(prog, touch.node) if touch.role == "writer" and touch.axis == 0 else ""
             if bias:
                 prog.derive(bias, "rotated bias", Touch(bias, 0, touch.groups, "writer", touch.node).apply(_Rotate(r)))
-        if prog.fragment:
-            rotate_inputs(prog, site.spaces, space, factors, signs)
-            rotate_outputs(prog, site.spaces, space, factors, signs)
+        if site.edges.count:
+            change_outputs(prog, site.edges, _rotate_by(prog, width, factors, signs, inverse=True))
+            change_inputs(prog, site.edges.inputs, _rotate_by(prog, width, factors, signs, inverse=False))
+
+
+def _miss(space: Space, reason: str) -> Miss:
+    return Miss(space.touches[0].node.name, reason, ", ".join(sorted({t.fqn for t in space.touches})))
+
+
+def _rotate_by(prog: Program, n: int, factors: list[Tensor], signs: Tensor, inverse: bool) -> Change:
+    def change(x: fx.Node, copies: int) -> fx.Node:
+        nodes = [prog.constant_node(f"rotation_{n}_{i}", f.float()) for i, f in enumerate(factors)]
+        sign = prog.constant_node(f"rotation_{n}_signs", signs.float())
+        rotate = lambda y: prog.graph.call_function(torch.ops.mmqc.rotate.default, (y, nodes, sign, inverse))  # noqa: E731
+        return by_copy(prog, x, copies, n, rotate, FuseRotation.name)
+
+    return change
 
 
 @dataclass(frozen=True)

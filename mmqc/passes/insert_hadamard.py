@@ -58,13 +58,12 @@ class InsertHadamard:
         users: dict[str, list[fx.Node]] = {}
         for node in prog.nodes("linear"):
             users.setdefault(weight_of(node), []).append(node)
-        planned = prog.plan.hadamards if prog.plan is not None else None
+        if prog.plan is not None:
+            made = {fqn: prog.weights[fqn].shape[-1] for fqn in users if fqn in prog.plan.hadamards and prog.is_quantized(fqn)}
         for fqn, columns in made.items():
             width = prog.weights[fqn].shape[-1]
             getter = next(n for n in prog.nodes("get_attr") if n.target == fqn)
-            if planned is not None and fqn not in planned:
-                yield Miss(users[fqn][0].name, "the whole model's plan leaves it alone", fqn)
-            elif columns != width or width < 2:
+            if columns != width or width < 2:
                 yield Miss(users[fqn][0].name, "only some of its columns read an operation's result", fqn)
             elif not all(prog.hosted(n, "linear") for n in users[fqn]):
                 yield Miss(users[fqn][0].name, "it is no nn.Linear module, so an online transform has no place", fqn)

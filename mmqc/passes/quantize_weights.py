@@ -46,10 +46,12 @@ class QuantizeWeights:
     Attributes:
         hessian: second moment of a linear's inputs by weight FQN, float64 [K, K]; called when its turn comes.
         done: called with (FQN, result, weight error, seconds) after each weight.
+        cache: results by FQN and formulas, for weights that several graphs share.
     """
 
     hessian: Callable[[str], Tensor | None] = field(default=lambda fqn: None, compare=False)
     done: Callable[[str, Quantized, float, float], Any] = field(default=lambda *a: None, compare=False)
+    cache: dict[Any, Quantized] = field(default_factory=dict, compare=False)
     name: ClassVar[str] = "quantize_weights"
     needs: ClassVar[frozenset[str]] = frozenset({"ops.raised"})
     gives: ClassVar[frozenset[str]] = frozenset({"linears.quantized"})
@@ -77,7 +79,11 @@ class QuantizeWeights:
         spec = site.scheme.weight
         outliers = site.nodes[0].meta.get("outliers")
         value = prog.value(site.fqn)
-        solved = solve(value.float(), spec, self.hessian(site.fqn), skip=outliers, name=site.fqn)
+        key = (site.fqn, tuple(step.formula for step in prog.derived(site.fqn)))
+        solved = self.cache.get(key)
+        if solved is None:
+            solved = solve(value.float(), spec, self.hessian(site.fqn), skip=outliers, name=site.fqn)
+            self.cache[key] = solved
         self.done(site.fqn, solved, _error(value, solved, outliers), time.perf_counter() - start)
         prog.solved[site.fqn] = solved
         bits = 4 if spec.bits <= 4 else 8

@@ -111,6 +111,8 @@ class RaiseOps:
         with prog.graph.inserting_before(site.node):
             new = prog.graph.call_function(site.norm, (x, site.eps))
             copy_meta(new, site.node, self.name, 0)
+            if site.gain is not None and site.gain.op == "get_attr":
+                new.meta["gain"] = str(site.gain.target)
             for word, operand in (("mul", site.gain), ("add", site.bias)):
                 if operand is not None:
                     new = prog.graph.call_method(word, (new, operand))

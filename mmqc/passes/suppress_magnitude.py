@@ -55,6 +55,11 @@ class SuppressMagnitude:
             x = operands(node)["input"]
             if "scheme" not in node.meta or kind(x) != "hadamard":
                 continue
+            if prog.fragment and prog.is_quantized(weight_of(node)):
+                known = torch.tensor(prog.statistics["linears"][weight_of(node)]["outliers"], dtype=torch.long)  # type: ignore[index]
+                if known.numel():
+                    yield Site(node, known, 1.0)
+                continue
             after = prog.value(weight_of(node)).double()
             factors = [prog.weights[str(f.target)].to(after) for f in x.args[1]]
             before = apply_factors(after, [f.t() for f in factors])
@@ -73,4 +78,4 @@ def weight_without(weight: Tensor, outliers: Tensor | None) -> Tensor:
     """The weight with the suppressed columns set to zero."""
     if outliers is None:
         return weight
-    return weight.index_fill(1, outliers.to(weight.device), torch.zeros((), dtype=weight.dtype).item())
+    return weight.index_fill(1, outliers.to(weight.device), 0)

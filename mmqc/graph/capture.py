@@ -1,0 +1,132 @@
+"""Dynamo's graphs as programs, and programs as graph modules for Inductor.
+
+Dynamo hands parameters over as placeholders.  Their values are the model's own tensors, so each is found by identity in
+the outermost module on the call stack, which also gives it its name; it becomes a ``get_attr`` as in a recording.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from .program import Program
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A fragment as a program; which of Dynamo's arguments its placeholders are, and which are parameters."""
+
+    program: Program
+    arguments: list[int]
+    parameters: list[int]
+
+
+def calling_modules() -> Iterator[nn.Module]:
+    """The modules whose methods are on the Python stack, innermost first."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, nn.Module):
+            yield owner
+        frame = frame.f_back  # type: ignore[assignment]
+
+
+def outermost_module() -> nn.Module | None:
+    """The model that is being called: compilation runs inside its call."""
+    found = None
+    for module in calling_modules():
+        found = module
+    return getattr(found, "_orig_mod", found)
+
+
+def from_dynamo(gm: fx.GraphModule, example_inputs: Sequence[Any], model: nn.Module) -> Captured:
+    """The graph as a program; parameters of ``model`` become ``get_attr`` nodes under their FQNs."""
+    named = {}
+    for name, tensor in model.named_parameters(remove_duplicate=False):
+        named.setdefault(id(tensor), []).append(name)
+    graph, weights, inputs = fx.Graph(), {}, []
+    arguments: list[int] = []
+    parameters: list[int] = []
+    values: dict[fx.Node, Any] = {}
+    examples = iter(enumerate(example_inputs))
+    for node in gm.graph.nodes:
+        if node.op == "placeholder":
+            position, example = next(examples)
+            names = named.get(id(example))
+            if names:
+                name = _name_for(node, names)
+                weights[name] = example
+                new = graph.get_attr(name)
+                parameters.append(position)
+            else:
+                new = graph.placeholder(node.target)
+                inputs.append(_plain(example))
+                arguments.append(position)
+            new.meta.update(node.meta)
+            values[node] = new
+        elif node.op == "get_attr":
+            name = str(node.target)
+            weights[name] = _attribute(gm, name)
+            values[node] = graph.get_attr(name)
+        else:
+            values[node] = graph.node_copy(node, values.__getitem__)
+    prog = Program(graph, weights, inputs, fragment=True)
+    return Captured(prog, arguments, parameters)
+
+
+def _name_for(node: fx.Node, names: list[str]) -> str:
+    """A tensor that several modules share goes by the name of the one that uses it: a linear's, or an embedding's."""
+    for user in node.users:
+        stack = user.meta.get("nn_module_stack") or {}
+        for path, _ in reversed(list(stack.values())):
+            plain = re.sub(r"L\['self'\]\.?|_modules\['([^']*)'\]", r"\1", str(path)).strip(".")
+            for name in names:
+                owner = name.rpartition(".")[0]
+                if plain and (owner == plain or owner.endswith(f".{plain}") or plain.endswith(f".{owner}")):
+                    return name
+    return names[0]
+
+
+def _plain(example: Any) -> Any:
+    if isinstance(example, torch.SymInt):
+        return int(example.node.hint)
+    return example.detach() if isinstance(example, Tensor) else example
+
+
+def _attribute(gm: nn.Module, path: str) -> Any:
+    value: Any = gm
+    for part in path.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def to_graph_module(prog: Program) -> tuple[fx.GraphModule, list[str]]:
+    """The program with its weights as further inputs, for Inductor, and their names in order.
+
+    Inputs, not buffers: Dynamo runs one graph for all blocks of a model, each call with another block's parameters.
+    """
+    graph = fx.Graph()
+    known: dict[fx.Node, fx.Node] = {}
+    for node in prog.graph.nodes:
+        if node.op == "placeholder":
+            known[node] = graph.node_copy(node)
+    names = list(dict.fromkeys(str(n.target) for n in prog.graph.nodes if n.op == "get_attr"))
+    taken = {name: graph.placeholder("w_" + re.sub(r"\W", "_", name)) for name in names}
+    for node in prog.graph.nodes:
+        if node.op == "get_attr":
+            known[node] = taken[str(node.target)]
+        elif node.op != "placeholder":
+            known[node] = graph.node_copy(node, known.__getitem__)
+    return fx.GraphModule(nn.Module(), graph), names
+
+
+def static_examples(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Stand-ins for further inputs of a graph that Dynamo is compiling, with sizes that never become dynamic."""
+    mode = torch._guards.detect_fake_mode()
+    return [mode.from_tensor(t, static_shapes=True) for t in tensors] if mode is not None else list(tensors)

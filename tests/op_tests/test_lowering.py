@@ -1,0 +1,134 @@
+"""Compiled equals eager, op by op, and the kernels are the intended ones."""
+
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+import torch
+from tolerance import close
+
+from mmqc.backend import GraphRecord, backend, collect_records
+from mmqc.ops import integer_matmul
+from mmqc.ops.pack import pack_int4
+from mmqc.ops.rotate import random_hadamard
+
+ops = torch.ops.mmqc
+Compiled = Callable[..., tuple[torch.Tensor, ...]]
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo() -> None:
+    torch._dynamo.reset()
+
+
+def compile_once(function: Compiled, *args: torch.Tensor, dynamic: bool | None = None) -> tuple[Compiled, GraphRecord]:
+    """The compiled function, after one call whose results equal the eager ones, and its record."""
+    compiled = torch.compile(function, backend=backend, dynamic=dynamic, fullgraph=True)
+    with collect_records() as records, torch.no_grad():
+        got = compiled(*args)
+    for actual, expected in zip(got, function(*args), strict=True):
+        assert actual.dtype == expected.dtype
+        close(actual, expected) if actual.is_floating_point() else torch.testing.assert_close(actual, expected)
+    (record,) = records
+    return compiled, record
+
+
+def test_lower_quantize__fuses_with_the_norm_in_front_of_it() -> None:
+    s2, visual = torch.tensor([0.02, 0.05]), torch.rand(2, 9) > 0.5
+
+    def function(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y = torch.nn.functional.rms_norm(x, (100,))
+        return ops.quantize(y, s2, visual, 8), ops.quantize(y, s2[:1], None, 4), ops.quantize(x, s2[1:], None, 8)
+
+    _, record = compile_once(function, torch.randn(2, 9, 100))
+    assert len(record.kernels) == 1
+    assert record.kernels[0].startswith("cpp_fused_")
+    assert record.ops == Counter(quantize=3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_lower_scaled_matmul__int_mm_and_a_fused_epilogue(dtype: torch.dtype) -> None:
+    w8 = torch.randint(-128, 128, (63, 100), dtype=torch.int8)
+    even, odd = torch.randint(-8, 8, (24, 64), dtype=torch.int8), torch.randint(-8, 8, (17, 63), dtype=torch.int8)
+    s1, s2, visual = torch.tensor([0.02]), torch.tensor([0.02, 0.05]), torch.rand(2, 9) > 0.5
+    bias, packed = torch.randn(63), [pack_int4(even), pack_int4(odd)]
+
+    def function(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y = ops.scaled_matmul(ops.quantize(x, s2, visual, 8), w8, s2, torch.rand(63) * 0 + 0.01, bias, visual, 8, dtype)
+        y_q = ops.quantize(torch.nn.functional.silu(y), s1, None, 8)
+        z = ops.scaled_matmul(y_q, packed[1], s1, torch.ones(17), None, None, 4, dtype)
+        u = ops.scaled_matmul(ops.quantize(x[..., :64], s1, None, 8), packed[0], s1, torch.ones(24), None, None, 4, dtype)
+        return y, z, u
+
+    _, record = compile_once(function, torch.randn(2, 9, 100).to(dtype))
+    assert record.kernels.count("extern _int_mm") == 3
+    assert not any(name.startswith("extern") and "_int_mm" not in name for name in record.kernels)
+    assert record.fallbacks == []
+
+
+def test_lower_scaled_matmul__fallback_is_exact_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    w = torch.randint(-128, 128, (9, 33), dtype=torch.int8)
+
+    def function(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (ops.scaled_matmul(x, w, torch.ones(1), torch.ones(9), None, None, 8, torch.float32),)
+
+    monkeypatch.setattr(integer_matmul, "cpu_int_mm_is_exact", lambda: False)
+    with torch._inductor.config.patch(force_disable_caches=True):
+        _, record = compile_once(function, torch.randint(-128, 128, (5, 33), dtype=torch.int8))
+    ((op, reason),) = record.fallbacks
+    assert op.startswith("scaled_matmul")
+    assert "saturates" in reason
+    assert "extern _int_mm" not in record.kernels
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_lower_weight_only_matmul__all_storages(dtype: torch.dtype) -> None:
+    w8, w4 = torch.randint(-128, 128, (63, 100), dtype=torch.int8), torch.randint(-8, 8, (17, 63), dtype=torch.int8)
+    scale8, scale4, bias, packed = torch.rand(63) * 0.01, torch.rand(17, 4), torch.randn(63), pack_int4(w4)
+
+    def function(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y = ops.weight_only_matmul(x, w8, scale8, bias, 8, 0)
+        return y, ops.weight_only_matmul(torch.ones_like(y), packed, scale4, None, 4, 16)
+
+    _, record = compile_once(function, torch.randn(2, 5, 100).to(dtype))
+    assert record.ops == Counter(weight_only_matmul=2)
+
+
+def test_lower_quantize__low_precision_input() -> None:
+    s1 = torch.tensor([0.02])
+    compile_once(lambda x: (ops.quantize(x, s1, None, 8),), torch.randn(3, 100, dtype=torch.bfloat16))
+
+
+def test_lower_hadamard__rotate_and_tag_modality() -> None:
+    factors, signs = random_hadamard(240, 1)
+    low, flat = [f.float() for f in factors], [f.float() for f in random_hadamard(64, 1)[0]]
+    visual = torch.ones(4, 7, dtype=torch.bool)
+
+    def function(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        tagged = ops.tag_modality(x, visual)
+        turned = ops.rotate(tagged, low, signs, False)
+        return (
+            ops.hadamard(tagged, low), turned, ops.rotate(turned, low, signs, True), ops.hadamard(x[..., :64], flat),
+            ops.hadamard(x.bfloat16(), low), ops.hadamard(x.double(), factors),
+        )  # fmt: skip
+
+    _, record = compile_once(function, torch.randn(4, 7, 240))
+    assert "extern mm" in record.kernels
+
+
+def test_lowerings__dynamic_rows_compile_once() -> None:
+    factors = [f.float() for f in random_hadamard(96, 1)[0]]
+    w, packed = torch.randint(-128, 128, (96, 96), dtype=torch.int8), pack_int4(torch.randint(-8, 8, (8, 96), dtype=torch.int8))
+    s2 = torch.tensor([0.02, 0.05])
+
+    def function(x: torch.Tensor, visual: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y = ops.scaled_matmul(ops.quantize(x, s2, visual, 8), w, s2, torch.ones(96) * 1e-3, None, visual, 8, torch.float32)
+        return (ops.weight_only_matmul(ops.hadamard(y, factors), packed, torch.ones(8), None, 4, 0),)
+
+    compiled, record = compile_once(function, torch.randn(4, 9, 96), torch.rand(4, 9) > 0.5, dynamic=True)
+    assert record.kernels.count("extern _int_mm") == 1
+    with collect_records() as more, torch.no_grad():
+        for batch, length in ((3, 17), (2, 63), (5, 257)):
+            args = torch.randn(batch, length, 96), torch.rand(batch, length) > 0.5
+            close(compiled(*args)[0], function(*args)[0])
+    assert more == []

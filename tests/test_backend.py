@@ -1,0 +1,259 @@
+import copy
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from quantized_vlm import quantized_vlm
+from tolerance import close
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+from mmqc.backend import GraphRecord, backend, collect_records
+from mmqc.modality import ModalityContext
+from mmqc.modules import QuantLinear, RMSNorm
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def linear(n: int, k: int, scales: int = 1, **more: Any) -> QuantLinear:
+    codes = torch.randint(-128, 128, (n, k), dtype=torch.int8)
+    return QuantLinear.from_parts(
+        codes, torch.rand(n) * 0.01, weight_bits=8, activation_bits=8, bias=torch.randn(n), input_scale=torch.tensor([0.03, 0.1][:scales]), **more
+    )
+
+
+class Block(nn.Module):
+    """Embedding, norm, gated MLP: two scales in front, an online Hadamard behind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm = nn.Embedding(50, 64), RMSNorm(64)
+        self.up, self.down = linear(96, 64, 2), linear(64, 96, hadamard=True)
+        self.up.modality = ModalityContext.attach(self, (7, 8))
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(input_ids)
+        return x + self.down(torch.nn.functional.silu(self.up(self.norm(x))))
+
+
+def ids(batch: int, length: int) -> torch.Tensor:
+    return torch.randint(0, 20, (batch, length))
+
+
+def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    return ((actual - expected).norm() / expected.norm()).item()
+
+
+def count_graphs(model: nn.Module, inputs: dict[str, Any]) -> tuple[int, set[str]]:
+    """(graphs, functions that broke) of one call, without compiling any."""
+    torch._dynamo.reset()
+    with torch.no_grad():
+        explanation = torch._dynamo.explain(model.forward)(**inputs)
+    return explanation.graph_count, {str(reason.user_stack[-1].name) for reason in explanation.break_reasons}
+
+
+# --- what becomes of a graph ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wrap", [lambda m: m.compile(backend=backend) or m, lambda m: torch.compile(m, backend=backend)])
+@pytest.mark.parametrize("grad", [False, True])
+def test_backend__compiled_equals_eager(wrap: Callable[[nn.Module], nn.Module], grad: bool) -> None:
+    model = Block()
+    compiled = wrap(copy.deepcopy(model))
+    with torch.set_grad_enabled(grad), collect_records() as records:
+        for length in (9, 12, 17):
+            batch = ids(2, length)
+            close(compiled(batch), model(batch))
+        known = len(records)
+        close(compiled(batch := ids(3, 33)), model(batch))
+        close(compiled(batch := ids(3, 21)), model(batch))
+    quantized = [r for r in records if r.quantized]
+    assert len(quantized) <= 3, "one static graph, one for each axis that turned out dynamic"
+    assert len(records) - known <= 2
+    assert all(r.how == "mmqc" and r.kernels.count("extern _int_mm") == 2 for r in quantized)
+    assert {r.how for r in records if not r.quantized} <= {"eager"}
+
+
+def test_backend__gradient_reaches_the_embedding_past_quantized_layers() -> None:
+    model = Block()
+    compiled = torch.compile(copy.deepcopy(model), backend=backend)
+    batch = ids(2, 9)
+    model(batch).sum().backward()
+    compiled(batch).sum().backward()
+    close(compiled.embed.weight.grad, model.embed.weight.grad)
+
+
+def test_backend__record_of_a_quantized_graph() -> None:
+    model = Block()
+    model.compile(backend=backend)
+    with torch.no_grad(), collect_records() as records:
+        model(ids(2, 9))
+    (record,) = [r for r in records if r.quantized]
+    assert record.ops == {"quantize": 2, "scaled_matmul": 2, "hadamard": 1}
+    assert any(k.startswith("cpp_fused") and "quantize" in k for k in record.kernels)
+    assert record.compile_seconds > 0
+    assert record.fallbacks == []
+    assert [r.index for r in records] == list(range(len(records)))
+    assert "extern _int_mm" in str(record)
+
+
+def test_backend__cached_compilation_has_the_same_record() -> None:
+    model, batch = Block(), ids(2, 9)
+
+    def record() -> GraphRecord:
+        torch._dynamo.reset()
+        with torch.no_grad(), collect_records() as records:
+            torch.compile(model, backend=backend)(batch)
+        return next(r for r in records if r.quantized)
+
+    first, second = record(), record()
+    assert (first.kernels, first.ops, first.fallbacks) == (second.kernels, second.ops, second.fallbacks)
+
+
+def test_backend__glue_runs_as_it_is() -> None:
+    compiled = torch.compile(lambda x: (x + 1).relu().cumsum(0), backend=backend)
+    with collect_records() as (records):
+        assert compiled(torch.zeros(3)).tolist() == [1, 2, 3]
+    assert [(r.how, r.kernels, r.quantized) for r in records] == [("eager", [], False)]
+
+
+@pytest.mark.parametrize("function", [
+    lambda x: x @ x, lambda x: torch.nn.functional.linear(x, x), lambda x: x.matmul(x),
+    lambda x: torch.nn.functional.scaled_dot_product_attention(x[None], x[None], x[None]),
+])  # fmt: skip
+def test_backend__heavy_float_graphs_go_to_inductor(function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    x = torch.randn(8, 8)
+    with collect_records() as records:
+        close(torch.compile(function, backend=backend)(x), function(x))
+    assert [(r.how, r.quantized) for r in records] == [("inductor", False)]
+    assert records[0].kernels
+
+
+def test_collect_records__nests_and_belongs_to_its_thread() -> None:
+    seen: list[int] = []
+
+    def other() -> None:
+        with collect_records() as records:
+            torch.compile(lambda x: x + 2, backend=backend)(torch.zeros(3))
+        seen.append(len(records))
+
+    with collect_records() as outer:
+        torch.compile(lambda x: x + 1, backend=backend)(torch.zeros(3))
+        with collect_records() as inner:
+            torch.compile(lambda x: x + 3, backend=backend)(torch.zeros(3))
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+    torch.compile(lambda x: x + 4, backend=backend)(torch.zeros(3))
+    assert (len(outer), len(inner), seen) == (2, 1, [1])
+
+
+# --- options ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arguments", [
+    {"mode": "default"}, {"mode": "reduce-overhead"}, {"mode": "max-autotune-no-cudagraphs"},
+    {"options": {"mode": "max-autotune", "token_order": "sequence", "epilogue_fusion": True}},
+    {"options": {"token_order": "auto", "cpp.simdlen": 256}},
+])  # fmt: skip
+def test_backend__modes_and_options_are_accepted(arguments: dict[str, Any]) -> None:
+    layer, x = linear(16, 32), torch.randn(5, 32)
+    with torch.no_grad():
+        close(torch.compile(layer, backend=backend, **arguments)(x), layer(x))
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    ({"token_order": "modality"}, "not available yet"),
+    ({"token_order": "random"}, 'allowed: "sequence", "auto"'),
+    ({"no_such_key": 1}, r"unknown option 'no_such_key'.*valid keys: config, mode, token_order.*max_autotune"),
+    ({"mode": "fastest"}, "mode = 'fastest' is unknown"),
+])  # fmt: skip
+def test_backend__refuses_options(options: dict[str, Any], message: str) -> None:
+    layer = linear(16, 32)
+    with pytest.raises(Exception, match=message):
+        torch.compile(layer, backend=backend, options=options)(torch.randn(5, 32))
+
+
+# --- discovery --------------------------------------------------------------------------------------------------------
+
+
+def test_discovery__found_by_name_without_importing_dynamo() -> None:
+    script = (
+        "import sys, torch, mmqc\n"
+        "assert 'torch._dynamo' not in sys.modules and 'torch._inductor' not in sys.modules\n"
+        "assert torch.compile(lambda x: x + 1, backend='mmqc')(torch.zeros(2)).tolist() == [1, 1]\n"
+        "assert 'torch._inductor.compile_fx' not in sys.modules, 'glue needs no Inductor'\n"
+        "assert 'mmqc' in torch.compiler.list_backends()\n"
+    )
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, "-c", script], check=True, env=env, cwd=ROOT.anchor)
+
+
+def test_discovery__after_dynamo_has_read_the_entry_points() -> None:
+    script = "import torch, torch._dynamo; torch._dynamo.list_backends(); import mmqc; assert 'mmqc' in torch._dynamo.list_backends()"
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, "-c", script], check=True, env=env, cwd=ROOT.anchor)
+
+
+# --- a vision-language model ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def vlm() -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    torch.manual_seed(0)
+    return quantized_vlm()
+
+
+def test_backend__vlm_compiled_equals_eager_and_runs_integers(vlm: tuple[nn.Module, dict[str, torch.Tensor]]) -> None:
+    model, inputs = vlm
+    shapes = {(m.out_features, m.in_features) for m in model.modules() if isinstance(m, QuantLinear)}
+    compiled = copy.deepcopy(model)
+    compiled.compile(backend=backend)
+    with torch.no_grad(), collect_records() as records:
+        compiled(**inputs)
+        with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as run:
+            logits = compiled(**inputs).logits
+        expected = model(**inputs).logits
+    assert relative_error(logits, expected) < 1e-3
+    assert torch.equal(logits.argmax(-1), expected.argmax(-1))
+    assert sum(r.ops["scaled_matmul"] for r in records) <= sum("_int_mm" in e.name for e in run.events())
+    floats = {"aten::mm", "aten::addmm", "aten::bmm", "mkl::_mkl_linear", "mkldnn::_linear_pointwise"}
+    operands = [tuple(s) for e in run.events() if e.name in floats for s in e.input_shapes if s and len(s) == 2]
+    assert not [s for s in operands if s in shapes or s[::-1] in shapes]
+
+
+def test_backend__vlm_breaks_no_more_than_the_float_model(vlm: tuple[nn.Module, dict[str, torch.Tensor]]) -> None:
+    from models import tiny_qwen2_vl
+
+    model, inputs = vlm
+    plain, _ = tiny_qwen2_vl()
+    model.get_submodule("model.language_model.layers.0.mlp.down_proj").modality.text_only = True
+    try:
+        assert count_graphs(model, inputs) == count_graphs(plain, inputs)
+    finally:
+        model.get_submodule("model.language_model.layers.0.mlp.down_proj").modality.text_only = False
+
+
+@pytest.mark.parametrize("how", [{"max_new_tokens": 6}, {"max_new_tokens": 3, "num_beams": 2}])
+def test_backend__vlm_generates_the_same_tokens(vlm: tuple[nn.Module, dict[str, torch.Tensor]], how: dict[str, int]) -> None:
+    model, inputs = vlm
+    compiled = copy.deepcopy(model)
+    compiled.compile(backend=backend)
+    expected = model.generate(**inputs, do_sample=False, **how)
+    assert torch.equal(compiled.generate(**inputs, do_sample=False, **how), expected)
+    with collect_records() as records:
+        assert torch.equal(compiled.generate(**inputs, do_sample=False, **how), expected)
+    assert [r for r in records if r.how != "eager"] == [], "the second call compiles nothing"

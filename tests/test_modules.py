@@ -1,0 +1,148 @@
+import copy
+
+import pytest
+import torch
+from tolerance import close
+from torch import nn
+
+from mmqc.modality import ModalityContext
+from mmqc.modules import HadamardLinear, QuantLinear, RMSNorm, rebuild_factors
+from mmqc.ops.hadamard import hadamard_factors
+
+N, K = 24, 60
+
+
+def parts(bits: int, *, outliers: int = 0) -> dict[str, torch.Tensor]:
+    g = torch.Generator().manual_seed(bits)
+    top = 2 ** (bits - 1)
+    codes = torch.randint(-top, top, (N, K), dtype=torch.int8, generator=g)
+    made = {"codes": codes, "weight_scale": torch.rand(N, generator=g) * 0.1, "bias": torch.randn(N, generator=g)}
+    if outliers:
+        made["outlier_index"] = torch.randperm(K, generator=g)[:outliers]
+        codes[:, made["outlier_index"]] = 0
+        made["outlier_weight"] = torch.randn(N, outliers, generator=g)
+    return made
+
+
+def dense(factors: list[torch.Tensor]) -> torch.Tensor:
+    matrix = torch.ones(1, 1, dtype=torch.float64)
+    for factor in factors:
+        matrix = torch.kron(matrix, factor)
+    return matrix
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("hadamard", [False, True])
+@pytest.mark.parametrize("outliers", [0, 2])
+def test_quant_linear__is_fake_quantization(bits: int, hadamard: bool, outliers: int) -> None:
+    p = parts(bits, outliers=outliers)
+    scale = torch.tensor([0.03])
+    linear = QuantLinear.from_parts(**p, weight_bits=bits, activation_bits=8, input_scale=scale, hadamard=hadamard)
+    x = torch.randn(2, 5, K)
+    rotated = (x.double() @ dense(hadamard_factors(K)).T).float() if hadamard else x
+    q = torch.clamp(torch.round(rotated / scale), -128, 127)
+    assert torch.equal(torch.ops.mmqc.quantize(linear.rotated(x), scale, None, 8), q.to(torch.int8))
+    w = p["codes"].double() * p["weight_scale"].double()[:, None]
+    expected = (q.double() * scale.double()) @ w.T + p["bias"].double()
+    if outliers:
+        expected += rotated.double()[..., p["outlier_index"]] @ p["outlier_weight"].double().T
+    close(linear(x), expected)
+
+
+@pytest.mark.parametrize("group", [0, 16])
+def test_quant_linear__weight_only(group: int) -> None:
+    p = parts(4)
+    if group:
+        p["weight_scale"] = torch.rand(N, -(-K // group))
+    linear = QuantLinear.from_parts(**p, weight_bits=4, group_size=group)
+    s = p["weight_scale"].repeat_interleave(group, 1)[:, :K] if group else p["weight_scale"][:, None]
+    x = torch.randn(2, 5, K)
+    close(linear(x), x.double() @ (p["codes"].double() * s.double()).T + p["bias"].double())
+    assert torch.equal(linear.codes(), p["codes"])
+
+
+def test_quant_linear__state_is_plain_buffers_and_loads() -> None:
+    p = parts(4, outliers=2)
+    linear = QuantLinear.from_parts(**p, weight_bits=4, activation_bits=8, input_scale=torch.ones(2), hadamard=True)
+    state = linear.state_dict()
+    assert {k: (v.dtype, tuple(v.shape)) for k, v in state.items()} == {
+        "weight": (torch.uint8, (N, K // 2)), "weight_scale": (torch.float32, (N,)), "bias": (torch.float32, (N,)),
+        "input_scale": (torch.float32, (2,)), "outlier_index": (torch.int64, (2,)), "outlier_weight": (torch.float32, (N, 2)),
+    }  # fmt: skip
+    spec = {"weight_bits": 4, "activation_bits": 8, "bias": True, "input_scales": 2, "outliers": 2, "hadamard": True}
+    for device in ("cpu", "meta"):
+        again = QuantLinear.empty(K, N, **spec, device=device)
+        again.load_state_dict(state, assign=True)
+        linear.modality = again.modality = ModalityContext()
+        linear.modality.text_only = True
+        x = torch.randn(3, K)
+        assert torch.equal(again(x), linear(x))
+    with torch.device("meta"):
+        assert QuantLinear.empty(K, N, **spec).weight.device.type == "meta"
+
+
+def test_quant_linear__repr() -> None:
+    linear = QuantLinear.empty(K, N, weight_bits=4, activation_bits=8, input_scales=2, outliers=1, hadamard=True)
+    assert repr(linear) == f"QuantLinear({K}, {N}, W4A8, bias=False, input_scales=2, hadamard=True, outliers=1)"
+    assert repr(QuantLinear.empty(K, N, weight_bits=4, group_size=32)) == f"QuantLinear({K}, {N}, W4A16-g32, bias=False)"
+
+
+@pytest.mark.parametrize(("spec", "message"), [
+    ({"weight_bits": 9}, "weight_bits = 9"),
+    ({"weight_bits": 8, "activation_bits": 16, "input_scales": 1}, "activation_bits = 16"),
+    ({"weight_bits": 4, "activation_bits": 8, "group_size": 32, "input_scales": 1}, "group_size = 32"),
+    ({"weight_bits": 8, "activation_bits": 8}, "a static linear has input_scale"),
+    ({"weight_bits": 8, "input_scales": 1}, "a static linear has input_scale"),
+])  # fmt: skip
+def test_quant_linear__refuses(spec: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        QuantLinear.empty(K, N, **spec)
+
+
+def test_quant_linear__scales_survive_a_change_of_dtype() -> None:
+    linear = QuantLinear.from_parts(**parts(8), weight_bits=8, activation_bits=8, input_scale=torch.tensor([0.0301]), hadamard=True)
+    before = copy.deepcopy(linear)
+    linear.bfloat16()
+    assert linear.bias.dtype == torch.bfloat16
+    for name in ("weight", "weight_scale", "input_scale", "factor_0"):
+        assert torch.equal(getattr(linear, name), getattr(before, name)), name
+    assert linear(torch.randn(3, K).bfloat16()).dtype == torch.bfloat16
+
+
+def test_quant_linear__two_scales_need_a_context() -> None:
+    linear = QuantLinear.from_parts(**parts(8), weight_bits=8, activation_bits=8, input_scale=torch.ones(2))
+    with pytest.raises(RuntimeError, match="no ModalityContext"):
+        linear(torch.randn(1, 3, K))
+
+
+def test_hadamard_linear__computes_the_same_function_in_float64() -> None:
+    linear = nn.Linear(K, N).double()
+    H = dense(hadamard_factors(K))
+    x = torch.randn(5, K, dtype=torch.float64)
+    rotated = HadamardLinear.from_parts(linear.weight.detach() @ H.T, linear.bias.detach())
+    close(rotated(x), linear(x))
+    assert rotated.state_dict().keys() == linear.state_dict().keys()
+    close(rotated.float().double()(x), linear(x), torch.float32)
+    assert rotated.factor_0.dtype == torch.float64
+    close(rotated.factor_0, hadamard_factors(K)[0])
+
+
+def test_hadamard_linear__factors_are_rebuilt_after_to_empty() -> None:
+    linear = HadamardLinear(K, N, device="meta")
+    assert linear.factor_0.device.type == "meta"
+    linear.to_empty(device="cpu")
+    linear.factor_0.fill_(float("nan"))
+    rebuild_factors(linear)
+    close(linear.factor_0, hadamard_factors(K)[0], torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("gain", [False, True])
+def test_rms_norm__is_torchs(dtype: torch.dtype, gain: bool) -> None:
+    weight = torch.rand(33).to(dtype) if gain else None
+    x = torch.randn(2, 5, 33).to(dtype)
+    norm = RMSNorm(33, eps=1e-5, weight=weight)
+    wide = torch.nn.functional.rms_norm(x.double(), (33,), None if weight is None else weight.double(), 1e-5)
+    assert norm(x).dtype == dtype
+    close(norm(x), wide)
+    assert list(norm.state_dict()) == (["weight"] if gain else [])
