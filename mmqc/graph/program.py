@@ -123,11 +123,11 @@ class Program:
 
     def value(self, name: str) -> Tensor:
         """The weight as it stands now, in its stored dtype; derived steps run in float64."""
-        base = self.weights[name]
+        base = self.weights[name].detach()
         steps = self.derived(name)
         if not steps:
             return base
-        value = base.detach().double()
+        value = base.double()
         for step in steps:
             value = step.compute(value)
         return value.to(base.dtype)

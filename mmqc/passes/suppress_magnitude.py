@@ -73,9 +73,3 @@ class SuppressMagnitude:
         """Note it on the node."""
         site.node.meta["outliers"] = site.outliers
 
-
-def weight_without(weight: Tensor, outliers: Tensor | None) -> Tensor:
-    """The weight with the suppressed columns set to zero."""
-    if outliers is None:
-        return weight
-    return weight.index_fill(1, outliers.to(weight.device), 0)

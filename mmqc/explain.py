@@ -1,0 +1,127 @@
+"""``explain``: what the compiler does with a model and one batch: passes, graphs, kernels, fallbacks, breaks."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from .backend import GraphRecord, backend, collect_records
+from .graph.text import text_diff
+
+
+@dataclass
+class PassNote:
+    """What one pass did, when and to which graph.
+
+    Attributes:
+        name: of the pass.
+        where: ``quantize_`` (the whole model, recorded) or ``graph N`` (at compile time).
+        exact: whether the pass leaves the computed function unchanged.
+        sites: what was rewritten, in words.
+        refusals: what was left alone, and why.
+        diff: changed lines of the program, where the pass ran just now.
+    """
+
+    name: str
+    where: str
+    exact: bool
+    sites: list[str]
+    refusals: list[str]
+    diff: str = ""
+
+    def __str__(self) -> str:
+        tier = "exact" if self.exact else "changes numerics"
+        lines = [f"{self.where:10s} {self.name:20s} {tier:16s} {len(self.sites)} sites, {len(self.refusals)} refused"]
+        lines += [f"    refused  {reason}" for reason in self.refusals]
+        return "\n".join(lines)
+
+
+@dataclass
+class Explanation:
+    """The answer of ``explain``; ``str()`` of it is for reading.
+
+    Attributes:
+        graphs: one record per graph that Dynamo handed to the backend, in order.
+        passes: what ``quantize_`` did to this model, then what the backend did to each graph.
+        breaks: reasons for graph breaks and how often.
+    """
+
+    graphs: list[GraphRecord] = field(default_factory=list)
+    passes: list[PassNote] = field(default_factory=list)
+    breaks: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def quantized_graphs(self) -> int:
+        """How many graphs hold quantized work."""
+        return sum(g.quantized for g in self.graphs)
+
+    @property
+    def kernels(self) -> dict[str, int]:
+        """Kernels that the compiled code calls, and how often."""
+        return dict(Counter(k for g in self.graphs for k in g.kernels))
+
+    @property
+    def fallbacks(self) -> list[tuple[int, str, str]]:
+        """(graph, op, reason) wherever an op did not get its kernel."""
+        return [(g.index, op, reason) for g in self.graphs for op, reason in g.fallbacks]
+
+    def __str__(self) -> str:
+        how = Counter(g.how for g in self.graphs)
+        head = f"{len(self.graphs)} graphs: {how['mmqc']} quantized, {how['inductor']} by Inductor as they are, {how['eager']} glue run as they are"
+        parts = [head]
+        if self.passes:
+            parts.append("passes\n" + "\n".join(map(str, self.passes)))
+        parts.append("graphs\n" + "\n".join(str(g) for g in self.graphs if g.how != "eager"))
+        fallbacks = "\n".join(f"  graph {i} {op}: {reason}" for i, op, reason in self.fallbacks) or "  none"
+        parts.append(f"fallbacks\n{fallbacks}")
+        if self.breaks:
+            parts.append("graph breaks\n" + "\n".join(f"  {n} x {reason}" for reason, n in self.breaks.items()))
+        return "\n\n".join(parts)
+
+
+@torch.no_grad()
+def explain(model: nn.Module, inputs: Mapping[str, Any], *, options: Mapping[str, Any] | None = None) -> Explanation:
+    """Compile ``model`` for ``inputs`` and tell what happened; the model and its own compiled code are left alone.
+
+    Args:
+        model: quantized or not.
+        inputs: one keyword batch.
+        options: as for ``torch.compile(model, backend="mmqc", options=...)``.
+
+    Returns:
+        Passes (those of ``quantize_`` included: the record travels with the model), graphs, kernels, fallbacks, breaks.
+    """
+    # A backend object of its own: Dynamo reuses code only for the same backend, so every graph is compiled, and recorded, now.
+    fresh = functools.partial(backend, options=options)
+    counters = torch._dynamo.utils.counters
+    before = Counter(counters["graph_break"])
+    implementation, model._compiled_call_impl = getattr(model, "_compiled_call_impl", None), None
+    try:
+        with collect_records() as graphs:
+            torch.compile(model, backend=fresh)(**inputs)
+    finally:
+        model._compiled_call_impl = implementation
+    breaks = Counter(counters["graph_break"]) - before
+    passes = [*_recorded(model), *(note for g in graphs for note in _notes(g))]
+    return Explanation(graphs, passes, {str(r).strip().splitlines()[0]: n for r, n in breaks.items()})
+
+
+def _recorded(model: nn.Module) -> list[PassNote]:
+    """What ``quantize_`` left in the model's config."""
+    quantization = getattr(getattr(model, "config", None), "quantization_config", None)
+    record = getattr(quantization, "record", None) or {}
+    return [PassNote(p["name"], "quantize_", p["exact"], p["sites"], p["misses"]) for p in record.get("passes", ())]
+
+
+def _notes(graph: GraphRecord) -> list[PassNote]:
+    return [
+        PassNote(r.name, f"graph {graph.index}", r.exact, r.sites, [str(m) for m in r.misses], text_diff(r.before, r.after))
+        for r in graph.passes
+        if r.sites or r.misses
+    ]
