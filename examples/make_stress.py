@@ -50,6 +50,8 @@ class Observer:
             self.largest[name][part] = largest.maximum(self.largest[name].get(part, largest))
 
     def _norm(self, name: str, x: torch.Tensor) -> None:
+        if name.endswith("layers.0.input_layernorm"):
+            self._linear("language_model (its input)", x)
         for part, rows in self._parts(name, x).items():
             rows = rows - rows.mean(-1, keepdim=True) if "visual" in name else rows
             rows = rows / rows.pow(2).mean(-1, keepdim=True).sqrt()
@@ -65,15 +67,22 @@ class Observer:
             handle.remove()
         return self
 
-    def rms(self, name: str, part: str) -> torch.Tensor:
-        return self.largest[name][part]
 
-
-def principal_axes(seen: Observer, tower: str, count: int) -> torch.Tensor:
-    """The axes that hold most of the visual tokens' energy (in the decoder: more than the text tokens' energy)."""
-    sites = [m for name, m in seen.moment.items() if tower in name and "language_model.norm" not in name]
-    total = sum(m["visual"] - m.get("text", 0 * m["visual"]) for m in sites)
+def principal_axes(seen: Observer, count: int) -> torch.Tensor:
+    """The axes of the vision stream, as its norms see it, that hold most energy."""
+    total = sum(m["visual"] for name, m in seen.moment.items() if "visual" in name)
     return torch.linalg.eigh(total).eigenvectors[:, -count:].flip(1).T.contiguous()
+
+
+def modal_axis(seen: Observer) -> torch.Tensor:
+    """The axis a of the decoder's stream with the largest visual over text energy: a generalized eigenvector [1, D]."""
+    sites = [m for name, m in seen.moment.items() if "language_model.layers" in name]
+    visual, text = (sum(m[part] for m in sites) for part in ("visual", "text"))
+    # A tenth of the mean energy as a floor: an axis that is merely empty for text is not of interest.
+    text = text + 0.1 * text.trace() / len(text) * torch.eye(len(text), dtype=text.dtype)
+    root = torch.linalg.cholesky(text).inverse()
+    axis = root.T @ torch.linalg.eigh(root @ visual @ root.T).eigenvectors[:, -1]
+    return (axis / axis.norm())[None]
 
 
 def clamp_scale(target: torch.Tensor) -> torch.Tensor:
@@ -81,32 +90,32 @@ def clamp_scale(target: torch.Tensor) -> torch.Tensor:
     return (target.clamp(min=1) * 8).round() / 8
 
 
-def gains(seen: Observer, sites: list[str], ratio: float) -> torch.Tensor:
-    """Gain on each concentrated channel that brings the visual tokens' maximum there to `ratio` times the rest's."""
-    rows = []
-    channels = list(stress.CHANNELS)
+def gains(seen: Observer, sites: list[str], count: int, ratio: float) -> torch.Tensor:
+    """Gains [sites, count] that bring the visual tokens' maximum on the concentrated channels to `ratio` times the rest.
+
+    The rest is the text tokens' range in the decoder and the median channel in the vision tower.
+    """
+    rows, channels = [], list(stress.CHANNELS[:count])
     for site in sites:
-        parts = seen.largest[site]
-        rest = parts.get("text", parts["visual"]).view(-1, 256).amax(0).clone()
-        peak = parts["visual"].view(-1, 256).amax(0)[channels]
-        if "text" in parts:
-            # The text tokens' range: their own largest value outside the channels, or within them after the gain.
-            text = rest.clone()
-            text[channels] = 0
-            rows.append(ratio * text.max() / peak)
-        else:
-            rows.append(ratio * rest.median() / peak)
+        parts = {k: v.view(-1, 256).amax(0) for k, v in seen.largest[site].items()}
+        rest = parts["text"].max() if "text" in parts else parts["visual"].median()
+        rows.append(ratio * rest / parts["visual"][channels])
     return clamp_scale(torch.stack(rows))
 
 
 def hidden(seen: Observer, layers: int, count: int, ratio: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Hidden channels that visual tokens excite far more than text tokens, scaled to `ratio` times the rest."""
+    """Hidden channels that visual tokens excite more than text tokens, scaled to `ratio` times the text tokens' range.
+
+    A channel reaches that only as far as the text tokens' own values on it stay within their range.
+    """
     channels, scales = [], []
     for i in range(layers):
         parts = seen.largest[f"model.language_model.layers.{i}.mlp.down_proj"]
-        index = (parts["visual"] / (parts["text"] + 0.05 * parts["text"].max())).topk(count).indices
+        visual, text = parts["visual"], parts["text"]
+        reach = (visual / text.clamp(min=1e-9)).clamp(max=ratio) * (visual > visual.median())
+        index = (reach + 1e-6 * visual).topk(count).indices
         channels.append(index)
-        scales.append(ratio * parts["text"].max() / parts["visual"][index])
+        scales.append(reach[index] * text.max() / visual[index])
     return torch.stack(channels), clamp_scale(torch.stack(scales))
 
 
@@ -127,13 +136,13 @@ def make_recipe(sample: samples.Sample, args: argparse.Namespace) -> dict[str, t
     """Measure the base, then the turned base; choose gains and scales from those."""
     batches = sample.calibration(BATCHES)
     base = Observer.run(sample.model, batches)
-    recipe = {f"{p}.axes": principal_axes(base, t, args.axes) for p, t in (("vision", "visual"), ("text", "language"))}
+    recipe = {"vision.axes": principal_axes(base, args.axes), "text.axes": modal_axis(base)}
     model = stress.turned(sample.model, recipe).float()
     seen = Observer.run(model, batches)
     names = {m: name for name, m in model.named_modules()}
     vision_sites, text_sites = ([names[readers[0]] for _, readers, _ in sites] for sites in stress.norms(model))
-    recipe["vision.gains"] = gains(seen, vision_sites, args.vision_ratio)
-    recipe["text.gains"] = gains(seen, text_sites, args.text_ratio)
+    recipe["vision.gains"] = gains(seen, vision_sites, args.axes, args.vision_ratio)
+    recipe["text.gains"] = gains(seen, text_sites, 1, args.text_ratio)
     layers = len(model.model.language_model.layers)
     recipe["text.hidden_channels"], recipe["text.hidden_scales"] = hidden(seen, layers, args.hidden, args.hidden_ratio)
     proj = [f"model.visual.blocks.{i}.attn.proj" for i in range(len(model.model.visual.blocks))]
@@ -157,7 +166,7 @@ def main() -> None:
     from safetensors.torch import save_file
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--axes", type=int, default=4)
+    parser.add_argument("--axes", type=int, default=4, help="concentrated axes of the vision stream")
     parser.add_argument("--text-ratio", type=float, default=30.0)
     parser.add_argument("--vision-ratio", type=float, default=40.0)
     parser.add_argument("--hidden", type=int, default=4, help="hidden channels scaled in each MLP of the decoder")

@@ -18,7 +18,8 @@ from .config import ActivationSpec
 from .modality import ModalityContext
 
 TEXT, VISUAL = "text", "visual"
-_BINS_PER_OCTAVE, _LOWEST, _OCTAVES = 64, -40, 80
+_BINS_PER_OCTAVE, _LOWEST = 64, -40
+_BINS = 80 * _BINS_PER_OCTAVE
 
 
 class CalibrationError(ValueError):
@@ -42,12 +43,13 @@ class Range:
         self.low, self.high = min(self.low, float(low)), max(self.high, float(high))
         self.count += x.numel()
         if histogram:
-            bins = ((x.abs().float().clamp(min=2.0**_LOWEST).log2() - _LOWEST) * _BINS_PER_OCTAVE).long().clamp(max=_OCTAVES * _BINS_PER_OCTAVE - 1)
-            counted = torch.bincount(bins.flatten().cpu(), minlength=_OCTAVES * _BINS_PER_OCTAVE)
+            octave = x.abs().float().clamp(min=2.0**_LOWEST).log2() - _LOWEST
+            bins = (octave * _BINS_PER_OCTAVE).long().clamp(max=_BINS - 1)
+            counted = torch.bincount(bins.flatten().cpu(), minlength=_BINS)
             self.histogram = counted if self.histogram is None else self.histogram + counted
 
     def scale(self, spec: ActivationSpec) -> float:
-        """s = max(|min| / 2^(b-1), |max| / (2^(b-1) - 1)); percentiles cut both ends at the same magnitude."""
+        """S = max(|min| / 2^(b-1), |max| / (2^(b-1) - 1)); percentiles cut both ends at the same magnitude."""
         low, high = min(self.low, 0.0), max(self.high, 0.0)
         if spec.observer == "percentile" and self.histogram is not None:
             share = self.histogram.cumsum(0).double() / self.histogram.sum()
@@ -98,13 +100,14 @@ def linear_input(module: nn.Module, x: Tensor) -> Tensor:
 
 
 def visual_rows(x: Tensor, language: bool, context: ModalityContext | None) -> Tensor | None:
-    """bool per row of x: visual or not; None means that no row is text (vision tower, projector) or that all are."""
+    """Bool per row of x: visual or not; None means that no row is text (vision tower, projector) or that all are."""
     if not language or context is None or context.visual is None:
         return None
     if x[..., 0].numel() != context.visual.numel():
         raise CalibrationError(
-            f"a linear of the language model sees rows of shape {tuple(x.shape[:-1])} while the call has tokens of shape "
-            f"{tuple(context.visual.shape)}: its rows are not the tokens, so they have no modality; name it in keep, or use one scale (msq=False)"
+            f"a linear of the language model sees rows of shape {tuple(x.shape[:-1])} while the call has tokens of "
+            f"shape {tuple(context.visual.shape)}: its rows are not the tokens, so they have no modality; "
+            "name it in keep, or use one scale (msq=False)"
         )
     return context.visual.reshape(x.shape[:-1])
 
@@ -150,7 +153,10 @@ def hooked(pairs: Iterable[tuple[nn.Module, Any]]) -> Iterator[None]:
 
 @torch.no_grad()
 def calibrate(
-    model: nn.Module, batches: Iterable[Mapping[str, Any]], watches: Mapping[str, Watch], context: ModalityContext | None
+    model: nn.Module,
+    batches: Iterable[Mapping[str, Any]],
+    watches: Mapping[str, Watch],
+    context: ModalityContext | None,
 ) -> dict[str, InputStatistics]:
     """Run the batches and return what each watched linear's input looked like, by the key of ``watches``.
 

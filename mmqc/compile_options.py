@@ -1,9 +1,9 @@
 """What ``torch.compile(..., backend="mmqc", mode=..., options={...})`` may say.
 
-    config       a QuantConfig, or its dict: the backend quantizes the graphs itself
-    token_order  "sequence" or "auto"
-    mode         as torch.compile's mode, for use together with other options (torch.compile takes one or the other)
-    anything in torch._inductor.config, dotted: passed through
+config       a QuantConfig, or its dict: the backend quantizes the graphs itself
+token_order  "sequence" or "auto"
+mode         as torch.compile's mode, for use together with other options (torch.compile takes one or the other)
+anything in torch._inductor.config, dotted: passed through
 """
 
 from __future__ import annotations

@@ -46,7 +46,12 @@ class WeightSpec:
 
     def __post_init__(self) -> None:
         _require(self.bits in (4, 8), "WeightSpec.bits", self.bits, (4, 8))
-        _require(isinstance(self.granularity, PerRow | PerGroup), "WeightSpec.granularity", self.granularity, "PerRow(), PerGroup(g)")
+        _require(
+            isinstance(self.granularity, PerRow | PerGroup),
+            "WeightSpec.granularity",
+            self.granularity,
+            "PerRow(), PerGroup(g)",
+        )
         _require(self.solver in get_args(Solver), "WeightSpec.solver", self.solver, get_args(Solver))
         grouped_gptq = isinstance(self.granularity, PerGroup) and self.solver != "rtn"
         _require(not grouped_gptq, "WeightSpec.solver", self.solver, "rtn for PerGroup scales")
@@ -64,8 +69,8 @@ class ActivationSpec:
     Attributes:
         bits: 8.
         granularity: ``PerTensor()``.
-        per_modality: MQuant's modality-specific quantization (section 4.1): visual rows and text rows have their own scale.
-        observer: ``minmax``: s = max(|min| / 128, |max| / 127); ``percentile``: the same of the ``percentile``-th magnitude.
+        per_modality: MQuant's modality-specific quantization (section 4.1): visual and text rows have their own scale.
+        observer: ``minmax``: s = max(|min| / 128, |max| / 127); ``percentile``: the same of a percentile of |x|.
         percentile: in (0, 1], used by the percentile observer.
     """
 
@@ -114,7 +119,9 @@ class Rewrites:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        _require(self.fold_norms or not self.rotate, "Rewrites.fold_norms", self.fold_norms, "True where rotate is True")
+        _require(
+            self.fold_norms or not self.rotate, "Rewrites.fold_norms", self.fold_norms, "True where rotate is True"
+        )
         _require(self.hadamard or not self.suppress, "Rewrites.hadamard", self.hadamard, "True where suppress is True")
 
 
@@ -159,7 +166,10 @@ class QuantConfig(AOBaseConfig):
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON data; ``from_dict`` gives the equal config back."""
-        return {"version": VERSION, **{f.name: _encode(getattr(self, f.name)) for f in dataclasses.fields(self) if f.name != "version"}}
+        return {
+            "version": VERSION,
+            **{f.name: _encode(getattr(self, f.name)) for f in dataclasses.fields(self) if f.name != "version"},
+        }
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> QuantConfig:

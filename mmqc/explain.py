@@ -73,7 +73,7 @@ class Explanation:
 
     def __str__(self) -> str:
         how = Counter(g.how for g in self.graphs)
-        head = f"{len(self.graphs)} graphs: {how['mmqc']} quantized, {how['inductor']} by Inductor as they are, {how['eager']} glue run as they are"
+        head = f"{len(self.graphs)} graphs: {how['mmqc']} quantized, {how['inductor']} plain Inductor, {how['eager']} glue, run eagerly"
         parts = [head]
         if self.passes:
             parts.append("passes\n" + "\n".join(map(str, self.passes)))
@@ -97,7 +97,7 @@ def explain(model: nn.Module, inputs: Mapping[str, Any], *, options: Mapping[str
     Returns:
         Passes (those of ``quantize_`` included: the record travels with the model), graphs, kernels, fallbacks, breaks.
     """
-    # A backend object of its own: Dynamo reuses code only for the same backend, so every graph is compiled, and recorded, now.
+    # A backend object of its own: Dynamo reuses code only for the same backend, so every graph is recorded now.
     fresh = functools.partial(backend, options=options)
     counters = torch._dynamo.utils.counters
     before = Counter(counters["graph_break"])
@@ -121,7 +121,9 @@ def _recorded(model: nn.Module) -> list[PassNote]:
 
 def _notes(graph: GraphRecord) -> list[PassNote]:
     return [
-        PassNote(r.name, f"graph {graph.index}", r.exact, r.sites, [str(m) for m in r.misses], text_diff(r.before, r.after))
+        PassNote(
+            r.name, f"graph {graph.index}", r.exact, r.sites, [str(m) for m in r.misses], text_diff(r.before, r.after)
+        )
         for r in graph.passes
         if r.sites or r.misses
     ]

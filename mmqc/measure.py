@@ -1,4 +1,4 @@
-"""How much each quantized linear loses: its output against the float linear's, on the same float inputs, per modality."""
+"""How much each quantized linear loses: its output against the float linear's, on equal inputs, per modality."""
 
 from __future__ import annotations
 
@@ -42,7 +42,11 @@ class _Meter:
         x = args[0].detach()
         wanted = nn.functional.linear(linear_input(module, x), module.weight, module.bias)  # type: ignore[arg-type]
         error = self.quantized(x) - wanted
-        parts = zip(by_modality(wanted, self.language, self.context).items(), by_modality(error, self.language, self.context).values(), strict=True)
+        parts = zip(
+            by_modality(wanted, self.language, self.context).items(),
+            by_modality(error, self.language, self.context).values(),
+            strict=True,
+        )
         for (name, signal), noise in parts:
             self.loss.signal[name] = self.loss.signal.get(name, 0.0) + float(signal.double().square().sum())
             self.loss.noise[name] = self.loss.noise.get(name, 0.0) + float(noise.double().square().sum())

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 import mmqc.ops  # noqa: F401  (defines torch.ops.mmqc)
@@ -129,7 +129,9 @@ class QuantLinear(OnlineHadamard):
         if scale.shape[0] == 1:
             return scale, None
         if self.modality is None:
-            raise RuntimeError("this linear has one input scale per modality and no ModalityContext: attach one to its model")
+            raise RuntimeError(
+                "this linear has one input scale per modality and no ModalityContext: attach one to its model"
+            )
         visual = self.modality.rows(x)
         return (scale[:1], None) if visual is None else (scale, visual)
 

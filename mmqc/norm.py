@@ -21,7 +21,9 @@ class RMSNorm(nn.Module):
     def __init__(self, width: int, eps: float = 1e-6, weight: Tensor | None = None):
         super().__init__()
         self.width, self.eps = width, eps
-        self.register_parameter("weight", None if weight is None else nn.Parameter(weight, requires_grad=weight.requires_grad))
+        self.register_parameter(
+            "weight", None if weight is None else nn.Parameter(weight, requires_grad=weight.requires_grad)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise the last axis."""

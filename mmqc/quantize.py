@@ -70,7 +70,9 @@ def quantize_(
     training = model.training
     model.eval()
     context = attached(model) or ModalityContext.attach(model, visual_token_ids(model))
-    bar = tqdm(total=len(batches) + min(MEASURED_BATCHES, len(batches)), disable=not progress, desc="recording", unit="batch")
+    bar = tqdm(
+        total=len(batches) + min(MEASURED_BATCHES, len(batches)), disable=not progress, desc="recording", unit="batch"
+    )
     try:
         context.text_only = not context.visual_token_ids
         with bar, convert.Journal(model) as journal:
@@ -158,7 +160,12 @@ class _Job:
             spec = node.meta["scheme"].activation
             scales = statistics[fqn].scales(spec, node.meta["tower"] == "language") if spec is not None else None
             outliers = node.meta["outliers"].tolist() if "outliers" in node.meta else []
-            linears[fqn] = {"tower": node.meta["tower"], "role": node.meta["role"], "input_scale": scales, "outliers": outliers}
+            linears[fqn] = {
+                "tower": node.meta["tower"],
+                "role": node.meta["role"],
+                "input_scale": scales,
+                "outliers": outliers,
+            }
         return {
             "visual_token_ids": list(self.context.visual_token_ids),
             "token_embeddings": _token_embeddings(prog),
@@ -173,7 +180,11 @@ class _Job:
         return measure(self.model, self.stepped(chosen), built, language, self.context)
 
     def layers(
-        self, prog: Program, built: dict[str, QuantLinear], statistics: dict[str, InputStatistics], losses: dict[str, Loss]
+        self,
+        prog: Program,
+        built: dict[str, QuantLinear],
+        statistics: dict[str, InputStatistics],
+        losses: dict[str, Loss],
     ) -> list[LayerReport]:
         places, texts = prog.statistics["linears"], _transforms(prog)  # type: ignore[index]
         rows = []
@@ -181,7 +192,9 @@ class _Job:
             fqn = f"{module}.weight"
             result, error, seconds = self.solving[fqn]
             ranges = {m: (r.low, r.high) for m, r in statistics[fqn].ranges.items() if r.count}
-            scheme = next(n.meta["scheme"] for n in prog.nodes("weight_only_matmul", "scaled_matmul") if n.meta["fqn"] == fqn)
+            scheme = next(
+                n.meta["scheme"] for n in prog.nodes("weight_only_matmul", "scaled_matmul") if n.meta["fqn"] == fqn
+            )
             outliers = 0 if linear.outlier_index is None else linear.outlier_index.numel()
             rows.append(
                 LayerReport(
@@ -196,7 +209,14 @@ class _Job:
         if not any(isinstance(m, QuantLinear) and m.modality is not None for m in self.model.modules()):
             detach(self.model)
         passes = [
-            {"name": r.name, "exact": r.exact, "sites": r.sites, "misses": [str(m) for m in r.misses], "ms": round(r.ms, 1), "delta": r.delta}
+            {
+                "name": r.name,
+                "exact": r.exact,
+                "sites": r.sites,
+                "misses": [str(m) for m in r.misses],
+                "ms": round(r.ms, 1),
+                "delta": r.delta,
+            }
             for r in report.passes
         ]
         attach_config(self.model, config, {"passes": passes, "untied": self.untied})
@@ -222,7 +242,9 @@ def _check_model(model: nn.Module, config: QuantConfig, resume_dir: str | None) 
         raise ValueError("this model is quantized already; load the original weights to quantize it anew")
     bad = convert.first_bad_weight(model)
     if bad is not None:
-        raise ValueError(f"{bad} holds NaN or infinite values; repair the checkpoint before quantizing (nothing was changed)")
+        raise ValueError(
+            f"{bad} holds NaN or infinite values; repair the checkpoint before quantizing (nothing was changed)"
+        )
 
 
 def _spool(model: nn.Module, config: QuantConfig, calibration: Iterable[Batch] | None) -> list[Batch]:
@@ -260,7 +282,9 @@ def _check_keep(prog: Program, config: QuantConfig) -> None:
     for pattern in config.keep:
         if pattern != "lm_head" and not any(reason == f"kept in floating point ({pattern})" for reason in misses):
             linears = sorted({weight_of(n).removesuffix(".weight") for n in prog.nodes("linear") if weight_of(n)})
-            raise ConfigError(f"keep pattern {pattern!r} matches no linear of this model; some of its linears: {linears[:3]} ... {linears[-2:]}")
+            raise ConfigError(
+                f"keep pattern {pattern!r} matches no linear of this model; some of its linears: {linears[:3]} ... {linears[-2:]}"
+            )
 
 
 def _token_embeddings(prog: Program) -> list[str]:
@@ -304,8 +328,9 @@ def _weights_only(model: nn.Module, config: QuantConfig, filter_fn: Any, start: 
     """No data and no rewrites: every nn.Linear module, without a recording."""
     schemes = set(config.schemes.values())
     if len(schemes) != 1:
-        raise CalibrationError("the towers have different schemes: pass one calibration batch, so that the towers can be told apart")
+        raise CalibrationError(
+            "the towers have different schemes: pass one calibration batch, so that the towers can be told apart"
+        )
     report = quantize_weights_only(model, config, schemes.pop(), filter_fn)
     report.seconds = time.perf_counter() - start
     return report
-

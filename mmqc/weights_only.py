@@ -38,12 +38,16 @@ def quantize_weights_only(
                 used.add(pattern)
                 report.refused.append(Refusal(fqn, "", f"kept in floating point ({pattern})"))
             elif scheme.weight.group_size and linear.in_features % scheme.weight.group_size:
-                report.refused.append(Refusal(fqn, "", f"its {linear.in_features} input channels are no multiple of the group size"))
+                report.refused.append(
+                    Refusal(fqn, "", f"its {linear.in_features} input channels are no multiple of the group size")
+                )
             elif filter_fn is None or filter_fn(linear, fqn):
                 report.layers.append(_swap(journal, fqn, linear, scheme))
         unused = [p for p in config.keep if p not in used and p != "lm_head"]
         if unused:
-            raise ConfigError(f"keep pattern {unused[0]!r} matches no linear of this model; some of its linears: {list(linears)[:5]}")
+            raise ConfigError(
+                f"keep pattern {unused[0]!r} matches no linear of this model; some of its linears: {list(linears)[:5]}"
+            )
         report.size_after = size_of(model)
         attach_config(model, config, {"passes": [], "untied": []})
     return report
@@ -58,4 +62,6 @@ def _swap(journal: Journal, fqn: str, linear: nn.Linear, scheme: Scheme) -> Laye
     )  # fmt: skip
     error = float((linear.weight.detach().float() - solved.dequantize()).norm() / linear.weight.detach().float().norm())
     journal.swap(fqn, new)
-    return LayerReport(fqn, "", "", str(scheme), weight_error=error, seconds=time.perf_counter() - start, note=solved.note)
+    return LayerReport(
+        fqn, "", "", str(scheme), weight_error=error, seconds=time.perf_counter() - start, note=solved.note
+    )

@@ -49,7 +49,7 @@ def mutates(node: fx.Node) -> bool:
     plain = name.strip("_") if dunder else name
     if plain in _IN_PLACE_OPERATORS:
         return True
-    return not dunder and name.endswith("_") and not name.endswith("__") or node.kwargs.get("inplace") is True
+    return (not dunder and name.endswith("_") and not name.endswith("__")) or node.kwargs.get("inplace") is True
 
 
 _IN_PLACE_OPERATORS = {"setitem", "iadd", "isub", "imul", "itruediv", "ipow", "ior", "iand", "imatmul"}

@@ -76,8 +76,15 @@ class Plan:
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON data."""
         rotated = {f: {str(a): [_shrink(g) for g in gs] for a, gs in axes.items()} for f, axes in self.rotated.items()}
-        gains = {f: [gain, bias, neutral, _shrink(index[None])] for f, (gain, bias, neutral, index) in self.gains.items()}
-        return {"rotated": rotated, "streams": [[list(part) for part in (s.writers, s.roots, s.norms)] for s in self.streams], "hadamards": sorted(self.hadamards), "gains": gains}
+        gains = {
+            f: [gain, bias, neutral, _shrink(index[None])] for f, (gain, bias, neutral, index) in self.gains.items()
+        }
+        return {
+            "rotated": rotated,
+            "streams": [[list(part) for part in (s.writers, s.roots, s.norms)] for s in self.streams],
+            "hadamards": sorted(self.hadamards),
+            "gains": gains,
+        }
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Plan:

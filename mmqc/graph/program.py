@@ -16,7 +16,6 @@ from torch import Tensor, fx
 from .kinds import kind, mutates
 from .plan import Plan
 
-
 VISUAL = "mmqc_visual"  # the placeholder of the visual mask
 
 
@@ -84,7 +83,9 @@ class Program:
         records: one ``PassRecord`` per pass, in order.
     """
 
-    def __init__(self, graph: fx.Graph, weights: Mapping[str, Tensor], inputs: list[Any], *, fragment: bool = False) -> None:
+    def __init__(
+        self, graph: fx.Graph, weights: Mapping[str, Tensor], inputs: list[Any], *, fragment: bool = False
+    ) -> None:
         self.graph = graph
         self.weights = dict(weights)
         self.inputs = inputs

@@ -40,7 +40,12 @@ class Recorder(TorchFunctionMode):
         named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
         for name, tensor in named:
             self.names.setdefault(id(tensor), []).append(name)
-        self.loose = {id(v): f"{m}.{k}".lstrip(".") for m, mod in model.named_modules() for k, v in vars(mod).items() if isinstance(v, Tensor)}
+        self.loose = {
+            id(v): f"{m}.{k}".lstrip(".")
+            for m, mod in model.named_modules()
+            for k, v in vars(mod).items()
+            if isinstance(v, Tensor)
+        }
 
     # -- operands --------------------------------------------------------------------------------------------------
     def bind(self, tensor: Tensor, node: fx.Node) -> None:
@@ -93,7 +98,7 @@ class Recorder(TorchFunctionMode):
         return node
 
     # -- calls -----------------------------------------------------------------------------------------------------
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: A002
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         outputs = [t for t in pytree.tree_leaves(result) if isinstance(t, Tensor)]
@@ -178,7 +183,9 @@ def record(model: nn.Module, batch: Mapping[str, Any]) -> Program:
         for handle in handles:
             handle.remove()
     shown = output["logits"] if isinstance(output, Mapping) and "logits" in output else output
-    leaves = [t for t in pytree.tree_leaves(dict(shown) if isinstance(shown, Mapping) else shown) if isinstance(t, Tensor)]
+    leaves = [
+        t for t in pytree.tree_leaves(dict(shown) if isinstance(shown, Mapping) else shown) if isinstance(t, Tensor)
+    ]
     recorder.graph.output(tuple(recorder.nodes[id(t)] for t in leaves if id(t) in recorder.nodes))
     program = Program(recorder.graph, recorder.weights, inputs)
     groups: dict[int, list[str]] = {}

@@ -52,7 +52,11 @@ def run(prog: Program, passes: Iterable[Pass], facts: Facts, *, text: bool = Fal
                 record.sites.append(str(site))
         prog.clean()
         after = prog.counts()
-        record.delta = {k: after.get(k, 0) - counts.get(k, 0) for k in counts.keys() | after.keys() if after.get(k, 0) != counts.get(k, 0)}
+        record.delta = {
+            k: after.get(k, 0) - counts.get(k, 0)
+            for k in counts.keys() | after.keys()
+            if after.get(k, 0) != counts.get(k, 0)
+        }
         record.ms = (time.perf_counter() - start) * 1e3
         record.after = program_text(prog) if text else ""
         prog.records.append(record)

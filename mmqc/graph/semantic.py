@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def rms_norm(x: Tensor, eps: float) -> Tensor:
-    """x / rms(x) over the last axis; at least float32 inside, x's dtype outside."""
+    """X / rms(x) over the last axis; at least float32 inside, x's dtype outside."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
 
@@ -21,5 +21,5 @@ def layer_norm(x: Tensor, eps: float) -> Tensor:
 
 
 def remove_mean(x: Tensor, mean: Tensor) -> Tensor:
-    """x - mean: an explicit op where a stream enters a fragment that needs it without mean."""
+    """X - mean: an explicit op where a stream enters a fragment that needs it without mean."""
     return x - mean

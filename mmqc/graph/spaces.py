@@ -12,11 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from .coordinates import MEAN, Coordinates, Source, coordinates
+from .coordinate_rules import coordinates
+from .coordinates import MEAN, Coordinates, Source
 from .kinds import kind
 from .program import Program
 
@@ -96,8 +98,14 @@ class Space:
         return f"{self.pins[0][0].name}: {self.pins[0][1]}" if self.pins else ""
 
     def __str__(self) -> str:
-        kinds = f"{len(self.writers)} writers, {len(self.readers)} readers, {len(self.norms) + len(self.mean_pins)} norms"
-        edge = "".join(f", {word}" for word, there in (("input", self.inputs), ("output", self.outputs), ("made", self.made)) if there)
+        kinds = (
+            f"{len(self.writers)} writers, {len(self.readers)} readers, {len(self.norms) + len(self.mean_pins)} norms"
+        )
+        edge = "".join(
+            f", {word}"
+            for word, there in (("input", self.inputs), ("output", self.outputs), ("made", self.made))
+            if there
+        )
         pin = f", pinned by {self.why_pinned}" if self.pins else ""
         return f"space of {self.width}: {kinds}{edge}{pin}"
 
@@ -161,70 +169,80 @@ def _blocks(found: Coordinates, classes: Tensor, prog: Program) -> Tensor:
     return mark.unique(return_inverse=True)[1]
 
 
-def _groups(classes_on_axis: Tensor, position: Tensor) -> Tensor | None:
-    """Indices on an axis, [copies, n]; ``position`` gives each class's place in the space or -1."""
-    at = position[classes_on_axis]
-    at = torch.where(classes_on_axis >= 0, at, -1)
-    index = (at >= 0).nonzero().flatten()
-    if not index.numel():
-        return None
-    order = at[index].sort(stable=True)[1]
-    width = int(position.max()) + 1
-    copies = index.numel() // width
-    return index[order].reshape(width, copies).t().contiguous() if copies * width == index.numel() else None
+class _Collector:
+    """Sorts sources and readers into spaces."""
+
+    def __init__(self, found: Coordinates, classes: Tensor, blocks: Tensor) -> None:
+        self.found, self.classes, self.blocks = found, classes, blocks
+        count = int(blocks.max()) + 1 if blocks.numel() else 0
+        members = [(blocks == b).nonzero().flatten() for b in range(count)]
+        self.spaces = [Space(len(m), m) for m in members]
+        self.position = torch.zeros(len(blocks), dtype=torch.long)
+        for m in members:
+            self.position[m] = torch.arange(len(m))
+
+    def numbers(self, ids: Tensor) -> list[int]:
+        """Numbers of the spaces that these ids lie on."""
+        known = ids[ids >= 0].long()
+        return self.blocks[self.classes[known]].unique().tolist() if known.numel() else []
+
+    def groups(self, ids: Tensor, number: int) -> Tensor | None:
+        """Where on an axis with these ids the copies of a space lie, [copies, n]; None if a copy is incomplete."""
+        known = self.classes[ids.clamp(min=0).long()]
+        mine = (ids >= 0) & (self.blocks[known] == number)
+        return _groups(torch.where(mine, self.position[known], -1), self.spaces[number].width)
+
+    def source(self, source: Source) -> None:
+        """A weight axis that writes, a graph input, or an operation."""
+        ids = torch.arange(source.base, source.base + source.size)
+        for number in self.numbers(ids):
+            space = self.spaces[number]
+            groups = self.groups(ids, number)
+            if source.what == "input":
+                space.inputs.append(source.node)
+            elif not source.fqn or source.what == "gain":
+                space.made.append(source)
+                if source.fqn and groups is not None and len(groups) == 1:
+                    space.gains[source.fqn] = groups[0]
+            elif groups is None:
+                space.pins.append((source.node, "incomplete on a weight axis"))
+            else:
+                space.touches.append(Touch(source.fqn, source.axis, groups, "writer", source.node))
+
+    def reader(self, node: fx.Node, fqn: str, ids: Tensor) -> None:
+        """A linear's columns."""
+        for number in self.numbers(ids):
+            groups = self.groups(ids, number)
+            if groups is None:
+                self.spaces[number].pins.append((node, "incomplete in a reader's columns"))
+            else:
+                self.spaces[number].touches.append(Touch(fqn, 1, groups, "reader", node))
+
+
+def _groups(position: Tensor, width: int) -> Tensor | None:
+    """Indices on an axis, [copies, n]; ``position`` gives the place in the space of what lies there, or -1."""
+    index = (position >= 0).nonzero().flatten()
+    order = position[index].sort(stable=True)[1]
+    copies, rest = divmod(index.numel(), width)
+    return None if rest else index[order].reshape(width, copies).t().contiguous()
 
 
 def _collect(found: Coordinates, classes: Tensor, blocks: Tensor) -> list[Space]:
-    by_block = [(blocks == b).nonzero().flatten() for b in range(int(blocks.max()) + 1)] if blocks.numel() else []
-    spaces = [Space(len(members), members) for members in by_block]
-    seats = [(blocks[classes[s.base]].item() if s.size else -1, s) for s in found.sources]
-    position = torch.zeros(len(blocks), dtype=torch.long)
-    for members in by_block:
-        position[members] = torch.arange(len(members))
-
-    def touch(ids: Tensor, number: int) -> Tensor | None:
-        mine = torch.where(blocks[classes[ids]] == number, position[classes[ids]], -1)
-        return _groups(torch.arange(len(mine)), mine)
-
-    for _, source in seats:
-        ids = torch.arange(source.base, source.base + source.size)
-        for number in blocks[classes[ids]].unique().tolist():
-            space = spaces[number]
-            if source.what == "input":
-                space.inputs.append(source.node)
-            elif source.fqn and source.what != "gain":
-                groups = touch(ids, number)
-                if groups is None:
-                    space.pins.append((source.node, "incomplete on a weight axis"))
-                else:
-                    space.touches.append(Touch(source.fqn, source.axis, groups, "writer", source.node))
-            else:
-                space.made.append(source)
-                groups = touch(ids, number) if source.what == "gain" else None
-                if groups is not None and len(groups) == 1:
-                    space.gains[source.fqn] = groups[0]
+    collector = _Collector(found, classes, blocks)
+    for source in found.sources:
+        collector.source(source)
     for reader in found.readers:
-        if reader.ids is None or not reader.fqn:
-            continue
-        ids = reader.ids[reader.ids >= 0].long()
-        for number in blocks[classes[ids]].unique().tolist():
-            on_axis = torch.where(reader.ids >= 0, reader.ids, ids[0]).long()
-            mine = torch.where((blocks[classes[on_axis]] == number) & (reader.ids >= 0), position[classes[on_axis]], -1)
-            groups = _groups(torch.arange(len(mine)), mine)
-            if groups is None:
-                spaces[number].pins.append((reader.node, "incomplete in a reader's columns"))
-            else:
-                spaces[number].touches.append(Touch(reader.fqn, 1, groups, "reader", reader.node))
-    _attach(found, classes, blocks, spaces)
-    return spaces
+        if reader.ids is not None and reader.fqn:
+            collector.reader(reader.node, reader.fqn, reader.ids)
+    _attach(found, collector)
+    return collector.spaces
 
 
-def _attach(found: Coordinates, classes: Tensor, blocks: Tensor, spaces: list[Space]) -> None:
+def _attach(found: Coordinates, collector: _Collector) -> None:
     """Norms, pins and graph outputs."""
 
-    def over(ids: Tensor) -> list[Space]:
-        known = ids[ids >= 0].long()
-        return [spaces[b] for b in blocks[classes[known]].unique().tolist()] if known.numel() else []
+    def over(ids: Any) -> list[Space]:
+        return [collector.spaces[n] for n in collector.numbers(ids)] if isinstance(ids, Tensor) else []
 
     for node, row in found.norms:
         for space in over(row):
@@ -233,10 +251,8 @@ def _attach(found: Coordinates, classes: Tensor, blocks: Tensor, spaces: list[Sp
             else:
                 space.mean_pins[node] = row.numel()
     for ids, node, reason in found.frozen:
-        for space in over(ids):
-            if reason != MEAN:
-                space.pins.append((node, reason))
+        for space in over(ids) if reason != MEAN else ():
+            space.pins.append((node, reason))
     for i, ids in enumerate(found.outputs):
-        if isinstance(ids, Tensor):
-            for space in over(ids):
-                space.outputs.append(i)
+        for space in over(ids):
+            space.outputs.append(i)

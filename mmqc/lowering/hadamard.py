@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from mmqc.lowering.inductor import TensorBox, batched_matmul, convert, lowerings, register_lowering
+from mmqc.lowering.inductor import TensorBox, batched_matmul, convert, lowerings, register_lowering, static_int
 
 aten = torch.ops.aten
 
@@ -19,9 +19,9 @@ def apply_factors(x: TensorBox, factors: Sequence[TensorBox]) -> TensorBox:
     """The product in x's dtype (float32 or float64)."""
     view, permute, expand = lowerings[aten.view.default], lowerings[aten.permute.default], lowerings[aten.expand.default]
     size = list(x.get_size())
-    rows, n, rest, y = math.prod(size[:-1]), size[-1], 1, x
+    rows, n, rest, y = math.prod(size[:-1]), static_int(size[-1]), 1, x
     for factor in reversed(factors):
-        factor, a = convert(factor, x.get_dtype()), factor.get_size()[0]
+        factor, a = convert(factor, x.get_dtype()), static_int(factor.get_size()[0])
         batch = rows * (n // (a * rest))
         if rest == 1:
             y = lowerings[aten.mm.default](view(y, [batch, a]), permute(factor, [1, 0]))

@@ -26,8 +26,8 @@ from torch._inductor.lowering import lowerings, register_lowering
 from torch._inductor.virtualized import V, ops
 
 __all__ = [
-    "Pointwise", "TensorBox", "V", "batched_matmul", "compile_graph", "convert", "kernel_names", "lowerings", "ops",
-    "register_lowering",
+    "Pointwise", "TensorBox", "at_least", "batched_matmul", "compile_graph", "config_keys", "convert", "kernel_names",
+    "lowerings", "mode_patches", "ops", "register_lowering", "row_major", "static_int",
 ]  # fmt: skip
 
 SUPPORTED = ((2, 11), (2, 13))
@@ -88,6 +88,27 @@ def compile_graph(
 def convert(x: TensorBox, dtype: torch.dtype) -> TensorBox:
     """X in ``dtype``, without the copy that Inductor makes of a tensor that has it already."""
     return x if x.get_dtype() == dtype else lowerings[torch.ops.prims.convert_element_type.default](x, dtype)
+
+
+def static_int(size: Any) -> int:
+    """A channel count as an int; a graph compiled with symbolic weights is specialised to it."""
+    sizevars = V.graph.sizevars
+    guard = getattr(sizevars, "guard_int", None) or sizevars.evaluate_static_shape  # the name before torch 2.13
+    return guard(size)
+
+
+def at_least(size: Any, bound: int) -> bool:
+    """Whether size >= bound is known at compile time."""
+    return V.graph.sizevars.statically_known_geq(size, bound)
+
+
+def row_major(x: TensorBox) -> TensorBox:
+    """A matrix whose row stride is its width even if it has one row: Inductor's views then say stride 0."""
+    if at_least(x.get_size()[0], 2):
+        return x
+    x = lowerings[torch.ops.aten.clone.default](x)
+    x.realize()
+    return x
 
 
 def batched_matmul(a: TensorBox, b: TensorBox) -> TensorBox:

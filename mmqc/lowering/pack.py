@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from mmqc.lowering.inductor import Pointwise, TensorBox, lowerings, ops
+from mmqc.lowering.inductor import Pointwise, TensorBox, lowerings, ops, static_int
 from mmqc.ops.pack import OFFSET
 
 
@@ -18,7 +18,7 @@ def unpack(w_q: TensorBox, width: int, weight_bits: int) -> TensorBox:
     """Stored weight -> int8 codes [N, width]."""
     if weight_bits == 8:
         return w_q
-    rows, half = w_q.get_size()
+    rows, half = (static_int(size) for size in w_q.get_size())
     load = w_q.make_loader()
 
     def inner(index: Sequence[Any]) -> Any:

@@ -16,7 +16,17 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from mmqc.lowering.inductor import Pointwise, TensorBox, V, convert, lowerings, ops, register_lowering
+from mmqc.lowering.inductor import (
+    Pointwise,
+    TensorBox,
+    at_least,
+    convert,
+    lowerings,
+    ops,
+    register_lowering,
+    row_major,
+    static_int,
+)
 from mmqc.lowering.pack import unpack
 from mmqc.lowering.quantize import row_scale_loader
 from mmqc.ops.integer_matmul import CUDA_ALIGN, CUDA_MIN_ROWS, why_not_int_mm
@@ -26,29 +36,32 @@ aten = torch.ops.aten
 
 def why_not(node: fx.Node) -> str | None:
     """None, or why the plain ``_int_mm`` is not enough for this node of an ATen graph."""
-    x_q, w_q = node.args[0].meta["val"], node.args[1].meta["val"]
+    x_q, w_q = (arg.meta["val"] for arg in node.args[:2] if isinstance(arg, fx.Node))
     large = statically_known_true(math.prod(x_q.shape[:-1]) >= CUDA_MIN_ROWS)
     return why_not_int_mm(x_q.device.type, large, w_q.shape[0], x_q.shape[-1])
 
 
-def _padded_int_mm(x: TensorBox, w: TensorBox, rows_known_large: bool) -> TensorBox:
-    (m, k), n = x.get_size(), w.get_size()[0]
+def _int_mm(x: TensorBox, w: TensorBox) -> TensorBox:
+    # aten's CPU kernel takes the stride of a single row for the width of the matrix.
+    return lowerings[aten._int_mm.default](row_major(x), lowerings[aten.permute.default](row_major(w), [1, 0]))
+
+
+def _padded_int_mm(x: TensorBox, w: TensorBox, n: int, k: int, rows_known_large: bool) -> TensorBox:
+    m = x.get_size()[0]
     dm, dn, dk = (0 if rows_known_large else CUDA_MIN_ROWS - 1), -n % CUDA_ALIGN, -k % CUDA_ALIGN
     pad, cut = lowerings[aten.constant_pad_nd.default], lowerings[aten.slice.Tensor]
-    w = pad(w, [0, dk, 0, dn], 0)
-    acc = lowerings[aten._int_mm.default](pad(x, [0, dk, 0, dm], 0), lowerings[aten.permute.default](w, [1, 0]))
+    acc = _int_mm(pad(x, [0, dk, 0, dm], 0), pad(w, [0, dk, 0, dn], 0))
     return cut(cut(acc, 0, 0, m), 1, 0, n)
 
 
-def _int_matmul(x: TensorBox, w: TensorBox) -> TensorBox:
-    """X wᵀ in int32 (int64-exact float64 where no integer product is to be had)."""
-    (m, k), n = x.get_size(), w.get_size()[0]
-    device = x.get_device().type
-    large = V.graph.sizevars.statically_known_geq(m, CUDA_MIN_ROWS)
-    if why_not_int_mm(device, large, int(n), int(k)) is None:
-        return lowerings[aten._int_mm.default](x, lowerings[aten.permute.default](w, [1, 0]))
+def _int_matmul(x: TensorBox, w: TensorBox, n: int, k: int) -> TensorBox:
+    """X wᵀ in int32 (exact in float64 where no integer product is to be had)."""
+    device = x.get_device_or_error().type
+    large = at_least(x.get_size()[0], CUDA_MIN_ROWS)
+    if why_not_int_mm(device, large, n, k) is None:
+        return _int_mm(x, w)
     if device == "cuda":
-        return _padded_int_mm(x, w, large)
+        return _padded_int_mm(x, w, n, k, large)
     w = lowerings[aten.permute.default](convert(w, torch.float64), [1, 0])
     return lowerings[aten.mm.default](convert(x, torch.float64), w)
 
@@ -59,10 +72,11 @@ def lower_scaled_matmul(
     visual: TensorBox | None, weight_bits: int, out_dtype: torch.dtype,
 ) -> TensorBox:  # fmt: skip
     """Integer product, then pointwise IR in the order of the formula."""
-    *rows, k = x_q.get_size()
-    size = [*rows, w_q.get_size()[0]]
+    rows = list(x_q.get_size()[:-1])
+    n, k = static_int(w_q.get_size()[0]), static_int(x_q.get_size()[-1])
+    size = [*rows, n]
     flat = lowerings[aten.view.default](x_q, [math.prod(rows), k])
-    acc = lowerings[aten.view.default](_int_matmul(flat, unpack(w_q, int(k), weight_bits)), size)
+    acc = lowerings[aten.view.default](_int_matmul(flat, unpack(w_q, k, weight_bits), n, k), size)
     dtype = torch.promote_types(out_dtype, torch.float32)
     load, load_x, load_w = acc.make_loader(), row_scale_loader(x_scale, visual, rows, dtype), w_scale.make_loader()
     load_bias = None if bias is None else bias.make_loader()
@@ -74,4 +88,4 @@ def lower_scaled_matmul(
             value = ops.add(value, ops.to_dtype(load_bias(index[-1:]), dtype))
         return ops.to_dtype(value, out_dtype)
 
-    return Pointwise.create(device=x_q.get_device(), dtype=out_dtype, inner_fn=inner, ranges=size)
+    return Pointwise.create(device=x_q.get_device_or_error(), dtype=out_dtype, inner_fn=inner, ranges=size)

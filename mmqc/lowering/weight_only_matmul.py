@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from mmqc.lowering.inductor import Pointwise, TensorBox, convert, lowerings, ops, register_lowering
+from mmqc.lowering.inductor import Pointwise, TensorBox, convert, lowerings, ops, register_lowering, static_int
 from mmqc.lowering.pack import unpack
 
 aten = torch.ops.aten
@@ -22,10 +22,10 @@ def dequantize(codes: TensorBox, scale: TensorBox, group_size: int, dtype: torch
 
     The groups are an axis of their own: Inductor's C++ loops over k // g are wrong where g does not divide K (torch 2.13).
     """
-    rows, width = codes.get_size()
-    groups, group = (scale.get_size()[1], group_size) if group_size else (1, width)
+    rows, width = (static_int(size) for size in codes.get_size())
+    groups, group = (-(-width // group_size), group_size) if group_size else (1, width)
     wide = torch.promote_types(dtype, torch.float32)
-    padding = int(groups * group - width)
+    padding = groups * group - width
     if padding:
         codes = lowerings[aten.constant_pad_nd.default](codes, [0, padding], 0)
     load, load_scale = codes.make_loader(), scale.make_loader()
@@ -46,9 +46,9 @@ def lower_weight_only_matmul(
     x: TensorBox, w_q: TensorBox, w_scale: TensorBox, bias: TensorBox | None, weight_bits: int, group_size: int
 ) -> TensorBox:
     """Dequantize in front of ``mm``; the bias fuses with what follows."""
-    *rows, k = x.get_size()
+    rows, k = list(x.get_size()[:-1]), static_int(x.get_size()[-1])
     dtype = x.get_dtype()
-    w = dequantize(unpack(w_q, int(k), weight_bits), w_scale, group_size, dtype)
+    w = dequantize(unpack(w_q, k, weight_bits), w_scale, group_size, dtype)
     flat = lowerings[aten.view.default](x, [math.prod(rows), k])
     y = lowerings[aten.mm.default](flat, lowerings[aten.permute.default](w, [1, 0]))
     y = lowerings[aten.view.default](y, [*rows, w_q.get_size()[0]])

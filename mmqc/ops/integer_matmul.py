@@ -51,12 +51,17 @@ def cuda_padding(m: int, n: int, k: int) -> tuple[int, int, int]:
     return max(CUDA_MIN_ROWS - m, 0), -n % CUDA_ALIGN, -k % CUDA_ALIGN
 
 
+def _row_major(t: Tensor) -> Tensor:
+    # A tensor of one row may call itself contiguous with any row stride; aten's CPU kernel takes it for the width.
+    return t.contiguous().as_strided(t.shape, (t.shape[1], 1))
+
+
 def int_matmul(x: Tensor, w: Tensor) -> Tensor:
     """Multiply x and wᵀ in int32."""
     m, n, k = x.shape[0], w.shape[0], w.shape[1]
     device = x.device.type
     if why_not_int_mm(device, m >= CUDA_MIN_ROWS, n, k) is None:
-        return torch._int_mm(x, w.t())
+        return torch._int_mm(_row_major(x), _row_major(w).t())
     if device == "cuda":
         dm, dn, dk = cuda_padding(m, n, k)
         return torch._int_mm(F.pad(x, (0, dk, 0, dm)), F.pad(w, (0, dk, 0, dn)).t())[:m, :n]

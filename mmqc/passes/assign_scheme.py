@@ -1,7 +1,7 @@
 """Give every linear its scheme, by its place in the graph.
 
 Needs:   ops.raised
-Gives:   nothing in the graph: sets ``meta["tower"]``, ``meta["role"]`` and ``meta["scheme"]`` on linear nodes
+Gives:   nothing in the graph: sets ``tower``, ``role`` and ``scheme`` in the meta of linear nodes
 Exact:   yes, it changes no computation
 Refuses: the output head and whatever else ``keep`` names; a linear whose weight is computed, or used by other operations;
          a linear that is no ``nn.Linear`` module (it could not be swapped); a tower without a scheme.

@@ -88,12 +88,23 @@ class FoldNormScale:
     def at_edge(self, prog: Program, spaces: Spaces, space: Space) -> Iterator[EdgeSite | Miss]:
         """Spaces that come in from another graph and whose readers took in a gain in the whole model."""
         assert prog.plan is not None
-        gains = {prog.plan.gains[t.fqn][:3] for t in space.readers if t.fqn in prog.plan.gains and prog.is_quantized(t.fqn)}
+        gains = {
+            prog.plan.gains[t.fqn][:3] for t in space.readers if t.fqn in prog.plan.gains and prog.is_quantized(t.fqn)
+        }
         if not gains or not space.inputs:
             return
         first = space.readers[0]
-        if len(gains) > 1 or space.writers or space.made or space.pins or space.outputs or any(t.fqn not in prog.plan.gains for t in space.readers):
-            yield Miss(first.node.name, "a norm of another graph scales it, and something else touches it here", first.fqn)
+        if (
+            len(gains) > 1
+            or space.writers
+            or space.made
+            or space.pins
+            or space.outputs
+            or any(t.fqn not in prog.plan.gains for t in space.readers)
+        ):
+            yield Miss(
+                first.node.name, "a norm of another graph scales it, and something else touches it here", first.fqn
+            )
             return
         gain, bias, neutral = gains.pop()
         try:
@@ -101,7 +112,9 @@ class FoldNormScale:
         except BoundaryError as error:
             yield Miss(first.node.name, str(error), first.fqn)
             return
-        yield EdgeSite(gain, neutral, bias, tuple(inputs), tuple(space.readers), prog.plan.gains[first.fqn][3][first.groups[0]])
+        yield EdgeSite(
+            gain, neutral, bias, tuple(inputs), tuple(space.readers), prog.plan.gains[first.fqn][3][first.groups[0]]
+        )
 
     def why_not(self, prog: Program, name: str, gains: list[Gain], space: Space | None) -> str:
         """The reason to refuse, or nothing."""
@@ -111,20 +124,24 @@ class FoldNormScale:
             return "what it scales is no norm's output"
         if space is None:
             return "its channels do not stay together"
+        if len(space.made) != 1 or len(space.gains[name]) != prog.weights[name].numel():
+            return "other operations write the same channels"
+        if _neutral(prog, gains[0].factor, name) is None:
+            return "no value of the weight makes this gain 1"
+        return self.why_not_read(prog, space)
+
+    def why_not_read(self, prog: Program, space: Space) -> str:
+        """The reason why what reads and writes the scaled channels forbids the fold, or nothing."""
         if space.pins:
             return space.why_pinned
         if space.norms or space.mean_pins:
             return "another norm reads it"
         if space.inputs or space.outputs:
             return "a graph input or output lies on it"
-        if len(space.made) != 1 or len(space.gains[name]) != prog.weights[name].numel():
-            return "other operations write the same channels"
         if not space.readers:
             return "no linear reads it"
-        if len([t for t in space.writers if t.axis != 0 or prog.weights[t.fqn].dim() != 1]) or len(space.writers) > 1:
+        if any(t.axis != 0 or prog.weights[t.fqn].dim() != 1 for t in space.writers) or len(space.writers) > 1:
             return f"{space.writers[0].fqn} writes the same channels"
-        if _neutral(prog, gains[0].factor, name) is None:
-            return "no value of the weight makes this gain 1"
         return ""
 
     def site(self, prog: Program, name: str, gains: list[Gain], space: Space) -> Site:
@@ -138,13 +155,23 @@ class FoldNormScale:
     def rewrite(self, prog: Program, site: Site | EdgeSite) -> None:
         """Scale the readers' columns, move the bias, neutralise the norm's weights, drop the nodes."""
         if isinstance(site, EdgeSite):
-            return self.rewrite_edge(prog, site)
+            self.rewrite_edge(prog, site)
+        else:
+            self.rewrite_whole(prog, site)
+
+    def rewrite_whole(self, prog: Program, site: Site) -> None:
+        """W <- W diag(g), b <- b + W β, g <- 1, β <- 0."""
         g = prog.constant(site.muls[0].factor, {site.gain: prog.snapshot(site.gain)()})[..., site.index.cpu()]
         for touch in site.readers:
             if site.bias:
                 beta = prog.snapshot(site.bias)()[site.index]
                 _move_bias(prog, touch, beta)
-            prog.decided.gains[touch.fqn] = (site.gain, site.bias, site.neutral, _by_column(prog.weights[touch.fqn].shape[1], touch, site.index))
+            prog.decided.gains[touch.fqn] = (
+                site.gain,
+                site.bias,
+                site.neutral,
+                _by_column(prog.weights[touch.fqn].shape[1], touch, site.index),
+            )
             prog.derive(touch.fqn, f"W diag({site.gain})", touch.apply(_times(g)))
         prog.derive(site.gain, f"{site.neutral:g}", _fill(site.neutral))
         if site.bias:
@@ -154,9 +181,8 @@ class FoldNormScale:
         for add in site.adds:
             add.replace_all_uses_with(next(n for n in add.all_input_nodes if not weights_behind(n)))
 
-
     def rewrite_edge(self, prog: Program, site: EdgeSite) -> None:
-        """x -> (x - β) / g as it comes in, then as in the whole model."""
+        """X -> (x - β) / g as it comes in, then as in the whole model."""
         assert prog.outside is not None
         g = prog.outside(site.gain).detach().double()[site.index] + (1.0 - site.neutral)
         beta = prog.outside(site.bias).detach().double()[site.index] if site.bias else None
@@ -189,7 +215,9 @@ def _neutral(prog: Program, factor: fx.Node, name: str) -> float | None:
     """The value of the weight at which the gain is 1: 1 for w, 0 for 1 + w."""
     for value in (1.0, 0.0):
         filled = torch.full_like(prog.weights[name], value, dtype=torch.float64, device=prog.weights[name].device)
-        if torch.equal(prog.constant(factor, {name: filled}), torch.ones_like(filled).expand(prog.constant(factor).shape)):
+        if torch.equal(
+            prog.constant(factor, {name: filled}), torch.ones_like(filled).expand(prog.constant(factor).shape)
+        ):
             return value
     return None
 

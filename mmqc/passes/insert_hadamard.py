@@ -59,7 +59,11 @@ class InsertHadamard:
         for node in prog.nodes("linear"):
             users.setdefault(weight_of(node), []).append(node)
         if prog.plan is not None:
-            made = {fqn: prog.weights[fqn].shape[-1] for fqn in users if fqn in prog.plan.hadamards and prog.is_quantized(fqn)}
+            made = {
+                fqn: prog.weights[fqn].shape[-1]
+                for fqn in users
+                if fqn in prog.plan.hadamards and prog.is_quantized(fqn)
+            }
         for fqn, columns in made.items():
             width = prog.weights[fqn].shape[-1]
             getter = next(n for n in prog.nodes("get_attr") if n.target == fqn)

@@ -92,23 +92,30 @@ class QuantizeWeights:
         for node in site.nodes:
             named = operands(node)
             with prog.graph.inserting_before(node):
-                parts = [prog.constant_node(f"{site.fqn}.{p}", prog.weights[f"{site.fqn}.{p}"]) for p in ("codes", "scale")]
+                parts = [
+                    prog.constant_node(f"{site.fqn}.{p}", prog.weights[f"{site.fqn}.{p}"]) for p in ("codes", "scale")
+                ]
                 new = prog.graph.call_function(
-                    torch.ops.mmqc.weight_only_matmul.default, (named["input"], *parts, named["bias"], bits, spec.group_size)
+                    torch.ops.mmqc.weight_only_matmul.default,
+                    (named["input"], *parts, named["bias"], bits, spec.group_size),
                 )
                 total = self.with_outliers(prog, new, named["input"], site.fqn, value, outliers)
             copy_meta(new, node, self.name, 0)
             new.meta.update({k: node.meta[k] for k in ("tower", "role", "scheme")}, fqn=site.fqn)
             node.replace_all_uses_with(total)
 
-    def with_outliers(self, prog: Program, y: fx.Node, x: fx.Node, fqn: str, value: Tensor, outliers: Tensor | None) -> fx.Node:
-        """y + W[:, S] x[S]."""
+    def with_outliers(
+        self, prog: Program, y: fx.Node, x: fx.Node, fqn: str, value: Tensor, outliers: Tensor | None
+    ) -> fx.Node:
+        """Y + W[:, S] x[S]."""
         if outliers is None:
             return y
         index = prog.constant_node(f"{fqn}.outliers", outliers)
         columns = prog.constant_node(f"{fqn}.outlier_weight", value[:, outliers].contiguous())
         picked = prog.graph.call_method("index_select", (x, -1, index))
-        return prog.graph.call_method("add", (y, prog.graph.call_function(torch.nn.functional.linear, (picked, columns))))
+        return prog.graph.call_method(
+            "add", (y, prog.graph.call_function(torch.nn.functional.linear, (picked, columns)))
+        )
 
 
 def _error(value: Tensor, solved: Quantized, outliers: Tensor | None) -> float:

@@ -61,7 +61,7 @@ def _mean_square(node: Any) -> tuple[fx.Node, float] | None:
     square = mean.args[0]
     if dims not in (-1, [-1], (-1,)) or not isinstance(square, fx.Node):
         return None
-    if kind(square) == "pow" and square.args[1] in (2, 2.0) or kind(square) == "square":
+    if (kind(square) == "pow" and square.args[1] in (2, 2.0)) or kind(square) == "square":
         return square.args[0], eps  # type: ignore[return-value]
     return None
 
@@ -95,13 +95,24 @@ class RaiseOps:
 
     def called(self, node: fx.Node, word: str) -> Site | Miss:
         """``F.layer_norm`` and ``F.rms_norm``."""
-        names = ("input", "normalized_shape", "weight", "bias", "eps") if word == "layer_norm" else ("input", "normalized_shape", "weight", "eps")
+        names = (
+            ("input", "normalized_shape", "weight", "bias", "eps")
+            if word == "layer_norm"
+            else ("input", "normalized_shape", "weight", "eps")
+        )
         given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
         if len(given["normalized_shape"]) != 1:
             return Miss(node.name, f"{word} over {len(given['normalized_shape'])} axes")
         eps = given.get("eps")
         eps = float(eps) if eps is not None else 1e-5 if word == "layer_norm" else 1.1920928955078125e-07
-        return Site(node, given["input"], layer_norm if word == "layer_norm" else rms_norm, eps, given.get("weight"), given.get("bias"))
+        return Site(
+            node,
+            given["input"],
+            layer_norm if word == "layer_norm" else rms_norm,
+            eps,
+            given.get("weight"),
+            given.get("bias"),
+        )
 
     def rewrite(self, prog: Program, site: Site) -> None:
         """Replace the node by unit norm, gain and bias."""

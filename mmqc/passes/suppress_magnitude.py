@@ -72,4 +72,3 @@ class SuppressMagnitude:
     def rewrite(self, prog: Program, site: Site) -> None:
         """Note it on the node."""
         site.node.meta["outliers"] = site.outliers
-

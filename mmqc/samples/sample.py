@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from mmqc.samples import checkpoint, handwriting, scoring
+from mmqc.samples import checkpoint, handwriting, scoring, stress
 from mmqc.samples.processor import DigitsProcessor
 from mmqc.samples.questions import Question, questions
 
@@ -31,6 +31,8 @@ class Sample:
     def load(cls, name: str) -> Sample:
         """The sample of that name; `mmqc.samples.load` checks the name."""
         model = checkpoint.load()
+        if name == "digits-vqa-stress":
+            model = stress.stress(model).float()
         return cls(name, model, DigitsProcessor())
 
     def calibration(self, n: int) -> list[dict[str, torch.Tensor]]:

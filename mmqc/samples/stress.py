@@ -10,7 +10,7 @@ Every step is exact; `examples/make_stress.py` measured where to apply it and ho
 | scale the MLP's hidden channels | W_down diag(1/s) (act(gate) * (diag(s) up))           | online Hadamard               |
 | scale value channels  | W_o diag(1/s) (A diag(s) (W_v x + b_v))                         | rotation of V/O               |
 
-Q maps a few axes that hold most of the visual tokens' energy onto single channels. In the vision tower Q fixes the
+Q maps a few axes that hold most of the visual tokens' energy (and little of the text tokens') onto single channels. In the vision tower Q fixes the
 vector of ones, so that it also commutes with LayerNorm's mean. A turned stream cannot share its embedding with a head
 that absorbed the final norm's gain: the stress model's embeddings are not tied.
 """
@@ -78,7 +78,7 @@ def fold_gain(norm: nn.Module, readers: Sequence[nn.Linear], repeat: int = 1) ->
 def put_gain(norm: nn.Module, readers: Sequence[nn.Linear], gain: Tensor, repeat: int = 1) -> None:
     """Give a norm of unit gain the gain `gain` on `CHANNELS`, and its readers the inverse."""
     full = torch.ones_like(norm.weight)
-    full[list(CHANNELS)] = gain.to(full)
+    full[list(CHANNELS[: len(gain)])] = gain.to(full)
     norm.weight.copy_(full)
     for linear in readers:
         linear.weight /= full.repeat(repeat)

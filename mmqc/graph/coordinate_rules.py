@@ -1,0 +1,228 @@
+"""The rules by which coordinates pass through operations: see coordinates.py for the idea."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from .coordinates import CONSTANT, MEAN, ZERO, Coordinates, Gain, Reader, Tracker, varies_together, weights_behind
+from .kinds import kind, mutates
+from .program import Program
+
+
+def coordinates(prog: Program) -> Coordinates:
+    """Replay ``prog`` and return the coordinates of all it computes."""
+    tracker = Rules(prog)
+    with torch.no_grad():
+        prog.replay(tracker.see)
+    return tracker.found
+
+
+class Rules(Tracker):
+    """One method per kind of operation that neither moves data nor is opaque."""
+
+    # -- element-wise ----------------------------------------------------------------------------------------------
+    def _see_add(self, node: fx.Node, result: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        if not isinstance(result, Tensor):
+            return None
+        a, b = self.operand(node.args[0]), self.operand(node.args[1])
+        if a is None and b is None:
+            return None
+        if a is None or b is None:
+            ids, other = (a, args[1]) if b is None else (b, args[0])
+            assert ids is not None
+            if isinstance(other, int | float) and other == 0:
+                return ids
+            if isinstance(other, Tensor) and not other.any():
+                return ids.expand(result.shape)
+            self.freeze(ids, node, "something that is no channel of a weight is added")
+            return self.renamed(node, ids.expand(result.shape))
+        a, b = torch.broadcast_tensors(a, b)
+        self.join(a, b)
+        for one, other in ((a, b), (b, a)):
+            self.freeze(torch.where(other == CONSTANT, one, ZERO), node, "a constant is added")
+        joined = torch.where(a >= 0, a, torch.maximum(a, b)).contiguous()
+        return self.write(node, joined) if mutates(node) else joined
+
+    _see_sub = _see_add
+
+    def write(self, node: fx.Node, ids: Tensor) -> Tensor:
+        """An in-place operation: views of the written tensor see the new coordinates too."""
+        target = self.shadow(node.args[0])
+        if isinstance(target, Tensor) and target.shape == ids.shape:
+            target.copy_(ids)
+            return target
+        return ids
+
+    def _see_mul(self, node: fx.Node, result: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        if not isinstance(result, Tensor) or len(node.args) < 2:
+            return None
+        a, b = self.shadow(node.args[0]), self.shadow(node.args[1])
+        if a is None and b is None:
+            return None
+        if a is not None and b is not None:
+            a, b = torch.broadcast_tensors(a, b)
+            self.freeze(a, node, "it is multiplied by another activation")
+            self.freeze(b, node, "it is multiplied by another activation")
+            pairs = torch.stack((a, b), -1).reshape(-1, 2).unique(dim=0, return_inverse=True)[1].reshape(a.shape)
+            return self.renamed(node, pairs)
+        ids, factor = (a, args[1]) if b is None else (b, args[0])
+        if not isinstance(factor, Tensor) or factor.numel() == 1:
+            return ids.expand(result.shape)
+        if kind(node) == "div" and b is not None:
+            return self.opaque(node, result, [node.args[1]], "division")  # type: ignore[list-item]
+        return self.factor(node, ids.expand(result.shape), factor, node.args[1] if b is None else node.args[0])
+
+    _see_div = _see_mul
+
+    def factor(self, node: fx.Node, ids: Tensor, factor: Tensor, origin: Any) -> Tensor:
+        """X * t: coordinates that meet the same factors may still be mixed with each other."""
+        cells = torch.arange(factor.numel()).reshape(factor.shape)
+        if not varies_together(ids, cells):
+            return ids
+        if factor.numel() == ids.shape[-1] == factor.shape[-1]:
+            self.freeze(ids, node, "a gain per channel is multiplied in")
+            names = weights_behind(origin)
+            source = self.new("gain", node, factor.numel(), fqn=",".join(names) if names else "")
+            x = next(n for n in node.all_input_nodes if n is not origin)
+            self.found.gains.append(Gain(node, x, origin, source))
+            return (cells + source.base).expand(ids.shape).contiguous()
+        self.split(ids, cells)
+        return ids
+
+    # -- reductions, attention, norms ------------------------------------------------------------------------------
+    def _see_mean(self, node: fx.Node, result: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        ids = self.shadow(node.args[0])
+        if ids is None:
+            return None
+        dims = kwargs.get("dim", args[1] if len(args) > 1 else None)
+        if not isinstance(dims, int | tuple | list):
+            return self.opaque(node, result, [node.args[0]], kind(node))  # type: ignore[list-item]
+        best = ids
+        for dim in [dims] if isinstance(dims, int) else list(dims):
+            best = best.amax(dim, keepdim=True)
+        expanded = best.expand(ids.shape)
+        channel = (ids != expanded) & (ids >= 0)
+        if channel.any() and ids.shape[-1] > 1 and best.shape[-1] == 1:
+            return self.opaque(node, result, [node.args[0]], kind(node))  # type: ignore[list-item]
+        self.join(ids, expanded)
+        return best.reshape(result.shape)
+
+    _see_sum = _see_mean
+
+    def _see_matmul(self, node: fx.Node, result: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        a, b = self.shadow(node.args[0]), self.shadow(node.args[1])
+        if a is None and b is not None and b.dim() >= 2:
+            return self.mix_tokens(b, result, args[0].shape[:-2])
+        self.freeze(a, node, "matmul with something that is no weight of a linear")
+        self.freeze(b, node, "matmul with something that is no weight of a linear")
+        if a is None or b is not None:
+            return None
+        return self.along_last(self.new("op", node, result.shape[-1]), result)
+
+    def mix_tokens(self, ids: Tensor, result: Tensor, groups: torch.Size) -> Tensor:
+        """Rows of V are averaged, head by head: channels stay channels, heads stay apart."""
+        row = ids.amax(-2, keepdim=True)
+        self.join(ids, row.expand(ids.shape))
+        cells = (
+            torch.arange(max(1, groups.numel())).reshape(*groups, 1, 1)
+            if groups
+            else torch.zeros(1, 1, dtype=torch.long)
+        )
+        row = row.expand(*result.shape[:-2], 1, result.shape[-1])
+        if varies_together(row, cells):
+            self.split(row, cells)
+        return row.expand(result.shape).contiguous()
+
+    def _see_scaled_dot_product_attention(
+        self, node: fx.Node, result: Any, args: list[Any], kwargs: dict[str, Any]
+    ) -> Any:
+        named = dict(zip(("query", "key", "value"), node.args, strict=False)) | dict(node.kwargs)
+        self.freeze(self.shadow(named["query"]), node, "attention scores")
+        self.freeze(self.shadow(named["key"]), node, "attention scores")
+        ids = self.shadow(named["value"])
+        if ids is None:
+            return None
+        if kwargs.get("enable_gqa"):
+            ids = ids.repeat_interleave(result.shape[-3] // ids.shape[-3], -3)
+        return self.mix_tokens(ids, result, result.shape[:-2])
+
+    def _see_rms_norm(self, node: fx.Node, result: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        ids = self.shadow(node.args[0])
+        if ids is None or node.op != "call_function" or len(args) != 2:
+            return self.opaque(node, result, [node.args[0]], "rms_norm") if ids is not None else None  # type: ignore[list-item]
+        row = self.columns(ids)
+        self.found.norms.append((node, row))
+        self.split(row, torch.zeros_like(row))
+        return ids
+
+    def _see_layer_norm(self, node: fx.Node, result: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        ids = self.shadow(node.args[0])
+        if ids is None:
+            return None
+        row = self.columns(ids)
+        self.found.norms.append((node, row))
+        self.freeze(row, node, MEAN)
+        return self.renamed(node, ids)
+
+    # -- weights ---------------------------------------------------------------------------------------------------
+    def columns(self, ids: Tensor) -> Tensor:
+        """One id for each position of the last axis; the others found there are joined to it."""
+        rows = ids.reshape(-1, ids.shape[-1])
+        best = rows.amax(0)
+        self.join(rows, best.expand(rows.shape))
+        if (rows == CONSTANT).any():
+            mixed = (rows == CONSTANT).any(0)
+            self.found.frozen.append(
+                (best[mixed & (best >= 0)], self.prog.graph._root, "it shares a column with a constant")
+            )
+        return best
+
+    def _see_linear(self, node: fx.Node, result: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        named = dict(zip(("input", "weight", "bias"), node.args, strict=False)) | dict(node.kwargs)
+        weight, ids = named["weight"], self.shadow(named["input"])
+        fqn = str(weight.target) if isinstance(weight, fx.Node) and weight.op == "get_attr" else ""
+        row = self.columns(ids) if isinstance(ids, Tensor) else None
+        if row is not None:
+            self.split(row, torch.zeros_like(row))
+            if fqn:
+                self.join(row, self.columns_of.setdefault(fqn, row))
+            if not fqn:
+                self.freeze(row, node, "the weight of this linear is computed")
+        self.found.readers.append(Reader(node, fqn, row))
+        source = self.new("linear" if fqn else "op", node, result.shape[-1], fqn=fqn)
+        known = torch.arange(source.base, source.base + source.size)
+        self.split(known, torch.zeros_like(known))
+        return self.along_last(source, result)
+
+    def _see_embedding(self, node: fx.Node, result: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        named = dict(zip(("input", "weight"), node.args, strict=False)) | dict(node.kwargs)
+        weight = named["weight"]
+        if not (isinstance(weight, fx.Node) and weight.op == "get_attr"):
+            return None
+        return self.along_last(self.new("embedding", node, result.shape[-1], fqn=str(weight.target), axis=1), result)
+
+    def _see_conv(self, node: fx.Node, result: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        named = dict(zip(("input", "weight", "bias"), node.args, strict=False)) | dict(node.kwargs)
+        self.freeze(self.shadow(named["input"]), node, "a convolution reads it")
+        weight = named["weight"]
+        fqn = str(weight.target) if isinstance(weight, fx.Node) and weight.op == "get_attr" else ""
+        axis = result.dim() - args[1].dim() + 1
+        source = self.new("conv" if fqn else "op", node, result.shape[axis], fqn=fqn)
+        ids = torch.arange(source.base, source.base + source.size)
+        return ids.reshape(-1, *[1] * (result.dim() - axis - 1)).expand(result.shape).contiguous()
+
+    def _see_setitem(self, node: fx.Node, result: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        target, value = node.args[0], node.args[2]
+        ids, new = self.shadow(target), self.shadow(value)
+        if ids is None and new is None:
+            return None
+        if ids is None:
+            ids = self.found.shadows[target] = torch.full(args[0].shape, ZERO if not args[0].any() else CONSTANT)  # type: ignore[index]
+        if new is None:
+            new = ZERO if not torch.as_tensor(args[2]).any() else CONSTANT
+        operator.setitem(ids, args[1], new)
+        return None
