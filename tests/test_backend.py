@@ -9,10 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from quantized_vlm import quantized_vlm
 from tolerance import close
 from torch import nn
-from torch.profiler import ProfilerActivity, profile
 
 from mmqc.backend import GraphRecord, backend, collect_records
 from mmqc.modality import ModalityContext
@@ -51,18 +49,6 @@ class Block(nn.Module):
 
 def ids(batch: int, length: int) -> torch.Tensor:
     return torch.randint(0, 20, (batch, length))
-
-
-def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    return ((actual - expected).norm() / expected.norm()).item()
-
-
-def count_graphs(model: nn.Module, inputs: dict[str, Any]) -> tuple[int, set[str]]:
-    """(graphs, functions that broke) of one call, without compiling any."""
-    torch._dynamo.reset()
-    with torch.no_grad():
-        explanation = torch._dynamo.explain(model.forward)(**inputs)
-    return explanation.graph_count, {str(reason.user_stack[-1].name) for reason in explanation.break_reasons}
 
 
 # --- what becomes of a graph ------------------------------------------------------------------------------------------
@@ -206,54 +192,3 @@ def test_discovery__after_dynamo_has_read_the_entry_points() -> None:
     script = "import torch, torch._dynamo; torch._dynamo.list_backends(); import mmqc; assert 'mmqc' in torch._dynamo.list_backends()"
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     subprocess.run([sys.executable, "-c", script], check=True, env=env, cwd=ROOT.anchor)
-
-
-# --- a vision-language model ------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def vlm() -> tuple[nn.Module, dict[str, torch.Tensor]]:
-    torch.manual_seed(0)
-    return quantized_vlm()
-
-
-def test_backend__vlm_compiled_equals_eager_and_runs_integers(vlm: tuple[nn.Module, dict[str, torch.Tensor]]) -> None:
-    model, inputs = vlm
-    shapes = {(m.out_features, m.in_features) for m in model.modules() if isinstance(m, QuantLinear)}
-    compiled = copy.deepcopy(model)
-    compiled.compile(backend=backend)
-    with torch.no_grad(), collect_records() as records:
-        compiled(**inputs)
-        with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as run:
-            logits = compiled(**inputs).logits
-        expected = model(**inputs).logits
-    assert relative_error(logits, expected) < 1e-3
-    assert torch.equal(logits.argmax(-1), expected.argmax(-1))
-    assert sum(r.ops["scaled_matmul"] for r in records) <= sum("_int_mm" in e.name for e in run.events())
-    floats = {"aten::mm", "aten::addmm", "aten::bmm", "mkl::_mkl_linear", "mkldnn::_linear_pointwise"}
-    operands = [tuple(s) for e in run.events() if e.name in floats for s in e.input_shapes if s and len(s) == 2]
-    assert not [s for s in operands if s in shapes or s[::-1] in shapes]
-
-
-def test_backend__vlm_breaks_no_more_than_the_float_model(vlm: tuple[nn.Module, dict[str, torch.Tensor]]) -> None:
-    from models import tiny_qwen2_vl
-
-    model, inputs = vlm
-    plain, _ = tiny_qwen2_vl()
-    model.get_submodule("model.language_model.layers.0.mlp.down_proj").modality.text_only = True
-    try:
-        assert count_graphs(model, inputs) == count_graphs(plain, inputs)
-    finally:
-        model.get_submodule("model.language_model.layers.0.mlp.down_proj").modality.text_only = False
-
-
-@pytest.mark.parametrize("how", [{"max_new_tokens": 6}, {"max_new_tokens": 3, "num_beams": 2}])
-def test_backend__vlm_generates_the_same_tokens(vlm: tuple[nn.Module, dict[str, torch.Tensor]], how: dict[str, int]) -> None:
-    model, inputs = vlm
-    compiled = copy.deepcopy(model)
-    compiled.compile(backend=backend)
-    expected = model.generate(**inputs, do_sample=False, **how)
-    assert torch.equal(compiled.generate(**inputs, do_sample=False, **how), expected)
-    with collect_records() as records:
-        assert torch.equal(compiled.generate(**inputs, do_sample=False, **how), expected)
-    assert [r for r in records if r.how != "eager"] == [], "the second call compiles nothing"

@@ -11,13 +11,14 @@ from torch import Tensor, fx
 from .coordinates import CONSTANT, MEAN, ZERO, Coordinates, Gain, Reader, Tracker, varies_together, weights_behind
 from .kinds import kind, mutates
 from .program import Program
+from .semantic import layer_norm
 
 
 def coordinates(prog: Program) -> Coordinates:
     """Replay ``prog`` and return the coordinates of all it computes."""
     tracker = Rules(prog)
     with torch.no_grad():
-        prog.replay(tracker.see)
+        prog.replay(tracker.see, derived=False)
     return tracker.found
 
 
@@ -38,6 +39,8 @@ class Rules(Tracker):
                 return ids
             if isinstance(other, Tensor) and not other.any():
                 return ids.expand(result.shape)
+            if _is_vector(result) and weights_behind(node):  # 1 + w: a gain
+                return None
             self.freeze(ids, node, "something that is no channel of a weight is added")
             return self.renamed(node, ids.expand(result.shape))
         a, b = torch.broadcast_tensors(a, b)
@@ -64,12 +67,17 @@ class Rules(Tracker):
         if a is None and b is None:
             return None
         if a is not None and b is not None:
+            if _is_vector(args[1]) and weights_behind(node.args[1]):  # a weight behind a cast: a gain
+                b = self.freeze(b, node, "it is a gain")
+            elif _is_vector(args[0]) and weights_behind(node.args[0]):
+                a = self.freeze(a, node, "it is a gain")
+        if a is not None and b is not None:
             a, b = torch.broadcast_tensors(a, b)
             self.freeze(a, node, "it is multiplied by another activation")
             self.freeze(b, node, "it is multiplied by another activation")
-            pairs = torch.stack((a, b), -1).reshape(-1, 2).unique(dim=0, return_inverse=True)[1].reshape(a.shape)
-            return self.renamed(node, pairs)
+            return self.renamed(node, a.clamp(min=0).long() * self.found.total + b.clamp(min=0))
         ids, factor = (a, args[1]) if b is None else (b, args[0])
+        assert ids is not None
         if not isinstance(factor, Tensor) or factor.numel() == 1:
             return ids.expand(result.shape)
         if kind(node) == "div" and b is not None:
@@ -109,6 +117,7 @@ class Rules(Tracker):
         if channel.any() and ids.shape[-1] > 1 and best.shape[-1] == 1:
             return self.opaque(node, result, [node.args[0]], kind(node))  # type: ignore[list-item]
         self.join(ids, expanded)
+        self.freeze_beside_constants(ids, best, node)
         return best.reshape(result.shape)
 
     _see_sum = _see_mean
@@ -127,6 +136,7 @@ class Rules(Tracker):
         """Rows of V are averaged, head by head: channels stay channels, heads stay apart."""
         row = ids.amax(-2, keepdim=True)
         self.join(ids, row.expand(ids.shape))
+        self.freeze_beside_constants(ids, row, self.prog.graph._root)
         cells = (
             torch.arange(max(1, groups.numel())).reshape(*groups, 1, 1)
             if groups
@@ -163,6 +173,8 @@ class Rules(Tracker):
         ids = self.shadow(node.args[0])
         if ids is None:
             return None
+        if node.target is not layer_norm:
+            return self.opaque(node, result, [node.args[0]], "layer_norm")  # type: ignore[list-item]
         row = self.columns(ids)
         self.found.norms.append((node, row))
         self.freeze(row, node, MEAN)
@@ -174,12 +186,14 @@ class Rules(Tracker):
         rows = ids.reshape(-1, ids.shape[-1])
         best = rows.amax(0)
         self.join(rows, best.expand(rows.shape))
-        if (rows == CONSTANT).any():
-            mixed = (rows == CONSTANT).any(0)
-            self.found.frozen.append(
-                (best[mixed & (best >= 0)], self.prog.graph._root, "it shares a column with a constant")
-            )
+        self.freeze_beside_constants(rows, best, self.prog.graph._root)
         return best
+
+    def freeze_beside_constants(self, ids: Tensor, best: Tensor, node: fx.Node) -> None:
+        """Where values with coordinates are mixed with constants, no rotation may touch them."""
+        if (ids == CONSTANT).any():
+            mixed = ((ids == CONSTANT) & (best.expand(ids.shape) >= 0)).reshape(ids.shape)
+            self.freeze(torch.where(mixed, best.expand(ids.shape), ZERO), node, "it shares a column with a constant")
 
     def _see_linear(self, node: fx.Node, result: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
         named = dict(zip(("input", "weight", "bias"), node.args, strict=False)) | dict(node.kwargs)
@@ -192,10 +206,16 @@ class Rules(Tracker):
                 self.join(row, self.columns_of.setdefault(fqn, row))
             if not fqn:
                 self.freeze(row, node, "the weight of this linear is computed")
+        for word in ("weight", "bias"):
+            if not fqn or word == "bias":
+                self.freeze(self.shadow(named.get(word)), node, f"it is the {word} of a linear")
         self.found.readers.append(Reader(node, fqn, row))
         source = self.new("linear" if fqn else "op", node, result.shape[-1], fqn=fqn)
         known = torch.arange(source.base, source.base + source.size)
         self.split(known, torch.zeros_like(known))
+        bias = named.get("bias")
+        if isinstance(bias, fx.Node) and bias.op != "get_attr":
+            self.freeze(known, node, "the bias of this linear is computed")
         return self.along_last(source, result)
 
     def _see_embedding(self, node: fx.Node, result: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
@@ -226,3 +246,8 @@ class Rules(Tracker):
             new = ZERO if not torch.as_tensor(args[2]).any() else CONSTANT
         operator.setitem(ids, args[1], new)
         return None
+
+
+def _is_vector(value: Any) -> bool:
+    """One element per channel."""
+    return isinstance(value, Tensor) and value.dim() > 0 and value.numel() == value.shape[-1] > 1

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, fx
 
 from .kinds import kind
-from .program import Program
+from .program import LOOSE, Program
 
 ZERO, CONSTANT = -2, -1  # elements that hold zeros; elements that hold something no rotation may touch
 
@@ -114,7 +114,10 @@ class Tracker:
             flat = node.args[0] if isinstance(node.args[0], tuple | list) else (node.args[0],)
             self.found.outputs = [self.shadow(n) for n in flat]
             return
-        self.found.shadows[node] = self.rule(node, result, args, kwargs)
+        ids = self.rule(node, result, args, kwargs)
+        if isinstance(ids, Tensor) and isinstance(result, Tensor) and ids.shape == result.shape:
+            ids = _laid_out_like(ids, result, args)
+        self.found.shadows[node] = ids
 
     def shadow(self, node: Any) -> Any:
         """The ids of a node's value, if it is tracked."""
@@ -141,7 +144,8 @@ class Tracker:
         """Elements at the same place are the same coordinate."""
         differ = (a != b) & (a >= 0) & (b >= 0)
         if differ.any():
-            self.found.joins.append(torch.stack((a[differ], b[differ])).unique(dim=1))
+            pairs = (a[differ].long() * self.found.total + b[differ]).unique()
+            self.found.joins.append(torch.stack((pairs // self.found.total, pairs % self.found.total)))
 
     def split(self, ids: Tensor, cells: Tensor) -> None:
         """Coordinates may stay together only where they met the same cells, equally often."""
@@ -176,16 +180,17 @@ class Tracker:
         ]
         if not sources and not params:
             return None
-        if word in SAME:
+        if word in SAME and isinstance(result, Tensor) and result.is_floating_point():
             return self.shadow(node.args[0]) if sources else self.parameter(params[0])
-        if word in MOVES:
+        if word in MOVES and not (word == "pad" and _pad_mode(args, kwargs) != "constant"):
             return self.move(node, args, kwargs)
         return self.opaque(node, result, sources, word)
 
     def is_channel_weight(self, node: fx.Node) -> bool:
         """Whether a weight, used as data, has channels."""
         weight = self.prog.weights[str(node.target)]
-        return weight.is_floating_point() and weight.dim() >= 1 and weight.numel() > 1
+        loose = str(node.target).startswith(LOOSE)
+        return not loose and weight.is_floating_point() and weight.dim() >= 1 and weight.numel() > 1
 
     def along_last(self, source: Source, like: Tensor) -> Tensor:
         """Ids of a source along the last axis of a tensor."""
@@ -211,7 +216,8 @@ class Tracker:
         new_kwargs = {k: self.ids_for(node.kwargs[k], v) for k, v in kwargs.items()}
         word = kind(node)
         if word == "masked_fill":
-            new_args[2:] = [ZERO if args[2] == 0 else CONSTANT]
+            new_args[2:] = [_filler(kwargs.get("value", args[2] if len(args) > 2 else 0))]
+            new_kwargs.pop("value", None)
         elif word == "where":
             new_args[1:] = [_filler(a) if isinstance(a, int | float) else a for a in new_args[1:]]
         elif word == "pad":
@@ -255,6 +261,19 @@ class Tracker:
 def _filler(value: Tensor | float | None) -> int:
     """The id that stands for a constant."""
     return CONSTANT if torch.as_tensor(0 if value is None else value).any() else ZERO
+
+
+def _pad_mode(args: list[Any], kwargs: dict[str, Any]) -> str:
+    return kwargs.get("mode", args[2] if len(args) > 2 else "constant")
+
+
+def _laid_out_like(ids: Tensor, result: Tensor, args: list[Any]) -> Tensor:
+    """Ids with the strides of the value, and memory of their own where the value has its own."""
+    shares = any(isinstance(a, Tensor) and a.untyped_storage()._cdata == result.untyped_storage()._cdata for a in args)
+    if shares:
+        return ids
+    fresh = torch.empty_strided(result.shape, result.stride(), dtype=torch.long)
+    return fresh.copy_(ids)
 
 
 def weights_behind(node: Any) -> tuple[str, ...]:

@@ -17,6 +17,7 @@ from .kinds import kind, mutates
 from .plan import Plan
 
 VISUAL = "mmqc_visual"  # the placeholder of the visual mask
+LOOSE = "_constant_"  # tensors that are no parameter or buffer: they cannot be written back
 
 
 @dataclass(frozen=True)
@@ -208,10 +209,13 @@ class Program:
             self.graph.erase_node(node)
         self.graph.lint()
 
-    def replay(self, watch: Callable[[fx.Node, Any, list[Any], dict[str, Any]], None] | None = None) -> list[Any]:
+    def replay(
+        self, watch: Callable[[fx.Node, Any, list[Any], dict[str, Any]], None] | None = None, *, derived: bool = True
+    ) -> list[Any]:
         """Run the graph on the inputs it was captured with; ``watch(node, result, args, kwargs)`` sees every node.
 
-        Values are dropped after their last use.  The recording holds numbers that depend on its inputs, so there is
+        Values are dropped after their last use.  With ``derived=False`` weights keep their captured values: enough for
+        analyses that look at shapes and indices alone.  The recording holds numbers that depend on its inputs, so there is
         deliberately no way to pass others.
         """
         env: dict[fx.Node, Any] = {}
@@ -228,7 +232,7 @@ class Program:
                 value = next(inputs)
                 result = value.clone() if isinstance(value, Tensor) else value
             elif node.op == "get_attr":
-                result = self.value(str(node.target))
+                result = self.value(str(node.target)) if derived else self.weights[str(node.target)].detach()
             elif node.op == "output":
                 flat = args[0] if isinstance(args[0], tuple | list) else (args[0],)
                 outputs = list(flat)

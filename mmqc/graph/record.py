@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from .program import Program
+from .program import LOOSE, Program
 
 _METHODS = (types.MethodDescriptorType, types.WrapperDescriptorType, types.MethodType, types.BuiltinMethodType)
 
@@ -91,7 +91,7 @@ class Recorder(TorchFunctionMode):
         )
 
     def constant(self, tensor: Tensor) -> fx.Node:
-        name = f"_constant_{len(self.weights)}"
+        name = f"{LOOSE}{len(self.weights)}"
         self.weights[name] = tensor
         node = self.graph.get_attr(name)
         self.bind(tensor, node)

@@ -161,11 +161,9 @@ def _blocks(found: Coordinates, classes: Tensor, prog: Program) -> Tensor:
     for ids, _, _ in found.frozen:
         events.append((ids, torch.full(ids.shape, 5)))
     for number, (ids, weight) in enumerate(events, 1):
-        met = classes[ids.long()]
-        total = torch.zeros(count, dtype=torch.long).index_add_(0, met, weight % (1 << 40))
-        there = torch.zeros(count, dtype=torch.bool)
-        there[met] = True
-        mark[there] = (mark[there] * 0x2545F491 + total[there] * 0x9E3779B1 + number * 0x85EBCA6B) % (1 << 40)
+        met, where = classes[ids.long()].unique(return_inverse=True)
+        total = torch.zeros(len(met), dtype=torch.long).index_add_(0, where, weight % (1 << 40))
+        mark[met] = (mark[met] * 0x2545F491 + total * 0x9E3779B1 + number * 0x85EBCA6B) % (1 << 40)
     return mark.unique(return_inverse=True)[1]
 
 

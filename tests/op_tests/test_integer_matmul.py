@@ -34,6 +34,13 @@ def test_int_matmul__no_rows() -> None:
     assert int_matmul(torch.zeros(0, 8, dtype=torch.int8), torch.zeros(3, 8, dtype=torch.int8)).shape == (0, 3)
 
 
+def test_int_matmul__a_single_row_may_have_any_stride() -> None:
+    x, w = torch.randint(-128, 128, (1, 96), dtype=torch.int8), torch.randint(-128, 128, (40, 96), dtype=torch.int8)
+    for stride in (0, 1, 7):
+        assert torch.equal(int_matmul(x.as_strided((1, 96), (stride, 1)), w), int_matmul(x, w))
+        assert torch.equal(int_matmul(w, x.as_strided((1, 96), (stride, 1))), int_matmul(x, w).T)
+
+
 def test_why_not_int_mm__cuda_limits() -> None:
     assert why_not_int_mm("cuda", True, 64, 64) is None
     assert "rows" in (why_not_int_mm("cuda", False, 64, 64) or "")

@@ -81,6 +81,32 @@ def test_lower_scaled_matmul__fallback_is_exact_and_named(monkeypatch: pytest.Mo
     assert "extern _int_mm" not in record.kernels
 
 
+@pytest.mark.parametrize("rows", [(1,), (1, 1), (2, 1)])
+def test_lower_scaled_matmul__one_row_as_in_decode(rows: tuple[int, ...]) -> None:
+    w, packed = torch.randint(-128, 128, (40, 96), dtype=torch.int8), pack_int4(torch.randint(-8, 8, (1, 96), dtype=torch.int8))
+    s2, visual = torch.tensor([0.02, 0.05]), torch.zeros(rows, dtype=torch.bool)
+
+    def function(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        x_q = ops.quantize(x, s2, visual, 8)
+        return (
+            ops.scaled_matmul(x_q, w, s2, torch.ones(40), None, visual, 8, torch.float32),
+            ops.scaled_matmul(x_q, packed, s2, torch.ones(1), None, visual, 4, torch.float32),
+        )
+
+    _, record = compile_once(function, torch.randn(*rows, 96))
+    assert record.kernels.count("extern _int_mm") == 2
+
+
+def test_lower_scaled_matmul__one_input_channel() -> None:
+    w = torch.randint(-128, 128, (40, 1), dtype=torch.int8)
+
+    def function(x_q: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (ops.scaled_matmul(x_q, w, torch.ones(1), torch.ones(40), None, None, 8, torch.float32),)
+
+    _, record = compile_once(function, torch.randint(-128, 128, (7, 1), dtype=torch.int8))
+    assert "one column" in record.fallbacks[0][1]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_lower_weight_only_matmul__all_storages(dtype: torch.dtype) -> None:
     w8, w4 = torch.randint(-128, 128, (63, 100), dtype=torch.int8), torch.randint(-8, 8, (17, 63), dtype=torch.int8)

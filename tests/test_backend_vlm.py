@@ -1,0 +1,86 @@
+"""A whole quantized Qwen2-VL through the backend: images, decode steps, beams; compiled once for all tests of this file."""
+
+import copy
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import pytest
+import torch
+from models import tiny_qwen2_vl
+from quantized_vlm import quantized_vlm
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+from mmqc.backend import GraphRecord, backend, collect_records
+from mmqc.modality import attached
+from mmqc.modules import QuantLinear
+
+FLOAT_PRODUCTS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::linear", "mkl::_mkl_linear", "mkldnn::_linear_pointwise"}
+
+
+class Case(NamedTuple):
+    model: nn.Module
+    compiled: nn.Module
+    inputs: dict[str, torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def case() -> Iterator[Case]:
+    torch._dynamo.reset()
+    threads = torch.get_num_threads()
+    # Hundreds of tiny parallel regions: on a busy machine their barriers cost more than the work.
+    torch.set_num_threads(1)
+    model, inputs = quantized_vlm()
+    compiled = copy.deepcopy(model)
+    compiled.compile(backend=backend)
+    yield Case(model, compiled, inputs)
+    torch.set_num_threads(threads)
+    torch._dynamo.reset()
+
+
+def compiled_graphs(records: list[GraphRecord]) -> list[GraphRecord]:
+    return [r for r in records if r.how != "eager"]
+
+
+def test_backend__vlm_compiled_equals_eager_and_runs_integers(case: Case) -> None:
+    shapes = {(m.out_features, m.in_features) for m in case.model.modules() if isinstance(m, QuantLinear)}
+    with torch.no_grad(), collect_records() as records:
+        case.compiled(**case.inputs)
+        with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as run:
+            logits = case.compiled(**case.inputs).logits
+        expected = case.model(**case.inputs).logits
+    assert ((logits - expected).norm() / expected.norm()).item() < 1e-3
+    assert torch.equal(logits.argmax(-1), expected.argmax(-1))
+    assert sum("_int_mm" in e.name for e in run.events()) >= sum(isinstance(m, QuantLinear) for m in case.model.modules())
+    assert sum(r.ops["scaled_matmul"] for r in records) > 0
+    operands = [tuple(s) for e in run.events() if e.name in FLOAT_PRODUCTS for s in e.input_shapes if s and len(s) == 2]
+    assert not [s for s in operands if s in shapes or s[::-1] in shapes]
+
+
+def test_backend__vlm_generates_the_same_tokens(case: Case) -> None:
+    for how in ({"max_new_tokens": 6}, {"max_new_tokens": 3, "num_beams": 2}):
+        expected = case.model.generate(**case.inputs, do_sample=False, **how)
+        assert torch.equal(case.compiled.generate(**case.inputs, do_sample=False, **how), expected)
+        with collect_records() as records:
+            assert torch.equal(case.compiled.generate(**case.inputs, do_sample=False, **how), expected)
+        assert compiled_graphs(records) == [], "the second call compiles nothing"
+
+
+def test_backend__vlm_decode_logits_equal_eager(case: Case) -> None:
+    how = {"max_new_tokens": 4, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+    expected, got = (m.generate(**case.inputs, **how).logits for m in (case.model, case.compiled))
+    for step, (actual, wanted) in enumerate(zip(got, expected, strict=True)):
+        assert ((actual - wanted).norm() / wanted.norm()).item() < 1e-3, f"step {step}"
+
+
+def test_backend__vlm_breaks_no_more_than_the_float_model(case: Case) -> None:
+    def breaks(model: nn.Module) -> tuple[int, set[str]]:
+        with torch.no_grad():
+            explanation = torch._dynamo.explain(model.forward)(**case.inputs)
+        return explanation.graph_count, {reason.user_stack[-1].name for reason in explanation.break_reasons}
+
+    model = copy.deepcopy(case.model)
+    # ``forward`` alone does not run the hook that finds the mask.
+    context = attached(model)
+    context.begin(model, (), case.inputs)
+    assert breaks(model) == breaks(tiny_qwen2_vl()[0])
