@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 import json
 import logging
+import os
+import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -24,7 +26,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_show_locals=False,
 )
-console = Console()
+console = Console(width=None if sys.stdout.isatty() else 100)  # tables keep their columns in a log
 
 Model = Annotated[str, typer.Argument(help="A shipped sample (digits-vqa, digits-vqa-stress) or a model directory.")]
 Recipe = Annotated[str, typer.Option("--recipe", "-r", help="A function of mmqc.recipes.")]
@@ -36,9 +38,10 @@ SampleName = Annotated[str, typer.Option("--sample", help="The sample whose data
 @app.callback()
 def main() -> None:
     """A quantizing compiler for multimodal LLMs."""
-    # On import, torchao and torch warn about extensions and enums that are no business of whoever types a command.
-    for name in ("torchao", "torch.utils._pytree"):
-        logging.getLogger(name).setLevel(logging.ERROR)
+    # torchao and torch warn, on import, about extensions and enums; Dynamo about each graph break (`mmqc explain` lists them).
+    if "TORCH_LOGS" not in os.environ:
+        for name in ("torchao", "torch.utils._pytree", "torch._dynamo"):
+            logging.getLogger(name).setLevel(logging.ERROR)
 
 
 @app.command()
@@ -46,13 +49,15 @@ def demo(
     out: Annotated[Path, typer.Option(help="Where report.html goes.")] = Path("out"),
     questions: Annotated[int, typer.Option(min=5, help="Questions to each model.")] = 150,
     calibration: Annotated[int, typer.Option(min=1, help="Calibration prompts.")] = 32,
+    ablation_questions: Annotated[int, typer.Option(min=5, help="Questions to each model of the ablation.")] = 100,
     ablation: Annotated[bool, typer.Option(help="Quantize the stressed model step by step as well.")] = True,
     compiled: Annotated[bool, typer.Option("--compile/--no-compile", help="Compile one model and ask it.")] = True,
 ) -> None:
     """Quantize a shipped model three ways, compare, ask, and write out/report.html."""
     from mmqc import demo as job
 
-    job.run(job.Options(out, questions, calibration, ablation, compiled), console)
+    options = job.Options(out, questions, ablation_questions, calibration, ablation, compiled)
+    job.run(options, console)
 
 
 @app.command()

@@ -77,7 +77,8 @@ def write_exact(model: nn.Module, prog: Program, journal: Journal) -> list[str]:
     aliases = _aliases(model)
     untied: list[str] = []
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    for name in prog.changed:
+    # biases first: what a fold moved into one is computed from its weight as it was
+    for name in sorted(prog.changed, key=lambda n: prog.weights[n].dim()):
         old = parameters.get(name)
         if old is not None and len(aliases[id(old)]) > 1:
             untied.append(name)

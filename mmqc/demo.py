@@ -30,10 +30,14 @@ SHOWN = 6
 
 @dataclass(frozen=True)
 class Options:
-    """What to run: how many questions and calibration prompts, where the report goes, and which parts to leave out."""
+    """What to run: how many questions and calibration prompts, where the report goes, and which parts to leave out.
+
+    The ablation asks fewer questions: its differences are large, and it has more models to ask.
+    """
 
     out: Path = Path("out")
     questions: int = 150
+    ablation_questions: int = 100
     calibration: int = 32
     ablation: bool = True
     compile: bool = True
@@ -108,17 +112,18 @@ def run(options: Options, console: Console) -> Result:
     result = Result()
     sample = mmqc.samples.load("digits-vqa")
     with Steps(console, options.ablation) as steps:
-        outcomes = measure(sample, configs(), options, steps)
+        outcomes = measure(sample, configs(), options.questions, options.calibration, steps)
         base = outcomes[0]
         result.table = [outcome.row(base) for outcome in outcomes]
+        print_table(console, f"digits-vqa, {options.questions} questions about unseen handwriting", result.table)
         result.reports = {o.name: o.report for o in outcomes if o.report is not None}
         result.examples = examples(sample.questions(options.questions), base, outcomes[-1])
         if options.ablation:
-            stressed = measure(mmqc.samples.load("digits-vqa-stress"), ablation_configs(), options, steps)
+            stress, n = mmqc.samples.load("digits-vqa-stress"), min(options.questions, options.ablation_questions)
+            stressed = measure(stress, ablation_configs(), n, options.calibration, steps)
             result.ablation = [outcome.row(stressed[0]) for outcome in stressed]
-    print_table(console, f"digits-vqa, {options.questions} questions about unseen handwriting", result.table)
-    if options.ablation:
-        print_table(console, "MQuant step by step on digits-vqa-stress, 4-bit weights", result.ablation)
+            title = f"MQuant step by step on digits-vqa-stress, W4A8, {n} questions"
+            print_table(console, title, result.ablation)
     if options.compile:
         chosen = next(o for o in outcomes if o.name == COMPILED)
         result.answers = compiled_answers(sample, chosen.model, console)
@@ -158,14 +163,14 @@ class Steps:
         return result, seconds
 
 
-def measure(sample: Sample, recipes: dict[str, Any], options: Options, steps: Steps) -> list[Outcome]:
+def measure(sample: Sample, recipes: dict[str, Any], questions: int, calibration: int, steps: Steps) -> list[Outcome]:
     """The float model and one quantized copy per recipe, each scored on the same questions."""
     from mmqc.samples.scoring import summarize
 
-    batches = list(sample.calibration(options.calibration))
+    batches = list(sample.calibration(calibration))
 
     def scored(name: str, model: Any, report: QuantReport | None = None, seconds: float = 0.0) -> Outcome:
-        scores, _ = steps(f"{sample.name}: ask {name}", lambda: sample.scores(model, options.questions))
+        scores, _ = steps(f"{sample.name}: ask {name}", lambda: sample.scores(model, questions))
         return Outcome(name, model, scores, summarize(scores), seconds, report)
 
     outcomes = [scored(FLOAT, sample.model)]
@@ -191,29 +196,36 @@ def examples(questions: Sequence[Any], float_: Outcome, quantized: Outcome) -> l
 
 def compiled_answers(sample: Sample, model: Any, console: Console) -> list[dict[str, str]]:
     """Compile the model with our backend and let it answer questions about unseen pages, one at a time."""
+    from rich.markup import escape
+
     fast = copy.deepcopy(model)
     fast.compile(backend="mmqc")
-    console.print(f"\n[bold]{COMPILED}, compiled[/bold] (backend='mmqc')")
+    console.print(f"\n[bold]{COMPILED}, compiled[/bold] (backend='mmqc'); the first answers include compilation")
     answers = []
     for question in sample.questions(SHOWN):
         prompt = sample.processor(question.prompt, question.images)
         start = time.perf_counter()
-        ids = fast.generate(**prompt, max_new_tokens=len(question.answer) + 4, do_sample=False)
+        ids = fast.generate(**prompt, max_new_tokens=len(question.answer) + 1, do_sample=False)
         seconds = time.perf_counter() - start
         answer = sample.processor.decode(ids[0, prompt["input_ids"].shape[1] :])
-        mark = "[green]right[/green]" if answer == question.answer else f"[red]right: {question.answer}[/red]"
-        console.print(f"  {question.question}  [bold]{answer}[/bold]  {mark}  {seconds:.1f} s")
+        mark = "[green]right[/green]" if answer == question.answer else f"[red]not {question.answer}[/red]"
+        console.print(f"  {question.question} [bold]{escape(answer)}[/bold] {mark}, {seconds:.1f} s", soft_wrap=True)
         answers.append({"question": question.question, "answer": answer, "right": question.answer})
     return answers
 
 
+HEADINGS = {"model": "", "accuracy": "all", "recovery": "recov.", "seconds": "time"}
+
+
 def print_table(console: Console, title: str, rows: Sequence[dict[str, Any]]) -> None:
-    """The rows as a table: shares in percent, sizes in megabytes."""
+    """The rows as a table: accuracies in percent, sizes in megabytes, times in seconds."""
+    from rich import box
     from rich.table import Table
 
-    table = Table(title=title, title_justify="left", header_style="bold")
+    table = Table(title=title, title_justify="left", header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
     for key in rows[0]:
-        table.add_column(key.removeprefix("accuracy/"), justify="left" if key == "model" else "right", no_wrap=True)
+        heading = HEADINGS.get(key, key.removeprefix("accuracy/"))
+        table.add_column(heading, justify="left" if key == "model" else "right", no_wrap=True)
     for row in rows:
         table.add_row(*(cell(key, value) for key, value in row.items()))
     console.print()
@@ -225,10 +237,10 @@ def cell(key: str, value: Any) -> str:
     if key == "size":
         return f"{value / 1e6:.1f} MB"
     if key == "seconds":
-        return f"{value:.1f} s" if value else "-"
+        return f"{value:.0f} s" if value else "-"
     if key == "nll":
-        return f"{value:.4f}"
-    return f"{value:.1%}" if isinstance(value, float) else str(value)
+        return f"{value:.3f}"
+    return f"{100 * value:.1f}" if isinstance(value, float) else str(value)
 
 
 def write(path: Path, result: Result) -> Path:

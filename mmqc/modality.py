@@ -49,7 +49,7 @@ class ModalityContext:
             raise ValueError(f"{type(model).__name__} already has a ModalityContext")
         context = cls(visual_token_ids)
         model.register_forward_pre_hook(context.begin, with_kwargs=True, prepend=True)
-        model.register_forward_hook(context.end)
+        model.register_forward_hook(context.end, always_call=True)
         return context
 
     def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -113,3 +113,4 @@ def detach(model: nn.Module) -> None:
             if isinstance(getattr(hook, "__self__", None), ModalityContext):
                 del hooks[key]
                 model._forward_pre_hooks_with_kwargs.pop(key, None)
+                model._forward_hooks_always_called.pop(key, None)

@@ -115,17 +115,16 @@ class QuantLinear(OnlineHadamard):
                 x, self.weight, self.weight_scale, self.bias, self.storage_bits, self.group_size
             )
         else:
-            scale, visual = self._row_scales(x)
+            scale, visual = self._row_scales(x, self.input_scale)
             x_q = torch.ops.mmqc.quantize(x, scale, visual, self.activation_bits)
             y = torch.ops.mmqc.scaled_matmul(
                 x_q, self.weight, scale, self.weight_scale, self.bias, visual, self.storage_bits, x.dtype
             )
-        if self.outlier_index is not None:
+        if self.outlier_index is not None and self.outlier_weight is not None:
             y = y + F.linear(x.index_select(-1, self.outlier_index), self.outlier_weight.to(x.dtype))
         return y
 
-    def _row_scales(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        scale = self.input_scale
+    def _row_scales(self, x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor | None]:
         if scale.shape[0] == 1:
             return scale, None
         if self.modality is None:

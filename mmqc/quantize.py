@@ -67,7 +67,7 @@ def quantize_(
         return _weights_only(model, config, filter_fn, start)
     batches = _spool(model, config, calibration)
     before = convert.size_of(model)
-    training = model.training
+    modes = {module: module.training for module in model.modules()}
     model.eval()
     context = attached(model) or ModalityContext.attach(model, visual_token_ids(model))
     bar = tqdm(
@@ -82,7 +82,9 @@ def quantize_(
         detach(model)
         raise
     finally:
-        model.train(training)
+        model.train(modes[model])
+        for module, training in modes.items():  # parts may be in another mode than the whole
+            module.training = training
     report.seconds = time.perf_counter() - start
     return report
 
@@ -270,11 +272,11 @@ def _spool(model: nn.Module, config: QuantConfig, calibration: Iterable[Batch] |
 
 
 def _has_visual(batch: Batch, ids: Tensor) -> bool:
-    tokens = batch.get("input_ids")
-    kinds = batch.get("mm_token_type_ids")
-    if tokens is not None:
-        return bool(torch.isin(tokens.cpu(), ids).any())
-    return kinds is not None and bool((kinds > 0).any())
+    """Whether a batch has visual tokens, and features of an image or video to put there."""
+    tokens, kinds = batch.get("input_ids"), batch.get("mm_token_type_ids")
+    places = bool(torch.isin(tokens.cpu(), ids).any()) if tokens is not None else kinds is not None and bool((kinds > 0).any())
+    given = (v for name, v in batch.items() if isinstance(v, Tensor) and name not in ("inputs_embeds", "attention_mask"))
+    return places and any(v.is_floating_point() for v in given)
 
 
 def _check_keep(prog: Program, config: QuantConfig) -> None:

@@ -39,6 +39,15 @@ class Session:
     solved: dict[tuple[str, tuple[str, ...]], Quantized] = field(default_factory=dict)
     centred: set[str] = field(default_factory=set)
     visual: Tensor | None = None
+    versions: dict[str, int] = field(default_factory=dict)
+
+    def forget_changed(self, prog: Program) -> None:
+        """Drop what was derived from weights that have been written to since."""
+        now = {fqn: weight._version for fqn, weight in prog.weights.items() if not weight.is_inference()}
+        if any(self.versions.get(fqn, version) != version for fqn, version in now.items()):
+            self.weights.clear()
+            self.solved.clear()
+        self.versions.update(now)
 
     @functools.cached_property
     def plan(self) -> Plan | None:
@@ -128,6 +137,7 @@ class _Variant:
 def _rewrite(captured: Captured, session: Session) -> _Variant:
     """Run all passes and compute the weights, each once per session."""
     prog, config = captured.program, session.config
+    session.forget_changed(prog)
     prog.statistics = config.statistics
     prog.plan, prog.centred = session.plan, session.centred
     prog.outside = session.owner().get_parameter
@@ -187,8 +197,9 @@ class _Blocks:
             examples = list(self.examples)
             for position in self.parameters:
                 examples[position] = args[position]
+            session = session_for(self.session.config)  # Dynamo runs one graph for every model of a class
             with torch.no_grad():
-                self.known[key] = _rewrite(from_dynamo(self.gm, examples, self.session.owner()), self.session)
+                self.known[key] = _rewrite(from_dynamo(self.gm, examples, session.owner()), session)
         return self.known[key]
 
     def around(self, compiled: Callable[..., Any]) -> Callable[..., Any]:

@@ -296,6 +296,8 @@ def checks_something(function: ast.AST) -> bool:
             return True
         if isinstance(node, ast.Call) and re.search(r"raises|warns|check|assert", dotted(node.func)):
             return True
+        if isinstance(node, ast.keyword) and node.arg == "check" and ast.unparse(node.value) == "True":
+            return True  # a subprocess that has to succeed
     return False
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tolerance import close
+from tolerance import assert_close
 from torch import nn
 
 from mmqc.backend import GraphRecord, backend, collect_records
@@ -28,8 +28,15 @@ def fresh_dynamo() -> Iterator[None]:
 
 def linear(n: int, k: int, scales: int = 1, **more: Any) -> QuantLinear:
     codes = torch.randint(-128, 128, (n, k), dtype=torch.int8)
+    input_scale = torch.tensor([0.03, 0.1][:scales])
     return QuantLinear.from_parts(
-        codes, torch.rand(n) * 0.01, weight_bits=8, activation_bits=8, bias=torch.randn(n), input_scale=torch.tensor([0.03, 0.1][:scales]), **more
+        codes,
+        torch.rand(n) * 0.01,
+        weight_bits=8,
+        activation_bits=8,
+        bias=torch.randn(n),
+        input_scale=input_scale,
+        **more,
     )
 
 
@@ -54,7 +61,9 @@ def ids(batch: int, length: int) -> torch.Tensor:
 # --- what becomes of a graph ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("wrap", [lambda m: m.compile(backend=backend) or m, lambda m: torch.compile(m, backend=backend)])
+@pytest.mark.parametrize(
+    "wrap", [lambda m: m.compile(backend=backend) or m, lambda m: torch.compile(m, backend=backend)]
+)
 @pytest.mark.parametrize("grad", [False, True])
 def test_backend__compiled_equals_eager(wrap: Callable[[nn.Module], nn.Module], grad: bool) -> None:
     model = Block()
@@ -62,10 +71,10 @@ def test_backend__compiled_equals_eager(wrap: Callable[[nn.Module], nn.Module], 
     with torch.set_grad_enabled(grad), collect_records() as records:
         for length in (9, 12, 17):
             batch = ids(2, length)
-            close(compiled(batch), model(batch))
+            assert_close(compiled(batch), model(batch))
         known = len(records)
-        close(compiled(batch := ids(3, 33)), model(batch))
-        close(compiled(batch := ids(3, 21)), model(batch))
+        assert_close(compiled(batch := ids(3, 33)), model(batch))
+        assert_close(compiled(batch := ids(3, 21)), model(batch))
     quantized = [r for r in records if r.quantized]
     assert len(quantized) <= 3, "one static graph, one for each axis that turned out dynamic"
     assert len(records) - known <= 2
@@ -79,7 +88,7 @@ def test_backend__gradient_reaches_the_embedding_past_quantized_layers() -> None
     batch = ids(2, 9)
     model(batch).sum().backward()
     compiled(batch).sum().backward()
-    close(compiled.embed.weight.grad, model.embed.weight.grad)
+    assert_close(compiled.embed.weight.grad, model.embed.weight.grad)
 
 
 def test_backend__record_of_a_quantized_graph() -> None:
@@ -111,7 +120,7 @@ def test_backend__cached_compilation_has_the_same_record() -> None:
 
 def test_backend__glue_runs_as_it_is() -> None:
     compiled = torch.compile(lambda x: (x + 1).relu().cumsum(0), backend=backend)
-    with collect_records() as (records):
+    with collect_records() as records:
         assert compiled(torch.zeros(3)).tolist() == [1, 2, 3]
     assert [(r.how, r.kernels, r.quantized) for r in records] == [("eager", [], False)]
 
@@ -123,7 +132,7 @@ def test_backend__glue_runs_as_it_is() -> None:
 def test_backend__heavy_float_graphs_go_to_inductor(function: Callable[[torch.Tensor], torch.Tensor]) -> None:
     x = torch.randn(8, 8)
     with collect_records() as records:
-        close(torch.compile(function, backend=backend)(x), function(x))
+        assert_close(torch.compile(function, backend=backend)(x), function(x))
     assert [(r.how, r.quantized) for r in records] == [("inductor", False)]
     assert records[0].kernels
 
@@ -158,7 +167,7 @@ def test_collect_records__nests_and_belongs_to_its_thread() -> None:
 def test_backend__modes_and_options_are_accepted(arguments: dict[str, Any]) -> None:
     layer, x = linear(16, 32), torch.randn(5, 32)
     with torch.no_grad():
-        close(torch.compile(layer, backend=backend, **arguments)(x), layer(x))
+        assert_close(torch.compile(layer, backend=backend, **arguments)(x), layer(x))
 
 
 @pytest.mark.parametrize(("options", "message"), [
@@ -185,10 +194,15 @@ def test_discovery__found_by_name_without_importing_dynamo() -> None:
         "assert 'mmqc' in torch.compiler.list_backends()\n"
     )
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    subprocess.run([sys.executable, "-c", script], check=True, env=env, cwd=ROOT.anchor)
+    done = subprocess.run([sys.executable, "-c", script], env=env, cwd=ROOT.anchor, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_discovery__after_dynamo_has_read_the_entry_points() -> None:
-    script = "import torch, torch._dynamo; torch._dynamo.list_backends(); import mmqc; assert 'mmqc' in torch._dynamo.list_backends()"
+    script = (
+        "import torch, torch._dynamo; torch._dynamo.list_backends(); import mmqc\n"
+        "assert 'mmqc' in torch._dynamo.list_backends()"
+    )
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    subprocess.run([sys.executable, "-c", script], check=True, env=env, cwd=ROOT.anchor)
+    done = subprocess.run([sys.executable, "-c", script], env=env, cwd=ROOT.anchor, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -15,7 +15,14 @@ from mmqc.backend import GraphRecord, backend, collect_records
 from mmqc.modality import attached
 from mmqc.modules import QuantLinear
 
-FLOAT_PRODUCTS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::linear", "mkl::_mkl_linear", "mkldnn::_linear_pointwise"}
+FLOAT_PRODUCTS = {
+    "aten::mm",
+    "aten::addmm",
+    "aten::bmm",
+    "aten::linear",
+    "mkl::_mkl_linear",
+    "mkldnn::_linear_pointwise",
+}
 
 
 class Case(NamedTuple):
@@ -51,7 +58,9 @@ def test_backend__vlm_compiled_equals_eager_and_runs_integers(case: Case) -> Non
         expected = case.model(**case.inputs).logits
     assert ((logits - expected).norm() / expected.norm()).item() < 1e-3
     assert torch.equal(logits.argmax(-1), expected.argmax(-1))
-    assert sum("_int_mm" in e.name for e in run.events()) >= sum(isinstance(m, QuantLinear) for m in case.model.modules())
+    assert sum("_int_mm" in e.name for e in run.events()) >= sum(
+        isinstance(m, QuantLinear) for m in case.model.modules()
+    )
     assert sum(r.ops["scaled_matmul"] for r in records) > 0
     operands = [tuple(s) for e in run.events() if e.name in FLOAT_PRODUCTS for s in e.input_shapes if s and len(s) == 2]
     assert not [s for s in operands if s in shapes or s[::-1] in shapes]

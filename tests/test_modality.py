@@ -75,6 +75,23 @@ def test_modality_context__a_call_that_bypasses_the_model_is_refused(model: Mode
         model.decoder(torch.zeros(2, 4, 4))
 
 
+def test_modality_context__a_failed_call_leaves_no_mask(model: Model) -> None:
+    with pytest.raises(ValueError, match="does not fit"):
+        model.decoder.register_forward_pre_hook(lambda m, args: (torch.zeros(3, 4, 4),)) and model(input_ids=IDS)
+    with pytest.raises(RuntimeError, match="outside a call of the model"):
+        model.decoder(torch.zeros(2, 4, 4))
+
+
+def test_modality_context__compiled_with_its_errors(model: Model) -> None:
+    torch._dynamo.reset()
+    whole = torch.compile(lambda ids: model(input_ids=ids) & True, backend="eager", fullgraph=True)
+    assert torch.equal(whole(IDS), VISUAL)
+    model.compile(backend="eager")
+    assert torch.equal(model(input_ids=IDS), VISUAL)
+    with pytest.raises(ValueError, match="cannot tell visual tokens from text"):
+        model(inputs_embeds=torch.zeros(2, 4, 4))
+
+
 def test_modality_context__deepcopy_shares_one_new_context(model: Model) -> None:
     twin = copy.deepcopy(model)
     assert twin.decoder.context is attached(twin)

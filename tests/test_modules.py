@@ -2,7 +2,7 @@ import copy
 
 import pytest
 import torch
-from tolerance import close
+from tolerance import assert_close
 from torch import nn
 
 from mmqc.modality import ModalityContext
@@ -46,7 +46,7 @@ def test_quant_linear__is_fake_quantization(bits: int, hadamard: bool, outliers:
     expected = (q.double() * scale.double()) @ w.T + p["bias"].double()
     if outliers:
         expected += rotated.double()[..., p["outlier_index"]] @ p["outlier_weight"].double().T
-    close(linear(x), expected)
+    assert_close(linear(x), expected)
 
 
 @pytest.mark.parametrize("group", [0, 16])
@@ -57,7 +57,7 @@ def test_quant_linear__weight_only(group: int) -> None:
     linear = QuantLinear.from_parts(**p, weight_bits=4, group_size=group)
     s = p["weight_scale"].repeat_interleave(group, 1)[:, :K] if group else p["weight_scale"][:, None]
     x = torch.randn(2, 5, K)
-    close(linear(x), x.double() @ (p["codes"].double() * s.double()).T + p["bias"].double())
+    assert_close(linear(x), x.double() @ (p["codes"].double() * s.double()).T + p["bias"].double())
     assert torch.equal(linear.codes(), p["codes"])
 
 
@@ -84,7 +84,9 @@ def test_quant_linear__state_is_plain_buffers_and_loads() -> None:
 def test_quant_linear__repr() -> None:
     linear = QuantLinear.empty(K, N, weight_bits=4, activation_bits=8, input_scales=2, outliers=1, hadamard=True)
     assert repr(linear) == f"QuantLinear({K}, {N}, W4A8, bias=False, input_scales=2, hadamard=True, outliers=1)"
-    assert repr(QuantLinear.empty(K, N, weight_bits=4, group_size=32)) == f"QuantLinear({K}, {N}, W4A16-g32, bias=False)"
+    assert (
+        repr(QuantLinear.empty(K, N, weight_bits=4, group_size=32)) == f"QuantLinear({K}, {N}, W4A16-g32, bias=False)"
+    )
 
 
 @pytest.mark.parametrize(("spec", "message"), [
@@ -100,7 +102,9 @@ def test_quant_linear__refuses(spec: dict[str, int], message: str) -> None:
 
 
 def test_quant_linear__scales_survive_a_change_of_dtype() -> None:
-    linear = QuantLinear.from_parts(**parts(8), weight_bits=8, activation_bits=8, input_scale=torch.tensor([0.0301]), hadamard=True)
+    linear = QuantLinear.from_parts(
+        **parts(8), weight_bits=8, activation_bits=8, input_scale=torch.tensor([0.0301]), hadamard=True
+    )
     before = copy.deepcopy(linear)
     linear.bfloat16()
     assert linear.bias.dtype == torch.bfloat16
@@ -120,11 +124,11 @@ def test_hadamard_linear__computes_the_same_function_in_float64() -> None:
     H = dense(hadamard_factors(K))
     x = torch.randn(5, K, dtype=torch.float64)
     rotated = HadamardLinear.from_parts(linear.weight.detach() @ H.T, linear.bias.detach())
-    close(rotated(x), linear(x))
+    assert_close(rotated(x), linear(x))
     assert rotated.state_dict().keys() == linear.state_dict().keys()
-    close(rotated.float().double()(x), linear(x), torch.float32)
+    assert_close(rotated.float().double()(x), linear(x), torch.float32)
     assert rotated.factor_0.dtype == torch.float64
-    close(rotated.factor_0, hadamard_factors(K)[0])
+    assert_close(rotated.factor_0, hadamard_factors(K)[0])
 
 
 def test_hadamard_linear__factors_are_rebuilt_after_to_empty() -> None:
@@ -133,7 +137,7 @@ def test_hadamard_linear__factors_are_rebuilt_after_to_empty() -> None:
     linear.to_empty(device="cpu")
     linear.factor_0.fill_(float("nan"))
     rebuild_factors(linear)
-    close(linear.factor_0, hadamard_factors(K)[0], torch.float32)
+    assert_close(linear.factor_0, hadamard_factors(K)[0], torch.float32)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -144,5 +148,5 @@ def test_rms_norm__is_torchs(dtype: torch.dtype, gain: bool) -> None:
     norm = RMSNorm(33, eps=1e-5, weight=weight)
     wide = torch.nn.functional.rms_norm(x.double(), (33,), None if weight is None else weight.double(), 1e-5)
     assert norm(x).dtype == dtype
-    close(norm(x), wide)
+    assert_close(norm(x), wide)
     assert list(norm.state_dict()) == (["weight"] if gain else [])

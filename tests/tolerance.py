@@ -1,6 +1,6 @@
 """How close two floating-point results must be: the only tolerances in the tests (a literal rtol= or atol= is an error).
 
-``close(actual, expected)`` compares in the wider dtype relative to the largest entry of ``expected``: a Hadamard transform
+``assert_close(actual, expected)`` compares in the wider dtype relative to the largest entry of ``expected``: a Hadamard transform
 and a matmul mix all channels, so an entry near zero inherits the rounding of the large ones.
 """
 
@@ -14,7 +14,7 @@ TOLERANCE: dict[torch.dtype, tuple[float, float]] = {  # (rtol, atol), atol in u
 }
 
 
-def close(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype | None = None) -> None:
+def assert_close(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype | None = None) -> None:
     """Assert that ``actual`` equals ``expected`` to the tolerance of ``dtype`` (default: that of ``actual``)."""
     rtol, atol = TOLERANCE[dtype or actual.dtype]
     actual, expected = actual.detach().double(), expected.detach().double()

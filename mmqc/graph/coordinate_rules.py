@@ -244,7 +244,7 @@ class Rules(Tracker):
             ids = self.found.shadows[target] = torch.full(args[0].shape, ZERO if not args[0].any() else CONSTANT)  # type: ignore[index]
         if new is None:
             new = ZERO if not torch.as_tensor(args[2]).any() else CONSTANT
-        operator.setitem(ids, args[1], new)
+        operator.setitem(ids, self.ids_for(node.args[1], args[1]), new)
         return None
 
 

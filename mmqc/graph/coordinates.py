@@ -235,7 +235,7 @@ class Tracker:
                 return ids
             if isinstance(value, Tensor) and value.is_floating_point():
                 return torch.full(value.shape, _filler(value))
-            return value
+            return value.cpu() if isinstance(value, Tensor) else value  # ids live on the CPU
         if isinstance(template, tuple | list):
             return type(template)(self.ids_for(t, v) for t, v in zip(template, value, strict=True))
         return value

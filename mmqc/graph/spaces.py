@@ -21,6 +21,7 @@ from .coordinate_rules import coordinates
 from .coordinates import MEAN, Coordinates, Source
 from .kinds import kind
 from .program import Program
+from .uses import pin_other_uses
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,13 @@ class Space:
     made: list[Source] = field(default_factory=list)
     gains: dict[str, Tensor] = field(default_factory=dict)
 
+    def touch(self, new: Touch) -> None:
+        """Add a touch; a weight that is used at several calls is one touch."""
+        for old in self.touches:
+            if (old.fqn, old.axis, old.role) == (new.fqn, new.axis, new.role) and torch.equal(old.groups, new.groups):
+                return
+        self.touches.append(new)
+
     @property
     def writers(self) -> list[Touch]:
         """Touches that produce the space."""
@@ -127,7 +135,9 @@ class Spaces:
         """Analyse ``prog``: replay it, join and split its coordinates, collect the spaces."""
         found = coordinates(prog)
         classes = _classes(found)
-        return cls(found, classes, _collect(found, classes, _blocks(found, classes, prog)))
+        spaces = _collect(found, classes, _blocks(found, classes, prog))
+        pin_other_uses(prog, found, spaces)
+        return cls(found, classes, spaces)
 
 
 def _classes(found: Coordinates) -> Tensor:
@@ -205,7 +215,7 @@ class _Collector:
             elif groups is None:
                 space.pins.append((source.node, "incomplete on a weight axis"))
             else:
-                space.touches.append(Touch(source.fqn, source.axis, groups, "writer", source.node))
+                space.touch(Touch(source.fqn, source.axis, groups, "writer", source.node))
 
     def reader(self, node: fx.Node, fqn: str, ids: Tensor) -> None:
         """A linear's columns."""
@@ -214,7 +224,7 @@ class _Collector:
             if groups is None:
                 self.spaces[number].pins.append((node, "incomplete in a reader's columns"))
             else:
-                self.spaces[number].touches.append(Touch(fqn, 1, groups, "reader", node))
+                self.spaces[number].touch(Touch(fqn, 1, groups, "reader", node))
 
 
 def _groups(position: Tensor, width: int) -> Tensor | None:

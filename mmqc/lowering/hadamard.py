@@ -1,6 +1,8 @@
 """hadamard as one small matmul per Kronecker factor, without a transposition.
 
     y = x (F1 ⊗ … ⊗ Fr)ᵀ        last factor: [·, a] @ Fᵀ;  others: F @ [·, a, rest], batched, F shared by the batch
+
+Shapes:  those of ops/hadamard.py
 """
 
 from __future__ import annotations
@@ -17,7 +19,11 @@ aten = torch.ops.aten
 
 def apply_factors(x: TensorBox, factors: Sequence[TensorBox]) -> TensorBox:
     """The product in x's dtype (float32 or float64)."""
-    view, permute, expand = lowerings[aten.view.default], lowerings[aten.permute.default], lowerings[aten.expand.default]
+    view, permute, expand = (
+        lowerings[aten.view.default],
+        lowerings[aten.permute.default],
+        lowerings[aten.expand.default],
+    )
     size = list(x.get_size())
     rows, n, rest, y = math.prod(size[:-1]), static_int(size[-1]), 1, x
     for factor in reversed(factors):

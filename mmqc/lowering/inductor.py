@@ -24,6 +24,7 @@ from torch._inductor.ir import ExternKernel, FixedLayout, Pointwise, TensorBox
 from torch._inductor.kernel.bmm import aten_bmm
 from torch._inductor.lowering import lowerings, register_lowering
 from torch._inductor.virtualized import V, ops
+from torch.compiler import config as _compiler_config
 
 __all__ = [
     "Pointwise", "TensorBox", "at_least", "batched_matmul", "compile_graph", "config_keys", "convert", "kernel_names",
@@ -32,10 +33,13 @@ __all__ = [
 
 SUPPORTED = ((2, 11), (2, 13))
 
+compiler_config: Any = _compiler_config  # a module that turns itself into an object with ``patch``
 _version = tuple(int(part) for part in torch.__version__.split(".")[:2])
 if not SUPPORTED[0] <= _version <= SUPPORTED[1]:
     low, high = (".".join(map(str, v)) for v in SUPPORTED)
-    raise ImportError(f"mmqc lowers through Inductor's internals of torch {low} to {high}; this is torch {torch.__version__}")
+    raise ImportError(
+        f"mmqc lowers through Inductor's internals of torch {low} to {high}; this is torch {torch.__version__}"
+    )
 
 _CALL = re.compile(
     r"^[ \t]+(?:\w+ = )?(?:(?P<extern>extern_kernels\.\w+|torch\.ops\.\w+\.\w+)|(?P<fused>(?:cpp|triton)_\w+))(?:\.\w+)?\(",
@@ -70,8 +74,8 @@ def compile_graph(
     """
 
     def tagged() -> Any:
-        tag = torch.compiler.config.cache_key_tag
-        return torch.compiler.config.patch(cache_key_tag=tag if tag.endswith(_TAG) else tag + _TAG)
+        tag = compiler_config.cache_key_tag
+        return compiler_config.patch(cache_key_tag=tag if tag.endswith(_TAG) else tag + _TAG)
 
     def inner_compile(graph: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
         with tagged():
@@ -81,8 +85,9 @@ def compile_graph(
         return code
 
     cached = functorch_config.enable_autograd_cache and observe is None
+    compile_: Any = compile_fx  # returns a callable for a GraphModule
     with tagged(), functorch_config.patch(enable_autograd_cache=cached):
-        return compile_fx(gm, list(example_inputs), inner_compile=inner_compile, config_patches=dict(patches))
+        return compile_(gm, list(example_inputs), inner_compile=inner_compile, config_patches=dict(patches))
 
 
 def convert(x: TensorBox, dtype: torch.dtype) -> TensorBox:
@@ -92,7 +97,7 @@ def convert(x: TensorBox, dtype: torch.dtype) -> TensorBox:
 
 def static_int(size: Any) -> int:
     """A channel count as an int; a graph compiled with symbolic weights is specialised to it."""
-    sizevars = V.graph.sizevars
+    sizevars: Any = V.graph.sizevars
     guard = getattr(sizevars, "guard_int", None) or sizevars.evaluate_static_shape  # the name before torch 2.13
     return guard(size)
 
@@ -115,7 +120,8 @@ def batched_matmul(a: TensorBox, b: TensorBox) -> TensorBox:
     """``bmm`` as an extern kernel: Inductor's own lowering of it wants to be called for an aten node."""
     a, b = ExternKernel.realize_input(a), ExternKernel.realize_input(b)
     size = [*a.get_size()[:2], b.get_size()[2]]
-    return aten_bmm.bind((a, b), FixedLayout(a.get_device(), a.get_dtype(), size)).output_node()
+    node: Any = aten_bmm.bind((a, b), FixedLayout(a.get_device_or_error(), a.get_dtype(), size)).output_node()
+    return node
 
 
 def kernel_names(source: str) -> list[str]:
@@ -123,7 +129,9 @@ def kernel_names(source: str) -> list[str]:
     found = []
     for match in _CALL.finditer(source):
         extern = match["extern"]
-        found.append(f"extern {extern.removeprefix('extern_kernels.').removeprefix('torch.ops.')}" if extern else match["fused"])
+        found.append(
+            f"extern {extern.removeprefix('extern_kernels.').removeprefix('torch.ops.')}" if extern else match["fused"]
+        )
     return found
 
 

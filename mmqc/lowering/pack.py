@@ -1,6 +1,8 @@
 """Unpacking int4 as pointwise IR: two contiguous streams, low nibbles then high ones (ops/pack.py).
 
     q[n, h, j] = (byte[n, j] >> 4 h & 15) - 8        h in {0, 1};  [N, 2, ceil(K/2)] read as [N, K]
+
+Shapes:  byte uint8 [N, ceil(K/2)]   q int8 [N, K]
 """
 
 from __future__ import annotations

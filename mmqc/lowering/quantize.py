@@ -1,6 +1,8 @@
 """quantize as one pointwise node, which fuses with whatever produced x (a norm, an activation, another epilogue).
 
     q = clamp(round(x / s_row), -2^(b-1), 2^(b-1) - 1)
+
+Shapes:  those of ops/quantize.py
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from sympy import Integer
 
 from mmqc.lowering.inductor import Pointwise, TensorBox, lowerings, ops, register_lowering
 
@@ -19,11 +22,11 @@ def row_scale_loader(
     scale: TensorBox, visual: TensorBox | None, rows: Sequence[Any], dtype: torch.dtype
 ) -> Callable[[Sequence[Any]], Any]:
     """Index of a row -> its scale in ``dtype``."""
-    load = scale.make_loader()
+    load, zero, one = scale.make_loader(), Integer(0), Integer(1)
     if visual is None:
-        return lambda row: ops.to_dtype(load([0]), dtype)
+        return lambda row: ops.to_dtype(load([zero]), dtype)
     is_visual = lowerings[aten.expand.default](visual, list(rows)).make_loader()
-    return lambda row: ops.to_dtype(ops.where(is_visual(row), load([1]), load([0])), dtype)
+    return lambda row: ops.to_dtype(ops.where(is_visual(row), load([one]), load([zero])), dtype)
 
 
 @register_lowering(torch.ops.mmqc.quantize.default, type_promotion_kind=None)

@@ -1,6 +1,8 @@
 """rotate as hadamard's matmuls with the signs in a pointwise prologue or epilogue.
 
     x R = ((x ∘ σ) F),   x Rᵀ = (x Fᵀ) ∘ σ
+
+Shapes:  those of ops/rotate.py
 """
 
 from __future__ import annotations

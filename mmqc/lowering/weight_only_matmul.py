@@ -1,6 +1,8 @@
 """weight_only_matmul as a pointwise dequantization and a float matmul.
 
     y = x Wᵀ + b        W[n, k] = w_q[n, k] s[n]   or   w_q[n, k] s[n, k // g]
+
+Shapes:  those of ops/weight_only_matmul.py
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ def apply_factors(x: Tensor, factors: list[Tensor]) -> Tensor:
 
 
 def reference(x: Tensor, factors: list[Tensor]) -> Tensor:
-    """x (F1 ⊗ F2 ⊗ …)ᵀ, in a new tensor."""
+    """The product, in a new tensor."""
     check(x, factors)
     y = apply_factors(x, factors)
     return y if factors else y.clone(memory_format=torch.contiguous_format)

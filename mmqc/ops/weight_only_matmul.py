@@ -19,7 +19,9 @@ from mmqc.ops.define import define
 from mmqc.ops.pack import check_packed, unpack
 
 
-def dequantize(w_q: Tensor, w_scale: Tensor, width: int, weight_bits: int, group_size: int, dtype: torch.dtype) -> Tensor:
+def dequantize(
+    w_q: Tensor, w_scale: Tensor, width: int, weight_bits: int, group_size: int, dtype: torch.dtype
+) -> Tensor:
     """Stored weight -> [N, width] in ``dtype``."""
     wide = torch.promote_types(dtype, torch.float32)
     codes, scale = unpack(w_q, width, weight_bits).to(wide), w_scale.to(wide)
@@ -39,7 +41,9 @@ def check(x: Tensor, w_q: Tensor, w_scale: Tensor, weight_bits: int, group_size:
         raise ValueError(f"w_scale for group_size {group_size} has shape {want}, not {list(w_scale.shape)}")
 
 
-def reference(x: Tensor, w_q: Tensor, w_scale: Tensor, bias: Tensor | None, weight_bits: int, group_size: int) -> Tensor:
+def reference(
+    x: Tensor, w_q: Tensor, w_scale: Tensor, bias: Tensor | None, weight_bits: int, group_size: int
+) -> Tensor:
     """Dequantize, then ``linear``."""
     check(x, w_q, w_scale, weight_bits, group_size)
     w = dequantize(w_q, w_scale, x.shape[-1], weight_bits, group_size, x.dtype)
@@ -61,7 +65,8 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    w = dequantize(*ctx.saved_tensors, ctx.width, ctx.weight_bits, ctx.group_size, grad.dtype)
+    w_q, w_scale = ctx.saved_tensors
+    w = dequantize(w_q, w_scale, ctx.width, ctx.weight_bits, ctx.group_size, grad.dtype)
     bias = grad.flatten(0, -2).sum(0) if ctx.needs_input_grad[3] else None
     return grad @ w, None, None, bias, None, None
 

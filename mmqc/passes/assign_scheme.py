@@ -4,7 +4,7 @@ Needs:   ops.raised
 Gives:   nothing in the graph: sets ``tower``, ``role`` and ``scheme`` in the meta of linear nodes
 Exact:   yes, it changes no computation
 Refuses: the output head and whatever else ``keep`` names; a linear whose weight is computed, or used by other operations;
-         a linear that is no ``nn.Linear`` module (it could not be swapped); a tower without a scheme.
+         a linear that is no ``nn.Linear`` module (it could not be swapped).  A tower without a scheme has no sites.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import ClassVar
 from torch import fx
 
 from ..config import QuantConfig, Scheme
+from ..graph.kinds import kind
 from ..graph.linear import weight_of
 from ..graph.program import Miss, Program
 from ..graph.spaces import Spaces
@@ -72,7 +73,7 @@ class AssignScheme:
                 continue
             elif not prog.hosted(node, "linear") or (prog.hosts is not None and node.meta.get("module") != module):
                 yield Miss(node.name, "it is no nn.Linear module of its own, so it cannot be swapped", module)
-            elif any(weight_of(u) != fqn for n in prog.nodes("get_attr") if n.target == fqn for u in n.users):
+            elif any(kind(u) != "linear" or weight_of(u) != fqn for n in prog.nodes("get_attr") if n.target == fqn for u in n.users):
                 yield Miss(node.name, "another operation reads its weight", module)
             else:
                 yield Site(node, fqn, place[node], role.get(node, "inner"), scheme)

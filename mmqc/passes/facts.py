@@ -11,7 +11,8 @@ from ..graph.semantic import layer_norm, rms_norm
 def ops_raised(prog: Program) -> list[str]:
     """No norm over the last axis carries a gain or bias of its own."""
     library = (n for n in prog.nodes("layer_norm", "rms_norm") if n.target not in (layer_norm, rms_norm))
-    return [n.name for n in library if any(weights_behind(a) for a in n.all_input_nodes)]
+    last = (n for n in library if len(n.kwargs.get("normalized_shape", n.args[1] if len(n.args) > 1 else ())) == 1)  # type: ignore[arg-type]
+    return [n.name for n in last if any(weights_behind(a) for a in n.all_input_nodes)]
 
 
 def linears_quantized(prog: Program) -> list[str]:

@@ -8,7 +8,8 @@ Needs:   ops.raised
 Gives:   nothing that the next pass must rely on: what was refused stays a pin of its space
 Exact:   yes, up to reassociation (fp64 1e-12)
 Refuses: a gain read by anything but linears' inputs; a gain whose expression has no neutral value;
-         a bias that would go into a linear whose weight is computed.
+         a bias that would go into a linear whose weight is computed, or that zero padding keeps off some rows, or
+         that a factor or a sum changes on its way; a gain or bias that something else uses too.
 A merged patch (Qwen-VL's merger) reads the same gain several times over: its columns are scaled block by block.
 """
 
@@ -22,11 +23,12 @@ import torch
 from torch import Tensor, fx
 
 from ..graph.boundary import BoundaryError, by_copy, change_inputs, crossings
-from ..graph.coordinates import Gain, weights_behind
+from ..graph.coordinates import MOVES, SAME, Gain, weights_behind
 from ..graph.kinds import kind
-from ..graph.linear import bias_of, set_bias
+from ..graph.linear import bias_of, operands, set_bias
 from ..graph.program import Miss, Program
 from ..graph.spaces import Space, Spaces, Touch
+from ..graph.uses import only_in
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,7 @@ class FoldNormScale:
             by_name.setdefault(gain.source.fqn, []).append(gain)
         for name, gains in by_name.items():
             space = next((s for s in spaces if name in s.gains), None)
-            reason = self.why_not(prog, name, gains, space)
+            reason = self.why_not(prog, spaces, name, gains, space)
             if space is None or reason:
                 yield Miss(gains[0].node.name, reason or "its channels do not stay together", name)
             else:
@@ -116,7 +118,7 @@ class FoldNormScale:
             gain, neutral, bias, tuple(inputs), tuple(space.readers), prog.plan.gains[first.fqn][3][first.groups[0]]
         )
 
-    def why_not(self, prog: Program, name: str, gains: list[Gain], space: Space | None) -> str:
+    def why_not(self, prog: Program, spaces: Spaces, name: str, gains: list[Gain], space: Space | None) -> str:
         """The reason to refuse, or nothing."""
         if not name or "," in name:
             return "the gain is computed from activations or from several weights"
@@ -128,7 +130,27 @@ class FoldNormScale:
             return "other operations write the same channels"
         if _neutral(prog, gains[0].factor, name) is None:
             return "no value of the weight makes this gain 1"
-        return self.why_not_read(prog, space)
+        return self.why_not_read(prog, space) or self.why_not_bias(prog, spaces, gains, space)
+
+    def why_not_bias(self, prog: Program, spaces: Spaces, gains: list[Gain], space: Space) -> str:
+        """The reason why a reader might not get the gain on every row, and the bias once; or nothing."""
+        scaled = {g.node for g in gains}
+        if not only_in(prog, gains[0].source.fqn, scaled):
+            return "something else reads the gain's weight"
+        bias = space.writers[0].fqn if space.writers else ""
+        if not bias:
+            return ""
+        adds = _adds(gains, bias)
+        if any(u not in adds for node in scaled for u in node.users) or not only_in(prog, bias, set(adds)):
+            return "its bias is not added to every use of it, or is used elsewhere"
+        stray = _not_moved(adds)
+        if stray is not None:
+            return f"{stray.name}: its bias does not reach a linear unchanged"
+        for touch in space.readers:
+            ids = spaces.found.shadows[operands(touch.node)["input"]]
+            if (ids[..., touch.groups.reshape(-1)] < 0).any():
+                return f"{touch.node.name}: some rows have no bias"
+        return ""
 
     def why_not_read(self, prog: Program, space: Space) -> str:
         """The reason why what reads and writes the scaled channels forbids the fold, or nothing."""
@@ -147,10 +169,10 @@ class FoldNormScale:
     def site(self, prog: Program, name: str, gains: list[Gain], space: Space) -> Site:
         """Everything that ``rewrite`` needs."""
         bias = space.writers[0].fqn if space.writers else ""
-        adds = tuple(u for g in gains for u in g.node.users if kind(u) == "add" and bias in weights_behind_any(u))
         neutral = _neutral(prog, gains[0].factor, name)
         assert neutral is not None
-        return Site(name, neutral, tuple(gains), adds if bias else (), bias, tuple(space.readers), space.gains[name])
+        adds = _adds(gains, bias)
+        return Site(name, neutral, tuple(gains), adds, bias, tuple(space.readers), space.gains[name])
 
     def rewrite(self, prog: Program, site: Site | EdgeSite) -> None:
         """Scale the readers' columns, move the bias, neutralise the norm's weights, drop the nodes."""
@@ -190,6 +212,7 @@ class FoldNormScale:
             if beta is not None:
                 _move_bias(prog, touch, beta)
             prog.derive(touch.fqn, f"W diag({site.gain})", touch.apply(_times(g)))
+
         dtype = prog.weights[site.readers[0].fqn].dtype
 
         def undo(x: fx.Node) -> fx.Node:
@@ -198,6 +221,25 @@ class FoldNormScale:
             return prog.graph.call_method("div", (x, prog.constant_node(f"{site.gain}.out", g.to(dtype))))
 
         change_inputs(prog, list(site.inputs), lambda x, copies: by_copy(prog, x, copies, len(g), undo, self.name))
+
+
+def _adds(gains: list[Gain], bias: str) -> tuple[fx.Node, ...]:
+    """The additions of a norm's bias."""
+    users = dict.fromkeys(u for g in gains for u in g.node.users if bias)
+    return tuple(u for u in users if kind(u) == "add" and bias in weights_behind_any(u))
+
+
+def _not_moved(starts: tuple[fx.Node, ...]) -> fx.Node | None:
+    """The first operation between ``starts`` and the linears behind them that does more than move elements."""
+    todo, seen = list(starts), set(starts)
+    while todo:
+        for user in todo.pop().users:
+            if kind(user) != "linear" and (kind(user) == "neg" or kind(user) not in MOVES | SAME):
+                return user
+            if user not in seen and kind(user) != "linear":
+                seen.add(user)
+                todo.append(user)
+    return None
 
 
 def weights_behind_any(node: fx.Node) -> set[str]:

@@ -55,7 +55,7 @@ class FuseRotation:
         spaces = Spaces.of(prog)
         eligible: dict[int, list[Space]] = {}
         for space in spaces:
-            if space.width < 2 or not space.touches:
+            if space.width < 2 or not space.touches or _is_done(prog, space):
                 continue
             reason = self.why_not_here(prog, space) if prog.fragment else self.why_not(prog, space)
             if reason and space.readers:
@@ -113,6 +113,10 @@ class FuseRotation:
         if site.edges.count:
             change_outputs(prog, site.edges, _rotate_by(prog, width, factors, signs, inverse=True))
             change_inputs(prog, site.edges.inputs, _rotate_by(prog, width, factors, signs, inverse=False))
+
+
+def _is_done(prog: Program, space: Space) -> bool:
+    return any(prog.decided.is_rotated(t.fqn, t.axis, t.groups) for t in space.touches)
 
 
 def _miss(space: Space, reason: str) -> Miss:

@@ -67,6 +67,8 @@ class InsertHadamard:
         for fqn, columns in made.items():
             width = prog.weights[fqn].shape[-1]
             getter = next(n for n in prog.nodes("get_attr") if n.target == fqn)
+            if fqn in prog.decided.hadamards:
+                continue
             if columns != width or width < 2:
                 yield Miss(users[fqn][0].name, "only some of its columns read an operation's result", fqn)
             elif not all(prog.hosted(n, "linear") for n in users[fqn]):
@@ -82,12 +84,13 @@ class InsertHadamard:
         h = factors[0]
         for factor in factors[1:]:
             h = torch.kron(h, factor)
+        wide = torch.promote_types(prog.weights[site.fqn].dtype, torch.float32)
         prog.decided.hadamards.add(site.fqn)
         prog.derive(site.fqn, f"W Hᵀ, H = {hadamard_kind(site.width)}", _AfterHadamard(h))
         for linear in site.linears:
             x = operands(linear)["input"]
             with prog.graph.inserting_before(linear):
-                nodes = [prog.constant_node(f"hadamard_{site.width}_{i}", f.float()) for i, f in enumerate(factors)]
+                nodes = [prog.constant_node(f"hadamard_{site.width}_{i}", f.to(wide)) for i, f in enumerate(factors)]
                 new = prog.graph.call_function(torch.ops.mmqc.hadamard.default, (x, nodes))
             copy_meta(new, linear, self.name, 0)
             linear.replace_input_with(x, new)

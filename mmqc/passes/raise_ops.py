@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
 from torch import fx
 
 from ..graph.kinds import kind
@@ -42,6 +43,12 @@ class Site:
         return f"{self.norm.__name__} at {self.node.name}"
 
 
+def _default_eps(node: fx.Node) -> float:
+    """That of ``F.rms_norm``: the epsilon of the type that it computes in."""
+    dtype = node.meta.get("dtype") or getattr(node.meta.get("example_value"), "dtype", torch.float32)
+    return torch.finfo(torch.promote_types(dtype, torch.float32)).eps
+
+
 def _uncast(node: Any) -> Any:
     while isinstance(node, fx.Node) and kind(node) in _CASTS:
         node = node.args[0]
@@ -59,7 +66,8 @@ def _mean_square(node: Any) -> tuple[fx.Node, float] | None:
         return None
     dims = mean.kwargs.get("dim", mean.args[1] if len(mean.args) > 1 else None)
     square = mean.args[0]
-    if dims not in (-1, [-1], (-1,)) or not isinstance(square, fx.Node):
+    keepdim = mean.kwargs.get("keepdim", mean.args[2] if len(mean.args) > 2 else False)
+    if dims not in (-1, [-1], (-1,)) or not keepdim or not isinstance(square, fx.Node):
         return None
     if (kind(square) == "pow" and square.args[1] in (2, 2.0)) or kind(square) == "square":
         return square.args[0], eps  # type: ignore[return-value]
@@ -104,7 +112,7 @@ class RaiseOps:
         if len(given["normalized_shape"]) != 1:
             return Miss(node.name, f"{word} over {len(given['normalized_shape'])} axes")
         eps = given.get("eps")
-        eps = float(eps) if eps is not None else 1e-5 if word == "layer_norm" else 1.1920928955078125e-07
+        eps = float(eps) if eps is not None else 1e-5 if word == "layer_norm" else _default_eps(node)
         return Site(
             node,
             given["input"],

@@ -1,4 +1,4 @@
-"""Text and pages to the tensors of Qwen2-VL: characters for tokens, one visual token for each 8x8-pixel cell.
+r"""Text and pages to the tensors of Qwen2-VL: characters for tokens, one visual token for each 8x8-pixel cell.
 
     "image 1: <image>\\nread image 1.\\n"  ->  image 1: <vision_start> <image_pad> x RC <vision_end> \\n read ...
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 SPECIAL = ("<|pad|>", "<|end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 PAD, END, VISION_START, VISION_END, IMAGE, VIDEO = range(len(SPECIAL))
 CHARACTERS = "\n" + "".join(map(chr, range(32, 127)))
-VOCAB_SIZE = 128
+VOCAB_SIZE = 104  # 102 are used; no linear of the model has 104 rows or columns
 PLACEHOLDER = "<image>"
 PATCH, MERGE, TEMPORAL = 4, 2, 2
 

@@ -52,7 +52,7 @@ class Sample:
         return scoring.score(model, self.processor, self.questions(n))
 
     def evaluate(self, model: Any, n: int | None = None) -> dict[str, float]:
-        """Accuracy and mean NLL of the right answer's tokens, over all kinds and for each: "accuracy", "nll/row" …
+        """Accuracy and mean NLL of the right answer's tokens, over all kinds and for each ("accuracy", "nll/row").
 
         "accuracy" is the mean over the kinds of exact match (short answers) or of digits right (transcriptions).
         """

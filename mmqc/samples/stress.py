@@ -2,17 +2,17 @@
 
 Every step is exact; `examples/make_stress.py` measured where to apply it and how strongly, from calibration data.
 
-| step                 | equation                                                        | what undoes it                |
-|----------------------|-----------------------------------------------------------------|-------------------------------|
-| fold the norms' gains | W norm(x) g = (W diag g) norm(x)                                |                               |
-| turn the streams      | norm(Qx) = Q norm(x);  readers W Q^T, writers Q W               | rotation                      |
-| put new gains         | W x = (W diag 1/g) (g x), g large on the visual tokens' axes    | folding                       |
-| scale the MLP's hidden channels | W_down diag(1/s) (act(gate) * (diag(s) up))           | online Hadamard               |
-| scale value channels  | W_o diag(1/s) (A diag(s) (W_v x + b_v))                         | rotation of V/O               |
+| step                  | equation                                                     | what undoes it  |
+|-----------------------|--------------------------------------------------------------|-----------------|
+| fold the norms' gains | W diag(g) norm(x) = (W diag(g)) norm(x)                       |                 |
+| turn the streams      | norm(Qx) = Q norm(x);  readers W Q^T, writers Q W            | rotation        |
+| put new gains         | W x = (W diag(1/g)) (g x), g large on the visual tokens' axes | folding         |
+| scale hidden channels | W_down diag(1/s) (act(W_gate x) * (diag(s) W_up x))          | online Hadamard |
+| scale value channels  | W_o diag(1/s) A diag(s) (W_v x + b_v)                        | rotation of V/O |
 
-Q maps a few axes that hold most of the visual tokens' energy (and little of the text tokens') onto single channels. In the vision tower Q fixes the
-vector of ones, so that it also commutes with LayerNorm's mean. A turned stream cannot share its embedding with a head
-that absorbed the final norm's gain: the stress model's embeddings are not tied.
+Q maps a few axes, which hold most of the visual tokens' energy and little of the text tokens', onto single channels.
+In the vision tower Q fixes the vector of ones, so that it also commutes with LayerNorm's mean. A turned stream cannot
+share its embedding with a head that absorbed the final norm's gain: the stress model's embeddings are not tied.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def norms(model: Qwen2VLForConditionalGeneration) -> tuple[list, list]:
     return seen, read
 
 
-def writers(model: Qwen2VLForConditionalGeneration) -> tuple[list[nn.Linear], list[nn.Linear]]:
+def writers(model: Qwen2VLForConditionalGeneration) -> tuple[list, list]:
     """The linears that write to the vision stream and to the decoder's stream, without patch embedding and embedding."""
     visual, language = model.model.visual, model.model.language_model
     seen = [linear for b in visual.blocks for linear in (b.attn.proj, b.mlp.fc2)]

@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tolerance import close
+from tolerance import assert_close
 
 from mmqc.ops.hadamard import hadamard_factors
 
@@ -19,7 +19,7 @@ def dense(n: int) -> torch.Tensor:
 @pytest.mark.parametrize("rows", [(), (1,), (5,), (2, 3)])
 def test_hadamard__factored_equals_dense(n: int, rows: tuple[int, ...]) -> None:
     x = torch.randn(*rows, n, dtype=torch.float64)
-    close(hadamard(x, hadamard_factors(n)), x @ dense(n).T)
+    assert_close(hadamard(x, hadamard_factors(n)), x @ dense(n).T)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -27,7 +27,7 @@ def test_hadamard__low_precision_rounds_once(dtype: torch.dtype) -> None:
     x = torch.randn(9, 240).to(dtype)
     y = hadamard(x, hadamard_factors(240))
     assert y.dtype == dtype
-    close(y, hadamard(x.double(), hadamard_factors(240)))
+    assert_close(y, hadamard(x.double(), hadamard_factors(240)))
 
 
 @settings(deadline=None, max_examples=25)
@@ -35,12 +35,12 @@ def test_hadamard__low_precision_rounds_once(dtype: torch.dtype) -> None:
 def test_hadamard__inverse_is_transpose(n: int, seed: int) -> None:
     x = torch.randn(3, n, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
     factors = hadamard_factors(n)
-    close(hadamard(hadamard(x, factors), [f.T for f in factors]), x)
+    assert_close(hadamard(hadamard(x, factors), [f.T for f in factors]), x)
 
 
 def test_hadamard__strided_input() -> None:
     x = torch.randn(240, 7, dtype=torch.float64).T
-    close(hadamard(x, hadamard_factors(240)), x @ dense(240).T)
+    assert_close(hadamard(x, hadamard_factors(240)), x @ dense(240).T)
 
 
 def test_hadamard__gradient() -> None:

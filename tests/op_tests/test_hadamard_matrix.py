@@ -2,7 +2,7 @@ import math
 
 import pytest
 import torch
-from tolerance import close
+from tolerance import assert_close
 
 from mmqc.ops.hadamard_matrix import hadamard_factors, hadamard_kind, plan
 
@@ -23,7 +23,7 @@ def dense(factors: list[torch.Tensor]) -> torch.Tensor:
 @pytest.mark.parametrize("n", range(1, 131))
 def test_hadamard_factors__orthogonal_and_flat(n: int) -> None:
     matrix = dense(hadamard_factors(n))
-    close(matrix @ matrix.T, torch.eye(n, dtype=torch.float64))
+    assert_close(matrix @ matrix.T, torch.eye(n, dtype=torch.float64))
     assert matrix.abs().max() <= math.sqrt(2 / n) + 1e-12
 
 
@@ -33,7 +33,7 @@ def test_hadamard_factors__every_entry_is_one_over_root_n(core: int, power: int)
     n = core * power
     factors = hadamard_factors(n)
     matrix = dense(factors) * math.sqrt(n)
-    close(matrix.abs(), torch.ones(n, n, dtype=torch.float64))
+    assert_close(matrix.abs(), torch.ones(n, n, dtype=torch.float64))
     assert "DHT" not in hadamard_kind(n)
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from tolerance import close
+from tolerance import assert_close
 
 from mmqc.backend import GraphRecord, backend, collect_records
 from mmqc.ops import integer_matmul
@@ -21,14 +21,16 @@ def fresh_dynamo() -> None:
     torch._dynamo.reset()
 
 
-def compile_once(function: Compiled, *args: torch.Tensor, dynamic: bool | None = None) -> tuple[Compiled, GraphRecord]:
+def check_compiled(
+    function: Compiled, *args: torch.Tensor, dynamic: bool | None = None
+) -> tuple[Compiled, GraphRecord]:
     """The compiled function, after one call whose results equal the eager ones, and its record."""
     compiled = torch.compile(function, backend=backend, dynamic=dynamic, fullgraph=True)
     with collect_records() as records, torch.no_grad():
         got = compiled(*args)
     for actual, expected in zip(got, function(*args), strict=True):
         assert actual.dtype == expected.dtype
-        close(actual, expected) if actual.is_floating_point() else torch.testing.assert_close(actual, expected)
+        assert_close(actual, expected) if actual.is_floating_point() else torch.testing.assert_close(actual, expected)
     (record,) = records
     return compiled, record
 
@@ -40,7 +42,7 @@ def test_lower_quantize__fuses_with_the_norm_in_front_of_it() -> None:
         y = torch.nn.functional.rms_norm(x, (100,))
         return ops.quantize(y, s2, visual, 8), ops.quantize(y, s2[:1], None, 4), ops.quantize(x, s2[1:], None, 8)
 
-    _, record = compile_once(function, torch.randn(2, 9, 100))
+    _, record = check_compiled(function, torch.randn(2, 9, 100))
     assert len(record.kernels) == 1
     assert record.kernels[0].startswith("cpp_fused_")
     assert record.ops == Counter(quantize=3)
@@ -57,10 +59,12 @@ def test_lower_scaled_matmul__int_mm_and_a_fused_epilogue(dtype: torch.dtype) ->
         y = ops.scaled_matmul(ops.quantize(x, s2, visual, 8), w8, s2, torch.rand(63) * 0 + 0.01, bias, visual, 8, dtype)
         y_q = ops.quantize(torch.nn.functional.silu(y), s1, None, 8)
         z = ops.scaled_matmul(y_q, packed[1], s1, torch.ones(17), None, None, 4, dtype)
-        u = ops.scaled_matmul(ops.quantize(x[..., :64], s1, None, 8), packed[0], s1, torch.ones(24), None, None, 4, dtype)
+        u = ops.scaled_matmul(
+            ops.quantize(x[..., :64], s1, None, 8), packed[0], s1, torch.ones(24), None, None, 4, dtype
+        )
         return y, z, u
 
-    _, record = compile_once(function, torch.randn(2, 9, 100).to(dtype))
+    _, record = check_compiled(function, torch.randn(2, 9, 100).to(dtype))
     assert record.kernels.count("extern _int_mm") == 3
     assert not any(name.startswith("extern") and "_int_mm" not in name for name in record.kernels)
     assert record.fallbacks == []
@@ -74,7 +78,7 @@ def test_lower_scaled_matmul__fallback_is_exact_and_named(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(integer_matmul, "cpu_int_mm_is_exact", lambda: False)
     with torch._inductor.config.patch(force_disable_caches=True):
-        _, record = compile_once(function, torch.randint(-128, 128, (5, 33), dtype=torch.int8))
+        _, record = check_compiled(function, torch.randint(-128, 128, (5, 33), dtype=torch.int8))
     ((op, reason),) = record.fallbacks
     assert op.startswith("scaled_matmul")
     assert "saturates" in reason
@@ -83,7 +87,10 @@ def test_lower_scaled_matmul__fallback_is_exact_and_named(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("rows", [(1,), (1, 1), (2, 1)])
 def test_lower_scaled_matmul__one_row_as_in_decode(rows: tuple[int, ...]) -> None:
-    w, packed = torch.randint(-128, 128, (40, 96), dtype=torch.int8), pack_int4(torch.randint(-8, 8, (1, 96), dtype=torch.int8))
+    w, packed = (
+        torch.randint(-128, 128, (40, 96), dtype=torch.int8),
+        pack_int4(torch.randint(-8, 8, (1, 96), dtype=torch.int8)),
+    )
     s2, visual = torch.tensor([0.02, 0.05]), torch.zeros(rows, dtype=torch.bool)
 
     def function(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -93,7 +100,7 @@ def test_lower_scaled_matmul__one_row_as_in_decode(rows: tuple[int, ...]) -> Non
             ops.scaled_matmul(x_q, packed, s2, torch.ones(1), None, visual, 4, torch.float32),
         )
 
-    _, record = compile_once(function, torch.randn(*rows, 96))
+    _, record = check_compiled(function, torch.randn(*rows, 96))
     assert record.kernels.count("extern _int_mm") == 2
 
 
@@ -103,7 +110,7 @@ def test_lower_scaled_matmul__one_input_channel() -> None:
     def function(x_q: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return (ops.scaled_matmul(x_q, w, torch.ones(1), torch.ones(40), None, None, 8, torch.float32),)
 
-    _, record = compile_once(function, torch.randint(-128, 128, (7, 1), dtype=torch.int8))
+    _, record = check_compiled(function, torch.randint(-128, 128, (7, 1), dtype=torch.int8))
     assert "one column" in record.fallbacks[0][1]
 
 
@@ -116,13 +123,13 @@ def test_lower_weight_only_matmul__all_storages(dtype: torch.dtype) -> None:
         y = ops.weight_only_matmul(x, w8, scale8, bias, 8, 0)
         return y, ops.weight_only_matmul(torch.ones_like(y), packed, scale4, None, 4, 16)
 
-    _, record = compile_once(function, torch.randn(2, 5, 100).to(dtype))
+    _, record = check_compiled(function, torch.randn(2, 5, 100).to(dtype))
     assert record.ops == Counter(weight_only_matmul=2)
 
 
 def test_lower_quantize__low_precision_input() -> None:
     s1 = torch.tensor([0.02])
-    compile_once(lambda x: (ops.quantize(x, s1, None, 8),), torch.randn(3, 100, dtype=torch.bfloat16))
+    check_compiled(lambda x: (ops.quantize(x, s1, None, 8),), torch.randn(3, 100, dtype=torch.bfloat16))
 
 
 def test_lower_hadamard__rotate_and_tag_modality() -> None:
@@ -138,23 +145,28 @@ def test_lower_hadamard__rotate_and_tag_modality() -> None:
             ops.hadamard(x.bfloat16(), low), ops.hadamard(x.double(), factors),
         )  # fmt: skip
 
-    _, record = compile_once(function, torch.randn(4, 7, 240))
+    _, record = check_compiled(function, torch.randn(4, 7, 240))
     assert "extern mm" in record.kernels
 
 
 def test_lowerings__dynamic_rows_compile_once() -> None:
     factors = [f.float() for f in random_hadamard(96, 1)[0]]
-    w, packed = torch.randint(-128, 128, (96, 96), dtype=torch.int8), pack_int4(torch.randint(-8, 8, (8, 96), dtype=torch.int8))
+    w, packed = (
+        torch.randint(-128, 128, (96, 96), dtype=torch.int8),
+        pack_int4(torch.randint(-8, 8, (8, 96), dtype=torch.int8)),
+    )
     s2 = torch.tensor([0.02, 0.05])
 
     def function(x: torch.Tensor, visual: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        y = ops.scaled_matmul(ops.quantize(x, s2, visual, 8), w, s2, torch.ones(96) * 1e-3, None, visual, 8, torch.float32)
+        y = ops.scaled_matmul(
+            ops.quantize(x, s2, visual, 8), w, s2, torch.ones(96) * 1e-3, None, visual, 8, torch.float32
+        )
         return (ops.weight_only_matmul(ops.hadamard(y, factors), packed, torch.ones(8), None, 4, 0),)
 
-    compiled, record = compile_once(function, torch.randn(4, 9, 96), torch.rand(4, 9) > 0.5, dynamic=True)
+    compiled, record = check_compiled(function, torch.randn(4, 9, 96), torch.rand(4, 9) > 0.5, dynamic=True)
     assert record.kernels.count("extern _int_mm") == 1
     with collect_records() as more, torch.no_grad():
         for batch, length in ((3, 17), (2, 63), (5, 257)):
             args = torch.randn(batch, length, 96), torch.rand(batch, length) > 0.5
-            close(compiled(*args)[0], function(*args)[0])
+            assert_close(compiled(*args)[0], function(*args)[0])
     assert more == []

@@ -21,7 +21,10 @@ def test_pack_int4__layout() -> None:
     assert pack_int4(q).tolist() == [[0 | 9 << 4, 8 | 10 << 4, 15 | 8 << 4]]
 
 
-@pytest.mark.parametrize(("dtype", "width", "bits"), [(torch.int8, 8, 4), (torch.uint8, 6, 4), (torch.uint8, 8, 8), (torch.int8, 8, 3)])
+@pytest.mark.parametrize(
+    ("dtype", "width", "bits"),
+    [(torch.int8, 8, 4), (torch.uint8, 6, 4), (torch.uint8, 8, 8), (torch.int8, 8, 3)],
+)
 def test_check_packed__refuses(dtype: torch.dtype, width: int, bits: int) -> None:
     with pytest.raises(ValueError, match="weight"):
         check_packed(torch.zeros(3, width, dtype=dtype), 8, bits)

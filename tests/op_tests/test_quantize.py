@@ -9,7 +9,12 @@ quantize = torch.ops.mmqc.quantize
 
 
 @settings(deadline=None, max_examples=60)
-@given(seed=st.integers(0, 2**31), bits=st.integers(2, 8), width=st.sampled_from([1, 17, 63, 100, 257]), log_scale=st.floats(-6, 4))
+@given(
+    seed=st.integers(0, 2**31),
+    bits=st.integers(2, 8),
+    width=st.sampled_from([1, 17, 63, 100, 257]),
+    log_scale=st.floats(-6, 4),
+)
 def test_quantize__error_is_at_most_half_a_step(seed: int, bits: int, width: int, log_scale: float) -> None:
     g = torch.Generator().manual_seed(seed)
     scale = torch.tensor([10.0**log_scale])
@@ -40,7 +45,8 @@ def test_quantize__mask_broadcasts() -> None:
     x = torch.randn(2, 5, 16)
     visual = torch.tensor([[True], [False]])
     assert torch.equal(
-        quantize(x, torch.tensor([0.01, 0.1]), visual, 8), quantize(x, torch.tensor([0.01, 0.1]), visual.expand(2, 5), 8)
+        quantize(x, torch.tensor([0.01, 0.1]), visual, 8),
+        quantize(x, torch.tensor([0.01, 0.1]), visual.expand(2, 5), 8),
     )
 
 

@@ -2,7 +2,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tolerance import close
+from tolerance import assert_close
 
 from mmqc.ops.rotate import random_hadamard, rotation_matrix
 
@@ -15,10 +15,10 @@ def test_rotate__is_the_dense_rotation(n: int, seed: int) -> None:
     factors, signs = random_hadamard(n, seed)
     R = rotation_matrix(factors, signs)
     x = torch.randn(4, n, dtype=torch.float64)
-    close(R.T @ R, torch.eye(n, dtype=torch.float64))
-    close(rotate(x, factors, signs, False), x @ R)
-    close(rotate(x, factors, signs, True), x @ R.T)
-    close(rotate(rotate(x, factors, signs, False), factors, signs, True), x)
+    assert_close(R.T @ R, torch.eye(n, dtype=torch.float64))
+    assert_close(rotate(x, factors, signs, False), x @ R)
+    assert_close(rotate(x, factors, signs, True), x @ R.T)
+    assert_close(rotate(rotate(x, factors, signs, False), factors, signs, True), x)
 
 
 def test_random_hadamard__same_seed_same_signs() -> None:
@@ -34,7 +34,7 @@ def test_rotate__low_precision_rounds_once(dtype: torch.dtype, inverse: bool) ->
     x = torch.randn(5, 96).to(dtype)
     y = rotate(x, factors, signs, inverse)
     assert y.dtype == dtype
-    close(y, rotate(x.double(), factors, signs, inverse))
+    assert_close(y, rotate(x.double(), factors, signs, inverse))
 
 
 def test_rotate__gradient() -> None:

@@ -1,6 +1,6 @@
 import pytest
 import torch
-from tolerance import close
+from tolerance import assert_close
 
 import mmqc.ops  # noqa: F401
 from mmqc.ops.pack import pack_int4
@@ -8,7 +8,9 @@ from mmqc.ops.pack import pack_int4
 scaled_matmul = torch.ops.mmqc.scaled_matmul
 
 
-def operands(m: int, n: int, k: int, bits: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def operands(
+    m: int, n: int, k: int, bits: int, seed: int = 0
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     g = torch.Generator().manual_seed(seed)
     top = 2 ** (bits - 1)
     x = torch.randint(-128, 128, (m, k), dtype=torch.int8, generator=g)
@@ -24,8 +26,8 @@ def test_scaled_matmul__is_the_dequantized_product(bits: int, m: int, n: int, k:
     x_scale = torch.tensor([0.03])
     y = scaled_matmul(x, stored, x_scale, w_scale, bias, None, bits, torch.float64)
     expected = (x.double() * x_scale.double()) @ (codes.double() * w_scale.double()[:, None]).T + bias.double()
-    close(y, expected)
-    close(scaled_matmul(x, stored, x_scale, w_scale, bias, None, bits, torch.float32), expected)
+    assert_close(y, expected)
+    assert_close(scaled_matmul(x, stored, x_scale, w_scale, bias, None, bits, torch.float32), expected)
 
 
 def test_scaled_matmul__row_scales_by_modality() -> None:

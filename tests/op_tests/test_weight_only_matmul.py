@@ -1,6 +1,6 @@
 import pytest
 import torch
-from tolerance import close
+from tolerance import assert_close
 
 import mmqc.ops  # noqa: F401
 from mmqc.ops.pack import pack_int4
@@ -22,8 +22,8 @@ def operands(n: int, k: int, bits: int, group: int) -> tuple[torch.Tensor, torch
 def test_weight_only_matmul__is_the_dequantized_linear(bits: int, n: int, k: int, group: int) -> None:
     stored, scale, bias, dense = operands(n, k, bits, group)
     x = torch.randn(2, 3, k, dtype=torch.float64)
-    close(weight_only_matmul(x, stored, scale, bias.double(), bits, group), x @ dense.T + bias.double())
-    close(weight_only_matmul(x.float(), stored, scale, None, bits, group), x @ dense.T)
+    assert_close(weight_only_matmul(x, stored, scale, bias.double(), bits, group), x @ dense.T + bias.double())
+    assert_close(weight_only_matmul(x.float(), stored, scale, None, bits, group), x @ dense.T)
 
 
 def test_weight_only_matmul__gradient() -> None:

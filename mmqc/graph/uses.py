@@ -1,0 +1,76 @@
+"""All that reads a weight: it may be changed only if every use of it changes with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from torch import Tensor, fx
+
+from .coordinates import MOVES, SAME, Coordinates, weights_behind
+from .kinds import kind
+from .linear import bias_of, operands, weight_of
+from .program import Program
+
+if TYPE_CHECKING:
+    from .spaces import Space, Touch
+
+
+def pin_other_uses(prog: Program, found: Coordinates, spaces: list[Space]) -> None:
+    """Pin every space one of whose weights, or their biases, something reads that would not follow."""
+    getters: dict[str, list[fx.Node]] = {}
+    for node in prog.nodes("get_attr"):
+        getters.setdefault(str(node.target), []).append(node)
+    uses = {name: [(u, _way(u, n, found)) for n in nodes for u in n.users] for name, nodes in getters.items()}
+    columns = {r.node: r.ids for r in found.readers}
+    for space in spaces:
+        for touch in space.touches:
+            places = uses.get(touch.fqn, [])
+            for node in [*_strays(prog, touch.fqn, places, uses), *_other_columns(touch, places, columns)]:
+                space.pins.append((node, f"it uses {touch.fqn} in another way"))
+
+
+def _strays(
+    prog: Program, fqn: str, places: list[tuple[fx.Node, str]], uses: dict[str, list[tuple[fx.Node, str]]]
+) -> Iterator[fx.Node]:
+    first = places[0][1] if places else ""
+    yield from (node for node, way in places if way != first or way in ("bias", "other"))
+    if first not in ("linear", "conv"):
+        return
+    for node, _ in places:
+        bias = bias_of(prog, node)
+        if bias != bias_of(prog, places[0][0]):
+            yield node
+        yield from (u for u, way in uses.get(bias, ()) if way != "bias" or weight_of(u) != fqn)
+
+
+def _other_columns(
+    touch: Touch, places: list[tuple[fx.Node, str]], columns: Mapping[fx.Node, Tensor | None]
+) -> list[fx.Node]:
+    """Linears that read something else with the same columns."""
+    if touch.role != "reader":
+        return []
+    there = ((node, columns.get(node)) for node, _ in places)
+    return [node for node, ids in there if ids is None or bool((ids[touch.groups] < 0).any())]
+
+
+def _way(user: fx.Node, getter: fx.Node, found: Coordinates) -> str:
+    word = kind(user)
+    if word in ("linear", "conv", "embedding"):
+        roles = [role for role, node in operands(user).items() if node is getter]
+        return {"weight": word, "bias": "bias"}.get(roles[0], "other") if len(roles) == 1 else "other"
+    followed = (word in ("add", "sub") or word in MOVES | SAME) and found.shadows.get(user) is not None
+    return "data" if followed else "other"
+
+
+def only_in(prog: Program, name: str, wanted: set[fx.Node]) -> bool:
+    """Whether a weight, casts and sums with other weights included, goes nowhere but into ``wanted``."""
+    todo = [n for n in prog.nodes("get_attr") if n.target == name]
+    while todo:
+        for user in todo.pop().users:
+            if user in wanted:
+                continue
+            if not weights_behind(user):
+                return False
+            todo.append(user)
+    return True

@@ -1,0 +1,108 @@
+from typing import Any
+
+import pytest
+import torch
+from blocks import IMAGE
+from float64 import Float64, passed, replayed
+from pass_cases import check_golden, check_once, program
+from torch import Tensor
+
+from mmqc.config import QuantConfig, Scheme, WeightSpec
+from mmqc.graph.linear import weight_of
+from mmqc.graph.program import VISUAL, Program
+from mmqc.passes.assign_scheme import AssignScheme
+from mmqc.passes.quantize_activations import QuantizeActivations
+from mmqc.passes.quantize_weights import QuantizeWeights
+from mmqc.recipes import mquant, rtn
+
+
+def ready(case: str = "vlm", config: QuantConfig | None = None, **forget: Any) -> Program:
+    """Weights quantized, statistics as from calibration: text 0.02, visual 0.03."""
+    item = AssignScheme(config if config is not None else rtn(8, 8))
+    prog = passed(program(case, item), [item])
+    nodes = [n for n in prog.nodes("linear") if "scheme" in n.meta]
+    msq = any(s.activation and s.activation.per_modality for s in item.config.schemes.values())
+    scales = {weight_of(n): [0.02, 0.03] if msq and n.meta["tower"] == "language" else [0.02] for n in nodes}
+    prog.statistics = {"linears": {fqn: {"input_scale": forget.get("scale", s)} for fqn, s in scales.items()}}
+    if case == "vlm":
+        prog.visual = prog.inputs[0] == IMAGE
+    return passed(prog, [QuantizeWeights()])
+
+
+def quantized(x: Tensor, scale: float) -> Tensor:
+    return torch.clamp(torch.round(x / torch.tensor(scale).double()), -128, 127).to(torch.int8)
+
+
+def codes_of(prog: Program) -> dict[str, tuple[Tensor, Tensor]]:
+    """(input, codes) of every quantize by the weight behind it."""
+    seen: dict[Any, tuple[Tensor, Tensor]] = {}
+    found = {}
+
+    def watch(node: Any, result: Any, args: list[Any], kwargs: dict[str, Any]) -> None:
+        if node.target == torch.ops.mmqc.quantize.default:
+            seen[node] = (args[0].clone(), result.clone())
+        if node.target == torch.ops.mmqc.scaled_matmul.default:
+            found[node.meta["fqn"]] = seen[node.args[0]]
+
+    with Float64(), torch.no_grad():
+        prog.replay(watch)
+    return found
+
+
+def test_quantize_activations__codes_are_the_references() -> None:
+    prog = passed(ready(), [QuantizeActivations()])
+    found = codes_of(prog)
+    assert len(found) == 13
+    assert not prog.nodes("weight_only_matmul")
+    for x, codes in found.values():
+        assert torch.equal(codes, quantized(x, 0.02))
+
+
+def test_quantize_activations__per_modality_rows_have_their_own_scale() -> None:
+    prog = passed(ready(config=mquant(8, solver="rtn", rotate=False)), [QuantizeActivations()])
+    visual = prog.visual
+    for fqn, (x, codes) in codes_of(prog).items():
+        expected = quantized(x, 0.02)
+        if fqn.startswith("text"):
+            expected[visual] = quantized(x, 0.03)[visual]
+        assert torch.equal(codes, expected)
+    assert [n.target for n in prog.graph.nodes if n.op == "placeholder"][-1] == VISUAL
+
+
+def test_quantize_activations__output_is_the_integer_products() -> None:
+    prog = passed(ready("rms_gqa"), [QuantizeActivations()])
+    shadow = ready("rms_gqa")
+    for node in shadow.nodes("weight_only_matmul"):
+        with shadow.graph.inserting_before(node):
+            fake = shadow.graph.call_function(_fake_quantize, (node.args[0], 0.02))
+        node.replace_input_with(node.args[0], fake)
+    close = torch.finfo(torch.float32).eps * 10
+    assert (replayed(prog) - replayed(shadow)).norm() / replayed(shadow).norm() < close
+
+
+def _fake_quantize(x: Tensor, scale: float) -> Tensor:
+    return quantized(x, scale).double() * torch.tensor(scale).double()
+
+
+def test_quantize_activations__once() -> None:
+    check_once(ready(), QuantizeActivations())
+
+
+@pytest.mark.parametrize("msq", [False, True])
+def test_quantize_activations__golden(msq: bool) -> None:
+    config = mquant(8, solver="rtn", rotate=False, msq=msq)
+    check_golden(ready(config=config), QuantizeActivations(), "vlm_msq" if msq else "vlm")
+
+
+def test_quantize_activations__weight_only_has_no_site() -> None:
+    config = QuantConfig(language=Scheme(WeightSpec(8)))
+    prog = passed(ready("rms_gqa", config), [QuantizeActivations()])
+    assert prog.records[-1].sites == prog.records[-1].misses == []
+
+
+def test_quantize_activations__refuses_without_statistics() -> None:
+    prog = passed(ready("rms_gqa", scale=None), [QuantizeActivations()])
+    reason = "calibration saw no input of it, so it has no static scale"
+    nodes = {n.name: n.meta["fqn"] for n in prog.nodes("weight_only_matmul")}
+    assert {m.node: m.fqn for m in prog.records[-1].misses} == nodes
+    assert {m.reason for m in prog.records[-1].misses} == {reason}

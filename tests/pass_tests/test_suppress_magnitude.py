@@ -1,0 +1,76 @@
+import pytest
+import torch
+from float64 import passed
+from pass_cases import CASES, check_exact, check_golden, program
+
+from mmqc.graph.linear import operands, weight_of
+from mmqc.graph.program import Program
+from mmqc.ops.hadamard_matrix import hadamard_factors
+from mmqc.passes.assign_scheme import AssignScheme
+from mmqc.passes.suppress_magnitude import SuppressMagnitude
+from mmqc.recipes import rtn
+
+
+def assigned(case: str) -> Program:
+    item = AssignScheme(rtn(8, 8))
+    return passed(program(case, item), [item])
+
+
+def dense(width: int) -> torch.Tensor:
+    h = torch.ones(1, 1, dtype=torch.float64)
+    for factor in hadamard_factors(width):
+        h = torch.kron(h, factor)
+    return h
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_suppress_magnitude__exact(case: str) -> None:
+    prog = assigned(case)
+    check_exact(prog, SuppressMagnitude())
+    assert prog.records[-1].delta == {}
+    assert prog.records[-1].misses == []
+
+
+@pytest.mark.parametrize("rank", [1, 3, 8])
+def test_suppress_magnitude__channels_are_those_of_the_equation(rank: int) -> None:
+    prog = assigned("vlm")
+    check_exact(prog, SuppressMagnitude(rank))
+    behind = [n for n in prog.nodes("linear") if operands(n)["input"].target == torch.ops.mmqc.hadamard.default]
+    assert behind
+    for node in behind:
+        after = prog.value(weight_of(node)).double()
+        before = after @ dense(after.shape[1])  # (W Hᵀ) H
+        peaks = after.abs().amax(0)
+        channels = [i for i in range(len(peaks)) if peaks[i] > before.abs().max()]
+        largest = sorted(sorted(channels, key=lambda i: -peaks[i])[:rank])
+        assert node.meta.get("outliers", torch.tensor([])).tolist() == largest
+
+
+def test_suppress_magnitude__column_of_equal_signs_grows() -> None:
+    prog = assigned("rms_gqa")
+    fqn = "blocks.1.body.down.weight"
+    prog.weights[fqn] = torch.ones_like(prog.weights[fqn])
+    check_exact(prog, SuppressMagnitude())
+    (node,) = [n for n in prog.nodes("linear") if weight_of(n) == fqn]
+    expected = (torch.ones(24, dtype=torch.float64) @ dense(24).T).abs()
+    assert node.meta["outliers"].numel() >= 1
+    assert (expected[node.meta["outliers"]] > 1).all()
+
+
+def test_suppress_magnitude__twice_changes_nothing() -> None:
+    prog = assigned("vlm")
+    check_exact(prog, SuppressMagnitude())
+    check_exact(prog, SuppressMagnitude())
+    assert prog.records[-1].sites == prog.records[-2].sites
+
+
+def test_suppress_magnitude__without_scheme_or_hadamard_no_site() -> None:
+    assert passed(program("vlm", SuppressMagnitude()), [SuppressMagnitude()]).records[-1].sites == []
+    assert passed(assigned("fused_qkv"), [SuppressMagnitude()]).records[-1].sites == []
+
+
+def test_suppress_magnitude__golden() -> None:
+    prog = assigned("rms_gqa")
+    fqn = "blocks.1.body.down.weight"
+    prog.weights[fqn] = torch.ones_like(prog.weights[fqn])
+    check_golden(prog, SuppressMagnitude(), "rms_gqa")
