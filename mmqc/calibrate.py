@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from .config import ActivationSpec
 from .modality import ModalityContext
+from .online_hadamard import OnlineHadamard
 
 TEXT, VISUAL = "text", "visual"
 _BINS_PER_OCTAVE, _LOWEST = 64, -40
@@ -96,7 +97,7 @@ class Watch:
 
 def linear_input(module: nn.Module, x: Tensor) -> Tensor:
     """What the weight itself multiplies: the module's input, behind its online Hadamard if it has one."""
-    return module.rotated(x) if hasattr(module, "rotated") else x
+    return module.rotated(x) if isinstance(module, OnlineHadamard) else x
 
 
 def visual_rows(x: Tensor, language: bool, context: ModalityContext | None) -> Tensor | None:

@@ -38,8 +38,11 @@ SampleName = Annotated[str, typer.Option("--sample", help="The sample whose data
 @app.callback()
 def main() -> None:
     """A quantizing compiler for multimodal LLMs."""
-    # torchao and torch warn, on import, about extensions and enums; Dynamo about each graph break (`mmqc explain` lists them).
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     if "TORCH_LOGS" not in os.environ:
+        import torch  # noqa: F401  (sets the levels of its loggers when it is imported)
+
+        # Extensions that do not load, enums, and one page for each graph break, which `mmqc explain` lists.
         for name in ("torchao", "torch.utils._pytree", "torch._dynamo"):
             logging.getLogger(name).setLevel(logging.ERROR)
 
@@ -49,15 +52,13 @@ def demo(
     out: Annotated[Path, typer.Option(help="Where report.html goes.")] = Path("out"),
     questions: Annotated[int, typer.Option(min=5, help="Questions to each model.")] = 150,
     calibration: Annotated[int, typer.Option(min=1, help="Calibration prompts.")] = 32,
-    ablation_questions: Annotated[int, typer.Option(min=5, help="Questions to each model of the ablation.")] = 100,
     ablation: Annotated[bool, typer.Option(help="Quantize the stressed model step by step as well.")] = True,
     compiled: Annotated[bool, typer.Option("--compile/--no-compile", help="Compile one model and ask it.")] = True,
 ) -> None:
     """Quantize a shipped model three ways, compare, ask, and write out/report.html."""
     from mmqc import demo as job
 
-    options = job.Options(out, questions, ablation_questions, calibration, ablation, compiled)
-    job.run(options, console)
+    job.run(job.Options(out, questions, calibration, ablation, compiled), console)
 
 
 @app.command()

@@ -208,10 +208,10 @@ _NESTED = {"weight": WeightSpec, "activation": ActivationSpec}
 
 
 def _granularity(value: Any) -> Granularity:
-    if isinstance(value, Mapping) and set(value) == {"per_group"}:
+    if isinstance(value, dict) and set(value) == {"per_group"}:
         return PerGroup(value["per_group"])
     _require(value in ("per_row", "per_tensor"), "granularity", value, ("per_row", "per_tensor", {"per_group": "g"}))
-    return _GRANULARITIES[value]()
+    return _GRANULARITIES[str(value)]()
 
 
 def _decode(cls: type, data: Any, where: str) -> Any:

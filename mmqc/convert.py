@@ -38,7 +38,7 @@ class Journal:
         """Replace or add a parameter or a buffer, keeping device and requires_grad of what was there."""
         owner, _, name = fqn.rpartition(".")
         module = self.model.get_submodule(owner)
-        store = module._buffers if name in module._buffers else module._parameters
+        store: dict[str, Any] = module._buffers if name in module._buffers else module._parameters
         old = store.get(name)
         new = value.detach().contiguous()
         grad = old.requires_grad if old is not None else False
@@ -115,7 +115,7 @@ def build_quantized(model: nn.Module, prog: Program, context: ModalityContext | 
         old = model.get_submodule(module)
         scheme, solved = node.meta["scheme"], prog.solved[fqn]
         static = kind(node) == "scaled_matmul"
-        device = old.weight.device
+        device: torch.device = old.get_parameter("weight").device
         bias = getattr(old, "bias", None)
         index, columns = (prog.weights.get(f"{fqn}.{part}") for part in ("outliers", "outlier_weight"))
         scale = prog.weights[f"{fqn}.input_scale"] if static else None

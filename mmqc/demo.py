@@ -30,14 +30,10 @@ SHOWN = 6
 
 @dataclass(frozen=True)
 class Options:
-    """What to run: how many questions and calibration prompts, where the report goes, and which parts to leave out.
-
-    The ablation asks fewer questions: its differences are large, and it has more models to ask.
-    """
+    """What to run: how many questions and calibration prompts, where the report goes, and which parts to leave out."""
 
     out: Path = Path("out")
     questions: int = 150
-    ablation_questions: int = 100
     calibration: int = 32
     ablation: bool = True
     compile: bool = True
@@ -93,7 +89,7 @@ def ablation_configs() -> dict[str, Any]:
     steps = {
         "static": {},
         "+ MSQ": {"msq": True},
-        "+ LN→RMSNorm and rotation": {"msq": True, "rotate": True},
+        "+ LN→RMSNorm, rotation": {"msq": True, "rotate": True},
         "+ RMS": {"msq": True, "rotate": True, "suppress": True},
     }
     off = {"msq": False, "rotate": False, "suppress": False}
@@ -119,11 +115,10 @@ def run(options: Options, console: Console) -> Result:
         result.reports = {o.name: o.report for o in outcomes if o.report is not None}
         result.examples = examples(sample.questions(options.questions), base, outcomes[-1])
         if options.ablation:
-            stress, n = mmqc.samples.load("digits-vqa-stress"), min(options.questions, options.ablation_questions)
-            stressed = measure(stress, ablation_configs(), n, options.calibration, steps)
+            stress = mmqc.samples.load("digits-vqa-stress")
+            stressed = measure(stress, ablation_configs(), options.questions, options.calibration, steps)
             result.ablation = [outcome.row(stressed[0]) for outcome in stressed]
-            title = f"MQuant step by step on digits-vqa-stress, W4A8, {n} questions"
-            print_table(console, title, result.ablation)
+            print_table(console, "digits-vqa-stress, W4A8, MQuant step by step", result.ablation)
     if options.compile:
         chosen = next(o for o in outcomes if o.name == COMPILED)
         result.answers = compiled_answers(sample, chosen.model, console)
@@ -214,15 +209,16 @@ def compiled_answers(sample: Sample, model: Any, console: Console) -> list[dict[
     return answers
 
 
-HEADINGS = {"model": "", "accuracy": "all", "recovery": "recov.", "seconds": "time"}
+HEADINGS = {"model": "", "accuracy": "all", "recovery": "recov.", "size": "MB", "seconds": "s"}
 
 
 def print_table(console: Console, title: str, rows: Sequence[dict[str, Any]]) -> None:
-    """The rows as a table: accuracies in percent, sizes in megabytes, times in seconds."""
+    """The rows as a table: accuracies and recovery in percent, sizes in megabytes, quantization in seconds."""
     from rich import box
     from rich.table import Table
 
-    table = Table(title=title, title_justify="left", header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(title=title, title_justify="left", header_style="bold", box=box.SIMPLE_HEAD)
+    table.pad_edge, table.collapse_padding = False, True
     for key in rows[0]:
         heading = HEADINGS.get(key, key.removeprefix("accuracy/"))
         table.add_column(heading, justify="left" if key == "model" else "right", no_wrap=True)
@@ -235,9 +231,9 @@ def print_table(console: Console, title: str, rows: Sequence[dict[str, Any]]) ->
 def cell(key: str, value: Any) -> str:
     """One value of the table as text."""
     if key == "size":
-        return f"{value / 1e6:.1f} MB"
+        return f"{value / 1e6:.1f}"
     if key == "seconds":
-        return f"{value:.0f} s" if value else "-"
+        return f"{value:.0f}" if value else "-"
     if key == "nll":
         return f"{value:.3f}"
     return f"{100 * value:.1f}" if isinstance(value, float) else str(value)

@@ -73,7 +73,8 @@ class Explanation:
 
     def __str__(self) -> str:
         how = Counter(g.how for g in self.graphs)
-        head = f"{len(self.graphs)} graphs: {how['mmqc']} quantized, {how['inductor']} plain Inductor, {how['eager']} glue, run eagerly"
+        kinds = f"{how['mmqc']} quantized, {how['inductor']} plain Inductor, {how['eager']} glue, run eagerly"
+        head = f"{len(self.graphs)} graphs: {kinds}"
         parts = [head]
         if self.passes:
             parts.append("passes\n" + "\n".join(map(str, self.passes)))

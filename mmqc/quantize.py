@@ -250,7 +250,7 @@ def _check_model(model: nn.Module, config: QuantConfig, resume_dir: str | None) 
 
 
 def _spool(model: nn.Module, config: QuantConfig, calibration: Iterable[Batch] | None) -> list[Batch]:
-    batches = [] if calibration is None else [dict(b) for b in calibration]
+    batches: list[Batch] = [] if calibration is None else [dict(b) for b in calibration]
     if not batches:
         given = "None" if calibration is None else "empty"
         raise CalibrationError(
@@ -274,8 +274,14 @@ def _spool(model: nn.Module, config: QuantConfig, calibration: Iterable[Batch] |
 def _has_visual(batch: Batch, ids: Tensor) -> bool:
     """Whether a batch has visual tokens, and features of an image or video to put there."""
     tokens, kinds = batch.get("input_ids"), batch.get("mm_token_type_ids")
-    places = bool(torch.isin(tokens.cpu(), ids).any()) if tokens is not None else kinds is not None and bool((kinds > 0).any())
-    given = (v for name, v in batch.items() if isinstance(v, Tensor) and name not in ("inputs_embeds", "attention_mask"))
+    places = (
+        bool(torch.isin(tokens.cpu(), ids).any())
+        if tokens is not None
+        else kinds is not None and bool((kinds > 0).any())
+    )
+    given = (
+        v for name, v in batch.items() if isinstance(v, Tensor) and name not in ("inputs_embeds", "attention_mask")
+    )
     return places and any(v.is_floating_point() for v in given)
 
 

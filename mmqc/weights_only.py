@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 from torch import nn
 
@@ -27,7 +28,8 @@ def quantize_weights_only(
     Raises:
         ConfigError: a ``keep`` pattern that matches nothing, or a group size that fits no linear.
     """
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    output_head: Any = getattr(model, "get_output_embeddings", None)
+    head = output_head() if output_head is not None else None
     report = QuantReport(config, size_before=size_of(model))
     used: set[str] = set()
     linears = {n: m for n, m in model.named_modules() if type(m) is nn.Linear}

@@ -108,7 +108,9 @@ class Parallel(nn.Module):
 class Text(nn.Module):
     """Embedding, blocks, norm, head."""
 
-    def __init__(self, *blocks: nn.Module, norm: nn.Module | None = None, positions: int = 0, tied: bool = False) -> None:
+    def __init__(
+        self, *blocks: nn.Module, norm: nn.Module | None = None, positions: int = 0, tied: bool = False
+    ) -> None:
         super().__init__()
         self.embed, self.blocks = nn.Embedding(VOCAB, WIDTH), nn.ModuleList(blocks)
         self.positions = nn.Embedding(positions, WIDTH) if positions else None

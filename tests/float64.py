@@ -10,6 +10,7 @@ from torch.overrides import TorchFunctionMode
 from mmqc.graph.program import Program
 from mmqc.graph.record import record
 from mmqc.graph.runner import Pass, run
+from mmqc.graph.spaces import Spaces
 from mmqc.pipeline import FACTS
 
 EXACT = 1e-10  # relative error that a chain of exact passes may make in float64: some dozen reassociated matmuls deep
@@ -30,7 +31,9 @@ def to_float64(model: nn.Module, batch: dict[str, Any]) -> tuple[nn.Module, dict
     """The model, converted in place, and its batch in float64; experts run one by one (their grouped matmul has none)."""
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")
-    return model.double(), {k: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in batch.items()}
+    return model.double(), {
+        k: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in batch.items()
+    }
 
 
 @torch.no_grad()
@@ -59,6 +62,12 @@ def passed(prog: Program, passes: Iterable[Pass]) -> Program:
     """``prog`` after these passes."""
     with Float64(), torch.no_grad():
         return run(prog, passes, FACTS, text=True)
+
+
+def spaces_of(prog: Program) -> Spaces:
+    """A program's channel spaces, under Float64."""
+    with Float64():
+        return Spaces.of(prog)
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:

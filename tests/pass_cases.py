@@ -77,8 +77,8 @@ def check_golden(prog: Program, item: Pass, case: str) -> None:
     record = prog.records[-1]
     changed = {name: [s.formula for s in prog.derived(name)[steps.get(name, 0) :]] for name in prog.changed}
     parts = {
-        "sites": record.sites,
-        "refused": [str(m) for m in record.misses],
+        "sites": sorted(record.sites),
+        "refused": sorted(map(str, record.misses)),
         "program": text_diff(record.before, record.after).splitlines(),
         "weights": [f"{name}: {'; '.join(formulas)}" for name, formulas in sorted(changed.items()) if formulas],
         "meta": [f"{n.name}: {n.meta[k]}" for n in prog.graph.nodes for k in ("scheme", "outliers") if k in n.meta],

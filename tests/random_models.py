@@ -156,9 +156,22 @@ class Touch(Step):
         return [*xs[: self.on], steps[self.how](), *xs[self.on + 1 :]]
 
 
-TOUCHES = (
-    "positions buffer loose class_token bias scalar per_token flip_channels add_rolled swap_halves relu constant ones drop"
-).split()
+TOUCHES = [
+    "positions",
+    "buffer",
+    "loose",
+    "class_token",
+    "bias",
+    "scalar",
+    "per_token",
+    "flip_channels",
+    "add_rolled",
+    "swap_halves",
+    "relu",
+    "constant",
+    "ones",
+    "drop",
+]
 
 
 class Network(nn.Module):

@@ -60,7 +60,10 @@ def test_config__any_config_survives_json(config: QuantConfig) -> None:
         (lambda: ActivationSpec(observer="mean"), "ActivationSpec.observer = 'mean'"),
         (lambda: ActivationSpec(percentile=0.0), "ActivationSpec.percentile = 0.0"),
         (lambda: ActivationSpec(percentile=1.5), "ActivationSpec.percentile = 1.5"),
-        (lambda: Rewrites(rotate=True), "Rewrites.fold_norms = False is not supported; allowed: True where rotate is True"),
+        (
+            lambda: Rewrites(rotate=True),
+            "Rewrites.fold_norms = False is not supported; allowed: True where rotate is True",
+        ),
         (lambda: Rewrites(suppress=True), "Rewrites.hadamard = False"),
         (lambda: QuantConfig.from_dict({"visoin": None}), "unknown key 'visoin' in QuantConfig; known keys:"),
         (lambda: QuantConfig.from_dict({"vision": {"wieght": {}}}), "unknown key 'wieght' in vision"),

@@ -94,7 +94,9 @@ def net() -> tuple[Net, Tensor, QuantConfig]:
     """A model, its input and the config that quantize_ found for it."""
     torch.manual_seed(0)
     model, ids = Net().eval(), torch.arange(24).reshape(2, 12)
-    report = mmqc.quantize_(copy.deepcopy(model), recipes.rtn(8, 8).replace(keep=()), [{"input_ids": ids}], progress=False)
+    report = mmqc.quantize_(
+        copy.deepcopy(model), recipes.rtn(8, 8).replace(keep=()), [{"input_ids": ids}], progress=False
+    )
     return model, ids, report.config
 
 
@@ -168,7 +170,7 @@ def test_self_quantize__refuses_a_function() -> None:
     def double(x: Tensor) -> Tensor:
         return torch.nn.functional.linear(x, x)
 
-    with pytest.raises(Exception, match="needs a torch.nn.Module"):
+    with pytest.raises(Exception, match=r"needs a torch\.nn\.Module"):
         torch.compile(double, backend="mmqc", options={"config": recipes.rtn(8)})(torch.randn(4, 4))
 
 
@@ -176,6 +178,6 @@ def test_self_quantize__two_models_do_not_share_their_weights() -> None:
     first, ids, config = net()
     second = copy.deepcopy(first)
     with torch.no_grad():
-        second.up.weight.neg_()
+        second.down.weight.neg_()
     for model in (first, second):
-        assert relative_error(compiled_output(model, ids, config), quantized_output(model, ids, config)) < 2 * SAME
+        assert relative_error(compiled_output(model, ids, config), quantized_output(model, ids, config)) < SAME

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch._guards import detect_fake_mode
 
 from .program import Program
 
@@ -128,5 +129,5 @@ def to_graph_module(prog: Program) -> tuple[fx.GraphModule, list[str]]:
 
 def static_examples(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Stand-ins for further inputs of a graph that Dynamo is compiling, with sizes that never become dynamic."""
-    mode = torch._guards.detect_fake_mode()
+    mode = detect_fake_mode()
     return [mode.from_tensor(t, static_shapes=True) for t in tensors] if mode is not None else list(tensors)

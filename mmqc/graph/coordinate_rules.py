@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 import torch
@@ -244,7 +243,7 @@ class Rules(Tracker):
             ids = self.found.shadows[target] = torch.full(args[0].shape, ZERO if not args[0].any() else CONSTANT)  # type: ignore[index]
         if new is None:
             new = ZERO if not torch.as_tensor(args[2]).any() else CONSTANT
-        operator.setitem(ids, self.ids_for(node.args[1], args[1]), new)
+        ids[self.ids_for(node.args[1], args[1])] = new
         return None
 
 

@@ -176,6 +176,15 @@ class Program:
         """The nodes of these kinds, in order."""
         return [n for n in self.graph.nodes if kind(n) in kinds]
 
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return next(iter(self.weights.values())).device if self.weights else torch.device("cpu")
+
+    def users_of(self, fqn: str) -> list[fx.Node]:
+        """Every node that reads a weight."""
+        return [u for n in self.nodes("get_attr") if n.target == fqn for u in n.users]
+
     def counts(self) -> dict[str, int]:
         """How many nodes there are of each kind."""
         counts: dict[str, int] = {}
@@ -185,7 +194,8 @@ class Program:
 
     def constant_node(self, name: str, value: Tensor) -> fx.Node:
         """A ``get_attr`` at the insertion point for a constant that passes add (a Hadamard factor, say)."""
-        self.weights.setdefault(name, value)
+        if name not in self.weights:
+            self.weights[name] = value.to(self.device)
         node = self.graph.get_attr(name)
         node.meta.update(shape=tuple(value.shape), dtype=value.dtype)
         return node

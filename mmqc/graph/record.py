@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.fx.node import map_aggregate
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
@@ -91,6 +92,7 @@ class Recorder(TorchFunctionMode):
         )
 
     def constant(self, tensor: Tensor) -> fx.Node:
+        """A node for a tensor that no module owns."""
         name = f"{LOOSE}{len(self.weights)}"
         self.weights[name] = tensor
         node = self.graph.get_attr(name)
@@ -104,6 +106,7 @@ class Recorder(TorchFunctionMode):
         outputs = [t for t in pytree.tree_leaves(result) if isinstance(t, Tensor)]
         name = getattr(func, "__name__", "")
         writes = name in ("__setitem__",) or (name.endswith("_") and not name.endswith("__"))
+        writes = writes or kwargs.get("inplace") is True or kwargs.get("out") is not None
         if not outputs and not writes:
             return result
         operands = [a for a in pytree.tree_leaves((args, kwargs)) if isinstance(a, Tensor)]
@@ -121,9 +124,10 @@ class Recorder(TorchFunctionMode):
         return result
 
     def call(self, func: Any, args: Any, kwargs: Any) -> fx.Node:
+        """The node of one call: a method, an attribute read or a function."""
         to_node = lambda v: self.operand(v, func)  # noqa: E731
-        args = fx.node.map_aggregate(tuple(args), to_node)
-        kwargs = fx.node.map_aggregate(dict(kwargs), to_node)
+        args = map_aggregate(tuple(args), to_node)
+        kwargs = map_aggregate(dict(kwargs), to_node)
         name = getattr(func, "__name__", "")
         if name == "__get__":  # x.T, x.mT, x.data: the getter's owner knows the attribute
             return self.graph.call_function(getattr, (args[0], func.__self__.__name__))
@@ -132,6 +136,7 @@ class Recorder(TorchFunctionMode):
         return self.graph.call_function(func, args, kwargs)
 
     def unpack(self, node: fx.Node, result: Any) -> None:
+        """A node for each tensor of a tuple."""
         for i, item in enumerate(result):
             if isinstance(item, Tensor):
                 part = self.graph.call_function(_getitem, (node, i))

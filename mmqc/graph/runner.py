@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from .program import Miss, PassRecord, Program
 from .text import program_text
@@ -16,10 +16,10 @@ log = logging.getLogger(__name__)
 class Pass(Protocol):
     """One rewrite: see CONTRIBUTING.md for the contract."""
 
-    name: str
-    needs: frozenset[str]
-    gives: frozenset[str]
-    exact: bool
+    name: ClassVar[str]
+    needs: ClassVar[frozenset[str]]
+    gives: ClassVar[frozenset[str]]
+    exact: ClassVar[bool]
 
     def match(self, prog: Program) -> Iterator[Any]:
         """Yield a site or a ``Miss`` for every place looked at; never edit."""

@@ -165,8 +165,8 @@ def _blocks(found: Coordinates, classes: Tensor, prog: Program) -> Tensor:
         events.append((ids, torch.full((source.size,), 3 + len(source.what))))
         if prog.plan is not None and source.fqn:
             events.extend(prog.plan.events(source.fqn, source.axis, ids))
-    for reader in found.readers if prog.plan is not None else ():
-        if reader.ids is not None and reader.fqn:
+    for reader in found.readers:
+        if prog.plan is not None and reader.ids is not None and reader.fqn:
             events.extend(prog.plan.events(reader.fqn, 1, reader.ids))
     for ids, _, _ in found.frozen:
         events.append((ids, torch.full(ids.shape, 5)))

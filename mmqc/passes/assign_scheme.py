@@ -73,7 +73,7 @@ class AssignScheme:
                 continue
             elif not prog.hosted(node, "linear") or (prog.hosts is not None and node.meta.get("module") != module):
                 yield Miss(node.name, "it is no nn.Linear module of its own, so it cannot be swapped", module)
-            elif any(kind(u) != "linear" or weight_of(u) != fqn for n in prog.nodes("get_attr") if n.target == fqn for u in n.users):
+            elif any(kind(u) != "linear" or weight_of(u) != fqn for u in prog.users_of(fqn)):
                 yield Miss(node.name, "another operation reads its weight", module)
             else:
                 yield Site(node, fqn, place[node], role.get(node, "inner"), scheme)

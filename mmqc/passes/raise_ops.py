@@ -59,14 +59,14 @@ def _mean_square(node: Any) -> tuple[fx.Node, float] | None:
     """(x, eps) where node is mean(x^2, -1, keepdim) + eps."""
     if not (isinstance(node, fx.Node) and kind(node) == "add"):
         return None
-    mean, eps = node.args
+    args: Any = node.args
+    mean, eps = args
     if not isinstance(mean, fx.Node):
         mean, eps = eps, mean
     if not (isinstance(mean, fx.Node) and kind(mean) == "mean" and isinstance(eps, float)):
         return None
-    dims = mean.kwargs.get("dim", mean.args[1] if len(mean.args) > 1 else None)
-    square = mean.args[0]
-    keepdim = mean.kwargs.get("keepdim", mean.args[2] if len(mean.args) > 2 else False)
+    given: dict[str, Any] = dict(zip(("input", "dim", "keepdim"), mean.args, strict=False)) | dict(mean.kwargs)
+    square, dims, keepdim = given["input"], given.get("dim"), given.get("keepdim", False)
     if dims not in (-1, [-1], (-1,)) or not keepdim or not isinstance(square, fx.Node):
         return None
     if (kind(square) == "pow" and square.args[1] in (2, 2.0)) or kind(square) == "square":
@@ -108,7 +108,7 @@ class RaiseOps:
             if word == "layer_norm"
             else ("input", "normalized_shape", "weight", "eps")
         )
-        given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+        given: dict[str, Any] = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
         if len(given["normalized_shape"]) != 1:
             return Miss(node.name, f"{word} over {len(given['normalized_shape'])} axes")
         eps = given.get("eps")

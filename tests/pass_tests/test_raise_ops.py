@@ -1,7 +1,7 @@
 import pytest
 import torch
 from blocks import WIDTH, Branch, Mlp, RMSNorm, Text, ids
-from float64 import recorded, relative_error, replayed
+from float64 import recorded, relative_error
 from pass_cases import CASES, check_exact, check_golden, check_once, misses, program
 from torch import Tensor, nn
 from torch.nn import functional as F

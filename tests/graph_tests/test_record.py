@@ -1,0 +1,156 @@
+import copy
+from typing import Any
+
+import pytest
+import torch
+from blocks import MODELS, WIDTH
+from float64 import EXACT, output_of, passed, recorded, relative_error, replayed
+from tiny_families import FAMILIES
+from torch import Tensor, nn
+
+from mmqc import recipes
+from mmqc.graph.record import RecordError, record
+from mmqc.pipeline import exact_passes
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_record__replay_is_bit_equal(family: str) -> None:
+    model, batch = FAMILIES[family]()
+    model(**batch, use_cache=False)  # some models put hooks of their own in place at their first call
+    hooks = {name: (len(m._forward_hooks), len(m._forward_pre_hooks)) for name, m in model.named_modules()}
+    prog = record(model, {**batch, "use_cache": False})
+    with torch.no_grad():
+        assert torch.equal(prog.replay()[0], model(**batch, use_cache=False).logits)
+        assert torch.equal(prog.replay()[0], prog.replay()[0])
+    assert hooks == {name: (len(m._forward_hooks), len(m._forward_pre_hooks)) for name, m in model.named_modules()}
+    names = {n for n, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())}
+    assert {n for n in prog.weights if not n.startswith("_constant_")} <= names
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_record__exact_passes_keep_the_family_exact(family: str) -> None:
+    model, batch = copy.deepcopy(FAMILIES[family]())
+    prog = recorded(model, {**batch, "use_cache": False})
+    expected = output_of(*(model, {**_wide(batch), "use_cache": False}))
+    assert relative_error(replayed(prog), expected) == 0
+    passed(prog, exact_passes(recipes.rotate()))
+    assert relative_error(replayed(prog), expected) < EXACT
+    rotated = {s.split(":")[0] for r in prog.records if r.name == "fuse_rotation" for s in r.sites}
+    assert rotated >= {f"space of {width}" for width in STREAMS[family]}
+
+
+STREAMS = {
+    "qwen2_vl": (64, 96), "llava": (64,), "internvl": (64,), "gemma3_text": (), "olmo2": (), "mixtral": (), "gpt_neox": (64,),
+}  # fmt: skip
+
+
+def _wide(batch: dict[str, Any]) -> dict[str, Any]:
+    return {k: v.double() if v.is_floating_point() else v for k, v in batch.items()}
+
+
+@pytest.mark.parametrize("case", MODELS)
+def test_record__hand_written_models(case: str) -> None:
+    model, batch = MODELS[case]()
+    prog = record(model, batch)
+    with torch.no_grad():
+        assert torch.equal(prog.replay()[0], model(**batch))
+
+
+class Small(nn.Module):
+    """Things that a forward may do to tensors."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.a, self.b = how, nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.table = torch.arange(float(WIDTH), dtype=torch.float64)
+        self.hidden = [torch.randn(WIDTH)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        if self.how == "views":
+            h[:, :2] += 1
+            h[0].mul_(2)
+            h.view(-1)[3:5] = 7
+            h[:, 1, :] = self.b(h)[:, 0]
+        elif self.how == "views_read_before":
+            part = h[:, 1:]
+            h.add_(self.b(x))
+            h = h[:, :-1] + part
+        elif self.how == "data":
+            n = int(h.abs().max().item() * 0) + 2
+            h = torch.cat([h[:, i] for i in torch.arange(n).tolist()], -1)
+        elif self.how == "structures":
+            first, second = torch.chunk(h, 2, dim=-1)
+            values, index = torch.topk(second, k=3, dim=-1)
+            h = torch.cat((first, values + index), -1).mT.mT
+        elif self.how == "inplace_flag":
+            nn.functional.relu(h, inplace=True)
+            torch.mul(h, self.b(h), out=h)
+        elif self.how == "attribute":
+            h = h + self.table
+        elif self.how == "scalar":
+            h = h * torch.tensor(0.5) + torch.finfo(h.dtype).eps
+        elif self.how == "nowhere":
+            h = self.b(h + self.hidden[0])
+        return h
+
+
+@pytest.mark.parametrize("how", ["views", "views_read_before", "data", "structures", "inplace_flag", "attribute", "scalar"])
+def test_record__whatever_a_forward_does(how: str) -> None:
+    model, x = Small(how), torch.randn(3, 4, WIDTH)
+    prog = record(model, {"x": x.clone()})
+    with torch.no_grad():
+        expected = model(x.clone())
+        for _ in range(2):
+            assert torch.equal(prog.replay()[0], expected)
+
+
+@pytest.mark.parametrize("how", ["views", "views_read_before", "structures", "inplace_flag", "attribute", "scalar"])
+def test_record__whatever_a_forward_does_stays_exact(how: str) -> None:
+    prog = recorded(Small(how), {"x": torch.randn(3, 4, WIDTH)})
+    expected = replayed(prog)
+    passed(prog, exact_passes(recipes.rotate()))
+    assert relative_error(replayed(prog), expected) < EXACT
+
+
+def test_record__tensor_from_nowhere_names_module_call_and_shape() -> None:
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Small("nowhere")
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x)
+
+    model = Outer()
+    with pytest.raises(RecordError, match=r"float tensor of shape \(16,\) enters add in inner from nowhere: neither"):
+        record(model, {"x": torch.randn(2, 3, WIDTH)})
+    assert not any(m._forward_pre_hooks or m._forward_hooks for m in model.modules())
+
+
+def test_record__inputs_are_kept_as_they_were() -> None:
+    class InPlace(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.add_(1)
+
+    prog = record(InPlace(), {"x": torch.zeros(2, 2)})
+    assert prog.inputs[0].eq(0).all()
+    assert prog.replay()[0].eq(1).all()
+    assert prog.replay()[0].eq(1).all()
+
+
+def test_record__shared_tensors_go_by_the_running_modules_name() -> None:
+    model, batch = MODELS["vlm"]()
+    prog = record(model, batch)
+    assert prog.tied == dict.fromkeys(
+        ("text.embed.weight", "text.head.weight"), ("text.embed.weight", "text.head.weight")
+    ) or (set(prog.tied) == {"text.embed.weight", "text.head.weight"})
+    assert prog.hosts["layer_norm"] == {n for n, m in model.named_modules() if isinstance(m, nn.LayerNorm)}
+
+
+def test_record__nodes_know_their_module() -> None:
+    model, batch = MODELS["rms_gqa"]()
+    prog = record(model, batch)
+    assert {n.meta["module"] for n in prog.nodes("linear")} == {
+        n for n, m in model.named_modules() if isinstance(m, nn.Linear)
+    }
