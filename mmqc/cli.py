@@ -39,6 +39,7 @@ SampleName = Annotated[str, typer.Option("--sample", help="The sample whose data
 def main() -> None:
     """A quantizing compiler for multimodal LLMs."""
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch is imported; see Makefile
     if "TORCH_LOGS" not in os.environ:
         import torch  # noqa: F401  (sets the levels of its loggers when it is imported)
 

@@ -1,74 +1,21 @@
 import copy
 import functools
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from blocks import IMAGE, MODELS
 from float64 import EXACT, output_of, relative_error, to_float64
-from models import text_with_images, tiny_qwen2_vl
+from models import tiny_qwen2_vl
+from small_vlm import Small, batches, logits, quantize
 from torch import Tensor, nn
 
 import mmqc
-from mmqc import ConfigError, recipes
-from mmqc.calibrate import CalibrationError
+from mmqc import recipes
 from mmqc.config import ActivationSpec, QuantConfig, Rewrites, Scheme, WeightSpec
-from mmqc.graph.record import RecordError
 from mmqc.modality import attached
 from mmqc.modules import HadamardLinear, QuantLinear, RMSNorm
 
 SMALL = 0.08  # relative error of the logits: 1 % for each rounding of weights and inputs, some dozen of them in a row
-
-
-class Small(nn.Module):
-    """The hand-written two-tower model with a transformers model's way to be called."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model, _ = MODELS["vlm"]()
-        self.config = SimpleNamespace(image_token_id=IMAGE)
-        self.fail_on: int | None = None
-
-    def forward(self, input_ids: Tensor, pixel_values: Tensor, use_cache: bool = True) -> Tensor:
-        if self.fail_on is not None and bool((input_ids == self.fail_on).any()):
-            raise RuntimeError("this batch is broken")
-        return self.model(input_ids, pixel_values)
-
-
-def batches(n: int = 3) -> list[dict[str, Tensor]]:
-    _, batch = MODELS["vlm"]()
-    g = torch.Generator().manual_seed(5)
-    more = [{**batch, "pixel_values": torch.randn(2, 3, 16, 16, generator=g)} for _ in range(n - 1)]
-    return [batch, *more]
-
-
-def quantize(model: nn.Module, config: QuantConfig, calibration: Any = None, **more: Any) -> mmqc.QuantReport:
-    return mmqc.quantize_(model, config, batches() if calibration is None else calibration, progress=False, **more)
-
-
-@torch.no_grad()
-def logits(model: nn.Module, batch: dict[str, Any]) -> Tensor:
-    out = model(**batch)
-    return out if isinstance(out, Tensor) else out.logits
-
-
-def traces(model: nn.Module) -> dict[str, Any]:
-    """All that a failed call must leave as it was."""
-    return {
-        "tensors": {k: v.clone() for k, v in model.state_dict().items()},
-        "identity": {k: id(p) for k, p in model.named_parameters(remove_duplicate=False)},
-        "modules": {k: (type(m), id(m), m.training) for k, m in model.named_modules()},
-        "hooks": {k: (len(m._forward_pre_hooks), len(m._forward_hooks)) for k, m in model.named_modules()},
-        "config": dict(vars(model.config)),
-    }
-
-
-def check_unchanged(model: nn.Module, before: dict[str, Any]) -> None:
-    after = traces(model)
-    assert all(torch.equal(after["tensors"][k].nan_to_num(), v.nan_to_num()) for k, v in before["tensors"].items())
-    for part in ("identity", "modules", "hooks", "config"):
-        assert after[part] == before[part], part
 
 
 # --- exact rewrites ---------------------------------------------------------------------------------------------------
@@ -296,127 +243,3 @@ def test_quantize__percentile_cuts_what_minmax_keeps() -> None:
         x = torch.cat(seen[name]).abs()
         assert scales["minmax"][name] > scales["percentile"][name]
         assert scales["percentile"][name] * 128 == pytest.approx(x.quantile(0.99).item(), rel=0.03)
-
-
-# --- errors: a clear message, and nothing changed ---------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("config", "calibration", "error", "message"),
-    [
-        (recipes.rtn(8, 8), [], CalibrationError, "calibration is empty, but this config needs data"),
-        (recipes.rotate(), [], CalibrationError, "rewrites need one batch"),
-        (recipes.mquant(8), "text", CalibrationError, "no calibration batch has an image"),
-        (recipes.rtn(8, 8), "nan", CalibrationError, "calibration batch 1: pixel_values holds NaN"),
-        (recipes.rtn(8, 8).replace(keep=("nothing",)), None, ConfigError, "keep pattern 'nothing' matches no linear"),
-        ("mquant", None, ConfigError, "config is a str; pass a mmqc.QuantConfig"),
-        ({"language": None}, None, ConfigError, "config is a dict"),
-    ],
-)
-def test_quantize__errors(config: Any, calibration: Any, error: type[Exception], message: str) -> None:
-    model = Small().train()
-    given = batches()
-    if calibration == "text":
-        given = [{**b, "input_ids": b["input_ids"].clamp(max=IMAGE - 1)} for b in given]
-    elif calibration == "nan":
-        given[1] = {**given[1], "pixel_values": given[1]["pixel_values"] * torch.nan}
-    elif calibration is not None:
-        given = calibration
-    before = traces(model)
-    with pytest.raises(error, match=message):
-        mmqc.quantize_(model, config, given, progress=False)
-    check_unchanged(model, before)
-
-
-def test_quantize__none_is_no_calibration() -> None:
-    model = Small()
-    with pytest.raises(CalibrationError, match="calibration is None"):
-        mmqc.quantize_(model, recipes.rtn(8, 8), progress=False)
-
-
-def test_quantize__unknown_keep_pattern_without_calibration() -> None:
-    model = Small()
-    before = traces(model)
-    with pytest.raises(ConfigError, match="keep pattern 'nothing' matches no linear"):
-        mmqc.quantize_(model, recipes.rtn(8).replace(keep=("nothing",)), progress=False)
-    check_unchanged(model, before)
-
-
-@pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_quantize__bad_weight(value: float) -> None:
-    model = Small()
-    with torch.no_grad():
-        model.model.merger.mlp.up.weight[3, 4] = value
-    before = traces(model)
-    with pytest.raises(ValueError, match=r"model.merger.mlp.up.weight holds NaN or infinite values"):
-        quantize(model, recipes.rtn(8, 8))
-    check_unchanged(model, before)
-
-
-def test_quantize__quantized_already() -> None:
-    model = Small()
-    quantize(model, recipes.rtn(8, 8))
-    before = traces(model)
-    with pytest.raises(ValueError, match="quantized already"):
-        quantize(model, recipes.rtn(8, 8))
-    check_unchanged(model, before)
-
-
-def test_quantize__resume_dir_is_refused() -> None:
-    with pytest.raises(ConfigError, match="resume_dir is not supported"):
-        quantize(Small(), recipes.rtn(8, 8), resume_dir="x")
-
-
-@pytest.mark.parametrize("config", [recipes.rtn(8, 8), recipes.mquant(4), recipes.rotate()])
-def test_quantize__failing_batch_rolls_everything_back(config: QuantConfig) -> None:
-    model = Small()
-    given = batches()
-    given[2] = {**given[2], "input_ids": given[2]["input_ids"].clone()}
-    given[2]["input_ids"][0, 0] = IMAGE - 2
-    model.fail_on = IMAGE - 2
-    clean = [{**b, "input_ids": b["input_ids"].where(b["input_ids"] != IMAGE - 2, 1)} for b in given[:2]]
-    before = traces(model)
-    if config == recipes.rotate():  # reads its first batch only
-        clean = clean[:0]
-    with pytest.raises(RuntimeError, match="this batch is broken"):
-        quantize(model, config, [*clean, given[2]])
-    check_unchanged(model, before)
-
-
-def test_quantize__failing_solver_rolls_everything_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    from mmqc.passes import quantize_weights
-
-    calls = []
-    solve = quantize_weights.solve
-
-    def third_fails(*args: Any, **kwargs: Any) -> Any:
-        calls.append(1)
-        if len(calls) == 3:
-            raise KeyboardInterrupt
-        return solve(*args, **kwargs)
-
-    monkeypatch.setattr(quantize_weights, "solve", third_fails)
-    model = Small()
-    before = traces(model)
-    with pytest.raises(KeyboardInterrupt):
-        quantize(model, recipes.mquant(8, solver="rtn"))
-    check_unchanged(model, before)
-
-
-def test_quantize__tensor_from_nowhere_names_the_module() -> None:
-    model = Small()
-    hidden = [torch.ones(16)]
-    model.model.merger.mlp.up.register_forward_hook(lambda m, a, y: y * hidden[0][0] + torch.from_numpy(y.numpy() * 0))
-    before = traces(model)
-    with pytest.raises(RecordError, match="from nowhere"):
-        quantize(model, recipes.rtn(8, 8))
-    check_unchanged(model, before)
-
-
-def test_quantize__text_batch_of_the_real_model() -> None:
-    model, _ = tiny_qwen2_vl()
-    text = {k: v for k, v in text_with_images([]).items()}
-    with pytest.raises(CalibrationError, match="no calibration batch has an image"):
-        mmqc.quantize_(model, recipes.mquant(8), [text], progress=False)
-    report = mmqc.quantize_(model, recipes.mquant(8, solver="rtn", msq=False, rotate=False), [text], progress=False)
-    assert {layer.tower for layer in report.layers} == {"language"}
