@@ -46,13 +46,15 @@ class Journal:
         self.undo.append(lambda: store.__setitem__(name, old))
 
     def swap(self, fqn: str, new: nn.Module) -> None:
-        """Replace a submodule; the new one takes over the training flag."""
-        owner, _, name = fqn.rpartition(".")
-        parent = self.model.get_submodule(owner)
-        old = parent.get_submodule(name)
+        """Replace a submodule wherever it is registered; the new one takes over the training flag."""
+        old = self.model.get_submodule(fqn)
         new.train(old.training)
-        parent._modules[name] = new
-        self.undo.append(lambda: parent._modules.__setitem__(name, old))
+        places = [
+            (m._modules, name) for m in self.model.modules() for name, child in m._modules.items() if child is old
+        ]
+        for modules, name in places:
+            modules[name] = new
+            self.undo.append(lambda modules=modules, name=name: modules.__setitem__(name, old))
 
     def attribute(self, owner: Any, name: str, value: Any) -> None:
         """Set an attribute (of a nested config, say)."""

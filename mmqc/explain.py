@@ -14,6 +14,8 @@ from torch import nn
 from .backend import GraphRecord, backend, collect_records
 from .graph.text import text_diff
 
+LIMIT = 1 << 16
+
 
 @dataclass
 class PassNote:
@@ -104,7 +106,11 @@ def explain(model: nn.Module, inputs: Mapping[str, Any], *, options: Mapping[str
     before = Counter(counters["graph_break"])
     implementation, model._compiled_call_impl = getattr(model, "_compiled_call_impl", None), None
     try:
-        with collect_records() as graphs:
+        # every call here adds an entry to Dynamo's caches: past its limit it would run the model uncompiled
+        with (
+            collect_records() as graphs,
+            torch._dynamo.config.patch(recompile_limit=LIMIT, accumulated_recompile_limit=LIMIT),
+        ):
             torch.compile(model, backend=fresh)(**inputs)
     finally:
         model._compiled_call_impl = implementation

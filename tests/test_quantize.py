@@ -90,6 +90,29 @@ def test_quantize__fold_of_two_norms_into_one_linear() -> None:
     assert relative_error(output_of(model, batch), before) < EXACT
 
 
+def test_quantize__module_in_two_places_is_swapped_in_both() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.up, self.down = nn.Embedding(20, 8), nn.Linear(8, 16), nn.Linear(16, 8)
+            self.norm, self.same_down = nn.LayerNorm(8), self.down
+            self.same_norm = self.norm
+
+        def forward(self, input_ids: Tensor, use_cache: bool = True) -> Tensor:
+            x = self.embed(input_ids)
+            x = x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+            return x + self.same_down(nn.functional.gelu(self.up(self.same_norm(x))))
+
+    torch.manual_seed(0)
+    model, batch = to_float64(Twice(), {"input_ids": torch.arange(10)[None]})
+    before = output_of(model, batch)
+    mmqc.quantize_(model, recipes.rotate(), [batch], progress=False)
+    assert isinstance(model.down, HadamardLinear)
+    assert model.same_down is model.down
+    assert model.same_norm is model.norm
+    assert relative_error(output_of(model, batch), before) < EXACT
+
+
 # --- quantizing -------------------------------------------------------------------------------------------------------
 
 

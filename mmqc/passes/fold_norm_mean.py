@@ -8,7 +8,8 @@ Why:     RMSNorm commutes with every rotation, LayerNorm only with those that ke
 Needs:   ops.raised
 Gives:   nothing: what was refused stays a LayerNorm
 Exact:   yes, up to reassociation (fp64 1e-12), where nothing but mean-free norms reads the stream
-Refuses: a stream that something else reads (a linear, an output, an RMSNorm), or that an operation or graph input writes.
+Refuses: a stream that something else reads (a linear, an output, an RMSNorm), or that an operation or graph input writes;
+         a norm that is no module, that runs over another stream too, or whose bias was not folded.
 """
 
 from __future__ import annotations
@@ -89,10 +90,22 @@ class FoldNormMean:
             return "the norm covers more than one channel space"
         if not all(prog.hosted(n, "layer_norm") for n in space.mean_pins):
             return "the norm is no nn.LayerNorm module of its own, so it cannot be swapped"
+        if prog.hosts is not None and (reason := self.why_not_swapped(prog, space)):
+            return reason
         if space.readers or space.norms:
             return "something other than a LayerNorm reads the stream"
         if space.made or (not space.inside and stream is None):
             return "a graph input, a graph output or an operation lies on the stream"
+        return ""
+
+    def why_not_swapped(self, prog: Program, space: Space) -> str:
+        """The reason why an RMSNorm cannot take the module's place, or nothing."""
+        modules = {n.meta["module"] for n in space.mean_pins}
+        if any(n.meta["module"] in modules for n in prog.nodes("layer_norm") if n not in space.mean_pins):
+            return "the norm runs over another stream too"
+        biases = {f"{module}.bias" for module in modules}
+        if any(n.target in biases and n.users for n in prog.nodes("get_attr")):
+            return "its bias was not folded, and an RMSNorm has none"
         return ""
 
     def rewrite(self, prog: Program, site: Site) -> None:

@@ -128,7 +128,12 @@ def test_program__counts_by_kind() -> None:
 
 def test_text__one_line_a_node_and_only_changes_in_a_diff() -> None:
     before = program_text(program())
-    assert before.splitlines() == ["x = placeholder()", "linear = linear(x, w)", "add = add(linear, b)", "output = output([add])"]
+    assert before.splitlines() == [
+        "x = placeholder()",
+        "linear = linear(x, w)",
+        "add = add(linear, b)",
+        "output = output([add])",
+    ]
     prog = program()
     (add,) = prog.nodes("add")
     with prog.graph.inserting_before(add):

@@ -95,7 +95,9 @@ class Small(nn.Module):
         return h
 
 
-@pytest.mark.parametrize("how", ["views", "views_read_before", "data", "structures", "inplace_flag", "attribute", "scalar"])
+@pytest.mark.parametrize(
+    "how", ["views", "views_read_before", "data", "structures", "inplace_flag", "attribute", "scalar"]
+)
 def test_record__whatever_a_forward_does(how: str) -> None:
     model, x = Small(how), torch.randn(3, 4, WIDTH)
     prog = record(model, {"x": x.clone()})

@@ -51,7 +51,8 @@ class Stream(nn.Module):
     def forward(self, input_ids: Tensor, features: Tensor) -> Tensor:
         x = self.block(self.embed(input_ids))
         ways = {
-            "linear": lambda: x + self.block.norm(self.extra(x)),
+            "linear": lambda: x + self.extra(x),
+            "two_streams": lambda: x + self.extra(self.block.norm(features)),
             "rms_norm": lambda: x + self.extra(self.rms(x)),
             "operation": lambda: x + F.gelu(self.extra(self.block.norm(x))),
             "input": lambda: x + features,
@@ -70,6 +71,7 @@ class Stream(nn.Module):
         ("operation", "a graph input, a graph output or an operation lies on the stream"),
         ("input", "a graph input, a graph output or an operation lies on the stream"),
         ("output", "a graph input, a graph output or an operation lies on the stream"),
+        ("two_streams", "the norm runs over another stream too"),
         ("function", "the norm is no nn.LayerNorm module of its own, so it cannot be swapped"),
     ],
 )
@@ -93,6 +95,16 @@ def test_fold_norm_mean__refuses_a_norm_over_two_streams() -> None:
 
     found = misses(randomise(Wide()), ids(), FoldNormMean())
     assert "the norm covers more than one channel space" in found.values()
+
+
+def test_fold_norm_mean__refuses_a_bias_that_was_not_folded() -> None:
+    """Behind a branch the bias goes to the stream itself, and mmqc's RMSNorm has none."""
+    model = randomise(
+        Text(Branch(RMSNorm(), Mlp(), nn.LayerNorm(WIDTH)), Branch(RMSNorm(), Mlp(), nn.LayerNorm(WIDTH, bias=False)))
+    )
+    assert misses(model, ids(), FoldNormMean()) == {
+        "blocks.0.after": "its bias was not folded, and an RMSNorm has none"
+    }
 
 
 def test_fold_norm_mean__text_of_rms_norms_has_no_site() -> None:
