@@ -17,7 +17,7 @@ def coordinates(prog: Program) -> Coordinates:
     """Replay ``prog`` and return the coordinates of all it computes."""
     tracker = Rules(prog)
     with torch.no_grad():
-        prog.replay(tracker.see, derived=False)
+        prog.replay(tracker.see)
     return tracker.found
 
 
@@ -229,7 +229,8 @@ class Rules(Tracker):
         self.freeze(self.shadow(named["input"]), node, "a convolution reads it")
         weight = named["weight"]
         fqn = str(weight.target) if isinstance(weight, fx.Node) and weight.op == "get_attr" else ""
-        axis = result.dim() - args[1].dim() + 1
+        rank = (kwargs["weight"] if "weight" in kwargs else args[1]).dim()
+        axis = result.dim() - rank + 1
         source = self.new("conv" if fqn else "op", node, result.shape[axis], fqn=fqn)
         ids = torch.arange(source.base, source.base + source.size)
         return ids.reshape(-1, *[1] * (result.dim() - axis - 1)).expand(result.shape).contiguous()

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, fx
 
 from .kinds import kind
-from .program import LOOSE, Program
+from .program import LOOSE, Program, method_name
 
 ZERO, CONSTANT = -2, -1  # elements that hold zeros; elements that hold something no rotation may touch
 
@@ -224,7 +224,7 @@ class Tracker:
             value = kwargs.get("value", args[3] if len(args) > 3 else 0)
             new_args, new_kwargs = new_args[:2], {"value": _filler(value)}
         if node.op == "call_method":
-            return getattr(new_args[0], str(node.target))(*new_args[1:], **new_kwargs)
+            return getattr(new_args[0], method_name(node, args))(*new_args[1:], **new_kwargs)
         return node.target(*new_args, **new_kwargs)  # type: ignore[operator]
 
     def ids_for(self, template: Any, value: Any) -> Any:

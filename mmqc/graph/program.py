@@ -6,7 +6,7 @@ computed in float64 from the sources when it is asked for, so it can be computed
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -102,6 +102,7 @@ class Program:
         self.outside: Callable[[str], Tensor] | None = None
         self.centred: set[str] = set()
         self._derived: dict[str, list[Derived]] = {}
+        self._values: dict[str, tuple[int, int, Tensor]] = {}  # address of the base, number of steps, value
 
     # -- weights ---------------------------------------------------------------------------------------------------
     def derive(self, name: str, formula: str, compute: Callable[[Tensor], Tensor]) -> None:
@@ -129,10 +130,15 @@ class Program:
         steps = self.derived(name)
         if not steps:
             return base
+        known = self._values.get(name)
+        if known is not None and known[0] == base.data_ptr() and known[1] == len(steps):
+            return known[2]
         value = base.double()
         for step in steps:
             value = step.compute(value)
-        return value.to(base.dtype)
+        result = value.to(base.dtype)
+        self._values[name] = (base.data_ptr(), len(steps), result)
+        return result
 
     def snapshot(self, name: str) -> Callable[[], Tensor]:
         """A function that gives the float64 value of ``name`` as it stands now, whatever is derived from it later."""
@@ -162,6 +168,7 @@ class Program:
         if name in self._derived:
             self.weights[name] = self.value(name)
             del self._derived[name]
+            self._values.pop(name, None)
 
     def hosted(self, node: fx.Node, what: str) -> bool:
         """Whether the module that ran ``node`` can be swapped for one of ours."""
@@ -219,14 +226,12 @@ class Program:
             self.graph.erase_node(node)
         self.graph.lint()
 
-    def replay(
-        self, watch: Callable[[fx.Node, Any, list[Any], dict[str, Any]], None] | None = None, *, derived: bool = True
-    ) -> list[Any]:
+    def replay(self, watch: Callable[[fx.Node, Any, list[Any], dict[str, Any]], None] | None = None) -> list[Any]:
         """Run the graph on the inputs it was captured with; ``watch(node, result, args, kwargs)`` sees every node.
 
-        Values are dropped after their last use.  With ``derived=False`` weights keep their captured values: enough for
-        analyses that look at shapes and indices alone.  The recording holds numbers that depend on its inputs, so there is
-        deliberately no way to pass others.
+        Values are dropped after their last use.  The recording holds numbers that depend on its inputs, so there is
+        deliberately no way to pass others; and values steer what was recorded (which experts ran), so weights have their
+        derived values.
         """
         env: dict[fx.Node, Any] = {}
         uses = {n: len(n.users) for n in self.graph.nodes}
@@ -242,13 +247,13 @@ class Program:
                 value = next(inputs)
                 result = value.clone() if isinstance(value, Tensor) else value
             elif node.op == "get_attr":
-                result = self.value(str(node.target)) if derived else self.weights[str(node.target)].detach()
+                result = self.value(str(node.target))
             elif node.op == "output":
                 flat = args[0] if isinstance(args[0], tuple | list) else (args[0],)
                 outputs = list(flat)
                 result = None
             elif node.op == "call_method":
-                result = getattr(args[0], str(node.target))(*args[1:], **kwargs)
+                result = getattr(args[0], method_name(node, args))(*args[1:], **kwargs)
             else:
                 result = node.target(*args, **kwargs)
             if watch is not None:
@@ -259,6 +264,13 @@ class Program:
                 if not uses[source]:
                     env.pop(source, None)
         return outputs
+
+
+def method_name(node: fx.Node, args: Sequence[Any]) -> str:
+    """The tensor method to call: ``reshape`` for ``view``, which minds how passes left its operand in memory."""
+    if node.target == "view" and not isinstance(args[1], torch.dtype):
+        return "reshape"
+    return str(node.target)
 
 
 def copy_meta(new: fx.Node, old: fx.Node, name: str, site: int) -> None:

@@ -201,7 +201,7 @@ class FoldNormScale:
         for gain in site.muls:
             gain.node.replace_all_uses_with(gain.x)
         for add in site.adds:
-            add.replace_all_uses_with(next(n for n in add.all_input_nodes if not weights_behind(n)))
+            add.replace_all_uses_with(next(n for n in add.all_input_nodes if site.bias not in weights_behind(n)))
 
     def rewrite_edge(self, prog: Program, site: EdgeSite) -> None:
         """X -> (x - β) / g as it comes in, then as in the whole model."""
