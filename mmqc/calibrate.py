@@ -18,7 +18,7 @@ from .config import ActivationSpec
 from .modality import ModalityContext
 from .online_hadamard import OnlineHadamard
 
-TEXT, VISUAL = "text", "visual"
+TEXT, VISUAL, MIXED = "text", "visual", "mixed"
 _BINS_PER_OCTAVE, _LOWEST = 64, -40
 _BINS = 80 * _BINS_PER_OCTAVE
 
@@ -66,19 +66,20 @@ class Range:
 class InputStatistics:
     """What one linear's input looked like."""
 
-    ranges: dict[str, Range] = field(default_factory=lambda: {TEXT: Range(), VISUAL: Range()})
+    ranges: dict[str, Range] = field(default_factory=lambda: {TEXT: Range(), VISUAL: Range(), MIXED: Range()})
     hessian: Tensor | None = None
     rows: int = 0
 
     def scales(self, spec: ActivationSpec, language: bool) -> list[float] | None:
         """[text, visual] for MSQ in the language model, else one scale; None if no input was seen.
 
-        A modality that this linear never met takes the other's scale.
+        A modality that this linear never met takes the other's scale.  Rows that are not the call's tokens (those routed
+        to an expert, a decoder's behind an encoder) have no modality: one scale then.
         """
         seen = {name: r for name, r in self.ranges.items() if r.count}
         if not seen:
             return None
-        if spec.per_modality and language:
+        if spec.per_modality and language and MIXED not in seen:
             either = next(iter(seen.values()))
             return [seen.get(TEXT, either).scale(spec), seen.get(VISUAL, either).scale(spec)]
         return [max(r.scale(spec) for r in seen.values())]
@@ -100,26 +101,19 @@ def linear_input(module: nn.Module, x: Tensor) -> Tensor:
     return module.rotated(x) if isinstance(module, OnlineHadamard) else x
 
 
-def visual_rows(x: Tensor, language: bool, context: ModalityContext | None) -> Tensor | None:
-    """Bool per row of x: visual or not; None means that no row is text (vision tower, projector) or that all are."""
-    if not language or context is None or context.visual is None:
-        return None
-    if x[..., 0].numel() != context.visual.numel():
-        raise CalibrationError(
-            f"a linear of the language model sees rows of shape {tuple(x.shape[:-1])} while the call has tokens of "
-            f"shape {tuple(context.visual.shape)}: its rows are not the tokens, so they have no modality; "
-            "name it in keep, or use one scale (msq=False)"
-        )
-    return context.visual.reshape(x.shape[:-1])
-
-
 def by_modality(x: Tensor, language: bool, context: ModalityContext | None) -> dict[str, Tensor]:
-    """The rows of x [*, K] split by modality; vision tower and projector are visual throughout."""
+    """The rows of x [*, K] split by modality; vision tower and projector are visual throughout.
+
+    Rows that are not the tokens of the call (experts see some, in another order) are ``MIXED``.
+    """
     rows = x.reshape(-1, x.shape[-1])
-    visual = visual_rows(x, language, context)
-    if visual is None:
-        return {TEXT if language else VISUAL: rows}
-    flat = visual.reshape(-1)
+    if not language:
+        return {VISUAL: rows}
+    if context is None or context.visual is None:
+        return {TEXT: rows}
+    if len(rows) != context.visual.numel():
+        return {MIXED: rows}
+    flat = context.visual.reshape(-1)
     return {VISUAL: rows[flat], TEXT: rows[~flat]}
 
 

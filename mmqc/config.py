@@ -108,6 +108,8 @@ class Rewrites:
         fold_norms: norm gains, biases and means go into the neighbouring weights (LayerNorm becomes RMSNorm).
         rotate: residual streams and V/O spaces are rotated by a randomized Hadamard matrix.
         hadamard: an online Hadamard in front of linears that read a non-linearity (down_proj, fc2).
+        hadamard_everywhere: also in front of linears that read a stream which no rotation passes (sandwich and post norms);
+            about two more online transforms a layer.
         suppress: MQuant's rotation magnitude suppression (section 4.3) behind each online Hadamard.
         seed: of the random signs.
     """
@@ -115,6 +117,7 @@ class Rewrites:
     fold_norms: bool = False
     rotate: bool = False
     hadamard: bool = False
+    hadamard_everywhere: bool = False
     suppress: bool = False
     seed: int = 0
 
@@ -122,7 +125,9 @@ class Rewrites:
         _require(
             self.fold_norms or not self.rotate, "Rewrites.fold_norms", self.fold_norms, "True where rotate is True"
         )
-        _require(self.hadamard or not self.suppress, "Rewrites.hadamard", self.hadamard, "True where suppress is True")
+        for name in ("suppress", "hadamard_everywhere"):
+            needed = self.hadamard or not getattr(self, name)
+            _require(needed, "Rewrites.hadamard", self.hadamard, f"True where {name} is True")
 
 
 @dataclass(frozen=True)

@@ -117,7 +117,8 @@ def build_quantized(model: nn.Module, prog: Program, context: ModalityContext | 
         old = model.get_submodule(module)
         scheme, solved = node.meta["scheme"], prog.solved[fqn]
         static = kind(node) == "scaled_matmul"
-        device: torch.device = old.get_parameter("weight").device
+        weight = old.get_parameter("weight")
+        device = weight.device
         bias = getattr(old, "bias", None)
         index, columns = (prog.weights.get(f"{fqn}.{part}") for part in ("outliers", "outlier_weight"))
         scale = prog.weights[f"{fqn}.input_scale"] if static else None
@@ -133,6 +134,7 @@ def build_quantized(model: nn.Module, prog: Program, context: ModalityContext | 
             outlier_weight=columns if columns is None else columns.to(device),
             hadamard=isinstance(old, HadamardLinear),
             modality=context if scale is not None and scale.numel() == 2 else None,
+            dtype=weight.dtype,
         )
     return built
 

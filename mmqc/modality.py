@@ -72,12 +72,14 @@ class ModalityContext:
                 "a linear with per-modality scales ran outside a call of the model that carries its ModalityContext, so the "
                 "visual tokens are unknown: call that model, or set text_only = True on the context"
             )
-        if self.visual is not None and x.shape[:-1] != self.visual.shape:
-            raise ValueError(
-                f"the input of a linear with per-modality scales has shape {tuple(x.shape)}, which does not fit the "
-                f"visual mask {tuple(self.visual.shape)} of this call (expected [batch, length, channels])"
-            )
-        return self.visual
+        if self.visual is None or x.shape[:-1] == self.visual.shape:
+            return self.visual
+        if x.shape[:-1].numel() == self.visual.numel():  # [B L, K]: experts and routers flatten their tokens
+            return self.visual.reshape(x.shape[:-1])
+        raise ValueError(
+            f"the input of a linear with per-modality scales has shape {tuple(x.shape)}, which does not fit the "
+            f"visual mask {tuple(self.visual.shape)} of this call (expected [batch, length, channels])"
+        )
 
     def _find(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
         ids = kwargs.get("input_ids")

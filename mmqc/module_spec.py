@@ -26,7 +26,6 @@ def _length(tensor: Tensor | None) -> int:
 
 
 def _describe_quant_linear(module: QuantLinear) -> Spec:
-    parts = [part for part in (module.bias, module.outlier_weight) if part is not None]
     return {
         "in": module.in_features,
         "out": module.out_features,
@@ -38,7 +37,7 @@ def _describe_quant_linear(module: QuantLinear) -> Spec:
         "input_scales": _length(module.input_scale),
         "outliers": _length(module.outlier_index),
         "modality": module.modality is not None,
-        "dtype": dtype_name(parts[0].dtype) if parts else None,
+        "dtype": dtype_name(module.float_dtype),
     }
 
 

@@ -6,6 +6,8 @@
 
 Shapes:  x [..., K]   w_q int8 [N, K] or packed uint8 [N, ceil(K/2)]   s_w [N] or [N, K/g]   s_x [1] or [2] = (text, visual)
          S int64 [r]   w_S [N, r]   (w_q holds zeros in the columns S)   y [..., N] in x's dtype
+
+Model code that looks at ``linear.weight.dtype`` to cast its activations, or reads the matrix, sees the float weight.
 """
 
 from __future__ import annotations
@@ -31,11 +33,11 @@ SCALES = ("weight_scale", "input_scale")
 class QuantLinear(OnlineHadamard):
     """A linear with an integer weight and, if ``activation_bits`` is set, statically quantized inputs.
 
-    All state is plain buffers: ``weight``, ``weight_scale`` and, where they apply, ``bias``, ``input_scale``,
+    All state is plain buffers: ``qweight``, ``weight_scale`` and, where they apply, ``bias``, ``input_scale``,
     ``outlier_index``, ``outlier_weight``.  ``modality`` is the model's ModalityContext, needed iff ``input_scale`` has two entries.
     """
 
-    weight: Tensor
+    qweight: Tensor
     weight_scale: Tensor
     bias: Tensor | None
     input_scale: Tensor | None
@@ -44,10 +46,11 @@ class QuantLinear(OnlineHadamard):
 
     def __init__(
         self, in_features: int, out_features: int, *, weight_bits: int, activation_bits: int | None, group_size: int,
-        hadamard: bool, device: Any = None,
+        hadamard: bool, device: Any = None, dtype: torch.dtype = torch.float32,
     ):  # fmt: skip
         super().__init__()
         _check_spec(weight_bits, activation_bits, group_size)
+        self.float_dtype = dtype  # of the linear that this one stands for
         self.in_features, self.out_features = in_features, out_features
         self.weight_bits, self.activation_bits, self.group_size = weight_bits, activation_bits, group_size
         self.modality: ModalityContext | None = None
@@ -66,14 +69,14 @@ class QuantLinear(OnlineHadamard):
     ) -> QuantLinear:  # fmt: skip
         """The structure without values, to load a state dict into; ``dtype`` is that of bias and outlier weights."""
         module = cls(in_features, out_features, weight_bits=weight_bits, activation_bits=activation_bits,
-                     group_size=group_size, hadamard=hadamard, device=device)  # fmt: skip
+                     group_size=group_size, hadamard=hadamard, device=device, dtype=dtype)  # fmt: skip
         stored = torch.uint8 if module.storage_bits == 4 else torch.int8
         groups = (-(-in_features // group_size),) if group_size else ()
 
         def buffer(name: str, present: Any, shape: tuple[int, ...], kind: torch.dtype) -> None:
             module.register_buffer(name, torch.empty(shape, dtype=kind, device=device) if present else None)
 
-        buffer("weight", True, (out_features, packed_width(in_features, module.storage_bits)), stored)
+        buffer("qweight", True, (out_features, packed_width(in_features, module.storage_bits)), stored)
         buffer("weight_scale", True, (out_features, *groups), torch.float32)
         buffer("bias", bias, (out_features,), dtype)
         buffer("input_scale", input_scales, (input_scales,), torch.float32)
@@ -87,14 +90,14 @@ class QuantLinear(OnlineHadamard):
         cls, codes: Tensor, weight_scale: Tensor, *, weight_bits: int, activation_bits: int | None = None,
         group_size: int = 0, bias: Tensor | None = None, input_scale: Tensor | None = None,
         outlier_index: Tensor | None = None, outlier_weight: Tensor | None = None, hadamard: bool = False,
-        modality: ModalityContext | None = None,
+        modality: ModalityContext | None = None, dtype: torch.dtype = torch.float32,
     ) -> QuantLinear:  # fmt: skip
         """From int8 codes [N, K] (packed here if they fit 4 bits) and the other parts, which it keeps."""
         out_features, in_features = codes.shape
         module = cls(in_features, out_features, weight_bits=weight_bits, activation_bits=activation_bits,
-                     group_size=group_size, hadamard=hadamard, device=codes.device)  # fmt: skip
+                     group_size=group_size, hadamard=hadamard, device=codes.device, dtype=dtype)  # fmt: skip
         stored = pack_int4(codes) if module.storage_bits == 4 else codes.to(torch.int8)
-        parts = {"weight": stored, "weight_scale": weight_scale.float(), "bias": bias,
+        parts = {"qweight": stored, "weight_scale": weight_scale.float(), "bias": bias,
                  "input_scale": None if input_scale is None else input_scale.float(),
                  "outlier_index": outlier_index, "outlier_weight": outlier_weight}  # fmt: skip
         for name, part in parts.items():
@@ -105,20 +108,34 @@ class QuantLinear(OnlineHadamard):
 
     def codes(self) -> Tensor:
         """The int8 codes [N, K]."""
-        return unpack(self.weight, self.in_features, self.storage_bits)
+        return unpack(self.qweight, self.in_features, self.storage_bits)
+
+    @property
+    def weight(self) -> Tensor:
+        """The float weight [N, K] that the codes stand for, computed at every access."""
+        w = self.codes().to(torch.float32)
+        scale = self.weight_scale
+        if self.group_size:
+            scale = scale.repeat_interleave(self.group_size, -1)[:, : self.in_features]
+        w = w * (scale if self.group_size else scale[:, None])
+        if self.outlier_index is not None and self.outlier_weight is not None:
+            w = w.index_copy(-1, self.outlier_index, self.outlier_weight.float())
+        if self.hadamard:
+            w = w @ self.rotated(torch.eye(self.in_features, device=w.device)).T
+        return w.to(self.float_dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """The formula at the top of the file."""
         x = self.rotated(x)
         if self.input_scale is None:
             y = torch.ops.mmqc.weight_only_matmul(
-                x, self.weight, self.weight_scale, self.bias, self.storage_bits, self.group_size
+                x, self.qweight, self.weight_scale, self.bias, self.storage_bits, self.group_size
             )
         else:
             scale, visual = self._row_scales(x, self.input_scale)
             x_q = torch.ops.mmqc.quantize(x, scale, visual, self.activation_bits)
             y = torch.ops.mmqc.scaled_matmul(
-                x_q, self.weight, scale, self.weight_scale, self.bias, visual, self.storage_bits, x.dtype
+                x_q, self.qweight, scale, self.weight_scale, self.bias, visual, self.storage_bits, x.dtype
             )
         if self.outlier_index is not None and self.outlier_weight is not None:
             y = y + F.linear(x.index_select(-1, self.outlier_index), self.outlier_weight.to(x.dtype))
@@ -141,6 +158,7 @@ class QuantLinear(OnlineHadamard):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantLinear:
         scales = {name: self._buffers.get(name) for name in SCALES}
         super()._apply(fn, recurse)
+        self.float_dtype = fn(torch.empty(0, dtype=self.float_dtype)).dtype
         # model.half() means the arithmetic around the linear: its scales stay in float32.
         for name, old in scales.items():
             new = self._buffers.get(name)

@@ -31,7 +31,7 @@ class RMSNorm(nn.Module):
         y = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
         if self.weight is not None:
             y = y * self.weight.to(y.dtype)
-        return y.to(x.dtype)
+        return y.to(x.dtype).contiguous()  # as F.layer_norm's: some callers go on with view()
 
     def extra_repr(self) -> str:
         """Width, eps and gain."""

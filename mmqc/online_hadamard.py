@@ -6,6 +6,7 @@ the module changes dtype (float32, or float64 in a float64 model), and when weig
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from mmqc.ops.hadamard_matrix import hadamard_factors
+
+
+@functools.lru_cache(maxsize=64)
+def _shared(n: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """The factors of a width, one copy for all modules: a compiled q, k and v then run one transform, not three."""
+    return tuple(f.to(device=device, dtype=dtype) for f in hadamard_factors(n))
 
 
 class OnlineHadamard(nn.Module):
@@ -36,10 +43,10 @@ class OnlineHadamard(nn.Module):
             old: Tensor = self.get_buffer("factor_0")
             device, dtype = device or old.device, dtype or old.dtype
         wide = torch.float64 if dtype == torch.float64 else torch.float32
-        factors = hadamard_factors(self.in_features)
+        factors = _shared(self.in_features, torch.device(device), wide)
         self._n_factors = len(factors)
         for i, factor in enumerate(factors):
-            self.register_buffer(f"factor_{i}", factor.to(device=device, dtype=wide), persistent=False)
+            self.register_buffer(f"factor_{i}", factor, persistent=False)
 
     def rotated(self, x: Tensor) -> Tensor:
         """H x, or x where the module has no online Hadamard."""
@@ -48,10 +55,12 @@ class OnlineHadamard(nn.Module):
         return torch.ops.mmqc.hadamard(x, [getattr(self, f"factor_{i}") for i in range(self._n_factors)])
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> OnlineHadamard:
-        before = self.get_buffer("factor_0").dtype if self._n_factors else None
+        before = self.get_buffer("factor_0") if self._n_factors else None
         super()._apply(fn, recurse)
-        if self._n_factors and self.get_buffer("factor_0").dtype != before:
-            self.rebuild_factors()
+        if before is not None:
+            after = self.get_buffer("factor_0")
+            if (after.dtype, after.device) != (before.dtype, before.device):
+                self.rebuild_factors()
         return self
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
@@ -62,7 +71,7 @@ class OnlineHadamard(nn.Module):
 
 
 def _weight(module: nn.Module) -> Tensor:
-    return module.get_parameter("weight") if "weight" in module._parameters else module.get_buffer("weight")
+    return module.get_parameter("weight") if "weight" in module._parameters else module.get_buffer("qweight")
 
 
 def rebuild_factors(model: nn.Module) -> None:

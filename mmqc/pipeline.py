@@ -14,6 +14,7 @@ from .passes.fuse_rotation import FuseRotation
 from .passes.insert_hadamard import InsertHadamard
 from .passes.quantize_activations import QuantizeActivations
 from .passes.quantize_weights import QuantizeWeights
+from .passes.raise_linear import RaiseLinear
 from .passes.raise_ops import RaiseOps
 from .passes.suppress_magnitude import SuppressMagnitude
 
@@ -26,10 +27,11 @@ def exact_passes(config: QuantConfig) -> tuple[Pass, ...]:
     return (
         # 1 recognise
         RaiseOps(),
+        RaiseLinear(),
         # 2 exact rewrites
         *((FoldNormScale(), FoldNormMean()) if rewrites.fold_norms else ()),
         *((FuseRotation(rewrites.seed),) if rewrites.rotate else ()),
-        *((InsertHadamard(),) if rewrites.hadamard else ()),
+        *((InsertHadamard(rewrites.hadamard_everywhere),) if rewrites.hadamard else ()),
         # 3 decide what becomes of each linear
         AssignScheme(config),
         *((SuppressMagnitude(),) if rewrites.suppress else ()),

@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 from tqdm.auto import tqdm
 
 from . import convert
-from .calibrate import CalibrationError, InputStatistics, Watch, calibrate
+from .calibrate import MIXED, CalibrationError, InputStatistics, Watch, calibrate
 from .config import ConfigError, QuantConfig
 from .graph.linear import operands, weight_of
 from .graph.program import Program
@@ -198,10 +198,11 @@ class _Job:
                 n.meta["scheme"] for n in prog.nodes("weight_only_matmul", "scaled_matmul") if n.meta["fqn"] == fqn
             )
             outliers = 0 if linear.outlier_index is None else linear.outlier_index.numel()
+            note = "; ".join(filter(None, (result.note, _one_scale(linear, statistics[fqn]))))
             rows.append(
                 LayerReport(
                     module, places[fqn]["tower"], places[fqn]["role"], str(scheme), texts.get(fqn, ()), losses[module].sqnr(),
-                    ranges, losses[module].saturated(), error, outliers, seconds, result.note,
+                    ranges, losses[module].saturated(), error, outliers, seconds, note,
                 )
             )  # fmt: skip
         return rows
@@ -309,11 +310,18 @@ def _refusals(prog: Program) -> list[Refusal]:
     """Misses of all passes, but for rotations that a later online Hadamard made up for."""
     made_up = prog.decided.hadamards
     return [
-        Refusal(m.fqn, m.node, f"{r.name}: {m.reason}")
+        Refusal(fqn, m.node, f"{r.name}: {m.reason}")
         for r in prog.records
         for m in r.misses
-        if not (r.name == "fuse_rotation" and m.fqn in made_up)
+        for fqn in m.fqn.split(", ")
+        if not (r.name == "fuse_rotation" and fqn in made_up)
     ]
+
+
+def _one_scale(linear: QuantLinear, seen: InputStatistics) -> str:
+    """Why a linear has one input scale for both modalities, if calibration decided that."""
+    mixed = linear.input_scale is not None and seen.ranges[MIXED].count
+    return "its rows are not the tokens of the call: one scale for both modalities" if mixed else ""
 
 
 def _transforms(prog: Program) -> dict[str, tuple[str, ...]]:

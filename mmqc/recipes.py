@@ -7,12 +7,18 @@ from torchao.quantization.granularity import PerGroup, PerRow
 from .config import ActivationSpec, QuantConfig, Rewrites, Scheme, Solver, WeightSpec
 
 
-def rotate(*, seed: int = 0) -> QuantConfig:
+def rotate(*, online: bool = True, everywhere: bool = False, seed: int = 0) -> QuantConfig:
     """Exact rewrites only: norms folded, residual streams and V/O rotated, Hadamards inserted; nothing is quantized.
 
     The model computes the same function and its parameters keep their names (QuaRot, arXiv:2404.00456, section 4).
+
+    Args:
+        online: transforms at run time in front of linears that read a non-linearity; without them rotations cost nothing.
+        everywhere: transforms also in front of linears whose stream cannot be rotated (Gemma 3, GLM-4, OLMo 2).
+        seed: of the random signs.
     """
-    return QuantConfig(rewrites=Rewrites(fold_norms=True, rotate=True, hadamard=True, seed=seed))
+    rewrites = Rewrites(fold_norms=True, rotate=True, hadamard=online, hadamard_everywhere=everywhere, seed=seed)
+    return QuantConfig(rewrites=rewrites)
 
 
 def rtn(weight_bits: int = 8, activation_bits: int | None = None, group_size: int | None = None) -> QuantConfig:

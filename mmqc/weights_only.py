@@ -60,7 +60,7 @@ def _swap(journal: Journal, fqn: str, linear: nn.Linear, scheme: Scheme) -> Laye
     solved = solve(linear.weight.detach().float(), scheme.weight, name=fqn)
     new = QuantLinear.from_parts(
         solved.codes, solved.scale, weight_bits=scheme.weight.bits, group_size=scheme.weight.group_size,
-        bias=None if linear.bias is None else linear.bias.detach(),
+        bias=None if linear.bias is None else linear.bias.detach(), dtype=linear.weight.dtype,
     )  # fmt: skip
     error = float((linear.weight.detach().float() - solved.dequantize()).norm() / linear.weight.detach().float().norm())
     journal.swap(fqn, new)

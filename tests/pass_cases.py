@@ -18,11 +18,14 @@ from mmqc.passes.fold_norm_mean import FoldNormMean
 from mmqc.passes.fold_norm_scale import FoldNormScale
 from mmqc.passes.fuse_rotation import FuseRotation
 from mmqc.passes.insert_hadamard import InsertHadamard
+from mmqc.passes.raise_linear import RaiseLinear
 from mmqc.passes.raise_ops import RaiseOps
 
 GOLDEN = Path(__file__).parent / "pass_tests" / "golden"
 CASES = sorted(MODELS)
-EXACT_PASSES: tuple[Pass, ...] = (RaiseOps(), FoldNormScale(), FoldNormMean(), FuseRotation(), InsertHadamard())
+EXACT_PASSES: tuple[Pass, ...] = (
+    RaiseOps(), RaiseLinear(), FoldNormScale(), FoldNormMean(), FuseRotation(), InsertHadamard(),
+)  # fmt: skip
 
 
 @functools.cache

@@ -53,6 +53,62 @@ class Doubled(nn.Module):
         return self.body(x.flip(1)).flip(1) if self.how == "flipped" else self.body(x)
 
 
+class Transposed(nn.Module):
+    """x @ W.T + b with a weight that no nn.Linear owns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.zeros(WIDTH, WIDTH)), nn.Parameter(torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight.T + self.bias
+
+
+class Experts(nn.Module):
+    """A router and stacked experts: each token's best one, written back by ``how``."""
+
+    def __init__(self, how: str, count: int = 3, inner: int = 12) -> None:
+        super().__init__()
+        self.how, self.router = how, nn.Parameter(torch.zeros(count, WIDTH))
+        transposed = how == "bmm"
+        self.up = nn.Parameter(
+            torch.zeros(count, WIDTH, 2 * inner) if transposed else torch.zeros(count, 2 * inner, WIDTH)
+        )
+        self.down = nn.Parameter(torch.zeros(count, inner, WIDTH) if transposed else torch.zeros(count, WIDTH, inner))
+
+    def gated(self, y: Tensor) -> Tensor:
+        gate, up = y.chunk(2, -1)
+        return F.silu(gate) * up
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, WIDTH)
+        scores = F.linear(rows, self.router).softmax(-1)
+        if self.how == "bmm":
+            every = rows.expand(len(self.up), -1, -1) * scores.T[..., None]
+            return torch.bmm(self.gated(torch.bmm(every, self.up)), self.down).sum(0).reshape(x.shape)
+        best, out = scores.argmax(-1), torch.zeros_like(rows)
+        for e in best.unique():
+            at = (best == e).nonzero().flatten()
+            y = F.linear(self.gated(F.linear(rows[at], self.up[e])), self.down[e]) * scores[at, e, None]
+            if self.how == "index_add":
+                out.index_add_(0, at, y)
+            else:
+                out[at] = y
+        return out.reshape(x.shape)
+
+
+class Convolved(nn.Module):
+    """A convolution over the tokens, behind an average over pairs of them."""
+
+    def __init__(self, padding: int) -> None:
+        super().__init__()
+        self.conv, self.padding = nn.Conv1d(WIDTH, WIDTH, 3 if padding else 1, padding=padding), padding
+
+    def forward(self, x: Tensor) -> Tensor:
+        pooled = F.avg_pool1d(x.transpose(1, 2), 2, 1, padding=1)[..., : x.shape[1]]
+        return self.conv(pooled).transpose(1, 2)
+
+
 class Residual(Step):
     """x + after(body(norm(x))), perhaps in place, perhaps with a gain per channel on the branch."""
 
@@ -65,6 +121,12 @@ class Residual(Step):
             "attention": Attention,
             "fused": FusedAttention,
             "qk_norm": lambda: Attention(qk_norm=True, bias=True),
+            "transposed": Transposed,
+            "experts_index_add": lambda: Experts("index_add"),
+            "experts_setitem": lambda: Experts("setitem"),
+            "experts_bmm": lambda: Experts("bmm"),
+            "conv": lambda: Convolved(0),
+            "padded_conv": lambda: Convolved(1),
         }
         self.norm, self.body, self.after = norm(kind), Doubled(bodies[body](), how), norm(after)
         self.write, self.scale = write, nn.Parameter(torch.ones(WIDTH))
@@ -193,7 +255,10 @@ class Network(nn.Module):
 
 
 NORMS = ("rms", "layer", "gemma", "plain_layer", "library_rms")
-BODIES = ("mlp", "gated", "linear", "attention", "fused", "qk_norm")
+BODIES = (
+    "mlp", "gated", "linear", "attention", "fused", "qk_norm", "transposed", "experts_index_add", "experts_setitem",
+    "experts_bmm", "conv", "padded_conv",
+)  # fmt: skip
 
 
 @st.composite

@@ -190,12 +190,12 @@ def test_another_dtype__casts_the_float_parts_only(tmp_path):
     quantize_by_hand(model).save_pretrained(tmp_path)
     again = AutoModelForImageTextToText.from_pretrained(tmp_path, dtype=torch.bfloat16)
     fc2 = again.model.visual.blocks[0].mlp.fc2
-    assert (fc2.weight.dtype, fc2.weight_scale.dtype, fc2.input_scale.dtype) == (
+    assert (fc2.qweight.dtype, fc2.weight_scale.dtype, fc2.input_scale.dtype) == (
         torch.uint8,
         torch.float32,
         torch.float32,
     )
-    assert (fc2.bias.dtype, fc2.outlier_weight.dtype, again.dtype) == (torch.bfloat16,) * 3
+    assert (fc2.bias.dtype, fc2.outlier_weight.dtype, fc2.weight.dtype, again.dtype) == (torch.bfloat16,) * 4
     inputs["pixel_values"] = inputs["pixel_values"].bfloat16()
     for tensor in [
         *model.parameters(),

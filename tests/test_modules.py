@@ -66,7 +66,7 @@ def test_quant_linear__state_is_plain_buffers_and_loads() -> None:
     linear = QuantLinear.from_parts(**p, weight_bits=4, activation_bits=8, input_scale=torch.ones(2), hadamard=True)
     state = linear.state_dict()
     assert {k: (v.dtype, tuple(v.shape)) for k, v in state.items()} == {
-        "weight": (torch.uint8, (N, K // 2)), "weight_scale": (torch.float32, (N,)), "bias": (torch.float32, (N,)),
+        "qweight": (torch.uint8, (N, K // 2)), "weight_scale": (torch.float32, (N,)), "bias": (torch.float32, (N,)),
         "input_scale": (torch.float32, (2,)), "outlier_index": (torch.int64, (2,)), "outlier_weight": (torch.float32, (N, 2)),
     }  # fmt: skip
     spec = {"weight_bits": 4, "activation_bits": 8, "bias": True, "input_scales": 2, "outliers": 2, "hadamard": True}
@@ -78,7 +78,7 @@ def test_quant_linear__state_is_plain_buffers_and_loads() -> None:
         x = torch.randn(3, K)
         assert torch.equal(again(x), linear(x))
     with torch.device("meta"):
-        assert QuantLinear.empty(K, N, **spec).weight.device.type == "meta"
+        assert QuantLinear.empty(K, N, **spec).qweight.device.type == "meta"
 
 
 def test_quant_linear__repr() -> None:
@@ -108,7 +108,7 @@ def test_quant_linear__scales_survive_a_change_of_dtype() -> None:
     before = copy.deepcopy(linear)
     linear.bfloat16()
     assert linear.bias.dtype == torch.bfloat16
-    for name in ("weight", "weight_scale", "input_scale", "factor_0"):
+    for name in ("qweight", "weight_scale", "input_scale", "factor_0"):
         assert torch.equal(getattr(linear, name), getattr(before, name)), name
     assert linear(torch.randn(3, K).bfloat16()).dtype == torch.bfloat16
 
@@ -131,11 +131,19 @@ def test_hadamard_linear__computes_the_same_function_in_float64() -> None:
     assert_close(rotated.factor_0, hadamard_factors(K)[0])
 
 
+def test_hadamard_linear__modules_of_one_width_share_the_factors() -> None:
+    a, b = (HadamardLinear(K, n) for n in (3, 5))
+    assert a.factor_0 is b.factor_0
+    assert a.double().factor_0 is not b.factor_0
+    assert b.factor_0.dtype == torch.float32
+
+
 def test_hadamard_linear__factors_are_rebuilt_after_to_empty() -> None:
     linear = HadamardLinear(K, N, device="meta")
     assert linear.factor_0.device.type == "meta"
     linear.to_empty(device="cpu")
-    linear.factor_0.fill_(float("nan"))
+    assert_close(linear.factor_0, hadamard_factors(K)[0], torch.float32)
+    linear.factor_0 = torch.full_like(linear.factor_0, float("nan"))  # as a loader leaves what no checkpoint holds
     rebuild_factors(linear)
     assert_close(linear.factor_0, hadamard_factors(K)[0], torch.float32)
 

@@ -150,8 +150,8 @@ def test_quantize__report_fields() -> None:
     assert report.size_after < report.size_before
     assert report.seconds > 0
     assert [r.name for r in report.passes] == [
-        "raise_ops", "fold_norm_scale", "fold_norm_mean", "fuse_rotation", "insert_hadamard", "assign_scheme",
-        "suppress_magnitude", "quantize_weights", "quantize_activations",
+        "raise_ops", "raise_linear", "fold_norm_scale", "fold_norm_mean", "fuse_rotation", "insert_hadamard",
+        "assign_scheme", "suppress_magnitude", "quantize_weights", "quantize_activations",
     ]  # fmt: skip
     assert [str(r) for r in report.refused] == [
         "lm_head (node linear_24): assign_scheme: kept in floating point (lm_head)"

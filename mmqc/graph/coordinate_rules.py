@@ -9,6 +9,7 @@ from torch import Tensor, fx
 
 from .coordinates import CONSTANT, MEAN, ZERO, Coordinates, Gain, Reader, Tracker, varies_together, weights_behind
 from .kinds import kind, mutates
+from .linear import Contraction, operands
 from .program import Program
 from .semantic import layer_norm
 
@@ -100,6 +101,25 @@ class Rules(Tracker):
         self.split(ids, cells)
         return ids
 
+    def _see_index_add(self, node: fx.Node, result: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        """Rows added to rows (experts' outputs to their tokens): all rows of the source join what they are added to."""
+        target, source = self.shadow(node.args[0]), self.shadow(node.args[3]) if len(node.args) > 3 else None
+        if target is None or source is None or kwargs:
+            return self.opaque(
+                node, result, [n for n in node.all_input_nodes if self.shadow(n) is not None], kind(node)
+            )
+        dim, index = args[1], args[2].cpu()
+        row = source.amax(dim, keepdim=True)
+        self.join(source, row.expand(source.shape))
+        self.freeze_beside_constants(source, row, node)
+        region = target.index_select(dim, index)
+        row = row.expand(region.shape)
+        self.join(region, row)
+        for one, other in ((region, row), (row, region)):
+            self.freeze(torch.where(other == CONSTANT, one, ZERO), node, "a constant is added")
+        joined = target.index_copy(dim, index, torch.where(region >= 0, region, torch.maximum(region, row)))
+        return self.write(node, joined) if mutates(node) else joined
+
     # -- reductions, attention, norms ------------------------------------------------------------------------------
     def _see_mean(self, node: fx.Node, result: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
         ids = self.shadow(node.args[0])
@@ -120,6 +140,19 @@ class Rules(Tracker):
         return best.reshape(result.shape)
 
     _see_sum = _see_mean
+
+    def _see_avg_pool2d(self, node: fx.Node, result: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        """Places are averaged or resampled, each channel (axis 1) by itself and all in the same way."""
+        ids = self.shadow(node.args[0] if node.args else node.kwargs.get("input"))
+        if ids is None or ids.dim() < 3:
+            return None if ids is None else self.opaque(node, result, [node.args[0]], kind(node))  # type: ignore[list-item]
+        places = tuple(range(2, ids.dim()))
+        row = ids.amax(places, keepdim=True)
+        self.join(ids, row.expand(ids.shape))
+        self.freeze_beside_constants(ids, row, node)
+        return row.expand(result.shape).contiguous()
+
+    _see_avg_pool1d = _see_avg_pool3d = _see_adaptive_avg_pool2d = _see_interpolate = _see_grid_sample = _see_avg_pool2d
 
     def _see_matmul(self, node: fx.Node, result: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
         a, b = self.shadow(node.args[0]), self.shadow(node.args[1])
@@ -194,28 +227,31 @@ class Rules(Tracker):
             mixed = ((ids == CONSTANT) & (best.expand(ids.shape) >= 0)).reshape(ids.shape)
             self.freeze(torch.where(mixed, best.expand(ids.shape), ZERO), node, "it shares a column with a constant")
 
-    def _see_linear(self, node: fx.Node, result: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
-        named = dict(zip(("input", "weight", "bias"), node.args, strict=False)) | dict(node.kwargs)
-        weight, ids = named["weight"], self.shadow(named["input"])
-        fqn = str(weight.target) if isinstance(weight, fx.Node) and weight.op == "get_attr" else ""
-        row = self.columns(ids) if isinstance(ids, Tensor) else None
-        if row is not None:
+    def contract(self, node: fx.Node, use: Contraction, result: Any) -> Tensor:
+        """A product with a stored weight reads one of its axes and writes the other; experts share both."""
+        ids, row = self.shadow(use.x), None
+        if isinstance(ids, Tensor):
+            row = self.columns(ids.movedim(use.channel, -1))
             self.split(row, torch.zeros_like(row))
-            if fqn:
-                self.join(row, self.columns_of.setdefault(fqn, row))
-            if not fqn:
-                self.freeze(row, node, "the weight of this linear is computed")
-        for word in ("weight", "bias"):
-            if not fqn or word == "bias":
-                self.freeze(self.shadow(named.get(word)), node, f"it is the {word} of a linear")
-        self.found.readers.append(Reader(node, fqn, row))
-        source = self.new("linear" if fqn else "op", node, result.shape[-1], fqn=fqn)
+            self.join(row, self.columns_of.setdefault((use.fqn, use.reads), row))
+        self.found.readers.append(Reader(node, use.fqn, row, use.reads))
+        word = "conv" if kind(node) == "conv" else "linear"
+        source = self.new(word, node, result.shape[use.channel], fqn=use.fqn, axis=use.writes)
         known = torch.arange(source.base, source.base + source.size)
         self.split(known, torch.zeros_like(known))
-        bias = named.get("bias")
+        bias = operands(node)["bias"]
         if isinstance(bias, fx.Node) and bias.op != "get_attr":
-            self.freeze(known, node, "the bias of this linear is computed")
-        return self.along_last(source, result)
+            self.freeze(self.shadow(bias), node, f"it is the bias of a {word}")
+            self.freeze(known, node, f"the bias of this {word} is computed")
+        return known.reshape(-1, *[1] * (-1 - use.channel)).expand(result.shape).contiguous()
+
+    def _see_linear(self, node: fx.Node, result: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        named = operands(node)
+        for word in ("input", "weight", "bias"):
+            ids = self.shadow(named[word])
+            reason = "the weight of this linear is computed" if word == "input" else f"it is the {word} of a linear"
+            self.freeze(ids if isinstance(ids, Tensor) else None, node, reason)
+        return self.along_last(self.new("op", node, result.shape[-1]), result)
 
     def _see_embedding(self, node: fx.Node, result: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
         named = dict(zip(("input", "weight"), node.args, strict=False)) | dict(node.kwargs)
@@ -225,13 +261,11 @@ class Rules(Tracker):
         return self.along_last(self.new("embedding", node, result.shape[-1], fqn=str(weight.target), axis=1), result)
 
     def _see_conv(self, node: fx.Node, result: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
-        named = dict(zip(("input", "weight", "bias"), node.args, strict=False)) | dict(node.kwargs)
-        self.freeze(self.shadow(named["input"]), node, "a convolution reads it")
-        weight = named["weight"]
-        fqn = str(weight.target) if isinstance(weight, fx.Node) and weight.op == "get_attr" else ""
+        named = operands(node)
+        self.freeze(self.shadow(named["input"]), node, "a grouped or transposed convolution reads it")
         rank = (kwargs["weight"] if "weight" in kwargs else args[1]).dim()
         axis = result.dim() - rank + 1
-        source = self.new("conv" if fqn else "op", node, result.shape[axis], fqn=fqn)
+        source = self.new("op", node, result.shape[axis])
         ids = torch.arange(source.base, source.base + source.size)
         return ids.reshape(-1, *[1] * (result.dim() - axis - 1)).expand(result.shape).contiguous()
 

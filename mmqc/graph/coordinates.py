@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, fx
 
 from .kinds import kind
+from .linear import Contraction, contraction
 from .program import LOOSE, Program, method_name
 
 ZERO, CONSTANT = -2, -1  # elements that hold zeros; elements that hold something no rotation may touch
@@ -34,7 +35,8 @@ MOVES = frozenset((
     "detach", "expand", "expand_as", "repeat", "repeat_interleave", "tile", "cat", "stack", "hstack", "vstack", "split",
     "split_with_sizes", "chunk", "unbind", "tensor_split", "getitem", "narrow", "select", "index_select", "gather",
     "take_along_dim", "squeeze", "unsqueeze", "masked_scatter", "masked_select", "where", "roll", "flip", "pixel_shuffle",
-    "pixel_unshuffle", "getattr:T", "getattr:mT", "broadcast_to", "masked_fill", "pad",
+    "pixel_unshuffle", "getattr:T", "getattr:mT", "broadcast_to", "masked_fill", "pad", "index_copy", "scatter",
+    "index_put", "slice_scatter", "select_scatter", "copy",
 ))
 SAME = frozenset((
     "to", "float", "double", "half", "bfloat16", "type", "type_as", "dropout", "identity", "neg", "alias", "getattr:data",
@@ -45,6 +47,9 @@ SHAPE_ONLY = frozenset((
     "randn_like", "empty", "ones", "full", "device", "getattr:device", "getattr:dtype", "getattr:shape",
 ))
 # fmt: on
+KEEPS_ZERO = frozenset(
+    ("relu", "relu6", "gelu", "silu", "mish", "tanh", "hardswish", "leaky_relu", "elu", "abs", "square")
+)
 MEAN = "layer_norm subtracts its mean"
 
 
@@ -66,11 +71,12 @@ class Source:
 
 @dataclass(frozen=True)
 class Reader:
-    """A linear and the coordinate that each of its weight's columns reads; ``ids`` is None where nothing is known."""
+    """A contraction and the coordinate that each index of its weight's ``axis`` reads; None where nothing is known."""
 
     node: fx.Node
     fqn: str
     ids: Tensor | None
+    axis: int = 1
 
 
 @dataclass(frozen=True)
@@ -97,6 +103,7 @@ class Coordinates:
     shadows: dict[fx.Node, Any] = field(default_factory=dict)
     outputs: list[Tensor | None] = field(default_factory=list)
     gains: list[Gain] = field(default_factory=list)
+    contractions: dict[fx.Node, Contraction] = field(default_factory=dict)
 
 
 class Tracker:
@@ -105,7 +112,9 @@ class Tracker:
     def __init__(self, prog: Program) -> None:
         self.prog = prog
         self.found = Coordinates()
-        self.columns_of: dict[str, Tensor] = {}
+        self.columns_of: dict[tuple[str, int], Tensor] = {}
+        self.found.contractions = {n: c for n in prog.graph.nodes if (c := contraction(prog, n)) is not None}
+        self.on_the_way = {n for c in self.found.contractions.values() for n in c.chain}
 
     # -- plumbing --------------------------------------------------------------------------------------------------
     def see(self, node: fx.Node, result: Any, args: list[Any], kwargs: dict[str, Any]) -> None:
@@ -161,8 +170,10 @@ class Tracker:
     def rule(self, node: fx.Node, result: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
         """The ids of a node's result."""
         word = kind(node)
-        if node.op == "get_attr":
+        if node.op == "get_attr" or node in self.on_the_way:
             return None
+        if node in self.found.contractions:
+            return self.contract(node, self.found.contractions[node], result)
         if node.op == "placeholder":
             tracked = isinstance(result, Tensor) and result.is_floating_point() and result.dim() >= 2
             return self.along_last(self.new("input", node, result.shape[-1]), result) if tracked else None
@@ -240,6 +251,10 @@ class Tracker:
             return type(template)(self.ids_for(t, v) for t, v in zip(template, value, strict=True))
         return value
 
+    def contract(self, node: fx.Node, use: Contraction, result: Any) -> Tensor:
+        """A product with a stored weight (the rule is in the subclass)."""
+        raise NotImplementedError
+
     def opaque(self, node: fx.Node, result: Any, sources: list[fx.Node], word: str) -> Any:
         """Anything that mixes or bends channels: its operands stay as they are, its result is something new."""
         for source in sources:
@@ -249,7 +264,8 @@ class Tracker:
             return None
         base = next((i for s in sources for i in _leaves(self.shadow(s)) if i.shape == result.shape), None)
         if base is not None:
-            return self.renamed(node, base)
+            keeps_zero = word in KEEPS_ZERO and len(sources) == 1
+            return self.renamed(node, base if keeps_zero else torch.where(base == ZERO, CONSTANT, base))
         return self.along_last(self.new("op", node, result.shape[-1]), result) if result.dim() else None
 
     def renamed(self, node: fx.Node, ids: Tensor) -> Tensor:

@@ -281,6 +281,12 @@ def copy_meta(new: fx.Node, old: fx.Node, name: str, site: int) -> None:
     new.meta["mmqc"] = (name, site)
 
 
+def dtype_of(node: fx.Node) -> torch.dtype | None:
+    """The dtype that a node's value had when it was captured, where that is known."""
+    example = node.meta.get("example_value")
+    return example.dtype if isinstance(example, Tensor) else node.meta.get("dtype")
+
+
 def is_tensor(value: object) -> bool:
     """Whether ``value`` is a tensor (parameters included)."""
     return isinstance(value, torch.Tensor)

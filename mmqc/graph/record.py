@@ -17,6 +17,7 @@ from torch.fx.node import map_aggregate
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from .kinds import kind
 from .program import LOOSE, Program
 
 _METHODS = (types.MethodDescriptorType, types.WrapperDescriptorType, types.MethodType, types.BuiltinMethodType)
@@ -163,6 +164,19 @@ def _track_modules(model: nn.Module, recorder: Recorder) -> list[Any]:
     return handles
 
 
+def _is_linear(module: nn.Linear, fqn: str, graph: fx.Graph) -> bool:
+    """Whether the module computes x Wᵀ + b and nothing else, whatever its class (a router's also picks experts)."""
+    if type(module).forward is nn.Linear.forward:
+        return True
+    return {kind(n) for n in graph.nodes if n.meta.get("module") == fqn} <= {
+        "matmul",
+        "getattr:T",
+        "t",
+        "add",
+        "linear",
+    }
+
+
 @torch.no_grad()
 def record(model: nn.Module, batch: Mapping[str, Any]) -> Program:
     """Run ``model(**batch)`` once and return what it did as a ``Program``; the model is left as it was.
@@ -198,8 +212,14 @@ def record(model: nn.Module, batch: Mapping[str, Any]) -> Program:
         groups.setdefault(id(tensor), []).append(name)
     program.tied = {n: tuple(g) for g in groups.values() if len(g) > 1 for n in g}
     program.hosts = {
-        "linear": {n for n, m in model.named_modules() if isinstance(m, nn.Linear)},
-        "layer_norm": {n for n, m in model.named_modules() if isinstance(m, nn.LayerNorm)},
+        "linear": {
+            n for n, m in model.named_modules() if isinstance(m, nn.Linear) and _is_linear(m, n, recorder.graph)
+        },
+        "layer_norm": {
+            n
+            for n, m in model.named_modules()
+            if isinstance(m, nn.LayerNorm) and type(m).forward is nn.LayerNorm.forward
+        },
     }
     program.clean()
     return program

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, fx
 
 from .coordinate_rules import coordinates
-from .coordinates import MEAN, Coordinates, Source
+from .coordinates import MEAN, Coordinates, Reader, Source
 from .kinds import kind
 from .program import Program
 from .uses import pin_other_uses
@@ -167,7 +167,7 @@ def _blocks(found: Coordinates, classes: Tensor, prog: Program) -> Tensor:
             events.extend(prog.plan.events(source.fqn, source.axis, ids))
     for reader in found.readers:
         if prog.plan is not None and reader.ids is not None and reader.fqn:
-            events.extend(prog.plan.events(reader.fqn, 1, reader.ids))
+            events.extend(prog.plan.events(reader.fqn, reader.axis, reader.ids))
     for ids, _, _ in found.frozen:
         events.append((ids, torch.full(ids.shape, 5)))
     for number, (ids, weight) in enumerate(events, 1):
@@ -217,14 +217,14 @@ class _Collector:
             else:
                 space.touch(Touch(source.fqn, source.axis, groups, "writer", source.node))
 
-    def reader(self, node: fx.Node, fqn: str, ids: Tensor) -> None:
-        """A linear's columns."""
+    def reader(self, reader: Reader, ids: Tensor) -> None:
+        """The axis of a weight that reads."""
         for number in self.numbers(ids):
             groups = self.groups(ids, number)
             if groups is None:
-                self.spaces[number].pins.append((node, "incomplete in a reader's columns"))
+                self.spaces[number].pins.append((reader.node, "incomplete in a reader's columns"))
             else:
-                self.spaces[number].touch(Touch(fqn, 1, groups, "reader", node))
+                self.spaces[number].touch(Touch(reader.fqn, reader.axis, groups, "reader", reader.node))
 
 
 def _groups(position: Tensor, width: int) -> Tensor | None:
@@ -241,7 +241,7 @@ def _collect(found: Coordinates, classes: Tensor, blocks: Tensor) -> list[Space]
         collector.source(source)
     for reader in found.readers:
         if reader.ids is not None and reader.fqn:
-            collector.reader(reader.node, reader.fqn, reader.ids)
+            collector.reader(reader, reader.ids)
     _attach(found, collector)
     return collector.spaces
 

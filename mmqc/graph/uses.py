@@ -15,13 +15,15 @@ from .program import Program
 if TYPE_CHECKING:
     from .spaces import Space, Touch
 
+WEIGHT = "weight"
+
 
 def pin_other_uses(prog: Program, found: Coordinates, spaces: list[Space]) -> None:
     """Pin every space one of whose weights, or their biases, something reads that would not follow."""
     getters: dict[str, list[fx.Node]] = {}
     for node in prog.nodes("get_attr"):
         getters.setdefault(str(node.target), []).append(node)
-    uses = {name: [(u, _way(u, n, found)) for n in nodes for u in n.users] for name, nodes in getters.items()}
+    uses = {name: [use for n in nodes for use in _uses(n, found)] for name, nodes in getters.items()}
     columns = {r.node: r.ids for r in found.readers}
     for space in spaces:
         for touch in space.touches:
@@ -35,7 +37,7 @@ def _strays(
 ) -> Iterator[fx.Node]:
     first = places[0][1] if places else ""
     yield from (node for node, way in places if way != first or way in ("bias", "other"))
-    if first not in ("linear", "conv"):
+    if not first.startswith(WEIGHT):
         return
     for node, _ in places:
         bias = bias_of(prog, node)
@@ -52,6 +54,22 @@ def _other_columns(
         return []
     there = ((node, columns.get(node)) for node, _ in places)
     return [node for node, ids in there if ids is None or bool((ids[touch.groups] < 0).any())]
+
+
+def _uses(getter: fx.Node, found: Coordinates) -> Iterator[tuple[fx.Node, str]]:
+    """Every node that takes a weight, through transposes and the choice of an expert, and the way in which it does."""
+    ways = {n for c in found.contractions.values() for n in c.chain}
+    todo = [getter]
+    while todo:
+        node = todo.pop()
+        for user in node.users:
+            use = found.contractions.get(user)
+            if use is not None and use.chain[-1] is node and list(user.all_input_nodes).count(node) == 1:
+                yield user, f"{WEIGHT} {kind(user)} {use.reads} {use.writes}" if use.x is not node else "other"
+            elif user in ways:
+                todo.append(user)
+            else:
+                yield user, _way(user, node, found) if node is getter else "other"
 
 
 def _way(user: fx.Node, getter: fx.Node, found: Coordinates) -> str:

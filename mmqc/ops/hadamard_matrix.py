@@ -160,3 +160,9 @@ def hadamard_kind(n: int) -> str:
     names += [f"H{c}" for c in cores]
     names += [f"H{power}"] if power > 1 or not names else []
     return " x ".join(names)
+
+
+def hadamard_cost(n: int) -> int:
+    """Multiply-adds of one transform of width n, factor by factor: n (a1 + ... + ar)."""
+    m, cores, power = plan(n)
+    return n * sum((*((m,) if m > 1 else ()), *cores, *_split_sylvester(power)))

@@ -18,7 +18,7 @@ from torch import fx
 
 from ..config import QuantConfig, Scheme
 from ..graph.kinds import kind
-from ..graph.linear import weight_of
+from ..graph.linear import contraction, weight_of
 from ..graph.program import Miss, Program
 from ..graph.spaces import Spaces
 from ..graph.towers import roles, towers
@@ -66,7 +66,9 @@ class AssignScheme:
             scheme = self.config.scheme(place.get(node, "language"))
             pattern = next((p for p in self.config.keep if kept(p, module, role.get(node, ""))), None)
             if not fqn:
-                yield Miss(node.name, "its weight is computed, not a parameter", node.meta.get("module", ""))
+                stacked = contraction(prog, node)
+                reason = "its weight is computed" if stacked is None else "its weight is one of several in a parameter"
+                yield Miss(node.name, reason, node.meta.get("module", "") if stacked is None else stacked.fqn)
             elif pattern is not None:
                 yield Miss(node.name, f"kept in floating point ({pattern})", module)
             elif scheme is None:

@@ -15,7 +15,7 @@ A merged patch (Qwen-VL's merger) reads the same gain several times over: its co
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -25,8 +25,8 @@ from torch import Tensor, fx
 from ..graph.boundary import BoundaryError, by_copy, change_inputs, crossings
 from ..graph.coordinates import MOVES, SAME, Gain, weights_behind
 from ..graph.kinds import kind
-from ..graph.linear import bias_of, operands, set_bias
-from ..graph.program import Miss, Program
+from ..graph.linear import bias_of, set_bias
+from ..graph.program import Miss, Program, copy_meta, dtype_of
 from ..graph.spaces import Space, Spaces, Touch
 from ..graph.uses import only_in
 
@@ -143,13 +143,16 @@ class FoldNormScale:
         adds = _adds(gains, bias)
         if any(u not in adds for node in scaled for u in node.users) or not only_in(prog, bias, set(adds)):
             return "its bias is not added to every use of it, or is used elsewhere"
-        stray = _not_moved(adds)
+        stray = _not_moved(adds, spaces.found.contractions)
         if stray is not None:
             return f"{stray.name}: its bias does not reach a linear unchanged"
         for touch in space.readers:
-            ids = spaces.found.shadows[operands(touch.node)["input"]]
-            if (ids[..., touch.groups.reshape(-1)] < 0).any():
+            use = spaces.found.contractions[touch.node]
+            ids = spaces.found.shadows[use.x].movedim(use.channel, -1)
+            if (ids[..., touch.groups.reshape(-1)] < 0).any() or _pads(touch.node):
                 return f"{touch.node.name}: some rows have no bias"
+            if (kind(touch.node) != "linear" and not bias_of(prog, touch.node)) or not use.whole:
+                return f"{touch.node.name}: it has no bias of its own to take this one in"
         return ""
 
     def why_not_read(self, prog: Program, space: Space) -> str:
@@ -192,14 +195,14 @@ class FoldNormScale:
                 site.gain,
                 site.bias,
                 site.neutral,
-                _by_column(prog.weights[touch.fqn].shape[1], touch, site.index),
+                _by_column(prog.weights[touch.fqn].shape[touch.axis], touch, site.index),
             )
             prog.derive(touch.fqn, f"W diag({site.gain})", touch.apply(_times(g)))
         prog.derive(site.gain, f"{site.neutral:g}", _fill(site.neutral))
         if site.bias:
             prog.derive(site.bias, "0", _fill(0.0))
         for gain in site.muls:
-            gain.node.replace_all_uses_with(gain.x)
+            gain.node.replace_all_uses_with(_as_wide(prog, gain))
         for add in site.adds:
             add.replace_all_uses_with(next(n for n in add.all_input_nodes if site.bias not in weights_behind(n)))
 
@@ -229,14 +232,14 @@ def _adds(gains: list[Gain], bias: str) -> tuple[fx.Node, ...]:
     return tuple(u for u in users if kind(u) == "add" and bias in weights_behind_any(u))
 
 
-def _not_moved(starts: tuple[fx.Node, ...]) -> fx.Node | None:
-    """The first operation between ``starts`` and the linears behind them that does more than move elements."""
+def _not_moved(starts: tuple[fx.Node, ...], ends: Container[fx.Node]) -> fx.Node | None:
+    """The first operation between ``starts`` and the ``ends`` behind them that does more than move elements."""
     todo, seen = list(starts), set(starts)
     while todo:
         for user in todo.pop().users:
-            if kind(user) != "linear" and (kind(user) == "neg" or kind(user) not in MOVES | SAME):
+            if user not in ends and (kind(user) == "neg" or kind(user) not in MOVES | SAME):
                 return user
-            if user not in seen and kind(user) != "linear":
+            if user not in seen and user not in ends:
                 seen.add(user)
                 todo.append(user)
     return None
@@ -270,6 +273,25 @@ def _by_column(width: int, touch: Touch, index: Tensor) -> Tensor:
     return columns
 
 
+def _as_wide(prog: Program, gain: Gain) -> fx.Node:
+    """The operand of a gain in the dtype of its product: a float32 norm times a wider or narrower gain changes it."""
+    had, has = dtype_of(gain.node), dtype_of(gain.x)
+    if had is None or had == has:
+        return gain.x
+    with prog.graph.inserting_before(gain.node):
+        cast = prog.graph.call_method("to", (gain.x, had))
+    copy_meta(cast, gain.node, FoldNormScale.name, 0)
+    return cast
+
+
+def _pads(node: fx.Node) -> bool:
+    """Whether a convolution reads zeros beside its input."""
+    if kind(node) != "conv":
+        return False
+    padding = node.kwargs.get("padding", node.args[4] if len(node.args) > 4 else 0)
+    return padding not in ("valid", 0) and any(padding if isinstance(padding, tuple | list) else (1,))
+
+
 def _times(g: Tensor) -> Callable[[Tensor], Tensor]:
     return lambda w: w * g.to(w)
 
@@ -285,7 +307,7 @@ def _move_bias(prog: Program, touch: Touch, beta: Tensor) -> None:
         into = set_bias(prog, touch.node)
 
     def step(b: Tensor) -> Tensor:
-        columns = weight()[..., touch.groups.to(b.device)]
-        return b + (columns * beta.to(b)).sum((-1, -2))
+        columns = weight().movedim(touch.axis, -1)[..., touch.groups.to(b.device)]
+        return b + (columns * beta.to(b)).flatten(1).sum(1)
 
     prog.derive(into, f"b + {touch.fqn} β", step)

@@ -14,7 +14,7 @@ Refuses: a space that anything but weights and unit-scale RMSNorms touches: a no
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -22,6 +22,8 @@ import torch
 from torch import Tensor, fx
 
 from ..graph.boundary import BoundaryError, Change, Crossings, by_copy, change_inputs, change_outputs, crossings
+from ..graph.coordinates import Source
+from ..graph.kinds import kind
 from ..graph.linear import bias_of
 from ..graph.program import Miss, Program
 from ..graph.spaces import Space, Spaces, Touch
@@ -54,11 +56,15 @@ class FuseRotation:
         """Every space that weights write and linears read; in a fragment, those that the plan names."""
         spaces = Spaces.of(prog)
         eligible: dict[int, list[Space]] = {}
+        alone: dict[str, fx.Node] = {}
         for space in spaces:
-            if space.width < 2 or not space.touches or _is_done(prog, space):
+            if space.width < 2:
+                alone.update((t.fqn, t.node) for t in space.readers)
+                continue
+            if not space.touches or _is_done(prog, space):
                 continue
             reason = self.why_not_here(prog, space) if prog.fragment else self.why_not(prog, space)
-            if reason and space.readers:
+            if reason and space.readers and (space.writers or space.made):
                 yield _miss(space, reason)
             elif not reason and prog.fragment:
                 eligible.setdefault(space.width, []).append(space)
@@ -66,6 +72,8 @@ class FuseRotation:
                 yield Site((space,), Crossings())
         for group in eligible.values():
             yield from self.with_edges(spaces, group)
+        if not prog.fragment:
+            yield from unfollowed(spaces, alone)
 
     def with_edges(self, spaces: Spaces, group: list[Space]) -> Iterator[Site | Miss]:
         """One site for all spaces of a width: they share edges, and R."""
@@ -84,7 +92,7 @@ class FuseRotation:
         if space.mean_pins:
             return f"{next(iter(space.mean_pins)).name}: a LayerNorm whose mean could not be folded"
         if space.made:
-            return f"{space.made[0].node.name} is no weight, so the rotation would have to run online"
+            return f"{_origin(space.made[0])}, so the rotation would have to run online"
         if space.inputs or space.outputs:
             return "a graph input or output lies on it"
         if not space.readers or not space.writers:
@@ -113,6 +121,24 @@ class FuseRotation:
         if site.edges.count:
             change_outputs(prog, site.edges, _rotate_by(prog, width, factors, signs, inverse=True))
             change_inputs(prog, site.edges.inputs, _rotate_by(prog, width, factors, signs, inverse=False))
+
+
+def unfollowed(spaces: Spaces, alone: Mapping[str, fx.Node]) -> Iterator[Miss]:
+    """Linears that no space says anything about."""
+    for fqn, node in alone.items():
+        if kind(node) != "conv":
+            yield Miss(node.name, "each channel that it reads stands alone: there is nothing to mix it with", fqn)
+    for reader in spaces.found.readers:
+        x = spaces.found.contractions[reader.node].x
+        if reader.ids is None and kind(x) != "placeholder" and kind(reader.node) != "conv":
+            yield Miss(reader.node.name, f"{x.name}: nothing is known of the channels of a {kind(x)}", reader.fqn)
+
+
+def _origin(source: Source) -> str:
+    """What writes a space that is no linear's, embedding's or parameter's."""
+    if source.what == "gain":
+        return f"{source.fqn or 'a computed gain'} scales what {source.node.name} writes"
+    return f"{source.node.name} ({kind(source.node)}) writes it"
 
 
 def _is_done(prog: Program, space: Space) -> bool:

@@ -9,40 +9,44 @@ Needs:   ops.raised
 Gives:   nothing
 Exact:   yes, up to reassociation (fp64 1e-12)
 Refuses: a weight that something else reads too.
-Cost:    K (a1 + ... + ar) multiply-adds a row, where the ai are the factors' sizes.
+Cost:    K (a1 + ... + ar) multiply-adds a row, where the ai are the factors' sizes; each site states it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor, fx
 
+from ..graph.kinds import kind
 from ..graph.linear import operands, weight_of
 from ..graph.program import Miss, Program, copy_meta
 from ..graph.spaces import Spaces
-from ..ops.hadamard_matrix import hadamard_factors, hadamard_kind
+from ..ops.hadamard_matrix import hadamard_cost, hadamard_factors, hadamard_kind
 
 
 @dataclass(frozen=True)
 class Site:
-    """The linears that use one weight, and its width."""
+    """The linears that use one weight [N, K], and its width K."""
 
     linears: tuple[fx.Node, ...]
     fqn: str
     width: int
+    outputs: int
 
     def __str__(self) -> str:
-        return f"{self.fqn}: {hadamard_kind(self.width)}"
+        online, share = hadamard_cost(self.width), hadamard_cost(self.width) / (self.width * self.outputs)
+        return f"{self.fqn}: {hadamard_kind(self.width)}, {online:,} multiply-adds a row ({share:.1%} of the linear's)"
 
 
 @dataclass(frozen=True)
 class InsertHadamard:
-    """See the module's docstring."""
+    """See the module's docstring; ``everywhere`` takes in the linears that read a stream which cannot be rotated."""
 
+    everywhere: bool = False
     name: ClassVar[str] = "insert_hadamard"
     needs: ClassVar[frozenset[str]] = frozenset({"ops.raised"})
     gives: ClassVar[frozenset[str]] = frozenset()
@@ -50,33 +54,49 @@ class InsertHadamard:
 
     def match(self, prog: Program) -> Iterator[Site | Miss]:
         """Linears all of whose columns are written by an operation."""
+        users: dict[str, list[fx.Node]] = {}
+        for node in prog.nodes("linear"):
+            users.setdefault(weight_of(node), []).append(node)
+        for fqn, columns in self.candidates(prog, users).items():
+            if fqn in prog.decided.hadamards:
+                continue
+            reason = self.why_not(prog, fqn, columns, users.get(fqn, []))
+            if reason:
+                node = users[fqn][0] if fqn in users else prog.nodes("get_attr")[0]
+                yield Miss(node.name, reason, fqn)
+            else:
+                outputs, width = prog.weights[fqn].shape
+                yield Site(tuple(users[fqn]), fqn, width, outputs)
+
+    def candidates(self, prog: Program, users: Mapping[str, list[fx.Node]]) -> dict[str, int]:
+        """Weights whose inputs should be spread, and how many of their columns ask for it."""
+        if prog.plan is not None:
+            planned = (f for f in users if f in prog.plan.hadamards and prog.is_quantized(f))
+            return {fqn: prog.weights[fqn].shape[-1] for fqn in planned}
+        if self.everywhere:
+            heads = {t.fqn for space in Spaces.of(prog) if space.outputs for t in space.writers}
+            still = (f for f in users if f and f not in heads and not prog.decided.rotated.get(f, {}).get(1))
+            return {fqn: prog.weights[fqn].shape[-1] for fqn in still}
         made: dict[str, int] = {}
         for space in Spaces.of(prog):
             by_operation = any(s.what == "op" for s in space.made)
             for touch in space.readers if by_operation and not space.writers else ():
-                made[touch.fqn] = made.get(touch.fqn, 0) + touch.groups.numel()
-        users: dict[str, list[fx.Node]] = {}
-        for node in prog.nodes("linear"):
-            users.setdefault(weight_of(node), []).append(node)
-        if prog.plan is not None:
-            made = {
-                fqn: prog.weights[fqn].shape[-1]
-                for fqn in users
-                if fqn in prog.plan.hadamards and prog.is_quantized(fqn)
-            }
-        for fqn, columns in made.items():
-            width = prog.weights[fqn].shape[-1]
-            getter = next(n for n in prog.nodes("get_attr") if n.target == fqn)
-            if fqn in prog.decided.hadamards:
-                continue
-            if columns != width or width < 2:
-                yield Miss(users[fqn][0].name, "only some of its columns read an operation's result", fqn)
-            elif not all(prog.hosted(n, "linear") for n in users[fqn]):
-                yield Miss(users[fqn][0].name, "it is no nn.Linear module, so an online transform has no place", fqn)
-            elif set(getter.users) != set(users[fqn]):
-                yield Miss(users[fqn][0].name, "something else reads its weight", fqn)
-            else:
-                yield Site(tuple(users[fqn]), fqn, width)
+                if kind(touch.node) != "conv":
+                    made[touch.fqn] = made.get(touch.fqn, 0) + touch.groups.numel()
+        return made
+
+    def why_not(self, prog: Program, fqn: str, columns: int, users: list[fx.Node]) -> str:
+        """The reason to refuse, or nothing."""
+        width = prog.weights[fqn].shape[-1]
+        if not users:
+            return "no linear of its own reads with it, so an online transform has no place"
+        if columns != width or width < 2:
+            return "only some of its columns read an operation's result"
+        if not all(prog.hosted(n, "linear") for n in users):
+            return "it is no nn.Linear module, so an online transform has no place"
+        if set(prog.users_of(fqn)) != set(users):
+            return "something else reads its weight"
+        return ""
 
     def rewrite(self, prog: Program, site: Site) -> None:
         """Insert the op, multiply its inverse into the weight."""

@@ -3,6 +3,8 @@
     x * rsqrt(mean(x^2) + eps)            ->  rms_norm(x)
     layer_norm(x, n, w, b, eps)           ->  layer_norm(x) * w + b
     rms_norm(x, n, w, eps)                ->  rms_norm(x) * w
+    x / sqrt(mean(x^2) + eps)             ->  rms_norm(x)
+    either of these with x - mean(x)      ->  layer_norm(x)
 
 Shapes:  x [*, K]   w, b [K]
 Why:     the exact rewrites must see a norm as one operation, and its gain apart from it.
@@ -43,6 +45,14 @@ class Site:
         return f"{self.norm.__name__} at {self.node.name}"
 
 
+def _as_it_is_now(site: Site) -> fx.Node:
+    """The norm's operand: an earlier site may have replaced the one that was matched."""
+    around = [n for n in site.node.all_input_nodes if n.op != "get_attr" and kind(n) not in ("rsqrt", "sqrt", "pow")]
+    if site.x in site.node.all_input_nodes:
+        return site.x
+    return _centred(around[0]) or around[0]
+
+
 def _default_eps(node: fx.Node) -> float:
     """That of ``F.rms_norm``: the epsilon of the type that it computes in."""
     dtype = node.meta.get("dtype") or getattr(node.meta.get("example_value"), "dtype", torch.float32)
@@ -74,6 +84,19 @@ def _mean_square(node: Any) -> tuple[fx.Node, float] | None:
     return None
 
 
+def _centred(node: Any) -> fx.Node | None:
+    """X where node is x - mean(x, -1, keepdim)."""
+    node = _uncast(node)
+    if not (isinstance(node, fx.Node) and kind(node) == "sub"):
+        return None
+    x, mean = node.args[:2]
+    if not (isinstance(x, fx.Node) and isinstance(mean, fx.Node) and kind(mean) == "mean"):
+        return None
+    given = dict(zip(("input", "dim", "keepdim"), mean.args, strict=False)) | dict(mean.kwargs)
+    whole = given.get("dim") in (-1, [-1], (-1,)) and given.get("keepdim")
+    return x if whole and given["input"] is x and node.kwargs.get("alpha", 1) == 1 else None
+
+
 @dataclass(frozen=True)
 class RaiseOps:
     """See the module's docstring."""
@@ -87,19 +110,24 @@ class RaiseOps:
         """Spelled-out RMSNorms by their rsqrt, library norms by their call."""
         for node in prog.graph.nodes:
             word = kind(node)
-            if word == "rsqrt" or (word == "pow" and node.args[1] == -0.5):
-                yield from self.spelled(node)
+            if word in ("rsqrt", "sqrt") or (word == "pow" and node.args[1] in (-0.5, 0.5)):
+                yield from self.spelled(node, "mul" if word == "rsqrt" or node.args[1:] == (-0.5,) else "div")
             elif word in ("layer_norm", "rms_norm") and node.target not in (layer_norm, rms_norm):
                 yield self.called(node, word)
 
-    def spelled(self, root: fx.Node) -> Iterator[Site]:
-        """Multiplications of x by 1 / rms(x)."""
+    def spelled(self, root: fx.Node, how: str) -> Iterator[Site]:
+        """Multiplications of x by 1 / rms(x), or divisions by rms(x)."""
         found = _mean_square(root.args[0])
         for user in root.users if found else ():
-            if kind(user) == "mul":
-                x = user.args[0] if user.args[1] is root else user.args[1]
-                if _uncast(x) is _uncast(found[0]):  # type: ignore[index]
-                    yield Site(user, x, rms_norm, found[1])  # type: ignore[index, arg-type]
+            if kind(user) != how or (how == "div" and user.args[1] is not root):
+                continue
+            x = user.args[0] if user.args[1] is root else user.args[1]
+            square, eps = found  # type: ignore[misc]
+            centred = _centred(x)
+            if centred is not None and centred is _centred(square):
+                yield Site(user, centred, layer_norm, eps)
+            elif _uncast(x) is _uncast(square):
+                yield Site(user, x, rms_norm, eps)  # type: ignore[arg-type]
 
     def called(self, node: fx.Node, word: str) -> Site | Miss:
         """``F.layer_norm`` and ``F.rms_norm``."""
@@ -124,9 +152,7 @@ class RaiseOps:
 
     def rewrite(self, prog: Program, site: Site) -> None:
         """Replace the node by unit norm, gain and bias."""
-        x = site.x
-        if x not in site.node.all_input_nodes:  # an earlier site replaced it
-            x = next(n for n in site.node.all_input_nodes if n.op != "get_attr" and kind(n) not in ("rsqrt", "pow"))
+        x = _as_it_is_now(site)
         with prog.graph.inserting_before(site.node):
             new = prog.graph.call_function(site.norm, (x, site.eps))
             copy_meta(new, site.node, self.name, 0)
@@ -136,4 +162,7 @@ class RaiseOps:
                 if operand is not None:
                     new = prog.graph.call_method(word, (new, operand))
                     copy_meta(new, site.node, self.name, 0)
+        for key in ("shape", "dtype", "example_value"):
+            if key in site.node.meta:
+                new.meta[key] = site.node.meta[key]
         site.node.replace_all_uses_with(new)

@@ -114,7 +114,7 @@ NO_MODULE = "it is no nn.Linear module of its own, so it cannot be swapped"
 @pytest.mark.parametrize(
     ("how", "name", "reason"),
     [
-        ("computed", "linear", "its weight is computed, not a parameter"),
+        ("computed", "linear", "its weight is computed"),
         ("function", "blocks.0.weight", NO_MODULE),
         ("borrowed", "blocks.0.up", NO_MODULE),
         ("read_twice", "blocks.0.up", "another operation reads its weight"),

@@ -117,7 +117,7 @@ def test_fuse_rotation__refuses(how: str, reason: str) -> None:
 
 def test_fuse_rotation__refuses_what_only_a_non_linearity_writes() -> None:
     found = misses(randomise(Text(Branch(RMSNorm(), Mlp()))), ids(), FuseRotation())
-    assert found == {"blocks.0.body.down.weight": "gelu is no weight, so the rotation would have to run online"}
+    assert found == {"blocks.0.body.down.weight": "gelu (gelu) writes it, so the rotation would have to run online"}
 
 
 # --- fragments --------------------------------------------------------------------------------------------------------

@@ -60,6 +60,30 @@ def test_raise_ops__spellings_of_one_norm(how: str) -> None:
     assert [kind(n) for n in prog.graph.nodes if n.op.startswith("call")] == ["rms_norm"]
 
 
+class SpelledLayerNorm(nn.Module):
+    """A LayerNorm without bias, as Cohere writes it."""
+
+    def __init__(self, divide: bool) -> None:
+        super().__init__()
+        self.divide, self.weight = divide, nn.Parameter(torch.randn(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.float()
+        mean = x.mean(-1, keepdim=True)
+        variance = (x - mean).pow(2).mean(-1, keepdim=True)
+        return self.weight * (
+            (x - mean) / torch.sqrt(variance + 1e-5) if self.divide else (x - mean) * torch.rsqrt(variance + 1e-5)
+        )
+
+
+@pytest.mark.parametrize("divide", [False, True])
+def test_raise_ops__spelled_layer_norm(divide: bool) -> None:
+    prog = recorded(SpelledLayerNorm(divide), {"x": torch.randn(2, 3, 8)})
+    check_exact(prog, RaiseOps())
+    assert [n.target for n in prog.nodes("layer_norm")] == [layer_norm]
+    assert not prog.nodes("rsqrt", "sqrt", "rms_norm")
+
+
 @pytest.mark.parametrize("how", ["other_axis", "other_operand", "cube", "no_keepdim"])
 def test_raise_ops__look_alikes_are_left_alone(how: str) -> None:
     prog = recorded(Spelled(how), {"x": torch.randn(4, 4, 4)})
