@@ -88,7 +88,7 @@ def write_exact(model: nn.Module, prog: Program, journal: Journal) -> list[str]:
         prog.forget(name)
     for node in prog.graph.nodes:
         if node.meta.get("was") == "layer_norm":
-            _to_rms_norm(model, node.meta["module"], journal)
+            _to_rms_norm(model, node.meta["module"], prog, journal)
     for node in prog.nodes("linear", "weight_only_matmul"):
         x = operands(node)["input"]
         if kind(node) == "linear" and kind(x) == "hadamard":
@@ -99,11 +99,14 @@ def write_exact(model: nn.Module, prog: Program, journal: Journal) -> list[str]:
     return untied
 
 
-def _to_rms_norm(model: nn.Module, fqn: str, journal: Journal) -> None:
+def _to_rms_norm(model: nn.Module, fqn: str, prog: Program, journal: Journal) -> None:
+    """Swap a LayerNorm whose input has no mean any more; a bias that was folded is dropped."""
     norm = model.get_submodule(fqn)
     if isinstance(norm, nn.LayerNorm):
-        weight = norm.weight.detach().clone() if norm.weight is not None else None
-        journal.swap(fqn, RMSNorm(norm.normalized_shape[0], norm.eps, weight))
+        read = any(n.target == f"{fqn}.bias" and n.users for n in prog.nodes("get_attr"))
+        weight, bias = norm.weight, norm.bias if read else None
+        parts = {n: None if p is None else p.detach().clone() for n, p in (("weight", weight), ("bias", bias))}
+        journal.swap(fqn, RMSNorm(norm.normalized_shape[0], norm.eps, **parts))
 
 
 def build_quantized(model: nn.Module, prog: Program, context: ModalityContext | None) -> dict[str, QuantLinear]:

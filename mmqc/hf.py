@@ -29,6 +29,7 @@ from .modality import ModalityContext, attached
 from .module_spec import build_module, dtype_name, module_spec
 from .modules import SCALES, QuantLinear, rebuild_factors
 from .report import plain
+from .unseen import guard
 
 __all__ = ["MmqcConfig", "MmqcQuantizer", "attach_config", "build_module", "module_spec"]
 
@@ -167,6 +168,9 @@ class MmqcQuantizer(HfQuantizer):
             logger.info("%d tensors were cast while loading and could not be compared with what was saved", cast)
         if config.visual_token_ids is not None:
             self._attach_modality(model)
+        names = {name for name, _ in model.named_modules()}
+        places = (local(fqn, model, names) for fqn in config.record.get("unseen", ()))
+        guard(model, [name for name in places if name])
         return model
 
     def _attach_modality(self, model: PreTrainedModel) -> None:

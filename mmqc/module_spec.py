@@ -58,18 +58,22 @@ def _build_quant_linear(spec: Spec, dtype: torch.dtype) -> QuantLinear:
 
 
 def _describe_rms_norm(module: RMSNorm) -> Spec:
-    gain = module.weight
+    parts = [part for part in (module.weight, module.bias) if part is not None]
     return {
         "size": module.width,
         "eps": module.eps,
-        "weight": gain is not None,
-        "dtype": None if gain is None else dtype_name(gain.dtype),
+        "weight": module.weight is not None,
+        "bias": module.bias is not None,
+        "dtype": dtype_name(parts[0].dtype) if parts else None,
     }
 
 
 def _build_rms_norm(spec: Spec, dtype: torch.dtype) -> RMSNorm:
-    gain = torch.empty(spec["size"], dtype=dtype, device="meta") if spec["weight"] else None
-    return RMSNorm(spec["size"], eps=spec["eps"], weight=gain)
+    parts = {
+        name: torch.empty(spec["size"], dtype=dtype, device="meta") if spec[name] else None
+        for name in ("weight", "bias")
+    }
+    return RMSNorm(spec["size"], eps=spec["eps"], **parts)
 
 
 def _describe_hadamard_linear(module: HadamardLinear) -> Spec:

@@ -1,9 +1,10 @@
 """RMSNorm of the form that folded norms take.
 
-    y = x / sqrt(mean(x²) + eps) [∘ g]
+    y = x / sqrt(mean(x²) + eps) [∘ g] [+ β]
 
-Shapes:  x [..., D]   g [D] or none (unit gain)
-Why:     after LayerNorm's mean is folded into its writers and its gain into its readers, this is all that is left of it.
+Shapes:  x [..., D]   g, β [D] or none (unit gain, no bias)
+Why:     after LayerNorm's mean is folded into its writers and its gain and bias into its readers, this is all that is left
+         of it; behind a post-norm, whose readers include the residual, gain and bias stay.
 Exact:   computed in float32 at least, float64 for float64 inputs.
 """
 
@@ -14,16 +15,17 @@ from torch import Tensor, nn
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x), with a gain only if one is given."""
+    """x / rms(x), with a gain and a bias only if they are given."""
 
     weight: nn.Parameter | None
+    bias: nn.Parameter | None
 
-    def __init__(self, width: int, eps: float = 1e-6, weight: Tensor | None = None):
+    def __init__(self, width: int, eps: float = 1e-6, weight: Tensor | None = None, bias: Tensor | None = None):
         super().__init__()
         self.width, self.eps = width, eps
-        self.register_parameter(
-            "weight", None if weight is None else nn.Parameter(weight, requires_grad=weight.requires_grad)
-        )
+        for name, value in (("weight", weight), ("bias", bias)):
+            given = None if value is None else nn.Parameter(value, requires_grad=value.requires_grad)
+            self.register_parameter(name, given)
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise the last axis."""
@@ -31,8 +33,10 @@ class RMSNorm(nn.Module):
         y = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
         if self.weight is not None:
             y = y * self.weight.to(y.dtype)
+        if self.bias is not None:
+            y = y + self.bias.to(y.dtype)
         return y.to(x.dtype).contiguous()  # as F.layer_norm's: some callers go on with view()
 
     def extra_repr(self) -> str:
-        """Width, eps and gain."""
-        return f"{self.width}, eps={self.eps}, gain={self.weight is not None}"
+        """Width, eps, gain and bias."""
+        return f"{self.width}, eps={self.eps}, gain={self.weight is not None}, bias={self.bias is not None}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -18,12 +19,14 @@ from .graph.program import Program
 from .graph.record import record
 from .graph.runner import run
 from .hf import attach_config
+from .incoherence import incoherences, weight_towers
 from .measure import Loss, measure
 from .modality import ModalityContext, attached, detach
 from .modules import QuantLinear
 from .pipeline import FACTS, exact_passes, quantizing_passes
 from .report import LayerReport, QuantReport, Refusal
 from .solvers import Quantized
+from .unseen import guard, unseen_modules, unsure_weights
 from .weights_only import quantize_weights_only
 
 MEASURED_BATCHES = 4
@@ -102,10 +105,13 @@ class _Job:
 
     def run(self) -> QuantReport:
         """The steps in order."""
-        prog = record(self.model, {**self.batches[0], "use_cache": False})
+        prog = record(self.model, *self.recorded(), decode=takes_cache(self.model))
+        prog.unsure = unsure_weights(self.model, prog.called)
+        self.unseen = unseen_modules(self.model, prog.called)
         run(prog, exact_passes(self.config), FACTS, text=True)
         _check_keep(prog, self.config)
         self.filter(prog)
+        self.incoherence, self.towers = incoherences(prog), weight_towers(prog)
         self.untied = convert.write_exact(self.model, prog, self.journal)
         nodes = {weight_of(n): n for n in prog.nodes("linear") if "scheme" in n.meta}
         statistics = self.calibrate(prog, nodes)
@@ -117,9 +123,22 @@ class _Job:
         for module, linear in built.items():
             self.journal.swap(module, linear)
         config = self.config.replace(statistics=prog.statistics)
-        report = QuantReport(config, self.layers(prog, built, statistics, losses), _refusals(prog), prog.records)
+        notes = [Refusal("", "", note) for note in prog.notes]
+        refused = [*_refusals(prog), *notes]
+        report = QuantReport(config, self.layers(prog, built, statistics, losses), refused, prog.records)
+        report.incoherence, report.towers = self.incoherence, self.towers
         self.finish(config, report)
         return report
+
+    def recorded(self) -> list[Batch]:
+        """The first batch, and the one that differs from it most in what it holds and in its shapes."""
+        first = self.batches[0]
+        other = max(self.batches, key=lambda batch: _difference(first, batch))
+        return [self.call(b) for b in ([first] if _difference(first, other) == 0 else [first, other])]
+
+    def call(self, batch: Batch) -> dict[str, Any]:
+        """A batch as keyword arguments of one whole forward."""
+        return {**batch, "use_cache": False} if takes_cache(self.model) else dict(batch)
 
     def filter(self, prog: Program) -> None:
         for node in prog.nodes("linear") if self.filter_fn is not None else ():
@@ -152,7 +171,7 @@ class _Job:
 
     def stepped(self, batches: list[Batch]) -> Iterable[Batch]:
         for batch in batches:
-            yield {**batch, "use_cache": False}
+            yield self.call(batch)
             self.bar.update()
 
     def to_config(self, prog: Program, nodes: dict[str, Any], statistics: dict[str, InputStatistics]) -> dict[str, Any]:
@@ -222,7 +241,9 @@ class _Job:
             }
             for r in report.passes
         ]
-        attach_config(self.model, config, {"passes": passes, "untied": self.untied})
+        if self.config.rewrites.fold_norms:
+            guard(self.model, self.unseen)
+        attach_config(self.model, config, {"passes": passes, "untied": self.untied, "unseen": self.unseen})
 
 
 def visual_token_ids(model: nn.Module) -> tuple[int, ...]:
@@ -270,6 +291,18 @@ def _spool(model: nn.Module, config: QuantConfig, calibration: Iterable[Batch] |
             "pixel_values and image tokens, or use msq=False"
         )
     return batches
+
+
+def takes_cache(model: nn.Module) -> bool:
+    """Whether the model's forward knows ``use_cache``."""
+    parameters = inspect.signature(model.forward).parameters
+    return "use_cache" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+
+def _difference(a: Batch, b: Batch) -> int:
+    """How many of two batches' tensors are in one only, or have other shapes; equal-shaped values count nothing."""
+    shapes = [{n: tuple(v.shape) for n, v in batch.items() if isinstance(v, Tensor)} for batch in (a, b)]
+    return 100 * len(set(shapes[0]) ^ set(shapes[1])) + sum(shapes[0][n] != shapes[1].get(n) for n in shapes[0])
 
 
 def _has_visual(batch: Batch, ids: Tensor) -> bool:

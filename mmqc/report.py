@@ -81,6 +81,9 @@ class QuantReport:
         seconds: the whole call.
         size_before: bytes of parameters and buffers before.
         size_after: and after.
+        incoherence: μ of every linear weight of the recorded model, before and after the exact rewrites; see
+            mmqc/incoherence.py.
+        towers: the tower of each of these weights.
     """
 
     config: QuantConfig
@@ -90,10 +93,12 @@ class QuantReport:
     seconds: float = 0.0
     size_before: int = 0
     size_after: int = 0
+    incoherence: dict[str, tuple[float, float]] = field(default_factory=dict)
+    towers: dict[str, str] = field(default_factory=dict)
 
     def summary(self) -> str:
         """A page of plain text: totals per tower, the layers that lose most, the passes, the refusals."""
-        blocks = [self._headline(), self._towers(), self._worst(), self._passes(), self._refusals()]
+        blocks = [self._headline(), self._towers(), self._incoherence(), self._worst(), self._passes(), self._refusals()]
         return "\n\n".join(block for block in blocks if block)
 
     __str__ = summary
@@ -108,6 +113,8 @@ class QuantReport:
             "seconds": self.seconds,
             "size_before": self.size_before,
             "size_after": self.size_after,
+            "incoherence": plain(self.incoherence),
+            "towers": dict(self.towers),
         }
 
     def save(self, path: str | Path) -> Path:
@@ -151,6 +158,19 @@ class QuantReport:
         names = list(TOWERS) + sorted({layer.tower for layer in self.layers} - set(TOWERS))
         towers = {name: [layer for layer in self.layers if layer.tower == name] for name in names}
         return {name: layers for name, layers in towers.items() if layers}
+
+    def _incoherence(self) -> str:
+        """E.g. "incoherence of 46 linear weights: median 9.1 -> 5.0, largest 58.6 (a.weight) -> 10.2 (b.weight)"."""
+        known = {fqn: pair for fqn, pair in self.incoherence.items() if all(map(math.isfinite, pair))}
+        if not known:
+            return ""
+        medians, largest = [], []
+        for i in (0, 1):
+            worst = max(known, key=lambda fqn, i=i: known[fqn][i])
+            medians.append(f"{statistics.median(pair[i] for pair in known.values()):.1f}")
+            largest.append(f"{known[worst][i]:.1f} ({worst})")
+        head = f"incoherence of {count(len(known), 'linear weight')}"
+        return f"{head}: median {' -> '.join(medians)}, largest {' -> '.join(largest)}"
 
     def _worst(self) -> str:
         measured = sorted((layer for layer in self.layers if layer.sqnr), key=lambda layer: layer.worst_sqnr)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from .report import MODALITIES, LayerReport, QuantReport, count, decibels, pass_row, tower_row
-from .report_plots import ranges_plot, recovery_plot, sqnr_plot
+from .report_plots import incoherence_plot, ranges_plot, recovery_plot, sqnr_plot
 from .report_style import CSS
 
 Row = Mapping[str, Any]
@@ -28,6 +28,7 @@ def page(data: Mapping[str, Any]) -> str:
         _examples(data.get("examples") or []),
         _ranges(reports),
         _sqnr(reports),
+        _incoherence(reports),
         *(_model(name, report, alone=len(reports) == 1) for name, report in reports.items()),
         _environment(data.get("environment") or {}),
     ]
@@ -141,6 +142,16 @@ def _sqnr(reports: Mapping[str, QuantReport]) -> str:
         "Signal-to-quantization-noise ratio of each layer's output on float inputs from calibration; 6 dB are one bit."
     )
     return section("Noise layer by layer", lead, picture(plot, "SQNR by layer")) if plot else ""
+
+
+def _incoherence(reports: Mapping[str, QuantReport]) -> str:
+    plot = incoherence_plot(reports)
+    lead = (
+        "Incoherence μ = max|W| √(mn) / ‖W‖ of every linear weight before and after the exact rewrites. It is 1 where all "
+        "entries have one magnitude; the lower, the less of the integer range goes to a few entries. Below the diagonal, "
+        "the rewrites made a weight easier to round."
+    )
+    return section("How evenly the weights are spread", lead, picture(plot, "incoherence")) if plot else ""
 
 
 def _examples(examples: Sequence[Row]) -> str:

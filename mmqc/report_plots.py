@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import math
 import re
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 COLOURS = {"visual": "#d9772b", "text": "#2f6db5"}
 # one for each report; none of them means a modality
 SERIES = ("#9aa0a8", "#2a9d6e", "#7a4fb5", "#c2478a", "#b8902a", "#4a5568")
+TOWER_COLOURS = {"vision": "#7a4fb5", "projector": "#b8902a", "language": "#2a9d6e"}
 INK, MUTED, RULE = "#1d2430", "#6b7280", "#e3e6ea"
 STYLE: Any = {
     "font.family": "sans-serif",
@@ -40,8 +42,8 @@ WIDTH = 11.2
 
 
 @contextmanager
-def figure(height: float, rows: int = 1, **options: Any) -> Iterator[tuple[Figure, list[Any]]]:
-    """A figure of ``rows`` axes above each other in the page's style, without pyplot's global state."""
+def figure(height: float, rows: int = 1, columns: int = 1, **options: Any) -> Iterator[tuple[Figure, list[Any]]]:
+    """A figure of ``rows`` axes above each other, or ``columns`` side by side, without pyplot's global state."""
     try:
         import matplotlib
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -53,7 +55,7 @@ def figure(height: float, rows: int = 1, **options: Any) -> Iterator[tuple[Figur
     with matplotlib.rc_context(STYLE):
         fig = Figure(figsize=(WIDTH, height), layout="constrained")
         FigureCanvasAgg(fig)
-        yield fig, list(fig.subplots(rows, 1, squeeze=False, **options)[:, 0])
+        yield fig, list(fig.subplots(rows, columns, squeeze=False, **options).flat)
 
 
 def png(fig: Figure) -> str:
@@ -166,6 +168,45 @@ def sqnr_plot(reports: Mapping[str, QuantReport]) -> str | None:
 
 def _cycle(n: int) -> list[str]:
     return [SERIES[i % len(SERIES)] for i in range(n)] if n > 1 else [SERIES[1]]
+
+
+def incoherence_plot(reports: Mapping[str, QuantReport]) -> str | None:
+    """μ of every linear weight after the rewrites against before, one panel for each report; None without data."""
+    panels = {name: report for name, report in reports.items() if report.incoherence}
+    if not panels:
+        return None
+    ends = [v for report in panels.values() for pair in report.incoherence.values() for v in pair if math.isfinite(v)]
+    low, high = 0.85 * min(ends, default=1.0), 1.2 * max(ends, default=10.0)
+    with figure(0.5 + WIDTH / 3, columns=max(3, len(panels))) as (fig, axes):
+        for axis in axes[len(panels) :]:
+            axis.set_visible(False)
+        for axis, (name, report) in zip(axes, panels.items(), strict=False):
+            _incoherence_points(axis, report)
+            axis.plot((low, high), (low, high), color=MUTED, linewidth=0.8, linestyle=(0, (2, 2)), zorder=1)
+            axis.set(xscale="log", yscale="log", xlim=(low, high), ylim=(low, high), aspect="equal", title=name)
+            for scale in (axis.xaxis, axis.yaxis):
+                ticks = [v for v in (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000) if low <= v <= high]
+                scale.set_ticks(ticks, [f"{v}" for v in ticks])
+                scale.set_ticks([], minor=True)
+            axis.set_xlabel("μ before")
+            axis.grid(linewidth=0.6)
+            axis.set_axisbelow(True)
+        axes[0].set_ylabel("μ after")
+        axes[0].legend(loc="upper left")
+        return png(fig)
+
+
+def _incoherence_points(axis: Any, report: QuantReport) -> None:
+    """One dot a weight, coloured by tower; the largest after the rewrites carries its name."""
+    known = {fqn: pair for fqn, pair in report.incoherence.items() if all(map(math.isfinite, pair))}
+    for tower, colour in TOWER_COLOURS.items():
+        points = [pair for fqn, pair in known.items() if report.towers.get(fqn, "language") == tower]
+        if points:
+            x, y = zip(*points, strict=True)
+            axis.scatter(x, y, s=16, color=colour, alpha=0.75, linewidths=0, label=f"{tower} ({len(points)})")
+    for fqn in sorted(known, key=lambda fqn: -known[fqn][1])[:1]:
+        name = short(fqn.removesuffix(".weight"))
+        axis.annotate(name, known[fqn], (-6, 0), textcoords="offset points", fontsize=8, ha="right", va="center")
 
 
 def recovery_plot(rows: Sequence[tuple[str, float]]) -> str | None:

@@ -138,7 +138,7 @@ def test_files__are_safetensors_and_a_config_that_tells_all(tmp_path):
         "hadamard": True, "bias": True, "input_scales": 1, "outliers": 2, "modality": False, "dtype": "float32",
     }  # fmt: skip
     assert saved["modules"]["model.visual.blocks.0.norm1"] == {
-        "kind": "rms_norm", "size": 64, "eps": 1e-5, "weight": False, "dtype": None,
+        "kind": "rms_norm", "size": 64, "eps": 1e-5, "weight": False, "bias": False, "dtype": None,
     }  # fmt: skip
 
 

@@ -7,7 +7,19 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from .coordinates import CONSTANT, MEAN, ZERO, Coordinates, Gain, Reader, Tracker, varies_together, weights_behind
+from .coordinates import (
+    CONSTANT,
+    MEAN,
+    ZERO,
+    Coordinates,
+    Gain,
+    Reader,
+    Tracker,
+    compact,
+    is_zero,
+    varies_together,
+    weights_behind,
+)
 from .kinds import kind, mutates
 from .linear import Contraction, operands
 from .program import Program
@@ -37,7 +49,7 @@ class Rules(Tracker):
             assert ids is not None
             if isinstance(other, int | float) and other == 0:
                 return ids
-            if isinstance(other, Tensor) and not other.any():
+            if isinstance(other, Tensor) and is_zero(other):
                 return ids.expand(result.shape)
             if _is_vector(result) and weights_behind(node):  # 1 + w: a gain
                 return None
@@ -47,7 +59,8 @@ class Rules(Tracker):
         self.join(a, b)
         for one, other in ((a, b), (b, a)):
             self.freeze(torch.where(other == CONSTANT, one, ZERO), node, "a constant is added")
-        joined = torch.where(a >= 0, a, torch.maximum(a, b)).contiguous()
+        few_a, few_b = compact(a, b)
+        joined = torch.where(few_a >= 0, few_a, torch.maximum(few_a, few_b)).expand(a.shape)
         return self.write(node, joined) if mutates(node) else joined
 
     _see_sub = _see_add
@@ -72,10 +85,11 @@ class Rules(Tracker):
             elif _is_vector(args[0]) and weights_behind(node.args[0]):
                 a = self.freeze(a, node, "it is a gain")
         if a is not None and b is not None:
-            a, b = torch.broadcast_tensors(a, b)
+            shape = torch.broadcast_shapes(a.shape, b.shape)
+            a, b = compact(a, b)
             self.freeze(a, node, "it is multiplied by another activation")
             self.freeze(b, node, "it is multiplied by another activation")
-            return self.renamed(node, a.clamp(min=0).long() * self.found.total + b.clamp(min=0))
+            return self.renamed(node, a.clamp(min=0).long() * self.found.total + b.clamp(min=0)).expand(shape)
         ids, factor = (a, args[1]) if b is None else (b, args[0])
         assert ids is not None
         if not isinstance(factor, Tensor) or factor.numel() == 1:
@@ -97,7 +111,7 @@ class Rules(Tracker):
             source = self.new("gain", node, factor.numel(), fqn=",".join(names) if names else "")
             x = next(n for n in node.all_input_nodes if n is not origin)
             self.found.gains.append(Gain(node, x, origin, source))
-            return (cells + source.base).expand(ids.shape).contiguous()
+            return (cells + source.base).expand(ids.shape)
         self.split(ids, cells)
         return ids
 
@@ -109,7 +123,7 @@ class Rules(Tracker):
                 node, result, [n for n in node.all_input_nodes if self.shadow(n) is not None], kind(node)
             )
         dim, index = args[1], args[2].cpu()
-        row = source.amax(dim, keepdim=True)
+        row = _first(source, dim)
         self.join(source, row.expand(source.shape))
         self.freeze_beside_constants(source, row, node)
         region = target.index_select(dim, index)
@@ -130,7 +144,7 @@ class Rules(Tracker):
             return self.opaque(node, result, [node.args[0]], kind(node))  # type: ignore[list-item]
         best = ids
         for dim in [dims] if isinstance(dims, int) else list(dims):
-            best = best.amax(dim, keepdim=True)
+            best = _first(best, dim)
         expanded = best.expand(ids.shape)
         channel = (ids != expanded) & (ids >= 0)
         if channel.any() and ids.shape[-1] > 1 and best.shape[-1] == 1:
@@ -150,7 +164,7 @@ class Rules(Tracker):
         row = ids.amax(places, keepdim=True)
         self.join(ids, row.expand(ids.shape))
         self.freeze_beside_constants(ids, row, node)
-        return row.expand(result.shape).contiguous()
+        return row.expand(result.shape)
 
     _see_avg_pool1d = _see_avg_pool3d = _see_adaptive_avg_pool2d = _see_interpolate = _see_grid_sample = _see_avg_pool2d
 
@@ -166,7 +180,7 @@ class Rules(Tracker):
 
     def mix_tokens(self, ids: Tensor, result: Tensor, groups: torch.Size) -> Tensor:
         """Rows of V are averaged, head by head: channels stay channels, heads stay apart."""
-        row = ids.amax(-2, keepdim=True)
+        row = _first(ids, -2)
         self.join(ids, row.expand(ids.shape))
         self.freeze_beside_constants(ids, row, self.prog.graph._root)
         cells = (
@@ -177,7 +191,7 @@ class Rules(Tracker):
         row = row.expand(*result.shape[:-2], 1, result.shape[-1])
         if varies_together(row, cells):
             self.split(row, cells)
-        return row.expand(result.shape).contiguous()
+        return row.expand(result.shape)
 
     def _see_scaled_dot_product_attention(
         self, node: fx.Node, result: Any, args: list[Any], kwargs: dict[str, Any]
@@ -216,7 +230,7 @@ class Rules(Tracker):
     def columns(self, ids: Tensor) -> Tensor:
         """One id for each position of the last axis; the others found there are joined to it."""
         rows = ids.reshape(-1, ids.shape[-1])
-        best = rows.amax(0)
+        best = _first(rows, 0)[0]
         self.join(rows, best.expand(rows.shape))
         self.freeze_beside_constants(rows, best, self.prog.graph._root)
         return best
@@ -230,11 +244,14 @@ class Rules(Tracker):
     def contract(self, node: fx.Node, use: Contraction, result: Any) -> Tensor:
         """A product with a stored weight reads one of its axes and writes the other; experts share both."""
         ids, row = self.shadow(use.x), None
-        if isinstance(ids, Tensor):
+        if isinstance(ids, Tensor) and not ids.numel():
+            self.found.idle.add(node)
+        elif isinstance(ids, Tensor):
             row = self.columns(ids.movedim(use.channel, -1))
             self.split(row, torch.zeros_like(row))
             self.join(row, self.columns_of.setdefault((use.fqn, use.reads), row))
-        self.found.readers.append(Reader(node, use.fqn, row, use.reads))
+        if node not in self.found.idle:
+            self.found.readers.append(Reader(node, use.fqn, row, use.reads))
         word = "conv" if kind(node) == "conv" else "linear"
         source = self.new(word, node, result.shape[use.channel], fqn=use.fqn, axis=use.writes)
         known = torch.arange(source.base, source.base + source.size)
@@ -243,7 +260,7 @@ class Rules(Tracker):
         if isinstance(bias, fx.Node) and bias.op != "get_attr":
             self.freeze(self.shadow(bias), node, f"it is the bias of a {word}")
             self.freeze(known, node, f"the bias of this {word} is computed")
-        return known.reshape(-1, *[1] * (-1 - use.channel)).expand(result.shape).contiguous()
+        return known.reshape(-1, *[1] * (-1 - use.channel)).expand(result.shape)
 
     def _see_linear(self, node: fx.Node, result: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
         named = operands(node)
@@ -267,7 +284,7 @@ class Rules(Tracker):
         axis = result.dim() - rank + 1
         source = self.new("op", node, result.shape[axis])
         ids = torch.arange(source.base, source.base + source.size)
-        return ids.reshape(-1, *[1] * (result.dim() - axis - 1)).expand(result.shape).contiguous()
+        return ids.reshape(-1, *[1] * (result.dim() - axis - 1)).expand(result.shape)
 
     def _see_setitem(self, node: fx.Node, result: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
         target, value = node.args[0], node.args[2]
@@ -275,11 +292,18 @@ class Rules(Tracker):
         if ids is None and new is None:
             return None
         if ids is None:
-            ids = self.found.shadows[target] = torch.full(args[0].shape, ZERO if not args[0].any() else CONSTANT)  # type: ignore[index]
+            ids = self.found.shadows[target] = torch.full(args[0].shape, ZERO if is_zero(args[0]) else CONSTANT)  # type: ignore[index]
         if new is None:
-            new = ZERO if not torch.as_tensor(args[2]).any() else CONSTANT
+            new = ZERO if is_zero(args[2]) else CONSTANT
         ids[self.ids_for(node.args[1], args[1])] = new
         return None
+
+
+def _first(ids: Tensor, dim: int) -> Tensor:
+    """One id for all that lie along an axis, which may be empty: no token went to some expert."""
+    if not ids.shape[dim]:
+        return ids.new_full([1 if d == dim % ids.dim() else n for d, n in enumerate(ids.shape)], ZERO)
+    return ids.amax(dim, keepdim=True)
 
 
 def _is_vector(value: Any) -> bool:

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from .kinds import kind
+from .kinds import kind, mutates
 from .linear import Contraction, contraction
 from .program import LOOSE, Program, method_name
 
@@ -104,6 +104,7 @@ class Coordinates:
     outputs: list[Tensor | None] = field(default_factory=list)
     gains: list[Gain] = field(default_factory=list)
     contractions: dict[fx.Node, Contraction] = field(default_factory=dict)
+    idle: set[fx.Node] = field(default_factory=set)  # contractions that saw no row
 
 
 class Tracker:
@@ -113,6 +114,8 @@ class Tracker:
         self.prog = prog
         self.found = Coordinates()
         self.columns_of: dict[tuple[str, int], Tensor] = {}
+        self.made: dict[tuple[str, str, int, int], Source] = {}
+        self.written = _written(prog)
         self.found.contractions = {n: c for n in prog.graph.nodes if (c := contraction(prog, n)) is not None}
         self.on_the_way = {n for c in self.found.contractions.values() for n in c.chain}
 
@@ -124,8 +127,11 @@ class Tracker:
             self.found.outputs = [self.shadow(n) for n in flat]
             return
         ids = self.rule(node, result, args, kwargs)
-        if isinstance(ids, Tensor) and isinstance(result, Tensor) and ids.shape == result.shape:
-            ids = _laid_out_like(ids, result, args)
+        if node in self.written:
+            if isinstance(ids, Tensor) and isinstance(result, Tensor) and ids.shape == result.shape:
+                ids = _laid_out_like(ids, result, args)
+        elif isinstance(ids, Tensor):
+            ids = thin(ids)
         self.found.shadows[node] = ids
 
     def shadow(self, node: Any) -> Any:
@@ -134,10 +140,11 @@ class Tracker:
 
     def new(self, what: str, node: fx.Node, size: int, fqn: str = "", axis: int = 0) -> Source:
         """New coordinates; those of a weight's axis are made once."""
-        for known in self.found.sources if fqn else ():
-            if (known.what, known.fqn, known.axis, known.size) == (what, fqn, axis, size):
-                return known
+        key = (what, fqn, axis, size)
+        if fqn and key in self.made:
+            return self.made[key]
         source = Source(what, node, self.found.total, size, fqn, axis)
+        self.made[key] = source
         self.found.sources.append(source)
         self.found.total += size
         return source
@@ -145,12 +152,14 @@ class Tracker:
     def freeze(self, ids: Tensor | None, node: fx.Node, reason: str) -> None:
         """No rotation may touch these coordinates."""
         if ids is not None:
+            ids = compact(ids)[0]
             known = ids[ids >= 0].unique()
             if known.numel():
                 self.found.frozen.append((known, node, reason))
 
     def join(self, a: Tensor, b: Tensor) -> None:
         """Elements at the same place are the same coordinate."""
+        a, b = compact(a, b)
         differ = (a != b) & (a >= 0) & (b >= 0)
         if differ.any():
             pairs = (a[differ].long() * self.found.total + b[differ]).unique()
@@ -158,13 +167,9 @@ class Tracker:
 
     def split(self, ids: Tensor, cells: Tensor) -> None:
         """Coordinates may stay together only where they met the same cells, equally often."""
-        ids, cells = torch.broadcast_tensors(ids, cells)
+        ids, cells = compact(ids, cells)
         keep = ids >= 0
-        known, where = ids[keep].unique(return_inverse=True)
-        mixed = (cells[keep].long() * 0x9E3779B1 + 0x7F4A7C15) * 0x27D4EB2F % (1 << 61)
-        self.found.splits.append(
-            (known, torch.zeros(known.numel(), dtype=torch.long).index_add_(0, where, mixed.cpu()))
-        )
+        self.found.splits.append((ids[keep], (cells[keep].long() * 0x9E3779B1 + 0x7F4A7C15) * 0x27D4EB2F % (1 << 61)))
 
     # -- the rules -------------------------------------------------------------------------------------------------
     def rule(self, node: fx.Node, result: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
@@ -206,7 +211,7 @@ class Tracker:
     def along_last(self, source: Source, like: Tensor) -> Tensor:
         """Ids of a source along the last axis of a tensor."""
         ids = torch.arange(source.base, source.base + source.size)
-        return ids.expand(like.shape).contiguous()
+        return ids.expand(like.shape)
 
     def parameter(self, node: fx.Node) -> Tensor:
         """A weight that is used as data (positions, class tokens): its last axis holds its channels."""
@@ -246,7 +251,7 @@ class Tracker:
                 return ids
             if isinstance(value, Tensor) and value.is_floating_point():
                 return torch.full(value.shape, _filler(value))
-            return value.cpu() if isinstance(value, Tensor) else value  # ids live on the CPU
+            return value.cpu() if isinstance(value, Tensor) and not value.is_meta else value  # ids live on the CPU
         if isinstance(template, tuple | list):
             return type(template)(self.ids_for(t, v) for t, v in zip(template, value, strict=True))
         return value
@@ -270,17 +275,59 @@ class Tracker:
 
     def renamed(self, node: fx.Node, ids: Tensor) -> Tensor:
         """New coordinates, one for each old one."""
-        known, where = ids.unique(return_inverse=True)
-        return torch.where(ids >= 0, where + self.new("op", node, known.numel()).base, ids)
+        few = compact(ids)[0]
+        known, where = few.unique(return_inverse=True)
+        return torch.where(few >= 0, where + self.new("op", node, known.numel()).base, few).expand(ids.shape)
 
 
 def _filler(value: Tensor | float | None) -> int:
     """The id that stands for a constant."""
-    return CONSTANT if torch.as_tensor(0 if value is None else value).any() else ZERO
+    return ZERO if value is None or is_zero(value) else CONSTANT
+
+
+def is_zero(value: Tensor | float) -> bool:
+    """Whether there is nothing but zeros; a tensor without values may hold anything."""
+    tensor = torch.as_tensor(value)
+    return not tensor.is_meta and not bool(tensor.any())
 
 
 def _pad_mode(args: list[Any], kwargs: dict[str, Any]) -> str:
     return kwargs.get("mode", args[2] if len(args) > 2 else "constant")
+
+
+def compact(*tensors: Tensor) -> list[Tensor]:
+    """The tensors broadcast against each other, then without the axes along which none of them varies."""
+    full = torch.broadcast_tensors(*tensors)
+    for axis in range(full[0].dim()):
+        if all(t.stride(axis) == 0 or t.shape[axis] == 1 for t in full) and full[0].shape[axis]:
+            full = [t.narrow(axis, 0, 1) for t in full]
+    return list(full)
+
+
+def thin(ids: Tensor) -> Tensor:
+    """The same ids, expanded along every axis but the last along which they do not vary: tokens are mostly alike."""
+    for axis in range(ids.dim() - 1):
+        if ids.shape[axis] > 1 and ids.stride(axis):
+            first = ids.narrow(axis, 0, 1)
+            if torch.equal(*compact(ids, first.expand_as(ids))):
+                ids = first.expand_as(ids)
+    return ids
+
+
+def _written(prog: Program) -> set[fx.Node]:
+    """Nodes whose memory an in-place operation may reach: through views, from what they are views of and back."""
+    seen = {n.args[0] for n in prog.graph.nodes if mutates(n) and n.args and isinstance(n.args[0], fx.Node)}
+    seen |= {n for n in prog.graph.nodes if mutates(n)}
+    todo = list(seen)
+    while todo:
+        node = todo.pop()
+        behind = node.args[:1] if node.args and (kind(node) in MOVES | SAME or mutates(node)) else ()
+        around = [*behind, *(u for u in node.users if kind(u) in MOVES | SAME and u.args[0] is node)]
+        for other in around:
+            if isinstance(other, fx.Node) and other not in seen:
+                seen.add(other)
+                todo.append(other)
+    return seen
 
 
 def _laid_out_like(ids: Tensor, result: Tensor, args: list[Any]) -> Tensor:

@@ -7,6 +7,9 @@ but the same addition still arrives as ``operator.add``, ``torch.add``, ``Tensor
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 from torch import fx
 
 _SYNONYMS = {
@@ -25,16 +28,24 @@ _SYNONYMS = {
 def kind(node: fx.Node) -> str:
     """The operation's canonical name; ``getattr:T`` for attribute reads, the FX op for anything that is no call."""
     if node.op == "call_method":
-        name = str(node.target)
-    elif node.op == "call_function":
-        name = getattr(node.target, "__name__", None) or str(node.target).rsplit(".", 1)[-1]
-        if name == "getattr":
-            return f"getattr:{node.args[1]}"
-        namespace = getattr(node.target, "namespace", None)
-        if namespace not in (None, "aten", "prims"):
-            name = str(node.target).split(".")[1]
-    else:
+        return _word(str(node.target))
+    if node.op != "call_function":
         return node.op
+    word = _function(node.target)
+    return f"getattr:{node.args[1]}" if word == "getattr" else word
+
+
+@functools.cache
+def _function(target: Any) -> str:
+    name = getattr(target, "__name__", None) or str(target).rsplit(".", 1)[-1]
+    if name == "getattr":
+        return name
+    namespace = getattr(target, "namespace", None)
+    return _word(str(target).split(".")[1] if namespace not in (None, "aten", "prims") else name)
+
+
+@functools.cache
+def _word(name: str) -> str:
     if name.startswith("__") and name.endswith("__"):
         name = name.strip("_")
     elif name.endswith("_"):
@@ -49,6 +60,8 @@ def mutates(node: fx.Node) -> bool:
     plain = name.strip("_") if dunder else name
     if plain in _IN_PLACE_OPERATORS:
         return True
+    if name in ("and_", "or_", "not_", "is_"):  # of the operator module, where keywords get an underscore
+        return False
     return (not dunder and name.endswith("_") and not name.endswith("__")) or node.kwargs.get("inplace") is True
 
 

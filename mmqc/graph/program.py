@@ -16,6 +16,7 @@ from torch import Tensor, fx
 from .kinds import kind, mutates
 from .plan import Plan
 
+KEPT = "kept"  # meta: the node does something besides its result
 VISUAL = "mmqc_visual"  # the placeholder of the visual mask
 LOOSE = "_constant_"  # tensors that are no parameter or buffer: they cannot be written back
 
@@ -82,6 +83,10 @@ class Program:
         centred: in a fragment, weights from which other graphs have taken the mean.
         visual: bool [B, L], the visual tokens of the captured call, where that is known.
         records: one ``PassRecord`` per pass, in order.
+        notes: what the capture could not do, in words.
+        called: FQNs of the modules that ran.
+        unsure: weights that must stay as they are, and why (see mmqc/unseen.py).
+        run: makes one torch call; on a model without values, a call that gets along with that.
     """
 
     def __init__(
@@ -97,6 +102,12 @@ class Program:
         self.hosts: dict[str, set[str]] | None = None
         self.statistics: Mapping[str, Any] | None = None
         self.records: list[PassRecord] = []
+        self.analysis: tuple[str, Any] | None = None  # the graph's text, and its channel spaces
+        self.notes: list[str] = []
+        self.called: set[str] = set()
+        self.unsure: dict[str, str] = {}
+        self.shapes: dict[fx.Node, Tensor] = {}  # results without values: no pass changes a shape
+        self.run: Callable[[Any, Sequence[Any], Mapping[str, Any]], Any] = lambda f, args, kwargs: f(*args, **kwargs)
         self.solved: dict[str, Any] = {}
         self.visual: Tensor | None = None
         self.outside: Callable[[str], Tensor] | None = None
@@ -221,7 +232,13 @@ class Program:
     def clean(self) -> None:
         """Remove dead nodes; writes through views are kept."""
         for node in reversed(list(self.graph.nodes)):
-            if node.op in ("placeholder", "output") or node.users or mutates(node):
+            if (
+                node.op in ("placeholder", "output")
+                or node.users
+                or mutates(node)
+                or node.is_impure()
+                or KEPT in node.meta
+            ):
                 continue
             self.graph.erase_node(node)
         self.graph.lint()
@@ -252,10 +269,8 @@ class Program:
                 flat = args[0] if isinstance(args[0], tuple | list) else (args[0],)
                 outputs = list(flat)
                 result = None
-            elif node.op == "call_method":
-                result = getattr(args[0], method_name(node, args))(*args[1:], **kwargs)
             else:
-                result = node.target(*args, **kwargs)
+                result = self._call(node, args, kwargs)
             if watch is not None:
                 watch(node, result, list(args), dict(kwargs))
             env[node] = result
@@ -264,6 +279,16 @@ class Program:
                 if not uses[source]:
                     env.pop(source, None)
         return outputs
+
+    def _call(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
+        """One torch call; where there are no values, its shape is computed once."""
+        if node in self.shapes:
+            return self.shapes[node]
+        func = getattr(type(args[0]), method_name(node, args)) if node.op == "call_method" else node.target
+        result = self.run(func, args, kwargs)
+        if isinstance(result, Tensor) and result.is_meta:
+            self.shapes[node] = result
+        return result
 
 
 def method_name(node: fx.Node, args: Sequence[Any]) -> str:

@@ -8,7 +8,7 @@ that came from data are baked in, so a recording is for analysis, and only ever 
 from __future__ import annotations
 
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch.fx.node import map_aggregate
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from . import meta
 from .kinds import kind
 from .program import LOOSE, Program
 
@@ -37,11 +38,16 @@ class Recorder(TorchFunctionMode):
         self.nodes: dict[int, fx.Node] = {}
         self.alive: list[Tensor] = []  # ids are reused once a tensor dies
         self.modules: list[str] = []
+        self.called: set[str] = set()
+        self.placeholders: list[fx.Node] = []
         self.getters: dict[str, fx.Node] = {}
         self.names: dict[int, list[str]] = {}
         named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
         for name, tensor in named:
             self.names.setdefault(id(tensor), []).append(name)
+        self.last = ""  # the module that was entered last
+        self.without_values = any(p.is_meta for p in model.parameters())
+        self.run = meta.call if self.without_values else lambda func, args, kwargs: func(*args, **kwargs)
         self.loose = {
             id(v): f"{m}.{k}".lstrip(".")
             for m, mod in model.named_modules()
@@ -56,6 +62,18 @@ class Recorder(TorchFunctionMode):
         self.alive.append(tensor)
         node.meta.setdefault("shape", tuple(tensor.shape))
         node.meta.setdefault("dtype", tensor.dtype)
+
+    def placeholder(self, name: str) -> fx.Node:
+        """A node for an input, behind those that are there."""
+        first = next(iter(self.graph.nodes), None)
+        if self.placeholders:
+            with self.graph.inserting_after(self.placeholders[-1]):
+                node = self.graph.placeholder(name)
+        else:
+            with self.graph.inserting_before(first) if first is not None else self.graph.inserting_after():
+                node = self.graph.placeholder(name)
+        self.placeholders.append(node)
+        return node
 
     def weight(self, tensor: Tensor) -> fx.Node:
         """The node of a parameter or buffer; one that several modules share goes by the running module's name for it."""
@@ -103,7 +121,7 @@ class Recorder(TorchFunctionMode):
     # -- calls -----------------------------------------------------------------------------------------------------
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        result = func(*args, **kwargs)
+        result = self.run(func, args, kwargs)
         outputs = [t for t in pytree.tree_leaves(result) if isinstance(t, Tensor)]
         name = getattr(func, "__name__", "")
         writes = name in ("__setitem__",) or (name.endswith("_") and not name.endswith("__"))
@@ -157,11 +175,87 @@ def _track_modules(model: nn.Module, recorder: Recorder) -> list[Any]:
     def leave(module: nn.Module, args: Any, output: Any) -> None:
         recorder.modules.pop()
 
+    def enter(name: str) -> None:
+        recorder.modules.append(name)
+        recorder.called.add(name)
+        recorder.last = name
+
     handles = []
     for name, module in model.named_modules():
-        handles.append(module.register_forward_pre_hook(lambda m, a, name=name: recorder.modules.append(name)))
+        handles.append(module.register_forward_pre_hook(lambda m, a, name=name: enter(name)))
         handles.append(module.register_forward_hook(leave, always_call=True))
     return handles
+
+
+def _run(
+    model: nn.Module, recorder: Recorder, batch: Mapping[str, Any], inputs: list[Any], shown: list[fx.Node]
+) -> Any:
+    """One call under the recorder; its tensors become placeholders, its logits outputs."""
+    for name, value in batch.items():
+        if isinstance(value, Tensor) and id(value) not in recorder.nodes:
+            recorder.bind(value, recorder.placeholder(name))
+            inputs.append(value.detach().clone())
+    with recorder:
+        output = model(**batch)
+    seen = output["logits"] if isinstance(output, Mapping) and "logits" in output else output
+    leaves = pytree.tree_leaves(dict(seen) if isinstance(seen, Mapping) else seen)
+    shown += [recorder.nodes[id(t)] for t in leaves if isinstance(t, Tensor) and id(t) in recorder.nodes]
+    return output
+
+
+def _decode(
+    model: nn.Module, recorder: Recorder, batch: Mapping[str, Any], output: Any, inputs: list[Any], shown: list[fx.Node]
+) -> list[str]:
+    """Record one more token: a plain call on the cache, else whatever ``generate`` makes of the batch.
+
+    Returns:
+        A note if the model takes neither; it is analysed without a decode step then.
+    """
+    cache = output.get("past_key_values") if isinstance(output, Mapping) else None
+    ids, mask = batch.get("input_ids"), batch.get("attention_mask")
+    reasons = ["its call returns no cache"] if cache is None else []
+    if cache is not None and ids is not None:
+        step = {"input_ids": ids[:, -1:].clone(), "past_key_values": cache, "use_cache": True}
+        if mask is not None and not bool(mask.all()):  # padded: without a mask the padding would be attended to
+            step["attention_mask"] = torch.cat((mask, mask.new_ones(len(mask), 1)), -1)
+        reason = _attempt(recorder, inputs, shown, lambda: _run(model, recorder, step, inputs, shown))
+        if not reason:
+            return []
+        reasons.append(reason)
+    can_generate: Any = getattr(model, "can_generate", None)
+    if can_generate is not None and can_generate():
+        reason = _attempt(recorder, inputs, shown, lambda: _generate(model, recorder, batch, shown))
+        if not reason:
+            return []
+        reasons.append(reason)
+    return [f"no decode step was recorded: {'; '.join(reasons)}"]
+
+
+def _generate(model: Any, recorder: Recorder, batch: Mapping[str, Any], shown: list[fx.Node]) -> None:
+    wanted = {name: value for name, value in batch.items() if name not in ("use_cache", "labels")}
+    with recorder:
+        output = model.generate(
+            **wanted, max_new_tokens=2, min_new_tokens=2, do_sample=False, num_beams=1,
+            return_dict_in_generate=True, output_logits=True,
+        )  # fmt: skip
+    shown += [recorder.nodes[id(t)] for t in output.logits if id(t) in recorder.nodes]
+
+
+def _attempt(recorder: Recorder, inputs: list[Any], shown: list[fx.Node], call: Callable[[], Any]) -> str:
+    """Make a recorded call; if the model's code raises, forget what it recorded and return the reason."""
+    last, known, given = next(iter(reversed(recorder.graph.nodes))), len(inputs), len(shown)
+    try:
+        call()
+    except RecordError:
+        raise
+    except Exception as error:  # the model's own code, whatever it raises
+        while (node := next(iter(reversed(recorder.graph.nodes)))) is not last:
+            recorder.graph.erase_node(node)
+        for node in recorder.placeholders[known:]:
+            recorder.graph.erase_node(node)
+        del inputs[known:], shown[given:], recorder.placeholders[known:]
+        return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    return ""
 
 
 def _is_linear(module: nn.Linear, fqn: str, graph: fx.Graph) -> bool:
@@ -178,35 +272,48 @@ def _is_linear(module: nn.Linear, fqn: str, graph: fx.Graph) -> bool:
 
 
 @torch.no_grad()
-def record(model: nn.Module, batch: Mapping[str, Any]) -> Program:
-    """Run ``model(**batch)`` once and return what it did as a ``Program``; the model is left as it was.
+def record(model: nn.Module, batch: Mapping[str, Any], *more: Mapping[str, Any], decode: bool = False) -> Program:
+    """Run ``model(**batch)`` and return what it did as a ``Program``; the model is left as it was.
 
+    Several batches go into one program, one after the other, so that what one of them does not reach another may show.
     The program's outputs are the logits where there are any: features that a model returns beside them
     (``image_hidden_states``) are internal, and may be rotated.
+
+    Args:
+        model: what is run.
+        batch: keyword arguments of its forward.
+        *more: those of further calls.
+        decode: also record one more token on the cache of the first batch.
 
     Raises:
         RecordError: a tensor entered from nowhere (a scripted or compiled callee, a tensor held in a closure).
     """
     recorder = Recorder(model)
     inputs: list[Any] = []
-    for name, value in batch.items():
-        if isinstance(value, Tensor):
-            node = recorder.graph.placeholder(name)
-            recorder.bind(value, node)
-            inputs.append(value.detach().clone())
+    shown: list[fx.Node] = []
+    notes: list[str] = []
     handles = _track_modules(model, recorder)
     try:
-        with recorder:
-            output = model(**batch)
+        for i, each in enumerate((batch, *more)):
+            wanted = {**each, "use_cache": True} if decode and i == 0 else each
+            output = _run(model, recorder, wanted, inputs, shown)
+            if decode and i == 0:
+                notes += _decode(model, recorder, batch, output, inputs, shown)
+    except (NotImplementedError, RuntimeError) as error:
+        if not recorder.without_values or isinstance(error, RecordError):
+            raise
+        raise RecordError(
+            f"the forward needs the value of a float, which a model on the meta device does not have (in "
+            f"{recorder.last or 'the model'}): {error}. Record a model with weights, random ones if need be."
+        ) from error
     finally:
         for handle in handles:
             handle.remove()
-    shown = output["logits"] if isinstance(output, Mapping) and "logits" in output else output
-    leaves = [
-        t for t in pytree.tree_leaves(dict(shown) if isinstance(shown, Mapping) else shown) if isinstance(t, Tensor)
-    ]
-    recorder.graph.output(tuple(recorder.nodes[id(t)] for t in leaves if id(t) in recorder.nodes))
+    recorder.graph.output(tuple(shown))
     program = Program(recorder.graph, recorder.weights, inputs)
+    program.notes = notes
+    program.called = recorder.called
+    program.run = recorder.run
     groups: dict[int, list[str]] = {}
     for name, tensor in recorder.weights.items():
         groups.setdefault(id(tensor), []).append(name)

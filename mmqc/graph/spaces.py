@@ -101,14 +101,17 @@ class Space:
         return not (self.inputs or self.outputs or self.made)
 
     @property
+    def norm_modules(self) -> set[str]:
+        """The norms over it, each once however often it was called."""
+        return {n.meta.get("module") or n.name for n in (*self.norms, *self.mean_pins)}
+
+    @property
     def why_pinned(self) -> str:
         """The first pin in words."""
         return f"{self.pins[0][0].name}: {self.pins[0][1]}" if self.pins else ""
 
     def __str__(self) -> str:
-        kinds = (
-            f"{len(self.writers)} writers, {len(self.readers)} readers, {len(self.norms) + len(self.mean_pins)} norms"
-        )
+        kinds = f"{len(self.writers)} writers, {len(self.readers)} readers, {len(self.norm_modules)} norms"
         edge = "".join(
             f", {word}"
             for word, there in (("input", self.inputs), ("output", self.outputs), ("made", self.made))
@@ -132,12 +135,23 @@ class Spaces:
 
     @classmethod
     def of(cls, prog: Program) -> Spaces:
-        """Analyse ``prog``: replay it, join and split its coordinates, collect the spaces."""
-        found = coordinates(prog)
-        classes = _classes(found)
-        spaces = _collect(found, classes, _blocks(found, classes, prog))
-        pin_other_uses(prog, found, spaces)
-        return cls(found, classes, spaces)
+        """Analyse ``prog``: replay it, join and split its coordinates, collect the spaces.
+
+        Passes that change weights and not the graph share one analysis.
+        """
+        text = f"{prog.graph}{id(prog.plan)}"
+        if prog.analysis is None or prog.analysis[0] != text:
+            prog.analysis = None  # a large model's takes a gigabyte: never hold two
+            found = coordinates(prog)
+            classes = _classes(found)
+            found.joins.clear()
+            blocks = _blocks(found, classes, prog)
+            found.splits.clear()
+            spaces = _collect(found, classes, blocks)
+            found.frozen.clear()
+            pin_other_uses(prog, found, spaces)
+            prog.analysis = (text, cls(found, classes, spaces))
+        return prog.analysis[1]
 
 
 def _classes(found: Coordinates) -> Tensor:
@@ -170,11 +184,15 @@ def _blocks(found: Coordinates, classes: Tensor, prog: Program) -> Tensor:
             events.extend(prog.plan.events(reader.fqn, reader.axis, reader.ids))
     for ids, _, _ in found.frozen:
         events.append((ids, torch.full(ids.shape, 5)))
-    for number, (ids, weight) in enumerate(events, 1):
-        met, where = classes[ids.long()].unique(return_inverse=True)
-        total = torch.zeros(len(met), dtype=torch.long).index_add_(0, where, weight % (1 << 40))
-        mark[met] = (mark[met] * 0x2545F491 + total * 0x9E3779B1 + number * 0x85EBCA6B) % (1 << 40)
-    return mark.unique(return_inverse=True)[1]
+    draw = torch.Generator().manual_seed(0)
+    for ids, weight in events:
+        # a random linear sketch, in wrapping arithmetic: equal sums everywhere, equal marks
+        factor = torch.randint(1 << 61, (1,), generator=draw) * 2 + 1
+        mark.index_add_(0, classes[ids.long()], (weight + 1) * factor)
+    number = mark.unique(return_inverse=True)[1]
+    blocks = int(number.max()) + 1 if count else 0
+    first = torch.full((blocks,), count).scatter_reduce_(0, number, torch.arange(count), "amin")
+    return first.argsort().argsort()[number]  # in the order in which they appear
 
 
 class _Collector:
@@ -183,7 +201,7 @@ class _Collector:
     def __init__(self, found: Coordinates, classes: Tensor, blocks: Tensor) -> None:
         self.found, self.classes, self.blocks = found, classes, blocks
         count = int(blocks.max()) + 1 if blocks.numel() else 0
-        members = [(blocks == b).nonzero().flatten() for b in range(count)]
+        members = blocks.argsort(stable=True).split(blocks.bincount(minlength=count).tolist())
         self.spaces = [Space(len(m), m) for m in members]
         self.position = torch.zeros(len(blocks), dtype=torch.long)
         for m in members:
@@ -194,18 +212,25 @@ class _Collector:
         known = ids[ids >= 0].long()
         return self.blocks[self.classes[known]].unique().tolist() if known.numel() else []
 
-    def groups(self, ids: Tensor, number: int) -> Tensor | None:
-        """Where on an axis with these ids the copies of a space lie, [copies, n]; None if a copy is incomplete."""
-        known = self.classes[ids.clamp(min=0).long()]
-        mine = (ids >= 0) & (self.blocks[known] == number)
-        return _groups(torch.where(mine, self.position[known], -1), self.spaces[number].width)
+    def placed(self, ids: Tensor) -> Iterator[tuple[int, Tensor | None]]:
+        """For each space on an axis with these ids, where its copies lie, [copies, n]; None if a copy is incomplete."""
+        index = (ids >= 0).nonzero().flatten()
+        classes = self.classes[ids[index].long()]
+        blocks, position = self.blocks[classes], self.position[classes]
+        order = (blocks * (1 << 40) + position).argsort(stable=True)
+        numbers, counts = blocks[order].unique_consecutive(return_counts=True)
+        parts = zip(index[order].split(counts.tolist()), position[order].split(counts.tolist()), strict=True)
+        for number, (part, places) in zip(numbers.tolist(), parts, strict=True):
+            width = self.spaces[number].width
+            copies, rest = divmod(len(part), width)
+            whole = not rest and bool((places.reshape(width, -1) == torch.arange(width)[:, None]).all())
+            yield number, part.reshape(width, copies).t().contiguous() if whole else None
 
     def source(self, source: Source) -> None:
         """A weight axis that writes, a graph input, or an operation."""
         ids = torch.arange(source.base, source.base + source.size)
-        for number in self.numbers(ids):
+        for number, groups in self.placed(ids):
             space = self.spaces[number]
-            groups = self.groups(ids, number)
             if source.what == "input":
                 space.inputs.append(source.node)
             elif not source.fqn or source.what == "gain":
@@ -219,20 +244,11 @@ class _Collector:
 
     def reader(self, reader: Reader, ids: Tensor) -> None:
         """The axis of a weight that reads."""
-        for number in self.numbers(ids):
-            groups = self.groups(ids, number)
+        for number, groups in self.placed(ids):
             if groups is None:
                 self.spaces[number].pins.append((reader.node, "incomplete in a reader's columns"))
             else:
                 self.spaces[number].touch(Touch(reader.fqn, reader.axis, groups, "reader", reader.node))
-
-
-def _groups(position: Tensor, width: int) -> Tensor | None:
-    """Indices on an axis, [copies, n]; ``position`` gives the place in the space of what lies there, or -1."""
-    index = (position >= 0).nonzero().flatten()
-    order = position[index].sort(stable=True)[1]
-    copies, rest = divmod(index.numel(), width)
-    return None if rest else index[order].reshape(width, copies).t().contiguous()
 
 
 def _collect(found: Coordinates, classes: Tensor, blocks: Tensor) -> list[Space]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from .kinds import kind
+from .linear import weight_of
 from .program import Program
 from .spaces import Spaces
 
@@ -38,29 +38,44 @@ def _upstream(starts: list[fx.Node]) -> set[fx.Node]:
     return seen
 
 
+def _calls(prog: Program) -> dict[str, list[fx.Node]]:
+    """Linears and convolutions by the weight that they use: a recording of several batches calls each several times."""
+    found: dict[str, list[fx.Node]] = {}
+    for node in prog.nodes("linear", "conv"):
+        found.setdefault(weight_of(node), []).append(node)
+    return found
+
+
 def towers(prog: Program, spaces: Spaces) -> dict[fx.Node, str]:
     """vision, projector or language for every linear and convolution."""
-    work = prog.nodes("linear", "conv")
+    calls = _calls(prog)
     text = _downstream([n for n in prog.graph.nodes if n.op == "placeholder" and n.target in TEXT_INPUTS])
-    streams = [s for s in spaces if s.norms or s.mean_pins]
+    spoken = {fqn for fqn, nodes in calls.items() if any(n in text for n in nodes)}
     own = [
-        t.node
-        for s in streams
-        if not any(t.node in text for t in s.touches)
+        node
+        for s in spaces
+        if (s.norms or s.mean_pins) and not any(t.fqn in spoken or t.node in text for t in s.touches)
         for t in s.writers
-        if kind(t.node) in ("linear", "conv") and t.node not in text
+        if t.fqn not in spoken
+        for node in calls.get(t.fqn, ())
     ]
     vision = _upstream(own)
-    has_text = any(n in text for n in work)
-    return {n: "language" if n in text or not has_text else "vision" if n in vision else "projector" for n in work}
+    has_text = bool(spoken)
+    return {
+        n: "language" if n in text or not has_text else "vision" if n in vision else "projector"
+        for nodes in calls.values()
+        for n in nodes
+    }
 
 
 def roles(prog: Program, spaces: Spaces) -> dict[fx.Node, str]:
     """What a linear does: ``in`` reads a normed stream, ``out`` writes one, ``inner`` neither, ``head`` makes the output."""
-    reads = {t.node for s in spaces if s.norms or s.mean_pins for t in s.readers}
-    writes = {t.node for s in spaces if s.norms or s.mean_pins for t in s.writers}
-    heads = {t.node for s in spaces if s.outputs for t in s.writers}
+    streams = [s for s in spaces if s.norms or s.mean_pins]
+    reads = {t.fqn for s in streams for t in s.readers}
+    writes = {t.fqn for s in streams for t in s.writers}
+    heads = {t.fqn for s in spaces if s.outputs for t in s.writers}
     found = {}
     for node in prog.nodes("linear"):
-        found[node] = "head" if node in heads else "out" if node in writes else "in" if node in reads else "inner"
+        fqn = weight_of(node)
+        found[node] = "head" if fqn in heads else "out" if fqn in writes else "in" if fqn in reads else "inner"
     return found

@@ -28,8 +28,10 @@ def pin_other_uses(prog: Program, found: Coordinates, spaces: list[Space]) -> No
     for space in spaces:
         for touch in space.touches:
             places = uses.get(touch.fqn, [])
-            for node in [*_strays(prog, touch.fqn, places, uses), *_other_columns(touch, places, columns)]:
+            for node in [*_strays(prog, touch.fqn, places, uses), *_other_columns(touch, places, columns, found.idle)]:
                 space.pins.append((node, f"it uses {touch.fqn} in another way"))
+            if touch.fqn in prog.unsure:
+                space.pins.append((touch.node, prog.unsure[touch.fqn]))
 
 
 def _strays(
@@ -47,12 +49,12 @@ def _strays(
 
 
 def _other_columns(
-    touch: Touch, places: list[tuple[fx.Node, str]], columns: Mapping[fx.Node, Tensor | None]
+    touch: Touch, places: list[tuple[fx.Node, str]], columns: Mapping[fx.Node, Tensor | None], idle: set[fx.Node]
 ) -> list[fx.Node]:
     """Linears that read something else with the same columns."""
     if touch.role != "reader":
         return []
-    there = ((node, columns.get(node)) for node, _ in places)
+    there = ((node, columns.get(node)) for node, _ in places if node not in idle)
     return [node for node, ids in there if ids is None or bool((ids[touch.groups] < 0).any())]
 
 

@@ -24,6 +24,7 @@ from ..graph.spaces import Spaces
 from ..graph.towers import roles, towers
 
 HEAD = "lm_head"
+KEPT = "kept in floating point"
 
 
 def kept(pattern: str, fqn: str, role: str) -> bool:
@@ -35,9 +36,9 @@ def kept(pattern: str, fqn: str, role: str) -> bool:
 
 @dataclass(frozen=True)
 class Site:
-    """One linear node and what it gets."""
+    """One weight, the linear nodes that use it, and what it gets."""
 
-    node: fx.Node
+    nodes: tuple[fx.Node, ...]
     fqn: str
     tower: str
     role: str
@@ -58,27 +59,43 @@ class AssignScheme:
     exact: ClassVar[bool] = True
 
     def match(self, prog: Program) -> Iterator[Site | Miss]:
-        """Every linear node."""
+        """Every weight that linears use, if anything is to be quantized."""
+        if not self.config.schemes:
+            return
         place, role = self.places(prog)
+        by_weight: dict[str, list[fx.Node]] = {}
         for node in prog.nodes("linear"):
             fqn = weight_of(node)
-            module = fqn.removesuffix(".weight")
-            scheme = self.config.scheme(place.get(node, "language"))
-            pattern = next((p for p in self.config.keep if kept(p, module, role.get(node, ""))), None)
-            if not fqn:
-                stacked = contraction(prog, node)
-                reason = "its weight is computed" if stacked is None else "its weight is one of several in a parameter"
-                yield Miss(node.name, reason, node.meta.get("module", "") if stacked is None else stacked.fqn)
-            elif pattern is not None:
-                yield Miss(node.name, f"kept in floating point ({pattern})", module)
-            elif scheme is None:
-                continue
-            elif not prog.hosted(node, "linear") or (prog.hosts is not None and node.meta.get("module") != module):
-                yield Miss(node.name, "it is no nn.Linear module of its own, so it cannot be swapped", module)
-            elif any(kind(u) != "linear" or weight_of(u) != fqn for u in prog.users_of(fqn)):
-                yield Miss(node.name, "another operation reads its weight", module)
+            if fqn:
+                by_weight.setdefault(fqn, []).append(node)
             else:
-                yield Site(node, fqn, place[node], role.get(node, "inner"), scheme)
+                stacked = contraction(prog, node)
+                where = stacked.fqn if stacked is not None else node.meta.get("module") or node.name
+                by_weight.setdefault(where, []).append(node)
+        for fqn, nodes in by_weight.items():
+            scheme = self.config.scheme(place.get(nodes[0], "language"))
+            reason = self.why_not(prog, nodes, role.get(nodes[0], ""))
+            if reason and (scheme is not None or reason.startswith(KEPT)):
+                yield Miss(nodes[0].name, reason, fqn.removesuffix(".weight") if weight_of(nodes[0]) else fqn)
+            elif scheme is not None:
+                yield Site(tuple(nodes), fqn, place[nodes[0]], role.get(nodes[0], "inner"), scheme)
+
+    def why_not(self, prog: Program, nodes: list[fx.Node], role: str) -> str:
+        """The reason to refuse, or nothing."""
+        fqn = weight_of(nodes[0])
+        module = fqn.removesuffix(".weight")
+        if not fqn:
+            return "its weight is computed" if contraction(prog, nodes[0]) is None else "one of several in a parameter"
+        pattern = next((p for p in self.config.keep if kept(p, module, role)), None)
+        if pattern is not None:
+            return f"{KEPT} ({pattern})"
+        if not all(prog.hosted(n, "linear") for n in nodes):
+            return "it is no nn.Linear module of its own, so it cannot be swapped"
+        if prog.hosts is not None and any(n.meta.get("module") != module for n in nodes):
+            return "it is no nn.Linear module of its own, so it cannot be swapped"
+        if any(kind(u) != "linear" or weight_of(u) != fqn for u in prog.users_of(fqn)):
+            return "another operation reads its weight"
+        return ""
 
     def places(self, prog: Program) -> tuple[dict[fx.Node, str], dict[fx.Node, str]]:
         """Towers and roles: of the whole model where it was recorded, else as the recording's statistics say."""
@@ -90,5 +107,6 @@ class AssignScheme:
         return towers(prog, spaces), roles(prog, spaces)
 
     def rewrite(self, prog: Program, site: Site) -> None:
-        """Note it on the node."""
-        site.node.meta.update(tower=site.tower, role=site.role, scheme=site.scheme)
+        """Note it on the nodes."""
+        for node in site.nodes:
+            node.meta.update(tower=site.tower, role=site.role, scheme=site.scheme)

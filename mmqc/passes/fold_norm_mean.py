@@ -9,7 +9,7 @@ Needs:   ops.raised
 Gives:   nothing: what was refused stays a LayerNorm
 Exact:   yes, up to reassociation (fp64 1e-12), where nothing but mean-free norms reads the stream
 Refuses: a stream that something else reads (a linear, an output, an RMSNorm), or that an operation or graph input writes;
-         a norm that is no module, that runs over another stream too, or whose bias was not folded.
+         a norm that is no module, or that runs over another stream too.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ class Site:
 
     def __str__(self) -> str:
         explicit = f"; {len(self.inputs)} explicit at the graph's edges" if self.inputs else ""
-        return f"{len(self.norms)} norms over {self.width} channels, {len(self.writers)} writers{explicit}"
+        modules = {n.meta.get("module") or n.name for n in self.norms}
+        return f"{len(modules)} norms over {self.width} channels, {len(self.writers)} writers{explicit}"
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,8 @@ class FoldNormMean:
 
     def match(self, prog: Program) -> Iterator[Site | Miss]:
         """Spaces that LayerNorms read; in a fragment, also those that the plan says other graphs' LayerNorms read."""
+        if prog.plan is None and not prog.nodes("layer_norm"):
+            return
         spaces = Spaces.of(prog)
         for space in spaces:
             stream = self.stream(prog, space)
@@ -103,9 +106,6 @@ class FoldNormMean:
         modules = {n.meta["module"] for n in space.mean_pins}
         if any(n.meta["module"] in modules for n in prog.nodes("layer_norm") if n not in space.mean_pins):
             return "the norm runs over another stream too"
-        biases = {f"{module}.bias" for module in modules}
-        if any(n.target in biases and n.users for n in prog.nodes("get_attr")):
-            return "its bias was not folded, and an RMSNorm has none"
         return ""
 
     def rewrite(self, prog: Program, site: Site) -> None:

@@ -258,11 +258,11 @@ def _casts_a_norm(node: fx.Node) -> bool:
 
 def _neutral(prog: Program, factor: fx.Node, name: str) -> float | None:
     """The value of the weight at which the gain is 1: 1 for w, 0 for 1 + w."""
+    weight = prog.weights[name]
     for value in (1.0, 0.0):
-        filled = torch.full_like(prog.weights[name], value, dtype=torch.float64, device=prog.weights[name].device)
-        if torch.equal(
-            prog.constant(factor, {name: filled}), torch.ones_like(filled).expand(prog.constant(factor).shape)
-        ):
+        filled = torch.full(weight.shape, value, dtype=torch.float64, device="cpu" if weight.is_meta else weight.device)
+        gain = prog.constant(factor, {name: filled})
+        if torch.equal(gain, torch.ones_like(gain)):
             return value
     return None
 

@@ -27,7 +27,8 @@ from ..graph.kinds import kind
 from ..graph.linear import bias_of
 from ..graph.program import Miss, Program
 from ..graph.spaces import Space, Spaces, Touch
-from ..ops.rotate import random_hadamard, rotation_matrix
+from ..ops.rotate import random_hadamard
+from ..ops.rotate import reference as rotated
 
 
 @dataclass(frozen=True)
@@ -111,13 +112,16 @@ class FuseRotation:
         """Multiply R into every touch; at a fragment's edges put rotate ops."""
         width = site.spaces[0].width
         factors, signs = random_hadamard(width, self.seed)
-        r = rotation_matrix(factors, signs)
         for touch in (t for space in site.spaces for t in space.touches):
             prog.decided.rotate(touch.fqn, touch.axis, touch.groups)
-            prog.derive(touch.fqn, f"rotated {touch.role} axis {touch.axis}", touch.apply(_Rotate(r)))
+            prog.derive(touch.fqn, f"rotated {touch.role} axis {touch.axis}", touch.apply(_Rotate(factors, signs)))
             bias = bias_of(prog, touch.node) if touch.role == "writer" and touch.axis == 0 else ""
             if bias:
-                prog.derive(bias, "rotated bias", Touch(bias, 0, touch.groups, "writer", touch.node).apply(_Rotate(r)))
+                prog.derive(
+                    bias,
+                    "rotated bias",
+                    Touch(bias, 0, touch.groups, "writer", touch.node).apply(_Rotate(factors, signs)),
+                )
         if site.edges.count:
             change_outputs(prog, site.edges, _rotate_by(prog, width, factors, signs, inverse=True))
             change_inputs(prog, site.edges.inputs, _rotate_by(prog, width, factors, signs, inverse=False))
@@ -161,7 +165,8 @@ def _rotate_by(prog: Program, n: int, factors: list[Tensor], signs: Tensor, inve
 
 @dataclass(frozen=True)
 class _Rotate:
-    r: Tensor
+    factors: list[Tensor]
+    signs: Tensor
 
     def __call__(self, v: Tensor) -> Tensor:
-        return v @ self.r.to(v)
+        return rotated(v, [f.to(v) for f in self.factors], self.signs.to(v), inverse=False)

@@ -25,6 +25,7 @@ from ..graph.kinds import kind
 from ..graph.linear import operands, weight_of
 from ..graph.program import Miss, Program, copy_meta
 from ..graph.spaces import Spaces
+from ..ops.hadamard import apply_factors
 from ..ops.hadamard_matrix import hadamard_cost, hadamard_factors, hadamard_kind
 
 
@@ -101,12 +102,9 @@ class InsertHadamard:
     def rewrite(self, prog: Program, site: Site) -> None:
         """Insert the op, multiply its inverse into the weight."""
         factors = hadamard_factors(site.width)
-        h = factors[0]
-        for factor in factors[1:]:
-            h = torch.kron(h, factor)
         wide = torch.promote_types(prog.weights[site.fqn].dtype, torch.float32)
         prog.decided.hadamards.add(site.fqn)
-        prog.derive(site.fqn, f"W Hᵀ, H = {hadamard_kind(site.width)}", _AfterHadamard(h))
+        prog.derive(site.fqn, f"W Hᵀ, H = {hadamard_kind(site.width)}", _AfterHadamard(factors))
         for linear in site.linears:
             x = operands(linear)["input"]
             with prog.graph.inserting_before(linear):
@@ -118,7 +116,7 @@ class InsertHadamard:
 
 @dataclass(frozen=True)
 class _AfterHadamard:
-    h: Tensor
+    factors: list[Tensor]
 
     def __call__(self, w: Tensor) -> Tensor:
-        return w @ self.h.t().to(w)
+        return apply_factors(w, [f.to(w) for f in self.factors])

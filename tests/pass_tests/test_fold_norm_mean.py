@@ -1,11 +1,13 @@
 import pytest
 import torch
 from blocks import WIDTH, Branch, Mlp, RMSNorm, Text, ids
+from float64 import EXACT, output_of, relative_error
 from models import randomise
 from pass_cases import CASES, check_exact, check_golden, check_once, misses, program, randn
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import mmqc
 from mmqc.passes.fold_norm_mean import FoldNormMean
 
 PRE_LN = [case for case in CASES if case.startswith("pre_ln") or case in ("fused_qkv", "parallel", "vlm")]
@@ -97,14 +99,29 @@ def test_fold_norm_mean__refuses_a_norm_over_two_streams() -> None:
     assert "the norm covers more than one channel space" in found.values()
 
 
-def test_fold_norm_mean__refuses_a_bias_that_was_not_folded() -> None:
-    """Behind a branch the bias goes to the stream itself, and mmqc's RMSNorm has none."""
+def test_fold_norm_mean__post_norm_keeps_gain_and_bias() -> None:
+    """x + LN(f(x)): the branch's last linear loses its mean, the norm becomes an RMSNorm with gain and bias."""
     model = randomise(
         Text(Branch(RMSNorm(), Mlp(), nn.LayerNorm(WIDTH)), Branch(RMSNorm(), Mlp(), nn.LayerNorm(WIDTH, bias=False)))
     )
-    assert misses(model, ids(), FoldNormMean()) == {
-        "blocks.0.after": "its bias was not folded, and an RMSNorm has none"
-    }
+    assert misses(model, ids(), FoldNormMean()) == {}
+    called = Called(model).double()
+    batch, other = ids(), {"input_ids": (ids()["input_ids"] * 3 + 1) % 20}
+    expected = [output_of(called, b) for b in (batch, other)]
+    mmqc.quantize_(called, mmqc.recipes.rotate(), [batch], progress=False)
+    assert [type(m).__name__ for n, m in called.named_modules() if n.endswith("after")] == ["RMSNorm", "RMSNorm"]
+    assert called.get_submodule("model.blocks.0.after").bias is not None
+    for b, before in zip((batch, other), expected, strict=True):
+        assert relative_error(output_of(called, b), before) < EXACT
+
+
+class Called(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return self.model(input_ids)
 
 
 def test_fold_norm_mean__text_of_rms_norms_has_no_site() -> None:

@@ -1,0 +1,72 @@
+"""Torch calls on a model without values: floats are shapes on the meta device, integers and booleans stay real.
+
+What steers a forward (token ids, grids, masks, positions) is integers, so a whole vision-language model of any size runs
+this way in seconds.  Which experts a router picks is made up; where another float would have to steer the forward, the
+call fails and says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+META = torch.device("meta")
+_INDEXED = ("__getitem__", "getitem", "__setitem__", "setitem")
+_CHOICES = ("topk", "argmax", "argsort", "sort", "multinomial")  # of experts, or of the next token
+
+
+def call(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """``func(*args, **kwargs)`` where some operands may be on the meta device and others not."""
+    tensors = [a for a in pytree.tree_leaves((args, kwargs)) if isinstance(a, Tensor)]
+    if any(t.is_meta for t in tensors):
+        name = getattr(func, "__name__", "")
+        if name in _CHOICES:
+            return _choose(func, args, kwargs)
+        if name in _INDEXED and isinstance(args[0], Tensor):
+            args = (args[0], _positions(args[1]), *args[2:])
+        args, kwargs = pytree.tree_map_only(Tensor, _on_meta, (tuple(args), dict(kwargs)))
+        return func(*args, **kwargs)
+    return _keep_integers(func, args, kwargs)
+
+
+def _keep_integers(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Run on the CPU; what is asked for on the meta device goes there only if it is a float."""
+    on_cpu = lambda v: torch.device("cpu") if _is_meta(v) else v  # noqa: E731
+    wants_meta = any(_is_meta(v) for v in (*args, *kwargs.values()))
+    if not wants_meta:
+        return func(*args, **kwargs)
+    result = func(*map(on_cpu, args), **{k: on_cpu(v) for k, v in kwargs.items()})
+    floats = isinstance(result, Tensor) and result.is_floating_point()
+    return result.to(META) if floats else result
+
+
+def _choose(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Some choice, the same each time: an analysis of what is connected to what may take any."""
+    made_up = lambda t: torch.rand(t.shape, generator=torch.Generator().manual_seed(0))  # noqa: E731
+    args, kwargs = pytree.tree_map_only(Tensor, lambda t: made_up(t) if t.is_meta else t, (tuple(args), dict(kwargs)))
+    floats_away = lambda t: t.to(META) if t.is_floating_point() else t  # noqa: E731
+    return pytree.tree_map_only(Tensor, floats_away, func(*args, **kwargs))
+
+
+def _is_meta(value: Any) -> bool:
+    return value == "meta" if isinstance(value, str) else isinstance(value, torch.device) and value.type == "meta"
+
+
+def _on_meta(tensor: Tensor) -> Tensor:
+    return tensor if tensor.is_meta else torch.empty_like(tensor, device=META)
+
+
+def _positions(index: Any) -> Any:
+    """An index in which every mask on the CPU is replaced by the positions of its true elements."""
+    parts = index if isinstance(index, tuple) else (index,)
+    out: list[Any] = []
+    for part in parts:
+        if isinstance(part, Tensor) and part.dtype is torch.bool and not part.is_meta:
+            out += part.nonzero(as_tuple=True)
+        else:
+            out.append(part)
+    return tuple(out)
