@@ -19,7 +19,7 @@ from .modules import HadamardLinear, QuantLinear, RMSNorm
 
 
 class Journal:
-    """Edits of a model that can be undone."""
+    """Edits of a model that can be undone; what an accelerator held is kept in host memory meanwhile."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -34,8 +34,11 @@ class Journal:
                 step()
         self.undo.clear()
 
-    def parameter(self, fqn: str, value: Tensor) -> None:
-        """Replace or add a parameter or a buffer, keeping device and requires_grad of what was there."""
+    def parameter(self, fqn: str, value: Tensor, shared: bool = False) -> None:
+        """Replace or add a parameter or a buffer, keeping device and requires_grad of what was there.
+
+        One that is ``shared`` with another name is kept as it is, so that undoing shares it again.
+        """
         owner, _, name = fqn.rpartition(".")
         module = self.model.get_submodule(owner)
         store: dict[str, Any] = module._buffers if name in module._buffers else module._parameters
@@ -43,7 +46,16 @@ class Journal:
         new = value.detach().contiguous()
         grad = old.requires_grad if old is not None else False
         store[name] = new if store is module._buffers else nn.Parameter(new, requires_grad=grad)
-        self.undo.append(lambda: store.__setitem__(name, old))
+        if old is None or shared or old.device.type in ("cpu", "meta"):
+            self.undo.append(lambda: store.__setitem__(name, old))
+            return
+        device, kept = old.device, old.detach().to("cpu")
+
+        def restore() -> None:
+            back = kept.to(device)
+            store[name] = back if store is module._buffers else nn.Parameter(back, requires_grad=grad)
+
+        self.undo.append(restore)
 
     def swap(self, fqn: str, new: nn.Module) -> None:
         """Replace a submodule wherever it is registered; the new one takes over the training flag."""
@@ -81,11 +93,14 @@ def write_exact(model: nn.Module, prog: Program, journal: Journal) -> list[str]:
     parameters = dict(model.named_parameters(remove_duplicate=False))
     # biases first: what a fold moved into one is computed from its weight as it was
     for name in sorted(prog.changed, key=lambda n: prog.weights[n].dim()):
-        old = parameters.get(name)
-        if old is not None and len(aliases[id(old)]) > 1:
+        old = parameters.pop(name, None)
+        shared = old is not None and len(aliases[id(old)]) > 1
+        if shared:
             untied.append(name)
-        journal.parameter(name, prog.value(name).to(old.device if old is not None else prog.weights[name].device))
+        value = prog.value(name).to(old.device if old is not None else prog.weights[name].device)
         prog.forget(name)
+        del old  # one weight at a time
+        journal.parameter(name, value, shared)
     for node in prog.graph.nodes:
         if node.meta.get("was") == "layer_norm":
             _to_rms_norm(model, node.meta["module"], prog, journal)

@@ -30,7 +30,7 @@ def coordinates(prog: Program) -> Coordinates:
     """Replay ``prog`` and return the coordinates of all it computes."""
     tracker = Rules(prog)
     with torch.no_grad():
-        prog.replay(tracker.see)
+        prog.replay(tracker.see, values=not prog.sketches)
     return tracker.found
 
 

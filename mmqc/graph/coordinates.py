@@ -129,7 +129,7 @@ class Tracker:
         ids = self.rule(node, result, args, kwargs)
         if node in self.written:
             if isinstance(ids, Tensor) and isinstance(result, Tensor) and ids.shape == result.shape:
-                ids = _laid_out_like(ids, result, args)
+                ids = _laid_out_like(ids, result, args, node.meta.get("view"))
         elif isinstance(ids, Tensor):
             ids = thin(ids)
         self.found.shadows[node] = ids
@@ -153,7 +153,7 @@ class Tracker:
         """No rotation may touch these coordinates."""
         if ids is not None:
             ids = compact(ids)[0]
-            known = ids[ids >= 0].unique()
+            known = distinct(ids[ids >= 0])
             if known.numel():
                 self.found.frozen.append((known, node, reason))
 
@@ -276,8 +276,12 @@ class Tracker:
     def renamed(self, node: fx.Node, ids: Tensor) -> Tensor:
         """New coordinates, one for each old one."""
         few = compact(ids)[0]
-        known, where = few.unique(return_inverse=True)
-        return torch.where(few >= 0, where + self.new("op", node, known.numel()).base, few).expand(ids.shape)
+        if _ascends(few.reshape(-1)):
+            where, count = torch.arange(few.numel()).reshape(few.shape), few.numel()
+        else:
+            known, where = few.unique(return_inverse=True)
+            count = known.numel()
+        return torch.where(few >= 0, where + self.new("op", node, count).base, few).expand(ids.shape)
 
 
 def _filler(value: Tensor | float | None) -> int:
@@ -302,6 +306,15 @@ def compact(*tensors: Tensor) -> list[Tensor]:
         if all(t.stride(axis) == 0 or t.shape[axis] == 1 for t in full) and full[0].shape[axis]:
             full = [t.narrow(axis, 0, 1) for t in full]
     return list(full)
+
+
+def _ascends(ids: Tensor) -> bool:
+    return bool((ids[1:] > ids[:-1]).all())
+
+
+def distinct(ids: Tensor) -> Tensor:
+    """Each id once; most of the time they come in order, and there is nothing to sort."""
+    return ids if _ascends(ids) else ids.unique()
 
 
 def thin(ids: Tensor) -> Tensor:
@@ -330,10 +343,12 @@ def _written(prog: Program) -> set[fx.Node]:
     return seen
 
 
-def _laid_out_like(ids: Tensor, result: Tensor, args: list[Any]) -> Tensor:
+def _laid_out_like(ids: Tensor, result: Tensor, args: list[Any], view: bool | None) -> Tensor:
     """Ids with the strides of the value, and memory of their own where the value has its own."""
-    shares = any(isinstance(a, Tensor) and a.untyped_storage()._cdata == result.untyped_storage()._cdata for a in args)
-    if shares:
+    if view is None:
+        memory = {a.untyped_storage()._cdata for a in args if isinstance(a, Tensor)}
+        view = result.untyped_storage()._cdata in memory
+    if view:
         return ids
     fresh = torch.empty_strided(result.shape, result.stride(), dtype=torch.long)
     return fresh.copy_(ids)

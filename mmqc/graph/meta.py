@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 META = torch.device("meta")
+SMALL = 1 << 12
 _INDEXED = ("__getitem__", "getitem", "__setitem__", "setitem")
 _CHOICES = ("topk", "argmax", "argsort", "sort", "multinomial")  # of experts, or of the next token
 
@@ -70,3 +71,30 @@ def _positions(index: Any) -> Any:
         else:
             out.append(part)
     return tuple(out)
+
+
+def sketch(value: Any) -> Any:
+    """What an analysis needs to know of a call's result: integers as they are, of floats the shape, and whether all are 0."""
+    return pytree.tree_map_only(Tensor, _sketch, value)
+
+
+def _sketch(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach()
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        return tensor.cpu().clone() if not tensor.is_meta else tensor
+    zero = not tensor.is_meta and tensor.numel() > 0 and not bool(tensor.any())
+    shape, stride = tensor.shape, tensor.stride()
+    return torch.empty_strided(shape, stride, dtype=tensor.dtype, device="cpu" if zero else META).zero_()
+
+
+def copied(value: Any) -> Any:
+    """A sketch whose integers may be written to."""
+    return pytree.tree_map_only(Tensor, lambda t: t if t.is_meta else t.clone(), value)
+
+
+def without_value(tensor: Tensor) -> Tensor:
+    """A float's shape; what is small enough to matter as a number (a scale, a table of frequencies) stays."""
+    is_float = tensor.is_floating_point() or tensor.is_complex()
+    if is_float and tensor.numel() > SMALL:
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=META)
+    return tensor.detach().cpu() if not tensor.is_meta else tensor

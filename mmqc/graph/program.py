@@ -6,6 +6,7 @@ computed in float64 from the sources when it is asked for, so it can be computed
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,9 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from . import meta
 from .kinds import kind, mutates
 from .plan import Plan
 
+Watch = Callable[[fx.Node, Any, list[Any], dict[str, Any]], None]
+SLICE = 1 << 24  # elements of a weight that are in float64 at a time
 KEPT = "kept"  # meta: the node does something besides its result
 VISUAL = "mmqc_visual"  # the placeholder of the visual mask
 LOOSE = "_constant_"  # tensors that are no parameter or buffer: they cannot be written back
@@ -23,10 +27,14 @@ LOOSE = "_constant_"  # tensors that are no parameter or buffer: they cannot be 
 
 @dataclass(frozen=True)
 class Derived:
-    """A weight computed from another version of itself: its formula, for people, and the function."""
+    """A weight computed from another version of itself: its formula, for people, and the function.
+
+    ``axis`` is the one that the function works on, all slices across it alike; None if it needs the whole weight.
+    """
 
     formula: str
     compute: Callable[[Tensor], Tensor]
+    axis: int | None = None
 
 
 @dataclass(frozen=True)
@@ -106,7 +114,7 @@ class Program:
         self.notes: list[str] = []
         self.called: set[str] = set()
         self.unsure: dict[str, str] = {}
-        self.shapes: dict[fx.Node, Tensor] = {}  # results without values: no pass changes a shape
+        self.sketches: dict[fx.Node, Any] = {}  # results in a recording, see meta.sketch: no pass changes a shape
         self.run: Callable[[Any, Sequence[Any], Mapping[str, Any]], Any] = lambda f, args, kwargs: f(*args, **kwargs)
         self.solved: dict[str, Any] = {}
         self.visual: Tensor | None = None
@@ -116,11 +124,11 @@ class Program:
         self._values: dict[str, tuple[int, int, Tensor]] = {}  # address of the base, number of steps, value
 
     # -- weights ---------------------------------------------------------------------------------------------------
-    def derive(self, name: str, formula: str, compute: Callable[[Tensor], Tensor]) -> None:
+    def derive(self, name: str, formula: str, compute: Callable[[Tensor], Tensor], axis: int | None = None) -> None:
         """Queue ``compute`` (float64 in, float64 out) as the next step from the captured ``name`` to its new value."""
         if name not in self.weights:
             raise KeyError(f"{name} is no weight of this program")
-        self._derived.setdefault(name, []).append(Derived(formula, compute))
+        self._derived.setdefault(name, []).append(Derived(formula, compute, axis))
 
     def add_weight(self, name: str, value: Tensor) -> None:
         """A weight that the captured model did not have (a bias that a fold creates, say)."""
@@ -144,10 +152,7 @@ class Program:
         known = self._values.get(name)
         if known is not None and known[0] == base.data_ptr() and known[1] == len(steps):
             return known[2]
-        value = base.double()
-        for step in steps:
-            value = step.compute(value)
-        result = value.to(base.dtype)
+        result = _computed(base, steps)
         self._values[name] = (base.data_ptr(), len(steps), result)
         return result
 
@@ -243,34 +248,35 @@ class Program:
             self.graph.erase_node(node)
         self.graph.lint()
 
-    def replay(self, watch: Callable[[fx.Node, Any, list[Any], dict[str, Any]], None] | None = None) -> list[Any]:
+    def replay(self, watch: Watch | None = None, values: bool = True) -> list[Any]:
         """Run the graph on the inputs it was captured with; ``watch(node, result, args, kwargs)`` sees every node.
 
         Values are dropped after their last use.  The recording holds numbers that depend on its inputs, so there is
         deliberately no way to pass others; and values steer what was recorded (which experts ran), so weights have their
-        derived values.
+        derived values.  Without ``values``, floats are shapes only and integers are those of the recording: enough for
+        an analysis, whatever the size of the model.
         """
         env: dict[fx.Node, Any] = {}
         uses = {n: len(n.users) for n in self.graph.nodes}
         inputs = iter(self.inputs)
-
-        def get(node: fx.Node) -> Any:
-            return env[node]
-
         outputs: list[Any] = []
         for node in self.graph.nodes:
-            args, kwargs = fx.map_arg(node.args, get), fx.map_arg(node.kwargs, get)
+            args, kwargs = fx.map_arg(node.args, env.__getitem__), fx.map_arg(node.kwargs, env.__getitem__)
             if node.op == "placeholder":
                 value = next(inputs)
                 result = value.clone() if isinstance(value, Tensor) else value
             elif node.op == "get_attr":
-                result = self.value(str(node.target))
+                name = str(node.target)
+                result = self.value(name) if values else meta.without_value(self.weights[name])
             elif node.op == "output":
                 flat = args[0] if isinstance(args[0], tuple | list) else (args[0],)
                 outputs = list(flat)
                 result = None
+            elif not values and node in self.sketches:
+                result = meta.copied(self.sketches[node])
             else:
-                result = self._call(node, args, kwargs)
+                func = getattr(type(args[0]), method_name(node, args)) if node.op == "call_method" else node.target
+                result = self.run(func, args, kwargs) if values else meta.call(func, args, kwargs)
             if watch is not None:
                 watch(node, result, list(args), dict(kwargs))
             env[node] = result
@@ -280,15 +286,36 @@ class Program:
                     env.pop(source, None)
         return outputs
 
-    def _call(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
-        """One torch call; where there are no values, its shape is computed once."""
-        if node in self.shapes:
-            return self.shapes[node]
-        func = getattr(type(args[0]), method_name(node, args)) if node.op == "call_method" else node.target
-        result = self.run(func, args, kwargs)
-        if isinstance(result, Tensor) and result.is_meta:
-            self.shapes[node] = result
-        return result
+
+def _computed(base: Tensor, steps: Sequence[Derived]) -> Tensor:
+    """The steps in float64, slice by slice where they allow it: an embedding never exists in float64 as a whole."""
+    groups = [
+        (axis, [step.compute for step in some]) for axis, some in itertools.groupby(steps, lambda step: step.axis)
+    ]
+    value = base
+    for i, (axis, computes) in enumerate(groups):
+        dtype = base.dtype if i == len(groups) - 1 else torch.float64
+        value = _sliced(value, axis, computes, dtype)
+    return value
+
+
+def _sliced(
+    value: Tensor, axis: int | None, computes: Sequence[Callable[[Tensor], Tensor]], dtype: torch.dtype
+) -> Tensor:
+    def run(part: Tensor) -> Tensor:
+        part = part.double()
+        for compute in computes:
+            part = compute(part)
+        return part.to(dtype)
+
+    if axis is None or value.dim() < 2 or value.numel() <= SLICE:
+        return run(value)
+    across = max((d for d in range(value.dim()) if d != axis), key=lambda d: value.shape[d])
+    length = max(1, SLICE * value.shape[across] // value.numel())
+    result = torch.empty(value.shape, dtype=dtype, device=value.device)
+    for part, out in zip(value.split(length, across), result.split(length, across), strict=True):
+        out.copy_(run(part))
+    return result
 
 
 def method_name(node: fx.Node, args: Sequence[Any]) -> str:

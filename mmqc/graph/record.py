@@ -39,6 +39,7 @@ class Recorder(TorchFunctionMode):
         self.alive: list[Tensor] = []  # ids are reused once a tensor dies
         self.modules: list[str] = []
         self.called: set[str] = set()
+        self.sketches: dict[fx.Node, Any] = {}
         self.placeholders: list[fx.Node] = []
         self.getters: dict[str, fx.Node] = {}
         self.names: dict[int, list[str]] = {}
@@ -135,6 +136,9 @@ class Recorder(TorchFunctionMode):
             return result
         node = self.call(func, args, kwargs)
         node.meta["module"] = self.modules[-1] if self.modules else ""
+        memory = {a.untyped_storage()._cdata for a in operands}
+        node.meta["view"] = any(o.untyped_storage()._cdata in memory for o in outputs)
+        self.sketches[node] = meta.sketch(result)
         if isinstance(result, Tensor):
             node.meta.update(shape=tuple(result.shape), dtype=result.dtype)
             self.bind(result, node)
@@ -159,7 +163,7 @@ class Recorder(TorchFunctionMode):
         for i, item in enumerate(result):
             if isinstance(item, Tensor):
                 part = self.graph.call_function(_getitem, (node, i))
-                part.meta.update(shape=tuple(item.shape), dtype=item.dtype, module=node.meta["module"])
+                part.meta.update(shape=tuple(item.shape), dtype=item.dtype, module=node.meta["module"], view=True)
                 self.bind(item, part)
 
 
@@ -314,6 +318,7 @@ def record(model: nn.Module, batch: Mapping[str, Any], *more: Mapping[str, Any],
     program.notes = notes
     program.called = recorder.called
     program.run = recorder.run
+    program.sketches = recorder.sketches
     groups: dict[int, list[str]] = {}
     for name, tensor in recorder.weights.items():
         groups.setdefault(id(tensor), []).append(name)

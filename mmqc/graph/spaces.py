@@ -42,8 +42,10 @@ class Touch:
         """The function of a whole weight that applies ``change`` ([..., copies, n] to the same) on this axis."""
 
         def step(weight: Tensor) -> Tensor:
-            groups = self.groups.to(weight.device)
             last = weight.movedim(self.axis, -1)
+            if len(self.groups) == 1 and torch.equal(self.groups[0], torch.arange(last.shape[-1])):
+                return change(last[..., None, :]).squeeze(-2).movedim(-1, self.axis)
+            groups = self.groups.to(weight.device)
             out = last.clone()
             out[..., groups.reshape(-1)] = change(last[..., groups]).flatten(-2)
             return out.movedim(-1, self.axis)
@@ -131,7 +133,7 @@ class Spaces:
         return iter(self.spaces)
 
     def __str__(self) -> str:
-        return "\n".join(f"{space}\n" + "\n".join(f"    {t}" for t in space.touches) for space in self.spaces)
+        return "\n".join(line for space in self.spaces for line in (f"{space}", *(f"    {t}" for t in space.touches)))
 
     @classmethod
     def of(cls, prog: Program) -> Spaces:
@@ -210,13 +212,21 @@ class _Collector:
     def numbers(self, ids: Tensor) -> list[int]:
         """Numbers of the spaces that these ids lie on."""
         known = ids[ids >= 0].long()
-        return self.blocks[self.classes[known]].unique().tolist() if known.numel() else []
+        blocks = self.blocks[self.classes[known]]
+        if not known.numel() or bool((blocks == blocks[0]).all()):
+            return blocks[:1].tolist()
+        return blocks.unique().tolist()
 
     def placed(self, ids: Tensor) -> Iterator[tuple[int, Tensor | None]]:
         """For each space on an axis with these ids, where its copies lie, [copies, n]; None if a copy is incomplete."""
         index = (ids >= 0).nonzero().flatten()
         classes = self.classes[ids[index].long()]
         blocks, position = self.blocks[classes], self.position[classes]
+        if len(index) and bool((blocks == blocks[0]).all()):
+            number = int(blocks[0])
+            if torch.equal(position, torch.arange(self.spaces[number].width)):
+                yield number, index[None]
+                return
         order = (blocks * (1 << 40) + position).argsort(stable=True)
         numbers, counts = blocks[order].unique_consecutive(return_counts=True)
         parts = zip(index[order].split(counts.tolist()), position[order].split(counts.tolist()), strict=True)

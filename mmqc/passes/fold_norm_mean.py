@@ -114,7 +114,7 @@ class FoldNormMean:
         norms = tuple(n.meta["gain"] for n in site.norms if "gain" in n.meta)
         prog.decided.streams.append(Stream(tuple(t.fqn for t in site.writers), roots, norms))
         for touch in site.writers:
-            prog.derive(touch.fqn, "W - mean(W)", touch.apply(_centre))
+            prog.derive(touch.fqn, "W - mean(W)", touch.apply(_centre), touch.axis)
             bias = bias_of(prog, touch.node)
             if bias:
                 prog.derive(bias, "b - mean(b)", Touch(bias, 0, touch.groups, "writer", touch.node).apply(_centre))

@@ -197,7 +197,7 @@ class FoldNormScale:
                 site.neutral,
                 _by_column(prog.weights[touch.fqn].shape[touch.axis], touch, site.index),
             )
-            prog.derive(touch.fqn, f"W diag({site.gain})", touch.apply(_times(g)))
+            prog.derive(touch.fqn, f"W diag({site.gain})", touch.apply(_times(g)), touch.axis)
         prog.derive(site.gain, f"{site.neutral:g}", _fill(site.neutral))
         if site.bias:
             prog.derive(site.bias, "0", _fill(0.0))
@@ -214,7 +214,7 @@ class FoldNormScale:
         for touch in site.readers:
             if beta is not None:
                 _move_bias(prog, touch, beta)
-            prog.derive(touch.fqn, f"W diag({site.gain})", touch.apply(_times(g)))
+            prog.derive(touch.fqn, f"W diag({site.gain})", touch.apply(_times(g)), touch.axis)
 
         dtype = prog.weights[site.readers[0].fqn].dtype
 

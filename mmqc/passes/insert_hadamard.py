@@ -104,7 +104,7 @@ class InsertHadamard:
         factors = hadamard_factors(site.width)
         wide = torch.promote_types(prog.weights[site.fqn].dtype, torch.float32)
         prog.decided.hadamards.add(site.fqn)
-        prog.derive(site.fqn, f"W Hᵀ, H = {hadamard_kind(site.width)}", _AfterHadamard(factors))
+        prog.derive(site.fqn, f"W Hᵀ, H = {hadamard_kind(site.width)}", _AfterHadamard(factors), 1)
         for linear in site.linears:
             x = operands(linear)["input"]
             with prog.graph.inserting_before(linear):
