@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from . import recipes, samples
     from .config import ActivationSpec, ConfigError, QuantConfig, Rewrites, Scheme, WeightSpec
     from .explain import Explanation, explain
+    from .plan import Planned, plan
     from .quantize import quantize_
     from .report import LayerReport, QuantReport, Refusal
 
@@ -25,14 +26,15 @@ __version__ = "0.1.0.dev0"
 _HOMES = {
     "quantize_": "quantize",
     "explain": "explain", "Explanation": "explain",
+    "plan": "plan", "Planned": "plan",
     "QuantReport": "report", "LayerReport": "report", "Refusal": "report",
     **dict.fromkeys(("ActivationSpec", "ConfigError", "QuantConfig", "Rewrites", "Scheme", "WeightSpec"), "config"),
 }  # fmt: skip
 _MODULES = ("recipes", "samples")
 
 __all__ = [
-    "ActivationSpec", "ConfigError", "Explanation", "LayerReport", "QuantConfig", "QuantReport", "Refusal", "Rewrites",
-    "Scheme", "WeightSpec", "explain", "quantize_", "recipes", "samples",
+    "ActivationSpec", "ConfigError", "Explanation", "LayerReport", "Planned", "QuantConfig", "QuantReport", "Refusal",
+    "Rewrites", "Scheme", "WeightSpec", "explain", "plan", "quantize_", "recipes", "samples",
 ]  # fmt: skip
 
 
@@ -40,9 +42,12 @@ def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return importlib.import_module(f".{name}", __name__)
     if name in _HOMES:
-        value = getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
-        globals()[name] = value  # a module and a function may share a name (explain): the function wins
-        return value
+        home = _HOMES[name]
+        module = importlib.import_module(f".{home}", __name__)
+        for public in (name, home):  # a module and a function may share a name (explain, plan): the function wins
+            if _HOMES.get(public) == home:
+                globals()[public] = getattr(module, public)
+        return globals()[name]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

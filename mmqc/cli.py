@@ -115,12 +115,19 @@ def explain(
     settings: Set = None,
     config_file: ConfigFile = None,
     sample: SampleName = "digits-vqa",
+    spaces: Annotated[
+        bool, typer.Option("--spaces", help="The channel spaces and what becomes of them, only.")
+    ] = False,
 ) -> None:
     """What every pass and the lowering do with this model, on one prompt of a sample."""
     import mmqc
 
     loaded, data = load(model, sample)
     config = read_config(config_file) if config_file else make_config(recipe, settings or []) if recipe else None
+    if spaces:
+        planned = mmqc.plan(loaded, config or mmqc.recipes.rotate(), data.calibration(1)[0])
+        console.print(str(planned), markup=False, highlight=False, soft_wrap=True)
+        return
     options = {"config": config} if config else None
     console.print(str(mmqc.explain(loaded, data.calibration(1)[0], options=options)), markup=False, highlight=False)
 

@@ -98,7 +98,14 @@ class QuantReport:
 
     def summary(self) -> str:
         """A page of plain text: totals per tower, the layers that lose most, the passes, the refusals."""
-        blocks = [self._headline(), self._towers(), self._incoherence(), self._worst(), self._passes(), self._refusals()]
+        blocks = [
+            self._headline(),
+            self._towers(),
+            self._incoherence(),
+            self._worst(),
+            self._passes(),
+            self._refusals(),
+        ]
         return "\n\n".join(block for block in blocks if block)
 
     __str__ = summary

@@ -192,7 +192,7 @@ def incoherence_plot(reports: Mapping[str, QuantReport]) -> str | None:
             axis.grid(linewidth=0.6)
             axis.set_axisbelow(True)
         axes[0].set_ylabel("μ after")
-        axes[0].legend(loc="upper left")
+        axes[len(panels) - 1].legend(loc="upper left", bbox_to_anchor=(1.02, 1))
         return png(fig)
 
 

@@ -115,7 +115,7 @@ class Tracker:
         self.found = Coordinates()
         self.columns_of: dict[tuple[str, int], Tensor] = {}
         self.made: dict[tuple[str, str, int, int], Source] = {}
-        self.written = _written(prog)
+        self.written = written(prog)
         self.found.contractions = {n: c for n in prog.graph.nodes if (c := contraction(prog, n)) is not None}
         self.on_the_way = {n for c in self.found.contractions.values() for n in c.chain}
 
@@ -327,15 +327,21 @@ def thin(ids: Tensor) -> Tensor:
     return ids
 
 
-def _written(prog: Program) -> set[fx.Node]:
+def _may_be_view(node: fx.Node) -> bool:
+    """Whether the node's result may share memory with its first operand; a recording knows."""
+    known = node.meta.get("view")
+    return kind(node) in MOVES | SAME if known is None else known
+
+
+def written(prog: Program) -> set[fx.Node]:
     """Nodes whose memory an in-place operation may reach: through views, from what they are views of and back."""
     seen = {n.args[0] for n in prog.graph.nodes if mutates(n) and n.args and isinstance(n.args[0], fx.Node)}
     seen |= {n for n in prog.graph.nodes if mutates(n)}
     todo = list(seen)
     while todo:
         node = todo.pop()
-        behind = node.args[:1] if node.args and (kind(node) in MOVES | SAME or mutates(node)) else ()
-        around = [*behind, *(u for u in node.users if kind(u) in MOVES | SAME and u.args[0] is node)]
+        behind = node.args[:1] if node.args and (_may_be_view(node) or mutates(node)) else ()
+        around = [*behind, *(u for u in node.users if _may_be_view(u) and u.args and u.args[0] is node)]
         for other in around:
             if isinstance(other, fx.Node) and other not in seen:
                 seen.add(other)

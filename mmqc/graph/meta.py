@@ -27,7 +27,9 @@ def call(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any
         name = getattr(func, "__name__", "")
         if name in _CHOICES:
             return _choose(func, args, kwargs)
-        if name in _INDEXED and isinstance(args[0], Tensor):
+        if name in _INDEXED and not isinstance(args[0], Tensor):
+            return func(*args, **kwargs)  # one of several results
+        if name in _INDEXED:
             args = (args[0], _positions(args[1]), *args[2:])
         args, kwargs = pytree.tree_map_only(Tensor, _on_meta, (tuple(args), dict(kwargs)))
         return func(*args, **kwargs)
@@ -85,6 +87,12 @@ def _sketch(tensor: Tensor) -> Tensor:
     zero = not tensor.is_meta and tensor.numel() > 0 and not bool(tensor.any())
     shape, stride = tensor.shape, tensor.stride()
     return torch.empty_strided(shape, stride, dtype=tensor.dtype, device="cpu" if zero else META).zero_()
+
+
+def holds_integers(sketched: Any) -> bool:
+    """Whether there is anything but floats in a result."""
+    tensors = [t for t in pytree.tree_leaves(sketched) if isinstance(t, Tensor)]
+    return any(not (t.is_floating_point() or t.is_complex()) for t in tensors)
 
 
 def copied(value: Any) -> Any:

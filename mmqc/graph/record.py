@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from . import meta
+from .coordinates import written
 from .kinds import kind
 from .program import LOOSE, Program
 
@@ -136,9 +137,11 @@ class Recorder(TorchFunctionMode):
             return result
         node = self.call(func, args, kwargs)
         node.meta["module"] = self.modules[-1] if self.modules else ""
-        memory = {a.untyped_storage()._cdata for a in operands}
-        node.meta["view"] = any(o.untyped_storage()._cdata in memory for o in outputs)
-        self.sketches[node] = meta.sketch(result)
+        if not any(torch._C._functorch.is_batchedtensor(t) for t in (*operands, *outputs)):  # inside a vmap
+            memory = {a.untyped_storage()._cdata for a in operands}
+            node.meta["view"] = any(o.untyped_storage()._cdata in memory for o in outputs)
+            if not writes:
+                self.sketches[node] = meta.sketch(result)
         if isinstance(result, Tensor):
             node.meta.update(shape=tuple(result.shape), dtype=result.dtype)
             self.bind(result, node)
@@ -163,7 +166,8 @@ class Recorder(TorchFunctionMode):
         for i, item in enumerate(result):
             if isinstance(item, Tensor):
                 part = self.graph.call_function(_getitem, (node, i))
-                part.meta.update(shape=tuple(item.shape), dtype=item.dtype, module=node.meta["module"], view=True)
+                part.meta.update(shape=tuple(item.shape), dtype=item.dtype, module=node.meta["module"])
+                part.meta["view"] = node.meta.get("view", True)
                 self.bind(item, part)
 
 
@@ -318,7 +322,8 @@ def record(model: nn.Module, batch: Mapping[str, Any], *more: Mapping[str, Any],
     program.notes = notes
     program.called = recorder.called
     program.run = recorder.run
-    program.sketches = recorder.sketches
+    changing = {n for n in written(program) if n in recorder.sketches and meta.holds_integers(recorder.sketches[n])}
+    program.sketches = {n: s for n, s in recorder.sketches.items() if n not in changing}
     groups: dict[int, list[str]] = {}
     for name, tensor in recorder.weights.items():
         groups.setdefault(id(tensor), []).append(name)

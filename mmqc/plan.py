@@ -1,0 +1,119 @@
+"""``plan``: what the exact rewrites would do with a model, without changing it: its channel spaces, and every pass.
+
+Nothing is computed from the weights' values, so a model of any size can be planned on the meta device.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any
+
+import torch
+from torch import nn
+
+from .config import QuantConfig
+from .graph.kinds import kind
+from .graph.plan import Plan
+from .graph.program import PassRecord, Program
+from .graph.record import record
+from .graph.runner import Pass, run
+from .graph.space_text import spaces_text
+from .graph.spaces import Space, Spaces
+from .passes.fold_norm_mean import FoldNormMean
+from .passes.fold_norm_scale import FoldNormScale
+from .passes.raise_linear import RaiseLinear
+from .passes.raise_ops import RaiseOps
+from .passes.suppress_magnitude import SuppressMagnitude
+from .pipeline import FACTS, exact_passes
+from .quantize import takes_cache
+from .unseen import unsure_weights
+
+FOLDS = (RaiseOps, RaiseLinear, FoldNormScale, FoldNormMean)
+
+
+@dataclass(frozen=True)
+class Planned:
+    """The answer of ``plan``; ``str()`` of it is for reading.
+
+    Attributes:
+        spaces: the channel spaces after the norms' gains and means were folded and before anything is rotated.
+        decided: which weight axes are rotated, and which linears get an online Hadamard.
+        records: one per pass: sites, and what was refused and why.
+        notes: what could not be recorded.
+        seconds: recording, analysis and passes.
+    """
+
+    spaces: tuple[Space, ...]
+    decided: Plan
+    records: tuple[PassRecord, ...]
+    notes: tuple[str, ...]
+    seconds: float
+
+    def is_rotated(self, space: Space) -> bool:
+        """Whether every weight axis on this space is rotated."""
+        return bool(space.touches) and all(self.decided.is_rotated(t.fqn, t.axis, t.groups) for t in space.touches)
+
+    def status(self, space: Space) -> str:
+        """What becomes of a space, in words."""
+        if self.is_rotated(space):
+            return "rotated"
+        online = {t.fqn for t in space.readers} & self.decided.hadamards
+        return "online Hadamard in front of its readers" if online else "left alone"
+
+    def __str__(self) -> str:
+        rotated = sum(map(self.is_rotated, self.spaces))
+        head = (
+            f"{rotated} channel spaces rotated, {len(self.decided.hadamards)} online Hadamards; "
+            f"planned in {self.seconds:.1f} s"
+        )
+        passes = "\n".join(str(r) for r in self.records)
+        notes = "\n".join(f"note: {note}" for note in self.notes)
+        return "\n\n".join(filter(None, (head, passes, notes, spaces_text(self.spaces, self.status))))
+
+
+@torch.no_grad()
+def plan(model: nn.Module, config: QuantConfig, batch: Mapping[str, Any]) -> Planned:
+    """Record ``model`` on one batch and run the exact passes of ``config``; the model is not changed.
+
+    Args:
+        model: any model; its parameters may be on the meta device (``with torch.device("meta"): ...from_config(...)``).
+        config: a recipe, e.g. ``mmqc.recipes.rotate()``.
+        batch: keyword arguments of its forward.  For a model on the meta device ids, grids and masks are real tensors;
+            floats may be on any device.
+
+    Raises:
+        RecordError: the forward cannot be recorded.
+    """
+    start = time.perf_counter()
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        prog = record(model, {**batch, "use_cache": False} if takes_cache(model) else dict(batch))
+    finally:
+        for module, training in modes.items():
+            module.training = training
+    prog.unsure = unsure_weights(model, prog.called)
+    passes = exact_passes(config)
+    if any(p.is_meta for p in model.parameters()):
+        passes = tuple(p for p in passes if not isinstance(p, SuppressMagnitude))
+    spaces = _run(prog, passes)
+    seconds = time.perf_counter() - start
+    return Planned(spaces, prog.decided, tuple(prog.records), tuple(prog.notes), seconds)
+
+
+def _run(prog: Program, passes: tuple[Pass, ...]) -> tuple[Space, ...]:
+    """Run the passes; the spaces are those that the first of them finds that neither recognises nor folds."""
+    first = tuple(takewhile(lambda p: isinstance(p, FOLDS), passes))
+    run(prog, first, FACTS)
+    spaces = tuple(Spaces.of(prog))
+    order = {node: i for i, node in enumerate(prog.graph.nodes)}
+    run(prog, passes[len(first) :], FACTS)
+    return tuple(sorted(filter(_of_linears, spaces), key=lambda s: min(order[t.node] for t in s.touches)))
+
+
+def _of_linears(space: Space) -> bool:
+    """Whether a linear reads or writes the space; a convolution, an embedding or a parameter alone does not count."""
+    return any(kind(t.node) not in ("conv", "embedding", "get_attr") for t in space.touches)
