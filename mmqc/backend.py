@@ -18,6 +18,10 @@ from torch import fx
 from mmqc import compile_record, graph_content
 from mmqc.compile_options import CompileOptions
 from mmqc.compile_record import GraphRecord, collect_records
+from mmqc.front.front import after_trace, before_trace
+from mmqc.front.tables import keep_tables
+from mmqc.graph.tracing import Tracing, traced_place
+from mmqc.run_time import run_time_passes
 
 __all__ = ["GraphRecord", "backend", "collect_records"]
 
@@ -39,12 +43,15 @@ def backend(
         rewritten = quantize_graph(gm, example_inputs, session_for(request.config))
     if rewritten is not None:
         gm, example_inputs = rewritten.gm, rewritten.inputs
+    gm, at_run_time = run_time_passes(gm, example_inputs, request, text=compile_record.collecting())
     ops = graph_content.mmqc_ops(gm)
     n_ops = sum(1 for _ in graph_content.calls(gm))
     heavy = bool(ops) or graph_content.has_heavy_op(gm)
     how = "mmqc" if ops else "inductor" if heavy else "eager"
-    passes = rewritten.records if rewritten is not None else []
-    record = GraphRecord(0, n_ops, how=how, quantized=bool(ops), ops=ops, passes=passes)
+    passes = [*(rewritten.records if rewritten is not None else []), *at_run_time]
+    record = GraphRecord(0, n_ops, how=how, quantized=bool(ops), ops=ops, passes=passes, where=traced_place())
+    if ops:
+        keep_tables(gm)
     compiled = _lower(gm, example_inputs, request, record) if heavy else gm.forward
     compile_record.add(record)
     return compiled if rewritten is None else rewritten.wrap(compiled)
@@ -69,3 +76,7 @@ def _lower(
     compiled = inductor.compile_graph(gm, example_inputs, patches, observe if compile_record.collecting() else None)
     record.compile_seconds = time.perf_counter() - started
     return compiled
+
+
+# Dynamo imports this module when torch.compile() is called, before anything is traced.
+Tracing(backend, before_trace, after_trace).install()

@@ -1,8 +1,11 @@
 """What ``torch.compile(..., backend="mmqc", mode=..., options={...})`` may say.
 
-config       a QuantConfig, or its dict: the backend quantizes the graphs itself
-token_order  "sequence" or "auto"
-mode         as torch.compile's mode, for use together with other options (torch.compile takes one or the other)
+config           a QuantConfig, or its dict: the backend quantizes the graphs itself
+token_order      "sequence": rows stay where they are and each has the scale of its modality; "modality": all visual rows in
+                 front of all text; "auto": run_time.py says which
+attention_order  in modality order, how rows pass attention: "gather" (q, k, v go back to sequence order) or "unified" (the
+                 mask and the positions travel with the queries)
+mode             as torch.compile's mode, for use together with other options (torch.compile takes one or the other)
 anything in torch._inductor.config, dotted: passed through
 """
 
@@ -12,8 +15,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-TOKEN_ORDERS = ("auto", "sequence")
-OWN_KEYS = ("config", "mode", "token_order")
+CHOICES = {"token_order": ("auto", "sequence", "modality"), "attention_order": ("gather", "unified")}
+OWN_KEYS = ("attention_order", "config", "mode", "token_order")
 
 
 @dataclass(frozen=True)
@@ -23,6 +26,7 @@ class CompileOptions:
     mode: str | None = None
     config: Any = None
     token_order: str = "auto"
+    attention_order: str = "gather"
     inductor: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -30,18 +34,17 @@ class CompileOptions:
         """Split torch.compile's ``options``; Inductor's keys are checked later, by ``check_inductor_keys``."""
         given = dict(options or {})
         mode = given.pop("mode", None) or mode
-        order = given.pop("token_order", "auto")
-        if order == "modality":
-            raise ValueError('token_order = "modality" is not available yet; allowed: "sequence", "auto"')
-        if order not in TOKEN_ORDERS:
-            raise ValueError(f'token_order = {order!r} is unknown; allowed: "sequence", "auto"')
+        chosen = {key: given.pop(key, allowed[0]) for key, allowed in CHOICES.items()}
+        for key, value in chosen.items():
+            if value not in CHOICES[key]:
+                raise ValueError(f"{key} = {value!r} is unknown; allowed: {', '.join(map(repr, CHOICES[key]))}")
         config = given.pop("config", None)
         if isinstance(config, Mapping):
             from mmqc.config import QuantConfig
 
             config = QuantConfig.from_dict(dict(config))
         inductor = {key.replace("-", "_"): value for key, value in given.items()}
-        return cls(None if mode == "default" else mode, config, order, inductor)
+        return cls(None if mode == "default" else mode, config, **chosen, inductor=inductor)
 
     def check_inductor_keys(self, known: set[str]) -> None:
         """Raise on a key that neither mmqc nor Inductor knows."""

@@ -30,6 +30,7 @@ class GraphRecord:
         fallbacks: (op, reason) where the plain kernel could not be used.
         passes: records of the passes that rewrote the graph, where the backend quantized it.
         compile_seconds: time in Inductor.
+        where: the function that was traced, with its file and line.
     """
 
     index: int
@@ -41,10 +42,13 @@ class GraphRecord:
     fallbacks: list[tuple[str, str]] = field(default_factory=list)
     passes: list[Any] = field(default_factory=list)
     compile_seconds: float = 0.0
+    where: str = ""
 
     def __str__(self) -> str:
         ops = ", ".join(f"{n} {name}" for name, n in sorted(self.ops.items())) or "none"
         lines = [f"graph {self.index}: {self.n_ops} calls, {self.how}, {self.compile_seconds:.1f} s, mmqc ops: {ops}"]
+        if self.where:
+            lines.append(f"  of {self.where}")
         lines += [f"  {n:4d} x {name}" for name, n in Counter(self.kernels).items()]
         lines += [f"  fallback {op}: {reason}" for op, reason in self.fallbacks]
         return "\n".join(lines)

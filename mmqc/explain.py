@@ -12,7 +12,9 @@ import torch
 from torch import nn
 
 from .backend import GraphRecord, backend, collect_records
+from .front.front import Front, attached, detach
 from .graph.text import text_diff
+from .graph.tracing import collect_breaks
 
 LIMIT = 1 << 16
 
@@ -51,12 +53,14 @@ class Explanation:
     Attributes:
         graphs: one record per graph that Dynamo handed to the backend, in order.
         passes: what ``quantize_`` did to this model, then what the backend did to each graph.
-        breaks: reasons for graph breaks and how often.
+        breaks: reason and source line of each graph break, and how often.
+        prepared: what runs in front of the compiled region, and what could not be prepared.
     """
 
     graphs: list[GraphRecord] = field(default_factory=list)
     passes: list[PassNote] = field(default_factory=list)
     breaks: dict[str, int] = field(default_factory=dict)
+    prepared: list[str] = field(default_factory=list)
 
     @property
     def quantized_graphs(self) -> int:
@@ -80,7 +84,9 @@ class Explanation:
         parts = [head]
         if self.passes:
             parts.append("passes\n" + "\n".join(map(str, self.passes)))
-        parts.append("graphs\n" + "\n".join(str(g) for g in self.graphs if g.how != "eager"))
+        if self.prepared:
+            parts.append("in front of the compiled region\n" + "\n".join(f"  {note}" for note in self.prepared))
+        parts.append("graphs\n" + "\n".join(map(str, self.graphs)))
         fallbacks = "\n".join(f"  graph {i} {op}: {reason}" for i, op, reason in self.fallbacks) or "  none"
         parts.append(f"fallbacks\n{fallbacks}")
         if self.breaks:
@@ -102,21 +108,24 @@ def explain(model: nn.Module, inputs: Mapping[str, Any], *, options: Mapping[str
     """
     # A backend object of its own: Dynamo reuses code only for the same backend, so every graph is recorded now.
     fresh = functools.partial(backend, options=options)
-    counters = torch._dynamo.utils.counters
-    before = Counter(counters["graph_break"])
+    had_front = attached(model) is not None
+    front = Front.attach(model)
     implementation, model._compiled_call_impl = getattr(model, "_compiled_call_impl", None), None
     try:
         # every call here adds an entry to Dynamo's caches: past its limit it would run the model uncompiled
         with (
             collect_records() as graphs,
+            collect_breaks() as breaks,
             torch._dynamo.config.patch(recompile_limit=LIMIT, accumulated_recompile_limit=LIMIT),
         ):
             torch.compile(model, backend=fresh)(**inputs)
     finally:
         model._compiled_call_impl = implementation
-    breaks = Counter(counters["graph_break"]) - before
+        if not had_front:
+            detach(model)
     passes = [*_recorded(model), *(note for g in graphs for note in _notes(g))]
-    return Explanation(graphs, passes, {str(r).strip().splitlines()[0]: n for r, n in breaks.items()})
+    lines = Counter(f"{b.reason} at {b.where}" for b in breaks)
+    return Explanation(graphs, passes, dict(lines), front.notes)
 
 
 def _recorded(model: nn.Module) -> list[PassNote]:

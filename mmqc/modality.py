@@ -55,6 +55,9 @@ class ModalityContext:
     def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Forward pre-hook: find the mask of this call."""
         self.visual = None if self.text_only else self._find(module, args, kwargs)
+        # a decode step or a text prompt: the text scale alone, and a graph without a mask (a trace cannot look)
+        if self.visual is not None and not torch.compiler.is_compiling() and not self.visual.any():
+            self.visual = None
         self.running = True
 
     def end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:

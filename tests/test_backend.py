@@ -171,9 +171,9 @@ def test_backend__modes_and_options_are_accepted(arguments: dict[str, Any]) -> N
 
 
 @pytest.mark.parametrize(("options", "message"), [
-    ({"token_order": "modality"}, "not available yet"),
-    ({"token_order": "random"}, 'allowed: "sequence", "auto"'),
-    ({"no_such_key": 1}, r"unknown option 'no_such_key'.*valid keys: config, mode, token_order.*max_autotune"),
+    ({"attention_order": "other"}, "allowed: 'gather', 'unified'"),
+    ({"token_order": "random"}, "allowed: 'auto', 'sequence', 'modality'"),
+    ({"no_such_key": 1}, r"unknown option 'no_such_key'.*valid keys: attention_order, config, mode, token_order.*max_autotune"),
     ({"mode": "fastest"}, "mode = 'fastest' is unknown"),
 ])  # fmt: skip
 def test_backend__refuses_options(options: dict[str, Any], message: str) -> None:

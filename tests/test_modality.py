@@ -50,7 +50,7 @@ def test_modality_context__mask_from_token_types(model: Model) -> None:
 
 
 def test_modality_context__decode_step_ignores_token_types_of_the_prompt(model: Model) -> None:
-    assert not model(input_ids=torch.tensor([[5], [6]]), mm_token_type_ids=torch.ones(2, 9)).any()
+    assert model(input_ids=torch.tensor([[5], [6]]), mm_token_type_ids=torch.ones(2, 9)) is None  # text alone
 
 
 def test_modality_context__embeddings_alone_are_refused(model: Model) -> None:
@@ -65,8 +65,9 @@ def test_modality_context__embeddings_alone_are_refused(model: Model) -> None:
 def test_modality_context__rows_that_do_not_fit_are_refused(model: Model) -> None:
     context = model.decoder.context
     context.begin(model, (), {"input_ids": IDS})
+    assert torch.equal(context.rows(torch.zeros(8, 4)), VISUAL.reshape(-1))  # flattened tokens, as experts take them
     with pytest.raises(ValueError, match="does not fit the visual mask"):
-        context.rows(torch.zeros(8, 4))
+        context.rows(torch.zeros(9, 4))
 
 
 def test_modality_context__a_call_that_bypasses_the_model_is_refused(model: Model) -> None:

@@ -55,42 +55,56 @@ def from_dynamo(gm: fx.GraphModule, example_inputs: Sequence[Any], model: nn.Mod
     arguments: list[int] = []
     parameters: list[int] = []
     values: dict[fx.Node, Any] = {}
+    shared: dict[fx.Node, dict[fx.Node, fx.Node]] = {}
     examples = iter(enumerate(example_inputs))
     for node in gm.graph.nodes:
         if node.op == "placeholder":
             position, example = next(examples)
             names = named.get(id(example))
             if names:
-                name = _name_for(node, names)
-                weights[name] = example
-                new = graph.get_attr(name)
+                shared[node] = _by_user(graph, node, names)
+                weights.update((str(new.target), example) for new in shared[node].values())
                 parameters.append(position)
             else:
-                new = graph.placeholder(node.target)
+                values[node] = new = graph.placeholder(node.target)
+                new.meta.update(node.meta)
                 inputs.append(_plain(example))
                 arguments.append(position)
-            new.meta.update(node.meta)
-            values[node] = new
         elif node.op == "get_attr":
             name = str(node.target)
             weights[name] = _attribute(gm, name)
             values[node] = graph.get_attr(name)
         else:
-            values[node] = graph.node_copy(node, values.__getitem__)
+            values[node] = graph.node_copy(node, lambda n, user=node: shared[n][user] if n in shared else values[n])
     prog = Program(graph, weights, inputs, fragment=True)
     return Captured(prog, arguments, parameters)
 
 
-def _name_for(node: fx.Node, names: list[str]) -> str:
+def _by_user(graph: fx.Graph, parameter: fx.Node, names: list[str]) -> dict[fx.Node, fx.Node]:
+    """A ``get_attr`` for each user of a parameter, under the name that the user's module has for it.
+
+    A tied tensor is one argument of Dynamo's graph, but the embedding and the head are two weights to the passes.
+    """
+    made: dict[str, fx.Node] = {}
+    found = {}
+    for user in parameter.users:
+        name = _name_for(user, names)
+        if name not in made:
+            made[name] = graph.get_attr(name)
+            made[name].meta.update(parameter.meta)
+        found[user] = made[name]
+    return found
+
+
+def _name_for(user: fx.Node, names: list[str]) -> str:
     """A tensor that several modules share goes by the name of the one that uses it: a linear's, or an embedding's."""
-    for user in node.users:
-        stack = user.meta.get("nn_module_stack") or {}
-        for path, _ in reversed(list(stack.values())):
-            plain = re.sub(r"L\['self'\]\.?|_modules\['([^']*)'\]", r"\1", str(path)).strip(".")
-            for name in names:
-                owner = name.rpartition(".")[0]
-                if plain and (owner == plain or owner.endswith(f".{plain}") or plain.endswith(f".{owner}")):
-                    return name
+    stack = user.meta.get("nn_module_stack") or {}
+    for path, _ in reversed(list(stack.values()) if len(names) > 1 else []):
+        plain = re.sub(r"L\['self'\]\.?|_modules\['([^']*)'\]", r"\1", str(path)).strip(".")
+        for name in names:
+            owner = name.rpartition(".")[0]
+            if plain and (owner == plain or owner.endswith(f".{plain}") or plain.endswith(f".{owner}")):
+                return name
     return names[0]
 
 

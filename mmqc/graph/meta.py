@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 META = torch.device("meta")
+DEVICES = ("meta", "cuda", "xpu", "mps")
 SMALL = 1 << 12
 _INDEXED = ("__getitem__", "getitem", "__setitem__", "setitem")
 _CHOICES = ("topk", "argmax", "argsort", "sort", "multinomial")  # of experts, or of the next token
@@ -37,10 +38,9 @@ def call(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any
 
 
 def _keep_integers(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Run on the CPU; what is asked for on the meta device goes there only if it is a float."""
-    on_cpu = lambda v: torch.device("cpu") if _is_meta(v) else v  # noqa: E731
-    wants_meta = any(_is_meta(v) for v in (*args, *kwargs.values()))
-    if not wants_meta:
+    """Run on the CPU; what is asked for on another device loses its value if it is a float."""
+    on_cpu = lambda v: torch.device("cpu") if _is_elsewhere(v) else v  # noqa: E731
+    if not any(_is_elsewhere(v) for v in (*args, *kwargs.values())):
         return func(*args, **kwargs)
     result = func(*map(on_cpu, args), **{k: on_cpu(v) for k, v in kwargs.items()})
     floats = isinstance(result, Tensor) and result.is_floating_point()
@@ -55,8 +55,10 @@ def _choose(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, 
     return pytree.tree_map_only(Tensor, floats_away, func(*args, **kwargs))
 
 
-def _is_meta(value: Any) -> bool:
-    return value == "meta" if isinstance(value, str) else isinstance(value, torch.device) and value.type == "meta"
+def _is_elsewhere(value: Any) -> bool:
+    if isinstance(value, str):
+        return value.partition(":")[0] in DEVICES
+    return isinstance(value, torch.device) and value.type != "cpu"
 
 
 def _on_meta(tensor: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch._C._functorch import is_batchedtensor  # type: ignore[import-not-found]
 from torch.fx.node import map_aggregate
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
@@ -137,7 +138,7 @@ class Recorder(TorchFunctionMode):
             return result
         node = self.call(func, args, kwargs)
         node.meta["module"] = self.modules[-1] if self.modules else ""
-        if not any(torch._C._functorch.is_batchedtensor(t) for t in (*operands, *outputs)):  # inside a vmap
+        if not any(is_batchedtensor(t) for t in (*operands, *outputs)):  # inside a vmap
             memory = {a.untyped_storage()._cdata for a in operands}
             node.meta["view"] = any(o.untyped_storage()._cdata in memory for o in outputs)
             if not writes:

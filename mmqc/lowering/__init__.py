@@ -9,9 +9,23 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from mmqc.lowering import hadamard, quantize, rotate, scaled_matmul, tag_modality, weight_only_matmul
+from mmqc.lowering import (
+    causal_mask,
+    gather_rows,
+    gather_tokens,
+    hadamard,
+    modality_order,
+    quantize,
+    rotate,
+    scaled_matmul,
+    tag_modality,
+    weight_only_matmul,
+)
 
-__all__ = ["fallbacks", "hadamard", "quantize", "rotate", "scaled_matmul", "tag_modality", "weight_only_matmul"]
+__all__ = [
+    "causal_mask", "fallbacks", "gather_rows", "gather_tokens", "hadamard", "modality_order", "quantize", "rotate",
+    "scaled_matmul", "tag_modality", "weight_only_matmul",
+]  # fmt: skip
 
 WHY_NOT = {torch.ops.mmqc.scaled_matmul.default: scaled_matmul.why_not}
 

@@ -4,6 +4,20 @@ Importing this package defines the ops.  Each file holds one op: its formula, it
 runs in eager mode) and its fake kernel.  Passes name ops, lowerings and kernels implement them.
 """
 
-from mmqc.ops import hadamard, quantize, rotate, scaled_matmul, tag_modality, weight_only_matmul
+from mmqc.ops import (
+    causal_mask,
+    gather_rows,
+    gather_tokens,
+    hadamard,
+    modality_order,
+    quantize,
+    rotate,
+    scaled_matmul,
+    tag_modality,
+    weight_only_matmul,
+)
 
-__all__ = ["hadamard", "quantize", "rotate", "scaled_matmul", "tag_modality", "weight_only_matmul"]
+__all__ = [
+    "causal_mask", "gather_rows", "gather_tokens", "hadamard", "modality_order", "quantize", "rotate", "scaled_matmul",
+    "tag_modality", "weight_only_matmul",
+]  # fmt: skip

@@ -114,7 +114,9 @@ class FuseRotation:
         factors, signs = random_hadamard(width, self.seed)
         for touch in (t for space in site.spaces for t in space.touches):
             prog.decided.rotate(touch.fqn, touch.axis, touch.groups)
-            prog.derive(touch.fqn, f"rotated {touch.role} axis {touch.axis}", touch.apply(_Rotate(factors, signs)), touch.axis)
+            prog.derive(
+                touch.fqn, f"rotated {touch.role} axis {touch.axis}", touch.apply(_Rotate(factors, signs)), touch.axis
+            )
             bias = bias_of(prog, touch.node) if touch.role == "writer" and touch.axis == 0 else ""
             if bias:
                 prog.derive(

@@ -1,0 +1,9 @@
+"""What runs in front of the compiled region, so that the region is one graph.
+
+    call ─► Front.begin (eager): metadata from integer inputs ─► one Dynamo graph ─► Front.end
+
+``observe``   one eager forward: which functions read values out of integer tensors, and from which inputs
+``handover``  those functions run in front; inside the traced region their results are read instead
+``attention`` one variable-length attention call in place of a split by sequence lengths
+``front``     the hooks of one model, what was found for each kind of call, and the record of it
+"""

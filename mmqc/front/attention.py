@@ -1,0 +1,145 @@
+"""One variable-length attention call for a packed sequence, in place of one call per image.
+
+    y_i = softmax(s q_i Kᵀ + m_i) V,   m_ij = 0 if segment(i) = segment(j), else −∞
+
+Shapes:  query [1, H, T, D]   key, value [1, H_kv, T, D]   cu_seq_lens int [n + 1], from 0 to T   y [1, T, H, D]
+Why:     vision towers split q, k and v by lengths that are values of a tensor, which ends a graph in every block.  For an
+         attention function whose name contains "flash" they make one call with ``cu_seq_lens_q`` instead.
+How:     one op, opaque to the trace, which attends sequence by sequence as the tower would have done, to the bit; on CUDA in half
+         precision it is torch's variable-length kernel.  With gradients a mask of T x T does it, which torch can differentiate.
+         The op is called what torch calls attention: the passes know by that what it does with channels and tokens.
+"""
+
+from __future__ import annotations
+
+import sys
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+NAME = "mmqc_flash_varlen"
+HALF = (torch.float16, torch.bfloat16)
+
+
+class Uses:
+    """Calls of the function while somebody counts: with sequence lengths, and without."""
+
+    packed = 0
+    other = 0
+
+    @classmethod
+    def reset(cls) -> None:
+        """Start counting."""
+        cls.packed = cls.other = 0
+
+
+def segments(cu_seq_lens: Tensor, length: int) -> Tensor:
+    """The segment [T] that each position belongs to; without reading a value."""
+    positions = torch.arange(length, device=cu_seq_lens.device, dtype=cu_seq_lens.dtype)
+    return torch.searchsorted(cu_seq_lens, positions, right=True)
+
+
+def varlen_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The attention interface of transformers: [1, H, T, D] in, [1, T, H, D] out."""
+    if not torch.compiler.is_dynamo_compiling():
+        Uses.packed += cu_seq_lens_q is not None
+        Uses.other += cu_seq_lens_q is None
+    causal = bool(getattr(module, "is_causal", False) if is_causal is None else is_causal)
+    ends_q = cu_seq_lens_q
+    ends_k = ends_q if cu_seq_lens_k is None else cu_seq_lens_k
+    if ends_q is None or ends_k is None or dropout or (torch.is_grad_enabled() and query.requires_grad):
+        y = _masked(query, key, value, attention_mask, ends_q, ends_k, scaling, dropout, causal)
+    else:
+        longest = kwargs.get("max_length_q")  # perhaps a symbol: nothing may be decided on it
+        longest = query.shape[2] if longest is None else longest
+        y = torch.ops.mmqc_front.scaled_dot_product_attention(
+            query, key, value, ends_q, ends_k, scaling, causal, longest
+        )
+    return y.transpose(1, 2).contiguous(), None
+
+
+def _masked(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, ends_q: Tensor | None, ends_k: Tensor | None,
+    scale: float | None, dropout: float, causal: bool,
+) -> Tensor:  # fmt: skip
+    if ends_q is not None and ends_k is not None:
+        mask = segments(ends_q, q.shape[2])[:, None] == segments(ends_k, k.shape[2])[None, :]
+        mask = mask & torch.ones_like(mask).tril() if causal else mask
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal and mask is None, scale=scale,
+        enable_gqa=q.shape[1] != k.shape[1],
+    )  # fmt: skip
+
+
+def reference(
+    q: Tensor, k: Tensor, v: Tensor, ends_q: Tensor, ends_k: Tensor, scale: float | None, causal: bool, longest: int
+) -> Tensor:
+    """The op, eagerly: [1, H, T, D] in and out."""
+    if q.shape[1] != k.shape[1]:
+        k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
+    if q.is_cuda and q.dtype in HALF and q.shape[-1] <= 256:
+        return _kernel(q, k, v, ends_q, ends_k, scale, causal, longest)
+    y = q.new_zeros((*q.shape[:-1], v.shape[-1]))
+    edges_q, edges_k = ends_q.tolist(), ends_k.tolist()
+    for (a, b), (c, d) in zip(pairwise(edges_q), pairwise(edges_k), strict=True):
+        y[:, :, a:b] = F.scaled_dot_product_attention(
+            q[:, :, a:b], k[:, :, c:d], v[:, :, c:d], is_causal=causal, scale=scale
+        )
+    return y
+
+
+def _kernel(
+    q: Tensor, k: Tensor, v: Tensor, ends_q: Tensor, ends_k: Tensor, scale: float | None, causal: bool, longest: int
+) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    q_t, k_t, v_t = (t.transpose(1, 2).squeeze(0).contiguous() for t in (q, k, v))
+    window = (-1, 0) if causal else (-1, -1)
+    ends_q, ends_k = ends_q.to(torch.int32), ends_k.to(torch.int32)
+    y = varlen_attn(q_t, k_t, v_t, ends_q, ends_k, longest, max(longest, 1), scale=scale, window_size=window)
+    assert isinstance(y, Tensor)
+    return y.unsqueeze(0).transpose(1, 2).contiguous()
+
+
+def _fake(
+    q: Tensor, k: Tensor, v: Tensor, ends_q: Tensor, ends_k: Tensor, scale: float | None, causal: bool, longest: int
+) -> Tensor:
+    del k, ends_q, ends_k, scale, causal, longest
+    return q.new_empty((*q.shape[:-1], v.shape[-1]))
+
+
+OP = "mmqc_front::scaled_dot_product_attention"
+SCHEMA = (
+    "(Tensor query, Tensor key, Tensor value, Tensor ends_q, Tensor ends_k, float? scale, bool is_causal, "
+    "SymInt longest) -> Tensor"
+)
+torch.library.define(OP, SCHEMA, tags=torch.Tag.pt2_compliant_tag)
+torch.library.impl(OP, "CompositeExplicitAutograd", reference)
+torch.library.register_fake(OP, _fake)
+
+
+def register() -> bool:
+    """Make the function known to transformers, if that is imported; a model of transformers is then possible at all."""
+    if "transformers.modeling_utils" not in sys.modules:
+        return False
+    from transformers import AttentionInterface
+
+    if NAME not in AttentionInterface._global_mapping:
+        AttentionInterface.register(NAME, varlen_attention)
+    return True

@@ -1,0 +1,264 @@
+"""Find out, by a few eager forwards, what has to run in front of a model's forward; each piece is kept only if it is exact.
+
+1. observe the forward as the trace will see it
+2. towers that split their attention by values: one variable-length call, kept if the output stays the same
+3. functions of integer inputs: their results are handed over, kept if the output stays the same
+4. methods that still read numbers out of an input: the numbers are handed over, kept if the output stays the same
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mmqc.graph.tracing import as_traced
+
+from . import attention
+from .handover import ArgumentSite, Installed, Site, compute, place_of, value_sites
+from .observe import Call, Observation, Read, is_metadata, observe, tensors_in
+
+CHECKS = frozenset(("torch_compilable_check",))  # transformers' placeholder check: it traces as an assertion
+EXACT = {torch.float64: 1e-9, torch.float32: 1e-4}
+ROUNDED = 3e-2  # of half precision: another order of the same sums
+
+
+@dataclass
+class Plan:
+    """What runs in front of one kind of call.
+
+    Attributes:
+        sites: functions whose results, and methods whose arguments, are handed over.
+        configs: of towers that make one variable-length attention call.
+        capture: whether what is left can be traced with symbolic values.
+        notes: for the record: what is prepared, what was tried and dropped, what is left.
+    """
+
+    sites: list[Site] = field(default_factory=list)
+    configs: list[Any] = field(default_factory=list)
+    capture: bool = False
+    notes: list[str] = field(default_factory=list)
+
+
+class Finder:
+    """One search, for one model and one batch."""
+
+    def __init__(self, number: int, model: nn.Module, inputs: Mapping[str, Any]) -> None:
+        self.number, self.model, self.inputs = number, model, dict(inputs)
+        self.names = {id(v): k for k, v in self.inputs.items() if isinstance(v, Tensor) and not v.is_floating_point()}
+        self.plan = Plan()
+        self.expected: list[Tensor] = []
+
+    def find(self) -> Plan:
+        """Run the four steps."""
+        seen = self.observed()
+        self.expected = list(floats(seen.output))
+        seen = self.pack_attention(seen)
+        self.hand_over_results(seen)
+        left = self.hand_over_arguments(self.left(seen))
+        self.plan.capture = True
+        self.plan.notes += sorted({f"left to the trace: {read}" for read in left})
+        return self.plan
+
+    # --- running the forward ------------------------------------------------------------------------------------------
+
+    def forward(self) -> Any:
+        """The forward, without a trace on the caller's cache or random state."""
+        inputs = {k: v if isinstance(v, Tensor) else _private(v) for k, v in self.inputs.items()}
+        with torch.no_grad(), torch.random.fork_rng(enabled=self.model.training):
+            return self.model.forward(**inputs)
+
+    def observed(self) -> Observation:
+        """The forward with every read."""
+        with as_traced():
+            return observe(self.forward, CHECKS)
+
+    def exact(self, sites: list[Site]) -> str:
+        """Why these sites cannot be used; empty if the output stays the same."""
+        installed = Installed(self.number, sites)
+        try:
+            compute(self.number, sites, self.inputs)
+            installed.put()
+            with as_traced():
+                got = list(floats(self.forward()))
+        except Exception as error:
+            return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+        finally:
+            installed.remove()
+        return difference(got, self.expected)
+
+    # --- the steps ----------------------------------------------------------------------------------------------------
+
+    def pack_attention(self, seen: Observation) -> Observation:
+        """Set the variable-length attention where a tower takes it; the observation with it."""
+        configs = _tower_configs(self.left(seen))
+        if not configs or not attention.register():
+            return seen
+        before = [c._attn_implementation for c in configs]
+        attention.Uses.reset()
+        try:
+            for config in configs:
+                config._attn_implementation = attention.NAME
+            packed = self.observed()
+            reason = difference(list(floats(packed.output)), self.expected)
+            if attention.Uses.other or not attention.Uses.packed:
+                reason = "the tower calls it without sequence lengths"
+        except Exception as error:
+            packed, reason = seen, f"{type(error).__name__}: {error}"
+        finally:
+            for config, name in zip(configs, before, strict=True):
+                config._attn_implementation = name
+        where = ", ".join(type(c).__name__ for c in configs)
+        if reason:
+            self.plan.notes.append(f"not prepared: variable-length attention for {where}: {reason}")
+            return seen
+        self.plan.configs = configs
+        self.plan.notes.append(f"one variable-length attention call per block: {where}")
+        return packed
+
+    def left(self, seen: Observation) -> list[Read]:
+        """Reads that no metadata call covers."""
+        return [r for r in seen.reads if not self.covering(r)]
+
+    def covering(self, read: Read) -> list[Call]:
+        """The metadata calls around a read, innermost first; none that computes activations: those belong to the graph."""
+        around = read.call.around() if read.call is not None else ()
+        return [c for c in around if is_metadata(c, self.names) and not _activates(c)]
+
+    def hand_over_results(self, seen: Observation) -> None:
+        """Value sites, those that are not exact left out."""
+        outermost: dict[int, Call] = {}
+        for read in seen.reads:
+            covering = [c for c in self.covering(read) if place_of(c) is not None]
+            if covering:
+                outermost[id(covering[-1])] = covering[-1]
+        order = {id(c): i for i, c in enumerate(seen.calls)}
+        sites = value_sites(sorted(outermost.values(), key=lambda c: order[id(c)]), self.names)
+        with self.packed():
+            if not sites:
+                return
+            reason = self.exact([*sites])
+            for site in sites:
+                if reason and (why := self.exact([site])):
+                    self.plan.notes.append(f"not prepared: {site}: {why}")
+                else:
+                    self.plan.sites.append(site)
+                    self.plan.notes.append(f"computed in front: {site}")
+
+    def hand_over_arguments(self, left: list[Read]) -> list[Read]:
+        """Argument sites for the reads that are left; what is left after them."""
+        done: set[tuple[int, str]] = set()
+        for read in [r for r in left if r.scalar]:
+            for call, argument, source in self.readers_of_inputs(read):
+                place = (id(call.owner), call.code.co_name)
+                if place in done:
+                    break
+                if self.adopt(call, argument, source):
+                    done.add(place)
+                    break
+        return [
+            r for r in left
+            if r.call is None or not any((id(c.owner), c.code.co_name) in done for c in r.call.around())
+        ]  # fmt: skip
+
+    def readers_of_inputs(self, read: Read) -> Iterable[tuple[Call, str, str]]:
+        """Methods around a read that were given an integer matrix input, innermost first."""
+        for call in read.call.around() if read.call is not None else ():
+            if call.owner is None or call.owner is self.model or place_of(call) is None:
+                continue
+            for argument, value in call.arguments.items():
+                if isinstance(value, Tensor) and id(value) in self.names and value.dim() == 2 and value.shape[1] <= 4:
+                    yield call, argument, self.names[id(value)]
+
+    def adopt(self, call: Call, argument: str, source: str) -> bool:
+        """Keep the first form of the argument that leaves the output the same."""
+        owner, function = place_of(call)  # type: ignore[misc]
+        assert isinstance(owner, nn.Module)
+        plain = getattr(function, "__func__", function)
+        width = self.inputs[source].shape[1]
+        for form, columns in (("one row", range(width)), ("list", (0,))):
+            # only the total matters, if it may stand in any column
+            sites = [ArgumentSite(owner, call.code.co_name, plain, argument, source, form, c) for c in columns]
+            with self.packed():
+                if not any(self.exact([*self.plan.sites, site]) for site in sites):
+                    self.plan.sites.append(sites[0])
+                    self.plan.notes.append(f"computed in front: {sites[0]}")
+                    return True
+        return False
+
+    def packed(self) -> Packed:
+        """The towers' attention as the plan has it."""
+        return Packed(self.plan.configs)
+
+
+class Packed:
+    """Sets the variable-length attention on configs, and puts back what they had."""
+
+    def __init__(self, configs: list[Any]) -> None:
+        self.configs = configs
+        self.before: list[Any] = []
+
+    def __enter__(self) -> Packed:
+        if not self.before:
+            self.before = [c._attn_implementation for c in self.configs]
+            for config in self.configs:
+                config._attn_implementation = attention.NAME
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for config, name in zip(self.configs, self.before, strict=False):
+            config._attn_implementation = name
+        self.before = []
+
+
+def floats(value: Any) -> Iterable[Tensor]:
+    """Floating-point tensors of an output, caches included."""
+    return (t for t in tensors_in(value) if t.is_floating_point())
+
+
+def difference(got: list[Tensor], expected: list[Tensor]) -> str:
+    """In words, how two outputs differ; empty if they do not."""
+    if [t.shape for t in got] != [t.shape for t in expected]:
+        return "the output has other shapes"
+    for a, b in zip(got, expected, strict=True):
+        finite = torch.isfinite(b)
+        a, b = a[finite].double(), b[finite].double()
+        if (a - b).norm() > EXACT.get(expected[0].dtype, ROUNDED) * b.norm():
+            return f"the output differs by {float((a - b).norm() / b.norm()):.1e}"
+    return ""
+
+
+def _tower_configs(reads: list[Read]) -> list[Any]:
+    """Configs of the modules that read lengths around an attention call."""
+    found: dict[int, Any] = {}
+    for read in reads:
+        for call in read.call.around() if read.call is not None and read.op == "tolist" else ():
+            if call.owner is not None:
+                config = getattr(call.owner, "config", None)
+                if hasattr(config, "_attn_implementation") and _is_packed(call):
+                    found[id(config)] = config
+                break
+    return list(found.values())
+
+
+def _is_packed(call: Call) -> bool:
+    """Whether the call was given the ends of the sequences packed in one of its activations: 0 = e_0 <= ... <= e_n = T."""
+    given = [v for v in call.arguments.values() if isinstance(v, Tensor)]
+    lengths = {size for t in given if t.is_floating_point() for size in t.shape}
+    ends = [t for t in given if t.dim() == 1 and len(t) > 1 and not t.is_floating_point() and t.dtype != torch.bool]
+    return any(int(t[0]) == 0 and bool((t.diff() >= 0).all()) and int(t[-1]) in lengths for t in ends)
+
+
+def _activates(call: Call) -> bool:
+    """Whether floating-point tensors come out of a module that has weights: an embedding of the token ids, say."""
+    owner = call.owner
+    return owner is not None and any(True for _ in owner.parameters()) and any(True for _ in floats(call.returned))
+
+
+def _private(value: Any) -> Any:
+    """A cache is written to: a copy of it."""
+    return copy.deepcopy(value) if hasattr(value, "get_seq_length") else value

@@ -1,0 +1,186 @@
+"""The hooks of one compiled model: what ``find`` found runs in front of every call of the same kind.
+
+Attached to the outermost model when its first frame is about to be traced, so that nothing is asked of the user and a model
+that is never compiled is never touched.  Between ``begin`` and ``end`` readers stand in for the functions whose results are
+handed over; outside a call the model is as it was.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mmqc.graph.tracing import Frame, run_eagerly, varying
+from mmqc.modality import ModalityContext
+
+from .find import Finder, Packed, Plan
+from .handover import RUNNING, Installed, compute, numbers
+
+# Its hooks run in front of the graph, too: compiled, they would be graphs of their own.
+run_eagerly(f for f in vars(ModalityContext).values() if isinstance(f, FunctionType))
+
+Kind = tuple[tuple[str, int], ...]
+
+
+class Front:
+    """What runs in front of one model.
+
+    Attributes:
+        plans: by kind of call: names and ranks of its tensors.
+        capture: whether Dynamo may trace values and data-dependent sizes as symbols in the call in progress.
+    """
+
+    def __init__(self) -> None:
+        self.number = next(numbers)
+        self.plans: dict[Kind, Plan] = {}
+        self.installed: dict[Kind, Installed] = {}
+        self.active: tuple[Packed, Installed] | None = None
+        self.hooked = False
+        self.capture = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Front:
+        # plans hold modules of the original
+        return Front()
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return Front, ()
+
+    def __del__(self) -> None:
+        RUNNING.pop(self.number, None)
+
+    @classmethod
+    def attach(cls, model: nn.Module) -> Front:
+        """The front of ``model``, made and hooked to it if it has none."""
+        front = attached(model)
+        if front is None:
+            front = cls()
+            begin, end = getattr(front, "begin"), getattr(front, "end")  # noqa: B009  (a disabled function, to a type checker)
+            model.register_forward_pre_hook(begin, with_kwargs=True)
+            model.register_forward_hook(end, always_call=True)
+        return front
+
+    @torch.compiler.disable
+    def begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Forward pre-hook."""
+        self.hooked = True
+        self.prepare(model, bound(model, args, kwargs))
+
+    @torch.compiler.disable
+    def end(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """Forward hook: put everything back."""
+        del model, args, output
+        self.hooked = False
+        self.clear()
+
+    def prepare(self, model: nn.Module, inputs: Mapping[str, Any]) -> None:
+        """Compute what this call needs, and put the readers in."""
+        self.clear()
+        kind = kind_of(inputs)
+        if not brings_features(inputs):
+            return
+        if kind not in self.plans:
+            plan = self.plans[kind] = Finder(self.number, model, inputs).find()
+            self.installed[kind] = Installed(self.number, plan.sites)
+        plan = self.plans[kind]
+        self.capture = plan.capture
+        if not plan.sites and not plan.configs:
+            return
+        with torch.no_grad(), Packed(plan.configs):
+            compute(self.number, plan.sites, inputs)
+        handed = RUNNING[self.number]
+        handed.values, handed.arguments = varying(handed.values), varying(handed.arguments)
+        self.active = (Packed(plan.configs), self.installed[kind])
+        self.active[0].__enter__()
+        self.active[1].put()
+
+    def clear(self) -> None:
+        """The model as it was."""
+        if self.active is not None:
+            packed, installed = self.active
+            installed.remove()
+            packed.__exit__()
+            self.active = None
+
+    def refuse(self, reason: str) -> None:
+        """Dynamo could not trace with symbolic values: it will not be asked again."""
+        for plan in self.plans.values():
+            if plan.capture:
+                plan.capture = False
+                plan.notes.append(f"not traced as one graph: {reason}")
+        self.capture = False
+
+    @property
+    def notes(self) -> list[str]:
+        """The record: what is prepared, and what is not."""
+        return list(dict.fromkeys(note for plan in self.plans.values() for note in plan.notes))
+
+
+def detach(model: nn.Module) -> None:
+    """Remove the front from ``model``."""
+    for hooks in (model._forward_pre_hooks, model._forward_hooks):
+        for key, hook in list(hooks.items()):
+            if isinstance(getattr(hook, "__self__", None), Front):
+                del hooks[key]
+                model._forward_pre_hooks_with_kwargs.pop(key, None)
+                model._forward_hooks_always_called.pop(key, None)
+
+
+def before_trace(frame: Frame) -> tuple[bool, bool]:
+    """A frame of a model is about to be traced; at its first call, the front is made here.
+
+    Returns:
+        Whether values may be symbols, and whether sizes that happen to be equal may differ in the next call.
+    """
+    front = Front.attach(frame.model)
+    if not front.hooked:  # attached during this call, or called under torch.compiler.disable
+        front.prepare(frame.model, bound(frame.model, *frame.arguments))
+    return front.capture, front.active is not None
+
+
+def after_trace(model: nn.Module, failed: str) -> None:
+    """The trace is done: ``failed`` says why it had to do without symbols."""
+    front = attached(model)
+    if front is not None:
+        if failed:
+            front.refuse(failed)
+        if not front.hooked:
+            front.clear()
+
+
+def attached(model: nn.Module) -> Front | None:
+    """The front whose hooks ``model`` carries, if any."""
+    for hook in model._forward_pre_hooks.values():
+        owner = getattr(hook, "__self__", None)
+        if isinstance(owner, Front):
+            return owner
+    return None
+
+
+def bound(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by name."""
+    if not args:
+        return dict(kwargs)
+    signature = inspect.signature(model.forward)
+    given = signature.bind_partial(*args, **kwargs).arguments
+    for name, p in signature.parameters.items():
+        if p.kind is p.VAR_KEYWORD:
+            given.update(given.pop(name, {}))
+    return dict(given)
+
+
+def kind_of(inputs: Mapping[str, Any]) -> Kind:
+    """What two calls must share to be prepared alike."""
+    return tuple(sorted((name, v.dim()) for name, v in inputs.items() if isinstance(v, Tensor)))
+
+
+def brings_features(inputs: Mapping[str, Any]) -> bool:
+    """Whether the call has a floating-point input besides embeddings: only features come with metadata."""
+    return any(
+        isinstance(v, Tensor) and v.is_floating_point() and v.dim() > 1 and not name.endswith(("inputs_embeds", "mask"))
+        for name, v in inputs.items()
+    )

@@ -1,0 +1,255 @@
+"""Hand results over from the eager front to the traced region: a function is replaced by a reader of what it returned.
+
+    in front    values[site] = [f(*args) for each recorded call]          args: inputs of this call, by name
+    traced      f(...)  ->  values[site][k],   k = how often the site was reached in this call
+
+A reader is in place only while a prepared model runs, and outside a traced region it calls the function that it stands for.
+What readers read is in a global table, by the number of the front: Dynamo would take a number that it reaches through a module
+for a constant and compile anew for each.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import types
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .observe import Call, Input
+
+Owner = nn.Module | dict[str, Any]
+numbers = itertools.count()
+
+
+@dataclass
+class Handed:
+    """The results for one call of the model, per site and in order, and how many were read."""
+
+    values: list[list[Any]] = field(default_factory=list)
+    taken: list[int] = field(default_factory=list)
+    arguments: list[Any] = field(default_factory=list)
+
+
+RUNNING: dict[int, Handed] = {}
+
+
+@dataclass
+class ValueSite:
+    """A function whose results are handed over, and the arguments of its calls."""
+
+    owner: Owner
+    name: str
+    function: Callable[..., Any]
+    calls: list[dict[str, Any]]
+
+    def compute(self, inputs: Mapping[str, Any]) -> list[Any]:
+        """The results for these inputs."""
+        return [_apply(self.function, _filled(call, inputs)) for call in self.calls]
+
+    def reader(self, number: int, index: int) -> Any:
+        """What stands in the function's place."""
+        function = self.function
+
+        def read(*args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():
+                handed = RUNNING[number]
+                k = handed.taken[index]
+                if k < len(handed.values[index]):
+                    handed.taken[index] = k + 1
+                    return handed.values[index][k]
+            return function(*args, **kwargs)
+
+        return read
+
+    def __str__(self) -> str:
+        names = sorted({leaf.name for call in self.calls for leaf in _leaves(call)})
+        return f"{self.name}({', '.join(names)})"
+
+
+@dataclass
+class ArgumentSite:
+    """A method that gets another form of one of the inputs: Python numbers, or one row in place of many.
+
+    Forms:
+        list     the tensor as nested lists: what the method reads are numbers that Dynamo knows, and may vary
+        one row  [[1, ..., sum of the rows' products, ..., 1]]: for methods to which only the total matters
+    """
+
+    owner: nn.Module
+    name: str
+    function: Callable[..., Any]
+    argument: str
+    source: str
+    form: str
+    column: int = -1
+
+    def compute(self, inputs: Mapping[str, Any]) -> Any:
+        """The argument for these inputs."""
+        tensor = inputs[self.source]
+        if self.form == "list":
+            return tensor.tolist()
+        row = torch.ones_like(tensor[:1])
+        row[0, self.column] = tensor.prod(-1).sum()
+        return row
+
+    def reader(self, number: int, index: int) -> Any:
+        """What stands in the method's place."""
+        function, argument = self.function, self.argument
+        position = list(inspect.signature(function).parameters).index(argument)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():
+                handed = RUNNING[number].arguments[index]
+                if argument in kwargs or position >= len(args):
+                    kwargs = {**kwargs, argument: handed}
+                else:
+                    args = (*args[:position], handed, *args[position + 1 :])
+            return function(*args, **kwargs)
+
+        return types.MethodType(call, self.owner)
+
+    def __str__(self) -> str:
+        return f"{self.name}({self.source} as {self.form})"
+
+
+Site = ValueSite | ArgumentSite
+
+
+def compute(number: int, sites: list[Site], inputs: Mapping[str, Any]) -> None:
+    """Fill the table for one call."""
+    handed = Handed()
+    for site in sites:
+        value = site.compute(inputs)
+        handed.values.append(value if isinstance(site, ValueSite) else [])
+        handed.arguments.append(None if isinstance(site, ValueSite) else value)
+        handed.taken.append(0)
+    RUNNING[number] = handed
+
+
+class Installed:
+    """Readers in their places; ``remove`` puts back what was there."""
+
+    def __init__(self, number: int, sites: list[Site]) -> None:
+        self.undo: list[tuple[dict[str, Any], str, Any, bool]] = []
+        self.places = []
+        for index, site in enumerate(sites):
+            reader: Any = site.reader(number, index)
+            function: Any = reader.__func__ if isinstance(reader, types.MethodType) else reader
+            function.mmqc_stands_for = site.function
+            self.places.append((site.owner if isinstance(site.owner, dict) else site.owner.__dict__, site.name, reader))
+
+    def put(self) -> None:
+        """Put the readers in."""
+        if self.undo:
+            return
+        for place, name, reader in self.places:
+            self.undo.append((place, name, plain(place[name]) if name in place else None, name in place))
+            place[name] = reader
+
+    def remove(self) -> None:
+        """Take them out again."""
+        for place, name, before, present in reversed(self.undo):
+            if present:
+                place[name] = before
+            else:
+                place.pop(name, None)
+        self.undo.clear()
+
+
+def plain(function: Any) -> Any:
+    """The function that a reader stands for, or the function itself."""
+    return getattr(function, "mmqc_stands_for", function)
+
+
+def value_sites(calls: list[Call], names: Mapping[int, str]) -> list[ValueSite]:
+    """One site for each function among ``calls`` that can be replaced where it is looked up."""
+    found: dict[tuple[int, str], ValueSite] = {}
+    for call in calls:
+        place = place_of(call)
+        if place is None:
+            continue
+        owner, function = place
+        site = found.setdefault((id(owner), call.code.co_name), ValueSite(owner, call.code.co_name, function, []))
+        site.calls.append(_recipe({k: v for k, v in call.arguments.items() if k != "self"}, names))
+    return list(found.values())
+
+
+def place_of(call: Call) -> tuple[Owner, Callable[..., Any]] | None:
+    """Where a function is looked up by name, as an attribute of a module or a global of its caller, and what is there."""
+    name, owner = call.code.co_name, call.owner
+    if owner is not None:
+        function = getattr(owner, name, None)
+        if function is None or call.code not in _codes(function):
+            return None
+        if name in owner.__dict__:
+            return owner, plain(function)
+        return owner, getattr(type(owner), name) if not isinstance(function, types.MethodType) else function
+    caller = call.caller
+    for _ in range(3):  # a comprehension, a decorator
+        if caller is None:
+            return None
+        function = caller.f_globals.get(name)
+        if callable(function) and call.code in _codes(plain(function)):
+            return caller.f_globals, plain(function)
+        caller = caller.f_back
+    return None
+
+
+def _codes(function: Any) -> set[Any]:
+    found = set()
+    while function is not None:
+        function = getattr(function, "__func__", function)
+        found.add(getattr(function, "__code__", None))
+        function = getattr(function, "__wrapped__", None)
+    return found
+
+
+def _recipe(value: Any, names: Mapping[int, str]) -> Any:
+    if isinstance(value, Tensor):
+        return Input(names[id(value)])
+    if type(value) is dict:
+        return {k: _recipe(v, names) for k, v in value.items()}
+    if type(value) in (tuple, list):
+        return type(value)(_recipe(v, names) for v in value)
+    return value
+
+
+def _filled(recipe: Any, inputs: Mapping[str, Any]) -> Any:
+    if isinstance(recipe, Input):
+        return inputs[recipe.name]
+    if type(recipe) is dict:
+        return {k: _filled(v, inputs) for k, v in recipe.items()}
+    if type(recipe) in (tuple, list):
+        return type(recipe)(_filled(v, inputs) for v in recipe)
+    return recipe
+
+
+def _leaves(recipe: Any) -> Iterator[Input]:
+    if isinstance(recipe, Input):
+        yield recipe
+    elif isinstance(recipe, (dict, tuple, list)):
+        for item in recipe.values() if isinstance(recipe, dict) else recipe:
+            yield from _leaves(item)
+
+
+def _apply(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+    """Call by the names that a frame had: positional, starred and keyword parameters."""
+    args: list[Any] = []
+    kwargs: dict[str, Any] = {}
+    for name, p in inspect.signature(function).parameters.items():
+        if name not in arguments:
+            continue
+        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD):
+            args.append(arguments[name])
+        elif p.kind is p.VAR_POSITIONAL:
+            args += arguments[name]
+        elif p.kind is p.VAR_KEYWORD:
+            kwargs.update(arguments[name])
+        else:
+            kwargs[name] = arguments[name]
+    return function(*args, **kwargs)

@@ -1,0 +1,201 @@
+"""Watch one eager forward: where it reads values out of tensors, and which of its functions could run in front of it.
+
+A *read* is an operation whose result depends on the values of a tensor in a way that no graph can hold: ``tolist``, ``item``,
+a Python condition, a data-dependent size.  A *metadata call* is the outermost Python function around a read whose tensor
+arguments are all integer inputs of the forward: what it returns can be computed before the forward starts.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+SCALAR_READS = frozenset(("tolist", "item", "__bool__", "__int__", "__index__", "__float__", "numpy", "__contains__"))
+SIZE_READS = frozenset(("nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "repeat_interleave"))
+_TORCH = str(Path(torch.__file__).parent)
+
+
+@dataclass(frozen=True)
+class Input:
+    """A tensor argument of the observed forward, by name."""
+
+    name: str
+
+
+@dataclass
+class Call:
+    """One call of a Python function, with its arguments as it was called."""
+
+    code: CodeType
+    caller: FrameType | None
+    arguments: dict[str, Any]
+    reads: list[Read] = field(default_factory=list)
+    outer: Call | None = None
+    returned: Any = None
+
+    @property
+    def owner(self) -> nn.Module | None:
+        """The module whose method this is."""
+        owner = self.arguments.get("self")
+        return owner if isinstance(owner, nn.Module) else None
+
+    def around(self) -> Iterator[Call]:
+        """This call and those it was made by, innermost first."""
+        call: Call | None = self
+        while call is not None:
+            yield call
+            call = call.outer
+
+
+@dataclass(frozen=True)
+class Read:
+    """A read, the calls around it, and the line that it stands in."""
+
+    op: str
+    call: Call | None
+    where: str
+
+    @property
+    def scalar(self) -> bool:
+        """Whether a Python number came out of it, rather than a tensor of unknown size."""
+        return self.op not in SIZE_READS
+
+    def __str__(self) -> str:
+        return f"{self.op} at {self.where}"
+
+
+@dataclass
+class Observation:
+    """What one forward did."""
+
+    output: Any
+    reads: list[Read]
+    calls: list[Call]
+
+
+class _Watch(TorchFunctionMode):
+    """Collects calls by the profiler's events and reads by torch's; both nest in one thread."""
+
+    def __init__(self, ignored: frozenset[str]) -> None:
+        super().__init__()
+        self.ignored = ignored
+        self.foreign: dict[CodeType, bool] = {}
+        self.stack: list[tuple[FrameType, Call | None]] = []
+        self.calls: list[Call] = []
+        self.reads: list[Read] = []
+        self.paused = False
+
+    def profile(self, frame: FrameType, event: str, arg: Any) -> None:
+        """``sys.setprofile``'s callback."""
+        if event == "call":
+            call = None if self._is_foreign(frame.f_code) else self._call(frame)
+            if call is not None:
+                self.calls.append(call)
+            self.stack.append((frame, call))
+        elif event == "return":
+            while self.stack:
+                known, call = self.stack.pop()
+                if known is frame:
+                    if call is not None:
+                        call.returned = arg
+                    break
+
+    def _is_foreign(self, code: CodeType) -> bool:
+        if code not in self.foreign:
+            self.foreign[code] = code.co_filename.startswith((_TORCH, "<frozen")) or code.co_filename == __file__
+        return self.foreign[code]
+
+    def _call(self, frame: FrameType) -> Call:
+        code = frame.f_code
+        n = code.co_argcount + code.co_kwonlyargcount
+        names = list(code.co_varnames[: n + bool(code.co_flags & inspect.CO_VARARGS)])
+        if code.co_flags & inspect.CO_VARKEYWORDS:
+            names.append(code.co_varnames[len(names)])
+        values = frame.f_locals
+        arguments = {name: values[name] for name in names if name in values}
+        for name, value in arguments.items():
+            if type(value) in (dict, list):
+                arguments[name] = value.copy()  # functions pop from their keyword arguments
+        return Call(code, frame.f_back, arguments, outer=self.innermost())
+
+    def innermost(self) -> Call | None:
+        """The innermost call in progress that is not torch's."""
+        return next((call for _, call in reversed(self.stack) if call is not None), None)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if not self.paused and is_read(name, args, kwargs or {}):
+            self._read(name)
+        return func(*args, **(kwargs or {}))
+
+    def _read(self, name: str) -> None:
+        call = self.innermost()
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and self._is_foreign(frame.f_code):
+            frame = frame.f_back
+        if call is not None and any(c.code.co_name in self.ignored for c in call.around()):
+            return
+        where = f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else "?"
+        read = Read(name, call, where)
+        self.reads.append(read)
+        for outer in call.around() if call is not None else ():
+            outer.reads.append(read)
+
+
+def is_read(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether calling the torch function ``name`` takes values out of a tensor."""
+    if name in SCALAR_READS:
+        return True
+    if name == "repeat_interleave":
+        repeats = kwargs.get("repeats", args[1] if len(args) > 1 else args[0])
+        return isinstance(repeats, Tensor) and "output_size" not in kwargs
+    if name in SIZE_READS or (name == "where" and len(args) == 1):
+        return True
+    if name in ("__getitem__", "index"):
+        keys = args[1] if isinstance(args[1], tuple) else (args[1],)
+        return any(isinstance(k, Tensor) and k.dtype in (torch.bool, torch.uint8) and k.dim() for k in keys)
+    return name in ("arange", "linspace") and any(isinstance(a, Tensor) for a in args)
+
+
+def observe(forward: Callable[[], Any], ignored: frozenset[str]) -> Observation:
+    """Run ``forward`` and tell what it read; reads inside functions called ``ignored`` do not count."""
+    watch = _Watch(ignored)
+    before = sys.getprofile()
+    with watch:
+        sys.setprofile(watch.profile)
+        try:
+            output = forward()
+        finally:
+            sys.setprofile(before)
+    return Observation(output, watch.reads, watch.calls)
+
+
+def is_metadata(call: Call, inputs: Mapping[int, str]) -> bool:
+    """Whether all tensors among the arguments are integer inputs, and there is at least one."""
+    tensors = list(tensors_in({k: v for k, v in call.arguments.items() if not isinstance(v, nn.Module)}))
+    if any(isinstance(v, nn.Module) for k, v in call.arguments.items() if k != "self"):
+        return False
+    return bool(tensors) and all(not t.is_floating_point() and id(t) in inputs for t in tensors)
+
+
+def tensors_in(value: Any, depth: int = 3) -> Iterator[Tensor]:
+    """Tensors in nested containers, and in plain objects such as caches."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item, depth)
+    elif isinstance(value, (list, tuple, set)):
+        for item in value:
+            yield from tensors_in(item, depth)
+    elif depth and hasattr(value, "__dict__") and not isinstance(value, (type, nn.Module)) and not callable(value):
+        yield from tensors_in(vars(value), depth - 1)

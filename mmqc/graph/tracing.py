@@ -1,0 +1,270 @@
+"""Dynamo, around one trace: what runs before a frame is traced, and the flags that are in force meanwhile.
+
+    torch.compile(model, backend=ours)(batch) ─► start(frame) ─► trace under our flags ─► backend ─► end(error)
+
+Dynamo announces every compilation to its callbacks; the backend that asked for it and the frame are on the Python stack then.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from types import CodeType, FrameType
+from typing import Any
+from unittest import mock
+
+import torch
+import torch._dynamo
+from torch import nn
+from torch._dynamo.callback import callback_handler
+from torch._dynamo.convert_frame import ConvertFrame
+from torch._dynamo.eval_frame import skip_code
+from torch._dynamo.exc import Unsupported
+from torch._dynamo.utils import graph_break_reasons
+from torch.fx.experimental import _config as _shape_config
+from torch.fx.experimental.sym_node import DynamicInt
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+from .capture import outermost_module
+
+shape_config: Any = _shape_config  # a module that turns itself into an object with ``patch``
+
+CAPTURE: dict[str, Any] = {"capture_scalar_outputs": True, "capture_dynamic_output_shape_ops": True}
+# Sizes that happen to be equal in one batch (three positions per token, three sequence ends) are not in the next.
+SHAPES: dict[str, Any] = {"use_duck_shape": False}
+
+# Before 2.12 a traced torch._check_tensor_all leaves an unbacked symbol behind that nothing binds: transformers' checks of
+# placeholder counts are then left out of the trace.
+CHECKS_TRACE: bool = torch.__version__ >= (2, 12)  # type: ignore[operator]
+NO_CHECKS = {"TRANSFORMERS_DISABLE_TORCH_CHECK": "1"}
+
+PENDING = "_CompilationCallbackHandler__pending_callbacks_counter"
+
+
+@dataclass(frozen=True)
+class Frame:
+    """A frame that is about to be traced: the module whose forward it is, and the arguments that are bound to it."""
+
+    model: nn.Module
+    arguments: tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class _Lasting(list):  # type: ignore[type-arg]
+    """``torch._dynamo.reset`` forgets every callback, but the backend that needs this one stays registered."""
+
+    def __init__(self, kept: Any, others: list[Any]) -> None:
+        super().__init__([kept, *(o for o in others if o is not kept)])
+        self.kept = kept
+
+    def clear(self) -> None:
+        """All but ours."""
+        self[:] = [self.kept]
+
+
+class Tracing:
+    """The two callbacks of one backend.
+
+    Args:
+        backend: the function that torch.compile was given, perhaps in wrappers.
+        start: is told the frame, and answers whether values may be traced as symbols, and whether sizes that happen to be
+            equal now may differ in the next call.
+        end: is told why tracing with symbols failed.
+    """
+
+    def __init__(
+        self, backend: Any, start: Callable[[Frame], tuple[bool, bool]], end: Callable[[nn.Module, str], None]
+    ) -> None:
+        self.backend, self.start, self.end = backend, start, end
+        self.flags: ExitStack | None = None
+        self.model: nn.Module | None = None
+
+    def install(self) -> None:
+        """Register with Dynamo, for good."""
+        callback_handler.start_callbacks = _Lasting(self.on_start, callback_handler.start_callbacks)
+        callback_handler.end_callbacks = _Lasting(self.on_end, callback_handler.end_callbacks)
+
+    def on_start(self, args: Any) -> None:
+        """Before a frame is traced."""
+        del args
+        converting = _converting()
+        if converting is None or not _is_behind(converting[0], self.backend):
+            return
+        frame = _model_frame(converting[1])
+        if frame is None:
+            return
+        self.model = frame.model
+        with as_traced(False):
+            capture, sizes = self.start(frame)
+        self.flags = ExitStack()
+        if sizes:
+            self.flags.enter_context(shape_config.patch(SHAPES))
+        if not CHECKS_TRACE:
+            self.flags.enter_context(mock.patch.dict(os.environ, NO_CHECKS))
+        if capture:
+            self.flags.enter_context(torch._dynamo.config.patch(CAPTURE))
+
+    def on_end(self, args: Any) -> None:
+        """After it, also when an error is on its way."""
+        del args
+        flags, model, self.flags, self.model = self.flags, self.model, None, None
+        if model is None:
+            return
+        error = sys.exc_info()[1]
+        reason = ""
+        if flags is not None:
+            flags.close()
+            reason = _data_dependent(error)
+        self.end(model, reason)
+        if reason:
+            # Dynamo runs a frame that it cannot trace as it is, and compiles what it calls; it counts only callbacks that return
+            setattr(callback_handler, PENDING, getattr(callback_handler, PENDING) - 1)
+            raise Unsupported(f"mmqc: {reason}") from error
+
+
+def _data_dependent(error: BaseException | None) -> str:
+    """Why a trace needed a value that it does not have; empty for any other error."""
+    for _ in range(20):
+        if error is None:
+            return ""
+        if isinstance(error, GuardOnDataDependentSymNode):
+            return str(error).strip().splitlines()[0]
+        error = error.__cause__ or error.__context__
+    return ""
+
+
+def traced_place() -> str:
+    """The function whose frame is being traced, with its file and line; empty outside a trace."""
+    converting = _converting()
+    if converting is None:
+        return ""
+    code, owner = converting[1].f_code, converting[1].f_locals.get("self")
+    name = code.co_qualname
+    if isinstance(owner, nn.Module) and code in _codes(type(owner).forward):
+        code = inspect.unwrap(type(owner).forward).__code__  # a decorator's frame says little
+        name = f"{type(owner).__name__}.forward"
+    return f"{name} at {code.co_filename}:{code.co_firstlineno}"
+
+
+@dataclass(frozen=True)
+class Break:
+    """Where one graph ends and another has to begin."""
+
+    reason: str
+    where: str
+
+
+@contextmanager
+def collect_breaks() -> Iterator[list[Break]]:
+    """The graph breaks inside the ``with``, each with the innermost line of the model's code."""
+    found: list[Break] = []
+    before = len(graph_break_reasons)
+    try:
+        yield found
+    finally:
+        for entry in graph_break_reasons[before:]:
+            stack = entry.user_stack
+            where = f"{stack[-1].filename}:{stack[-1].lineno}" if stack else "?"
+            found.append(Break(_first_lines(str(entry.reason)), where))
+
+
+def _first_lines(reason: str) -> str:
+    """What happened, and Dynamo's explanation of it, in one line."""
+    lines = [line.strip() for line in reason.strip().splitlines() if line.strip()]
+    explanation = next((line for line in lines if line.startswith("Explanation:")), "")
+    return " ".join(filter(None, (lines[0] if lines else "?", explanation)))
+
+
+def _converting() -> tuple[Any, Any] | None:
+    """Dynamo's converter and the frame that it is about to trace."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if isinstance(frame.f_locals.get("self"), ConvertFrame) and "frame" in frame.f_locals:
+            return frame.f_locals["self"], frame.f_locals["frame"]
+        frame = frame.f_back
+    return None
+
+
+def _is_behind(wrapper: Any, backend: Any) -> bool:
+    """Whether unwrapping leads to ``backend``."""
+    for _ in range(10):
+        if wrapper is backend:
+            return True
+        for name in ("_torchdynamo_orig_backend", "compiler_fn", "func"):
+            if getattr(wrapper, name, None) is not None:
+                wrapper = getattr(wrapper, name)
+                break
+        else:
+            return False
+    return False
+
+
+def _model_frame(frame: Any) -> Frame | None:
+    """The frame as the forward of the outermost module that is being called, if it is that."""
+    values = frame.f_locals
+    model = values.get("self")
+    if not isinstance(model, nn.Module) or outermost_module() is not model or not _is_called(model):
+        return None
+    if frame.f_code not in _codes(type(model).forward):
+        return None
+    return Frame(model, _arguments(frame.f_code, values))
+
+
+def _codes(function: Any) -> set[CodeType]:
+    """The code of a function and of those that it decorates."""
+    found = set()
+    while function is not None:
+        found.add(getattr(function, "__code__", None))
+        function = getattr(function, "__wrapped__", None)
+    return found
+
+
+def _is_called(model: nn.Module) -> bool:
+    """Whether ``model`` itself was called, so that its hooks run from the next call on."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "_call_impl" and frame.f_locals.get("self") is model:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _arguments(code: CodeType, values: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    names = code.co_varnames
+    n = code.co_argcount + code.co_kwonlyargcount
+    kwargs = {name: values[name] for name in names[1:n] if values.get(name) is not None}
+    args: tuple[Any, ...] = ()
+    if code.co_flags & inspect.CO_VARARGS:
+        args, n = values[names[n]], n + 1
+    if code.co_flags & inspect.CO_VARKEYWORDS:
+        kwargs.update(values[names[n]])
+    return args, kwargs
+
+
+@contextmanager
+def as_traced(compiling: bool = True) -> Iterator[None]:
+    """Run eagerly what asks ``torch.compiler.is_compiling()``, with the answer that it gets in a trace."""
+    before = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = compiling
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = before
+
+
+def run_eagerly(functions: Iterable[Any]) -> None:
+    """Functions that Dynamo runs as they are when they are called from uncompiled code; in a trace it follows them."""
+    for function in functions:
+        skip_code(function.__code__)
+
+
+def varying(value: Any) -> Any:
+    """``value`` with every number marked as one that varies, so that Dynamo does not compile anew for another."""
+    if type(value) is int:
+        return DynamicInt(value)
+    if type(value) in (list, tuple):
+        return type(value)(varying(v) for v in value)
+    return value

@@ -1,0 +1,53 @@
+"""What an observed forward reads, and which of its calls could run in front of it."""
+
+import torch
+from torch import Tensor, nn
+
+from mmqc.front.handover import place_of
+from mmqc.front.observe import is_metadata, is_read, observe
+
+IDS, SIZES, X = torch.arange(6), torch.tensor([[2, 3], [3, 2]]), torch.randn(6, 4)
+
+
+class Packs(nn.Module):
+    def lengths(self, sizes: Tensor) -> list[int]:
+        return sizes.prod(-1).tolist()
+
+    def split(self, x: Tensor, sizes: Tensor) -> Tensor:
+        return torch.stack([part.sum(0) for part in x.split([n // 2 for n in self.lengths(sizes)])])
+
+    def allowed(self, x: Tensor) -> bool:
+        return bool((x > 0).any())
+
+    def forward(self, x: Tensor, sizes: Tensor) -> Tensor:
+        self.allowed(x)
+        return self.split(x, sizes)
+
+
+def test_observe__finds_reads_and_the_metadata_call_around_them() -> None:
+    model = Packs()
+    seen = observe(lambda: model.forward(X, SIZES), frozenset({"allowed"}))
+    assert [r.op for r in seen.reads] == ["tolist"]
+    read = seen.reads[0]
+    assert read.where.startswith(__file__)
+    around = [c for c in read.call.around() if is_metadata(c, {id(SIZES): "sizes"})]
+    assert [c.code.co_name for c in around] == ["lengths"]
+    assert place_of(around[0])[0] is model
+
+
+def test_observe__a_derived_tensor_is_no_input() -> None:
+    model = Packs()
+    seen = observe(lambda: model.forward(X, SIZES * 1), frozenset({"allowed"}))
+    assert not any(is_metadata(c, {id(SIZES): "sizes"}) for c in seen.reads[0].call.around())
+
+
+def test_is_read__sizes_that_depend_on_values() -> None:
+    mask = IDS > 2
+    assert is_read("__getitem__", (IDS, mask), {})
+    assert not is_read("__getitem__", (IDS, SIZES), {})
+    assert is_read("repeat_interleave", (IDS, SIZES), {})
+    assert not is_read("repeat_interleave", (IDS, 2), {})
+    assert is_read("arange", (IDS[0],), {})
+    assert not is_read("arange", (3,), {})
+    assert is_read("where", (mask,), {})
+    assert not is_read("where", (mask, IDS, IDS), {})
