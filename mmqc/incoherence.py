@@ -34,12 +34,12 @@ def _of_matrix(weight: Tensor) -> float:
     return max(float(high), -float(low)) * math.sqrt(weight.numel()) / norm if norm else 1.0
 
 
-def incoherences(prog: Program) -> dict[str, tuple[float, float]]:
-    """μ of every weight that a linear multiplies by, by name: as it was captured, and as the passes want it.
+def incoherences(prog: Program) -> dict[str, float]:
+    """μ of every weight that a linear multiplies by, by name, as ``prog.weights`` has it.
 
-    One matrix at a time is held in float64; the derived values stay with the program until they are written back.
+    That is the captured value until the rewrites are written back, and the rewritten one after: no second copy is made.
     """
-    return {fqn: (incoherence(prog.weights[fqn]), incoherence(prog.value(fqn))) for fqn in _linear_weights(prog)}
+    return {fqn: incoherence(prog.weights[fqn]) for fqn in _linear_weights(prog)}
 
 
 def weight_towers(prog: Program) -> dict[str, str]:

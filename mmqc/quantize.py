@@ -111,8 +111,10 @@ class _Job:
         run(prog, exact_passes(self.config), FACTS, text=True)
         _check_keep(prog, self.config)
         self.filter(prog)
-        self.incoherence, self.towers = incoherences(prog), weight_towers(prog)
+        before, self.towers = incoherences(prog), weight_towers(prog)
         self.untied = convert.write_exact(self.model, prog, self.journal)
+        after = incoherences(prog)
+        self.incoherence = {fqn: (before[fqn], after[fqn]) for fqn in before}
         nodes = {weight_of(n): n for n in prog.nodes("linear") if "scheme" in n.meta}
         statistics = self.calibrate(prog, nodes)
         prog.statistics = self.to_config(prog, nodes, statistics)

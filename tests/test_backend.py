@@ -76,7 +76,9 @@ def test_backend__compiled_equals_eager(wrap: Callable[[nn.Module], nn.Module], 
         assert_close(compiled(batch := ids(3, 33)), model(batch))
         assert_close(compiled(batch := ids(3, 21)), model(batch))
     quantized = [r for r in records if r.quantized]
-    assert len(quantized) <= 3, "one static graph, one for each axis that turned out dynamic"
+    assert len(quantized) <= 4, (
+        "the first call, whose hooks are new; one static graph; one for each axis that turned out dynamic"
+    )
     assert len(records) - known <= 2
     assert all(r.how == "mmqc" and r.kernels.count("extern _int_mm") == 2 for r in quantized)
     assert {r.how for r in records if not r.quantized} <= {"eager"}
