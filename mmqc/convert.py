@@ -166,6 +166,8 @@ def size_of(model: nn.Module) -> int:
 def first_bad_weight(model: nn.Module) -> str | None:
     """Name of a floating-point parameter that holds NaN or infinity."""
     for name, p in model.named_parameters():
-        if p.is_floating_point() and not p.is_meta and not bool(torch.isfinite(p).all()):
-            return name
+        if p.is_floating_point() and not p.is_meta and p.numel():
+            ends = torch.stack(torch.aminmax(p.detach()))  # NaN reaches both; no mask of the weight's size is made
+            if not bool(torch.isfinite(ends).all()):
+                return name
     return None

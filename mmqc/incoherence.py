@@ -16,7 +16,7 @@ from torch import Tensor, fx
 
 from .graph.kinds import kind
 from .graph.linear import contraction
-from .graph.program import Program
+from .graph.program import SLICE, Program
 from .graph.spaces import Spaces
 from .graph.towers import towers
 
@@ -30,7 +30,8 @@ def incoherence(weight: Tensor) -> float:
 
 def _of_matrix(weight: Tensor) -> float:
     low, high = torch.aminmax(weight)
-    norm = float(torch.linalg.vector_norm(weight, dtype=torch.float64))
+    parts = weight.split(max(1, SLICE // weight.shape[-1]))  # an embedding in float64 would be gigabytes
+    norm = math.sqrt(sum(float(torch.linalg.vector_norm(p, dtype=torch.float64)) ** 2 for p in parts))
     return max(float(high), -float(low)) * math.sqrt(weight.numel()) / norm if norm else 1.0
 
 

@@ -162,7 +162,7 @@ class Tracker:
         a, b = compact(a, b)
         differ = (a != b) & (a >= 0) & (b >= 0)
         if differ.any():
-            pairs = (a[differ].long() * self.found.total + b[differ]).unique()
+            pairs = distinct(a[differ].long() * self.found.total + b[differ])
             self.found.joins.append(torch.stack((pairs // self.found.total, pairs % self.found.total)))
 
     def split(self, ids: Tensor, cells: Tensor) -> None:

@@ -110,7 +110,7 @@ class Program:
         self.hosts: dict[str, set[str]] | None = None
         self.statistics: Mapping[str, Any] | None = None
         self.records: list[PassRecord] = []
-        self.analysis: tuple[str, Any] | None = None  # the graph's text, and its channel spaces
+        self.analysis: tuple[int, Any] | None = None  # a hash of the graph, and its channel spaces
         self.notes: list[str] = []
         self.called: set[str] = set()
         self.unsure: dict[str, str] = {}
@@ -206,7 +206,11 @@ class Program:
 
     def users_of(self, fqn: str) -> list[fx.Node]:
         """Every node that reads a weight."""
-        return [u for n in self.nodes("get_attr") if n.target == fqn for u in n.users]
+        return [u for n in self.getters(fqn) for u in n.users]
+
+    def getters(self, fqn: str) -> list[fx.Node]:
+        """The nodes that name a weight."""
+        return [n for n in self.graph.nodes if n.op == "get_attr" and n.target == fqn]
 
     def counts(self) -> dict[str, int]:
         """How many nodes there are of each kind."""

@@ -141,7 +141,9 @@ class Spaces:
 
         Passes that change weights and not the graph share one analysis.
         """
-        text = f"{prog.graph}{id(prog.plan)}"
+        text = hash(
+            (id(prog.plan), *((n.name, n.target, *(i.name for i in n.all_input_nodes)) for n in prog.graph.nodes))
+        )
         if prog.analysis is None or prog.analysis[0] != text:
             prog.analysis = None  # a large model's takes a gigabyte: never hold two
             found = coordinates(prog)
@@ -168,7 +170,8 @@ def _classes(found: Coordinates) -> Tensor:
             label.scatter_reduce_(0, torch.maximum(la, lb), torch.minimum(la, lb), "amin")
             while not torch.equal(label, label[label]):
                 label = label[label]
-    return label.unique(return_inverse=True)[1]
+    root = label == torch.arange(found.total)
+    return (root.cumsum(0) - 1)[label]
 
 
 def _blocks(found: Coordinates, classes: Tensor, prog: Program) -> Tensor:

@@ -85,7 +85,7 @@ def _way(user: fx.Node, getter: fx.Node, found: Coordinates) -> str:
 
 def only_in(prog: Program, name: str, wanted: set[fx.Node]) -> bool:
     """Whether a weight, casts and sums with other weights included, goes nowhere but into ``wanted``."""
-    todo = [n for n in prog.nodes("get_attr") if n.target == name]
+    todo = prog.getters(name)
     while todo:
         for user in todo.pop().users:
             if user in wanted:
