@@ -19,7 +19,7 @@ from .kinds import kind, mutates
 from .plan import Plan
 
 Watch = Callable[[fx.Node, Any, list[Any], dict[str, Any]], None]
-SLICE = 1 << 24  # elements of a weight that are in float64 at a time
+SLICE = 1 << 23  # elements of a weight that are in float64 at a time
 KEPT = "kept"  # meta: the node does something besides its result
 VISUAL = "mmqc_visual"  # the placeholder of the visual mask
 LOOSE = "_constant_"  # tensors that are no parameter or buffer: they cannot be written back

@@ -10,7 +10,9 @@ and readers W R along theirs, so one function serves both:  W[..., groups] <- W[
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -146,16 +148,33 @@ class Spaces:
         )
         if prog.analysis is None or prog.analysis[0] != text:
             prog.analysis = None  # a large model's takes a gigabyte: never hold two
-            found = coordinates(prog)
-            classes = _classes(found)
-            found.joins.clear()
-            blocks = _blocks(found, classes, prog)
-            found.splits.clear()
-            spaces = _collect(found, classes, blocks)
-            found.frozen.clear()
-            pin_other_uses(prog, found, spaces)
-            prog.analysis = (text, cls(found, classes, spaces))
+            with _no_collection():
+                prog.analysis = (text, cls._analysed(prog))
         return prog.analysis[1]
+
+    @classmethod
+    def _analysed(cls, prog: Program) -> Spaces:
+        found = coordinates(prog)
+        classes = _classes(found)
+        found.joins.clear()
+        blocks = _blocks(found, classes, prog)
+        found.splits.clear()
+        spaces = _collect(found, classes, blocks)
+        found.frozen.clear()
+        pin_other_uses(prog, found, spaces)
+        return cls(found, classes, spaces)
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """No search for garbage cycles meanwhile: hundreds of thousands of small objects are made, none in a cycle."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _classes(found: Coordinates) -> Tensor:
