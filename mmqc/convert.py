@@ -16,6 +16,7 @@ from .graph.linear import operands, weight_of
 from .graph.program import Program
 from .modality import ModalityContext
 from .modules import HadamardLinear, QuantLinear, RMSNorm
+from .rotated_norm import RotatedNorm
 
 
 class Journal:
@@ -83,7 +84,7 @@ def _aliases(model: nn.Module) -> dict[int, list[str]]:
 
 
 def write_exact(model: nn.Module, prog: Program, journal: Journal) -> list[str]:
-    """Write the exact rewrites: weights, new biases, RMSNorms for LayerNorms, online Hadamards.
+    """Write the exact rewrites: weights, new biases, RMSNorms for LayerNorms, online rotations and Hadamards.
 
     Returns:
         Names whose tensor was shared with another name and is not any more.
@@ -104,6 +105,8 @@ def write_exact(model: nn.Module, prog: Program, journal: Journal) -> list[str]:
     for node in prog.graph.nodes:
         if node.meta.get("was") == "layer_norm":
             _to_rms_norm(model, node.meta["module"], prog, journal)
+    for module, (seed, sides) in _rotations(prog).items():
+        journal.swap(module, RotatedNorm(model.get_submodule(module), seed=seed, **sides))  # type: ignore[arg-type]
     for node in prog.nodes("linear", "weight_only_matmul"):
         x = operands(node)["input"]
         if kind(node) == "linear" and kind(x) == "hadamard":
@@ -112,6 +115,15 @@ def write_exact(model: nn.Module, prog: Program, journal: Journal) -> list[str]:
             if not isinstance(linear, HadamardLinear):
                 journal.swap(module, HadamardLinear.from_parts(linear.weight, linear.bias))  # type: ignore[arg-type]
     return untied
+
+
+def _rotations(prog: Program) -> dict[str, tuple[int, dict[str, bool]]]:
+    """Norm modules that rotate at run time: the seed, and for each side that is rotated whether its mean is kept."""
+    found: dict[str, tuple[int, dict[str, bool]]] = {}
+    for node in prog.nodes("rotate"):
+        seed, keep_mean = node.meta["rotation"]
+        found.setdefault(node.meta["module"], (seed, {}))[1]["before" if node.args[3] else "after"] = keep_mean
+    return found
 
 
 def _to_rms_norm(model: nn.Module, fqn: str, prog: Program, journal: Journal) -> None:

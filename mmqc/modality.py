@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mmqc.hooks import hooked, unhook
+
 WHAT_TO_DO = (
     "pass input_ids or mm_token_type_ids along with inputs_embeds, or set text_only = True on the model's ModalityContext "
     "if this call has no image"
@@ -104,18 +106,9 @@ class ModalityContext:
 
 def attached(model: nn.Module) -> ModalityContext | None:
     """The context whose hooks ``model`` carries, if any."""
-    for hook in model._forward_pre_hooks.values():
-        owner = getattr(hook, "__self__", None)
-        if isinstance(owner, ModalityContext):
-            return owner
-    return None
+    return hooked(model, ModalityContext)
 
 
 def detach(model: nn.Module) -> None:
     """Remove the context's hooks from ``model``; its linears keep their reference."""
-    for hooks in (model._forward_pre_hooks, model._forward_hooks):
-        for key, hook in list(hooks.items()):
-            if isinstance(getattr(hook, "__self__", None), ModalityContext):
-                del hooks[key]
-                model._forward_pre_hooks_with_kwargs.pop(key, None)
-                model._forward_hooks_always_called.pop(key, None)
+    unhook(model, ModalityContext)

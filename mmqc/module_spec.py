@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from .modules import HadamardLinear, QuantLinear, RMSNorm
+from .rotated_norm import RotatedNorm
 
 Spec = dict[str, Any]
 
@@ -89,9 +90,33 @@ def _build_hadamard_linear(spec: Spec, dtype: torch.dtype) -> HadamardLinear:
     return HadamardLinear(spec["in"], spec["out"], bias=spec["bias"], dtype=dtype, device="meta")
 
 
+def _describe_rotated_norm(module: RotatedNorm) -> Spec:
+    return {
+        "size": module.in_features,
+        "eps": module.eps,
+        "centre": module.centre,
+        "bias": module.bias is not None,
+        "seed": module.seed,
+        "before": module.before,
+        "after": module.after,
+        "dtype": dtype_name(module.weight.dtype),
+    }
+
+
+def _build_rotated_norm(spec: Spec, dtype: torch.dtype) -> RotatedNorm:
+    parts = {
+        name: torch.empty(spec["size"], dtype=dtype, device="meta") if there else None
+        for name, there in (("weight", True), ("bias", spec["bias"]))
+    }
+    norm = nn.LayerNorm(spec["size"], spec["eps"], bias=spec["bias"], dtype=dtype, device="meta")
+    plain = norm if spec["centre"] else RMSNorm(spec["size"], spec["eps"], **parts)
+    return RotatedNorm(plain, seed=spec["seed"], before=spec["before"], after=spec["after"])
+
+
 KINDS: dict[str, tuple[type[nn.Module], Callable[[Any], Spec], Callable[[Spec, torch.dtype], nn.Module]]] = {
     "quant_linear": (QuantLinear, _describe_quant_linear, _build_quant_linear),
     "rms_norm": (RMSNorm, _describe_rms_norm, _build_rms_norm),
+    "rotated_norm": (RotatedNorm, _describe_rotated_norm, _build_rotated_norm),
     "hadamard_linear": (HadamardLinear, _describe_hadamard_linear, _build_hadamard_linear),
 }
 

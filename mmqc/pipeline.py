@@ -8,8 +8,10 @@ from .config import QuantConfig
 from .graph.runner import Pass
 from .passes.assign_scheme import AssignScheme
 from .passes.facts import FACTS
+from .passes.fold_layer_scale import FoldLayerScale
 from .passes.fold_norm_mean import FoldNormMean
 from .passes.fold_norm_scale import FoldNormScale
+from .passes.fold_signs import FoldSigns
 from .passes.fuse_rotation import FuseRotation
 from .passes.insert_hadamard import InsertHadamard
 from .passes.quantize_activations import QuantizeActivations
@@ -29,9 +31,16 @@ def exact_passes(config: QuantConfig) -> tuple[Pass, ...]:
         RaiseOps(),
         RaiseLinear(),
         # 2 exact rewrites
-        *((FoldNormScale(), FoldNormMean()) if rewrites.fold_norms else ()),
-        *((FuseRotation(rewrites.seed),) if rewrites.rotate else ()),
-        *((InsertHadamard(rewrites.hadamard_everywhere),) if rewrites.hadamard else ()),
+        *((FoldLayerScale(), FoldNormScale(), FoldNormMean()) if rewrites.fold_norms else ()),
+        *((FuseRotation(rewrites.seed, rewrites.hadamard, rewrites.hadamard_everywhere),) if rewrites.rotate else ()),
+        *(
+            (
+                FoldSigns(rewrites.seed),
+                InsertHadamard(rewrites.hadamard_everywhere),
+            )
+            if rewrites.hadamard
+            else ()
+        ),
         # 3 decide what becomes of each linear
         AssignScheme(config),
         *((SuppressMagnitude(),) if rewrites.suppress else ()),

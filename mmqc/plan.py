@@ -22,6 +22,7 @@ from .graph.record import record
 from .graph.runner import Pass, run
 from .graph.space_text import spaces_text
 from .graph.spaces import Space, Spaces
+from .passes.fold_layer_scale import FoldLayerScale
 from .passes.fold_norm_mean import FoldNormMean
 from .passes.fold_norm_scale import FoldNormScale
 from .passes.raise_linear import RaiseLinear
@@ -31,7 +32,7 @@ from .pipeline import FACTS, exact_passes
 from .quantize import takes_cache
 from .unseen import unsure_weights
 
-FOLDS = (RaiseOps, RaiseLinear, FoldNormScale, FoldNormMean)
+FOLDS = (RaiseOps, RaiseLinear, FoldLayerScale, FoldNormScale, FoldNormMean)
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,7 @@ def _run(prog: Program, passes: tuple[Pass, ...]) -> tuple[Space, ...]:
     """Run the passes; the spaces are those that the first of them finds that neither recognises nor folds."""
     first = tuple(takewhile(lambda p: isinstance(p, FOLDS), passes))
     run(prog, first, FACTS)
-    spaces = tuple(Spaces.of(prog))
+    spaces = tuple(Spaces.of(prog, keep_mean=True))
     order = {node: i for i, node in enumerate(prog.graph.nodes)}
     run(prog, passes[len(first) :], FACTS)
     return tuple(sorted(filter(_of_linears, spaces), key=lambda s: min(order[t.node] for t in s.touches)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from .incoherence import incoherences, weight_towers
 from .measure import Loss, measure
 from .modality import ModalityContext, attached, detach
 from .modules import QuantLinear
+from .passes.assign_scheme import HEAD, kept
 from .pipeline import FACTS, exact_passes, quantizing_passes
 from .report import LayerReport, QuantReport, Refusal
 from .solvers import Quantized
@@ -126,7 +127,7 @@ class _Job:
             self.journal.swap(module, linear)
         config = self.config.replace(statistics=prog.statistics)
         notes = [Refusal("", "", note) for note in prog.notes]
-        refused = [*_refusals(prog), *notes]
+        refused = [*_refusals(prog), *self.unreached(), *notes]
         report = QuantReport(config, self.layers(prog, built, statistics, losses), refused, prog.records)
         report.incoherence, report.towers = self.incoherence, self.towers
         self.finish(config, report)
@@ -147,6 +148,13 @@ class _Job:
             fqn = weight_of(node).removesuffix(".weight")
             if "scheme" in node.meta and not self.filter_fn(self.model.get_submodule(fqn), fqn):  # type: ignore[misc]
                 del node.meta["scheme"]
+
+    def unreached(self) -> Iterator[Refusal]:
+        """Linears of modules that the model has and the batches do not use."""
+        for name in self.unseen:
+            for child, module in self.model.get_submodule(name).named_modules():
+                if isinstance(module, nn.Linear):
+                    yield Refusal(f"{name}.{child}".rstrip("."), "", "no recorded batch reached it")
 
     def solved(self, fqn: str, result: Quantized, error: float, seconds: float) -> None:
         self.solving[fqn] = (result, error, seconds)
@@ -322,10 +330,10 @@ def _has_visual(batch: Batch, ids: Tensor) -> bool:
 
 
 def _check_keep(prog: Program, config: QuantConfig) -> None:
-    misses = [m.reason for r in prog.records if r.name == "assign_scheme" for m in r.misses]
+    """Raise a ConfigError for a pattern that means no linear of the model; ``lm_head`` is there by default."""
+    linears = sorted({weight_of(n).removesuffix(".weight") for n in prog.nodes("linear") if weight_of(n)})
     for pattern in config.keep:
-        if pattern != "lm_head" and not any(reason == f"kept in floating point ({pattern})" for reason in misses):
-            linears = sorted({weight_of(n).removesuffix(".weight") for n in prog.nodes("linear") if weight_of(n)})
+        if pattern != HEAD and not any(kept(pattern, fqn, "") for fqn in linears):
             raise ConfigError(
                 f"keep pattern {pattern!r} matches no linear of this model; some of its linears: {linears[:3]} ... {linears[-2:]}"
             )
@@ -359,19 +367,24 @@ def _one_scale(linear: QuantLinear, seen: InputStatistics) -> str:
     return "its rows are not the tokens of the call: one scale for both modalities" if mixed else ""
 
 
+FOLDED = {"fold_norm_scale": "norm gain folded", "fold_layer_scale": "layer scale folded"}
+
+
 def _transforms(prog: Program) -> dict[str, tuple[str, ...]]:
     """What the rewrites did to each weight, in words."""
     found: dict[str, list[str]] = {}
     for record_ in prog.records:
-        for site in record_.sites if record_.name in ("fold_norm_scale", "insert_hadamard") else ():
+        for site in record_.sites if record_.name in FOLDED or record_.name == "insert_hadamard" else ():
             head, _, tail = site.partition(" -> ") if " -> " in site else site.partition(": ")
             if record_.name == "insert_hadamard":
                 found.setdefault(head, []).append(f"online {tail}")
             else:
                 for fqn in tail.split(", "):
-                    found.setdefault(fqn, []).append("norm gain folded")
+                    found.setdefault(fqn, []).append(FOLDED[record_.name])
     for fqn, axes in prog.decided.rotated.items():
         found.setdefault(fqn, []).extend("rotated out" if axis == 0 else "rotated in" for axis in sorted(axes))
+    for fqn, axis in sorted(prog.decided.flipped):
+        found.setdefault(fqn, []).append("signs out" if axis == 0 else "signs in")
     return {fqn: tuple(words) for fqn, words in found.items()}
 
 

@@ -45,12 +45,10 @@ def run_time_passes(
     graph = fx.Graph()
     output = graph.graph_copy(gm.graph, {}, return_output_node=True)
     assert output is not None
-    graph.output(output[0])  # type: ignore
+    graph.output(output[0])  # type: ignore[arg-type]
     for node in graph.nodes:
-        if not node.users:
-            node.meta[KEPT] = (
-                True  # Dynamo has removed what is dead: the rest checks something, or opens or closes a vmap
-            )
+        if not node.users:  # Dynamo has removed what is dead: the rest checks something, or opens or closes a vmap
+            node.meta[KEPT] = True
     _fill_values(graph, example_inputs)
     prog = Program(graph, {}, list(example_inputs), fragment=True)
     if visual_mask(prog) is None:
@@ -84,4 +82,4 @@ def _compute(node: fx.Node, mode: Any) -> None:
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["example_value"])
     with mode, torch.no_grad():
         call = getattr(args[0], str(node.target)) if node.op == "call_method" else node.target
-        node.meta["example_value"] = call(*(args[1:] if node.op == "call_method" else args), **kwargs)  # type: ignore
+        node.meta["example_value"] = call(*(args[1:] if node.op == "call_method" else args), **kwargs)  # type: ignore[operator]

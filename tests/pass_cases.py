@@ -14,8 +14,10 @@ from mmqc.config import QuantConfig
 from mmqc.graph.program import Program
 from mmqc.graph.runner import Pass
 from mmqc.graph.text import program_text, text_diff
+from mmqc.passes.fold_layer_scale import FoldLayerScale
 from mmqc.passes.fold_norm_mean import FoldNormMean
 from mmqc.passes.fold_norm_scale import FoldNormScale
+from mmqc.passes.fold_signs import FoldSigns
 from mmqc.passes.fuse_rotation import FuseRotation
 from mmqc.passes.insert_hadamard import InsertHadamard
 from mmqc.passes.raise_linear import RaiseLinear
@@ -24,7 +26,7 @@ from mmqc.passes.raise_ops import RaiseOps
 GOLDEN = Path(__file__).parent / "pass_tests" / "golden"
 CASES = sorted(MODELS)
 EXACT_PASSES: tuple[Pass, ...] = (
-    RaiseOps(), RaiseLinear(), FoldNormScale(), FoldNormMean(), FuseRotation(), InsertHadamard(),
+    RaiseOps(), RaiseLinear(), FoldLayerScale(), FoldNormScale(), FoldNormMean(), FuseRotation(), FoldSigns(), InsertHadamard(),
 )  # fmt: skip
 
 

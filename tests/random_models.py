@@ -109,6 +109,22 @@ class Convolved(nn.Module):
         return self.conv(pooled).transpose(1, 2)
 
 
+class Product(nn.Module):
+    """down(u * v) of two linears, or of one with itself, or of the halves of one."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.up, self.down = how, nn.Linear(WIDTH, 24), nn.Linear(24 if how != "halves" else 12, WIDTH)
+        self.other = nn.Linear(WIDTH, 24)
+
+    def forward(self, x: Tensor) -> Tensor:
+        u = self.up(x)
+        if self.how == "halves":
+            a, b = u.chunk(2, -1)
+            return self.down(F.gelu(a) * b)
+        return self.down(u * u if self.how == "square" else u * self.other(x))
+
+
 class Residual(Step):
     """x + after(body(norm(x))), perhaps in place, perhaps with a gain per channel on the branch."""
 
@@ -125,6 +141,9 @@ class Residual(Step):
             "experts_index_add": lambda: Experts("index_add"),
             "experts_setitem": lambda: Experts("setitem"),
             "experts_bmm": lambda: Experts("bmm"),
+            "product": lambda: Product("two"),
+            "square": lambda: Product("square"),
+            "halves": lambda: Product("halves"),
             "conv": lambda: Convolved(0),
             "padded_conv": lambda: Convolved(1),
         }
@@ -164,7 +183,7 @@ class Meet(Step):
     def __init__(self, on: int, how: str) -> None:
         super().__init__(on)
         self.how, self.linear = how, nn.Linear(2 * WIDTH, WIDTH)
-        self.norms = nn.ModuleList([RMSNorm(), nn.LayerNorm(WIDTH)])
+        self.norms = nn.ModuleList([RMSNorm(), nn.LayerNorm(WIDTH), nn.LayerNorm(2 * WIDTH)])
 
     def forward(self, xs: list[Tensor]) -> list[Tensor]:
         x, y = xs[self.on], xs[self.other]
@@ -177,8 +196,9 @@ class Meet(Step):
             x = x + y
         elif self.how == "cat_channels":
             x = x + self.linear(torch.cat((self.norms[0](x), self.norms[1](y)), -1))
-        elif self.how == "merge":
-            merged = self.norms[1](y)[:, : LENGTH // 2 * 2].reshape(2, LENGTH // 2, 2 * WIDTH)
+        elif self.how in ("merge", "merge_and_norm"):
+            merged = (self.norms[1](y) if self.how == "merge" else y).reshape(2, LENGTH // 2, 2 * WIDTH)
+            merged = merged if self.how == "merge" else self.norms[2](merged)
             x = x + self.linear(merged).repeat_interleave(2, 1)
         else:
             x = x + torch.cat((y[:, 1:], y[:, :1]), 1).mean(1, keepdim=True)
@@ -193,6 +213,7 @@ class Touch(Step):
         self.how = how
         self.positions = nn.Parameter(torch.zeros(1, LENGTH, WIDTH))
         self.token = nn.Parameter(torch.zeros(1, 1, WIDTH))
+        self.layer = nn.LayerNorm(WIDTH)
         self.bias, self.scalar = nn.Parameter(torch.zeros(WIDTH)), nn.Parameter(torch.ones(1))
         self.register_buffer("table", torch.linspace(-1, 1, LENGTH * WIDTH).reshape(LENGTH, WIDTH))
         self.loose = torch.linspace(-1, 1, WIDTH, dtype=torch.float64)
@@ -211,6 +232,8 @@ class Touch(Step):
             "add_rolled": lambda: x + x.roll(4, -1),
             "swap_halves": lambda: torch.cat((x[..., WIDTH // 2 :], x[..., : WIDTH // 2]), -1),
             "relu": lambda: x + F.relu(x),
+            "start": lambda: self.layer(x),
+            "add_normed": lambda: x + self.layer(x),
             "constant": lambda: x + 1.0,
             "ones": lambda: torch.cat((torch.ones_like(x[:, :1]), x[:, 1:]), 1),
             "drop": lambda: F.dropout(x, 0.5, training=False).to(x.dtype).contiguous(),
@@ -230,6 +253,8 @@ TOUCHES = [
     "add_rolled",
     "swap_halves",
     "relu",
+    "start",
+    "add_normed",
     "constant",
     "ones",
     "drop",
@@ -257,7 +282,7 @@ class Network(nn.Module):
 NORMS = ("rms", "layer", "gemma", "plain_layer", "library_rms")
 BODIES = (
     "mlp", "gated", "linear", "attention", "fused", "qk_norm", "transposed", "experts_index_add", "experts_setitem",
-    "experts_bmm", "conv", "padded_conv",
+    "experts_bmm", "conv", "padded_conv", "product", "square", "halves",
 )  # fmt: skip
 
 
@@ -271,7 +296,9 @@ def networks(draw: st.DrawFn) -> Network:
         st.sampled_from(("plain", "plain", "plain", "scaled", "padded", "masked", "flipped")),
         st.sampled_from(("add", "add", "add", "in_place", "view", "layer_scale", "minus")),
     )  # fmt: skip
-    meet = st.builds(Meet, on, st.sampled_from(("where", "scatter", "add", "cat_channels", "merge", "mean")))
+    meet = st.builds(
+        Meet, on, st.sampled_from(("where", "scatter", "add", "cat_channels", "merge", "merge_and_norm", "mean"))
+    )
     other = st.one_of(meet, st.builds(Two, on, kinds), st.builds(Touch, on, st.sampled_from(TOUCHES)))
     with torch.random.fork_rng():
         steps = draw(st.lists(st.one_of(residual, residual, other), min_size=2, max_size=5))

@@ -34,7 +34,7 @@ MAY_IMPORT = {
 }
 LEAF = {  # what a part may import of mmqc; the layers of pyproject.toml say the rest
     "ops": {"ops", "config"},
-    "front": {"front", "graph", "modality"},
+    "front": {"front", "graph", "modality", "hooks"},
     "graph": {"graph", "ops", "config", "modality"},
     "solvers": {"solvers", "ops", "config"},
     "passes": {"passes", "solvers", "graph", "ops", "config", "modality"},

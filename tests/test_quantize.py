@@ -150,7 +150,8 @@ def test_quantize__report_fields() -> None:
     assert report.size_after < report.size_before
     assert report.seconds > 0
     assert [r.name for r in report.passes] == [
-        "raise_ops", "raise_linear", "fold_norm_scale", "fold_norm_mean", "fuse_rotation", "insert_hadamard",
+        "raise_ops", "raise_linear", "fold_layer_scale", "fold_norm_scale", "fold_norm_mean", "fuse_rotation",
+        "fold_signs", "insert_hadamard",
         "assign_scheme", "suppress_magnitude", "quantize_weights", "quantize_activations",
     ]  # fmt: skip
     assert [str(r) for r in report.refused] == [
@@ -245,6 +246,12 @@ def test_quantize__keep() -> None:
     assert kept["model.merger.mlp.down"] == "assign_scheme: kept in floating point (down)"
     assert isinstance(model.model.text.head, QuantLinear)
     assert not any(".vision." in x.fqn or x.fqn.endswith("down") for x in report.layers)
+
+
+def test_quantize__keep_is_checked_where_nothing_is_quantized() -> None:
+    quantize(Small(), recipes.rotate().replace(keep=("*.vision.*",)))
+    with pytest.raises(mmqc.ConfigError, match="matches no linear"):
+        quantize(Small(), recipes.rotate().replace(keep=("*.nowhere.*",)))
 
 
 def test_quantize__percentile_cuts_what_minmax_keeps() -> None:

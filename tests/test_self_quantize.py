@@ -1,7 +1,6 @@
 """The backend quantizes by itself; Inductor is left out here: what it makes of the same graphs is tested elsewhere."""
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -22,13 +21,7 @@ SAME = 1e-4  # both round the same numbers
 # behind it round other numbers.  8 bits themselves cost 0.04 here.
 FLIPPED = 0.03
 
-
-@pytest.fixture(autouse=True)
-def without_inductor(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(mmqc.backend, "_lower", lambda gm, inputs, request, record: gm.forward)
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("without_inductor")
 
 
 @torch.no_grad()

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from mmqc.graph.tracing import Frame, run_eagerly, varying
+from mmqc.hooks import hooked, unhook
 from mmqc.modality import ModalityContext
 
 from .find import Finder, Packed, Plan
@@ -122,12 +123,7 @@ class Front:
 
 def detach(model: nn.Module) -> None:
     """Remove the front from ``model``."""
-    for hooks in (model._forward_pre_hooks, model._forward_hooks):
-        for key, hook in list(hooks.items()):
-            if isinstance(getattr(hook, "__self__", None), Front):
-                del hooks[key]
-                model._forward_pre_hooks_with_kwargs.pop(key, None)
-                model._forward_hooks_always_called.pop(key, None)
+    unhook(model, Front)
 
 
 def before_trace(frame: Frame) -> tuple[bool, bool]:
@@ -154,11 +150,7 @@ def after_trace(model: nn.Module, failed: str) -> None:
 
 def attached(model: nn.Module) -> Front | None:
     """The front whose hooks ``model`` carries, if any."""
-    for hook in model._forward_pre_hooks.values():
-        owner = getattr(hook, "__self__", None)
-        if isinstance(owner, Front):
-            return owner
-    return None
+    return hooked(model, Front)
 
 
 def bound(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mmqc.graph.tracing import codes_of
+
 from .observe import Call, Input
 
 Owner = nn.Module | dict[str, Any]
@@ -184,7 +186,7 @@ def place_of(call: Call) -> tuple[Owner, Callable[..., Any]] | None:
     name, owner = call.code.co_name, call.owner
     if owner is not None:
         function = getattr(owner, name, None)
-        if function is None or call.code not in _codes(function):
+        if function is None or call.code not in codes_of(function):
             return None
         if name in owner.__dict__:
             return owner, plain(function)
@@ -194,19 +196,10 @@ def place_of(call: Call) -> tuple[Owner, Callable[..., Any]] | None:
         if caller is None:
             return None
         function = caller.f_globals.get(name)
-        if callable(function) and call.code in _codes(plain(function)):
+        if callable(function) and call.code in codes_of(plain(function)):
             return caller.f_globals, plain(function)
         caller = caller.f_back
     return None
-
-
-def _codes(function: Any) -> set[Any]:
-    found = set()
-    while function is not None:
-        function = getattr(function, "__func__", function)
-        found.add(getattr(function, "__code__", None))
-        function = getattr(function, "__wrapped__", None)
-    return found
 
 
 def _recipe(value: Any, names: Mapping[int, str]) -> Any:

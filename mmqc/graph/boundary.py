@@ -54,7 +54,7 @@ def crossings(spaces: Spaces, group: list[Space]) -> Crossings:
         BoundaryError: on some edge the last axis does not consist of whole, ordered copies of these spaces.
     """
     found, seats = Crossings(), _Seats(spaces, group)
-    for node in dict.fromkeys(n for s in group for n in [*s.inputs, *(m.node for m in s.made)]):
+    for node in dict.fromkeys(n for s in group for n in [*s.inputs, *(n for m in s.made for n in spaces.made_by(m))]):
         copies = seats.copies(spaces.found.shadows[node], node.name)
         if copies:
             found.inputs.append((node, copies))

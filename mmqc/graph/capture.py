@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch._guards import detect_fake_mode
 
-from .program import Program
+from .kinds import kind
+from .program import KEPT, Program
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,9 @@ class Captured:
     program: Program
     arguments: list[int]
     parameters: list[int]
+
+
+_OPENS_OR_CLOSES = "_vmap_"  # a vmap has no result of its own
 
 
 def calling_modules() -> Iterator[nn.Module]:
@@ -76,6 +80,9 @@ def from_dynamo(gm: fx.GraphModule, example_inputs: Sequence[Any], model: nn.Mod
             values[node] = graph.get_attr(name)
         else:
             values[node] = graph.node_copy(node, lambda n, user=node: shared[n][user] if n in shared else values[n])
+    for node in graph.nodes:
+        if not node.users and _OPENS_OR_CLOSES in kind(node):
+            node.meta[KEPT] = True
     prog = Program(graph, weights, inputs, fragment=True)
     return Captured(prog, arguments, parameters)
 

@@ -21,14 +21,14 @@ from .coordinates import (
     weights_behind,
 )
 from .kinds import kind, mutates
-from .linear import Contraction, operands
+from .linear import operands
 from .program import Program
 from .semantic import layer_norm
 
 
-def coordinates(prog: Program) -> Coordinates:
-    """Replay ``prog`` and return the coordinates of all it computes."""
-    tracker = Rules(prog)
+def coordinates(prog: Program, keep_mean: bool = False) -> Coordinates:
+    """Replay ``prog`` and return the coordinates of all it computes; see ``Spaces.of`` for ``keep_mean``."""
+    tracker = Rules(prog, keep_mean)
     with torch.no_grad():
         prog.replay(tracker.see, values=not prog.sketches)
     return tracker.found
@@ -223,6 +223,9 @@ class Rules(Tracker):
             return self.opaque(node, result, [node.args[0]], "layer_norm")  # type: ignore[list-item]
         row = self.columns(ids)
         self.found.norms.append((node, row))
+        if self.keep_mean:
+            self.split(row, torch.zeros_like(row))
+            return ids
         self.freeze(row, node, MEAN)
         return self.renamed(node, ids)
 
@@ -241,8 +244,9 @@ class Rules(Tracker):
             mixed = ((ids == CONSTANT) & (best.expand(ids.shape) >= 0)).reshape(ids.shape)
             self.freeze(torch.where(mixed, best.expand(ids.shape), ZERO), node, "it shares a column with a constant")
 
-    def contract(self, node: fx.Node, use: Contraction, result: Any) -> Tensor:
+    def _see_contraction(self, node: fx.Node, result: Any, args: list[Any], kwargs: dict[str, Any]) -> Tensor:
         """A product with a stored weight reads one of its axes and writes the other; experts share both."""
+        use = self.found.contractions[node]
         ids, row = self.shadow(use.x), None
         if isinstance(ids, Tensor) and not ids.numel():
             self.found.idle.add(node)

@@ -23,8 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from .kinds import kind, mutates
+from .kinds import kind
 from .linear import Contraction, contraction
+from .memory import written
 from .program import LOOSE, Program, method_name
 
 ZERO, CONSTANT = -2, -1  # elements that hold zeros; elements that hold something no rotation may touch
@@ -110,8 +111,8 @@ class Coordinates:
 class Tracker:
     """Follows a replay node by node; kind ``k`` goes to the method ``_see_k``, if there is one."""
 
-    def __init__(self, prog: Program) -> None:
-        self.prog = prog
+    def __init__(self, prog: Program, keep_mean: bool = False) -> None:
+        self.prog, self.keep_mean = prog, keep_mean
         self.found = Coordinates()
         self.columns_of: dict[tuple[str, int], Tensor] = {}
         self.made: dict[tuple[str, str, int, int], Source] = {}
@@ -174,11 +175,9 @@ class Tracker:
     # -- the rules -------------------------------------------------------------------------------------------------
     def rule(self, node: fx.Node, result: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
         """The ids of a node's result."""
-        word = kind(node)
+        word = "contraction" if node in self.found.contractions else kind(node)
         if node.op == "get_attr" or node in self.on_the_way:
             return None
-        if node in self.found.contractions:
-            return self.contract(node, self.found.contractions[node], result)
         if node.op == "placeholder":
             tracked = isinstance(result, Tensor) and result.is_floating_point() and result.dim() >= 2
             return self.along_last(self.new("input", node, result.shape[-1]), result) if tracked else None
@@ -256,10 +255,6 @@ class Tracker:
             return type(template)(self.ids_for(t, v) for t, v in zip(template, value, strict=True))
         return value
 
-    def contract(self, node: fx.Node, use: Contraction, result: Any) -> Tensor:
-        """A product with a stored weight (the rule is in the subclass)."""
-        raise NotImplementedError
-
     def opaque(self, node: fx.Node, result: Any, sources: list[fx.Node], word: str) -> Any:
         """Anything that mixes or bends channels: its operands stay as they are, its result is something new."""
         for source in sources:
@@ -325,28 +320,6 @@ def thin(ids: Tensor) -> Tensor:
             if torch.equal(*compact(ids, first.expand_as(ids))):
                 ids = first.expand_as(ids)
     return ids
-
-
-def _may_be_view(node: fx.Node) -> bool:
-    """Whether the node's result may share memory with its first operand; a recording knows."""
-    known = node.meta.get("view")
-    return kind(node) in MOVES | SAME if known is None else known
-
-
-def written(prog: Program) -> set[fx.Node]:
-    """Nodes whose memory an in-place operation may reach: through views, from what they are views of and back."""
-    seen = {n.args[0] for n in prog.graph.nodes if mutates(n) and n.args and isinstance(n.args[0], fx.Node)}
-    seen |= {n for n in prog.graph.nodes if mutates(n)}
-    todo = list(seen)
-    while todo:
-        node = todo.pop()
-        behind = node.args[:1] if node.args and (_may_be_view(node) or mutates(node)) else ()
-        around = [*behind, *(u for u in node.users if _may_be_view(u) and u.args and u.args[0] is node)]
-        for other in around:
-            if isinstance(other, fx.Node) and other not in seen:
-                seen.add(other)
-                todo.append(other)
-    return seen
 
 
 def _laid_out_like(ids: Tensor, result: Tensor, args: list[Any], view: bool | None) -> Tensor:

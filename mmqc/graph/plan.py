@@ -38,6 +38,8 @@ class Plan:
 
     Attributes:
         rotated: name -> axis -> one entry per rotated space on it, int64 [copies, n] each.
+        mean_kept: (name, axis) of rotated spaces whose rotation maps constant vectors to themselves.
+        flipped: (name, axis) of weights some of whose channels have the other sign.
         streams: residual streams without mean.
         hadamards: linears behind an online Hadamard.
         gains: linears that took in a norm's gain and bias: name -> (gain, bias or nothing,
@@ -45,6 +47,8 @@ class Plan:
     """
 
     rotated: dict[str, dict[int, list[Tensor]]] = field(default_factory=dict)
+    mean_kept: set[tuple[str, int]] = field(default_factory=set)
+    flipped: set[tuple[str, int]] = field(default_factory=set)
     streams: list[Stream] = field(default_factory=list)
     hadamards: set[str] = field(default_factory=set)
     gains: dict[str, tuple[str, str, float, Tensor]] = field(default_factory=dict)
@@ -81,6 +85,8 @@ class Plan:
         }
         return {
             "rotated": rotated,
+            "mean_kept": [list(place) for place in sorted(self.mean_kept)],
+            "flipped": [list(place) for place in sorted(self.flipped)],
             "streams": [[list(part) for part in (s.writers, s.roots, s.norms)] for s in self.streams],
             "hadamards": sorted(self.hadamards),
             "gains": gains,
@@ -91,7 +97,10 @@ class Plan:
         """What ``to_dict`` wrote."""
         rotated = {f: {int(a): [_grow(g) for g in gs] for a, gs in axes.items()} for f, axes in data["rotated"].items()}
         gains = {f: (gain, bias, neutral, _grow(index)[0]) for f, (gain, bias, neutral, index) in data["gains"].items()}
-        return cls(rotated, [Stream(*map(tuple, s)) for s in data["streams"]], set(data["hadamards"]), gains)
+        kept, flipped = ({(f, a) for f, a in data.get(key, ())} for key in ("mean_kept", "flipped"))
+        return cls(
+            rotated, kept, flipped, [Stream(*map(tuple, s)) for s in data["streams"]], set(data["hadamards"]), gains
+        )
 
 
 def _shrink(groups: Tensor) -> Any:

@@ -94,7 +94,6 @@ class Program:
         notes: what the capture could not do, in words.
         called: FQNs of the modules that ran.
         unsure: weights that must stay as they are, and why (see mmqc/unseen.py).
-        run: makes one torch call; on a model without values, a call that gets along with that.
     """
 
     def __init__(
@@ -115,7 +114,6 @@ class Program:
         self.called: set[str] = set()
         self.unsure: dict[str, str] = {}
         self.sketches: dict[fx.Node, Any] = {}  # results in a recording, see meta.sketch: no pass changes a shape
-        self.run: Callable[[Any, Sequence[Any], Mapping[str, Any]], Any] = lambda f, args, kwargs: f(*args, **kwargs)
         self.solved: dict[str, Any] = {}
         self.visual: Tensor | None = None
         self.outside: Callable[[str], Tensor] | None = None
@@ -282,7 +280,7 @@ class Program:
                 result = meta.copied(self.sketches[node])
             else:
                 func = getattr(type(args[0]), method_name(node, args)) if node.op == "call_method" else node.target
-                result = self.run(func, args, kwargs) if values else meta.call(func, args, kwargs)
+                result = func(*args, **kwargs) if values else meta.call(func, args, kwargs)
             if watch is not None:
                 watch(node, result, list(args), dict(kwargs))
             env[node] = result

@@ -19,8 +19,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from . import meta
-from .coordinates import written
 from .kinds import kind
+from .memory import written
 from .program import LOOSE, Program
 
 _METHODS = (types.MethodDescriptorType, types.WrapperDescriptorType, types.MethodType, types.BuiltinMethodType)
@@ -322,7 +322,6 @@ def record(model: nn.Module, batch: Mapping[str, Any], *more: Mapping[str, Any],
     program = Program(recorder.graph, recorder.weights, inputs)
     program.notes = notes
     program.called = recorder.called
-    program.run = recorder.run
     changing = {n for n in written(program) if n in recorder.sketches and meta.holds_integers(recorder.sketches[n])}
     program.sketches = {n: s for n, s in recorder.sketches.items() if n not in changing}
     groups: dict[int, list[str]] = {}

@@ -22,6 +22,7 @@ from torch import Tensor, fx
 from .coordinate_rules import coordinates
 from .coordinates import MEAN, Coordinates, Reader, Source
 from .kinds import kind
+from .plan import Plan
 from .program import Program
 from .uses import pin_other_uses
 
@@ -137,27 +138,35 @@ class Spaces:
     def __str__(self) -> str:
         return "\n".join(line for space in self.spaces for line in (f"{space}", *(f"    {t}" for t in space.touches)))
 
+    def made_by(self, source: Source) -> list[fx.Node]:
+        """The nodes that write what a source stands for: a gain is one for all calls of its norm."""
+        calls = [g.node for g in self.found.gains if g.source is source]
+        return calls or [source.node]
+
     @classmethod
-    def of(cls, prog: Program) -> Spaces:
+    def of(cls, prog: Program, keep_mean: bool = False) -> Spaces:
         """Analyse ``prog``: replay it, join and split its coordinates, collect the spaces.
 
-        Passes that change weights and not the graph share one analysis.
+        Passes that change weights and not the graph share one analysis.  With ``keep_mean`` the question is what a rotation
+        passes that maps constant vectors to themselves: LayerNorms, too, so that their output lies on their input's space;
+        and in a fragment the spaces are those that the plan rotates, not larger ones.
         """
-        text = hash(
-            (id(prog.plan), *((n.name, n.target, *(i.name for i in n.all_input_nodes)) for n in prog.graph.nodes))
-        )
-        if prog.analysis is None or prog.analysis[0] != text:
+        plan = prog.plan if keep_mean else None
+        keep_mean = keep_mean and bool(prog.nodes("layer_norm"))
+        nodes = ((n.name, n.target, *(i.name for i in n.all_input_nodes)) for n in prog.graph.nodes)
+        fingerprint = hash((id(plan), keep_mean, *nodes))
+        if prog.analysis is None or prog.analysis[0] != fingerprint:
             prog.analysis = None  # a large model's takes a gigabyte: never hold two
             with _no_collection():
-                prog.analysis = (text, cls._analysed(prog))
+                prog.analysis = (fingerprint, cls._analysed(prog, plan, keep_mean))
         return prog.analysis[1]
 
     @classmethod
-    def _analysed(cls, prog: Program) -> Spaces:
-        found = coordinates(prog)
+    def _analysed(cls, prog: Program, plan: Plan | None, keep_mean: bool) -> Spaces:
+        found = coordinates(prog, keep_mean)
         classes = _classes(found)
         found.joins.clear()
-        blocks = _blocks(found, classes, prog)
+        blocks = _blocks(found, classes, plan)
         found.splits.clear()
         spaces = _collect(found, classes, blocks)
         found.frozen.clear()
@@ -193,7 +202,7 @@ def _classes(found: Coordinates) -> Tensor:
     return (root.cumsum(0) - 1)[label]
 
 
-def _blocks(found: Coordinates, classes: Tensor, prog: Program) -> Tensor:
+def _blocks(found: Coordinates, classes: Tensor, plan: Plan | None) -> Tensor:
     """A number per class; classes with the same number met the same things everywhere."""
     count = int(classes.max()) + 1 if classes.numel() else 0
     mark = torch.zeros(count, dtype=torch.long)
@@ -201,11 +210,11 @@ def _blocks(found: Coordinates, classes: Tensor, prog: Program) -> Tensor:
     for source in found.sources:
         ids = torch.arange(source.base, source.base + source.size)
         events.append((ids, torch.full((source.size,), 3 + len(source.what))))
-        if prog.plan is not None and source.fqn:
-            events.extend(prog.plan.events(source.fqn, source.axis, ids))
+        if plan is not None and source.fqn:
+            events.extend(plan.events(source.fqn, source.axis, ids))
     for reader in found.readers:
-        if prog.plan is not None and reader.ids is not None and reader.fqn:
-            events.extend(prog.plan.events(reader.fqn, reader.axis, reader.ids))
+        if plan is not None and reader.ids is not None and reader.fqn:
+            events.extend(plan.events(reader.fqn, reader.axis, reader.ids))
     for ids, _, _ in found.frozen:
         events.append((ids, torch.full(ids.shape, 5)))
     draw = torch.Generator().manual_seed(0)

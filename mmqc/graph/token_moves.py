@@ -15,10 +15,12 @@ import torch
 from torch import fx
 
 from .kinds import kind, mutates
+from .memory import written
 from .program import Program, copy_meta
-from .sizes import is_sequence, sizes
-from .token_rules import Use, Uses
-from .tokens import nested, written
+from .sizes import Sizes, is_sequence, sizes
+from .token_rules import TokenRules
+from .token_uses import Use, Uses
+from .tokens import nested
 
 PENDING = "tokens"  # meta: the axis of the tokens of a node that a later pass puts into modality order
 KEYS = "tokens_keys"  # meta: attention whose keys and values a later pass puts into modality order
@@ -58,6 +60,16 @@ class Moves:
         pair = prog.nodes("modality_order")[0]
         order, inverse = sorted(pair.users, key=lambda n: n.args[1])  # type: ignore[arg-type, return-value]
         return cls(prog, order, inverse, bool(pair.args[1]), written(prog), nested(prog))
+
+    @staticmethod
+    def rows(prog: Program) -> Sizes:
+        """Batch and length of the tokens that have an order."""
+        return sizes(prog.nodes("modality_order")[0].args[0]) or ()
+
+    @classmethod
+    def rules(cls, prog: Program) -> TokenRules:
+        """What commutes with a permutation of each sequence."""
+        return TokenRules(*cls.rows(prog))
 
     def conjugate(self, node: fx.Node, axis: int, uses: Uses, name: str, site: int = 0) -> None:
         """Let ``node`` compute in modality order; its users read it through a gather back."""

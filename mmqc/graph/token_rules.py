@@ -15,63 +15,23 @@ then only row-wise operations are left, and nothing that was told a size.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
 
 from .kinds import kind, mutates
 from .sizes import Sizes, is_sequence, product, sizes
-
-# fmt: off
-ELEMENTWISE = frozenset((
-    "add", "sub", "rsub", "mul", "div", "rdiv", "pow", "rpow", "neg", "pos", "abs", "exp", "expm1", "log", "log1p", "sqrt",
-    "rsqrt", "sin", "cos", "tanh", "sigmoid", "logsigmoid", "silu", "gelu", "relu", "relu6", "leaky_relu", "elu", "selu",
-    "softplus", "softsign", "hardswish", "hardsigmoid", "hardtanh", "mish", "square", "reciprocal", "erf", "clamp", "clip",
-    "minimum", "maximum", "where", "masked_fill", "eq", "ne", "lt", "le", "gt", "ge", "and", "or", "xor", "bitwise_and",
-    "bitwise_or", "bitwise_xor", "bitwise_not", "logical_and", "logical_or", "logical_not", "logical_xor", "floor", "ceil",
-    "round", "trunc", "sign", "addcmul", "addcdiv", "lerp", "floordiv", "mod", "remainder", "nan_to_num", "isnan", "isinf",
-))
-FIRST_ONLY = frozenset((
-    "to", "type", "type_as", "float", "double", "half", "bfloat16", "int", "long", "bool", "contiguous", "clone", "detach",
-    "alias", "identity",
-))
-SHAPE_ONLY = frozenset((
-    "size", "dim", "numel", "ndimension", "device", "getattr:device", "getattr:dtype", "getattr:shape", "getattr:ndim",
-    "zeros_like", "ones_like", "empty_like", "full_like", "new_zeros", "new_ones", "new_empty", "new_full", "new_tensor",
-    "is_floating_point", "stride",
-))
-RESHAPES = frozenset(("view", "reshape", "flatten", "unflatten", "unsqueeze", "squeeze"))
-OURS = frozenset(("weight_only_matmul", "hadamard", "rotate", "quantize_per_token"))  # of mmqc: rows in, rows out
-# fmt: on
-
-
-@dataclass(frozen=True)
-class Use:
-    """An operand that has to be in the new order along ``axis``, after leading axes of size 1 were added up to ``rank``."""
-
-    axis: int
-    rank: int
-
-
-Uses = dict[fx.Node, Use]
-
-
-def named(node: fx.Node, *names: str) -> dict[str, Any]:
-    """Operands by parameter name."""
-    return dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
-
-
-def _is_ours_or_torchs(node: fx.Node) -> bool:
-    """Whether the name of the operation means what it says: other libraries' operations are unknown."""
-    if node.op == "call_method":
-        return True
-    space = getattr(node.target, "namespace", None)
-    space = space or str(getattr(node.target, "_qualified_op_name", "")).partition("::")[0]
-    if space:
-        return space in ("aten", "prims", "mmqc")
-    module = getattr(node.target, "__module__", None) or "torch"
-    return module.partition(".")[0] in ("torch", "_operator", "operator", "builtins", "math", "mmqc")
+from .token_uses import (
+    ELEMENTWISE,
+    FIRST_ONLY,
+    OURS,
+    RESHAPES,
+    Use,
+    Uses,
+    attention,
+    is_ours_or_torchs,
+    named,
+)
 
 
 class TokenRules:
@@ -109,7 +69,7 @@ class TokenRules:
             return f"{word} has no rows of tokens"
         if mutates(node) or node.kwargs.get("out") is not None:
             return f"{word} writes in place"
-        if not _is_ours_or_torchs(node) or not node.args:
+        if not is_ours_or_torchs(node) or not node.args:
             return f"{node.target} is not known to act on every token by itself"
         return ""
 
@@ -181,7 +141,7 @@ class TokenRules:
             return "it was told the sizes of the sequence"
         for at in range(1, len(own)):
             if own[at] == size[axis] and product(own[:at]) == product(size[:axis]):
-                return {x: Use(at, len(own))}  # type: ignore
+                return {x: Use(at, len(own))}  # type: ignore[dict-item]
         return "the axis of the tokens is reshaped"
 
     def keeps_rows(self, node: fx.Node, before: int, after: int) -> bool:
@@ -269,16 +229,16 @@ class TokenRules:
         if a is b or len(sizes(a) or ()) < 2 or len(sizes(b) or ()) < 2:
             return "an operand has two roles or no rows"
         if axis == len(size) - 2:
-            return {a: Use(axis, len(size))}  # type: ignore
+            return {a: Use(axis, len(size))}  # type: ignore[dict-item]
         if axis == len(size) - 1:
-            return {b: Use(axis, len(size))}  # type: ignore
+            return {b: Use(axis, len(size))}  # type: ignore[dict-item]
         found: Uses = {}
         for operand in (a, b):
             use = self.aligned(operand, size, axis)
             if isinstance(use, str):
                 return use
             if use is not None:
-                found[operand] = use  # type: ignore
+                found[operand] = use  # type: ignore[index]
         return found or "no operand has tokens"
 
     def _of_scaled_dot_product_attention(self, node: fx.Node, size: Sizes, axis: int) -> Uses | str:
@@ -300,7 +260,7 @@ class TokenRules:
     def _of_permute(self, node: fx.Node, size: Sizes, axis: int) -> Uses | str:
         dims = node.kwargs.get("dims", node.args[1] if len(node.args) == 2 else node.args[1:])
         dims = list(dims) if isinstance(dims, tuple | list) else list(node.args[1:])
-        return self.moved(node, size, axis, [d % len(size) for d in dims])  # type: ignore
+        return self.moved(node, size, axis, [d % len(size) for d in dims])  # type: ignore[operator]
 
     def _of_transpose(self, node: fx.Node, size: Sizes, axis: int) -> Uses | str:
         given = named(node, "input", "dim0", "dim1")
@@ -392,8 +352,3 @@ def _is_all(item: Any) -> bool:
     if not isinstance(item, slice):
         return item is Ellipsis
     return item.start in (None, 0) and item.stop is None and item.step in (None, 1)
-
-
-def attention(node: fx.Node) -> dict[str, Any]:
-    """The operands of an attention call by name."""
-    return named(node, "query", "key", "value", "attn_mask", "dropout_p", "is_causal")

@@ -17,19 +17,16 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from .kinds import kind, mutates
+from .kinds import kind
+from .memory import written
 from .min_cut import NEVER, SINK, SOURCE, MinCut
 from .program import VISUAL, Program
 from .sizes import is_sequence, n_bytes, sizes
-from .token_rules import FIRST_ONLY, RESHAPES, SHAPE_ONLY, TokenRules, Use, Uses, attention
+from .token_rules import TokenRules
+from .token_uses import ATTENTION, SHAPE_ONLY, Use, Uses, attention, is_attention
 
-VIEWS = RESHAPES | FIRST_ONLY | {
-    "getitem", "transpose", "permute", "t", "expand", "split", "chunk", "unbind", "select", "narrow", "getattr:T",
-    "getattr:mT", "getattr:data", "expand_as", "movedim", "tensor_split", "split_with_sizes", "index_select", "dropout",
-}  # fmt: skip
 WITH_VISUAL = {"quantize": 2, "scaled_matmul": 5, "tag_modality": 1}  # where these have their visual mask
 START = 1 << 20  # what it costs to start a gather, in bytes that could be moved meanwhile
-ATTENTION = "scaled_dot_product_attention"
 
 
 def visual_operand(node: fx.Node) -> fx.Node | None:
@@ -54,23 +51,6 @@ def price(node: fx.Node) -> int:
     return NEVER if is_sequence(node) else START + n_bytes(node)
 
 
-def written(prog: Program) -> set[fx.Node]:
-    """Nodes whose memory something writes to in place: what they hold depends on when they are read."""
-    found: set[fx.Node] = set()
-    todo: list[fx.Node] = []
-    for node in prog.graph.nodes:
-        if mutates(node) or node.kwargs.get("out") is not None:
-            todo += [node, *node.all_input_nodes[:1]]
-    while todo:
-        node = todo.pop()
-        if node in found:
-            continue
-        found.add(node)
-        todo += [u for u in node.users if kind(u) in VIEWS or mutates(u)]
-        todo += node.all_input_nodes[:1] if kind(node) in VIEWS or mutates(node) else []
-    return found
-
-
 def nested(prog: Program) -> dict[fx.Node, fx.Node]:
     """Nodes under a vmap, whose shapes lack an axis, and the call that closes it."""
     found: dict[fx.Node, fx.Node] = {}
@@ -84,7 +64,7 @@ def nested(prog: Program) -> dict[fx.Node, fx.Node]:
         if word == "_vmap_decrement_nesting":
             depth -= 1
             if not depth:
-                found |= dict.fromkeys(inside, node)  # type: ignore
+                found |= dict.fromkeys(inside, node)  # type: ignore[arg-type]
                 inside = []
     return found
 
@@ -130,7 +110,7 @@ class _Planner:
         size = sizes(visual)
         assert size is not None
         self.prog, self.visual, self.flat = prog, visual, flat
-        self.rules = TokenRules(*size, flat)  # type: ignore
+        self.rules = TokenRules(*size, flat)  # type: ignore[misc]
         self.rows = size
         self.number = {n: i for i, n in enumerate(prog.graph.nodes)}
         self.written, self.nested = written(prog), nested(prog)
@@ -201,7 +181,7 @@ class _Planner:
 
     def attention_keys(self) -> Iterator[tuple[fx.Node, Uses]]:
         """Attention calls whose keys, values and mask can be permuted together."""
-        for node in self.prog.nodes(ATTENTION) if not self.flat else ():
+        for node in filter(is_attention, self.prog.nodes(ATTENTION) if not self.flat else ()):
             given = attention(node)
             uses: Uses = {}
             for word in ("key", "value"):

@@ -143,7 +143,7 @@ def traced_place() -> str:
         return ""
     code, owner = converting[1].f_code, converting[1].f_locals.get("self")
     name = code.co_qualname
-    if isinstance(owner, nn.Module) and code in _codes(type(owner).forward):
+    if isinstance(owner, nn.Module) and code in codes_of(type(owner).forward):
         code = inspect.unwrap(type(owner).forward).__code__  # a decorator's frame says little
         name = f"{type(owner).__name__}.forward"
     return f"{name} at {code.co_filename}:{code.co_firstlineno}"
@@ -208,15 +208,16 @@ def _model_frame(frame: Any) -> Frame | None:
     model = values.get("self")
     if not isinstance(model, nn.Module) or outermost_module() is not model or not _is_called(model):
         return None
-    if frame.f_code not in _codes(type(model).forward):
+    if frame.f_code not in codes_of(type(model).forward):
         return None
     return Frame(model, _arguments(frame.f_code, values))
 
 
-def _codes(function: Any) -> set[CodeType]:
-    """The code of a function and of those that it decorates."""
+def codes_of(function: Any) -> set[CodeType]:
+    """The code of a function or method and of those that it decorates."""
     found = set()
     while function is not None:
+        function = getattr(function, "__func__", function)
         found.add(getattr(function, "__code__", None))
         function = getattr(function, "__wrapped__", None)
     return found

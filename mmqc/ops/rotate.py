@@ -27,6 +27,25 @@ def random_hadamard(n: int, seed: int) -> tuple[list[Tensor], Tensor]:
     return hadamard_factors(n), signs
 
 
+def mean_reflection(factors: list[Tensor], signs: Tensor) -> Tensor:
+    """The unit vector w [n] for which R (I - 2 w wᵀ) maps the constant vector to itself; zeros where R does so already.
+
+    The reflection swaps 1/√n and its image under R.  It changes an entry of R by O(1/n), so the entries stay as flat.
+    """
+    n = signs.shape[0]
+    constant = torch.full((n,), n**-0.5, dtype=torch.float64, device=signs.device)
+    w = reference(constant, [f.double() for f in factors], signs.double(), inverse=False) - constant
+    length = w.norm()
+    return w / length if length > 1e-6 else torch.zeros_like(w)
+
+
+def reflect(x: Tensor, w: Tensor) -> Tensor:
+    """X (I - 2 w wᵀ) along the last axis, in float32 at least."""
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    wide, w = x.to(dtype), w.to(dtype)
+    return (wide - 2 * (wide * w).sum(-1, keepdim=True) * w).to(x.dtype)
+
+
 def rotation_matrix(factors: list[Tensor], signs: Tensor) -> Tensor:
     """R as a dense float64 matrix, for fusing it into weights."""
     dense = functools.reduce(torch.kron, [f.double() for f in factors], torch.ones(1, 1, dtype=torch.float64))

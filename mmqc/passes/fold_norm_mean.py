@@ -90,7 +90,7 @@ class FoldNormMean:
         if space.pins:
             return space.why_pinned
         if any(covered != space.width for covered in space.mean_pins.values()):
-            return "the norm covers more than one channel space"
+            return "the norm covers more than one copy of the channel space, and each copy has a mean of its own"
         if not all(prog.hosted(n, "layer_norm") for n in space.mean_pins):
             return "the norm is no nn.LayerNorm module of its own, so it cannot be swapped"
         if prog.hosts is not None and (reason := self.why_not_swapped(prog, space)):

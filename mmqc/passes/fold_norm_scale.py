@@ -78,6 +78,8 @@ class FoldNormScale:
         for gain in spaces.found.gains:
             by_name.setdefault(gain.source.fqn, []).append(gain)
         for name, gains in by_name.items():
+            if not any(is_norm(g.x) for g in gains):
+                continue  # fold_layer_scale has had its say
             space = next((s for s in spaces if name in s.gains), None)
             reason = self.why_not(prog, spaces, name, gains, space)
             if space is None or reason:
@@ -122,13 +124,13 @@ class FoldNormScale:
         """The reason to refuse, or nothing."""
         if not name or "," in name:
             return "the gain is computed from activations or from several weights"
-        if any(kind(g.x) not in ("rms_norm", "layer_norm") and not _casts_a_norm(g.x) for g in gains):
+        if not all(is_norm(g.x) for g in gains):
             return "what it scales is no norm's output"
         if space is None:
             return "its channels do not stay together"
         if len(space.made) != 1 or len(space.gains[name]) != prog.weights[name].numel():
             return "other operations write the same channels"
-        if _neutral(prog, gains[0].factor, name) is None:
+        if neutral_value(prog, gains[0].factor, name) is None:
             return "no value of the weight makes this gain 1"
         return self.why_not_read(prog, space) or self.why_not_bias(prog, spaces, gains, space)
 
@@ -172,7 +174,7 @@ class FoldNormScale:
     def site(self, prog: Program, name: str, gains: list[Gain], space: Space) -> Site:
         """Everything that ``rewrite`` needs."""
         bias = space.writers[0].fqn if space.writers else ""
-        neutral = _neutral(prog, gains[0].factor, name)
+        neutral = neutral_value(prog, gains[0].factor, name)
         assert neutral is not None
         adds = _adds(gains, bias)
         return Site(name, neutral, tuple(gains), adds, bias, tuple(space.readers), space.gains[name])
@@ -202,7 +204,7 @@ class FoldNormScale:
         if site.bias:
             prog.derive(site.bias, "0", _fill(0.0))
         for gain in site.muls:
-            gain.node.replace_all_uses_with(_as_wide(prog, gain))
+            gain.node.replace_all_uses_with(as_wide(prog, gain, self.name))
         for add in site.adds:
             add.replace_all_uses_with(next(n for n in add.all_input_nodes if site.bias not in weights_behind(n)))
 
@@ -250,16 +252,17 @@ def weights_behind_any(node: fx.Node) -> set[str]:
     return {name for n in node.all_input_nodes for name in weights_behind(n)}
 
 
-def _casts_a_norm(node: fx.Node) -> bool:
+def is_norm(node: fx.Node) -> bool:
+    """Whether it is a norm's output, perhaps behind a cast."""
     while kind(node) in ("to", "float", "type_as", "type", "half", "bfloat16"):
         node = node.args[0]  # type: ignore[assignment]
     return kind(node) in ("rms_norm", "layer_norm")
 
 
-def _neutral(prog: Program, factor: fx.Node, name: str) -> float | None:
-    """The value of the weight at which the gain is 1: 1 for w, 0 for 1 + w."""
+def neutral_value(prog: Program, factor: fx.Node, name: str) -> float | None:
+    """The value of the weight at which the gain is 1: 1 for w, 0 for 1 + w, 64 for tanh(w) (1 there in every dtype)."""
     weight = prog.weights[name]
-    for value in (1.0, 0.0):
+    for value in (1.0, 0.0, 64.0):
         filled = torch.full(weight.shape, value, dtype=torch.float64, device="cpu" if weight.is_meta else weight.device)
         gain = prog.constant(factor, {name: filled})
         if torch.equal(gain, torch.ones_like(gain)):
@@ -273,14 +276,14 @@ def _by_column(width: int, touch: Touch, index: Tensor) -> Tensor:
     return columns
 
 
-def _as_wide(prog: Program, gain: Gain) -> fx.Node:
+def as_wide(prog: Program, gain: Gain, name: str) -> fx.Node:
     """The operand of a gain in the dtype of its product: a float32 norm times a wider or narrower gain changes it."""
     had, has = dtype_of(gain.node), dtype_of(gain.x)
     if had is None or had == has:
         return gain.x
     with prog.graph.inserting_before(gain.node):
         cast = prog.graph.call_method("to", (gain.x, had))
-    copy_meta(cast, gain.node, FoldNormScale.name, 0)
+    copy_meta(cast, gain.node, name, 0)
     return cast
 
 

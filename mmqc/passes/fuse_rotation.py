@@ -1,14 +1,15 @@
 """Rotate channel spaces by randomized Hadamard matrices that vanish into the weights around them.
 
     x <- x R:    writers  W <- Rᵀ W,  b <- Rᵀ b        readers  W <- W R        R = diag(±1) H
+    where a LayerNorm that kept its mean reads the space:  R <- R (I - 2 w wᵀ), so that 1ᵀ R = 1ᵀ and LN(x R) = LN(x) R
 
 Shapes:  space [*, n]   R [n, n] orthogonal, the same for every space of one width and seed
 Why:     a rotation spreads outliers over all channels of a space (QuaRot, arXiv:2404.00456; MQuant section 4).
 Needs:   ops.raised
 Gives:   spaces.rotated
 Exact:   yes, up to reassociation (fp64 1e-12)
-Refuses: a space that anything but weights and unit-scale RMSNorms touches: a non-linearity, a gain, a LayerNorm, an
-         output that users see.  In a fragment (one of several graphs of a model) an input or output is allowed where
+Refuses: a space that anything but weights and unit-scale norms touches: a non-linearity, a gain, an output that users
+         see.  In a fragment (one of several graphs of a model) an input or output is allowed where
          the plan of the whole model rotates the space: an explicit ``rotate`` op then stands at the boundary.
 """
 
@@ -25,10 +26,14 @@ from ..graph.boundary import BoundaryError, Change, Crossings, by_copy, change_i
 from ..graph.coordinates import Source
 from ..graph.kinds import kind
 from ..graph.linear import bias_of
-from ..graph.program import Miss, Program
+from ..graph.program import Miss, Program, copy_meta
 from ..graph.spaces import Space, Spaces, Touch
-from ..ops.rotate import random_hadamard
+from ..ops.hadamard_matrix import hadamard_cost
+from ..ops.rotate import mean_reflection, random_hadamard, reflect
 from ..ops.rotate import reference as rotated
+from .fold_norm_scale import is_norm
+
+LINEARS = 4
 
 
 @dataclass(frozen=True)
@@ -37,17 +42,28 @@ class Site:
 
     spaces: tuple[Space, ...]
     edges: Crossings
+    keep_mean: bool = False
+    norms: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         explicit = f"; {self.edges.count} explicit rotate at the graph's edges" if self.edges.count else ""
-        return f"{'; '.join(map(str, self.spaces))}{explicit}"
+        if self.norms:
+            cost = hadamard_cost(self.spaces[0].width)
+            explicit = f"; online behind {', '.join(self.norms)}, {cost:,} multiply-adds a row"
+        return f"{'; '.join(map(str, self.spaces))}{', its mean kept' if self.keep_mean else ''}{explicit}"
 
 
 @dataclass(frozen=True)
 class FuseRotation:
-    """See the module's docstring; ``seed`` is that of the random signs."""
+    """See the module's docstring.
+
+    ``seed`` is that of the random signs.  With ``online`` a norm whose gain starts or ends a space may rotate at run time,
+    where it serves ``LINEARS`` linears or more; with ``everywhere`` however few there are.
+    """
 
     seed: int = 0
+    online: bool = False
+    everywhere: bool = False
     name: ClassVar[str] = "fuse_rotation"
     needs: ClassVar[frozenset[str]] = frozenset({"ops.raised"})
     gives: ClassVar[frozenset[str]] = frozenset()
@@ -55,8 +71,8 @@ class FuseRotation:
 
     def match(self, prog: Program) -> Iterator[Site | Miss]:
         """Every space that weights write and linears read; in a fragment, those that the plan names."""
-        spaces = Spaces.of(prog)
-        eligible: dict[int, list[Space]] = {}
+        spaces = Spaces.of(prog, keep_mean=True)
+        eligible: dict[tuple[int, bool], list[Space]] = {}
         alone: dict[str, fx.Node] = {}
         for space in spaces:
             if space.width < 2:
@@ -68,19 +84,34 @@ class FuseRotation:
             if reason and space.readers and (space.writers or space.made):
                 yield _miss(space, reason)
             elif not reason and prog.fragment:
-                eligible.setdefault(space.width, []).append(space)
+                eligible.setdefault((space.width, _keeps_mean(prog, space)), []).append(space)
             elif not reason:
-                yield Site((space,), Crossings())
-        for group in eligible.values():
-            yield from self.with_edges(spaces, group)
+                yield self.whole(spaces, space)
+        for (_, keep_mean), group in eligible.items():
+            yield from self.with_edges(spaces, group, keep_mean)
         if not prog.fragment:
             yield from unfollowed(spaces, alone)
 
-    def with_edges(self, spaces: Spaces, group: list[Space]) -> Iterator[Site | Miss]:
+    def whole(self, spaces: Spaces, space: Space) -> Site | Miss:
+        """The site of a space of a whole model; norms that start it rotate what they write."""
+        try:
+            edges = crossings(spaces, [space])
+        except BoundaryError as error:
+            return _miss(space, str(error))
+        if any(copies != 1 for *_, copies in (*edges.inputs, *edges.pins)):
+            return _miss(space, "a norm covers other channels beside these, so the rotation would have to run online")
+        norms = tuple(dict.fromkeys(node.meta["module"] for node, *_ in (*edges.inputs, *edges.pins)))
+        if LINEARS * len(norms) > len(space.readers) and not self.everywhere:
+            return _miss(
+                space, f"{len(norms)} online rotations ({norms[0]}, ...) would serve {len(space.readers)} linears"
+            )
+        return Site((space,), edges, bool(space.mean_pins), norms)
+
+    def with_edges(self, spaces: Spaces, group: list[Space], keep_mean: bool) -> Iterator[Site | Miss]:
         """One site for all spaces of a width: they share edges, and R."""
         while group:
             try:
-                yield Site(tuple(group), crossings(spaces, group))
+                yield Site(tuple(group), crossings(spaces, group), keep_mean)
                 return
             except BoundaryError as error:
                 yield from (_miss(space, str(error)) for space in error.spaces)
@@ -88,15 +119,15 @@ class FuseRotation:
 
     def why_not(self, prog: Program, space: Space) -> str:
         """The reason to refuse in a whole model, or nothing."""
-        if space.pins:
-            return space.why_pinned
-        if space.mean_pins:
-            return f"{next(iter(space.mean_pins)).name}: a LayerNorm whose mean could not be folded"
-        if space.made:
-            return f"{_origin(space.made[0])}, so the rotation would have to run online"
+        pin = next(((n, why) for n, why in space.pins if not (self.online and _ends_at_a_norm(prog, n))), None)
+        if pin is not None:
+            return f"{pin[0].name}: {pin[1]}"
+        stuck = next((s for s in space.made if not (self.online and _starts_at_a_norm(prog, s))), None)
+        if stuck is not None:
+            return f"{_origin(stuck)}, so the rotation would have to run online"
         if space.inputs or space.outputs:
             return "a graph input or output lies on it"
-        if not space.readers or not space.writers:
+        if not space.readers or not (space.writers or space.made):
             return "nothing but one side of it is a weight"
         return ""
 
@@ -106,27 +137,24 @@ class FuseRotation:
             return "the whole model's plan leaves it alone"
         if not any(prog.is_quantized(t.fqn) for t in space.touches):
             return "no linear of this graph that it touches is quantized"
-        return "a LayerNorm of this graph reads it" if space.mean_pins else ""
+        return "a LayerNorm of this graph reads it" if space.mean_pins and not _keeps_mean(prog, space) else ""
 
     def rewrite(self, prog: Program, site: Site) -> None:
         """Multiply R into every touch; at a fragment's edges put rotate ops."""
-        width = site.spaces[0].width
-        factors, signs = random_hadamard(width, self.seed)
+        turn = Rotation.of(site.spaces[0].width, self.seed, site.keep_mean)
         for touch in (t for space in site.spaces for t in space.touches):
             prog.decided.rotate(touch.fqn, touch.axis, touch.groups)
-            prog.derive(
-                touch.fqn, f"rotated {touch.role} axis {touch.axis}", touch.apply(_Rotate(factors, signs)), touch.axis
-            )
+            if site.keep_mean:
+                prog.decided.mean_kept.add((touch.fqn, touch.axis))
+            prog.derive(touch.fqn, f"rotated {touch.role} axis {touch.axis}", touch.apply(turn), touch.axis)
             bias = bias_of(prog, touch.node) if touch.role == "writer" and touch.axis == 0 else ""
             if bias:
-                prog.derive(
-                    bias,
-                    "rotated bias",
-                    Touch(bias, 0, touch.groups, "writer", touch.node).apply(_Rotate(factors, signs)),
-                )
+                prog.derive(bias, "rotated bias", Touch(bias, 0, touch.groups, "writer", touch.node).apply(turn))
         if site.edges.count:
-            change_outputs(prog, site.edges, _rotate_by(prog, width, factors, signs, inverse=True))
-            change_inputs(prog, site.edges.inputs, _rotate_by(prog, width, factors, signs, inverse=False))
+            wide = torch.promote_types(prog.weights[site.spaces[0].touches[0].fqn].dtype, torch.float32)
+            note = (self.seed, site.keep_mean)
+            change_outputs(prog, site.edges, _explicit(prog, turn, wide, note, inverse=True))
+            change_inputs(prog, site.edges.inputs, _explicit(prog, turn, wide, note, inverse=False))
 
 
 def unfollowed(spaces: Spaces, alone: Mapping[str, fx.Node]) -> Iterator[Miss]:
@@ -138,6 +166,20 @@ def unfollowed(spaces: Spaces, alone: Mapping[str, fx.Node]) -> Iterator[Miss]:
         x = spaces.found.contractions[reader.node].x
         if reader.ids is None and kind(x) != "placeholder" and kind(reader.node) != "conv":
             yield Miss(reader.node.name, f"{x.name}: nothing is known of the channels of a {kind(x)}", reader.fqn)
+
+
+def _starts_at_a_norm(prog: Program, source: Source) -> bool:
+    """Whether a norm module that can be swapped writes it: gain and all."""
+    module = source.node.meta.get("module")
+    return source.what == "gain" and source.fqn == f"{module}.weight" and prog.hosted(source.node, "layer_norm")
+
+
+def _ends_at_a_norm(prog: Program, node: fx.Node) -> bool:
+    """Whether a pin is the gain of a norm module that can be swapped."""
+    operands = {str(n.target) if n.op == "get_attr" else n for n in node.all_input_nodes}
+    norms = [n for n in node.all_input_nodes if is_norm(n)]
+    wanted = {f"{node.meta.get('module')}.weight", *norms}
+    return kind(node) == "mul" and len(norms) == 1 and operands == wanted and prog.hosted(node, "layer_norm")
 
 
 def _origin(source: Source) -> str:
@@ -155,20 +197,46 @@ def _miss(space: Space, reason: str) -> Miss:
     return Miss(space.touches[0].node.name, reason, ", ".join(sorted({t.fqn for t in space.touches})))
 
 
-def _rotate_by(prog: Program, n: int, factors: list[Tensor], signs: Tensor, inverse: bool) -> Change:
-    def change(x: fx.Node, copies: int) -> fx.Node:
-        nodes = [prog.constant_node(f"rotation_{n}_{i}", f.float()) for i, f in enumerate(factors)]
-        sign = prog.constant_node(f"rotation_{n}_signs", signs.float())
-        rotate = lambda y: prog.graph.call_function(torch.ops.mmqc.rotate.default, (y, nodes, sign, inverse))  # noqa: E731
-        return by_copy(prog, x, copies, n, rotate, FuseRotation.name)
-
-    return change
+def _keeps_mean(prog: Program, space: Space) -> bool:
+    """Whether the plan of the whole model keeps this space's mean."""
+    assert prog.plan is not None
+    return any((t.fqn, t.axis) in prog.plan.mean_kept for t in space.touches)
 
 
 @dataclass(frozen=True)
-class _Rotate:
+class Rotation:
+    """R = diag(signs) H, with a reflection behind it if it has to keep means; calling it gives v R."""
+
     factors: list[Tensor]
     signs: Tensor
+    mirror: Tensor | None
+
+    @classmethod
+    def of(cls, width: int, seed: int, keep_mean: bool) -> Rotation:
+        """That of all spaces of one width and seed."""
+        factors, signs = random_hadamard(width, seed)
+        return cls(factors, signs, mean_reflection(factors, signs) if keep_mean else None)
 
     def __call__(self, v: Tensor) -> Tensor:
-        return rotated(v, [f.to(v) for f in self.factors], self.signs.to(v), inverse=False)
+        """V R along the last axis, in v's dtype."""
+        y = rotated(v, [f.to(v) for f in self.factors], self.signs.to(v), inverse=False)
+        return y if self.mirror is None else reflect(y, self.mirror.to(v))
+
+
+def _explicit(prog: Program, turn: Rotation, wide: torch.dtype, note: tuple[int, bool], inverse: bool) -> Change:
+    """Rotate ops at a graph's edge, or behind a norm."""
+    n = len(turn.signs)
+
+    def body(x: fx.Node) -> fx.Node:
+        nodes = [prog.constant_node(f"rotation_{n}_{i}", f.to(wide)) for i, f in enumerate(turn.factors)]
+        sign = prog.constant_node(f"rotation_{n}_signs", turn.signs.to(wide))
+        mirror = None if turn.mirror is None else prog.constant_node(f"rotation_{n}_mirror", turn.mirror.to(wide))
+        call, given = prog.graph.call_function, x
+        if inverse and mirror is not None:
+            x = call(reflect, (x, mirror))
+        y = call(torch.ops.mmqc.rotate.default, (x, nodes, sign, inverse))
+        copy_meta(y, given, FuseRotation.name, 0)
+        y.meta["rotation"] = note
+        return call(reflect, (y, mirror)) if not inverse and mirror is not None else y
+
+    return lambda x, copies: by_copy(prog, x, copies, n, body, FuseRotation.name)

@@ -23,7 +23,8 @@ from ..graph.kinds import kind
 from ..graph.program import Miss, Program
 from ..graph.sizes import is_sequence, sizes
 from ..graph.token_moves import KEYS, PENDING, Moves
-from ..graph.token_rules import TokenRules, Uses
+from ..graph.token_rules import TokenRules
+from ..graph.token_uses import Uses
 from ..graph.tokens import Tokens, visual_mask
 
 

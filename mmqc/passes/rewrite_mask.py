@@ -23,10 +23,9 @@ from torch import fx
 
 from ..graph.kinds import kind
 from ..graph.program import Miss, Program, copy_meta
-from ..graph.sizes import Sizes, sizes
+from ..graph.sizes import sizes
 from ..graph.token_moves import BACK, KEYS, MOVED, PENDING, Moves
-from ..graph.token_rules import TokenRules, Use, attention
-from ..graph.tokens import ATTENTION
+from ..graph.token_uses import ATTENTION, Use, attention, is_attention
 
 ALSO_ATTENTION = ("flex_attention", "multi_head_attention_forward")
 
@@ -83,13 +82,13 @@ class RewriteMask:
 
     def why_not(self, prog: Program, node: fx.Node) -> str:
         """Why an attention stays in sequence order."""
-        uses = TokenRules(*_rows(prog)).operands(node, len(sizes(node) or ()) - 2)
+        uses = Moves.rules(prog).operands(node, len(sizes(node) or ()) - 2)
         return f"{uses}: it stays in sequence order" if isinstance(uses, str) else "in sequence order fewer bytes move"
 
     def rewrite(self, prog: Program, site: Site) -> None:
         """Permute what the attention reads; build the mask that ``is_causal`` stood for."""
         moves = Moves.known(prog)
-        rules = TokenRules(*_rows(prog))
+        rules = Moves.rules(prog)
         for node in site.nodes:
             if kind(node) == ATTENTION:
                 _by_name(node)
@@ -129,17 +128,14 @@ class RewriteMask:
             node.kwargs = {**node.kwargs, "attn_mask": made}
 
 
-def _rows(prog: Program) -> Sizes:
-    """Batch and length of the tokens that have an order."""
-    return sizes(prog.nodes("modality_order")[0].args[0]) or ()
-
-
 def attention_calls(prog: Program) -> list[fx.Node]:
     """Attention whose queries are these tokens: other towers have their own."""
     found = []
     for node in prog.nodes("softmax", ATTENTION, *ALSO_ATTENTION):
         size = sizes(node) or ()
-        ours = len(size) >= 3 and (size[0], size[-2]) == tuple(_rows(prog))
+        if kind(node) == ATTENTION and not is_attention(node):
+            continue
+        ours = len(size) >= 3 and (size[0], size[-2]) == tuple(Moves.rows(prog))
         if ours or node.meta.get(KEYS) or PENDING in node.meta:
             found.append(node)
     return found

@@ -20,9 +20,7 @@ from typing import ClassVar
 from torch import fx
 
 from ..graph.program import Miss, Program
-from ..graph.sizes import sizes
 from ..graph.token_moves import PENDING, Moves
-from ..graph.token_rules import TokenRules
 from .rewrite_mask import attention_calls
 
 
@@ -74,7 +72,7 @@ class RewriteRopeIndex:
     def rewrite(self, prog: Program, site: Site) -> None:
         """Move every operation; gathers between them cancel."""
         moves = Moves.known(prog)
-        rules = TokenRules(*(sizes(prog.nodes("modality_order")[0].args[0]) or ()))
+        rules = Moves.rules(prog)
         for node in site.nodes:
             axis = node.meta[PENDING]
             uses = rules.operands(node, axis)

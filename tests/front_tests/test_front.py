@@ -1,7 +1,6 @@
 """One graph for the whole forward: what runs in front of it, and that nothing is left behind.  Inductor is left out."""
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -21,13 +20,7 @@ SAME = 1e-5  # float32; the same sums in another order
 OLD = torch.__version__ < (2, 12)
 counters = torch._dynamo.utils.counters
 
-
-@pytest.fixture(autouse=True)
-def without_inductor(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(mmqc.backend, "_lower", lambda gm, inputs, request, record: gm.forward)
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("without_inductor")
 
 
 @torch.no_grad()

@@ -10,10 +10,11 @@ from tiny_families import FAMILIES
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
+from mmqc.graph.memory import written
 from mmqc.graph.program import Program, method_name
 from mmqc.graph.sizes import is_sequence
-from mmqc.graph.token_rules import TokenRules, Use, attention
-from mmqc.graph.tokens import written
+from mmqc.graph.token_rules import TokenRules
+from mmqc.graph.token_uses import Use, attention
 
 o = torch.ops.mmqc
 

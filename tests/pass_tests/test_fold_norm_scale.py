@@ -136,7 +136,6 @@ class OddGain(nn.Module):
     [
         ("no_neutral", "blocks.0.a", "no value of the weight makes this gain 1"),
         ("two_weights", "blocks.0.a,blocks.0.b", "the gain is computed from activations or from several weights"),
-        ("no_norm", "blocks.0.a", "what it scales is no norm's output"),
     ],
 )
 def test_fold_norm_scale__refuses_a_gain_that_is_no_norms(how: str, name: str, reason: str) -> None:
@@ -144,8 +143,9 @@ def test_fold_norm_scale__refuses_a_gain_that_is_no_norms(how: str, name: str, r
     assert misses(model, ids(), FoldNormScale())[name] == reason
 
 
-def test_fold_norm_scale__gain_from_activations_is_no_gain() -> None:
-    assert misses(randomise(Text(OddGain("activation"))), ids(), FoldNormScale()) == {}
+@pytest.mark.parametrize("how", ["activation", "no_norm"])
+def test_fold_norm_scale__other_factors_are_no_gain_of_a_norm(how: str) -> None:
+    assert misses(randomise(Text(OddGain(how))), ids(), FoldNormScale()) == {}
 
 
 def test_fold_norm_scale__refuses_qk_norm() -> None:

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from mmqc.graph.plan import Plan
 from mmqc.graph.program import Program
 from mmqc.ops.rotate import random_hadamard, rotation_matrix
-from mmqc.passes.fuse_rotation import FuseRotation
+from mmqc.passes.fuse_rotation import FuseRotation, Rotation
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -79,7 +79,6 @@ class Stream(nn.Module):
         ways = {
             "gelu": lambda: F.gelu(x),
             "gain": lambda: x * self.gain,
-            "layer_norm": lambda: x + self.extra(self.layer(x)),
             "output": lambda: x,
             "input": lambda: x + features,
             "loose": lambda: x + self.table,
@@ -98,7 +97,6 @@ class Stream(nn.Module):
     [
         ("gelu", "gelu: gelu does not commute with a rotation"),
         ("gain", "mul_5: a gain per channel is multiplied in"),
-        ("layer_norm", "layer_norm: a LayerNorm whose mean could not be folded"),
         ("output", "a graph input or output lies on it"),
         ("input", "a graph input or output lies on it"),
         ("loose", "add_3: something that is no channel of a weight is added"),
@@ -118,6 +116,70 @@ def test_fuse_rotation__refuses(how: str, reason: str) -> None:
 def test_fuse_rotation__refuses_what_only_a_non_linearity_writes() -> None:
     found = misses(randomise(Text(Branch(RMSNorm(), Mlp()))), ids(), FuseRotation())
     assert found == {"blocks.0.body.down.weight": "gelu (gelu) writes it, so the rotation would have to run online"}
+
+
+# --- LayerNorms that keep their mean ----------------------------------------------------------------------------------
+
+
+class Unfoldable(nn.Module):
+    """LayerNorms over a stream whose mean a linear reads, over two tokens side by side, and behind a norm with a gain."""
+
+    def __init__(self, start: bool) -> None:
+        super().__init__()
+        self.embed, self.start = nn.Embedding(40, WIDTH), nn.LayerNorm(WIDTH) if start else nn.Identity()
+        self.blocks = nn.ModuleList(Branch(nn.LayerNorm(WIDTH), Mlp()) for _ in range(6))
+        self.wide, self.extra = nn.LayerNorm(2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.end, self.head, self.last = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 8), nn.Linear(WIDTH, 8)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.start(self.embed(input_ids))
+        for block in self.blocks:
+            x = block(x)
+        y = self.extra(self.wide(x.reshape(len(x), -1, 2 * WIDTH)))
+        return self.head(x[:, : y.shape[1]] + y) + self.last(F.gelu(self.end(x[:, : y.shape[1]])))
+
+
+@pytest.mark.parametrize("n", [1, 2, 12, 16, 60, 296])
+def test_fuse_rotation__keeps_means(n: int) -> None:
+    turn = Rotation.of(n, 3, keep_mean=True)
+    r = turn(torch.eye(n, dtype=torch.float64))
+    torch.testing.assert_close(r @ r.T, torch.eye(n, dtype=torch.float64))
+    torch.testing.assert_close(r.sum(0), torch.ones(n, dtype=torch.float64))
+    assert r.abs().max() <= 1 if n < 16 else r.abs().max() < 6 / n**0.5
+    x = randn(5, n)
+    torch.testing.assert_close(turn(F.layer_norm(x, (n,))), F.layer_norm(turn(x), (n,)))
+
+
+def test_fuse_rotation__layer_norms_may_keep_their_mean() -> None:
+    prog = prepared(randomise(Unfoldable(start=False)), ids(), FuseRotation())
+    check_exact(prog, FuseRotation(online=True))
+    assert prog.nodes("layer_norm")
+    assert prog.decided.mean_kept >= {("embed.weight", 1), ("blocks.0.body.up.weight", 1), ("extra.weight", 0)}
+    assert [len(prog.nodes("rotate")), prog.records[-1].delta.get("rotate")] == [1, 1]  # in front of the last gain
+
+
+@pytest.mark.parametrize("how", ["online", "offline"])
+def test_fuse_rotation__a_norm_may_start_a_stream_online(how: str) -> None:
+    prog = prepared(randomise(Unfoldable(start=True)), ids(), FuseRotation())
+    check_exact(prog, FuseRotation(online=how == "online"))
+    sites = [s for s in prog.records[-1].sites if "multiply-adds" in s]
+    assert len(prog.nodes("rotate")) == (2 if how == "online" else 0)
+    assert len(sites) == (how == "online")
+    if how == "offline":
+        assert any("would have to run online" in m.reason for m in prog.records[-1].misses)
+
+
+def test_fuse_rotation__few_linears_are_not_worth_an_online_rotation() -> None:
+    class Short(Unfoldable):
+        def __init__(self) -> None:
+            super().__init__(start=True)
+            self.blocks = nn.ModuleList()
+
+    found = misses(randomise(Short()), ids(), FuseRotation(online=True))
+    assert "2 online rotations (start, ...) would serve 2 linears" in found.values()
+    prog = prepared(randomise(Short()), ids(), FuseRotation())
+    check_exact(prog, FuseRotation(online=True, everywhere=True))
+    assert len(prog.nodes("rotate")) == 2
 
 
 # --- fragments --------------------------------------------------------------------------------------------------------

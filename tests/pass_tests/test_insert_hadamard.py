@@ -40,7 +40,7 @@ def test_insert_hadamard__weight_called_twice_is_multiplied_once() -> None:
     check_exact(prog, InsertHadamard())
     assert [s.split(":")[0] for s in prog.records[-1].sites] == ["blocks.0.body.down.weight"]
     assert len(prog.nodes("hadamard")) == 2
-    assert len(prog.derived("blocks.0.body.down.weight")) == 2  # rotated out, W Hᵀ
+    assert len(prog.derived("blocks.0.body.down.weight")) == 3  # rotated out, signs, W Hᵀ
 
 
 class Odd(nn.Module):

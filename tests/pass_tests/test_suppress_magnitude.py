@@ -6,6 +6,7 @@ from pass_cases import CASES, check_exact, check_golden, program
 from mmqc.graph.linear import operands, weight_of
 from mmqc.graph.program import Program
 from mmqc.ops.hadamard_matrix import hadamard_factors
+from mmqc.ops.rotate import random_hadamard
 from mmqc.passes.assign_scheme import AssignScheme
 from mmqc.passes.suppress_magnitude import SuppressMagnitude
 from mmqc.recipes import rtn
@@ -49,7 +50,7 @@ def test_suppress_magnitude__channels_are_those_of_the_equation(rank: int) -> No
 def test_suppress_magnitude__column_of_equal_signs_grows() -> None:
     prog = assigned("rms_gqa")
     fqn = "blocks.1.body.down.weight"
-    prog.weights[fqn] = torch.ones_like(prog.weights[fqn])
+    prog.weights[fqn] = random_hadamard(24, 0)[1].expand_as(prog.weights[fqn]).clone()  # fold_signs makes them all 1
     check_exact(prog, SuppressMagnitude())
     (node,) = [n for n in prog.nodes("linear") if weight_of(n) == fqn]
     expected = (torch.ones(24, dtype=torch.float64) @ dense(24).T).abs()

@@ -1,0 +1,147 @@
+"""Flip random channels of a gated product, so that no channel of the Hadamard behind it collects what all have in common.
+
+    W_down (a ∘ (W_up x + b)) = (W_down D) (a ∘ ((D W_up) x + D b))        D = diag(±1)
+
+Shapes:  x [*, K]   a, W_up x [*, n]   W_up [n, K]   b [n]   W_down [N, n]
+Why:     a Hadamard matrix has rows that add up all columns of W_down; behind random signs that sum is like any other
+         (QuaRot, arXiv:2404.00456, section 3), and in a gated MLP D goes into weights.
+Needs:   ops.raised
+Gives:   nothing
+Exact:   yes, to the bit: only signs change
+Refuses: nothing; a product neither factor of which is written by weights alone and read by nothing else is no site.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, fx
+
+from ..graph.coordinates import compact
+from ..graph.kinds import kind
+from ..graph.linear import bias_of
+from ..graph.program import Program
+from ..graph.spaces import Space, Spaces, Touch
+from ..ops.rotate import random_hadamard
+
+
+@dataclass(frozen=True)
+class Site:
+    """The space of the products, that of the factor to flip, and which channel of the one each of the other is."""
+
+    products: Space
+    factor: Space
+    place: Tensor
+
+    def __str__(self) -> str:
+        writers, readers = (", ".join(t.fqn for t in ts) for ts in (self.factor.writers, self.products.readers))
+        return f"{writers} and {readers}"
+
+
+@dataclass(frozen=True)
+class FoldSigns:
+    """See the module's docstring; ``seed`` is that of the signs."""
+
+    seed: int = 0
+    name: ClassVar[str] = "fold_signs"
+    needs: ClassVar[frozenset[str]] = frozenset({"ops.raised"})
+    gives: ClassVar[frozenset[str]] = frozenset()
+    exact: ClassVar[bool] = True
+
+    def match(self, prog: Program) -> Iterator[Site]:
+        """Spaces that only products write and only linears read."""
+        spaces = Spaces.of(prog, keep_mean=True)
+        owner = torch.full((int(spaces.classes.max()) + 1 if spaces.classes.numel() else 0,), -1)
+        for i, space in enumerate(spaces):
+            owner[space.classes] = i
+        for space in spaces:
+            products = [n for source in space.made for n in spaces.made_by(source)]
+            if not space.readers or not _is_between(space) or any(kind(n) != "mul" for n in products):
+                continue
+            if _is_done(prog, space):
+                continue
+            found = (self.site(spaces, owner, space, products, side) for side in (1, 0))
+            site = next((s for s in found if s is not None and self.is_planned(prog, s)), None)
+            if site is not None:
+                yield site
+
+    def site(self, spaces: Spaces, owner: Tensor, space: Space, products: list[fx.Node], side: int) -> Site | None:
+        """The site if the factors on this side are a space that nothing but these products reads."""
+        pairs, others = [], set()
+        for node in products:
+            others |= set(_owners(spaces, owner, node.args[1 - side]))
+            above, below = (
+                spaces.found.shadows.get(n) if isinstance(n, fx.Node) else None for n in (node.args[side], node)
+            )
+            if not isinstance(above, Tensor) or not isinstance(below, Tensor) or above.shape != below.shape:
+                return None
+            pair = torch.stack(compact(above, below)).reshape(2, -1).unique(dim=1)
+            pairs.append(spaces.classes[pair.clamp(min=0).long()] if bool((pair >= 0).all()) else pair[:0])
+        if any(p.numel() == 0 for p in pairs):
+            return None
+        classes = torch.cat(pairs, 1).unique(dim=1)
+        numbers = owner[classes[0]].unique().tolist()
+        if len(numbers) != 1 or numbers[0] < 0:
+            return None
+        factor = spaces.spaces[numbers[0]]
+        if numbers[0] in others:
+            return None  # a square
+        one_to_one = classes.shape[1] == factor.width == space.width and len(classes[1].unique()) == space.width
+        alone = factor.inside and not (factor.readers or factor.norms or factor.mean_pins) and factor.writers
+        if not (one_to_one and alone) or {n for n, _ in factor.pins} - set(products):
+            return None
+        place = torch.full((len(owner),), -1)
+        place[space.classes] = torch.arange(space.width)
+        below = dict(zip(classes[0].tolist(), place[classes[1]].tolist(), strict=True))
+        return Site(space, factor, torch.tensor([below[c] for c in factor.classes.tolist()]))
+
+    def is_planned(self, prog: Program, site: Site) -> bool:
+        """Whether the whole model's plan, if there is one, flips these."""
+        touches = (*site.factor.writers, *site.products.readers)
+        return prog.plan is None or all((t.fqn, t.axis) in prog.plan.flipped for t in touches)
+
+    def rewrite(self, prog: Program, site: Site) -> None:
+        """Flip rows of the factor's writers, and columns of the products' readers."""
+        signs = random_hadamard(site.products.width, self.seed)[1]
+        for touch in site.products.readers:
+            self.flip(prog, touch, signs)
+        for touch in site.factor.writers:
+            self.flip(prog, touch, signs[site.place])
+            bias = bias_of(prog, touch.node)
+            if bias:
+                self.flip(prog, Touch(bias, 0, touch.groups, "writer", touch.node), signs[site.place])
+
+    def flip(self, prog: Program, touch: Touch, signs: Tensor) -> None:
+        """Multiply one axis of a weight by signs."""
+        prog.decided.flipped.add((touch.fqn, touch.axis))
+        prog.derive(touch.fqn, f"signs on axis {touch.axis}", touch.apply(_Times(signs)), touch.axis)
+
+
+def _owners(spaces: Spaces, owner: Tensor, operand: object) -> list[int]:
+    """Numbers of the spaces on which an operand's channels lie."""
+    ids = spaces.found.shadows.get(operand) if isinstance(operand, fx.Node) else None
+    if not isinstance(ids, Tensor):
+        return []
+    few = compact(ids)[0]
+    return owner[spaces.classes[few[few >= 0].long()]].unique().tolist()
+
+
+def _is_between(space: Space) -> bool:
+    return not (
+        space.writers or space.pins or space.norms or space.mean_pins or space.inputs or space.outputs or space.gains
+    )
+
+
+def _is_done(prog: Program, space: Space) -> bool:
+    return any((t.fqn, t.axis) in prog.decided.flipped for t in space.readers)
+
+
+@dataclass(frozen=True)
+class _Times:
+    signs: Tensor
+
+    def __call__(self, v: Tensor) -> Tensor:
+        return v * self.signs.to(v)
