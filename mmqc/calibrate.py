@@ -73,15 +73,14 @@ class InputStatistics:
     def scales(self, spec: ActivationSpec, language: bool) -> list[float] | None:
         """[text, visual] for MSQ in the language model, else one scale; None if no input was seen.
 
-        A modality that this linear never met takes the other's scale.  Rows that are not the call's tokens (those routed
-        to an expert, a decoder's behind an encoder) have no modality: one scale then.
+        Rows that are not the call's tokens (those routed to an expert, a decoder's behind an encoder) have no modality: one
+        scale then, as for a linear that met one modality only.
         """
         seen = {name: r for name, r in self.ranges.items() if r.count}
         if not seen:
             return None
-        if spec.per_modality and language and MIXED not in seen:
-            either = next(iter(seen.values()))
-            return [seen.get(TEXT, either).scale(spec), seen.get(VISUAL, either).scale(spec)]
+        if spec.per_modality and language and seen.keys() == {TEXT, VISUAL}:
+            return [seen[TEXT].scale(spec), seen[VISUAL].scale(spec)]
         return [max(r.scale(spec) for r in seen.values())]
 
 

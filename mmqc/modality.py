@@ -56,7 +56,7 @@ class ModalityContext:
 
     def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Forward pre-hook: find the mask of this call."""
-        self.visual = None if self.text_only else self._find(module, args, kwargs)
+        self.visual = None if self.text_only else self.find(module, args, kwargs)
         # a decode step or a text prompt: the text scale alone, and a graph without a mask (a trace cannot look)
         if self.visual is not None and not torch.compiler.is_compiling() and not self.visual.any():
             self.visual = None
@@ -86,7 +86,12 @@ class ModalityContext:
             f"visual mask {tuple(self.visual.shape)} of this call (expected [batch, length, channels])"
         )
 
-    def _find(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
+    def find(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+        """The mask of a call with these arguments.
+
+        Raises:
+            ValueError: they do not tell visual tokens from text.
+        """
         ids = kwargs.get("input_ids")
         if ids is None and args and isinstance(args[0], Tensor) and not args[0].is_floating_point():
             ids = args[0]

@@ -2,8 +2,8 @@
 
 What a graph alone cannot show (other readers of a stream, the ranges of activations) comes with the config: the
 ``statistics`` that ``QuantReport.config`` carries.  One ``Session`` per ``torch.compile`` call holds what its graphs
-share: the model, each derived weight once, and the visual mask, which the graph that looks up the token ids leaves for
-the graphs behind it.
+share: the model, each derived weight once, and the visual mask: that of the call's inputs, or, where the model is called in
+another way, of the token ids that one of its graphs looks up.
 """
 
 from __future__ import annotations
@@ -17,14 +17,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from .config import ConfigError, QuantConfig
+from .front.front import attached
 from .graph.capture import Captured, from_dynamo, outermost_module, static_examples, to_graph_module
 from .graph.kinds import kind
 from .graph.linear import operands, weight_of
 from .graph.plan import Plan
 from .graph.program import VISUAL, PassRecord, Program
 from .graph.runner import run
+from .modality import ModalityContext
 from .pipeline import FACTS, exact_passes, quantizing_passes
 from .solvers import Quantized
 
@@ -53,6 +56,15 @@ class Session:
     def plan(self) -> Plan | None:
         """The whole model's plan."""
         return Plan.from_dict(self.config.statistics["plan"]) if self.config.statistics is not None else None
+
+    def find_visual(self) -> Tensor | None:
+        """The visual mask of the call in progress, from what the model was given; None if that is not known."""
+        front = attached(self.owner())
+        known = front is not None and front.inputs.keys() & {"input_ids", "mm_token_type_ids"}
+        if front is not None and known and self.config.statistics is not None:
+            context = ModalityContext(self.config.statistics["visual_token_ids"])
+            self.visual = context.find(self.owner(), (), front.inputs)
+        return self.visual
 
     def owner(self) -> nn.Module:
         """The model whose call is being compiled."""
@@ -105,6 +117,8 @@ def check(config: QuantConfig) -> None:
 def quantize_graph(gm: fx.GraphModule, example_inputs: Sequence[Any], session: Session) -> Rewritten | None:
     """Rewrite one of Dynamo's graphs; None where it holds nothing to quantize and nothing to tell the others."""
     config = session.config
+    with unset_fake_temporarily():
+        session.find_visual()  # of the first call: its hooks do not run yet
     if not any(kind(n) in ("linear", "conv", "embedding", "add", "layer_norm") for n in gm.graph.nodes):
         return None
     captured = from_dynamo(gm, example_inputs, session.owner())
@@ -252,7 +266,8 @@ def _publisher(captured: Captured, token_ids: fx.Node | None, session: Session) 
     def wrap(compiled: Callable[..., Any]) -> Callable[..., Any]:
         def publish(*args: Any) -> Any:
             ids = args[position]
-            session.visual = torch.isin(ids, visual_ids.to(ids.device))
+            if attached(session.owner()) is None:
+                session.visual = torch.isin(ids, visual_ids.to(ids.device))
             return compiled(*args)
 
         return publish
@@ -261,12 +276,13 @@ def _publisher(captured: Captured, token_ids: fx.Node | None, session: Session) 
 
 
 def _visual_of(session: Session) -> Tensor:
-    if session.visual is None:
+    visual = session.find_visual()
+    if visual is None:
         raise RuntimeError(
             "a graph with per-modality scales ran before any graph that looks up token ids, so the visual tokens are unknown: "
             "call the model with input_ids"
         )
-    return session.visual
+    return visual
 
 
 def _mask_like(mask: fx.Node) -> Tensor:

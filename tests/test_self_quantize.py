@@ -7,6 +7,7 @@ import pytest
 import torch
 from float64 import relative_error
 from models import tiny_qwen2_vl
+from tiny_families import FAMILIES
 from torch import Tensor, nn
 
 import mmqc
@@ -27,6 +28,18 @@ pytestmark = pytest.mark.usefixtures("without_inductor")
 @torch.no_grad()
 def logits(model: nn.Module, batch: dict[str, Any]) -> Tensor:
     return model(**batch).logits
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_self_quantize__equals_quantize_in_other_families(family: str) -> None:
+    model, batch = FAMILIES[family]()
+    model, quantized = copy.deepcopy(model), copy.deepcopy(model)
+    report = mmqc.quantize_(quantized, recipes.mquant(8, solver="rtn"), [batch], progress=False)
+    compiled = torch.compile(model, backend="mmqc", options={"config": report.config})
+    assert relative_error(logits(compiled, batch), logits(quantized, batch)) < SAME
+    assert (
+        relative_error(logits(compiled, batch), logits(quantized, batch)) < SAME
+    )  # the hooks run from the second call on
 
 
 @pytest.mark.parametrize(

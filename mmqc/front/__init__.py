@@ -6,4 +6,6 @@
 ``handover``  those functions run in front; inside the traced region their results are read instead
 ``attention`` one variable-length attention call in place of a split by sequence lengths
 ``front``     the hooks of one model, what was found for each kind of call, and the record of it
+``exportable`` the whole forward as one exported program; ``index_ops`` holds what stands for those functions in it,
+              ``index_find`` and ``index_draw`` find and verify it
 """

@@ -64,7 +64,7 @@ def varlen_attention(
     ends_q = cu_seq_lens_q
     ends_k = ends_q if cu_seq_lens_k is None else cu_seq_lens_k
     if ends_q is None or ends_k is None or dropout or (torch.is_grad_enabled() and query.requires_grad):
-        y = _masked(query, key, value, attention_mask, ends_q, ends_k, scaling, dropout, causal)
+        y = masked(query, key, value, attention_mask, ends_q, ends_k, scaling, dropout, causal)
     else:
         longest = kwargs.get("max_length_q")  # perhaps a symbol: nothing may be decided on it
         longest = query.shape[2] if longest is None else longest
@@ -74,10 +74,11 @@ def varlen_attention(
     return y.transpose(1, 2).contiguous(), None
 
 
-def _masked(
+def masked(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, ends_q: Tensor | None, ends_k: Tensor | None,
     scale: float | None, dropout: float, causal: bool,
 ) -> Tensor:  # fmt: skip
+    """The same by a mask of T x T: torch can differentiate it, and export it."""
     if ends_q is not None and ends_k is not None:
         mask = segments(ends_q, q.shape[2])[:, None] == segments(ends_k, k.shape[2])[None, :]
         mask = mask & torch.ones_like(mask).tril() if causal else mask

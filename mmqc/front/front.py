@@ -34,6 +34,7 @@ class Front:
     Attributes:
         plans: by kind of call: names and ranks of its tensors.
         capture: whether Dynamo may trace values and data-dependent sizes as symbols in the call in progress.
+        inputs: the integer tensors that the call in progress was given, by name (of the first call until the second).
     """
 
     def __init__(self) -> None:
@@ -43,6 +44,7 @@ class Front:
         self.active: tuple[Packed, Installed] | None = None
         self.hooked = False
         self.capture = False
+        self.inputs: dict[str, Any] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Front:
         # plans hold modules of the original
@@ -81,6 +83,7 @@ class Front:
     def prepare(self, model: nn.Module, inputs: Mapping[str, Any]) -> None:
         """Compute what this call needs, and put the readers in."""
         self.clear()
+        self.inputs = {k: v for k, v in inputs.items() if isinstance(v, Tensor) and not v.is_floating_point()}
         kind = kind_of(inputs)
         if not brings_features(inputs):
             return
@@ -101,6 +104,7 @@ class Front:
 
     def clear(self) -> None:
         """The model as it was."""
+        self.inputs = {}
         if self.active is not None:
             packed, installed = self.active
             installed.remove()
@@ -145,7 +149,9 @@ def after_trace(model: nn.Module, failed: str) -> None:
         if failed:
             front.refuse(failed)
         if not front.hooked:
+            inputs = front.inputs
             front.clear()
+            front.inputs = inputs  # the first call goes on, perhaps in parts that are compiled one by one
 
 
 def attached(model: nn.Module) -> Front | None:

@@ -69,7 +69,7 @@ class ValueSite:
         return read
 
     def __str__(self) -> str:
-        names = sorted({leaf.name for call in self.calls for leaf in _leaves(call)})
+        names = sorted({leaf.name for call in self.calls for leaf in leaves(call)})
         return f"{self.name}({', '.join(names)})"
 
 
@@ -222,12 +222,13 @@ def _filled(recipe: Any, inputs: Mapping[str, Any]) -> Any:
     return recipe
 
 
-def _leaves(recipe: Any) -> Iterator[Input]:
+def leaves(recipe: Any) -> Iterator[Input]:
+    """The inputs that a recipe names."""
     if isinstance(recipe, Input):
         yield recipe
     elif isinstance(recipe, (dict, tuple, list)):
         for item in recipe.values() if isinstance(recipe, dict) else recipe:
-            yield from _leaves(item)
+            yield from leaves(item)
 
 
 def _apply(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:

@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 from torch._guards import detect_fake_mode
 
 from .kinds import kind
-from .program import KEPT, Program
+from .program import KEPT, Program, method_name
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,9 @@ def to_graph_module(prog: Program) -> tuple[fx.GraphModule, list[str]]:
         if node.op == "get_attr":
             known[node] = taken[str(node.target)]
         elif node.op != "placeholder":
-            known[node] = graph.node_copy(node, known.__getitem__)
+            known[node] = new = graph.node_copy(node, known.__getitem__)
+            if node.op == "call_method":  # passes may leave other strides than those that Dynamo saw
+                new.target = method_name(node, node.args)
     return fx.GraphModule(nn.Module(), graph), names
 
 

@@ -75,6 +75,8 @@ class AssignScheme:
         for fqn, nodes in by_weight.items():
             scheme = self.config.scheme(place.get(nodes[0], "language"))
             reason = self.why_not(prog, nodes, role.get(nodes[0], ""))
+            if not reason and nodes[0] not in place:
+                reason = "the calibrated model left it in floating point"
             if reason and (scheme is not None or reason.startswith(KEPT)):
                 yield Miss(nodes[0].name, reason, fqn.removesuffix(".weight") if weight_of(nodes[0]) else fqn)
             elif scheme is not None:

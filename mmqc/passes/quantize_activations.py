@@ -21,6 +21,7 @@ from torch import Tensor, fx
 
 from ..graph.kinds import kind
 from ..graph.program import Miss, Program, copy_meta
+from ..graph.sizes import sizes
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,8 @@ class QuantizeActivations:
         fqn, spec = site.node.meta["fqn"], site.node.meta["scheme"].activation
         visual = prog.visual_node() if site.scale.numel() == 2 else None
         with prog.graph.inserting_before(site.node):
+            if visual is not None and _rank(x) == 2:  # [B L, K]: experts and routers flatten their tokens
+                visual = prog.graph.call_method("reshape", (visual, -1))
             s_x = prog.constant_node(f"{fqn}.input_scale", site.scale.to(prog.weights[fqn].device))
             quantized = prog.graph.call_function(torch.ops.mmqc.quantize.default, (x, s_x, visual, spec.bits))
             new = prog.graph.call_function(
@@ -70,3 +73,14 @@ class QuantizeActivations:
             copy_meta(made, site.node, self.name, 0)
         new.meta.update({k: site.node.meta[k] for k in ("tower", "role", "scheme", "fqn")})
         site.node.replace_all_uses_with(new)
+
+
+def _rank(x: object) -> int:
+    """Number of axes of an activation: that of the nearest node behind it whose shape was captured."""
+    node = x if isinstance(x, fx.Node) else None
+    while node is not None:
+        size = sizes(node)
+        if size is not None:
+            return len(size)
+        node = next((n for n in node.all_input_nodes if n.op != "get_attr"), None)
+    return 0
