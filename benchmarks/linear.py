@@ -1,0 +1,584 @@
+"""The linears of Qwen2-VL-7B on one GPU: correctness, then medians, ours next to cuBLAS and the int4 kernels of others.
+
+    python benchmarks/linear.py --out results.json [--tune] [--seconds 450]
+    TRITON_INTERPRET=1 python benchmarks/linear.py --dry          every step once, tiny, on the CPU
+
+Every timing is a CUDA graph over enough copies of the weight that the L2 cache holds none of them; medians of replays.
+``--tune`` tries a list of tiles per shape first and writes mmqc/kernels/configs/<gpu>.json (or --configs PATH), which the same
+run then uses.  What fails is reported and does not stop the rest.  Bandwidths count the bytes that must move.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import triton
+from torch.nn import functional as F
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from mmqc.kernels import configs as tiles  # noqa: E402
+from mmqc.kernels.configs import MatmulConfig as Tile  # noqa: E402
+from mmqc.kernels.device_facts import gpu_name  # noqa: E402
+from mmqc.kernels.hadamard_quantize import hadamard_quantize  # noqa: E402
+from mmqc.kernels.norm_quantize import norm_quantize  # noqa: E402
+from mmqc.kernels.scaled_matmul import scaled_matmul  # noqa: E402
+from mmqc.kernels.weight_only_matmul import weight_only_matmul  # noqa: E402
+from mmqc.norm import RMSNorm  # noqa: E402
+from mmqc.ops import hadamard  # noqa: E402
+from mmqc.ops.pack import pack_int4  # noqa: E402
+from mmqc.ops.weight_only_matmul import dequantize  # noqa: E402
+
+FP8 = torch.float8_e4m3fn
+SHAPES = {  # name: (N, K)
+    "lm.qkv": (4608, 3584), "lm.o": (3584, 3584), "lm.gate_up": (37888, 3584), "lm.down": (3584, 18944),
+    "vit.qkv": (3840, 1280), "vit.proj": (1280, 1280), "vit.fc1": (5120, 1280), "vit.fc2": (1280, 5120),
+    "merger.0": (5120, 5120), "merger.2": (3584, 5120),
+}  # fmt: skip
+ROWS = (1, 16, 256, 917, 2048, 8192)
+GROUP = 128
+L2_BYTES = 64 << 20
+Calls = list[Callable[[], object]]
+
+
+class Run:
+    """One run: device, deadline, results, failures."""
+
+    def __init__(self, dry: bool, seconds: float):
+        self.dry, self.end = dry, time.monotonic() + seconds
+        self.device = torch.device("cpu" if dry else "cuda")
+        self.dtype = torch.float16 if dry else torch.bfloat16  # the interpreter computes bf16 wrongly
+        self.failures: list[str] = []
+        self.times: dict[str, dict[str, float]] = {}  # "shape/rows" -> contender -> microseconds
+        self.bandwidth: dict[str, float] = {}
+        self.errors: dict[str, float] = {}
+
+    def left(self) -> float:
+        return self.end - time.monotonic()
+
+    def attempt(self, what: str, work: Callable[[], object], limit: int = 60) -> object:
+        """Run one step; a failure, or a step over its limit, is recorded and None comes back."""
+        if self.left() < 5:
+            self.failures.append(f"{what}: no time left")
+            return None
+
+        def stop(*_: object) -> None:
+            raise TimeoutError(f"over {limit} s")
+
+        signal.signal(signal.SIGALRM, stop)
+        signal.alarm(int(min(limit, max(1, self.left()))))
+        try:
+            return work()
+        except Exception as error:  # what a peer or a compiler may raise is open-ended; it is reported
+            self.failures.append(f"{what}: {type(error).__name__}: {str(error).strip()[:300]}")
+            return None
+        finally:
+            signal.alarm(0)
+
+    def copies(self, size: int) -> int:
+        return 1 if self.dry else max(2, min(128, math.ceil(3 * L2_BYTES / size)))
+
+    def microseconds(self, calls: Calls, replays: int = 20, budget: float = 0.08) -> float:
+        """Median time of one call."""
+        for call in calls[:3]:
+            call()
+        if self.dry:
+            start = time.perf_counter()
+            calls[0]()
+            return 1e6 * (time.perf_counter() - start)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for call in calls:
+                call()
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+
+        def once() -> float:
+            marks[0].record()
+            graph.replay()
+            marks[1].record()
+            marks[1].synchronize()
+            return marks[0].elapsed_time(marks[1])
+
+        once()
+        count = max(5, min(replays, int(1e3 * budget / max(once(), 1e-3))))
+        return 1e3 * statistics.median(once() for _ in range(count)) / len(calls)
+
+
+class Linear:
+    """Operands of one shape, and the calls that multiply them."""
+
+    def __init__(self, run: Run, n: int, k: int, m: int):
+        self.run, self.n, self.k, self.m = run, n, k, m
+        self.device = run.device
+        self.w_scale = torch.rand(n, device=self.device) * 0.01 + 0.001
+        self.x_scale = torch.full((1,), 0.02, device=self.device)
+        self.bias = torch.randn(n, device=self.device).to(run.dtype)
+        self.out = torch.full((m, n), float("nan"), dtype=run.dtype, device=self.device)
+        self.config: Tile | None = None  # read by the calls when they run; None is what a user gets
+
+    def codes(self, rows: int, low: int = -128, high: int = 128) -> torch.Tensor:
+        return torch.randint(low, high, (rows, self.k), dtype=torch.int8, device=self.device)
+
+    def floats(self, rows: int, dtype: torch.dtype) -> torch.Tensor:
+        # Halves at a time: a float32 copy of the largest weight is half a gigabyte.
+        return torch.randn(rows, self.k, device=self.device, dtype=self.run.dtype).to(dtype)
+
+    def scaled(self, kind: str, rotate: bool = True) -> Calls:
+        bits = 4 if kind.startswith("int4") else 8
+        fp8 = "fp8" in kind
+        count = self.run.copies(self.n * self.k * bits // 8) if rotate else 1
+        x = self.floats(self.m, FP8) if fp8 else self.codes(self.m)
+        if bits == 4:
+            w = [pack_int4(self.codes(self.n, -8, 8)) for _ in range(count)]
+        else:
+            w = [self.floats(self.n, FP8) if fp8 else self.codes(self.n) for _ in range(count)]
+        self.operands = x, w[0]
+        return [lambda w=v: scaled_matmul(x, w, self.x_scale, self.w_scale, self.bias, out=self.out,
+                                          out_dtype=self.run.dtype, config=self.config) for v in w]  # fmt: skip
+
+    def weight_only(self, bits: int, rotate: bool = True) -> Calls:
+        count = self.run.copies(self.n * self.k * bits // 8) if rotate else 1
+        low = -8 if bits == 4 else -128
+        codes = [self.codes(self.n, low, -low) for _ in range(count)]
+        w = [pack_int4(c) if bits == 4 else c for c in codes]
+        scale = torch.rand(self.n, -(-self.k // GROUP), device=self.device) * 0.01 + 0.001
+        x = self.floats(self.m, self.run.dtype)
+        self.operands = x, w[0], scale
+        return [lambda w=v: weight_only_matmul(x, w, scale, group_size=GROUP, out=self.out, config=self.config)
+                for v in w]  # fmt: skip
+
+    def peer(self, name: str) -> Calls:
+        size = {"bf16": 2, "int_mm": 1, "scaled_mm": 1}.get(name, 0.5)
+        count = self.run.copies(int(self.n * self.k * size))
+        if name == "int_mm":
+            x, w = self.codes(self.m), [self.codes(self.n).t() for _ in range(count)]
+            return [lambda w=v: torch._int_mm(x, w) for v in w]
+        x = self.floats(self.m, FP8 if name == "scaled_mm" else self.run.dtype)
+        if name == "bf16":
+            w = [self.floats(self.n, self.run.dtype) for _ in range(count)]
+            return [lambda w=v: F.linear(x, w) for v in w]
+        if name == "scaled_mm":
+            one = torch.ones((), device=self.device)
+            w = [self.floats(self.n, FP8).t() for _ in range(count)]
+            return [
+                lambda w=v: torch._scaled_mm(x, w, one, one, out_dtype=self.run.dtype, use_fast_accum=True) for v in w
+            ]
+        return getattr(self, name)(x, count)
+
+    def tinygemm(self, x: torch.Tensor, count: int) -> Calls:
+        q = torch.randint(0, 256, (self.n, self.k // 2), dtype=torch.uint8, device=self.device)
+        packed = [torch.ops.aten._convert_weight_to_int4pack(q.roll(i, 0), 8) for i in range(count)]
+        scale = torch.rand(self.k // GROUP, self.n, 2, device=self.device).to(self.run.dtype)
+        return [lambda w=v: torch.ops.aten._weight_int4pack_mm(x, w, GROUP, scale) for v in packed]
+
+    def gemlite(self, x: torch.Tensor, count: int) -> Calls:
+        from gemlite.helper import A16W4_HQQ_INT
+
+        count = min(count, 8)
+        scale, zero = (torch.rand(self.n, self.k // GROUP, device=self.device).to(self.run.dtype) for _ in range(2))
+        make = A16W4_HQQ_INT(device=str(self.device), dtype=self.run.dtype)
+        layers = [make.from_weights((self.codes(self.n, 0, 16)).to(torch.uint8), scale, zero * 8) for _ in range(count)]
+        return [lambda f=layer: f(x) for layer in layers]
+
+    def humming(self, x: torch.Tensor, count: int) -> Calls:
+        from humming.layer import HummingLayer
+
+        layers = []
+        for _ in range(min(count, 8)):
+            layer = HummingLayer(shape_n=self.n, shape_k=self.k, weight_config={"dtype": "int4", "group_size": GROUP},
+                                 torch_dtype=self.run.dtype).to(self.device)  # fmt: skip
+            layer.load_from_unquantized(self.floats(self.n, self.run.dtype))
+            layer.transform()
+            layers.append(layer)
+        return [lambda f=layer: f(x) for layer in layers]
+
+
+# --- correctness ------------------------------------------------------------------------------------------------------
+
+
+def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
+    error = ((got.double() - want.double()).norm() / want.double().norm()).item()
+    return error if math.isfinite(error) else math.inf
+
+
+def check_linear(run: Run, name: str, linear: Linear, kind: str) -> None:
+    """Poisoned output, float64 reference on a sample of the outputs."""
+    calls = linear.weight_only(int(kind[1]), False) if kind.startswith("w") else linear.scaled(kind, False)
+    calls[0]()
+    some = torch.randperm(linear.n, device=run.device)[:192]
+    if kind.startswith("w"):
+        x, w, scale = linear.operands
+        wide = dequantize(w[some], scale[some], linear.k, int(kind[1]), GROUP, torch.float64)
+        want = x.double() @ wide.t()
+    else:
+        x, w = linear.operands
+        wide = dequantize(w[some], linear.w_scale[some], linear.k, 4, 0, torch.float64) if kind.startswith("int4") else (
+            w[some].to(torch.float64) * linear.w_scale[some, None].double())  # fmt: skip
+        want = (x.to(torch.float64) @ wide.t()) * linear.x_scale.double() + linear.bias[some].double()
+    error = relative_error(linear.out[:, some], want)
+    poisoned = bool(linear.out.isnan().any())
+    run.errors[name] = error
+    if error > (1e-2 if "fp8" in kind else 4e-3) or poisoned:
+        raise AssertionError(f"wrong: relative error {error:.2e}, NaN left {poisoned}")
+
+
+def code_error(got: torch.Tensor, want: torch.Tensor) -> float:
+    off = (got.int() - want.int()).abs()
+    if off.max() > 1:
+        raise AssertionError(f"codes off by up to {off.max()}")
+    return (off > 0).double().mean().item()
+
+
+def check_rows(run: Run, width: int, m: int) -> None:
+    """norm_quantize and hadamard_quantize: codes next to the plain-torch composition in float32."""
+    x = torch.randn(m, width, device=run.device).to(run.dtype)
+    scale = torch.full((1,), 0.03, device=run.device)
+    y = RMSNorm(width).to(run.device)(x).float()
+    rate = code_error(norm_quantize(x, scale).q, torch.round(y / 0.03).clamp(-128, 127))
+    h = hadamard.reference(x.float(), [f.to(run.device) for f in hadamard.hadamard_factors(width)])
+    got = hadamard_quantize(x, scale)
+    more = code_error(got.y, torch.round(h / 0.03).clamp(-128, 127))
+    error = relative_error(hadamard_quantize(x, code=None).y, h)
+    run.errors[f"rows/{width}"] = error
+    if rate > 0.01 or more > 0.1 or error > 8e-3:
+        raise AssertionError(f"wrong: norm codes {rate:.1e}, hadamard codes {more:.1e}, hadamard {error:.1e}")
+
+
+def check_all(run: Run, shapes: dict[str, tuple[int, int]], rows: tuple[int, ...]) -> None:
+    cases = [(s, m) for s in shapes.values() for m in rows]
+    cases += [((27, 64), 5), ((300, 3420 // (30 if run.dry else 1)), 33), ((64, 27), 3), ((5, 1), 2)]
+    cases += [] if run.dry else [((1280, 4304), 917)]
+    for (n, k), m in cases:
+        for kind in ("int8", "int4", "w4", "w8") if run.dry else ("int8", "fp8", "int4", "int4_fp8", "w4", "w8"):
+            name = f"check/{kind}/{m}x{n}x{k}"
+            run.attempt(
+                name, lambda n=n, k=k, m=m, kind=kind, name=name: check_linear(run, name, Linear(run, n, k, m), kind)
+            )
+    for width in (64, 96) if run.dry else (3584, 5120, 1280, 18944, 4304, 27):
+        run.attempt(f"check/rows/{width}", lambda width=width: check_rows(run, width, 5 if run.dry else 333))
+
+
+# --- tuning -----------------------------------------------------------------------------------------------------------
+
+
+def candidates(op: str, m: int, n: int, k: int, specialized: bool) -> list[Tile]:
+    """Tiles worth a try; those that do not fit the device fail and are skipped."""
+    packed = "int4" in op
+    if m <= 64:
+        block_m = 8 if m <= 8 else 16 if m <= 16 else 64
+        found = []
+        for bn, bk, warps, stages in ((64, 128, 4, 4), (64, 128, 2, 4), (32, 128, 2, 4), (128, 64, 4, 5), (128, 128, 4, 3),
+                                      (64, 256, 4, 3), (32, 256, 2, 3)):  # fmt: skip
+            for split in sorted({1, *(max(1, round(132 * per / -(-n // bn))) for per in (2, 4, 6))}):
+                if split <= max(1, (k // 2 if packed else k) // bk // 2):
+                    found.append(Tile(block_m, bn, bk, warps, stages, split_k=split, variant="columns"))
+        return found
+    if op.startswith("weight"):
+        return [Tile(bm, bn, bk, w, s, split_k=sp, variant="columns") for bm, bn, bk, w, s in (
+            (64, 128, 64, 4, 4), (64, 128, 64, 8, 3), (128, 128, 64, 8, 3), (64, 64, 128, 4, 3), (128, 64, 64, 4, 4))
+            for sp in (1, 2, 4)] + [Tile(128, 128, 64, 8, 3, variant="unpack")]  # fmt: skip
+    if packed:
+        found = [Tile(bm, bn, bk, w, s, variant="columns") for bm, bn, bk, w, s in (
+            (128, 128, 64, 4, 4), (128, 128, 64, 4, 3), (256, 64, 64, 4, 3), (256, 128, 64, 8, 3), (128, 128, 64, 8, 4),
+            (256, 128, 128, 8, 2), (128, 128, 32, 4, 6))]  # fmt: skip
+        found += [Tile(128, 256, 64, 8, 3, variant="rows")]
+        return [*found, *(Tile(128, 256, 128, 8, s, variant="unpack") for s in (3, 4) if op == "scaled_int4")]
+    found = [Tile(bm, bn, bk, w, s, group_m=g, per_sm=per, variant=v) for v, bm, bn, bk, w, s, g, per in (
+        ("nested", 128, 256, 128, 8, 4, 8, 1), ("nested", 256, 128, 128, 8, 4, 8, 1), ("nested", 128, 256, 128, 8, 3, 8, 1),
+        ("nested", 128, 256, 128, 8, 4, 16, 1), ("nested", 128, 256, 256, 8, 2, 8, 1), ("nested", 128, 128, 128, 4, 3, 8, 2),
+        ("nested", 128, 256, 64, 8, 5, 8, 1), ("descriptors", 128, 256, 128, 8, 3, 8, 1),
+        ("descriptors", 256, 128, 128, 8, 3, 8, 1), ("descriptors", 128, 256, 64, 8, 5, 8, 1),
+        ("descriptors", 128, 128, 128, 4, 3, 8, 2), ("descriptors", 128, 256, 128, 8, 3, 16, 1),
+        ("rows", 128, 256, 128, 8, 3, 8, 1), ("rows", 128, 128, 128, 4, 3, 8, 1), ("rows", 128, 256, 64, 8, 4, 8, 1))]  # fmt: skip
+    more = [
+        Tile(bm, bn, 128, 4, s, variant="specialized") for bm, bn, s in ((128, 256, 3), (256, 128, 3), (128, 256, 4))
+    ]
+    return found + (more if specialized else [])
+
+
+def tune(
+    run: Run, shapes: dict[str, tuple[int, int]], rows: tuple[int, ...], path: Path, args: argparse.Namespace
+) -> None:
+    """Time every candidate, keep the fastest where it beats the table, write the file."""
+    end = min(run.end - 120, time.monotonic() + args.tune_seconds)
+    best: dict[str, Tile] = {}
+    want = torch.empty(0)
+    skinny = {"weight_int4": 4, "weight_int8": 8, "scaled_int4": "int4", "scaled_int8": "int8"}
+    large = {"scaled_int8": "int8", "scaled_fp8": "fp8", "scaled_int4": "int4"}
+    jobs = [(op, kind, m, shape) for m in rows for op, kind in (skinny if m <= 64 else large).items()
+            for shape in shapes if not (m <= 16 and shape.startswith(("vit", "merger")))]  # fmt: skip
+    jobs += [("weight_int4", 4, m, shape) for m in rows if 64 < m <= 256 for shape in shapes if shape.startswith("lm")]
+    # What acceptance looks at comes first: decode on the two large linears, prefill, the rest.
+    # What acceptance looks at comes first: int4 decode and prefill, on the two large linears; rows that nobody asks for last.
+    jobs.sort(
+        key=lambda j: (
+            j[2] not in (1, 16, 2048, 8192),
+            j[3] not in ("lm.gate_up", "lm.down"),
+            j[0] != "weight_int4",
+            j[2],
+        )
+    )
+    for op, kind, m, shape in jobs:
+        n, k = shapes[shape]
+        if time.monotonic() > end:
+            run.failures.append(f"tune/{op}/{m}/{shape}: no time left")
+            continue
+        linear, times = Linear(run, n, k, m), {}
+        calls = linear.weight_only(kind) if isinstance(kind, int) else linear.scaled(kind)
+        for tile in dict.fromkeys([tiles.table(op, m, n, k, run.device), *candidates(op, m, n, k, args.specialized)]):
+            if time.monotonic() > end or (run.dry and len(times) > 1):
+                break
+            linear.config = tile
+            try:
+                linear.out.fill_(math.nan)
+                calls[0]()
+                want = linear.out.clone() if not times else want
+                if relative_error(linear.out[:, :4096], want[:, :4096]) > 4e-3:
+                    raise ValueError("wrong result")
+                times[tile] = run.microseconds(calls, replays=7, budget=0.02)
+            except Exception as error:  # a tile may not fit the device
+                run.failures.append(f"tune/{op}/{m}/{shape} {tile}: {type(error).__name__}: {str(error)[:80]}")
+        if times:
+            best[tiles.key(op, m, n, k)] = min(times, key=times.__getitem__)
+    old = json.loads(path.read_text()).get("configs", {}) if path.exists() else {}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"device": gpu_name(run.device), "triton": triton.__version__, "torch": torch.__version__,
+                                "configs": old | {k: t.to_dict() for k, t in best.items()}}, indent=1) + "\n")  # fmt: skip
+    tiles.measured.cache_clear()
+
+
+# --- timings ----------------------------------------------------------------------------------------------------------
+
+
+def contenders(run: Run, m: int) -> list[str]:
+    """Who runs at m rows."""
+    if run.dry:
+        return ["int8", "int4", "w4", "w8", "bf16"]
+    names = ["int8", "int4", "int4_fp8", "fp8", "bf16", "scaled_mm"]
+    names += ["int_mm"] if m > 16 else []
+    return names + (["w4", "w8", "tinygemm"] if m <= 256 else [])
+
+
+def time_one(run: Run, shape: tuple[int, int], m: int, name: str) -> float:
+    linear = Linear(run, *shape, m)
+    if name[0] == "w":
+        return run.microseconds(linear.weight_only(int(name[1])))
+    return run.microseconds(linear.scaled(name) if name in ("int8", "int4", "int4_fp8", "fp8") else linear.peer(name))
+
+
+def time_linears(run: Run, shapes: dict[str, tuple[int, int]], rows: tuple[int, ...]) -> None:
+    jobs = [
+        (m, shape, name)
+        for m in sorted(rows, key=lambda m: (m not in (1, 2048, 8192), m))
+        for shape in shapes
+        for name in contenders(run, m)
+    ]
+    # Peers that tune or compile at their first call come last, on the shapes that acceptance names.
+    few = [(m, shape) for m in (1, 16) for shape in ("lm.down", "lm.gate_up") if m in rows and shape in shapes]
+    jobs += [(m, shape, name) for name in ("gemlite", "humming") for m, shape in few if not run.dry]
+    missing: set[str] = set()
+    for m, shape, name in jobs:
+        if name in missing:
+            continue
+        us = run.attempt(f"{shape}/{m} {name}", lambda s=shape, m=m, name=name: time_one(run, shapes[s], m, name))
+        if us is not None:
+            run.times.setdefault(f"{shape}/{m}", {})[name] = us
+        elif "ModuleNotFoundError" in run.failures[-1]:
+            missing.add(name)
+
+
+def ceilings(run: Run) -> None:
+    """Copy bandwidth (bytes read and written) and the bf16 rate of a large product."""
+    size = 1 << (16 if run.dry else 30)
+    source = torch.randint(0, 255, (size,), dtype=torch.uint8, device=run.device)
+    target = torch.empty_like(source)
+    run.bandwidth["copy"] = 2e-6 * size / run.microseconds([lambda: target.copy_(source)])
+    side = 64 if run.dry else 8192
+    a, b = (torch.randn(side, side, device=run.device).to(run.dtype) for _ in range(2))
+    run.bandwidth["bf16 TFLOP/s"] = 2e-6 * side**3 / run.microseconds([lambda: a @ b])
+
+
+def time_rows(run: Run, m: int) -> None:
+    """norm_quantize and hadamard_quantize: TB/s of the bytes that must move."""
+    scale, pair = torch.full((1,), 0.02, device=run.device), torch.tensor([0.02, 0.03], device=run.device)
+    visual = torch.rand(m, device=run.device) < 0.7
+    split = torch.tensor([m // 2], dtype=torch.int32, device=run.device)
+
+    def row(name: str, width: int, item_bytes: int, call: Callable[..., object], factor: int = 1) -> None:
+        def work() -> float:
+            shape = (m, factor * width)
+            xs = [
+                torch.randn(shape, device=run.device, dtype=run.dtype)
+                for _ in range(run.copies(2 * factor * m * width))
+            ]
+            outs = [torch.empty(m, width, dtype=torch.int8, device=run.device) for _ in range(2)]
+            calls = [lambda x=x, i=i: call(x, outs[i % 2]) for i, x in enumerate(xs)]
+            return 1e-6 * m * width * item_bytes / run.microseconds(calls)
+
+        rate = run.attempt(f"{name}/{width}", work)
+        if rate is not None:
+            run.bandwidth[f"{name}/{width}"] = rate
+
+    for width in (64,) if run.dry else (3584, 1280):
+        row("norm_quantize", width, 3, lambda x, out: norm_quantize(x, scale, out=out))
+        row("norm_quantize visual", width, 3, lambda x, out: norm_quantize(x, pair, visual=visual, out=out))
+        row("norm_quantize split", width, 3, lambda x, out: norm_quantize(x, pair, split=split, out=out))
+        row("norm_quantize dynamic", width, 3, lambda x, out: norm_quantize(x, out=out))
+        row("norm_quantize residual", width, 7, lambda x, out: norm_quantize(
+            x[:, : x.shape[1] // 2], scale, residual=x[:, x.shape[1] // 2 :], out=out), 2)  # fmt: skip
+    for width in (64,) if run.dry else (3584, 5120, 18944, 1280, 14336):
+        row("hadamard_quantize", width, 3, lambda x, out: hadamard_quantize(x, scale, out=out))
+        row("hadamard_quantize dynamic", width, 3, lambda x, out: hadamard_quantize(x, out=out))
+        row("silu hadamard_quantize", width, 5, lambda x, out: hadamard_quantize(
+            x[:, : x.shape[1] // 2], scale, up=x[:, x.shape[1] // 2 :], out=out), 2)  # fmt: skip
+        if width >= 14336 and not run.dry:
+            for warps, stages, programs in ((8, 1, 1), (8, 2, 1), (16, 1, 1), (8, 1, 2), (16, 2, 1)):
+                row(f"hadamard_quantize {warps}w {stages}s {programs}p", width, 3, lambda x, out, w=warps, s=stages, p=programs:
+                    hadamard_quantize(x, scale, out=out, num_warps=w, num_stages=s, programs=132 * p))  # fmt: skip
+        elif not run.dry:
+            for warps, stages, programs in ((4, 2, 6), (4, 4, 4), (4, 3, 6), (8, 3, 3), (8, 2, 4)):
+                row(f"hadamard_quantize {warps}w {stages}s {programs}p", width, 3, lambda x, out, w=warps, s=stages, p=programs:
+                    hadamard_quantize(x, scale, out=out, num_warps=w, num_stages=s, programs=132 * p))  # fmt: skip
+
+
+def time_chain(run: Run, m: int, n: int, k: int) -> None:
+    """norm -> quantize -> linear with static, per-modality and dynamic scales."""
+    linear = Linear(run, n, k, m)
+    linear.scaled("int8", rotate=False)
+    w, x = linear.operands[1], torch.randn(m, k, device=run.device).to(run.dtype)
+    one, pair = torch.full((1,), 0.02, device=run.device), torch.tensor([0.02, 0.03], device=run.device)
+    visual = torch.rand(m, device=run.device) < 0.7
+    split = torch.tensor([m // 2], dtype=torch.int32, device=run.device)
+
+    def chain(scale: torch.Tensor | None, **rows: torch.Tensor) -> None:
+        q, tokens, _ = norm_quantize(x, scale, **rows)
+        scaled_matmul(q, w, tokens if scale is None else scale, linear.w_scale, linear.bias, out=linear.out,
+                      out_dtype=run.dtype, **rows)  # fmt: skip
+
+    def torch_dynamic() -> None:
+        y = F.rms_norm(x, (k,)).float()
+        tokens = y.abs().amax(1) / 127
+        q = torch.round(y / tokens[:, None]).to(torch.int8)
+        scaled_matmul(q, w, tokens, linear.w_scale, linear.bias, out=linear.out, out_dtype=run.dtype)
+
+    kinds = {"one": lambda: chain(one), "visual": lambda: chain(pair, visual=visual), "split": lambda: chain(pair, split=split),
+             "dynamic": lambda: chain(None), "dynamic, torch": torch_dynamic}  # fmt: skip
+    run.times[f"chain {n}x{k}/{m}"] = {name: run.microseconds([call, call]) for name, call in kinds.items()}
+
+
+# --- report -----------------------------------------------------------------------------------------------------------
+
+
+def geomean(values: list[float]) -> float:
+    return math.exp(sum(map(math.log, values)) / len(values)) if values else math.nan
+
+
+def table(run: Run, shapes: dict[str, tuple[int, int]], rows: tuple[int, ...]) -> dict[str, float]:
+    """Print the table and return the summary."""
+    names = [
+        "bf16",
+        "int8",
+        "fp8",
+        "int4",
+        "int4_fp8",
+        "int_mm",
+        "scaled_mm",
+        "w4",
+        "w8",
+        "tinygemm",
+        "gemlite",
+        "humming",
+    ]
+    print("\nmicroseconds    " + "".join(f"{name:>9.9}" for name in names))
+    for where, times in run.times.items():
+        if not where.startswith("chain"):
+            print(f"{where:16}" + "".join(f"{times[name]:9.1f}" if name in times else "        -" for name in names))
+        else:
+            print(where, {name: round(t, 1) for name, t in times.items()})
+    print("\nTB/s            " + "  ".join(f"{name} {rate:.2f}" for name, rate in run.bandwidth.items()))
+    summary: dict[str, float] = {}
+
+    def ratio(slow: str, fast: str, m: int) -> None:
+        pairs = [t for s in shapes if slow in (t := run.times.get(f"{s}/{m}", {})) and fast in t]
+        if pairs:
+            summary[f"{fast} over {slow}, M={m}"] = geomean([t[slow] / t[fast] for t in pairs])
+
+    for m in rows:
+        for slow, fast in (("bf16", "int8"), ("bf16", "fp8"), ("int8", "int4"), ("fp8", "int4_fp8"), ("scaled_mm", "fp8"),
+                           ("tinygemm", "w4"), ("bf16", "w4")):  # fmt: skip
+            ratio(slow, fast, m)
+        for shape in ("lm.down", "lm.gate_up"):
+            times = run.times.get(f"{shape}/{m}", {})
+            if m <= 16 and "w4" in times and shape in shapes:
+                n, k = shapes[shape]
+                summary[f"w4 TB/s, {shape}, M={m}"] = 1e-6 * n * k * (0.5 + 4 / GROUP) / times["w4"]
+                peers = [times[p] for p in ("tinygemm", "gemlite", "humming") if p in times]
+                if peers:
+                    summary[f"w4 over best peer, {shape}, M={m}"] = min(peers) / times["w4"]
+    print("\n".join(f"{value:8.3f}  {name}" for name, value in summary.items()))
+    print(f"\n{len(run.failures)} failures; worst error of a check {max(run.errors.values(), default=math.nan):.2e}")
+    print("\n".join(f for f in run.failures if not f.startswith("tune/"))[-1500:])
+    return summary
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--tune", action="store_true")
+    parser.add_argument("--tune-seconds", type=float, default=240)
+    parser.add_argument(
+        "--specialized", action="store_true", help="also try warp specialization, which may hang or crash"
+    )
+    parser.add_argument("--seconds", type=float, default=460)
+    parser.add_argument("--rows", type=int, nargs="+", default=list(ROWS))
+    parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=list(SHAPES))
+    parser.add_argument("--only", choices=("check", "linears", "rows", "chain"), action="append")
+    parser.add_argument("--dry", action="store_true")
+    args = parser.parse_args()
+    run = Run(args.dry, args.seconds)
+    shapes, rows = {name: SHAPES[name] for name in args.shapes}, tuple(args.rows)
+    if args.dry:
+        shapes, rows = {"lm.o": (48, 256), "lm.down": (32, 320)}, (1, 20)
+    only = args.only or ("check", "linears", "rows", "chain")
+    torch.manual_seed(time.time_ns() % 2**31)
+    path = (args.out.parent if args.dry and args.out else tiles.FOLDER) / f"{gpu_name(run.device)}.json"
+    run.attempt("ceilings", lambda: ceilings(run))
+    if "check" in only:
+        sample = {s: shapes[s] for s in ("lm.qkv", "lm.o", "lm.down", "vit.proj") if s in shapes}
+        check_all(run, sample, rows if args.dry else tuple(m for m in (1, 16, 256, 917, 2048) if m in rows))
+    if args.tune and (not args.dry or args.out):
+        run.attempt("tune", lambda: tune(run, shapes, rows, path, args), int(args.seconds))
+    if "rows" in only:
+        time_rows(run, 8 if args.dry else 4096)
+    if "chain" in only:
+        for n, k in ((48, 64),) if args.dry else ((4608, 3584), (37888, 3584)):
+            run.attempt(f"chain {n}x{k}", lambda n=n, k=k: time_chain(run, 24 if args.dry else 6417, n, k))
+    if "linears" in only:
+        time_linears(run, shapes, rows)
+    summary = table(run, shapes, rows)
+    if args.out:
+        commit = subprocess.run(
+            ["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True
+        ).stdout.strip()
+        result = {"device": gpu_name(run.device), "torch": torch.__version__, "triton": triton.__version__, "commit": commit,
+                  "shapes": SHAPES, "group_size": GROUP, "microseconds": run.times, "tb_per_s": run.bandwidth,
+                  "summary": summary, "errors": run.errors, "failures": run.failures,
+                  "configs": json.loads(path.read_text()) if path.exists() else None}  # fmt: skip
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
+    return 1 if any(f.startswith("check/") for f in run.failures) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,134 @@
+"""How a kernel walks over ops/hadamard.py's Kronecker product: two matrix products on tiles that tensor cores take.
+
+    F1 ⊗ … ⊗ Fr = A ⊗ B,  a b = n        Y = A X Bᵀ        X [a, b]: one row of x
+
+Why:     the Sylvester part H_{2^j} = H_2 ⊗ … ⊗ H_2 may be cut anywhere, so A takes the core (12, 20, 28, 148, …) and some of
+         the twos, B the rest, where the padded tiles cost least.  A is padded to A1 (+ A2) rows with zeros: 148 to 128 + 32.
+         Short tiles take R rows of x at once, A then being block-diagonal.  Entries are stored times √a and √b: ±1 for
+         Hadamard matrices, exact in every dtype; the scales 1/√a and 1/√b are applied in float32.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mmqc.ops.hadamard_matrix import hadamard_factors
+
+MAX_OUTER = 320
+MAX_INNER = 256
+WGMMA_ROWS = 64
+
+
+def power_of_two(n: int) -> int:
+    """The smallest power of two that is at least n and 16."""
+    return max(16, 1 << (n - 1).bit_length())
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """a x b, padded to (A1 + A2) x B, R rows of x a tile; a = 1 means that B alone is the matrix."""
+
+    a: int
+    b: int
+    A1: int
+    A2: int
+    B: int
+    R: int
+
+    @property
+    def cost(self) -> float:
+        """Multiply-adds of an element, weighted: two-part tiles and narrow ones keep tensor cores less busy."""
+        rows = self.R * self.A1 + self.A2 if self.a > 1 else self.R
+        products = rows * self.B * ((rows if self.a > 1 else 0) + self.B)
+        return products / (self.R * self.a * self.b) * (1.25 if self.A2 else 1.0) * (1 + 16 / self.B)
+
+
+def tiling(a: int, b: int) -> Tiling:
+    """Pad a x b."""
+    wide = power_of_two(b)
+    if a == 1:
+        return Tiling(1, b, 16, 0, wide, WGMMA_ROWS)
+    whole, below = power_of_two(a), 1 << (a.bit_length() - 1)
+    rest = power_of_two(a - below) if a > below else 0
+    if a > WGMMA_ROWS and below + rest < whole:
+        return Tiling(a, b, below, rest, wide, 1)
+    return Tiling(a, b, whole, 0, wide, max(1, WGMMA_ROWS // whole))
+
+
+def cuts(n: int) -> list[tuple[int, int]]:
+    """The ways (a, b) to cut the factors of width n in two."""
+    sizes = [f.shape[0] for f in hadamard_factors(n)]
+    odd = [s for s in sizes if s & (s - 1)]
+    twos = math.prod(s for s in sizes if not s & (s - 1))
+    found = [(math.prod(odd) * (twos // b), b) for b in (1 << j for j in range(twos.bit_length()))]
+    found += [(math.prod(odd[:i]), math.prod(odd[i:]) * twos) for i in range(len(odd))]
+    return [(a, b) for a, b in found if b > 1 or n == 1]
+
+
+def best_tiling(n: int) -> Tiling | str:
+    """The cheapest tiling of width n, or why there is none."""
+    found = [tiling(a, b) for a, b in cuts(n)]
+    fitting = [t for t in found if (t.a == 1 or t.R * t.A1 + t.A2 <= MAX_OUTER) and t.B <= MAX_INNER]
+    if not fitting:
+        return f"no cut of width {n} = {' x '.join(str(f.shape[0]) for f in hadamard_factors(n))} fits {MAX_OUTER} x {MAX_INNER}"
+    return min(fitting, key=lambda t: t.cost)
+
+
+@dataclass(frozen=True)
+class HadamardPlan:
+    """A tiling and its matrices: outer [R A1 + A2, R A1 + A2] and inner [B, B], padded, in the dtype of x."""
+
+    tiling: Tiling
+    outer: Tensor
+    inner: Tensor
+
+
+def matrices(t: Tiling, n: int) -> tuple[Tensor, Tensor]:
+    """Outer and inner in float64, padded."""
+    factors = hadamard_factors(n)
+    product = functools.reduce(torch.kron, factors) if n <= MAX_INNER and factors else None
+    if t.a == 1:
+        inner = torch.ones(1, 1, dtype=torch.float64) if product is None else product
+        outer = torch.zeros(16, 16, dtype=torch.float64)
+    else:
+        one = torch.ones(1, 1, dtype=torch.float64)
+        odd = [f for f in factors if f.shape[0] & (f.shape[0] - 1)]
+        twos = functools.reduce(torch.kron, [f for f in factors if not f.shape[0] & (f.shape[0] - 1)], one)
+        left, right = one, one
+        for f in odd:  # a core goes left as long as it fits there
+            if right.shape[0] == 1 and left.shape[0] * f.shape[0] <= t.a:
+                left = torch.kron(left, f)
+            else:
+                right = torch.kron(right, f)
+        cut = t.a // left.shape[0]  # the twos that go left; a Sylvester matrix is the product of its parts
+        left, right = (
+            torch.kron(left, _sylvester_part(twos, cut)),
+            torch.kron(right, _sylvester_part(twos, twos.shape[0] // cut)),
+        )
+        outer = torch.zeros(t.R * t.A1 + t.A2, t.R * t.A1 + t.A2, dtype=torch.float64)
+        for r in range(t.R):
+            outer[r * t.A1 : r * t.A1 + t.a, r * t.A1 : r * t.A1 + t.a] = left * math.sqrt(t.a)
+        inner = right
+    padded = torch.zeros(t.B, t.B, dtype=torch.float64)
+    padded[: t.b, : t.b] = inner * math.sqrt(t.b)
+    return outer, padded
+
+
+def _sylvester_part(h: Tensor, order: int) -> Tensor:
+    """The Sylvester matrix of a smaller order out of a larger one."""
+    return h[:order, :order] * math.sqrt(h.shape[0] / order)
+
+
+@functools.lru_cache(maxsize=64)
+def hadamard_plan(n: int, device: torch.device, dtype: torch.dtype) -> HadamardPlan:
+    """The plan of ``hadamard_factors(n)``, built once."""
+    t = best_tiling(n)
+    if isinstance(t, str):
+        raise ValueError(f"hadamard_quantize: {t}")
+    outer, inner = matrices(t, n)
+    return HadamardPlan(t, outer.to(device=device, dtype=dtype), inner.to(device=device, dtype=dtype))

@@ -1,0 +1,186 @@
+"""A Hadamard transform of every row (ops/hadamard.py), what stands in front of it and the quantization behind it, in one pass.
+
+    h = x,  or  silu(x) ∘ u            y = h (F1 ⊗ … ⊗ Fr)ᵀ            q = clamp(round(y / s(m)))   (optional)
+
+Shapes:  x, u [M, n] fp16 | bf16 | fp32 (interpreter, ieee)   y [M, n] like x, or q int8 | fp8e4nv   s: row_scale.py, or
+         dynamic per token (max|y[m]| / 127, returned)
+How:     Y = A X Bᵀ on tiles (hadamard_plan.py); a program keeps both matrices and walks over rows.  A Y Bᵀ rounds twice to
+         x's dtype (h, A h), sums are float32.
+Bytes:   one read and one write of every element.
+Arch:    Ampere and newer; fp8 from compute capability 8.9.
+"""
+
+# A launch gives plain values to constexpr parameters, and options that are no parameters.
+# pyright: reportArgumentType=false, reportCallIssue=false
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mmqc.kernels.device_facts import ceil_div, fp8_reason, multiprocessors, why_not_here
+from mmqc.kernels.hadamard_plan import HadamardPlan, best_tiling, hadamard_plan
+from mmqc.kernels.quantize_codes import quantize_tile, token_scale
+from mmqc.kernels.row_scale import ROW, row_scale, row_scale_tile
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+FLOAT32_BYTES = 100_000  # of shared memory for both matrices, next to the rows in flight
+FLOAT = tl.constexpr(0)
+STATIC = tl.constexpr(1)
+DYNAMIC = tl.constexpr(2)
+
+
+class Transformed(NamedTuple):
+    """y or its codes, and the scales of a dynamic quantization."""
+
+    y: Tensor
+    scale: Tensor | None
+
+
+@triton.jit
+def input_tile(x_ptr, up_ptr, at_x, at_up, mask, GATED: tl.constexpr):
+    """h, in x's dtype."""
+    h = tl.load(x_ptr + at_x, mask=mask, other=0.0)
+    if GATED:
+        gate = h.to(tl.float32)
+        # As in the unfused model, silu is rounded before it is multiplied.
+        silu = (gate / (1.0 + tl.exp(-gate))).to(h.dtype).to(tl.float32)
+        h = (silu * tl.load(up_ptr + at_up, mask=mask, other=0.0).to(tl.float32)).to(h.dtype)
+    return h
+
+
+@triton.jit
+def store_tile(y, s, y_ptr, at, mask, MODE: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, FP8: tl.constexpr):
+    """Write y, or its codes with the scales s."""
+    if MODE == FLOAT:
+        tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=mask)
+    else:
+        tl.store(y_ptr + at, quantize_tile(y, s, LOW, HIGH, FP8), mask=mask)
+
+
+@triton.jit
+def hadamard_quantize_kernel(
+    x_ptr, up_ptr, outer_ptr, inner_ptr, y_ptr, scale_ptr, row_ptr, token_ptr, M, n, a, b, stride_x, stride_up,
+    first_scale, second_scale,
+    OUTER: tl.constexpr, A1: tl.constexpr, A2: tl.constexpr, B: tl.constexpr, R: tl.constexpr, GATED: tl.constexpr,
+    MODE: tl.constexpr, KIND: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, FP8: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+):  # fmt: skip
+    """R rows of x a turn: tile row t is row t // A1 of x, part t % A1; a second tile holds parts A1 … of one row."""
+    PARTS: tl.constexpr = A1 if OUTER else 1  # pyright: ignore[reportAssignmentType]  # Triton wraps the 1
+    SIDE: tl.constexpr = R * PARTS
+    WIDTH: tl.constexpr = SIDE + A2
+    part = tl.arange(0, SIDE)
+    j = tl.arange(0, B)
+    i, local = part % PARTS, part // PARTS
+    inner_t = tl.load(inner_ptr + j[None, :] * B + j[:, None])  # [B, B], transposed
+    if OUTER:
+        a11 = tl.load(outer_ptr + part[:, None] * WIDTH + part[None, :])
+    if A2 > 0:
+        more = A1 + tl.arange(0, A2)
+        a12 = tl.load(outer_ptr + part[:, None] * WIDTH + more[None, :])
+        a21 = tl.load(outer_ptr + more[:, None] * WIDTH + part[None, :])
+        a22 = tl.load(outer_ptr + more[:, None] * WIDTH + more[None, :])
+    for block in tl.range(tl.program_id(0), tl.cdiv(M, R), PROGRAMS):  # pyright: ignore[reportGeneralTypeIssues]  # compiled, not run
+        rows = block * R + local
+        row_mask = rows < M
+        inside = i[:, None] * b + j[None, :]
+        mask = (row_mask & (i < a))[:, None] & (j < b)[None, :]
+        wide = rows.to(tl.int64)[:, None]
+        t = input_tile(x_ptr, up_ptr, wide * stride_x + inside, wide * stride_up + inside, mask, GATED)
+        if A2 > 0:
+            row = tl.cast(block, tl.int64)
+            inside2 = more[:, None] * b + j[None, :]
+            mask2 = (more < a)[:, None] & (j < b)[None, :]
+            x2 = input_tile(x_ptr, up_ptr, row * stride_x + inside2, row * stride_up + inside2, mask2, GATED)
+            t2 = tl.dot(a22, x2, tl.dot(a21, t, input_precision="ieee"), input_precision="ieee")
+            y2 = tl.dot((t2 * first_scale).to(t.dtype), inner_t, input_precision="ieee") * second_scale
+            t1 = tl.dot(a12, x2, tl.dot(a11, t, input_precision="ieee"), input_precision="ieee")
+            t = (t1 * first_scale).to(t.dtype)
+        elif OUTER:
+            t = (tl.dot(a11, t, input_precision="ieee") * first_scale).to(t.dtype)
+        y = tl.dot(t, inner_t, input_precision="ieee") * second_scale
+        s = tl.zeros((SIDE,), tl.float32)
+        if MODE == STATIC:
+            s = row_scale_tile(scale_ptr, row_ptr, rows, row_mask, KIND)
+        elif MODE == DYNAMIC:
+            largest = tl.max(tl.abs(y), 1)
+            if A2 > 0:
+                s += token_scale(tl.maximum(tl.max(largest), tl.max(tl.abs(y2))), FP8)
+            else:
+                token = token_scale(tl.max(tl.reshape(largest, (R, PARTS)), 1), FP8)
+                s = tl.reshape(tl.broadcast_to(token[:, None], (R, PARTS)), (SIDE,))
+            tl.store(token_ptr + rows, s, mask=row_mask & (i == 0))
+        store_tile(y, s[:, None], y_ptr, wide * n + inside, mask, MODE, LOW, HIGH, FP8)
+        if A2 > 0:
+            store_tile(y2, tl.max(s), y_ptr, row * n + inside2, mask2, MODE, LOW, HIGH, FP8)
+
+
+def supports(x: Tensor, up: Tensor | None, code: torch.dtype | None) -> str | None:
+    """None, or why these operands cannot be transformed here."""
+    if x.dim() != 2:
+        return f"x is a matrix, not {list(x.shape)}"
+    n = x.shape[1]
+    plan = best_tiling(n)
+    checks = (
+        (x.dtype in DTYPES, f"x is one of {DTYPES}, not {x.dtype}"),
+        (not isinstance(plan, str), str(plan)),
+        (x.stride(1) == 1 or n == 1, "rows of x are contiguous"),
+        (up is None or (up.shape == x.shape and up.dtype == x.dtype and (up.stride(1) == 1 or n == 1)), "up is like x"),
+        (code in (None, torch.int8, torch.float8_e4m3fn), f"codes are int8 or float8_e4m3fn, not {code}"),
+    )
+    reason = next((why for ok, why in checks if not ok), None) or why_not_here(x, up)
+    if reason is None and not isinstance(plan, str) and x.dtype == torch.float32 and x.device.type == "cuda":
+        side = plan.R * plan.A1 + plan.A2 if plan.a > 1 else 0
+        if 4 * (side**2 + plan.B**2) > FLOAT32_BYTES:
+            reason = f"float32 matrices of width {n} do not fit into shared memory"
+    return fp8_reason(x.device) if reason is None and code == torch.float8_e4m3fn else reason
+
+
+def hadamard_quantize(
+    x: Tensor, scale: Tensor | None = None, *, up: Tensor | None = None, code: torch.dtype | None = torch.int8,
+    bits: int = 8, visual: Tensor | None = None, split: Tensor | None = None, plan: HadamardPlan | None = None,
+    out: Tensor | None = None, num_warps: int | None = None, programs: int | None = None,
+    num_stages: int | None = None,
+) -> Transformed:  # fmt: skip
+    """Transform and quantize: ``scale`` None is dynamic per token, ``code`` None leaves y in x's dtype.
+
+    With ``up``, the input is silu(x) * up.  ``plan`` is ``hadamard_plan(n, device, dtype)``; the rest is for tuning.
+    """
+    reason = supports(x, up, code)
+    if reason is None and (not 2 <= bits <= 8 or (bits != 8 and (scale is None or code != torch.int8))):
+        reason = f"bits = {bits}: 2 to 8 for static int8 codes, else 8"
+    if reason is not None:
+        raise ValueError(f"hadamard_quantize: {reason}")
+    m, n = x.shape
+    dtype = code or x.dtype
+    y = torch.empty(m, n, dtype=dtype, device=x.device) if out is None else out
+    if y.shape != x.shape or y.dtype != dtype or not y.is_contiguous():
+        raise ValueError(f"hadamard_quantize: out is {dtype} [{m}, {n}], contiguous; got {y.dtype} {list(y.shape)}")
+    p = plan or hadamard_plan(n, x.device, x.dtype)
+    t = p.tiling
+    dynamic = code is not None and scale is None
+    tokens = torch.empty(m, dtype=torch.float32, device=x.device) if dynamic else None
+    rows = row_scale(scale, m, visual, split) if code is not None and scale is not None else None
+    if m == 0:
+        return Transformed(y, tokens)
+    tile = (t.R * (t.A1 if t.a > 1 else 1) + t.A2) * t.B
+    small = tile <= 8192
+    # Both gated operands are staged: where the matrices fill most of the shared memory, there is room for one turn only.
+    stages = num_stages or (3 if small else 1 if up is not None else 2)
+    warps = num_warps or (4 if small else 8)
+    programs = min(ceil_div(m, t.R), programs or multiprocessors(x.device) * (4 if small else 2))
+    hadamard_quantize_kernel[(programs,)](
+        x, x if up is None else up, p.outer, p.inner, y, p.outer if rows is None else rows.scale,
+        p.outer if rows is None else rows.rows, p.outer if tokens is None else tokens, m, n, t.a, t.b, x.stride(0),
+        0 if up is None else up.stride(0), 1 / math.sqrt(t.a), 1 / math.sqrt(t.b),
+        OUTER=t.a > 1, A1=t.A1, A2=t.A2, B=t.B, R=t.R, GATED=up is not None,
+        MODE=DYNAMIC.value if dynamic else STATIC.value if rows is not None else FLOAT.value,
+        KIND=ROW.value if rows is None else rows.kind, LOW=-(2.0 ** (bits - 1)), HIGH=2.0 ** (bits - 1) - 1,
+        FP8=code == torch.float8_e4m3fn, PROGRAMS=programs, num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    return Transformed(y, tokens)

@@ -1,0 +1,137 @@
+"""RMSNorm and quantization in one pass, a row in registers.
+
+    h = x + r                                       (optional residual; h is written out too)
+    y = h / sqrt(mean(h²) + eps) [∘ g] [+ β]        (norm.py; rounded to x's dtype, as the module does)
+    q = clamp(round(y / s(m)))                      static: row_scale.py
+    s(m) = max|y[m]| / 127 (fp8: / 448)             dynamic: x_scale is None, and s is returned
+
+Shapes:  x, r, h [M, D] fp16 | bf16 | fp32   g, β [D]   q [M, D] int8 | fp8e4nv   s float32 [M]   D <= 65,536
+Bytes:   one read and one write of every element; bandwidth-bound.
+Arch:    Ampere and newer; fp8 from compute capability 8.9.
+"""
+
+# A launch gives plain values to constexpr parameters, and options that are no parameters.
+# pyright: reportArgumentType=false, reportCallIssue=false
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mmqc.kernels.device_facts import fp8_reason, why_not_here
+from mmqc.kernels.quantize_codes import quantize_tile, token_scale
+from mmqc.kernels.row_scale import ROW, row_scale, row_scale_tile
+
+MAX_WIDTH = 65_536
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+CODES = (torch.int8, torch.float8_e4m3fn)
+
+
+class Normed(NamedTuple):
+    """Codes, the scales of a dynamic quantization, x + r where a residual was given."""
+
+    q: Tensor
+    scale: Tensor | None
+    residual: Tensor | None
+
+
+@triton.jit
+def norm_tile(x, gain, bias, eps, D, HAS_GAIN: tl.constexpr, HAS_BIAS: tl.constexpr):
+    """RMSNorm of one row in float32; entries past D are zero."""
+    y = x * tl.rsqrt(tl.sum(x * x) / D + eps)
+    if HAS_GAIN:
+        y = y * gain
+    if HAS_BIAS:
+        y = y + bias
+    return y
+
+
+@triton.jit
+def norm_quantize_kernel(
+    x_ptr, residual_ptr, gain_ptr, bias_ptr, q_ptr, sum_ptr, scale_ptr, row_ptr, token_ptr, M, D, eps,
+    stride_x, stride_r,
+    KIND: tl.constexpr, DYNAMIC: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_GAIN: tl.constexpr,
+    HAS_BIAS: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, FP8: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One row."""
+    row = tl.program_id(0)
+    at = tl.arange(0, BLOCK)
+    mask = at < D
+    wide = row.to(tl.int64)
+    x = tl.load(x_ptr + wide * stride_x + at, mask=mask, other=0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        x += tl.load(residual_ptr + wide * stride_r + at, mask=mask, other=0.0).to(tl.float32)
+        rounded = x.to(x_ptr.dtype.element_ty)
+        tl.store(sum_ptr + wide * D + at, rounded, mask=mask)
+        x = rounded.to(tl.float32)  # what the next layer will read
+    gain, bias = x, x
+    if HAS_GAIN:
+        gain = tl.load(gain_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    if HAS_BIAS:
+        bias = tl.load(bias_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    y = norm_tile(x, gain, bias, eps, D, HAS_GAIN, HAS_BIAS)
+    y = y.to(x_ptr.dtype.element_ty).to(tl.float32)
+    if DYNAMIC:
+        s = token_scale(tl.max(tl.abs(y)), FP8)
+        tl.store(token_ptr + row, s)
+    else:
+        s = tl.max(
+            row_scale_tile(scale_ptr, row_ptr, row + tl.zeros((1,), tl.int32), row + tl.zeros((1,), tl.int32) < M, KIND)
+        )
+    q = quantize_tile(y, s, LOW, HIGH, FP8)
+    tl.store(q_ptr + wide * D + at, q, mask=mask)
+
+
+def supports(
+    x: Tensor, gain: Tensor | None, bias: Tensor | None, residual: Tensor | None, code: torch.dtype
+) -> str | None:
+    """None, or why these operands cannot be normalised here."""
+    if x.dim() != 2:
+        return f"x is a matrix, not {list(x.shape)}"
+    width = x.shape[1]
+    checks = (
+        (x.dtype in DTYPES, f"x is one of {DTYPES}, not {x.dtype}"),
+        (1 <= width <= MAX_WIDTH, f"a row of {width} does not fit one program: 1 to {MAX_WIDTH}"),
+        (x.stride(1) == 1 or width == 1, "rows of x are contiguous"),
+        (all(p is None or (p.shape == (width,) and p.is_contiguous()) for p in (gain, bias)), f"gain and bias are [{width}]"),
+        (residual is None or (residual.shape == x.shape and residual.dtype == x.dtype
+                              and (residual.stride(1) == 1 or width == 1)), "residual is like x"),
+        (code in CODES, f"codes are one of {CODES}, not {code}"),
+    )  # fmt: skip
+    reason = next((why for ok, why in checks if not ok), None) or why_not_here(x, gain, bias, residual)
+    return fp8_reason(x.device) if reason is None and code != torch.int8 else reason
+
+
+def norm_quantize(
+    x: Tensor, scale: Tensor | None = None, *, eps: float = 1e-6, gain: Tensor | None = None, bias: Tensor | None = None,
+    visual: Tensor | None = None, split: Tensor | None = None, residual: Tensor | None = None, bits: int = 8,
+    code: torch.dtype = torch.int8, out: Tensor | None = None,
+) -> Normed:  # fmt: skip
+    """Normalise and quantize; ``scale`` None quantizes every token by its own largest entry."""
+    reason = supports(x, gain, bias, residual, code)
+    if reason is None and (not 2 <= bits <= 8 or (scale is None and bits != 8)):
+        reason = f"bits = {bits}: 2 to 8, and 8 where the scale is dynamic"
+    if reason is not None:
+        raise ValueError(f"norm_quantize: {reason}")
+    m, width = x.shape
+    q = torch.empty(m, width, dtype=code, device=x.device) if out is None else out
+    if q.shape != x.shape or q.dtype != code or not q.is_contiguous():
+        raise ValueError(f"norm_quantize: out is {code} [{m}, {width}], contiguous; got {q.dtype} {list(q.shape)}")
+    total = None if residual is None else torch.empty(m, width, dtype=x.dtype, device=x.device)
+    tokens = torch.empty(m, dtype=torch.float32, device=x.device) if scale is None else None
+    rows = row_scale(scale, m, visual, split) if scale is not None else None
+    if m == 0:
+        return Normed(q, tokens, total)
+    block = triton.next_power_of_2(width)
+    norm_quantize_kernel[(m,)](
+        x, x if residual is None else residual, x if gain is None else gain, x if bias is None else bias, q,
+        x if total is None else total, tokens if rows is None else rows.scale, tokens if rows is None else rows.rows,
+        x if tokens is None else tokens, m, width, eps, x.stride(0), 0 if residual is None else residual.stride(0),
+        KIND=ROW.value if rows is None else rows.kind, DYNAMIC=scale is None, HAS_RESIDUAL=residual is not None,
+        HAS_GAIN=gain is not None, HAS_BIAS=bias is not None, LOW=-(2.0 ** (bits - 1)), HIGH=2.0 ** (bits - 1) - 1,
+        FP8=code != torch.int8, BLOCK=block, num_warps=max(1, min(16, block // 1024)),
+    )  # fmt: skip
+    return Normed(q, tokens, total)

@@ -1,0 +1,36 @@
+"""Tile code: float32 values to int8 or fp8 codes, as ops/quantize.py rounds them.
+
+q = clamp(round_half_even(x / s), low, high)      int8
+q = fp8e4nv(clamp(x / s, ±448))                   fp8
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def divide_tile(x, s):
+    """X / s rounded as IEEE division: one reciprocal for many x, one step of correction (Markstein)."""
+    inverse = tl.div_rn(1.0, s)
+    q = x * inverse
+    return tl.fma(tl.fma(-q, s + tl.zeros_like(x), x), inverse + tl.zeros_like(x), q)
+
+
+@triton.jit
+def quantize_tile(x, s, LOW: tl.constexpr, HIGH: tl.constexpr, FP8: tl.constexpr):
+    """Codes of float32 values x with scales s, broadcastable to x."""
+    q = divide_tile(x, s)
+    if FP8:
+        codes = tl.minimum(tl.maximum(q, -448.0), 448.0).to(tl.float8e4nv)
+    else:
+        q = tl.minimum(tl.maximum(q, LOW), HIGH)
+        # Adding 1.5 * 2^23 rounds half to even and leaves the integer in the low byte: cheaper than a conversion.
+        codes = (q + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)
+    return codes
+
+
+@triton.jit
+def token_scale(largest, FP8: tl.constexpr):
+    """The dynamic scale of a token from its largest magnitude; 1 for a token of zeros."""
+    s = tl.div_rn(largest, 448.0 if FP8 else 127.0)
+    return tl.where(s > 0.0, s, 1.0)

@@ -1,0 +1,156 @@
+"""The quantized linear (ops/scaled_matmul.py): int8 x int8 or int8 x packed int4 in int32, fp8 x fp8 in float32.
+
+    y = (x_q w_qᵀ) s_x(m) s_w[n] + b[n] + r[m, n]
+
+Shapes:  x_q [M, K] int8 | fp8e4nv   w_q [N, K] of the same type, or uint8 [N, ceil(K/2)] (ops/pack.py; with fp8 activations
+         the codes are exact fp8 numbers)   s_x: row_scale.py   s_w float32 [N]   b [N]   r, y [M, N]
+         rows of x_q and w_q are contiguous; out_dtype fp16 | bf16 | fp32
+Exact:   int8 sums are exact for K <= 131,072 (packed: K < 131,072); the epilogue is float32, rounded once.
+Arch:    Ampere and newer; fp8 from compute capability 8.9; TMA from 9.0, elsewhere (and for K that is no multiple of 16,
+         which TMA cannot address) the pointer kernel, with at most three stages.
+"""
+
+# A launch gives plain values to constexpr parameters, and options that are no parameters.
+# pyright: reportArgumentType=false, reportCallIssue=false
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from mmqc.kernels.configs import PERSISTENT, MatmulConfig
+from mmqc.kernels.configs import config as choose
+from mmqc.kernels.device_facts import (
+    ceil_div,
+    fp8_reason,
+    has_inline_ptx,
+    has_tensor_descriptors,
+    multiprocessors,
+    why_not_here,
+)
+from mmqc.kernels.row_scale import RowScale, row_scale
+from mmqc.kernels.scaled_matmul_tiles import scaled_matmul_descriptor_kernel, scaled_matmul_kernel
+from mmqc.kernels.split_k import workspace
+from mmqc.kernels.unpack_weight import unpack_weight
+
+FP8 = torch.float8_e4m3fn
+MAX_K = 131_071
+OUT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def supports(x_q: Tensor, w_q: Tensor, w_scale: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> str | None:
+    """None, or why these operands cannot be multiplied here."""
+    if x_q.dim() != 2 or w_q.dim() != 2:
+        return f"x_q and w_q are matrices, not {list(x_q.shape)} and {list(w_q.shape)}"
+    (_, k), (n, stored) = x_q.shape, w_q.shape
+    packed = w_q.dtype == torch.uint8
+    checks = (
+        (x_q.dtype in (torch.int8, FP8), f"x_q is int8 or float8_e4m3fn, not {x_q.dtype}"),
+        (packed or w_q.dtype == x_q.dtype, f"w_q is {x_q.dtype} or packed uint8, not {w_q.dtype}"),
+        (stored == ((k + 1) // 2 if packed else k), f"w_q has {stored} columns for inputs of width {k}"),
+        (1 <= k <= MAX_K, f"K = {k}: 1 to {MAX_K}"),
+        (
+            w_scale.shape == (n,) and w_scale.dtype == torch.float32,
+            f"w_scale is float32 [{n}], not {list(w_scale.shape)}",
+        ),
+        (bias is None or bias.shape == (n,), f"bias is [{n}]"),
+        (out_dtype in OUT_DTYPES, f"out_dtype is one of {OUT_DTYPES}, not {out_dtype}"),
+        ((x_q.stride(1) == 1 and w_q.stride(1) == 1) or k == 1, "rows of x_q and w_q are contiguous"),
+    )
+    reason = next((why for ok, why in checks if not ok), None) or why_not_here(x_q, w_q, w_scale, bias)
+    if reason is None and x_q.dtype == FP8:
+        reason = fp8_reason(x_q.device)
+        if reason is None and packed and not has_inline_ptx(x_q.device):
+            reason = "packed weights become fp8 numbers by PTX only"
+    return reason
+
+
+def op_name(x_q: Tensor, w_q: Tensor) -> str:
+    """The op's name in configs.py."""
+    kind = "fp8" if x_q.dtype == FP8 else "int8"
+    return f"scaled_{kind}" if w_q.dtype != torch.uint8 else "scaled_int4" if kind == "int8" else "scaled_int4_fp8"
+
+
+def scaled_matmul(
+    x_q: Tensor, w_q: Tensor, x_scale: Tensor, w_scale: Tensor, bias: Tensor | None = None, *,
+    visual: Tensor | None = None, split: Tensor | None = None, residual: Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16, out: Tensor | None = None, config: MatmulConfig | None = None,
+    fast_accumulation: bool = True,
+) -> Tensor:  # fmt: skip
+    """Multiply; ``fast_accumulation`` keeps fp8 sums in the tensor core (as ``torch._scaled_mm(use_fast_accum=True)``)."""
+    reason = supports(x_q, w_q, w_scale, bias, out_dtype)
+    if reason is not None:
+        raise ValueError(f"scaled_matmul: {reason}")
+    m, k, n = x_q.shape[0], x_q.shape[1], w_q.shape[0]
+    rows = row_scale(x_scale, m, visual, split)
+    y = torch.empty(m, n, dtype=out_dtype, device=x_q.device) if out is None else out
+    if y.shape != (m, n) or y.dtype != out_dtype or (n > 1 and y.stride(1) != 1):
+        raise ValueError(
+            f"scaled_matmul: out is {out_dtype} [{m}, {n}], rows contiguous; got {y.dtype} {list(y.shape)}"
+        )
+    if residual is not None and (residual.shape != (m, n) or (n > 1 and residual.stride(1) != 1)):
+        raise ValueError(f"scaled_matmul: residual is [{m}, {n}], rows contiguous; got {list(residual.shape)}")
+    if m == 0 or n == 0:
+        return y
+    c = config or choose(op_name(x_q, w_q), m, n, k, x_q.device)
+    if c.variant == "unpack":
+        w_q = unpack_weight(w_q, k, bits=4)
+        c = dataclasses.replace(c, variant="nested")
+    epilogue = (rows, w_scale, bias, residual)
+    if c.variant in PERSISTENT and descriptor_reason(x_q, w_q) is None:
+        _launch_descriptors(x_q, w_q, y, epilogue, c, fast_accumulation)
+    else:
+        c = dataclasses.replace(c, num_stages=min(c.num_stages, 3)) if c.variant in PERSISTENT else c
+        _launch_pointers(x_q, w_q, y, epilogue, c, fast_accumulation)
+    return y
+
+
+def descriptor_reason(x_q: Tensor, w_q: Tensor) -> str | None:
+    """None, or why TMA cannot address the operands."""
+    if not has_tensor_descriptors(x_q.device):
+        return "no tensor descriptors before compute capability 9.0"
+    if w_q.dtype == torch.uint8:
+        return "packed weights are read by pointers"
+    if any(t.stride(0) % 16 or t.data_ptr() % 16 for t in (x_q, w_q)):
+        return "tensor descriptors need rows and addresses that are multiples of 16 bytes"
+    return None
+
+
+Epilogue = tuple[RowScale, Tensor, Tensor | None, Tensor | None]
+
+
+def _launch_pointers(x: Tensor, w: Tensor, y: Tensor, epilogue: Epilogue, c: MatmulConfig, fast: bool) -> None:
+    (m, k), (n, stored) = x.shape, w.shape
+    rows, w_scale, bias, residual = epilogue
+    packed, integer = w.dtype == torch.uint8, x.dtype == torch.int8
+    tiles = ceil_div(m, c.block_m) * ceil_div(n, c.block_n)
+    kind = torch.int32 if integer else torch.float32
+    parts, counters = workspace(x.device, tiles, c.block_m * c.block_n, c.split_k, kind)
+    scaled_matmul_kernel[(tiles, c.split_k)](
+        x, w, y, rows.scale, rows.rows, w_scale, w_scale if bias is None else bias, y if residual is None else residual,
+        parts, counters, m, n, k, stored, x.stride(0), w.stride(0), y.stride(0),
+        0 if residual is None else residual.stride(0),
+        KIND=rows.kind, HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None,
+        FACTOR=(1 / 16 if integer else 512.0) if packed else 1.0, PACKED=packed, COLUMNS=c.variant == "columns",
+        EVEN_K=stored % c.block_k == 0 and not (packed and k % 2), FAST_ACC=fast, PTX=has_inline_ptx(x.device),
+        ACC=tl.int32 if integer else tl.float32, BLOCK_M=c.block_m, BLOCK_N=c.block_n, BLOCK_K=c.block_k,
+        GROUP_M=c.group_m, SPLIT=c.split_k > 1, num_warps=c.num_warps, num_stages=c.num_stages,
+    )  # fmt: skip
+
+
+def _launch_descriptors(x: Tensor, w: Tensor, y: Tensor, epilogue: Epilogue, c: MatmulConfig, fast: bool) -> None:
+    (m, k), n = x.shape, w.shape[0]
+    rows, w_scale, bias, residual = epilogue
+    programs = min(c.per_sm * multiprocessors(x.device), ceil_div(m, c.block_m) * ceil_div(n, c.block_n))
+    scaled_matmul_descriptor_kernel[(programs,)](
+        TensorDescriptor.from_tensor(x, [c.block_m, c.block_k]), TensorDescriptor.from_tensor(w, [c.block_n, c.block_k]),
+        y, rows.scale, rows.rows, w_scale, w_scale if bias is None else bias, y if residual is None else residual,
+        m, n, k, y.stride(0), 0 if residual is None else residual.stride(0),
+        KIND=rows.kind, HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, FAST_ACC=fast,
+        ACC=tl.int32 if x.dtype == torch.int8 else tl.float32, BLOCK_M=c.block_m, BLOCK_N=c.block_n, BLOCK_K=c.block_k,
+        GROUP_M=c.group_m, PROGRAMS=programs, FLATTEN=c.variant == "descriptors",
+        SPECIALIZE=c.variant == "specialized", num_warps=c.num_warps, num_stages=c.num_stages,
+    )  # fmt: skip

@@ -1,0 +1,61 @@
+"""Several programs share one output tile, each with a part of K; the last to finish adds the parts in a fixed order.
+
+    part[s, tile] = sum over the k of split s       acc = part[0] + part[1] + …      (bitwise reproducible)
+
+Why:     a second launch to add the parts costs more than a skinny matmul has to give.  The counters of a launch are zero
+         before it and zero after it, so a captured CUDA graph replays.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+RING = 1 << 20
+_counters: dict[torch.device, Tensor] = {}
+_next: dict[torch.device, int] = {}
+
+
+def workspace(
+    device: torch.device, tiles: int, tile_elements: int, split: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Partial sums [split, tiles, tile] and zeroed counters [tiles].
+
+    Counters come from a ring, so launches on different streams, or in different graphs, meet only after a thousand others.
+    """
+    parts = torch.empty(split * tiles * tile_elements if split > 1 else 1, dtype=dtype, device=device)
+    capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    if split == 1:
+        return parts, parts.view(torch.int32)
+    if tiles > RING or (capturing and device not in _counters):
+        # Memory that a capture hands out is filled at replay only: such a buffer must not be shared.
+        return parts, torch.zeros(tiles, dtype=torch.int32, device=device)
+    if device not in _counters:
+        _counters[device] = torch.zeros(RING, dtype=torch.int32, device=device)
+    start = _next.get(device, 0)
+    start = 0 if start + tiles > RING else start
+    _next[device] = start + tiles
+    return parts, _counters[device][start : start + tiles]
+
+
+@triton.jit
+def store_part(part_ptr, counter_ptr, acc, tile, tiles, split, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """Write this program's sum; return how many programs of the tile were done before."""
+    inside = tl.arange(0, ROWS)[:, None] * COLS + tl.arange(0, COLS)[None, :]
+    tl.store(part_ptr + (split * tiles + tile).to(tl.int64) * (ROWS * COLS) + inside, acc, cache_modifier=".cg")
+    # All threads' stores come before the barrier, the barrier before the one releasing atomic.
+    tl.debug_barrier()
+    return tl.atomic_add(counter_ptr + tile, 1, sem="acq_rel")
+
+
+@triton.jit
+def add_parts(part_ptr, counter_ptr, tile, tiles, splits, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """Add the parts of a tile and leave its counter at zero."""
+    inside = tl.arange(0, ROWS)[:, None] * COLS + tl.arange(0, COLS)[None, :]
+    acc = tl.load(part_ptr + tile.to(tl.int64) * (ROWS * COLS) + inside, cache_modifier=".cg")
+    for split in range(1, splits):
+        acc += tl.load(part_ptr + (split * tiles + tile).to(tl.int64) * (ROWS * COLS) + inside, cache_modifier=".cg")
+    tl.store(counter_ptr + tile, 0)
+    return acc

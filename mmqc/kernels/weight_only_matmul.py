@@ -1,0 +1,117 @@
+"""A linear whose weight alone is quantized (ops/weight_only_matmul.py), from the same stored weight for every M.
+
+    y = x Wᵀ + b        W[n, k] = (w_q[n, k] - z[n, k // g]) s[n, k // g]       z = 0 in the symmetric case
+
+Shapes:  x [M, K] fp16 | bf16 | fp32 (interpreter)   w_q int8 [N, K] or uint8 [N, ceil(K/2)] (ops/pack.py)
+         s float [N] (g = 0) or [N, ceil(K/g)]   z int8 like s: zero points in code units   b [N]   y [M, N] in x's dtype
+M:       few rows: skinny tiles, K split over programs;  to some hundred: the same kernel, larger tiles, the weight unpacked
+         in registers;  above: the weight is written out once in x's dtype and multiplied by torch.
+Exact:   where a step of K lies in one group, the scale multiplies a float32 sum of exact codes: closer to the formula than
+         the op, which rounds the weight to x's dtype first.
+Arch:    Ampere and newer.
+"""
+
+# A launch gives plain values to constexpr parameters, and options that are no parameters.
+# pyright: reportArgumentType=false, reportCallIssue=false
+from __future__ import annotations
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from mmqc.kernels.configs import MatmulConfig
+from mmqc.kernels.configs import config as choose
+from mmqc.kernels.device_facts import ceil_div, has_inline_ptx, why_not_here
+from mmqc.kernels.split_k import workspace
+from mmqc.kernels.unpack_weight import unpack_weight
+from mmqc.kernels.weight_only_matmul_tiles import weight_only_matmul_kernel
+
+DTYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
+
+
+def supports(
+    x: Tensor, w_q: Tensor, w_scale: Tensor, bias: Tensor | None, group_size: int, zero: Tensor | None
+) -> str | None:
+    """None, or why these operands cannot be multiplied here."""
+    if x.dim() != 2 or w_q.dim() != 2:
+        return f"x and w_q are matrices, not {list(x.shape)} and {list(w_q.shape)}"
+    k, (n, stored) = x.shape[1], w_q.shape
+    packed = w_q.dtype == torch.uint8
+    scales = (n, -(-k // group_size)) if group_size else (n,)
+    checks = (
+        (x.dtype in DTYPES, f"x is one of {list(DTYPES)}, not {x.dtype}"),
+        (packed or w_q.dtype == torch.int8, f"w_q is int8 or packed uint8, not {w_q.dtype}"),
+        (k > 0 and stored == ((k + 1) // 2 if packed else k), f"w_q has {stored} columns for inputs of width {k}"),
+        (group_size >= 0, f"group_size = {group_size}"),
+        (w_scale.shape == scales, f"w_scale for group_size {group_size} is {list(scales)}, not {list(w_scale.shape)}"),
+        (w_scale.is_contiguous() and w_scale.is_floating_point(), f"w_scale is contiguous and float, not {w_scale.dtype}"),
+        (zero is None or (zero.shape == scales and zero.dtype == torch.int8 and zero.is_contiguous()),
+         f"zero is contiguous int8 {list(scales)}"),
+        (bias is None or bias.shape == (n,), f"bias is [{n}]"),
+        ((x.stride(1) == 1 and w_q.stride(1) == 1) or k == 1, "rows of x and w_q are contiguous"),
+        (w_scale.numel() < 2**31, "scales are addressed with 32 bits"),
+    )  # fmt: skip
+    return next((why for ok, why in checks if not ok), None) or why_not_here(x, w_q, w_scale, bias, zero)
+
+
+def weight_only_matmul(
+    x: Tensor, w_q: Tensor, w_scale: Tensor, bias: Tensor | None = None, *, group_size: int = 0,
+    zero: Tensor | None = None, out: Tensor | None = None, config: MatmulConfig | None = None,
+) -> Tensor:  # fmt: skip
+    """Multiply; 4 or 8 bits follow from w_q's dtype."""
+    reason = supports(x, w_q, w_scale, bias, group_size, zero)
+    if reason is not None:
+        raise ValueError(f"weight_only_matmul: {reason}")
+    (m, k), n = x.shape, w_q.shape[0]
+    y = torch.empty(m, n, dtype=x.dtype, device=x.device) if out is None else out
+    if y.shape != (m, n) or y.dtype != x.dtype or (n > 1 and y.stride(1) != 1):
+        raise ValueError(
+            f"weight_only_matmul: out is {x.dtype} [{m}, {n}], rows contiguous; got {y.dtype} {list(y.shape)}"
+        )
+    if m == 0 or n == 0:
+        return y
+    packed = w_q.dtype == torch.uint8
+    c = config or choose("weight_int4" if packed else "weight_int8", m, n, k, x.device)
+    if c.variant != "unpack":
+        _launch(x, w_q, w_scale, zero, bias, y, group_size, c)
+        return y
+    w = unpack_weight(w_q.contiguous(), k, bits=4 if packed else 8, dtype=x.dtype, scale=w_scale, zero=zero,
+                      group_size=group_size)  # fmt: skip
+    if bias is None:
+        return torch.mm(x, w.t(), out=y)
+    return torch.addmm(bias.to(x.dtype), x, w.t(), out=y)
+
+
+def one_group_a_step(k: int, stored: int, packed: bool, group_size: int, block_k: int) -> bool:
+    """Whether every step of K, in both halves of a packed row, lies in one group."""
+    return group_size > 0 and group_size % block_k == 0 and not (packed and (stored % block_k or k % 2))
+
+
+def _launch(
+    x: Tensor,
+    w: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    bias: Tensor | None,
+    y: Tensor,
+    group: int,
+    c: MatmulConfig,
+) -> None:
+    (m, k), (n, stored) = x.shape, w.shape
+    packed = w.dtype == torch.uint8
+    # A step must not leave its group, if that can be had with a tile that tensor cores take.
+    block_k = c.block_k
+    while block_k > 32 and group and not one_group_a_step(k, stored, packed, group, block_k):
+        block_k //= 2
+    aligned = one_group_a_step(k, stored, packed, group, block_k)
+    block_k = block_k if aligned or not group else min(c.block_k, 64)
+    tiles = ceil_div(m, c.block_m) * ceil_div(n, c.block_n)
+    parts, counters = workspace(x.device, tiles, c.block_m * c.block_n, c.split_k, torch.float32)
+    weight_only_matmul_kernel[(tiles, c.split_k)](
+        x, w, y, scale, scale if zero is None else zero, y if bias is None else bias, parts, counters,
+        m, n, k, stored, scale.shape[1] if group else 1, x.stride(0), w.stride(0), y.stride(0),
+        GROUP=group, ALIGNED=aligned, HAS_ZERO=zero is not None, HAS_BIAS=bias is not None, PACKED=packed,
+        EVEN_K=stored % block_k == 0 and not (packed and k % 2), PTX=has_inline_ptx(x.device), DTYPE=DTYPES[x.dtype],
+        BLOCK_M=c.block_m, BLOCK_N=c.block_n, BLOCK_K=block_k, GROUP_M=c.group_m, SPLIT=c.split_k > 1,
+        num_warps=c.num_warps, num_stages=c.num_stages,
+    )  # fmt: skip

@@ -1,0 +1,105 @@
+"""norm_quantize against the norm module followed by the plain-torch quantize op."""
+
+import pytest
+import torch
+from tolerance import assert_close
+
+from mmqc.norm import RMSNorm
+from mmqc.ops import quantize
+
+kernel = pytest.importorskip("mmqc.kernels.norm_quantize")
+SHAPES = [(5, 64), (3, 100), (1, 27), (4, 1), (2, 1280), (3, 3420)]
+
+
+def assert_codes(actual, expected):
+    """Equal, but for a few codes whose quotient lies on a rounding boundary: the sums of squares add in another order."""
+    off = (actual.int() - expected.int()).abs()
+    assert off.max() <= 1
+    assert (off > 0).float().mean() <= 2e-3 + 1.5 / off.numel()
+
+
+def poisoned(shape, device):
+    return torch.full(shape, 77, dtype=torch.int8, device=device)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("kind", ["one", "visual", "split", "row"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_norm_quantize__static_equals_norm_then_quantize(shape, kind, dtype, device):
+    m, width = shape
+    x = (torch.randn(shape, device=device) * 3).to(dtype)
+    norm = RMSNorm(width).to(device)
+    scale, visual, more = torch.rand(2, device=device) * 0.02 + 0.01, None, {}
+    if kind == "visual":
+        more["visual"] = visual = torch.rand(m, device=device) < 0.5
+    elif kind == "split":
+        visual, more = (
+            torch.arange(m, device=device) < 2,
+            {"split": torch.tensor([2], dtype=torch.int32, device=device)},
+        )
+    else:
+        scale = scale[:1] if kind == "one" else torch.rand(m, device=device) * 0.02 + 0.01
+    out = poisoned(shape, device)
+    got = kernel.norm_quantize(x, scale, out=out, **more)
+    assert got.q is out
+    assert got.scale is None
+    if kind == "row":
+        expected = torch.round(norm(x).float() / scale[:, None]).clamp(-128, 127)
+    else:
+        expected = quantize.reference(norm(x), scale, visual, 8)
+    assert_codes(out, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_norm_quantize__dynamic_with_gain_bias_and_residual(shape, dtype, device):
+    m, width = shape
+    x, residual = (torch.randn(m, width, device=device).to(dtype) for _ in range(2))
+    norm = RMSNorm(width, 1e-5, torch.randn(width), torch.randn(width)).to(device)
+    got = kernel.norm_quantize(x, eps=1e-5, gain=norm.weight.detach(), bias=norm.bias.detach(), residual=residual)
+    y = norm(x + residual).float()
+    scale = y.abs().amax(1) / 127
+    assert torch.equal(got.residual, x + residual)
+    assert_close(got.scale, scale, dtype)
+    assert_codes(got.q, torch.round(y / got.scale[:, None]).clamp(-128, 127))
+
+
+def test_norm_quantize__fewer_bits_and_rows_of_longer_rows(device):
+    x = torch.randn(4, 200, device=device)[:, :100]
+    scale = torch.tensor([0.3], device=device)
+    got = kernel.norm_quantize(x, scale, bits=4)
+    assert_codes(got.q, quantize.reference(RMSNorm(100)(x), scale, None, 4))
+    assert got.q.min() >= -8
+    assert got.q.max() <= 7
+
+
+def test_norm_quantize__token_of_zeros_has_zero_codes(device):
+    got = kernel.norm_quantize(torch.zeros(2, 64, device=device))
+    assert not got.q.any()
+    assert (got.scale == 1).all()
+
+
+@pytest.mark.gpu
+def test_norm_quantize__bfloat16(device):
+    x = torch.randn(33, 3584, device=device).bfloat16()
+    scale = torch.tensor([0.02], device=device)
+    assert_codes(kernel.norm_quantize(x, scale).q, quantize.reference(RMSNorm(3584).to(device)(x), scale, None, 8))
+
+
+def test_norm_quantize__division_is_ieee(device):
+    # A row of equal magnitudes has the norm 1 up to rounding; here only the quotient matters, on many scales.
+    x = torch.randn(64, 128, device=device)
+    scale = torch.rand(64, device=device) * 0.05 + 0.001
+    got = kernel.norm_quantize(x, scale)
+    y = RMSNorm(128)(x)
+    assert_codes(got.q, torch.round(y / scale[:, None]).clamp(-128, 127))
+
+
+def test_norm_quantize__names_what_is_wrong(device):
+    x = torch.randn(2, 64, device=device)
+    with pytest.raises(ValueError, match=r"gain and bias are \[64\]"):
+        kernel.norm_quantize(x, gain=torch.ones(32, device=device))
+    with pytest.raises(ValueError, match="bits = 9"):
+        kernel.norm_quantize(x, torch.ones(1, device=device), bits=9)
+    with pytest.raises(ValueError, match="x is one of"):
+        kernel.norm_quantize(x.double())
