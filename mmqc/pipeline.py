@@ -31,7 +31,7 @@ def exact_passes(config: QuantConfig) -> tuple[Pass, ...]:
         RaiseOps(),
         RaiseLinear(),
         # 2 exact rewrites
-        *((FoldLayerScale(), FoldNormScale(), FoldNormMean()) if rewrites.fold_norms else ()),
+        *((FoldLayerScale(), FoldNormMean(), FoldNormScale()) if rewrites.fold_norms else ()),
         *((FuseRotation(rewrites.seed, rewrites.hadamard, rewrites.hadamard_everywhere),) if rewrites.rotate else ()),
         *(
             (

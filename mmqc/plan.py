@@ -109,7 +109,7 @@ def _run(prog: Program, passes: tuple[Pass, ...]) -> tuple[Space, ...]:
     """Run the passes; the spaces are those that the first of them finds that neither recognises nor folds."""
     first = tuple(takewhile(lambda p: isinstance(p, FOLDS), passes))
     run(prog, first, FACTS)
-    spaces = tuple(Spaces.of(prog, keep_mean=True))
+    spaces = tuple(Spaces.of(prog))
     order = {node: i for i, node in enumerate(prog.graph.nodes)}
     run(prog, passes[len(first) :], FACTS)
     return tuple(sorted(filter(_of_linears, spaces), key=lambda s: min(order[t.node] for t in s.touches)))

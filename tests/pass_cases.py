@@ -26,7 +26,7 @@ from mmqc.passes.raise_ops import RaiseOps
 GOLDEN = Path(__file__).parent / "pass_tests" / "golden"
 CASES = sorted(MODELS)
 EXACT_PASSES: tuple[Pass, ...] = (
-    RaiseOps(), RaiseLinear(), FoldLayerScale(), FoldNormScale(), FoldNormMean(), FuseRotation(), FoldSigns(), InsertHadamard(),
+    RaiseOps(), RaiseLinear(), FoldLayerScale(), FoldNormMean(), FoldNormScale(), FuseRotation(), FoldSigns(), InsertHadamard(),
 )  # fmt: skip
 
 

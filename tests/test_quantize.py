@@ -150,7 +150,7 @@ def test_quantize__report_fields() -> None:
     assert report.size_after < report.size_before
     assert report.seconds > 0
     assert [r.name for r in report.passes] == [
-        "raise_ops", "raise_linear", "fold_layer_scale", "fold_norm_scale", "fold_norm_mean", "fuse_rotation",
+        "raise_ops", "raise_linear", "fold_layer_scale", "fold_norm_mean", "fold_norm_scale", "fuse_rotation",
         "fold_signs", "insert_hadamard",
         "assign_scheme", "suppress_magnitude", "quantize_weights", "quantize_activations",
     ]  # fmt: skip

@@ -26,9 +26,9 @@ from .program import Program
 from .semantic import layer_norm
 
 
-def coordinates(prog: Program, keep_mean: bool = False) -> Coordinates:
-    """Replay ``prog`` and return the coordinates of all it computes; see ``Spaces.of`` for ``keep_mean``."""
-    tracker = Rules(prog, keep_mean)
+def coordinates(prog: Program, through_norms: bool = True) -> Coordinates:
+    """Replay ``prog`` and return the coordinates of all it computes; see ``Spaces.of`` for ``through_norms``."""
+    tracker = Rules(prog, through_norms)
     with torch.no_grad():
         prog.replay(tracker.see, values=not prog.sketches)
     return tracker.found
@@ -213,7 +213,7 @@ class Rules(Tracker):
         row = self.columns(ids)
         self.found.norms.append((node, row))
         self.split(row, torch.zeros_like(row))
-        return ids
+        return ids if self.through_norms else self.renamed(node, ids)
 
     def _see_layer_norm(self, node: fx.Node, result: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
         ids = self.shadow(node.args[0])
@@ -223,7 +223,7 @@ class Rules(Tracker):
             return self.opaque(node, result, [node.args[0]], "layer_norm")  # type: ignore[list-item]
         row = self.columns(ids)
         self.found.norms.append((node, row))
-        if self.keep_mean:
+        if self.through_norms:
             self.split(row, torch.zeros_like(row))
             return ids
         self.freeze(row, node, MEAN)

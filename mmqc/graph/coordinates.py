@@ -111,8 +111,8 @@ class Coordinates:
 class Tracker:
     """Follows a replay node by node; kind ``k`` goes to the method ``_see_k``, if there is one."""
 
-    def __init__(self, prog: Program, keep_mean: bool = False) -> None:
-        self.prog, self.keep_mean = prog, keep_mean
+    def __init__(self, prog: Program, through_norms: bool = True) -> None:
+        self.prog, self.through_norms = prog, through_norms
         self.found = Coordinates()
         self.columns_of: dict[tuple[str, int], Tensor] = {}
         self.made: dict[tuple[str, str, int, int], Source] = {}

@@ -24,6 +24,7 @@ from .coordinates import MEAN, Coordinates, Reader, Source
 from .kinds import kind
 from .plan import Plan
 from .program import Program
+from .semantic import layer_norm, rms_norm
 from .uses import pin_other_uses
 
 
@@ -144,26 +145,28 @@ class Spaces:
         return calls or [source.node]
 
     @classmethod
-    def of(cls, prog: Program, keep_mean: bool = False) -> Spaces:
+    def of(cls, prog: Program, through_norms: bool = True) -> Spaces:
         """Analyse ``prog``: replay it, join and split its coordinates, collect the spaces.
 
-        Passes that change weights and not the graph share one analysis.  With ``keep_mean`` the question is what a rotation
-        passes that maps constant vectors to themselves: LayerNorms, too, so that their output lies on their input's space;
-        and in a fragment the spaces are those that the plan rotates, not larger ones.
+        Passes that change weights and not the graph share one analysis.  ``through_norms`` is the question of rotations: a
+        norm's output lies on its input's space (a LayerNorm's for rotations that map constant vectors to themselves), and in
+        a fragment the spaces are those that the plan rotates.  Without it, that of the folds, a norm's output is a space of
+        its own, and it does not matter whether the norm takes the mean away.
         """
-        plan = prog.plan if keep_mean else None
-        keep_mean = keep_mean and bool(prog.nodes("layer_norm"))
-        nodes = ((n.name, n.target, *(i.name for i in n.all_input_nodes)) for n in prog.graph.nodes)
-        fingerprint = hash((id(plan), keep_mean, *nodes))
+        plan = prog.plan if through_norms else None
+        number = {n: i for i, n in enumerate(prog.graph.nodes)}
+        ends = () if through_norms else (layer_norm, rms_norm)
+        what = (("norm" if n.target in ends else n.target, *map(number.get, n.all_input_nodes)) for n in number)
+        fingerprint = hash((id(plan), through_norms, *what))
         if prog.analysis is None or prog.analysis[0] != fingerprint:
             prog.analysis = None  # a large model's takes a gigabyte: never hold two
             with _no_collection():
-                prog.analysis = (fingerprint, cls._analysed(prog, plan, keep_mean))
+                prog.analysis = (fingerprint, cls._analysed(prog, plan, through_norms))
         return prog.analysis[1]
 
     @classmethod
-    def _analysed(cls, prog: Program, plan: Plan | None, keep_mean: bool) -> Spaces:
-        found = coordinates(prog, keep_mean)
+    def _analysed(cls, prog: Program, plan: Plan | None, through_norms: bool) -> Spaces:
+        found = coordinates(prog, through_norms)
         classes = _classes(found)
         found.joins.clear()
         blocks = _blocks(found, classes, plan)

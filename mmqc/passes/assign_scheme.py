@@ -105,7 +105,7 @@ class AssignScheme:
             known = prog.statistics["linears"]
             found = {n: known[f] for n in prog.nodes("linear") if (f := weight_of(n)) in known}
             return {n: e["tower"] for n, e in found.items()}, {n: e["role"] for n, e in found.items()}
-        spaces = Spaces.of(prog, keep_mean=True)
+        spaces = Spaces.of(prog)
         return towers(prog, spaces), roles(prog, spaces)
 
     def rewrite(self, prog: Program, site: Site) -> None:

@@ -59,7 +59,7 @@ class FoldLayerScale:
     def match(self, prog: Program) -> Iterator[Site | Miss]:
         """Gains by name; every use of one must be foldable, or none is."""
         by_name: dict[str, list[Gain]] = {}
-        for gain in Spaces.of(prog).found.gains:
+        for gain in Spaces.of(prog, through_norms=False).found.gains:
             if not is_norm(gain.x):  # those are fold_norm_scale's
                 by_name.setdefault(gain.source.fqn, []).append(gain)
         in_place = written(prog) if by_name else set()

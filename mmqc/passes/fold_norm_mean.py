@@ -24,7 +24,7 @@ from ..graph.boundary import BoundaryError, by_copy, change_inputs, crossings
 from ..graph.kinds import kind
 from ..graph.linear import bias_of
 from ..graph.plan import Stream
-from ..graph.program import Miss, Program, copy_meta
+from ..graph.program import Miss, Program
 from ..graph.semantic import remove_mean, rms_norm
 from ..graph.spaces import Space, Spaces, Touch
 
@@ -57,7 +57,7 @@ class FoldNormMean:
         """Spaces that LayerNorms read; in a fragment, also those that the plan says other graphs' LayerNorms read."""
         if prog.plan is None and not prog.nodes("layer_norm"):
             return
-        spaces = Spaces.of(prog)
+        spaces = Spaces.of(prog, through_norms=False)
         for space in spaces:
             stream = self.stream(prog, space)
             if not space.mean_pins and stream is None:
@@ -118,12 +118,10 @@ class FoldNormMean:
             bias = bias_of(prog, touch.node)
             if bias:
                 prog.derive(bias, "b - mean(b)", Touch(bias, 0, touch.groups, "writer", touch.node).apply(_centre))
-        for node in site.norms:
-            with prog.graph.inserting_before(node):
-                new = prog.graph.call_function(rms_norm, node.args)
-            copy_meta(new, node, self.name, 0)
-            new.meta["was"] = "layer_norm"
-            node.replace_all_uses_with(new)
+        for node in site.norms:  # in place: to the folds the graph stays what it was
+            node.target = rms_norm
+            node._rename("rms_norm")
+            node.meta.update(was="layer_norm", mmqc=(self.name, 0))
         change_inputs(prog, list(site.inputs), lambda x, copies: _centre_input(prog, x, copies, site.width))
 
 

@@ -73,7 +73,7 @@ class FoldNormScale:
 
     def match(self, prog: Program) -> Iterator[Site | EdgeSite | Miss]:
         """Gains by name; every call of a shared norm must be foldable, or none is."""
-        spaces = Spaces.of(prog)
+        spaces = Spaces.of(prog, through_norms=False)
         by_name: dict[str, list[Gain]] = {}
         for gain in spaces.found.gains:
             by_name.setdefault(gain.source.fqn, []).append(gain)

@@ -20,7 +20,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, fx
 
-from ..graph.coordinates import compact
+from ..graph.coordinates import compact, distinct
 from ..graph.kinds import kind
 from ..graph.linear import bias_of
 from ..graph.program import Program
@@ -53,7 +53,7 @@ class FoldSigns:
 
     def match(self, prog: Program) -> Iterator[Site]:
         """Spaces that only products write and only linears read."""
-        spaces = Spaces.of(prog, keep_mean=True)
+        spaces = Spaces.of(prog)
         owner = torch.full((int(spaces.classes.max()) + 1 if spaces.classes.numel() else 0,), -1)
         for i, space in enumerate(spaces):
             owner[space.classes] = i
@@ -78,11 +78,13 @@ class FoldSigns:
             )
             if not isinstance(above, Tensor) or not isinstance(below, Tensor) or above.shape != below.shape:
                 return None
-            pair = torch.stack(compact(above, below)).reshape(2, -1).unique(dim=1)
-            pairs.append(spaces.classes[pair.clamp(min=0).long()] if bool((pair >= 0).all()) else pair[:0])
-        if any(p.numel() == 0 for p in pairs):
-            return None
-        classes = torch.cat(pairs, 1).unique(dim=1)
+            pair = torch.stack(compact(above, below)).reshape(2, -1)
+            if not bool((pair >= 0).all()):
+                return None
+            pairs.append(spaces.classes[pair.long()])
+        both = torch.cat(pairs, 1)
+        keys = distinct(both[0] * len(owner) + both[1])
+        classes = torch.stack((keys // len(owner), keys % len(owner)))
         numbers = owner[classes[0]].unique().tolist()
         if len(numbers) != 1 or numbers[0] < 0:
             return None

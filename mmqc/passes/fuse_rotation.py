@@ -71,7 +71,7 @@ class FuseRotation:
 
     def match(self, prog: Program) -> Iterator[Site | Miss]:
         """Every space that weights write and linears read; in a fragment, those that the plan names."""
-        spaces = Spaces.of(prog, keep_mean=True)
+        spaces = Spaces.of(prog)
         eligible: dict[tuple[int, bool], list[Space]] = {}
         alone: dict[str, fx.Node] = {}
         for space in spaces:
@@ -94,6 +94,8 @@ class FuseRotation:
 
     def whole(self, spaces: Spaces, space: Space) -> Site | Miss:
         """The site of a space of a whole model; norms that start it rotate what they write."""
+        if not space.made and not space.pins:
+            return Site((space,), Crossings(), bool(space.mean_pins))
         try:
             edges = crossings(spaces, [space])
         except BoundaryError as error:

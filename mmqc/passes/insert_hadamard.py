@@ -75,11 +75,11 @@ class InsertHadamard:
             planned = (f for f in users if f in prog.plan.hadamards and prog.is_quantized(f))
             return {fqn: prog.weights[fqn].shape[-1] for fqn in planned}
         if self.everywhere:
-            heads = {t.fqn for space in Spaces.of(prog, keep_mean=True) if space.outputs for t in space.writers}
+            heads = {t.fqn for space in Spaces.of(prog) if space.outputs for t in space.writers}
             still = (f for f in users if f and f not in heads and not prog.decided.rotated.get(f, {}).get(1))
             return {fqn: prog.weights[fqn].shape[-1] for fqn in still}
         made: dict[str, int] = {}
-        for space in Spaces.of(prog, keep_mean=True):
+        for space in Spaces.of(prog):
             by_operation = any(s.what == "op" for s in space.made)
             for touch in space.readers if by_operation and not space.writers else ():
                 if kind(touch.node) != "conv":

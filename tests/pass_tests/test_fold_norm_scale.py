@@ -90,7 +90,7 @@ class Reader(nn.Module):
     [
         ("computed", "linear: the weight of this linear is computed"),
         ("gelu", "gelu: gelu does not commute with a rotation"),
-        ("add", "mul_1: a gain per channel is multiplied in"),
+        ("add", "another norm reads it"),
         ("scaled", "mul_2: its bias does not reach a linear unchanged"),
         ("subtracted", "neg: its bias does not reach a linear unchanged"),
         ("padded", "linear: some rows have no bias"),
