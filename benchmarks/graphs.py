@@ -125,7 +125,8 @@ def page(rows: dict[str, dict[str, Any]], title: str) -> str:
         "# Graphs per forward",
         "",
         f"Written by `python benchmarks/graphs.py --families PATH/{title}` with torch {torch.__version__.split('+')[0]} and "
-        f"transformers {transformers.__version__}; do not edit. Models are tiny, with random weights, on the CPU in float32.",
+        f"transformers {transformers.__version__}; do not edit. Models are tiny, with random weights, on the CPU in float32; "
+        "graphs run as Dynamo made them, without Inductor, which does not change their number (hence errors of zero).",
         "",
         f"**{one} of {len(rows)} multimodal families compile to one graph for the whole forward.**",
         "",

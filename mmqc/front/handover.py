@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import math
 import types
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor, nn
 
@@ -133,6 +135,14 @@ def compute(number: int, sites: list[Site], inputs: Mapping[str, Any]) -> None:
     RUNNING[number] = handed
 
 
+_numpy_prod = numpy.prod
+
+
+def shape_product(a: Any, *args: Any, **kwargs: Any) -> Any:
+    """``numpy.prod``; Dynamo takes its result for a value that it does not know, even where ``a`` is a shape."""
+    return math.prod(a) if isinstance(a, tuple) and not args and not kwargs else _numpy_prod(a, *args, **kwargs)
+
+
 class Installed:
     """Readers in their places; ``remove`` puts back what was there."""
 
@@ -144,6 +154,7 @@ class Installed:
             function: Any = reader.__func__ if isinstance(reader, types.MethodType) else reader
             function.mmqc_stands_for = site.function
             self.places.append((site.owner if isinstance(site.owner, dict) else site.owner.__dict__, site.name, reader))
+        self.places.append((vars(numpy), "prod", shape_product))
 
     def put(self) -> None:
         """Put the readers in."""

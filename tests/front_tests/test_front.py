@@ -3,6 +3,7 @@
 import copy
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from float64 import relative_error
@@ -51,6 +52,21 @@ def test_front__whole_forward_is_one_graph(quantized: bool) -> None:
         actual = [logits(compiled, batch) for _ in range(3)]
     assert len(records) == 1
     assert max(relative_error(a, expected) for a in actual) < SAME
+
+
+def test_front__numpy_prod_of_a_shape_is_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """LLaVA-Next decides by it; Dynamo takes it for a value that it does not know."""
+    model, batch = tiny_qwen2_vl()
+    merger, prod = type(model.model.visual.merger), numpy.prod
+    plain = merger.forward
+    monkeypatch.setattr(merger, "forward", lambda self, x: plain(self, x if numpy.prod(x.shape) % 2 == 0 else 2 * x))
+    expected = logits(model, batch)
+    with collect_records() as records:
+        compiled = torch.compile(model, backend="mmqc")
+        actual = [logits(compiled, batch) for _ in range(2)]
+    assert len(records) == 1
+    assert max(relative_error(a, expected) for a in actual) < SAME
+    assert numpy.prod is prod
 
 
 def test_front__model_is_as_it_was_between_calls() -> None:
