@@ -16,6 +16,7 @@ from . import discovery, hf_hook
 if TYPE_CHECKING:
     from . import recipes, samples
     from .config import ActivationSpec, ConfigError, QuantConfig, Rewrites, Scheme, WeightSpec
+    from .equivalence import RewriteError
     from .explain import Explanation, explain
     from .plan import Planned, plan
     from .quantize import quantize_
@@ -26,7 +27,7 @@ __version__ = "0.1.0.dev0"
 _HOMES = {
     "quantize_": "quantize",
     "explain": "explain", "Explanation": "explain",
-    "plan": "plan", "Planned": "plan",
+    "plan": "plan", "Planned": "plan", "RewriteError": "equivalence",
     "QuantReport": "report", "LayerReport": "report", "Refusal": "report",
     **dict.fromkeys(("ActivationSpec", "ConfigError", "QuantConfig", "Rewrites", "Scheme", "WeightSpec"), "config"),
 }  # fmt: skip
@@ -34,7 +35,7 @@ _MODULES = ("recipes", "samples")
 
 __all__ = [
     "ActivationSpec", "ConfigError", "Explanation", "LayerReport", "Planned", "QuantConfig", "QuantReport", "Refusal",
-    "Rewrites", "Scheme", "WeightSpec", "explain", "plan", "quantize_", "recipes", "samples",
+    "RewriteError", "Rewrites", "Scheme", "WeightSpec", "explain", "plan", "quantize_", "recipes", "samples",
 ]  # fmt: skip
 
 

@@ -12,8 +12,10 @@ from torch import Tensor, fx, nn
 from tqdm.auto import tqdm
 
 from . import convert
+from .account import refusals, transforms
 from .calibrate import MIXED, CalibrationError, InputStatistics, Watch, calibrate
 from .config import ConfigError, QuantConfig
+from .equivalence import check, outputs
 from .graph.linear import operands, weight_of
 from .graph.program import Program
 from .graph.record import record
@@ -62,6 +64,7 @@ def quantize_(
         CalibrationError: no batches, or none with images where the recipe is per modality.
         ValueError: a weight holds NaN or infinity, or the model is quantized already.
         RecordError: the forward cannot be recorded.
+        RewriteError: the exact rewrites changed the output of the first batch by more than rounding.
 
     Whatever is raised, the model is as it was before the call.
     """
@@ -113,7 +116,10 @@ class _Job:
         _check_keep(prog, self.config)
         self.filter(prog)
         before, self.towers = incoherences(prog), weight_towers(prog)
+        first = self.call(self.batches[0])
+        expected = outputs(self.model, first) if prog.changed else []
         self.untied = convert.write_exact(self.model, prog, self.journal)
+        rewrite_error = check(expected, outputs(self.model, first)) if expected else 0.0
         after = incoherences(prog)
         self.incoherence = {fqn: (before[fqn], after[fqn]) for fqn in before}
         nodes = {weight_of(n): n for n in prog.nodes("linear") if "scheme" in n.meta}
@@ -127,9 +133,9 @@ class _Job:
             self.journal.swap(module, linear)
         config = self.config.replace(statistics=prog.statistics)
         notes = [Refusal("", "", note) for note in prog.notes]
-        refused = [*_refusals(prog), *self.unreached(), *notes]
+        refused = [*refusals(prog), *self.unreached(), *notes]
         report = QuantReport(config, self.layers(prog, built, statistics, losses), refused, prog.records)
-        report.incoherence, report.towers = self.incoherence, self.towers
+        report.incoherence, report.towers, report.rewrite_error = self.incoherence, self.towers, rewrite_error
         self.finish(config, report)
         return report
 
@@ -217,7 +223,7 @@ class _Job:
         statistics: dict[str, InputStatistics],
         losses: dict[str, Loss],
     ) -> list[LayerReport]:
-        places, texts = prog.statistics["linears"], _transforms(prog)  # type: ignore[index]
+        places, texts = prog.statistics["linears"], transforms(prog)  # type: ignore[index]
         rows = []
         for module, linear in built.items():
             fqn = f"{module}.weight"
@@ -349,43 +355,10 @@ def _token_embeddings(prog: Program) -> list[str]:
     return found
 
 
-def _refusals(prog: Program) -> list[Refusal]:
-    """Misses of all passes, but for rotations that a later online Hadamard made up for."""
-    made_up = prog.decided.hadamards
-    return [
-        Refusal(fqn, m.node, f"{r.name}: {m.reason}")
-        for r in prog.records
-        for m in r.misses
-        for fqn in m.fqn.split(", ")
-        if not (r.name == "fuse_rotation" and fqn in made_up)
-    ]
-
-
 def _one_scale(linear: QuantLinear, seen: InputStatistics) -> str:
     """Why a linear has one input scale for both modalities, if calibration decided that."""
     mixed = linear.input_scale is not None and seen.ranges[MIXED].count
     return "its rows are not the tokens of the call: one scale for both modalities" if mixed else ""
-
-
-FOLDED = {"fold_norm_scale": "norm gain folded", "fold_layer_scale": "layer scale folded"}
-
-
-def _transforms(prog: Program) -> dict[str, tuple[str, ...]]:
-    """What the rewrites did to each weight, in words."""
-    found: dict[str, list[str]] = {}
-    for record_ in prog.records:
-        for site in record_.sites if record_.name in FOLDED or record_.name == "insert_hadamard" else ():
-            head, _, tail = site.partition(" -> ") if " -> " in site else site.partition(": ")
-            if record_.name == "insert_hadamard":
-                found.setdefault(head, []).append(f"online {tail}")
-            else:
-                for fqn in tail.split(", "):
-                    found.setdefault(fqn, []).append(FOLDED[record_.name])
-    for fqn, axes in prog.decided.rotated.items():
-        found.setdefault(fqn, []).extend("rotated out" if axis == 0 else "rotated in" for axis in sorted(axes))
-    for fqn, axis in sorted(prog.decided.flipped):
-        found.setdefault(fqn, []).append("signs out" if axis == 0 else "signs in")
-    return {fqn: tuple(words) for fqn, words in found.items()}
 
 
 def _weights_only(model: nn.Module, config: QuantConfig, filter_fn: Any, start: float) -> QuantReport:

@@ -81,6 +81,7 @@ class QuantReport:
         seconds: the whole call.
         size_before: bytes of parameters and buffers before.
         size_after: and after.
+        rewrite_error: how far the exact rewrites moved the floating-point model's output on the first batch, relative.
         incoherence: μ of every linear weight of the recorded model, before and after the exact rewrites; see
             mmqc/incoherence.py.
         towers: the tower of each of these weights.
@@ -94,6 +95,7 @@ class QuantReport:
     size_before: int = 0
     size_after: int = 0
     incoherence: dict[str, tuple[float, float]] = field(default_factory=dict)
+    rewrite_error: float = 0.0
     towers: dict[str, str] = field(default_factory=dict)
 
     def summary(self) -> str:
@@ -102,6 +104,7 @@ class QuantReport:
             self._headline(),
             self._towers(),
             self._incoherence(),
+            self._rewrite_error(),
             self._worst(),
             self._passes(),
             self._refusals(),
@@ -121,6 +124,7 @@ class QuantReport:
             "size_before": self.size_before,
             "size_after": self.size_after,
             "incoherence": plain(self.incoherence),
+            "rewrite_error": self.rewrite_error,
             "towers": dict(self.towers),
         }
 
@@ -165,6 +169,11 @@ class QuantReport:
         names = list(TOWERS) + sorted({layer.tower for layer in self.layers} - set(TOWERS))
         towers = {name: [layer for layer in self.layers if layer.tower == name] for name in names}
         return {name: layers for name, layers in towers.items() if layers}
+
+    def _rewrite_error(self) -> str:
+        if not self.rewrite_error:
+            return ""
+        return f"the exact rewrites moved the floating-point model's output by {self.rewrite_error:.1e} (relative, first batch)"
 
     def _incoherence(self) -> str:
         """E.g. "incoherence of 46 linear weights: median 9.1 -> 5.0, largest 58.6 (a.weight) -> 10.2 (b.weight)"."""
