@@ -25,9 +25,10 @@ class RewriteError(RuntimeError):
 
 @torch.no_grad()
 def outputs(model: nn.Module, batch: Mapping[str, Any]) -> list[Tensor]:
-    """The floating-point tensors of the model's output, in order."""
+    """The logits, or the floating-point tensors of a model's output that has none (others beside logits may be rotated)."""
     output = model(**batch)
-    output = dict(output) if isinstance(output, Mapping) else output
+    if isinstance(output, Mapping):
+        output = output["logits"] if "logits" in output else dict(output)
     return [t.detach().clone() for t in pytree.tree_leaves(output) if isinstance(t, Tensor) and t.is_floating_point()]
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 import mmqc
 from mmqc import recipes
-from mmqc.equivalence import RewriteError, check
+from mmqc.equivalence import RewriteError, check, outputs
 from mmqc.passes import fuse_rotation
 
 
@@ -56,3 +56,13 @@ def test_check__bars(after: Tensor, dtype: torch.dtype, fails: bool) -> None:
 def test_check__infinite_places_may_stay_infinite() -> None:
     masked = torch.tensor([1.0, float("-inf")])
     assert check([masked], [masked.clone()]) == 0
+
+
+def test_outputs__logits_alone_where_there_are_logits() -> None:
+    class Shows(torch.nn.Module):
+        def forward(self, x: Tensor, logits: bool) -> dict[str, Tensor]:
+            return {"hidden": x, **({"logits": 2 * x} if logits else {}), "ids": x.long()}
+
+    x = torch.ones(2, 3)
+    assert [t.tolist() for t in outputs(Shows(), {"x": x, "logits": True})] == [(2 * x).tolist()]
+    assert [t.tolist() for t in outputs(Shows(), {"x": x, "logits": False})] == [x.tolist()]
