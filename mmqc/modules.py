@@ -20,12 +20,15 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import mmqc.ops  # noqa: F401  (defines torch.ops.mmqc)
+from mmqc import kernels
 from mmqc.modality import ModalityContext
 from mmqc.norm import RMSNorm
 from mmqc.online_hadamard import HadamardLinear, OnlineHadamard, rebuild_factors
 from mmqc.ops.pack import pack_int4, packed_width, unpack
 
 __all__ = ["HadamardLinear", "QuantLinear", "RMSNorm", "rebuild_factors"]
+
+kernels.install()
 
 SCALES = ("weight_scale", "input_scale")
 

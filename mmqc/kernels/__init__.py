@@ -1,5 +1,27 @@
 """Triton kernels, one op a file, with launchers: Ampere and newer, and Triton's interpreter on CPU tensors.
 
 Each file holds the formula, ``supports`` (None, or why it cannot run), tile functions, the kernel and its launcher.
-Importing this package alone does not import Triton; its modules do.
+Importing this package alone does not import Triton; its modules do.  ``install`` makes the ops use them on CUDA.
 """
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+
+import torch
+
+
+@functools.cache
+def install() -> bool:
+    """Register the kernels as the ops' implementation on CUDA, if there is such a device and Triton; whether there is."""
+    there = torch.cuda.is_available() and importlib.util.find_spec("triton") is not None
+    if there and torch.version.hip is None:
+        importlib.import_module("mmqc.kernels.on_cuda")
+    return there and torch.version.hip is None
+
+
+def prepare(device: torch.device) -> None:
+    """Allocate on a CUDA device what kernels keep between launches."""
+    importlib.import_module("mmqc.kernels.split_k").prepare(device)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from mmqc import kernels
 from mmqc.lowering import (
     causal_mask,
     gather_rows,
@@ -27,7 +28,12 @@ __all__ = [
     "scaled_matmul", "tag_modality", "weight_only_matmul",
 ]  # fmt: skip
 
-WHY_NOT = {torch.ops.mmqc.scaled_matmul.default: scaled_matmul.why_not}
+kernels.install()
+
+WHY_NOT = {
+    torch.ops.mmqc.scaled_matmul.default: scaled_matmul.why_not,
+    torch.ops.mmqc.weight_only_matmul.default: weight_only_matmul.why_not,
+}
 
 
 def fallbacks(graph: fx.GraphModule) -> list[tuple[str, str]]:

@@ -22,13 +22,15 @@ from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.ir import ExternKernel, FixedLayout, Pointwise, TensorBox
 from torch._inductor.kernel.bmm import aten_bmm
-from torch._inductor.lowering import lowerings, register_lowering
+from torch._inductor.lowering import fallback_handler, lowerings, register_lowering
 from torch._inductor.virtualized import V, ops
 from torch.compiler import config as _compiler_config
 
+from mmqc import kernels
+
 __all__ = [
-    "Pointwise", "TensorBox", "at_least", "batched_matmul", "compile_graph", "config_keys", "convert", "kernel_names",
-    "lowerings", "mode_patches", "ops", "register_lowering", "row_major", "static_int",
+    "Pointwise", "TensorBox", "at_least", "batched_matmul", "call_kernel", "compile_graph", "config_keys", "convert",
+    "has_kernel", "kernel_names", "lowerings", "mode_patches", "ops", "register_lowering", "row_major", "static_int",
 ]  # fmt: skip
 
 SUPPORTED = ((2, 11), (2, 13))
@@ -127,6 +129,20 @@ def batched_matmul(a: TensorBox, b: TensorBox) -> TensorBox:
     size = [*a.get_size()[:2], b.get_size()[2]]
     node: Any = aten_bmm.bind((a, b), FixedLayout(a.get_device_or_error(), a.get_dtype(), size)).output_node()
     return node
+
+
+def has_kernel(x: TensorBox) -> bool:
+    """Whether the op's implementation for x's device is a kernel to call: on CUDA, unless the package has to run without Python."""
+    device = x.get_device_or_error()
+    if device.type != "cuda" or V.graph.aot_mode or not kernels.install():
+        return False
+    kernels.prepare(device)
+    return True
+
+
+def call_kernel(op: Any, *args: Any) -> TensorBox:
+    """The op as an extern call in the generated code."""
+    return fallback_handler(op, add_to_fallback_set=False)(*args)
 
 
 def kernel_names(source: str) -> list[str]:

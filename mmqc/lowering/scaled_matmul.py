@@ -1,9 +1,9 @@
-"""scaled_matmul as ``_int_mm`` (an extern kernel, or a template under max_autotune) and a pointwise epilogue.
+"""scaled_matmul: on CUDA the Triton kernel; elsewhere ``_int_mm`` and a pointwise epilogue.
 
     y = (x_q w_qᵀ) s_x(m) s_w[n] + b[n]
 
-The epilogue is Inductor IR, so the residual add, the activation and the next quantize fuse into it.  What ``_int_mm``
-cannot take is padded or multiplied in float64, and ``why_not`` says so for the record.
+Without the kernel the epilogue is Inductor IR, so the residual add, the activation and the next quantize fuse into it.
+What the kernel or ``_int_mm`` cannot take is padded or multiplied in another way, and ``why_not`` says so for the record.
 """
 
 from __future__ import annotations
@@ -16,11 +16,14 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from mmqc import kernels
 from mmqc.lowering.inductor import (
     Pointwise,
     TensorBox,
     at_least,
+    call_kernel,
     convert,
+    has_kernel,
     lowerings,
     ops,
     register_lowering,
@@ -34,8 +37,26 @@ from mmqc.ops.integer_matmul import CUDA_ALIGN, CUDA_MIN_ROWS, why_not_int_mm
 aten = torch.ops.aten
 
 
+NO_CUDA = "not on CUDA"
+
+
+def why_no_kernel(node: fx.Node) -> str | None:
+    """None, or why the CUDA kernel cannot take this node of an ATen graph; ``NO_CUDA`` where there is none."""
+    values: list[Any] = [a.meta["val"] if isinstance(a, fx.Node) else a for a in node.args]
+    if values[0].device.type != "cuda" or not kernels.install():
+        return NO_CUDA
+    from mmqc.kernels import on_cuda
+
+    if node.target is torch.ops.mmqc.weight_only_matmul.default:
+        return on_cuda.why_not_weight_only(*values)
+    x_q, w_q, _, w_scale, bias, _, bits, out_dtype = values
+    return on_cuda.why_not_scaled(x_q, w_q, w_scale, bias, bits, out_dtype)
+
+
 def why_not(node: fx.Node) -> str | None:
-    """None, or why the plain ``_int_mm`` is not enough for this node of an ATen graph."""
+    """None, or why the kernel (on CUDA), or the plain ``_int_mm``, cannot take this node of an ATen graph as it is."""
+    if (reason := why_no_kernel(node)) is not NO_CUDA:
+        return reason
     x_q, w_q = (arg.meta["val"] for arg in node.args[:2] if isinstance(arg, fx.Node))
     large = statically_known_true(math.prod(x_q.shape[:-1]) >= CUDA_MIN_ROWS)
     return why_not_int_mm(x_q.device.type, large, w_q.shape[0], x_q.shape[-1])
@@ -72,6 +93,9 @@ def lower_scaled_matmul(
     visual: TensorBox | None, weight_bits: int, out_dtype: torch.dtype,
 ) -> TensorBox:  # fmt: skip
     """Integer product, then pointwise IR in the order of the formula."""
+    if has_kernel(x_q):
+        op = torch.ops.mmqc.scaled_matmul.default
+        return call_kernel(op, x_q, w_q, x_scale, w_scale, bias, visual, weight_bits, out_dtype)
     rows = list(x_q.get_size()[:-1])
     n, k = static_int(w_q.get_size()[0]), static_int(x_q.get_size()[-1])
     size = [*rows, n]

@@ -1,4 +1,4 @@
-"""weight_only_matmul as a pointwise dequantization and a float matmul.
+"""weight_only_matmul: on CUDA the Triton kernel; elsewhere a pointwise dequantization and a float matmul.
 
     y = x Wᵀ + b        W[n, k] = w_q[n, k] s[n]   or   w_q[n, k] s[n, k // g]
 
@@ -12,11 +12,29 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import fx
 
-from mmqc.lowering.inductor import Pointwise, TensorBox, convert, lowerings, ops, register_lowering, static_int
+from mmqc.lowering.inductor import (
+    Pointwise,
+    TensorBox,
+    call_kernel,
+    convert,
+    has_kernel,
+    lowerings,
+    ops,
+    register_lowering,
+    static_int,
+)
 from mmqc.lowering.pack import unpack
+from mmqc.lowering.scaled_matmul import NO_CUDA, why_no_kernel
 
 aten = torch.ops.aten
+
+
+def why_not(node: fx.Node) -> str | None:
+    """None, or why the CUDA kernel cannot take this node of an ATen graph."""
+    reason = why_no_kernel(node)
+    return None if reason is NO_CUDA else reason
 
 
 def dequantize(codes: TensorBox, scale: TensorBox, group_size: int, dtype: torch.dtype) -> TensorBox:
@@ -48,6 +66,8 @@ def lower_weight_only_matmul(
     x: TensorBox, w_q: TensorBox, w_scale: TensorBox, bias: TensorBox | None, weight_bits: int, group_size: int
 ) -> TensorBox:
     """Dequantize in front of ``mm``; the bias fuses with what follows."""
+    if has_kernel(x):
+        return call_kernel(torch.ops.mmqc.weight_only_matmul.default, x, w_q, w_scale, bias, weight_bits, group_size)
     rows, k = list(x.get_size()[:-1]), static_int(x.get_size()[-1])
     dtype = x.get_dtype()
     w = dequantize(unpack(w_q, k, weight_bits), w_scale, group_size, dtype)

@@ -57,7 +57,7 @@ def test_cuda__explain_names_kernels_and_no_fallback() -> None:
     explanation = mmqc.explain(quantized("cuda"), batches(1, "cuda")[0])
     assert explanation.quantized_graphs > 0
     assert explanation.fallbacks == []
-    assert any("_int_mm" in kernel for kernel in explanation.kernels)
+    assert any("mmqc.scaled_matmul" in kernel for kernel in explanation.kernels)
 
 
 def test_cuda__generate_through_the_backend() -> None:
