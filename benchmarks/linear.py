@@ -400,11 +400,12 @@ def time_linears(run: Run, shapes: dict[str, tuple[int, int]], rows: tuple[int, 
 
 
 def ceilings(run: Run) -> None:
-    """Copy bandwidth (bytes read and written) and the bf16 rate of a large product."""
-    size = 1 << (16 if run.dry else 30)
-    source = torch.randint(0, 255, (size,), dtype=torch.uint8, device=run.device)
+    """Copy bandwidth (bytes read and written; the better of a memcpy and a kernel), and the bf16 rate of a large product."""
+    size = 1 << (14 if run.dry else 28)
+    source = torch.randn(size, device=run.device)
     target = torch.empty_like(source)
-    run.bandwidth["copy"] = 2e-6 * size / run.microseconds([lambda: target.copy_(source)])
+    ways = (lambda: target.copy_(source), lambda: torch.neg(source, out=target))
+    run.bandwidth["copy"] = max(8e-6 * size / run.microseconds([way]) for way in ways)
     side = 64 if run.dry else 8192
     a, b = (torch.randn(side, side, device=run.device).to(run.dtype) for _ in range(2))
     run.bandwidth["bf16 TFLOP/s"] = 2e-6 * side**3 / run.microseconds([lambda: a @ b])
