@@ -220,6 +220,9 @@ def test_export__batches_of_another_kind_are_refused() -> None:
         export_program(Tower(), TOWER[0], more=[batch])
 
 
+@pytest.mark.skipif(
+    torch.__version__ < (2, 12), reason="the check is left out of the trace before torch 2.12, see graph/tracing.py"
+)
 def test_export__too_few_placeholders_are_an_error() -> None:
     _, batches, program = exported_sample()
     ids = batches[0]["input_ids"].clone()
