@@ -156,7 +156,7 @@ def one_run(
 ) -> dict[str, Any]:
     sample = mmqc.samples.load(name)
     config = config.replace(rewrites=dataclasses.replace(config.rewrites, seed=seed))
-    without_signs = mock.patch.object(FoldSigns, "match", lambda self, prog: iter(()))  # they are what is studied
+    without_signs = mock.patch.object(FoldSigns, "match", return_value=())  # they are what is studied
     with using(functools.partial(MATRICES[matrix], seed=seed)), without_signs:
         report = mmqc.quantize_(sample.model, config, sample.calibration(options.calibration), progress=False)
     scores = sample.evaluate(sample.model, options.questions)
