@@ -213,7 +213,8 @@ class Touch(Step):
         self.how = how
         self.positions = nn.Parameter(torch.zeros(1, LENGTH, WIDTH))
         self.token = nn.Parameter(torch.zeros(1, 1, WIDTH))
-        self.layer = nn.LayerNorm(WIDTH)
+        self.layer, self.gate = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 1)
+        self.other = nn.Linear(WIDTH, WIDTH)
         self.bias, self.scalar = nn.Parameter(torch.zeros(WIDTH)), nn.Parameter(torch.ones(1))
         self.register_buffer("table", torch.linspace(-1, 1, LENGTH * WIDTH).reshape(LENGTH, WIDTH))
         self.loose = torch.linspace(-1, 1, WIDTH, dtype=torch.float64)
@@ -233,6 +234,10 @@ class Touch(Step):
             "swap_halves": lambda: torch.cat((x[..., WIDTH // 2 :], x[..., : WIDTH // 2]), -1),
             "relu": lambda: x + F.relu(x),
             "start": lambda: self.layer(x),
+            "row_gate": lambda: x + x * self.gate(x).sigmoid(),
+            "row_product": lambda: x * (1 + self.gate(self.layer(x))),
+            "row_quotient": lambda: x / (1 + self.gate(self.layer(x)).square()),
+            "quotient_of_rows": lambda: x + self.gate(self.layer(x)) / (1 + self.other(x).square()),
             "add_normed": lambda: x + self.layer(x),
             "constant": lambda: x + 1.0,
             "ones": lambda: torch.cat((torch.ones_like(x[:, :1]), x[:, 1:]), 1),
@@ -254,6 +259,10 @@ TOUCHES = [
     "swap_halves",
     "relu",
     "start",
+    "row_gate",
+    "row_product",
+    "row_quotient",
+    "quotient_of_rows",
     "add_normed",
     "constant",
     "ones",

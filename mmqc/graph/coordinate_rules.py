@@ -85,11 +85,7 @@ class Rules(Tracker):
             elif _is_vector(args[0]) and weights_behind(node.args[0]):
                 a = self.freeze(a, node, "it is a gain")
         if a is not None and b is not None:
-            shape = torch.broadcast_shapes(a.shape, b.shape)
-            a, b = compact(a, b)
-            self.freeze(a, node, "it is multiplied by another activation")
-            self.freeze(b, node, "it is multiplied by another activation")
-            return self.renamed(node, a.clamp(min=0).long() * self.found.total + b.clamp(min=0)).expand(shape)
+            return self.product(node, a, b)
         ids, factor = (a, args[1]) if b is None else (b, args[0])
         assert ids is not None
         if not isinstance(factor, Tensor) or factor.numel() == 1:
@@ -99,6 +95,18 @@ class Rules(Tracker):
         return self.factor(node, ids.expand(result.shape), factor, node.args[1] if b is None else node.args[0])
 
     _see_div = _see_mul
+
+    def product(self, node: fx.Node, a: Tensor, b: Tensor) -> Tensor:
+        """Of two activations: channels pass where the other has one number for each row, and are new ones else."""
+        shape = torch.broadcast_shapes(a.shape, b.shape)
+        for x, rows in ((a, b),) if kind(node) == "div" else ((a, b), (b, a)):
+            if rows.shape[-1:] == (1,) and x.shape[-1] > 1 and not varies_together(x.expand(shape), _places(rows)):
+                self.freeze(rows, node, "it is a factor of whole rows")
+                return x.expand(shape)
+        a, b = compact(a, b)
+        self.freeze(a, node, "it is multiplied by another activation")
+        self.freeze(b, node, "it is multiplied by another activation")
+        return self.renamed(node, a.clamp(min=0).long() * self.found.total + b.clamp(min=0)).expand(shape)
 
     def factor(self, node: fx.Node, ids: Tensor, factor: Tensor, origin: Any) -> Tensor:
         """X * t: coordinates that meet the same factors may still be mixed with each other."""
@@ -308,6 +316,11 @@ def _first(ids: Tensor, dim: int) -> Tensor:
     if not ids.shape[dim]:
         return ids.new_full([1 if d == dim % ids.dim() else n for d, n in enumerate(ids.shape)], ZERO)
     return ids.amax(dim, keepdim=True)
+
+
+def _places(t: Tensor) -> Tensor:
+    """A number of its own for every element."""
+    return torch.arange(t.numel()).reshape(t.shape)
 
 
 def _is_vector(value: Any) -> bool:
