@@ -65,7 +65,7 @@ def main() -> None:
         "## Norm, quantize, linear",
         "",
         "Microseconds for 6,417 rows: one static scale, a scale per modality by mask or by split index, a scale per token in "
-        "the norm's kernel, and the same with torch's own operations in front of the product.",
+        "the norm's kernel, and the same with eager torch operations, not compiled, in front of the product.",
         "",
         *table(
             ("N x K / rows", *next(iter(rows["microseconds"].values()))),

@@ -3,7 +3,6 @@
     python benchmarks/linear.py --out results.json [--tune] [--seconds 450]
     TRITON_INTERPRET=1 python benchmarks/linear.py --dry          every step once, tiny, on the CPU
 
-Every timing is a CUDA graph over enough copies of the weight that the L2 cache holds none of them; medians of replays.
 ``--tune`` tries a list of tiles per shape first and writes mmqc/kernels/configs/<gpu>.json (or --configs PATH), which the same
 run then uses.  What fails is reported and does not stop the rest.  Bandwidths count the bytes that must move.
 """
@@ -13,12 +12,9 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import signal
-import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -28,15 +24,15 @@ from torch.nn import functional as F
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from gpu_run import Calls, Run, ceilings, geomean, relative_error  # noqa: E402
+from row_kernels import check_rows, time_rows  # noqa: E402
+
 from mmqc.kernels import configs as tiles  # noqa: E402
 from mmqc.kernels.configs import MatmulConfig as Tile  # noqa: E402
 from mmqc.kernels.device_facts import gpu_name  # noqa: E402
-from mmqc.kernels.hadamard_quantize import hadamard_quantize  # noqa: E402
 from mmqc.kernels.norm_quantize import norm_quantize  # noqa: E402
 from mmqc.kernels.scaled_matmul import scaled_matmul  # noqa: E402
 from mmqc.kernels.weight_only_matmul import weight_only_matmul  # noqa: E402
-from mmqc.norm import RMSNorm  # noqa: E402
-from mmqc.ops import hadamard  # noqa: E402
 from mmqc.ops.pack import pack_int4  # noqa: E402
 from mmqc.ops.weight_only_matmul import dequantize  # noqa: E402
 
@@ -48,72 +44,6 @@ SHAPES = {  # name: (N, K)
 }  # fmt: skip
 ROWS = (1, 16, 256, 917, 2048, 8192)
 GROUP = 128
-L2_BYTES = 64 << 20
-Calls = list[Callable[[], object]]
-
-
-class Run:
-    """One run: device, deadline, results, failures."""
-
-    def __init__(self, dry: bool, seconds: float):
-        self.dry, self.end = dry, time.monotonic() + seconds
-        self.device = torch.device("cpu" if dry else "cuda")
-        self.dtype = torch.float16 if dry else torch.bfloat16  # the interpreter computes bf16 wrongly
-        self.failures: list[str] = []
-        self.times: dict[str, dict[str, float]] = {}  # "shape/rows" -> contender -> microseconds
-        self.bandwidth: dict[str, float] = {}
-        self.errors: dict[str, float] = {}
-
-    def left(self) -> float:
-        return self.end - time.monotonic()
-
-    def attempt(self, what: str, work: Callable[[], object], limit: int = 60) -> object:
-        """Run one step; a failure, or a step over its limit, is recorded and None comes back."""
-        if self.left() < 5:
-            self.failures.append(f"{what}: no time left")
-            return None
-
-        def stop(*_: object) -> None:
-            raise TimeoutError(f"over {limit} s")
-
-        signal.signal(signal.SIGALRM, stop)
-        signal.alarm(int(min(limit, max(1, self.left()))))
-        try:
-            return work()
-        except Exception as error:  # what a peer or a compiler may raise is open-ended; it is reported
-            self.failures.append(f"{what}: {type(error).__name__}: {str(error).strip()[:300]}")
-            return None
-        finally:
-            signal.alarm(0)
-
-    def copies(self, size: int) -> int:
-        return 1 if self.dry else max(2, min(128, math.ceil(3 * L2_BYTES / size)))
-
-    def microseconds(self, calls: Calls, replays: int = 20, budget: float = 0.08) -> float:
-        """Median time of one call."""
-        for call in calls[:3]:
-            call()
-        if self.dry:
-            start = time.perf_counter()
-            calls[0]()
-            return 1e6 * (time.perf_counter() - start)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for call in calls:
-                call()
-        marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-
-        def once() -> float:
-            marks[0].record()
-            graph.replay()
-            marks[1].record()
-            marks[1].synchronize()
-            return marks[0].elapsed_time(marks[1])
-
-        once()
-        count = max(5, min(replays, int(1e3 * budget / max(once(), 1e-3))))
-        return 1e3 * statistics.median(once() for _ in range(count)) / len(calls)
 
 
 class Linear:
@@ -208,11 +138,6 @@ class Linear:
 # --- correctness ------------------------------------------------------------------------------------------------------
 
 
-def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
-    error = ((got.double() - want.double()).norm() / want.double().norm()).item()
-    return error if math.isfinite(error) else math.inf
-
-
 def check_linear(run: Run, name: str, linear: Linear, kind: str) -> None:
     """Poisoned output, float64 reference on a sample of the outputs."""
     calls = linear.weight_only(int(kind[1]), False) if kind.startswith("w") else linear.scaled(kind, False)
@@ -232,28 +157,6 @@ def check_linear(run: Run, name: str, linear: Linear, kind: str) -> None:
     run.errors[name] = error
     if error > (1e-2 if "fp8" in kind else 4e-3) or poisoned:
         raise AssertionError(f"wrong: relative error {error:.2e}, NaN left {poisoned}")
-
-
-def code_error(got: torch.Tensor, want: torch.Tensor) -> float:
-    off = (got.int() - want.int()).abs()
-    if off.max() > 1:
-        raise AssertionError(f"codes off by up to {off.max()}")
-    return (off > 0).double().mean().item()
-
-
-def check_rows(run: Run, width: int, m: int) -> None:
-    """norm_quantize and hadamard_quantize: codes next to the plain-torch composition in float32."""
-    x = torch.randn(m, width, device=run.device).to(run.dtype)
-    scale = torch.full((1,), 0.03, device=run.device)
-    y = RMSNorm(width).to(run.device)(x).float()
-    rate = code_error(norm_quantize(x, scale).q, torch.round(y / 0.03).clamp(-128, 127))
-    h = hadamard.reference(x.float(), [f.to(run.device) for f in hadamard.hadamard_factors(width)])
-    got = hadamard_quantize(x, scale)
-    more = code_error(got.y, torch.round(h / 0.03).clamp(-128, 127))
-    error = relative_error(hadamard_quantize(x, code=None).y, h)
-    run.errors[f"rows/{width}"] = error
-    if rate > 0.01 or more > 0.1 or error > 8e-3:
-        raise AssertionError(f"wrong: norm codes {rate:.1e}, hadamard codes {more:.1e}, hadamard {error:.1e}")
 
 
 def check_all(run: Run, shapes: dict[str, tuple[int, int]], rows: tuple[int, ...]) -> None:
@@ -399,61 +302,6 @@ def time_linears(run: Run, shapes: dict[str, tuple[int, int]], rows: tuple[int, 
             missing.add(name)
 
 
-def ceilings(run: Run) -> None:
-    """Copy bandwidth (bytes read and written; the better of a memcpy and a kernel), and the bf16 rate of a large product."""
-    size = 1 << (14 if run.dry else 28)
-    source = torch.randn(size, device=run.device)
-    target = torch.empty_like(source)
-    ways = (lambda: target.copy_(source), lambda: torch.neg(source, out=target))
-    run.bandwidth["copy"] = max(8e-6 * size / run.microseconds([way]) for way in ways)
-    side = 64 if run.dry else 8192
-    a, b = (torch.randn(side, side, device=run.device).to(run.dtype) for _ in range(2))
-    run.bandwidth["bf16 TFLOP/s"] = 2e-6 * side**3 / run.microseconds([lambda: a @ b])
-
-
-def time_rows(run: Run, m: int) -> None:
-    """norm_quantize and hadamard_quantize: TB/s of the bytes that must move."""
-    scale, pair = torch.full((1,), 0.02, device=run.device), torch.tensor([0.02, 0.03], device=run.device)
-    visual = torch.rand(m, device=run.device) < 0.7
-    split = torch.tensor([m // 2], dtype=torch.int32, device=run.device)
-
-    def row(name: str, width: int, item_bytes: int, call: Callable[..., object], factor: int = 1) -> None:
-        def work() -> float:
-            shape = (m, factor * width)
-            xs = [
-                torch.randn(shape, device=run.device, dtype=run.dtype)
-                for _ in range(run.copies(2 * factor * m * width))
-            ]
-            outs = [torch.empty(m, width, dtype=torch.int8, device=run.device) for _ in range(2)]
-            calls = [lambda x=x, i=i: call(x, outs[i % 2]) for i, x in enumerate(xs)]
-            return 1e-6 * m * width * item_bytes / run.microseconds(calls)
-
-        rate = run.attempt(f"{name}/{width}", work)
-        if rate is not None:
-            run.bandwidth[f"{name}/{width}"] = rate
-
-    for width in (64,) if run.dry else (3584, 1280):
-        row("norm_quantize", width, 3, lambda x, out: norm_quantize(x, scale, out=out))
-        row("norm_quantize visual", width, 3, lambda x, out: norm_quantize(x, pair, visual=visual, out=out))
-        row("norm_quantize split", width, 3, lambda x, out: norm_quantize(x, pair, split=split, out=out))
-        row("norm_quantize dynamic", width, 3, lambda x, out: norm_quantize(x, out=out))
-        row("norm_quantize residual", width, 7, lambda x, out: norm_quantize(
-            x[:, : x.shape[1] // 2], scale, residual=x[:, x.shape[1] // 2 :], out=out), 2)  # fmt: skip
-    for width in (64,) if run.dry else (3584, 5120, 18944, 1280, 14336):
-        row("hadamard_quantize", width, 3, lambda x, out: hadamard_quantize(x, scale, out=out))
-        row("hadamard_quantize dynamic", width, 3, lambda x, out: hadamard_quantize(x, out=out))
-        row("silu hadamard_quantize", width, 5, lambda x, out: hadamard_quantize(
-            x[:, : x.shape[1] // 2], scale, up=x[:, x.shape[1] // 2 :], out=out), 2)  # fmt: skip
-        if width >= 14336 and not run.dry:
-            for warps, stages, programs in ((8, 1, 1), (8, 2, 1), (16, 1, 1), (8, 1, 2), (16, 2, 1)):
-                row(f"hadamard_quantize {warps}w {stages}s {programs}p", width, 3, lambda x, out, w=warps, s=stages, p=programs:
-                    hadamard_quantize(x, scale, out=out, num_warps=w, num_stages=s, programs=132 * p))  # fmt: skip
-        elif not run.dry:
-            for warps, stages, programs in ((4, 2, 6), (4, 4, 4), (4, 3, 6), (8, 3, 3), (8, 2, 4)):
-                row(f"hadamard_quantize {warps}w {stages}s {programs}p", width, 3, lambda x, out, w=warps, s=stages, p=programs:
-                    hadamard_quantize(x, scale, out=out, num_warps=w, num_stages=s, programs=132 * p))  # fmt: skip
-
-
 def time_chain(run: Run, m: int, n: int, k: int) -> None:
     """norm -> quantize -> linear with static, per-modality and dynamic scales."""
     linear = Linear(run, n, k, m)
@@ -475,15 +323,11 @@ def time_chain(run: Run, m: int, n: int, k: int) -> None:
         scaled_matmul(q, w, tokens, linear.w_scale, linear.bias, out=linear.out, out_dtype=run.dtype)
 
     kinds = {"one": lambda: chain(one), "visual": lambda: chain(pair, visual=visual), "split": lambda: chain(pair, split=split),
-             "dynamic": lambda: chain(None), "dynamic, torch": torch_dynamic}  # fmt: skip
+             "dynamic": lambda: chain(None), "dynamic, eager torch": torch_dynamic}  # fmt: skip
     run.times[f"chain {n}x{k}/{m}"] = {name: run.microseconds([call, call]) for name, call in kinds.items()}
 
 
 # --- report -----------------------------------------------------------------------------------------------------------
-
-
-def geomean(values: list[float]) -> float:
-    return math.exp(sum(map(math.log, values)) / len(values)) if values else math.nan
 
 
 def table(run: Run, shapes: dict[str, tuple[int, int]], rows: tuple[int, ...]) -> dict[str, float]:

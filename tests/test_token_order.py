@@ -102,18 +102,6 @@ class Compiled:
         return [s for r in self.records if r.name == name for s in r.sites]
 
 
-@torch.no_grad()
-def check(model: nn.Module, batch: dict[str, Any], attention: str) -> Compiled:
-    compiled = Compiled(model, attention)
-    keep = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
-    expected, got = (call(**batch).logits[keep] for call in (model, compiled.call))
-    assert ((got - expected).norm() / expected.norm()).item() < BOUND
-    assert len(compiled.sites("reorder_tokens")) == 1
-    masks = [r for r in compiled.records if r.name == "rewrite_mask"]
-    assert sum(r.n_sites + len(r.misses) for r in masks) == (2 if attention == "unified" else 1)
-    return compiled
-
-
 def without_first(batch: dict[str, Any], n: int) -> dict[str, Any]:
     """The batch without its first text tokens."""
     cut = {k: v[:, n:] for k, v in batch.items() if k in ("input_ids", "attention_mask", "mm_token_type_ids")}
@@ -158,8 +146,16 @@ CASES: dict[str, Callable[[], tuple[nn.Module, dict[str, Any]]]] = {
 
 @pytest.mark.parametrize("attention", ["gather", "unified"])
 @pytest.mark.parametrize("case", CASES)
+@torch.no_grad()
 def test_token_order__logits(case: str, attention: str) -> None:
-    check(*CASES[case](), attention)
+    model, batch = CASES[case]()
+    compiled = Compiled(model, attention)
+    keep = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
+    expected, got = (call(**batch).logits[keep] for call in (model, compiled.call))
+    assert ((got - expected).norm() / expected.norm()).item() < BOUND
+    assert len(compiled.sites("reorder_tokens")) == 1
+    masks = [r for r in compiled.records if r.name == "rewrite_mask"]
+    assert sum(r.n_sites + len(r.misses) for r in masks) == (2 if attention == "unified" else 1)
 
 
 @pytest.mark.parametrize("length", [1, 10])

@@ -90,6 +90,13 @@ class Moves:
                 user.replace_all_uses_with(node)
                 self.prog.graph.erase_node(user)
 
+    def settle(self, node: fx.Node, name: str) -> None:
+        """Let a node that an earlier pass left pending compute in modality order."""
+        axis = node.meta[PENDING]
+        uses = self.rules(self.prog).operands(node, axis)
+        assert not isinstance(uses, str)
+        self.conjugate(node, axis, uses, name)
+
     def replace(self, node: fx.Node, operand: fx.Node, use: Use, name: str, site: int) -> None:
         """Give ``node`` its operand in modality order."""
         now = operand

@@ -88,7 +88,6 @@ class RewriteMask:
     def rewrite(self, prog: Program, site: Site) -> None:
         """Permute what the attention reads; build the mask that ``is_causal`` stood for."""
         moves = Moves.known(prog)
-        rules = Moves.rules(prog)
         for node in site.nodes:
             if kind(node) == ATTENTION:
                 _by_name(node)
@@ -97,10 +96,7 @@ class RewriteMask:
                 keys = self.permute_keys(moves, node)
             causal = kind(node) == ATTENTION and bool(node.kwargs.get("is_causal"))
             if PENDING in node.meta:
-                axis = node.meta[PENDING]
-                uses = rules.operands(node, axis)
-                assert not isinstance(uses, str)
-                moves.conjugate(node, axis, uses, self.name)
+                moves.settle(node, self.name)
             if kind(node) == ATTENTION:
                 self.permute_mask(moves, node, keys, causal, MOVED in node.meta)
 

@@ -72,9 +72,5 @@ class RewriteRopeIndex:
     def rewrite(self, prog: Program, site: Site) -> None:
         """Move every operation; gathers between them cancel."""
         moves = Moves.known(prog)
-        rules = Moves.rules(prog)
         for node in site.nodes:
-            axis = node.meta[PENDING]
-            uses = rules.operands(node, axis)
-            assert not isinstance(uses, str)
-            moves.conjugate(node, axis, uses, self.name)
+            moves.settle(node, self.name)

@@ -4,6 +4,7 @@ import functools
 
 import pytest
 import torch
+from row_scales import KINDS, row_scales
 from tolerance import assert_close
 from torch.nn import functional as F
 
@@ -58,27 +59,13 @@ def test_hadamard__equals_the_op(shape, dtype, device):
     assert_close(y, transform(x.double()), dtype)
 
 
-@pytest.mark.parametrize("kind", ["one", "visual", "split", "row"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", [(5, 64), (3, 1280), (3, 5120), (70, 27)])
 def test_hadamard_quantize__static(shape, kind, device):
-    m = shape[0]
-    x, scale, visual, more = torch.randn(shape, device=device), torch.tensor([0.02, 0.03], device=device), None, {}
-    if kind == "visual":
-        more["visual"] = visual = torch.rand(m, device=device) < 0.5
-    elif kind == "split":
-        visual, more = (
-            torch.arange(m, device=device) < 2,
-            {"split": torch.tensor([2], dtype=torch.int32, device=device)},
-        )
-    elif kind == "row":
-        scale = torch.rand(m, device=device) * 0.02 + 0.02
-    else:
-        scale = scale[:1]
+    x = torch.randn(shape, device=device)
+    scale, more, rows = row_scales(kind, shape[0], device, 0.02, 0.04)
     got = kernel.hadamard_quantize(x, scale, out=torch.full(shape, 77, dtype=torch.int8, device=device), **more)
-    if kind == "row":
-        expected = torch.round(transform(x) / scale[:, None]).clamp(-128, 127)
-    else:
-        expected = quantize.reference(transform(x), scale, visual, 8)
+    expected = torch.round(transform(x) / rows[:, None]).clamp(-128, 127)
     assert_codes(got.y, expected)
 
 

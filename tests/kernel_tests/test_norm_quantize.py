@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from row_scales import KINDS, row_scales
 from tolerance import assert_close
 
 from mmqc.norm import RMSNorm
@@ -23,30 +24,17 @@ def poisoned(shape, device):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("kind", ["one", "visual", "split", "row"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_norm_quantize__static_equals_norm_then_quantize(shape, kind, dtype, device):
-    m, width = shape
     x = (torch.randn(shape, device=device) * 3).to(dtype)
-    norm = RMSNorm(width).to(device)
-    scale, visual, more = torch.rand(2, device=device) * 0.02 + 0.01, None, {}
-    if kind == "visual":
-        more["visual"] = visual = torch.rand(m, device=device) < 0.5
-    elif kind == "split":
-        visual, more = (
-            torch.arange(m, device=device) < 2,
-            {"split": torch.tensor([2], dtype=torch.int32, device=device)},
-        )
-    else:
-        scale = scale[:1] if kind == "one" else torch.rand(m, device=device) * 0.02 + 0.01
+    norm = RMSNorm(shape[1]).to(device)
+    scale, more, rows = row_scales(kind, shape[0], device)
     out = poisoned(shape, device)
     got = kernel.norm_quantize(x, scale, out=out, **more)
     assert got.q is out
     assert got.scale is None
-    if kind == "row":
-        expected = torch.round(norm(x).float() / scale[:, None]).clamp(-128, 127)
-    else:
-        expected = quantize.reference(norm(x), scale, visual, 8)
+    expected = torch.round(norm(x).float() / rows[:, None]).clamp(-128, 127)
     assert_codes(out, expected)
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from row_scales import KINDS, row_scales
 from tolerance import assert_close
 
 from mmqc.ops.pack import pack_int4
@@ -47,25 +48,12 @@ def test_scaled_matmul__equals_the_op(shape, variant, bits, device):
     assert_close(y, reference(x, w, x_scale, w_scale, bias, None, bits, torch.float32))
 
 
-@pytest.mark.parametrize("kind", ["one", "visual", "split", "row"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("variant", ["rows", "columns", "split", "descriptors"])
 def test_scaled_matmul__scale_of_every_kind(kind, variant, device):
     m, n, k = 37, 45, 96
     x, w, w_scale, _ = operands(m, n, k, 8, device)
-    scale, more = torch.rand(2, device=device) * 0.01, {}
-    visual = torch.rand(m, device=device) < 0.5
-    if kind == "one":
-        scale = scale[:1]
-        rows = scale.expand(m)
-    elif kind == "row":
-        scale = rows = torch.rand(m, device=device) * 0.01
-    else:
-        if kind == "split":
-            visual = torch.arange(m, device=device) < 11
-        more = (
-            {"visual": visual} if kind == "visual" else {"split": torch.tensor([11], dtype=torch.int32, device=device)}
-        )
-        rows = torch.where(visual, scale[1], scale[0])
+    scale, more, rows = row_scales(kind, m, device, 0.0, 0.01)
     out = nan(m, n, dtype=torch.float16, device=device)
     scaled_matmul.scaled_matmul(x, w, scale, w_scale, out_dtype=torch.float16, out=out, config=SMALL[variant], **more)
     expected = (x.double() @ w.double().t()) * rows.double()[:, None] * w_scale.double()
