@@ -15,6 +15,7 @@ from . import discovery, hf_hook
 
 if TYPE_CHECKING:
     from . import recipes, samples
+    from .compiled_loop import compiled_loop
     from .config import ActivationSpec, ConfigError, QuantConfig, Rewrites, Scheme, WeightSpec
     from .equivalence import RewriteError
     from .explain import Explanation, explain
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0.dev0"
 
 _HOMES = {
-    "quantize_": "quantize",
+    "quantize_": "quantize", "compiled_loop": "compiled_loop",
     "explain": "explain", "Explanation": "explain",
     "plan": "plan", "Planned": "plan", "RewriteError": "equivalence",
     "QuantReport": "report", "LayerReport": "report", "Refusal": "report",
@@ -35,7 +36,7 @@ _MODULES = ("recipes", "samples")
 
 __all__ = [
     "ActivationSpec", "ConfigError", "Explanation", "LayerReport", "Planned", "QuantConfig", "QuantReport", "Refusal",
-    "RewriteError", "Rewrites", "Scheme", "WeightSpec", "explain", "plan", "quantize_", "recipes", "samples",
+    "RewriteError", "Rewrites", "Scheme", "WeightSpec", "compiled_loop", "explain", "plan", "quantize_", "recipes", "samples",
 ]  # fmt: skip
 
 

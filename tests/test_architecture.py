@@ -25,6 +25,7 @@ MAY_IMPORT = {
     "transformers": (
         "mmqc/hf.py",
         "mmqc/cache.py",
+        "mmqc/compiled_loop.py",
         "mmqc/samples/",
         "mmqc/cli.py",
         "mmqc/demo.py",

@@ -1,0 +1,167 @@
+"""``generate`` compiled as a whole: transformers' own loop, its prefill compiled too, its device never waited for.
+
+    model.generate(**inputs, cache_implementation="static", custom_generate=mmqc.compiled_loop)
+
+transformers compiles the decode step of a static cache and nothing else.  Three things cost the time around it:
+
+    prefill     runs eagerly, hundreds of small launches   ->  compiled as well (any length: sizes are symbolic)
+    stop check  asks the device after every token          ->  one step late, transformers' ``DeferredStopCheck``
+    the cache   is new in every call, so CUDA graphs are   ->  kept, emptied and used again while its shape fits
+                recorded again
+
+The loop itself, and with it every token, logits processor, stopping criterion and output, stays transformers'.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import CompileConfig, GenerationConfig
+from transformers.cache_utils import StaticCache
+from transformers.generation import utils as generation
+
+__all__ = ["compiled_loop"]
+
+
+class _State:
+    """What a model keeps from one call to the next; a copy of the model starts afresh."""
+
+    def __init__(self) -> None:
+        self.cache: StaticCache | None = None
+        self.key: tuple[Any, ...] = ()
+        self.prefills: dict[str, Callable[..., Any]] = {}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _State:
+        return _State()
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return _State, ()
+
+    @classmethod
+    def of(cls, model: Any) -> _State:
+        state = model.__dict__.get("_mmqc_loop")
+        if state is None:
+            state = cls()
+            object.__setattr__(model, "_mmqc_loop", state)
+        return state
+
+
+def compiled_loop(
+    model: Any, input_ids: Tensor, *, generation_config: GenerationConfig, compile_prefill: bool = True, **kwargs: Any
+) -> Any:
+    """A ``custom_generate`` callable: greedy search and sampling with a static cache, compiled.
+
+    Args:
+        model: the model whose ``generate`` was called.
+        input_ids: [B, L] int64, the prompt.
+        generation_config: its ``compile_config`` says how to compile; by default ``backend="mmqc"`` with CUDA graphs.
+        compile_prefill: an argument of ``generate`` too; False runs the prompt eagerly, as transformers does.
+        kwargs: what ``generate`` hands to its loop.  (A streamer is not among it: transformers keeps that back.)
+
+    Returns:
+        What ``generate`` returns, with the tokens of transformers' own loop as far as a compiled forward equals an eager one.
+
+    Raises:
+        ValueError: the cache is not static, or the generation is neither greedy nor sampled.
+    """
+    cache = kwargs.get("past_key_values")
+    if generation_config.num_beams > 1 or not isinstance(cache, StaticCache) or cache.offloading:
+        what = f"{generation_config.num_beams} beams" if generation_config.num_beams > 1 else type(cache).__name__
+        raise ValueError(
+            f"mmqc.compiled_loop decodes greedily or by sampling with a static cache on the device, not with {what}: "
+            'pass cache_implementation="static", or leave custom_generate out'
+        )
+    config = copy.copy(generation_config)
+    config.compile_config = _compile_config(generation_config.compile_config)
+    outlives = config.return_dict_in_generate or getattr(cache, "_is_user_defined", False)
+    cache = kwargs["past_key_values"] = _ready(model, cache, input_ids.shape[0], keep=not outlives)
+    compiled = compile_prefill and config.prefill_chunk_size is None and all(c.is_initialized for c in cache.layers)
+    with _compiled_once(model, config.compile_config, compiled), _deferred_stop_check():
+        sample: Any = generation.GenerationMixin._sample
+        return sample(model, input_ids, generation_config=config, **kwargs)
+
+
+def _compile_config(given: CompileConfig | None) -> CompileConfig:
+    config = CompileConfig(backend="mmqc") if given is None else copy.copy(given)
+    # Whoever asks for a compiled loop wants it on a CPU as well, where transformers would leave it out.
+    config._compile_all_devices = True  # type: ignore[assignment]
+    return config
+
+
+def _ready(model: Any, new: Any, batch: int, *, keep: bool) -> Any:
+    """``new`` with its memory, or the last call's cache, emptied, if that is like it: CUDA graphs know its addresses.
+
+    What a compiled prefill allocates by itself has no address that CUDA graphs may rely on.
+    """
+    shape = model._get_static_cache_init_shape()
+    if shape is None:
+        return new
+    state = _State.of(model)
+    layers = [(type(layer), layer.max_cache_len) for layer in new.layers]
+    key = (layers, batch, *shape, model.dtype, model.device)
+    if keep and state.cache is not None and state.key == key:
+        state.cache.reset()
+        return state.cache
+    new.early_initialization(batch, *shape, model.dtype, model.device)
+    if keep:
+        state.cache, state.key = new, key
+    return new
+
+
+@contextmanager
+def _compiled_once(model: Any, config: CompileConfig, wanted: bool) -> Iterator[None]:
+    """The next call of ``model``, its prefill, is compiled, and only that one."""
+    if not wanted:
+        yield
+        return
+    before, prefills = model._compiled_call_impl, _State.of(model).prefills
+    key = repr((config.backend, config.fullgraph, config.options))
+    if key not in prefills:
+        # Without CUDA graphs: one would be recorded for every length of a prompt.
+        how = {"backend": config.backend, "fullgraph": config.fullgraph, "options": config.options}
+        prefills[key] = torch.compile(model._call_impl, **how)
+
+    def once(*args: Any, **kwargs: Any) -> Any:
+        model._compiled_call_impl = before
+        return prefills[key](*args, **kwargs)
+
+    model._compiled_call_impl = once
+    try:
+        yield
+    finally:
+        model._compiled_call_impl = before
+
+
+_defer: ContextVar[bool] = ContextVar("defer the stop check", default=False)
+
+
+@functools.cache
+def _teach_to_defer() -> None:
+    """Extend transformers' deferred stop check, which it keeps to the one kind of device that it measured, to our loop on CUDA."""
+    check = getattr(generation, "DeferredStopCheck", None)
+    if check is None:  # transformers before 5.17: as correct, and slower
+        return
+    original = check.is_supported
+
+    def is_supported(device: torch.device, *args: Any, **kwargs: Any) -> bool:
+        ours = _defer.get() and device.type == "cuda"
+        return original(torch.device("mps") if ours else device, *args, **kwargs)
+
+    check.is_supported = staticmethod(is_supported)
+
+
+@contextmanager
+def _deferred_stop_check() -> Iterator[None]:
+    _teach_to_defer()
+    token = _defer.set(True)
+    try:
+        yield
+    finally:
+        _defer.reset(token)
