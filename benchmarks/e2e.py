@@ -1,10 +1,10 @@
 """Decode and time to first token of a Qwen2-VL-7B-shaped model with random weights, end to end through ``generate``.
 
-    python benchmarks/e2e.py --out benchmarks/results/e2e.json [--ways bf16 w4a16 ...]
+    python benchmarks/e2e.py --out benchmarks/results/e2e.json [--ways "bf16" "w4a8 loop" ...]
 
-Batch 1, one image of 840 x 840 pixels and 17 text tokens: 917 tokens of context.  ``generate`` with a static cache and a compiled
-decode step; decode speed is (n2 - n1) / (t(n2) - t(n1)) for two lengths, so that prefill drops out.  Each way is a process of
-its own with a time limit.
+Batch 1, one image of 840 x 840 pixels and 17 text tokens: 917 tokens of context, a static cache.  Decode speed is
+(n2 - n1) / (t(n2) - t(n1)) for two lengths, so that prefill drops out; the first token is ``generate`` of one.  "loop" is
+``mmqc.compiled_loop``, the rest transformers' own loop.  Each way is a process: they compile side by side and are timed in turn.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ import platform
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +26,11 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 from rewrites import model_of
 
-WAYS = ("bf16", "w4a16", "w8a16")
 GRID, TEXT, IMAGE = (1, 60, 60), 17, 151655
 FEW, MANY = 16, 144
+MODELS = ("bf16", "w4a16", "w8a8", "w4a8", "mquant-w4a8")
+WAYS = [f"{model}{loop}" for model in MODELS for loop in ("", " loop")]
+DEFAULT = ["bf16", "bf16 loop", "w4a16 loop", "w4a8 loop", "mquant-w4a8 loop"]
 
 
 def batch(model: Any) -> dict[str, torch.Tensor]:
@@ -42,25 +46,41 @@ def batch(model: Any) -> dict[str, torch.Tensor]:
     }  # fmt: skip
 
 
-def child(way: str) -> None:
-    """Build, quantize, generate; prints the figures."""
+def quantize(model: Any, name: str, inputs: dict[str, Any]) -> None:
+    """In place; the head gets 8 bits."""
     import mmqc
 
+    recipes = mmqc.recipes
+    config = {
+        "w4a16": lambda: recipes.rtn(4, group_size=128, head_bits=8),
+        "w8a8": lambda: recipes.rtn(8, 8, head_bits=8),
+        "w4a8": lambda: recipes.rtn(4, 8, head_bits=8),
+        "mquant-w4a8": lambda: recipes.mquant(4, solver="rtn", head_bits=8),
+    }[name]()
+    mmqc.quantize_(model, config, [inputs] if config.needs_calibration else None, progress=False)
+
+
+def child(way: str, trace: Path | None) -> None:
+    """Build, quantize, generate; waits for a line on stdin before it measures, then prints the figures."""
+    import mmqc
+
+    name, _, loop = way.partition(" ")
     torch.manual_seed(0)
-    model = model_of("qwen2_vl_7b", "cuda").eval()
+    model: Any = model_of("qwen2_vl_7b", "cuda").eval()
     inputs = batch(model)
-    if way != "bf16":
-        bits = 4 if way == "w4a16" else 8
-        start = time.perf_counter()
-        mmqc.quantize_(model, mmqc.recipes.rtn(bits, group_size=128), progress=False)
-        print(f"quantized in {time.perf_counter() - start:.0f} s", flush=True)
+    start = time.perf_counter()
+    if name != "bf16":
+        quantize(model, name, inputs)
+    quantized = time.perf_counter() - start
     from transformers import CompileConfig
 
-    backend = "inductor" if way == "bf16" else "mmqc"
-    more = {
+    backend = "inductor" if name == "bf16" else "mmqc"
+    more: dict[str, Any] = {
         "do_sample": False, "cache_implementation": "static", "eos_token_id": None, "pad_token_id": 0,
         "compile_config": CompileConfig(backend=backend, mode="reduce-overhead", fullgraph=False),
     }  # fmt: skip
+    if loop:
+        more["custom_generate"] = mmqc.compiled_loop
 
     def timed(n: int) -> float:
         torch.cuda.synchronize()
@@ -73,42 +93,87 @@ def child(way: str) -> None:
     start = time.perf_counter()
     timed(MANY)
     cold = time.perf_counter() - start
+    print("ready", flush=True)
+    sys.stdin.readline()
     timed(MANY)
     few, many, first = (min(timed(n) for _ in range(3)) for n in (FEW, MANY, 1))
-    data = {"tokens_per_second": (MANY - FEW) / (many - few), "first_token_seconds": first, "cold_seconds": cold}
+    data = {
+        "tokens_per_second": (MANY - FEW) / (many - few), "first_token_seconds": first, "cold_seconds": cold,
+        "quantize_seconds": quantized, "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
+    }  # fmt: skip
     print(json.dumps(data), flush=True)
+    if trace is not None:
+        profile(timed, trace, way)
+
+
+def profile(timed: Any, trace: Path, way: str) -> None:
+    """Device time by kernel, of the first token alone and of sixteen more."""
+    kinds = [torch.profiler.ProfilerActivity.CUDA]
+    found = {}
+    for n in (1, 17):
+        with torch.profiler.profile(activities=kinds) as profiler:
+            timed(n)
+        events = sorted(profiler.key_averages(), key=lambda e: -e.self_device_time_total)
+        found[n] = {e.key[:120]: [round(e.self_device_time_total), e.count] for e in events if e.self_device_time_total}
+    (trace / f"profile_{way.replace(' ', '_')}.json").write_text(json.dumps(found, indent=0), encoding="utf-8")
+
+
+class Child:
+    """One way in a process of its own, with its log."""
+
+    def __init__(self, way: str, trace: Path | None) -> None:
+        self.way, self.log = way, tempfile.TemporaryFile("w+")  # noqa: SIM115  (as long as the process)
+        command = [sys.executable, __file__, "--child", way, *(["--trace", str(trace)] if trace else [])]
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log, text=True
+        )
+
+    def line(self) -> str:
+        """The next line that it prints; nothing when it has ended."""
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+    def figures(self) -> dict[str, Any]:
+        """Let it measure, and wait until it is gone."""
+        assert self.process.stdin is not None
+        if self.process.poll() is None:
+            self.process.stdin.write("go\n")
+            self.process.stdin.flush()
+        found = self.line()
+        self.process.wait()
+        if found:
+            return json.loads(found)
+        self.log.seek(0)
+        return {"failed": self.log.read()[-1500:]}
 
 
 def main() -> None:
-    """Parse, run each way, write."""
+    """Parse, compile all ways, measure each in turn, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/e2e.json"))
-    parser.add_argument("--ways", nargs="*", choices=WAYS, default=["bf16", "w4a16"])
-    parser.add_argument("--seconds", type=int, default=280, help="time limit for each way")
+    parser.add_argument("--ways", nargs="*", choices=WAYS, default=DEFAULT)
+    parser.add_argument("--seconds", type=int, default=420, help="time limit for all of it")
+    parser.add_argument("--trace", type=Path, help="a folder for device times by kernel")
     parser.add_argument("--child", choices=WAYS, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
-        child(args.child)
+        child(args.child, args.trace)
         return
+    children = [Child(way, args.trace) for way in args.ways]
+    deadline = threading.Timer(args.seconds, lambda: [c.process.kill() for c in children])
+    deadline.start()
+    with ThreadPoolExecutor(len(children)) as pool:
+        list(pool.map(Child.line, children))  # all have compiled, or failed
     rows: dict[str, Any] = {}
-    for way in args.ways:
-        with tempfile.TemporaryFile("w+") as log:
-            command = [sys.executable, __file__, "--child", way]
-            try:
-                done = subprocess.run(command, stdout=subprocess.PIPE, stderr=log, text=True, timeout=args.seconds)
-                log.seek(0)
-                rows[way] = (
-                    json.loads(done.stdout.splitlines()[-1]) if not done.returncode else {"failed": log.read()[-1500:]}
-                )
-            except subprocess.TimeoutExpired:
-                log.seek(0)
-                rows[way] = {"failed": f"more than {args.seconds} s", "log": log.read()[-1500:]}
-        print(way, rows[way], flush=True)
+    for c in children:
+        rows[c.way] = c.figures()
+        print(c.way, rows[c.way], flush=True)
         data = {
             "command": "python benchmarks/e2e.py", "gpu": torch.cuda.get_device_name(), "torch": torch.__version__,
             "python": platform.python_version(), "context": GRID[1] * GRID[2] // 4 + TEXT, "ways": rows,
         }  # fmt: skip
         args.out.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    deadline.cancel()
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from torchao.quantization.granularity import Granularity, PerGroup, PerRow, PerT
 
 VERSION = 1
 TOWERS = ("vision", "projector", "language")
+HEAD = "lm_head"  # in ``keep``, the output head, whatever it is called
 Solver = Literal["rtn", "mse_clip", "gptq"]
 Observer = Literal["minmax", "percentile"]
 
@@ -140,23 +141,29 @@ class QuantConfig(AOBaseConfig):
         keep: patterns (``fnmatch``) of module FQNs that stay in floating point; each must match something.
         statistics: what calibration measured, by FQN; filled in ``QuantReport.config`` so that
             ``torch.compile(..., options={"config": report.config})`` repeats ``quantize_`` on an untouched model.
+        head: the output head's own scheme, whatever ``keep`` says of ``lm_head``; None leaves it to ``keep``.
     """
 
     vision: Scheme | None = None
     projector: Scheme | None = None
     language: Scheme | None = None
     rewrites: Rewrites = field(default_factory=Rewrites)
-    keep: tuple[str, ...] = ("lm_head",)
+    keep: tuple[str, ...] = (HEAD,)
     statistics: Mapping[str, Any] | None = field(default=None, hash=False)
+    head: Scheme | None = None
 
-    def scheme(self, tower: str) -> Scheme | None:
-        """The scheme of ``tower`` (vision, projector or language)."""
-        return getattr(self, tower)
+    def scheme(self, tower: str, role: str = "") -> Scheme | None:
+        """The scheme of a linear of ``tower`` (vision, projector or language); the output head has the role "head"."""
+        return self.head if role == "head" and self.head is not None else getattr(self, tower)
+
+    def keeps(self, role: str) -> tuple[str, ...]:
+        """The patterns that may keep a linear of this role in floating point."""
+        return tuple(p for p in self.keep if p != HEAD) if role == "head" and self.head is not None else self.keep
 
     @property
     def schemes(self) -> dict[str, Scheme]:
-        """The towers that are quantized at all."""
-        return {tower: s for tower in TOWERS if (s := self.scheme(tower)) is not None}
+        """The towers that are quantized at all, and the head if it has a scheme of its own."""
+        return {place: s for place in (*TOWERS, "head") if (s := getattr(self, place)) is not None}
 
     @property
     def needs_calibration(self) -> bool:
@@ -186,12 +193,12 @@ class QuantConfig(AOBaseConfig):
         data = dict(data)
         version = data.pop("version", VERSION)
         _require(version == VERSION, "version", version, (VERSION,))
-        for tower in TOWERS:
-            if data.get(tower) is not None:
-                data[tower] = _decode(Scheme, data[tower], tower)
+        for place in (*TOWERS, "head"):
+            if data.get(place) is not None:
+                data[place] = _decode(Scheme, data[place], place)
         if "rewrites" in data:
             data["rewrites"] = _decode(Rewrites, data["rewrites"], "rewrites")
-        data["keep"] = tuple(data.get("keep", ("lm_head",)))
+        data["keep"] = tuple(data.get("keep", (HEAD,)))
         return _decode(cls, data, "QuantConfig")
 
 

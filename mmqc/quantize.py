@@ -14,7 +14,7 @@ from tqdm.auto import tqdm
 from . import convert
 from .account import refusals, transforms
 from .calibrate import MIXED, CalibrationError, InputStatistics, Watch, calibrate
-from .config import ConfigError, QuantConfig
+from .config import HEAD, ConfigError, QuantConfig
 from .equivalence import check, outputs
 from .graph.linear import operands, weight_of
 from .graph.program import Program
@@ -25,7 +25,7 @@ from .incoherence import incoherences, weight_towers
 from .measure import Loss, measure
 from .modality import ModalityContext, attached, detach
 from .modules import QuantLinear
-from .passes.assign_scheme import HEAD, kept
+from .passes.assign_scheme import kept
 from .pipeline import FACTS, exact_passes, quantizing_passes
 from .report import LayerReport, QuantReport, Refusal
 from .solvers import Quantized
@@ -363,7 +363,7 @@ def _one_scale(linear: QuantLinear, seen: InputStatistics) -> str:
 
 def _weights_only(model: nn.Module, config: QuantConfig, filter_fn: Any, start: float) -> QuantReport:
     """No data and no rewrites: every nn.Linear module, without a recording."""
-    schemes = set(config.schemes.values())
+    schemes = {scheme for place, scheme in config.schemes.items() if place != "head"}
     if len(schemes) != 1:
         raise CalibrationError(
             "the towers have different schemes: pass one calibration batch, so that the towers can be told apart"

@@ -21,18 +21,25 @@ def rotate(*, online: bool = True, everywhere: bool = False, seed: int = 0) -> Q
     return QuantConfig(rewrites=rewrites)
 
 
-def rtn(weight_bits: int = 8, activation_bits: int | None = None, group_size: int | None = None) -> QuantConfig:
+def rtn(
+    weight_bits: int = 8,
+    activation_bits: int | None = None,
+    group_size: int | None = None,
+    *,
+    head_bits: int | None = None,
+) -> QuantConfig:
     """Round to nearest, no rewrites; activations, if any, with ONE static scale per tensor.
 
     Args:
         weight_bits: 4 or 8.
         activation_bits: 8, or None for weight-only.
         group_size: input channels per weight scale; None means one scale per output channel.
+        head_bits: of the output head's weight, the largest of a small model; None leaves the head in floating point.
     """
     granularity = PerGroup(group_size) if group_size else PerRow()
     activation = ActivationSpec(bits=activation_bits) if activation_bits else None
     scheme = Scheme(WeightSpec(weight_bits, granularity, "rtn"), activation)
-    return QuantConfig(vision=scheme, projector=scheme, language=scheme)
+    return QuantConfig(vision=scheme, projector=scheme, language=scheme, head=_head(head_bits))
 
 
 def mquant(
@@ -44,6 +51,7 @@ def mquant(
     rotate: bool = True,
     suppress: bool = True,
     solver: Solver = "gptq",
+    head_bits: int | None = None,
 ) -> QuantConfig:
     """MQuant (arXiv:2502.00425): static per-modality activation scales and rotations for both towers and the projector.
 
@@ -55,9 +63,15 @@ def mquant(
         rotate: LayerNorm to RMSNorm (section 4.2), rotations and online Hadamards.
         suppress: rotation magnitude suppression (section 4.3); without ``rotate`` there is nothing to suppress.
         solver: ``gptq`` as in the paper's Algorithm 1, ``mse_clip`` or ``rtn``.
+        head_bits: of the output head's weight; None leaves the head in floating point, as the paper does.
     """
     activation = ActivationSpec(activation_bits, per_modality=msq)
     language = Scheme(WeightSpec(weight_bits, PerRow(), solver), activation)
     vision = Scheme(WeightSpec(vision_weight_bits or weight_bits, PerRow(), solver), activation)
     rewrites = Rewrites(fold_norms=rotate, rotate=rotate, hadamard=rotate, suppress=suppress and rotate)
-    return QuantConfig(vision=vision, projector=vision, language=language, rewrites=rewrites)
+    return QuantConfig(vision=vision, projector=vision, language=language, head=_head(head_bits), rewrites=rewrites)
+
+
+def _head(bits: int | None) -> Scheme | None:
+    """Weight-only and per output channel: a head has too many of them for groups to matter."""
+    return None if bits is None else Scheme(WeightSpec(bits, PerRow(), "rtn"))

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from .config import ConfigError, QuantConfig, Scheme
+from .config import HEAD, ConfigError, QuantConfig, Scheme
 from .convert import Journal, size_of
 from .hf import attach_config
 from .modules import QuantLinear
@@ -35,17 +35,19 @@ def quantize_weights_only(
     linears = {n: m for n, m in model.named_modules() if type(m) is nn.Linear}
     with Journal(model) as journal:
         for fqn, linear in linears.items():
-            pattern = next((p for p in config.keep if kept(p, fqn, "head" if linear is head else "")), None)
+            role = "head" if linear is head else ""
+            chosen = config.head if role and config.head is not None else scheme
+            pattern = next((p for p in config.keeps(role) if kept(p, fqn, role)), None)
             if pattern is not None:
                 used.add(pattern)
                 report.refused.append(Refusal(fqn, "", f"kept in floating point ({pattern})"))
-            elif scheme.weight.group_size and linear.in_features % scheme.weight.group_size:
+            elif chosen.weight.group_size and linear.in_features % chosen.weight.group_size:
                 report.refused.append(
                     Refusal(fqn, "", f"its {linear.in_features} input channels are no multiple of the group size")
                 )
             elif filter_fn is None or filter_fn(linear, fqn):
-                report.layers.append(_swap(journal, fqn, linear, scheme))
-        unused = [p for p in config.keep if p not in used and p != "lm_head"]
+                report.layers.append(_swap(journal, fqn, linear, chosen))
+        unused = [p for p in config.keep if p not in used and p != HEAD]
         if unused:
             raise ConfigError(
                 f"keep pattern {unused[0]!r} matches no linear of this model; some of its linears: {list(linears)[:5]}"

@@ -224,6 +224,18 @@ def test_quantize__weights_only_keeps_the_head_of_transformers_models() -> None:
     assert len(report.layers) == 24
 
 
+@pytest.mark.parametrize("calibrated", [False, True])
+def test_quantize__the_head_has_bits_of_its_own(calibrated: bool) -> None:
+    model, batch = tiny_qwen2_vl()
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())  # untied: an embedding would read it too
+    config = recipes.rtn(4, head_bits=8)
+    report = mmqc.quantize_(model, config, [batch] if calibrated else None, progress=False)
+    assert isinstance(model.lm_head, QuantLinear)
+    assert (model.lm_head.weight_bits, model.lm_head.activation_bits) == (8, None)
+    assert {r.scheme for r in report.layers if r.fqn != "lm_head"} == {"W4A16"}
+    assert mmqc.QuantConfig.from_dict(config.to_dict()) == config
+
+
 def test_quantize__filter_fn() -> None:
     model = Small()
     seen = []

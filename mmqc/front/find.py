@@ -55,6 +55,11 @@ class Finder:
 
     def find(self) -> Plan:
         """Run the four steps."""
+        with attention.Uses.check():
+            return self.search()
+
+    def search(self) -> Plan:
+        """The four steps."""
         seen = self.observed()
         self.expected = list(floats(seen.output))
         seen = self.pack_attention(seen)

@@ -202,14 +202,10 @@ def place_of(call: Call) -> tuple[Owner, Callable[..., Any]] | None:
         if name in owner.__dict__:
             return owner, plain(function)
         return owner, getattr(type(owner), name) if not isinstance(function, types.MethodType) else function
-    caller = call.caller
-    for _ in range(3):  # a comprehension, a decorator
-        if caller is None:
-            return None
-        function = caller.f_globals.get(name)
+    for scope in call.scopes:
+        function = scope.get(name)
         if callable(function) and call.code in codes_of(plain(function)):
-            return caller.f_globals, plain(function)
-        caller = caller.f_back
+            return scope, plain(function)
     return None
 
 

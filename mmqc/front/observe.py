@@ -33,10 +33,13 @@ class Input:
 
 @dataclass
 class Call:
-    """One call of a Python function, with its arguments as it was called."""
+    """One call of a Python function, with its arguments as it was called; ``scopes`` are its callers' globals, innermost first.
+
+    It holds no frame and no activation: those of a whole forward would be alive at once.  A float tensor is on the meta device.
+    """
 
     code: CodeType
-    caller: FrameType | None
+    scopes: tuple[dict[str, Any], ...]
     arguments: dict[str, Any]
     reads: list[Read] = field(default_factory=list)
     outer: Call | None = None
@@ -106,7 +109,7 @@ class _Watch(TorchFunctionMode):
                 known, call = self.stack.pop()
                 if known is frame:
                     if call is not None:
-                        call.returned = arg
+                        call.returned = shape_of_floats(arg)
                     break
 
     def _is_foreign(self, code: CodeType) -> bool:
@@ -121,11 +124,8 @@ class _Watch(TorchFunctionMode):
         if code.co_flags & inspect.CO_VARKEYWORDS:
             names.append(code.co_varnames[len(names)])
         values = frame.f_locals
-        arguments = {name: values[name] for name in names if name in values}
-        for name, value in arguments.items():
-            if type(value) in (dict, list):
-                arguments[name] = value.copy()  # functions pop from their keyword arguments
-        return Call(code, frame.f_back, arguments, outer=self.innermost())
+        arguments = {name: shape_of_floats(values[name]) for name in names if name in values}
+        return Call(code, _scopes(frame.f_back), arguments, outer=self.innermost())
 
     def innermost(self) -> Call | None:
         """The innermost call in progress that is not torch's."""
@@ -149,6 +149,28 @@ class _Watch(TorchFunctionMode):
         self.reads.append(read)
         for outer in call.around() if call is not None else ():
             outer.reads.append(read)
+
+
+def shape_of_floats(value: Any) -> Any:
+    """Containers copied (functions pop from their keyword arguments), float tensors in them on the meta device."""
+    if isinstance(value, Tensor) and value.is_floating_point():
+        return torch.empty(value.shape, dtype=value.dtype, device="meta")
+    if type(value) is dict:
+        return {k: shape_of_floats(v) for k, v in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(shape_of_floats(v) for v in value)
+    if isinstance(value, Mapping) and not isinstance(value, type):  # a ModelOutput
+        return {k: shape_of_floats(v) for k, v in value.items()} if value else value
+    return value
+
+
+def _scopes(frame: FrameType | None, depth: int = 3) -> tuple[dict[str, Any], ...]:
+    """Globals of a caller and of those behind it: a comprehension or a decorator may stand between."""
+    found = []
+    while frame is not None and len(found) < depth:
+        found.append(frame.f_globals)
+        frame = frame.f_back
+    return tuple(found)
 
 
 def is_read(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

@@ -17,6 +17,7 @@ from torch._C._functorch import is_batchedtensor  # type: ignore[import-not-foun
 from torch.fx.node import map_aggregate
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from . import meta
 from .kinds import kind
@@ -37,8 +38,9 @@ class Recorder(TorchFunctionMode):
         super().__init__()
         self.graph = fx.Graph()
         self.weights: dict[str, Tensor] = {}
-        self.nodes: dict[int, fx.Node] = {}
-        self.alive: list[Tensor] = []  # ids are reused once a tensor dies
+        self.nodes: Any = (
+            WeakTensorKeyDictionary()
+        )  # by identity; an activation may die as soon as the model lets it go
         self.modules: list[str] = []
         self.called: set[str] = set()
         self.sketches: dict[fx.Node, Any] = {}
@@ -61,8 +63,7 @@ class Recorder(TorchFunctionMode):
     # -- operands --------------------------------------------------------------------------------------------------
     def bind(self, tensor: Tensor, node: fx.Node) -> None:
         """From now on ``tensor`` is what ``node`` computes."""
-        self.nodes[id(tensor)] = node
-        self.alive.append(tensor)
+        self.nodes[tensor] = node
         node.meta.setdefault("shape", tuple(tensor.shape))
         node.meta.setdefault("dtype", tensor.dtype)
 
@@ -90,7 +91,6 @@ class Recorder(TorchFunctionMode):
         with self.graph.inserting_before(first) if first is not None else self.graph.inserting_after():
             node = self.graph.get_attr(name)
         node.meta.update(shape=tuple(tensor.shape), dtype=tensor.dtype)
-        self.alive.append(tensor)
         self.getters[name] = node
         return node
 
@@ -100,8 +100,8 @@ class Recorder(TorchFunctionMode):
             return value
         if id(value) in self.names:
             return self.weight(value)
-        if id(value) in self.nodes:
-            return self.nodes[id(value)]
+        if value in self.nodes:
+            return self.nodes[value]
         if value.numel() <= 1 or not value.is_floating_point():
             return self.constant(value)
         if id(value) in self.loose:
@@ -201,14 +201,14 @@ def _run(
 ) -> Any:
     """One call under the recorder; its tensors become placeholders, its logits outputs."""
     for name, value in batch.items():
-        if isinstance(value, Tensor) and id(value) not in recorder.nodes:
+        if isinstance(value, Tensor) and value not in recorder.nodes:
             recorder.bind(value, recorder.placeholder(name))
             inputs.append(value.detach().clone())
     with recorder:
         output = model(**batch)
     seen = output["logits"] if isinstance(output, Mapping) and "logits" in output else output
     leaves = pytree.tree_leaves(dict(seen) if isinstance(seen, Mapping) else seen)
-    shown += [recorder.nodes[id(t)] for t in leaves if isinstance(t, Tensor) and id(t) in recorder.nodes]
+    shown += [recorder.nodes[t] for t in leaves if isinstance(t, Tensor) and t in recorder.nodes]
     return output
 
 
@@ -247,7 +247,7 @@ def _generate(model: Any, recorder: Recorder, batch: Mapping[str, Any], shown: l
             **wanted, max_new_tokens=2, min_new_tokens=2, do_sample=False, num_beams=1,
             return_dict_in_generate=True, output_logits=True,
         )  # fmt: skip
-    shown += [recorder.nodes[id(t)] for t in output.logits if id(t) in recorder.nodes]
+    shown += [recorder.nodes[t] for t in output.logits if t in recorder.nodes]
 
 
 def _attempt(recorder: Recorder, inputs: list[Any], shown: list[fx.Node], call: Callable[[], Any]) -> str:

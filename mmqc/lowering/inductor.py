@@ -16,21 +16,24 @@ from typing import Any
 
 import torch
 import torch._inductor
+from sympy import Integer
 from torch import fx
 from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
-from torch._inductor.ir import ExternKernel, FixedLayout, Pointwise, TensorBox
+from torch._inductor.ir import ExternKernel, FixedLayout, Pointwise, Reduction, TensorBox
 from torch._inductor.kernel.bmm import aten_bmm
 from torch._inductor.lowering import fallback_handler, lowerings, register_lowering
 from torch._inductor.virtualized import V, ops
 from torch.compiler import config as _compiler_config
+from torch.utils._sympy.functions import FloorDiv
 
 from mmqc import kernels
 
 __all__ = [
-    "Pointwise", "TensorBox", "at_least", "batched_matmul", "call_kernel", "compile_graph", "config_keys", "convert",
-    "has_kernel", "kernel_names", "lowerings", "mode_patches", "ops", "register_lowering", "row_major", "static_int",
+    "FloorDiv", "Pointwise", "TensorBox", "at_least", "batched_matmul", "call_kernel", "compile_graph", "config_keys",
+    "convert", "has_kernel", "kernel_names", "lowerings", "mode_patches", "ops", "register_lowering", "row_major",
+    "row_sums", "static_int",
 ]  # fmt: skip
 
 SUPPORTED = ((2, 11), (2, 13))
@@ -121,6 +124,18 @@ def row_major(x: TensorBox) -> TensorBox:
     x = lowerings[torch.ops.aten.clone.default](x)
     x.realize()
     return x
+
+
+def row_sums(
+    like: TensorBox, dtype: torch.dtype, inner: Callable[..., Any], n: int, reduced: Sequence[int]
+) -> TensorBox:
+    """[n], the sum of ``inner([n], reduced indices)`` over the reduced axes, as a buffer on the device of ``like``."""
+    total = Reduction.create(
+        device=like.get_device_or_error(), dst_dtype=dtype, src_dtype=dtype, inner_fn=inner, ranges=[Integer(n)],
+        reduction_ranges=[Integer(size) for size in reduced], reduction_type="sum",
+    )  # fmt: skip
+    total.realize()
+    return total
 
 
 def batched_matmul(a: TensorBox, b: TensorBox) -> TensorBox:

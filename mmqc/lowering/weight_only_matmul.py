@@ -1,4 +1,4 @@
-"""weight_only_matmul: on CUDA the Triton kernel; elsewhere a pointwise dequantization and a float matmul.
+"""weight_only_matmul: on CUDA the Triton kernel; on the CPU, for few rows, few_rows.py; else a pointwise dequantization and mm.
 
     y = x Wᵀ + b        W[n, k] = w_q[n, k] s[n]   or   w_q[n, k] s[n, k // g]
 
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from mmqc.lowering import few_rows
 from mmqc.lowering.inductor import (
     Pointwise,
     TensorBox,
@@ -32,9 +33,14 @@ aten = torch.ops.aten
 
 
 def why_not(node: fx.Node) -> str | None:
-    """None, or why the CUDA kernel cannot take this node of an ATen graph."""
+    """None, or why the CUDA kernel (on the CPU: the one pass of few_rows.py) cannot take this node of an ATen graph."""
     reason = why_no_kernel(node)
-    return None if reason is NO_CUDA else reason
+    if reason is not NO_CUDA:
+        return reason
+    x, bits, group = (arg.meta["val"] if isinstance(arg, fx.Node) else arg for arg in (node.args[i] for i in (0, 4, 5)))
+    if x.device.type != "cpu":
+        return None
+    return few_rows.why_not(math.prod(x.shape[:-1]), x.shape[-1], bits, group)
 
 
 def dequantize(codes: TensorBox, scale: TensorBox, group_size: int, dtype: torch.dtype) -> TensorBox:
@@ -65,13 +71,17 @@ def dequantize(codes: TensorBox, scale: TensorBox, group_size: int, dtype: torch
 def lower_weight_only_matmul(
     x: TensorBox, w_q: TensorBox, w_scale: TensorBox, bias: TensorBox | None, weight_bits: int, group_size: int
 ) -> TensorBox:
-    """Dequantize in front of ``mm``; the bias fuses with what follows."""
+    """A kernel, one pass over the stored weight, or a dequantization in front of ``mm``; what follows fuses with the bias."""
     if has_kernel(x):
         return call_kernel(torch.ops.mmqc.weight_only_matmul.default, x, w_q, w_scale, bias, weight_bits, group_size)
     rows, k = list(x.get_size()[:-1]), static_int(x.get_size()[-1])
-    dtype = x.get_dtype()
+    dtype, m = x.get_dtype(), math.prod(rows)
+    flat = lowerings[aten.view.default](x, [m, k])
+    on_cpu = x.get_device_or_error().type == "cpu"
+    if on_cpu and few_rows.is_few(m) and few_rows.why_not(m, k, weight_bits, group_size) is None:
+        y = few_rows.multiply(flat, w_q, w_scale, bias, weight_bits, group_size)
+        return lowerings[aten.view.default](y, [*rows, w_q.get_size()[0]])
     w = dequantize(unpack(w_q, k, weight_bits), w_scale, group_size, dtype)
-    flat = lowerings[aten.view.default](x, [math.prod(rows), k])
     y = lowerings[aten.mm.default](flat, lowerings[aten.permute.default](w, [1, 0]))
     y = lowerings[aten.view.default](y, [*rows, w_q.get_size()[0]])
     if bias is None:

@@ -16,14 +16,13 @@ from typing import ClassVar
 
 from torch import fx
 
-from ..config import QuantConfig, Scheme
+from ..config import HEAD, QuantConfig, Scheme
 from ..graph.kinds import kind
 from ..graph.linear import contraction, weight_of
 from ..graph.program import Miss, Program
 from ..graph.spaces import Spaces
 from ..graph.towers import roles, towers
 
-HEAD = "lm_head"
 KEPT = "kept in floating point"
 
 
@@ -73,7 +72,7 @@ class AssignScheme:
                 where = stacked.fqn if stacked is not None else node.meta.get("module") or node.name
                 by_weight.setdefault(where, []).append(node)
         for fqn, nodes in by_weight.items():
-            scheme = self.config.scheme(place.get(nodes[0], "language"))
+            scheme = self.config.scheme(place.get(nodes[0], "language"), role.get(nodes[0], ""))
             reason = self.why_not(prog, nodes, role.get(nodes[0], ""))
             if not reason and nodes[0] not in place:
                 reason = "the calibrated model left it in floating point"
@@ -88,7 +87,7 @@ class AssignScheme:
         module = fqn.removesuffix(".weight")
         if not fqn:
             return "its weight is computed" if contraction(prog, nodes[0]) is None else "one of several in a parameter"
-        pattern = next((p for p in self.config.keep if kept(p, module, role)), None)
+        pattern = next((p for p in self.config.keeps(role) if kept(p, module, role)), None)
         if pattern is not None:
             return f"{KEPT} ({pattern})"
         if not all(prog.hosted(n, "linear") for n in nodes):
