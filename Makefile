@@ -46,8 +46,12 @@ lint: $(STAMP)
 	    echo "== $$check"; $(BIN)/$$check || failed=1; \
 	done; exit $$failed
 
+# Both halves always run: machine time is dear.
 gpu: $(READY)
-	$(PY) -m pytest -m gpu $(PYTEST_ARGS)
+	@failed=0; \
+	$(PY) -m pytest -m gpu $(PYTEST_ARGS) || failed=1; \
+	$(PY) benchmarks/sanitize.py $(SANITIZE_ARGS) || failed=1; \
+	exit $$failed
 
 $(DOCS_STAMP): $(STAMP)
 	$(PIP) install -q -c constraints.txt --no-build-isolation -e '.[docs]'

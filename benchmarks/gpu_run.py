@@ -10,11 +10,13 @@ import signal
 import statistics
 import time
 from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 
 L2_BYTES = 64 << 20
 Calls = list[Callable[[], object]]
+T = TypeVar("T")
 
 
 class Run:
@@ -27,12 +29,13 @@ class Run:
         self.failures: list[str] = []
         self.times: dict[str, dict[str, float]] = {}  # "shape/rows" -> contender -> microseconds
         self.bandwidth: dict[str, float] = {}
+        self.same_bytes: dict[str, float] = {}  # entry of bandwidth -> what a copy of the same bytes reaches
         self.errors: dict[str, float] = {}
 
     def left(self) -> float:
         return self.end - time.monotonic()
 
-    def attempt(self, what: str, work: Callable[[], object], limit: int = 60) -> object:
+    def attempt(self, what: str, work: Callable[[], T], limit: int = 60) -> T | None:
         """Run one step; a failure, or a step over its limit, is recorded and None comes back."""
         if self.left() < 5:
             self.failures.append(f"{what}: no time left")

@@ -1,11 +1,21 @@
-"""The kernels that make one pass over the rows, for linear.py: correctness, and the bytes that they move in a second."""
+"""The kernels that make one pass over the rows, for linear.py: correctness, and the bytes that they move in a second.
 
+A kernel that moves 15 MB pays the same launch and ramp as a copy of 15 MB, so next to each stands a copy that reads and writes
+what it reads and writes, timed in the same way: what is left between the two is the kernel's own.
+"""
+
+# A launch gives plain values to constexpr parameters, and options that are no parameters.
+# pyright: reportArgumentType=false, reportCallIssue=false
 from __future__ import annotations
 
 from collections.abc import Callable
 
 import torch
+import triton
+import triton.language as tl
 from gpu_run import Run, relative_error
+from torch import Tensor
+from torch.nn import functional as F
 
 from mmqc.kernels.hadamard_quantize import hadamard_quantize
 from mmqc.kernels.norm_quantize import norm_quantize
@@ -35,27 +45,83 @@ def check_rows(run: Run, width: int, m: int) -> None:
         raise AssertionError(f"wrong: norm codes {rate:.1e}, hadamard codes {more:.1e}, hadamard {error:.1e}")
 
 
+@triton.jit
+def move_kernel(x_ptr, q_ptr, sum_ptr, size, TWO: tl.constexpr, SUM: tl.constexpr, BLOCK: tl.constexpr):
+    """q = x, or x[0] + x[1] with TWO, as int8; the sum is written out too with SUM."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = at < size
+    x = tl.load(x_ptr + at, mask=mask, other=0.0)
+    if TWO:
+        x = (x.to(tl.float32) + tl.load(x_ptr + size + at, mask=mask, other=0.0).to(tl.float32)).to(x.dtype)
+    if SUM:
+        tl.store(sum_ptr + at, x, mask=mask)
+    tl.store(q_ptr + at, x.to(tl.float32).to(tl.int8), mask=mask)
+
+
+def move(x: Tensor, q: Tensor, item_bytes: int, block: int) -> None:
+    """A copy of as many bytes an entry of q: 3 (x, q), 5 (two of x) or 7 (two of x, and their sum)."""
+    total = torch.empty(q.shape, dtype=x.dtype, device=x.device) if item_bytes == 7 else x
+    move_kernel[(triton.cdiv(q.numel(), block),)](
+        x, q, total, q.numel(), TWO=item_bytes > 3, SUM=item_bytes == 7, BLOCK=block, num_warps=8
+    )
+
+
+def quantize_in_torch(x: Tensor) -> tuple[Tensor, Tensor]:
+    """RMSNorm and one int8 scale a token, as dynamic quantization is written in torch."""
+    y = F.rms_norm(x, (x.shape[1],)).float()
+    tokens = y.abs().amax(1) / 127
+    return torch.round(y / tokens[:, None]).to(torch.int8), tokens
+
+
+class RowTimes:
+    """TB/s of a kernel at m rows, and of a copy of the same bytes."""
+
+    def __init__(self, run: Run, m: int):
+        self.run, self.m = run, m
+        self.copied: dict[tuple[int, int], float | None] = {}
+
+    def rate(self, width: int, item_bytes: int, call: Callable[[Tensor, Tensor], object], factor: int) -> float:
+        """Inputs [m, factor width] and codes [m, width], rotated."""
+        run, m = self.run, self.m
+        size = (m, factor * width)
+        xs = [torch.randn(size, device=run.device, dtype=run.dtype) for _ in range(run.copies(2 * factor * m * width))]
+        outs = [torch.empty(m, width, dtype=torch.int8, device=run.device) for _ in range(2)]
+        calls = [lambda x=x, i=i: call(x, outs[i % 2]) for i, x in enumerate(xs)]
+        return 1e-6 * m * width * item_bytes / run.microseconds(calls)
+
+    def copy_rate(self, width: int, item_bytes: int, factor: int) -> float | None:
+        """The best of some copies, as in ``ceilings``."""
+        if (width, item_bytes) not in self.copied:
+            ways = [lambda x, out, b=block: move(x, out, item_bytes, b) for block in (2048, 4096, 8192)]
+            ways += [lambda x, out: out.copy_(x)] if item_bytes == 3 else []
+            found = [
+                self.run.attempt(
+                    f"copy of {item_bytes} bytes/{width}, way {i}",
+                    lambda way=way: self.rate(width, item_bytes, way, factor),
+                )
+                for i, way in enumerate(ways)
+            ]
+            self.copied[width, item_bytes] = max((rate for rate in found if rate is not None), default=None)
+        return self.copied[width, item_bytes]
+
+    def row(
+        self, name: str, width: int, item_bytes: int, call: Callable[[Tensor, Tensor], object], factor: int = 1
+    ) -> None:
+        """Time one kernel and its copy."""
+        rate = self.run.attempt(f"{name}/{width}", lambda: self.rate(width, item_bytes, call, factor))
+        copied = self.copy_rate(width, item_bytes, factor)
+        if rate is not None:
+            self.run.bandwidth[f"{name}/{width}"] = rate
+            if copied is not None:
+                self.run.same_bytes[f"{name}/{width}"] = copied
+
+
 def time_rows(run: Run, m: int) -> None:
-    """norm_quantize and hadamard_quantize: TB/s of the bytes that must move."""
+    """norm_quantize and hadamard_quantize."""
     scale, pair = torch.full((1,), 0.02, device=run.device), torch.tensor([0.02, 0.03], device=run.device)
     visual = torch.rand(m, device=run.device) < 0.7
     split = torch.tensor([m // 2], dtype=torch.int32, device=run.device)
-
-    def row(name: str, width: int, item_bytes: int, call: Callable[..., object], factor: int = 1) -> None:
-        def work() -> float:
-            shape = (m, factor * width)
-            xs = [
-                torch.randn(shape, device=run.device, dtype=run.dtype)
-                for _ in range(run.copies(2 * factor * m * width))
-            ]
-            outs = [torch.empty(m, width, dtype=torch.int8, device=run.device) for _ in range(2)]
-            calls = [lambda x=x, i=i: call(x, outs[i % 2]) for i, x in enumerate(xs)]
-            return 1e-6 * m * width * item_bytes / run.microseconds(calls)
-
-        rate = run.attempt(f"{name}/{width}", work)
-        if rate is not None:
-            run.bandwidth[f"{name}/{width}"] = rate
-
+    row = RowTimes(run, m).row
     for width in (64,) if run.dry else (3584, 1280):
         row("norm_quantize", width, 3, lambda x, out: norm_quantize(x, scale, out=out))
         row("norm_quantize visual", width, 3, lambda x, out: norm_quantize(x, pair, visual=visual, out=out))

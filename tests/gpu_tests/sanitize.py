@@ -1,0 +1,301 @@
+"""Every kernel once, on a small odd shape, next to its plain-torch reference: what benchmarks/sanitize.py runs under a tool.
+
+    python tests/gpu_tests/sanitize.py [--planted memcheck | racecheck]      on a CUDA device
+    TRITON_INTERPRET=1 python tests/gpu_tests/sanitize.py --dry              on the CPU
+
+``@ start NAME`` goes out before a kernel is launched, ``@ right NAME`` or ``@ wrong NAME: why`` when it has run and was compared:
+what a tool prints in between has a name.  Operands are made and results compared on the CPU, so that a tool has little else
+to watch.  Tiles are like those of mmqc/kernels/configs.py, so that the same instructions run (64 rows and 4 warps: wgmma).
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import platform
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+from torch.nn import functional as F
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+from row_scales import KINDS, row_scales  # noqa: E402
+from tolerance import assert_close  # noqa: E402
+
+from mmqc.kernels.configs import MatmulConfig as Tile  # noqa: E402
+from mmqc.kernels.device_facts import fp8_reason, gpu_name, has_inline_ptx, multiprocessors  # noqa: E402
+from mmqc.kernels.hadamard_quantize import hadamard_quantize  # noqa: E402
+from mmqc.kernels.norm_quantize import norm_quantize  # noqa: E402
+from mmqc.kernels.scaled_matmul import scaled_matmul  # noqa: E402
+from mmqc.kernels.unpack_weight import unpack_weight  # noqa: E402
+from mmqc.kernels.weight_only_matmul import weight_only_matmul  # noqa: E402
+from mmqc.norm import RMSNorm  # noqa: E402
+from mmqc.ops import hadamard  # noqa: E402
+from mmqc.ops.pack import pack_int4  # noqa: E402
+
+FP8 = torch.float8_e4m3fn
+MANY = 0  # in a shape: as many columns as give every program of a persistent grid a second tile
+
+SCALED = {  # name: (codes of x and w, (M, N, K), tile)
+    "scaled_matmul int8 rows": ("int8", (70, 101, 256), Tile(64, 64, 64, 4, 3, group_m=2)),
+    "scaled_matmul int8 rows, odd K": ("int8", (70, 101, 203), Tile(64, 64, 32, 4, 3, group_m=2)),
+    "scaled_matmul int8 columns": ("int8", (17, 101, 256), Tile(16, 64, 64, 2, 4, group_m=2, variant="columns")),
+    "scaled_matmul int8 columns, wgmma": ("int8", (70, 101, 256), Tile(64, 128, 64, 4, 3, variant="columns")),
+    "scaled_matmul int8 split K": ("int8", (5, 101, 768), Tile(8, 64, 64, 4, 4, split_k=3, variant="columns")),
+    "scaled_matmul int8 split K, rows": ("int8", (70, 101, 515), Tile(64, 64, 64, 4, 3, split_k=3)),
+    "scaled_matmul int8 nested": ("int8", (130, MANY, 208), Tile(64, 64, 64, 4, 3, variant="nested")),
+    "scaled_matmul int8 descriptors": ("int8", (130, MANY, 208), Tile(64, 64, 64, 4, 3, variant="descriptors")),
+    "scaled_matmul fp8 rows": ("fp8", (70, 101, 256), Tile(64, 64, 64, 4, 3)),
+    "scaled_matmul fp8 split K": ("fp8", (5, 101, 768), Tile(8, 64, 64, 4, 4, split_k=3, variant="columns")),
+    "scaled_matmul fp8 descriptors": ("fp8", (130, MANY, 208), Tile(64, 64, 64, 4, 3, variant="descriptors")),
+    "scaled_matmul int4 columns": ("int4", (70, 101, 256), Tile(64, 128, 64, 4, 4, variant="columns")),
+    "scaled_matmul int4 columns, odd K": ("int4", (17, 101, 203), Tile(16, 64, 32, 4, 3, variant="columns")),
+    "scaled_matmul int4 rows": ("int4", (70, 101, 256), Tile(64, 64, 64, 4, 3)),
+    "scaled_matmul int4 split K": ("int4", (5, 101, 1536), Tile(8, 64, 128, 4, 4, split_k=3, variant="columns")),
+    "scaled_matmul int4 unpack": ("int4", (130, 101, 208), Tile(64, 64, 64, 4, 3, variant="unpack")),
+    "scaled_matmul int4 x fp8": ("int4 fp8", (17, 101, 512), Tile(16, 64, 64, 4, 3, variant="columns")),
+}
+WEIGHT_ONLY = {  # name: (bits, group, zero points, (M, N, K), tile)
+    "weight_only_matmul int4": (4, 64, False, (17, 101, 256), Tile(16, 64, 64, 2, 4, variant="columns")),
+    "weight_only_matmul int4 split K": (4, 128, False, (1, 101, 1536), Tile(8, 64, 128, 4, 4, split_k=3, variant="columns")),
+    "weight_only_matmul int4 asymmetric": (4, 64, True, (70, 101, 256), Tile(64, 128, 64, 8, 3, variant="columns")),
+    "weight_only_matmul int4, odd K": (4, 32, True, (17, 101, 203), Tile(16, 64, 32, 4, 3, variant="columns")),
+    "weight_only_matmul int8": (8, 64, False, (17, 101, 256), Tile(16, 64, 64, 2, 4, variant="columns")),
+    "weight_only_matmul int8 asymmetric": (8, 64, True, (5, 101, 768), Tile(8, 64, 64, 4, 4, split_k=3, variant="columns")),
+    "weight_only_matmul int8 per channel": (8, 0, True, (70, 101, 203), Tile(64, 128, 64, 8, 3, variant="columns")),
+}  # fmt: skip
+NORM = {  # name: (shape, form of the scale or dynamic, gain, bias and residual)
+    "norm_quantize": ((5, 3420), "one", False),
+    "norm_quantize per modality": ((5, 100), "visual", True),
+    "norm_quantize dynamic, residual": ((5, 3420), "dynamic", True),
+}
+HADAMARD = {  # name: (shape, form of the scale, dynamic, or none: no quantization; gated)
+    "hadamard_quantize, one matrix": ((70, 27), "one", False),
+    "hadamard_quantize, rows together": ((11, 192), "split", False),
+    "hadamard_quantize": ((5, 1280), "dynamic", False),
+    "hadamard_quantize, two parts": ((5, 5120), "row", False),
+    "hadamard_quantize, two parts, dynamic": ((3, 2368), "dynamic", False),
+    "hadamard_quantize gated": ((5, 1280), "one", True),
+    "hadamard_quantize gated, two parts": ((3, 2368), "none", True),
+}
+# One error that each tool must find: a tool that finds nothing here has said nothing about the rest.
+PLANTED = {
+    "memcheck": """extern "C" __global__ void planted_memcheck(int* out, int n) { out[n + threadIdx.x] = 1; }""",
+    "racecheck": """extern "C" __global__ void planted_racecheck(int* out, int n) {
+        __shared__ int s[64];
+        s[threadIdx.x] = threadIdx.x + n;
+        out[threadIdx.x] = s[(threadIdx.x + 32) % 64];  // written by the other warp, no barrier in between
+    }""",
+}
+
+
+class Place(NamedTuple):
+    """Where the kernels run, and in which float type."""
+
+    device: torch.device
+    dtype: torch.dtype
+
+
+def integers(low: int, high: int, *shape: int) -> Tensor:
+    return torch.randint(low, high, shape, dtype=torch.int8)
+
+
+def assert_codes(got: Tensor, want: Tensor, rate: float) -> None:
+    """Codes differ by one at most, and only at the given rate: where a quotient lies on a rounding boundary."""
+    off = (got.cpu().int() - want.round().clamp(-128, 127).int()).abs()
+    assert off.max() <= 1, f"codes off by up to {off.max()}"
+    assert (off > 0).double().mean() <= rate + 1.5 / off.numel(), (
+        f"{(off > 0).double().mean():.1e} of the codes off by one"
+    )
+
+
+def there(place: Place, **given: Tensor | None) -> dict[str, Any]:
+    """Arguments of a launcher, on the device."""
+    return {name: t.detach().to(place.device) for name, t in given.items() if t is not None}
+
+
+def poison(place: Place, m: int, n: int) -> Tensor:
+    return torch.full((m, n), float("nan"), dtype=place.dtype).to(place.device)
+
+
+def scaled(place: Place, kind: str, shape: tuple[int, int, int], tile: Tile, form: str) -> None:
+    m, n, k = shape
+    # 3 rows of tiles of 64 x 64, and one column of them more than there are programs
+    n = n or 64 * (multiprocessors(place.device) // 3 + 2) - 27
+    codes = integers(-8, 8, n, k) if "int4" in kind else integers(-128, 128, n, k)
+    x = torch.randn(m, k).to(FP8) if "fp8" in kind else integers(-128, 128, m, k)
+    w = torch.randn(n, k).to(FP8) if kind == "fp8" else codes
+    w_scale, bias = torch.rand(n) * 0.01 + 0.001, torch.randn(n).to(place.dtype)
+    residual = torch.randn(m, n).to(place.dtype) if form in ("visual", "row") else None
+    scale, more, rows = row_scales(form, m, "cpu")
+    stored = pack_int4(codes) if "int4" in kind else w
+    x_d, w_d, scale_d, w_scale_d, bias_d = (t.to(place.device) for t in (x, stored, scale, w_scale, bias))
+    out, given = poison(place, m, n), there(place, residual=residual, **more)
+    scaled_matmul(x_d, w_d, scale_d, w_scale_d, bias_d, out_dtype=place.dtype, out=out, config=tile, **given)
+    want = (x.double() @ w.double().t()) * rows.double()[:, None] * w_scale.double() + bias.double()
+    assert_close(out.cpu(), want if residual is None else want + residual.double())
+
+
+def grouped(bits: int, group: int, zeros: bool, n: int, k: int) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    """Codes, scales, zero points and the float64 weight that they mean."""
+    codes = integers(-8, 8, n, k) if bits == 4 else integers(-128, 128, n, k)
+    shape = (n, -(-k // group)) if group else (n,)
+    scale, zero = torch.rand(shape) * 0.01 + 0.001, integers(-8, 8, *shape) if zeros else None
+    wide = [
+        t.double().repeat_interleave(group, 1)[:, :k] if group else t.double()[:, None]
+        for t in (scale, torch.zeros(shape) if zero is None else zero)
+    ]
+    return codes, scale, zero, (codes.double() - wide[1]) * wide[0]
+
+
+def weight_only(place: Place, bits: int, group: int, zeros: bool, shape: tuple[int, int, int], tile: Tile) -> None:
+    m, n, k = shape
+    codes, scale, zero, weight = grouped(bits, group, zeros, n, k)
+    x, bias = torch.randn(m, k).to(place.dtype), torch.randn(n).to(place.dtype)
+    stored = pack_int4(codes) if bits == 4 else codes
+    x_d, w_d, scale_d, bias_d = (t.to(place.device) for t in (x, stored, scale, bias))
+    out = poison(place, m, n)
+    weight_only_matmul(x_d, w_d, scale_d, bias_d, group_size=group, out=out, config=tile, **there(place, zero=zero))
+    assert_close(out.cpu(), x.double() @ weight.t() + bias.double())
+
+
+def unpack(place: Place, bits: int, numbers: bool) -> None:
+    codes, scale, zero, weight = grouped(bits, 48, True, 37, 203)
+    stored = (pack_int4(codes) if bits == 4 else codes).to(place.device)
+    if not numbers:
+        assert torch.equal(unpack_weight(stored, 203, bits=bits).cpu(), codes), "codes differ"
+        return
+    given = there(place, scale=scale, zero=zero)
+    assert_close(unpack_weight(stored, 203, bits=bits, dtype=place.dtype, group_size=48, **given).cpu(), weight)
+
+
+def norm(place: Place, shape: tuple[int, int], form: str, full: bool) -> None:
+    m, width = shape
+    x, r = torch.randn(m, width).to(place.dtype), torch.randn(m, width).to(place.dtype)
+    module = RMSNorm(width, 1e-5, torch.randn(width), torch.randn(width)) if full else RMSNorm(width, 1e-5)
+    scale, more, rows = row_scales("one" if form == "dynamic" else form, m, "cpu")
+    given = there(place, scale=None if form == "dynamic" else scale, **more)
+    if full:
+        given |= there(place, gain=module.weight, bias=module.bias, residual=r)
+    got = norm_quantize(x.to(place.device), eps=1e-5, **given)
+    y = module(x + r if full else x).detach().float()
+    if got.residual is not None:
+        assert torch.equal(got.residual.cpu(), x + r), "x + r differs"
+    if got.scale is not None:
+        rows = got.scale.cpu()
+        assert_close(rows, y.abs().amax(1) / 127, place.dtype)
+    assert_codes(got.q, y / rows[:, None], 0.01)
+
+
+def transform(place: Place, shape: tuple[int, int], form: str, gated: bool) -> None:
+    m, n = shape
+    x, up = torch.randn(m, n).to(place.dtype), torch.randn(m, n).to(place.dtype)
+    scale, more, rows = row_scales("one" if form in ("dynamic", "none") else form, m, "cpu", 0.02, 0.04)
+    given = there(place, scale=None if form in ("dynamic", "none") else scale, up=up if gated else None, **more)
+    # two programs, so that each takes several turns
+    got = hadamard_quantize(x.to(place.device), code=None if form == "none" else torch.int8, programs=2, **given)
+    h = (F.silu(x.float()).to(place.dtype) * up if gated else x).double()
+    y = hadamard.reference(h, hadamard.hadamard_factors(n))
+    if form == "none":
+        assert_close(got.y.cpu(), y)
+        return
+    if got.scale is not None:
+        rows = got.scale.cpu()
+        assert_close(rows, y.abs().amax(1) / 127, place.dtype)
+    # The first of two products is rounded to x's dtype, so a code in twenty may fall on the other side.
+    assert_codes(got.y, y / rows.double()[:, None], 0.1)
+
+
+Case = tuple[str, Callable[[], None]]
+
+
+def cases(place: Place) -> Iterator[Case]:
+    """Every kernel: its name, and the call that runs and compares it."""
+    for i, (name, (kind, shape, tile)) in enumerate(SCALED.items()):
+        if not ("fp8" in kind and fp8_reason(place.device)) and (kind != "int4 fp8" or has_inline_ptx(place.device)):
+            yield name, functools.partial(scaled, place, kind, shape, tile, KINDS[i % len(KINDS)])
+    for name, given in WEIGHT_ONLY.items():
+        yield name, functools.partial(weight_only, place, *given)
+    yield "unpack_weight int4 codes", functools.partial(unpack, place, 4, False)
+    yield "unpack_weight int4", functools.partial(unpack, place, 4, True)
+    yield "unpack_weight int8", functools.partial(unpack, place, 8, True)
+    for name, row in NORM.items():
+        yield name, functools.partial(norm, place, *row)
+    for name, row in HADAMARD.items():
+        yield name, functools.partial(transform, place, *row)
+
+
+def say(*words: str) -> None:
+    print("@", *words, flush=True)
+
+
+def one(name: str, call: Callable[[], None], synchronize: Callable[[], None]) -> bool:
+    """Run one kernel; False where the device is lost for the next."""
+    say("start", name)
+    try:
+        call()
+        synchronize()
+    except Exception as error:  # a wrong result, a refusal, or whatever a compiler and a driver raise
+        say("wrong", f"{name}: {type(error).__name__}: {' '.join(str(error).split())[:300]}")
+        try:
+            synchronize()
+        except Exception:
+            return False
+        return True
+    say("right", name)
+    return True
+
+
+def planted(tool: str, synchronize: Callable[[], None]) -> None:
+    """Run the error that the tool has to find; it may cost the context, so it comes last."""
+    try:
+        kernel = torch.cuda._compile_kernel(PLANTED[tool], f"planted_{tool}")
+    except Exception as error:
+        say("missing", f"planted: {type(error).__name__}: {str(error)[:200]}")
+        return
+    out = torch.zeros(64, dtype=torch.int32).cuda()
+    one("planted", lambda: kernel(grid=(1, 1, 1), block=(64, 1, 1), args=[out, 64]), synchronize)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dry", action="store_true", help="in Triton's interpreter, on the CPU")
+    parser.add_argument("--planted", choices=list(PLANTED), help="end with an error that this tool must find")
+    args = parser.parse_args()
+    if not args.dry and not torch.cuda.is_available():
+        say("facts", json.dumps({"device": None}))
+        return 0
+    # The interpreter computes bf16 wrongly.
+    place = Place(torch.device("cpu"), torch.float16) if args.dry else Place(torch.device("cuda"), torch.bfloat16)
+    torch.manual_seed(0)
+    todo = dict(cases(place))
+    say("facts", json.dumps({
+        "device": gpu_name(place.device), "torch": torch.__version__, "triton": triton.__version__,
+        "python": platform.python_version(), "kernels": list(todo),
+    }))  # fmt: skip
+
+    def synchronize() -> None:
+        if not args.dry:
+            torch.cuda.synchronize()
+        if args.planted:
+            time.sleep(0.1)  # a tool prints from a process of its own: before the next kernel's name
+
+    for name, call in todo.items():
+        if not one(name, call, synchronize):
+            return 1
+    if args.planted:
+        planted(args.planted, synchronize)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
