@@ -58,6 +58,7 @@ def quantize(model: Any, name: str, inputs: dict[str, Any]) -> None:
         "mquant-w4a8": lambda: recipes.mquant(4, solver="rtn", head_bits=8),
     }[name]()
     mmqc.quantize_(model, config, [inputs] if config.needs_calibration else None, progress=False)
+    torch.cuda.empty_cache()  # for the other ways beside this one
 
 
 def child(way: str, trace: Path | None) -> None:

@@ -1,8 +1,8 @@
 """START HERE: the torch.compile backend, from Dynamo's graph to kernels.
 
-    Dynamo graph ─ [quantize_graph, with options={"config": …}] ─┬─ mmqc ops     ─► Inductor with mmqc's lowerings
-                                                                 ├─ heavy ops    ─► Inductor as it is
-                                                                 └─ neither      ─► run as it is, no compile time
+    Dynamo graph ─ [quantize_graph, with options={"config": …}] ─ run_time_passes ─┬─ mmqc ops    ─► Inductor with mmqc's lowerings
+                                                                                  ├─ heavy ops   ─► Inductor as it is
+                                                                                  └─ neither     ─► run as it is, no compile time
 
 Found by name through the entry point ``torch_dynamo_backends: mmqc``.
 """
@@ -21,7 +21,7 @@ from mmqc.compile_record import GraphRecord, collect_records
 from mmqc.front.front import after_trace, before_trace
 from mmqc.front.tables import keep_tables
 from mmqc.graph.tracing import Tracing, traced_place
-from mmqc.run_time import run_time_passes
+from mmqc.run_time import run_time_passes, where_equal
 
 __all__ = ["GraphRecord", "backend", "collect_records"]
 
@@ -43,7 +43,8 @@ def backend(
         rewritten = quantize_graph(gm, example_inputs, session_for(request.config))
     if rewritten is not None:
         gm, example_inputs = rewritten.gm, rewritten.inputs
-    gm, at_run_time = run_time_passes(gm, example_inputs, request, text=compile_record.collecting())
+    before = gm
+    gm, at_run_time, pairs = run_time_passes(gm, example_inputs, request, text=compile_record.collecting())
     ops = graph_content.mmqc_ops(gm)
     n_ops = sum(1 for _ in graph_content.calls(gm))
     heavy = bool(ops) or graph_content.has_heavy_op(gm)
@@ -53,6 +54,11 @@ def backend(
     if ops:
         keep_tables(gm)
     compiled = _lower(gm, example_inputs, request, record) if heavy else gm.forward
+    if pairs:
+        examples = list(example_inputs)
+        compiled = where_equal(
+            compiled, pairs, lambda: _lower(before, examples, request, GraphRecord(0, n_ops, how=how))
+        )
     compile_record.add(record)
     return compiled if rewritten is None else rewritten.wrap(compiled)
 

@@ -1,16 +1,18 @@
-"""The passes that belong to run time: they change where rows lie while the model runs, never what is stored.
+"""The passes that belong to run time: they change where rows lie and what is computed together, never what is stored.
 
-    sequence   rows stay where they are, each quantized with the scale of its own modality
-    modality   reorder_tokens, rewrite_mask, rewrite_rope_index
-    auto       the rule in ``token_passes``
+    token order   sequence   rows stay where they are, each quantized with the scale of its own modality
+                  modality   reorder_tokens, rewrite_mask, rewrite_rope_index
+                  auto       the rule in ``token_passes``
+    fusion        share_quantize, fuse_matmuls, fuse_hadamard_quantize
 
-They run on a whole Dynamo graph, after the backend's own quantization, and need only shapes.
+They run on a whole Dynamo graph, after the backend's own quantization, and need only shapes; what share_quantize takes for
+granted of values is looked at again in every call (``where_equal``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -20,9 +22,22 @@ from .graph.program import KEPT, PassRecord, Program
 from .graph.runner import Pass, run
 from .graph.tokens import visual_mask, visual_operand
 from .passes.facts import FACTS
+from .passes.fuse_hadamard_quantize import FuseHadamardQuantize
+from .passes.fuse_matmuls import FUSED, FuseMatmuls
 from .passes.reorder_tokens import ReorderTokens
 from .passes.rewrite_mask import RewriteMask
 from .passes.rewrite_rope_index import RewriteRopeIndex
+from .passes.share_quantize import EQUALS, ShareQuantize, equal
+
+FUSION: tuple[Pass, ...] = (ShareQuantize(), FuseMatmuls(), FuseHadamardQuantize())
+
+
+class AtRunTime(NamedTuple):
+    """A graph after its run-time passes, their records, and pairs of inputs that it takes for equal."""
+
+    gm: fx.GraphModule
+    records: list[PassRecord]
+    equal: list[tuple[int, int]]
 
 
 def token_passes(order: str, attention: str) -> tuple[Pass, ...]:
@@ -37,11 +52,26 @@ def token_passes(order: str, attention: str) -> tuple[Pass, ...]:
 
 def run_time_passes(
     gm: fx.GraphModule, example_inputs: Sequence[Any], request: CompileOptions, *, text: bool = False
-) -> tuple[fx.GraphModule, list[PassRecord]]:
-    """The graph after its run-time passes, and their records; a graph without a visual mask is returned as it is."""
-    passes = token_passes(request.token_order, request.attention_order)
-    if not passes or not any(visual_operand(n) for n in gm.graph.nodes):
-        return gm, []
+) -> AtRunTime:
+    """Run them; a graph in which they find nothing is returned as it is."""
+    order = token_passes(request.token_order, request.attention_order)
+    order = order if any(visual_operand(n) for n in gm.graph.nodes) else ()
+    names = {str(n.target).removeprefix("mmqc.").removesuffix(".default") for n in gm.graph.nodes}
+    fusion = FUSION if names & {*FUSED, "quantize"} else ()
+    if not order and not fusion:
+        return AtRunTime(gm, [], [])
+    prog = _program(gm, example_inputs)
+    if visual_mask(prog) is None:
+        order = ()
+    run(prog, (*order, *fusion), FACTS, text=text)
+    if not any(record.sites for record in prog.records):
+        return AtRunTime(gm, prog.records, [])
+    holders = [n for n in prog.graph.nodes if n.op == "placeholder"]
+    pairs = [(i, holders.index(n.meta[EQUALS])) for i, n in enumerate(holders) if EQUALS in n.meta]
+    return AtRunTime(fx.GraphModule(gm, prog.graph), prog.records, pairs)
+
+
+def _program(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Program:
     graph = fx.Graph()
     output = graph.graph_copy(gm.graph, {}, return_output_node=True)
     assert output is not None
@@ -50,13 +80,36 @@ def run_time_passes(
         if not node.users:  # Dynamo has removed what is dead: the rest checks something, or opens or closes a vmap
             node.meta[KEPT] = True
     _fill_values(graph, example_inputs)
-    prog = Program(graph, {}, list(example_inputs), fragment=True)
-    if visual_mask(prog) is None:
-        return gm, []
-    run(prog, passes, FACTS, text=text)
-    if not prog.nodes("modality_order"):
-        return gm, prog.records
-    return fx.GraphModule(gm, graph), prog.records
+    return Program(graph, {}, list(example_inputs), fragment=True)
+
+
+def where_equal(
+    fast: Callable[..., Any], pairs: Sequence[tuple[int, int]], plain: Callable[[], Callable[..., Any]]
+) -> Callable[..., Any]:
+    """``fast`` for inputs whose ``pairs`` are equal, else what ``plain`` compiles.
+
+    A pair is compared when one of its tensors is new or was written to since: once, for a model that stays as it is.
+    """
+    known: dict[tuple[int, ...], tuple[bool, list[Any]]] = {}
+    slow: list[Callable[..., Any]] = []
+    places = sorted({place for pair in pairs for place in pair})
+
+    def call(*args: Any) -> Any:
+        key = tuple(x for i in places for x in (id(args[i]), _version(args[i])))
+        if key not in known:
+            # the tensors are kept, so that no other takes over their ids
+            known[key] = (all(equal(args[i], args[j]) for i, j in pairs), [args[i] for i in places])
+        if known[key][0]:
+            return fast(*args)
+        if not slow:
+            slow.append(plain())
+        return slow[0](*args)
+
+    return call
+
+
+def _version(tensor: Any) -> int:
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _fill_values(graph: fx.Graph, example_inputs: Sequence[Any]) -> None:

@@ -60,6 +60,16 @@ class MatmulConfig:
         if self.variant not in VARIANTS:
             raise ValueError(f"MatmulConfig.variant = {self.variant!r}: one of {VARIANTS}")
 
+    @functools.lru_cache(maxsize=512)  # noqa: B019  (configs are few, and values)
+    def with_variant(self, variant: str) -> MatmulConfig:
+        """Run in another way."""
+        return dataclasses.replace(self, variant=variant)
+
+    @functools.lru_cache(maxsize=512)  # noqa: B019
+    def with_stages(self, at_most: int) -> MatmulConfig:
+        """No deeper pipeline than this."""
+        return dataclasses.replace(self, num_stages=min(self.num_stages, at_most))
+
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
         return dataclasses.asdict(self)
@@ -174,7 +184,12 @@ def table(op: str, m: int, n: int, k: int, device: torch.device) -> MatmulConfig
     """The answer for every shape on every device, from rules of thumb."""
     if op not in OPS:
         raise ValueError(f"op = {op!r}: one of {OPS}")
-    return (_weight_only if op.startswith("weight") else _scaled)(op, bucket(m), n, k, device)
+    return _table(op, bucket(m), n, k, device)
+
+
+@functools.lru_cache(maxsize=1024)
+def _table(op: str, m: int, n: int, k: int, device: torch.device) -> MatmulConfig:
+    return (_weight_only if op.startswith("weight") else _scaled)(op, m, n, k, device)
 
 
 def config(op: str, m: int, n: int, k: int, device: torch.device) -> MatmulConfig:

@@ -79,6 +79,13 @@ def best_tiling(n: int) -> Tiling | str:
     return min(fitting, key=lambda t: t.cost)
 
 
+@functools.cache
+def why_no_tiling(n: int) -> str | None:
+    """None, or why the kernel cannot transform rows of width n."""
+    found = best_tiling(n)
+    return found if isinstance(found, str) else None
+
+
 @dataclass(frozen=True)
 class HadamardPlan:
     """A tiling and its matrices: outer [R A1 + A2, R A1 + A2] and inner [B, B], padded, in the dtype of x."""
@@ -132,3 +139,20 @@ def hadamard_plan(n: int, device: torch.device, dtype: torch.dtype) -> HadamardP
         raise ValueError(f"hadamard_quantize: {t}")
     outer, inner = matrices(t, n)
     return HadamardPlan(t, outer.to(device=device, dtype=dtype), inner.to(device=device, dtype=dtype))
+
+
+_known: dict[tuple[int, int, torch.Size, torch.device], bool] = {}
+
+
+def all_known(factors: list[Tensor], n: int) -> bool:
+    """Whether these are ``hadamard_factors(n)``: compared once per tensor and version, for that waits for the device."""
+    want = hadamard_factors(n)
+    return len(factors) == len(want) and all(_is(f, w) for f, w in zip(factors, want, strict=True))
+
+
+def _is(factor: Tensor, want: Tensor) -> bool:
+    version = 0 if factor.is_inference() else factor._version
+    key = (factor.data_ptr(), version, factor.shape, factor.device)
+    if key not in _known:
+        _known[key] = factor.shape == want.shape and torch.equal(factor.to(want), want.to(factor.dtype).to(want))
+    return _known[key]

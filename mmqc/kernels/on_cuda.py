@@ -1,27 +1,42 @@
 """The ops' implementation on CUDA: importing this file registers it; what a kernel cannot take goes to the reference.
 
-    mmqc::scaled_matmul, mmqc::weight_only_matmul   on CUDA   ->  the Triton kernels, rows flattened
+    mmqc::scaled_matmul(s), weight_only_matmul(s), hadamard, hadamard_quantize   on CUDA   ->  the Triton kernels, rows flattened
 
-``why_not_scaled`` and ``why_not_weight_only`` say what a kernel cannot take; a compiled graph's record repeats it.
+``why_not_scaled`` and its like say what a kernel cannot take; a compiled graph's record repeats it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
+from mmqc.kernels import hadamard_quantize as transform
 from mmqc.kernels import scaled_matmul as scaled
 from mmqc.kernels import weight_only_matmul as weight_only
+from mmqc.kernels.device_facts import remembered
+from mmqc.kernels.hadamard_plan import all_known
+from mmqc.ops import hadamard as hadamard_op
+from mmqc.ops import hadamard_quantize as hadamard_quantize_op
 from mmqc.ops import scaled_matmul as scaled_op
 from mmqc.ops import weight_only_matmul as weight_only_op
+from mmqc.ops.quantize import check_scale
 
 
 def _matrix(x: Tensor) -> Tensor:
     """[..., K] as rows; a copy only if its rows are not contiguous."""
-    flat = x.reshape(-1, x.shape[-1])
+    flat = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     return flat if flat.stride(-1) == 1 else flat.contiguous()
 
 
+def _results(x: Tensor, w_q: Sequence[Tensor], dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
+    """Every linear's y, as the op returns it and as rows."""
+    ys = [x.new_empty((*x.shape[:-1], w.shape[0]), dtype=dtype) for w in w_q]
+    return ys, [y if y.dim() == 2 else y.view(-1, y.shape[-1]) for y in ys]
+
+
+@remembered
 def why_not_scaled(
     x_q: Tensor, w_q: Tensor, w_scale: Tensor, bias: Tensor | None, weight_bits: int, out_dtype: torch.dtype
 ) -> str | None:
@@ -31,20 +46,42 @@ def why_not_scaled(
     return scaled.supports(_matrix(x_q), w_q, w_scale, bias, out_dtype)
 
 
+check_scaled = remembered(scaled_op.check)  # raises, or says nothing
+
+
 def scaled_matmul(
     x_q: Tensor, w_q: Tensor, x_scale: Tensor, w_scale: Tensor, bias: Tensor | None, visual: Tensor | None,
     weight_bits: int, out_dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
     """``mmqc::scaled_matmul`` on CUDA."""
-    scaled_op.check(x_q, w_q, x_scale, w_scale, visual, weight_bits)
-    if why_not_scaled(x_q, w_q, w_scale, bias, weight_bits, out_dtype) is not None:
-        return scaled_op.reference(x_q, w_q, x_scale, w_scale, bias, visual, weight_bits, out_dtype)
-    rows = x_q.shape[:-1]
-    mask = None if visual is None else visual.expand(rows).reshape(-1)
-    y = scaled.scaled_matmul(_matrix(x_q), w_q, x_scale.float(), w_scale, bias, visual=mask, out_dtype=out_dtype)
-    return y.view(*rows, w_q.shape[0])
+    return scaled_matmuls(x_q, [w_q], x_scale, [w_scale], [bias], visual, weight_bits, out_dtype)[0]
 
 
+def scaled_matmuls(
+    x_q: Tensor, w_q: list[Tensor], x_scale: Tensor, w_scale: list[Tensor], bias: list[Tensor | None],
+    visual: Tensor | None, weight_bits: int, out_dtype: torch.dtype,
+) -> list[Tensor]:  # fmt: skip
+    """``mmqc::scaled_matmuls`` on CUDA."""
+    for w, s, b in zip(w_q, w_scale, bias, strict=True):
+        check_scaled(x_q, w, x_scale, s, visual, weight_bits)
+        if why_not_scaled(x_q, w, s, b, weight_bits, out_dtype) is not None:
+            if len(w_q) == 1:
+                return [scaled_op.reference(x_q, w, x_scale, s, b, visual, weight_bits, out_dtype)]
+            operands = zip(w_q, w_scale, bias, strict=True)
+            return [scaled_matmul(x_q, w, x_scale, s, b, visual, weight_bits, out_dtype) for w, s, b in operands]
+    ys, flat = _results(x_q, w_q, out_dtype)
+    rows = scaled.row_scale(x_scale.float(), flat[0].shape[0], _mask(visual, x_q))
+    linears = [scaled.Linear(*parts) for parts in zip(w_q, w_scale, bias, flat, strict=True)]
+    scaled.multiply(_matrix(x_q), linears, rows)
+    return ys
+
+
+def _mask(visual: Tensor | None, x: Tensor) -> Tensor | None:
+    """The mask of every row."""
+    return None if visual is None else visual.expand(x.shape[:-1]).reshape(-1)
+
+
+@remembered
 def why_not_weight_only(
     x: Tensor, w_q: Tensor, w_scale: Tensor, bias: Tensor | None, weight_bits: int, group_size: int
 ) -> str | None:
@@ -56,16 +93,63 @@ def why_not_weight_only(
     return weight_only.supports(_matrix(x), w_q, w_scale, bias, group_size, None)
 
 
+check_weight_only = remembered(weight_only_op.check)
+
+
 def weight_only_matmul(
     x: Tensor, w_q: Tensor, w_scale: Tensor, bias: Tensor | None, weight_bits: int, group_size: int
 ) -> Tensor:
     """``mmqc::weight_only_matmul`` on CUDA."""
-    weight_only_op.check(x, w_q, w_scale, weight_bits, group_size)
-    if why_not_weight_only(x, w_q, w_scale, bias, weight_bits, group_size) is not None:
-        return weight_only_op.reference(x, w_q, w_scale, bias, weight_bits, group_size)
-    y = weight_only.weight_only_matmul(_matrix(x), w_q, w_scale, bias, group_size=group_size)
-    return y.view(*x.shape[:-1], w_q.shape[0])
+    return weight_only_matmuls(x, [w_q], [w_scale], [bias], weight_bits, group_size)[0]
 
 
-torch.library.impl("mmqc::scaled_matmul", "CUDA", scaled_matmul)
-torch.library.impl("mmqc::weight_only_matmul", "CUDA", weight_only_matmul)
+def weight_only_matmuls(
+    x: Tensor, w_q: list[Tensor], w_scale: list[Tensor], bias: list[Tensor | None], weight_bits: int, group_size: int
+) -> list[Tensor]:
+    """``mmqc::weight_only_matmuls`` on CUDA."""
+    for w, s, b in zip(w_q, w_scale, bias, strict=True):
+        check_weight_only(x, w, s, weight_bits, group_size)
+        if why_not_weight_only(x, w, s, b, weight_bits, group_size) is not None:
+            if len(w_q) == 1:
+                return [weight_only_op.reference(x, w, s, b, weight_bits, group_size)]
+            operands = zip(w_q, w_scale, bias, strict=True)
+            return [weight_only_matmul(x, w, s, b, weight_bits, group_size) for w, s, b in operands]
+    ys, flat = _results(x, w_q, x.dtype)
+    linears = [scaled.Linear(*parts) for parts in zip(w_q, w_scale, bias, flat, strict=True)]
+    weight_only.multiply(_matrix(x), linears, group_size)
+    return ys
+
+
+def why_not_hadamard(x: Tensor, factors: list[Tensor]) -> str | None:
+    """None, or why the kernel cannot transform this input: it has the factors of ops/hadamard_matrix.py and no others."""
+    if x.dtype not in (torch.float16, torch.bfloat16):
+        return f"{x.dtype} activations are transformed in float32 or wider"
+    reason = transform.supports(_matrix(x), None, None)
+    return reason or (None if all_known(factors, x.shape[-1]) else "its factors are not those of hadamard_factors")
+
+
+def hadamard(x: Tensor, factors: list[Tensor]) -> Tensor:
+    """``mmqc::hadamard`` on CUDA."""
+    hadamard_op.check(x, factors)
+    if why_not_hadamard(x, factors) is not None:
+        return hadamard_op.reference(x, factors)
+    return transform.hadamard_quantize(_matrix(x), code=None).y.view(x.shape)
+
+
+def hadamard_quantize(
+    x: Tensor, up: Tensor | None, factors: list[Tensor], scale: Tensor, visual: Tensor | None, bits: int
+) -> Tensor:
+    """``mmqc::hadamard_quantize`` on CUDA."""
+    hadamard_op.check(x, factors)
+    check_scale(scale, visual)
+    if why_not_hadamard(x, factors) is not None or (up is not None and up.dtype != x.dtype):
+        return hadamard_quantize_op.reference(x, up, factors, scale, visual, bits)
+    gate = None if up is None else _matrix(up)
+    y = transform.hadamard_quantize(_matrix(x), scale.float(), up=gate, bits=bits, visual=_mask(visual, x)).y
+    return y.view(x.shape)
+
+
+for implementation in (
+    scaled_matmul, scaled_matmuls, weight_only_matmul, weight_only_matmuls, hadamard, hadamard_quantize
+):  # fmt: skip
+    torch.library.impl(f"mmqc::{implementation.__name__}", "CUDA", implementation)

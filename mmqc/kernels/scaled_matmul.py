@@ -1,6 +1,6 @@
 """The quantized linear (ops/scaled_matmul.py): int8 x int8 or int8 x packed int4 in int32, fp8 x fp8 in float32.
 
-    y = (x_q w_qᵀ) s_x(m) s_w[n] + b[n] + r[m, n]
+    y = (x_q w_qᵀ) s_x(m) s_w[n] + b[n] + r[m, n]        scaled_matmuls: several of one x_q
 
 Shapes:  x_q [M, K] int8 | fp8e4nv   w_q [N, K] of the same type, or uint8 [N, ceil(K/2)] (ops/pack.py; with fp8 activations
          the codes are exact fp8 numbers)   s_x: row_scale.py   s_w float32 [N]   b [N]   r, y [M, N]
@@ -14,7 +14,7 @@ Arch:    Ampere and newer; fp8 from compute capability 8.9; TMA from 9.0, elsewh
 # pyright: reportArgumentType=false, reportCallIssue=false
 from __future__ import annotations
 
-import dataclasses
+from typing import NamedTuple
 
 import torch
 import triton.language as tl
@@ -29,6 +29,7 @@ from mmqc.kernels.device_facts import (
     has_inline_ptx,
     has_tensor_descriptors,
     multiprocessors,
+    remembered,
     why_not_here,
 )
 from mmqc.kernels.row_scale import RowScale, row_scale
@@ -38,9 +39,11 @@ from mmqc.kernels.unpack_weight import unpack_weight
 
 FP8 = torch.float8_e4m3fn
 MAX_K = 131_071
+FEW_ROWS = 64  # up to which several linears share a launch: beyond, each fills the machine
 OUT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
+@remembered
 def supports(x_q: Tensor, w_q: Tensor, w_scale: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> str | None:
     """None, or why these operands cannot be multiplied here."""
     if x_q.dim() != 2 or w_q.dim() != 2:
@@ -84,7 +87,7 @@ def scaled_matmul(
     reason = supports(x_q, w_q, w_scale, bias, out_dtype)
     if reason is not None:
         raise ValueError(f"scaled_matmul: {reason}")
-    m, k, n = x_q.shape[0], x_q.shape[1], w_q.shape[0]
+    m, n = x_q.shape[0], w_q.shape[0]
     rows = row_scale(x_scale, m, visual, split)
     y = torch.empty(m, n, dtype=out_dtype, device=x_q.device) if out is None else out
     if y.shape != (m, n) or y.dtype != out_dtype or (n > 1 and y.stride(1) != 1):
@@ -93,19 +96,56 @@ def scaled_matmul(
         )
     if residual is not None and (residual.shape != (m, n) or (n > 1 and residual.stride(1) != 1)):
         raise ValueError(f"scaled_matmul: residual is [{m}, {n}], rows contiguous; got {list(residual.shape)}")
-    if m == 0 or n == 0:
-        return y
-    c = config or choose(op_name(x_q, w_q), m, n, k, x_q.device)
-    if c.variant == "unpack":
-        w_q = unpack_weight(w_q, k, bits=4)
-        c = dataclasses.replace(c, variant="nested")
-    epilogue = (rows, w_scale, bias, residual)
-    if c.variant in PERSISTENT and descriptor_reason(x_q, w_q) is None:
-        _launch_descriptors(x_q, w_q, y, epilogue, c, fast_accumulation)
-    else:
-        c = dataclasses.replace(c, num_stages=min(c.num_stages, 3)) if c.variant in PERSISTENT else c
-        _launch_pointers(x_q, w_q, y, epilogue, c, fast_accumulation)
+    multiply(x_q, [Linear(w_q, w_scale, bias, y)], rows, residual, config=config, fast_accumulation=fast_accumulation)
     return y
+
+
+def multiply(
+    x_q: Tensor, linears: list[Linear], rows: RowScale, residual: Tensor | None = None, *,
+    config: MatmulConfig | None = None, fast_accumulation: bool = True,
+) -> None:  # fmt: skip
+    """Fill every linear's y, without a check: several linears of few rows in one launch, else one after the other."""
+    m, k = x_q.shape
+    width = sum(linear.w.shape[0] for linear in linears)
+    if not m or not width:
+        return
+    c = config or choose(op_name(x_q, linears[0].w), m, width, k, x_q.device)
+    if len(linears) > 1 and not (m <= FEW_ROWS and c.variant in ("rows", "columns") and alike(linears)):
+        for linear in linears:
+            multiply(x_q, [linear], rows, config=config, fast_accumulation=fast_accumulation)
+        return
+    if c.variant == "unpack":
+        linears = [linear._replace(w=unpack_weight(linear.w, k, bits=4)) for linear in linears]
+        c = c.with_variant("nested")
+    if c.variant in PERSISTENT and descriptor_reason(x_q, linears[0].w) is None:
+        _launch_descriptors(x_q, linears[0], rows, residual, c, fast_accumulation)
+    else:
+        c = c.with_stages(3) if c.variant in PERSISTENT else c
+        _launch_pointers(x_q, linears, rows, residual, c, fast_accumulation)
+
+
+def scaled_matmuls(
+    x_q: Tensor, w_q: list[Tensor], x_scale: Tensor, w_scale: list[Tensor], bias: list[Tensor | None], *,
+    visual: Tensor | None = None, split: Tensor | None = None, out_dtype: torch.dtype = torch.bfloat16,
+    config: MatmulConfig | None = None,
+) -> list[Tensor]:  # fmt: skip
+    """Several linears of x_q."""
+    for parts in zip(w_q, w_scale, bias, strict=True):
+        reason = supports(x_q, *parts, out_dtype)
+        if reason is not None:
+            raise ValueError(f"scaled_matmuls: {reason}")
+    m = x_q.shape[0]
+    ys = [torch.empty(m, w.shape[0], dtype=out_dtype, device=x_q.device) for w in w_q]
+    linears = [Linear(*parts) for parts in zip(w_q, w_scale, bias, ys, strict=True)]
+    multiply(x_q, linears, row_scale(x_scale, m, visual, split), config=config)
+    return ys
+
+
+def alike(linears: list[Linear]) -> bool:
+    """Whether one launch can take these linears: two or three of one layout, all with a bias of one dtype or none with one."""
+    layouts = {(w.dtype, w.shape[1], w.stride(), s.dtype, s.shape[1:]) for w, s, _, _ in linears}
+    biases = {None if b is None else b.dtype for _, _, b, _ in linears}
+    return 1 < len(linears) <= 3 and len(layouts) == 1 and len(biases) == 1 and all(y.shape[1] for *_, y in linears)
 
 
 def descriptor_reason(x_q: Tensor, w_q: Tensor) -> str | None:
@@ -119,21 +159,32 @@ def descriptor_reason(x_q: Tensor, w_q: Tensor) -> str | None:
     return None
 
 
-Epilogue = tuple[RowScale, Tensor, Tensor | None, Tensor | None]
+class Linear(NamedTuple):
+    """One linear of a launch: weight, its scale, bias, result."""
+
+    w: Tensor
+    scale: Tensor
+    bias: Tensor | None
+    y: Tensor
 
 
-def _launch_pointers(x: Tensor, w: Tensor, y: Tensor, epilogue: Epilogue, c: MatmulConfig, fast: bool) -> None:
-    (m, k), (n, stored) = x.shape, w.shape
-    rows, w_scale, bias, residual = epilogue
+def _launch_pointers(
+    x: Tensor, linears: list[Linear], rows: RowScale, residual: Tensor | None, c: MatmulConfig, fast: bool
+) -> None:
+    (m, k), w = x.shape, linears[0].w
+    stored = w.shape[1]
     packed, integer = w.dtype == torch.uint8, x.dtype == torch.int8
-    tiles = ceil_div(m, c.block_m) * ceil_div(n, c.block_n)
+    three = (linears + linears[-1:] * 2)[:3]  # what is not there is not read
+    ws, scales, biases, ys = zip(*three, strict=True)
+    biases = tuple(s if b is None else b for s, b in zip(scales, biases, strict=True))
+    tiles = ceil_div(m, c.block_m) * sum(ceil_div(linear.w.shape[0], c.block_n) for linear in linears)
     kind = torch.int32 if integer else torch.float32
     parts, counters = workspace(x.device, tiles, c.block_m * c.block_n, c.split_k, kind)
     scaled_matmul_kernel[(tiles, c.split_k)](
-        x, w, y, rows.scale, rows.rows, w_scale, w_scale if bias is None else bias, y if residual is None else residual,
-        parts, counters, m, n, k, stored, x.stride(0), w.stride(0), y.stride(0),
+        x, *ws, *ys, rows.scale, rows.rows, *scales, *biases, ys[0] if residual is None else residual, parts, counters,
+        m, *(t.shape[0] for t in ws), k, stored, x.stride(0), w.stride(0), *(y.stride(0) for y in ys),
         0 if residual is None else residual.stride(0),
-        KIND=rows.kind, HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None,
+        LINEARS=len(linears), KIND=rows.kind, HAS_BIAS=linears[0].bias is not None, HAS_RESIDUAL=residual is not None,
         FACTOR=(1 / 16 if integer else 512.0) if packed else 1.0, PACKED=packed, COLUMNS=c.variant == "columns",
         EVEN_K=stored % c.block_k == 0 and not (packed and k % 2), FAST_ACC=fast, PTX=has_inline_ptx(x.device),
         ACC=tl.int32 if integer else tl.float32, BLOCK_M=c.block_m, BLOCK_N=c.block_n, BLOCK_K=c.block_k,
@@ -141,9 +192,11 @@ def _launch_pointers(x: Tensor, w: Tensor, y: Tensor, epilogue: Epilogue, c: Mat
     )  # fmt: skip
 
 
-def _launch_descriptors(x: Tensor, w: Tensor, y: Tensor, epilogue: Epilogue, c: MatmulConfig, fast: bool) -> None:
+def _launch_descriptors(
+    x: Tensor, linear: Linear, rows: RowScale, residual: Tensor | None, c: MatmulConfig, fast: bool
+) -> None:
+    w, w_scale, bias, y = linear
     (m, k), n = x.shape, w.shape[0]
-    rows, w_scale, bias, residual = epilogue
     programs = min(c.per_sm * multiprocessors(x.device), ceil_div(m, c.block_m) * ceil_div(n, c.block_n))
     scaled_matmul_descriptor_kernel[(programs,)](
         TensorDescriptor.from_tensor(x, [c.block_m, c.block_k]), TensorDescriptor.from_tensor(w, [c.block_n, c.block_k]),

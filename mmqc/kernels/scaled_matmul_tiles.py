@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from mmqc.kernels.int4_codes import int4_as_fp8, int4_as_int8
+from mmqc.kernels.linears import count_tiles, find_linear, pick
 from mmqc.kernels.load_tile import load_w_tile, load_x_tile
 from mmqc.kernels.program_order import grouped_tile
 from mmqc.kernels.row_scale import row_scale_tile
@@ -58,17 +59,25 @@ def store_scaled_tile(
 
 @triton.jit
 def scaled_matmul_kernel(
-    x_ptr, w_ptr, y_ptr, x_scale_ptr, row_ptr, w_scale_ptr, bias_ptr, residual_ptr, part_ptr, counter_ptr,
-    M, N, K, STORED, stride_x, stride_w, stride_y, stride_r,
-    KIND: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, FACTOR: tl.constexpr,
+    x_ptr, w_ptr, w1_ptr, w2_ptr, y_ptr, y1_ptr, y2_ptr, x_scale_ptr, row_ptr, w_scale_ptr, w_scale1_ptr, w_scale2_ptr,
+    bias_ptr, bias1_ptr, bias2_ptr, residual_ptr, part_ptr, counter_ptr,
+    M, N, N1, N2, K, STORED, stride_x, stride_w, stride_y, stride_y1, stride_y2, stride_r,
+    LINEARS: tl.constexpr, KIND: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, FACTOR: tl.constexpr,
     PACKED: tl.constexpr, COLUMNS: tl.constexpr, EVEN_K: tl.constexpr, FAST_ACC: tl.constexpr, PTX: tl.constexpr,
     ACC: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     SPLIT: tl.constexpr,
 ):  # fmt: skip
     """One tile of y, or of one part of K.  STORED: bytes in a row of w (K, or ceil(K/2) packed)."""
-    tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
+    tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), count_tiles(N, N1, N2, BLOCK_N, LINEARS)
     tile = tl.program_id(0)
     tile_m, tile_n = grouped_tile(tile, tiles_m, tiles_n, GROUP_M)
+    which, tile_n = find_linear(tile_n, N, N1, BLOCK_N, LINEARS)
+    w_ptr, w_scale_ptr = (
+        pick(which, w_ptr, w1_ptr, w2_ptr, LINEARS),
+        pick(which, w_scale_ptr, w_scale1_ptr, w_scale2_ptr, LINEARS),
+    )
+    bias_ptr, y_ptr = pick(which, bias_ptr, bias1_ptr, bias2_ptr, LINEARS), pick(which, y_ptr, y1_ptr, y2_ptr, LINEARS)
+    stride_y, N = pick(which, stride_y, stride_y1, stride_y2, LINEARS), pick(which, N, N1, N2, LINEARS)
     rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     inner = tl.arange(0, BLOCK_K)

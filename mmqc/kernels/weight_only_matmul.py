@@ -21,7 +21,8 @@ from torch import Tensor
 
 from mmqc.kernels.configs import MatmulConfig
 from mmqc.kernels.configs import config as choose
-from mmqc.kernels.device_facts import ceil_div, has_inline_ptx, why_not_here
+from mmqc.kernels.device_facts import ceil_div, has_inline_ptx, remembered, why_not_here
+from mmqc.kernels.scaled_matmul import FEW_ROWS, Linear, alike
 from mmqc.kernels.split_k import workspace
 from mmqc.kernels.unpack_weight import unpack_weight
 from mmqc.kernels.weight_only_matmul_tiles import weight_only_matmul_kernel
@@ -29,6 +30,7 @@ from mmqc.kernels.weight_only_matmul_tiles import weight_only_matmul_kernel
 DTYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 
 
+@remembered
 def supports(
     x: Tensor, w_q: Tensor, w_scale: Tensor, bias: Tensor | None, group_size: int, zero: Tensor | None
 ) -> str | None:
@@ -62,24 +64,54 @@ def weight_only_matmul(
     reason = supports(x, w_q, w_scale, bias, group_size, zero)
     if reason is not None:
         raise ValueError(f"weight_only_matmul: {reason}")
-    (m, k), n = x.shape, w_q.shape[0]
+    m, n = x.shape[0], w_q.shape[0]
     y = torch.empty(m, n, dtype=x.dtype, device=x.device) if out is None else out
     if y.shape != (m, n) or y.dtype != x.dtype or (n > 1 and y.stride(1) != 1):
         raise ValueError(
             f"weight_only_matmul: out is {x.dtype} [{m}, {n}], rows contiguous; got {y.dtype} {list(y.shape)}"
         )
-    if m == 0 or n == 0:
-        return y
-    packed = w_q.dtype == torch.uint8
-    c = config or choose("weight_int4" if packed else "weight_int8", m, n, k, x.device)
+    multiply(x, [Linear(w_q, w_scale, bias, y)], group_size, zero, config=config)
+    return y
+
+
+def weight_only_matmuls(
+    x: Tensor, w_q: list[Tensor], w_scale: list[Tensor], bias: list[Tensor | None], *, group_size: int = 0,
+    config: MatmulConfig | None = None,
+) -> list[Tensor]:  # fmt: skip
+    """Several linears of x."""
+    for parts in zip(w_q, w_scale, bias, strict=True):
+        reason = supports(x, *parts, group_size, None)
+        if reason is not None:
+            raise ValueError(f"weight_only_matmuls: {reason}")
+    ys = [torch.empty(x.shape[0], w.shape[0], dtype=x.dtype, device=x.device) for w in w_q]
+    multiply(x, [Linear(*parts) for parts in zip(w_q, w_scale, bias, ys, strict=True)], group_size, config=config)
+    return ys
+
+
+def multiply(
+    x: Tensor, linears: list[Linear], group_size: int, zero: Tensor | None = None, *, config: MatmulConfig | None = None
+) -> None:
+    """Fill every linear's y, without a check: several linears of few rows in one launch, else one after the other."""
+    m, k = x.shape
+    width = sum(linear.w.shape[0] for linear in linears)
+    if not m or not width:
+        return
+    packed = linears[0].w.dtype == torch.uint8
+    c = config or choose("weight_int4" if packed else "weight_int8", m, width, k, x.device)
+    if len(linears) > 1 and not (m <= FEW_ROWS and c.variant != "unpack" and alike(linears)):
+        for linear in linears:
+            multiply(x, [linear], group_size, zero, config=config)
+        return
     if c.variant != "unpack":
-        _launch(x, w_q, w_scale, zero, bias, y, group_size, c)
-        return y
+        _launch(x, linears, zero, group_size, c)
+        return
+    w_q, w_scale, bias, y = linears[0]
     w = unpack_weight(w_q.contiguous(), k, bits=4 if packed else 8, dtype=x.dtype, scale=w_scale, zero=zero,
                       group_size=group_size)  # fmt: skip
     if bias is None:
-        return torch.mm(x, w.t(), out=y)
-    return torch.addmm(bias.to(x.dtype), x, w.t(), out=y)
+        torch.mm(x, w.t(), out=y)
+    else:
+        torch.addmm(bias.to(x.dtype), x, w.t(), out=y)
 
 
 def one_group_a_step(k: int, stored: int, packed: bool, group_size: int, block_k: int) -> bool:
@@ -87,17 +119,9 @@ def one_group_a_step(k: int, stored: int, packed: bool, group_size: int, block_k
     return group_size > 0 and group_size % block_k == 0 and not (packed and (stored % block_k or k % 2))
 
 
-def _launch(
-    x: Tensor,
-    w: Tensor,
-    scale: Tensor,
-    zero: Tensor | None,
-    bias: Tensor | None,
-    y: Tensor,
-    group: int,
-    c: MatmulConfig,
-) -> None:
-    (m, k), (n, stored) = x.shape, w.shape
+def _launch(x: Tensor, linears: list[Linear], zero: Tensor | None, group: int, c: MatmulConfig) -> None:
+    (m, k), w, scale = x.shape, linears[0].w, linears[0].scale
+    stored = w.shape[1]
     packed = w.dtype == torch.uint8
     # A step must not leave its group, if that can be had with a tile that tensor cores take.
     block_k = c.block_k
@@ -105,12 +129,17 @@ def _launch(
         block_k //= 2
     aligned = one_group_a_step(k, stored, packed, group, block_k)
     block_k = block_k if aligned or not group else min(c.block_k, 64)
-    tiles = ceil_div(m, c.block_m) * ceil_div(n, c.block_n)
+    three = (linears + linears[-1:] * 2)[:3]  # what is not there is not read
+    ws, scales, biases, ys = zip(*three, strict=True)
+    biases = tuple(y if b is None else b for y, b in zip(ys, biases, strict=True))
+    tiles = ceil_div(m, c.block_m) * sum(ceil_div(linear.w.shape[0], c.block_n) for linear in linears)
     parts, counters = workspace(x.device, tiles, c.block_m * c.block_n, c.split_k, torch.float32)
     weight_only_matmul_kernel[(tiles, c.split_k)](
-        x, w, y, scale, scale if zero is None else zero, y if bias is None else bias, parts, counters,
-        m, n, k, stored, scale.shape[1] if group else 1, x.stride(0), w.stride(0), y.stride(0),
-        GROUP=group, ALIGNED=aligned, HAS_ZERO=zero is not None, HAS_BIAS=bias is not None, PACKED=packed,
+        x, *ws, *ys, *scales, scale if zero is None else zero, *biases, parts, counters,
+        m, *(t.shape[0] for t in ws), k, stored, scale.shape[1] if group else 1, x.stride(0), w.stride(0),
+        *(y.stride(0) for y in ys),
+        LINEARS=len(linears), GROUP=group, ALIGNED=aligned, HAS_ZERO=zero is not None,
+        HAS_BIAS=linears[0].bias is not None, PACKED=packed,
         EVEN_K=stored % block_k == 0 and not (packed and k % 2), PTX=has_inline_ptx(x.device), DTYPE=DTYPES[x.dtype],
         BLOCK_M=c.block_m, BLOCK_N=c.block_n, BLOCK_K=block_k, GROUP_M=c.group_m, SPLIT=c.split_k > 1,
         num_warps=c.num_warps, num_stages=c.num_stages,

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from mmqc.kernels.int4_codes import int4_as_float, int8_as_float
+from mmqc.kernels.linears import count_tiles, find_linear, pick
 from mmqc.kernels.load_tile import load_w_tile, load_x_tile
 from mmqc.kernels.program_order import grouped_tile
 from mmqc.kernels.split_k import add_parts, store_part
@@ -58,16 +59,24 @@ def store_linear_tile(
 
 @triton.jit
 def weight_only_matmul_kernel(
-    x_ptr, w_ptr, y_ptr, scale_ptr, zero_ptr, bias_ptr, part_ptr, counter_ptr,
-    M, N, K, STORED, GROUPS, stride_x, stride_w, stride_y,
-    GROUP: tl.constexpr, ALIGNED: tl.constexpr, HAS_ZERO: tl.constexpr, HAS_BIAS: tl.constexpr, PACKED: tl.constexpr,
-    EVEN_K: tl.constexpr, PTX: tl.constexpr, DTYPE: tl.constexpr,
+    x_ptr, w_ptr, w1_ptr, w2_ptr, y_ptr, y1_ptr, y2_ptr, scale_ptr, scale1_ptr, scale2_ptr, zero_ptr,
+    bias_ptr, bias1_ptr, bias2_ptr, part_ptr, counter_ptr,
+    M, N, N1, N2, K, STORED, GROUPS, stride_x, stride_w, stride_y, stride_y1, stride_y2,
+    LINEARS: tl.constexpr, GROUP: tl.constexpr, ALIGNED: tl.constexpr, HAS_ZERO: tl.constexpr, HAS_BIAS: tl.constexpr,
+    PACKED: tl.constexpr, EVEN_K: tl.constexpr, PTX: tl.constexpr, DTYPE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """One tile of y, or of one part of K.  STORED: bytes in a row of w."""
-    tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
+    tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), count_tiles(N, N1, N2, BLOCK_N, LINEARS)
     tile, split, splits = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     tile_m, tile_n = grouped_tile(tile, tiles_m, tiles_n, GROUP_M)
+    which, tile_n = find_linear(tile_n, N, N1, BLOCK_N, LINEARS)
+    w_ptr, scale_ptr = (
+        pick(which, w_ptr, w1_ptr, w2_ptr, LINEARS),
+        pick(which, scale_ptr, scale1_ptr, scale2_ptr, LINEARS),
+    )
+    bias_ptr, y_ptr = pick(which, bias_ptr, bias1_ptr, bias2_ptr, LINEARS), pick(which, y_ptr, y1_ptr, y2_ptr, LINEARS)
+    stride_y, N = pick(which, stride_y, stride_y1, stride_y2, LINEARS), pick(which, N, N1, N2, LINEARS)
     rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     inner = tl.arange(0, BLOCK_K)

@@ -12,6 +12,7 @@ from torch import fx
 from mmqc import kernels
 from mmqc.lowering import (
     causal_mask,
+    fused,
     gather_rows,
     gather_tokens,
     hadamard,
@@ -24,7 +25,7 @@ from mmqc.lowering import (
 )
 
 __all__ = [
-    "causal_mask", "fallbacks", "gather_rows", "gather_tokens", "hadamard", "modality_order", "quantize", "rotate",
+    "causal_mask", "fallbacks", "fused", "gather_rows", "gather_tokens", "hadamard", "modality_order", "quantize", "rotate",
     "scaled_matmul", "tag_modality", "weight_only_matmul",
 ]  # fmt: skip
 
@@ -32,7 +33,11 @@ kernels.install()
 
 WHY_NOT = {
     torch.ops.mmqc.scaled_matmul.default: scaled_matmul.why_not,
+    torch.ops.mmqc.scaled_matmuls.default: scaled_matmul.why_not,
     torch.ops.mmqc.weight_only_matmul.default: weight_only_matmul.why_not,
+    torch.ops.mmqc.weight_only_matmuls.default: weight_only_matmul.why_not,
+    torch.ops.mmqc.hadamard.default: hadamard.why_not,
+    torch.ops.mmqc.hadamard_quantize.default: hadamard.why_not,
 }
 
 

@@ -1,4 +1,4 @@
-"""hadamard as one small matmul per Kronecker factor, without a transposition.
+"""hadamard: on CUDA in half precision the Triton kernel; elsewhere one small matmul per Kronecker factor, without a transposition.
 
     y = x (F1 ⊗ … ⊗ Fr)ᵀ        last factor: [·, a] @ Fᵀ;  others: F @ [·, a, rest], batched, F shared by the batch
 
@@ -11,10 +11,33 @@ import math
 from collections.abc import Sequence
 
 import torch
+from torch import fx
 
-from mmqc.lowering.inductor import TensorBox, batched_matmul, convert, lowerings, register_lowering, static_int
+from mmqc import kernels
+from mmqc.kernels.hadamard_plan import why_no_tiling
+from mmqc.lowering.inductor import (
+    TensorBox,
+    batched_matmul,
+    call_kernel,
+    convert,
+    has_kernel,
+    lowerings,
+    register_lowering,
+    static_int,
+)
 
 aten = torch.ops.aten
+HALF = (torch.float16, torch.bfloat16)
+
+
+def why_not(node: fx.Node) -> str | None:
+    """None, or why the CUDA kernel cannot take this node of an ATen graph."""
+    x = node.args[0].meta["val"]  # type: ignore[union-attr]
+    if x.device.type != "cuda" or not kernels.install():
+        return None
+    if x.dtype not in HALF:
+        return f"{x.dtype} activations are transformed in float32 or wider"
+    return why_no_tiling(int(x.shape[-1]))
 
 
 def apply_factors(x: TensorBox, factors: Sequence[TensorBox]) -> TensorBox:
@@ -39,7 +62,13 @@ def apply_factors(x: TensorBox, factors: Sequence[TensorBox]) -> TensorBox:
 
 @register_lowering(torch.ops.mmqc.hadamard.default, type_promotion_kind=None)
 def lower_hadamard(x: TensorBox, factors: Sequence[TensorBox]) -> TensorBox:
-    """Float32 at least in between, rounded once."""
+    """Float32 at least in between, rounded once; the kernel rounds between its two products as well."""
     dtype = x.get_dtype()
+    if (
+        has_kernel(x)
+        and dtype in (torch.float16, torch.bfloat16)
+        and why_no_tiling(static_int(x.get_size()[-1])) is None
+    ):
+        return call_kernel(torch.ops.mmqc.hadamard.default, x, factors)
     y = convert(apply_factors(convert(x, torch.promote_types(dtype, torch.float32)), factors), dtype)
     return y if factors else lowerings[aten.clone.default](y)

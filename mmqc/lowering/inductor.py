@@ -93,11 +93,22 @@ def compile_graph(
             observe(graph, getattr(code, "source_code", None) or "")
         return code
 
+    for device in {x.device for x in example_inputs if isinstance(x, torch.Tensor) and x.is_cuda}:
+        if kernels.install():  # here, and not in a lowering: a cached graph is not lowered again
+            kernels.prepare(device, _transforms(gm))
     cached = functorch_config.enable_autograd_cache and observe is None
     patches = {**_WORKAROUNDS, **patches}
     compile_: Any = compile_fx  # returns a callable for a GraphModule
     with tagged(), functorch_config.patch(enable_autograd_cache=cached):
         return compile_(gm, list(example_inputs), inner_compile=inner_compile, config_patches=dict(patches))
+
+
+def _transforms(gm: fx.GraphModule) -> set[tuple[int, torch.dtype]]:
+    """(Width, dtype) of every Hadamard transform."""
+    ops = (torch.ops.mmqc.hadamard, torch.ops.mmqc.hadamard_quantize)
+    nodes = (n for n in gm.graph.nodes if n.target in (*ops, *(op.default for op in ops)))
+    values = (n.args[0].meta.get("example_value") for n in nodes)
+    return {(int(x.shape[-1]), x.dtype) for x in values if x is not None}
 
 
 def convert(x: TensorBox, dtype: torch.dtype) -> TensorBox:
@@ -148,11 +159,7 @@ def batched_matmul(a: TensorBox, b: TensorBox) -> TensorBox:
 
 def has_kernel(x: TensorBox) -> bool:
     """Whether the op's implementation for x's device is a kernel to call: on CUDA, unless the package has to run without Python."""
-    device = x.get_device_or_error()
-    if device.type != "cuda" or V.graph.aot_mode or not kernels.install():
-        return False
-    kernels.prepare(device)
-    return True
+    return x.get_device_or_error().type == "cuda" and not V.graph.aot_mode and kernels.install()
 
 
 def call_kernel(op: Any, *args: Any) -> TensorBox:

@@ -9,7 +9,7 @@ What the kernel or ``_int_mm`` cannot take is padded or multiplied in another wa
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -42,24 +42,36 @@ NO_CUDA = "not on CUDA"
 
 def why_no_kernel(node: fx.Node) -> str | None:
     """None, or why the CUDA kernel cannot take this node of an ATen graph; ``NO_CUDA`` where there is none."""
-    values: list[Any] = [a.meta["val"] if isinstance(a, fx.Node) else a for a in node.args]
+    values: list[Any] = list(fx.map_arg(node.args, lambda n: n.meta["val"]))
     if values[0].device.type != "cuda" or not kernels.install():
         return NO_CUDA
     from mmqc.kernels import on_cuda
 
-    if node.target is torch.ops.mmqc.weight_only_matmul.default:
-        return on_cuda.why_not_weight_only(*values)
+    ops = torch.ops.mmqc
+    if node.target in (ops.weight_only_matmul.default, ops.weight_only_matmuls.default):
+        x, w_q, w_scale, bias, *rest = values
+        return _first(on_cuda.why_not_weight_only(x, *linear, *rest) for linear in _each(w_q, w_scale, bias))
     x_q, w_q, _, w_scale, bias, _, bits, out_dtype = values
-    return on_cuda.why_not_scaled(x_q, w_q, w_scale, bias, bits, out_dtype)
+    return _first(on_cuda.why_not_scaled(x_q, *linear, bits, out_dtype) for linear in _each(w_q, w_scale, bias))
+
+
+def _each(*operands: Any) -> list[tuple[Any, ...]]:
+    """The operands of every linear: one, or the lists of a fused op."""
+    return list(zip(*operands, strict=True)) if isinstance(operands[0], Sequence) else [operands]
+
+
+def _first(reasons: Iterable[str | None]) -> str | None:
+    return next((reason for reason in reasons if reason), None)
 
 
 def why_not(node: fx.Node) -> str | None:
     """None, or why the kernel (on CUDA), or the plain ``_int_mm``, cannot take this node of an ATen graph as it is."""
     if (reason := why_no_kernel(node)) is not NO_CUDA:
         return reason
-    x_q, w_q = (arg.meta["val"] for arg in node.args[:2] if isinstance(arg, fx.Node))
+    x_q, w_q = fx.map_arg(node.args[:2], lambda n: n.meta["val"])
     large = statically_known_true(math.prod(x_q.shape[:-1]) >= CUDA_MIN_ROWS)
-    return why_not_int_mm(x_q.device.type, large, w_q.shape[0], x_q.shape[-1])
+    weights = w_q if isinstance(w_q, Sequence) else [w_q]
+    return _first(why_not_int_mm(x_q.device.type, large, w.shape[0], x_q.shape[-1]) for w in weights)
 
 
 def _int_mm(x: TensorBox, w: TensorBox) -> TensorBox:

@@ -9,15 +9,18 @@ from mmqc.ops import (
     gather_rows,
     gather_tokens,
     hadamard,
+    hadamard_quantize,
     modality_order,
     quantize,
     rotate,
     scaled_matmul,
+    scaled_matmuls,
     tag_modality,
     weight_only_matmul,
+    weight_only_matmuls,
 )
 
 __all__ = [
-    "causal_mask", "gather_rows", "gather_tokens", "hadamard", "modality_order", "quantize", "rotate", "scaled_matmul",
-    "tag_modality", "weight_only_matmul",
+    "causal_mask", "gather_rows", "gather_tokens", "hadamard", "hadamard_quantize", "modality_order", "quantize", "rotate",
+    "scaled_matmul", "scaled_matmuls", "tag_modality", "weight_only_matmul", "weight_only_matmuls",
 ]  # fmt: skip

@@ -4,11 +4,18 @@ import pytest
 import torch
 from tolerance import assert_close
 
+from mmqc.ops import hadamard as hadamard_op
+from mmqc.ops import hadamard_quantize as hadamard_quantize_op
 from mmqc.ops import scaled_matmul as scaled_op
+from mmqc.ops import scaled_matmuls as scaled_matmuls_op
 from mmqc.ops import weight_only_matmul as weight_only_op
+from mmqc.ops import weight_only_matmuls as weight_only_matmuls_op
+from mmqc.ops.hadamard_matrix import hadamard_factors
 from mmqc.ops.pack import pack_int4
 
 on_cuda = pytest.importorskip("mmqc.kernels.on_cuda")
+scaled = pytest.importorskip("mmqc.kernels.scaled_matmul")
+MatmulConfig = pytest.importorskip("mmqc.kernels.configs").MatmulConfig
 N, K = 40, 96
 
 
@@ -61,3 +68,81 @@ def test_weight_only_matmul__float32_goes_to_the_reference(device):
     args = (torch.randn(3, K, device=device), weight(8, device), torch.rand(N, device=device), None, 8, 0)
     assert on_cuda.why_not_weight_only(*args) == "float32 activations are multiplied in float32"
     assert torch.equal(on_cuda.weight_only_matmul(*args), weight_only_op.reference(*args))
+
+
+SEVERAL = [(40, 16, 24), (33, 70)]  # widths of outputs
+
+
+def several(widths, bits, device):
+    low = -(2 ** (bits - 1))
+    codes = [torch.randint(low, -low, (n, K), dtype=torch.int8, device=device) for n in widths]
+    return [pack_int4(c) if bits == 4 else c for c in codes]
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("rows", [(1,), (2, 9), (70,)])
+@pytest.mark.parametrize("widths", SEVERAL)
+@pytest.mark.parametrize("biased", ["all", "none", "one"])
+def test_scaled_matmuls__equal_one_by_one(biased, widths, rows, bits, device):
+    x = torch.randint(-128, 128, (*rows, K), dtype=torch.int8, device=device)
+    bias = [torch.randn(n, device=device) if biased == "all" or (biased == "one" and not i) else None
+            for i, n in enumerate(widths)]  # fmt: skip
+    scales = [torch.rand(n, device=device) for n in widths]
+    visual = torch.rand(rows[-1], device=device) < 0.5
+    args = (x, several(widths, bits, device), torch.rand(2, device=device), scales, bias, visual, bits, torch.float32)
+    want = scaled_matmuls_op.reference(*args)
+    got = on_cuda.scaled_matmuls(*args)
+    assert len(got) == len(want)
+    for y, expected in zip(got, want, strict=True):
+        assert_close(y, expected)
+        assert y.is_contiguous()
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("rows", [(1,), (2, 9), (70,)])
+@pytest.mark.parametrize("widths", SEVERAL)
+@pytest.mark.parametrize("group", [0, 32])
+def test_weight_only_matmuls__equal_one_by_one(group, widths, rows, bits, device):
+    x = torch.randn(*rows, K, device=device, dtype=torch.float16)
+    scales = [torch.rand(*((n, K // group) if group else (n,)), device=device) for n in widths]
+    bias = [torch.randn(n, device=device) for n in widths]
+    args = (x, several(widths, bits, device), scales, bias, bits, group)
+    for y, expected in zip(on_cuda.weight_only_matmuls(*args), weight_only_matmuls_op.reference(*args), strict=True):
+        assert_close(y, expected)
+
+
+def test_scaled_matmuls__split_along_k(device):
+    """Parts of K, whose counters must be those of the launch and not of one linear."""
+    widths, m, k = (48, 20, 100), 5, 1024
+    x = torch.randint(-128, 128, (m, k), dtype=torch.int8, device=device)
+    w = [torch.randint(-128, 128, (n, k), dtype=torch.int8, device=device) for n in widths]
+    scales = [torch.rand(n, device=device) for n in widths]
+    config = MatmulConfig(16, 32, 64, 4, 2, split_k=4, variant="columns")
+    one = torch.rand(1, device=device)
+    for _ in range(2):
+        got = scaled.scaled_matmuls(x, w, one, scales, [None] * 3, out_dtype=torch.float32, config=config)
+        want = scaled_matmuls_op.reference(x, w, one, scales, [None] * 3, None, 8, torch.float32)
+        for y, expected in zip(got, want, strict=True):
+            assert_close(y, expected)
+
+
+@pytest.mark.parametrize("width", [64, 24, 148 * 4])
+@pytest.mark.parametrize("gated", [False, True])
+def test_hadamard_quantize__codes_of_the_reference(gated, width, device):
+    x, up = (torch.randn(2, 5, width, device=device, dtype=torch.float16) for _ in range(2))
+    factors = [f.float().to(device) for f in hadamard_factors(width)]
+    scale = torch.tensor([0.02, 0.03], device=device)
+    visual = torch.rand(2, 5, device=device) < 0.5
+    args = (x, up if gated else None, factors, scale, visual, 8)
+    assert on_cuda.why_not_hadamard(x, factors) is None
+    difference = on_cuda.hadamard_quantize(*args).int() - hadamard_quantize_op.reference(*args).int()
+    assert difference.abs().max() <= 1  # the kernel rounds once more, between its two products
+    assert (difference != 0).float().mean() < 0.05
+    assert_close(on_cuda.hadamard(x, factors), hadamard_op.reference(x, factors), torch.bfloat16)
+
+
+def test_hadamard__other_factors_go_to_the_reference(device):
+    x = torch.randn(3, 64, device=device, dtype=torch.float16)
+    flipped = [-f.float().to(device) for f in hadamard_factors(64)]
+    assert "not those of" in on_cuda.why_not_hadamard(x, flipped)
+    assert torch.equal(on_cuda.hadamard(x, flipped), hadamard_op.reference(x, flipped))

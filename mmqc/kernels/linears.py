@@ -1,0 +1,45 @@
+"""Tile code: several linears of one input in one launch; a program finds out whose columns it computes.
+
+    tile_n of the launch  ->  (linear, tile_n of that linear)        the linears' tiles of columns, one after the other
+
+Up to three linears (q, k and v).  ``pick`` chooses a pointer or a size; with one linear it is the first and costs nothing.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def pick(which, a, b, c, LINEARS: tl.constexpr):
+    """The entry of linear ``which``."""
+    if LINEARS > 1:
+        a = tl.where(which == 1, b, a)
+    if LINEARS > 2:
+        a = tl.where(which == 2, c, a)
+    return a
+
+
+@triton.jit
+def count_tiles(N, N1, N2, BLOCK_N: tl.constexpr, LINEARS: tl.constexpr):
+    """Tiles of columns, of all linears together."""
+    tiles = tl.cdiv(N, BLOCK_N)
+    if LINEARS > 1:
+        tiles += tl.cdiv(N1, BLOCK_N)
+    if LINEARS > 2:
+        tiles += tl.cdiv(N2, BLOCK_N)
+    return tiles
+
+
+@triton.jit
+def find_linear(tile_n, N, N1, BLOCK_N: tl.constexpr, LINEARS: tl.constexpr):
+    """(which linear, its own tile) of a tile of the launch."""
+    which, own = tile_n * 0, tile_n
+    if LINEARS > 1:
+        first = tl.cdiv(N, BLOCK_N)
+        which += (tile_n >= first).to(tl.int32)
+        own = tl.where(tile_n >= first, tile_n - first, own)
+    if LINEARS > 2:
+        second = first + tl.cdiv(N1, BLOCK_N)
+        which += (tile_n >= second).to(tl.int32)
+        own = tl.where(tile_n >= second, tile_n - second, own)
+    return which, own

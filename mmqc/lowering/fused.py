@@ -1,0 +1,61 @@
+"""The fused ops: on CUDA one kernel each; elsewhere the operations that they stand for, one by one.
+
+scaled_matmuls, weight_only_matmuls     q, k and v; gate and up
+hadamard_quantize                       the gate, the transform and the quantization in front of a down_proj
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from mmqc.kernels.hadamard_plan import why_no_tiling
+from mmqc.lowering.hadamard import HALF, lower_hadamard
+from mmqc.lowering.inductor import TensorBox, call_kernel, has_kernel, lowerings, register_lowering, static_int
+from mmqc.lowering.quantize import lower_quantize
+from mmqc.lowering.scaled_matmul import lower_scaled_matmul
+from mmqc.lowering.weight_only_matmul import lower_weight_only_matmul
+
+aten, mmqc_ops = torch.ops.aten, torch.ops.mmqc
+
+
+@register_lowering(mmqc_ops.scaled_matmuls.default, type_promotion_kind=None)
+def lower_scaled_matmuls(
+    x_q: TensorBox, w_q: list[TensorBox], x_scale: TensorBox, w_scale: list[TensorBox], bias: list[TensorBox | None],
+    visual: TensorBox | None, weight_bits: int, out_dtype: torch.dtype,
+) -> Any:  # fmt: skip
+    """A list of tensors."""
+    if has_kernel(x_q):
+        op = mmqc_ops.scaled_matmuls.default
+        return call_kernel(op, x_q, w_q, x_scale, w_scale, bias, visual, weight_bits, out_dtype)
+    return [
+        lower_scaled_matmul(x_q, w, x_scale, s, b, visual, weight_bits, out_dtype)
+        for w, s, b in zip(w_q, w_scale, bias, strict=True)
+    ]
+
+
+@register_lowering(mmqc_ops.weight_only_matmuls.default, type_promotion_kind=None)
+def lower_weight_only_matmuls(
+    x: TensorBox, w_q: list[TensorBox], w_scale: list[TensorBox], bias: list[TensorBox | None],
+    weight_bits: int, group_size: int,
+) -> Any:  # fmt: skip
+    """A list of tensors."""
+    if has_kernel(x):
+        return call_kernel(mmqc_ops.weight_only_matmuls.default, x, w_q, w_scale, bias, weight_bits, group_size)
+    return [
+        lower_weight_only_matmul(x, w, s, b, weight_bits, group_size)
+        for w, s, b in zip(w_q, w_scale, bias, strict=True)
+    ]
+
+
+@register_lowering(mmqc_ops.hadamard_quantize.default, type_promotion_kind=None)
+def lower_hadamard_quantize(
+    x: TensorBox, up: TensorBox | None, factors: list[TensorBox], scale: TensorBox, visual: TensorBox | None, bits: int
+) -> TensorBox:
+    """The kernel, or the gate as pointwise IR, hadamard's matmuls and quantize's pointwise node."""
+    if has_kernel(x) and x.get_dtype() in HALF and why_no_tiling(static_int(x.get_size()[-1])) is None:
+        return call_kernel(mmqc_ops.hadamard_quantize.default, x, up, factors, scale, visual, bits)
+    if up is not None:
+        x = lowerings[aten.mul.Tensor](lowerings[aten.silu.default](x), up)
+    return lower_quantize(lower_hadamard(x, factors), scale, visual, bits)

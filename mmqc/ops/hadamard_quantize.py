@@ -1,0 +1,38 @@
+"""A Hadamard transform, the gate in front of it and the quantization behind it: what stands in front of a down_proj.
+
+    h = x,  or  silu(x) ∘ u            q = quantize(hadamard(h), s_x)
+
+Shapes:  x, u [..., n]   the rest as in hadamard.py and quantize.py   q int8 [..., n]
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.nn import functional as F
+
+from mmqc.ops import hadamard, quantize
+from mmqc.ops.define import define
+
+
+def reference(
+    x: Tensor, up: Tensor | None, factors: list[Tensor], scale: Tensor, visual: Tensor | None, bits: int
+) -> Tensor:
+    """One after the other, each rounded to x's dtype as in the unfused model."""
+    h = x if up is None else F.silu(x) * up
+    return quantize.reference(hadamard.reference(h, factors), scale, visual, bits)
+
+
+def fake(
+    x: Tensor, up: Tensor | None, factors: list[Tensor], scale: Tensor, visual: Tensor | None, bits: int
+) -> Tensor:
+    """Int8 like x."""
+    if up is not None and up.shape != x.shape:
+        raise ValueError(f"gate and up have one shape, not {list(x.shape)} and {list(up.shape)}")
+    return quantize.fake(hadamard.fake(x, factors), scale, visual, bits)
+
+
+define(
+    "hadamard_quantize(Tensor x, Tensor? up, Tensor[] factors, Tensor scale, Tensor? visual, int bits) -> Tensor",
+    reference,
+    fake,
+)

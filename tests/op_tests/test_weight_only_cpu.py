@@ -1,0 +1,141 @@
+"""Few rows against a stored weight on the CPU: compiled equals the dequantized linear in float64, and no copy of the weight is made."""
+
+import math
+from typing import NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tolerance import assert_close
+
+import mmqc.ops  # noqa: F401  (defines the op that the lowering is for)
+from mmqc.backend import GraphRecord, backend, collect_records
+from mmqc.lowering import few_rows
+from mmqc.ops.pack import pack_int4, packed_width
+
+weight_only_matmul = torch.ops.mmqc.weight_only_matmul
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+class Linear(NamedTuple):
+    """Of n outputs and k inputs."""
+
+    n: int
+    k: int
+    bits: int
+    group: int
+    bias: bool = False
+
+
+TAKEN = [
+    Linear(40, 256, 4, 128),
+    Linear(9, 448, 4, 128, bias=True),  # a group lies across the two halves of a row
+    Linear(17, 63, 4, 0, bias=True),  # an odd row's last nibble is no column
+    Linear(17, 63, 4, 16),  # and belongs to the last group
+    Linear(1, 64, 4, 16),
+    Linear(24, 1, 4, 0),
+    Linear(33, 160, 8, 32, bias=True),
+    Linear(63, 100, 8, 0),
+    Linear(5, 33, 8, 33),
+]
+REFUSED = [Linear(17, 60, 4, 16), Linear(9, 100, 8, 12), Linear(9, 256, 4, 8, bias=True)]
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo() -> None:
+    torch._dynamo.reset()
+
+
+def stored(linear: Linear) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """(weight as stored, scale, bias, the float64 weight)."""
+    n, k, bits, group, bias = linear
+    codes = torch.randint(-(2 ** (bits - 1)), 2 ** (bits - 1), (n, k), dtype=torch.int8)
+    scale = torch.rand(n, -(-k // group)) if group else torch.rand(n)
+    spread = scale.repeat_interleave(group, 1)[:, :k] if group else scale[:, None]
+    kept = pack_int4(codes) if bits == 4 else codes
+    return kept, scale, torch.randn(n) if bias else None, codes.double() * spread.double()
+
+
+def check(linears: list[Linear], rows: tuple[int, ...], dtype: torch.dtype, dynamic: bool = False) -> GraphRecord:
+    """Compile all linears as one graph; the record, after a comparison with float64."""
+    weights = [stored(linear) for linear in linears]
+    inputs = [torch.randn(*rows, linear.k).to(dtype) for linear in linears]
+
+    def function(*inputs: torch.Tensor) -> list[torch.Tensor]:
+        return [
+            weight_only_matmul(x, w, scale, bias, linear.bits, linear.group)
+            for x, linear, (w, scale, bias, _) in zip(inputs, linears, weights, strict=True)
+        ]
+
+    with collect_records() as records, torch.no_grad():
+        got = torch.compile(function, backend=backend, fullgraph=True, dynamic=dynamic)(*inputs)
+    for x, y, (_, _, bias, dense) in zip(inputs, got, weights, strict=True):
+        assert y.dtype == dtype
+        assert_close(y, x.double() @ dense.T + (0 if bias is None else bias.double()))
+    (record,) = records
+    return record
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [(1,), (1, 3), (2, 8)])
+def test_few_rows__is_the_dequantized_linear(rows: tuple[int, ...], dtype: torch.dtype) -> None:
+    record = check(TAKEN, rows, dtype)
+    assert record.fallbacks == []
+    assert not any(kernel.startswith("extern") for kernel in record.kernels)
+
+
+def test_few_rows__float64_sums_in_float64() -> None:
+    check(TAKEN[:3], (1, 1), torch.float64)
+
+
+def test_few_rows__one_vector() -> None:
+    (x,), (w, scale, _, dense) = torch.randn(1, 64), stored(TAKEN[4])
+    compiled = torch.compile(lambda x: weight_only_matmul(x, w, scale, None, 4, 16), backend=backend)
+    with torch.no_grad():
+        assert_close(compiled(x), x.double() @ dense.T)
+
+
+def test_few_rows__rows_share_one_pass_over_the_weight() -> None:
+    few, many = (check([Linear(64, 256, 4, 128)], (m,), torch.float32) for m in (2, 16))
+    assert len(few.kernels) == len(many.kernels) == 1
+
+
+@settings(deadline=None, max_examples=8)
+@given(
+    n=st.integers(1, 70), k=st.integers(1, 300), bits=st.sampled_from([4, 8]), group=st.integers(0, 160),
+    rows=st.integers(1, 4), dtype=st.sampled_from(DTYPES), bias=st.booleans(), seed=st.integers(0, 2**31),
+)  # fmt: skip
+def test_few_rows__any_shape(
+    n: int, k: int, bits: int, group: int, rows: int, dtype: torch.dtype, bias: bool, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    torch._dynamo.reset()
+    record = check([Linear(n, k, bits, group, bias)], (rows,), dtype)
+    assert ("extern mm" in record.kernels) == bool(record.fallbacks)
+
+
+@given(
+    k=st.integers(1, 20000), bits=st.sampled_from([4, 8]), group=st.sampled_from([0, 16, 32, 48, 64, 96, 100, 128, 256])
+)
+def test_chunk__has_one_scale_in_both_halves(k: int, bits: int, group: int) -> None:
+    width = packed_width(k, bits)
+    chunk = few_rows.chunk_of(width, group)
+    assert width % chunk == 0
+    if group and few_rows.why_not(1, k, bits, group) is None:
+        starts = range(0, width * (2 if bits == 4 else 1), chunk)
+        assert all(start // group == (start + chunk - 1) // group for start in starts)
+        assert starts[-1] // group < math.ceil(k / group)
+
+
+def test_few_rows__fallback_is_right_and_named() -> None:
+    record = check(REFUSED, (3,), torch.float32)
+    assert len(record.fallbacks) == record.kernels.count("extern mm") == len(REFUSED)
+    assert "groups of 16 and stored rows of 30 bytes" in record.fallbacks[0][1]
+
+
+@pytest.mark.parametrize(("rows", "dynamic"), [(17, False), (16, True)])
+def test_few_rows__many_or_unknown_rows_are_a_matmul(rows: int, dynamic: bool) -> None:
+    record = check(TAKEN[:1], (rows,), torch.float32, dynamic)
+    assert "extern mm" in record.kernels
+    assert record.fallbacks == []
