@@ -4,8 +4,8 @@
 
 Batch 1, one token at a time, a static cache of 256 positions.  ``inductor`` is ``torch.compile(model)``; ``w4a16`` is
 ``recipes.rtn(4, group_size=128)`` compiled with ``backend="mmqc"``, its head in floating point; ``w4a16 head8`` has an 8-bit head.
-Each way is a process of its own, all alive at once and timed in turns, so that a busy machine is busy for all of them; a
-figure is the median of its tokens.  ``floor_ms`` is the bytes of the weights that a token reads at the read bandwidth of the machine.
+Each way is a process of its own.  Those of a dtype are alive at once (12 GB) and timed in turns, so that a busy machine is busy
+for all of them; float32 comes first, then bfloat16.  A figure is the median of its tokens.  ``floor_ms`` is the weights that a token reads, in bytes, over the machine's read bandwidth.
 """
 
 from __future__ import annotations
@@ -156,6 +156,21 @@ def read_bandwidth() -> float:
     return x.nbytes / statistics.median(times) / 1e9
 
 
+def measure(ways: list[str], layers: int, rounds: int) -> tuple[list[Child], list[float]]:
+    """Build some ways, time them in turns; with the read bandwidth of every round."""
+    children, bandwidths = [], []
+    for way in ways:
+        children.append(Child(way, layers))
+        print(way, children[-1].facts, flush=True)
+    for _ in range(rounds):
+        bandwidths.append(read_bandwidth())
+        for child_ in children:
+            child_.measure()
+    for child_ in children:
+        child_.process.communicate()  # closes its stdin, which ends it
+    return children, bandwidths
+
+
 def cpu_name() -> str:
     """What the kernel calls it."""
     info = Path("/proc/cpuinfo")
@@ -184,17 +199,11 @@ def main() -> None:
     if args.child:
         child(args.child, args.layers)
         return
-    children = []
-    for way in args.ways:
-        children.append(Child(way, args.layers))
-        print(way, children[-1].facts, flush=True)
-    bandwidths = []
-    for _ in range(args.rounds):
-        bandwidths.append(read_bandwidth())
-        for c in children:
-            c.measure()
-    for c in children:
-        c.process.communicate()  # closes its stdin, which ends it
+    children: list[Child] = []
+    bandwidths: list[float] = []
+    for dtype in DTYPES:
+        measured, rates = measure([way for way in args.ways if way.endswith(dtype)], args.layers, args.rounds)
+        children, bandwidths = [*children, *measured], [*bandwidths, *rates]
     bandwidth = statistics.median(bandwidths)
     rows = {c.way: c.row(bandwidth) for c in children}
     data = {

@@ -10,6 +10,7 @@ Batch 1, one image of 840 x 840 pixels and 17 text tokens: 917 tokens of context
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
 import platform
 import subprocess
@@ -24,7 +25,7 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from rewrites import model_of
+from rewrites import batch_of, model_of
 
 GRID, TEXT, IMAGE = (1, 60, 60), 17, 151655
 FEW, MANY = 16, 144
@@ -46,8 +47,8 @@ def batch(model: Any) -> dict[str, torch.Tensor]:
     }  # fmt: skip
 
 
-def quantize(model: Any, name: str, inputs: dict[str, Any]) -> None:
-    """In place; the head gets 8 bits."""
+def quantize(model: Any, name: str) -> None:
+    """In place; the head gets 8 bits.  A small image calibrates: the weights are random anyway."""
     import mmqc
 
     recipes = mmqc.recipes
@@ -57,7 +58,8 @@ def quantize(model: Any, name: str, inputs: dict[str, Any]) -> None:
         "w4a8": lambda: recipes.rtn(4, 8, head_bits=8),
         "mquant-w4a8": lambda: recipes.mquant(4, solver="rtn", head_bits=8),
     }[name]()
-    mmqc.quantize_(model, config, [inputs] if config.needs_calibration else None, progress=False)
+    batches = [batch_of("qwen2_vl_7b", model, "cuda")] if config.needs_calibration else None
+    mmqc.quantize_(model, config, batches, progress=False)
     torch.cuda.empty_cache()  # for the other ways beside this one
 
 
@@ -65,14 +67,16 @@ def child(way: str, trace: Path | None) -> None:
     """Build, quantize, generate; waits for a line on stdin before it measures, then prints the figures."""
     import mmqc
 
+    faulthandler.dump_traceback_later(120, repeat=True)  # into the log: where a slow way spends its time
     name, _, loop = way.partition(" ")
     torch.manual_seed(0)
     model: Any = model_of("qwen2_vl_7b", "cuda").eval()
     inputs = batch(model)
     start = time.perf_counter()
     if name != "bf16":
-        quantize(model, name, inputs)
+        quantize(model, name)
     quantized = time.perf_counter() - start
+    print(f"{way}: quantized in {quantized:.0f} s", file=sys.stderr, flush=True)
     from transformers import CompileConfig
 
     backend = "inductor" if name == "bf16" else "mmqc"
@@ -94,6 +98,7 @@ def child(way: str, trace: Path | None) -> None:
     start = time.perf_counter()
     timed(MANY)
     cold = time.perf_counter() - start
+    print(f"{way}: compiled in {cold:.0f} s", file=sys.stderr, flush=True)
     print("ready", flush=True)
     sys.stdin.readline()
     timed(MANY)
@@ -123,7 +128,8 @@ class Child:
     """One way in a process of its own, with its log."""
 
     def __init__(self, way: str, trace: Path | None) -> None:
-        self.way, self.log = way, tempfile.TemporaryFile("w+")  # noqa: SIM115  (as long as the process)
+        self.way = way
+        self.log = (trace / f"log_{way.replace(' ', '_')}.txt").open("w+") if trace else tempfile.TemporaryFile("w+")
         command = [sys.executable, __file__, "--child", way, *(["--trace", str(trace)] if trace else [])]
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log, text=True

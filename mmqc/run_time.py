@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, fx
 
 from .compile_options import CompileOptions
+from .graph.capture import keep_notes
 from .graph.program import KEPT, PassRecord, Program
 from .graph.runner import Pass, run
 from .graph.tokens import visual_mask, visual_operand
@@ -68,7 +69,9 @@ def run_time_passes(
         return AtRunTime(gm, prog.records, [])
     holders = [n for n in prog.graph.nodes if n.op == "placeholder"]
     pairs = [(i, holders.index(n.meta[EQUALS])) for i, n in enumerate(holders) if EQUALS in n.meta]
-    return AtRunTime(fx.GraphModule(gm, prog.graph), prog.records, pairs)
+    new = fx.GraphModule(gm, prog.graph)
+    keep_notes(new, gm, range(len(holders)))
+    return AtRunTime(new, prog.records, pairs)
 
 
 def _program(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Program:

@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from .config import ConfigError, QuantConfig
 from .front.front import attached
-from .graph.capture import Captured, from_dynamo, outermost_module, static_examples, to_graph_module
+from .graph.capture import Captured, from_dynamo, keep_notes, outermost_module, static_examples, to_graph_module
 from .graph.kinds import kind
 from .graph.linear import operands, weight_of
 from .graph.plan import Plan
@@ -136,6 +136,8 @@ def quantize_graph(gm: fx.GraphModule, example_inputs: Sequence[Any], session: S
         call = blocks.around(compiled)
         return call if publish is None else publish(call)
 
+    origins = [*captured.arguments, *([] if mask is None else [None]), *([None] * len(first.weights))]
+    keep_notes(first.gm, gm, origins, len(first.weights))
     return Rewritten(first.gm, [*inputs, *static_examples(first.weights)], captured.program.records, wrap)
 
 

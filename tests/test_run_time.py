@@ -126,6 +126,32 @@ def test_fusion__through_inductor_equals_eager() -> None:
     assert ((got - expected).norm() / expected.norm()).item() < 1e-5
 
 
+@pytest.mark.parametrize("act", [F.silu, F.gelu])
+def test_fusion__hadamard_through_inductor(act: Any) -> None:
+    model, x = Gated(linear(8, hadamard=True), act), torch.randn(2, 3, 32)
+    with torch.no_grad():
+        difference = torch.compile(model, backend="mmqc", fullgraph=True)(x) - model(x)
+    assert difference.abs().max() <= 127 * 0.05 + 1e-3, "a code or two may fall on the other side"
+    assert (difference.abs() > 1e-3).float().mean() < 0.2
+
+
+def test_fusion__static_inputs_stay_static(monkeypatch: pytest.MonkeyPatch) -> None:
+    from mmqc.lowering import inductor
+
+    seen, inner = [], inductor.compile_fx_inner
+
+    def spy(gm: torch.fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
+        seen.append((len(inputs), len(kwargs.get("static_input_idxs") or ())))
+        return inner(gm, inputs, **kwargs)
+
+    monkeypatch.setattr(inductor, "compile_fx_inner", spy)
+    model, x = Readers(linear(8), linear(24)), torch.randn(3, 32)
+    with torch.no_grad():
+        torch.compile(model, backend="mmqc")(x)
+    ((inputs, static),) = seen
+    assert static == inputs - 1, "all but x: CUDA graphs would copy them before every replay"
+
+
 def test_where_equal__compares_once_and_compiles_the_plain_form_when_needed() -> None:
     made: list[str] = []
 

@@ -150,6 +150,29 @@ def to_graph_module(prog: Program) -> tuple[fx.GraphModule, list[str]]:
     return fx.GraphModule(nn.Module(), graph), names
 
 
+def keep_notes(new: fx.GraphModule, dynamos: fx.GraphModule, origins: Sequence[int | None], weights: int = 0) -> None:
+    """Give a rewritten graph what Dynamo notes on its own: AOTAutograd learns from it which inputs stay where they are.
+
+    Without it CUDA graphs copy every weight before each replay, and are left out where a cache is written to.
+
+    Args:
+        new: the rewritten graph.
+        dynamos: the graph that Dynamo made.
+        origins: for each placeholder of ``new``, its position among Dynamo's; None for one that a pass made.
+        weights: so many of the last placeholders are weights that a pass derived; they stay where they are, too.
+    """
+    if not hasattr(dynamos, "_param_name_to_source"):
+        return
+    new.meta.update(dynamos.meta)
+    new._param_name_to_source = dynamos._param_name_to_source
+    theirs = [n for n in dynamos.graph.nodes if n.op == "placeholder"]
+    ours = [n for n in new.graph.nodes if n.op == "placeholder"]
+    for i, (node, origin) in enumerate(zip(ours, origins, strict=True)):
+        node._dynamo_source = None if origin is None else getattr(theirs[origin], "_dynamo_source", None)  # type: ignore[attr-defined]
+        if origin is None and i >= len(ours) - weights:
+            node.meta["tensor_dict"] = {"_dynamo_static_input_type": "unguarded"}
+
+
 def static_examples(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Stand-ins for further inputs of a graph that Dynamo is compiling, with sizes that never become dynamic."""
     mode = detect_fake_mode()

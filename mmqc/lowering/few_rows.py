@@ -1,9 +1,9 @@
 """weight_only_matmul of a few rows on the CPU: one pass over the stored weight, nothing of it written to memory.
 
-    y[m, n] = sum over i, j of  s[n, i c div g] q[n, i c + j] x[m, i c + j]  +  s[n, (h + i c) div g] q[n, h + i c + j] x[m, h + i c + j]
+    y[m, n] = sum over i, j, t of  s[n, k // g] q[n, k] x[m, k]        k = t h + i c + j,  t in {0, 1},  j < c
 
 Shapes:  x [M, K], M <= 16   byte [N, h] holds q[n, k] and q[n, h + k], h = ceil(K/2)   s [N, ceil(K/g)]
-         8 bits: h = K and the first term alone;   g = 0: s[n] is a factor of the sum
+         8 bits: h = K and t = 0 alone;   g = 0: s[n] is a factor of the sum
 Why:     a decode step reads every weight once and uses it M times, so bytes are what it costs: K/2 a row instead of the 4 K
          that dequantizing writes and the 4 K that a matmul reads back.
 Exact:   codes, scales and sums in float32 (float64 for float64 inputs), one rounding to x's dtype at the end; the weight is
@@ -86,7 +86,7 @@ def multiply(
                 value = ops.mul(code, load_x([Integer(m), half * stored + i * chunk + j]))
                 if group_size:
                     # chunk divides both, so the quotient is one of whole chunks
-                    group = FloorDiv(half * (stored // chunk) + i, Integer(group_size // chunk))
+                    group: Any = FloorDiv(half * (stored // chunk) + i, Integer(group_size // chunk))
                     value = ops.mul(value, ops.to_dtype(load_scale([channel, group]), wide))
                 total = value if total is None else ops.add(total, value)
             return total

@@ -12,7 +12,7 @@ import torch
 
 from mmqc.kernels.hadamard_plan import why_no_tiling
 from mmqc.lowering.hadamard import HALF, lower_hadamard
-from mmqc.lowering.inductor import TensorBox, call_kernel, has_kernel, lowerings, register_lowering, static_int
+from mmqc.lowering.inductor import TensorBox, call_kernel, convert, has_kernel, lowerings, register_lowering, static_int
 from mmqc.lowering.quantize import lower_quantize
 from mmqc.lowering.scaled_matmul import lower_scaled_matmul
 from mmqc.lowering.weight_only_matmul import lower_weight_only_matmul
@@ -57,5 +57,7 @@ def lower_hadamard_quantize(
     if has_kernel(x) and x.get_dtype() in HALF and why_no_tiling(static_int(x.get_size()[-1])) is None:
         return call_kernel(mmqc_ops.hadamard_quantize.default, x, up, factors, scale, visual, bits)
     if up is not None:
-        x = lowerings[aten.mul.Tensor](lowerings[aten.silu.default](x), up)
+        wide = convert(x, torch.promote_types(x.get_dtype(), torch.float32))
+        silu = lowerings[aten.mul.Tensor](wide, lowerings[aten.sigmoid.default](wide))
+        x = lowerings[aten.mul.Tensor](convert(silu, x.get_dtype()), up)
     return lower_quantize(lower_hadamard(x, factors), scale, visual, bits)

@@ -37,7 +37,8 @@ def why_not(node: fx.Node) -> str | None:
     reason = why_no_kernel(node)
     if reason is not NO_CUDA:
         return reason
-    x, bits, group = (arg.meta["val"] if isinstance(arg, fx.Node) else arg for arg in (node.args[i] for i in (0, 4, 5)))
+    values: list[Any] = [a.meta["val"] if isinstance(a, fx.Node) else a for a in node.args]
+    x, _, _, _, bits, group = values
     if x.device.type != "cpu":
         return None
     return few_rows.why_not(math.prod(x.shape[:-1]), x.shape[-1], bits, group)

@@ -1,4 +1,4 @@
-"""Few rows against a stored weight on the CPU: compiled equals the dequantized linear in float64, and no copy of the weight is made."""
+"""Few rows against a stored weight on the CPU: compiled equals the linear in float64, and no copy of the weight is made."""
 
 import math
 from typing import NamedTuple
