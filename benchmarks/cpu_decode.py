@@ -5,7 +5,8 @@
 Batch 1, one token at a time, a static cache of 256 positions.  ``inductor`` is ``torch.compile(model)``; ``w4a16`` is
 ``recipes.rtn(4, group_size=128)`` compiled with ``backend="mmqc"``, its head in floating point; ``w4a16 head8`` has an 8-bit head.
 Each way is a process of its own.  Those of a dtype are alive at once (12 GB) and timed in turns, so that a busy machine is busy
-for all of them; float32 comes first, then bfloat16.  A figure is the median of its tokens.  ``floor_ms`` is the weights that a token reads, in bytes, over the machine's read bandwidth.
+for all of them; float32 comes first, then bfloat16.  A figure is the median of its tokens.  ``floor_ms`` is the weights that a
+token reads, in bytes, over the machine's read bandwidth.
 """
 
 from __future__ import annotations
