@@ -108,14 +108,15 @@ def masked(
 def reference(
     q: Tensor, k: Tensor, v: Tensor, ends_q: Tensor, ends_k: Tensor, scale: float | None, causal: bool, longest: int
 ) -> Tensor:
-    """The op, eagerly: [1, H, T, D] in and out."""
+    """The op, eagerly: [1, H, T, D] in and out; the result lies in memory as [1, T, H, D], as its reader wants it."""
     if q.shape[1] != k.shape[1]:
         k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
     if len(ends_q) == len(ends_k) == 2:  # one sequence: torch has faster kernels for that, and nothing has to be read
-        return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale)
+        return y.transpose(1, 2).contiguous().transpose(1, 2)
     if q.is_cuda and q.dtype in HALF and q.shape[-1] <= 256 and not Uses.checking:
         return _kernel(q, k, v, ends_q, ends_k, scale, causal, longest)
-    y = q.new_zeros((*q.shape[:-1], v.shape[-1]))
+    y = _fake(q, k, v, ends_q, ends_k, scale, causal, longest).zero_()
     edges_q, edges_k = ends_q.tolist(), ends_k.tolist()
     for (a, b), (c, d) in zip(pairwise(edges_q), pairwise(edges_k), strict=True):
         y[:, :, a:b] = F.scaled_dot_product_attention(
@@ -134,14 +135,15 @@ def _kernel(
     ends_q, ends_k = ends_q.to(torch.int32), ends_k.to(torch.int32)
     y = varlen_attn(q_t, k_t, v_t, ends_q, ends_k, longest, max(longest, 1), scale=scale, window_size=window)
     assert isinstance(y, Tensor)
-    return y.unsqueeze(0).transpose(1, 2).contiguous()
+    return y.contiguous().unsqueeze(0).transpose(1, 2)
 
 
 def _fake(
     q: Tensor, k: Tensor, v: Tensor, ends_q: Tensor, ends_k: Tensor, scale: float | None, causal: bool, longest: int
 ) -> Tensor:
     del k, ends_q, ends_k, scale, causal, longest
-    return q.new_empty((*q.shape[:-1], v.shape[-1]))
+    batch, heads, length, _ = q.shape
+    return q.new_empty((batch, length, heads, v.shape[-1])).transpose(1, 2)
 
 
 OP = "mmqc_front::scaled_dot_product_attention"

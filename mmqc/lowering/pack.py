@@ -25,12 +25,13 @@ def unpack(w_q: TensorBox, width: int, weight_bits: int) -> TensorBox:
 
     def inner(index: Sequence[Any]) -> Any:
         n, h, j = index
-        byte = load([n, j])
-        # h is an outer loop: its shift is a scalar there, and j runs over lanes.
-        high = ops.index_expr(h, torch.bool)
-        nibble = ops.where(high, ops.bitwise_right_shift(byte, ops.constant(4, torch.uint8)), byte)
-        nibble = ops.bitwise_and(nibble, ops.constant(15, torch.uint8))
-        return ops.sub(ops.to_dtype(nibble, torch.int8), ops.constant(OFFSET, torch.int8))
+        # h is an outer loop, so its shift is a scalar there, and j runs over lanes.  In int32 a vector takes a shift of its own;
+        # a choice between two vectors of uint8 is made lane by lane (torch 2.13).
+        word = ops.to_dtype(load([n, j]), torch.int32)
+        nibble = ops.bitwise_and(
+            ops.bitwise_right_shift(word, ops.index_expr(4 * h, torch.int32)), ops.constant(15, torch.int32)
+        )
+        return ops.to_dtype(ops.sub(nibble, ops.constant(OFFSET, torch.int32)), torch.int8)
 
     codes = Pointwise.create(device=w_q.get_device(), dtype=torch.int8, inner_fn=inner, ranges=[rows, 2, half])
     # A buffer of three axes: fused into a flat view, h would become a division per element.
