@@ -4,7 +4,8 @@
 
 transformers compiles the decode step of a static cache and nothing else.  Three things cost the time around it:
 
-    prefill     runs eagerly, hundreds of small launches   ->  compiled as well (any length: sizes are symbolic)
+    prefill     runs eagerly, hundreds of small launches   ->  compiled as well: one graph for any length, or, with
+                                                               prefill="graphs", a CUDA graph for every length that comes
     stop check  asks the device after every token          ->  one step late, transformers' ``DeferredStopCheck``
     the cache   is new in every call, so CUDA graphs are   ->  kept, emptied and used again while its shape fits
                 recorded again
@@ -28,6 +29,8 @@ from transformers.cache_utils import StaticCache
 from transformers.generation import utils as generation
 
 __all__ = ["compiled_loop"]
+
+PREFILL = ("compiled", "graphs", "eager")
 
 
 class _State:
@@ -54,7 +57,7 @@ class _State:
 
 
 def compiled_loop(
-    model: Any, input_ids: Tensor, *, generation_config: GenerationConfig, compile_prefill: bool = True, **kwargs: Any
+    model: Any, input_ids: Tensor, *, generation_config: GenerationConfig, prefill: str = "compiled", **kwargs: Any
 ) -> Any:
     """A ``custom_generate`` callable: greedy search and sampling with a static cache, compiled.
 
@@ -62,15 +65,18 @@ def compiled_loop(
         model: the model whose ``generate`` was called.
         input_ids: [B, L] int64, the prompt.
         generation_config: its ``compile_config`` says how to compile; by default ``backend="mmqc"`` with CUDA graphs.
-        compile_prefill: an argument of ``generate`` too; False runs the prompt eagerly, as transformers does.
+        prefill: an argument of ``generate`` too: "compiled"; "graphs", with CUDA graphs, for prompts of few different shapes
+            (images of one size): the first two prompts of a shape are slow, and each shape keeps memory; or "eager".
         kwargs: what ``generate`` hands to its loop.  (A streamer is not among it: transformers keeps that back.)
 
     Returns:
         What ``generate`` returns, with the tokens of transformers' own loop as far as a compiled forward equals an eager one.
 
     Raises:
-        ValueError: the cache is not static, or the generation is neither greedy nor sampled.
+        ValueError: the cache is not static, the generation is neither greedy nor sampled, or ``prefill`` is unknown.
     """
+    if prefill not in PREFILL:
+        raise ValueError(f"prefill = {prefill!r}: one of {', '.join(map(repr, PREFILL))}")
     cache = kwargs.get("past_key_values")
     if generation_config.num_beams > 1 or not isinstance(cache, StaticCache) or cache.offloading:
         what = f"{generation_config.num_beams} beams" if generation_config.num_beams > 1 else type(cache).__name__
@@ -82,8 +88,9 @@ def compiled_loop(
     config.compile_config = _compile_config(generation_config.compile_config)
     outlives = config.return_dict_in_generate or getattr(cache, "_is_user_defined", False)
     cache = kwargs["past_key_values"] = _ready(model, cache, input_ids.shape[0], keep=not outlives)
-    compiled = compile_prefill and config.prefill_chunk_size is None and all(c.is_initialized for c in cache.layers)
-    with _compiled_once(model, config.compile_config, compiled), _deferred_stop_check():
+    possible = config.prefill_chunk_size is None and all(c.is_initialized for c in cache.layers)
+    how = prefill if possible else "eager"  # transformers compiles the chunks of a prompt itself
+    with _compiled_once(model, config.compile_config, how), _deferred_stop_check():
         sample: Any = generation.GenerationMixin._sample
         return sample(model, input_ids, generation_config=config, **kwargs)
 
@@ -116,17 +123,18 @@ def _ready(model: Any, new: Any, batch: int, *, keep: bool) -> Any:
 
 
 @contextmanager
-def _compiled_once(model: Any, config: CompileConfig, wanted: bool) -> Iterator[None]:
+def _compiled_once(model: Any, config: CompileConfig, how: str) -> Iterator[None]:
     """The next call of ``model``, its prefill, is compiled, and only that one."""
-    if not wanted:
+    if how == "eager":
         yield
         return
     before, prefills = model._compiled_call_impl, _State.of(model).prefills
-    key = repr((config.backend, config.fullgraph, config.options))
+    key = repr((how, config.backend, config.fullgraph, config.options))
     if key not in prefills:
-        # Without CUDA graphs: one would be recorded for every length of a prompt.
-        how = {"backend": config.backend, "fullgraph": config.fullgraph, "options": config.options}
-        prefills[key] = torch.compile(model._call_impl, **how)
+        options = {**(config.options or {}), **({"triton.cudagraphs": True} if how == "graphs" else {})}
+        prefills[key] = torch.compile(
+            model._call_impl, backend=config.backend, fullgraph=config.fullgraph, options=options or None
+        )
 
     def once(*args: Any, **kwargs: Any) -> Any:
         model._compiled_call_impl = before

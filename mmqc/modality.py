@@ -57,8 +57,10 @@ class ModalityContext:
     def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Forward pre-hook: find the mask of this call."""
         self.visual = None if self.text_only else self.find(module, args, kwargs)
-        # a decode step or a text prompt: the text scale alone, and a graph without a mask (a trace cannot look)
-        if self.visual is not None and not torch.compiler.is_compiling() and not self.visual.any():
+        # A text prompt: the text scale alone, and a graph without a mask (a trace cannot look).  Not for a decode step, whose one
+        # row costs nothing to mask: to look means to wait for the device, once a token.
+        looks = self.visual is not None and self.visual.shape[-1] > 1 and not torch.compiler.is_compiling()
+        if looks and self.visual is not None and not self.visual.any():
             self.visual = None
         self.running = True
 

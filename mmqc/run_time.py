@@ -21,6 +21,7 @@ from .compile_options import CompileOptions
 from .graph.capture import keep_notes
 from .graph.program import KEPT, PassRecord, Program
 from .graph.runner import Pass, run
+from .graph.sizes import sizes
 from .graph.tokens import visual_mask, visual_operand
 from .passes.facts import FACTS
 from .passes.fuse_hadamard_quantize import FuseHadamardQuantize
@@ -62,7 +63,8 @@ def run_time_passes(
     if not order and not fusion:
         return AtRunTime(gm, [], [])
     prog = _program(gm, example_inputs)
-    if visual_mask(prog) is None:
+    mask = visual_mask(prog)
+    if mask is None or (sizes(mask) or (0,))[-1] == 1:  # the one row of a decode step has no order
         order = ()
     run(prog, (*order, *fusion), FACTS, text=text)
     if not any(record.sites for record in prog.records):

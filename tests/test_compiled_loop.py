@@ -45,6 +45,15 @@ def test_compiled_loop__gives_the_same_tokens_as_transformers(how: str) -> None:
             assert torch.equal(got, expected)
 
 
+def test_compiled_loop__eager_prefill(without_inductor: None) -> None:
+    model, batch = quantized_vlm()
+    more = {"max_new_tokens": 4, "do_sample": False, "cache_implementation": "static"}
+    with collect_records() as records:
+        got = model.generate(**batch, **more, custom_generate=mmqc.compiled_loop, prefill="eager")
+    assert len(records) == 1, "the step"
+    assert torch.equal(got, model.generate(**batch, **more))
+
+
 def test_compiled_loop__left_padded_batch() -> None:
     model, _ = tiny_qwen2_vl()
     ids = torch.tensor([[0, 0, 0, 11, 12, 13], [14, 15, 16, 17, 18, 19]])
@@ -92,5 +101,7 @@ def test_compiled_loop__refuses_what_it_cannot_do() -> None:
     model, batch = tiny_qwen2_vl()
     with pytest.raises(ValueError, match="cache_implementation"):
         model.generate(**batch, max_new_tokens=2, custom_generate=mmqc.compiled_loop)
+    with pytest.raises(ValueError, match="'compiled', 'graphs', 'eager'"):
+        model.generate(**batch, max_new_tokens=2, cache_implementation="static", prefill="fast", **compiled())
     with pytest.raises(ValueError, match="2 beams"):
         model.generate(**batch, max_new_tokens=2, num_beams=2, cache_implementation="static", **compiled())

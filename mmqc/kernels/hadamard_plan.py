@@ -70,6 +70,7 @@ def cuts(n: int) -> list[tuple[int, int]]:
     return [(a, b) for a, b in found if b > 1 or n == 1]
 
 
+@functools.cache
 def best_tiling(n: int) -> Tiling | str:
     """The cheapest tiling of width n, or why there is none."""
     found = [tiling(a, b) for a, b in cuts(n)]
