@@ -91,8 +91,8 @@ def compiled_loop(
     possible = config.prefill_chunk_size is None and all(c.is_initialized for c in cache.layers)
     how = prefill if possible else "eager"  # transformers compiles the chunks of a prompt itself
     with _compiled_once(model, config.compile_config, how), _deferred_stop_check():
-        sample: Any = generation.GenerationMixin._sample
-        return sample(model, input_ids, generation_config=config, **kwargs)
+        loop: Any = generation.GenerationMixin
+        return loop._sample(model, input_ids, generation_config=config, **kwargs)
 
 
 def _compile_config(given: CompileConfig | None) -> CompileConfig:

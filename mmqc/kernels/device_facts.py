@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from triton import knobs
 
-P, T = ParamSpec("P"), TypeVar("T")
+P = ParamSpec("P")
+T = TypeVar("T")
 REMEMBERED = 4096
 
 # Decided when the kernels are decorated, so once, at import; inline assembly does not exist in the interpreter.

@@ -33,9 +33,8 @@ def count_tiles(N, N1, N2, BLOCK_N: tl.constexpr, LINEARS: tl.constexpr):
 @triton.jit
 def find_linear(tile_n, N, N1, BLOCK_N: tl.constexpr, LINEARS: tl.constexpr):
     """(which linear, its own tile) of a tile of the launch."""
-    which, own = tile_n * 0, tile_n
+    which, own, first = tile_n * 0, tile_n, tl.cdiv(N, BLOCK_N)
     if LINEARS > 1:
-        first = tl.cdiv(N, BLOCK_N)
         which += (tile_n >= first).to(tl.int32)
         own = tl.where(tile_n >= first, tile_n - first, own)
     if LINEARS > 2:

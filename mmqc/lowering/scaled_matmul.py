@@ -42,7 +42,7 @@ NO_CUDA = "not on CUDA"
 
 def why_no_kernel(node: fx.Node) -> str | None:
     """None, or why the CUDA kernel cannot take this node of an ATen graph; ``NO_CUDA`` where there is none."""
-    values: list[Any] = list(fx.map_arg(node.args, lambda n: n.meta["val"]))
+    values = traced_operands(node)
     if values[0].device.type != "cuda" or not kernels.install():
         return NO_CUDA
     from mmqc.kernels import on_cuda
@@ -50,9 +50,18 @@ def why_no_kernel(node: fx.Node) -> str | None:
     ops = torch.ops.mmqc
     if node.target in (ops.weight_only_matmul.default, ops.weight_only_matmuls.default):
         x, w_q, w_scale, bias, *rest = values
-        return _first(on_cuda.why_not_weight_only(x, *linear, *rest) for linear in _each(w_q, w_scale, bias))
+        bits, group_size = rest
+        return _first(
+            on_cuda.why_not_weight_only(x, w, s, b, bits, group_size) for w, s, b in _each(w_q, w_scale, bias)
+        )
     x_q, w_q, _, w_scale, bias, _, bits, out_dtype = values
-    return _first(on_cuda.why_not_scaled(x_q, *linear, bits, out_dtype) for linear in _each(w_q, w_scale, bias))
+    return _first(on_cuda.why_not_scaled(x_q, w, s, b, bits, out_dtype) for w, s, b in _each(w_q, w_scale, bias))
+
+
+def traced_operands(node: fx.Node) -> list[Any]:
+    """The operands as they were traced."""
+    traced: Any = fx.map_arg(node.args, lambda n: n.meta["val"])
+    return list(traced)
 
 
 def _each(*operands: Any) -> list[tuple[Any, ...]]:
@@ -68,7 +77,7 @@ def why_not(node: fx.Node) -> str | None:
     """None, or why the kernel (on CUDA), or the plain ``_int_mm``, cannot take this node of an ATen graph as it is."""
     if (reason := why_no_kernel(node)) is not NO_CUDA:
         return reason
-    x_q, w_q = fx.map_arg(node.args[:2], lambda n: n.meta["val"])
+    x_q, w_q = traced_operands(node)[:2]
     large = statically_known_true(math.prod(x_q.shape[:-1]) >= CUDA_MIN_ROWS)
     weights = w_q if isinstance(w_q, Sequence) else [w_q]
     return _first(why_not_int_mm(x_q.device.type, large, w.shape[0], x_q.shape[-1]) for w in weights)

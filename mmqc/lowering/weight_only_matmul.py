@@ -27,7 +27,7 @@ from mmqc.lowering.inductor import (
     static_int,
 )
 from mmqc.lowering.pack import unpack
-from mmqc.lowering.scaled_matmul import NO_CUDA, why_no_kernel
+from mmqc.lowering.scaled_matmul import NO_CUDA, traced_operands, why_no_kernel
 
 aten = torch.ops.aten
 
@@ -37,8 +37,7 @@ def why_not(node: fx.Node) -> str | None:
     reason = why_no_kernel(node)
     if reason is not NO_CUDA:
         return reason
-    values: list[Any] = [a.meta["val"] if isinstance(a, fx.Node) else a for a in node.args]
-    x, _, _, _, bits, group = values
+    x, _, _, _, bits, group = traced_operands(node)
     if x.device.type != "cpu":
         return None
     return few_rows.why_not(math.prod(x.shape[:-1]), x.shape[-1], bits, group)
