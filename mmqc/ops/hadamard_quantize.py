@@ -14,10 +14,17 @@ from mmqc.ops import hadamard, quantize
 from mmqc.ops.define import define
 
 
+def check(x: Tensor, up: Tensor | None) -> None:
+    """Raise unless the gate fits what it gates."""
+    if up is not None and up.shape != x.shape:
+        raise ValueError(f"gate and up have one shape, not {list(x.shape)} and {list(up.shape)}")
+
+
 def reference(
     x: Tensor, up: Tensor | None, factors: list[Tensor], scale: Tensor, visual: Tensor | None, bits: int
 ) -> Tensor:
     """One after the other, each rounded to x's dtype as in the unfused model."""
+    check(x, up)
     h = x if up is None else F.silu(x) * up
     return quantize.reference(hadamard.reference(h, factors), scale, visual, bits)
 
@@ -26,8 +33,7 @@ def fake(
     x: Tensor, up: Tensor | None, factors: list[Tensor], scale: Tensor, visual: Tensor | None, bits: int
 ) -> Tensor:
     """Int8 like x."""
-    if up is not None and up.shape != x.shape:
-        raise ValueError(f"gate and up have one shape, not {list(x.shape)} and {list(up.shape)}")
+    check(x, up)
     return quantize.fake(hadamard.fake(x, factors), scale, visual, bits)
 
 

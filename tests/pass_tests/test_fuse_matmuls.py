@@ -1,0 +1,24 @@
+"""One operation for the linears that read one tensor."""
+
+import torch
+from fusion_cases import Readers, compile_and_compare, linear
+
+from mmqc.compile_record import collect_records
+
+
+def test_fuse_matmuls__weight_only(without_inductor: None) -> None:
+    ops, _ = compile_and_compare(Readers(*(linear(n, static=False) for n in (8, 24))), torch.randn(2, 5, 32))
+    assert ops == {"weight_only_matmuls": 1, "weight_only_matmul": 1}
+
+
+def test_fuse_matmuls__more_linears_than_a_kernel_takes(without_inductor: None) -> None:
+    ops, _ = compile_and_compare(Readers(*(linear(n) for n in (8, 16, 24, 32, 40))), torch.randn(3, 32))
+    assert ops == {"quantize": 2, "scaled_matmuls": 2, "scaled_matmul": 1}
+
+
+def test_fuse_matmuls__gradients_keep_the_single_ops(without_inductor: None) -> None:
+    model, x = Readers(linear(8, static=False), linear(16, static=False)), torch.randn(3, 32, requires_grad=True)
+    with collect_records() as records:
+        got = torch.compile(model, backend="mmqc", fullgraph=True)(x)
+    assert records[0].ops == {"weight_only_matmul": 3}
+    torch.testing.assert_close(got, model(x), rtol=0, atol=0)
