@@ -36,7 +36,7 @@ class WeightSpec:
     """Symmetric integer weights, rounded by ``solver``.
 
     Attributes:
-        bits: 4 or 8.
+        bits: 2, 3, 4 or 8.
         granularity: ``PerRow()``, one scale per output channel, or ``PerGroup(g)``, one per g input channels.
         solver: ``rtn``, ``mse_clip`` (clip that minimises the error's 2.4-norm) or ``gptq`` (needs calibration).
     """
@@ -46,7 +46,7 @@ class WeightSpec:
     solver: Solver = "rtn"
 
     def __post_init__(self) -> None:
-        _require(self.bits in (4, 8), "WeightSpec.bits", self.bits, (4, 8))
+        _require(self.bits in (2, 3, 4, 8), "WeightSpec.bits", self.bits, (2, 3, 4, 8))
         _require(
             isinstance(self.granularity, PerRow | PerGroup),
             "WeightSpec.granularity",

@@ -4,7 +4,7 @@
     weight     y = weight_only_matmul(x', w_q, s_w) + b
     both       y += x'[..., S] w_Sᵀ   for the rank-r term of MQuant's rotation magnitude suppression (section 4.3)
 
-Shapes:  x [..., K]   w_q int8 [N, K] or packed uint8 [N, ceil(K/2)]   s_w [N] or [N, K/g]   s_x [1] or [2] = (text, visual)
+Shapes:  x [..., K]   w_q int8 [N, K] or packed uint8 (ops/pack.py)   s_w [N] or [N, K/g]   s_x [1] or [2] = (text, visual)
          S int64 [r]   w_S [N, r]   (w_q holds zeros in the columns S)   y [..., N] in x's dtype
 
 Model code that looks at ``linear.weight.dtype`` to cast its activations, or reads the matrix, sees the float weight.
@@ -24,7 +24,7 @@ from mmqc import kernels
 from mmqc.modality import ModalityContext
 from mmqc.norm import RMSNorm
 from mmqc.online_hadamard import HadamardLinear, OnlineHadamard, rebuild_factors
-from mmqc.ops.pack import pack_int4, packed_width, unpack
+from mmqc.ops.pack import pack, packed_width, stored_bits, unpack
 
 __all__ = ["HadamardLinear", "QuantLinear", "RMSNorm", "rebuild_factors"]
 
@@ -61,8 +61,8 @@ class QuantLinear(OnlineHadamard):
 
     @property
     def storage_bits(self) -> int:
-        """4 (two codes a byte) or 8."""
-        return 4 if self.weight_bits <= 4 else 8
+        """In how many bits a code is stored."""
+        return stored_bits(self.weight_bits, self.activation_bits is not None)
 
     @classmethod
     def empty(
@@ -73,7 +73,7 @@ class QuantLinear(OnlineHadamard):
         """The structure without values, to load a state dict into; ``dtype`` is that of bias and outlier weights."""
         module = cls(in_features, out_features, weight_bits=weight_bits, activation_bits=activation_bits,
                      group_size=group_size, hadamard=hadamard, device=device, dtype=dtype)  # fmt: skip
-        stored = torch.uint8 if module.storage_bits == 4 else torch.int8
+        stored = torch.int8 if module.storage_bits == 8 else torch.uint8
         groups = (-(-in_features // group_size),) if group_size else ()
 
         def buffer(name: str, present: Any, shape: tuple[int, ...], kind: torch.dtype) -> None:
@@ -99,7 +99,7 @@ class QuantLinear(OnlineHadamard):
         out_features, in_features = codes.shape
         module = cls(in_features, out_features, weight_bits=weight_bits, activation_bits=activation_bits,
                      group_size=group_size, hadamard=hadamard, device=codes.device, dtype=dtype)  # fmt: skip
-        stored = pack_int4(codes) if module.storage_bits == 4 else codes.to(torch.int8)
+        stored = codes.to(torch.int8) if module.storage_bits == 8 else pack(codes, module.storage_bits)
         parts = {"qweight": stored, "weight_scale": weight_scale.float(), "bias": bias,
                  "input_scale": None if input_scale is None else input_scale.float(),
                  "outlier_index": outlier_index, "outlier_weight": outlier_weight}  # fmt: skip

@@ -31,7 +31,7 @@ def rtn(
     """Round to nearest, no rewrites; activations, if any, with ONE static scale per tensor.
 
     Args:
-        weight_bits: 4 or 8.
+        weight_bits: 2, 3, 4 or 8; few bits need groups (``group_size``).
         activation_bits: 8, or None for weight-only.
         group_size: input channels per weight scale; None means one scale per output channel.
         head_bits: of the output head's weight, the largest of a small model; None leaves the head in floating point.

@@ -51,7 +51,7 @@ def test_config__any_config_survives_json(config: QuantConfig) -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: WeightSpec(3), r"WeightSpec.bits = 3 is not supported; allowed: \(4, 8\)"),
+        (lambda: WeightSpec(5), r"WeightSpec.bits = 5 is not supported; allowed: \(2, 3, 4, 8\)"),
         (lambda: WeightSpec(4, PerTensor()), "WeightSpec.granularity"),
         (lambda: WeightSpec(4, solver="awq"), "WeightSpec.solver = 'awq'"),
         (lambda: WeightSpec(4, PerGroup(8), "gptq"), "rtn for PerGroup scales"),

@@ -65,6 +65,8 @@ def quantize_by_hand(model, *, untie=False):
         block.norm1 = RMSNorm(64, eps=1e-5)
     tower.blocks[0].norm2 = RMSNorm(64, eps=1e-6, weight=torch.rand(64).to(model.dtype))
     tower.blocks[1].attn.proj = quantized(tower.blocks[1].attn.proj, WeightSpec(4, PerGroup(16)))
+    tower.blocks[0].attn.proj = quantized(tower.blocks[0].attn.proj, WeightSpec(3, PerGroup(16)))
+    tower.merger.mlp[0] = quantized(tower.merger.mlp[0], WeightSpec(2, PerGroup(16)))
     fc1 = tower.blocks[1].mlp.fc1
     tower.blocks[1].mlp.fc1 = HadamardLinear.from_parts(rotated(fc1.weight.detach()), fc1.bias.detach())
     for layer in decoder.layers:

@@ -189,11 +189,13 @@ def test_quantize__twice_is_the_same() -> None:
     assert all(torch.equal(a, b) for a, b in zip(*(s.values() for s in states), strict=True))
 
 
-@pytest.mark.parametrize("name", ["rtn", "rtn_w4", "mquant", "mquant_gptq", "mse_clip", "rotate"])
+@pytest.mark.parametrize("name", ["rtn", "rtn_w4", "rtn_w3", "rtn_w2", "mquant", "mquant_gptq", "mse_clip", "rotate"])
 def test_quantize__every_recipe_runs(name: str) -> None:
     config = {
         "rtn": recipes.rtn(8, 8),
         "rtn_w4": recipes.rtn(4, group_size=8),
+        "rtn_w3": recipes.rtn(3, group_size=8),
+        "rtn_w2": recipes.rtn(2, group_size=8),
         "mquant": recipes.mquant(8, solver="rtn"),
         "mquant_gptq": recipes.mquant(8),
         "mse_clip": recipes.mquant(8, solver="mse_clip", rotate=False),
@@ -204,7 +206,7 @@ def test_quantize__every_recipe_runs(name: str) -> None:
     report = quantize(model, config)
     assert bool(report.layers) == (name != "rotate")
     error = relative_error(logits(model, batches()[0]), before)
-    assert error < {"rtn_w4": 0.3, "rotate": 1e-5}.get(name, SMALL)
+    assert error < {"rtn_w4": 0.3, "rtn_w3": 0.6, "rtn_w2": 1.2, "rotate": 1e-5}.get(name, SMALL)
 
 
 def test_quantize__weights_only_without_calibration() -> None:

@@ -4,7 +4,7 @@
 
 Why:     nothing is timed at run time, so a launch is deterministic and can be captured in a CUDA graph.  The JSON files are
          written by ``benchmarks/linear.py --tune``; a file that does not exist is no error, the table always answers.
-Ops:     scaled_int8 scaled_fp8 scaled_int4 (weights packed, int8 activations) scaled_int4_fp8 weight_int4 weight_int8
+Ops:     scaled_int8 scaled_fp8 scaled_int4 (weights packed, int8 activations) scaled_int4_fp8 weight_int{2,3,4,8}
 """
 
 from __future__ import annotations
@@ -19,8 +19,18 @@ from typing import Any
 import torch
 
 from mmqc.kernels.device_facts import capability, gpu_name, multiprocessors
+from mmqc.ops.pack import stretch
 
-OPS = ("scaled_int8", "scaled_fp8", "scaled_int4", "scaled_int4_fp8", "weight_int4", "weight_int8")
+OPS = (
+    "scaled_int8",
+    "scaled_fp8",
+    "scaled_int4",
+    "scaled_int4_fp8",
+    "weight_int2",
+    "weight_int3",
+    "weight_int4",
+    "weight_int8",
+)
 VARIANTS = ("rows", "columns", "descriptors", "nested", "specialized", "unpack")
 PERSISTENT = ("descriptors", "nested", "specialized")
 BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
@@ -169,7 +179,7 @@ def _skinny(m: int, n: int, stored: int, device: torch.device) -> MatmulConfig:
 
 
 def _weight_only(op: str, m: int, n: int, k: int, device: torch.device) -> MatmulConfig:
-    stored = (k + 1) // 2 if op == "weight_int4" else k
+    stored = stretch(k, int(op.removeprefix("weight_int")))
     slots = 3 * multiprocessors(device)
     if m > 256:
         return MatmulConfig(128, 128, 64, 8, 3, variant="unpack")

@@ -91,6 +91,16 @@ def int4_as_float(packed, DTYPE: tl.constexpr, PTX: tl.constexpr):
 
 
 @triton.jit
+def small_code_as_float(packed, third, k, half, t: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.constexpr):
+    """Stretch t of packed uint8 with 2 bits, or with 3 whose top bits are in ``third``, at columns k -> codes in DTYPE."""
+    code = (packed.to(tl.int32) >> (2 * t)) & 3
+    if BITS == 3:
+        place = 2 * t + (k >= half).to(tl.int32)
+        code += ((third.to(tl.int32) >> place[None, :]) & 1) * 4
+    return (code - (2 if BITS == 2 else 4)).to(tl.float32).to(DTYPE)
+
+
+@triton.jit
 def int8_as_float(codes, DTYPE: tl.constexpr, PTX: tl.constexpr):
     """Codes in int8 -> the same numbers as fp16 or bf16 (|code| <= 128 is exact in both)."""
     if PTX and tl.float16 == DTYPE:

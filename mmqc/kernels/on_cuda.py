@@ -88,9 +88,7 @@ def why_not_weight_only(
     """None, or why the kernel cannot take these operands."""
     if x.dtype == torch.float32:
         return "float32 activations are multiplied in float32"
-    if (weight_bits == 4) != (w_q.dtype == torch.uint8):
-        return f"{weight_bits} bits are stored as {w_q.dtype}"
-    return weight_only.supports(_matrix(x), w_q, w_scale, bias, group_size, None)
+    return weight_only.supports(_matrix(x), w_q, w_scale, bias, group_size, None, weight_bits)
 
 
 check_weight_only = remembered(weight_only_op.check)
@@ -116,7 +114,7 @@ def weight_only_matmuls(
             return [weight_only_matmul(x, w, s, b, weight_bits, group_size) for w, s, b in operands]
     ys, flat = _results(x, w_q, x.dtype)
     linears = [scaled.Linear(*parts) for parts in zip(w_q, w_scale, bias, flat, strict=True)]
-    weight_only.multiply(_matrix(x), linears, group_size)
+    weight_only.multiply(_matrix(x), linears, group_size, weight_bits)
     return ys
 
 

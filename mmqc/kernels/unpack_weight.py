@@ -1,9 +1,9 @@
 """Write a stored weight out once, for matmuls with so many rows that this costs nothing next to them.
 
-    out[n, k] = w_q[n, k]                          int8, from 4-bit codes (ops/pack.py)
-    out[n, k] = (w_q[n, k] - z[n, k // g]) s[n, k // g]     fp16, bf16, fp32, from 4- or 8-bit codes
+    out[n, k] = w_q[n, k]                          int8, from packed codes (ops/pack.py)
+    out[n, k] = (w_q[n, k] - z[n, k // g]) s[n, k // g]     fp16, bf16, fp32, from codes of 2, 3, 4 or 8 bits
 
-Shapes:  w_q uint8 [N, ceil(K/2)] or int8 [N, K]   s, z [N] or [N, ceil(K/g)]   out [N, K]
+Shapes:  w_q uint8 [N, packed_width] or int8 [N, K]   s, z [N] or [N, ceil(K/g)]   out [N, K]
 """
 
 # A launch gives plain values to constexpr parameters, and options that are no parameters.
@@ -16,22 +16,30 @@ import triton.language as tl
 from torch import Tensor
 
 from mmqc.kernels.device_facts import ceil_div
+from mmqc.ops.pack import stretch
 
 
 @triton.jit
 def unpack_weight_kernel(
-    w_ptr, out_ptr, scale_ptr, zero_ptr, N, K, STORED, GROUPS,
-    PACKED: tl.constexpr, SCALED: tl.constexpr, HAS_ZERO: tl.constexpr, GROUP: tl.constexpr, BLOCK_K: tl.constexpr,
+    w_ptr, out_ptr, scale_ptr, zero_ptr, N, K, ROW, STORED, GROUPS,
+    BITS: tl.constexpr, SCALED: tl.constexpr, HAS_ZERO: tl.constexpr, GROUP: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """One row's stretch of BLOCK_K stored bytes."""
+    """BLOCK_K stored bytes of one row, which has ROW of them; STORED: columns of a stretch (ops/pack.py)."""
     n = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
-    w = tl.load(w_ptr + n * STORED + at, mask=at < STORED, other=0).to(tl.int32)
-    for half in tl.static_range(2 if PACKED else 1):  # pyright: ignore[reportGeneralTypeIssues]  # compiled, not run
-        codes, k = w, at
-        if PACKED:
-            codes = ((w >> (4 * half)) & 15) - 8
-            k = at + half * STORED
+    w = tl.load(w_ptr + n * ROW + at, mask=at < STORED, other=0).to(tl.int32)
+    third = w
+    if BITS == 3:
+        third = tl.load(w_ptr + n * ROW + STORED + at % (STORED // 2)).to(tl.int32)
+    for t in tl.static_range(1 if BITS == 8 else 2 if BITS == 4 else 4):  # pyright: ignore[reportGeneralTypeIssues]  # compiled, not run
+        codes, k = w, at + t * STORED
+        if BITS == 4:
+            codes = ((w >> (4 * t)) & 15) - 8
+        elif BITS == 2:
+            codes = ((w >> (2 * t)) & 3) - 2
+        elif BITS == 3:
+            place = 2 * t + (at >= STORED // 2).to(tl.int32)
+            codes = ((w >> (2 * t)) & 3) + ((third >> place) & 1) * 4 - 4
         mask = (at < STORED) & (k < K)
         if SCALED:
             group = n * GROUPS + (k // GROUP if GROUP else k * 0)
@@ -49,13 +57,13 @@ def unpack_weight(
     zero: Tensor | None = None, group_size: int = 0,
 ) -> Tensor:  # fmt: skip
     """The weight [N, K] in ``dtype``: its codes, or with ``scale`` the numbers that they stand for."""
-    n, stored = w_q.shape
+    (n, row), stored = w_q.shape, stretch(k, bits)
     out = torch.empty(n, k, dtype=dtype, device=w_q.device)
     block = min(4096, max(16, triton.next_power_of_2(stored)))
     unpack_weight_kernel[(n, ceil_div(stored, block))](
         w_q, out, out if scale is None else scale, out if zero is None else zero,
-        n, k, stored, 1 if scale is None or scale.dim() == 1 else scale.shape[1],
-        PACKED=bits == 4, SCALED=scale is not None, HAS_ZERO=zero is not None, GROUP=group_size, BLOCK_K=block,
+        n, k, row, stored, 1 if scale is None or scale.dim() == 1 else scale.shape[1],
+        BITS=bits, SCALED=scale is not None, HAS_ZERO=zero is not None, GROUP=group_size, BLOCK_K=block,
         num_warps=4,
     )  # fmt: skip
     return out

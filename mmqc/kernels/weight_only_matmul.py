@@ -2,7 +2,7 @@
 
     y = x Wᵀ + b        W[n, k] = (w_q[n, k] - z[n, k // g]) s[n, k // g]       z = 0 in the symmetric case
 
-Shapes:  x [M, K] fp16 | bf16 | fp32 (interpreter)   w_q int8 [N, K] or uint8 [N, ceil(K/2)] (ops/pack.py)
+Shapes:  x [M, K] fp16 | bf16 | fp32 (interpreter)   w_q int8 [N, K] or uint8 (ops/pack.py: 2, 3, 4 bits)
          s float [N] (g = 0) or [N, ceil(K/g)]   z int8 like s: zero points in code units   b [N]   y [M, N] in x's dtype
 M:       few rows: skinny tiles, K split over programs;  to some hundred: the same kernel, larger tiles, the weight unpacked
          in registers;  above: the weight is written out once in x's dtype and multiplied by torch.
@@ -26,24 +26,25 @@ from mmqc.kernels.scaled_matmul import FEW_ROWS, Linear, alike
 from mmqc.kernels.split_k import workspace
 from mmqc.kernels.unpack_weight import unpack_weight
 from mmqc.kernels.weight_only_matmul_tiles import weight_only_matmul_kernel
+from mmqc.ops.pack import STRETCHES, packed_width, stretch
 
 DTYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 
 
 @remembered
 def supports(
-    x: Tensor, w_q: Tensor, w_scale: Tensor, bias: Tensor | None, group_size: int, zero: Tensor | None
+    x: Tensor, w_q: Tensor, w_scale: Tensor, bias: Tensor | None, group_size: int, zero: Tensor | None, bits: int
 ) -> str | None:
     """None, or why these operands cannot be multiplied here."""
     if x.dim() != 2 or w_q.dim() != 2:
         return f"x and w_q are matrices, not {list(x.shape)} and {list(w_q.shape)}"
     k, (n, stored) = x.shape[1], w_q.shape
-    packed = w_q.dtype == torch.uint8
     scales = (n, -(-k // group_size)) if group_size else (n,)
     checks = (
         (x.dtype in DTYPES, f"x is one of {list(DTYPES)}, not {x.dtype}"),
-        (packed or w_q.dtype == torch.int8, f"w_q is int8 or packed uint8, not {w_q.dtype}"),
-        (k > 0 and stored == ((k + 1) // 2 if packed else k), f"w_q has {stored} columns for inputs of width {k}"),
+        (bits in STRETCHES, f"bits = {bits}: one of {sorted(STRETCHES)}"),
+        (w_q.dtype == (torch.int8 if bits == 8 else torch.uint8), f"{bits} bits are not stored as {w_q.dtype}"),
+        (k > 0 and bits in STRETCHES and stored == packed_width(k, bits), f"w_q has {stored} columns for inputs of width {k}"),
         (group_size >= 0, f"group_size = {group_size}"),
         (w_scale.shape == scales, f"w_scale for group_size {group_size} is {list(scales)}, not {list(w_scale.shape)}"),
         (w_scale.is_contiguous() and w_scale.is_floating_point(), f"w_scale is contiguous and float, not {w_scale.dtype}"),
@@ -58,10 +59,11 @@ def supports(
 
 def weight_only_matmul(
     x: Tensor, w_q: Tensor, w_scale: Tensor, bias: Tensor | None = None, *, group_size: int = 0,
-    zero: Tensor | None = None, out: Tensor | None = None, config: MatmulConfig | None = None,
+    zero: Tensor | None = None, out: Tensor | None = None, config: MatmulConfig | None = None, bits: int | None = None,
 ) -> Tensor:  # fmt: skip
-    """Multiply; 4 or 8 bits follow from w_q's dtype."""
-    reason = supports(x, w_q, w_scale, bias, group_size, zero)
+    """Multiply; ``bits`` follow from w_q's dtype, 4 or 8, unless they are given."""
+    bits = stored_as(w_q) if bits is None else bits
+    reason = supports(x, w_q, w_scale, bias, group_size, zero, bits)
     if reason is not None:
         raise ValueError(f"weight_only_matmul: {reason}")
     m, n = x.shape[0], w_q.shape[0]
@@ -70,43 +72,49 @@ def weight_only_matmul(
         raise ValueError(
             f"weight_only_matmul: out is {x.dtype} [{m}, {n}], rows contiguous; got {y.dtype} {list(y.shape)}"
         )
-    multiply(x, [Linear(w_q, w_scale, bias, y)], group_size, zero, config=config)
+    multiply(x, [Linear(w_q, w_scale, bias, y)], group_size, bits, zero, config=config)
     return y
+
+
+def stored_as(w_q: Tensor) -> int:
+    """Bits of a code, where there is no 2 or 3."""
+    return 4 if w_q.dtype == torch.uint8 else 8
 
 
 def weight_only_matmuls(
     x: Tensor, w_q: list[Tensor], w_scale: list[Tensor], bias: list[Tensor | None], *, group_size: int = 0,
-    config: MatmulConfig | None = None,
+    config: MatmulConfig | None = None, bits: int | None = None,
 ) -> list[Tensor]:  # fmt: skip
     """Several linears of x."""
+    bits = stored_as(w_q[0]) if bits is None else bits
     for parts in zip(w_q, w_scale, bias, strict=True):
-        reason = supports(x, *parts, group_size, None)
+        reason = supports(x, *parts, group_size, None, bits)
         if reason is not None:
             raise ValueError(f"weight_only_matmuls: {reason}")
     ys = [torch.empty(x.shape[0], w.shape[0], dtype=x.dtype, device=x.device) for w in w_q]
-    multiply(x, [Linear(*parts) for parts in zip(w_q, w_scale, bias, ys, strict=True)], group_size, config=config)
+    multiply(x, [Linear(*parts) for parts in zip(w_q, w_scale, bias, ys, strict=True)], group_size, bits, config=config)
     return ys
 
 
 def multiply(
-    x: Tensor, linears: list[Linear], group_size: int, zero: Tensor | None = None, *, config: MatmulConfig | None = None
-) -> None:
+    x: Tensor, linears: list[Linear], group_size: int, bits: int, zero: Tensor | None = None, *,
+    config: MatmulConfig | None = None,
+) -> None:  # fmt: skip
     """Fill every linear's y, without a check: several linears of few rows in one launch, else one after the other."""
     m, k = x.shape
     width = sum(linear.w.shape[0] for linear in linears)
     if not m or not width:
         return
-    packed = linears[0].w.dtype == torch.uint8
-    c = config or choose("weight_int4" if packed else "weight_int8", m, width, k, x.device)
+    c = config or choose(f"weight_int{bits}", m, width, k, x.device)
     if len(linears) > 1 and not (m <= FEW_ROWS and c.variant != "unpack" and alike(linears)):
         for linear in linears:
-            multiply(x, [linear], group_size, zero, config=config)
+            multiply(x, [linear], group_size, bits, zero, config=config)
         return
     if c.variant != "unpack":
-        _launch(x, linears, zero, group_size, c)
+        _launch(x, linears, zero, group_size, bits, c)
         return
     w_q, w_scale, bias, y = linears[0]
-    w = unpack_weight(w_q.contiguous(), k, bits=4 if packed else 8, dtype=x.dtype, scale=w_scale, zero=zero,
+    w = unpack_weight(w_q.contiguous(), k, bits=bits, dtype=x.dtype, scale=w_scale, zero=zero,
                       group_size=group_size)  # fmt: skip
     if bias is None:
         torch.mm(x, w.t(), out=y)
@@ -114,20 +122,25 @@ def multiply(
         torch.addmm(bias.to(x.dtype), x, w.t(), out=y)
 
 
-def one_group_a_step(k: int, stored: int, packed: bool, group_size: int, block_k: int) -> bool:
-    """Whether every step of K, in both halves of a packed row, lies in one group."""
-    return group_size > 0 and group_size % block_k == 0 and not (packed and (stored % block_k or k % 2))
+def one_group_a_step(k: int, bits: int, group_size: int, block_k: int) -> bool:
+    """Whether every step of K, in every stretch of a packed row, lies in one group."""
+    return group_size > 0 and group_size % block_k == 0 and whole_steps(k, bits, block_k)
 
 
-def _launch(x: Tensor, linears: list[Linear], zero: Tensor | None, group: int, c: MatmulConfig) -> None:
+def whole_steps(k: int, bits: int, block_k: int) -> bool:
+    """Whether the steps of ``block_k`` columns end with every stretch, and no stretch beyond K."""
+    length, count = stretch(k, bits), STRETCHES[bits]
+    return length % block_k == 0 and length * count == k and not (bits == 3 and length // 2 % block_k)
+
+
+def _launch(x: Tensor, linears: list[Linear], zero: Tensor | None, group: int, bits: int, c: MatmulConfig) -> None:
     (m, k), w, scale = x.shape, linears[0].w, linears[0].scale
-    stored = w.shape[1]
-    packed = w.dtype == torch.uint8
+    stored = stretch(k, bits)
     # A step must not leave its group, if that can be had with a tile that tensor cores take.
     block_k = c.block_k
-    while block_k > 32 and group and not one_group_a_step(k, stored, packed, group, block_k):
+    while block_k > 32 and group and not one_group_a_step(k, bits, group, block_k):
         block_k //= 2
-    aligned = one_group_a_step(k, stored, packed, group, block_k)
+    aligned = one_group_a_step(k, bits, group, block_k)
     block_k = block_k if aligned or not group else min(c.block_k, 64)
     three = (linears + linears[-1:] * 2)[:3]  # what is not there is not read
     ws, scales, biases, ys = zip(*three, strict=True)
@@ -139,8 +152,7 @@ def _launch(x: Tensor, linears: list[Linear], zero: Tensor | None, group: int, c
         m, *(t.shape[0] for t in ws), k, stored, scale.shape[1] if group else 1, x.stride(0), w.stride(0),
         *(y.stride(0) for y in ys),
         LINEARS=len(linears), GROUP=group, ALIGNED=aligned, HAS_ZERO=zero is not None,
-        HAS_BIAS=linears[0].bias is not None, PACKED=packed,
-        EVEN_K=stored % block_k == 0 and not (packed and k % 2), PTX=has_inline_ptx(x.device), DTYPE=DTYPES[x.dtype],
-        BLOCK_M=c.block_m, BLOCK_N=c.block_n, BLOCK_K=block_k, GROUP_M=c.group_m, SPLIT=c.split_k > 1,
-        num_warps=c.num_warps, num_stages=c.num_stages,
+        HAS_BIAS=linears[0].bias is not None, BITS=bits, EVEN_K=whole_steps(k, bits, block_k),
+        PTX=has_inline_ptx(x.device), DTYPE=DTYPES[x.dtype], BLOCK_M=c.block_m, BLOCK_N=c.block_n, BLOCK_K=block_k,
+        GROUP_M=c.group_m, SPLIT=c.split_k > 1, num_warps=c.num_warps, num_stages=c.num_stages,
     )  # fmt: skip

@@ -10,7 +10,7 @@ second, zero-padded to 16 rows.  Codes are exact in fp16 and bf16 and are summed
 import triton
 import triton.language as tl
 
-from mmqc.kernels.int4_codes import int4_as_float, int8_as_float
+from mmqc.kernels.int4_codes import int4_as_float, int8_as_float, small_code_as_float
 from mmqc.kernels.linears import count_tiles, find_linear, pick
 from mmqc.kernels.load_tile import load_w_tile, load_x_tile
 from mmqc.kernels.program_order import grouped_tile
@@ -63,10 +63,10 @@ def weight_only_matmul_kernel(
     bias_ptr, bias1_ptr, bias2_ptr, part_ptr, counter_ptr,
     M, N, N1, N2, K, STORED, GROUPS, stride_x, stride_w, stride_y, stride_y1, stride_y2,
     LINEARS: tl.constexpr, GROUP: tl.constexpr, ALIGNED: tl.constexpr, HAS_ZERO: tl.constexpr, HAS_BIAS: tl.constexpr,
-    PACKED: tl.constexpr, EVEN_K: tl.constexpr, PTX: tl.constexpr, DTYPE: tl.constexpr,
+    BITS: tl.constexpr, EVEN_K: tl.constexpr, PTX: tl.constexpr, DTYPE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """One tile of y, or of one part of K.  STORED: bytes in a row of w."""
+    """One tile of y, or of one part of K.  STORED: columns of a stretch, so bytes in a row of w (of its first plane)."""
     tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), count_tiles(N, N1, N2, BLOCK_N, LINEARS)
     tile, split, splits = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     tile_m, tile_n = grouped_tile(tile, tiles_m, tiles_n, GROUP_M)
@@ -91,8 +91,8 @@ def weight_only_matmul_kernel(
     for start in range(first, last, BLOCK_K):
         k = start + inner
         w = load_w_tile(w_rows, k, STORED, EVEN_K)
-        x = load_x_tile(x_rows, k, row_mask, STORED, EVEN_K)
-        if PACKED:
+        x = load_x_tile(x_rows, k, row_mask, tl.minimum(STORED, K), EVEN_K)
+        if BITS == 4:
             high = k + STORED
             x_high = load_x_tile(x_rows, high, row_mask, K, EVEN_K)
             w, w_high = int4_as_float(w, DTYPE, PTX)
@@ -100,6 +100,17 @@ def weight_only_matmul_kernel(
                                           GROUP, ALIGNED, HAS_ZERO)  # fmt: skip
             acc = group_multiply_add_tile(w_high, x_high, acc, scale_ptr, zero_ptr, scale_rows, start + STORED, high, K,
                                           GROUP, ALIGNED, HAS_ZERO)  # fmt: skip
+        elif BITS < 4:
+            third, half = w, STORED // 2  # of 3 bits: its plane lies behind the other, and its place changes halfway
+            if BITS == 3:
+                third = load_w_tile(w_rows + STORED, (start % half + inner) if EVEN_K else (k % half), half, True)
+            for t in tl.static_range(4):  # pyright: ignore[reportGeneralTypeIssues]  # compiled, not run
+                column = k + t * STORED
+                if t > 0:
+                    x = load_x_tile(x_rows, column, row_mask, tl.minimum((t + 1) * STORED, K), EVEN_K)
+                part = small_code_as_float(w, third, k, half, t, BITS, DTYPE)
+                acc = group_multiply_add_tile(part, x, acc, scale_ptr, zero_ptr, scale_rows, start + t * STORED, column, K,
+                                              GROUP, ALIGNED, HAS_ZERO)  # fmt: skip
         else:
             w = int8_as_float(w, DTYPE, PTX)
             acc = group_multiply_add_tile(w, x, acc, scale_ptr, zero_ptr, scale_rows, start, k, K,

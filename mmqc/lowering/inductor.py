@@ -26,17 +26,20 @@ from torch._inductor.kernel.bmm import aten_bmm
 from torch._inductor.lowering import fallback_handler, lowerings, register_lowering
 from torch._inductor.virtualized import V, ops
 from torch.compiler import config as _compiler_config
-from torch.utils._sympy.functions import FloorDiv
+from torch.utils._sympy import functions as _sympy
 
 from mmqc import kernels
 
 __all__ = [
-    "FloorDiv", "Pointwise", "TensorBox", "at_least", "batched_matmul", "call_kernel", "compile_graph", "config_keys",
-    "convert", "has_kernel", "kernel_names", "lowerings", "mode_patches", "ops", "register_lowering", "row_major",
-    "row_sums", "static_int",
+    "FloorDiv", "ModularIndexing", "Pointwise", "TensorBox", "at_least", "batched_matmul", "call_kernel",
+    "compile_graph", "config_keys", "convert", "has_kernel", "kernel_names", "lowerings", "mode_patches", "ops",
+    "register_lowering", "row_major", "row_sums", "static_int",
 ]  # fmt: skip
 
 SUPPORTED = ((2, 11), (2, 13))
+
+FloorDiv: Any = _sympy.FloorDiv
+ModularIndexing: Any = _sympy.ModularIndexing
 
 compiler_config: Any = _compiler_config  # a module that turns itself into an object with ``patch``
 _version = tuple(int(part) for part in torch.__version__.split(".")[:2])

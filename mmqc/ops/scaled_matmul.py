@@ -20,6 +20,8 @@ from mmqc.ops.quantize import check_scale, row_scale
 
 def check(x_q: Tensor, w_q: Tensor, x_scale: Tensor, w_scale: Tensor, visual: Tensor | None, weight_bits: int) -> None:
     """Raise unless the operands fit each other."""
+    if weight_bits not in (4, 8):
+        raise ValueError(f"weight_bits = {weight_bits}: with quantized inputs a weight is stored in 4 or 8 bits")
     check_packed(w_q, x_q.shape[-1], weight_bits)
     check_scale(x_scale, visual)
     if x_q.dtype != torch.int8:

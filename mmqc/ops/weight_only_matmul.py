@@ -2,7 +2,7 @@
 
     y = x Wᵀ + b        W[n, k] = w_q[n, k] s[n]   or   w_q[n, k] s[n, k // g]
 
-Shapes:  x [..., K]   w_q int8 [N, K] or, 4 bits, uint8 [N, ceil(K/2)] (pack.py)   s [N] or, g > 0, [N, ceil(K/g)]
+Shapes:  x [..., K]   w_q int8 [N, K] or, 2 to 4 bits, uint8 [N, packed_width] (pack.py)   s [N] or, g > 0, [N, ceil(K/g)]
          b [N]   y [..., N]
 Exact:   the weight is dequantized in float32 (float64 for float64 inputs), rounded to x's dtype and multiplied there.
 """

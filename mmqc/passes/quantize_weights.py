@@ -23,7 +23,7 @@ from torch import Tensor, fx
 from ..config import Scheme
 from ..graph.linear import operands, weight_of
 from ..graph.program import Miss, Program, copy_meta
-from ..ops.pack import pack_int4
+from ..ops.pack import pack, stored_bits
 from ..solvers import Quantized, solve
 
 
@@ -86,8 +86,8 @@ class QuantizeWeights:
             self.cache[key] = solved
         self.done(site.fqn, solved, _error(value, solved, outliers), time.perf_counter() - start)
         prog.solved[site.fqn] = solved
-        bits = 4 if spec.bits <= 4 else 8
-        prog.add_weight(f"{site.fqn}.codes", pack_int4(solved.codes) if bits == 4 else solved.codes)
+        bits = stored_bits(spec.bits, site.scheme.activation is not None)
+        prog.add_weight(f"{site.fqn}.codes", solved.codes if bits == 8 else pack(solved.codes, bits))
         prog.add_weight(f"{site.fqn}.scale", solved.scale)
         for node in site.nodes:
             named = operands(node)

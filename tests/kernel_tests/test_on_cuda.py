@@ -11,7 +11,7 @@ from mmqc.ops import scaled_matmuls as scaled_matmuls_op
 from mmqc.ops import weight_only_matmul as weight_only_op
 from mmqc.ops import weight_only_matmuls as weight_only_matmuls_op
 from mmqc.ops.hadamard_matrix import hadamard_factors
-from mmqc.ops.pack import pack_int4
+from mmqc.ops.pack import pack
 
 on_cuda = pytest.importorskip("mmqc.kernels.on_cuda")
 scaled = pytest.importorskip("mmqc.kernels.scaled_matmul")
@@ -22,7 +22,7 @@ N, K = 40, 96
 def weight(bits, device):
     low = -(2 ** (bits - 1))
     codes = torch.randint(low, -low, (N, K), dtype=torch.int8, device=device)
-    return pack_int4(codes) if bits == 4 else codes
+    return codes if bits == 8 else pack(codes, bits)
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -37,7 +37,7 @@ def test_scaled_matmul__any_leading_axes(shape, bits, masked, device):
     assert_close(on_cuda.scaled_matmul(*args, torch.float32), scaled_op.reference(*args, torch.float32))
 
 
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bits", [8, 4, 3, 2])
 @pytest.mark.parametrize("shape", [(3, 5), (1, 1), (7,)])
 @pytest.mark.parametrize("group", [0, 32])
 def test_weight_only_matmul__any_leading_axes(shape, bits, group, device):
@@ -76,7 +76,7 @@ SEVERAL = [(40, 16, 24), (33, 70)]  # widths of outputs
 def several(widths, bits, device):
     low = -(2 ** (bits - 1))
     codes = [torch.randint(low, -low, (n, K), dtype=torch.int8, device=device) for n in widths]
-    return [pack_int4(c) if bits == 4 else c for c in codes]
+    return [c if bits == 8 else pack(c, bits) for c in codes]
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -98,7 +98,7 @@ def test_scaled_matmuls__equal_one_by_one(biased, widths, rows, bits, device):
         assert y.is_contiguous()
 
 
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bits", [8, 4, 3, 2])
 @pytest.mark.parametrize("rows", [(1,), (2, 9), (70,)])
 @pytest.mark.parametrize("widths", SEVERAL)
 @pytest.mark.parametrize("group", [0, 32])

@@ -1,10 +1,10 @@
-"""The Triton kernel of weight_only_matmul against the plain-torch op: 4 and 8 bits, groups that fit and that do not."""
+"""The Triton kernel of weight_only_matmul against the plain-torch op: 2, 3, 4 and 8 bits, groups that fit and that do not."""
 
 import pytest
 import torch
 from tolerance import assert_close
 
-from mmqc.ops.pack import pack_int4
+from mmqc.ops.pack import pack
 from mmqc.ops.weight_only_matmul import reference
 
 kernel = pytest.importorskip("mmqc.kernels.weight_only_matmul")
@@ -27,14 +27,14 @@ SHAPES = [
 
 
 def weights(n, k, bits, group, device, dtype=torch.float32):
-    low, high = (-8, 8) if bits == 4 else (-128, 128)
-    codes = torch.randint(low, high, (n, k), dtype=torch.int8, device=device)
+    top = 2 ** (bits - 1)
+    codes = torch.randint(-top, top, (n, k), dtype=torch.int8, device=device)
     scale = torch.rand((n, -(-k // group)) if group else (n,), device=device) * 0.1 + 0.01
-    return codes, pack_int4(codes) if bits == 4 else codes, scale.to(dtype)
+    return codes, codes if bits == 8 else pack(codes, bits), scale.to(dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
 @pytest.mark.parametrize("variant", SMALL)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_weight_only_matmul__equals_the_op(shape, variant, bits, dtype, device):
@@ -42,23 +42,23 @@ def test_weight_only_matmul__equals_the_op(shape, variant, bits, dtype, device):
     _, w, scale = weights(n, k, bits, group, device)
     x, bias = torch.randn(m, k, device=device).to(dtype), torch.randn(n, device=device)
     out = torch.full((m, n), float("nan"), dtype=dtype, device=device)
-    y = kernel.weight_only_matmul(x, w, scale, bias, group_size=group, out=out, config=SMALL[variant])
+    y = kernel.weight_only_matmul(x, w, scale, bias, group_size=group, out=out, config=SMALL[variant], bits=bits)
     assert y is out
     # The op in float64: the kernel may round less often than the op does in x's dtype.
     assert_close(y, reference(x.double(), w, scale, bias.double(), bits, group), dtype)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
 @pytest.mark.parametrize("m", [1, 16, 100])
 def test_weight_only_matmul__bfloat16(m, bits, device):
     _, w, scale = weights(200, 1024, bits, 128, device)
     x = torch.randn(m, 1024, device=device).bfloat16()
-    y = kernel.weight_only_matmul(x, w, scale, group_size=128)
+    y = kernel.weight_only_matmul(x, w, scale, group_size=128, bits=bits)
     assert_close(y, reference(x.double(), w, scale, None, bits, 128), torch.bfloat16)
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
 @pytest.mark.parametrize("group", [0, 32, 48])
 @pytest.mark.parametrize("variant", SMALL)
 def test_weight_only_matmul__asymmetric(variant, group, bits, device):
@@ -66,7 +66,7 @@ def test_weight_only_matmul__asymmetric(variant, group, bits, device):
     codes, w, scale = weights(n, k, bits, group, device)
     zero = torch.randint(-8, 8, scale.shape, dtype=torch.int8, device=device)
     x = torch.randn(m, k, device=device).half()
-    y = kernel.weight_only_matmul(x, w, scale, group_size=group, zero=zero, config=SMALL[variant])
+    y = kernel.weight_only_matmul(x, w, scale, group_size=group, zero=zero, config=SMALL[variant], bits=bits)
     wide = [t.double().repeat_interleave(group, 1) if group else t.double()[:, None] for t in (scale, zero)]
     assert_close(y, x.double() @ ((codes.double() - wide[1]) * wide[0]).t(), torch.float16)
 

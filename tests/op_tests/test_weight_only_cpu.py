@@ -12,7 +12,7 @@ from tolerance import assert_close
 import mmqc.ops  # noqa: F401  (defines the op that the lowering is for)
 from mmqc.backend import GraphRecord, backend, collect_records
 from mmqc.lowering import few_rows
-from mmqc.ops.pack import pack_int4, packed_width
+from mmqc.ops.pack import PACKED, STRETCHES, pack, stretch
 
 weight_only_matmul = torch.ops.mmqc.weight_only_matmul
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -38,8 +38,15 @@ TAKEN = [
     Linear(33, 160, 8, 32, bias=True),
     Linear(63, 100, 8, 0),
     Linear(5, 33, 8, 33),
+    Linear(40, 256, 2, 64),
+    Linear(9, 200, 2, 0, bias=True),  # the last stretch is short
+    Linear(13, 192, 2, 16, bias=True),
+    Linear(40, 512, 3, 64),
+    Linear(9, 200, 3, 0, bias=True),
+    Linear(11, 384, 3, 32),
 ]
-REFUSED = [Linear(17, 60, 4, 16), Linear(9, 100, 8, 12), Linear(9, 256, 4, 8, bias=True)]
+REFUSED = [Linear(17, 60, 4, 16), Linear(9, 100, 8, 12), Linear(9, 256, 4, 8, bias=True),
+           Linear(7, 250, 3, 24), Linear(7, 250, 2, 50, bias=True)]  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -54,7 +61,7 @@ def stored(linear: Linear) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | N
     codes = torch.randint(-(2 ** (bits - 1)), 2 ** (bits - 1), (n, k), dtype=torch.int8)
     scale = torch.rand(n, -(-k // group)) if group else torch.rand(n)
     spread = scale.repeat_interleave(group, 1)[:, :k] if group else scale[:, None]
-    kept = pack_int4(codes) if bits == 4 else codes
+    kept = codes if bits == 8 else pack(codes, bits)
     return kept, scale, torch.randn(n) if bias else None, codes.double() * spread.double()
 
 
@@ -90,8 +97,9 @@ def check(linears: list[Linear], rows: tuple[int, ...], dtype: torch.dtype, dyna
     return record
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rows", [(1,), (1, 3), (2, 8)])
+@pytest.mark.parametrize(
+    ("rows", "dtype"), [*(((1,), dtype) for dtype in DTYPES), ((1, 3), torch.float32), ((2, 8), torch.bfloat16)]
+)
 def test_few_rows__is_the_dequantized_linear(rows: tuple[int, ...], dtype: torch.dtype) -> None:
     record = check(TAKEN, rows, dtype)
     assert record.fallbacks == []
@@ -116,7 +124,7 @@ def test_few_rows__rows_share_one_pass_over_the_weight() -> None:
 
 @settings(deadline=None, max_examples=8)
 @given(
-    n=st.integers(1, 70), k=st.integers(1, 300), bits=st.sampled_from([4, 8]), group=st.integers(0, 160),
+    n=st.integers(1, 70), k=st.integers(1, 300), bits=st.sampled_from([*PACKED, 8]), group=st.integers(0, 160),
     rows=st.integers(1, 4), dtype=st.sampled_from(DTYPES), bias=st.booleans(), seed=st.integers(0, 2**31),
 )  # fmt: skip
 def test_few_rows__any_shape(
@@ -129,14 +137,15 @@ def test_few_rows__any_shape(
 
 
 @given(
-    k=st.integers(1, 20000), bits=st.sampled_from([4, 8]), group=st.sampled_from([0, 16, 32, 48, 64, 96, 100, 128, 256])
-)
-def test_chunk__has_one_scale_in_both_halves(k: int, bits: int, group: int) -> None:
-    width = packed_width(k, bits)
-    chunk = few_rows.chunk_of(width, group)
-    assert width % chunk == 0
+    k=st.integers(1, 20000), bits=st.sampled_from([*PACKED, 8]),
+    group=st.sampled_from([0, 16, 32, 48, 64, 96, 100, 128, 256]),
+)  # fmt: skip
+def test_chunk__has_one_scale_in_every_stretch(k: int, bits: int, group: int) -> None:
+    length, chunk = stretch(k, bits), few_rows.chunk_of(k, bits, group)
+    assert length % chunk == 0
+    assert bits != 3 or (length // 2) % chunk == 0, "the third bit changes its place halfway"
     if group and few_rows.why_not(1, k, bits, group) is None:
-        starts = range(0, width * (2 if bits == 4 else 1), chunk)
+        starts = range(0, length * STRETCHES[bits], chunk)
         assert all(start // group == (start + chunk - 1) // group for start in starts)
         assert starts[-1] // group < math.ceil(k / group)
 
@@ -144,7 +153,7 @@ def test_chunk__has_one_scale_in_both_halves(k: int, bits: int, group: int) -> N
 def test_few_rows__fallback_is_right_and_named() -> None:
     record = check(REFUSED, (3,), torch.float32)
     assert len(record.fallbacks) == record.kernels.count("extern mm") == len(REFUSED)
-    assert "groups of 16 and stored rows of 30 bytes" in record.fallbacks[0][1]
+    assert "groups of 16 and stretches of 30 columns" in record.fallbacks[0][1]
 
 
 @pytest.mark.parametrize(("rows", "dynamic"), [(17, False), (16, True)])

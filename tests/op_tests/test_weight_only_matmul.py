@@ -3,7 +3,7 @@ import torch
 from tolerance import assert_close
 
 import mmqc.ops  # noqa: F401
-from mmqc.ops.pack import pack_int4
+from mmqc.ops.pack import pack
 
 weight_only_matmul = torch.ops.mmqc.weight_only_matmul
 
@@ -14,10 +14,10 @@ def operands(n: int, k: int, bits: int, group: int) -> tuple[torch.Tensor, torch
     codes = torch.randint(-top, top, (n, k), dtype=torch.int8)
     scale = torch.rand(n, -(-k // group)) if group else torch.rand(n)
     spread = scale.repeat_interleave(group, 1)[:, :k] if group else scale[:, None]
-    return pack_int4(codes) if bits == 4 else codes, scale, torch.randn(n), codes.double() * spread.double()
+    return codes if bits == 8 else pack(codes, bits), scale, torch.randn(n), codes.double() * spread.double()
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
 @pytest.mark.parametrize(("n", "k", "group"), [(17, 63, 0), (63, 257, 32), (100, 100, 100), (1, 17, 4), (5, 256, 128)])
 def test_weight_only_matmul__is_the_dequantized_linear(bits: int, n: int, k: int, group: int) -> None:
     stored, scale, bias, dense = operands(n, k, bits, group)
@@ -39,7 +39,7 @@ def test_weight_only_matmul__refuses_scales_of_another_group() -> None:
 
 
 @pytest.mark.parametrize("grad", [False, True])
-@pytest.mark.parametrize(("bits", "group"), [(4, 0), (8, 8)])
+@pytest.mark.parametrize(("bits", "group"), [(4, 0), (8, 8), (3, 8), (2, 0)])
 def test_weight_only_matmul__opcheck(bits: int, group: int, grad: bool) -> None:
     stored, scale, bias, _ = operands(5, 17, bits, group)
     x = torch.randn(2, 3, 17, requires_grad=grad)
