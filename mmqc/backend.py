@@ -55,10 +55,7 @@ def backend(
         keep_tables(gm)
     compiled = _lower(gm, example_inputs, request, record) if heavy else gm.forward
     if pairs:
-        examples = list(example_inputs)
-        compiled = where_equal(
-            compiled, pairs, lambda: _lower(before, examples, request, GraphRecord(0, n_ops, how=how))
-        )
+        compiled = where_equal(compiled, pairs, before.forward)
     compile_record.add(record)
     return compiled if rewritten is None else rewritten.wrap(compiled)
 

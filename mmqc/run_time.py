@@ -11,6 +11,7 @@ granted of values is looked at again in every call (``where_equal``).
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -31,6 +32,12 @@ from .passes.rewrite_mask import RewriteMask
 from .passes.rewrite_rope_index import RewriteRopeIndex
 from .passes.share_quantize import EQUALS, ShareQuantize, equal
 
+logger = logging.getLogger(__name__)
+REMEMBERED = 64
+UNEQUAL = (
+    "input scales that were equal when this graph was compiled differ now (other scales were loaded): the graph runs uncompiled, "
+    "without shared quantization; call torch._dynamo.reset() to compile it anew"
+)
 FUSION: tuple[Pass, ...] = (ShareQuantize(), FuseMatmuls(), FuseHadamardQuantize())
 
 
@@ -89,26 +96,25 @@ def _program(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Program:
 
 
 def where_equal(
-    fast: Callable[..., Any], pairs: Sequence[tuple[int, int]], plain: Callable[[], Callable[..., Any]]
+    fused: Callable[..., Any], pairs: Sequence[tuple[int, int]], plain: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """``fast`` for inputs whose ``pairs`` are equal, else what ``plain`` compiles.
+    """Call ``fused`` with inputs whose ``pairs`` are equal, and ``plain`` with others, saying so once.
 
     A pair is compared when one of its tensors is new or was written to since: once, for a model that stays as it is.
     """
     known: dict[tuple[int, ...], tuple[bool, list[Any]]] = {}
-    slow: list[Callable[..., Any]] = []
     places = sorted({place for pair in pairs for place in pair})
 
     def call(*args: Any) -> Any:
         key = tuple(x for i in places for x in (id(args[i]), _version(args[i])))
         if key not in known:
+            if len(known) >= REMEMBERED:
+                known.clear()
             # the tensors are kept, so that no other takes over their ids
             known[key] = (all(equal(args[i], args[j]) for i, j in pairs), [args[i] for i in places])
-        if known[key][0]:
-            return fast(*args)
-        if not slow:
-            slow.append(plain())
-        return slow[0](*args)
+            if not known[key][0]:
+                logger.warning(UNEQUAL)
+        return (fused if known[key][0] else plain)(*args)
 
     return call
 
