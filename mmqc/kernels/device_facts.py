@@ -3,16 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import ParamSpec, TypeVar
-
 import torch
 from torch import Tensor
 from triton import knobs
-
-P = ParamSpec("P")
-T = TypeVar("T")
-REMEMBERED = 4096
 
 # Decided when the kernels are decorated, so once, at import; inline assembly does not exist in the interpreter.
 INTERPRETED = bool(knobs.runtime.interpret)
@@ -71,27 +64,3 @@ def fp8_reason(device: torch.device) -> str | None:
 def ceil_div(a: int, b: int) -> int:
     """A / b, rounded up."""
     return -(-a // b)
-
-
-def remembered(question: Callable[P, T]) -> Callable[P, T]:
-    """Answer ``question`` once for every form of its operands: for tensors shape, strides, dtype and device count.
-
-    A launch asks the same of every layer and token; asking anew costs more than the launch.
-    """
-    answers: dict[tuple[object, ...], T] = {}
-
-    @functools.wraps(question)
-    def ask(*args: P.args, **kwargs: P.kwargs) -> T:
-        values = args if not kwargs else (*args, *kwargs.items())
-        key = tuple((a.shape, a.stride(), a.dtype, a.device) if isinstance(a, Tensor) else a for a in values)
-        try:
-            if key in answers:
-                return answers[key]
-        except TypeError:  # sizes of a trace are symbols, which have no hash
-            return question(*args, **kwargs)
-        if len(answers) >= REMEMBERED:  # lengths of prompts come and go
-            del answers[next(iter(answers))]
-        answers[key] = question(*args, **kwargs)
-        return answers[key]
-
-    return ask

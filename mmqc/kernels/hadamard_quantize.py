@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mmqc.kernels.device_facts import ceil_div, fp8_reason, multiprocessors, remembered, why_not_here
+from mmqc.kernels.device_facts import ceil_div, fp8_reason, multiprocessors, why_not_here
 from mmqc.kernels.hadamard_plan import HadamardPlan, best_tiling, hadamard_plan
 from mmqc.kernels.quantize_codes import quantize_tile, token_scale
 from mmqc.kernels.row_scale import ROW, row_scale, row_scale_tile
@@ -120,7 +120,6 @@ def hadamard_quantize_kernel(
             store_tile(y2, tl.max(s), y_ptr, row * n + inside2, mask2, MODE, LOW, HIGH, FP8)
 
 
-@remembered
 def supports(x: Tensor, up: Tensor | None, code: torch.dtype | None) -> str | None:
     """None, or why these operands cannot be transformed here."""
     if x.dim() != 2:

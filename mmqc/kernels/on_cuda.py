@@ -15,7 +15,6 @@ from torch import Tensor
 from mmqc.kernels import hadamard_quantize as transform
 from mmqc.kernels import scaled_matmul as scaled
 from mmqc.kernels import weight_only_matmul as weight_only
-from mmqc.kernels.device_facts import remembered
 from mmqc.kernels.hadamard_plan import all_known
 from mmqc.ops import hadamard as hadamard_op
 from mmqc.ops import hadamard_quantize as hadamard_quantize_op
@@ -36,7 +35,6 @@ def _results(x: Tensor, w_q: Sequence[Tensor], dtype: torch.dtype) -> tuple[list
     return ys, [y if y.dim() == 2 else y.view(-1, y.shape[-1]) for y in ys]
 
 
-@remembered
 def why_not_scaled(
     x_q: Tensor, w_q: Tensor, w_scale: Tensor, bias: Tensor | None, weight_bits: int, out_dtype: torch.dtype
 ) -> str | None:
@@ -44,9 +42,6 @@ def why_not_scaled(
     if (weight_bits == 4) != (w_q.dtype == torch.uint8):
         return f"{weight_bits} bits are stored as {w_q.dtype}"
     return scaled.supports(_matrix(x_q), w_q, w_scale, bias, out_dtype)
-
-
-check_scaled = remembered(scaled_op.check)  # raises, or says nothing
 
 
 def scaled_matmul(
@@ -63,7 +58,7 @@ def scaled_matmuls(
 ) -> list[Tensor]:  # fmt: skip
     """``mmqc::scaled_matmuls`` on CUDA."""
     for w, s, b in zip(w_q, w_scale, bias, strict=True):
-        check_scaled(x_q, w, x_scale, s, visual, weight_bits)
+        scaled_op.check(x_q, w, x_scale, s, visual, weight_bits)
         if why_not_scaled(x_q, w, s, b, weight_bits, out_dtype) is not None:
             if len(w_q) == 1:
                 return [scaled_op.reference(x_q, w, x_scale, s, b, visual, weight_bits, out_dtype)]
@@ -81,7 +76,6 @@ def _mask(visual: Tensor | None, x: Tensor) -> Tensor | None:
     return None if visual is None else visual.expand(x.shape[:-1]).reshape(-1)
 
 
-@remembered
 def why_not_weight_only(
     x: Tensor, w_q: Tensor, w_scale: Tensor, bias: Tensor | None, weight_bits: int, group_size: int
 ) -> str | None:
@@ -89,9 +83,6 @@ def why_not_weight_only(
     if x.dtype == torch.float32:
         return "float32 activations are multiplied in float32"
     return weight_only.supports(_matrix(x), w_q, w_scale, bias, group_size, None, weight_bits)
-
-
-check_weight_only = remembered(weight_only_op.check)
 
 
 def weight_only_matmul(
@@ -106,7 +97,7 @@ def weight_only_matmuls(
 ) -> list[Tensor]:
     """``mmqc::weight_only_matmuls`` on CUDA."""
     for w, s, b in zip(w_q, w_scale, bias, strict=True):
-        check_weight_only(x, w, s, weight_bits, group_size)
+        weight_only_op.check(x, w, s, weight_bits, group_size)
         if why_not_weight_only(x, w, s, b, weight_bits, group_size) is not None:
             if len(w_q) == 1:
                 return [weight_only_op.reference(x, w, s, b, weight_bits, group_size)]

@@ -29,7 +29,6 @@ from mmqc.kernels.device_facts import (
     has_inline_ptx,
     has_tensor_descriptors,
     multiprocessors,
-    remembered,
     why_not_here,
 )
 from mmqc.kernels.row_scale import RowScale, row_scale
@@ -43,7 +42,6 @@ FEW_ROWS = 64  # up to which several linears share a launch: beyond, each fills 
 OUT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
-@remembered
 def supports(x_q: Tensor, w_q: Tensor, w_scale: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> str | None:
     """None, or why these operands cannot be multiplied here."""
     if x_q.dim() != 2 or w_q.dim() != 2:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from mmqc.kernels.configs import MatmulConfig
 from mmqc.kernels.configs import config as choose
-from mmqc.kernels.device_facts import ceil_div, has_inline_ptx, remembered, why_not_here
+from mmqc.kernels.device_facts import ceil_div, has_inline_ptx, why_not_here
 from mmqc.kernels.scaled_matmul import FEW_ROWS, Linear, alike
 from mmqc.kernels.split_k import workspace
 from mmqc.kernels.unpack_weight import unpack_weight
@@ -31,7 +31,6 @@ from mmqc.ops.pack import STRETCHES, packed_width, stretch
 DTYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 
 
-@remembered
 def supports(
     x: Tensor, w_q: Tensor, w_scale: Tensor, bias: Tensor | None, group_size: int, zero: Tensor | None, bits: int
 ) -> str | None:
