@@ -41,7 +41,7 @@ class PassNote:
 
     def __str__(self) -> str:
         tier = "exact" if self.exact else "changes numerics"
-        lines = [f"{self.where:10s} {self.name:20s} {tier:16s} {len(self.sites)} sites, {len(self.refusals)} refused"]
+        lines = [f"{self.where:10s} {self.name:22s} {tier:16s} {len(self.sites)} sites, {len(self.refusals)} refused"]
         lines += [f"    refused  {reason}" for reason in self.refusals]
         return "\n".join(lines)
 

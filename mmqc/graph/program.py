@@ -70,7 +70,7 @@ class PassRecord:
     def __str__(self) -> str:
         delta = "  ".join(f"{k} {v:+d}" for k, v in sorted(self.delta.items()) if v)
         tier = "exact" if self.exact else "changes numerics"
-        return f"{self.name:20s} {tier:16s} {self.n_sites:4d} sites {len(self.misses):3d} refused {self.ms:8.1f} ms  {delta}"
+        return f"{self.name:22s} {tier:16s} {self.n_sites:4d} sites {len(self.misses):3d} refused {self.ms:8.1f} ms  {delta}"
 
 
 class Program:
