@@ -70,12 +70,10 @@ class MatmulConfig:
         if self.variant not in VARIANTS:
             raise ValueError(f"MatmulConfig.variant = {self.variant!r}: one of {VARIANTS}")
 
-    @functools.lru_cache(maxsize=512)  # noqa: B019  (configs are few, and values)
     def with_variant(self, variant: str) -> MatmulConfig:
         """Run in another way."""
         return dataclasses.replace(self, variant=variant)
 
-    @functools.lru_cache(maxsize=512)  # noqa: B019
     def with_stages(self, at_most: int) -> MatmulConfig:
         """No deeper pipeline than this."""
         return dataclasses.replace(self, num_stages=min(self.num_stages, at_most))

@@ -57,9 +57,10 @@ def scaled_matmuls(
     visual: Tensor | None, weight_bits: int, out_dtype: torch.dtype,
 ) -> list[Tensor]:  # fmt: skip
     """``mmqc::scaled_matmuls`` on CUDA."""
+    x_rows = _matrix(x_q)
     for w, s, b in zip(w_q, w_scale, bias, strict=True):
         scaled_op.check(x_q, w, x_scale, s, visual, weight_bits)
-        if why_not_scaled(x_q, w, s, b, weight_bits, out_dtype) is not None:
+        if why_not_scaled(x_rows, w, s, b, weight_bits, out_dtype) is not None:
             if len(w_q) == 1:
                 return [scaled_op.reference(x_q, w, x_scale, s, b, visual, weight_bits, out_dtype)]
             operands = zip(w_q, w_scale, bias, strict=True)
@@ -67,7 +68,7 @@ def scaled_matmuls(
     ys, flat = _results(x_q, w_q, out_dtype)
     rows = scaled.row_scale(x_scale.float(), flat[0].shape[0], _mask(visual, x_q))
     linears = [scaled.Linear(*parts) for parts in zip(w_q, w_scale, bias, flat, strict=True)]
-    scaled.multiply(_matrix(x_q), linears, rows)
+    scaled.multiply(x_rows, linears, rows)
     return ys
 
 
@@ -96,16 +97,17 @@ def weight_only_matmuls(
     x: Tensor, w_q: list[Tensor], w_scale: list[Tensor], bias: list[Tensor | None], weight_bits: int, group_size: int
 ) -> list[Tensor]:
     """``mmqc::weight_only_matmuls`` on CUDA."""
+    x_rows = _matrix(x)
     for w, s, b in zip(w_q, w_scale, bias, strict=True):
         weight_only_op.check(x, w, s, weight_bits, group_size)
-        if why_not_weight_only(x, w, s, b, weight_bits, group_size) is not None:
+        if why_not_weight_only(x_rows, w, s, b, weight_bits, group_size) is not None:
             if len(w_q) == 1:
                 return [weight_only_op.reference(x, w, s, b, weight_bits, group_size)]
             operands = zip(w_q, w_scale, bias, strict=True)
             return [weight_only_matmul(x, w, s, b, weight_bits, group_size) for w, s, b in operands]
     ys, flat = _results(x, w_q, x.dtype)
     linears = [scaled.Linear(*parts) for parts in zip(w_q, w_scale, bias, flat, strict=True)]
-    weight_only.multiply(_matrix(x), linears, group_size, weight_bits)
+    weight_only.multiply(x_rows, linears, group_size, weight_bits)
     return ys
 
 
@@ -120,9 +122,10 @@ def why_not_hadamard(x: Tensor, factors: list[Tensor]) -> str | None:
 def hadamard(x: Tensor, factors: list[Tensor]) -> Tensor:
     """``mmqc::hadamard`` on CUDA."""
     hadamard_op.check(x, factors)
-    if why_not_hadamard(x, factors) is not None:
+    rows = _matrix(x)
+    if why_not_hadamard(rows, factors) is not None:
         return hadamard_op.reference(x, factors)
-    return transform.hadamard_quantize(_matrix(x), code=None).y.view(x.shape)
+    return transform.hadamard_quantize(rows, code=None).y.view(x.shape)
 
 
 def hadamard_quantize(
@@ -131,10 +134,11 @@ def hadamard_quantize(
     """``mmqc::hadamard_quantize`` on CUDA."""
     hadamard_op.check(x, factors)
     check_scale(scale, visual)
-    if why_not_hadamard(x, factors) is not None or (up is not None and up.dtype != x.dtype):
+    rows = _matrix(x)
+    if why_not_hadamard(rows, factors) is not None or (up is not None and up.dtype != x.dtype):
         return hadamard_quantize_op.reference(x, up, factors, scale, visual, bits)
     gate = None if up is None else _matrix(up)
-    y = transform.hadamard_quantize(_matrix(x), scale.float(), up=gate, bits=bits, visual=_mask(visual, x)).y
+    y = transform.hadamard_quantize(rows, scale.float(), up=gate, bits=bits, visual=_mask(visual, x)).y
     return y.view(x.shape)
 
 

@@ -80,11 +80,6 @@ def unpack(w_q: Tensor, width: int, bits: int) -> Tensor:
     return u[..., :width].to(torch.int8) - offset(bits)
 
 
-def unpack_int4(packed: Tensor, width: int) -> Tensor:
-    """The codes of a row packed with 4 bits."""
-    return unpack(packed, width, 4)
-
-
 def check_packed(w_q: Tensor, width: int, weight_bits: int) -> None:
     """Raise unless ``w_q`` is a stored weight of ``width`` input channels."""
     if weight_bits not in (*PACKED, 8):
