@@ -9,10 +9,8 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
-from collections.abc import Iterable
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 
 @functools.cache
@@ -22,16 +20,3 @@ def install() -> bool:
     if there and torch.version.hip is None:
         importlib.import_module("mmqc.kernels.on_cuda")
     return there and torch.version.hip is None
-
-
-def prepare(device: torch.device, hadamards: Iterable[tuple[int, torch.dtype]] = ()) -> None:
-    """Allocate on a CUDA device what kernels keep between launches: counters, and the matrices of these transforms.
-
-    Before anything runs: memory of a CUDA graph's pool must not stay.
-    """
-    importlib.import_module("mmqc.kernels.split_k").prepare(device)
-    plans = importlib.import_module("mmqc.kernels.hadamard_plan")
-    with _disable_current_modes():
-        for width, dtype in hadamards:
-            if plans.why_no_tiling(width) is None:
-                plans.hadamard_plan(width, device, dtype)

@@ -183,6 +183,9 @@ def _weight_only(op: str, m: int, n: int, k: int, device: torch.device) -> Matmu
         return MatmulConfig(128, 128, 64, 8, 3, variant="unpack")
     if m > 64:
         block_m = 64 if m <= 128 else 128
+        if op in ("weight_int2", "weight_int3"):  # a step is four times as many columns of x
+            tiles = -(-m // 64) * -(-n // 128)
+            return MatmulConfig(64, 128, 32, 8, 2, split_k=split_for(tiles, stored // 32, slots, 4), variant="columns")
         tiles = -(-m // block_m) * -(-n // 128)
         return MatmulConfig(block_m, 128, 64, 8, 3, split_k=split_for(tiles, stored // 64, slots, 4), variant="columns")
     return _skinny(m, n, stored, device)

@@ -24,8 +24,9 @@ from torch import Tensor
 
 from mmqc.kernels.device_facts import ceil_div, fp8_reason, multiprocessors, why_not_here
 from mmqc.kernels.hadamard_plan import HadamardPlan, best_tiling, hadamard_plan
+from mmqc.kernels.launch import Launch
 from mmqc.kernels.quantize_codes import quantize_tile, token_scale
-from mmqc.kernels.row_scale import ROW, row_scale, row_scale_tile
+from mmqc.kernels.row_scale import ROW, RowScale, row_scale, row_scale_tile
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 FLOAT32_BYTES = 100_000  # of shared memory for both matrices, next to the rows in flight
@@ -162,25 +163,38 @@ def hadamard_quantize(
     if y.shape != x.shape or y.dtype != dtype or not y.is_contiguous():
         raise ValueError(f"hadamard_quantize: out is {dtype} [{m}, {n}], contiguous; got {y.dtype} {list(y.shape)}")
     p = plan or hadamard_plan(n, x.device, x.dtype)
-    t = p.tiling
     dynamic = code is not None and scale is None
     tokens = torch.empty(m, dtype=torch.float32, device=x.device) if dynamic else None
     rows = row_scale(scale, m, visual, split) if code is not None and scale is not None else None
     if m == 0:
         return Transformed(y, tokens)
+    launch(x, up, y, p, rows, tokens, code, bits, num_warps, programs, num_stages).run()
+    return Transformed(y, tokens)
+
+
+def launch(
+    x: Tensor, up: Tensor | None, y: Tensor, plan: HadamardPlan, rows: RowScale | None = None, tokens: Tensor | None = None,
+    code: torch.dtype | None = None, bits: int = 8, num_warps: int | None = None, programs: int | None = None,
+    num_stages: int | None = None,
+) -> Launch:  # fmt: skip
+    """Fill y, by the static scales ``rows``, or the dynamic ones that go to ``tokens``, or in x's dtype."""
+    t, (m, n) = plan.tiling, x.shape
     tile = (t.R * (t.A1 if t.a > 1 else 1) + t.A2) * t.B
     small = tile <= 8192
     # Both gated operands are staged: where the matrices fill most of the shared memory, there is room for one turn only.
     stages = num_stages or (3 if small else 1 if up is not None else 2)
     warps = num_warps or (4 if small else 8)
     programs = min(ceil_div(m, t.R), programs or multiprocessors(x.device) * (4 if small else 2))
-    hadamard_quantize_kernel[(programs,)](
-        x, x if up is None else up, p.outer, p.inner, y, p.outer if rows is None else rows.scale,
-        p.outer if rows is None else rows.rows, p.outer if tokens is None else tokens, m, n, t.a, t.b, x.stride(0),
-        0 if up is None else up.stride(0), 1 / math.sqrt(t.a), 1 / math.sqrt(t.b),
-        OUTER=t.a > 1, A1=t.A1, A2=t.A2, B=t.B, R=t.R, GATED=up is not None,
-        MODE=DYNAMIC.value if dynamic else STATIC.value if rows is not None else FLOAT.value,
-        KIND=ROW.value if rows is None else rows.kind, LOW=-(2.0 ** (bits - 1)), HIGH=2.0 ** (bits - 1) - 1,
-        FP8=code == torch.float8_e4m3fn, PROGRAMS=programs, num_warps=warps, num_stages=stages,
+    args = dict(
+        x_ptr=x, up_ptr=x if up is None else up, outer_ptr=plan.outer, inner_ptr=plan.inner, y_ptr=y,
+        scale_ptr=plan.outer if rows is None else rows.scale, row_ptr=plan.outer if rows is None else rows.rows,
+        token_ptr=y if tokens is None else tokens, M=m, n=n, a=t.a, b=t.b, stride_x=x.stride(0),
+        stride_up=0 if up is None else up.stride(0), first_scale=1 / math.sqrt(t.a), second_scale=1 / math.sqrt(t.b),
     )  # fmt: skip
-    return Transformed(y, tokens)
+    mode = DYNAMIC if tokens is not None else STATIC if rows is not None else FLOAT
+    constants = dict(
+        OUTER=t.a > 1, A1=t.A1, A2=t.A2, B=t.B, R=t.R, GATED=up is not None, MODE=mode.value,
+        KIND=ROW.value if rows is None else rows.kind, LOW=-(2.0 ** (bits - 1)), HIGH=2.0 ** (bits - 1) - 1,
+        FP8=code == torch.float8_e4m3fn, PROGRAMS=programs,
+    )  # fmt: skip
+    return Launch(hadamard_quantize_kernel, (programs,), args, constants, ("y_ptr", "token_ptr"), warps, stages)

@@ -19,7 +19,6 @@ from typing import NamedTuple
 import torch
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from mmqc.kernels.configs import PERSISTENT, MatmulConfig
 from mmqc.kernels.configs import config as choose
@@ -31,14 +30,16 @@ from mmqc.kernels.device_facts import (
     multiprocessors,
     why_not_here,
 )
+from mmqc.kernels.launch import Launch
 from mmqc.kernels.row_scale import RowScale, row_scale
 from mmqc.kernels.scaled_matmul_tiles import scaled_matmul_descriptor_kernel, scaled_matmul_kernel
-from mmqc.kernels.split_k import workspace
+from mmqc.kernels.split_k import Workspace, workspace
 from mmqc.kernels.unpack_weight import unpack_weight
 
 FP8 = torch.float8_e4m3fn
 MAX_K = 131_071
 FEW_ROWS = 64  # up to which several linears share a launch: beyond, each fills the machine
+OUTPUTS = ("y_ptr", "y1_ptr", "y2_ptr", "part_ptr", "counter_ptr")
 OUT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -116,10 +117,10 @@ def multiply(
         linears = [linear._replace(w=unpack_weight(linear.w, k, bits=4)) for linear in linears]
         c = c.with_variant("nested")
     if c.variant in PERSISTENT and descriptor_reason(x_q, linears[0].w) is None:
-        _launch_descriptors(x_q, linears[0], rows, residual, c, fast_accumulation)
+        descriptor_launch(x_q, linears[0], rows, residual, c, fast_accumulation).run()
     else:
         c = c.with_stages(3) if c.variant in PERSISTENT else c
-        _launch_pointers(x_q, linears, rows, residual, c, fast_accumulation)
+        pointer_launch(x_q, linears, rows, residual, c, fast_accumulation).run()
 
 
 def scaled_matmuls(
@@ -166,42 +167,59 @@ class Linear(NamedTuple):
     y: Tensor
 
 
-def _launch_pointers(
-    x: Tensor, linears: list[Linear], rows: RowScale, residual: Tensor | None, c: MatmulConfig, fast: bool
-) -> None:
+def three(linears: list[Linear]) -> list[Linear]:
+    """As many as a kernel has names for; what is not there is not read."""
+    return (linears + linears[-1:] * 2)[:3]
+
+
+def pointer_launch(
+    x: Tensor, linears: list[Linear], rows: RowScale, residual: Tensor | None, c: MatmulConfig, fast: bool = True,
+    work: Workspace = workspace,
+) -> Launch:  # fmt: skip
+    """One launch for all linears, operands read by pointers."""
     (m, k), w = x.shape, linears[0].w
     stored = w.shape[1]
     packed, integer = w.dtype == torch.uint8, x.dtype == torch.int8
-    three = (linears + linears[-1:] * 2)[:3]  # what is not there is not read
-    ws, scales, biases, ys = zip(*three, strict=True)
-    biases = tuple(s if b is None else b for s, b in zip(scales, biases, strict=True))
+    (w0, w1, w2), (s0, s1, s2), biases, (y0, y1, y2) = zip(*three(linears), strict=True)
+    b0, b1, b2 = (s if b is None else b for s, b in zip((s0, s1, s2), biases, strict=True))
     tiles = ceil_div(m, c.block_m) * sum(ceil_div(linear.w.shape[0], c.block_n) for linear in linears)
-    kind = torch.int32 if integer else torch.float32
-    parts, counters = workspace(x.device, tiles, c.block_m * c.block_n, c.split_k, kind)
-    scaled_matmul_kernel[(tiles, c.split_k)](
-        x, *ws, *ys, rows.scale, rows.rows, *scales, *biases, ys[0] if residual is None else residual, parts, counters,
-        m, *(t.shape[0] for t in ws), k, stored, x.stride(0), w.stride(0), *(y.stride(0) for y in ys),
-        0 if residual is None else residual.stride(0),
-        LINEARS=len(linears), KIND=rows.kind, HAS_BIAS=linears[0].bias is not None, HAS_RESIDUAL=residual is not None,
+    parts, counters = work(x.device, tiles, c.block_m * c.block_n, c.split_k, torch.int32 if integer else torch.float32)
+    args = dict(
+        x_ptr=x, w_ptr=w0, w1_ptr=w1, w2_ptr=w2, y_ptr=y0, y1_ptr=y1, y2_ptr=y2, x_scale_ptr=rows.scale, row_ptr=rows.rows,
+        w_scale_ptr=s0, w_scale1_ptr=s1, w_scale2_ptr=s2, bias_ptr=b0, bias1_ptr=b1, bias2_ptr=b2,
+        residual_ptr=y0 if residual is None else residual, part_ptr=parts, counter_ptr=counters,
+        M=m, N=w0.shape[0], N1=w1.shape[0], N2=w2.shape[0], K=k, STORED=stored, stride_x=x.stride(0), stride_w=w.stride(0),
+        stride_y=y0.stride(0), stride_y1=y1.stride(0), stride_y2=y2.stride(0),
+        stride_r=0 if residual is None else residual.stride(0),
+    )  # fmt: skip
+    constants = dict(
+        LINEARS=len(linears), KIND=rows.kind, HAS_BIAS=biases[0] is not None, HAS_RESIDUAL=residual is not None,
         FACTOR=(1 / 16 if integer else 512.0) if packed else 1.0, PACKED=packed, COLUMNS=c.variant == "columns",
         EVEN_K=stored % c.block_k == 0 and not (packed and k % 2), FAST_ACC=fast, PTX=has_inline_ptx(x.device),
         ACC=tl.int32 if integer else tl.float32, BLOCK_M=c.block_m, BLOCK_N=c.block_n, BLOCK_K=c.block_k,
-        GROUP_M=c.group_m, SPLIT=c.split_k > 1, num_warps=c.num_warps, num_stages=c.num_stages,
+        GROUP_M=c.group_m, SPLIT=c.split_k > 1,
     )  # fmt: skip
+    return Launch(scaled_matmul_kernel, (tiles, c.split_k), args, constants, OUTPUTS, c.num_warps, c.num_stages,
+                  c.block_m)  # fmt: skip
 
 
-def _launch_descriptors(
-    x: Tensor, linear: Linear, rows: RowScale, residual: Tensor | None, c: MatmulConfig, fast: bool
-) -> None:
+def descriptor_launch(
+    x: Tensor, linear: Linear, rows: RowScale, residual: Tensor | None, c: MatmulConfig, fast: bool = True
+) -> Launch:
+    """One linear in a persistent grid, operands read by TMA."""
     w, w_scale, bias, y = linear
     (m, k), n = x.shape, w.shape[0]
     programs = min(c.per_sm * multiprocessors(x.device), ceil_div(m, c.block_m) * ceil_div(n, c.block_n))
-    scaled_matmul_descriptor_kernel[(programs,)](
-        TensorDescriptor.from_tensor(x, [c.block_m, c.block_k]), TensorDescriptor.from_tensor(w, [c.block_n, c.block_k]),
-        y, rows.scale, rows.rows, w_scale, w_scale if bias is None else bias, y if residual is None else residual,
-        m, n, k, y.stride(0), 0 if residual is None else residual.stride(0),
+    args = dict(
+        x_desc=x, w_desc=w, y_ptr=y, x_scale_ptr=rows.scale, row_ptr=rows.rows, w_scale_ptr=w_scale,
+        bias_ptr=w_scale if bias is None else bias, residual_ptr=y if residual is None else residual,
+        M=m, N=n, K=k, stride_y=y.stride(0), stride_r=0 if residual is None else residual.stride(0),
+    )  # fmt: skip
+    constants = dict(
         KIND=rows.kind, HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, FAST_ACC=fast,
         ACC=tl.int32 if x.dtype == torch.int8 else tl.float32, BLOCK_M=c.block_m, BLOCK_N=c.block_n, BLOCK_K=c.block_k,
-        GROUP_M=c.group_m, PROGRAMS=programs, FLATTEN=c.variant == "descriptors",
-        SPECIALIZE=c.variant == "specialized", num_warps=c.num_warps, num_stages=c.num_stages,
+        GROUP_M=c.group_m, PROGRAMS=programs, FLATTEN=c.variant == "descriptors", SPECIALIZE=c.variant == "specialized",
     )  # fmt: skip
+    blocks = {"x_desc": (c.block_m, c.block_k), "w_desc": (c.block_n, c.block_k)}
+    kernel = scaled_matmul_descriptor_kernel
+    return Launch(kernel, (programs,), args, constants, ("y_ptr",), c.num_warps, c.num_stages, 0, blocks)

@@ -8,13 +8,15 @@ Why:     a second launch to add the parts costs more than a skinny matmul has to
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 RING = 1 << 20
+Workspace = Callable[[torch.device, int, int, int, torch.dtype], tuple[Tensor, Tensor]]  # as ``workspace`` below
 _counters: dict[torch.device, Tensor] = {}
 _next: dict[torch.device, int] = {}
 
@@ -39,13 +41,6 @@ def workspace(
     start = 0 if start + tiles > RING else start
     _next[device] = start + tiles
     return parts, _counters[device][start : start + tiles]
-
-
-def prepare(device: torch.device) -> None:
-    """Make the counters now: later the memory might be that of a CUDA graph's pool, where nothing may stay."""
-    with _disable_current_modes():  # a surrounding trace would make a fake tensor of them
-        if device not in _counters and not torch.cuda.is_current_stream_capturing():
-            _counters[device] = torch.zeros(RING, dtype=torch.int32, device=device)
 
 
 @triton.jit

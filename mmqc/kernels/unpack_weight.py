@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mmqc.kernels.device_facts import ceil_div
+from mmqc.kernels.launch import Launch
 from mmqc.ops.pack import stretch
 
 
@@ -57,13 +58,21 @@ def unpack_weight(
     zero: Tensor | None = None, group_size: int = 0,
 ) -> Tensor:  # fmt: skip
     """The weight [N, K] in ``dtype``: its codes, or with ``scale`` the numbers that they stand for."""
-    (n, row), stored = w_q.shape, stretch(k, bits)
-    out = torch.empty(n, k, dtype=dtype, device=w_q.device)
-    block = min(4096, max(16, triton.next_power_of_2(stored)))
-    unpack_weight_kernel[(n, ceil_div(stored, block))](
-        w_q, out, out if scale is None else scale, out if zero is None else zero,
-        n, k, row, stored, 1 if scale is None or scale.dim() == 1 else scale.shape[1],
-        BITS=bits, SCALED=scale is not None, HAS_ZERO=zero is not None, GROUP=group_size, BLOCK_K=block,
-        num_warps=4,
-    )  # fmt: skip
+    out = torch.empty(w_q.shape[0], k, dtype=dtype, device=w_q.device)
+    launch(w_q, out, bits, scale, zero, group_size).run()
     return out
+
+
+def launch(
+    w_q: Tensor, out: Tensor, bits: int, scale: Tensor | None = None, zero: Tensor | None = None, group_size: int = 0
+) -> Launch:
+    """Fill ``out`` [N, K]."""
+    (n, row), k = w_q.shape, out.shape[1]
+    stored = stretch(k, bits)
+    block = min(4096, max(16, triton.next_power_of_2(stored)))
+    args = dict(
+        w_ptr=w_q, out_ptr=out, scale_ptr=out if scale is None else scale, zero_ptr=out if zero is None else zero,
+        N=n, K=k, ROW=row, STORED=stored, GROUPS=scale.shape[1] if scale is not None and len(scale.shape) == 2 else 1,
+    )  # fmt: skip
+    constants = dict(BITS=bits, SCALED=scale is not None, HAS_ZERO=zero is not None, GROUP=group_size, BLOCK_K=block)
+    return Launch(unpack_weight_kernel, (n, ceil_div(stored, block)), args, constants, ("out_ptr",), 4, 3)

@@ -22,8 +22,9 @@ from torch import Tensor
 from mmqc.kernels.configs import MatmulConfig
 from mmqc.kernels.configs import config as choose
 from mmqc.kernels.device_facts import ceil_div, has_inline_ptx, why_not_here
-from mmqc.kernels.scaled_matmul import FEW_ROWS, Linear, alike
-from mmqc.kernels.split_k import workspace
+from mmqc.kernels.launch import Launch
+from mmqc.kernels.scaled_matmul import FEW_ROWS, OUTPUTS, Linear, alike, three
+from mmqc.kernels.split_k import Workspace, workspace
 from mmqc.kernels.unpack_weight import unpack_weight
 from mmqc.kernels.weight_only_matmul_tiles import weight_only_matmul_kernel
 from mmqc.ops.pack import STRETCHES, packed_width, stretch
@@ -110,7 +111,7 @@ def multiply(
             multiply(x, [linear], group_size, bits, zero, config=config)
         return
     if c.variant != "unpack":
-        _launch(x, linears, zero, group_size, bits, c)
+        launch(x, linears, zero, group_size, bits, c).run()
         return
     w_q, w_scale, bias, y = linears[0]
     w = unpack_weight(w_q.contiguous(), k, bits=bits, dtype=x.dtype, scale=w_scale, zero=zero,
@@ -132,7 +133,11 @@ def whole_steps(k: int, bits: int, block_k: int) -> bool:
     return length % block_k == 0 and length * count == k and not (bits == 3 and length // 2 % block_k)
 
 
-def _launch(x: Tensor, linears: list[Linear], zero: Tensor | None, group: int, bits: int, c: MatmulConfig) -> None:
+def launch(
+    x: Tensor, linears: list[Linear], zero: Tensor | None, group: int, bits: int, c: MatmulConfig,
+    work: Workspace = workspace,
+) -> Launch:  # fmt: skip
+    """One launch for all linears."""
     (m, k), w, scale = x.shape, linears[0].w, linears[0].scale
     stored = stretch(k, bits)
     # A step must not leave its group, if that can be had with a tile that tensor cores take.
@@ -141,17 +146,21 @@ def _launch(x: Tensor, linears: list[Linear], zero: Tensor | None, group: int, b
         block_k //= 2
     aligned = one_group_a_step(k, bits, group, block_k)
     block_k = block_k if aligned or not group else min(c.block_k, 64)
-    three = (linears + linears[-1:] * 2)[:3]  # what is not there is not read
-    ws, scales, biases, ys = zip(*three, strict=True)
-    biases = tuple(y if b is None else b for y, b in zip(ys, biases, strict=True))
+    (w0, w1, w2), (s0, s1, s2), biases, (y0, y1, y2) = zip(*three(linears), strict=True)
+    b0, b1, b2 = (y if b is None else b for y, b in zip((y0, y1, y2), biases, strict=True))
     tiles = ceil_div(m, c.block_m) * sum(ceil_div(linear.w.shape[0], c.block_n) for linear in linears)
-    parts, counters = workspace(x.device, tiles, c.block_m * c.block_n, c.split_k, torch.float32)
-    weight_only_matmul_kernel[(tiles, c.split_k)](
-        x, *ws, *ys, *scales, scale if zero is None else zero, *biases, parts, counters,
-        m, *(t.shape[0] for t in ws), k, stored, scale.shape[1] if group else 1, x.stride(0), w.stride(0),
-        *(y.stride(0) for y in ys),
-        LINEARS=len(linears), GROUP=group, ALIGNED=aligned, HAS_ZERO=zero is not None,
-        HAS_BIAS=linears[0].bias is not None, BITS=bits, EVEN_K=whole_steps(k, bits, block_k),
-        PTX=has_inline_ptx(x.device), DTYPE=DTYPES[x.dtype], BLOCK_M=c.block_m, BLOCK_N=c.block_n, BLOCK_K=block_k,
-        GROUP_M=c.group_m, SPLIT=c.split_k > 1, num_warps=c.num_warps, num_stages=c.num_stages,
+    parts, counters = work(x.device, tiles, c.block_m * c.block_n, c.split_k, torch.float32)
+    args = dict(
+        x_ptr=x, w_ptr=w0, w1_ptr=w1, w2_ptr=w2, y_ptr=y0, y1_ptr=y1, y2_ptr=y2, scale_ptr=s0, scale1_ptr=s1,
+        scale2_ptr=s2, zero_ptr=scale if zero is None else zero, bias_ptr=b0, bias1_ptr=b1, bias2_ptr=b2,
+        part_ptr=parts, counter_ptr=counters, M=m, N=w0.shape[0], N1=w1.shape[0], N2=w2.shape[0], K=k, STORED=stored,
+        GROUPS=scale.shape[1] if group else 1, stride_x=x.stride(0), stride_w=w.stride(0), stride_y=y0.stride(0),
+        stride_y1=y1.stride(0), stride_y2=y2.stride(0),
     )  # fmt: skip
+    constants = dict(
+        LINEARS=len(linears), GROUP=group, ALIGNED=aligned, HAS_ZERO=zero is not None, HAS_BIAS=biases[0] is not None,
+        BITS=bits, EVEN_K=whole_steps(k, bits, block_k), PTX=has_inline_ptx(x.device), DTYPE=DTYPES[x.dtype],
+        BLOCK_M=c.block_m, BLOCK_N=c.block_n, BLOCK_K=block_k, GROUP_M=c.group_m, SPLIT=c.split_k > 1,
+    )  # fmt: skip
+    return Launch(weight_only_matmul_kernel, (tiles, c.split_k), args, constants, OUTPUTS, c.num_warps, c.num_stages,
+                  c.block_m)  # fmt: skip

@@ -10,11 +10,10 @@ from typing import Any
 
 import torch
 
-from mmqc.kernels.hadamard_plan import why_no_tiling
-from mmqc.lowering.hadamard import HALF, lower_hadamard
-from mmqc.lowering.inductor import TensorBox, call_kernel, convert, has_kernel, lowerings, register_lowering, static_int
+from mmqc.lowering.hadamard import lower_hadamard, takes_transform
+from mmqc.lowering.inductor import TensorBox, convert, lowerings, register_lowering
 from mmqc.lowering.quantize import lower_quantize
-from mmqc.lowering.scaled_matmul import lower_scaled_matmul
+from mmqc.lowering.scaled_matmul import lower_scaled_matmul, on_cuda, takes_kernel
 from mmqc.lowering.weight_only_matmul import lower_weight_only_matmul
 
 aten, mmqc_ops = torch.ops.aten, torch.ops.mmqc
@@ -26,9 +25,8 @@ def lower_scaled_matmuls(
     visual: TensorBox | None, weight_bits: int, out_dtype: torch.dtype,
 ) -> Any:  # fmt: skip
     """A list of tensors."""
-    if has_kernel(x_q):
-        op = mmqc_ops.scaled_matmuls.default
-        return call_kernel(op, x_q, w_q, x_scale, w_scale, bias, visual, weight_bits, out_dtype)
+    if takes_kernel(x_q):
+        return on_cuda().scaled(x_q, w_q, x_scale, w_scale, bias, visual, out_dtype)
     return [
         lower_scaled_matmul(x_q, w, x_scale, s, b, visual, weight_bits, out_dtype)
         for w, s, b in zip(w_q, w_scale, bias, strict=True)
@@ -41,8 +39,8 @@ def lower_weight_only_matmuls(
     weight_bits: int, group_size: int,
 ) -> Any:  # fmt: skip
     """A list of tensors."""
-    if has_kernel(x):
-        return call_kernel(mmqc_ops.weight_only_matmuls.default, x, w_q, w_scale, bias, weight_bits, group_size)
+    if takes_kernel(x):
+        return on_cuda().weight_only(x, w_q, w_scale, bias, weight_bits, group_size)
     return [
         lower_weight_only_matmul(x, w, s, b, weight_bits, group_size)
         for w, s, b in zip(w_q, w_scale, bias, strict=True)
@@ -54,8 +52,8 @@ def lower_hadamard_quantize(
     x: TensorBox, up: TensorBox | None, factors: list[TensorBox], scale: TensorBox, visual: TensorBox | None, bits: int
 ) -> TensorBox:
     """The kernel, or the gate as pointwise IR, hadamard's matmuls and quantize's pointwise node."""
-    if has_kernel(x) and x.get_dtype() in HALF and why_no_tiling(static_int(x.get_size()[-1])) is None:
-        return call_kernel(mmqc_ops.hadamard_quantize.default, x, up, factors, scale, visual, bits)
+    if takes_transform(x) and (up is None or up.get_dtype() == x.get_dtype()):
+        return on_cuda().hadamard(x, up, scale, visual, bits)
     if up is not None:
         wide = convert(x, torch.promote_types(x.get_dtype(), torch.float32))
         silu = lowerings[aten.mul.Tensor](wide, lowerings[aten.sigmoid.default](wide))

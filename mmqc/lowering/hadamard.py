@@ -18,13 +18,14 @@ from mmqc.kernels.hadamard_plan import why_no_tiling
 from mmqc.lowering.inductor import (
     TensorBox,
     batched_matmul,
-    call_kernel,
     convert,
     has_kernel,
+    is_known_transform,
     lowerings,
     register_lowering,
     static_int,
 )
+from mmqc.lowering.scaled_matmul import on_cuda
 
 aten = torch.ops.aten
 HALF = (torch.float16, torch.bfloat16)
@@ -38,6 +39,12 @@ def why_not(node: fx.Node) -> str | None:
     if x.dtype not in HALF:
         return f"{x.dtype} activations are transformed in float32 or wider"
     return why_no_tiling(int(x.shape[-1]))
+
+
+def takes_transform(x: TensorBox) -> bool:
+    """Whether a transform of x goes to the CUDA kernel, which knows the matrix by the width alone."""
+    width = static_int(x.get_size()[-1])
+    return has_kernel(x) and x.get_dtype() in HALF and why_no_tiling(width) is None and is_known_transform(width)
 
 
 def apply_factors(x: TensorBox, factors: Sequence[TensorBox]) -> TensorBox:
@@ -64,11 +71,7 @@ def apply_factors(x: TensorBox, factors: Sequence[TensorBox]) -> TensorBox:
 def lower_hadamard(x: TensorBox, factors: Sequence[TensorBox]) -> TensorBox:
     """Float32 at least in between, rounded once; the kernel rounds between its two products as well."""
     dtype = x.get_dtype()
-    if (
-        has_kernel(x)
-        and dtype in (torch.float16, torch.bfloat16)
-        and why_no_tiling(static_int(x.get_size()[-1])) is None
-    ):
-        return call_kernel(torch.ops.mmqc.hadamard.default, x, factors)
+    if takes_transform(x):
+        return on_cuda().hadamard(x)
     y = convert(apply_factors(convert(x, torch.promote_types(dtype, torch.float32)), factors), dtype)
     return y if factors else lowerings[aten.clone.default](y)

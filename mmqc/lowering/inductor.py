@@ -8,9 +8,12 @@ Tested with torch 2.11 to 2.13.  The other files of this package import from her
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -19,21 +22,37 @@ import torch._inductor
 from sympy import Integer
 from torch import fx
 from torch._functorch import config as functorch_config
+from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
 from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
-from torch._inductor.ir import ExternKernel, FixedLayout, Pointwise, Reduction, TensorBox
+from torch._inductor.ir import (
+    ExternKernel,
+    FixedLayout,
+    InputsKernel,
+    IRNode,
+    MutationOutput,
+    NoneLayout,
+    Pointwise,
+    Reduction,
+    TensorBox,
+    TMADescriptor,
+    UserDefinedTritonKernel,
+)  # fmt: skip
 from torch._inductor.kernel.bmm import aten_bmm
-from torch._inductor.lowering import fallback_handler, lowerings, register_lowering
+from torch._inductor.lowering import lowerings, register_lowering
 from torch._inductor.virtualized import V, ops
 from torch.compiler import config as _compiler_config
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._sympy import functions as _sympy
 
 from mmqc import kernels
+from mmqc.lowering.known_transforms import known_transforms
 
 __all__ = [
-    "FloorDiv", "ModularIndexing", "Pointwise", "TensorBox", "at_least", "batched_matmul", "call_kernel",
-    "compile_graph", "config_keys", "convert", "has_kernel", "kernel_names", "lowerings", "mode_patches", "ops",
-    "register_lowering", "row_major", "row_sums", "static_int",
+    "FloorDiv", "ModularIndexing", "Pointwise", "TensorBox", "as_int", "at_least", "at_most", "batched_matmul",
+    "compile_graph", "config_keys", "constant", "contiguous", "convert", "counters", "current_node", "empty", "has_kernel",
+    "is_known_transform", "kernel_names", "launch_kernel", "lowerings",
+    "mode_patches", "ops", "register_lowering", "row_major", "row_sums", "size_hint", "static_int", "trusted_transforms",
 ]  # fmt: skip
 
 SUPPORTED = ((2, 11), (2, 13))
@@ -49,8 +68,10 @@ if not SUPPORTED[0] <= _version <= SUPPORTED[1]:
         f"mmqc lowers through Inductor's internals of torch {low} to {high}; this is torch {torch.__version__}"
     )
 
+_known: ContextVar[frozenset[int]] = ContextVar("widths of trusted Hadamard transforms", default=frozenset())
 _CALL = re.compile(
-    r"^[ \t]+(?:\w+ = )?(?:(?P<extern>extern_kernels\.\w+|torch\.ops\.\w+\.\w+)|(?P<fused>(?:cpp|triton)_\w+))(?:\.\w+)?\(",
+    r"^[ \t]+(?:\w+ = )?(?:(?P<extern>extern_kernels\.\w+|torch\.ops\.\w+\.\w+)|(?P<fused>(?:cpp|triton)_\w+)"
+    r"|(?P<own>\w+_kernel)_\d+)(?:\.\w+)?\(",
     re.MULTILINE,
 )
 
@@ -84,10 +105,13 @@ def compile_graph(
     ``observe`` sees every graph that reaches code generation, forward or backward, with the generated wrapper's source;
     AOTAutograd's cache would skip it, so that cache is off while somebody observes.
     """
+    on_cuda = any(isinstance(x, torch.Tensor) and x.is_cuda for x in example_inputs) and kernels.install()
+    known = known_transforms(gm, example_inputs) if on_cuda else frozenset[int]()
+    own = "-".join((_TAG, *map(str, sorted(known))))
 
     def tagged() -> Any:
         tag = compiler_config.cache_key_tag
-        return compiler_config.patch(cache_key_tag=tag if tag.endswith(_TAG) else tag + _TAG)
+        return compiler_config.patch(cache_key_tag=tag if tag.endswith(own) else tag + own)
 
     def inner_compile(graph: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
         with tagged():
@@ -96,27 +120,33 @@ def compile_graph(
             observe(graph, getattr(code, "source_code", None) or "")
         return code
 
-    for device in {x.device for x in example_inputs if isinstance(x, torch.Tensor) and x.is_cuda}:
-        if kernels.install():  # here, and not in a lowering: a cached graph is not lowered again
-            kernels.prepare(device, _transforms(gm))
     cached = functorch_config.enable_autograd_cache and observe is None
     patches = {**_WORKAROUNDS, **patches}
     compile_: Any = compile_fx  # returns a callable for a GraphModule
-    with tagged(), functorch_config.patch(enable_autograd_cache=cached):
+    with tagged(), trusted_transforms(known), functorch_config.patch(enable_autograd_cache=cached):
         return compile_(gm, list(example_inputs), inner_compile=inner_compile, config_patches=dict(patches))
-
-
-def _transforms(gm: fx.GraphModule) -> set[tuple[int, torch.dtype]]:
-    """(Width, dtype) of every Hadamard transform."""
-    ops = (torch.ops.mmqc.hadamard, torch.ops.mmqc.hadamard_quantize)
-    nodes = (n for n in gm.graph.nodes if n.target in (*ops, *(op.default for op in ops)))
-    values = (n.args[0].meta.get("example_value") for n in nodes)
-    return {(int(x.shape[-1]), x.dtype) for x in values if x is not None}
 
 
 def convert(x: TensorBox, dtype: torch.dtype) -> TensorBox:
     """X in ``dtype``, without the copy that Inductor makes of a tensor that has it already."""
     return x if x.get_dtype() == dtype else lowerings[torch.ops.prims.convert_element_type.default](x, dtype)
+
+
+def as_int(size: Any) -> Any:
+    """A static size as an int, a symbolic one as it is."""
+    return int(size) if isinstance(size, int | Integer) else size
+
+
+def size_hint(size: Any, fallback: int) -> int:
+    """What a symbolic size was when the graph was traced."""
+    sizevars: Any = V.graph.sizevars
+    hint = getattr(sizevars, "optimization_hint", None) or sizevars.size_hint  # the name before torch 2.12
+    return int(hint(size, fallback=fallback))
+
+
+def at_most(size: Any, bound: int) -> bool:
+    """Whether size <= bound is known at compile time."""
+    return V.graph.sizevars.statically_known_leq(size, bound)
 
 
 def static_int(size: Any) -> int:
@@ -161,23 +191,112 @@ def batched_matmul(a: TensorBox, b: TensorBox) -> TensorBox:
 
 
 def has_kernel(x: TensorBox) -> bool:
-    """Whether the op's implementation for x's device is a kernel to call: on CUDA, unless the package has to run without Python."""
-    return x.get_device_or_error().type == "cuda" and not V.graph.aot_mode and kernels.install()
+    """Whether there are kernels for x's device: on CUDA."""
+    return x.get_device_or_error().type == "cuda" and kernels.install()
 
 
-def call_kernel(op: Any, *args: Any) -> TensorBox:
-    """The op as an extern call in the generated code."""
-    return fallback_handler(op, add_to_fallback_set=False)(*args)
+class _KnownLaunch(UserDefinedTritonKernel):
+    """A Triton kernel that says what it writes: Inductor's own class compiles the kernel once a launch to find that out."""
+
+    def __init__(
+        self, kernel: Any, grid: tuple[Any, ...], args: Mapping[str, Any], outputs: Sequence[str],
+        descriptors: Mapping[str, tuple[int, ...]],
+    ) -> None:  # fmt: skip
+        inputs, kwargs = [], {}
+        for name, value in args.items():
+            if isinstance(value, IRNode):
+                value = InputsKernel.unwrap_storage_for_input(self.realize_input(value))
+                if name in descriptors:
+                    value = TMADescriptor.create(value, ("stable", (descriptors[name],)))
+                inputs.append(value)
+            kwargs[name] = value
+        constants = tuple(v for v in kwargs.values() if not isinstance(v, IRNode))
+        device: Any = inputs[0].get_device()
+        ExternKernel.__init__(self, None, NoneLayout(device=device), inputs, constants, kwargs)
+        self.device, self.grid = device, [grid]
+        self.kernel_idx = kernel_side_table.add_kernel(kernel)
+        self.ordered_kwargs_for_cpp_kernel = [name for name in kernel.fn.arg_names if name in args]
+        self.mutable_args = list({id(args[name]): args[name] for name in outputs}.values())
+        self.mutation_outputs = [MutationOutput(NoneLayout(device=device), box, self) for box in self.mutable_args]
+        V.graph.register_operation(self)
+
+    def can_fuse_epilogue(self) -> bool:
+        return False
+
+
+@functools.cache
+def _with_options(kernel: Any, num_warps: int, num_stages: int) -> Any:
+    import triton
+
+    return triton.autotune([triton.Config({}, num_warps=num_warps, num_stages=num_stages)], key=[])(kernel)
+
+
+def launch_kernel(launch: Any, grid: tuple[Any, ...], args: Mapping[str, Any]) -> None:
+    """A launch (kernels/launch.py) in the generated code, with this grid and these args in place of its own."""
+    kernel = _with_options(launch.kernel, launch.num_warps, launch.num_stages)
+    _KnownLaunch(kernel, grid, {**args, **launch.constants}, launch.outputs, launch.descriptors)
+
+
+def current_node() -> fx.Node:
+    """The node that is being lowered."""
+    node: Any = V.graph.current_node
+    return node
+
+
+@contextmanager
+def trusted_transforms(widths: frozenset[int]) -> Iterator[None]:
+    """While a graph is lowered whose Hadamard matrices of these widths are all ours (known_transforms.py)."""
+    token = _known.set(widths)
+    try:
+        yield
+    finally:
+        _known.reset(token)
+
+
+def is_known_transform(width: int) -> bool:
+    """Whether every Hadamard matrix of this width in the graph is ours (``hadamard_factors``)."""
+    return width in _known.get()
+
+
+def contiguous(x: TensorBox) -> TensorBox:
+    """X as a buffer in row-major order; a copy if need be."""
+    return ExternKernel.require_contiguous(x)
+
+
+def empty(size: Sequence[Any], dtype: torch.dtype, device: torch.device) -> TensorBox:
+    """Memory that a kernel fills."""
+    return lowerings[torch.ops.aten.empty_strided.default](list(size), None, dtype=dtype, device=device)
+
+
+def constant(name: str, make: Callable[[], torch.Tensor]) -> TensorBox:
+    """A tensor that belongs to the compiled graph, one of a name."""
+    known = V.graph.__dict__.setdefault("_mmqc_constants", {})
+    if name not in known:
+        with _disable_current_modes():
+            known[name] = V.graph.add_tensor_constant(make(), name)
+    return known[name]
+
+
+def counters(count: int, device: torch.device) -> TensorBox:
+    """Zeros for launches that leave zeros: kept between calls, or, in a package that may run twice at once, made by each."""
+    if not V.graph.aot_mode:
+        return constant(f"mmqc_counters_{count}", lambda: torch.zeros(count, dtype=torch.int32, device=device))
+    known = V.graph.__dict__.setdefault("_mmqc_counters", {})
+    if count not in known:
+        known[count] = lowerings[torch.ops.aten.full.default]([count], 0, dtype=torch.int32, device=device)
+        known[count].realize()
+    return known[count]
 
 
 def kernel_names(source: str) -> list[str]:
-    """Names of the kernels that a generated wrapper calls, in order: "cpp_fused_…", "triton_…", "extern _int_mm"."""
+    """Names of the kernels that a generated wrapper calls, in order: "triton_…", "extern _int_mm", "mmqc scaled_matmul_kernel"."""
     found = []
     for match in _CALL.finditer(source):
         extern = match["extern"]
-        found.append(
-            f"extern {extern.removeprefix('extern_kernels.').removeprefix('torch.ops.')}" if extern else match["fused"]
-        )
+        if extern:
+            found.append(f"extern {extern.removeprefix('extern_kernels.').removeprefix('torch.ops.')}")
+        else:
+            found.append(match["fused"] or f"mmqc {match['own']}")
     return found
 
 

@@ -8,6 +8,7 @@ What the kernel or ``_int_mm`` cannot take is padded or multiplied in another wa
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -21,8 +22,8 @@ from mmqc.lowering.inductor import (
     Pointwise,
     TensorBox,
     at_least,
-    call_kernel,
     convert,
+    current_node,
     has_kernel,
     lowerings,
     ops,
@@ -83,6 +84,16 @@ def why_not(node: fx.Node) -> str | None:
     return _first(why_not_int_mm(x_q.device.type, large, w.shape[0], x_q.shape[-1]) for w in weights)
 
 
+def takes_kernel(x: TensorBox) -> bool:
+    """Whether the op being lowered goes to the CUDA kernels."""
+    return has_kernel(x) and why_no_kernel(current_node()) is None
+
+
+def on_cuda() -> Any:
+    """The launches, which need Triton."""
+    return importlib.import_module("mmqc.lowering.on_cuda")
+
+
 def _int_mm(x: TensorBox, w: TensorBox) -> TensorBox:
     # aten's CPU kernel takes the stride of a single row for the width of the matrix.
     return lowerings[aten._int_mm.default](row_major(x), lowerings[aten.permute.default](row_major(w), [1, 0]))
@@ -114,9 +125,8 @@ def lower_scaled_matmul(
     visual: TensorBox | None, weight_bits: int, out_dtype: torch.dtype,
 ) -> TensorBox:  # fmt: skip
     """Integer product, then pointwise IR in the order of the formula."""
-    if has_kernel(x_q):
-        op = torch.ops.mmqc.scaled_matmul.default
-        return call_kernel(op, x_q, w_q, x_scale, w_scale, bias, visual, weight_bits, out_dtype)
+    if takes_kernel(x_q):
+        return on_cuda().scaled(x_q, [w_q], x_scale, [w_scale], [bias], visual, out_dtype)[0]
     rows = list(x_q.get_size()[:-1])
     n, k = static_int(w_q.get_size()[0]), static_int(x_q.get_size()[-1])
     size = [*rows, n]

@@ -18,16 +18,14 @@ from mmqc.lowering import few_rows
 from mmqc.lowering.inductor import (
     Pointwise,
     TensorBox,
-    call_kernel,
     convert,
-    has_kernel,
     lowerings,
     ops,
     register_lowering,
     static_int,
 )
 from mmqc.lowering.pack import unpack
-from mmqc.lowering.scaled_matmul import NO_CUDA, traced_operands, why_no_kernel
+from mmqc.lowering.scaled_matmul import NO_CUDA, on_cuda, takes_kernel, traced_operands, why_no_kernel
 
 aten = torch.ops.aten
 
@@ -72,8 +70,8 @@ def lower_weight_only_matmul(
     x: TensorBox, w_q: TensorBox, w_scale: TensorBox, bias: TensorBox | None, weight_bits: int, group_size: int
 ) -> TensorBox:
     """A kernel, one pass over the stored weight, or a dequantization in front of ``mm``; what follows fuses with the bias."""
-    if has_kernel(x):
-        return call_kernel(torch.ops.mmqc.weight_only_matmul.default, x, w_q, w_scale, bias, weight_bits, group_size)
+    if takes_kernel(x):
+        return on_cuda().weight_only(x, [w_q], [w_scale], [bias], weight_bits, group_size)[0]
     rows, k = list(x.get_size()[:-1]), static_int(x.get_size()[-1])
     dtype, m = x.get_dtype(), math.prod(rows)
     flat = lowerings[aten.view.default](x, [m, k])

@@ -59,7 +59,7 @@ def test_cuda__explain_names_kernels_and_no_fallback() -> None:
     assert explanation.quantized_graphs > 0
     # the sample is in float32, for whose transforms there is no kernel
     assert all(op.startswith("hadamard") and "torch.float32" in reason for _, op, reason in explanation.fallbacks)
-    assert any("mmqc.scaled_matmul" in kernel for kernel in explanation.kernels)
+    assert any("scaled_matmul_kernel" in kernel for kernel in explanation.kernels)
 
 
 def test_cuda__generate_through_the_backend() -> None:
@@ -76,12 +76,13 @@ def test_cuda__compiled_loop_gives_the_same_tokens(prefill: str, stop: bool) -> 
     """With the stop check one step late, and with a sequence that ends before its length is used up."""
     model = quantized("cuda")
     prompt = {k: v.cuda() for k, v in mmqc.samples.load("digits-vqa").prompts(1)[0].items()}
-    config = GenerationConfig(max_new_tokens=12, do_sample=False, cache_implementation="static", pad_token_id=0)
+    length = {} if stop else {"min_new_tokens": 12}  # by itself, the sample's answer is shorter
+    config = GenerationConfig(
+        max_new_tokens=12, do_sample=False, cache_implementation="static", pad_token_id=0, **length
+    )
     config.disable_compile = True
-    if stop:
-        free = model.generate(**prompt, generation_config=config)
-        config.eos_token_id = [int(free[0, prompt["input_ids"].shape[1] + 5])]
     expected = model.generate(**prompt, generation_config=config)
+    assert (expected.shape[1] < prompt["input_ids"].shape[1] + 12) == stop
     config.disable_compile = False
     for _ in range(3):  # the graphs are recorded, then replayed
         got = model.generate(**prompt, generation_config=config, custom_generate=mmqc.compiled_loop, prefill=prefill)
@@ -93,4 +94,5 @@ def test_cuda__bfloat16_runs_in_kernels_alone() -> None:
     explanation = mmqc.explain(quantized("cuda").bfloat16(), batches(1, "cuda")[0])
     assert explanation.fallbacks == []
     kernels = set(explanation.kernels)
-    assert {"extern mmqc.scaled_matmul", "extern mmqc.scaled_matmuls", "extern mmqc.hadamard_quantize"} <= kernels
+    assert {"mmqc scaled_matmul_kernel", "mmqc hadamard_quantize_kernel"} <= kernels
+    assert not any("mmqc." in kernel for kernel in kernels)  # no Python op is left

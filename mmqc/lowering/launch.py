@@ -1,0 +1,113 @@
+"""Kernel launches inside a compiled graph: the launchers of ``kernels/``, given buffers that do not exist yet.
+
+    Operand     a tensor of the graph, with what a launcher asks of one
+    regimes     rows to choose a tile for, and when that tile's launch is to run
+    emit        a launch in the generated code
+
+Why:     a launch in the generated code costs microseconds where a call of a Python op costs tens, and a package compiled
+         ahead of time has no Python.  A graph whose number of rows is symbolic holds one launch for each regime of rows; all
+         but one of them have an empty grid then, which is skipped.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from sympy import Integer, Max, Min
+
+from mmqc.kernels.device_facts import ceil_div
+from mmqc.kernels.launch import Launch
+from mmqc.lowering.inductor import (
+    FloorDiv,
+    TensorBox,
+    as_int,
+    at_least,
+    at_most,
+    contiguous,
+    counters,
+    empty,
+    launch_kernel,
+    lowerings,
+    size_hint,
+)
+
+aten = torch.ops.aten
+REGIMES = (16, 64, 256)  # the last row of each regime but the last one
+MANY = 2048  # rows of the last regime, if nothing is known of them
+COUNTERS = 1 << 16
+
+
+class Operand:
+    """A tensor of the graph in row-major order: ints where sizes are static."""
+
+    def __init__(self, box: TensorBox) -> None:
+        self.box: Any = contiguous(box)
+        self.shape: tuple[Any, ...] = tuple(as_int(s) for s in self.box.get_size())
+        self.dtype: torch.dtype = self.box.get_dtype()
+        self.device: torch.device = self.box.get_device_or_error()
+
+    @classmethod
+    def matrix(cls, box: TensorBox) -> Operand:
+        """[..., K] as rows."""
+        size = list(box.get_size())
+        return cls(lowerings[aten.view.default](box, [math.prod(size[:-1]), size[-1]]))
+
+    @classmethod
+    def new(cls, shape: tuple[Any, ...], dtype: torch.dtype, device: torch.device) -> Operand:
+        """Memory that a kernel fills."""
+        return cls(empty(shape, dtype, device))
+
+    def stride(self, axis: int) -> Any:
+        """Elements between two neighbours."""
+        return math.prod(self.shape[axis + 1 :])
+
+    def of(self, rows: int) -> Operand:
+        """The same, as if it had so many rows."""
+        other = copy.copy(self)
+        other.shape = (rows, *self.shape[1:])
+        return other
+
+
+def workspace(
+    device: torch.device, tiles: int, tile_elements: int, split: int, dtype: torch.dtype
+) -> tuple[Operand, Operand]:
+    """As in kernels/split_k.py; the launches of a graph share their counters, for each of them leaves zeros."""
+    count = Operand(counters(max(COUNTERS, tiles) if split > 1 else COUNTERS, device))
+    return (Operand.new((split * tiles * tile_elements,), dtype, device), count) if split > 1 else (count, count)
+
+
+def regimes(rows: Any) -> Iterator[tuple[int, Any]]:
+    """(Rows to choose a tile for; 1 where the number of rows is of this regime, else 0, or None where it always is)."""
+    if isinstance(rows, int):
+        yield rows, None
+        return
+    above = 0
+    for last in REGIMES:
+        if at_most(rows, last):
+            yield last, (_from(rows, above) if above and not at_least(rows, above + 1) else None)
+            return
+        if not at_least(rows, last + 1):
+            yield last, _from(rows, above) * Min(1, Max(0, last + 1 - rows))
+            above = last
+    yield max(size_hint(rows, MANY), REGIMES[-1] + 1), (_from(rows, above) if above else None)
+
+
+def _from(rows: Any, above: int) -> Any:
+    return Min(1, Max(0, rows - above))
+
+
+def emit(launch: Launch, rows: Any, planned: int, runs: Any = None) -> None:
+    """Put a launch that was made for ``planned`` rows into the graph, for ``rows`` of them, where ``runs`` is not 0."""
+    first, *more = launch.grid
+    args = {name: value.box if isinstance(value, Operand) else value for name, value in launch.args.items()}
+    if "M" in args:
+        args["M"] = rows
+    if launch.block_rows and not isinstance(rows, int):
+        first = -FloorDiv(-rows, Integer(launch.block_rows)) * (first // ceil_div(planned, launch.block_rows))
+    if runs is not None:
+        first = first * runs
+    launch_kernel(launch, (first, *more, *[1] * (2 - len(more))), args)

@@ -1,0 +1,172 @@
+"""The ops on CUDA as launches in the generated code: which kernels, for how many rows.
+
+    scaled            scaled_matmul(s)        few rows, or several linears: one launch;  many: one a linear, by TMA where it can
+    weight_only       weight_only_matmul(s)   the same from packed weights;  many rows: the weight written out once, then mm
+    hadamard          hadamard, hadamard_quantize
+
+Each returns None where no kernel takes the operands: then the op is lowered as on any device, and ``why_not`` says why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from mmqc.kernels import hadamard_plan as plans
+from mmqc.kernels import hadamard_quantize as transform
+from mmqc.kernels import scaled_matmul as scaled_kernels
+from mmqc.kernels import unpack_weight
+from mmqc.kernels import weight_only_matmul as weight_only_kernels
+from mmqc.kernels.configs import PERSISTENT, MatmulConfig, config
+from mmqc.kernels.device_facts import has_tensor_descriptors
+from mmqc.kernels.row_scale import ONE, VISUAL, RowScale
+from mmqc.kernels.scaled_matmul import FEW_ROWS, Linear
+from mmqc.lowering.inductor import TensorBox, constant, convert, lowerings
+from mmqc.lowering.launch import Operand, emit, regimes, workspace
+
+aten = torch.ops.aten
+WHOLE = MatmulConfig(128, 128, 64, 8, 3, variant="columns")  # any number of rows from packed weights, in one launch
+
+
+def _linears(
+    m: Any, w_q: Sequence[TensorBox], w_scale: Sequence[TensorBox], bias: Sequence[TensorBox | None],
+    dtype: torch.dtype,
+) -> list[Any]:  # fmt: skip
+    """Operands of every linear, and memory for its y [M, N]."""
+    parts = []
+    for w, s, b in zip(w_q, w_scale, bias, strict=True):
+        weight = Operand(w)
+        y = Operand.new((m, weight.shape[0]), dtype, weight.device)
+        parts.append(Linear(weight, Operand(s), None if b is None else Operand(b), y))  # type: ignore[arg-type]
+    return parts
+
+
+def _shaped(linears: Sequence[Any], rows: Sequence[Any]) -> list[TensorBox]:
+    """Every y in the shape that the op returns."""
+    return [lowerings[aten.view.default](linear.y.box, [*rows, linear.y.shape[1]]) for linear in linears]
+
+
+def _row_scale(scale: TensorBox, visual: TensorBox | None, rows: Sequence[Any]) -> RowScale:
+    s: Any = Operand(convert(scale, torch.float32))
+    if visual is None:
+        return RowScale(ONE.value, s, s)
+    mask = Operand(lowerings[aten.expand.default](visual, list(rows)))
+    return RowScale(VISUAL.value, s, mask)  # type: ignore[arg-type]
+
+
+def _one_launch(linears: Sequence[Any], m: int, c: MatmulConfig) -> bool:
+    """Whether several linears share a launch."""
+    return (
+        len(linears) > 1 and m <= FEW_ROWS and c.variant in ("rows", "columns") and scaled_kernels.alike(list(linears))
+    )
+
+
+def scaled(
+    x_q: TensorBox, w_q: Sequence[TensorBox], x_scale: TensorBox, w_scale: Sequence[TensorBox],
+    bias: Sequence[TensorBox | None], visual: TensorBox | None, out_dtype: torch.dtype,
+) -> list[TensorBox]:  # fmt: skip
+    """``scaled_matmuls``."""
+    rows = list(x_q.get_size()[:-1])
+    x = Operand.matrix(x_q)
+    m, k = x.shape
+    linears = _linears(m, w_q, w_scale, bias, out_dtype)
+    scales = _row_scale(x_scale, visual, rows)
+    op = scaled_kernels.op_name(x, linears[0].w)  # type: ignore[arg-type]
+    width = sum(linear.w.shape[0] for linear in linears)
+    for planned, runs in regimes(m):
+        c = config(op, planned, width, k, x.device)
+        if _one_launch(linears, planned, c):
+            launch = scaled_kernels.pointer_launch(x.of(planned), linears, scales, None, c, work=workspace)  # type: ignore[arg-type]
+            emit(launch, m, planned, runs)
+            continue
+        for linear in linears:
+            c = config(op, planned, linear.w.shape[0], k, x.device)
+            _scaled_one(x, linear, scales, c, planned, runs)
+    return _shaped(linears, rows)
+
+
+def _scaled_one(x: Operand, linear: Any, scales: RowScale, c: MatmulConfig, planned: int, runs: Any) -> None:
+    m, k = x.shape
+    if c.variant == "unpack" and runs is not None:
+        c = WHOLE  # the weight would be written out for calls that do not need it
+    if c.variant == "unpack":
+        w = Operand.new((linear.w.shape[0], k), torch.int8, x.device)
+        emit(unpack_weight.launch(linear.w, w, 4), m, planned)  # type: ignore[arg-type]
+        linear, c = linear._replace(w=w), c.with_variant("nested")
+    if c.variant in PERSISTENT and has_tensor_descriptors(x.device) and k % 16 == 0 and linear.w.dtype != torch.uint8:
+        emit(scaled_kernels.descriptor_launch(x.of(planned), linear, scales, None, c), m, planned, runs)  # type: ignore[arg-type]
+        return
+    c = c.with_stages(3) if c.variant in PERSISTENT else c
+    launch = scaled_kernels.pointer_launch(x.of(planned), [linear], scales, None, c, work=workspace)  # type: ignore[arg-type]
+    emit(launch, m, planned, runs)
+
+
+def weight_only(
+    x: TensorBox, w_q: Sequence[TensorBox], w_scale: Sequence[TensorBox], bias: Sequence[TensorBox | None], bits: int,
+    group_size: int,
+) -> list[TensorBox]:  # fmt: skip
+    """``weight_only_matmuls``."""
+    rows, dtype = list(x.get_size()[:-1]), x.get_dtype()
+    matrix = Operand.matrix(x)
+    (m, k), op = matrix.shape, f"weight_int{bits}"
+    planned = list(regimes(m))
+    if len(planned) == 1 and config(op, planned[0][0], int(w_q[0].get_size()[0]), k, matrix.device).variant == "unpack":
+        ys = [_written_out(matrix, *parts, bits, group_size) for parts in zip(w_q, w_scale, bias, strict=True)]
+        return [lowerings[aten.view.default](y, [*rows, y.get_size()[1]]) for y in ys]
+    linears = _linears(m, w_q, w_scale, bias, dtype)
+    width = sum(linear.w.shape[0] for linear in linears)
+    for count, runs in planned:
+        c = config(op, count, width, k, matrix.device)
+        if c.variant == "unpack":
+            c = config(op, 256, width, k, matrix.device)
+            c = WHOLE if c.variant == "unpack" or c.split_k > 1 else c
+        together = [linears] if _one_launch(linears, count, c) else [[linear] for linear in linears]
+        for some in together:
+            launch = weight_only_kernels.launch(matrix.of(count), some, None, group_size, bits, c, workspace)  # type: ignore[arg-type]
+            emit(launch, m, count, runs)
+    return _shaped(linears, rows)
+
+
+def _written_out(
+    x: Operand, w_q: TensorBox, w_scale: TensorBox, bias: TensorBox | None, bits: int, group_size: int
+) -> TensorBox:
+    """X times the weight in x's dtype; Inductor picks the product and fuses what follows."""
+    codes = Operand(w_q)
+    w = Operand.new((codes.shape[0], x.shape[1]), x.dtype, x.device)
+    scale = Operand(w_scale)
+    emit(unpack_weight.launch(codes, w, bits, scale, None, group_size), x.shape[0], x.shape[0])  # type: ignore[arg-type]
+    wt = lowerings[aten.permute.default](w.box, [1, 0])
+    if bias is None:
+        return lowerings[aten.mm.default](x.box, wt)
+    return lowerings[aten.addmm.default](convert(bias, x.dtype), x.box, wt)
+
+
+def hadamard(
+    x: TensorBox,
+    up: TensorBox | None = None,
+    scale: TensorBox | None = None,
+    visual: TensorBox | None = None,
+    bits: int = 8,
+) -> TensorBox:
+    """``hadamard``, or with ``scale`` ``hadamard_quantize``."""
+    size = list(x.get_size())
+    matrix, gate = Operand.matrix(x), None if up is None else Operand.matrix(up)
+    m, n = matrix.shape
+    plan = _plan(n, matrix)
+    code = None if scale is None else torch.int8
+    y = Operand.new((m, n), code or matrix.dtype, matrix.device)
+    scales = None if scale is None else _row_scale(scale, visual, size[:-1])
+    planned = m if isinstance(m, int) else 1 << 20  # a persistent grid: programs without rows end at once
+    many: Any = matrix.of(planned)
+    emit(transform.launch(many, gate, y, plan, scales, None, code, bits), m, planned)  # type: ignore[arg-type]
+    return lowerings[aten.view.default](y.box, size)
+
+
+def _plan(n: int, x: Operand) -> Any:
+    """The matrices as constants of the graph."""
+    name, tiling = f"mmqc_hadamard_{n}_{str(x.dtype).removeprefix('torch.')}", plans.best_tiling(n)
+    outer = constant(f"{name}_outer", lambda: plans.hadamard_plan(n, x.device, x.dtype).outer)
+    inner = constant(f"{name}_inner", lambda: plans.hadamard_plan(n, x.device, x.dtype).inner)
+    return plans.HadamardPlan(tiling, Operand(outer), Operand(inner))  # type: ignore[arg-type]

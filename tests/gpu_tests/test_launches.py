@@ -1,0 +1,96 @@
+"""Kernels inside generated code, compiled and ahead of time: any number of rows in one artefact, and no Python op in it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from mmqc.backend import backend, collect_records
+from mmqc.ops.hadamard_matrix import hadamard_factors
+from mmqc.ops.pack import pack
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+ROWS = (1, 5, 16, 17, 70, 300, 2050, 5000)
+
+
+class Block(nn.Module):
+    """Quantize, two linears that share an input, a gate, a transform, another quantization, a linear."""
+
+    def __init__(self, k: int, n: int, bits: int, activations: bool) -> None:
+        super().__init__()
+        self.bits, self.activations, self.k, self.n = bits, activations, k, n
+        for name, rows, columns in (("gate", n, k), ("up", n, k), ("down", k, n)):
+            codes = torch.randint(-(2 ** (bits - 1)), 2 ** (bits - 1), (rows, columns), dtype=torch.int8)
+            self.register_buffer(name, codes if bits == 8 else pack(codes, bits))
+            groups = (rows,) if activations else (rows, columns // 32)
+            self.register_buffer(f"{name}_scale", torch.rand(groups) * 0.01 + 0.001)
+        self.register_buffer("bias", torch.randn(k).bfloat16())
+        self.register_buffer("scales", torch.tensor([0.02, 0.03]))
+        for i, factor in enumerate(hadamard_factors(n)):
+            self.register_buffer(f"factor_{i}", factor.float())
+        self.factors = len(hadamard_factors(n))
+
+    def forward(self, x: Tensor, visual: Tensor) -> Tensor:
+        ops = torch.ops.mmqc
+        names = ("gate", "up")
+        w, s = [getattr(self, n) for n in names], [getattr(self, f"{n}_scale") for n in names]
+        if self.activations:
+            x_q = ops.quantize(x, self.scales, visual, 8)
+            gate, up = ops.scaled_matmuls(x_q, w, self.scales, s, [None, None], visual, self.bits, x.dtype)
+        else:
+            gate, up = ops.weight_only_matmuls(x, w, s, [None, None], self.bits, 32)
+        factors = [getattr(self, f"factor_{i}") for i in range(self.factors)]
+        if not self.activations:
+            h = ops.hadamard(nn.functional.silu(gate) * up, factors)
+            return ops.weight_only_matmul(h, self.down, self.down_scale, self.bias, self.bits, 32)
+        h = ops.hadamard_quantize(gate, up, factors, self.scales, visual, 8)
+        return ops.scaled_matmul(h, self.down, self.scales, self.down_scale, self.bias, visual, self.bits, x.dtype)
+
+
+def case(bits: int, activations: bool) -> tuple[Block, list[tuple[Tensor, Tensor]]]:
+    torch.manual_seed(bits)
+    block = Block(256, 1024, bits, activations).cuda()
+    batches = [(torch.randn(1, m, 256, device="cuda").bfloat16(), torch.rand(1, m, device="cuda") < 0.5) for m in ROWS]
+    return block, batches
+
+
+def check(call: Any, block: Block, batches: list[tuple[Tensor, Tensor]]) -> None:
+    for x, visual in batches:
+        expected = block(x, visual)
+        got = call(x, visual)
+        error = (got.float() - expected.float()).norm() / expected.float().norm()
+        assert error < 0.01, (x.shape, float(error))
+
+
+KINDS = [(8, True), (4, True), (4, False), (3, False), (2, False)]
+
+
+@pytest.mark.parametrize(("bits", "activations"), KINDS)
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_launches__compiled_for_any_number_of_rows(bits: int, activations: bool, dynamic: bool) -> None:
+    block, batches = case(bits, activations)
+    torch._dynamo.reset()
+    with collect_records() as records:
+        compiled = torch.compile(block, backend=backend, dynamic=dynamic)
+        check(compiled, block, batches if dynamic else batches[:1] + batches[-2:-1])
+    kernels = {k for record in records for k in record.kernels}
+    assert any(k.startswith("mmqc ") for k in kernels) and not any("mmqc." in k for k in kernels), kernels
+    if dynamic:
+        assert len(records) <= 2  # a single row is a size of its own to Dynamo
+
+
+@pytest.mark.parametrize(("bits", "activations"), KINDS[:3])
+def test_launches__in_a_package(tmp_path: Path, bits: int, activations: bool) -> None:
+    import mmqc.lowering  # noqa: F401
+    from mmqc.lowering.inductor import trusted_transforms
+
+    block, batches = case(bits, activations)
+    rows = torch.export.Dim("rows", min=1, max=8192)
+    program = torch.export.export(block, batches[3], dynamic_shapes=({1: rows}, {1: rows}))
+    with trusted_transforms(frozenset({1024})):
+        path = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "block.pt2"))
+    check(torch._inductor.aoti_load_package(path), block, batches)
