@@ -66,7 +66,7 @@ def store_tile(y, s, y_ptr, at, mask, MODE: tl.constexpr, LOW: tl.constexpr, HIG
 @triton.jit
 def hadamard_quantize_kernel(
     x_ptr, up_ptr, outer_ptr, inner_ptr, y_ptr, scale_ptr, row_ptr, token_ptr, M, n, a, b, stride_x, stride_up,
-    first_scale, second_scale,
+    FIRST_SCALE: tl.constexpr, SECOND_SCALE: tl.constexpr,
     OUTER: tl.constexpr, A1: tl.constexpr, A2: tl.constexpr, B: tl.constexpr, R: tl.constexpr, GATED: tl.constexpr,
     MODE: tl.constexpr, KIND: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, FP8: tl.constexpr,
     PROGRAMS: tl.constexpr,
@@ -99,12 +99,12 @@ def hadamard_quantize_kernel(
             mask2 = (more < a)[:, None] & (j < b)[None, :]
             x2 = input_tile(x_ptr, up_ptr, row * stride_x + inside2, row * stride_up + inside2, mask2, GATED)
             t2 = tl.dot(a22, x2, tl.dot(a21, t, input_precision="ieee"), input_precision="ieee")
-            y2 = tl.dot((t2 * first_scale).to(t.dtype), inner_t, input_precision="ieee") * second_scale
+            y2 = tl.dot((t2 * FIRST_SCALE).to(t.dtype), inner_t, input_precision="ieee") * SECOND_SCALE
             t1 = tl.dot(a12, x2, tl.dot(a11, t, input_precision="ieee"), input_precision="ieee")
-            t = (t1 * first_scale).to(t.dtype)
+            t = (t1 * FIRST_SCALE).to(t.dtype)
         elif OUTER:
-            t = (tl.dot(a11, t, input_precision="ieee") * first_scale).to(t.dtype)
-        y = tl.dot(t, inner_t, input_precision="ieee") * second_scale
+            t = (tl.dot(a11, t, input_precision="ieee") * FIRST_SCALE).to(t.dtype)
+        y = tl.dot(t, inner_t, input_precision="ieee") * SECOND_SCALE
         s = tl.zeros((SIDE,), tl.float32)
         if MODE == STATIC:
             s = row_scale_tile(scale_ptr, row_ptr, rows, row_mask, KIND)
@@ -189,10 +189,11 @@ def launch(
         x_ptr=x, up_ptr=x if up is None else up, outer_ptr=plan.outer, inner_ptr=plan.inner, y_ptr=y,
         scale_ptr=plan.outer if rows is None else rows.scale, row_ptr=plan.outer if rows is None else rows.rows,
         token_ptr=y if tokens is None else tokens, M=m, n=n, a=t.a, b=t.b, stride_x=x.stride(0),
-        stride_up=0 if up is None else up.stride(0), first_scale=1 / math.sqrt(t.a), second_scale=1 / math.sqrt(t.b),
+        stride_up=0 if up is None else up.stride(0),
     )  # fmt: skip
     mode = DYNAMIC if tokens is not None else STATIC if rows is not None else FLOAT
     constants = dict(
+        FIRST_SCALE=1 / math.sqrt(t.a), SECOND_SCALE=1 / math.sqrt(t.b),  # as arguments, Inductor would make them float64
         OUTER=t.a > 1, A1=t.A1, A2=t.A2, B=t.B, R=t.R, GATED=up is not None, MODE=mode.value,
         KIND=ROW.value if rows is None else rows.kind, LOW=-(2.0 ** (bits - 1)), HIGH=2.0 ** (bits - 1) - 1,
         FP8=code == torch.float8_e4m3fn, PROGRAMS=programs,

@@ -33,6 +33,7 @@ from mmqc.lowering.inductor import (
     launch_kernel,
     lowerings,
     size_hint,
+    static_int,
 )
 
 aten = torch.ops.aten
@@ -42,11 +43,12 @@ COUNTERS = 1 << 16
 
 
 class Operand:
-    """A tensor of the graph in row-major order: ints where sizes are static."""
+    """A tensor of the graph in row-major order; its sizes are ints, but for the first one of a ``matrix`` or a ``vector``."""
 
-    def __init__(self, box: TensorBox) -> None:
+    def __init__(self, box: TensorBox, *, symbolic: bool = False) -> None:
         self.box: Any = contiguous(box)
-        self.shape: tuple[Any, ...] = tuple(as_int(s) for s in self.box.get_size())
+        first, *rest = self.box.get_size() or [1]
+        self.shape: tuple[Any, ...] = (as_int(first) if symbolic else static_int(first), *map(static_int, rest))
         self.dtype: torch.dtype = self.box.get_dtype()
         self.device: torch.device = self.box.get_device_or_error()
 
@@ -54,16 +56,22 @@ class Operand:
     def matrix(cls, box: TensorBox) -> Operand:
         """[..., K] as rows."""
         size = list(box.get_size())
-        return cls(lowerings[aten.view.default](box, [math.prod(size[:-1]), size[-1]]))
+        return cls(lowerings[aten.view.default](box, [math.prod(size[:-1]), size[-1]]), symbolic=True)
+
+    @classmethod
+    def vector(cls, box: TensorBox) -> Operand:
+        """[...] as one axis."""
+        return cls(lowerings[aten.view.default](box, [math.prod(box.get_size())]), symbolic=True)
 
     @classmethod
     def new(cls, shape: tuple[Any, ...], dtype: torch.dtype, device: torch.device) -> Operand:
         """Memory that a kernel fills."""
-        return cls(empty(shape, dtype, device))
+        return cls(empty(shape, dtype, device), symbolic=True)
 
-    def stride(self, axis: int) -> Any:
-        """Elements between two neighbours."""
-        return math.prod(self.shape[axis + 1 :])
+    def stride(self, axis: int | None = None) -> Any:
+        """Elements between two neighbours, as ``Tensor.stride``."""
+        strides = tuple(math.prod(self.shape[i + 1 :]) for i in range(len(self.shape)))
+        return strides if axis is None else strides[axis]
 
     def of(self, rows: int) -> Operand:
         """The same, as if it had so many rows."""

@@ -52,7 +52,7 @@ def _row_scale(scale: TensorBox, visual: TensorBox | None, rows: Sequence[Any]) 
     s: Any = Operand(convert(scale, torch.float32))
     if visual is None:
         return RowScale(ONE.value, s, s)
-    mask = Operand(lowerings[aten.expand.default](visual, list(rows)))
+    mask = Operand.vector(lowerings[aten.expand.default](visual, list(rows)))
     return RowScale(VISUAL.value, s, mask)  # type: ignore[arg-type]
 
 
