@@ -11,9 +11,11 @@ compile side by side and are timed in turn.
 from __future__ import annotations
 
 import argparse
+import cProfile
 import json
 import os
 import platform
+import pstats
 import subprocess
 import sys
 import tempfile
@@ -113,7 +115,7 @@ def child(way: str, trace: Path | None) -> None:
 
 
 def profile(timed: Any, trace: Path, way: str) -> None:
-    """Device time by kernel, of the first token alone and of sixteen more."""
+    """Device time by kernel, of the first token alone and of sixteen more; Python's own time for the first token."""
     kinds = [torch.profiler.ProfilerActivity.CUDA]
     found = {}
     for n in (1, 17):
@@ -121,6 +123,11 @@ def profile(timed: Any, trace: Path, way: str) -> None:
             timed(n)
         events = sorted(profiler.key_averages(), key=lambda e: -e.self_device_time_total)
         found[n] = {e.key[:120]: [round(e.self_device_time_total), e.count] for e in events if e.self_device_time_total}
+    profiler = cProfile.Profile()
+    for _ in range(5):
+        profiler.runcall(timed, 1)
+    with (trace / f"host_{way.replace(' ', '_')}.txt").open("w", encoding="utf-8") as text:
+        pstats.Stats(profiler, stream=text).sort_stats("cumtime").print_stats(120)
     (trace / f"profile_{way.replace(' ', '_')}.json").write_text(json.dumps(found, indent=0), encoding="utf-8")
 
 
