@@ -3,6 +3,7 @@
     token order   sequence   rows stay where they are, each quantized with the scale of its own modality
                   modality   reorder_tokens, rewrite_mask, rewrite_rope_index
                   auto       the rule in ``token_passes``
+    attention     fold_query_groups
     fusion        share_quantize, fuse_matmuls, fuse_hadamard_quantize
 
 They run on a whole Dynamo graph, after the backend's own quantization, and need only shapes; what share_quantize takes for
@@ -20,11 +21,13 @@ from torch import Tensor, fx
 
 from .compile_options import CompileOptions
 from .graph.capture import keep_notes
+from .graph.kinds import kind
 from .graph.program import KEPT, PassRecord, Program
 from .graph.runner import Pass, run
 from .graph.sizes import sizes
 from .graph.tokens import visual_mask, visual_operand
 from .passes.facts import FACTS
+from .passes.fold_query_groups import ATTENTION, FoldQueryGroups
 from .passes.fuse_hadamard_quantize import FuseHadamardQuantize
 from .passes.fuse_matmuls import FUSED, FuseMatmuls
 from .passes.reorder_tokens import ReorderTokens
@@ -67,13 +70,14 @@ def run_time_passes(
     order = order if any(visual_operand(n) for n in gm.graph.nodes) else ()
     names = {str(n.target).removeprefix("mmqc.").removesuffix(".default") for n in gm.graph.nodes}
     fusion = FUSION if names & {*FUSED, "quantize"} else ()
-    if not order and not fusion:
+    attention = (FoldQueryGroups(),) if any(kind(n) == ATTENTION for n in gm.graph.nodes) else ()
+    if not order and not fusion and not attention:
         return AtRunTime(gm, [], [])
     prog = _program(gm, example_inputs)
     mask = visual_mask(prog)
     if mask is None or (sizes(mask) or (0,))[-1] == 1:  # the one row of a decode step has no order
         order = ()
-    run(prog, (*order, *fusion), FACTS, text=text)
+    run(prog, (*order, *attention, *fusion), FACTS, text=text)
     if not any(record.sites for record in prog.records):
         return AtRunTime(gm, prog.records, [])
     holders = [n for n in prog.graph.nodes if n.op == "placeholder"]
