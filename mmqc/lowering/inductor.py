@@ -32,8 +32,9 @@ from mmqc import kernels
 
 __all__ = [
     "FloorDiv", "ModularIndexing", "Pointwise", "TensorBox", "at_least", "batched_matmul", "call_kernel",
-    "compile_graph", "config_keys", "convert", "has_kernel", "kernel_names", "lowerings", "mode_patches", "ops",
+    "compile_graph", "config_keys", "convert", "for_package", "has_kernel", "kernel_names", "lowerings", "mode_patches", "ops",
     "register_lowering", "row_major", "row_sums", "static_int",
+    "sums",
 ]  # fmt: skip
 
 SUPPORTED = ((2, 11), (2, 13))
@@ -144,8 +145,16 @@ def row_sums(
     like: TensorBox, dtype: torch.dtype, inner: Callable[..., Any], n: int, reduced: Sequence[int]
 ) -> TensorBox:
     """[n], the sum of ``inner([n], reduced indices)`` over the reduced axes, as a buffer on the device of ``like``."""
+    return sums(like, dtype, inner, [n], reduced)
+
+
+def sums(
+    like: TensorBox, dtype: torch.dtype, inner: Callable[..., Any], ranges: Sequence[Any], reduced: Sequence[int]
+) -> TensorBox:
+    """The same with several axes that stay."""
     total = Reduction.create(
-        device=like.get_device_or_error(), dst_dtype=dtype, src_dtype=dtype, inner_fn=inner, ranges=[Integer(n)],
+        device=like.get_device_or_error(), dst_dtype=dtype, src_dtype=dtype, inner_fn=inner,
+        ranges=[Integer(size) if isinstance(size, int) else size for size in ranges],
         reduction_ranges=[Integer(size) for size in reduced], reduction_type="sum",
     )  # fmt: skip
     total.realize()
@@ -163,6 +172,11 @@ def batched_matmul(a: TensorBox, b: TensorBox) -> TensorBox:
 def has_kernel(x: TensorBox) -> bool:
     """Whether the op's implementation for x's device is a kernel to call: on CUDA, unless the package has to run without Python."""
     return x.get_device_or_error().type == "cuda" and not V.graph.aot_mode and kernels.install()
+
+
+def for_package() -> bool:
+    """Whether the code has to run without Python, where an op of ours is unknown."""
+    return bool(V.graph.aot_mode)
 
 
 def call_kernel(op: Any, *args: Any) -> TensorBox:

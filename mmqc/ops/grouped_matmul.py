@@ -13,6 +13,8 @@ Exact:   per expert as weight_only_matmul.py (x is floating point) and scaled_ma
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -80,9 +82,32 @@ def fake(
     return x.new_empty((x.shape[0], w_q.shape[1]), dtype=out_dtype)
 
 
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    del output
+    x, w_q, w_scale, offsets, _, _, ctx.weight_bits, ctx.group_size, _ = inputs
+    ctx.width = x.shape[1]
+    ctx.save_for_backward(w_q, w_scale, offsets)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    w_q, w_scale, offsets = ctx.saved_tensors
+    rows = torch.arange(grad.shape[0], device=grad.device)
+    mine = (rows >= offsets[:-1, None]) & (rows < offsets[1:, None])
+    each = mine.unsqueeze(-1).to(grad.dtype) * grad  # [E, S, N]
+    bias = each.sum(1) if ctx.needs_input_grad[4] else None
+    x = None
+    if ctx.needs_input_grad[0]:
+        flat = w_q.flatten(0, 1), w_scale.flatten(0, 1)
+        w = weight_only_matmul.dequantize(*flat, ctx.width, ctx.weight_bits, ctx.group_size, grad.dtype)
+        x = torch.bmm(each, w.unflatten(0, w_q.shape[:2])).sum(0)
+    return (x, None, None, None, bias, None, None, None, None)
+
+
 define(
     "grouped_matmul(Tensor x, Tensor w_q, Tensor w_scale, Tensor offsets, Tensor? bias, Tensor? row_scale, "
     "int weight_bits, int group_size, ScalarType out_dtype) -> Tensor",
     reference,
     fake,
 )
+# Inference graphs compiled outside no_grad are traced with their backward: a missing formula would refuse them.
+torch.library.register_autograd("mmqc::grouped_matmul", _backward, setup_context=_keep)

@@ -67,9 +67,18 @@ def test_grouped_matmul__refuses_what_does_not_fit() -> None:
             grouped_matmul(*args, torch.float32)
 
 
+def test_grouped_matmul__gradient() -> None:
+    w, scale, bias, _ = stacked(5, 6, 4, 3)
+    bounds = offsets(COUNTS["none_for_some_rows"])
+    x, bias = torch.randn(9, 6, dtype=torch.float64, requires_grad=True), bias.double().requires_grad_()
+    function = lambda x, b: grouped_matmul(x, w, scale, bounds, b, None, 4, 3, torch.float64)  # noqa: E731
+    assert torch.autograd.gradcheck(function, (x, bias))
+
+
+@pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("integer", [False, True])
-def test_grouped_matmul__opcheck(integer: bool) -> None:
+def test_grouped_matmul__opcheck(integer: bool, grad: bool) -> None:
     w, scale, bias, _ = stacked(5, 16, 4, 0)
-    x = torch.randint(-9, 9, (9, 16), dtype=torch.int8) if integer else torch.randn(9, 16)
+    x = torch.randint(-9, 9, (9, 16), dtype=torch.int8) if integer else torch.randn(9, 16, requires_grad=grad)
     args = (x, w, scale, offsets([3, 0, 5, 1]), bias, torch.rand(9) if integer else None, 4, 0, torch.float32)
     torch.library.opcheck(grouped_matmul.default, args)
