@@ -1,7 +1,7 @@
 """How a module of experts is called, and the rows that each expert gets: what every form of it comes down to.
 
     routed    f(x, index, weights)   y[t] = sum_j weights[t, j] expert_{index[t, j]}(x[t])
-    sorted    f(x, counts)           rows by expert already:  y[s] = expert_e(x[s])
+    sorted    f(x, counts)           rows by expert already (counts may be a list):  y[s] = expert_e(x[s])
     batched   f(x)                   as many rows for every expert:  y[e T + t] = expert_e(x[e T + t])
 
 Shapes:  x [T, K] ([S, K] sorted, [E T, K] batched)   index int [T, k]   weights [T, k]   counts int [E]
@@ -71,7 +71,7 @@ class ExpertCall:
             return self._routed(x, flat, *rest)
         shape = x.shape[:-1]
         if self.form == SORTED:
-            ends = rest[0].to(x.device).cumsum(0)
+            ends = torch.as_tensor(rest[0], device=x.device).cumsum(0)
             tokens = None
         else:
             each = flat.shape[0] // self.experts

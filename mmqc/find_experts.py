@@ -25,7 +25,12 @@ from .graph.program import Program
 from .pointwise import ALONG_ROWS, WORDS, Pointwise, encoded
 
 PRODUCTS = ("linear", "matmul", "grouped_mm")
-CLOSE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}  # relative, of the output
+CLOSE = {
+    torch.float64: 1e-10,
+    torch.float32: 1e-4,
+    torch.float16: 1e-2,
+    torch.bfloat16: 5e-2,
+}  # relative, of the output
 Multiply = Callable[["Stack", Tensor, Rows], Tensor]
 
 
@@ -304,7 +309,9 @@ def _calls(signature: inspect.Signature, experts: int, given: Mapping[str, Any])
     tensors = {n: v for n, v in given.items() if isinstance(v, Tensor)}
     floats = [n for n, v in tensors.items() if v.is_floating_point() and v.dim() >= 2]
     integers = [n for n, v in tensors.items() if not v.is_floating_point() and v.dtype != torch.bool]
+    lists = [n for n, v in given.items() if isinstance(v, list) and len(v) == experts]
     for x in floats:
+        yield from (ExpertCall(SORTED, names, (x, counts), experts) for counts in lists)
         for index in integers:
             if tensors[index].shape == (experts,):
                 yield ExpertCall(SORTED, names, (x, index), experts)

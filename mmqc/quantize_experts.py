@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .account import transforms
 from .calibrate import by_modality
 from .config import QuantConfig, Scheme, WeightSpec
 from .expert_modules import QuantExperts, QuantStack
@@ -33,7 +34,9 @@ from .passes.assign_scheme import KEPT, kept
 from .report import LayerReport, Refusal
 from .solvers import solve
 
-MEMORY = 16e9  # bytes of second moments that are held at once; with more, the calibration data run through the model again
+MEMORY = (
+    16e9  # bytes of second moments that are held at once; with more, the calibration data run through the model again
+)
 Batches = Callable[[], Iterable[Mapping[str, Any]]]
 
 
@@ -71,6 +74,7 @@ def quantize_experts(
         context: tells visual from text rows; attached to ``model``.
         wanted: torchao's ``filter_fn``.
     """
+    words = transforms(prog)
     built = BuiltExperts(known={fqn for uses in products(prog).values() for fqn in uses})
     if not built.known or not config.schemes:
         built.known.clear()
@@ -87,8 +91,17 @@ def quantize_experts(
             _build(model, each, seen, transform, context, built)
     losses = _measure(model, measured(), built.modules, {e.layer.module: e.language for e in chosen}, context)
     for row in built.layers:
+        folded = tuple(w for w in words.get(row.fqn, ()) if not w.startswith("rotated"))
+        row.transforms = (*folded, *_rotations(prog, row.fqn, layers), *row.transforms)
         row.sqnr = losses[next(m for m in built.modules if row.fqn.startswith(f"{m}."))].sqnr()
     return built
+
+
+def _rotations(prog: Program, fqn: str, layers: Iterable[ExpertLayer]) -> Iterator[str]:
+    """Which sides of a stack were rotated, in the report's words."""
+    stack = next(s for layer in layers for s in layer.stacks if s.fqn == fqn)
+    for axis in sorted(prog.decided.rotated.get(fqn, {})):
+        yield "rotated in" if axis == (1 if stack.transposed else 2) else "rotated out"
 
 
 def _chosen(

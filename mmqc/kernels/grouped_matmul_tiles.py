@@ -70,7 +70,9 @@ def float_sums(
             high = k + STORED
             x_high = load_x_tile(x_rows, high, row_mask, K, EVEN_K)
             w, w_high = int4_as_float(w, DTYPE, PTX)
-            acc = group_multiply_add_tile(w, x, acc, scale_ptr, scale_ptr, scale_rows, start, k, K, GROUP, ALIGNED, False)
+            acc = group_multiply_add_tile(
+                w, x, acc, scale_ptr, scale_ptr, scale_rows, start, k, K, GROUP, ALIGNED, False
+            )
             acc = group_multiply_add_tile(w_high, x_high, acc, scale_ptr, scale_ptr, scale_rows, start + STORED, high, K,
                                           GROUP, ALIGNED, False)  # fmt: skip
         elif BITS < 4:
@@ -86,7 +88,9 @@ def float_sums(
                                               GROUP, ALIGNED, False)  # fmt: skip
         else:
             w = int8_as_float(w, DTYPE, PTX)
-            acc = group_multiply_add_tile(w, x, acc, scale_ptr, scale_ptr, scale_rows, start, k, K, GROUP, ALIGNED, False)
+            acc = group_multiply_add_tile(
+                w, x, acc, scale_ptr, scale_ptr, scale_rows, start, k, K, GROUP, ALIGNED, False
+            )
     return acc
 
 

@@ -64,7 +64,9 @@ def lower_grouped_matmul(
     expert_of = expert.make_loader()
 
     def stack(row: Any) -> Any:
-        last = ops.constant(experts - 1, torch.int64)  # a row of no expert reads the last one's weight and drops the sum
+        last = ops.constant(
+            experts - 1, torch.int64
+        )  # a row of no expert reads the last one's weight and drops the sum
         return ops.indirect_indexing(ops.minimum(expert_of([row]), last), experts, check=False)
 
     scale = w_scale if group_size else None

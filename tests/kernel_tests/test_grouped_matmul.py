@@ -39,11 +39,15 @@ def filled(n, dtype, device):
 
 
 @pytest.mark.parametrize("counts", COUNTS.values(), ids=list(COUNTS))
-@pytest.mark.parametrize(("n", "k", "bits", "group"), [(33, 101, 4, 0), (33, 128, 4, 32), (7, 96, 8, 48), (33, 70, 8, 0)])
+@pytest.mark.parametrize(
+    ("n", "k", "bits", "group"), [(33, 101, 4, 0), (33, 128, 4, 32), (7, 96, 8, 48), (33, 70, 8, 0)]
+)
 def test_grouped_matmul__of_floating_point_rows(counts, n, k, bits, group, device):
     w, scale, bias = stacked(n, k, bits, group, device)
     x, o = torch.randn(ROWS, k, device=device).half(), offsets(counts, device)
-    y = kernel.grouped_matmul(x, w, scale, o, bias, bits=bits, group_size=group, out=filled(n, x.dtype, device), config=SMALL)
+    y = kernel.grouped_matmul(
+        x, w, scale, o, bias, bits=bits, group_size=group, out=filled(n, x.dtype, device), config=SMALL
+    )
     wanted = reference(x.double(), w, scale, o, bias.double(), None, bits, group, torch.float64)
     assert_close(y, wanted, torch.float16)
 
@@ -52,7 +56,9 @@ def test_grouped_matmul__of_floating_point_rows(counts, n, k, bits, group, devic
 def test_grouped_matmul__of_few_bits(bits, device):
     w, scale, bias = stacked(19, 101, bits, 32, device)
     x, o = torch.randn(ROWS, 101, device=device), offsets(COUNTS["uneven"], device)
-    y = kernel.grouped_matmul(x, w, scale, o, bias, bits=bits, group_size=32, out=filled(19, x.dtype, device), config=SMALL)
+    y = kernel.grouped_matmul(
+        x, w, scale, o, bias, bits=bits, group_size=32, out=filled(19, x.dtype, device), config=SMALL
+    )
     assert_close(y, reference(x.double(), w, scale, o, bias.double(), None, bits, 32, torch.float64), torch.float32)
 
 
@@ -64,7 +70,9 @@ def test_grouped_matmul__of_integer_rows(counts, bits, n, k, device):
     x, o = torch.randint(-128, 128, (ROWS, k), dtype=torch.int8, device=device), offsets(counts, device)
     row_scale = torch.rand(ROWS, device=device)
     out = filled(n, torch.float32, device)
-    y = kernel.grouped_matmul(x, w, scale, o, bias, row_scale, bits=bits, out=out, out_dtype=torch.float32, config=SMALL)
+    y = kernel.grouped_matmul(
+        x, w, scale, o, bias, row_scale, bits=bits, out=out, out_dtype=torch.float32, config=SMALL
+    )
     assert_close(y, reference(x, w, scale, o, bias, row_scale, bits, 0, torch.float32))
 
 
