@@ -9,6 +9,7 @@ Experts with few rows have no range to go by: theirs is that of all experts' row
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -68,7 +69,7 @@ class StackStatistics:
         if self.hessian is None:
             width = x.shape[1]
             self.hessian = torch.zeros(len(bounds) - 1, width, width, dtype=torch.float64, device=x.device)
-        for e, (start, end) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
+        for e, (start, end) in enumerate(itertools.pairwise(bounds)):
             if start < end:
                 part = x[start:end].double()
                 self.hessian[e] += part.T @ part

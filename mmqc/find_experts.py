@@ -34,7 +34,7 @@ CLOSE = {
 Multiply = Callable[["Stack", Tensor, Rows], Tensor]
 
 
-class NotExperts(Exception):
+class NotExpertsError(Exception):
     """Why a module with stacked parameters is left as it is."""
 
 
@@ -129,15 +129,15 @@ def find_experts(
     for module, uses in owned.items():
         try:
             readings[module] = _read(model, prog, module, uses)
-        except NotExperts as why:
+        except NotExpertsError as why:
             readings[module] = why
-    calls = _compare(model, {m: r for m, r in readings.items() if not isinstance(r, NotExperts)}, batch)
+    calls = _compare(model, {m: r for m, r in readings.items() if not isinstance(r, NotExpertsError)}, batch)
     for module, uses in owned.items():
         outcome = calls.get(module, readings[module])
         if isinstance(outcome, ExpertLayer):
             layers.append(outcome)
         else:
-            reason = str(outcome) if isinstance(outcome, NotExperts) else "no call of its module was seen"
+            reason = str(outcome) if isinstance(outcome, NotExpertsError) else "no call of its module was seen"
             refused += [(fqn, nodes[0][0].name, reason) for fqn, nodes in uses.items()]
     return layers, refused
 
@@ -157,14 +157,14 @@ def _read(
     """What the stacks of one module compute.
 
     Raises:
-        NotExperts: something else than the formula at the top.
+        NotExpertsError: something else than the formula at the top.
     """
     by_node = {node: use for nodes in uses.values() for node, use in nodes}
     for fqn, nodes in uses.items():
         if len({use.reads for _, use in nodes}) > 1 or any(use.reads not in (1, 2) for _, use in nodes):
-            raise NotExperts(f"its products read {fqn} along different axes")
+            raise NotExpertsError(f"its products read {fqn} along different axes")
         if any(node.meta.get("module") != module for node, _ in nodes):
-            raise NotExperts(f"another module multiplies by {fqn}")
+            raise NotExpertsError(f"another module multiplies by {fqn}")
     firsts = [nodes[0][0] for nodes in uses.values()]
     walks = {node: _Walk(prog, module, by_node, by_node[node].x) for node in firsts}
     later = [node for node in firsts if walks[node].inputs]
@@ -172,13 +172,15 @@ def _read(
         stacks, gate = (_stack(prog, by_node, firsts[0], _bias_behind(prog, firsts[0])),), None
         down = None
     elif len(later) != 1:
-        raise NotExperts(f"{len(later)} of its {len(firsts)} stacks read what others compute; one does in a mixture")
+        raise NotExpertsError(
+            f"{len(later)} of its {len(firsts)} stacks read what others compute; one does in a mixture"
+        )
     else:
         walk = walks[later[0]]
         if {by_node[n].fqn for n in walk.inputs} != {by_node[n].fqn for n in firsts if n is not later[0]}:
-            raise NotExperts("some stack's result does not reach the last one")
+            raise NotExpertsError("some stack's result does not reach the last one")
         if walk.problem:
-            raise NotExperts(walk.problem)
+            raise NotExpertsError(walk.problem)
         stacks = tuple(_stack(prog, by_node, n, walk.biases.get(n)) for n in walk.inputs)
         down = _stack(prog, by_node, later[0], _bias_behind(prog, later[0]))
         gate = Pointwise(len(stacks), walk.steps)
@@ -186,7 +188,7 @@ def _read(
     _check_parameters(model, module, everything)
     experts = {prog.weights[s.fqn].shape[0] for s in everything}
     if len(experts) != 1:
-        raise NotExperts(f"its stacks hold {sorted(experts)} experts")
+        raise NotExpertsError(f"its stacks hold {sorted(experts)} experts")
     return _Reading(stacks, gate, down, experts.pop(), firsts[0].name)
 
 
@@ -194,7 +196,7 @@ def _stack(prog: Program, by_node: Mapping[fx.Node, Contraction], node: fx.Node,
     use = by_node[node]
     outputs = prog.weights[use.fqn].shape[use.writes]
     if bias is not None and prog.weights[bias].shape[1] != outputs:
-        raise NotExperts(f"{bias} does not fit the outputs of {use.fqn}")
+        raise NotExpertsError(f"{bias} does not fit the outputs of {use.fqn}")
     return Stack(use.fqn, bias, use.reads == 1)
 
 
@@ -202,7 +204,7 @@ def _check_parameters(model: nn.Module, module: str, stacks: Iterable[Stack]) ->
     ours = {n for s in stacks for n in (s.fqn, s.bias)}
     for name, _ in model.get_submodule(module).named_parameters():
         if f"{module}.{name}".lstrip(".") not in ours:
-            raise NotExperts(f"its module has another parameter, {name}")
+            raise NotExpertsError(f"its module has another parameter, {name}")
 
 
 def _picked_bias(prog: Program, node: Any) -> str | None:
@@ -335,7 +337,7 @@ def _compare(model: nn.Module, readings: Mapping[str, _Reading], batch: Mapping[
         signature = inspect.signature(module.forward)
         given = signature.bind(*args, **kwargs).arguments
         if not isinstance(output, Tensor):
-            outcomes[name] = NotExperts(f"its module returns a {type(output).__name__}")
+            outcomes[name] = NotExpertsError(f"its module returns a {type(output).__name__}")
             return
         best = float("inf")
         for call in _calls(signature, reading.experts, given):
@@ -345,7 +347,7 @@ def _compare(model: nn.Module, readings: Mapping[str, _Reading], batch: Mapping[
                 outcomes[name] = layer
                 return
             best = min(best, error)
-        outcomes[name] = NotExperts(
+        outcomes[name] = NotExpertsError(
             f"read as a mixture of experts, its module's output differs from what it gives by {best:.1e} of its size"
         )
 

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
 import mmqc
-from mmqc.config import ActivationSpec, WeightSpec
+from mmqc.config import ActivationSpec
 from mmqc.expert_call import ExpertCall, Rows
 from mmqc.expert_modules import QuantExperts, QuantStack
 from mmqc.expert_statistics import ENOUGH_ROWS, StackStatistics
@@ -104,10 +104,8 @@ def test_experts__groups_and_few_bits():
     assert mixed.up[0].weight_scale.shape == (EXPERTS, 2 * INNER, 4)
     assert mixed.up[0].storage_bits == 3
     assert not [r for r in report.refused if "experts" in r.fqn]
-    w = solve(
-        float_model.experts.down[2].detach().float(),
-        WeightSpec(3, mmqc.recipes.rtn(3, group_size=4).language.weight.granularity, "rtn"),
-    )
+    spec = mmqc.recipes.rtn(3, group_size=4).language.weight
+    w = solve(float_model.experts.down[2].detach().float(), spec)
     assert torch.equal(mixed.down.codes()[2], w.codes)
     assert torch.isfinite(logits(model, batch)).all()
 

@@ -26,7 +26,8 @@ from mmqc.lowering import (
 )
 
 __all__ = [
-    "causal_mask", "fallbacks", "fused", "gather_rows", "gather_tokens", "grouped_matmul", "hadamard", "modality_order", "quantize", "rotate",
+    "causal_mask", "fallbacks", "fused", "gather_rows", "gather_tokens", "grouped_matmul", "hadamard", "modality_order", "quantize",
+    "rotate",
     "scaled_matmul", "tag_modality", "weight_only_matmul",
 ]  # fmt: skip
 

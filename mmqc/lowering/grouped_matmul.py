@@ -67,7 +67,7 @@ def lower_grouped_matmul(
         last = ops.constant(
             experts - 1, torch.int64
         )  # a row of no expert reads the last one's weight and drops the sum
-        return ops.indirect_indexing(ops.minimum(expert_of([row]), last), experts, check=False)
+        return ops.indirect_indexing(ops.minimum(expert_of([row]), last), Integer(experts), check=False)
 
     scale = w_scale if group_size else None
     total = _products(x, w_q, scale, stack, weight_bits, group_size, torch.int32 if row_scale is not None else wide)

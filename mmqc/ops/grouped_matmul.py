@@ -13,6 +13,7 @@ Exact:   per expert as weight_only_matmul.py (x is floating point) and scaled_ma
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -59,7 +60,7 @@ def reference(
     check(x, w_q, w_scale, offsets, bias, row_scale, weight_bits, group_size)
     y = x.new_zeros((x.shape[0], w_q.shape[1]), dtype=out_dtype)
     bounds = offsets.tolist()
-    for e, (start, end) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
+    for e, (start, end) in enumerate(itertools.pairwise(bounds)):
         if start == end:
             continue
         rows, b = x[start:end], None if bias is None else bias[e]
