@@ -92,7 +92,8 @@ def test_experts__weight_only_is_rounding_to_nearest(form, bits):
     recipe = dataclasses.replace(mmqc.recipes.rtn(bits), keep=("router", "head"))
     model, report = quantized(model, recipe)
     assert {row.role for row in report.layers} == {"experts"}
-    assert all((15 if bits == 4 else 30) < row.worst_sqnr < 60 for row in report.layers)
+    sqnr = [row.worst_sqnr for row in report.layers]
+    assert all((15 if bits == 4 else 35) < db < (45 if bits == 4 else 70) for db in sqnr), sqnr
     assert_close(logits(model, batch), logits(rounded, batch))
 
 
@@ -299,7 +300,16 @@ def test_experts__saved_and_loaded_by_transformers(tmp_path):
     assert not [n for n, p in loaded.named_parameters() if p.dim() == 3]
 
 
-def test_experts__compiled_in_one_graph():
+def test_experts__are_one_graph():
+    torch._dynamo.reset()
+    model, _ = quantized(mixture("interleaved").float(), mmqc.recipes.rtn(4, 8))
+    batch = tokens()
+    assert_close(logits(torch.compile(model, backend="eager", fullgraph=True), batch), logits(model, batch))
+    torch._dynamo.reset()
+
+
+@pytest.mark.slow
+def test_experts__compiled():
     torch._dynamo.reset()
     model, _ = quantized(mixture("interleaved").float(), mmqc.recipes.rtn(4, 8))
     batch = tokens()
