@@ -25,6 +25,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from .checksum import hashes, verify
 from .config import QuantConfig
+from .expert_modules import QuantExperts
 from .modality import ModalityContext, attached
 from .module_spec import build_module, dtype_name, module_spec
 from .modules import SCALES, QuantLinear, rebuild_factors
@@ -181,7 +182,7 @@ class MmqcQuantizer(HfQuantizer):
         for fqn, spec in config.modules.items():
             if spec.get("modality") and (name := local(fqn, model, names)):
                 module = model.get_submodule(name)
-                assert isinstance(module, QuantLinear)
+                assert isinstance(module, QuantLinear | QuantExperts)
                 module.modality = context
 
 

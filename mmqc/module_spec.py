@@ -11,7 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .expert_call import ExpertCall
+from .expert_modules import QuantExperts, QuantStack
 from .modules import HadamardLinear, QuantLinear, RMSNorm
+from .pointwise import Pointwise
 from .rotated_norm import RotatedNorm
 
 Spec = dict[str, Any]
@@ -113,8 +116,53 @@ def _build_rotated_norm(spec: Spec, dtype: torch.dtype) -> RotatedNorm:
     return RotatedNorm(plain, seed=spec["seed"], before=spec["before"], after=spec["after"])
 
 
+def _describe_stack(stack: QuantStack) -> Spec:
+    return {
+        "in": stack.in_features,
+        "out": stack.out_features,
+        "weight_bits": stack.weight_bits,
+        "activation_bits": stack.activation_bits,
+        "group_size": stack.group_size,
+        "hadamard": stack.hadamard,
+        "bias": stack.bias is not None,
+        "input_scales": 0 if stack.input_scale is None else stack.input_scale.shape[1],
+    }
+
+
+def _describe_quant_experts(module: QuantExperts) -> Spec:
+    first: Any = module.up[0]
+    return {
+        "experts": first.experts,
+        "form": module.call.form,
+        "names": list(module.call.names),
+        "roles": list(module.call.roles),
+        "up": [_describe_stack(stack) for stack in module.up if isinstance(stack, QuantStack)],
+        "gate": None if module.gate is None else module.gate.steps,
+        "down": None if module.down is None else _describe_stack(module.down),
+        "modality": module.modality is not None,
+        "dtype": dtype_name(first.float_dtype),
+    }
+
+
+def _build_stack(spec: Spec, experts: int, dtype: torch.dtype) -> QuantStack:
+    more = {name: value for name, value in spec.items() if name not in ("in", "out")}
+    return QuantStack(experts, spec["in"], spec["out"], dtype=dtype, device="meta", **more)
+
+
+def _build_quant_experts(spec: Spec, dtype: torch.dtype) -> QuantExperts:
+    experts, gate, down = spec["experts"], spec["gate"], spec["down"]
+    up = [_build_stack(stack, experts, dtype) for stack in spec["up"]]
+    return QuantExperts(
+        ExpertCall(spec["form"], tuple(spec["names"]), tuple(spec["roles"]), experts),
+        up,
+        None if gate is None else Pointwise(len(up), gate),
+        None if down is None else _build_stack(down, experts, dtype),
+    )
+
+
 KINDS: dict[str, tuple[type[nn.Module], Callable[[Any], Spec], Callable[[Spec, torch.dtype], nn.Module]]] = {
     "quant_linear": (QuantLinear, _describe_quant_linear, _build_quant_linear),
+    "quant_experts": (QuantExperts, _describe_quant_experts, _build_quant_experts),
     "rms_norm": (RMSNorm, _describe_rms_norm, _build_rms_norm),
     "rotated_norm": (RotatedNorm, _describe_rotated_norm, _build_rotated_norm),
     "hadamard_linear": (HadamardLinear, _describe_hadamard_linear, _build_hadamard_linear),

@@ -16,6 +16,8 @@ from .account import refusals, transforms
 from .calibrate import MIXED, CalibrationError, InputStatistics, Watch, calibrate
 from .config import HEAD, ConfigError, QuantConfig
 from .equivalence import check, outputs
+from .expert_modules import QuantExperts
+from .find_experts import products
 from .graph.linear import operands, weight_of
 from .graph.program import Program
 from .graph.record import record
@@ -27,6 +29,7 @@ from .modality import ModalityContext, attached, detach
 from .modules import QuantLinear
 from .passes.assign_scheme import kept
 from .pipeline import FACTS, exact_passes, quantizing_passes
+from .quantize_experts import BuiltExperts, quantize_experts
 from .report import LayerReport, QuantReport, Refusal
 from .solvers import Quantized
 from .unseen import guard, unseen_modules, unsure_weights
@@ -125,16 +128,21 @@ class _Job:
         nodes = {weight_of(n): n for n in prog.nodes("linear") if "scheme" in n.meta}
         statistics = self.calibrate(prog, nodes)
         prog.statistics = self.to_config(prog, nodes, statistics)
+        experts = self.experts(prog)
         self.bar.set_description("quantizing weights")
         run(prog, quantizing_passes(hessian=lambda fqn: statistics[fqn].hessian, done=self.solved), FACTS, text=True)
         built = convert.build_quantized(self.model, prog, self.context)
         losses = self.measure(prog, built)
         for module, linear in built.items():
             self.journal.swap(module, linear)
+        for module, mixture in experts.modules.items():
+            self.journal.swap(module, mixture)
         config = self.config.replace(statistics=prog.statistics)
         notes = [Refusal("", "", note) for note in prog.notes]
-        refused = [*refusals(prog), *self.unreached(), *notes]
-        report = QuantReport(config, self.layers(prog, built, statistics, losses), refused, prog.records)
+        stale = (r for r in refusals(prog) if r.fqn not in experts.known)
+        refused = [*stale, *experts.refused, *self.unreached(), *notes]
+        layers = [*self.layers(prog, built, statistics, losses), *experts.layers]
+        report = QuantReport(config, layers, refused, prog.records)
         report.incoherence, report.towers, report.rewrite_error = self.incoherence, self.towers, rewrite_error
         self.finish(config, report)
         return report
@@ -154,6 +162,15 @@ class _Job:
             fqn = weight_of(node).removesuffix(".weight")
             if "scheme" in node.meta and not self.filter_fn(self.model.get_submodule(fqn), fqn):  # type: ignore[misc]
                 del node.meta["scheme"]
+
+    def experts(self, prog: Program) -> BuiltExperts:
+        """Stacked experts, which no linear module holds."""
+        self.bar.set_description("quantizing experts")
+        return quantize_experts(
+            self.model, prog, self.config, lambda: map(self.call, self.batches),
+            lambda: map(self.call, self.batches[:: max(1, len(self.batches) // MEASURED_BATCHES)][:MEASURED_BATCHES]),
+            context=self.context, wanted=self.filter_fn,
+        )  # fmt: skip
 
     def unreached(self) -> Iterator[Refusal]:
         """Linears of modules that the model has and the batches do not use."""
@@ -244,7 +261,7 @@ class _Job:
 
     def finish(self, config: QuantConfig, report: QuantReport) -> None:
         """Leave on the model what it needs to run, ``save_pretrained`` and ``explain``: the visual mask, the record."""
-        if not any(isinstance(m, QuantLinear) and m.modality is not None for m in self.model.modules()):
+        if not any(isinstance(m, QuantLinear | QuantExperts) and m.modality is not None for m in self.model.modules()):
             detach(self.model)
         passes = [
             {
@@ -278,7 +295,7 @@ def _check_model(model: nn.Module, config: QuantConfig, resume_dir: str | None) 
         raise ConfigError(f"config is a {type(config).__name__}; pass a mmqc.QuantConfig, e.g. mmqc.recipes.mquant()")
     if resume_dir is not None:
         raise ConfigError("resume_dir is not supported yet: run without it")
-    if any(isinstance(m, QuantLinear) for m in model.modules()):
+    if any(isinstance(m, QuantLinear | QuantExperts) for m in model.modules()):
         raise ValueError("this model is quantized already; load the original weights to quantize it anew")
     bad = convert.first_bad_weight(model)
     if bad is not None:
@@ -338,6 +355,7 @@ def _has_visual(batch: Batch, ids: Tensor) -> bool:
 def _check_keep(prog: Program, config: QuantConfig) -> None:
     """Raise a ConfigError for a pattern that means no linear of the model; ``lm_head`` is there by default."""
     linears = sorted({weight_of(n).removesuffix(".weight") for n in prog.nodes("linear") if weight_of(n)})
+    linears += sorted(fqn for uses in products(prog).values() for fqn in uses)
     for pattern in config.keep:
         if pattern != HEAD and not any(kept(pattern, fqn, "") for fqn in linears):
             raise ConfigError(

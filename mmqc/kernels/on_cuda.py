@@ -1,6 +1,7 @@
 """The ops' implementation on CUDA: importing this file registers it; what a kernel cannot take goes to the reference.
 
-    mmqc::scaled_matmul(s), weight_only_matmul(s), hadamard, hadamard_quantize   on CUDA   ->  the Triton kernels, rows flattened
+    mmqc::scaled_matmul(s), weight_only_matmul(s), grouped_matmul, hadamard, hadamard_quantize   on CUDA   ->  the Triton
+    kernels, rows flattened
 
 ``why_not_scaled`` and its like say what a kernel cannot take; a compiled graph's record repeats it.
 """
@@ -12,10 +13,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from mmqc.kernels import grouped_matmul as grouped
 from mmqc.kernels import hadamard_quantize as transform
 from mmqc.kernels import scaled_matmul as scaled
 from mmqc.kernels import weight_only_matmul as weight_only
 from mmqc.kernels.hadamard_plan import all_known
+from mmqc.ops import grouped_matmul as grouped_op
 from mmqc.ops import hadamard as hadamard_op
 from mmqc.ops import hadamard_quantize as hadamard_quantize_op
 from mmqc.ops import scaled_matmul as scaled_op
@@ -111,6 +114,28 @@ def weight_only_matmuls(
     return ys
 
 
+def why_not_grouped(
+    x: Tensor, w_q: Tensor, w_scale: Tensor, offsets: Tensor, bias: Tensor | None, row_scale: Tensor | None,
+    weight_bits: int, group_size: int, out_dtype: torch.dtype,
+) -> str | None:  # fmt: skip
+    """None, or why the kernel cannot take these operands."""
+    return grouped.supports(x, w_q, w_scale, offsets, bias, row_scale, weight_bits, group_size, out_dtype)
+
+
+def grouped_matmul(
+    x: Tensor, w_q: Tensor, w_scale: Tensor, offsets: Tensor, bias: Tensor | None, row_scale: Tensor | None,
+    weight_bits: int, group_size: int, out_dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    """``mmqc::grouped_matmul`` on CUDA."""
+    grouped_op.check(x, w_q, w_scale, offsets, bias, row_scale, weight_bits, group_size)
+    args = (x, w_q, w_scale, offsets, bias, row_scale, weight_bits, group_size, out_dtype)
+    if why_not_grouped(*args) is not None:
+        return grouped_op.reference(*args)
+    return grouped.grouped_matmul(
+        x, w_q, w_scale, offsets, bias, row_scale, bits=weight_bits, group_size=group_size, out_dtype=out_dtype
+    )
+
+
 def why_not_hadamard(x: Tensor, factors: list[Tensor]) -> str | None:
     """None, or why the kernel cannot transform this input: it has the factors of ops/hadamard_matrix.py and no others."""
     if x.dtype not in (torch.float16, torch.bfloat16):
@@ -143,6 +168,6 @@ def hadamard_quantize(
 
 
 for implementation in (
-    scaled_matmul, scaled_matmuls, weight_only_matmul, weight_only_matmuls, hadamard, hadamard_quantize
+    scaled_matmul, scaled_matmuls, weight_only_matmul, weight_only_matmuls, grouped_matmul, hadamard, hadamard_quantize
 ):  # fmt: skip
     torch.library.impl(f"mmqc::{implementation.__name__}", "CUDA", implementation)

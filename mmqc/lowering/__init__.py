@@ -15,6 +15,7 @@ from mmqc.lowering import (
     fused,
     gather_rows,
     gather_tokens,
+    grouped_matmul,
     hadamard,
     modality_order,
     quantize,
@@ -25,7 +26,8 @@ from mmqc.lowering import (
 )
 
 __all__ = [
-    "causal_mask", "fallbacks", "fused", "gather_rows", "gather_tokens", "hadamard", "modality_order", "quantize", "rotate",
+    "causal_mask", "fallbacks", "fused", "gather_rows", "gather_tokens", "grouped_matmul", "hadamard", "modality_order", "quantize",
+    "rotate",
     "scaled_matmul", "tag_modality", "weight_only_matmul",
 ]  # fmt: skip
 
@@ -36,6 +38,7 @@ WHY_NOT = {
     torch.ops.mmqc.scaled_matmuls.default: scaled_matmul.why_not,
     torch.ops.mmqc.weight_only_matmul.default: weight_only_matmul.why_not,
     torch.ops.mmqc.weight_only_matmuls.default: weight_only_matmul.why_not,
+    torch.ops.mmqc.grouped_matmul.default: grouped_matmul.why_not,
     torch.ops.mmqc.hadamard.default: hadamard.why_not,
     torch.ops.mmqc.hadamard_quantize.default: hadamard.why_not,
 }

@@ -39,7 +39,7 @@ from torch._inductor.ir import (
     UserDefinedTritonKernel,
 )  # fmt: skip
 from torch._inductor.kernel.bmm import aten_bmm
-from torch._inductor.lowering import lowerings, register_lowering
+from torch._inductor.lowering import fallback_handler, lowerings, register_lowering
 from torch._inductor.virtualized import V, ops
 from torch.compiler import config as _compiler_config
 from torch.utils._python_dispatch import _disable_current_modes
@@ -50,9 +50,11 @@ from mmqc.lowering.known_transforms import known_transforms
 
 __all__ = [
     "FloorDiv", "ModularIndexing", "Pointwise", "TensorBox", "as_int", "at_least", "at_most", "batched_matmul",
-    "compile_graph", "config_keys", "constant", "contiguous", "convert", "counters", "current_node", "empty", "has_kernel",
+    "call_kernel", "compile_graph", "config_keys", "constant", "contiguous", "convert", "counters", "current_node", "empty",
+    "for_package", "has_kernel",
     "is_known_transform", "kernel_names", "launch_kernel", "lowerings",
-    "mode_patches", "ops", "register_lowering", "row_major", "row_sums", "size_hint", "static_int", "trusted_transforms",
+    "mode_patches", "ops", "register_lowering", "row_major", "row_sums", "size_hint", "static_int", "sums",
+    "trusted_transforms",
 ]  # fmt: skip
 
 SUPPORTED = ((2, 11), (2, 13))
@@ -174,8 +176,16 @@ def row_sums(
     like: TensorBox, dtype: torch.dtype, inner: Callable[..., Any], n: int, reduced: Sequence[int]
 ) -> TensorBox:
     """[n], the sum of ``inner([n], reduced indices)`` over the reduced axes, as a buffer on the device of ``like``."""
+    return sums(like, dtype, inner, [n], reduced)
+
+
+def sums(
+    like: TensorBox, dtype: torch.dtype, inner: Callable[..., Any], ranges: Sequence[Any], reduced: Sequence[int]
+) -> TensorBox:
+    """The same with several axes that stay."""
     total = Reduction.create(
-        device=like.get_device_or_error(), dst_dtype=dtype, src_dtype=dtype, inner_fn=inner, ranges=[Integer(n)],
+        device=like.get_device_or_error(), dst_dtype=dtype, src_dtype=dtype, inner_fn=inner,
+        ranges=[Integer(size) if isinstance(size, int) else size for size in ranges],
         reduction_ranges=[Integer(size) for size in reduced], reduction_type="sum",
     )  # fmt: skip
     total.realize()
@@ -286,6 +296,16 @@ def counters(count: int, device: torch.device) -> TensorBox:
         known[count] = lowerings[torch.ops.aten.full.default]([count], 0, dtype=torch.int32, device=device)
         known[count].realize()
     return known[count]
+
+
+def for_package() -> bool:
+    """Whether the code has to run without Python, where an op of ours is unknown."""
+    return bool(V.graph.aot_mode)
+
+
+def call_kernel(op: Any, *args: Any) -> TensorBox:
+    """The op as an extern call in the generated code."""
+    return fallback_handler(op, add_to_fallback_set=False)(*args)
 
 
 def kernel_names(source: str) -> list[str]:

@@ -36,11 +36,19 @@ def reference(
 ) -> Tensor:  # fmt: skip
     """Integer product and epilogue, as in the formula."""
     check(x_q, w_q, x_scale, w_scale, visual, weight_bits)
+    return multiply(x_q, w_q, row_scale(x_scale, visual), w_scale, bias, weight_bits, out_dtype)
+
+
+def multiply(
+    x_q: Tensor, w_q: Tensor, row_scale: Tensor, w_scale: Tensor, bias: Tensor | None, weight_bits: int,
+    out_dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    """The formula with the scale of every row, [1] or [..., 1]."""
     width = x_q.shape[-1]
     acc = int_matmul(x_q.reshape(-1, width), unpack(w_q, width, weight_bits))
     dtype = torch.promote_types(out_dtype, torch.float32)
     y = acc.reshape(*x_q.shape[:-1], w_q.shape[0]).to(dtype)
-    y = y * row_scale(x_scale, visual).to(dtype) * w_scale.to(dtype)
+    y = y * row_scale.to(dtype) * w_scale.to(dtype)
     if bias is not None:
         y = y + bias.to(dtype)
     return y.to(out_dtype)

@@ -1,0 +1,66 @@
+"""grouped_matmul compiled for the CPU: a loop over few rows, the op for many, loops alone in a package without Python."""
+
+import pytest
+import torch
+from stacked_weights import COUNTS, offsets, stacked
+from tolerance import assert_close
+
+import mmqc.ops  # noqa: F401  (defines the op that the lowering is for)
+from mmqc.backend import backend, collect_records
+
+CASES = [(4, 0, True), (8, 0, True), (4, 16, False), (3, 8, False), (8, 5, False)]  # bits, group, integer inputs
+
+
+class Several(torch.nn.Module):
+    """One product of each kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for i, (bits, group, _) in enumerate(CASES):
+            for name, part in zip(("w", "scale", "bias"), stacked(7, 35, bits, group), strict=False):
+                self.register_buffer(f"{name}{i}", part)
+
+    def forward(
+        self, x: torch.Tensor, x_q: torch.Tensor, rows: torch.Tensor, bounds: torch.Tensor
+    ) -> list[torch.Tensor]:
+        ys = []
+        for i, (bits, group, integer) in enumerate(CASES):
+            w, scale, bias = (getattr(self, f"{name}{i}") for name in ("w", "scale", "bias"))
+            inputs, row_scale = (x_q, rows) if integer else (x, None)
+            ys.append(
+                torch.ops.mmqc.grouped_matmul(
+                    inputs, w, scale, bounds, bias, row_scale, bits, group, torch.float32
+                )
+            )  # fmt: skip
+        return ys
+
+
+def operands(counts: list[int], rows: int = 9) -> tuple[torch.Tensor, ...]:
+    codes = torch.randint(-128, 128, (rows, 35), dtype=torch.int8)
+    return torch.randn(rows, 35), codes, torch.rand(rows), offsets(counts)
+
+
+def test_grouped_matmul__of_few_rows_reads_the_stored_weight() -> None:
+    torch._dynamo.reset()
+    model = Several()
+    with collect_records() as records:
+        compiled = torch.compile(model, backend=backend)
+        for counts in COUNTS.values():
+            args = operands(counts)
+            for y, wanted in zip(compiled(*args), model(*args), strict=True):
+                assert_close(y, wanted)
+    (record,) = records
+    assert record.kernels
+    assert not [k for k in record.kernels if k.startswith("extern")]
+    torch._dynamo.reset()
+
+
+@pytest.mark.slow
+def test_grouped_matmul__in_a_package_needs_no_op(tmp_path) -> None:
+    model, args = Several(), operands(COUNTS["none_for_some_rows"], 40)
+    with torch.no_grad():
+        program = torch.export.export(model, args)
+        path = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "model.pt2"))
+        loaded = torch._inductor.aoti_load_package(path)
+        for y, wanted in zip(loaded(*args), model(*args), strict=True):
+            assert_close(y, wanted)
