@@ -18,7 +18,7 @@ from torchao.quantization.granularity import Granularity, PerGroup, PerRow, PerT
 VERSION = 1
 TOWERS = ("vision", "projector", "language")
 HEAD = "lm_head"  # in ``keep``, the output head, whatever it is called
-Solver = Literal["rtn", "mse_clip", "gptq"]
+Solver = Literal["rtn", "mse_clip", "awq_clip", "gptq"]
 Observer = Literal["minmax", "percentile"]
 
 
@@ -33,17 +33,28 @@ def _require(ok: bool, where: str, value: object, allowed: object) -> None:
 
 @dataclass(frozen=True)
 class WeightSpec:
-    """Symmetric integer weights, rounded by ``solver``.
+    """Integer weights, rounded by ``solver``.
 
     Attributes:
         bits: 2, 3, 4 or 8.
-        granularity: ``PerRow()``, one scale per output channel, or ``PerGroup(g)``, one per g input channels.
-        solver: ``rtn``, ``mse_clip`` (clip that minimises the error's 2.4-norm) or ``gptq`` (needs calibration).
+        granularity: ``PerRow()``, one scale per output channel, or ``PerGroup(g)``, one per g input channels (the last
+            group is short where g does not divide the width).
+        solver: ``rtn``, ``mse_clip`` (clip that minimises the error's 2.4-norm), ``awq_clip`` (clip that minimises the
+            output's error, AWQ's) or ``gptq``; the last two need calibration.
+        symmetric: False: every scale has a zero point beside it (weight-only schemes).
+        act_order: gptq takes input channels in order of falling magnitude.
+        static_groups: gptq fits the groups' scales to the untouched weight; False: when their turn comes, which takes the
+            channels' own order.
+        damping: gptq adds this part of its mean diagonal to the second moment.
     """
 
     bits: int = 4
     granularity: Granularity = field(default_factory=PerRow)
     solver: Solver = "rtn"
+    symmetric: bool = True
+    act_order: bool = True
+    static_groups: bool = True
+    damping: float = 0.01
 
     def __post_init__(self) -> None:
         _require(self.bits in (2, 3, 4, 8), "WeightSpec.bits", self.bits, (2, 3, 4, 8))
@@ -54,8 +65,14 @@ class WeightSpec:
             "PerRow(), PerGroup(g)",
         )
         _require(self.solver in get_args(Solver), "WeightSpec.solver", self.solver, get_args(Solver))
-        grouped_gptq = isinstance(self.granularity, PerGroup) and self.solver != "rtn"
-        _require(not grouped_gptq, "WeightSpec.solver", self.solver, "rtn for PerGroup scales")
+        ordered = self.act_order and not self.static_groups and self.group_size and self.solver == "gptq"
+        _require(not ordered, "WeightSpec.act_order", self.act_order, "False for groups that are not static")
+        _require(0 < self.damping < 1, "WeightSpec.damping", self.damping, "(0, 1)")
+
+    @property
+    def needs_hessian(self) -> bool:
+        """Whether the solver wants the second moment of the layer's inputs."""
+        return self.solver in ("gptq", "awq_clip")
 
     @property
     def group_size(self) -> int:
@@ -94,6 +111,10 @@ class Scheme:
 
     weight: WeightSpec = field(default_factory=WeightSpec)
     activation: ActivationSpec | None = None
+
+    def __post_init__(self) -> None:
+        symmetric = self.weight.symmetric or self.activation is None
+        _require(symmetric, "WeightSpec.symmetric", self.weight.symmetric, "True beside quantized activations")
 
     def __str__(self) -> str:
         """The field's shorthand, e.g. W4A8 or W4A16-g128."""
@@ -169,8 +190,8 @@ class QuantConfig(AOBaseConfig):
     def needs_calibration(self) -> bool:
         """Whether some scale or solver depends on data that ``statistics`` does not already hold."""
         if self.statistics is not None:
-            return any(s.weight.solver == "gptq" for s in self.schemes.values())
-        return any(s.activation is not None or s.weight.solver == "gptq" for s in self.schemes.values())
+            return any(s.weight.needs_hessian for s in self.schemes.values())
+        return any(s.activation is not None or s.weight.needs_hessian for s in self.schemes.values())
 
     def replace(self, **changes: Any) -> QuantConfig:
         """A copy with some fields changed."""

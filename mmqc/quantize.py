@@ -174,11 +174,11 @@ class _Job:
                 self.model.get_submodule(fqn.removesuffix(".weight")),
                 node.meta["tower"] == "language",
                 node.meta["scheme"].activation,
-                node.meta["scheme"].weight.solver == "gptq",
+                node.meta["scheme"].weight.needs_hessian,
                 node.meta.get("outliers"),
             )
             for fqn, node in nodes.items()
-            if node.meta["scheme"].activation is not None or node.meta["scheme"].weight.solver == "gptq"
+            if node.meta["scheme"].activation is not None or node.meta["scheme"].weight.needs_hessian
         }
         if not watches:
             return {fqn: InputStatistics() for fqn in nodes}
