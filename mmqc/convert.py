@@ -165,6 +165,7 @@ def build_quantized(model: nn.Module, prog: Program, context: ModalityContext | 
             hadamard=isinstance(old, HadamardLinear),
             modality=context if scale is not None and scale.numel() == 2 else None,
             dtype=weight.dtype,
+            weight_zero=None if solved.zero is None else solved.zero.to(device),
         )
     return built
 

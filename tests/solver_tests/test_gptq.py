@@ -158,7 +158,7 @@ def fit(part, bits, symmetric):
 
 def textbook(w, h, spec):
     """GPTQ as in the paper's Algorithm 1, in float64 and without blocks; returns the quantized weight."""
-    (n, k), g = w.shape, spec.group_size or w.shape[1]
+    k, g = w.shape[1], spec.group_size or w.shape[1]
     order = h.diagonal().argsort(descending=True, stable=True) if spec.act_order else torch.arange(k)
     grids = [fit(w[:, c : c + g], spec.bits, spec.symmetric) for c in range(0, k, g)]
     h = h + spec.damping * h.diagonal().mean() * torch.eye(k, dtype=h.dtype)
