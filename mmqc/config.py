@@ -123,6 +123,27 @@ class Scheme:
 
 
 @dataclass(frozen=True)
+class ChannelScales:
+    """AWQ's factors per input channel (arXiv:2306.00978, section 3.2), found by calibration.
+
+    Attributes:
+        grid: exponents tried: 0, 1/grid, ...
+        duo: weigh the inputs' magnitudes against the weights', as LLM Compressor does.
+        shared_heads: ``average``: value heads that several query heads share get one factor for all of them; ``skip``: none,
+            as in the authors' code.
+    """
+
+    grid: int = 20
+    duo: bool = False
+    shared_heads: Literal["average", "skip"] = "average"
+
+    def __post_init__(self) -> None:
+        _require(self.grid >= 1, "ChannelScales.grid", self.grid, "1 or more")
+        allowed = ("average", "skip")
+        _require(self.shared_heads in allowed, "ChannelScales.shared_heads", self.shared_heads, allowed)
+
+
+@dataclass(frozen=True)
 class Rewrites:
     """Which rewrites run before quantization; all but ``suppress`` leave the model's function unchanged.
 
@@ -134,6 +155,7 @@ class Rewrites:
             about two more online transforms a layer.
         suppress: MQuant's rotation magnitude suppression (section 4.3) behind each online Hadamard.
         seed: of the random signs.
+        scales: AWQ's factors per channel go from norms and linears into the linears behind them; needs calibration.
     """
 
     fold_norms: bool = False
@@ -142,6 +164,7 @@ class Rewrites:
     hadamard_everywhere: bool = False
     suppress: bool = False
     seed: int = 0
+    scales: ChannelScales | None = None
 
     def __post_init__(self) -> None:
         _require(
@@ -191,7 +214,8 @@ class QuantConfig(AOBaseConfig):
         """Whether some scale or solver depends on data that ``statistics`` does not already hold."""
         if self.statistics is not None:
             return any(s.weight.needs_hessian for s in self.schemes.values())
-        return any(s.activation is not None or s.weight.needs_hessian for s in self.schemes.values())
+        measured = any(s.activation is not None or s.weight.needs_hessian for s in self.schemes.values())
+        return measured or (self.rewrites.scales is not None and bool(self.schemes))
 
     def replace(self, **changes: Any) -> QuantConfig:
         """A copy with some fields changed."""
@@ -237,7 +261,7 @@ def _encode(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-_NESTED = {"weight": WeightSpec, "activation": ActivationSpec}
+_NESTED = {"weight": WeightSpec, "activation": ActivationSpec, "scales": ChannelScales}
 
 
 def _granularity(value: Any) -> Granularity:
@@ -256,7 +280,7 @@ def _decode(cls: type, data: Any, where: str) -> Any:
         raise ConfigError(f"unknown key {unknown[0]!r} in {where}; known keys: {sorted(known)}")
     values = dict(data)
     for key in values:
-        if key in _NESTED and cls is Scheme and values[key] is not None:
+        if key in _NESTED and cls in (Scheme, Rewrites) and values[key] is not None:
             values[key] = _decode(_NESTED[key], values[key], f"{where}.{key}")
         elif key == "granularity" and not isinstance(values[key], Granularity):
             values[key] = _granularity(values[key])
