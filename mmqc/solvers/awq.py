@@ -83,8 +83,10 @@ def search(readers: Sequence[Reader], width: int, *, duo: bool = False, grid: in
     """
     readers = [replace(r, hessian=checked_hessian(r.hessian, r.weight, r.name, "awq")) for r in readers]
     device = readers[0].weight.device
-    x = _by_channel([(r.mean_abs, r.channel) for r in readers], width, device)
-    w = _by_channel([(_relative(r.weight, r.spec), r.channel) for r in readers], width, device) if duo else None
+    x = _by_channel([(r.mean_abs, r.channel, 1) for r in readers], width, device)
+    w = None
+    if duo:  # every row counts the same, whichever reader it is of
+        w = _by_channel([(_relative(r.weight, r.spec), r.channel, len(r.weight)) for r in readers], width, device)
     one = torch.ones(width, dtype=torch.float64, device=device)
     losses = [reader_loss(r, one) for r in readers]
     plain = sum(losses)
@@ -124,11 +126,12 @@ def _relative(weight: Tensor, spec: WeightSpec) -> Tensor:
     return relative.flatten(1)[:, : weight.shape[1]].mean(0)
 
 
-def _by_channel(columns: list[tuple[Tensor, Tensor]], width: int, device: torch.device) -> Tensor:
-    """Mean over all columns that are a channel: pairs of values [K] and channels [K] -> float64 [width]."""
+def _by_channel(columns: list[tuple[Tensor, Tensor, int]], width: int, device: torch.device) -> Tensor:
+    """Mean over all columns that are a channel: values [K], channels [K] and a weight -> float64 [width]."""
     total, count = (torch.zeros(width, dtype=torch.float64, device=device) for _ in "tc")
-    for values, channel in columns:
-        keep = (channel >= 0).to(device)
-        total.index_add_(0, channel.to(device)[keep], values.to(device, torch.float64)[keep])
-        count.index_add_(0, channel.to(device)[keep], torch.ones_like(values, dtype=torch.float64, device=device)[keep])
+    for values, channel, times in columns:
+        there = channel.to(device)
+        keep = there >= 0
+        total.index_add_(0, there[keep], times * values.to(device, torch.float64)[keep])
+        count.index_add_(0, there[keep], torch.full_like(there, times, dtype=torch.float64)[keep])
     return total / count.clamp(min=1)
