@@ -111,7 +111,9 @@ def main() -> None:
         data["layers"][name] = rows
         for label in next(iter(rows.values())):
             values = [row[label] for row in rows.values()]
-            print(f"{name:18s} {label:28s} mean error {statistics.mean(values):.3e}, median {statistics.median(values):.3e}")
+            print(
+                f"{name:18s} {label:28s} mean error {statistics.mean(values):.3e}, median {statistics.median(values):.3e}"
+            )
         for label in ("awq: mmqc, no clip", "awq: mmqc"):
             better = sum(row[label] <= row["awq: torchao"] * 1.0001 for row in rows.values())
             print(f"{name:18s} {label}: same or lower than torchao's in {better} of {len(rows)} layers")

@@ -6,13 +6,15 @@ from hypothesis import strategies as st
 from torchao.quantization.granularity import PerGroup, PerRow, PerTensor
 
 from mmqc import recipes
-from mmqc.config import ActivationSpec, ConfigError, QuantConfig, Rewrites, Scheme, WeightSpec
+from mmqc.config import ActivationSpec, ChannelScales, ConfigError, QuantConfig, Rewrites, Scheme, WeightSpec
 
 RECIPES = {
     "rotate": recipes.rotate(seed=3),
     "rtn": recipes.rtn(),
     "rtn_w4a8": recipes.rtn(4, 8),
     "rtn_grouped": recipes.rtn(4, group_size=64),
+    "awq": recipes.awq(duo=True),
+    "gptq": recipes.gptq(group_size=64, symmetric=False),
     "mquant": recipes.mquant(),
     "mquant_w4_w8": recipes.mquant(4, vision_weight_bits=8, msq=False),
     "mquant_plain": recipes.mquant(rotate=False, solver="mse_clip"),
@@ -63,6 +65,8 @@ def test_config__any_config_survives_json(config: QuantConfig) -> None:
             lambda: WeightSpec(4, PerGroup(8), "gptq", static_groups=False),
             "WeightSpec.act_order = True is not supported; allowed: False for groups that are not static",
         ),
+        (lambda: recipes.awq(shared_heads="mean"), "ChannelScales.shared_heads = 'mean'"),
+        (lambda: ChannelScales(grid=0), "ChannelScales.grid = 0"),
         (lambda: WeightSpec(damping=0.0), "WeightSpec.damping = 0.0"),
         (
             lambda: Scheme(WeightSpec(symmetric=False), ActivationSpec()),

@@ -8,7 +8,7 @@ Shapes:  s [n], one factor for each channel
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,22 +41,19 @@ class Part:
         whole = torch.ones(size, dtype=torch.float64, device=scale.device)
         return whole.index_copy(0, self.index.to(scale.device), s if self.reads else 1 / s)
 
+    def step(self, scale: Tensor) -> Callable[[Tensor], Tensor]:
+        """The function of a whole weight that scales this part of it."""
+
+        def scaled(w: Tensor) -> Tensor:
+            last = w.movedim(self.axis, -1)
+            factor = self.factor(scale, last.shape[-1]).to(w)
+            return ((last + self.shift) * factor - self.shift).movedim(-1, self.axis)
+
+        return scaled
+
     def columns(self, size: int) -> Tensor:
         """The channel int64 [size] at every place on the axis, -1 for those that are none."""
         return torch.full((size,), -1).index_copy(0, self.index, self.channel)
-
-
-@dataclass(frozen=True)
-class ApplyScaling:
-    """The function of a weight that scales one part of it."""
-
-    part: Part
-    scale: Tensor
-
-    def __call__(self, w: Tensor) -> Tensor:
-        last = w.movedim(self.part.axis, -1)
-        factor = self.part.factor(self.scale, last.shape[-1]).to(w)
-        return ((last + self.part.shift) * factor - self.part.shift).movedim(-1, self.part.axis)
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,4 +89,6 @@ def _runs(index: Tensor) -> list[list[int]]:
 
 
 def _listed(runs: list[list[int]]) -> Tensor:
-    return torch.cat([torch.arange(start, start + length) for start, length in runs] or [torch.zeros(0, dtype=torch.long)])
+    return torch.cat(
+        [torch.arange(start, start + length) for start, length in runs] or [torch.zeros(0, dtype=torch.long)]
+    )

@@ -30,7 +30,7 @@ from ..graph.factors import is_between, owners, source_of
 from ..graph.kinds import kind, mutates
 from ..graph.linear import bias_of, weight_of
 from ..graph.program import Miss, Program
-from ..graph.scaling import ApplyScaling, Part, Scaling
+from ..graph.scaling import Part, Scaling
 from ..graph.spaces import Space, Spaces, Touch
 from ..graph.uses import only_in
 from .fold_norm_scale import is_norm
@@ -112,13 +112,10 @@ class FoldChannelScale:
             readers = {t.fqn for t in space.readers if t.axis == 1} & wanted.keys()
             if not readers:
                 continue
-            writers = finder.writers(space)
-            if isinstance(writers, str):
-                finder.refused |= dict.fromkeys(readers, writers)
-            elif not self.average and finder.is_shared(space, writers):
-                finder.refused |= dict.fromkeys(readers, "query heads share its value heads")
+            parts = finder.parts(space, self.average)
+            if isinstance(parts, str):
+                finder.refused |= dict.fromkeys(readers, parts)
             else:
-                parts = [*writers, *(_part(t, torch.arange(space.width), reads=True) for t in space.readers)]
                 # an attention's heads are a space each, and one input of one linear
                 found.setdefault(_names(parts), []).append(parts)
         covered = set()
@@ -136,7 +133,7 @@ class FoldChannelScale:
         prog.decided.scalings.append(site.scaling)
         for part in site.parts:
             word = "diag(s)" if part.reads else "diag(1/s)"
-            prog.derive(part.fqn, f"{word} on axis {part.axis}", ApplyScaling(part, site.scaling.scale))
+            prog.derive(part.fqn, f"{word} on axis {part.axis}", part.step(site.scaling.scale))
 
 
 class _Finder:
@@ -148,6 +145,15 @@ class _Finder:
         self.gains: dict[str, list[Gain]] = {}
         for gain in spaces.found.gains:
             self.gains.setdefault(gain.source.fqn, []).append(gain)
+
+    def parts(self, space: Space, average: bool) -> list[Part] | str:
+        """Every weight axis on the space, or why it is not to be scaled."""
+        writers = self.writers(space)
+        if isinstance(writers, str):
+            return writers
+        if not average and self.is_shared(space, writers):
+            return "query heads share its value heads"
+        return [*writers, *(_part(t, torch.arange(space.width), reads=True) for t in space.readers)]
 
     def writers(self, space: Space) -> list[Part] | str:
         """Everything that writes the space, or why that is not to be changed."""
