@@ -232,6 +232,8 @@ def _solved(
     if bias is not None and made.bias is not None:
         made.bias.copy_(bias)
     lost, size, notes = 0.0, 0.0, set[str]()
+    if not scheme.weight.symmetric:
+        notes.add("symmetric: experts have no zero points")
     for e in range(experts):
         w = transform(stack, weights[e].double() if weights.dtype == torch.float64 else weights[e].float())
         hessian = None if statistics is None or statistics.hessian is None else statistics.hessian[e]
@@ -245,7 +247,8 @@ def _solved(
 
 
 def _spec(spec: WeightSpec, saw: bool) -> WeightSpec:
-    return dataclasses.replace(spec, solver="rtn") if spec.solver == "gptq" and not saw else spec
+    solver = "rtn" if spec.solver == "gptq" and not saw else spec.solver
+    return dataclasses.replace(spec, solver=solver, symmetric=True)
 
 
 def _measure(

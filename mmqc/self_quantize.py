@@ -107,7 +107,11 @@ class Rewritten:
 def check(config: QuantConfig) -> None:
     """Raise unless the backend can apply ``config`` without data."""
     if config.needs_calibration:
-        missing = "gptq needs the calibration data" if config.statistics is not None else "it holds no statistics"
+        missing = (
+            "gptq needs the calibration data, as awq_clip does"
+            if config.statistics is not None
+            else "it holds no statistics"
+        )
         raise ConfigError(
             f"this config needs calibration and {missing}: calibrate with mmqc.quantize_ (on a copy), then pass report.config, "
             "or compile the quantized model itself; rtn and mse_clip solvers work from report.config"
