@@ -23,15 +23,16 @@ aten, mmqc_ops = torch.ops.aten, torch.ops.mmqc
 @register_lowering(mmqc_ops.scaled_matmuls.default, type_promotion_kind=None)
 def lower_scaled_matmuls(
     x_q: TensorBox, w_q: list[TensorBox], x_scale: TensorBox, w_scale: list[TensorBox], bias: list[TensorBox | None],
-    visual: TensorBox | None, weight_bits: int, out_dtype: torch.dtype,
+    visual: TensorBox | None, weight_bits: int, out_dtype: torch.dtype, group_scale: list[TensorBox] | None = None,
+    group_size: int = 0,
 ) -> Any:  # fmt: skip
     """A list of tensors."""
     if has_kernel(x_q):
-        op = mmqc_ops.scaled_matmuls.default
-        return call_kernel(op, x_q, w_q, x_scale, w_scale, bias, visual, weight_bits, out_dtype)
+        op, grouped = mmqc_ops.scaled_matmuls.default, (group_scale, group_size) if group_size else ()
+        return call_kernel(op, x_q, w_q, x_scale, w_scale, bias, visual, weight_bits, out_dtype, *grouped)
     return [
-        lower_scaled_matmul(x_q, w, x_scale, s, b, visual, weight_bits, out_dtype)
-        for w, s, b in zip(w_q, w_scale, bias, strict=True)
+        lower_scaled_matmul(x_q, w, x_scale, s, b, visual, weight_bits, out_dtype, t, group_size)
+        for w, s, b, t in zip(w_q, w_scale, bias, group_scale or [None] * len(w_q), strict=True)
     ]
 
 

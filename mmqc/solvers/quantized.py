@@ -19,11 +19,18 @@ class Quantized:
         codes: int8 [N, K].
         scale: float32 [N], or [N, K/g] with one scale per g input channels; positive and finite.
         note: what the solver had to do beyond its recipe (more damping, dead columns); empty if nothing.
+        amplifier: a power of two of which the scales are integer multiples of 1 / amplifier; 0: any floats.
     """
 
     codes: Tensor
     scale: Tensor
     note: str = ""
+    amplifier: int = 0
+
+    def integer_scales(self) -> tuple[Tensor, Tensor]:
+        """(t int32 [N, K/g], s float32 [N]) with scale = t s; only where ``amplifier`` is set."""
+        rows = self.scale.new_full((self.scale.shape[0],), 1 / self.amplifier)
+        return (self.scale.double() * self.amplifier).round().to(torch.int32), rows
 
     def dequantize(self) -> Tensor:
         """The weight that the codes stand for: codes · scale, float32 [N, K]."""
