@@ -100,12 +100,12 @@ def candidates(bits: int, m: int, k: int) -> list[Tile]:
     packed = [Tile(bm, bn, bk, w, s, variant="columns") for bm, bn, bk, w, s in (
         (128, 128, 128, 8, 3), (64, 128, 128, 4, 3), (64, 128, 128, 8, 3), (128, 64, 128, 4, 3), (128, 64, 128, 8, 3),
         (64, 64, 128, 4, 4), (64, 256, 128, 8, 2), (128, 128, 64, 8, 4), (64, 128, 64, 4, 4))]  # fmt: skip
-    whole = [Tile(bm, bn, 128, w, s, group_m=g, per_sm=per) for bm, bn, w, s, g, per in (
-        (128, 128, 8, 4, 8, 1), (128, 128, 8, 3, 8, 2), (64, 128, 4, 4, 8, 2), (64, 128, 4, 3, 8, 3), (128, 64, 4, 4, 8, 2),
-        (128, 64, 4, 3, 8, 3), (64, 256, 8, 4, 8, 1), (256, 64, 8, 4, 8, 1), (64, 256, 8, 2, 8, 2), (128, 128, 8, 5, 16, 1),
-        (128, 256, 16, 3, 8, 1), (256, 128, 16, 3, 8, 1), (128, 128, 4, 3, 8, 2))]  # fmt: skip
-    whole = [v for t in whole for v in (t.with_variant("unpack" if bits == 4 else "nested"),)]
-    pointers = [t.with_variant("columns") for t in whole[:5]] if bits == 8 else packed
+    # More than 64 sums a thread are taken in two halves: 128 x 256 with 8 warps, 128 x 128 with 4, of which two fit.
+    whole = [Tile(bm, bn, 128, w, s, group_m=g, variant="unpack" if bits == 4 else "nested") for bm, bn, w, s, g in (
+        (128, 256, 8, 4, 8), (128, 128, 4, 3, 8), (128, 256, 8, 4, 16), (256, 128, 8, 4, 8), (128, 256, 8, 3, 8),
+        (128, 128, 8, 4, 8), (128, 128, 4, 2, 8), (64, 256, 4, 2, 8), (64, 128, 4, 4, 8), (64, 128, 4, 3, 8), (128, 64, 4, 4, 8),
+        (64, 256, 8, 4, 8), (256, 64, 8, 4, 8))]  # fmt: skip
+    pointers = [t.with_variant("columns").with_stages(3) for t in whole[5:6] + whole[8:11]] if bits == 8 else packed
     return (whole if bits == 8 or m > 256 else []) + pointers
 
 

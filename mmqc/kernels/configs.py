@@ -147,7 +147,7 @@ def _scaled_large(op: str, m: int, n: int, k: int, device: torch.device) -> Matm
 
 
 def _group_large(op: str, m: int, n: int, k: int, device: torch.device) -> MatmulConfig:
-    """Sums of a group and of all groups are both in registers: 64 each a thread, with 8 warps."""
+    """Sums of one group and of all groups are both in registers: at most 64 and 128 a thread (group_scaled_matmul.py)."""
     packed = op.startswith("scaled_int4")
     if k % (32 if packed else 16):
         return MatmulConfig(64, 128, 32, 8, 3, variant="columns")
@@ -155,7 +155,10 @@ def _group_large(op: str, m: int, n: int, k: int, device: torch.device) -> Matmu
         return MatmulConfig(128, 128, 32 if packed else 64, 8, 3, variant="columns")
     if packed and m < 2048:
         return MatmulConfig(128, 128, 128, 8, 3, variant="columns")
-    return MatmulConfig(128, 128, 128, 8, 4, variant="unpack" if packed else "nested")
+    variant = "unpack" if packed else "nested"
+    if -(-m // 128) * -(-n // 256) < multiprocessors(device):
+        return MatmulConfig(128, 128, 128, 8, 4, variant=variant)
+    return MatmulConfig(128, 256, 128, 8, 4, variant=variant)
 
 
 def _persistent(op: str) -> str:

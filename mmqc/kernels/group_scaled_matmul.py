@@ -6,8 +6,9 @@
 Shapes:  x_q int8 [M, K]   w_q int8 [N, K] or uint8 [N, ceil(K/2)] (ops/pack.py)   s_x: row_scale.py   s float32 [N, ceil(K/g)]
          t int32 [N, ceil(K/g)]   s_w float32 [N]   b [N]   y [M, N]; rows of x_q and w_q are contiguous; out_dtype fp16 | bf16 | fp32
 Exact:   C_j in int32 for any g; the integer form's sum as long as it fits int32 (solvers/integer_scale.py proves it).
-Cost:    a group adds a pass over the accumulator of g columns of products: BM BN multiply-adds on the plain units for
-         BM BN g on the tensor cores.  Next to the sums it needs as many registers again, so tiles are half of scaled_matmul's.
+Cost:    a group adds a pass over the accumulator: BM BN multiply-adds (float: conversions too) on the plain units for BM BN g on
+         the tensor cores.  A thread holds at most 64 sums of a group next to its 128 of all groups; larger tiles take their
+         columns in two halves.
 M:       to 2,048 rows packed codes are unpacked in registers; above the weight is written out once in int8.
 Arch:    Ampere and newer; TMA from compute capability 9.0.
 """
@@ -24,12 +25,13 @@ from torch import Tensor
 from mmqc.kernels import scaled_matmul as plain
 from mmqc.kernels.configs import PERSISTENT, MatmulConfig
 from mmqc.kernels.configs import config as choose
-from mmqc.kernels.device_facts import ceil_div, has_inline_ptx, multiprocessors, why_not_here
+from mmqc.kernels.device_facts import ceil_div, has_inline_ptx, why_not_here
 from mmqc.kernels.group_scaled_matmul_tiles import group_scaled_matmul_descriptor_kernel, group_scaled_matmul_kernel
 from mmqc.kernels.row_scale import RowScale, row_scale
 from mmqc.kernels.split_k import workspace
 from mmqc.kernels.unpack_weight import unpack_weight
 
+MOST_SUMS = 64  # of a group, a thread: with twice as many for all groups these are 192 of 255 registers
 SMALLEST_STEP = 32  # of K: what a tensor core's int8 product takes
 
 
@@ -164,13 +166,13 @@ def _launch_descriptors(
 ) -> None:
     w, w_scale, bias, y, group_scale = linear
     (m, k), n = x.shape, w.shape[0]
-    programs = min(c.per_sm * multiprocessors(x.device), ceil_div(m, c.block_m) * ceil_div(n, c.block_n))
-    group_scaled_matmul_descriptor_kernel[(programs,)](
+    halves = 2 if c.block_m * c.block_n > MOST_SUMS * 32 * c.num_warps else 1
+    group_scaled_matmul_descriptor_kernel[(ceil_div(m, c.block_m) * ceil_div(n, c.block_n),)](
         plain.TensorDescriptor.from_tensor(x, [c.block_m, block_k]),
-        plain.TensorDescriptor.from_tensor(w, [c.block_n, block_k]),
+        plain.TensorDescriptor.from_tensor(w, [c.block_n // halves, block_k]),
         y, rows.scale, rows.rows, w_scale, linear.groups, w_scale if bias is None else bias,
         m, n, k, linear.groups.shape[1], y.stride(0),
         KIND=rows.kind, HAS_BIAS=bias is not None, INTEGER=group_scale is not None, GROUP=group,
-        BLOCK_M=c.block_m, BLOCK_N=c.block_n, BLOCK_K=block_k, GROUP_M=c.group_m, PROGRAMS=programs,
+        BLOCK_M=c.block_m, BLOCK_N=c.block_n // halves, BLOCK_K=block_k, GROUP_M=c.group_m, HALVES=halves,
         num_warps=c.num_warps, num_stages=c.num_stages,
     )  # fmt: skip

@@ -124,20 +124,33 @@ def group_scaled_matmul_kernel(
 def group_scaled_matmul_descriptor_kernel(
     x_desc, w_desc, y_ptr, x_scale_ptr, row_ptr, w_scale_ptr, group_ptr, bias_ptr, M, N, K, GROUPS, stride_y,
     KIND: tl.constexpr, HAS_BIAS: tl.constexpr, INTEGER: tl.constexpr, GROUP: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, PROGRAMS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+    HALVES: tl.constexpr,
 ):  # fmt: skip
-    """Weights of 8 bits by TMA, a persistent grid; BLOCK_K divides GROUP.  What lies outside arrives as zeros."""
-    tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
-    for tile in range(tl.program_id(0), tiles_m * tiles_n, PROGRAMS):
-        tile_m, tile_n = grouped_tile(tile, tiles_m, tiles_n, GROUP_M)
-        rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
-        cols = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
-        scale_rows = group_ptr + tl.minimum(cols, N - 1) * GROUPS
-        acc = tl.zeros((BLOCK_N, BLOCK_M), tl.int32 if INTEGER else tl.float32)
-        for start in range(0, K, BLOCK_K):
-            scale = tl.load(scale_rows + start // GROUP)
-            x = x_desc.load([tile_m * BLOCK_M, start])
-            w = w_desc.load([tile_n * BLOCK_N, start])
-            acc = add_group_tile(acc, tl.dot(w, x.T, out_dtype=tl.int32), scale)
-        store_grouped_tile(tl.trans(acc), y_ptr, x_scale_ptr, row_ptr, w_scale_ptr, bias_ptr, rows, cols, M, N, stride_y,
-                           KIND, HAS_BIAS, INTEGER, 1.0)  # fmt: skip
+    """One tile of y, weights of 8 bits by TMA; BLOCK_K divides GROUP.  What lies outside arrives as zeros.
+
+    With two HALVES a tile has 2 BLOCK_N columns, whose groups are summed one half after the other in the same registers.
+    """
+    tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N * HALVES)
+    tile_m, tile_n = grouped_tile(tl.program_id(0), tiles_m, tiles_n, GROUP_M)
+    first_row, first = tile_m * BLOCK_M, tile_n * (BLOCK_N * HALVES)
+    cols = first + tl.arange(0, BLOCK_N)
+    scale_rows = group_ptr + tl.minimum(cols, N - 1) * GROUPS
+    more_rows = group_ptr + tl.minimum(cols + BLOCK_N, N - 1) * GROUPS
+    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.int32 if INTEGER else tl.float32)
+    acc_more = acc
+    for start in range(0, K, BLOCK_K):
+        scale = tl.load(scale_rows + start // GROUP)
+        x = x_desc.load([first_row, start])
+        w = w_desc.load([first, start])
+        acc = add_group_tile(acc, tl.dot(w, x.T, out_dtype=tl.int32), scale)
+        if HALVES == 2:
+            scale = tl.load(more_rows + start // GROUP)
+            w = w_desc.load([first + BLOCK_N, start])
+            acc_more = add_group_tile(acc_more, tl.dot(w, x.T, out_dtype=tl.int32), scale)
+    rows = first_row + tl.arange(0, BLOCK_M)
+    store_grouped_tile(tl.trans(acc), y_ptr, x_scale_ptr, row_ptr, w_scale_ptr, bias_ptr, rows, cols, M, N, stride_y,
+                       KIND, HAS_BIAS, INTEGER, 1.0)  # fmt: skip
+    if HALVES == 2:
+        store_grouped_tile(tl.trans(acc_more), y_ptr, x_scale_ptr, row_ptr, w_scale_ptr, bias_ptr, rows, cols + BLOCK_N, M, N,
+                           stride_y, KIND, HAS_BIAS, INTEGER, 1.0)  # fmt: skip

@@ -17,6 +17,7 @@ TILES = {
     "columns": Config(16, 32, 64, 4, 2, group_m=2, variant="columns"),
     "split": Config(16, 32, 32, 4, 2, split_k=3, variant="columns"),
     "nested": Config(32, 32, 64, 4, 2, group_m=2, variant="nested"),
+    "halves": Config(128, 128, 64, 4, 2, variant="nested"),
     "unpack": Config(32, 32, 32, 4, 2, variant="unpack"),
 }
 # (M, N, K, g): aligned; halves of a packed row that end within a group; K no multiple of g, nor of the tile
@@ -48,7 +49,7 @@ def test_group_scaled_matmul__equals_the_op(shape, variant, bits, integer, devic
     assert_close(y, reference(x, w, x_scale, w_scale, bias, None, bits, torch.float32, t, g))
 
 
-@pytest.mark.parametrize("variant", ["columns", "split", "nested"])
+@pytest.mark.parametrize("variant", ["columns", "split", "nested", "halves"])
 def test_group_scaled_matmul__integer_sums_are_exact(variant, device):
     """With unit scales the float32 result is the rounded int32 sum, to the bit, however K is split."""
     x, w, _, t, _ = operands(9, 20, 512, 64, 8, True, device)
