@@ -1,14 +1,15 @@
 """Integer Scale: group scales become integers, so that a quantized product stays in int32 until its last group.
 
-    t[n, j] = round(s[n, j] alpha)        w = q s  ->  q t / alpha        alpha a power of two
-    y[m, n] = s_x(m) float(sum_j C_j[m, n] t[n, j]) / alpha        C_j = sum over k of group j of x_q[m, k] q[n, k]
+    t[n, j] = floor or ceil of s[n, j] alpha, at least 1        alpha a power of two
+    q'[n, k] = clamp(round(q s alpha / t))        w = q s  ->  q' t / alpha        of the two t the one with less error
+    y[m, n] = s_x(m) float(sum_j C_j[m, n] t[n, j]) / alpha        C_j = sum over k of group j of x_q[m, k] q'[n, k]
 
     overflow:  |sum over any of the j of C_j t[n, j]| <= sum_j c[n, j] |t[n, j]|        c[n, j] = max over x_q of |C_j|
                c = max(127 p + 128 r, 128 p + 127 r), p the sum of the positive q of the group, r that of the negative |q|
 
 Shapes:  s float32, t int32, c [N, K/g]    q int8 [N, K]
-Error:   |s - t / alpha| <= 1 / (2 alpha).  A scale that would round to zero gets t = 1 (its sign kept), and its group's codes are
-         rounded again to that step.
+Error:   the paper rounds t alone and keeps q: an error of |w| / (2 t), 64 / t steps of an 8-bit code.  Rounding q again to the step t
+         leaves half a step, and q' = q where t is large.  Negative scales give negative t; a scale of zero stays zero.
 Source:  arXiv:2405.14597, section 4.1 (equation 2, listing 1); sections 6.1 and B.4 name the risk of overflow.  The bound holds
          for every input of 8 bits, in any order of summation: a layer beyond 2^31 - 1 keeps float scales.
 """
@@ -24,6 +25,7 @@ from ..config import WeightSpec
 from .quantized import Quantized, levels
 
 LIMIT = 2**31  # of |acc|, exclusive
+ROUND_AGAIN = True  # the codes, to the integer step; False is the paper's form, for comparison
 LOWEST, HIGHEST = levels(8)  # codes of an activation
 
 
@@ -82,10 +84,7 @@ def with_integer_scales(solved: Quantized, spec: WeightSpec, *, name: str = "wei
     if not torch.isfinite(scale).all():
         raise ValueError(f"{name}: a group scale is NaN or infinite; check the weight and the solver")
     alpha = heuristic_amplifier(scale) if spec.amplifier == "heuristic" else int(spec.amplifier)
-    integer = torch.round(scale * alpha)
-    lost = (integer == 0) & (scale != 0)
-    integer = torch.where(lost, scale.sign(), integer)
-    codes = _rounded_again(solved.codes, scale * alpha, integer, lost, spec)
+    codes, integer = (_best_steps if ROUND_AGAIN else _nearest_steps)(solved.codes, scale * alpha, spec)
     # a float32 holds 24 bits of an integer: beyond, the product of t and 1 / alpha would be another number
     fits = bool((integer.abs() <= 2**24).all())
     bound = overflow_bound(codes, integer, spec.group_size) if fits else LIMIT
@@ -93,21 +92,39 @@ def with_integer_scales(solved: Quantized, spec: WeightSpec, *, name: str = "wei
         why = f"a sum can reach {bound:.2e} >= 2^31" if fits else "a scale is beyond 24 bits"
         return _noted(solved, f"integer scales with amplifier {alpha} could overflow ({why}): float scales")
     text = f"integer scales: amplifier {alpha}, sums below {bound / LIMIT:.1%} of 2^31"
-    if lost.any():
-        text += f"; {int(lost.sum())} of {lost.numel()} scales are below 1/{2 * alpha} and became 1/{alpha}"
+    small = int(((scale * alpha).abs() < 0.5).logical_and(scale != 0).sum())
+    if small:
+        text += f"; {small} of {scale.numel()} scales are below 1/{2 * alpha} and became 1/{alpha}"
     made = dataclasses.replace(solved, codes=codes, scale=(integer / alpha).float(), amplifier=alpha)
     return _noted(made, text)
 
 
-def _rounded_again(codes: Tensor, wanted: Tensor, integer: Tensor, lost: Tensor, spec: WeightSpec) -> Tensor:
-    """Codes of the groups whose scale was ``lost``, rounded to the step that they have now."""
-    if not lost.any():
-        return codes
+def _nearest_steps(codes: Tensor, wanted: Tensor, spec: WeightSpec) -> tuple[Tensor, Tensor]:
+    """The paper's: the nearest integer, at least 1, and the codes as they were."""
+    del spec
+    return codes, wanted.sign() * wanted.abs().round().clamp(min=1)
+
+
+def _best_steps(codes: Tensor, wanted: Tensor, spec: WeightSpec) -> tuple[Tensor, Tensor]:
+    """The integer below or above, whichever stands for the group with less error once its codes are rounded to that step."""
     lowest, highest = levels(spec.bits)
-    groups = grouped(codes, spec.group_size)
-    ratio = (wanted / integer).where(lost, 1.0)
-    again = torch.round(groups * ratio[:, :, None]).clamp_(lowest, highest).to(torch.int8)
-    return torch.where(lost[:, :, None], again, groups).flatten(1)[:, : codes.shape[1]].contiguous()
+    kept = codes.shape[1]
+    made = []
+    rows = max(1, (1 << 22) // max(1, kept))
+    for q, s in zip(grouped(codes, spec.group_size).split(rows), wanted.split(rows), strict=True):
+        value = q * s[:, :, None]
+        best_codes, best_step, least = q, s.sign(), torch.full_like(s, torch.inf)
+        for whole in (s.abs().floor(), s.abs().ceil()):
+            step = s.sign() * whole.clamp(min=1)
+            divisor = torch.where(step == 0, torch.ones_like(step), step)[:, :, None]
+            again = torch.round(value / divisor).clamp_(lowest, highest)
+            error = (value - again * divisor).square_().sum(-1)
+            better = error < least
+            best_codes = torch.where(better[:, :, None], again.to(torch.int8), best_codes)
+            best_step, least = torch.where(better, step, best_step), torch.where(better, error, least)
+        made.append((best_codes.flatten(1)[:, :kept], best_step))
+    new_codes, steps = zip(*made, strict=True)
+    return torch.cat(new_codes), torch.cat(steps)
 
 
 def _noted(solved: Quantized, text: str) -> Quantized:
