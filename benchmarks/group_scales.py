@@ -30,6 +30,7 @@ FORMS = {  # name: (bits, integer scales, op in configs.py)
     "w8_integer": (8, True, "scaled_int8_group"), "w8_float": (8, False, "scaled_int8_group_float"),
 }  # fmt: skip
 PLAIN = {"w4_channel": 4, "w8_channel": 8}
+CONTENDERS = ("w4_integer", "w4_float", "w4_channel", "bf16", "w8_integer", "w8_float", "w8_channel")
 
 
 @dataclass
@@ -62,7 +63,10 @@ class Case:
         dtype = self.run.dtype
         if name == "bf16":
             x = self.x.to(dtype)
-            w = [torch.randn(self.n, self.k, dtype=dtype, device=x.device) for _ in range(self.run.copies(2 * self.n * self.k))]
+            w = [
+                torch.randn(self.n, self.k, dtype=dtype, device=x.device)
+                for _ in range(self.run.copies(2 * self.n * self.k))
+            ]
             return [lambda w=v: F.linear(x, w) for v in w]
         if name in PLAIN:
             return [lambda w=v: scaled_matmul(self.x, w, self.one, self.channel, out=self.out, out_dtype=dtype)
@@ -127,9 +131,35 @@ def best_tile(run: Run, case: Case, form: str, end: float) -> Tile | None:
                 raise ValueError("wrong result")
             times[tile] = run.microseconds(calls, replays=7, budget=0.02)
         except Exception as error:  # a tile may not fit the device
-            run.failures.append(f"tune/{op}/{case.m}/{case.n}x{case.k} {tile}: {type(error).__name__}: {str(error)[:80]}")
+            run.failures.append(
+                f"tune/{op}/{case.m}/{case.n}x{case.k} {tile}: {type(error).__name__}: {str(error)[:80]}"
+            )
     case.config = None
     return min(times, key=times.__getitem__) if times else None
+
+
+def check_all(run: Run, shapes: dict[str, tuple[int, int]]) -> None:
+    """Odd sizes, and the real ones at several numbers of rows."""
+    odd = [((27, 300), 5), ((300, 452), 33), ((64, 28), 3)]
+    for (n, k), m in odd + ([] if run.dry else [(s, m) for s in shapes.values() for m in (1, 17, 300, 2048)]):
+        for form in FORMS:
+            run.attempt(f"check/groups/{form}/{m}x{n}x{k}", lambda n=n, k=k, m=m, f=form: check(Case(run, n, k, m), f))
+
+
+def tune(run: Run, shapes: dict[str, tuple[int, int]], rows: list[int], seconds: float) -> dict[str, Tile]:
+    """Best tiles by their key in the file of tiles; 4 bits first."""
+    end, found = time.monotonic() + seconds, {}
+    jobs = [(m, name, form) for form in FORMS for m in rows for name in shapes]
+    for m, name, form in sorted(jobs, key=lambda job: (job[2].startswith("w8"), rows.index(job[0]))):
+        if time.monotonic() > end:
+            run.failures.append(f"tune/{form}/{name}/{m}: no time left")
+            continue
+        n, k = shapes[name]
+        work = lambda n=n, k=k, m=m, f=form: best_tile(run, Case(run, n, k, m), f, end)  # noqa: E731
+        tile = run.attempt(f"tune/{form}/{name}/{m}", work, 120)
+        if tile is not None:
+            found[tiles.key(FORMS[form][2], m, *shapes[name])] = tile
+    return found
 
 
 def run_groups(
@@ -138,28 +168,15 @@ def run_groups(
 ) -> None:  # fmt: skip
     """Check, tune (for so many seconds; 0: not) and time; the rows and forms that acceptance names come first."""
     wanted = {name: shapes[name] for name in LINEARS if name in shapes}
-    odd = [((27, 300), 5), ((300, 452), 33), ((64, 28), 3)]
-    for (n, k), m in odd + ([] if run.dry else [(s, m) for s in wanted.values() for m in (1, 17, 300, 2048)]):
-        for form in FORMS:
-            run.attempt(f"check/groups/{form}/{m}x{n}x{k}", lambda n=n, k=k, m=m, f=form: check(Case(run, n, k, m), f))
     order = sorted(rows, key=lambda m: (m not in (8192, 2048), -m))
-    end, found = time.monotonic() + tune_seconds, {}
-    jobs = [(m, name, form) for form in FORMS for m in order for name in wanted]
-    jobs.sort(key=lambda job: (job[2].startswith("w8"), order.index(job[0])))
-    for m, name, form in jobs if tune_seconds else ():
-        if time.monotonic() > end:
-            run.failures.append(f"tune/{form}/{name}/{m}: no time left")
-            continue
-        case = Case(run, *wanted[name], m)
-        tile = run.attempt(f"tune/{form}/{name}/{m}", lambda c=case, f=form: best_tile(run, c, f, end), 120)
-        if tile is not None:
-            found[tiles.key(FORMS[form][2], m, *wanted[name])] = tile
-    if found:
-        keep(found)
+    check_all(run, wanted)
+    if tune_seconds:
+        keep(tune(run, wanted, order, tune_seconds))
     for m in order:
-        for name, shape in wanted.items():
-            for who in ("w4_integer", "w4_float", "w4_channel", "bf16", "w8_integer", "w8_float", "w8_channel"):
-                us = run.attempt(f"groups {name}/{m} {who}", lambda s=shape, m=m, w=who: run.microseconds(Case(run, *s, m).calls(w)))
+        for name, (n, k) in wanted.items():
+            for who in CONTENDERS:
+                work = lambda n=n, k=k, m=m, w=who: run.microseconds(Case(run, n, k, m).calls(w))  # noqa: E731
+                us = run.attempt(f"groups {name}/{m} {who}", work)
                 if us is not None:
                     run.times.setdefault(f"groups {name}/{m}", {})[who] = us
 

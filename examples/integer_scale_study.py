@@ -90,22 +90,24 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
 def table(rows: dict[str, Any]) -> str:
     """One sample as Markdown."""
     lines = [
-        "| scales | accuracy | points against float (95 %) | NLL | weight error | t: smallest, median, largest | bound, of 2^31 | float |",
+        "| scales | accuracy | points against float (95 %) | NLL | weight error | t: smallest, median, largest "
+        "| bound, of 2^31 | float |",
         "| --- | --: | --: | --: | --: | --: | --: | --: |",
     ]
     for label, row in rows.items():
         if "difference" not in row:
             lines.append(f"| {label} | {row['accuracy']:.2%} | | {row['nll']:.5f} | | | | |")
             continue
-        points = "" if label.endswith(FLOAT) else f"{100 * row['difference']:+.2f} ({100 * row['low']:+.2f} … {100 * row['high']:+.2f})"
+        low, middle, high = (f"{100 * row[key]:+.2f}" for key in ("low", "difference", "high"))
+        points = "" if label.endswith(FLOAT) else f"{middle} ({low} … {high})"
         span = f"{row['smallest t']:.0f}, {row['median t']:.0f}, {row['largest t']:.0f}" if "bound" in row else ""
         bound = f"{row['bound']:.3%}" if "bound" in row else ""
         name = label
         if label.startswith("heuristic"):
             name += f" ({row['smallest amplifier']} … {row['largest amplifier']})"
-        lines.append(
-            f"| {name} | {row['accuracy']:.2%} | {points} | {row['nll']:.5f} | {row['weight error']:.3%} | {span} | {bound} | {row['float layers'] if span else ''} |"
-        )
+        kept = row["float layers"] if span else ""
+        figures = f"{row['accuracy']:.2%} | {points} | {row['nll']:.5f} | {row['weight error']:.2%}"
+        lines.append(f"| {name} | {figures} | {span} | {bound} | {kept} |")
     return "\n".join(lines)
 
 
@@ -116,10 +118,11 @@ def draw(data: dict[str, Any]) -> None:
         f"W4A8, groups of 128, round to nearest, rotated (QuaRot), {data['calibration']} calibration batches, {data['questions']} "
         "questions; static activation scales, one a tensor.  A number in the first column is the amplifier.  *Codes kept* is the "
         "paper's form, which rounds the scales alone; without it codes are rounded again to the integer step "
-        "([why](../explanation/integer_scale.md)).  *llama3* is `recipes.integer_scale(preset=\"llama3\")`: 8 bits in front of the "
-        "stream behind a non-linearity, amplifier 8192; it is compared with the same recipe with float scales.  *Weight error* is the "
-        "mean over layers of |W - Q| / |W|; *t* are the integer scales; *bound* is the largest sum that any input could reach in any "
-        "layer, which is proved before a layer gets integer scales; *float* counts the layers that kept float scales for it.",
+        '([why](../explanation/integer_scale.md)).  *llama3* is `recipes.integer_scale(preset="llama3")`: 8 bits in front of the '
+        "stream behind a non-linearity, amplifier 8192; it is compared with the same recipe with float scales.",
+        "*Weight error* is the mean over layers of |W - Q| / |W|; *t* are the integer scales; *bound* is the largest sum that any "
+        "input could reach in a layer with integer scales, proved before it gets them; *float* counts the layers that kept float "
+        "scales because theirs could overflow.",
         f"`{data['command']}`; {data['machine']}, torch {data['torch']}, transformers {data['transformers']}, "
         f"{data['seconds'] / 60:.0f} minutes.",
     ]
@@ -133,15 +136,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--questions", type=int, default=60)
     parser.add_argument("--calibration", type=int, default=8)
+    parser.add_argument("--samples", nargs="+", default=list(SAMPLES), choices=SAMPLES, help="the others stay as on file")
     parser.add_argument("--draw", action="store_true")
     args = parser.parse_args()
     if not args.draw:
         start = time.perf_counter()
-        samples = {name: measure(name, args) for name in SAMPLES}
+        old = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {"samples": {}, "seconds": 0}
+        new = {name: measure(name, args) for name in args.samples}
+        samples = {name: rows for name in SAMPLES if (rows := new.get(name, old["samples"].get(name)))}
+        seconds = time.perf_counter() - start + (0 if len(new) == len(SAMPLES) else old["seconds"])
         words = f"--questions {args.questions} --calibration {args.calibration}"
         data = {
             "command": f"python examples/integer_scale_study.py {words}", "machine": platform.processor() or platform.machine(),
-            "torch": torch.__version__, "transformers": transformers.__version__, "seconds": time.perf_counter() - start,
+            "torch": torch.__version__, "transformers": transformers.__version__, "seconds": seconds,
             "questions": args.questions, "calibration": args.calibration, "samples": samples,
         }  # fmt: skip
         RESULTS.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")

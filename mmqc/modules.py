@@ -42,7 +42,8 @@ class QuantLinear(OnlineHadamard):
     """A linear with an integer weight and, if ``activation_bits`` is set, statically quantized inputs.
 
     All state is plain buffers: ``qweight``, ``weight_scale`` and, where they apply, ``bias``, ``input_scale``,
-    ``group_scale``, ``outlier_index``, ``outlier_weight``.  ``modality`` is the model's ModalityContext, needed iff ``input_scale`` has two entries.
+    ``group_scale``, ``outlier_index``, ``outlier_weight``.  ``modality`` is the model's ModalityContext, needed iff
+    ``input_scale`` has two entries.
     With ``simulate`` (see ``simulate``) the products are computed in floating point, without a kernel.
     """
 
@@ -153,7 +154,7 @@ class QuantLinear(OnlineHadamard):
             scale, visual = self._row_scales(x, self.input_scale)
             x_q = torch.ops.mmqc.quantize(x, scale, visual, self.activation_bits)
             multiply = simulated_scaled_matmul if self.simulate else torch.ops.mmqc.scaled_matmul
-            grouped = (self.group_scale, self.group_size) if self.group_size else ()
+            grouped: Any = (self.group_scale, self.group_size) if self.group_size else ()
             y = multiply(
                 x_q, self.qweight, scale, self.weight_scale, self.bias, visual, self.storage_bits, x.dtype, *grouped
             )

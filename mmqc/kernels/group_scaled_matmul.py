@@ -4,7 +4,7 @@
     integer   y = float(sum_j C_j t[n, j]) s_x(m) s_w[n] + b[n]
 
 Shapes:  x_q int8 [M, K]   w_q int8 [N, K] or uint8 [N, ceil(K/2)] (ops/pack.py)   s_x: row_scale.py   s float32 [N, ceil(K/g)]
-         t int32 [N, ceil(K/g)]   s_w float32 [N]   b [N]   y [M, N]; rows of x_q and w_q are contiguous; out_dtype fp16 | bf16 | fp32
+         t int32 [N, ceil(K/g)]   s_w float32 [N]   b [N]   y [M, N] fp16 | bf16 | fp32; rows of x_q and w_q are contiguous
 Exact:   C_j in int32 for any g; the integer form's sum as long as it fits int32 (solvers/integer_scale.py proves it).
 Cost:    a group adds a pass over the accumulator: BM BN multiply-adds (float: conversions too) on the plain units for BM BN g on
          the tensor cores.  A thread holds at most 64 sums of a group next to its 128 of all groups; larger tiles take their
@@ -161,9 +161,7 @@ def _launch_pointers(x: Tensor, linears: list[Linear], rows: RowScale, group: in
     )  # fmt: skip
 
 
-def _launch_descriptors(
-    x: Tensor, linear: Linear, rows: RowScale, group: int, block_k: int, c: MatmulConfig
-) -> None:
+def _launch_descriptors(x: Tensor, linear: Linear, rows: RowScale, group: int, block_k: int, c: MatmulConfig) -> None:
     w, w_scale, bias, y, group_scale = linear
     (m, k), n = x.shape, w.shape[0]
     halves = 2 if c.block_m * c.block_n > MOST_SUMS * 32 * c.num_warps else 1

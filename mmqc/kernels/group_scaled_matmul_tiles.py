@@ -103,7 +103,9 @@ def group_scaled_matmul_kernel(
             else:
                 w, w_high = int4_as_int8(w, PTX)
             acc = multiply_groups_tile(w, x, acc, scale_rows, start, k, STORED, GROUP, ALIGNED, BLOCK_K)
-            acc = multiply_groups_tile(w_high, x_high, acc, scale_rows, start + STORED, high, K, GROUP, ALIGNED, BLOCK_K)
+            acc = multiply_groups_tile(
+                w_high, x_high, acc, scale_rows, start + STORED, high, K, GROUP, ALIGNED, BLOCK_K
+            )
         else:
             acc = multiply_groups_tile(w, x, acc, scale_rows, start, k, K, GROUP, ALIGNED, BLOCK_K)
     acc = tl.trans(acc)

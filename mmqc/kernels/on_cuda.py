@@ -54,9 +54,9 @@ def scaled_matmul(
 ) -> Tensor:  # fmt: skip
     """``mmqc::scaled_matmul`` on CUDA."""
     integer = None if group_scale is None else [group_scale]
-    return scaled_matmuls(
-        x_q, [w_q], x_scale, [w_scale], [bias], visual, weight_bits, out_dtype, integer, group_size
-    )[0]
+    return scaled_matmuls(x_q, [w_q], x_scale, [w_scale], [bias], visual, weight_bits, out_dtype, integer, group_size)[
+        0
+    ]
 
 
 def scaled_matmuls(
@@ -71,7 +71,9 @@ def scaled_matmuls(
         scaled_op.check(x_q, w, x_scale, s, visual, weight_bits, t, group_size)
         if why_not_scaled(x_rows, w, s, b, weight_bits, out_dtype, t, group_size) is not None:
             one = scaled_op.reference if len(w_q) == 1 else scaled_matmul
-            return [one(x_q, w, x_scale, s, b, visual, weight_bits, out_dtype, t, group_size) for w, s, b, t in operands]
+            return [
+                one(x_q, w, x_scale, s, b, visual, weight_bits, out_dtype, t, group_size) for w, s, b, t in operands
+            ]
     ys, flat = _results(x_q, w_q, out_dtype)
     rows = scaled.row_scale(x_scale.float(), flat[0].shape[0], _mask(visual, x_q))
     parts = list(zip(operands, flat, strict=True))

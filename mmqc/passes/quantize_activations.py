@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, fx
@@ -76,7 +76,7 @@ class QuantizeActivations:
         new.meta.update({k: site.node.meta[k] for k in ("tower", "role", "scheme", "fqn")})
         site.node.replace_all_uses_with(new)
 
-    def weight_scales(self, prog: Program, fqn: str, scale: object) -> tuple[object, fx.Node | None]:
+    def weight_scales(self, prog: Program, fqn: str, scale: Any) -> tuple[Any, fx.Node | None]:
         """The weight's scales as they are, or where they are integers the two factors that they are made of."""
         solved = prog.solved[fqn]
         if not solved.amplifier:

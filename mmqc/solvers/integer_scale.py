@@ -8,8 +8,8 @@
                c = max(127 p + 128 r, 128 p + 127 r), p the sum of the positive q of the group, r that of the negative |q|
 
 Shapes:  s float32, t int32, c [N, K/g]    q int8 [N, K]
-Error:   the paper rounds t alone and keeps q: an error of |w| / (2 t), 64 / t steps of an 8-bit code.  Rounding q again to the step t
-         leaves half a step, and q' = q where t is large.  Negative scales give negative t; a scale of zero stays zero.
+Error:   the paper rounds t alone and keeps q: an error of |w| / (2 t), 64 / t steps of an 8-bit code.  Rounding q again to the
+         step leaves half a step, and q' = q where t is large.  Negative scales give negative t; a scale of zero stays zero.
 Source:  arXiv:2405.14597, section 4.1 (equation 2, listing 1); sections 6.1 and B.4 name the risk of overflow.  The bound holds
          for every input of 8 bits, in any order of summation: a layer beyond 2^31 - 1 keeps float scales.
 """
