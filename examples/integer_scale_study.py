@@ -12,7 +12,6 @@ import argparse
 import json
 import platform
 import sys
-import time
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -123,11 +122,12 @@ def draw(data: dict[str, Any]) -> None:
         "*Weight error* is the mean over layers of |W - Q| / |W|; *t* are the integer scales; *bound* is the largest sum that any "
         "input could reach in a layer with integer scales, proved before it gets them; *float* counts the layers that kept float "
         "scales because theirs could overflow.",
-        f"`{data['command']}`; {data['machine']}, torch {data['torch']}, transformers {data['transformers']}, "
-        f"{data['seconds'] / 60:.0f} minutes.",
+        f"`{data['command']}`; {data['machine']}, torch {data['torch']}, transformers {data['transformers']}.",
     ]
     for name, rows in data["samples"].items():
         parts += [f"## {name}", table(rows)]
+        missing = [label for label in recipes() if label not in rows]
+        parts += [f"Not measured: {'; '.join(missing)}."] if missing else []
     PAGE.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
 
 
@@ -136,19 +136,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--questions", type=int, default=60)
     parser.add_argument("--calibration", type=int, default=8)
-    parser.add_argument("--samples", nargs="+", default=list(SAMPLES), choices=SAMPLES, help="the others stay as on file")
+    parser.add_argument(
+        "--samples", nargs="+", default=list(SAMPLES), choices=SAMPLES, help="the others stay as on file"
+    )
     parser.add_argument("--draw", action="store_true")
     args = parser.parse_args()
     if not args.draw:
-        start = time.perf_counter()
-        old = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {"samples": {}, "seconds": 0}
+        old = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {"samples": {}}
         new = {name: measure(name, args) for name in args.samples}
         samples = {name: rows for name in SAMPLES if (rows := new.get(name, old["samples"].get(name)))}
-        seconds = time.perf_counter() - start + (0 if len(new) == len(SAMPLES) else old["seconds"])
         words = f"--questions {args.questions} --calibration {args.calibration}"
         data = {
             "command": f"python examples/integer_scale_study.py {words}", "machine": platform.processor() or platform.machine(),
-            "torch": torch.__version__, "transformers": transformers.__version__, "seconds": seconds,
+            "torch": torch.__version__, "transformers": transformers.__version__,
             "questions": args.questions, "calibration": args.calibration, "samples": samples,
         }  # fmt: skip
         RESULTS.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")

@@ -45,7 +45,9 @@ def grouped(codes: Tensor, group_size: int) -> Tensor:
 
 
 def overflow_bound(codes: Tensor, integer: Tensor, group_size: int) -> int:
-    """The largest magnitude that the accumulator of any output, or any part of it, can have for 8-bit inputs; exact.
+    """The largest magnitude that the accumulator of any output, or any part of it, can have for 8-bit inputs.
+
+    In float64, which is exact below 2^53: of a bound below 2^31 every term is an integer below that.
 
     Args:
         codes: int8 [N, K].
@@ -54,7 +56,7 @@ def overflow_bound(codes: Tensor, integer: Tensor, group_size: int) -> int:
     """
     bound = 0
     rows = max(1, (1 << 24) // max(1, codes.shape[1]))
-    for q, t in zip(codes.split(rows), integer.to(torch.int64).split(rows), strict=True):
+    for q, t in zip(codes.split(rows), integer.double().split(rows), strict=True):
         q = grouped(q, group_size).to(torch.int32)
         up, down = q.clamp(min=0).sum(-1), -q.clamp(max=0).sum(-1)
         largest = torch.maximum(HIGHEST * up - LOWEST * down, -LOWEST * up + HIGHEST * down)
@@ -85,11 +87,10 @@ def with_integer_scales(solved: Quantized, spec: WeightSpec, *, name: str = "wei
         raise ValueError(f"{name}: a group scale is NaN or infinite; check the weight and the solver")
     alpha = heuristic_amplifier(scale) if spec.amplifier == "heuristic" else int(spec.amplifier)
     codes, integer = (_best_steps if ROUND_AGAIN else _nearest_steps)(solved.codes, scale * alpha, spec)
+    bound = overflow_bound(codes, integer, spec.group_size)
     # a float32 holds 24 bits of an integer: beyond, the product of t and 1 / alpha would be another number
-    fits = bool((integer.abs() <= 2**24).all())
-    bound = overflow_bound(codes, integer, spec.group_size) if fits else LIMIT
-    if bound >= LIMIT:
-        why = f"a sum can reach {bound:.2e} >= 2^31" if fits else "a scale is beyond 24 bits"
+    if bound >= LIMIT or bool((integer.abs() > 2**24).any()):
+        why = f"a sum can reach {bound:.2e} >= 2^31" if bound >= LIMIT else "a scale is beyond 24 bits"
         return _noted(solved, f"integer scales with amplifier {alpha} could overflow ({why}): float scales")
     text = f"integer scales: amplifier {alpha}, sums below {bound / LIMIT:.1%} of 2^31"
     small = int(((scale * alpha).abs() < 0.5).logical_and(scale != 0).sum())

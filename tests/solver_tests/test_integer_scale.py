@@ -122,9 +122,10 @@ def test_integer_scale__a_layer_that_could_overflow_keeps_float_scales() -> None
         assert (made.amplifier == 1) == fits
         assert ("could overflow" in made.note) != fits
         assert torch.equal(made.scale, scale)
-    huge = with_integer_scales(Quantized(torch.zeros_like(codes), torch.full((3, 4), 3.0e30)), spec(1))
-    assert huge.amplifier == 0
-    assert "beyond 24 bits" in huge.note
+    for values, why in ((torch.zeros_like(codes), "beyond 24 bits"), (codes, "a sum can reach 1.9")):
+        huge = with_integer_scales(Quantized(values, torch.full((3, 4), 3.0e30)), spec(1))
+        assert huge.amplifier == 0
+        assert why in huge.note
 
 
 def test_integer_scale__small_negative_and_zero_scales() -> None:
