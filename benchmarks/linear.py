@@ -27,6 +27,7 @@ from torch.nn import functional as F
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+import group_scales  # noqa: E402
 from gpu_run import Calls, Run, ceilings, geomean, relative_error  # noqa: E402
 from row_kernels import check_rows, quantize_in_torch, time_rows  # noqa: E402
 
@@ -259,6 +260,11 @@ def tune(
                 run.failures.append(f"tune/{op}/{m}/{shape} {tile}: {type(error).__name__}: {str(error)[:80]}")
         if times:
             best[tiles.key(op, m, n, k)] = min(times, key=times.__getitem__)
+    write_tiles(run, path, best)
+
+
+def write_tiles(run: Run, path: Path, best: dict[str, Tile]) -> None:
+    """Add tiles to the file, which kernels then use."""
     old = json.loads(path.read_text()).get("configs", {}) if path.exists() else {}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"device": gpu_name(run.device), "triton": triton.__version__, "torch": torch.__version__,
@@ -366,7 +372,7 @@ def table(run: Run, shapes: dict[str, tuple[int, int]], rows: tuple[int, ...]) -
     ]
     print("\nmicroseconds    " + "".join(f"{name:>9.9}" for name in names))
     for where, times in run.times.items():
-        if not where.startswith("chain"):
+        if not where.startswith(("chain", "groups")):
             print(f"{where:16}" + "".join(f"{times[name]:9.1f}" if name in times else "        -" for name in names))
         else:
             print(where, {name: round(t, 1) for name, t in times.items()})
@@ -407,7 +413,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=460)
     parser.add_argument("--rows", type=int, nargs="+", default=list(ROWS))
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=list(SHAPES))
-    parser.add_argument("--only", choices=("check", "linears", "rows", "chain"), action="append")
+    parser.add_argument("--only", choices=("check", "linears", "rows", "chain", "w4a8_groups"), action="append")
     parser.add_argument("--dry", action="store_true")
     args = parser.parse_args()
     run = Run(args.dry, args.seconds)
@@ -421,7 +427,11 @@ def main() -> int:
     if "check" in only:
         sample = {s: shapes[s] for s in ("lm.qkv", "lm.o", "lm.down", "vit.proj") if s in shapes}
         check_all(run, sample, rows if args.dry else tuple(m for m in (1, 16, 256, 917, 2048) if m in rows))
-    if args.tune and (not args.dry or args.out):
+    if "w4a8_groups" in only:
+        rows = rows if args.dry or args.rows != list(ROWS) else group_scales.ROWS
+        seconds = args.tune_seconds if args.tune and (not args.dry or args.out) else 0
+        group_scales.run_groups(run, shapes, rows, seconds, lambda best: write_tiles(run, path, best))
+    if args.tune and (not args.dry or args.out) and only != ["w4a8_groups"]:
         run.attempt("tune", lambda: tune(run, shapes, rows, path, args), int(args.seconds))
     if "rows" in only:
         time_rows(run, 8 if args.dry else 4096)
@@ -430,7 +440,8 @@ def main() -> int:
             time_chain(run, 24 if args.dry else 6417, n, k)
     if "linears" in only:
         time_linears(run, shapes, rows)
-    summary = table(run, shapes, rows)
+    summary = table(run, shapes, rows) | group_scales.summarize(run, rows)
+    print("\n".join(f"{value:8.3f}  {name}" for name, value in summary.items() if name[:3] in ("w4_", "w8_")))
     if args.out:
         commit = subprocess.run(
             ["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True

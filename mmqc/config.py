@@ -17,9 +17,11 @@ from torchao.quantization.granularity import Granularity, PerGroup, PerRow, PerT
 
 VERSION = 1
 TOWERS = ("vision", "projector", "language")
+ROLES = ("head", "down")  # that may have a scheme of their own
 HEAD = "lm_head"  # in ``keep``, the output head, whatever it is called
 Solver = Literal["rtn", "mse_clip", "awq_clip", "gptq"]
 Observer = Literal["minmax", "percentile"]
+Amplifier = int | Literal["heuristic"]
 
 
 class ConfigError(ValueError):
@@ -46,6 +48,8 @@ class WeightSpec:
         static_groups: gptq fits the groups' scales to the untouched weight; False: when their turn comes, which takes the
             channels' own order.
         damping: gptq adds this part of its mean diagonal to the second moment.
+        amplifier: integer group scales round(s amplifier), a power of two, or "heuristic": the smallest one that lifts every
+            scale of a layer to 1 (Integer Scale, arXiv:2405.14597, section 4.1).  None: float scales.
     """
 
     bits: int = 4
@@ -55,6 +59,7 @@ class WeightSpec:
     act_order: bool = True
     static_groups: bool = True
     damping: float = 0.01
+    amplifier: Amplifier | None = None
 
     def __post_init__(self) -> None:
         _require(self.bits in (2, 3, 4, 8), "WeightSpec.bits", self.bits, (2, 3, 4, 8))
@@ -68,6 +73,12 @@ class WeightSpec:
         ordered = self.act_order and not self.static_groups and self.group_size and self.solver == "gptq"
         _require(not ordered, "WeightSpec.act_order", self.act_order, "False for groups that are not static")
         _require(0 < self.damping < 1, "WeightSpec.damping", self.damping, "(0, 1)")
+        if self.amplifier is not None:
+            power = type(self.amplifier) is int and self.amplifier > 0 and not self.amplifier & (self.amplifier - 1)
+            allowed = "a power of two, 'heuristic', None"
+            _require(power or self.amplifier == "heuristic", "WeightSpec.amplifier", self.amplifier, allowed)
+            grouped = isinstance(self.granularity, PerGroup)
+            _require(grouped, "WeightSpec.granularity", self.granularity, "PerGroup(g) where amplifier is set")
 
     @property
     def needs_hessian(self) -> bool:
@@ -115,10 +126,18 @@ class Scheme:
     def __post_init__(self) -> None:
         symmetric = self.weight.symmetric or self.activation is None
         _require(symmetric, "WeightSpec.symmetric", self.weight.symmetric, "True beside quantized activations")
+        integer = self.weight.amplifier is not None
+        _require(
+            not integer or self.activation is not None,
+            "Scheme.activation",
+            self.activation,
+            "an ActivationSpec where weight.amplifier is set: integer scales multiply sums of integer products",
+        )
 
     def __str__(self) -> str:
-        """The field's shorthand, e.g. W4A8 or W4A16-g128."""
+        """The field's shorthand, e.g. W4A8, W4A16-g128 or, with integer scales, W4A8-g128-i1024."""
         group = f"-g{self.weight.group_size}" if self.weight.group_size else ""
+        group += f"-i{self.weight.amplifier}" if self.weight.amplifier is not None else ""
         return f"W{self.weight.bits}A{self.activation.bits if self.activation else 16}{group}"
 
 
@@ -186,6 +205,8 @@ class QuantConfig(AOBaseConfig):
         statistics: what calibration measured, by FQN; filled in ``QuantReport.config`` so that
             ``torch.compile(..., options={"config": report.config})`` repeats ``quantize_`` on an untouched model.
         head: the output head's own scheme, whatever ``keep`` says of ``lm_head``; None leaves it to ``keep``.
+        down: the scheme of the language model's linears that read a non-linearity and write the residual stream (what Llama
+            calls down_proj), if ``language`` has one; None: as the rest.
     """
 
     vision: Scheme | None = None
@@ -195,9 +216,12 @@ class QuantConfig(AOBaseConfig):
     keep: tuple[str, ...] = (HEAD,)
     statistics: Mapping[str, Any] | None = field(default=None, hash=False)
     head: Scheme | None = None
+    down: Scheme | None = None
 
     def scheme(self, tower: str, role: str = "") -> Scheme | None:
         """The scheme of a linear of ``tower`` (vision, projector or language); the output head has the role "head"."""
+        if role == "down" and tower == "language" and self.down is not None and self.language is not None:
+            return self.down
         return self.head if role == "head" and self.head is not None else getattr(self, tower)
 
     def keeps(self, role: str) -> tuple[str, ...]:
@@ -206,8 +230,8 @@ class QuantConfig(AOBaseConfig):
 
     @property
     def schemes(self) -> dict[str, Scheme]:
-        """The towers that are quantized at all, and the head if it has a scheme of its own."""
-        return {place: s for place in (*TOWERS, "head") if (s := getattr(self, place)) is not None}
+        """The towers that are quantized at all, and the head and the down projections if they have schemes of their own."""
+        return {place: s for place in (*TOWERS, *ROLES) if (s := getattr(self, place)) is not None}
 
     @property
     def needs_calibration(self) -> bool:
@@ -220,6 +244,21 @@ class QuantConfig(AOBaseConfig):
     def replace(self, **changes: Any) -> QuantConfig:
         """A copy with some fields changed."""
         return dataclasses.replace(self, **changes)
+
+    def with_integer_scales(self, amplifier: Amplifier | None = 1024) -> QuantConfig:
+        """A copy with integer group scales (see ``WeightSpec``) wherever a scheme has groups and quantized activations.
+
+        Raises:
+            ConfigError: no scheme has both, so that nothing would change.
+        """
+        changed = {
+            place: dataclasses.replace(s, weight=dataclasses.replace(s.weight, amplifier=amplifier))
+            for place, s in self.schemes.items()
+            if s.weight.group_size and s.activation is not None
+        }
+        allowed = "schemes with PerGroup(g) weights and quantized activations"
+        _require(bool(changed), "QuantConfig", list(map(str, self.schemes.values())), allowed)
+        return self.replace(**changed)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON data; ``from_dict`` gives the equal config back."""
@@ -238,7 +277,7 @@ class QuantConfig(AOBaseConfig):
         data = dict(data)
         version = data.pop("version", VERSION)
         _require(version == VERSION, "version", version, (VERSION,))
-        for place in (*TOWERS, "head"):
+        for place in (*TOWERS, *ROLES):
             if data.get(place) is not None:
                 data[place] = _decode(Scheme, data[place], place)
         if "rewrites" in data:

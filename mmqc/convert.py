@@ -164,6 +164,7 @@ def build_quantized(model: nn.Module, prog: Program, context: ModalityContext | 
             weight_bits=scheme.weight.bits,
             activation_bits=scheme.activation.bits if static else None,
             group_size=scheme.weight.group_size,
+            amplifier=solved.amplifier if static else 0,
             bias=None if bias is None else bias.detach(),
             input_scale=None if scale is None else scale.to(device),
             outlier_index=index if index is None else index.to(device),

@@ -36,6 +36,7 @@ def _describe_quant_linear(module: QuantLinear) -> Spec:
         "weight_bits": module.weight_bits,
         "activation_bits": module.activation_bits,
         "group_size": module.group_size,
+        "integer_scales": module.group_scale is not None,
         "hadamard": module.hadamard,
         "bias": module.bias is not None,
         "input_scales": _length(module.input_scale),
@@ -53,6 +54,7 @@ def _build_quant_linear(spec: Spec, dtype: torch.dtype) -> QuantLinear:
         weight_bits=spec["weight_bits"],
         activation_bits=spec["activation_bits"],
         group_size=spec["group_size"],
+        integer_scales=spec.get("integer_scales", False),  # models saved before there were any lack it
         hadamard=spec["hadamard"],
         bias=spec["bias"],
         input_scales=spec["input_scales"],

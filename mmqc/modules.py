@@ -1,18 +1,20 @@
 """The modules that ``quantize_`` puts in place of a model's own; the quantized linear lives here.
 
-    static     y = scaled_matmul(quantize(x', s_x), w_q, s_x, s_w) + b     x' = H x or x
+    static     y = scaled_matmul(quantize(x', s_x), w_q, s_x, s_w, t) + b     x' = H x or x
     weight     y = weight_only_matmul(x', w_q, s_w, z_w) + b
     both       y += x'[..., S] w_Sᵀ   for the rank-r term of MQuant's rotation magnitude suppression (section 4.3)
 
 Shapes:  x [..., K]   w_q int8 [N, K] or packed uint8 (ops/pack.py)   s_w [N] or [N, K/g]   s_x [1] or [2] = (text, visual)
-         z_w int8 like s_w, or none   S int64 [r]   w_S [N, r]   (w_q holds zeros in the columns S)   y [..., N] in x's dtype
+         t int32 [N, K/g], integer group scales (s_w [N] then), or none   z_w int8 like s_w, or none
+         S int64 [r]   w_S [N, r]   (w_q holds zeros in the columns S)   y [..., N] in x's dtype
 
 Model code that looks at ``linear.weight.dtype`` to cast its activations, or reads the matrix, sees the float weight.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -26,8 +28,11 @@ from mmqc.norm import RMSNorm
 from mmqc.online_hadamard import HadamardLinear, OnlineHadamard, rebuild_factors
 from mmqc.ops.pack import pack, packed_width, stored_bits, unpack
 from mmqc.ops.weight_only_matmul import dequantize
+from mmqc.simulated import scaled_matmul as simulated_scaled_matmul
+from mmqc.simulated import weight_only_matmul as simulated_weight_only_matmul
+from mmqc.solvers.quantized import Quantized
 
-__all__ = ["HadamardLinear", "QuantLinear", "RMSNorm", "rebuild_factors"]
+__all__ = ["HadamardLinear", "QuantLinear", "RMSNorm", "rebuild_factors", "simulate"]
 
 kernels.install()
 
@@ -37,17 +42,21 @@ SCALES = ("weight_scale", "input_scale")
 class QuantLinear(OnlineHadamard):
     """A linear with an integer weight and, if ``activation_bits`` is set, statically quantized inputs.
 
-    All state is plain buffers: ``qweight``, ``weight_scale`` and, where they apply, ``weight_zero``, ``bias``, ``input_scale``,
-    ``outlier_index``, ``outlier_weight``.  ``modality`` is the model's ModalityContext, needed iff ``input_scale`` has two entries.
+    All state is plain buffers: ``qweight``, ``weight_scale`` and, where they apply, ``weight_zero``, ``bias``,
+    ``input_scale``, ``group_scale``, ``outlier_index``, ``outlier_weight``.  ``modality`` is the model's ModalityContext,
+    needed iff ``input_scale`` has two entries.
+    With ``simulate`` (see ``simulate``) the products are computed in floating point, without a kernel.
     """
 
     qweight: Tensor
     weight_scale: Tensor
     weight_zero: Tensor | None
+    group_scale: Tensor | None
     bias: Tensor | None
     input_scale: Tensor | None
     outlier_index: Tensor | None
     outlier_weight: Tensor | None
+    simulate = False
 
     def __init__(
         self, in_features: int, out_features: int, *, weight_bits: int, activation_bits: int | None, group_size: int,
@@ -70,7 +79,7 @@ class QuantLinear(OnlineHadamard):
     def empty(
         cls, in_features: int, out_features: int, *, weight_bits: int, activation_bits: int | None = None,
         group_size: int = 0, bias: bool = False, dtype: torch.dtype = torch.float32, input_scales: int = 0,
-        outliers: int = 0, hadamard: bool = False, zero: bool = False, device: Any = None,
+        outliers: int = 0, hadamard: bool = False, zero: bool = False, device: Any = None, integer_scales: bool = False,
     ) -> QuantLinear:  # fmt: skip
         """The structure without values, to load a state dict into; ``dtype`` is that of bias and outlier weights."""
         module = cls(in_features, out_features, weight_bits=weight_bits, activation_bits=activation_bits,
@@ -82,13 +91,14 @@ class QuantLinear(OnlineHadamard):
             module.register_buffer(name, torch.empty(shape, dtype=kind, device=device) if present else None)
 
         buffer("qweight", True, (out_features, packed_width(in_features, module.storage_bits)), stored)
-        buffer("weight_scale", True, (out_features, *groups), torch.float32)
+        buffer("weight_scale", True, (out_features, *(() if integer_scales else groups)), torch.float32)
         buffer("weight_zero", zero, (out_features, *groups), torch.int8)
+        buffer("group_scale", integer_scales, (out_features, *groups), torch.int32)
         buffer("bias", bias, (out_features,), dtype)
         buffer("input_scale", input_scales, (input_scales,), torch.float32)
         buffer("outlier_index", outliers, (outliers,), torch.int64)
         buffer("outlier_weight", outliers, (out_features, outliers), dtype)
-        module._check_input_scale()
+        module._check_scales()
         return module
 
     @classmethod
@@ -97,20 +107,27 @@ class QuantLinear(OnlineHadamard):
         group_size: int = 0, bias: Tensor | None = None, input_scale: Tensor | None = None,
         outlier_index: Tensor | None = None, outlier_weight: Tensor | None = None, hadamard: bool = False,
         modality: ModalityContext | None = None, dtype: torch.dtype = torch.float32, weight_zero: Tensor | None = None,
+        amplifier: int = 0,
     ) -> QuantLinear:  # fmt: skip
-        """From int8 codes [N, K] (packed here if they fit 4 bits) and the other parts, which it keeps."""
+        """From int8 codes [N, K] (packed here if they fit 4 bits) and the other parts, which it keeps.
+
+        ``amplifier``: of weight scales that are integers over it (solvers/integer_scale.py); 0 for any floats.
+        """
         out_features, in_features = codes.shape
         module = cls(in_features, out_features, weight_bits=weight_bits, activation_bits=activation_bits,
                      group_size=group_size, hadamard=hadamard, device=codes.device, dtype=dtype)  # fmt: skip
         stored = codes.to(torch.int8) if module.storage_bits == 8 else pack(codes, module.storage_bits)
+        group_scale = None
+        if amplifier:
+            group_scale, weight_scale = Quantized(codes, weight_scale, amplifier=amplifier).integer_scales()
         parts = {"qweight": stored, "weight_scale": weight_scale.float(), "weight_zero": weight_zero,
-                 "bias": bias,
+                 "group_scale": group_scale, "bias": bias,
                  "input_scale": None if input_scale is None else input_scale.float(),
                  "outlier_index": outlier_index, "outlier_weight": outlier_weight}  # fmt: skip
         for name, part in parts.items():
             module.register_buffer(name, None if part is None else part.detach().contiguous())
         module.modality = modality
-        module._check_input_scale()
+        module._check_scales()
         return module
 
     def codes(self) -> Tensor:
@@ -120,14 +137,9 @@ class QuantLinear(OnlineHadamard):
     @property
     def weight(self) -> Tensor:
         """The float weight [N, K] that the codes stand for, computed at every access."""
+        scale = self.weight_scale if self.group_scale is None else self.weight_scale[:, None] * self.group_scale
         w = dequantize(
-            self.qweight,
-            self.weight_scale,
-            self.in_features,
-            self.storage_bits,
-            self.group_size,
-            torch.float32,
-            self.weight_zero,
+            self.qweight, scale, self.in_features, self.storage_bits, self.group_size, torch.float32, self.weight_zero
         )
         if self.outlier_index is not None and self.outlier_weight is not None:
             w = w.index_copy(-1, self.outlier_index, self.outlier_weight.float())
@@ -139,14 +151,17 @@ class QuantLinear(OnlineHadamard):
         """The formula at the top of the file."""
         x = self.rotated(x)
         if self.input_scale is None:
-            y = torch.ops.mmqc.weight_only_matmul(
+            multiply = simulated_weight_only_matmul if self.simulate else torch.ops.mmqc.weight_only_matmul
+            y = multiply(
                 x, self.qweight, self.weight_scale, self.bias, self.storage_bits, self.group_size, self.weight_zero
             )
         else:
             scale, visual = self._row_scales(x, self.input_scale)
             x_q = torch.ops.mmqc.quantize(x, scale, visual, self.activation_bits)
-            y = torch.ops.mmqc.scaled_matmul(
-                x_q, self.qweight, scale, self.weight_scale, self.bias, visual, self.storage_bits, x.dtype
+            multiply = simulated_scaled_matmul if self.simulate else torch.ops.mmqc.scaled_matmul
+            grouped: Any = (self.group_scale, self.group_size) if self.group_size else ()
+            y = multiply(
+                x_q, self.qweight, scale, self.weight_scale, self.bias, visual, self.storage_bits, x.dtype, *grouped
             )
         if self.outlier_index is not None and self.outlier_weight is not None:
             y = y + F.linear(x.index_select(-1, self.outlier_index), self.outlier_weight.to(x.dtype))
@@ -162,7 +177,9 @@ class QuantLinear(OnlineHadamard):
         visual = self.modality.rows(x)
         return (scale[:1], None) if visual is None else (scale, visual)
 
-    def _check_input_scale(self) -> None:
+    def _check_scales(self) -> None:
+        if self.group_scale is not None and (self.input_scale is None or not self.group_size):
+            raise ValueError("integer scales are those of groups, of a linear with quantized inputs")
         if (self.input_scale is None) != (self.activation_bits is None):
             raise ValueError("a static linear has input_scale and activation_bits, a weight-only one has neither")
 
@@ -180,6 +197,7 @@ class QuantLinear(OnlineHadamard):
     def extra_repr(self) -> str:
         """Sizes and scheme."""
         scheme = f"W{self.weight_bits}A{self.activation_bits or 16}{f'-g{self.group_size}' if self.group_size else ''}"
+        scheme += "" if self.group_scale is None else "-i"
         extras = [f"bias={self.bias is not None}"]
         if self.input_scale is not None:
             extras.append(f"input_scales={self.input_scale.shape[0]}")
@@ -195,5 +213,22 @@ def _check_spec(weight_bits: int, activation_bits: int | None, group_size: int) 
         raise ValueError(f"weight_bits = {weight_bits}: 2 to 8")
     if activation_bits is not None and not 2 <= activation_bits <= 8:
         raise ValueError(f"activation_bits = {activation_bits}: 2 to 8, or None for weight-only")
-    if group_size < 0 or (group_size and activation_bits is not None):
-        raise ValueError(f"group_size = {group_size}: 0, or the group of a weight-only linear")
+    if group_size < 0:
+        raise ValueError(f"group_size = {group_size}: 0, or input channels per weight scale")
+
+
+@contextmanager
+def simulate(model: torch.nn.Module) -> Iterator[None]:
+    """Compute every quantized linear of ``model`` in floating point, without integer kernels, for the length of a block.
+
+    Weights are dequantized and activations quantized and dequantized, exactly: what a static linear returns is what its integer
+    path returns, to the bit on a CPU (mmqc/simulated.py).  For accuracy studies on machines that no kernel knows.
+    """
+    linears = [m for m in model.modules() if isinstance(m, QuantLinear)]
+    for linear in linears:
+        linear.simulate = True
+    try:
+        yield
+    finally:
+        for linear in linears:
+            linear.simulate = False

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Literal
 
 from torchao.quantization.granularity import PerGroup, PerRow
 
-from .config import ActivationSpec, ChannelScales, QuantConfig, Rewrites, Scheme, Solver, WeightSpec
+from .config import (
+    ActivationSpec,
+    Amplifier,
+    ChannelScales,
+    ConfigError,
+    QuantConfig,
+    Rewrites,
+    Scheme,
+    Solver,
+    WeightSpec,
+)  # fmt: skip
 
 
 def rotate(*, online: bool = True, everywhere: bool = False, seed: int = 0) -> QuantConfig:
@@ -110,6 +121,7 @@ def mquant(
     suppress: bool = True,
     solver: Solver = "gptq",
     head_bits: int | None = None,
+    group_size: int | None = None,
 ) -> QuantConfig:
     """MQuant (arXiv:2502.00425): static per-modality activation scales and rotations for both towers and the projector.
 
@@ -122,12 +134,50 @@ def mquant(
         suppress: rotation magnitude suppression (section 4.3); without ``rotate`` there is nothing to suppress.
         solver: ``gptq`` as in the paper's Algorithm 1, ``mse_clip`` or ``rtn``.
         head_bits: of the output head's weight; None leaves the head in floating point, as the paper does.
+        group_size: input channels per weight scale; None means one scale per output channel, as the paper does.
     """
     activation = ActivationSpec(activation_bits, per_modality=msq)
-    language = Scheme(WeightSpec(weight_bits, PerRow(), solver), activation)
-    vision = Scheme(WeightSpec(vision_weight_bits or weight_bits, PerRow(), solver), activation)
+    granularity = PerGroup(group_size) if group_size else PerRow()
+    language = Scheme(WeightSpec(weight_bits, granularity, solver), activation)
+    vision = Scheme(WeightSpec(vision_weight_bits or weight_bits, granularity, solver), activation)
     rewrites = Rewrites(fold_norms=rotate, rotate=rotate, hadamard=rotate, suppress=suppress and rotate)
     return QuantConfig(vision=vision, projector=vision, language=language, head=_head(head_bits), rewrites=rewrites)
+
+
+def integer_scale(
+    weight_bits: int = 4,
+    activation_bits: int = 8,
+    group_size: int = 128,
+    amplifier: Amplifier | None = 1024,
+    *,
+    solver: Solver = "rtn",
+    per_modality: bool = False,
+    preset: Literal["llama3"] | None = None,
+) -> QuantConfig:
+    """Integer Scale (arXiv:2405.14597): group scales as integers, so that a product is one int32 sum.
+
+    Activations have static scales here; the paper's are dynamic, per token.  ``QuantConfig.with_integer_scales``
+    does the same to any recipe.
+
+    Args:
+        weight_bits: 2, 3, 4 or 8.
+        activation_bits: 8.
+        group_size: input channels per weight scale.
+        amplifier: a power of two (the paper's default is 1024: section 6.1), "heuristic" (listing 1), or None for float scales.
+        solver: of the weights.
+        per_modality: one activation scale per modality, as MQuant's.
+        preset: "llama3", section 5.6: QuaRot's rotations, 8 bits in groups for the language model's linears behind a
+            non-linearity, and 8192 where ``amplifier`` is 1024.
+    """
+    llama3 = preset == "llama3"
+    if preset is not None and not llama3:
+        raise ConfigError(f"preset = {preset!r} is not supported; allowed: 'llama3', None")
+    amplifier = 8192 if llama3 and amplifier == 1024 else amplifier
+    activation = ActivationSpec(activation_bits, per_modality=per_modality)
+    scheme = Scheme(WeightSpec(weight_bits, PerGroup(group_size), solver, amplifier=amplifier), activation)
+    down = Scheme(dataclasses.replace(scheme.weight, bits=8), activation) if llama3 else None
+    rewrites = Rewrites(fold_norms=True, rotate=True, hadamard=True) if llama3 else Rewrites()
+    return QuantConfig(vision=scheme, projector=scheme, language=scheme, down=down, rewrites=rewrites)
 
 
 def _head(bits: int | None) -> Scheme | None:

@@ -18,6 +18,11 @@ RECIPES = {
     "mquant": recipes.mquant(),
     "mquant_w4_w8": recipes.mquant(4, vision_weight_bits=8, msq=False),
     "mquant_plain": recipes.mquant(rotate=False, solver="mse_clip"),
+    "mquant_grouped": recipes.mquant(solver="rtn", group_size=32).with_integer_scales(512),
+    "integer_scale": recipes.integer_scale(),
+    "integer_scale_llama3": recipes.integer_scale(preset="llama3"),
+    "integer_scale_heuristic": recipes.integer_scale(amplifier="heuristic", per_modality=True),
+    "integer_scale_float": recipes.integer_scale(amplifier=None),
     "statistics": recipes.rtn(8, 8).replace(statistics={"linears": {"a.weight": {"input_scale": [0.5]}}}),
 }
 
@@ -72,6 +77,13 @@ def test_config__any_config_survives_json(config: QuantConfig) -> None:
             lambda: Scheme(WeightSpec(symmetric=False), ActivationSpec()),
             "WeightSpec.symmetric = False is not supported; allowed: True beside quantized activations",
         ),
+        (lambda: WeightSpec(4, PerGroup(8), amplifier=1000), "WeightSpec.amplifier = 1000 .* a power of two"),
+        (lambda: WeightSpec(4, PerGroup(8), amplifier=0), "WeightSpec.amplifier = 0"),
+        (lambda: WeightSpec(4, PerGroup(8), amplifier=True), "WeightSpec.amplifier = True"),
+        (lambda: WeightSpec(4, amplifier=1024), r"allowed: PerGroup\(g\) where amplifier is set"),
+        (lambda: Scheme(WeightSpec(4, PerGroup(8), amplifier=2)), "Scheme.activation = None"),
+        (lambda: recipes.mquant().with_integer_scales(), r"schemes with PerGroup\(g\) weights"),
+        (lambda: recipes.integer_scale(preset="llama2"), "preset = 'llama2'"),
         (lambda: ActivationSpec(4), "ActivationSpec.bits = 4"),
         (lambda: ActivationSpec(granularity=PerRow()), "ActivationSpec.granularity"),
         (lambda: ActivationSpec(observer="mean"), "ActivationSpec.observer = 'mean'"),
@@ -102,7 +114,16 @@ def test_config__needs_calibration() -> None:
     assert RECIPES["mquant"].replace(statistics={}).needs_calibration  # gptq solves from data, not from scales
 
 
+def test_config__down_is_the_language_models() -> None:
+    config = recipes.integer_scale(preset="llama3")
+    assert str(config.scheme("language", "down")) == "W8A8-g128-i8192"
+    assert {str(config.scheme(t, r)) for t, r in (("vision", "down"), ("language", "out"))} == {"W4A8-g128-i8192"}
+    assert config.replace(language=None).scheme("language", "down") is None
+    assert recipes.integer_scale().scheme("language", "down") == recipes.integer_scale().language
+
+
 def test_config__shorthand() -> None:
+    assert str(recipes.integer_scale(amplifier="heuristic").language) == "W4A8-g128-iheuristic"
     assert str(recipes.mquant().language) == "W4A8"
     assert str(recipes.rtn(4, group_size=128).vision) == "W4A16-g128"
     assert recipes.mquant(4, vision_weight_bits=8).schemes.keys() == {"vision", "projector", "language"}

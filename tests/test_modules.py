@@ -7,7 +7,7 @@ from torch import nn
 
 from mmqc.modality import ModalityContext
 from mmqc.module_spec import build_module, module_spec
-from mmqc.modules import HadamardLinear, QuantLinear, RMSNorm, rebuild_factors
+from mmqc.modules import HadamardLinear, QuantLinear, RMSNorm, rebuild_factors, simulate
 from mmqc.ops.hadamard import hadamard_factors
 
 N, K = 24, 60
@@ -79,6 +79,47 @@ def test_quant_linear__zero_points() -> None:
     assert torch.equal(again(x), linear(x))
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("amplifier", [0, 1024])
+def test_quant_linear__group_scales_with_quantized_inputs(bits: int, amplifier: int) -> None:
+    p = parts(bits) | {"weight_scale": torch.randint(1, 90, (N, 4)) / 1024}
+    scale = torch.tensor([0.03])
+    spec = {"weight_bits": bits, "activation_bits": 8, "group_size": 16}
+    linear = QuantLinear.from_parts(**p, **spec, input_scale=scale, amplifier=amplifier)
+    w = p["codes"].double() * p["weight_scale"].double().repeat_interleave(16, 1)[:, :K]
+    x = torch.randn(2, 5, K)
+    q = torch.clamp(torch.round(x / scale), -128, 127).double()
+    assert_close(linear(x), (q * scale.double()) @ w.T + p["bias"].double())
+    assert torch.equal(linear.weight.double(), w)
+    shapes = {"weight_scale": (N,), "group_scale": (N, 4)} if amplifier else {"weight_scale": (N, 4)}
+    state = {name: tuple(value.shape) for name, value in linear.state_dict().items() if "scale" in name}
+    assert state == shapes | {"input_scale": (1,)}
+    assert ("-i" in repr(linear)) == bool(amplifier)
+    again = build_module(module_spec(linear)).to_empty(device="cpu")
+    again.load_state_dict(linear.state_dict(), assign=True)
+    assert torch.equal(again(x), linear(x))
+    with simulate(linear):
+        assert linear.simulate
+        assert torch.equal(again(x), linear(x))
+    assert not linear.simulate
+
+
+@pytest.mark.parametrize("activation", [None, 8])
+@pytest.mark.parametrize("group", [0, 16])
+def test_simulate__equals_the_integer_path(activation: int | None, group: int) -> None:
+    p = parts(4, outliers=2) | ({"weight_scale": torch.rand(N, -(-K // group))} if group else {})
+    scale = None if activation is None else torch.tensor([0.03])
+    linear = QuantLinear.from_parts(
+        **p, weight_bits=4, activation_bits=activation, group_size=group, input_scale=scale, hadamard=True
+    )
+    x = torch.randn(3, K)
+    expected = linear(x)
+    with simulate(torch.nn.Sequential(linear)):
+        assert torch.equal(linear(x), expected)
+        linear.qweight.zero_()
+        assert not torch.equal(linear(x), expected)
+
+
 def test_quant_linear__state_is_plain_buffers_and_loads() -> None:
     p = parts(4, outliers=2)
     linear = QuantLinear.from_parts(**p, weight_bits=4, activation_bits=8, input_scale=torch.ones(2), hadamard=True)
@@ -110,7 +151,9 @@ def test_quant_linear__repr() -> None:
 @pytest.mark.parametrize(("spec", "message"), [
     ({"weight_bits": 9}, "weight_bits = 9"),
     ({"weight_bits": 8, "activation_bits": 16, "input_scales": 1}, "activation_bits = 16"),
-    ({"weight_bits": 4, "activation_bits": 8, "group_size": 32, "input_scales": 1}, "group_size = 32"),
+    ({"weight_bits": 4, "group_size": -1}, "group_size = -1"),
+    ({"weight_bits": 4, "group_size": 32, "integer_scales": True}, "integer scales are those of groups"),
+    ({"weight_bits": 4, "activation_bits": 8, "input_scales": 1, "integer_scales": True}, "integer scales are those of"),
     ({"weight_bits": 8, "activation_bits": 8}, "a static linear has input_scale"),
     ({"weight_bits": 8, "input_scales": 1}, "a static linear has input_scale"),
 ])  # fmt: skip

@@ -79,3 +79,9 @@ def roles(prog: Program, spaces: Spaces) -> dict[fx.Node, str]:
         fqn = weight_of(node)
         found[node] = "head" if fqn in heads else "out" if fqn in writes else "in" if fqn in reads else "inner"
     return found
+
+
+def behind_operations(spaces: Spaces) -> set[str]:
+    """Weights of linears whose input channels an operation makes, a non-linearity for instance, and no linear writes."""
+    made = (s for s in spaces if not s.writers and any(source.what == "op" for source in s.made))
+    return {touch.fqn for space in made for touch in space.readers}

@@ -5,6 +5,7 @@
 Why:     nothing is timed at run time, so a launch is deterministic and can be captured in a CUDA graph.  The JSON files are
          written by ``benchmarks/linear.py --tune``; a file that does not exist is no error, the table always answers.
 Ops:     scaled_int8 scaled_fp8 scaled_int4 (weights packed, int8 activations) scaled_int4_fp8 weight_int{2,3,4,8}
+         scaled_int{4,8}_group{,_float}: with integer or float scales per group
 """
 
 from __future__ import annotations
@@ -26,6 +27,10 @@ OPS = (
     "scaled_fp8",
     "scaled_int4",
     "scaled_int4_fp8",
+    "scaled_int8_group",
+    "scaled_int4_group",
+    "scaled_int8_group_float",
+    "scaled_int4_group_float",
     "weight_int2",
     "weight_int3",
     "weight_int4",
@@ -141,6 +146,21 @@ def _scaled_large(op: str, m: int, n: int, k: int, device: torch.device) -> Matm
     return MatmulConfig(128, 128, 64, 8, 3)
 
 
+def _group_large(op: str, m: int, n: int, k: int, device: torch.device) -> MatmulConfig:
+    """Sums of one group and of all groups are both in registers: at most 64 and 128 a thread (group_scaled_matmul.py)."""
+    packed = op.startswith("scaled_int4")
+    if k % (32 if packed else 16):
+        return MatmulConfig(64, 128, 32, 8, 3, variant="columns")
+    if capability(device) < 90:
+        return MatmulConfig(128, 128, 32 if packed else 64, 8, 3, variant="columns")
+    if packed and m < 2048:
+        return MatmulConfig(128, 128, 128, 8, 3, variant="columns")
+    variant = "unpack" if packed else "nested"
+    if -(-m // 128) * -(-n // 256) < multiprocessors(device):
+        return MatmulConfig(128, 128, 128, 8, 4, variant=variant)
+    return MatmulConfig(128, 256, 128, 8, 4, variant=variant)
+
+
 def _persistent(op: str) -> str:
     return "nested" if op == "scaled_int8" else "descriptors"
 
@@ -149,7 +169,7 @@ def _scaled(op: str, m: int, n: int, k: int, device: torch.device) -> MatmulConf
     slots = 2 * multiprocessors(device)
     packed = op.startswith("scaled_int4")
     if m > 256:
-        return _scaled_large(op, m, n, k, device)
+        return (_group_large if "_group" in op else _scaled_large)(op, m, n, k, device)
     stored = (k + 1) // 2 if packed else k
     if m > 64:
         block_k = 64

@@ -4,7 +4,8 @@
 
 int8 operands   16 q, not q: ``byte ^ 0x88`` makes both nibbles two's complement, and a nibble in the upper half of a byte
                 is 16 q as it stands.  Two instructions for four codes; the epilogue multiplies by 1/16, exactly.
-                |16 q x| K < 2^31 for K < 131,072.
+                |16 q x| K < 2^31 for K < 131,072.  Where an integer scale multiplies the sum there is no room for the 16: plain
+                codes then, at twice the instructions.
 fp16 operands   0x6400 | v is 1024 + v: one byte permutation and one AND for two codes, then an exact subtraction
                 (1024 + 16 v for the upper nibble, then a fused multiply-add by 1/16).
 bf16 operands   0x4300 | v is 128 + v, likewise.
@@ -30,6 +31,25 @@ def int4_as_int8(packed, PTX: tl.constexpr):
         wide = packed.to(tl.int32)
         low = (((wide & 15) - 8) * 16).to(tl.int8)
         high = (((wide >> 4) - 8) * 16).to(tl.int8)
+    return low, high
+
+
+@triton.jit
+def int4_as_codes(packed, PTX: tl.constexpr):
+    """Packed uint8 -> (low, high) int8: u - 8 in every byte, with a bit above it that takes the borrow."""
+    if PTX:
+        low = tl.inline_asm_elementwise(
+            """{ .reg .b32 t; and.b32 t, $1, 0x0F0F0F0F; or.b32 t, t, 0x80808080;
+            sub.u32 t, t, 0x08080808; xor.b32 $0, t, 0x80808080; }""",
+            "=r,r", [packed], dtype=tl.int8, is_pure=True, pack=4)  # fmt: skip
+        high = tl.inline_asm_elementwise(
+            """{ .reg .b32 t; shr.b32 t, $1, 4; and.b32 t, t, 0x0F0F0F0F; or.b32 t, t, 0x80808080;
+            sub.u32 t, t, 0x08080808; xor.b32 $0, t, 0x80808080; }""",
+            "=r,r", [packed], dtype=tl.int8, is_pure=True, pack=4)  # fmt: skip
+    else:
+        wide = packed.to(tl.int32)
+        low = ((wide & 15) - 8).to(tl.int8)
+        high = ((wide >> 4) - 8).to(tl.int8)
     return low, high
 
 

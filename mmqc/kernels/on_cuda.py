@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from mmqc.kernels import group_scaled_matmul as group_scaled
 from mmqc.kernels import grouped_matmul as grouped
 from mmqc.kernels import hadamard_quantize as transform
 from mmqc.kernels import scaled_matmul as scaled
@@ -39,39 +40,51 @@ def _results(x: Tensor, w_q: Sequence[Tensor], dtype: torch.dtype) -> tuple[list
 
 
 def why_not_scaled(
-    x_q: Tensor, w_q: Tensor, w_scale: Tensor, bias: Tensor | None, weight_bits: int, out_dtype: torch.dtype
-) -> str | None:
+    x_q: Tensor, w_q: Tensor, w_scale: Tensor, bias: Tensor | None, weight_bits: int, out_dtype: torch.dtype,
+    group_scale: Tensor | None = None, group_size: int = 0,
+) -> str | None:  # fmt: skip
     """None, or why the kernel cannot take these operands."""
     if (weight_bits == 4) != (w_q.dtype == torch.uint8):
         return f"{weight_bits} bits are stored as {w_q.dtype}"
+    if group_size:
+        return group_scaled.supports(_matrix(x_q), w_q, w_scale, bias, out_dtype, group_scale, group_size)
     return scaled.supports(_matrix(x_q), w_q, w_scale, bias, out_dtype)
 
 
 def scaled_matmul(
     x_q: Tensor, w_q: Tensor, x_scale: Tensor, w_scale: Tensor, bias: Tensor | None, visual: Tensor | None,
-    weight_bits: int, out_dtype: torch.dtype,
+    weight_bits: int, out_dtype: torch.dtype, group_scale: Tensor | None = None, group_size: int = 0,
 ) -> Tensor:  # fmt: skip
     """``mmqc::scaled_matmul`` on CUDA."""
-    return scaled_matmuls(x_q, [w_q], x_scale, [w_scale], [bias], visual, weight_bits, out_dtype)[0]
+    integer = None if group_scale is None else [group_scale]
+    return scaled_matmuls(x_q, [w_q], x_scale, [w_scale], [bias], visual, weight_bits, out_dtype, integer, group_size)[
+        0
+    ]
 
 
 def scaled_matmuls(
     x_q: Tensor, w_q: list[Tensor], x_scale: Tensor, w_scale: list[Tensor], bias: list[Tensor | None],
-    visual: Tensor | None, weight_bits: int, out_dtype: torch.dtype,
+    visual: Tensor | None, weight_bits: int, out_dtype: torch.dtype, group_scale: list[Tensor] | None = None,
+    group_size: int = 0,
 ) -> list[Tensor]:  # fmt: skip
     """``mmqc::scaled_matmuls`` on CUDA."""
     x_rows = _matrix(x_q)
-    for w, s, b in zip(w_q, w_scale, bias, strict=True):
-        scaled_op.check(x_q, w, x_scale, s, visual, weight_bits)
-        if why_not_scaled(x_rows, w, s, b, weight_bits, out_dtype) is not None:
-            if len(w_q) == 1:
-                return [scaled_op.reference(x_q, w, x_scale, s, b, visual, weight_bits, out_dtype)]
-            operands = zip(w_q, w_scale, bias, strict=True)
-            return [scaled_matmul(x_q, w, x_scale, s, b, visual, weight_bits, out_dtype) for w, s, b in operands]
+    operands = list(zip(w_q, w_scale, bias, group_scale or [None] * len(w_q), strict=True))
+    for w, s, b, t in operands:
+        scaled_op.check(x_q, w, x_scale, s, visual, weight_bits, t, group_size)
+        if why_not_scaled(x_rows, w, s, b, weight_bits, out_dtype, t, group_size) is not None:
+            one = scaled_op.reference if len(w_q) == 1 else scaled_matmul
+            return [
+                one(x_q, w, x_scale, s, b, visual, weight_bits, out_dtype, t, group_size) for w, s, b, t in operands
+            ]
     ys, flat = _results(x_q, w_q, out_dtype)
     rows = scaled.row_scale(x_scale.float(), flat[0].shape[0], _mask(visual, x_q))
-    linears = [scaled.Linear(*parts) for parts in zip(w_q, w_scale, bias, flat, strict=True)]
-    scaled.multiply(x_rows, linears, rows)
+    parts = list(zip(operands, flat, strict=True))
+    if group_size:
+        linears = [group_scaled.Linear(w, s, b, y, t) for (w, s, b, t), y in parts]
+        group_scaled.multiply(x_rows, linears, rows, group_size)
+    else:
+        scaled.multiply(x_rows, [scaled.Linear(w, s, b, y) for (w, s, b, _), y in parts], rows)
     return ys
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from mmqc.lowering.hadamard import lower_hadamard, takes_transform
-from mmqc.lowering.inductor import TensorBox, convert, lowerings, register_lowering
+from mmqc.lowering.inductor import TensorBox, call_kernel, convert, for_package, lowerings, register_lowering
 from mmqc.lowering.quantize import lower_quantize
 from mmqc.lowering.scaled_matmul import lower_scaled_matmul, on_cuda, takes_kernel
 from mmqc.lowering.weight_only_matmul import lower_weight_only_matmul
@@ -22,14 +22,20 @@ aten, mmqc_ops = torch.ops.aten, torch.ops.mmqc
 @register_lowering(mmqc_ops.scaled_matmuls.default, type_promotion_kind=None)
 def lower_scaled_matmuls(
     x_q: TensorBox, w_q: list[TensorBox], x_scale: TensorBox, w_scale: list[TensorBox], bias: list[TensorBox | None],
-    visual: TensorBox | None, weight_bits: int, out_dtype: torch.dtype,
+    visual: TensorBox | None, weight_bits: int, out_dtype: torch.dtype, group_scale: list[TensorBox] | None = None,
+    group_size: int = 0,
 ) -> Any:  # fmt: skip
     """A list of tensors."""
-    if takes_kernel(x_q):
+    if takes_kernel(x_q) and not group_size:
         return on_cuda().scaled(x_q, w_q, x_scale, w_scale, bias, visual, out_dtype)
+    if takes_kernel(x_q) and not for_package():
+        op = mmqc_ops.scaled_matmuls.default
+        return call_kernel(
+            op, x_q, w_q, x_scale, w_scale, bias, visual, weight_bits, out_dtype, group_scale, group_size
+        )
     return [
-        lower_scaled_matmul(x_q, w, x_scale, s, b, visual, weight_bits, out_dtype)
-        for w, s, b in zip(w_q, w_scale, bias, strict=True)
+        lower_scaled_matmul(x_q, w, x_scale, s, b, visual, weight_bits, out_dtype, t, group_size)
+        for w, s, b, t in zip(w_q, w_scale, bias, group_scale or [None] * len(w_q), strict=True)
     ]
 
 

@@ -1,6 +1,6 @@
 """scaled_matmul: on CUDA the Triton kernel; elsewhere ``_int_mm`` and a pointwise epilogue.
 
-    y = (x_q w_qᵀ) s_x(m) s_w[n] + b[n]
+    y = (x_q w_qᵀ) s_x(m) s_w[n] + b[n]        or with group scales, ops/scaled_matmul.py
 
 Without the kernel the epilogue is Inductor IR, so the residual add, the activation and the next quantize fuse into it.
 What the kernel or ``_int_mm`` cannot take is padded or multiplied in another way, and ``why_not`` says so for the record.
@@ -22,8 +22,10 @@ from mmqc.lowering.inductor import (
     Pointwise,
     TensorBox,
     at_least,
+    call_kernel,
     convert,
     current_node,
+    for_package,
     has_kernel,
     lowerings,
     ops,
@@ -52,8 +54,14 @@ def why_no_kernel(node: fx.Node) -> str | None:
     if node.target in (ops.weight_only_matmul.default, ops.weight_only_matmuls.default):
         x, w_q, w_scale, bias, *rest = values
         return _first(on_cuda.why_not_weight_only(x, w, s, b, *rest) for w, s, b in _each(w_q, w_scale, bias))
-    x_q, w_q, _, w_scale, bias, _, bits, out_dtype = values
-    return _first(on_cuda.why_not_scaled(x_q, w, s, b, bits, out_dtype) for w, s, b in _each(w_q, w_scale, bias))
+    x_q, w_q, _, w_scale, bias, _, bits, out_dtype, *groups = values
+    integer, group_size = groups if len(groups) == 2 else (None, 0)
+    if isinstance(w_q, Sequence) and integer is None:
+        integer = [None] * len(w_q)
+    return _first(
+        on_cuda.why_not_scaled(x_q, w, s, b, bits, out_dtype, t, group_size)
+        for w, s, b, t in _each(w_q, w_scale, bias, integer)
+    )
 
 
 def traced_operands(node: fx.Node) -> list[Any]:
@@ -76,6 +84,8 @@ def why_not(node: fx.Node) -> str | None:
     if (reason := why_no_kernel(node)) is not NO_CUDA:
         return reason
     x_q, w_q = traced_operands(node)[:2]
+    if len(node.args) > 9 and node.args[9]:
+        return f"group scales on {x_q.device.type}: float64 matmul instead"
     large = statically_known_true(math.prod(x_q.shape[:-1]) >= CUDA_MIN_ROWS)
     weights = w_q if isinstance(w_q, Sequence) else [w_q]
     return _first(why_not_int_mm(x_q.device.type, large, w.shape[0], x_q.shape[-1]) for w in weights)
@@ -116,26 +126,52 @@ def _int_matmul(x: TensorBox, w: TensorBox, n: int, k: int) -> TensorBox:
     return lowerings[aten.mm.default](convert(x, torch.float64), w)
 
 
+def _group_matmul(x: TensorBox, codes: TensorBox, scale: TensorBox, group_size: int) -> TensorBox:
+    """sum_j C_j s_j as one product in float64: exact for integer scales, beyond float32 for float ones."""
+    (n, k), groups = (static_int(size) for size in codes.get_size()), static_int(scale.get_size()[1])
+    w = convert(codes, torch.float64)
+    if groups * group_size > k:
+        w = lowerings[aten.constant_pad_nd.default](w, [0, groups * group_size - k], 0)
+    w = lowerings[aten.view.default](w, [n, groups, group_size])
+    w = lowerings[aten.mul.Tensor](w, convert(lowerings[aten.unsqueeze.default](scale, 2), torch.float64))
+    w.realize()  # with its groups as an axis: a loop over k // g is wrong where g does not divide K (torch 2.13)
+    w = lowerings[aten.slice.Tensor](lowerings[aten.view.default](w, [n, groups * group_size]), 1, 0, k)
+    return lowerings[aten.mm.default](convert(x, torch.float64), lowerings[aten.permute.default](w, [1, 0]))
+
+
 @register_lowering(torch.ops.mmqc.scaled_matmul.default, type_promotion_kind=None)
 def lower_scaled_matmul(
     x_q: TensorBox, w_q: TensorBox, x_scale: TensorBox, w_scale: TensorBox, bias: TensorBox | None,
-    visual: TensorBox | None, weight_bits: int, out_dtype: torch.dtype,
+    visual: TensorBox | None, weight_bits: int, out_dtype: torch.dtype, group_scale: TensorBox | None = None,
+    group_size: int = 0,
 ) -> TensorBox:  # fmt: skip
     """Integer product, then pointwise IR in the order of the formula."""
-    if takes_kernel(x_q):
+    if takes_kernel(x_q) and not group_size:
         return on_cuda().scaled(x_q, [w_q], x_scale, [w_scale], [bias], visual, out_dtype)[0]
+    if takes_kernel(x_q) and not for_package():
+        op = torch.ops.mmqc.scaled_matmul.default
+        return call_kernel(
+            op, x_q, w_q, x_scale, w_scale, bias, visual, weight_bits, out_dtype, group_scale, group_size
+        )
     rows = list(x_q.get_size()[:-1])
     n, k = static_int(w_q.get_size()[0]), static_int(x_q.get_size()[-1])
     size = [*rows, n]
     flat = lowerings[aten.view.default](x_q, [math.prod(rows), k])
-    acc = lowerings[aten.view.default](_int_matmul(flat, unpack(w_q, k, weight_bits), n, k), size)
+    codes = unpack(w_q, k, weight_bits)
+    if group_size:
+        flat_acc = _group_matmul(flat, codes, w_scale if group_scale is None else group_scale, group_size)
+    else:
+        flat_acc = _int_matmul(flat, codes, n, k)
+    acc = lowerings[aten.view.default](flat_acc, size)
     dtype = torch.promote_types(out_dtype, torch.float32)
-    load, load_x, load_w = acc.make_loader(), row_scale_loader(x_scale, visual, rows, dtype), w_scale.make_loader()
+    load, load_x = acc.make_loader(), row_scale_loader(x_scale, visual, rows, dtype)
+    load_w = w_scale.make_loader() if len(w_scale.get_size()) == 1 else None
     load_bias = None if bias is None else bias.make_loader()
 
     def inner(index: Sequence[Any]) -> Any:
         value = ops.mul(ops.to_dtype(load(index), dtype), load_x(index[:-1]))
-        value = ops.mul(value, ops.to_dtype(load_w(index[-1:]), dtype))
+        if load_w is not None:
+            value = ops.mul(value, ops.to_dtype(load_w(index[-1:]), dtype))
         if load_bias is not None:
             value = ops.add(value, ops.to_dtype(load_bias(index[-1:]), dtype))
         return ops.to_dtype(value, out_dtype)

@@ -2,9 +2,17 @@
 
     y[m, n] = (sum_k x_q[m, k] w_q[n, k]) s_x(m) s_w[n] + b[n]        s_x(m) = s_x[0], or s_x[1] where ``visual``
 
-Shapes:  x_q int8 [..., K]   w_q int8 [N, K] or, 4 bits, uint8 [N, ceil(K/2)] (pack.py)   s_x [1] or [2]   s_w [N]
-         b [N]   visual bool, broadcastable to [...]   y [..., N] in ``out_dtype``
-Exact:   the sum is int32 and exact; the epilogue is in float32 (float64 for a float64 result), in the order written.
+With a scale per g input channels, C_j[m, n] = sum of x_q w_q over the k of group j:
+
+    float scales      y = (sum_j float(C_j) s_w[n, j]) s_x(m) + b[n]
+    integer scales    y = float(sum_j C_j t[n, j]) s_x(m) s_w[n] + b[n]        t = s alpha rounded, s_w = 1 / alpha
+
+Shapes:  x_q int8 [..., K]   w_q int8 [N, K] or, 4 bits, uint8 [N, ceil(K/2)] (pack.py)   s_x [1] or [2]
+         s_w [N], or [N, ceil(K/g)] with float group scales   t int32 [N, ceil(K/g)]   b [N]
+         visual bool, broadcastable to [...]   y [..., N] in ``out_dtype``
+Exact:   C_j is int32 and exact, and so is the sum of C_j t as long as it stays below 2^31, which the solver proves
+         (solvers/integer_scale.py); the rest is in float32 (float64 for a float64 result), in the order written.
+Source:  integer scales are Integer Scale's (arXiv:2405.14597, equation 2 and table 2).
 """
 
 from __future__ import annotations
@@ -18,7 +26,10 @@ from mmqc.ops.pack import check_packed, unpack
 from mmqc.ops.quantize import check_scale, row_scale
 
 
-def check(x_q: Tensor, w_q: Tensor, x_scale: Tensor, w_scale: Tensor, visual: Tensor | None, weight_bits: int) -> None:
+def check(
+    x_q: Tensor, w_q: Tensor, x_scale: Tensor, w_scale: Tensor, visual: Tensor | None, weight_bits: int,
+    group_scale: Tensor | None = None, group_size: int = 0,
+) -> None:  # fmt: skip
     """Raise unless the operands fit each other."""
     if weight_bits not in (4, 8):
         raise ValueError(f"weight_bits = {weight_bits}: with quantized inputs a weight is stored in 4 or 8 bits")
@@ -26,29 +37,56 @@ def check(x_q: Tensor, w_q: Tensor, x_scale: Tensor, w_scale: Tensor, visual: Te
     check_scale(x_scale, visual)
     if x_q.dtype != torch.int8:
         raise ValueError(f"x_q is int8, not {x_q.dtype}")
-    if w_scale.shape != (w_q.shape[0],):
-        raise ValueError(f"w_scale has one entry per output, [{w_q.shape[0]}], not {list(w_scale.shape)}")
+    check_weight_scales(w_scale, group_scale, w_q.shape[0], x_q.shape[-1], group_size)
+
+
+def check_weight_scales(w_scale: Tensor, group_scale: Tensor | None, n: int, k: int, group_size: int) -> None:
+    """Raise unless the scales are those of a weight [N, K] with groups of this size (0: none)."""
+    if group_size < 0 or (group_scale is not None and not group_size):
+        raise ValueError(f"group_size = {group_size}: 0, or the group of group scales")
+    groups = [n, -(-k // group_size)] if group_size else []
+    if group_scale is not None and (list(group_scale.shape) != groups or group_scale.dtype != torch.int32):
+        raise ValueError(f"group_scale is int32 {groups}, not {group_scale.dtype} {list(group_scale.shape)}")
+    if group_size and group_scale is None:
+        if list(w_scale.shape) != groups:
+            raise ValueError(f"w_scale for group_size {group_size} has shape {groups}, not {list(w_scale.shape)}")
+    elif w_scale.shape != (n,):
+        raise ValueError(f"w_scale has one entry per output, [{n}], not {list(w_scale.shape)}")
+
+
+def sum_groups(x: Tensor, w: Tensor, scale: Tensor, group_size: int) -> Tensor:
+    """sum_j C_j scale[:, j] in the dtype of ``scale``: x int8 [M, K], w int8 [N, K], scale [N, ceil(K/g)] -> [M, N]."""
+    acc = scale.new_zeros(x.shape[0], w.shape[0])
+    for j, (x_j, w_j) in enumerate(zip(x.split(group_size, 1), w.split(group_size, 1), strict=True)):
+        acc += int_matmul(x_j.contiguous(), w_j.contiguous()).to(scale.dtype) * scale[:, j]
+    return acc
 
 
 def reference(
     x_q: Tensor, w_q: Tensor, x_scale: Tensor, w_scale: Tensor, bias: Tensor | None, visual: Tensor | None,
-    weight_bits: int, out_dtype: torch.dtype,
+    weight_bits: int, out_dtype: torch.dtype, group_scale: Tensor | None = None, group_size: int = 0,
 ) -> Tensor:  # fmt: skip
     """Integer product and epilogue, as in the formula."""
-    check(x_q, w_q, x_scale, w_scale, visual, weight_bits)
-    return multiply(x_q, w_q, row_scale(x_scale, visual), w_scale, bias, weight_bits, out_dtype)
+    check(x_q, w_q, x_scale, w_scale, visual, weight_bits, group_scale, group_size)
+    rows = row_scale(x_scale, visual)
+    return multiply(x_q, w_q, rows, w_scale, bias, weight_bits, out_dtype, group_scale, group_size)
 
 
 def multiply(
     x_q: Tensor, w_q: Tensor, row_scale: Tensor, w_scale: Tensor, bias: Tensor | None, weight_bits: int,
-    out_dtype: torch.dtype,
+    out_dtype: torch.dtype, group_scale: Tensor | None = None, group_size: int = 0,
 ) -> Tensor:  # fmt: skip
     """The formula with the scale of every row, [1] or [..., 1]."""
     width = x_q.shape[-1]
-    acc = int_matmul(x_q.reshape(-1, width), unpack(w_q, width, weight_bits))
     dtype = torch.promote_types(out_dtype, torch.float32)
-    y = acc.reshape(*x_q.shape[:-1], w_q.shape[0]).to(dtype)
-    y = y * row_scale.to(dtype) * w_scale.to(dtype)
+    x, w = x_q.reshape(-1, width), unpack(w_q, width, weight_bits)
+    if group_size:
+        acc = sum_groups(x, w, w_scale.to(dtype) if group_scale is None else group_scale, group_size)
+    else:
+        acc = int_matmul(x, w)
+    y = acc.reshape(*x_q.shape[:-1], w_q.shape[0]).to(dtype) * row_scale.to(dtype)
+    if w_scale.dim() == 1:
+        y = y * w_scale.to(dtype)
     if bias is not None:
         y = y + bias.to(dtype)
     return y.to(out_dtype)
@@ -56,17 +94,17 @@ def multiply(
 
 def fake(
     x_q: Tensor, w_q: Tensor, x_scale: Tensor, w_scale: Tensor, bias: Tensor | None, visual: Tensor | None,
-    weight_bits: int, out_dtype: torch.dtype,
+    weight_bits: int, out_dtype: torch.dtype, group_scale: Tensor | None = None, group_size: int = 0,
 ) -> Tensor:  # fmt: skip
     """[..., N] in out_dtype."""
     del bias
-    check(x_q, w_q, x_scale, w_scale, visual, weight_bits)
+    check(x_q, w_q, x_scale, w_scale, visual, weight_bits, group_scale, group_size)
     return x_q.new_empty((*x_q.shape[:-1], w_q.shape[0]), dtype=out_dtype)
 
 
 define(
     "scaled_matmul(Tensor x_q, Tensor w_q, Tensor x_scale, Tensor w_scale, Tensor? bias, Tensor? visual, "
-    "int weight_bits, ScalarType out_dtype) -> Tensor",
+    "int weight_bits, ScalarType out_dtype, Tensor? group_scale=None, int group_size=0) -> Tensor",
     reference,
     fake,
 )

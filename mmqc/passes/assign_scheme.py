@@ -21,7 +21,7 @@ from ..graph.kinds import kind
 from ..graph.linear import contraction, weight_of
 from ..graph.program import Miss, Program
 from ..graph.spaces import Spaces
-from ..graph.towers import roles, towers
+from ..graph.towers import behind_operations, roles, towers
 
 KEPT = "kept in floating point"
 
@@ -105,7 +105,11 @@ class AssignScheme:
             found = {n: known[f] for n in prog.nodes("linear") if (f := weight_of(n)) in known}
             return {n: e["tower"] for n, e in found.items()}, {n: e["role"] for n, e in found.items()}
         spaces = Spaces.of(prog)
-        return towers(prog, spaces), roles(prog, spaces)
+        found = roles(prog, spaces)
+        if self.config.down is not None:
+            behind = behind_operations(spaces)
+            found |= {n: "down" for n, role in found.items() if role == "out" and weight_of(n) in behind}
+        return towers(prog, spaces), found
 
     def rewrite(self, prog: Program, site: Site) -> None:
         """Note it on the nodes."""

@@ -29,6 +29,7 @@ MOST = 3  # that a kernel takes
 FUSED = {"scaled_matmul": "scaled_matmuls", "weight_only_matmul": "weight_only_matmuls"}
 PER_LINEAR = {"scaled_matmul": (1, 3, 4), "weight_only_matmul": (1, 2, 3)}  # weight, its scale, bias
 ZERO = 6  # operand of weight_only_matmul, if it is there
+GROUP_SCALE = {"scaled_matmul": 8}  # where integer group scales are, if there are any
 
 
 @dataclass(frozen=True)
@@ -54,10 +55,9 @@ class FuseMatmuls:
         """Groups of two or three."""
         groups: dict[tuple[object, ...], list[fx.Node]] = {}
         for node in prog.nodes(*FUSED):
-            own = PER_LINEAR[kind(node)]
-            args = _without_zero(node)
+            own, args = own_operands(node), _without_zero(node)
             shared = tuple(str(a) if isinstance(a, torch.dtype) else a for i, a in enumerate(args) if i not in own)
-            groups.setdefault((kind(node), args[own[2]] is None, _zero_of(node) is None, *shared), []).append(node)
+            groups.setdefault((kind(node), own, args[own[2]] is None, _zero_of(node) is None, *shared), []).append(node)
         for nodes in groups.values():
             reason = self.why_not(nodes)
             for start in range(0, len(nodes), MOST):
@@ -67,7 +67,7 @@ class FuseMatmuls:
 
     def why_not(self, nodes: list[fx.Node]) -> str:
         """The reason to leave a group as it is, or nothing."""
-        own = PER_LINEAR[kind(nodes[0])]
+        own = own_operands(nodes[0])
         if _zero_of(nodes[0]) is not None:
             return "the fused form has no zero points"
         operands = [n.args[i] for n in nodes for i in own]
@@ -81,7 +81,7 @@ class FuseMatmuls:
 
     def rewrite(self, prog: Program, site: Site) -> None:
         """One call at the place of the first."""
-        first, own = site.nodes[0], PER_LINEAR[kind(site.nodes[0])]
+        first, own = site.nodes[0], own_operands(site.nodes[0])
         args = tuple([n.args[i] for n in site.nodes] if i in own else a for i, a in enumerate(_without_zero(first)))
         with prog.graph.inserting_before(first):
             fused = prog.graph.call_function(getattr(torch.ops.mmqc, FUSED[kind(first)]).default, args)
@@ -102,3 +102,10 @@ def _zero_of(node: fx.Node) -> object:
     """The zero points of a ``weight_only_matmul``, or None."""
     given = node.args[ZERO] if len(node.args) > ZERO else node.kwargs.get("w_zero")
     return given if kind(node) == "weight_only_matmul" else None
+
+
+def own_operands(node: fx.Node) -> tuple[int, ...]:
+    """Places of the operands that each linear has for itself; the others are the same for all of a site."""
+    place = GROUP_SCALE.get(kind(node), len(node.args))
+    given = place < len(node.args) and node.args[place] is not None
+    return (*PER_LINEAR[kind(node)], *((place,) if given else ()))

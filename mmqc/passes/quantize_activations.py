@@ -1,9 +1,9 @@
 """Quantize linears' inputs with static scales, one per tensor or one per tensor and modality (MSQ).
 
-    weight_only_matmul(x, W_q, s_W, b)  ->  scaled_matmul(quantize(x, s_x), W_q, s_x, s_W, b)
+    weight_only_matmul(x, W_q, s_W, b, g)  ->  scaled_matmul(quantize(x, s_x), W_q, s_x, s_W, b, t, g)
     row r of x uses s_x[visual[r]]: s_text or s_visual      (MQuant, arXiv:2502.00425, section 4.1)
 
-Shapes:  x [*, K]   s_x [1] or [2] = (text, visual)   visual bool [*]
+Shapes:  x [*, K]   s_x [1] or [2] = (text, visual)   visual bool [*]   t int32 [N, ceil(K/g)], integer group scales, or None
 Needs:   linears.quantized
 Gives:   nothing
 Exact:   no: |x - s_x x_q| <= s_x / 2 per element inside the range
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, fx
@@ -57,22 +57,32 @@ class QuantizeActivations:
 
     def rewrite(self, prog: Program, site: Site) -> None:
         """Replace the node by quantize and scaled_matmul."""
-        x, codes, scale, bias, bits = site.node.args[:5]
+        x, codes, scale, bias, bits, group = site.node.args[:6]
         fqn, spec = site.node.meta["fqn"], site.node.meta["scheme"].activation
         visual = prog.visual_node() if site.scale.numel() == 2 else None
         with prog.graph.inserting_before(site.node):
             if visual is not None and _rank(x) == 2:  # [B L, K]: experts and routers flatten their tokens
                 visual = prog.graph.call_method("reshape", (visual, -1))
             s_x = prog.constant_node(f"{fqn}.input_scale", site.scale.to(prog.weights[fqn].device))
+            scale, group_scale = self.weight_scales(prog, fqn, scale)
+            grouped = (group_scale, group) if group else ()
             quantized = prog.graph.call_function(torch.ops.mmqc.quantize.default, (x, s_x, visual, spec.bits))
             new = prog.graph.call_function(
                 torch.ops.mmqc.scaled_matmul.default,
-                (quantized, codes, s_x, scale, bias, visual, bits, prog.weights[fqn].dtype),
+                (quantized, codes, s_x, scale, bias, visual, bits, prog.weights[fqn].dtype, *grouped),
             )
         for made in (quantized, new):
             copy_meta(made, site.node, self.name, 0)
         new.meta.update({k: site.node.meta[k] for k in ("tower", "role", "scheme", "fqn")})
         site.node.replace_all_uses_with(new)
+
+    def weight_scales(self, prog: Program, fqn: str, scale: Any) -> tuple[Any, fx.Node | None]:
+        """The weight's scales as they are, or where they are integers the two factors that they are made of."""
+        solved = prog.solved[fqn]
+        if not solved.amplifier:
+            return scale, None
+        integer, channel = solved.integer_scales()
+        return prog.constant_node(f"{fqn}.channel_scale", channel), prog.constant_node(f"{fqn}.group_scale", integer)
 
 
 def _rank(x: object) -> int:

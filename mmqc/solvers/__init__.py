@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..config import WeightSpec
-from . import awq_clip, gptq, mse_clip, rtn
+from . import awq_clip, gptq, integer_scale, mse_clip, rtn
 from .quantized import Quantized
 
 __all__ = ["SOLVERS", "Quantized", "solve"]
@@ -16,7 +16,7 @@ SOLVERS = {"rtn": rtn.solve, "mse_clip": mse_clip.solve, "awq_clip": awq_clip.so
 def solve(
     weight: Tensor, spec: WeightSpec, hessian: Tensor | None = None, *, skip: Tensor | None = None, name: str = "weight"
 ) -> Quantized:
-    """Quantizes ``weight`` [N, K] with the solver that ``spec`` names.
+    """Quantizes ``weight`` [N, K] with the solver that ``spec`` names, and makes its scales integers if ``spec`` says so.
 
     Args:
         weight: floating point [N, K].
@@ -28,4 +28,7 @@ def solve(
     Raises:
         ValueError: the weight, or the hessian, cannot be used; says why and what to do.
     """
-    return SOLVERS[spec.solver](weight, spec, hessian, skip=skip, name=name)
+    solved = SOLVERS[spec.solver](weight, spec, hessian, skip=skip, name=name)
+    if spec.amplifier is None:
+        return solved
+    return integer_scale.with_integer_scales(solved, spec, name=name)

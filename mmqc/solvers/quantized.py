@@ -21,6 +21,7 @@ class Quantized:
         note: what the solver had to do beyond its recipe (more damping, dead columns); empty if nothing.
         zero: int8, shaped like ``scale``; None if all zero points are 0.
         group_size: g; 0 means the whole row.
+        amplifier: a power of two of which the scales are integer multiples of 1 / amplifier; 0: any floats.
     """
 
     codes: Tensor
@@ -28,6 +29,12 @@ class Quantized:
     note: str = ""
     zero: Tensor | None = None
     group_size: int = 0
+    amplifier: int = 0
+
+    def integer_scales(self) -> tuple[Tensor, Tensor]:
+        """(t int32 [N, K/g], s float32 [N]) with scale = t s; only where ``amplifier`` is set."""
+        rows = self.scale.new_full((self.scale.shape[0],), 1 / self.amplifier)
+        return (self.scale.double() * self.amplifier).round().to(torch.int32), rows
 
     def dequantize(self) -> Tensor:
         """The weight that the codes stand for: (codes - zero) · scale, float32 [N, K]."""

@@ -85,6 +85,22 @@ def test_lower_scaled_matmul__fallback_is_exact_and_named(monkeypatch: pytest.Mo
     assert "extern _int_mm" not in record.kernels
 
 
+def test_lower_scaled_matmul__group_scales() -> None:
+    w, packed = torch.randint(-128, 128, (9, 100), dtype=torch.int8), torch.randint(0, 256, (9, 50), dtype=torch.uint8)
+    t, s1, floats = torch.randint(-5, 900, (9, 4), dtype=torch.int32), torch.tensor([0.02]), torch.rand(9, 4)
+    s2, visual, bias = torch.tensor([0.02, 0.05]), torch.rand(2, 5) > 0.5, torch.randn(9)
+
+    def function(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (
+            ops.scaled_matmul(x, w, s1, floats[:, 0], None, None, 8, torch.bfloat16, t, 32),
+            ops.scaled_matmul(x, packed, s2, floats, bias, visual, 4, torch.float32, None, 32),
+            *ops.scaled_matmuls(x, [packed] * 2, s1, [floats] * 2, [None] * 2, None, 4, torch.float32, None, 32),
+        )
+
+    _, record = check_compiled(function, torch.randint(-128, 128, (2, 5, 100), dtype=torch.int8))
+    assert {reason for _, reason in record.fallbacks} == {"group scales on cpu: float64 matmul instead"}
+
+
 @pytest.mark.parametrize("rows", [(1,), (1, 1), (2, 1)])
 def test_lower_scaled_matmul__one_row_as_in_decode(rows: tuple[int, ...]) -> None:
     w, packed = (

@@ -3,6 +3,7 @@ import torch
 from tolerance import assert_close
 
 import mmqc.ops  # noqa: F401
+from mmqc import simulated
 from mmqc.ops.pack import pack_int4
 
 scaled_matmul = torch.ops.mmqc.scaled_matmul
@@ -44,6 +45,58 @@ def test_scaled_matmul__low_precision_output_is_rounded_once(dtype: torch.dtype)
     x, w, w_scale, bias = operands(7, 9, 64, 8)
     args = (x, w, torch.tensor([0.001]), w_scale, bias, None, 8)
     assert torch.equal(scaled_matmul(*args, dtype), scaled_matmul(*args, torch.float32).to(dtype))
+
+
+def group_scales(n: int, k: int, group: int, integer: bool, amplifier: int = 1024) -> dict[str, torch.Tensor]:
+    """The weight's scales as the op takes them, and the floats [N, K] that they stand for."""
+    t = torch.randint(-90, 100, (n, -(-k // group)), dtype=torch.int32)
+    wide = (t.double() / amplifier).repeat_interleave(group, 1)[:, :k]
+    if integer:
+        return {"w_scale": torch.full((n,), 1 / amplifier), "group_scale": t, "wide": wide}
+    return {"w_scale": t / amplifier, "group_scale": None, "wide": wide}  # type: ignore[dict-item]
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("integer", [False, True])
+@pytest.mark.parametrize(("m", "n", "k", "group"), [(1, 17, 64, 32), (17, 9, 257, 64), (5, 8, 96, 96), (3, 1, 7, 16)])
+def test_scaled_matmul__group_scales(bits: int, integer: bool, m: int, n: int, k: int, group: int) -> None:
+    x, codes, _, bias = operands(m, n, k, bits)
+    stored, scales = pack_int4(codes) if bits == 4 else codes, group_scales(n, k, group, integer)
+    visual, x_scale = torch.rand(m) > 0.5, torch.tensor([0.01, 0.2])
+    last = (scales["group_scale"], group)
+    args = (x, stored, x_scale, scales["w_scale"], bias, visual, bits)
+    rows = torch.where(visual, 0.2, 0.01)[:, None].float().double()
+    expected = rows * (x.double() @ (codes.double() * scales["wide"]).T) + bias.double()
+    for dtype in (torch.float64, torch.float32):
+        assert_close(scaled_matmul(*args, dtype, *last), expected)
+        assert torch.equal(scaled_matmul(*args, dtype, *last), simulated.scaled_matmul(*args, dtype, *last))
+    torch.library.opcheck(scaled_matmul.default, (*args, torch.float32, *last))
+
+
+def test_scaled_matmul__integer_scales_convert_once() -> None:
+    """An int32 sum is exact where a float32 sum over the groups is not."""
+    x, codes, _, _ = operands(6, 5, 512, 4)
+    t = torch.randint(1000, 4000, (5, 16), dtype=torch.int32)
+    y = scaled_matmul(x, pack_int4(codes), torch.ones(1), torch.ones(5), None, None, 4, torch.float32, t, 32)
+    exact = x.double() @ (codes.double() * t.double().repeat_interleave(32, 1)).T
+    assert torch.equal(y, exact.float())
+    floats = scaled_matmul(x, pack_int4(codes), torch.ones(1), t.float(), None, None, 4, torch.float32, None, 32)
+    assert_close(floats, exact)
+    assert not torch.equal(floats, exact.float())
+
+
+def test_scaled_matmul__refuses_group_scales_that_do_not_fit() -> None:
+    x, w, w_scale, _ = operands(2, 3, 8, 8)
+    t, last = torch.ones(3, 2, dtype=torch.int32), (None, None, 8, torch.float32)
+    for scale, group_scale, group, why in (
+        (w_scale, t, 0, "group_size = 0"),
+        (w_scale, t, 8, r"group_scale is int32 \[3, 1\]"),
+        (w_scale, t.float(), 4, "group_scale is int32"),
+        (t.float(), t, 4, "one entry per output"),
+        (w_scale, None, 4, r"w_scale for group_size 4 has shape \[3, 2\]"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            scaled_matmul(x, w, torch.ones(1), scale, *last, group_scale, group)
 
 
 def test_scaled_matmul__refuses() -> None:

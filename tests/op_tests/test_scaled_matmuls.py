@@ -28,6 +28,18 @@ def test_scaled_matmuls__are_the_single_ones(bits: int, biased: bool, masked: bo
         assert torch.equal(y, ops.scaled_matmul(x, w[i], s_x, s_w[i], bias[i], visual, *rest))
 
 
+@pytest.mark.parametrize("integer", [False, True])
+def test_scaled_matmuls__group_scales_are_the_single_ones(integer: bool) -> None:
+    x, w, s_x, _, bias, visual, *rest = operands(4, True, True)
+    t = [torch.randint(1, 99, (n, 3), dtype=torch.int32) for n in WIDTHS]
+    s_w = [torch.rand(n) if integer else torch.rand(n, 3) for n in WIDTHS]
+    args = (x, w, s_x, s_w, bias, visual, *rest, t if integer else None, 4)
+    torch.library.opcheck(ops.scaled_matmuls.default, args)
+    for i, y in enumerate(ops.scaled_matmuls(*args)):
+        alone = (x, w[i], s_x, s_w[i], bias[i], visual, *rest, t[i] if integer else None, 4)
+        assert torch.equal(y, ops.scaled_matmul(*alone))
+
+
 def test_scaled_matmuls__opcheck() -> None:
     torch.library.opcheck(ops.scaled_matmuls.default, operands(4, True, True))
 

@@ -3,13 +3,17 @@ from typing import Any
 import pytest
 import torch
 from blocks import WIDTH, Branch, Mlp, RMSNorm, Text, ids
+from float64 import passed, recorded
 from models import randomise
 from pass_cases import CASES, built, check_exact, check_golden, misses, program
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mmqc.config import ActivationSpec, QuantConfig, Scheme, WeightSpec
+from mmqc.graph.linear import weight_of
 from mmqc.passes.assign_scheme import AssignScheme, kept
+from mmqc.passes.raise_linear import RaiseLinear
+from mmqc.passes.raise_ops import RaiseOps
 from mmqc.recipes import rtn
 
 W8A8 = Scheme(WeightSpec(8), ActivationSpec())
@@ -62,6 +66,23 @@ def test_assign_scheme__roles() -> None:
         "blocks.1.body.gate.weight": "in", "blocks.1.body.up.weight": "in", "blocks.1.body.down.weight": "out",
         "head.weight": "head",
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("hadamard", [False, True])
+def test_assign_scheme__down_reads_a_non_linearity(hadamard: bool) -> None:
+    """By position: the gated product's reader in the language model, not attention's output, nor the vision tower's."""
+    down = Scheme(WeightSpec(4), ActivationSpec())
+    item = assign(down=down)
+    prog = program("vlm", item) if hadamard else passed(recorded(*built("vlm")), [RaiseOps(), RaiseLinear()])
+    check_exact(prog, item)
+    roles = {weight_of(n): n.meta["role"] for n in prog.nodes("linear") if "scheme" in n.meta}
+    found = {fqn for fqn, role in roles.items() if role == "down"}
+    assert {fqn for fqn in found if fqn.startswith("text")} == {
+        f for f in roles if f.startswith("text") and ".down" in f
+    }
+    given = {weight_of(n) for n in prog.nodes("linear") if n.meta.get("scheme") == down}
+    assert given == {fqn for fqn in found if fqn.startswith("text")}
+    assert given
 
 
 def test_assign_scheme__refuses_the_head_whatever_it_is_called() -> None:

@@ -6,10 +6,12 @@ from blocks import IMAGE
 from float64 import Float64, passed, replayed
 from pass_cases import check_golden, check_once, program
 from torch import Tensor
+from torchao.quantization.granularity import PerGroup
 
-from mmqc.config import QuantConfig, Scheme, WeightSpec
+from mmqc.config import ActivationSpec, QuantConfig, Scheme, WeightSpec
 from mmqc.graph.linear import weight_of
 from mmqc.graph.program import VISUAL, Program
+from mmqc.ops.pack import unpack
 from mmqc.passes.assign_scheme import AssignScheme
 from mmqc.passes.quantize_activations import QuantizeActivations
 from mmqc.passes.quantize_weights import QuantizeWeights
@@ -82,6 +84,26 @@ def test_quantize_activations__output_is_the_integer_products() -> None:
 
 def _fake_quantize(x: Tensor, scale: float) -> Tensor:
     return quantized(x, scale).double() * torch.tensor(scale).double()
+
+
+@pytest.mark.parametrize("amplifier", [None, 256])
+def test_quantize_activations__group_scales(amplifier: int | None) -> None:
+    spec = WeightSpec(4, PerGroup(8), amplifier=amplifier)
+    ready_for = ready("rms_gqa", QuantConfig(language=Scheme(spec, ActivationSpec())))
+    weights = {fqn: solved.dequantize() for fqn, solved in ready_for.solved.items()}
+    prog = passed(ready_for, [QuantizeActivations()])
+    nodes = prog.nodes("scaled_matmul")
+    assert {n.meta["fqn"] for n in nodes} == weights.keys()
+    for node in nodes:
+        fqn, (group_scale, group) = node.meta["fqn"], node.args[8:]
+        codes, scale = (prog.weights[node.args[i].target] for i in (1, 3))
+        width = prog.weights[fqn].shape[1]
+        if amplifier is not None:
+            scale = scale[:, None] * prog.weights[group_scale.target]
+        assert (group_scale is not None) == (amplifier is not None)
+        wide = unpack(codes, width, 4) * scale.repeat_interleave(group, 1)
+        assert torch.equal(wide, weights[fqn])
+    assert torch.isfinite(replayed(prog)).all()
 
 
 def test_quantize_activations__once() -> None:

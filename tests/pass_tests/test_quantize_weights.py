@@ -5,7 +5,7 @@ from pass_cases import CASES, check_golden, check_once, program
 from torch import Tensor
 from torchao.quantization.granularity import PerGroup
 
-from mmqc.config import QuantConfig, Scheme, WeightSpec
+from mmqc.config import ActivationSpec, QuantConfig, Scheme, WeightSpec
 from mmqc.graph.program import Program
 from mmqc.ops.pack import unpack
 from mmqc.passes.assign_scheme import AssignScheme
@@ -111,6 +111,17 @@ def test_quantize_weights__gptq_gets_its_hessian() -> None:
 
     passed(prog, [QuantizeWeights(hessian=hessian)])
     assert sorted(asked) == sorted(prog.solved)
+
+
+def test_quantize_weights__notes_layers_whose_integer_scales_could_overflow() -> None:
+    item = AssignScheme(QuantConfig(language=Scheme(WeightSpec(4, PerGroup(8), amplifier=1024), ActivationSpec())))
+    prog = passed(program("rms_gqa", item), [item])
+    large = "blocks.1.body.down.weight"
+    prog.weights[large] = prog.weights[large] * 1e6
+    passed(prog, [QuantizeWeights()])
+    assert {fqn for fqn, solved in prog.solved.items() if not solved.amplifier} == {large}
+    (note,) = (n for n in prog.notes if "overflow" in n)
+    assert note.startswith(f"{large}: integer scales with amplifier 1024 could overflow")
 
 
 @pytest.mark.parametrize("symmetric", [True, False])

@@ -1,0 +1,72 @@
+"""Whole models with integer group scales: quantized, simulated, overflowing, compiled from the report's config."""
+
+import copy
+
+import pytest
+import torch
+from models import tiny_qwen2_vl
+from small_vlm import Small, batches, logits, quantize
+from torch import Tensor, nn
+
+import mmqc
+from mmqc import recipes
+from mmqc.modules import QuantLinear, simulate
+
+
+def linears(model: nn.Module) -> dict[str, QuantLinear]:
+    return {name: m for name, m in model.named_modules() if isinstance(m, QuantLinear)}
+
+
+def test_integer_scale__llama3_preset_on_a_vlm() -> None:
+    model, batch = tiny_qwen2_vl()
+    config = recipes.integer_scale(group_size=8, preset="llama3")
+    report = mmqc.quantize_(model, config, [batch], progress=False)
+    found = linears(model)
+    assert found.keys() == {layer.fqn for layer in report.layers}
+    eight = {name for name, linear in found.items() if linear.weight_bits == 8}
+    assert eight == {name for name in found if "language_model" in name and name.endswith("down_proj")}
+    assert eight
+    assert all(linear.group_scale is not None and linear.group_size == 8 for linear in found.values())
+    assert all("amplifier 8192, sums below" in layer.note for layer in report.layers)
+    assert all(linear.hadamard for name, linear in found.items() if name in eight)
+
+
+def test_simulate__is_the_integer_path_code_for_code() -> None:
+    model = Small()
+    quantize(model, recipes.integer_scale(group_size=8, per_modality=True))
+    seen: list[Tensor] = []
+    hooks = [m.register_forward_hook(lambda _, args, y: seen.append(y.clone())) for m in linears(model).values()]
+    batch = batches()[0]
+    expected = logits(model, batch)
+    integer, seen[:] = list(seen), []
+    with simulate(model):
+        simulated = logits(model, batch)
+    assert torch.equal(simulated, expected)
+    assert len(integer) == len(seen) == len(hooks)
+    assert all(torch.equal(a, b) for a, b in zip(integer, seen, strict=True))
+
+
+def test_integer_scale__layers_that_could_overflow_are_listed() -> None:
+    model = Small()
+    name, linear = next((n, m) for n, m in model.named_modules() if isinstance(m, nn.Linear) and m.in_features % 8 == 0)
+    with torch.no_grad():
+        linear.weight.mul_(1e5)
+    report = quantize(model, recipes.integer_scale(group_size=8, amplifier=2**14))
+    assert linears(model)[name].group_scale is None
+    listed = [str(r) for r in report.refused if "could overflow" in str(r)]
+    assert len(listed) == 1
+    assert name in listed[0]
+    assert ">= 2^31" in listed[0]
+
+
+@pytest.mark.parametrize("amplifier", [None, 1024])
+def test_integer_scale__report_config_repeats_it_in_the_backend(amplifier: int | None) -> None:
+    model = Small()
+    plain = copy.deepcopy(model)
+    report = quantize(model, recipes.integer_scale(group_size=8, amplifier=amplifier))
+    compiled = torch.compile(plain, backend="mmqc", options={"config": report.config})
+    batch = batches()[0]
+    with torch.no_grad():
+        got = logits(compiled, batch)
+    expected = logits(model, batch)
+    assert (got - expected).norm() / expected.norm() < 1e-2  # a code may flip at a tie
