@@ -59,6 +59,7 @@ def test_integer_scale__layers_that_could_overflow_are_listed() -> None:
     assert ">= 2^31" in listed[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("amplifier", [None, 1024])
 def test_integer_scale__report_config_repeats_it_in_the_backend(amplifier: int | None) -> None:
     model = Small()
