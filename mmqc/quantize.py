@@ -2,38 +2,29 @@
 
 from __future__ import annotations
 
-import inspect
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from typing import Any, get_args
 
 import torch
-from torch import Tensor, fx, nn
-from tqdm.auto import tqdm
+from torch import Tensor, nn
 
 from . import convert
-from .account import refusals, transforms
-from .calibrate import MIXED, CalibrationError, InputStatistics, Watch, calibrate
-from .config import HEAD, ConfigError, QuantConfig
-from .equivalence import check, outputs
-from .graph.linear import operands, weight_of
-from .graph.program import Program
-from .graph.record import record
-from .graph.runner import run
-from .hf import attach_config
-from .incoherence import incoherences, weight_towers
-from .measure import Loss, measure
+from .blocks import block_lists
+from .calibrate import EQUAL, TEXT, VISUAL, CalibrationError
+from .config import ConfigError, QuantConfig
+from .generated import with_generated
+from .job import Batch, Job, Options
+from .memory_error import explained
 from .modality import ModalityContext, attached, detach
 from .modules import QuantLinear
-from .passes.assign_scheme import kept
-from .pipeline import FACTS, exact_passes, quantizing_passes
-from .report import LayerReport, QuantReport, Refusal
-from .solvers import Quantized
-from .unseen import guard, unseen_modules, unsure_weights
+from .progress import Progress
+from .report import QuantReport
+from .residency import Residency
+from .resume import Store, fingerprint
+from .sequential import Inputs
 from .weights_only import quantize_weights_only
-
-MEASURED_BATCHES = 4
-Batch = Mapping[str, Any]
 
 
 def quantize_(
@@ -44,8 +35,13 @@ def quantize_(
     filter_fn: Callable[[nn.Module, str], bool] | None = None,
     progress: bool = True,
     resume_dir: str | None = None,
+    inputs: Inputs = "float",
+    device: Any = None,
+    spool: str | None = None,
+    generate_tokens: int = 0,
+    modality_weights: Mapping[str, float] | None = None,
 ) -> QuantReport:
-    """Quantize ``model`` in place by ``config``.
+    """Quantize ``model`` in place by ``config``, one block after the other.
 
     Args:
         model: any transformers model; parameters float32, bfloat16 or float16.
@@ -53,8 +49,16 @@ def quantize_(
         calibration: keyword batches for ``model.forward``, images included; iterated once.  The first batch is also
             what the model is recorded on.  None where the config quantizes weights only and rewrites nothing.
         filter_fn: as torchao's: only linears for which ``filter_fn(module, fqn)`` is true are quantized.
-        progress: show a progress bar.
-        resume_dir: not supported yet.
+        progress: show a progress bar: the block, its loss, peak memory, time left.
+        resume_dir: a folder in which finished blocks are kept; the same call on the same model goes on where a killed one
+            stopped, with the same result bit for bit.
+        inputs: what a linear is calibrated on: ``"float"``, what the floating-point model feeds it, or ``"quantized"``, what
+            the blocks in front feed it once they are quantized; the latter runs every block twice.
+        device: where to compute if the model is to stay where it is: ``"cuda"`` for a model in host memory, of which then
+            one block at a time, and what is in no block, is on the accelerator.
+        spool: a folder for the activations between two blocks; None keeps them in host memory.
+        generate_tokens: so many tokens that the model itself writes are appended to each batch.
+        modality_weights: what a row of each modality counts in second moments, ``{"visual": a, "text": b}``; 1 if not given.
 
     Returns:
         What was done, with ``report.config`` for ``torch.compile(..., options={"config": report.config})``.
@@ -62,6 +66,8 @@ def quantize_(
     Raises:
         ConfigError: the config cannot be applied to this model (a ``keep`` pattern that matches nothing, ...).
         CalibrationError: no batches, or none with images where the recipe is per modality.
+        ResumeError: ``resume_dir`` holds another job, or damaged files.
+        OutOfMemoryError: says what to change.
         ValueError: a weight holds NaN or infinity, or the model is quantized already.
         RecordError: the forward cannot be recorded.
         RewriteError: the exact rewrites changed the output of the first batch by more than rounding.
@@ -69,7 +75,9 @@ def quantize_(
     Whatever is raised, the model is as it was before the call.
     """
     start = time.perf_counter()
-    _check_model(model, config, resume_dir)
+    _check_model(model, config)
+    options = Options(inputs, device, spool, _row_weights(modality_weights))
+    _check_options(options, generate_tokens)
     if calibration is None and config.rewrites == type(config.rewrites)() and not config.needs_calibration:
         return _weights_only(model, config, filter_fn, start)
     batches = _spool(model, config, calibration)
@@ -77,13 +85,21 @@ def quantize_(
     modes = {module: module.training for module in model.modules()}
     model.eval()
     context = attached(model) or ModalityContext.attach(model, visual_token_ids(model))
-    bar = tqdm(
-        total=len(batches) + min(MEASURED_BATCHES, len(batches)), disable=not progress, desc="recording", unit="batch"
-    )
     try:
         context.text_only = not context.visual_token_ids
-        with bar, convert.Journal(model) as journal:
-            report = _Job(model, config, batches, context, journal, bar, filter_fn).run()
+        with ExitStack() as stack:
+            bar = stack.enter_context(Progress(progress, device or next(model.parameters()).device))
+            stack.enter_context(explained(bar))
+            store = _store(resume_dir, model, config, batches, options, generate_tokens)
+            linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+            blocks = [child for children in block_lists(model, linears).values() for child in children]
+            residency = stack.enter_context(Residency(model, blocks, device))
+            if generate_tokens:
+                bar.say("generating")
+                ids = context.visual_token_ids
+                batches = [with_generated(model, residency.batch(dict(b)), generate_tokens, ids) for b in batches]
+            journal = stack.enter_context(convert.Journal(model))
+            report = Job(model, config, batches, context, journal, bar, filter_fn, options, residency, store).run()
             report.size_before, report.size_after = before, convert.size_of(model)
     except BaseException:
         detach(model)
@@ -94,172 +110,6 @@ def quantize_(
             module.training = training
     report.seconds = time.perf_counter() - start
     return report
-
-
-class _Job:
-    """One call of ``quantize_``; holds what its steps share."""
-
-    def __init__(
-        self, model: nn.Module, config: QuantConfig, batches: list[Batch], context: ModalityContext,
-        journal: convert.Journal, bar: Any, filter_fn: Callable[[nn.Module, str], bool] | None,
-    ) -> None:  # fmt: skip
-        self.model, self.config, self.batches = model, config, batches
-        self.context, self.journal, self.bar, self.filter_fn = context, journal, bar, filter_fn
-        self.solving: dict[str, tuple[Quantized, float, float]] = {}
-
-    def run(self) -> QuantReport:
-        """The steps in order."""
-        prog = record(self.model, *self.recorded(), decode=takes_cache(self.model))
-        prog.unsure = unsure_weights(self.model, prog.called)
-        self.unseen = unseen_modules(self.model, prog.called)
-        run(prog, exact_passes(self.config), FACTS, text=True)
-        _check_keep(prog, self.config)
-        self.filter(prog)
-        before, self.towers = incoherences(prog), weight_towers(prog)
-        first = self.call(self.batches[0])
-        expected = outputs(self.model, first) if prog.changed else []
-        self.untied = convert.write_exact(self.model, prog, self.journal)
-        rewrite_error = check(expected, outputs(self.model, first)) if expected else 0.0
-        after = incoherences(prog)
-        self.incoherence = {fqn: (before[fqn], after[fqn]) for fqn in before}
-        nodes = {weight_of(n): n for n in prog.nodes("linear") if "scheme" in n.meta}
-        statistics = self.calibrate(prog, nodes)
-        prog.statistics = self.to_config(prog, nodes, statistics)
-        self.bar.set_description("quantizing weights")
-        run(prog, quantizing_passes(hessian=lambda fqn: statistics[fqn].hessian, done=self.solved), FACTS, text=True)
-        built = convert.build_quantized(self.model, prog, self.context)
-        losses = self.measure(prog, built)
-        for module, linear in built.items():
-            self.journal.swap(module, linear)
-        config = self.config.replace(statistics=prog.statistics)
-        notes = [Refusal("", "", note) for note in prog.notes]
-        refused = [*refusals(prog), *self.unreached(), *notes]
-        report = QuantReport(config, self.layers(prog, built, statistics, losses), refused, prog.records)
-        report.incoherence, report.towers, report.rewrite_error = self.incoherence, self.towers, rewrite_error
-        self.finish(config, report)
-        return report
-
-    def recorded(self) -> list[Batch]:
-        """The first batch, and the one that differs from it most in what it holds and in its shapes."""
-        first = self.batches[0]
-        other = max(self.batches, key=lambda batch: _difference(first, batch))
-        return [self.call(b) for b in ([first] if _difference(first, other) == 0 else [first, other])]
-
-    def call(self, batch: Batch) -> dict[str, Any]:
-        """A batch as keyword arguments of one whole forward."""
-        return {**batch, "use_cache": False} if takes_cache(self.model) else dict(batch)
-
-    def filter(self, prog: Program) -> None:
-        for node in prog.nodes("linear") if self.filter_fn is not None else ():
-            fqn = weight_of(node).removesuffix(".weight")
-            if "scheme" in node.meta and not self.filter_fn(self.model.get_submodule(fqn), fqn):  # type: ignore[misc]
-                del node.meta["scheme"]
-
-    def unreached(self) -> Iterator[Refusal]:
-        """Linears of modules that the model has and the batches do not use."""
-        for name in self.unseen:
-            for child, module in self.model.get_submodule(name).named_modules():
-                if isinstance(module, nn.Linear):
-                    yield Refusal(f"{name}.{child}".rstrip("."), "", "no recorded batch reached it")
-
-    def solved(self, fqn: str, result: Quantized, error: float, seconds: float) -> None:
-        self.solving[fqn] = (result, error, seconds)
-        self.bar.set_postfix_str(fqn.removesuffix(".weight"), refresh=False)
-        self.bar.refresh()
-
-    def calibrate(self, prog: Program, nodes: dict[str, Any]) -> dict[str, InputStatistics]:
-        self.bar.set_description("calibrating")
-        watches = {
-            fqn: Watch(
-                self.model.get_submodule(fqn.removesuffix(".weight")),
-                node.meta["tower"] == "language",
-                node.meta["scheme"].activation,
-                node.meta["scheme"].weight.solver == "gptq",
-                node.meta.get("outliers"),
-            )
-            for fqn, node in nodes.items()
-            if node.meta["scheme"].activation is not None or node.meta["scheme"].weight.solver == "gptq"
-        }
-        if not watches:
-            return {fqn: InputStatistics() for fqn in nodes}
-        seen = calibrate(self.model, self.stepped(self.batches), watches, self.context)
-        return {fqn: seen.get(fqn, InputStatistics()) for fqn in nodes}
-
-    def stepped(self, batches: list[Batch]) -> Iterable[Batch]:
-        for batch in batches:
-            yield self.call(batch)
-            self.bar.update()
-
-    def to_config(self, prog: Program, nodes: dict[str, Any], statistics: dict[str, InputStatistics]) -> dict[str, Any]:
-        """What ``report.config`` carries: scales and places by weight FQN, and the plan of the rewrites."""
-        linears = {}
-        for fqn, node in nodes.items():
-            spec = node.meta["scheme"].activation
-            scales = statistics[fqn].scales(spec, node.meta["tower"] == "language") if spec is not None else None
-            outliers = node.meta["outliers"].tolist() if "outliers" in node.meta else []
-            linears[fqn] = {
-                "tower": node.meta["tower"],
-                "role": node.meta["role"],
-                "input_scale": scales,
-                "outliers": outliers,
-            }
-        return {
-            "visual_token_ids": list(self.context.visual_token_ids),
-            "token_embeddings": _token_embeddings(prog),
-            "linears": linears,
-            "plan": prog.decided.to_dict(),
-        }
-
-    def measure(self, prog: Program, built: dict[str, QuantLinear]) -> dict[str, Loss]:
-        self.bar.set_description("measuring")
-        language = {m: prog.statistics["linears"][f"{m}.weight"]["tower"] == "language" for m in built}  # type: ignore[index]
-        chosen = self.batches[:: max(1, len(self.batches) // MEASURED_BATCHES)][:MEASURED_BATCHES]
-        return measure(self.model, self.stepped(chosen), built, language, self.context)
-
-    def layers(
-        self,
-        prog: Program,
-        built: dict[str, QuantLinear],
-        statistics: dict[str, InputStatistics],
-        losses: dict[str, Loss],
-    ) -> list[LayerReport]:
-        places, texts = prog.statistics["linears"], transforms(prog)  # type: ignore[index]
-        rows = []
-        for module, linear in built.items():
-            fqn = f"{module}.weight"
-            result, error, seconds = self.solving[fqn]
-            ranges = {m: (r.low, r.high) for m, r in statistics[fqn].ranges.items() if r.count}
-            scheme = next(
-                n.meta["scheme"] for n in prog.nodes("weight_only_matmul", "scaled_matmul") if n.meta["fqn"] == fqn
-            )
-            outliers = 0 if linear.outlier_index is None else linear.outlier_index.numel()
-            note = "; ".join(filter(None, (result.note, _one_scale(linear, statistics[fqn]))))
-            rows.append(
-                LayerReport(
-                    module, places[fqn]["tower"], places[fqn]["role"], str(scheme), texts.get(fqn, ()), losses[module].sqnr(),
-                    ranges, losses[module].saturated(), error, outliers, seconds, note,
-                )
-            )  # fmt: skip
-        return rows
-
-    def finish(self, config: QuantConfig, report: QuantReport) -> None:
-        """Leave on the model what it needs to run, ``save_pretrained`` and ``explain``: the visual mask, the record."""
-        if not any(isinstance(m, QuantLinear) and m.modality is not None for m in self.model.modules()):
-            detach(self.model)
-        passes = [
-            {
-                "name": r.name,
-                "exact": r.exact,
-                "sites": r.sites,
-                "misses": [str(m) for m in r.misses],
-                "ms": round(r.ms, 1),
-                "delta": r.delta,
-            }
-            for r in report.passes
-        ]
-        if self.config.rewrites.fold_norms:
-            guard(self.model, self.unseen)
-        attach_config(self.model, config, {"passes": passes, "untied": self.untied, "unseen": self.unseen})
 
 
 def visual_token_ids(model: nn.Module) -> tuple[int, ...]:
@@ -273,11 +123,36 @@ def visual_token_ids(model: nn.Module) -> tuple[int, ...]:
     return tuple(dict.fromkeys(found))
 
 
-def _check_model(model: nn.Module, config: QuantConfig, resume_dir: str | None) -> None:
+def _row_weights(given: Mapping[str, float] | None) -> dict[str, float]:
+    wrong = [m for m, w in (given or {}).items() if m not in (TEXT, VISUAL) or not 0 < w < float("inf")]
+    if wrong:
+        raise ConfigError(
+            f"modality_weights = {dict(given or {})}: {wrong[0]!r} is no modality, or its weight is not positive; "
+            f'pass {{"{VISUAL}": a, "{TEXT}": b}} with positive numbers'
+        )
+    return {**EQUAL, **(given or {})}
+
+
+def _check_options(options: Options, generate_tokens: int) -> None:
+    if options.inputs not in get_args(Inputs):
+        raise ConfigError(f"inputs = {options.inputs!r} is not supported; allowed: {get_args(Inputs)}")
+    if not isinstance(generate_tokens, int) or generate_tokens < 0:
+        raise ConfigError(f"generate_tokens = {generate_tokens!r}: how many tokens to append to each batch, 0 or more")
+
+
+def _store(
+    folder: str | None, model: nn.Module, config: QuantConfig, batches: list[Batch], options: Options, tokens: int
+) -> Store | None:
+    """Where finished units are kept, if anywhere."""
+    if folder is None:
+        return None
+    asked = {"inputs": options.inputs, "row_weights": dict(options.row_weights), "generate_tokens": tokens}
+    return Store(folder, fingerprint(model, config.to_dict(), batches, asked))
+
+
+def _check_model(model: nn.Module, config: QuantConfig) -> None:
     if not isinstance(config, QuantConfig):
         raise ConfigError(f"config is a {type(config).__name__}; pass a mmqc.QuantConfig, e.g. mmqc.recipes.mquant()")
-    if resume_dir is not None:
-        raise ConfigError("resume_dir is not supported yet: run without it")
     if any(isinstance(m, QuantLinear) for m in model.modules()):
         raise ValueError("this model is quantized already; load the original weights to quantize it anew")
     bad = convert.first_bad_weight(model)
@@ -309,18 +184,6 @@ def _spool(model: nn.Module, config: QuantConfig, calibration: Iterable[Batch] |
     return batches
 
 
-def takes_cache(model: nn.Module) -> bool:
-    """Whether the model's forward knows ``use_cache``."""
-    parameters = inspect.signature(model.forward).parameters
-    return "use_cache" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-
-
-def _difference(a: Batch, b: Batch) -> int:
-    """How many of two batches' tensors are in one only, or have other shapes; equal-shaped values count nothing."""
-    shapes = [{n: tuple(v.shape) for n, v in batch.items() if isinstance(v, Tensor)} for batch in (a, b)]
-    return 100 * len(set(shapes[0]) ^ set(shapes[1])) + sum(shapes[0][n] != shapes[1].get(n) for n in shapes[0])
-
-
 def _has_visual(batch: Batch, ids: Tensor) -> bool:
     """Whether a batch has visual tokens, and features of an image or video to put there."""
     tokens, kinds = batch.get("input_ids"), batch.get("mm_token_type_ids")
@@ -333,32 +196,6 @@ def _has_visual(batch: Batch, ids: Tensor) -> bool:
         v for name, v in batch.items() if isinstance(v, Tensor) and name not in ("inputs_embeds", "attention_mask")
     )
     return places and any(v.is_floating_point() for v in given)
-
-
-def _check_keep(prog: Program, config: QuantConfig) -> None:
-    """Raise a ConfigError for a pattern that means no linear of the model; ``lm_head`` is there by default."""
-    linears = sorted({weight_of(n).removesuffix(".weight") for n in prog.nodes("linear") if weight_of(n)})
-    for pattern in config.keep:
-        if pattern != HEAD and not any(kept(pattern, fqn, "") for fqn in linears):
-            raise ConfigError(
-                f"keep pattern {pattern!r} matches no linear of this model; some of its linears: {linears[:3]} ... {linears[-2:]}"
-            )
-
-
-def _token_embeddings(prog: Program) -> list[str]:
-    """Weights that are looked up with the token ids themselves."""
-    found = []
-    for node in prog.nodes("embedding"):
-        index, weight = operands(node)["input"], operands(node)["weight"]
-        if isinstance(index, fx.Node) and index.op == "placeholder" and isinstance(weight, fx.Node):
-            found.append(str(weight.target))
-    return found
-
-
-def _one_scale(linear: QuantLinear, seen: InputStatistics) -> str:
-    """Why a linear has one input scale for both modalities, if calibration decided that."""
-    mixed = linear.input_scale is not None and seen.ranges[MIXED].count
-    return "its rows are not the tokens of the call: one scale for both modalities" if mixed else ""
 
 
 def _weights_only(model: nn.Module, config: QuantConfig, filter_fn: Any, start: float) -> QuantReport:
