@@ -6,7 +6,7 @@ head) is moved there for the length of the call, and each block for the length o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,18 +26,23 @@ class Residency:
         self.model, self.blocks = model, tuple(blocks)
         first = next(model.parameters(), None)
         home = first.device if first is not None else torch.device("cpu")
-        self.device = home if device is None else torch.device(device)
+        self.device = home if device is None else torch.empty(0, device=device).device  # "cuda" is "cuda:0", say
         self.offloads = self.device != home
         self.home = home
+        self.held: nn.Module | None = None
+        self.kept: dict[int, dict[int, tuple[Tensor, Tensor]]] = {}
 
     def __enter__(self) -> Residency:
         self.handles: list[Any] = []
         if not self.offloads:
             return self
         inside = {id(m) for name in self.blocks for m in self.model.get_submodule(name).modules()}
-        self.outer = [m for m in self.model.modules() if id(m) not in inside]
-        for module in self.outer:
-            _move(module, self.device)
+        try:
+            for module in [m for m in self.model.modules() if id(m) not in inside]:
+                _move(module, self.device)
+        except BaseException:
+            self.__exit__()
+            raise
         for name in self.blocks:
             block = self.model.get_submodule(name)
             self.handles.append(block.register_forward_pre_hook(self._enter, prepend=True))
@@ -52,30 +57,36 @@ class Residency:
                 _move(module, self.home)
 
     def _enter(self, module: nn.Module, args: Any) -> None:
-        self._to(module, self.device)
+        self._bring(module)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         if module is not self.held:
-            self._to(module, self.home)
-
-    held: nn.Module | None = None
+            self._take_back(module)
 
     @contextmanager
     def resident(self, name: str) -> Iterator[None]:
         """Keep one block on the device, whatever replaces its modules meanwhile."""
-        self.held = self.model.get_submodule(name)
+        if not self.offloads:
+            yield
+            return
+        self.held = block = self.model.get_submodule(name)
         try:
-            if self.offloads:
-                self._to(self.held, self.device)
+            self._bring(block)
             yield
         finally:
-            block, self.held = self.held, None
-            if self.offloads and block is not None:
-                self._to(block, self.home)
+            self.held = None
+            self._take_back(block)
 
-    def _to(self, block: nn.Module, device: torch.device) -> None:
+    def _bring(self, block: nn.Module) -> None:
+        if id(block) not in self.kept:
+            self.kept[id(block)] = {}  # before the first move: a failure in the middle can be taken back
+            for module in block.modules():
+                self.kept[id(block)] |= _move(module, self.device)
+
+    def _take_back(self, block: nn.Module) -> None:
+        kept = self.kept.pop(id(block), {})
         for module in block.modules():
-            _move(module, device)
+            _move(module, self.home, kept)
 
     def batch(self, batch: dict[str, Any]) -> dict[str, Any]:
         """A batch on the device that computes."""
@@ -84,12 +95,26 @@ class Residency:
         return pytree.tree_map(lambda v: v.to(self.device) if isinstance(v, Tensor) else v, batch)
 
 
-def _move(module: nn.Module, device: torch.device) -> None:
-    """Move a module's own tensors; no mode that records torch calls sees it."""
+def _move(
+    module: nn.Module, device: torch.device, kept: Mapping[int, tuple[Tensor, Tensor]] | None = None
+) -> dict[int, tuple[Tensor, Tensor]]:
+    """Move a module's own tensors; no mode that records torch calls sees it.
+
+    Returns:
+        What was moved, by identity: (the tensor that the module has now, its data before).  Given back as ``kept`` it saves
+        the copy on the way home, where nothing has changed.
+    """
+    before: dict[int, tuple[Tensor, Tensor]] = {}
     with torch._C.DisableTorchFunction(), torch.no_grad():
-        for parameter in module._parameters.values():
-            if parameter is not None and parameter.device != device:
-                parameter.data = parameter.data.to(device)
-        for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.device != device:
-                module._buffers[name] = buffer.to(device)
+        for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
+            if tensor is None or tensor.device == device:
+                continue
+            mine, data = (kept or {}).get(id(tensor), (None, None))
+            moved = data if mine is tensor and data is not None else tensor.data.to(device)
+            if isinstance(tensor, nn.Parameter):
+                old, tensor.data = tensor.data, moved
+                before[id(tensor)] = (tensor, old)
+            else:
+                module._buffers[name] = moved
+                before[id(moved)] = (moved, tensor)
+    return before

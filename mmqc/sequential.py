@@ -92,11 +92,13 @@ class Sequential:
         Raises:
             NotStreamableError: a batch calls a list's blocks differently from the recorded ones; units in front of it are done.
         """
-        if self.inputs == "quantized":
-            for unit in layout.units:
-                self._begin([unit], layout)
-            return
-        self._begin(layout.units, layout)
+        together = [[unit] for unit in layout.units] if self.inputs == "quantized" else [layout.units]
+        self.store = Spool(self.spool)
+        try:
+            for units in together:
+                self._begin(units, layout)
+        finally:
+            self.store.close()
 
     def _begin(self, units: Sequence[Segment | Outside], layout: Layout) -> None:
         """Run the forwards that these units start from, then the units."""
@@ -118,7 +120,7 @@ class Sequential:
             self._segment(unit, feeds.get(id(unit)))
 
     def _feed(self, segment: Segment) -> Feed:
-        return Feed(segment, self.context, Spool(self.spool), self.residency.device)
+        return Feed(segment, self.context, self.store, self.residency.device)
 
     def _inside(self, block: str) -> list[str]:
         return [fqn for fqn in self.linears if fqn.startswith(f"{block}.")]

@@ -6,6 +6,8 @@ Whatever is taken out is a copy, so that a block may write to its inputs.
 from __future__ import annotations
 
 import itertools
+import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +19,20 @@ class Spool:
     """``put`` gives a ticket, ``get`` the tensor for a ticket on a device, ``drop`` frees it.
 
     Args:
-        folder: where files go; None means host memory.
+        folder: where files go, in a folder of their own that ``close`` removes; None means host memory.
     """
 
     def __init__(self, folder: str | Path | None = None) -> None:
-        self.folder = None if folder is None else Path(folder)
+        self.folder: Path | None = None
         self.numbers = itertools.count()
+        if folder is not None:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            self.folder = Path(tempfile.mkdtemp(prefix="activations-", dir=folder))
+
+    def close(self) -> None:
+        """Delete what is left."""
         if self.folder is not None:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            shutil.rmtree(self.folder, ignore_errors=True)
 
     def put(self, value: Any) -> Any:
         """Store a tensor; other values are their own tickets."""
