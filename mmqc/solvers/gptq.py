@@ -16,15 +16,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+import mmqc.ops  # noqa: F401  (defines torch.ops.mmqc)
+
 from ..config import WeightSpec
+from .factor import inverse_factor_
 from .mse_clip import clip_scale
-from .quantized import Quantized, checked, rounded
+from .quantized import Quantized, checked
 from .rtn import absmax_scale
 
 BLOCK = 128
 DAMPING = 0.01
-# a positive semidefinite H needs none of the larger ones; with all of them used up, H is not a second moment
-MORE_DAMPING = (1, 10, 100, 1000)
 
 
 def solve(
@@ -38,6 +39,7 @@ def solve(
     act_order: bool = True,
     damping: float = DAMPING,
     block: int = BLOCK,
+    overwrite: bool = False,
 ) -> Quantized:
     """Quantizes ``weight`` [N, K] against the inputs' second moment.
 
@@ -54,6 +56,7 @@ def solve(
         act_order: channels of large inputs first.
         damping: λ as a fraction of the mean diagonal.
         block: channels between two updates of the rest; changes speed only.
+        overwrite: a float64 ``hessian`` on the weight's device may be used up: 2.9 GB less for 18,944 channels.
 
     Raises:
         ValueError: no hessian, one of another shape, not finite or not positive semidefinite; NaN or infinite weights;
@@ -63,6 +66,8 @@ def solve(
         raise ValueError(f"{name}: the gptq solver has one scale per output channel; use PerRow(), or solver 'rtn'")
     w = checked(weight, name)
     h = _checked_hessian(hessian, w, name)
+    if hessian is not None and not overwrite and h.data_ptr() == hessian.data_ptr():
+        h = h.clone()
     skipped = torch.zeros(w.shape[1], dtype=torch.bool, device=w.device)
     if skip is not None:
         skipped[skip.to(w.device)] = True
@@ -74,16 +79,16 @@ def solve(
     notes = [f"{int(dead.sum())} input channels are always zero"] if dead.any() else []
     if out.all():
         return Quantized(torch.zeros_like(w, dtype=torch.int8), scale, "; ".join(notes))
-    h = _without(h, out)
+    _decouple_(h, out)
     order = (
         torch.argsort(h.diagonal(), descending=True, stable=True)
         if act_order
         else torch.arange(len(h), device=w.device)
     )
-    u, used = _factor(h[order][:, order], damping, name)
+    u, used = inverse_factor_(h, order, damping, name)
     if used != damping:
         notes.append(f"damping {used:g} of the mean diagonal instead of {damping:g}: the inputs are nearly dependent")
-    codes_KN = _sweep(w.T[order].contiguous(), scale, u.to(w.dtype), spec.bits, block)
+    codes_KN = _sweep(w.T[order].contiguous(), scale, u, spec.bits, block)
     codes = torch.empty_like(codes_KN)
     codes[order] = codes_KN
     return Quantized(codes.T.contiguous().masked_fill_(out, 0), scale, "; ".join(notes))
@@ -98,33 +103,17 @@ def _checked_hessian(hessian: Tensor | None, w: Tensor, name: str) -> Tensor:
             f"{name}: the second moment has shape {tuple(hessian.shape)}, but the weight has {k} input channels"
         )
     h = hessian.detach().to(w.device, torch.float64)
-    if not torch.isfinite(h).all():
+    if not torch.stack(torch.aminmax(h)).isfinite().all():
         raise ValueError(f"{name}: the second moment of its inputs is NaN or infinite; the calibration run overflowed")
     return h
 
 
-def _without(h: Tensor, out: Tensor) -> Tensor:
-    """H with the channels ``out`` decoupled from the rest, at the mean diagonal of the rest."""
-    h = h.masked_fill(out[:, None] | out[None, :], 0)
-    mean = h.diagonal().sum() / (~out).sum()
+def _decouple_(h: Tensor, out: Tensor) -> None:
+    """Decouple the channels ``out`` from the rest, at the mean diagonal of the rest."""
+    mean = h.diagonal().masked_fill(out, 0).sum() / (~out).sum()
+    h[out] = 0
+    h[:, out] = 0
     h.diagonal().masked_fill_(out, mean)
-    return h
-
-
-def _factor(h: Tensor, damping: float, name: str) -> tuple[Tensor, float]:
-    """The upper triangular U with UᵀU = (H + λI)⁻¹, and the damping that it took."""
-    mean = h.diagonal().mean()
-    eye = torch.eye(len(h), dtype=h.dtype, device=h.device)
-    for factor in MORE_DAMPING:
-        damped = h + damping * factor * mean * eye
-        # Factoring from the last channel backwards, H = R Rᵀ with R upper, gives U = R⁻¹ without ever forming H⁻¹.
-        lower, failed = torch.linalg.cholesky_ex(damped.flip(0, 1))
-        if not failed:
-            return torch.linalg.solve_triangular(lower.flip(0, 1), eye, upper=True), damping * factor
-    raise ValueError(
-        f"{name}: the second moment of its inputs is not positive semidefinite even with "
-        f"{damping * MORE_DAMPING[-1]:g} of its mean diagonal added; it cannot come from XᵀX, check how it was summed"
-    )
 
 
 def _sweep(w_KN: Tensor, scale: Tensor, u: Tensor, bits: int, block: int) -> Tensor:
@@ -133,11 +122,9 @@ def _sweep(w_KN: Tensor, scale: Tensor, u: Tensor, bits: int, block: int) -> Ten
     s = scale.to(w_KN.dtype)
     for start in range(0, len(w_KN), block):
         stop = min(start + block, len(w_KN))
-        errors = torch.empty_like(w_KN[start:stop])
-        for i in range(start, stop):
-            q = rounded(w_KN[i], s, bits)
-            codes[i] = q.to(torch.int8)
-            errors[i - start] = (w_KN[i] - q * s) / u[i, i]
-            w_KN[i + 1 : stop].addr_(u[i, i + 1 : stop], errors[i - start], alpha=-1)
-        w_KN[stop:].addmm_(u[start:stop, stop:].T, errors, alpha=-1)
+        rows = u[start:stop].to(w_KN.dtype)  # in float32 the whole of U would be half as large as H again
+        codes[start:stop], errors = torch.ops.mmqc.gptq_block(
+            w_KN[start:stop], rows[:, start:stop], s.expand(stop - start, -1), None, bits
+        )
+        w_KN[stop:].addmm_(rows[:, stop:].T, errors, alpha=-1)
     return codes

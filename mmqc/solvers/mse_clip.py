@@ -21,6 +21,7 @@ GRID = 100
 MAX_SHRINK = 0.8
 # rows are searched in blocks of about this many elements, so that the 80 passes stay in the cache
 BLOCK = 1 << 17
+LARGE_BLOCK = 1 << 24  # an accelerator: launches cost more than cache misses
 
 
 def clip_scale(w: Tensor, bits: int, norm: float = NORM, grid: int = GRID, max_shrink: float = MAX_SHRINK) -> Tensor:
@@ -28,7 +29,7 @@ def clip_scale(w: Tensor, bits: int, norm: float = NORM, grid: int = GRID, max_s
 
     Of equal errors the least clipped wins, so a row that is already on the grid keeps its scale.
     """
-    rows = max(1, BLOCK // max(1, w.shape[1]))
+    rows = max(1, (BLOCK if w.device.type == "cpu" else LARGE_BLOCK) // max(1, w.shape[1]))
     return torch.cat([_clip_rows(block, bits, norm, grid, max_shrink) for block in w.split(rows)])
 
 
