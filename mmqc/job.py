@@ -46,6 +46,8 @@ class Options:
     inputs: Inputs = "float"
     device: Any = None
     spool: str | None = None
+    generate_tokens: int = 0
+    resume_dir: str | None = None
     row_weights: Mapping[str, float] = field(default_factory=lambda: dict(EQUAL))
 
 

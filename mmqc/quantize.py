@@ -41,7 +41,7 @@ def quantize_(
     generate_tokens: int = 0,
     modality_weights: Mapping[str, float] | None = None,
 ) -> QuantReport:
-    """Quantize ``model`` in place by ``config``, one block after the other.
+    """Quantize ``model`` in place by ``config``, one block after the other; docs/howto/calibrate.md says when to use what.
 
     Args:
         model: any transformers model; parameters float32, bfloat16 or float16.
@@ -50,15 +50,12 @@ def quantize_(
             what the model is recorded on.  None where the config quantizes weights only and rewrites nothing.
         filter_fn: as torchao's: only linears for which ``filter_fn(module, fqn)`` is true are quantized.
         progress: show a progress bar: the block, its loss, peak memory, time left.
-        resume_dir: a folder in which finished blocks are kept; the same call on the same model goes on where a killed one
-            stopped, with the same result bit for bit.
-        inputs: what a linear is calibrated on: ``"float"``, what the floating-point model feeds it, or ``"quantized"``, what
-            the blocks in front feed it once they are quantized; the latter runs every block twice.
-        device: where to compute if the model is to stay where it is: ``"cuda"`` for a model in host memory, of which then
-            one block at a time, and what is in no block, is on the accelerator.
+        resume_dir: a folder for finished blocks; the same call goes on where a killed one stopped, bit for bit.
+        inputs: linears are calibrated on what the ``"float"`` model feeds them, or the ``"quantized"`` blocks in front.
+        device: the accelerator that computes while the model stays in host memory, one block at a time.
         spool: a folder for the activations between two blocks; None keeps them in host memory.
         generate_tokens: so many tokens that the model itself writes are appended to each batch.
-        modality_weights: what a row of each modality counts in second moments, ``{"visual": a, "text": b}``; 1 if not given.
+        modality_weights: what a row counts in second moments, ``{"visual": a, "text": b}``; 1 if not given.
 
     Returns:
         What was done, with ``report.config`` for ``torch.compile(..., options={"config": report.config})``.
@@ -66,8 +63,7 @@ def quantize_(
     Raises:
         ConfigError: the config cannot be applied to this model (a ``keep`` pattern that matches nothing, ...).
         CalibrationError: no batches, or none with images where the recipe is per modality.
-        ResumeError: ``resume_dir`` holds another job, or damaged files.
-        OutOfMemoryError: says what to change.
+        ResumeError, OutOfMemoryError: say what to change.
         ValueError: a weight holds NaN or infinity, or the model is quantized already.
         RecordError: the forward cannot be recorded.
         RewriteError: the exact rewrites changed the output of the first batch by more than rounding.
@@ -76,11 +72,20 @@ def quantize_(
     """
     start = time.perf_counter()
     _check_model(model, config)
-    options = Options(inputs, device, spool, _row_weights(modality_weights))
-    _check_options(options, generate_tokens)
+    options = Options(inputs, device, spool, generate_tokens, resume_dir, _row_weights(modality_weights))
+    _check_options(options)
     if calibration is None and config.rewrites == type(config.rewrites)() and not config.needs_calibration:
-        return _weights_only(model, config, filter_fn, start)
-    batches = _spool(model, config, calibration)
+        report = _weights_only(model, config, filter_fn)
+    else:
+        report = _calibrated(model, config, _spool(model, config, calibration), filter_fn, progress, options)
+    report.seconds = time.perf_counter() - start
+    return report
+
+
+def _calibrated(
+    model: nn.Module, config: QuantConfig, batches: list[Batch], filter_fn: Any, progress: bool, options: Options
+) -> QuantReport:
+    """With the modes, hooks and devices that the job needs; all of them are as they were afterwards."""
     before = convert.size_of(model)
     modes = {module: module.training for module in model.modules()}
     model.eval()
@@ -88,16 +93,16 @@ def quantize_(
     try:
         context.text_only = not context.visual_token_ids
         with ExitStack() as stack:
-            bar = stack.enter_context(Progress(progress, device or next(model.parameters()).device))
+            bar = stack.enter_context(Progress(progress, options.device or next(model.parameters()).device))
             stack.enter_context(explained(bar))
-            store = _store(resume_dir, model, config, batches, options, generate_tokens)
+            store = _store(model, config, batches, options)
             linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
             blocks = [child for children in block_lists(model, linears).values() for child in children]
-            residency = stack.enter_context(Residency(model, blocks, device))
-            if generate_tokens:
+            residency = stack.enter_context(Residency(model, blocks, options.device))
+            if options.generate_tokens:
                 bar.say("generating")
-                ids = context.visual_token_ids
-                batches = [with_generated(model, residency.batch(dict(b)), generate_tokens, ids) for b in batches]
+                ids, count = context.visual_token_ids, options.generate_tokens
+                batches = [with_generated(model, residency.batch(dict(b)), count, ids) for b in batches]
             journal = stack.enter_context(convert.Journal(model))
             report = Job(model, config, batches, context, journal, bar, filter_fn, options, residency, store).run()
             report.size_before, report.size_after = before, convert.size_of(model)
@@ -108,7 +113,6 @@ def quantize_(
         model.train(modes[model])
         for module, training in modes.items():  # parts may be in another mode than the whole
             module.training = training
-    report.seconds = time.perf_counter() - start
     return report
 
 
@@ -133,21 +137,20 @@ def _row_weights(given: Mapping[str, float] | None) -> dict[str, float]:
     return {**EQUAL, **(given or {})}
 
 
-def _check_options(options: Options, generate_tokens: int) -> None:
+def _check_options(options: Options) -> None:
     if options.inputs not in get_args(Inputs):
         raise ConfigError(f"inputs = {options.inputs!r} is not supported; allowed: {get_args(Inputs)}")
-    if not isinstance(generate_tokens, int) or generate_tokens < 0:
-        raise ConfigError(f"generate_tokens = {generate_tokens!r}: how many tokens to append to each batch, 0 or more")
+    count = options.generate_tokens
+    if not isinstance(count, int) or count < 0:
+        raise ConfigError(f"generate_tokens = {count!r}: how many tokens to append to each batch, 0 or more")
 
 
-def _store(
-    folder: str | None, model: nn.Module, config: QuantConfig, batches: list[Batch], options: Options, tokens: int
-) -> Store | None:
+def _store(model: nn.Module, config: QuantConfig, batches: list[Batch], options: Options) -> Store | None:
     """Where finished units are kept, if anywhere."""
-    if folder is None:
+    if options.resume_dir is None:
         return None
-    asked = {"inputs": options.inputs, "row_weights": dict(options.row_weights), "generate_tokens": tokens}
-    return Store(folder, fingerprint(model, config.to_dict(), batches, asked))
+    asked = (options.inputs, options.generate_tokens, dict(options.row_weights))
+    return Store(options.resume_dir, fingerprint(model, config.to_dict(), batches, asked))
 
 
 def _check_model(model: nn.Module, config: QuantConfig) -> None:
@@ -198,13 +201,11 @@ def _has_visual(batch: Batch, ids: Tensor) -> bool:
     return places and any(v.is_floating_point() for v in given)
 
 
-def _weights_only(model: nn.Module, config: QuantConfig, filter_fn: Any, start: float) -> QuantReport:
+def _weights_only(model: nn.Module, config: QuantConfig, filter_fn: Any) -> QuantReport:
     """No data and no rewrites: every nn.Linear module, without a recording."""
     schemes = {scheme for place, scheme in config.schemes.items() if place != "head"}
     if len(schemes) != 1:
         raise CalibrationError(
             "the towers have different schemes: pass one calibration batch, so that the towers can be told apart"
         )
-    report = quantize_weights_only(model, config, schemes.pop(), filter_fn)
-    report.seconds = time.perf_counter() - start
-    return report
+    return quantize_weights_only(model, config, schemes.pop(), filter_fn)

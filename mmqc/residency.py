@@ -90,8 +90,6 @@ class Residency:
 
     def batch(self, batch: dict[str, Any]) -> dict[str, Any]:
         """A batch on the device that computes."""
-        if not self.offloads:
-            return batch
         return pytree.tree_map(lambda v: v.to(self.device) if isinstance(v, Tensor) else v, batch)
 
 

@@ -34,7 +34,7 @@ class ResumeError(ValueError):
 
 
 def fingerprint(
-    model: nn.Module, config: Mapping[str, Any], batches: Sequence[Mapping[str, Any]], options: Mapping[str, Any]
+    model: nn.Module, config: Mapping[str, Any], batches: Sequence[Mapping[str, Any]], options: Any
 ) -> dict[str, str]:
     """Digests of all that a result depends on, by what it is called in an error message."""
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}

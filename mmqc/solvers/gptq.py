@@ -65,9 +65,7 @@ def solve(
     if spec.group_size:
         raise ValueError(f"{name}: the gptq solver has one scale per output channel; use PerRow(), or solver 'rtn'")
     w = checked(weight, name)
-    h = _checked_hessian(hessian, w, name)
-    if hessian is not None and not overwrite and h.data_ptr() == hessian.data_ptr():
-        h = h.clone()
+    h = _checked_hessian(hessian, w, name, overwrite)
     skipped = torch.zeros(w.shape[1], dtype=torch.bool, device=w.device)
     if skip is not None:
         skipped[skip.to(w.device)] = True
@@ -80,11 +78,8 @@ def solve(
     if out.all():
         return Quantized(torch.zeros_like(w, dtype=torch.int8), scale, "; ".join(notes))
     _decouple_(h, out)
-    order = (
-        torch.argsort(h.diagonal(), descending=True, stable=True)
-        if act_order
-        else torch.arange(len(h), device=w.device)
-    )
+    first = h.diagonal() if act_order else torch.zeros_like(h[0])
+    order = torch.argsort(first, descending=True, stable=True)
     u, used = inverse_factor_(h, order, damping, name)
     if used != damping:
         notes.append(f"damping {used:g} of the mean diagonal instead of {damping:g}: the inputs are nearly dependent")
@@ -94,7 +89,8 @@ def solve(
     return Quantized(codes.T.contiguous().masked_fill_(out, 0), scale, "; ".join(notes))
 
 
-def _checked_hessian(hessian: Tensor | None, w: Tensor, name: str) -> Tensor:
+def _checked_hessian(hessian: Tensor | None, w: Tensor, name: str, overwrite: bool) -> Tensor:
+    """In float64 on the device of ``w``, and free to be written to."""
     k = w.shape[1]
     if hessian is None:
         raise ValueError(f"{name}: the gptq solver needs calibration data; pass calibration=, or use solver 'mse_clip'")
@@ -105,7 +101,7 @@ def _checked_hessian(hessian: Tensor | None, w: Tensor, name: str) -> Tensor:
     h = hessian.detach().to(w.device, torch.float64)
     if not torch.stack(torch.aminmax(h)).isfinite().all():
         raise ValueError(f"{name}: the second moment of its inputs is NaN or infinite; the calibration run overflowed")
-    return h
+    return h if overwrite or h.data_ptr() != hessian.data_ptr() else h.clone()
 
 
 def _decouple_(h: Tensor, out: Tensor) -> None:
