@@ -118,7 +118,7 @@ def write_exact(model: nn.Module, prog: Program, journal: Journal) -> list[str]:
         if shared:
             untied.append(name)
         value = prog.value(name).to(old.device if old is not None else prog.weights[name].device)
-        prog.forget(name)
+        prog.forget(name, value)
         del old  # one weight at a time
         journal.parameter(name, value, shared)
     for node in prog.graph.nodes:
@@ -179,7 +179,7 @@ def build_quantized(
             solved.codes.to(device),
             solved.scale.to(device),
             weight_bits=scheme.weight.bits,
-            activation_bits=scheme.activation.bits if static else None,
+            activation_bits=scheme.activation.bits if static and scheme.activation is not None else None,
             group_size=scheme.weight.group_size,
             bias=None if bias is None else bias.detach(),
             input_scale=None if scale is None else scale.to(device),

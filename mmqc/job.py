@@ -67,6 +67,7 @@ class Job:
         self.options, self.residency, self.store = options, residency, store
         self.found = Unit()
         self.errors: dict[str, float] = {}
+        self.notes: dict[str, str] = {}
         self.built: dict[str, QuantLinear] = {}
 
     def run(self) -> QuantReport:
@@ -252,12 +253,16 @@ class Job:
 
     def release(self, fqn: str) -> None:
         """Leave only shapes of a weight in the program, and only the note of its result."""
-        self.found.solved[fqn] = self.found.solved[fqn].note
+        self.notes[fqn] = self.found.solved.pop(fqn).note
         self.prog.solved.pop(fqn, None)
         self.steps.item.cache.clear()  # type: ignore[attr-defined]
         for name in [n for n in self.prog.weights if n == fqn or n.startswith(f"{fqn}.")]:
             weight = self.prog.weights[name]
             self.prog.weights[name] = weight.new_zeros(()).expand(weight.shape)
+
+    def forget(self) -> None:
+        """Let go of the quantized linears: room for what a failed call brings back."""
+        self.built.clear()
 
     # -- report ----------------------------------------------------------------------------------------------------
     def layers(self) -> list[LayerReport]:
@@ -269,7 +274,7 @@ class Job:
             linear, seen, loss = self.built[module], self.found.seen[fqn], self.found.losses.get(module, Loss())
             ranges = {m: (r.low, r.high) for m, r in seen.ranges.items() if r.count}
             outliers = 0 if linear.outlier_index is None else linear.outlier_index.numel()
-            note = "; ".join(filter(None, (str(self.found.solved[fqn]), _one_scale(linear, seen))))
+            note = "; ".join(filter(None, (self.notes[fqn], _one_scale(linear, seen))))
             rows.append(
                 LayerReport(
                     module, *self.places[fqn], str(self.schemes[fqn]), texts.get(fqn, ()), loss.sqnr(),

@@ -104,7 +104,9 @@ def _calibrated(
                 ids, count = context.visual_token_ids, options.generate_tokens
                 batches = [with_generated(model, residency.batch(dict(b)), count, ids) for b in batches]
             journal = stack.enter_context(convert.Journal(model))
-            report = Job(model, config, batches, context, journal, bar, filter_fn, options, residency, store).run()
+            job = Job(model, config, batches, context, journal, bar, filter_fn, options, residency, store)
+            stack.callback(job.forget)
+            report = job.run()
             report.size_before, report.size_after = before, convert.size_of(model)
     except BaseException:
         detach(model)

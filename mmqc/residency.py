@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from .online_hadamard import OnlineHadamard
+
 
 class Residency:
     """The device that computes, and which blocks are on it now.
@@ -109,7 +111,8 @@ def _move(
                 continue
             mine, data = (kept or {}).get(id(tensor), (None, None))
             moved = data if mine is tensor and data is not None else tensor.data.to(device)
-            if isinstance(tensor, nn.Parameter):
+            # a recording knows tensors by identity; the factors of Hadamards are shared with other models
+            if not isinstance(module, OnlineHadamard) or isinstance(tensor, nn.Parameter):
                 old, tensor.data = tensor.data, moved
                 before[id(tensor)] = (tensor, old)
             else:

@@ -183,10 +183,10 @@ class Program:
             return getattr(args[0], str(node.target))(*args[1:], **kwargs).double()
         return node.target(*args, **kwargs).double()  # type: ignore[operator]
 
-    def forget(self, name: str) -> None:
-        """Take ``value(name)`` as given from here on (after it was written back)."""
+    def forget(self, name: str, value: Tensor | None = None) -> None:
+        """Take ``value(name)``, or its copy ``value``, as given from here on (after it was written back)."""
         if name in self._derived:
-            self.weights[name] = self.value(name).to(self.weights[name].device)
+            self.weights[name] = self.value(name) if value is None else value
             del self._derived[name]
             self._values.pop(name, None)
 
