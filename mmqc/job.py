@@ -159,7 +159,8 @@ class Job:
         while True:
             with torch.no_grad():
                 calls = [functools.partial(self.forward, b) for b in self.recorded()]
-                layout = survey(self.model, names, calls, refused)
+                sequence.linears = [name for name in names if name not in self.built]
+                layout = survey(self.model, sequence.linears, calls, refused)
             try:
                 sequence.run(layout)
             except NotStreamableError as error:

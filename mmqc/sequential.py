@@ -36,7 +36,7 @@ class Worker(Protocol):
         ...
 
     def restore(self, linears: Sequence[str]) -> None:
-        """Swap in what that run found."""
+        """Swap in what that run found; nothing to do for what this run did."""
         ...
 
     def solve(self, linears: Sequence[str], seen: Mapping[str, InputStatistics]) -> dict[str, QuantLinear]:
@@ -114,8 +114,12 @@ class Sequential:
             found = {fqn: observer.seen.finish() for fqn, observer in seen.items()}
         else:
             found = {}
+        # all of them before the first is swapped: forwards of the whole model see it as it was
+        ready = [(unit, *self._outside(unit, found)) for unit in outside]
+        for _, built, losses in ready:
+            self.worker.swap(built, losses)
         for unit in (u for u in units if isinstance(u, Outside)):
-            self._outside(unit, found)
+            self.worker.restore(unit.linears)
         for unit in (u for u in units if isinstance(u, Segment)):
             self._segment(unit, feeds.get(id(unit)))
 
@@ -130,21 +134,19 @@ class Sequential:
             return self.worker.finished(unit.linears)
         return all(self.worker.finished(inside) for b in unit.blocks if (inside := self._inside(b.name)))
 
-    @torch.no_grad()
     def _observing(self, linears: Iterable[str]) -> Any:
         observers = {f: Observer(self.watches[f], self.context) for f in linears if f in self.watches}
         return _hooks(self.model, observers)
 
-    def _outside(self, unit: Outside, seen: Mapping[str, InputStatistics]) -> None:
-        if self.worker.finished(unit.linears):
-            self.worker.restore(unit.linears)
-            return
+    def _outside(
+        self, unit: Outside, seen: Mapping[str, InputStatistics]
+    ) -> tuple[dict[str, QuantLinear], dict[str, Loss]]:
         self.say(unit.linears[0])
         built = self.worker.solve(unit.linears, seen)
         with _hooks(self.model, self._meters(built)) as meters:
             for number in self.measured if meters else ():
                 self.calls[number]()
-        self.worker.swap(built, {name: m.loss for name, m in meters.items()})
+        return built, {name: m.loss for name, m in meters.items()}
 
     def _segment(self, segment: Segment, feed: Feed | None) -> None:
         for number, block in enumerate(segment.blocks):

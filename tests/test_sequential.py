@@ -215,6 +215,42 @@ def test_blocks__that_another_batch_calls_differently_are_calibrated_as_a_whole(
     assert len(report.layers) == 6
 
 
+@pytest.mark.parametrize("inputs", ["float", "quantized"])
+def test_blocks__refused_in_the_middle_of_a_run(inputs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Moody(nn.Module):
+        """Hands the stream over by name if the batch says so."""
+
+        def __init__(self, block: nn.Module) -> None:
+            super().__init__()
+            self.block = block
+
+        def forward(self, x: Tensor, by_name: bool = False) -> Tensor:
+            return self.block(x)
+
+    model, data = Small(), batches(4)
+    text = model.model.text
+    text.blocks = nn.ModuleList(Moody(b) for b in text.blocks)
+    forward = model.forward
+
+    def moody(input_ids: Tensor, pixel_values: Tensor, use_cache: bool = True) -> Tensor:
+        changed = bool((input_ids[:, 0] == 3).all())
+        handle = text.blocks[0].register_forward_pre_hook(
+            lambda m, a, k: (a, {"by_name": True} if changed else {}), with_kwargs=True, prepend=True
+        )
+        try:
+            return forward(input_ids, pixel_values)
+        finally:
+            handle.remove()
+
+    monkeypatch.setattr(model, "forward", moody)
+    data[3] = {**data[3], "input_ids": data[3]["input_ids"].clone()}
+    data[3]["input_ids"][:, 0] = 3
+    report = quantize(model, recipes.rtn(8, 8), data, inputs=inputs)
+    assert [r.fqn for r in report.refused if "whole model" in r.reason] == ["model.text.blocks"]
+    assert {x.fqn for x in report.layers} == {n for n, m in model.named_modules() if isinstance(m, QuantLinear)}
+    assert {x.tower for x in report.layers} == {"vision", "projector", "language"}
+
+
 @pytest.mark.parametrize(
     ("error", "message"),
     [
