@@ -75,7 +75,7 @@ def quantize_(
     options = Options(inputs, device, spool, generate_tokens, resume_dir, _row_weights(modality_weights))
     _check_options(options)
     if calibration is None and config.rewrites == type(config.rewrites)() and not config.needs_calibration:
-        report = _weights_only(model, config, filter_fn)
+        report = _weights_only(model, config, filter_fn, device)
     else:
         report = _calibrated(model, config, _spool(model, config, calibration), filter_fn, progress, options)
     report.seconds = time.perf_counter() - start
@@ -203,11 +203,11 @@ def _has_visual(batch: Batch, ids: Tensor) -> bool:
     return places and any(v.is_floating_point() for v in given)
 
 
-def _weights_only(model: nn.Module, config: QuantConfig, filter_fn: Any) -> QuantReport:
+def _weights_only(model: nn.Module, config: QuantConfig, filter_fn: Any, device: Any) -> QuantReport:
     """No data and no rewrites: every nn.Linear module, without a recording."""
     schemes = {scheme for place, scheme in config.schemes.items() if place != "head"}
     if len(schemes) != 1:
         raise CalibrationError(
             "the towers have different schemes: pass one calibration batch, so that the towers can be told apart"
         )
-    return quantize_weights_only(model, config, schemes.pop(), filter_fn)
+    return quantize_weights_only(model, config, schemes.pop(), filter_fn, device)

@@ -34,6 +34,16 @@ def test_quantize__offloaded_equals_resident(inputs: Any, dtype: torch.dtype) ->
     assert all(torch.equal(one[k], two[k]) for k in one)
 
 
+def test_quantize__weights_alone_are_rounded_on_the_device() -> None:
+    model, _ = tiny_qwen2_vl()
+    there = copy.deepcopy(model).cuda()
+    mmqc.quantize_(model, recipes.rtn(4), progress=False, device="cuda")
+    mmqc.quantize_(there, recipes.rtn(4), progress=False)
+    one, two = codes(model), codes(there)
+    assert all(torch.equal(one[k], two[k]) for k in two)
+    assert {t.device.type for t in (*model.parameters(), *model.buffers())} == {"cpu"}
+
+
 def test_quantize__a_failed_call_leaves_everything_where_it_was() -> None:
     model, batch = tiny_qwen2_vl()
     model = model.cuda()
