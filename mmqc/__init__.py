@@ -39,7 +39,8 @@ _MODULES = ("recipes", "samples")
 
 __all__ = [
     "ActivationSpec", "ConfigError", "Explanation", "LayerReport", "OutOfMemoryError", "Planned", "QuantConfig",
-    "QuantReport", "Refusal", "ResumeError", "RewriteError", "Rewrites", "Scheme", "WeightSpec", "compiled_loop", "explain", "plan", "quantize_", "recipes", "samples",
+    "QuantReport", "Refusal", "ResumeError", "RewriteError", "Rewrites", "Scheme", "WeightSpec", "compiled_loop", "explain",
+    "plan", "quantize_", "recipes", "samples",
 ]  # fmt: skip
 
 
