@@ -19,24 +19,28 @@ if TYPE_CHECKING:
     from .config import ActivationSpec, ConfigError, QuantConfig, Rewrites, Scheme, WeightSpec
     from .equivalence import RewriteError
     from .explain import Explanation, explain
+    from .memory_error import OutOfMemoryError
     from .plan import Planned, plan
     from .quantize import quantize_
     from .report import LayerReport, QuantReport, Refusal
+    from .resume import ResumeError
 
 __version__ = "0.1.0.dev0"
 
 _HOMES = {
     "quantize_": "quantize", "compiled_loop": "compiled_loop",
     "explain": "explain", "Explanation": "explain",
-    "plan": "plan", "Planned": "plan", "RewriteError": "equivalence",
+    "plan": "plan", "Planned": "plan", "RewriteError": "equivalence", "ResumeError": "resume",
+    "OutOfMemoryError": "memory_error",
     "QuantReport": "report", "LayerReport": "report", "Refusal": "report",
     **dict.fromkeys(("ActivationSpec", "ConfigError", "QuantConfig", "Rewrites", "Scheme", "WeightSpec"), "config"),
 }  # fmt: skip
 _MODULES = ("recipes", "samples")
 
 __all__ = [
-    "ActivationSpec", "ConfigError", "Explanation", "LayerReport", "Planned", "QuantConfig", "QuantReport", "Refusal",
-    "RewriteError", "Rewrites", "Scheme", "WeightSpec", "compiled_loop", "explain", "plan", "quantize_", "recipes", "samples",
+    "ActivationSpec", "ConfigError", "Explanation", "LayerReport", "OutOfMemoryError", "Planned", "QuantConfig",
+    "QuantReport", "Refusal", "ResumeError", "RewriteError", "Rewrites", "Scheme", "WeightSpec", "compiled_loop", "explain",
+    "plan", "quantize_", "recipes", "samples",
 ]  # fmt: skip
 
 

@@ -1,7 +1,8 @@
 """Streaming statistics of every linear's input, per modality, from live forwards of the model.
 
 Hooks see each batch once and keep only what the scheme needs: the range, for percentiles a logarithmic histogram of
-magnitudes (1 % resolution), for GPTQ the second moment XᵀX, summed in float64.
+magnitudes (1 % resolution), for GPTQ the second moment XᵀX (moments.py).  Whose forward runs, the whole model's or one
+block's (stream.py), makes no difference to a hook.
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ from torch import Tensor, nn
 
 from .config import ActivationSpec
 from .modality import ModalityContext
+from .moments import add_second_moment, mirror_
 from .online_hadamard import OnlineHadamard
 
 TEXT, VISUAL, MIXED = "text", "visual", "mixed"
+EQUAL = {TEXT: 1.0, VISUAL: 1.0, MIXED: 1.0}
 _BINS_PER_OCTAVE, _LOWEST = 64, -40
 _BINS = 80 * _BINS_PER_OCTAVE
 
@@ -64,11 +67,37 @@ class Range:
 
 @dataclass
 class InputStatistics:
-    """What one linear's input looked like."""
+    """What one linear's input looked like.
+
+    Attributes:
+        ranges: by modality.
+        hessian: the second moment, float64 [K, K]; complete after ``finish``.
+        rows: how many rows are in it.
+        row_weights: what a row of each modality counts there, and has to count in any other loss over rows.
+    """
 
     ranges: dict[str, Range] = field(default_factory=lambda: {TEXT: Range(), VISUAL: Range(), MIXED: Range()})
     hessian: Tensor | None = None
     rows: int = 0
+    row_weights: Mapping[str, float] = field(default_factory=lambda: dict(EQUAL))
+
+    def finish(self) -> InputStatistics:
+        """All batches are in."""
+        if self.hessian is not None:
+            mirror_(self.hessian)
+        return self
+
+    def add_moment(self, parts: Mapping[str, Tensor], rows: Tensor) -> None:
+        """Take the rows [M, K] into the second moment; ``parts`` are the same rows by modality."""
+        weights = {self.row_weights.get(name, 1.0) for name in parts}
+        groups = (
+            [(weights.pop(), rows)]
+            if len(weights) == 1
+            else [(self.row_weights.get(n, 1.0), r) for n, r in parts.items()]
+        )
+        for weight, group in groups:
+            self.hessian = add_second_moment(self.hessian, group, weight)
+        self.rows += len(rows)
 
     def scales(self, spec: ActivationSpec, language: bool) -> list[float] | None:
         """[text, visual] for MSQ in the language model, else one scale; None if no input was seen.
@@ -93,6 +122,7 @@ class Watch:
     spec: ActivationSpec | None
     hessian: bool
     skip: Tensor | None = None
+    row_weights: Mapping[str, float] = field(default_factory=lambda: dict(EQUAL))
 
 
 def linear_input(module: nn.Module, x: Tensor) -> Tensor:
@@ -116,22 +146,24 @@ def by_modality(x: Tensor, language: bool, context: ModalityContext | None) -> d
     return {VISUAL: rows[flat], TEXT: rows[~flat]}
 
 
-class _Observer:
+class Observer:
+    """The pre-hook that gathers one linear's statistics in ``seen``."""
+
     def __init__(self, watch: Watch, context: ModalityContext | None) -> None:
-        self.watch, self.context, self.seen = watch, context, InputStatistics()
+        self.watch, self.context = watch, context
+        self.seen = InputStatistics(row_weights=watch.row_weights)
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        """Take in one call's input."""
         x = linear_input(module, args[0].detach())
         if self.watch.skip is not None:
             x = x.index_fill(-1, self.watch.skip.to(x.device), 0)
         spec = self.watch.spec
-        for name, rows in by_modality(x, self.watch.language, self.context).items():
+        parts = by_modality(x, self.watch.language, self.context)
+        for name, rows in parts.items():
             self.seen.ranges[name].update(rows, spec is not None and spec.observer == "percentile")
         if self.watch.hessian:
-            rows = x.reshape(-1, x.shape[-1]).float()
-            moment = (rows.T @ rows).double()
-            self.seen.hessian = moment if self.seen.hessian is None else self.seen.hessian.add_(moment)
-            self.seen.rows += len(rows)
+            self.seen.add_moment(parts, x.reshape(-1, x.shape[-1]))
 
 
 @contextmanager
@@ -143,25 +175,3 @@ def hooked(pairs: Iterable[tuple[nn.Module, Any]]) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
-
-
-@torch.no_grad()
-def calibrate(
-    model: nn.Module,
-    batches: Iterable[Mapping[str, Any]],
-    watches: Mapping[str, Watch],
-    context: ModalityContext | None,
-) -> dict[str, InputStatistics]:
-    """Run the batches and return what each watched linear's input looked like, by the key of ``watches``.
-
-    Args:
-        model: the model whose forward takes the batches' keys.
-        batches: keyword batches.
-        watches: the linears to observe.
-        context: tells visual from text rows; attached to ``model``.
-    """
-    observers = {name: _Observer(watch, context) for name, watch in watches.items()}
-    with hooked((watches[name].module, o) for name, o in observers.items()):
-        for batch in batches:
-            model(**batch)
-    return {name: o.seen for name, o in observers.items()}

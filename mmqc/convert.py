@@ -6,6 +6,7 @@ through a ``Journal``; leaving its ``with`` block by an exception puts every ten
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ class Journal:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.undo: list[Any] = []
+        self.ours: dict[int, Any] = {}  # parameters that were put in place of others: undoing brings those back
 
     def __enter__(self) -> Journal:
         return self
@@ -34,6 +36,7 @@ class Journal:
             for step in reversed(self.undo):
                 step()
         self.undo.clear()
+        self.ours.clear()
 
     def parameter(self, fqn: str, value: Tensor, shared: bool = False) -> None:
         """Replace or add a parameter or a buffer, keeping device and requires_grad of what was there.
@@ -47,6 +50,7 @@ class Journal:
         new = value.detach().contiguous()
         grad = old.requires_grad if old is not None else False
         store[name] = new if store is module._buffers else nn.Parameter(new, requires_grad=grad)
+        self.ours[id(store[name])] = store[name]
         if old is None or shared or old.device.type in ("cpu", "meta"):
             self.undo.append(lambda: store.__setitem__(name, old))
             return
@@ -68,6 +72,21 @@ class Journal:
         for modules, name in places:
             modules[name] = new
             self.undo.append(lambda modules=modules, name=name: modules.__setitem__(name, old))
+        left = {id(p) for p in self.model.parameters()}
+        for part in old._parameters.values():
+            if part is not None and id(part) not in left and part.device.type not in ("cpu", "meta"):
+                self.undo.append(self._evict(part))
+
+    def _evict(self, part: nn.Parameter) -> Any:
+        """Take a parameter that no module uses any more off its accelerator; how to bring it back."""
+        device = part.device
+        # one that replaced another is never needed again: undoing goes back to the one before
+        part.data = torch.empty(0, dtype=part.dtype) if id(part) in self.ours else part.data.to("cpu")
+
+        def restore() -> None:
+            part.data = part.data.to(device)
+
+        return restore
 
     def attribute(self, owner: Any, name: str, value: Any) -> None:
         """Set an attribute (of a nested config, say)."""
@@ -117,7 +136,7 @@ def write_weights(model: nn.Module, prog: Program, journal: Journal) -> list[str
         if shared:
             untied.append(name)
         value = prog.value(name).to(old.device if old is not None else prog.weights[name].device)
-        prog.forget(name)
+        prog.forget(name, value)
         del old  # one weight at a time
         journal.parameter(name, value, shared)
     return untied
@@ -142,27 +161,31 @@ def _to_rms_norm(model: nn.Module, fqn: str, prog: Program, journal: Journal) ->
         journal.swap(fqn, RMSNorm(norm.normalized_shape[0], norm.eps, **parts))
 
 
-def build_quantized(model: nn.Module, prog: Program, context: ModalityContext | None) -> dict[str, QuantLinear]:
-    """A QuantLinear for every quantized weight of the program, by module FQN; the model is not touched."""
+def build_quantized(
+    model: nn.Module, prog: Program, context: ModalityContext | None, only: Container[str]
+) -> dict[str, QuantLinear]:
+    """A QuantLinear for every quantized weight of the program in ``only``, by module FQN; the model is not touched."""
     built: dict[str, QuantLinear] = {}
-    for node in prog.nodes("weight_only_matmul", "scaled_matmul"):
+    known: Any = {} if prog.statistics is None else prog.statistics["linears"]
+    for node in prog.nodes("weight_only_matmul"):
         fqn = node.meta["fqn"]
         module = fqn.removesuffix(".weight")
-        if module in built:
+        if module in built or fqn not in only:
             continue
         old = model.get_submodule(module)
         scheme, solved = node.meta["scheme"], prog.solved[fqn]
-        static = kind(node) == "scaled_matmul"
+        found = known.get(fqn, {}).get("input_scale") if scheme.activation is not None else None
+        static = found is not None
         weight = old.get_parameter("weight")
         device = weight.device
         bias = getattr(old, "bias", None)
         index, columns = (prog.weights.get(f"{fqn}.{part}") for part in ("outliers", "outlier_weight"))
-        scale = prog.weights[f"{fqn}.input_scale"] if static else None
+        scale = torch.tensor(found, dtype=torch.float32) if static else None
         built[module] = QuantLinear.from_parts(
             solved.codes.to(device),
             solved.scale.to(device),
             weight_bits=scheme.weight.bits,
-            activation_bits=scheme.activation.bits if static else None,
+            activation_bits=scheme.activation.bits if static and scheme.activation is not None else None,
             group_size=scheme.weight.group_size,
             amplifier=solved.amplifier if static else 0,
             bias=None if bias is None else bias.detach(),

@@ -40,7 +40,7 @@ def incoherences(prog: Program) -> dict[str, float]:
 
     That is the captured value until the rewrites are written back, and the rewritten one after: no second copy is made.
     """
-    return {fqn: incoherence(prog.weights[fqn]) for fqn in _linear_weights(prog)}
+    return {fqn: incoherence(prog.stored(fqn)) for fqn in _linear_weights(prog)}
 
 
 def weight_towers(prog: Program) -> dict[str, str]:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .calibrate import by_modality, hooked, linear_input
+from .calibrate import by_modality, linear_input
 from .modality import ModalityContext
 from .modules import QuantLinear
 
@@ -29,16 +28,24 @@ class Loss:
         pairs = ((m, self.signal[m], self.noise[m]) for m in self.signal)
         return {m: 10 * math.log10(s / n) if s > 0 and n > 0 else math.inf for m, s, n in pairs if s > 0}
 
+    def relative(self) -> float:
+        """Noise power over signal power, all modalities together."""
+        signal = sum(self.signal.values())
+        return sum(self.noise.values()) / signal if signal else 0.0
+
     def saturated(self) -> dict[str, float]:
         """Share of input values beyond the static range."""
         return {m: self.clipped[m] / n for m, n in self.count.items() if n}
 
 
-class _Meter:
+class Meter:
+    """The pre-hook that compares one linear with its quantized self; see ``loss``."""
+
     def __init__(self, quantized: QuantLinear, language: bool, context: ModalityContext | None) -> None:
         self.quantized, self.language, self.context, self.loss = quantized, language, context, Loss()
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        """Compare on one call's input."""
         x = args[0].detach()
         wanted = nn.functional.linear(linear_input(module, x), module.weight, module.bias)  # type: ignore[arg-type]
         error = self.quantized(x) - wanted
@@ -48,12 +55,13 @@ class _Meter:
             strict=True,
         )
         for (name, signal), noise in parts:
-            self.loss.signal[name] = self.loss.signal.get(name, 0.0) + float(signal.double().square().sum())
-            self.loss.noise[name] = self.loss.noise.get(name, 0.0) + float(noise.double().square().sum())
+            self.loss.signal[name] = self.loss.signal.get(name, 0.0) + _power(signal)
+            self.loss.noise[name] = self.loss.noise.get(name, 0.0) + _power(noise)
         if self.quantized.input_scale is not None:
             self.count_clipped(linear_input(module, x), self.quantized.input_scale)
 
     def count_clipped(self, x: Tensor, scale: Tensor) -> None:
+        """Count input values beyond the static range."""
         if self.quantized.outlier_index is not None:
             x = x.index_fill(-1, self.quantized.outlier_index, 0)
         for name, rows in by_modality(x, self.language, self.context).items():
@@ -63,17 +71,6 @@ class _Meter:
             self.loss.count[name] = self.loss.count.get(name, 0) + rows.numel()
 
 
-@torch.no_grad()
-def measure(
-    model: nn.Module,
-    batches: Iterable[Mapping[str, Any]],
-    quantized: Mapping[str, QuantLinear],
-    language: Mapping[str, bool],
-    context: ModalityContext | None,
-) -> dict[str, Loss]:
-    """Run the float model on ``batches`` and compare every linear of ``quantized`` (by module FQN) with its float self."""
-    meters = {name: _Meter(q, language[name], context) for name, q in quantized.items()}
-    with hooked((model.get_submodule(name), meter) for name, meter in meters.items()):
-        for batch in batches:
-            model(**batch)
-    return {name: meter.loss for name, meter in meters.items()}
+def _power(x: Tensor) -> float:
+    """Σ x² in float64, without a copy in it."""
+    return float(torch.linalg.vector_norm(x, dtype=torch.float64)) ** 2

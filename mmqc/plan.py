@@ -22,6 +22,7 @@ from .graph.record import record
 from .graph.runner import Pass, run
 from .graph.space_text import spaces_text
 from .graph.spaces import Space, Spaces
+from .job import takes_cache
 from .passes.fold_layer_scale import FoldLayerScale
 from .passes.fold_norm_mean import FoldNormMean
 from .passes.fold_norm_scale import FoldNormScale
@@ -29,7 +30,6 @@ from .passes.raise_linear import RaiseLinear
 from .passes.raise_ops import RaiseOps
 from .passes.suppress_magnitude import SuppressMagnitude
 from .pipeline import FACTS, exact_passes
-from .quantize import takes_cache
 from .unseen import unsure_weights
 
 FOLDS = (RaiseOps, RaiseLinear, FoldLayerScale, FoldNormScale, FoldNormMean)

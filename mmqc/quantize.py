@@ -2,42 +2,30 @@
 
 from __future__ import annotations
 
-import inspect
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from typing import Any, get_args
 
 import torch
-from torch import Tensor, fx, nn
-from tqdm.auto import tqdm
+from torch import Tensor, nn
 
 from . import convert
-from .account import refusals, transforms
-from .calibrate import MIXED, CalibrationError, InputStatistics, Watch, calibrate
-from .channel_scales import scale_channels
-from .config import HEAD, ConfigError, QuantConfig
-from .equivalence import check, outputs
+from .blocks import block_lists
+from .calibrate import EQUAL, TEXT, VISUAL, CalibrationError
+from .config import ConfigError, QuantConfig
 from .expert_modules import QuantExperts
-from .find_experts import products
-from .graph.linear import operands, weight_of
-from .graph.program import Program
-from .graph.record import record
-from .graph.runner import run
-from .hf import attach_config
-from .incoherence import incoherences, weight_towers
-from .measure import Loss, measure
+from .generated import with_generated
+from .job import Batch, Job, Options
+from .memory_error import explained
 from .modality import ModalityContext, attached, detach
 from .modules import QuantLinear
-from .passes.assign_scheme import kept
-from .pipeline import FACTS, exact_passes, quantizing_passes
-from .quantize_experts import BuiltExperts, quantize_experts
-from .report import LayerReport, QuantReport, Refusal
-from .solvers import Quantized
-from .unseen import guard, unseen_modules, unsure_weights
+from .progress import Progress
+from .report import QuantReport
+from .residency import Residency
+from .resume import Store, fingerprint
+from .sequential import Inputs
 from .weights_only import quantize_weights_only
-
-MEASURED_BATCHES = 4
-Batch = Mapping[str, Any]
 
 
 def quantize_(
@@ -48,8 +36,13 @@ def quantize_(
     filter_fn: Callable[[nn.Module, str], bool] | None = None,
     progress: bool = True,
     resume_dir: str | None = None,
+    inputs: Inputs = "float",
+    device: Any = None,
+    spool: str | None = None,
+    generate_tokens: int = 0,
+    modality_weights: Mapping[str, float] | None = None,
 ) -> QuantReport:
-    """Quantize ``model`` in place by ``config``.
+    """Quantize ``model`` in place by ``config``, one block after the other; docs/howto/calibrate.md says when to use what.
 
     Args:
         model: any transformers model; parameters float32, bfloat16 or float16.
@@ -57,8 +50,13 @@ def quantize_(
         calibration: keyword batches for ``model.forward``, images included; iterated once.  The first batch is also
             what the model is recorded on.  None where the config quantizes weights only and rewrites nothing.
         filter_fn: as torchao's: only linears for which ``filter_fn(module, fqn)`` is true are quantized.
-        progress: show a progress bar.
-        resume_dir: not supported yet.
+        progress: show a progress bar: the block, its loss, peak memory, time left.
+        resume_dir: a folder for finished blocks; the same call goes on where a killed one stopped, bit for bit.
+        inputs: linears are calibrated on what the ``"float"`` model feeds them, or the ``"quantized"`` blocks in front.
+        device: the accelerator that computes while the model stays in host memory, one block at a time.
+        spool: a folder for the activations between two blocks; None keeps them in host memory.
+        generate_tokens: so many tokens that the model itself writes are appended to each batch.
+        modality_weights: what a row counts in second moments, ``{"visual": a, "text": b}``; 1 if not given.
 
     Returns:
         What was done, with ``report.config`` for ``torch.compile(..., options={"config": report.config})``.
@@ -66,6 +64,7 @@ def quantize_(
     Raises:
         ConfigError: the config cannot be applied to this model (a ``keep`` pattern that matches nothing, ...).
         CalibrationError: no batches, or none with images where the recipe is per modality.
+        ResumeError, OutOfMemoryError: say what to change.
         ValueError: a weight holds NaN or infinity, or the model is quantized already.
         RecordError: the forward cannot be recorded.
         RewriteError: the exact rewrites changed the output of the first batch by more than rounding.
@@ -73,21 +72,42 @@ def quantize_(
     Whatever is raised, the model is as it was before the call.
     """
     start = time.perf_counter()
-    _check_model(model, config, resume_dir)
+    _check_model(model, config)
+    options = Options(inputs, device, spool, generate_tokens, resume_dir, _row_weights(modality_weights))
+    _check_options(options)
     if calibration is None and config.rewrites == type(config.rewrites)() and not config.needs_calibration:
-        return _weights_only(model, config, filter_fn, start)
-    batches = _spool(model, config, calibration)
+        report = _weights_only(model, config, filter_fn, device)
+    else:
+        report = _calibrated(model, config, _spool(model, config, calibration), filter_fn, progress, options)
+    report.seconds = time.perf_counter() - start
+    return report
+
+
+def _calibrated(
+    model: nn.Module, config: QuantConfig, batches: list[Batch], filter_fn: Any, progress: bool, options: Options
+) -> QuantReport:
+    """With the modes, hooks and devices that the job needs; all of them are as they were afterwards."""
     before = convert.size_of(model)
     modes = {module: module.training for module in model.modules()}
     model.eval()
     context = attached(model) or ModalityContext.attach(model, visual_token_ids(model))
-    bar = tqdm(
-        total=len(batches) + min(MEASURED_BATCHES, len(batches)), disable=not progress, desc="recording", unit="batch"
-    )
     try:
         context.text_only = not context.visual_token_ids
-        with bar, convert.Journal(model) as journal:
-            report = _Job(model, config, batches, context, journal, bar, filter_fn).run()
+        with ExitStack() as stack:
+            bar = stack.enter_context(Progress(progress, options.device or next(model.parameters()).device))
+            stack.enter_context(explained(bar))
+            store = _store(model, config, batches, options)
+            linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+            blocks = [child for children in block_lists(model, linears).values() for child in children]
+            residency = stack.enter_context(Residency(model, blocks, options.device))
+            if options.generate_tokens:
+                bar.say("generating")
+                ids, count = context.visual_token_ids, options.generate_tokens
+                batches = [with_generated(model, residency.batch(dict(b)), count, ids) for b in batches]
+            journal = stack.enter_context(convert.Journal(model))
+            job = Job(model, config, batches, context, journal, bar, filter_fn, options, residency, store)
+            stack.callback(job.forget)
+            report = job.run()
             report.size_before, report.size_after = before, convert.size_of(model)
     except BaseException:
         detach(model)
@@ -96,193 +116,7 @@ def quantize_(
         model.train(modes[model])
         for module, training in modes.items():  # parts may be in another mode than the whole
             module.training = training
-    report.seconds = time.perf_counter() - start
     return report
-
-
-class _Job:
-    """One call of ``quantize_``; holds what its steps share."""
-
-    def __init__(
-        self, model: nn.Module, config: QuantConfig, batches: list[Batch], context: ModalityContext,
-        journal: convert.Journal, bar: Any, filter_fn: Callable[[nn.Module, str], bool] | None,
-    ) -> None:  # fmt: skip
-        self.model, self.config, self.batches = model, config, batches
-        self.context, self.journal, self.bar, self.filter_fn = context, journal, bar, filter_fn
-        self.solving: dict[str, tuple[Quantized, float, float]] = {}
-
-    def run(self) -> QuantReport:
-        """The steps in order."""
-        prog = record(self.model, *self.recorded(), decode=takes_cache(self.model))
-        prog.unsure = unsure_weights(self.model, prog.called)
-        self.unseen = unseen_modules(self.model, prog.called)
-        run(prog, exact_passes(self.config), FACTS, text=True)
-        _check_keep(prog, self.config)
-        self.filter(prog)
-        before, self.towers = incoherences(prog), weight_towers(prog)
-        first = self.call(self.batches[0])
-        scales = self.config.rewrites.scales
-        expected = outputs(self.model, first) if prog.changed or scales is not None else []
-        self.untied = convert.write_exact(self.model, prog, self.journal)
-        if scales is not None:
-            self.bar.set_description("scaling channels")
-            scale_channels(self.model, prog, scales, lambda: map(self.call, self.batches))
-            self.untied += convert.write_weights(self.model, prog, self.journal)
-        rewrite_error = check(expected, outputs(self.model, first)) if expected else 0.0
-        after = incoherences(prog)
-        self.incoherence = {fqn: (before[fqn], after[fqn]) for fqn in before}
-        nodes = {weight_of(n): n for n in prog.nodes("linear") if "scheme" in n.meta}
-        statistics = self.calibrate(prog, nodes)
-        prog.statistics = self.to_config(prog, nodes, statistics)
-        experts = self.experts(prog)
-        self.bar.set_description("quantizing weights")
-        run(prog, quantizing_passes(hessian=lambda fqn: statistics[fqn].hessian, done=self.solved), FACTS, text=True)
-        built = convert.build_quantized(self.model, prog, self.context)
-        losses = self.measure(prog, built)
-        for module, linear in built.items():
-            self.journal.swap(module, linear)
-        for module, mixture in experts.modules.items():
-            self.journal.swap(module, mixture)
-        config = self.config.replace(statistics=prog.statistics)
-        notes = [Refusal("", "", note) for note in prog.notes]
-        stale = (r for r in refusals(prog) if r.fqn not in experts.known)
-        refused = [*stale, *experts.refused, *self.unreached(), *notes]
-        layers = [*self.layers(prog, built, statistics, losses), *experts.layers]
-        report = QuantReport(config, layers, refused, prog.records)
-        report.incoherence, report.towers, report.rewrite_error = self.incoherence, self.towers, rewrite_error
-        self.finish(config, report)
-        return report
-
-    def recorded(self) -> list[Batch]:
-        """The first batch, and the one that differs from it most in what it holds and in its shapes."""
-        first = self.batches[0]
-        other = max(self.batches, key=lambda batch: _difference(first, batch))
-        return [self.call(b) for b in ([first] if _difference(first, other) == 0 else [first, other])]
-
-    def call(self, batch: Batch) -> dict[str, Any]:
-        """A batch as keyword arguments of one whole forward."""
-        return {**batch, "use_cache": False} if takes_cache(self.model) else dict(batch)
-
-    def filter(self, prog: Program) -> None:
-        for node in prog.nodes("linear") if self.filter_fn is not None else ():
-            fqn = weight_of(node).removesuffix(".weight")
-            if "scheme" in node.meta and not self.filter_fn(self.model.get_submodule(fqn), fqn):  # type: ignore[misc]
-                del node.meta["scheme"]
-
-    def experts(self, prog: Program) -> BuiltExperts:
-        """Stacked experts, which no linear module holds."""
-        self.bar.set_description("quantizing experts")
-        return quantize_experts(
-            self.model, prog, self.config, lambda: map(self.call, self.batches),
-            lambda: map(self.call, self.batches[:: max(1, len(self.batches) // MEASURED_BATCHES)][:MEASURED_BATCHES]),
-            context=self.context, wanted=self.filter_fn,
-        )  # fmt: skip
-
-    def unreached(self) -> Iterator[Refusal]:
-        """Linears of modules that the model has and the batches do not use."""
-        for name in self.unseen:
-            for child, module in self.model.get_submodule(name).named_modules():
-                if isinstance(module, nn.Linear):
-                    yield Refusal(f"{name}.{child}".rstrip("."), "", "no recorded batch reached it")
-
-    def solved(self, fqn: str, result: Quantized, error: float, seconds: float) -> None:
-        self.solving[fqn] = (result, error, seconds)
-        self.bar.set_postfix_str(fqn.removesuffix(".weight"), refresh=False)
-        self.bar.refresh()
-
-    def calibrate(self, prog: Program, nodes: dict[str, Any]) -> dict[str, InputStatistics]:
-        self.bar.set_description("calibrating")
-        watches = {
-            fqn: Watch(
-                self.model.get_submodule(fqn.removesuffix(".weight")),
-                node.meta["tower"] == "language",
-                node.meta["scheme"].activation,
-                node.meta["scheme"].weight.needs_hessian,
-                node.meta.get("outliers"),
-            )
-            for fqn, node in nodes.items()
-            if node.meta["scheme"].activation is not None or node.meta["scheme"].weight.needs_hessian
-        }
-        if not watches:
-            return {fqn: InputStatistics() for fqn in nodes}
-        seen = calibrate(self.model, self.stepped(self.batches), watches, self.context)
-        return {fqn: seen.get(fqn, InputStatistics()) for fqn in nodes}
-
-    def stepped(self, batches: list[Batch]) -> Iterable[Batch]:
-        for batch in batches:
-            yield self.call(batch)
-            self.bar.update()
-
-    def to_config(self, prog: Program, nodes: dict[str, Any], statistics: dict[str, InputStatistics]) -> dict[str, Any]:
-        """What ``report.config`` carries: scales and places by weight FQN, and the plan of the rewrites."""
-        linears = {}
-        for fqn, node in nodes.items():
-            spec = node.meta["scheme"].activation
-            scales = statistics[fqn].scales(spec, node.meta["tower"] == "language") if spec is not None else None
-            outliers = node.meta["outliers"].tolist() if "outliers" in node.meta else []
-            linears[fqn] = {
-                "tower": node.meta["tower"],
-                "role": node.meta["role"],
-                "input_scale": scales,
-                "outliers": outliers,
-            }
-        return {
-            "visual_token_ids": list(self.context.visual_token_ids),
-            "token_embeddings": _token_embeddings(prog),
-            "linears": linears,
-            "plan": prog.decided.to_dict(),
-        }
-
-    def measure(self, prog: Program, built: dict[str, QuantLinear]) -> dict[str, Loss]:
-        self.bar.set_description("measuring")
-        language = {m: prog.statistics["linears"][f"{m}.weight"]["tower"] == "language" for m in built}  # type: ignore[index]
-        chosen = self.batches[:: max(1, len(self.batches) // MEASURED_BATCHES)][:MEASURED_BATCHES]
-        return measure(self.model, self.stepped(chosen), built, language, self.context)
-
-    def layers(
-        self,
-        prog: Program,
-        built: dict[str, QuantLinear],
-        statistics: dict[str, InputStatistics],
-        losses: dict[str, Loss],
-    ) -> list[LayerReport]:
-        places, texts = prog.statistics["linears"], transforms(prog)  # type: ignore[index]
-        rows = []
-        for module, linear in built.items():
-            fqn = f"{module}.weight"
-            result, error, seconds = self.solving[fqn]
-            ranges = {m: (r.low, r.high) for m, r in statistics[fqn].ranges.items() if r.count}
-            scheme = next(
-                n.meta["scheme"] for n in prog.nodes("weight_only_matmul", "scaled_matmul") if n.meta["fqn"] == fqn
-            )
-            outliers = 0 if linear.outlier_index is None else linear.outlier_index.numel()
-            note = "; ".join(filter(None, (result.note, _one_scale(linear, statistics[fqn]))))
-            rows.append(
-                LayerReport(
-                    module, places[fqn]["tower"], places[fqn]["role"], str(scheme), texts.get(fqn, ()), losses[module].sqnr(),
-                    ranges, losses[module].saturated(), error, outliers, seconds, note,
-                )
-            )  # fmt: skip
-        return rows
-
-    def finish(self, config: QuantConfig, report: QuantReport) -> None:
-        """Leave on the model what it needs to run, ``save_pretrained`` and ``explain``: the visual mask, the record."""
-        if not any(isinstance(m, QuantLinear | QuantExperts) and m.modality is not None for m in self.model.modules()):
-            detach(self.model)
-        passes = [
-            {
-                "name": r.name,
-                "exact": r.exact,
-                "sites": r.sites,
-                "misses": [str(m) for m in r.misses],
-                "ms": round(r.ms, 1),
-                "delta": r.delta,
-            }
-            for r in report.passes
-        ]
-        if self.config.rewrites.fold_norms:
-            guard(self.model, self.unseen)
-        attach_config(self.model, config, {"passes": passes, "untied": self.untied, "unseen": self.unseen})
 
 
 def visual_token_ids(model: nn.Module) -> tuple[int, ...]:
@@ -296,11 +130,35 @@ def visual_token_ids(model: nn.Module) -> tuple[int, ...]:
     return tuple(dict.fromkeys(found))
 
 
-def _check_model(model: nn.Module, config: QuantConfig, resume_dir: str | None) -> None:
+def _row_weights(given: Mapping[str, float] | None) -> dict[str, float]:
+    wrong = [m for m, w in (given or {}).items() if m not in (TEXT, VISUAL) or not 0 < w < float("inf")]
+    if wrong:
+        raise ConfigError(
+            f"modality_weights = {dict(given or {})}: {wrong[0]!r} is no modality, or its weight is not positive; "
+            f'pass {{"{VISUAL}": a, "{TEXT}": b}} with positive numbers'
+        )
+    return {**EQUAL, **(given or {})}
+
+
+def _check_options(options: Options) -> None:
+    if options.inputs not in get_args(Inputs):
+        raise ConfigError(f"inputs = {options.inputs!r} is not supported; allowed: {get_args(Inputs)}")
+    count = options.generate_tokens
+    if not isinstance(count, int) or count < 0:
+        raise ConfigError(f"generate_tokens = {count!r}: how many tokens to append to each batch, 0 or more")
+
+
+def _store(model: nn.Module, config: QuantConfig, batches: list[Batch], options: Options) -> Store | None:
+    """Where finished units are kept, if anywhere."""
+    if options.resume_dir is None:
+        return None
+    asked = (options.inputs, options.generate_tokens, dict(options.row_weights))
+    return Store(options.resume_dir, fingerprint(model, config.to_dict(), batches, asked))
+
+
+def _check_model(model: nn.Module, config: QuantConfig) -> None:
     if not isinstance(config, QuantConfig):
         raise ConfigError(f"config is a {type(config).__name__}; pass a mmqc.QuantConfig, e.g. mmqc.recipes.mquant()")
-    if resume_dir is not None:
-        raise ConfigError("resume_dir is not supported yet: run without it")
     if any(isinstance(m, QuantLinear | QuantExperts) for m in model.modules()):
         raise ValueError("this model is quantized already; load the original weights to quantize it anew")
     bad = convert.first_bad_weight(model)
@@ -332,18 +190,6 @@ def _spool(model: nn.Module, config: QuantConfig, calibration: Iterable[Batch] |
     return batches
 
 
-def takes_cache(model: nn.Module) -> bool:
-    """Whether the model's forward knows ``use_cache``."""
-    parameters = inspect.signature(model.forward).parameters
-    return "use_cache" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-
-
-def _difference(a: Batch, b: Batch) -> int:
-    """How many of two batches' tensors are in one only, or have other shapes; equal-shaped values count nothing."""
-    shapes = [{n: tuple(v.shape) for n, v in batch.items() if isinstance(v, Tensor)} for batch in (a, b)]
-    return 100 * len(set(shapes[0]) ^ set(shapes[1])) + sum(shapes[0][n] != shapes[1].get(n) for n in shapes[0])
-
-
 def _has_visual(batch: Batch, ids: Tensor) -> bool:
     """Whether a batch has visual tokens, and features of an image or video to put there."""
     tokens, kinds = batch.get("input_ids"), batch.get("mm_token_type_ids")
@@ -358,40 +204,11 @@ def _has_visual(batch: Batch, ids: Tensor) -> bool:
     return places and any(v.is_floating_point() for v in given)
 
 
-def _check_keep(prog: Program, config: QuantConfig) -> None:
-    """Raise a ConfigError for a pattern that means no linear of the model; ``lm_head`` is there by default."""
-    linears = sorted({weight_of(n).removesuffix(".weight") for n in prog.nodes("linear") if weight_of(n)})
-    linears += sorted(fqn for uses in products(prog).values() for fqn in uses)
-    for pattern in config.keep:
-        if pattern != HEAD and not any(kept(pattern, fqn, "") for fqn in linears):
-            raise ConfigError(
-                f"keep pattern {pattern!r} matches no linear of this model; some of its linears: {linears[:3]} ... {linears[-2:]}"
-            )
-
-
-def _token_embeddings(prog: Program) -> list[str]:
-    """Weights that are looked up with the token ids themselves."""
-    found = []
-    for node in prog.nodes("embedding"):
-        index, weight = operands(node)["input"], operands(node)["weight"]
-        if isinstance(index, fx.Node) and index.op == "placeholder" and isinstance(weight, fx.Node):
-            found.append(str(weight.target))
-    return found
-
-
-def _one_scale(linear: QuantLinear, seen: InputStatistics) -> str:
-    """Why a linear has one input scale for both modalities, if calibration decided that."""
-    mixed = linear.input_scale is not None and seen.ranges[MIXED].count
-    return "its rows are not the tokens of the call: one scale for both modalities" if mixed else ""
-
-
-def _weights_only(model: nn.Module, config: QuantConfig, filter_fn: Any, start: float) -> QuantReport:
+def _weights_only(model: nn.Module, config: QuantConfig, filter_fn: Any, device: Any) -> QuantReport:
     """No data and no rewrites: every nn.Linear module, without a recording."""
     schemes = {scheme for place, scheme in config.schemes.items() if place != "head"}
     if len(schemes) != 1:
         raise CalibrationError(
             "the towers have different schemes: pass one calibration batch, so that the towers can be told apart"
         )
-    report = quantize_weights_only(model, config, schemes.pop(), filter_fn)
-    report.seconds = time.perf_counter() - start
-    return report
+    return quantize_weights_only(model, config, schemes.pop(), filter_fn, device)

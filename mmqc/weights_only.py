@@ -21,9 +21,12 @@ from .solvers import solve
 
 
 def quantize_weights_only(
-    model: nn.Module, config: QuantConfig, scheme: Scheme, filter_fn: Callable[[nn.Module, str], bool] | None
-) -> QuantReport:
+    model: nn.Module, config: QuantConfig, scheme: Scheme, filter_fn: Callable[[nn.Module, str], bool] | None,
+    device: Any = None,
+) -> QuantReport:  # fmt: skip
     """Swap every linear but those that ``keep`` names; the output head is known by ``get_output_embeddings``.
+
+    Weights are rounded on ``device``; None means where they are.
 
     Raises:
         ConfigError: a ``keep`` pattern that matches nothing.
@@ -42,7 +45,7 @@ def quantize_weights_only(
                 used.add(pattern)
                 report.refused.append(Refusal(fqn, "", f"kept in floating point ({pattern})"))
             elif filter_fn is None or filter_fn(linear, fqn):
-                report.layers.append(_swap(journal, fqn, linear, chosen))
+                report.layers.append(_swap(journal, fqn, linear, chosen, device))
         unused = [p for p in config.keep if p not in used and p != HEAD]
         if unused:
             raise ConfigError(
@@ -53,15 +56,17 @@ def quantize_weights_only(
     return report
 
 
-def _swap(journal: Journal, fqn: str, linear: nn.Linear, scheme: Scheme) -> LayerReport:
+def _swap(journal: Journal, fqn: str, linear: nn.Linear, scheme: Scheme, device: Any) -> LayerReport:
     start = time.perf_counter()
-    solved = solve(linear.weight.detach().float(), scheme.weight, name=fqn)
+    home = linear.weight.device
+    weight = linear.weight.detach().to(home if device is None else device).float()
+    solved = solve(weight, scheme.weight, name=fqn)
     new = QuantLinear.from_parts(
         solved.codes, solved.scale, weight_zero=solved.zero, weight_bits=scheme.weight.bits, group_size=scheme.weight.group_size,
         bias=None if linear.bias is None else linear.bias.detach(), dtype=linear.weight.dtype,
     )  # fmt: skip
-    error = float((linear.weight.detach().float() - solved.dequantize()).norm() / linear.weight.detach().float().norm())
-    journal.swap(fqn, new)
+    error = float((weight - solved.dequantize()).norm() / weight.norm())
+    journal.swap(fqn, new.to(home))
     return LayerReport(
         fqn, "", "", str(scheme), weight_error=error, seconds=time.perf_counter() - start, note=solved.note
     )

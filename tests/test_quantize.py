@@ -226,6 +226,13 @@ def test_quantize__weights_only_keeps_the_head_of_transformers_models() -> None:
     assert len(report.layers) == 24
 
 
+def test_quantize__weights_only_on_a_device_of_its_own() -> None:
+    model, other = Small(), Small()
+    mmqc.quantize_(model, recipes.rtn(4, group_size=8), progress=False)
+    mmqc.quantize_(other, recipes.rtn(4, group_size=8), progress=False, device="cpu")
+    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), other.state_dict().values(), strict=True))
+
+
 @pytest.mark.parametrize("calibrated", [False, True])
 def test_quantize__the_head_has_bits_of_its_own(calibrated: bool) -> None:
     model, batch = tiny_qwen2_vl()

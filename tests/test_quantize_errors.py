@@ -76,11 +76,6 @@ def test_quantize__quantized_already() -> None:
     check_unchanged(model, before)
 
 
-def test_quantize__resume_dir_is_refused() -> None:
-    with pytest.raises(ConfigError, match="resume_dir is not supported"):
-        quantize(Small(), recipes.rtn(8, 8), resume_dir="x")
-
-
 @pytest.mark.parametrize("config", [recipes.rtn(8, 8), recipes.mquant(4), recipes.rotate()])
 def test_quantize__failing_batch_rolls_everything_back(config: QuantConfig) -> None:
     model = Small()

@@ -94,6 +94,7 @@ class Program:
         notes: what the capture could not do, in words.
         called: FQNs of the modules that ran.
         unsure: weights that must stay as they are, and why (see mmqc/unseen.py).
+        work: the device that derived weights are computed on; None means where each weight is.
     """
 
     def __init__(
@@ -113,6 +114,7 @@ class Program:
         self.notes: list[str] = []
         self.called: set[str] = set()
         self.unsure: dict[str, str] = {}
+        self.work: torch.device | None = None
         self.sketches: dict[fx.Node, Any] = {}  # results in a recording, see meta.sketch: no pass changes a shape
         self.solved: dict[str, Any] = {}
         self.visual: Tensor | None = None
@@ -136,6 +138,11 @@ class Program:
         """The steps queued for ``name``."""
         return tuple(self._derived.get(name, ()))
 
+    def stored(self, name: str) -> Tensor:
+        """The weight as it was captured or written back, where the work is done."""
+        tensor = self.weights[name].detach()
+        return tensor if self.work is None or tensor.is_meta else tensor.to(self.work)
+
     @property
     def changed(self) -> tuple[str, ...]:
         """Names of the weights that have derived values."""
@@ -143,15 +150,14 @@ class Program:
 
     def value(self, name: str) -> Tensor:
         """The weight as it stands now, in its stored dtype; derived steps run in float64."""
-        base = self.weights[name].detach()
-        steps = self.derived(name)
+        steps, address = self.derived(name), self.weights[name].data_ptr()
         if not steps:
-            return base
+            return self.stored(name)
         known = self._values.get(name)
-        if known is not None and known[0] == base.data_ptr() and known[1] == len(steps):
+        if known is not None and known[0] == address and known[1] == len(steps):
             return known[2]
-        result = _computed(base, steps)
-        self._values[name] = (base.data_ptr(), len(steps), result)
+        result = _computed(self.stored(name), steps)
+        self._values[name] = (address, len(steps), result)
         return result
 
     def snapshot(self, name: str) -> Callable[[], Tensor]:
@@ -159,7 +165,7 @@ class Program:
         steps = self.derived(name)
 
         def value() -> Tensor:
-            out = self.weights[name].detach().double()
+            out = self.stored(name).double()
             for step in steps:
                 out = step.compute(out)
             return out
@@ -171,16 +177,16 @@ class Program:
         if node.op == "get_attr":
             name = str(node.target)
             given = None if values is None else values.get(name)
-            return self.weights[name].detach().double() if given is None else given
+            return self.stored(name).double() if given is None else given
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: self.constant(n, values))
         if node.op == "call_method":
             return getattr(args[0], str(node.target))(*args[1:], **kwargs).double()
         return node.target(*args, **kwargs).double()  # type: ignore[operator]
 
-    def forget(self, name: str) -> None:
-        """Take ``value(name)`` as given from here on (after it was written back)."""
+    def forget(self, name: str, value: Tensor | None = None) -> None:
+        """Take ``value(name)``, or its copy ``value``, as given from here on (after it was written back)."""
         if name in self._derived:
-            self.weights[name] = self.value(name)
+            self.weights[name] = self.value(name) if value is None else value
             del self._derived[name]
             self._values.pop(name, None)
 

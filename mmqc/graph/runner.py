@@ -40,29 +40,52 @@ Facts = Mapping[str, Callable[[Program], list[str]]]
 def run(prog: Program, passes: Iterable[Pass], facts: Facts, *, text: bool = False) -> Program:
     """Run ``passes`` in order; with ``text`` each record also holds the program before and after."""
     for item in passes:
+        steps = Steps(prog, item, facts, text=text)
+        steps.rewrite()
+        steps.finish()
+    return prog
+
+
+class Steps:
+    """One pass, whose sites may be rewritten in parts; ``sites`` are those that are left."""
+
+    def __init__(self, prog: Program, item: Pass, facts: Facts, *, text: bool = False) -> None:
         _check(prog, item, item.needs, facts, "needs")
         start = time.perf_counter()
-        record = PassRecord(item.name, item.exact, before=program_text(prog) if text else "")
-        counts = prog.counts()
+        self.prog, self.item, self.facts, self.text = prog, item, facts, text
+        self.record = PassRecord(item.name, item.exact, before=program_text(prog) if text else "")
+        self.counts = prog.counts()
         found = list(item.match(prog))
-        record.misses = [f for f in found if isinstance(f, Miss)]
-        for site in found:
-            if not isinstance(site, Miss):
-                item.rewrite(prog, site)
-                record.sites.append(str(site))
-        prog.clean()
-        after = prog.counts()
-        record.delta = {
+        self.record.misses = [f for f in found if isinstance(f, Miss)]
+        self.sites = dict(enumerate(f for f in found if not isinstance(f, Miss)))
+        self.done: dict[int, str] = {}
+        self.seconds = time.perf_counter() - start
+
+    def rewrite(self, wanted: Callable[[Any], bool] = lambda site: True) -> None:
+        """Rewrite the sites that ``wanted`` holds for."""
+        start = time.perf_counter()
+        for number in [n for n, site in self.sites.items() if wanted(site)]:
+            site = self.sites.pop(number)
+            self.item.rewrite(self.prog, site)
+            self.done[number] = str(site)
+        self.seconds += time.perf_counter() - start
+
+    def finish(self) -> None:
+        """Clean up, record, check what the pass gives."""
+        start = time.perf_counter()
+        self.prog.clean()
+        after, counts = self.prog.counts(), self.counts
+        self.record.sites = [self.done[number] for number in sorted(self.done)]
+        self.record.delta = {
             k: after.get(k, 0) - counts.get(k, 0)
             for k in counts.keys() | after.keys()
             if after.get(k, 0) != counts.get(k, 0)
         }
-        record.ms = (time.perf_counter() - start) * 1e3
-        record.after = program_text(prog) if text else ""
-        prog.records.append(record)
-        log.info("%s", record)
-        _check(prog, item, item.gives, facts, "gives")
-    return prog
+        self.record.ms = (self.seconds + time.perf_counter() - start) * 1e3
+        self.record.after = program_text(self.prog) if self.text else ""
+        self.prog.records.append(self.record)
+        log.info("%s", self.record)
+        _check(self.prog, self.item, self.item.gives, self.facts, "gives")
 
 
 def _check(prog: Program, item: Pass, names: frozenset[str], facts: Facts, word: str) -> None:

@@ -1,7 +1,7 @@
 """The ops' implementation on CUDA: importing this file registers it; what a kernel cannot take goes to the reference.
 
-    mmqc::scaled_matmul(s), weight_only_matmul(s), grouped_matmul, hadamard, hadamard_quantize   on CUDA   ->  the Triton
-    kernels, rows flattened
+    mmqc::scaled_matmul(s), weight_only_matmul(s), grouped_matmul, hadamard, hadamard_quantize, gptq_block   on CUDA   ->  the
+    Triton kernels, rows flattened
 
 ``why_not_scaled`` and its like say what a kernel cannot take; a compiled graph's record repeats it.
 """
@@ -13,12 +13,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from mmqc.kernels import gptq_block as sweep
 from mmqc.kernels import group_scaled_matmul as group_scaled
 from mmqc.kernels import grouped_matmul as grouped
 from mmqc.kernels import hadamard_quantize as transform
 from mmqc.kernels import scaled_matmul as scaled
 from mmqc.kernels import weight_only_matmul as weight_only
 from mmqc.kernels.hadamard_plan import all_known
+from mmqc.ops import gptq_block as gptq_op
 from mmqc.ops import grouped_matmul as grouped_op
 from mmqc.ops import hadamard as hadamard_op
 from mmqc.ops import hadamard_quantize as hadamard_quantize_op
@@ -190,7 +192,16 @@ def hadamard_quantize(
     return y.view(x.shape)
 
 
+def gptq_block(w: Tensor, u: Tensor, scale: Tensor, zero: Tensor | None, bits: int) -> tuple[Tensor, Tensor]:
+    """``mmqc::gptq_block`` on CUDA."""
+    gptq_op.check(w, u, scale, zero, bits)
+    if sweep.supports(w, u, scale, zero) is not None:
+        return gptq_op.reference(w, u, scale, zero, bits)
+    return sweep.gptq_block(w, u, scale, zero, bits)
+
+
 for implementation in (
-    scaled_matmul, scaled_matmuls, weight_only_matmul, weight_only_matmuls, grouped_matmul, hadamard, hadamard_quantize
+    scaled_matmul, scaled_matmuls, weight_only_matmul, weight_only_matmuls, grouped_matmul, hadamard, hadamard_quantize,
+    gptq_block,
 ):  # fmt: skip
     torch.library.impl(f"mmqc::{implementation.__name__}", "CUDA", implementation)

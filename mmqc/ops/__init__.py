@@ -8,6 +8,7 @@ from mmqc.ops import (
     causal_mask,
     gather_rows,
     gather_tokens,
+    gptq_block,
     grouped_matmul,
     hadamard,
     hadamard_quantize,
@@ -22,7 +23,7 @@ from mmqc.ops import (
 )
 
 __all__ = [
-    "causal_mask", "gather_rows", "gather_tokens", "grouped_matmul", "hadamard", "hadamard_quantize", "modality_order",
-    "quantize", "rotate",
-    "scaled_matmul", "scaled_matmuls", "tag_modality", "weight_only_matmul", "weight_only_matmuls",
+    "causal_mask", "gather_rows", "gather_tokens", "gptq_block", "grouped_matmul", "hadamard", "hadamard_quantize",
+    "modality_order", "quantize", "rotate", "scaled_matmul", "scaled_matmuls", "tag_modality", "weight_only_matmul",
+    "weight_only_matmuls",
 ]  # fmt: skip

@@ -78,8 +78,8 @@ class QuantizeActivations:
 
     def weight_scales(self, prog: Program, fqn: str, scale: Any) -> tuple[Any, fx.Node | None]:
         """The weight's scales as they are, or where they are integers the two factors that they are made of."""
-        solved = prog.solved[fqn]
-        if not solved.amplifier:
+        solved = prog.solved.get(fqn)  # a result that is done with may be gone; its scales are floats then
+        if solved is None or not solved.amplifier:
             return scale, None
         integer, channel = solved.integer_scales()
         return prog.constant_node(f"{fqn}.channel_scale", channel), prog.constant_node(f"{fqn}.group_scale", integer)

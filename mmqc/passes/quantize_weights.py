@@ -44,7 +44,8 @@ class QuantizeWeights:
     """See the module's docstring.
 
     Attributes:
-        hessian: second moment of a linear's inputs by weight FQN, float64 [K, K]; called when its turn comes.
+        hessian: second moment of a linear's inputs by weight FQN, float64 [K, K]; called when its turn comes, and
+            used up.
         done: called with (FQN, result, weight error, seconds) after each weight.
         cache: results by FQN and formulas, for weights that several graphs share.
     """
@@ -75,7 +76,9 @@ class QuantizeWeights:
         key = (site.fqn, tuple(step.formula for step in prog.derived(site.fqn)))
         solved = self.cache.get(key)
         if solved is None:
-            solved = solve(value.float(), spec, self.hessian(site.fqn), skip=outliers, name=site.fqn)
+            moment = self.hessian(site.fqn)
+            solved = solve(value.float(), spec, moment, skip=outliers, name=site.fqn, overwrite=True)
+            del moment
             self.cache[key] = solved
         self.done(site.fqn, solved, _error(value, solved, outliers), time.perf_counter() - start)
         prog.solved[site.fqn] = solved

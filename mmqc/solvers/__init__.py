@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from ..config import WeightSpec
@@ -10,12 +12,16 @@ from .quantized import Quantized
 
 __all__ = ["SOLVERS", "Quantized", "solve"]
 
-SOLVERS = {"rtn": rtn.solve, "mse_clip": mse_clip.solve, "awq_clip": awq_clip.solve, "gptq": gptq.solve}
+OVERWRITING = ("gptq",)
+SOLVERS: dict[str, Any] = {
+    "rtn": rtn.solve, "mse_clip": mse_clip.solve, "awq_clip": awq_clip.solve, "gptq": gptq.solve
+}  # fmt: skip
 
 
 def solve(
-    weight: Tensor, spec: WeightSpec, hessian: Tensor | None = None, *, skip: Tensor | None = None, name: str = "weight"
-) -> Quantized:
+    weight: Tensor, spec: WeightSpec, hessian: Tensor | None = None, *, skip: Tensor | None = None, name: str = "weight",
+    overwrite: bool = False,
+) -> Quantized:  # fmt: skip
     """Quantizes ``weight`` [N, K] with the solver that ``spec`` names, and makes its scales integers if ``spec`` says so.
 
     Args:
@@ -24,11 +30,13 @@ def solve(
         hessian: XᵀX [K, K] of the layer's inputs; gptq and awq_clip need it.
         skip: int64 indices of input channels that something else computes; their codes are 0.
         name: FQN for error messages.
+        overwrite: ``hessian`` may be used up.
 
     Raises:
         ValueError: the weight, or the hessian, cannot be used; says why and what to do.
     """
-    solved = SOLVERS[spec.solver](weight, spec, hessian, skip=skip, name=name)
+    more = {"overwrite": True} if overwrite and spec.solver in OVERWRITING else {}
+    solved = SOLVERS[spec.solver](weight, spec, hessian, skip=skip, name=name, **more)
     if spec.amplifier is None:
         return solved
     return integer_scale.with_integer_scales(solved, spec, name=name)

@@ -16,6 +16,7 @@ from .grid import Grid
 
 # rows are searched in blocks of about this many elements, so that the passes stay in the cache
 BLOCK = 1 << 17
+LARGE_BLOCK = 1 << 24  # an accelerator: launches cost more than cache misses
 
 
 def best_clip(w: Tensor, grid: Grid, shrinks: Iterable[float], loss: Callable[[Tensor], Tensor]) -> Grid:
@@ -31,7 +32,8 @@ def best_clip(w: Tensor, grid: Grid, shrinks: Iterable[float], loss: Callable[[T
             the weights' magnitude: no under- or overflow.
     """
     shrinks = list(shrinks)
-    rows = max(1, BLOCK // max(1, w[0].numel())) if len(w) else 1
+    size = BLOCK if w.device.type == "cpu" else LARGE_BLOCK
+    rows = max(1, size // max(1, w[0].numel())) if len(w) else 1
     zeros = [None] * len(w) if grid.zero is None else grid.zero.split(rows)
     blocks = zip(w.split(rows), grid.scale.split(rows), zeros, strict=False)
     factors = [_search(block, Grid(s, grid.bits, z), shrinks, loss) for block, s, z in blocks]

@@ -33,12 +33,14 @@ from tolerance import assert_close  # noqa: E402
 
 from mmqc.kernels.configs import MatmulConfig as Tile  # noqa: E402
 from mmqc.kernels.device_facts import fp8_reason, gpu_name, has_inline_ptx, multiprocessors  # noqa: E402
+from mmqc.kernels.gptq_block import gptq_block  # noqa: E402
 from mmqc.kernels.hadamard_quantize import hadamard_quantize  # noqa: E402
 from mmqc.kernels.norm_quantize import norm_quantize  # noqa: E402
 from mmqc.kernels.scaled_matmul import scaled_matmul  # noqa: E402
 from mmqc.kernels.unpack_weight import unpack_weight  # noqa: E402
 from mmqc.kernels.weight_only_matmul import weight_only_matmul  # noqa: E402
 from mmqc.norm import RMSNorm  # noqa: E402
+from mmqc.ops import gptq_block as gptq_block_op  # noqa: E402
 from mmqc.ops import hadamard  # noqa: E402
 from mmqc.ops.pack import pack_int4  # noqa: E402
 
@@ -218,6 +220,19 @@ def transform(place: Place, shape: tuple[int, int], form: str, gated: bool) -> N
 Case = tuple[str, Callable[[], None]]
 
 
+def sweep(place: Place, shape: tuple[int, int], asymmetric: bool) -> None:
+    size, n = shape  # halves of small integers: no sum rounds, so that codes and errors are equal
+    w, scale = integers(-60, 61, size, n) / 2.0, torch.ones(size, n)
+    u = torch.eye(size) + torch.diag_embed(torch.full((size - 1,), 0.5), 1)
+    zero = integers(-3, 4, size, n).float() if asymmetric else None
+    codes, errors = gptq_block(
+        *there(place, w=w, u=u, s=scale).values(), None if zero is None else zero.to(place.device), 4
+    )
+    want = gptq_block_op.reference(w, u, scale, zero, 4)
+    assert torch.equal(codes.cpu(), want[0])
+    assert_close(errors.cpu(), want[1])
+
+
 def cases(place: Place) -> Iterator[Case]:
     """Every kernel: its name, and the call that runs and compares it."""
     for i, (name, (kind, shape, tile)) in enumerate(SCALED.items()):
@@ -228,6 +243,8 @@ def cases(place: Place) -> Iterator[Case]:
     yield "unpack_weight int4 codes", functools.partial(unpack, place, 4, False)
     yield "unpack_weight int4", functools.partial(unpack, place, 4, True)
     yield "unpack_weight int8", functools.partial(unpack, place, 8, True)
+    yield "gptq_block", functools.partial(sweep, place, (17, 101), False)
+    yield "gptq_block asymmetric", functools.partial(sweep, place, (128, 33), True)
     for name, row in NORM.items():
         yield name, functools.partial(norm, place, *row)
     for name, row in HADAMARD.items():

@@ -1,0 +1,78 @@
+"""``quantize_`` on a GPU: one block at a time there gives what the whole model there gives, and needs less memory."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from models import tiny_qwen2_vl
+from torch import nn
+
+import mmqc
+from mmqc import recipes
+from mmqc.ops import gptq_block as op
+
+pytestmark = pytest.mark.gpu
+
+
+def codes(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {k: v.cpu() for k, v in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("inputs", ["float", "quantized"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_quantize__offloaded_equals_resident(inputs: Any, dtype: torch.dtype) -> None:
+    model, batch = tiny_qwen2_vl()
+    batch = {k: v.to(dtype) if v.is_floating_point() else v for k, v in batch.items()}
+    model = model.to(dtype)
+    there = copy.deepcopy(model).cuda()
+    mmqc.quantize_(there, recipes.mquant(4), [batch], progress=False, inputs=inputs)
+    mmqc.quantize_(model, recipes.mquant(4), [batch], progress=False, inputs=inputs, device="cuda")
+    assert {t.device.type for t in (*model.parameters(), *model.buffers())} == {"cpu"}
+    one, two = codes(model), codes(there)
+    assert one.keys() == two.keys()
+    assert all(torch.equal(one[k], two[k]) for k in one)
+
+
+def test_quantize__weights_alone_are_rounded_on_the_device() -> None:
+    model, _ = tiny_qwen2_vl()
+    there = copy.deepcopy(model).cuda()
+    mmqc.quantize_(model, recipes.rtn(4), progress=False, device="cuda")
+    mmqc.quantize_(there, recipes.rtn(4), progress=False)
+    one, two = codes(model), codes(there)
+    assert all(torch.equal(one[k], two[k]) for k in two)
+    assert {t.device.type for t in (*model.parameters(), *model.buffers())} == {"cpu"}
+
+
+def test_quantize__a_failed_call_leaves_everything_where_it_was() -> None:
+    model, batch = tiny_qwen2_vl()
+    model = model.cuda()
+    before = {k: (v.data_ptr() != 0, v.device, v.cpu().clone()) for k, v in model.state_dict().items()}
+    identity = {k: id(p) for k, p in model.named_parameters()}
+    calls = []
+
+    def fail(module: nn.Module, args: Any) -> None:
+        calls.append(1)
+        if len(calls) > 6:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 TiB")
+
+    handle = model.get_submodule("model.language_model.layers.1").register_forward_pre_hook(fail)
+    with pytest.raises(mmqc.memory_error.OutOfMemoryError, match="device="):
+        mmqc.quantize_(model, recipes.rtn(8, 8), [batch], progress=False)
+    handle.remove()
+    after = model.state_dict()
+    assert {k: id(p) for k, p in model.named_parameters()} == identity
+    assert all(after[k].device == device and torch.equal(after[k].cpu(), v) for k, (_, device, v) in before.items())
+
+
+@pytest.mark.parametrize("asymmetric", [False, True])
+@pytest.mark.parametrize("shape", [(128, 3584), (128, 100), (17, 33)])
+def test_gptq_block__on_cuda_agrees_with_the_reference(shape: tuple[int, int], asymmetric: bool) -> None:
+    size, n = shape
+    g = torch.Generator().manual_seed(size)
+    w, scale = torch.randn(size, n, generator=g).cuda(), (torch.rand(size, n, generator=g) / 4 + 0.25).cuda()
+    u = (torch.triu(torch.randn(size, size, generator=g) * 0.05, 1) + torch.eye(size)).cuda()
+    zero = torch.randint(-3, 4, (size, n), generator=g).float().cuda() if asymmetric else None
+    found = torch.ops.mmqc.gptq_block(w, u, scale, zero, 4)
+    expected = op.reference(w, u, scale, zero, 4)
+    assert (found[0] != expected[0]).any(0).float().mean() <= 0.01  # one code on a boundary changes all behind it
