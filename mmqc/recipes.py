@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torchao.quantization.granularity import PerGroup, PerRow
 
-from .config import ActivationSpec, QuantConfig, Rewrites, Scheme, Solver, WeightSpec
+from .config import ActivationSpec, KVSpec, QuantConfig, Rewrites, Scheme, Search, Solver, WeightSpec
 
 
 def rotate(*, online: bool = True, everywhere: bool = False, seed: int = 0) -> QuantConfig:
@@ -70,6 +70,43 @@ def mquant(
     vision = Scheme(WeightSpec(vision_weight_bits or weight_bits, PerRow(), solver), activation)
     rewrites = Rewrites(fold_norms=rotate, rotate=rotate, hadamard=rotate, suppress=suppress and rotate)
     return QuantConfig(vision=vision, projector=vision, language=language, head=_head(head_bits), rewrites=rewrites)
+
+
+def calibquant(
+    bits: int = 1,
+    *,
+    values: str = "channel",
+    search: Search | None = None,
+    tau: tuple[tuple[float, float], ...] = (),
+    shrink_keys: float | None = None,
+    shrink_values: float | None = None,
+) -> QuantConfig:
+    """CalibQuant (arXiv:2502.14882): the visual part of the KV cache in 8 to 1 bits; ``weights | calibquant()`` composes.
+
+    Args:
+        bits: 1, 2, 4 or 8.
+        values: "channel" as in section 4.1, or "token" or "tensor" for its ablation.
+        search: the grid search over {0, 1, 2, 3}^2 of section 4.2: one pair for the "model", one per "layer", or "none".
+            None is "model" for 1 and 2 bits, as in the authors' code, unless ``tau`` is given, and "none" above.
+        tau: pairs (tau1, tau2), known beforehand.
+        shrink_keys, shrink_values: see ``KVSpec``; None is 0.5 and 0.3 at 1 bit, whose two levels would otherwise be the
+            extremes (the factors of the authors' code), and 1 above.
+    """
+    found: Search = search or ("none" if tau or bits > 2 else "model")
+    shrink = [given or (narrow if bits == 1 else 1.0) for given, narrow in ((shrink_keys, 0.5), (shrink_values, 0.3))]
+    return QuantConfig(
+        kv=KVSpec(bits, "channel", values, shrink_keys=shrink[0], shrink_values=shrink[1], search=found, tau=tau)
+    )
+
+
+def kivi(bits: int = 2) -> QuantConfig:
+    """A baseline in the manner of KIVI (arXiv:2402.02750): visual keys per channel, values per token, no calibration."""
+    return QuantConfig(kv=KVSpec(bits, "channel", "token"))
+
+
+def global_range(bits: int = 2) -> QuantConfig:
+    """A baseline: visual keys and values with one range each a sequence (CalibQuant, section 4: "global statistics")."""
+    return QuantConfig(kv=KVSpec(bits, "tensor", "tensor"))
 
 
 def _head(bits: int | None) -> Scheme | None:
