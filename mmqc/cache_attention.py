@@ -35,12 +35,16 @@ def packed_attention(
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     if layer.empty:
         y, _ = sdpa_attention_forward(module, query, k, v, attention_mask, scaling=scaling, **kwargs)
-        layer.store(k, v, arrival(layer, attention_mask, k))
+        came = arrival(layer, attention_mask, k)
+        layer.store(k, v, came)
+        if layer.shared.cut is not None:
+            y = as_if_decoded(layer, came, y, query, k, v, attention_mask, scaling, layer.shared.cut)
         return y, None
     if query.shape[2] == 1:
         layer.append(k, v)
         return over_cache(layer, query, scaling)[0].transpose(1, 2), None
-    parts = (over_cache(layer, query, scaling), among_themselves(query, k, v, attention_mask, scaling))
+    seen = visible(attention_mask, query.shape[2], k)
+    parts = (over_cache(layer, query, scaling), attend(query, k, v, seen, scaling))
     layer.store(k, v, arrival(layer, attention_mask, k))
     return merge(*parts)[0].transpose(1, 2), None
 
@@ -89,17 +93,36 @@ def nothing(layer: PackedLayer) -> Segment:
     return Segment(words[0], k_one, k_one, words[1], v_one, v_one, torch.zeros_like(layer.text_count))
 
 
-def among_themselves(query: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float) -> Attended:
-    """Causal attention of a chunk to itself, and its log-sum-exp."""
-    (batch, q_heads, length, _), heads = query.shape, k.shape[1]
+def as_if_decoded(
+    layer: PackedLayer, came: Arrival, y: Tensor, query: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float,
+    cut: int,
+) -> Tensor:  # fmt: skip
+    """A prefill whose tokens from ``cut`` on see packed visual tokens, as generated ones do: for the search for tau."""
+    rows, none = query[:, :, cut:], torch.zeros_like(layer.text_count)
+    s = (layer.segments or [nothing(layer)])[0]
+    visual = torch.ops.mmqc.kv_attention(
+        rows, s.k_words, s.v_words, s.k_scale, s.k_offset, s.v_scale, s.v_offset, s.count, k[:, :, :0], v[:, :, :0], none,
+        layer.spec.bits, scaling, *layer.tau,
+    )  # fmt: skip
+    seen = visible(mask, query.shape[2], k)[:, :, cut:] & (came.kinds != VISUAL)[:, None, None]
+    rest = merge(visual, attend(rows, k, v, seen, scaling))[0].transpose(1, 2)
+    return torch.cat((y[:, :cut], rest), 1)
+
+
+def visible(mask: Tensor | None, length: int, k: Tensor) -> Tensor:
+    """Which of the new tokens each of them sees, bool [B, 1, L, L]."""
     if mask is None:
-        seen = torch.ones(length, length, dtype=torch.bool, device=query.device).tril()[None, None, None]
-    else:
-        seen = mask[:, :, None, :, -length:]
-        seen = seen if seen.dtype == torch.bool else seen == 0
+        return torch.ones(length, length, dtype=torch.bool, device=k.device).tril()[None, None]
+    seen = mask[..., -length:]
+    return seen if seen.dtype == torch.bool else seen == 0
+
+
+def attend(query: Tensor, k: Tensor, v: Tensor, seen: Tensor, scaling: float) -> Attended:
+    """Exact attention and its log-sum-exp; seen bool [B, 1, Q, L]."""
+    (batch, q_heads, length, _), heads = query.shape, k.shape[1]
     grouped = query.reshape(batch, heads, q_heads // heads, length, -1)
     scores = scaling * (grouped @ k[:, :, None].mT).to(torch.promote_types(k.dtype, torch.float32))
-    scores = scores.masked_fill(~seen, -torch.inf)
+    scores = scores.masked_fill(~seen[:, :, None], -torch.inf)
     lse = scores.logsumexp(-1)
     p = torch.exp(scores - torch.where(lse.isfinite(), lse, 0.0)[..., None])
     y = p.to(v.dtype) @ v[:, :, None]

@@ -78,11 +78,13 @@ class Shared:
         context: the model's ``ModalityContext``.
         arrival: of the call in progress.
         history: kinds [B, L] of the tokens of each call of more than one token, and the length of the cache before it.
+        cut: in the search for tau, the token of the prompt from which on packed tokens are seen.
     """
 
     context: Any
     arrival: Arrival | None = None
     history: list[tuple[int, Tensor]] = field(default_factory=list)
+    cut: int | None = None
 
 
 class PackedLayer(StaticLayer):

@@ -23,6 +23,7 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from .cache_generate import attach as attach_kv
 from .checksum import hashes, verify
 from .config import QuantConfig
 from .modality import ModalityContext, attached
@@ -168,6 +169,8 @@ class MmqcQuantizer(HfQuantizer):
             logger.info("%d tensors were cast while loading and could not be compared with what was saved", cast)
         if config.visual_token_ids is not None:
             self._attach_modality(model)
+        if (kv := config.quant_config.kv) is not None:
+            attach_kv(model, kv)
         names = {name for name, _ in model.named_modules()}
         places = (local(fqn, model, names) for fqn in config.record.get("unseen", ()))
         guard(model, [name for name in places if name])

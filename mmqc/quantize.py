@@ -23,10 +23,11 @@ from .graph.runner import run
 from .hf import attach_config
 from .incoherence import incoherences, weight_towers
 from .measure import Loss, measure
-from .modality import ModalityContext, attached, detach
+from .modality import ModalityContext, attached, detach, visual_token_ids
 from .modules import QuantLinear
 from .passes.assign_scheme import kept
 from .pipeline import FACTS, exact_passes, quantizing_passes
+from .quantize_kv import quantize_kv
 from .report import LayerReport, QuantReport, Refusal
 from .solvers import Quantized
 from .unseen import guard, unseen_modules, unsure_weights
@@ -68,6 +69,9 @@ def quantize_(
 
     Whatever is raised, the model is as it was before the call.
     """
+    if isinstance(config, QuantConfig) and config.kv is not None:
+        options = {"filter_fn": filter_fn, "progress": progress, "resume_dir": resume_dir}
+        return quantize_kv(model, config, calibration, quantize_, **options)
     start = time.perf_counter()
     _check_model(model, config, resume_dir)
     if calibration is None and config.rewrites == type(config.rewrites)() and not config.needs_calibration:
@@ -260,17 +264,6 @@ class _Job:
         if self.config.rewrites.fold_norms:
             guard(self.model, self.unseen)
         attach_config(self.model, config, {"passes": passes, "untied": self.untied, "unseen": self.unseen})
-
-
-def visual_token_ids(model: nn.Module) -> tuple[int, ...]:
-    """The ids that stand for image and video features in the token ids, from the model's config."""
-    config = getattr(model, "config", None)
-    found = []
-    for name in ("image_token_id", "image_token_index", "video_token_id", "video_token_index"):
-        value = getattr(config, name, None)
-        if isinstance(value, int):
-            found.append(value)
-    return tuple(dict.fromkeys(found))
 
 
 def _check_model(model: nn.Module, config: QuantConfig, resume_dir: str | None) -> None:
