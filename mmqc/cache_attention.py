@@ -18,6 +18,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from . import kernels
 from . import ops as _ops  # noqa: F401
 from .cache_layer import ATTENTION, PADDING, TEXT, VISUAL, Arrival, Cached, PackedLayer, Segment
 
@@ -140,3 +141,4 @@ def merge(a: Attended, b: Attended) -> Attended:
 
 AttentionInterface.register(ATTENTION, packed_attention)
 AttentionMaskInterface.register(ATTENTION, sdpa_mask)
+kernels.install()

@@ -23,7 +23,6 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from .cache_generate import attach as attach_kv
 from .checksum import hashes, verify
 from .config import QuantConfig
 from .modality import ModalityContext, attached
@@ -170,7 +169,9 @@ class MmqcQuantizer(HfQuantizer):
         if config.visual_token_ids is not None:
             self._attach_modality(model)
         if (kv := config.quant_config.kv) is not None:
-            attach_kv(model, kv)
+            from .cache_generate import attach  # it imports what registers this module
+
+            attach(model, kv)
         names = {name for name, _ in model.named_modules()}
         places = (local(fqn, model, names) for fqn in config.record.get("unseen", ()))
         guard(model, [name for name in places if name])

@@ -89,11 +89,11 @@ def calibquant(
         search: the grid search over {0, 1, 2, 3}^2 of section 4.2: one pair for the "model", one per "layer", or "none".
             None is "model" for 1 and 2 bits, as in the authors' code, unless ``tau`` is given, and "none" above.
         tau: pairs (tau1, tau2), known beforehand.
-        shrink_keys, shrink_values: see ``KVSpec``; None is 0.5 and 0.3 at 1 bit, whose two levels would otherwise be the
-            extremes (the factors of the authors' code), and 1 above.
+        shrink_keys, shrink_values: see ``KVSpec``; None is 0.6 at 1 bit, whose two levels would otherwise be the extremes,
+            and 1 above.  (The authors' code has 0.5 and 0.3, towards zero instead of the centre.)
     """
     found: Search = search or ("none" if tau or bits > 2 else "model")
-    shrink = [given or (narrow if bits == 1 else 1.0) for given, narrow in ((shrink_keys, 0.5), (shrink_values, 0.3))]
+    shrink = [given or (0.6 if bits == 1 else 1.0) for given in (shrink_keys, shrink_values)]
     return QuantConfig(
         kv=KVSpec(bits, "channel", values, shrink_keys=shrink[0], shrink_values=shrink[1], search=found, tau=tau)
     )
