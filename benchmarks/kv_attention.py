@@ -52,7 +52,9 @@ class Case:
         self.run, self.s = run, shape
         b, h, d = shape["batch"], shape["heads"], shape["width"]
         self.q = torch.randn(b, h * shape["group"], 1, d, device=run.device).to(run.dtype)
-        self.k_text, self.v_text = (torch.randn(b, h, shape["text"], d, device=run.device).to(run.dtype) for _ in range(2))
+        self.k_text, self.v_text = (
+            torch.randn(b, h, shape["text"], d, device=run.device).to(run.dtype) for _ in range(2)
+        )
         self.visual = torch.full((b,), shape["visual"], dtype=torch.int32, device=run.device)
         self.texts = torch.full((b,), shape["text"], dtype=torch.int32, device=run.device)
         self.order = torch.arange(shape["visual"], device=run.device).expand(b, -1).contiguous()
@@ -106,7 +108,8 @@ def peers(run: Run, case: Case) -> Iterator[tuple[str, Callable[[Tensor, Tensor]
 
         return call
 
-    named = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION} if not run.dry else {"math": SDPBackend.MATH}  # fmt: skip
+    named = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
+    named = {"math": SDPBackend.MATH} if run.dry else named
     for name, backend in named.items():
         yield f"{name}, grouped", sdpa(case.q, True, backend)
         yield f"{name}, folded", sdpa(folded, False, backend)
@@ -149,6 +152,34 @@ def tune(run: Run, case: Case, bits: int, tau: tuple[float, float]) -> tuple[KVC
     return c, t
 
 
+def time_packing(run: Run, case: Case, bits: list[int]) -> None:
+    """The prefill's pack kernels, for keys or values of a layer."""
+    s = case.s
+    x = torch.randn(s["batch"], s["heads"], s["visual"], s["width"], device=run.device, dtype=run.dtype)
+    for b in bits:
+
+        def timed(b: int = b) -> float:
+            return run.microseconds([lambda: kv_pack(x, case.order, case.visual, b, "channel", 1.0, False)])
+
+        t = run.attempt(f"pack/{b}", timed)
+        if t is not None:
+            run.times.setdefault("pack", {})[f"{b} bits"] = t
+
+
+def save(path: Path, run: Run, case: Case, summary: dict[str, float], tuned: dict[int, Any]) -> None:
+    """Everything as JSON."""
+    git = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
+    commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
+    words = [a for a, before in zip(sys.argv[1:], sys.argv, strict=False) if "--out" not in (a, before)]
+    result = {
+        "command": shlex.join(["python", "benchmarks/kv_attention.py", *words]), "device": gpu_name(run.device),
+        "torch": torch.__version__, "triton": triton.__version__, "commit": commit, "shape": case.s,
+        "microseconds": run.times, "summary": summary, "tuned": tuned, "table": {b: vars(table(b)) for b in BITS},
+        "tb_per_s": run.bandwidth, "errors": run.errors, "failures": run.failures,
+    }  # fmt: skip
+    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path)
@@ -176,12 +207,7 @@ def main() -> int:
             s = case.s
             moved = s["batch"] * s["heads"] * s["visual"] * s["width"] * bits / 4
             run.bandwidth[f"{bits} bits, words alone"] = 1e-6 * moved / t
-    size = (case.s["batch"], case.s["heads"], case.s["visual"], case.s["width"])
-    x = torch.randn(size, device=run.device, dtype=run.dtype)
-    for bits in args.bits:
-        t = run.attempt(f"pack/{bits}", lambda b=bits: run.microseconds([lambda: kv_pack(x, case.order, case.visual, b, "channel", 1.0, False)]))  # fmt: skip
-        if t is not None:
-            run.times.setdefault("pack", {})[f"{bits} bits"] = t
+    time_packing(run, case, args.bits)
     for name, times in run.times.items():
         print(name, {k: round(v, 1) for k, v in times.items()})
     for name, value in summary.items():
@@ -190,15 +216,11 @@ def main() -> int:
     for bits, what in tuned.items():
         print(f"tuned {bits} bits: {what}")
     failed = [f for f in run.failures if not f.startswith("tune/")]
-    print(f"{len(run.failures)} failures; worst error {max(run.errors.values(), default=math.nan):.2e}", *failed, sep="\n")
+    print(
+        f"{len(run.failures)} failures; worst error {max(run.errors.values(), default=math.nan):.2e}", *failed, sep="\n"
+    )
     if args.out:
-        commit = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()  # fmt: skip
-        words = [a for a, before in zip(sys.argv[1:], sys.argv, strict=False) if "--out" not in (a, before)]
-        result = {"command": shlex.join(["python", "benchmarks/kv_attention.py", *words]), "device": gpu_name(run.device),
-                  "torch": torch.__version__, "triton": triton.__version__, "commit": commit, "shape": case.s,
-                  "microseconds": run.times, "summary": summary, "tuned": tuned, "table": {b: vars(table(b)) for b in BITS},
-                  "tb_per_s": run.bandwidth, "errors": run.errors, "failures": run.failures}  # fmt: skip
-        args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        save(args.out, run, case, summary, tuned)
     return 1 if any(f.startswith("check/") for f in run.failures) else 0
 
 

@@ -117,7 +117,8 @@ def page(data: dict[str, Any]) -> str:
     ]  # fmt: skip
     for name, row in data["rows"].items():
         tau = ", ".join(f"({a:g}, {b:g})" for a, b in row["tau"]) or "none"
-        bar = f"{data['bars'][name]} {'met' if row['recovery'] >= data['bars'][name] else 'missed'}" if name in data["bars"] else ""  # fmt: skip
+        least = data["bars"].get(name)
+        bar = "" if least is None else f"{least} {'met' if row['recovery'] >= least else 'missed'}"
         lines.append(f"| {name} | {row['recovery']:.4f} | {row['low']:.4f} … {row['high']:.4f} | {tau} | {bar} |")
     one = data["rows"]["1 bit"]
     lines += ["", "Visual tokens, keys and values with their scales, offsets and counts, against 16 bits:", "",

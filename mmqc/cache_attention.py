@@ -8,6 +8,8 @@
 Shapes:  query [B, H_q, L, D]   key, value: ``Cached`` handles from PackedLayer.update   y [B, L, H_q, D]
 """
 
+# transformers declares a layer's tensors as `Tensor | None`, and index tensors as LongTensor.
+# pyright: reportOptionalMemberAccess=false, reportOptionalSubscript=false, reportArgumentType=false, reportReturnType=false
 from __future__ import annotations
 
 from typing import Any
@@ -53,7 +55,8 @@ def packed_attention(
 def arrival(layer: PackedLayer, mask: Tensor | None, k: Tensor) -> Arrival:
     """What the new tokens are; looked at by the first layer, for all of them."""
     shared = layer.shared
-    if layer.first or shared.arrival is None:
+    came = shared.arrival
+    if layer.first or came is None:
         batch, length = k.shape[0], k.shape[2]
         visual = shared.context.visual
         kinds = torch.full((batch, length), TEXT, dtype=torch.uint8, device=k.device)
@@ -63,10 +66,10 @@ def arrival(layer: PackedLayer, mask: Tensor | None, k: Tensor) -> Arrival:
             seen = mask[:, 0, -1, -length:]
             seen = seen if seen.dtype == torch.bool else seen == 0
             kinds = kinds.masked_fill(~seen.expand(batch, -1), PADDING)
-        shared.arrival = Arrival.of(kinds)
+        came = shared.arrival = Arrival.of(kinds)
         if not torch.compiler.is_compiling():
             shared.history.append((0 if layer.empty else int(layer.cumulative_length), kinds))
-    return shared.arrival
+    return came
 
 
 def over_cache(layer: PackedLayer, query: Tensor, scaling: float) -> Attended:
@@ -89,9 +92,10 @@ def over_cache(layer: PackedLayer, query: Tensor, scaling: float) -> Attended:
 def nothing(layer: PackedLayer) -> Segment:
     """A segment without tokens."""
     shape, device = (layer.batch_size, layer.num_heads), layer.keys.device
-    words = [torch.empty((*shape, *end), dtype=torch.int16, device=device) for end in ((0, layer.k_head_dim), (layer.v_head_dim, 0))]  # fmt: skip
+    k_words = torch.empty((*shape, 0, layer.k_head_dim), dtype=torch.int16, device=device)
+    v_words = torch.empty((*shape, layer.v_head_dim, 0), dtype=torch.int16, device=device)
     k_one, v_one = (torch.ones((*shape, 1, d), device=device) for d in (layer.k_head_dim, layer.v_head_dim))
-    return Segment(words[0], k_one, k_one, words[1], v_one, v_one, torch.zeros_like(layer.text_count))
+    return Segment(k_words, k_one, k_one, v_words, v_one, v_one, torch.zeros_like(layer.text_count))
 
 
 def as_if_decoded(

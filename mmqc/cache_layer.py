@@ -8,6 +8,8 @@ Why:     attention does not depend on the order of its keys, so each sequence ke
 State:   all of it is here, per request; a decode step changes it in place, so compiled graphs and CUDA graphs find it.
 """
 
+# transformers declares a layer's tensors as `Tensor | None`, and index tensors as LongTensor.
+# pyright: reportOptionalMemberAccess=false, reportOptionalSubscript=false, reportArgumentType=false, reportReturnType=false
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
@@ -181,7 +183,10 @@ class PackedLayer(StaticLayer):
                 *torch.ops.mmqc.kv_pack(k, *where, spec.keys, spec.shrink_keys, False),
                 *torch.ops.mmqc.kv_pack(v, *where, spec.values, spec.shrink_values, True),
             )
-            self.segments = [*self.segments, Segment(*map(keep_address, packed), keep_address(arrival.visual_count.clone()))]
+            self.segments = [
+                *self.segments,
+                Segment(*map(keep_address, packed), keep_address(arrival.visual_count.clone())),
+            ]
         if not torch.compiler.is_compiling():
             self.used = 0 if self.empty else int(self.text_count.max())
         self.make_room(arrival.most_text, 0 if self.limit is None else self.limit - k.shape[2])

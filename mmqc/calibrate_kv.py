@@ -13,7 +13,6 @@ Why:     the paper searches by task metrics; the divergence of next-token probab
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -26,7 +25,7 @@ from .config import KVSpec
 from .modality import ModalityContext
 
 Pair = tuple[float, float]
-GRID: tuple[Pair, ...] = tuple(itertools.product((0.0, 1.0, 2.0, 3.0), repeat=2))
+GRID: tuple[Pair, ...] = tuple((a, b) for a in (0.0, 1.0, 2.0, 3.0) for b in (0.0, 1.0, 2.0, 3.0))
 Batch = Mapping[str, Any]
 
 

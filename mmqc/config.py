@@ -203,7 +203,9 @@ class QuantConfig(AOBaseConfig):
         for a, b in ((self, other), (other, self)):
             if b.kv is not None and a.kv is None and b.replace(kv=None) == QuantConfig():
                 return a.replace(kv=b.kv)
-        raise ConfigError("a | b takes one config without kv and one with nothing but kv, e.g. mquant() | calibquant(bits=2)")
+        raise ConfigError(
+            "a | b takes one config without kv and one with nothing but kv, e.g. mquant() | calibquant(bits=2)"
+        )
 
     def scheme(self, tower: str, role: str = "") -> Scheme | None:
         """The scheme of a linear of ``tower`` (vision, projector or language); the output head has the role "head"."""

@@ -77,4 +77,3 @@ def _save(model: Any, config: QuantConfig) -> None:
         saved.visual_token_ids = list(prepare(model).visual_token_ids)
     else:
         attach_config(model, config)
-

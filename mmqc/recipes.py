@@ -81,7 +81,7 @@ def calibquant(
     shrink_keys: float | None = None,
     shrink_values: float | None = None,
 ) -> QuantConfig:
-    """CalibQuant (arXiv:2502.14882): the visual part of the KV cache in 8 to 1 bits; ``weights | calibquant()`` composes.
+    """The visual part of the KV cache in 8 to 1 bits, by CalibQuant (arXiv:2502.14882); ``|`` composes it with a weight recipe.
 
     Args:
         bits: 1, 2, 4 or 8.
@@ -89,8 +89,9 @@ def calibquant(
         search: the grid search over {0, 1, 2, 3}^2 of section 4.2: one pair for the "model", one per "layer", or "none".
             None is "model" for 1 and 2 bits, as in the authors' code, unless ``tau`` is given, and "none" above.
         tau: pairs (tau1, tau2), known beforehand.
-        shrink_keys, shrink_values: see ``KVSpec``; None is 0.6 at 1 bit, whose two levels would otherwise be the extremes,
-            and 1 above.  (The authors' code has 0.5 and 0.3, towards zero instead of the centre.)
+        shrink_keys: see ``KVSpec``; None is 0.6 at 1 bit, whose two levels would otherwise be the extremes, and 1 above.
+            (The authors' code has 0.5 for keys and 0.3 for values, towards zero instead of the centre.)
+        shrink_values: likewise.
     """
     found: Search = search or ("none" if tau or bits > 2 else "model")
     shrink = [given or (0.6 if bits == 1 else 1.0) for given in (shrink_keys, shrink_values)]

@@ -34,8 +34,9 @@ def packed_case(
     for b, n in enumerate(text):
         k_text[b, :, n:] = v_text[b, :, n:] = torch.nan
     q = rand(batch, heads * group, queries, width).to(dtype)
+    text_count = torch.tensor(text, dtype=torch.int32, device=device)
     values_ = (q.to(device), k_words, v_words, k_scale, k_offset, v_scale, v_offset, count.to(device), k_text.to(device),
-               v_text.to(device), torch.tensor(text, dtype=torch.int32, device=device), bits, width**-0.5, *map(float, tau))  # fmt: skip
+               v_text.to(device), text_count, bits, width**-0.5, *map(float, tau))  # fmt: skip
     return dict(zip(NAMES, values_, strict=True))
 
 

@@ -86,7 +86,8 @@ def test_cache__a_second_turn_with_another_image(vlm) -> None:
         model(**batch, past_key_values=cache, use_cache=True)
         if cache is plain:
             round_visual(plain, visual, spec)
-        logits[cache] = model(**{**batch, "attention_mask": None}, past_key_values=cache, use_cache=True, position_ids=position).logits  # fmt: skip
+        again = {**batch, "attention_mask": None, "position_ids": position}
+        logits[cache] = model(**again, past_key_values=cache, use_cache=True).logits
     assert_close(logits[ours], logits[plain])
     round_visual(plain, visual, spec, length)
     tokens = torch.randint(10, 400, (1, 3))
@@ -123,7 +124,9 @@ def test_generate__text_alone_and_beams_are_those_of_the_plain_cache(vlm) -> Non
         want = model.generate(**text, **more)
         assert torch.equal(model.generate(**text, **more, past_key_values=QuantizedCache(model, KVSpec(1))), want)
     want = model.generate(**batch, **GREEDY, num_beams=3)
-    assert torch.equal(model.generate(**batch, **GREEDY, num_beams=3, past_key_values=QuantizedCache(model, KVSpec(8))), want)
+    assert torch.equal(
+        model.generate(**batch, **GREEDY, num_beams=3, past_key_values=QuantizedCache(model, KVSpec(8))), want
+    )
 
 
 @torch.no_grad()

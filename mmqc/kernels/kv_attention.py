@@ -47,7 +47,9 @@ def table(bits: int) -> KVConfig:
     return KVConfig(rows=32 if bits <= 2 else 64)
 
 
-def supports(q: Tensor, k_words: Tensor, v_words: Tensor, v_scale: Tensor, k_text: Tensor, v_text: Tensor, bits: int) -> str | None:  # fmt: skip
+def supports(
+    q: Tensor, k_words: Tensor, v_words: Tensor, v_scale: Tensor, k_text: Tensor, v_text: Tensor, bits: int
+) -> str | None:
     """None, or why these operands cannot be attended to here."""
     group = q.shape[1] // k_words.shape[1]
     checks = (
@@ -92,7 +94,9 @@ def kv_attention(
     low, high, sums = (new(batch * heads, splits + text_splits, gp) for _ in range(3))
     partial = new(batch * heads, splits + text_splits, gp, d)
     shape = dict(G=group, GP=gp, D=d, DP=dp, SPLITS=splits, TEXT_SPLITS=text_splits)
-    step = dict(BITS=bits, R=c.rows, BT=c.text, PTX=has_inline_ptx(q.device), num_warps=c.num_warps, num_stages=c.num_stages)
+    step = dict(
+        BITS=bits, R=c.rows, BT=c.text, PTX=has_inline_ptx(q.device), num_warps=c.num_warps, num_stages=c.num_stages
+    )
     grid = (splits + text_splits, heads, batch)
     kv_scores_kernel[grid](
         q, k_words, k_scale, k_offset, visual_count, k_text, text_count, scores, low, high, rows, text, heads, scaling,

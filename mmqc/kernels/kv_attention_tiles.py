@@ -1,6 +1,7 @@
 """Kernels of kv_attention.py: scores, values, and the sum over parts.
 
-    scores    x[t, r, g] = 2^(24 - b j) (codes_t[r, :] . q'[:, g]) m[g] + o[g]     q' = t q s_K / m, m = max |t q s_K|, o = t q . a_K
+    scores    x[t, r, g] = 2^(24 - b j) (codes_t[r, :] . q'[:, g]) m[g] + o[g]
+              q' = t q s_K / m,  m = max |t q s_K|,  o = t q . a_K
     values    p = exp(g(x) - top);  part = (2^(24 - b j) p)ᵀ codes_t, then s_V and a_V sum p;  likewise for text
     combine   y = sum of parts / sum of sums,  lse = top + log sum of sums
 
@@ -8,6 +9,8 @@ A program has a stretch of one sequence's words, or of its text, for all the que
 between (in L2, mostly): g needs the range of all visual scores before the first exponential.
 """
 
+# Triton's values are no Python values to a type checker.
+# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
 import triton
 import triton.language as tl
 
@@ -181,7 +184,7 @@ def kv_combine_kernel(
     G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, SPLITS: tl.constexpr, TEXT_SPLITS: tl.constexpr,
     SP: tl.constexpr,
 ):  # fmt: skip
-    """y [D] and lse of one query."""
+    """One query: y [D] and lse."""
     g, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     row = b * heads + h
     d = tl.arange(0, DP)

@@ -10,7 +10,7 @@ Arch:    Ampere and newer.
 """
 
 # A launch gives plain values to constexpr parameters, and options that are no parameters.
-# pyright: reportArgumentType=false, reportCallIssue=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
 from __future__ import annotations
 
 import torch
@@ -31,7 +31,8 @@ def scale_tile(low, high, shrink, BITS: tl.constexpr):
     low, high = tl.where(some, low, 0.0), tl.where(some, high, 0.0)
     centre, half = (low + high) * 0.5, (high - low) * shrink
     wide = high > low
-    return tl.where(wide, tl.div_rn(2.0 * half, tl.full(half.shape, (1 << BITS) - 1, tl.float32)), 1.0), tl.where(wide, centre - half, low)  # fmt: skip
+    step = tl.div_rn(2.0 * half, tl.full(half.shape, (1 << BITS) - 1, tl.float32))
+    return tl.where(wide, step, 1.0), tl.where(wide, centre - half, low)
 
 
 @triton.jit
@@ -48,7 +49,9 @@ def kv_range_kernel(
         n = start + tl.arange(0, BN)
         place = tl.load(order_ptr + b * tokens + n, mask=n < count, other=0)
         inside = (n < count)[:, None] & (d < D)[None, :]
-        x = tl.load(x_ptr + b * stride_b + h * stride_h + place[:, None] * stride_l + d[None, :], mask=inside, other=0.0)
+        x = tl.load(
+            x_ptr + b * stride_b + h * stride_h + place[:, None] * stride_l + d[None, :], mask=inside, other=0.0
+        )
         x = x.to(tl.float32)
         low = tl.minimum(low, tl.where(inside, x, float("inf")))
         high = tl.maximum(high, tl.where(inside, x, float("-inf")))
@@ -79,7 +82,9 @@ def kv_pack_kernel(
         exists = n < count
         place = tl.load(order_ptr + b * tokens + n, mask=exists, other=0)
         inside = exists[:, None] & (d < D)[None, :]
-        x = tl.load(x_ptr + b * stride_b + h * stride_h + place[:, None] * stride_l + d[None, :], mask=inside, other=0.0)
+        x = tl.load(
+            x_ptr + b * stride_b + h * stride_h + place[:, None] * stride_l + d[None, :], mask=inside, other=0.0
+        )
         x = x.to(tl.float32)
         if PER_TOKEN:
             low = tl.min(tl.where(inside, x, float("inf")), 1)

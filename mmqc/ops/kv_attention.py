@@ -37,7 +37,7 @@ def check(q: Tensor, k_words: Tensor, v_words: Tensor, k_text: Tensor, v_text: T
 
 
 def calibrate(scores: Tensor, used: Tensor, tau1: float, tau2: float) -> Tensor:
-    """g over the last axis, of which the ``used`` entries count."""
+    """The map g over the last axis, of which the ``used`` entries count."""
     if tau1 == tau2 == 0:
         return scores
     low = scores.masked_fill(~used, torch.inf).amin(-1, keepdim=True)
