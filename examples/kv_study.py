@@ -14,6 +14,7 @@ import json
 import platform
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,11 +41,11 @@ METHODS: dict[str, Any] = {
     "1 bit, values by token": calibquant(1, values="token"),
     "1 bit, full range": calibquant(1, **FULL),
     "1 bit, full range, not calibrated": calibquant(1, search="none", **FULL),
-    "1 bit, calibrated by layer": calibquant(1, search="layer"),
     "KIVI, 2 bits": kivi(2),
     "KIVI, 1 bit": kivi(1),
     "one range, 2 bits": global_range(2),
     "one range, 1 bit": global_range(1),
+    "1 bit, calibrated by layer": calibquant(1, search="layer"),
 }
 BARS = {"8 bits": 0.995, "4 bits": 0.995, "2 bits": 0.98, "1 bit": 0.93}
 
@@ -77,32 +78,40 @@ def large(bits: int, tokens: int = 8192, width: int = 128) -> float:
     return 2 * tokens * width / (sum(t.numel() * t.element_size() for t in made) + 4)
 
 
-def measure(args: argparse.Namespace) -> dict[str, Any]:
+def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """The figures so far, after every method: what is there is good for a page if the rest is cut off."""
     sample = mmqc.samples.load("digits-vqa")
     model = sample.model
     questions = [q for q in sample.questions(5 * args.questions) if q.kind == "image"]
-    calibration = [b for b in sample.calibration(5 * args.calibration)[4::5]]
+    calibration = sample.calibration(5 * args.calibration)[4::5]
     digits = [sum(c.isdigit() for c in q.answer) for q in questions]
     plain = accuracies(model, sample, questions)
-    rng, rows = np.random.default_rng(0), {}
+    rows: dict[str, Any] = {}
+    data = {
+        "command": f"python examples/kv_study.py --questions {args.questions} --calibration {args.calibration}",
+        "device": platform.machine() + " CPU",
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "questions": len(questions),
+        "digits": [min(digits), max(digits)],
+        "plain": plain.mean(),
+        "rows": rows,
+        "bars": BARS,
+        "smaller_at_8192": {str(bits): large(bits) for bits in (8, 4, 2, 1)},
+    }
     for name, config in METHODS.items():
-        start = time.perf_counter()
+        start, rng = time.perf_counter(), np.random.default_rng(0)
         report = mmqc.quantize_(model, config, calibration=calibration, progress=False)
+        kv = report.config.kv
+        assert kv is not None
         found = accuracies(model, sample, questions)
         draws = rng.integers(len(plain), size=(2000, len(plain)))
         low, high = np.quantile(found[draws].mean(1) / plain[draws].mean(1), [0.025, 0.975])
-        rows[name] = {
-            "recovery": found.mean() / plain.mean(), "low": low, "high": high, "bits": report.config.kv.bits,
-            "tau": report.config.kv.tau, **sizes(model, sample, questions), "seconds": time.perf_counter() - start,
-        }  # fmt: skip
-        print(f"{rows[name]['recovery']:.4f} [{low:.4f}, {high:.4f}]  {name}  tau {report.config.kv.tau}", flush=True)
+        rows[name] = {"recovery": found.mean() / plain.mean(), "low": low, "high": high, "bits": kv.bits, "tau": kv.tau}
+        rows[name] |= {**sizes(model, sample, questions), "seconds": time.perf_counter() - start}
+        print(f"{rows[name]['recovery']:.4f} [{low:.4f}, {high:.4f}]  {name}  tau {kv.tau}", flush=True)
         detach(model)
-    return {
-        "command": f"python examples/kv_study.py --questions {args.questions} --calibration {args.calibration}",
-        "device": platform.machine() + " CPU", "torch": torch.__version__, "transformers": transformers.__version__,
-        "questions": len(questions), "digits": [min(digits), max(digits)], "plain": plain.mean(), "rows": rows, "bars": BARS,
-        "smaller_at_8192": {str(bits): large(bits) for bits in (8, 4, 2, 1)},
-    }  # fmt: skip
+        yield data
 
 
 def page(data: dict[str, Any]) -> str:
@@ -120,12 +129,12 @@ def page(data: dict[str, Any]) -> str:
         least = data["bars"].get(name)
         bar = "" if least is None else f"{least} {'met' if row['recovery'] >= least else 'missed'}"
         lines.append(f"| {name} | {row['recovery']:.4f} | {row['low']:.4f} … {row['high']:.4f} | {tau} | {bar} |")
-    one = data["rows"]["1 bit"]
+    one = data["rows"].get("1 bit", next(iter(data["rows"].values())))
     lines += ["", "Visual tokens, keys and values with their scales, offsets and counts, against 16 bits:", "",
               "| bits | times smaller at 8,192 visual tokens (head width 128) |", "|---|---|",
               *(f"| {bits} | {value:.2f} |" for bits, value in data["smaller_at_8192"].items()), "",
               f"The sample's first prompt has {one['visual_tokens']} visual tokens and heads of 64: {one['smaller']:.2f} times at "
-              "1 bit, because the scales of a channel are shared by few tokens."]  # fmt: skip
+              f"{one['bits']} bit, because the scales of a channel are shared by few tokens."]  # fmt: skip
     return "\n".join(lines) + "\n"
 
 
@@ -137,8 +146,8 @@ def main() -> None:
     parser.add_argument("--page", type=Path)
     args = parser.parse_args()
     path = args.page or args.out
-    if args.page is None:
-        path.write_text(json.dumps(measure(args), indent=1) + "\n", encoding="utf-8")
+    for data in measure(args) if args.page is None else ():
+        path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
     path.with_suffix(".md").write_text(page(json.loads(path.read_text(encoding="utf-8"))), encoding="utf-8")
 
 

@@ -36,8 +36,9 @@ _HOMES = {
 _MODULES = ("recipes", "samples")
 
 __all__ = [
-    "ActivationSpec", "ConfigError", "Explanation", "KVSpec", "LayerReport", "Planned", "QuantConfig", "QuantReport", "QuantizedCache", "Refusal", "RewriteError",
-    "Rewrites", "Scheme", "WeightSpec", "compiled_loop", "explain", "plan", "quantize_", "recipes", "samples",
+    "ActivationSpec", "ConfigError", "Explanation", "KVSpec", "LayerReport", "Planned", "QuantConfig", "QuantReport",
+    "QuantizedCache", "Refusal", "RewriteError", "Rewrites", "Scheme", "WeightSpec", "compiled_loop", "explain",
+    "plan", "quantize_", "recipes", "samples",
 ]  # fmt: skip
 
 

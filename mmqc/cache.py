@@ -113,24 +113,22 @@ class QuantizedCache(Cache):
             return
         if len(self.packed) < len(self.layers):
             raise ValueError("a cache with sliding windows cannot be cropped: what the window left behind is gone")
-        text, visual, start, kept = self._removed(length, total)
+        text, visual = self._removed(length, total)
         for layer in self.packed:
             layer.remove(length, text, visual)
-        self.shared.history = [(s, k[:, : length - s]) for s, k in kept if s < length]
-        del start
+        self.shared.history = [(s, k[:, : length - s]) for s, k in self.shared.history if s < length]
 
-    def _removed(self, length: int, total: int) -> tuple[Tensor, list[Tensor], int, list[tuple[int, Tensor]]]:
+    def _removed(self, length: int, total: int) -> tuple[Tensor, list[Tensor]]:
         """How many text tokens, and visual ones of each segment, lie behind ``length``."""
-        history = self.shared.history
         batch, device = self.packed[0].batch_size, self.packed[0].keys.device
         text = torch.full((batch,), total - length, device=device)
         visual = []
-        for start, kinds in history:
+        for start, kinds in self.shared.history:
             gone = kinds[:, max(0, length - start) :] if length < start + kinds.shape[1] else kinds[:, :0]
             text -= (gone != TEXT).sum(1)
             if bool((kinds == VISUAL).any()):
                 visual.append((gone == VISUAL).sum(1))
-        return text, visual, length, history
+        return text, visual
 
     def reset(self) -> None:
         """Forget all tokens."""

@@ -183,10 +183,10 @@ class PackedLayer(StaticLayer):
                 *torch.ops.mmqc.kv_pack(k, *where, spec.keys, spec.shrink_keys, False),
                 *torch.ops.mmqc.kv_pack(v, *where, spec.values, spec.shrink_values, True),
             )
-            self.segments = [
-                *self.segments,
-                Segment(*map(keep_address, packed), keep_address(arrival.visual_count.clone())),
-            ]
+            names = ("k_words", "k_scale", "k_offset", "v_words", "v_scale", "v_offset")
+            tensors = {name: keep_address(t) for name, t in zip(names, packed, strict=True)}
+            count = keep_address(arrival.visual_count.clone())
+            self.segments = [*self.segments, Segment(**tensors, count=count)]
         if not torch.compiler.is_compiling():
             self.used = 0 if self.empty else int(self.text_count.max())
         self.make_room(arrival.most_text, 0 if self.limit is None else self.limit - k.shape[2])

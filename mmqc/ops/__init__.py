@@ -23,6 +23,7 @@ from mmqc.ops import (
 )
 
 __all__ = [
-    "causal_mask", "gather_rows", "gather_tokens", "hadamard", "hadamard_quantize", "kv_attention", "kv_pack",
-    "modality_order", "quantize", "rotate", "scaled_matmul", "scaled_matmuls", "tag_modality", "weight_only_matmul", "weight_only_matmuls",
+    "causal_mask", "gather_rows", "gather_tokens", "hadamard", "hadamard_quantize", "kv_attention",
+    "kv_pack", "modality_order", "quantize", "rotate", "scaled_matmul", "scaled_matmuls",
+    "tag_modality", "weight_only_matmul", "weight_only_matmuls",
 ]  # fmt: skip
