@@ -58,7 +58,7 @@ def quantize_(
         resume_dir: not supported yet.
 
     Returns:
-        What was done, with ``report.config`` for ``torch.compile(..., options={"config": report.config})``.
+        What was done; ``report.config`` is for ``torch.compile(..., options={"config": report.config})``.
 
     Raises:
         ConfigError: the config cannot be applied to this model (a ``keep`` pattern that matches nothing, ...).
@@ -67,13 +67,12 @@ def quantize_(
         RecordError: the forward cannot be recorded.
         RewriteError: the exact rewrites changed the output of the first batch by more than rounding.
 
-    Whatever is raised, the model is as it was before the call.
+    Whatever is raised, the model is as it was.
     """
     if isinstance(config, QuantConfig) and config.kv is not None:
         options = {"filter_fn": filter_fn, "progress": progress, "resume_dir": resume_dir}
         return quantize_kv(model, config, calibration, quantize_, **options)
-    start = time.perf_counter()
-    _check_model(model, config, resume_dir)
+    start = _check_model(model, config, resume_dir)
     if calibration is None and config.rewrites == type(config.rewrites)() and not config.needs_calibration:
         return _weights_only(model, config, filter_fn, start)
     batches = _spool(model, config, calibration)
@@ -266,7 +265,9 @@ class _Job:
         attach_config(self.model, config, {"passes": passes, "untied": self.untied, "unseen": self.unseen})
 
 
-def _check_model(model: nn.Module, config: QuantConfig, resume_dir: str | None) -> None:
+def _check_model(model: nn.Module, config: QuantConfig, resume_dir: str | None) -> float:
+    """The time, if nothing speaks against this model and config."""
+    start = time.perf_counter()
     if not isinstance(config, QuantConfig):
         raise ConfigError(f"config is a {type(config).__name__}; pass a mmqc.QuantConfig, e.g. mmqc.recipes.mquant()")
     if resume_dir is not None:
@@ -278,6 +279,7 @@ def _check_model(model: nn.Module, config: QuantConfig, resume_dir: str | None) 
         raise ValueError(
             f"{bad} holds NaN or infinite values; repair the checkpoint before quantizing (nothing was changed)"
         )
+    return start
 
 
 def _spool(model: nn.Module, config: QuantConfig, calibration: Iterable[Batch] | None) -> list[Batch]:
