@@ -15,8 +15,9 @@ from . import discovery, hf_hook
 
 if TYPE_CHECKING:
     from . import recipes, samples
+    from .cache import QuantizedCache
     from .compiled_loop import compiled_loop
-    from .config import ActivationSpec, ConfigError, QuantConfig, Rewrites, Scheme, WeightSpec
+    from .config import ActivationSpec, ConfigError, KVSpec, QuantConfig, Rewrites, Scheme, WeightSpec
     from .equivalence import RewriteError
     from .explain import Explanation, explain
     from .memory_error import OutOfMemoryError
@@ -28,18 +29,19 @@ if TYPE_CHECKING:
 __version__ = "0.1.0.dev0"
 
 _HOMES = {
-    "quantize_": "quantize", "compiled_loop": "compiled_loop",
+    "quantize_": "quantize", "compiled_loop": "compiled_loop", "QuantizedCache": "cache",
     "explain": "explain", "Explanation": "explain",
     "plan": "plan", "Planned": "plan", "RewriteError": "equivalence", "ResumeError": "resume",
     "OutOfMemoryError": "memory_error",
     "QuantReport": "report", "LayerReport": "report", "Refusal": "report",
-    **dict.fromkeys(("ActivationSpec", "ConfigError", "QuantConfig", "Rewrites", "Scheme", "WeightSpec"), "config"),
+    **dict.fromkeys(("ActivationSpec", "ConfigError", "KVSpec", "QuantConfig", "Rewrites", "Scheme", "WeightSpec"), "config"),
 }  # fmt: skip
 _MODULES = ("recipes", "samples")
 
 __all__ = [
-    "ActivationSpec", "ConfigError", "Explanation", "LayerReport", "OutOfMemoryError", "Planned", "QuantConfig",
-    "QuantReport", "Refusal", "ResumeError", "RewriteError", "Rewrites", "Scheme", "WeightSpec", "compiled_loop", "explain",
+    "ActivationSpec", "ConfigError", "Explanation", "KVSpec", "LayerReport", "OutOfMemoryError", "Planned", "QuantConfig",
+    "QuantReport", "QuantizedCache", "Refusal", "ResumeError", "RewriteError", "Rewrites", "Scheme", "WeightSpec",
+    "compiled_loop", "explain",
     "plan", "quantize_", "recipes", "samples",
 ]  # fmt: skip
 

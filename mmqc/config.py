@@ -22,6 +22,7 @@ HEAD = "lm_head"  # in ``keep``, the output head, whatever it is called
 Solver = Literal["rtn", "mse_clip", "awq_clip", "gptq"]
 Observer = Literal["minmax", "percentile"]
 Amplifier = int | Literal["heuristic"]
+Search = Literal["none", "model", "layer"]
 
 
 class ConfigError(ValueError):
@@ -195,6 +196,45 @@ class Rewrites:
 
 
 @dataclass(frozen=True)
+class KVSpec:
+    """How the visual tokens of the KV cache are stored (ops/kv_pack.py); text and generated tokens keep the model's dtype.
+
+    Attributes:
+        bits: 1, 2, 4 or 8.
+        keys: "channel", one range per KV head and channel, or "tensor", one range for the sequence.
+        values: "channel", "token", one range per KV head and token, or "tensor".
+        shrink_keys, shrink_values: in (0, 1], the range is narrowed about its centre by this factor.
+        search: what chooses ``tau``: "none" leaves it, "model" searches one pair for all layers, "layer" one for each.
+        tau: pairs (tau1, tau2) of CalibQuant's score calibration, one for all layers or one for each; () is none of it.
+            Filled in by ``quantize_`` where ``search`` asks for it.
+    """
+
+    bits: int = 1
+    keys: str = "channel"
+    values: str = "channel"
+    shrink_keys: float = 1.0
+    shrink_values: float = 1.0
+    search: Search = "none"
+    tau: tuple[tuple[float, float], ...] = ()
+
+    def __post_init__(self) -> None:
+        _require(self.bits in (1, 2, 4, 8), "KVSpec.bits", self.bits, (1, 2, 4, 8))
+        _require(self.keys in ("channel", "tensor"), "KVSpec.keys", self.keys, ("channel", "tensor"))
+        allowed = ("channel", "token", "tensor")
+        _require(self.values in allowed, "KVSpec.values", self.values, allowed)
+        for name in ("shrink_keys", "shrink_values"):
+            _require(0 < getattr(self, name) <= 1, f"KVSpec.{name}", getattr(self, name), "(0, 1]")
+        _require(self.search in get_args(Search), "KVSpec.search", self.search, get_args(Search))
+        pairs = all(len(pair) == 2 and min(pair) >= 0 for pair in self.tau)
+        _require(pairs, "KVSpec.tau", self.tau, "pairs of numbers >= 0")
+        object.__setattr__(self, "tau", tuple((float(a), float(b)) for a, b in self.tau))
+
+    def tau_of(self, layer: int) -> tuple[float, float]:
+        """The pair of one layer."""
+        return (0.0, 0.0) if not self.tau else self.tau[0] if len(self.tau) == 1 else self.tau[layer]
+
+
+@dataclass(frozen=True)
 class QuantConfig(AOBaseConfig):
     """A whole recipe: one scheme per tower (``None``: left in floating point), the rewrites, and what to keep.
 
@@ -207,6 +247,7 @@ class QuantConfig(AOBaseConfig):
         head: the output head's own scheme, whatever ``keep`` says of ``lm_head``; None leaves it to ``keep``.
         down: the scheme of the language model's linears that read a non-linearity and write the residual stream (what Llama
             calls down_proj), if ``language`` has one; None: as the rest.
+        kv: how the visual tokens of the KV cache are stored; None leaves the cache alone.
     """
 
     vision: Scheme | None = None
@@ -217,6 +258,20 @@ class QuantConfig(AOBaseConfig):
     statistics: Mapping[str, Any] | None = field(default=None, hash=False)
     head: Scheme | None = None
     down: Scheme | None = None
+    kv: KVSpec | None = None
+
+    def __or__(self, other: QuantConfig) -> QuantConfig:
+        """A recipe for the weights and one for the KV cache, as one config.
+
+        Raises:
+            ConfigError: both say something about the same.
+        """
+        for a, b in ((self, other), (other, self)):
+            if b.kv is not None and a.kv is None and b.replace(kv=None) == QuantConfig():
+                return a.replace(kv=b.kv)
+        raise ConfigError(
+            "a | b takes one config without kv and one with nothing but kv, e.g. mquant() | calibquant(bits=2)"
+        )
 
     def scheme(self, tower: str, role: str = "") -> Scheme | None:
         """The scheme of a linear of ``tower`` (vision, projector or language); the output head has the role "head"."""
@@ -235,7 +290,9 @@ class QuantConfig(AOBaseConfig):
 
     @property
     def needs_calibration(self) -> bool:
-        """Whether some scale or solver depends on data that ``statistics`` does not already hold."""
+        """Whether some scale, solver or tau depends on data that ``statistics`` and ``kv`` do not already hold."""
+        if self.kv is not None and self.kv.search != "none" and not self.kv.tau:
+            return True
         if self.statistics is not None:
             return any(s.weight.needs_hessian for s in self.schemes.values())
         measured = any(s.activation is not None or s.weight.needs_hessian for s in self.schemes.values())
@@ -282,6 +339,8 @@ class QuantConfig(AOBaseConfig):
                 data[place] = _decode(Scheme, data[place], place)
         if "rewrites" in data:
             data["rewrites"] = _decode(Rewrites, data["rewrites"], "rewrites")
+        if data.get("kv") is not None:
+            data["kv"] = _decode(KVSpec, data["kv"], "kv")
         data["keep"] = tuple(data.get("keep", (HEAD,)))
         return _decode(cls, data, "QuantConfig")
 
@@ -297,7 +356,7 @@ def _encode(value: Any) -> Any:
         return {f.name: _encode(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, Mapping):
         return {k: _encode(v) for k, v in value.items()}
-    return list(value) if isinstance(value, tuple) else value
+    return [_encode(v) for v in value] if isinstance(value, tuple) else value
 
 
 _NESTED = {"weight": WeightSpec, "activation": ActivationSpec, "scales": ChannelScales}

@@ -169,6 +169,10 @@ class MmqcQuantizer(HfQuantizer):
             logger.info("%d tensors were cast while loading and could not be compared with what was saved", cast)
         if config.visual_token_ids is not None:
             self._attach_modality(model)
+        if (kv := config.quant_config.kv) is not None:
+            from .cache_generate import attach  # it imports what registers this module
+
+            attach(model, kv)
         names = {name for name, _ in model.named_modules()}
         places = (local(fqn, model, names) for fqn in config.record.get("unseen", ()))
         guard(model, [name for name in places if name])

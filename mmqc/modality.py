@@ -111,6 +111,14 @@ class ModalityContext:
         return visual
 
 
+def visual_token_ids(model: nn.Module) -> tuple[int, ...]:
+    """The ids that stand for image and video features in the token ids, from the model's config."""
+    config = getattr(model, "config", None)
+    names = ("image_token_id", "image_token_index", "video_token_id", "video_token_index")
+    found = (getattr(config, name, None) for name in names)
+    return tuple(dict.fromkeys(i for i in found if isinstance(i, int)))
+
+
 def attached(model: nn.Module) -> ModalityContext | None:
     """The context whose hooks ``model`` carries, if any."""
     return hooked(model, ModalityContext)

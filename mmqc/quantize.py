@@ -18,9 +18,10 @@ from .expert_modules import QuantExperts
 from .generated import with_generated
 from .job import Batch, Job, Options
 from .memory_error import explained
-from .modality import ModalityContext, attached, detach
+from .modality import ModalityContext, attached, detach, visual_token_ids
 from .modules import QuantLinear
 from .progress import Progress
+from .quantize_kv import quantize_kv
 from .report import QuantReport
 from .residency import Residency
 from .resume import Store, fingerprint
@@ -59,7 +60,7 @@ def quantize_(
         modality_weights: what a row counts in second moments, ``{"visual": a, "text": b}``; 1 if not given.
 
     Returns:
-        What was done, with ``report.config`` for ``torch.compile(..., options={"config": report.config})``.
+        What was done; ``report.config`` is for ``torch.compile(..., options={"config": report.config})``.
 
     Raises:
         ConfigError: the config cannot be applied to this model (a ``keep`` pattern that matches nothing, ...).
@@ -69,8 +70,14 @@ def quantize_(
         RecordError: the forward cannot be recorded.
         RewriteError: the exact rewrites changed the output of the first batch by more than rounding.
 
-    Whatever is raised, the model is as it was before the call.
+    Whatever is raised, the model is as it was.
     """
+    if isinstance(config, QuantConfig) and config.kv is not None:
+        more: dict[str, Any] = {
+            "filter_fn": filter_fn, "progress": progress, "resume_dir": resume_dir, "inputs": inputs, "device": device,
+            "spool": spool, "generate_tokens": generate_tokens, "modality_weights": modality_weights,
+        }  # fmt: skip
+        return quantize_kv(model, config, calibration, quantize_, **more)
     start = time.perf_counter()
     _check_model(model, config)
     options = Options(inputs, device, spool, generate_tokens, resume_dir, _row_weights(modality_weights))
@@ -117,17 +124,6 @@ def _calibrated(
         for module, training in modes.items():  # parts may be in another mode than the whole
             module.training = training
     return report
-
-
-def visual_token_ids(model: nn.Module) -> tuple[int, ...]:
-    """The ids that stand for image and video features in the token ids, from the model's config."""
-    config = getattr(model, "config", None)
-    found = []
-    for name in ("image_token_id", "image_token_index", "video_token_id", "video_token_index"):
-        value = getattr(config, name, None)
-        if isinstance(value, int):
-            found.append(value)
-    return tuple(dict.fromkeys(found))
 
 
 def _row_weights(given: Mapping[str, float] | None) -> dict[str, float]:

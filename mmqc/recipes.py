@@ -12,9 +12,11 @@ from .config import (
     Amplifier,
     ChannelScales,
     ConfigError,
+    KVSpec,
     QuantConfig,
     Rewrites,
     Scheme,
+    Search,
     Solver,
     WeightSpec,
 )  # fmt: skip
@@ -178,6 +180,44 @@ def integer_scale(
     down = Scheme(dataclasses.replace(scheme.weight, bits=8), activation) if llama3 else None
     rewrites = Rewrites(fold_norms=True, rotate=True, hadamard=True) if llama3 else Rewrites()
     return QuantConfig(vision=scheme, projector=scheme, language=scheme, down=down, rewrites=rewrites)
+
+
+def calibquant(
+    bits: int = 1,
+    *,
+    values: str = "channel",
+    search: Search | None = None,
+    tau: tuple[tuple[float, float], ...] = (),
+    shrink_keys: float | None = None,
+    shrink_values: float | None = None,
+) -> QuantConfig:
+    """The visual part of the KV cache in 8 to 1 bits, by CalibQuant (arXiv:2502.14882); ``|`` composes it with a weight recipe.
+
+    Args:
+        bits: 1, 2, 4 or 8.
+        values: "channel" as in section 4.1, or "token" or "tensor" for its ablation.
+        search: the grid search over {0, 1, 2, 3}^2 of section 4.2: one pair for the "model", one per "layer", or "none".
+            None is "model" for 1 and 2 bits, as in the authors' code, unless ``tau`` is given, and "none" above.
+        tau: pairs (tau1, tau2), known beforehand.
+        shrink_keys: see ``KVSpec``; None is 0.6 at 1 bit, whose two levels would otherwise be the extremes, and 1 above.
+            (The authors' code has 0.5 for keys and 0.3 for values, towards zero instead of the centre.)
+        shrink_values: likewise.
+    """
+    found: Search = search or ("none" if tau or bits > 2 else "model")
+    shrink = [given or (0.6 if bits == 1 else 1.0) for given in (shrink_keys, shrink_values)]
+    return QuantConfig(
+        kv=KVSpec(bits, "channel", values, shrink_keys=shrink[0], shrink_values=shrink[1], search=found, tau=tau)
+    )
+
+
+def kivi(bits: int = 2) -> QuantConfig:
+    """A baseline in the manner of KIVI (arXiv:2402.02750): visual keys per channel, values per token, no calibration."""
+    return QuantConfig(kv=KVSpec(bits, "channel", "token"))
+
+
+def global_range(bits: int = 2) -> QuantConfig:
+    """A baseline: visual keys and values with one range each a sequence (CalibQuant, section 4: "global statistics")."""
+    return QuantConfig(kv=KVSpec(bits, "tensor", "tensor"))
 
 
 def _head(bits: int | None) -> Scheme | None:

@@ -20,11 +20,19 @@ TESTS = ROOT / "tests"
 
 MAY_IMPORT = {
     "torch._inductor": ("mmqc/lowering/",),
-    "torch._dynamo": ("mmqc/graph/capture.py", "mmqc/graph/tracing.py", "mmqc/backend.py", "mmqc/explain.py"),
+    "torch._dynamo": (
+        "mmqc/graph/capture.py",
+        "mmqc/graph/tracing.py",
+        "mmqc/backend.py",
+        "mmqc/explain.py",
+        "mmqc/cache_layer.py",
+    ),
     "triton": ("mmqc/kernels/", "mmqc/lowering/"),
     "transformers": (
         "mmqc/hf.py",
         "mmqc/cache.py",
+        "mmqc/cache_attention.py",
+        "mmqc/cache_layer.py",
         "mmqc/compiled_loop.py",
         "mmqc/samples/",
         "mmqc/cli.py",

@@ -12,6 +12,8 @@ from mmqc.ops import (
     grouped_matmul,
     hadamard,
     hadamard_quantize,
+    kv_attention,
+    kv_pack,
     modality_order,
     quantize,
     rotate,
@@ -24,6 +26,6 @@ from mmqc.ops import (
 
 __all__ = [
     "causal_mask", "gather_rows", "gather_tokens", "gptq_block", "grouped_matmul", "hadamard", "hadamard_quantize",
-    "modality_order", "quantize", "rotate", "scaled_matmul", "scaled_matmuls", "tag_modality", "weight_only_matmul",
-    "weight_only_matmuls",
+    "kv_attention", "kv_pack", "modality_order", "quantize", "rotate", "scaled_matmul", "scaled_matmuls",
+    "tag_modality", "weight_only_matmul", "weight_only_matmuls",
 ]  # fmt: skip
