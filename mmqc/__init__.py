@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .config import ActivationSpec, ConfigError, QuantConfig, Rewrites, Scheme, WeightSpec
     from .equivalence import RewriteError
     from .explain import Explanation, explain
+    from .export import export
     from .plan import Planned, plan
     from .quantize import quantize_
     from .report import LayerReport, QuantReport, Refusal
@@ -27,7 +28,7 @@ __version__ = "0.1.0.dev0"
 
 _HOMES = {
     "quantize_": "quantize", "compiled_loop": "compiled_loop",
-    "explain": "explain", "Explanation": "explain",
+    "explain": "explain", "Explanation": "explain", "export": "export",
     "plan": "plan", "Planned": "plan", "RewriteError": "equivalence",
     "QuantReport": "report", "LayerReport": "report", "Refusal": "report",
     **dict.fromkeys(("ActivationSpec", "ConfigError", "QuantConfig", "Rewrites", "Scheme", "WeightSpec"), "config"),
@@ -36,7 +37,8 @@ _MODULES = ("recipes", "samples")
 
 __all__ = [
     "ActivationSpec", "ConfigError", "Explanation", "LayerReport", "Planned", "QuantConfig", "QuantReport", "Refusal",
-    "RewriteError", "Rewrites", "Scheme", "WeightSpec", "compiled_loop", "explain", "plan", "quantize_", "recipes", "samples",
+    "RewriteError", "Rewrites", "Scheme", "WeightSpec", "compiled_loop", "explain", "export", "plan", "quantize_", "recipes",
+    "samples",
 ]  # fmt: skip
 
 

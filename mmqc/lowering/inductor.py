@@ -21,9 +21,11 @@ from torch import fx
 from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+from torch._inductor.decomposition import decompositions, fast_random_decomps
 from torch._inductor.ir import ExternKernel, FixedLayout, Pointwise, Reduction, TensorBox
 from torch._inductor.kernel.bmm import aten_bmm
 from torch._inductor.lowering import fallback_handler, lowerings, register_lowering
+from torch._inductor.package import load_package, package_aoti
 from torch._inductor.virtualized import V, ops
 from torch.compiler import config as _compiler_config
 from torch.utils._sympy import functions as _sympy
@@ -31,8 +33,9 @@ from torch.utils._sympy import functions as _sympy
 from mmqc import kernels
 
 __all__ = [
-    "FloorDiv", "ModularIndexing", "Pointwise", "TensorBox", "at_least", "batched_matmul", "call_kernel",
-    "compile_graph", "config_keys", "convert", "has_kernel", "kernel_names", "lowerings", "mode_patches", "ops",
+    "FloorDiv", "ModularIndexing", "Pointwise", "TensorBox", "aot_files", "at_least", "batched_matmul",
+    "call_kernel", "compile_graph", "config_keys", "convert", "decompositions", "fallback_handler",
+    "has_kernel", "kernel_names", "load_package", "lowerings", "mode_patches", "ops", "package_aoti",
     "register_lowering", "row_major", "row_sums", "static_int",
 ]  # fmt: skip
 
@@ -104,6 +107,17 @@ def compile_graph(
     compile_: Any = compile_fx  # returns a callable for a GraphModule
     with tagged(), functorch_config.patch(enable_autograd_cache=cached):
         return compile_(gm, list(example_inputs), inner_compile=inner_compile, config_patches=dict(patches))
+
+
+def aot_files(module: Any, args: Any, kwargs: Any, options: Mapping[str, Any]) -> list[Any]:
+    """Ahead-of-time compilation of an exported program's module: the files of a package."""
+    fast_random_decomps.cache_clear()  # a copy of ``decompositions``, which a caller may have changed
+    try:
+        tag = compiler_config.cache_key_tag
+        with compiler_config.patch(cache_key_tag=tag + _TAG):
+            return torch._inductor.aot_compile(module, args, kwargs, options={**_WORKAROUNDS, **options})  # type: ignore[return-value]
+    finally:
+        fast_random_decomps.cache_clear()
 
 
 def _transforms(gm: fx.GraphModule) -> set[tuple[int, torch.dtype]]:
