@@ -44,7 +44,8 @@ void run(Program& program, Tensors& tensors) {
   auto metadata = program.get_metadata();
   std::vector<at::Tensor> inputs;
   for (const auto& name : split(metadata["inputs"], ',')) inputs.push_back(tensors.at(name));
-  const auto outputs = program.run(inputs), names = split(metadata["outputs"], ',');
+  const auto outputs = program.run(inputs);
+  const auto names = split(metadata["outputs"], ',');
   for (size_t i = 0; i < names.size(); ++i) tensors[names[i]] = outputs[i];
 }
 
