@@ -51,6 +51,7 @@ void run(Program& program, Tensors& tensors) {
 
 int main(int count, char** arguments) {
   if (count != 5) return std::cerr << "runner model.pt2 question.safetensors max_new_tokens end_token\n", 2;
+  setenv("AOTI_RUNTIME_CHECK_INPUTS", "1", 0);  // sizes and dtypes that do not fit are errors
   const std::string package = arguments[1];
   Tensors tensors = read(arguments[2]);
   const int64_t longest = std::stoll(arguments[3]), stop = std::stoll(arguments[4]);

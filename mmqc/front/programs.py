@@ -30,6 +30,7 @@ from .static_cache import cached_tensors, static_cache
 SEAM = "get_image_features"
 BY_PRODUCTS = ("last_hidden_state", "hidden_states", "attentions")
 FEATURES, DELTAS = "image_features", "rope_deltas"
+SHORT = "the cache is shorter than the text"
 Inputs = Mapping[str, Tensor]
 
 
@@ -201,6 +202,8 @@ class Prefill(nn.Module):
                 output = self.seam.joined(features)
                 stack.enter_context(mock.patch.object(self.seam.module, SEAM, _constant(output)))
                 given.update({n: first for n in self.seam.sources.values() if n not in given})
+            length, mask = keys[0].shape[2] - given["input_ids"].shape[1], given["attention_mask"]
+            torch._assert_async(torch.full((), length, device=mask.device) >= 0, SHORT)
             cache = static_cache(keys, values)
             more = _accepted(self.model, logits_to_keep=1)
             out = self.model(**given, past_key_values=cache, use_cache=True, **more)
@@ -226,8 +229,10 @@ class Decode(nn.Module):
 
     def forward(self, **inputs: Tensor) -> dict[str, Tensor]:
         """``logits`` [B, V]."""
-        cache = static_cache(*taken(inputs, self.layers), inputs["cache_position"])
-        mask = inputs["attention_mask"]
+        keys, values = taken(inputs, self.layers)
+        mask, position = inputs["attention_mask"], inputs["cache_position"]
+        torch._assert_async((position < keys[0].shape[2]).all(), SHORT)
+        cache = static_cache(keys, values, position)
         place = mask.sum(-1, keepdim=True) - 1
         if DELTAS in inputs:  # time, height and width of a text token are the same
             place = (place + inputs[DELTAS]).unsqueeze(0).expand(3, -1, -1)

@@ -26,6 +26,7 @@ ORDERED = (
     "mean", "sum", "silu", "gelu", "sigmoid", "tanh", "softplus", "exp", "sin", "cos", "rsqrt", "_softmax", "native_layer_norm",
     "native_group_norm", "_fused_rms_norm",
 )  # fmt: skip
+LOWER_BOUND = "aot_inductor.check_lowerbound"  # since torch 2.12
 OWN = ("mmqc", "mmqc_front")  # namespaces whose implementations are Python
 
 
@@ -59,6 +60,8 @@ def compile_program(program: ExportedProgram, *, as_eager: bool, metadata: Mappi
         "aot_inductor.metadata": dict(metadata),
         "cpp.dynamic_threads": True,  # as many as the process has, not as many as this one
     }
+    if LOWER_BOUND in inductor.config_keys():
+        options[LOWER_BOUND] = False  # a trace takes two for the least size; what is less was compared with the model
     module: Any = program.module(check_guards=False)
     with torch.no_grad(), _ordered() if as_eager else _as_it_is():
         files = inductor.aot_files(module, args, kwargs, options)
