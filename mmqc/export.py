@@ -124,7 +124,7 @@ class _Job:
     def steps(self, names: list[str], required: bool) -> None:
         """Vision, prefill and decode, if the model can be split so."""
         from mmqc.front.index_find import ExportError
-        from mmqc.front.programs import StepError, cache_shape, find_seam
+        from mmqc.front.programs import cache_shape, find_seam
         from mmqc.front.step_batches import Steps
 
         try:
@@ -133,17 +133,20 @@ class _Job:
             )
             names = [n for n in names if n != "vision" or self.split.seam is not None]
             self.programs.update(self._first_of(lambda batches, spare: self._split_programs(names, batches, spare)))
-        except (StepError, ExportError) as error:
+        except Exception as error:  # whatever a model's code says to such calls
             if required:
-                raise error if isinstance(error, ExportError) else ExportError([str(error)]) from error
-            self.split, self.left_out = None, str(error)
-            self.say(f"no prefill and decode: {error}")
+                reasons = error.reasons if isinstance(error, ExportError) else [str(error)]
+                raise ExportError([f"vision, prefill and decode: {reason}" for reason in reasons]) from error
+            self.split, self.left_out = None, f"{type(error).__name__}: {error}"
+            logger.warning("the package has the whole forward alone: %s", self.left_out)
 
     def _split_programs(
         self, names: list[str], batches: list[dict[str, Tensor]], spare: list[dict[str, Tensor]]
     ) -> dict[str, ExportedProgram]:
         assert self.split is not None
-        usable = [b for b in batches if bool(b["attention_mask"][:, -1].all())]  # padded on the left, as for generate
+        usable = [b for b in batches if _padded_left(b)]
+        if not usable:
+            raise ValueError("prefill takes rows that are padded on the left, as generate does: pass such a batch")
         self.split.check(self.split.modules(), usable[0], self.bound)
         inputs = [self.split.batches(batch) for batch in usable]
         spares = [self.split.batches(batch) for batch in self._known(spare)]
@@ -243,7 +246,7 @@ class _Job:
                 self.say(f"forward: relative error {error:.1e}")
                 if not error <= self.bound:
                     raise ExportError([f"the package's logits differ from the model's by {error:.1e}"])
-            if self.split is not None and set(loaded) >= set(self.split.modules()):
+            if self.split is not None and set(loaded) >= set(self.split.modules()) and _padded_left(batch):
                 self.say(f"prefill, decode: relative error {self.split.check(loaded, batch, self.bound):.1e}")
 
     @property
@@ -254,6 +257,10 @@ class _Job:
         dtype = next((p.dtype for p in self.model.parameters() if p.is_floating_point()), torch.float32)
         quantized = any(rounds(program) for program in self.programs.values()) or _is_quantized(self.model)
         return ROUNDED if quantized else EXACT.get(dtype, ROUNDED)
+
+
+def _padded_left(batch: Batch) -> bool:
+    return bool(batch["attention_mask"][:, -1].all())
 
 
 def _is_quantized(model: nn.Module) -> bool:

@@ -244,8 +244,9 @@ class _Unsplit(TorchFunctionMode):
             sizes = [*args[1:2], *kwargs.values()]
             if any(isinstance(s, _Lengths) for s in sizes):
                 return (args[0],)
-        if getattr(func, "__name__", "") == "unbind" and _images(*args, **kwargs):
-            return (args[0].flatten(0, 1),)
+        name = getattr(func, "__name__", "")
+        if name in ("unbind", "__len__") and _images(*args, **kwargs):  # list(x) asks for the length, too
+            return 1 if name == "__len__" else (args[0].flatten(0, 1),)
         return func(*args, **kwargs)
 
 

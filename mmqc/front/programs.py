@@ -290,7 +290,7 @@ def cache_shape(model: nn.Module, inputs: Inputs) -> CacheShape:
     """
     if "input_ids" not in inputs or "attention_mask" not in inputs:
         raise StepError("prefill and decode need input_ids and attention_mask among the example inputs")
-    out = model(**inputs, use_cache=True)
+    out = model(**inputs, **_accepted(model, use_cache=True))
     found = cached_tensors(getattr(out, "past_key_values", None))
     if isinstance(found, str):
         raise StepError(found)
