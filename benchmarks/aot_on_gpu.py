@@ -229,9 +229,8 @@ def examine(job: Job, dry: bool) -> None:
     well = job.load("package", "package", package)
     for how in ("dlopen", "dlopen, lazily", "bare library", "package, loader alone", "imports", "cuda first", "mapped"):
         job.load(how, how, package)
-    elsewhere = job.folder / "tmp"
-    elsewhere.mkdir()
-    job.load("another temporary folder", "package", package, TMPDIR=str(elsewhere))
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as elsewhere:
+        job.load("another temporary folder", "package", package, TMPDIR=elsewhere)
     found = subprocess.run(
         ["bash", "-c", "${CXX:-g++} -print-file-name=libstdc++.so.6"], capture_output=True, text=True
     )
@@ -270,7 +269,7 @@ def main() -> None:
     if options.same_process:
         same_process(options.device, options.same_process)
         return
-    with tempfile.TemporaryDirectory(dir=Path.cwd(), prefix="aot_") as folder:
+    with tempfile.TemporaryDirectory(prefix="aot_") as folder:
         job = Job(options.seconds, Path(folder), options.device)
         examine(job, options.dry)
         if not options.dry:
