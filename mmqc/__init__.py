@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from .config import ActivationSpec, ConfigError, KVSpec, QuantConfig, Rewrites, Scheme, WeightSpec
     from .equivalence import RewriteError
     from .explain import Explanation, explain
+    from .export import export
     from .memory_error import OutOfMemoryError
     from .plan import Planned, plan
     from .quantize import quantize_
@@ -30,7 +31,7 @@ __version__ = "0.1.0.dev0"
 
 _HOMES = {
     "quantize_": "quantize", "compiled_loop": "compiled_loop", "QuantizedCache": "cache",
-    "explain": "explain", "Explanation": "explain",
+    "explain": "explain", "Explanation": "explain", "export": "export",
     "plan": "plan", "Planned": "plan", "RewriteError": "equivalence", "ResumeError": "resume",
     "OutOfMemoryError": "memory_error",
     "QuantReport": "report", "LayerReport": "report", "Refusal": "report",
@@ -41,8 +42,7 @@ _MODULES = ("recipes", "samples")
 __all__ = [
     "ActivationSpec", "ConfigError", "Explanation", "KVSpec", "LayerReport", "OutOfMemoryError", "Planned", "QuantConfig",
     "QuantReport", "QuantizedCache", "Refusal", "ResumeError", "RewriteError", "Rewrites", "Scheme", "WeightSpec",
-    "compiled_loop", "explain",
-    "plan", "quantize_", "recipes", "samples",
+    "compiled_loop", "explain", "export", "plan", "quantize_", "recipes", "samples",
 ]  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""The command line: `mmqc demo | quantize | eval | explain | doctor | passes`."""
+"""The command line: `mmqc demo | quantize | eval | explain | export | doctor | passes`."""
 
 from __future__ import annotations
 
@@ -130,6 +130,43 @@ def explain(
         return
     options = {"config": config} if config else None
     console.print(str(mmqc.explain(loaded, data.calibration(1)[0], options=options)), markup=False, highlight=False)
+
+
+@app.command()
+def export(
+    model: Model,
+    out: Annotated[Path, typer.Argument(help="The package; its name ends in .pt2.")],
+    program: Annotated[
+        list[str] | None,
+        typer.Option("--program", "-p", help="model, vision, prefill or decode. Default: all of them."),
+    ] = None,
+    recipe: Annotated[str | None, typer.Option("--recipe", "-r", help="Quantize with it first.")] = None,
+    settings: Set = None,
+    config_file: ConfigFile = None,
+    calibration: Annotated[int, typer.Option(min=0, help="Calibration prompts of the sample; 0: data-free.")] = 32,
+    sample: SampleName = "digits-vqa",
+) -> None:
+    """Compile a model into one package that runs without Python, and compare it with the model."""
+    import mmqc
+    from mmqc.front.index_find import ExportError
+
+    loaded, data = load(model, sample)
+    config = read_config(config_file) if config_file else make_config(recipe, settings or []) if recipe else None
+    if config:
+        mmqc.quantize_(loaded, config, calibration=data.calibration(calibration) if calibration else None)
+    start = time.perf_counter()
+    with console.status("exporting") as status:
+
+        def say(text: str) -> None:
+            status.update(text)
+            console.print(f"{time.perf_counter() - start:6.1f} s  {text}", markup=False, highlight=False)
+
+        try:
+            mmqc.export(loaded, data.calibration(1)[0], out, programs=program, say=say)
+        except (ExportError, ValueError) as error:
+            console.print(str(error), markup=False, highlight=False, style="red")
+            raise typer.Exit(1) from error
+    console.print(f"{out}: {out.stat().st_size / 2**20:.1f} MiB")
 
 
 @app.command()

@@ -38,6 +38,7 @@ MAY_IMPORT = {
         "mmqc/cli.py",
         "mmqc/demo.py",
         "mmqc/front/attention.py",
+        "mmqc/front/static_cache.py",
     ),
     "kernels": (),
 }

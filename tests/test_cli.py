@@ -76,7 +76,7 @@ def test_load__names_the_samples_for_an_unknown_model(tmp_path):
 def test_help__lists_every_command():
     result = invoke("--help")
     assert result.exit_code == 0
-    assert all(name in result.output for name in ("demo", "quantize", "eval", "explain", "doctor", "passes"))
+    assert all(name in result.output for name in ("demo", "quantize", "eval", "explain", "export", "doctor", "passes"))
 
 
 # --- doctor -----------------------------------------------------------------------------------------------------------

@@ -8,4 +8,6 @@
 ``front``     the hooks of one model, what was found for each kind of call, and the record of it
 ``exportable`` the whole forward as one exported program; ``index_ops`` holds what stands for those functions in it,
               ``index_find`` and ``index_draw`` find and verify it
+``programs``  the forward and its parts vision, prefill, decode (``static_cache``) as modules; ``variants`` makes batches of other
+              sizes of one, ``step_batches`` those of the parts, and compares the parts with the whole
 """

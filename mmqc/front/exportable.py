@@ -45,6 +45,7 @@ def export_program(
     example_inputs: Mapping[str, Any],
     *,
     more: Sequence[Mapping[str, Any]] = (),
+    spare: Sequence[Mapping[str, Any]] = (),
     dynamic_shapes: Mapping[str, Any] | None = None,
 ) -> ExportedProgram:
     """Export a model's forward with dynamic sizes, verified against eager mode.
@@ -58,6 +59,7 @@ def export_program(
         example_inputs: keyword arguments of one forward.
         more: further batches of the same inputs.  Whatever is found is verified on each of them, so they should differ in
             whatever may differ later; a text of another length, other numbers of images, grids that are not square.
+        spare: batches with sizes that a trace excludes: admitted if the program is right on all of them, and else left out.
         dynamic_shapes: as of ``torch.export.export``, by input.  By default every axis that differs between the given
             batches is dynamic, and every other is fixed.
 
@@ -78,7 +80,10 @@ def export_program(
         program = _Trace(model, plan, sites, constants).export(traced, shapes)
         _verify(program, model, tensors, constants, EXACT)
         program = program.run_decompositions({torch.ops.mmqc_front.scaled_dot_product_attention.default: _one_mask})
-        _verify(program, model, tensors, constants, {} if _rounds(program) else EXACT)
+        exact = {} if rounds(program) else EXACT
+        _verify(program, model, tensors, constants, exact)
+        if spare:
+            _try(program, model, [bound(model, (), batch) for batch in spare], constants, exact)
     return program
 
 
@@ -231,7 +236,7 @@ class _Lengths(list):  # type: ignore[type-arg]
 
 
 class _Unsplit(TorchFunctionMode):
-    """A tensor that is split by such a list is left in one piece: put together again, the pieces are what it was."""
+    """A tensor that is split by such a list, or image by image, is left in one piece: put together, the pieces are what it was."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -239,7 +244,15 @@ class _Unsplit(TorchFunctionMode):
             sizes = [*args[1:2], *kwargs.values()]
             if any(isinstance(s, _Lengths) for s in sizes):
                 return (args[0],)
+        name = getattr(func, "__name__", "")
+        if name in ("unbind", "__len__") and _images(*args, **kwargs):  # list(x) asks for the length, too
+            return 1 if name == "__len__" else (args[0].flatten(0, 1),)
         return func(*args, **kwargs)
+
+
+def _images(value: Tensor, dim: int = 0) -> bool:
+    """Whether a tensor is unbound that holds features [n, T, D] of a number of images that is dynamic."""
+    return dim == 0 and value.dim() == 3 and value.is_floating_point() and not isinstance(value.shape[0], int)
 
 
 _plain_tolist = FakeTensor.tolist
@@ -273,9 +286,12 @@ def plain_output(output: Any) -> Any:
 @contextmanager
 def _kept(model: nn.Module) -> Iterator[None]:
     """The attributes of every module, and the model's hooks, as they were: a forward may store tensors of a trace."""
-    before = [(m.__dict__, dict(m.__dict__)) for m in model.modules()]
-    hooks = [(d, dict(d)) for n, d in model.__dict__.items() if n.startswith("_forward") and isinstance(d, dict)]
-    detach(model)
+    modules = list(model.modules())
+    before = [(m.__dict__, dict(m.__dict__)) for m in modules]
+    places = [d for m in modules for n, d in m.__dict__.items() if n.startswith("_forward") and isinstance(d, dict)]
+    hooks = [(d, dict(d)) for d in places if d]
+    for module in modules:
+        detach(module)
     try:
         yield
     finally:
@@ -316,6 +332,20 @@ def _verify(
             raise ExportError([f"for {sizes} the program's output differs from the model's by {error:.1e}"])
 
 
+def _try(
+    program: ExportedProgram, model: nn.Module, batches: list[dict[str, Tensor]], constants: Inputs, exact: Any
+) -> None:
+    """Admit the sizes of these batches if the program is right on them."""
+    ranges, guards = dict(program.range_constraints), list(getattr(program, "_guards_code", []))
+    try:
+        _verify(program, model, batches, constants, exact)
+    except Exception as error:  # the model's own code may know no such batch either
+        logger.info("sizes left out: %s", error)
+        program.range_constraints.clear()
+        program.range_constraints.update(ranges)
+        program._guards_code = guards
+
+
 def _admit(program: ExportedProgram, batches: list[dict[str, Tensor]]) -> None:
     """Let sizes in that the given batches have and the trace excluded, such as one: the comparison with the model judges them.
 
@@ -334,7 +364,7 @@ def _admit(program: ExportedProgram, batches: list[dict[str, Tensor]]) -> None:
     ]
 
 
-def _rounds(program: ExportedProgram) -> bool:
+def rounds(program: ExportedProgram) -> bool:
     """Whether the program rounds activations: then another order of a sum may flip a code."""
     ops = [n.target for n in program.graph.nodes if isinstance(n.target, torch._ops.OpOverload)]
     return any(op.namespace != "aten" or "round" in op.name() for op in ops)

@@ -25,6 +25,7 @@ from torch._functorch import config as functorch_config
 from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
 from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+from torch._inductor.decomposition import decompositions, fast_random_decomps
 from torch._inductor.ir import (
     ExternKernel,
     FixedLayout,
@@ -40,6 +41,7 @@ from torch._inductor.ir import (
 )  # fmt: skip
 from torch._inductor.kernel.bmm import aten_bmm
 from torch._inductor.lowering import fallback_handler, lowerings, register_lowering
+from torch._inductor.package import load_package, package_aoti
 from torch._inductor.virtualized import V, ops
 from torch.compiler import config as _compiler_config
 from torch.utils._python_dispatch import _disable_current_modes
@@ -49,12 +51,11 @@ from mmqc import kernels
 from mmqc.lowering.known_transforms import known_transforms
 
 __all__ = [
-    "FloorDiv", "ModularIndexing", "Pointwise", "TensorBox", "as_int", "at_least", "at_most", "batched_matmul",
-    "call_kernel", "compile_graph", "config_keys", "constant", "contiguous", "convert", "counters", "current_node", "empty",
-    "for_package", "has_kernel",
-    "is_known_transform", "kernel_names", "launch_kernel", "lowerings",
-    "mode_patches", "ops", "register_lowering", "row_major", "row_sums", "size_hint", "static_int", "sums",
-    "trusted_transforms",
+    "FloorDiv", "ModularIndexing", "Pointwise", "TensorBox", "aot_files", "as_int", "at_least", "at_most", "batched_matmul",
+    "call_kernel", "compile_graph", "config_keys", "constant", "contiguous", "convert", "counters", "current_node",
+    "decompositions", "empty", "fallback_handler", "for_package", "has_kernel", "is_known_transform", "kernel_names",
+    "launch_kernel", "load_package", "lowerings", "mode_patches", "ops", "package_aoti", "register_lowering", "row_major",
+    "row_sums", "size_hint", "static_int", "sums", "trusted_transforms",
 ]  # fmt: skip
 
 SUPPORTED = ((2, 11), (2, 13))
@@ -127,6 +128,18 @@ def compile_graph(
     compile_: Any = compile_fx  # returns a callable for a GraphModule
     with tagged(), trusted_transforms(known), functorch_config.patch(enable_autograd_cache=cached):
         return compile_(gm, list(example_inputs), inner_compile=inner_compile, config_patches=dict(patches))
+
+
+def aot_files(module: Any, args: Any, kwargs: Any, options: Mapping[str, Any]) -> list[Any]:
+    """Ahead-of-time compilation of an exported program's module: the files of a package."""
+    fast_random_decomps.cache_clear()  # a copy of ``decompositions``, which a caller may have changed
+    known = known_transforms(module, ())  # its factors are buffers
+    try:
+        tag = compiler_config.cache_key_tag
+        with compiler_config.patch(cache_key_tag=tag + _TAG), trusted_transforms(known):
+            return torch._inductor.aot_compile(module, args, kwargs, options={**_WORKAROUNDS, **options})  # type: ignore[return-value]
+    finally:
+        fast_random_decomps.cache_clear()
 
 
 def convert(x: TensorBox, dtype: torch.dtype) -> TensorBox:

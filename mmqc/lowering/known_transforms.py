@@ -14,8 +14,8 @@ PLACE = {"hadamard": 1, "hadamard_quantize": 2}  # of the factors among the oper
 
 
 def known_transforms(gm: fx.GraphModule, inputs: Sequence[Any]) -> frozenset[int]:
-    """The widths whose every transform in ``gm`` is known; ``inputs`` are the values of its placeholders."""
-    given = dict(zip((n for n in gm.graph.nodes if n.op == "placeholder"), inputs, strict=True))
+    """The widths whose every transform in ``gm`` is known; ``inputs``, if any, are the values of its placeholders."""
+    given = dict(zip((n for n in gm.graph.nodes if n.op == "placeholder"), inputs, strict=bool(inputs)))
     found: dict[int, bool] = {}
     for node in gm.graph.nodes:
         name = str(node.target).removeprefix("mmqc.").removesuffix(".default")

@@ -1,0 +1,80 @@
+// Answers a question about images with a package of mmqc: vision, prefill, then decode, token by token.  No Python.
+//
+//   runner model.pt2 question.safetensors max_new_tokens end_token        prints the ids of the answer's tokens
+//
+// The file holds the model's inputs by name, one row: input_ids, attention_mask, pixel_values, image_grid_thw, ...
+#include <ATen/ATen.h>
+#include <torch/csrc/inductor/aoti_package/model_package_loader.h>
+
+#include <fstream>
+#include <iostream>
+#include <regex>
+#include <sstream>
+
+using Tensors = std::unordered_map<std::string, at::Tensor>;
+using Program = torch::inductor::AOTIModelPackageLoader;
+
+std::vector<std::string> split(const std::string& text, char at) {
+  std::vector<std::string> parts;
+  std::istringstream stream(text);
+  for (std::string part; std::getline(stream, part, at);) parts.push_back(part);
+  return parts;
+}
+
+// safetensors: length of the header, header {"name": {"dtype": .., "shape": [..], "data_offsets": [begin, end]}}, data
+Tensors read(const std::string& path) {
+  std::ifstream file(path, std::ios::binary);
+  std::string all((std::istreambuf_iterator<char>(file)), {});
+  const auto length = *reinterpret_cast<const uint64_t*>(all.data());
+  const std::string header = all.substr(8, length);
+  const std::regex entry(R"re("(\w+)":\{"dtype":"(\w+)","shape":\[([\d,]*)\],"data_offsets":\[(\d+),\d+\]\})re");
+  const std::unordered_map<std::string, at::ScalarType> types{
+      {"F32", at::kFloat}, {"BF16", at::kBFloat16}, {"F16", at::kHalf}, {"I64", at::kLong}, {"I32", at::kInt}};
+  Tensors tensors;
+  for (std::sregex_iterator m(header.begin(), header.end(), entry), end; m != end; ++m) {
+    std::vector<int64_t> shape;
+    for (const auto& size : split((*m)[3], ',')) shape.push_back(std::stoll(size));
+    tensors[(*m)[1]] = at::from_blob(all.data() + 8 + length + std::stoull((*m)[4]), shape, types.at((*m)[2])).clone();
+  }
+  return tensors;
+}
+
+// A program takes its inputs from the tensors by name, and puts its outputs there.
+void run(Program& program, Tensors& tensors) {
+  auto metadata = program.get_metadata();
+  std::vector<at::Tensor> inputs;
+  for (const auto& name : split(metadata["inputs"], ',')) inputs.push_back(tensors.at(name));
+  const auto outputs = program.run(inputs);
+  const auto names = split(metadata["outputs"], ',');
+  for (size_t i = 0; i < names.size(); ++i) tensors[names[i]] = outputs[i];
+}
+
+int main(int count, char** arguments) {
+  if (count != 5) return std::cerr << "runner model.pt2 question.safetensors max_new_tokens end_token\n", 2;
+  setenv("AOTI_RUNTIME_CHECK_INPUTS", "1", 0);  // sizes and dtypes that do not fit are errors
+  const std::string package = arguments[1];
+  Tensors tensors = read(arguments[2]);
+  const int64_t longest = std::stoll(arguments[3]), stop = std::stoll(arguments[4]);
+  const int64_t length = tensors.at("input_ids").size(1), capacity = length + longest;
+
+  Program vision(package, "vision"), prefill(package, "prefill"), decode(package, "decode");
+  const auto cache = split(prefill.get_metadata()["cache"], ',');
+  const auto type = cache[0] == "float32" ? at::kFloat : cache[0] == "bfloat16" ? at::kBFloat16 : at::kHalf;
+  for (size_t i = 1; i < cache.size(); ++i) {
+    const auto part = split(cache[i], ':');
+    tensors[part[0]] = at::zeros({1, std::stoll(part[1]), capacity, std::stoll(part[2])}, type);
+  }
+  run(vision, tensors);
+  run(prefill, tensors);
+  const auto mask = tensors.at("attention_mask");
+  tensors["attention_mask"] = at::cat({mask, at::zeros({1, longest}, mask.options())}, 1);
+  for (int64_t at = length; at <= capacity; ++at) {
+    const auto token = tensors.at("logits").argmax(-1, true);
+    std::cout << token.item<int64_t>() << std::endl;
+    if (token.item<int64_t>() == stop || at == capacity - 1) break;
+    tensors["input_ids"] = token;
+    tensors["cache_position"] = at::full({1}, at, at::kLong);
+    tensors["attention_mask"].select(1, at).fill_(1);
+    run(decode, tensors);
+  }
+}

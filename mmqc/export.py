@@ -1,0 +1,269 @@
+"""AOTInductor packages: a model as compiled programs in one file, which run without Python, mmqc or transformers.
+
+    model ─► exported programs, verified ─► compiled ─► model.pt2 ─► loaded again, compared with the model
+
+| program   | from                                                              | to                                   |
+|-----------|-------------------------------------------------------------------|--------------------------------------|
+| `model`   | the model's tensors, by keyword                                   | logits [B, L, V]                     |
+| `vision`  | pixels and their grid                                             | `image_features`, more for some      |
+| `prefill` | tokens, grid, features, `key_i`, `value_i` [B, H, S, D]           | logits [B, V], `rope_deltas`         |
+| `decode`  | one token a row, mask [B, S], `cache_position`, deltas, the cache | logits [B, V]                        |
+
+``model`` is the name under which torch looks for a package's program by default.  The cache is the caller's: prefill and decode
+write into the tensors that they are given.  Positions, sequence ends and window orders are computed in the program from the grid.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from torch.export import ExportedProgram
+
+    from mmqc.front.step_batches import Steps
+
+WHOLE = "model"
+PROGRAMS = (WHOLE, "vision", "prefill", "decode")
+EXACT = {torch.float64: 1e-10, torch.float32: 1e-4}  # of a package: other kernels, the same sums
+ROUNDED = 3e-2  # of half precision, and of quantized models: a code on the other side of a tie
+logger = logging.getLogger(__name__)
+
+Batch = Mapping[str, Tensor]
+Say = Callable[[str], None]
+
+
+def export(
+    model: nn.Module,
+    example_inputs: Batch | Sequence[Batch],
+    path: str | Path,
+    *,
+    dynamic_shapes: Mapping[str, Any] | None = None,
+    programs: Sequence[str] | None = None,
+    say: Say | None = None,
+) -> Path:
+    """Compile a model into a package that runs without Python, and compare it with the model.
+
+    Args:
+        model: in eval mode, quantized or not; unchanged afterwards.
+        example_inputs: keyword tensors of one forward, or several such batches.  Of a single batch, others are made: rows, lengths,
+            images and grids of other sizes, from its own tokens and patches.
+        path: a file that ends in .pt2.
+        dynamic_shapes: of the whole forward, as of ``torch.export.export``.  Default: every axis that differs between the batches.
+        programs: of "model", "vision", "prefill", "decode".  Default: all that the model can be split into.
+        say: is told in words what is being done.
+
+    Returns:
+        The path.  ``torch._inductor.aoti_load_package(path)`` loads the whole forward: it takes the tensors by keyword and
+        returns the logits.
+
+    Raises:
+        ValueError: the path, the inputs or the names of programs are not what they should be.
+        mmqc.front.index_find.ExportError: a program cannot be made, or differs from the model; says where and why.
+    """
+    path, batches = Path(path), _batches(example_inputs)
+    _check(model, batches, path, programs)
+    with torch.no_grad():
+        job = _Job(model, batches, dynamic_shapes, say or (lambda text: logger.info("%s", text)))
+        wanted = PROGRAMS if programs is None else tuple(programs)
+        if WHOLE in wanted:
+            job.whole()
+        if set(wanted) - {WHOLE}:
+            job.steps([name for name in wanted if name != WHOLE], required=programs is not None)
+        job.write(path)
+        job.compare(path)
+    return path
+
+
+def _batches(given: Batch | Sequence[Batch]) -> list[dict[str, Tensor]]:
+    return [dict(b) for b in ([given] if isinstance(given, Mapping) else given)]
+
+
+def _check(model: nn.Module, batches: list[dict[str, Tensor]], path: Path, programs: Sequence[str] | None) -> None:
+    if path.suffix != ".pt2":
+        raise ValueError(f"path = {str(path)!r}: the name of a package ends in .pt2")
+    if model.training:
+        raise ValueError("the model is in training mode: call model.eval() first")
+    if not batches:
+        raise ValueError("example_inputs is empty: pass the keyword tensors of a forward")
+    strange = [f"{name} ({type(v).__name__})" for b in batches for name, v in b.items() if not isinstance(v, Tensor)]
+    if strange:
+        raise ValueError(f"example_inputs holds {', '.join(strange)}: a package takes tensors alone")
+    unknown = [p for p in programs or () if p not in PROGRAMS]
+    if unknown or (programs is not None and not programs):
+        raise ValueError(f"programs = {tuple(programs or ())}: allowed are {', '.join(PROGRAMS)}")
+
+
+@dataclass
+class _Job:
+    """One export: what was made so far, and by what it is compared."""
+
+    model: nn.Module
+    batches: list[dict[str, Tensor]]
+    shapes: Mapping[str, Any] | None
+    say: Say
+    programs: dict[str, ExportedProgram] = field(default_factory=dict)
+    split: Steps | None = None
+    left_out: str = ""
+
+    # --- exported programs --------------------------------------------------------------------------------------------
+
+    def whole(self) -> None:
+        """The whole forward."""
+        from mmqc.front.programs import Whole
+
+        self.say("forward: tracing")
+        self.programs[WHOLE] = self._first_of(lambda batches, spare: self._export(Whole(self.model), batches, spare))
+
+    def steps(self, names: list[str], required: bool) -> None:
+        """Vision, prefill and decode, if the model can be split so."""
+        from mmqc.front.index_find import ExportError
+        from mmqc.front.programs import cache_shape, find_seam
+        from mmqc.front.step_batches import Steps
+
+        try:
+            self.split = Steps(
+                self.model, find_seam(self.model, self.batches[0]), cache_shape(self.model, self.batches[0])
+            )
+            names = [n for n in names if n != "vision" or self.split.seam is not None]
+            self.programs.update(self._first_of(lambda batches, spare: self._split_programs(names, batches, spare)))
+        except Exception as error:  # whatever a model's code says to such calls
+            if required:
+                reasons = error.reasons if isinstance(error, ExportError) else [str(error)]
+                raise ExportError([f"vision, prefill and decode: {reason}" for reason in reasons]) from error
+            self.split, self.left_out = None, f"{type(error).__name__}: {error}"
+            logger.warning("the package has the whole forward alone: %s", self.left_out)
+
+    def _split_programs(
+        self, names: list[str], batches: list[dict[str, Tensor]], spare: list[dict[str, Tensor]]
+    ) -> dict[str, ExportedProgram]:
+        assert self.split is not None
+        usable = [b for b in batches if _padded_left(b)]
+        if not usable:
+            raise ValueError("prefill takes rows that are padded on the left, as generate does: pass such a batch")
+        self.split.check(self.split.modules(), usable[0], self.bound)
+        inputs = [self.split.batches(batch) for batch in usable]
+        spares = [self.split.batches(batch) for batch in self._known(spare)]
+        found = {}
+        for name, module in self.split.modules().items():
+            if name in names:
+                self.say(f"{name}: tracing")
+                found[name] = self._export(module, [i[name] for i in inputs], [s[name] for s in spares], shapes=None)
+        if set(found) == set(self.split.modules()):
+            self.split.check({name: program.module() for name, program in found.items()}, usable[0], self.bound)
+        return found
+
+    def _export(
+        self, module: nn.Module, batches: list[dict[str, Tensor]], spare: list[dict[str, Tensor]], shapes: Any = ...
+    ) -> ExportedProgram:
+        from mmqc.front.exportable import export_program
+
+        shapes = self.shapes if shapes is ... else shapes
+        return export_program(module.eval(), batches[0], more=batches[1:], spare=spare, dynamic_shapes=shapes)
+
+    def _first_of(self, attempt: Callable[[list[dict[str, Tensor]], list[dict[str, Tensor]]], Any]) -> Any:
+        """The attempt with the most dynamic sizes that succeeds."""
+        from mmqc.front.index_find import ExportError
+
+        reasons: list[str] = []
+        for made, spare in self._varied():
+            try:
+                return attempt([*self.batches, *made], spare)
+            except ExportError as error:
+                reasons += [r for r in error.reasons if r not in reasons]
+                logger.info("not with these sizes: %s", error)
+        raise ExportError(reasons)
+
+    def _varied(self) -> list[tuple[list[dict[str, Tensor]], list[dict[str, Tensor]]]]:
+        """Further batches to try, those with the most variety first; none if there are several, or shapes are given."""
+        from mmqc.front.variants import fixed_images, variants
+        from mmqc.quantize import visual_token_ids
+
+        if len(self.batches) > 1 or self.shapes is not None:
+            return [([], [])]
+        batch, ids = self.batches[0], visual_token_ids(self.model)
+        made, spare = variants(batch, ids)
+        tries = [(self._known(made), spare), (self._known(fixed_images(batch, ids)), [])]
+        return [t for t in tries if t[0]] or [([], [])]
+
+    def _known(self, batches: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+        """Those batches that the model itself takes."""
+        known = []
+        for batch in batches:
+            try:
+                self.model(**batch)
+                known.append(batch)
+            except Exception as error:  # whatever a model's code says to sizes that it does not take
+                logger.info("a batch that the model refuses: %s", error)
+        return known
+
+    # --- the package --------------------------------------------------------------------------------------------------
+
+    def write(self, path: Path) -> None:
+        """Compile every program and write the package."""
+        from mmqc.front.exportable import rounds
+        from mmqc.front.index_find import ExportError
+        from mmqc.front.programs import described
+        from mmqc.lowering import package
+
+        files = {}
+        for name, program in self.programs.items():
+            foreign = package.python_ops(program)
+            if foreign:
+                raise ExportError([f"{name}: these ops are Python on this device: {', '.join(foreign)}"])
+            self.say(f"{name}: compiling")
+            try:
+                metadata = {**described(program), **self._cache(name)}
+                files[name] = package.compile_program(program, as_eager=rounds(program), metadata=metadata)
+            except RuntimeError as error:
+                raise ExportError([f"{name}: {error}"]) from error
+        path.parent.mkdir(parents=True, exist_ok=True)
+        package.write_package(path, files)
+
+    def _cache(self, name: str) -> dict[str, str]:
+        if self.split is None or name not in ("prefill", "decode"):
+            return {"left_out": self.left_out} if self.left_out else {}
+        return {"cache": self.split.cache.text()}
+
+    def compare(self, path: Path) -> None:
+        """Load the package and compare it with the model on the given batches."""
+        from mmqc.front.exportable import relative_error
+        from mmqc.front.index_find import ExportError
+        from mmqc.front.programs import Whole
+        from mmqc.lowering import package
+
+        self.say("comparing the package with the model")
+        loaded = {name: package.load_program(path, name) for name in self.programs}
+        for batch in self.batches:
+            if WHOLE in loaded:
+                error = relative_error(loaded[WHOLE](**batch), Whole(self.model)(**batch))
+                self.say(f"forward: relative error {error:.1e}")
+                if not error <= self.bound:
+                    raise ExportError([f"the package's logits differ from the model's by {error:.1e}"])
+            if self.split is not None and set(loaded) >= set(self.split.modules()) and _padded_left(batch):
+                self.say(f"prefill, decode: relative error {self.split.check(loaded, batch, self.bound):.1e}")
+
+    @property
+    def bound(self) -> float:
+        """The largest relative error of logits."""
+        from mmqc.front.exportable import rounds
+
+        dtype = next((p.dtype for p in self.model.parameters() if p.is_floating_point()), torch.float32)
+        quantized = any(rounds(program) for program in self.programs.values()) or _is_quantized(self.model)
+        return ROUNDED if quantized else EXACT.get(dtype, ROUNDED)
+
+
+def _padded_left(batch: Batch) -> bool:
+    return bool(batch["attention_mask"][:, -1].all())
+
+
+def _is_quantized(model: nn.Module) -> bool:
+    from mmqc.modules import QuantLinear
+
+    return any(isinstance(m, QuantLinear) for m in model.modules())

@@ -1,0 +1,305 @@
+"""The programs of a package as modules that take tensors by keyword: the whole forward; vision, prefill, decode.
+
+    forward   every input                                              -> logits [B, L, V]
+    vision    pixels, grid                                             -> image_features, ...
+    prefill   tokens, grid, image_features, ..., key_i, value_i        -> logits [B, V], rope_deltas     writes the cache
+    decode    input_ids [B, 1], attention_mask [B, S], cache_position, rope_deltas, key_i, value_i
+                                                                       -> logits [B, V]                  writes the cache
+
+The seam between vision and prefill is the model's own ``get_image_features``: its results are the inputs of prefill.  A decode
+step's position is the number of tokens that the mask admits, less one, plus ``rope_deltas`` where the model has such.
+
+Shapes:  key_i, value_i [B, H, S, D], S the capacity;  rows are padded on the left, as for generate
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch.export import ExportedProgram
+
+from .static_cache import cached_tensors, static_cache
+
+SEAM = "get_image_features"
+BY_PRODUCTS = ("last_hidden_state", "hidden_states", "attentions")
+FEATURES, DELTAS = "image_features", "rope_deltas"
+SHORT = "the cache is shorter than the text"
+Inputs = Mapping[str, Tensor]
+
+
+class StepError(ValueError):
+    """A model has no prefill and decode of this form, or none at all; says why."""
+
+
+class Whole(nn.Module):
+    """A model's forward from all its inputs to the logits."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, **inputs: Tensor) -> Tensor:
+        """Logits [B, L, V]."""
+        return logits_of(self.model(**inputs, **_accepted(self.model, use_cache=False)))
+
+
+def logits_of(output: Any) -> Tensor:
+    """The logits of a model's output."""
+    found = output if isinstance(output, Tensor) else getattr(output, "logits", None)
+    if not isinstance(found, Tensor):
+        raise StepError(f"the model returns {type(output).__name__} without logits")
+    return found
+
+
+def _accepted(model: nn.Module, **arguments: Any) -> dict[str, Any]:
+    """Those of the arguments that the model's forward takes."""
+    known = inspect.signature(model.forward).parameters
+    any_name = any(p.kind is p.VAR_KEYWORD for p in known.values())
+    return {k: v for k, v in arguments.items() if any_name or k in known}
+
+
+@dataclass
+class Seam:
+    """Where image features enter a model's forward.
+
+    Attributes:
+        module: whose ``get_image_features`` is called.
+        arguments: of the call that are no inputs.
+        sources: inputs by the argument that they are.
+        output: what the call returned.
+    """
+
+    module: nn.Module
+    arguments: dict[str, Any] = field(default_factory=dict)
+    sources: dict[str, str] = field(default_factory=dict)
+    output: Any = None
+
+    def call(self, inputs: Inputs) -> dict[str, Tensor]:
+        """The features by name."""
+        given = {**self.arguments, **{argument: inputs[name] for argument, name in self.sources.items()}}
+        return dict(_flat(getattr(self.module, SEAM)(**given)))
+
+    def joined(self, features: Inputs) -> Any:
+        """The features in the form of the model's own result."""
+        pieces = iter(features.values())
+        if not isinstance(self.output, Mapping):
+            return _form(self.output, next(pieces))
+        made = {}
+        for key, value in self.output.items():
+            if key not in BY_PRODUCTS and _has_tensors(value):
+                whole = key == "pooler_output" or isinstance(value, Tensor)
+                made[key] = _form(value, next(pieces)) if whole else [next(pieces) for _ in value]
+        return type(self.output)(**made)
+
+
+def find_seam(model: nn.Module, inputs: Inputs) -> Seam | None:
+    """The outermost call of ``get_image_features`` in a forward; None if there is none.
+
+    Raises:
+        StepError: it is called more than once, or with tensors that are no inputs.
+    """
+    calls: list[Seam] = []
+    depth = [0]
+    with ExitStack() as stack:
+        for module in (m for m in model.modules() if hasattr(m, SEAM)):
+            watched = _watched(module, inputs, calls, depth)
+            stack.enter_context(mock.patch.object(module, SEAM, watched))
+        model(**inputs)
+    if not calls:
+        return None
+    if len(calls) > 1:
+        raise StepError(f"{SEAM} is called {len(calls)} times in a forward")
+    return calls[0]
+
+
+def _watched(module: nn.Module, inputs: Inputs, calls: list[Seam], depth: list[int]) -> Any:
+    plain = getattr(module, SEAM)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        depth[0] += 1
+        try:
+            output = plain(*args, **kwargs)
+        finally:
+            depth[0] -= 1
+        if depth[0] == 0:
+            given = inspect.signature(plain).bind(*args, **kwargs).arguments
+            for name, p in inspect.signature(plain).parameters.items():
+                if p.kind is p.VAR_KEYWORD:
+                    given.update(given.pop(name, {}))
+            names = {id(v): k for k, v in inputs.items()}
+            sources = {a: names[id(v)] for a, v in given.items() if id(v) in names}
+            rest = {a: v for a, v in given.items() if a not in sources}
+            strange = [a for a, v in rest.items() if _has_tensors(v)]
+            if strange:
+                raise StepError(f"{SEAM} is called with tensors that are no inputs: {', '.join(strange)}")
+            calls.append(Seam(module, rest, sources, output))
+        return output
+
+    return call
+
+
+def _has_tensors(value: Any) -> bool:
+    if isinstance(value, (tuple, list)):
+        return bool(value) and all(isinstance(v, Tensor) for v in value)
+    return isinstance(value, Tensor)
+
+
+def _flat(output: Any) -> list[tuple[str, Tensor]]:
+    """Features by name; those of the images in one piece, those of several layers one by one."""
+    parts = output if isinstance(output, Mapping) else {"pooler_output": output}
+    found: list[tuple[str, Tensor]] = []
+    for key, value in parts.items():
+        if key in BY_PRODUCTS or not _has_tensors(value):
+            continue
+        if key == "pooler_output":
+            found.append((FEATURES, value if isinstance(value, Tensor) else torch.cat(list(value))))
+        elif isinstance(value, Tensor):
+            found.append((key, value))
+        else:
+            found += [(f"{key}_{i}", v) for i, v in enumerate(value)]
+    return found
+
+
+def _form(value: Any, features: Tensor) -> Any:
+    return features if isinstance(value, Tensor) else type(value)((features,))
+
+
+class Vision(nn.Module):
+    """From pixels to features."""
+
+    def __init__(self, model: nn.Module, seam: Seam) -> None:
+        super().__init__()
+        self.model, self.seam = model, seam
+
+    def forward(self, **inputs: Tensor) -> dict[str, Tensor]:
+        """Features by name."""
+        return self.seam.call(inputs)
+
+
+class Prefill(nn.Module):
+    """A prompt: its keys and values into the cache, the logits of its last token out."""
+
+    def __init__(self, model: nn.Module, seam: Seam | None, layers: int) -> None:
+        super().__init__()
+        self.model, self.seam, self.layers = model, seam, layers
+
+    def forward(self, **inputs: Tensor) -> dict[str, Tensor]:
+        """``logits`` [B, V], and ``rope_deltas`` where the model has such."""
+        keys, values = taken(inputs, self.layers)
+        names = [n for n in inputs if not n.startswith(("key_", "value_"))]
+        given = {n: inputs[n] for n in names}
+        with ExitStack() as stack:
+            if self.seam is not None:
+                features = {n: given.pop(n) for n in [n for n, _ in _flat(self.seam.output)]}
+                first = next(iter(features.values()))
+                output = self.seam.joined(features)
+                stack.enter_context(mock.patch.object(self.seam.module, SEAM, _constant(output)))
+                given.update({n: first for n in self.seam.sources.values() if n not in given})
+            length, mask = keys[0].shape[2] - given["input_ids"].shape[1], given["attention_mask"]
+            torch._assert_async(torch.full((), length, device=mask.device) >= 0, SHORT)
+            cache = static_cache(keys, values)
+            more = _accepted(self.model, logits_to_keep=1)
+            out = self.model(**given, past_key_values=cache, use_cache=True, **more)
+        found = {"logits": logits_of(out)[:, -1]}
+        deltas = getattr(out, DELTAS, None)
+        return found if deltas is None else {**found, DELTAS: deltas}
+
+
+def _constant(output: Any) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        del args, kwargs
+        return output
+
+    return call
+
+
+class Decode(nn.Module):
+    """One token a row."""
+
+    def __init__(self, model: nn.Module, layers: int) -> None:
+        super().__init__()
+        self.model, self.layers = model, layers
+
+    def forward(self, **inputs: Tensor) -> dict[str, Tensor]:
+        """``logits`` [B, V]."""
+        keys, values = taken(inputs, self.layers)
+        mask, position = inputs["attention_mask"], inputs["cache_position"]
+        torch._assert_async((position < keys[0].shape[2]).all(), SHORT)
+        cache = static_cache(keys, values, position)
+        place = mask.sum(-1, keepdim=True) - 1
+        if DELTAS in inputs:  # time, height and width of a text token are the same
+            place = (place + inputs[DELTAS]).unsqueeze(0).expand(3, -1, -1)
+        out = self.model(
+            input_ids=inputs["input_ids"],
+            attention_mask=mask,
+            position_ids=place,
+            past_key_values=cache,
+            use_cache=True,
+        )
+        return {"logits": logits_of(out)[:, -1]}
+
+
+def taken(inputs: Inputs, layers: int) -> tuple[list[Tensor], list[Tensor]]:
+    """Keys and values by layer."""
+    return [inputs[f"key_{i}"] for i in range(layers)], [inputs[f"value_{i}"] for i in range(layers)]
+
+
+@dataclass(frozen=True)
+class CacheShape:
+    """Heads and widths of keys and values by layer, and their dtype."""
+
+    keys: tuple[tuple[int, int], ...]
+    values: tuple[tuple[int, int], ...]
+    dtype: torch.dtype
+
+    def empty(self, batch: int, capacity: int, device: torch.device) -> dict[str, Tensor]:
+        """A cache with nothing in it."""
+        made = {}
+        for i, (k, v) in enumerate(zip(self.keys, self.values, strict=True)):
+            made[f"key_{i}"] = torch.zeros(batch, k[0], capacity, k[1], dtype=self.dtype, device=device)
+            made[f"value_{i}"] = torch.zeros(batch, v[0], capacity, v[1], dtype=self.dtype, device=device)
+        return made
+
+    def text(self) -> str:
+        """For who allocates it without Python: name, heads and width of every tensor, and the dtype."""
+        parts = (("key", self.keys), ("value", self.values))
+        tensors = [f"{name}_{i}:{h}:{d}" for name, shapes in parts for i, (h, d) in enumerate(shapes)]
+        return ",".join([str(self.dtype).removeprefix("torch."), *tensors])
+
+
+def described(program: ExportedProgram) -> dict[str, str]:
+    """Names of a program's inputs and outputs in their order."""
+    spec: Any = program.call_spec.out_spec
+    outputs = spec.unflatten(list(range(spec.num_leaves)))
+    names = list(outputs) if isinstance(outputs, Mapping) else ["logits"]
+    return {"inputs": ",".join((program.example_inputs or ((), {}))[1]), "outputs": ",".join(names)}
+
+
+def cache_shape(model: nn.Module, inputs: Inputs) -> CacheShape:
+    """What the model caches for a prompt.
+
+    Raises:
+        StepError: it is more than keys and values for every token.
+    """
+    if "input_ids" not in inputs or "attention_mask" not in inputs:
+        raise StepError("prefill and decode need input_ids and attention_mask among the example inputs")
+    out = model(**inputs, **_accepted(model, use_cache=True))
+    found = cached_tensors(getattr(out, "past_key_values", None))
+    if isinstance(found, str):
+        raise StepError(found)
+    keys, values = found
+    length = inputs["input_ids"].shape[1]
+    short = [i for i, k in enumerate(keys) if k.shape[2] != length]
+    if short:
+        raise StepError(f"layer {short[0]} caches {keys[short[0]].shape[2]} entries for a prompt of {length} tokens")
+    shapes: Sequence[tuple[tuple[int, int], ...]] = [
+        tuple((int(t.shape[1]), int(t.shape[3])) for t in part) for part in (keys, values)
+    ]
+    return CacheShape(shapes[0], shapes[1], keys[0].dtype)

@@ -1,0 +1,205 @@
+"""Packages that run without Python: equal to the model on other shapes, in a process that has neither mmqc nor transformers."""
+
+import functools
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import IMAGE, VIDEO, tiny_qwen2_vl
+from quantized_vlm import quantized_vlm
+from tolerance import assert_close
+from torch import Tensor, nn
+
+import mmqc
+from mmqc.front.index_find import ExportError
+from mmqc.front.programs import Whole, cache_shape, find_seam
+from mmqc.front.step_batches import Steps
+from mmqc.front.variants import fixed_images, taken_apart, variants
+
+OTHER = ((((3, 1),), ((2, 2), (4, 3))), (((1, 1),),), (((6, 2), (1, 3), (2, 2)),))
+LOADS = """if True:
+    import sys
+    class Blocked:
+        def find_spec(self, name, path=None, target=None):
+            if name.split(".")[0] in ("mmqc", "transformers"):
+                raise ImportError(name)
+    sys.meta_path.insert(0, Blocked())
+    import torch
+    from torch._inductor.package import load_package
+    cases = torch.load(sys.argv[2])
+    run = load_package(sys.argv[1], "model")
+    torch.save([run(**case) for case in cases], sys.argv[3])
+"""
+
+
+def other_batches(batch: dict[str, Tensor]) -> list[dict[str, Tensor]]:
+    parts = taken_apart(batch, (IMAGE, VIDEO))
+    assert parts is not None
+    return [parts.compose(layout, left=True) for layout in OTHER]
+
+
+def run_elsewhere(package: Path, cases: list[dict[str, Tensor]]) -> list[Tensor]:
+    """The whole forward in a process that can import neither mmqc nor transformers."""
+    with tempfile.TemporaryDirectory() as folder:
+        given, got = Path(folder) / "given.pt", Path(folder) / "got.pt"
+        torch.save(cases, given)
+        subprocess.run([sys.executable, "-I", "-c", LOADS, str(package), str(given), str(got)], check=True)
+        return torch.load(got)
+
+
+@torch.no_grad()
+def logits(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return Whole(model)(**batch)
+
+
+# --- the default suite's one package ----------------------------------------------------------------------------------
+
+
+def test_export__package_equals_the_model_in_another_process(tmp_path: Path) -> None:
+    model, batch = tiny_qwen2_vl()
+    package = mmqc.export(model, batch, tmp_path / "model.pt2", programs=["model"])
+    cases = other_batches(batch)
+    for case, got in zip(cases, run_elsewhere(package, cases), strict=True):
+        assert_close(got, logits(model, case))
+
+
+# --- the parts, without a compiler ------------------------------------------------------------------------------------
+
+
+@functools.cache
+def steps() -> tuple[Steps, dict[str, Tensor]]:
+    model, batch = tiny_qwen2_vl()
+    return Steps(model, find_seam(model, batch), cache_shape(model, batch)), batch
+
+
+@torch.no_grad()
+def test_steps__together_are_the_forward() -> None:
+    split, batch = steps()
+    for case in (batch, *other_batches(batch)):
+        got, expected = split.run(split.modules(), case), split.expected(case)
+        for a, b in zip(got, expected, strict=True):
+            assert_close(a, b)
+
+
+@torch.no_grad()
+def test_steps__a_wrong_program_is_noticed() -> None:
+    split, batch = steps()
+    modules: dict[str, Any] = split.modules()
+
+    def stale(**inputs: Tensor) -> Any:
+        return modules["decode"](**{**inputs, "rope_deltas": inputs["rope_deltas"] + 1})
+
+    with pytest.raises(ExportError, match="decode differs from the model's forward"):
+        split.check({**modules, "decode": stale}, batch, 1e-4)
+
+
+def test_steps__a_full_cache_is_an_error() -> None:
+    split, batch = steps()
+    inputs = split.batches(batch)["prefill"]
+    short = {n: v[:, :, :8].contiguous() if n.startswith(("key_", "value_")) else v for n, v in inputs.items()}
+    with pytest.raises(RuntimeError, match="the cache is shorter than the text"), torch.no_grad():
+        split.modules()["prefill"](**short)
+
+
+@torch.no_grad()
+def test_variants__the_model_takes_them_and_they_differ() -> None:
+    model, batch = tiny_qwen2_vl()
+    made, spare = variants(batch, (IMAGE, VIDEO))
+    assert {len(b["input_ids"]) for b in made} == {1, 2, 3}
+    assert {len(b["image_grid_thw"]) for b in made} == {1, 3, 4}
+    assert [len(b["pixel_values"]) for b in spare] == [4]
+    for each in (*made, *spare):
+        assert torch.isfinite(logits(model, each)).all()
+        assert int((each["input_ids"] == IMAGE).sum()) * 4 == len(each["pixel_values"])
+        assert ((each["input_ids"] == IMAGE) == (each["mm_token_type_ids"] == 1)).all()
+
+
+def test_variants__images_of_one_size() -> None:
+    ids = torch.tensor([[5, 6, IMAGE, IMAGE, 8, IMAGE, IMAGE, 7]])
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": torch.randn(2, 3, 4, 4)}
+    made, spare = variants(batch, (IMAGE,))
+    assert spare == []
+    for each in made:
+        assert int((each["input_ids"] == IMAGE).sum()) == 2 * len(each["pixel_values"])
+    assert {len(b["pixel_values"]) for b in fixed_images(batch, (IMAGE,))} == {2}
+
+
+def test_variants__placeholders_that_do_not_fit_are_left_alone() -> None:
+    _, batch = tiny_qwen2_vl()
+    ids = batch["input_ids"].clone()
+    ids[0, int((ids[0] == IMAGE).nonzero()[0])] = 11
+    assert variants({**batch, "input_ids": ids}, (IMAGE,)) == ([], [])
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"path": "model.so"}, "ends in .pt2"),
+        ({"programs": ["encoder"]}, "allowed are model, vision, prefill, decode"),
+        ({"example_inputs": []}, "example_inputs is empty"),
+        ({"example_inputs": {"input_ids": [1, 2]}}, r"holds input_ids \(list\)"),
+    ],
+)
+def test_export__arguments_that_are_wrong(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+    model, batch = tiny_qwen2_vl()
+    arguments = {"example_inputs": batch, "path": "model.pt2", **change}
+    with pytest.raises(ValueError, match=message):
+        mmqc.export(model, arguments.pop("example_inputs"), tmp_path / arguments.pop("path"), **arguments)
+
+
+def test_export__model_in_training_mode_is_refused(tmp_path: Path) -> None:
+    model, batch = tiny_qwen2_vl()
+    with pytest.raises(ValueError, match=r"call model\.eval"):
+        mmqc.export(model.train(), batch, tmp_path / "model.pt2")
+
+
+class Recurrent(nn.Module):
+    """A model without a cache of keys and values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(20, 8), nn.Linear(8, 20)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, use_cache: bool = True) -> Tensor:
+        return self.head(self.embed(input_ids) * attention_mask[..., None])
+
+
+def test_export__steps_without_a_cache_are_refused(tmp_path: Path) -> None:
+    ids = torch.arange(6)[None]
+    with pytest.raises(ExportError, match="no cache with layers"):
+        mmqc.export(
+            Recurrent().eval(), {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, tmp_path / "m.pt2",
+            programs=["prefill"],
+        )  # fmt: skip
+
+
+# --- more packages ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_export__quantized_package_has_the_models_codes(tmp_path: Path) -> None:
+    model, batch = quantized_vlm(weight_bits=4)
+    package = mmqc.export(model, batch, tmp_path / "model.pt2", programs=["model"])
+    cases = other_batches(batch)
+    for case, got in zip(cases, run_elsewhere(package, cases), strict=True):
+        assert_close(got, logits(model, case))
+
+
+@pytest.mark.slow
+def test_export__steps_of_a_package(tmp_path: Path) -> None:
+    from mmqc.lowering.package import load_program
+
+    split, batch = steps()
+    package = mmqc.export(split.model, batch, tmp_path / "model.pt2", programs=["vision", "prefill", "decode"])
+    programs = {name: load_program(package, name) for name in split.modules()}
+    with torch.no_grad():
+        for case in other_batches(batch):
+            for a, b in zip(split.run(programs, case), split.expected(case), strict=True):
+                assert_close(a, b)
