@@ -1,4 +1,4 @@
-"""docs/results/kernels.md and its figures from benchmarks/results/{linear,row_kernels,e2e,sanitize}.json.
+"""docs/results/kernels.md and its figures from benchmarks/results/{linear,row_kernels,e2e,sanitize,w4a8_groups,kv_attention}.json.
 
 python benchmarks/kernel_page.py
 """
@@ -136,6 +136,47 @@ def on_cpu(cpu: dict[str, Any]) -> list[str]:
     ]
 
 
+def group_scales(data: dict[str, Any]) -> list[str]:
+    """W4A8 and W8A8 with a scale for every 128 input channels: microseconds and ratios."""
+    ways = ("bf16", "w8_channel", "w4_channel", "w8_float", "w8_integer", "w4_float", "w4_integer")
+    rows = [
+        [name.removeprefix("groups "), *(f"{row[w]:.1f}" if w in row else "" for w in ways)]
+        for name, row in data["microseconds"].items()
+    ]
+    ratios = [[k, f"{v:.2f}"] for k, v in data["summary"].items() if "lowest" not in k]
+    return [
+        "## Scales of groups",
+        "",
+        f"Int8 activations, one scale for 128 input channels, as floats or as integers (Integer Scale), microseconds; "
+        f"`{data['command']}`, {data['device']}. On Hopper an integer multiply-add issues at half the rate of a float one, which "
+        "is what the conversion that integers save would have cost: the two forms of W4A8 are within a few per cent, and both "
+        "pay a pass over the accumulator for every group, which one scale a channel does not. W8A8 was not tuned for all shapes.",
+        "",
+        *table(("linear / rows", *ways), rows),
+        *table(("ratio of times, geometric mean", "value"), ratios),
+    ]
+
+
+def packed_cache(data: dict[str, Any]) -> list[str]:
+    """Decode attention over packed keys and values next to torch's bf16 kernels."""
+    shape, times = data["shape"], data["microseconds"]
+    names = ("bf16", "packed", "pack")
+    rows = [[f"{name}: {way}", f"{t:.1f}"] for name in names for way, t in times.get(name, {}).items()]
+    return [
+        "## Attention over a packed cache",
+        "",
+        f"One layer's decode attention, batch {shape['batch']}, {shape['heads']} KV heads of {shape['width']} with "
+        f"{shape['group']} query heads each, {shape['visual']} packed visual and {shape['text']} text tokens, microseconds; `{data['command']}`, "
+        f"{data['device']}. *pack* is done once, after the prompt.",
+        "",
+        *table(("kernel", "microseconds"), rows),
+        *table(("ratio", "value"), [[k, f"{v:.2f}"] for k, v in data["summary"].items()]),
+    ]
+
+
+SECTIONS = {"w4a8_groups": group_scales, "kv_attention": packed_cache}
+
+
 def main() -> None:
     """Write the page."""
     linear, rows, e2e = (roofline.load(name) for name in ("linear", "row_kernels", "e2e"))
@@ -171,6 +212,7 @@ def main() -> None:
         "there is a column for it, through `torch.compile`.",
         "",
         *chain(rows),
+        *[line for name, section in SECTIONS.items() if (data := roofline.load(name)) for line in section(data)],
         *sanitized(roofline.load("sanitize")),
         "## End to end",
         "",

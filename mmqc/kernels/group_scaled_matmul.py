@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from mmqc.kernels import scaled_matmul as plain
 from mmqc.kernels.configs import PERSISTENT, MatmulConfig
@@ -166,8 +167,8 @@ def _launch_descriptors(x: Tensor, linear: Linear, rows: RowScale, group: int, b
     (m, k), n = x.shape, w.shape[0]
     halves = 2 if c.block_m * c.block_n > MOST_SUMS * 32 * c.num_warps else 1
     group_scaled_matmul_descriptor_kernel[(ceil_div(m, c.block_m) * ceil_div(n, c.block_n),)](
-        plain.TensorDescriptor.from_tensor(x, [c.block_m, block_k]),
-        plain.TensorDescriptor.from_tensor(w, [c.block_n // halves, block_k]),
+        TensorDescriptor.from_tensor(x, [c.block_m, block_k]),
+        TensorDescriptor.from_tensor(w, [c.block_n // halves, block_k]),
         y, rows.scale, rows.rows, w_scale, linear.groups, w_scale if bias is None else bias,
         m, n, k, linear.groups.shape[1], y.stride(0),
         KIND=rows.kind, HAS_BIAS=bias is not None, INTEGER=group_scale is not None, GROUP=group,
