@@ -37,8 +37,9 @@ demo: $(READY)
 	$(PY) -m mmqc.cli demo --out out
 
 # TRITON_INTERPRET has to be set before anything imports triton; the CPU path of torch.compile does not use triton.
+# A process a core: threads of their own would only wait for each other.
 test: $(READY)
-	TRITON_INTERPRET=1 $(PY) -m pytest -m 'not gpu and not slow' $(PYTEST_ARGS)
+	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(PY) -m pytest -n auto -m 'not gpu and not slow' $(PYTEST_ARGS)
 
 lint: $(STAMP)
 	@failed=0; \

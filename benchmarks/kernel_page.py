@@ -166,7 +166,8 @@ def packed_cache(data: dict[str, Any]) -> list[str]:
         "## Attention over a packed cache",
         "",
         f"One layer's decode attention, batch {shape['batch']}, {shape['heads']} KV heads of {shape['width']} with "
-        f"{shape['group']} query heads each, {shape['visual']} packed visual and {shape['text']} text tokens, microseconds; `{data['command']}`, "
+        f"{shape['group']} query heads each, {shape['visual']} packed visual and {shape['text']} text tokens, microseconds; "
+        f"`{data['command']}`, "
         f"{data['device']}. *pack* is done once, after the prompt.",
         "",
         *table(("kernel", "microseconds"), rows),
