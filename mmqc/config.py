@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 from torchao.core.config import AOBaseConfig
 from torchao.quantization.granularity import Granularity, PerGroup, PerRow, PerTensor
@@ -143,6 +143,8 @@ class QuantConfig(AOBaseConfig):
             ``torch.compile(..., options={"config": report.config})`` repeats ``quantize_`` on an untouched model.
         head: the output head's own scheme, whatever ``keep`` says of ``lm_head``; None leaves it to ``keep``.
     """
+
+    quant_method: ClassVar[str] = "mmqc"  # by which transformers finds the quantizer
 
     vision: Scheme | None = None
     projector: Scheme | None = None

@@ -24,6 +24,7 @@ MAY_IMPORT = {
     "triton": ("mmqc/kernels/", "mmqc/lowering/"),
     "transformers": (
         "mmqc/hf.py",
+        "mmqc/hf_load.py",
         "mmqc/cache.py",
         "mmqc/compiled_loop.py",
         "mmqc/samples/",
