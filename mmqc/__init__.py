@@ -19,9 +19,11 @@ if TYPE_CHECKING:
     from .config import ActivationSpec, ConfigError, QuantConfig, Rewrites, Scheme, WeightSpec
     from .equivalence import RewriteError
     from .explain import Explanation, explain
+    from .load_quantized import load_quantized
     from .plan import Planned, plan
     from .quantize import quantize_
     from .report import LayerReport, QuantReport, Refusal
+    from .save import FormatError, save_pretrained
 
 __version__ = "0.1.0.dev0"
 
@@ -29,14 +31,16 @@ _HOMES = {
     "quantize_": "quantize", "compiled_loop": "compiled_loop",
     "explain": "explain", "Explanation": "explain",
     "plan": "plan", "Planned": "plan", "RewriteError": "equivalence",
+    "save_pretrained": "save", "FormatError": "save", "load_quantized": "load_quantized",
     "QuantReport": "report", "LayerReport": "report", "Refusal": "report",
     **dict.fromkeys(("ActivationSpec", "ConfigError", "QuantConfig", "Rewrites", "Scheme", "WeightSpec"), "config"),
 }  # fmt: skip
 _MODULES = ("recipes", "samples")
 
 __all__ = [
-    "ActivationSpec", "ConfigError", "Explanation", "LayerReport", "Planned", "QuantConfig", "QuantReport", "Refusal",
-    "RewriteError", "Rewrites", "Scheme", "WeightSpec", "compiled_loop", "explain", "plan", "quantize_", "recipes", "samples",
+    "ActivationSpec", "ConfigError", "Explanation", "FormatError", "LayerReport", "Planned", "QuantConfig", "QuantReport",
+    "Refusal", "RewriteError", "Rewrites", "Scheme", "WeightSpec", "compiled_loop", "explain", "load_quantized", "plan",
+    "quantize_", "recipes", "samples", "save_pretrained",
 ]  # fmt: skip
 
 

@@ -147,11 +147,11 @@ class MmqcQuantizer(HfQuantizer):
         config = self.quantization_config
         config.modules = {name: spec for name, module in model.named_modules() if (spec := module_spec(module))}
         config.dtype = dtype_name(model.dtype)
-        config.parameters = self._differences(model)
+        config.parameters = self.differences(model)
         config.hashes = hashes(state)
         return state, {}
 
-    def _differences(self, model: PreTrainedModel) -> dict[str, Any]:
+    def differences(self, model: PreTrainedModel) -> dict[str, Any]:
         """The parameters in which ``model`` differs from what its class builds and the specs complete."""
         self.quantization_config.parameters = {}
         with model_init(type(model), model.dtype):

@@ -25,6 +25,8 @@ MAY_IMPORT = {
     "transformers": (
         "mmqc/hf.py",
         "mmqc/hf_load.py",
+        "mmqc/save.py",
+        "mmqc/load_quantized.py",
         "mmqc/cache.py",
         "mmqc/compiled_loop.py",
         "mmqc/samples/",
