@@ -24,6 +24,7 @@ def page(data: Mapping[str, Any]) -> str:
     body = [
         f"<header><h1>{escape(title)}</h1></header>",
         _results(data.get("table") or []),
+        _speed(data.get("speed") or []),
         _ablation(data.get("ablation") or []),
         _examples(data.get("examples") or []),
         _ranges(reports),
@@ -73,6 +74,11 @@ def _results(rows: Sequence[Row]) -> str:
     return section(
         "What quantization costs", lead, _dict_table(rows), picture(recovery_plot(_recovery(rows)), "recovery")
     )
+
+
+def _speed(rows: Sequence[Row]) -> str:
+    lead = "One prompt at a time: seconds to the first token, then tokens per second; size of parameters and buffers."
+    return section("Size and speed", lead, _dict_table(rows)) if rows else ""
 
 
 def _ablation(rows: Sequence[Row]) -> str:

@@ -30,7 +30,7 @@ MAY_IMPORT = {
         "mmqc/cache.py",
         "mmqc/compiled_loop.py",
         "mmqc/samples/",
-        "mmqc/cli.py",
+        "mmqc/cli_jobs.py",
         "mmqc/demo.py",
         "mmqc/front/attention.py",
     ),
