@@ -148,7 +148,7 @@ def evaluate(
         raise typer.BadParameter("recovery needs the float model: --against", param_hint="--min-recovery")
     job = cli_jobs.Evaluation(model, against, data, tuple(text or ()), questions, max_new_tokens)
     figures = cli_jobs.evaluate(job, lambda name: load(name, sample), console)
-    cli_jobs.write_json(json_file, {"eval": figures})
+    write_json(json_file, {"eval": figures})
     recovery = figures.get("recovery")
     if min_recovery is not None and not (isinstance(recovery, float) and recovery >= min_recovery):
         raise typer.Exit(WANTING)
@@ -171,13 +171,15 @@ def bench(
     loaded, source = load(model, sample)
     prompt = cli_jobs.prompts(loaded, model, source, data, 1)[0]
     rows = cli_jobs.bench(loaded, prompt, new_tokens, repeats, compiled, console)
-    cli_jobs.write_json(json_file, {"bench": rows})
+    write_json(json_file, {"bench": rows})
 
 
 @app.command()
 @clear
 def report(
-    runs: Annotated[list[Path], typer.Argument(help="Output directories of `quantize`; JSON of `eval` and `bench`.")],
+    runs: Annotated[
+        list[Path], typer.Argument(help="Output directories of `quantize`; JSON of `eval`, `bench`, `explain`.")
+    ],
     out: Annotated[Path, typer.Option("--out", "-o", help="The page.")] = Path("out/report.html"),
 ) -> None:
     """One self-contained page about one or several runs: quantization, evaluation, speed."""
@@ -194,6 +196,7 @@ def explain(
     settings: Set = None,
     config_file: ConfigFile = None,
     sample: SampleName = "digits-vqa",
+    json_file: Json = None,
     spaces: Annotated[
         bool, typer.Option("--spaces", help="The channel spaces and what becomes of them, only.")
     ] = False,
@@ -208,7 +211,9 @@ def explain(
         console.print(str(planned), markup=False, highlight=False, soft_wrap=True)
         return
     options = {"config": config} if config else None
-    console.print(str(mmqc.explain(loaded, data.calibration(1)[0], options=options)), markup=False, highlight=False)
+    explanation = mmqc.explain(loaded, data.calibration(1)[0], options=options)
+    console.print(str(explanation), markup=False, highlight=False)
+    write_json(json_file, {"explain": explanation.to_dict()})
 
 
 @app.command()
@@ -243,6 +248,13 @@ def passes(recipe: Recipe = "mquant", settings: Set = None, config_file: ConfigF
         exact = "yes" if step.exact else "no"
         table.add_row(str(number), step.name, exact, *("\n".join(sorted(facts)) for facts in (step.needs, step.gives)))
     console.print(table)
+
+
+def write_json(path: Path | None, figures: dict[str, Any]) -> None:
+    """Figures to a file, if one was asked for."""
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
 
 
 def make_config(recipe: str, settings: list[str]) -> QuantConfig:

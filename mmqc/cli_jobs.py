@@ -269,13 +269,6 @@ def timed(model: Any, prompt: Mapping[str, Any], new_tokens: int, repeats: int) 
 # --- report -----------------------------------------------------------------------------------------------------------
 
 
-def write_json(path: Path | None, figures: Mapping[str, Any]) -> None:
-    """Figures to a file, if one was asked for."""
-    if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
-
-
 def report(runs: list[Path], out: Path) -> Path:
     """The page about these runs."""
     from mmqc.doctor import SUPPORTED, installed
@@ -285,6 +278,7 @@ def report(runs: list[Path], out: Path) -> Path:
     reports: dict[str, Any] = {}
     table: list[dict[str, Any]] = []
     speed: list[dict[str, Any]] = []
+    kernels: dict[str, Any] = {}
     for run in runs:
         file = run / "quantization.json" if run.is_dir() else run
         if not file.is_file():
@@ -296,6 +290,8 @@ def report(runs: list[Path], out: Path) -> Path:
             table.append({"model": run.stem, **data["eval"]})
         elif "bench" in data:
             speed += [{"model": run.stem, **row} for row in data["bench"]]
+        elif "explain" in data:
+            kernels[run.stem] = data["explain"]
         else:
             reports[run.name if run.is_dir() else run.stem] = read_report(file)
     environment = {package: installed(package) or "not installed" for package in SUPPORTED}
@@ -303,6 +299,7 @@ def report(runs: list[Path], out: Path) -> Path:
         "title": "Quantization report",
         "table": table,
         "speed": speed,
+        "kernels": kernels,
         "reports": reports,
         "environment": environment,
     }

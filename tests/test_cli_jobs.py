@@ -139,11 +139,20 @@ def test_bench_and_report__one_page_of_all_runs(quantized, tmp_path):
     assert row["first_token_seconds"] > 0
     assert row["tokens_per_s"] > 0
     (tmp_path / "e.json").write_text(json.dumps({"eval": {"accuracy": 0.97, "recovery": 0.98}}))
+    found = {
+        "graphs": 2,
+        "quantized_graphs": 1,
+        "kernels": {"mmqc_scaled_matmul": 46},
+        "breaks": {"item() at a.py:1": 3},
+    }
+    found["fallbacks"] = [{"graph": 0, "op": "hadamard", "reason": "no <device>"}]
+    (tmp_path / "k.json").write_text(json.dumps({"explain": found}))
     page = tmp_path / "page.html"
-    result = invoke("report", str(out), str(tmp_path / "b.json"), str(tmp_path / "e.json"), "--out", str(page))
+    result = invoke("report", str(out), *(str(tmp_path / f"{name}.json") for name in "bek"), "--out", str(page))
     assert result.exit_code == 0, result.output
     html = page.read_text()
     assert all(words in html for words in ("Size and speed", "What quantization costs", "Activation ranges", "98.0 %"))
+    assert all(words in html for words in ("mmqc_scaled_matmul", "no &lt;device&gt;", "1 fallback", "item() at a.py:1"))
     assert "http" not in re.sub(r"data:image[^\"]+", "", html)
 
 
