@@ -49,23 +49,22 @@ def _parts(weight: Any) -> Parts | str:
     """Codes and scales of a torchao weight, or why it has none that ours could take."""
     kind = type(weight.data).__name__
     if kind == "Int8Tensor":
-        return _int8(weight.data)
+        return int8_parts(weight.data)
     if kind == "IntxUnpackedToInt8Tensor":
         return _intx(weight.data)
     return f"torchao's {kind} stays as it is: its layout or number format is not mmqc's"
 
 
-def _int8(weight: Any) -> Parts | str:
+def int8_parts(weight: Any) -> Parts | str:
+    """Codes and scales of an Int8Tensor, or why its arithmetic is not ``weight_only_matmul``'s."""
     if getattr(weight, "act_quant_kwargs", None) is not None:
         return "its activations are quantized at run time, which mmqc's modules do not do"
     if getattr(weight, "zero_point", None) is not None and bool(weight.zero_point.any()):
         return "it has zero points"
     codes, scale = weight.qdata, weight.scale
-    if scale.numel() == 1:
-        return codes, scale.reshape(1).expand(codes.shape[0]), 8, 0
     if scale.shape == (codes.shape[0], 1):
         return codes, scale[:, 0], 8, 0
-    return f"its scales {list(scale.shape)} are neither one per tensor nor one per output channel"
+    return f"its scales {list(scale.shape)} are not one per output channel"
 
 
 def _intx(weight: Any) -> Parts | str:

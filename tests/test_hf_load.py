@@ -6,6 +6,7 @@ import json
 import pytest
 import torch
 from models import tiny_qwen2_vl
+from tiny_families import FAMILIES
 from transformers import AutoModelForImageTextToText
 
 import mmqc
@@ -130,3 +131,15 @@ def test_load__never_holds_a_float_copy_of_what_it_quantized(tmp_path, monkeypat
     AutoModelForImageTextToText.from_pretrained(tmp_path, quantization_config=recipes.rtn(8))
     assert len(waiting) == 24
     assert not any(waiting)
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "qwen2_vl"])
+def test_load__every_family_equals_quantize_and_round_trips(tmp_path, family):
+    model, inputs = FAMILIES[family]()
+    model.save_pretrained(tmp_path / "float")
+    config = recipes.rtn(8, head_bits=8)  # the head too, so that what was tied comes apart
+    mmqc.quantize_(model, config, progress=False)
+    again = type(model).from_pretrained(tmp_path / "float", quantization_config=config)
+    same(model, again, inputs)
+    again.save_pretrained(tmp_path / "quantized")
+    same(model, type(model).from_pretrained(tmp_path / "quantized"), inputs)

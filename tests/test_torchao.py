@@ -72,9 +72,32 @@ def test_their_weights__compile_under_our_backend_as_they_are(config):
     model, x = net(), torch.randn(5, 96)
     torchao_quantize_(model, config)
     torch._dynamo.reset()
-    with torch.no_grad():
+    with torch.no_grad(), collect_records() as records:
         want = model(x)
         assert_close(torch.compile(model, backend="mmqc")(x), want)
+    (record,) = records
+    assert record.quantized is (config is THEIRS["int8"])
+    (adopted,) = (p for p in record.passes if p.name == "adopt_torchao")
+    if record.quantized:
+        assert (adopted.n_sites, adopted.misses, record.fallbacks) == (2, [], [])
+        assert any("weight_only_matmul" in kernel for kernel in record.kernels)
+    else:
+        assert adopted.n_sites == 0
+        assert len(adopted.misses) == 2
+        assert all("run time" in m.reason or "torchao's arithmetic" in m.reason for m in adopted.misses)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_their_weights__in_a_whole_model_get_our_kernel():
+    model, inputs = tiny_qwen2_vl()
+    torchao_quantize_(model, Int8WeightOnlyConfig(), lambda m, fqn: isinstance(m, nn.Linear) and fqn != "lm_head")
+    torch._dynamo.reset()
+    with torch.no_grad(), collect_records() as records:
+        want = model(**inputs).logits
+        model.compile(backend="mmqc")
+        assert_close(model(**inputs).logits, want)
+    assert sum(p.n_sites for r in records for p in r.passes if p.name == "adopt_torchao") == 24
 
 
 @pytest.mark.parametrize(
