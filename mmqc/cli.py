@@ -81,7 +81,7 @@ def clear(command: Callable[..., None]) -> Callable[..., None]:
     def run(*args: Any, **kwargs: Any) -> None:
         try:
             command(*args, **kwargs)
-        except (ValueError, FileNotFoundError, MemoryError) as error:
+        except (ValueError, ImportError, FileNotFoundError, MemoryError) as error:
             if os.environ.get("MMQC_DEBUG"):
                 raise
             Console(stderr=True, soft_wrap=True).print(
@@ -136,6 +136,7 @@ def evaluate(
     against: Annotated[str | None, typer.Option(help="The float model: paired differences, recovery, SQNR.")] = None,
     data: Annotated[Path | None, typer.Option("--data", help="A folder with data.jsonl, or a jsonl file.")] = None,
     text: Annotated[list[Path] | None, typer.Option("--text", exists=True, help="Text files: perplexity.")] = None,
+    tasks: Annotated[str | None, typer.Option(help="Tasks of lm-evaluation-harness, e.g. mmmu_val,chartqa.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Of an answer.")] = 64,
     min_recovery: Annotated[float | None, typer.Option(help="Exit with 1 below this share of the float model.")] = None,
     json_file: Json = None,
@@ -144,8 +145,14 @@ def evaluate(
     """Accuracy, answer NLL, perplexity and noise of a model, on a sample, your own questions or text."""
     from mmqc import cli_jobs
 
+    if tasks and (against or data or text or min_recovery is not None):
+        raise typer.BadParameter("the harness evaluates one model by itself", param_hint="--tasks")
     if min_recovery is not None and against is None:
         raise typer.BadParameter("recovery needs the float model: --against", param_hint="--min-recovery")
+    if tasks:
+        figures = cli_jobs.benchmarks(model, tasks.split(","), questions, console)
+        write_json(json_file, {"eval": figures})
+        return
     job = cli_jobs.Evaluation(model, against, data, tuple(text or ()), questions, max_new_tokens)
     figures = cli_jobs.evaluate(job, lambda name: load(name, sample), console)
     write_json(json_file, {"eval": figures})

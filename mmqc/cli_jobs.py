@@ -212,6 +212,18 @@ def _flat(figures: Mapping[str, Any]) -> dict[str, float]:
     return flat
 
 
+def benchmarks(model: str, tasks: list[str], limit: int | None, console: Console) -> dict[str, float]:
+    """Metrics of lm-evaluation-harness's tasks, printed as a table."""
+    from mmqc.harness import harness
+
+    figures = harness(model, tasks, limit=limit)
+    table = Table("", "value", title=f"{model}, lm-evaluation-harness", title_justify="left")
+    for name, value in figures.items():
+        table.add_row(name, f"{value:.4f}")
+    console.print(table)
+    return figures
+
+
 # --- bench ------------------------------------------------------------------------------------------------------------
 
 

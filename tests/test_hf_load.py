@@ -27,7 +27,7 @@ def logits(model, inputs):
     return model(**inputs, use_cache=False).logits
 
 
-def same(model, again, inputs):
+def assert_same(model, again, inputs):
     want, got = model.state_dict(), again.state_dict()
     assert want.keys() == got.keys()
     for name, tensor in want.items():
@@ -54,10 +54,10 @@ def test_load__equals_quantize_after_loading(tmp_path, config, tied):
     assert len(list((tmp_path / "float").glob("*.safetensors"))) > 1
     mmqc.quantize_(model, config, progress=False)
     again = AutoModelForImageTextToText.from_pretrained(tmp_path / "float", quantization_config=config)
-    same(model, again, inputs)
+    assert_same(model, again, inputs)
     assert isinstance(again.lm_head, QuantLinear) is (config.head is not None)
     again.save_pretrained(tmp_path / "quantized")
-    same(model, AutoModelForImageTextToText.from_pretrained(tmp_path / "quantized"), inputs)
+    assert_same(model, AutoModelForImageTextToText.from_pretrained(tmp_path / "quantized"), inputs)
     assert (again.lm_head.weight is again.model.language_model.embed_tokens.weight) is (tied and config.head is None)
 
 
@@ -70,7 +70,7 @@ def test_load__any_dtype_and_device_map(tmp_path):
     half, inputs = example(torch.bfloat16)
     mmqc.quantize_(half, recipes.rtn(4, group_size=8), progress=False)
     assert again.model.language_model.layers[0].self_attn.q_proj.bias.dtype == torch.bfloat16
-    same(half, again, inputs)
+    assert_same(half, again, inputs)
 
 
 def test_load__keeps_what_either_name_says(tmp_path):
@@ -111,7 +111,7 @@ def test_load__a_checkpoint_that_mmqc_saved_wins(tmp_path):
         again = AutoModelForImageTextToText.from_pretrained(
             tmp_path, quantization_config=MmqcConfig(config=recipes.rtn(4))
         )
-    same(model, again, inputs)
+    assert_same(model, again, inputs)
 
 
 def test_load__never_holds_a_float_copy_of_what_it_quantized(tmp_path, monkeypatch):
@@ -140,6 +140,6 @@ def test_load__every_family_equals_quantize_and_round_trips(tmp_path, family):
     config = recipes.rtn(8, head_bits=8)  # the head too, so that what was tied comes apart
     mmqc.quantize_(model, config, progress=False)
     again = type(model).from_pretrained(tmp_path / "float", quantization_config=config)
-    same(model, again, inputs)
+    assert_same(model, again, inputs)
     again.save_pretrained(tmp_path / "quantized")
-    same(model, type(model).from_pretrained(tmp_path / "quantized"), inputs)
+    assert_same(model, type(model).from_pretrained(tmp_path / "quantized"), inputs)
