@@ -23,6 +23,7 @@ from .modules import QuantLinear
 
 Scheme = dict[str, Any]
 BITS = (4, 8)
+WRITTEN = {"qweight", "weight_scale", "bias", "input_scale"}  # the buffers of a linear that the format has a place for
 
 
 def pack_words(codes: Tensor, bits: int) -> Tensor:
@@ -58,6 +59,9 @@ def _linear_objections(linear: QuantLinear) -> Iterator[str]:
         yield "has one input scale per modality: quantize with msq=False"
     if linear.outlier_index is not None:
         yield "keeps input channels in higher precision: quantize with suppress=False"
+    other = [n for n, b in linear.named_buffers() if n not in WRITTEN and not n.startswith(("factor_", "outlier_"))]
+    if other:
+        yield f"holds {', '.join(other)}, which mmqc does not write in this format: quantize symmetrically, with float scales"
     if linear.weight_bits not in BITS:
         yield f"has weights of {linear.weight_bits} bits: quantize to 4 or 8"
     if linear.group_size and linear.in_features % linear.group_size:

@@ -34,10 +34,12 @@ def only_scheme(config: QuantConfig) -> Scheme:
         ConfigError: the config rewrites, needs calibration, or treats the towers differently.
     """
     towers = {scheme for place, scheme in config.schemes.items() if place != "head"}
-    if config.rewrites != Rewrites() or config.needs_calibration or len(towers) != 1:
+    cache = config.to_dict().get("kv")
+    if config.rewrites != Rewrites() or config.needs_calibration or len(towers) != 1 or cache:
         why = (
             "it rewrites the model, for which it has to be recorded" if config.rewrites != Rewrites()
             else "it needs calibration" if config.needs_calibration
+            else "it quantizes the KV cache" if cache
             else f"its towers have {len(towers)} different schemes, and only a recording tells towers apart"
         )  # fmt: skip
         raise ConfigError(

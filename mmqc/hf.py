@@ -190,10 +190,10 @@ class MmqcQuantizer(HfQuantizer):
             return model
         rebuild_factors(model)
         state = model.state_dict()
-        cast = verify(config.hashes, state, lambda name: local(name, model, state))
+        unknown = verify(config.hashes, state, lambda name: local(name, model, state))
         cast_floats(model, self.quantization_config.dtype, self._dtype)
-        if cast:
-            logger.info("%d tensors were cast while loading and could not be compared with what was saved", cast)
+        if unknown:
+            logger.info("%d tensors were cast or offloaded and could not be compared with what was saved", unknown)
         if config.visual_token_ids is not None:
             self._attach_modality(model)
         names = {name for name, _ in model.named_modules()}

@@ -60,9 +60,11 @@ def save_pretrained(
 
 
 def _added(model: PreTrainedModel) -> Iterator[str]:
-    """Parameters that the rewrites gave the model and its class does not build."""
+    """Parameters that the rewrites gave the model and its class does not build; a quantized KV cache."""
     quantizer = getattr(model, "hf_quantizer", None)
     if isinstance(quantizer, MmqcQuantizer):
+        if quantizer.quantization_config.config.get("kv"):
+            yield "its config quantizes the KV cache, which the format cannot do by modality: quantize the weights alone"
         for fqn in quantizer.differences(model):
             yield f"{fqn} is not what {type(model).__name__} builds there: quantize without rewrites (rotate=False)"
 

@@ -102,6 +102,15 @@ def test_save__refuses_what_the_format_cannot_say(tmp_path, change, words):
     assert not (tmp_path / "out").exists()
 
 
+def test_save__refuses_buffers_that_the_format_has_no_place_for(tmp_path):
+    model, _ = tiny_qwen2_vl()
+    mmqc.quantize_(model, recipes.rtn(8), progress=False)
+    linear = model.model.language_model.layers[1].mlp.up_proj
+    linear.register_buffer("weight_zero", torch.zeros(296, dtype=torch.int8), persistent=False)
+    with pytest.raises(mmqc.FormatError, match=r"layers\.1\.mlp\.up_proj holds weight_zero.*symmetrically"):
+        mmqc.save_pretrained(model, tmp_path / "out", format="compressed-tensors")
+
+
 def test_save__by_default_in_our_own_format_and_never_an_unquantized_model(tmp_path):
     model, inputs = tiny_qwen2_vl()
     with pytest.raises(ValueError, match="no linear that mmqc quantized"):

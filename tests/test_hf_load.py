@@ -143,3 +143,27 @@ def test_load__every_family_equals_quantize_and_round_trips(tmp_path, family):
     assert_same(model, again, inputs)
     again.save_pretrained(tmp_path / "quantized")
     assert_same(model, type(model).from_pretrained(tmp_path / "quantized"), inputs)
+
+
+def test_offload__a_quantized_model_runs_from_disk(tmp_path):
+    model, inputs = example()
+    mmqc.quantize_(model, recipes.rtn(8), progress=False)
+    model.save_pretrained(tmp_path / "quantized", max_shard_size="100KB")
+    places = {"model.visual": "disk", "model.language_model": "cpu", "lm_head": "cpu"}
+    again = AutoModelForImageTextToText.from_pretrained(
+        tmp_path / "quantized", device_map=places, offload_folder=tmp_path / "offload", offload_buffers=True
+    )
+    assert all(b.is_meta for n, b in again.model.visual.named_buffers() if n.endswith("qweight"))
+    assert torch.equal(logits(again, inputs), logits(model, inputs))
+
+
+def test_flipped_bit__in_one_of_many_shards_is_named(tmp_path):
+    model, _ = example()
+    mmqc.quantize_(model, recipes.rtn(8), progress=False)
+    model.save_pretrained(tmp_path, max_shard_size="100KB")
+    shard = sorted(tmp_path.glob("*.safetensors"))[1]
+    raw = bytearray(shard.read_bytes())
+    raw[-1] ^= 1
+    shard.write_bytes(raw)
+    with pytest.raises(ValueError, match=r"damaged: \S+ differs"):
+        AutoModelForImageTextToText.from_pretrained(tmp_path)
