@@ -124,7 +124,7 @@ def encode(processor: Any, example: Example, *, answer: bool) -> Batch:
     if hasattr(processor, "patches"):  # a sample's processor: plain text with <image> where an image goes
         text = "".join(_plain(part) for m in example.messages for part in m["content"])
         return processor(text + "\n", example.images, answer=example.answer if answer else None)
-    messages: list[Mapping[str, Any]] = list(example.messages)
+    messages: list[Mapping[str, Any]] = [dict(m) for m in example.messages]  # templates change what they are given
     if answer and example.answer:
         messages.append({"role": "assistant", "content": [{"type": "text", "text": example.answer}]})
     if getattr(processor, "chat_template", None) is None and not hasattr(processor, "image_processor"):

@@ -90,13 +90,19 @@ def ask(model: Any, processor: Any, examples: Iterable[Example], max_new_tokens:
         size = prompt["input_ids"].shape[1]
         ids = model.generate(**prompt, max_new_tokens=max_new_tokens, do_sample=False)[0, size:]
         said = tokenizer.decode(ids, skip_special_tokens=True)
-        answers.append(Answer(said, example.answer, _answer_nll(model, processor, example, size)))
+        answers.append(Answer(said, example.answer, _answer_nll(model, processor, example, prompt["input_ids"][0])))
     return answers
 
 
-def _answer_nll(model: Any, processor: Any, example: Example, size: int) -> float:
-    """Of the tokens behind the prompt: the answer and what the template closes it with."""
+def _answer_nll(model: Any, processor: Any, example: Example, prompt: Tensor) -> float:
+    """Of the tokens behind the prompt: the answer and what the template closes it with.
+
+    NaN where the template writes the prompt otherwise once an answer follows (it opens a thought, say).
+    """
     whole = to_device(encode(processor, example, answer=True), model)
+    size = len(prompt)
+    if not torch.equal(whole["input_ids"][0, :size], prompt):
+        return math.nan
     ids = whole["input_ids"][0, size:]
     logits = model(**whole, use_cache=False).logits[0, size - 1 : -1]
     return float(nn.functional.cross_entropy(logits.double(), ids))

@@ -92,18 +92,29 @@ def test_encode__the_models_own_template(tmp_path):
         encode(processor, example, answer=False)
 
 
-def test_encode__transformers_own_tokenizer():
+def test_encode__transformers_own_processor():
     tokenizers = pytest.importorskip("tokenizers")
-    from transformers import PreTrainedTokenizerFast
+    import transformers
 
-    words = {word: i for i, word in enumerate(["<unk>", "user", "assistant", "how", "many", "two"])}
+    words = {word: i for i, word in enumerate(["<unk>", "user", "assistant", "<image>", "how", "many", "two"])}
     inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))
-    inner.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>")
-    tokenizer.chat_template = (
-        "{% for m in messages %}{{ m.role }} {{ m.content[0].text }} {% endfor %}"
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=inner, unk_token="<unk>", additional_special_tokens=["<image>"]
+    )
+    template = (
+        "{% for m in messages %}{{ m.role }} {% for c in m.content %}"
+        "{% if c.type == 'image' %}<image> {% else %}{{ c.text }} {% endif %}{% endfor %}{% endfor %}"
         "{% if add_generation_prompt %}assistant{% endif %}"
     )
-    example = Example(({"role": "user", "content": [{"type": "text", "text": "how many"}]},), "two")
-    assert encode(tokenizer, example, answer=False)["input_ids"].tolist() == [[1, 3, 4, 2]]
-    assert encode(tokenizer, example, answer=True)["input_ids"].tolist() == [[1, 3, 4, 2, 5]]
+    images = transformers.CLIPImageProcessorPil(size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28})
+    processor = transformers.LlavaProcessor(
+        images, tokenizer, patch_size=14, vision_feature_select_strategy="default", num_additional_image_tokens=1,
+        chat_template=template,
+    )  # fmt: skip
+    content = [{"type": "image", "image": Image.new("RGB", (56, 56))}, {"type": "text", "text": "how many"}]
+    example = Example(({"role": "user", "content": content},), "two")
+    prompt, whole = (encode(processor, example, answer=answer) for answer in (False, True))
+    assert prompt["input_ids"].tolist() == [[1, 3, 3, 3, 3, 4, 5, 2]]
+    assert whole["input_ids"].tolist() == [[1, 3, 3, 3, 3, 4, 5, 2, 6]]
+    assert whole["pixel_values"].shape == (1, 3, 28, 28)

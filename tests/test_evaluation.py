@@ -66,6 +66,17 @@ def test_ask__answers_and_their_nll():
         evaluation.ask(model, Letters(), [example("abc", "")])
 
 
+def test_ask__a_template_that_changes_the_prompt_has_no_nll():
+    class Thinks(Letters):
+        def apply_chat_template(self, messages, **options):
+            found = super().apply_chat_template(messages)["input_ids"]
+            opened = torch.tensor([[6]])
+            return {"input_ids": torch.cat((found, opened), 1) if options["add_generation_prompt"] else found}
+
+    (answer,) = evaluation.ask(Table(), Thinks(), [example("abc", "fd")], max_new_tokens=1)
+    assert math.isnan(answer.nll)
+
+
 def test_answer__forgives_case_space_and_a_full_stop():
     assert Answer(" Seven. ", "seven", 0.0).accuracy == 1
     assert (Answer("it is 7", "7", 0.0).accuracy, Answer("it is 7", "7", 0.0).contains) == (0, 1)
