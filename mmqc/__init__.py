@@ -21,11 +21,13 @@ if TYPE_CHECKING:
     from .equivalence import RewriteError
     from .explain import Explanation, explain
     from .export import export
+    from .load_quantized import load_quantized
     from .memory_error import OutOfMemoryError
     from .plan import Planned, plan
     from .quantize import quantize_
     from .report import LayerReport, QuantReport, Refusal
     from .resume import ResumeError
+    from .save import FormatError, save_pretrained
 
 __version__ = "0.1.0.dev0"
 
@@ -34,15 +36,17 @@ _HOMES = {
     "explain": "explain", "Explanation": "explain", "export": "export",
     "plan": "plan", "Planned": "plan", "RewriteError": "equivalence", "ResumeError": "resume",
     "OutOfMemoryError": "memory_error",
+    "save_pretrained": "save", "FormatError": "save", "load_quantized": "load_quantized",
     "QuantReport": "report", "LayerReport": "report", "Refusal": "report",
     **dict.fromkeys(("ActivationSpec", "ConfigError", "KVSpec", "QuantConfig", "Rewrites", "Scheme", "WeightSpec"), "config"),
 }  # fmt: skip
 _MODULES = ("recipes", "samples")
 
 __all__ = [
-    "ActivationSpec", "ConfigError", "Explanation", "KVSpec", "LayerReport", "OutOfMemoryError", "Planned", "QuantConfig",
-    "QuantReport", "QuantizedCache", "Refusal", "ResumeError", "RewriteError", "Rewrites", "Scheme", "WeightSpec",
-    "compiled_loop", "explain", "export", "plan", "quantize_", "recipes", "samples",
+    "ActivationSpec", "ConfigError", "Explanation", "FormatError", "KVSpec", "LayerReport", "OutOfMemoryError", "Planned",
+    "QuantConfig", "QuantReport", "QuantizedCache", "Refusal", "ResumeError", "RewriteError", "Rewrites", "Scheme",
+    "WeightSpec", "compiled_loop", "explain", "export", "load_quantized", "plan", "quantize_", "recipes", "samples",
+    "save_pretrained",
 ]  # fmt: skip
 
 

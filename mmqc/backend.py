@@ -22,6 +22,7 @@ from mmqc.front.front import after_trace, before_trace
 from mmqc.front.tables import keep_tables
 from mmqc.graph.tracing import Tracing, traced_place
 from mmqc.run_time import run_time_passes, where_equal
+from mmqc.torchao_graph import adopt_torchao
 
 __all__ = ["GraphRecord", "backend", "collect_records"]
 
@@ -43,13 +44,14 @@ def backend(
         rewritten = quantize_graph(gm, example_inputs, session_for(request.config))
     if rewritten is not None:
         gm, example_inputs = rewritten.gm, rewritten.inputs
+    theirs = adopt_torchao(gm, example_inputs)
     before = gm
     gm, at_run_time, pairs = run_time_passes(gm, example_inputs, request, text=compile_record.collecting())
     ops = graph_content.mmqc_ops(gm)
     n_ops = sum(1 for _ in graph_content.calls(gm))
     heavy = bool(ops) or graph_content.has_heavy_op(gm)
     how = "mmqc" if ops else "inductor" if heavy else "eager"
-    passes = [*(rewritten.records if rewritten is not None else []), *at_run_time]
+    passes = [*(rewritten.records if rewritten is not None else []), *([theirs] if theirs else []), *at_run_time]
     record = GraphRecord(0, n_ops, how=how, quantized=bool(ops), ops=ops, passes=passes, where=traced_place())
     if ops:
         keep_tables(gm)

@@ -33,7 +33,7 @@ def verify(expected: Mapping[str, str], state: Mapping[str, Tensor], local: Call
         local: the checkpoint's name as the model spells it; None for what it does not load.
 
     Returns:
-        The number of tensors that were cast on the way, which cannot be compared.
+        The number of tensors that could not be compared: cast on the way, or offloaded and not in memory.
 
     Raises:
         ValueError: a tensor differs or is missing; names it.
@@ -49,4 +49,4 @@ def verify(expected: Mapping[str, str], state: Mapping[str, Tensor], local: Call
             f"the checkpoint is damaged: {what} ({len(damaged)} tensors differ, {len(missing)} are missing); "
             f"copy or download it again"
         )
-    return len(cast)
+    return len(cast) + sum(state[name].is_meta for name in names.values())

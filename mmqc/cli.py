@@ -1,7 +1,12 @@
-"""The command line: `mmqc demo | quantize | eval | explain | export | doctor | passes`."""
+"""The command line: `mmqc demo | quantize | eval | bench | explain | export | report | doctor | passes`.
+
+Exit codes: 0 done; 1 done, and found wanting (`doctor`, `eval --min-recovery`); 2 a wrong option; 3 refused: the model, the
+config or the data cannot be used, and why; 4 not enough memory.
+"""
 
 from __future__ import annotations
 
+import functools
 import inspect
 import json
 import logging
@@ -13,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 if TYPE_CHECKING:
@@ -21,9 +27,9 @@ if TYPE_CHECKING:
     from mmqc.config import QuantConfig
     from mmqc.samples.sample import Sample
 
+WANTING, REFUSED, MEMORY = 1, 3, 4
 app = typer.Typer(
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_show_locals=False,
 )
 console = Console(width=None if sys.stdout.isatty() else 100)  # tables keep their columns in a log
@@ -32,6 +38,13 @@ Model = Annotated[str, typer.Argument(help="A shipped sample (digits-vqa, digits
 Recipe = Annotated[str, typer.Option("--recipe", "-r", help="A function of mmqc.recipes.")]
 Set = Annotated[list[str] | None, typer.Option("--set", "-s", metavar="KEY=VALUE", help="An argument of the recipe.")]
 ConfigFile = Annotated[Path | None, typer.Option("--config", exists=True, help="A QuantConfig as JSON, not a recipe.")]
+Data = Annotated[
+    str,
+    typer.Option(
+        "--data", help="A number: so many prompts of the sample. A path: a folder with data.jsonl and images."
+    ),
+]
+Json = Annotated[Path | None, typer.Option("--json", help="Write the figures there, for `mmqc report`.")]
 SampleName = Annotated[str, typer.Option("--sample", help="The sample whose data is used with a model directory.")]
 
 
@@ -62,59 +75,136 @@ def demo(
     job.run(job.Options(out, questions, calibration, ablation, compiled), console)
 
 
+def clear(command: Callable[..., None]) -> Callable[..., None]:
+    """What the library refuses becomes one line and an exit code; MMQC_DEBUG=1 shows the traceback."""
+
+    @functools.wraps(command)
+    def run(*args: Any, **kwargs: Any) -> None:
+        try:
+            command(*args, **kwargs)
+        except (ValueError, ImportError, FileNotFoundError, MemoryError) as error:
+            if os.environ.get("MMQC_DEBUG"):
+                raise
+            Console(stderr=True, soft_wrap=True).print(
+                f"[red]error:[/red] {escape(str(error) or type(error).__name__)}"
+            )
+            raise typer.Exit(MEMORY if isinstance(error, MemoryError) else REFUSED) from error
+
+    return run
+
+
 @app.command()
+@clear
 def quantize(
     model: Model,
-    out: Annotated[Path, typer.Argument(help="Directory for the quantized model and its report.")],
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Directory for the model and its report.")] = None,
     recipe: Recipe = "mquant",
+    w: Annotated[int | None, typer.Option("--w", help="Weight bits: the recipe's weight_bits.")] = None,
+    a: Annotated[int | None, typer.Option("--a", help="Activation bits: the recipe's activation_bits.")] = None,
     settings: Set = None,
     config_file: ConfigFile = None,
-    calibration: Annotated[int, typer.Option(min=0, help="Calibration prompts of the sample; 0: data-free.")] = 32,
+    calibration: Annotated[
+        str, typer.Option(help="A number of the sample's prompts, 0: data-free; or a folder with data.jsonl.")
+    ] = "32",
+    limit: Annotated[int | None, typer.Option(min=1, help="At most so many examples of the folder.")] = None,
+    save_format: Annotated[str, typer.Option("--format", help="mmqc or compressed-tensors.")] = "mmqc",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done and what it would take.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Start even if memory looks short.")] = False,
     sample: SampleName = "digits-vqa",
 ) -> None:
     """Quantize a model, save it, and write quantization.html and quantization.json beside it."""
-    import mmqc
+    from mmqc import cli_jobs
 
-    config = read_config(config_file) if config_file else make_config(recipe, settings or [])
+    bits = [f"{key}={value}" for key, value in (("weight_bits", w), ("activation_bits", a)) if value is not None]
+    config = read_config(config_file) if config_file else make_config(recipe, [*bits, *(settings or [])])
+    if out is None and not dry_run:
+        raise typer.BadParameter("a directory for the result is needed, or --dry-run", param_hint="--out")
+    cli_jobs.check_format(save_format)
+    if not cli_jobs.announce(model, config, calibration, console) and not force and not dry_run:
+        raise MemoryError("memory is short for this; free some, quantize on a larger machine, or pass --force")
+    if dry_run:
+        return
+    assert out is not None
     loaded, data = load(model, sample)
-    batches = data.calibration(calibration) if calibration else None
-    report = mmqc.quantize_(loaded, config, calibration=batches)
-    loaded.save_pretrained(out)
-    for name in ("quantization.html", "quantization.json"):
-        report.save(out / name)
-    console.print(report.summary(), markup=False, highlight=False)
-    console.print(f"saved in {out}")
+    cli_jobs.quantize(loaded, data, config, cli_jobs.Target(model, out, save_format, calibration, limit), console)
 
 
 @app.command("eval")
+@clear
 def evaluate(
     model: Model,
-    questions: Annotated[int | None, typer.Option("--questions", "-n", min=5, help="Default: all.")] = None,
-    against: Annotated[str | None, typer.Option(help="Another model: the paired difference of accuracy.")] = None,
+    questions: Annotated[int | None, typer.Option("--questions", "-n", min=1, help="Default: all.")] = None,
+    against: Annotated[str | None, typer.Option(help="The float model: paired differences, recovery, SQNR.")] = None,
+    data: Annotated[Path | None, typer.Option("--data", help="A folder with data.jsonl, or a jsonl file.")] = None,
+    text: Annotated[list[Path] | None, typer.Option("--text", exists=True, help="Text files: perplexity.")] = None,
+    tasks: Annotated[str | None, typer.Option(help="Tasks of lm-evaluation-harness, e.g. mmmu_val,chartqa.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Of an answer.")] = 64,
+    min_recovery: Annotated[float | None, typer.Option(help="Exit with 1 below this share of the float model.")] = None,
+    json_file: Json = None,
     sample: SampleName = "digits-vqa",
 ) -> None:
-    """Accuracy of a model on a sample's questions."""
-    loaded, data = load(model, sample)
-    start = time.perf_counter()
-    if against is None:
-        figures = data.evaluate(loaded, questions)
-    else:
-        other, _ = load(against, sample)
-        c = data.compare(other, loaded, questions)
-        figures = {model: c.b, against: c.a, "difference": c.difference, "2.5 %": c.low, "97.5 %": c.high}
-    table = Table("", "value", title=f"{data.name}, {time.perf_counter() - start:.1f} s", title_justify="left")
-    for name, value in figures.items():
-        table.add_row(name, f"{value:.4f}")
-    console.print(table)
+    """Accuracy, answer NLL, perplexity and noise of a model, on a sample, your own questions or text."""
+    from mmqc import cli_jobs
+
+    if tasks and (against or data or text or min_recovery is not None):
+        raise typer.BadParameter("the harness evaluates one model by itself", param_hint="--tasks")
+    if min_recovery is not None and against is None:
+        raise typer.BadParameter("recovery needs the float model: --against", param_hint="--min-recovery")
+    if tasks:
+        figures = cli_jobs.benchmarks(model, tasks.split(","), questions, console)
+        write_json(json_file, {"eval": figures})
+        return
+    job = cli_jobs.Evaluation(model, against, data, tuple(text or ()), questions, max_new_tokens)
+    figures = cli_jobs.evaluate(job, lambda name: load(name, sample), console)
+    write_json(json_file, {"eval": figures})
+    recovery = figures.get("recovery")
+    if min_recovery is not None and not (isinstance(recovery, float) and recovery >= min_recovery):
+        raise typer.Exit(WANTING)
 
 
 @app.command()
+@clear
+def bench(
+    model: Model,
+    new_tokens: Annotated[int, typer.Option(min=2, help="Decoded in each run.")] = 32,
+    repeats: Annotated[int, typer.Option(min=1, help="The median is reported.")] = 3,
+    compiled: Annotated[bool, typer.Option("--compile/--no-compile", help="Time the compiled model too.")] = True,
+    data: Data = "1",
+    json_file: Json = None,
+    sample: SampleName = "digits-vqa",
+) -> None:
+    """Time to first token, decoding speed and size, eager and compiled by the backend."""
+    from mmqc import cli_jobs
+
+    loaded, source = load(model, sample)
+    prompt = cli_jobs.prompts(loaded, model, source, data, 1)[0]
+    rows = cli_jobs.bench(loaded, prompt, new_tokens, repeats, compiled, console)
+    write_json(json_file, {"bench": rows})
+
+
+@app.command()
+@clear
+def report(
+    runs: Annotated[
+        list[Path], typer.Argument(help="Output directories of `quantize`; JSON of `eval`, `bench`, `explain`.")
+    ],
+    out: Annotated[Path, typer.Option("--out", "-o", help="The page.")] = Path("out/report.html"),
+) -> None:
+    """One self-contained page about one or several runs: quantization, evaluation, speed."""
+    from mmqc import cli_jobs
+
+    console.print(f"{cli_jobs.report(runs, out)} written")
+
+
+@app.command()
+@clear
 def explain(
     model: Model,
     recipe: Annotated[str | None, typer.Option("--recipe", "-r", help="Let the backend quantize with it.")] = None,
     settings: Set = None,
     config_file: ConfigFile = None,
     sample: SampleName = "digits-vqa",
+    json_file: Json = None,
     spaces: Annotated[
         bool, typer.Option("--spaces", help="The channel spaces and what becomes of them, only.")
     ] = False,
@@ -129,10 +219,13 @@ def explain(
         console.print(str(planned), markup=False, highlight=False, soft_wrap=True)
         return
     options = {"config": config} if config else None
-    console.print(str(mmqc.explain(loaded, data.calibration(1)[0], options=options)), markup=False, highlight=False)
+    explanation = mmqc.explain(loaded, data.calibration(1)[0], options=options)
+    console.print(str(explanation), markup=False, highlight=False)
+    write_json(json_file, {"explain": explanation.to_dict()})
 
 
 @app.command()
+@clear
 def export(
     model: Model,
     out: Annotated[Path, typer.Argument(help="The package; its name ends in .pt2.")],
@@ -203,6 +296,13 @@ def passes(recipe: Recipe = "mquant", settings: Set = None, config_file: ConfigF
     console.print(table)
 
 
+def write_json(path: Path | None, figures: dict[str, Any]) -> None:
+    """Figures to a file, if one was asked for."""
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+
+
 def make_config(recipe: str, settings: list[str]) -> QuantConfig:
     """The config of a recipe of `mmqc.recipes`, called with `key=value` settings."""
     import mmqc
@@ -260,9 +360,9 @@ def load(model: str, sample: str) -> tuple[Any, Sample]:
         raise typer.BadParameter(f"{sample!r}: the samples are {', '.join(NAMES)}", param_hint="--sample")
     if not (Path(model) / "config.json").exists():
         raise typer.BadParameter(f"{model!r} is neither a sample ({', '.join(NAMES)}) nor a saved model's directory")
-    from transformers import AutoModelForImageTextToText
+    from mmqc.cli_jobs import load_model
 
-    return AutoModelForImageTextToText.from_pretrained(model).eval(), mmqc.samples.load(sample)
+    return load_model(model), mmqc.samples.load(sample)
 
 
 if __name__ == "__main__":

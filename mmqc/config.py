@@ -8,12 +8,15 @@ layer names here except ``keep``.
 from __future__ import annotations
 
 import dataclasses
+import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
+from torch import nn
 from torchao.core.config import AOBaseConfig
 from torchao.quantization.granularity import Granularity, PerGroup, PerRow, PerTensor
+from torchao.quantization.transform_module import register_quantize_module_handler
 
 VERSION = 1
 TOWERS = ("vision", "projector", "language")
@@ -250,6 +253,8 @@ class QuantConfig(AOBaseConfig):
         kv: how the visual tokens of the KV cache are stored; None leaves the cache alone.
     """
 
+    quant_method: ClassVar[str] = "mmqc"  # by which transformers finds the quantizer
+
     vision: Scheme | None = None
     projector: Scheme | None = None
     language: Scheme | None = None
@@ -383,3 +388,9 @@ def _decode(cls: type, data: Any, where: str) -> Any:
         elif key == "granularity" and not isinstance(values[key], Granularity):
             values[key] = _granularity(values[key])
     return cls(**values)
+
+
+@register_quantize_module_handler(QuantConfig)
+def _for_torchao(module: nn.Module, config: QuantConfig) -> nn.Module:
+    """What ``torchao.quantization.quantize_`` calls; imported when it is, since solvers and modules lie above this file."""
+    return importlib.import_module("mmqc.torchao_handler").quantize_module(module, config)

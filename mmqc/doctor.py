@@ -151,6 +151,7 @@ def _extras() -> Iterator[Check]:
     needs = {
         "scikit-learn": "the samples need it (extra: demo)",
         "matplotlib": "reports have no plots without it (extra: report)",
+        "compressed-tensors": "transformers needs it to load what save_pretrained(format=...) wrote (extra: formats)",
     }
     for package, advice in needs.items():
         found = installed(package)

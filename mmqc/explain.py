@@ -77,6 +77,17 @@ class Explanation:
         """(graph, op, reason) wherever an op did not get its kernel."""
         return [(g.index, op, reason) for g in self.graphs for op, reason in g.fallbacks]
 
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON data for a report: graphs, quantized_graphs, kernels, fallbacks, breaks."""
+        fallbacks = [{"graph": i, "op": op, "reason": reason} for i, op, reason in self.fallbacks]
+        return {
+            "graphs": len(self.graphs),
+            "quantized_graphs": self.quantized_graphs,
+            "kernels": self.kernels,
+            "fallbacks": fallbacks,
+            "breaks": self.breaks,
+        }
+
     def __str__(self) -> str:
         how = Counter(g.how for g in self.graphs)
         kinds = f"{how['mmqc']} quantized, {how['inductor']} plain Inductor, {how['eager']} glue, run eagerly"

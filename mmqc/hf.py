@@ -26,6 +26,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from .checksum import hashes, verify
 from .config import QuantConfig
 from .expert_modules import QuantExperts
+from .hf_load import LoadPlan, QuantizeOnLoad
 from .modality import ModalityContext, attached
 from .module_spec import build_module, dtype_name, module_spec
 from .modules import SCALES, QuantLinear, rebuild_factors
@@ -44,7 +45,7 @@ class MmqcConfig(QuantizationConfigMixin):
 
     Attributes:
         version: of this layout.
-        config: ``QuantConfig.to_dict()``.
+        config: ``QuantConfig.to_dict()``; a QuantConfig is accepted too.
         modules: the spec of every module of ours, by FQN.
         parameters: parameters that the model has and its class does not build, or builds otherwise: shape and dtype
             by FQN, None for one that is gone.
@@ -53,12 +54,14 @@ class MmqcConfig(QuantizationConfigMixin):
         visual_token_ids: ids that stand for visual tokens; None for a model that does not tell modalities apart.
         record: what the rewrites did, for ``mmqc.explain``.
         hashes: "dtype:sha256" by tensor name.
+
+    ``modules_to_not_convert``, which transformers' own quantizers take, adds to the config's ``keep``.
     """
 
     def __init__(
         self,
         version: int = VERSION,
-        config: Mapping[str, Any] | None = None,
+        config: Mapping[str, Any] | QuantConfig | None = None,
         modules: Mapping[str, dict[str, Any]] | None = None,
         parameters: Mapping[str, Any] | None = None,
         dtype: str | None = None,
@@ -66,6 +69,7 @@ class MmqcConfig(QuantizationConfigMixin):
         visual_token_ids: Iterable[int] | None = None,
         record: Mapping[str, Any] | None = None,
         hashes: Mapping[str, str] | None = None,
+        modules_to_not_convert: Iterable[str] | None = None,
         quant_method: str = METHOD,
         **unknown: Any,
     ) -> None:
@@ -78,7 +82,9 @@ class MmqcConfig(QuantizationConfigMixin):
             raise ValueError(f"quantization_config has an unknown key {sorted(unknown)[0]!r}; was it edited by hand?")
         self.quant_method: Any = quant_method
         self.version = version
-        self.config = dict(config or QuantConfig().to_dict())
+        self.config = config.to_dict() if isinstance(config, QuantConfig) else dict(config or QuantConfig().to_dict())
+        if modules_to_not_convert:
+            self.config["keep"] = list(dict.fromkeys((*self.config["keep"], *modules_to_not_convert)))
         self.modules = dict(modules or {})
         self.parameters = dict(parameters or {})
         self.dtype = dtype
@@ -94,18 +100,20 @@ class MmqcConfig(QuantizationConfigMixin):
 
 
 class MmqcQuantizer(HfQuantizer):
-    """Rebuilds mmqc's modules before the weights load and checks the weights after."""
+    """Rebuilds mmqc's modules before the weights load and checks the weights after; or quantizes a float checkpoint.
+
+    Raises:
+        ConfigError: a float checkpoint and a config that needs data, or rewrites.
+    """
 
     quantization_config: MmqcConfig
 
-    def __init__(self, quantization_config: MmqcConfig, **kwargs: Any) -> None:
+    def __init__(self, quantization_config: MmqcConfig | QuantConfig, **kwargs: Any) -> None:
+        if isinstance(quantization_config, QuantConfig):
+            quantization_config = MmqcConfig(config=quantization_config)
         super().__init__(quantization_config, **kwargs)
         self._dtype = torch.float32
-        if not self.pre_quantized:
-            raise ValueError(
-                "from_pretrained cannot quantize with mmqc while it loads; load the floating-point model without "
-                "quantization_config and call mmqc.quantize_(model, config, calibration=batches)"
-            )
+        self._plan = None if self.pre_quantized else LoadPlan(quantization_config.quant_config)
 
     def is_serializable(self) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Always: the state dict is plain tensors."""
@@ -121,17 +129,30 @@ class MmqcQuantizer(HfQuantizer):
         """Lets ``generate`` compile by itself, as it does for float models."""
         return True
 
+    def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **kwargs: Any) -> bool:
+        """Whether this weight of a float checkpoint is quantized as it loads."""
+        return self._plan is not None and self._plan.wanted(param_name)
+
+    def get_quantize_ops(self) -> QuantizeOnLoad:
+        """What transformers applies to such a weight."""
+        assert self._plan is not None
+        return QuantizeOnLoad(self._plan)
+
+    def param_element_size(self, model: PreTrainedModel, param_name: str, param: Any) -> float:
+        """Bytes per element once loaded, for ``device_map="auto"``."""
+        return self._plan.element_size(param_name, param.element_size()) if self._plan else param.element_size()
+
     def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[Any, dict[str, Any]]:
         """The state dict as it is; transformers asks for it before it writes config.json, which is completed here."""
         state = model.state_dict()
         config = self.quantization_config
         config.modules = {name: spec for name, module in model.named_modules() if (spec := module_spec(module))}
         config.dtype = dtype_name(model.dtype)
-        config.parameters = self._differences(model)
+        config.parameters = self.differences(model)
         config.hashes = hashes(state)
         return state, {}
 
-    def _differences(self, model: PreTrainedModel) -> dict[str, Any]:
+    def differences(self, model: PreTrainedModel) -> dict[str, Any]:
         """The parameters in which ``model`` differs from what its class builds and the specs complete."""
         self.quantization_config.parameters = {}
         with model_init(type(model), model.dtype):
@@ -157,16 +178,23 @@ class MmqcQuantizer(HfQuantizer):
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
         # inside from_pretrained the default dtype is the one that was asked for
         self._dtype = torch.get_default_dtype()
+        if self._plan is not None:
+            self._plan.prepare(model)
+            return
         rebuild(model, self.quantization_config, self._dtype)
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
         config = self.quantization_config
+        if self._plan is not None:
+            self._plan.finish(model)
+            attach_config(model, config.quant_config, {"passes": [], "untied": []})
+            return model
         rebuild_factors(model)
         state = model.state_dict()
-        cast = verify(config.hashes, state, lambda name: local(name, model, state))
+        unknown = verify(config.hashes, state, lambda name: local(name, model, state))
         cast_floats(model, self.quantization_config.dtype, self._dtype)
-        if cast:
-            logger.info("%d tensors were cast while loading and could not be compared with what was saved", cast)
+        if unknown:
+            logger.info("%d tensors were cast or offloaded and could not be compared with what was saved", unknown)
         if config.visual_token_ids is not None:
             self._attach_modality(model)
         if (kv := config.quant_config.kv) is not None:

@@ -216,8 +216,9 @@ def write_html(path: str | Path, data: Mapping[str, Any]) -> Path:
     Args:
         path: of the file.
         data: any of "title"; "table": one dict per model, the columns in order ("recovery" is also drawn as bars);
-            "ablation": the same for the steps of an ablation; "reports": QuantReport by name; "examples": dicts with
-            images, question, answer, float, quantized; "environment": names and versions.
+            "ablation": the same for the steps of an ablation; "speed": one dict per measurement; "reports": QuantReport
+            by name; "kernels": ``Explanation.to_dict()`` by name; "examples": dicts with images, question, answer, float,
+            quantized; "environment": names and versions.
 
     Raises:
         ImportError: matplotlib is not installed.

@@ -24,12 +24,14 @@ def page(data: Mapping[str, Any]) -> str:
     body = [
         f"<header><h1>{escape(title)}</h1></header>",
         _results(data.get("table") or []),
+        _speed(data.get("speed") or []),
         _ablation(data.get("ablation") or []),
         _examples(data.get("examples") or []),
         _ranges(reports),
         _sqnr(reports),
         _incoherence(reports),
         *(_model(name, report, alone=len(reports) == 1) for name, report in reports.items()),
+        *(_kernels(name, found) for name, found in (data.get("kernels") or {}).items()),
         _environment(data.get("environment") or {}),
     ]
     head = f'<meta charset="utf-8"><title>{escape(title)}</title><style>{CSS}</style>'
@@ -73,6 +75,11 @@ def _results(rows: Sequence[Row]) -> str:
     return section(
         "What quantization costs", lead, _dict_table(rows), picture(recovery_plot(_recovery(rows)), "recovery")
     )
+
+
+def _speed(rows: Sequence[Row]) -> str:
+    lead = "One prompt at a time: seconds to the first token, then tokens per second; size of parameters and buffers."
+    return section("Size and speed", lead, _dict_table(rows)) if rows else ""
 
 
 def _ablation(rows: Sequence[Row]) -> str:
@@ -212,6 +219,22 @@ def _model(name: str, report: QuantReport, *, alone: bool) -> str:
     size = f", {report.size_before / 1e6:.1f} MB → {report.size_after / 1e6:.1f} MB" if report.size_before else ""
     lead = f"{report.totals()}{size}. SQNR: median over the layers, the lowest in brackets."
     return section("The model" if alone else f"The model: {name}", escape(lead), *parts)
+
+
+def _kernels(name: str, found: Row) -> str:
+    """What the compiled model calls, and where an op did without its kernel."""
+    kernels = table(("kernel", "calls"), [[f"<code>{escape(k)}</code>", str(n)] for k, n in found["kernels"].items()])
+    fallbacks = [[f"{f['graph']}", f"<code>{escape(f['op'])}</code>", escape(f["reason"])] for f in found["fallbacks"]]
+    breaks = [[str(n), escape(reason)] for reason, n in found["breaks"].items()]
+    parts = [
+        kernels if found["kernels"] else "",
+        _fold(count(len(fallbacks), "fallback"), table(("graph", "op", "reason"), fallbacks)) if fallbacks else "",
+        _fold(count(len(breaks), "graph break"), table(("times", "reason and place"), breaks)) if breaks else "",
+    ]
+    lead = f"{count(found['graphs'], 'graph')}, {found['quantized_graphs']} with quantized work."
+    if not fallbacks:
+        lead += " Every op got its kernel."
+    return section(f"Compiled: {name}", escape(lead), *parts)
 
 
 def _fold(what: str, body: str, *, is_open: bool = False) -> str:

@@ -1,6 +1,6 @@
 """Weight-only quantization without data: every ``nn.Linear`` module, no recording, no rewrites.
 
-Used by ``quantize_`` when no calibration is given and none is needed, and by torchao's ``quantize_`` for our configs.
+Used by ``quantize_`` when no calibration is given and none is needed.
 """
 
 from __future__ import annotations
@@ -11,61 +11,42 @@ from typing import Any
 
 from torch import nn
 
-from .config import HEAD, ConfigError, QuantConfig, Scheme
+from .config import QuantConfig, Scheme
 from .convert import Journal, size_of
+from .data_free import quantized_linear, select
 from .hf import attach_config
-from .modules import QuantLinear
-from .passes.assign_scheme import kept
-from .report import LayerReport, QuantReport, Refusal
-from .solvers import solve
+from .report import LayerReport, QuantReport
 
 
 def quantize_weights_only(
     model: nn.Module, config: QuantConfig, scheme: Scheme, filter_fn: Callable[[nn.Module, str], bool] | None,
     device: Any = None,
 ) -> QuantReport:  # fmt: skip
-    """Swap every linear but those that ``keep`` names; the output head is known by ``get_output_embeddings``.
+    """Swap every linear but those that ``keep`` names.
 
     Weights are rounded on ``device``; None means where they are.
 
     Raises:
         ConfigError: a ``keep`` pattern that matches nothing.
     """
-    output_head: Any = getattr(model, "get_output_embeddings", None)
-    head = output_head() if output_head is not None else None
-    report = QuantReport(config, size_before=size_of(model))
-    used: set[str] = set()
-    linears = {n: m for n, m in model.named_modules() if type(m) is nn.Linear}
+    chosen = select(model, config, scheme, filter_fn)
+    report = QuantReport(config, refused=chosen.refused, size_before=size_of(model))
     with Journal(model) as journal:
-        for fqn, linear in linears.items():
-            role = "head" if linear is head else ""
-            chosen = config.head if role and config.head is not None else scheme
-            pattern = next((p for p in config.keeps(role) if kept(p, fqn, role)), None)
-            if pattern is not None:
-                used.add(pattern)
-                report.refused.append(Refusal(fqn, "", f"kept in floating point ({pattern})"))
-            elif filter_fn is None or filter_fn(linear, fqn):
-                report.layers.append(_swap(journal, fqn, linear, chosen, device))
-        unused = [p for p in config.keep if p not in used and p != HEAD]
-        if unused:
-            raise ConfigError(
-                f"keep pattern {unused[0]!r} matches no linear of this model; some of its linears: {list(linears)[:5]}"
-            )
+        for fqn, own in chosen.schemes.items():
+            report.layers.append(_swap(journal, fqn, own, device))
         report.size_after = size_of(model)
         attach_config(model, config, {"passes": [], "untied": []})
     return report
 
 
-def _swap(journal: Journal, fqn: str, linear: nn.Linear, scheme: Scheme, device: Any) -> LayerReport:
+def _swap(journal: Journal, fqn: str, scheme: Scheme, device: Any) -> LayerReport:
     start = time.perf_counter()
+    linear = journal.model.get_submodule(fqn)
+    assert isinstance(linear, nn.Linear)
     home = linear.weight.device
-    weight = linear.weight.detach().to(home if device is None else device).float()
-    solved = solve(weight, scheme.weight, name=fqn)
-    new = QuantLinear.from_parts(
-        solved.codes, solved.scale, weight_zero=solved.zero, weight_bits=scheme.weight.bits, group_size=scheme.weight.group_size,
-        bias=None if linear.bias is None else linear.bias.detach(), dtype=linear.weight.dtype,
-    )  # fmt: skip
-    error = float((weight - solved.dequantize()).norm() / weight.norm())
+    weight = linear.weight.detach().to(home if device is None else device)
+    new, solved = quantized_linear(weight, linear.bias, scheme, fqn)
+    error = float((weight.float() - solved.dequantize()).norm() / weight.float().norm())
     journal.swap(fqn, new.to(home))
     return LayerReport(
         fqn, "", "", str(scheme), weight_error=error, seconds=time.perf_counter() - start, note=solved.note

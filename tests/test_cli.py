@@ -76,7 +76,8 @@ def test_load__names_the_samples_for_an_unknown_model(tmp_path):
 def test_help__lists_every_command():
     result = invoke("--help")
     assert result.exit_code == 0
-    assert all(name in result.output for name in ("demo", "quantize", "eval", "explain", "export", "doctor", "passes"))
+    commands = ("demo", "quantize", "eval", "bench", "report", "explain", "export", "doctor", "passes")
+    assert all(name in result.output for name in commands)
 
 
 # --- doctor -----------------------------------------------------------------------------------------------------------
@@ -150,7 +151,7 @@ def test_passes__an_exact_recipe_has_no_quantizing_passes():
 
 
 def test_quantize__saves_a_model_that_eval_loads(tmp_path):
-    result = invoke("quantize", "digits-vqa", str(tmp_path), "-r", "rtn", "-s", "weight_bits=8", "--calibration", "0")
+    result = invoke("quantize", "digits-vqa", "-o", str(tmp_path), "-r", "rtn", "--w", "8", "--calibration", "0")
     assert result.exit_code == 0, result.output
     saved = json.loads((tmp_path / "quantization.json").read_text(encoding="utf-8"))
     assert len(saved["layers"]) > 40

@@ -259,13 +259,6 @@ def test_missing_tensor__is_noticed():
         verify(expected, {"a": state["a"]}, lambda name: name)
 
 
-def test_float_checkpoint__is_not_quantized_while_it_loads(tmp_path):
-    model, _ = example()
-    model.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"mmqc\.quantize_"):
-        AutoModelForImageTextToText.from_pretrained(tmp_path, quantization_config=MmqcConfig())
-
-
 def test_handmade_buffer__cannot_be_saved_and_is_named(tmp_path):
     model, _ = example()
     quantize_by_hand(model)

@@ -1,0 +1,154 @@
+"""Weights that other projects packed, as codes and scales: AWQ, GPTQ and compressed-tensors.
+
+    AWQ (gemm)   qweight int32 [K, N b/32], eight outputs a word in the order 0 2 4 6 1 3 5 7; qzeros [K/g, N b/32] alike
+    GPTQ         qweight int32 [K b/32, N], inputs of a word in order; qzeros [K/g, N b/32], outputs in order, less one in v1
+    both         scales [K/g, N]       w[k, n] = (u[k, n] - z[g, n]) s[g, n]
+    compressed   weight_packed int32 [N, K b/32] or weight int8 [N, K]; weight_scale [N, 1] or [N, K/g]; input_scale [1]
+
+The zero points go into the codes, q = u - z, which then take up to a bit more.  Groups that are no stretches of a row
+(GPTQ's act-order without static groups) are refused.
+Sources: AutoAWQ's awq/utils/packing_utils.py and GPTQModel's nn_modules/qlinear, as described by their documentation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .compressed_tensors import unpack_words
+
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+Tensors = Mapping[str, Tensor]
+Settings = Mapping[str, Any]
+
+
+class ForeignError(ValueError):
+    """A checkpoint of another project that mmqc's modules cannot represent: says which layer, why and what to do."""
+
+
+@dataclass(frozen=True)
+class Foreign:
+    """One linear: int8 codes [N, K], float32 scale [N] or [N, K/g], bits of a code, g (0: whole rows), input scale."""
+
+    codes: Tensor
+    scale: Tensor
+    bits: int
+    group_size: int
+    input_scale: Tensor | None = None
+
+
+def _words(packed: Tensor, bits: int) -> Tensor:
+    """Int32 [..., W] -> unsigned codes [..., W * 32/bits], lowest first, as int16."""
+    shifts = bits * torch.arange(32 // bits, device=packed.device)
+    return ((packed.to(torch.int64)[..., None] >> shifts) & (2**bits - 1)).flatten(-2).to(torch.int16)
+
+
+def _built(u: Tensor, zero: Tensor, scale: Tensor, bits: int, fqn: str) -> Foreign:
+    """From u [K, N], z and s [G, N]."""
+    k, groups = u.shape[0], scale.shape[0]
+    if k % groups:
+        raise ForeignError(f"{fqn} has {k} input channels in {groups} groups of unequal size; mmqc's groups are equal")
+    q = u - zero.repeat_interleave(k // groups, 0)
+    need = next((b for b in range(bits, 9) if -(2 ** (b - 1)) <= int(q.min()) and int(q.max()) < 2 ** (b - 1)), None)
+    if need is None:
+        raise ForeignError(
+            f"{fqn} has zero points that leave the range of int8; quantize the original model with mmqc.quantize_"
+        )
+    whole = groups == 1
+    s = scale.float().T.contiguous()
+    return Foreign(q.to(torch.int8).T.contiguous(), s[:, 0] if whole else s, need, 0 if whole else k // groups)
+
+
+def _bits(settings: Settings, allowed: tuple[int, ...]) -> int:
+    bits = int(settings.get("bits", settings.get("w_bit", 4)))
+    if bits not in allowed:
+        raise ForeignError(f"a checkpoint of {bits} bits: mmqc reads {allowed} of this format")
+    return bits
+
+
+def read_awq(tensors: Tensors, settings: Settings, fqn: str) -> Foreign:
+    """A linear of AutoAWQ: qweight, qzeros, scales.
+
+    Raises:
+        ForeignError: another layout than gemm, or another width than 4 bits.
+    """
+    version = str(settings.get("version", "gemm")).lower()
+    if version != "gemm":
+        raise ForeignError(
+            f"an AWQ checkpoint of version {version!r}: mmqc reads 'gemm', which AutoAWQ writes by default"
+        )
+    bits = _bits(settings, (4,))
+    undo = torch.tensor([AWQ_ORDER.index(i) for i in range(8)])
+
+    def unpack(packed: Tensor) -> Tensor:
+        return _words(packed, bits).unflatten(-1, (-1, 8))[..., undo].flatten(-2)
+
+    return _built(unpack(tensors["qweight"]), unpack(tensors["qzeros"]), tensors["scales"], bits, fqn)
+
+
+def read_gptq(tensors: Tensors, settings: Settings, fqn: str) -> Foreign:
+    """A linear of AutoGPTQ or GPTQModel: qweight, qzeros, scales, g_idx.
+
+    Raises:
+        ForeignError: 3 bits, or groups whose channels are not neighbours.
+    """
+    bits = _bits(settings, (2, 4, 8))
+    u = _words(tensors["qweight"].T.contiguous(), bits).T
+    scale = tensors["scales"]
+    group = tensors.get("g_idx")
+    if group is not None and not torch.equal(group.long(), torch.arange(u.shape[0]) // (u.shape[0] // scale.shape[0])):
+        raise ForeignError(
+            f"{fqn} has groups in the order of activations (desc_act without static groups), whose channels are not "
+            f"neighbours; quantize the original model with mmqc.recipes, or take a checkpoint with desc_act=False"
+        )
+    stored = 0 if settings.get("checkpoint_format", "gptq") == "gptq_v2" else 1
+    zero = (_words(tensors["qzeros"], bits) + stored) & (2**bits - 1)  # less one, 0 wraps to the largest
+    return _built(u, zero[:, : scale.shape[1]], scale, bits, fqn)
+
+
+def read_compressed(tensors: Tensors, settings: Settings, fqn: str) -> Foreign:
+    """A linear of compressed-tensors: symmetric integers, weight-only or with one static input scale.
+
+    Raises:
+        ForeignError: dynamic activations, zero points, float formats, or groups that are no stretches.
+    """
+    for group in settings.get("config_groups", {}).values():
+        weights, inputs = group.get("weights") or {}, group.get("input_activations")
+        if weights.get("type", "int") != "int" or not weights.get("symmetric", True):
+            raise ForeignError(
+                f"{fqn}: weights that are no symmetric integers are not mmqc's; load it with transformers"
+            )
+        if inputs and (inputs.get("dynamic") or inputs.get("strategy") != "tensor" or inputs.get("type") != "int"):
+            raise ForeignError(f"{fqn}: activations quantized at run time are not mmqc's; load it with transformers")
+    if "weight_g_idx" in tensors:
+        raise ForeignError(f"{fqn}: groups in the order of activations are not mmqc's; load it with transformers")
+    scale, inputs = tensors["weight_scale"].float(), tensors.get("input_scale")
+    if "weight_packed" in tensors:
+        n, k = (int(v) for v in tensors["weight_shape"])
+        bits = 32 * tensors["weight_packed"].shape[1] // k
+        if bits not in (4, 8):
+            raise ForeignError(f"{fqn} has weights of {bits} bits: mmqc reads 4 and 8 of this format")
+        codes = unpack_words(tensors["weight_packed"], k, bits)
+    else:
+        codes = tensors["weight"]
+        n, k = codes.shape
+        bits = 4 if int(codes.min()) >= -8 and int(codes.max()) <= 7 else 8
+    scale = scale.reshape(-1, 1).expand(n, 1) if scale.numel() == 1 else scale.reshape(n, -1)
+    whole = scale.shape[1] == 1
+    return Foreign(
+        codes, scale[:, 0] if whole else scale, bits, 0 if whole else k // scale.shape[1],
+        None if inputs is None else inputs.float().reshape(1),
+    )  # fmt: skip
+
+
+READERS: dict[
+    str, tuple[str, Callable[[Tensors, Settings, str], Foreign]]
+] = {  # by quant_method: a tensor's name, reader
+    "awq": ("qweight", read_awq),
+    "gptq": ("qweight", read_gptq),
+    "compressed-tensors": ("weight_scale", read_compressed),
+}
