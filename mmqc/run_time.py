@@ -21,13 +21,12 @@ from torch import Tensor, fx
 
 from .compile_options import CompileOptions
 from .graph.capture import keep_notes
-from .graph.kinds import kind
 from .graph.program import KEPT, PassRecord, Program
 from .graph.runner import Pass, run
 from .graph.sizes import sizes
 from .graph.tokens import visual_mask, visual_operand
 from .passes.facts import FACTS
-from .passes.fold_query_groups import ATTENTION, FoldQueryGroups
+from .passes.fold_query_groups import FoldQueryGroups, one_query
 from .passes.fuse_hadamard_quantize import FuseHadamardQuantize
 from .passes.fuse_matmuls import FUSED, FuseMatmuls
 from .passes.reorder_tokens import ReorderTokens
@@ -70,7 +69,7 @@ def run_time_passes(
     order = order if any(visual_operand(n) for n in gm.graph.nodes) else ()
     names = {str(n.target).removeprefix("mmqc.").removesuffix(".default") for n in gm.graph.nodes}
     fusion = FUSION if names & {*FUSED, "quantize"} else ()
-    attention = (FoldQueryGroups(),) if any(kind(n) == ATTENTION for n in gm.graph.nodes) else ()
+    attention = (FoldQueryGroups(),) if any(one_query(n) for n in gm.graph.nodes) else ()
     if not order and not fusion and not attention:
         return AtRunTime(gm, [], [])
     prog = _program(gm, example_inputs)

@@ -166,7 +166,7 @@ def test_token_order__text_only_and_one_token_are_left_alone(length: int) -> Non
     with torch.no_grad():
         got, expected = (call(input_ids=ids, use_cache=False).logits for call in (compiled.call, model))
     assert torch.equal(got, expected)
-    assert compiled.records == []
+    assert [record for record in compiled.records if record.name != "fold_query_groups"] == []
 
 
 @pytest.mark.parametrize("attention", ["gather", "unified"])

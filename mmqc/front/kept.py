@@ -3,7 +3,8 @@
     images of the last call's sizes, text with its images in the same places  ->  the same positions, lengths and window orders
 
 Why:     computing these takes some milliseconds of small steps, in which the device waits; comparing the inputs takes one.
-Safe:    only for functions of inputs and constants; inputs are kept as copies, results count as long as nobody wrote to them.
+Safe:    only for functions of inputs and constants; inputs and results are kept as copies, and each call gets copies of its own:
+         a model may hold on to them (``rope_deltas``) or write to them.
 """
 
 from __future__ import annotations
@@ -27,27 +28,31 @@ class Kept:
         self.names = _read_by(list(sites))
         self.inputs: dict[str, Tensor] = {}
         self.handed: Handed | None = None
-        self.results: list[tuple[Tensor, int]] = []
 
     def get(self, inputs: Mapping[str, Any]) -> Handed | None:
         """The results for ``inputs``, ready to be read from the start; None if they have to be computed."""
         if self.handed is None or self.names is None:
             return None
-        if any(t._version != version for t, version in self.results):
-            return None
         if not all(_same(self.inputs[name], inputs.get(name)) for name in self.names):
             return None
-        self.handed.taken = [0] * len(self.handed.taken)
-        return self.handed
+        return _copy(self.handed)
 
     def put(self, inputs: Mapping[str, Any], handed: Handed) -> None:
         """Keep them."""
         results = [t for t in pytree.tree_leaves((handed.values, handed.arguments)) if isinstance(t, Tensor)]
-        # nobody could tell whether an inference tensor was written to; features are not worth comparing
+        # an inference tensor is of no use outside of inference mode; features are not worth comparing
         if self.names is None or any(t.is_inference() for t in results) or not set(self.names) <= set(inputs):
             return
         self.inputs = {name: inputs[name].clone() for name in self.names}
-        self.handed, self.results = handed, [(t, t._version) for t in results]
+        self.handed = _copy(handed)
+
+
+def _copy(handed: Handed) -> Handed:
+    """Tensors of its own, and nothing of it taken."""
+    values, arguments = pytree.tree_map(
+        lambda v: v.clone() if isinstance(v, Tensor) else v, (handed.values, handed.arguments)
+    )
+    return Handed(values, [0] * len(handed.taken), arguments)
 
 
 def _same(a: Tensor, b: Any) -> bool:

@@ -52,10 +52,10 @@ class FoldQueryGroups:
 
     def match(self, prog: Program) -> Iterator[Site | Miss]:
         """Attentions of one query a head over repeated keys and values."""
-        for node in prog.nodes(ATTENTION):
+        for node in filter(one_query, prog.graph.nodes):
             query, key, value = (*node.args, None, None, None)[:3]
             key, value, shape = unrepeated(key), unrepeated(value), sizes(query)
-            if key is None or value is None or shape is None or shape[2] != 1:
+            if key is None or value is None or shape is None:
                 continue
             keys, values = sizes(key), sizes(value)
             if keys is None or values is None or keys[1] != values[1]:
@@ -76,6 +76,12 @@ class FoldQueryGroups:
         for new in (rows, y, back):
             copy_meta(new, node, self.name, 0)
         node.replace_all_uses_with(back)
+
+
+def one_query(node: fx.Node) -> bool:
+    """Whether a node is the attention of one new token."""
+    shape = sizes(node.args[0]) if kind(node) == ATTENTION and node.args else None
+    return shape is not None and len(shape) == 4 and shape[2] == 1
 
 
 def one_for_all(mask: object) -> bool:
