@@ -21,6 +21,8 @@ def transforms(prog: Program) -> dict[str, tuple[str, ...]]:
                     found.setdefault(fqn, []).append(FOLDED[record_.name])
     for fqn, axes in prog.decided.rotated.items():
         found.setdefault(fqn, []).extend("rotated out" if axis == 0 else "rotated in" for axis in sorted(axes))
+    for part in (p for s in prog.decided.scalings for p in s.parts):
+        found.setdefault(part.fqn, []).append("channel scale in" if part.reads else "channel scale out")
     for fqn, axis in sorted(prog.decided.flipped):
         found.setdefault(fqn, []).append("signs out" if axis == 0 else "signs in")
     return {fqn: tuple(words) for fqn, words in found.items()}

@@ -18,7 +18,7 @@ from torchao.quantization.granularity import Granularity, PerGroup, PerRow, PerT
 VERSION = 1
 TOWERS = ("vision", "projector", "language")
 HEAD = "lm_head"  # in ``keep``, the output head, whatever it is called
-Solver = Literal["rtn", "mse_clip", "gptq"]
+Solver = Literal["rtn", "mse_clip", "awq_clip", "gptq"]
 Observer = Literal["minmax", "percentile"]
 
 
@@ -33,17 +33,28 @@ def _require(ok: bool, where: str, value: object, allowed: object) -> None:
 
 @dataclass(frozen=True)
 class WeightSpec:
-    """Symmetric integer weights, rounded by ``solver``.
+    """Integer weights, rounded by ``solver``.
 
     Attributes:
         bits: 2, 3, 4 or 8.
-        granularity: ``PerRow()``, one scale per output channel, or ``PerGroup(g)``, one per g input channels.
-        solver: ``rtn``, ``mse_clip`` (clip that minimises the error's 2.4-norm) or ``gptq`` (needs calibration).
+        granularity: ``PerRow()``, one scale per output channel, or ``PerGroup(g)``, one per g input channels (the last
+            group is short where g does not divide the width).
+        solver: ``rtn``, ``mse_clip`` (clip that minimises the error's 2.4-norm), ``awq_clip`` (clip that minimises the
+            output's error, AWQ's) or ``gptq``; the last two need calibration.
+        symmetric: False: every scale has a zero point beside it (weight-only schemes).
+        act_order: gptq takes input channels in order of falling magnitude.
+        static_groups: gptq fits the groups' scales to the untouched weight; False: when their turn comes, which takes the
+            channels' own order.
+        damping: gptq adds this part of its mean diagonal to the second moment.
     """
 
     bits: int = 4
     granularity: Granularity = field(default_factory=PerRow)
     solver: Solver = "rtn"
+    symmetric: bool = True
+    act_order: bool = True
+    static_groups: bool = True
+    damping: float = 0.01
 
     def __post_init__(self) -> None:
         _require(self.bits in (2, 3, 4, 8), "WeightSpec.bits", self.bits, (2, 3, 4, 8))
@@ -54,8 +65,14 @@ class WeightSpec:
             "PerRow(), PerGroup(g)",
         )
         _require(self.solver in get_args(Solver), "WeightSpec.solver", self.solver, get_args(Solver))
-        grouped_gptq = isinstance(self.granularity, PerGroup) and self.solver != "rtn"
-        _require(not grouped_gptq, "WeightSpec.solver", self.solver, "rtn for PerGroup scales")
+        ordered = self.act_order and not self.static_groups and self.group_size and self.solver == "gptq"
+        _require(not ordered, "WeightSpec.act_order", self.act_order, "False for groups that are not static")
+        _require(0 < self.damping < 1, "WeightSpec.damping", self.damping, "(0, 1)")
+
+    @property
+    def needs_hessian(self) -> bool:
+        """Whether the solver wants the second moment of the layer's inputs."""
+        return self.solver in ("gptq", "awq_clip")
 
     @property
     def group_size(self) -> int:
@@ -95,10 +112,35 @@ class Scheme:
     weight: WeightSpec = field(default_factory=WeightSpec)
     activation: ActivationSpec | None = None
 
+    def __post_init__(self) -> None:
+        symmetric = self.weight.symmetric or self.activation is None
+        _require(symmetric, "WeightSpec.symmetric", self.weight.symmetric, "True beside quantized activations")
+
     def __str__(self) -> str:
         """The field's shorthand, e.g. W4A8 or W4A16-g128."""
         group = f"-g{self.weight.group_size}" if self.weight.group_size else ""
         return f"W{self.weight.bits}A{self.activation.bits if self.activation else 16}{group}"
+
+
+@dataclass(frozen=True)
+class ChannelScales:
+    """AWQ's factors per input channel (arXiv:2306.00978, section 3.2), found by calibration.
+
+    Attributes:
+        grid: exponents tried: 0, 1/grid, ...
+        duo: weigh the inputs' magnitudes against the weights', as LLM Compressor does.
+        shared_heads: ``average``: value heads that several query heads share get one factor for all of them; ``skip``: none,
+            as in the authors' code.
+    """
+
+    grid: int = 20
+    duo: bool = False
+    shared_heads: Literal["average", "skip"] = "average"
+
+    def __post_init__(self) -> None:
+        _require(self.grid >= 1, "ChannelScales.grid", self.grid, "1 or more")
+        allowed = ("average", "skip")
+        _require(self.shared_heads in allowed, "ChannelScales.shared_heads", self.shared_heads, allowed)
 
 
 @dataclass(frozen=True)
@@ -113,6 +155,7 @@ class Rewrites:
             about two more online transforms a layer.
         suppress: MQuant's rotation magnitude suppression (section 4.3) behind each online Hadamard.
         seed: of the random signs.
+        scales: AWQ's factors per channel go from norms and linears into the linears behind them; needs calibration.
     """
 
     fold_norms: bool = False
@@ -121,6 +164,7 @@ class Rewrites:
     hadamard_everywhere: bool = False
     suppress: bool = False
     seed: int = 0
+    scales: ChannelScales | None = None
 
     def __post_init__(self) -> None:
         _require(
@@ -169,8 +213,9 @@ class QuantConfig(AOBaseConfig):
     def needs_calibration(self) -> bool:
         """Whether some scale or solver depends on data that ``statistics`` does not already hold."""
         if self.statistics is not None:
-            return any(s.weight.solver == "gptq" for s in self.schemes.values())
-        return any(s.activation is not None or s.weight.solver == "gptq" for s in self.schemes.values())
+            return any(s.weight.needs_hessian for s in self.schemes.values())
+        measured = any(s.activation is not None or s.weight.needs_hessian for s in self.schemes.values())
+        return measured or (self.rewrites.scales is not None and bool(self.schemes))
 
     def replace(self, **changes: Any) -> QuantConfig:
         """A copy with some fields changed."""
@@ -216,7 +261,7 @@ def _encode(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-_NESTED = {"weight": WeightSpec, "activation": ActivationSpec}
+_NESTED = {"weight": WeightSpec, "activation": ActivationSpec, "scales": ChannelScales}
 
 
 def _granularity(value: Any) -> Granularity:
@@ -235,7 +280,7 @@ def _decode(cls: type, data: Any, where: str) -> Any:
         raise ConfigError(f"unknown key {unknown[0]!r} in {where}; known keys: {sorted(known)}")
     values = dict(data)
     for key in values:
-        if key in _NESTED and cls is Scheme and values[key] is not None:
+        if key in _NESTED and cls in (Scheme, Rewrites) and values[key] is not None:
             values[key] = _decode(_NESTED[key], values[key], f"{where}.{key}")
         elif key == "granularity" and not isinstance(values[key], Granularity):
             values[key] = _granularity(values[key])

@@ -89,6 +89,24 @@ def write_exact(model: nn.Module, prog: Program, journal: Journal) -> list[str]:
     Returns:
         Names whose tensor was shared with another name and is not any more.
     """
+    untied = write_weights(model, prog, journal)
+    for node in prog.graph.nodes:
+        if node.meta.get("was") == "layer_norm":
+            _to_rms_norm(model, node.meta["module"], prog, journal)
+    for module, (seed, sides) in _rotations(prog).items():
+        journal.swap(module, RotatedNorm(model.get_submodule(module), seed=seed, **sides))  # type: ignore[arg-type]
+    for node in prog.nodes("linear", "weight_only_matmul"):
+        x = operands(node)["input"]
+        if kind(node) == "linear" and kind(x) == "hadamard":
+            module = weight_of(node).removesuffix(".weight")
+            linear = model.get_submodule(module)
+            if not isinstance(linear, HadamardLinear):
+                journal.swap(module, HadamardLinear.from_parts(linear.weight, linear.bias))  # type: ignore[arg-type]
+    return untied
+
+
+def write_weights(model: nn.Module, prog: Program, journal: Journal) -> list[str]:
+    """Write the weights that passes derived, and take them as given from here on; returns as ``write_exact``."""
     aliases = _aliases(model)
     untied: list[str] = []
     parameters = dict(model.named_parameters(remove_duplicate=False))
@@ -102,18 +120,6 @@ def write_exact(model: nn.Module, prog: Program, journal: Journal) -> list[str]:
         prog.forget(name)
         del old  # one weight at a time
         journal.parameter(name, value, shared)
-    for node in prog.graph.nodes:
-        if node.meta.get("was") == "layer_norm":
-            _to_rms_norm(model, node.meta["module"], prog, journal)
-    for module, (seed, sides) in _rotations(prog).items():
-        journal.swap(module, RotatedNorm(model.get_submodule(module), seed=seed, **sides))  # type: ignore[arg-type]
-    for node in prog.nodes("linear", "weight_only_matmul"):
-        x = operands(node)["input"]
-        if kind(node) == "linear" and kind(x) == "hadamard":
-            module = weight_of(node).removesuffix(".weight")
-            linear = model.get_submodule(module)
-            if not isinstance(linear, HadamardLinear):
-                journal.swap(module, HadamardLinear.from_parts(linear.weight, linear.bias))  # type: ignore[arg-type]
     return untied
 
 
@@ -165,6 +171,7 @@ def build_quantized(model: nn.Module, prog: Program, context: ModalityContext | 
             hadamard=isinstance(old, HadamardLinear),
             modality=context if scale is not None and scale.numel() == 2 else None,
             dtype=weight.dtype,
+            weight_zero=None if solved.zero is None else solved.zero.to(device),
         )
     return built
 

@@ -37,6 +37,7 @@ def _describe_quant_linear(module: QuantLinear) -> Spec:
         "bias": module.bias is not None,
         "input_scales": _length(module.input_scale),
         "outliers": _length(module.outlier_index),
+        "zero": module.weight_zero is not None,
         "modality": module.modality is not None,
         "dtype": dtype_name(module.float_dtype),
     }
@@ -53,6 +54,7 @@ def _build_quant_linear(spec: Spec, dtype: torch.dtype) -> QuantLinear:
         bias=spec["bias"],
         input_scales=spec["input_scales"],
         outliers=spec["outliers"],
+        zero=spec.get("zero", False),
         dtype=dtype,
         device="meta",
     )

@@ -1,11 +1,11 @@
 """The modules that ``quantize_`` puts in place of a model's own; the quantized linear lives here.
 
     static     y = scaled_matmul(quantize(x', s_x), w_q, s_x, s_w) + b     x' = H x or x
-    weight     y = weight_only_matmul(x', w_q, s_w) + b
+    weight     y = weight_only_matmul(x', w_q, s_w, z_w) + b
     both       y += x'[..., S] w_Sᵀ   for the rank-r term of MQuant's rotation magnitude suppression (section 4.3)
 
 Shapes:  x [..., K]   w_q int8 [N, K] or packed uint8 (ops/pack.py)   s_w [N] or [N, K/g]   s_x [1] or [2] = (text, visual)
-         S int64 [r]   w_S [N, r]   (w_q holds zeros in the columns S)   y [..., N] in x's dtype
+         z_w int8 like s_w, or none   S int64 [r]   w_S [N, r]   (w_q holds zeros in the columns S)   y [..., N] in x's dtype
 
 Model code that looks at ``linear.weight.dtype`` to cast its activations, or reads the matrix, sees the float weight.
 """
@@ -25,6 +25,7 @@ from mmqc.modality import ModalityContext
 from mmqc.norm import RMSNorm
 from mmqc.online_hadamard import HadamardLinear, OnlineHadamard, rebuild_factors
 from mmqc.ops.pack import pack, packed_width, stored_bits, unpack
+from mmqc.ops.weight_only_matmul import dequantize
 
 __all__ = ["HadamardLinear", "QuantLinear", "RMSNorm", "rebuild_factors"]
 
@@ -36,12 +37,13 @@ SCALES = ("weight_scale", "input_scale")
 class QuantLinear(OnlineHadamard):
     """A linear with an integer weight and, if ``activation_bits`` is set, statically quantized inputs.
 
-    All state is plain buffers: ``qweight``, ``weight_scale`` and, where they apply, ``bias``, ``input_scale``,
+    All state is plain buffers: ``qweight``, ``weight_scale`` and, where they apply, ``weight_zero``, ``bias``, ``input_scale``,
     ``outlier_index``, ``outlier_weight``.  ``modality`` is the model's ModalityContext, needed iff ``input_scale`` has two entries.
     """
 
     qweight: Tensor
     weight_scale: Tensor
+    weight_zero: Tensor | None
     bias: Tensor | None
     input_scale: Tensor | None
     outlier_index: Tensor | None
@@ -68,7 +70,7 @@ class QuantLinear(OnlineHadamard):
     def empty(
         cls, in_features: int, out_features: int, *, weight_bits: int, activation_bits: int | None = None,
         group_size: int = 0, bias: bool = False, dtype: torch.dtype = torch.float32, input_scales: int = 0,
-        outliers: int = 0, hadamard: bool = False, device: Any = None,
+        outliers: int = 0, hadamard: bool = False, zero: bool = False, device: Any = None,
     ) -> QuantLinear:  # fmt: skip
         """The structure without values, to load a state dict into; ``dtype`` is that of bias and outlier weights."""
         module = cls(in_features, out_features, weight_bits=weight_bits, activation_bits=activation_bits,
@@ -81,6 +83,7 @@ class QuantLinear(OnlineHadamard):
 
         buffer("qweight", True, (out_features, packed_width(in_features, module.storage_bits)), stored)
         buffer("weight_scale", True, (out_features, *groups), torch.float32)
+        buffer("weight_zero", zero, (out_features, *groups), torch.int8)
         buffer("bias", bias, (out_features,), dtype)
         buffer("input_scale", input_scales, (input_scales,), torch.float32)
         buffer("outlier_index", outliers, (outliers,), torch.int64)
@@ -93,14 +96,15 @@ class QuantLinear(OnlineHadamard):
         cls, codes: Tensor, weight_scale: Tensor, *, weight_bits: int, activation_bits: int | None = None,
         group_size: int = 0, bias: Tensor | None = None, input_scale: Tensor | None = None,
         outlier_index: Tensor | None = None, outlier_weight: Tensor | None = None, hadamard: bool = False,
-        modality: ModalityContext | None = None, dtype: torch.dtype = torch.float32,
+        modality: ModalityContext | None = None, dtype: torch.dtype = torch.float32, weight_zero: Tensor | None = None,
     ) -> QuantLinear:  # fmt: skip
         """From int8 codes [N, K] (packed here if they fit 4 bits) and the other parts, which it keeps."""
         out_features, in_features = codes.shape
         module = cls(in_features, out_features, weight_bits=weight_bits, activation_bits=activation_bits,
                      group_size=group_size, hadamard=hadamard, device=codes.device, dtype=dtype)  # fmt: skip
         stored = codes.to(torch.int8) if module.storage_bits == 8 else pack(codes, module.storage_bits)
-        parts = {"qweight": stored, "weight_scale": weight_scale.float(), "bias": bias,
+        parts = {"qweight": stored, "weight_scale": weight_scale.float(), "weight_zero": weight_zero,
+                 "bias": bias,
                  "input_scale": None if input_scale is None else input_scale.float(),
                  "outlier_index": outlier_index, "outlier_weight": outlier_weight}  # fmt: skip
         for name, part in parts.items():
@@ -116,11 +120,15 @@ class QuantLinear(OnlineHadamard):
     @property
     def weight(self) -> Tensor:
         """The float weight [N, K] that the codes stand for, computed at every access."""
-        w = self.codes().to(torch.float32)
-        scale = self.weight_scale
-        if self.group_size:
-            scale = scale.repeat_interleave(self.group_size, -1)[:, : self.in_features]
-        w = w * (scale if self.group_size else scale[:, None])
+        w = dequantize(
+            self.qweight,
+            self.weight_scale,
+            self.in_features,
+            self.storage_bits,
+            self.group_size,
+            torch.float32,
+            self.weight_zero,
+        )
         if self.outlier_index is not None and self.outlier_weight is not None:
             w = w.index_copy(-1, self.outlier_index, self.outlier_weight.float())
         if self.hadamard:
@@ -132,7 +140,7 @@ class QuantLinear(OnlineHadamard):
         x = self.rotated(x)
         if self.input_scale is None:
             y = torch.ops.mmqc.weight_only_matmul(
-                x, self.qweight, self.weight_scale, self.bias, self.storage_bits, self.group_size
+                x, self.qweight, self.weight_scale, self.bias, self.storage_bits, self.group_size, self.weight_zero
             )
         else:
             scale, visual = self._row_scales(x, self.input_scale)

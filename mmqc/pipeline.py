@@ -8,6 +8,7 @@ from .config import QuantConfig
 from .graph.runner import Pass
 from .passes.assign_scheme import AssignScheme
 from .passes.facts import FACTS
+from .passes.fold_channel_scale import FoldChannelScale
 from .passes.fold_layer_scale import FoldLayerScale
 from .passes.fold_norm_mean import FoldNormMean
 from .passes.fold_norm_scale import FoldNormScale
@@ -44,6 +45,8 @@ def exact_passes(config: QuantConfig) -> tuple[Pass, ...]:
         # 3 decide what becomes of each linear
         AssignScheme(config),
         *((SuppressMagnitude(),) if rewrites.suppress else ()),
+        # 4 what needs the schemes and the data: quantize_ runs it once more, with factors
+        *((FoldChannelScale(),) if rewrites.scales is not None else ()),
     )
 
 

@@ -14,6 +14,7 @@ from tqdm.auto import tqdm
 from . import convert
 from .account import refusals, transforms
 from .calibrate import MIXED, CalibrationError, InputStatistics, Watch, calibrate
+from .channel_scales import scale_channels
 from .config import HEAD, ConfigError, QuantConfig
 from .equivalence import check, outputs
 from .graph.linear import operands, weight_of
@@ -117,8 +118,13 @@ class _Job:
         self.filter(prog)
         before, self.towers = incoherences(prog), weight_towers(prog)
         first = self.call(self.batches[0])
-        expected = outputs(self.model, first) if prog.changed else []
+        scales = self.config.rewrites.scales
+        expected = outputs(self.model, first) if prog.changed or scales is not None else []
         self.untied = convert.write_exact(self.model, prog, self.journal)
+        if scales is not None:
+            self.bar.set_description("scaling channels")
+            scale_channels(self.model, prog, scales, lambda: map(self.call, self.batches))
+            self.untied += convert.write_weights(self.model, prog, self.journal)
         rewrite_error = check(expected, outputs(self.model, first)) if expected else 0.0
         after = incoherences(prog)
         self.incoherence = {fqn: (before[fqn], after[fqn]) for fqn in before}
@@ -174,11 +180,11 @@ class _Job:
                 self.model.get_submodule(fqn.removesuffix(".weight")),
                 node.meta["tower"] == "language",
                 node.meta["scheme"].activation,
-                node.meta["scheme"].weight.solver == "gptq",
+                node.meta["scheme"].weight.needs_hessian,
                 node.meta.get("outliers"),
             )
             for fqn, node in nodes.items()
-            if node.meta["scheme"].activation is not None or node.meta["scheme"].weight.solver == "gptq"
+            if node.meta["scheme"].activation is not None or node.meta["scheme"].weight.needs_hessian
         }
         if not watches:
             return {fqn: InputStatistics() for fqn in nodes}

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from torchao.quantization.granularity import PerGroup, PerRow
 
-from .config import ActivationSpec, QuantConfig, Rewrites, Scheme, Solver, WeightSpec
+from .config import ActivationSpec, ChannelScales, QuantConfig, Rewrites, Scheme, Solver, WeightSpec
 
 
 def rotate(*, online: bool = True, everywhere: bool = False, seed: int = 0) -> QuantConfig:
@@ -40,6 +42,62 @@ def rtn(
     activation = ActivationSpec(bits=activation_bits) if activation_bits else None
     scheme = Scheme(WeightSpec(weight_bits, granularity, "rtn"), activation)
     return QuantConfig(vision=scheme, projector=scheme, language=scheme, head=_head(head_bits))
+
+
+def gptq(
+    weight_bits: int = 4,
+    group_size: int | None = None,
+    *,
+    symmetric: bool = True,
+    act_order: bool = True,
+    static_groups: bool = True,
+    damping: float = 0.01,
+    head_bits: int | None = None,
+) -> QuantConfig:
+    """GPTQ (arXiv:2210.17323, Algorithm 1): weight-only, each rounding error made up for by the channels after it.
+
+    Args:
+        weight_bits: 2, 3, 4 or 8.
+        group_size: input channels per weight scale; None means one scale per output channel.
+        symmetric: False: a zero point beside every scale.
+        act_order: input channels in order of falling magnitude.
+        static_groups: the groups' scales are fitted before the sweep; False, when their turn comes, needs
+            ``act_order=False``.
+        damping: this part of its mean diagonal is added to the inputs' second moment.
+        head_bits: of the output head's weight; None leaves the head in floating point.
+    """
+    granularity = PerGroup(group_size) if group_size else PerRow()
+    scheme = Scheme(WeightSpec(weight_bits, granularity, "gptq", symmetric, act_order, static_groups, damping))
+    return QuantConfig(vision=scheme, projector=scheme, language=scheme, head=_head(head_bits))
+
+
+def awq(
+    weight_bits: int = 4,
+    group_size: int | None = 128,
+    *,
+    symmetric: bool = True,
+    solver: Solver = "awq_clip",
+    duo: bool = False,
+    shared_heads: Literal["average", "skip"] = "average",
+    head_bits: int | None = None,
+) -> QuantConfig:
+    """AWQ (arXiv:2306.00978, section 3.2): weight-only, channels of large inputs get large weights before rounding.
+
+    Both towers and the projector; a factor goes from a norm or a linear into the linears behind it wherever that is exact.
+
+    Args:
+        weight_bits: 2, 3, 4 or 8.
+        group_size: input channels per weight scale; None means one scale per output channel.
+        symmetric: False: a zero point beside every scale, as in the authors' code.
+        solver: ``awq_clip``, the authors' clip; ``gptq``: AWQ and GPTQ together, for 2 bits (Table 9); ``rtn``: no clip.
+        duo: weigh the inputs' magnitudes against the weights'.
+        shared_heads: ``average`` over the query heads that share a value head, or ``skip``, as in the authors' code.
+        head_bits: of the output head's weight; None leaves the head in floating point.
+    """
+    granularity = PerGroup(group_size) if group_size else PerRow()
+    scheme = Scheme(WeightSpec(weight_bits, granularity, solver, symmetric))
+    rewrites = Rewrites(scales=ChannelScales(duo=duo, shared_heads=shared_heads))
+    return QuantConfig(vision=scheme, projector=scheme, language=scheme, head=_head(head_bits), rewrites=rewrites)
 
 
 def mquant(

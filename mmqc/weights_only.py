@@ -26,7 +26,7 @@ def quantize_weights_only(
     """Swap every linear but those that ``keep`` names; the output head is known by ``get_output_embeddings``.
 
     Raises:
-        ConfigError: a ``keep`` pattern that matches nothing, or a group size that fits no linear.
+        ConfigError: a ``keep`` pattern that matches nothing.
     """
     output_head: Any = getattr(model, "get_output_embeddings", None)
     head = output_head() if output_head is not None else None
@@ -41,10 +41,6 @@ def quantize_weights_only(
             if pattern is not None:
                 used.add(pattern)
                 report.refused.append(Refusal(fqn, "", f"kept in floating point ({pattern})"))
-            elif chosen.weight.group_size and linear.in_features % chosen.weight.group_size:
-                report.refused.append(
-                    Refusal(fqn, "", f"its {linear.in_features} input channels are no multiple of the group size")
-                )
             elif filter_fn is None or filter_fn(linear, fqn):
                 report.layers.append(_swap(journal, fqn, linear, chosen))
         unused = [p for p in config.keep if p not in used and p != HEAD]
@@ -61,7 +57,7 @@ def _swap(journal: Journal, fqn: str, linear: nn.Linear, scheme: Scheme) -> Laye
     start = time.perf_counter()
     solved = solve(linear.weight.detach().float(), scheme.weight, name=fqn)
     new = QuantLinear.from_parts(
-        solved.codes, solved.scale, weight_bits=scheme.weight.bits, group_size=scheme.weight.group_size,
+        solved.codes, solved.scale, weight_zero=solved.zero, weight_bits=scheme.weight.bits, group_size=scheme.weight.group_size,
         bias=None if linear.bias is None else linear.bias.detach(), dtype=linear.weight.dtype,
     )  # fmt: skip
     error = float((linear.weight.detach().float() - solved.dequantize()).norm() / linear.weight.detach().float().norm())

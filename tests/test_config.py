@@ -28,10 +28,15 @@ def test_config__is_its_own_json(name: str) -> None:
     assert QuantConfig.from_dict(data).to_dict() == config.to_dict()
 
 
+granularities = st.just(PerRow()) | st.builds(PerGroup, st.integers(1, 256))
+solvers = st.sampled_from(("rtn", "mse_clip", "awq_clip", "gptq"))
 weights = st.one_of(
-    st.builds(WeightSpec, st.sampled_from((4, 8)), st.just(PerRow()), st.sampled_from(("rtn", "mse_clip", "gptq"))),
-    st.builds(WeightSpec, st.sampled_from((4, 8)), st.builds(PerGroup, st.integers(1, 256)), st.just("rtn")),
-)
+    st.builds(WeightSpec, st.sampled_from((2, 3, 4, 8)), granularities, solvers, act_order=st.booleans()),
+    st.builds(
+        WeightSpec, st.sampled_from((2, 4)), granularities, solvers, act_order=st.just(False), static_groups=st.booleans(),
+        damping=st.floats(0.001, 0.5),
+    ),
+)  # fmt: skip
 activations = st.builds(
     ActivationSpec, per_modality=st.booleans(), observer=st.sampled_from(("minmax", "percentile")),
     percentile=st.floats(0, 1, exclude_min=True),
@@ -54,7 +59,15 @@ def test_config__any_config_survives_json(config: QuantConfig) -> None:
         (lambda: WeightSpec(5), r"WeightSpec.bits = 5 is not supported; allowed: \(2, 3, 4, 8\)"),
         (lambda: WeightSpec(4, PerTensor()), "WeightSpec.granularity"),
         (lambda: WeightSpec(4, solver="awq"), "WeightSpec.solver = 'awq'"),
-        (lambda: WeightSpec(4, PerGroup(8), "gptq"), "rtn for PerGroup scales"),
+        (
+            lambda: WeightSpec(4, PerGroup(8), "gptq", static_groups=False),
+            "WeightSpec.act_order = True is not supported; allowed: False for groups that are not static",
+        ),
+        (lambda: WeightSpec(damping=0.0), "WeightSpec.damping = 0.0"),
+        (
+            lambda: Scheme(WeightSpec(symmetric=False), ActivationSpec()),
+            "WeightSpec.symmetric = False is not supported; allowed: True beside quantized activations",
+        ),
         (lambda: ActivationSpec(4), "ActivationSpec.bits = 4"),
         (lambda: ActivationSpec(granularity=PerRow()), "ActivationSpec.granularity"),
         (lambda: ActivationSpec(observer="mean"), "ActivationSpec.observer = 'mean'"),

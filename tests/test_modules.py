@@ -6,6 +6,7 @@ from tolerance import assert_close
 from torch import nn
 
 from mmqc.modality import ModalityContext
+from mmqc.module_spec import build_module, module_spec
 from mmqc.modules import HadamardLinear, QuantLinear, RMSNorm, rebuild_factors
 from mmqc.ops.hadamard import hadamard_factors
 
@@ -59,6 +60,23 @@ def test_quant_linear__weight_only(group: int) -> None:
     x = torch.randn(2, 5, K)
     assert_close(linear(x), x.double() @ (p["codes"].double() * s.double()).T + p["bias"].double())
     assert torch.equal(linear.codes(), p["codes"])
+
+
+def test_quant_linear__zero_points() -> None:
+    p = parts(4)
+    p["weight_scale"] = torch.rand(len(p["codes"]), -(-p["codes"].shape[1] // 8))
+    p["weight_zero"] = torch.randint(-8, 8, p["weight_scale"].shape, dtype=torch.int8)
+    linear = QuantLinear.from_parts(**p, weight_bits=4, group_size=8)
+    shifted, scale = (
+        t.float().repeat_interleave(8, 1)[:, : linear.in_features] for t in (p["weight_zero"], p["weight_scale"])
+    )
+    w = (p["codes"] - shifted) * scale
+    assert_close(linear.weight, w)
+    x = torch.randn(3, linear.in_features)
+    assert_close(linear(x), torch.nn.functional.linear(x, w, p["bias"]))
+    again = build_module(module_spec(linear), {}).to_empty(device="cpu")
+    again.load_state_dict(linear.state_dict())
+    assert torch.equal(again(x), linear(x))
 
 
 def test_quant_linear__state_is_plain_buffers_and_loads() -> None:

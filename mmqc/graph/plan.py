@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .scaling import Scaling
+
 Groups = tuple[int, int, int, int, int] | list[list[int]]
 
 
@@ -44,6 +46,7 @@ class Plan:
         hadamards: linears behind an online Hadamard.
         gains: linears that took in a norm's gain and bias: name -> (gain, bias or nothing,
             the value of the gain's weight that means 1, index of the gain element per column or -1).
+        scalings: factors per channel that were moved from writers to readers.
     """
 
     rotated: dict[str, dict[int, list[Tensor]]] = field(default_factory=dict)
@@ -52,6 +55,7 @@ class Plan:
     streams: list[Stream] = field(default_factory=list)
     hadamards: set[str] = field(default_factory=set)
     gains: dict[str, tuple[str, str, float, Tensor]] = field(default_factory=dict)
+    scalings: list[Scaling] = field(default_factory=list)
 
     def rotate(self, fqn: str, axis: int, groups: Tensor) -> None:
         """Note that ``groups`` of an axis were rotated."""
@@ -90,6 +94,7 @@ class Plan:
             "streams": [[list(part) for part in (s.writers, s.roots, s.norms)] for s in self.streams],
             "hadamards": sorted(self.hadamards),
             "gains": gains,
+            "scalings": [s.to_dict() for s in self.scalings],
         }
 
     @classmethod
@@ -98,9 +103,9 @@ class Plan:
         rotated = {f: {int(a): [_grow(g) for g in gs] for a, gs in axes.items()} for f, axes in data["rotated"].items()}
         gains = {f: (gain, bias, neutral, _grow(index)[0]) for f, (gain, bias, neutral, index) in data["gains"].items()}
         kept, flipped = ({(f, a) for f, a in data.get(key, ())} for key in ("mean_kept", "flipped"))
-        return cls(
-            rotated, kept, flipped, [Stream(*map(tuple, s)) for s in data["streams"]], set(data["hadamards"]), gains
-        )
+        streams = [Stream(*map(tuple, s)) for s in data["streams"]]
+        scalings = [Scaling.from_dict(s) for s in data.get("scalings", ())]
+        return cls(rotated, kept, flipped, streams, set(data["hadamards"]), gains, scalings)
 
 
 def _shrink(groups: Tensor) -> Any:

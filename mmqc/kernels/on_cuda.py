@@ -78,19 +78,29 @@ def _mask(visual: Tensor | None, x: Tensor) -> Tensor | None:
 
 
 def why_not_weight_only(
-    x: Tensor, w_q: Tensor, w_scale: Tensor, bias: Tensor | None, weight_bits: int, group_size: int
-) -> str | None:
+    x: Tensor, w_q: Tensor, w_scale: Tensor, bias: Tensor | None, weight_bits: int, group_size: int,
+    w_zero: Tensor | None = None,
+) -> str | None:  # fmt: skip
     """None, or why the kernel cannot take these operands."""
     if x.dtype == torch.float32:
         return "float32 activations are multiplied in float32"
-    return weight_only.supports(_matrix(x), w_q, w_scale, bias, group_size, None, weight_bits)
+    return weight_only.supports(_matrix(x), w_q, w_scale, bias, group_size, w_zero, weight_bits)
 
 
 def weight_only_matmul(
-    x: Tensor, w_q: Tensor, w_scale: Tensor, bias: Tensor | None, weight_bits: int, group_size: int
-) -> Tensor:
+    x: Tensor, w_q: Tensor, w_scale: Tensor, bias: Tensor | None, weight_bits: int, group_size: int,
+    w_zero: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """``mmqc::weight_only_matmul`` on CUDA."""
-    return weight_only_matmuls(x, [w_q], [w_scale], [bias], weight_bits, group_size)[0]
+    if w_zero is None:
+        return weight_only_matmuls(x, [w_q], [w_scale], [bias], weight_bits, group_size)[0]
+    weight_only_op.check(x, w_q, w_scale, weight_bits, group_size, w_zero)
+    rows = _matrix(x)
+    if why_not_weight_only(rows, w_q, w_scale, bias, weight_bits, group_size, w_zero) is not None:
+        return weight_only_op.reference(x, w_q, w_scale, bias, weight_bits, group_size, w_zero)
+    (y,), flat = _results(x, [w_q], x.dtype)
+    weight_only.multiply(rows, [scaled.Linear(w_q, w_scale, bias, flat[0])], group_size, weight_bits, w_zero)
+    return y
 
 
 def weight_only_matmuls(

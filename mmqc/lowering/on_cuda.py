@@ -105,15 +105,16 @@ def _scaled_one(x: Operand, linear: Any, scales: RowScale, c: MatmulConfig, plan
 
 def weight_only(
     x: TensorBox, w_q: Sequence[TensorBox], w_scale: Sequence[TensorBox], bias: Sequence[TensorBox | None], bits: int,
-    group_size: int,
+    group_size: int, zero: TensorBox | None = None,
 ) -> list[TensorBox]:  # fmt: skip
-    """``weight_only_matmuls``."""
+    """``weight_only_matmuls``, or, with ``zero``, one asymmetric linear."""
     rows, dtype = list(x.get_size()[:-1]), x.get_dtype()
     matrix = Operand.matrix(x)
     (m, k), op = matrix.shape, f"weight_int{bits}"
+    zeros: Any = None if zero is None else Operand(zero)
     planned = list(regimes(m))
     if len(planned) == 1 and config(op, planned[0][0], int(w_q[0].get_size()[0]), k, matrix.device).variant == "unpack":
-        ys = [_written_out(matrix, *parts, bits, group_size) for parts in zip(w_q, w_scale, bias, strict=True)]
+        ys = [_written_out(matrix, *parts, zeros, bits, group_size) for parts in zip(w_q, w_scale, bias, strict=True)]
         return [lowerings[aten.view.default](y, [*rows, y.get_size()[1]]) for y in ys]
     linears = _linears(m, w_q, w_scale, bias, dtype)
     width = sum(linear.w.shape[0] for linear in linears)
@@ -124,19 +125,19 @@ def weight_only(
             c = WHOLE if c.variant == "unpack" or c.split_k > 1 else c
         together = [linears] if _one_launch(linears, count, c) else [[linear] for linear in linears]
         for some in together:
-            launch = weight_only_kernels.launch(matrix.of(count), some, None, group_size, bits, c, workspace)  # type: ignore[arg-type]
+            launch = weight_only_kernels.launch(matrix.of(count), some, zeros, group_size, bits, c, workspace)  # type: ignore[arg-type]
             emit(launch, m, count, runs)
     return _shaped(linears, rows)
 
 
 def _written_out(
-    x: Operand, w_q: TensorBox, w_scale: TensorBox, bias: TensorBox | None, bits: int, group_size: int
+    x: Operand, w_q: TensorBox, w_scale: TensorBox, bias: TensorBox | None, zero: Any, bits: int, group_size: int
 ) -> TensorBox:
     """X times the weight in x's dtype; Inductor picks the product and fuses what follows."""
     codes = Operand(w_q)
     w = Operand.new((codes.shape[0], x.shape[1]), x.dtype, x.device)
     scale = Operand(w_scale)
-    emit(unpack_weight.launch(codes, w, bits, scale, None, group_size), x.shape[0], x.shape[0])  # type: ignore[arg-type]
+    emit(unpack_weight.launch(codes, w, bits, scale, zero, group_size), x.shape[0], x.shape[0])  # type: ignore[arg-type]
     wt = lowerings[aten.permute.default](w.box, [1, 0])
     if bias is None:
         return lowerings[aten.mm.default](x.box, wt)

@@ -51,10 +51,7 @@ def why_no_kernel(node: fx.Node) -> str | None:
     ops = torch.ops.mmqc
     if node.target in (ops.weight_only_matmul.default, ops.weight_only_matmuls.default):
         x, w_q, w_scale, bias, *rest = values
-        bits, group_size = rest
-        return _first(
-            on_cuda.why_not_weight_only(x, w, s, b, bits, group_size) for w, s, b in _each(w_q, w_scale, bias)
-        )
+        return _first(on_cuda.why_not_weight_only(x, w, s, b, *rest) for w, s, b in _each(w_q, w_scale, bias))
     x_q, w_q, _, w_scale, bias, _, bits, out_dtype = values
     return _first(on_cuda.why_not_scaled(x_q, w, s, b, bits, out_dtype) for w, s, b in _each(w_q, w_scale, bias))
 

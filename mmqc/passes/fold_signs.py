@@ -17,10 +17,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import Tensor, fx
 
-from ..graph.coordinates import compact, distinct
+from ..graph.factors import is_between, owners, source_of
 from ..graph.kinds import kind
 from ..graph.linear import bias_of
 from ..graph.program import Program
@@ -54,12 +53,10 @@ class FoldSigns:
     def match(self, prog: Program) -> Iterator[Site]:
         """Spaces that only products write and only linears read."""
         spaces = Spaces.of(prog)
-        owner = torch.full((int(spaces.classes.max()) + 1 if spaces.classes.numel() else 0,), -1)
-        for i, space in enumerate(spaces):
-            owner[space.classes] = i
+        owner = owners(spaces)
         for space in spaces:
             products = [n for source in space.made for n in spaces.made_by(source)]
-            if not space.readers or not _is_between(space) or any(kind(n) != "mul" for n in products):
+            if not space.readers or not is_between(space) or any(kind(n) != "mul" for n in products):
                 continue
             if _is_done(prog, space):
                 continue
@@ -70,35 +67,8 @@ class FoldSigns:
 
     def site(self, spaces: Spaces, owner: Tensor, space: Space, products: list[fx.Node], side: int) -> Site | None:
         """The site if the factors on this side are a space that nothing but these products reads."""
-        pairs, others = [], set()
-        for node in products:
-            others |= set(_owners(spaces, owner, node.args[1 - side]))
-            above, below = (
-                spaces.found.shadows.get(n) if isinstance(n, fx.Node) else None for n in (node.args[side], node)
-            )
-            if not isinstance(above, Tensor) or not isinstance(below, Tensor) or above.shape != below.shape:
-                return None
-            pair = torch.stack(compact(above, below)).reshape(2, -1)
-            if not bool((pair >= 0).all()):
-                return None
-            pairs.append(spaces.classes[pair.long()])
-        both = torch.cat(pairs, 1)
-        keys = distinct(both[0] * len(owner) + both[1])
-        classes = torch.stack((keys // len(owner), keys % len(owner)))
-        numbers = owner[classes[0]].unique().tolist()
-        if len(numbers) != 1 or numbers[0] < 0:
-            return None
-        factor = spaces.spaces[numbers[0]]
-        if numbers[0] in others:
-            return None  # a square
-        one_to_one = classes.shape[1] == factor.width == space.width and len(classes[1].unique()) == space.width
-        alone = factor.inside and not (factor.readers or factor.norms or factor.mean_pins) and factor.writers
-        if not (one_to_one and alone) or {n for n, _ in factor.pins} - set(products):
-            return None
-        place = torch.full((len(owner),), -1)
-        place[space.classes] = torch.arange(space.width)
-        below = dict(zip(classes[0].tolist(), place[classes[1]].tolist(), strict=True))
-        return Site(space, factor, torch.tensor([below[c] for c in factor.classes.tolist()]))
+        found = source_of(spaces, owner, space, products, side)
+        return None if found is None else Site(space, *found)
 
     def is_planned(self, prog: Program, site: Site) -> bool:
         """Whether the whole model's plan, if there is one, flips these."""
@@ -120,21 +90,6 @@ class FoldSigns:
         """Multiply one axis of a weight by signs."""
         prog.decided.flipped.add((touch.fqn, touch.axis))
         prog.derive(touch.fqn, f"signs on axis {touch.axis}", touch.apply(_Times(signs)), touch.axis)
-
-
-def _owners(spaces: Spaces, owner: Tensor, operand: object) -> list[int]:
-    """Numbers of the spaces on which an operand's channels lie."""
-    ids = spaces.found.shadows.get(operand) if isinstance(operand, fx.Node) else None
-    if not isinstance(ids, Tensor):
-        return []
-    few = compact(ids)[0]
-    return owner[spaces.classes[few[few >= 0].long()]].unique().tolist()
-
-
-def _is_between(space: Space) -> bool:
-    return not (
-        space.writers or space.pins or space.norms or space.mean_pins or space.inputs or space.outputs or space.gains
-    )
 
 
 def _is_done(prog: Program, space: Space) -> bool:

@@ -8,7 +8,7 @@ Why:     few rows (decoding) leave most of a GPU idle in a small product such as
 Needs:   nothing; scaled_matmul is found where share_quantize left one quantized input
 Gives:   nothing
 Exact:   yes; where no kernel takes the fused form the linears are lowered one by one
-Refuses: weights that the graph computes; operands some of which have a bias and others not; gradients.
+Refuses: weights that the graph computes; operands some of which have a bias and others not; zero points; gradients.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, fx
@@ -28,6 +28,7 @@ MOST = 3  # that a kernel takes
 
 FUSED = {"scaled_matmul": "scaled_matmuls", "weight_only_matmul": "weight_only_matmuls"}
 PER_LINEAR = {"scaled_matmul": (1, 3, 4), "weight_only_matmul": (1, 2, 3)}  # weight, its scale, bias
+ZERO = 6  # operand of weight_only_matmul, if it is there
 
 
 @dataclass(frozen=True)
@@ -54,8 +55,9 @@ class FuseMatmuls:
         groups: dict[tuple[object, ...], list[fx.Node]] = {}
         for node in prog.nodes(*FUSED):
             own = PER_LINEAR[kind(node)]
-            shared = tuple(str(a) if isinstance(a, torch.dtype) else a for i, a in enumerate(node.args) if i not in own)
-            groups.setdefault((kind(node), node.args[own[2]] is None, *shared), []).append(node)
+            args = _without_zero(node)
+            shared = tuple(str(a) if isinstance(a, torch.dtype) else a for i, a in enumerate(args) if i not in own)
+            groups.setdefault((kind(node), args[own[2]] is None, _zero_of(node) is None, *shared), []).append(node)
         for nodes in groups.values():
             reason = self.why_not(nodes)
             for start in range(0, len(nodes), MOST):
@@ -66,6 +68,8 @@ class FuseMatmuls:
     def why_not(self, nodes: list[fx.Node]) -> str:
         """The reason to leave a group as it is, or nothing."""
         own = PER_LINEAR[kind(nodes[0])]
+        if _zero_of(nodes[0]) is not None:
+            return "the fused form has no zero points"
         operands = [n.args[i] for n in nodes for i in own]
         if any(isinstance(o, fx.Node) and o.op not in ("placeholder", "get_attr") for o in operands):
             return "its weight is computed in the graph"
@@ -78,7 +82,7 @@ class FuseMatmuls:
     def rewrite(self, prog: Program, site: Site) -> None:
         """One call at the place of the first."""
         first, own = site.nodes[0], PER_LINEAR[kind(site.nodes[0])]
-        args = tuple([n.args[i] for n in site.nodes] if i in own else a for i, a in enumerate(first.args))
+        args = tuple([n.args[i] for n in site.nodes] if i in own else a for i, a in enumerate(_without_zero(first)))
         with prog.graph.inserting_before(first):
             fused = prog.graph.call_function(getattr(torch.ops.mmqc, FUSED[kind(first)]).default, args)
             copy_meta(fused, first, self.name, 0)
@@ -88,3 +92,13 @@ class FuseMatmuls:
                 if "example_value" in node.meta:
                     part.meta["example_value"] = node.meta["example_value"]
                 node.replace_all_uses_with(part)
+
+
+def _without_zero(node: fx.Node) -> tuple[Any, ...]:
+    return node.args[:ZERO] if kind(node) == "weight_only_matmul" else node.args
+
+
+def _zero_of(node: fx.Node) -> object:
+    """The zero points of a ``weight_only_matmul``, or None."""
+    given = node.args[ZERO] if len(node.args) > ZERO else node.kwargs.get("w_zero")
+    return given if kind(node) == "weight_only_matmul" else None

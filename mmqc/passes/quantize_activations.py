@@ -57,7 +57,7 @@ class QuantizeActivations:
 
     def rewrite(self, prog: Program, site: Site) -> None:
         """Replace the node by quantize and scaled_matmul."""
-        x, codes, scale, bias, bits, _ = site.node.args
+        x, codes, scale, bias, bits = site.node.args[:5]
         fqn, spec = site.node.meta["fqn"], site.node.meta["scheme"].activation
         visual = prog.visual_node() if site.scale.numel() == 2 else None
         with prog.graph.inserting_before(site.node):

@@ -1,12 +1,12 @@
 """Round weights to integers with the scheme's solver.
 
-    linear(x, W, b)  ->  weight_only_matmul(x, W_q, s_W, b) [+ W[:, S] x[S]]
+    linear(x, W, b)  ->  weight_only_matmul(x, W_q, s_W, b[, z_W]) [+ W[:, S] x[S]]
 
-Shapes:  x [*, K]   W [N, K]   W_q int8 [N, K] or packed uint8 [N, ceil(K/2)]   s_W [N] or [N, K/g]
+Shapes:  x [*, K]   W [N, K]   W_q int8 [N, K] or packed uint8 [N, packed_width]   s_W, z_W [N] or [N, ceil(K/g)]
 Needs:   ops.raised
 Gives:   linears.quantized
 Exact:   no: |W - s_W W_q| <= s_W / 2 per element inside the range, for round-to-nearest
-Refuses: a group size that does not divide K.
+Refuses: nothing; where a group size does not divide K, the last group is short.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor, fx
 
 from ..config import Scheme
 from ..graph.linear import operands, weight_of
-from ..graph.program import Miss, Program, copy_meta
+from ..graph.program import Program, copy_meta
 from ..ops.pack import pack, stored_bits
 from ..solvers import Quantized, solve
 
@@ -57,21 +57,14 @@ class QuantizeWeights:
     gives: ClassVar[frozenset[str]] = frozenset({"linears.quantized"})
     exact: ClassVar[bool] = False
 
-    def match(self, prog: Program) -> Iterator[Site | Miss]:
+    def match(self, prog: Program) -> Iterator[Site]:
         """Linears with a scheme, by weight."""
         by_weight: dict[str, list[fx.Node]] = {}
         for node in prog.nodes("linear"):
             if "scheme" in node.meta:
                 by_weight.setdefault(weight_of(node), []).append(node)
         for fqn, nodes in by_weight.items():
-            scheme: Scheme = nodes[0].meta["scheme"]
-            width, group = prog.weights[fqn].shape[-1], scheme.weight.group_size
-            if group and width % group:
-                for node in nodes:
-                    del node.meta["scheme"]
-                yield Miss(nodes[0].name, f"its {width} input channels are no multiple of the group size {group}", fqn)
-            else:
-                yield Site(fqn, tuple(nodes), scheme)
+            yield Site(fqn, tuple(nodes), nodes[0].meta["scheme"])
 
     def rewrite(self, prog: Program, site: Site) -> None:
         """Solve, add the parts as weights of their own, replace the nodes."""
@@ -89,15 +82,19 @@ class QuantizeWeights:
         bits = stored_bits(spec.bits, site.scheme.activation is not None)
         prog.add_weight(f"{site.fqn}.codes", solved.codes if bits == 8 else pack(solved.codes, bits))
         prog.add_weight(f"{site.fqn}.scale", solved.scale)
+        parts = ["codes", "scale"]
+        if solved.zero is not None:
+            prog.add_weight(f"{site.fqn}.zero", solved.zero)
+            parts.append("zero")
         for node in site.nodes:
             named = operands(node)
             with prog.graph.inserting_before(node):
-                parts = [
-                    prog.constant_node(f"{site.fqn}.{p}", prog.weights[f"{site.fqn}.{p}"]) for p in ("codes", "scale")
-                ]
+                codes, scale, *zero = (
+                    prog.constant_node(f"{site.fqn}.{p}", prog.weights[f"{site.fqn}.{p}"]) for p in parts
+                )
                 new = prog.graph.call_function(
                     torch.ops.mmqc.weight_only_matmul.default,
-                    (named["input"], *parts, named["bias"], bits, spec.group_size),
+                    (named["input"], codes, scale, named["bias"], bits, spec.group_size, *zero),
                 )
                 total = self.with_outliers(prog, new, named["input"], site.fqn, value, outliers)
             copy_meta(new, node, self.name, 0)

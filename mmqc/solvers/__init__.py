@@ -5,12 +5,12 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..config import WeightSpec
-from . import gptq, mse_clip, rtn
+from . import awq_clip, gptq, mse_clip, rtn
 from .quantized import Quantized
 
 __all__ = ["SOLVERS", "Quantized", "solve"]
 
-SOLVERS = {"rtn": rtn.solve, "mse_clip": mse_clip.solve, "gptq": gptq.solve}
+SOLVERS = {"rtn": rtn.solve, "mse_clip": mse_clip.solve, "awq_clip": awq_clip.solve, "gptq": gptq.solve}
 
 
 def solve(
@@ -21,7 +21,7 @@ def solve(
     Args:
         weight: floating point [N, K].
         spec: bits, granularity and solver.
-        hessian: XᵀX [K, K] of the layer's inputs; gptq needs it.
+        hessian: XᵀX [K, K] of the layer's inputs; gptq and awq_clip need it.
         skip: int64 indices of input channels that something else computes; their codes are 0.
         name: FQN for error messages.
 

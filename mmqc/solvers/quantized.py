@@ -1,6 +1,6 @@
 """What every weight solver returns, and the conditions that every weight must meet.
 
-w ≈ codes · scale        codes integer in [-2^(b-1), 2^(b-1) - 1]
+w ≈ (codes - zero) · scale        codes, zero integer in [-2^(b-1), 2^(b-1) - 1]
 """
 
 from __future__ import annotations
@@ -17,20 +17,28 @@ class Quantized:
 
     Attributes:
         codes: int8 [N, K].
-        scale: float32 [N], or [N, K/g] with one scale per g input channels; positive and finite.
+        scale: float32 [N], or [N, ceil(K/g)] with one scale per g input channels; positive and finite.
         note: what the solver had to do beyond its recipe (more damping, dead columns); empty if nothing.
+        zero: int8, shaped like ``scale``; None if all zero points are 0.
+        group_size: g; 0 means the whole row.
     """
 
     codes: Tensor
     scale: Tensor
     note: str = ""
+    zero: Tensor | None = None
+    group_size: int = 0
 
     def dequantize(self) -> Tensor:
-        """The weight that the codes stand for: codes · scale, float32 [N, K]."""
-        if self.scale.dim() == 1:
-            return self.codes * self.scale[:, None]
-        groups = self.codes.unflatten(1, (self.scale.shape[1], -1))
-        return (groups * self.scale[:, :, None]).flatten(1)
+        """The weight that the codes stand for: (codes - zero) · scale, float32 [N, K]."""
+        centred = self.codes.float() if self.zero is None else self.codes.float() - self.by_channel(self.zero)
+        return centred * self.by_channel(self.scale)
+
+    def by_channel(self, part: Tensor) -> Tensor:
+        """``scale`` or ``zero`` as they broadcast over the codes."""
+        if not self.group_size:
+            return part[:, None]
+        return part.repeat_interleave(self.group_size, 1)[:, : self.codes.shape[1]]
 
 
 def levels(bits: int) -> tuple[int, int]:

@@ -48,6 +48,19 @@ def test_weight_only_matmul__any_leading_axes(shape, bits, group, device):
     assert_close(on_cuda.weight_only_matmul(*args), weight_only_op.reference(*args))
 
 
+@pytest.mark.parametrize("bits", [8, 4, 2])
+@pytest.mark.parametrize("group", [0, 40])
+def test_weight_only_matmul__zero_points(bits, group, device):
+    x = torch.randn(3, 5, K, device=device, dtype=torch.float16)
+    scale = torch.rand(*((N, -(-K // group)) if group else (N,)), device=device)
+    zero = torch.randint(-(2 ** (bits - 1)), 2 ** (bits - 1), scale.shape, dtype=torch.int8, device=device)
+    args = (x, weight(bits, device), scale, torch.randn(N, device=device), bits, group, zero)
+    assert on_cuda.why_not_weight_only(*args) is None
+    assert_close(on_cuda.weight_only_matmul(*args), weight_only_op.reference(*args))
+    wide = (x.float(), *args[1:])
+    assert torch.equal(on_cuda.weight_only_matmul(*wide), weight_only_op.reference(*wide))
+
+
 def test_scaled_matmul__float64_goes_to_the_reference(device):
     x = torch.randint(-128, 128, (3, K), dtype=torch.int8, device=device)
     args = (

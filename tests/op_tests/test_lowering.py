@@ -127,6 +127,19 @@ def test_lower_weight_only_matmul__all_storages(dtype: torch.dtype) -> None:
     assert record.ops == Counter(weight_only_matmul=2)
 
 
+@pytest.mark.parametrize("rows", [3, 40])
+def test_lower_weight_only_matmul__zero_points(rows: int) -> None:
+    w4 = pack_int4(torch.randint(-8, 8, (17, 63), dtype=torch.int8))
+    scale, zero = torch.rand(17, 4), torch.randint(-8, 8, (17, 4), dtype=torch.int8)
+
+    def function(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (ops.weight_only_matmul(x, w4, scale, None, 4, 16, zero),)
+
+    _, record = check_compiled(function, torch.randn(rows, 63))
+    reasons = [reason for _, reason in record.fallbacks]
+    assert reasons == (["few rows with zero points: the weight is dequantized into memory"] if rows == 3 else [])
+
+
 def test_lower_quantize__low_precision_input() -> None:
     s1 = torch.tensor([0.02])
     check_compiled(lambda x: (ops.quantize(x, s1, None, 8),), torch.randn(3, 100, dtype=torch.bfloat16))

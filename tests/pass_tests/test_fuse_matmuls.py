@@ -22,3 +22,12 @@ def test_fuse_matmuls__gradients_keep_the_single_ops(without_inductor: None) -> 
         got = torch.compile(model, backend="mmqc", fullgraph=True)(x)
     assert records[0].ops == {"weight_only_matmul": 3}
     torch.testing.assert_close(got, model(x), rtol=0, atol=0)
+
+
+def test_fuse_matmuls__zero_points_keep_the_single_ops(without_inductor: None) -> None:
+    readers = [linear(n, static=False) for n in (8, 16)]
+    for reader in readers:
+        reader.weight_zero = torch.ones_like(reader.weight_scale, dtype=torch.int8)
+    ops, misses = compile_and_compare(Readers(*readers), torch.randn(2, 5, 32))
+    assert ops == {"weight_only_matmul": 3}
+    assert [m.partition(": ")[2] for m in misses["fuse_matmuls"]] == ["the fused form has no zero points"]

@@ -113,10 +113,16 @@ def test_quantize_weights__gptq_gets_its_hessian() -> None:
     assert sorted(asked) == sorted(prog.solved)
 
 
-def test_quantize_weights__refuses_a_group_that_does_not_divide() -> None:
-    prog = assigned("rms_gqa", 4, group=12)
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_quantize_weights__a_group_that_does_not_divide_leaves_a_short_one(symmetric: bool) -> None:
+    weight = WeightSpec(4, PerGroup(12), symmetric=symmetric)
+    item = AssignScheme(QuantConfig(language=Scheme(weight)))
+    prog, plain = (passed(program("rms_gqa", item), [item]) for _ in "ab")
     passed(prog, [QuantizeWeights()])
-    found = {m.fqn: m.reason for m in prog.records[-1].misses}
-    assert found["blocks.0.body.q.weight"] == "its 16 input channels are no multiple of the group size 12"
-    assert [s.split(":")[0] for s in prog.records[-1].sites] == ["blocks.1.body.down.weight"]
-    assert all("scheme" not in n.meta for n in prog.nodes("linear"))
+    assert prog.records[-1].misses == []
+    assert prog.solved["blocks.0.body.q.weight"].note == "the last group has 4 of 12 input channels"
+    assert prog.solved["blocks.1.body.down.weight"].note == ""
+    for fqn, solved in prog.solved.items():
+        assert (solved.zero is None) == symmetric
+        plain.derive(fqn, "dequantized", lambda w, solved=solved: solved.dequantize().double())
+    assert relative_error(replayed(prog), replayed(plain)) < torch.finfo(torch.float32).eps

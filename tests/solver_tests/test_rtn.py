@@ -4,10 +4,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tolerance import assert_close
 from torchao.quantization.granularity import PerGroup
 
 from mmqc.config import WeightSpec
-from mmqc.solvers import rtn, solve
+from mmqc.solvers import solve
 
 
 def by_hand(row, bits):
@@ -37,9 +38,29 @@ def test_groups__each_is_a_row_of_its_own():
     assert torch.equal(q.dequantize().reshape(15, 32), flat.dequantize())
 
 
-def test_groups__that_do_not_divide_the_width_are_refused_by_name():
-    with pytest.raises(ValueError, match=r"layers\.0\.down_proj has 100 input channels.*groups of 32.*keep"):
-        rtn.solve(torch.randn(4, 100), WeightSpec(4, PerGroup(32)), name="layers.0.down_proj")
+@pytest.mark.parametrize("solver", ["rtn", "mse_clip", "awq_clip", "gptq"])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_groups__that_do_not_divide_the_width_leave_a_short_one(solver, symmetric):
+    w = torch.randn(4, 100, generator=torch.Generator().manual_seed(8))
+    spec = WeightSpec(4, PerGroup(32), solver, symmetric=symmetric)
+    q = solve(w, spec, torch.eye(100), name="layers.0.down_proj")
+    alone = solve(w[:, 96:], spec, torch.eye(4))
+    assert q.note == "the last group has 4 of 32 input channels"
+    assert q.scale.shape == (4, 4)
+    assert torch.equal(q.codes[:, 96:], alone.codes)
+    assert torch.equal(q.dequantize()[:, 96:], alone.dequantize())
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_asymmetric__error_at_most_half_a_step_and_zero_exact(bits):
+    w = torch.rand(6, 40, dtype=torch.float64, generator=torch.Generator().manual_seed(9)) * 3 - 0.7
+    w[0], w[1, 5] = w[0].abs() + 1, 0
+    q = solve(w, WeightSpec(bits, PerGroup(16), symmetric=False))
+    assert q.zero.dtype == torch.int8
+    assert ((q.dequantize() - w).abs() <= q.by_channel(q.scale) * (0.5 + 1e-5)).all()
+    assert q.dequantize()[1, 5] == 0
+    low, high = w[:, :16].amin(1).clamp(max=0), w[:, :16].amax(1)
+    assert_close(q.scale[:, 0].double(), (high - low) / (2**bits - 1), torch.float32)
 
 
 @settings(max_examples=40, deadline=None)
@@ -81,7 +102,7 @@ def test_grid__weights_that_are_on_it_come_back(seed, bits):
     assert torch.equal(q.scale, scale)
 
 
-@pytest.mark.parametrize("solver", ["rtn", "mse_clip", "gptq"])
+@pytest.mark.parametrize("solver", ["rtn", "mse_clip", "awq_clip", "gptq"])
 def test_zero_rows__codes_zero_and_scale_one(solver):
     w = torch.randn(3, 8)
     w[1] = 0
@@ -91,7 +112,7 @@ def test_zero_rows__codes_zero_and_scale_one(solver):
     assert torch.isfinite(q.dequantize()).all()
 
 
-@pytest.mark.parametrize("solver", ["rtn", "mse_clip", "gptq"])
+@pytest.mark.parametrize("solver", ["rtn", "mse_clip", "awq_clip", "gptq"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_not_finite__is_refused_with_its_place(solver, value):
     w = torch.randn(3, 8)
@@ -105,7 +126,7 @@ def test_not_a_matrix__is_refused():
         solve(torch.randn(2, 3, 4), WeightSpec(4))
 
 
-@pytest.mark.parametrize("solver", ["rtn", "mse_clip", "gptq"])
+@pytest.mark.parametrize("solver", ["rtn", "mse_clip", "awq_clip", "gptq"])
 def test_skip__columns_get_code_zero_and_do_not_widen_the_scale(solver):
     w = torch.randn(4, 10)
     w[:, 3] = 100

@@ -1,0 +1,50 @@
+"""The search for a clip: every row, or group, tries smaller and smaller steps and keeps the one that loses least.
+
+    p* = argmin over p of  loss(p s clamp(round(w / (p s))) - w)
+
+Shapes:  w [N, G, g]    s, p [N, G, 1]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+
+from .grid import Grid
+
+# rows are searched in blocks of about this many elements, so that the passes stay in the cache
+BLOCK = 1 << 17
+
+
+def best_clip(w: Tensor, grid: Grid, shrinks: Iterable[float], loss: Callable[[Tensor], Tensor]) -> Grid:
+    """``grid`` with the best of the ``shrinks`` for each group of w [N, G, g].
+
+    Of equal losses the first wins, so with 1 in front a group that is already on the grid keeps its scale.
+
+    Args:
+        w: weights in groups.
+        grid: the widest grid of each.
+        shrinks: candidates, falling from 1.
+        loss: of errors [n, G, g] in units of the grid's step, to [n, G].  Units make powers of the error independent of
+            the weights' magnitude: no under- or overflow.
+    """
+    shrinks = list(shrinks)
+    rows = max(1, BLOCK // max(1, w[0].numel())) if len(w) else 1
+    zeros = [None] * len(w) if grid.zero is None else grid.zero.split(rows)
+    blocks = zip(w.split(rows), grid.scale.split(rows), zeros, strict=False)
+    factors = [_search(block, Grid(s, grid.bits, z), shrinks, loss) for block, s, z in blocks]
+    return grid.shrunk(torch.cat(factors)) if factors else grid
+
+
+def _search(w: Tensor, grid: Grid, shrinks: list[float], loss: Callable[[Tensor], Tensor]) -> Tensor:
+    unit = w / grid.scale.to(w)
+    best = torch.full_like(unit[..., 0], torch.inf)
+    shrink = torch.ones_like(best)
+    for p in shrinks:
+        error = loss(grid.clipped(unit, p).sub_(unit))
+        better = error < best
+        best = torch.where(better, error, best)
+        shrink = torch.where(better, p, shrink)
+    return shrink[..., None]

@@ -1,0 +1,30 @@
+"""The second moment H = Xᵀ X of a layer's inputs, as calibration hands it to the solvers.
+
+Shapes:  X [M, K], all rows that were seen    H [K, K], symmetric, positive semidefinite
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def checked_hessian(hessian: Tensor | None, w: Tensor, name: str, solver: str) -> Tensor:
+    """``hessian`` in float64 on the device of ``w`` [N, K].
+
+    Raises:
+        ValueError: there is none, or it has another shape, or is NaN or infinite somewhere.
+    """
+    k = w.shape[1]
+    if hessian is None:
+        raise ValueError(
+            f"{name}: the {solver} solver needs calibration data; pass calibration=, or use solver 'mse_clip'"
+        )
+    if hessian.shape != (k, k):
+        raise ValueError(
+            f"{name}: the second moment has shape {tuple(hessian.shape)}, but the weight has {k} input channels"
+        )
+    h = hessian.detach().to(w.device, torch.float64)
+    if not torch.isfinite(h).all():
+        raise ValueError(f"{name}: the second moment of its inputs is NaN or infinite; the calibration run overflowed")
+    return h
