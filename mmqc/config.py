@@ -106,18 +106,49 @@ class ActivationSpec:
 
 
 @dataclass(frozen=True)
+class DynamicSpec:
+    """Activations quantized as they come: asymmetric, one scale per token and part of the channels.
+
+    Attributes:
+        bits: 2 to 8, of the channels' low part.
+        high_bits: 2, 3, 4 or 8, of the activations and the weights of the high part.
+        high_fraction: in [0, 1/2], how many of its channels a linear has in the high part; 0: one part.
+        high: the high part is ``basis``, the last coordinates of a principal basis (ResQ; a linear that reads none has one
+            part), or ``outliers``, the channels of the largest magnitudes that calibration saw (QUIK).
+    """
+
+    bits: int = 4
+    high_bits: int = 8
+    high_fraction: float = 0.0
+    high: Literal["basis", "outliers"] = "basis"
+
+    def __post_init__(self) -> None:
+        _require(2 <= self.bits <= 8, "DynamicSpec.bits", self.bits, "2 to 8")
+        _require(self.high_bits in (2, 3, 4, 8), "DynamicSpec.high_bits", self.high_bits, (2, 3, 4, 8))
+        _require(0 <= self.high_fraction <= 0.5, "DynamicSpec.high_fraction", self.high_fraction, "[0, 1/2]")
+        _require(self.high in ("basis", "outliers"), "DynamicSpec.high", self.high, ("basis", "outliers"))
+
+
+@dataclass(frozen=True)
 class Scheme:
-    """The scheme of every linear of one tower; ``activation=None`` means weight-only."""
+    """The scheme of every linear of one tower: static or dynamic activations, or neither: weight-only."""
 
     weight: WeightSpec = field(default_factory=WeightSpec)
     activation: ActivationSpec | None = None
+    dynamic: DynamicSpec | None = None
 
     def __post_init__(self) -> None:
+        if self.dynamic is not None:
+            plain = self.activation is None and self.weight.symmetric and not self.weight.group_size
+            _require(plain, "Scheme.dynamic", self.dynamic, "None beside static activations, zero points or groups")
         symmetric = self.weight.symmetric or self.activation is None
         _require(symmetric, "WeightSpec.symmetric", self.weight.symmetric, "True beside quantized activations")
 
     def __str__(self) -> str:
         """The field's shorthand, e.g. W4A8 or W4A16-g128."""
+        if (d := self.dynamic) is not None:
+            share = f" + {d.high_fraction:g} at {d.high_bits}" if d.high_fraction else ""
+            return f"W{self.weight.bits}A{d.bits}{share}"
         group = f"-g{self.weight.group_size}" if self.weight.group_size else ""
         return f"W{self.weight.bits}A{self.activation.bits if self.activation else 16}{group}"
 
@@ -144,6 +175,25 @@ class ChannelScales:
 
 
 @dataclass(frozen=True)
+class Bases:
+    """ResQ's principal bases (arXiv:2412.14363, section 4.2), found by calibration.
+
+    Attributes:
+        streams: U_A, of the residual streams, one for each tower.
+        heads: U_B, of each key-value head's values.
+        random: what spreads a subspace's coordinates: ``orthogonal`` as in the authors' code, or ``hadamard``.
+    """
+
+    streams: bool = True
+    heads: bool = True
+    random: Literal["orthogonal", "hadamard"] = "orthogonal"
+
+    def __post_init__(self) -> None:
+        allowed = ("orthogonal", "hadamard")
+        _require(self.random in allowed, "Bases.random", self.random, allowed)
+
+
+@dataclass(frozen=True)
 class Rewrites:
     """Which rewrites run before quantization; all but ``suppress`` leave the model's function unchanged.
 
@@ -156,6 +206,8 @@ class Rewrites:
         suppress: MQuant's rotation magnitude suppression (section 4.3) behind each online Hadamard.
         seed: of the random signs.
         scales: AWQ's factors per channel go from norms and linears into the linears behind them; needs calibration.
+        bases: rotated spaces are rotated on, into ResQ's principal bases; needs calibration.
+        smooth: SmoothQuant's strength alpha: factors per channel from the largest inputs and weights; needs calibration.
     """
 
     fold_norms: bool = False
@@ -165,8 +217,14 @@ class Rewrites:
     suppress: bool = False
     seed: int = 0
     scales: ChannelScales | None = None
+    bases: Bases | None = None
+    smooth: float | None = None
 
     def __post_init__(self) -> None:
+        _require(self.rotate or self.bases is None, "Rewrites.rotate", self.rotate, "True where there are bases")
+        _require(self.smooth is None or 0 < self.smooth < 1, "Rewrites.smooth", self.smooth, "in (0, 1), or None")
+        both = self.scales is not None and self.smooth is not None
+        _require(not both, "Rewrites.smooth", self.smooth, "None beside scales")
         _require(
             self.fold_norms or not self.rotate, "Rewrites.fold_norms", self.fold_norms, "True where rotate is True"
         )
@@ -212,6 +270,10 @@ class QuantConfig(AOBaseConfig):
     @property
     def needs_calibration(self) -> bool:
         """Whether some scale or solver depends on data that ``statistics`` does not already hold."""
+        if self.rewrites.bases is not None or self.rewrites.smooth is not None:
+            return bool(self.schemes)  # no statistics hold what these measure
+        if any(s.dynamic is not None and s.dynamic.high == "outliers" for s in self.schemes.values()):
+            return True
         if self.statistics is not None:
             return any(s.weight.needs_hessian for s in self.schemes.values())
         measured = any(s.activation is not None or s.weight.needs_hessian for s in self.schemes.values())
@@ -261,7 +323,9 @@ def _encode(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-_NESTED = {"weight": WeightSpec, "activation": ActivationSpec, "scales": ChannelScales}
+_NESTED = {
+    "weight": WeightSpec, "activation": ActivationSpec, "dynamic": DynamicSpec, "scales": ChannelScales, "bases": Bases,
+}  # fmt: skip
 
 
 def _granularity(value: Any) -> Granularity:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .mixed_linear import MixedLinear
 from .modules import HadamardLinear, QuantLinear, RMSNorm
 from .rotated_norm import RotatedNorm
 
@@ -115,8 +116,28 @@ def _build_rotated_norm(spec: Spec, dtype: torch.dtype) -> RotatedNorm:
     return RotatedNorm(plain, seed=spec["seed"], before=spec["before"], after=spec["after"])
 
 
+def _describe_mixed_linear(module: MixedLinear) -> Spec:
+    return {
+        "out": module.out_features,
+        "widths": module.widths,
+        "stored": module.stored,
+        "activation": module.activation,
+        "weight_bits": module.weight_bits,
+        "hadamard": module.hadamard,
+        "order": module.order is not None,
+        "bias": module.bias is not None,
+        "dtype": dtype_name(module.float_dtype),
+    }
+
+
+def _build_mixed_linear(spec: Spec, dtype: torch.dtype) -> MixedLinear:
+    names = ("widths", "stored", "activation", "weight_bits", "hadamard", "order", "bias")
+    return MixedLinear.empty_parts(spec["out"], **{name: spec[name] for name in names}, dtype=dtype, device="meta")
+
+
 KINDS: dict[str, tuple[type[nn.Module], Callable[[Any], Spec], Callable[[Spec, torch.dtype], nn.Module]]] = {
     "quant_linear": (QuantLinear, _describe_quant_linear, _build_quant_linear),
+    "mixed_linear": (MixedLinear, _describe_mixed_linear, _build_mixed_linear),
     "rms_norm": (RMSNorm, _describe_rms_norm, _build_rms_norm),
     "rotated_norm": (RotatedNorm, _describe_rotated_norm, _build_rotated_norm),
     "hadamard_linear": (HadamardLinear, _describe_hadamard_linear, _build_hadamard_linear),

@@ -24,6 +24,7 @@ from .graph.runner import run
 from .hf import attach_config
 from .incoherence import incoherences, weight_towers
 from .measure import Loss, measure
+from .measured_rewrites import measured_rewrites
 from .modality import ModalityContext, attached, detach
 from .modules import QuantLinear
 from .passes.assign_scheme import kept
@@ -118,13 +119,16 @@ class _Job:
         self.filter(prog)
         before, self.towers = incoherences(prog), weight_towers(prog)
         first = self.call(self.batches[0])
-        scales = self.config.rewrites.scales
-        expected = outputs(self.model, first) if prog.changed or scales is not None else []
+        scales, smoothed = self.config.rewrites.scales, self.config.rewrites.smooth
+        expected = outputs(self.model, first) if prog.changed or scales is not None or smoothed is not None else []
         self.untied = convert.write_exact(self.model, prog, self.journal)
         if scales is not None:
             self.bar.set_description("scaling channels")
             scale_channels(self.model, prog, scales, lambda: map(self.call, self.batches))
             self.untied += convert.write_weights(self.model, prog, self.journal)
+        self.untied += measured_rewrites(
+            self.model, prog, self.config, lambda: map(self.call, self.batches), self.journal
+        )
         rewrite_error = check(expected, outputs(self.model, first)) if expected else 0.0
         after = incoherences(prog)
         self.incoherence = {fqn: (before[fqn], after[fqn]) for fqn in before}
@@ -236,7 +240,7 @@ class _Job:
             result, error, seconds = self.solving[fqn]
             ranges = {m: (r.low, r.high) for m, r in statistics[fqn].ranges.items() if r.count}
             scheme = next(
-                n.meta["scheme"] for n in prog.nodes("weight_only_matmul", "scaled_matmul") if n.meta["fqn"] == fqn
+                n.meta["scheme"] for n in prog.nodes(*convert.QUANTIZED) if n.meta["fqn"] == fqn
             )
             outliers = 0 if linear.outlier_index is None else linear.outlier_index.numel()
             note = "; ".join(filter(None, (result.note, _one_scale(linear, statistics[fqn]))))

@@ -10,8 +10,10 @@ from mmqc.ops import (
     gather_tokens,
     hadamard,
     hadamard_quantize,
+    mixed_matmul,
     modality_order,
     quantize,
+    quantize_per_token,
     rotate,
     scaled_matmul,
     scaled_matmuls,
@@ -21,6 +23,6 @@ from mmqc.ops import (
 )
 
 __all__ = [
-    "causal_mask", "gather_rows", "gather_tokens", "hadamard", "hadamard_quantize", "modality_order", "quantize", "rotate",
-    "scaled_matmul", "scaled_matmuls", "tag_modality", "weight_only_matmul", "weight_only_matmuls",
+    "causal_mask", "gather_rows", "gather_tokens", "hadamard", "hadamard_quantize", "mixed_matmul", "modality_order", "quantize",
+    "quantize_per_token", "rotate", "scaled_matmul", "scaled_matmuls", "tag_modality", "weight_only_matmul", "weight_only_matmuls",
 ]  # fmt: skip
