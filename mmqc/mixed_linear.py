@@ -107,11 +107,22 @@ class MixedLinear(QuantLinear):
         x = self.rotated(x)
         x_q, scale, offset = torch.ops.mmqc.quantize_per_token(x, self.order, self.widths, self.activation)
         return torch.ops.mmqc.mixed_matmul(
-            x_q, scale, offset, self.qweights, self.weight_scale, self.weight_sum, self.bias, self.widths, self.stored, x.dtype
+            x_q,
+            scale,
+            offset,
+            self.qweights,
+            self.weight_scale,
+            self.weight_sum,
+            self.bias,
+            self.widths,
+            self.stored,
+            x.dtype,
         )
 
     def extra_repr(self) -> str:
         """Sizes and precisions."""
         parts = zip(self.widths, self.stored, self.activation, strict=True)
         text = " + ".join(f"{width} at W{self.weight_bits if b == 4 else b}A{a}" for width, b, a in parts)
-        return f"{self.in_features}, {self.out_features}, {text}, bias={self.bias is not None}, hadamard={self.hadamard}"
+        return (
+            f"{self.in_features}, {self.out_features}, {text}, bias={self.bias is not None}, hadamard={self.hadamard}"
+        )

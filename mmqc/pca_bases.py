@@ -141,7 +141,9 @@ def _sources(prog: Program, linears: Mapping[str, fx.Node], space: Space) -> Ite
 
 def _mark(prog: Program, found: Found) -> None:
     """Note the high inputs on every linear that reads the space."""
-    high = {t.fqn: t.groups[:, found.space.width - found.high :].reshape(-1) for t in found.space.readers if t.axis == 1}
+    high = {
+        t.fqn: t.groups[:, found.space.width - found.high :].reshape(-1) for t in found.space.readers if t.axis == 1
+    }
     for node in prog.nodes("linear"):
         index = high.get(weight_of(node))
         if index is not None:

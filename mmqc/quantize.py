@@ -239,9 +239,7 @@ class _Job:
             fqn = f"{module}.weight"
             result, error, seconds = self.solving[fqn]
             ranges = {m: (r.low, r.high) for m, r in statistics[fqn].ranges.items() if r.count}
-            scheme = next(
-                n.meta["scheme"] for n in prog.nodes(*convert.QUANTIZED) if n.meta["fqn"] == fqn
-            )
+            scheme = next(n.meta["scheme"] for n in prog.nodes(*convert.QUANTIZED) if n.meta["fqn"] == fqn)
             outliers = 0 if linear.outlier_index is None else linear.outlier_index.numel()
             note = "; ".join(filter(None, (result.note, _one_scale(linear, statistics[fqn]))))
             rows.append(

@@ -16,8 +16,10 @@ from mmqc.lowering import (
     gather_rows,
     gather_tokens,
     hadamard,
+    mixed_matmul,
     modality_order,
     quantize,
+    quantize_per_token,
     rotate,
     scaled_matmul,
     tag_modality,
@@ -25,8 +27,8 @@ from mmqc.lowering import (
 )
 
 __all__ = [
-    "causal_mask", "fallbacks", "fused", "gather_rows", "gather_tokens", "hadamard", "modality_order", "quantize", "rotate",
-    "scaled_matmul", "tag_modality", "weight_only_matmul",
+    "causal_mask", "fallbacks", "fused", "gather_rows", "gather_tokens", "hadamard", "mixed_matmul", "modality_order",
+    "quantize", "quantize_per_token", "rotate", "scaled_matmul", "tag_modality", "weight_only_matmul",
 ]  # fmt: skip
 
 kernels.install()
@@ -36,6 +38,7 @@ WHY_NOT = {
     torch.ops.mmqc.scaled_matmuls.default: scaled_matmul.why_not,
     torch.ops.mmqc.weight_only_matmul.default: weight_only_matmul.why_not,
     torch.ops.mmqc.weight_only_matmuls.default: weight_only_matmul.why_not,
+    torch.ops.mmqc.mixed_matmul.default: mixed_matmul.why_not,
     torch.ops.mmqc.hadamard.default: hadamard.why_not,
     torch.ops.mmqc.hadamard_quantize.default: hadamard.why_not,
 }

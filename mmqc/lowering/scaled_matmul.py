@@ -104,7 +104,7 @@ def _padded_int_mm(x: TensorBox, w: TensorBox, n: int, k: int, rows_known_large:
     return cut(cut(acc, 0, 0, m), 1, 0, n)
 
 
-def _int_matmul(x: TensorBox, w: TensorBox, n: int, k: int) -> TensorBox:
+def int_matmul(x: TensorBox, w: TensorBox, n: int, k: int) -> TensorBox:
     """X wᵀ in int32 (exact in float64 where no integer product is to be had)."""
     device = x.get_device_or_error().type
     large = at_least(x.get_size()[0], CUDA_MIN_ROWS)
@@ -128,7 +128,7 @@ def lower_scaled_matmul(
     n, k = static_int(w_q.get_size()[0]), static_int(x_q.get_size()[-1])
     size = [*rows, n]
     flat = lowerings[aten.view.default](x_q, [math.prod(rows), k])
-    acc = lowerings[aten.view.default](_int_matmul(flat, unpack(w_q, k, weight_bits), n, k), size)
+    acc = lowerings[aten.view.default](int_matmul(flat, unpack(w_q, k, weight_bits), n, k), size)
     dtype = torch.promote_types(out_dtype, torch.float32)
     load, load_x, load_w = acc.make_loader(), row_scale_loader(x_scale, visual, rows, dtype), w_scale.make_loader()
     load_bias = None if bias is None else bias.make_loader()

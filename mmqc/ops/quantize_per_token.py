@@ -45,9 +45,7 @@ def reference(
     return torch.cat(codes, -1), torch.cat(scales, -1), torch.cat(offsets, -1)
 
 
-def fake(
-    x: Tensor, order: Tensor | None, widths: Sequence[int], bits: Sequence[int]
-) -> tuple[Tensor, Tensor, Tensor]:
+def fake(x: Tensor, order: Tensor | None, widths: Sequence[int], bits: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
     """Codes like x, and a scale and an offset for every part."""
     check_parts(x.shape[-1], widths, bits)
     if order is not None and order.shape != (x.shape[-1],):
