@@ -1,8 +1,8 @@
 """The largest magnitude of every input channel, and what baselines do with it: SmoothQuant's factors, QUIK's outlier channels.
 
     p_k = max over tokens of |x_k|
-    SmoothQuant   s_k = p_k^α / (max over rows of |w_k|)^(1-α)         the factor of fold_channel_scale    (arXiv:2211.10438, equation 4)
-    QUIK          the channels of the largest p_k stay in more bits                                         (arXiv:2310.09259, section 3)
+    SmoothQuant   s_k = p_k^α / (max over rows of |w_k|)^(1-α), moved by fold_channel_scale    (arXiv:2211.10438, equation 4)
+    QUIK          the channels of the largest p_k stay in more bits                            (arXiv:2310.09259, section 3)
 
 Shapes:  x [*, K]   w [N, K]   p, s [K]
 """

@@ -194,6 +194,30 @@ class Bases:
 
 
 @dataclass(frozen=True)
+class KVRounding:
+    """The decoder's keys and values rounded per head and token inside attention: the accuracy of a small cache, not its size.
+
+    Attributes:
+        bits: 2 to 8, of the low coordinates of a head.
+        high_bits: 2 to 8, of the high ones.
+        high_fraction: in [0, 1/2], how many of a head's coordinates are high.
+        basis: of keys, behind RoPE: ``principal`` (ResQ's U_C), ``hadamard`` (QuaRot's), or ``none``.
+    """
+
+    bits: int = 4
+    high_bits: int = 8
+    high_fraction: float = 0.0
+    basis: Literal["none", "hadamard", "principal"] = "none"
+
+    def __post_init__(self) -> None:
+        for name in ("bits", "high_bits"):
+            _require(2 <= getattr(self, name) <= 8, f"KVRounding.{name}", getattr(self, name), "2 to 8")
+        _require(0 <= self.high_fraction <= 0.5, "KVRounding.high_fraction", self.high_fraction, "[0, 1/2]")
+        allowed = ("none", "hadamard", "principal")
+        _require(self.basis in allowed, "KVRounding.basis", self.basis, allowed)
+
+
+@dataclass(frozen=True)
 class Rewrites:
     """Which rewrites run before quantization; all but ``suppress`` leave the model's function unchanged.
 
@@ -244,6 +268,7 @@ class QuantConfig(AOBaseConfig):
         statistics: what calibration measured, by FQN; filled in ``QuantReport.config`` so that
             ``torch.compile(..., options={"config": report.config})`` repeats ``quantize_`` on an untouched model.
         head: the output head's own scheme, whatever ``keep`` says of ``lm_head``; None leaves it to ``keep``.
+        kv_rounding: of the decoder's keys and values; None leaves them as they are.
     """
 
     vision: Scheme | None = None
@@ -253,6 +278,7 @@ class QuantConfig(AOBaseConfig):
     keep: tuple[str, ...] = (HEAD,)
     statistics: Mapping[str, Any] | None = field(default=None, hash=False)
     head: Scheme | None = None
+    kv_rounding: KVRounding | None = None
 
     def scheme(self, tower: str, role: str = "") -> Scheme | None:
         """The scheme of a linear of ``tower`` (vision, projector or language); the output head has the role "head"."""
@@ -270,6 +296,8 @@ class QuantConfig(AOBaseConfig):
     @property
     def needs_calibration(self) -> bool:
         """Whether some scale or solver depends on data that ``statistics`` does not already hold."""
+        if self.kv_rounding is not None:
+            return True
         if self.rewrites.bases is not None or self.rewrites.smooth is not None:
             return bool(self.schemes)  # no statistics hold what these measure
         if any(s.dynamic is not None and s.dynamic.high == "outliers" for s in self.schemes.values()):
@@ -305,6 +333,8 @@ class QuantConfig(AOBaseConfig):
                 data[place] = _decode(Scheme, data[place], place)
         if "rewrites" in data:
             data["rewrites"] = _decode(Rewrites, data["rewrites"], "rewrites")
+        if data.get("kv_rounding") is not None:
+            data["kv_rounding"] = _decode(KVRounding, data["kv_rounding"], "kv_rounding")
         data["keep"] = tuple(data.get("keep", (HEAD,)))
         return _decode(cls, data, "QuantConfig")
 

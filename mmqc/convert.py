@@ -14,12 +14,11 @@ from torch import Tensor, nn
 from .graph.kinds import kind
 from .graph.linear import operands, weight_of
 from .graph.program import Program
-from .modality import ModalityContext
 from .mixed_linear import MixedLinear
+from .modality import ModalityContext
 from .modules import HadamardLinear, QuantLinear, RMSNorm
 from .passes.quantize_mixed import Stored
 from .rotated_norm import RotatedNorm
-
 
 QUANTIZED = ("weight_only_matmul", "scaled_matmul", "mixed_matmul")
 
@@ -73,6 +72,13 @@ class Journal:
         for modules, name in places:
             modules[name] = new
             self.undo.append(lambda modules=modules, name=name: modules.__setitem__(name, old))
+
+    def child(self, fqn: str, name: str, new: nn.Module) -> None:
+        """Add a submodule to a module."""
+        owner = self.model.get_submodule(fqn)
+        new.train(owner.training)
+        owner.add_module(name, new)
+        self.undo.append(lambda: owner._modules.pop(name))
 
     def attribute(self, owner: Any, name: str, value: Any) -> None:
         """Set an attribute (of a nested config, say)."""

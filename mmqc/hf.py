@@ -23,6 +23,7 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from . import kv_rounding
 from .checksum import hashes, verify
 from .config import QuantConfig
 from .modality import ModalityContext, attached
@@ -168,6 +169,8 @@ class MmqcQuantizer(HfQuantizer):
             logger.info("%d tensors were cast while loading and could not be compared with what was saved", cast)
         if config.visual_token_ids is not None:
             self._attach_modality(model)
+        if any(isinstance(module, kv_rounding.KVRounder) for module in model.modules()):
+            kv_rounding.decoder_config(model)._attn_implementation = kv_rounding.NAME
         names = {name for name, _ in model.named_modules()}
         places = (local(fqn, model, names) for fqn in config.record.get("unseen", ()))
         guard(model, [name for name in places if name])

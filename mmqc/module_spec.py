@@ -5,12 +5,15 @@ module_spec(module) = spec        build_module(spec) has the same state_dict key
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from .config import KVRounding
+from .kv_rounding import KVRounder
 from .mixed_linear import MixedLinear
 from .modules import HadamardLinear, QuantLinear, RMSNorm
 from .rotated_norm import RotatedNorm
@@ -135,9 +138,19 @@ def _build_mixed_linear(spec: Spec, dtype: torch.dtype) -> MixedLinear:
     return MixedLinear.empty_parts(spec["out"], **{name: spec[name] for name in names}, dtype=dtype, device="meta")
 
 
+def _describe_kv_rounder(module: KVRounder) -> Spec:
+    dtype = None if module.basis is None else dtype_name(module.basis.dtype)
+    return {"size": module.size, "inner": module.inner, "spec": dataclasses.asdict(module.spec), "dtype": dtype}
+
+
+def _build_kv_rounder(spec: Spec, dtype: torch.dtype) -> KVRounder:
+    return KVRounder(spec["size"], KVRounding(**spec["spec"]), spec["inner"], device="meta").to(dtype)
+
+
 KINDS: dict[str, tuple[type[nn.Module], Callable[[Any], Spec], Callable[[Spec, torch.dtype], nn.Module]]] = {
     "quant_linear": (QuantLinear, _describe_quant_linear, _build_quant_linear),
     "mixed_linear": (MixedLinear, _describe_mixed_linear, _build_mixed_linear),
+    "kv_rounder": (KVRounder, _describe_kv_rounder, _build_kv_rounder),
     "rms_norm": (RMSNorm, _describe_rms_norm, _build_rms_norm),
     "rotated_norm": (RotatedNorm, _describe_rotated_norm, _build_rotated_norm),
     "hadamard_linear": (HadamardLinear, _describe_hadamard_linear, _build_hadamard_linear),

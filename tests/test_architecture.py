@@ -30,6 +30,7 @@ MAY_IMPORT = {
         "mmqc/cli.py",
         "mmqc/demo.py",
         "mmqc/front/attention.py",
+        "mmqc/kv_rounding.py",
     ),
     "kernels": (),
 }

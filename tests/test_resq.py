@@ -13,11 +13,12 @@ from random_models import VOCAB, Network, networks
 from small_vlm import Small, batches, logits, quantize
 
 import mmqc
-from mmqc.config import ConfigError, QuantConfig
+from mmqc.config import ConfigError, KVRounding, QuantConfig
 from mmqc.convert import Journal, write_exact, write_weights
 from mmqc.graph.linear import weight_of
 from mmqc.graph.record import record
 from mmqc.graph.runner import run
+from mmqc.kv_rounding import KVRounder, basis_of
 from mmqc.mixed_linear import MixedLinear
 from mmqc.module_spec import build_module, module_spec
 from mmqc.passes.fuse_rotation import FuseRotation, place
@@ -85,8 +86,9 @@ def test_rotate_to_bases__exact_and_of_maximal_variance(random: str) -> None:
                 lambda m, a, fqn=fqn: seen.__setitem__(fqn, a[0].reshape(-1, a[0].shape[-1]))
             )
         model(**batch)
-    streams = {f: x for f, x in _once(seen).items() if high[f].tolist() == [14, 15]}
-    towers = [{f: x for f, x in streams.items() if f.startswith("model.blocks") == text} for text in (True, False)]
+    # a patch merger reads the stream several times over
+    streams = {f: x.reshape(-1, 16) for f, x in _once(seen).items() if set((high[f] % 16).tolist()) == {14, 15}}
+    towers = [{f: x for f, x in streams.items() if (".text." in f) == text} for text in (True, False)]
     assert all(towers)
     for tower in towers:
         total = sum((x.T @ x for x in tower.values()), torch.zeros(16, 16, dtype=torch.float64))
@@ -100,8 +102,9 @@ def _once(seen: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 RECIPES = {
-    "resq": resq(), "resq-rtn": resq(solver="rtn"), "quik": quik(), "quarot": quarot(), "smooth": smoothquant(),
-    "rtn": per_token(solver="rtn"), "2/8": resq(2, activation_bits=8), "no U_B, U_D": resq(heads=False, hadamard=False),
+    "resq": resq(kv_bits=None), "resq-rtn": resq(kv_bits=None, solver="rtn"), "quik": quik(), "quarot": quarot(), "smooth": smoothquant(),
+    "rtn": per_token(solver="rtn"), "2/8": resq(2, kv_bits=None, activation_bits=8),
+    "no U_B, U_D": resq(kv_bits=None, heads=False, hadamard=False),
 }  # fmt: skip
 
 
@@ -125,7 +128,7 @@ def test_quantize__more_bits_lose_less() -> None:
     errors = []
     for bits, high in ((3, 4), (4, 8), (8, 8)):
         model = Small().eval()
-        quantize(model, resq(bits, high, solver="rtn"))
+        quantize(model, resq(bits, high, kv_bits=None, solver="rtn"))
         errors.append(relative_error(logits(model, batches()[0]), expected))
     assert errors[0] > errors[1] > errors[2]
     assert errors[2] < 0.05
@@ -154,6 +157,51 @@ def test_resq__saved_and_loaded(tmp_path) -> None:
     loaded = type(model).from_pretrained(tmp_path)
     assert torch.equal(logits(loaded, inputs), expected)
     assert sum(isinstance(m, MixedLinear) for m in loaded.modules()) > 10
+
+
+def rounders(model: torch.nn.Module) -> list[KVRounder]:
+    return [m for m in model.modules() if isinstance(m, KVRounder)]
+
+
+def test_kv_rounding__exact_without_rounding_and_per_head() -> None:
+    """U_C cancels in q kᵀ; a head's token is rounded alone, its high coordinates more finely."""
+    spec = KVRounding(4, 8, 1 / 8, "principal")
+    g = torch.Generator().manual_seed(0)
+    k = torch.randn(2, 3, 50, 16, generator=g, dtype=torch.float64) * torch.logspace(0, -2, 16, dtype=torch.float64)
+    q, v = torch.randn(2, 3, 7, 16, generator=g, dtype=torch.float64), torch.randn(2, 3, 50, 16, generator=g)
+    rows = k.reshape(-1, 16)
+    rounder = KVRounder(16, spec, "sdpa")
+    rounder.basis = basis_of(rows.T @ rows, spec, 0)
+    q_u, k_u, v_q = rounder(q, k, v)
+    assert float((q_u @ (k @ rounder.basis).transpose(2, 3) - q @ k.transpose(2, 3)).abs().max()) < 1e-12
+    assert torch.equal(k_u[1, 2, 5], rounder(q, k[1:, 2:, 5:6], v)[1][0, 0, 0])
+    error = (v_q - v).abs().amax((0, 1, 2))
+    assert float(error[14:].max()) < 0.05 < float(error[:14].max())
+    plain = KVRounder(16, KVRounding(4), "sdpa")
+    plain.basis = torch.eye(16, dtype=torch.float64)
+    assert float((k_u - k @ rounder.basis).norm()) < float((plain(q, k, v)[1] - k).norm())
+
+
+def test_kv_rounding__in_the_model_saved_and_loaded(tmp_path) -> None:
+    model, inputs = tiny_qwen2_vl()
+    expected = logits(model, inputs)
+    config = QuantConfig(kv_rounding=KVRounding(8, 8, 1 / 8, "principal"))
+    mmqc.quantize_(model, config, [inputs], progress=False)
+    got = logits(model, inputs)
+    assert len(rounders(model)) == model.config.text_config.num_hidden_layers
+    assert 0 < relative_error(got, expected) < 0.05
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path)
+    assert torch.equal(logits(loaded, inputs), got)
+    tokens = model.generate(**inputs, max_new_tokens=3, do_sample=False)
+    assert torch.equal(loaded.generate(**inputs, max_new_tokens=3, do_sample=False), tokens)
+
+
+def test_kv_rounding__refuses_what_does_not_attend_through_transformers() -> None:
+    model = Small().eval()
+    with pytest.raises(ConfigError, match="no decoder config"):
+        quantize(model, resq())
+    assert not rounders(model)
 
 
 def test_config__refuses() -> None:

@@ -92,6 +92,4 @@ def _runs(index: Tensor) -> list[list[int]]:
 
 
 def _listed(runs: list[list[int]]) -> Tensor:
-    return torch.cat(
-        [torch.arange(start, start + length) for start, length in runs] or [torch.zeros(0, dtype=torch.long)]
-    )
+    return torch.cat([torch.arange(start, start + length) for start, length in runs] or [torch.zeros(0, dtype=torch.long)])

@@ -19,4 +19,5 @@ def install() -> bool:
     there = torch.cuda.is_available() and importlib.util.find_spec("triton") is not None
     if there and torch.version.hip is None:
         importlib.import_module("mmqc.kernels.on_cuda")
+        importlib.import_module("mmqc.kernels.mixed_on_cuda")
     return there and torch.version.hip is None

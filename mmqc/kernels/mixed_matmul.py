@@ -1,9 +1,10 @@
 """The linear in two precisions (ops/mixed_matmul.py): two scale groups in one walk over one accumulator.
 
-Shapes:  x: quantize_per_token.py   w low int8 | fp8e4nv [N, L], high int8 | fp16 [N, K - L], or packed uint8 [N, ceil(L/2)], which is
-         written out first   s_w float32 [N, P]   c int32 [N, P]   b [N]   y [M, N] fp16 | bf16 | fp32
-Exact:   with int8 the low sums are exact; high products are, and their sums float32.  fp8 sums keep what the tensor core keeps (about 14 bits).
-Arch:    Hopper and newer: operands come by TMA, so L and the bytes of a high row are multiples of 16.  Elsewhere the reference runs.
+Shapes:  x: quantize_per_token.py   w low int8 | fp8e4nv [N, L], or packed uint8 [N, ceil(L/2)], which is written out first
+         w high int8 | fp16 [N, K - L]   s_w float32 [N, P]   c int32 [N, P]   b [N]   y [M, N] fp16 | bf16 | fp32
+Exact:   with int8 the low sums are exact; high products are, and their sums float32.  fp8 sums keep what the tensor
+         core keeps.
+Arch:    Hopper and newer: operands come by TMA, so rows and addresses are multiples of 16 bytes.  Elsewhere the reference.
 """
 
 # A launch gives plain values to constexpr parameters, and options that are no parameters.

@@ -53,7 +53,7 @@ def lower_mixed_matmul(
         row, col = list(index[:-1]), index[-1]
         total = None
         for p, load in enumerate(loads):
-            at, to = Integer(p), lambda value: ops.to_dtype(value, dtype)  # noqa: E731
+            at, to = Integer(p), lambda value: ops.to_dtype(value, dtype)
             s_w = to(load_w([col, at]))
             value = ops.mul(ops.mul(to(load(index)), to(load_s([*row, at]))), s_w)
             shift = ops.mul(to(load_o([*row, at])), ops.mul(s_w, to(load_c([col, at]))))

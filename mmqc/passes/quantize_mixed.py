@@ -1,8 +1,9 @@
-"""Quantize linears whose activations are quantized as they come: weights by a solver, inputs by token, both in one or two precisions.
+"""Quantize linears with dynamic activations: weights by a solver, inputs by token, both in one or two precisions.
 
     linear(x, W, b)  ->  mixed_matmul(quantize_per_token(x, order, K_p, bits), W_q, s_W, c, b)
 
-Shapes:  x [*, K]   W [N, K]   W_q one int8 or packed [N, K_p] a part   s_W, c [N, P]   order int64 [K], or none if it is the channels' own
+Shapes:  x [*, K]   W [N, K]   W_q one int8 or packed [N, K_p] a part   s_W, c [N, P]
+         order int64 [K], or none if it is the channels' own
 Why:     the high part's few channels hold most of the energy (ResQ, arXiv:2412.14363, section 4).
 Needs:   ops.raised
 Gives:   nothing

@@ -54,7 +54,7 @@ def test_quantize_mixed__is_fake_quantization_of_both_parts(bits: int, a_bits: i
     inputs = {n: operands_of(n) for n in fqn_of}
     values: dict[str, Tensor] = {}
 
-    def watch(node, result, args, kwargs) -> None:  # noqa: ANN001
+    def watch(node, result, args, kwargs) -> None:
         values[node.name] = result
 
     with Float64(), torch.no_grad():
@@ -69,7 +69,7 @@ def test_quantize_mixed__is_fake_quantization_of_both_parts(bits: int, a_bits: i
     assert len(seen) == len(wanted) == 7
 
 
-def operands_of(node) -> str:  # noqa: ANN001
+def operands_of(node) -> str:
     """The name of the activation behind a mixed_matmul's quantized input."""
     return node.args[0].args[0].args[0].name
 
