@@ -124,7 +124,14 @@ def row(name: str, run: dict[str, Any], against: dict[str, Any], full: dict[str,
     middle, low, high = paired(run, against)
     verdict = "" if run is against else f"{middle:+.4f} ({low:+.4f} to {high:+.4f})"
     sqnr = f"{run['sqnr']:.1f} dB" if "sqnr" in run else ""
-    return name, sqnr, f"{run['nll']:.4f}", verdict, f"{100 * run['accuracy']:.1f} %", f"{run['accuracy'] / full['accuracy']:.3f}"
+    return (
+        name,
+        sqnr,
+        f"{run['nll']:.4f}",
+        verdict,
+        f"{100 * run['accuracy']:.1f} %",
+        f"{run['accuracy'] / full['accuracy']:.3f}",
+    )
 
 
 def rows_of(runs: dict[str, Any], names: list[str]) -> str:
@@ -174,7 +181,12 @@ def page(data: dict[str, Any]) -> str:
             text += ["", "Without one basis at a time (the paper's Table 4):", "", rows_of(runs, ["ResQ", *ABLATION])]
         if any(n in runs for n in RANKS):
             ranks = ["r = d/32", "r = d/16", "ResQ", "r = d/4", "r = d/2"]
-            text += ["", "The rank of the high subspace (the paper's Figure 5a; ResQ is d/8):", "", rows_of(runs, ranks)]
+            text += [
+                "",
+                "The rank of the high subspace (the paper's Figure 5a; ResQ is d/8):",
+                "",
+                rows_of(runs, ranks),
+            ]
         if any(n in runs for n in BITS):
             text += ["", "Other bits (the paper's Table 3, against QuaRot):", "", bits_table(runs)]
     if (PAGE.parent / "resq.png").exists():

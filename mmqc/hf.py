@@ -223,6 +223,7 @@ def rebuild(model: PreTrainedModel, config: MmqcConfig, dtype: torch.dtype) -> N
     """
     dtypes = {config.dtype: dtype} if config.dtype else {}
     names = {name for name, _ in model.named_modules()}
+    names |= {f"{name}.{kv_rounding.CHILD}" for name in names}  # a child that an attention module may have got
     places = {fqn: local(fqn, model, names) for fqn in (*config.modules, *map(_parent, config.parameters))}
     lost = [fqn for fqn, name in places.items() if name not in names]
     if lost and (len(lost) == len(places) or any(places[fqn] for fqn in lost)):

@@ -14,7 +14,6 @@ from . import convert
 from .channel_peaks import mark_outliers, smooth
 from .config import QuantConfig
 from .graph.program import Program
-from .kv_rounding import round_keys_and_values
 from .pca_bases import rotate_to_bases
 
 
@@ -32,6 +31,4 @@ def measured_rewrites(
         untied += convert.write_weights(model, prog, journal)
     if any(s.dynamic is not None and s.dynamic.high == "outliers" for s in config.schemes.values()):
         mark_outliers(model, prog, batches)
-    if config.kv_rounding is not None:
-        round_keys_and_values(model, config.kv_rounding, batches, config.rewrites.seed, journal)
     return untied

@@ -146,6 +146,6 @@ def _mark(prog: Program, found: Found) -> None:
     }
     for node in prog.nodes("linear"):
         index = high.get(weight_of(node))
-        if index is not None:
+        if index is not None and "scheme" in node.meta:
             before = node.meta.get("high", index.new_empty(0))
             node.meta["high"] = torch.cat((before, index)).unique()

@@ -23,6 +23,7 @@ from .graph.record import record
 from .graph.runner import run
 from .hf import attach_config
 from .incoherence import incoherences, weight_towers
+from .kv_rounding import round_keys_and_values
 from .measure import Loss, measure
 from .measured_rewrites import measured_rewrites
 from .modality import ModalityContext, attached, detach
@@ -130,6 +131,9 @@ class _Job:
             self.model, prog, self.config, lambda: map(self.call, self.batches), self.journal
         )
         rewrite_error = check(expected, outputs(self.model, first)) if expected else 0.0
+        if self.config.kv_rounding is not None:
+            batches = lambda: map(self.call, self.batches)  # noqa: E731
+            round_keys_and_values(self.model, self.config.kv_rounding, batches, self.config.rewrites.seed, self.journal)
         after = incoherences(prog)
         self.incoherence = {fqn: (before[fqn], after[fqn]) for fqn in before}
         nodes = {weight_of(n): n for n in prog.nodes("linear") if "scheme" in n.meta}

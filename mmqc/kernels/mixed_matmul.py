@@ -48,9 +48,8 @@ class Weight(NamedTuple):
 
     def written_out(self, width: int, code: torch.dtype = torch.int8) -> Weight:
         """With its low codes unpacked as ``code``, its high ones as fp16: what the kernel reads fastest."""
-        low = unpack_weight(self.low, width, bits=4) if self.low.dtype == torch.uint8 else self.low
-        high = None if self.high is None else self.high.to(torch.float16)
-        return self._replace(low=low.to(code), high=high)
+        low = unpack_weight(self.low, width, bits=4, dtype=code) if self.low.dtype == torch.uint8 else self.low.to(code)
+        return self._replace(low=low, high=None if self.high is None else self.high.to(torch.float16))
 
 
 def supports(x: Parts, w: Weight, bias: Tensor | None, out_dtype: torch.dtype) -> str | None:
