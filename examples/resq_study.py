@@ -1,10 +1,10 @@
 """ResQ against its baselines on the samples: 4-bit weights, activations, keys and values; what each basis does; the rank.
 
-    python examples/resq_study.py [--questions 100] [--calibration 32] [--only methods ablation rank bits]   measure, then write
-    python examples/resq_study.py --draw                                                                     redraw from file
+    python examples/resq_study.py [--questions 100] [--calibration 32] [--only methods ablation rank bits]
+    python examples/resq_study.py --draw        redraw from file
 
-Writes docs/results/resq.json after every run, and docs/results/resq.md and its plots from it.  Runs that are on file, measured with
-the same options, are not repeated.  All methods get the same calibration batches and questions; NLLs are compared question by question.
+Writes docs/results/resq.json after every run, and docs/results/resq.md and its plot from it.  Runs that are on file, measured
+with the same options, are not repeated.  All methods get the same calibration batches and questions; NLLs are compared by question.
 """
 
 from __future__ import annotations
@@ -165,12 +165,13 @@ def page(data: dict[str, Any]) -> str:
     stamp = data["about"]
     text = [
         "# ResQ on the samples", "",
-        "Weights, activations, keys and values in 4 bits, with one eighth of the channels in 8 bits for QUIK and ResQ; both towers and "
-        "the projector; the head in floating point.  NLL is that of the right answer's tokens; intervals are paired bootstrap 95 % "
-        "intervals over questions.  SQNR: mean over all linears of the lower modality's.  Recovery: accuracy over that in floating "
-        "point.  SpinQuant trains its rotations and is left out.", "",
+        "Weights, activations, keys and values in 4 bits, with one eighth of the channels in 8 bits for QUIK and ResQ (of keys and "
+        "values for ResQ alone); both towers and the projector; the head in floating point.  NLL is that of the right answer's "
+        "tokens; intervals are paired bootstrap 95 % intervals over questions.  SQNR: mean over all linears of the lower "
+        "modality's.  Recovery: accuracy over that in floating point.  SpinQuant trains its rotations and is left out.", "",
         f"`python examples/resq_study.py --questions {stamp['questions']} --calibration {stamp['calibration']}`; {stamp['device']}; "
-        f"Python {stamp['python']}, torch {stamp['torch']}, transformers {stamp['transformers']}; commit {stamp['commit']}, {stamp['date']}.",
+        f"Python {stamp['python']}, torch {stamp['torch']}, transformers {stamp['transformers']}; commit {stamp['commit']}, "
+        f"{stamp['date']}.",
     ]  # fmt: skip
     for sample in [s for s in SAMPLES if "ResQ" in data["samples"].get(s, {})]:
         runs = data["samples"][sample]

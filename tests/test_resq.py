@@ -103,8 +103,8 @@ def _once(seen: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 RECIPES = {
-    "resq": resq(kv_bits=None), "resq-rtn": resq(kv_bits=None, solver="rtn"), "quik": quik(), "quarot": quarot(), "smooth": smoothquant(),
-    "rtn": per_token(solver="rtn"), "2/8": resq(2, kv_bits=None, activation_bits=8),
+    "resq": resq(kv_bits=None), "resq-rtn": resq(kv_bits=None, solver="rtn"), "quik": quik(), "quarot": quarot(),
+    "smooth": smoothquant(), "rtn": per_token(solver="rtn"), "2/8": resq(2, kv_bits=None, activation_bits=8),
     "no U_B, U_D": resq(kv_bits=None, heads=False, hadamard=False),
 }  # fmt: skip
 

@@ -121,7 +121,7 @@ def launch(x: Parts, w: Weight, bias: Tensor | None, y: Tensor, c: MatmulConfig 
     high = 0 if x.high is None else x_high.shape[1]
     c = c or config(x.low.dtype == FP8, m, n, low + high, x.low.device)
     programs = min(c.per_sm * multiprocessors(x.low.device), ceil_div(m, c.block_m) * ceil_div(n, c.block_n))
-    block_high = c.block_k if x.high is None else min(c.block_k, BLOCK_HIGH_BYTES // x_high.element_size())
+    block_high = c.block_k if x.high is None else min(c.block_k, BLOCK_HIGH_BYTES // x_high.dtype.itemsize)
     args = dict(
         x_desc=x.low, w_desc=w.low, x_high_desc=x_high, w_high_desc=w_high, y_ptr=y, x_scale_ptr=x.scale, x_offset_ptr=x.offset,
         w_scale_ptr=w.scale, w_sum_ptr=w.sum, bias_ptr=w.scale if bias is None else bias, M=m, N=n, LOW=low, HIGH=high,

@@ -1,6 +1,6 @@
 """The ops of the linear in two precisions on CUDA: importing this file registers them.
 
-    mmqc::quantize_per_token, mixed_matmul   on CUDA   ->  the Triton kernels, rows flattened, int8 codes of both parts in one matrix
+    mmqc::quantize_per_token, mixed_matmul   on CUDA   ->  the Triton kernels, rows flattened, int8 codes in one matrix
 
 What a kernel cannot take goes to the reference.
 """

@@ -1,4 +1,4 @@
-"""mixed_matmul as an integer product a part and one pointwise epilogue, in the order of the op's formula.
+"""mixed_matmul: on CUDA the Triton kernel; elsewhere an integer product a part and one pointwise epilogue.
 
 Shapes:  those of ops/mixed_matmul.py
 What ``_int_mm`` cannot take is padded or multiplied in another way, and ``why_not`` says so for the record.
@@ -6,6 +6,7 @@ What ``_int_mm`` cannot take is padded or multiplied in another way, and ``why_n
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -15,7 +16,8 @@ from sympy import Integer
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from mmqc.lowering.inductor import Pointwise, TensorBox, lowerings, ops, register_lowering, static_int
+from mmqc import kernels
+from mmqc.lowering.inductor import Pointwise, TensorBox, has_kernel, lowerings, ops, register_lowering, static_int
 from mmqc.lowering.pack import unpack
 from mmqc.lowering.scaled_matmul import int_matmul, traced_operands
 from mmqc.ops.integer_matmul import CUDA_MIN_ROWS, why_not_int_mm
@@ -23,9 +25,16 @@ from mmqc.ops.integer_matmul import CUDA_MIN_ROWS, why_not_int_mm
 aten = torch.ops.aten
 
 
+def on_cuda() -> Any:
+    """The launches, which need Triton."""
+    return importlib.import_module("mmqc.lowering.mixed_on_cuda")
+
+
 def why_not(node: fx.Node) -> str | None:
-    """None, or why the plain ``_int_mm`` cannot take some part of this node of an ATen graph as it is."""
-    x_q, _, _, w_q, _, _, _, widths = traced_operands(node)[:8]
+    """None, or why the kernel (on CUDA), or the plain ``_int_mm``, cannot take this node of an ATen graph as it is."""
+    x_q, _, _, w_q, _, _, _, widths, _, out_dtype = traced_operands(node)
+    if x_q.device.type == "cuda" and kernels.install():
+        return on_cuda().why_not(widths, out_dtype, x_q.device)
     large = statically_known_true(math.prod(x_q.shape[:-1]) >= CUDA_MIN_ROWS)
     reasons = (why_not_int_mm(x_q.device.type, large, w.shape[0], k) for w, k in zip(w_q, widths, strict=True))
     return next((reason for reason in reasons if reason), None)
@@ -36,7 +45,9 @@ def lower_mixed_matmul(
     x_q: TensorBox, x_scale: TensorBox, x_offset: TensorBox, w_q: Sequence[TensorBox], w_scale: TensorBox, w_sum: TensorBox,
     bias: TensorBox | None, widths: Sequence[int], weight_bits: Sequence[int], out_dtype: torch.dtype,
 ) -> TensorBox:  # fmt: skip
-    """Integer products, then pointwise IR."""
+    """A kernel, or integer products and then pointwise IR."""
+    if has_kernel(x_q) and on_cuda().why_not(widths, out_dtype, x_q.get_device_or_error()) is None:
+        return on_cuda().mixed(x_q, x_scale, x_offset, w_q, w_scale, w_sum, bias, widths, weight_bits, out_dtype)
     rows, n = list(x_q.get_size()[:-1]), static_int(w_scale.get_size()[0])
     flat = lowerings[aten.view.default](x_q, [math.prod(rows), sum(widths)])
     size, dtype = [*rows, n], torch.promote_types(out_dtype, torch.float32)
