@@ -1,6 +1,6 @@
 """ResQ against its baselines on the samples: 4-bit weights, activations, keys and values; what each basis does; the rank.
 
-    python examples/resq_study.py [--questions 100] [--calibration 32] [--only methods ablation rank bits]
+    python examples/resq_study.py [--questions 320] [--answers 80] [--calibration 32] [--only methods ablation rank bits]
     python examples/resq_study.py --draw        redraw from file
 
 Writes docs/results/resq.json after every run, and docs/results/resq.md and its plot from it.  Runs that are on file, measured
@@ -24,6 +24,7 @@ import transformers
 import mmqc
 from mmqc import recipes as r
 from mmqc.config import QuantConfig
+from mmqc.samples import scoring
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs/results/resq.json"
@@ -47,7 +48,7 @@ BITS: dict[str, QuantConfig] = {
 }
 PARTS = {"methods": METHODS, "ablation": ABLATION, "rank": RANKS, "bits": BITS}
 ORDER = tuple(METHODS)
-DRAWS = 2000
+DRAWS, BATCH = 2000, 32
 
 
 # --- what is measured -------------------------------------------------------------------------------------------------
@@ -62,17 +63,33 @@ def one_run(sample_name: str, config: QuantConfig | None, options: argparse.Name
         run["sqnr"] = float(np.mean([min(row.sqnr.values()) for row in report.layers if row.sqnr]))
         run["rewrite_error"] = report.rewrite_error
     run["quantize_seconds"] = time.perf_counter() - start
-    scores = sample.scores(sample.model, options.questions)
-    summary = mmqc.samples.scoring.summarize(scores)
-    return {**run, "nll": summary["nll"], "accuracy": summary["accuracy"], "kinds": [s.kind for s in scores],
-            "nlls": [s.nll for s in scores], "hits": [s.accuracy for s in scores]}  # fmt: skip
+    answered = sample.evaluate(sample.model, options.answers)
+    asked = sample.questions(options.questions)
+    nlls = answer_nlls(sample, asked)
+    kinds = [q.kind for q in asked]
+    nll = float(
+        np.mean([np.mean([v for v, k in zip(nlls, kinds, strict=True) if k == kind]) for kind in dict.fromkeys(kinds)])
+    )
+    return {**run, "nll": nll, "accuracy": answered["accuracy"], "kinds": kinds, "nlls": nlls}
+
+
+def answer_nlls(sample: Any, asked: list[Any]) -> list[float]:
+    """NLL of every right answer, questions of one length side by side."""
+    order = sorted(range(len(asked)), key=lambda i: (asked[i].kind, len(asked[i].answer)))
+    found: dict[int, float] = {}
+    for start in range(0, len(order), BATCH):
+        index = order[start : start + BATCH]
+        found |= dict(
+            zip(index, scoring.answer_nll(sample.model, sample.processor, [asked[i] for i in index]), strict=True)
+        )
+    return [found[i] for i in range(len(asked))]
 
 
 def measure(options: argparse.Namespace) -> None:
     data = load(options)
     wanted = [(s, "float", None) for s in SAMPLES]
     for part in options.only:
-        wanted += [(s, name, config) for s in SAMPLES for name, config in PARTS[part].items()]
+        wanted += [(s, name, config) for s in reversed(SAMPLES) for name, config in PARTS[part].items()]
     for sample, name, config in wanted:
         runs = data["samples"].setdefault(sample, {})
         if name in runs:
@@ -89,14 +106,16 @@ def load(options: argparse.Namespace) -> dict[str, Any]:
     if not RESULTS.exists():
         return fresh
     data = json.loads(RESULTS.read_text(encoding="utf-8"))
-    same = all(data["about"][k] == fresh["about"][k] for k in ("questions", "calibration", "torch", "transformers"))
+    same = all(
+        data["about"][k] == fresh["about"][k] for k in ("questions", "answers", "calibration", "torch", "transformers")
+    )
     return data if same else fresh
 
 
 def about(options: argparse.Namespace) -> dict[str, Any]:
     git = lambda *args: subprocess.run(["git", *args], cwd=ROOT, capture_output=True, text=True).stdout.strip()  # noqa: E731
     return {
-        "questions": options.questions, "calibration": options.calibration, "commit": git("rev-parse", "--short", "HEAD"),
+        "questions": options.questions, "answers": options.answers, "calibration": options.calibration, "commit": git("rev-parse", "--short", "HEAD"),
         "date": time.strftime("%Y-%m-%d"), "device": f"CPU, {platform.machine()}, {torch.get_num_threads()} thread",
         "python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__,
     }  # fmt: skip
@@ -169,7 +188,7 @@ def page(data: dict[str, Any]) -> str:
         "values for ResQ alone); both towers and the projector; the head in floating point.  NLL is that of the right answer's "
         "tokens; intervals are paired bootstrap 95 % intervals over questions.  SQNR: mean over all linears of the lower "
         "modality's.  Recovery: accuracy over that in floating point.  SpinQuant trains its rotations and is left out.", "",
-        f"`python examples/resq_study.py --questions {stamp['questions']} --calibration {stamp['calibration']}`; {stamp['device']}; "
+        f"`python examples/resq_study.py --questions {stamp['questions']} --answers {stamp['answers']} --calibration {stamp['calibration']}`; {stamp['device']}; "
         f"Python {stamp['python']}, torch {stamp['torch']}, transformers {stamp['transformers']}; commit {stamp['commit']}, "
         f"{stamp['date']}.",
     ]  # fmt: skip
@@ -220,7 +239,10 @@ def plot(data: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--questions", type=int, default=100)
+    parser.add_argument("--questions", type=int, default=320)
+    parser.add_argument(
+        "--answers", type=int, default=80, help="questions that are answered in words, for the accuracy"
+    )
     parser.add_argument("--calibration", type=int, default=32)
     parser.add_argument("--only", nargs="+", choices=list(PARTS), default=list(PARTS))
     parser.add_argument("--draw", action="store_true", help="redraw from the figures on file")
