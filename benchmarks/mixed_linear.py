@@ -5,7 +5,7 @@
 
 Per shape and number of rows, microseconds of: bf16 (cuBLAS alone), mixed int8 and mixed fp8 (quantization + product, the low
 weights packed in 4 bits and written out in every call), the same with weights written out once ("kept"), and the quantization alone.
-``--tune`` tries every tile of kernels/mixed_matmul.py first and uses the best; --configs writes them where ``config`` finds them.
+``--tune`` tries every tile of kernels/mixed_matmul.py first and uses the best; --configs adds them to a file of tuned tiles.
 """
 
 from __future__ import annotations

@@ -88,8 +88,9 @@ def answer_nlls(sample: Any, asked: list[Any]) -> list[float]:
 def measure(options: argparse.Namespace) -> None:
     data = load(options)
     wanted = [(s, "float", None) for s in SAMPLES]
-    for part in options.only:
-        wanted += [(s, name, config) for s in reversed(SAMPLES) for name, config in PARTS[part].items()]
+    for sample in reversed(SAMPLES):
+        wanted += [(sample, name, config) for part in options.only for name, config in PARTS[part].items()]
+    wanted.sort(key=lambda run: run[1] not in ORDER and run[1] != "float")  # what the others are compared with comes first
     for sample, name, config in wanted:
         runs = data["samples"].setdefault(sample, {})
         if name in runs:
@@ -115,7 +116,8 @@ def load(options: argparse.Namespace) -> dict[str, Any]:
 def about(options: argparse.Namespace) -> dict[str, Any]:
     git = lambda *args: subprocess.run(["git", *args], cwd=ROOT, capture_output=True, text=True).stdout.strip()  # noqa: E731
     return {
-        "questions": options.questions, "answers": options.answers, "calibration": options.calibration, "commit": git("rev-parse", "--short", "HEAD"),
+        "questions": options.questions, "answers": options.answers, "calibration": options.calibration,
+        "commit": git("rev-parse", "--short", "HEAD"),
         "date": time.strftime("%Y-%m-%d"), "device": f"CPU, {platform.machine()}, {torch.get_num_threads()} thread",
         "python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__,
     }  # fmt: skip
@@ -188,7 +190,8 @@ def page(data: dict[str, Any]) -> str:
         "values for ResQ alone); both towers and the projector; the head in floating point.  NLL is that of the right answer's "
         "tokens; intervals are paired bootstrap 95 % intervals over questions.  SQNR: mean over all linears of the lower "
         "modality's.  Recovery: accuracy over that in floating point.  SpinQuant trains its rotations and is left out.", "",
-        f"`python examples/resq_study.py --questions {stamp['questions']} --answers {stamp['answers']} --calibration {stamp['calibration']}`; {stamp['device']}; "
+        f"`python examples/resq_study.py --questions {stamp['questions']} --answers {stamp['answers']} "
+        f"--calibration {stamp['calibration']}`; {stamp['device']}; "
         f"Python {stamp['python']}, torch {stamp['torch']}, transformers {stamp['transformers']}; commit {stamp['commit']}, "
         f"{stamp['date']}.",
     ]  # fmt: skip

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from models import tiny_qwen2_vl
 from random_models import VOCAB, Network, networks
 from small_vlm import Small, batches, logits, quantize
+from tiny_families import FAMILIES
 from tolerance import assert_close
 
 import mmqc
@@ -64,6 +65,18 @@ def test_given_bases__every_case_exact_and_once(case: str) -> None:
     assert relative_error(replayed(prog), expected) < EXACT
     passed(prog, [FuseRotation(given=given)])
     assert prog.records[-1].sites == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_given_bases__every_family_exact(family: str) -> None:
+    model, batch = copy.deepcopy(FAMILIES[family]())
+    prog = recorded(model, batch)
+    expected = replayed(prog)
+    passed(prog, exact_passes(rotate()))
+    passed(prog, [FuseRotation(given=random_bases(prog, 0))])
+    assert prog.records[-1].sites
+    assert relative_error(replayed(prog), expected) < EXACT
 
 
 @pytest.mark.parametrize("random", ["orthogonal", "hadamard"])
