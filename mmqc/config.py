@@ -304,7 +304,8 @@ class QuantConfig(AOBaseConfig):
             return True
         if self.statistics is not None:
             return any(s.weight.needs_hessian for s in self.schemes.values())
-        measured = any(s.activation is not None or s.weight.needs_hessian for s in self.schemes.values())
+        places = self.schemes.values()
+        measured = any(s.activation is not None or s.dynamic is not None or s.weight.needs_hessian for s in places)
         return measured or (self.rewrites.scales is not None and bool(self.schemes))
 
     def replace(self, **changes: Any) -> QuantConfig:

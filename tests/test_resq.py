@@ -15,6 +15,7 @@ from tiny_families import FAMILIES
 from tolerance import assert_close
 
 import mmqc
+import mmqc.calibrate
 from mmqc.config import ConfigError, KVRounding, QuantConfig
 from mmqc.convert import Journal, write_exact, write_weights
 from mmqc.graph.linear import weight_of
@@ -146,6 +147,26 @@ def test_quantize__more_bits_lose_less() -> None:
         errors.append(relative_error(logits(model, batches()[0]), expected))
     assert errors[0] > errors[1] > errors[2]
     assert errors[2] < 0.05
+
+
+def test_quantize__without_data_is_refused() -> None:
+    """Not taken for weight-only: activations want the graph, bases and outliers the data."""
+    for config in (per_token(solver="rtn"), quik(solver="rtn"), resq(kv_bits=None, solver="rtn")):
+        with pytest.raises(mmqc.calibrate.CalibrationError, match="this config needs data"):
+            mmqc.quantize_(Small().eval(), config, progress=False)
+
+
+def test_quantize__backend_repeats_what_needs_no_data() -> None:
+    model, untouched = Small().eval(), Small().eval()
+    report = quantize(model, quarot(solver="rtn"))
+    batch = batches()[0]
+    torch._dynamo.reset()
+    compiled = torch.compile(untouched, backend="mmqc", options={"config": report.config})
+    assert relative_error(logits(compiled, batch), logits(model, batch)) < 1e-4
+    with pytest.raises(Exception, match="its rewrites need the calibration data"):
+        torch.compile(
+            Small().eval(), backend="mmqc", options={"config": report.config.replace(rewrites=resq().rewrites)}
+        )(**batch)
 
 
 def test_mixed_linear__state_dict_spec_and_weight() -> None:
