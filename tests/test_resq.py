@@ -28,7 +28,7 @@ from mmqc.passes.fuse_rotation import FuseRotation, place
 from mmqc.pca_bases import rotate_to_bases
 from mmqc.pipeline import FACTS, exact_passes
 from mmqc.recipes import per_token, quarot, quik, resq, rotate, smoothquant
-from mmqc.solvers.principal_basis import principal_basis
+from mmqc.solvers.principal_basis import error_bound, principal_basis, random_orthogonal
 
 IDS = {"input_ids": torch.arange(12).reshape(2, 6) % VOCAB}
 
@@ -78,6 +78,34 @@ def test_given_bases__every_family_exact(family: str) -> None:
     passed(prog, [FuseRotation(given=random_bases(prog, 0))])
     assert prog.records[-1].sites
     assert relative_error(replayed(prog), expected) < EXACT
+
+
+@pytest.mark.slow
+def test_error_bound__holds_on_the_samples_activations() -> None:
+    """Theorem 4.2, with a basis of other questions: the principal subspace has the lower bound, and the lower error."""
+    sample = mmqc.samples.load("digits-vqa")
+    names = [n for n, m in sample.model.named_modules() if n.endswith(("q_proj", "gate_proj", "attn.qkv", "mlp.fc1"))]
+    rows: dict[str, list[torch.Tensor]] = {name: [] for name in names}
+    for name in names:
+        keep = lambda m, a, name=name: rows[name].append(a[0].detach().double().reshape(-1, a[0].shape[-1]))  # noqa: E731
+        sample.model.get_submodule(name).register_forward_pre_hook(keep)
+    with torch.no_grad():
+        for batch in sample.calibration(6):
+            sample.model(**batch)
+    assert len(names) == 16
+    for name, seen in rows.items():
+        known, x = torch.cat(seen[:3]), torch.cat(seen[3:])
+        n, high = x.shape[1], x.shape[1] // 8
+        parts, found = torch.tensor([n - high, high]), {}
+        for which, u in (("principal", principal_basis(known.T @ known, high)), ("random", random_orthogonal(n, 0))):
+            z = x @ u
+            q, s, o = torch.ops.mmqc.quantize_per_token(z, None, parts.tolist(), [4, 8])
+            error = z - q * s.repeat_interleave(parts, -1) - o.repeat_interleave(parts, -1)
+            actual, energy, top = (float(t.norm(dim=1).mean()) for t in (error, z, z[:, n - high :]))
+            found[which] = actual, error_bound(energy, top, n, high, 4, 8)
+        assert all(actual <= bound for actual, bound in found.values()), name
+        assert found["principal"][0] < found["random"][0], name
+        assert found["principal"][1] < found["random"][1], name
 
 
 @pytest.mark.parametrize("random", ["orthogonal", "hadamard"])
@@ -138,6 +166,7 @@ def test_quantize__every_recipe(name: str) -> None:
     assert QuantConfig.from_dict(RECIPES[name].to_dict()) == RECIPES[name]
 
 
+@pytest.mark.slow
 def test_quantize__more_bits_lose_less() -> None:
     expected = logits(Small().eval(), batches()[0])
     errors = []
@@ -156,6 +185,7 @@ def test_quantize__without_data_is_refused() -> None:
             mmqc.quantize_(Small().eval(), config, progress=False)
 
 
+@pytest.mark.slow
 def test_quantize__backend_repeats_what_needs_no_data() -> None:
     model, untouched = Small().eval(), Small().eval()
     report = quantize(model, quarot(solver="rtn"))
