@@ -16,17 +16,7 @@ from . import discovery, hf_hook
 if TYPE_CHECKING:
     from . import recipes, samples
     from .compiled_loop import compiled_loop
-    from .config import (
-        ActivationSpec,
-        Bases,
-        ConfigError,
-        DynamicSpec,
-        KVRounding,
-        QuantConfig,
-        Rewrites,
-        Scheme,
-        WeightSpec,
-    )
+    from .config import ActivationSpec, ConfigError, QuantConfig, Rewrites, Scheme, WeightSpec
     from .equivalence import RewriteError
     from .explain import Explanation, explain
     from .plan import Planned, plan
@@ -40,15 +30,13 @@ _HOMES = {
     "explain": "explain", "Explanation": "explain",
     "plan": "plan", "Planned": "plan", "RewriteError": "equivalence",
     "QuantReport": "report", "LayerReport": "report", "Refusal": "report",
-    **dict.fromkeys(("Bases", "DynamicSpec", "KVRounding"), "config"),
     **dict.fromkeys(("ActivationSpec", "ConfigError", "QuantConfig", "Rewrites", "Scheme", "WeightSpec"), "config"),
 }  # fmt: skip
 _MODULES = ("recipes", "samples")
 
 __all__ = [
-    "ActivationSpec", "Bases", "ConfigError", "DynamicSpec", "Explanation", "KVRounding", "LayerReport", "Planned", "QuantConfig",
-    "QuantReport", "Refusal", "RewriteError", "Rewrites", "Scheme", "WeightSpec", "compiled_loop", "explain", "plan", "quantize_",
-    "recipes", "samples",
+    "ActivationSpec", "ConfigError", "Explanation", "LayerReport", "Planned", "QuantConfig", "QuantReport", "Refusal",
+    "RewriteError", "Rewrites", "Scheme", "WeightSpec", "compiled_loop", "explain", "plan", "quantize_", "recipes", "samples",
 ]  # fmt: skip
 
 

@@ -107,9 +107,7 @@ class Rewritten:
 def check(config: QuantConfig) -> None:
     """Raise unless the backend can apply ``config`` without data."""
     if config.needs_calibration:
-        solver = any(s.weight.needs_hessian for s in config.schemes.values())
-        missing = f"{'gptq needs' if solver else 'its rewrites need'} the calibration data"
-        missing = missing if config.statistics is not None else "it holds no statistics"
+        missing = "gptq needs the calibration data" if config.statistics is not None else "it holds no statistics"
         raise ConfigError(
             f"this config needs calibration and {missing}: calibrate with mmqc.quantize_ (on a copy), then pass report.config, "
             "or compile the quantized model itself; rtn and mse_clip solvers work from report.config"
