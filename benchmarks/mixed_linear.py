@@ -4,7 +4,7 @@
     TRITON_INTERPRET=1 python benchmarks/mixed_linear.py --dry        every step once, tiny, on the CPU
 
 Per shape and number of rows, microseconds of: bf16 (cuBLAS alone), mixed int8 and mixed fp8 (quantization + product, the low
-weights packed in 4 bits and written out in every call), the same with weights written out once ("kept"), and the quantization alone.
+weights packed in 4 bits and written out in every call), the same with weights written out once ("kept"), and quantization alone.
 ``--tune`` tries every tile of kernels/mixed_matmul.py first and uses the best; --configs adds them to a file of tuned tiles.
 """
 

@@ -90,7 +90,9 @@ def measure(options: argparse.Namespace) -> None:
     wanted = [(s, "float", None) for s in SAMPLES]
     for sample in reversed(SAMPLES):
         wanted += [(sample, name, config) for part in options.only for name, config in PARTS[part].items()]
-    wanted.sort(key=lambda run: run[1] not in ORDER and run[1] != "float")  # what the others are compared with comes first
+    wanted.sort(
+        key=lambda run: run[1] not in ORDER and run[1] != "float"
+    )  # what the others are compared with comes first
     for sample, name, config in wanted:
         runs = data["samples"].setdefault(sample, {})
         if name in runs:
