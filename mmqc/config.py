@@ -121,13 +121,41 @@ class ActivationSpec:
 
 
 @dataclass(frozen=True)
+class DynamicSpec:
+    """Activations quantized as they come: asymmetric, one scale per token and part of the channels.
+
+    Attributes:
+        bits: 2 to 8, of the channels' low part.
+        high_bits: 2, 3, 4 or 8, of the activations and the weights of the high part.
+        high_fraction: in [0, 1/2], how many of its channels a linear has in the high part; 0: one part.
+        high: the high part is ``basis``, the last coordinates of a principal basis (ResQ; a linear that reads none has one
+            part), or ``outliers``, the channels of the largest magnitudes that calibration saw (QUIK).
+    """
+
+    bits: int = 4
+    high_bits: int = 8
+    high_fraction: float = 0.0
+    high: Literal["basis", "outliers"] = "basis"
+
+    def __post_init__(self) -> None:
+        _require(2 <= self.bits <= 8, "DynamicSpec.bits", self.bits, "2 to 8")
+        _require(self.high_bits in (2, 3, 4, 8), "DynamicSpec.high_bits", self.high_bits, (2, 3, 4, 8))
+        _require(0 <= self.high_fraction <= 0.5, "DynamicSpec.high_fraction", self.high_fraction, "[0, 1/2]")
+        _require(self.high in ("basis", "outliers"), "DynamicSpec.high", self.high, ("basis", "outliers"))
+
+
+@dataclass(frozen=True)
 class Scheme:
-    """The scheme of every linear of one tower; ``activation=None`` means weight-only."""
+    """The scheme of every linear of one tower: static or dynamic activations, or neither: weight-only."""
 
     weight: WeightSpec = field(default_factory=WeightSpec)
     activation: ActivationSpec | None = None
+    dynamic: DynamicSpec | None = None
 
     def __post_init__(self) -> None:
+        if self.dynamic is not None:
+            plain = self.activation is None and self.weight.symmetric and not self.weight.group_size
+            _require(plain, "Scheme.dynamic", self.dynamic, "None beside static activations, zero points or groups")
         symmetric = self.weight.symmetric or self.activation is None
         _require(symmetric, "WeightSpec.symmetric", self.weight.symmetric, "True beside quantized activations")
         integer = self.weight.amplifier is not None
@@ -140,6 +168,9 @@ class Scheme:
 
     def __str__(self) -> str:
         """The field's shorthand, e.g. W4A8, W4A16-g128 or, with integer scales, W4A8-g128-i1024."""
+        if (d := self.dynamic) is not None:
+            share = f" + {d.high_fraction:g} at {d.high_bits}" if d.high_fraction else ""
+            return f"W{self.weight.bits}A{d.bits}{share}"
         group = f"-g{self.weight.group_size}" if self.weight.group_size else ""
         group += f"-i{self.weight.amplifier}" if self.weight.amplifier is not None else ""
         return f"W{self.weight.bits}A{self.activation.bits if self.activation else 16}{group}"
@@ -167,6 +198,49 @@ class ChannelScales:
 
 
 @dataclass(frozen=True)
+class Bases:
+    """ResQ's principal bases (arXiv:2412.14363, section 4.2), found by calibration.
+
+    Attributes:
+        streams: U_A, of the residual streams, one for each tower.
+        heads: U_B, of each key-value head's values.
+        random: what spreads a subspace's coordinates: ``orthogonal`` as in the authors' code, or ``hadamard``.
+    """
+
+    streams: bool = True
+    heads: bool = True
+    random: Literal["orthogonal", "hadamard"] = "orthogonal"
+
+    def __post_init__(self) -> None:
+        allowed = ("orthogonal", "hadamard")
+        _require(self.random in allowed, "Bases.random", self.random, allowed)
+
+
+@dataclass(frozen=True)
+class KVRounding:
+    """The decoder's keys and values rounded per head and token inside attention: the accuracy of a small cache, not its size.
+
+    Attributes:
+        bits: 2 to 8, of the low coordinates of a head.
+        high_bits: 2 to 8, of the high ones.
+        high_fraction: in [0, 1/2], how many of a head's coordinates are high.
+        basis: of keys, behind RoPE: ``principal`` (ResQ's U_C), ``hadamard`` (QuaRot's), or ``none``.
+    """
+
+    bits: int = 4
+    high_bits: int = 8
+    high_fraction: float = 0.0
+    basis: Literal["none", "hadamard", "principal"] = "none"
+
+    def __post_init__(self) -> None:
+        for name in ("bits", "high_bits"):
+            _require(2 <= getattr(self, name) <= 8, f"KVRounding.{name}", getattr(self, name), "2 to 8")
+        _require(0 <= self.high_fraction <= 0.5, "KVRounding.high_fraction", self.high_fraction, "[0, 1/2]")
+        allowed = ("none", "hadamard", "principal")
+        _require(self.basis in allowed, "KVRounding.basis", self.basis, allowed)
+
+
+@dataclass(frozen=True)
 class Rewrites:
     """Which rewrites run before quantization; all but ``suppress`` leave the model's function unchanged.
 
@@ -179,6 +253,8 @@ class Rewrites:
         suppress: MQuant's rotation magnitude suppression (section 4.3) behind each online Hadamard.
         seed: of the random signs.
         scales: AWQ's factors per channel go from norms and linears into the linears behind them; needs calibration.
+        bases: rotated spaces are rotated on, into ResQ's principal bases; needs calibration.
+        smooth: SmoothQuant's strength alpha: factors per channel from the largest inputs and weights; needs calibration.
     """
 
     fold_norms: bool = False
@@ -188,8 +264,14 @@ class Rewrites:
     suppress: bool = False
     seed: int = 0
     scales: ChannelScales | None = None
+    bases: Bases | None = None
+    smooth: float | None = None
 
     def __post_init__(self) -> None:
+        _require(self.rotate or self.bases is None, "Rewrites.rotate", self.rotate, "True where there are bases")
+        _require(self.smooth is None or 0 < self.smooth < 1, "Rewrites.smooth", self.smooth, "in (0, 1), or None")
+        both = self.scales is not None and self.smooth is not None
+        _require(not both, "Rewrites.smooth", self.smooth, "None beside scales")
         _require(
             self.fold_norms or not self.rotate, "Rewrites.fold_norms", self.fold_norms, "True where rotate is True"
         )
@@ -251,6 +333,7 @@ class QuantConfig(AOBaseConfig):
         down: the scheme of the language model's linears that read a non-linearity and write the residual stream (what Llama
             calls down_proj), if ``language`` has one; None: as the rest.
         kv: how the visual tokens of the KV cache are stored; None leaves the cache alone.
+        kv_rounding: of the decoder's keys and values; None leaves them as they are.
     """
 
     quant_method: ClassVar[str] = "mmqc"  # by which transformers finds the quantizer
@@ -264,6 +347,7 @@ class QuantConfig(AOBaseConfig):
     head: Scheme | None = None
     down: Scheme | None = None
     kv: KVSpec | None = None
+    kv_rounding: KVRounding | None = None
 
     def __or__(self, other: QuantConfig) -> QuantConfig:
         """A recipe for the weights and one for the KV cache, as one config.
@@ -296,11 +380,16 @@ class QuantConfig(AOBaseConfig):
     @property
     def needs_calibration(self) -> bool:
         """Whether some scale, solver or tau depends on data that ``statistics`` and ``kv`` do not already hold."""
-        if self.kv is not None and self.kv.search != "none" and not self.kv.tau:
+        if self.kv_rounding is not None or (self.kv is not None and self.kv.search != "none" and not self.kv.tau):
+            return True
+        if self.rewrites.bases is not None or self.rewrites.smooth is not None:
+            return bool(self.schemes)  # no statistics hold what these measure
+        if any(s.dynamic is not None and s.dynamic.high == "outliers" for s in self.schemes.values()):
             return True
         if self.statistics is not None:
             return any(s.weight.needs_hessian for s in self.schemes.values())
-        measured = any(s.activation is not None or s.weight.needs_hessian for s in self.schemes.values())
+        places = self.schemes.values()
+        measured = any(s.activation is not None or s.dynamic is not None or s.weight.needs_hessian for s in places)
         return measured or (self.rewrites.scales is not None and bool(self.schemes))
 
     def replace(self, **changes: Any) -> QuantConfig:
@@ -346,6 +435,8 @@ class QuantConfig(AOBaseConfig):
             data["rewrites"] = _decode(Rewrites, data["rewrites"], "rewrites")
         if data.get("kv") is not None:
             data["kv"] = _decode(KVSpec, data["kv"], "kv")
+        if data.get("kv_rounding") is not None:
+            data["kv_rounding"] = _decode(KVRounding, data["kv_rounding"], "kv_rounding")
         data["keep"] = tuple(data.get("keep", (HEAD,)))
         return _decode(cls, data, "QuantConfig")
 
@@ -364,7 +455,9 @@ def _encode(value: Any) -> Any:
     return [_encode(v) for v in value] if isinstance(value, tuple) else value
 
 
-_NESTED = {"weight": WeightSpec, "activation": ActivationSpec, "scales": ChannelScales}
+_NESTED = {
+    "weight": WeightSpec, "activation": ActivationSpec, "dynamic": DynamicSpec, "scales": ChannelScales, "bases": Bases,
+}  # fmt: skip
 
 
 def _granularity(value: Any) -> Granularity:

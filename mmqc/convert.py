@@ -15,9 +15,13 @@ from torch import Tensor, nn
 from .graph.kinds import kind
 from .graph.linear import operands, weight_of
 from .graph.program import Program
+from .mixed_linear import MixedLinear
 from .modality import ModalityContext
 from .modules import HadamardLinear, QuantLinear, RMSNorm
+from .passes.quantize_mixed import Stored
 from .rotated_norm import RotatedNorm
+
+QUANTIZED = ("weight_only_matmul", "scaled_matmul", "mixed_matmul")
 
 
 class Journal:
@@ -87,6 +91,13 @@ class Journal:
             part.data = part.data.to(device)
 
         return restore
+
+    def child(self, fqn: str, name: str, new: nn.Module) -> None:
+        """Add a submodule to a module."""
+        owner = self.model.get_submodule(fqn)
+        new.train(owner.training)
+        owner.add_module(name, new)
+        self.undo.append(lambda: owner._modules.pop(name))
 
     def attribute(self, owner: Any, name: str, value: Any) -> None:
         """Set an attribute (of a nested config, say)."""
@@ -197,6 +208,22 @@ def build_quantized(
             dtype=weight.dtype,
             weight_zero=None if solved.zero is None else solved.zero.to(device),
         )
+    return built | _build_mixed(model, prog, only)
+
+
+def _build_mixed(model: nn.Module, prog: Program, only: Container[str]) -> dict[str, QuantLinear]:
+    """A MixedLinear for every weight with dynamic activations."""
+    built: dict[str, QuantLinear] = {}
+    for fqn, node in {n.meta["fqn"]: n for n in prog.nodes("mixed_matmul") if n.meta["fqn"] in only}.items():
+        old = model.get_submodule(fqn.removesuffix(".weight"))
+        scheme, weight = node.meta["scheme"], old.get_parameter("weight")
+        stored, bias = Stored.of(prog.solved[fqn], scheme), getattr(old, "bias", None)
+        built[fqn.removesuffix(".weight")] = MixedLinear.from_stored(
+            [c.to(weight.device) for c in stored.codes], stored.scale.to(weight.device), stored.sum.to(weight.device),
+            widths=stored.widths, stored=stored.bits, activation=stored.activation_bits, weight_bits=scheme.weight.bits,
+            order=None if stored.order is None else stored.order.to(weight.device),
+            bias=None if bias is None else bias.detach(), hadamard=isinstance(old, HadamardLinear), dtype=weight.dtype,
+        )  # fmt: skip
     return built
 
 

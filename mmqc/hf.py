@@ -23,6 +23,7 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from . import kv_rounding
 from .checksum import hashes, verify
 from .config import QuantConfig
 from .expert_modules import QuantExperts
@@ -201,6 +202,8 @@ class MmqcQuantizer(HfQuantizer):
             from .cache_generate import attach  # it imports what registers this module
 
             attach(model, kv)
+        if any(isinstance(module, kv_rounding.KVRounder) for module in model.modules()):
+            kv_rounding.decoder_config(model)._attn_implementation = kv_rounding.NAME
         names = {name for name, _ in model.named_modules()}
         places = (local(fqn, model, names) for fqn in config.record.get("unseen", ()))
         guard(model, [name for name in places if name])
@@ -253,6 +256,7 @@ def rebuild(model: PreTrainedModel, config: MmqcConfig, dtype: torch.dtype) -> N
     """
     dtypes = {config.dtype: dtype} if config.dtype else {}
     names = {name for name, _ in model.named_modules()}
+    names |= {f"{name}.{kv_rounding.CHILD}" for name in names}  # a child that an attention module may have got
     places = {fqn: local(fqn, model, names) for fqn in (*config.modules, *map(_parent, config.parameters))}
     lost = [fqn for fqn, name in places.items() if name not in names]
     if lost and (len(lost) == len(places) or any(places[fqn] for fqn in lost)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,7 +27,9 @@ from .graph.record import record
 from .graph.runner import Steps, run
 from .hf import attach_config
 from .incoherence import incoherences, weight_towers
+from .kv_rounding import round_keys_and_values
 from .measure import Loss
+from .measured_rewrites import measured_rewrites
 from .modality import ModalityContext, detach
 from .modules import QuantLinear
 from .passes.assign_scheme import kept
@@ -81,7 +84,7 @@ class Job:
         prog.unsure = unsure_weights(self.model, prog.called)
         self.unseen = unseen_modules(self.model, prog.called)
         self.rewrite(prog)
-        self.steps = Steps(prog, self.solver(), FACTS, text=True)
+        self.steps = [Steps(prog, item, FACTS, text=True) for item in self.solvers()]
         self.nodes = {weight_of(n): n for n in prog.nodes("linear") if "scheme" in n.meta}
         self.places = {fqn: (node.meta["tower"], node.meta["role"]) for fqn, node in self.nodes.items()}
         self.schemes = {fqn: node.meta["scheme"] for fqn, node in self.nodes.items()}
@@ -95,8 +98,10 @@ class Job:
         whole = self.quantize()
         for module, mixture in experts.modules.items():
             self.journal.swap(module, mixture)
-        self.steps.finish()
-        run(prog, quantizing_passes()[1:], FACTS, text=True)
+        for steps in self.steps:
+            if steps.done or steps is self.steps[-1]:  # most configs have nothing for the others
+                steps.finish()
+        run(prog, quantizing_passes()[len(self.steps) :], FACTS, text=True)
         linears: Any = prog.statistics["linears"]
         prog.statistics = {**prog.statistics, "linears": {fqn: linears[fqn] for fqn in self.nodes}}
         config = self.config.replace(statistics=prog.statistics)
@@ -115,14 +120,20 @@ class Job:
         self.filter(prog)
         before, self.towers = incoherences(prog), weight_towers(prog)
         first = self.call(self.batches[0])
-        scales = self.config.rewrites.scales
-        expected = outputs(self.model, first) if prog.changed or scales is not None else []
+        scales, smoothed = self.config.rewrites.scales, self.config.rewrites.smooth
+        expected = outputs(self.model, first) if prog.changed or scales is not None or smoothed is not None else []
         self.untied = convert.write_exact(self.model, prog, self.journal)
         if scales is not None:
             self.bar.say("scaling channels")
             scale_channels(self.model, prog, scales, lambda: map(self.call, self.batches))
             self.untied += convert.write_weights(self.model, prog, self.journal)
+        self.untied += measured_rewrites(
+            self.model, prog, self.config, lambda: map(self.call, self.batches), self.journal
+        )
         self.rewrite_error = check(expected, outputs(self.model, first)) if expected else 0.0
+        if self.config.kv_rounding is not None:
+            batches = lambda: map(self.call, self.batches)  # noqa: E731
+            round_keys_and_values(self.model, self.config.kv_rounding, batches, self.config.rewrites.seed, self.journal)
         after = incoherences(prog)
         self.incoherence = {fqn: (before[fqn], after[fqn]) for fqn in before}
 
@@ -210,10 +221,13 @@ class Job:
             if scheme.activation is not None or scheme.weight.needs_hessian
         }
 
-    def solver(self) -> Any:
-        """The pass that rounds weights, told where second moments and earlier results are."""
+    def solvers(self) -> tuple[Any, Any]:
+        """The passes that round weights, told where second moments are."""
         self.moments: dict[str, Tensor | None] = {}
-        return quantizing_passes(hessian=lambda fqn: self.moments.pop(fqn, None), done=self.solved)[0]
+        self.earlier: dict[Any, Any] = {}  # results of an earlier run
+        given = {"hessian": lambda fqn: self.moments.pop(fqn, None), "done": self.solved}
+        mixed, plain, *_ = quantizing_passes(**given)
+        return mixed, dataclasses.replace(plain, cache=self.earlier)
 
     def solved(self, fqn: str, result: Any, error: float, seconds: float) -> None:
         """The pass has rounded one weight."""
@@ -231,7 +245,7 @@ class Job:
         unit = self.store.load(linears, self.residency.device)
         self.found.seconds.update(unit.seconds)
         for fqn, result in unit.solved.items():
-            self.steps.item.cache[(fqn, ())] = result  # type: ignore[attr-defined]
+            self.earlier[(fqn, ())] = result
         self.put(self.solve(linears, {n: unit.seen[f"{n}.weight"] for n in linears}), unit.losses)
 
     def solve(self, linears: Sequence[str], seen: Mapping[str, InputStatistics]) -> dict[str, QuantLinear]:
@@ -243,7 +257,8 @@ class Job:
             statistics = self.found.seen[fqn] = seen.get(name, InputStatistics())
             self.moments[fqn], statistics.hessian = statistics.hessian, None
             self.note(fqn, statistics)
-        self.steps.rewrite(lambda site: site.fqn in wanted)
+        for steps in self.steps:
+            steps.rewrite(lambda site: site.fqn in wanted)
         return convert.build_quantized(self.model, self.prog, self.context, wanted)
 
     def note(self, fqn: str, seen: InputStatistics) -> None:
@@ -280,7 +295,7 @@ class Job:
         self.notes[fqn] = solved.note
         if not solved.amplifier:  # integer scales are written into the graph at the end
             self.prog.solved.pop(fqn, None)
-        self.steps.item.cache.clear()  # type: ignore[attr-defined]
+        self.earlier.clear()
         for name in [n for n in self.prog.weights if n == fqn or n.startswith(f"{fqn}.")]:
             weight = self.prog.weights[name]
             self.prog.weights[name] = weight.new_zeros(()).expand(weight.shape)

@@ -5,14 +5,18 @@ module_spec(module) = spec        build_module(spec) has the same state_dict key
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from .config import KVRounding
 from .expert_call import ExpertCall
 from .expert_modules import QuantExperts, QuantStack
+from .kv_rounding import KVRounder
+from .mixed_linear import MixedLinear
 from .modules import HadamardLinear, QuantLinear, RMSNorm
 from .pointwise import Pointwise
 from .rotated_norm import RotatedNorm
@@ -164,9 +168,39 @@ def _build_quant_experts(spec: Spec, dtype: torch.dtype) -> QuantExperts:
     )
 
 
+def _describe_mixed_linear(module: MixedLinear) -> Spec:
+    return {
+        "out": module.out_features,
+        "widths": module.widths,
+        "stored": module.stored,
+        "activation": module.activation,
+        "weight_bits": module.weight_bits,
+        "hadamard": module.hadamard,
+        "order": module.order is not None,
+        "bias": module.bias is not None,
+        "dtype": dtype_name(module.float_dtype),
+    }
+
+
+def _build_mixed_linear(spec: Spec, dtype: torch.dtype) -> MixedLinear:
+    names = ("widths", "stored", "activation", "weight_bits", "hadamard", "order", "bias")
+    return MixedLinear.empty_parts(spec["out"], **{name: spec[name] for name in names}, dtype=dtype, device="meta")
+
+
+def _describe_kv_rounder(module: KVRounder) -> Spec:
+    dtype = None if module.basis is None else dtype_name(module.basis.dtype)
+    return {"size": module.size, "inner": module.inner, "spec": dataclasses.asdict(module.spec), "dtype": dtype}
+
+
+def _build_kv_rounder(spec: Spec, dtype: torch.dtype) -> KVRounder:
+    return KVRounder(spec["size"], KVRounding(**spec["spec"]), spec["inner"], device="meta").to(dtype)
+
+
 KINDS: dict[str, tuple[type[nn.Module], Callable[[Any], Spec], Callable[[Spec, torch.dtype], nn.Module]]] = {
     "quant_linear": (QuantLinear, _describe_quant_linear, _build_quant_linear),
     "quant_experts": (QuantExperts, _describe_quant_experts, _build_quant_experts),
+    "mixed_linear": (MixedLinear, _describe_mixed_linear, _build_mixed_linear),
+    "kv_rounder": (KVRounder, _describe_kv_rounder, _build_kv_rounder),
     "rms_norm": (RMSNorm, _describe_rms_norm, _build_rms_norm),
     "rotated_norm": (RotatedNorm, _describe_rotated_norm, _build_rotated_norm),
     "hadamard_linear": (HadamardLinear, _describe_hadamard_linear, _build_hadamard_linear),

@@ -16,6 +16,7 @@ from .passes.fold_signs import FoldSigns
 from .passes.fuse_rotation import FuseRotation
 from .passes.insert_hadamard import InsertHadamard
 from .passes.quantize_activations import QuantizeActivations
+from .passes.quantize_mixed import QuantizeMixed
 from .passes.quantize_weights import QuantizeWeights
 from .passes.raise_linear import RaiseLinear
 from .passes.raise_ops import RaiseOps
@@ -51,5 +52,5 @@ def exact_passes(config: QuantConfig) -> tuple[Pass, ...]:
 
 
 def quantizing_passes(**given: Any) -> tuple[Pass, ...]:
-    """Numerics change from here on; ``given`` goes to ``QuantizeWeights``."""
-    return (QuantizeWeights(**given), QuantizeActivations())
+    """Numerics change from here on; ``given`` goes to the passes that solve weights."""
+    return (QuantizeMixed(**given), QuantizeWeights(**given), QuantizeActivations())

@@ -10,8 +10,11 @@ from torchao.quantization.granularity import PerGroup, PerRow
 from .config import (
     ActivationSpec,
     Amplifier,
+    Bases,
     ChannelScales,
     ConfigError,
+    DynamicSpec,
+    KVRounding,
     KVSpec,
     QuantConfig,
     Rewrites,
@@ -19,7 +22,7 @@ from .config import (
     Search,
     Solver,
     WeightSpec,
-)  # fmt: skip
+)
 
 
 def rotate(*, online: bool = True, everywhere: bool = False, seed: int = 0) -> QuantConfig:
@@ -218,6 +221,124 @@ def kivi(bits: int = 2) -> QuantConfig:
 def global_range(bits: int = 2) -> QuantConfig:
     """A baseline: visual keys and values with one range each a sequence (CalibQuant, section 4: "global statistics")."""
     return QuantConfig(kv=KVSpec(bits, "tensor", "tensor"))
+
+
+def per_token(
+    weight_bits: int = 4, activation_bits: int = 4, *, kv_bits: int | None = None, solver: Solver = "gptq"
+) -> QuantConfig:
+    """Activations as they come, asymmetric, one scale per token; no rewrites: the baselines RTN and GPTQ of low-bit activations.
+
+    Args:
+        weight_bits: 2, 3, 4 or 8, one scale per output channel.
+        activation_bits: 2 to 8.
+        kv_bits: of the decoder's keys and values, rounded per head; None leaves them as they are.
+        solver: ``rtn``, ``mse_clip`` or ``gptq``.
+    """
+    return _dynamic(weight_bits, DynamicSpec(activation_bits), solver, Rewrites(), _kv(kv_bits))
+
+
+def smoothquant(
+    weight_bits: int = 4, activation_bits: int = 4, *, alpha: float = 0.5, kv_bits: int | None = None,
+    solver: Solver = "gptq",
+) -> QuantConfig:  # fmt: skip
+    """SmoothQuant (arXiv:2211.10438, equation 4) with dynamic activations; with GPTQ it is what ResQ calls SmoothQuant+.
+
+    Args:
+        weight_bits: 2, 3, 4 or 8, one scale per output channel.
+        activation_bits: 2 to 8.
+        alpha: in (0, 1), how much of the inputs' range goes into the weights.
+        kv_bits: of the decoder's keys and values, rounded per head; None leaves them as they are.
+        solver: as in ``per_token``.
+    """
+    return _dynamic(weight_bits, DynamicSpec(activation_bits), solver, Rewrites(smooth=alpha), _kv(kv_bits))
+
+
+def quarot(
+    weight_bits: int = 4,
+    activation_bits: int = 4,
+    *,
+    kv_bits: int | None = None,
+    solver: Solver = "gptq",
+    seed: int = 0,
+) -> QuantConfig:
+    """QuaRot (arXiv:2404.00456): randomized Hadamards in front of all linears, one precision.
+
+    Activations are asymmetric and not clipped, as ResQ compares it; QuaRot's own are symmetric, clipped at 0.9 of the maximum.
+
+    Args:
+        weight_bits: 2, 3, 4 or 8, one scale per output channel.
+        activation_bits: 2 to 8.
+        kv_bits: of the decoder's keys and values, rounded per head; None leaves them as they are.
+        solver: as in ``per_token``.
+        seed: of the random signs.
+    """
+    rewrites = Rewrites(fold_norms=True, rotate=True, hadamard=True, seed=seed)
+    return _dynamic(weight_bits, DynamicSpec(activation_bits), solver, rewrites, _kv(kv_bits, basis="hadamard"))
+
+
+def quik(
+    bits: int = 4, high_bits: int = 8, high_fraction: float = 1 / 8, *, activation_bits: int | None = None,
+    kv_bits: int | None = None, solver: Solver = "gptq",
+) -> QuantConfig:  # fmt: skip
+    """QUIK (arXiv:2310.09259): the channels of the largest magnitudes stay in more bits; no rotation.
+
+    The high channels are a fixed fraction of a linear's inputs in 8 bits, as ResQ compares it; QUIK's own are 256 in 16 bits.
+
+    Args:
+        bits: of the other channels' weights, and of their activations unless ``activation_bits`` is given.
+        high_bits: of the high channels' weights and activations.
+        high_fraction: how many channels of each linear.
+        activation_bits: 2 to 8.
+        kv_bits: of the decoder's keys and values, rounded per head; None leaves them as they are.
+        solver: as in ``per_token``.
+    """
+    dynamic = DynamicSpec(activation_bits or bits, high_bits, high_fraction, "outliers")
+    return _dynamic(bits, dynamic, solver, Rewrites(), _kv(kv_bits))
+
+
+def resq(
+    bits: int = 4, high_bits: int = 8, high_fraction: float = 1 / 8, kv_bits: int | None = 4, *,
+    activation_bits: int | None = None, streams: bool = True, heads: bool = True, keys: bool = True, hadamard: bool = True,
+    random: Literal["orthogonal", "hadamard"] = "orthogonal",
+    solver: Solver = "gptq", seed: int = 0,
+) -> QuantConfig:  # fmt: skip
+    """ResQ (arXiv:2412.14363): principal bases, the subspace of the largest variance in more bits, both towers.
+
+    The paper's Table 3 by (bits, activation_bits): 4/4 is (4, 4), 4/8 is (4, 8), 3/8 is (3, 8), 2/8 is (2, 8), 3/3 is (3, 3).
+
+    Args:
+        bits: of the low subspace's weights, and of its activations unless ``activation_bits`` is given.
+        high_bits: of the high subspace's weights and activations.
+        high_fraction: r / d, the size of the high subspace.
+        kv_bits: of the decoder's keys and values, whose high coordinates have ``high_bits``; None leaves them as they are.
+        activation_bits: 2 to 8.
+        streams: U_A, a basis for each tower's residual stream.
+        heads: U_B, a basis for each value head.
+        keys: U_C, a basis for each layer's keys behind RoPE, online.
+        hadamard: U_D, an online Hadamard in front of linears that read a non-linearity, which have one precision.
+        random: what mixes the coordinates of a subspace.
+        solver: as in ``per_token``.
+        seed: of everything random.
+    """
+    bases = Bases(streams, heads, random)
+    rewrites = Rewrites(fold_norms=True, rotate=True, hadamard=hadamard, seed=seed, bases=bases)
+    kv = _kv(kv_bits, high_bits, high_fraction, "principal" if keys else "none")
+    return _dynamic(bits, DynamicSpec(activation_bits or bits, high_bits, high_fraction), solver, rewrites, kv)
+
+
+def _kv(
+    bits: int | None,
+    high_bits: int = 8,
+    high_fraction: float = 0.0,
+    basis: Literal["none", "hadamard", "principal"] = "none",
+) -> KVRounding | None:
+    return None if bits is None else KVRounding(bits, high_bits, high_fraction, basis)
+
+
+def _dynamic(bits: int, dynamic: DynamicSpec, solver: Solver, rewrites: Rewrites, kv: KVRounding | None) -> QuantConfig:
+    """All three towers; channels in their own order, as the authors of ResQ have it."""
+    scheme = Scheme(WeightSpec(bits, PerRow(), solver, act_order=False), dynamic=dynamic)
+    return QuantConfig(vision=scheme, projector=scheme, language=scheme, rewrites=rewrites, kv_rounding=kv)
 
 
 def _head(bits: int | None) -> Scheme | None:

@@ -42,6 +42,7 @@ MAY_IMPORT = {
         "mmqc/demo.py",
         "mmqc/front/attention.py",
         "mmqc/front/static_cache.py",
+        "mmqc/kv_rounding.py",
     ),
     "kernels": (),
 }

@@ -47,6 +47,7 @@ class Plan:
         gains: linears that took in a norm's gain and bias: name -> (gain, bias or nothing,
             the value of the gain's weight that means 1, index of the gain element per column or -1).
         scalings: factors per channel that were moved from writers to readers.
+        based: places of spaces that were rotated into a basis measured on data; a fragment cannot follow these.
     """
 
     rotated: dict[str, dict[int, list[Tensor]]] = field(default_factory=dict)
@@ -56,6 +57,7 @@ class Plan:
     hadamards: set[str] = field(default_factory=set)
     gains: dict[str, tuple[str, str, float, Tensor]] = field(default_factory=dict)
     scalings: list[Scaling] = field(default_factory=list)
+    based: set[str] = field(default_factory=set)
 
     def rotate(self, fqn: str, axis: int, groups: Tensor) -> None:
         """Note that ``groups`` of an axis were rotated."""

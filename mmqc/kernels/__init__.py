@@ -20,4 +20,5 @@ def install() -> bool:
     if there and torch.version.hip is None:
         importlib.import_module("mmqc.kernels.on_cuda")
         importlib.import_module("mmqc.kernels.kv_on_cuda")
+        importlib.import_module("mmqc.kernels.mixed_on_cuda")
     return there and torch.version.hip is None

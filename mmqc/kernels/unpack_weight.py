@@ -1,6 +1,6 @@
 """Write a stored weight out once, for matmuls with so many rows that this costs nothing next to them.
 
-    out[n, k] = w_q[n, k]                          int8, from packed codes (ops/pack.py)
+    out[n, k] = w_q[n, k]                          int8, fp8 or fp16, from packed codes (ops/pack.py)
     out[n, k] = (w_q[n, k] - z[n, k // g]) s[n, k // g]     fp16, bf16, fp32, from codes of 2, 3, 4 or 8 bits
 
 Shapes:  w_q uint8 [N, packed_width] or int8 [N, K]   s, z [N] or [N, ceil(K/g)]   out [N, K]
@@ -50,7 +50,9 @@ def unpack_weight_kernel(
             value *= tl.load(scale_ptr + group, mask=mask, other=0.0).to(tl.float32)
             tl.store(out_ptr + n * K + k, value.to(out_ptr.dtype.element_ty), mask=mask)
         else:
-            tl.store(out_ptr + n * K + k, codes.to(tl.int8), mask=mask)
+            if out_ptr.dtype.element_ty != tl.int8:  # floating point of 8 or 16 bits holds these codes exactly
+                codes = codes.to(tl.float32)
+            tl.store(out_ptr + n * K + k, codes.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 def unpack_weight(

@@ -17,8 +17,10 @@ from mmqc.lowering import (
     gather_tokens,
     grouped_matmul,
     hadamard,
+    mixed_matmul,
     modality_order,
     quantize,
+    quantize_per_token,
     rotate,
     scaled_matmul,
     tag_modality,
@@ -26,9 +28,8 @@ from mmqc.lowering import (
 )
 
 __all__ = [
-    "causal_mask", "fallbacks", "fused", "gather_rows", "gather_tokens", "grouped_matmul", "hadamard", "modality_order", "quantize",
-    "rotate",
-    "scaled_matmul", "tag_modality", "weight_only_matmul",
+    "causal_mask", "fallbacks", "fused", "gather_rows", "gather_tokens", "grouped_matmul", "hadamard", "mixed_matmul",
+    "modality_order", "quantize", "quantize_per_token", "rotate", "scaled_matmul", "tag_modality", "weight_only_matmul",
 ]  # fmt: skip
 
 kernels.install()
@@ -39,6 +40,7 @@ WHY_NOT = {
     torch.ops.mmqc.weight_only_matmul.default: weight_only_matmul.why_not,
     torch.ops.mmqc.weight_only_matmuls.default: weight_only_matmul.why_not,
     torch.ops.mmqc.grouped_matmul.default: grouped_matmul.why_not,
+    torch.ops.mmqc.mixed_matmul.default: mixed_matmul.why_not,
     torch.ops.mmqc.hadamard.default: hadamard.why_not,
     torch.ops.mmqc.hadamard_quantize.default: hadamard.why_not,
 }

@@ -114,7 +114,7 @@ def _padded_int_mm(x: TensorBox, w: TensorBox, n: int, k: int, rows_known_large:
     return cut(cut(acc, 0, 0, m), 1, 0, n)
 
 
-def _int_matmul(x: TensorBox, w: TensorBox, n: int, k: int) -> TensorBox:
+def int_matmul(x: TensorBox, w: TensorBox, n: int, k: int) -> TensorBox:
     """X wᵀ in int32 (exact in float64 where no integer product is to be had)."""
     device = x.get_device_or_error().type
     large = at_least(x.get_size()[0], CUDA_MIN_ROWS)
@@ -161,7 +161,7 @@ def lower_scaled_matmul(
     if group_size:
         flat_acc = _group_matmul(flat, codes, w_scale if group_scale is None else group_scale, group_size)
     else:
-        flat_acc = _int_matmul(flat, codes, n, k)
+        flat_acc = int_matmul(flat, codes, n, k)
     acc = lowerings[aten.view.default](flat_acc, size)
     dtype = torch.promote_types(out_dtype, torch.float32)
     load, load_x = acc.make_loader(), row_scale_loader(x_scale, visual, rows, dtype)

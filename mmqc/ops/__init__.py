@@ -14,8 +14,10 @@ from mmqc.ops import (
     hadamard_quantize,
     kv_attention,
     kv_pack,
+    mixed_matmul,
     modality_order,
     quantize,
+    quantize_per_token,
     rotate,
     scaled_matmul,
     scaled_matmuls,
@@ -26,6 +28,6 @@ from mmqc.ops import (
 
 __all__ = [
     "causal_mask", "gather_rows", "gather_tokens", "gptq_block", "grouped_matmul", "hadamard", "hadamard_quantize",
-    "kv_attention", "kv_pack", "modality_order", "quantize", "rotate", "scaled_matmul", "scaled_matmuls",
-    "tag_modality", "weight_only_matmul", "weight_only_matmuls",
+    "kv_attention", "kv_pack", "mixed_matmul", "modality_order", "quantize", "quantize_per_token", "rotate",
+    "scaled_matmul", "scaled_matmuls", "tag_modality", "weight_only_matmul", "weight_only_matmuls",
 ]  # fmt: skip

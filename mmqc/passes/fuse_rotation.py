@@ -2,6 +2,7 @@
 
     x <- x R:    writers  W <- Rᵀ W,  b <- Rᵀ b        readers  W <- W R        R = diag(±1) H
     where a LayerNorm that kept its mean reads the space:  R <- R (I - 2 w wᵀ), so that 1ᵀ R = 1ᵀ and LN(x R) = LN(x) R
+    with ``given`` matrices: R is the one for the space's place, in the coordinates that it has by then (ResQ's bases)
 
 Shapes:  space [*, n]   R [n, n] orthogonal, the same for every space of one width and seed
 Why:     a rotation spreads outliers over all channels of a space (QuaRot, arXiv:2404.00456; MQuant section 4).
@@ -16,7 +17,7 @@ Refuses: a space that anything but weights and unit-scale norms touches: a non-l
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
@@ -58,12 +59,14 @@ class FuseRotation:
     """See the module's docstring.
 
     ``seed`` is that of the random signs.  With ``online`` a norm whose gain starts or ends a space may rotate at run time,
-    where it serves ``LINEARS`` linears or more; with ``everywhere`` however few there are.
+    where it serves ``LINEARS`` linears or more; with ``everywhere`` however few there are.  With ``given``, R float64 [n, n]
+    by a space's place, the pass takes those spaces alone, rotated before or not, and each once.
     """
 
     seed: int = 0
     online: bool = False
     everywhere: bool = False
+    given: Mapping[str, Tensor] | None = field(default=None, compare=False, repr=False)
     name: ClassVar[str] = "fuse_rotation"
     needs: ClassVar[frozenset[str]] = frozenset({"ops.raised"})
     gives: ClassVar[frozenset[str]] = frozenset()
@@ -72,6 +75,9 @@ class FuseRotation:
     def match(self, prog: Program) -> Iterator[Site | Miss]:
         """Every space that weights write and linears read; in a fragment, those that the plan names."""
         spaces = Spaces.of(prog)
+        if self.given is not None:
+            yield from self.match_given(prog, spaces, self.given)
+            return
         eligible: dict[tuple[int, bool], list[Space]] = {}
         alone: dict[str, fx.Node] = {}
         for space in spaces:
@@ -91,6 +97,14 @@ class FuseRotation:
             yield from self.with_edges(spaces, group, keep_mean)
         if not prog.fragment:
             yield from unfollowed(spaces, alone)
+
+    def match_given(self, prog: Program, spaces: Spaces, given: Mapping[str, Tensor]) -> Iterator[Site | Miss]:
+        """The spaces for which there are matrices; nothing online."""
+        for space in spaces:
+            if not space.touches or place(space) not in given.keys() - prog.decided.based:
+                continue
+            reason = "norms over it read its mean" if space.mean_pins else self.why_not(prog, space)
+            yield _miss(space, reason) if reason else Site((space,), Crossings())
 
     def whole(self, spaces: Spaces, space: Space) -> Site | Miss:
         """The site of a space of a whole model; norms that start it rotate what they write."""
@@ -143,16 +157,21 @@ class FuseRotation:
 
     def rewrite(self, prog: Program, site: Site) -> None:
         """Multiply R into every touch; at a fragment's edges put rotate ops."""
-        turn = Rotation.of(site.spaces[0].width, self.seed, site.keep_mean)
+        if self.given is None:
+            turn = Rotation.of(site.spaces[0].width, self.seed, site.keep_mean)
+        else:
+            turn = Given(self.given[place(site.spaces[0])])
+            prog.decided.based.add(place(site.spaces[0]))
         for touch in (t for space in site.spaces for t in space.touches):
-            prog.decided.rotate(touch.fqn, touch.axis, touch.groups)
+            if not prog.decided.is_rotated(touch.fqn, touch.axis, touch.groups):
+                prog.decided.rotate(touch.fqn, touch.axis, touch.groups)
             if site.keep_mean:
                 prog.decided.mean_kept.add((touch.fqn, touch.axis))
             prog.derive(touch.fqn, f"rotated {touch.role} axis {touch.axis}", touch.apply(turn), touch.axis)
             bias = bias_of(prog, touch.node) if touch.role == "writer" and touch.axis == 0 else ""
             if bias:
                 prog.derive(bias, "rotated bias", Touch(bias, 0, touch.groups, "writer", touch.node).apply(turn))
-        if site.edges.count:
+        if site.edges.count and isinstance(turn, Rotation):
             wide = torch.promote_types(prog.weights[site.spaces[0].touches[0].fqn].dtype, torch.float32)
             note = (self.seed, site.keep_mean)
             change_outputs(prog, site.edges, _explicit(prog, turn, wide, note, inverse=True))
@@ -168,6 +187,12 @@ def unfollowed(spaces: Spaces, alone: Mapping[str, fx.Node]) -> Iterator[Miss]:
         x = spaces.found.contractions[reader.node].x
         if reader.ids is None and kind(x) != "placeholder" and kind(reader.node) != "conv":
             yield Miss(reader.node.name, f"{x.name}: nothing is known of the channels of a {kind(x)}", reader.fqn)
+
+
+def place(space: Space) -> str:
+    """A name for a space: where the first of its coordinates lies on a weight; rotations do not change it."""
+    fqn, axis, index = min((t.fqn, t.axis, int(t.groups.min())) for t in space.touches)
+    return f"{fqn} {axis} {index}"
 
 
 def _starts_at_a_norm(prog: Program, source: Source) -> bool:
@@ -223,6 +248,17 @@ class Rotation:
         """V R along the last axis, in v's dtype."""
         y = rotated(v, [f.to(v) for f in self.factors], self.signs.to(v), inverse=False)
         return y if self.mirror is None else reflect(y, self.mirror.to(v))
+
+
+@dataclass(frozen=True, eq=False)
+class Given:
+    """A matrix that was computed elsewhere; calling it gives v R."""
+
+    matrix: Tensor
+
+    def __call__(self, v: Tensor) -> Tensor:
+        """V R along the last axis, in v's dtype."""
+        return v @ self.matrix.to(v)
 
 
 def _explicit(prog: Program, turn: Rotation, wide: torch.dtype, note: tuple[int, bool], inverse: bool) -> Change:

@@ -62,7 +62,7 @@ class QuantizeWeights:
         """Linears with a scheme, by weight."""
         by_weight: dict[str, list[fx.Node]] = {}
         for node in prog.nodes("linear"):
-            if "scheme" in node.meta:
+            if "scheme" in node.meta and node.meta["scheme"].dynamic is None:
                 by_weight.setdefault(weight_of(node), []).append(node)
         for fqn, nodes in by_weight.items():
             yield Site(fqn, tuple(nodes), nodes[0].meta["scheme"])

@@ -1,0 +1,78 @@
+"""Tile code and kernel of mixed_matmul.py: two scale groups in one walk over one accumulator.
+
+    acc   = sum over low k of  x_l w_l                                    int8 in int32, or fp8 in float32
+    acc  <- float32(acc) (s_xl / s_xh) (s_wl / s_wh)                      in place: the units of the high part
+    acc  += sum over high k of  x_h w_h                                   fp16 codes in float32
+    y     = acc s_xh s_wh + o_xl s_wl c_l + o_xh s_wh c_h + b
+
+Why:     a second accumulator would not fit the registers beside a tile of 128 x 256, and 8-bit codes are exact in fp16, whose
+         products are summed in float32: the low part, most of K, runs at the rate of int8 or fp8 and nothing is kept twice.
+"""
+
+import triton
+import triton.language as tl
+
+from mmqc.kernels.program_order import grouped_tile
+
+
+@triton.jit
+def finish_mixed_tile(
+    acc, y_ptr, x_scale_ptr, x_offset_ptr, w_scale_ptr, w_sum_ptr, bias_ptr, rows, cols, M, N, stride_y,
+    PARTS: tl.constexpr, HAS_BIAS: tl.constexpr,
+):  # fmt: skip
+    """The epilogue: acc [BM, BN] in units of the last part -> y."""
+    row_mask, col_mask = rows < M, cols < N
+    last: tl.constexpr = PARTS - 1
+    s_x = tl.load(x_scale_ptr + rows * PARTS + last, mask=row_mask, other=0.0)
+    s_w = tl.load(w_scale_ptr + cols * PARTS + last, mask=col_mask, other=0.0)
+    y = acc * s_x[:, None] * s_w[None, :]
+    for p in tl.static_range(PARTS):  # pyright: ignore[reportGeneralTypeIssues]  # compiled, not run
+        o = tl.load(x_offset_ptr + rows * PARTS + p, mask=row_mask, other=0.0)
+        c = tl.load(w_sum_ptr + cols * PARTS + p, mask=col_mask, other=0).to(tl.float32)
+        c = c * tl.load(w_scale_ptr + cols * PARTS + p, mask=col_mask, other=0.0)
+        y += o[:, None] * c[None, :]
+    if HAS_BIAS:
+        y += tl.load(bias_ptr + cols, mask=col_mask, other=0.0).to(tl.float32)[None, :]
+    at = y_ptr + rows.to(tl.int64)[:, None] * stride_y + cols[None, :]
+    tl.store(at, y.to(y_ptr.dtype.element_ty), mask=row_mask[:, None] & col_mask[None, :])
+
+
+@triton.jit
+def to_high_units_tile(acc, x_scale_ptr, w_scale_ptr, rows, cols, M, N):
+    """Acc [BM, BN] of the low part in units of the high part."""
+    row_mask, col_mask = rows < M, cols < N
+    x_low = tl.load(x_scale_ptr + rows * 2, mask=row_mask, other=0.0)
+    x_high = tl.load(x_scale_ptr + rows * 2 + 1, mask=row_mask, other=1.0)
+    w_low = tl.load(w_scale_ptr + cols * 2, mask=col_mask, other=0.0)
+    w_high = tl.load(w_scale_ptr + cols * 2 + 1, mask=col_mask, other=1.0)
+    return acc * (x_low / x_high)[:, None] * (w_low / w_high)[None, :]
+
+
+@triton.jit
+def mixed_matmul_kernel(
+    x_desc, w_desc, x_high_desc, w_high_desc, y_ptr, x_scale_ptr, x_offset_ptr, w_scale_ptr, w_sum_ptr, bias_ptr,
+    M, N, LOW, HIGH, stride_y,
+    PARTS: tl.constexpr, HAS_BIAS: tl.constexpr, ACC: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_H: tl.constexpr, GROUP_M: tl.constexpr, PROGRAMS: tl.constexpr,
+):  # fmt: skip
+    """Persistent: every program walks over tiles.  LOW, HIGH: channels of the two parts."""
+    tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
+    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, PROGRAMS):
+        tile_m, tile_n = grouped_tile(tile, tiles_m, tiles_n, GROUP_M)
+        rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
+        cols = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+        low = tl.zeros((BLOCK_M, BLOCK_N), ACC)
+        for k in range(0, LOW, BLOCK_K):
+            # What lies outside the tensor arrives as zeros: no masks along K.
+            x = x_desc.load([tile_m * BLOCK_M, k])
+            w = w_desc.load([tile_n * BLOCK_N, k])
+            low = tl.dot(x, w.T, low, out_dtype=ACC)
+        acc = low.to(tl.float32)
+        if PARTS == 2:
+            acc = to_high_units_tile(acc, x_scale_ptr, w_scale_ptr, rows, cols, M, N)
+            for k in range(0, HIGH, BLOCK_H):
+                x = x_high_desc.load([tile_m * BLOCK_M, k])
+                w = w_high_desc.load([tile_n * BLOCK_N, k])
+                acc = tl.dot(x.to(tl.float16), w.to(tl.float16).T, acc, out_dtype=tl.float32)
+        finish_mixed_tile(acc, y_ptr, x_scale_ptr, x_offset_ptr, w_scale_ptr, w_sum_ptr, bias_ptr, rows, cols, M, N,
+                          stride_y, PARTS, HAS_BIAS)  # fmt: skip

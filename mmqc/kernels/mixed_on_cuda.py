@@ -1,0 +1,81 @@
+"""The ops of the linear in two precisions on CUDA: importing this file registers them.
+
+    mmqc::quantize_per_token, mixed_matmul   on CUDA   ->  the Triton kernels, rows flattened, int8 codes in one matrix
+
+What a kernel cannot take goes to the reference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from mmqc.kernels import mixed_matmul as mixed
+from mmqc.kernels import quantize_per_token as per_token
+from mmqc.kernels.unpack_weight import unpack_weight
+from mmqc.ops import mixed_matmul as mixed_op
+from mmqc.ops import quantize_per_token as per_token_op
+
+
+def _rows(x: Tensor) -> Tensor:
+    flat = x.reshape(-1, x.shape[-1])
+    return flat if flat.stride(-1) == 1 else flat.contiguous()
+
+
+def quantize_per_token(
+    x: Tensor, order: Tensor | None, widths: Sequence[int], bits: Sequence[int]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``mmqc::quantize_per_token`` on CUDA."""
+    per_token_op.check_parts(x.shape[-1], widths, bits)
+    rows = _rows(x) if order is None else _rows(x).index_select(1, order)
+    if per_token.supports(rows, widths, bits, torch.int8) is not None:
+        return per_token_op.reference(x, order, widths, bits)
+    q = torch.empty(rows.shape, dtype=torch.int8, device=x.device)
+    scale, offset = (x.new_empty(len(rows), len(widths), dtype=torch.float32) for _ in "so")
+    parts = _split(q, scale, offset, widths)
+    if len(rows):
+        per_token.launch(rows, parts, widths, bits).run()
+    size = (*x.shape[:-1], len(widths))
+    return q.view(x.shape), scale.view(size), offset.view(size)
+
+
+def _split(q: Tensor, scale: Tensor, offset: Tensor, widths: Sequence[int]) -> per_token.Parts:
+    low, *more = q.split(list(widths), 1)
+    return per_token.Parts(low, more[0] if more else None, scale, offset)
+
+
+def _unpacked(w: Tensor, width: int) -> Tensor:
+    return unpack_weight(w, width, bits=4) if w.dtype == torch.uint8 else w
+
+
+def why_not(
+    x_q: Tensor, x_scale: Tensor, x_offset: Tensor, w_q: Sequence[Tensor], w_scale: Tensor, w_sum: Tensor,
+    bias: Tensor | None, widths: Sequence[int], out_dtype: torch.dtype,
+) -> str | None:  # fmt: skip
+    """None, or why the kernel cannot take these operands, whose weights are unpacked."""
+    if len(widths) > 2:
+        return f"{len(widths)} parts: the kernel has two"
+    parts = _split(x_q, x_scale, x_offset, widths)
+    weight = mixed.Weight(w_q[0], w_q[1] if len(w_q) == 2 else None, w_scale, w_sum)
+    return mixed.supports(parts, weight, bias, out_dtype)
+
+
+def mixed_matmul(
+    x_q: Tensor, x_scale: Tensor, x_offset: Tensor, w_q: Sequence[Tensor], w_scale: Tensor, w_sum: Tensor,
+    bias: Tensor | None, widths: Sequence[int], weight_bits: Sequence[int], out_dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    """``mmqc::mixed_matmul`` on CUDA: packed weights are written out, then multiplied."""
+    mixed_op.check(x_q, x_scale, x_offset, w_q, w_scale, w_sum, widths, weight_bits)
+    rows, s, o = _rows(x_q), *(t.reshape(-1, len(widths)).contiguous() for t in (x_scale, x_offset))
+    weights = [_unpacked(w, width) for w, width in zip(w_q, widths, strict=True)]
+    if why_not(rows, s, o, weights, w_scale, w_sum, bias, widths, out_dtype) is not None:
+        return mixed_op.reference(x_q, x_scale, x_offset, w_q, w_scale, w_sum, bias, widths, weight_bits, out_dtype)
+    weight = mixed.Weight(weights[0], weights[1] if len(weights) == 2 else None, w_scale, w_sum)
+    y = mixed.mixed_matmul(_split(rows, s, o, widths), weight, bias, out_dtype=out_dtype)
+    return y.view(*x_q.shape[:-1], len(w_scale))
+
+
+for implementation in (quantize_per_token, mixed_matmul):
+    torch.library.impl(f"mmqc::{implementation.__name__}", "CUDA", implementation)

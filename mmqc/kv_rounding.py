@@ -1,0 +1,151 @@
+"""Keys and values rounded per head, in ResQ's two precisions, inside attention: the accuracy of a 4-bit cache.
+
+    k' = Q(k U_C)     q' = q U_C     v' = Q(v)        attention(q', k', v')        q' k'ᵀ = q kᵀ without Q, for U_C is orthogonal
+
+Shapes:  q [B, H, T, D]   k, v [B, H_kv, T, D], behind RoPE   U_C [D, D], one for the heads of a layer
+         Q: quantize_per_token of every head and token, the last r coordinates in ``high_bits``, dequantized at once
+Why:     U_C cannot be folded: RoPE stands between it and the weights (arXiv:2412.14363, section 4.3).  U_B is in the weights.
+The cache itself holds the model's dtype: a token's codes follow from that token alone, so rounding when attention reads is
+rounding when the cache is written, and storing them packed is left to a cache class.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import mmqc.ops  # noqa: F401  (defines torch.ops.mmqc)
+from mmqc.config import ConfigError, KVRounding
+from mmqc.ops.rotate import random_hadamard, rotation_matrix
+from mmqc.solvers.principal_basis import high_width, principal_basis
+
+NAME, CHILD = "mmqc_kv_rounding", "kv_rounding"
+
+
+class KVRounder(nn.Module):
+    """What a layer's attention does to its keys and values; a child of the attention module.
+
+    ``basis`` is U_C; None until it is known, when only second moments are taken.
+    """
+
+    basis: Tensor | None
+
+    def __init__(self, size: int, spec: KVRounding, inner: str, device: Any = None) -> None:
+        super().__init__()
+        high = high_width(size, spec.high_fraction)
+        self.size, self.spec, self.inner = size, spec, inner
+        self.widths, self.bits = ([size - high, high], [spec.bits, spec.high_bits]) if high else ([size], [spec.bits])
+        self.register_buffer("basis", torch.empty(size, size, device=device))
+
+    def rounded(self, x: Tensor) -> Tensor:
+        """Q(x) in x's dtype."""
+        q, s, o = torch.ops.mmqc.quantize_per_token(x, None, self.widths, self.bits)
+        parts = q.to(s.dtype).split(self.widths, -1)
+        return torch.cat([p * s[..., i, None] + o[..., i, None] for i, p in enumerate(parts)], -1).to(x.dtype)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(q', k', v')."""
+        assert self.basis is not None
+        u = self.basis.to(q.dtype)
+        return q @ u, self.rounded(k @ u), self.rounded(v)
+
+
+class _Moments:
+    """KᵀK float64 [D, D] by attention module, while a calibration runs."""
+
+    active: dict[nn.Module, Tensor] | None = None
+
+
+def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any) -> Any:
+    """The attention interface of transformers: round, then attend as the model did before."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    if _Moments.active is not None:
+        rows = key.detach().reshape(-1, key.shape[-1])
+        rows = rows if rows.dtype == torch.float64 else rows.float()
+        square = (rows.T @ rows).double()
+        _Moments.active[module] = _Moments.active.get(module, 0) + square
+        return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, mask, **kwargs)
+    rounder = getattr(module, CHILD)
+    query, key, value = rounder(query, key, value)
+    return ALL_ATTENTION_FUNCTIONS[rounder.inner](module, query, key, value, mask, **kwargs)
+
+
+def register() -> bool:
+    """Make the function, and sdpa's masks for it, known to transformers, if that is imported."""
+    if "transformers.modeling_utils" not in sys.modules:
+        return False
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+    if NAME not in AttentionInterface._global_mapping:
+        AttentionInterface.register(NAME, attend)
+        AttentionMaskInterface.register(NAME, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+    return True
+
+
+def decoder_config(model: nn.Module) -> Any:
+    """The config whose attention has a cache."""
+    config = getattr(model, "config", None)
+    get = getattr(config, "get_text_config", None)
+    found = get(decoder=True) if get is not None else None
+    if found is None or not hasattr(found, "_attn_implementation") or not register():
+        raise ConfigError(
+            f"{type(model).__name__} has no decoder config of transformers: its keys and values cannot be rounded"
+        )
+    return found
+
+
+@contextmanager
+def _observed(config: Any) -> Iterator[dict[nn.Module, Tensor]]:
+    before = config._attn_implementation
+    config._attn_implementation, _Moments.active = NAME, {}
+    try:
+        yield _Moments.active
+    finally:
+        config._attn_implementation, _Moments.active = before, None
+
+
+@torch.no_grad()
+def round_keys_and_values(
+    model: nn.Module, spec: KVRounding, batches: Callable[[], Iterable[Mapping[str, Any]]], seed: int, journal: Any
+) -> list[str]:
+    """Give every attention module of the decoder a ``KVRounder``, by calibration; returns their names.
+
+    Raises:
+        ConfigError: the model is none of transformers', its attention is not sdpa, or it does not go through its interface.
+    """
+    config = decoder_config(model)
+    if config._attn_implementation != "sdpa":
+        raise ConfigError(
+            f"keys and values are rounded in front of sdpa, but the model attends by {config._attn_implementation!r}; load it "
+            "with attn_implementation='sdpa'"
+        )
+    with _observed(config) as moments:
+        for batch in batches():
+            model(**batch)
+        found = dict(moments)
+    names = {module: name for name, module in model.named_modules()}
+    if not found:
+        raise ConfigError(f"{type(model).__name__} does not attend through transformers' interface: no keys were seen")
+    for module, moment in found.items():
+        rounder = KVRounder(len(moment), spec, "sdpa", moment.device)
+        rounder.basis = basis_of(moment, spec, seed).to(next(module.parameters(), moment).dtype)
+        journal.child(names[module], CHILD, rounder)
+    journal.attribute(config, "_attn_implementation", NAME)
+    return [names[module] for module in found]
+
+
+def basis_of(moment: Tensor, spec: KVRounding, seed: int) -> Tensor:
+    """U_C float64 [D, D] of a layer's keys."""
+    n = len(moment)
+    if spec.basis == "principal":
+        return principal_basis(moment, high_width(n, spec.high_fraction), seed)
+    if spec.basis == "hadamard":
+        return rotation_matrix(*random_hadamard(n, seed)).to(moment.device)
+    return torch.eye(n, dtype=torch.float64, device=moment.device)

@@ -1,0 +1,65 @@
+"""quantize_per_token as two reductions and a pointwise node a part, which fuse with whatever produced x.
+
+    s = (max x - min x) / (2^b - 1)        q = round((x - min x) / s) - 2^(b-1)        o = min x + 2^(b-1) s
+
+Shapes:  those of ops/quantize_per_token.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from mmqc.lowering.inductor import Pointwise, TensorBox, convert, lowerings, ops, register_lowering
+
+aten = torch.ops.aten
+
+
+def _scale(low: TensorBox, high: TensorBox, bits: int) -> TensorBox:
+    load_low, load_high, dtype = low.make_loader(), high.make_loader(), low.get_dtype()
+
+    def inner(index: Sequence[Any]) -> Any:
+        s = ops.truediv(ops.sub(load_high(index), load_low(index)), ops.constant(2.0**bits - 1, dtype))
+        return ops.where(ops.gt(s, ops.constant(0.0, dtype)), s, ops.constant(1.0, dtype))
+
+    return Pointwise.create(device=low.get_device(), dtype=dtype, inner_fn=inner, ranges=list(low.get_size()))
+
+
+def _codes(part: TensorBox, low: TensorBox, scale: TensorBox, bits: int) -> TensorBox:
+    load, load_low, load_s = part.make_loader(), low.make_loader(), scale.make_loader()
+    dtype, top = part.get_dtype(), 2.0**bits - 1
+
+    def inner(index: Sequence[Any]) -> Any:
+        row = [*index[:-1], 0]
+        q = ops.round(ops.truediv(ops.sub(load(index), load_low(row)), load_s(row)))
+        q = ops.minimum(ops.maximum(q, ops.constant(0.0, dtype)), ops.constant(top, dtype))
+        return ops.to_dtype(ops.sub(q, ops.constant(2.0 ** (bits - 1), dtype)), torch.int8)
+
+    return Pointwise.create(device=part.get_device(), dtype=torch.int8, inner_fn=inner, ranges=list(part.get_size()))
+
+
+@register_lowering(torch.ops.mmqc.quantize_per_token.default, type_promotion_kind=None)
+def lower_quantize_per_token(
+    x: TensorBox, order: TensorBox | None, widths: Sequence[int], bits: Sequence[int]
+) -> tuple[TensorBox, TensorBox, TensorBox]:
+    """Codes, scales and offsets."""
+    wide = convert(x, torch.promote_types(x.get_dtype(), torch.float32))
+    axis = len(wide.get_size()) - 1
+    if order is not None:
+        wide = lowerings[aten.index.Tensor](wide, [*[None] * axis, order])
+    codes, scales, offsets = [], [], []
+    start = 0
+    for width, b in zip(widths, bits, strict=True):
+        part = lowerings[aten.slice.Tensor](wide, axis, start, start + width)
+        start += width
+        low, high = (lowerings[f](part, [axis], True) for f in (aten.amin.default, aten.amax.default))
+        s = _scale(low, high, b)
+        codes.append(_codes(part, low, s, b))
+        scales.append(s)
+        offsets.append(lowerings[aten.add.Tensor](low, lowerings[aten.mul.Tensor](s, 2.0 ** (b - 1))))
+    q, s, o = (
+        parts[0] if len(parts) == 1 else lowerings[aten.cat.default](parts, axis) for parts in (codes, scales, offsets)
+    )
+    return q, s, o

@@ -1,0 +1,126 @@
+"""Weights in several precisions: every part of the input channels has its bits and its scale per output channel.
+
+    w_k ≈ s_p q_k  for every channel k of part p        gptq: one sweep with one H, the parts one after the other, high parts last
+
+Shapes:  W [N, K]   s float32 [N, P]   q int8 [N, K], in the channels' own order   H [K, K]
+Why:     the channels that come last take up the rounding errors of all others, and have the bits to do so.
+Source:  Saxena et al., arXiv:2412.14363, section 5.1, and their code: symmetric, clip of the 2.4-norm, blocks of 128,
+         1 % damping, no act_order; with ``act_order`` channels are sorted within their part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ..config import WeightSpec
+from . import awq_clip, gptq, mse_clip, rtn
+from .factor import inverse_factor_
+from .grid import Grid
+from .quantized import Quantized, checked
+from .second_moment import checked_hessian
+
+ONE_BY_ONE = {"rtn": rtn.solve, "mse_clip": mse_clip.solve, "awq_clip": awq_clip.solve}
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """Input channels (int64 [K_p], ascending) and the bits of their weights."""
+
+    columns: Tensor
+    bits: int
+
+
+@dataclass(frozen=True)
+class MixedQuantized(Quantized):
+    """As ``Quantized``, with scales [N, P]: one for every part of the channels."""
+
+    parts: tuple[Part, ...] = ()
+
+    def by_channel(self, part: Tensor) -> Tensor:
+        """``scale`` as it broadcasts over the codes."""
+        index = torch.zeros(self.codes.shape[1], dtype=torch.long, device=part.device)
+        for p, there in enumerate(self.parts):
+            index[there.columns.to(part.device)] = p
+        return part[:, index]
+
+
+def parts_of(width: int, high: Tensor | None, bits: int, high_bits: int) -> tuple[Part, ...]:
+    """The low and the high part of ``width`` channels; one part where ``high`` is None or empty."""
+    rest = torch.arange(width)
+    if high is None or not high.numel():
+        return (Part(rest, bits),)
+    is_high = torch.zeros(width, dtype=torch.bool).index_fill(0, high.cpu(), True)
+    return Part(rest[~is_high], bits), Part(rest[is_high], high_bits)
+
+
+def solve(
+    weight: Tensor, parts: Sequence[Part], spec: WeightSpec, hessian: Tensor | None = None, *, name: str = "weight"
+) -> MixedQuantized:
+    """Quantizes ``weight`` [N, K] with the solver of ``spec``, whose bits the parts replace.
+
+    Args:
+        weight: floating point [N, K].
+        parts: disjoint, together all K channels; the last is solved last.
+        spec: solver, ``act_order`` and ``damping`` are read.
+        hessian: XᵀX [K, K] of the layer's inputs; gptq and awq_clip need it.
+        name: FQN for error messages.
+
+    Raises:
+        ValueError: the weight, or the hessian, cannot be used; says why and what to do.
+    """
+    w = checked(weight, name)
+    if sorted(torch.cat([p.columns for p in parts]).tolist()) != list(range(w.shape[1])):
+        raise ValueError(f"{name}: the parts are not its {w.shape[1]} input channels, each once")
+    if spec.solver == "gptq":
+        return _together(w, tuple(parts), spec, checked_hessian(hessian, w, name, "gptq"), name)
+    codes = torch.empty_like(w, dtype=torch.int8)
+    solved = []
+    for part in parts:
+        columns = part.columns.to(w.device)
+        h = None if hessian is None else hessian[columns.to(hessian.device)][:, columns.to(hessian.device)]
+        one = ONE_BY_ONE[spec.solver](w[:, columns], replace(spec, bits=part.bits), h, name=name)
+        codes[:, columns] = one.codes
+        solved.append(one)
+    scale = torch.stack([one.scale for one in solved], 1)
+    return MixedQuantized(codes, scale, "; ".join(filter(None, (s.note for s in solved))), parts=tuple(parts))
+
+
+def _together(w: Tensor, parts: tuple[Part, ...], spec: WeightSpec, h: Tensor, name: str) -> MixedQuantized:
+    """GPTQ over all parts."""
+    out, notes = gptq._unused(h, None)
+    w = w.masked_fill(out, 0)
+    columns = [part.columns.to(w.device) for part in parts]
+    if spec.act_order:
+        columns = [c[h.diagonal()[c].argsort(descending=True, stable=True)] for c in columns]
+    grids = [mse_clip.clipped(w[:, c][:, None], part.bits) for c, part in zip(columns, parts, strict=True)]
+    order = torch.cat(columns)
+    codes = torch.zeros_like(w, dtype=torch.int8)
+    if not out.all():
+        h = h.clone()
+        gptq._decouple_(h, out)
+        u, used = inverse_factor_(h, order, spec.damping, name)
+        if used != spec.damping:
+            notes += [f"damping {used:g} of the mean diagonal, not {spec.damping:g}: the inputs are nearly dependent"]
+        codes[:, order] = _sweep(w.T[order].contiguous(), grids, [len(c) for c in columns], u).T
+    scale = torch.cat([grid.scale[:, 0] for grid in grids], 1)
+    return MixedQuantized(codes.masked_fill(out, 0), scale, "; ".join(notes), parts=parts)
+
+
+def _sweep(w_KN: Tensor, grids: Sequence[Grid], sizes: Sequence[int], u: Tensor) -> Tensor:
+    """The codes int8 [K, N] of the parts, one after the other, each on its grid; ``w_KN`` is used up."""
+    codes, first = torch.empty_like(w_KN, dtype=torch.int8), 0
+    for grid, size in zip(grids, sizes, strict=True):
+        scale, last = grid.scale[:, 0, 0].to(w_KN.dtype), first + size
+        for start in range(first, last, gptq.BLOCK):
+            stop = min(start + gptq.BLOCK, last)
+            rows = u[start:stop].to(w_KN.dtype)
+            codes[start:stop], errors = torch.ops.mmqc.gptq_block(
+                w_KN[start:stop], rows[:, start:stop], scale.expand(stop - start, -1), None, grid.bits
+            )
+            w_KN[stop:].addmm_(rows[:, stop:].T, errors, alpha=-1)
+        first = last
+    return codes

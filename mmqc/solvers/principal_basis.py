@@ -1,0 +1,65 @@
+"""ResQ's basis: the directions in which activations vary most come last, and each subspace is mixed at random.
+
+    M = Xᵀ X = P Λ Pᵀ, Λ rising        U = P [[R_l, 0], [0, R_h]]        x = (x U) Uᵀ, exactly
+
+Shapes:  X [rows, n]   M, P, U [n, n]   R_l [n - r, n - r]   R_h [r, r], random orthogonal or randomized Hadamard
+Why:     the last r coordinates of x U have the largest energy of all r-dimensional projections, which lowers the bound on the error
+         of quantizing them in more bits than the rest (Theorem 4.2); R makes the coordinates of a subspace alike.
+Source:  Saxena et al., arXiv:2412.14363, section 4.2, equation 5.  The authors' damping of M leaves P as it is.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from ..ops.rotate import random_hadamard, rotation_matrix
+
+
+def high_width(width: int, fraction: float) -> int:
+    """R: the high-precision coordinates of a space of ``width``; at least one where a fraction is asked for."""
+    return min(width - 1, max(1, round(width * fraction))) if fraction and width > 1 else 0
+
+
+def random_orthogonal(n: int, seed: int) -> Tensor:
+    """A Haar-random orthogonal matrix float64 [n, n]; the same on every platform up to rounding."""
+    gauss = torch.randn(n, n, generator=torch.Generator("cpu").manual_seed(seed), dtype=torch.float64, device="cpu")
+    q, r = torch.linalg.qr(gauss)
+    return q * torch.where(r.diagonal() < 0, -1.0, 1.0)
+
+
+def principal_basis(moment: Tensor, high: int, seed: int = 0, random: str = "orthogonal") -> Tensor:
+    """U float64 [n, n] on the device of ``moment``.
+
+    Args:
+        moment: XᵀX [n, n], up to any positive factor.
+        high: r, 0 <= r < n.
+        seed: of the random matrices.
+        random: "orthogonal" or "hadamard".
+
+    Raises:
+        ValueError: a moment that is no square matrix or not finite, or ``high`` that does not fit.
+    """
+    n = moment.shape[-1]
+    if moment.shape != (n, n) or not 0 <= high < n:
+        raise ValueError(f"a basis of {n} with {high} high coordinates from a moment {list(moment.shape)}")
+    if not bool(torch.isfinite(moment).all()):
+        raise ValueError("the second moment is NaN or infinite; the calibration run overflowed")
+    m = moment.double()
+    _, p = torch.linalg.eigh((m + m.T) / 2)
+    mix = random_orthogonal if random == "orthogonal" else _hadamard
+    parts = [part @ mix(part.shape[1], seed).to(p) for part in p.split([n - high, high], dim=1) if part.shape[1]]
+    return torch.cat(parts, 1)
+
+
+def _hadamard(n: int, seed: int) -> Tensor:
+    return rotation_matrix(*random_hadamard(n, seed))
+
+
+def error_bound(energy: float, high_energy: float, width: int, high: int, bits: int, high_bits: int) -> float:
+    """Theorem 4.2's bound on E|X - X_q|_F from E|X|_F and E|X P_h|_F; it holds for normally distributed coordinates."""
+    low_factor = math.sqrt(math.pi * math.log(width - high)) / (2 ** (bits - 1) - 1)
+    high_factor = math.sqrt(math.pi * math.log(high)) / (2 ** (high_bits - 1) - 1)
+    return low_factor * energy - (low_factor - high_factor) * high_energy
