@@ -226,7 +226,8 @@ class Job:
         self.moments: dict[str, Tensor | None] = {}
         self.earlier: dict[Any, Any] = {}  # results of an earlier run
         given = {"hessian": lambda fqn: self.moments.pop(fqn, None), "done": self.solved}
-        mixed, plain, *_ = quantizing_passes(**given)
+        passes: Any = quantizing_passes(**given)
+        mixed, plain, *_ = passes
         return mixed, dataclasses.replace(plain, cache=self.earlier)
 
     def solved(self, fqn: str, result: Any, error: float, seconds: float) -> None:

@@ -1,0 +1,236 @@
+"""The parts of a config: how weights, activations, keys and values are rounded, and what the measured rewrites do.
+
+Each is a value: frozen, comparable, checked when it is made.  ``config.py`` puts them together.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+from torchao.quantization.granularity import Granularity, PerGroup, PerRow, PerTensor
+
+Solver = Literal["rtn", "mse_clip", "awq_clip", "gptq"]
+Observer = Literal["minmax", "percentile"]
+Amplifier = int | Literal["heuristic"]
+Search = Literal["none", "model", "layer"]
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be: names the field, the value and what is allowed."""
+
+
+def require(ok: bool, where: str, value: object, allowed: object) -> None:
+    """Raise a ConfigError unless ``ok``."""
+    if not ok:
+        raise ConfigError(f"{where} = {value!r} is not supported; allowed: {allowed}")
+
+
+@dataclass(frozen=True)
+class WeightSpec:
+    """Integer weights, rounded by ``solver``.
+
+    Attributes:
+        bits: 2, 3, 4 or 8.
+        granularity: ``PerRow()``, one scale per output channel, or ``PerGroup(g)``, one per g input channels (the last
+            group is short where g does not divide the width).
+        solver: ``rtn``, ``mse_clip`` (clip that minimises the error's 2.4-norm), ``awq_clip`` (clip that minimises the
+            output's error, AWQ's) or ``gptq``; the last two need calibration.
+        symmetric: False: every scale has a zero point beside it (weight-only schemes).
+        act_order: gptq takes input channels in order of falling magnitude.
+        static_groups: gptq fits the groups' scales to the untouched weight; False: when their turn comes, which takes the
+            channels' own order.
+        damping: gptq adds this part of its mean diagonal to the second moment.
+        amplifier: integer group scales round(s amplifier), a power of two, or "heuristic": the smallest one that lifts every
+            scale of a layer to 1 (Integer Scale, arXiv:2405.14597, section 4.1).  None: float scales.
+    """
+
+    bits: int = 4
+    granularity: Granularity = field(default_factory=PerRow)
+    solver: Solver = "rtn"
+    symmetric: bool = True
+    act_order: bool = True
+    static_groups: bool = True
+    damping: float = 0.01
+    amplifier: Amplifier | None = None
+
+    def __post_init__(self) -> None:
+        require(self.bits in (2, 3, 4, 8), "WeightSpec.bits", self.bits, (2, 3, 4, 8))
+        require(
+            isinstance(self.granularity, PerRow | PerGroup),
+            "WeightSpec.granularity",
+            self.granularity,
+            "PerRow(), PerGroup(g)",
+        )
+        require(self.solver in get_args(Solver), "WeightSpec.solver", self.solver, get_args(Solver))
+        ordered = self.act_order and not self.static_groups and self.group_size and self.solver == "gptq"
+        require(not ordered, "WeightSpec.act_order", self.act_order, "False for groups that are not static")
+        require(0 < self.damping < 1, "WeightSpec.damping", self.damping, "(0, 1)")
+        if self.amplifier is not None:
+            power = type(self.amplifier) is int and self.amplifier > 0 and not self.amplifier & (self.amplifier - 1)
+            allowed = "a power of two, 'heuristic', None"
+            require(power or self.amplifier == "heuristic", "WeightSpec.amplifier", self.amplifier, allowed)
+            grouped = isinstance(self.granularity, PerGroup)
+            require(grouped, "WeightSpec.granularity", self.granularity, "PerGroup(g) where amplifier is set")
+
+    @property
+    def needs_hessian(self) -> bool:
+        """Whether the solver wants the second moment of the layer's inputs."""
+        return self.solver in ("gptq", "awq_clip")
+
+    @property
+    def group_size(self) -> int:
+        """Input channels per scale; 0 means the whole row."""
+        return self.granularity.group_size if isinstance(self.granularity, PerGroup) else 0
+
+
+@dataclass(frozen=True)
+class ActivationSpec:
+    """Static symmetric activations, one scale per tensor or, with ``per_modality``, one per tensor and modality (MSQ).
+
+    Attributes:
+        bits: 8.
+        granularity: ``PerTensor()``.
+        per_modality: MQuant's modality-specific quantization (section 4.1): visual and text rows have their own scale.
+        observer: ``minmax``: s = max(|min| / 128, |max| / 127); ``percentile``: the same of a percentile of |x|.
+        percentile: in (0, 1], used by the percentile observer.
+    """
+
+    bits: int = 8
+    granularity: Granularity = field(default_factory=PerTensor)
+    per_modality: bool = False
+    observer: Observer = "minmax"
+    percentile: float = 0.99999
+
+    def __post_init__(self) -> None:
+        require(self.bits == 8, "ActivationSpec.bits", self.bits, (8,))
+        require(isinstance(self.granularity, PerTensor), "ActivationSpec.granularity", self.granularity, "PerTensor()")
+        require(self.observer in get_args(Observer), "ActivationSpec.observer", self.observer, get_args(Observer))
+        require(0 < self.percentile <= 1, "ActivationSpec.percentile", self.percentile, "(0, 1]")
+
+
+@dataclass(frozen=True)
+class DynamicSpec:
+    """Activations quantized as they come: asymmetric, one scale per token and part of the channels.
+
+    Attributes:
+        bits: 2 to 8, of the channels' low part.
+        high_bits: 2, 3, 4 or 8, of the activations and the weights of the high part.
+        high_fraction: in [0, 1/2], how many of its channels a linear has in the high part; 0: one part.
+        high: the high part is ``basis``, the last coordinates of a principal basis (ResQ; a linear that reads none has one
+            part), or ``outliers``, the channels of the largest magnitudes that calibration saw (QUIK).
+    """
+
+    bits: int = 4
+    high_bits: int = 8
+    high_fraction: float = 0.0
+    high: Literal["basis", "outliers"] = "basis"
+
+    def __post_init__(self) -> None:
+        require(2 <= self.bits <= 8, "DynamicSpec.bits", self.bits, "2 to 8")
+        require(self.high_bits in (2, 3, 4, 8), "DynamicSpec.high_bits", self.high_bits, (2, 3, 4, 8))
+        require(0 <= self.high_fraction <= 0.5, "DynamicSpec.high_fraction", self.high_fraction, "[0, 1/2]")
+        require(self.high in ("basis", "outliers"), "DynamicSpec.high", self.high, ("basis", "outliers"))
+
+
+@dataclass(frozen=True)
+class ChannelScales:
+    """AWQ's factors per input channel (arXiv:2306.00978, section 3.2), found by calibration.
+
+    Attributes:
+        grid: exponents tried: 0, 1/grid, ...
+        duo: weigh the inputs' magnitudes against the weights', as LLM Compressor does.
+        shared_heads: ``average``: value heads that several query heads share get one factor for all of them; ``skip``: none,
+            as in the authors' code.
+    """
+
+    grid: int = 20
+    duo: bool = False
+    shared_heads: Literal["average", "skip"] = "average"
+
+    def __post_init__(self) -> None:
+        require(self.grid >= 1, "ChannelScales.grid", self.grid, "1 or more")
+        allowed = ("average", "skip")
+        require(self.shared_heads in allowed, "ChannelScales.shared_heads", self.shared_heads, allowed)
+
+
+@dataclass(frozen=True)
+class Bases:
+    """ResQ's principal bases (arXiv:2412.14363, section 4.2), found by calibration.
+
+    Attributes:
+        streams: U_A, of the residual streams, one for each tower.
+        heads: U_B, of each key-value head's values.
+        random: what spreads a subspace's coordinates: ``orthogonal`` as in the authors' code, or ``hadamard``.
+    """
+
+    streams: bool = True
+    heads: bool = True
+    random: Literal["orthogonal", "hadamard"] = "orthogonal"
+
+    def __post_init__(self) -> None:
+        allowed = ("orthogonal", "hadamard")
+        require(self.random in allowed, "Bases.random", self.random, allowed)
+
+
+@dataclass(frozen=True)
+class KVRounding:
+    """The decoder's keys and values rounded per head and token inside attention: the accuracy of a small cache, not its size.
+
+    Attributes:
+        bits: 2 to 8, of the low coordinates of a head.
+        high_bits: 2 to 8, of the high ones.
+        high_fraction: in [0, 1/2], how many of a head's coordinates are high.
+        basis: of keys, behind RoPE: ``principal`` (ResQ's U_C), ``hadamard`` (QuaRot's), or ``none``.
+    """
+
+    bits: int = 4
+    high_bits: int = 8
+    high_fraction: float = 0.0
+    basis: Literal["none", "hadamard", "principal"] = "none"
+
+    def __post_init__(self) -> None:
+        for name in ("bits", "high_bits"):
+            require(2 <= getattr(self, name) <= 8, f"KVRounding.{name}", getattr(self, name), "2 to 8")
+        require(0 <= self.high_fraction <= 0.5, "KVRounding.high_fraction", self.high_fraction, "[0, 1/2]")
+        allowed = ("none", "hadamard", "principal")
+        require(self.basis in allowed, "KVRounding.basis", self.basis, allowed)
+
+
+@dataclass(frozen=True)
+class KVSpec:
+    """How the visual tokens of the KV cache are stored (ops/kv_pack.py); text and generated tokens keep the model's dtype.
+
+    Attributes:
+        bits: 1, 2, 4 or 8.
+        keys: "channel", one range per KV head and channel, or "tensor", one range for the sequence.
+        values: "channel", "token", one range per KV head and token, or "tensor".
+        shrink_keys, shrink_values: in (0, 1], the range is narrowed about its centre by this factor.
+        search: what chooses ``tau``: "none" leaves it, "model" searches one pair for all layers, "layer" one for each.
+        tau: pairs (tau1, tau2) of CalibQuant's score calibration, one for all layers or one for each; () is none of it.
+            Filled in by ``quantize_`` where ``search`` asks for it.
+    """
+
+    bits: int = 1
+    keys: str = "channel"
+    values: str = "channel"
+    shrink_keys: float = 1.0
+    shrink_values: float = 1.0
+    search: Search = "none"
+    tau: tuple[tuple[float, float], ...] = ()
+
+    def __post_init__(self) -> None:
+        require(self.bits in (1, 2, 4, 8), "KVSpec.bits", self.bits, (1, 2, 4, 8))
+        require(self.keys in ("channel", "tensor"), "KVSpec.keys", self.keys, ("channel", "tensor"))
+        allowed = ("channel", "token", "tensor")
+        require(self.values in allowed, "KVSpec.values", self.values, allowed)
+        for name in ("shrink_keys", "shrink_values"):
+            require(0 < getattr(self, name) <= 1, f"KVSpec.{name}", getattr(self, name), "(0, 1]")
+        require(self.search in get_args(Search), "KVSpec.search", self.search, get_args(Search))
+        pairs = all(len(pair) == 2 and min(pair) >= 0 for pair in self.tau)
+        require(pairs, "KVSpec.tau", self.tau, "pairs of numbers >= 0")
+        object.__setattr__(self, "tau", tuple((float(a), float(b)) for a, b in self.tau))
+
+    def tau_of(self, layer: int) -> tuple[float, float]:
+        """The pair of one layer."""
+        return (0.0, 0.0) if not self.tau else self.tau[0] if len(self.tau) == 1 else self.tau[layer]
