@@ -38,7 +38,8 @@ _HOMES = {
     "OutOfMemoryError": "memory_error",
     "save_pretrained": "save", "FormatError": "save", "load_quantized": "load_quantized",
     "QuantReport": "report", "LayerReport": "report", "Refusal": "report",
-    **dict.fromkeys(("ActivationSpec", "ConfigError", "KVSpec", "QuantConfig", "Rewrites", "Scheme", "WeightSpec"), "config"),
+    **dict.fromkeys(("QuantConfig", "Rewrites", "Scheme"), "config"),
+    **dict.fromkeys(("ActivationSpec", "ConfigError", "KVSpec", "WeightSpec"), "specs"),
 }  # fmt: skip
 _MODULES = ("recipes", "samples")
 
