@@ -223,7 +223,8 @@ def main() -> None:
         f"Commit {e2e['commit']}.",
         "",
         *table(("weights", *GENERATE), generated(e2e["ways"])),
-        "Other runs, on other machines of the kind, without CUDA graphs for the prompt. Between two steps there is Python, so the "
+        "Other runs, on other machines of the kind; before 077a1cc without CUDA graphs for the prompt. Between two steps there is "
+        "Python, so the "
         "host counts, and what is beside it: here the processes of the ways that are timed later.",
         "",
         *table(
