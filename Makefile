@@ -50,7 +50,7 @@ lint: $(STAMP)
 # Both halves always run: machine time is dear.
 gpu: $(READY)
 	@failed=0; \
-	$(PY) -m pytest -m gpu $(PYTEST_ARGS) || failed=1; \
+	$(PY) -m pytest -m gpu --seed=fresh $(PYTEST_ARGS) || failed=1; \
 	$(PY) benchmarks/sanitize.py $(SANITIZE_ARGS) || failed=1; \
 	exit $$failed
 

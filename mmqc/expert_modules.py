@@ -11,7 +11,7 @@ A mixture whose two linears are modules of their own is two of these, without ga
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,15 +19,13 @@ from torch import Tensor, nn
 
 import mmqc.ops  # noqa: F401  (defines torch.ops.mmqc)
 from mmqc.expert_call import ExpertCall, Rows
+from mmqc.integer_weight import IntegerWeight
 from mmqc.modality import ModalityContext
-from mmqc.online_hadamard import OnlineHadamard
-from mmqc.ops.pack import packed_width, stored_bits, unpack
+from mmqc.ops.pack import packed_width, unpack
 from mmqc.pointwise import Pointwise
 
-SCALES = ("weight_scale", "input_scale")
 
-
-class QuantStack(OnlineHadamard):
+class QuantStack(IntegerWeight):
     """The linears of all experts with integer weights and, if ``activation_bits`` is set, statically quantized inputs.
 
     All state is plain buffers: ``qweight``, ``weight_scale`` and, where they apply, ``bias`` and ``input_scale``.
@@ -61,11 +59,6 @@ class QuantStack(OnlineHadamard):
             self.register_buffer(name, None if spec is None else torch.empty(spec[0], dtype=spec[1], device=device))
         self._init_hadamard(hadamard, device)
 
-    @property
-    def storage_bits(self) -> int:
-        """In how many bits a code is stored."""
-        return stored_bits(self.weight_bits, self.activation_bits is not None)
-
     def codes(self) -> Tensor:
         """The int8 codes [E, N, K]."""
         return unpack(self.qweight, self.in_features, self.storage_bits)
@@ -82,21 +75,10 @@ class QuantStack(OnlineHadamard):
             dtype,
         )  # fmt: skip
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantStack:
-        scales = {name: self._buffers.get(name) for name in SCALES}
-        super()._apply(fn, recurse)
-        self.float_dtype = fn(torch.empty(0, dtype=self.float_dtype)).dtype
-        for name, old in scales.items():  # half() means the arithmetic around the linears, not their scales
-            new = self._buffers.get(name)
-            if old is not None and new is not None and new.dtype.itemsize < old.dtype.itemsize:
-                self._buffers[name] = old.to(device=new.device, dtype=torch.float32)
-        return self
-
     def extra_repr(self) -> str:
         """Sizes and scheme."""
-        scheme = f"W{self.weight_bits}A{self.activation_bits or 16}{f'-g{self.group_size}' if self.group_size else ''}"
         extras = ", hadamard=True" if self.hadamard else ""
-        return f"experts={self.experts}, {self.in_features}, {self.out_features}, {scheme}{extras}"
+        return f"experts={self.experts}, {self.in_features}, {self.out_features}, {self.scheme}{extras}"
 
 
 def _quantized(x: Tensor, row_scale: Tensor, bits: int) -> Tensor:

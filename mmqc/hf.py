@@ -28,9 +28,10 @@ from .checksum import hashes, verify
 from .config import QuantConfig
 from .expert_modules import QuantExperts
 from .hf_load import LoadPlan, QuantizeOnLoad
+from .integer_weight import SCALES
 from .modality import ModalityContext, attached
 from .module_spec import build_module, dtype_name, module_spec
-from .modules import SCALES, QuantLinear, rebuild_factors
+from .modules import QuantLinear, rebuild_factors
 from .report import plain
 from .unseen import guard
 

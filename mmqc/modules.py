@@ -13,7 +13,7 @@ Model code that looks at ``linear.weight.dtype`` to cast its activations, or rea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,10 +23,11 @@ from torch.nn import functional as F
 
 import mmqc.ops  # noqa: F401  (defines torch.ops.mmqc)
 from mmqc import kernels
+from mmqc.integer_weight import IntegerWeight
 from mmqc.modality import ModalityContext
 from mmqc.norm import RMSNorm
-from mmqc.online_hadamard import HadamardLinear, OnlineHadamard, rebuild_factors
-from mmqc.ops.pack import pack, packed_width, stored_bits, unpack
+from mmqc.online_hadamard import HadamardLinear, rebuild_factors
+from mmqc.ops.pack import pack, packed_width, unpack
 from mmqc.ops.weight_only_matmul import dequantize
 from mmqc.simulated import scaled_matmul as simulated_scaled_matmul
 from mmqc.simulated import weight_only_matmul as simulated_weight_only_matmul
@@ -36,10 +37,8 @@ __all__ = ["HadamardLinear", "QuantLinear", "RMSNorm", "rebuild_factors", "simul
 
 kernels.install()
 
-SCALES = ("weight_scale", "input_scale")
 
-
-class QuantLinear(OnlineHadamard):
+class QuantLinear(IntegerWeight):
     """A linear with an integer weight and, if ``activation_bits`` is set, statically quantized inputs.
 
     All state is plain buffers: ``qweight``, ``weight_scale`` and, where they apply, ``weight_zero``, ``bias``,
@@ -69,11 +68,6 @@ class QuantLinear(OnlineHadamard):
         self.weight_bits, self.activation_bits, self.group_size = weight_bits, activation_bits, group_size
         self.modality: ModalityContext | None = None
         self._init_hadamard(hadamard, device)
-
-    @property
-    def storage_bits(self) -> int:
-        """In how many bits a code is stored."""
-        return stored_bits(self.weight_bits, self.activation_bits is not None)
 
     @classmethod
     def empty(
@@ -183,21 +177,9 @@ class QuantLinear(OnlineHadamard):
         if (self.input_scale is None) != (self.activation_bits is None):
             raise ValueError("a static linear has input_scale and activation_bits, a weight-only one has neither")
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantLinear:
-        scales = {name: self._buffers.get(name) for name in SCALES}
-        super()._apply(fn, recurse)
-        self.float_dtype = fn(torch.empty(0, dtype=self.float_dtype)).dtype
-        # model.half() means the arithmetic around the linear: its scales stay in float32.
-        for name, old in scales.items():
-            new = self._buffers.get(name)
-            if old is not None and new is not None and new.dtype.itemsize < old.dtype.itemsize:
-                self._buffers[name] = old.to(device=new.device, dtype=torch.float32)
-        return self
-
     def extra_repr(self) -> str:
         """Sizes and scheme."""
-        scheme = f"W{self.weight_bits}A{self.activation_bits or 16}{f'-g{self.group_size}' if self.group_size else ''}"
-        scheme += "" if self.group_scale is None else "-i"
+        scheme = self.scheme + ("" if self.group_scale is None else "-i")
         extras = [f"bias={self.bias is not None}"]
         if self.input_scale is not None:
             extras.append(f"input_scales={self.input_scale.shape[0]}")

@@ -4,7 +4,7 @@
                   modality   reorder_tokens, rewrite_mask, rewrite_rope_index
                   auto       the rule in ``token_passes``
     attention     fold_query_groups
-    fusion        share_quantize, share_per_token, fuse_matmuls, fuse_hadamard_quantize
+    fusion        share_quantize, fuse_matmuls, fuse_hadamard_quantize
 
 They run on a whole Dynamo graph, after the backend's own quantization, and need only shapes; what share_quantize takes for
 granted of values is looked at again in every call (``where_equal``).
@@ -32,7 +32,6 @@ from .passes.fuse_matmuls import FUSED, FuseMatmuls
 from .passes.reorder_tokens import ReorderTokens
 from .passes.rewrite_mask import RewriteMask
 from .passes.rewrite_rope_index import RewriteRopeIndex
-from .passes.share_per_token import SharePerToken
 from .passes.share_quantize import EQUALS, ShareQuantize, equal
 
 logger = logging.getLogger(__name__)
@@ -41,7 +40,7 @@ UNEQUAL = (
     "input scales that were equal when this graph was compiled differ now (other scales were loaded): the graph runs uncompiled, "
     "without shared quantization; call torch._dynamo.reset() to compile it anew"
 )
-FUSION: tuple[Pass, ...] = (ShareQuantize(), SharePerToken(), FuseMatmuls(), FuseHadamardQuantize())
+FUSION: tuple[Pass, ...] = (ShareQuantize(), FuseMatmuls(), FuseHadamardQuantize())
 
 
 class AtRunTime(NamedTuple):

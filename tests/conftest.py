@@ -1,5 +1,10 @@
-"""One thread: the models are so small that a second one only waits, ten times longer than the work takes."""
+"""What holds for every test: one thread, and random data that a failure can be repeated with.
 
+One thread, because the models are so small that a second one only waits, ten times longer than the work takes.
+"""
+
+import time
+import zlib
 from collections.abc import Iterator
 
 import pytest
@@ -8,6 +13,25 @@ import torch
 import mmqc.backend
 
 torch.set_num_threads(1)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--seed", default="0", help="of torch's random numbers in each test: a number, or 'fresh'")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("seed") == "fresh":  # before the workers of pytest-xdist start, which get the number
+        config.option.seed = str(time.time_ns() % 2**32)
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return f"seed: {config.getoption('seed')}"
+
+
+@pytest.fixture(autouse=True)
+def seeded(request: pytest.FixtureRequest) -> None:
+    """Each test has numbers of its own, whichever tests ran before it."""
+    torch.manual_seed(int(request.config.getoption("seed")) + zlib.crc32(request.node.nodeid.encode()))
 
 
 @pytest.fixture

@@ -286,7 +286,7 @@ def test_experts__copy_cast_and_spec():
 
 
 def test_experts__saved_and_loaded_by_transformers(tmp_path):
-    model, batch = copy.deepcopy(FAMILIES["mixtral"]())
+    model, batch = FAMILIES["mixtral"]()
     report = mmqc.quantize_(model, mmqc.recipes.mquant(4, solver="rtn"), [batch], progress=False)
     rows = [r for r in report.layers if r.role == "experts"]
     assert len(experts_of(model)) == 2

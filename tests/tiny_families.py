@@ -1,5 +1,6 @@
 """Two-layer models of several transformers families with random weights: ``FAMILIES[name]()`` gives (model, batch)."""
 
+import copy
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -72,4 +73,12 @@ _BUILDERS: dict[str, Callable[[], Case]] = {
     "mixtral": lambda: _text("mixtral", num_local_experts=4, num_experts_per_tok=2),
     "gpt_neox": lambda: _text("gpt_neox"),
 }
-FAMILIES = {name: functools.cache(build) for name, build in _BUILDERS.items()}
+
+
+def _copied(build: Callable[[], Case]) -> Callable[[], Case]:
+    """Builds once and gives each caller a copy, so that no test sees what another did to the model."""
+    once = functools.cache(build)
+    return lambda: copy.deepcopy(once())
+
+
+FAMILIES = {name: _copied(build) for name, build in _BUILDERS.items()}

@@ -1,15 +1,17 @@
 """Linears that read one tensor quantize it once: q, k and v, gate and up.
 
     scaled_matmul(quantize(x, s'), W', s')  ->  scaled_matmul(quantize(x, s), W', s)        where s' = s
+    quantize_per_token(x, order, K_p, bits) twice  ->  once                                  scales are found as x comes
 
-Shapes:  those of ops/quantize.py
-Why:     the scale is a property of x, which calibration saw once for each of its readers, so their scales are equal numbers in
-         different tensors.  Shared, x is read once, and fuse_matmuls can make one product of the readers.
+Shapes:  those of ops/quantize.py and ops/quantize_per_token.py
+Why:     a static scale is a property of x, which calibration saw once for each of its readers, so their scales are equal numbers
+         in different tensors.  Shared, x is read once, and fuse_matmuls can make one product of the readers.
 Needs:   nothing
 Gives:   nothing
 Exact:   yes; that the numbers are equal is checked here and again for every other tensor that arrives in their place
          (run_time.py)
-Refuses: scales that differ; scales that are no inputs of the graph, or whose values are not there.
+Refuses: scales that differ; scales that are no inputs of the graph, or whose values are not there; by token, other parts,
+         bits or orders.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from torch._subclasses.fake_tensor import is_fake
 from ..graph.kinds import kind
 from ..graph.program import Miss, Program
 
+PER_TOKEN = "quantize_per_token"
 EQUALS = "equals"  # in the meta of a placeholder: the placeholder whose values it has to have
 
 
@@ -50,6 +53,7 @@ class ShareQuantize:
 
     def match(self, prog: Program) -> Iterator[Site | Miss]:
         """Quantizations of one tensor, the later ones."""
+        yield from self.by_token(prog)
         holders = (n for n in prog.graph.nodes if n.op == "placeholder")
         values = dict(zip(holders, prog.inputs, strict=True))
         seen: dict[tuple[object, ...], list[fx.Node]] = {}
@@ -66,8 +70,22 @@ class ShareQuantize:
                 )
             earlier.append(node)
 
+    def by_token(self, prog: Program) -> Iterator[Site | Miss]:
+        """Equal operands give equal codes; nothing of the values has to be known."""
+        seen: dict[object, dict[str, fx.Node]] = {}
+        for node in prog.nodes(PER_TOKEN):
+            earlier = seen.setdefault(node.args[0], {})
+            first = earlier.setdefault(repr(node.args[1:]), node)
+            if first is not node:
+                yield Site(node, first)
+            elif len(earlier) > 1:
+                yield Miss(node.name, "an earlier quantization of the same tensor has other parts, or another order")
+
     def rewrite(self, prog: Program, site: Site) -> None:
         """Let the readers of the later one read the first, with its scale."""
+        if kind(site.node) == PER_TOKEN:
+            site.node.replace_all_uses_with(site.first)
+            return
         scale, first_scale = site.node.args[1], site.first.args[1]
         assert isinstance(first_scale, fx.Node)
         ours, theirs = source(site.node), source(site.first)
