@@ -145,6 +145,15 @@ class QuantConfig(AOBaseConfig):
     kv: KVSpec | None = None
     kv_rounding: KVRounding | None = None
 
+    def __post_init__(self) -> None:
+        both = self.kv is not None and self.kv_rounding is not None
+        require(
+            not both,
+            "QuantConfig.kv_rounding",
+            self.kv_rounding,
+            "None beside kv: one attention function reads the cache",
+        )
+
     def __or__(self, other: QuantConfig) -> QuantConfig:
         """A recipe for the weights and one for the KV cache, as one config.
 

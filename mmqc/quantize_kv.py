@@ -1,12 +1,14 @@
 """The KV part of ``quantize_``: weights first, if the config has any, then the search for tau, then ``generate``.
 
-Everything that can be refused is refused before a weight has changed.
+What can be refused beforehand is refused before a weight has changed.  The search runs on the quantized weights, and while they
+can still be taken back: if it fails, the model is as it was.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -17,6 +19,8 @@ from .calibrate import CalibrationError
 from .calibrate_kv import search_tau
 from .config import QuantConfig, Rewrites
 from .hf import MmqcConfig, attach_config
+from .modality import attached
+from .modality import detach as forget_modality
 from .report import QuantReport, plain
 
 Batch = Mapping[str, Any]
@@ -29,7 +33,9 @@ def quantize_kv(
     quantize: Callable[..., QuantReport],
     **options: Any,
 ) -> QuantReport:
-    """``quantize(model, config without kv, ...)``, then a packed cache for ``model.generate``.
+    """``quantize(model, config without kv, batches, then=..., ...)``, and a packed cache for ``model.generate``.
+
+    ``quantize`` calls ``then`` with a function that puts a batch on the right device, when it has done its work and can still undo it.
 
     Raises:
         ConfigError: the model's cache cannot be packed, or tau is given for another number of layers.
@@ -46,27 +52,50 @@ def quantize_kv(
             "calibration is empty, but this kv config searches for tau: pass batches with images and answers, tau=..., or "
             "search='none'"
         )
-    weights = config.replace(kv=None)
-    attention, modes = text._attn_implementation, {m: m.training for m in model.modules()}
-    if weights.schemes or weights.rewrites != Rewrites():
-        report = quantize(model, weights, batches, **options)
-    else:
-        report = QuantReport(weights, [], [], [])
-    model.eval()
-    try:
-        spec = search_tau(model, spec, batches or [], prepare(model))
-        attach(model, spec)
-    except BaseException:
-        detach(model)
-        text._attn_implementation = attention
-        raise
-    finally:
-        for module, training in modes.items():
-            module.training = training
-    report.config = report.config.replace(kv=spec)
+    weights, found = config.replace(kv=None), spec
+
+    def search(place: Callable[[dict[str, Any]], Batch]) -> None:
+        nonlocal found
+        found = search_tau(model, spec, [place(batch) for batch in batches or []], prepare(model))
+
+    with _undone(model, text):
+        if weights.schemes or weights.rewrites != Rewrites() or weights.kv_rounding is not None:
+            report = quantize(model, weights, batches, then=search, **options)
+        else:
+            report = QuantReport(weights, [], [], [])
+            with _evaluating(model):
+                search(dict)
+        attach(model, found)
+    report.config = report.config.replace(kv=found)
     _save(model, report.config)
     report.seconds = time.perf_counter() - start
     return report
+
+
+@contextmanager
+def _undone(model: nn.Module, text: Any) -> Iterator[None]:
+    """Take back what ``prepare`` and ``attach`` did if anything fails."""
+    attention, context = text._attn_implementation, attached(model)
+    try:
+        yield
+    except BaseException:
+        detach(model)
+        text._attn_implementation = attention
+        if context is None:
+            forget_modality(model)
+        raise
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Every module in eval mode, and then as it was."""
+    modes = {m: m.training for m in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
 
 
 def _save(model: Any, config: QuantConfig) -> None:

@@ -13,7 +13,8 @@ from torch import Tensor
 import mmqc
 from mmqc import ConfigError, KVSpec, QuantConfig, QuantizedCache, calibrate_kv
 from mmqc.calibrate import CalibrationError
-from mmqc.recipes import calibquant, kivi, rtn
+from mmqc.config import KVRounding
+from mmqc.recipes import calibquant, kivi, rotate, rtn
 
 GREEDY = {"max_new_tokens": 5, "do_sample": False}
 
@@ -139,5 +140,35 @@ def test_quantize__refuses_before_it_changes_anything(vlm) -> None:
         assert not any(type(m).__module__.startswith("mmqc") for m in model.modules())
         assert model.model.language_model.config._attn_implementation == attention
         assert type(cache_of(model, batch)).__name__ == "DynamicCache"
+    with pytest.raises(ConfigError, match="kv_rounding"):
+        QuantConfig(kv=KVSpec(1), kv_rounding=KVRounding())
     with pytest.raises(ConfigError, match="no transformers model"):
         mmqc.quantize_(torch.nn.Linear(2, 2), calibquant(4), progress=False)
+
+
+@pytest.mark.parametrize("weights", [rtn(8), rotate()], ids=["quantized", "rewritten"])
+def test_quantize__a_search_that_fails_leaves_the_model_as_it_was(vlm, monkeypatch, weights: QuantConfig) -> None:
+    model, batch = vlm
+    before = {name: t.clone() for name, t in model.state_dict().items()}
+    modules, training = [type(m) for m in model.modules()], model.model.visual.train()
+    attention = model.model.language_model.config._attn_implementation
+    plain = model.generate(**batch, **GREEDY)
+
+    def fail(*args: Any) -> Any:
+        seen.append([type(m) for m in model.modules()] != modules or not torch.equal(next(model.parameters()), first))
+        raise KeyboardInterrupt("on the way")
+
+    seen, first = [], next(model.parameters()).clone()
+    monkeypatch.setattr(calibrate_kv, "divergences", fail)
+    with pytest.raises(KeyboardInterrupt, match="on the way"):
+        mmqc.quantize_(model, weights | calibquant(1), calibration=[batch], progress=False)
+    assert seen == [True], "the search sees the changed model"
+    assert [type(m) for m in model.modules()] == modules
+    after = model.state_dict()
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[name], t) for name, t in before.items())
+    assert model.model.language_model.config._attn_implementation == attention
+    assert not hasattr(model.config, "quantization_config")
+    assert training.training
+    assert type(cache_of(model, batch)).__name__ == "DynamicCache"
+    assert torch.equal(model.generate(**batch, **GREEDY), plain)
