@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from .cache import check_layers, decoder_config, prepare
+from .cache import check_spec, decoder_config, prepare
 from .cache_generate import attach, detach
 from .calibrate import CalibrationError
 from .calibrate_kv import search_tau
@@ -35,7 +35,7 @@ def quantize_kv(
 ) -> QuantReport:
     """``quantize(model, config without kv, batches, then=..., ...)``, and a packed cache for ``model.generate``.
 
-    ``quantize`` calls ``then`` with a function that puts a batch on the right device, when it has done its work and can still undo it.
+    ``quantize`` calls ``then`` with what puts a batch on the right device, when its work is done and can still be undone.
 
     Raises:
         ConfigError: the model's cache cannot be packed, or tau is given for another number of layers.
@@ -44,7 +44,7 @@ def quantize_kv(
     start, spec = time.perf_counter(), config.kv
     assert spec is not None
     text = decoder_config(model)
-    check_layers(spec, text.num_hidden_layers)
+    check_spec(spec, text)
     searches = spec.search != "none" and not spec.tau
     batches = None if calibration is None else [dict(b) for b in calibration]
     if searches and not batches:

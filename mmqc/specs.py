@@ -199,7 +199,7 @@ class KVRounding:
 
 @dataclass(frozen=True)
 class KVSpec:
-    """How the visual tokens of the KV cache are stored (ops/kv_pack.py); text and generated tokens keep the model's dtype.
+    """How the KV cache is stored: visual tokens packed (ops/kv_pack.py), text and generated tokens in the model's dtype or rounded.
 
     Attributes:
         bits: 1, 2, 4 or 8.
@@ -209,6 +209,10 @@ class KVSpec:
         search: what chooses ``tau``: "none" leaves it, "model" searches one pair for all layers, "layer" one for each.
         tau: pairs (tau1, tau2) of CalibQuant's score calibration, one for all layers or one for each; () is none of it.
             Filled in by ``quantize_`` where ``search`` asks for it.
+        text_bits: of text and generated tokens: 16, the model's dtype, or 8 or 4 with a range per token, head and block of
+            channels (ops/kv_token_attention.py).
+        text_window: so many of a sequence's last text tokens stay in the model's dtype all the same (KIVI's residual).
+        text_block: channels to a block.
     """
 
     bits: int = 1
@@ -218,8 +222,14 @@ class KVSpec:
     shrink_values: float = 1.0
     search: Search = "none"
     tau: tuple[tuple[float, float], ...] = ()
+    text_bits: int = 16
+    text_window: int = 128
+    text_block: int = 32
 
     def __post_init__(self) -> None:
+        require(self.text_bits in (16, 8, 4), "KVSpec.text_bits", self.text_bits, (16, 8, 4))
+        for name in ("text_window", "text_block"):
+            require(getattr(self, name) >= 1, f"KVSpec.{name}", getattr(self, name), "1 or more")
         require(self.bits in (1, 2, 4, 8), "KVSpec.bits", self.bits, (1, 2, 4, 8))
         require(self.keys in ("channel", "tensor"), "KVSpec.keys", self.keys, ("channel", "tensor"))
         allowed = ("channel", "token", "tensor")
