@@ -23,6 +23,7 @@ from transformers.masking_utils import sdpa_mask
 from . import kernels
 from . import ops as _ops  # noqa: F401
 from .cache_layer import ATTENTION, PADDING, TEXT, VISUAL, Arrival, Cached, PackedLayer, Segment
+from .query_moment import moment_of
 
 Attended = tuple[Tensor, Tensor]
 
@@ -48,7 +49,9 @@ def attend_and_store(
     if layer.empty:
         y, _ = sdpa_attention_forward(module, query, k, v, mask, scaling=scaling, **kwargs)
         came = arrival(layer, mask, k)
-        layer.store(k, v, came)
+        if layer.shared.observe is not None:
+            layer.shared.observe(module, query, k.shape[1])
+        layer.store(k, v, came, moment_of(module))
         if layer.shared.cut is not None:
             y = as_if_decoded(layer, came, y, query, k, v, mask, scaling, layer.shared.cut)
         return y
@@ -57,7 +60,7 @@ def attend_and_store(
         return over_cache(layer, query, scaling)[0].transpose(1, 2)
     seen = visible(mask, query.shape[2], k)
     parts = (over_cache(layer, query, scaling), attend(query, k, v, seen, scaling))
-    layer.store(k, v, arrival(layer, mask, k))
+    layer.store(k, v, arrival(layer, mask, k), moment_of(module))
     return merge(*parts)[0].transpose(1, 2)
 
 

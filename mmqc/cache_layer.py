@@ -13,6 +13,7 @@ State:   all of it is here, per request; a decode step changes it in place, so c
 # pyright: reportOptionalMemberAccess=false, reportOptionalSubscript=false, reportArgumentType=false, reportReturnType=false
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -22,6 +23,7 @@ from transformers.cache_utils import StaticLayer
 
 from .cache_text import OlderText, push, refill
 from .config import KVSpec
+from .ops.kv_round_keys import DAMPING, SWEEPS
 
 ROOM = 128  # text tokens for which there is room at first where nobody says how many will come
 PADDING, TEXT, VISUAL = range(3)
@@ -83,6 +85,7 @@ class Shared:
         arrival: of the call in progress.
         history: kinds [B, L] of the tokens of each call of more than one token, and the length of the cache before it.
         cut: in the search for tau, the token of the prompt from which on packed tokens are seen.
+        observe: in calibration, what looks at the queries of a prompt: (attention module, query, KV heads).
         offloads: whether a layer is in host memory while it is not its turn.
     """
 
@@ -90,6 +93,7 @@ class Shared:
     arrival: Arrival | None = None
     history: list[tuple[int, Tensor]] = field(default_factory=list)
     cut: int | None = None
+    observe: Callable[[Any, Tensor, int], None] | None = None
     offloads: bool = False
 
 
@@ -213,13 +217,16 @@ class PackedLayer(StaticLayer):
         self.text_count.add_(1)
         self.cumulative_length.add_(1)
 
-    def store(self, k: Tensor, v: Tensor, arrival: Arrival) -> None:
-        """Tokens [B, H, L, D] of any kind: visual ones packed as a segment, text scattered to its places."""
+    def store(self, k: Tensor, v: Tensor, arrival: Arrival, moment: Tensor | None = None) -> None:
+        """Tokens [B, H, L, D] of any kind: visual ones packed as a segment, text scattered to its places.
+
+        ``moment`` is of the queries (query_moment.py), for a spec that rounds by them.
+        """
         spec = self.spec
         if arrival.most_visual:
             where = (arrival.order, arrival.visual_count, spec.bits)
             packed = (
-                *torch.ops.mmqc.kv_pack(k, *where, spec.keys, spec.shrink_keys, False),
+                *self.pack_keys(k, where, moment),
                 *torch.ops.mmqc.kv_pack(v, *where, spec.values, spec.shrink_values, True),
             )
             self.segments = [*self.segments, self.kept(Segment(*packed, count=arrival.visual_count.clone()))]
@@ -231,6 +238,18 @@ class PackedLayer(StaticLayer):
         self.text_count.add_(arrival.text_count)
         self.cumulative_length.add_(k.shape[2])
         self.empty = False
+
+    def pack_keys(self, k: Tensor, where: tuple[Tensor, Tensor, int], moment: Tensor | None) -> tuple[Tensor, ...]:
+        """Words, scales and offsets of the keys at ``where``: order, counts, bits."""
+        spec, bits = self.spec, self.spec.bits
+        if spec.rounding == "nearest":
+            return torch.ops.mmqc.kv_pack(k, *where, spec.keys, spec.shrink_keys, False)
+        if moment is None:
+            raise ValueError(
+                "this cache rounds keys for the queries that calibration saw, but this model has seen none: quantize_ it with "
+                "calibration=..., or use KVSpec(rounding='nearest')"
+            )
+        return torch.ops.mmqc.kv_round_keys(k, *where[:2], moment, bits, spec.shrink_keys, DAMPING, SWEEPS)
 
     def put_text(self, place: Tensor, k: Tensor, v: Tensor) -> None:
         """New tokens [B, H, L, D], of which ``place`` [B, L] says the how manieth text token each is; 0: none."""

@@ -16,12 +16,13 @@ from torch import nn
 from .cache import check_spec, decoder_config, prepare
 from .cache_generate import attach, detach
 from .calibrate import CalibrationError
-from .calibrate_kv import search_tau
-from .config import QuantConfig, Rewrites
+from .calibrate_kv import observe_queries, search_tau
+from .config import KVSpec, QuantConfig, Rewrites
 from .hf import MmqcConfig, attach_config
 from .modality import attached
 from .modality import detach as forget_modality
-from .report import QuantReport, plain
+from .query_moment import kept_on_failure
+from .report import QuantReport, Refusal, plain
 
 Batch = Mapping[str, Any]
 
@@ -45,20 +46,21 @@ def quantize_kv(
     assert spec is not None
     text = decoder_config(model)
     check_spec(spec, text)
-    searches = spec.search != "none" and not spec.tau
     batches = None if calibration is None else [dict(b) for b in calibration]
-    if searches and not batches:
+    if (spec.searches or spec.rounding == "queries") and not batches:
         raise CalibrationError(
-            "calibration is empty, but this kv config searches for tau: pass batches with images and answers, tau=..., or "
-            "search='none'"
+            "calibration is empty, but this kv config searches for tau or rounds keys by queries: pass batches with images and "
+            "answers, or search='none', rounding='nearest'"
         )
     weights, found = config.replace(kv=None), spec
 
     def search(place: Callable[[dict[str, Any]], Batch]) -> None:
         nonlocal found
-        found = search_tau(model, spec, [place(batch) for batch in batches or []], prepare(model))
+        given, context = [place(batch) for batch in batches or []], prepare(model)
+        observe_queries(model, spec, given, context)
+        found = search_tau(model, spec, given, context)
 
-    with _undone(model, text):
+    with _undone(model, text), kept_on_failure(model):
         if weights.schemes or weights.rewrites != Rewrites() or weights.kv_rounding is not None:
             report = quantize(model, weights, batches, then=search, **options)
         else:
@@ -67,9 +69,18 @@ def quantize_kv(
                 search(dict)
         attach(model, found)
     report.config = report.config.replace(kv=found)
+    report.refused += [Refusal("", "", why) for why in unfused(found)]
     _save(model, report.config)
     report.seconds = time.perf_counter() - start
     return report
+
+
+def unfused(spec: KVSpec) -> Iterator[str]:
+    """What of the cache runs without a kernel of its own, in many launches."""
+    if spec.rounding == "queries":
+        yield "KV cache: keys are rounded by plain torch code (kv_round_keys), once for each image's tokens"
+    if spec.text_bits < 16:
+        yield "KV cache: text older than the window is read by plain torch code (kv_token_attention) in every step"
 
 
 @contextmanager

@@ -206,6 +206,8 @@ class KVSpec:
         keys: "channel", one range per KV head and channel, or "tensor", one range for the sequence.
         values: "channel", "token", one range per KV head and token, or "tensor".
         shrink_keys, shrink_values: in (0, 1], the range is narrowed about its centre by this factor.
+        rounding: of keys: "nearest" codes, or those that keep the scores of the "queries" that calibration saw
+            (ops/kv_round_keys.py), with ranges by channel.
         search: what chooses ``tau``: "none" leaves it, "model" searches one pair for all layers, "layer" one for each.
         tau: pairs (tau1, tau2) of CalibQuant's score calibration, one for all layers or one for each; () is none of it.
             Filled in by ``quantize_`` where ``search`` asks for it.
@@ -220,6 +222,7 @@ class KVSpec:
     values: str = "channel"
     shrink_keys: float = 1.0
     shrink_values: float = 1.0
+    rounding: str = "nearest"
     search: Search = "none"
     tau: tuple[tuple[float, float], ...] = ()
     text_bits: int = 16
@@ -236,10 +239,19 @@ class KVSpec:
         require(self.values in allowed, "KVSpec.values", self.values, allowed)
         for name in ("shrink_keys", "shrink_values"):
             require(0 < getattr(self, name) <= 1, f"KVSpec.{name}", getattr(self, name), "(0, 1]")
+        allowed = ("nearest", "queries")
+        require(self.rounding in allowed, "KVSpec.rounding", self.rounding, allowed)
+        by_channel = self.rounding == "nearest" or self.keys == "channel"
+        require(by_channel, "KVSpec.keys", self.keys, '"channel" where rounding is "queries"')
         require(self.search in get_args(Search), "KVSpec.search", self.search, get_args(Search))
         pairs = all(len(pair) == 2 and min(pair) >= 0 for pair in self.tau)
         require(pairs, "KVSpec.tau", self.tau, "pairs of numbers >= 0")
         object.__setattr__(self, "tau", tuple((float(a), float(b)) for a, b in self.tau))
+
+    @property
+    def searches(self) -> bool:
+        """Whether tau is still to be found."""
+        return self.search != "none" and not self.tau
 
     def tau_of(self, layer: int) -> tuple[float, float]:
         """The pair of one layer."""
