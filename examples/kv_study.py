@@ -3,8 +3,8 @@
     python examples/kv_study.py [--questions 128] [--calibration 16] [--out docs/results/kv_cache.json]
     python examples/kv_study.py --page docs/results/kv_cache.json          the page beside it, from the figures
 
-Recovery is the digits right with the cache over those with the plain one.  tau is searched on calibration prompts, whose scans are
-not those of the questions.
+Recovery is the digits right with the cache over those with the plain one.  tau and the moments of queries come from calibration
+prompts, whose scans are not those of the questions.
 """
 
 from __future__ import annotations
@@ -36,16 +36,21 @@ METHODS: dict[str, Any] = {
     "4 bits": calibquant(4),
     "2 bits": calibquant(2),
     "1 bit": calibquant(1),
-    "1 bit, not calibrated": calibquant(1, search="none"),
+    "1 bit, text in 8 bits": calibquant(1, text_bits=8, text_window=16),
+    "1 bit, text in 4 bits": calibquant(1, text_bits=4, text_window=16),
+    "1 bit, no tau": calibquant(1, search="none", rounding="queries"),
+    "1 bit, nearest codes": calibquant(1, rounding="nearest"),
+    "1 bit, nearest codes, no tau": calibquant(1, search="none"),
     "1 bit, values with one range": calibquant(1, values="tensor"),
     "1 bit, values by token": calibquant(1, values="token"),
     "1 bit, full range": calibquant(1, **FULL),
-    "1 bit, full range, not calibrated": calibquant(1, search="none", **FULL),
+    "1 bit, full range, nearest codes": calibquant(1, rounding="nearest", **FULL),
+    "1 bit, full range, nearest codes, no tau": calibquant(1, search="none", **FULL),
     "KIVI, 2 bits": kivi(2),
     "KIVI, 1 bit": kivi(1),
     "one range, 2 bits": global_range(2),
     "one range, 1 bit": global_range(1),
-    "1 bit, calibrated by layer": calibquant(1, search="layer"),
+    "1 bit, tau by layer": calibquant(1, search="layer"),
 }
 BARS = {"8 bits": 0.995, "4 bits": 0.995, "2 bits": 0.98, "1 bit": 0.93}
 
@@ -141,7 +146,7 @@ def page(data: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--questions", type=int, default=128)
-    parser.add_argument("--calibration", type=int, default=16)
+    parser.add_argument("--calibration", type=int, default=48)
     parser.add_argument("--out", type=Path, default=ROOT / "docs/results/kv_cache.json")
     parser.add_argument("--page", type=Path)
     args = parser.parse_args()

@@ -23,6 +23,7 @@ from . import cache_attention as _registers  # noqa: F401
 from .cache_layer import ATTENTION, TEXT, VISUAL, PackedLayer, Shared
 from .config import ConfigError, KVSpec
 from .modality import ModalityContext, attached, visual_token_ids
+from .ops.kv_token_attention import check_tokens
 
 SPEC = "_mmqc_kv"
 
@@ -68,12 +69,16 @@ class QuantizedCache(Cache):
         spec: how to store visual tokens; None takes what ``quantize_`` found.
         max_cache_len: tokens to make room for, visual ones included; None lets the room for text grow (a compiled decode
             step must not run out of it).
+        offloading: keep every layer but the one whose turn it is, and the next one, in host memory (transformers'
+            ``OffloadedStaticCache``); sliding windows stay.  Such a cache is not compiled.
 
     Raises:
         ConfigError: there is no spec, or it has another number of layers than the model.
     """
 
-    def __init__(self, model: nn.Module, spec: KVSpec | None = None, *, max_cache_len: int | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, spec: KVSpec | None = None, *, max_cache_len: int | None = None, offloading: bool = False
+    ) -> None:  # fmt: skip
         spec = getattr(model, SPEC, None) if spec is None else spec
         if spec is None:
             raise ConfigError(
@@ -81,8 +86,8 @@ class QuantizedCache(Cache):
             )
         text = decoder_config(model)
         kinds, kwargs = get_layer_types_and_kwargs(text)
-        check_layers(spec, len(kinds))
-        self.shared = Shared(prepare(model))
+        check_spec(spec, text)
+        self.shared = Shared(prepare(model), offloads=offloading)
         self.spec = spec
         first = kinds.index("full_attention")
         kwargs["max_cache_len"] = max_cache_len or getattr(text, "max_position_embeddings", 4096)
@@ -93,17 +98,46 @@ class QuantizedCache(Cache):
             for i, kind in enumerate(kinds)
         ]
         super().__init__(layers=layers)
+        self.offloading = offloading
+        self.stream: Any = None
 
     @property
     def packed(self) -> list[PackedLayer]:
         """The layers that pack."""
         return [layer for layer in self.layers if isinstance(layer, PackedLayer)]
 
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        """As transformers' own, but for offloading: a packed layer leaves when its attention has stored the tokens."""
+        if self.offloading:
+            self._fetch(layer_idx, key_states.device)
+        layer: Any = self.layers[layer_idx]
+        return layer.update(key_states, value_states, *args, **kwargs)
+
+    def _fetch(self, index: int, device: torch.device) -> None:
+        """This layer to the device, and the next one behind the host's back."""
+        layer = self.layers[index]
+        if not isinstance(layer, PackedLayer):
+            return
+        at = self.packed.index(layer)
+        following = self.packed[(at + 1) % len(self.packed)]
+        if device.type == "cpu":
+            layer.prefetch()
+            return
+        current = torch.cuda.current_stream(device)
+        self.stream = self.stream or torch.cuda.Stream(device)
+        current.wait_stream(self.stream)
+        layer.prefetch()
+        self.stream.wait_stream(current)  # what left earlier has arrived in host memory, and nobody reads its old place
+        with torch.cuda.stream(self.stream):
+            following.prefetch()
+
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last tokens: ``-n`` removes n, a positive number is the length to keep (as in transformers).
 
         Visual tokens that stay keep the range they were packed with.
         """
+        if tokens_to_remove == 0:  # asked at every step by a loop that stops late: must not wait for the device
+            return
         total = int(self.packed[0].get_seq_length())
         length = tokens_to_remove if tokens_to_remove > 0 else total + tokens_to_remove
         if length >= total:
@@ -120,7 +154,7 @@ class QuantizedCache(Cache):
 
     def _removed(self, length: int, total: int) -> tuple[Tensor, list[Tensor]]:
         """How many text tokens, and visual ones of each segment, lie behind ``length``."""
-        batch, device = self.packed[0].batch_size, self.packed[0].keys.device
+        batch, device = self.packed[0].batch_size, self.packed[0].text_count.device
         text = torch.full((batch,), total - length, device=device)
         visual = []
         for start, kinds in self.shared.history:
@@ -157,7 +191,7 @@ class QuantizedCache(Cache):
         """A copy of the state for the same model: a prefix to go on from more than once."""
         import copy
 
-        memo[id(self.shared.context)] = self.shared.context
+        memo[id(self.shared.context)], memo[id(self.stream)] = self.shared.context, self.stream
         new = object.__new__(type(self))
         memo[id(self)] = new
         new.__dict__.update({name: copy.deepcopy(value, memo) for name, value in self.__dict__.items()})
@@ -167,7 +201,8 @@ class QuantizedCache(Cache):
         """Bytes by part: "visual" (words, scales, counts), "text", and "visual_plain", the same visual tokens in 16 bits."""
         out = {"visual": 0, "text": 0, "visual_plain": 0}
         for layer in self.packed:
-            out["text"] += sum(t.numel() * t.element_size() for t in (layer.keys, layer.values))
+            rounded = [] if layer.older is None else layer.older.tensors().values()
+            out["text"] += sum(t.numel() * t.element_size() for t in (layer.keys, layer.values, *rounded))
             for s in layer.segments:
                 out["visual"] += sum(t.numel() * t.element_size() for t in s.tensors().values())
                 tokens = int(s.count.sum())
@@ -175,7 +210,14 @@ class QuantizedCache(Cache):
         return out
 
 
-def check_layers(spec: KVSpec, layers: int) -> None:
-    """Raise unless tau is for all layers or for each."""
+def check_spec(spec: KVSpec, text: Any) -> None:
+    """Raise unless the decoder with the config ``text`` can have such a cache: tau for its layers, blocks for its heads."""
+    layers = text.num_hidden_layers
     if len(spec.tau) > 1 and len(spec.tau) != layers:
         raise ConfigError(f"KVSpec.tau has {len(spec.tau)} pairs for a model of {layers} layers: one, or one for each")
+    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    if spec.text_bits < 16:
+        try:
+            check_tokens(width, spec.text_bits, spec.text_block)
+        except ValueError as error:
+            raise ConfigError(f"KVSpec.text_block does not fit this model: {error}") from error

@@ -23,6 +23,7 @@ from transformers.masking_utils import sdpa_mask
 from . import kernels
 from . import ops as _ops  # noqa: F401
 from .cache_layer import ATTENTION, PADDING, TEXT, VISUAL, Arrival, Cached, PackedLayer, Segment
+from .query_moment import moment_of
 
 Attended = tuple[Tensor, Tensor]
 
@@ -34,22 +35,33 @@ def packed_attention(
     """The attention interface of transformers."""
     if not isinstance(key, Cached):
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
-    layer, k, v = key.layer, key.states, value.states
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    y = attend_and_store(module, key.layer, query, key.states, value.states, attention_mask, scaling, **kwargs)
+    key.layer.leave()
+    return y, None
+
+
+def attend_and_store(
+    module: nn.Module, layer: PackedLayer, query: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float,
+    **kwargs: Any,
+) -> Tensor:  # fmt: skip
+    """The output of one of the three cases; the new tokens are then in the cache."""
     if layer.empty:
-        y, _ = sdpa_attention_forward(module, query, k, v, attention_mask, scaling=scaling, **kwargs)
-        came = arrival(layer, attention_mask, k)
-        layer.store(k, v, came)
+        y, _ = sdpa_attention_forward(module, query, k, v, mask, scaling=scaling, **kwargs)
+        came = arrival(layer, mask, k)
+        if layer.shared.observe is not None:
+            layer.shared.observe(module, query, k.shape[1])
+        layer.store(k, v, came, moment_of(module))
         if layer.shared.cut is not None:
-            y = as_if_decoded(layer, came, y, query, k, v, attention_mask, scaling, layer.shared.cut)
-        return y, None
+            y = as_if_decoded(layer, came, y, query, k, v, mask, scaling, layer.shared.cut)
+        return y
     if query.shape[2] == 1:
         layer.append(k, v)
-        return over_cache(layer, query, scaling)[0].transpose(1, 2), None
-    seen = visible(attention_mask, query.shape[2], k)
+        return over_cache(layer, query, scaling)[0].transpose(1, 2)
+    seen = visible(mask, query.shape[2], k)
     parts = (over_cache(layer, query, scaling), attend(query, k, v, seen, scaling))
-    layer.store(k, v, arrival(layer, attention_mask, k))
-    return merge(*parts)[0].transpose(1, 2), None
+    layer.store(k, v, arrival(layer, mask, k), moment_of(module))
+    return merge(*parts)[0].transpose(1, 2)
 
 
 def arrival(layer: PackedLayer, mask: Tensor | None, k: Tensor) -> Arrival:
@@ -74,7 +86,7 @@ def arrival(layer: PackedLayer, mask: Tensor | None, k: Tensor) -> Arrival:
 
 def over_cache(layer: PackedLayer, query: Tensor, scaling: float) -> Attended:
     """Attention to all that is stored; with several segments, to each, the text along with the first."""
-    k_text, v_text, text_count = layer.keys[:, :, 1:], layer.values[:, :, 1:], layer.text_count
+    k_text, v_text, text_count = layer.window()
     found: Attended | None = None
     for segment in layer.segments or [nothing(layer)]:
         s = segment
@@ -86,7 +98,15 @@ def over_cache(layer: PackedLayer, query: Tensor, scaling: float) -> Attended:
         found = part if found is None else merge(found, part)
         k_text, v_text, text_count = k_text[:, :, :0], v_text[:, :, :0], torch.zeros_like(text_count)
     assert found is not None
-    return found
+    return found if layer.older is None else merge(found, over_older(layer, query, scaling))
+
+
+def over_older(layer: PackedLayer, query: Tensor, scaling: float) -> Attended:
+    """Attention to the rounded text tokens."""
+    assert layer.older is not None
+    parts = [t[:, :, 1:] for t in layer.older.tensors().values()]
+    count = (layer.text_count - layer.spec.text_window).clamp(min=0)
+    return torch.ops.mmqc.kv_token_attention(query, *parts, count, layer.older.bits, scaling)
 
 
 def nothing(layer: PackedLayer) -> Segment:

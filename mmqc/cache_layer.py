@@ -2,6 +2,7 @@
 
     packed   segments, one for each call that brought visual tokens: words, scales and counts per sequence (ops/kv_pack.py)
     text     keys, values [B, H, 1 + T, D]: sequence b has its tokens at 1 ... text_count[b]; place 0 takes what is not stored
+             with KVSpec.text_bits, the last tokens alone, in a ring, and the older ones rounded (cache_text.py)
 
 Why:     attention does not depend on the order of its keys, so each sequence keeps its own tokens side by side: padding is not
          stored, decode needs no mask, and the lengths are tensors: a decode step is the same graph at any length.
@@ -12,6 +13,7 @@ State:   all of it is here, per request; a decode step changes it in place, so c
 # pyright: reportOptionalMemberAccess=false, reportOptionalSubscript=false, reportArgumentType=false, reportReturnType=false
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -19,7 +21,9 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import StaticLayer
 
+from .cache_text import OlderText, push, refill
 from .config import KVSpec
+from .ops.kv_round_keys import DAMPING, SWEEPS
 
 ROOM = 128  # text tokens for which there is room at first where nobody says how many will come
 PADDING, TEXT, VISUAL = range(3)
@@ -81,12 +85,16 @@ class Shared:
         arrival: of the call in progress.
         history: kinds [B, L] of the tokens of each call of more than one token, and the length of the cache before it.
         cut: in the search for tau, the token of the prompt from which on packed tokens are seen.
+        observe: in calibration, what looks at the queries of a prompt: (attention module, query, KV heads).
+        offloads: whether a layer is in host memory while it is not its turn.
     """
 
     context: Any
     arrival: Arrival | None = None
     history: list[tuple[int, Tensor]] = field(default_factory=list)
     cut: int | None = None
+    observe: Callable[[Any, Tensor, int], None] | None = None
+    offloads: bool = False
 
 
 class PackedLayer(StaticLayer):
@@ -110,7 +118,14 @@ class PackedLayer(StaticLayer):
         self.limit = max_cache_len
         self.empty = True
         self.segments: list[Segment] = []
+        self.spare: list[Segment] = []
+        self.older: OlderText | None = None
         self.used = 0
+
+    @property
+    def is_compileable(self) -> bool:
+        """A compiled step can neither make room nor move the cache."""
+        return self.limit is not None and not self.shared.offloads
 
     # --- what transformers asks ---------------------------------------------------------------------------------------
 
@@ -119,8 +134,16 @@ class PackedLayer(StaticLayer):
         self.dtype, self.device = key_states.dtype, key_states.device
         self.batch_size, self.num_heads, _, self.k_head_dim = key_states.shape
         self.v_head_dim = value_states.shape[-1]
-        self.keys = key_states.new_zeros((self.batch_size, self.num_heads, 1, self.k_head_dim))
-        self.values = value_states.new_zeros((self.batch_size, self.num_heads, 1, self.v_head_dim))
+        spec, window = self.spec, 0
+        if spec.text_bits < 16:
+            window, self.older = (
+                spec.text_window,
+                OlderText.like(key_states, value_states, spec.text_bits, spec.text_block),
+            )
+        self.keys, self.values = (
+            keep_address(t.new_zeros((self.batch_size, self.num_heads, 1 + window, t.shape[-1])))
+            for t in (key_states, value_states)
+        )
         self.cumulative_length = keep_address(torch.zeros((), dtype=torch.int64, device=self.device))
         self.text_count = keep_address(torch.zeros(self.batch_size, dtype=torch.int32, device=self.device))
         self.is_initialized = True
@@ -143,8 +166,8 @@ class PackedLayer(StaticLayer):
         return self.limit or -1
 
     def reset(self) -> None:
-        """Forget all tokens; the room for text stays."""
-        self.segments, self.empty, self.used = [], True, 0
+        """Forget all tokens; the memory stays, and the next prompt uses it again as far as its shapes are the same."""
+        self.segments, self.spare, self.empty, self.used = [], self.segments or self.spare, True, 0
         if self.is_initialized:
             self.cumulative_length.zero_()
             self.text_count.zero_()
@@ -162,63 +185,135 @@ class PackedLayer(StaticLayer):
         """These rows alone."""
         self.map_rows(lambda t: t[indices.to(t.device)])
 
+    def offload(self) -> None:
+        """To host memory, but for the counts."""
+        self.move(torch.device("cpu"))
+
+    def prefetch(self) -> None:
+        """To the device."""
+        if self.is_initialized:
+            self.move(self.device)
+
+    def move(self, device: torch.device) -> None:
+        """What grows with the tokens."""
+        for part in [*self.segments, *([] if self.older is None else [self.older])]:
+            for name, tensor in part.tensors().items():
+                if tensor.dim() > 1:
+                    setattr(part, name, tensor.to(device, non_blocking=True))
+        self.keys, self.values = (t.to(device, non_blocking=True) for t in (self.keys, self.values))
+
+    def leave(self) -> None:
+        """Its turn is over."""
+        if self.shared.offloads:
+            self.offload()
+
     # --- storing ------------------------------------------------------------------------------------------------------
 
     def append(self, k: Tensor, v: Tensor) -> None:
         """One more text token [B, H, 1, D] in every sequence."""
         if not torch.compiler.is_compiling():
             self.make_room(1)
+        self.put_text(self.text_count.long()[:, None] + 1, k, v)
         self.text_count.add_(1)
         self.cumulative_length.add_(1)
-        place = self.text_count.long()[:, None, None, None]
-        self.keys.scatter_(2, place.expand_as(k), k)
-        self.values.scatter_(2, place.expand_as(v), v)
 
-    def store(self, k: Tensor, v: Tensor, arrival: Arrival) -> None:
-        """Tokens [B, H, L, D] of any kind: visual ones packed as a segment, text scattered to its places."""
+    def store(self, k: Tensor, v: Tensor, arrival: Arrival, moment: Tensor | None = None) -> None:
+        """Tokens [B, H, L, D] of any kind: visual ones packed as a segment, text scattered to its places.
+
+        ``moment`` is of the queries (query_moment.py), for a spec that rounds by them.
+        """
         spec = self.spec
         if arrival.most_visual:
             where = (arrival.order, arrival.visual_count, spec.bits)
             packed = (
-                *torch.ops.mmqc.kv_pack(k, *where, spec.keys, spec.shrink_keys, False),
+                *self.pack_keys(k, where, moment),
                 *torch.ops.mmqc.kv_pack(v, *where, spec.values, spec.shrink_values, True),
             )
-            names = ("k_words", "k_scale", "k_offset", "v_words", "v_scale", "v_offset")
-            tensors = {name: keep_address(t) for name, t in zip(names, packed, strict=True)}
-            count = keep_address(arrival.visual_count.clone())
-            self.segments = [*self.segments, Segment(**tensors, count=count)]
+            self.segments = [*self.segments, self.kept(Segment(*packed, count=arrival.visual_count.clone()))]
         if not torch.compiler.is_compiling():
             self.used = 0 if self.empty else int(self.text_count.max())
         self.make_room(arrival.most_text, 0 if self.limit is None else self.limit - k.shape[2])
         start = self.text_count.long()[:, None]
-        place = torch.where(arrival.place > 0, arrival.place + start, 0)[:, None, :, None]
-        self.keys.scatter_(2, place.expand_as(k), k)
-        self.values.scatter_(2, place.expand_as(v), v)
+        self.put_text(torch.where(arrival.place > 0, arrival.place + start, 0), k, v)
         self.text_count.add_(arrival.text_count)
         self.cumulative_length.add_(k.shape[2])
         self.empty = False
 
+    def pack_keys(self, k: Tensor, where: tuple[Tensor, Tensor, int], moment: Tensor | None) -> tuple[Tensor, ...]:
+        """Words, scales and offsets of the keys at ``where``: order, counts, bits."""
+        spec, bits = self.spec, self.spec.bits
+        if spec.rounding == "nearest":
+            return torch.ops.mmqc.kv_pack(k, *where, spec.keys, spec.shrink_keys, False)
+        if moment is None:
+            raise ValueError(
+                "this cache rounds keys for the queries that calibration saw, but this model has seen none: quantize_ it with "
+                "calibration=..., or use KVSpec(rounding='nearest')"
+            )
+        return torch.ops.mmqc.kv_round_keys(k, *where[:2], moment, bits, spec.shrink_keys, DAMPING, SWEEPS)
+
+    def put_text(self, place: Tensor, k: Tensor, v: Tensor) -> None:
+        """New tokens [B, H, L, D], of which ``place`` [B, L] says the how manieth text token each is; 0: none."""
+        if self.older is not None:
+            push(self.keys, self.values, self.older, self.text_count, place, k, v)
+            return
+        at = place[:, None, :, None]
+        self.keys.scatter_(2, at.expand_as(k), k)
+        self.values.scatter_(2, at.expand_as(v), v)
+
+    def kept(self, segment: Segment) -> Segment:
+        """The segment, where the one of before ``reset`` was if that was like it: CUDA graphs know the place."""
+        number, new = len(self.segments), segment.tensors()
+        old = self.spare[number].tensors() if number < len(self.spare) else {}
+        if not torch.compiler.is_compiling() and all(
+            name in old and old[name].shape == t.shape and old[name].device == t.device for name, t in new.items()
+        ):
+            for name, tensor in new.items():
+                old[name].copy_(tensor)
+            return self.spare[number]
+        self.spare = []
+        for tensor in new.values():
+            keep_address(tensor)
+        return segment
+
     def make_room(self, tokens: int, later: int = 0) -> None:
         """Let ``tokens`` more fit, and ``later`` more after them; eager calls count how many may be there."""
         self.used += tokens
-        room = self.keys.shape[2] - 1
+        window = 0 if self.older is None else self.spec.text_window
+        room = self.keys.shape[2] - 1 if self.older is None else self.older.room + window
         if self.used > room:
             more = self.used + (later if self.limit is not None else max(ROOM, room)) - room
-            self.keys, self.values = (
-                keep_address(torch.nn.functional.pad(t, (0, 0, 0, more))) for t in (self.keys, self.values)
-            )
+            if self.older is None:
+                self.keys, self.values = (
+                    keep_address(torch.nn.functional.pad(t, (0, 0, 0, more))) for t in (self.keys, self.values)
+                )
+            else:
+                self.older.grow(more)
+                for tensor in self.older.tensors().values():
+                    keep_address(tensor)
+
+    def window(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Keys, values and int32 counts of the text tokens in the model's dtype."""
+        count = self.text_count if self.older is None else self.text_count.clamp(max=self.spec.text_window)
+        return self.keys[:, :, 1:], self.values[:, :, 1:], count
 
     def remove(self, length: int, text: Tensor, visual: list[Tensor]) -> None:
         """Cut to ``length`` tokens, of which ``text`` [B] and, segment by segment, ``visual`` [B] go."""
-        self.text_count.sub_(text.to(self.text_count))
+        if self.shared.offloads:
+            self.prefetch()
+        left = self.text_count - text.to(self.text_count)
+        if self.older is not None:
+            refill(self.keys, self.values, self.older, self.text_count, left)
+        self.text_count.copy_(left)
         for segment, gone in zip(self.segments, visual, strict=True):
             segment.count.sub_(gone.to(segment.count))
         self.segments = [s for s in self.segments if bool(s.count.any())]
         self.cumulative_length.fill_(length)
+        self.leave()
 
     def tensors(self) -> list[Tensor]:
         """Everything with a batch axis."""
-        return [self.keys, self.values, self.text_count, *(t for s in self.segments for t in s.tensors().values())]
+        parts = [*self.segments, *([] if self.older is None else [self.older])]
+        return [self.keys, self.values, self.text_count, *(t for part in parts for t in part.tensors().values())]
 
     def map_rows(self, change: Any) -> None:
         """Replace every tensor with a batch axis."""
@@ -227,9 +322,9 @@ class PackedLayer(StaticLayer):
         self.keys, self.values, self.text_count = (
             keep_address(change(t)) for t in (self.keys, self.values, self.text_count)
         )
-        for s in self.segments:
-            for name, tensor in s.tensors().items():
-                setattr(s, name, keep_address(change(tensor)))
+        for part in [*self.segments, *([] if self.older is None else [self.older])]:
+            for name, tensor in part.tensors().items():
+                setattr(part, name, keep_address(change(tensor)))
         self.batch_size = self.keys.shape[0]
 
 

@@ -1,4 +1,6 @@
-"""The grid search for the score calibration of a packed cache (CalibQuant, arXiv:2502.14882, section 4.2).
+"""What a packed cache learns from calibration data: the queries' second moment, and the score calibration's tau.
+
+The grid search is CalibQuant's (arXiv:2502.14882, section 4.2):
 
     tau = argmin over {0, 1, 2, 3}^2 of  mean KL(p || p_tau)        p: next-token probabilities with the plain cache
 
@@ -23,9 +25,11 @@ from .cache import QuantizedCache
 from .calibrate import CalibrationError
 from .config import KVSpec
 from .modality import ModalityContext
+from .query_moment import Observer, forget
 
 Pair = tuple[float, float]
 GRID: tuple[Pair, ...] = tuple((a, b) for a in (0.0, 1.0, 2.0, 3.0) for b in (0.0, 1.0, 2.0, 3.0))
+SEARCHED = 16  # batches, evenly chosen, that the search for tau runs on, once for each candidate
 Batch = Mapping[str, Any]
 
 
@@ -45,14 +49,10 @@ def search_tau(
     Raises:
         CalibrationError: no batch has visual tokens with text behind them.
     """
-    if spec.search == "none" or spec.tau:
+    if not spec.searches:
         return spec
-    cases = [(batch, cut) for batch in batches if (cut := where_to_cut(model, batch, context)) is not None]
-    if not cases:
-        raise CalibrationError(
-            "no calibration batch has visual tokens with text behind them, which the search for tau needs: pass batches with "
-            "images and answers, or use calibquant(search='none')"
-        )
+    cases = cut_batches(model, batches, context)
+    cases = cases[:: max(1, len(cases) // SEARCHED)][:SEARCHED]
     found = best(model, spec, cases, [(pair,) for pair in GRID], done)
     layers = len(QuantizedCache(model, spec).layers)
     if spec.search == "layer":
@@ -60,6 +60,42 @@ def search_tau(
         for i in range(layers):
             found = best(model, spec, cases, [(*found[:i], pair, *found[i + 1 :]) for pair in GRID], done)
     return dataclasses.replace(spec, tau=found)
+
+
+@torch.no_grad()
+def observe_queries(
+    model: nn.Module, spec: KVSpec, batches: Sequence[Batch], context: ModalityContext, done: Callable[[], Any] = int
+) -> None:
+    """Give the layers the second moments of the queries of text behind visual tokens, if ``spec`` rounds keys by them.
+
+    Arguments and errors are those of ``search_tau``.
+    """
+    forget(list(model.modules()))
+    if spec.rounding == "nearest":
+        return
+    observer = Observer()
+    for batch, _ in cut_batches(model, batches, context):
+        visual, mask = context.find(model, (), batch), batch.get("attention_mask")
+        behind = visual.flip(1).cumsum(1).flip(1) == 0
+        observer.weight = (behind & visual.any(1, keepdim=True)).float()
+        if mask is not None:
+            observer.weight = observer.weight * mask.to(observer.weight)
+        cache = QuantizedCache(model, dataclasses.replace(spec, rounding="nearest", tau=()))
+        cache.shared.observe = observer
+        model(**{**batch, "use_cache": True}, past_key_values=cache)
+        done()
+    observer.attach()
+
+
+def cut_batches(model: nn.Module, batches: Sequence[Batch], context: ModalityContext) -> list[tuple[Batch, int]]:
+    """The batches that have visual tokens with text behind them, and where to cut them."""
+    cases = [(batch, cut) for batch in batches if (cut := where_to_cut(model, batch, context)) is not None]
+    if not cases:
+        raise CalibrationError(
+            "no calibration batch has visual tokens with text behind them, which this kv config needs: pass batches with images "
+            "and answers, or use calibquant(search='none', rounding='nearest')"
+        )
+    return cases
 
 
 def best(

@@ -1,6 +1,7 @@
 """``generate`` compiled as a whole: transformers' own loop, its prefill compiled too, its device never waited for.
 
     model.generate(**inputs, cache_implementation="static", custom_generate=mmqc.compiled_loop)
+    model.generate(**inputs, custom_generate=mmqc.compiled_loop)                    of a model whose KV cache is quantized
 
 transformers compiles the decode step of a static cache and nothing else.  Three things cost the time around it:
 
@@ -9,6 +10,8 @@ transformers compiles the decode step of a static cache and nothing else.  Three
     stop check  asks the device after every token          ->  one step late, transformers' ``DeferredStopCheck``
     the cache   is new in every call, so CUDA graphs are   ->  kept, emptied and used again while its shape fits
                 recorded again
+
+A quantized cache's prompt runs eagerly: how many of its tokens are visual decides what is allocated.
 
 The loop itself, and with it every token, logits processor, stopping criterion and output, stays transformers'.
 """
@@ -28,6 +31,8 @@ from transformers import CompileConfig, GenerationConfig
 from transformers.cache_utils import StaticCache
 from transformers.generation import utils as generation
 
+from .cache import QuantizedCache
+
 __all__ = ["compiled_loop"]
 
 PREFILL = ("compiled", "graphs", "eager")
@@ -37,7 +42,7 @@ class _State:
     """What a model keeps from one call to the next; a copy of the model starts afresh."""
 
     def __init__(self) -> None:
-        self.cache: StaticCache | None = None
+        self.cache: StaticCache | QuantizedCache | None = None
         self.key: tuple[Any, ...] = ()
         self.prefills: dict[str, Callable[..., Any]] = {}
 
@@ -57,42 +62,60 @@ class _State:
 
 
 def compiled_loop(
-    model: Any, input_ids: Tensor, *, generation_config: GenerationConfig, prefill: str = "compiled", **kwargs: Any
+    model: Any, input_ids: Tensor, *, generation_config: GenerationConfig, prefill: str | None = None, **kwargs: Any
 ) -> Any:
-    """A ``custom_generate`` callable: greedy search and sampling with a static cache, compiled.
+    """A ``custom_generate`` callable: greedy search and sampling with a static or a quantized cache, compiled.
 
     Args:
         model: the model whose ``generate`` was called.
         input_ids: [B, L] int64, the prompt.
         generation_config: its ``compile_config`` says how to compile; by default ``backend="mmqc"`` with CUDA graphs.
-        prefill: an argument of ``generate`` too: "compiled"; "graphs", with CUDA graphs, for prompts of few different shapes
-            (images of one size): the first two prompts of a shape are slow, and each shape keeps memory; or "eager".
+        prefill: an argument of ``generate`` too: "compiled", what None means with a static cache; "graphs", with CUDA graphs,
+            for prompts of few different shapes (images of one size): the first two prompts of a shape are slow, and each
+            shape keeps memory; or "eager", what None means with a quantized cache, which takes nothing else.
         kwargs: what ``generate`` hands to its loop.  (A streamer is not among it: transformers keeps that back.)
 
     Returns:
         What ``generate`` returns, with the tokens of transformers' own loop as far as a compiled forward equals an eager one.
 
     Raises:
-        ValueError: the cache is not static, the generation is neither greedy nor sampled, or ``prefill`` is unknown.
+        ValueError: the cache is neither static nor quantized, or cannot be compiled; the generation is neither greedy nor
+            sampled; or ``prefill`` is unknown or not for this cache.
     """
-    if prefill not in PREFILL:
-        raise ValueError(f"prefill = {prefill!r}: one of {', '.join(map(repr, PREFILL))}")
-    cache = kwargs.get("past_key_values")
-    if generation_config.num_beams > 1 or not isinstance(cache, StaticCache) or cache.offloading:
-        what = f"{generation_config.num_beams} beams" if generation_config.num_beams > 1 else type(cache).__name__
-        raise ValueError(
-            f"mmqc.compiled_loop decodes greedily or by sampling with a static cache on the device, not with {what}: "
-            'pass cache_implementation="static", or leave custom_generate out'
-        )
+    cache: Any = kwargs.get("past_key_values")
+    how = _checked(cache, generation_config, prefill)
     config = copy.copy(generation_config)
     config.compile_config = _compile_config(generation_config.compile_config)
     outlives = config.return_dict_in_generate or getattr(cache, "_is_user_defined", False)
-    cache = kwargs["past_key_values"] = _ready(model, cache, input_ids.shape[0], keep=not outlives)
+    ready: Any = _ready_packed if isinstance(cache, QuantizedCache) else _ready
+    cache = kwargs["past_key_values"] = ready(model, cache, input_ids.shape[0], keep=not outlives)
     possible = config.prefill_chunk_size is None and all(c.is_initialized for c in cache.layers)
-    how = prefill if possible else "eager"  # transformers compiles the chunks of a prompt itself
+    how = how if possible else "eager"  # transformers compiles the chunks of a prompt itself
     with _compiled_once(model, config.compile_config, how), _deferred_stop_check():
         loop: Any = generation.GenerationMixin
         return loop._sample(model, input_ids, generation_config=config, **kwargs)
+
+
+def _checked(cache: Any, config: GenerationConfig, prefill: str | None) -> str:
+    """How to run the prompt; raises what ``compiled_loop`` says."""
+    if prefill not in (None, *PREFILL):
+        raise ValueError(f"prefill = {prefill!r}: one of {', '.join(map(repr, PREFILL))}")
+    packed = isinstance(cache, QuantizedCache)
+    if config.num_beams > 1 or not (packed or isinstance(cache, StaticCache)) or cache.offloading:
+        offloaded = " in host memory" if getattr(cache, "offloading", False) else ""
+        what = f"{config.num_beams} beams" if config.num_beams > 1 else f"{type(cache).__name__}{offloaded}"
+        raise ValueError(
+            f"mmqc.compiled_loop decodes greedily or by sampling with a static or quantized cache on the device, not with {what}: "
+            'pass cache_implementation="static", or leave custom_generate out'
+        )
+    if packed and not cache.is_compileable:
+        raise ValueError("this quantized cache grows, which a compiled step cannot: give it a max_cache_len")
+    if packed and prefill not in (None, "eager"):
+        raise ValueError(
+            f"prefill = {prefill!r} with a quantized cache: how many tokens of the prompt are visual decides what is allocated, "
+            'which a graph cannot know; pass prefill="eager" or nothing'
+        )
+    return prefill or ("eager" if packed else "compiled")
 
 
 def _compile_config(given: CompileConfig | None) -> CompileConfig:
@@ -117,6 +140,23 @@ def _ready(model: Any, new: Any, batch: int, *, keep: bool) -> Any:
         state.cache.reset()
         return state.cache
     new.early_initialization(batch, *shape, model.dtype, model.device)
+    if keep:
+        state.cache, state.key = new, key
+    return new
+
+
+def _ready_packed(model: Any, new: QuantizedCache, batch: int, *, keep: bool) -> QuantizedCache:
+    """``new``, or the last call's cache, emptied, if it stores what ``new`` would and has its room.
+
+    Emptied, it stores a prompt with as many visual tokens as the last one's where CUDA graphs know that they are.
+    """
+    state = _State.of(model)
+    key = (new.spec, new.shared.context, batch, model.dtype, model.device)
+    kept: Any = state.cache
+    same = keep and isinstance(kept, QuantizedCache) and state.key == key
+    if same and kept.get_max_length() >= new.get_max_length():
+        kept.reset()
+        return kept
     if keep:
         state.cache, state.key = new, key
     return new

@@ -145,6 +145,15 @@ class QuantConfig(AOBaseConfig):
     kv: KVSpec | None = None
     kv_rounding: KVRounding | None = None
 
+    def __post_init__(self) -> None:
+        both = self.kv is not None and self.kv_rounding is not None
+        require(
+            not both,
+            "QuantConfig.kv_rounding",
+            self.kv_rounding,
+            "None beside kv: one attention function reads the cache",
+        )
+
     def __or__(self, other: QuantConfig) -> QuantConfig:
         """A recipe for the weights and one for the KV cache, as one config.
 
@@ -176,7 +185,9 @@ class QuantConfig(AOBaseConfig):
     @property
     def needs_calibration(self) -> bool:
         """Whether some scale, solver or tau depends on data that ``statistics`` and ``kv`` do not already hold."""
-        if self.kv_rounding is not None or (self.kv is not None and self.kv.search != "none" and not self.kv.tau):
+        if self.kv_rounding is not None or (
+            self.kv is not None and (self.kv.searches or self.kv.rounding == "queries")
+        ):
             return True
         if self.rewrites.bases is not None or self.rewrites.smooth is not None:
             return bool(self.schemes)  # no statistics hold what these measure

@@ -23,7 +23,7 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from . import kv_rounding
+from . import kv_rounding, query_moment
 from .checksum import hashes, verify
 from .config import QuantConfig
 from .expert_modules import QuantExperts
@@ -257,7 +257,8 @@ def rebuild(model: PreTrainedModel, config: MmqcConfig, dtype: torch.dtype) -> N
     """
     dtypes = {config.dtype: dtype} if config.dtype else {}
     names = {name for name, _ in model.named_modules()}
-    names |= {f"{name}.{kv_rounding.CHILD}" for name in names}  # a child that an attention module may have got
+    children = (kv_rounding.CHILD, query_moment.CHILD)  # that an attention module may have got
+    names |= {f"{name}.{child}" for name in names for child in children}
     places = {fqn: local(fqn, model, names) for fqn in (*config.modules, *map(_parent, config.parameters))}
     lost = [fqn for fqn, name in places.items() if name not in names]
     if lost and (len(lost) == len(places) or any(places[fqn] for fqn in lost)):

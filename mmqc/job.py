@@ -44,11 +44,16 @@ from .unseen import guard, unseen_modules, unsure_weights
 
 MEASURED_BATCHES = 4
 Batch = Mapping[str, Any]
+Last = Callable[[Callable[[dict[str, Any]], Batch]], object]
 
 
 @dataclass(frozen=True)
 class Options:
-    """How ``quantize_`` gets its statistics; see its arguments of the same names."""
+    """How ``quantize_`` gets its statistics; see its arguments of the same names.
+
+    Attributes:
+        then: called in the end with what puts a batch on the device that computes; all can still be undone.
+    """
 
     inputs: Inputs = "float"
     device: Any = None
@@ -56,6 +61,7 @@ class Options:
     generate_tokens: int = 0
     resume_dir: str | None = None
     row_weights: Mapping[str, float] = field(default_factory=lambda: dict(EQUAL))
+    then: Last | None = None
 
 
 class Job:
@@ -110,6 +116,9 @@ class Job:
         refused = [*stale, *experts.refused, *self.unreached(), *whole, *notes]
         report = QuantReport(config, [*self.layers(), *experts.layers], refused, prog.records)
         report.incoherence, report.towers, report.rewrite_error = self.incoherence, self.towers, self.rewrite_error
+        if self.options.then is not None:
+            self.bar.say("searching")
+            self.options.then(self.residency.batch)
         self.finish(config, report)
         return report
 

@@ -19,6 +19,7 @@ from .kv_rounding import KVRounder
 from .mixed_linear import MixedLinear
 from .modules import HadamardLinear, QuantLinear, RMSNorm
 from .pointwise import Pointwise
+from .query_moment import QueryMoment
 from .rotated_norm import RotatedNorm
 
 Spec = dict[str, Any]
@@ -196,11 +197,21 @@ def _build_kv_rounder(spec: Spec, dtype: torch.dtype) -> KVRounder:
     return KVRounder(spec["size"], KVRounding(**spec["spec"]), spec["inner"], device="meta").to(dtype)
 
 
+def _describe_query_moment(module: QueryMoment) -> Spec:
+    return {"heads": module.moment.shape[0], "width": module.moment.shape[1]}
+
+
+def _build_query_moment(spec: Spec, dtype: torch.dtype) -> QueryMoment:
+    del dtype  # float32 whatever the model is
+    return QueryMoment(spec["heads"], spec["width"], device="meta")
+
+
 KINDS: dict[str, tuple[type[nn.Module], Callable[[Any], Spec], Callable[[Spec, torch.dtype], nn.Module]]] = {
     "quant_linear": (QuantLinear, _describe_quant_linear, _build_quant_linear),
     "quant_experts": (QuantExperts, _describe_quant_experts, _build_quant_experts),
     "mixed_linear": (MixedLinear, _describe_mixed_linear, _build_mixed_linear),
     "kv_rounder": (KVRounder, _describe_kv_rounder, _build_kv_rounder),
+    "query_moment": (QueryMoment, _describe_query_moment, _build_query_moment),
     "rms_norm": (RMSNorm, _describe_rms_norm, _build_rms_norm),
     "rotated_norm": (RotatedNorm, _describe_rotated_norm, _build_rotated_norm),
     "hadamard_linear": (HadamardLinear, _describe_hadamard_linear, _build_hadamard_linear),

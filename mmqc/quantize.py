@@ -16,7 +16,7 @@ from .calibrate import EQUAL, TEXT, VISUAL, CalibrationError
 from .config import ConfigError, QuantConfig
 from .expert_modules import QuantExperts
 from .generated import with_generated
-from .job import Batch, Job, Options
+from .job import Batch, Job, Last, Options
 from .memory_error import explained
 from .modality import ModalityContext, attached, detach, visual_token_ids
 from .modules import QuantLinear
@@ -72,18 +72,26 @@ def quantize_(
 
     Whatever is raised, the model is as it was.
     """
+    more: dict[str, Any] = {
+        "filter_fn": filter_fn, "progress": progress, "resume_dir": resume_dir, "inputs": inputs, "device": device,
+        "spool": spool, "generate_tokens": generate_tokens, "modality_weights": modality_weights,
+    }  # fmt: skip
     if isinstance(config, QuantConfig) and config.kv is not None:
-        more: dict[str, Any] = {
-            "filter_fn": filter_fn, "progress": progress, "resume_dir": resume_dir, "inputs": inputs, "device": device,
-            "spool": spool, "generate_tokens": generate_tokens, "modality_weights": modality_weights,
-        }  # fmt: skip
-        return quantize_kv(model, config, calibration, quantize_, **more)
+        return quantize_kv(model, config, calibration, _quantize_weights, **more)
+    return _quantize_weights(model, config, calibration, **more)
+
+
+def _quantize_weights(
+    model: nn.Module, config: QuantConfig, calibration: Iterable[Batch] | None, *, filter_fn: Any, progress: bool,
+    modality_weights: Mapping[str, float] | None, then: Last | None = None, **more: Any,
+) -> QuantReport:  # fmt: skip
+    """``quantize_`` of anything but the cache; what ``then`` raises undoes it as well."""
     start = time.perf_counter()
     _check_model(model, config)
-    options = Options(inputs, device, spool, generate_tokens, resume_dir, _row_weights(modality_weights))
+    options = Options(row_weights=_row_weights(modality_weights), then=then, **more)
     _check_options(options)
     if calibration is None and config.rewrites == type(config.rewrites)() and not config.needs_calibration:
-        report = _weights_only(model, config, filter_fn, device)
+        report = _weights_only(model, config, filter_fn, options.device)
     else:
         report = _calibrated(model, config, _spool(model, config, calibration), filter_fn, progress, options)
     report.seconds = time.perf_counter() - start

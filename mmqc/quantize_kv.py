@@ -1,23 +1,28 @@
 """The KV part of ``quantize_``: weights first, if the config has any, then the search for tau, then ``generate``.
 
-Everything that can be refused is refused before a weight has changed.
+What can be refused beforehand is refused before a weight has changed.  The search runs on the quantized weights, and while they
+can still be taken back: if it fails, the model is as it was.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
 
-from .cache import check_layers, decoder_config, prepare
+from .cache import check_spec, decoder_config, prepare
 from .cache_generate import attach, detach
 from .calibrate import CalibrationError
-from .calibrate_kv import search_tau
-from .config import QuantConfig, Rewrites
+from .calibrate_kv import observe_queries, search_tau
+from .config import KVSpec, QuantConfig, Rewrites
 from .hf import MmqcConfig, attach_config
-from .report import QuantReport, plain
+from .modality import attached
+from .modality import detach as forget_modality
+from .query_moment import kept_on_failure
+from .report import QuantReport, Refusal, plain
 
 Batch = Mapping[str, Any]
 
@@ -29,7 +34,9 @@ def quantize_kv(
     quantize: Callable[..., QuantReport],
     **options: Any,
 ) -> QuantReport:
-    """``quantize(model, config without kv, ...)``, then a packed cache for ``model.generate``.
+    """``quantize(model, config without kv, batches, then=..., ...)``, and a packed cache for ``model.generate``.
+
+    ``quantize`` calls ``then`` with what puts a batch on the right device, when its work is done and can still be undone.
 
     Raises:
         ConfigError: the model's cache cannot be packed, or tau is given for another number of layers.
@@ -38,35 +45,68 @@ def quantize_kv(
     start, spec = time.perf_counter(), config.kv
     assert spec is not None
     text = decoder_config(model)
-    check_layers(spec, text.num_hidden_layers)
-    searches = spec.search != "none" and not spec.tau
+    check_spec(spec, text)
     batches = None if calibration is None else [dict(b) for b in calibration]
-    if searches and not batches:
+    if (spec.searches or spec.rounding == "queries") and not batches:
         raise CalibrationError(
-            "calibration is empty, but this kv config searches for tau: pass batches with images and answers, tau=..., or "
-            "search='none'"
+            "calibration is empty, but this kv config searches for tau or rounds keys by queries: pass batches with images and "
+            "answers, or search='none', rounding='nearest'"
         )
-    weights = config.replace(kv=None)
-    attention, modes = text._attn_implementation, {m: m.training for m in model.modules()}
-    if weights.schemes or weights.rewrites != Rewrites():
-        report = quantize(model, weights, batches, **options)
-    else:
-        report = QuantReport(weights, [], [], [])
-    model.eval()
-    try:
-        spec = search_tau(model, spec, batches or [], prepare(model))
-        attach(model, spec)
-    except BaseException:
-        detach(model)
-        text._attn_implementation = attention
-        raise
-    finally:
-        for module, training in modes.items():
-            module.training = training
-    report.config = report.config.replace(kv=spec)
+    weights, found = config.replace(kv=None), spec
+
+    def search(place: Callable[[dict[str, Any]], Batch]) -> None:
+        nonlocal found
+        given, context = [place(batch) for batch in batches or []], prepare(model)
+        observe_queries(model, spec, given, context)
+        found = search_tau(model, spec, given, context)
+
+    with _undone(model, text), kept_on_failure(model):
+        if weights.schemes or weights.rewrites != Rewrites() or weights.kv_rounding is not None:
+            report = quantize(model, weights, batches, then=search, **options)
+        else:
+            report = QuantReport(weights, [], [], [])
+            with _evaluating(model):
+                search(dict)
+        attach(model, found)
+    report.config = report.config.replace(kv=found)
+    report.refused += [Refusal("", "", why) for why in unfused(found)]
     _save(model, report.config)
     report.seconds = time.perf_counter() - start
     return report
+
+
+def unfused(spec: KVSpec) -> Iterator[str]:
+    """What of the cache runs without a kernel of its own, in many launches."""
+    if spec.rounding == "queries":
+        yield "KV cache: keys are rounded by plain torch code (kv_round_keys), once for each image's tokens"
+    if spec.text_bits < 16:
+        yield "KV cache: text older than the window is read by plain torch code (kv_token_attention) in every step"
+
+
+@contextmanager
+def _undone(model: nn.Module, text: Any) -> Iterator[None]:
+    """Take back what ``prepare`` and ``attach`` did if anything fails."""
+    attention, context = text._attn_implementation, attached(model)
+    try:
+        yield
+    except BaseException:
+        detach(model)
+        text._attn_implementation = attention
+        if context is None:
+            forget_modality(model)
+        raise
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Every module in eval mode, and then as it was."""
+    modes = {m: m.training for m in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
 
 
 def _save(model: Any, config: QuantConfig) -> None:

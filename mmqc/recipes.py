@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
 
 from torchao.quantization.granularity import PerGroup, PerRow
 
@@ -193,6 +193,9 @@ def calibquant(
     tau: tuple[tuple[float, float], ...] = (),
     shrink_keys: float | None = None,
     shrink_values: float | None = None,
+    rounding: str | None = None,
+    text_bits: int = 16,
+    text_window: int = 128,
 ) -> QuantConfig:
     """The visual part of the KV cache in 8 to 1 bits, by CalibQuant (arXiv:2502.14882); ``|`` composes it with a weight recipe.
 
@@ -205,12 +208,17 @@ def calibquant(
         shrink_keys: see ``KVSpec``; None is 0.6 at 1 bit, whose two levels would otherwise be the extremes, and 1 above.
             (The authors' code has 0.5 for keys and 0.3 for values, towards zero instead of the centre.)
         shrink_values: likewise.
+        rounding: of keys, "nearest" or by the calibration's "queries" (ops/kv_round_keys.py, not in the paper).  None is the
+            latter at 1 bit where there is a search, and so calibration data.
+        text_bits: of text and generated tokens: 16, the model's dtype, or 8 or 4 ...
+        text_window: ... but for the last so many.
     """
     found: Search = search or ("none" if tau or bits > 2 else "model")
     shrink = [given or (0.6 if bits == 1 else 1.0) for given in (shrink_keys, shrink_values)]
-    return QuantConfig(
-        kv=KVSpec(bits, "channel", values, shrink_keys=shrink[0], shrink_values=shrink[1], search=found, tau=tau)
-    )
+    rounding = rounding or ("queries" if bits == 1 and found != "none" else "nearest")
+    ranges: dict[str, Any] = {"shrink_keys": shrink[0], "shrink_values": shrink[1], "rounding": rounding}
+    text: dict[str, Any] = {"text_bits": text_bits, "text_window": text_window}
+    return QuantConfig(kv=KVSpec(bits, "channel", values, search=found, tau=tau, **ranges, **text))
 
 
 def kivi(bits: int = 2) -> QuantConfig:

@@ -199,16 +199,22 @@ class KVRounding:
 
 @dataclass(frozen=True)
 class KVSpec:
-    """How the visual tokens of the KV cache are stored (ops/kv_pack.py); text and generated tokens keep the model's dtype.
+    """How the KV cache is stored: visual tokens packed (ops/kv_pack.py), text and generated tokens in the model's dtype or rounded.
 
     Attributes:
         bits: 1, 2, 4 or 8.
         keys: "channel", one range per KV head and channel, or "tensor", one range for the sequence.
         values: "channel", "token", one range per KV head and token, or "tensor".
         shrink_keys, shrink_values: in (0, 1], the range is narrowed about its centre by this factor.
+        rounding: of keys: "nearest" codes, or those that keep the scores of the "queries" that calibration saw
+            (ops/kv_round_keys.py), with ranges by channel.
         search: what chooses ``tau``: "none" leaves it, "model" searches one pair for all layers, "layer" one for each.
         tau: pairs (tau1, tau2) of CalibQuant's score calibration, one for all layers or one for each; () is none of it.
             Filled in by ``quantize_`` where ``search`` asks for it.
+        text_bits: of text and generated tokens: 16, the model's dtype, or 8 or 4 with a range per token, head and block of
+            channels (ops/kv_token_attention.py).
+        text_window: so many of a sequence's last text tokens stay in the model's dtype all the same (KIVI's residual).
+        text_block: channels to a block.
     """
 
     bits: int = 1
@@ -216,20 +222,36 @@ class KVSpec:
     values: str = "channel"
     shrink_keys: float = 1.0
     shrink_values: float = 1.0
+    rounding: str = "nearest"
     search: Search = "none"
     tau: tuple[tuple[float, float], ...] = ()
+    text_bits: int = 16
+    text_window: int = 128
+    text_block: int = 32
 
     def __post_init__(self) -> None:
+        require(self.text_bits in (16, 8, 4), "KVSpec.text_bits", self.text_bits, (16, 8, 4))
+        for name in ("text_window", "text_block"):
+            require(getattr(self, name) >= 1, f"KVSpec.{name}", getattr(self, name), "1 or more")
         require(self.bits in (1, 2, 4, 8), "KVSpec.bits", self.bits, (1, 2, 4, 8))
         require(self.keys in ("channel", "tensor"), "KVSpec.keys", self.keys, ("channel", "tensor"))
         allowed = ("channel", "token", "tensor")
         require(self.values in allowed, "KVSpec.values", self.values, allowed)
         for name in ("shrink_keys", "shrink_values"):
             require(0 < getattr(self, name) <= 1, f"KVSpec.{name}", getattr(self, name), "(0, 1]")
+        allowed = ("nearest", "queries")
+        require(self.rounding in allowed, "KVSpec.rounding", self.rounding, allowed)
+        by_channel = self.rounding == "nearest" or self.keys == "channel"
+        require(by_channel, "KVSpec.keys", self.keys, '"channel" where rounding is "queries"')
         require(self.search in get_args(Search), "KVSpec.search", self.search, get_args(Search))
         pairs = all(len(pair) == 2 and min(pair) >= 0 for pair in self.tau)
         require(pairs, "KVSpec.tau", self.tau, "pairs of numbers >= 0")
         object.__setattr__(self, "tau", tuple((float(a), float(b)) for a, b in self.tau))
+
+    @property
+    def searches(self) -> bool:
+        """Whether tau is still to be found."""
+        return self.search != "none" and not self.tau
 
     def tau_of(self, layer: int) -> tuple[float, float]:
         """The pair of one layer."""

@@ -13,7 +13,9 @@ from torch import Tensor
 import mmqc
 from mmqc import ConfigError, KVSpec, QuantConfig, QuantizedCache, calibrate_kv
 from mmqc.calibrate import CalibrationError
-from mmqc.recipes import calibquant, kivi, rtn
+from mmqc.config import KVRounding
+from mmqc.query_moment import moment_of
+from mmqc.recipes import calibquant, kivi, rotate, rtn
 
 GREEDY = {"max_new_tokens": 5, "do_sample": False}
 
@@ -139,5 +141,99 @@ def test_quantize__refuses_before_it_changes_anything(vlm) -> None:
         assert not any(type(m).__module__.startswith("mmqc") for m in model.modules())
         assert model.model.language_model.config._attn_implementation == attention
         assert type(cache_of(model, batch)).__name__ == "DynamicCache"
+    with pytest.raises(ConfigError, match="kv_rounding"):
+        QuantConfig(kv=KVSpec(1), kv_rounding=KVRounding())
     with pytest.raises(ConfigError, match="no transformers model"):
         mmqc.quantize_(torch.nn.Linear(2, 2), calibquant(4), progress=False)
+
+
+@pytest.mark.parametrize("weights", [rtn(8), rotate()], ids=["quantized", "rewritten"])
+def test_quantize__a_search_that_fails_leaves_the_model_as_it_was(vlm, monkeypatch, weights: QuantConfig) -> None:
+    model, batch = vlm
+    before = {name: t.clone() for name, t in model.state_dict().items()}
+    modules, training = [type(m) for m in model.modules()], model.model.visual.train()
+    attention = model.model.language_model.config._attn_implementation
+    plain = model.generate(**batch, **GREEDY)
+
+    def fail(*args: Any) -> Any:
+        seen.append([type(m) for m in model.modules()] != modules or not torch.equal(next(model.parameters()), first))
+        raise KeyboardInterrupt("on the way")
+
+    seen, first = [], next(model.parameters()).clone()
+    monkeypatch.setattr(calibrate_kv, "divergences", fail)
+    with pytest.raises(KeyboardInterrupt, match="on the way"):
+        mmqc.quantize_(model, weights | calibquant(1), calibration=[batch], progress=False)
+    assert seen == [True], "the search sees the changed model"
+    assert [type(m) for m in model.modules()] == modules
+    after = model.state_dict()
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[name], t) for name, t in before.items())
+    assert model.model.language_model.config._attn_implementation == attention
+    assert not hasattr(model.config, "quantization_config")
+    assert training.training
+    assert type(cache_of(model, batch)).__name__ == "DynamicCache"
+    assert torch.equal(model.generate(**batch, **GREEDY), plain)
+
+
+@torch.no_grad()
+def test_rounding__moments_are_those_of_text_behind_the_images(vlm) -> None:
+    model, batch = vlm
+    context, spec = mmqc.cache.prepare(model), KVSpec(1, rounding="queries")
+    seen: list[tuple[Tensor, int]] = []
+    behind = int((batch["input_ids"][0] == IMAGE).nonzero().max()) + 1
+
+    class Everything(calibrate_kv.Observer):
+        def __call__(self, module: Any, query: Tensor, heads: int) -> None:
+            seen.append((query[0, :, behind:].double(), heads))
+            super().__call__(module, query, heads)
+
+    real, calibrate_kv.Observer = calibrate_kv.Observer, Everything
+    try:
+        calibrate_kv.observe_queries(model, spec, [batch], context)
+    finally:
+        calibrate_kv.Observer = real
+    moments = [m for m in map(moment_of, model.modules()) if m is not None]
+    assert len(moments) == 2
+    for moment, (q, heads) in zip(moments, seen, strict=True):
+        rows = q.reshape(heads, -1, q.shape[-1])
+        assert_close(moment, (rows.mT @ rows / rows.shape[1]).float())
+
+
+def test_rounding__is_saved_and_what_it_needs_is_said(vlm, tmp_path) -> None:
+    model, batch = vlm
+    with pytest.raises(ValueError, match="calibration saw, but this model has seen none"):
+        model.generate(**batch, **GREEDY, past_key_values=QuantizedCache(model, KVSpec(1, rounding="queries")))
+    with pytest.raises(CalibrationError, match="rounds keys by queries"):
+        mmqc.quantize_(model, calibquant(1, tau=((0, 0),), rounding="queries"), progress=False)
+    with pytest.raises(ConfigError, match=r"KVSpec.keys.*rounding"):
+        KVSpec(1, "tensor", rounding="queries")
+    text = {"text_bits": 8, "text_window": 2, "text_block": 8}
+    config = rtn(8) | QuantConfig(kv=KVSpec(1, rounding="queries", search="model", **text))
+    report = mmqc.quantize_(model, config, [batch], progress=False)
+    notes = [str(r) for r in report.refused]
+    assert any("kv_round_keys" in n for n in notes)
+    assert any("kv_token_attention" in n for n in notes)
+    got = model.generate(**batch, **GREEDY)
+    model.save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path, dtype=torch.float32)
+    assert torch.equal(again.generate(**batch, **GREEDY), got)
+    pairs = zip(map(moment_of, again.modules()), map(moment_of, model.modules()), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs if a is not None and b is not None)
+    mmqc.quantize_(twin := tiny_qwen2_vl()[0], calibquant(4), progress=False)
+    assert all(moment_of(m) is None for m in twin.modules())
+
+
+def test_rounding__a_failure_leaves_the_moments_that_were_there(vlm, monkeypatch) -> None:
+    model, batch = vlm
+    mmqc.quantize_(model, calibquant(1, search="none", rounding="queries"), [batch], progress=False)
+    before = [m for m in map(moment_of, model.modules()) if m is not None]
+
+    def fail(*args: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(calibrate_kv, "divergences", fail)
+    with pytest.raises(KeyboardInterrupt):
+        mmqc.quantize_(model, calibquant(1), [batch], progress=False)
+    after = [m for m in map(moment_of, model.modules()) if m is not None]
+    assert len(before) == len(after) == 2
+    assert all(a is b for a, b in zip(after, before, strict=True))
