@@ -52,9 +52,15 @@ def load_part(x_ptr, first, width, BLOCK: tl.constexpr, FULL: tl.constexpr):
 
 
 @triton.jit
-def normed(x, r, DTYPE: tl.constexpr):
-    """X times r, rounded as a module rounds its result."""
-    return (x * r).to(DTYPE).to(tl.float32)
+def norm_row(a, b, h, D, EPS: tl.constexpr, B: tl.constexpr, PARTS: tl.constexpr, DTYPE: tl.constexpr):
+    """The tiles of a row behind an RMSNorm, rounded as a module rounds its result."""
+    total = tl.sum(a * a)
+    if B:
+        total += tl.sum(b * b)
+    if PARTS == 2:
+        total += tl.sum(h * h)
+    r = tl.rsqrt(total / D + EPS)
+    return (a * r).to(DTYPE).to(tl.float32), (b * r).to(DTYPE).to(tl.float32), (h * r).to(DTYPE).to(tl.float32)
 
 
 @triton.jit
@@ -100,17 +106,7 @@ def quantize_per_token_kernel(
     if PARTS == 2:
         h = load_part(x_ptr, LOW, D - LOW, H, FULL)
     if NORM:
-        total = tl.sum(a * a)
-        if B:
-            total += tl.sum(b * b)
-        if PARTS == 2:
-            total += tl.sum(h * h)
-        r = tl.rsqrt(total / D + EPS)
-        a = normed(a, r, dtype)
-        if B:
-            b = normed(b, r, dtype)
-        if PARTS == 2:
-            h = normed(h, r, dtype)
+        a, b, h = norm_row(a, b, h, D, EPS, B, PARTS, dtype)  # pyright: ignore[reportGeneralTypeIssues]  # compiled, not run
     low, high = ends(a, LOW, A, True)  # pyright: ignore[reportGeneralTypeIssues]  # compiled, not run
     if B:
         more = ends(b, LOW - A, B, False)
@@ -164,9 +160,8 @@ def quantize_per_token(
 def tiles(widths: Sequence[int]) -> tuple[int, int, int]:
     """(A, B, H): the largest power of two in the low part, the next one over what it leaves, and over the high part."""
     first = 1 << (widths[0].bit_length() - 1)
-    rest = widths[0] - first
-    high = widths[1] if len(widths) == 2 else 1
-    return first, triton.next_power_of_2(rest) if rest else 0, triton.next_power_of_2(high)
+    rest, high = widths[0] - first, widths[1] if len(widths) == 2 else 1
+    return first, 1 << (rest - 1).bit_length() if rest else 0, 1 << (high - 1).bit_length()
 
 
 def launch(

@@ -66,7 +66,8 @@ def unpack_int4_kernel(
     n = (tl.program_id(0) * R + tl.arange(0, R))[:, None]
     at = (tl.program_id(1) * C + tl.arange(0, C))[None, :]
     wide = n.to(tl.int64)
-    low, high = int4_as_codes(tl.load(w_ptr + wide * ROW + at, mask=(n < N) & (at < STORED), other=0), PTX)
+    packed = tl.load(w_ptr + wide * ROW + at, mask=(n < N) & (at < STORED), other=0)
+    low, high = int4_as_codes(packed, PTX)  # pyright: ignore[reportGeneralTypeIssues]  # compiled, not run
     tl.store(out_ptr + wide * K + at, low, mask=(n < N) & (at < STORED))
     tl.store(out_ptr + wide * K + (at + STORED), high, mask=(n < N) & (at < K - STORED))
 

@@ -6,7 +6,6 @@ Why:     as pointwise and reductions in IR, the parts of a token would be severa
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 

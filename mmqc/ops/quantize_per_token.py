@@ -2,7 +2,7 @@
 
     s = (max x - min x) / (2^b - 1)        q = round((x - min x) / s) - 2^(b-1)        o = min x + 2^(b-1) s
     x ≈ s q + o                            every part p of the channels has its own b, s and o
-    s_p >= s_(p-1) 2^(b_(p-1) - b_p - 1)   a part's step is at most twice as fine, beside that of the part before it, as its bits are
+    s_p >= s_(p-1) 2^(b_(p-1) - b_p - 1)   a part's step next to the one before it: as fine as the bits say, or one bit finer
 
 Shapes:  x [..., K]   order int64 [K] or none: the channels, part after part   widths, bits: one entry a part, sum(widths) = K
          q int8 [..., K], in the order of the parts   s, o [..., P] in float32 (float64 for a float64 x)
