@@ -3,9 +3,11 @@
     python benchmarks/mixed_linear.py --out results.json [--tune] [--seconds 300] [--rows 2048 8192]
     TRITON_INTERPRET=1 python benchmarks/mixed_linear.py --dry        every step once, tiny, on the CPU
 
-Per shape and number of rows, microseconds of: bf16 (cuBLAS alone), mixed int8 and mixed fp8 (quantization + product, the low
-weights packed in 4 bits and written out in every call), the same with weights written out once ("kept"), and quantization alone.
-``--tune`` tries every tile of kernels/mixed_matmul.py first and uses the best; --configs adds them to a file of tuned tiles.
+Per shape and number of rows, microseconds of: bf16 (cuBLAS alone), mixed (quantization and product, the low weights packed in
+4 bits and written out in every call), kept (weights in int8 from the start), and of the parts: quantization, unpacking, product;
+"norm" is torch's RMSNorm, which quantization does on the way and bf16 does not count.
+``--tune`` tries every tile of kernels/mixed_matmul.py and every number of warps of quantize_per_token.py first and uses the best;
+--configs adds the tiles to a file of tuned ones.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ from mmqc.kernels import configs as tiles  # noqa: E402
 from mmqc.kernels import mixed_matmul as kernel  # noqa: E402
 from mmqc.kernels.configs import MatmulConfig  # noqa: E402
 from mmqc.kernels.device_facts import gpu_name  # noqa: E402
-from mmqc.kernels.quantize_per_token import quantize_per_token  # noqa: E402
+from mmqc.kernels.quantize_per_token import Rows, quantize_per_token  # noqa: E402
+from mmqc.kernels.unpack_weight import unpack_weight  # noqa: E402
 from mmqc.ops.mixed_matmul import reference  # noqa: E402
 from mmqc.ops.pack import pack_int4  # noqa: E402
 
@@ -42,7 +45,7 @@ SHAPES = {  # name: (N, K, high channels)
     "qwen2-vl-7b.down": (3584, 18944, 0),
 }  # fmt: skip
 DRY = {"mixed": (48, 96, 16), "uniform": (33, 64, 0)}
-LOW = {"int8": torch.int8, "fp8": kernel.FP8}
+WARPS = (1, 2, 4, 8)
 EACH, ALL = 1.3, 1.45  # what the mixed linear is to gain over bf16: on every shape, and on average
 
 
@@ -60,91 +63,96 @@ class Linear:
         sums = torch.stack([c.sum(1, dtype=torch.int32) for c in codes], 1)
         self.packed = kernel.Weight(pack_int4(codes[0]), codes[1] if high else None, scale, sums)
         self.codes = codes
-        self.kept = {kind: kernel.Weight(codes[0].to(code), codes[1].to(torch.float16) if high else None, scale, sums)
-                     for kind, code in LOW.items()}  # fmt: skip
+        self.kept = self.packed._replace(low=codes[0])
         self.out = torch.full((m, n), float("nan"), dtype=run.dtype, device=run.device)
         self.config: MatmulConfig | None = None
+        self.warps: int | None = None
 
-    def quantize(self, kind: str) -> kernel.Parts:
-        return quantize_per_token(self.x, self.widths, self.bits, eps=1e-6, low_code=LOW[kind], high_code=torch.float16)
+    def quantize(self) -> Rows:
+        return quantize_per_token(self.x, self.widths, self.bits, eps=1e-6, num_warps=self.warps)
 
-    def multiply(self, parts: kernel.Parts, weight: kernel.Weight) -> torch.Tensor:
-        return kernel.mixed_matmul(parts, weight, out=self.out, out_dtype=self.run.dtype, config=self.config)
+    def multiply(self, rows: Rows, weight: kernel.Weight) -> torch.Tensor:
+        return kernel.mixed_matmul(rows, weight, out=self.out, out_dtype=self.run.dtype, config=self.config)
 
     def calls(self) -> dict[str, Callable[[], object]]:
-        found: dict[str, Callable[[], object]] = {"bf16": lambda: F.linear(self.x, self.w)}
-        found["quantize"] = lambda: self.quantize("int8")
-        for kind in LOW:
-            parts = self.quantize(kind)
-            found[f"product {kind}"] = lambda kind=kind, parts=parts: self.multiply(parts, self.kept[kind])
-            found[f"kept {kind}"] = lambda kind=kind: self.multiply(self.quantize(kind), self.kept[kind])
-            found[f"mixed {kind}"] = lambda kind=kind: self.multiply(self.quantize(kind), self.packed)
-        return found
+        rows = self.quantize()
+        return {
+            "bf16": lambda: F.linear(self.x, self.w),
+            "norm": lambda: F.rms_norm(self.x, self.x.shape[1:]),
+            "quantize": self.quantize,
+            "unpack": lambda: unpack_weight(self.packed.low, self.widths[0], bits=4),
+            "product": lambda: self.multiply(rows, self.kept),
+            "kept": lambda: self.multiply(self.quantize(), self.kept),
+            "mixed": lambda: self.multiply(self.quantize(), self.packed),
+        }
 
-    def error(self, kind: str) -> float:
+    def error(self) -> float:
         """Of a sample of the outputs against the op in float64."""
         self.out.fill_(float("nan"))
-        self.multiply(self.quantize(kind), self.packed)
+        self.multiply(self.quantize(), self.packed)
         some = torch.randperm(self.n, device=self.run.device)[:128]
-        parts = self.quantize("int8")
-        q = parts.low if parts.high is None else torch.cat((parts.low, parts.high.to(torch.int8)), 1)
         w = [pack_int4(self.codes[0][some]), *(c[some] for c in self.codes[1:])]
-        want = reference(q, parts.scale, parts.offset, w, self.packed.scale[some], self.packed.sum[some], None, self.widths,
+        want = reference(*self.quantize(), w, self.packed.scale[some], self.packed.sum[some], None, self.widths,
                          [4, 8][: len(w)], torch.float64)  # fmt: skip
         return relative_error(self.out[:, some], want)
 
 
-def tune(run: Run, linear: Linear, kind: str) -> MatmulConfig | None:
-    """The fastest tile."""
-    best: tuple[float, MatmulConfig] | None = None
-    parts = linear.quantize(kind)
+def tune(run: Run, linear: Linear) -> None:
+    """Set the fastest tile and the best number of warps."""
+    times: dict[MatmulConfig, float] = {}
+    rows = linear.quantize()
     for c in kernel.TILES:
         linear.config = c
-        call = lambda: linear.multiply(parts, linear.kept[kind])  # noqa: E731
-        us = run.attempt(f"tune {linear.n} {kind} {c}", lambda call=call: run.microseconds([call] * 2, 8, 0.03), 40)
-        if us is not None and (best is None or us < best[0]):
-            best = us, c
-    linear.config = None
-    return best[1] if best else None
+        call = lambda: linear.multiply(rows, linear.kept)  # noqa: E731
+        us = run.attempt(f"tune {linear.n} {c}", lambda call=call: run.microseconds([call] * 2, 8, 0.03), 40)
+        if us is not None:
+            times[c] = us
+    linear.config = min(times, key=lambda c: times[c], default=None)
+    by_warps: dict[int, float] = {}
+    for warps in WARPS:
+        linear.warps = warps
+        us = run.attempt(f"tune quantize {warps}", lambda: run.microseconds([linear.quantize] * 2, 8, 0.03), 40)
+        if us is not None:
+            by_warps[warps] = us
+    linear.warps = min(by_warps, key=lambda w: by_warps[w], default=None)
+    print(f"{linear.n} x {linear.x.shape[1]}, {linear.m} rows: tiles", [round(t, 1) for t in times.values()],
+          "quantize by warps", {w: round(t, 1) for w, t in by_warps.items()})  # fmt: skip
 
 
 def one_shape(run: Run, name: str, shape: tuple[int, int, int], m: int, tuned: dict[str, Any], tuning: bool) -> None:
     n, k, high = shape
     linear = Linear(run, n, k, high, m)
-    chosen: dict[str, MatmulConfig | None] = dict.fromkeys(LOW)
-    for kind in LOW:
-        error = run.attempt(f"check {name}/{m} {kind}", lambda kind=kind: linear.error(kind))
-        if error is not None:
-            run.errors[f"{name}/{m} {kind}"] = error
-        if tuning and not run.dry:
-            chosen[kind] = tune(run, linear, kind)
-            if (best := chosen[kind]) is not None:
-                tuned[tiles.key(kernel.op_name(kind == "fp8"), m, n, k)] = best.to_dict()
-    for what, call in linear.calls().items():
-        linear.config = chosen.get(what.split()[-1])
+    error = run.attempt(f"check {name}/{m}", linear.error)
+    if error is not None:
+        run.errors[f"{name}/{m}"] = error
+    if tuning and not run.dry:
+        tune(run, linear)
+        if linear.config is not None:
+            tuned[tiles.key(kernel.OP, m, n, k)] = linear.config.to_dict()
+    calls, seen = list(linear.calls().items()), {}
+    for what, call in (*calls, *reversed(calls)):  # the clock falls as the GPU warms up: each is timed early and late
         us = run.attempt(f"{name}/{m} {what}", lambda call=call: run.microseconds([call] * 2))
         if us is not None:
-            run.times.setdefault(f"{name}/{m}", {})[what] = us
+            seen.setdefault(what, []).append(us)
+    run.times[f"{name}/{m}"] = {what: sum(us) / len(us) for what, us in seen.items()}
+    for what, size in (("quantize", 3 * m * k), ("unpack", 1.5 * n * linear.widths[0])):
+        if what in seen:
+            run.bandwidth[f"{what} {name}/{m}"] = 1e-6 * size / run.times[f"{name}/{m}"][what]
 
 
 def report(run: Run) -> dict[str, float]:
     summary: dict[str, float] = {}
     for where, times in run.times.items():
-        print(f"{where:28}", "  ".join(f"{what} {us:.1f}" for what, us in times.items()))
-    for kind in LOW:
-        for way in ("mixed", "kept"):
-            gains = {
-                w: t["bf16"] / t[f"{way} {kind}"] for w, t in run.times.items() if {"bf16", f"{way} {kind}"} <= t.keys()
-            }
-            if gains:
-                summary[f"{way} {kind} over bf16, geomean"] = geomean(list(gains.values()))
-                summary[f"{way} {kind} over bf16, least"] = min(gains.values())
-    best = [t["bf16"] / min(v for k, v in t.items() if k.startswith("mixed")) for t in run.times.values()
-            if "bf16" in t and any(k.startswith("mixed") for k in t)]  # fmt: skip
-    if best:
-        summary["mixed (better type) over bf16, geomean"] = geomean(best)
-        summary["mixed (better type) over bf16, least"] = min(best)
-        print(f"\nbar: least >= {EACH}, geomean >= {ALL}")
+        rates = [
+            f"{what} {run.bandwidth[f'{what} {where}']:.2f} TB/s" for what in ("quantize", "unpack") if what in times
+        ]
+        print(f"{where:28}", "  ".join([*(f"{what} {us:.1f}" for what, us in times.items()), *rates]))
+    print(f"\nbar: least >= {EACH}, geomean >= {ALL}")
+    for way in ("mixed", "kept"):
+        gains = [t["bf16"] / t[way] for t in run.times.values() if {"bf16", way} <= t.keys()]
+        if gains:
+            summary[f"{way} over bf16, geomean"] = geomean(gains)
+            summary[f"{way} over bf16, least"] = min(gains)
     print("\n".join(f"{value:8.3f}  {name}" for name, value in summary.items()))
     print(f"\n{len(run.failures)} failures; worst error {max(run.errors.values(), default=math.nan):.2e}")
     print("\n".join(run.failures)[-1500:])

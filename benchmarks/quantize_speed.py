@@ -1,11 +1,12 @@
 """What quantizing an 8B model costs: seconds and peak GPU memory of ``quantize_`` on the Qwen2-VL-7B shape, random weights.
 
     python benchmarks/quantize_speed.py --out benchmarks/results/quantize_speed.json
-        [--recipe rtn gptq awq] [--samples 128] [--tokens 2048] [--offload] [--layers 28] [--dry]
+        [--recipe rtn gptq awq mquant resq] [--samples 128] [--tokens 2048] [--offload] [--layers 28] [--dry]
 
 Each recipe is a process of its own.  ``rtn`` needs no data; ``gptq`` is W4 per channel, no rewrites, ``mquant`` the whole
-method; half of a batch's tokens are one image's; batches wait in host
-memory.  Memory is the peak of the whole process beside the bytes of the weights.
+method, and so is ``resq``, whose bases see all samples and whose solver a quarter of them (the paper: 512 and 128); half of a
+batch's tokens are one image's; batches wait in host memory.  Memory is the peak of the whole process beside the bytes of the
+weights.
 ``--dry`` runs two narrow layers on the CPU.
 """
 
@@ -26,8 +27,8 @@ from typing import Any
 import torch
 import transformers
 
-RECIPES = ("rtn", "gptq", "awq", "mquant")
-DEFAULT = {"rtn": (0, 0), "gptq": (128, 2048), "awq": (128, 512), "mquant": (128, 2048)}
+RECIPES = ("rtn", "gptq", "awq", "mquant", "resq")
+DEFAULT = {"rtn": (0, 0), "gptq": (128, 2048), "awq": (128, 512), "mquant": (128, 2048), "resq": (512, 2048)}
 IMAGE = 151655
 
 
@@ -65,14 +66,22 @@ def batch_of(tokens: int, dtype: torch.dtype, seed: int) -> dict[str, torch.Tens
 @contextlib.contextmanager
 def timed(times: dict[str, float]) -> Iterator[None]:
     """Seconds of the parts of quantize_, by wrapping its own functions."""
+    import mmqc.calibrate as calibrate
     import mmqc.job as job
+    import mmqc.kv_rounding as kv_rounding
+    import mmqc.pca_bases as pca_bases
     import mmqc.sequential as sequential
     import mmqc.solvers.gptq as gptq
+    import mmqc.solvers.mixed as mixed
+    import mmqc.solvers.mse_clip as mse_clip
 
     places = [
-        (job, "record"), (job.Job, "rewrite"), (job, "survey"), (sequential, "capture"), (sequential.Feed, "call"),
+        (job, "record"), (job.Job, "rewrite"), (job, "measured_rewrites"), (job, "survey"), (job.Job, "quantize"),
+        (sequential, "capture"), (sequential.Feed, "call"),
         (sequential.Feed, "outputs"), (sequential.Feed, "arguments"), (job.Job, "solve"), (job.Job, "swap"),
-        (gptq, "inverse_factor_"), (gptq, "_sweep"), (gptq, "clip_scale"),
+        (gptq, "inverse_factor_"), (gptq, "_sweep"), (mixed, "inverse_factor_"), (mixed, "_sweep"), (mse_clip, "clipped"),
+        (pca_bases, "principal_basis"), (pca_bases.Found, "add"), (pca_bases, "run"), (kv_rounding, "add_second_moment"),
+        (calibrate, "add_second_moment"),
     ]  # fmt: skip
     kept = []
     for owner, name in [p for p in places if hasattr(*p)]:
@@ -101,8 +110,11 @@ def synchronized() -> float:
     return time.perf_counter()
 
 
-def config_of(recipe: str) -> Any:
+def config_of(recipe: str, samples: int) -> Any:
     import mmqc
+
+    if recipe == "resq":
+        return mmqc.recipes.resq(solver_batches=max(1, samples // 4))
 
     scheme = mmqc.config.Scheme(mmqc.config.WeightSpec(4, solver="gptq"))
     if recipe == "gptq":
@@ -123,7 +135,7 @@ def child(args: argparse.Namespace) -> None:
     device = "cpu" if args.dry else "cuda"
     model = model_of(args.dry, args.layers, "cpu" if args.offload else device)
     size = sum(p.numel() * p.element_size() for p in model.parameters())
-    config = config_of(recipe)
+    config = config_of(recipe, samples)
     batches = [batch_of(tokens, model.dtype, i) for i in range(samples)] or None
     more = {"device": device} if args.offload else {}
     times: dict[str, float] = {}

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,7 +28,7 @@ from .graph.record import record
 from .graph.runner import Steps, run
 from .hf import attach_config
 from .incoherence import incoherences, weight_towers
-from .kv_rounding import round_keys_and_values
+from .kv_rounding import observed, round_keys_and_values
 from .measure import Loss
 from .measured_rewrites import measured_rewrites
 from .modality import ModalityContext, detach
@@ -136,13 +137,21 @@ class Job:
             self.bar.say("scaling channels")
             scale_channels(self.model, prog, scales, lambda: map(self.call, self.batches))
             self.untied += convert.write_weights(self.model, prog, self.journal)
-        self.untied += measured_rewrites(
-            self.model, prog, self.config, lambda: map(self.call, self.batches), self.journal
-        )
+        with ExitStack() as stack:
+            kv, bases = self.config.kv_rounding, self.config.rewrites.bases
+            keys = stack.enter_context(observed(self.model)) if kv is not None else {}
+            self.untied += measured_rewrites(
+                self.model, prog, self.config, lambda: map(self.call, self.batches), self.journal
+            )
+            if (
+                kv is not None and bases is None
+            ):  # otherwise these forwards went through the keys too, which no basis changes
+                with torch.no_grad():
+                    for batch in self.batches if kv.basis == "principal" else self.batches[:1]:
+                        self.forward(batch)
         self.rewrite_error = check(expected, outputs(self.model, first)) if expected else 0.0
-        if self.config.kv_rounding is not None:
-            batches = lambda: map(self.call, self.batches)  # noqa: E731
-            round_keys_and_values(self.model, self.config.kv_rounding, batches, self.config.rewrites.seed, self.journal)
+        if kv is not None:
+            round_keys_and_values(self.model, kv, keys, self.config.rewrites.seed, self.journal)
         after = incoherences(prog)
         self.incoherence = {fqn: (before[fqn], after[fqn]) for fqn in before}
 
@@ -191,10 +200,12 @@ class Job:
         if not names:
             return []
         self.bar.expect(len(names))
-        chosen = range(0, len(self.batches), max(1, len(self.batches) // MEASURED_BATCHES))
+        bases = self.config.rewrites.bases
+        batches = self.batches[: bases.solver_batches] if bases is not None else self.batches
+        chosen = range(0, len(batches), max(1, len(batches) // MEASURED_BATCHES))
         sequence = Sequential(
             self.model, self, names, self.watches(), {n: self.is_language(f"{n}.weight") for n in names},
-            [functools.partial(self.forward, b) for b in self.batches], list(chosen)[:MEASURED_BATCHES], self.context,
+            [functools.partial(self.forward, b) for b in batches], list(chosen)[:MEASURED_BATCHES], self.context,
             self.residency, self.options.inputs, self.options.spool, self.bar.say,
         )  # fmt: skip
         refused: dict[str, str] = {}

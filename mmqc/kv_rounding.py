@@ -12,7 +12,7 @@ rounding when the cache is written, and storing them packed is left to a cache c
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 import mmqc.ops  # noqa: F401  (defines torch.ops.mmqc)
 from mmqc.config import ConfigError, KVRounding
+from mmqc.moments import add_second_moment, mirror_
 from mmqc.ops.rotate import random_hadamard, rotation_matrix
 from mmqc.solvers.principal_basis import high_width, principal_basis
 
@@ -67,9 +68,7 @@ def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: T
 
     if _Moments.active is not None:
         rows = key.detach().reshape(-1, key.shape[-1])
-        rows = rows if rows.dtype == torch.float64 else rows.float()
-        square = (rows.T @ rows).double()
-        _Moments.active[module] = _Moments.active.get(module, 0) + square
+        _Moments.active[module] = add_second_moment(_Moments.active.get(module), rows)
         return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, mask, **kwargs)
     rounder = getattr(module, CHILD)
     query, key, value = rounder(query, key, value)
@@ -102,7 +101,18 @@ def decoder_config(model: nn.Module) -> Any:
 
 
 @contextmanager
-def _observed(config: Any) -> Iterator[dict[nn.Module, Tensor]]:
+def observed(model: nn.Module) -> Iterator[dict[nn.Module, Tensor]]:
+    """KᵀK of every decoder layer that forwards of ``model`` come through, float64, on and below the diagonal blocks.
+
+    Raises:
+        ConfigError: the model is none of transformers', or its attention is not sdpa.
+    """
+    config = decoder_config(model)
+    if config._attn_implementation != "sdpa":
+        raise ConfigError(
+            f"keys and values are rounded in front of sdpa, but the model attends by {config._attn_implementation!r}; load it "
+            "with attn_implementation='sdpa'"
+        )
     before = config._attn_implementation
     config._attn_implementation, _Moments.active = NAME, {}
     try:
@@ -113,23 +123,21 @@ def _observed(config: Any) -> Iterator[dict[nn.Module, Tensor]]:
 
 @torch.no_grad()
 def round_keys_and_values(
-    model: nn.Module, spec: KVRounding, batches: Callable[[], Iterable[Mapping[str, Any]]], seed: int, journal: Any
+    model: nn.Module, spec: KVRounding, moments: Mapping[nn.Module, Tensor], seed: int, journal: Any
 ) -> list[str]:
-    """Give every attention module of the decoder a ``KVRounder``, by calibration; returns their names.
+    """Give every attention module of the decoder a ``KVRounder``; returns their names.
+
+    Args:
+        model: whose decoder it is.
+        spec: bits and basis.
+        moments: of their keys, as ``observed`` has them.
+        seed: of everything random.
+        journal: notes what is to be undone after an error.
 
     Raises:
-        ConfigError: the model is none of transformers', its attention is not sdpa, or it does not go through its interface.
+        ConfigError: attention does not go through transformers' interface.
     """
-    config = decoder_config(model)
-    if config._attn_implementation != "sdpa":
-        raise ConfigError(
-            f"keys and values are rounded in front of sdpa, but the model attends by {config._attn_implementation!r}; load it "
-            "with attn_implementation='sdpa'"
-        )
-    with _observed(config) as moments:
-        for batch in batches():
-            model(**batch)
-        found = dict(moments)
+    config, found = decoder_config(model), {module: mirror_(moment) for module, moment in moments.items()}
     names = {module: name for name, module in model.named_modules()}
     if not found:
         raise ConfigError(f"{type(model).__name__} does not attend through transformers' interface: no keys were seen")

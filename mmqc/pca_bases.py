@@ -1,6 +1,6 @@
 """ResQ's bases between the exact rewrites and calibration: measure second moments, diagonalise, rotate on.
 
-    live forwards  ->  M = Xᵀ X, in float64  ->  solvers/principal_basis.py  ->  fuse_rotation with U in place of R
+    live forwards  ->  M = Xᵀ X (moments.py)  ->  solvers/principal_basis.py  ->  fuse_rotation with U in place of R
 
     U_A   a residual stream's: X are the inputs of the linears that read it, gains folded, every norm's once, over all layers
     U_B   a value head's: X are the values that its linear writes, biases included
@@ -25,6 +25,7 @@ from .graph.linear import operands, weight_of
 from .graph.program import Program
 from .graph.runner import run
 from .graph.spaces import Space, Spaces, Touch
+from .moments import add_second_moment, mirror_
 from .passes.fuse_rotation import FuseRotation, place
 from .pipeline import FACTS
 from .solvers.principal_basis import high_width, principal_basis
@@ -42,10 +43,10 @@ class Found:
 
     def add(self, x: Tensor, groups: Tensor) -> None:
         """Take in activations [*, K] on which the space lies at ``groups`` [copies, n]."""
-        rows = x.detach()[..., groups.to(x.device)].reshape(-1, groups.shape[1])
-        rows = rows if rows.dtype == torch.float64 else rows.float()
-        square = (rows.T @ rows).double()
-        self.moment = square if self.moment is None else self.moment.add_(square)
+        x, width = x.detach(), groups.shape[1]
+        if x.shape[-1] != width or not torch.equal(groups, torch.arange(width)[None]):
+            x = x[..., groups.to(x.device)]
+        self.moment = add_second_moment(self.moment, x.reshape(-1, width))
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ def rotate_to_bases(model: nn.Module, prog: Program, config: QuantConfig, batche
     seed, given = config.rewrites.seed, {}
     for found in all_found:
         if found.moment is not None:
-            given[place(found.space)] = principal_basis(found.moment, found.high, seed, options.random)
+            given[place(found.space)] = principal_basis(mirror_(found.moment), found.high, seed, options.random)
     run(prog, [FuseRotation(seed, given=given)], FACTS, text=True)
     for found in all_found:
         if found.high and place(found.space) in prog.decided.based:

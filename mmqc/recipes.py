@@ -308,7 +308,7 @@ def resq(
     bits: int = 4, high_bits: int = 8, high_fraction: float = 1 / 8, kv_bits: int | None = 4, *,
     activation_bits: int | None = None, streams: bool = True, heads: bool = True, keys: bool = True, hadamard: bool = True,
     random: Literal["orthogonal", "hadamard"] = "orthogonal",
-    solver: Solver = "gptq", seed: int = 0,
+    solver: Solver = "gptq", solver_batches: int | None = None, seed: int = 0,
 ) -> QuantConfig:  # fmt: skip
     """ResQ (arXiv:2412.14363): principal bases, the subspace of the largest variance in more bits, both towers.
 
@@ -326,9 +326,10 @@ def resq(
         hadamard: U_D, an online Hadamard in front of linears that read a non-linearity, which have one precision.
         random: what mixes the coordinates of a subspace.
         solver: as in ``per_token``.
+        solver_batches: the solver sees this many batches, the bases all (the paper: 128 and 512); None: all.
         seed: of everything random.
     """
-    bases = Bases(streams, heads, random)
+    bases = Bases(streams, heads, random, solver_batches)
     rewrites = Rewrites(fold_norms=True, rotate=True, hadamard=hadamard, seed=seed, bases=bases)
     kv = _kv(kv_bits, high_bits, high_fraction, "principal" if keys else "none")
     return _dynamic(bits, DynamicSpec(activation_bits or bits, high_bits, high_fraction), solver, rewrites, kv)

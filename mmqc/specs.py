@@ -162,13 +162,22 @@ class Bases:
         streams: U_A, of the residual streams, one for each tower.
         heads: U_B, of each key-value head's values.
         random: what spreads a subspace's coordinates: ``orthogonal`` as in the authors' code, or ``hadamard``.
+        solver_batches: the weights' solver sees this many batches, the first ones; None: as many as the bases, all.  The paper has
+            512 for the bases and 128 for GPTQ.
     """
 
     streams: bool = True
     heads: bool = True
     random: Literal["orthogonal", "hadamard"] = "orthogonal"
+    solver_batches: int | None = None
 
     def __post_init__(self) -> None:
+        require(
+            self.solver_batches is None or self.solver_batches >= 1,
+            "Bases.solver_batches",
+            self.solver_batches,
+            "1 or more",
+        )
         allowed = ("orthogonal", "hadamard")
         require(self.random in allowed, "Bases.random", self.random, allowed)
 

@@ -166,6 +166,35 @@ def test_quantize__every_recipe(name: str) -> None:
     assert QuantConfig.from_dict(RECIPES[name].to_dict()) == RECIPES[name]
 
 
+def test_quantize__the_solver_sees_the_first_batches_and_bases_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    real, rows = mmqc.calibrate.add_second_moment, []
+    monkeypatch.setattr(mmqc.calibrate, "add_second_moment", lambda h, x, *a: (rows.append(len(x)), real(h, x, *a))[1])
+    seen = {}
+    for some in (None, 1):
+        model, count = Small().eval(), []
+        model.register_forward_pre_hook(lambda *a, count=count: count.append(1))
+        rows.clear()
+        report = quantize(model, resq(kv_bits=None, solver_batches=some))
+        seen[some] = sum(rows), len(count), report.rewrite_error
+    assert seen[1][0] * 3 == seen[None][0]
+    assert seen[1][1] >= 3
+    assert seen[1][2] < 1e-5
+    with pytest.raises(ConfigError, match="solver_batches"):
+        resq(solver_batches=0)
+
+
+def test_quantize__keys_are_seen_once_with_the_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One walk over the batches for all bases; the keys' is that of a walk of its own."""
+    model, inputs = tiny_qwen2_vl()
+    other, _ = tiny_qwen2_vl()
+    mmqc.quantize_(model, resq(solver="rtn"), [inputs], progress=False)
+    mmqc.quantize_(other, resq(solver="rtn").replace(rewrites=rotate().rewrites), [inputs], progress=False)
+    for one, two in zip(rounders(model), rounders(other), strict=True):
+        largest = (one.basis[:, -1:].T @ two.basis[:, -1:]).abs() if one.widths[1] == 1 else None
+        assert largest is None or float(largest) > 0.99
+    assert len(rounders(model)) == 2
+
+
 @pytest.mark.slow
 def test_quantize__more_bits_lose_less() -> None:
     expected = logits(Small().eval(), batches()[0])

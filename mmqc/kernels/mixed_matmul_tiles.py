@@ -1,12 +1,14 @@
-"""Tile code and kernel of mixed_matmul.py: two scale groups in one walk over one accumulator.
+"""Tile code and kernel of mixed_matmul.py: two scale groups in one walk over one accumulator of integers.
 
-    acc   = sum over low k of  x_l w_l                                    int8 in int32, or fp8 in float32
-    acc  <- float32(acc) (s_xl / s_xh) (s_wl / s_wh)                      in place: the units of the high part
-    acc  += sum over high k of  x_h w_h                                   fp16 codes in float32
+    acc   = sum over low k of  x_l w_l                                    int8 in int32, exact
+    acc  <- round(acc f(m) g(n))     f = s_xl / s_xh    g = s_wl / s_wh   in place: the units of the high part
+    acc  += sum over high k of  x_h w_h                                   int8 in int32
     y     = acc s_xh s_wh + o_xl s_wl c_l + o_xh s_wh c_h + b
 
-Why:     a second accumulator would not fit the registers beside a tile of 128 x 256, and 8-bit codes are exact in fp16, whose
-         products are summed in float32: the low part, most of K, runs at the rate of int8 or fp8 and nothing is kept twice.
+Why:     a second accumulator does not fit the registers, and 8-bit codes in any other type cost twice the time of int8 or more.
+Error:   the rounding costs at most s_xh s_wh / 2, less than that of one 8-bit code in a single product.
+Range:   s_h >= s_l 2^(b_l - b_h - 1), of x and of w, makes low codes in units of the high part no larger than 9-bit codes are,
+         so that |acc| <= 2^16 K and fits.
 """
 
 import triton
@@ -25,7 +27,7 @@ def finish_mixed_tile(
     last: tl.constexpr = PARTS - 1
     s_x = tl.load(x_scale_ptr + rows * PARTS + last, mask=row_mask, other=0.0)
     s_w = tl.load(w_scale_ptr + cols * PARTS + last, mask=col_mask, other=0.0)
-    y = acc * s_x[:, None] * s_w[None, :]
+    y = acc.to(tl.float32) * s_x[:, None] * s_w[None, :]
     for p in tl.static_range(PARTS):  # pyright: ignore[reportGeneralTypeIssues]  # compiled, not run
         o = tl.load(x_offset_ptr + rows * PARTS + p, mask=row_mask, other=0.0)
         c = tl.load(w_sum_ptr + cols * PARTS + p, mask=col_mask, other=0).to(tl.float32)
@@ -39,21 +41,22 @@ def finish_mixed_tile(
 
 @triton.jit
 def to_high_units_tile(acc, x_scale_ptr, w_scale_ptr, rows, cols, M, N):
-    """Acc [BM, BN] of the low part in units of the high part."""
+    """Acc [BM, BN] of the low part in units of the high part, rounded."""
     row_mask, col_mask = rows < M, cols < N
-    x_low = tl.load(x_scale_ptr + rows * 2, mask=row_mask, other=0.0)
+    f = tl.load(x_scale_ptr + rows * 2, mask=row_mask, other=0.0)
     x_high = tl.load(x_scale_ptr + rows * 2 + 1, mask=row_mask, other=1.0)
-    w_low = tl.load(w_scale_ptr + cols * 2, mask=col_mask, other=0.0)
-    w_high = tl.load(w_scale_ptr + cols * 2 + 1, mask=col_mask, other=1.0)
-    return acc * (x_low / x_high)[:, None] * (w_low / w_high)[None, :]
+    f = f / tl.where(x_high > 0.0, x_high, 1.0)
+    g = tl.load(w_scale_ptr + cols * 2, mask=col_mask, other=0.0)
+    g = g / tl.load(w_scale_ptr + cols * 2 + 1, mask=col_mask, other=1.0)
+    y = acc.to(tl.float32) * f[:, None] * g[None, :]
+    return (y + tl.where(y < 0.0, -0.5, 0.5)).to(tl.int32)
 
 
 @triton.jit
 def mixed_matmul_kernel(
-    x_desc, w_desc, x_high_desc, w_high_desc, y_ptr, x_scale_ptr, x_offset_ptr, w_scale_ptr, w_sum_ptr, bias_ptr,
-    M, N, LOW, HIGH, stride_y,
-    PARTS: tl.constexpr, HAS_BIAS: tl.constexpr, ACC: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_H: tl.constexpr, GROUP_M: tl.constexpr, PROGRAMS: tl.constexpr,
+    x_desc, w_desc, w_high_desc, y_ptr, x_scale_ptr, x_offset_ptr, w_scale_ptr, w_sum_ptr, bias_ptr, M, N, LOW, HIGH, stride_y,
+    PARTS: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
     """Persistent: every program walks over tiles.  LOW, HIGH: channels of the two parts."""
     tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
@@ -61,18 +64,17 @@ def mixed_matmul_kernel(
         tile_m, tile_n = grouped_tile(tile, tiles_m, tiles_n, GROUP_M)
         rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
         cols = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
-        low = tl.zeros((BLOCK_M, BLOCK_N), ACC)
+        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.int32)
         for k in range(0, LOW, BLOCK_K):
-            # What lies outside the tensor arrives as zeros: no masks along K.
+            # What lies outside a weight arrives as zeros: no masks along K, and x may run on into its other part.
             x = x_desc.load([tile_m * BLOCK_M, k])
             w = w_desc.load([tile_n * BLOCK_N, k])
-            low = tl.dot(x, w.T, low, out_dtype=ACC)
-        acc = low.to(tl.float32)
+            acc = tl.dot(x, w.T, acc, out_dtype=tl.int32)
         if PARTS == 2:
             acc = to_high_units_tile(acc, x_scale_ptr, w_scale_ptr, rows, cols, M, N)
-            for k in range(0, HIGH, BLOCK_H):
-                x = x_high_desc.load([tile_m * BLOCK_M, k])
+            for k in range(0, HIGH, BLOCK_K):
+                x = x_desc.load([tile_m * BLOCK_M, LOW + k])
                 w = w_high_desc.load([tile_n * BLOCK_N, k])
-                acc = tl.dot(x.to(tl.float16), w.to(tl.float16).T, acc, out_dtype=tl.float32)
+                acc = tl.dot(x, w.T, acc, out_dtype=tl.int32)
         finish_mixed_tile(acc, y_ptr, x_scale_ptr, x_offset_ptr, w_scale_ptr, w_sum_ptr, bias_ptr, rows, cols, M, N,
                           stride_y, PARTS, HAS_BIAS)  # fmt: skip

@@ -30,20 +30,11 @@ def quantize_per_token(
     """``mmqc::quantize_per_token`` on CUDA."""
     per_token_op.check_parts(x.shape[-1], widths, bits)
     rows = _rows(x) if order is None else _rows(x).index_select(1, order)
-    if per_token.supports(rows, widths, bits, torch.int8) is not None:
+    if per_token.supports(rows, widths, bits) is not None:
         return per_token_op.reference(x, order, widths, bits)
-    q = torch.empty(rows.shape, dtype=torch.int8, device=x.device)
-    scale, offset = (x.new_empty(len(rows), len(widths), dtype=torch.float32) for _ in "so")
-    parts = _split(q, scale, offset, widths)
-    if len(rows):
-        per_token.launch(rows, parts, widths, bits).run()
+    q, scale, offset = per_token.quantize_per_token(rows, widths, bits)
     size = (*x.shape[:-1], len(widths))
     return q.view(x.shape), scale.view(size), offset.view(size)
-
-
-def _split(q: Tensor, scale: Tensor, offset: Tensor, widths: Sequence[int]) -> per_token.Parts:
-    low, *more = q.split(list(widths), 1)
-    return per_token.Parts(low, more[0] if more else None, scale, offset)
 
 
 def _unpacked(w: Tensor, width: int) -> Tensor:
@@ -57,9 +48,8 @@ def why_not(
     """None, or why the kernel cannot take these operands, whose weights are unpacked."""
     if len(widths) > 2:
         return f"{len(widths)} parts: the kernel has two"
-    parts = _split(x_q, x_scale, x_offset, widths)
     weight = mixed.Weight(w_q[0], w_q[1] if len(w_q) == 2 else None, w_scale, w_sum)
-    return mixed.supports(parts, weight, bias, out_dtype)
+    return mixed.supports(per_token.Rows(x_q, x_scale, x_offset), weight, bias, out_dtype)
 
 
 def mixed_matmul(
@@ -73,7 +63,7 @@ def mixed_matmul(
     if why_not(rows, s, o, weights, w_scale, w_sum, bias, widths, out_dtype) is not None:
         return mixed_op.reference(x_q, x_scale, x_offset, w_q, w_scale, w_sum, bias, widths, weight_bits, out_dtype)
     weight = mixed.Weight(weights[0], weights[1] if len(weights) == 2 else None, w_scale, w_sum)
-    y = mixed.mixed_matmul(_split(rows, s, o, widths), weight, bias, out_dtype=out_dtype)
+    y = mixed.mixed_matmul(per_token.Rows(rows, s, o), weight, bias, out_dtype=out_dtype)
     return y.view(*x_q.shape[:-1], len(w_scale))
 
 

@@ -1,13 +1,14 @@
-"""Per-token asymmetric quantization in two precisions, with an RMSNorm in front of it: a row in registers.
+"""Per-token asymmetric quantization in one or two precisions, with an RMSNorm in front of it: a row in registers.
 
     y = x / sqrt(mean(x²) + eps)        (norm.py; only with ``eps``; rounded to x's dtype, as the module does)
     s = (max y - min y) / (2^b - 1)     q = round((y - min y) / s) - 2^(b-1)     o = min y + 2^(b-1) s
     for the first L channels with b = bits[0] and for the others with b = bits[1]         (ops/quantize_per_token.py)
 
-Shapes:  x [M, D] fp16 | bf16 | fp32   low [M, L] int8 | fp8e4nv   high [M, D - L] int8 | fp16   s, o float32 [M, P]   D <= 65,536
-Codes:   of 4 bits or fewer are exact in fp8e4nv, those of 8 bits in fp16: the tensor cores' float inputs (mixed_matmul.py).
-Bytes:   one read and one write of every element; bandwidth-bound.
-Arch:    Ampere and newer; fp8 from compute capability 8.9.
+Shapes:  x [M, D] fp16 | bf16 | fp32   q int8 [M, D]   s, o float32 [M, P]   D <= 65,536
+How:     a part is one or two tiles of powers of two, the first of them full, so that nothing is computed for channels that are
+         not its own; a lane holds up to 96 channels, so that few barriers stand between a row's arrival and its codes.
+Bytes:   one read and one write of every element; bandwidth-bound as long as an element costs no more than about 20 instructions.
+Arch:    Ampere and newer.
 """
 
 # A launch gives plain values to constexpr parameters, and options that are no parameters.
@@ -22,64 +23,109 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mmqc.kernels.device_facts import fp8_reason, why_not_here
+from mmqc.kernels.device_facts import why_not_here
 from mmqc.kernels.launch import Launch
 from mmqc.kernels.quantize_codes import divide_tile
 
 MAX_WIDTH = 65_536
+LANE = 96  # channels of a lane, at most: 128 spill
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-FP8 = torch.float8_e4m3fn
 
 
-class Parts(NamedTuple):
-    """A quantized matrix: codes of the low and of the high part (None if there is one part), scales and offsets [M, P]."""
+class Rows(NamedTuple):
+    """A quantized matrix: codes int8 [M, D], part after part, scales and offsets float32 [M, P]."""
 
-    low: Tensor
-    high: Tensor | None
+    q: Tensor
     scale: Tensor
     offset: Tensor
 
 
 @triton.jit
-def part_tile(y, inside, BITS: tl.constexpr):
-    """Codes as float32, scale and offset of the entries ``inside`` of one row."""
-    low = tl.min(tl.where(inside, y, float("inf")))
-    high = tl.max(tl.where(inside, y, float("-inf")))
-    s = tl.div_rn(high - low, 2.0**BITS - 1.0)
-    s = tl.where(s > 0.0, s, 1.0)
-    u = tl.minimum(tl.maximum(divide_tile(y - low, s), 0.0), 2.0**BITS - 1.0)
-    # Adding 1.5 * 2^23 rounds half to even and leaves the integer in the low byte: cheaper than a conversion.
-    code = ((u + 12582912.0).to(tl.int32, bitcast=True) & 255) - 2 ** (BITS - 1)
-    return code.to(tl.float32), s, low + s * 2.0 ** (BITS - 1)
+def load_part(x_ptr, first, width, BLOCK: tl.constexpr, FULL: tl.constexpr):
+    """Channels first … first + width of a row as float32, zeros behind them; FULL: width is BLOCK."""
+    at = tl.arange(0, BLOCK)
+    if FULL:
+        x = tl.load(x_ptr + first + at)
+    else:
+        x = tl.load(x_ptr + first + at, mask=at < width, other=0.0)
+    return x.to(tl.float32)
+
+
+@triton.jit
+def norm_row(a, b, h, D, EPS: tl.constexpr, B: tl.constexpr, PARTS: tl.constexpr, DTYPE: tl.constexpr):
+    """The tiles of a row behind an RMSNorm, rounded as a module rounds its result."""
+    total = tl.sum(a * a)
+    if B:
+        total += tl.sum(b * b)
+    if PARTS == 2:
+        total += tl.sum(h * h)
+    r = tl.rsqrt(total / D + EPS)
+    return (a * r).to(DTYPE).to(tl.float32), (b * r).to(DTYPE).to(tl.float32), (h * r).to(DTYPE).to(tl.float32)
+
+
+@triton.jit
+def ends(x, width, BLOCK: tl.constexpr, FULL: tl.constexpr):
+    """The smallest and the largest of the first ``width`` entries."""
+    low, high = x, x
+    if not FULL:
+        inside = tl.arange(0, BLOCK) < width
+        low, high = tl.where(inside, x, float("inf")), tl.where(inside, x, float("-inf"))
+    return tl.min(low), tl.max(high)
+
+
+@triton.jit
+def store_codes(q_ptr, x, first, width, low, s, BITS: tl.constexpr, BLOCK: tl.constexpr, FULL: tl.constexpr):
+    """Round((x - low) / s) - 2^(b-1) as int8."""
+    u = divide_tile(x - low, tl.where(s > 0.0, s, 1.0))
+    # Adding 1.5 * 2^23 rounds half to even and leaves the integer in the low byte: cheaper than a conversion.  0 <= u, and
+    # the largest u is 2^b - 1 but for a rounding, so that nothing is to be clamped.
+    code = (u + (12582912.0 - 2.0 ** (BITS - 1))).to(tl.int32, bitcast=True).to(tl.int8)
+    at = tl.arange(0, BLOCK)
+    if FULL:
+        tl.store(q_ptr + first + at, code)
+    else:
+        tl.store(q_ptr + first + at, code, mask=at < width)
 
 
 @triton.jit
 def quantize_per_token_kernel(
-    x_ptr, low_ptr, high_ptr, scale_ptr, offset_ptr, M, D, LOW, stride_x, stride_low, stride_high, eps,
-    NORM: tl.constexpr, PARTS: tl.constexpr, LOW_BITS: tl.constexpr, HIGH_BITS: tl.constexpr, BLOCK: tl.constexpr,
+    x_ptr, q_ptr, scale_ptr, offset_ptr, D, LOW, stride_x, stride_q,
+    NORM: tl.constexpr, EPS: tl.constexpr, PARTS: tl.constexpr, LOW_BITS: tl.constexpr, HIGH_BITS: tl.constexpr,
+    A: tl.constexpr, B: tl.constexpr, H: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
-    """One row."""
+    """One row: tiles of A and B (or none) low channels, of H high ones; FULL: there are H high ones."""
     row = tl.program_id(0)
-    at = tl.arange(0, BLOCK)
     wide = row.to(tl.int64)
-    y = tl.load(x_ptr + wide * stride_x + at, mask=at < D, other=0.0).to(tl.float32)
-    if NORM:
-        y = y * tl.rsqrt(tl.sum(y * y) / D + eps)
-        y = y.to(x_ptr.dtype.element_ty).to(tl.float32)
-    is_low = at < LOW
-    code, s, o = part_tile(y, is_low, LOW_BITS)  # pyright: ignore[reportGeneralTypeIssues]  # compiled, not run
-    tl.store(low_ptr + wide * stride_low + at, code.to(low_ptr.dtype.element_ty), mask=is_low)
-    tl.store(scale_ptr + row * PARTS, s)
-    tl.store(offset_ptr + row * PARTS, o)
+    x_ptr += wide * stride_x
+    q_ptr += wide * stride_q
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    a = load_part(x_ptr, 0, LOW, A, True)
+    b, h = a, a
+    if B:
+        b = load_part(x_ptr, A, LOW - A, B, False)
     if PARTS == 2:
-        is_high = (at >= LOW) & (at < D)
-        code, s, o = part_tile(y, is_high, HIGH_BITS)
-        tl.store(high_ptr + wide * stride_high + (at - LOW), code.to(high_ptr.dtype.element_ty), mask=is_high)
+        h = load_part(x_ptr, LOW, D - LOW, H, FULL)
+    if NORM:
+        a, b, h = norm_row(a, b, h, D, EPS, B, PARTS, dtype)  # pyright: ignore[reportGeneralTypeIssues]  # compiled, not run
+    low, high = ends(a, LOW, A, True)  # pyright: ignore[reportGeneralTypeIssues]  # compiled, not run
+    if B:
+        more = ends(b, LOW - A, B, False)
+        low, high = tl.minimum(low, more[0]), tl.maximum(high, more[1])
+    s = tl.div_rn(high - low, 2.0**LOW_BITS - 1.0)
+    store_codes(q_ptr, a, 0, LOW, low, s, LOW_BITS, A, True)
+    if B:
+        store_codes(q_ptr, b, A, LOW - A, low, s, LOW_BITS, B, False)
+    tl.store(scale_ptr + row * PARTS, s)
+    tl.store(offset_ptr + row * PARTS, low + s * 2.0 ** (LOW_BITS - 1))
+    if PARTS == 2:
+        low, high = ends(h, D - LOW, H, FULL)  # pyright: ignore[reportGeneralTypeIssues]  # compiled, not run
+        s = tl.maximum(tl.div_rn(high - low, 2.0**HIGH_BITS - 1.0), s * 2.0 ** (LOW_BITS - HIGH_BITS - 1))
+        store_codes(q_ptr, h, LOW, D - LOW, low, s, HIGH_BITS, H, FULL)
         tl.store(scale_ptr + row * PARTS + 1, s)
-        tl.store(offset_ptr + row * PARTS + 1, o)
+        tl.store(offset_ptr + row * PARTS + 1, low + s * 2.0 ** (HIGH_BITS - 1))
 
 
-def supports(x: Tensor, widths: Sequence[int], bits: Sequence[int], low_code: torch.dtype) -> str | None:
+def supports(x: Tensor, widths: Sequence[int], bits: Sequence[int]) -> str | None:
     """None, or why these operands cannot be quantized here."""
     if len(x.shape) != 2:
         return f"x is a matrix, not {list(x.shape)}"
@@ -90,44 +136,49 @@ def supports(x: Tensor, widths: Sequence[int], bits: Sequence[int], low_code: to
         (x.stride(1) == 1 or width == 1, "rows of x are contiguous"),
         (len(widths) in (1, 2) and len(bits) == len(widths) and sum(widths) == width, f"one or two parts, not {list(widths)}"),
         (all(2 <= b <= 8 for b in bits), f"bits = {list(bits)}: 2 to 8"),
-        (low_code in (torch.int8, FP8), f"low codes are int8 or float8_e4m3fn, not {low_code}"),
-        (low_code != FP8 or bits[0] <= 4, f"codes of {bits[0]} bits are not exact in float8_e4m3fn"),
     )  # fmt: skip
-    reason = next((why for ok, why in checks if not ok), None) or why_not_here(x)
-    return fp8_reason(x.device) if reason is None and low_code == FP8 else reason
+    return next((why for ok, why in checks if not ok), None) or why_not_here(x)
 
 
 def quantize_per_token(
-    x: Tensor, widths: Sequence[int], bits: Sequence[int], *, eps: float | None = None, low_code: torch.dtype = torch.int8,
-    high_code: torch.dtype = torch.int8, out: Parts | None = None,
-) -> Parts:  # fmt: skip
+    x: Tensor, widths: Sequence[int], bits: Sequence[int], *, eps: float | None = None, out: Rows | None = None,
+    num_warps: int | None = None,
+) -> Rows:  # fmt: skip
     """Quantize every row of x [M, D], part by part; with ``eps`` behind an RMSNorm of unit gain."""
-    reason = supports(x, widths, bits, low_code)
+    reason = supports(x, widths, bits)
     if reason is not None:
         raise ValueError(f"quantize_per_token: {reason}")
     m, parts = x.shape[0], len(widths)
     if out is None:
-        new = torch.empty
-        high = new(m, widths[1], dtype=high_code, device=x.device) if parts == 2 else None
-        scale, offset = (new(m, parts, dtype=torch.float32, device=x.device) for _ in "so")
-        out = Parts(new(m, widths[0], dtype=low_code, device=x.device), high, scale, offset)
+        scale, offset = (torch.empty(m, parts, dtype=torch.float32, device=x.device) for _ in "so")
+        out = Rows(torch.empty(x.shape, dtype=torch.int8, device=x.device), scale, offset)
     if m:
-        launch(x, out, widths, bits, eps).run()
+        launch(x, out, widths, bits, eps, num_warps).run()
     return out
 
 
-def launch(x: Tensor, out: Parts, widths: Sequence[int], bits: Sequence[int], eps: float | None = None) -> Launch:
+def tiles(widths: Sequence[int]) -> tuple[int, int, int]:
+    """(A, B, H): the largest power of two in the low part, the next one over what it leaves, and over the high part."""
+    first = 1 << (widths[0].bit_length() - 1)
+    rest, high = widths[0] - first, widths[1] if len(widths) == 2 else 1
+    return first, 1 << (rest - 1).bit_length() if rest else 0, 1 << (high - 1).bit_length()
+
+
+def launch(
+    x: Tensor, out: Rows, widths: Sequence[int], bits: Sequence[int], eps: float | None = None, num_warps: int | None = None
+) -> Launch:  # fmt: skip
     """Fill ``out``."""
     m, width = x.shape
-    high = out.low if out.high is None else out.high
-    block = max(16, triton.next_power_of_2(width))
+    a, b, h = tiles(widths)
     args = dict(
-        x_ptr=x, low_ptr=out.low, high_ptr=high, scale_ptr=out.scale, offset_ptr=out.offset, M=m, D=width, LOW=widths[0],
-        stride_x=x.stride(0), stride_low=out.low.stride(0), stride_high=high.stride(0), eps=eps or 0.0,
+        x_ptr=x, q_ptr=out.q, scale_ptr=out.scale, offset_ptr=out.offset, D=width, LOW=widths[0], stride_x=x.stride(0),
+        stride_q=out.q.stride(0),
     )  # fmt: skip
     constants = dict(
-        NORM=eps is not None, PARTS=len(widths), LOW_BITS=bits[0], HIGH_BITS=bits[-1], BLOCK=block
+        NORM=eps is not None, EPS=eps or 0.0, PARTS=len(widths), LOW_BITS=bits[0], HIGH_BITS=bits[-1], A=a, B=b, H=h,
+        FULL=h == widths[-1],
     )  # fmt: skip
-    outputs = ("low_ptr", "high_ptr", "scale_ptr", "offset_ptr")
-    warps = max(1, min(16, block // 1024))
-    return Launch(quantize_per_token_kernel, (m,), args, constants, outputs, warps, 3, block_rows=1)
+    warps = num_warps or min(16, triton.next_power_of_2(-(-(a + b + (h if len(widths) == 2 else 0)) // (32 * LANE))))
+    return Launch(
+        quantize_per_token_kernel, (m,), args, constants, ("q_ptr", "scale_ptr", "offset_ptr"), warps, 1, block_rows=1
+    )

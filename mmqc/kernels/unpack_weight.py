@@ -15,9 +15,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mmqc.kernels.device_facts import ceil_div
+from mmqc.kernels.device_facts import ceil_div, has_inline_ptx
+from mmqc.kernels.int4_codes import int4_as_codes
 from mmqc.kernels.launch import Launch
 from mmqc.ops.pack import stretch
+
+TILE_BYTES = 8192
 
 
 @triton.jit
@@ -55,6 +58,20 @@ def unpack_weight_kernel(
             tl.store(out_ptr + n * K + k, codes.to(out_ptr.dtype.element_ty), mask=mask)
 
 
+@triton.jit
+def unpack_int4_kernel(
+    w_ptr, out_ptr, N, K, ROW, STORED, PTX: tl.constexpr, R: tl.constexpr, C: tl.constexpr
+):  # fmt: skip
+    """C bytes of R rows, as int8 codes: several loads of a thread are on their way at once."""
+    n = (tl.program_id(0) * R + tl.arange(0, R))[:, None]
+    at = (tl.program_id(1) * C + tl.arange(0, C))[None, :]
+    wide = n.to(tl.int64)
+    packed = tl.load(w_ptr + wide * ROW + at, mask=(n < N) & (at < STORED), other=0)
+    low, high = int4_as_codes(packed, PTX)  # pyright: ignore[reportGeneralTypeIssues]  # compiled, not run
+    tl.store(out_ptr + wide * K + at, low, mask=(n < N) & (at < STORED))
+    tl.store(out_ptr + wide * K + (at + STORED), high, mask=(n < N) & (at < K - STORED))
+
+
 def unpack_weight(
     w_q: Tensor, k: int, *, bits: int, dtype: torch.dtype = torch.int8, scale: Tensor | None = None,
     zero: Tensor | None = None, group_size: int = 0,
@@ -71,6 +88,13 @@ def launch(
     """Fill ``out`` [N, K]."""
     (n, row), k = w_q.shape, out.shape[1]
     stored = stretch(k, bits)
+    if bits == 4 and scale is None and out.dtype == torch.int8:
+        columns = 128 if stored % 256 else 256
+        rows = TILE_BYTES // columns
+        args = dict(w_ptr=w_q, out_ptr=out, N=n, K=k, ROW=row, STORED=stored)
+        constants = dict(PTX=has_inline_ptx(w_q.device), R=rows, C=columns)
+        grid = (ceil_div(n, rows), ceil_div(stored, columns))
+        return Launch(unpack_int4_kernel, grid, args, constants, ("out_ptr",), 4, 3)
     block = min(4096, max(16, triton.next_power_of_2(stored)))
     args = dict(
         w_ptr=w_q, out_ptr=out, scale_ptr=out if scale is None else scale, zero_ptr=out if zero is None else zero,

@@ -1,20 +1,20 @@
-"""mixed_matmul on CUDA as launches in the generated code: packed weights written out once a call, then the kernel.
+"""The linear in two precisions on CUDA as launches in the generated code: packed weights are written out once a call.
 
-Shapes:  those of ops/mixed_matmul.py; the parts of x_q become matrices of their own, which TMA can address
+Shapes:  those of ops/quantize_per_token.py and ops/mixed_matmul.py
+Why:     as pointwise and reductions in IR, the parts of a token would be several kernels that read it again and again.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from mmqc.kernels import mixed_matmul as kernel
+from mmqc.kernels import quantize_per_token as per_token
 from mmqc.kernels import unpack_weight
 from mmqc.kernels.device_facts import has_tensor_descriptors
-from mmqc.kernels.quantize_per_token import Parts
 from mmqc.lowering.inductor import TensorBox, lowerings, size_hint
 from mmqc.lowering.launch import MANY, Operand, emit
 
@@ -26,6 +26,8 @@ def why_not(widths: Sequence[int], out_dtype: torch.dtype, device: torch.device)
     """None, or why the kernel cannot take parts of these widths."""
     if len(widths) > 2:
         return f"{len(widths)} parts: the kernel has two"
+    if sum(widths) > kernel.MAX_K[len(widths)]:
+        return f"{sum(widths)} channels in {len(widths)} parts: sums may not fit int32"
     if out_dtype not in kernel.OUT_DTYPES:
         return f"results in {out_dtype} are computed in float64"
     if not has_tensor_descriptors(device):
@@ -40,26 +42,35 @@ def mixed(
     bias: TensorBox | None, widths: Sequence[int], weight_bits: Sequence[int], out_dtype: torch.dtype,
 ) -> TensorBox:  # fmt: skip
     """``mixed_matmul``, for which ``why_not`` found nothing."""
-    rows, axis = list(x_q.get_size()[:-1]), len(x_q.get_size()) - 1
-    m: Any = math.prod(rows)
+    rows, x = list(x_q.get_size()[:-1]), Operand.matrix(x_q)
+    m = x.shape[0]
     planned = m if isinstance(m, int) else size_hint(m, MANY)
-    xs, ws, start = [], [], 0
+    ws: list[Any] = []
     for w, width, bits in zip(w_q, widths, weight_bits, strict=True):
-        part = Operand.matrix(lowerings[aten.slice.Tensor](x_q, axis, start, start + width))
-        start += width
         weight: Any = Operand(w)
         if bits == 4:
             out: Any = Operand.new((weight.shape[0], width), torch.int8, weight.device)
             emit(unpack_weight.launch(weight, out, 4), m, planned)
             weight = out
-        m = part.shape[0]
-        xs.append(part.of(planned))
         ws.append(weight)
-    s, o = Operand.matrix(x_scale), Operand.matrix(x_offset)
     y: Any = Operand.new((m, ws[0].shape[0]), out_dtype, ws[0].device)
-    both = len(xs) == 2
-    x: Any = Parts(xs[0], xs[1] if both else None, s, o)  # type: ignore[arg-type]
-    weights: Any = kernel.Weight(ws[0], ws[1] if both else None, Operand(w_scale), Operand(w_sum))  # type: ignore[arg-type]
+    given: Any = per_token.Rows(x.of(planned), Operand.matrix(x_scale), Operand.matrix(x_offset))  # type: ignore[arg-type]
+    high = ws[1] if len(ws) == 2 else None
+    weights: Any = kernel.Weight(ws[0], high, Operand(w_scale), Operand(w_sum))  # type: ignore[arg-type]
     b: Any = None if bias is None else Operand(bias)
-    emit(kernel.launch(x, weights, b, y), m, planned)
+    emit(kernel.launch(given, weights, b, y), m, planned)
     return lowerings[aten.view.default](y.box, [*rows, y.shape[1]])
+
+
+def quantize(x: TensorBox, widths: Sequence[int], bits: Sequence[int]) -> tuple[TensorBox, TensorBox, TensorBox] | None:
+    """``quantize_per_token``, or None where the kernel cannot take x."""
+    rows, matrix = list(x.get_size()[:-1]), Operand.matrix(x)
+    m, width = matrix.shape
+    if len(widths) > 2 or width > per_token.MAX_WIDTH or matrix.dtype not in per_token.DTYPES:
+        return None
+    planned = m if isinstance(m, int) else size_hint(m, MANY)
+    q = Operand.new((m, width), torch.int8, matrix.device)
+    s, o = (Operand.new((m, len(widths)), torch.float32, matrix.device) for _ in "so")
+    emit(per_token.launch(matrix.of(planned), per_token.Rows(q, s, o), widths, bits), m, planned)  # type: ignore[arg-type]
+    q, s, o = (lowerings[aten.view.default](t.box, [*rows, t.shape[1]]) for t in (q, s, o))
+    return q, s, o

@@ -1,4 +1,4 @@
-"""quantize_per_token as two reductions and a pointwise node a part, which fuse with whatever produced x.
+"""quantize_per_token: on CUDA the kernel; elsewhere two reductions and a pointwise node a part, which fuse with what produced x.
 
     s = (max x - min x) / (2^b - 1)        q = round((x - min x) / s) - 2^(b-1)        o = min x + 2^(b-1) s
 
@@ -12,19 +12,25 @@ from typing import Any
 
 import torch
 
-from mmqc.lowering.inductor import Pointwise, TensorBox, convert, lowerings, ops, register_lowering
+from mmqc.lowering.inductor import Pointwise, TensorBox, convert, has_kernel, lowerings, ops, register_lowering
+from mmqc.lowering.mixed_matmul import on_cuda
+from mmqc.ops.quantize_per_token import finest
 
 aten = torch.ops.aten
 
 
-def _scale(low: TensorBox, high: TensorBox, bits: int) -> TensorBox:
+def _scale(low: TensorBox, high: TensorBox, bits: int, before: TensorBox | None, least: float) -> TensorBox:
+    """Least: of the step, in steps of the part ``before``."""
+    load_before = None if before is None else before.make_loader()
     load_low, load_high, dtype = low.make_loader(), high.make_loader(), low.get_dtype()
 
     def inner(index: Sequence[Any]) -> Any:
         s = ops.truediv(ops.sub(load_high(index), load_low(index)), ops.constant(2.0**bits - 1, dtype))
-        return ops.where(ops.gt(s, ops.constant(0.0, dtype)), s, ops.constant(1.0, dtype))
+        return s if load_before is None else ops.maximum(s, ops.mul(load_before(index), ops.constant(least, dtype)))
 
-    return Pointwise.create(device=low.get_device(), dtype=dtype, inner_fn=inner, ranges=list(low.get_size()))
+    scale = Pointwise.create(device=low.get_device(), dtype=dtype, inner_fn=inner, ranges=list(low.get_size()))
+    scale.realize()  # the next part's depends on it: one number a token, read instead of reduced again
+    return scale
 
 
 def _codes(part: TensorBox, low: TensorBox, scale: TensorBox, bits: int) -> TensorBox:
@@ -33,7 +39,9 @@ def _codes(part: TensorBox, low: TensorBox, scale: TensorBox, bits: int) -> Tens
 
     def inner(index: Sequence[Any]) -> Any:
         row = [*index[:-1], 0]
-        q = ops.round(ops.truediv(ops.sub(load(index), load_low(row)), load_s(row)))
+        step = load_s(row)
+        step = ops.where(ops.gt(step, ops.constant(0.0, dtype)), step, ops.constant(1.0, dtype))
+        q = ops.round(ops.truediv(ops.sub(load(index), load_low(row)), step))
         q = ops.minimum(ops.maximum(q, ops.constant(0.0, dtype)), ops.constant(top, dtype))
         return ops.to_dtype(ops.sub(q, ops.constant(2.0 ** (bits - 1), dtype)), torch.int8)
 
@@ -45,17 +53,22 @@ def lower_quantize_per_token(
     x: TensorBox, order: TensorBox | None, widths: Sequence[int], bits: Sequence[int]
 ) -> tuple[TensorBox, TensorBox, TensorBox]:
     """Codes, scales and offsets."""
+    if has_kernel(x):
+        axis = len(x.get_size()) - 1
+        ordered = x if order is None else lowerings[aten.index.Tensor](x, [*[None] * axis, order])
+        if (launched := on_cuda().quantize(ordered, widths, bits)) is not None:
+            return launched
     wide = convert(x, torch.promote_types(x.get_dtype(), torch.float32))
     axis = len(wide.get_size()) - 1
     if order is not None:
         wide = lowerings[aten.index.Tensor](wide, [*[None] * axis, order])
     codes, scales, offsets = [], [], []
     start = 0
-    for width, b in zip(widths, bits, strict=True):
+    for p, (width, b) in enumerate(zip(widths, bits, strict=True)):
         part = lowerings[aten.slice.Tensor](wide, axis, start, start + width)
         start += width
         low, high = (lowerings[f](part, [axis], True) for f in (aten.amin.default, aten.amax.default))
-        s = _scale(low, high, b)
+        s = _scale(low, high, b, scales[-1] if p else None, finest(bits[p - 1], b))
         codes.append(_codes(part, low, s, b))
         scales.append(s)
         offsets.append(lowerings[aten.add.Tensor](low, lowerings[aten.mul.Tensor](s, 2.0 ** (b - 1))))

@@ -2,10 +2,13 @@
 
     s = (max x - min x) / (2^b - 1)        q = round((x - min x) / s) - 2^(b-1)        o = min x + 2^(b-1) s
     x ≈ s q + o                            every part p of the channels has its own b, s and o
+    s_p >= s_(p-1) 2^(b_(p-1) - b_p - 1)   a part's step next to the one before it: as fine as the bits say, or one bit finer
 
 Shapes:  x [..., K]   order int64 [K] or none: the channels, part after part   widths, bits: one entry a part, sum(widths) = K
          q int8 [..., K], in the order of the parts   s, o [..., P] in float32 (float64 for a float64 x)
-Error:   round half to even; |e| <= s / 2; a token whose part is constant has s = 1 and no error.
+Error:   round half to even; |e| <= s / 2; a token whose part is constant has no error, and s = 0 where nothing bounds it below.
+Why:     the bound changes no token whose parts have ranges of one size, and lets an integer sum go on from one part's units to the
+         next one's (ops/mixed_matmul.py); finer steps would add nothing next to the other part's error.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import torch
 from torch import Tensor
 
 from mmqc.ops.define import define
+from mmqc.ops.divide import divided
 
 
 def check_parts(width: int, widths: Sequence[int], bits: Sequence[int]) -> None:
@@ -26,6 +30,11 @@ def check_parts(width: int, widths: Sequence[int], bits: Sequence[int]) -> None:
         raise ValueError(f"bits = {list(bits)}: activations have 2 to 8 bits")
 
 
+def finest(bits: int, next_bits: int) -> float:
+    """The least step of a part, in steps of the part before it."""
+    return 2.0 ** (bits - next_bits - 1)
+
+
 def reference(
     x: Tensor, order: Tensor | None, widths: Sequence[int], bits: Sequence[int]
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -34,11 +43,11 @@ def reference(
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     wide = wide if order is None else wide.index_select(-1, order)
     codes, scales, offsets = [], [], []
-    for part, b in zip(wide.split(list(widths), -1), bits, strict=True):
+    for p, (part, b) in enumerate(zip(wide.split(list(widths), -1), bits, strict=True)):
         low, high = torch.aminmax(part, dim=-1, keepdim=True)
-        s = (high - low) / (2**b - 1)
-        s = torch.where(s > 0, s, torch.ones_like(s))
-        q = torch.round((part - low) / s).clamp(0, 2**b - 1) - 2 ** (b - 1)
+        s = divided(high - low, 2**b - 1)
+        s = torch.maximum(s, scales[-1] * finest(bits[p - 1], b)) if p else s
+        q = torch.round((part - low) / torch.where(s > 0, s, 1.0)).clamp(0, 2**b - 1) - 2 ** (b - 1)
         codes.append(q.to(torch.int8))
         scales.append(s)
         offsets.append(low + 2 ** (b - 1) * s)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from ..ops.divide import divided
 from .quantized import Quantized, levels, positive, rounded
 
 
@@ -36,9 +37,9 @@ class Grid:
     def of(cls, w: Tensor, bits: int, symmetric: bool = True) -> Grid:
         """The widest grid: it reaches every value of the last axis of ``w``."""
         if symmetric:
-            return cls(positive(w.abs().amax(-1, keepdim=True) / levels(bits)[1]), bits)
+            return cls(positive(divided(w.abs().amax(-1, keepdim=True), levels(bits)[1])), bits)
         low, high = w.amin(-1, keepdim=True).clamp(max=0), w.amax(-1, keepdim=True).clamp(min=0)
-        scale = positive((high - low) / (2**bits - 1))
+        scale = positive(divided(high - low, 2**bits - 1))
         return cls(scale, bits, levels(bits)[0] - torch.round(low / scale.to(w)).float())
 
     def codes(self, w: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """Weights in several precisions: every part of the input channels has its bits and its scale per output channel.
 
     w_k ≈ s_p q_k  for every channel k of part p        gptq: one sweep with one H, the parts one after the other, high parts last
+    s_p >= s_(p-1) 2^(b_(p-1) - b_p - 1)                as activations have it, and why: ops/quantize_per_token.py
 
 Shapes:  W [N, K]   s float32 [N, P]   q int8 [N, K], in the channels' own order   H [K, K]
 Why:     the channels that come last take up the rounding errors of all others, and have the bits to do so.
@@ -17,10 +18,11 @@ import torch
 from torch import Tensor
 
 from ..config import WeightSpec
+from ..ops.quantize_per_token import finest
 from . import awq_clip, gptq, mse_clip, rtn
 from .factor import inverse_factor_
 from .grid import Grid
-from .quantized import Quantized, checked
+from .quantized import Quantized, checked, rounded
 from .second_moment import checked_hessian
 
 ONE_BY_ONE = {"rtn": rtn.solve, "mse_clip": mse_clip.solve, "awq_clip": awq_clip.solve}
@@ -78,15 +80,32 @@ def solve(
     if spec.solver == "gptq":
         return _together(w, tuple(parts), spec, checked_hessian(hessian, w, name, "gptq"), name)
     codes = torch.empty_like(w, dtype=torch.int8)
-    solved = []
+    solved: list[Quantized] = []
     for part in parts:
         columns = part.columns.to(w.device)
         h = None if hessian is None else hessian[columns.to(hessian.device)][:, columns.to(hessian.device)]
         one = ONE_BY_ONE[spec.solver](w[:, columns], replace(spec, bits=part.bits), h, name=name)
         codes[:, columns] = one.codes
         solved.append(one)
-    scale = torch.stack([one.scale for one in solved], 1)
+    scale = not_too_fine([one.scale for one in solved], [w[:, p.columns.to(w.device)] for p in parts], parts)
+    for p, (part, one) in enumerate(zip(parts, solved, strict=True)):
+        coarser, columns = scale[:, p] > one.scale, part.columns.to(w.device)
+        codes[:, columns] = torch.where(
+            coarser[:, None], rounded(w[:, columns], scale[:, p, None], part.bits).to(torch.int8), one.codes
+        )
     return MixedQuantized(codes, scale, "; ".join(filter(None, (s.note for s in solved))), parts=tuple(parts))
+
+
+def not_too_fine(scales: Sequence[Tensor], weights: Sequence[Tensor], parts: Sequence[Part]) -> Tensor:
+    """Scales [N, P] of which each is at least what the part before it allows; rows of zeros allow everything."""
+    found, least = [], torch.zeros_like(scales[0])
+    for p, (scale, w) in enumerate(zip(scales, weights, strict=True)):
+        if p:
+            least = least * finest(parts[p - 1].bits, parts[p].bits)
+        step = torch.maximum(torch.where(w.any(1), scale, 0.0), least)
+        found.append(torch.where(step > 0, step, 1.0))
+        least = step
+    return torch.stack(found, 1)
 
 
 def _together(w: Tensor, parts: tuple[Part, ...], spec: WeightSpec, h: Tensor, name: str) -> MixedQuantized:
@@ -97,6 +116,8 @@ def _together(w: Tensor, parts: tuple[Part, ...], spec: WeightSpec, h: Tensor, n
     if spec.act_order:
         columns = [c[h.diagonal()[c].argsort(descending=True, stable=True)] for c in columns]
     grids = [mse_clip.clipped(w[:, c][:, None], part.bits) for c, part in zip(columns, parts, strict=True)]
+    scale = not_too_fine([grid.scale[:, 0, 0] for grid in grids], [w[:, c] for c in columns], parts)
+    grids = [replace(grid, scale=scale[:, p, None, None]) for p, grid in enumerate(grids)]
     order = torch.cat(columns)
     codes = torch.zeros_like(w, dtype=torch.int8)
     if not out.all():
@@ -106,7 +127,6 @@ def _together(w: Tensor, parts: tuple[Part, ...], spec: WeightSpec, h: Tensor, n
         if used != spec.damping:
             notes += [f"damping {used:g} of the mean diagonal, not {spec.damping:g}: the inputs are nearly dependent"]
         codes[:, order] = _sweep(w.T[order].contiguous(), grids, [len(c) for c in columns], u).T
-    scale = torch.cat([grid.scale[:, 0] for grid in grids], 1)
     return MixedQuantized(codes.masked_fill(out, 0), scale, "; ".join(notes), parts=parts)
 
 

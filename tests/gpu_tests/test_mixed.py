@@ -34,12 +34,11 @@ def test_mixed_ops__cuda_equals_the_reference(widths, bits, rows, dtype) -> None
     assert torch.equal(got[0], want[0])
     assert torch.equal(got[1], want[1])
     stored, scale, sums = weights(widths, bits)
-    out = dtype if dtype != torch.float32 else torch.float32
-    y = ops.mixed_matmul(*got, stored, scale, sums, None, widths, bits, out)
+    y = ops.mixed_matmul(*got, stored, scale, sums, None, widths, bits, dtype)
     expected = reference(*want, stored, scale, sums, None, widths, bits, torch.float64)
-    assert float((y.double() - expected).norm() / expected.norm()) < {torch.bfloat16: 6e-3, torch.float16: 1e-3}.get(
-        dtype, 1e-6
-    )
+    # float32: the kernel rounds once to half a step of the high parts, 1 in 1e5 of these sums
+    noise = {torch.bfloat16: 6e-3, torch.float16: 1e-3, torch.float32: 3e-5, torch.float64: 1e-12}[dtype]
+    assert float((y.double() - expected).norm() / expected.norm()) < noise
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -61,5 +60,5 @@ def test_mixed_matmul__in_a_compiled_graph(widths, bits, dynamic) -> None:
             y, expected = compiled(x), function(x)
             assert float((y - expected).double().norm() / expected.double().norm()) < 6e-3
     kernels = [k for record in records for k in record.kernels]
-    assert "mmqc mixed_matmul_kernel" in kernels
+    assert {"mmqc mixed_matmul_kernel", "mmqc quantize_per_token_kernel"} <= set(kernels)
     assert not any("mmqc." in kernel for kernel in kernels)

@@ -15,9 +15,10 @@ def by_loops(x: torch.Tensor, order: list[int], widths: list[int], bits: list[in
         for p, (width, b) in enumerate(zip(widths, bits, strict=True)):
             part = [row[k] for k in order[start : start + width]]
             step = (torch.tensor(max(part)) - torch.tensor(min(part))) / (2**b - 1)
-            step = step if step > 0 else torch.tensor(1.0)
+            if p:
+                step = max(step, s[m, p - 1] * 2.0 ** (bits[p - 1] - b - 1))
             for i, value in enumerate(part):
-                code = torch.round((torch.tensor(value) - torch.tensor(min(part))) / step)
+                code = torch.round((torch.tensor(value) - torch.tensor(min(part))) / (step or 1.0))
                 q[m, start + i] = code - 2 ** (b - 1)
             s[m, p], o[m, p] = step, torch.tensor(min(part)) + 2 ** (b - 1) * step
             start += width
@@ -56,7 +57,16 @@ def test_quantize_per_token__error_is_half_a_step(dtype: torch.dtype) -> None:
 def test_quantize_per_token__a_constant_token_has_no_error() -> None:
     q, s, o = quantize(torch.full((2, 8), 0.5), None, [6, 2], [4, 8])
     assert_close(s[:, :1] * q[:, :6] + o[:, :1], torch.full((2, 6), 0.5))
-    assert torch.equal(s, torch.ones(2, 2))
+    assert torch.equal(s, torch.zeros(2, 2))
+
+
+def test_quantize_per_token__a_high_step_is_not_too_fine() -> None:
+    """Where the high part hardly varies, or not at all, its step follows the low part's."""
+    x = torch.cat((torch.randn(3, 6), torch.tensor([1e-6, 0.0, 1e6])[:, None] * torch.randn(3, 4)), 1)
+    q, s, o = quantize(x, None, [6, 4], [4, 8])
+    assert torch.equal(s[:2, 1], s[:2, 0] / 32)
+    assert float(s[2, 1]) > float(s[2, 0])
+    assert bool(((s[:, 1:] * q[:, 6:] + o[:, 1:] - x[:, 6:]).abs() <= s[:, 1:] * 0.50001).all())
 
 
 def test_quantize_per_token__refuses() -> None:

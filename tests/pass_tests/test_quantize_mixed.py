@@ -31,14 +31,17 @@ def fake_linear(x: Tensor, w: Tensor, high: Tensor, bits: tuple[int, int], a_bit
     """Channel sets quantized one by one, nothing reordered."""
     is_high = torch.zeros(w.shape[1], dtype=torch.bool).index_fill(0, high, True)
     y = torch.zeros(*x.shape[:-1], len(w), dtype=torch.float64)
+    least_w, least = torch.zeros(()), torch.zeros((), dtype=torch.float64)  # steps, as fine as the second part's may be
     for some, b, a in ((~is_high, bits[0], a_bits[0]), (is_high, bits[1], a_bits[1])):
         if not some.any():
             continue
         part, columns = x[..., some], w[:, some]
-        s_w = (columns.abs().amax(1, keepdim=True) / (2 ** (b - 1) - 1)).float().double()
+        s_w = torch.maximum((columns.abs().amax(1, keepdim=True) / (2 ** (b - 1) - 1)).float(), least_w)
+        least_w, s_w = s_w * 2.0 ** (b - bits[1] - 1), s_w.double()
         w_q = torch.round(columns / s_w).clamp(-(2 ** (b - 1)), 2 ** (b - 1) - 1) * s_w
         low, top = part.amin(-1, keepdim=True), part.amax(-1, keepdim=True)
-        s = torch.where(top > low, (top - low) / (2**a - 1), 1.0)
+        s = torch.maximum((top - low) / (2**a - 1), least)
+        least = s * 2.0 ** (a - a_bits[1] - 1)
         y += (torch.round((part - low) / s) * s + low) @ w_q.T
     return y
 

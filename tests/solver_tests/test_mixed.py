@@ -48,8 +48,8 @@ def test_mixed_gptq__is_optimal_brain_surgery_with_the_high_part_last(act_order:
     bits = [8 if k in HIGH.tolist() else 4 for k in range(17)]
     codes = surgery(w, h, torch.cat(columns).tolist(), solved.by_channel(solved.scale).double(), bits)
     assert torch.equal(solved.codes, codes)
-    for p, part in enumerate(parts):
-        assert torch.equal(solved.scale[:, p], mse_clip.clipped(w[:, part.columns][:, None], part.bits).scale[:, 0, 0])
+    low, high = (mse_clip.clipped(w[:, p.columns][:, None], p.bits).scale[:, 0, 0] for p in parts)
+    assert torch.equal(solved.scale, torch.stack((low, torch.maximum(high, low / 32)), 1))
 
 
 def test_mixed_gptq__one_part_is_gptq() -> None:
@@ -77,12 +77,35 @@ def test_mixed__other_solvers_take_each_part_by_itself(solver: str) -> None:
     assert solved.codes[:, parts[0].columns].abs().max() <= 4
     assert solved.codes[:, HIGH].abs().max() > 4
     if solver == "rtn":
-        for p, part in enumerate(parts):
-            alone = rtn.solve(w[:, part.columns], WeightSpec(part.bits))
-            assert torch.equal(solved.codes[:, part.columns], alone.codes)
-            assert torch.equal(solved.scale[:, p], alone.scale)
+        low, high = (rtn.solve(w[:, p.columns], WeightSpec(p.bits)) for p in parts)
+        assert torch.equal(solved.codes[:, parts[0].columns], low.codes)
+        assert torch.equal(solved.scale, torch.stack((low.scale, torch.maximum(high.scale, low.scale / 64)), 1))
+        same = high.scale >= low.scale / 64
+        assert 0 < same.sum() < len(same)
+        assert torch.equal(solved.codes[same][:, HIGH], high.codes[same])
+        assert torch.equal(
+            solved.codes[~same][:, HIGH], (w[~same][:, HIGH] * 64 / low.scale[~same, None]).round().to(torch.int8)
+        )
     error = (solved.dequantize() - w).abs()
     assert float(error[:, HIGH].max()) < float(error[:, parts[0].columns].max())
+
+
+@pytest.mark.parametrize("solver", ["gptq", "rtn"])
+def test_mixed__high_steps_are_not_too_fine(solver: str) -> None:
+    """Rows of tiny and of no high weights, of no low ones, and of none at all."""
+    w, h = problem(5, 17, seed=6)
+    low = [k for k in range(17) if k not in HIGH.tolist()]
+    w[0, HIGH] *= 1e-4
+    w[1, HIGH] = 0
+    w[2, low] = 0
+    w[3] = 0
+    solved = solve(w, parts_of(17, HIGH, 4, 8), WeightSpec(4, solver=solver, act_order=False), h)
+    assert torch.equal(solved.scale[:2, 1], solved.scale[:2, 0] / 32)
+    assert float(solved.scale[2, 1]) < 0.1
+    assert not solved.codes[3].any()
+    if solver == "rtn":
+        assert bool(((solved.dequantize() - w).abs() <= solved.by_channel(solved.scale) * 0.50001).all())
+    assert bool(torch.isfinite(solved.scale).all())
 
 
 def test_mixed__dead_channels_and_refusals() -> None:
