@@ -228,7 +228,7 @@ class Job:
         given = {"hessian": lambda fqn: self.moments.pop(fqn, None), "done": self.solved}
         passes: Any = quantizing_passes(**given)
         mixed, plain, *_ = passes
-        return mixed, dataclasses.replace(plain, cache=self.earlier)
+        return tuple(dataclasses.replace(item, cache=self.earlier) for item in (mixed, plain))  # type: ignore[return-value]
 
     def solved(self, fqn: str, result: Any, error: float, seconds: float) -> None:
         """The pass has rounded one weight."""
