@@ -3,7 +3,8 @@
     python examples/integer_scale_study.py [--questions 60] [--calibration 8] [--draw] [--again]
 
 Writes docs/results/integer_scale.json and the page docs/results/integer_scale.md; `--draw` only writes the page anew from the
-figures on file.  What is on file is skipped, unless it is what others are compared with, or with `--again`.  Weights have 4 bits in groups of 128, rounded to nearest; activations 8 bits with one static scale a tensor.
+figures on file.  What is on file is skipped, unless it is what others are compared with, or with `--again`.
+Weights have 4 bits in groups of 128, rounded to nearest; activations 8 bits with one static scale a tensor.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from . import convert
 from .account import refusals, transforms
 from .blocks import NotStreamableError, survey
 from .calibrate import EQUAL, MIXED, InputStatistics, Watch
-from .channel_scales import scale_channels
+from .channel_scales import Forwards, scale_channels
 from .config import HEAD, ConfigError, QuantConfig
 from .equivalence import check, outputs
 from .expert_modules import QuantExperts
@@ -125,7 +125,7 @@ class Job:
         self.untied = convert.write_exact(self.model, prog, self.journal)
         if scales is not None:
             self.bar.say("scaling channels")
-            scale_channels(self.model, prog, scales, lambda: map(self.call, self.batches))
+            scale_channels(self.model, prog, scales, self.forwards())
             self.untied += convert.write_weights(self.model, prog, self.journal)
         self.untied += measured_rewrites(
             self.model, prog, self.config, lambda: map(self.call, self.batches), self.journal
@@ -147,6 +147,13 @@ class Job:
         """A batch as keyword arguments of one whole forward."""
         batch = self.residency.batch(dict(batch))
         return {**batch, "use_cache": False} if takes_cache(self.model) else batch
+
+    def forwards(self) -> Forwards:
+        """All batches, for what looks at data before calibration."""
+        calls = [functools.partial(self.forward, b) for b in self.batches]
+        recorded = [functools.partial(self.forward, b) for b in self.recorded()]
+        options = self.options
+        return Forwards(calls, recorded, self.context, self.residency, options.row_weights, options.spool, self.bar.say)
 
     def forward(self, batch: Batch) -> Any:
         """One whole forward."""
