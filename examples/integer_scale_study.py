@@ -1,9 +1,10 @@
 """What integer group scales cost on the samples: several amplifiers, the heuristic, and float scales (the paper's table 7).
 
-    python examples/integer_scale_study.py [--questions 60] [--calibration 8] [--draw]
+    python examples/integer_scale_study.py [--questions 60] [--calibration 8] [--draw] [--again]
 
 Writes docs/results/integer_scale.json and the page docs/results/integer_scale.md; `--draw` only writes the page anew from the
-figures on file.  Weights have 4 bits in groups of 128, rounded to nearest; activations 8 bits with one static scale a tensor.
+figures on file.  What is on file is skipped, unless it is what others are compared with, or with `--again`.
+Weights have 4 bits in groups of 128, rounded to nearest; activations 8 bits with one static scale a tensor.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import argparse
 import json
 import platform
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -63,13 +65,21 @@ def scales(model: torch.nn.Module) -> dict[str, float]:
             "smallest t": float(t.min()), "largest t": float(t.max()), "bound": bound / LIMIT}  # fmt: skip
 
 
-def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Every configuration on one sample, against float scales question by question."""
+def measure(name: str, args: argparse.Namespace, rows: dict[str, Any], save: Callable[[], None]) -> None:
+    """Every configuration that ``rows`` lacks on one sample, against float scales question by question.
+
+    ``save`` is called after each; what the missing ones are compared with is measured again, for its scores.
+    """
+    missing = {label for label in ("not quantized", *recipes()) if args.again or label not in rows}
+    missing |= {against for label, (against, _) in recipes().items() if label in missing}
     calibration = mmqc.samples.load(name).calibration(args.calibration)
-    plain = mmqc.samples.load(name)
-    scored: dict[str, list[Score]] = {"not quantized": plain.scores(plain.model, args.questions)}
-    rows: dict[str, Any] = {"not quantized": summarize(scored["not quantized"])}
+    if "not quantized" in missing:
+        plain = mmqc.samples.load(name)
+        rows["not quantized"] = summarize(plain.scores(plain.model, args.questions))
+    scored: dict[str, list[Score]] = {}
     for label, (against, config) in recipes().items():
+        if label not in missing:
+            continue
         sample = mmqc.samples.load(name)
         with mock.patch.object(solver, "ROUND_AGAIN", not label.endswith(KEPT)):
             report = mmqc.quantize_(sample.model, config, calibration, progress=False)
@@ -83,7 +93,7 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
             "float layers": sum("could overflow" in layer.note for layer in report.layers), **scales(sample.model),
         }  # fmt: skip
         print(name, label, rows[label], flush=True)
-    return rows
+        save()
 
 
 def table(rows: dict[str, Any]) -> str:
@@ -139,19 +149,25 @@ def main() -> None:
     parser.add_argument(
         "--samples", nargs="+", default=list(SAMPLES), choices=SAMPLES, help="the others stay as on file"
     )
+    parser.add_argument("--again", action="store_true", help="measure anew what is on file")
     parser.add_argument("--draw", action="store_true")
     args = parser.parse_args()
-    if not args.draw:
+    for name in () if args.draw else args.samples:
         old = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {"samples": {}}
-        new = {name: measure(name, args) for name in args.samples}
-        samples = {name: rows for name in SAMPLES if (rows := new.get(name, old["samples"].get(name)))}
+        samples = old["samples"]
+        rows = samples.setdefault(name, {})
         words = f"--questions {args.questions} --calibration {args.calibration}"
         data = {
             "command": f"python examples/integer_scale_study.py {words}", "machine": platform.processor() or platform.machine(),
             "torch": torch.__version__, "transformers": transformers.__version__,
             "questions": args.questions, "calibration": args.calibration, "samples": samples,
         }  # fmt: skip
-        RESULTS.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+
+        def save(data: dict[str, Any] = data, name: str = name, rows: dict[str, Any] = rows) -> None:
+            data["samples"][name] = {label: rows[label] for label in ("not quantized", *recipes()) if label in rows}
+            RESULTS.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+
+        measure(name, args, rows, save)
     draw(json.loads(RESULTS.read_text(encoding="utf-8")))
 
 

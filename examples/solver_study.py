@@ -1,6 +1,7 @@
 """Weight solvers compared on both digits samples: what each costs at 4, 3 and 2 bits; writes docs/results/solvers.md.
 
     python examples/solver_study.py                     everything; `--samples digits-vqa` one sample, `--draw` the page alone
+    python examples/solver_study.py --again             also what is on file, which is skipped otherwise
 
 Weight-only, both towers and the projector; the output head stays in floating point.  NLL and KL are of the right answers'
 tokens under teacher forcing; accuracy is that of greedy answers to the first questions.
@@ -91,15 +92,23 @@ def one_run(name: str, config: QuantConfig, options: argparse.Namespace, exact: 
     return {**scores(sample, options, exact), "sqnr": statistics.mean(sqnr), "seconds": report.seconds}
 
 
-def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
+def measure(name: str, options: argparse.Namespace) -> None:
+    """Every run on one sample that is not on file; each goes there as soon as it is done."""
+    data = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {"samples": {}}
+    here = data["samples"].setdefault(name, {"float": None, "runs": {}})
+    wanted = [(f"{w} {s}", s, *SCHEMES[w]) for w in SCHEMES for s in SOLVERS]
+    missing = [w for w in wanted if options.again or w[0] not in here["runs"]]
+    if not missing and here["float"]:
+        return
     sample = mmqc.samples.load(name)
     exact = list(answers(sample, options.questions))
-    here: dict[str, Any] = {"float": scores(sample, options, exact), "runs": {}}
-    for scheme, (bits, group) in SCHEMES.items():
-        for solver, config in SOLVERS.items():
-            run = here["runs"][f"{scheme} {solver}"] = one_run(name, config(bits, group), options, exact)
-            print(f"{name:18s} {scheme:8s} {solver:10s}", {k: round(v, 4) for k, v in run.items()}, flush=True)
-    return here
+    here["float"] = scores(sample, options, exact)
+    for label, solver, bits, group in missing:
+        run = here["runs"][label] = one_run(name, SOLVERS[solver](bits, group), options, exact)
+        print(f"{name:18s} {label:20s}", {k: round(v, 4) for k, v in run.items()}, flush=True)
+        here["runs"] = {w[0]: here["runs"][w[0]] for w in wanted if w[0] in here["runs"]}
+        data["about"] = about(options)
+        RESULTS.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
 
 
 def about(options: argparse.Namespace) -> dict[str, Any]:
@@ -169,14 +178,12 @@ def main() -> None:
     parser.add_argument("--answered", type=int, default=64)
     parser.add_argument("--calibration", type=int, default=16)
     parser.add_argument("--samples", nargs="+", choices=SAMPLES, default=SAMPLES)
+    parser.add_argument("--again", action="store_true", help="measure anew what is on file")
     parser.add_argument("--draw", action="store_true", help="redraw from the figures on file")
     options = parser.parse_args()
     torch.set_num_threads(1)
     for name in () if options.draw else options.samples:
-        here = measure(name, options)
-        data = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {"samples": {}}
-        data["about"], data["samples"][name] = about(options), here
-        RESULTS.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+        measure(name, options)
     if RESULTS.exists() and set(json.loads(RESULTS.read_text(encoding="utf-8"))["samples"]) == set(SAMPLES):
         write(json.loads(RESULTS.read_text(encoding="utf-8")))
 

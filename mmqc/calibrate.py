@@ -32,25 +32,36 @@ class CalibrationError(ValueError):
 
 @dataclass
 class Range:
-    """Smallest and largest value seen, and how many; the histogram counts magnitudes by their logarithm."""
+    """Smallest and largest value seen, and how many; the histogram counts magnitudes by their logarithm.
+
+    ``ends`` are smallest and largest on the device until ``settle``: to look at them means to wait for it.
+    """
 
     low: float = float("inf")
     high: float = float("-inf")
     count: int = 0
     histogram: Tensor | None = None
+    ends: Tensor | None = None
 
     def update(self, x: Tensor, histogram: bool) -> None:
         """Take in the values of ``x``."""
         if not x.numel():
             return
         low, high = torch.aminmax(x)
-        self.low, self.high = min(self.low, float(low)), max(self.high, float(high))
+        ends = torch.stack((-low, high))
+        self.ends = ends if self.ends is None else torch.maximum(self.ends, ends)
         self.count += x.numel()
         if histogram:
             octave = x.abs().float().clamp(min=2.0**_LOWEST).log2() - _LOWEST
             bins = (octave * _BINS_PER_OCTAVE).long().clamp(max=_BINS - 1)
             counted = torch.bincount(bins.flatten().cpu(), minlength=_BINS)
             self.histogram = counted if self.histogram is None else self.histogram + counted
+
+    def settle(self) -> None:
+        """All values are in."""
+        if self.ends is not None:
+            low, high = self.ends.tolist()
+            self.low, self.high, self.ends = min(self.low, -low), max(self.high, high), None
 
     def scale(self, spec: ActivationSpec) -> float:
         """S = max(|min| / 2^(b-1), |max| / (2^(b-1) - 1)); percentiles cut both ends at the same magnitude."""
@@ -85,17 +96,13 @@ class InputStatistics:
         """All batches are in."""
         if self.hessian is not None:
             mirror_(self.hessian)
+        for seen in self.ranges.values():
+            seen.settle()
         return self
 
     def add_moment(self, parts: Mapping[str, Tensor], rows: Tensor) -> None:
         """Take the rows [M, K] into the second moment; ``parts`` are the same rows by modality."""
-        weights = {self.row_weights.get(name, 1.0) for name in parts}
-        groups = (
-            [(weights.pop(), rows)]
-            if len(weights) == 1
-            else [(self.row_weights.get(n, 1.0), r) for n, r in parts.items()]
-        )
-        for weight, group in groups:
+        for weight, group in weighted(parts, self.row_weights, rows):
             self.hessian = add_second_moment(self.hessian, group, weight)
         self.rows += len(rows)
 
@@ -142,8 +149,16 @@ def by_modality(x: Tensor, language: bool, context: ModalityContext | None) -> d
         return {TEXT: rows}
     if len(rows) != context.visual.numel():
         return {MIXED: rows}
-    flat = context.visual.reshape(-1)
-    return {VISUAL: rows[flat], TEXT: rows[~flat]}
+    visual, text = context.places()
+    return {VISUAL: rows[visual], TEXT: rows[text]}
+
+
+def weighted(parts: Mapping[str, Tensor], row_weights: Mapping[str, float], rows: Tensor) -> list[tuple[float, Tensor]]:
+    """(weight, rows) by modality; all rows at once where their weights are equal, ``parts`` being the same rows."""
+    weights = {row_weights.get(name, 1.0) for name in parts}
+    if len(weights) == 1:
+        return [(weights.pop(), rows)]
+    return [(row_weights.get(name, 1.0), part) for name, part in parts.items()]
 
 
 class Observer:

@@ -17,7 +17,7 @@ from . import convert
 from .account import refusals, transforms
 from .blocks import NotStreamableError, survey
 from .calibrate import EQUAL, MIXED, InputStatistics, Watch
-from .channel_scales import scale_channels
+from .channel_scales import Forwards, scale_channels
 from .config import HEAD, ConfigError, QuantConfig
 from .equivalence import check, outputs
 from .expert_modules import QuantExperts
@@ -135,7 +135,7 @@ class Job:
         self.untied = convert.write_exact(self.model, prog, self.journal)
         if scales is not None:
             self.bar.say("scaling channels")
-            scale_channels(self.model, prog, scales, lambda: map(self.call, self.batches))
+            scale_channels(self.model, prog, scales, self.forwards())
             self.untied += convert.write_weights(self.model, prog, self.journal)
         with ExitStack() as stack:
             kv, bases = self.config.kv_rounding, self.config.rewrites.bases
@@ -165,6 +165,13 @@ class Job:
         """A batch as keyword arguments of one whole forward."""
         batch = self.residency.batch(dict(batch))
         return {**batch, "use_cache": False} if takes_cache(self.model) else batch
+
+    def forwards(self) -> Forwards:
+        """All batches, for what looks at data before calibration."""
+        calls = [functools.partial(self.forward, b) for b in self.batches]
+        recorded = [functools.partial(self.forward, b) for b in self.recorded()]
+        options = self.options
+        return Forwards(calls, recorded, self.context, self.residency, options.row_weights, options.spool, self.bar.say)
 
     def forward(self, batch: Batch) -> Any:
         """One whole forward."""
@@ -248,7 +255,7 @@ class Job:
         given = {"hessian": lambda fqn: self.moments.pop(fqn, None), "done": self.solved}
         passes: Any = quantizing_passes(**given)
         mixed, plain, *_ = passes
-        return mixed, dataclasses.replace(plain, cache=self.earlier)
+        return tuple(dataclasses.replace(item, cache=self.earlier) for item in (mixed, plain))  # type: ignore[return-value]
 
     def solved(self, fqn: str, result: Any, error: float, seconds: float) -> None:
         """The pass has rounded one weight."""

@@ -40,6 +40,7 @@ class ModalityContext:
         self.text_only = False
         self.visual: Tensor | None = None
         self.running = False
+        self._places: tuple[Tensor | None, tuple[Tensor, Tensor]] | None = None
 
     def __repr__(self) -> str:
         return f"ModalityContext(visual_token_ids={self.visual_token_ids}, text_only={self.text_only})"
@@ -87,6 +88,14 @@ class ModalityContext:
             f"the input of a linear with per-modality scales has shape {tuple(x.shape)}, which does not fit the "
             f"visual mask {tuple(self.visual.shape)} of this call (expected [batch, length, channels])"
         )
+
+    def places(self) -> tuple[Tensor, Tensor]:
+        """Numbers of the visual and of the text rows, int64, found once a mask: to count them means to wait for the device."""
+        assert self.visual is not None
+        if self._places is None or self._places[0] is not self.visual:
+            flat = self.visual.reshape(-1)
+            self._places = self.visual, (flat.nonzero()[:, 0], (~flat).nonzero()[:, 0])
+        return self._places[1]
 
     def find(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
         """The mask of a call with these arguments.

@@ -46,6 +46,15 @@ def mirror_(h: Tensor) -> Tensor:
     return h
 
 
+def narrowed_(h: Tensor) -> Tensor:
+    """H in float32, in the first half of its own memory; ``h`` is used up."""
+    flat = h.view(-1).view(torch.float32)
+    for start in range(0, len(h), PANEL):
+        rows = h[start : start + PANEL].float().view(-1)
+        flat[start * h.shape[1] : start * h.shape[1] + len(rows)] = rows
+    return flat[: h.numel()].view(h.shape)
+
+
 def _product(a: Tensor, b: Tensor) -> Tensor:
     """Aᵀ B [I, J] of A [M, I] and B [M, J], products exact, summed in float32 at least."""
     if a.dtype in (torch.float16, torch.bfloat16):

@@ -156,8 +156,6 @@ def _store(model: nn.Module, config: QuantConfig, batches: list[Batch], options:
     """Where finished units are kept, if anywhere."""
     if options.resume_dir is None:
         return None
-    if any(scheme.dynamic is not None for scheme in config.schemes.values()):
-        raise ConfigError("resume_dir does not keep linears with dynamic activations: run without it")
     asked = (options.inputs, options.generate_tokens, dict(options.row_weights))
     return Store(options.resume_dir, fingerprint(model, config.to_dict(), batches, asked))
 

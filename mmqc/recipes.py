@@ -95,6 +95,7 @@ def awq(
     solver: Solver = "awq_clip",
     duo: bool = False,
     shared_heads: Literal["average", "skip"] = "average",
+    loss: Literal["layer", "block"] = "layer",
     head_bits: int | None = None,
 ) -> QuantConfig:
     """AWQ (arXiv:2306.00978, section 3.2): weight-only, channels of large inputs get large weights before rounding.
@@ -108,11 +109,13 @@ def awq(
         solver: ``awq_clip``, the authors' clip; ``gptq``: AWQ and GPTQ together, for 2 bits (Table 9); ``rtn``: no clip.
         duo: weigh the inputs' magnitudes against the weights'.
         shared_heads: ``average`` over the query heads that share a value head, or ``skip``, as in the authors' code.
+        loss: ``layer``, the scaled linears' own output error, or ``block``, the attention's or the MLP's, as in the authors'
+            code: every exponent is then tried by running it.
         head_bits: of the output head's weight; None leaves the head in floating point.
     """
     granularity = PerGroup(group_size) if group_size else PerRow()
     scheme = Scheme(WeightSpec(weight_bits, granularity, solver, symmetric))
-    rewrites = Rewrites(scales=ChannelScales(duo=duo, shared_heads=shared_heads))
+    rewrites = Rewrites(scales=ChannelScales(duo=duo, shared_heads=shared_heads, loss=loss))
     return QuantConfig(vision=scheme, projector=scheme, language=scheme, head=_head(head_bits), rewrites=rewrites)
 
 

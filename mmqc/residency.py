@@ -7,7 +7,7 @@ head) is moved there for the length of the call, and each block for the length o
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -78,6 +78,11 @@ class Residency:
         finally:
             self.held = None
             self._take_back(block)
+
+    def around(self, name: str) -> AbstractContextManager[None]:
+        """``resident`` for the block that a module is in; nothing to do for one that is in none."""
+        block = next((b for b in self.blocks if f"{name}.".startswith(f"{b}.")), None)
+        return nullcontext() if block is None else self.resident(block)
 
     def _bring(self, block: nn.Module) -> None:
         if id(block) not in self.kept:

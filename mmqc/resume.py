@@ -25,6 +25,7 @@ from .calibrate import InputStatistics, Range
 from .checksum import hashes
 from .measure import Loss
 from .solvers import Quantized
+from .solvers.mixed import MixedQuantized, Part
 
 VERSION = 1
 
@@ -115,7 +116,7 @@ class Store:
         tensors: dict[str, Tensor] = {}
         about: dict[str, Any] = {"linears": list(linears), "seconds": unit.seconds, "solved": {}, "seen": {}}
         for fqn, solved in unit.solved.items():
-            about["solved"][fqn] = _split(solved, f"solved.{fqn}", tensors)
+            about["solved"][fqn] = _split_solved(solved, f"solved.{fqn}", tensors)
         for fqn, seen in unit.seen.items():
             ranges = {name: _split(r, f"seen.{fqn}.{name}", tensors) for name, r in seen.ranges.items()}
             about["seen"][fqn] = {"ranges": ranges, "rows": seen.rows, "row_weights": dict(seen.row_weights)}
@@ -140,7 +141,7 @@ class Store:
         tensors = {name: tensor.to(device) for name, tensor in load_file(path).items()}
         unit = Unit(seconds=about["seconds"])
         for fqn, parts in about["solved"].items():
-            unit.solved[fqn] = Quantized(**_join(parts, f"solved.{fqn}", tensors))
+            unit.solved[fqn] = _join_solved(parts, f"solved.{fqn}", tensors)
         for fqn, parts in about["seen"].items():
             ranges = {n: Range(**_join(r, f"seen.{fqn}.{n}", tensors, cpu=True)) for n, r in parts["ranges"].items()}
             unit.seen[fqn] = InputStatistics(ranges, rows=parts["rows"], row_weights=parts["row_weights"])
@@ -175,6 +176,23 @@ def _join(plain: Mapping[str, Any], name: str, tensors: Mapping[str, Tensor], cp
     prefix = f"{name}."
     found = {k.removeprefix(prefix): v.cpu() if cpu else v for k, v in tensors.items() if _is_field(k, prefix)}
     return {**plain, **found}
+
+
+def _split_solved(solved: Quantized, name: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """As ``_split``; of a mixed weight's parts, the bits are plain and the columns tensors."""
+    plain = _split(solved, name, tensors)
+    if isinstance(solved, MixedQuantized):
+        tensors |= {f"{name}.columns.{p}": part.columns for p, part in enumerate(solved.parts)}
+        plain["parts"] = [part.bits for part in solved.parts]
+    return plain
+
+
+def _join_solved(plain: Mapping[str, Any], name: str, tensors: Mapping[str, Tensor]) -> Quantized:
+    fields = _join(plain, name, tensors)
+    if "parts" not in fields:
+        return Quantized(**fields)
+    parts = (Part(tensors[f"{name}.columns.{p}"].cpu(), bits) for p, bits in enumerate(fields.pop("parts")))
+    return MixedQuantized(**fields, parts=tuple(parts))
 
 
 def _is_field(key: str, prefix: str) -> bool:

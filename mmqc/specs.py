@@ -142,16 +142,20 @@ class ChannelScales:
         duo: weigh the inputs' magnitudes against the weights', as LLM Compressor does.
         shared_heads: ``average``: value heads that several query heads share get one factor for all of them; ``skip``: none,
             as in the authors' code.
+        loss: what the exponent is chosen by: ``layer``, the scaled linears' own output error; ``block``, that of the attention
+            or the MLP around them, as in the authors' code, for linears behind a norm.
     """
 
     grid: int = 20
     duo: bool = False
     shared_heads: Literal["average", "skip"] = "average"
+    loss: Literal["layer", "block"] = "layer"
 
     def __post_init__(self) -> None:
         require(self.grid >= 1, "ChannelScales.grid", self.grid, "1 or more")
         allowed = ("average", "skip")
         require(self.shared_heads in allowed, "ChannelScales.shared_heads", self.shared_heads, allowed)
+        require(self.loss in ("layer", "block"), "ChannelScales.loss", self.loss, ("layer", "block"))
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """Activations that wait for the next block: in host memory (pinned where they come from an accelerator) or in files.
 
-Whatever is taken out is a copy, so that a block may write to its inputs.
+Whatever is taken out is a copy, so that a block may write to its inputs.  Nobody but the accelerator that made a tensor reads it
+again, in the order of its stream: neither way waits for it.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class Spool:
             save_file({"x": value.detach().contiguous()}, path)
             return path
         host = torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda)
-        return host.copy_(value.detach())
+        return host.copy_(value.detach(), non_blocking=value.is_cuda)
 
     def get(self, ticket: Any, device: torch.device) -> Any:
         """A copy on ``device``."""
@@ -53,7 +54,11 @@ class Spool:
             from safetensors.torch import load_file
 
             return load_file(ticket)["x"].to(device)
-        return ticket.to(device, copy=True) if isinstance(ticket, Tensor) else ticket
+        if not isinstance(ticket, Tensor):
+            return ticket
+        if device.type == "cpu" and torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        return ticket.to(device, non_blocking=True, copy=True)
 
     def drop(self, ticket: Any) -> None:
         """Delete its file, if it is one."""

@@ -76,7 +76,7 @@ class Feed:
         """Call the block ``number`` on its arguments, with the visual mask of the batch."""
         args, kwargs = self.arguments(number, batch)
         block = model.get_submodule(self.segment.blocks[number].name)
-        with _during(self.context, self.visual.get(batch)):
+        with during(self.context, self.visual.get(batch)):
             return block(*args, **kwargs)
 
     def outputs(self, output: Any) -> list[Any]:
@@ -95,7 +95,7 @@ class Feed:
 
 
 @contextmanager
-def _during(context: ModalityContext | None, visual: Tensor | None) -> Any:
+def during(context: ModalityContext | None, visual: Tensor | None) -> Any:
     """As within a call of the model that has this visual mask."""
     if context is None:
         yield

@@ -67,3 +67,13 @@ def test_moment__equal_weights_do_not_split_the_rows() -> None:
     seen, whole = InputStatistics(), moments.mirror_(moments.add_second_moment(None, x))
     seen.add_moment({VISUAL: x[:2], TEXT: x[2:]}, x)
     assert torch.equal(seen.finish().hessian, whole)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("width", [1, 7, 12, 13])
+def test_narrowed__is_the_moment_in_float32_in_its_own_memory(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(moments, "PANEL", 5)
+    h = torch.randn(width, width, dtype=torch.float64)
+    want, memory = h.float(), h.data_ptr()
+    narrow = moments.narrowed_(h)
+    assert torch.equal(narrow, want)
+    assert narrow.data_ptr() == memory

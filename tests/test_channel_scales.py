@@ -2,6 +2,7 @@
 
 import copy
 import functools
+from collections import OrderedDict
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torchao.quantization.granularity import PerGroup
 
 import mmqc
 from mmqc import channel_scales, recipes
+from mmqc.block_loss import holder
 from mmqc.config import ChannelScales, QuantConfig, Rewrites, Scheme, WeightSpec
 from mmqc.modules import QuantLinear
 
@@ -103,6 +105,105 @@ def test_quantize__awq_factors_are_those_of_the_inputs_themselves() -> None:
     assert best
     ratio = before.get_submodule(name).weight.double() / after.get_submodule(name).weight.double()
     assert relative_error(ratio, factors[best]) < ROUNDING
+
+
+BLOCK = "model.language_model.layers.1"
+READERS = {
+    "input_layernorm": ("self_attn", ("q_proj", "k_proj", "v_proj")),
+    "post_attention_layernorm": ("mlp", ("gate_proj", "up_proj")),
+}
+
+
+def rounded(w: Tensor, s: Tensor, bits: int, group: int) -> Tensor:
+    """Q(W diag(s)) diag(1/s), symmetric, in groups."""
+    groups, top = (w * s).unflatten(1, (-1, group)), 2 ** (bits - 1) - 1
+    step = groups.abs().amax(-1, keepdim=True) / top
+    return ((groups / step).round() * step).flatten(1) / s
+
+
+@torch.no_grad()
+def block_errors(before: nn.Module, norm: str, weights: dict[str, float], bits: int, group: int) -> list[float]:
+    """For every exponent the error of what attention or MLP of ``BLOCK`` return, from whole forwards of the model."""
+    place, names = READERS[norm]
+    model = copy.deepcopy(before)
+    module = model.get_submodule(f"{BLOCK}.{place}")
+    seen: list[Tensor] = []
+    module.register_forward_hook(
+        lambda m, args, out: seen.append((out if isinstance(out, Tensor) else out[0]).detach())
+    )
+    source = model.get_submodule(f"{BLOCK}.{norm}")
+    x: list[Tensor] = []
+    handle = source.register_forward_hook(lambda m, args, out: x.append(out.detach().reshape(-1, out.shape[-1])))
+    visual = [(b["mm_token_type_ids"] > 0).reshape(-1) for b in batches()]
+    for batch in batches():
+        logits(model, batch)
+    handle.remove()
+    rows = torch.cat([torch.where(v, weights["visual"], weights["text"]) for v in visual]).double()
+    mean = (rows[:, None] * torch.cat(x).double().abs()).sum(0) / rows.sum()
+    wanted = [y.reshape(-1, y.shape[-1]).double() for y in seen]
+    plain = {n: module.get_submodule(n).weight.detach().clone() for n in names}
+    errors = []
+    for i in range(20):
+        s = mean ** (i / 20)
+        s = (s / (s.max() * s.min()).sqrt()).float()
+        for n in names:
+            module.get_submodule(n).weight.copy_(rounded(plain[n], s, bits, group))
+        seen.clear()
+        for batch in batches():
+            logits(model, batch)
+        error = torch.cat(
+            [(y.reshape(w.shape).double() - w).square().sum(1) for y, w in zip(seen, wanted, strict=True)]
+        )
+        errors.append(float((rows * error).sum()))
+    return errors
+
+
+@pytest.mark.parametrize(
+    "weights", [{"visual": 1.0, "text": 1.0}, {"visual": 1e-3, "text": 1.0}], ids=["equal", "text"]
+)
+def test_quantize__awq_by_block_is_whole_forwards_choice(weights: dict[str, float]) -> None:
+    before, _, _ = scaled()
+    model = copy.deepcopy(before)
+    config = recipes.awq(3, 32, solver="rtn", loss="block")
+    report = mmqc.quantize_(model, config, batches(), progress=False, modality_weights=weights)
+    written = [s for p in report.passes if p.name == "fold_channel_scale" for s in p.sites]
+    for norm, (place, _) in READERS.items():
+        errors = block_errors(before, norm, weights, 3, 32)
+        best = min(range(20), key=errors.__getitem__)
+        (site,) = [s for s in written if s.startswith(f"{BLOCK}.{norm}")]
+        assert f"alpha {best / 20:g}, output error x {errors[best] / errors[0]:.3f} of {BLOCK}.{place}" in site
+        assert best
+    (alone,) = [s for s in written if "layers.1.mlp.down_proj" in s.partition(" -> ")[2]]
+    assert " of " not in alone  # a linear behind no norm is judged by its own output
+    assert any(f"of model.visual.blocks.{i}.attn" in s for i in (0, 1) for s in written)  # a fused qkv by its attention
+
+
+def test_quantize__awq_without_blocks_chooses_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, _, _ = scaled()
+    found = []
+    for streamed in (True, False):
+        if not streamed:
+            monkeypatch.setattr(channel_scales._Search, "by_blocks", lambda *args: None)
+        report = mmqc.quantize_(copy.deepcopy(before), recipes.awq(3, 32, loss="block"), batches(), progress=False)
+        found.append({s for p in report.passes if p.name == "fold_channel_scale" for s in p.sites})
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(
+    ("linears", "normed", "block", "expected"),
+    [
+        (["a.0.b.q", "a.0.b.k"], True, "a.0", "a.0.b"), (["a.0.b.q", "a.0.m.up"], True, "a.0", "a.0"),
+        (["a.0.b.q", "a.1.b.q"], True, "", ""), (["a.0.b.q"], True, "a.0", "a.0.b"), (["a.0.b.q"], False, "a.0", ""),
+        (["a.0.b.q"], True, "a.0.b.q", ""),
+    ],
+)  # fmt: skip
+def test_holder__is_the_smallest_module_around(linears: list[str], normed: bool, block: str, expected: str) -> None:
+    def one() -> nn.Module:
+        return nn.Sequential(OrderedDict(b=nn.Sequential(), m=nn.Sequential()))
+
+    model = nn.Module()
+    model.a = nn.ModuleList([one(), one()])
+    assert holder(model, linears, normed, block) == expected
 
 
 def test_quantize__rounds_of_little_memory_choose_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

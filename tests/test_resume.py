@@ -24,7 +24,10 @@ from mmqc.resume import ResumeError
 
 CONFIG = recipes.mquant(4)
 PERCENTILE = ActivationSpec(per_modality=True, observer="percentile", percentile=0.999)
-RECIPES = {"mquant": CONFIG, "percentile": QuantConfig(*[Scheme(WeightSpec(4, solver="gptq"), PERCENTILE)] * 3)}
+RECIPES = {
+    "mquant": CONFIG, "percentile": QuantConfig(*[Scheme(WeightSpec(4, solver="gptq"), PERCENTILE)] * 3),
+    "resq": recipes.resq(kv_bits=None), "quik": recipes.quik(),
+}  # fmt: skip
 UNITS = 5  # two blocks in each tower, and the merger; the head is kept
 
 
@@ -65,7 +68,7 @@ def stopped_after(units: int, monkeypatch: pytest.MonkeyPatch, folder: Path, con
 def test_resume__after_every_unit(recipe: str, inputs: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config, expected = RECIPES[recipe], Small()
     report = quantize(expected, config, inputs=inputs)
-    for units in range(0, UNITS, 2 if recipe == "mquant" else 3):
+    for units in range(0, UNITS, 2 if recipe == "mquant" else 3) if recipe != "resq" else (2,):
         folder = tmp_path / str(units)
         model = stopped_after(units, monkeypatch, folder, config, inputs=inputs)
         assert len(list(folder.glob("*.safetensors"))) == units
@@ -77,11 +80,14 @@ def test_resume__after_every_unit(recipe: str, inputs: str, tmp_path: Path, monk
         ]
 
 
-def test_resume__a_finished_job_is_loaded_without_solving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("recipe", "solver"), [("mquant", "quantize_weights"), ("quik", "quantize_mixed")])
+def test_resume__a_finished_job_is_loaded_without_solving(
+    recipe: str, solver: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, other = Small(), Small()
-    quantize(model, CONFIG, resume_dir=str(tmp_path))
-    monkeypatch.setattr("mmqc.passes.quantize_weights.solve", None)
-    quantize(other, CONFIG, resume_dir=str(tmp_path))
+    quantize(model, RECIPES[recipe], resume_dir=str(tmp_path))
+    monkeypatch.setattr(f"mmqc.passes.{solver}.solve", None)
+    quantize(other, RECIPES[recipe], resume_dir=str(tmp_path))
     assert same(state(model), state(other))
     assert {p.suffix for p in tmp_path.iterdir()} == {".json", ".safetensors"}
 

@@ -235,6 +235,9 @@ class Tracker:
             new_kwargs.pop("value", None)
         elif word == "where":
             new_args[1:] = [_filler(a) if isinstance(a, int | float) else a for a in new_args[1:]]
+        elif word == "scatter":
+            new_args[3:] = [_filler(a) if isinstance(a, int | float) else a for a in new_args[3:]]
+            new_kwargs |= {k: _filler(v) for k, v in new_kwargs.items() if k == "value"}
         elif word == "pad":
             value = kwargs.get("value", args[3] if len(args) > 3 else 0)
             new_args, new_kwargs = new_args[:2], {"value": _filler(value)}

@@ -75,7 +75,11 @@ class QuantizeMixed:
         start = time.perf_counter()
         value = prog.value(site.fqn)
         wide = value if value.dtype == torch.float64 else value.float()
-        solved = solve(wide, site.parts, site.scheme.weight, self.hessian(site.fqn), name=site.fqn)
+        key = (site.fqn, tuple(step.formula for step in prog.derived(site.fqn)))
+        solved = self.cache.get(key)
+        if solved is None:
+            solved = solve(wide, site.parts, site.scheme.weight, self.hessian(site.fqn), name=site.fqn)
+            self.cache[key] = solved
         size = wide.norm()
         error = float((wide - solved.dequantize().to(wide)).norm() / size) if size else math.nan
         self.done(site.fqn, solved, error, time.perf_counter() - start)

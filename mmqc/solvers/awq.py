@@ -11,7 +11,7 @@ Source:  Lin et al., arXiv:2306.00978, equations 4 and 5, and their code (grid 2
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -20,8 +20,9 @@ from torch import Tensor
 from ..config import WeightSpec
 from . import rtn
 from .grid import grouped
-from .second_moment import checked_hessian
+from .second_moment import check_hessian
 
+CHUNK = 1 << 24  # elements of a weight that are rounded at a time: what is in flight beside H
 GRID = 20
 LEAST = 1e-4
 
@@ -68,7 +69,10 @@ class Found:
         return f"alpha {self.alpha:g}, output error x {ratio:.3f}" if self.alpha is not None else "no scale is better"
 
 
-def search(readers: Sequence[Reader], width: int, *, duo: bool = False, grid: int = GRID) -> Found:
+def search(
+    readers: Sequence[Reader], width: int, *, duo: bool = False, grid: int = GRID,
+    loss: Callable[[Tensor], float] | None = None,
+) -> Found:  # fmt: skip
     """The best factors for ``width`` channels that ``readers`` read.
 
     Args:
@@ -77,25 +81,27 @@ def search(readers: Sequence[Reader], width: int, *, duo: bool = False, grid: in
         width: n.
         duo: weigh the inputs' magnitudes against the weights'.
         grid: how many exponents.
+        loss: of factors float64 [n]; None: the sum of ``reader_loss`` over the readers.
 
     Raises:
         ValueError: a reader without usable statistics, or weights that are NaN or infinite.
     """
-    readers = [replace(r, hessian=checked_hessian(r.hessian, r.weight, r.name, "awq")) for r in readers]
+    for r in readers:
+        check_hessian(r.hessian, r.weight, r.name, "awq")
     device = readers[0].weight.device
     x = _by_channel([(r.mean_abs, r.channel, 1) for r in readers], width, device)
     w = None
     if duo:  # every row counts the same, whichever reader it is of
         w = _by_channel([(_relative(r.weight, r.spec), r.channel, len(r.weight)) for r in readers], width, device)
     one = torch.ones(width, dtype=torch.float64, device=device)
-    losses = [reader_loss(r, one) for r in readers]
-    plain = sum(losses)
+    measure = loss or (lambda scale: sum(reader_loss(r, scale) for r in readers))
+    plain = measure(one)
     best = Found(one, None, plain, plain)
     for alpha, scale in candidates(x, w, grid):
         # without duo scaling the first candidate is s = 1
-        loss = plain if bool((scale == 1).all()) else sum(reader_loss(r, scale) for r in readers)
-        if loss < best.loss or (best.alpha is None and not duo):
-            best = Found(scale, alpha, loss, plain)
+        error = plain if bool((scale == 1).all()) else measure(scale)
+        if error < best.loss or (best.alpha is None and not duo):
+            best = Found(scale, alpha, error, plain)
     return best
 
 
@@ -110,13 +116,22 @@ def candidates(x: Tensor, w: Tensor | None, grid: int) -> Iterator[tuple[float, 
 
 def reader_loss(reader: Reader, scale: Tensor) -> float:
     """tr(D H Dᵀ): the squared error of a reader's output if its weight is rounded behind the factors ``scale`` [n]."""
+    total = torch.zeros((), dtype=torch.float64, device=reader.weight.device)
+    for w in reader.weight.detach().split(max(1, CHUNK // reader.weight.shape[1])):
+        rounded = rounded_behind(replace(reader, weight=w), scale)
+        d = rounded - w.to(rounded)
+        total += ((d @ reader.hessian.to(d)) * d).sum(dtype=torch.float64)
+    return float(total)
+
+
+def rounded_behind(reader: Reader, scale: Tensor) -> Tensor:
+    """Q(W diag(s)) diag(1/s), in float32 at least: a reader's weight, rounded behind the factors ``scale`` [n]."""
     w = reader.weight.detach()
     w = w if w.dtype == torch.float64 else w.float()
     channel = reader.channel.to(w.device)
     s = torch.where(channel >= 0, scale[channel.clamp(min=0)], 1.0).to(w)
     rounded = rtn.solve(w * s, replace(reader.spec, solver="rtn"), name=reader.name)
-    d = rounded.dequantize().to(w) / s - w
-    return float(((d @ reader.hessian.to(w)) * d).sum(dtype=torch.float64))
+    return rounded.dequantize().to(w) / s
 
 
 def _relative(weight: Tensor, spec: WeightSpec) -> Tensor:

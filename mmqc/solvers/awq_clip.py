@@ -41,7 +41,8 @@ def solve(
     h = checked_hessian(hessian, w, name, "awq_clip")
     if skip is not None:
         w = w.index_fill(1, skip.to(w.device), 0)
-    blocks = diagonal_blocks(h / h.diagonal().mean().clamp(min=torch.finfo(h.dtype).tiny), spec.group_size).to(w.dtype)
+    mean = h.diagonal().mean().clamp(min=torch.finfo(h.dtype).tiny)
+    blocks = (diagonal_blocks(h, spec.group_size) / mean).to(w.dtype)
     groups = grouped(w, spec.group_size)
 
     def loss(error: Tensor) -> Tensor:
@@ -57,6 +58,6 @@ def diagonal_blocks(h: Tensor, group_size: int) -> Tensor:
     if not group_size:
         return h[None]
     padding = -len(h) % group_size
-    wide = torch.nn.functional.pad(h, (0, padding, 0, padding)).unflatten(0, (-1, group_size))
-    wide = wide.unflatten(2, (-1, group_size))  # [G, g, G, g]
+    wide = torch.nn.functional.pad(h, (0, padding, 0, padding)) if padding else h  # padding copies all of H
+    wide = wide.unflatten(0, (-1, group_size)).unflatten(2, (-1, group_size))  # [G, g, G, g]
     return wide.diagonal(dim1=0, dim2=2).permute(2, 0, 1)

@@ -10,7 +10,12 @@ from torch import Tensor
 
 
 def checked_hessian(hessian: Tensor | None, w: Tensor, name: str, solver: str) -> Tensor:
-    """``hessian`` in float64 on the device of ``w`` [N, K].
+    """``hessian`` in float64 on the device of ``w`` [N, K]; raises as ``check_hessian``."""
+    return check_hessian(hessian, w, name, solver).detach().to(w.device, torch.float64)
+
+
+def check_hessian(hessian: Tensor | None, w: Tensor, name: str, solver: str) -> Tensor:
+    """``hessian`` as it is.
 
     Raises:
         ValueError: there is none, or it has another shape, or is NaN or infinite somewhere.
@@ -24,7 +29,6 @@ def checked_hessian(hessian: Tensor | None, w: Tensor, name: str, solver: str) -
         raise ValueError(
             f"{name}: the second moment has shape {tuple(hessian.shape)}, but the weight has {k} input channels"
         )
-    h = hessian.detach().to(w.device, torch.float64)
-    if not torch.stack(torch.aminmax(h)).isfinite().all():  # no mask of the size of H
+    if not torch.stack(torch.aminmax(hessian.detach())).isfinite().all():  # no mask of the size of H
         raise ValueError(f"{name}: the second moment of its inputs is NaN or infinite; the calibration run overflowed")
-    return h
+    return hessian
