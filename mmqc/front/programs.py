@@ -193,8 +193,7 @@ class Prefill(nn.Module):
     def forward(self, **inputs: Tensor) -> dict[str, Tensor]:
         """``logits`` [B, V], and ``rope_deltas`` where the model has such."""
         keys, values = taken(inputs, self.layers)
-        names = [n for n in inputs if not n.startswith(("key_", "value_"))]
-        given = {n: inputs[n] for n in names}
+        given = {n: v for n, v in inputs.items() if not n.startswith(("key_", "value_"))}
         with ExitStack() as stack:
             if self.seam is not None:
                 features = {n: given.pop(n) for n in [n for n, _ in _flat(self.seam.output)]}
@@ -202,14 +201,23 @@ class Prefill(nn.Module):
                 output = self.seam.joined(features)
                 stack.enter_context(mock.patch.object(self.seam.module, SEAM, _constant(output)))
                 given.update({n: first for n in self.seam.sources.values() if n not in given})
-            length, mask = keys[0].shape[2] - given["input_ids"].shape[1], given["attention_mask"]
-            torch._assert_async(torch.full((), length, device=mask.device) >= 0, SHORT)
-            cache = static_cache(keys, values)
+            cache = self.cache(keys, values, given)
             more = _accepted(self.model, logits_to_keep=1)
             out = self.model(**given, past_key_values=cache, use_cache=True, **more)
-        found = {"logits": logits_of(out)[:, -1]}
+        found = {"logits": logits_of(out)[:, -1], **self.stored(cache)}
         deltas = getattr(out, DELTAS, None)
         return found if deltas is None else {**found, DELTAS: deltas}
+
+    def cache(self, keys: Sequence[Tensor], values: Sequence[Tensor], given: Inputs) -> Any:
+        """Where the prompt's keys and values go."""
+        length, mask = keys[0].shape[2] - given["input_ids"].shape[1], given["attention_mask"]
+        torch._assert_async(torch.full((), length, device=mask.device) >= 0, SHORT)
+        return static_cache(keys, values)
+
+    def stored(self, cache: Any) -> dict[str, Tensor]:
+        """What of it is a result, and not written in place."""
+        del cache
+        return {}
 
 
 def _constant(output: Any) -> Any:
@@ -229,21 +237,26 @@ class Decode(nn.Module):
 
     def forward(self, **inputs: Tensor) -> dict[str, Tensor]:
         """``logits`` [B, V]."""
-        keys, values = taken(inputs, self.layers)
-        mask, position = inputs["attention_mask"], inputs["cache_position"]
-        torch._assert_async((position < keys[0].shape[2]).all(), SHORT)
-        cache = static_cache(keys, values, position)
-        place = mask.sum(-1, keepdim=True) - 1
-        if DELTAS in inputs:  # time, height and width of a text token are the same
-            place = (place + inputs[DELTAS]).unsqueeze(0).expand(3, -1, -1)
         out = self.model(
             input_ids=inputs["input_ids"],
-            attention_mask=mask,
-            position_ids=place,
-            past_key_values=cache,
+            attention_mask=inputs["attention_mask"],
+            position_ids=place_of(inputs["attention_mask"], inputs.get(DELTAS)),
+            past_key_values=self.cache(*taken(inputs, self.layers), inputs),
             use_cache=True,
         )
         return {"logits": logits_of(out)[:, -1]}
+
+    def cache(self, keys: Sequence[Tensor], values: Sequence[Tensor], inputs: Inputs) -> Any:
+        """What was stored, and where the token goes."""
+        torch._assert_async((inputs["cache_position"] < keys[0].shape[2]).all(), SHORT)
+        return static_cache(keys, values, inputs["cache_position"])
+
+
+def place_of(mask: Tensor, deltas: Tensor | None) -> Tensor:
+    """The position [B, 1] of the last token that the mask [B, S] admits; [3, B, 1] where there are deltas."""
+    place = mask.sum(-1, keepdim=True) - 1
+    # time, height and width of a text token are the same
+    return place if deltas is None else (place + deltas).unsqueeze(0).expand(3, -1, -1)
 
 
 def taken(inputs: Inputs, layers: int) -> tuple[list[Tensor], list[Tensor]]:
