@@ -3,8 +3,9 @@
     python benchmarks/export_families.py --families FILE.py [--out results.json] [--compile-steps] [--dry] [--limit 600] NAME ...
 
 FILE.py defines ``FAMILIES``: by name a function without arguments that returns (model, inputs).  Each family is a process of its
-own with a time limit.  ``--dry`` stops before compilation; without ``--compile-steps`` prefill and decode are exported and compared,
-and the whole forward alone is compiled.  Rows that ``--out`` has already are kept, those of the named families are replaced.
+own with a time limit.  ``--dry`` stops before compilation; without ``--compile-steps`` prefill and decode are exported and
+compared, and the whole forward alone is compiled.  Rows that ``--out`` has already are kept, those of
+the named families are replaced.
 """
 
 from __future__ import annotations
@@ -28,7 +29,6 @@ from torch import Tensor, nn
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-import mmqc  # noqa: E402
 from mmqc.export import WHOLE, _Job  # noqa: E402
 from mmqc.front.exportable import relative_error  # noqa: E402
 from mmqc.front.programs import Whole  # noqa: E402

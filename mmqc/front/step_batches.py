@@ -37,6 +37,10 @@ class Steps:
         vision = {} if self.seam is None else {"vision": Vision(self.model, self.seam)}
         return {**vision, "prefill": Prefill(self.model, self.seam, layers), "decode": Decode(self.model, layers)}
 
+    def described(self) -> dict[str, str]:
+        """What a package's reader must know of the cache beside its shapes."""
+        return {}
+
     def batches(self, batch: Inputs) -> dict[str, dict[str, Tensor]]:
         """The inputs of each program for this batch, by the model's own forward."""
         seen: dict[str, dict[str, Tensor]] = {}
