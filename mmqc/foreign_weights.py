@@ -41,7 +41,7 @@ class ForeignError(ValueError):
 
 @dataclass(frozen=True)
 class Foreign:
-    """One linear: int8 codes [N, K], float32 scale [N] or [N, K/g], bits of a code, g (0: whole rows), input scale, int8 zero points."""
+    """One linear: int8 codes [N, K], float32 scale [N] or [N, K/g], bits of a code, g or 0, input scale, int8 zero points."""
 
     codes: Tensor
     scale: Tensor

@@ -12,7 +12,7 @@ the prompt is long: how many of them are visual is a value, ``visual_count``.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -22,7 +22,21 @@ from transformers.cache_utils import Cache, get_layer_types_and_kwargs
 from .cache import SPEC, QuantizedCache, check_layers, decoder_config
 from .cache_layer import PADDING, TEXT, VISUAL, Arrival, PackedLayer, Segment, Shared
 from .config import KVSpec
-from .front.programs import DELTAS, SHORT, CacheShape, Decode, Inputs, Prefill, Seam, StepError, logits_of, place_of
+from .front.programs import (
+    SHORT,
+    Decode,
+    Inputs,
+    Prefill,
+    Seam,
+    StepError,
+    cache_shape,
+    deltas_of,
+    find_positions,
+    find_seam,
+    logits_of,
+    place_of,
+    watched_positions,
+)  # fmt: skip
 from .front.step_batches import STEPS, Steps, next_token
 from .modality import attached
 
@@ -101,8 +115,8 @@ class TokenLayer(GivenLayer):
 class PackedPrefill(Prefill):
     """A prompt: visual tokens packed, text into the caller's tensors."""
 
-    def __init__(self, model: nn.Module, seam: Seam | None, layers: int, spec: KVSpec) -> None:
-        super().__init__(model, seam, layers)
+    def __init__(self, model: nn.Module, seam: Seam | None, layers: int, told: nn.Module | None, spec: KVSpec) -> None:
+        super().__init__(model, seam, layers, told)
         self.spec = spec
 
     def cache(self, keys: Sequence[Tensor], values: Sequence[Tensor], given: Inputs) -> Any:
@@ -126,8 +140,8 @@ class PackedPrefill(Prefill):
 class PackedDecode(Decode):
     """One token a row, over both parts."""
 
-    def __init__(self, model: nn.Module, layers: int, spec: KVSpec) -> None:
-        super().__init__(model, layers)
+    def __init__(self, model: nn.Module, layers: int, axes: bool, spec: KVSpec) -> None:
+        super().__init__(model, layers, axes)
         self.spec = spec
 
     def cache(self, keys: Sequence[Tensor], values: Sequence[Tensor], inputs: Inputs) -> Any:
@@ -144,17 +158,22 @@ class PackedDecode(Decode):
         return Cache(layers=layers)
 
 
-def steps_of(model: nn.Module, seam: Seam | None, shape: CacheShape) -> Steps:
-    """The programs for the cache with which the model generates."""
+def steps_of(model: nn.Module, batch: Inputs) -> Steps:
+    """The programs for the cache with which the model generates.
+
+    Raises:
+        StepError: the model cannot be split so.
+    """
+    parts = (model, find_seam(model, batch), cache_shape(model, batch), find_positions(model, batch))
     spec = getattr(model, SPEC, None)
-    return Steps(model, seam, shape) if spec is None else PackedSteps(model, seam, shape, spec)
+    return Steps(*parts) if spec is None else PackedSteps(*parts, spec)
 
 
 @dataclass
 class PackedSteps(Steps):
     """The three programs of a model with a ``kv`` config, compared with the model and its own quantized cache."""
 
-    spec: KVSpec
+    spec: KVSpec = field(default_factory=KVSpec)
 
     def __post_init__(self) -> None:
         kinds = get_layer_types_and_kwargs(decoder_config(self.model))[0]
@@ -165,8 +184,8 @@ class PackedSteps(Steps):
     def modules(self) -> dict[str, nn.Module]:
         """By name of the program."""
         layers, vision = len(self.cache.keys), {n: m for n, m in super().modules().items() if n == "vision"}
-        prefill = PackedPrefill(self.model, self.seam, layers, self.spec)
-        return {**vision, "prefill": prefill, "decode": PackedDecode(self.model, layers, self.spec)}
+        prefill = PackedPrefill(self.model, self.seam, layers, self.told, self.spec)
+        return {**vision, "prefill": prefill, "decode": PackedDecode(self.model, layers, self.told is None, self.spec)}
 
     def described(self) -> dict[str, str]:
         """For who allocates the cache: which tokens of ``input_ids`` need no room in it."""
@@ -176,12 +195,13 @@ class PackedSteps(Steps):
     def expected(self, batch: Inputs) -> list[Tensor]:
         """By the model, a step at a time."""
         cache, mask = QuantizedCache(self.model, self.spec), batch["attention_mask"]
-        out = self.model(**batch, past_key_values=cache, use_cache=True)
-        logits, deltas = [logits_of(out)[:, -1]], getattr(out, DELTAS, None)
+        with watched_positions(self.told) as positions:
+            out = self.model(**batch, past_key_values=cache, use_cache=True)
+        logits, deltas = [logits_of(out)[:, -1]], deltas_of(out, positions, mask)
         for step in range(STEPS):
             mask = torch.cat([mask, torch.ones_like(mask[:, :1])], 1)
             out = self.model(
-                input_ids=next_token(batch, step), attention_mask=mask, position_ids=place_of(mask, deltas),
+                input_ids=next_token(batch, step), attention_mask=mask, position_ids=place_of(mask, deltas, self.told is None),
                 past_key_values=cache, use_cache=True,
             )  # fmt: skip
             logits.append(logits_of(out)[:, -1])

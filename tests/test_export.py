@@ -11,6 +11,7 @@ import pytest
 import torch
 from models import IMAGE, VIDEO, tiny_qwen2_vl
 from quantized_vlm import quantized_vlm
+from tiny_families import FAMILIES
 from tolerance import assert_close
 from torch import Tensor, nn
 
@@ -19,6 +20,8 @@ from mmqc.front.index_find import ExportError
 from mmqc.front.programs import Whole, cache_shape, find_seam
 from mmqc.front.step_batches import Steps
 from mmqc.front.variants import fixed_images, taken_apart, variants
+from mmqc.packed_programs import steps_of
+from mmqc.quantize import visual_token_ids
 
 OTHER = ((((3, 1),), ((2, 2), (4, 3))), (((1, 1),),), (((6, 2), (1, 3), (2, 2)),))
 LOADS = """if True:
@@ -82,6 +85,19 @@ def test_steps__together_are_the_forward() -> None:
     for case in (batch, *other_batches(batch)):
         got, expected = split.run(split.modules(), case), split.expected(case)
         for a, b in zip(got, expected, strict=True):
+            assert_close(a, b)
+
+
+@pytest.mark.parametrize("family", ["llava", "internvl", "olmo2", "gpt_neox", "mixtral"])
+@torch.no_grad()
+def test_steps__go_on_from_positions_that_count_padding(family: str) -> None:
+    model, batch = FAMILIES[family]()
+    split = steps_of(model, batch)
+    made, _ = variants(batch, visual_token_ids(model))
+    padded = [b for b in made if bool((b["attention_mask"] == 0).any()) and bool(b["attention_mask"][:, -1].all())]
+    assert padded
+    for case in (batch, *padded):
+        for a, b in zip(split.run(split.modules(), case), split.expected(case), strict=True):
             assert_close(a, b)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import mmqc
 from mmqc.cache import QuantizedCache
 from mmqc.front.exportable import relative_error
-from mmqc.front.programs import StepError, cache_shape, find_seam
+from mmqc.front.programs import StepError
 from mmqc.front.step_batches import Steps
 from mmqc.packed_programs import COUNT, PackedSteps, steps_of
 
@@ -33,7 +33,7 @@ def packed(name: str) -> tuple[PackedSteps, dict[str, Tensor]]:
     model, batch = tiny_qwen2_vl()
     mmqc.quantize_(model, mmqc.QuantConfig(kv=SPECS[name]), progress=False)
     with torch.no_grad():
-        split = steps_of(model, find_seam(model, batch), cache_shape(model, batch))
+        split = steps_of(model, batch)
     assert isinstance(split, PackedSteps)
     return split, batch
 
@@ -96,7 +96,7 @@ def test_programs__sliding_windows_are_refused() -> None:
     config.layer_types = ["sliding_attention", "full_attention"]
     model = MistralForCausalLM(config).eval()
     with pytest.raises(StepError, match=r"full attention in every layer, this one has .'full_attention', 'sliding"):
-        PackedSteps(model, None, None, SPECS["2 bits"])  # type: ignore[arg-type]
+        PackedSteps(model, None, None, None, SPECS["2 bits"])  # type: ignore[arg-type]
 
 
 # --- packages ---------------------------------------------------------------------------------------------------------

@@ -7,7 +7,8 @@
                                                                        -> logits [B, V]                  writes the cache
 
 The seam between vision and prefill is the model's own ``get_image_features``: its results are the inputs of prefill.  A decode
-step's position is the number of tokens that the mask admits, less one, plus ``rope_deltas`` where the model has such.
+step's position is the number of tokens that the mask admits, less one, plus ``rope_deltas``: the model's own, or by how much the
+prompt's last position is off that.
 
 Shapes:  key_i, value_i [B, H, S, D], S the capacity;  rows are padded on the left, as for generate
 """
@@ -15,8 +16,8 @@ Shapes:  key_i, value_i [B, H, S, D], S the capacity;  rows are padded on the le
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -186,12 +187,12 @@ class Vision(nn.Module):
 class Prefill(nn.Module):
     """A prompt: its keys and values into the cache, the logits of its last token out."""
 
-    def __init__(self, model: nn.Module, seam: Seam | None, layers: int) -> None:
+    def __init__(self, model: nn.Module, seam: Seam | None, layers: int, told: nn.Module | None = None) -> None:
         super().__init__()
-        self.model, self.seam, self.layers = model, seam, layers
+        self.model, self.seam, self.layers, self.told = model, seam, layers, (told,)
 
     def forward(self, **inputs: Tensor) -> dict[str, Tensor]:
-        """``logits`` [B, V], and ``rope_deltas`` where the model has such."""
+        """``logits`` [B, V], and ``rope_deltas`` [B, 1] where the model has positions."""
         keys, values = taken(inputs, self.layers)
         given = {n: v for n, v in inputs.items() if not n.startswith(("key_", "value_"))}
         with ExitStack() as stack:
@@ -202,10 +203,11 @@ class Prefill(nn.Module):
                 stack.enter_context(mock.patch.object(self.seam.module, SEAM, _constant(output)))
                 given.update({n: first for n in self.seam.sources.values() if n not in given})
             cache = self.cache(keys, values, given)
+            positions = stack.enter_context(watched_positions(self.told[0]))
             more = _accepted(self.model, logits_to_keep=1)
             out = self.model(**given, past_key_values=cache, use_cache=True, **more)
         found = {"logits": logits_of(out)[:, -1], **self.stored(cache)}
-        deltas = getattr(out, DELTAS, None)
+        deltas = deltas_of(out, positions, given["attention_mask"])
         return found if deltas is None else {**found, DELTAS: deltas}
 
     def cache(self, keys: Sequence[Tensor], values: Sequence[Tensor], given: Inputs) -> Any:
@@ -231,16 +233,16 @@ def _constant(output: Any) -> Any:
 class Decode(nn.Module):
     """One token a row."""
 
-    def __init__(self, model: nn.Module, layers: int) -> None:
+    def __init__(self, model: nn.Module, layers: int, axes: bool = True) -> None:
         super().__init__()
-        self.model, self.layers = model, layers
+        self.model, self.layers, self.axes = model, layers, axes
 
     def forward(self, **inputs: Tensor) -> dict[str, Tensor]:
         """``logits`` [B, V]."""
         out = self.model(
             input_ids=inputs["input_ids"],
             attention_mask=inputs["attention_mask"],
-            position_ids=place_of(inputs["attention_mask"], inputs.get(DELTAS)),
+            position_ids=place_of(inputs["attention_mask"], inputs.get(DELTAS), self.axes),
             past_key_values=self.cache(*taken(inputs, self.layers), inputs),
             use_cache=True,
         )
@@ -252,11 +254,61 @@ class Decode(nn.Module):
         return static_cache(keys, values, inputs["cache_position"])
 
 
-def place_of(mask: Tensor, deltas: Tensor | None) -> Tensor:
-    """The position [B, 1] of the last token that the mask [B, S] admits; [3, B, 1] where there are deltas."""
+def place_of(mask: Tensor, deltas: Tensor | None, axes: bool = True) -> Tensor:
+    """The position [B, 1] of the last token that the mask [B, S] admits; [3, B, 1] with axes and deltas."""
     place = mask.sum(-1, keepdim=True) - 1
+    place = place if deltas is None else place + deltas
     # time, height and width of a text token are the same
-    return place if deltas is None else (place + deltas).unsqueeze(0).expand(3, -1, -1)
+    return place if deltas is None or not axes else place.unsqueeze(0).expand(3, -1, -1)
+
+
+# --- positions that a model counts by itself --------------------------------------------------------------------------
+
+
+def find_positions(model: nn.Module, inputs: Inputs) -> nn.Module | None:
+    """The first module that a forward tells ``position_ids`` [1 or B, L]; None if there is none, or the model has deltas.
+
+    Left to itself a model may count padding, or begin at one: a decode step must go on from what it did.
+    """
+    told: list[nn.Module] = []
+    length = inputs["input_ids"].shape[1]
+
+    def note(module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
+        del args
+        ids = kwargs.get("position_ids")
+        if isinstance(ids, Tensor) and ids.dim() == 2 and ids.shape[1] == length:
+            told.append(module)
+
+    handles = [m.register_forward_pre_hook(note, with_kwargs=True) for m in model.modules() if m is not model]
+    try:
+        out = model(**inputs)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return told[0] if told and getattr(out, DELTAS, None) is None else None
+
+
+@contextmanager
+def watched_positions(module: nn.Module | None) -> Iterator[list[Tensor]]:
+    """The ``position_ids`` that ``module`` is told."""
+    seen: list[Tensor] = []
+    if module is None:
+        yield seen
+        return
+    plain = module.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        seen.append(kwargs["position_ids"])
+        return plain(*args, **kwargs)
+
+    with mock.patch.object(module, "forward", forward):
+        yield seen
+
+
+def deltas_of(output: Any, positions: Sequence[Tensor], mask: Tensor) -> Tensor | None:
+    """[B, 1]: the model's own, or the position behind the prompt less the tokens that the mask admits; None of neither."""
+    own = getattr(output, DELTAS, None)
+    return own if own is not None or not positions else positions[0][:, -1:] + 1 - mask.sum(-1, keepdim=True)
 
 
 def taken(inputs: Inputs, layers: int) -> tuple[list[Tensor], list[Tensor]]:

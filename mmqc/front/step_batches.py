@@ -25,17 +25,22 @@ Program = Callable[..., Mapping[str, Tensor]]
 
 @dataclass
 class Steps:
-    """The three programs of one model, as modules or as what was made of them."""
+    """The three programs of one model, as modules or as what was made of them; ``told``: see ``find_positions``."""
 
     model: nn.Module
     seam: Seam | None
     cache: CacheShape
+    told: nn.Module | None = None
 
     def modules(self) -> dict[str, nn.Module]:
         """By name of the program."""
         layers = len(self.cache.keys)
         vision = {} if self.seam is None else {"vision": Vision(self.model, self.seam)}
-        return {**vision, "prefill": Prefill(self.model, self.seam, layers), "decode": Decode(self.model, layers)}
+        return {
+            **vision,
+            "prefill": Prefill(self.model, self.seam, layers, self.told),
+            "decode": Decode(self.model, layers, self.told is None),
+        }
 
     def described(self) -> dict[str, str]:
         """What a package's reader must know of the cache beside its shapes."""
