@@ -86,6 +86,7 @@ def family(name: str, build: Any, options: argparse.Namespace) -> dict[str, Any]
             row |= packaged(job, model, [batch, *unseen(model, batch)])
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     row["cpu_seconds"] = round(sum(u.ru_utime + u.ru_stime for u in used), 1)
+    row["commit"] = _commit()
     row["peak_mib"] = round(max(u.ru_maxrss for u in used) / 1024)
     return row
 
@@ -150,14 +151,18 @@ def alone(name: str, options: argparse.Namespace) -> dict[str, Any]:
         return {"family": name, "failed": f"exit {done.returncode}: {done.stderr.strip()[-300:]}"}
 
 
+def _commit() -> str:
+    line = ["git", "rev-parse", "--short", "HEAD"]
+    return subprocess.run(line, cwd=ROOT, capture_output=True, text=True).stdout.strip()
+
+
 def written(options: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
     """Results so far."""
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
     import transformers
 
     facts = {
         "device": "cpu", "machine": f"{platform.machine()}, {os.cpu_count()} cores", "torch": torch.__version__,
-        "transformers": transformers.__version__, "commit": commit.strip(),
+        "transformers": transformers.__version__, "commit": _commit(),
         "command": f"python benchmarks/export_families.py --families {options.families.name} "
         + " ".join(f for f, on in (("--dry", options.dry), ("--compile-steps", options.compile_steps)) if on),
     }  # fmt: skip

@@ -29,6 +29,7 @@ from torch.export import ExportedProgram
 from .static_cache import cached_tensors, static_cache
 
 SEAM = "get_image_features"
+POOLED = "pooler_output"
 BY_PRODUCTS = ("last_hidden_state", "hidden_states", "attentions")
 FEATURES, DELTAS = "image_features", "rope_deltas"
 SHORT = "the cache is shorter than the text"
@@ -93,11 +94,13 @@ class Seam:
         if not isinstance(self.output, Mapping):
             return _form(self.output, next(pieces))
         made = {}
-        for key, value in self.output.items():
-            if key not in BY_PRODUCTS and _has_tensors(value):
-                whole = key == "pooler_output" or isinstance(value, Tensor)
-                made[key] = _form(value, next(pieces)) if whole else [next(pieces) for _ in value]
-        return type(self.output)(**made)
+        for key, value in _parts(self.output).items():
+            whole = key == POOLED or isinstance(value, Tensor)
+            made[key] = _form(value, next(pieces)) if whole else [next(pieces) for _ in value]
+        output = type(self.output)(**{key: value for key, value in made.items() if key in self.output})
+        for key, value in made.items():
+            setattr(output, key, value)
+        return output
 
 
 def find_seam(model: nn.Module, inputs: Inputs) -> Seam | None:
@@ -115,6 +118,8 @@ def find_seam(model: nn.Module, inputs: Inputs) -> Seam | None:
         model(**inputs)
     if not calls:
         return None
+    if not _parts(calls[0].output):
+        raise StepError(f"{SEAM} returns nothing that mmqc takes for features")
     if len(calls) > 1:
         raise StepError(f"{SEAM} is called {len(calls)} times in a forward")
     return calls[0]
@@ -154,18 +159,22 @@ def _has_tensors(value: Any) -> bool:
 
 def _flat(output: Any) -> list[tuple[str, Tensor]]:
     """Features by name; those of the images in one piece, those of several layers one by one."""
-    parts = output if isinstance(output, Mapping) else {"pooler_output": output}
     found: list[tuple[str, Tensor]] = []
-    for key, value in parts.items():
-        if key in BY_PRODUCTS or not _has_tensors(value):
-            continue
-        if key == "pooler_output":
+    for key, value in _parts(output).items():
+        if key == POOLED:
             found.append((FEATURES, value if isinstance(value, Tensor) else torch.cat(list(value))))
         elif isinstance(value, Tensor):
             found.append((key, value))
         else:
             found += [(f"{key}_{i}", v) for i, v in enumerate(value)]
     return found
+
+
+def _parts(output: Any) -> dict[str, Any]:
+    """What of an output are features."""
+    parts = dict(output) if isinstance(output, Mapping) else {POOLED: output}
+    parts.setdefault(POOLED, getattr(output, POOLED, None))  # an output without such a field may be given it
+    return {key: value for key, value in parts.items() if key not in BY_PRODUCTS and _has_tensors(value)}
 
 
 def _form(value: Any, features: Tensor) -> Any:
