@@ -16,8 +16,9 @@ from tolerance import assert_close
 from torch import Tensor, nn
 
 import mmqc
+from mmqc.front.exportable import relative_error
 from mmqc.front.index_find import ExportError
-from mmqc.front.programs import Whole, cache_shape, find_seam
+from mmqc.front.programs import Seam, Whole, cache_shape, find_seam
 from mmqc.front.step_batches import Steps
 from mmqc.front.variants import fixed_images, taken_apart, variants
 from mmqc.packed_programs import steps_of
@@ -111,6 +112,23 @@ def test_steps__a_wrong_program_is_noticed() -> None:
 
     with pytest.raises(ExportError, match="decode differs from the model's forward"):
         split.check({**modules, "decode": stale}, batch, 1e-4)
+
+
+def test_seam__features_that_an_output_has_no_field_for() -> None:
+    from transformers.modeling_outputs import BaseModelOutput
+
+    output: Any = BaseModelOutput(last_hidden_state=torch.ones(2, 3, 4))
+    output.pooler_output = (torch.zeros(3, 4), torch.zeros(5, 4))
+    joined: Any = Seam(nn.Linear(1, 1), output=output).joined({"image_features": torch.ones(8, 4)})
+    assert torch.equal(torch.cat(joined.pooler_output), torch.ones(8, 4))
+    assert joined.last_hidden_state is None
+
+
+def test_relative_error__leaves_masks_out_and_compares_where_they_are() -> None:
+    masked = torch.tensor([1.0, 2.0, torch.finfo(torch.float32).min, -torch.inf])
+    assert relative_error(masked + torch.tensor([0.3, 0.0, 0.0, 0.0]), masked) > 0.1
+    assert relative_error(masked, masked) == 0
+    assert relative_error(masked.flip(0), masked) == float("inf")
 
 
 def test_steps__a_full_cache_is_an_error() -> None:
