@@ -2,7 +2,7 @@
 
     python benchmarks/cpp_runner.py [--questions 20] [--out results.json] [float32] [mquant-w4a8] [calibquant-2bit] [both]
 
-A package with vision, prefill and decode is exported from one prompt, `examples/cpp_runner` is built by CMake, and every question is
+A package with vision, prefill and decode is exported from one prompt, `examples/cpp_runner` is built by CMake, every question is
 answered greedily by it and by ``generate``.  Rows that ``--out`` has already are kept, those of the named models are replaced.
 """
 
