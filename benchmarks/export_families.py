@@ -1,16 +1,20 @@
 """Packages of tiny models of many families: what is dynamic, and how far the package is from the model on sizes it never saw.
 
-    python benchmarks/export_families.py --families FILE.py [--out results.json] [--compile-steps] [--dry] NAME ...
+    python benchmarks/export_families.py --families FILE.py [--out results.json] [--compile-steps] [--dry] [--limit 600] NAME ...
 
-FILE.py defines ``FAMILIES``: by name a function without arguments that returns (model, inputs).  ``--dry`` stops before
-compilation; without ``--compile-steps`` prefill and decode are exported and compared, and the whole forward alone is compiled.
+FILE.py defines ``FAMILIES``: by name a function without arguments that returns (model, inputs).  Each family is a process of its
+own with a time limit.  ``--dry`` stops before compilation; without ``--compile-steps`` prefill and decode are exported and
+compared, and the whole forward alone is compiled.  Rows that ``--out`` has already are kept, those of
+the named families are replaced.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
+import resource
 import runpy
 import subprocess
 import sys
@@ -25,11 +29,11 @@ from torch import Tensor, nn
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-import mmqc  # noqa: E402
 from mmqc.export import WHOLE, _Job  # noqa: E402
 from mmqc.front.exportable import relative_error  # noqa: E402
 from mmqc.front.programs import Whole  # noqa: E402
 from mmqc.front.variants import taken_apart  # noqa: E402
+from mmqc.lowering.package import load_program  # noqa: E402
 from mmqc.quantize import visual_token_ids  # noqa: E402
 
 UNSEEN = ((((3, 1), (1, 2)), ((2, 2), (4, 3))), (((6, 2), (1, 3), (2, 2), (3, 3)),))
@@ -68,25 +72,34 @@ def family(name: str, build: Any, options: argparse.Namespace) -> dict[str, Any]
     row: dict[str, Any] = {"family": name}
     with torch.no_grad():
         job.whole()
-        program = job.programs[WHOLE]
-        placeholders = {n.name: n.meta["val"].shape for n in program.graph.find_nodes(op="placeholder")}
-        axes = [placeholders[str(n)] for n in program.graph_signature.user_inputs]
-        row["dynamic"] = {
-            name: [i for i, size in enumerate(shape) if not isinstance(size, int)]
-            for name, shape in zip(batch, axes, strict=True)
-        }
-        row["nodes"] = len(program.graph.nodes)
+        row |= dynamic(job.programs[WHOLE], batch)
         try:
             job.steps(["vision", "prefill", "decode"], required=True)
             row["steps"] = [n for n in job.programs if n != WHOLE]
         except Exception as error:
-            row["steps"] = str(error).replace("\n", " ")[:300]
+            row["steps_refused"] = str(error).replace("\n", " ")[:400]
+            job.split = None
         row["trace_seconds"] = round(time.process_time() - started, 1)
         if not options.dry:
             if not options.compile_steps:
-                job.programs, job.split = {WHOLE: program}, None
+                job.programs, job.split = {WHOLE: job.programs[WHOLE]}, None
             row |= packaged(job, model, [batch, *unseen(model, batch)])
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    row["cpu_seconds"] = round(sum(u.ru_utime + u.ru_stime for u in used), 1)
+    row["commit"] = _commit()
+    row["peak_mib"] = round(max(u.ru_maxrss for u in used) / 1024)
     return row
+
+
+def dynamic(program: torch.export.ExportedProgram, batch: dict[str, Tensor]) -> dict[str, Any]:
+    """Nodes, and the axes of every input that may differ."""
+    placeholders = {n.name: n.meta["val"].shape for n in program.graph.find_nodes(op="placeholder")}
+    shapes = [placeholders[str(n)] for n in program.graph_signature.user_inputs]
+    axes = {
+        name: [i for i, size in enumerate(shape) if not isinstance(size, int)]
+        for name, shape in zip(batch, shapes, strict=True)
+    }
+    return {"nodes": len(program.graph.nodes), "dynamic": axes}
 
 
 def packaged(job: _Job, model: nn.Module, cases: list[dict[str, Tensor]]) -> dict[str, Any]:
@@ -101,13 +114,59 @@ def packaged(job: _Job, model: nn.Module, cases: list[dict[str, Tensor]]) -> dic
             done = subprocess.run(
                 [sys.executable, "-c", CHILD, str(package), str(given), str(got)], capture_output=True, text=True
             )
-            sizes = list(case["input_ids"].shape) if "input_ids" in case else []
             if done.returncode:
-                refused.append([sizes, done.stderr.strip().splitlines()[-1][:200]])
+                refused.append([list(case["input_ids"].shape), done.stderr.strip().splitlines()[-1][:200]])
             else:
                 errors.append(relative_error(torch.load(got)[0], Whole(model)(**case)))
-        return {"error": max(errors, default=None), "cases": len(errors), "refused": refused,
-                "mib": round(package.stat().st_size / 2**20, 2)}  # fmt: skip
+        row = {"error": max(errors, default=None), "cases": len(errors), "refused": refused,
+               "mib": round(package.stat().st_size / 2**20, 2)}  # fmt: skip
+        return row | (stepwise(job, package, cases) if job.split is not None else {})
+
+
+def stepwise(job: _Job, package: Path, cases: list[dict[str, Tensor]]) -> dict[str, Any]:
+    """The error of vision, prefill and decode together, of the prompt and three tokens."""
+    assert job.split is not None
+    programs = {name: load_program(package, name) for name in job.split.modules()}
+    errors, refused = [], []
+    for case in (c for c in cases if bool(c["attention_mask"][:, -1].all())):
+        try:
+            errors.append(job.split.check(programs, case, float("inf")))
+        except RuntimeError as error:
+            refused.append([list(case["input_ids"].shape), str(error).strip().splitlines()[0][:200]])
+    return {"steps_error": max(errors, default=None), "steps_cases": len(errors), "steps_sizes_refused": refused}
+
+
+def alone(name: str, options: argparse.Namespace) -> dict[str, Any]:
+    """The row of one family, from a process of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        answer = Path(folder) / "row.json"
+        flags = [f for f, on in (("--dry", options.dry), ("--compile-steps", options.compile_steps)) if on]
+        line = [sys.executable, __file__, "--families", str(options.families), "--one", str(answer), *flags, name]
+        try:
+            done = subprocess.run(line, timeout=options.limit, stderr=subprocess.PIPE, text=True)
+        except subprocess.TimeoutExpired:
+            return {"family": name, "failed": f"not done after {options.limit:g} s"}
+        if answer.exists():
+            return json.loads(answer.read_text())
+        return {"family": name, "failed": f"exit {done.returncode}: {done.stderr.strip()[-300:]}"}
+
+
+def _commit() -> str:
+    line = ["git", "rev-parse", "--short", "HEAD"]
+    return subprocess.run(line, cwd=ROOT, capture_output=True, text=True).stdout.strip()
+
+
+def written(options: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
+    """Results so far."""
+    import transformers
+
+    facts = {
+        "device": "cpu", "machine": f"{platform.machine()}, {os.cpu_count()} cores", "torch": torch.__version__,
+        "transformers": transformers.__version__, "commit": _commit(),
+        "command": f"python benchmarks/export_families.py --families {options.families.name} "
+        + " ".join(f for f, on in (("--dry", options.dry), ("--compile-steps", options.compile_steps)) if on),
+    }  # fmt: skip
+    options.out.write_text(json.dumps({**facts, "rows": rows}, indent=1) + "\n")
 
 
 def main() -> None:
@@ -116,22 +175,27 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--dry", action="store_true")
     parser.add_argument("--compile-steps", action="store_true")
+    parser.add_argument("--limit", type=float, default=600, help="seconds for each family")
+    parser.add_argument("--one", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("names", nargs="*")
     options = parser.parse_args()
     families = runpy.run_path(str(options.families))["FAMILIES"]
-    rows = []
-    for name in options.names or list(families):
-        print(name, flush=True)
+    if options.one:
+        (name,) = options.names
         try:
-            rows.append(family(name, families[name], options))
+            row = family(name, families[name], options)
         except Exception as error:
-            rows.append({"family": name, "failed": f"{type(error).__name__}: {error}".replace("\n", " ")[:400]})
+            row = {"family": name, "failed": f"{type(error).__name__}: {error}".replace("\n", " ")[:600]}
+        options.one.write_text(json.dumps(row))
+        return
+    names = options.names or list(families)
+    rows = json.loads(options.out.read_text())["rows"] if options.out and options.out.exists() else []
+    for name in names:
+        print(name, flush=True)
+        rows = [*(row for row in rows if row["family"] != name), alone(name, options)]
         print("  ", json.dumps(rows[-1]), flush=True)
         if options.out:
-            facts = {"torch": torch.__version__, "mmqc": mmqc.__version__, "machine": platform.machine()}
-            options.out.write_text(json.dumps({**facts, "command": " ".join(sys.argv), "rows": rows}, indent=1) + "\n")
-    for row in rows:
-        print(f"| {row['family']} | {row.get('error', row.get('failed'))} | {row.get('steps')} |")
+            written(options, rows)
 
 
 if __name__ == "__main__":

@@ -237,16 +237,19 @@ def export(
     settings: Set = None,
     config_file: ConfigFile = None,
     calibration: Annotated[int, typer.Option(min=0, help="Calibration prompts of the sample; 0: data-free.")] = 32,
+    data: Data = "1",
     sample: SampleName = "digits-vqa",
 ) -> None:
     """Compile a model into one package that runs without Python, and compare it with the model."""
     import mmqc
+    from mmqc import cli_jobs
     from mmqc.front.index_find import ExportError
 
-    loaded, data = load(model, sample)
+    loaded, source = load(model, sample)
+    example = cli_jobs.prompts(loaded, model, source, data, 1)[0]
     config = read_config(config_file) if config_file else make_config(recipe, settings or []) if recipe else None
     if config:
-        mmqc.quantize_(loaded, config, calibration=data.calibration(calibration) if calibration else None)
+        mmqc.quantize_(loaded, config, calibration=source.calibration(calibration) if calibration else None)
     start = time.perf_counter()
     with console.status("exporting") as status:
 
@@ -255,7 +258,7 @@ def export(
             console.print(f"{time.perf_counter() - start:6.1f} s  {text}", markup=False, highlight=False)
 
         try:
-            mmqc.export(loaded, data.calibration(1)[0], out, programs=program, say=say)
+            mmqc.export(loaded, example, out, programs=program, say=say)
         except (ExportError, ValueError) as error:
             console.print(str(error), markup=False, highlight=False, style="red")
             raise typer.Exit(1) from error

@@ -1,10 +1,11 @@
 """The compressed-tensors format, which vLLM and transformers read: schemes, packed codes, and what it cannot say.
 
     weight-only          pack-quantized   weight_packed int32 [N, K b/32], weight_scale [N, 1] or [N, K/g], weight_shape [2]
+                                          with zero points: weight_zero_point int32 [N b/32, K/g], packed along the outputs
     static activations   int-quantized    weight int8 [N, K], weight_scale [N, 1], input_scale [1]
 
-32/b codes lie in a word, the first lowest, each offset by 2^(b-1).  Scales have the model's dtype, as the format's readers
-expect; in a float32 model nothing is lost, in bfloat16 they are rounded.
+32/b codes lie in a word, the first lowest, each offset by 2^(b-1), and so do zero points.  Scales have the model's dtype, as the
+format's readers expect; in a float32 model nothing is lost, in bfloat16 they are rounded.
 
 The format describes linears of one input scale and a model that is otherwise the architecture's own.  One scale per modality,
 Hadamards at run time, channels kept in higher precision and norms of another kind are refused, with what to do instead.
@@ -23,7 +24,13 @@ from .modules import QuantLinear
 
 Scheme = dict[str, Any]
 BITS = (4, 8)
-WRITTEN = {"qweight", "weight_scale", "bias", "input_scale"}  # the buffers of a linear that the format has a place for
+WRITTEN = {
+    "qweight",
+    "weight_scale",
+    "weight_zero",
+    "bias",
+    "input_scale",
+}  # the buffers of a linear that the format has a place for
 
 
 def pack_words(codes: Tensor, bits: int) -> Tensor:
@@ -45,7 +52,11 @@ def objections(model: nn.Module) -> Iterator[str]:
     """What this model has that the format cannot say, each with the way around it."""
     for fqn, module in model.named_modules():
         spec = module_spec(module)
-        if spec is not None and spec["kind"] != "quant_linear":
+        if spec is not None and spec["kind"] == "kv_rounder":
+            yield f"{fqn} rounds keys and values per head and token: quantize without kv_rounding"
+        elif spec is not None and spec["kind"] == "mixed_linear":
+            yield f"{fqn} has asymmetric activations quantized at run time: quantize weight-only, or with static activations"
+        elif spec is not None and spec["kind"] != "quant_linear":
             kind = {"rms_norm": "an RMSNorm that was a LayerNorm", "hadamard_linear": "an online Hadamard"}
             yield f"{fqn} is {kind.get(spec['kind'], 'a module of mmqc')}: quantize without rewrites (rotate=False)"
         if isinstance(module, QuantLinear):
@@ -61,7 +72,7 @@ def _linear_objections(linear: QuantLinear) -> Iterator[str]:
         yield "keeps input channels in higher precision: quantize with suppress=False"
     other = [n for n, b in linear.named_buffers() if n not in WRITTEN and not n.startswith(("factor_", "outlier_"))]
     if other:
-        yield f"holds {', '.join(other)}, which mmqc does not write in this format: quantize symmetrically, with float scales"
+        yield f"holds {', '.join(other)}, which mmqc does not write in this format: quantize with float scales"
     if linear.weight_bits not in BITS:
         yield f"has weights of {linear.weight_bits} bits: quantize to 4 or 8"
     if linear.group_size and linear.in_features % linear.group_size:
@@ -71,7 +82,7 @@ def _linear_objections(linear: QuantLinear) -> Iterator[str]:
 def scheme_of(linear: QuantLinear) -> Scheme:
     """The format's description of a linear, without its targets."""
     weights = {
-        "num_bits": linear.weight_bits, "type": "int", "symmetric": True, "dynamic": False,
+        "num_bits": linear.weight_bits, "type": "int", "symmetric": linear.weight_zero is None, "dynamic": False,
         "strategy": "group" if linear.group_size else "channel", "group_size": linear.group_size or None,
     }  # fmt: skip
     static = {
@@ -131,6 +142,9 @@ def _tensors(linear: QuantLinear) -> Iterator[tuple[str, Tensor]]:
     if linear.input_scale is None:
         yield "weight_packed", pack_words(codes, linear.weight_bits)
         yield "weight_shape", torch.tensor(codes.shape)
+        if linear.weight_zero is not None:
+            zero = linear.weight_zero.reshape(codes.shape[0], -1)
+            yield "weight_zero_point", pack_words(zero.T, linear.weight_bits).T.contiguous()
     else:
         yield "weight", codes
         yield "input_scale", linear.input_scale.to(dtype)

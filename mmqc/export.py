@@ -124,13 +124,10 @@ class _Job:
     def steps(self, names: list[str], required: bool) -> None:
         """Vision, prefill and decode, if the model can be split so."""
         from mmqc.front.index_find import ExportError
-        from mmqc.front.programs import cache_shape, find_seam
-        from mmqc.front.step_batches import Steps
+        from mmqc.packed_programs import steps_of
 
         try:
-            self.split = Steps(
-                self.model, find_seam(self.model, self.batches[0]), cache_shape(self.model, self.batches[0])
-            )
+            self.split = steps_of(self.model, self.batches[0])
             names = [n for n in names if n != "vision" or self.split.seam is not None]
             self.programs.update(self._first_of(lambda batches, spare: self._split_programs(names, batches, spare)))
         except Exception as error:  # whatever a model's code says to such calls
@@ -147,7 +144,8 @@ class _Job:
         usable = [b for b in batches if _padded_left(b)]
         if not usable:
             raise ValueError("prefill takes rows that are padded on the left, as generate does: pass such a batch")
-        self.split.check(self.split.modules(), usable[0], self.bound)
+        for batch in usable:
+            self.split.check(self.split.modules(), batch, self.bound)
         inputs = [self.split.batches(batch) for batch in usable]
         spares = [self.split.batches(batch) for batch in self._known(spare)]
         found = {}
@@ -229,7 +227,7 @@ class _Job:
     def _cache(self, name: str) -> dict[str, str]:
         if self.split is None or name not in ("prefill", "decode"):
             return {"left_out": self.left_out} if self.left_out else {}
-        return {"cache": self.split.cache.text()}
+        return {"cache": self.split.cache.text(), **self.split.described()}
 
     def compare(self, path: Path) -> None:
         """Load the package and compare it with the model on the given batches."""

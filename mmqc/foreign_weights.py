@@ -3,15 +3,17 @@
     AWQ (gemm)   qweight int32 [K, N b/32], eight outputs a word in the order 0 2 4 6 1 3 5 7; qzeros [K/g, N b/32] alike
     GPTQ         qweight int32 [K b/32, N], inputs of a word in order; qzeros [K/g, N b/32], outputs in order, less one in v1
     both         scales [K/g, N]       w[k, n] = (u[k, n] - z[g, n]) s[g, n]
-    compressed   weight_packed int32 [N, K b/32] or weight int8 [N, K]; weight_scale [N, 1] or [N, K/g]; input_scale [1]
+    compressed   weight_packed int32 [N, K b/32] or weight int8 [N, K]; weight_scale [N, 1] or [N, K/g]; input_scale [1];
+                 weight_zero_point like the scales, or int32 [N b/32, K/g] where the weight is packed
 
-The zero points go into the codes, q = u - z, which then take up to a bit more.  Groups that are no stretches of a row
-(GPTQ's act-order without static groups) are refused.
+Codes and zero points are kept less 2^(b-1), as signed numbers; zero points that then are all zero are none.  Groups that are no
+stretches of a row (GPTQ's act-order without static groups) are refused.
 Sources: AutoAWQ's awq/utils/packing_utils.py and GPTQModel's nn_modules/qlinear, as described by their documentation.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -26,19 +28,27 @@ Tensors = Mapping[str, Tensor]
 Settings = Mapping[str, Any]
 
 
+LEAVE = "load_quantized(..., leave=('activations',)) reads the weights and leaves activations in floating point"
+WAY_AROUND = (
+    "load it with from_pretrained(..., quantization_config=transformers.CompressedTensorsConfig(dequantize=True)), "
+    "and call mmqc.quantize_ on that"
+)
+
+
 class ForeignError(ValueError):
     """A checkpoint of another project that mmqc's modules cannot represent: says which layer, why and what to do."""
 
 
 @dataclass(frozen=True)
 class Foreign:
-    """One linear: int8 codes [N, K], float32 scale [N] or [N, K/g], bits of a code, g (0: whole rows), input scale."""
+    """One linear: int8 codes [N, K], float32 scale [N] or [N, K/g], bits of a code, g or 0, input scale, int8 zero points."""
 
     codes: Tensor
     scale: Tensor
     bits: int
     group_size: int
     input_scale: Tensor | None = None
+    zero: Tensor | None = None
 
 
 def _words(packed: Tensor, bits: int) -> Tensor:
@@ -52,15 +62,12 @@ def _built(u: Tensor, zero: Tensor, scale: Tensor, bits: int, fqn: str) -> Forei
     k, groups = u.shape[0], scale.shape[0]
     if k % groups:
         raise ForeignError(f"{fqn} has {k} input channels in {groups} groups of unequal size; mmqc's groups are equal")
-    q = u - zero.repeat_interleave(k // groups, 0)
-    need = next((b for b in range(bits, 9) if -(2 ** (b - 1)) <= int(q.min()) and int(q.max()) < 2 ** (b - 1)), None)
-    if need is None:
-        raise ForeignError(
-            f"{fqn} has zero points that leave the range of int8; quantize the original model with mmqc.quantize_"
-        )
-    whole = groups == 1
-    s = scale.float().T.contiguous()
-    return Foreign(q.to(torch.int8).T.contiguous(), s[:, 0] if whole else s, need, 0 if whole else k // groups)
+    middle, whole = 2 ** (bits - 1), groups == 1
+    s, z = scale.float().T.contiguous(), (zero - middle).to(torch.int8).T.contiguous()
+    return Foreign(
+        (u - middle).to(torch.int8).T.contiguous(), s[:, 0] if whole else s, bits, 0 if whole else k // groups,
+        zero=None if not z.any() else z[:, 0] if whole else z,
+    )  # fmt: skip
 
 
 def _bits(settings: Settings, allowed: tuple[int, ...]) -> int:
@@ -111,38 +118,66 @@ def read_gptq(tensors: Tensors, settings: Settings, fqn: str) -> Foreign:
 
 
 def read_compressed(tensors: Tensors, settings: Settings, fqn: str) -> Foreign:
-    """A linear of compressed-tensors: symmetric integers, weight-only or with one static input scale.
+    """A linear of compressed-tensors: integer weights with or without zero points, alone or with one static input scale.
+
+    ``settings["leave"]`` may hold "activations": inputs then stay in floating point.
 
     Raises:
-        ForeignError: dynamic activations, zero points, float formats, or groups that are no stretches.
+        ForeignError: weights that are no integers, activations quantized at run time, or groups that are no stretches.
     """
-    for group in settings.get("config_groups", {}).values():
-        weights, inputs = group.get("weights") or {}, group.get("input_activations")
-        if weights.get("type", "int") != "int" or not weights.get("symmetric", True):
-            raise ForeignError(
-                f"{fqn}: weights that are no symmetric integers are not mmqc's; load it with transformers"
-            )
-        if inputs and (inputs.get("dynamic") or inputs.get("strategy") != "tensor" or inputs.get("type") != "int"):
-            raise ForeignError(f"{fqn}: activations quantized at run time are not mmqc's; load it with transformers")
+    scheme = _scheme_of(settings, fqn)
+    weights, inputs = scheme.get("weights") or {}, scheme.get("input_activations")
+    if weights.get("type", "int") != "int":
+        raise ForeignError(
+            f"{fqn}: weights of {weights.get('num_bits', 8)} bits that are no integers are not mmqc's; {WAY_AROUND}"
+        )
+    if inputs and "activations" not in settings.get("leave", ()):
+        _check_inputs(inputs, fqn)
     if "weight_g_idx" in tensors:
-        raise ForeignError(f"{fqn}: groups in the order of activations are not mmqc's; load it with transformers")
-    scale, inputs = tensors["weight_scale"].float(), tensors.get("input_scale")
+        raise ForeignError(f"{fqn}: groups in the order of activations are not mmqc's; {WAY_AROUND}")
+    scale, zero = tensors["weight_scale"].float(), tensors.get("weight_zero_point")
     if "weight_packed" in tensors:
         n, k = (int(v) for v in tensors["weight_shape"])
-        bits = 32 * tensors["weight_packed"].shape[1] // k
+        bits = int(weights.get("num_bits", 32 * tensors["weight_packed"].shape[1] // k))
         if bits not in (4, 8):
             raise ForeignError(f"{fqn} has weights of {bits} bits: mmqc reads 4 and 8 of this format")
         codes = unpack_words(tensors["weight_packed"], k, bits)
+        zero = None if zero is None else unpack_words(zero.T.contiguous(), n, bits).T
     else:
         codes = tensors["weight"]
         n, k = codes.shape
-        bits = 4 if int(codes.min()) >= -8 and int(codes.max()) <= 7 else 8
-    scale = scale.reshape(-1, 1).expand(n, 1) if scale.numel() == 1 else scale.reshape(n, -1)
-    whole = scale.shape[1] == 1
+        bits = 4 if int(codes.min()) >= -8 and int(codes.max()) <= 7 and zero is None else 8
+    groups = 1 if scale.numel() == 1 else scale.numel() // n
+    scale, zero = (None if t is None else t.reshape(-1, groups).expand(n, groups).squeeze(1) for t in (scale, zero))
+    assert scale is not None
+    static = tensors.get("input_scale") if "activations" not in settings.get("leave", ()) else None
+    if static is not None and zero is not None:
+        raise ForeignError(f"{fqn}: zero points of weights beside quantized activations are not mmqc's; {LEAVE}")
     return Foreign(
-        codes, scale[:, 0] if whole else scale, bits, 0 if whole else k // scale.shape[1],
-        None if inputs is None else inputs.float().reshape(1),
+        codes, scale, bits, 0 if groups == 1 else k // groups, None if static is None else static.float().reshape(1),
+        None if zero is None else zero.to(torch.int8),
     )  # fmt: skip
+
+
+def _scheme_of(settings: Settings, fqn: str) -> Mapping[str, Any]:
+    """What the checkpoint says of a linear: by name, by a pattern on its name, or as any linear."""
+    groups = list((settings.get("config_groups") or {}).values())
+
+    def named(target: str) -> bool:
+        return target == fqn or (target.startswith("re:") and re.match(target[3:], fqn) is not None)
+
+    by_name = (g for g in groups if any(named(t) for t in g.get("targets", ())))
+    by_kind = (g for g in groups if "Linear" in g.get("targets", ()))
+    return next(by_name, None) or next(by_kind, None) or {}
+
+
+def _check_inputs(inputs: Mapping[str, Any], fqn: str) -> None:
+    if inputs.get("dynamic"):
+        raise ForeignError(f"{fqn}: symmetric activations quantized at run time are not mmqc's; {LEAVE}")
+    if inputs.get("type", "int") != "int" or inputs.get("num_bits", 8) != 8:
+        raise ForeignError(f"{fqn}: activations that are no integers of 8 bits are not mmqc's; {LEAVE}")
+    if inputs.get("strategy") != "tensor" or not inputs.get("symmetric", True):
+        raise ForeignError(f"{fqn}: activations with zero points or several scales are not mmqc's; {LEAVE}")
 
 
 READERS: dict[

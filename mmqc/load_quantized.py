@@ -7,7 +7,7 @@ it; so it compiles, saves and exports like any other.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +25,16 @@ from .hf import MmqcConfig, model_init
 from .module_spec import dtype_name, module_spec
 from .modules import QuantLinear
 
+LEFT = ("activations", "kv_cache")
+CACHE_SCALES = (".q_scale", ".k_scale", ".v_scale", ".k_zero_point", ".v_zero_point")
 
-def load_quantized(directory: str | Path, **options: Any) -> PreTrainedModel:
+
+def load_quantized(directory: str | Path, *, leave: Collection[str] = (), **options: Any) -> PreTrainedModel:
     """The model of a checkpoint in the format of AWQ, GPTQ or compressed-tensors, with mmqc's linears.
 
     Args:
         directory: with config.json and safetensors.
+        leave: "activations", "kv_cache": what the checkpoint quantizes at run time and the model is to leave in floating point.
         options: of ``from_pretrained``: ``dtype`` (default: the checkpoint's), ``device_map``, ...
 
     Raises:
@@ -38,6 +42,8 @@ def load_quantized(directory: str | Path, **options: Any) -> PreTrainedModel:
         FileNotFoundError: no config.json or no safetensors there.
     """
     directory = Path(directory)
+    if unknown := set(leave) - set(LEFT):
+        raise ValueError(f"leave = {sorted(unknown)}: allowed are {', '.join(LEFT)}")
     config: Any = AutoConfig.from_pretrained(directory)
     settings = getattr(config, "quantization_config", None) or {}
     method = settings.get("quant_method")
@@ -45,12 +51,17 @@ def load_quantized(directory: str | Path, **options: Any) -> PreTrainedModel:
         raise ForeignError(
             f"{directory} has quant_method {method!r}; load_quantized reads {', '.join(READERS)}, and from_pretrained the rest"
         )
+    if settings.get("kv_cache_scheme") and "kv_cache" not in leave:
+        raise ForeignError(
+            f"{directory} quantizes the KV cache with static scales, which mmqc does not: load_quantized(..., "
+            "leave=('kv_cache',)) leaves it in floating point"
+        )
     del config.quantization_config
     cls: type[PreTrainedModel] = getattr(transformers, config.architectures[0])
     saved = config.dtype or torch.float16
     with model_init(cls, saved):
         skeleton = cls(config)
-    state, specs = _converted(skeleton, _tensors(directory), settings, saved)
+    state, specs = _converted(skeleton, _tensors(directory), {**settings, "leave": tuple(leave)}, saved)
     config.quantization_config = MmqcConfig(
         modules=specs, dtype=dtype_name(saved), record={"passes": [], "read": method}
     ).to_dict()
@@ -73,7 +84,9 @@ def _converted(
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The checkpoint with mmqc's tensors in place of the packed ones, and the specs of their modules."""
     marker, read = READERS[settings["quant_method"]]
-    state, specs = dict(tensors), {}
+    of_cache = settings.get("kv_cache_scheme") is not None
+    state = {n: t for n, t in tensors.items() if not (of_cache and n.endswith(CACHE_SCALES))}
+    specs: dict[str, Any] = {}
     for prefix in [name.removesuffix(f".{marker}") for name in tensors if name.endswith(f".{marker}")]:
         own = {n.rpartition(".")[2]: state.pop(n) for n in list(state) if n.rpartition(".")[0] == prefix}
         fqn = _local(skeleton, prefix)
@@ -92,7 +105,7 @@ def _linear(foreign: Foreign, bias: Tensor | None, dtype: torch.dtype) -> QuantL
     return QuantLinear.from_parts(
         foreign.codes, foreign.scale, weight_bits=foreign.bits, activation_bits=8 if static else None,
         group_size=foreign.group_size, bias=None if bias is None else bias.to(dtype), input_scale=foreign.input_scale,
-        dtype=dtype,
+        dtype=dtype, weight_zero=foreign.zero,
     )  # fmt: skip
 
 

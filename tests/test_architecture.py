@@ -37,6 +37,7 @@ MAY_IMPORT = {
         "mmqc/cache_attention.py",
         "mmqc/cache_layer.py",
         "mmqc/compiled_loop.py",
+        "mmqc/packed_programs.py",
         "mmqc/samples/",
         "mmqc/cli_jobs.py",
         "mmqc/demo.py",

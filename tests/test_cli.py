@@ -233,3 +233,24 @@ def test_demo__examples_show_differences_first_and_every_kind():
     rows = demo.examples(sample.questions(20), *pair)
     assert rows[0]["float"] != rows[0]["quantized"]
     assert {"0", "1"} <= {row["answer"] for row in rows}
+
+
+# --- export -----------------------------------------------------------------------------------------------------------
+
+
+def test_export__gives_the_chosen_prompt_and_programs_to_the_exporter(monkeypatch, tmp_path):
+    calls = []
+
+    def export(model, example, out, programs, say):
+        calls.append((model, example, programs))
+        say("prefill: tracing")
+        out.write_bytes(bytes(2**20))
+
+    source = SimpleNamespace(prompts=lambda n: [f"prompt {i}" for i in range(n)])
+    monkeypatch.setattr(mmqc, "export", export)
+    monkeypatch.setattr(cli, "load", lambda model, sample: (model, source))
+    done = invoke("export", "digits-vqa", str(tmp_path / "m.pt2"), "-p", "prefill", "-p", "decode", "--data", "3")
+    assert done.exit_code == 0, done.output
+    assert calls == [("digits-vqa", "prompt 2", ["prefill", "decode"])]
+    assert "prefill: tracing" in done.output
+    assert "m.pt2: 1.0 MiB" in done.output

@@ -8,6 +8,7 @@ import torch
 from models import tiny_qwen2_vl
 from tolerance import assert_close
 from torch import nn
+from torchao.quantization.granularity import PerGroup
 from transformers import AutoModelForImageTextToText
 
 import mmqc
@@ -35,7 +36,9 @@ def test_pack__equals_the_packages_own(bits, width):
 
 
 PLAIN = dict(msq=False, rotate=False, suppress=False, solver="rtn")
+ASYMMETRIC = mmqc.Scheme(mmqc.WeightSpec(4, PerGroup(8), symmetric=False))
 SCHEMES = {
+    "W4A16-g8 with zero points": mmqc.QuantConfig(ASYMMETRIC, ASYMMETRIC, ASYMMETRIC),
     "W4A16-g8": recipes.rtn(4, group_size=8),
     "W4A16": recipes.rtn(4),
     "W8A16": recipes.rtn(8),
@@ -106,8 +109,8 @@ def test_save__refuses_buffers_that_the_format_has_no_place_for(tmp_path):
     model, _ = tiny_qwen2_vl()
     mmqc.quantize_(model, recipes.rtn(8), progress=False)
     linear = model.model.language_model.layers[1].mlp.up_proj
-    linear.register_buffer("weight_zero", torch.zeros(296, dtype=torch.int8), persistent=False)
-    with pytest.raises(mmqc.FormatError, match=r"layers\.1\.mlp\.up_proj holds weight_zero.*symmetrically"):
+    linear.register_buffer("group_scale", torch.zeros(296, dtype=torch.int32), persistent=False)
+    with pytest.raises(mmqc.FormatError, match=r"layers\.1\.mlp\.up_proj holds group_scale.*float scales"):
         mmqc.save_pretrained(model, tmp_path / "out", format="compressed-tensors")
 
 

@@ -11,14 +11,18 @@ import pytest
 import torch
 from models import IMAGE, VIDEO, tiny_qwen2_vl
 from quantized_vlm import quantized_vlm
+from tiny_families import FAMILIES
 from tolerance import assert_close
 from torch import Tensor, nn
 
 import mmqc
+from mmqc.front.exportable import relative_error
 from mmqc.front.index_find import ExportError
-from mmqc.front.programs import Whole, cache_shape, find_seam
+from mmqc.front.programs import Seam, Whole, cache_shape, find_seam
 from mmqc.front.step_batches import Steps
 from mmqc.front.variants import fixed_images, taken_apart, variants
+from mmqc.packed_programs import steps_of
+from mmqc.quantize import visual_token_ids
 
 OTHER = ((((3, 1),), ((2, 2), (4, 3))), (((1, 1),),), (((6, 2), (1, 3), (2, 2)),))
 LOADS = """if True:
@@ -85,6 +89,19 @@ def test_steps__together_are_the_forward() -> None:
             assert_close(a, b)
 
 
+@pytest.mark.parametrize("family", ["llava", "internvl", "olmo2", "gpt_neox", "mixtral"])
+@torch.no_grad()
+def test_steps__go_on_from_positions_that_count_padding(family: str) -> None:
+    model, batch = FAMILIES[family]()
+    split = steps_of(model, batch)
+    made, _ = variants(batch, visual_token_ids(model))
+    padded = [b for b in made if bool((b["attention_mask"] == 0).any()) and bool(b["attention_mask"][:, -1].all())]
+    assert padded
+    for case in (batch, *padded):
+        for a, b in zip(split.run(split.modules(), case), split.expected(case), strict=True):
+            assert_close(a, b)
+
+
 @torch.no_grad()
 def test_steps__a_wrong_program_is_noticed() -> None:
     split, batch = steps()
@@ -95,6 +112,23 @@ def test_steps__a_wrong_program_is_noticed() -> None:
 
     with pytest.raises(ExportError, match="decode differs from the model's forward"):
         split.check({**modules, "decode": stale}, batch, 1e-4)
+
+
+def test_seam__features_that_an_output_has_no_field_for() -> None:
+    from transformers.modeling_outputs import BaseModelOutput
+
+    output: Any = BaseModelOutput(last_hidden_state=torch.ones(2, 3, 4))
+    output.pooler_output = (torch.zeros(3, 4), torch.zeros(5, 4))
+    joined: Any = Seam(nn.Linear(1, 1), output=output).joined({"image_features": torch.ones(8, 4)})
+    assert torch.equal(torch.cat(joined.pooler_output), torch.ones(8, 4))
+    assert joined.last_hidden_state is None
+
+
+def test_relative_error__leaves_masks_out_and_compares_where_they_are() -> None:
+    masked = torch.tensor([1.0, 2.0, torch.finfo(torch.float32).min, -torch.inf])
+    assert relative_error(masked + torch.tensor([0.3, 0.0, 0.0, 0.0]), masked) > 0.1
+    assert relative_error(masked, masked) == 0
+    assert relative_error(masked.flip(0), masked) == float("inf")
 
 
 def test_steps__a_full_cache_is_an_error() -> None:

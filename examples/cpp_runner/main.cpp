@@ -58,11 +58,15 @@ int main(int count, char** arguments) {
   const int64_t length = tensors.at("input_ids").size(1), capacity = length + longest;
 
   Program vision(package, "vision"), prefill(package, "prefill"), decode(package, "decode");
-  const auto cache = split(prefill.get_metadata()["cache"], ',');
+  auto facts = prefill.get_metadata();
+  const auto cache = split(facts["cache"], ',');
+  int64_t room = capacity;  // a quantized cache keeps visual tokens elsewhere
+  for (const auto& id : split(facts["packed"], ','))
+    room -= (tensors["input_ids"] == std::stoll(id)).sum().item<int64_t>();
   const auto type = cache[0] == "float32" ? at::kFloat : cache[0] == "bfloat16" ? at::kBFloat16 : at::kHalf;
   for (size_t i = 1; i < cache.size(); ++i) {
     const auto part = split(cache[i], ':');
-    tensors[part[0]] = at::zeros({1, std::stoll(part[1]), capacity, std::stoll(part[2])}, type);
+    tensors[part[0]] = at::zeros({1, std::stoll(part[1]), room, std::stoll(part[2])}, type);
   }
   run(vision, tensors);
   run(prefill, tensors);

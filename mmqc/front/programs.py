@@ -7,7 +7,8 @@
                                                                        -> logits [B, V]                  writes the cache
 
 The seam between vision and prefill is the model's own ``get_image_features``: its results are the inputs of prefill.  A decode
-step's position is the number of tokens that the mask admits, less one, plus ``rope_deltas`` where the model has such.
+step's position is the number of tokens that the mask admits, less one, plus ``rope_deltas``: the model's own, or by how much the
+prompt's last position is off that.
 
 Shapes:  key_i, value_i [B, H, S, D], S the capacity;  rows are padded on the left, as for generate
 """
@@ -15,8 +16,8 @@ Shapes:  key_i, value_i [B, H, S, D], S the capacity;  rows are padded on the le
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -28,6 +29,7 @@ from torch.export import ExportedProgram
 from .static_cache import cached_tensors, static_cache
 
 SEAM = "get_image_features"
+POOLED = "pooler_output"
 BY_PRODUCTS = ("last_hidden_state", "hidden_states", "attentions")
 FEATURES, DELTAS = "image_features", "rope_deltas"
 SHORT = "the cache is shorter than the text"
@@ -92,11 +94,13 @@ class Seam:
         if not isinstance(self.output, Mapping):
             return _form(self.output, next(pieces))
         made = {}
-        for key, value in self.output.items():
-            if key not in BY_PRODUCTS and _has_tensors(value):
-                whole = key == "pooler_output" or isinstance(value, Tensor)
-                made[key] = _form(value, next(pieces)) if whole else [next(pieces) for _ in value]
-        return type(self.output)(**made)
+        for key, value in _parts(self.output).items():
+            whole = key == POOLED or isinstance(value, Tensor)
+            made[key] = _form(value, next(pieces)) if whole else [next(pieces) for _ in value]
+        output = type(self.output)(**{key: value for key, value in made.items() if key in self.output})
+        for key, value in made.items():
+            setattr(output, key, value)
+        return output
 
 
 def find_seam(model: nn.Module, inputs: Inputs) -> Seam | None:
@@ -114,6 +118,8 @@ def find_seam(model: nn.Module, inputs: Inputs) -> Seam | None:
         model(**inputs)
     if not calls:
         return None
+    if not _parts(calls[0].output):
+        raise StepError(f"{SEAM} returns nothing that mmqc takes for features")
     if len(calls) > 1:
         raise StepError(f"{SEAM} is called {len(calls)} times in a forward")
     return calls[0]
@@ -153,18 +159,22 @@ def _has_tensors(value: Any) -> bool:
 
 def _flat(output: Any) -> list[tuple[str, Tensor]]:
     """Features by name; those of the images in one piece, those of several layers one by one."""
-    parts = output if isinstance(output, Mapping) else {"pooler_output": output}
     found: list[tuple[str, Tensor]] = []
-    for key, value in parts.items():
-        if key in BY_PRODUCTS or not _has_tensors(value):
-            continue
-        if key == "pooler_output":
+    for key, value in _parts(output).items():
+        if key == POOLED:
             found.append((FEATURES, value if isinstance(value, Tensor) else torch.cat(list(value))))
         elif isinstance(value, Tensor):
             found.append((key, value))
         else:
             found += [(f"{key}_{i}", v) for i, v in enumerate(value)]
     return found
+
+
+def _parts(output: Any) -> dict[str, Any]:
+    """What of an output are features."""
+    parts = dict(output) if isinstance(output, Mapping) else {POOLED: output}
+    parts.setdefault(POOLED, getattr(output, POOLED, None))  # an output without such a field may be given it
+    return {key: value for key, value in parts.items() if key not in BY_PRODUCTS and _has_tensors(value)}
 
 
 def _form(value: Any, features: Tensor) -> Any:
@@ -186,15 +196,14 @@ class Vision(nn.Module):
 class Prefill(nn.Module):
     """A prompt: its keys and values into the cache, the logits of its last token out."""
 
-    def __init__(self, model: nn.Module, seam: Seam | None, layers: int) -> None:
+    def __init__(self, model: nn.Module, seam: Seam | None, layers: int, told: nn.Module | None = None) -> None:
         super().__init__()
-        self.model, self.seam, self.layers = model, seam, layers
+        self.model, self.seam, self.layers, self.told = model, seam, layers, (told,)
 
     def forward(self, **inputs: Tensor) -> dict[str, Tensor]:
-        """``logits`` [B, V], and ``rope_deltas`` where the model has such."""
+        """``logits`` [B, V], and ``rope_deltas`` [B, 1] where the model has positions."""
         keys, values = taken(inputs, self.layers)
-        names = [n for n in inputs if not n.startswith(("key_", "value_"))]
-        given = {n: inputs[n] for n in names}
+        given = {n: v for n, v in inputs.items() if not n.startswith(("key_", "value_"))}
         with ExitStack() as stack:
             if self.seam is not None:
                 features = {n: given.pop(n) for n in [n for n, _ in _flat(self.seam.output)]}
@@ -202,14 +211,24 @@ class Prefill(nn.Module):
                 output = self.seam.joined(features)
                 stack.enter_context(mock.patch.object(self.seam.module, SEAM, _constant(output)))
                 given.update({n: first for n in self.seam.sources.values() if n not in given})
-            length, mask = keys[0].shape[2] - given["input_ids"].shape[1], given["attention_mask"]
-            torch._assert_async(torch.full((), length, device=mask.device) >= 0, SHORT)
-            cache = static_cache(keys, values)
+            cache = self.cache(keys, values, given)
+            positions = stack.enter_context(watched_positions(self.told[0]))
             more = _accepted(self.model, logits_to_keep=1)
             out = self.model(**given, past_key_values=cache, use_cache=True, **more)
-        found = {"logits": logits_of(out)[:, -1]}
-        deltas = getattr(out, DELTAS, None)
+        found = {"logits": logits_of(out)[:, -1], **self.stored(cache)}
+        deltas = deltas_of(out, positions, given["attention_mask"])
         return found if deltas is None else {**found, DELTAS: deltas}
+
+    def cache(self, keys: Sequence[Tensor], values: Sequence[Tensor], given: Inputs) -> Any:
+        """Where the prompt's keys and values go."""
+        length, mask = keys[0].shape[2] - given["input_ids"].shape[1], given["attention_mask"]
+        torch._assert_async(torch.full((), length, device=mask.device) >= 0, SHORT)
+        return static_cache(keys, values)
+
+    def stored(self, cache: Any) -> dict[str, Tensor]:
+        """What of it is a result, and not written in place."""
+        del cache
+        return {}
 
 
 def _constant(output: Any) -> Any:
@@ -223,27 +242,82 @@ def _constant(output: Any) -> Any:
 class Decode(nn.Module):
     """One token a row."""
 
-    def __init__(self, model: nn.Module, layers: int) -> None:
+    def __init__(self, model: nn.Module, layers: int, axes: bool = True) -> None:
         super().__init__()
-        self.model, self.layers = model, layers
+        self.model, self.layers, self.axes = model, layers, axes
 
     def forward(self, **inputs: Tensor) -> dict[str, Tensor]:
         """``logits`` [B, V]."""
-        keys, values = taken(inputs, self.layers)
-        mask, position = inputs["attention_mask"], inputs["cache_position"]
-        torch._assert_async((position < keys[0].shape[2]).all(), SHORT)
-        cache = static_cache(keys, values, position)
-        place = mask.sum(-1, keepdim=True) - 1
-        if DELTAS in inputs:  # time, height and width of a text token are the same
-            place = (place + inputs[DELTAS]).unsqueeze(0).expand(3, -1, -1)
         out = self.model(
             input_ids=inputs["input_ids"],
-            attention_mask=mask,
-            position_ids=place,
-            past_key_values=cache,
+            attention_mask=inputs["attention_mask"],
+            position_ids=place_of(inputs["attention_mask"], inputs.get(DELTAS), self.axes),
+            past_key_values=self.cache(*taken(inputs, self.layers), inputs),
             use_cache=True,
         )
         return {"logits": logits_of(out)[:, -1]}
+
+    def cache(self, keys: Sequence[Tensor], values: Sequence[Tensor], inputs: Inputs) -> Any:
+        """What was stored, and where the token goes."""
+        torch._assert_async((inputs["cache_position"] < keys[0].shape[2]).all(), SHORT)
+        return static_cache(keys, values, inputs["cache_position"])
+
+
+def place_of(mask: Tensor, deltas: Tensor | None, axes: bool = True) -> Tensor:
+    """The position [B, 1] of the last token that the mask [B, S] admits; [3, B, 1] with axes and deltas."""
+    place = mask.sum(-1, keepdim=True) - 1
+    place = place if deltas is None else place + deltas
+    # time, height and width of a text token are the same
+    return place if deltas is None or not axes else place.unsqueeze(0).expand(3, -1, -1)
+
+
+# --- positions that a model counts by itself --------------------------------------------------------------------------
+
+
+def find_positions(model: nn.Module, inputs: Inputs) -> nn.Module | None:
+    """The first module that a forward tells ``position_ids`` [1 or B, L]; None if there is none, or the model has deltas.
+
+    Left to itself a model may count padding, or begin at one: a decode step must go on from what it did.
+    """
+    told: list[nn.Module] = []
+    length = inputs["input_ids"].shape[1]
+
+    def note(module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
+        del args
+        ids = kwargs.get("position_ids")
+        if isinstance(ids, Tensor) and ids.dim() == 2 and ids.shape[1] == length:
+            told.append(module)
+
+    handles = [m.register_forward_pre_hook(note, with_kwargs=True) for m in model.modules() if m is not model]
+    try:
+        out = model(**inputs)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return told[0] if told and getattr(out, DELTAS, None) is None else None
+
+
+@contextmanager
+def watched_positions(module: nn.Module | None) -> Iterator[list[Tensor]]:
+    """The ``position_ids`` that ``module`` is told."""
+    seen: list[Tensor] = []
+    if module is None:
+        yield seen
+        return
+    plain = module.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        seen.append(kwargs["position_ids"])
+        return plain(*args, **kwargs)
+
+    with mock.patch.object(module, "forward", forward):
+        yield seen
+
+
+def deltas_of(output: Any, positions: Sequence[Tensor], mask: Tensor) -> Tensor | None:
+    """[B, 1]: the model's own, or the position behind the prompt less the tokens that the mask admits; None of neither."""
+    own = getattr(output, DELTAS, None)
+    return own if own is not None or not positions else positions[0][:, -1:] + 1 - mask.sum(-1, keepdim=True)
 
 
 def taken(inputs: Inputs, layers: int) -> tuple[list[Tensor], list[Tensor]]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from .exportable import relative_error
 from .index_find import ExportError
-from .programs import DELTAS, CacheShape, Decode, Inputs, Prefill, Seam, Vision, logits_of
+from .programs import CacheShape, Decode, Inputs, Prefill, Seam, Vision, logits_of
 from .variants import token_inputs
 
 SPARE = 9  # entries of a cache beyond the prompt
@@ -25,17 +25,26 @@ Program = Callable[..., Mapping[str, Tensor]]
 
 @dataclass
 class Steps:
-    """The three programs of one model, as modules or as what was made of them."""
+    """The three programs of one model, as modules or as what was made of them; ``told``: see ``find_positions``."""
 
     model: nn.Module
     seam: Seam | None
     cache: CacheShape
+    told: nn.Module | None = None
 
     def modules(self) -> dict[str, nn.Module]:
         """By name of the program."""
         layers = len(self.cache.keys)
         vision = {} if self.seam is None else {"vision": Vision(self.model, self.seam)}
-        return {**vision, "prefill": Prefill(self.model, self.seam, layers), "decode": Decode(self.model, layers)}
+        return {
+            **vision,
+            "prefill": Prefill(self.model, self.seam, layers, self.told),
+            "decode": Decode(self.model, layers, self.told is None),
+        }
+
+    def described(self) -> dict[str, str]:
+        """What a package's reader must know of the cache beside its shapes."""
+        return {}
 
     def batches(self, batch: Inputs) -> dict[str, dict[str, Tensor]]:
         """The inputs of each program for this batch, by the model's own forward."""
@@ -64,15 +73,15 @@ class Steps:
                     del inputs[name]
             inputs.update(features)
         out = programs["prefill"](**inputs, **cache)
-        logits, deltas = [out["logits"]], {n: out[n] for n in (DELTAS,) if n in out}
+        logits, carried = [out["logits"]], {n: value for n, value in out.items() if n != "logits"}
         full = torch.cat([mask, mask.new_zeros(len(ids), SPARE)], 1)
         for step in range(steps):
             at = ids.shape[1] + step
             full = full.clone()
             full[:, at] = 1
             place = torch.tensor([at], device=ids.device)
-            token = _next(batch, step)
-            out = programs["decode"](input_ids=token, attention_mask=full, cache_position=place, **deltas, **cache)
+            token = next_token(batch, step)
+            out = programs["decode"](input_ids=token, attention_mask=full, cache_position=place, **carried, **cache)
             logits.append(out["logits"])
         return logits
 
@@ -84,7 +93,7 @@ class Steps:
             for name in token_inputs(longer):
                 value = longer[name]
                 more = (
-                    _next(batch, step)
+                    next_token(batch, step)
                     if name == "input_ids"
                     else torch.full_like(value[:, :1], name == "attention_mask")
                 )
@@ -108,7 +117,7 @@ class Steps:
         return max(errors)
 
 
-def _next(batch: Inputs, step: int) -> Tensor:
+def next_token(batch: Inputs, step: int) -> Tensor:
     """A token for each row: one that is text in the prompt."""
     ids: Any = batch["input_ids"]
     return ids[:, -1 - step : ids.shape[1] - step]

@@ -20,6 +20,7 @@ import torch
 from torch.export import ExportedProgram
 
 from mmqc.lowering import inductor
+from mmqc.ops import kv_attention, kv_pack
 
 # Sums over an axis, and functions that torch's kernels approximate by other polynomials than generated code.
 ORDERED = (
@@ -28,6 +29,10 @@ ORDERED = (
 )  # fmt: skip
 LOWER_BOUND = "aot_inductor.check_lowerbound"  # since torch 2.12
 OWN = ("mmqc", "mmqc_front")  # namespaces whose implementations are Python
+PLAIN: dict[Any, Callable[..., Any]] = {  # ops whose reference is compiled where they have no lowering
+    torch.ops.mmqc.kv_pack.default: kv_pack.reference,
+    torch.ops.mmqc.kv_attention.default: kv_attention.reference,
+}
 
 
 def python_ops(program: ExportedProgram) -> list[str]:
@@ -35,7 +40,7 @@ def python_ops(program: ExportedProgram) -> list[str]:
     found = set()
     for node in program.graph.nodes:
         op: Any = node.target
-        if isinstance(op, torch._ops.OpOverload) and op.namespace in OWN and op not in inductor.lowerings:
+        if isinstance(op, torch._ops.OpOverload) and op.namespace in OWN and op not in {*inductor.lowerings, *PLAIN}:
             found.add(str(op))
     return sorted(found)
 
@@ -62,6 +67,9 @@ def compile_program(program: ExportedProgram, *, as_eager: bool, metadata: Mappi
     }
     if LOWER_BOUND in inductor.config_keys():
         options[LOWER_BOUND] = False  # a trace takes two for the least size; what is less was compared with the model
+    plain = {op: f for op, f in PLAIN.items() if op not in inductor.lowerings}
+    if any(node.target in plain for node in program.graph.nodes):
+        program = program.run_decompositions(plain)
     module: Any = program.module(check_guards=False)
     with torch.no_grad(), _ordered() if as_eager else _as_it_is():
         files = inductor.aot_files(module, args, kwargs, options)
