@@ -283,7 +283,7 @@ def timed(model: Any, prompt: Mapping[str, Any], new_tokens: int, repeats: int) 
 
 def report(runs: list[Path], out: Path) -> Path:
     """The page about these runs."""
-    from mmqc.doctor import SUPPORTED, installed
+    from mmqc.doctor import environment
     from mmqc.report import write_html
     from mmqc.report_read import read_report
 
@@ -306,13 +306,12 @@ def report(runs: list[Path], out: Path) -> Path:
             kernels[run.stem] = data["explain"]
         else:
             reports[run.name if run.is_dir() else run.stem] = read_report(file)
-    environment = {package: installed(package) or "not installed" for package in SUPPORTED}
     data = {
         "title": "Quantization report",
         "table": table,
         "speed": speed,
         "kernels": kernels,
         "reports": reports,
-        "environment": environment,
+        "environment": environment(),
     }
     return write_html(out, data)
