@@ -1,7 +1,7 @@
 """Queries and keys of one calibration batch, and what rounding the visual keys does to their scores.
 
-    seen = observe(model, batches)              before anything has changed: queries and keys of the floating-point model
-    histograms(seen, spec)                      once ``spec`` has its tau
+    observe(model, batches)         before anything has changed: queries and keys of the floating-point model
+    histograms(seen, spec)          once ``spec`` has its tau
 
 Shapes:  q [B, H_q, L, D]   k [B, H, L, D], behind RoPE   scores [H_q, Q, V]: the text tokens behind a sequence's last visual
          token, at most the last 64, against all of its visual tokens
@@ -12,7 +12,7 @@ Rounding is the op kv_pack and calibration is kv_attention's own, so that what i
 # pyright: reportArgumentType=false
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,10 +25,11 @@ from transformers.masking_utils import sdpa_mask
 
 from . import ops as _ops  # noqa: F401
 from .cache import decoder_config
-from .config import KVSpec
+from .config import KVSpec, QuantConfig
 from .modality import ModalityContext, attached, visual_token_ids
 from .ops.kv_attention import calibrate
 from .ops.kv_words import unpack_words
+from .report import QuantReport
 from .score_histogram import CALIBRATED, EXACT, ROUNDED, ScoreHistogram
 
 NAME = "mmqc_kv_scores"
@@ -118,6 +119,19 @@ def which(visual: Tensor, mask: Tensor | None) -> dict[int, Rows]:
             if len(behind):
                 found[b] = Rows(at, behind)
     return found
+
+
+def with_scores(
+    quantize: Callable[..., QuantReport], model: nn.Module, config: QuantConfig, calibration: Iterable[Batch] | None,
+    *more: Any, **options: Any,
+) -> QuantReport:  # fmt: skip
+    """``quantize(model, config, calibration, ...)``, which packs the cache, and its report with the scores."""
+    batches = None if calibration is None else [dict(b) for b in calibration]
+    seen = observe(model, batches or ())
+    report = quantize(model, config, batches, *more, **options)
+    if report.config.kv is not None:
+        report.kv_scores = histograms(seen, report.config.kv)
+    return report
 
 
 def histograms(seen: Seen, spec: KVSpec) -> list[ScoreHistogram]:

@@ -17,7 +17,7 @@ from .config import ConfigError, QuantConfig
 from .expert_modules import QuantExperts
 from .generated import with_generated
 from .job import Batch, Job, Options
-from .kv_scores import histograms, observe
+from .kv_scores import with_scores
 from .memory_error import explained
 from .modality import ModalityContext, attached, detach, visual_token_ids
 from .modules import QuantLinear
@@ -78,11 +78,7 @@ def quantize_(
             "filter_fn": filter_fn, "progress": progress, "resume_dir": resume_dir, "inputs": inputs, "device": device,
             "spool": spool, "generate_tokens": generate_tokens, "modality_weights": modality_weights,
         }  # fmt: skip
-        batches = None if calibration is None else [dict(b) for b in calibration]
-        seen = observe(model, batches or ())
-        report = quantize_kv(model, config, batches, quantize_, **more)
-        report.kv_scores = histograms(seen, report.config.kv or config.kv)
-        return report
+        return with_scores(quantize_kv, model, config, calibration, quantize_, **more)
     start = time.perf_counter()
     _check_model(model, config)
     options = Options(inputs, device, spool, generate_tokens, resume_dir, _row_weights(modality_weights))

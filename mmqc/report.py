@@ -288,7 +288,7 @@ def tower_row(tower: str, layers: Sequence[LayerReport]) -> tuple[str, ...]:
     clipped = max((v for layer in layers for v in layer.saturated.values()), default=0.0)
     errors = [layer.weight_error for layer in layers if math.isfinite(layer.weight_error)]
     return (
-        tower,
+        tower or "(not traced)",
         str(len(layers)),
         ", ".join(dict.fromkeys(layer.scheme for layer in layers)),
         *sqnr,
