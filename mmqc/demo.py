@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 FLOAT = "float"
 COMPILED = "mquant w8a8"
-CACHE, CACHE_PROMPTS = "calibquant, 1-bit cache", 4
+CACHE, CACHE_PROMPTS = "calibquant, 1-bit cache", 2
 SHOWN = 6
 
 
@@ -186,9 +186,9 @@ def measure(sample: Sample, recipes: dict[str, Any], questions: int, calibration
 
 
 def packed_cache(sample: Sample, calibration: int, steps: Steps) -> QuantReport:
-    """A copy of the float model with the paper's 1-bit visual cache: the page draws its scores (CalibQuant's Figure 1)."""
+    """A copy of the float model with a 1-bit visual cache, ranges in full as in the paper: the page draws its scores."""
     model, batches = copy.deepcopy(sample.model), list(sample.calibration(min(calibration, CACHE_PROMPTS)))
-    config = mmqc.recipes.calibquant(1, shrink_keys=1.0, shrink_values=1.0)
+    config = mmqc.recipes.calibquant(1, shrink_keys=1.0, shrink_values=1.0, search="layer")
     work = lambda: mmqc.quantize_(model, config, calibration=batches, progress=False)  # noqa: E731
     return steps(f"{sample.name}: search tau, {CACHE}", work)[0]
 

@@ -212,14 +212,13 @@ class QuantReport:
         if not self.kv_scores:
             return ""
         lines = [f"scores of visual tokens in {count(len(self.kv_scores), 'layer')}, one calibration batch (medians)"]
-        for kind in (ROUNDED, CALIBRATED):
-            layers = [layer for layer in self.kv_scores if kind in layer.error]
-            if layers:
-                outside = statistics.median(layer.outside(kind) for layer in layers)
-                error = statistics.median(layer.error[kind] for layer in layers)
-                lines.append(
-                    f"  {kind}: {outside:.1%} beyond the exact scores, mean squared error of the softmax {error:.1e}"
-                )
+        calibrated = any(CALIBRATED in layer.error for layer in self.kv_scores)
+        for kind in (ROUNDED, CALIBRATED) if calibrated else (ROUNDED,):
+            outside = statistics.median(layer.outside(kind) for layer in self.kv_scores)
+            error = statistics.median(layer.error_of(kind) for layer in self.kv_scores)
+            lines.append(
+                f"  {kind}: {outside:.1%} beyond the exact scores, mean squared error of the softmax {error:.1e}"
+            )
         return "\n".join(lines)
 
     def _passes(self) -> str:

@@ -257,11 +257,12 @@ def _model(name: str, report: QuantReport, *, alone: bool) -> str:
 
 def _kernels(name: str, found: Row) -> str:
     """What the compiled model calls, and where an op did without its kernel."""
+    calls = sum(found["kernels"].values())
     kernels = table(("kernel", "calls"), [[f"<code>{escape(k)}</code>", str(n)] for k, n in found["kernels"].items()])
     fallbacks = [[f"{f['graph']}", f"<code>{escape(f['op'])}</code>", escape(f["reason"])] for f in found["fallbacks"]]
     breaks = [[str(n), escape(reason)] for reason, n in found["breaks"].items()]
     parts = [
-        kernels if found["kernels"] else "",
+        _fold(f"{count(len(found['kernels']), 'kernel')}, {count(calls, 'call')}", kernels) if calls else "",
         _fold(count(len(fallbacks), "fallback"), table(("graph", "op", "reason"), fallbacks)) if fallbacks else "",
         _fold(count(len(breaks), "graph break"), table(("times", "reason and place"), breaks)) if breaks else "",
     ]
@@ -293,7 +294,7 @@ def _refused(report: QuantReport) -> str:
 
 def _layers(report: QuantReport) -> str:
     columns: list[tuple[str, Callable[[LayerReport], str]]] = [
-        ("layer", lambda x: f"<code>{escape(x.fqn)}</code>"),
+        ("layer", lambda x: f'<code class="name">{escape(x.fqn)}</code>'),
         ("scheme", lambda x: escape(x.scheme)),
         *((f"SQNR {m}", lambda x, m=m: decibels(x.sqnr.get(m))) for m in MODALITIES),
         *((f"{m} range", lambda x, m=m: _interval(x.ranges.get(m))) for m in MODALITIES),

@@ -53,10 +53,10 @@ def error_plot(layers: Sequence[ScoreHistogram]) -> str | None:
     if len(layers) < 2:
         return None
     with figure(2.3) as (fig, (axis,)):
-        for kind in (ROUNDED, CALIBRATED):
-            points = [(layer.layer, layer.error[kind]) for layer in layers if kind in layer.error]
-            if points:
-                axis.plot(*zip(*points, strict=True), "o-", color=COLOURS[kind], markersize=3, linewidth=1, label=kind)
+        kinds = (ROUNDED, CALIBRATED) if any(CALIBRATED in layer.error for layer in layers) else (ROUNDED,)
+        for kind in kinds:
+            points = [(layer.layer, layer.error_of(kind)) for layer in layers]
+            axis.plot(*zip(*points, strict=True), "o-", color=COLOURS[kind], markersize=3, linewidth=1, label=kind)
         axis.set(ylim=(0, None), xlabel="layer", ylabel="MSE of the softmax")
         axis.ticklabel_format(axis="y", scilimits=(0, 0))
         axis.xaxis.get_major_locator().set_params(integer=True)

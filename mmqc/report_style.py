@@ -22,7 +22,7 @@ tbody tr:hover { background: var(--soft); }
 td:first-child { font-weight: 500; }
 code { font: 12.5px/1.45 ui-monospace, SFMono-Regular, Menlo, Consolas, "DejaVu Sans Mono", monospace;
   overflow-wrap: anywhere; }
-td code { white-space: nowrap; }
+td code.name { white-space: nowrap; }
 .bad { color: var(--bad); font-weight: 600; }
 details { margin-top: 14px; border: 1px solid var(--rule); border-radius: 8px; padding: 8px 14px; }
 summary { cursor: pointer; font-weight: 600; font-size: 14px; }

@@ -43,9 +43,13 @@ class ScoreHistogram:
         """What ``dataclasses.asdict`` wrote."""
         return cls(**{**data, "tau": tuple(data["tau"])})
 
+    def error_of(self, kind: str) -> float:
+        """Of a layer that is not calibrated, "calibrated" is "rounded"."""
+        return self.error.get(kind, self.error[ROUNDED])
+
     def outside(self, kind: str) -> float:
-        """The share of the scores that lie where no exact score does."""
-        exact, other = self.counts[EXACT], self.counts[kind]
+        """The share of the scores that are beyond every exact score, likewise."""
+        exact, other = self.counts[EXACT], self.counts.get(kind, self.counts[ROUNDED])
         used = [i for i, n in enumerate(exact) if n]
         inside = sum(other[used[0] : used[-1] + 1]) if used else 0
         return 1 - inside / max(sum(other), 1)
