@@ -11,8 +11,6 @@ GPTQ: int8 per row, the form of torchao's that needs no other package; mmqc's in
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import statistics
 import sys
 from pathlib import Path
@@ -24,6 +22,7 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torchao
+from study import SAMPLES, device, store, table
 from torchao.prototype.awq.core import AWQObserver
 from torchao.prototype.gptq.api import GPTQConfig, gptq_quantize
 from torchao.quantization import Int8WeightOnlyConfig, IntxWeightOnlyConfig, quantize_
@@ -33,7 +32,6 @@ import mmqc
 from mmqc.config import WeightSpec
 from mmqc.solvers import awq, solve
 
-SAMPLES = ("digits-vqa", "digits-vqa-stress")
 GROUP = 128
 INT4 = IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=PerGroup(GROUP))
 
@@ -101,24 +99,26 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    device = torch.cuda.get_device_name() if options.device == "cuda" else f"CPU, {platform.machine()}"
-    data: dict[str, Any] = {"device": device, "torch": torch.__version__, "torchao": torchao.__version__, "layers": {}}
+    data: dict[str, Any] = {
+        "device": device(options.device),
+        "torch": torch.__version__,
+        "torchao": torchao.__version__,
+        "layers": {},
+    }
     for name in options.samples:
         rows = {
             fqn: compare(w.to(options.device), x.to(options.device))
             for fqn, (w, x) in inputs(name, options.calibration).items()
         }
         data["layers"][name] = rows
-        for label in next(iter(rows.values())):
-            values = [row[label] for row in rows.values()]
-            print(
-                f"{name:18s} {label:28s} mean error {statistics.mean(values):.3e}, median {statistics.median(values):.3e}"
-            )
+        values = {label: [row[label] for row in rows.values()] for label in next(iter(rows.values()))}
+        lines = [(k, f"{statistics.mean(v):.3e}", f"{statistics.median(v):.3e}") for k, v in values.items()]
+        print(table((name, "mean error", "median"), lines))
         for label in ("awq: mmqc, no clip", "awq: mmqc"):
             better = sum(row[label] <= row["awq: torchao"] * 1.0001 for row in rows.values())
             print(f"{name:18s} {label}: same or lower than torchao's in {better} of {len(rows)} layers")
     if options.out:
-        options.out.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+        store(options.out, data)
 
 
 if __name__ == "__main__":

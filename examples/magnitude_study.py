@@ -17,12 +17,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import json
-import platform
 import statistics
-import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,10 +26,11 @@ from typing import Any
 from unittest import mock
 
 import torch
-import transformers
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from study import ROOT, SAMPLES, about, put, quantized, read, store, table
 
 import mmqc
 from mmqc import online_hadamard
@@ -48,8 +45,6 @@ from mmqc.passes.fold_signs import FoldSigns
 from mmqc.passes.insert_hadamard import InsertHadamard
 from mmqc.pipeline import FACTS, exact_passes
 
-ROOT = Path(__file__).resolve().parents[1]
-SAMPLES = ("digits-vqa", "digits-vqa-stress")
 SEEDS_OF_RUNS = {8: 1, 4: 3}  # by weight bits: of the rotations' signs, and of those in front of H
 WIDTHS = (4096, 5120, 8960, 11008, 13696, 14336, 17408, 18944)
 SEEDS, DRAWS = 10, 200
@@ -154,18 +149,18 @@ def configs(bits: int) -> dict[str, tuple[str, QuantConfig]]:
 def one_run(
     name: str, matrix: str, config: QuantConfig, seed: int, options: argparse.Namespace, layers: Any
 ) -> dict[str, Any]:
-    sample = mmqc.samples.load(name)
     config = config.replace(rewrites=dataclasses.replace(config.rewrites, seed=seed))
     without_signs = mock.patch.object(FoldSigns, "match", return_value=())  # they are what is studied
     with using(functools.partial(MATRICES[matrix], seed=seed)), without_signs:
-        report = mmqc.quantize_(sample.model, config, sample.calibration(options.calibration), progress=False)
+        sample, report = quantized(name, config, options.calibration)
     scores = sample.evaluate(sample.model, options.questions)
     kept = {r.fqn: {"sqnr": r.sqnr, "outliers": r.outliers} for r in report.layers if r.fqn in layers}
     return {"nll": scores["nll"], "accuracy": scores["accuracy"], "layers": kept}
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    data: dict[str, Any] = {"about": about(options), "constant_share": {}, "samples": {}}
+    command = f"python examples/magnitude_study.py --questions {options.questions} --calibration {options.calibration}"
+    data: dict[str, Any] = {"about": about(command), "constant_share": {}, "samples": {}}
     for n in WIDTHS:
         plain, split = MATRICES["plain"](n), product(n)
         spread = apply_factors(signs(n)[None] * n**-0.5, plain).square().max()
@@ -187,22 +182,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     return data
 
 
-def about(options: argparse.Namespace) -> dict[str, Any]:
-    git = lambda *args: subprocess.run(["git", *args], cwd=ROOT, capture_output=True, text=True).stdout.strip()  # noqa: E731
-    return {
-        "command": f"python examples/magnitude_study.py --questions {options.questions} --calibration {options.calibration}",
-        "commit": git("rev-parse", "--short", "HEAD") + (" and changes" if git("status", "--porcelain") else ""),
-        "date": time.strftime("%Y-%m-%d"), "device": f"CPU, {platform.machine()}, {torch.get_num_threads()} thread",
-        "python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__,
-    }  # fmt: skip
-
-
 # --- the page ---------------------------------------------------------------------------------------------------------
-
-
-def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
-    lines = [head, tuple("---" if i == 0 else "--:" for i in range(len(head))), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def short(fqn: str) -> str:
@@ -277,23 +257,23 @@ def plot(data: dict[str, Any]) -> None:
         axes[1].legend(ncols=4, loc="upper center", bbox_to_anchor=(0.5, 1.2))
         axes[1].set_xticks(range(len(names)), [short(f) for _, f in names], rotation=60, ha="right")
         axes[0].set_xticks(range(len(names)), [""] * len(names))
-        axes[0].set_title("   ".join(data["samples"]) + "   (left to right)")
+        half = len(next(iter(data["samples"].values()))["layers"])
+        for i, name in enumerate(data["samples"]):
+            axes[0].text(
+                i * half - 0.4, 1.04, name, transform=axes[0].get_xaxis_transform(), fontsize=10, weight="bold"
+            )
         for axis in axes:
             axis.grid(axis="y", linewidth=0.6)
-            axis.axvline(len(next(iter(data["samples"].values()))["layers"]) - 0.5, color=MUTED, linewidth=0.8)
+            axis.set_xlim(-0.7, len(names) - 0.3)
+            axis.axvline(half - 0.5, color=MUTED, linewidth=0.8)
         fig.savefig(PAGE.with_suffix(".png"), dpi=110)
 
 
 def write(data: dict[str, Any]) -> None:
     plot(data)
-    text = PAGE.read_text(encoding="utf-8")
     stamp = ", ".join(f"{k} {v}" if k not in ("command", "device") else f"{v}" for k, v in data["about"].items())
     parts = {"share": share_table(data), "layers": layer_table(data), "runs": run_table(data), "about": stamp}
-    for name, part in parts.items():
-        begin, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
-        head, tail = text.split(begin)[0], text.split(end)[1]
-        text = f"{head}{begin}\n{part}\n{end}{tail}"
-    PAGE.write_text(text, encoding="utf-8")
+    put(PAGE, parts)
 
 
 def main() -> None:
@@ -304,10 +284,8 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     if not options.draw:
-        data = measure(options)
-        RESULTS.parent.mkdir(parents=True, exist_ok=True)
-        RESULTS.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-    write(json.loads(RESULTS.read_text(encoding="utf-8")))
+        store(RESULTS, measure(options))
+    write(read(RESULTS))
 
 
 if __name__ == "__main__":

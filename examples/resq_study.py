@@ -10,26 +10,19 @@ with the same options, are not repeated.  All methods get the same calibration b
 from __future__ import annotations
 
 import argparse
-import json
-import platform
-import subprocess
-import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import transformers
+from study import ROOT, SAMPLES, about, paired, quantized, read, store, table
 
 import mmqc
 from mmqc import recipes as r
 from mmqc.config import QuantConfig
 from mmqc.samples import scoring
 
-ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs/results/resq.json"
 PAGE = ROOT / "docs/results/resq.md"
-SAMPLES = ("digits-vqa", "digits-vqa-stress")
 METHODS: dict[str, QuantConfig] = {
     "RTN": r.per_token(kv_bits=4, solver="rtn"), "GPTQ": r.per_token(kv_bits=4), "SmoothQuant+": r.smoothquant(kv_bits=4),
     "QUIK": r.quik(kv_bits=4), "QuaRot": r.quarot(kv_bits=4), "ResQ": r.resq(),
@@ -48,21 +41,20 @@ BITS: dict[str, QuantConfig] = {
 }
 PARTS = {"methods": METHODS, "ablation": ABLATION, "rank": RANKS, "bits": BITS}
 ORDER = tuple(METHODS)
-DRAWS, BATCH = 2000, 32
+BATCH = 32
 
 
 # --- what is measured -------------------------------------------------------------------------------------------------
 
 
 def one_run(sample_name: str, config: QuantConfig | None, options: argparse.Namespace) -> dict[str, Any]:
-    sample = mmqc.samples.load(sample_name)
-    start = time.perf_counter()
-    run: dict[str, Any] = {}
-    if config is not None:
-        report = mmqc.quantize_(sample.model, config, sample.calibration(options.calibration), progress=False)
+    run: dict[str, Any] = {"quantize_seconds": 0.0}
+    if config is None:
+        sample = mmqc.samples.load(sample_name)
+    else:
+        sample, report = quantized(sample_name, config, options.calibration)
         run["sqnr"] = float(np.mean([min(row.sqnr.values()) for row in report.layers if row.sqnr]))
-        run["rewrite_error"] = report.rewrite_error
-    run["quantize_seconds"] = time.perf_counter() - start
+        run |= {"rewrite_error": report.rewrite_error, "quantize_seconds": report.seconds}
     answered = sample.evaluate(sample.model, options.answers)
     asked = sample.questions(options.questions)
     nlls = answer_nlls(sample, asked)
@@ -99,52 +91,31 @@ def measure(options: argparse.Namespace) -> None:
             continue
         runs[name] = one_run(sample, config, options)
         print(f"{sample:18s} {name:18s} nll {runs[name]['nll']:.4f}  accuracy {runs[name]['accuracy']:.3f}", flush=True)
-        RESULTS.parent.mkdir(parents=True, exist_ok=True)
-        RESULTS.write_text(json.dumps(data, indent=None) + "\n", encoding="utf-8")
+        store(RESULTS, data, indent=None)
 
 
 def load(options: argparse.Namespace) -> dict[str, Any]:
     """What is on file, if it was measured with these options."""
-    fresh = {"about": about(options), "samples": {}}
+    asked = {k: getattr(options, k) for k in ("questions", "answers", "calibration")}
+    command = f"python examples/resq_study.py {' '.join(f'--{k} {n}' for k, n in asked.items())}"
+    fresh = {"about": about(command, **asked), "samples": {}}
     if not RESULTS.exists():
         return fresh
-    data = json.loads(RESULTS.read_text(encoding="utf-8"))
-    same = all(
-        data["about"][k] == fresh["about"][k] for k in ("questions", "answers", "calibration", "torch", "transformers")
-    )
+    data = read(RESULTS)
+    same = all(data["about"][k] == fresh["about"][k] for k in (*asked, "torch", "transformers"))
     return data if same else fresh
-
-
-def about(options: argparse.Namespace) -> dict[str, Any]:
-    git = lambda *args: subprocess.run(["git", *args], cwd=ROOT, capture_output=True, text=True).stdout.strip()  # noqa: E731
-    return {
-        "questions": options.questions, "answers": options.answers, "calibration": options.calibration,
-        "commit": git("rev-parse", "--short", "HEAD"),
-        "date": time.strftime("%Y-%m-%d"), "device": f"CPU, {platform.machine()}, {torch.get_num_threads()} thread",
-        "python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__,
-    }  # fmt: skip
 
 
 # --- the page ---------------------------------------------------------------------------------------------------------
 
 
-def paired(a: dict[str, Any], b: dict[str, Any]) -> tuple[float, float, float]:
-    """Mean NLL of a minus that of b on the same questions, and its bootstrap 95 % interval, kinds weighing the same."""
-    rng, kinds = np.random.default_rng(0), np.array(a["kinds"])
-    difference = np.array(a["nlls"]) - np.array(b["nlls"])
-    parts = [difference[kinds == kind] for kind in dict.fromkeys(a["kinds"])]
-    draws = np.mean([d[rng.integers(len(d), size=(DRAWS, len(d)))].mean(1) for d in parts], axis=0)
-    low, high = np.quantile(draws, [0.025, 0.975])
-    return float(np.mean([d.mean() for d in parts])), float(low), float(high)
-
-
-def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
-    lines = [head, tuple("---" if i == 0 else "--:" for i in range(len(head))), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+def above(a: dict[str, Any], b: dict[str, Any]) -> tuple[float, float, float]:
+    """Mean NLL of a minus that of b on the same questions, and its interval."""
+    return paired(a["nlls"], b["nlls"], a["kinds"])
 
 
 def row(name: str, run: dict[str, Any], against: dict[str, Any], full: dict[str, Any]) -> tuple[str, ...]:
-    middle, low, high = paired(run, against)
+    middle, low, high = above(run, against)
     verdict = "" if run is against else f"{middle:+.4f} ({low:+.4f} to {high:+.4f})"
     sqnr = f"{run['sqnr']:.1f} dB" if "sqnr" in run else ""
     return (
@@ -168,7 +139,7 @@ def claims(runs: dict[str, Any]) -> str:
     pairs = [(a, "QUIK") for a in ORDER[:3]] + [("QUIK", "QuaRot"), ("QuaRot", "ResQ")]
     lines = []
     for worse, better in pairs:
-        middle, low, high = paired(runs[worse], runs[better])
+        middle, low, high = above(runs[worse], runs[better])
         word = "holds" if low > 0 else "is reversed" if high < 0 else "is not decided"
         lines.append((f"{worse} > {better}", f"{middle:+.4f} ({low:+.4f} to {high:+.4f})", word))
     return table(("NLL, paper's order", "difference", "here it"), lines)
@@ -178,7 +149,7 @@ def bits_table(runs: dict[str, Any]) -> str:
     lines = []
     for name in [n for n in BITS if n.startswith("ResQ") and n in runs]:
         rival = name.replace("ResQ", "QuaRot")
-        middle, low, high = paired(runs[rival], runs[name])
+        middle, low, high = above(runs[rival], runs[name])
         lines.append((name.removeprefix("ResQ "), f"{runs[rival]['nll']:.4f}", f"{runs[name]['nll']:.4f}",
                       f"{middle:+.4f} ({low:+.4f} to {high:+.4f})"))  # fmt: skip
     return table(("W/A/KV", "QuaRot NLL", "ResQ NLL", "difference"), lines)
@@ -255,7 +226,7 @@ def main() -> None:
     torch.set_num_threads(1)
     if not options.draw:
         measure(options)
-    data = json.loads(RESULTS.read_text(encoding="utf-8"))
+    data = read(RESULTS)
     plot(data)
     PAGE.write_text(page(data), encoding="utf-8")
 

@@ -7,7 +7,6 @@ config or the data cannot be used, and why; 4 not enough memory.
 from __future__ import annotations
 
 import functools
-import inspect
 import json
 import logging
 import os
@@ -21,10 +20,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from mmqc.cli_config import make_config, public_functions, read_config
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from mmqc.config import QuantConfig
     from mmqc.samples.sample import Sample
 
 WANTING, REFUSED, MEMORY = 1, 3, 4
@@ -34,8 +34,28 @@ app = typer.Typer(
 )
 console = Console(width=None if sys.stdout.isatty() else 100)  # tables keep their columns in a log
 
-Model = Annotated[str, typer.Argument(help="A shipped sample (digits-vqa, digits-vqa-stress) or a model directory.")]
-Recipe = Annotated[str, typer.Option("--recipe", "-r", help="A function of mmqc.recipes.")]
+
+def recipe_names() -> list[str]:
+    """For the shell's completion."""
+    import mmqc
+
+    return sorted(public_functions(mmqc.recipes))
+
+
+def sample_names() -> list[str]:
+    """For the shell's completion."""
+    from mmqc.samples import NAMES
+
+    return list(NAMES)
+
+
+Model = Annotated[
+    str,
+    typer.Argument(
+        help="A shipped sample (digits-vqa, digits-vqa-stress) or a model directory.", autocompletion=sample_names
+    ),
+]
+Recipe = Annotated[str, typer.Option("--recipe", "-r", help="A function of mmqc.recipes.", autocompletion=recipe_names)]
 Set = Annotated[list[str] | None, typer.Option("--set", "-s", metavar="KEY=VALUE", help="An argument of the recipe.")]
 ConfigFile = Annotated[Path | None, typer.Option("--config", exists=True, help="A QuantConfig as JSON, not a recipe.")]
 Data = Annotated[
@@ -48,8 +68,21 @@ Json = Annotated[Path | None, typer.Option("--json", help="Write the figures the
 SampleName = Annotated[str, typer.Option("--sample", help="The sample whose data is used with a model directory.")]
 
 
+def show_version(wanted: bool) -> None:
+    """Print the version and stop."""
+    if wanted:
+        from mmqc.doctor import installed
+
+        console.print(f"mmqc {installed('mmqc') or 'not installed as a distribution'}", highlight=False)
+        raise typer.Exit
+
+
 @app.callback()
-def main() -> None:
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
     """A quantizing compiler for multimodal LLMs."""
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch is imported; see Makefile
@@ -61,20 +94,6 @@ def main() -> None:
             logging.getLogger(name).setLevel(logging.ERROR)
 
 
-@app.command()
-def demo(
-    out: Annotated[Path, typer.Option(help="Where report.html goes.")] = Path("out"),
-    questions: Annotated[int, typer.Option(min=5, help="Questions to each model.")] = 150,
-    calibration: Annotated[int, typer.Option(min=1, help="Calibration prompts.")] = 32,
-    ablation: Annotated[bool, typer.Option(help="Quantize the stressed model step by step as well.")] = True,
-    compiled: Annotated[bool, typer.Option("--compile/--no-compile", help="Compile one model and ask it.")] = True,
-) -> None:
-    """Quantize a shipped model three ways, compare, ask, and write out/report.html."""
-    from mmqc import demo as job
-
-    job.run(job.Options(out, questions, calibration, ablation, compiled), console)
-
-
 def clear(command: Callable[..., None]) -> Callable[..., None]:
     """What the library refuses becomes one line and an exit code; MMQC_DEBUG=1 shows the traceback."""
 
@@ -82,7 +101,7 @@ def clear(command: Callable[..., None]) -> Callable[..., None]:
     def run(*args: Any, **kwargs: Any) -> None:
         try:
             command(*args, **kwargs)
-        except (ValueError, ImportError, FileNotFoundError, MemoryError) as error:
+        except (ValueError, ImportError, OSError, MemoryError) as error:
             if os.environ.get("MMQC_DEBUG"):
                 raise
             Console(stderr=True, soft_wrap=True).print(
@@ -91,6 +110,23 @@ def clear(command: Callable[..., None]) -> Callable[..., None]:
             raise typer.Exit(MEMORY if isinstance(error, MemoryError) else REFUSED) from error
 
     return run
+
+
+@app.command()
+@clear
+def demo(
+    out: Annotated[Path, typer.Option(help="Where report.html goes.")] = Path("out"),
+    questions: Annotated[int, typer.Option(min=5, help="Questions to each model.")] = 150,
+    calibration: Annotated[int, typer.Option(min=1, help="Calibration prompts.")] = 32,
+    ablation: Annotated[bool, typer.Option(help="Quantize the stressed model step by step as well.")] = True,
+    compiled: Annotated[bool, typer.Option("--compile/--no-compile", help="Compile one model and ask it.")] = True,
+) -> None:
+    """Quantize a shipped model three ways, compare, ask, and write out/report.html."""
+    from mmqc import cli_checks
+    from mmqc import demo as job
+
+    cli_checks.folder(out, needed=True)
+    job.run(job.Options(out, questions, calibration, ablation, compiled), console)
 
 
 @app.command()
@@ -113,13 +149,14 @@ def quantize(
     sample: SampleName = "digits-vqa",
 ) -> None:
     """Quantize a model, save it, and write quantization.html and quantization.json beside it."""
-    from mmqc import cli_jobs
+    from mmqc import cli_checks, cli_jobs
 
+    cli_checks.names(model, sample)
     bits = [f"{key}={value}" for key, value in (("weight_bits", w), ("activation_bits", a)) if value is not None]
     config = read_config(config_file) if config_file else make_config(recipe, [*bits, *(settings or [])])
-    if out is None and not dry_run:
-        raise typer.BadParameter("a directory for the result is needed, or --dry-run", param_hint="--out")
+    cli_checks.folder(out, needed=not dry_run)
     cli_jobs.check_format(save_format)
+    cli_checks.calibration(calibration, config)
     if not cli_jobs.announce(model, config, calibration, console) and not force and not dry_run:
         raise MemoryError("memory is short for this; free some, quantize on a larger machine, or pass --force")
     if dry_run:
@@ -245,6 +282,8 @@ def export(
     from mmqc import cli_jobs
     from mmqc.front.index_find import ExportError
 
+    if out.suffix != ".pt2":
+        raise typer.BadParameter(f"{str(out)!r}: the name of a package ends in .pt2", param_hint="OUT")
     loaded, source = load(model, sample)
     example = cli_jobs.prompts(loaded, model, source, data, 1)[0]
     config = read_config(config_file) if config_file else make_config(recipe, settings or []) if recipe else None
@@ -261,11 +300,12 @@ def export(
             mmqc.export(loaded, example, out, programs=program, say=say)
         except (ExportError, ValueError) as error:
             console.print(str(error), markup=False, highlight=False, style="red")
-            raise typer.Exit(1) from error
+            raise typer.Exit(REFUSED) from error
     console.print(f"{out}: {out.stat().st_size / 2**20:.1f} MiB")
 
 
 @app.command()
+@clear
 def doctor(
     smoke: Annotated[bool, typer.Option(help="Compile a quantized linear and compare it with eager.")] = True,
 ) -> None:
@@ -281,10 +321,11 @@ def doctor(
     for line in checkup.fallbacks(checks):
         console.print(f"  {line}", markup=False, highlight=False)
     if not checkup.sound(checks):
-        raise typer.Exit(1)
+        raise typer.Exit(WANTING)
 
 
 @app.command()
+@clear
 def passes(recipe: Recipe = "mquant", settings: Set = None, config_file: ConfigFile = None) -> None:
     """The passes that a recipe runs, in order, with what each needs and gives."""
     from mmqc.pipeline import exact_passes, quantizing_passes
@@ -306,63 +347,16 @@ def write_json(path: Path | None, figures: dict[str, Any]) -> None:
         path.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
 
 
-def make_config(recipe: str, settings: list[str]) -> QuantConfig:
-    """The config of a recipe of `mmqc.recipes`, called with `key=value` settings."""
-    import mmqc
-
-    known = public_functions(mmqc.recipes)
-    if recipe not in known:
-        raise typer.BadParameter(f"{recipe!r}: the recipes are {', '.join(sorted(known))}", param_hint="--recipe")
-    allowed = inspect.signature(known[recipe]).parameters
-    arguments: dict[str, Any] = {}
-    for setting in settings:
-        key, equals, value = setting.partition("=")
-        if not equals or key not in allowed:
-            raise typer.BadParameter(f"{setting!r}: {recipe} takes {', '.join(allowed)}, as key=value")
-        arguments[key] = plain_value(value)
-    try:
-        return known[recipe](**arguments)
-    except (TypeError, ValueError) as error:
-        raise typer.BadParameter(str(error), param_hint="--set") from error
-
-
-def public_functions(module: Any) -> dict[str, Callable[..., Any]]:
-    """The functions that a module defines itself, without leading underscore."""
-    members = inspect.getmembers(module, inspect.isfunction)
-    return {name: f for name, f in members if f.__module__ == module.__name__ and not name.startswith("_")}
-
-
-def plain_value(text: str) -> Any:
-    """4, 0.5, true, null as JSON has them; Python's True, False and None; anything else is a string."""
-    try:
-        return json.loads({"True": "true", "False": "false", "None": "null"}.get(text, text))
-    except json.JSONDecodeError:
-        return text
-
-
-def read_config(path: Path) -> QuantConfig:
-    """A QuantConfig from its JSON, or from the quantization.json of an earlier run."""
-    import mmqc
-
-    data = json.loads(path.read_text(encoding="utf-8"))
-    try:
-        return mmqc.QuantConfig.from_dict(data["config"] if set(data) >= {"config", "layers"} else data)
-    except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="--config") from error
-
-
 def load(model: str, sample: str) -> tuple[Any, Sample]:
     """The model of that name or directory, and the sample whose questions and calibration data go with it."""
     import mmqc
+    from mmqc.cli_checks import names
     from mmqc.samples import NAMES
 
+    names(model, sample)
     if model in NAMES:
         data = mmqc.samples.load(model)
         return data.model, data
-    if sample not in NAMES:
-        raise typer.BadParameter(f"{sample!r}: the samples are {', '.join(NAMES)}", param_hint="--sample")
-    if not (Path(model) / "config.json").exists():
-        raise typer.BadParameter(f"{model!r} is neither a sample ({', '.join(NAMES)}) nor a saved model's directory")
     from mmqc.cli_jobs import load_model
 
     return load_model(model), mmqc.samples.load(sample)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -10,12 +11,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import typer
 from rich.console import Console
 from rich.table import Table
 
 import mmqc
 from mmqc import evaluation
 from mmqc.chat_data import DataError, Example, batches, encode, read_examples
+from mmqc.cli_checks import images as check_images
+from mmqc.cli_checks import read_json
 from mmqc.convert import size_of
 from mmqc.memory_estimate import available, estimate
 
@@ -88,10 +92,15 @@ class Target:
     limit: int | None
 
 
+def bytes_of(number: float) -> str:
+    """E.g. "29 MB", "14.2 GB"."""
+    return f"{number / GIGABYTE:.1f} GB" if number >= GIGABYTE else f"{number / 1e6:.0f} MB"
+
+
 def check_format(name: str) -> None:
-    """Raise a ValueError for a format that is not known, before any work."""
+    """Raise for a format that is not known, before any work."""
     if name not in FORMATS:
-        raise ValueError(f"--format {name}: {' or '.join(FORMATS)}")
+        raise typer.BadParameter(f"{name!r}: {' or '.join(FORMATS)}", param_hint="--format")
 
 
 def announce(model: str, config: QuantConfig, calibration: str, console: Console) -> bool:
@@ -103,9 +112,9 @@ def announce(model: str, config: QuantConfig, calibration: str, console: Console
         "schemes": schemes,
         "calibration": "none" if calibration == "0" else data,
         "linears": f"up to {guess.linears}",
-        "weights": f"{guess.weights / GIGABYTE:.3f} GB, quantized {guess.quantized / GIGABYTE:.3f} GB",
-        "memory": f"about {guess.peak / GIGABYTE:.3f} GB and the activations of one prompt"
-        + (f"; {free / GIGABYTE:.1f} GB are free" if free else ""),
+        "weights": f"{bytes_of(guess.weights)}, quantized {bytes_of(guess.quantized)}",
+        "memory": f"about {bytes_of(guess.peak)} and the activations of one prompt"
+        + (f"; {bytes_of(free)} are free" if free else ""),
     }
     for name, value in rows.items():
         console.print(f"{name:12s} {value}", markup=False, highlight=False, soft_wrap=True)
@@ -119,7 +128,9 @@ def quantize(model: Any, sample: Sample, config: QuantConfig, target: Target, co
         count = int(target.calibration)
         data = sample.calibration(count) if count else None
     else:
-        data = list(batches(processor, read_examples(target.calibration, target.limit)))
+        examples = read_examples(target.calibration, target.limit)
+        check_images(model, examples, target.calibration)
+        data = list(batches(processor, examples))
     report = mmqc.quantize_(model, config, calibration=data)
     mmqc.save_pretrained(model, target.out, format=target.format)
     if hasattr(processor, "save_pretrained"):
@@ -171,9 +182,24 @@ def evaluate(job: Evaluation, load: Loader, console: Console) -> dict[str, float
         "", "value", title=f"{job.model} on {name}, {time.perf_counter() - start:.1f} s", title_justify="left"
     )
     for key, value in figures.items():
-        table.add_row(key, f"{value:.4f}" if isinstance(value, float) else str(value))
+        table.add_row(key, shown(key, value))
     console.print(table)
+    if any(isinstance(value, float) and math.isnan(value) for value in flat.values()):
+        console.print(
+            "NaN: the model's outputs are not finite; `mmqc quantize` names a weight that is not", style="red"
+        )
     return flat
+
+
+def shown(key: str, value: Any) -> str:
+    """A figure with its unit: shares in percent, noise in dB (as its name says), NLL in nats a token."""
+    if isinstance(value, evaluation.Interval):
+        return str(value)
+    if any(word in key for word in ("accuracy", "contains", "recovery")):
+        return f"{100 * value:.1f} %"
+    if key.startswith("nll"):
+        return f"{value:.4f} nats a token"
+    return f"{value:.4f}" if isinstance(value, float) else str(value)
 
 
 def _questions(model: Any, other: Any, processor: Any, examples: list[Example], tokens: int) -> dict[str, Any]:
@@ -283,7 +309,7 @@ def timed(model: Any, prompt: Mapping[str, Any], new_tokens: int, repeats: int) 
 
 def report(runs: list[Path], out: Path) -> Path:
     """The page about these runs."""
-    from mmqc.doctor import SUPPORTED, installed
+    from mmqc.doctor import environment
     from mmqc.report import write_html
     from mmqc.report_read import read_report
 
@@ -295,9 +321,9 @@ def report(runs: list[Path], out: Path) -> Path:
         file = run / "quantization.json" if run.is_dir() else run
         if not file.is_file():
             raise DataError(
-                f"{file} does not exist; pass output directories of `mmqc quantize` or JSON of `eval`, `bench`"
+                f"{file} does not exist; pass output directories of `mmqc quantize` or JSON of `eval`, `bench`, `explain`"
             )
-        data = json.loads(file.read_text(encoding="utf-8"))
+        data = read_json(file, "a quantization.json, or what `eval`, `bench` or `explain` wrote with --json,")
         if "eval" in data:
             table.append({"model": run.stem, **data["eval"]})
         elif "bench" in data:
@@ -306,13 +332,12 @@ def report(runs: list[Path], out: Path) -> Path:
             kernels[run.stem] = data["explain"]
         else:
             reports[run.name if run.is_dir() else run.stem] = read_report(file)
-    environment = {package: installed(package) or "not installed" for package in SUPPORTED}
     data = {
         "title": "Quantization report",
         "table": table,
         "speed": speed,
         "kernels": kernels,
         "reports": reports,
-        "environment": environment,
+        "environment": environment(),
     }
     return write_html(out, data)

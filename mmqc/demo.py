@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 FLOAT = "float"
 COMPILED = "mquant w8a8"
+CACHE, CACHE_PROMPTS = "calibquant, 1-bit cache", 2
 SHOWN = 6
 
 
@@ -71,7 +72,8 @@ class Result:
     ablation: list[dict[str, Any]] = field(default_factory=list)
     reports: dict[str, QuantReport] = field(default_factory=dict)
     examples: list[dict[str, Any]] = field(default_factory=list)
-    answers: list[dict[str, str]] = field(default_factory=list)
+    answers: list[dict[str, Any]] = field(default_factory=list)
+    kernels: dict[str, Any] = field(default_factory=dict)
     seconds: float = 0.0
 
 
@@ -104,15 +106,19 @@ def size(model: torch.nn.Module) -> int:
 
 def run(options: Options, console: Console) -> Result:
     """Run the demo, print its tables and answers, and write `report.html`."""
+    from mmqc.compile_record import collect_records
+    from mmqc.explain import Explanation
+
     start = time.perf_counter()
     result = Result()
     sample = mmqc.samples.load("digits-vqa")
     with Steps(console, options.ablation) as steps:
         outcomes = measure(sample, configs(), options.questions, options.calibration, steps)
+        cache = packed_cache(sample, options.calibration, steps)
         base = outcomes[0]
         result.table = [outcome.row(base) for outcome in outcomes]
         print_table(console, f"digits-vqa, {options.questions} questions about unseen handwriting", result.table)
-        result.reports = {o.name: o.report for o in outcomes if o.report is not None}
+        result.reports = {o.name: o.report for o in outcomes if o.report is not None} | {CACHE: cache}
         result.examples = examples(sample.questions(options.questions), base, outcomes[-1])
         if options.ablation:
             stress = mmqc.samples.load("digits-vqa-stress")
@@ -121,7 +127,9 @@ def run(options: Options, console: Console) -> Result:
             print_table(console, "digits-vqa-stress, W4A8, MQuant step by step", result.ablation)
     if options.compile:
         chosen = next(o for o in outcomes if o.name == COMPILED)
-        result.answers = compiled_answers(sample, chosen.model, console)
+        with collect_records() as graphs:
+            result.answers = compiled_answers(sample, chosen.model, console)
+        result.kernels = {COMPILED: Explanation(graphs).to_dict()}
     result.seconds = time.perf_counter() - start
     path = write(options.out / "report.html", result)
     console.print(f"{path} written; {result.seconds:.0f} s in all")
@@ -136,7 +144,7 @@ class Steps:
 
         columns = (TextColumn("{task.description:44s}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         self.progress = Progress(*columns, console=console, transient=True)
-        total = 1 + 2 * len(configs()) + (1 + 2 * len(ablation_configs()) if ablation else 0)
+        total = 2 + 2 * len(configs()) + (1 + 2 * len(ablation_configs()) if ablation else 0)
         self.task = self.progress.add_task("", total=total)
 
     def __enter__(self) -> Steps:
@@ -177,6 +185,14 @@ def measure(sample: Sample, recipes: dict[str, Any], questions: int, calibration
     return outcomes
 
 
+def packed_cache(sample: Sample, calibration: int, steps: Steps) -> QuantReport:
+    """A copy of the float model with a 1-bit visual cache, ranges in full as in the paper: the page draws its scores."""
+    model, batches = copy.deepcopy(sample.model), list(sample.calibration(min(calibration, CACHE_PROMPTS)))
+    config = mmqc.recipes.calibquant(1, shrink_keys=1.0, shrink_values=1.0, search="layer")
+    work = lambda: mmqc.quantize_(model, config, calibration=batches, progress=False)  # noqa: E731
+    return steps(f"{sample.name}: search tau, {CACHE}", work)[0]
+
+
 def examples(questions: Sequence[Any], float_: Outcome, quantized: Outcome) -> list[dict[str, Any]]:
     """Questions with both models' answers: those where they differ first, then one of each kind."""
     rows = list(zip(questions, float_.scores, quantized.scores, strict=True))
@@ -189,7 +205,7 @@ def examples(questions: Sequence[Any], float_: Outcome, quantized: Outcome) -> l
     ]
 
 
-def compiled_answers(sample: Sample, model: Any, console: Console) -> list[dict[str, str]]:
+def compiled_answers(sample: Sample, model: Any, console: Console) -> list[dict[str, Any]]:
     """Compile the model with our backend and let it answer questions about unseen pages, one at a time."""
     from rich.markup import escape
 
@@ -205,11 +221,11 @@ def compiled_answers(sample: Sample, model: Any, console: Console) -> list[dict[
         answer = sample.processor.decode(ids[0, prompt["input_ids"].shape[1] :])
         mark = "[green]right[/green]" if answer == question.answer else f"[red]not {question.answer}[/red]"
         console.print(f"  {question.question} [bold]{escape(answer)}[/bold] {mark}, {seconds:.1f} s", soft_wrap=True)
-        answers.append({"question": question.question, "answer": answer, "right": question.answer})
+        answers.append({"question": question.question, "answer": answer, "truth": question.answer, "seconds": seconds})
     return answers
 
 
-HEADINGS = {"model": "", "accuracy": "all", "recovery": "recov.", "size": "MB", "seconds": "s"}
+HEADINGS = {"model": "", "accuracy": "all", "recovery": "recov.", "size": "MB", "seconds": "quant. s"}
 
 
 def print_table(console: Console, title: str, rows: Sequence[dict[str, Any]]) -> None:
@@ -217,7 +233,9 @@ def print_table(console: Console, title: str, rows: Sequence[dict[str, Any]]) ->
     from rich import box
     from rich.table import Table
 
-    table = Table(title=title, title_justify="left", header_style="bold", box=box.SIMPLE_HEAD)
+    table = Table(
+        title=f"{title}; accuracy and recovery in %", title_justify="left", header_style="bold", box=box.SIMPLE_HEAD
+    )
     table.pad_edge, table.collapse_padding = False, True
     for key in rows[0]:
         heading = HEADINGS.get(key, key.removeprefix("accuracy/"))
@@ -241,7 +259,7 @@ def cell(key: str, value: Any) -> str:
 
 def write(path: Path, result: Result) -> Path:
     """The page with the tables, the plots and the examples."""
-    from mmqc.doctor import SUPPORTED, installed
+    from mmqc.doctor import environment
     from mmqc.report import write_html
 
     data = {
@@ -250,6 +268,8 @@ def write(path: Path, result: Result) -> Path:
         "ablation": result.ablation,
         "reports": result.reports,
         "examples": result.examples,
-        "environment": {package: installed(package) or "not installed" for package in SUPPORTED},
+        "answers": result.answers,
+        "kernels": result.kernels,
+        "environment": environment(),
     }
     return write_html(path, data)

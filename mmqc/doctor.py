@@ -58,6 +58,22 @@ def installed(package: str) -> str | None:
         return None
 
 
+def environment() -> dict[str, str]:
+    """What a page of figures says about where they come from: versions, processor, accelerators, day."""
+    import torch
+
+    found = {name: installed(name) or "not installed" for name in ("mmqc", *SUPPORTED, "triton")}
+    devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    cpu = f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
+    return {
+        **found,
+        "python": platform.python_version(),
+        "cpu": cpu,
+        **({"gpu": ", ".join(dict.fromkeys(devices))} if devices else {}),
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
 def numbers(text: str) -> tuple[int, ...]:
     """Leading numbers of a version: "2.13.0+cpu" is (2, 13, 0)."""
     parts: list[int] = []
@@ -101,8 +117,7 @@ def _triton() -> Check:
 def _devices() -> Iterator[Check]:
     import torch
 
-    capability = torch.backends.cpu.get_cpu_capability()
-    yield Check("cpu", f"{platform.machine()}, {capability}, {torch.get_num_threads()} threads")
+    yield Check("cpu", environment()["cpu"])
     reason = _why_not_int_mm()
     if reason:
         yield Check("int8 on cpu", reason.split(":")[0], "note", reason)

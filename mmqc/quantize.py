@@ -17,6 +17,7 @@ from .config import ConfigError, QuantConfig
 from .expert_modules import QuantExperts
 from .generated import with_generated
 from .job import Batch, Job, Last, Options
+from .kv_scores import with_scores
 from .memory_error import explained
 from .modality import ModalityContext, attached, detach, visual_token_ids
 from .modules import QuantLinear
@@ -77,7 +78,7 @@ def quantize_(
         "spool": spool, "generate_tokens": generate_tokens, "modality_weights": modality_weights,
     }  # fmt: skip
     if isinstance(config, QuantConfig) and config.kv is not None:
-        return quantize_kv(model, config, calibration, _quantize_weights, **more)
+        return with_scores(quantize_kv, model, config, calibration, _quantize_weights, **more)
     return _quantize_weights(model, config, calibration, **more)
 
 

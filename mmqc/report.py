@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from .config import TOWERS, QuantConfig
+from .score_histogram import CALIBRATED, ROUNDED, ScoreHistogram
 
 MODALITIES = ("visual", "text")
 WORST = 5
@@ -85,6 +86,7 @@ class QuantReport:
         incoherence: μ of every linear weight of the recorded model, before and after the exact rewrites; see
             mmqc/incoherence.py.
         towers: the tower of each of these weights.
+        kv_scores: for a packed cache, the scores of visual tokens in each of the decoder's layers, on one calibration batch.
     """
 
     config: QuantConfig
@@ -97,6 +99,7 @@ class QuantReport:
     incoherence: dict[str, tuple[float, float]] = field(default_factory=dict)
     rewrite_error: float = 0.0
     towers: dict[str, str] = field(default_factory=dict)
+    kv_scores: list[ScoreHistogram] = field(default_factory=list)
 
     def summary(self) -> str:
         """A page of plain text: totals per tower, the layers that lose most, the passes, the refusals."""
@@ -106,6 +109,7 @@ class QuantReport:
             self._incoherence(),
             self._rewrite_error(),
             self._worst(),
+            self._scores(),
             self._passes(),
             self._refusals(),
         ]
@@ -126,6 +130,7 @@ class QuantReport:
             "incoherence": plain(self.incoherence),
             "rewrite_error": self.rewrite_error,
             "towers": dict(self.towers),
+            "kv_scores": [plain(dataclasses.asdict(layer)) for layer in self.kv_scores],
         }
 
     def save(self, path: str | Path) -> Path:
@@ -146,12 +151,15 @@ class QuantReport:
 
     def totals(self) -> str:
         """E.g. "46 layers quantized, 1 refusal, 8.1 s"."""
-        return (
-            f"{count(len(self.layers), 'layer')} quantized, {count(len(self.refused), 'refusal')}, {self.seconds:.1f} s"
-        )
+        kv = self.config.kv
+        cache = [f"visual KV cache in {count(kv.bits, 'bit')}"] if kv else []
+        parts = [f"{count(len(self.layers), 'layer')} quantized"] if self.layers or not kv else []
+        return ", ".join([*parts, *cache, count(len(self.refused), "refusal"), f"{self.seconds:.1f} s"])
 
     def _headline(self) -> str:
-        schemes = "  ".join(f"{tower} {scheme}" for tower, scheme in self.config.schemes.items()) or "nothing quantized"
+        schemes = "  ".join(f"{tower} {scheme}" for tower, scheme in self.config.schemes.items())
+        if not schemes:
+            schemes = "no weight quantized" if self.config.kv else "nothing quantized"
         lines = [self.totals(), schemes]
         if self.size_before:
             share = self.size_after / self.size_before
@@ -199,6 +207,20 @@ class QuantReport:
         ]
         return text_table(head, rows)
 
+    def _scores(self) -> str:
+        """How far rounded keys spread the visual scores, and what calibration does about it; medians over the layers."""
+        if not self.kv_scores:
+            return ""
+        lines = [f"scores of visual tokens in {count(len(self.kv_scores), 'layer')}, one calibration batch (medians)"]
+        calibrated = any(CALIBRATED in layer.error for layer in self.kv_scores)
+        for kind in (ROUNDED, CALIBRATED) if calibrated else (ROUNDED,):
+            outside = statistics.median(layer.outside(kind) for layer in self.kv_scores)
+            error = statistics.median(layer.error_of(kind) for layer in self.kv_scores)
+            lines.append(
+                f"  {kind}: {outside:.1%} beyond the exact scores, mean squared error of the softmax {error:.1e}"
+            )
+        return "\n".join(lines)
+
     def _passes(self) -> str:
         rows = [
             (r["name"], "exact" if r["exact"] else "lossy", r["sites"], r["refused"], f"{r['ms']:.1f}")
@@ -218,7 +240,7 @@ def write_html(path: str | Path, data: Mapping[str, Any]) -> Path:
         data: any of "title"; "table": one dict per model, the columns in order ("recovery" is also drawn as bars);
             "ablation": the same for the steps of an ablation; "speed": one dict per measurement; "reports": QuantReport
             by name; "kernels": ``Explanation.to_dict()`` by name; "examples": dicts with images, question, answer, float,
-            quantized; "environment": names and versions.
+            quantized; "answers": dicts of what a compiled model was asked; "environment": names and versions.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -265,7 +287,7 @@ def tower_row(tower: str, layers: Sequence[LayerReport]) -> tuple[str, ...]:
     clipped = max((v for layer in layers for v in layer.saturated.values()), default=0.0)
     errors = [layer.weight_error for layer in layers if math.isfinite(layer.weight_error)]
     return (
-        tower,
+        tower or "(not traced)",
         str(len(layers)),
         ", ".join(dict.fromkeys(layer.scheme for layer in layers)),
         *sqnr,

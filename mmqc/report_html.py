@@ -12,7 +12,9 @@ import numpy as np
 
 from .report import MODALITIES, LayerReport, QuantReport, count, decibels, pass_row, tower_row
 from .report_plots import incoherence_plot, ranges_plot, recovery_plot, sqnr_plot
+from .report_scores import error_plot, scores_plot
 from .report_style import CSS
+from .score_histogram import CALIBRATED
 
 Row = Mapping[str, Any]
 
@@ -26,15 +28,18 @@ def page(data: Mapping[str, Any]) -> str:
         _results(data.get("table") or []),
         _speed(data.get("speed") or []),
         _ablation(data.get("ablation") or []),
+        _answers(data.get("answers") or []),
         _examples(data.get("examples") or []),
         _ranges(reports),
         _sqnr(reports),
         _incoherence(reports),
+        *(_scores(name, report, alone=len(reports) == 1) for name, report in reports.items()),
         *(_model(name, report, alone=len(reports) == 1) for name, report in reports.items()),
         *(_kernels(name, found) for name, found in (data.get("kernels") or {}).items()),
         _environment(data.get("environment") or {}),
     ]
-    head = f'<meta charset="utf-8"><title>{escape(title)}</title><style>{CSS}</style>'
+    viewport = '<meta name="viewport" content="width=device-width, initial-scale=1">'
+    head = f'<meta charset="utf-8">{viewport}<title>{escape(title)}</title><style>{CSS}</style>'
     main = "\n".join(part for part in body if part)
     return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body><main>\n{main}\n</main></body></html>\n'
 
@@ -47,7 +52,7 @@ def section(title: str, lead: str, *parts: str) -> str:
 
 def picture(uri: str | None, what: str) -> str:
     """An embedded plot, or nothing."""
-    return f'<img class="plot" alt="{escape(what)}" src="{uri}">' if uri else ""
+    return f'<div class="scroll"><img class="plot" alt="{escape(what)}" src="{uri}"></div>' if uri else ""
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -70,7 +75,8 @@ def _results(rows: Sequence[Row]) -> str:
     if not rows:
         return ""
     lead = (
-        "Accuracy on images that neither training nor calibration has seen; recovery is its share of the float model's."
+        "Accuracy on data that calibration has not seen; recovery is its share of the float model's; nll is the negative "
+        "log-likelihood of the right answer; size is that of parameters and buffers; seconds are those of quantization."
     )
     return section(
         "What quantization costs", lead, _dict_table(rows), picture(recovery_plot(_recovery(rows)), "recovery")
@@ -80,6 +86,11 @@ def _results(rows: Sequence[Row]) -> str:
 def _speed(rows: Sequence[Row]) -> str:
     lead = "One prompt at a time: seconds to the first token, then tokens per second; size of parameters and buffers."
     return section("Size and speed", lead, _dict_table(rows)) if rows else ""
+
+
+def _answers(rows: Sequence[Row]) -> str:
+    lead = "Questions to the compiled model, one after the other; the first answers include compilation."
+    return section("The compiled model", lead, _dict_table(rows)) if rows else ""
 
 
 def _ablation(rows: Sequence[Row]) -> str:
@@ -123,7 +134,9 @@ def _cell(key: str, value: Any) -> str:
     if any(word in key for word in ("size", "bytes")) and value > 1e4:
         return f"{value / 1e6:.2f} MB"
     if any(word in key for word in ("second", "time")) or key == "s":
-        return f"{value:.1f} s"
+        return f"{value:.1f} s" if value else "-"
+    if any(word in key for word in ("nll", "perplexity")):
+        return f"{value:.3f}"
     return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
 
 
@@ -159,6 +172,22 @@ def _incoherence(reports: Mapping[str, QuantReport]) -> str:
         "the rewrites made a weight easier to round."
     )
     return section("How evenly the weights are spread", lead, picture(plot, "incoherence")) if plot else ""
+
+
+def _scores(name: str, report: QuantReport, *, alone: bool) -> str:
+    plot = scores_plot(report.kv_scores)
+    if not plot:
+        return ""
+    calibrated = any(CALIBRATED in layer.counts for layer in report.kv_scores)
+    lead = (
+        "Attention scores q kᵀ/√d of text tokens behind an image against the image's tokens, on one calibration batch; all "
+        f"heads of a layer together: exact (grey), with keys in {count(report.kv_scores[0].bits, 'bit')} (blue), "
+        + ("and calibrated before the softmax (red)" if calibrated else "and not calibrated, for no layer has a τ")
+        + ". After CalibQuant's Figures 1 and 2."
+    )
+    title = "Scores of a packed KV cache" + ("" if alone else f": {name}")
+    error = picture(error_plot(report.kv_scores), "error of the softmax by layer")
+    return section(title, lead, picture(plot, "histograms of scores by layer"), error)
 
 
 def _examples(examples: Sequence[Row]) -> str:
@@ -217,17 +246,23 @@ def _model(name: str, report: QuantReport, *, alone: bool) -> str:
     head = ("tower", "layers", "scheme", "SQNR visual", "SQNR text", "clipped", "weight error", "outliers")
     parts = [table(head, towers) if towers else "", _passes(report), _refused(report), _layers(report)]
     size = f", {report.size_before / 1e6:.1f} MB → {report.size_after / 1e6:.1f} MB" if report.size_before else ""
-    lead = f"{report.totals()}{size}. SQNR: median over the layers, the lowest in brackets."
+    lead = f"{report.totals()}{size}."
+    if report.layers:
+        lead += (
+            " SQNR: median over the layers, the lowest in brackets. Clipped: the largest share of a layer's input beyond its "
+            "static scale. Weight error: |W − Q| / |W|, the median. Outliers: input channels kept in higher precision."
+        )
     return section("The model" if alone else f"The model: {name}", escape(lead), *parts)
 
 
 def _kernels(name: str, found: Row) -> str:
     """What the compiled model calls, and where an op did without its kernel."""
+    calls = sum(found["kernels"].values())
     kernels = table(("kernel", "calls"), [[f"<code>{escape(k)}</code>", str(n)] for k, n in found["kernels"].items()])
     fallbacks = [[f"{f['graph']}", f"<code>{escape(f['op'])}</code>", escape(f["reason"])] for f in found["fallbacks"]]
     breaks = [[str(n), escape(reason)] for reason, n in found["breaks"].items()]
     parts = [
-        kernels if found["kernels"] else "",
+        _fold(f"{count(len(found['kernels']), 'kernel')}, {count(calls, 'call')}", kernels) if calls else "",
         _fold(count(len(fallbacks), "fallback"), table(("graph", "op", "reason"), fallbacks)) if fallbacks else "",
         _fold(count(len(breaks), "graph break"), table(("times", "reason and place"), breaks)) if breaks else "",
     ]
@@ -259,7 +294,7 @@ def _refused(report: QuantReport) -> str:
 
 def _layers(report: QuantReport) -> str:
     columns: list[tuple[str, Callable[[LayerReport], str]]] = [
-        ("layer", lambda x: f"<code>{escape(x.fqn)}</code>"),
+        ("layer", lambda x: f'<code class="name">{escape(x.fqn)}</code>'),
         ("scheme", lambda x: escape(x.scheme)),
         *((f"SQNR {m}", lambda x, m=m: decibels(x.sqnr.get(m))) for m in MODALITIES),
         *((f"{m} range", lambda x, m=m: _interval(x.ranges.get(m))) for m in MODALITIES),

@@ -12,6 +12,7 @@ from typing import Any
 
 from .config import QuantConfig
 from .report import LayerReport, QuantReport, Refusal
+from .score_histogram import ScoreHistogram
 
 
 def read_report(path: str | Path) -> QuantReport:
@@ -36,6 +37,7 @@ def from_dict(data: Mapping[str, Any]) -> QuantReport:
         [_pass(row) for row in data["passes"]],
     )
     report.incoherence = {fqn: tuple(map(_number, pair)) for fqn, pair in data["incoherence"].items()}  # type: ignore[misc]
+    report.kv_scores = [ScoreHistogram.from_dict(row) for row in data.get("kv_scores", ())]
     for name in ("seconds", "size_before", "size_after", "rewrite_error", "towers"):
         setattr(report, name, data[name])
     return report

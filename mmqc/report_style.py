@@ -1,7 +1,7 @@
 """The style sheet of the report's page: dark on light, system fonts, no external resources."""
 
 CSS = """
-:root { --ink: #1d2430; --muted: #6b7280; --rule: #e3e6ea; --soft: #f6f7f9; --good: #1f7a55; --bad: #b3322a; }
+:root { color-scheme: light; --ink: #1d2430; --muted: #6b7280; --rule: #e3e6ea; --soft: #f6f7f9; --good: #1f7a55; --bad: #b3322a; }
 * { box-sizing: border-box; }
 body { margin: 0; background: #fff; color: var(--ink); font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto,
   "Helvetica Neue", "DejaVu Sans", sans-serif; }
@@ -10,7 +10,7 @@ h1 { font-size: 30px; line-height: 1.2; letter-spacing: -0.01em; margin: 0 0 4px
 h2 { font-size: 20px; margin: 0 0 4px; letter-spacing: -0.005em; }
 section { margin-top: 44px; }
 .lead { color: var(--muted); margin: 0 0 14px; max-width: 100ch; }
-.plot { display: block; width: 100%; height: auto; margin: 16px 0 0; }
+.plot { display: block; width: 100%; min-width: 680px; height: auto; margin: 16px 0 0; }
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; width: 100%; font-size: 13.5px; font-variant-numeric: tabular-nums; }
 th { text-align: left; font-weight: 600; color: var(--muted); border-bottom: 1.5px solid var(--ink);
@@ -22,6 +22,7 @@ tbody tr:hover { background: var(--soft); }
 td:first-child { font-weight: 500; }
 code { font: 12.5px/1.45 ui-monospace, SFMono-Regular, Menlo, Consolas, "DejaVu Sans Mono", monospace;
   overflow-wrap: anywhere; }
+td code.name { white-space: nowrap; }
 .bad { color: var(--bad); font-weight: 600; }
 details { margin-top: 14px; border: 1px solid var(--rule); border-radius: 8px; padding: 8px 14px; }
 summary { cursor: pointer; font-weight: 600; font-size: 14px; }
@@ -43,5 +44,6 @@ footer { margin-top: 48px; border-top: 1px solid var(--rule); padding-top: 14px;
 .environment { display: grid; grid-template-columns: max-content 1fr; gap: 2px 16px; margin: 0; font-size: 12.5px;
   color: var(--muted); }
 .environment dd { margin: 0; }
+@media (max-width: 640px) { main { padding: 24px 16px 40px; } }
 @media print { section { break-inside: avoid; } details { border: 0; padding: 0; } }
 """

@@ -36,6 +36,7 @@ MAY_IMPORT = {
         "mmqc/cache.py",
         "mmqc/cache_attention.py",
         "mmqc/cache_layer.py",
+        "mmqc/kv_scores.py",
         "mmqc/compiled_loop.py",
         "mmqc/packed_programs.py",
         "mmqc/samples/",

@@ -3,6 +3,8 @@
 import json
 import math
 import re
+import shutil
+from pathlib import Path
 
 import pytest
 from PIL import Image
@@ -54,7 +56,7 @@ def quantized(data, tmp_path_factory):
 
 def test_quantize__from_a_folder_says_first_what_it_takes(quantized):
     out, output = quantized
-    assert re.search(r"memory +about \d+\.\d+ GB.*\n", output)
+    assert re.search(r"memory +about \d+ MB.*\n", output)
     assert output.index("memory ") < output.index("layers quantized")
     saved = json.loads((out / "quantization.json").read_text())
     assert saved["config"]["language"]["weight"]["bits"] == saved["config"]["language"]["activation"]["bits"] == 8
@@ -75,12 +77,20 @@ def test_quantize__dry_run_writes_nothing(tmp_path):
         (("quantize", "digits-vqa"), 2, "--out"),
         (("quantize", "nowhere", "--out", "x", "-r", "rtn"), 2, "neither a sample"),
         (("quantize", "digits-vqa", "--out", "x", "-r", "rtn", "--w", "5"), 2, "WeightSpec.bits"),
-        (("quantize", "digits-vqa", "--out", "x", "-r", "rtn", "--format", "gguf"), 3, "mmqc or compressed-tensors"),
+        (("quantize", "digits-vqa", "--out", "x", "-r", "rtn", "--format", "gguf"), 2, "mmqc or compressed-tensors"),
         (("quantize", "digits-vqa", "--out", "x", "--calibration", "no/folder"), 3, "no/folder"),
-        (("quantize", "digits-vqa", "--out", "x", "--calibration", "0"), 3, "calibration is None"),
+        (("quantize", "digits-vqa", "--out", "x", "--calibration", "0"), 3, "this config needs data"),
         (("eval", "digits-vqa", "--min-recovery", "0.9"), 2, "--against"),
         (("eval", "digits-vqa", "--data", "no/file.jsonl"), 3, "does not exist"),
         (("report", "no/run"), 3, "does not exist"),
+        (("quantize", "nowhere", "--dry-run"), 2, "nowhere does not exist"),
+        (("quantize", "digits-vqa", "--dry-run", "--sample", "no"), 2, "the samples are"),
+        (("quantize", "digits-vqa", "--dry-run", "--calibration", "no/folder"), 3, "no/folder"),
+        (("quantize", "digits-vqa", "--dry-run", "--calibration", "-3"), 2, "0 or more"),
+        (("quantize", "digits-vqa", "-r", "rtn", "--calibration", "0", "--out", __file__), 2, "a file"),
+        (("report", __file__), 3, "is no JSON"),
+        (("passes", "--config", __file__), 3, "is no JSON"),
+        (("export", "digits-vqa", "x.pt"), 2, "ends in .pt2"),
     ],
 )
 def test_exit_codes__tell_a_wrong_option_from_a_refusal(arguments, code, words, tmp_path, monkeypatch):
@@ -90,6 +100,29 @@ def test_exit_codes__tell_a_wrong_option_from_a_refusal(arguments, code, words, 
     assert words in re.sub(r"[\s│]+", " ", result.output)
     assert "Traceback" not in result.output
     assert list(tmp_path.iterdir()) == []
+
+
+def test_quantize__refuses_data_without_an_image(tmp_path):
+    (tmp_path / "data.jsonl").write_text('{"question": "read image 1.", "answer": "1"}\n')
+    out = tmp_path / "out"
+    result = invoke("quantize", "digits-vqa", "-r", "rtn", "--calibration", str(tmp_path), "--out", str(out))
+    assert result.exit_code == 3
+    assert "no example has an image" in result.output
+    assert not out.exists()
+
+
+def test_load__a_folder_without_weights_is_refused_in_one_line(tmp_path):
+    shutil.copy(Path(mmqc.samples.__file__).parent / "digits_vqa" / "config.json", tmp_path)
+    result = invoke("bench", str(tmp_path))
+    assert result.exit_code == 3
+    assert str(tmp_path) in result.output
+    assert "Traceback" not in result.output
+
+
+def test_version__is_that_of_the_distribution():
+    result = invoke("--version")
+    assert result.exit_code == 0
+    assert re.fullmatch(r"mmqc (\d+\.\d+\S*|not installed as a distribution)\n", result.output)
 
 
 def test_quantize__short_memory_is_code_4_before_any_work(tmp_path, monkeypatch):
