@@ -5,6 +5,7 @@ token_order      "sequence": rows stay where they are and each has the scale of 
                  front of all text; "auto": run_time.py says which
 attention_order  in modality order, how rows pass attention: "gather" (q, k, v go back to sequence order) or "unified" (the
                  mask and the positions travel with the queries)
+layers           a number that tells apart what was compiled before and after a model's layers changed (layer_guards.py)
 mode             as torch.compile's mode, for use together with other options (torch.compile takes one or the other)
 anything in torch._inductor.config, dotted: passed through
 """
@@ -16,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 CHOICES = {"token_order": ("auto", "sequence", "modality"), "attention_order": ("gather", "unified")}
-OWN_KEYS = ("attention_order", "config", "mode", "token_order")
+OWN_KEYS = ("attention_order", "config", "layers", "mode", "token_order")
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,7 @@ class CompileOptions:
         for key, value in chosen.items():
             if value not in CHOICES[key]:
                 raise ValueError(f"{key} = {value!r} is unknown; allowed: {', '.join(map(repr, CHOICES[key]))}")
+        given.pop("layers", None)  # Dynamo has compared it with that of other graphs
         config = given.pop("config", None)
         if isinstance(config, Mapping):
             from mmqc.config import QuantConfig

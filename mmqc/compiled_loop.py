@@ -3,13 +3,15 @@
     model.generate(**inputs, cache_implementation="static", custom_generate=mmqc.compiled_loop)
     model.generate(**inputs, custom_generate=mmqc.compiled_loop)                    of a model whose KV cache is quantized
 
-transformers compiles the decode step of a static cache and nothing else.  Three things cost the time around it:
+transformers compiles the decode step of a static cache and nothing else.  Four things cost the time around it:
 
     prefill     runs eagerly, hundreds of small launches   ->  compiled as well: one graph for any length, or, with
                                                                prefill="graphs", a CUDA graph for every length that comes
     stop check  asks the device after every token          ->  one step late, transformers' ``DeferredStopCheck``
     the cache   is new in every call, so CUDA graphs are   ->  kept, emptied and used again while its shape fits
                 recorded again
+    guards      ask the same of every layer for every      ->  asked once a call, ``layer_guards``, with this backend
+                token, some milliseconds
 
 A quantized cache's prompt runs eagerly: how many of its tokens are visual decides what is allocated.
 
@@ -28,10 +30,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import CompileConfig, GenerationConfig
-from transformers.cache_utils import StaticCache
+from transformers.cache_utils import StaticCache, StaticLayer
 from transformers.generation import utils as generation
 
 from .cache import QuantizedCache
+from .layer_guards import LayerGuards
 
 __all__ = ["compiled_loop"]
 
@@ -45,6 +48,7 @@ class _State:
         self.cache: StaticCache | QuantizedCache | None = None
         self.key: tuple[Any, ...] = ()
         self.prefills: dict[str, Callable[..., Any]] = {}
+        self.guards: LayerGuards | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _State:
         return _State()
@@ -91,7 +95,8 @@ def compiled_loop(
     cache = kwargs["past_key_values"] = ready(model, cache, input_ids.shape[0], keep=not outlives)
     possible = config.prefill_chunk_size is None and all(c.is_initialized for c in cache.layers)
     how = how if possible else "eager"  # transformers compiles the chunks of a prompt itself
-    with _compiled_once(model, config.compile_config, how), _deferred_stop_check():
+    options = _with_guards(model, config.compile_config)
+    with _compiled_once(model, config.compile_config, options, how), _deferred_stop_check():
         loop: Any = generation.GenerationMixin
         return loop._sample(model, input_ids, generation_config=config, **kwargs)
 
@@ -125,6 +130,20 @@ def _compile_config(given: CompileConfig | None) -> CompileConfig:
     return config
 
 
+def _with_guards(model: Any, config: CompileConfig) -> dict[str, Any]:
+    """Leave the guards of layers out of what ``config`` compiles, and return the options that do so for anything else."""
+    options = dict(config.options or {})
+    if config.backend != "mmqc" or "guard_filter_fn" in options:
+        return options
+    state = _State.of(model)
+    state.guards = state.guards or LayerGuards(model)
+    options.update(state.guards.options())
+    # torch.compile takes either a mode or options; this backend takes the mode among them.
+    config.options = {**({"mode": config.mode} if config.mode else {}), **options}
+    config.mode = None  # type: ignore[assignment]
+    return options
+
+
 def _ready(model: Any, new: Any, batch: int, *, keep: bool) -> Any:
     """``new`` with its memory, or the last call's cache, emptied, if that is like it: CUDA graphs know its addresses.
 
@@ -137,12 +156,22 @@ def _ready(model: Any, new: Any, batch: int, *, keep: bool) -> Any:
     layers = [(type(layer), layer.max_cache_len) for layer in new.layers]
     key = (layers, batch, *shape, model.dtype, model.device)
     if keep and state.cache is not None and state.key == key:
-        state.cache.reset()
+        _empty(state.cache)
         return state.cache
     new.early_initialization(batch, *shape, model.dtype, model.device)
     if keep:
         state.cache, state.key = new, key
     return new
+
+
+def _empty(cache: StaticCache) -> None:
+    """``cache.reset()`` in a launch for each dtype, not three a layer."""
+    if any(type(layer) is not StaticLayer for layer in cache.layers):
+        cache.reset()
+        return
+    tensors = [t for layer in cache.layers for t in vars(layer).values() if isinstance(t, Tensor)]
+    for dtype in {t.dtype for t in tensors}:
+        torch._foreach_zero_([t for t in tensors if t.dtype == dtype])
 
 
 def _ready_packed(model: Any, new: QuantizedCache, batch: int, *, keep: bool) -> QuantizedCache:
@@ -163,15 +192,15 @@ def _ready_packed(model: Any, new: QuantizedCache, batch: int, *, keep: bool) ->
 
 
 @contextmanager
-def _compiled_once(model: Any, config: CompileConfig, how: str) -> Iterator[None]:
+def _compiled_once(model: Any, config: CompileConfig, given: dict[str, Any], how: str) -> Iterator[None]:
     """The next call of ``model``, its prefill, is compiled, and only that one."""
     if how == "eager":
         yield
         return
     before, prefills = model._compiled_call_impl, _State.of(model).prefills
-    key = repr((how, config.backend, config.fullgraph, config.options))
+    options = {**given, **({"triton.cudagraphs": True} if how == "graphs" else {})}
+    key = repr((config.backend, config.fullgraph, options))
     if key not in prefills:
-        options = {**(config.options or {}), **({"triton.cudagraphs": True} if how == "graphs" else {})}
         prefills[key] = torch.compile(
             model._call_impl, backend=config.backend, fullgraph=config.fullgraph, options=options or None
         )

@@ -5,7 +5,8 @@
 Why:     the Sylvester part H_{2^j} = H_2 ⊗ … ⊗ H_2 may be cut anywhere, so A takes the core (12, 20, 28, 148, …) and some of
          the twos, B the rest, where the padded tiles cost least.  A is padded to A1 (+ A2) rows with zeros: 148 to 128 + 32.
          Short tiles take R rows of x at once, A then being block-diagonal.  Entries are stored times √a and √b: ±1 for
-         Hadamard matrices, exact in every dtype; the scales 1/√a and 1/√b are applied in float32.
+         Hadamard matrices, and A's times a power of two that keeps A X as large as X: exact in every dtype.  What is left
+         of the scales is applied in float32.
 """
 
 from __future__ import annotations
@@ -89,11 +90,16 @@ def why_no_tiling(n: int) -> str | None:
 
 @dataclass(frozen=True)
 class HadamardPlan:
-    """A tiling and its matrices: outer [R A1 + A2, R A1 + A2] and inner [B, B], padded, in the dtype of x."""
+    """A tiling and its matrices, padded, in the dtype of x: outer [R A1 + A2, R A1 + A2] (times ``outer_factor``), inner [B, B]."""
 
     tiling: Tiling
     outer: Tensor
     inner: Tensor
+
+
+def outer_factor(t: Tiling) -> float:
+    """The power of two below 1/√a."""
+    return 2.0 ** -math.ceil(math.log2(t.a) / 2)
 
 
 def matrices(t: Tiling, n: int) -> tuple[Tensor, Tensor]:
@@ -139,6 +145,7 @@ def hadamard_plan(n: int, device: torch.device, dtype: torch.dtype) -> HadamardP
     if isinstance(t, str):
         raise ValueError(f"hadamard_quantize: {t}")
     outer, inner = matrices(t, n)
+    outer *= outer_factor(t)
     return HadamardPlan(t, outer.to(device=device, dtype=dtype), inner.to(device=device, dtype=dtype))
 
 

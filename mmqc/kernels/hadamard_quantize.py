@@ -22,17 +22,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mmqc.kernels.device_facts import ceil_div, fp8_reason, multiprocessors, why_not_here
-from mmqc.kernels.hadamard_plan import HadamardPlan, best_tiling, hadamard_plan
+from mmqc.kernels.device_facts import ceil_div, fp8_reason, has_inline_ptx, multiprocessors, why_not_here
+from mmqc.kernels.hadamard_plan import HadamardPlan, best_tiling, hadamard_plan, outer_factor
+from mmqc.kernels.hadamard_slices import COLUMNS, few, hadamard_slices_kernel, slices
+from mmqc.kernels.hadamard_tiles import DYNAMIC, FLOAT, STATIC, input_tile, store_tile
 from mmqc.kernels.launch import Launch
-from mmqc.kernels.quantize_codes import quantize_tile, token_scale
+from mmqc.kernels.quantize_codes import token_scale
 from mmqc.kernels.row_scale import ROW, RowScale, row_scale, row_scale_tile
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 FLOAT32_BYTES = 100_000  # of shared memory for both matrices, next to the rows in flight
-FLOAT = tl.constexpr(0)
-STATIC = tl.constexpr(1)
-DYNAMIC = tl.constexpr(2)
 
 
 class Transformed(NamedTuple):
@@ -43,33 +42,11 @@ class Transformed(NamedTuple):
 
 
 @triton.jit
-def input_tile(x_ptr, up_ptr, at_x, at_up, mask, GATED: tl.constexpr):
-    """h, in x's dtype."""
-    h = tl.load(x_ptr + at_x, mask=mask, other=0.0)
-    if GATED:
-        gate = h.to(tl.float32)
-        # As in the unfused model, silu is rounded before it is multiplied.
-        silu = (gate / (1.0 + tl.exp(-gate))).to(h.dtype).to(tl.float32)
-        h = (silu * tl.load(up_ptr + at_up, mask=mask, other=0.0).to(tl.float32)).to(h.dtype)
-    return h
-
-
-@triton.jit
-def store_tile(y, s, y_ptr, at, mask, MODE: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, FP8: tl.constexpr):
-    """Write y, or its codes with the scales s."""
-    if MODE == FLOAT:
-        tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=mask)
-    else:
-        tl.store(y_ptr + at, quantize_tile(y, s, LOW, HIGH, FP8), mask=mask)
-
-
-@triton.jit
 def hadamard_quantize_kernel(
     x_ptr, up_ptr, outer_ptr, inner_ptr, y_ptr, scale_ptr, row_ptr, token_ptr, M, n, a, b, stride_x, stride_up,
-    FIRST_SCALE: tl.constexpr, SECOND_SCALE: tl.constexpr,
-    OUTER: tl.constexpr, A1: tl.constexpr, A2: tl.constexpr, B: tl.constexpr, R: tl.constexpr, GATED: tl.constexpr,
+    SCALE: tl.constexpr, OUTER: tl.constexpr, A1: tl.constexpr, A2: tl.constexpr, B: tl.constexpr, R: tl.constexpr, GATED: tl.constexpr,
     MODE: tl.constexpr, KIND: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, FP8: tl.constexpr,
-    PROGRAMS: tl.constexpr,
+    PTX: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
     """R rows of x a turn: tile row t is row t // A1 of x, part t % A1; a second tile holds parts A1 … of one row."""
     PARTS: tl.constexpr = A1 if OUTER else 1  # pyright: ignore[reportAssignmentType]  # Triton wraps the 1
@@ -84,41 +61,43 @@ def hadamard_quantize_kernel(
     if A2 > 0:
         more = A1 + tl.arange(0, A2)
         a12 = tl.load(outer_ptr + part[:, None] * WIDTH + more[None, :])
-        a21 = tl.load(outer_ptr + more[:, None] * WIDTH + part[None, :])
-        a22 = tl.load(outer_ptr + more[:, None] * WIDTH + more[None, :])
+        a21_t = tl.load(outer_ptr + more[None, :] * WIDTH + part[:, None])
+        a22_t = tl.load(outer_ptr + more[None, :] * WIDTH + more[:, None])
     for block in tl.range(tl.program_id(0), tl.cdiv(M, R), PROGRAMS):  # pyright: ignore[reportGeneralTypeIssues]  # compiled, not run
         rows = block * R + local
         row_mask = rows < M
         inside = i[:, None] * b + j[None, :]
         mask = (row_mask & (i < a))[:, None] & (j < b)[None, :]
         wide = rows.to(tl.int64)[:, None]
-        t = input_tile(x_ptr, up_ptr, wide * stride_x + inside, wide * stride_up + inside, mask, GATED)
+        t = input_tile(x_ptr, up_ptr, wide * stride_x + inside, wide * stride_up + inside, mask, GATED, PTX)
         if A2 > 0:
+            # The short part as columns: all products then are those of wide tiles, and share their operands.
             row = tl.cast(block, tl.int64)
             inside2 = more[:, None] * b + j[None, :]
             mask2 = (more < a)[:, None] & (j < b)[None, :]
-            x2 = input_tile(x_ptr, up_ptr, row * stride_x + inside2, row * stride_up + inside2, mask2, GATED)
-            t2 = tl.dot(a22, x2, tl.dot(a21, t, input_precision="ieee"), input_precision="ieee")
-            y2 = tl.dot((t2 * FIRST_SCALE).to(t.dtype), inner_t, input_precision="ieee") * SECOND_SCALE
+            x2 = input_tile(x_ptr, up_ptr, row * stride_x + inside2, row * stride_up + inside2, mask2, GATED, PTX)
+            t2 = tl.dot(tl.trans(x2), a22_t, tl.dot(tl.trans(t), a21_t, input_precision="ieee"), input_precision="ieee")
+            y2 = tl.dot(tl.trans(inner_t), t2.to(t.dtype), input_precision="ieee")  # [B, A2]
             t1 = tl.dot(a12, x2, tl.dot(a11, t, input_precision="ieee"), input_precision="ieee")
-            t = (t1 * FIRST_SCALE).to(t.dtype)
+            t = t1.to(t.dtype)
         elif OUTER:
-            t = (tl.dot(a11, t, input_precision="ieee") * FIRST_SCALE).to(t.dtype)
-        y = tl.dot(t, inner_t, input_precision="ieee") * SECOND_SCALE
-        s = tl.zeros((SIDE,), tl.float32)
+            t = tl.dot(a11, t, input_precision="ieee").to(t.dtype)
+        y = tl.dot(t, inner_t, input_precision="ieee")
+        factor = tl.full((SIDE,), SCALE, tl.float32)
         if MODE == STATIC:
-            s = row_scale_tile(scale_ptr, row_ptr, rows, row_mask, KIND)
+            factor = tl.div_rn(factor, row_scale_tile(scale_ptr, row_ptr, rows, row_mask, KIND))
         elif MODE == DYNAMIC:
-            largest = tl.max(tl.abs(y), 1)
+            largest = tl.max(tl.abs(y), 1) * SCALE
             if A2 > 0:
-                s += token_scale(tl.maximum(tl.max(largest), tl.max(tl.abs(y2))), FP8)
+                s = token_scale(tl.maximum(tl.max(largest), tl.max(tl.abs(y2)) * SCALE), FP8) + tl.zeros_like(factor)
             else:
                 token = token_scale(tl.max(tl.reshape(largest, (R, PARTS)), 1), FP8)
                 s = tl.reshape(tl.broadcast_to(token[:, None], (R, PARTS)), (SIDE,))
             tl.store(token_ptr + rows, s, mask=row_mask & (i == 0))
-        store_tile(y, s[:, None], y_ptr, wide * n + inside, mask, MODE, LOW, HIGH, FP8)
+            factor = tl.div_rn(factor, s)
+        store_tile(y, factor[:, None], y_ptr, wide * n + inside, mask, MODE, LOW, HIGH, FP8)
         if A2 > 0:
-            store_tile(y2, tl.max(s), y_ptr, row * n + inside2, mask2, MODE, LOW, HIGH, FP8)
+            store_tile(tl.trans(y2), tl.max(factor), y_ptr, row * n + inside2, mask2, MODE, LOW, HIGH, FP8)
 
 
 def supports(x: Tensor, up: Tensor | None, code: torch.dtype | None) -> str | None:
@@ -179,23 +158,28 @@ def launch(
 ) -> Launch:  # fmt: skip
     """Fill y, by the static scales ``rows``, or the dynamic ones that go to ``tokens``, or in x's dtype."""
     t, (m, n) = plan.tiling, x.shape
+    args = dict(
+        x_ptr=x, up_ptr=x if up is None else up, outer_ptr=plan.outer, inner_ptr=plan.inner, y_ptr=y,
+        scale_ptr=plan.outer if rows is None else rows.scale, row_ptr=plan.outer if rows is None else rows.rows,
+        M=m, n=n, a=t.a, b=t.b, stride_x=x.stride(0), stride_up=0 if up is None else up.stride(0),
+    )  # fmt: skip
+    mode = DYNAMIC if tokens is not None else STATIC if rows is not None else FLOAT
+    constants = dict(
+        SCALE=1 / (outer_factor(t) * math.sqrt(t.a * t.b)),  # as an argument, Inductor would make it float64
+        GATED=up is not None, MODE=mode.value, KIND=ROW.value if rows is None else rows.kind, LOW=-(2.0 ** (bits - 1)),
+        HIGH=2.0 ** (bits - 1) - 1, FP8=code == torch.float8_e4m3fn,
+        PTX=has_inline_ptx(x.device) and x.dtype != torch.float32, B=t.B,
+    )  # fmt: skip
+    if tokens is None and programs is None and few(x, t):
+        constants |= dict(WIDTH=t.A1 + t.A2, STEP=t.A2 or min(t.A1, 64), COLUMNS=min(t.B, COLUMNS))
+        grid = (m, *slices(t))
+        return Launch(hadamard_slices_kernel, grid, args, constants, ("y_ptr",), num_warps or 4, num_stages or 3)
     tile = (t.R * (t.A1 if t.a > 1 else 1) + t.A2) * t.B
     small = tile <= 8192
     # Both gated operands are staged: where the matrices fill most of the shared memory, there is room for one turn only.
     stages = num_stages or (3 if small else 1 if up is not None else 2)
     warps = num_warps or (4 if small else 8)
     programs = min(ceil_div(m, t.R), programs or multiprocessors(x.device) * (4 if small else 2))
-    args = dict(
-        x_ptr=x, up_ptr=x if up is None else up, outer_ptr=plan.outer, inner_ptr=plan.inner, y_ptr=y,
-        scale_ptr=plan.outer if rows is None else rows.scale, row_ptr=plan.outer if rows is None else rows.rows,
-        token_ptr=y if tokens is None else tokens, M=m, n=n, a=t.a, b=t.b, stride_x=x.stride(0),
-        stride_up=0 if up is None else up.stride(0),
-    )  # fmt: skip
-    mode = DYNAMIC if tokens is not None else STATIC if rows is not None else FLOAT
-    constants = dict(
-        FIRST_SCALE=1 / math.sqrt(t.a), SECOND_SCALE=1 / math.sqrt(t.b),  # as arguments, Inductor would make them float64
-        OUTER=t.a > 1, A1=t.A1, A2=t.A2, B=t.B, R=t.R, GATED=up is not None, MODE=mode.value,
-        KIND=ROW.value if rows is None else rows.kind, LOW=-(2.0 ** (bits - 1)), HIGH=2.0 ** (bits - 1) - 1,
-        FP8=code == torch.float8_e4m3fn, PROGRAMS=programs,
-    )  # fmt: skip
+    constants |= dict(OUTER=t.a > 1, A1=t.A1, A2=t.A2, R=t.R, PROGRAMS=programs)
+    args["token_ptr"] = y if tokens is None else tokens
     return Launch(hadamard_quantize_kernel, (programs,), args, constants, ("y_ptr", "token_ptr"), warps, stages)

@@ -52,6 +52,13 @@ def test_norm_quantize__dynamic_with_gain_bias_and_residual(shape, dtype, device
     assert_codes(got.q, torch.round(y / got.scale[:, None]).clamp(-128, 127))
 
 
+@pytest.mark.parametrize(("width", "expected"), [(1280, (1024, 256)), (3584, (4096, 0)), (5120, (4096, 1024)), (64, (64, 0)),
+                                               (1100, (2048, 0)), (1, (1, 0)), (2048, (2048, 0))])  # fmt: skip
+def test_norm_quantize__parts_of_a_row(width, expected):
+    assert kernel.parts(width) == expected
+    assert sum(expected) >= width
+
+
 def test_norm_quantize__fewer_bits_and_rows_of_longer_rows(device):
     x = torch.randn(4, 200, device=device)[:, :100]
     scale = torch.tensor([0.3], device=device)
