@@ -43,5 +43,5 @@ def packed_case(
 def dequantized(c: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """K and V of the visual tokens [B, H, N, D]."""
     k = unpack_words(c["k_words"], c["bits"]).to(c["k_scale"].dtype) * c["k_scale"] + c["k_offset"]
-    u = unpack_words(c["v_words"].mT, c["bits"]).to(c["v_scale"].dtype)
+    u = unpack_words(c["v_words"], c["bits"], True).to(c["v_scale"].dtype)
     return k, u * c["v_scale"] + c["v_offset"]

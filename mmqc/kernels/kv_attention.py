@@ -1,11 +1,15 @@
-"""A decode step's attention to packed visual and plain text tokens (ops/kv_attention.py): three launches, nothing dequantized.
+"""A decode step's attention to packed visual and plain text tokens (ops/kv_attention.py): nothing is dequantized, no score stored.
 
-    scores and their range  ->  probabilities times values, by parts  ->  sum of the parts
+    [range of the visual scores, where g needs it]  ->  parts of the sums  ->  sum of the parts
 
-Shapes:  those of the op with Q = 1; fp16 | bf16 | fp32 (interpreter)   D to 256   G = H_q / H to 16 query heads a KV head
+Shapes:  those of the op with Q = 1; fp16 | bf16 (fp32 in the interpreter)   D to 256   G = H_q / H to 16 query heads a KV head
 Splits:  from capacities and the number of multiprocessors, never from counts, which are read on the device: a launch is the same
          at any length, and can be captured in a CUDA graph.
-Exact:   codes exactly; q s_K and p are rounded to float16, q s_K relative to its largest entry; sums in float32.
+Exact:   integer dot products.  Rounded are q s_K, to 16 bits relative to its largest entry, and p, to 2^-15 of the largest of a
+         part (one to two, as its exponent is that of the part): 2^-17 of that and less counts as nothing.  With a scale per token,
+         the product of the two is rounded.
+Why:     one AND unpacks four codes to one register of a tensor-core operand (kv_words.py), which 16-bit operands would need two
+         for; the digits of q and p fill the eight columns that four queries would leave half empty.
 Arch:    Ampere and newer.
 """
 
@@ -17,25 +21,21 @@ import dataclasses
 from dataclasses import dataclass
 
 import torch
-import triton.language as tl
 from torch import Tensor
 
-from mmqc.kernels.device_facts import ceil_div, has_inline_ptx, multiprocessors, why_not_here
-from mmqc.kernels.kv_attention_tiles import kv_combine_kernel, kv_scores_kernel, kv_values_kernel
+from mmqc.kernels.device_facts import INTERPRETED, ceil_div, multiprocessors, why_not_here
+from mmqc.kernels.kv_attention_tiles import kv_combine_kernel, kv_parts_kernel, kv_range_of_scores_kernel
 from mmqc.ops.kv_words import BITS, tokens_per_word
 
-DTYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
+DTYPES = (torch.float16, torch.bfloat16, *((torch.float32,) if INTERPRETED else ()))
 
 
 @dataclass(frozen=True)
 class KVConfig:
-    """``rows`` of words and ``text`` tokens a step, programs a multiprocessor, and how a program is run."""
+    """Programs of one warp a multiprocessor, and ``text`` tokens a step."""
 
-    rows: int = 32
-    text: int = 64
-    per_sm: int = 8
-    num_warps: int = 2
-    num_stages: int = 2
+    per_sm: int = 16
+    text: int = 16
 
     def replace(self, **changes: int) -> KVConfig:
         """A copy with some fields changed."""
@@ -43,8 +43,13 @@ class KVConfig:
 
 
 def table(bits: int) -> KVConfig:
-    """The answer for every shape.  Two warps keep Triton to mma.sync, whose operands are unpacked where they were loaded."""
-    return KVConfig(rows=32 if bits <= 2 else 64)
+    """The answer for every shape: as many programs as a multiprocessor has registers for."""
+    return KVConfig(per_sm=16 if bits < 8 else 8)
+
+
+def rows_a_step(bits: int) -> int:
+    """Byte rows of keys that a step reads: 64 tokens, 128 at 1 bit, for at least the 16 rows of a tensor-core tile."""
+    return max(16, 8 * bits)
 
 
 def supports(
@@ -54,14 +59,15 @@ def supports(
     group = q.shape[1] // k_words.shape[1]
     checks = (
         (q.shape[2] == 1, f"one query a head, not {q.shape[2]}"),
-        (q.dtype in DTYPES and k_text.dtype == v_text.dtype == q.dtype, f"q and text are one of {list(DTYPES)}, not {q.dtype}"),
+        (q.dtype in DTYPES and k_text.dtype == v_text.dtype == q.dtype, f"q and text are one of {DTYPES}, not {q.dtype}"),
         (bits in BITS, f"bits = {bits}: one of {BITS}"),
         (q.shape[3] == v_words.shape[2] <= 256, f"keys and values have one width of 256 at most, not {q.shape[3]}"),
         (group <= 16, f"at most 16 query heads a KV head, not {group}"),
         (k_words.is_contiguous() and v_words.is_contiguous(), "words are contiguous"),
         (q.stride(3) == 1 and k_text.stride(3) == 1 and v_text.stride(3) == 1, "channels are contiguous"),
         (v_scale.dtype == torch.float32, f"scales are float32, not {v_scale.dtype}"),
-        (max(k_words.numel(), k_text.stride(0)) < 2**31, "a sequence's tokens are addressed with 32 bits"),
+        (k_words.shape[2] * tokens_per_word(bits) <= 2**17, "the sums of 131,072 tokens fill 32 bits"),
+        (k_text.stride(0) < 2**31 and v_text.stride(0) < 2**31, "a sequence's text is addressed with 32 bits"),
     )  # fmt: skip
     return next((why for ok, why in checks if not ok), None) or why_not_here(q, k_words, v_words, k_text, v_text)
 
@@ -81,34 +87,36 @@ def kv_attention(
     if reason is not None:
         raise ValueError(f"kv_attention: {reason}")
     c = config or table(bits)
-    batch, heads, rows, d = k_words.shape
-    text, group = k_text.shape[2], q.shape[1] // heads
+    batch, heads, words, d = k_words.shape
+    rows, tokens, text, group = rows_a_step(bits), words * tokens_per_word(bits), k_text.shape[2], q.shape[1] // heads
     y = torch.empty((batch, q.shape[1], 1, d), dtype=q.dtype, device=q.device)
     lse = torch.empty((batch, q.shape[1], 1), dtype=torch.float32, device=q.device)
-    steps, splits = parts(rows, c.rows, batch * heads, q.device, c)
+    steps, splits = parts(tokens, rows * 8 // bits, batch * heads, q.device, c)
     text_steps, text_splits = parts(text, c.text, batch * heads, q.device, c)
-    # tensor-core tiles have at least 8 queries and 16 channels; a query group of 3 takes 8 columns
-    gp, dp, sp = power_of_two(group, 8), power_of_two(d, 16), power_of_two(splits + text_splits, 1)
+    # tensor-core tiles have 16 rows and 8 columns: two digits of 4 queries
+    gp, chunks, ranged = power_of_two(group, 4), power_of_two(ceil_div(d, 64), 1), tau1 != tau2
     new = lambda *shape: torch.empty(shape, dtype=torch.float32, device=q.device)  # noqa: E731
-    scores = new(batch * heads, rows * tokens_per_word(bits) + text, group)
-    low, high, sums = (new(batch * heads, splits + text_splits, gp) for _ in range(3))
-    partial = new(batch * heads, splits + text_splits, gp, d)
-    shape = dict(G=group, GP=gp, D=d, DP=dp, SPLITS=splits, TEXT_SPLITS=text_splits)
-    step = dict(
-        BITS=bits, R=c.rows, BT=c.text, PTX=has_inline_ptx(q.device), num_warps=c.num_warps, num_stages=c.num_stages
-    )
-    grid = (splits + text_splits, heads, batch)
-    kv_scores_kernel[grid](
-        q, k_words, k_scale, k_offset, visual_count, k_text, text_count, scores, low, high, rows, text, heads, scaling,
-        q.stride(0), q.stride(1), *k_text.stride()[:3], steps, text_steps, **shape, **step,
-    )  # fmt: skip
-    kv_values_kernel[grid](
-        v_words, v_scale, v_offset, visual_count, v_text, text_count, scores, low, high, partial, sums, rows, text, heads,
-        tau1, tau2, *v_text.stride()[:3], steps, text_steps, PER_TOKEN=v_scale.shape[3] == 1 and d != 1, SP=sp,
-        DOT=DTYPES[q.dtype], **shape, **step,
-    )  # fmt: skip
-    kv_combine_kernel[(group, heads, batch)](
-        partial, sums, low, high, y, lse, heads, tau1, tau2, SP=sp, num_warps=1, **shape,
+    low, high = (new(batch * heads, splits if ranged else 0, gp) for _ in range(2))
+    part = new(batch * heads, splits + text_splits, group, d)
+    sums, tops = (new(batch * heads, splits + text_splits, group) for _ in range(2))
+    shape = dict(BITS=bits, G=group, GP=gp, D=d, C=chunks, R=rows, SPLITS=splits, num_warps=1)
+    k_bytes, v_bytes = k_words.view(torch.int8), v_words.view(torch.int8)
+    if ranged and splits:
+        kv_range_of_scores_kernel[(splits, heads, batch)](
+            q, k_bytes, k_scale, k_offset, visual_count, low, high, 2 * words, heads, scaling, q.stride(0), q.stride(1), steps,
+            **shape,
+        )  # fmt: skip
+    if splits + text_splits:
+        kv_parts_kernel[(splits + text_splits, heads, batch)](
+            q, k_bytes, v_bytes, k_scale, k_offset, v_scale, v_offset, visual_count, k_text, v_text, text_count, low, high, part,
+            sums, tops, tokens, heads, scaling, tau1, tau2, q.stride(0), q.stride(1), *k_text.stride()[:3],
+            *v_text.stride()[:3], steps, text_steps, RANGED=ranged, PER_TOKEN=v_scale.shape[3] == 1 and d != 1,
+            VR=power_of_two(ceil_div(64 * chunks * bits, 8), 16), BT=c.text, TEXT_SPLITS=text_splits,
+            SP=power_of_two(splits, 1), **shape,
+        )  # fmt: skip
+    kv_combine_kernel[(batch * q.shape[1],)](
+        part, sums, tops, y, lse, G=group, D=d, DP=power_of_two(d, 16), PARTS=splits + text_splits,
+        SP=power_of_two(splits + text_splits, 1), BP=32, num_warps=4,
     )  # fmt: skip
     return y, lse
 

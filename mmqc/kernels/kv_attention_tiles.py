@@ -1,202 +1,348 @@
-"""Kernels of kv_attention.py: scores, values, and the sum over parts.
+"""Kernels of kv_attention.py, a warp each: the range of visual scores, one part of the sums, and the sum over parts.
 
-    scores    x[t, r, g] = 2^(24 - b j) (codes_t[r, :] . q'[:, g]) m[g] + o[g]
-              q' = t q s_K / m,  m = max |t q s_K|,  o = t q . a_K
-    values    p = exp(g(x) - top);  part = (2^(24 - b j) p)ᵀ codes_t, then s_V and a_V sum p;  likewise for text
-    combine   y = sum of parts / sum of sums,  lse = top + log sum of sums
+    scores    x[t, g]  = 2^(-b j) (codes_t . Q[:, g]) m[g] + o[g]          Q = round(t log2(e) q s_K / m), 16 bits in two digits
+    parts     P[t, g]  = round(32512 2^(g(x) - top));  part = codes_tᵀ P, then s_V, a_V and the places' factors;  likewise for text
+    combine   y = sum of 2^top part / sum of 2^top sum P,   lse = log of that sum
 
-A program has a stretch of one sequence's words, or of its text, for all the query heads of one KV head.  Scores stay in float32 in
-between (in L2, mostly): g needs the range of all visual scores before the first exponential.
+Codes and digits are int8 and their sums int32: exact.  ``top`` is a whole number, so that a part with a new one shifts its sums.
+A program has a stretch of one sequence's words, or of its text, for all the query heads of one KV head.  Scores are in units of
+log 2, and nowhere in memory: where g needs their range, a launch before finds it, and they are computed again from K's bits.
 """
 
 # Triton's values are no Python values to a type checker.
-# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
+# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false, reportArgumentType=false, reportAssignmentType=false
+# pyright: reportPossiblyUnboundVariable=false
 import triton
 import triton.language as tl
 
-from mmqc.kernels.kv_words import plane_tile, upper_half
+from mmqc.kernels.gluon_tiles import MMA, gl, jit, mma, operand, tile
+from mmqc.kernels.kv_words import (
+    B8,
+    DIGITS,
+    LINES,
+    byte_row,
+    code_planes,
+    contraction_order,
+    load_lines,
+    place_factor,
+    token_order,
+    two_digits,
+)
 
 LOG2E = tl.constexpr(1.4426950408889634)
+ROUND = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it rounds half to even
+UNIT = tl.constexpr(32512.0)  # 127 * 256, the largest number of two digits
+LOG2_UNIT = tl.constexpr(14.988684686772166)
+LOWEST = tl.constexpr(-1e30)
+SUMS = tl.constexpr(MMA)
+A16, B16 = tl.constexpr(operand(0, 2)), tl.constexpr(operand(1, 2))
 
 
-@triton.jit
-def query_tile(q_ptr, scale_ptr, offset_ptr, b, h, stride_b, stride_h, heads, scaling,
-               G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr):  # fmt: skip
-    """The group's queries with K's scales: float16 [DP, GP], and per query m and o [GP]."""
-    d, g = tl.arange(0, DP), tl.arange(0, GP)
-    at = b * stride_b + (h * G + g)[None, :] * stride_h + d[:, None]
-    inside = (d < D)[:, None] & (g < G)[None, :]
-    q = tl.load(q_ptr + at, mask=inside, other=0.0).to(tl.float32) * scaling
-    row = (b * heads + h) * D + d
-    s = tl.load(scale_ptr + row, mask=d < D, other=0.0)
-    a = tl.load(offset_ptr + row, mask=d < D, other=0.0)
-    o = tl.sum(q * a[:, None], 0)
-    q = q * s[:, None]
-    m = tl.maximum(tl.max(tl.abs(q), 0), 1e-30)
-    return (q / m[None, :]).to(tl.float16), m, o
+@tile
+def score_layout(P: tl.constexpr, R: tl.constexpr, GP: tl.constexpr):
+    """Zeros where scores [P R, GP] lie."""
+    x, _ = gl.zeros([P * R, 2 * GP], tl.int32, SUMS).reshape([P * R, GP, 2]).split()
+    return x.to(tl.float32)
 
 
-@triton.jit
-def kv_scores_kernel(
-    q_ptr, words_ptr, scale_ptr, offset_ptr, count_ptr, text_ptr, text_count_ptr, score_ptr, low_ptr, high_ptr,
-    rows_all, text_all, heads, scaling, stride_qb, stride_qh, stride_tb, stride_th, stride_tn, steps, text_steps,
-    BITS: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, R: tl.constexpr,
-    BT: tl.constexpr, SPLITS: tl.constexpr, TEXT_SPLITS: tl.constexpr, PTX: tl.constexpr,
+@tile
+def query_digits(q_ptr, scale_ptr, offset_ptr, b, h, row, stride_b, stride_h, scaling, like, BITS: tl.constexpr,
+                 G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, C: tl.constexpr):  # fmt: skip
+    """The group's q s_K: C operands b [64, 2 GP], and per query m, o, and what the highest place adds to o [GP]."""
+    N: tl.constexpr = 2 * GP
+    n = gl.arange(0, N, layout=gl.SliceLayout(1, LINES))
+    real = n // 2 < G
+    q = load_lines(q_ptr + b * stride_b, (h * G + n // 2) * stride_h, real, D, C)
+    s, a = load_lines(scale_ptr + row * D, n * 0, real, D, C), load_lines(offset_ptr + row * D, n * 0, real, D, C)
+    m, o = gl.sum(a[0] * 0.0, 1) + 1e-30, gl.sum(a[0] * 0.0, 1)
+    for i in gl.static_range(C):
+        x = q[i].to(tl.float32) * (scaling * LOG2E)
+        o += gl.sum(x * a[i], 1)
+        m = gl.maximum(m, gl.max(gl.abs(x * s[i]), 1))
+    m = m * (1.0 / UNIT)
+    digits, rest = (), o * 0.0
+    is_low = (n % 2 == 1)[:, None]
+    for i in gl.static_range(C):
+        whole = (q[i].to(tl.float32) * (scaling * LOG2E) * s[i] * (1.0 / m)[:, None] + ROUND).to(tl.int32, bitcast=True)
+        whole = whole - 0x4B400000
+        rest += gl.sum(whole, 1).to(tl.float32)
+        high = (whole + 128) >> 8
+        digit = contraction_order(gl.where(is_low, whole - high * 256, high).to(tl.int8), N)
+        digits = digits + (gl.convert_layout(digit.permute([1, 0]), B8, assert_trivial=True),)  # noqa: RUF005
+    rest = rest * m * (1 << (BITS - 1))
+    return digits, each_query(m, like, GP), each_query(o, like, GP), each_query(rest, like, GP)
+
+
+@tile
+def each_query(x, like, GP: tl.constexpr):
+    """[2 GP], the same for both digits, to [GP] along the columns of ``like``."""
+    return gl.convert_layout(gl.max(x.reshape([GP, 2]), 1), gl.SliceLayout(0, like.type.layout))
+
+
+@tile
+def key_scores(words_ptr, start, rows_all, q, m, o, rest, like, BITS: tl.constexpr, R: tl.constexpr, GP: tl.constexpr,
+               D: tl.constexpr, C: tl.constexpr):  # fmt: skip
+    """Scores [P R, GP] of the tokens in R byte rows."""
+    P: tl.constexpr = 8 // BITS
+    r = start + byte_row(gl.arange(0, R, layout=gl.SliceLayout(1, LINES)), BITS)
+    words = load_lines(words_ptr, r * D, r < rows_all, D, C)
+    acc = gl.zeros([P * R, 2 * GP], tl.int32, SUMS)
+    for i in gl.static_range(C):
+        acc = mma(code_planes(words[i], BITS, R), q[i], acc)
+    high, low = acc.reshape([P * R, GP, 2]).split()
+    t = gl.arange(0, P * R, layout=gl.SliceLayout(1, like.type.layout)) // R
+    o = gl.where((t == P - 1)[:, None], (o + rest)[None, :], o[None, :])
+    return (high * 256 + low).to(tl.float32) * place_factor(t, BITS)[:, None] * m[None, :] + o
+
+
+@tile
+def token_places(like, BITS: tl.constexpr, R: tl.constexpr):
+    """Which of a step's tokens each row of its scores is."""
+    P: tl.constexpr = 8 // BITS
+    i = gl.arange(0, P * R, layout=gl.SliceLayout(1, like.type.layout))
+    return byte_row(i % R, BITS) * P + i // R
+
+
+@jit
+def kv_range_of_scores_kernel(
+    q_ptr, words_ptr, scale_ptr, offset_ptr, count_ptr, low_ptr, high_ptr, rows_all, heads, scaling, stride_qb, stride_qh, steps,
+    BITS: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, C: tl.constexpr, R: tl.constexpr,
+    SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """One part's scores, and their range; its low is -inf for text, which has none."""
-    part, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    PLANES: tl.constexpr = 16 // BITS
-    d, g, r = tl.arange(0, DP), tl.arange(0, GP), tl.arange(0, R)
+    """The least and the largest visual score of one part, per query."""
+    part, h, b = gl.program_id(0), gl.program_id(1), gl.program_id(2).to(tl.int64)
+    P: tl.constexpr = 8 // BITS
+    T: tl.constexpr = P * R
     row = b * heads + h
-    scores = score_ptr + row * (rows_all * PLANES + text_all) * G
-    low, high = tl.full((GP,), float("-inf"), tl.float32), tl.full((GP,), float("-inf"), tl.float32)
-    if part < SPLITS:
-        # the range of every place of a tile, so that the loop holds no reduction
-        lows, highs = tl.full((R, GP), float("inf"), tl.float32), tl.full((R, GP), float("-inf"), tl.float32)
-        count = tl.load(count_ptr + b)
-        q, m, o = query_tile(q_ptr, scale_ptr, offset_ptr, b, h, stride_qb, stride_qh, heads, scaling, G, GP, D, DP)
-        last = tl.minimum((part + 1) * steps * R, tl.cdiv(count, PLANES))
-        for start in range(part * steps * R, last, R):
-            rows = start + r
-            at = words_ptr + (row * rows_all + rows)[:, None] * D + d[None, :]
-            words = tl.load(at, mask=(rows < last)[:, None] & (d < D)[None, :], other=0)
-            for t in tl.static_range(PLANES):
-                if t == PLANES // 2:
-                    words = upper_half(words, PTX)
-                shift = BITS * (t % (8 // BITS))
-                codes = plane_tile(words, ((1 << BITS) - 1) << shift, PTX)
-                x = tl.dot(codes, q) * (m * (1 << (24 - shift)))[None, :] + o[None, :]
-                exists = ((rows * PLANES + t) < count) & (rows < last)
-                lows = tl.minimum(lows, tl.where(exists[:, None], x, float("inf")))
-                highs = tl.maximum(highs, tl.where(exists[:, None], x, float("-inf")))
-                to = scores + (t * rows_all + rows)[:, None] * G + g[None, :]
-                tl.store(to, x, mask=exists[:, None] & (g < G)[None, :])
-        low, high = tl.min(lows, 0), tl.max(highs, 0)
-    else:
-        count = tl.load(text_count_ptr + b)
-        query = b * stride_qb + (h * G + g)[None, :] * stride_qh + d[:, None]
-        text_q = tl.load(q_ptr + query, mask=(d < D)[:, None] & (g < G)[None, :], other=0.0)
-        n = tl.arange(0, BT)
-        first = (part - SPLITS) * text_steps * BT
-        for start in range(first, tl.minimum(first + text_steps * BT, count), BT):
-            exists = start + n < count
-            at = b * stride_tb + h * stride_th + (start + n).to(tl.int64)[:, None] * stride_tn + d[None, :]
-            k = tl.load(text_ptr + at, mask=exists[:, None] & (d < D)[None, :], other=0.0)
-            x = tl.dot(k, text_q, input_precision="ieee") * scaling
-            high = tl.maximum(high, tl.max(tl.where(exists[:, None], x, float("-inf")), 0))
-            to = scores + (rows_all * PLANES + start + n)[:, None] * G + g[None, :]
-            tl.store(to, x, mask=exists[:, None] & (g < G)[None, :])
-    end = (row * (SPLITS + TEXT_SPLITS) + part) * GP + g
-    tl.store(low_ptr + end, low)
-    tl.store(high_ptr + end, high)
+    like = score_layout(P, R, GP)
+    q, m, o, rest = query_digits(
+        q_ptr, scale_ptr, offset_ptr, b, h, row, stride_qb, stride_qh, scaling, like, BITS, G, GP, D, C
+    )
+    count = gl.load(count_ptr + b)
+    words = words_ptr + row * rows_all * D
+    low = gl.min((like + float("inf")).reshape([P, R, GP]), 0)
+    high = gl.max((like + float("-inf")).reshape([P, R, GP]), 0)
+    for start in range(part * steps * T, gl.minimum((part + 1) * steps * T, count), T):
+        x = key_scores(words, start // P, rows_all, q, m, o, rest, like, BITS, R, GP, D, C)
+        y = x
+        if start + T > count:
+            exists = (start + token_places(like, BITS, R) < count)[:, None]
+            x, y = gl.where(exists, x, float("inf")), gl.where(exists, x, float("-inf"))
+        low = gl.minimum(low, gl.min(x.reshape([P, R, GP]), 0))
+        high = gl.maximum(high, gl.max(y.reshape([P, R, GP]), 0))
+    low, high = gl.min(low, 0), gl.max(high, 0)
+    at = (row * SPLITS + part) * GP + gl.arange(0, GP, layout=low.type.layout)
+    gl.store(low_ptr + at, low)
+    gl.store(high_ptr + at, high)
 
 
-@triton.jit
-def calibration_tile(low_ptr, high_ptr, row, tau1, tau2, GP: tl.constexpr, SPLITS: tl.constexpr, TEXT_SPLITS: tl.constexpr,
-                     SP: tl.constexpr):  # fmt: skip
+@tile
+def calibration_tile(
+    low_ptr, high_ptr, row, tau1, tau2, like, GP: tl.constexpr, SPLITS: tl.constexpr, SP: tl.constexpr
+):
     """g(x) = slope x + shift of every query [GP], and the largest score after it."""
-    s, g = tl.arange(0, SP), tl.arange(0, GP)
-    at = (row * (SPLITS + TEXT_SPLITS) + s)[:, None] * GP + g[None, :]
-    packed, text = (s < SPLITS)[:, None], ((s >= SPLITS) & (s < SPLITS + TEXT_SPLITS))[:, None]
-    low = tl.min(tl.load(low_ptr + at, mask=packed, other=float("inf")), 0)
-    high = tl.max(tl.load(high_ptr + at, mask=packed, other=float("-inf")), 0)
-    top = tl.max(tl.load(high_ptr + at, mask=text, other=float("-inf")), 0)
-    width = high - low
-    plain = tau1 == tau2
-    some = width >= 0
-    low, high = tl.where(some, low, 0.0), tl.where(some, high, 0.0)
-    slope = tl.maximum(width + (tau1 - tau2), 0.0) / tl.where(width > 0, width, 1.0)
-    slope = tl.where(plain, 1.0, tl.where(width > 0, slope, 0.0))
-    shift = tl.where(plain, -tau1, low - tau1 - slope * low)
-    top = tl.maximum(top, tl.where(some, slope * high + shift, float("-inf")))
-    return slope, shift, tl.where(top > float("-inf"), top, 0.0)
+    s, g = gl.arange(0, SP, layout=gl.SliceLayout(1, LINES)), gl.arange(0, GP, layout=gl.SliceLayout(0, LINES))
+    at, exists = (row * SPLITS + s)[:, None] * GP + g[None, :], (s < SPLITS)[:, None]
+    low = gl.min(gl.load(low_ptr + at, mask=exists, other=float("inf")), 0)
+    high = gl.max(gl.load(high_ptr + at, mask=exists, other=float("-inf")), 0)
+    some = high >= low
+    low, high = gl.where(some, low, 0.0), gl.where(some, high, 0.0)
+    width, tau1, tau2 = high - low, tau1 * LOG2E, tau2 * LOG2E
+    slope = gl.maximum(width + (tau1 - tau2), 0.0) / gl.where(width > 0, width, 1.0)
+    slope = gl.where(width > 0, slope, 0.0)
+    shift = low - tau1 - slope * low
+    along: tl.constexpr = gl.SliceLayout(0, like.type.layout)
+    return (
+        gl.convert_layout(slope, along), gl.convert_layout(shift, along), gl.convert_layout(slope * high + shift, along),
+    )  # fmt: skip
 
 
-@triton.jit
-def kv_values_kernel(
-    words_ptr, scale_ptr, offset_ptr, count_ptr, text_ptr, text_count_ptr, score_ptr, low_ptr, high_ptr, part_ptr, sum_ptr,
-    rows_all, text_all, heads, tau1, tau2, stride_tb, stride_th, stride_tn, steps, text_steps,
-    BITS: tl.constexpr, PER_TOKEN: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    R: tl.constexpr, BT: tl.constexpr, SPLITS: tl.constexpr, TEXT_SPLITS: tl.constexpr, SP: tl.constexpr, PTX: tl.constexpr,
-    DOT: tl.constexpr,
+@tile
+def visual_part(
+    q_ptr, k_ptr, v_ptr, k_scale_ptr, k_offset_ptr, v_scale_ptr, v_offset_ptr, count_ptr, low_ptr, high_ptr, part, h, b, row,
+    tokens_all, scaling, tau1, tau2, stride_qb, stride_qh, steps, BITS: tl.constexpr, RANGED: tl.constexpr,
+    PER_TOKEN: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, C: tl.constexpr, R: tl.constexpr,
+    VR: tl.constexpr, SPLITS: tl.constexpr, SP: tl.constexpr,
 ):  # fmt: skip
-    """One part of y [GP, DP] before the division, and its sum of p."""
-    part, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    PLANES: tl.constexpr = 16 // BITS
-    d, g, r = tl.arange(0, DP), tl.arange(0, GP), tl.arange(0, R)
-    row = b * heads + h
-    scores = score_ptr + row * (rows_all * PLANES + text_all) * G
-    slope, shift, top = calibration_tile(low_ptr, high_ptr, row, tau1, tau2, GP, SPLITS, TEXT_SPLITS, SP)
-    total = tl.zeros((GP,), tl.float32)
-    acc = tl.zeros((DP, GP), tl.float32)
-    real = (g < G)[None, :]
-    if part < SPLITS:
-        count = tl.load(count_ptr + b)
-        sums, offsets = tl.zeros((R, GP), tl.float32), tl.zeros((R, GP), tl.float32)
-        last = tl.minimum((part + 1) * steps * R, tl.cdiv(count, PLANES))
-        for start in range(part * steps * R, last, R):
-            rows = start + r
-            at = words_ptr + (row * D + d)[:, None] * rows_all + rows[None, :]
-            words = tl.load(at, mask=(d < D)[:, None] & (rows < last)[None, :], other=0)
-            for t in tl.static_range(PLANES):
-                if t == PLANES // 2:
-                    words = upper_half(words, PTX)
-                shift_t = BITS * (t % (8 // BITS))
-                exists = (((rows * PLANES + t) < count) & (rows < last))[:, None] & real
-                x = tl.load(scores + (t * rows_all + rows)[:, None] * G + g[None, :], mask=exists, other=0.0)
-                p = tl.where(exists, tl.exp2((x * slope[None, :] + (shift - top)[None, :]) * LOG2E), 0.0)
-                sums += p
-                if PER_TOKEN:
-                    token = row * rows_all * PLANES + rows * PLANES + t
-                    offsets += p * tl.load(offset_ptr + token, mask=rows < last, other=0.0)[:, None]
-                    p = p * tl.load(scale_ptr + token, mask=rows < last, other=0.0)[:, None]
-                # 2^(7 - shift) p is a float16 and 2^(shift - 24) a code: 2^17 is left for the end
-                codes = plane_tile(words, ((1 << BITS) - 1) << shift_t, PTX)
-                acc = tl.dot(codes, (p * (128.0 / (1 << shift_t))).to(tl.float16), acc)
-        total = tl.sum(sums, 0)
+    """Sums [P VR, GP] of p v by channels, of p [GP], and top [GP]."""
+    P: tl.constexpr = 8 // BITS
+    T: tl.constexpr = P * R
+    like = score_layout(P, R, GP)
+    q, m, o, rest = query_digits(
+        q_ptr, k_scale_ptr, k_offset_ptr, b, h, row, stride_qb, stride_qh, scaling, like, BITS, G, GP, D, C
+    )
+    if RANGED:
+        slope, shift, top = calibration_tile(low_ptr, high_ptr, row, tau1, tau2, like, GP, SPLITS, SP)
+        m, o, rest, top = m * slope, o * slope + shift, rest * slope, gl.ceil(top)
+        if not PER_TOKEN:
+            o = o - (top - LOG2_UNIT)
+    else:  # tau1 = tau2
+        o = o - tau1 * LOG2E
+        top = gl.max(like, 0) + LOWEST
+    count = gl.load(count_ptr + b)
+    rows_all = tokens_all // P
+    keys, values = k_ptr + row * rows_all * D, v_ptr + row * (D // P) * tokens_all
+    c = gl.arange(0, VR, layout=gl.SliceLayout(1, LINES))
+    acc = gl.zeros([P * VR, 2 * GP], tl.int32, SUMS)
+    weights = gl.sum(like.reshape([P, R, GP]), 0)
+    total, offsets = weights, weights
+    for start in range(part * steps * T, gl.minimum((part + 1) * steps * T, count), T):
+        v = load_lines(values + start, c * tokens_all, c < D // P, tokens_all - start, T // 64)
+        x = key_scores(keys, start // P, rows_all, q, m, o, rest, like, BITS, R, GP, D, C)
+        if start + T > count:
+            x = gl.where((start + token_places(like, BITS, R) < count)[:, None], x, float("-inf"))
+        w = x
         if PER_TOKEN:
-            acc = acc * 131072.0 + tl.sum(offsets, 0)[None, :]
-        else:
-            s = tl.load(scale_ptr + row * D + d, mask=d < D, other=0.0)
-            a = tl.load(offset_ptr + row * D + d, mask=d < D, other=0.0)
-            acc = acc * (s * 131072.0)[:, None] + a[:, None] * total[None, :]
+            token = start + token_places(like, BITS, R)
+            s = gl.load(v_scale_ptr + row * tokens_all + token, mask=token < tokens_all, other=1.0)
+            a = gl.load(v_offset_ptr + row * tokens_all + token, mask=token < tokens_all, other=0.0)
+            w = x + gl.log2(s)[:, None]
+        if PER_TOKEN or not RANGED:
+            sums, top = under_new_top((acc, weights, total, offsets), top, w, GP)
+            acc, weights, total, offsets = sums
+            w = w - (top - LOG2_UNIT)[None, :]
+        y = gl.exp2(w) + DIGITS
+        weights += gl.sum((y - DIGITS).reshape([P, R, GP]), 0)
+        if PER_TOKEN:
+            e = gl.exp2(x - (top - LOG2_UNIT)[None, :])
+            total += gl.sum(e.reshape([P, R, GP]), 0)
+            offsets += gl.sum((e * a[:, None]).reshape([P, R, GP]), 0)
+        p = token_order(two_digits(y, T, GP), BITS, 2 * GP)
+        for i in gl.static_range(T // 64):
+            acc = mma(code_planes(v[i], BITS, VR), gl.convert_layout(p[i], B8), acc)
+    s_ptr, a_ptr = v_scale_ptr + row * D, v_offset_ptr + row * D
+    return values_of_sums(acc, weights, total, offsets, top, s_ptr, a_ptr, BITS, PER_TOKEN, GP, D, VR)
+
+
+@tile
+def under_new_top(sums, top, w, GP: tl.constexpr):
+    """The sums so far and top [GP], where w [P R, GP] has larger scores."""
+    acc, weights, total, offsets = sums
+    new = gl.maximum(top, gl.ceil(gl.max(w, 0)))
+    rise = new - top
+    if gl.max(rise, 0) > 0:
+        by = gl.minimum(rise, 31.0).to(tl.int32)
+        by = gl.convert_layout(gl.join(by, by).reshape([2 * GP]), gl.SliceLayout(0, acc.type.layout))
+        less = gl.convert_layout(gl.exp2(0.0 - rise), gl.SliceLayout(0, weights.type.layout))[None, :]
+        acc, weights, total, offsets = acc >> by[None, :], weights * less, total * less, offsets * less
+    return (acc, weights, total, offsets), new
+
+
+@tile
+def values_of_sums(acc, weights, total, offsets, top, scale_ptr, offset_ptr, BITS: tl.constexpr, PER_TOKEN: tl.constexpr,
+                   GP: tl.constexpr, D: tl.constexpr, VR: tl.constexpr):  # fmt: skip
+    """Sums of p v by channels [P VR, GP], of p [GP], and top [GP], from digits and codes."""
+    P: tl.constexpr = 8 // BITS
+    high, low = acc.reshape([P * VR, GP, 2]).split()
+    y = (high.to(tl.float32) * 256.0 + low.to(tl.float32)).reshape([P, VR, GP]).permute([1, 0, 2]).reshape([P * VR, GP])
+    d = gl.arange(0, P * VR, layout=gl.SliceLayout(1, y.type.layout))
+    along: tl.constexpr = gl.SliceLayout(0, y.type.layout)
+    weights = gl.convert_layout(gl.sum(weights, 0), along)
+    y = y * place_factor(d % P, BITS)[:, None]
+    y = y + gl.where((d % P == P - 1)[:, None], (weights * (1 << (BITS - 1)))[None, :], 0.0)
+    if PER_TOKEN:
+        y = y + gl.convert_layout(gl.sum(offsets, 0), along)[None, :]
+        weights = gl.convert_layout(gl.sum(total, 0), along)
     else:
-        count = tl.load(text_count_ptr + b)
-        n = tl.arange(0, BT)
-        first = (part - SPLITS) * text_steps * BT
-        for start in range(first, tl.minimum(first + text_steps * BT, count), BT):
-            exists = start + n < count
-            to = scores + (rows_all * PLANES + start + n)[:, None] * G + g[None, :]
-            x = tl.load(to, mask=exists[:, None] & real, other=float("-inf"))
-            p = tl.exp2((x - top[None, :]) * LOG2E)
-            total += tl.sum(p, 0)
-            at = b * stride_tb + h * stride_th + (start + n).to(tl.int64)[:, None] * stride_tn + d[None, :]
-            v = tl.load(text_ptr + at, mask=exists[:, None] & (d < D)[None, :], other=0.0)
-            acc = tl.dot(v.T, p.to(DOT), acc, input_precision="ieee")
+        s = gl.load(scale_ptr + d, mask=d < D, other=0.0)
+        a = gl.load(offset_ptr + d, mask=d < D, other=0.0)
+        y = y * s[:, None] + a[:, None] * weights[None, :]
+    return y * (1.0 / UNIT), weights * (1.0 / UNIT), gl.convert_layout(top, along)
+
+
+@tile
+def text_part(
+    q_ptr, k_ptr, v_ptr, count_ptr, part, h, b, scaling, stride_qb, stride_qh, stride_kb, stride_kh, stride_kn, stride_vb,
+    stride_vh, stride_vn, steps, G: tl.constexpr, N: tl.constexpr, D: tl.constexpr, C: tl.constexpr, BT: tl.constexpr,
+):  # fmt: skip
+    """The same of tokens in q's dtype: sums [64 C, N], of p [N], and top [N]."""
+    n, t = gl.arange(0, N, layout=gl.SliceLayout(1, LINES)), gl.arange(0, BT, layout=gl.SliceLayout(1, LINES))
+    d = gl.arange(0, 64 * C, layout=gl.SliceLayout(0, LINES))[None, :]
+    at = q_ptr + b * stride_qb + (h * G + n)[:, None] * stride_qh + d
+    q = gl.convert_layout(gl.load(at, mask=(n < G)[:, None] & (d < D), other=0.0).permute([1, 0]), B16)
+    count = gl.load(count_ptr + b)
+    acc = gl.zeros([64 * C, N], tl.float32, SUMS)
+    total = gl.zeros([N], tl.float32, gl.SliceLayout(0, SUMS))
+    top = gl.full([N], LOWEST, tl.float32, gl.SliceLayout(0, SUMS))
+    k_ptr, v_ptr = k_ptr + b * stride_kb + h * stride_kh, v_ptr + b * stride_vb + h * stride_vh
+    for start in range(part * steps * BT, gl.minimum((part + 1) * steps * BT, count), BT):
+        here = (start + t < count)[:, None] & (d < D)
+        k = gl.load(k_ptr + (start + t)[:, None] * stride_kn + d, mask=here, other=0.0)
+        x = mma(gl.convert_layout(k, A16), q, gl.zeros([BT, N], tl.float32, SUMS)) * (scaling * LOG2E)
+        exists = start + gl.arange(0, BT, layout=gl.SliceLayout(1, SUMS)) < count
+        x = gl.where(exists[:, None], x, float("-inf"))
+        new = gl.maximum(top, gl.max(x, 0))
+        p, less = gl.exp2(x - new[None, :]), gl.exp2(top - new)
+        top, total = new, total * less + gl.sum(p, 0)
+        v = gl.load(v_ptr + (start + t)[:, None] * stride_vn + d, mask=here, other=0.0)
+        p = gl.convert_layout(p.to(v.dtype), B16)
+        acc = mma(gl.convert_layout(v.permute([1, 0]), A16), p, acc * less[None, :])
+    return acc, total, top
+
+
+@tile
+def store_part(part_ptr, sum_ptr, top_ptr, place, part, G: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
+               COLS: tl.constexpr):  # fmt: skip
+    """One part of all the queries of a KV head."""
+    y, total, top = part
+    d = gl.arange(0, ROWS, layout=gl.SliceLayout(1, y.type.layout))
+    g = gl.arange(0, COLS, layout=gl.SliceLayout(0, y.type.layout))
+    gl.store(part_ptr + (place * G + g)[None, :] * D + d[:, None], y, mask=(d < D)[:, None] & (g < G)[None, :])
+    gl.store(sum_ptr + place * G + g, total, mask=g < G)
+    gl.store(top_ptr + place * G + g, top, mask=g < G)
+
+
+@jit
+def kv_parts_kernel(
+    q_ptr, k_ptr, v_ptr, k_scale_ptr, k_offset_ptr, v_scale_ptr, v_offset_ptr, count_ptr, k_text_ptr, v_text_ptr,
+    text_count_ptr, low_ptr, high_ptr, part_ptr, sum_ptr, top_ptr, tokens_all, heads, scaling, tau1, tau2, stride_qb,
+    stride_qh, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn, steps, text_steps,
+    BITS: tl.constexpr, RANGED: tl.constexpr, PER_TOKEN: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr,
+    C: tl.constexpr, R: tl.constexpr, VR: tl.constexpr, BT: tl.constexpr, SPLITS: tl.constexpr, TEXT_SPLITS: tl.constexpr,
+    SP: tl.constexpr,
+):  # fmt: skip
+    """One part, of visual tokens or of text."""
+    part, h, b = gl.program_id(0), gl.program_id(1), gl.program_id(2).to(tl.int64)
+    row = b * heads + h
     place = row * (SPLITS + TEXT_SPLITS) + part
-    tl.store(sum_ptr + place * GP + g, total)
-    tl.store(part_ptr + (place * GP + g)[None, :] * D + d[:, None], acc, mask=(d < D)[:, None] & real)
+    if part < SPLITS:
+        seen = visual_part(
+            q_ptr, k_ptr, v_ptr, k_scale_ptr, k_offset_ptr, v_scale_ptr, v_offset_ptr, count_ptr, low_ptr, high_ptr, part, h, b,
+            row, tokens_all, scaling, tau1, tau2, stride_qb, stride_qh, steps, BITS, RANGED, PER_TOKEN, G, GP, D, C, R, VR,
+            SPLITS, SP,
+        )  # fmt: skip
+        store_part(part_ptr, sum_ptr, top_ptr, place, seen, G, D, 8 // BITS * VR, GP)
+    else:
+        N: tl.constexpr = 8 if GP < 8 else GP
+        read = text_part(
+            q_ptr, k_text_ptr, v_text_ptr, text_count_ptr, part - SPLITS, h, b, scaling, stride_qb, stride_qh, stride_kb,
+            stride_kh, stride_kn, stride_vb, stride_vh, stride_vn, text_steps, G, N, D, C, BT,
+        )  # fmt: skip
+        store_part(part_ptr, sum_ptr, top_ptr, place, read, G, D, 64 * C, N)
 
 
 @triton.jit
 def kv_combine_kernel(
-    part_ptr, sum_ptr, low_ptr, high_ptr, y_ptr, lse_ptr, heads, tau1, tau2,
-    G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, SPLITS: tl.constexpr, TEXT_SPLITS: tl.constexpr,
-    SP: tl.constexpr,
+    part_ptr, sum_ptr, top_ptr, y_ptr, lse_ptr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PARTS: tl.constexpr,
+    SP: tl.constexpr, BP: tl.constexpr,
 ):  # fmt: skip
     """One query: y [D] and lse."""
-    g, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    row = b * heads + h
-    d = tl.arange(0, DP)
-    _, _, top = calibration_tile(low_ptr, high_ptr, row, tau1, tau2, GP, SPLITS, TEXT_SPLITS, SP)
-    top = tl.sum(tl.where(tl.arange(0, GP) == g, top, 0.0), 0)
-    acc, total = tl.zeros((DP,), tl.float32), 0.0
-    for s in range(SPLITS + TEXT_SPLITS):
-        at = (row * (SPLITS + TEXT_SPLITS) + s) * GP + g
-        total += tl.load(sum_ptr + at)
-        acc += tl.load(part_ptr + at * D + d, mask=d < D, other=0.0)
+    query = tl.program_id(0).to(tl.int64)
+    first = query // G * PARTS * G + query % G
+    s, d = tl.arange(0, SP), tl.arange(0, DP)
+    total = tl.load(sum_ptr + first + s * G, mask=s < PARTS, other=0.0)
+    tops = tl.load(top_ptr + first + s * G, mask=s < PARTS, other=LOWEST)
+    top = tl.max(tl.where(total > 0, tops, LOWEST), 0)
+    total = tl.sum(total * tl.exp2(tl.minimum(tops - top, 0.0)), 0)
+    acc = tl.zeros((DP,), tl.float32)
+    for start in range(0, PARTS, BP):
+        s = start + tl.arange(0, BP)
+        share = tl.exp2(tl.minimum(tl.load(top_ptr + first + s * G, mask=s < PARTS, other=LOWEST) - top, 0.0))
+        at = (first + s * G)[:, None] * D + d[None, :]
+        acc += tl.sum(
+            tl.load(part_ptr + at, mask=(s < PARTS)[:, None] & (d < D)[None, :], other=0.0) * share[:, None], 0
+        )
     some = total > 0
-    y = tl.where(some, acc / tl.where(some, total, 1.0), 0.0)
-    query = row * G + g
-    tl.store(y_ptr + query * D + d, y.to(y_ptr.dtype.element_ty), mask=d < D)
-    tl.store(lse_ptr + query, tl.where(some, top + tl.log(tl.where(some, total, 1.0)), float("-inf")))
+    total = tl.where(some, total, 1.0)
+    tl.store(y_ptr + query * D + d, tl.where(some, acc / total, 0.0).to(y_ptr.dtype.element_ty), mask=d < D)
+    tl.store(lse_ptr + query, tl.where(some, (top + tl.log2(total)) / LOG2E, float("-inf")))

@@ -15,7 +15,7 @@ def kv_pack(
     x: Tensor, order: Tensor, count: Tensor, bits: int, by: str, shrink: float, transposed: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``mmqc::kv_pack`` on CUDA."""
-    packing_op.check(x, order, count, bits, by)
+    packing_op.check(x, order, count, bits, by, transposed)
     x = x if x.stride(3) == 1 else x.contiguous()
     order = order.contiguous()
     run = packing.kv_pack if packing.supports(x, order, count, by) is None else packing_op.reference

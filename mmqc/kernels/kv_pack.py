@@ -1,7 +1,7 @@
 """Visual keys or values to words (ops/kv_pack.py): the range of every channel, then one pass that gathers, rounds and packs.
 
     ranges   scale, offset of a channel over the first count[b] of order[b]          (by "channel")
-    pack     word = or over t of  round(clamp((x[order[r P + t]] - a) / s)) << b t   (by "token" with the token's own range)
+    pack     round(clamp((x[order[n]] - a) / s)) of 64 tokens, the P = 8/b of a byte added up   (by "token" with its own range)
 
 Shapes:  those of the op; x [B, H, L, D] with contiguous channels, D to 256
 Exact:   the codes of the reference: IEEE division, halves to even, no contraction of products and sums.
@@ -63,44 +63,44 @@ def kv_range_kernel(
 
 @triton.jit
 def kv_pack_kernel(
-    x_ptr, order_ptr, count_ptr, scale_ptr, offset_ptr, words_ptr, heads, tokens, rows_all, shrink, stride_b, stride_h,
+    x_ptr, order_ptr, count_ptr, scale_ptr, offset_ptr, bytes_ptr, heads, tokens, tokens_all, shrink, stride_b, stride_h,
     stride_l, BITS: tl.constexpr, PER_TOKEN: tl.constexpr, TRANSPOSED: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    R: tl.constexpr,
+    BN: tl.constexpr,
 ):  # fmt: skip
-    """R rows of words of one head; by token, their scales and offsets too."""
-    r, d = tl.program_id(0) * R + tl.arange(0, R), tl.arange(0, DP)
+    """The bytes of BN tokens of one head; by token, their scales and offsets too."""
+    n, d = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, DP)
     h, b = tl.program_id(1), tl.program_id(2).to(tl.int64)
-    PLANES: tl.constexpr = 16 // BITS
+    P: tl.constexpr = 8 // BITS
     row = b * heads + h
-    count = tl.minimum(tl.load(count_ptr + b), tokens)
-    words = tl.zeros((R, DP), tl.int32)
-    if not PER_TOKEN:
+    exists = n < tl.minimum(tl.load(count_ptr + b), tokens)
+    place = tl.load(order_ptr + b * tokens + n, mask=exists, other=0)
+    inside = exists[:, None] & (d < D)[None, :]
+    x = tl.load(x_ptr + b * stride_b + h * stride_h + place[:, None] * stride_l + d[None, :], mask=inside, other=0.0)
+    x = x.to(tl.float32)
+    if PER_TOKEN:
+        low = tl.min(tl.where(inside, x, float("inf")), 1)
+        scale, offset = scale_tile(low, tl.max(tl.where(inside, x, float("-inf")), 1), shrink, BITS)
+        tl.store(scale_ptr + row * tokens_all + n, scale, mask=n < tokens_all)
+        tl.store(offset_ptr + row * tokens_all + n, offset, mask=n < tokens_all)
+        scale, offset = scale[:, None], offset[:, None]
+    else:
         scale = tl.load(scale_ptr + row * D + d, mask=d < D, other=1.0)[None, :]
         offset = tl.load(offset_ptr + row * D + d, mask=d < D, other=0.0)[None, :]
-    for t in tl.static_range(PLANES):
-        n = r * PLANES + t
-        exists = n < count
-        place = tl.load(order_ptr + b * tokens + n, mask=exists, other=0)
-        inside = exists[:, None] & (d < D)[None, :]
-        x = tl.load(
-            x_ptr + b * stride_b + h * stride_h + place[:, None] * stride_l + d[None, :], mask=inside, other=0.0
-        )
-        x = x.to(tl.float32)
-        if PER_TOKEN:
-            low = tl.min(tl.where(inside, x, float("inf")), 1)
-            scale, offset = scale_tile(low, tl.max(tl.where(inside, x, float("-inf")), 1), shrink, BITS)
-            tl.store(scale_ptr + row * rows_all * PLANES + n, scale, mask=r < rows_all)
-            tl.store(offset_ptr + row * rows_all * PLANES + n, offset, mask=r < rows_all)
-            scale, offset = scale[:, None], offset[:, None]
-        u = tl.div_rn(x - offset, tl.broadcast_to(scale, (R, DP)))
-        u = tl.minimum(tl.maximum(u, 0.0), (1 << BITS) - 1.0)
-        u = (u + ROUND).to(tl.int32, bitcast=True) & ((1 << BITS) - 1)
-        words = words | (tl.where(inside, u, 0) << (BITS * t))
+    u = tl.div_rn(x - offset, tl.broadcast_to(scale, (BN, DP)))
+    u = tl.minimum(tl.maximum(u, 0.0), (1 << BITS) - 1.0)
+    u = tl.where(inside, (u + ROUND).to(tl.int32, bitcast=True) & ((1 << BITS) - 1), 0)
+    shifts = BITS * tl.arange(0, P)
     if TRANSPOSED:
-        at = words_ptr + (row * D + d)[None, :] * rows_all + r[:, None]
+        packed = tl.sum(u.reshape(BN, DP // P, P) << shifts[None, None, :], 2) ^ 128
+        line = tl.arange(0, DP // P)
+        at = (row * (D // P) + line)[None, :] * tokens_all + n[:, None]
+        stored = (n < tokens_all)[:, None] & (line < D // P)[None, :]
     else:
-        at = words_ptr + (row * rows_all + r)[:, None] * D + d[None, :]
-    tl.store(at, words.to(tl.int16), mask=(r < rows_all)[:, None] & (d < D)[None, :])
+        packed = tl.sum(u.reshape(BN // P, P, DP) << shifts[None, :, None], 1) ^ 128
+        line = tl.program_id(0) * (BN // P) + tl.arange(0, BN // P)
+        at = (row * (tokens_all // P) + line)[:, None] * D + d[None, :]
+        stored = (line < tokens_all // P)[:, None] & (d < D)[None, :]
+    tl.store(bytes_ptr + at, packed.to(tl.int8), mask=stored)
 
 
 def supports(x: Tensor, order: Tensor, count: Tensor, by: str) -> str | None:
@@ -123,8 +123,9 @@ def kv_pack(
         raise ValueError(f"kv_pack: {reason}")
     batch, heads, _, d = x.shape
     tokens, rows = order.shape[1], words_for(order.shape[1], bits)
+    room = rows * tokens_per_word(bits)
     words = torch.empty((batch, heads, *((d, rows) if transposed else (rows, d))), dtype=torch.int16, device=x.device)
-    shape = (batch, heads, rows * tokens_per_word(bits), 1) if by == "token" else (batch, heads, 1, d)
+    shape = (batch, heads, room, 1) if by == "token" else (batch, heads, 1, d)
     scale, offset = (torch.empty(shape, dtype=torch.float32, device=x.device) for _ in range(2))
     place = (heads, tokens)
     strides, half = x.stride()[:3], shrink / 2
@@ -132,10 +133,10 @@ def kv_pack(
         kv_range_kernel[(ceil_div(d, 32), heads, batch)](
             x, order, count, scale, offset, *place, half, *strides, BITS=bits, D=d, BD=32, BN=128, enable_fp_fusion=False,
         )  # fmt: skip
-    if rows:
-        block = 8 if bits == 1 else 16
-        kv_pack_kernel[(ceil_div(rows, block), heads, batch)](
-            x, order, count, scale, offset, words, *place, rows, half, *strides, BITS=bits, PER_TOKEN=by == "token",
-            TRANSPOSED=transposed, D=d, DP=max(16, 1 << (d - 1).bit_length()), R=block, enable_fp_fusion=False,
+    if room:
+        kv_pack_kernel[(ceil_div(room, 64), heads, batch)](
+            x, order, count, scale, offset, words.view(torch.int8), *place, room, half, *strides, BITS=bits,
+            PER_TOKEN=by == "token", TRANSPOSED=transposed, D=d, DP=max(16, 1 << (d - 1).bit_length()), BN=64,
+            enable_fp_fusion=False,
         )  # fmt: skip
     return words, scale, offset

@@ -6,7 +6,7 @@
     y    = s_V . (p_visual u_V) + a_V sum(p_visual) + p_text v_text             V's are moved onto the output
 
 Shapes:  q [B, H_q, Q, D]   k_words int16 [B, H, R, D]   v_words int16 [B, H, D_v, R] (kv_words.py)
-         k_scale, k_offset [B, H, 1, D]   v_scale, v_offset [B, H, 1, D_v] or [B, H, R P, 1]: a scale per token
+         k_scale, k_offset [B, H, 1, D]   v_scale, v_offset [B, H, 1, D_v] or [B, H, N', 1]: a scale per token
          visual_count int32 [B]: tokens of the packed part that exist   k_text [B, H, T, D]   v_text [B, H, T, D_v]
          text_count int32 [B]   y [B, H_q, Q, D_v] in q's dtype   lse float32 [B, H_q, Q]: log sum exp of all scores
          Query head i reads KV head i // (H_q / H).  Every query sees every cached token.
@@ -22,12 +22,13 @@ import torch
 from torch import Tensor
 
 from mmqc.ops.define import define
-from mmqc.ops.kv_words import check_bits, unpack_words
+from mmqc.ops.kv_words import check_bits, check_width, unpack_words
 
 
 def check(q: Tensor, k_words: Tensor, v_words: Tensor, k_text: Tensor, v_text: Tensor, bits: int) -> None:
     """Raise unless the operands fit each other."""
     check_bits(bits)
+    check_width(v_words.shape[2], bits)
     heads = k_words.shape[1]
     if q.shape[1] % heads or k_words.shape[3] != q.shape[3] or k_words.shape[2] != v_words.shape[3]:
         shapes = [list(t.shape) for t in (q, k_words, v_words)]
@@ -58,7 +59,7 @@ def reference(
     (batch, q_heads, length, _), heads = q.shape, k_words.shape[1]
     wide, last = torch.promote_types(q.dtype, torch.float32), v_words.shape[2]
     rows = q.reshape(batch, heads, -1, q.shape[3]).to(wide)  # [B, H, G Q, D]: the queries of a KV head side by side
-    u_k, u_v = unpack_words(k_words, bits).to(wide), unpack_words(v_words.mT, bits).to(wide)
+    u_k, u_v = unpack_words(k_words, bits).to(wide), unpack_words(v_words, bits, True).to(wide)
     visual, text = (
         (torch.arange(t.shape[2], device=q.device) < n[:, None])[:, None, None, :]
         for t, n in ((u_k, visual_count), (k_text, text_count))

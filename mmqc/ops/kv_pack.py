@@ -5,8 +5,8 @@
               per channel and KV head (by "channel"), per token and KV head ("token") or one for the sequence ("tensor")
 
 Shapes:  x [B, H, L, D]   order int64 [B, N]: places in L, of which row b uses the first count[b]   count int [B]
-         words int16 [B, H, ceil(N/P), D], transposed [B, H, D, ceil(N/P)] (kv_words.py)
-         scale, offset float32 [B, H, 1, D], by "token" [B, H, ceil(N/P) P, 1]: x is about u s + a
+         words int16 [B, H, R, D] of keys, transposed [B, H, D, R] of values (kv_words.py)
+         scale, offset float32 [B, H, 1, D], by "token" [B, H, N', 1]: x is about u s + a
          (float64 for float64 x)
 Exact:   float32 (float64), halves round to even.  A range of one value has s = 1, so that u s + a is that value; tokens past
          count are the code 0 and no part of the range.
@@ -20,12 +20,12 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from mmqc.ops.define import define
-from mmqc.ops.kv_words import check_bits, pack_words, tokens_per_word, words_for
+from mmqc.ops.kv_words import check_bits, check_width, pack_words, tokens_per_word, words_for
 
 AXES = ("channel", "token", "tensor")
 
 
-def check(x: Tensor, order: Tensor, count: Tensor, bits: int, by: str) -> None:
+def check(x: Tensor, order: Tensor, count: Tensor, bits: int, by: str, transposed: bool) -> None:
     """Raise unless the operands fit each other."""
     check_bits(bits)
     if by not in AXES:
@@ -33,6 +33,8 @@ def check(x: Tensor, order: Tensor, count: Tensor, bits: int, by: str) -> None:
     if x.dim() != 4 or order.dim() != 2 or order.shape[0] != x.shape[0] or count.shape != x.shape[:1]:
         shapes = [list(t.shape) for t in (x, order, count)]
         raise ValueError(f"x is [B, H, L, D], order [B, N] and count [B], not {shapes}")
+    if transposed:
+        check_width(x.shape[3], bits)
 
 
 def chosen(x: Tensor, order: Tensor) -> Tensor:
@@ -56,7 +58,7 @@ def reference(
     x: Tensor, order: Tensor, count: Tensor, bits: int, by: str, shrink: float, transposed: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gather, find the ranges, round, pack."""
-    check(x, order, count, bits, by)
+    check(x, order, count, bits, by, transposed)
     wide = torch.promote_types(x.dtype, torch.float32)
     x = chosen(x, order).to(wide)
     used = (torch.arange(order.shape[1], device=x.device) < count[:, None])[:, None, :, None]
@@ -65,11 +67,11 @@ def reference(
     offset = torch.where(high > low, centre - half, low)
     scale = torch.where(high > low, 2 * half / (2**bits - 1), 1.0)
     codes = torch.round(((x - offset) / scale).clamp(0, 2**bits - 1))
-    words = pack_words(torch.where(used, codes, 0.0), bits)
+    words = pack_words(torch.where(used, codes, 0.0), bits, transposed)
     if by == "token":  # one for every place in the words
-        spare = (0, 0, 0, words.shape[2] * tokens_per_word(bits) - order.shape[1])
+        spare = (0, 0, 0, words_for(order.shape[1], bits) * tokens_per_word(bits) - order.shape[1])
         scale, offset = pad(scale, spare, value=1.0), pad(offset, spare)
-    return (words.mT if transposed else words).contiguous(), scale.contiguous(), offset.contiguous()
+    return words, scale.contiguous(), offset.contiguous()
 
 
 def fake(
@@ -77,7 +79,7 @@ def fake(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Words and ranges without their values."""
     del shrink
-    check(x, order, count, bits, by)
+    check(x, order, count, bits, by, transposed)
     batch, heads, _, width = x.shape
     rows = words_for(order.shape[1], bits)
     tokens = rows * tokens_per_word(bits)

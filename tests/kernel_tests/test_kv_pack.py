@@ -25,7 +25,7 @@ def test_kv_pack__codes_of_the_reference(bits, by, width, device):
     assert words.shape == want.shape
     if device.type == "cpu":
         assert torch.equal(words, want)
-    got, codes = (unpack_words(w.mT if transposed else w, bits).int() for w in (words, want))
+    got, codes = (unpack_words(w, bits, transposed).int() for w in (words, want))
     assert (
         got - codes
     ).abs().max() <= 1  # a scale may differ in its last bit on a GPU, and a code that lies on an edge

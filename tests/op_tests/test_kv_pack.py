@@ -13,7 +13,7 @@ COUNTS = torch.tensor([13, 0, 5], dtype=torch.int32)
 
 def operands(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
     torch.manual_seed(0)
-    x = torch.randn(3, 2, 20, 6, dtype=dtype) + torch.linspace(-3, 3, 6, dtype=dtype)
+    x = torch.randn(3, 2, 20, 8, dtype=dtype) + torch.linspace(-3, 3, 8, dtype=dtype)
     order = torch.stack([torch.randperm(20)[:13] for _ in range(3)])
     return x, order, COUNTS
 
@@ -30,14 +30,22 @@ def one_by_one(x: Tensor, low: float, high: float, bits: int, shrink: float) -> 
 
 def test_words__round_trip_and_layout() -> None:
     for bits in BITS:
-        codes = torch.randint(0, 2**bits, (2, 3, 37, 5))
-        words = pack_words(codes, bits)
-        assert words.dtype == torch.int16
-        assert words.shape == (2, 3, -(-37 * bits // 16), 5)
-        assert torch.equal(unpack_words(words, bits)[:, :, :37].long(), codes)
-        assert not unpack_words(words, bits)[:, :, 37:].any()
-        one = (words.int() & 0xFFFF)[0, 0, 0, 0].item()
-        assert [(one >> bits * t) % 2**bits for t in range(16 // bits)] == codes[0, 0, : 16 // bits, 0].tolist()
+        per_byte = 8 // bits
+        codes = torch.randint(0, 2**bits, (2, 3, 37, 8))
+        keys, values = (pack_words(codes, bits, transposed) for transposed in (False, True))
+        assert keys.dtype == values.dtype == torch.int16
+        assert keys.shape == (2, 3, 3 * bits, 8)
+        assert values.shape == (2, 3, 8, 3 * bits)
+        for words, transposed in ((keys, False), (values, True)):
+            assert torch.equal(unpack_words(words, bits, transposed)[:, :, :37].long(), codes)
+            assert not unpack_words(words, bits, transposed)[:, :, 37:].any()
+        of_keys = keys.view(torch.uint8).reshape(2, 3, 6 * bits, 8).int() ^ 128
+        of_values = values.view(torch.uint8).reshape(2, 3, bits, 48).int() ^ 128
+        one, two = of_keys[1, 2, 1, 5].item(), of_values[1, 2, bits - 1, 36].item()
+        assert [(one >> bits * t) % 2**bits for t in range(per_byte)] == codes[
+            1, 2, per_byte : 2 * per_byte, 5
+        ].tolist()
+        assert [(two >> bits * v) % 2**bits for v in range(per_byte)] == codes[1, 2, 36, 8 - per_byte :].tolist()
 
 
 @pytest.mark.parametrize("shrink", [1.0, 0.3])
@@ -51,7 +59,7 @@ def test_kv_pack__codes_of_an_independent_reference(by: str, bits: int, shrink: 
         some = x[b][:, order[b, :n]]
         assert not codes[b, :, n:].any(), "tokens that do not exist are the code 0"
         for h in range(2):
-            lines = [(slice(0, n), c) for c in range(6)] if by != "token" else [(j, slice(0, 6)) for j in range(n)]
+            lines = [(slice(0, n), c) for c in range(8)] if by != "token" else [(j, slice(0, 8)) for j in range(n)]
             for line in lines if n else []:
                 source = some if by == "tensor" else some[h][line]
                 want, s, a = one_by_one(some[h][line], source.min().item(), source.max().item(), bits, shrink)
@@ -81,7 +89,7 @@ def test_kv_pack__transposed_and_constant_channels() -> None:
     x[..., 2] = 7.5
     words, scale, offset = ops.kv_pack(x, order, count, 4, "channel", 0.5, False)
     transposed = ops.kv_pack(x, order, count, 4, "channel", 0.5, True)[0]
-    assert torch.equal(transposed, words.mT)
+    assert torch.equal(unpack_words(transposed, 4, True), unpack_words(words, 4))
     assert transposed.is_contiguous()
     value = unpack_words(words, 4)[0, :, :13, 2] * scale[0, :, 0, 2, None] + offset[0, :, 0, 2, None]
     assert (value == 7.5).all()
@@ -93,6 +101,8 @@ def test_kv_pack__opcheck_and_errors() -> None:
         torch.library.opcheck(ops.kv_pack.default, (x, order, count, 2, by, 1.0, True))
     with pytest.raises(ValueError, match="1, 2, 4 or 8 bits"):
         ops.kv_pack(x, order, count, 3, "channel", 1.0, False)
+    with pytest.raises(ValueError, match="values have 6 channels"):
+        ops.kv_pack(x[..., :6], order, count, 2, "channel", 1.0, True)
     with pytest.raises(ValueError, match="'head'"):
         ops.kv_pack(x, order, count, 2, "head", 1.0, False)
     with pytest.raises(ValueError, match="count"):
