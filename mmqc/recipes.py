@@ -300,7 +300,7 @@ def resq(
     bits: int = 4, high_bits: int = 8, high_fraction: float = 1 / 8, kv_bits: int | None = 4, *,
     activation_bits: int | None = None, streams: bool = True, heads: bool = True, keys: bool = True, hadamard: bool = True,
     random: Literal["orthogonal", "hadamard"] = "orthogonal",
-    lowest_bits: int = 2, lowest_fraction: float = 0.0,
+    lowest_bits: int = 2, lowest_fraction: float = 0.0, packed: bool = True,
     solver: Solver = "gptq", solver_batches: int | None = None, seed: int = 0,
 ) -> QuantConfig:  # fmt: skip
     """ResQ (arXiv:2412.14363): principal bases, the subspace of the largest variance in more bits, both towers.
@@ -319,7 +319,8 @@ def resq(
         hadamard: U_D, an online Hadamard in front of linears that read a non-linearity, which have one precision.
         random: what mixes the coordinates of a subspace.
         lowest_bits: of the weights and activations of a third subspace, that of the smallest variance.
-        lowest_fraction: its size; 0: there is none.  (The KV cache has two.)
+        lowest_fraction: its size; 0: there is none.  (Keys and values have two.)
+        packed: False stores weights of few bits in int8: twice the memory, and nothing to write out in a call.
         solver: as in ``per_token``.
         solver_batches: the solver sees this many batches, the bases all (the paper: 128 and 512); None: all.
         seed: of everything random.
@@ -328,8 +329,9 @@ def resq(
     rewrites = Rewrites(fold_norms=True, rotate=True, hadamard=hadamard, seed=seed, bases=bases)
     kv = _kv(kv_bits, high_bits, high_fraction, "principal" if keys else "none")
     dynamic = DynamicSpec(
-        activation_bits or bits, high_bits, high_fraction, lowest_bits=lowest_bits, lowest_fraction=lowest_fraction
-    )
+        activation_bits or bits, high_bits, high_fraction, lowest_bits=lowest_bits, lowest_fraction=lowest_fraction,
+        packed=packed,
+    )  # fmt: skip
     return _dynamic(bits, dynamic, solver, rewrites, kv)
 
 

@@ -121,6 +121,8 @@ class DynamicSpec:
             part), or ``outliers``, the channels of the largest magnitudes that calibration saw (QUIK).
         lowest_bits: 2 to 8, of the activations and 2, 3, 4 or 8, of the weights of a third part, ResQ's first coordinates.
         lowest_fraction: in [0, 1/2], how many channels that part has; 0: there is none.
+        packed: weights of 4 bits and fewer are stored in 4 bits, and written out in every call; False: in int8, which needs
+            twice the memory and spares the writing.
     """
 
     bits: int = 4
@@ -129,6 +131,7 @@ class DynamicSpec:
     high: Literal["basis", "outliers"] = "basis"
     lowest_bits: int = 2
     lowest_fraction: float = 0.0
+    packed: bool = True
 
     def __post_init__(self) -> None:
         require(self.lowest_bits in (2, 3, 4, 8), "DynamicSpec.lowest_bits", self.lowest_bits, (2, 3, 4, 8))

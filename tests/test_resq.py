@@ -287,6 +287,23 @@ def test_quantize__backend_repeats_what_needs_no_data() -> None:
         )(**batch)
 
 
+def test_quantize__in_int8_is_the_same_model_in_more_memory() -> None:
+    found = []
+    for packed in (True, False):
+        model = Small().eval()
+        report = quantize(model, resq(kv_bits=None, solver="rtn", packed=packed))
+        found.append((logits(model, batches()[0]), report, model))
+    assert torch.equal(found[0][0], found[1][0])
+    assert all(
+        ("weights in int8" in str(layer.scheme)) == bool(i) for i, f in enumerate(found) for layer in f[1].layers
+    )
+    assert found[0][1].size_after < found[1][1].size_after
+    linears = [m for m in found[1][2].modules() if isinstance(m, MixedLinear)]
+    assert {w.dtype for m in linears for w in m.qweights} == {torch.int8}
+    assert all("at W4A4" in repr(m) for m in linears)
+    assert build_module(module_spec(linears[0])).qweight.dtype == torch.int8
+
+
 def test_mixed_linear__state_dict_spec_and_weight() -> None:
     model = Small().eval()
     quantize(model, quik())

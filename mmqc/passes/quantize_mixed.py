@@ -116,7 +116,7 @@ class QuantizeMixed:
 
 @dataclass(frozen=True, eq=False)
 class Stored:
-    """A solved weight as the ops take it: codes part after part, packed where they fit 4 bits.
+    """A solved weight as the ops take it: codes part after part, packed where they fit 4 bits and the scheme wants it.
 
     Attributes:
         codes: one int8 [N, K_p] or packed uint8 a part.
@@ -139,7 +139,7 @@ class Stored:
         assert scheme.dynamic is not None
         columns = [part.columns.to(solved.codes.device) for part in solved.parts]
         codes = [solved.codes[:, c] for c in columns]
-        bits = tuple(stored_bits(part.bits, True) for part in solved.parts)
+        bits = tuple(stored_bits(part.bits, True) if scheme.dynamic.packed else 8 for part in solved.parts)
         order = torch.cat(columns)
         own = torch.equal(order, torch.arange(len(order), device=order.device))
         return cls(
