@@ -43,17 +43,30 @@ class KVRounder(nn.Module):
         self.widths, self.bits = ([size - high, high], [spec.bits, spec.high_bits]) if high else ([size], [spec.bits])
         self.register_buffer("basis", torch.empty(size, size, device=device))
 
+    def turned(self, x: Tensor) -> Tensor:
+        """X U_C, of queries and of keys behind RoPE; q kᵀ does not change."""
+        assert self.basis is not None
+        return x @ self.basis.to(x.dtype)
+
+    def codes(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(q int8 [..., D], s, o float32 [..., P]) of turned keys or of values, ``widths[p]`` of them in ``bits[p]``.
+
+        A token's follow from that token alone: it is what a cache would store.
+        """
+        return torch.ops.mmqc.quantize_per_token(x, None, self.widths, self.bits)
+
+    def values(self, q: Tensor, s: Tensor, o: Tensor, dtype: torch.dtype) -> Tensor:
+        """What ``codes`` stand for."""
+        parts = q.to(s.dtype).split(self.widths, -1)
+        return torch.cat([p * s[..., i, None] + o[..., i, None] for i, p in enumerate(parts)], -1).to(dtype)
+
     def rounded(self, x: Tensor) -> Tensor:
         """Q(x) in x's dtype."""
-        q, s, o = torch.ops.mmqc.quantize_per_token(x, None, self.widths, self.bits)
-        parts = q.to(s.dtype).split(self.widths, -1)
-        return torch.cat([p * s[..., i, None] + o[..., i, None] for i, p in enumerate(parts)], -1).to(x.dtype)
+        return self.values(*self.codes(x), x.dtype)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(q', k', v')."""
-        assert self.basis is not None
-        u = self.basis.to(q.dtype)
-        return q @ u, self.rounded(k @ u), self.rounded(v)
+        return self.turned(q), self.rounded(self.turned(k)), self.rounded(v)
 
 
 class _Moments:

@@ -343,6 +343,10 @@ def test_kv_rounding__exact_without_rounding_and_per_head() -> None:
     rounder = KVRounder(16, spec, "sdpa")
     rounder.basis = basis_of(rows.T @ rows, spec, 0)
     q_u, k_u, v_q = rounder(q, k, v)
+    codes, step, offset = rounder.codes(rounder.turned(k)[:, :, 5:9])  # as a cache would have them, token by token
+    assert codes.dtype == torch.int8
+    assert codes[..., :14].abs().max() <= 8
+    assert torch.equal(rounder.values(codes, step, offset, k.dtype), k_u[:, :, 5:9])
     assert float((q_u @ (k @ rounder.basis).transpose(2, 3) - q @ k.transpose(2, 3)).abs().max()) < 1e-12
     assert_close(k_u[1, 2, 5], rounder(q, k[1:, 2:, 5:6], v)[1][0, 0, 0])
     error = (v_q - v).abs().amax((0, 1, 2))
