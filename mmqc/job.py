@@ -139,7 +139,7 @@ class Job:
             self.untied += convert.write_weights(self.model, prog, self.journal)
         with ExitStack() as stack:
             kv, bases = self.config.kv_rounding, self.config.rewrites.bases
-            keys = stack.enter_context(observed(self.model)) if kv is not None else {}
+            keys = stack.enter_context(observed(self.model, kv)) if kv is not None else {}
             self.untied += measured_rewrites(
                 self.model, prog, self.config, lambda: map(self.call, self.batches), self.journal
             )
@@ -147,7 +147,7 @@ class Job:
                 kv is not None and bases is None
             ):  # otherwise these forwards went through the keys too, which no basis changes
                 with torch.no_grad():
-                    for batch in self.batches if kv.basis == "principal" else self.batches[:1]:
+                    for batch in self.batches if kv.basis in ("principal", "peaks") else self.batches[:1]:
                         self.forward(batch)
         self.rewrite_error = check(expected, outputs(self.model, first)) if expected else 0.0
         if kv is not None:

@@ -23,7 +23,7 @@ import mmqc.ops  # noqa: F401  (defines torch.ops.mmqc)
 from mmqc.config import ConfigError, KVRounding
 from mmqc.moments import add_second_moment, mirror_
 from mmqc.ops.rotate import random_hadamard, rotation_matrix
-from mmqc.solvers.principal_basis import high_width, principal_basis
+from mmqc.solvers.principal_basis import high_width, peak_basis, principal_basis
 
 NAME, CHILD = "mmqc_kv_rounding", "kv_rounding"
 
@@ -43,23 +43,37 @@ class KVRounder(nn.Module):
         self.widths, self.bits = ([size - high, high], [spec.bits, spec.high_bits]) if high else ([size], [spec.bits])
         self.register_buffer("basis", torch.empty(size, size, device=device))
 
+    def turned(self, x: Tensor) -> Tensor:
+        """X U_C, of queries and of keys behind RoPE; q kᵀ does not change."""
+        assert self.basis is not None
+        return x @ self.basis.to(x.dtype)
+
+    def codes(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(q int8 [..., D], s, o float32 [..., P]) of turned keys or of values, ``widths[p]`` of them in ``bits[p]``.
+
+        A token's follow from that token alone: it is what a cache would store.
+        """
+        return torch.ops.mmqc.quantize_per_token(x, None, self.widths, self.bits)
+
+    def values(self, q: Tensor, s: Tensor, o: Tensor, dtype: torch.dtype) -> Tensor:
+        """What ``codes`` stand for."""
+        parts = q.to(s.dtype).split(self.widths, -1)
+        return torch.cat([p * s[..., i, None] + o[..., i, None] for i, p in enumerate(parts)], -1).to(dtype)
+
     def rounded(self, x: Tensor) -> Tensor:
         """Q(x) in x's dtype."""
-        q, s, o = torch.ops.mmqc.quantize_per_token(x, None, self.widths, self.bits)
-        parts = q.to(s.dtype).split(self.widths, -1)
-        return torch.cat([p * s[..., i, None] + o[..., i, None] for i, p in enumerate(parts)], -1).to(x.dtype)
+        return self.values(*self.codes(x), x.dtype)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(q', k', v')."""
-        assert self.basis is not None
-        u = self.basis.to(q.dtype)
-        return q @ u, self.rounded(k @ u), self.rounded(v)
+        return self.turned(q), self.rounded(self.turned(k)), self.rounded(v)
 
 
 class _Moments:
     """KᵀK float64 [D, D] by attention module, while a calibration runs."""
 
     active: dict[nn.Module, Tensor] | None = None
+    peaks: bool = False  # max |k| of every channel, float64 [D], instead
 
 
 def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any) -> Any:
@@ -67,8 +81,12 @@ def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: T
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     if _Moments.active is not None:
-        rows = key.detach().reshape(-1, key.shape[-1])
-        _Moments.active[module] = add_second_moment(_Moments.active.get(module), rows)
+        rows, before = key.detach().reshape(-1, key.shape[-1]), _Moments.active.get(module)
+        if _Moments.peaks:
+            largest = rows.abs().amax(0).double()
+            _Moments.active[module] = largest if before is None else torch.maximum(before, largest)
+        else:
+            _Moments.active[module] = add_second_moment(before, rows)
         return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, mask, **kwargs)
     rounder = getattr(module, CHILD)
     query, key, value = rounder(query, key, value)
@@ -101,8 +119,10 @@ def decoder_config(model: nn.Module) -> Any:
 
 
 @contextmanager
-def observed(model: nn.Module) -> Iterator[dict[nn.Module, Tensor]]:
+def observed(model: nn.Module, spec: KVRounding) -> Iterator[dict[nn.Module, Tensor]]:
     """KᵀK of every decoder layer that forwards of ``model`` come through, float64, on and below the diagonal blocks.
+
+    For a basis by ``peaks`` max |k| of every channel, float64 [D].
 
     Raises:
         ConfigError: the model is none of transformers', or its attention is not sdpa.
@@ -114,7 +134,7 @@ def observed(model: nn.Module) -> Iterator[dict[nn.Module, Tensor]]:
             "with attn_implementation='sdpa'"
         )
     before = config._attn_implementation
-    config._attn_implementation, _Moments.active = NAME, {}
+    config._attn_implementation, _Moments.active, _Moments.peaks = NAME, {}, spec.basis == "peaks"
     try:
         yield _Moments.active
     finally:
@@ -137,7 +157,8 @@ def round_keys_and_values(
     Raises:
         ConfigError: attention does not go through transformers' interface.
     """
-    config, found = decoder_config(model), {module: mirror_(moment) for module, moment in moments.items()}
+    config = decoder_config(model)
+    found = {module: seen if seen.dim() == 1 else mirror_(seen) for module, seen in moments.items()}
     names = {module: name for name, module in model.named_modules()}
     if not found:
         raise ConfigError(f"{type(model).__name__} does not attend through transformers' interface: no keys were seen")
@@ -150,8 +171,10 @@ def round_keys_and_values(
 
 
 def basis_of(moment: Tensor, spec: KVRounding, seed: int) -> Tensor:
-    """U_C float64 [D, D] of a layer's keys."""
+    """U_C float64 [D, D] of a layer's keys, from KᵀK, or from max |k| for a basis by peaks."""
     n = len(moment)
+    if spec.basis == "peaks":
+        return peak_basis(moment, high_width(n, spec.high_fraction), seed)
     if spec.basis == "principal":
         return principal_basis(moment, high_width(n, spec.high_fraction), seed)
     if spec.basis == "hadamard":

@@ -121,8 +121,11 @@ class MixedLinear(QuantLinear):
 
     def extra_repr(self) -> str:
         """Sizes and precisions."""
-        parts = zip(self.widths, self.stored, self.activation, strict=True)
-        text = " + ".join(f"{width} at W{self.weight_bits if b == 4 else b}A{a}" for width, b, a in parts)
+        parts = enumerate(zip(self.widths, self.stored, self.activation, strict=True))
+        high = len(self.widths) - 1 or 1  # the part that may have other bits
+        text = " + ".join(
+            f"{width} at W{b if b != 4 and p == high else self.weight_bits}A{a}" for p, (width, b, a) in parts
+        )
         return (
             f"{self.in_features}, {self.out_features}, {text}, bias={self.bias is not None}, hadamard={self.hadamard}"
         )

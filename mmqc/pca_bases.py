@@ -4,6 +4,7 @@
 
     U_A   a residual stream's: X are the inputs of the linears that read it, gains folded, every norm's once, over all layers
     U_B   a value head's: X are the values that its linear writes, biases included
+    or, for the baseline "outlier + rotation", max |x| of the channels that there were before the random rotation
 
 Spaces are already rotated at random here, which a basis does not notice: U is found in the coordinates that there are.  Each
 linear that reads a basis learns which of its inputs are the high subspace's (``meta["high"]``).
@@ -26,27 +27,52 @@ from .graph.program import Program
 from .graph.runner import run
 from .graph.spaces import Space, Spaces, Touch
 from .moments import add_second_moment, mirror_
-from .passes.fuse_rotation import FuseRotation, place
+from .passes.fuse_rotation import FuseRotation, Rotation, place
+from .passes.quantize_mixed import HIGH, LOWEST
 from .pipeline import FACTS
-from .solvers.principal_basis import high_width, principal_basis
+from .solvers.principal_basis import high_width, peak_basis, principal_basis
 
 Batches = Callable[[], Iterable[Mapping[str, Any]]]
 
 
 @dataclass
 class Found:
-    """A space that gets a basis: how many of its coordinates are high, and XᵀX as it grows."""
+    """A space that gets a basis.
+
+    Attributes:
+        space: its coordinates, rotated by ``turned`` [n, n] already, if that is not None.
+        high, lowest: how many of its coordinates are in the high part, and in a third one.
+        by: ``Bases.by``.
+        seen: XᵀX as it grows, or, by peaks, max |x| of every channel before the rotation.
+    """
 
     space: Space
     high: int
-    moment: Tensor | None = None
+    lowest: int = 0
+    by: str = "variance"
+    turned: Tensor | None = None
+    seen: Tensor | None = None
 
     def add(self, x: Tensor, groups: Tensor) -> None:
         """Take in activations [*, K] on which the space lies at ``groups`` [copies, n]."""
         x, width = x.detach(), groups.shape[1]
         if x.shape[-1] != width or not torch.equal(groups, torch.arange(width)[None]):
             x = x[..., groups.to(x.device)]
-        self.moment = add_second_moment(self.moment, x.reshape(-1, width))
+        x = x.reshape(-1, width)
+        if self.by == "variance":
+            self.seen = add_second_moment(self.seen, x)
+        elif len(x):
+            x = x.to(torch.promote_types(x.dtype, torch.float32))
+            peaks = (x if self.turned is None else x @ self.turned.to(x).T).abs().amax(0).double()
+            self.seen = peaks if self.seen is None else torch.maximum(self.seen, peaks)
+
+    def basis(self, seed: int, random: str) -> Tensor:
+        """U, in the coordinates that there are."""
+        assert self.seen is not None
+        if self.by == "variance":
+            return principal_basis(mirror_(self.seen), self.high, seed, random, self.lowest)
+        u = peak_basis(self.seen, self.high, seed, random, self.lowest)
+        return u if self.turned is None else self.turned.to(u).T @ u
 
 
 @dataclass(frozen=True)
@@ -83,7 +109,7 @@ def rotate_to_bases(model: nn.Module, prog: Program, config: QuantConfig, batche
     options = config.rewrites.bases
     assert options is not None
     linears: dict[str, fx.Node] = {weight_of(n): n for n in prog.nodes("linear") if "scheme" in n.meta}
-    all_found = list(_eligible(prog, linears, options))
+    all_found = list(_eligible(prog, linears, options, config.rewrites.seed))
     watches = list(_watches(model, prog, linears, all_found))
     with ExitStack() as stack:
         stack.enter_context(hooked((w.module, w.before) for w in watches if w.reads))
@@ -94,24 +120,30 @@ def rotate_to_bases(model: nn.Module, prog: Program, config: QuantConfig, batche
             model(**batch)
     seed, given = config.rewrites.seed, {}
     for found in all_found:
-        if found.moment is not None:
-            given[place(found.space)] = principal_basis(mirror_(found.moment), found.high, seed, options.random)
+        if found.seen is not None:
+            given[place(found.space)] = found.basis(seed, options.random)
     run(prog, [FuseRotation(seed, given=given)], FACTS, text=True)
     for found in all_found:
         if found.high and place(found.space) in prog.decided.based:
             _mark(prog, found)
 
 
-def _eligible(prog: Program, linears: Mapping[str, fx.Node], options: Bases) -> Iterator[Found]:
+def _eligible(prog: Program, linears: Mapping[str, fx.Node], options: Bases, seed: int) -> Iterator[Found]:
     """Spaces that weights alone write and read, and of which some reader wants high coordinates."""
     for space in Spaces.of(prog):
         free = space.inside and not space.pins and not space.mean_pins and space.writers and space.width > 1
         if not free or not (options.streams if space.norms else options.heads):
             continue
-        dynamic = (linears[t.fqn].meta["scheme"].dynamic for t in space.readers if t.fqn in linears and t.axis == 1)
-        wanted = {d.high_fraction for d in dynamic if d is not None and d.high == "basis"}
+        schemes = (linears[t.fqn].meta["scheme"].dynamic for t in space.readers if t.fqn in linears and t.axis == 1)
+        wanted = [d for d in schemes if d is not None and d.high == "basis"]
         if wanted:
-            yield Found(space, high_width(space.width, max(wanted)))
+            high, lowest = (max(getattr(d, f"{part}_fraction") for d in wanted) for part in ("high", "lowest"))
+            turned = None
+            if all(prog.decided.is_rotated(t.fqn, t.axis, t.groups) for t in space.touches):
+                turned = Rotation.of(space.width, seed, False)(torch.eye(space.width, dtype=torch.float64))
+            high = high_width(space.width, high)
+            lowest = min(high_width(space.width, lowest), space.width - high - 1)
+            yield Found(space, high, lowest, options.by, turned)
 
 
 def _watches(
@@ -141,12 +173,13 @@ def _sources(prog: Program, linears: Mapping[str, fx.Node], space: Space) -> Ite
 
 
 def _mark(prog: Program, found: Found) -> None:
-    """Note the high inputs on every linear that reads the space."""
-    high = {
-        t.fqn: t.groups[:, found.space.width - found.high :].reshape(-1) for t in found.space.readers if t.axis == 1
-    }
+    """Note the high inputs, and those of a third part, on every linear that reads the space."""
+    parts = {HIGH: slice(found.space.width - found.high, None), LOWEST: slice(found.lowest)}
+    readers = {t.fqn: t.groups for t in found.space.readers if t.axis == 1}
     for node in prog.nodes("linear"):
-        index = high.get(weight_of(node))
-        if index is not None and "scheme" in node.meta:
-            before = node.meta.get("high", index.new_empty(0))
-            node.meta["high"] = torch.cat((before, index)).unique()
+        groups = readers.get(weight_of(node))
+        if groups is None or "scheme" not in node.meta:
+            continue
+        for name, part in parts.items():
+            index = groups[:, part].reshape(-1)
+            node.meta[name] = torch.cat((node.meta.get(name, index.new_empty(0)), index)).unique()

@@ -311,6 +311,7 @@ def resq(
     bits: int = 4, high_bits: int = 8, high_fraction: float = 1 / 8, kv_bits: int | None = 4, *,
     activation_bits: int | None = None, streams: bool = True, heads: bool = True, keys: bool = True, hadamard: bool = True,
     random: Literal["orthogonal", "hadamard"] = "orthogonal",
+    lowest_bits: int = 2, lowest_fraction: float = 0.0, packed: bool = True,
     solver: Solver = "gptq", solver_batches: int | None = None, seed: int = 0,
 ) -> QuantConfig:  # fmt: skip
     """ResQ (arXiv:2412.14363): principal bases, the subspace of the largest variance in more bits, both towers.
@@ -328,6 +329,9 @@ def resq(
         keys: U_C, a basis for each layer's keys behind RoPE, online.
         hadamard: U_D, an online Hadamard in front of linears that read a non-linearity, which have one precision.
         random: what mixes the coordinates of a subspace.
+        lowest_bits: of the weights and activations of a third subspace, that of the smallest variance.
+        lowest_fraction: its size; 0: there is none.  (Keys and values have two.)
+        packed: False stores weights of few bits in int8: twice the memory, and nothing to write out in a call.
         solver: as in ``per_token``.
         solver_batches: the solver sees this many batches, the bases all (the paper: 128 and 512); None: all.
         seed: of everything random.
@@ -335,14 +339,46 @@ def resq(
     bases = Bases(streams, heads, random, solver_batches)
     rewrites = Rewrites(fold_norms=True, rotate=True, hadamard=hadamard, seed=seed, bases=bases)
     kv = _kv(kv_bits, high_bits, high_fraction, "principal" if keys else "none")
-    return _dynamic(bits, DynamicSpec(activation_bits or bits, high_bits, high_fraction), solver, rewrites, kv)
+    dynamic = DynamicSpec(
+        activation_bits or bits, high_bits, high_fraction, lowest_bits=lowest_bits, lowest_fraction=lowest_fraction,
+        packed=packed,
+    )  # fmt: skip
+    return _dynamic(bits, dynamic, solver, rewrites, kv)
+
+
+def outlier_rotation(
+    bits: int = 4, high_bits: int = 8, high_fraction: float = 1 / 8, kv_bits: int | None = 4, *,
+    activation_bits: int | None = None, random: Literal["orthogonal", "hadamard"] = "orthogonal", solver: Solver = "gptq",
+    solver_batches: int | None = None, seed: int = 0,
+) -> QuantConfig:  # fmt: skip
+    """The baseline "outlier + rotation" of ResQ's section 5.3 and Table 3: QUIK's choice of channels, QuaRot's rotations.
+
+    The channels of a stream, of a value head and of the keys with the largest magnitudes have ``high_bits``; they and the others
+    are each rotated at random.  All else is ``resq``.
+
+    Args:
+        bits: as in ``resq``, and so all other arguments.
+        high_bits: of the high channels' weights and activations.
+        high_fraction: how many channels.
+        kv_bits: of the decoder's keys and values; None leaves them as they are.
+        activation_bits: 2 to 8.
+        random: what mixes the channels of a group.
+        solver: as in ``per_token``.
+        solver_batches: the solver sees this many batches; None: all.
+        seed: of everything random.
+    """
+    config = resq(bits, high_bits, high_fraction, kv_bits, activation_bits=activation_bits, random=random, solver=solver,
+                  solver_batches=solver_batches, seed=seed)  # fmt: skip
+    assert config.rewrites.bases is not None
+    rewrites = dataclasses.replace(config.rewrites, bases=dataclasses.replace(config.rewrites.bases, by="peaks"))
+    return config.replace(rewrites=rewrites, kv_rounding=_kv(kv_bits, high_bits, high_fraction, "peaks"))
 
 
 def _kv(
     bits: int | None,
     high_bits: int = 8,
     high_fraction: float = 0.0,
-    basis: Literal["none", "hadamard", "principal"] = "none",
+    basis: Literal["none", "hadamard", "principal", "peaks"] = "none",
 ) -> KVRounding | None:
     return None if bits is None else KVRounding(bits, high_bits, high_fraction, basis)
 

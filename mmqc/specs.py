@@ -119,14 +119,30 @@ class DynamicSpec:
         high_fraction: in [0, 1/2], how many of its channels a linear has in the high part; 0: one part.
         high: the high part is ``basis``, the last coordinates of a principal basis (ResQ; a linear that reads none has one
             part), or ``outliers``, the channels of the largest magnitudes that calibration saw (QUIK).
+        lowest_bits: 2 to 8, of the activations and 2, 3, 4 or 8, of the weights of a third part, ResQ's first coordinates.
+        lowest_fraction: in [0, 1/2], how many channels that part has; 0: there is none.
+        packed: weights of 4 bits and fewer are stored in 4 bits, and written out in every call; False: in int8, which needs
+            twice the memory and spares the writing.
     """
 
     bits: int = 4
     high_bits: int = 8
     high_fraction: float = 0.0
     high: Literal["basis", "outliers"] = "basis"
+    lowest_bits: int = 2
+    lowest_fraction: float = 0.0
+    packed: bool = True
 
     def __post_init__(self) -> None:
+        require(self.lowest_bits in (2, 3, 4, 8), "DynamicSpec.lowest_bits", self.lowest_bits, (2, 3, 4, 8))
+        require(0 <= self.lowest_fraction <= 0.5, "DynamicSpec.lowest_fraction", self.lowest_fraction, "[0, 1/2]")
+        fits = not self.lowest_fraction or (self.high_fraction and self.high == "basis")
+        require(
+            bool(fits),
+            "DynamicSpec.lowest_fraction",
+            self.lowest_fraction,
+            "0 without a high part in a principal basis",
+        )
         require(2 <= self.bits <= 8, "DynamicSpec.bits", self.bits, "2 to 8")
         require(self.high_bits in (2, 3, 4, 8), "DynamicSpec.high_bits", self.high_bits, (2, 3, 4, 8))
         require(0 <= self.high_fraction <= 0.5, "DynamicSpec.high_fraction", self.high_fraction, "[0, 1/2]")
@@ -165,6 +181,7 @@ class Bases:
     Attributes:
         streams: U_A, of the residual streams, one for each tower.
         heads: U_B, of each key-value head's values.
+        by: ``variance``, the principal components; ``peaks``, the channels of the largest magnitudes: "outlier + rotation".
         random: what spreads a subspace's coordinates: ``orthogonal`` as in the authors' code, or ``hadamard``.
         solver_batches: the weights' solver sees this many batches, the first ones; None: as many as the bases, all.  The paper has
             512 for the bases and 128 for GPTQ.
@@ -174,8 +191,10 @@ class Bases:
     heads: bool = True
     random: Literal["orthogonal", "hadamard"] = "orthogonal"
     solver_batches: int | None = None
+    by: Literal["variance", "peaks"] = "variance"
 
     def __post_init__(self) -> None:
+        require(self.by in ("variance", "peaks"), "Bases.by", self.by, ("variance", "peaks"))
         require(
             self.solver_batches is None or self.solver_batches >= 1,
             "Bases.solver_batches",
@@ -194,19 +213,20 @@ class KVRounding:
         bits: 2 to 8, of the low coordinates of a head.
         high_bits: 2 to 8, of the high ones.
         high_fraction: in [0, 1/2], how many of a head's coordinates are high.
-        basis: of keys, behind RoPE: ``principal`` (ResQ's U_C), ``hadamard`` (QuaRot's), or ``none``.
+        basis: of keys, behind RoPE: ``principal`` (ResQ's U_C), ``peaks`` (channels of the largest magnitudes, "outlier +
+            rotation"), ``hadamard`` (QuaRot's), or ``none``.
     """
 
     bits: int = 4
     high_bits: int = 8
     high_fraction: float = 0.0
-    basis: Literal["none", "hadamard", "principal"] = "none"
+    basis: Literal["none", "hadamard", "principal", "peaks"] = "none"
 
     def __post_init__(self) -> None:
         for name in ("bits", "high_bits"):
             require(2 <= getattr(self, name) <= 8, f"KVRounding.{name}", getattr(self, name), "2 to 8")
         require(0 <= self.high_fraction <= 0.5, "KVRounding.high_fraction", self.high_fraction, "[0, 1/2]")
-        allowed = ("none", "hadamard", "principal")
+        allowed = ("none", "hadamard", "principal", "peaks")
         require(self.basis in allowed, "KVRounding.basis", self.basis, allowed)
 
 

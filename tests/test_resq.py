@@ -1,6 +1,7 @@
 """ResQ from end to end on small models: exact without quantization, the graph equals the modules, saved and loaded."""
 
 import copy
+import dataclasses
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ from mmqc.module_spec import build_module, module_spec
 from mmqc.passes.fuse_rotation import FuseRotation, place
 from mmqc.pca_bases import rotate_to_bases
 from mmqc.pipeline import FACTS, exact_passes
-from mmqc.recipes import per_token, quarot, quik, resq, rotate, smoothquant
+from mmqc.recipes import outlier_rotation, per_token, quarot, quik, resq, rotate, smoothquant
 from mmqc.solvers.principal_basis import error_bound, principal_basis, random_orthogonal
 
 IDS = {"input_ids": torch.arange(12).reshape(2, 6) % VOCAB}
@@ -139,6 +140,57 @@ def test_rotate_to_bases__exact_and_of_maximal_variance(random: str) -> None:
         assert float(total.diagonal()[-2:].sum()) == pytest.approx(best, rel=1e-9)
 
 
+def test_rotate_to_bases__by_peaks_high_coordinates_are_the_largest_channels_rotated() -> None:
+    """In the channels that there were before the first, random rotation."""
+    config = outlier_rotation(kv_bits=None)
+    seen: list[dict[str, torch.Tensor]] = []
+    for bases in (False, True):
+        model, batch = to_float64(Small().eval(), batches()[0])
+        before = output_of(model, batch)
+        given = (
+            config if bases else config.replace(rewrites=dataclasses.replace(config.rewrites, bases=None, rotate=False))
+        )
+        with Float64(), torch.no_grad(), Journal(model) as journal:
+            prog = record(model, batch)
+            run(prog, exact_passes(given), FACTS)
+            write_exact(model, prog, journal)
+            if bases:
+                rotate_to_bases(model, prog, given, lambda batch=batch: [batch])
+                write_weights(model, prog, journal)
+                assert relative_error(output_of(model, batch), before) < EXACT
+            high = {weight_of(n): n.meta["high"] for n in prog.nodes("linear") if "high" in n.meta} if bases else {}
+            seen.append({})
+            for name, module in model.named_modules():
+                if isinstance(module, torch.nn.Linear):
+                    module.register_forward_pre_hook(
+                        lambda m, a, n=name, s=seen[-1]: s.__setitem__(f"{n}.weight", a[0])
+                    )
+            model(**batch)
+    # a patch merger reads the stream several times over
+    streams = [f for f, h in high.items() if set((h % 16).tolist()) == {14, 15}]
+    towers = [[f for f in streams if (".text." in f) == text] for text in (True, False)]
+    assert all(towers)
+    for tower in towers:
+        plain, turned = ({f: s[f].reshape(-1, 16) for f in tower} for s in seen)
+        top = torch.cat([*plain.values()]).abs().amax(0).argsort()[-2:]
+        for f in tower:
+            assert_close(turned[f][:, 14:].norm(dim=1), plain[f][:, top].norm(dim=1))
+
+
+def test_recipes__table_3_of_the_paper() -> None:
+    """W/A/KV, and what is in 8 bits beside them."""
+    for w, a, kv in ((4, 4, 4), (4, 8, 4), (3, 8, 3), (2, 8, 8), (3, 3, 3)):
+        for recipe in (resq, outlier_rotation):
+            config = recipe(w, kv_bits=kv, activation_bits=a)
+            scheme, rounding = config.language, config.kv_rounding
+            assert scheme is not None
+            assert (scheme.weight.bits, scheme.dynamic.bits, rounding.bits) == (w, a, kv)
+            assert (scheme.dynamic.high_bits, rounding.high_bits, scheme.dynamic.high_fraction) == (8, 8, 1 / 8)
+            assert QuantConfig.from_dict(config.to_dict()) == config
+    with pytest.raises(ConfigError, match="lowest_fraction"):
+        resq(high_fraction=0.0, lowest_fraction=1 / 8)
+
+
 def _once(seen: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """One linear for every tensor that several read."""
     return {f: x for f, x in {x.data_ptr(): (f, x) for f, x in seen.items()}.values()}
@@ -147,7 +199,10 @@ def _once(seen: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 RECIPES = {
     "resq": resq(kv_bits=None), "resq-rtn": resq(kv_bits=None, solver="rtn"), "quik": quik(), "quarot": quarot(),
     "smooth": smoothquant(), "rtn": per_token(solver="rtn"), "2/8": resq(2, kv_bits=None, activation_bits=8),
-    "no U_B, U_D": resq(kv_bits=None, heads=False, hadamard=False),
+    "no U_B, U_D": resq(kv_bits=None, heads=False, hadamard=False), "3/8": resq(3, kv_bits=None, activation_bits=8),
+    "4/8": resq(4, kv_bits=None, activation_bits=8), "3/3": resq(3, kv_bits=None),
+    "outlier + rotation": outlier_rotation(kv_bits=None),
+    "three levels": resq(kv_bits=None, lowest_fraction=1 / 4), "rank 1/4": resq(kv_bits=None, high_fraction=1 / 4),
 }  # fmt: skip
 
 
@@ -160,8 +215,12 @@ def test_quantize__every_recipe(name: str) -> None:
     assert linears
     assert report.rewrite_error < 1e-5
     assert relative_error(logits(model, batches()[0]), expected) < 1.5
-    mixed = any(len(m.widths) == 2 for m in linears)
-    assert mixed == (name not in ("quarot", "smooth", "rtn"))
+    parts = 1 if name in ("quarot", "smooth", "rtn") else 3 if name == "three levels" else 2
+    assert max(len(m.widths) for m in linears) == parts
+    if name == "three levels":
+        assert {tuple(m.activation) for m in linears} == {(2, 4, 8), (4,)}
+    if name == "rank 1/4":
+        assert all(3 * m.widths[1] == m.widths[0] for m in linears if len(m.widths) == 2)
     assert {m.weight_bits for m in linears} == {RECIPES[name].language.weight.bits}
     assert QuantConfig.from_dict(RECIPES[name].to_dict()) == RECIPES[name]
 
@@ -183,16 +242,22 @@ def test_quantize__the_solver_sees_the_first_batches_and_bases_all(monkeypatch: 
         resq(solver_batches=0)
 
 
-def test_quantize__keys_are_seen_once_with_the_streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One walk over the batches for all bases; the keys' is that of a walk of its own."""
-    model, inputs = tiny_qwen2_vl()
-    other, _ = tiny_qwen2_vl()
-    mmqc.quantize_(model, resq(solver="rtn"), [inputs], progress=False)
-    mmqc.quantize_(other, resq(solver="rtn").replace(rewrites=rotate().rewrites), [inputs], progress=False)
-    for one, two in zip(rounders(model), rounders(other), strict=True):
-        largest = (one.basis[:, -1:].T @ two.basis[:, -1:]).abs() if one.widths[1] == 1 else None
-        assert largest is None or float(largest) > 0.99
-    assert len(rounders(model)) == 2
+def test_quantize__keys_are_seen_with_the_streams() -> None:
+    """One walk over the batches for all bases finds the high subspace of the keys that a walk of its own finds."""
+    found, calls = [], []
+    for config in (resq(solver="rtn"), resq(solver="rtn").replace(rewrites=rotate().rewrites)):
+        model, inputs = tiny_qwen2_vl()
+        count: list[int] = []
+        model.register_forward_pre_hook(lambda *a, count=count: count.append(1))
+        mmqc.quantize_(model, config, [inputs], progress=False)
+        high = [m.basis[:, m.widths[0] :].double() for m in rounders(model)]
+        found.append([u @ u.T for u in high])
+        calls.append(len(count))
+    assert len(found[0]) == 2
+    for one, two in zip(*found, strict=True):
+        assert 1 <= float(one.trace()) < len(one)
+        assert float((one - two).norm()) < 1e-3
+    assert calls[0] == calls[1]
 
 
 @pytest.mark.slow
@@ -226,6 +291,23 @@ def test_quantize__backend_repeats_what_needs_no_data() -> None:
         torch.compile(
             Small().eval(), backend="mmqc", options={"config": report.config.replace(rewrites=resq().rewrites)}
         )(**batch)
+
+
+def test_quantize__in_int8_is_the_same_model_in_more_memory() -> None:
+    found = []
+    for packed in (True, False):
+        model = Small().eval()
+        report = quantize(model, resq(kv_bits=None, solver="rtn", packed=packed))
+        found.append((logits(model, batches()[0]), report, model))
+    assert torch.equal(found[0][0], found[1][0])
+    assert all(
+        ("weights in int8" in str(layer.scheme)) == bool(i) for i, f in enumerate(found) for layer in f[1].layers
+    )
+    assert found[0][1].size_after < found[1][1].size_after
+    linears = [m for m in found[1][2].modules() if isinstance(m, MixedLinear)]
+    assert {w.dtype for m in linears for w in m.qweights} == {torch.int8}
+    assert all("at W4A4" in repr(m) for m in linears)
+    assert build_module(module_spec(linears[0])).qweight.dtype == torch.int8
 
 
 def test_mixed_linear__state_dict_spec_and_weight() -> None:
@@ -267,6 +349,10 @@ def test_kv_rounding__exact_without_rounding_and_per_head() -> None:
     rounder = KVRounder(16, spec, "sdpa")
     rounder.basis = basis_of(rows.T @ rows, spec, 0)
     q_u, k_u, v_q = rounder(q, k, v)
+    codes, step, offset = rounder.codes(rounder.turned(k)[:, :, 5:9])  # as a cache would have them, token by token
+    assert codes.dtype == torch.int8
+    assert codes[..., :14].abs().max() <= 8
+    assert torch.equal(rounder.values(codes, step, offset, k.dtype), k_u[:, :, 5:9])
     assert float((q_u @ (k @ rounder.basis).transpose(2, 3) - q @ k.transpose(2, 3)).abs().max()) < 1e-12
     assert_close(k_u[1, 2, 5], rounder(q, k[1:, 2:, 5:6], v)[1][0, 0, 0])
     error = (v_q - v).abs().amax((0, 1, 2))

@@ -1,4 +1,4 @@
-"""Quantize linears with dynamic activations: weights by a solver, inputs by token, both in one or two precisions.
+"""Quantize linears with dynamic activations: weights by a solver, inputs by token, both in one to three precisions.
 
     linear(x, W, b)  ->  mixed_matmul(quantize_per_token(x, order, K_p, bits), W_q, s_W, c, b)
 
@@ -29,7 +29,7 @@ from ..graph.program import Program, copy_meta
 from ..ops.pack import pack, stored_bits
 from ..solvers.mixed import MixedQuantized, Part, parts_of, solve
 
-HIGH = "high"  # meta: int64 indices of a linear's high channels
+HIGH, LOWEST = "high", "lowest"  # meta: int64 indices of a linear's channels in the high, and in a third part
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,11 @@ class QuantizeMixed:
         for fqn, nodes in by_weight.items():
             scheme = nodes[0].meta["scheme"]
             high = nodes[0].meta.get(HIGH) if scheme.dynamic.high_fraction else None
-            parts = parts_of(prog.weights[fqn].shape[1], high, scheme.weight.bits, scheme.dynamic.high_bits)
+            lowest = nodes[0].meta.get(LOWEST) if scheme.dynamic.lowest_fraction else None
+            parts = parts_of(
+                prog.weights[fqn].shape[1], high, scheme.weight.bits, scheme.dynamic.high_bits, lowest,
+                scheme.dynamic.lowest_bits,
+            )  # fmt: skip
             yield Site(fqn, tuple(nodes), scheme, parts)
 
     def rewrite(self, prog: Program, site: Site) -> None:
@@ -116,7 +120,7 @@ class QuantizeMixed:
 
 @dataclass(frozen=True, eq=False)
 class Stored:
-    """A solved weight as the ops take it: codes part after part, packed where they fit 4 bits.
+    """A solved weight as the ops take it: codes part after part, packed where they fit 4 bits and the scheme wants it.
 
     Attributes:
         codes: one int8 [N, K_p] or packed uint8 a part.
@@ -139,7 +143,7 @@ class Stored:
         assert scheme.dynamic is not None
         columns = [part.columns.to(solved.codes.device) for part in solved.parts]
         codes = [solved.codes[:, c] for c in columns]
-        bits = tuple(stored_bits(part.bits, True) for part in solved.parts)
+        bits = tuple(stored_bits(part.bits, True) if scheme.dynamic.packed else 8 for part in solved.parts)
         order = torch.cat(columns)
         own = torch.equal(order, torch.arange(len(order), device=order.device))
         return cls(
@@ -149,7 +153,8 @@ class Stored:
             None if own else order,
             tuple(map(len, columns)),
             bits,
-            (scheme.dynamic.bits, scheme.dynamic.high_bits)[: len(columns)],
+            ((scheme.dynamic.lowest_bits,) if len(columns) == 3 else ())
+            + (scheme.dynamic.bits, scheme.dynamic.high_bits)[: len(columns)],
         )
 
     def tensors(self) -> dict[str, Tensor]:

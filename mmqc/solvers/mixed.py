@@ -50,13 +50,19 @@ class MixedQuantized(Quantized):
         return part[:, index]
 
 
-def parts_of(width: int, high: Tensor | None, bits: int, high_bits: int) -> tuple[Part, ...]:
-    """The low and the high part of ``width`` channels; one part where ``high`` is None or empty."""
+def parts_of(
+    width: int, high: Tensor | None, bits: int, high_bits: int, lowest: Tensor | None = None, lowest_bits: int = 2
+) -> tuple[Part, ...]:
+    """The low and the high part of ``width`` channels, a third one before them; one part where ``high`` is None or empty."""
     rest = torch.arange(width)
     if high is None or not high.numel():
         return (Part(rest, bits),)
-    is_high = torch.zeros(width, dtype=torch.bool).index_fill(0, high.cpu(), True)
-    return Part(rest[~is_high], bits), Part(rest[is_high], high_bits)
+    level = torch.ones(width, dtype=torch.long).index_fill(0, high.cpu(), 2)
+    if lowest is not None and lowest.numel():
+        level[lowest.cpu()] = 0
+    return tuple(
+        Part(rest[level == i], b) for i, b in enumerate((lowest_bits, bits, high_bits)) if bool((level == i).any())
+    )
 
 
 def solve(

@@ -32,16 +32,26 @@ from row_scales import KINDS, row_scales  # noqa: E402
 from tolerance import assert_close  # noqa: E402
 
 from mmqc.kernels.configs import MatmulConfig as Tile  # noqa: E402
-from mmqc.kernels.device_facts import fp8_reason, gpu_name, has_inline_ptx, multiprocessors  # noqa: E402
+from mmqc.kernels.device_facts import (  # noqa: E402
+    fp8_reason,
+    gpu_name,
+    has_inline_ptx,
+    has_tensor_descriptors,
+    multiprocessors,
+)
 from mmqc.kernels.gptq_block import gptq_block  # noqa: E402
 from mmqc.kernels.hadamard_quantize import hadamard_quantize  # noqa: E402
+from mmqc.kernels.mixed_matmul import Weight, mixed_matmul  # noqa: E402
 from mmqc.kernels.norm_quantize import norm_quantize  # noqa: E402
+from mmqc.kernels.quantize_per_token import quantize_per_token  # noqa: E402
 from mmqc.kernels.scaled_matmul import scaled_matmul  # noqa: E402
 from mmqc.kernels.unpack_weight import unpack_weight  # noqa: E402
 from mmqc.kernels.weight_only_matmul import weight_only_matmul  # noqa: E402
 from mmqc.norm import RMSNorm  # noqa: E402
 from mmqc.ops import gptq_block as gptq_block_op  # noqa: E402
 from mmqc.ops import hadamard  # noqa: E402
+from mmqc.ops import mixed_matmul as mixed_op  # noqa: E402
+from mmqc.ops import quantize_per_token as per_token_op  # noqa: E402
 from mmqc.ops.pack import pack_int4  # noqa: E402
 
 FP8 = torch.float8_e4m3fn
@@ -217,6 +227,23 @@ def transform(place: Place, shape: tuple[int, int], form: str, gated: bool) -> N
     assert_codes(got.y, y / rows.double()[:, None], 0.1)
 
 
+def mixed(place: Place, widths: list[int], packed: bool) -> None:
+    bits = [4, 8][: len(widths)]
+    x, n = torch.randn(70, sum(widths)).to(place.dtype), 101
+    got = quantize_per_token(x.to(place.device), widths, bits)
+    want = per_token_op.reference(x, None, widths, bits)
+    assert torch.equal(got.q.cpu(), want[0]), "codes differ"
+    assert torch.equal(got.scale.cpu(), want[1]), "scales differ"
+    codes = [integers(-(2 ** (b - 1)), 2 ** (b - 1), n, w) for w, b in zip(widths, bits, strict=True)]
+    scale, sums = torch.rand(n, len(bits)) * 0.01 + 0.01, torch.stack([c.sum(1, dtype=torch.int32) for c in codes], 1)
+    stored = [pack_int4(codes[0]), *codes[1:]]
+    low, *high = [c.to(place.device) for c in ([stored[0], *codes[1:]] if packed else codes)]
+    weight = Weight(low, high[0] if high else None, scale.to(place.device), sums.to(place.device))
+    out, tile = poison(place, 70, n), Tile(64, 64, 64, 4, 3, variant="nested")
+    mixed_matmul(got, weight, out=out, out_dtype=place.dtype, config=tile)
+    assert_close(out.cpu(), mixed_op.reference(*want, stored, scale, sums, None, widths, bits, torch.float64))
+
+
 Case = tuple[str, Callable[[], None]]
 
 
@@ -245,6 +272,9 @@ def cases(place: Place) -> Iterator[Case]:
     yield "unpack_weight int8", functools.partial(unpack, place, 8, True)
     yield "gptq_block", functools.partial(sweep, place, (17, 101), False)
     yield "gptq_block asymmetric", functools.partial(sweep, place, (128, 33), True)
+    if has_tensor_descriptors(place.device):
+        yield "mixed_matmul, quantize_per_token", functools.partial(mixed, place, [208, 48], True)
+        yield "mixed_matmul, one part", functools.partial(mixed, place, [176], False)
     for name, row in NORM.items():
         yield name, functools.partial(norm, place, *row)
     for name, row in HADAMARD.items():

@@ -10,6 +10,7 @@ from torch import nn
 
 import mmqc
 from mmqc import recipes
+from mmqc.memory_error import OutOfMemoryError
 from mmqc.ops import gptq_block as op
 
 pytestmark = pytest.mark.gpu
@@ -53,11 +54,11 @@ def test_quantize__a_failed_call_leaves_everything_where_it_was() -> None:
 
     def fail(module: nn.Module, args: Any) -> None:
         calls.append(1)
-        if len(calls) > 6:
+        if len(calls) > 5:  # when the block before it is quantized already
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 TiB")
 
     handle = model.get_submodule("model.language_model.layers.1").register_forward_pre_hook(fail)
-    with pytest.raises(mmqc.memory_error.OutOfMemoryError, match="device="):
+    with pytest.raises(OutOfMemoryError, match="device="):
         mmqc.quantize_(model, recipes.rtn(8, 8), [batch], progress=False)
     handle.remove()
     after = model.state_dict()

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mmqc.ops.quantize_per_token import reference as quantize
-from mmqc.solvers.principal_basis import error_bound, high_width, principal_basis, random_orthogonal
+from mmqc.solvers.principal_basis import error_bound, high_width, peak_basis, principal_basis, random_orthogonal
 
 
 def activations(rows: int, n: int, seed: int) -> torch.Tensor:
@@ -79,3 +79,26 @@ def test_error_bound__holds_on_gaussians_and_falls_with_the_high_energy(seed: in
     assert all(actual <= bound for actual, bound in results.values())
     assert results["principal"] < results["random"]
     assert results["principal"][1] < results["random"][1]
+
+
+def test_principal_basis__three_subspaces() -> None:
+    x = torch.randn(50, 12, dtype=torch.float64) * torch.logspace(0, 2, 12, dtype=torch.float64)
+    u, two = principal_basis(x.T @ x, 3, lowest=4), principal_basis(x.T @ x, 3)
+    values = torch.linalg.eigvalsh(x.T @ x)
+    energy = (x @ u).square().sum(0)
+    for part, expected in ((slice(4), values[:4]), (slice(4, 9), values[4:9]), (slice(9, 12), values[9:])):
+        assert float(energy[part].sum()) == pytest.approx(float(expected.sum()), rel=1e-9)
+    assert torch.equal(u[:, 9:], two[:, 9:])
+    assert float((u.T @ u - torch.eye(12, dtype=torch.float64)).abs().max()) < 1e-10
+    with pytest.raises(ValueError, match="8 high coordinates and 4 lowest"):
+        principal_basis(x.T @ x, 8, lowest=4)
+
+
+def test_peak_basis__the_largest_channels_come_last() -> None:
+    peaks = torch.tensor([3.0, 9.0, 1.0, 7.0, 5.0])
+    u = peak_basis(peaks, 2)
+    assert float((u.T @ u - torch.eye(5, dtype=torch.float64)).abs().max()) < 1e-10
+    assert not u[[0, 2, 4], 3:].any()
+    assert not u[[1, 3], :3].any()
+    with pytest.raises(ValueError, match="peaks"):
+        peak_basis(peaks[None], 2)
