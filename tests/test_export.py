@@ -21,6 +21,7 @@ from mmqc.front.index_find import ExportError
 from mmqc.front.programs import Seam, Whole, cache_shape, find_seam
 from mmqc.front.step_batches import Steps
 from mmqc.front.variants import fixed_images, taken_apart, variants
+from mmqc.lowering.package import grouped_mm, python_ops
 from mmqc.packed_programs import steps_of
 from mmqc.quantize import visual_token_ids
 
@@ -167,6 +168,32 @@ def test_variants__placeholders_that_do_not_fit_are_left_alone() -> None:
     ids = batch["input_ids"].clone()
     ids[0, int((ids[0] == IMAGE).nonzero()[0])] = 11
     assert variants({**batch, "input_ids": ids}, (IMAGE,)) == ([], [])
+
+
+# --- ops that a process with torch alone does not have ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ends", [[0, 3, 3, 9], [9, 9, 9, 9], [1, 2, 3, 9]])
+def test_package__experts_multiply_without_reading_where_their_rows_end(ends: list[int]) -> None:
+    import transformers.integrations.moe  # noqa: F401  (defines the op)
+
+    x, weight, bounds = torch.randn(9, 5), torch.randn(4, 5, 3), torch.tensor(ends, dtype=torch.int32)
+    assert_close(grouped_mm(x, weight, bounds), torch.ops.transformers.grouped_mm_fallback(x, weight, bounds))
+
+
+def test_package__an_op_of_another_library_is_named() -> None:
+    op = torch.library.custom_op("tests::doubled", mutates_args=())(_doubled)
+    op.register_fake(torch.empty_like)
+
+    class Model(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.ops.tests.doubled(x.cos())
+
+    assert python_ops(torch.export.export(Model(), (torch.ones(3),))) == ["tests.doubled.default"]
+
+
+def _doubled(x: Tensor) -> Tensor:
+    return 2 * x
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------
