@@ -1,4 +1,5 @@
-"""docs/results/export.md from benchmarks/results/{export_families,cpp_runner,carry_model,aot_on_gpu}.json; those that are there.
+"""docs/results/export.md from benchmarks/results/{export_families,split_families,cpp_runner,
+carry_model,aot_on_gpu}.json; those that are there.
 
 python benchmarks/export_page.py
 """
@@ -54,7 +55,7 @@ def sizes(row: dict[str, Any]) -> str:
 
 def families(run: dict[str, Any]) -> list[str]:
     """The families of the zoo, and those that are refused."""
-    good = [r for r in run["rows"] if "error" in r]
+    good = [r for r in run["rows"] if r.get("cases")]
     rows = [
         [
             r["family"], str(r["nodes"]), sizes(r), f"{exact(r['error'])} ({r['cases']})",
@@ -65,8 +66,16 @@ def families(run: dict[str, Any]) -> list[str]:
     ]  # fmt: skip
     head = ["family", "nodes", "dynamic", "error (batches)", "vision, prefill, decode", "CPU, s", "peak, MiB"]
     why = [[r["family"], "all", r["failed"]] for r in run["rows"] if "failed" in r]
+    why += [[r["family"], "all", r["refused"][0][1]] for r in run["rows"] if r.get("refused") and not r.get("cases")]
     why += [[r["family"], "vision, prefill, decode", r["steps_refused"]] for r in good if "steps_refused" in r]
-    why = [[name, what, reason.replace("|", "\\|").removeprefix("ExportError: ")[:330]] for name, what, reason in why]
+    why = [
+        [
+            name,
+            what,
+            reason.replace("|", "\\|").removeprefix("ExportError: ").removeprefix("not exported:").strip()[:330],
+        ]
+        for name, what, reason in why
+    ]
     return [
         "## Families",
         "",
@@ -80,16 +89,35 @@ def families(run: dict[str, Any]) -> list[str]:
     ]
 
 
+def split(run: dict[str, Any]) -> list[str]:
+    """Families that have a vision, a prefill and a decode."""
+    good = [r for r in run["rows"] if "refused" not in r]
+    rows = [[r["family"], exact(r["error"]), str(r["cases"])] for r in good]
+    why = [[r["family"], r["refused"].replace("|", "\\|")] for r in run["rows"] if "refused" in r]
+    return [
+        "## Vision, prefill and decode, before any trace",
+        "",
+        f"{where(run)} {len(good)} of {len(run['rows'])} families: the modules that become programs against the model's forward, "
+        "in eager mode, on the prompt and three more tokens of the example and of batches of other sizes with padding.",
+        "",
+        *table(["family", "error", "batches"], rows),
+        "",
+        "Refused: these have the whole forward alone (`model`).",
+        "",
+        *table(["family", "reason"], why),
+    ]
+
+
 def runner(run: dict[str, Any]) -> list[str]:
     """The C++ program."""
     rows = [
         [
             r["model"], f"{r['same_answers']} of {r['questions']}", str(r["tokens"]), str(r["mib"]),
-            f"{r['export_cpu_seconds']:.0f}", f"{max(r['peak_mib'])}",
+            f"{r['export_seconds']:.0f}", f"{max(r['peak_mib'])}",
         ]
         for r in run["rows"]
     ]  # fmt: skip
-    head = ["model", "answers alike", "tokens", "package, MiB", "export, CPU s", "peak, MiB"]
+    head = ["model", "answers alike", "tokens", "package, MiB", "export, s", "peak, MiB"]
     return [
         "## The C++ program",
         "",
@@ -121,7 +149,13 @@ def crash(run: dict[str, Any]) -> list[str]:
 
 def main() -> None:
     lines = ["# Packages", "", "Written by `python benchmarks/export_page.py`; do not edit."]
-    parts = {"export_families": families, "cpp_runner": runner, "carry_model": carried, "aot_on_gpu": crash}
+    parts = {
+        "export_families": families,
+        "split_families": split,
+        "cpp_runner": runner,
+        "carry_model": carried,
+        "aot_on_gpu": crash,
+    }
     for name, part in parts.items():
         if (run := read(name)) is not None:
             lines += ["", *part(run)]

@@ -9,18 +9,19 @@ from typing import Any
 
 import pytest
 import torch
-from models import IMAGE, VIDEO, tiny_qwen2_vl
+from models import IMAGE, VIDEO, randomise, tiny_qwen2_vl
 from quantized_vlm import quantized_vlm
 from tiny_families import FAMILIES
 from tolerance import assert_close
 from torch import Tensor, nn
 
 import mmqc
-from mmqc.front.exportable import relative_error
+from mmqc.front.exportable import export_program, relative_error
 from mmqc.front.index_find import ExportError
 from mmqc.front.programs import Seam, Whole, cache_shape, find_seam
 from mmqc.front.step_batches import Steps
 from mmqc.front.variants import fixed_images, taken_apart, variants
+from mmqc.lowering.package import grouped_mm, python_ops
 from mmqc.packed_programs import steps_of
 from mmqc.quantize import visual_token_ids
 
@@ -169,6 +170,32 @@ def test_variants__placeholders_that_do_not_fit_are_left_alone() -> None:
     assert variants({**batch, "input_ids": ids}, (IMAGE,)) == ([], [])
 
 
+# --- ops that a process with torch alone does not have ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ends", [[0, 3, 3, 9], [9, 9, 9, 9], [1, 2, 3, 9]])
+def test_package__experts_multiply_without_reading_where_their_rows_end(ends: list[int]) -> None:
+    import transformers.integrations.moe  # noqa: F401  (defines the op)
+
+    x, weight, bounds = torch.randn(9, 5), torch.randn(4, 5, 3), torch.tensor(ends, dtype=torch.int32)
+    assert_close(grouped_mm(x, weight, bounds), torch.ops.transformers.grouped_mm_fallback(x, weight, bounds))
+
+
+def test_package__an_op_of_another_library_is_named() -> None:
+    op = torch.library.custom_op("tests::doubled", mutates_args=())(_doubled)
+    op.register_fake(torch.empty_like)
+
+    class Model(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.ops.tests.doubled(x.cos())
+
+    assert python_ops(torch.export.export(Model(), (torch.ones(3),))) == ["tests.doubled.default"]
+
+
+def _doubled(x: Tensor) -> Tensor:
+    return 2 * x
+
+
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 
@@ -212,6 +239,38 @@ def test_export__steps_without_a_cache_are_refused(tmp_path: Path) -> None:
             Recurrent().eval(), {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, tmp_path / "m.pt2",
             programs=["prefill"],
         )  # fmt: skip
+
+
+# --- index functions in a program -------------------------------------------------------------------------------------
+
+
+def _windowed() -> tuple[nn.Module, dict[str, Tensor]]:
+    """A two-layer Qwen2.5-VL, one of whose vision layers attends within windows of 2 x 2 merged tokens."""
+    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+    like, batch = tiny_qwen2_vl()
+    text = like.config.text_config.to_dict()
+    text.pop("model_type")
+    config = Qwen2_5_VLConfig(
+        vision_config={
+            "depth": 2, "hidden_size": 64, "intermediate_size": 100, "num_heads": 4, "patch_size": 8, "out_hidden_size": 96,
+            "window_size": 32, "fullatt_block_indexes": [1],
+        },
+        text_config=text, image_token_id=IMAGE, video_token_id=VIDEO,
+    )  # fmt: skip
+    return randomise(Qwen2_5_VLForConditionalGeneration(config).float().eval()), batch
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_program__computes_positions_ends_and_windows_of_grids_it_never_saw() -> None:
+    model, batch = _windowed()
+    made, spare = variants(batch, (IMAGE, VIDEO))
+    program = export_program(Whole(model), batch, more=made, spare=spare)
+    constants = [t for t in program.constants.values() if isinstance(t, Tensor) and t.numel() > 8]
+    assert all(t.is_floating_point() for t in constants)  # no order or position is stored
+    for case in other_batches(batch):
+        assert_close(program.module()(**case), logits(model, case))
 
 
 # --- more packages ----------------------------------------------------------------------------------------------------

@@ -40,7 +40,7 @@ from torch._inductor.ir import (
     UserDefinedTritonKernel,
 )  # fmt: skip
 from torch._inductor.kernel.bmm import aten_bmm
-from torch._inductor.lowering import fallback_handler, lowerings, register_lowering
+from torch._inductor.lowering import fallback_handler, fallbacks, lowerings, register_lowering
 from torch._inductor.package import load_package, package_aoti
 from torch._inductor.virtualized import V, ops
 from torch.compiler import config as _compiler_config
@@ -53,7 +53,7 @@ from mmqc.lowering.known_transforms import known_transforms
 __all__ = [
     "FloorDiv", "ModularIndexing", "Pointwise", "TensorBox", "aot_files", "as_int", "at_least", "at_most", "batched_matmul",
     "call_kernel", "compile_graph", "config_keys", "constant", "contiguous", "convert", "counters", "current_node",
-    "decompositions", "empty", "fallback_handler", "for_package", "has_kernel", "is_known_transform", "kernel_names",
+    "decompositions", "empty", "fallback_handler", "fallbacks", "for_package", "has_kernel", "is_known_transform", "kernel_names",
     "launch_kernel", "load_package", "lowerings", "mode_patches", "ops", "package_aoti", "register_lowering", "row_major",
     "row_sums", "size_hint", "static_int", "sums", "trusted_transforms",
 ]  # fmt: skip

@@ -17,6 +17,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch import Tensor
 from torch.export import ExportedProgram
 
 from mmqc.lowering import inductor
@@ -28,21 +29,47 @@ ORDERED = (
     "native_group_norm", "_fused_rms_norm",
 )  # fmt: skip
 LOWER_BOUND = "aot_inductor.check_lowerbound"  # since torch 2.12
-OWN = ("mmqc", "mmqc_front")  # namespaces whose implementations are Python
-PLAIN: dict[Any, Callable[..., Any]] = {  # ops whose reference is compiled where they have no lowering
-    torch.ops.mmqc.kv_pack.default: kv_pack.reference,
-    torch.ops.mmqc.kv_attention.default: kv_attention.reference,
+TORCH = (
+    "aten",
+    "prims",
+    "prim",
+    "quantized",
+    "mkldnn",
+    "onednn",
+    "inductor",
+)  # whose ops a process with torch alone has
+
+
+def grouped_mm(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """What transformers' op of experts computes, without reading where their rows end: every expert multiplies all rows.
+
+    Shapes: x [S, K], sorted by expert, weight [E, K, N], ends int [E], running sums of rows -> [S, N].
+    """
+    expert = torch.searchsorted(ends, torch.arange(x.shape[0], device=x.device, dtype=ends.dtype), right=True)
+    y = x.new_zeros(x.shape[0], weight.shape[2])
+    for i in range(weight.shape[0]):
+        y = torch.where((expert == i)[:, None], x @ weight[i], y)
+    return y
+
+
+PLAIN: dict[str, Callable[..., Any]] = {  # in torch's own ops, to be compiled where there is no lowering
+    "mmqc::kv_pack": kv_pack.reference,
+    "mmqc::kv_attention": kv_attention.reference,
+    "transformers::grouped_mm_fallback": grouped_mm,
 }
 
 
 def python_ops(program: ExportedProgram) -> list[str]:
-    """Ops of the program that are neither torch's own nor lowered to code, by name."""
-    found = set()
-    for node in program.graph.nodes:
-        op: Any = node.target
-        if isinstance(op, torch._ops.OpOverload) and op.namespace in OWN and op not in {*inductor.lowerings, *PLAIN}:
-            found.add(str(op))
-    return sorted(found)
+    """Ops of the program that are neither torch's own nor turned into such, nor lowered to code, by name."""
+    return sorted({str(op) for op in _foreign(program) if op.name() not in PLAIN})
+
+
+def _foreign(program: ExportedProgram) -> set[Any]:
+    """Ops that torch does not have, and that have no lowering here."""
+    ops = {n.target for n in program.graph.nodes if isinstance(n.target, torch._ops.OpOverload)}
+    return {
+        op for op in ops if op.namespace not in TORCH and (op not in inductor.lowerings or op in inductor.fallbacks)
+    }
 
 
 def compile_program(program: ExportedProgram, *, as_eager: bool, metadata: Mapping[str, str]) -> list[Any]:
@@ -57,7 +84,7 @@ def compile_program(program: ExportedProgram, *, as_eager: bool, metadata: Mappi
         The files of the package.
 
     Raises:
-        RuntimeError: an op of mmqc would be called as Python; names it.
+        RuntimeError: an op that torch does not have would be called; names it.
     """
     args, kwargs = program.example_inputs or ((), {})
     options = {
@@ -67,8 +94,8 @@ def compile_program(program: ExportedProgram, *, as_eager: bool, metadata: Mappi
     }
     if LOWER_BOUND in inductor.config_keys():
         options[LOWER_BOUND] = False  # a trace takes two for the least size; what is less was compared with the model
-    plain = {op: f for op, f in PLAIN.items() if op not in inductor.lowerings}
-    if any(node.target in plain for node in program.graph.nodes):
+    plain = {op: PLAIN[op.name()] for op in _foreign(program) if op.name() in PLAIN}
+    if plain:
         program = program.run_decompositions(plain)
     module: Any = program.module(check_guards=False)
     with torch.no_grad(), _ordered() if as_eager else _as_it_is():
@@ -112,10 +139,10 @@ def _ordered() -> Iterator[None]:
 
 
 def _external(file: Path) -> Iterator[str]:
-    """Ops of ours that the compiled program would call through the dispatcher."""
+    """Ops that torch does not have and the compiled program would call through the dispatcher."""
     content = json.loads(file.read_text(encoding="utf-8"))
     nodes = content.get("nodes", []) if isinstance(content, dict) else []
     for node in nodes:
         target = node.get("node", {}).get("target", "")
-        if target.replace("torch.ops.", "").replace("::", ".").split(".")[0] in OWN:
+        if target and target.replace("torch.ops.", "").replace("::", ".").split(".")[0] not in TORCH:
             yield target
