@@ -162,9 +162,7 @@ def results() -> str:
         versions = ", ".join(f"{k} {data[k]}" for k in ("torch", "triton", "transformers", "python") if data.get(k))
         script = ROOT / "benchmarks" / f"{path.stem}.py"
         command = data.get("command") or (f"python benchmarks/{script.name}" if script.exists() else "")
-        rows.append(
-            f"| `{path.name}` | {device or '–'} | {versions or '–'} | {f'`{command}`' if command else ''} |"
-        )
+        rows.append(f"| `{path.name}` | {device or '–'} | {versions or '–'} | {f'`{command}`' if command else ''} |")
     titles = []
     for page in sorted((ROOT / "docs/results").glob("*.md")):
         lines = page.read_text(encoding="utf-8").splitlines()
