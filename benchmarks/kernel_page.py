@@ -153,10 +153,10 @@ def group_scales(data: dict[str, Any]) -> list[str]:
         "## Scales of groups",
         "",
         f"Int8 activations, one scale for 128 input channels, as floats or as integers (Integer Scale), microseconds; "
-        f"`{data['command']}`, {data['device']}. Both forms pay a pass over the "
-        "accumulator for every group, which one scale a channel does not; the ratios are below. Why they come out so close is counted, "
-        "not measured: by NVIDIA's throughput tables an integer multiply-add issues at half the rate of a float one on Hopper, which "
-        "is as many issue slots as the conversion that integers save. W8A8 was not tuned for all shapes.",
+        f"`{data['command']}`, {data['device']}. Both forms pay a pass over the accumulator for every group, which one scale a "
+        "channel does not; the ratios are below. Why they come out so close is counted, not measured: by NVIDIA's tables of "
+        "throughput an integer multiply-add issues at half the rate of a float one on Hopper, which is as many issue slots as the "
+        "conversion that integers save. W8A8 was not tuned for all shapes.",
         "",
         *table(("linear / rows", *ways), rows),
         *table(("ratio of times, geometric mean", "value"), ratios),

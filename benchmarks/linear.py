@@ -300,7 +300,8 @@ def time_chain(run: Run, m: int, n: int, k: int) -> None:
 
 def table(run: Run, shapes: dict[str, tuple[int, int]], rows: tuple[int, ...]) -> dict[str, float]:
     """Print the table and return the summary."""
-    names = "bf16 int8 fp8 int4 int4_fp8 int_mm scaled_mm w4 w8 tinygemm gemlite humming".split()
+    names = ("bf16", "int8", "fp8", "int4", "int4_fp8", "int_mm", "scaled_mm", "w4", "w8",
+             "tinygemm", "gemlite", "humming")  # fmt: skip
     print("\nmicroseconds    " + "".join(f"{name:>9.9}" for name in names))
     for where, times in run.times.items():
         if not where.startswith(("chain", "groups")):

@@ -243,7 +243,7 @@ def _image(image: Any) -> str:
 def _model(name: str, report: QuantReport, *, alone: bool) -> str:
     """Totals, passes, refusals and every layer of one report."""
     towers = [[escape(cell) for cell in tower_row(tower, layers)] for tower, layers in report.by_tower().items()]
-    head = ("tower", "layers", "scheme", "SQNR visual", "SQNR text", "clipped", "weight error", "outliers")
+    head = ("tower", "layers", "scheme", "SQNR visual, dB", "SQNR text, dB", "clipped", "weight error", "outliers")
     parts = [table(head, towers) if towers else "", _passes(report), _refused(report), _layers(report)]
     size = f", {report.size_before / 1e6:.1f} MB → {report.size_after / 1e6:.1f} MB" if report.size_before else ""
     lead = f"{report.totals()}{size}."
