@@ -256,7 +256,7 @@ def explain(
         return
     options = {"config": config} if config else None
     explanation = mmqc.explain(loaded, data.calibration(1)[0], options=options)
-    console.print(str(explanation), markup=False, highlight=False)
+    console.print(str(explanation), markup=False, highlight=False, soft_wrap=True)
     write_json(json_file, {"explain": explanation.to_dict()})
 
 

@@ -329,7 +329,7 @@ def report(runs: list[Path], out: Path) -> Path:
             )
         data = read_json(file, "a quantization.json, or what `eval`, `bench` or `explain` wrote with --json,")
         if "eval" in data:
-            table.append({"model": run.stem, **data["eval"]})
+            table.append({"model": run.stem, **{k: v for k, v in data["eval"].items() if not k.startswith("nll/")}})
         elif "bench" in data:
             speed += [{"model": run.stem, **row} for row in data["bench"]]
         elif "explain" in data:

@@ -181,7 +181,7 @@ class QuantReport:
     def _rewrite_error(self) -> str:
         if not self.rewrite_error:
             return ""
-        return f"the exact rewrites moved the floating-point model's output by {self.rewrite_error:.1e} (relative, first batch)"
+        return f"the exact rewrites moved the float model's output by {self.rewrite_error:.1e}, relative"
 
     def _incoherence(self) -> str:
         """E.g. "incoherence of 46 linear weights: median 9.1 -> 5.0", and the largest: "58.6 (a.weight)", "10.2 (b.weight)"."""

@@ -134,7 +134,7 @@ def _cell(key: str, value: Any) -> str:
     if any(word in key for word in ("size", "bytes")) and value > 1e4:
         return f"{value / 1e6:.2f} MB"
     if any(word in key for word in ("second", "time")) or key == "s":
-        return f"{value:.1f} s" if value else "-"
+        return f"{value:.1f} s" if value >= 1 else f"{1e3 * value:.0f} ms" if value else "-"
     if any(word in key for word in ("nll", "perplexity")):
         return f"{value:.3f}"
     return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
