@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from gpu_run import Calls, Run, geomean, relative_error
 from torch.nn import functional as F
+from tune import fastest
 
 from mmqc.kernels import configs as tiles
 from mmqc.kernels.configs import MatmulConfig as Tile
@@ -116,26 +117,8 @@ def candidates(bits: int, m: int, k: int) -> list[Tile]:
 def best_tile(run: Run, case: Case, form: str, end: float) -> Tile | None:
     """The fastest of the table's tile and the candidates; wrong and impossible ones are reported."""
     bits, _, op = FORMS[form]
-    times: dict[Tile, float] = {}
-    calls, want = case.calls(form), torch.empty(0)
-    first = tiles.table(op, case.m, case.n, case.k, run.device)
-    for tile in dict.fromkeys([first, *candidates(bits, case.m, case.k)]):
-        if time.monotonic() > end or (run.dry and len(times) > 1):
-            break
-        case.config = tile
-        try:
-            case.out.fill_(math.nan)
-            calls[0]()
-            want = case.out.clone() if not times else want
-            if relative_error(case.out[:, :4096], want[:, :4096]) > 4e-3:
-                raise ValueError("wrong result")
-            times[tile] = run.microseconds(calls, replays=7, budget=0.02)
-        except Exception as error:  # a tile may not fit the device
-            run.failures.append(
-                f"tune/{op}/{case.m}/{case.n}x{case.k} {tile}: {type(error).__name__}: {str(error)[:80]}"
-            )
-    case.config = None
-    return min(times, key=times.__getitem__) if times else None
+    tries = [tiles.table(op, case.m, case.n, case.k, run.device), *candidates(bits, case.m, case.k)]
+    return fastest(run, case, case.calls(form), tries, f"tune/{op}/{case.m}/{case.n}x{case.k}", end)
 
 
 def check_all(run: Run, shapes: dict[str, tuple[int, int]]) -> None:

@@ -30,6 +30,7 @@ sys.path.insert(0, str(ROOT))
 import group_scales  # noqa: E402
 from gpu_run import Calls, Run, ceilings, geomean, relative_error  # noqa: E402
 from row_kernels import check_rows, quantize_in_torch, time_rows  # noqa: E402
+from tune import candidates, fastest, write_tiles  # noqa: E402
 
 from mmqc.kernels import configs as tiles  # noqa: E402
 from mmqc.kernels.configs import MatmulConfig as Tile  # noqa: E402
@@ -181,54 +182,17 @@ def check_all(run: Run, shapes: dict[str, tuple[int, int]], rows: tuple[int, ...
 # --- tuning -----------------------------------------------------------------------------------------------------------
 
 
-def candidates(op: str, m: int, n: int, k: int, specialized: bool) -> list[Tile]:
-    """Tiles worth a try; those that do not fit the device fail and are skipped."""
-    packed = "int4" in op
-    if m <= 64:
-        block_m = 8 if m <= 8 else 16 if m <= 16 else 64
-        found = []
-        for bn, bk, warps, stages in ((64, 128, 4, 4), (64, 128, 2, 4), (32, 128, 2, 4), (128, 64, 4, 5), (128, 128, 4, 3),
-                                      (64, 256, 4, 3), (32, 256, 2, 3)):  # fmt: skip
-            for split in sorted({1, *(max(1, round(132 * per / -(-n // bn))) for per in (2, 4, 6))}):
-                if split <= max(1, (k // 2 if packed else k) // bk // 2):
-                    found.append(Tile(block_m, bn, bk, warps, stages, split_k=split, variant="columns"))
-        return found
-    if op.startswith("weight"):
-        return [Tile(bm, bn, bk, w, s, split_k=sp, variant="columns") for bm, bn, bk, w, s in (
-            (64, 128, 64, 4, 4), (64, 128, 64, 8, 3), (128, 128, 64, 8, 3), (64, 64, 128, 4, 3), (128, 64, 64, 4, 4))
-            for sp in (1, 2, 4)] + [Tile(128, 128, 64, 8, 3, variant="unpack")]  # fmt: skip
-    if packed:
-        found = [Tile(bm, bn, bk, w, s, variant="columns") for bm, bn, bk, w, s in (
-            (128, 128, 64, 4, 4), (128, 128, 64, 4, 3), (256, 64, 64, 4, 3), (256, 128, 64, 8, 3), (128, 128, 64, 8, 4),
-            (256, 128, 128, 8, 2), (128, 128, 32, 4, 6))]  # fmt: skip
-        found += [Tile(128, 256, 64, 8, 3, variant="rows")]
-        return [*found, *(Tile(128, 256, 128, 8, s, variant="unpack") for s in (3, 4) if op == "scaled_int4")]
-    found = [Tile(bm, bn, bk, w, s, group_m=g, per_sm=per, variant=v) for v, bm, bn, bk, w, s, g, per in (
-        ("nested", 128, 256, 128, 8, 4, 8, 1), ("nested", 256, 128, 128, 8, 4, 8, 1), ("nested", 128, 256, 128, 8, 3, 8, 1),
-        ("nested", 128, 256, 128, 8, 4, 16, 1), ("nested", 128, 256, 256, 8, 2, 8, 1), ("nested", 128, 128, 128, 4, 3, 8, 2),
-        ("nested", 128, 256, 64, 8, 5, 8, 1), ("descriptors", 128, 256, 128, 8, 3, 8, 1),
-        ("descriptors", 256, 128, 128, 8, 3, 8, 1), ("descriptors", 128, 256, 64, 8, 5, 8, 1),
-        ("descriptors", 128, 128, 128, 4, 3, 8, 2), ("descriptors", 128, 256, 128, 8, 3, 16, 1),
-        ("rows", 128, 256, 128, 8, 3, 8, 1), ("rows", 128, 128, 128, 4, 3, 8, 1), ("rows", 128, 256, 64, 8, 4, 8, 1))]  # fmt: skip
-    more = [
-        Tile(bm, bn, 128, 4, s, variant="specialized") for bm, bn, s in ((128, 256, 3), (256, 128, 3), (128, 256, 4))
-    ]
-    return found + (more if specialized else [])
-
-
 def tune(
     run: Run, shapes: dict[str, tuple[int, int]], rows: tuple[int, ...], path: Path, args: argparse.Namespace
 ) -> None:
     """Time every candidate, keep the fastest where it beats the table, write the file."""
     end = min(run.end - 120, time.monotonic() + args.tune_seconds)
     best: dict[str, Tile] = {}
-    want = torch.empty(0)
     skinny = {"weight_int4": 4, "weight_int8": 8, "scaled_int4": "int4", "scaled_int8": "int8"}
     large = {"scaled_int8": "int8", "scaled_fp8": "fp8", "scaled_int4": "int4"}
     jobs = [(op, kind, m, shape) for m in rows for op, kind in (skinny if m <= 64 else large).items()
             for shape in shapes if not (m <= 16 and shape.startswith(("vit", "merger")))]  # fmt: skip
     jobs += [("weight_int4", 4, m, shape) for m in rows if 64 < m <= 256 for shape in shapes if shape.startswith("lm")]
-    # What acceptance looks at comes first: decode on the two large linears, prefill, the rest.
     # What acceptance looks at comes first: int4 decode and prefill, on the two large linears; rows that nobody asks for last.
     jobs.sort(
         key=lambda j: (
@@ -243,33 +207,13 @@ def tune(
         if time.monotonic() > end:
             run.failures.append(f"tune/{op}/{m}/{shape}: no time left")
             continue
-        linear, times = Linear(run, n, k, m), {}
+        linear = Linear(run, n, k, m)
         calls = linear.weight_only(kind) if isinstance(kind, int) else linear.scaled(kind)
-        for tile in dict.fromkeys([tiles.table(op, m, n, k, run.device), *candidates(op, m, n, k, args.specialized)]):
-            if time.monotonic() > end or (run.dry and len(times) > 1):
-                break
-            linear.config = tile
-            try:
-                linear.out.fill_(math.nan)
-                calls[0]()
-                want = linear.out.clone() if not times else want
-                if relative_error(linear.out[:, :4096], want[:, :4096]) > 4e-3:
-                    raise ValueError("wrong result")
-                times[tile] = run.microseconds(calls, replays=7, budget=0.02)
-            except Exception as error:  # a tile may not fit the device
-                run.failures.append(f"tune/{op}/{m}/{shape} {tile}: {type(error).__name__}: {str(error)[:80]}")
-        if times:
-            best[tiles.key(op, m, n, k)] = min(times, key=times.__getitem__)
+        tries = [tiles.table(op, m, n, k, run.device), *candidates(op, m, n, k, args.specialized)]
+        tile = fastest(run, linear, calls, tries, f"tune/{op}/{m}/{shape}", end)
+        if tile is not None:
+            best[tiles.key(op, m, n, k)] = tile
     write_tiles(run, path, best)
-
-
-def write_tiles(run: Run, path: Path, best: dict[str, Tile]) -> None:
-    """Add tiles to the file, which kernels then use."""
-    old = json.loads(path.read_text()).get("configs", {}) if path.exists() else {}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"device": gpu_name(run.device), "triton": triton.__version__, "torch": torch.__version__,
-                                "configs": old | {k: t.to_dict() for k, t in best.items()}}, indent=1) + "\n")  # fmt: skip
-    tiles.measured.cache_clear()
 
 
 # --- timings ----------------------------------------------------------------------------------------------------------
@@ -356,20 +300,8 @@ def time_chain(run: Run, m: int, n: int, k: int) -> None:
 
 def table(run: Run, shapes: dict[str, tuple[int, int]], rows: tuple[int, ...]) -> dict[str, float]:
     """Print the table and return the summary."""
-    names = [
-        "bf16",
-        "int8",
-        "fp8",
-        "int4",
-        "int4_fp8",
-        "int_mm",
-        "scaled_mm",
-        "w4",
-        "w8",
-        "tinygemm",
-        "gemlite",
-        "humming",
-    ]
+    names = ("bf16", "int8", "fp8", "int4", "int4_fp8", "int_mm", "scaled_mm", "w4", "w8",
+             "tinygemm", "gemlite", "humming")  # fmt: skip
     print("\nmicroseconds    " + "".join(f"{name:>9.9}" for name in names))
     for where, times in run.times.items():
         if not where.startswith(("chain", "groups")):

@@ -158,18 +158,19 @@ def results() -> str:
     for path in sorted((ROOT / "benchmarks/results").glob("*.json")):
         data = json.loads(path.read_text(encoding="utf-8"))
         device = next((str(data[k]) for k in ("gpu", "device", "machine", "cpu") if data.get(k)), "")
+        device = device.upper().replace("_", " ") if device.startswith("nvidia_") else device
         versions = ", ".join(f"{k} {data[k]}" for k in ("torch", "triton", "transformers", "python") if data.get(k))
         script = ROOT / "benchmarks" / f"{path.stem}.py"
         command = data.get("command") or (f"python benchmarks/{script.name}" if script.exists() else "")
-        rows.append(
-            f"| `benchmarks/results/{path.name}` | {device} | {versions} | {f'`{command}`' if command else ''} |"
-        )
+        rows.append(f"| `{path.name}` | {device or '–'} | {versions or '–'} | {f'`{command}`' if command else ''} |")
     titles = []
     for page in sorted((ROOT / "docs/results").glob("*.md")):
-        title = page.read_text(encoding="utf-8").splitlines()[0].lstrip("# ")
+        lines = page.read_text(encoding="utf-8").splitlines()
+        title = next(line.removeprefix("# ") for line in lines if line.startswith("# "))
         titles.append(f"* [{title}]({page.name})")
+    files = "The files in `benchmarks/results`:"
     intro = "Every figure in these pages was measured by a script in `benchmarks/` or `examples/`."
-    return "\n\n".join(["# Results", intro, "\n".join(titles), "## Measurements", "\n".join(rows)]) + "\n"
+    return "\n\n".join(["# Results", intro, "\n".join(titles), "## Measurements", files, "\n".join(rows)]) + "\n"
 
 
 # --- mkdocs -----------------------------------------------------------------------------------------------------------

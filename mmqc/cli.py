@@ -20,11 +20,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from mmqc.cli_config import make_config, public_functions, read_config
-
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from mmqc.config import QuantConfig
     from mmqc.samples.sample import Sample
 
 WANTING, REFUSED, MEMORY = 1, 3, 4
@@ -37,9 +36,9 @@ console = Console(width=None if sys.stdout.isatty() else 100)  # tables keep the
 
 def recipe_names() -> list[str]:
     """For the shell's completion."""
-    import mmqc
+    from mmqc.cli_config import recipes
 
-    return sorted(public_functions(mmqc.recipes))
+    return sorted(recipes())
 
 
 def sample_names() -> list[str]:
@@ -153,7 +152,7 @@ def quantize(
 
     cli_checks.names(model, sample)
     bits = [f"{key}={value}" for key, value in (("weight_bits", w), ("activation_bits", a)) if value is not None]
-    config = read_config(config_file) if config_file else make_config(recipe, [*bits, *(settings or [])])
+    config = config_of(recipe, [*bits, *(settings or [])], config_file)
     cli_checks.folder(out, needed=not dry_run)
     cli_jobs.check_format(save_format)
     cli_checks.calibration(calibration, config)
@@ -250,14 +249,14 @@ def explain(
     import mmqc
 
     loaded, data = load(model, sample)
-    config = read_config(config_file) if config_file else make_config(recipe, settings or []) if recipe else None
+    config = config_of(recipe, settings, config_file) if recipe or config_file else None
     if spaces:
         planned = mmqc.plan(loaded, config or mmqc.recipes.rotate(), data.calibration(1)[0])
         console.print(str(planned), markup=False, highlight=False, soft_wrap=True)
         return
     options = {"config": config} if config else None
     explanation = mmqc.explain(loaded, data.calibration(1)[0], options=options)
-    console.print(str(explanation), markup=False, highlight=False)
+    console.print(str(explanation), markup=False, highlight=False, soft_wrap=True)
     write_json(json_file, {"explain": explanation.to_dict()})
 
 
@@ -286,7 +285,7 @@ def export(
         raise typer.BadParameter(f"{str(out)!r}: the name of a package ends in .pt2", param_hint="OUT")
     loaded, source = load(model, sample)
     example = cli_jobs.prompts(loaded, model, source, data, 1)[0]
-    config = read_config(config_file) if config_file else make_config(recipe, settings or []) if recipe else None
+    config = config_of(recipe, settings, config_file) if recipe or config_file else None
     if config:
         mmqc.quantize_(loaded, config, calibration=source.calibration(calibration) if calibration else None)
     start = time.perf_counter()
@@ -330,7 +329,7 @@ def passes(recipe: Recipe = "mquant", settings: Set = None, config_file: ConfigF
     """The passes that a recipe runs, in order, with what each needs and gives."""
     from mmqc.pipeline import exact_passes, quantizing_passes
 
-    config = read_config(config_file) if config_file else make_config(recipe, settings or [])
+    config = config_of(recipe, settings, config_file)
     table = Table("", "pass", "exact", "needs", "gives", header_style="bold")
     table.columns[1].no_wrap = True
     quantizing = quantizing_passes() if config.schemes else ()
@@ -345,6 +344,13 @@ def write_json(path: Path | None, figures: dict[str, Any]) -> None:
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+
+
+def config_of(recipe: str | None, settings: list[str] | None, file: Path | None) -> QuantConfig:
+    """The config of a file, else of a recipe; imported late, so that ``--help`` waits for neither torch nor its warnings."""
+    from mmqc.cli_config import make_config, read_config
+
+    return read_config(file) if file else make_config(recipe or "", settings or [])
 
 
 def load(model: str, sample: str) -> tuple[Any, Sample]:

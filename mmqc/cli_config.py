@@ -18,9 +18,7 @@ if TYPE_CHECKING:
 
 def make_config(recipe: str, settings: list[str]) -> QuantConfig:
     """The config of a recipe of `mmqc.recipes`, called with `key=value` settings."""
-    import mmqc
-
-    known = public_functions(mmqc.recipes)
+    known = recipes()
     if recipe not in known:
         raise typer.BadParameter(f"{recipe!r}: the recipes are {', '.join(sorted(known))}", param_hint="--recipe")
     allowed = inspect.signature(known[recipe]).parameters
@@ -36,10 +34,12 @@ def make_config(recipe: str, settings: list[str]) -> QuantConfig:
         raise typer.BadParameter(str(error), param_hint="--w, --a or --set" if settings else "--recipe") from error
 
 
-def public_functions(module: Any) -> dict[str, Callable[..., Any]]:
-    """The functions that a module defines itself, without leading underscore."""
-    members = inspect.getmembers(module, inspect.isfunction)
-    return {name: f for name, f in members if f.__module__ == module.__name__ and not name.startswith("_")}
+def recipes() -> dict[str, Callable[..., QuantConfig]]:
+    """The functions that mmqc.recipes defines itself, without leading underscore."""
+    import mmqc
+
+    members = inspect.getmembers(mmqc.recipes, inspect.isfunction)
+    return {name: f for name, f in members if f.__module__ == mmqc.recipes.__name__ and not name.startswith("_")}
 
 
 def plain_value(text: str) -> Any:

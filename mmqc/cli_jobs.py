@@ -137,7 +137,7 @@ def quantize(model: Any, sample: Sample, config: QuantConfig, target: Target, co
         processor.save_pretrained(target.out)
     for name in ("quantization.html", "quantization.json"):
         report.save(target.out / name)
-    console.print(report.summary(), markup=False, highlight=False)
+    console.print(report.summary(), markup=False, highlight=False, soft_wrap=True)
     console.print(f"saved in {target.out}")
 
 
@@ -194,7 +194,11 @@ def evaluate(job: Evaluation, load: Loader, console: Console) -> dict[str, float
 def shown(key: str, value: Any) -> str:
     """A figure with its unit: shares in percent, noise in dB (as its name says), NLL in nats a token."""
     if isinstance(value, evaluation.Interval):
-        return str(value)
+        points = "accuracy" in key or "contains" in key
+        a, b, c = (100 * v if points else v for v in (value.mean, value.low, value.high))
+        return f"{a:+.1f} points [{b:+.1f}, {c:+.1f}]" if points else str(value)
+    if key.endswith(", dB"):
+        return f"{value:.1f}"
     if any(word in key for word in ("accuracy", "contains", "recovery")):
         return f"{100 * value:.1f} %"
     if key.startswith("nll"):
@@ -325,7 +329,7 @@ def report(runs: list[Path], out: Path) -> Path:
             )
         data = read_json(file, "a quantization.json, or what `eval`, `bench` or `explain` wrote with --json,")
         if "eval" in data:
-            table.append({"model": run.stem, **data["eval"]})
+            table.append({"model": run.stem, **{k: v for k, v in data["eval"].items() if not k.startswith("nll/")}})
         elif "bench" in data:
             speed += [{"model": run.stem, **row} for row in data["bench"]]
         elif "explain" in data:

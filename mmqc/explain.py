@@ -91,7 +91,7 @@ class Explanation:
     def __str__(self) -> str:
         how = Counter(g.how for g in self.graphs)
         kinds = f"{how['mmqc']} quantized, {how['inductor']} plain Inductor, {how['eager']} glue, run eagerly"
-        head = f"{len(self.graphs)} graphs: {kinds}"
+        head = f"{len(self.graphs)} graph{'s' if len(self.graphs) != 1 else ''}: {kinds}"
         parts = [head]
         if self.passes:
             parts.append("passes\n" + "\n".join(map(str, self.passes)))

@@ -34,16 +34,23 @@ def _length(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.shape[0]
 
 
-def _describe_quant_linear(module: QuantLinear) -> Spec:
+def _describe_integer_weight(module: QuantLinear | QuantStack) -> Spec:
+    """What a linear and a stack of linears have in common."""
     return {
         "in": module.in_features,
         "out": module.out_features,
         "weight_bits": module.weight_bits,
         "activation_bits": module.activation_bits,
         "group_size": module.group_size,
-        "integer_scales": module.group_scale is not None,
         "hadamard": module.hadamard,
         "bias": module.bias is not None,
+    }
+
+
+def _describe_quant_linear(module: QuantLinear) -> Spec:
+    return {
+        **_describe_integer_weight(module),
+        "integer_scales": module.group_scale is not None,
         "input_scales": _length(module.input_scale),
         "outliers": _length(module.outlier_index),
         "zero": module.weight_zero is not None,
@@ -126,16 +133,8 @@ def _build_rotated_norm(spec: Spec, dtype: torch.dtype) -> RotatedNorm:
 
 
 def _describe_stack(stack: QuantStack) -> Spec:
-    return {
-        "in": stack.in_features,
-        "out": stack.out_features,
-        "weight_bits": stack.weight_bits,
-        "activation_bits": stack.activation_bits,
-        "group_size": stack.group_size,
-        "hadamard": stack.hadamard,
-        "bias": stack.bias is not None,
-        "input_scales": 0 if stack.input_scale is None else stack.input_scale.shape[1],
-    }
+    scales = 0 if stack.input_scale is None else stack.input_scale.shape[1]
+    return {**_describe_integer_weight(stack), "input_scales": scales}
 
 
 def _describe_quant_experts(module: QuantExperts) -> Spec:

@@ -23,7 +23,7 @@ class Progress:
 
     def __init__(self, shown: bool, device: Any = None) -> None:
         self.what = "recording"
-        self.bar: Any = tqdm(disable=not shown, unit="linear", desc=self.what)
+        self.bar: Any = tqdm(disable=not shown, unit=" linears", desc=self.what)
         self.device = torch.device("cpu" if device is None else device)
 
     def __enter__(self) -> Progress:

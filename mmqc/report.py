@@ -168,9 +168,9 @@ class QuantReport:
         return "\n".join(lines)
 
     def _towers(self) -> str:
-        head = ("tower", "layers", "scheme", "SQNR visual", "SQNR text", "clipped", "weight error", "outliers")
+        head = ("tower", "layers", "scheme", "visual, dB", "text, dB", "clipped", "W error", "outliers")
         rows = [tower_row(tower, layers) for tower, layers in self.by_tower().items()]
-        return text_table(head, rows) if rows else ""
+        return f"SQNR by modality, median (lowest) of the layers\n{text_table(head, rows)}" if rows else ""
 
     def by_tower(self) -> dict[str, list[LayerReport]]:
         """The layers of each tower that has some, towers in the order of the data flow."""
@@ -181,10 +181,10 @@ class QuantReport:
     def _rewrite_error(self) -> str:
         if not self.rewrite_error:
             return ""
-        return f"the exact rewrites moved the floating-point model's output by {self.rewrite_error:.1e} (relative, first batch)"
+        return f"the exact rewrites moved the float model's output by {self.rewrite_error:.1e}, relative"
 
     def _incoherence(self) -> str:
-        """E.g. "incoherence of 46 linear weights: median 9.1 -> 5.0, largest 58.6 (a.weight) -> 10.2 (b.weight)"."""
+        """E.g. "incoherence of 46 linear weights: median 9.1 -> 5.0", and the largest: "58.6 (a.weight)", "10.2 (b.weight)"."""
         known = {fqn: pair for fqn, pair in self.incoherence.items() if all(map(math.isfinite, pair))}
         if not known:
             return ""
@@ -194,18 +194,25 @@ class QuantReport:
             medians.append(f"{statistics.median(pair[i] for pair in known.values()):.1f}")
             largest.append(f"{known[worst][i]:.1f} ({worst})")
         head = f"incoherence of {count(len(known), 'linear weight')}"
-        return f"{head}: median {' -> '.join(medians)}, largest {' -> '.join(largest)}"
+        lines = [
+            f"{head}: median {' -> '.join(medians)}",
+            f"  largest before {largest[0]}",
+            f"  largest after  {largest[1]}",
+        ]
+        return "\n".join(lines)
 
     def _worst(self) -> str:
         measured = sorted((layer for layer in self.layers if layer.sqnr), key=lambda layer: layer.worst_sqnr)
         if not measured:
             return ""
-        head = ("lowest SQNR", "scheme", "visual", "text", "transforms")
-        rows = [
-            (layer.fqn, layer.scheme, *(decibels(layer.sqnr.get(m)) for m in MODALITIES), ", ".join(layer.transforms))
-            for layer in measured[:WORST]
-        ]
-        return text_table(head, rows)
+        worst = measured[:WORST]
+        head = ("lowest SQNR", "scheme", "visual, dB", "text, dB")
+        rows = [(x.fqn, x.scheme, *(decibels(x.sqnr.get(m), "") for m in MODALITIES)) for x in worst]
+        lines = text_table(head, rows).splitlines()
+        for layer, line in zip(worst, lines[1:], strict=True):
+            done = ", ".join(layer.transforms)
+            lines[lines.index(line)] = f"{line}\n  {done}" if done else line
+        return "\n".join(lines)
 
     def _scores(self) -> str:
         """How far rounded keys spread the visual scores, and what calibration does about it; medians over the layers."""
@@ -302,14 +309,14 @@ def count(n: int, what: str) -> str:
     return f"{n} {what}" if n == 1 else f"{n} {what}{'es' if what.endswith('s') else 's'}"
 
 
-def decibels(value: float | None) -> str:
+def decibels(value: float | None, unit: str = " dB") -> str:
     """E.g. "31.4 dB"; a dash for what was not measured."""
-    return "-" if value is None or math.isnan(value) else f"{value:.1f} dB"
+    return "-" if value is None or math.isnan(value) else f"{value:.1f}{unit}"
 
 
 def spread(values: Sequence[float]) -> str:
-    """Median and lowest, e.g. "33.0 (28.1) dB"."""
-    return f"{statistics.median(values):.1f} ({min(values):.1f}) dB" if values else "-"
+    """Median and lowest, e.g. "33.0 (28.1)"."""
+    return f"{statistics.median(values):.1f} ({min(values):.1f})" if values else "-"
 
 
 def text_table(head: Iterable[object], rows: Iterable[Iterable[object]]) -> str:

@@ -134,7 +134,7 @@ def _cell(key: str, value: Any) -> str:
     if any(word in key for word in ("size", "bytes")) and value > 1e4:
         return f"{value / 1e6:.2f} MB"
     if any(word in key for word in ("second", "time")) or key == "s":
-        return f"{value:.1f} s" if value else "-"
+        return f"{value:.1f} s" if value >= 1 else f"{1e3 * value:.0f} ms" if value else "-"
     if any(word in key for word in ("nll", "perplexity")):
         return f"{value:.3f}"
     return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
@@ -243,7 +243,7 @@ def _image(image: Any) -> str:
 def _model(name: str, report: QuantReport, *, alone: bool) -> str:
     """Totals, passes, refusals and every layer of one report."""
     towers = [[escape(cell) for cell in tower_row(tower, layers)] for tower, layers in report.by_tower().items()]
-    head = ("tower", "layers", "scheme", "SQNR visual", "SQNR text", "clipped", "weight error", "outliers")
+    head = ("tower", "layers", "scheme", "SQNR visual, dB", "SQNR text, dB", "clipped", "weight error", "outliers")
     parts = [table(head, towers) if towers else "", _passes(report), _refused(report), _layers(report)]
     size = f", {report.size_before / 1e6:.1f} MB → {report.size_after / 1e6:.1f} MB" if report.size_before else ""
     lead = f"{report.totals()}{size}."

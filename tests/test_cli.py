@@ -16,7 +16,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 import mmqc
-from mmqc import cli, demo, doctor
+from mmqc import cli, cli_config, demo, doctor
 
 ROOT = Path(__file__).resolve().parents[1]
 KINDS = ("cell", "image")
@@ -34,7 +34,7 @@ def console() -> Console:
 
 
 def test_make_config__passes_settings_to_the_recipe():
-    config = cli.make_config("mquant", ["weight_bits=8", "msq=false", "solver=rtn"])
+    config = cli_config.make_config("mquant", ["weight_bits=8", "msq=false", "solver=rtn"])
     assert config == mmqc.recipes.mquant(weight_bits=8, msq=False, solver="rtn")
 
 
@@ -49,23 +49,23 @@ def test_make_config__passes_settings_to_the_recipe():
 )
 def test_make_config__says_what_is_allowed(recipe, settings, names):
     with pytest.raises(typer.BadParameter, match=re.escape(names)):
-        cli.make_config(recipe, settings)
+        cli_config.make_config(recipe, settings)
 
 
 def test_read_config__reads_a_config_and_a_report(tmp_path):
     config = mmqc.recipes.mquant(weight_bits=8)
     path = tmp_path / "config.json"
     path.write_text(json.dumps(config.to_dict()))
-    assert cli.read_config(path) == config
+    assert cli_config.read_config(path) == config
     path.write_text(json.dumps({"config": config.to_dict(), "layers": []}))
-    assert cli.read_config(path) == config
+    assert cli_config.read_config(path) == config
 
 
 def test_read_config__names_an_unknown_key(tmp_path):
     path = tmp_path / "config.json"
     path.write_text(json.dumps({**mmqc.recipes.rtn(8).to_dict(), "no_such_key": 1}))
     with pytest.raises(typer.BadParameter, match="no_such_key"):
-        cli.read_config(path)
+        cli_config.read_config(path)
 
 
 def test_load__names_the_samples_for_an_unknown_model(tmp_path):
@@ -190,7 +190,7 @@ class FakeSample:
 def fake_quantize(model, config, calibration, progress):
     from mmqc.report import QuantReport
 
-    assert len(calibration) == 3
+    assert len(calibration) == (demo.CACHE_PROMPTS if config.kv else 3)
     assert not progress
     model.skill = 0.5 if config == mmqc.recipes.rtn(8, activation_bits=8) else 0.9
     model.half()

@@ -69,10 +69,11 @@ def test_report__of_rotate_has_every_linear_before_and_after() -> None:
     assert {t: sum(v == t for v in report.towers.values()) for t in report.towers.values()} == {
         "vision": 8, "projector": 2, "language": 15,
     }  # fmt: skip
-    line = next(text for text in report.summary().splitlines() if text.startswith("incoherence"))
-    assert line.startswith("incoherence of 25 linear weights: median ")
-    assert "largest" in line
-    assert "(model.visual.blocks.0.mlp.fc2.weight) -> " in line
+    lines = report.summary().splitlines()
+    at = next(i for i, text in enumerate(lines) if text.startswith("incoherence of 25 linear weights: median "))
+    assert lines[at + 1].startswith("  largest before ")
+    assert lines[at + 1].endswith("(model.visual.blocks.0.mlp.fc2.weight)")
+    assert lines[at + 2].startswith("  largest after ")
     assert report.to_dict()["incoherence"][fqn] == list(report.incoherence[fqn])
 
 

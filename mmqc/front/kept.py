@@ -2,7 +2,7 @@
 
     images of the last call's sizes, text with its images in the same places  ->  the same positions, lengths and window orders
 
-Why:     computing these takes some milliseconds of small steps, in which the device waits; comparing the inputs takes one.
+Why:     computing these is many small steps, in which the device waits; comparing the inputs is one for each of them.
 Safe:    only for functions of inputs and constants; inputs and results are kept as copies, and each call gets copies of its own:
          a model may hold on to them (``rope_deltas``) or write to them.
 """

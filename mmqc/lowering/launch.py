@@ -4,9 +4,9 @@
     regimes     rows to choose a tile for, and when that tile's launch is to run
     emit        a launch in the generated code
 
-Why:     a launch in the generated code costs microseconds where a call of a Python op costs tens, and a package compiled
-         ahead of time has no Python.  A graph whose number of rows is symbolic holds one launch for each regime of rows; all
-         but one of them have an empty grid then, which is skipped.
+Why:     a launch in the generated code does without the checks and choices that a call of a Python op makes each time, and a
+         package compiled ahead of time has no Python.  A graph whose number of rows is symbolic holds one launch for each
+         regime of rows; all but one of them have an empty grid then, which is skipped.
 """
 
 from __future__ import annotations

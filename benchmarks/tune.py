@@ -1,0 +1,92 @@
+"""Finding the fastest tile of a matmul, and the file of measured tiles that kernels then use."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from gpu_run import Calls, Run, relative_error
+
+from mmqc.kernels import configs as tiles
+from mmqc.kernels.configs import MatmulConfig as Tile
+from mmqc.kernels.device_facts import gpu_name
+
+
+def fastest(run: Run, case: Any, calls: Calls, tries: Iterable[Tile], where: str, end: float) -> Tile | None:
+    """The fastest tile; wrong and impossible ones are reported.
+
+    Args:
+        run: takes the time, and the failures.
+        case: the first of ``calls`` reads ``case.config`` and writes ``case.out``.
+        calls: the same product on copies of the weight.
+        tries: tiles; the first that works says what is right.
+        where: what a failure is called.
+        end: on the monotonic clock, when to stop.
+    """
+    times: dict[Tile, float] = {}
+    want = torch.empty(0)
+    for tile in dict.fromkeys(tries):
+        if time.monotonic() > end or (run.dry and len(times) > 1):
+            break
+        case.config = tile
+        try:
+            case.out.fill_(math.nan)
+            calls[0]()
+            want = case.out.clone() if not times else want
+            if relative_error(case.out[:, :4096], want[:, :4096]) > 4e-3:
+                raise ValueError("wrong result")
+            times[tile] = run.microseconds(calls, replays=7, budget=0.02)
+        except Exception as error:  # a tile may not fit the device
+            run.failures.append(f"{where} {tile}: {type(error).__name__}: {str(error)[:80]}")
+    case.config = None
+    return min(times, key=times.__getitem__) if times else None
+
+
+def write_tiles(run: Run, path: Path, best: dict[str, Tile]) -> None:
+    """Add tiles to the file, which kernels then use."""
+    old = json.loads(path.read_text()).get("configs", {}) if path.exists() else {}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"device": gpu_name(run.device), "triton": triton.__version__, "torch": torch.__version__,
+                                "configs": old | {k: t.to_dict() for k, t in best.items()}}, indent=1) + "\n")  # fmt: skip
+    tiles.measured.cache_clear()
+
+
+def candidates(op: str, m: int, n: int, k: int, specialized: bool) -> list[Tile]:
+    """Tiles worth a try; those that do not fit the device fail and are skipped."""
+    packed = "int4" in op
+    if m <= 64:
+        block_m = 8 if m <= 8 else 16 if m <= 16 else 64
+        found = []
+        for bn, bk, warps, stages in ((64, 128, 4, 4), (64, 128, 2, 4), (32, 128, 2, 4), (128, 64, 4, 5), (128, 128, 4, 3),
+                                      (64, 256, 4, 3), (32, 256, 2, 3)):  # fmt: skip
+            for split in sorted({1, *(max(1, round(132 * per / -(-n // bn))) for per in (2, 4, 6))}):
+                if split <= max(1, (k // 2 if packed else k) // bk // 2):
+                    found.append(Tile(block_m, bn, bk, warps, stages, split_k=split, variant="columns"))
+        return found
+    if op.startswith("weight"):
+        return [Tile(bm, bn, bk, w, s, split_k=sp, variant="columns") for bm, bn, bk, w, s in (
+            (64, 128, 64, 4, 4), (64, 128, 64, 8, 3), (128, 128, 64, 8, 3), (64, 64, 128, 4, 3), (128, 64, 64, 4, 4))
+            for sp in (1, 2, 4)] + [Tile(128, 128, 64, 8, 3, variant="unpack")]  # fmt: skip
+    if packed:
+        found = [Tile(bm, bn, bk, w, s, variant="columns") for bm, bn, bk, w, s in (
+            (128, 128, 64, 4, 4), (128, 128, 64, 4, 3), (256, 64, 64, 4, 3), (256, 128, 64, 8, 3), (128, 128, 64, 8, 4),
+            (256, 128, 128, 8, 2), (128, 128, 32, 4, 6))]  # fmt: skip
+        found += [Tile(128, 256, 64, 8, 3, variant="rows")]
+        return [*found, *(Tile(128, 256, 128, 8, s, variant="unpack") for s in (3, 4) if op == "scaled_int4")]
+    found = [Tile(bm, bn, bk, w, s, group_m=g, per_sm=per, variant=v) for v, bm, bn, bk, w, s, g, per in (
+        ("nested", 128, 256, 128, 8, 4, 8, 1), ("nested", 256, 128, 128, 8, 4, 8, 1), ("nested", 128, 256, 128, 8, 3, 8, 1),
+        ("nested", 128, 256, 128, 8, 4, 16, 1), ("nested", 128, 256, 256, 8, 2, 8, 1), ("nested", 128, 128, 128, 4, 3, 8, 2),
+        ("nested", 128, 256, 64, 8, 5, 8, 1), ("descriptors", 128, 256, 128, 8, 3, 8, 1),
+        ("descriptors", 256, 128, 128, 8, 3, 8, 1), ("descriptors", 128, 256, 64, 8, 5, 8, 1),
+        ("descriptors", 128, 128, 128, 4, 3, 8, 2), ("descriptors", 128, 256, 128, 8, 3, 16, 1),
+        ("rows", 128, 256, 128, 8, 3, 8, 1), ("rows", 128, 128, 128, 4, 3, 8, 1), ("rows", 128, 256, 64, 8, 4, 8, 1))]  # fmt: skip
+    more = [
+        Tile(bm, bn, 128, 4, s, variant="specialized") for bm, bn, s in ((128, 256, 3), (256, 128, 3), (128, 256, 4))
+    ]
+    return found + (more if specialized else [])
