@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mmqc.kernels.device_facts import INTERPRETED, ceil_div, multiprocessors, why_not_here
+from mmqc.kernels.device_facts import INTERPRETED, capability, ceil_div, multiprocessors, why_not_here
 from mmqc.kernels.kv_attention_tiles import kv_combine_kernel, kv_parts_kernel, kv_range_of_scores_kernel
 from mmqc.ops.kv_words import BITS, tokens_per_word
 
@@ -32,11 +32,19 @@ DTYPES = (torch.float16, torch.bfloat16, *((torch.float32,) if INTERPRETED else 
 
 @dataclass(frozen=True)
 class KVConfig:
-    """Programs of one warp a multiprocessor, ``registers`` a thread at most (0: any), and ``text`` tokens a step."""
+    """How the launches share the device.
+
+    Attributes:
+        per_sm: programs of one warp a multiprocessor.
+        registers: a thread's at most; 0: any.
+        text: tokens a step.
+        early: start a launch before the one before it has ended (programmatic dependent launch; Hopper and newer).
+    """
 
     per_sm: int = 16
     registers: int = 0
     text: int = 16
+    early: bool = False
 
     def replace(self, **changes: int) -> KVConfig:
         """A copy with some fields changed."""
@@ -95,13 +103,15 @@ def kv_attention(
     # tensor-core tiles have 16 rows and 8 columns: two digits of 4 queries
     gp, chunks, ranged = power_of_two(group, 4), power_of_two(ceil_div(d, 64), 1), tau1 != tau2
     c = config or table(bits, chunks, gp)
+    early = c.early and capability(q.device) >= 90
     programs = c.per_sm * multiprocessors(q.device) // (batch * heads)
     steps, splits, text_splits = parts(ceil_div(tokens, rows * 8 // bits), ceil_div(text, c.text), programs)
     new = lambda *shape: torch.empty(shape, dtype=torch.float32, device=q.device)  # noqa: E731
     low, high = (new(batch * heads, splits if ranged else 0, gp) for _ in range(2))
     part = new(batch * heads, splits + text_splits, group, d)
     sums, tops = (new(batch * heads, splits + text_splits, group) for _ in range(2))
-    shape = dict(BITS=bits, G=group, GP=gp, D=d, C=chunks, R=rows, num_warps=1)
+    shape = dict(BITS=bits, G=group, GP=gp, D=d, C=chunks, R=rows, EARLY=early, num_warps=1)
+    follows = {"launch_pdl": True} if early else {}
     k_bytes, v_bytes = k_words.view(torch.int8), v_words.view(torch.int8)
     if ranged and splits:
         kv_range_of_scores_kernel[(splits, heads, batch)](
@@ -113,12 +123,13 @@ def kv_attention(
             q, k_bytes, v_bytes, k_scale, k_offset, v_scale, v_offset, visual_count, k_text, v_text, text_count, low, high, part,
             sums, tops, tokens, heads, scaling, tau1, tau2, q.stride(0), q.stride(1), *k_text.stride()[:3],
             *v_text.stride()[:3], steps, splits, text_splits, RANGED=ranged, PER_TOKEN=v_scale.shape[3] == 1 and d != 1,
-            VR=power_of_two(ceil_div(64 * chunks * bits, 8), 16), BT=c.text,
-            SP=power_of_two(splits, 1), **shape, **({"maxnreg": c.registers} if c.registers else {}),
+            VR=power_of_two(ceil_div(64 * chunks * bits, 8), 16), BT=c.text, SP=power_of_two(splits, 1), **shape,
+            **({"maxnreg": c.registers} if c.registers else {}), **(follows if ranged and splits else {}),
         )  # fmt: skip
     kv_combine_kernel[(batch * q.shape[1],)](
         part, sums, tops, y, lse, splits + text_splits, G=group, D=d, DP=power_of_two(d, 16),
-        SP=power_of_two(splits + text_splits, 1), BP=32, num_warps=4,
+        SP=power_of_two(splits + text_splits, 1), BP=32, EARLY=early and splits + text_splits > 0, num_warps=4,
+        **(follows if splits + text_splits else {}),
     )  # fmt: skip
     return y, lse
 

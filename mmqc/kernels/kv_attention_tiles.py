@@ -14,6 +14,7 @@ log 2, and nowhere in memory: where g needs their range, a launch before finds i
 # pyright: reportPossiblyUnboundVariable=false
 import triton
 import triton.language as tl
+from triton.language.extra import cuda
 
 from mmqc.kernels.gluon_tiles import MMA, gl, jit, mma, operand, tile
 from mmqc.kernels.kv_words import (
@@ -108,8 +109,11 @@ def token_places(like, BITS: tl.constexpr, R: tl.constexpr):
 def kv_range_of_scores_kernel(
     q_ptr, words_ptr, scale_ptr, offset_ptr, count_ptr, low_ptr, high_ptr, rows_all, heads, scaling, stride_qb, stride_qh, steps,
     splits, BITS: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, C: tl.constexpr, R: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """The least and the largest visual score of one part, per query."""
+    if EARLY:
+        cuda.gdc_launch_dependents()
     part, h, b = gl.program_id(0), gl.program_id(1), gl.program_id(2).to(tl.int64)
     P: tl.constexpr = 8 // BITS
     T: tl.constexpr = P * R
@@ -160,7 +164,7 @@ def visual_part(
     q_ptr, k_ptr, v_ptr, k_scale_ptr, k_offset_ptr, v_scale_ptr, v_offset_ptr, count_ptr, low_ptr, high_ptr, part, h, b, row,
     tokens_all, scaling, tau1, tau2, stride_qb, stride_qh, steps, splits, BITS: tl.constexpr, RANGED: tl.constexpr,
     PER_TOKEN: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, C: tl.constexpr, R: tl.constexpr,
-    VR: tl.constexpr, SP: tl.constexpr,
+    VR: tl.constexpr, SP: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Sums [P VR, GP] of p v by channels, of p [GP], and top [GP]."""
     P: tl.constexpr = 8 // BITS
@@ -170,6 +174,8 @@ def visual_part(
         q_ptr, k_scale_ptr, k_offset_ptr, b, h, row, stride_qb, stride_qh, scaling, like, BITS, G, GP, D, C
     )
     if RANGED:
+        if EARLY:
+            cuda.gdc_wait()
         slope, shift, top = calibration_tile(low_ptr, high_ptr, row, splits, tau1, tau2, like, GP, SP)
         m, o, rest, top = m * slope, o * slope + shift, rest * slope, gl.ceil(top)
         if not PER_TOKEN:
@@ -297,8 +303,11 @@ def kv_parts_kernel(
     stride_qh, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn, steps,
     splits, text_splits, BITS: tl.constexpr, RANGED: tl.constexpr, PER_TOKEN: tl.constexpr, G: tl.constexpr, GP: tl.constexpr,
     D: tl.constexpr, C: tl.constexpr, R: tl.constexpr, VR: tl.constexpr, BT: tl.constexpr, SP: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """One part, of visual tokens or of text."""
+    if EARLY:
+        cuda.gdc_launch_dependents()
     part, h, b = gl.program_id(0), gl.program_id(1), gl.program_id(2).to(tl.int64)
     row = b * heads + h
     place = row * (splits + text_splits) + part
@@ -306,10 +315,12 @@ def kv_parts_kernel(
         seen = visual_part(
             q_ptr, k_ptr, v_ptr, k_scale_ptr, k_offset_ptr, v_scale_ptr, v_offset_ptr, count_ptr, low_ptr, high_ptr, part, h, b,
             row, tokens_all, scaling, tau1, tau2, stride_qb, stride_qh, steps, splits, BITS, RANGED, PER_TOKEN, G, GP, D, C, R, VR,
-            SP,
+            SP, EARLY,
         )  # fmt: skip
         store_part(part_ptr, sum_ptr, top_ptr, place, seen, G, D, 8 // BITS * VR, GP)
     else:
+        if RANGED and EARLY:
+            cuda.gdc_wait()
         N: tl.constexpr = 8 if GP < 8 else GP
         read = text_part(
             q_ptr, k_text_ptr, v_text_ptr, text_count_ptr, part - splits, h, b, scaling, stride_qb, stride_qh, stride_kb,
@@ -321,9 +332,11 @@ def kv_parts_kernel(
 @triton.jit(do_not_specialize=("parts",))
 def kv_combine_kernel(
     part_ptr, sum_ptr, top_ptr, y_ptr, lse_ptr, parts, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, SP: tl.constexpr,
-    BP: tl.constexpr,
+    BP: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One query: y [D] and lse."""
+    if EARLY:
+        cuda.gdc_wait()
     query = tl.program_id(0).to(tl.int64)
     first = query // G * parts * G + query % G
     s, d = tl.arange(0, SP), tl.arange(0, DP)

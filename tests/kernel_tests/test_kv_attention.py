@@ -56,8 +56,8 @@ def test_kv_attention__every_shape(width, group, bits, dtype, device):
         case = packed_case(
             (700, 33), (5, 40), bits=bits, width=width, group=group, values=values, tau=tau, dtype=dtype, device=device
         )
-        check(case, None)
-        check(case)
+        for config in (None, FEW, kernel.KVConfig(per_sm=4, early=True)):
+            check(case, config)
 
 
 @pytest.mark.parametrize("tau", [(0, 0), (0, 1)])
@@ -92,14 +92,16 @@ def test_kv_attention__one_to_thousands_of_tokens(visual, text, device):
 
 
 @pytest.mark.gpu
-def test_kv_attention__forty_thousand_tokens_in_a_captured_graph(device):
+@pytest.mark.parametrize("early", [False, True])
+def test_kv_attention__forty_thousand_tokens_in_a_captured_graph(early, device):
     case = packed_case(
         (40000, 7), (300, 1), heads=1, bits=2, tau=(0, 2), width=128, dtype=torch.bfloat16, device=device
     )
-    kernel.kv_attention(*case.values())
+    config = kernel.table(2).replace(early=early)
+    kernel.kv_attention(*case.values(), config=config)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        y, lse = kernel.kv_attention(*case.values())
+        y, lse = kernel.kv_attention(*case.values(), config=config)
     for counts in ((40000, 7), (12345, 0), (1, 4)):  # read on the device
         case["visual_count"].copy_(torch.tensor(counts))
         graph.replay()
@@ -122,7 +124,7 @@ from mmqc.kernels import kv_attention_tiles as tiles
 
 arch, bits, width, group = map(int, sys.argv[1:])
 queries = max(4, 1 << (group - 1).bit_length())
-shape = dict(BITS=bits, G=group, GP=queries, D=width, C=-(-width // 64), R=max(16, 8 * bits))
+shape = dict(BITS=bits, G=group, GP=queries, D=width, C=-(-width // 64), R=max(16, 8 * bits), EARLY=arch >= 90)
 more = dict(RANGED=bits <= 2, PER_TOKEN=bits == 8, VR=max(16, 8 * bits * shape["C"]), BT=16, SP=16)
 kinds = {"k_ptr": "*i8", "v_ptr": "*i8", "words_ptr": "*i8", "count_ptr": "*i32", "text_count_ptr": "*i32",
          "q_ptr": "*bf16", "k_text_ptr": "*bf16", "v_text_ptr": "*bf16", "scaling": "fp32", "tau1": "fp32", "tau2": "fp32"}
