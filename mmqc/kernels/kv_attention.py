@@ -123,12 +123,12 @@ def kv_attention(
             q, k_bytes, v_bytes, k_scale, k_offset, v_scale, v_offset, visual_count, k_text, v_text, text_count, low, high, part,
             sums, tops, tokens, heads, scaling, tau1, tau2, q.stride(0), q.stride(1), *k_text.stride()[:3],
             *v_text.stride()[:3], steps, splits, text_splits, RANGED=ranged, PER_TOKEN=v_scale.shape[3] == 1 and d != 1,
-            VR=power_of_two(ceil_div(64 * chunks * bits, 8), 16), BT=c.text, SP=power_of_two(splits, 1), **shape,
+            VR=power_of_two(ceil_div(64 * chunks * bits, 8), 16), BT=c.text, SP=power_of_two(splits, 32) if ranged else 1, **shape,
             **({"maxnreg": c.registers} if c.registers else {}), **(follows if ranged and splits else {}),
         )  # fmt: skip
     kv_combine_kernel[(batch * q.shape[1],)](
         part, sums, tops, y, lse, splits + text_splits, G=group, D=d, DP=power_of_two(d, 16),
-        SP=power_of_two(splits + text_splits, 1), BP=32, EARLY=early and splits + text_splits > 0, num_warps=4,
+        SP=power_of_two(splits + text_splits, 32), BP=32, EARLY=early and splits + text_splits > 0, num_warps=4,
         **(follows if splits + text_splits else {}),
     )  # fmt: skip
     return y, lse
