@@ -5,9 +5,9 @@
 Shapes:  those of the op with Q = 1; fp16 | bf16 (fp32 in the interpreter)   D to 256   G = H_q / H to 16 query heads a KV head
 Splits:  from capacities and the number of multiprocessors, never from counts, which are read on the device: a launch is the same
          at any length, and can be captured in a CUDA graph.
-Exact:   integer dot products.  Rounded are q s_K, to 16 bits relative to its largest entry, and p, to 2^-15 of the largest of a
-         part (one to two, as its exponent is that of the part): 2^-17 of that and less counts as nothing.  With a scale per token,
-         the product of the two is rounded.
+Exact:   integer dot products.  Rounded are q s_K, to 16 bits relative to its largest entry, and p, to multiples of 1 / 32512 of the
+         power of two above the largest p of a part (calibrated, of the sequence): a visual token with less than 2^-16 of that
+         counts as nothing.  With a scale per token, the product of the two is rounded.
 Why:     one AND unpacks four codes to one register of a tensor-core operand (kv_words.py), which 16-bit operands would need two
          for; the digits of q and p fill the eight columns that four queries would leave half empty.
 Arch:    Ampere and newer.
