@@ -6,7 +6,8 @@
 Shape: a layer of InternVL2.5-8B, 32 query heads, 8 KV heads of 128, batch 16, 8,192 visual and 64 text tokens.  One call is one
 layer; copies rotate so that the L2 cache holds none of them.  Peers read the same tokens in bf16, and each is tried with grouped
 queries as torch takes them and with the group as four queries of one head, which reads the cache once; the best counts.
-``--tune`` tries a list of tiles and reports the best; ``kernels/kv_attention.py:table`` is where it belongs.
+Every width is timed with score calibration and without; the ratios are with it at 1 and 2 bits, as CalibQuant has it.
+``--tune`` tries a list of configurations and reports the best; ``kernels/kv_attention.py:table`` is where it belongs.
 """
 
 from __future__ import annotations
@@ -42,6 +43,9 @@ SHAPE = {"batch": 16, "heads": 8, "group": 4, "width": 128, "visual": 8192, "tex
 TINY = {"batch": 2, "heads": 2, "group": 4, "width": 32, "visual": 96, "text": 8}
 BARS = {1: 5.0, 2: 3.5, 4: 2.0}
 BITS = (1, 2, 4, 8)
+PLAIN, CALIBRATED = (0.0, 0.0), (1.0, 2.0)
+PER_SM = (4, 6, 8, 10, 12, 14, 16, 20, 24)
+Layers = list[tuple[Tensor, ...]]
 Call = Callable[[], object]
 
 
@@ -75,23 +79,31 @@ class Case:
         v_words, v_scale, v_offset = kv_pack(x, *where, True)
         return k_words, v_words, k_scale, k_offset, v_scale, v_offset
 
-    def ours(self, bits: int, tau: tuple[float, float], config: KVConfig | None = None) -> list[Call]:
+    def layers(self, bits: int) -> Layers:
+        """Packed layers that fill the L2 cache several times."""
         s = self.s
         size = s["batch"] * s["heads"] * s["visual"] * s["width"] * bits // 4
-        layers = [self.packed(bits) for _ in range(self.run.copies(size))]
-        return [
-            lambda p=p: kv_attention(self.q, *p, self.visual, self.k_text, self.v_text, self.texts, bits, s["width"] ** -0.5,
-                                     *tau, config=config)
-            for p in layers
-        ]  # fmt: skip
+        return [self.packed(bits) for _ in range(self.run.copies(size))]
 
-    def check(self, bits: int, tau: tuple[float, float]) -> None:
+    def call(
+        self, layer: tuple[Tensor, ...], bits: int, tau: tuple[float, float], config: KVConfig | None = None
+    ) -> Any:
+        return kv_attention(*self.operands(layer, bits, tau), config=config)
+
+    def operands(self, layer: tuple[Tensor, ...], bits: int, tau: tuple[float, float]) -> Any:
+        return (self.q, *layer, self.visual, self.k_text, self.v_text, self.texts, bits, self.s["width"] ** -0.5, *tau)
+
+    def time(self, layers: Layers, bits: int, tau: tuple[float, float], config: KVConfig | None = None) -> float:
+        """Microseconds of one layer."""
+        calls: list[Call] = [lambda p=p: self.call(p, bits, tau, config) for p in layers]
+        return self.run.microseconds(calls) if config is None else self.run.microseconds(calls, 8, 0.02)
+
+    def check(self, bits: int, tau: tuple[float, float], config: KVConfig | None = None) -> None:
         """Against the op's reference."""
         p = self.packed(bits)
-        args = (self.q, *p, self.visual, self.k_text, self.v_text, self.texts, bits, self.s["width"] ** -0.5, *tau)
-        (y, lse), (want, want_lse) = kv_attention(*args), op.reference(*args)
+        (y, lse), (want, want_lse) = self.call(p, bits, tau, config), op.reference(*self.operands(p, bits, tau))
         error, off = relative_error(y, want), (lse - want_lse).abs().max().item()
-        self.run.errors[f"{bits} bits, tau {tau}"] = error
+        self.run.errors[f"{bits} bits, tau {tau}, {config or 'table'}"] = error
         if error > 1e-2 or not off < 1e-2:
             raise AssertionError(f"wrong: y by {error:.1e}, lse by {off:.1e}")
 
@@ -135,20 +147,29 @@ def time_peers(run: Run, case: Case) -> float:
     return min(run.times.get("bf16", {}).values(), default=math.nan)
 
 
-def tune(run: Run, case: Case, bits: int, tau: tuple[float, float]) -> tuple[KVConfig, float] | None:
-    """The fastest tile of a list."""
+def tune(run: Run, case: Case, layers: Layers, bits: int, tau: tuple[float, float]) -> tuple[KVConfig, float] | None:
+    """The fastest configuration of a list."""
     found: list[tuple[float, KVConfig]] = []
-    rows = {1: (16, 32, 64, 128), 2: (32, 64, 128), 4: (32, 64, 128), 8: (64, 128, 256)}[bits]
-    for block, warps, stages, per_sm in itertools.product(rows, (1, 2, 4), (1, 2, 3), (4, 8, 16)):
-        if run.left() < 90 or (block > 64 and warps == 1):
+    for registers, per_sm in itertools.product((0, 128), PER_SM[: 1 if run.dry else None]):
+        if run.left() < 60 or (bits == 8 and registers):
             continue
-        c = KVConfig(block, 64, per_sm, warps, stages)
-        t = run.attempt(f"tune/{bits}/{c}", lambda c=c: run.microseconds(case.ours(bits, tau, c), 8, 0.02), 30)
+        c = KVConfig(per_sm, registers)
+        t = run.attempt(f"tune/{bits}/{c}", lambda c=c: case.time(layers, bits, tau, c), 30)
+        if t is not None:
+            found.append((t, c))
+    for _, c in sorted(found, key=lambda pair: pair[0])[:2]:
+        c = c.replace(early=True)
+        t = run.attempt(f"tune/{bits}/{c}", lambda c=c: case.time(layers, bits, tau, c), 30)
         if t is not None:
             found.append((t, c))
     if not found:
         return None
     t, c = min(found, key=lambda pair: pair[0])
+    print(
+        f"{bits} bits, tau {tau}:",
+        *(f"{c.per_sm}/{c.registers}{'/early' * c.early}: {t:.1f}" for t, c in found),
+        flush=True,
+    )
     return c, t
 
 
@@ -192,13 +213,15 @@ def main() -> int:
     case = Case(run, TINY if args.dry else SHAPE)
     small = Case(run, {**(TINY if args.dry else SHAPE), "batch": 2, "visual": 96 if args.dry else 1000, "text": 37})
     run.attempt("ceilings", lambda: ceilings(run))
-    for bits, tau in itertools.product(args.bits, ((0.0, 0.0), (1.0, 2.0))):
+    for bits, tau in itertools.product(args.bits, (PLAIN, CALIBRATED)):
         run.attempt(f"check/{bits}/{tau}", lambda b=bits, t=tau: small.check(b, t))
     best, summary, tuned = time_peers(run, case), {}, {}
     for bits in args.bits:
-        tau = (1.0, 2.0) if bits <= 2 else (0.0, 0.0)
-        t = run.attempt(f"ours/{bits}", lambda b=bits, u=tau: run.microseconds(case.ours(b, u)), 90)
-        if args.tune and (found := tune(run, case, bits, tau)) is not None:
+        usual, other = (CALIBRATED, PLAIN) if bits <= 2 else (PLAIN, CALIBRATED)
+        layers = case.layers(bits)
+        t = run.attempt(f"ours/{bits}", lambda b=bits, u=usual, p=layers: case.time(p, b, u), 90)
+        if args.tune and (found := tune(run, case, layers, bits, usual)) is not None:
+            run.attempt(f"check/{bits}/tuned", lambda b=bits, u=usual, c=found[0]: small.check(b, u, c))
             tuned[bits] = {"config": vars(found[0]), "microseconds": found[1]}
             t = found[1] if t is None else min(t, found[1])
         if t is not None:
@@ -207,6 +230,11 @@ def main() -> int:
             s = case.s
             moved = s["batch"] * s["heads"] * s["visual"] * s["width"] * bits / 4
             run.bandwidth[f"{bits} bits, words alone"] = 1e-6 * moved / t
+        t = run.attempt(f"ours/{bits}/{other}", lambda b=bits, u=other, p=layers: case.time(p, b, u), 60)
+        if t is not None:
+            name = f"{bits} bits, {'uncalibrated' if other == PLAIN else 'calibrated'}"
+            run.times.setdefault("packed", {})[name] = t
+        del layers
     time_packing(run, case, args.bits)
     for name, times in run.times.items():
         print(name, {k: round(v, 1) for k, v in times.items()})

@@ -5,9 +5,9 @@
 Shapes:  those of the op with Q = 1; fp16 | bf16 (fp32 in the interpreter)   D to 256   G = H_q / H to 16 query heads a KV head
 Splits:  from capacities and the number of multiprocessors, never from counts, which are read on the device: a launch is the same
          at any length, and can be captured in a CUDA graph.
-Exact:   integer dot products.  Rounded are q s_K, to 16 bits relative to its largest entry, and p, to 2^-15 of the largest of a
-         part (one to two, as its exponent is that of the part): 2^-17 of that and less counts as nothing.  With a scale per token,
-         the product of the two is rounded.
+Exact:   integer dot products.  Rounded are q s_K, to 16 bits relative to its largest entry, and p, to multiples of 1 / 32512 of the
+         power of two above the largest p of a part (calibrated, of the sequence): a visual token with less than 2^-16 of that
+         counts as nothing.  With a scale per token, the product of the two is rounded.
 Why:     one AND unpacks four codes to one register of a tensor-core operand (kv_words.py), which 16-bit operands would need two
          for; the digits of q and p fill the eight columns that four queries would leave half empty.
 Arch:    Ampere and newer.
@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mmqc.kernels.device_facts import INTERPRETED, ceil_div, multiprocessors, why_not_here
+from mmqc.kernels.device_facts import INTERPRETED, capability, ceil_div, multiprocessors, why_not_here
 from mmqc.kernels.kv_attention_tiles import kv_combine_kernel, kv_parts_kernel, kv_range_of_scores_kernel
 from mmqc.ops.kv_words import BITS, tokens_per_word
 
@@ -32,19 +32,29 @@ DTYPES = (torch.float16, torch.bfloat16, *((torch.float32,) if INTERPRETED else 
 
 @dataclass(frozen=True)
 class KVConfig:
-    """Programs of one warp a multiprocessor, and ``text`` tokens a step."""
+    """How the launches share the device.
+
+    Attributes:
+        per_sm: programs of one warp a multiprocessor.
+        registers: a thread's at most; 0: any.
+        text: tokens a step.
+        early: start a launch before the one before it has ended (programmatic dependent launch; Hopper and newer).
+    """
 
     per_sm: int = 16
+    registers: int = 0
     text: int = 16
+    early: bool = False
 
     def replace(self, **changes: int) -> KVConfig:
         """A copy with some fields changed."""
         return dataclasses.replace(self, **changes)
 
 
-def table(bits: int) -> KVConfig:
-    """The answer for every shape: as many programs as a multiprocessor has registers for."""
-    return KVConfig(per_sm=16 if bits < 8 else 8)
+def table(bits: int, chunks: int = 2, queries: int = 4) -> KVConfig:
+    """The answer for ``chunks`` of 64 channels and ``queries``, at least 4, a KV head: what the registers have room for."""
+    small = bits <= 4 and chunks <= 2 and queries == 4
+    return KVConfig(per_sm=16, registers=128) if small else KVConfig(per_sm=8)
 
 
 def rows_a_step(bits: int) -> int:
@@ -86,44 +96,45 @@ def kv_attention(
     reason = supports(q, k_words, v_words, v_scale, k_text, v_text, bits)
     if reason is not None:
         raise ValueError(f"kv_attention: {reason}")
-    c = config or table(bits)
     batch, heads, words, d = k_words.shape
     rows, tokens, text, group = rows_a_step(bits), words * tokens_per_word(bits), k_text.shape[2], q.shape[1] // heads
     y = torch.empty((batch, q.shape[1], 1, d), dtype=q.dtype, device=q.device)
     lse = torch.empty((batch, q.shape[1], 1), dtype=torch.float32, device=q.device)
-    steps, splits = parts(tokens, rows * 8 // bits, batch * heads, q.device, c)
-    text_steps, text_splits = parts(text, c.text, batch * heads, q.device, c)
     # tensor-core tiles have 16 rows and 8 columns: two digits of 4 queries
     gp, chunks, ranged = power_of_two(group, 4), power_of_two(ceil_div(d, 64), 1), tau1 != tau2
+    c = config or table(bits, chunks, gp)
+    early = c.early and capability(q.device) >= 90
+    programs = c.per_sm * multiprocessors(q.device) // (batch * heads)
+    steps, splits, text_splits = parts(ceil_div(tokens, rows * 8 // bits), ceil_div(text, c.text), programs)
     new = lambda *shape: torch.empty(shape, dtype=torch.float32, device=q.device)  # noqa: E731
     low, high = (new(batch * heads, splits if ranged else 0, gp) for _ in range(2))
     part = new(batch * heads, splits + text_splits, group, d)
     sums, tops = (new(batch * heads, splits + text_splits, group) for _ in range(2))
-    shape = dict(BITS=bits, G=group, GP=gp, D=d, C=chunks, R=rows, SPLITS=splits, num_warps=1)
+    shape = dict(BITS=bits, G=group, GP=gp, D=d, C=chunks, R=rows, EARLY=early, num_warps=1)
+    follows = {"launch_pdl": True} if early else {}
     k_bytes, v_bytes = k_words.view(torch.int8), v_words.view(torch.int8)
     if ranged and splits:
         kv_range_of_scores_kernel[(splits, heads, batch)](
             q, k_bytes, k_scale, k_offset, visual_count, low, high, 2 * words, heads, scaling, q.stride(0), q.stride(1), steps,
-            **shape,
+            splits, **shape,
         )  # fmt: skip
     if splits + text_splits:
         kv_parts_kernel[(splits + text_splits, heads, batch)](
             q, k_bytes, v_bytes, k_scale, k_offset, v_scale, v_offset, visual_count, k_text, v_text, text_count, low, high, part,
             sums, tops, tokens, heads, scaling, tau1, tau2, q.stride(0), q.stride(1), *k_text.stride()[:3],
-            *v_text.stride()[:3], steps, text_steps, RANGED=ranged, PER_TOKEN=v_scale.shape[3] == 1 and d != 1,
-            VR=power_of_two(ceil_div(64 * chunks * bits, 8), 16), BT=c.text, TEXT_SPLITS=text_splits,
-            SP=power_of_two(splits, 1), **shape,
+            *v_text.stride()[:3], steps, splits, text_splits, RANGED=ranged, PER_TOKEN=v_scale.shape[3] == 1 and d != 1,
+            VR=power_of_two(ceil_div(64 * chunks * bits, 8), 16), BT=c.text, SP=power_of_two(splits, 32) if ranged else 1, **shape,
+            **({"maxnreg": c.registers} if c.registers else {}), **(follows if ranged and splits else {}),
         )  # fmt: skip
     kv_combine_kernel[(batch * q.shape[1],)](
-        part, sums, tops, y, lse, G=group, D=d, DP=power_of_two(d, 16), PARTS=splits + text_splits,
-        SP=power_of_two(splits + text_splits, 1), BP=32, num_warps=4,
+        part, sums, tops, y, lse, splits + text_splits, G=group, D=d, DP=power_of_two(d, 16),
+        SP=power_of_two(splits + text_splits, 32), BP=32, EARLY=early and splits + text_splits > 0, num_warps=4,
+        **(follows if splits + text_splits else {}),
     )  # fmt: skip
     return y, lse
 
 
-def parts(length: int, block: int, rows: int, device: torch.device, c: KVConfig) -> tuple[int, int]:
-    """(steps a program, programs) for one sequence and KV head, so that some programs run on every multiprocessor."""
-    blocks = ceil_div(length, block)
-    splits = max(1, min(blocks, ceil_div(c.per_sm * multiprocessors(device), rows)))
-    steps = ceil_div(blocks, splits)
-    return steps, ceil_div(blocks, steps) if steps else 0
+def parts(visual: int, text: int, programs: int) -> tuple[int, int, int]:
+    """(steps a program, programs for the visual steps, for the text's): so many in all, if one step each is enough."""
+    steps = max(1, ceil_div(visual + text, max(1, programs)))
+    return steps, ceil_div(visual, steps), ceil_div(text, steps)

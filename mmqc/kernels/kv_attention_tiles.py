@@ -14,6 +14,7 @@ log 2, and nowhere in memory: where g needs their range, a launch before finds i
 # pyright: reportPossiblyUnboundVariable=false
 import triton
 import triton.language as tl
+from triton.language.extra import cuda
 
 from mmqc.kernels.gluon_tiles import MMA, gl, jit, mma, operand, tile
 from mmqc.kernels.kv_words import (
@@ -54,22 +55,23 @@ def query_digits(q_ptr, scale_ptr, offset_ptr, b, h, row, stride_b, stride_h, sc
     real = n // 2 < G
     q = load_lines(q_ptr + b * stride_b, (h * G + n // 2) * stride_h, real, D, C)
     s, a = load_lines(scale_ptr + row * D, n * 0, real, D, C), load_lines(offset_ptr + row * D, n * 0, real, D, C)
-    m, o = gl.sum(a[0] * 0.0, 1) + 1e-30, gl.sum(a[0] * 0.0, 1)
+    scaled, o, m = (), gl.sum(a[0] * 0.0, 1), gl.sum(a[0] * 0.0, 1) + 1e-30
     for i in gl.static_range(C):
-        x = q[i].to(tl.float32) * (scaling * LOG2E)
+        x = q[i].to(tl.float32)
         o += gl.sum(x * a[i], 1)
-        m = gl.maximum(m, gl.max(gl.abs(x * s[i]), 1))
+        scaled = scaled + (x * s[i],)  # noqa: RUF005
+        m = gl.maximum(m, gl.max(gl.abs(scaled[i]), 1))
     m = m * (1.0 / UNIT)
-    digits, rest = (), o * 0.0
-    is_low = (n % 2 == 1)[:, None]
+    digits, rest = (), (o * 0.0).to(tl.int32)
+    is_high = (n % 2 == 0).to(tl.int32)[:, None]
     for i in gl.static_range(C):
-        whole = (q[i].to(tl.float32) * (scaling * LOG2E) * s[i] * (1.0 / m)[:, None] + ROUND).to(tl.int32, bitcast=True)
-        whole = whole - 0x4B400000
-        rest += gl.sum(whole, 1).to(tl.float32)
-        high = (whole + 128) >> 8
-        digit = contraction_order(gl.where(is_low, whole - high * 256, high).to(tl.int8), N)
+        # a whole number from the 23rd bit on: its lowest byte is the low digit; half a carry, and the next is the high one
+        whole = (scaled[i] * (1.0 / m)[:, None] + ROUND).to(tl.int32, bitcast=True)
+        rest += gl.sum(whole - 0x4B400000, 1)
+        digit = contraction_order(((whole + 128 * is_high) >> (8 * is_high)).to(tl.int8), N)
         digits = digits + (gl.convert_layout(digit.permute([1, 0]), B8, assert_trivial=True),)  # noqa: RUF005
-    rest = rest * m * (1 << (BITS - 1))
+    m, o = m * (scaling * LOG2E), o * (scaling * LOG2E)
+    rest = rest.to(tl.float32) * m * (1 << (BITS - 1))
     return digits, each_query(m, like, GP), each_query(o, like, GP), each_query(rest, like, GP)
 
 
@@ -103,13 +105,15 @@ def token_places(like, BITS: tl.constexpr, R: tl.constexpr):
     return byte_row(i % R, BITS) * P + i // R
 
 
-@jit
+@jit(do_not_specialize=("steps", "splits"))
 def kv_range_of_scores_kernel(
     q_ptr, words_ptr, scale_ptr, offset_ptr, count_ptr, low_ptr, high_ptr, rows_all, heads, scaling, stride_qb, stride_qh, steps,
-    BITS: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, C: tl.constexpr, R: tl.constexpr,
-    SPLITS: tl.constexpr,
+    splits, BITS: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, C: tl.constexpr, R: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """The least and the largest visual score of one part, per query."""
+    if EARLY:
+        cuda.gdc_launch_dependents()
     part, h, b = gl.program_id(0), gl.program_id(1), gl.program_id(2).to(tl.int64)
     P: tl.constexpr = 8 // BITS
     T: tl.constexpr = P * R
@@ -131,18 +135,16 @@ def kv_range_of_scores_kernel(
         low = gl.minimum(low, gl.min(x.reshape([P, R, GP]), 0))
         high = gl.maximum(high, gl.max(y.reshape([P, R, GP]), 0))
     low, high = gl.min(low, 0), gl.max(high, 0)
-    at = (row * SPLITS + part) * GP + gl.arange(0, GP, layout=low.type.layout)
+    at = (row * splits + part) * GP + gl.arange(0, GP, layout=low.type.layout)
     gl.store(low_ptr + at, low)
     gl.store(high_ptr + at, high)
 
 
 @tile
-def calibration_tile(
-    low_ptr, high_ptr, row, tau1, tau2, like, GP: tl.constexpr, SPLITS: tl.constexpr, SP: tl.constexpr
-):
+def calibration_tile(low_ptr, high_ptr, row, splits, tau1, tau2, like, GP: tl.constexpr, SP: tl.constexpr):
     """g(x) = slope x + shift of every query [GP], and the largest score after it."""
     s, g = gl.arange(0, SP, layout=gl.SliceLayout(1, LINES)), gl.arange(0, GP, layout=gl.SliceLayout(0, LINES))
-    at, exists = (row * SPLITS + s)[:, None] * GP + g[None, :], (s < SPLITS)[:, None]
+    at, exists = (row * splits + s)[:, None] * GP + g[None, :], (s < splits)[:, None]
     low = gl.min(gl.load(low_ptr + at, mask=exists, other=float("inf")), 0)
     high = gl.max(gl.load(high_ptr + at, mask=exists, other=float("-inf")), 0)
     some = high >= low
@@ -160,9 +162,9 @@ def calibration_tile(
 @tile
 def visual_part(
     q_ptr, k_ptr, v_ptr, k_scale_ptr, k_offset_ptr, v_scale_ptr, v_offset_ptr, count_ptr, low_ptr, high_ptr, part, h, b, row,
-    tokens_all, scaling, tau1, tau2, stride_qb, stride_qh, steps, BITS: tl.constexpr, RANGED: tl.constexpr,
+    tokens_all, scaling, tau1, tau2, stride_qb, stride_qh, steps, splits, BITS: tl.constexpr, RANGED: tl.constexpr,
     PER_TOKEN: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, C: tl.constexpr, R: tl.constexpr,
-    VR: tl.constexpr, SPLITS: tl.constexpr, SP: tl.constexpr,
+    VR: tl.constexpr, SP: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Sums [P VR, GP] of p v by channels, of p [GP], and top [GP]."""
     P: tl.constexpr = 8 // BITS
@@ -172,7 +174,9 @@ def visual_part(
         q_ptr, k_scale_ptr, k_offset_ptr, b, h, row, stride_qb, stride_qh, scaling, like, BITS, G, GP, D, C
     )
     if RANGED:
-        slope, shift, top = calibration_tile(low_ptr, high_ptr, row, tau1, tau2, like, GP, SPLITS, SP)
+        if EARLY:
+            cuda.gdc_wait()
+        slope, shift, top = calibration_tile(low_ptr, high_ptr, row, splits, tau1, tau2, like, GP, SP)
         m, o, rest, top = m * slope, o * slope + shift, rest * slope, gl.ceil(top)
         if not PER_TOKEN:
             o = o - (top - LOG2_UNIT)
@@ -292,55 +296,61 @@ def store_part(part_ptr, sum_ptr, top_ptr, place, part, G: tl.constexpr, D: tl.c
     gl.store(top_ptr + place * G + g, top, mask=g < G)
 
 
-@jit
+@jit(do_not_specialize=("steps", "splits", "text_splits"))
 def kv_parts_kernel(
     q_ptr, k_ptr, v_ptr, k_scale_ptr, k_offset_ptr, v_scale_ptr, v_offset_ptr, count_ptr, k_text_ptr, v_text_ptr,
     text_count_ptr, low_ptr, high_ptr, part_ptr, sum_ptr, top_ptr, tokens_all, heads, scaling, tau1, tau2, stride_qb,
-    stride_qh, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn, steps, text_steps,
-    BITS: tl.constexpr, RANGED: tl.constexpr, PER_TOKEN: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr,
-    C: tl.constexpr, R: tl.constexpr, VR: tl.constexpr, BT: tl.constexpr, SPLITS: tl.constexpr, TEXT_SPLITS: tl.constexpr,
-    SP: tl.constexpr,
+    stride_qh, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn, steps,
+    splits, text_splits, BITS: tl.constexpr, RANGED: tl.constexpr, PER_TOKEN: tl.constexpr, G: tl.constexpr, GP: tl.constexpr,
+    D: tl.constexpr, C: tl.constexpr, R: tl.constexpr, VR: tl.constexpr, BT: tl.constexpr, SP: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """One part, of visual tokens or of text."""
+    if EARLY:
+        cuda.gdc_launch_dependents()
     part, h, b = gl.program_id(0), gl.program_id(1), gl.program_id(2).to(tl.int64)
     row = b * heads + h
-    place = row * (SPLITS + TEXT_SPLITS) + part
-    if part < SPLITS:
+    place = row * (splits + text_splits) + part
+    if part < splits:
         seen = visual_part(
             q_ptr, k_ptr, v_ptr, k_scale_ptr, k_offset_ptr, v_scale_ptr, v_offset_ptr, count_ptr, low_ptr, high_ptr, part, h, b,
-            row, tokens_all, scaling, tau1, tau2, stride_qb, stride_qh, steps, BITS, RANGED, PER_TOKEN, G, GP, D, C, R, VR,
-            SPLITS, SP,
+            row, tokens_all, scaling, tau1, tau2, stride_qb, stride_qh, steps, splits, BITS, RANGED, PER_TOKEN, G, GP, D, C, R, VR,
+            SP, EARLY,
         )  # fmt: skip
         store_part(part_ptr, sum_ptr, top_ptr, place, seen, G, D, 8 // BITS * VR, GP)
     else:
+        if RANGED and EARLY:
+            cuda.gdc_wait()
         N: tl.constexpr = 8 if GP < 8 else GP
         read = text_part(
-            q_ptr, k_text_ptr, v_text_ptr, text_count_ptr, part - SPLITS, h, b, scaling, stride_qb, stride_qh, stride_kb,
-            stride_kh, stride_kn, stride_vb, stride_vh, stride_vn, text_steps, G, N, D, C, BT,
+            q_ptr, k_text_ptr, v_text_ptr, text_count_ptr, part - splits, h, b, scaling, stride_qb, stride_qh, stride_kb,
+            stride_kh, stride_kn, stride_vb, stride_vh, stride_vn, steps, G, N, D, C, BT,
         )  # fmt: skip
         store_part(part_ptr, sum_ptr, top_ptr, place, read, G, D, 64 * C, N)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("parts",))
 def kv_combine_kernel(
-    part_ptr, sum_ptr, top_ptr, y_ptr, lse_ptr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PARTS: tl.constexpr,
-    SP: tl.constexpr, BP: tl.constexpr,
+    part_ptr, sum_ptr, top_ptr, y_ptr, lse_ptr, parts, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, SP: tl.constexpr,
+    BP: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One query: y [D] and lse."""
+    if EARLY:
+        cuda.gdc_wait()
     query = tl.program_id(0).to(tl.int64)
-    first = query // G * PARTS * G + query % G
+    first = query // G * parts * G + query % G
     s, d = tl.arange(0, SP), tl.arange(0, DP)
-    total = tl.load(sum_ptr + first + s * G, mask=s < PARTS, other=0.0)
-    tops = tl.load(top_ptr + first + s * G, mask=s < PARTS, other=LOWEST)
+    total = tl.load(sum_ptr + first + s * G, mask=s < parts, other=0.0)
+    tops = tl.load(top_ptr + first + s * G, mask=s < parts, other=LOWEST)
     top = tl.max(tl.where(total > 0, tops, LOWEST), 0)
     total = tl.sum(total * tl.exp2(tl.minimum(tops - top, 0.0)), 0)
     acc = tl.zeros((DP,), tl.float32)
-    for start in range(0, PARTS, BP):
+    for start in range(0, parts, BP):
         s = start + tl.arange(0, BP)
-        share = tl.exp2(tl.minimum(tl.load(top_ptr + first + s * G, mask=s < PARTS, other=LOWEST) - top, 0.0))
+        share = tl.exp2(tl.minimum(tl.load(top_ptr + first + s * G, mask=s < parts, other=LOWEST) - top, 0.0))
         at = (first + s * G)[:, None] * D + d[None, :]
         acc += tl.sum(
-            tl.load(part_ptr + at, mask=(s < PARTS)[:, None] & (d < D)[None, :], other=0.0) * share[:, None], 0
+            tl.load(part_ptr + at, mask=(s < parts)[:, None] & (d < D)[None, :], other=0.0) * share[:, None], 0
         )
     some = total > 0
     total = tl.where(some, total, 1.0)

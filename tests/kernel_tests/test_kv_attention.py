@@ -1,5 +1,9 @@
 """kv_attention against the op's reference, in float64; what no token owns is NaN."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from kv_cases import packed_case
@@ -52,8 +56,8 @@ def test_kv_attention__every_shape(width, group, bits, dtype, device):
         case = packed_case(
             (700, 33), (5, 40), bits=bits, width=width, group=group, values=values, tau=tau, dtype=dtype, device=device
         )
-        check(case, None)
-        check(case)
+        for config in (None, FEW, kernel.KVConfig(per_sm=4, early=True)):
+            check(case, config)
 
 
 @pytest.mark.parametrize("tau", [(0, 0), (0, 1)])
@@ -88,14 +92,16 @@ def test_kv_attention__one_to_thousands_of_tokens(visual, text, device):
 
 
 @pytest.mark.gpu
-def test_kv_attention__forty_thousand_tokens_in_a_captured_graph(device):
+@pytest.mark.parametrize("early", [False, True])
+def test_kv_attention__forty_thousand_tokens_in_a_captured_graph(early, device):
     case = packed_case(
         (40000, 7), (300, 1), heads=1, bits=2, tau=(0, 2), width=128, dtype=torch.bfloat16, device=device
     )
-    kernel.kv_attention(*case.values())
+    config = kernel.table(2).replace(early=early)
+    kernel.kv_attention(*case.values(), config=config)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        y, lse = kernel.kv_attention(*case.values())
+        y, lse = kernel.kv_attention(*case.values(), config=config)
     for counts in ((40000, 7), (12345, 0), (1, 4)):  # read on the device
         case["visual_count"].copy_(torch.tensor(counts))
         graph.replay()
@@ -108,3 +114,43 @@ def test_kv_attention__says_what_it_cannot_do(device):
     case = packed_case((4,), (4,), width=16, queries=2, device=device)
     with pytest.raises(ValueError, match="one query a head, not 2"):
         kernel.kv_attention(*case.values())
+
+
+OFFLINE = """
+import sys, triton
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon._runtime import GluonASTSource
+from mmqc.kernels import kv_attention_tiles as tiles
+
+arch, bits, width, group = map(int, sys.argv[1:])
+queries = max(4, 1 << (group - 1).bit_length())
+shape = dict(BITS=bits, G=group, GP=queries, D=width, C=-(-width // 64), R=max(16, 8 * bits), EARLY=arch >= 90)
+more = dict(RANGED=bits <= 2, PER_TOKEN=bits == 8, VR=max(16, 8 * bits * shape["C"]), BT=16, SP=16)
+kinds = {"k_ptr": "*i8", "v_ptr": "*i8", "words_ptr": "*i8", "count_ptr": "*i32", "text_count_ptr": "*i32",
+         "q_ptr": "*bf16", "k_text_ptr": "*bf16", "v_text_ptr": "*bf16", "scaling": "fp32", "tau1": "fp32", "tau2": "fp32"}
+for kernel, constants in ((tiles.kv_range_of_scores_kernel, shape), (tiles.kv_parts_kernel, shape | more)):
+    types = {n: "constexpr" if n in constants else kinds.get(n, "*fp32" if n.endswith("_ptr") else "i32")
+             for n in kernel.arg_names}
+    wide = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(types) if n.endswith("_ptr") or n == "tokens_all"}
+    source = GluonASTSource(kernel, types, constants, wide)
+    made = triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": 1})
+    ptx = made.asm["ptx"]
+    print(ptx.count("m16n8k32"), ptx.count("and.b32 %r"), made.metadata.shared)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize(("bits", "width", "group"), [(1, 128, 4), (2, 80, 1), (4, 96, 8), (8, 64, 4)])
+def test_kv_attention__compiles_without_a_gpu(bits, width, group, arch):
+    """One AND makes four codes a register of an operand, and the range of scores has no need of shared memory."""
+    bare = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", OFFLINE, *map(str, (arch, bits, width, group))]
+    done = subprocess.run(command, env=bare, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = [list(map(int, line.split())) for line in done.stdout.splitlines()]
+    tiles, columns = 8 if bits == 1 else 4, max(1, group // 4)  # of 16 tokens a step, of 4 queries
+    assert found[0][0] == tiles * 2 * -(-width // 64) * columns
+    assert found[1][0] > found[0][0]
+    assert all(products * 4 == ands * columns for products, ands, _ in found)
+    assert found[0][2] == 0
