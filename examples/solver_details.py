@@ -14,7 +14,7 @@ from typing import Any
 
 import solver_study
 import torch
-from solver_study import PAGE, ROOT, SAMPLES, answers, one_run, table
+from solver_study import PAGE, ROOT, answers, one_run, table
 from torch import Tensor
 
 import mmqc
@@ -23,10 +23,8 @@ from mmqc.solvers import gptq as solver
 
 RESULTS = ROOT / "docs/results/solver_details.json"
 LEAST = 1e-6  # a weight has to be positive
-SOLVERS = {
-    "gptq W3": gptq(3), "gptq W2 g64": gptq(2, 64), "awq W3": awq(3, None), "awq W2 g64": awq(2, 64),
-    "awq W2 g64, block loss": awq(2, 64, loss="block"),
-}  # fmt: skip
+SOLVERS = {"gptq W3": gptq(3), "awq W3": awq(3, None), "awq W3, block loss": awq(3, None, loss="block")}
+SAMPLES = ("digits-vqa-stress", "digits-vqa")  # the first is the one that differences show on
 DAMPING = (0.003, 0.01, 0.03)
 GROUPS = {"per channel": None, "g128": 128, "g64": 64}
 LAYERS = ("self_attn.q_proj", "mlp.gate_proj", "mlp.up_proj")
@@ -44,10 +42,9 @@ def modality_weights(sample: Any, batches: list[Any]) -> dict[str, dict[str, flo
     }  # fmt: skip
 
 
-def weighted_run(name: str, label: str, which: str, options: argparse.Namespace) -> dict[str, Any]:
+def weighted_run(name: str, label: str, which: str, options: argparse.Namespace, exact: list[Any]) -> dict[str, Any]:
     """One recipe calibrated with weights; SQNR by modality, over the language model's layers."""
     sample = mmqc.samples.load(name)
-    exact = list(answers(sample, options.questions))
     batches = sample.calibration(options.calibration)
     weights = modality_weights(sample, batches)[which]
     report = mmqc.quantize_(sample.model, SOLVERS[label], batches, progress=False, modality_weights=weights)
@@ -63,9 +60,9 @@ def layer_errors(options: argparse.Namespace) -> dict[str, Any]:
     seen: dict[str, list[Tensor]] = {}
     names = [f"model.language_model.layers.{i}.{name}" for i in range(4) for name in LAYERS]
     for name in names:
-        seen[name] = []
+        keep = seen[name] = []
         sample.model.get_submodule(name).register_forward_pre_hook(
-            lambda m, args, name=name: seen[name].append(args[0].reshape(-1, args[0].shape[-1]).double())
+            lambda m, args, keep=keep: keep.append(args[0].reshape(-1, args[0].shape[-1]).double())  # type: ignore[misc]
         )
     visual = []
     for batch in sample.calibration(options.calibration):
@@ -108,12 +105,14 @@ def measure(data: dict[str, Any], options: argparse.Namespace) -> None:
                 exact = exact or list(answers(stress, options.questions))
                 assert exact
                 keep("damping", key, one_run(stress.name, gptq(4, group, damping=damping), options, exact))
-    for label in SOLVERS:
-        for name in SAMPLES:
+    for name in SAMPLES:
+        float_model = mmqc.samples.load(name)
+        exact = list(answers(float_model, options.questions))
+        for label in SOLVERS:
             for which in ("1 : 1", "1 : 0", "0 : 1", "by token count"):
                 key = f"{name} | {label} | {which}"
                 if key not in data.get("weights", {}):
-                    keep("weights", key, weighted_run(name, label, which, options))
+                    keep("weights", key, weighted_run(name, label, which, options, exact))
 
 
 def draw(data: dict[str, Any]) -> None:

@@ -33,6 +33,11 @@ def _length(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.shape[0]
 
 
+def _integer_scales(t: Tensor | None) -> bool | str:
+    """Whether there are integer scales; "int8" of those that codes can be multiplied with in 8 bits."""
+    return "int8" if t is not None and t.dtype == torch.int8 else t is not None
+
+
 def _describe_quant_linear(module: QuantLinear) -> Spec:
     return {
         "in": module.in_features,
@@ -40,7 +45,7 @@ def _describe_quant_linear(module: QuantLinear) -> Spec:
         "weight_bits": module.weight_bits,
         "activation_bits": module.activation_bits,
         "group_size": module.group_size,
-        "integer_scales": module.group_scale is not None,
+        "integer_scales": _integer_scales(module.group_scale),
         "hadamard": module.hadamard,
         "bias": module.bias is not None,
         "input_scales": _length(module.input_scale),
