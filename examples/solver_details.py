@@ -27,6 +27,10 @@ SOLVERS = {"gptq W3": gptq(3), "awq W3": awq(3, None), "awq W3, block loss": awq
 SAMPLES = ("digits-vqa-stress", "digits-vqa")  # the first is the one that differences show on
 DAMPING = (0.003, 0.01, 0.03)
 GROUPS = {"per channel": None, "g128": 128, "g64": 64}
+ORDERS = {  # of channels, and when groups are fitted; damping 0.01
+    "per channel, own order": gptq(4, act_order=False), "g128, own order": gptq(4, 128, act_order=False),
+    "g128, own order, dynamic": gptq(4, 128, act_order=False, static_groups=False),
+}  # fmt: skip
 LAYERS = ("self_attn.q_proj", "mlp.gate_proj", "mlp.up_proj")
 CHANNELS = (37, 90, 151, 222)  # where the stress sample has its outliers (mmqc/samples/stress.py)
 
@@ -85,34 +89,38 @@ def layer_errors(options: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
-def measure(data: dict[str, Any], options: argparse.Namespace) -> None:
-    """All that is not on file."""
+def keep(data: dict[str, Any], options: argparse.Namespace, part: str, key: str, value: Any) -> None:
+    """One more figure on file."""
+    data.setdefault(part, {})[key] = value
+    data["about"] = {**solver_study.about(options), "command": "python examples/solver_details.py"}
+    RESULTS.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    print(part, key, value if part != "layers" else "", flush=True)
 
-    def keep(part: str, key: str, value: Any) -> None:
-        data.setdefault(part, {})[key] = value
-        data["about"] = {**solver_study.about(options), "command": "python examples/solver_details.py"}
-        RESULTS.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-        print(part, key, value if part != "layers" else "", flush=True)
 
+def measure_groups(data: dict[str, Any], options: argparse.Namespace) -> None:
+    """GPTQ on the stress sample, what is not on file."""
     if "layers" not in data:
-        keep("layers", "gptq W4", layer_errors(options))
-    exact = None
-    for damping in DAMPING:
-        for label, group in GROUPS.items():
-            key = f"{label}, {damping}"
-            if key not in data.get("damping", {}):
-                stress = mmqc.samples.load("digits-vqa-stress")
-                exact = exact or list(answers(stress, options.questions))
-                assert exact
-                keep("damping", key, one_run(stress.name, gptq(4, group, damping=damping), options, exact))
+        keep(data, options, "layers", "gptq W4", layer_errors(options))
+    runs = {("damping", f"{g}, {d}"): gptq(4, size, damping=d) for d in DAMPING for g, size in GROUPS.items()}
+    runs |= {("orders", key): config for key, config in ORDERS.items()}
+    missing = [where for where in runs if where[1] not in data.get(where[0], {})]
+    if missing:
+        stress = mmqc.samples.load("digits-vqa-stress")
+        exact = list(answers(stress, options.questions))
+        for part, key in missing:
+            keep(data, options, part, key, one_run(stress.name, runs[part, key], options, exact))
+
+
+def measure_weights(data: dict[str, Any], options: argparse.Namespace) -> None:
+    """Modality weights, what is not on file."""
     for name in SAMPLES:
-        float_model = mmqc.samples.load(name)
-        exact = list(answers(float_model, options.questions))
-        for label in SOLVERS:
-            for which in ("1 : 1", "1 : 0", "0 : 1", "by token count"):
-                key = f"{name} | {label} | {which}"
-                if key not in data.get("weights", {}):
-                    keep("weights", key, weighted_run(name, label, which, options, exact))
+        runs = [(label, which) for label in SOLVERS for which in ("1 : 1", "1 : 0", "0 : 1", "by token count")]
+        missing = [r for r in runs if f"{name} | {r[0]} | {r[1]}" not in data.get("weights", {})]
+        if missing:
+            exact = list(answers(mmqc.samples.load(name), options.questions))
+            for label, which in missing:
+                run = weighted_run(name, label, which, options, exact)
+                keep(data, options, "weights", f"{name} | {label} | {which}", run)
 
 
 def draw(data: dict[str, Any]) -> None:
@@ -143,6 +151,8 @@ def draw(data: dict[str, Any]) -> None:
         runs = [data.get("damping", {}).get(f"{group}, {d}") for d in DAMPING]
         cells = [f"{r['nll']:.3f} ± {r['nll_error']:.3f}" if r else "not measured" for r in runs]
         rows.append((group, *cells, *(f"{r['sqnr']:.1f}" if r else "" for r in runs)))
+    for key, run in data.get("orders", {}).items():
+        rows.append((key, "", f"{run['nll']:.3f} ± {run['nll_error']:.3f}", "", "", f"{run['sqnr']:.1f}", ""))
     head = ("GPTQ W4", *(f"NLL, damping {d}" for d in DAMPING), *(f"SQNR, {d}" for d in DAMPING))
     parts = {"weights": weights, "layers": layers, "damping": table(head, rows)}
     stamp = ", ".join(f"{k} {v}" if k not in ("command", "device") else f"{v}" for k, v in data["about"].items())
@@ -162,7 +172,8 @@ def main() -> None:
     options = argparse.Namespace(questions=192, answered=32, calibration=16)
     data = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
     if not args.draw:
-        measure(data, options)
+        measure_groups(data, options)
+        measure_weights(data, options)
     draw(data)
 
 

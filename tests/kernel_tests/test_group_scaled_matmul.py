@@ -96,6 +96,18 @@ def test_group_scaled_matmul__small_integer_scales(shape, rows, variant, device,
     assert torch.equal(out, again)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("m", [1, 300, 512, 3000])
+def test_group_scaled_matmul__small_integer_scales_on_the_gpu(m, device):
+    x, w, w_scale, _, bias = operands(m, 640, 1024, 128, 4, True, device)
+    t = torch.randint(-15, 16, (640, 8), dtype=torch.int8, device=device)
+    x_scale = torch.rand(1, device=device) * 0.01
+    y = grouped.group_scaled_matmul(
+        x, w, x_scale, w_scale, bias, group_size=128, group_scale=t, out_dtype=torch.float32
+    )
+    assert_close(y, reference(x, w, x_scale, w_scale, bias, None, 4, torch.float32, t, 128))
+
+
 def test_group_scaled_matmul__small_integer_scales_at_the_end_of_8_bits(device):
     codes = torch.tensor([-8, 7], dtype=torch.int8, device=device).repeat(16, 48)
     t = torch.tensor([[15, -15, 1]], dtype=torch.int8, device=device).repeat(16, 1)
