@@ -172,8 +172,8 @@ def main() -> None:
     options = argparse.Namespace(questions=192, answered=32, calibration=16)
     data = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
     if not args.draw:
-        measure_groups(data, options)
         measure_weights(data, options)
+        measure_groups(data, options)
     draw(data)
 
 
