@@ -26,12 +26,13 @@ from mmqc.ops.pack import pack_int4
 GROUP, AMPLIFIER = 128, 1024
 LINEARS = ("lm.qkv", "lm.o", "lm.gate_up", "lm.down")
 ROWS = (1, 16, 256, 1024, 2048, 8192)
+PROGRESSIVE = "w4_progressive"  # integer scales of 8 bits, folded into the weight from 512 rows on
 FORMS = {  # name: (bits, integer scales, op in configs.py)
     "w4_integer": (4, True, "scaled_int4_group"), "w4_float": (4, False, "scaled_int4_group_float"),
     "w8_integer": (8, True, "scaled_int8_group"), "w8_float": (8, False, "scaled_int8_group_float"),
 }  # fmt: skip
 PLAIN = {"w4_channel": 4, "w8_channel": 8}
-CONTENDERS = ("w4_integer", "w4_float", "w4_channel", "bf16", "w8_integer", "w8_float", "w8_channel")
+CONTENDERS = (PROGRESSIVE, "w4_integer", "w4_float", "w4_channel", "bf16", "w8_integer", "w8_float", "w8_channel")
 
 
 @dataclass
@@ -50,6 +51,7 @@ class Case:
         self.out = torch.full((self.m, self.n), math.nan, dtype=self.run.dtype, device=device)
         self.one = torch.full((1,), 2e-4, device=device)
         self.t = torch.randint(4, 40, (self.n, groups), dtype=torch.int32, device=device)
+        self.small = torch.randint(1, 16, (self.n, groups), dtype=torch.int8, device=device)
         self.channel = torch.full((self.n,), 1 / AMPLIFIER, device=device)
         self.codes: list[torch.Tensor] = []
 
@@ -72,14 +74,19 @@ class Case:
         if name in PLAIN:
             return [lambda w=v: scaled_matmul(self.x, w, self.one, self.channel, out=self.out, out_dtype=dtype)
                     for v in self.weights(PLAIN[name], rotate)]  # fmt: skip
+        if name == PROGRESSIVE:
+            return [lambda w=v: group_scaled_matmul(self.x, w, self.one, self.channel, group_size=GROUP, out=self.out,
+                                                    group_scale=self.small, out_dtype=dtype, config=self.config)
+                    for v in self.weights(4, rotate)]  # fmt: skip
         bits, integer, _ = FORMS[name]
         scale, t = (self.channel, self.t) if integer else (self.t / AMPLIFIER, None)
         return [lambda w=v: group_scaled_matmul(self.x, w, self.one, scale, group_size=GROUP, group_scale=t, out=self.out,
                                                 out_dtype=dtype, config=self.config)
                 for v in self.weights(bits, rotate)]  # fmt: skip
 
-    def expected(self, some: torch.Tensor) -> torch.Tensor:
-        wide = self.codes[0][some] * (self.t[some].double() / AMPLIFIER).repeat_interleave(GROUP, 1)[:, : self.k]
+    def expected(self, some: torch.Tensor, form: str) -> torch.Tensor:
+        t = self.small if form == PROGRESSIVE else self.t
+        wide = self.codes[0][some] * (t[some].double() / AMPLIFIER).repeat_interleave(GROUP, 1)[:, : self.k]
         return self.x.double() @ wide.t() * self.one.double()
 
 
@@ -88,7 +95,7 @@ def check(case: Case, form: str) -> None:
     case.out.fill_(math.nan)
     case.calls(form, rotate=False)[0]()
     some = torch.randperm(case.n, device=case.run.device)[:192]
-    error = relative_error(case.out[:, some], case.expected(some))
+    error = relative_error(case.out[:, some], case.expected(some, form))
     case.run.errors[f"check/groups/{form}/{case.m}x{case.n}x{case.k}"] = error
     if error > 4e-3 or bool(case.out.isnan().any()):
         raise AssertionError(f"wrong: relative error {error:.2e}, NaN left {bool(case.out.isnan().any())}")
@@ -125,7 +132,7 @@ def check_all(run: Run, shapes: dict[str, tuple[int, int]]) -> None:
     """Odd sizes, and the real ones at several numbers of rows."""
     odd = [((27, 300), 5), ((300, 452), 33), ((64, 28), 3)]
     for (n, k), m in odd + ([] if run.dry else [(s, m) for s in shapes.values() for m in (1, 17, 300, 2048)]):
-        for form in FORMS:
+        for form in (*FORMS, PROGRESSIVE):
             run.attempt(f"check/groups/{form}/{m}x{n}x{k}", lambda n=n, k=k, m=m, f=form: check(Case(run, n, k, m), f))
 
 
@@ -169,7 +176,9 @@ def summarize(run: Run, rows: tuple[int, ...]) -> dict[str, float]:
     found = {}
     for m in rows:
         times = [t for where, t in run.times.items() if where.startswith("groups") and where.endswith(f"/{m}")]
-        for fast, slow in (("w4_integer", "w4_float"), ("w4_integer", "w4_channel"), ("w4_integer", "bf16"), ("w4_float", "bf16"),
+        for fast, slow in (("w4_integer", "w4_float"), ("w4_integer", "w4_channel"), ("w4_integer", "bf16"),
+                           (PROGRESSIVE, "w4_float"), (PROGRESSIVE, "w4_channel"), (PROGRESSIVE, "bf16"),
+                           ("w4_float", "bf16"),
                            ("w8_integer", "w8_float"), ("w8_integer", "w8_channel")):  # fmt: skip
             ratios = [t[slow] / t[fast] for t in times if slow in t and fast in t]
             if ratios:

@@ -47,7 +47,7 @@ def recipes() -> dict[str, tuple[str, QuantConfig]]:
     found = {FLOAT: (FLOAT, plain(None))}
     for amplifier in (1024, 128, "heuristic", 64):
         found |= {f"{amplifier}{kept}": (FLOAT, plain(amplifier)) for kept in (KEPT, "")}
-    found |= {"4096": (FLOAT, plain(4096))}
+    found |= {"4096": (FLOAT, plain(4096)), "progressive": (FLOAT, plain("progressive"))}
     llama3 = f"llama3, {FLOAT}"
     found |= {llama3: (llama3, integer_scale(amplifier=None, preset="llama3"))}
     return found | {f"llama3{kept}": (llama3, integer_scale(preset="llama3")) for kept in (KEPT, "")}
@@ -58,11 +58,13 @@ def scales(model: torch.nn.Module) -> dict[str, float]:
     layers = [m for m in model.modules() if isinstance(m, QuantLinear) and m.group_scale is not None]
     if not layers:
         return {}
-    t = torch.cat([m.group_scale.flatten() for m in layers if m.group_scale is not None]).double()
-    alpha = [round(1 / float(m.weight_scale[0])) for m in layers]
+    t = torch.cat([m.group_scale.flatten() for m in layers if m.group_scale is not None])
+    alpha = [round(1 / float(m.weight_scale[0])) for m in layers if t.dtype == torch.int32] or [0]
     bound = max(overflow_bound(m.codes(), m.group_scale, m.group_size) for m in layers if m.group_scale is not None)
-    return {"layers": len(layers), "smallest amplifier": min(alpha), "largest amplifier": max(alpha), "median t": float(t.median()),
-            "smallest t": float(t.min()), "largest t": float(t.max()), "bound": bound / LIMIT}  # fmt: skip
+    return {
+        "layers": len(layers), "smallest amplifier": min(alpha), "largest amplifier": max(alpha),
+        "median t": float(t.double().median()), "smallest t": float(t.min()), "largest t": float(t.max()), "bound": bound / LIMIT,
+    }  # fmt: skip
 
 
 def measure(name: str, args: argparse.Namespace, rows: dict[str, Any], save: Callable[[], None]) -> None:
@@ -125,7 +127,9 @@ def draw(data: dict[str, Any]) -> None:
     parts = [
         "# Integer scales",
         f"W4A8, groups of 128, round to nearest, rotated (QuaRot), {data['calibration']} calibration batches, {data['questions']} "
-        "questions; static activation scales, one a tensor.  A number in the first column is the amplifier.  *Codes kept* is the "
+        "questions; static activation scales, one a tensor.  A number in the first column is the amplifier; "
+        "*progressive* has a step for "
+        "each output channel and scales up to 15.  *Codes kept* is the "
         "paper's form, which rounds the scales alone; without it codes are rounded again to the integer step "
         '([why](../explanation/integer_scale.md)).  *llama3* is `recipes.integer_scale(preset="llama3")`: 8 bits in front of the '
         "stream behind a non-linearity, amplifier 8192; it is compared with the same recipe with float scales.",

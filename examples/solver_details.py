@@ -14,7 +14,7 @@ from typing import Any
 
 import solver_study
 import torch
-from solver_study import PAGE, ROOT, SAMPLES, answers, one_run, table
+from solver_study import PAGE, ROOT, answers, one_run, table
 from torch import Tensor
 
 import mmqc
@@ -23,12 +23,14 @@ from mmqc.solvers import gptq as solver
 
 RESULTS = ROOT / "docs/results/solver_details.json"
 LEAST = 1e-6  # a weight has to be positive
-SOLVERS = {
-    "gptq W3": gptq(3), "gptq W2 g64": gptq(2, 64), "awq W3": awq(3, None), "awq W2 g64": awq(2, 64),
-    "awq W2 g64, block loss": awq(2, 64, loss="block"),
-}  # fmt: skip
+SOLVERS = {"gptq W3": gptq(3), "awq W3": awq(3, None), "awq W3, block loss": awq(3, None, loss="block")}
+SAMPLES = ("digits-vqa-stress", "digits-vqa")  # the first is the one that differences show on
 DAMPING = (0.003, 0.01, 0.03)
 GROUPS = {"per channel": None, "g128": 128, "g64": 64}
+ORDERS = {  # of channels, and when groups are fitted; damping 0.01
+    "per channel, own order": gptq(4, act_order=False), "g128, own order": gptq(4, 128, act_order=False),
+    "g128, own order, dynamic": gptq(4, 128, act_order=False, static_groups=False),
+}  # fmt: skip
 LAYERS = ("self_attn.q_proj", "mlp.gate_proj", "mlp.up_proj")
 CHANNELS = (37, 90, 151, 222)  # where the stress sample has its outliers (mmqc/samples/stress.py)
 
@@ -44,10 +46,9 @@ def modality_weights(sample: Any, batches: list[Any]) -> dict[str, dict[str, flo
     }  # fmt: skip
 
 
-def weighted_run(name: str, label: str, which: str, options: argparse.Namespace) -> dict[str, Any]:
+def weighted_run(name: str, label: str, which: str, options: argparse.Namespace, exact: list[Any]) -> dict[str, Any]:
     """One recipe calibrated with weights; SQNR by modality, over the language model's layers."""
     sample = mmqc.samples.load(name)
-    exact = list(answers(sample, options.questions))
     batches = sample.calibration(options.calibration)
     weights = modality_weights(sample, batches)[which]
     report = mmqc.quantize_(sample.model, SOLVERS[label], batches, progress=False, modality_weights=weights)
@@ -63,9 +64,9 @@ def layer_errors(options: argparse.Namespace) -> dict[str, Any]:
     seen: dict[str, list[Tensor]] = {}
     names = [f"model.language_model.layers.{i}.{name}" for i in range(4) for name in LAYERS]
     for name in names:
-        seen[name] = []
+        keep = seen[name] = []
         sample.model.get_submodule(name).register_forward_pre_hook(
-            lambda m, args, name=name: seen[name].append(args[0].reshape(-1, args[0].shape[-1]).double())
+            lambda m, args, keep=keep: keep.append(args[0].reshape(-1, args[0].shape[-1]).double())  # type: ignore[misc]
         )
     visual = []
     for batch in sample.calibration(options.calibration):
@@ -88,32 +89,38 @@ def layer_errors(options: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
-def measure(data: dict[str, Any], options: argparse.Namespace) -> None:
-    """All that is not on file."""
+def keep(data: dict[str, Any], options: argparse.Namespace, part: str, key: str, value: Any) -> None:
+    """One more figure on file."""
+    data.setdefault(part, {})[key] = value
+    data["about"] = {**solver_study.about(options), "command": "python examples/solver_details.py"}
+    RESULTS.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    print(part, key, value if part != "layers" else "", flush=True)
 
-    def keep(part: str, key: str, value: Any) -> None:
-        data.setdefault(part, {})[key] = value
-        data["about"] = {**solver_study.about(options), "command": "python examples/solver_details.py"}
-        RESULTS.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-        print(part, key, value if part != "layers" else "", flush=True)
 
+def measure_groups(data: dict[str, Any], options: argparse.Namespace) -> None:
+    """GPTQ on the stress sample, what is not on file."""
     if "layers" not in data:
-        keep("layers", "gptq W4", layer_errors(options))
-    exact = None
-    for damping in DAMPING:
-        for label, group in GROUPS.items():
-            key = f"{label}, {damping}"
-            if key not in data.get("damping", {}):
-                stress = mmqc.samples.load("digits-vqa-stress")
-                exact = exact or list(answers(stress, options.questions))
-                assert exact
-                keep("damping", key, one_run(stress.name, gptq(4, group, damping=damping), options, exact))
-    for label in SOLVERS:
-        for name in SAMPLES:
-            for which in ("1 : 1", "1 : 0", "0 : 1", "by token count"):
-                key = f"{name} | {label} | {which}"
-                if key not in data.get("weights", {}):
-                    keep("weights", key, weighted_run(name, label, which, options))
+        keep(data, options, "layers", "gptq W4", layer_errors(options))
+    runs = {("damping", f"{g}, {d}"): gptq(4, size, damping=d) for d in DAMPING for g, size in GROUPS.items()}
+    runs |= {("orders", key): config for key, config in ORDERS.items()}
+    missing = [where for where in runs if where[1] not in data.get(where[0], {})]
+    if missing:
+        stress = mmqc.samples.load("digits-vqa-stress")
+        exact = list(answers(stress, options.questions))
+        for part, key in missing:
+            keep(data, options, part, key, one_run(stress.name, runs[part, key], options, exact))
+
+
+def measure_weights(data: dict[str, Any], options: argparse.Namespace) -> None:
+    """Modality weights, what is not on file."""
+    for name in SAMPLES:
+        runs = [(label, which) for label in SOLVERS for which in ("1 : 1", "1 : 0", "0 : 1", "by token count")]
+        missing = [r for r in runs if f"{name} | {r[0]} | {r[1]}" not in data.get("weights", {})]
+        if missing:
+            exact = list(answers(mmqc.samples.load(name), options.questions))
+            for label, which in missing:
+                run = weighted_run(name, label, which, options, exact)
+                keep(data, options, "weights", f"{name} | {label} | {which}", run)
 
 
 def draw(data: dict[str, Any]) -> None:
@@ -144,6 +151,8 @@ def draw(data: dict[str, Any]) -> None:
         runs = [data.get("damping", {}).get(f"{group}, {d}") for d in DAMPING]
         cells = [f"{r['nll']:.3f} ± {r['nll_error']:.3f}" if r else "not measured" for r in runs]
         rows.append((group, *cells, *(f"{r['sqnr']:.1f}" if r else "" for r in runs)))
+    for key, run in data.get("orders", {}).items():
+        rows.append((key, "", f"{run['nll']:.3f} ± {run['nll_error']:.3f}", "", "", f"{run['sqnr']:.1f}", ""))
     head = ("GPTQ W4", *(f"NLL, damping {d}" for d in DAMPING), *(f"SQNR, {d}" for d in DAMPING))
     parts = {"weights": weights, "layers": layers, "damping": table(head, rows)}
     stamp = ", ".join(f"{k} {v}" if k not in ("command", "device") else f"{v}" for k, v in data["about"].items())
@@ -163,7 +172,8 @@ def main() -> None:
     options = argparse.Namespace(questions=192, answered=32, calibration=16)
     data = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
     if not args.draw:
-        measure(data, options)
+        measure_weights(data, options)
+        measure_groups(data, options)
     draw(data)
 
 

@@ -199,6 +199,7 @@ def build_quantized(
             activation_bits=scheme.activation.bits if static and scheme.activation is not None else None,
             group_size=scheme.weight.group_size,
             amplifier=solved.amplifier if static else 0,
+            step=solved.step.to(device) if static and solved.step is not None else None,
             bias=None if bias is None else bias.detach(),
             input_scale=None if scale is None else scale.to(device),
             outlier_index=index if index is None else index.to(device),

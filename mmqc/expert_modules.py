@@ -42,8 +42,8 @@ class QuantStack(IntegerWeight):
         dtype: torch.dtype = torch.float32, device: Any = None,
     ) -> None:  # fmt: skip
         super().__init__()
-        if (activation_bits is None) != (input_scales == 0) or (group_size and activation_bits is not None):
-            raise ValueError("static experts have input scales and no groups, weight-only ones have no input scales")
+        if (activation_bits is None) != (input_scales == 0):
+            raise ValueError("static experts have input scales, weight-only ones have none")
         self.float_dtype = dtype  # of the experts that these stand for
         self.experts, self.in_features, self.out_features = experts, in_features, out_features
         self.weight_bits, self.activation_bits, self.group_size = weight_bits, activation_bits, group_size

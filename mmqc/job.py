@@ -321,7 +321,7 @@ class Job:
         """Leave only shapes of a weight in the program, and only the note of its result."""
         solved = self.found.solved.pop(fqn)
         self.notes[fqn] = solved.note
-        if not solved.amplifier:  # integer scales are written into the graph at the end
+        if not solved.integer:  # integer scales are written into the graph at the end
             self.prog.solved.pop(fqn, None)
         self.earlier.clear()
         for name in [n for n in self.prog.weights if n == fqn or n.startswith(f"{fqn}.")]:

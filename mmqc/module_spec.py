@@ -34,6 +34,11 @@ def _length(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.shape[0]
 
 
+def _integer_scales(t: Tensor | None) -> bool | str:
+    """Whether there are integer scales; "int8" of those that codes can be multiplied with in 8 bits."""
+    return "int8" if t is not None and t.dtype == torch.int8 else t is not None
+
+
 def _describe_integer_weight(module: QuantLinear | QuantStack) -> Spec:
     """What a linear and a stack of linears have in common."""
     return {
@@ -50,7 +55,7 @@ def _describe_integer_weight(module: QuantLinear | QuantStack) -> Spec:
 def _describe_quant_linear(module: QuantLinear) -> Spec:
     return {
         **_describe_integer_weight(module),
-        "integer_scales": module.group_scale is not None,
+        "integer_scales": _integer_scales(module.group_scale),
         "input_scales": _length(module.input_scale),
         "outliers": _length(module.outlier_index),
         "zero": module.weight_zero is not None,

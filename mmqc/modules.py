@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -73,7 +73,8 @@ class QuantLinear(IntegerWeight):
     def empty(
         cls, in_features: int, out_features: int, *, weight_bits: int, activation_bits: int | None = None,
         group_size: int = 0, bias: bool = False, dtype: torch.dtype = torch.float32, input_scales: int = 0,
-        outliers: int = 0, hadamard: bool = False, zero: bool = False, device: Any = None, integer_scales: bool = False,
+        outliers: int = 0, hadamard: bool = False, zero: bool = False, device: Any = None,
+        integer_scales: bool | Literal["int8"] = False,
     ) -> QuantLinear:  # fmt: skip
         """The structure without values, to load a state dict into; ``dtype`` is that of bias and outlier weights."""
         module = cls(in_features, out_features, weight_bits=weight_bits, activation_bits=activation_bits,
@@ -87,7 +88,8 @@ class QuantLinear(IntegerWeight):
         buffer("qweight", True, (out_features, packed_width(in_features, module.storage_bits)), stored)
         buffer("weight_scale", True, (out_features, *(() if integer_scales else groups)), torch.float32)
         buffer("weight_zero", zero, (out_features, *groups), torch.int8)
-        buffer("group_scale", integer_scales, (out_features, *groups), torch.int32)
+        kind = torch.int8 if integer_scales == "int8" else torch.int32
+        buffer("group_scale", integer_scales, (out_features, *groups), kind)
         buffer("bias", bias, (out_features,), dtype)
         buffer("input_scale", input_scales, (input_scales,), torch.float32)
         buffer("outlier_index", outliers, (outliers,), torch.int64)
@@ -101,19 +103,21 @@ class QuantLinear(IntegerWeight):
         group_size: int = 0, bias: Tensor | None = None, input_scale: Tensor | None = None,
         outlier_index: Tensor | None = None, outlier_weight: Tensor | None = None, hadamard: bool = False,
         modality: ModalityContext | None = None, dtype: torch.dtype = torch.float32, weight_zero: Tensor | None = None,
-        amplifier: int = 0,
+        amplifier: int = 0, step: Tensor | None = None,
     ) -> QuantLinear:  # fmt: skip
         """From int8 codes [N, K] (packed here if they fit 4 bits) and the other parts, which it keeps.
 
         ``amplifier``: of weight scales that are integers over it (solvers/integer_scale.py); 0 for any floats.
+        ``step`` [N]: of rows whose scales are small multiples of it (progressive).
         """
         out_features, in_features = codes.shape
         module = cls(in_features, out_features, weight_bits=weight_bits, activation_bits=activation_bits,
                      group_size=group_size, hadamard=hadamard, device=codes.device, dtype=dtype)  # fmt: skip
         stored = codes.to(torch.int8) if module.storage_bits == 8 else pack(codes, module.storage_bits)
         group_scale = None
-        if amplifier:
-            group_scale, weight_scale = Quantized(codes, weight_scale, amplifier=amplifier).integer_scales()
+        scales = Quantized(codes, weight_scale, amplifier=amplifier, step=step)
+        if scales.integer:
+            group_scale, weight_scale = scales.integer_scales()
         parts = {"qweight": stored, "weight_scale": weight_scale.float(), "weight_zero": weight_zero,
                  "group_scale": group_scale, "bias": bias,
                  "input_scale": None if input_scale is None else input_scale.float(),

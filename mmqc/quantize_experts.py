@@ -115,7 +115,7 @@ def _chosen(
         if scheme is None or (wanted is not None and not wanted(model.get_submodule(layer.module), layer.module)):
             built.known.difference_update(stack.fqn for stack in layer.stacks)
             continue
-        reason = _why_not(model, config, layer, scheme)
+        reason = _why_not(config, layer)
         if reason:
             built.refused += [Refusal(stack.fqn, layer.node, reason) for stack in layer.stacks]
         else:
@@ -132,16 +132,11 @@ def _tower(module: str, towers: Mapping[str, str]) -> str:
     return towers[max(towers, key=shared)] if towers else "language"
 
 
-def _why_not(model: nn.Module, config: QuantConfig, layer: ExpertLayer, scheme: Scheme) -> str:
+def _why_not(config: QuantConfig, layer: ExpertLayer) -> str:
     for stack in layer.stacks:
         pattern = next((p for p in config.keeps("") if kept(p, stack.fqn, "") or kept(p, layer.module, "")), None)
         if pattern is not None:
             return f"{KEPT} ({pattern})"
-        width, group = dense(model, stack).shape[-1], scheme.weight.group_size
-        if group and width % group:
-            return f"its {width} input channels are no multiple of the group size {group}"
-        if group and scheme.activation is not None:
-            return "experts with quantized inputs have no groups"
     return ""
 
 
@@ -232,6 +227,8 @@ def _solved(
     if bias is not None and made.bias is not None:
         made.bias.copy_(bias)
     lost, size, notes = 0.0, 0.0, set[str]()
+    if scheme.weight.amplifier is not None:
+        notes.add("integer scales are computed with as floats: grouped_matmul has no integer form")
     if not scheme.weight.symmetric:
         notes.add("symmetric: experts have no zero points")
     for e in range(experts):

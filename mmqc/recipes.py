@@ -171,7 +171,8 @@ def integer_scale(
         weight_bits: 2, 3, 4 or 8.
         activation_bits: 8.
         group_size: input channels per weight scale.
-        amplifier: a power of two (the paper's default is 1024: section 6.1), "heuristic" (listing 1), or None for float scales.
+        amplifier: a power of two (the paper's default is 1024: section 6.1), "heuristic" (listing 1), "progressive"
+            (``WeightSpec``), or None for float scales.
         solver: of the weights.
         per_modality: one activation scale per modality, as MQuant's.
         preset: "llama3", section 5.6: QuaRot's rotations, 8 bits in groups for the language model's linears behind a

@@ -12,7 +12,7 @@ from torchao.quantization.granularity import Granularity, PerGroup, PerRow, PerT
 
 Solver = Literal["rtn", "mse_clip", "awq_clip", "gptq"]
 Observer = Literal["minmax", "percentile"]
-Amplifier = int | Literal["heuristic"]
+Amplifier = int | Literal["heuristic", "progressive"]
 Search = Literal["none", "model", "layer"]
 
 
@@ -42,7 +42,9 @@ class WeightSpec:
             channels' own order.
         damping: gptq adds this part of its mean diagonal to the second moment.
         amplifier: integer group scales round(s amplifier), a power of two, or "heuristic": the smallest one that lifts every
-            scale of a layer to 1 (Integer Scale, arXiv:2405.14597, section 4.1).  None: float scales.
+            scale of a layer to 1 (Integer Scale, arXiv:2405.14597, section 4.1).  "progressive": a step for every output channel,
+            so that codes times integer scales are 8-bit integers and a product needs no pass per group (QServe,
+            arXiv:2405.04532, section 4.1); to 4 bits.  None: float scales.
     """
 
     bits: int = 4
@@ -68,8 +70,11 @@ class WeightSpec:
         require(0 < self.damping < 1, "WeightSpec.damping", self.damping, "(0, 1)")
         if self.amplifier is not None:
             power = type(self.amplifier) is int and self.amplifier > 0 and not self.amplifier & (self.amplifier - 1)
-            allowed = "a power of two, 'heuristic', None"
-            require(power or self.amplifier == "heuristic", "WeightSpec.amplifier", self.amplifier, allowed)
+            allowed = "a power of two, 'heuristic', 'progressive', None"
+            named = self.amplifier in ("heuristic", "progressive")
+            require(power or named, "WeightSpec.amplifier", self.amplifier, allowed)
+            fits = self.amplifier != "progressive" or self.bits <= 4
+            require(fits, "WeightSpec.bits", self.bits, "2, 3 or 4 where amplifier is 'progressive'")
             grouped = isinstance(self.granularity, PerGroup)
             require(grouped, "WeightSpec.granularity", self.granularity, "PerGroup(g) where amplifier is set")
 

@@ -22,6 +22,7 @@ RECIPES = {
     "integer_scale": recipes.integer_scale(),
     "integer_scale_llama3": recipes.integer_scale(preset="llama3"),
     "integer_scale_heuristic": recipes.integer_scale(amplifier="heuristic", per_modality=True),
+    "integer_scale_progressive": recipes.integer_scale(amplifier="progressive"),
     "integer_scale_float": recipes.integer_scale(amplifier=None),
     "statistics": recipes.rtn(8, 8).replace(statistics={"linears": {"a.weight": {"input_scale": [0.5]}}}),
 }
@@ -80,6 +81,7 @@ def test_config__any_config_survives_json(config: QuantConfig) -> None:
         (lambda: WeightSpec(4, PerGroup(8), amplifier=1000), "WeightSpec.amplifier = 1000 .* a power of two"),
         (lambda: WeightSpec(4, PerGroup(8), amplifier=0), "WeightSpec.amplifier = 0"),
         (lambda: WeightSpec(4, PerGroup(8), amplifier=True), "WeightSpec.amplifier = True"),
+        (lambda: WeightSpec(8, PerGroup(8), amplifier="progressive"), "WeightSpec.bits = 8 .* 2, 3 or 4 where"),
         (lambda: WeightSpec(4, amplifier=1024), r"allowed: PerGroup\(g\) where amplifier is set"),
         (lambda: Scheme(WeightSpec(4, PerGroup(8), amplifier=2)), "Scheme.activation = None"),
         (lambda: recipes.mquant().with_integer_scales(), r"schemes with PerGroup\(g\) weights"),

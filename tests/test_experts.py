@@ -111,10 +111,34 @@ def test_experts__groups_and_few_bits():
     assert torch.isfinite(logits(model, batch)).all()
 
 
-def test_experts__group_that_does_not_fit_is_refused():
-    model, report = quantized(mixture(), mmqc.recipes.rtn(4, group_size=5))
-    assert not experts_of(model)
-    assert {r.fqn: r.reason for r in report.refused}["experts.up"].startswith("its 16 input channels are no multiple")
+@pytest.mark.parametrize("activation", [None, 8])
+def test_experts__last_group_may_be_short(activation):
+    float_model = mixture()
+    model, report = quantized(copy.deepcopy(float_model), mmqc.recipes.rtn(8, activation, group_size=5))
+    mixed = experts_of(model)["experts"]
+    assert mixed.up[0].weight_scale.shape == (EXPERTS, 2 * INNER, 4)
+    assert "the last group has 1 of 5 input channels" in {r.fqn: r.note for r in report.layers}["experts.up"]
+    batch = tokens()
+    wanted, got = logits(float_model, batch), logits(model, batch)
+    assert (got - wanted).norm() / wanted.norm() < 0.1
+
+
+def test_experts__quantized_inputs_in_groups_are_the_dequantized_product():
+    """W4A8 in groups: every expert's rows by hand, from the module's own codes, scales and input scales."""
+    model, report = quantized(mixture(), mmqc.recipes.integer_scale(group_size=8))
+    mixed = experts_of(model)["experts"]
+    stack = mixed.up[0]
+    assert (stack.scheme, stack.weight_scale.shape) == ("W4A8-g8", (EXPERTS, 2 * INNER, 2))
+    assert "computed with as floats" in {r.fqn: r.note for r in report.layers}["experts.up"]
+    x, offsets = torch.randn(11, stack.in_features), torch.tensor([0, 4, 4, 9, *[11] * (EXPERTS - 3)])
+    rows = Rows(x, offsets.to(torch.int32), lambda y: y, None)
+    got = stack(x, rows, None)
+    for e in range(EXPERTS):
+        part, scale = x[offsets[e] : offsets[e + 1]], stack.input_scale[e, 0].double()
+        w = stack.codes()[e].double() * stack.weight_scale[e].double().repeat_interleave(8, 1)
+        wanted = (part.double() / scale).round().clamp(-128, 127) * scale @ w.T
+        wanted = wanted if stack.bias is None else wanted + stack.bias[e].double()
+        assert_close(got[offsets[e] : offsets[e + 1]], wanted)
 
 
 # --- static inputs ----------------------------------------------------------------------------------------------------

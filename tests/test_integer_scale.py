@@ -1,6 +1,7 @@
 """Whole models with integer group scales: quantized, simulated, overflowing, compiled from the report's config."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -31,9 +32,12 @@ def test_integer_scale__llama3_preset_on_a_vlm() -> None:
     assert all(linear.hadamard for name, linear in found.items() if name in eight)
 
 
-def test_simulate__is_the_integer_path_code_for_code() -> None:
+@pytest.mark.parametrize("amplifier", [1024, "progressive"])
+def test_simulate__is_the_integer_path_code_for_code(amplifier: Any) -> None:
     model = Small()
-    quantize(model, recipes.integer_scale(group_size=8, per_modality=True))
+    quantize(model, recipes.integer_scale(group_size=8, per_modality=True, amplifier=amplifier))
+    wanted = torch.int8 if amplifier == "progressive" else torch.int32
+    assert {m.group_scale.dtype for m in linears(model).values() if m.group_scale is not None} == {wanted}
     seen: list[Tensor] = []
     hooks = [m.register_forward_hook(lambda _, args, y: seen.append(y.clone())) for m in linears(model).values()]
     batch = batches()[0]
@@ -60,8 +64,8 @@ def test_integer_scale__layers_that_could_overflow_are_listed() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("amplifier", [None, 1024])
-def test_integer_scale__report_config_repeats_it_in_the_backend(amplifier: int | None) -> None:
+@pytest.mark.parametrize("amplifier", [None, 1024, "progressive"])
+def test_integer_scale__report_config_repeats_it_in_the_backend(amplifier: Any) -> None:
     model = Small()
     plain = copy.deepcopy(model)
     report = quantize(model, recipes.integer_scale(group_size=8, amplifier=amplifier))

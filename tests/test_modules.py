@@ -104,6 +104,22 @@ def test_quant_linear__group_scales_with_quantized_inputs(bits: int, amplifier: 
     assert not linear.simulate
 
 
+def test_quant_linear__progressive_scales_are_stored_in_8_bits() -> None:
+    step, t = torch.rand(N) + 0.5, torch.randint(1, 16, (N, 4))
+    p = parts(4) | {"weight_scale": (t.double() * step.double()[:, None]).float()}
+    spec = {"weight_bits": 4, "activation_bits": 8, "group_size": 16, "input_scale": torch.tensor([0.03])}
+    linear = QuantLinear.from_parts(**p, **spec, step=step)
+    assert torch.equal(linear.group_scale, t.to(torch.int8))
+    assert torch.equal(linear.weight_scale, step)
+    x = torch.randn(2, 5, K)
+    floats = QuantLinear.from_parts(**p, **spec)
+    assert_close(linear(x), floats(x).double())
+    again = build_module(module_spec(linear)).to_empty(device="cpu")
+    again.load_state_dict(linear.state_dict(), assign=True)
+    assert again.group_scale.dtype == torch.int8
+    assert torch.equal(again(x), linear(x))
+
+
 @pytest.mark.parametrize("activation", [None, 8])
 @pytest.mark.parametrize("group", [0, 16])
 def test_simulate__equals_the_integer_path(activation: int | None, group: int) -> None:

@@ -170,6 +170,7 @@ def test_resume__killed_in_the_middle(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3000)  # twelve processes that import, record and quantize: each takes a minute on a busy machine
 @pytest.mark.parametrize("inputs", ["float", "quantized"])
 def test_resume__killed_ten_times_on_the_sample(inputs: str, tmp_path: Path) -> None:
     start = time.monotonic()

@@ -4,11 +4,15 @@
     integer   y = float(sum_j C_j t[n, j]) s_x(m) s_w[n] + b[n]
 
 Shapes:  x_q int8 [M, K]   w_q int8 [N, K] or uint8 [N, ceil(K/2)] (ops/pack.py)   s_x: row_scale.py   s float32 [N, ceil(K/g)]
-         t int32 [N, ceil(K/g)]   s_w float32 [N]   b [N]   y [M, N] fp16 | bf16 | fp32; rows of x_q and w_q are contiguous
+         t int32 or int8 [N, ceil(K/g)]   s_w float32 [N]   b [N]   y [M, N] fp16 | bf16 | fp32; rows of x_q and w_q are contiguous
 Exact:   C_j in int32 for any g; the integer form's sum as long as it fits int32 (solvers/integer_scale.py proves it).
 Cost:    a group adds a pass over the accumulator: BM BN multiply-adds (float: conversions too) on the plain units for BM BN g on
          the tensor cores.  A thread holds at most 64 sums of a group next to its 128 of all groups; larger tiles take their
          columns in two halves.
+int8 t:  |w_q t| <= 127, so that many rows are multiplied with w_q t, written out once in int8, in one product over all of K: a
+         multiply-add costs as many issue slots as the conversion and multiply-add of the float form (IMAD at half rate against
+         I2FP and FFMA, 64 and 128 a cycle), and Triton never overlaps a product in int32 with either: it lets only float32
+         accumulators run on.  The pass per group has to go, not to get cheaper.
 M:       to 2,048 rows packed codes are unpacked in registers; above the weight is written out once in int8.
 Arch:    Ampere and newer; TMA from compute capability 9.0.
 """
@@ -32,6 +36,7 @@ from mmqc.kernels.row_scale import RowScale, row_scale
 from mmqc.kernels.split_k import workspace
 from mmqc.kernels.unpack_weight import unpack_weight
 
+FOLD_ROWS = 512  # from which writing out codes times scales costs less than the passes over the accumulator
 MOST_SUMS = 64  # of a group, a thread: with twice as many for all groups these are 192 of 255 registers
 SMALLEST_STEP = 32  # of K: what a tensor core's int8 product takes
 
@@ -58,7 +63,7 @@ def supports(
     """None, or why these operands cannot be multiplied here."""
     groups = w_scale if group_scale is None else group_scale
     shape = [w_q.shape[0], ceil_div(x_q.shape[1], group_size)]
-    dtype = torch.float32 if group_scale is None else torch.int32
+    dtype = torch.float32 if group_scale is None else torch.int8 if group_scale.dtype == torch.int8 else torch.int32
     checks = (
         (x_q.dtype == torch.int8, f"group scales multiply sums of int8 products, not of {x_q.dtype}"),
         (list(groups.shape) == shape, f"group scales are {shape}, not {list(groups.shape)}"),
@@ -101,6 +106,11 @@ def multiply(
     width = sum(linear.w.shape[0] for linear in linears)
     if not m or not width:
         return
+    if m >= FOLD_ROWS and all(folds(linear) for linear in linears):
+        for w, scale, bias, y, times in linears:
+            whole = unpack_weight(w, k, bits=4, scale=times, group_size=group_size)
+            plain.multiply(x_q, [plain.Linear(whole, scale, bias, y)], rows, config=config)
+        return
     c = config or choose(op_name(linears[0]), m, width, k, x_q.device)
     if len(linears) > 1 and not (m <= plain.FEW_ROWS and c.variant == "columns" and alike(linears)):
         for linear in linears:
@@ -119,9 +129,15 @@ def multiply(
         _launch_pointers(x_q, linears, rows, group_size, c)
 
 
+def folds(linear: Linear) -> bool:
+    """Whether codes times scales are 8-bit integers."""
+    return linear.group_scale is not None and linear.group_scale.dtype == torch.int8 and linear.w.dtype == torch.uint8
+
+
 def alike(linears: list[Linear]) -> bool:
     """Whether one launch can take these linears."""
-    kinds = {None if linear.group_scale is None else linear.group_scale.shape[1:] for linear in linears}
+    scales = [linear.group_scale for linear in linears]
+    kinds = {None if t is None else (t.shape[1:], t.dtype) for t in scales}
     return len(kinds) == 1 and plain.alike([plain.Linear(*linear[:4]) for linear in linears])
 
 

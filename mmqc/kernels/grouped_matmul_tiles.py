@@ -10,6 +10,7 @@ many return.
 import triton
 import triton.language as tl
 
+from mmqc.kernels.group_scaled_matmul_tiles import multiply_groups_tile
 from mmqc.kernels.int4_codes import int4_as_float, int4_as_int8, int8_as_float, small_code_as_float
 from mmqc.kernels.load_tile import load_w_tile, load_x_tile
 from mmqc.kernels.scaled_matmul_tiles import multiply_add_tile
@@ -50,6 +51,30 @@ def integer_sums(
             acc = multiply_add_tile(x_high, w_high, acc, True, True)
         else:
             acc = multiply_add_tile(x, w, acc, True, True)
+    return acc
+
+
+@triton.jit
+def integer_group_sums(
+    x_rows, w_rows, row_mask, scale_rows, K, STORED, GROUP: tl.constexpr, ALIGNED: tl.constexpr, PACKED: tl.constexpr,
+    EVEN_K: tl.constexpr, PTX: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Float32 sums [BN, BM] of exact int32 sums of groups times their scales, times 16 for packed codes."""
+    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    for start in range(0, STORED, BLOCK_K):
+        k = start + tl.arange(0, BLOCK_K)
+        w = load_w_tile(w_rows, k, STORED, EVEN_K)
+        x = load_x_tile(x_rows, k, row_mask, tl.minimum(STORED, K), EVEN_K)
+        if PACKED:
+            high = k + STORED
+            x_high = load_x_tile(x_rows, high, row_mask, K, EVEN_K)
+            w, w_high = int4_as_int8(w, PTX)
+            acc = multiply_groups_tile(w, x, acc, scale_rows, start, k, STORED, GROUP, ALIGNED, BLOCK_K)
+            acc = multiply_groups_tile(
+                w_high, x_high, acc, scale_rows, start + STORED, high, K, GROUP, ALIGNED, BLOCK_K
+            )
+        else:
+            acc = multiply_groups_tile(w, x, acc, scale_rows, start, k, K, GROUP, ALIGNED, BLOCK_K)
     return acc
 
 
@@ -123,13 +148,18 @@ def grouped_matmul_kernel(
     x_rows = x_ptr + rows.to(tl.int64)[:, None] * stride_x
     scale_rows = (outputs + safe) * GROUPS
     if INTEGER:
-        acc = integer_sums(x_rows, w_rows, row_mask[:, None], K, STORED, BITS == 4, EVEN_K, PTX,
-                           BLOCK_M, BLOCK_N, BLOCK_K)  # fmt: skip
+        if GROUP:
+            acc = integer_group_sums(x_rows, w_rows, row_mask[:, None], scale_ptr + scale_rows, K, STORED, GROUP, ALIGNED,
+                                     BITS == 4, EVEN_K, PTX, BLOCK_M, BLOCK_N, BLOCK_K)  # fmt: skip
+        else:
+            acc = integer_sums(x_rows, w_rows, row_mask[:, None], K, STORED, BITS == 4, EVEN_K, PTX,
+                               BLOCK_M, BLOCK_N, BLOCK_K)  # fmt: skip
         y = tl.trans(acc).to(tl.float32)
         if BITS == 4:
             y = y * (1 / 16)
         y = y * tl.load(row_scale_ptr + rows, mask=row_mask, other=0.0)[:, None]
-        y = y * tl.load(scale_ptr + scale_rows).to(tl.float32)[None, :]
+        if GROUP == 0:
+            y = y * tl.load(scale_ptr + scale_rows).to(tl.float32)[None, :]
     else:
         acc = float_sums(x_rows, w_rows, row_mask[:, None], scale_ptr, scale_rows, K, STORED, GROUP, ALIGNED, BITS, EVEN_K,
                          PTX, DTYPE, BLOCK_M, BLOCK_N, BLOCK_K)  # fmt: skip

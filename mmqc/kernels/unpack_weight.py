@@ -1,14 +1,17 @@
 """Write a stored weight out once, for matmuls with so many rows that this costs nothing next to them.
 
     out[n, k] = w_q[n, k]                          int8, fp8 or fp16, from packed codes (ops/pack.py)
+    out[n, k] = w_q[n, k] t[n, k // g]             int8, where that holds the product
     out[n, k] = (w_q[n, k] - z[n, k // g]) s[n, k // g]     fp16, bf16, fp32, from codes of 2, 3, 4 or 8 bits
 
-Shapes:  w_q uint8 [N, packed_width] or int8 [N, K]   s, z [N] or [N, ceil(K/g)]   out [N, K]
+Shapes:  w_q uint8 [N, packed_width] or int8 [N, K]   s, z [N] or [N, ceil(K/g)]   t int8 [N, ceil(K/g)]   out [N, K]
 """
 
 # A launch gives plain values to constexpr parameters, and options that are no parameters.
 # pyright: reportArgumentType=false, reportCallIssue=false
 from __future__ import annotations
+
+import math
 
 import torch
 import triton
@@ -26,7 +29,8 @@ TILE_BYTES = 8192
 @triton.jit
 def unpack_weight_kernel(
     w_ptr, out_ptr, scale_ptr, zero_ptr, N, K, ROW, STORED, GROUPS,
-    BITS: tl.constexpr, SCALED: tl.constexpr, HAS_ZERO: tl.constexpr, GROUP: tl.constexpr, BLOCK_K: tl.constexpr,
+    BITS: tl.constexpr, SCALED: tl.constexpr, TIMES: tl.constexpr, HAS_ZERO: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK_K: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_K stored bytes of one row, which has ROW of them; STORED: columns of a stretch (ops/pack.py)."""
     n = tl.program_id(0).to(tl.int64)
@@ -53,6 +57,12 @@ def unpack_weight_kernel(
             value *= tl.load(scale_ptr + group, mask=mask, other=0.0).to(tl.float32)
             tl.store(out_ptr + n * K + k, value.to(out_ptr.dtype.element_ty), mask=mask)
         else:
+            if TIMES:
+                # CHUNK columns share a group: one load for what a thread has in a row
+                first = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K // CHUNK) * CHUNK
+                group = scale_ptr + n * GROUPS + (first + t * STORED) // GROUP
+                times = tl.load(group, mask=(first < STORED) & (first + t * STORED < K), other=0).to(tl.int32)
+                codes = tl.reshape(tl.reshape(codes, (BLOCK_K // CHUNK, CHUNK)) * times[:, None], (BLOCK_K,))
             if out_ptr.dtype.element_ty != tl.int8:  # floating point of 8 or 16 bits holds these codes exactly
                 codes = codes.to(tl.float32)
             tl.store(out_ptr + n * K + k, codes.to(out_ptr.dtype.element_ty), mask=mask)
@@ -76,7 +86,7 @@ def unpack_weight(
     w_q: Tensor, k: int, *, bits: int, dtype: torch.dtype = torch.int8, scale: Tensor | None = None,
     zero: Tensor | None = None, group_size: int = 0,
 ) -> Tensor:  # fmt: skip
-    """The weight [N, K] in ``dtype``: its codes, or with ``scale`` the numbers that they stand for."""
+    """The weight [N, K] in ``dtype``: its codes, or with ``scale`` the numbers that they stand for (int8: codes times scale)."""
     out = torch.empty(w_q.shape[0], k, dtype=dtype, device=w_q.device)
     launch(w_q, out, bits, scale, zero, group_size).run()
     return out
@@ -100,5 +110,9 @@ def launch(
         w_ptr=w_q, out_ptr=out, scale_ptr=out if scale is None else scale, zero_ptr=out if zero is None else zero,
         N=n, K=k, ROW=row, STORED=stored, GROUPS=scale.shape[1] if scale is not None and len(scale.shape) == 2 else 1,
     )  # fmt: skip
-    constants = dict(BITS=bits, SCALED=scale is not None, HAS_ZERO=zero is not None, GROUP=group_size, BLOCK_K=block)
+    times = scale is not None and out.dtype == torch.int8
+    constants = dict(
+        BITS=bits, SCALED=scale is not None and not times, TIMES=times, HAS_ZERO=zero is not None, GROUP=group_size,
+        BLOCK_K=block, CHUNK=math.gcd(16, group_size, stored) if times else 1,
+    )  # fmt: skip
     return Launch(unpack_weight_kernel, (n, ceil_div(stored, block)), args, constants, ("out_ptr",), 4, 3)

@@ -70,7 +70,8 @@ def lower_grouped_matmul(
         return ops.indirect_indexing(ops.minimum(expert_of([row]), last), Integer(experts), check=False)
 
     scale = w_scale if group_size else None
-    total = _products(x, w_q, scale, stack, weight_bits, group_size, torch.int32 if row_scale is not None else wide)
+    exact = row_scale is not None and not group_size
+    total = _products(x, w_q, scale, stack, weight_bits, group_size, torch.int32 if exact else wide)
     load, load_scale = total.make_loader(), w_scale.make_loader()
     load_row = None if row_scale is None else row_scale.make_loader()
     load_bias = None if bias is None else bias.make_loader()

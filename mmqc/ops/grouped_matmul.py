@@ -2,10 +2,11 @@
 
     y[s, n] = sum_k x[s, k] W_e[n, k] + b[e, n]              e: the expert with  o[e] <= s < o[e + 1]
     y[s, n] = (sum_k x_q[s, k] w_q[e, n, k]) s_x[s] s_w[e, n] + b[e, n]        where s_x is given: integer inputs
+    y[s, n] = (sum_j float(C_j[s, n]) s_w[e, n, j]) s_x[s] + b[e, n]           ... and groups: C_j the sum over group j
 
 Shapes:  x [S, K] floating point, or x_q int8 with s_x float32 [S], one scale a row   y [S, N] in ``out_dtype``
          w_q [E, N, K] int8, or uint8 [E, N, packed_width] (pack.py)   b [E, N]
-         s_w [E, N] or, g > 0 and floating-point x, [E, N, ceil(K/g)]: W_e[n, k] = w_q[e, n, k] s_w[e, n, k // g]
+         s_w [E, N] or, g > 0, [E, N, ceil(K/g)]: W_e[n, k] = w_q[e, n, k] s_w[e, n, k // g]
          o int32 | int64 [E + 1], ascending, o[0] = 0; rows from o[E] on belong to no expert and come out as 0
 Exact:   per expert as weight_only_matmul.py (x is floating point) and scaled_matmul.py (integer) say; an expert without
          rows is not read.
@@ -35,10 +36,8 @@ def check(
     check_packed(w_q.flatten(0, 1), width, weight_bits)
     if (row_scale is None) == (x.dtype == torch.int8):
         raise ValueError(f"int8 rows come with row_scale and others without it; x is {x.dtype}")
-    if row_scale is not None and (weight_bits not in (4, 8) or group_size):
-        raise ValueError(
-            f"weight_bits = {weight_bits}, group_size = {group_size}: with quantized inputs 4 or 8, and no groups"
-        )
+    if row_scale is not None and weight_bits not in (4, 8):
+        raise ValueError(f"weight_bits = {weight_bits}: with quantized inputs a weight is stored in 4 or 8 bits")
     if row_scale is not None and row_scale.shape != x.shape[:1]:
         raise ValueError(f"row_scale has one entry per row, [{x.shape[0]}], not {list(row_scale.shape)}")
     groups = [-(-width // group_size)] if group_size else []
@@ -68,7 +67,7 @@ def reference(
             part = weight_only_matmul.reference(rows, w_q[e], w_scale[e], b, weight_bits, group_size)
         else:
             part = scaled_matmul.multiply(
-                rows, w_q[e], row_scale[start:end, None], w_scale[e], b, weight_bits, out_dtype
+                rows, w_q[e], row_scale[start:end, None], w_scale[e], b, weight_bits, out_dtype, None, group_size
             )
         y[start:end] = part
     return y

@@ -8,8 +8,9 @@ With a scale per g input channels, C_j[m, n] = sum of x_q w_q over the k of grou
     integer scales    y = float(sum_j C_j t[n, j]) s_x(m) s_w[n] + b[n]        t = s alpha rounded, s_w = 1 / alpha
 
 Shapes:  x_q int8 [..., K]   w_q int8 [N, K] or, 4 bits, uint8 [N, ceil(K/2)] (pack.py)   s_x [1] or [2]
-         s_w [N], or [N, ceil(K/g)] with float group scales   t int32 [N, ceil(K/g)]   b [N]
+         s_w [N], or [N, ceil(K/g)] with float group scales   t int32 or int8 [N, ceil(K/g)]   b [N]
          visual bool, broadcastable to [...]   y [..., N] in ``out_dtype``
+int8 t:  a promise that |w_q t| <= 127: the sum over groups is then one int8 product of x_q and w_q t, and may be computed so.
 Exact:   C_j is int32 and exact, and so is the sum of C_j t as long as it stays below 2^31, which the solver proves
          (solvers/integer_scale.py); the rest is in float32 (float64 for a float64 result), in the order written.
 Source:  integer scales are Integer Scale's (arXiv:2405.14597, equation 2 and table 2).
@@ -24,6 +25,8 @@ from mmqc.ops.define import define
 from mmqc.ops.integer_matmul import int_matmul
 from mmqc.ops.pack import check_packed, unpack
 from mmqc.ops.quantize import check_scale, row_scale
+
+INTEGERS = (torch.int32, torch.int8)
 
 
 def check(
@@ -45,8 +48,8 @@ def check_weight_scales(w_scale: Tensor, group_scale: Tensor | None, n: int, k: 
     if group_size < 0 or (group_scale is not None and not group_size):
         raise ValueError(f"group_size = {group_size}: 0, or the group of group scales")
     groups = [n, -(-k // group_size)] if group_size else []
-    if group_scale is not None and (list(group_scale.shape) != groups or group_scale.dtype != torch.int32):
-        raise ValueError(f"group_scale is int32 {groups}, not {group_scale.dtype} {list(group_scale.shape)}")
+    if group_scale is not None and (list(group_scale.shape) != groups or group_scale.dtype not in INTEGERS):
+        raise ValueError(f"group_scale is int32 or int8 {groups}, not {group_scale.dtype} {list(group_scale.shape)}")
     if group_size and group_scale is None:
         if list(w_scale.shape) != groups:
             raise ValueError(f"w_scale for group_size {group_size} has shape {groups}, not {list(w_scale.shape)}")
@@ -55,7 +58,8 @@ def check_weight_scales(w_scale: Tensor, group_scale: Tensor | None, n: int, k: 
 
 
 def sum_groups(x: Tensor, w: Tensor, scale: Tensor, group_size: int) -> Tensor:
-    """sum_j C_j scale[:, j] in the dtype of ``scale``: x int8 [M, K], w int8 [N, K], scale [N, ceil(K/g)] -> [M, N]."""
+    """sum_j C_j scale[:, j] [M, N] in the dtype of ``scale`` [N, ceil(K/g)], integers in int32; x int8 [M, K], w int8 [N, K]."""
+    scale = scale if scale.is_floating_point() else scale.to(torch.int32)
     acc = scale.new_zeros(x.shape[0], w.shape[0])
     for j, (x_j, w_j) in enumerate(zip(x.split(group_size, 1), w.split(group_size, 1), strict=True)):
         acc += int_matmul(x_j.contiguous(), w_j.contiguous()).to(scale.dtype) * scale[:, j]

@@ -79,7 +79,7 @@ class QuantizeActivations:
     def weight_scales(self, prog: Program, fqn: str, scale: Any) -> tuple[Any, fx.Node | None]:
         """The weight's scales as they are, or where they are integers the two factors that they are made of."""
         solved = prog.solved.get(fqn)  # a result that is done with may be gone; its scales are floats then
-        if solved is None or not solved.amplifier:
+        if solved is None or not solved.integer:
             return scale, None
         integer, channel = solved.integer_scales()
         return prog.constant_node(f"{fqn}.channel_scale", channel), prog.constant_node(f"{fqn}.group_scale", integer)

@@ -82,7 +82,7 @@ class QuantizeWeights:
             self.cache[key] = solved
         self.done(site.fqn, solved, _error(value, solved, outliers), time.perf_counter() - start)
         prog.solved[site.fqn] = solved
-        if spec.amplifier is not None and not solved.amplifier:
+        if spec.amplifier is not None and not solved.integer:
             prog.notes.append(f"{site.fqn}: {solved.note}")
         bits = stored_bits(spec.bits, site.scheme.activation is not None)
         prog.add_weight(f"{site.fqn}.codes", solved.codes if bits == 8 else pack(solved.codes, bits))

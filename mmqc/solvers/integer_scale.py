@@ -10,8 +10,11 @@
 Shapes:  s float32, t int32, c [N, K/g]    q int8 [N, K]
 Error:   the paper rounds t alone and keeps q: an error of |w| / (2 t), 64 / t steps of an 8-bit code.  Rounding q again to the
          step leaves half a step, and q' = q where t is large.  Negative scales give negative t; a scale of zero stays zero.
+Progressive:  s_w[n] = max_j |s[n, j]| / T in place of 1 / alpha, T = 127 / 2^(b-1) rounded down, 15 for 4 bits: then
+         |q' t| <= 127, and the sum over groups is one int8 product over all of K, of x_q and q' t.
 Source:  arXiv:2405.14597, section 4.1 (equation 2, listing 1); sections 6.1 and B.4 name the risk of overflow.  The bound holds
-         for every input of 8 bits, in any order of summation: a layer beyond 2^31 - 1 keeps float scales.
+         for every input of 8 bits, in any order of summation: a layer beyond 2^31 - 1 keeps float scales.  Progressive: QServe,
+         arXiv:2405.04532, section 4.1.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ import torch
 from torch import Tensor
 
 from ..config import WeightSpec
-from .quantized import Quantized, levels
+from .quantized import Quantized, levels, positive
 
 LIMIT = 2**31  # of |acc|, exclusive
 ROUND_AGAIN = True  # the codes, to the integer step; False is the paper's form, for comparison
@@ -85,6 +88,8 @@ def with_integer_scales(solved: Quantized, spec: WeightSpec, *, name: str = "wei
         raise ValueError(f"{name}: the spec asks for no integer scales: set WeightSpec.amplifier")
     if not torch.isfinite(scale).all():
         raise ValueError(f"{name}: a group scale is NaN or infinite; check the weight and the solver")
+    if spec.amplifier == "progressive":
+        return _progressive(solved, scale, spec)
     alpha = heuristic_amplifier(scale) if spec.amplifier == "heuristic" else int(spec.amplifier)
     codes, integer = (_best_steps if ROUND_AGAIN else _nearest_steps)(solved.codes, scale * alpha, spec)
     bound = overflow_bound(codes, integer, spec.group_size)
@@ -99,6 +104,20 @@ def with_integer_scales(solved: Quantized, spec: WeightSpec, *, name: str = "wei
     scale = (integer / alpha).float()
     made = dataclasses.replace(solved, codes=codes, scale=scale, amplifier=alpha, group_size=spec.group_size)
     return _noted(made, text)
+
+
+def _progressive(solved: Quantized, scale: Tensor, spec: WeightSpec) -> Quantized:
+    """Integer scales up to T over a step of each row; rows of zeros have the step 1."""
+    largest = HIGHEST // 2 ** (spec.bits - 1)
+    step = positive(scale.abs().amax(1) / largest)
+    wanted = (scale / step.double()[:, None]).clamp(-largest, largest)  # step is rounded to float32
+    codes, integer = _best_steps(solved.codes, wanted, spec)
+    bound = overflow_bound(codes, integer, spec.group_size)
+    if bound >= LIMIT:
+        return _noted(solved, f"progressive scales could overflow (a sum can reach {bound:.2e} >= 2^31): float scales")
+    text = f"integer scales: up to {largest} over a step of each row, sums below {bound / LIMIT:.1%} of 2^31"
+    scale = (integer * step.double()[:, None]).float()
+    return _noted(dataclasses.replace(solved, codes=codes, scale=scale, step=step, group_size=spec.group_size), text)
 
 
 def _nearest_steps(codes: Tensor, wanted: Tensor, spec: WeightSpec) -> tuple[Tensor, Tensor]:

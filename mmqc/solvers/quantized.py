@@ -22,6 +22,8 @@ class Quantized:
         zero: int8, shaped like ``scale``; None if all zero points are 0.
         group_size: g; 0 means the whole row.
         amplifier: a power of two of which the scales are integer multiples of 1 / amplifier; 0: any floats.
+        step: float32 [N], positive, of which a row's scales are small integer multiples: codes times these are 8-bit integers;
+            None: there is no such step.
     """
 
     codes: Tensor
@@ -30,9 +32,17 @@ class Quantized:
     zero: Tensor | None = None
     group_size: int = 0
     amplifier: int = 0
+    step: Tensor | None = None
+
+    @property
+    def integer(self) -> bool:
+        """Whether the scales are integers over something."""
+        return bool(self.amplifier) or self.step is not None
 
     def integer_scales(self) -> tuple[Tensor, Tensor]:
-        """(t int32 [N, K/g], s float32 [N]) with scale = t s; only where ``amplifier`` is set."""
+        """(t int32 [N, K/g], s float32 [N]) with scale = t s; t int8 where |codes t| <= 127; only where ``integer``."""
+        if self.step is not None:
+            return (self.scale.double() / self.step.double()[:, None]).round().to(torch.int8), self.step
         rows = self.scale.new_full((self.scale.shape[0],), 1 / self.amplifier)
         return (self.scale.double() * self.amplifier).round().to(torch.int32), rows
 

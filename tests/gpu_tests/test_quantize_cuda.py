@@ -35,6 +35,19 @@ def test_quantize__offloaded_equals_resident(inputs: Any, dtype: torch.dtype) ->
     assert all(torch.equal(one[k], two[k]) for k in one)
 
 
+@pytest.mark.parametrize("loss", ["layer", "block"])
+def test_quantize__awq_offloaded_equals_resident(loss: Any) -> None:
+    model, batch = tiny_qwen2_vl()
+    there, config = copy.deepcopy(model).cuda(), recipes.awq(3, 32, loss=loss)
+    resident = mmqc.quantize_(there, config, [batch], progress=False)
+    offloaded = mmqc.quantize_(model, config, [batch], progress=False, device="cuda")
+    assert {t.device.type for t in (*model.parameters(), *model.buffers())} == {"cpu"}
+    sites = [{s for p in r.passes if p.name == "fold_channel_scale" for s in p.sites} for r in (resident, offloaded)]
+    assert sites[0] == sites[1]
+    one, two = codes(model), codes(there)
+    assert all(torch.equal(one[k], two[k]) for k in one)
+
+
 def test_quantize__weights_alone_are_rounded_on_the_device() -> None:
     model, _ = tiny_qwen2_vl()
     there = copy.deepcopy(model).cuda()

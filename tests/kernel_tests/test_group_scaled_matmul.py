@@ -77,6 +77,46 @@ def test_group_scaled_matmul__sums_up_to_the_end_of_int32(bits, device):
     assert y.max() > 0.98 * 2**31
 
 
+@pytest.mark.parametrize("variant", ["columns", "nested"])
+@pytest.mark.parametrize("rows", [1, 1000])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_group_scaled_matmul__small_integer_scales(shape, rows, variant, device, monkeypatch):
+    """Below ``FOLD_ROWS`` group by group, from there on one product of codes times scales: the same integers."""
+    monkeypatch.setattr(grouped, "FOLD_ROWS", rows)
+    m, n, k, g = shape
+    x, w, w_scale, _, bias = operands(m, n, k, g, 4, True, device)
+    t = torch.randint(-15, 16, (n, -(-k // g)), dtype=torch.int8, device=device)
+    x_scale = torch.rand(1, device=device) * 0.01
+    out = torch.full((m, n), float("nan"), device=device)
+    grouped.group_scaled_matmul(x, w, x_scale, w_scale, bias, group_size=g, group_scale=t, out=out,
+                                out_dtype=torch.float32, config=TILES[variant])  # fmt: skip
+    assert_close(out, reference(x, w, x_scale, w_scale, bias, None, 4, torch.float32, t, g))
+    again = grouped.group_scaled_matmul(x, w, x_scale, w_scale, bias, group_size=g, group_scale=t.int(),
+                                        out_dtype=torch.float32, config=TILES[variant])  # fmt: skip
+    assert torch.equal(out, again)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("m", [1, 300, 512, 3000])
+def test_group_scaled_matmul__small_integer_scales_on_the_gpu(m, device):
+    x, w, w_scale, _, bias = operands(m, 640, 1024, 128, 4, True, device)
+    t = torch.randint(-15, 16, (640, 8), dtype=torch.int8, device=device)
+    x_scale = torch.rand(1, device=device) * 0.01
+    y = grouped.group_scaled_matmul(
+        x, w, x_scale, w_scale, bias, group_size=128, group_scale=t, out_dtype=torch.float32
+    )
+    assert_close(y, reference(x, w, x_scale, w_scale, bias, None, 4, torch.float32, t, 128))
+
+
+def test_group_scaled_matmul__small_integer_scales_at_the_end_of_8_bits(device):
+    codes = torch.tensor([-8, 7], dtype=torch.int8, device=device).repeat(16, 48)
+    t = torch.tensor([[15, -15, 1]], dtype=torch.int8, device=device).repeat(16, 1)
+    whole = grouped.unpack_weight(pack_int4(codes), 96, bits=4, scale=t, group_size=32)
+    assert torch.equal(whole, (codes.int() * t.int().repeat_interleave(32, 1)).to(torch.int8))
+    assert whole.min() == -120
+    assert whole.max() == 120
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("integer", [False, True])
 def test_group_scaled_matmul__scale_of_every_kind(kind, integer, device):
@@ -102,13 +142,15 @@ def test_group_scaled_matmul__config_of_the_table(shape, bits, integer, device):
     assert_close(y, reference(x, w, scale, w_scale, bias, None, bits, torch.float32, t, 128))
 
 
-@pytest.mark.parametrize("integer", [False, True])
+@pytest.mark.parametrize("integer", [False, True, "int8"])
 @pytest.mark.parametrize("rows", [(2, 3), (70,)])
 @pytest.mark.parametrize("widths", [(40, 16, 24), (33, 70)])
-def test_group_scaled_matmul__several_linears(widths, rows, integer, device):
+def test_group_scaled_matmul__several_linears(widths, rows, integer, device, monkeypatch):
+    monkeypatch.setattr(grouped, "FOLD_ROWS", 64)
     x = torch.randint(-128, 128, (*rows, 128), dtype=torch.int8, device=device)
     parts = [operands(1, n, 128, 32, 4, integer, device)[1:] for n in widths]
     w, w_scale, t, bias = map(list, zip(*parts, strict=True))
+    t = [(s % 31 - 15).to(torch.int8) for s in t] if integer == "int8" else t
     x_scale, visual = torch.rand(2, device=device) * 0.01, torch.rand(rows[-1], device=device) < 0.5
     got = on_cuda.scaled_matmuls(x, w, x_scale, w_scale, bias, visual, 4, torch.float32, t if integer else None, 32)
     for i, y in enumerate(got):

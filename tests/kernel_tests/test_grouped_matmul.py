@@ -76,6 +76,34 @@ def test_grouped_matmul__of_integer_rows(counts, bits, n, k, device):
     assert_close(y, reference(x, w, scale, o, bias, row_scale, bits, 0, torch.float32))
 
 
+@pytest.mark.parametrize("counts", ["uneven", "none_for_some_rows"])
+@pytest.mark.parametrize(
+    ("n", "k", "bits", "group"), [(33, 128, 4, 32), (16, 101, 4, 48), (7, 96, 8, 32), (33, 70, 8, 20)]
+)
+def test_grouped_matmul__of_integer_rows_in_groups(counts, n, k, bits, group, device):
+    w, scale, bias = stacked(n, k, bits, group, device)
+    x, o = torch.randint(-128, 128, (ROWS, k), dtype=torch.int8, device=device), offsets(COUNTS[counts], device)
+    row_scale = torch.rand(ROWS, device=device)
+    y = kernel.grouped_matmul(
+        x, w, scale, o, bias, row_scale, bits=bits, group_size=group, out=filled(n, torch.float32, device),
+        out_dtype=torch.float32, config=SMALL,
+    )  # fmt: skip
+    assert_close(y, reference(x, w, scale, o, bias, row_scale, bits, group, torch.float64), torch.float32)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [8, 300, 3000])
+def test_grouped_matmul__integer_rows_in_groups_on_the_gpu(rows, device):
+    w, scale, bias = stacked(200, 512, 4, 128, device)
+    x, row_scale = (
+        torch.randint(-128, 128, (rows, 512), dtype=torch.int8, device=device),
+        torch.rand(rows, device=device),
+    )
+    o = torch.tensor([0, rows // 3, rows // 3, rows - 1, rows], device=device)
+    y = kernel.grouped_matmul(x, w, scale, o, bias, row_scale, bits=4, group_size=128, out_dtype=torch.float32)
+    assert_close(y, reference(x, w, scale, o, bias, row_scale, 4, 128, torch.float64), torch.float32)
+
+
 @pytest.mark.parametrize("integer", [False, True])
 @pytest.mark.parametrize("rows", [1, 3, 200])
 def test_grouped_matmul__behind_the_op(rows, integer, device):

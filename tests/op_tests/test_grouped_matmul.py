@@ -28,11 +28,11 @@ def test_grouped_matmul__of_floating_point_rows(counts: list[int], bits: int, gr
 
 
 @pytest.mark.parametrize("counts", COUNTS.values(), ids=list(COUNTS))
-@pytest.mark.parametrize("bits", [4, 8])
-def test_grouped_matmul__of_integer_rows_with_a_scale_each(counts: list[int], bits: int) -> None:
-    w, scale, bias, dense = stacked(7, 35, bits, 0)
+@pytest.mark.parametrize(("bits", "group"), [(4, 0), (8, 0), (4, 16), (8, 5)])
+def test_grouped_matmul__of_integer_rows_with_a_scale_each(counts: list[int], bits: int, group: int) -> None:
+    w, scale, bias, dense = stacked(7, 35, bits, group)
     x, row_scale = torch.randint(-128, 128, (9, 35), dtype=torch.int8), torch.rand(9)
-    y = grouped_matmul(x, w, scale, offsets(counts), bias, row_scale, bits, 0, torch.float64)
+    y = grouped_matmul(x, w, scale, offsets(counts), bias, row_scale, bits, group, torch.float64)
     assert_close(y, row_by_row(x.double() * row_scale.double()[:, None], dense, bias, offsets(counts)))
 
 
@@ -41,7 +41,7 @@ def test_grouped_matmul__refuses_what_does_not_fit() -> None:
     x, bounds = torch.randn(9, 35), offsets([3, 0, 5, 1])
     for message, args in {
         "int8 rows come with row_scale": (x.to(torch.int8), w, scale, bounds, bias, None, 8, 0),
-        "no groups": (x.to(torch.int8), w, scale, bounds, bias, torch.rand(9), 8, 5),
+        "stored in 4 or 8 bits": (x.to(torch.int8), stacked(7, 35, 3, 0)[0], scale, bounds, bias, torch.rand(9), 3, 0),
         "one entry per row": (x.to(torch.int8), w, scale, bounds, bias, torch.rand(4), 8, 0),
         "w_scale for group_size 5": (x, w, scale, bounds, bias, None, 8, 5),
         "offsets is": (x, w, scale, bounds[1:], bias, None, 8, 0),

@@ -8,7 +8,15 @@ from tolerance import assert_close
 import mmqc.ops  # noqa: F401  (defines the op that the lowering is for)
 from mmqc.backend import backend, collect_records
 
-CASES = [(4, 0, True), (8, 0, True), (4, 16, False), (3, 8, False), (8, 5, False)]  # bits, group, integer inputs
+CASES = [
+    (4, 0, True),
+    (8, 0, True),
+    (4, 16, False),
+    (3, 8, False),
+    (8, 5, False),
+    (4, 16, True),
+    (8, 5, True),
+]  # bits, group, integer inputs
 
 
 class Several(torch.nn.Module):

@@ -73,6 +73,20 @@ def test_scaled_matmul__group_scales(bits: int, integer: bool, m: int, n: int, k
     torch.library.opcheck(scaled_matmul.default, (*args, torch.float32, *last))
 
 
+@pytest.mark.parametrize(("m", "n", "k", "group"), [(17, 9, 257, 64), (3, 1, 7, 16)])
+def test_scaled_matmul__small_integer_scales_are_one_product(m: int, n: int, k: int, group: int) -> None:
+    x, codes, w_scale, bias = operands(m, n, k, 4)
+    t = torch.randint(-15, 16, (n, -(-k // group)), dtype=torch.int8)
+    args = (x, pack_int4(codes), torch.tensor([0.01]), w_scale, bias, None, 4)
+    times = (codes * t.repeat_interleave(group, 1)[:, :k]).to(torch.int8)
+    one = scaled_matmul(args[0], times, *args[2:6], 8, torch.float32)
+    for scales in (t, t.int()):
+        y = scaled_matmul(*args, torch.float32, scales, group)
+        assert torch.equal(y, one)
+        assert torch.equal(y, simulated.scaled_matmul(*args, torch.float32, scales, group))
+    torch.library.opcheck(scaled_matmul.default, (*args, torch.float32, t, group))
+
+
 def test_scaled_matmul__integer_scales_convert_once() -> None:
     """An int32 sum is exact where a float32 sum over the groups is not."""
     x, codes, _, _ = operands(6, 5, 512, 4)
@@ -90,7 +104,7 @@ def test_scaled_matmul__refuses_group_scales_that_do_not_fit() -> None:
     t, last = torch.ones(3, 2, dtype=torch.int32), (None, None, 8, torch.float32)
     for scale, group_scale, group, why in (
         (w_scale, t, 0, "group_size = 0"),
-        (w_scale, t, 8, r"group_scale is int32 \[3, 1\]"),
+        (w_scale, t, 8, r"group_scale is int32 or int8 \[3, 1\]"),
         (w_scale, t.float(), 4, "group_scale is int32"),
         (t.float(), t, 4, "one entry per output"),
         (w_scale, None, 4, r"w_scale for group_size 4 has shape \[3, 2\]"),

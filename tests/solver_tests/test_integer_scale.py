@@ -156,3 +156,41 @@ def test_integer_scale__refuses() -> None:
         with_integer_scales(Quantized(codes, torch.full((2, 1), torch.nan)), spec())
     with pytest.raises(ValueError, match="asks for no integer scales"):
         with_integer_scales(Quantized(codes, torch.ones(2, 1)), WeightSpec(4, PerGroup(16)))
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_progressive__rows_have_a_step_and_products_fit_8_bits(bits: int, sign: float) -> None:
+    w, top, most = weight(), 2 ** (bits - 1), {2: 63, 3: 31, 4: 15}[bits]
+    plain = solve(w, WeightSpec(bits, PerGroup(16)))
+    plain = Quantized(plain.codes, sign * plain.scale, group_size=16)
+    made = with_integer_scales(plain, spec("progressive", bits))
+    t, step = made.integer_scales()
+    assert (made.integer, made.amplifier, t.dtype, step.dtype) == (True, 0, torch.int8, torch.float32)
+    assert "up to" in made.note
+    for n in range(9):
+        largest = max(abs(s) for s in plain.scale[n].tolist())
+        assert step[n].item() == pytest.approx(largest / most, rel=2**-23)
+        for j in range(4):
+            wanted = plain.scale[n, j].item() / step[n].item()
+            values = [q * abs(wanted) for q in plain.codes[n, 16 * j : 16 * j + 16].tolist()]
+            least, steps = best(values, abs(wanted), top)
+            got = abs(t[n, j].item())
+            assert got in steps or abs(got - wanted) < 1e-5
+            assert sum((v - q * got) ** 2 for v, q in zip(values, made.codes[n, 16 * j : 16 * j + 16].tolist(), strict=True)) \
+                == pytest.approx(least, rel=1e-4, abs=1e-9)  # fmt: skip
+    products = made.codes.int() * t.int().repeat_interleave(16, 1)
+    assert products.abs().max() <= 127
+    assert t.abs().max() == most
+    assert torch.equal(made.dequantize(), made.codes * made.by_channel((t.double() * step.double()[:, None]).float()))
+
+
+def test_progressive__zero_rows_and_rows_that_could_overflow() -> None:
+    codes = torch.full((2, 32), 7, dtype=torch.int8)
+    made = with_integer_scales(Quantized(codes, torch.tensor([[0.0, 0.0], [1e-3, 2e-3]])), spec("progressive"))
+    assert made.integer_scales()[0].tolist() == [[0, 0], [8, 15]]
+    assert made.integer_scales()[1][0] == 1
+    wide = Quantized(torch.full((1, 2**18), 7, dtype=torch.int8), torch.ones(1, 2**14))
+    kept = with_integer_scales(wide, spec("progressive"))
+    assert not kept.integer
+    assert "could overflow" in kept.note
