@@ -118,8 +118,8 @@ def norm_quantize_kernel(
 
 def parts(width: int) -> tuple[int, int]:
     """Sizes of the two parts of a row, powers of two; 0 for no second one."""
-    whole = triton.next_power_of_2(width)
-    rest = triton.next_power_of_2(max(width - whole // 2, 1))
+    whole = int(triton.next_power_of_2(width))
+    rest = int(triton.next_power_of_2(max(width - whole // 2, 1)))
     return (whole // 2, rest) if 256 <= rest < whole // 2 else (whole, 0)
 
 
