@@ -29,7 +29,7 @@ sys.path.insert(0, str(ROOT))
 
 import group_scales  # noqa: E402
 from gpu_run import Calls, Run, ceilings, geomean, relative_error  # noqa: E402
-from row_kernels import check_rows, quantize_in_torch, time_rows  # noqa: E402
+from row_kernels import check_rows, quantize_in_torch, time_one_row, time_rows  # noqa: E402
 from tune import candidates, fastest, write_tiles  # noqa: E402
 
 from mmqc.kernels import configs as tiles  # noqa: E402
@@ -366,6 +366,7 @@ def main() -> int:
     if args.tune and (not args.dry or args.out) and only != ["w4a8_groups"]:
         run.attempt("tune", lambda: tune(run, shapes, rows, path, args), int(args.seconds))
     if "rows" in only:
+        time_one_row(run)
         time_rows(run, 8 if args.dry else 4096)
     if "chain" in only:
         for n, k in ((48, 64),) if args.dry else ((4608, 3584), (37888, 3584)):

@@ -17,10 +17,21 @@ from gpu_run import Run, relative_error
 from torch import Tensor
 from torch.nn import functional as F
 
+from mmqc.kernels.device_facts import multiprocessors
+from mmqc.kernels.hadamard_plan import hadamard_plan
 from mmqc.kernels.hadamard_quantize import hadamard_quantize
 from mmqc.kernels.norm_quantize import norm_quantize
 from mmqc.norm import RMSNorm
 from mmqc.ops import hadamard
+
+# By width: cut, warps, stages, programs a multiprocessor.
+CANDIDATES = {
+    1280: [(cut, 4, s, p) for cut in ((40, 32), (20, 64)) for s, p in ((3, 4), (3, 8), (2, 6))],
+    3584: [((56, 64), 4, 3, 5), ((56, 64), 4, 2, 8), ((28, 128), 4, 2, 3), ((28, 128), 8, 3, 2), ((28, 128), 8, 2, 3)],
+    5120: [((80, 64), 4, 3, 4), ((80, 64), 4, 2, 4), ((40, 128), 4, 2, 3), ((40, 128), 8, 2, 3), ((40, 128), 8, 1, 3)],
+    14336: [((112, 128), 8, 1, 2), ((112, 128), 8, 2, 1), ((112, 128), 16, 2, 1), ((56, 256), 8, 1, 1)],
+    18944: [((148, 128), 8, 1, 1), ((148, 128), 8, 2, 1), ((148, 128), 16, 1, 1), ((148, 128), 16, 2, 1)],
+}  # fmt: skip
 
 
 def code_error(got: torch.Tensor, want: torch.Tensor) -> float:
@@ -134,11 +145,35 @@ def time_rows(run: Run, m: int) -> None:
         row("hadamard_quantize dynamic", width, 3, lambda x, out: hadamard_quantize(x, out=out))
         row("silu hadamard_quantize", width, 5, lambda x, out: hadamard_quantize(
             x[:, : x.shape[1] // 2], scale, up=x[:, x.shape[1] // 2 :], out=out), 2)  # fmt: skip
-        if width >= 14336 and not run.dry:
-            for warps, stages, programs in ((8, 1, 1), (8, 2, 1), (16, 1, 1), (8, 1, 2), (16, 2, 1)):
-                row(f"hadamard_quantize {warps}w {stages}s {programs}p", width, 3, lambda x, out, w=warps, s=stages, p=programs:
-                    hadamard_quantize(x, scale, out=out, num_warps=w, num_stages=s, programs=132 * p))  # fmt: skip
-        elif not run.dry:
-            for warps, stages, programs in ((4, 2, 6), (4, 4, 4), (4, 3, 6), (8, 3, 3), (8, 2, 4)):
-                row(f"hadamard_quantize {warps}w {stages}s {programs}p", width, 3, lambda x, out, w=warps, s=stages, p=programs:
-                    hadamard_quantize(x, scale, out=out, num_warps=w, num_stages=s, programs=132 * p))  # fmt: skip
+        for cut, warps, stages, programs in () if run.dry else CANDIDATES.get(width, ()):
+            plan = hadamard_plan(width, run.device, run.dtype, cut)
+            name = f"hadamard_quantize {cut[0]}x{cut[1]} {warps}w {stages}s {programs}p"
+            row(name, width, 3, lambda x, out, p=plan, w=warps, s=stages, n=programs: hadamard_quantize(
+                x, scale, out=out, plan=p, num_warps=w, num_stages=s, programs=n * multiprocessors(x.device)))  # fmt: skip
+    for width in () if run.dry else (3584, 1280):
+        for warps in (1, 2, 4, 8):
+            row(
+                f"norm_quantize {warps}w",
+                width,
+                3,
+                lambda x, out, w=warps: norm_quantize(x, scale, out=out, num_warps=w),
+            )
+
+
+def time_one_row(run: Run) -> None:
+    """Microseconds of a transform of one row, by the kernel for few rows and by the one for many."""
+    scale = torch.full((1,), 0.02, device=run.device)
+    for width in (64,) if run.dry else (3584, 5120, 18944):
+        x, up = (torch.randn(1, width, device=run.device).to(run.dtype) for _ in range(2))
+        ways = {
+            "slices": lambda x=x: hadamard_quantize(x, scale),
+            "slices 8w": lambda x=x: hadamard_quantize(x, scale, num_warps=8),
+            "one program": lambda x=x: hadamard_quantize(x, scale, programs=1),
+            "silu slices": lambda x=x, up=up: hadamard_quantize(x, scale, up=up),
+            "silu slices 8w": lambda x=x, up=up: hadamard_quantize(x, scale, up=up, num_warps=8),
+            "silu one program": lambda x=x, up=up: hadamard_quantize(x, scale, up=up, programs=1),
+        }
+        for name, way in ways.items():
+            time = run.attempt(f"one row {name}/{width}", lambda way=way: run.microseconds([way] * 20))
+            if time is not None:
+                run.times.setdefault(f"hadamard_quantize {width}/1", {})[name] = time

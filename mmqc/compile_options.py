@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 CHOICES = {"token_order": ("auto", "sequence", "modality"), "attention_order": ("gather", "unified")}
-OWN_KEYS = ("attention_order", "config", "layers", "mode", "token_order")
+OWN_KEYS = ("attention_order", "config", "mode", "token_order")
 
 
 @dataclass(frozen=True)

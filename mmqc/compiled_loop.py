@@ -95,10 +95,17 @@ def compiled_loop(
     cache = kwargs["past_key_values"] = ready(model, cache, input_ids.shape[0], keep=not outlives)
     possible = config.prefill_chunk_size is None and all(c.is_initialized for c in cache.layers)
     how = how if possible else "eager"  # transformers compiles the chunks of a prompt itself
-    options = _with_guards(model, config.compile_config)
-    with _compiled_once(model, config.compile_config, options, how), _deferred_stop_check():
-        loop: Any = generation.GenerationMixin
-        return loop._sample(model, input_ids, generation_config=config, **kwargs)
+    loop: Any = generation.GenerationMixin
+    guards, compile_config = _guards_of(model, config.compile_config), config.compile_config
+    while True:
+        config.compile_config, options = _without_guards(compile_config, guards)
+        try:
+            with _compiled_once(model, config.compile_config, options, how, guards), _deferred_stop_check():
+                return loop._sample(model, input_ids, generation_config=config, **kwargs)
+        except _LayersChanged:
+            assert guards is not None
+            guards.renew()
+            _empty(cache)
 
 
 def _checked(cache: Any, config: GenerationConfig, prefill: str | None) -> str:
@@ -130,18 +137,29 @@ def _compile_config(given: CompileConfig | None) -> CompileConfig:
     return config
 
 
-def _with_guards(model: Any, config: CompileConfig) -> dict[str, Any]:
-    """Leave the guards of layers out of what ``config`` compiles, and return the options that do so for anything else."""
-    options = dict(config.options or {})
-    if config.backend != "mmqc" or "guard_filter_fn" in options:
-        return options
+class _LayersChanged(Exception):  # noqa: N818  (not an error: the prompt is computed again)
+    """What the prompt was computed with is not what was compiled."""
+
+
+def _guards_of(model: Any, config: CompileConfig) -> LayerGuards | None:
+    """What looks at the layers in Dynamo's place; other backends, and whoever filters guards already, keep them all."""
+    if config.backend != "mmqc" or "guard_filter_fn" in (config.options or {}):
+        return None
     state = _State.of(model)
     state.guards = state.guards or LayerGuards(model)
-    options.update(state.guards.options())
+    return state.guards
+
+
+def _without_guards(config: CompileConfig, guards: LayerGuards | None) -> tuple[CompileConfig, dict[str, Any]]:
+    """How to compile the step, and the options for the prefill."""
+    options = {**(config.options or {}), **(guards.options if guards else {})}
+    if guards is None or not guards.options:
+        return config, options
     # torch.compile takes either a mode or options; this backend takes the mode among them.
-    config.options = {**({"mode": config.mode} if config.mode else {}), **options}
-    config.mode = None  # type: ignore[assignment]
-    return options
+    step = copy.copy(config)
+    step.options = {**({"mode": config.mode} if config.mode else {}), **options}
+    step.mode = None  # type: ignore[assignment]
+    return step, options
 
 
 def _ready(model: Any, new: Any, batch: int, *, keep: bool) -> Any:
@@ -192,22 +210,30 @@ def _ready_packed(model: Any, new: QuantizedCache, batch: int, *, keep: bool) ->
 
 
 @contextmanager
-def _compiled_once(model: Any, config: CompileConfig, given: dict[str, Any], how: str) -> Iterator[None]:
+def _compiled_once(
+    model: Any, config: CompileConfig, given: dict[str, Any], how: str, guards: LayerGuards | None
+) -> Iterator[None]:
     """The next call of ``model``, its prefill, is compiled, and only that one."""
-    if how == "eager":
-        yield
-        return
     before, prefills = model._compiled_call_impl, _State.of(model).prefills
     options = {**given, **({"triton.cudagraphs": True} if how == "graphs" else {})}
     key = repr((config.backend, config.fullgraph, options))
-    if key not in prefills:
+    if key not in prefills and how != "eager":
         prefills[key] = torch.compile(
             model._call_impl, backend=config.backend, fullgraph=config.fullgraph, options=options or None
         )
+    call = model._call_impl if how == "eager" else prefills[key]
 
     def once(*args: Any, **kwargs: Any) -> Any:
         model._compiled_call_impl = before
-        return prefills[key](*args, **kwargs)
+        try:
+            output = call(*args, **kwargs)
+        except Exception:
+            if guards is None or guards.same():
+                raise
+            raise _LayersChanged from None
+        if guards is not None and not guards.same():
+            raise _LayersChanged
+        return output
 
     model._compiled_call_impl = once
     try:

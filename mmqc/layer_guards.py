@@ -1,15 +1,16 @@
-"""What Dynamo asks of a model's layers before every step, asked once a call of ``generate``.
+"""What Dynamo asks of a model's layers before every step, asked once a call of ``generate``, while the device computes.
 
     guards of a layer    its modules, parameters, buffers and plain attributes are those that were traced
-    here                 the same objects under the same names, tensors of the same dtype, shape and device
+    here                 the same objects in the same places, tensors of the same dtype, shape and device
 
 Why:     Dynamo looks at some twenty things in every module before every call, so its time grows with depth, and all of it comes
          before the first kernel of a prompt and between two tokens.  Inside ``generate`` nothing changes the layers, so one look
-         in front of the loop says what all of Dynamo's looks in it would.
-Safe:    only guards on elements of module lists are left out, only where an attribute is a constant, and only in a frame of
-         the model itself.  What is left out was compared by value; here objects are compared by identity, which is stricter.
-         When one differs, the model gets a new number, which is part of torch.compile's options: nothing that was compiled
-         before is used again.
+         says what all of Dynamo's looks in it would; it is taken when the prompt is on the device, and if something has
+         changed, the prompt is computed again.
+Safe:    only guards on elements of module lists are left out, only in a frame of the model itself, and only where an attribute
+         is a constant, or is asked which object it is.  What is left out was compared by value; here objects are compared by
+         identity, which is stricter.  When one differs, the model gets a new number, which is part of torch.compile's
+         options: nothing that was compiled before is used again.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+STATED = ("TYPE_MATCH", "ID_MATCH", "CLASS_MATCH")  # guards that identity answers for any object
 KEY = "layers"  # of the number in torch.compile's options
 ENOUGH = 4  # changes: a model that changes in every call of generate keeps all of Dynamo's guards
 LAYER = re.compile(r"self((?:\._modules\['[^']+'\])*\._modules\['\d+'\](?:\._modules\['[^']+'\])*)(.*)")
@@ -42,21 +44,20 @@ class LayerGuards:
         self.model = model
         self.count = 0
         self.enough = ENOUGH
-        self._renew()
+        self.renew()
 
-    def _renew(self) -> None:
+    def renew(self) -> None:
+        """Start afresh: ``options`` for torch.compile, none for a model that changes all the time."""
         self.count += 1
         self.number = next(_numbers)
         self.kinds: dict[int, tuple[nn.Module, type]] = {}
-        self.keys: dict[int, tuple[dict[str, Any], list[str]]] = {}
+        self.tables: dict[int, tuple[dict[str, Any], tuple[Any, ...]]] = {}
         self.values: dict[tuple[int, str], tuple[dict[str, Any], str, Any]] = {}
         self.forms: dict[int, tuple[Tensor, Any]] = {}
-
-    def options(self) -> dict[str, Any]:
-        """For torch.compile, after a look at the layers; nothing for a model that changes all the time."""
-        if not self._same():
-            self._renew()
-        return {KEY: self.number, "guard_filter_fn": self.keep} if self.count <= self.enough else {}
+        # A function, for transformers makes deep copies of options, and a copied method would bring a copied model.
+        self.options: dict[str, Any] = {KEY: self.number, "guard_filter_fn": lambda guards: self.keep(guards)}
+        if self.count > self.enough:
+            self.options = {}
 
     def keep(self, guards: Sequence[Any]) -> list[bool]:
         """Which guards of one frame Dynamo keeps: ``guard_filter_fn`` of torch.compile."""
@@ -76,7 +77,7 @@ class LayerGuards:
         owner = self.model.get_submodule(".".join(path))
         if table is None and attribute is not None and attribute not in TABLES:
             value = vars(owner).get(attribute, self)
-            if value is not guard.value or not isinstance(value, CONSTANTS):
+            if value is not guard.value or not (isinstance(value, CONSTANTS) or guard.guard_type in STATED):
                 return False
         for step in path:
             module = self._watch(module, "_modules", step)
@@ -94,20 +95,26 @@ class LayerGuards:
     def _watch(self, module: nn.Module, table: str | None, name: str) -> Any:
         """Remember an attribute of a module, or an entry of one of its tables, and which others there are."""
         place = vars(module) if table is None else vars(module)[table]
-        self.keys.setdefault(id(place), (place, list(place)))
+        self.tables.setdefault(id(place), (place, tuple(place.values())))
         return self.values.setdefault((id(place), name), (place, name, place[name]))[2]
 
-    def _same(self) -> bool:
+    def same(self) -> bool:
         """Whether everything is as it was traced; loops in C, for thousands of entries."""
         if not self.values:
             return True
         modules, kinds = zip(*self.kinds.values(), strict=True)
-        tables, keys = zip(*self.keys.values(), strict=True)
-        places, names, values = zip(*self.values.values(), strict=True)
         tensors, forms = zip(*self.forms.values(), strict=True) if self.forms else ((), ())
-        return (
-            all(map(is_, map(type, modules), kinds))
-            and all(map(eq, map(list, tables), keys))
-            and all(map(is_, map(dict.get, places, names), values))
-            and all(map(eq, map(FORM, tensors), forms))
-        )
+        alike = all(map(is_, map(type, modules), kinds)) and all(map(eq, map(FORM, tensors), forms))
+        return alike and all(self._same_table(*table) for table in self.tables.values())
+
+    def _same_table(self, place: dict[str, Any], values: tuple[Any, ...]) -> bool:
+        """Whether what was asked for in it is the same; its size too, for an attribute may hide a method."""
+        if len(place) != len(values):
+            return False
+        if all(map(is_, place.values(), values)):
+            return True
+        watched = [(name, value) for other, name, value in self.values.values() if other is place]
+        if not all(place.get(name, self) is value for name, value in watched):
+            return False
+        self.tables[id(place)] = (place, tuple(place.values()))
+        return True

@@ -139,9 +139,9 @@ def _sylvester_part(h: Tensor, order: int) -> Tensor:
 
 
 @functools.lru_cache(maxsize=64)
-def hadamard_plan(n: int, device: torch.device, dtype: torch.dtype) -> HadamardPlan:
-    """The plan of ``hadamard_factors(n)``, built once."""
-    t = best_tiling(n)
+def hadamard_plan(n: int, device: torch.device, dtype: torch.dtype, cut: tuple[int, int] | None = None) -> HadamardPlan:
+    """The plan of ``hadamard_factors(n)``, built once; ``cut`` (a, b) is for tuning."""
+    t = best_tiling(n) if cut is None else tiling(*cut)
     if isinstance(t, str):
         raise ValueError(f"hadamard_quantize: {t}")
     outer, inner = matrices(t, n)

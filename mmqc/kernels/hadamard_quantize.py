@@ -44,8 +44,8 @@ class Transformed(NamedTuple):
 @triton.jit
 def hadamard_quantize_kernel(
     x_ptr, up_ptr, outer_ptr, inner_ptr, y_ptr, scale_ptr, row_ptr, token_ptr, M, n, a, b, stride_x, stride_up,
-    SCALE: tl.constexpr, OUTER: tl.constexpr, A1: tl.constexpr, A2: tl.constexpr, B: tl.constexpr, R: tl.constexpr, GATED: tl.constexpr,
-    MODE: tl.constexpr, KIND: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, FP8: tl.constexpr,
+    SCALE: tl.constexpr, OUTER: tl.constexpr, A1: tl.constexpr, A2: tl.constexpr, B: tl.constexpr, R: tl.constexpr,
+    GATED: tl.constexpr, MODE: tl.constexpr, KIND: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, FP8: tl.constexpr,
     PTX: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
     """R rows of x a turn: tile row t is row t // A1 of x, part t % A1; a second tile holds parts A1 … of one row."""
@@ -176,8 +176,9 @@ def launch(
         return Launch(hadamard_slices_kernel, grid, args, constants, ("y_ptr",), num_warps or 4, num_stages or 3)
     tile = (t.R * (t.A1 if t.a > 1 else 1) + t.A2) * t.B
     small = tile <= 8192
-    # Both gated operands are staged: where the matrices fill most of the shared memory, there is room for one turn only.
-    stages = num_stages or (3 if small else 1 if up is not None else 2)
+    # With one turn in shared memory, not two, two programs fit a multiprocessor, which is worth a third where A is in one
+    # part; both gated operands are staged, and fit only so.
+    stages = num_stages or (3 if small else 2 if up is None and t.A2 else 1)
     warps = num_warps or (4 if small else 8)
     programs = min(ceil_div(m, t.R), programs or multiprocessors(x.device) * (4 if small else 2))
     constants |= dict(OUTER=t.a > 1, A1=t.A1, A2=t.A2, R=t.R, PROGRAMS=programs)

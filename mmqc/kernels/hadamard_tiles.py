@@ -16,7 +16,7 @@ DYNAMIC = tl.constexpr(2)
 
 @triton.jit
 def silu_tile(gate, PTX: tl.constexpr):
-    """gate / (1 + exp(-gate)) in float32; with PTX by the two approximate functions, good to 2^-21."""
+    """Gate / (1 + exp(-gate)) in float32; with PTX by the two approximate functions, good to 2^-21."""
     if PTX:
         y = tl.inline_asm_elementwise(
             """{ .reg .f32 t; mul.f32 t, $1, 0fBFB8AA3B; ex2.approx.ftz.f32 t, t;

@@ -22,10 +22,10 @@ def int4_as_int8(packed, PTX: tl.constexpr):
     """Packed uint8 -> (16 low, 16 high) int8."""
     if PTX:
         low = tl.inline_asm_elementwise(
-            "{ .reg .b32 t; shl.b32 t, $1, 4; xor.b32 t, t, 0x88888888; and.b32 $0, t, 0xF0F0F0F0; }",
+            "{ .reg .b32 t; shl.b32 t, $1, 4; lop3.b32 $0, t, 0x88888888, 0xF0F0F0F0, 0x28; }",
             "=r,r", [packed], dtype=tl.int8, is_pure=True, pack=4)  # fmt: skip
         high = tl.inline_asm_elementwise(
-            "{ .reg .b32 t; xor.b32 t, $1, 0x88888888; and.b32 $0, t, 0xF0F0F0F0; }",
+            "lop3.b32 $0, $1, 0x88888888, 0xF0F0F0F0, 0x28;",
             "=r,r", [packed], dtype=tl.int8, is_pure=True, pack=4)  # fmt: skip
     else:
         wide = packed.to(tl.int32)
@@ -39,11 +39,11 @@ def int4_as_codes(packed, PTX: tl.constexpr):
     """Packed uint8 -> (low, high) int8: u - 8 in every byte, with a bit above it that takes the borrow."""
     if PTX:
         low = tl.inline_asm_elementwise(
-            """{ .reg .b32 t; and.b32 t, $1, 0x0F0F0F0F; or.b32 t, t, 0x80808080;
+            """{ .reg .b32 t; lop3.b32 t, $1, 0x0F0F0F0F, 0x80808080, 0xEA;
             sub.u32 t, t, 0x08080808; xor.b32 $0, t, 0x80808080; }""",
             "=r,r", [packed], dtype=tl.int8, is_pure=True, pack=4)  # fmt: skip
         high = tl.inline_asm_elementwise(
-            """{ .reg .b32 t; shr.b32 t, $1, 4; and.b32 t, t, 0x0F0F0F0F; or.b32 t, t, 0x80808080;
+            """{ .reg .b32 t; shr.b32 t, $1, 4; lop3.b32 t, t, 0x0F0F0F0F, 0x80808080, 0xEA;
             sub.u32 t, t, 0x08080808; xor.b32 $0, t, 0x80808080; }""",
             "=r,r", [packed], dtype=tl.int8, is_pure=True, pack=4)  # fmt: skip
     else:

@@ -52,7 +52,7 @@ def round_tile(y, DTYPE: tl.constexpr, PTX: tl.constexpr):
 
 @triton.jit
 def load_part(x_ptr, residual_ptr, sum_ptr, at, mask, HAS_RESIDUAL: tl.constexpr):
-    """h in float32, written out where it is a sum."""
+    """H in float32, written out where it is a sum."""
     h = tl.load(x_ptr + at, mask=mask, other=0.0)
     if HAS_RESIDUAL:
         total = h.to(tl.float32) + tl.load(residual_ptr + at, mask=mask, other=0.0).to(tl.float32)
@@ -66,7 +66,7 @@ def norm_part(
     h, factor, gain_ptr, bias_ptr, at, mask, HAS_GAIN: tl.constexpr, HAS_BIAS: tl.constexpr, DTYPE: tl.constexpr,
     PTX: tl.constexpr,
 ):  # fmt: skip
-    """y of a part of a row, rounded."""
+    """Y of a part of a row, rounded."""
     y = h * factor
     if HAS_GAIN:
         y = y * tl.load(gain_ptr + at, mask=mask, other=0.0).to(tl.float32)
@@ -118,8 +118,8 @@ def norm_quantize_kernel(
 
 def parts(width: int) -> tuple[int, int]:
     """Sizes of the two parts of a row, powers of two; 0 for no second one."""
-    whole = triton.next_power_of_2(width)
-    rest = triton.next_power_of_2(max(width - whole // 2, 1))
+    whole = int(triton.next_power_of_2(width))
+    rest = int(triton.next_power_of_2(max(width - whole // 2, 1)))
     return (whole // 2, rest) if 256 <= rest < whole // 2 else (whole, 0)
 
 

@@ -20,7 +20,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from mmqc.kernels.configs import PERSISTENT, MatmulConfig
+from mmqc.kernels.configs import PERSISTENT, MatmulConfig, persistent
 from mmqc.kernels.configs import config as choose
 from mmqc.kernels.device_facts import (
     ceil_div,
@@ -114,8 +114,8 @@ def multiply(
             multiply(x_q, [linear], rows, config=config, fast_accumulation=fast_accumulation)
         return
     if c.variant == "unpack":
-        linears = [linear._replace(w=unpack_weight(linear.w, k, bits=4)) for linear in linears]
-        c = c.with_variant("nested")
+        linears = [linear._replace(w=unpack_weight(linear.w, k, bits=4, dtype=x_q.dtype)) for linear in linears]
+        c = c.with_variant(persistent(op_name(x_q, linears[0].w)))
     if c.variant in PERSISTENT and descriptor_reason(x_q, linears[0].w) is None:
         descriptor_launch(x_q, linears[0], rows, residual, c, fast_accumulation).run()
     else:

@@ -19,7 +19,7 @@ from mmqc.kernels import hadamard_quantize as transform
 from mmqc.kernels import scaled_matmul as scaled_kernels
 from mmqc.kernels import unpack_weight
 from mmqc.kernels import weight_only_matmul as weight_only_kernels
-from mmqc.kernels.configs import PERSISTENT, MatmulConfig, config
+from mmqc.kernels.configs import PERSISTENT, MatmulConfig, config, persistent
 from mmqc.kernels.device_facts import has_tensor_descriptors
 from mmqc.kernels.row_scale import ONE, VISUAL, RowScale
 from mmqc.kernels.scaled_matmul import FEW_ROWS, Linear
@@ -92,9 +92,10 @@ def _scaled_one(x: Operand, linear: Any, scales: RowScale, c: MatmulConfig, plan
     if c.variant == "unpack" and runs is not None:
         c = WHOLE  # the weight would be written out for calls that do not need it
     if c.variant == "unpack":
-        w = Operand.new((linear.w.shape[0], k), torch.int8, x.device)
+        w: Any = Operand.new((linear.w.shape[0], k), x.dtype, x.device)
         emit(unpack_weight.launch(linear.w, w, 4), m, planned)  # type: ignore[arg-type]
-        linear, c = linear._replace(w=w), c.with_variant("nested")
+        c = c.with_variant(persistent(scaled_kernels.op_name(x, w)))  # type: ignore[arg-type]
+        linear = linear._replace(w=w)
     if c.variant in PERSISTENT and has_tensor_descriptors(x.device) and k % 16 == 0 and linear.w.dtype != torch.uint8:
         emit(scaled_kernels.descriptor_launch(x.of(planned), linear, scales, None, c), m, planned, runs)  # type: ignore[arg-type]
         return

@@ -42,6 +42,14 @@ def test_hadamard_plan__matrices_are_the_op_s(n):
     assert_close(y, transform(x) if expected is None else x @ expected.t())
 
 
+@pytest.mark.parametrize("cut", [(20, 64), (40, 32), (28, 128)])
+def test_hadamard_quantize__with_another_cut(cut, device):
+    x = torch.randn(5, cut[0] * cut[1], device=device).half()
+    plan = plans.hadamard_plan(x.shape[1], x.device, x.dtype, cut)
+    assert (plan.tiling.a, plan.tiling.b) == cut
+    assert_close(kernel.hadamard_quantize(x, code=None, plan=plan).y, transform(x.double()), x.dtype)
+
+
 @pytest.mark.parametrize("n", [3420, 8960])
 def test_hadamard_plan__names_a_width_without_tiling(n, device):
     assert "no cut of width" in kernel.supports(torch.randn(1, n, device=device), None, None)

@@ -129,6 +129,21 @@ def test_scaled_matmul__fp8(device):
     assert_close(y, expected, torch.float16)
 
 
+def test_scaled_matmul__packed_weights_unpacked_to_fp8(device):
+    m, n, k = 19, 35, 96
+    codes = torch.randint(-8, 8, (n, k), dtype=torch.int8, device=device)
+    x = torch.randn(m, k, device=device).clamp(-4, 4).to(torch.float8_e4m3fn)
+    scale, w_scale = torch.rand(1, device=device), torch.rand(n, device=device)
+    if scaled_matmul.supports(x, x[:1].expand(n, k), w_scale, None, torch.float32):
+        pytest.skip("no fp8 on this device")
+    y = torch.full((m, n), float("nan"), device=device)
+    linear = scaled_matmul.Linear(pack_int4(codes), w_scale, None, y)
+    config = Config(16, 32, 32, 4, 2, variant="unpack")
+    rows = scaled_matmul.row_scale(scale, m)
+    scaled_matmul.multiply(x, [linear], rows, config=config, fast_accumulation=False)
+    assert_close(y, (x.double() @ codes.double().t()) * scale.double() * w_scale.double(), torch.float16)
+
+
 @pytest.mark.parametrize(
     ("change", "why"),
     [
