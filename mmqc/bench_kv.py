@@ -1,7 +1,7 @@
 """Throughput of decoding under memory budgets, by bits of the cache: the paper's Figure 3 (CalibQuant, arXiv:2502.14882).
 
 budget   cache and activations: the device's peak less the weights; without an accelerator, the cache's tensors alone
-batch    the largest that fits: memory is linear in the batch, so two probes say it; a run that is over is run again, smaller
+batch    the largest that fits: memory is linear in the batch, so a few probes say it; a run that is over is run again, smaller
 steps    some of the tokens to come, about their middle, stand for all of them: a step costs what its length makes it cost
 
 ways     dynamic   transformers' default, eager (16 bits alone)        eager   a static cache, eager
@@ -24,7 +24,7 @@ from .bench_kv_model import Shape, cache_bytes, decoder, filled
 
 GB = 1e9
 WAYS = ("dynamic", "eager", "compiled", "graph")
-PROBES = (1, 2)
+PROBES = (2, 6)
 WARM = 3
 
 
@@ -57,9 +57,10 @@ class Settings:
 
     @property
     def cases(self) -> list[tuple[int, str]]:
-        """(bits, way): the baseline in all ways, packed caches in the fast ones, if there are any."""
+        """(bits, way): the baseline in all ways, packed caches in the fast ones, if there are any; what is compiled comes last."""
         fast = [w for w in self.ways if w in ("compiled", "graph")] or ["eager"]
-        return [(b, w) for b in self.bits for w in (self.ways if b == 16 else fast)]
+        cases = [(b, w) for b in self.bits for w in (self.ways if b == 16 else fast)]
+        return sorted(cases, key=lambda case: case[1] == "compiled")
 
 
 @dataclass
@@ -134,9 +135,12 @@ class Bench:
         """GB of a run without sequences, and of each sequence; probed eagerly."""
         kind = "dynamic" if way == "dynamic" else "eager"
         if (bits, kind) not in self.lines:
-            a, b = (self.run(bits, kind, batch, 1)[1] for batch in PROBES)
-            each = max(b - a, 1e-12)
-            self.lines[(bits, kind)] = max(a - each * PROBES[0], 0.0), each
+            (m, a), (n, b) = ((batch, self.run(bits, kind, batch, 1)[1]) for batch in PROBES)
+            each = (b - a) / (n - m)
+            most = min(self.settings.largest, int(n + (max(self.settings.budgets) - b) / each))
+            if most > 2 * n:  # what kernels set aside for few sequences says little of many
+                each = (self.run(bits, kind, most, 1)[1] - b) / (most - n)
+            self.lines[(bits, kind)] = b - each * n, each
         return self.lines[(bits, kind)]
 
     @torch.no_grad()

@@ -66,6 +66,8 @@ def test_bench__a_failure_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_settings_and_shapes() -> None:
     assert Settings((16, 1), ways=("eager", "compiled")).cases == [(16, "eager"), (16, "compiled"), (1, "compiled")]
+    ordered = Settings((16, 1), ways=("compiled", "graph")).cases
+    assert ordered == [(16, "graph"), (1, "graph"), (16, "compiled"), (1, "compiled")]
     for wrong, message in (({"ways": ("fast",)}, "ways"), ({"bits": (3,)}, "bits"), ({"tokens": 0}, "positive")):
         with pytest.raises(ValueError, match=message):
             Settings(**wrong)
@@ -96,3 +98,21 @@ def test_bench__on_cuda_all_ways() -> None:
     rows = list(Bench(SHAPES["tiny"], settings, torch.device("cuda")).rows())
     assert [row.why for row in rows] == [""] * 6
     assert all(0 < row.memory <= row.budget for row in rows)
+
+
+def test_bench__the_compiled_step_is_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        del inputs
+        graphs.append(graph)
+        return graph
+
+    real = torch.compile
+    monkeypatch.setattr(
+        torch, "compile", lambda f, fullgraph, dynamic, options: real(f, backend=backend, fullgraph=fullgraph)
+    )
+    bench = Bench(SHAPES["tiny"], Settings((16, 1), (1.0,), 48, 4, 20, 8, ("compiled",), 3), CPU)
+    rows = list(bench.rows())
+    assert [row.why for row in rows] == ["", ""]
+    assert len(graphs) == 2
