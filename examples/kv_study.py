@@ -34,11 +34,9 @@ QUERIES = {"search": "none", "rounding": "queries"}
 NEAREST = {"search": "none", "rounding": "nearest"}
 FULL = {"shrink_keys": 1.0, "shrink_values": 1.0}
 METHODS: dict[str, Any] = {
-    "1 bit": calibquant(1),
     "1 bit, no tau": calibquant(1, **QUERIES),
-    "1 bit, nearest codes": calibquant(1, rounding="nearest"),
     "1 bit, nearest codes, no tau": calibquant(1, **NEAREST),
-    "2 bits": calibquant(2, search="none"),
+    "2 bits, no tau": calibquant(2, search="none"),
     "4 bits": calibquant(4),
     "8 bits": calibquant(8),
     "1 bit, no tau, values with one range": calibquant(1, values="tensor", **QUERIES),
@@ -51,9 +49,11 @@ METHODS: dict[str, Any] = {
     "KIVI, 1 bit": kivi(1),
     "one range, 2 bits": global_range(2),
     "one range, 1 bit": global_range(1),
-    "1 bit, nearest codes, full range": calibquant(1, rounding="nearest", **FULL),
+    "1 bit": calibquant(1),
+    "1 bit, nearest codes": calibquant(1, rounding="nearest"),
+    "2 bits": calibquant(2),
 }
-BARS = {"8 bits": 0.995, "4 bits": 0.995, "2 bits": 0.98, "1 bit": 0.93}
+BARS = {"8 bits": 0.995, "4 bits": 0.995, "2 bits": 0.98, "2 bits, no tau": 0.98, "1 bit": 0.93, "1 bit, no tau": 0.93}
 
 
 def accuracies(model: Any, sample: Any, questions: list[Any]) -> np.ndarray:
@@ -135,7 +135,7 @@ def page(data: dict[str, Any]) -> str:
         least = data["bars"].get(name)
         bar = "" if least is None else f"{least} {'met' if row['recovery'] >= least else 'missed'}"
         lines.append(f"| {name} | {row['recovery']:.4f} | {row['low']:.4f} … {row['high']:.4f} | {tau} | {bar} |")
-    one = data["rows"].get("1 bit", next(iter(data["rows"].values())))
+    one = data["rows"].get("1 bit, no tau", next(iter(data["rows"].values())))
     lines += ["", "Visual tokens, keys and values with their scales, offsets and counts, against 16 bits:", "",
               "| bits | times smaller at 8,192 visual tokens (head width 128) |", "|---|---|",
               *(f"| {bits} | {value:.2f} |" for bits, value in data["smaller_at_8192"].items()), "",
