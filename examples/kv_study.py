@@ -30,29 +30,30 @@ from mmqc.cache_generate import detach  # noqa: E402
 from mmqc.recipes import calibquant, global_range, kivi  # noqa: E402
 from mmqc.samples import scoring  # noqa: E402
 
+QUERIES = {"search": "none", "rounding": "queries"}
+NEAREST = {"search": "none", "rounding": "nearest"}
 FULL = {"shrink_keys": 1.0, "shrink_values": 1.0}
 METHODS: dict[str, Any] = {
-    "8 bits": calibquant(8),
+    "1 bit, no tau": calibquant(1, **QUERIES),
+    "1 bit, nearest codes, no tau": calibquant(1, **NEAREST),
+    "2 bits, no tau": calibquant(2, search="none"),
     "4 bits": calibquant(4),
-    "2 bits": calibquant(2),
-    "1 bit": calibquant(1),
-    "1 bit, text in 8 bits": calibquant(1, text_bits=8, text_window=16),
-    "1 bit, text in 4 bits": calibquant(1, text_bits=4, text_window=16),
-    "1 bit, no tau": calibquant(1, search="none", rounding="queries"),
-    "1 bit, nearest codes": calibquant(1, rounding="nearest"),
-    "1 bit, nearest codes, no tau": calibquant(1, search="none"),
-    "1 bit, values with one range": calibquant(1, values="tensor"),
-    "1 bit, values by token": calibquant(1, values="token"),
-    "1 bit, full range": calibquant(1, **FULL),
-    "1 bit, full range, nearest codes": calibquant(1, rounding="nearest", **FULL),
-    "1 bit, full range, nearest codes, no tau": calibquant(1, search="none", **FULL),
+    "8 bits": calibquant(8),
+    "1 bit, no tau, values with one range": calibquant(1, values="tensor", **QUERIES),
+    "1 bit, no tau, values by token": calibquant(1, values="token", **QUERIES),
+    "1 bit, no tau, full range": calibquant(1, **QUERIES, **FULL),
+    "1 bit, nearest codes, no tau, full range": calibquant(1, **NEAREST, **FULL),
+    "1 bit, no tau, text in 8 bits": calibquant(1, text_bits=8, text_window=16, **QUERIES),
+    "1 bit, no tau, text in 4 bits": calibquant(1, text_bits=4, text_window=16, **QUERIES),
     "KIVI, 2 bits": kivi(2),
     "KIVI, 1 bit": kivi(1),
     "one range, 2 bits": global_range(2),
     "one range, 1 bit": global_range(1),
-    "1 bit, tau by layer": calibquant(1, search="layer"),
+    "1 bit": calibquant(1),
+    "1 bit, nearest codes": calibquant(1, rounding="nearest"),
+    "2 bits": calibquant(2),
 }
-BARS = {"8 bits": 0.995, "4 bits": 0.995, "2 bits": 0.98, "1 bit": 0.93}
+BARS = {"8 bits": 0.995, "4 bits": 0.995, "2 bits": 0.98, "2 bits, no tau": 0.98, "1 bit": 0.93, "1 bit, no tau": 0.93}
 
 
 def accuracies(model: Any, sample: Any, questions: list[Any]) -> np.ndarray:
@@ -134,7 +135,7 @@ def page(data: dict[str, Any]) -> str:
         least = data["bars"].get(name)
         bar = "" if least is None else f"{least} {'met' if row['recovery'] >= least else 'missed'}"
         lines.append(f"| {name} | {row['recovery']:.4f} | {row['low']:.4f} … {row['high']:.4f} | {tau} | {bar} |")
-    one = data["rows"].get("1 bit", next(iter(data["rows"].values())))
+    one = data["rows"].get("1 bit, no tau", next(iter(data["rows"].values())))
     lines += ["", "Visual tokens, keys and values with their scales, offsets and counts, against 16 bits:", "",
               "| bits | times smaller at 8,192 visual tokens (head width 128) |", "|---|---|",
               *(f"| {bits} | {value:.2f} |" for bits, value in data["smaller_at_8192"].items()), "",

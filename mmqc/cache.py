@@ -146,7 +146,10 @@ class QuantizedCache(Cache):
             self.reset()
             return
         if len(self.packed) < len(self.layers):
-            raise ValueError("a cache with sliding windows cannot be cropped: what the window left behind is gone")
+            raise ValueError(
+                "a cache with sliding windows cannot be cropped: what the window left behind is gone; go back to a "
+                "copy.deepcopy of the cache from before"
+            )
         text, visual = self._removed(length, total)
         for layer in self.packed:
             layer.remove(length, text, visual)

@@ -33,6 +33,8 @@ MAY_IMPORT = {
         "mmqc/hf_load.py",
         "mmqc/save.py",
         "mmqc/load_quantized.py",
+        "mmqc/bench_kv.py",
+        "mmqc/bench_kv_model.py",
         "mmqc/cache.py",
         "mmqc/cache_attention.py",
         "mmqc/cache_layer.py",

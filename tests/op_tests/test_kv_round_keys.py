@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from tolerance import assert_close
 from torch import Tensor
 
 import mmqc.ops  # noqa: F401
@@ -53,7 +54,8 @@ def test_kv_round_keys__is_the_descent_token_by_token(bits: int) -> None:
             k = x[b, h, order[b, :n]]
             want, *ranges = by_hand(k, moment[h], bits, 0.7, 0.3, 2)
             assert torch.equal(codes[b, h, :n].double(), want)
-            torch.testing.assert_close((scale[b, h, 0], offset[b, h, 0]), tuple(ranges), rtol=1e-12, atol=1e-12)
+            for got, expected in zip((scale, offset), ranges, strict=True):
+                assert_close(got[b, h, 0], expected)
         assert not codes[b, h, n:].any()
 
 
