@@ -69,11 +69,16 @@ def towers(prog: Program, spaces: Spaces) -> dict[fx.Node, str]:
 
 
 def roles(prog: Program, spaces: Spaces) -> dict[fx.Node, str]:
-    """What a linear does: ``in`` reads a normed stream, ``out`` writes one, ``inner`` neither, ``head`` makes the output."""
+    """What a linear does: ``in`` reads a normed stream, ``out`` writes one, ``inner`` neither, ``head`` makes the output.
+
+    Keys and values that leave the graph for a cache are outputs too, but no head: other linears depend on them.
+    """
     streams = [s for s in spaces if s.norms or s.mean_pins]
     reads = {t.fqn for s in streams for t in s.readers}
     writes = {t.fqn for s in streams for t in s.writers}
     heads = {t.fqn for s in spaces if s.outputs for t in s.writers}
+    feeding = _upstream([source for node in prog.nodes("linear") for source in node.all_input_nodes])
+    heads -= {weight_of(node) for node in prog.nodes("linear") if node in feeding}
     found = {}
     for node in prog.nodes("linear"):
         fqn = weight_of(node)
