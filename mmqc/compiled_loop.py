@@ -182,7 +182,7 @@ def _ready(model: Any, new: Any, batch: int, *, keep: bool) -> Any:
     return new
 
 
-def _empty(cache: StaticCache) -> None:
+def _empty(cache: StaticCache | QuantizedCache) -> None:
     """``cache.reset()`` in a launch for each dtype, not three a layer."""
     if any(type(layer) is not StaticLayer for layer in cache.layers):
         cache.reset()

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, get_layer_types_and_kwargs
 
-from .cache import SPEC, QuantizedCache, check_layers, decoder_config
+from .cache import SPEC, QuantizedCache, check_spec, decoder_config
 from .cache_layer import PADDING, TEXT, VISUAL, Arrival, PackedLayer, Segment, Shared
 from .config import KVSpec
 from .front.programs import (
@@ -83,9 +83,9 @@ class PromptLayer(GivenLayer):
 
     kinds: Tensor
 
-    def store(self, k: Tensor, v: Tensor, arrival: Any) -> None:
+    def store(self, k: Tensor, v: Tensor, arrival: Any, moment: Tensor | None = None) -> None:
         """Visual tokens become the layer's one segment, text goes to its places."""
-        del arrival
+        del arrival, moment
         visual, text, spec = self.kinds == VISUAL, self.kinds == TEXT, self.spec
         count = visual.sum(1).to(torch.int32)
         where = (torch.argsort(visual.logical_not().to(torch.uint8), dim=1, stable=True), count, spec.bits)
@@ -176,10 +176,18 @@ class PackedSteps(Steps):
     spec: KVSpec = field(default_factory=KVSpec)
 
     def __post_init__(self) -> None:
-        kinds = get_layer_types_and_kwargs(decoder_config(self.model))[0]
+        text = decoder_config(self.model)
+        kinds = get_layer_types_and_kwargs(text)[0]
         if set(kinds) != {"full_attention"}:
             raise StepError(f"a packed cache has full attention in every layer, this one has {sorted(set(kinds))}")
-        check_layers(self.spec, len(kinds))
+        if self.spec.text_bits < 16:
+            raise StepError("a package stores text in the model's precision: quantize the cache with text_bits=16")
+        if self.spec.rounding != "nearest":
+            raise StepError(
+                "a package rounds keys to the nearest code, not for the queries that calibration saw: quantize the cache with "
+                'rounding="nearest", at 1 bit for some accuracy, or with 2 bits'
+            )
+        check_spec(self.spec, text)
 
     def modules(self) -> dict[str, nn.Module]:
         """By name of the program."""

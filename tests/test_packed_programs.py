@@ -99,6 +99,18 @@ def test_programs__sliding_windows_are_refused() -> None:
         PackedSteps(model, None, None, None, SPECS["2 bits"])  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("spec", "why"),
+    [
+        (mmqc.KVSpec(2, text_bits=8), "text in the model's precision"),
+        (mmqc.KVSpec(1, rounding="queries"), "nearest code"),
+    ],
+)
+def test_programs__what_a_package_does_not_store_is_refused(spec: mmqc.KVSpec, why: str) -> None:
+    with pytest.raises(StepError, match=why):
+        PackedSteps(tiny_qwen2_vl()[0], None, None, None, spec)  # type: ignore[arg-type]
+
+
 # --- packages ---------------------------------------------------------------------------------------------------------
 
 

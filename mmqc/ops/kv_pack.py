@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from mmqc.ops.define import define
+from mmqc.ops.divide import divided
 from mmqc.ops.kv_words import check_bits, check_width, pack_words, tokens_per_word, words_for
 
 AXES = ("channel", "token", "tensor")
@@ -65,7 +66,7 @@ def reference(
     low, high = ranges(x, used, by)
     centre, half = (low + high) / 2, (high - low) * (shrink / 2)
     offset = torch.where(high > low, centre - half, low)
-    scale = torch.where(high > low, 2 * half / (2**bits - 1), 1.0)
+    scale = torch.where(high > low, divided(2 * half, 2**bits - 1), 1.0)
     codes = torch.round(((x - offset) / scale).clamp(0, 2**bits - 1))
     words = pack_words(torch.where(used, codes, 0.0), bits, transposed)
     if by == "token":  # one for every place in the words

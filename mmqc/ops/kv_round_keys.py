@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from mmqc.ops.define import define
+from mmqc.ops.divide import divided
 from mmqc.ops.kv_pack import check as check_places
 from mmqc.ops.kv_pack import chosen, ranges
 from mmqc.ops.kv_pack import fake as fake_pack
@@ -26,7 +27,7 @@ SWEEPS, DAMPING = 2, 0.3
 
 def check(x: Tensor, order: Tensor, count: Tensor, moment: Tensor, bits: int) -> None:
     """Raise unless the operands fit each other."""
-    check_places(x, order, count, bits, "channel")
+    check_places(x, order, count, bits, "channel", False)
     if moment.shape != (x.shape[1], x.shape[3], x.shape[3]):
         raise ValueError(f"moment is [H, D, D] for x {list(x.shape)}, not {list(moment.shape)}")
 
@@ -42,7 +43,7 @@ def reference(
     low, high = ranges(k, used, "channel")
     centre, half = (low + high) / 2, (high - low) * (shrink / 2)
     offset = torch.where(high > low, centre - half, low)
-    scale = torch.where(high > low, 2 * half / top, 1.0)
+    scale = torch.where(high > low, divided(2 * half, top), 1.0)
     mean = moment.diagonal(dim1=-2, dim2=-1).mean(-1).to(wide).clamp(min=torch.finfo(torch.float32).tiny)
     h = moment.to(wide) / mean[:, None, None] + damping * torch.eye(x.shape[3], dtype=wide, device=x.device)
     u = torch.round(((k - offset) / scale).clamp(0, top))

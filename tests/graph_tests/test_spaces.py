@@ -106,6 +106,28 @@ def test_towers__of_qwen2_vl() -> None:
     assert role[f"{TEXT}.layers.0.self_attn.q_proj.weight"] == role[f"{VISION}.merger.mlp.0.weight"] == "in"
 
 
+class Cached(nn.Module):
+    """Attention whose keys and values leave for a cache."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(20, 8), nn.Linear(8, 20)
+        self.q, self.k, self.v, self.o = (nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, input_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        x = self.embed(input_ids)
+        q, k, v = self.q(x), self.k(x), self.v(x)
+        y = F.scaled_dot_product_attention(q[:, None], k[:, None], v[:, None])
+        return self.head(x + self.o(y[:, 0])), k, v
+
+
+def test_roles__keys_and_values_for_a_cache_are_no_head() -> None:
+    prog = passed(recorded(Cached(), {"input_ids": torch.arange(6)[None]}), [RaiseOps()])
+    found = {n.args[1].target: role for n, role in roles(prog, spaces_of(prog)).items()}
+    assert [fqn for fqn, role in found.items() if role == "head"] == ["head.weight"]
+    assert len(found) == 5
+
+
 @pytest.mark.parametrize("case", ["pre_ln", "rms_gqa"])
 def test_towers__text_alone_is_language(case: str) -> None:
     model, batch = MODELS[case]()
