@@ -7,7 +7,6 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor, fx, nn
 from . import convert
 from .account import refusals, transforms
 from .blocks import NotStreamableError, survey
-from .calibrate import EQUAL, MIXED, InputStatistics, Watch
+from .calibrate import MIXED, InputStatistics, Watch
 from .channel_scales import Forwards, scale_channels
 from .config import HEAD, ConfigError, QuantConfig
 from .equivalence import check, outputs
@@ -28,6 +27,7 @@ from .graph.record import record
 from .graph.runner import Steps, run
 from .hf import attach_config
 from .incoherence import incoherences, weight_towers
+from .job_options import Batch, Options
 from .kv_rounding import observed, round_keys_and_values
 from .measure import Loss
 from .measured_rewrites import measured_rewrites
@@ -40,29 +40,10 @@ from .quantize_experts import BuiltExperts, quantize_experts
 from .report import LayerReport, QuantReport, Refusal
 from .residency import Residency
 from .resume import Store, Unit
-from .sequential import Inputs, Sequential
+from .sequential import Sequential
 from .unseen import guard, unseen_modules, unsure_weights
 
 MEASURED_BATCHES = 4
-Batch = Mapping[str, Any]
-Last = Callable[[Callable[[dict[str, Any]], Batch]], object]
-
-
-@dataclass(frozen=True)
-class Options:
-    """How ``quantize_`` gets its statistics; see its arguments of the same names.
-
-    Attributes:
-        then: called in the end with what puts a batch on the device that computes; all can still be undone.
-    """
-
-    inputs: Inputs = "float"
-    device: Any = None
-    spool: str | None = None
-    generate_tokens: int = 0
-    resume_dir: str | None = None
-    row_weights: Mapping[str, float] = field(default_factory=lambda: dict(EQUAL))
-    then: Last | None = None
 
 
 class Job:
@@ -143,9 +124,8 @@ class Job:
             self.untied += measured_rewrites(
                 self.model, prog, self.config, lambda: map(self.call, self.batches), self.journal
             )
-            if (
-                kv is not None and bases is None
-            ):  # otherwise these forwards went through the keys too, which no basis changes
+            # The forwards that find bases went through the keys too, which no basis changes.
+            if kv is not None and bases is None:
                 with torch.no_grad():
                     for batch in self.batches if kv.basis in ("principal", "peaks") else self.batches[:1]:
                         self.forward(batch)

@@ -16,7 +16,8 @@ from .calibrate import EQUAL, TEXT, VISUAL, CalibrationError
 from .config import ConfigError, QuantConfig
 from .expert_modules import QuantExperts
 from .generated import with_generated
-from .job import Batch, Job, Last, Options
+from .job import Job
+from .job_options import Batch, Last, Options
 from .kv_scores import with_scores
 from .memory_error import explained
 from .modality import ModalityContext, attached, detach, visual_token_ids

@@ -16,7 +16,7 @@ from mmqc.passes import fuse_rotation
 def test_equivalence__is_in_the_report() -> None:
     report = quantize(Small(), recipes.rotate())
     assert 0 < report.rewrite_error < 1e-5
-    assert f"{report.rewrite_error:.1e} (relative, first batch)" in report.summary()
+    assert f"by {report.rewrite_error:.1e}, relative" in report.summary()
     assert report.to_dict()["rewrite_error"] == report.rewrite_error
     assert quantize(Small(), recipes.rtn(8, 8)).rewrite_error == 0
 
