@@ -1,10 +1,11 @@
-"""docs/results/kernels.md and its figures from benchmarks/results/{linear,row_kernels,e2e,sanitize,w4a8_groups,kv_attention}.json.
+"""docs/results/kernels.md and its figures from the JSON files of GPU runs in benchmarks/results.
 
 python benchmarks/kernel_page.py
 """
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,26 @@ FIGURES = {
         "",
     ],
 }
+KERNELS = {
+    "linear": ("scaled_matmul*", "weight_only_matmul*"),
+    "row_kernels": ("norm_quantize*", "hadamard_*"),
+    "w4a8_groups": ("group_scaled_matmul*",),
+    "kv_attention": ("kv_*",),
+    "mixed_linear": ("mixed_*", "quantize_per_token*"),
+}
 SAME = "; a copy of the same bytes reads and writes what the kernel does, so launch and ramp-up cost it as much"
 COLUMNS = ("bf16", "int8", "int_mm", "fp8", "scaled_mm", "int4", "w4", "tinygemm", "gemlite", "humming")
+
+
+def measured(name: str, data: dict[str, Any]) -> str:
+    """The commit of a run, by default that of its file, and whether the kernels are other ones by now."""
+    git = lambda *args: subprocess.run(["git", *args], cwd=ROOT, check=False, capture_output=True, text=True)  # noqa: E731
+    commit = data.get("commit") or git("log", "-1", "--format=%h", f"benchmarks/results/{name}.json").stdout
+    commit = commit.strip()[:7]
+    changed = git(
+        "diff", "--quiet", commit, "--", *(f":(glob)mmqc/kernels/{pattern}.py" for pattern in KERNELS[name])
+    ).returncode
+    return f"Commit {commit}{'; the kernels have changed since, and were not measured again.' if changed else '.'}"
 
 
 def table(head: tuple[str, ...], rows: list[list[str]]) -> list[str]:
@@ -156,7 +175,7 @@ def group_scales(data: dict[str, Any]) -> list[str]:
         f"`{data['command']}`, {data['device']}. Both forms pay a pass over the accumulator for every group, which one scale a "
         "channel does not; the ratios are below. Why they come out so close is counted, not measured: by NVIDIA's tables of "
         "throughput an integer multiply-add issues at half the rate of a float one on Hopper, which is as many issue slots as the "
-        "conversion that integers save. W8A8 was not tuned for all shapes.",
+        "conversion that integers save. W8A8 was not tuned for all shapes. " + measured("w4a8_groups", data),
         "",
         *table(("linear / rows", *ways), rows),
         *table(("ratio of times, geometric mean", "value"), ratios),
@@ -174,14 +193,31 @@ def packed_cache(data: dict[str, Any]) -> list[str]:
         f"One layer's decode attention, batch {shape['batch']}, {shape['heads']} KV heads of {shape['width']} with "
         f"{shape['group']} query heads each, {shape['visual']} packed visual and {shape['text']} text tokens, microseconds; "
         f"`{data['command']}`, "
-        f"{data['device']}. *pack* is done once, after the prompt.",
+        f"{data['device']}. *pack* is done once, after the prompt. {measured('kv_attention', data)}",
         "",
         *table(("kernel", "microseconds"), rows),
         *table(("ratio", "value"), [[k, f"{v:.2f}"] for k, v in data["summary"].items()]),
     ]
 
 
-SECTIONS = {"w4a8_groups": group_scales, "kv_attention": packed_cache}
+def mixed(data: dict[str, Any]) -> list[str]:
+    """The linear in two precisions next to cuBLAS bf16: microseconds, quantization of the input included."""
+    times = data["times"]
+    ways = list(dict.fromkeys(way for row in times.values() for way in row))
+    rows = [[name, *(f"{row[w]:.0f}" if w in row else "–" for w in ways)] for name, row in by_rows(times)]
+    return [
+        "## Two precisions",
+        "",
+        "ResQ's linear: 7/8 of the channels in 4 bits, 1/8 in 8, inputs quantized by token; microseconds. *mixed*: quantization "
+        "and product, low weights packed in 4 bits; *kept*: the same with weights that were unpacked before. "
+        f"`{data['command']}`, {data['device']}, torch {data['torch']}. {measured('mixed_linear', data)}",
+        "",
+        *table(("linear / rows", *ways), rows),
+        *table(("ratio", "value"), [[k, f"{v:.2f}"] for k, v in data["summary"].items()]),
+    ]
+
+
+SECTIONS = {"w4a8_groups": group_scales, "kv_attention": packed_cache, "mixed_linear": mixed}
 
 
 def main() -> None:
@@ -201,7 +237,8 @@ def main() -> None:
         *(FIGURES["weight_traffic.png"] if "weight_traffic.png" in figures else []),
         *(FIGURES["roofline.png"] if "roofline.png" in figures else []),
         f"Microseconds, the linears of Qwen2-VL-7B; `{linear['command']}`. *int8*, *fp8*, *int4* (W4A8) and *w4* (W4A16, groups "
-        "of 128) are ours; *int_mm* and *scaled_mm* are torch's, without an epilogue for int_mm.",
+        "of 128) are ours; *int_mm* and *scaled_mm* are torch's, without an epilogue for int_mm. "
+        + measured("linear", linear),
         "",
         *times(linear),
         *table(("ratio (geometric mean) or rate", "value"), [[k, f"{v:.2f}"] for k, v in linear["summary"].items()]),
@@ -209,7 +246,7 @@ def main() -> None:
         "",
         f"4,096 rows; TB/s of the bytes that must move. A copy of 1 GiB reaches {rows['tb_per_s']['copy']:.2f} TB/s; a copy of the "
         "same bytes reads and writes what the kernel does, so launch and ramp-up cost it as much. "
-        + f"`{rows['command']}`",
+        + f"`{rows['command']}`. {measured('row_kernels', rows)}",
         "",
         *traffic(rows),
         "## Norm, quantize, linear",

@@ -179,7 +179,9 @@ def main() -> int:
             run.attempt(f"{name}/{m}", lambda n=name, s=shape, m=m: one_shape(run, n, s, m, tuned, args.tune), 240)
     summary = report(run)
     device = "cpu" if run.dry else torch.cuda.get_device_name()
-    result = {"gpu": gpu_name(run.device), "device": device, "torch": torch.__version__, "times": run.times, "errors": run.errors,
+    command = " ".join(("python benchmarks/mixed_linear.py", *sys.argv[1:]))
+    result = {"command": command, "gpu": gpu_name(run.device), "device": device, "torch": torch.__version__,
+              "times": run.times, "errors": run.errors,
               "summary": summary, "bandwidth": run.bandwidth, "failures": run.failures, "tiles": tuned}  # fmt: skip
     if args.out:
         args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
