@@ -178,10 +178,10 @@ def visual_part(
             cuda.gdc_wait()
         slope, shift, top = calibration_tile(low_ptr, high_ptr, row, splits, tau1, tau2, like, GP, SP)
         m, o, rest, top = m * slope, o * slope + shift, rest * slope, gl.ceil(top)
-        if not PER_TOKEN:
-            o = o - (top - LOG2_UNIT)
+        o = o if PER_TOKEN else o - (top - LOG2_UNIT)
     else:  # tau1 = tau2
         o = o - tau1 * LOG2E
+    if PER_TOKEN or not RANGED:  # known step by step; that of p s_V is far below that of p
         top = gl.max(like, 0) + LOWEST
     count = gl.load(count_ptr + b)
     rows_all = tokens_all // P
@@ -210,7 +210,8 @@ def visual_part(
         if PER_TOKEN:
             e = gl.exp2(x - (top - LOG2_UNIT)[None, :])
             total += gl.sum(e.reshape([P, R, GP]), 0)
-            offsets += gl.sum((e * a[:, None]).reshape([P, R, GP]), 0)
+            middle = a + s * (1 << (BITS - 1))  # of a token's range: what p loses by rounding then meets codes around 0
+            offsets += gl.sum((e * middle[:, None]).reshape([P, R, GP]), 0)
         p = token_order(two_digits(y, T, GP), BITS, 2 * GP)
         for i in gl.static_range(T // 64):
             acc = mma(code_planes(v[i], BITS, VR), gl.convert_layout(p[i], B8), acc)
@@ -243,11 +244,12 @@ def values_of_sums(acc, weights, total, offsets, top, scale_ptr, offset_ptr, BIT
     along: tl.constexpr = gl.SliceLayout(0, y.type.layout)
     weights = gl.convert_layout(gl.sum(weights, 0), along)
     y = y * place_factor(d % P, BITS)[:, None]
-    y = y + gl.where((d % P == P - 1)[:, None], (weights * (1 << (BITS - 1)))[None, :], 0.0)
+    signed, middle = (d % P == P - 1)[:, None], (weights * (1 << (BITS - 1)))[None, :]
     if PER_TOKEN:
-        y = y + gl.convert_layout(gl.sum(offsets, 0), along)[None, :]
+        y = y + gl.where(signed, 0.0, 0.0 - middle) + gl.convert_layout(gl.sum(offsets, 0), along)[None, :]
         weights = gl.convert_layout(gl.sum(total, 0), along)
     else:
+        y = y + gl.where(signed, middle, 0.0)
         s = gl.load(scale_ptr + d, mask=d < D, other=0.0)
         a = gl.load(offset_ptr + d, mask=d < D, other=0.0)
         y = y * s[:, None] + a[:, None] * weights[None, :]
@@ -346,11 +348,11 @@ def kv_combine_kernel(
     total = tl.sum(total * tl.exp2(tl.minimum(tops - top, 0.0)), 0)
     acc = tl.zeros((DP,), tl.float32)
     for start in range(0, parts, BP):
-        s = start + tl.arange(0, BP)
-        share = tl.exp2(tl.minimum(tl.load(top_ptr + first + s * G, mask=s < parts, other=LOWEST) - top, 0.0))
-        at = (first + s * G)[:, None] * D + d[None, :]
+        i = start + tl.arange(0, BP)
+        share = tl.exp2(tl.minimum(tl.load(top_ptr + first + i * G, mask=i < parts, other=LOWEST) - top, 0.0))
+        at = (first + i * G)[:, None] * D + d[None, :]
         acc += tl.sum(
-            tl.load(part_ptr + at, mask=(s < parts)[:, None] & (d < D)[None, :], other=0.0) * share[:, None], 0
+            tl.load(part_ptr + at, mask=(i < parts)[:, None] & (d < D)[None, :], other=0.0) * share[:, None], 0
         )
     some = total > 0
     total = tl.where(some, total, 1.0)
