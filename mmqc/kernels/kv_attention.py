@@ -1,6 +1,6 @@
-"""A decode step's attention to packed visual and plain text tokens (ops/kv_attention.py): nothing is dequantized, no score stored.
+"""A decode step's attention to packed visual and plain text tokens (ops/kv_attention.py): nothing is dequantized.
 
-    [range of the visual scores, where g needs it]  ->  parts of the sums  ->  sum of the parts
+    [visual scores and their range, where g needs it]  ->  parts of the sums  ->  sum of the parts
 
 Shapes:  those of the op with Q = 1; fp16 | bf16 (fp32 in the interpreter)   D to 256   G = H_q / H to 16 query heads a KV head
 Splits:  from capacities and the number of multiprocessors, never from counts, which are read on the device: a launch is the same
@@ -8,6 +8,7 @@ Splits:  from capacities and the number of multiprocessors, never from counts, w
 Exact:   integer dot products.  Rounded are q s_K, to 16 bits relative to its largest entry, and p, to multiples of 1 / 32512 of the
          power of two above the largest p of a part (calibrated, of the sequence): a visual token with less than 2^-16 of that
          counts as nothing.  With a scale per token, the product of the two is rounded.
+Memory:  the parts' sums; and where g needs a range, 4 bytes for every score of one layer's call: K again would be more work.
 Why:     one AND unpacks four codes to one register of a tensor-core operand (kv_words.py), which 16-bit operands would need two
          for; the digits of q and p fill the eight columns that four queries would leave half empty.
 Arch:    Ampere and newer.
@@ -108,6 +109,8 @@ def kv_attention(
     steps, splits, text_splits = parts(ceil_div(tokens, rows * 8 // bits), ceil_div(text, c.text), programs)
     new = lambda *shape: torch.empty(shape, dtype=torch.float32, device=q.device)  # noqa: E731
     low, high = (new(batch * heads, splits if ranged else 0, gp) for _ in range(2))
+    step = rows * 8 // bits
+    scores = new(batch * heads, ceil_div(tokens, step) * step if ranged else 0, gp)
     part = new(batch * heads, splits + text_splits, group, d)
     sums, tops = (new(batch * heads, splits + text_splits, group) for _ in range(2))
     shape = dict(BITS=bits, G=group, GP=gp, D=d, C=chunks, R=rows, EARLY=early, num_warps=1)
@@ -115,13 +118,13 @@ def kv_attention(
     k_bytes, v_bytes = k_words.view(torch.int8), v_words.view(torch.int8)
     if ranged and splits:
         kv_range_of_scores_kernel[(splits, heads, batch)](
-            q, k_bytes, k_scale, k_offset, visual_count, low, high, 2 * words, heads, scaling, q.stride(0), q.stride(1), steps,
-            splits, **shape,
+            q, k_bytes, k_scale, k_offset, visual_count, low, high, scores, 2 * words, heads, scaling, q.stride(0), q.stride(1),
+            steps, splits, **shape,
         )  # fmt: skip
     if splits + text_splits:
         kv_parts_kernel[(splits + text_splits, heads, batch)](
-            q, k_bytes, v_bytes, k_scale, k_offset, v_scale, v_offset, visual_count, k_text, v_text, text_count, low, high, part,
-            sums, tops, tokens, heads, scaling, tau1, tau2, q.stride(0), q.stride(1), *k_text.stride()[:3],
+            q, k_bytes, v_bytes, k_scale, k_offset, v_scale, v_offset, visual_count, k_text, v_text, text_count, low, high, scores,
+            part, sums, tops, tokens, heads, scaling, tau1, tau2, q.stride(0), q.stride(1), *k_text.stride()[:3],
             *v_text.stride()[:3], steps, splits, text_splits, RANGED=ranged, PER_TOKEN=v_scale.shape[3] == 1 and d != 1,
             VR=power_of_two(ceil_div(64 * chunks * bits, 8), 16), BT=c.text, SP=power_of_two(splits, 32) if ranged else 1, **shape,
             **({"maxnreg": c.registers} if c.registers else {}), **(follows if ranged and splits else {}),

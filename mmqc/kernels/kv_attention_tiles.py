@@ -6,7 +6,8 @@
 
 Codes and digits are int8 and their sums int32: exact.  ``top`` is a whole number, so that a part with a new one shifts its sums.
 A program has a stretch of one sequence's words, or of its text, for all the query heads of one KV head.  Scores are in units of
-log 2, and nowhere in memory: where g needs their range, a launch before finds it, and they are computed again from K's bits.
+log 2.  Where g needs their range, a launch before finds it and leaves the scores, so that K is read once; else they are nowhere in
+memory.
 """
 
 # Triton's values are no Python values to a type checker.
@@ -105,13 +106,20 @@ def token_places(like, BITS: tl.constexpr, R: tl.constexpr):
     return byte_row(i % R, BITS) * P + i // R
 
 
+@tile
+def score_places(like, T: tl.constexpr, GP: tl.constexpr):
+    """Where a step's scores [T, GP] are kept: a register of a warp is 128 contiguous bytes."""
+    i = gl.arange(0, T, layout=gl.SliceLayout(1, like.type.layout))
+    return i[:, None] * GP + gl.arange(0, GP, layout=gl.SliceLayout(0, like.type.layout))[None, :]
+
+
 @jit(do_not_specialize=("steps", "splits"))
 def kv_range_of_scores_kernel(
-    q_ptr, words_ptr, scale_ptr, offset_ptr, count_ptr, low_ptr, high_ptr, rows_all, heads, scaling, stride_qb, stride_qh, steps,
-    splits, BITS: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, C: tl.constexpr, R: tl.constexpr,
-    EARLY: tl.constexpr,
+    q_ptr, words_ptr, scale_ptr, offset_ptr, count_ptr, low_ptr, high_ptr, score_ptr, rows_all, heads, scaling, stride_qb,
+    stride_qh, steps, splits, BITS: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, C: tl.constexpr,
+    R: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """The least and the largest visual score of one part, per query."""
+    """The visual scores of one part, and the least and the largest of them per query."""
     if EARLY:
         cuda.gdc_launch_dependents()
     part, h, b = gl.program_id(0), gl.program_id(1), gl.program_id(2).to(tl.int64)
@@ -124,10 +132,12 @@ def kv_range_of_scores_kernel(
     )
     count = gl.load(count_ptr + b)
     words = words_ptr + row * rows_all * D
+    scores, places = score_ptr + row * ((rows_all + R - 1) // R * T * GP), score_places(like, T, GP)
     low = gl.min((like + float("inf")).reshape([P, R, GP]), 0)
     high = gl.max((like + float("-inf")).reshape([P, R, GP]), 0)
     for start in range(part * steps * T, gl.minimum((part + 1) * steps * T, count), T):
         x = key_scores(words, start // P, rows_all, q, m, o, rest, like, BITS, R, GP, D, C)
+        gl.store(scores + start * GP + places, x)
         y = x
         if start + T > count:
             exists = (start + token_places(like, BITS, R) < count)[:, None]
@@ -161,8 +171,8 @@ def calibration_tile(low_ptr, high_ptr, row, splits, tau1, tau2, like, GP: tl.co
 
 @tile
 def visual_part(
-    q_ptr, k_ptr, v_ptr, k_scale_ptr, k_offset_ptr, v_scale_ptr, v_offset_ptr, count_ptr, low_ptr, high_ptr, part, h, b, row,
-    tokens_all, scaling, tau1, tau2, stride_qb, stride_qh, steps, splits, BITS: tl.constexpr, RANGED: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, k_scale_ptr, k_offset_ptr, v_scale_ptr, v_offset_ptr, count_ptr, low_ptr, high_ptr, score_ptr, part, h,
+    b, row, tokens_all, scaling, tau1, tau2, stride_qb, stride_qh, steps, splits, BITS: tl.constexpr, RANGED: tl.constexpr,
     PER_TOKEN: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, C: tl.constexpr, R: tl.constexpr,
     VR: tl.constexpr, SP: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -170,21 +180,22 @@ def visual_part(
     P: tl.constexpr = 8 // BITS
     T: tl.constexpr = P * R
     like = score_layout(P, R, GP)
-    q, m, o, rest = query_digits(
-        q_ptr, k_scale_ptr, k_offset_ptr, b, h, row, stride_qb, stride_qh, scaling, like, BITS, G, GP, D, C
-    )
+    rows_all = tokens_all // P
     if RANGED:
         if EARLY:
             cuda.gdc_wait()
         slope, shift, top = calibration_tile(low_ptr, high_ptr, row, splits, tau1, tau2, like, GP, SP)
-        m, o, rest, top = m * slope, o * slope + shift, rest * slope, gl.ceil(top)
-        o = o if PER_TOKEN else o - (top - LOG2_UNIT)
+        top = gl.ceil(top)
+        shift = shift if PER_TOKEN else shift - (top - LOG2_UNIT)
+        scores, places = score_ptr + row * ((rows_all + R - 1) // R * T * GP), score_places(like, T, GP)
     else:  # tau1 = tau2
+        q, m, o, rest = query_digits(
+            q_ptr, k_scale_ptr, k_offset_ptr, b, h, row, stride_qb, stride_qh, scaling, like, BITS, G, GP, D, C
+        )
         o = o - tau1 * LOG2E
     if PER_TOKEN or not RANGED:  # known step by step; that of p s_V is far below that of p
         top = gl.max(like, 0) + LOWEST
     count = gl.load(count_ptr + b)
-    rows_all = tokens_all // P
     keys, values = k_ptr + row * rows_all * D, v_ptr + row * (D // P) * tokens_all
     c = gl.arange(0, VR, layout=gl.SliceLayout(1, LINES))
     acc = gl.zeros([P * VR, 2 * GP], tl.int32, SUMS)
@@ -192,7 +203,10 @@ def visual_part(
     total, offsets = weights, weights
     for start in range(part * steps * T, gl.minimum((part + 1) * steps * T, count), T):
         v = load_lines(values + start, c * tokens_all, c < D // P, tokens_all - start, T // 64)
-        x = key_scores(keys, start // P, rows_all, q, m, o, rest, like, BITS, R, GP, D, C)
+        if RANGED:
+            x = gl.load(scores + start * GP + places) * slope[None, :] + shift[None, :]
+        else:
+            x = key_scores(keys, start // P, rows_all, q, m, o, rest, like, BITS, R, GP, D, C)
         if start + T > count:
             x = gl.where((start + token_places(like, BITS, R) < count)[:, None], x, float("-inf"))
         w = x
@@ -301,8 +315,8 @@ def store_part(part_ptr, sum_ptr, top_ptr, place, part, G: tl.constexpr, D: tl.c
 @jit(do_not_specialize=("steps", "splits", "text_splits"))
 def kv_parts_kernel(
     q_ptr, k_ptr, v_ptr, k_scale_ptr, k_offset_ptr, v_scale_ptr, v_offset_ptr, count_ptr, k_text_ptr, v_text_ptr,
-    text_count_ptr, low_ptr, high_ptr, part_ptr, sum_ptr, top_ptr, tokens_all, heads, scaling, tau1, tau2, stride_qb,
-    stride_qh, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn, steps,
+    text_count_ptr, low_ptr, high_ptr, score_ptr, part_ptr, sum_ptr, top_ptr, tokens_all, heads, scaling, tau1, tau2,
+    stride_qb, stride_qh, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn, steps,
     splits, text_splits, BITS: tl.constexpr, RANGED: tl.constexpr, PER_TOKEN: tl.constexpr, G: tl.constexpr, GP: tl.constexpr,
     D: tl.constexpr, C: tl.constexpr, R: tl.constexpr, VR: tl.constexpr, BT: tl.constexpr, SP: tl.constexpr,
     EARLY: tl.constexpr,
@@ -315,9 +329,9 @@ def kv_parts_kernel(
     place = row * (splits + text_splits) + part
     if part < splits:
         seen = visual_part(
-            q_ptr, k_ptr, v_ptr, k_scale_ptr, k_offset_ptr, v_scale_ptr, v_offset_ptr, count_ptr, low_ptr, high_ptr, part, h, b,
-            row, tokens_all, scaling, tau1, tau2, stride_qb, stride_qh, steps, splits, BITS, RANGED, PER_TOKEN, G, GP, D, C, R, VR,
-            SP, EARLY,
+            q_ptr, k_ptr, v_ptr, k_scale_ptr, k_offset_ptr, v_scale_ptr, v_offset_ptr, count_ptr, low_ptr, high_ptr, score_ptr,
+            part, h, b, row, tokens_all, scaling, tau1, tau2, stride_qb, stride_qh, steps, splits, BITS, RANGED, PER_TOKEN, G, GP,
+            D, C, R, VR, SP, EARLY,
         )  # fmt: skip
         store_part(part_ptr, sum_ptr, top_ptr, place, seen, G, D, 8 // BITS * VR, GP)
     else:

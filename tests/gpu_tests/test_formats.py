@@ -52,7 +52,7 @@ def test_awq__on_the_device(tmp_path):
 
 
 THEIRS = {
-    "int8": Int8WeightOnlyConfig,
+    "int8": lambda: Int8WeightOnlyConfig(version=2),
     "int8 dynamic": Int8DynamicActivationInt8WeightConfig,
     "int4": lambda: Int4WeightOnlyConfig(group_size=128, int4_packing_format="tile_packed_to_4d"),
     "float8": Float8DynamicActivationFloat8WeightConfig,
@@ -68,8 +68,10 @@ def test_torchao__compiles_under_our_backend(config):
     x = torch.randn(40, 512, device="cuda", dtype=torch.bfloat16)
     torch._dynamo.reset()
     with torch.no_grad(), collect_records() as records:
-        want = model(x)
         got = torch.compile(model, backend="mmqc")(x)
+        torch._dynamo.reset()
+        # Inductor's rounding differs from eager's where torchao quantizes inputs: a code of fp8 more or less is 6 %
+        want = model(x) if config is THEIRS["int8"] else torch.compile(model)(x)
     noise = (got.double() - want.double()).norm() / want.double().norm()
     assert noise < 2e-2, noise  # bfloat16 eps is 8e-3; torchao's eager path rounds between dequantization and product
     assert records[0].quantized is (config is THEIRS["int8"])

@@ -143,7 +143,7 @@ for kernel, constants in ((tiles.kv_range_of_scores_kernel, shape), (tiles.kv_pa
 @pytest.mark.parametrize("arch", [80, 90])
 @pytest.mark.parametrize(("bits", "width", "group"), [(1, 128, 4), (2, 80, 1), (4, 96, 8), (8, 64, 4)])
 def test_kv_attention__compiles_without_a_gpu(bits, width, group, arch):
-    """One AND makes four codes a register of an operand, and the range of scores has no need of shared memory."""
+    """One AND makes four codes a register of an operand, scores that are kept are not computed again, and need no shared memory."""
     bare = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     command = [sys.executable, "-c", OFFLINE, *map(str, (arch, bits, width, group))]
     done = subprocess.run(command, env=bare, capture_output=True, text=True, timeout=300)
@@ -151,6 +151,6 @@ def test_kv_attention__compiles_without_a_gpu(bits, width, group, arch):
     found = [list(map(int, line.split())) for line in done.stdout.splitlines()]
     tiles, columns = 8 if bits == 1 else 4, max(1, group // 4)  # of 16 tokens a step, of 4 queries
     assert found[0][0] == tiles * 2 * -(-width // 64) * columns
-    assert found[1][0] > found[0][0]
+    assert (found[1][0] > found[0][0]) == (bits > 2)  # at 1 and 2 bits here, g needs the range
     assert all(products * 4 == ands * columns for products, ands, _ in found)
     assert found[0][2] == 0
