@@ -150,8 +150,8 @@ def time_peers(run: Run, case: Case) -> float:
 def tune(run: Run, case: Case, layers: Layers, bits: int, tau: tuple[float, float]) -> tuple[KVConfig, float] | None:
     """The fastest configuration of a list."""
     found: list[tuple[float, KVConfig]] = []
-    for registers, per_sm in itertools.product((0, 128), PER_SM[: 1 if run.dry else None]):
-        if run.left() < 60 or (bits == 8 and registers):
+    for registers, per_sm in itertools.product((0, 96, 128), PER_SM[: 1 if run.dry else None]):
+        if run.left() < 60 or (bits == 8 and registers) or (registers == 96 and per_sm < 12):
             continue
         c = KVConfig(per_sm, registers)
         t = run.attempt(f"tune/{bits}/{c}", lambda c=c: case.time(layers, bits, tau, c), 30)

@@ -28,6 +28,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from gpu_run import Run, ceilings, geomean, relative_error  # noqa: E402
+from tune import write_tiles  # noqa: E402
 
 from mmqc.kernels import configs as tiles  # noqa: E402
 from mmqc.kernels import mixed_matmul as kernel  # noqa: E402
@@ -119,7 +120,9 @@ def tune(run: Run, linear: Linear) -> None:
           "quantize by warps", {w: round(t, 1) for w, t in by_warps.items()})  # fmt: skip
 
 
-def one_shape(run: Run, name: str, shape: tuple[int, int, int], m: int, tuned: dict[str, Any], tuning: bool) -> None:
+def one_shape(
+    run: Run, name: str, shape: tuple[int, int, int], m: int, tuned: dict[str, MatmulConfig], tuning: bool
+) -> None:
     n, k, high = shape
     linear = Linear(run, n, k, high, m)
     error = run.attempt(f"check {name}/{m}", linear.error)
@@ -128,7 +131,7 @@ def one_shape(run: Run, name: str, shape: tuple[int, int, int], m: int, tuned: d
     if tuning and not run.dry:
         tune(run, linear)
         if linear.config is not None:
-            tuned[tiles.key(kernel.OP, m, n, k)] = linear.config.to_dict()
+            tuned[tiles.key(kernel.OP, m, n, k)] = linear.config
     calls, seen = list(linear.calls().items()), {}
     for what, call in (*calls, *reversed(calls)):  # the clock falls as the GPU warms up: each is timed early and late
         us = run.attempt(f"{name}/{m} {what}", lambda call=call: run.microseconds([call] * 2))
@@ -182,13 +185,12 @@ def main() -> int:
     command = " ".join(("python benchmarks/mixed_linear.py", *sys.argv[1:]))
     result = {"command": command, "gpu": gpu_name(run.device), "device": device, "torch": torch.__version__,
               "times": run.times, "errors": run.errors,
-              "summary": summary, "bandwidth": run.bandwidth, "failures": run.failures, "tiles": tuned}  # fmt: skip
+              "summary": summary, "bandwidth": run.bandwidth, "failures": run.failures,
+              "tiles": {where: tile.to_dict() for where, tile in tuned.items()}}  # fmt: skip
     if args.out:
         args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     if args.configs and tuned:
-        known = json.loads(args.configs.read_text(encoding="utf-8")) if args.configs.exists() else {"configs": {}}
-        known["configs"] |= tuned
-        args.configs.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
+        write_tiles(run, args.configs, tuned)
     bad = [f for f in run.failures if not f.startswith("tune")]
     return int(bool(bad) or max(run.errors.values(), default=math.inf) > 0.02)
 

@@ -15,7 +15,7 @@ from gpu_run import Calls, Run, relative_error
 
 from mmqc.kernels import configs as tiles
 from mmqc.kernels.configs import MatmulConfig as Tile
-from mmqc.kernels.device_facts import gpu_name
+from mmqc.kernels.device_facts import capability, gpu_name, multiprocessors
 
 
 def fastest(run: Run, case: Any, calls: Calls, tries: Iterable[Tile], where: str, end: float) -> Tile | None:
@@ -52,8 +52,10 @@ def write_tiles(run: Run, path: Path, best: dict[str, Tile]) -> None:
     """Add tiles to the file, which kernels then use."""
     old = json.loads(path.read_text()).get("configs", {}) if path.exists() else {}
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"device": gpu_name(run.device), "triton": triton.__version__, "torch": torch.__version__,
-                                "configs": old | {k: t.to_dict() for k, t in best.items()}}, indent=1) + "\n")  # fmt: skip
+    chip = {"capability": capability(run.device), "multiprocessors": multiprocessors(run.device)}
+    file = {"device": gpu_name(run.device), "chip": chip, "triton": triton.__version__, "torch": torch.__version__,
+            "configs": old | {k: t.to_dict() for k, t in best.items()}}  # fmt: skip
+    path.write_text(json.dumps(file, indent=1) + "\n")
     tiles.measured.cache_clear()
 
 

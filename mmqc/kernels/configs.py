@@ -1,9 +1,11 @@
 """Which tile a matmul kernel takes: a small explicit table, overridden by what was measured on the very GPU.
 
-    config(op, m, n, k, device) = configs/<gpu>.json [op/bucket(m)/n/k]  or  table(op, bucket(m), n, k)
+    config(op, m, n, k, device) = configs/<gpu>.json [op/bucket(m)/n/k]  or  that of a GPU alike  or  table(op, bucket(m), n, k)
 
 Why:     nothing is timed at run time, so a launch is deterministic and can be captured in a CUDA graph.  The JSON files are
          written by ``benchmarks/linear.py --tune``; a file that does not exist is no error, the table always answers.
+Alike:   of the same compute capability and as many multiprocessors, as an H100 SXM and an H200: memory differs, which moves the
+         tiles of products little.
 Ops:     scaled_int8 scaled_fp8 scaled_int4 (weights packed, int8 activations) scaled_int4_fp8 weight_int{2,3,4,8}
          scaled_int{4,8}_group{,_float}: with integer or float scales per group
 """
@@ -108,11 +110,13 @@ def key(op: str, m: int, n: int, k: int) -> str:
 
 @functools.cache
 def measured(device: torch.device) -> dict[str, MatmulConfig]:
-    """What was tuned on this GPU, by ``key``; empty where no file exists."""
-    path = FOLDER / f"{gpu_name(device)}.json"
-    if not path.exists():
-        return {}
-    return {k: MatmulConfig.from_dict(v) for k, v in json.loads(path.read_text(encoding="utf-8"))["configs"].items()}
+    """What was tuned on this GPU or, for shapes that were not, on one alike, by ``key``."""
+    chip, found = {"capability": capability(device), "multiprocessors": multiprocessors(device)}, {}
+    files = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(FOLDER.glob("*.json"))}
+    own = files.pop(gpu_name(device), {"configs": {}})
+    for file in (*(f for f in files.values() if f["chip"] == chip), own):
+        found |= file["configs"]
+    return {k: MatmulConfig.from_dict(v) for k, v in found.items()}
 
 
 def split_for(tiles: int, steps: int, slots: int, at_most: int = 16) -> int:

@@ -37,14 +37,18 @@ class KVConfig:
 
     Attributes:
         per_sm: programs of one warp a multiprocessor.
+        range_per_sm: the same of the launch for scores and their range, whose threads have fewer registers.
         registers: a thread's at most; 0: any.
         text: tokens a step.
+        ahead: load a step's scores or keys under the step before it.
         early: start a launch before the one before it has ended (programmatic dependent launch; Hopper and newer).
     """
 
     per_sm: int = 16
+    range_per_sm: int = 16
     registers: int = 0
     text: int = 16
+    ahead: bool = False
     early: bool = False
 
     def replace(self, **changes: int) -> KVConfig:
@@ -105,28 +109,28 @@ def kv_attention(
     gp, chunks, ranged = power_of_two(group, 4), power_of_two(ceil_div(d, 64), 1), tau1 != tau2
     c = config or table(bits, chunks, gp)
     early = c.early and capability(q.device) >= 90
-    programs = c.per_sm * multiprocessors(q.device) // (batch * heads)
-    steps, splits, text_splits = parts(ceil_div(tokens, rows * 8 // bits), ceil_div(text, c.text), programs)
+    step, each = rows * 8 // bits, multiprocessors(q.device) / (batch * heads)
+    steps, splits, text_splits = parts(ceil_div(tokens, step), ceil_div(text, c.text), int(c.per_sm * each))
+    range_steps, ranges, _ = parts(ceil_div(tokens, step), 0, int(c.range_per_sm * each) if ranged else 0)
     new = lambda *shape: torch.empty(shape, dtype=torch.float32, device=q.device)  # noqa: E731
-    low, high = (new(batch * heads, splits if ranged else 0, gp) for _ in range(2))
-    step = rows * 8 // bits
+    low, high = (new(batch * heads, ranges if ranged else 0, gp) for _ in range(2))
     scores = new(batch * heads, ceil_div(tokens, step) * step if ranged else 0, gp)
     part = new(batch * heads, splits + text_splits, group, d)
     sums, tops = (new(batch * heads, splits + text_splits, group) for _ in range(2))
-    shape = dict(BITS=bits, G=group, GP=gp, D=d, C=chunks, R=rows, EARLY=early, num_warps=1)
+    shape = dict(BITS=bits, G=group, GP=gp, D=d, C=chunks, R=rows, AHEAD=c.ahead, EARLY=early, num_warps=1)
     follows = {"launch_pdl": True} if early else {}
     k_bytes, v_bytes = k_words.view(torch.int8), v_words.view(torch.int8)
     if ranged and splits:
-        kv_range_of_scores_kernel[(splits, heads, batch)](
+        kv_range_of_scores_kernel[(ranges, heads, batch)](
             q, k_bytes, k_scale, k_offset, visual_count, low, high, scores, 2 * words, heads, scaling, q.stride(0), q.stride(1),
-            steps, splits, **shape,
+            range_steps, ranges, **shape,
         )  # fmt: skip
     if splits + text_splits:
         kv_parts_kernel[(splits + text_splits, heads, batch)](
             q, k_bytes, v_bytes, k_scale, k_offset, v_scale, v_offset, visual_count, k_text, v_text, text_count, low, high, scores,
             part, sums, tops, tokens, heads, scaling, tau1, tau2, q.stride(0), q.stride(1), *k_text.stride()[:3],
-            *v_text.stride()[:3], steps, splits, text_splits, RANGED=ranged, PER_TOKEN=v_scale.shape[3] == 1 and d != 1,
-            VR=power_of_two(ceil_div(64 * chunks * bits, 8), 16), BT=c.text, SP=power_of_two(splits, 32) if ranged else 1, **shape,
+            *v_text.stride()[:3], steps, ranges, splits, text_splits, RANGED=ranged, PER_TOKEN=v_scale.shape[3] == 1 and d != 1,
+            VR=power_of_two(ceil_div(64 * chunks * bits, 8), 16), BT=c.text, SP=power_of_two(ranges, 32) if ranged else 1, **shape,
             **({"maxnreg": c.registers} if c.registers else {}), **(follows if ranged and splits else {}),
         )  # fmt: skip
     kv_combine_kernel[(batch * q.shape[1],)](

@@ -83,12 +83,23 @@ def each_query(x, like, GP: tl.constexpr):
 
 
 @tile
-def key_scores(words_ptr, start, rows_all, q, m, o, rest, like, BITS: tl.constexpr, R: tl.constexpr, GP: tl.constexpr,
-               D: tl.constexpr, C: tl.constexpr):  # fmt: skip
+def key_words(words_ptr, start, rows_all, BITS: tl.constexpr, R: tl.constexpr, D: tl.constexpr, C: tl.constexpr):
+    """The R byte rows of the tokens from ``start`` on."""
+    r = start * BITS // 8 + byte_row(gl.arange(0, R, layout=gl.SliceLayout(1, LINES)), BITS)
+    return load_lines(words_ptr, r * D, r < rows_all, D, C)
+
+
+@tile
+def value_words(words_ptr, start, tokens_all, D: tl.constexpr, VR: tl.constexpr, T: tl.constexpr):
+    """The lines of D channels, P a line, of T tokens."""
+    c = gl.arange(0, VR, layout=gl.SliceLayout(1, LINES))
+    return load_lines(words_ptr + start, c * tokens_all, c < D, tokens_all - start, T // 64)
+
+
+@tile
+def key_scores(words, q, m, o, rest, like, BITS: tl.constexpr, R: tl.constexpr, GP: tl.constexpr, C: tl.constexpr):
     """Scores [P R, GP] of the tokens in R byte rows."""
     P: tl.constexpr = 8 // BITS
-    r = start + byte_row(gl.arange(0, R, layout=gl.SliceLayout(1, LINES)), BITS)
-    words = load_lines(words_ptr, r * D, r < rows_all, D, C)
     acc = gl.zeros([P * R, 2 * GP], tl.int32, SUMS)
     for i in gl.static_range(C):
         acc = mma(code_planes(words[i], BITS, R), q[i], acc)
@@ -113,11 +124,11 @@ def score_places(like, T: tl.constexpr, GP: tl.constexpr):
     return i[:, None] * GP + gl.arange(0, GP, layout=gl.SliceLayout(0, like.type.layout))[None, :]
 
 
-@jit(do_not_specialize=("steps", "splits"))
+@jit(do_not_specialize=("steps", "ranges"))
 def kv_range_of_scores_kernel(
     q_ptr, words_ptr, scale_ptr, offset_ptr, count_ptr, low_ptr, high_ptr, score_ptr, rows_all, heads, scaling, stride_qb,
-    stride_qh, steps, splits, BITS: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, C: tl.constexpr,
-    R: tl.constexpr, EARLY: tl.constexpr,
+    stride_qh, steps, ranges, BITS: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, C: tl.constexpr,
+    R: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """The visual scores of one part, and the least and the largest of them per query."""
     if EARLY:
@@ -127,16 +138,21 @@ def kv_range_of_scores_kernel(
     T: tl.constexpr = P * R
     row = b * heads + h
     like = score_layout(P, R, GP)
+    keys, first = words_ptr + row * rows_all * D, part * steps * T
+    following = key_words(keys, first, rows_all, BITS, R, D, C)
+    count = gl.load(count_ptr + b)
     q, m, o, rest = query_digits(
         q_ptr, scale_ptr, offset_ptr, b, h, row, stride_qb, stride_qh, scaling, like, BITS, G, GP, D, C
     )
-    count = gl.load(count_ptr + b)
-    words = words_ptr + row * rows_all * D
     scores, places = score_ptr + row * ((rows_all + R - 1) // R * T * GP), score_places(like, T, GP)
     low = gl.min((like + float("inf")).reshape([P, R, GP]), 0)
     high = gl.max((like + float("-inf")).reshape([P, R, GP]), 0)
-    for start in range(part * steps * T, gl.minimum((part + 1) * steps * T, count), T):
-        x = key_scores(words, start // P, rows_all, q, m, o, rest, like, BITS, R, GP, D, C)
+    for start in range(first, gl.minimum(first + steps * T, count), T):
+        if AHEAD:  # the next step's words arrive under this one
+            words, following = following, key_words(keys, start + T, rows_all, BITS, R, D, C)
+        else:
+            words = key_words(keys, start, rows_all, BITS, R, D, C)
+        x = key_scores(words, q, m, o, rest, like, BITS, R, GP, C)
         gl.store(scores + start * GP + places, x)
         y = x
         if start + T > count:
@@ -145,16 +161,16 @@ def kv_range_of_scores_kernel(
         low = gl.minimum(low, gl.min(x.reshape([P, R, GP]), 0))
         high = gl.maximum(high, gl.max(y.reshape([P, R, GP]), 0))
     low, high = gl.min(low, 0), gl.max(high, 0)
-    at = (row * splits + part) * GP + gl.arange(0, GP, layout=low.type.layout)
+    at = (row * ranges + part) * GP + gl.arange(0, GP, layout=low.type.layout)
     gl.store(low_ptr + at, low)
     gl.store(high_ptr + at, high)
 
 
 @tile
-def calibration_tile(low_ptr, high_ptr, row, splits, tau1, tau2, like, GP: tl.constexpr, SP: tl.constexpr):
+def calibration_tile(low_ptr, high_ptr, row, ranges, tau1, tau2, like, GP: tl.constexpr, SP: tl.constexpr):
     """g(x) = slope x + shift of every query [GP], and the largest score after it."""
     s, g = gl.arange(0, SP, layout=gl.SliceLayout(1, LINES)), gl.arange(0, GP, layout=gl.SliceLayout(0, LINES))
-    at, exists = (row * splits + s)[:, None] * GP + g[None, :], (s < splits)[:, None]
+    at, exists = (row * ranges + s)[:, None] * GP + g[None, :], (s < ranges)[:, None]
     low = gl.min(gl.load(low_ptr + at, mask=exists, other=float("inf")), 0)
     high = gl.max(gl.load(high_ptr + at, mask=exists, other=float("-inf")), 0)
     some = high >= low
@@ -170,50 +186,78 @@ def calibration_tile(low_ptr, high_ptr, row, splits, tau1, tau2, like, GP: tl.co
 
 
 @tile
-def visual_part(
+def scores_or_words(score_ptr, words_ptr, start, last, rows_all, RANGED: tl.constexpr, BITS: tl.constexpr, R: tl.constexpr,
+                    GP: tl.constexpr, D: tl.constexpr, C: tl.constexpr):  # fmt: skip
+    """What a step's scores are made of: the scores that were kept, or keys."""
+    if RANGED:
+        found = (gl.load(score_ptr + gl.minimum(start, last) * GP),)
+    else:
+        found = key_words(words_ptr, start, rows_all, BITS, R, D, C)
+    return found
+
+
+@tile
+def value_range(scale_ptr, offset_ptr, token, tokens_all, BITS: tl.constexpr):
+    """s_V of tokens, and the middle of their range: what p s_V loses by rounding then meets codes around 0."""
+    s = gl.load(scale_ptr + token, mask=token < tokens_all, other=1.0)
+    a = gl.load(offset_ptr + token, mask=token < tokens_all, other=0.0)
+    return s, a + s * (1 << (BITS - 1))
+
+
+@tile
+def visual_part(  # noqa: C901  most of its branches are taken when it is compiled
     q_ptr, k_ptr, v_ptr, k_scale_ptr, k_offset_ptr, v_scale_ptr, v_offset_ptr, count_ptr, low_ptr, high_ptr, score_ptr, part, h,
-    b, row, tokens_all, scaling, tau1, tau2, stride_qb, stride_qh, steps, splits, BITS: tl.constexpr, RANGED: tl.constexpr,
+    b, row, tokens_all, scaling, tau1, tau2, stride_qb, stride_qh, steps, ranges, BITS: tl.constexpr, RANGED: tl.constexpr,
     PER_TOKEN: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, C: tl.constexpr, R: tl.constexpr,
-    VR: tl.constexpr, SP: tl.constexpr, EARLY: tl.constexpr,
+    VR: tl.constexpr, SP: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Sums [P VR, GP] of p v by channels, of p [GP], and top [GP]."""
     P: tl.constexpr = 8 // BITS
     T: tl.constexpr = P * R
     like = score_layout(P, R, GP)
-    rows_all = tokens_all // P
+    rows_all, first, last = tokens_all // P, part * steps * T, (tokens_all - 1) // T * T
+    keys, values = k_ptr + row * rows_all * D, v_ptr + row * (D // P) * tokens_all
+    scores = score_ptr + row * (last + T) * GP + score_places(like, T, GP)
+    count = gl.load(count_ptr + b)
     if RANGED:
         if EARLY:
             cuda.gdc_wait()
-        slope, shift, top = calibration_tile(low_ptr, high_ptr, row, splits, tau1, tau2, like, GP, SP)
+        following = scores_or_words(scores, keys, first, last, rows_all, RANGED, BITS, R, GP, D, C)
+        slope, shift, top = calibration_tile(low_ptr, high_ptr, row, ranges, tau1, tau2, like, GP, SP)
         top = gl.ceil(top)
         shift = shift if PER_TOKEN else shift - (top - LOG2_UNIT)
-        scores, places = score_ptr + row * ((rows_all + R - 1) // R * T * GP), score_places(like, T, GP)
     else:  # tau1 = tau2
+        following = scores_or_words(scores, keys, first, last, rows_all, RANGED, BITS, R, GP, D, C)
         q, m, o, rest = query_digits(
             q_ptr, k_scale_ptr, k_offset_ptr, b, h, row, stride_qb, stride_qh, scaling, like, BITS, G, GP, D, C
         )
         o = o - tau1 * LOG2E
     if PER_TOKEN or not RANGED:  # known step by step; that of p s_V is far below that of p
         top = gl.max(like, 0) + LOWEST
-    count = gl.load(count_ptr + b)
-    keys, values = k_ptr + row * rows_all * D, v_ptr + row * (D // P) * tokens_all
-    c = gl.arange(0, VR, layout=gl.SliceLayout(1, LINES))
     acc = gl.zeros([P * VR, 2 * GP], tl.int32, SUMS)
     weights = gl.sum(like.reshape([P, R, GP]), 0)
     total, offsets = weights, weights
-    for start in range(part * steps * T, gl.minimum((part + 1) * steps * T, count), T):
-        v = load_lines(values + start, c * tokens_all, c < D // P, tokens_all - start, T // 64)
-        if RANGED:
-            x = gl.load(scores + start * GP + places) * slope[None, :] + shift[None, :]
+    for start in range(first, gl.minimum(first + steps * T, count), T):
+        v = value_words(values, start, tokens_all, D // P, VR, T)
+        if AHEAD:  # the next step's arrive under this one
+            k, following = (
+                following,
+                scores_or_words(scores, keys, start + T, last, rows_all, RANGED, BITS, R, GP, D, C),
+            )
         else:
-            x = key_scores(keys, start // P, rows_all, q, m, o, rest, like, BITS, R, GP, D, C)
+            k = scores_or_words(scores, keys, start, last, rows_all, RANGED, BITS, R, GP, D, C)
+        if RANGED:
+            x = k[0] * slope[None, :] + shift[None, :]
+        else:
+            x = key_scores(k, q, m, o, rest, like, BITS, R, GP, C)
+        tokens = start + token_places(like, BITS, R)
         if start + T > count:
-            x = gl.where((start + token_places(like, BITS, R) < count)[:, None], x, float("-inf"))
+            x = gl.where((tokens < count)[:, None], x, float("-inf"))
         w = x
         if PER_TOKEN:
-            token = start + token_places(like, BITS, R)
-            s = gl.load(v_scale_ptr + row * tokens_all + token, mask=token < tokens_all, other=1.0)
-            a = gl.load(v_offset_ptr + row * tokens_all + token, mask=token < tokens_all, other=0.0)
+            s, middle = value_range(
+                v_scale_ptr + row * tokens_all, v_offset_ptr + row * tokens_all, tokens, tokens_all, BITS
+            )
             w = x + gl.log2(s)[:, None]
         if PER_TOKEN or not RANGED:
             sums, top = under_new_top((acc, weights, total, offsets), top, w, GP)
@@ -224,7 +268,6 @@ def visual_part(
         if PER_TOKEN:
             e = gl.exp2(x - (top - LOG2_UNIT)[None, :])
             total += gl.sum(e.reshape([P, R, GP]), 0)
-            middle = a + s * (1 << (BITS - 1))  # of a token's range: what p loses by rounding then meets codes around 0
             offsets += gl.sum((e * middle[:, None]).reshape([P, R, GP]), 0)
         p = token_order(two_digits(y, T, GP), BITS, 2 * GP)
         for i in gl.static_range(T // 64):
@@ -312,14 +355,14 @@ def store_part(part_ptr, sum_ptr, top_ptr, place, part, G: tl.constexpr, D: tl.c
     gl.store(top_ptr + place * G + g, top, mask=g < G)
 
 
-@jit(do_not_specialize=("steps", "splits", "text_splits"))
+@jit(do_not_specialize=("steps", "ranges", "splits", "text_splits"))
 def kv_parts_kernel(
     q_ptr, k_ptr, v_ptr, k_scale_ptr, k_offset_ptr, v_scale_ptr, v_offset_ptr, count_ptr, k_text_ptr, v_text_ptr,
     text_count_ptr, low_ptr, high_ptr, score_ptr, part_ptr, sum_ptr, top_ptr, tokens_all, heads, scaling, tau1, tau2,
-    stride_qb, stride_qh, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn, steps,
+    stride_qb, stride_qh, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn, steps, ranges,
     splits, text_splits, BITS: tl.constexpr, RANGED: tl.constexpr, PER_TOKEN: tl.constexpr, G: tl.constexpr, GP: tl.constexpr,
     D: tl.constexpr, C: tl.constexpr, R: tl.constexpr, VR: tl.constexpr, BT: tl.constexpr, SP: tl.constexpr,
-    EARLY: tl.constexpr,
+    AHEAD: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One part, of visual tokens or of text."""
     if EARLY:
@@ -330,8 +373,8 @@ def kv_parts_kernel(
     if part < splits:
         seen = visual_part(
             q_ptr, k_ptr, v_ptr, k_scale_ptr, k_offset_ptr, v_scale_ptr, v_offset_ptr, count_ptr, low_ptr, high_ptr, score_ptr,
-            part, h, b, row, tokens_all, scaling, tau1, tau2, stride_qb, stride_qh, steps, splits, BITS, RANGED, PER_TOKEN, G, GP,
-            D, C, R, VR, SP, EARLY,
+            part, h, b, row, tokens_all, scaling, tau1, tau2, stride_qb, stride_qh, steps, ranges, BITS, RANGED, PER_TOKEN, G, GP,
+            D, C, R, VR, SP, AHEAD, EARLY,
         )  # fmt: skip
         store_part(part_ptr, sum_ptr, top_ptr, place, seen, G, D, 8 // BITS * VR, GP)
     else:

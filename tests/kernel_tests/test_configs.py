@@ -38,6 +38,25 @@ def test_config__measured_file_overrides_the_table(tmp_path, monkeypatch):
         configs.measured.cache_clear()
 
 
+def test_config__of_a_gpu_alike_where_there_is_none_of_its_own(tmp_path, monkeypatch):
+    own, alike, other = (configs.MatmulConfig(16, 32, k, 2, 3) for k in (32, 64, 128))
+    chip = {"capability": configs.capability(CPU), "multiprocessors": configs.multiprocessors(CPU)}
+    first, second, third = (configs.key("weight_int4", 1, n, 256) for n in (48, 64, 80))
+    for name, facts, tiles in (
+        ("a_twin", chip, {first: alike, second: alike}),
+        ("interpreter", chip, {first: own}),
+        ("unlike", chip | {"multiprocessors": 1}, {third: other}),
+    ):
+        file = {"chip": facts, "configs": {where: tile.to_dict() for where, tile in tiles.items()}}
+        (tmp_path / f"{name}.json").write_text(json.dumps(file))
+    monkeypatch.setattr(configs, "FOLDER", tmp_path)
+    configs.measured.cache_clear()
+    try:
+        assert configs.measured(CPU) == {first: own, second: alike}
+    finally:
+        configs.measured.cache_clear()
+
+
 @pytest.mark.parametrize(
     ("change", "why"),
     [

@@ -15,7 +15,7 @@ from mmqc.ops.kv_words import pack_words
 kernel = pytest.importorskip("mmqc.kernels.kv_attention")
 
 RAGGED = ((70, 0, 130), (3, 20, 1))
-FEW = kernel.KVConfig(per_sm=1)  # so that a program takes several steps
+FEW = kernel.KVConfig(per_sm=1, range_per_sm=2)  # so that a program takes several steps
 
 
 def floating(t) -> bool:
@@ -36,7 +36,8 @@ def check(case: dict, config=FEW) -> None:
 @pytest.mark.parametrize("bits", [1, 2, 4, 8])
 def test_kv_attention__ragged_lengths(bits, tau, device):
     heads = 2 if bits == 1 and tau == (0, 3) else 1
-    check(packed_case(*RAGGED, heads=heads, bits=bits, tau=tau, width=64, dtype=torch.float16, device=device))
+    case = packed_case(*RAGGED, heads=heads, bits=bits, tau=tau, width=64, dtype=torch.float16, device=device)
+    check(case, FEW.replace(ahead=bits in (1, 8)))
 
 
 @pytest.mark.parametrize("group", [1, 4, 8])
@@ -56,7 +57,7 @@ def test_kv_attention__every_shape(width, group, bits, dtype, device):
         case = packed_case(
             (700, 33), (5, 40), bits=bits, width=width, group=group, values=values, tau=tau, dtype=dtype, device=device
         )
-        for config in (None, FEW, kernel.KVConfig(per_sm=4, early=True)):
+        for config in (None, FEW, kernel.KVConfig(per_sm=4, range_per_sm=2, ahead=True, early=True)):
             check(case, config)
 
 
@@ -124,7 +125,8 @@ from mmqc.kernels import kv_attention_tiles as tiles
 
 arch, bits, width, group = map(int, sys.argv[1:])
 queries = max(4, 1 << (group - 1).bit_length())
-shape = dict(BITS=bits, G=group, GP=queries, D=width, C=-(-width // 64), R=max(16, 8 * bits), EARLY=arch >= 90)
+shape = dict(BITS=bits, G=group, GP=queries, D=width, C=-(-width // 64), R=max(16, 8 * bits), AHEAD=bits < 4,
+             EARLY=arch >= 90)
 more = dict(RANGED=bits <= 2, PER_TOKEN=bits == 8, VR=max(16, 8 * bits * shape["C"]), BT=16, SP=16)
 kinds = {"k_ptr": "*i8", "v_ptr": "*i8", "words_ptr": "*i8", "count_ptr": "*i32", "text_count_ptr": "*i32",
          "q_ptr": "*bf16", "k_text_ptr": "*bf16", "v_text_ptr": "*bf16", "scaling": "fp32", "tau1": "fp32", "tau2": "fp32"}
