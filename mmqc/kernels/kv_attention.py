@@ -40,7 +40,7 @@ class KVConfig:
         range_per_sm: the same of the launch for scores and their range, whose threads have fewer registers.
         registers: a thread's at most; 0: any.
         text: tokens a step.
-        ahead: load a step's scores or keys under the step before it.
+        ahead: in that launch, load a step's keys under the step before it.
         early: start a launch before the one before it has ended (programmatic dependent launch; Hopper and newer).
     """
 
@@ -58,8 +58,9 @@ class KVConfig:
 
 def table(bits: int, chunks: int = 2, queries: int = 4) -> KVConfig:
     """The answer for ``chunks`` of 64 channels and ``queries``, at least 4, a KV head: what the registers have room for."""
-    small = bits <= 4 and chunks <= 2 and queries == 4
-    return KVConfig(per_sm=16, registers=128) if small else KVConfig(per_sm=8)
+    if bits > 4 or chunks > 2 or queries > 4:
+        return KVConfig(per_sm=6)
+    return KVConfig(per_sm=16 if bits == 1 else 12, registers=128, ahead=bits > 1)
 
 
 def rows_a_step(bits: int) -> int:
@@ -117,13 +118,13 @@ def kv_attention(
     scores = new(batch * heads, ceil_div(tokens, step) * step if ranged else 0, gp)
     part = new(batch * heads, splits + text_splits, group, d)
     sums, tops = (new(batch * heads, splits + text_splits, group) for _ in range(2))
-    shape = dict(BITS=bits, G=group, GP=gp, D=d, C=chunks, R=rows, AHEAD=c.ahead, EARLY=early, num_warps=1)
+    shape = dict(BITS=bits, G=group, GP=gp, D=d, C=chunks, R=rows, EARLY=early, num_warps=1)
     follows = {"launch_pdl": True} if early else {}
     k_bytes, v_bytes = k_words.view(torch.int8), v_words.view(torch.int8)
     if ranged and splits:
         kv_range_of_scores_kernel[(ranges, heads, batch)](
             q, k_bytes, k_scale, k_offset, visual_count, low, high, scores, 2 * words, heads, scaling, q.stride(0), q.stride(1),
-            range_steps, ranges, **shape,
+            range_steps, ranges, AHEAD=c.ahead, **shape,
         )  # fmt: skip
     if splits + text_splits:
         kv_parts_kernel[(splits + text_splits, heads, batch)](

@@ -86,14 +86,14 @@ def each_query(x, like, GP: tl.constexpr):
 def key_words(words_ptr, start, rows_all, BITS: tl.constexpr, R: tl.constexpr, D: tl.constexpr, C: tl.constexpr):
     """The R byte rows of the tokens from ``start`` on."""
     r = start * BITS // 8 + byte_row(gl.arange(0, R, layout=gl.SliceLayout(1, LINES)), BITS)
-    return load_lines(words_ptr, r * D, r < rows_all, D, C)
+    return load_lines(words_ptr, r * D, r < rows_all, D, C, "evict_first")
 
 
 @tile
 def value_words(words_ptr, start, tokens_all, D: tl.constexpr, VR: tl.constexpr, T: tl.constexpr):
     """The lines of D channels, P a line, of T tokens."""
     c = gl.arange(0, VR, layout=gl.SliceLayout(1, LINES))
-    return load_lines(words_ptr + start, c * tokens_all, c < D, tokens_all - start, T // 64)
+    return load_lines(words_ptr + start, c * tokens_all, c < D, tokens_all - start, T // 64, "evict_first")
 
 
 @tile
@@ -186,17 +186,6 @@ def calibration_tile(low_ptr, high_ptr, row, ranges, tau1, tau2, like, GP: tl.co
 
 
 @tile
-def scores_or_words(score_ptr, words_ptr, start, last, rows_all, RANGED: tl.constexpr, BITS: tl.constexpr, R: tl.constexpr,
-                    GP: tl.constexpr, D: tl.constexpr, C: tl.constexpr):  # fmt: skip
-    """What a step's scores are made of: the scores that were kept, or keys."""
-    if RANGED:
-        found = (gl.load(score_ptr + gl.minimum(start, last) * GP),)
-    else:
-        found = key_words(words_ptr, start, rows_all, BITS, R, D, C)
-    return found
-
-
-@tile
 def value_range(scale_ptr, offset_ptr, token, tokens_all, BITS: tl.constexpr):
     """s_V of tokens, and the middle of their range: what p s_V loses by rounding then meets codes around 0."""
     s = gl.load(scale_ptr + token, mask=token < tokens_all, other=1.0)
@@ -209,25 +198,23 @@ def visual_part(  # noqa: C901  most of its branches are taken when it is compil
     q_ptr, k_ptr, v_ptr, k_scale_ptr, k_offset_ptr, v_scale_ptr, v_offset_ptr, count_ptr, low_ptr, high_ptr, score_ptr, part, h,
     b, row, tokens_all, scaling, tau1, tau2, stride_qb, stride_qh, steps, ranges, BITS: tl.constexpr, RANGED: tl.constexpr,
     PER_TOKEN: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, C: tl.constexpr, R: tl.constexpr,
-    VR: tl.constexpr, SP: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr,
+    VR: tl.constexpr, SP: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Sums [P VR, GP] of p v by channels, of p [GP], and top [GP]."""
     P: tl.constexpr = 8 // BITS
     T: tl.constexpr = P * R
     like = score_layout(P, R, GP)
-    rows_all, first, last = tokens_all // P, part * steps * T, (tokens_all - 1) // T * T
+    rows_all, first = tokens_all // P, part * steps * T
     keys, values = k_ptr + row * rows_all * D, v_ptr + row * (D // P) * tokens_all
-    scores = score_ptr + row * (last + T) * GP + score_places(like, T, GP)
+    scores = score_ptr + row * ((rows_all + R - 1) // R * T * GP) + score_places(like, T, GP)
     count = gl.load(count_ptr + b)
     if RANGED:
         if EARLY:
             cuda.gdc_wait()
-        following = scores_or_words(scores, keys, first, last, rows_all, RANGED, BITS, R, GP, D, C)
         slope, shift, top = calibration_tile(low_ptr, high_ptr, row, ranges, tau1, tau2, like, GP, SP)
         top = gl.ceil(top)
         shift = shift if PER_TOKEN else shift - (top - LOG2_UNIT)
     else:  # tau1 = tau2
-        following = scores_or_words(scores, keys, first, last, rows_all, RANGED, BITS, R, GP, D, C)
         q, m, o, rest = query_digits(
             q_ptr, k_scale_ptr, k_offset_ptr, b, h, row, stride_qb, stride_qh, scaling, like, BITS, G, GP, D, C
         )
@@ -239,17 +226,11 @@ def visual_part(  # noqa: C901  most of its branches are taken when it is compil
     total, offsets = weights, weights
     for start in range(first, gl.minimum(first + steps * T, count), T):
         v = value_words(values, start, tokens_all, D // P, VR, T)
-        if AHEAD:  # the next step's arrive under this one
-            k, following = (
-                following,
-                scores_or_words(scores, keys, start + T, last, rows_all, RANGED, BITS, R, GP, D, C),
-            )
-        else:
-            k = scores_or_words(scores, keys, start, last, rows_all, RANGED, BITS, R, GP, D, C)
         if RANGED:
-            x = k[0] * slope[None, :] + shift[None, :]
+            x = gl.load(scores + start * GP) * slope[None, :] + shift[None, :]
         else:
-            x = key_scores(k, q, m, o, rest, like, BITS, R, GP, C)
+            words = key_words(keys, start, rows_all, BITS, R, D, C)
+            x = key_scores(words, q, m, o, rest, like, BITS, R, GP, C)
         tokens = start + token_places(like, BITS, R)
         if start + T > count:
             x = gl.where((tokens < count)[:, None], x, float("-inf"))
@@ -362,7 +343,7 @@ def kv_parts_kernel(
     stride_qb, stride_qh, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn, steps, ranges,
     splits, text_splits, BITS: tl.constexpr, RANGED: tl.constexpr, PER_TOKEN: tl.constexpr, G: tl.constexpr, GP: tl.constexpr,
     D: tl.constexpr, C: tl.constexpr, R: tl.constexpr, VR: tl.constexpr, BT: tl.constexpr, SP: tl.constexpr,
-    AHEAD: tl.constexpr, EARLY: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """One part, of visual tokens or of text."""
     if EARLY:
@@ -374,7 +355,7 @@ def kv_parts_kernel(
         seen = visual_part(
             q_ptr, k_ptr, v_ptr, k_scale_ptr, k_offset_ptr, v_scale_ptr, v_offset_ptr, count_ptr, low_ptr, high_ptr, score_ptr,
             part, h, b, row, tokens_all, scaling, tau1, tau2, stride_qb, stride_qh, steps, ranges, BITS, RANGED, PER_TOKEN, G, GP,
-            D, C, R, VR, SP, AHEAD, EARLY,
+            D, C, R, VR, SP, EARLY,
         )  # fmt: skip
         store_part(part_ptr, sum_ptr, top_ptr, place, seen, G, D, 8 // BITS * VR, GP)
     else:
@@ -399,18 +380,24 @@ def kv_combine_kernel(
     query = tl.program_id(0).to(tl.int64)
     first = query // G * parts * G + query % G
     s, d = tl.arange(0, SP), tl.arange(0, DP)
-    total = tl.load(sum_ptr + first + s * G, mask=s < parts, other=0.0)
+    sums = tl.load(sum_ptr + first + s * G, mask=s < parts, other=0.0)
     tops = tl.load(top_ptr + first + s * G, mask=s < parts, other=LOWEST)
-    top = tl.max(tl.where(total > 0, tops, LOWEST), 0)
-    total = tl.sum(total * tl.exp2(tl.minimum(tops - top, 0.0)), 0)
-    acc = tl.zeros((DP,), tl.float32)
-    for start in range(0, parts, BP):
-        i = start + tl.arange(0, BP)
-        share = tl.exp2(tl.minimum(tl.load(top_ptr + first + i * G, mask=i < parts, other=LOWEST) - top, 0.0))
-        at = (first + i * G)[:, None] * D + d[None, :]
-        acc += tl.sum(
-            tl.load(part_ptr + at, mask=(i < parts)[:, None] & (d < D)[None, :], other=0.0) * share[:, None], 0
-        )
+    if SP == BP:  # all at once, and on their way before the shares are known
+        here = (s < parts)[:, None] & (d < D)[None, :]
+        values = tl.load(part_ptr + (first + s * G)[:, None] * D + d[None, :], mask=here, other=0.0)
+    top = tl.max(tl.where(sums > 0, tops, LOWEST), 0)
+    shares = tl.exp2(tl.minimum(tops - top, 0.0))
+    total = tl.sum(sums * shares, 0)
+    if SP == BP:
+        acc = tl.sum(values * shares[:, None], 0)
+    else:
+        acc = tl.zeros((DP,), tl.float32)
+        for start in range(0, parts, BP):
+            i = start + tl.arange(0, BP)
+            share = tl.exp2(tl.minimum(tl.load(top_ptr + first + i * G, mask=i < parts, other=LOWEST) - top, 0.0))
+            here = (i < parts)[:, None] & (d < D)[None, :]
+            values = tl.load(part_ptr + (first + i * G)[:, None] * D + d[None, :], mask=here, other=0.0)
+            acc += tl.sum(values * share[:, None], 0)
     some = total > 0
     total = tl.where(some, total, 1.0)
     tl.store(y_ptr + query * D + d, tl.where(some, acc / total, 0.0).to(y_ptr.dtype.element_ty), mask=d < D)

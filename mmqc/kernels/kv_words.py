@@ -23,13 +23,14 @@ DIGITS = tl.constexpr(8388608.0 + 128.0)
 
 
 @tile
-def load_lines(ptr, at, exists, width, C: tl.constexpr):
-    """Lines of 64 C contiguous numbers, of which ``width`` exist, as C tensors [R, 64]; the rest is 0."""
+def load_lines(ptr, at, exists, width, C: tl.constexpr, KEEP: tl.constexpr = ""):
+    """Lines of 64 C contiguous numbers, of which ``width`` exist, as C tensors [R, 64]; the rest is 0.  KEEP: eviction policy."""
     c = gl.arange(0, 64, layout=gl.SliceLayout(0, LINES))
     here, rows = ptr + at[:, None] + c[None, :], exists[:, None]
-    lines = (gl.load(here, mask=rows & (c < width)[None, :], other=0),)
+    lines = (gl.load(here, mask=rows & (c < width)[None, :], other=0, eviction_policy=KEEP),)
     for i in gl.static_range(1, C):
-        lines = lines + (gl.load(here + 64 * i, mask=rows & (c + 64 * i < width)[None, :], other=0),)  # noqa: RUF005
+        more = gl.load(here + 64 * i, mask=rows & (c + 64 * i < width)[None, :], other=0, eviction_policy=KEEP)
+        lines = lines + (more,)  # noqa: RUF005
     return lines
 
 

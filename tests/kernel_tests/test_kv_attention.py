@@ -125,12 +125,11 @@ from mmqc.kernels import kv_attention_tiles as tiles
 
 arch, bits, width, group = map(int, sys.argv[1:])
 queries = max(4, 1 << (group - 1).bit_length())
-shape = dict(BITS=bits, G=group, GP=queries, D=width, C=-(-width // 64), R=max(16, 8 * bits), AHEAD=bits < 4,
-             EARLY=arch >= 90)
+shape = dict(BITS=bits, G=group, GP=queries, D=width, C=-(-width // 64), R=max(16, 8 * bits), EARLY=arch >= 90)
 more = dict(RANGED=bits <= 2, PER_TOKEN=bits == 8, VR=max(16, 8 * bits * shape["C"]), BT=16, SP=16)
 kinds = {"k_ptr": "*i8", "v_ptr": "*i8", "words_ptr": "*i8", "count_ptr": "*i32", "text_count_ptr": "*i32",
          "q_ptr": "*bf16", "k_text_ptr": "*bf16", "v_text_ptr": "*bf16", "scaling": "fp32", "tau1": "fp32", "tau2": "fp32"}
-for kernel, constants in ((tiles.kv_range_of_scores_kernel, shape), (tiles.kv_parts_kernel, shape | more)):
+for kernel, constants in ((tiles.kv_range_of_scores_kernel, shape | {"AHEAD": bits < 4}), (tiles.kv_parts_kernel, shape | more)):
     types = {n: "constexpr" if n in constants else kinds.get(n, "*fp32" if n.endswith("_ptr") else "i32")
              for n in kernel.arg_names}
     wide = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(types) if n.endswith("_ptr") or n == "tokens_all"}
