@@ -44,7 +44,7 @@ TINY = {"batch": 2, "heads": 2, "group": 4, "width": 32, "visual": 96, "text": 8
 BARS = {1: 5.0, 2: 3.5, 4: 2.0}
 BITS = (1, 2, 4, 8)
 PLAIN, CALIBRATED = (0.0, 0.0), (1.0, 2.0)
-PER_SM = (4, 6, 8, 10, 12, 14, 16, 20, 24)
+PER_SM = (6, 8, 10, 12, 14, 16, 20)
 Layers = list[tuple[Tensor, ...]]
 Call = Callable[[], object]
 
@@ -150,10 +150,11 @@ def time_peers(run: Run, case: Case) -> float:
 def tune(run: Run, case: Case, layers: Layers, bits: int, tau: tuple[float, float]) -> tuple[KVConfig, float] | None:
     """The fastest configuration of a list."""
     found: list[tuple[float, KVConfig]] = []
-    for registers, per_sm in itertools.product((0, 96, 128), PER_SM[: 1 if run.dry else None]):
-        if run.left() < 60 or (bits == 8 and registers) or (registers == 96 and per_sm < 12):
+    ahead = (False, True) if tau != PLAIN else (False,)
+    for registers, per_sm, more in itertools.product((0, 128), PER_SM[: 1 if run.dry else None], ahead):
+        if run.left() < 60 or (bits == 8 and registers):
             continue
-        c = KVConfig(per_sm, registers)
+        c = KVConfig(per_sm, registers=registers, ahead=more)
         t = run.attempt(f"tune/{bits}/{c}", lambda c=c: case.time(layers, bits, tau, c), 30)
         if t is not None:
             found.append((t, c))
@@ -167,7 +168,7 @@ def tune(run: Run, case: Case, layers: Layers, bits: int, tau: tuple[float, floa
     t, c = min(found, key=lambda pair: pair[0])
     print(
         f"{bits} bits, tau {tau}:",
-        *(f"{c.per_sm}/{c.registers}{'/early' * c.early}: {t:.1f}" for t, c in found),
+        *(f"{c.per_sm}/{c.registers}{'/ahead' * c.ahead}{'/early' * c.early}: {t:.1f}" for t, c in found),
         flush=True,
     )
     return c, t

@@ -59,8 +59,10 @@ class Rules(Tracker):
         self.join(a, b)
         for one, other in ((a, b), (b, a)):
             self.freeze(torch.where(other == CONSTANT, one, ZERO), node, "a constant is added")
-        few_a, few_b = compact(a, b)
-        joined = torch.where(few_a >= 0, few_a, torch.maximum(few_a, few_b)).expand(a.shape)
+        # One name for what is the same now, that of fewer numbers: behind the images' rows in the text's, tokens differ in theirs.
+        wide, narrow = sorted((a, b), key=lambda ids: compact(ids)[0].numel(), reverse=True)
+        few, other = compact(narrow, wide) if compact(narrow)[0].numel() < compact(wide)[0].numel() else compact(a, b)
+        joined = torch.where(few >= 0, few, torch.maximum(few, other)).expand(a.shape)
         return self.write(node, joined) if mutates(node) else joined
 
     _see_sub = _see_add
@@ -106,6 +108,9 @@ class Rules(Tracker):
         a, b = compact(a, b)
         self.freeze(a, node, "it is multiplied by another activation")
         self.freeze(b, node, "it is multiplied by another activation")
+        for axis in range(a.dim() - 1):  # channels of the result: not one more for every token of a rotary embedding
+            if 0 in (a.stride(axis), b.stride(axis)):
+                a, b = a.narrow(axis, 0, 1), b.narrow(axis, 0, 1)
         return self.renamed(node, a.clamp(min=0).long() * self.found.total + b.clamp(min=0)).expand(shape)
 
     def factor(self, node: fx.Node, ids: Tensor, factor: Tensor, origin: Any) -> Tensor:

@@ -167,8 +167,15 @@ class Tracker:
             self.found.joins.append(torch.stack((pairs // self.found.total, pairs % self.found.total)))
 
     def split(self, ids: Tensor, cells: Tensor) -> None:
-        """Coordinates may stay together only where they met the same cells, equally often."""
-        ids, cells = compact(ids, cells)
+        """Coordinates may stay together only where they met the same cells, equally often.
+
+        Along an axis along which ids do not vary (tokens), every coordinate meets every slice of the cells, whose numbers
+        are unlike each other's: those who meet the same in one slice do in all.
+        """
+        ids, cells = torch.broadcast_tensors(ids, cells)
+        for axis in range(ids.dim()):
+            if ids.stride(axis) == 0 and ids.shape[axis] > 1:
+                ids, cells = ids.narrow(axis, 0, 1), cells.narrow(axis, 0, 1)
         keep = ids >= 0
         self.found.splits.append((ids[keep], (cells[keep].long() * 0x9E3779B1 + 0x7F4A7C15) * 0x27D4EB2F % (1 << 61)))
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, fx
 
 from .coordinate_rules import coordinates
-from .coordinates import MEAN, Coordinates, Reader, Source
+from .coordinates import MEAN, Coordinates, Reader, Source, compact
 from .kinds import kind
 from .plan import Plan
 from .program import Program
@@ -245,6 +245,7 @@ class _Collector:
 
     def numbers(self, ids: Tensor) -> list[int]:
         """Numbers of the spaces that these ids lie on."""
+        ids = compact(ids)[0]  # logits are as many as tokens times words, and alike for all tokens
         known = ids[ids >= 0].long()
         blocks = self.blocks[self.classes[known]]
         if not known.numel() or bool((blocks == blocks[0]).all()):

@@ -54,8 +54,9 @@ def query_digits(q_ptr, scale_ptr, offset_ptr, b, h, row, stride_b, stride_h, sc
     N: tl.constexpr = 2 * GP
     n = gl.arange(0, N, layout=gl.SliceLayout(1, LINES))
     real = n // 2 < G
-    q = load_lines(q_ptr + b * stride_b, (h * G + n // 2) * stride_h, real, D, C)
-    s, a = load_lines(scale_ptr + row * D, n * 0, real, D, C), load_lines(offset_ptr + row * D, n * 0, real, D, C)
+    q = load_lines(q_ptr + b * stride_b, (h * G + n // 2) * stride_h, real, D, C, "")
+    s = load_lines(scale_ptr + row * D, n * 0, real, D, C, "")
+    a = load_lines(offset_ptr + row * D, n * 0, real, D, C, "")
     scaled, o, m = (), gl.sum(a[0] * 0.0, 1), gl.sum(a[0] * 0.0, 1) + 1e-30
     for i in gl.static_range(C):
         x = q[i].to(tl.float32)

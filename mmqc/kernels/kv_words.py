@@ -23,7 +23,7 @@ DIGITS = tl.constexpr(8388608.0 + 128.0)
 
 
 @tile
-def load_lines(ptr, at, exists, width, C: tl.constexpr, KEEP: tl.constexpr = ""):
+def load_lines(ptr, at, exists, width, C: tl.constexpr, KEEP: tl.constexpr):
     """Lines of 64 C contiguous numbers, of which ``width`` exist, as C tensors [R, 64]; the rest is 0.  KEEP: eviction policy."""
     c = gl.arange(0, 64, layout=gl.SliceLayout(0, LINES))
     here, rows = ptr + at[:, None] + c[None, :], exists[:, None]
