@@ -1,0 +1,150 @@
+"""kv_token_attention against the op's reference, in float64; what no token owns is NaN, and so is what the kernel has not written."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from tolerance import assert_close
+
+from mmqc.ops import kv_token_attention as op
+
+kernel = pytest.importorskip("mmqc.kernels.kv_token_attention")
+
+FEW = kernel.TokenConfig(per_sm=1, tokens=16)  # so that a program takes several steps
+SLACK = 3  # places that no token has yet
+
+
+def token_case(counts, *, heads=1, group=2, width=32, bits=8, block=16, queries=1, dtype=torch.float16, device="cpu", size=1.0):
+    """Operands by name, laid out as the cache has them: place 0 of the codes belongs to nobody, nor do those past a count."""
+    g = torch.Generator().manual_seed(hash((counts, heads, group, width, bits, block, queries)) % 2**31)
+    rand = lambda *shape: size * torch.randn(*shape, generator=g)  # noqa: E731
+    batch, room = len(counts), max(counts) + SLACK
+    shift = rand(1, heads, 1, width)
+    c = {"q": torch.randn(batch, queries, heads * group, width, generator=g).to(dtype).to(device).transpose(1, 2)}
+    for kind in "kv":
+        x = (rand(batch, heads, 1 + room, width) + shift).to(dtype)
+        codes, scale, offset = op.quantize_tokens(x, bits, block)
+        for b, n in enumerate(counts):
+            codes[b, :, 1 + n :] = 255
+            scale[b, :, 1 + n :] = offset[b, :, 1 + n :] = torch.nan
+        scale[:, :, 0] = offset[:, :, 0] = torch.nan
+        for name, t in (("codes", codes), ("scale", scale), ("offset", offset)):
+            c[f"{kind}_{name}"] = t.to(device)[:, :, 1:]
+    count = torch.tensor(counts, dtype=torch.int32, device=device)
+    return c | {"count": count, "bits": bits, "scaling": width**-0.5}
+
+
+def floating(t):
+    return isinstance(t, torch.Tensor) and t.is_floating_point()
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch):
+    """What the launcher allocates is NaN."""
+    empty = torch.empty
+
+    def nan(*args, **kwargs):
+        made = empty(*args, **kwargs)
+        return made.fill_(torch.nan) if made.is_floating_point() else made
+
+    monkeypatch.setattr(kernel.torch, "empty", nan)
+
+
+def check(case, config=FEW):
+    y, lse = kernel.kv_token_attention(*case.values(), config=config)
+    want, want_lse = op.reference(*(t.double() if floating(t) else t for t in case.values()))
+    assert y.dtype == case["q"].dtype
+    assert_close(y, want, torch.bfloat16 if y.dtype == torch.bfloat16 else torch.float16)
+    some = want_lse.isfinite()
+    assert torch.equal(some, lse.isfinite())
+    assert (lse[~some] == -torch.inf).all()
+    assert_close(lse[some], want_lse[some], torch.float16)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize(("queries", "block"), [(1, 16), (3, 32), (19, 8)])
+def test_kv_token_attention__ragged_lengths(bits, queries, block, device):
+    check(token_case((70, 0, 131, 1), heads=2, bits=bits, queries=queries, block=block, device=device))
+
+
+@pytest.mark.parametrize("group", [1, 4, 8])
+@pytest.mark.parametrize(("width", "block"), [(64, 32), (80, 16), (96, 32), (128, 32)])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_kv_token_attention__heads_and_widths(width, block, bits, group, device):
+    """At 96 a byte's two channels lie in different blocks, and a block in both halves; 80 has an odd number of blocks."""
+    check(token_case((37, 5), width=width, block=block, bits=bits, group=group, device=device))
+
+
+@pytest.mark.parametrize(("block", "width"), [(64, 64), (80, 80), (2, 24), (5, 20), (1, 32)])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_kv_token_attention__blocks_of_any_size(block, width, bits, device):
+    check(token_case((50, 3), width=width, block=block, bits=bits, group=3, device=device))
+
+
+@pytest.mark.parametrize("size", [1e-3, 300.0])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_kv_token_attention__small_and_large_values_in_fp16(bits, size, device):
+    case = token_case((90,), bits=bits, size=size, device=device)
+    case["scaling"] /= size
+    check(case)
+
+
+def test_kv_token_attention__the_largest_score_comes_last(device):
+    """Every step has a new largest score, and the sums so far are scaled."""
+    case = token_case((200,), width=16, device=device)
+    case["q"] = case["q"].abs()
+    case["k_offset"] += torch.arange(200 + SLACK, device=device)[:, None].half() / 8
+    check(case)
+
+
+@pytest.mark.parametrize("tokens", [1, 16, 513, 2999])
+def test_kv_token_attention__one_to_thousands_of_tokens(tokens, device):
+    check(token_case((tokens,), bits=4, group=4, device=device), None)
+
+
+def test_kv_token_attention__nothing_there(device):
+    case = token_case((4, 2), device=device)
+    for name in ("k_codes", "k_scale", "k_offset", "v_codes", "v_scale", "v_offset"):
+        case[name] = case[name][:, :, :0]
+    y, lse = kernel.kv_token_attention(*(case | {"count": torch.zeros_like(case["count"])}).values())
+    assert not y.any()
+    assert (lse == -torch.inf).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("group", [1, 3, 4, 8, 16])
+@pytest.mark.parametrize("width", [64, 80, 96, 128, 256])
+def test_kv_token_attention__every_shape(width, group, bits, dtype, device):
+    for block, queries in ((16, 1), (16, 33), (width // 2, 1)):
+        case = token_case(
+            (700, 33), heads=2, width=width, group=group, bits=bits, block=block, queries=queries, dtype=dtype, device=device
+        )
+        for config in (None, FEW, kernel.TokenConfig(tokens=128), kernel.TokenConfig(tokens=32, warps=2, stages=3)):
+            check(case, config)
+
+
+@pytest.mark.gpu
+def test_kv_token_attention__forty_thousand_tokens_in_a_captured_graph(device):
+    case = token_case((40000, 7), group=4, width=128, block=32, bits=4, dtype=torch.bfloat16, device=device)
+    kernel.kv_token_attention(*case.values())
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y, lse = kernel.kv_token_attention(*case.values())
+    for counts in ((40000, 7), (12345, 0), (1, 4)):  # read on the device
+        case["count"].copy_(torch.tensor(counts))
+        graph.replay()
+        want, want_lse = op.reference(*case.values())
+        assert_close(y, want, torch.bfloat16)
+        assert_close(lse, want_lse, torch.float16)
+
+
+def test_kv_token_attention__says_what_it_cannot_do(device):
+    case = token_case((4,), width=64, block=1, device=device)
+    with pytest.raises(ValueError, match="at most 32 blocks, not 64"):
+        kernel.kv_token_attention(*case.values())
+    with pytest.raises(ValueError, match="queries are one of"):
+        kernel.kv_token_attention(*(case | {"q": case["q"].double()}).values())
