@@ -52,6 +52,11 @@ class TokenConfig:
         return dataclasses.replace(self, **changes)
 
 
+def table(bits: int, sums: int) -> TokenConfig:
+    """The answer for programs with so many float32 sums: what the registers have room for."""
+    return TokenConfig() if bits == 4 and sums <= 2048 else TokenConfig(tokens=32, stages=3)
+
+
 def why_not_heads(dtype: torch.dtype, width: int, bits: int, block: int) -> str | None:
     """None, or why heads of ``width`` channels in a model of ``dtype`` cannot be attended to."""
     checks = (
@@ -86,6 +91,11 @@ def power_of_two(n: int, least: int = 1) -> int:
     return max(least, 1 << (n - 1).bit_length())
 
 
+def rows_together(rows: int, sums: int) -> int:
+    """How many of a KV head's ``rows`` of queries read its tokens together, where each has so many float32 sums."""
+    return min(power_of_two(rows), 16, max(1, SUMS // sums))
+
+
 def kv_token_attention(
     q: Tensor, k_codes: Tensor, k_scale: Tensor, k_offset: Tensor, v_codes: Tensor, v_scale: Tensor, v_offset: Tensor,
     count: Tensor, bits: int, scaling: float, *, config: TokenConfig | None = None,
@@ -95,13 +105,14 @@ def kv_token_attention(
     if reason is not None:
         raise ValueError(f"kv_token_attention: {reason}")
     (batch, q_heads, length, d), (heads, room, bytes_) = q.shape, k_codes.shape[1:]
-    c, rows, blocks = config or TokenConfig(), q_heads // heads * length, k_scale.shape[3]
+    rows, blocks = q_heads // heads * length, k_scale.shape[3]
     y = torch.empty((batch, q_heads, length, d), dtype=q.dtype, device=q.device)
     lse = torch.empty((batch, q_heads, length), dtype=torch.float32, device=q.device)
     if not lse.numel():
         return y, lse
     planes, columns = power_of_two(bytes_, 16), power_of_two(blocks)
-    together = min(power_of_two(rows), 16, max(1, SUMS // (columns * planes * 8 // bits)))  # rows that share a read
+    together = rows_together(rows, columns * planes * 8 // bits)
+    c = config or table(bits, together * columns * planes * 8 // bits)
     groups, tiles = ceil_div(rows, together), ceil_div(room, c.tokens)
     programs = c.per_sm * multiprocessors(q.device) // (batch * heads * groups)
     steps = max(1, ceil_div(tiles, max(1, programs)))

@@ -77,23 +77,24 @@ def check(case, bits, damping=0.3, sweeps=2, least_clear=0.5, **options):
 
 @pytest.mark.parametrize("bits", [1, 2, 4, 8])
 def test_kv_round_keys__codes_of_the_descent(bits, device):
-    found, want = check(round_case((50, 0, 23), device=device), bits)
+    found, want = check(round_case((33, 0, 20), width=24, device=device), bits)
     assert (found != want).any(-1).float().mean() < 0.05  # tokens of which a step lay on a middle
 
 
-@pytest.mark.parametrize("bits", [1, 2])
 @pytest.mark.parametrize("width", [64, 80, 96, 128])
-def test_kv_round_keys__widths(width, bits, device):
-    check(round_case((35,), heads=1, width=width, device=device), bits)
+def test_kv_round_keys__widths(width, device):
+    bits = 1 if width % 32 == 0 else 2
+    check(round_case((19,), heads=1, width=width, device=device), bits)
 
 
-@pytest.mark.parametrize(("block", "tokens", "sweeps"), [(8, 16, 1), (16, 64, 3), (32, 32, 2)])
+@pytest.mark.parametrize(("block", "tokens", "sweeps"), [(8, 16, 1), (16, 64, 3), (32, 32, 0)])
 def test_kv_round_keys__any_block_and_number_of_sweeps(block, tokens, sweeps, device):
-    check(round_case((70, 9), heads=1, width=40, device=device), 1, sweeps=sweeps, block=block, tokens_each=tokens)
+    check(round_case((70, 9), heads=1, width=20, device=device), 1, sweeps=sweeps,
+          config=kernel.RoundConfig(block, tokens))  # fmt: skip
 
 
 def test_kv_round_keys__isotropic_queries_take_the_nearest_codes(device):
-    x, order, count, moment = round_case((40, 11), device=device)
+    x, order, count, moment = round_case((40, 11), heads=1, device=device)
     moment = torch.eye(32, device=device).expand_as(moment).contiguous()
     got = kernel.kv_round_keys(x, order, count, moment, 2, 0.9, 0.3, 2)
     for a, b in zip(got, pack_op.reference(x, order, count, 2, "channel", 0.9, False), strict=True):
@@ -101,11 +102,11 @@ def test_kv_round_keys__isotropic_queries_take_the_nearest_codes(device):
 
 
 def test_kv_round_keys__scores_are_nearer_than_with_nearest_codes(device):
-    x, order, count, moment = round_case((200,), heads=1, dtype=torch.float32, device=device)
+    x, order, count, moment = round_case((90,), heads=1, dtype=torch.float32, device=device)
     k = pack_op.chosen(x, order)
 
     def error(words, scale, offset):
-        e = unpack_words(words, 1)[:, :, :200] * scale + offset - k
+        e = unpack_words(words, 1)[:, :, :90] * scale + offset - k
         return float(((e @ moment) * e).sum())
 
     near = error(*pack_op.reference(x, order, count, 1, "channel", 0.6, False))
@@ -128,8 +129,23 @@ def test_kv_round_keys__one_value_and_none(device):
 @pytest.mark.parametrize("width", [64, 80, 96, 128, 256])
 def test_kv_round_keys__every_shape(width, bits, dtype, device):
     for tokens, warps in ((16, 1), (32, 2), (64, 4)):
-        check(round_case((700, 33), width=width, dtype=dtype, device=device), bits, tokens_each=tokens, warps=warps,
-              least_clear=0.2)  # fmt: skip
+        config = kernel.RoundConfig(16, tokens, warps)
+        check(round_case((700, 33), width=width, dtype=dtype, device=device), bits, least_clear=0.2, config=config)
+
+
+def test_kv_round_keys__on_cuda_takes_the_kernel_where_it_can(monkeypatch, device):
+    on_cuda = pytest.importorskip("mmqc.kernels.kv_on_cuda")
+    x, order, count, moment = round_case((9, 4), heads=1, device=device)
+    rest = (order, count, moment, 2, 0.9, 0.3, 2)
+    strided = torch.stack((x, x), -1)[..., 0]  # channels that are not contiguous are copied
+    asked = []
+    monkeypatch.setattr(kernel, "weighting", lambda *args: asked.append(args) or op.weighting(*args))
+    found = on_cuda.kv_round_keys(strided, *rest)
+    assert len(asked) == 1
+    assert all(torch.equal(a, b) for a, b in zip(found, kernel.kv_round_keys(x, *rest), strict=True))
+    wide = on_cuda.kv_round_keys(x.double(), *rest)
+    assert len(asked) == 2
+    assert all(torch.equal(a, b) for a, b in zip(wide, op.reference(x.double(), *rest), strict=True))
 
 
 def test_kv_round_keys__says_what_it_cannot_do(device):
@@ -138,3 +154,39 @@ def test_kv_round_keys__says_what_it_cannot_do(device):
         kernel.kv_round_keys(x.double(), order, count, moment, 1, 0.6, 0.3, 2)
     with pytest.raises(ValueError, match="order is contiguous int64"):
         kernel.kv_round_keys(x, order.int(), count, moment, 1, 0.6, 0.3, 2)
+
+
+OFFLINE = """
+import sys, triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from mmqc.kernels.kv_round_keys import RoundConfig, kv_round_keys_kernel as kernel
+
+arch, bits, width = map(int, sys.argv[1:])
+c = RoundConfig()
+shape = dict(BITS=bits, D=width, DP=max(16, 1 << (width - 1).bit_length()), C=c.block, BN=c.tokens, BK=16)
+kinds = {"x_ptr": "*bf16", "order_ptr": "*i64", "count_ptr": "*i32", "bytes_ptr": "*i8"}
+types = {n: "constexpr" if n in shape else kinds.get(n, "*fp32" if n.endswith("_ptr") else "i32") for n in kernel.arg_names}
+wide = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(types) if n.endswith("_ptr")}
+options = {"num_warps": c.warps, "num_stages": 1, "maxnreg": c.registers, "enable_fp_fusion": False}
+made = triton.compile(ASTSource(kernel, types, shape, wide), target=GPUTarget("cuda", arch, 32), options=options)
+ptx = made.asm["ptx"]
+print(ptx.count("mma.sync"), ptx.count("cp.async"), ptx.count(".local"))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize(("bits", "width"), [(1, 128), (2, 80), (8, 256)])
+def test_kv_round_keys__compiles_without_a_gpu(bits, width, arch):
+    """Three products for one of float32, and no load ahead of the stores that it must see."""
+    bare = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", OFFLINE, *map(str, (arch, bits, width))]
+    done = subprocess.run(command, env=bare, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    products, copies, local = map(int, done.stdout.split())
+    assert (
+        products == 3 * 2 * (128 if width == 80 else width) // 8
+    )  # of 16 tokens, 8 channels, 8 terms; two for 16 channels
+    assert not copies
+    assert not local

@@ -1,4 +1,4 @@
-"""kv_token_attention against the op's reference, in float64; what no token owns is NaN, and so is what the kernel has not written."""
+"""kv_token_attention against the op's reference, in float64; what no token owns and what the kernel has not written is NaN."""
 
 import os
 import subprocess
@@ -16,7 +16,9 @@ FEW = kernel.TokenConfig(per_sm=1, tokens=16)  # so that a program takes several
 SLACK = 3  # places that no token has yet
 
 
-def token_case(counts, *, heads=1, group=2, width=32, bits=8, block=16, queries=1, dtype=torch.float16, device="cpu", size=1.0):
+def token_case(
+    counts, *, heads=1, group=2, width=32, bits=8, block=16, queries=1, dtype=torch.float16, device="cpu", size=1.0
+):
     """Operands by name, laid out as the cache has them: place 0 of the codes belongs to nobody, nor do those past a count."""
     g = torch.Generator().manual_seed(hash((counts, heads, group, width, bits, block, queries)) % 2**31)
     rand = lambda *shape: size * torch.randn(*shape, generator=g)  # noqa: E731
@@ -64,9 +66,9 @@ def check(case, config=FEW):
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize(("queries", "block"), [(1, 16), (3, 32), (19, 8)])
+@pytest.mark.parametrize(("queries", "block"), [(1, 16), (3, 32), (9, 8)])
 def test_kv_token_attention__ragged_lengths(bits, queries, block, device):
-    check(token_case((70, 0, 131, 1), heads=2, bits=bits, queries=queries, block=block, device=device))
+    check(token_case((70, 0, 131), heads=2, bits=bits, queries=queries, block=block, device=device))
 
 
 @pytest.mark.parametrize("group", [1, 4, 8])
@@ -121,7 +123,15 @@ def test_kv_token_attention__nothing_there(device):
 def test_kv_token_attention__every_shape(width, group, bits, dtype, device):
     for block, queries in ((16, 1), (16, 33), (width // 2, 1)):
         case = token_case(
-            (700, 33), heads=2, width=width, group=group, bits=bits, block=block, queries=queries, dtype=dtype, device=device
+            (700, 33),
+            heads=2,
+            width=width,
+            group=group,
+            bits=bits,
+            block=block,
+            queries=queries,
+            dtype=dtype,
+            device=device,
         )
         for config in (None, FEW, kernel.TokenConfig(tokens=128), kernel.TokenConfig(tokens=32, warps=2, stages=3)):
             check(case, config)
@@ -142,9 +152,70 @@ def test_kv_token_attention__forty_thousand_tokens_in_a_captured_graph(device):
         assert_close(lse, want_lse, torch.float16)
 
 
+def test_kv_token_attention__on_cuda_takes_the_kernel_where_it_can(monkeypatch, device):
+    on_cuda = pytest.importorskip("mmqc.kernels.kv_on_cuda")
+    case = token_case((9, 4), device=device)
+    asked = []
+    monkeypatch.setattr(kernel, "table", lambda *args: asked.append(args) or kernel.TokenConfig())
+    found = on_cuda.kv_token_attention(*case.values())
+    assert len(asked) == 1
+    assert all(torch.equal(a, b) for a, b in zip(found, kernel.kv_token_attention(*case.values()), strict=True))
+    case["q"] = case["q"].double()
+    found = on_cuda.kv_token_attention(*case.values())
+    assert len(asked) == 2
+    assert all(torch.equal(a, b) for a, b in zip(found, op.reference(*case.values()), strict=True))
+
+
 def test_kv_token_attention__says_what_it_cannot_do(device):
     case = token_case((4,), width=64, block=1, device=device)
     with pytest.raises(ValueError, match="at most 32 blocks, not 64"):
         kernel.kv_token_attention(*case.values())
     with pytest.raises(ValueError, match="queries are one of"):
         kernel.kv_token_attention(*(case | {"q": case["q"].double()}).values())
+
+
+OFFLINE = """
+import sys, triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from mmqc.kernels.kv_token_attention import power_of_two, rows_together, table
+from mmqc.kernels.kv_token_attention_tiles import kv_token_combine_kernel, kv_token_parts_kernel
+
+arch, bits, width, block, rows = map(int, sys.argv[1:])
+bytes_, blocks = width * bits // 8, width // block
+planes, columns = power_of_two(bytes_, 16), power_of_two(blocks)
+together = rows_together(rows, columns * planes * 8 // bits)
+c = table(bits, together * columns * planes * 8 // bits)
+shape = dict(BITS=bits, BLOCK=block, NB=blocks, NBP=columns, D=width, W=bytes_, WP=planes, RB=together, BT=c.tokens, UP=1.0,
+             PTX=True)
+kinds = {"q_ptr": "*bf16", "y_ptr": "*bf16", "k_ptr": "*u8", "v_ptr": "*u8", "count_ptr": "*i32", "scaling": "fp32"}
+kinds |= {f"{kind}_{name}_ptr": "*bf16" for kind in "kv" for name in ("scale", "offset")}
+combine = dict(D=width, DP=power_of_two(width, 16), BP=16)
+for kernel, constants in ((kv_token_parts_kernel, shape), (kv_token_combine_kernel, combine)):
+    types = {n: "constexpr" if n in constants else kinds.get(n, "*fp32" if n.endswith("_ptr") else "i32")
+             for n in kernel.arg_names}
+    wide = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(types) if n.endswith("_ptr") or n.startswith("stride")}
+    options = {"num_warps": c.warps, "num_stages": c.stages}
+    made = triton.compile(ASTSource(kernel, types, constants, wide), target=GPUTarget("cuda", arch, 32), options=options)
+    ptx = made.asm["ptx"]
+    print(ptx.count("mma"), ptx.count("cp.async"), ptx.count(".local"), made.metadata.shared)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize(
+    ("bits", "width", "block", "rows"), [(4, 128, 32, 4), (8, 80, 16, 7), (4, 96, 32, 8), (8, 256, 8, 1)]
+)
+def test_kv_token_attention__compiles_without_a_gpu(bits, width, block, rows, arch):
+    """Products on tensor cores, loads of the next tokens under way, no array in local memory."""
+    bare = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", OFFLINE, *map(str, (arch, bits, width, block, rows))]
+    done = subprocess.run(command, env=bare, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    (products, copies, local, shared), (none, *_) = [list(map(int, line.split())) for line in done.stdout.splitlines()]
+    assert products
+    assert copies
+    assert not local
+    assert not none
+    assert shared < 100 << 10  # two programs a multiprocessor
