@@ -18,6 +18,7 @@ Arch:    Ampere and newer.
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 
 import torch
@@ -40,12 +41,14 @@ class TokenConfig:
         per_sm: programs a multiprocessor.
         tokens: a step's, a power of two, at least 16.
         warps, stages: of a program; steps whose loads are under way.
+        registers: a thread's at most; 0: any.
     """
 
     per_sm: int = 4
-    tokens: int = 64
+    tokens: int = 32
     warps: int = 4
-    stages: int = 2
+    stages: int = 3
+    registers: int = 0
 
     def replace(self, **changes: int) -> TokenConfig:
         """A copy with some fields changed."""
@@ -54,7 +57,7 @@ class TokenConfig:
 
 def table(bits: int, sums: int) -> TokenConfig:
     """The answer for programs with so many float32 sums: what the registers have room for."""
-    return TokenConfig() if bits == 4 and sums <= 2048 else TokenConfig(tokens=32, stages=3)
+    return TokenConfig(registers=128 if bits == 4 else 168) if sums <= 2048 else TokenConfig()
 
 
 def why_not_heads(dtype: torch.dtype, width: int, bits: int, block: int) -> str | None:
@@ -78,6 +81,7 @@ def supports(
     checks = (
         (k_codes.shape == v_codes.shape and k_scale.shape == v_scale.shape, "keys and values have one width and block"),
         (all(t.stride(3) == 1 for t in given), "channels and blocks are contiguous"),
+        (all(t.stride(2) == t.shape[3] for t in given[1:]), "the tokens of a head are contiguous"),
         (k_scale.stride() == k_offset.stride() and v_scale.stride() == v_offset.stride(), "scales lie as offsets do"),
         (all(t.shape[2] * t.stride(2) < 2**31 for t in given), "a head's tokens are addressed with 32 bits"),
         (k_codes.shape[0] * k_codes.shape[1] < 2**16, "at most 65,535 sequences times heads"),
@@ -89,6 +93,15 @@ def supports(
 def power_of_two(n: int, least: int = 1) -> int:
     """The smallest one that holds n."""
     return max(least, 1 << (n - 1).bit_length())
+
+
+def alignment(*tensors: Tensor) -> int:
+    """Bytes, 16 at most, that every token starts at a multiple of.
+
+    A view of a cache leaves out place 0, so it starts at a multiple of 8, say, and Triton knows of 16 or nothing.
+    """
+    starts = [n for t in tensors for n in (t.data_ptr(), *(i * t.element_size() for i in t.stride()[:3]))]
+    return math.gcd(16, *starts)
 
 
 def rows_together(rows: int, sums: int) -> int:
@@ -122,10 +135,11 @@ def kv_token_attention(
     if splits:
         kv_token_parts_kernel[(splits, groups, batch * heads)](
             q, k_codes, k_scale, k_offset, v_codes, v_scale, v_offset, count, part, sums, tops, heads, length, rows, scaling,
-            steps, splits, *q.stride()[:3], *k_codes.stride()[:3], *k_scale.stride()[:3], *v_codes.stride()[:3],
-            *v_scale.stride()[:3], BITS=bits, BLOCK=d // blocks, NB=blocks, NBP=columns, D=d, W=bytes_, WP=planes, RB=together,
-            BT=c.tokens, UP=UP[bits] if q.dtype == torch.float16 else 1.0,
-            PTX=has_inline_ptx(q.device), num_warps=c.warps, num_stages=c.stages,
+            steps, splits, *q.stride()[:3], *k_codes.stride()[:2], *k_scale.stride()[:2], *v_codes.stride()[:2],
+            *v_scale.stride()[:2], BITS=bits, BLOCK=d // blocks, NB=blocks, NBP=columns, D=d, W=bytes_, WP=planes, RB=together,
+            BT=c.tokens, UP=UP[bits] if q.dtype == torch.float16 else 1.0, CODES_ALIGN=alignment(k_codes, v_codes),
+            RANGES_ALIGN=alignment(k_scale, k_offset, v_scale, v_offset), PTX=has_inline_ptx(q.device), num_warps=c.warps,
+            num_stages=c.stages, **({"maxnreg": c.registers} if c.registers else {}),
         )  # fmt: skip
     kv_token_combine_kernel[(lse.numel(),)](
         part, sums, tops, y, lse, rows, splits, D=d, DP=power_of_two(d, 16), BP=16, num_warps=4,

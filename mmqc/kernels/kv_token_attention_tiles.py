@@ -34,11 +34,12 @@ def block_of_queries(q_ptr, first, rows, length, stride_h, stride_q, PLANE: tl.c
 
 
 @triton.jit
-def codes_tile(ptr, t, here, stride, BITS: tl.constexpr, W: tl.constexpr, WP: tl.constexpr, DTYPE: tl.constexpr,
-               PTX: tl.constexpr):  # fmt: skip
+def codes_tile(
+    ptr, t, here, BITS: tl.constexpr, W: tl.constexpr, WP: tl.constexpr, DTYPE: tl.constexpr, PTX: tl.constexpr
+):
     """The planes [BT, WP] of u - half of tokens t: of 4 bits the channels below D/2 and those above; of 8 bits both are one."""
     c = tl.arange(0, WP)
-    packed = tl.load(ptr + t[:, None] * stride + c[None, :], mask=here[:, None] & (c < W)[None, :], other=0)
+    packed = tl.load(ptr + t[:, None] * W + c[None, :], mask=here[:, None] & (c < W)[None, :], other=0)
     if BITS == 4:
         low, high = int4_as_float(packed, DTYPE, PTX)
     else:
@@ -48,10 +49,10 @@ def codes_tile(ptr, t, here, stride, BITS: tl.constexpr, W: tl.constexpr, WP: tl
 
 
 @triton.jit
-def ranges_tile(scale_ptr, offset_ptr, t, here, stride, NB: tl.constexpr, NBP: tl.constexpr):
+def ranges_tile(scale_ptr, offset_ptr, t, here, NB: tl.constexpr, NBP: tl.constexpr):
     """float32 [BT, 1, NBP]: s and a of the blocks of tokens t."""
     i = tl.arange(0, NBP)
-    at, inside = t[:, None] * stride + i[None, :], here[:, None] & (i < NB)[None, :]
+    at, inside = t[:, None] * NB + i[None, :], here[:, None] & (i < NB)[None, :]
     s = tl.load(scale_ptr + at, mask=inside, other=0.0).to(tl.float32)
     a = tl.load(offset_ptr + at, mask=inside, other=0.0).to(tl.float32)
     return s[:, None, :], a[:, None, :]
@@ -71,20 +72,28 @@ def store_plane(part_ptr, y, shift, r, rows, PLANE: tl.constexpr, BLOCK: tl.cons
 @triton.jit(do_not_specialize=("length", "rows", "steps", "splits"))
 def kv_token_parts_kernel(
     q_ptr, k_ptr, k_scale_ptr, k_offset_ptr, v_ptr, v_scale_ptr, v_offset_ptr, count_ptr, part_ptr, sum_ptr, top_ptr, heads,
-    length, rows, scaling, steps, splits, stride_qb, stride_qh, stride_qq, stride_kb, stride_kh, stride_kt, stride_ksb, stride_ksh,
-    stride_kst, stride_vb, stride_vh, stride_vt, stride_vsb, stride_vsh, stride_vst, BITS: tl.constexpr, BLOCK: tl.constexpr,
-    NB: tl.constexpr, NBP: tl.constexpr, D: tl.constexpr, W: tl.constexpr, WP: tl.constexpr, RB: tl.constexpr, BT: tl.constexpr,
-    UP: tl.constexpr, PTX: tl.constexpr,
+    length, rows, scaling, steps, splits, stride_qb, stride_qh, stride_qq, stride_kb, stride_kh, stride_ksb, stride_ksh, stride_vb,
+    stride_vh, stride_vsb, stride_vsh, BITS: tl.constexpr, BLOCK: tl.constexpr, NB: tl.constexpr, NBP: tl.constexpr,
+    D: tl.constexpr, W: tl.constexpr, WP: tl.constexpr, RB: tl.constexpr, BT: tl.constexpr, UP: tl.constexpr,
+    CODES_ALIGN: tl.constexpr, RANGES_ALIGN: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """RB rows of queries of one KV head with a stretch of its tokens; UP: what products of P and s are stored times."""
+    """RB rows of queries of one KV head with a stretch of its tokens.
+
+    UP: what products of P and s are stored times.  *_ALIGN: bytes that every token's codes, and scales or offsets, start at a
+    multiple of.
+    """
     split, first = tl.program_id(0), tl.program_id(1) * RB
     head = tl.program_id(2).to(tl.int64)
     b, h = head // heads, head % heads
     N: tl.constexpr = RB * NBP
     HALF: tl.constexpr = 1 << (BITS - 1)
     DTYPE: tl.constexpr = q_ptr.dtype.element_ty
-    k_ptr, v_ptr = k_ptr + b * stride_kb + h * stride_kh, v_ptr + b * stride_vb + h * stride_vh
-    k_at, v_at = b * stride_ksb + h * stride_ksh, b * stride_vsb + h * stride_vsh
+    k_ptr = tl.multiple_of(k_ptr + (b * stride_kb + h * stride_kh), CODES_ALIGN)
+    v_ptr = tl.multiple_of(v_ptr + (b * stride_vb + h * stride_vh), CODES_ALIGN)
+    k_scale_ptr = tl.multiple_of(k_scale_ptr + (b * stride_ksb + h * stride_ksh), RANGES_ALIGN)
+    k_offset_ptr = tl.multiple_of(k_offset_ptr + (b * stride_ksb + h * stride_ksh), RANGES_ALIGN)
+    v_scale_ptr = tl.multiple_of(v_scale_ptr + (b * stride_vsb + h * stride_vsh), RANGES_ALIGN)
+    v_offset_ptr = tl.multiple_of(v_offset_ptr + (b * stride_vsb + h * stride_vsh), RANGES_ALIGN)
     q_ptr += b * stride_qb + h * (rows // length) * stride_qh
     low_q = block_of_queries(q_ptr, first, rows, length, stride_qh, stride_qq, 0, BLOCK, NBP, W, WP, RB)
     sums = tl.sum(low_q.to(tl.float32), 0)
@@ -99,10 +108,10 @@ def kv_token_parts_kernel(
     for start in range(split * steps * BT, tl.minimum((split + 1) * steps * BT, count), BT):
         t = start + tl.arange(0, BT)
         here = t < count
-        low_k, high_k = codes_tile(k_ptr, t, here, stride_kt, BITS, W, WP, DTYPE, PTX)
-        low_v, high_v = codes_tile(v_ptr, t, here, stride_vt, BITS, W, WP, DTYPE, PTX)
-        k_s, k_a = ranges_tile(k_scale_ptr + k_at, k_offset_ptr + k_at, t, here, stride_kst, NB, NBP)
-        v_s, v_a = ranges_tile(v_scale_ptr + v_at, v_offset_ptr + v_at, t, here, stride_vst, NB, NBP)
+        low_k, high_k = codes_tile(k_ptr, t, here, BITS, W, WP, DTYPE, PTX)
+        low_v, high_v = codes_tile(v_ptr, t, here, BITS, W, WP, DTYPE, PTX)
+        k_s, k_a = ranges_tile(k_scale_ptr, k_offset_ptr, t, here, NB, NBP)
+        v_s, v_a = ranges_tile(v_scale_ptr, v_offset_ptr, t, here, NB, NBP)
         products = tl.dot(low_k, low_q, input_precision="ieee")
         if BITS == 4:
             products = tl.dot(high_k, high_q, products, input_precision="ieee")
