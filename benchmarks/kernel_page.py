@@ -32,7 +32,8 @@ KERNELS = {
     "linear": ("scaled_matmul*", "weight_only_matmul*"),
     "row_kernels": ("norm_quantize*", "hadamard_*"),
     "w4a8_groups": ("group_scaled_matmul*",),
-    "kv_attention": ("kv_*",),
+    "kv_attention": ("kv_attention*", "kv_pack*", "kv_words*"),
+    "kv_tokens": ("kv_token_attention*", "kv_round_keys*", "kv_pack*", "int4_codes*"),
     "mixed_linear": ("mixed_*", "quantize_per_token*"),
 }
 SAME = "; a copy of the same bytes reads and writes what the kernel does, so launch and ramp-up cost it as much"
@@ -200,6 +201,23 @@ def packed_cache(data: dict[str, Any]) -> list[str]:
     ]
 
 
+def rounded_text(data: dict[str, Any]) -> list[str]:
+    """Attention to text in 8 and 4 bits, and keys rounded for queries, next to plain torch code."""
+    shape, times = data["shape"], data["microseconds"]
+    names = ("bf16", "text", "rounded keys", "plain torch")
+    rows = [[f"{name}: {way}", f"{t:.1f}"] for name in names for way, t in times.get(name, {}).items()]
+    return [
+        "## Rounded text, and keys rounded for queries",
+        "",
+        f"One layer, batch {shape['batch']}, {shape['heads']} KV heads of {shape['width']} with {shape['group']} query heads each, "
+        f"{shape['text']} text tokens with scales for {shape['block']} channels (every decode step), or {shape['visual']} visual "
+        f"keys (once, after the prompt), microseconds; `{data['command']}`, {data['device']}. {measured('kv_tokens', data)}",
+        "",
+        *table(("kernel", "microseconds"), rows),
+        *table(("ratio", "value"), [[k, f"{v:.2f}"] for k, v in data["summary"].items()]),
+    ]
+
+
 def mixed(data: dict[str, Any]) -> list[str]:
     """The linear in two precisions next to cuBLAS bf16: microseconds, quantization of the input included."""
     times = data["times"]
@@ -217,7 +235,7 @@ def mixed(data: dict[str, Any]) -> list[str]:
     ]
 
 
-SECTIONS = {"w4a8_groups": group_scales, "kv_attention": packed_cache, "mixed_linear": mixed}
+SECTIONS = {"w4a8_groups": group_scales, "kv_attention": packed_cache, "kv_tokens": rounded_text, "mixed_linear": mixed}
 
 
 def main() -> None:

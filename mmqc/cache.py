@@ -213,14 +213,18 @@ class QuantizedCache(Cache):
         return out
 
 
+def head_width(text: Any) -> int:
+    """Channels of a head of the decoder with the config ``text``."""
+    return getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+
+
 def check_spec(spec: KVSpec, text: Any) -> None:
     """Raise unless the decoder with the config ``text`` can have such a cache: tau for its layers, blocks for its heads."""
     layers = text.num_hidden_layers
     if len(spec.tau) > 1 and len(spec.tau) != layers:
         raise ConfigError(f"KVSpec.tau has {len(spec.tau)} pairs for a model of {layers} layers: one, or one for each")
-    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     if spec.text_bits < 16:
         try:
-            check_tokens(width, spec.text_bits, spec.text_block)
+            check_tokens(head_width(text), spec.text_bits, spec.text_block)
         except ValueError as error:
             raise ConfigError(f"KVSpec.text_block does not fit this model: {error}") from error

@@ -11,9 +11,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 
-from .cache import check_spec, decoder_config, prepare
+from . import kernels
+from .cache import check_spec, decoder_config, head_width, prepare
 from .cache_generate import attach, detach
 from .calibrate import CalibrationError
 from .calibrate_kv import observe_queries, search_tau
@@ -69,18 +71,35 @@ def quantize_kv(
                 search(dict)
         attach(model, found)
     report.config = report.config.replace(kv=found)
-    report.refused += [Refusal("", "", why) for why in unfused(found)]
+    embedding = model.get_input_embeddings().weight  # type: ignore[operator]
+    place = (embedding.device, embedding.dtype, head_width(text))
+    report.refused += [Refusal("", "", why) for why in unfused(found, *place)]
     _save(model, report.config)
     report.seconds = time.perf_counter() - start
     return report
 
 
-def unfused(spec: KVSpec) -> Iterator[str]:
-    """What of the cache runs without a kernel of its own, in many launches."""
-    if spec.rounding == "queries":
-        yield "KV cache: keys are rounded by plain torch code (kv_round_keys), once for each image's tokens"
-    if spec.text_bits < 16:
-        yield "KV cache: text older than the window is read by plain torch code (kv_token_attention) in every step"
+def unfused(spec: KVSpec, device: torch.device, dtype: torch.dtype, width: int) -> Iterator[str]:
+    """What of the cache of a decoder with heads of ``width`` channels runs in many launches, for want of a kernel, and why."""
+    why = why_plain(spec, device, dtype, width)
+    if spec.rounding == "queries" and why[0]:
+        yield f"KV cache: keys are rounded by plain torch code (kv_round_keys), once for each image's tokens: {why[0]}"
+    if spec.text_bits < 16 and why[1]:
+        yield f"KV cache: text older than the window is read by plain torch code (kv_token_attention) in every step: {why[1]}"
+
+
+def why_plain(spec: KVSpec, device: torch.device, dtype: torch.dtype, width: int) -> tuple[str | None, str | None]:
+    """Why there is no kernel that rounds keys for queries, and none that reads rounded text; None where there is."""
+    if device.type != "cuda":
+        here = f"the model is on {device.type}"
+        return here, here
+    if not kernels.install():
+        none = "this installation has no Triton kernels"
+        return none, none
+    from .kernels import kv_on_cuda as on_cuda  # imports Triton
+
+    text = on_cuda.why_not_text(dtype, width, spec.text_bits, spec.text_block) if spec.text_bits < 16 else None
+    return on_cuda.why_not_rounded(dtype, width), text
 
 
 @contextmanager

@@ -1,4 +1,9 @@
-"""kv_pack and kv_attention on CUDA: importing this file registers the kernels; what they cannot take goes to the reference."""
+"""The packed cache's ops on CUDA: importing this file registers the kernels; what they cannot take goes to the reference.
+
+    mmqc::kv_pack, kv_attention, kv_round_keys, kv_token_attention
+
+``why_not_rounded`` and ``why_not_text`` say of a model, before it has a cache, whether the last two have kernels for it.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +12,12 @@ from torch import Tensor
 
 from mmqc.kernels import kv_attention as attention
 from mmqc.kernels import kv_pack as packing
+from mmqc.kernels import kv_round_keys as rounding
+from mmqc.kernels import kv_token_attention as tokens
 from mmqc.ops import kv_attention as attention_op
 from mmqc.ops import kv_pack as packing_op
+from mmqc.ops import kv_round_keys as rounding_op
+from mmqc.ops import kv_token_attention as tokens_op
 
 
 def kv_pack(
@@ -35,5 +44,38 @@ def kv_attention(
                scaling, tau1, tau2)  # fmt: skip
 
 
-for name, kernel in (("mmqc::kv_pack", kv_pack), ("mmqc::kv_attention", kv_attention)):
-    torch.library.impl(name, "CUDA", kernel)
+def why_not_rounded(dtype: torch.dtype, width: int) -> str | None:
+    """None, or why keys of so many channels are rounded for queries by the reference."""
+    return packing.why_not_keys(dtype, width)
+
+
+def kv_round_keys(
+    x: Tensor, order: Tensor, count: Tensor, moment: Tensor, bits: int, shrink: float, damping: float, sweeps: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``mmqc::kv_round_keys`` on CUDA."""
+    rounding_op.check(x, order, count, moment, bits)
+    x = x if x.stride(3) == 1 else x.contiguous()
+    order = order.contiguous()
+    fits = rounding.supports(x, order, count, moment) is None
+    run = rounding.kv_round_keys if fits else rounding_op.reference
+    return run(x, order, count, moment, bits, shrink, damping, sweeps)
+
+
+def why_not_text(dtype: torch.dtype, width: int, bits: int, block: int) -> str | None:
+    """None, or why rounded text is attended to by the reference."""
+    return tokens.why_not_heads(dtype, width, bits, block)
+
+
+def kv_token_attention(
+    q: Tensor, k_codes: Tensor, k_scale: Tensor, k_offset: Tensor, v_codes: Tensor, v_scale: Tensor, v_offset: Tensor,
+    count: Tensor, bits: int, scaling: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """``mmqc::kv_token_attention`` on CUDA."""
+    q = q if q.stride(3) == 1 else q.contiguous()
+    fits = tokens.supports(q, k_codes, k_scale, k_offset, v_codes, v_scale, v_offset, count, bits) is None
+    run = tokens.kv_token_attention if fits else tokens_op.reference
+    return run(q, k_codes, k_scale, k_offset, v_codes, v_scale, v_offset, count, bits, scaling)
+
+
+for implementation in (kv_pack, kv_attention, kv_round_keys, kv_token_attention):
+    torch.library.impl(f"mmqc::{implementation.__name__}", "CUDA", implementation)

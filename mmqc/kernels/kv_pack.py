@@ -103,15 +103,27 @@ def kv_pack_kernel(
     tl.store(bytes_ptr + at, packed.to(tl.int8), mask=stored)
 
 
+def why_not_keys(dtype: torch.dtype, width: int) -> str | None:
+    """None, or why heads of ``width`` channels in ``dtype`` cannot be packed."""
+    if dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        return f"x is fp16, bf16 or fp32, not {dtype}"
+    return None if width <= 256 else f"channels are 256 at most, not {width}"
+
+
+def why_not_layout(x: Tensor, order: Tensor) -> str | None:
+    """None, or why tokens that lie so cannot be gathered."""
+    if x.stride(3) != 1:
+        return "channels are contiguous"
+    if not order.is_contiguous() or order.dtype != torch.int64:
+        return "order is contiguous int64"
+    return why_not_keys(x.dtype, x.shape[3])
+
+
 def supports(x: Tensor, order: Tensor, count: Tensor, by: str) -> str | None:
     """None, or why these operands cannot be packed here."""
-    checks = (
-        (by in ("channel", "token"), f"a range by {by!r} is found by the reference"),
-        (x.dtype in (torch.float16, torch.bfloat16, torch.float32), f"x is fp16, bf16 or fp32, not {x.dtype}"),
-        (x.shape[3] <= 256 and x.stride(3) == 1, "channels are 256 at most, and contiguous"),
-        (order.is_contiguous() and order.dtype == torch.int64, "order is contiguous int64"),
-    )
-    return next((why for ok, why in checks if not ok), None) or why_not_here(x, order, count)
+    if by not in ("channel", "token"):
+        return f"a range by {by!r} is found by the reference"
+    return why_not_layout(x, order) or why_not_here(x, order, count)
 
 
 def kv_pack(

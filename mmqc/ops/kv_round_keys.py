@@ -32,6 +32,13 @@ def check(x: Tensor, order: Tensor, count: Tensor, moment: Tensor, bits: int) ->
         raise ValueError(f"moment is [H, D, D] for x {list(x.shape)}, not {list(moment.shape)}")
 
 
+def weighting(moment: Tensor, damping: float, dtype: torch.dtype) -> Tensor:
+    """H = M / m + damping I, [H, D, D] in ``dtype``."""
+    mean = moment.diagonal(dim1=-2, dim2=-1).mean(-1).to(dtype).clamp(min=torch.finfo(torch.float32).tiny)
+    identity = torch.eye(moment.shape[2], dtype=dtype, device=moment.device)
+    return moment.to(dtype) / mean[:, None, None] + damping * identity
+
+
 def reference(
     x: Tensor, order: Tensor, count: Tensor, moment: Tensor, bits: int, shrink: float, damping: float, sweeps: int
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -44,8 +51,7 @@ def reference(
     centre, half = (low + high) / 2, (high - low) * (shrink / 2)
     offset = torch.where(high > low, centre - half, low)
     scale = torch.where(high > low, divided(2 * half, top), 1.0)
-    mean = moment.diagonal(dim1=-2, dim2=-1).mean(-1).to(wide).clamp(min=torch.finfo(torch.float32).tiny)
-    h = moment.to(wide) / mean[:, None, None] + damping * torch.eye(x.shape[3], dtype=wide, device=x.device)
+    h = weighting(moment, damping, wide)
     u = torch.round(((k - offset) / scale).clamp(0, top))
     slope = ((u * scale + offset - k) * used) @ h
     for c in [*range(x.shape[3])] * sweeps:

@@ -41,6 +41,8 @@ from mmqc.kernels.device_facts import (  # noqa: E402
 )
 from mmqc.kernels.gptq_block import gptq_block  # noqa: E402
 from mmqc.kernels.hadamard_quantize import hadamard_quantize  # noqa: E402
+from mmqc.kernels.kv_round_keys import kv_round_keys  # noqa: E402
+from mmqc.kernels.kv_token_attention import TokenConfig, kv_token_attention  # noqa: E402
 from mmqc.kernels.mixed_matmul import Weight, mixed_matmul  # noqa: E402
 from mmqc.kernels.norm_quantize import norm_quantize  # noqa: E402
 from mmqc.kernels.quantize_per_token import quantize_per_token  # noqa: E402
@@ -50,8 +52,11 @@ from mmqc.kernels.weight_only_matmul import weight_only_matmul  # noqa: E402
 from mmqc.norm import RMSNorm  # noqa: E402
 from mmqc.ops import gptq_block as gptq_block_op  # noqa: E402
 from mmqc.ops import hadamard  # noqa: E402
+from mmqc.ops import kv_round_keys as keys_op  # noqa: E402
+from mmqc.ops import kv_token_attention as text_op  # noqa: E402
 from mmqc.ops import mixed_matmul as mixed_op  # noqa: E402
 from mmqc.ops import quantize_per_token as per_token_op  # noqa: E402
+from mmqc.ops.kv_words import unpack_words  # noqa: E402
 from mmqc.ops.pack import pack_int4  # noqa: E402
 
 FP8 = torch.float8_e4m3fn
@@ -260,6 +265,27 @@ def sweep(place: Place, shape: tuple[int, int], asymmetric: bool) -> None:
     assert_close(errors.cpu(), want[1])
 
 
+def rounded_text(place: Place, bits: int, width: int, block: int) -> None:
+    x = [torch.randn(2, 1, 72, width).to(place.dtype) for _ in range(2)]
+    parts = [t for kind in x for t in text_op.quantize_tokens(kind, bits, block)]
+    q, count = torch.randn(2, 3, 1, width).to(place.dtype), torch.tensor([70, 9], dtype=torch.int32)
+    args = [t.to(place.device) for t in (q, *(t[:, :, 1:] for t in parts), count)]
+    y, lse = kv_token_attention(*args, bits, width**-0.5, config=TokenConfig(per_sm=1))
+    want, want_lse = text_op.reference(q.double(), *(t[:, :, 1:] for t in parts), count, bits, width**-0.5)
+    assert_close(y.cpu(), want)
+    assert_close(lse.cpu(), want_lse, place.dtype)
+
+
+def rounded_keys(place: Place, bits: int, width: int) -> None:
+    x, count = torch.randn(2, 1, 45, width).to(place.dtype), torch.tensor([40, 9], dtype=torch.int32)
+    order, q = torch.stack([torch.randperm(45)[:40] for _ in range(2)]), torch.randn(1, 64, width)
+    args = (x, order, count, q.mT @ q / 64)
+    found = kv_round_keys(*(t.to(place.device) for t in args), bits, 0.6, 0.3, 2)
+    codes, want = (unpack_words(w.cpu(), bits) for w in (found[0], keys_op.reference(*args, bits, 0.6, 0.3, 2)[0]))
+    # A step on the middle between two codes may fall on the other side, and then its token goes its own way.
+    assert (codes != want).any(-1).float().mean() < 0.1, "codes differ"
+
+
 def cases(place: Place) -> Iterator[Case]:
     """Every kernel: its name, and the call that runs and compares it."""
     for i, (name, (kind, shape, tile)) in enumerate(SCALED.items()):
@@ -279,6 +305,9 @@ def cases(place: Place) -> Iterator[Case]:
         yield name, functools.partial(norm, place, *row)
     for name, row in HADAMARD.items():
         yield name, functools.partial(transform, place, *row)
+    yield "kv_token_attention 4 bits", functools.partial(rounded_text, place, 4, 96, 32)
+    yield "kv_token_attention 8 bits", functools.partial(rounded_text, place, 8, 80, 16)
+    yield "kv_round_keys", functools.partial(rounded_keys, place, 1, 40)
 
 
 def say(*words: str) -> None:
