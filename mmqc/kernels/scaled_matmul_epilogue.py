@@ -105,12 +105,12 @@ def _pointer_launch(
         SPLIT=c.split_k > 1, **epilogue.constants(),
     )  # fmt: skip
     outputs = ("y_ptr", "part_ptr", "counter_ptr")
-    return Launch(gated_matmul_kernel, (tiles, c.split_k), args, constants, outputs, c.num_warps, c.num_stages, c.block_m)
+    return Launch(
+        gated_matmul_kernel, (tiles, c.split_k), args, constants, outputs, c.num_warps, c.num_stages, c.block_m
+    )
 
 
-def _descriptor_launch(
-    x: Tensor, linears: list[Linear], rows: RowScale, c: MatmulConfig, epilogue: Epilogue
-) -> Launch:
+def _descriptor_launch(x: Tensor, linears: list[Linear], rows: RowScale, c: MatmulConfig, epilogue: Epilogue) -> Launch:
     (m, k), n = x.shape, linears[0].w.shape[0]
     programs = min(c.per_sm * multiprocessors(x.device), ceil_div(m, c.block_m) * ceil_div(n, c.block_n))
     args = _operands(linears, rows, epilogue) | dict(x_desc=x, w_desc=linears[0].w, w1_desc=linears[1].w, M=m, N=n, K=k)

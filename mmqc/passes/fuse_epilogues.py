@@ -27,7 +27,9 @@ from torch import Tensor, fx
 from ..graph.kinds import kind
 from ..graph.program import Miss, Program, copy_meta
 
-FEW_ROWS = 64  # up to which a product is one launch of all linears, and a transform reads its row as often as it has slices
+FEW_ROWS = (
+    64  # up to which a product is one launch of all linears, and a transform reads its row as often as it has slices
+)
 SIGMOIDS = {1: "silu", 1.702: "quick_gelu"}  # x sigmoid(factor x)
 OWN = (1, 3, 4)  # operands of scaled_matmul that each linear has for itself: weight, its scale, bias
 SHARED = (0, 2, 5, 6, 7)

@@ -66,6 +66,42 @@ def check(call: Any, block: Block, batches: list[tuple[Tensor, Tensor]]) -> None
         assert error < 0.01, (x.shape, float(error))
 
 
+class Mlp(nn.Module):
+    """Linear, activation, gate or none, linear: as the modules write it, for fuse_epilogues to find."""
+
+    def __init__(self, k: int, n: int, bits: int, gate: bool, transform: bool) -> None:
+        super().__init__()
+        self.gate, self.bits, self.block = gate, bits, Block(k, n, bits, True)
+        self.transform = transform
+
+    def forward(self, x: Tensor, visual: Tensor) -> Tensor:
+        ops, b = torch.ops.mmqc, self.block
+        x_q = ops.quantize(x, b.scales, visual, 8)
+
+        def multiply(x_q: Tensor, w: Tensor, s: Tensor, bias: Tensor | None) -> Tensor:
+            return ops.scaled_matmul(x_q, w, b.scales, s, bias, visual, self.bits, x.dtype)
+
+        h = multiply(x_q, b.gate, b.gate_scale, None)
+        h = nn.functional.silu(h) * multiply(x_q, b.up, b.up_scale, None) if self.gate else nn.functional.gelu(h)
+        h = ops.hadamard(h, [getattr(b, f"factor_{i}") for i in range(b.factors)]) if self.transform else h
+        return multiply(ops.quantize(h, b.scales, visual, 8), b.down, b.down_scale, b.bias)
+
+
+@pytest.mark.parametrize("transform", [False, True])
+@pytest.mark.parametrize("gate", [False, True])
+@pytest.mark.parametrize("bits", [8, 4])
+def test_launches__epilogues_for_any_number_of_rows(bits: int, gate: bool, transform: bool) -> None:
+    _, batches = case(bits, True)
+    block = Mlp(256, 1024, bits, gate, transform).cuda()
+    torch._dynamo.reset()
+    with collect_records() as records:
+        check(torch.compile(block, backend=backend, dynamic=True), block, batches)
+    assert records[-1].ops["scaled_matmul_epilogue"] == 1
+    kernels = records[-1].kernels
+    assert "mmqc gated_matmul_kernel" in kernels or not gate
+    assert not any("mmqc." in k or "gelu" in k or "silu" in k for k in kernels), kernels
+
+
 KINDS = [(8, True), (4, True), (4, False), (3, False), (2, False)]
 
 

@@ -23,7 +23,14 @@ TILES = {
     "unpack": Config(32, 64, 32, 4, 2, variant="unpack"),
 }
 SHAPES = [(17, 33, 100), (1, 27, 31), (50, 70, 128)]
-WAYS = [("one", "rows"), ("one", "nested"), ("visual", "split"), ("visual", "nested"), ("split", "columns"), ("row", "rows")]
+WAYS = [
+    ("one", "rows"),
+    ("one", "nested"),
+    ("visual", "split"),
+    ("visual", "nested"),
+    ("split", "columns"),
+    ("row", "rows"),
+]
 
 
 def operands(m, n, k, bits, linears, device, bias=True):
@@ -141,7 +148,10 @@ def test_scaled_matmul_epilogue__op_on_any_leading_axes(linears, shape, bits, ma
 def test_scaled_matmul_epilogue__what_no_kernel_takes_goes_to_the_parts(device):
     x, w, w_scale, bias = operands(4, 16, 32, 8, 2, device)
     one = torch.ones(1, device=device)
-    for dtype, biases, why in ((torch.float64, bias, "out_dtype is one of"), (torch.float32, [bias[0], None], "a bias")):
+    for dtype, biases, why in (
+        (torch.float64, bias, "out_dtype is one of"),
+        (torch.float32, [bias[0], None], "a bias"),
+    ):
         assert why in on_cuda.why_not_epilogue(x, w, w_scale, biases, 8, dtype)
         args = (x, w, one, w_scale, biases, None, 8, dtype, "silu")
         assert_close(on_cuda.scaled_matmul_epilogue(*args), reference(*args))

@@ -35,7 +35,9 @@ def wide(scale: float = 0.05, turn: int = 0) -> QuantLinear:
 class Mlp(nn.Module):
     """Linear, activation, gate if there is one, linear."""
 
-    def __init__(self, act: Callable[[Tensor], Tensor], *, gate: bool = False, up: Any = None, hadamard: bool = False) -> None:
+    def __init__(
+        self, act: Callable[[Tensor], Tensor], *, gate: bool = False, up: Any = None, hadamard: bool = False
+    ) -> None:
         super().__init__()
         self.act, self.first = act, wide()
         self.up = (up or wide(turn=3)) if gate else None
