@@ -146,4 +146,6 @@ def time_epilogues(run: Run, rows: tuple[int, ...]) -> None:
 def summarize(run: Run) -> dict[str, float]:
     """How many times as fast fused as unfused."""
     found = {name: t for name, t in run.times.items() if name.startswith("epilogue ")}
-    return {f"fused over unfused, {name.removeprefix('epilogue ')}": t["unfused"] / t["fused"] for name, t in found.items()}
+    return {
+        f"fused over unfused, {name.removeprefix('epilogue ')}": t["unfused"] / t["fused"] for name, t in found.items()
+    }

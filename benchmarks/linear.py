@@ -367,16 +367,15 @@ def main() -> int:
         group_scales.run_groups(run, shapes, rows, seconds, lambda best: write_tiles(run, path, best))
     if args.tune and (not args.dry or args.out) and only != ["w4a8_groups"]:
         run.attempt("tune", lambda: tune(run, shapes, rows, path, args), int(args.seconds))
-    if "rows" in only:
-        time_one_row(run)
-        time_rows(run, 8 if args.dry else 4096)
-    if "chain" in only:
-        for n, k in ((48, 64),) if args.dry else ((4608, 3584), (37888, 3584)):
-            time_chain(run, 24 if args.dry else 6417, n, k)
-    if "epilogues" in only:
-        epilogues.time_epilogues(run, (70,) if args.dry else epilogues.ROWS)
-    if "linears" in only:
-        time_linears(run, shapes, rows)
+    chains = ((48, 64),) if args.dry else ((4608, 3584), (37888, 3584))
+    parts: dict[str, Callable[[], object]] = {
+        "rows": lambda: (time_one_row(run), time_rows(run, 8 if args.dry else 4096)),
+        "chain": lambda: [time_chain(run, 24 if args.dry else 6417, *shape) for shape in chains],
+        "epilogues": lambda: epilogues.time_epilogues(run, (70,) if args.dry else epilogues.ROWS),
+        "linears": lambda: time_linears(run, shapes, rows),
+    }
+    for part in filter(only.__contains__, parts):
+        parts[part]()
     summary = table(run, shapes, rows) | group_scales.summarize(run, rows) | epilogues.summarize(run)
     print("\n".join(f"{value:8.3f}  {name}" for name, value in summary.items() if name[:3] in ("w4_", "w8_", "fus")))
     if args.out:

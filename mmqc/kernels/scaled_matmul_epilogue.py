@@ -33,6 +33,13 @@ from mmqc.kernels.unpack_weight import unpack_weight
 LEAST_N = 16  # of a tile
 
 
+def overlapped(c: MatmulConfig) -> MatmulConfig:
+    """A persistent tile with two programs a multiprocessor: while one is in its epilogue, the other multiplies."""
+    if c.variant not in PERSISTENT or c.per_sm > 1 or c.block_m * c.block_n <= 128 * 128:
+        return c
+    return dataclasses.replace(c, block_m=128, block_n=128, num_warps=4, num_stages=3, per_sm=2)
+
+
 def tile(c: MatmulConfig, linears: int) -> MatmulConfig:
     """How a tile is run with an epilogue: of two linears each has half of its columns.
 
@@ -55,9 +62,11 @@ def scaled_matmul_epilogue(
     if not m or not n:
         return
     c = config or choose(op_name(x_q, linears[0].w), m, len(linears) * n, k, x_q.device)
+    given = c is config
     if c.variant == "unpack":
         linears = [linear._replace(w=unpack_weight(linear.w, k, bits=4, dtype=x_q.dtype)) for linear in linears]
         c = c.with_variant(persistent(op_name(x_q, linears[0].w)))
+    c = c if given else overlapped(c)
     by_tma = all(descriptor_reason(x_q, linear.w) is None for linear in linears)
     launch(x_q, linears, rows, c, epilogue, by_tma=by_tma).run()
 

@@ -142,14 +142,9 @@ def with_epilogue(
         c = config(op, planned, sum(linear.w.shape[0] for linear in linears), k, x.device)
         given, c = _written_as_codes(x, linears, c, planned, runs)
         launch = epilogue_kernels.launch(
-            x.of(planned),
-            given,
-            scales,
-            c,
-            epilogue,
-            by_tma=_by_tma(x, given[0]),
-            work=workspace,  # type: ignore[arg-type]
-        )
+            x.of(planned), given, scales, epilogue_kernels.overlapped(c), epilogue,  # type: ignore[arg-type]
+            by_tma=_by_tma(x, given[0]), work=workspace,
+        )  # fmt: skip
         emit(launch, m, planned, runs)
     return lowerings[aten.view.default](y.box, [*rows, first.shape[0]])
 

@@ -4,8 +4,8 @@
     quantize(f(g) ∘ u, s)    ->  scaled_matmul_epilogue(those of g and u, f, s)          g and u of one input
     hadamard(f(z))           ->  hadamard(scaled_matmul_epilogue(z's operands, f))       the same with f(g) ∘ u
 
-Why:     z and h = f(z) are not written and read again: of 5 bytes an entry that move behind a linear 1 is left, of 9 behind gate and
-         up (docs/explanation/epilogues.md counts them, and says where nothing is gained).
+Why:     z and h = f(z) are not written and read again: of 5 bytes an entry that move behind a linear 1 is left, of 9 behind gate
+         and up (docs/explanation/epilogues.md counts them, and says where nothing is gained).
 Needs:   nothing
 Gives:   nothing
 Exact:   yes as an operation; a kernel computes f in float32 and rounds once
