@@ -143,7 +143,7 @@ def with_epilogue(
         given, c = _written_as_codes(x, linears, c, planned, runs)
         launch = epilogue_kernels.launch(
             x.of(planned), given, scales, epilogue_kernels.overlapped(c), epilogue,  # type: ignore[arg-type]
-            by_tma=_by_tma(x, given[0]), work=workspace,
+            by_tma=_by_tma(x, given[0]), work=workspace,  # type: ignore[arg-type]
         )  # fmt: skip
         emit(launch, m, planned, runs)
     return lowerings[aten.view.default](y.box, [*rows, first.shape[0]])

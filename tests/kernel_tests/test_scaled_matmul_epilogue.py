@@ -1,4 +1,8 @@
-"""Activation, gate and the next quantization in the epilogue, against the plain-torch op: all activations, odd sizes, every kernel."""
+"""Activation, gate and the next quantization in the epilogue, next to the plain-torch op: odd sizes, every kernel."""
+
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -157,3 +161,61 @@ def test_scaled_matmul_epilogue__what_no_kernel_takes_goes_to_the_parts(device):
         assert_close(on_cuda.scaled_matmul_epilogue(*args), reference(*args))
     wide = [torch.cat((v, v), 1)[:, :32] for v in w]
     assert "equally far" in on_cuda.why_not_epilogue(x, [w[0], wide[0]], w_scale, bias, 8, torch.float32)
+
+
+OFFLINE = """
+import os, re, subprocess, sys, tempfile
+import torch, triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from mmqc.kernels import scaled_matmul_epilogue as kernel, device_facts
+from mmqc.kernels import epilogue_tiles, row_scale, scaled_matmul
+from mmqc.kernels.configs import MatmulConfig as Config
+
+activation, bits, linears, m, n, warps, variant = sys.argv[1], *map(int, sys.argv[2:7]), sys.argv[7]
+for module in (scaled_matmul, kernel):
+    module.multiprocessors, module.has_inline_ptx = lambda device: 132, lambda device: True
+persistent = variant == "nested"
+stages = 4 if n == 256 or bits == 4 else 3
+c = Config(128, n, 64 if bits == 4 else 128, warps, stages, per_sm=2 if persistent else 1, variant=variant)
+stored = torch.empty(4096, 2048, dtype=torch.uint8) if bits == 4 else torch.empty(4096, 4096, dtype=torch.int8)
+y, one, pair = torch.empty(m, 4096, dtype=torch.int8), torch.empty(1), torch.empty(2)
+rows = row_scale.RowScale(row_scale.VISUAL.value, pair, torch.empty(m, dtype=torch.uint8))
+epilogue = epilogue_tiles.Epilogue(activation, torch.bfloat16, rows)
+bias = torch.empty(4096, dtype=torch.bfloat16)
+given = [scaled_matmul.Linear(stored, torch.empty(4096), bias, y)] * linears
+made = kernel.launch(torch.empty(m, 4096, dtype=torch.int8), given, rows, c, epilogue, by_tma=persistent)
+kinds = {torch.int8: "*i8", torch.uint8: "*u8", torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.int32: "*i32"}
+types, wide = {}, {}
+for i, name in enumerate(made.kernel.arg_names):
+    value = made.args.get(name)
+    if name in made.constants:
+        types[name] = "constexpr"
+    elif name in made.descriptors:
+        types[name] = f"tensordesc<i8{list(made.descriptors[name])}>"
+    else:
+        types[name] = kinds[value.dtype] if isinstance(value, torch.Tensor) else "i32"
+        wide[(i,)] = [["tt.divisibility", 16]]
+source = ASTSource(made.kernel, types, made.constants, wide)
+options = {"num_warps": made.num_warps, "num_stages": made.num_stages}
+code = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+    file.write(code.asm["cubin"])
+    file.flush()
+    tool = os.path.join(os.path.dirname(triton.__file__), "backends/nvidia/bin/cuobjdump")
+    print(subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True).stdout)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("activation", "bits", "linears", "n", "warps", "variant"),
+    [("gelu", 8, 1, 128, 4, "nested"), ("gelu", 8, 1, 256, 8, "nested"), ("silu", 8, 2, 128, 4, "nested"),
+     ("gelu", 4, 1, 128, 8, "columns"), ("silu", 4, 2, 128, 8, "columns")],
+)  # fmt: skip
+def test_scaled_matmul_epilogue__does_not_spill(activation, bits, linears, n, warps, variant):
+    """What does not fit into registers goes to a thread's stack: on Hopper there is none."""
+    bare = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", OFFLINE, activation, *map(str, (bits, linears, 2048, n, warps)), variant]
+    done = subprocess.run(command, env=bare, capture_output=True, text=True, timeout=300)
+    assert "STACK:0 " in done.stdout, done.stdout + done.stderr[-2000:]
