@@ -2,6 +2,7 @@
 
     vit   5120 x 1280, an activation, codes for the next linear; or a Hadamard between the two
     lm    18944 x 3584 twice (gate and up), SiLU, product, codes; or a Hadamard between the two
+    down  3584 x 18944 and a term of low rank, the residual, a norm, codes
 
 *fused* is what the backend compiles, *unfused* the same without fuse_epilogues: both start from the first linear's codes and end
 with the codes that the next one reads.  *tile* is the fused kernel alone, by tile.
@@ -10,6 +11,7 @@ with the codes that the next one reads.  *tile* is the fused kernel alone, by ti
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 from unittest import mock
 
 import torch
@@ -30,6 +32,7 @@ from mmqc.ops.scaled_matmul_epilogue import quick_gelu
 from mmqc.passes.fuse_epilogues import FuseEpilogues
 
 ROWS = (2048, 8192)
+RANK = 4
 SHAPES = {"vit": (5120, 1280), "lm": (18944, 3584)}  # (N, K) of one linear
 ACTS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu, "quick_gelu": quick_gelu, "gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
@@ -42,6 +45,18 @@ CASES = [  # shape, activation, bits, Hadamard
 ]  # fmt: skip
 TILES = (Tile(128, 256, 128, 8, 4, variant="nested"), Tile(128, 128, 128, 4, 3, per_sm=2, variant="nested"),
          Tile(128, 128, 64, 8, 4, variant="columns"), Tile(128, 128, 64, 4, 4, variant="columns"))  # fmt: skip
+
+
+def compiled(function: Callable[..., Any], first: tuple[Any, ...], fused: bool) -> tuple[Callable[..., Any], Any]:
+    """The backend's code, with the pass or without, and what it gives for the first operands."""
+    passes = tuple(p for p in run_time.FUSION if fused or not isinstance(p, FuseEpilogues))
+    torch._dynamo.reset()
+    made = torch.no_grad()(torch.compile(function, backend=backend, dynamic=False, fullgraph=True))
+    with mock.patch.object(run_time, "FUSION", passes), collect_records() as records:
+        result = made(*first)
+    if ("scaled_matmul_epilogue" in records[-1].ops) != fused:
+        raise AssertionError(f"compiled to {dict(records[-1].ops)}")
+    return made, result
 
 
 class Case:
@@ -79,20 +94,9 @@ class Case:
             h = ops.hadamard(h, factors) if factors else h
             return ops.quantize(h, pair, visual, 8)
 
-        function = torch.compile(between, backend=backend, dynamic=False, fullgraph=True)
         rest = (self.w_scale, self.bias, self.one, self.pair, self.visual, self.factors)
-        passes = tuple(p for p in run_time.FUSION if fused or not isinstance(p, FuseEpilogues))
-        torch._dynamo.reset()
-        with torch.no_grad(), mock.patch.object(run_time, "FUSION", passes), collect_records() as records:
-            self.codes = function(self.x, self.weights[0], *rest)
-        if ("scaled_matmul_epilogue" in records[-1].ops) != fused:
-            raise AssertionError(f"compiled to {dict(records[-1].ops)}")
-
-        def call(w: list[Tensor]) -> object:
-            with torch.no_grad():
-                return function(self.x, w, *rest)
-
-        return [lambda w=w: call(w) for w in self.weights]
+        function, self.codes = compiled(between, (self.x, self.weights[0], *rest), fused)
+        return [lambda w=w: function(self.x, w, *rest) for w in self.weights]
 
     def alone(self, tile: Tile) -> Calls:
         """The fused kernel with a tile, into codes, or into bf16 where a transform follows."""
@@ -132,6 +136,30 @@ def time_case(run: Run, name: str, case: Case) -> dict[str, float]:
     return times
 
 
+def time_low_rank(run: Run, m: int, bits: int) -> dict[str, float]:
+    """W x + W_S x_S with the residual and the norm behind it, to the codes of the next linear."""
+    (n, k), device, dtype, ops = (64, 96) if run.dry else (3584, 18944), run.device, run.dtype, torch.ops.mmqc
+    top = 2 ** (bits - 1)
+    codes = [torch.randint(-top, top, (n, k), dtype=torch.int8, device=device) for _ in range(2)]
+    weights = [c if bits == 8 else pack_int4(c) for c in codes]
+    x = torch.randint(-128, 128, (m, k), dtype=torch.int8, device=device)
+    low_x, low_w, residual = (torch.randn(*size, device=device).to(dtype) for size in ((m, RANK), (n, RANK), (m, n)))
+    rest = (torch.rand(n, device=device) / (20 * top * k**0.5), torch.ones(1, device=device), low_x, low_w, residual)
+
+    def behind(x: Tensor, w: Tensor, s: Tensor, one: Tensor, low_x: Tensor, low_w: Tensor, residual: Tensor) -> Any:
+        y = ops.scaled_matmul(x, w, one, s, None, None, bits, dtype) + F.linear(low_x, low_w)
+        total = residual + y
+        return ops.quantize(F.rms_norm(total, (n,)), one * 0.03, None, 8), total
+
+    times, results = {}, []
+    for way, fused in (("unfused", False), ("fused", True)):
+        function, result = compiled(behind, (x, weights[0], *rest), fused)
+        results.append(result[0])
+        times[way] = run.microseconds([lambda w=w, f=function: f(x, w, *rest) for w in weights])
+    check(run, f"check/low rank w{bits}/{m}", *results)
+    return times
+
+
 def time_epilogues(run: Run, rows: tuple[int, ...]) -> None:
     """Every case."""
     for m in rows:
@@ -139,6 +167,11 @@ def time_epilogues(run: Run, rows: tuple[int, ...]) -> None:
             name = f"epilogue {shape} w{bits} {act}{' hadamard' if hadamard else ''}/{m}"
             made = run.attempt(name, lambda a=(shape, act, bits, hadamard, m): Case(run, *a))
             times = made and run.attempt(name, lambda n=name, c=made: time_case(run, n, c), 180)
+            if times:
+                run.times[name] = times
+        for bits in (8, 4):
+            name = f"epilogue lm.down w{bits} low rank/{m}"
+            times = run.attempt(name, lambda m=m, bits=bits: time_low_rank(run, m, bits), 180)
             if times:
                 run.times[name] = times
 

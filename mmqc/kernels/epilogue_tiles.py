@@ -21,17 +21,31 @@ TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: 
 
 
 class Epilogue(NamedTuple):
-    """What follows z: the activation's name, the dtype of z and h, and the scales and bits of the codes, if it ends in codes."""
+    """What follows z.
+
+    Attributes:
+        activation: its name.
+        dtype: of z and h.
+        next: the scales of the codes, if it ends in codes.
+        bits: of the codes.
+        low: x_S [M, r] and W_S [N, r], contiguous, of a term that is added to z; of one linear only.
+    """
 
     activation: str = "none"
     dtype: torch.dtype = torch.float32
     next: RowScale | None = None
     bits: int = 8
+    low: tuple[Any, Any] | None = None
 
     def args(self, absent: Any) -> dict[str, Any]:
         """The kernels' operands; ``absent`` stands for those that are not read."""
         scale, rows = (absent, absent) if self.next is None else (self.next.scale, self.next.rows)
         return {"next_scale_ptr": scale, "next_row_ptr": rows}
+
+    def of_one(self, absent: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Operands and constants that a kernel of one linear has besides: the term of low rank."""
+        low_x, low_w = (absent, absent) if self.low is None else self.low
+        return {"low_x_ptr": low_x, "low_w_ptr": low_w}, {"RANK": 0 if self.low is None else low_w.shape[1]}
 
     def constants(self) -> dict[str, Any]:
         """The kernels' constants."""
@@ -45,6 +59,16 @@ class Epilogue(NamedTuple):
 def round_tile(x, DTYPE: tl.constexpr):
     """A float32 tile as numbers of DTYPE, in float32."""
     return x.to(DTYPE).to(tl.float32)
+
+
+@triton.jit
+def add_low_rank_tile(z, x_ptr, w_ptr, rows, row_mask, cols, col_mask, RANK: tl.constexpr):
+    """Z [BM, BN] + x_S W_Sᵀ, one outer product after the other: a product of its own would need its sums beside those of z."""
+    for r in tl.static_range(RANK):
+        a = tl.load(x_ptr + rows.to(tl.int64) * RANK + r, mask=row_mask, other=0.0).to(tl.float32)
+        b = tl.load(w_ptr + cols * RANK + r, mask=col_mask, other=0.0).to(tl.float32)
+        z += a[:, None] * b[None, :]
+    return z
 
 
 @triton.jit

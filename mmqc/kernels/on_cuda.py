@@ -115,15 +115,15 @@ def why_not_epilogue(
 def scaled_matmul_epilogue(
     x_q: Tensor, w_q: list[Tensor], x_scale: Tensor, w_scale: list[Tensor], bias: list[Tensor | None],
     visual: Tensor | None, weight_bits: int, out_dtype: torch.dtype, activation: str, next_scale: Tensor | None = None,
-    next_visual: Tensor | None = None, next_bits: int = 8,
+    next_visual: Tensor | None = None, next_bits: int = 8, low_x: Tensor | None = None, low_w: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """``mmqc::scaled_matmul_epilogue`` on CUDA."""
-    epilogue_op.check(w_q, activation)
+    epilogue_op.check(w_q, activation, low_x, low_w)
     x_rows = _matrix(x_q)
     if why_not_epilogue(x_rows, w_q, w_scale, bias, weight_bits, out_dtype) is not None:
         z = [scaled_matmul(x_q, w, x_scale, s, b, visual, weight_bits, out_dtype)
              for w, s, b in zip(w_q, w_scale, bias, strict=True)]  # fmt: skip
-        return epilogue_op.after(z, activation, next_scale, next_visual, next_bits)
+        return epilogue_op.after(z, activation, next_scale, next_visual, next_bits, low_x, low_w)
     for w, s in zip(w_q, w_scale, strict=True):
         scaled_op.check(x_q, w, x_scale, s, visual, weight_bits)
     (y,), flat = _results(x_q, w_q[:1], out_dtype if next_scale is None else torch.int8)
@@ -133,7 +133,8 @@ def scaled_matmul_epilogue(
         codes = scaled.row_scale(next_scale.float(), m, _mask(next_visual, x_q))
     linears = [scaled.Linear(*parts, flat[0]) for parts in zip(w_q, w_scale, bias, strict=True)]
     rows = scaled.row_scale(x_scale.float(), m, _mask(visual, x_q))
-    with_epilogue.scaled_matmul_epilogue(x_rows, linears, rows, Epilogue(activation, out_dtype, codes, next_bits))
+    low = None if low_x is None or low_w is None else (_matrix(low_x).contiguous(), low_w.contiguous())
+    with_epilogue.scaled_matmul_epilogue(x_rows, linears, rows, Epilogue(activation, out_dtype, codes, next_bits, low))
     return y
 
 

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from mmqc.kernels.activation_tiles import NONE, activation_tile
-from mmqc.kernels.epilogue_tiles import next_codes_tile, round_tile
+from mmqc.kernels.epilogue_tiles import add_low_rank_tile, next_codes_tile, round_tile
 from mmqc.kernels.int4_codes import int4_as_fp8, int4_as_int8
 from mmqc.kernels.linears import count_tiles, find_linear, pick
 from mmqc.kernels.load_tile import load_w_tile, load_x_tile
@@ -54,10 +54,11 @@ def scale_tile(
 
 @triton.jit
 def store_scaled_tile(
-    acc, y_ptr, x_scale_ptr, row_ptr, w_scale_ptr, bias_ptr, residual_ptr, next_scale_ptr, next_row_ptr, rows, cols, M, N,
-    stride_y, stride_r, KIND: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, FACTOR: tl.constexpr,
+    acc, y_ptr, x_scale_ptr, row_ptr, w_scale_ptr, bias_ptr, residual_ptr, next_scale_ptr, next_row_ptr, low_x_ptr,
+    low_w_ptr, rows, cols, M, N, stride_y, stride_r,
+    KIND: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, FACTOR: tl.constexpr,
     ACTIVATION: tl.constexpr, NEXT: tl.constexpr, NEXT_KIND: tl.constexpr, ROUND: tl.constexpr, LOW: tl.constexpr,
-    HIGH: tl.constexpr, PTX: tl.constexpr,
+    HIGH: tl.constexpr, PTX: tl.constexpr, RANK: tl.constexpr,
 ):  # fmt: skip
     """The epilogue: acc [BM, BN] -> y."""
     row_mask, col_mask = rows < M, cols < N
@@ -67,6 +68,8 @@ def store_scaled_tile(
     if HAS_RESIDUAL:
         at = residual_ptr + rows.to(tl.int64)[:, None] * stride_r + cols[None, :]
         y += tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    if RANK:
+        y = add_low_rank_tile(y, low_x_ptr, low_w_ptr, rows, row_mask, cols, col_mask, RANK)
     if ACTIVATION != NONE:
         y = activation_tile(round_tile(y, ROUND), ACTIVATION, PTX)
     if NEXT:
@@ -78,13 +81,13 @@ def store_scaled_tile(
 @triton.jit
 def scaled_matmul_kernel(
     x_ptr, w_ptr, w1_ptr, w2_ptr, y_ptr, y1_ptr, y2_ptr, x_scale_ptr, row_ptr, w_scale_ptr, w_scale1_ptr, w_scale2_ptr,
-    bias_ptr, bias1_ptr, bias2_ptr, residual_ptr, next_scale_ptr, next_row_ptr, part_ptr, counter_ptr,
+    bias_ptr, bias1_ptr, bias2_ptr, residual_ptr, next_scale_ptr, next_row_ptr, low_x_ptr, low_w_ptr, part_ptr, counter_ptr,
     M, N, N1, N2, K, STORED, stride_x, stride_w, stride_y, stride_y1, stride_y2, stride_r,
     LINEARS: tl.constexpr, KIND: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, FACTOR: tl.constexpr,
     PACKED: tl.constexpr, COLUMNS: tl.constexpr, EVEN_K: tl.constexpr, FAST_ACC: tl.constexpr, PTX: tl.constexpr,
     ACC: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     SPLIT: tl.constexpr, ACTIVATION: tl.constexpr, NEXT: tl.constexpr, NEXT_KIND: tl.constexpr, ROUND: tl.constexpr,
-    LOW: tl.constexpr, HIGH: tl.constexpr,
+    LOW: tl.constexpr, HIGH: tl.constexpr, RANK: tl.constexpr,
 ):  # fmt: skip
     """One tile of y, or of one part of K.  STORED: bytes in a row of w (K, or ceil(K/2) packed)."""
     tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), count_tiles(N, N1, N2, BLOCK_N, LINEARS)
@@ -129,27 +132,27 @@ def scaled_matmul_kernel(
         acc = tl.trans(acc)
     if not SPLIT:
         store_scaled_tile(acc, y_ptr, x_scale_ptr, row_ptr, w_scale_ptr, bias_ptr, residual_ptr, next_scale_ptr,
-                          next_row_ptr, rows, cols, M, N, stride_y, stride_r, KIND, HAS_BIAS, HAS_RESIDUAL, FACTOR,
-                          ACTIVATION, NEXT, NEXT_KIND, ROUND, LOW, HIGH, PTX)  # fmt: skip
+                          next_row_ptr, low_x_ptr, low_w_ptr, rows, cols, M, N, stride_y, stride_r, KIND, HAS_BIAS,
+                          HAS_RESIDUAL, FACTOR, ACTIVATION, NEXT, NEXT_KIND, ROUND, LOW, HIGH, PTX, RANK)  # fmt: skip
     else:
         tiles = tiles_m * tiles_n
         done = store_part(part_ptr, counter_ptr, acc, tile, tiles, split, BLOCK_M, BLOCK_N)
         if done == splits - 1:
             total = add_parts(part_ptr, counter_ptr, tile, tiles, splits, BLOCK_M, BLOCK_N)
             store_scaled_tile(total, y_ptr, x_scale_ptr, row_ptr, w_scale_ptr, bias_ptr, residual_ptr, next_scale_ptr,
-                              next_row_ptr, rows, cols, M, N, stride_y, stride_r, KIND, HAS_BIAS, HAS_RESIDUAL, FACTOR,
-                              ACTIVATION, NEXT, NEXT_KIND, ROUND, LOW, HIGH, PTX)  # fmt: skip
+                              next_row_ptr, low_x_ptr, low_w_ptr, rows, cols, M, N, stride_y, stride_r, KIND, HAS_BIAS,
+                              HAS_RESIDUAL, FACTOR, ACTIVATION, NEXT, NEXT_KIND, ROUND, LOW, HIGH, PTX, RANK)  # fmt: skip
 
 
 @triton.jit
 def scaled_matmul_descriptor_kernel(
     x_desc, w_desc, y_ptr, x_scale_ptr, row_ptr, w_scale_ptr, bias_ptr, residual_ptr, next_scale_ptr, next_row_ptr,
-    M, N, K, stride_y, stride_r,
+    low_x_ptr, low_w_ptr, M, N, K, stride_y, stride_r,
     KIND: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, FAST_ACC: tl.constexpr, ACC: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     PROGRAMS: tl.constexpr, FLATTEN: tl.constexpr, SPECIALIZE: tl.constexpr, ACTIVATION: tl.constexpr,
     NEXT: tl.constexpr, NEXT_KIND: tl.constexpr, ROUND: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
-    PTX: tl.constexpr,
+    PTX: tl.constexpr, RANK: tl.constexpr,
 ):  # fmt: skip
     """Persistent: every program walks over tiles, so the next tile's copies run under this tile's epilogue."""
     tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
@@ -164,5 +167,5 @@ def scaled_matmul_descriptor_kernel(
         rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
         cols = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
         store_scaled_tile(acc, y_ptr, x_scale_ptr, row_ptr, w_scale_ptr, bias_ptr, residual_ptr, next_scale_ptr,
-                          next_row_ptr, rows, cols, M, N, stride_y, stride_r, KIND, HAS_BIAS, HAS_RESIDUAL, 1.0,
-                          ACTIVATION, NEXT, NEXT_KIND, ROUND, LOW, HIGH, PTX)  # fmt: skip
+                          next_row_ptr, low_x_ptr, low_w_ptr, rows, cols, M, N, stride_y, stride_r, KIND, HAS_BIAS,
+                          HAS_RESIDUAL, 1.0, ACTIVATION, NEXT, NEXT_KIND, ROUND, LOW, HIGH, PTX, RANK)  # fmt: skip

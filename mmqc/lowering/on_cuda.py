@@ -123,14 +123,16 @@ def _written_as_codes(
 def with_epilogue(
     x_q: TensorBox, w_q: Sequence[TensorBox], x_scale: TensorBox, w_scale: Sequence[TensorBox],
     bias: Sequence[TensorBox | None], visual: TensorBox | None, out_dtype: torch.dtype, activation: str,
-    next_scale: TensorBox | None, next_visual: TensorBox | None, next_bits: int,
+    next_scale: TensorBox | None, next_visual: TensorBox | None, next_bits: int, low_x: TensorBox | None,
+    low_w: TensorBox | None,
 ) -> TensorBox:  # fmt: skip
     """``scaled_matmul_epilogue``."""
     rows = list(x_q.get_size()[:-1])
     x = Operand.matrix(x_q)
     (m, k), scales = x.shape, _row_scale(x_scale, visual, rows)
     codes = None if next_scale is None else _row_scale(next_scale, next_visual, rows)
-    epilogue = Epilogue(activation, out_dtype, codes, next_bits)
+    low = None if low_x is None or low_w is None else (Operand.matrix(low_x), Operand(low_w))
+    epilogue = Epilogue(activation, out_dtype, codes, next_bits, low)
     first = Operand(w_q[0])
     y: Any = Operand.new((m, first.shape[0]), out_dtype if codes is None else torch.int8, x.device)
     linears: list[Any] = [

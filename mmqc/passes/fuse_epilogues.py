@@ -1,14 +1,15 @@
-"""The activation behind a quantized linear, the gate, and the next linear's quantization go into the linear's epilogue.
+"""What stands behind a quantized linear goes into its epilogue: activation, gate, the next quantization, a term of low rank.
 
     quantize(f(z), s)        ->  scaled_matmul_epilogue(z's operands, f, s)              f: relu, silu, gelu in three forms
     quantize(f(g) ∘ u, s)    ->  scaled_matmul_epilogue(those of g and u, f, s)          g and u of one input
     hadamard(f(z))           ->  hadamard(scaled_matmul_epilogue(z's operands, f))       the same with f(g) ∘ u
+    z + x_S W_Sᵀ             ->  scaled_matmul_epilogue(z's operands, x_S, W_S)          few channels (magnitude suppression)
 
 Why:     z and h = f(z) are not written and read again: of 5 bytes an entry that move behind a linear 1 is left, of 9 behind gate
          and up (docs/explanation/epilogues.md counts them, and says where nothing is gained).
 Needs:   nothing
 Gives:   nothing
-Exact:   yes as an operation; a kernel computes f in float32 and rounds once
+Exact:   yes as an operation; a kernel computes f, and the sum with a term of low rank, in float32 and rounds once
 Refuses: a linear whose result something else reads; an activation that generated code reads (a norm, a sum: it is computed there
          for nothing); scales of groups, whose kernels have no epilogue; a gate in front of a transform where the rows are known
          to be few, which the transform takes in.
@@ -27,9 +28,8 @@ from torch import Tensor, fx
 from ..graph.kinds import kind
 from ..graph.program import Miss, Program, copy_meta
 
-FEW_ROWS = (
-    64  # up to which a product is one launch of all linears, and a transform reads its row as often as it has slices
-)
+MOST_RANK = 16  # of a term that is added entry by entry, not by tensor cores
+FEW_ROWS = 64  # up to which a product is one launch, and a transform reads its row as often as it has slices
 SIGMOIDS = {1: "silu", 1.702: "quick_gelu"}  # x sigmoid(factor x)
 OWN = (1, 3, 4)  # operands of scaled_matmul that each linear has for itself: weight, its scale, bias
 SHARED = (0, 2, 5, 6, 7)
@@ -38,15 +38,18 @@ GROUP_SIZE = 9
 
 @dataclass(frozen=True)
 class Site:
-    """Gate (or the only linear), up, the activation, what they give, and its quantization if that is fused too."""
+    """Gate (or the only linear), up, the activation, what they give, its quantization if that is fused too; or a term."""
 
     gate: fx.Node
     up: fx.Node | None
     activation: str
     result: fx.Node
     quantize: fx.Node | None
+    low: fx.Node | None = None
 
     def __str__(self) -> str:
+        if self.low is not None:
+            return f"{self.gate.name} + {self.low.name}"
         gated = "" if self.up is None else f" * {self.up.name}"
         codes = "" if self.quantize is None else f", {self.quantize.name}"
         return f"{self.activation}({self.gate.name}){gated}{codes}"
@@ -62,7 +65,12 @@ class FuseEpilogues:
     exact: ClassVar[bool] = True
 
     def match(self, prog: Program) -> Iterator[Site | Miss]:
-        """Every activation of a quantized linear."""
+        """Every activation of a quantized linear, and every term of low rank."""
+        for node in prog.nodes("add"):
+            found = low_rank(node)
+            if found is not None:
+                reason = why_not(found[0], {node})
+                yield Miss(node.name, reason) if reason else Site(found[0], None, "none", node, None, found[1])
         for node in prog.nodes("relu", "silu", "gelu", "mul"):
             found = activation_of(node)
             if found is None or kind(found[1]) != "scaled_matmul":
@@ -91,6 +99,7 @@ class FuseEpilogues:
         weights, scales, biases = ([linear.args[i] for linear in linears] for i in OWN)
         last = site.quantize or site.result
         codes = () if site.quantize is None else site.quantize.args[1:4]
+        codes = codes if site.low is None else (None, None, 8, *site.low.args[:2])
         with prog.graph.inserting_before(last):
             fused = prog.graph.call_function(
                 torch.ops.mmqc.scaled_matmul_epilogue.default,
@@ -132,6 +141,25 @@ def _by_sigmoid(node: fx.Node) -> tuple[str, fx.Node, tuple[fx.Node, ...]] | Non
             if isinstance(times, float) and times in SIGMOIDS:
                 return SIGMOIDS[times], z, (factor, inner)
     return None
+
+
+def low_rank(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+    """A quantized linear and the linear of few inputs that is added to it here."""
+    for i, z in enumerate(node.args if len(node.args) == 2 and not node.kwargs else ()):
+        term = node.args[1 - i]
+        if isinstance(z, fx.Node) and kind(z) == "scaled_matmul" and isinstance(term, fx.Node) and _is_few(term, z):
+            return z, term
+    return None
+
+
+def _is_few(term: fx.Node, z: fx.Node) -> bool:
+    """Whether it is a linear without bias, of few inputs, that nothing else reads, in the dtype of z."""
+    more = (*term.args[2:], *term.kwargs.values())
+    if kind(term) != "linear" or len(term.users) > 1 or any(a is not None for a in more):
+        return False
+    values = [n.meta.get("example_value") for n in (*term.args[:2], z) if isinstance(n, fx.Node)]
+    tensors = [v for v in values if isinstance(v, Tensor)]
+    return len(tensors) == 3 and len({v.dtype for v in tensors}) == 1 and tensors[1].shape[-1] <= MOST_RANK
 
 
 def why_not(z: fx.Node, readers: set[fx.Node]) -> str:

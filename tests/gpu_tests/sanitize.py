@@ -89,7 +89,8 @@ WEIGHT_ONLY = {  # name: (bits, group, zero points, (M, N, K), tile)
     "weight_only_matmul int8 asymmetric": (8, 64, True, (5, 101, 768), Tile(8, 64, 64, 4, 4, split_k=3, variant="columns")),
     "weight_only_matmul int8 per channel": (8, 0, True, (70, 101, 203), Tile(64, 128, 64, 8, 3, variant="columns")),
 }  # fmt: skip
-EPILOGUES = {  # name: (bits, gated, activation, form of the next scale or none, (M, N, K), tile)
+EPILOGUES = {  # name: (bits, gated, activation, form of the next scale, or none: z gets a term of rank 3, (M, N, K), tile)
+    "scaled_matmul epilogue, low rank": (8, False, "none", "none", (70, 101, 203), Tile(64, 64, 32, 4, 3)),
     "scaled_matmul epilogue": (8, False, "quick_gelu", "visual", (70, 101, 203), Tile(64, 64, 32, 4, 3)),
     "scaled_matmul epilogue, split K": (4, False, "relu", "one", (5, 101, 1536), Tile(8, 64, 128, 4, 4, 8, 3, variant="columns")),
     "scaled_matmul epilogue, nested": (8, False, "gelu", "visual", (130, MANY, 208), Tile(64, 64, 64, 4, 3, variant="nested")),
@@ -181,10 +182,13 @@ def epilogue(
     y = poison(place, m, n) if form == "none" else torch.full((m, n), -77, dtype=torch.int8).to(place.device)
     w_scale_d, bias_d, one = (t.to(place.device) for t in (w_scale, bias, torch.ones(1)))
     stored = [(c if bits == 8 else pack_int4(c)).to(place.device) for c in w]
+    low = [torch.randn(r, 3).to(place.dtype) for r in (m, n)] if form == "none" and not gated else None
+    low_d = None if low is None else (low[0].to(place.device), low[1].to(place.device))
     codes = None if form == "none" else row_scale(scale.to(place.device), m, **there(place, **more))
     scaled_matmul_epilogue(x.to(place.device), [Linear(v, w_scale_d, bias_d, y) for v in stored], row_scale(one, m),
-                           Epilogue(activation, place.dtype, codes), tile)  # fmt: skip
+                           Epilogue(activation, place.dtype, codes, 8, low_d), tile)  # fmt: skip
     z = [(x.double() @ v.double().t() * w_scale.double() + bias.double()).to(place.dtype) for v in w]
+    z = z if low is None else [(z[0].double() + low[0].double() @ low[1].double().t()).to(place.dtype)]
     h = epilogue_op.ACTIVATIONS[activation](z[0].float()).to(place.dtype)
     h = h * z[1] if gated else h
     if codes is None:

@@ -47,13 +47,13 @@ def operands(m, n, k, bits, linears, device, bias=True):
     return x, w, scales, [torch.randn(n, device=device) if bias else None for _ in codes]
 
 
-def run(x, w, w_scale, bias, x_scale, activation, tile, dtype=torch.float32, codes=None, bits=8, **rows):
+def run(x, w, w_scale, bias, x_scale, activation, tile, dtype=torch.float32, codes=None, bits=8, low=None, **rows):
     """The launch, into y filled with what no result is."""
     m, n = x.shape[0], w[0].shape[0]
     y = torch.full((m, n), float("nan") if codes is None else -77, dtype=dtype if codes is None else torch.int8,
                    device=x.device)  # fmt: skip
     linears = [scaled.Linear(*parts, y) for parts in zip(w, w_scale, bias, strict=True)]
-    epilogue = tiles.Epilogue(activation, dtype, codes, bits)
+    epilogue = tiles.Epilogue(activation, dtype, codes, bits, low)
     kernel.scaled_matmul_epilogue(x, linears, scaled.row_scale(x_scale, m, **rows), epilogue, TILES[tile])
     return y
 
@@ -108,6 +108,20 @@ def test_scaled_matmul_epilogue__next_codes(kind, tile, dtype, linears, device):
     h = torch.nn.functional.silu(z[0]) * (z[1] if linears == 2 else 1)
     assert_codes(got, h, rows[:, None])
     assert got.unique().numel() > 30
+
+
+@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize("rank", [1, 5])
+def test_scaled_matmul_epilogue__a_term_of_low_rank(rank, tile, device):
+    m, n, bits = 37, 45, 4 if tile == "unpack" else 8
+    x, w, w_scale, bias = operands(m, n, 96, bits, 1, device)
+    low_x, low_w = torch.randn(m, rank, device=device), torch.randn(n, rank, device=device)
+    one = torch.ones(1, device=device)
+    want = reference(x, w, one, w_scale, bias, None, bits, torch.float32, "none", None, None, 8, low_x, low_w)
+    assert_close(run(x, w, w_scale, bias, one, "none", tile, low=(low_x, low_w)), want)
+    args = (x.view(1, m, 96), w, one, w_scale, bias, None, bits, torch.float32, "gelu", None, None, 8)
+    got = on_cuda.scaled_matmul_epilogue(*args, low_x.t().contiguous().t()[None], low_w)  # any strides
+    assert_close(got, reference(*args, low_x[None], low_w))
 
 
 @pytest.mark.parametrize("bits", [2, 4, 8])

@@ -55,6 +55,17 @@ def test_scaled_matmul_epilogue__opcheck(linears: int, next_scale: torch.Tensor 
     torch.library.opcheck(ops.scaled_matmul_epilogue.default, args)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_scaled_matmul_epilogue__a_term_of_low_rank(dtype: torch.dtype) -> None:
+    x, w, s_x, s_w, bias, visual, bits = operands(8, 1, True)
+    low_x, low_w = torch.randn(2, 4, 3, dtype=dtype), torch.randn(17, 3, dtype=dtype)
+    args = (x, w, s_x, s_w, bias, visual, bits, dtype, "silu", torch.ones(1), None, 8, low_x, low_w)
+    z = ops.scaled_matmul(x, w[0], s_x, s_w[0], bias[0], visual, bits, dtype)
+    h = F.silu(z + F.linear(low_x, low_w))
+    assert torch.equal(ops.scaled_matmul_epilogue(*args), ops.quantize(h, torch.ones(1), None, 8))
+    torch.library.opcheck(ops.scaled_matmul_epilogue.default, args)
+
+
 def test_scaled_matmul_epilogue__checks() -> None:
     x, w, s_x, s_w, bias, visual, bits = operands(8, 2, False)
     rest = (bias, visual, bits, torch.float32)
@@ -64,6 +75,13 @@ def test_scaled_matmul_epilogue__checks() -> None:
         ops.scaled_matmul_epilogue(x, [w[0], w[1][:3]], s_x, s_w, *rest, "silu")
     with pytest.raises(ValueError, match="gate and up of one shape"):
         ops.scaled_matmul_epilogue(x, w * 2, s_x, s_w * 2, bias * 2, visual, bits, torch.float32, "silu")
+    codes = (torch.float32, "silu", None, None, 8)
+    with pytest.raises(ValueError, match="is one linear's"):
+        ops.scaled_matmul_epilogue(x, w, s_x, s_w, bias, visual, bits, *codes, x[..., :2].float(), torch.ones(17, 2))
+    with pytest.raises(ValueError, match=r"x_S \[2, 4, 2\] and W_S \[17, 3\] do not fit"):
+        ops.scaled_matmul_epilogue(
+            x, w[:1], s_x, s_w[:1], bias[:1], visual, bits, *codes, x[..., :2].float(), torch.ones(17, 3)
+        )
     with pytest.raises(ValueError, match="needs visual mask"):
         ops.scaled_matmul_epilogue(x, w, s_x, s_w, *rest, "silu", torch.ones(2))
     with pytest.raises(ValueError, match="one entry per output"):

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from fusion_cases import compile_and_compare, linear
+from tolerance import assert_close
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -113,6 +114,43 @@ def test_fuse_epilogues__scales_of_groups_stay(without_inductor: None) -> None:
     ops, misses = compile_and_compare(Tail(F.relu, first), torch.randn(4, 32))
     assert ops == {"quantize": 2, "scaled_matmul": 2}
     assert "scales of groups" in misses["fuse_epilogues"][0]
+
+
+def suppressed(rank: int, dtype: torch.dtype = torch.float32) -> QuantLinear:
+    """A linear of which some channels are kept, as suppress_magnitude has it."""
+    last = linear(8, 0.02, hadamard=True)
+    last.outlier_index, last.outlier_weight = torch.randperm(32)[:rank].sort()[0], torch.randn(8, rank, dtype=dtype)
+    return last
+
+
+@pytest.mark.parametrize("rank", [1, 5])
+def test_fuse_epilogues__a_term_of_low_rank(rank: int, without_inductor: None) -> None:
+    model = Mlp(F.gelu)
+    model.last = suppressed(rank, torch.float64)  # which the module casts
+    ops, _ = compile_and_compare(model, torch.randn(2, 9, 32))
+    assert ops == {"quantize": 2, "scaled_matmul_epilogue": 2, "hadamard": 1}
+
+
+def test_fuse_epilogues__a_term_of_many_channels_stays(without_inductor: None) -> None:
+    model = Mlp(F.gelu)
+    model.last = suppressed(17)
+    ops, misses = compile_and_compare(model, torch.randn(9, 32))
+    assert ops == {"quantize": 2, "scaled_matmul_epilogue": 1, "hadamard": 1, "scaled_matmul": 1}
+    assert not misses["fuse_epilogues"]
+
+
+def test_fuse_epilogues__a_term_next_to_another_reader_stays(without_inductor: None) -> None:
+    w = torch.randn(32, 2)
+    ops, misses = compile_and_compare(Tail(lambda z: z + F.linear(z[..., :2], w)), torch.randn(9, 32))
+    assert ops == {"quantize": 2, "scaled_matmul": 2}
+    assert "something else reads" in misses["fuse_epilogues"][0]
+
+
+def test_fuse_epilogues__a_term_of_low_rank_through_inductor() -> None:
+    model, x = Mlp(F.gelu), torch.randn(20, 32)
+    model.last = suppressed(3)
+    with torch.no_grad():
+        assert_close(torch.compile(model, backend="mmqc", fullgraph=True, dynamic=True)(x), model(x))
 
 
 def twice(z: Tensor) -> Tensor:
