@@ -44,7 +44,8 @@ CASES = [  # shape, activation, bits, Hadamard
     ("lm", "silu", 8, False), ("lm", "silu", 4, False), ("lm", "silu", 8, True), ("lm", "silu", 4, True),
 ]  # fmt: skip
 TILES = (Tile(128, 256, 128, 8, 4, variant="nested"), Tile(128, 128, 128, 4, 3, per_sm=2, variant="nested"),
-         Tile(128, 128, 64, 8, 4, variant="columns"), Tile(128, 128, 64, 4, 4, variant="columns"))  # fmt: skip
+         Tile(128, 256, 64, 8, 3, variant="columns"), Tile(128, 128, 64, 8, 4, variant="columns"),
+         Tile(128, 128, 64, 4, 4, variant="columns"))  # fmt: skip
 
 
 def compiled(function: Callable[..., Any], first: tuple[Any, ...], fused: bool) -> tuple[Callable[..., Any], Any]:

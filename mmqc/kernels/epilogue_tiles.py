@@ -64,7 +64,7 @@ def round_tile(x, DTYPE: tl.constexpr):
 @triton.jit
 def add_low_rank_tile(z, x_ptr, w_ptr, rows, row_mask, cols, col_mask, RANK: tl.constexpr):
     """Z [BM, BN] + x_S W_Sᵀ, one outer product after the other: a product of its own would need its sums beside those of z."""
-    for r in tl.static_range(RANK):
+    for r in tl.static_range(RANK):  # pyright: ignore[reportGeneralTypeIssues]  # compiled, not run
         a = tl.load(x_ptr + rows.to(tl.int64) * RANK + r, mask=row_mask, other=0.0).to(tl.float32)
         b = tl.load(w_ptr + cols * RANK + r, mask=col_mask, other=0.0).to(tl.float32)
         z += a[:, None] * b[None, :]
