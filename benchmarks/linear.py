@@ -27,6 +27,7 @@ from torch.nn import functional as F
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+import epilogues  # noqa: E402
 import group_scales  # noqa: E402
 from gpu_run import Calls, Run, ceilings, geomean, relative_error  # noqa: E402
 from row_kernels import check_rows, quantize_in_torch, time_one_row, time_rows  # noqa: E402
@@ -304,7 +305,7 @@ def table(run: Run, shapes: dict[str, tuple[int, int]], rows: tuple[int, ...]) -
              "tinygemm", "gemlite", "humming")  # fmt: skip
     print("\nmicroseconds    " + "".join(f"{name:>9.9}" for name in names))
     for where, times in run.times.items():
-        if not where.startswith(("chain", "groups")):
+        if not where.startswith(("chain", "groups", "epilogue")):
             print(f"{where:16}" + "".join(f"{times[name]:9.1f}" if name in times else "        -" for name in names))
         else:
             print(where, {name: round(t, 1) for name, t in times.items()})
@@ -345,7 +346,8 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=460)
     parser.add_argument("--rows", type=int, nargs="+", default=list(ROWS))
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=list(SHAPES))
-    parser.add_argument("--only", choices=("check", "linears", "rows", "chain", "w4a8_groups"), action="append")
+    parser.add_argument("--only", choices=("check", "linears", "rows", "chain", "w4a8_groups", "epilogues"),
+                        action="append")  # fmt: skip
     parser.add_argument("--dry", action="store_true")
     args = parser.parse_args()
     run = Run(args.dry, args.seconds)
@@ -365,16 +367,17 @@ def main() -> int:
         group_scales.run_groups(run, shapes, rows, seconds, lambda best: write_tiles(run, path, best))
     if args.tune and (not args.dry or args.out) and only != ["w4a8_groups"]:
         run.attempt("tune", lambda: tune(run, shapes, rows, path, args), int(args.seconds))
-    if "rows" in only:
-        time_one_row(run)
-        time_rows(run, 8 if args.dry else 4096)
-    if "chain" in only:
-        for n, k in ((48, 64),) if args.dry else ((4608, 3584), (37888, 3584)):
-            time_chain(run, 24 if args.dry else 6417, n, k)
-    if "linears" in only:
-        time_linears(run, shapes, rows)
-    summary = table(run, shapes, rows) | group_scales.summarize(run, rows)
-    print("\n".join(f"{value:8.3f}  {name}" for name, value in summary.items() if name[:3] in ("w4_", "w8_")))
+    chains = ((48, 64),) if args.dry else ((4608, 3584), (37888, 3584))
+    parts: dict[str, Callable[[], object]] = {
+        "rows": lambda: (time_one_row(run), time_rows(run, 8 if args.dry else 4096)),
+        "chain": lambda: [time_chain(run, 24 if args.dry else 6417, *shape) for shape in chains],
+        "epilogues": lambda: epilogues.time_epilogues(run, (70,) if args.dry else epilogues.ROWS),
+        "linears": lambda: time_linears(run, shapes, rows),
+    }
+    for part in filter(only.__contains__, parts):
+        parts[part]()
+    summary = table(run, shapes, rows) | group_scales.summarize(run, rows) | epilogues.summarize(run)
+    print("\n".join(f"{value:8.3f}  {name}" for name, value in summary.items() if name[:3] in ("w4_", "w8_", "fus")))
     if args.out:
         commit = subprocess.run(
             ["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True

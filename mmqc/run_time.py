@@ -4,7 +4,7 @@
                   modality   reorder_tokens, rewrite_mask, rewrite_rope_index
                   auto       the rule in ``token_passes``
     attention     fold_query_groups
-    fusion        share_quantize, fuse_matmuls, fuse_hadamard_quantize
+    fusion        share_quantize, fuse_epilogues, fuse_matmuls, fuse_hadamard_quantize
 
 They run on a whole Dynamo graph, after the backend's own quantization, and need only shapes; what share_quantize takes for
 granted of values is looked at again in every call (``where_equal``).
@@ -27,6 +27,7 @@ from .graph.sizes import sizes
 from .graph.tokens import visual_mask, visual_operand
 from .passes.facts import FACTS
 from .passes.fold_query_groups import FoldQueryGroups, one_query
+from .passes.fuse_epilogues import FuseEpilogues
 from .passes.fuse_hadamard_quantize import FuseHadamardQuantize
 from .passes.fuse_matmuls import FUSED, FuseMatmuls
 from .passes.reorder_tokens import ReorderTokens
@@ -40,7 +41,7 @@ UNEQUAL = (
     "input scales that were equal when this graph was compiled differ now (other scales were loaded): the graph runs uncompiled, "
     "without shared quantization; call torch._dynamo.reset() to compile it anew"
 )
-FUSION: tuple[Pass, ...] = (ShareQuantize(), FuseMatmuls(), FuseHadamardQuantize())
+FUSION: tuple[Pass, ...] = (ShareQuantize(), FuseEpilogues(), FuseMatmuls(), FuseHadamardQuantize())
 
 
 class AtRunTime(NamedTuple):

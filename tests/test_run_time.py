@@ -50,7 +50,8 @@ def test_fusion__through_inductor_equals_eager() -> None:
     with torch.no_grad(), collect_records() as records:
         expected = logits(model, batch)
         got = logits(torch.compile(model, backend="mmqc"), batch)
-    assert records[-1].ops["scaled_matmuls"] == 4
+    assert records[-1].ops["scaled_matmuls"] == 2, "q, k and v of two layers"
+    assert records[-1].ops["scaled_matmul_epilogue"] == 5, "two MLPs of the tower, the merger's, two gated ones"
     assert ((got - expected).norm() / expected.norm()).item() < 1e-5
 
 

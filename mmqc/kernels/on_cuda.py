@@ -1,7 +1,7 @@
 """The ops' implementation on CUDA: importing this file registers it; what a kernel cannot take goes to the reference.
 
-    mmqc::scaled_matmul(s), weight_only_matmul(s), grouped_matmul, hadamard, hadamard_quantize, gptq_block   on CUDA   ->  the
-    Triton kernels, rows flattened
+    mmqc::scaled_matmul(s), scaled_matmul_epilogue, weight_only_matmul(s), grouped_matmul, hadamard, hadamard_quantize, gptq_block
+    on CUDA   ->  the Triton kernels, rows flattened
 
 ``why_not_scaled`` and its like say what a kernel cannot take; a compiled graph's record repeats it.
 """
@@ -18,13 +18,16 @@ from mmqc.kernels import group_scaled_matmul as group_scaled
 from mmqc.kernels import grouped_matmul as grouped
 from mmqc.kernels import hadamard_quantize as transform
 from mmqc.kernels import scaled_matmul as scaled
+from mmqc.kernels import scaled_matmul_epilogue as with_epilogue
 from mmqc.kernels import weight_only_matmul as weight_only
+from mmqc.kernels.epilogue_tiles import Epilogue
 from mmqc.kernels.hadamard_plan import all_known
 from mmqc.ops import gptq_block as gptq_op
 from mmqc.ops import grouped_matmul as grouped_op
 from mmqc.ops import hadamard as hadamard_op
 from mmqc.ops import hadamard_quantize as hadamard_quantize_op
 from mmqc.ops import scaled_matmul as scaled_op
+from mmqc.ops import scaled_matmul_epilogue as epilogue_op
 from mmqc.ops import weight_only_matmul as weight_only_op
 from mmqc.ops.quantize import check_scale
 
@@ -93,6 +96,46 @@ def scaled_matmuls(
 def _mask(visual: Tensor | None, x: Tensor) -> Tensor | None:
     """The mask of every row."""
     return None if visual is None else visual.expand(x.shape[:-1]).reshape(-1)
+
+
+def why_not_epilogue(
+    x_q: Tensor, w_q: list[Tensor], w_scale: list[Tensor], bias: list[Tensor | None], weight_bits: int,
+    out_dtype: torch.dtype,
+) -> str | None:  # fmt: skip
+    """None, or why the kernel cannot take these operands."""
+    parts = zip(w_q, w_scale, bias, strict=True)
+    reason = next((why for p in parts if (why := why_not_scaled(x_q, *p, weight_bits, out_dtype))), None)
+    if reason is None and len({b is None for b in bias}) > 1:
+        reason = "one of gate and up has a bias, the other has none"
+    if reason is None and w_q[0].stride(0) != w_q[-1].stride(0):
+        reason = "rows of gate and up are not equally far apart"
+    return reason
+
+
+def scaled_matmul_epilogue(
+    x_q: Tensor, w_q: list[Tensor], x_scale: Tensor, w_scale: list[Tensor], bias: list[Tensor | None],
+    visual: Tensor | None, weight_bits: int, out_dtype: torch.dtype, activation: str, next_scale: Tensor | None = None,
+    next_visual: Tensor | None = None, next_bits: int = 8, low_x: Tensor | None = None, low_w: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """``mmqc::scaled_matmul_epilogue`` on CUDA."""
+    epilogue_op.check(w_q, activation, low_x, low_w)
+    x_rows = _matrix(x_q)
+    if why_not_epilogue(x_rows, w_q, w_scale, bias, weight_bits, out_dtype) is not None:
+        z = [scaled_matmul(x_q, w, x_scale, s, b, visual, weight_bits, out_dtype)
+             for w, s, b in zip(w_q, w_scale, bias, strict=True)]  # fmt: skip
+        return epilogue_op.after(z, activation, next_scale, next_visual, next_bits, low_x, low_w)
+    for w, s in zip(w_q, w_scale, strict=True):
+        scaled_op.check(x_q, w, x_scale, s, visual, weight_bits)
+    (y,), flat = _results(x_q, w_q[:1], out_dtype if next_scale is None else torch.int8)
+    m, codes = flat[0].shape[0], None
+    if next_scale is not None:
+        check_scale(next_scale, next_visual)
+        codes = scaled.row_scale(next_scale.float(), m, _mask(next_visual, x_q))
+    linears = [scaled.Linear(*parts, flat[0]) for parts in zip(w_q, w_scale, bias, strict=True)]
+    rows = scaled.row_scale(x_scale.float(), m, _mask(visual, x_q))
+    low = None if low_x is None or low_w is None else (_matrix(low_x).contiguous(), low_w.contiguous())
+    with_epilogue.scaled_matmul_epilogue(x_rows, linears, rows, Epilogue(activation, out_dtype, codes, next_bits, low))
+    return y
 
 
 def why_not_weight_only(
@@ -201,7 +244,7 @@ def gptq_block(w: Tensor, u: Tensor, scale: Tensor, zero: Tensor | None, bits: i
 
 
 for implementation in (
-    scaled_matmul, scaled_matmuls, weight_only_matmul, weight_only_matmuls, grouped_matmul, hadamard, hadamard_quantize,
-    gptq_block,
+    scaled_matmul, scaled_matmuls, scaled_matmul_epilogue, weight_only_matmul, weight_only_matmuls, grouped_matmul, hadamard,
+    hadamard_quantize, gptq_block,
 ):  # fmt: skip
     torch.library.impl(f"mmqc::{implementation.__name__}", "CUDA", implementation)

@@ -30,6 +30,7 @@ from mmqc.kernels.device_facts import (
     multiprocessors,
     why_not_here,
 )
+from mmqc.kernels.epilogue_tiles import Epilogue
 from mmqc.kernels.launch import Launch
 from mmqc.kernels.row_scale import RowScale, row_scale
 from mmqc.kernels.scaled_matmul_tiles import scaled_matmul_descriptor_kernel, scaled_matmul_kernel
@@ -41,6 +42,7 @@ MAX_K = 131_071
 FEW_ROWS = 64  # up to which several linears share a launch: beyond, each fills the machine
 OUTPUTS = ("y_ptr", "y1_ptr", "y2_ptr", "part_ptr", "counter_ptr")
 OUT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+PLAIN = Epilogue()
 
 
 def supports(x_q: Tensor, w_q: Tensor, w_scale: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> str | None:
@@ -174,7 +176,7 @@ def three(linears: list[Linear]) -> list[Linear]:
 
 def pointer_launch(
     x: Tensor, linears: list[Linear], rows: RowScale, residual: Tensor | None, c: MatmulConfig, fast: bool = True,
-    work: Workspace = workspace,
+    work: Workspace = workspace, epilogue: Epilogue = PLAIN,
 ) -> Launch:  # fmt: skip
     """One launch for all linears, operands read by pointers."""
     (m, k), w = x.shape, linears[0].w
@@ -183,11 +185,12 @@ def pointer_launch(
     (w0, w1, w2), (s0, s1, s2), biases, (y0, y1, y2) = zip(*three(linears), strict=True)
     b0, b1, b2 = (s if b is None else b for s, b in zip((s0, s1, s2), biases, strict=True))
     tiles = ceil_div(m, c.block_m) * sum(ceil_div(linear.w.shape[0], c.block_n) for linear in linears)
+    low, rank = epilogue.of_one(s0)
     parts, counters = work(x.device, tiles, c.block_m * c.block_n, c.split_k, torch.int32 if integer else torch.float32)
     args = dict(
         x_ptr=x, w_ptr=w0, w1_ptr=w1, w2_ptr=w2, y_ptr=y0, y1_ptr=y1, y2_ptr=y2, x_scale_ptr=rows.scale, row_ptr=rows.rows,
         w_scale_ptr=s0, w_scale1_ptr=s1, w_scale2_ptr=s2, bias_ptr=b0, bias1_ptr=b1, bias2_ptr=b2,
-        residual_ptr=y0 if residual is None else residual, part_ptr=parts, counter_ptr=counters,
+        residual_ptr=y0 if residual is None else residual, part_ptr=parts, counter_ptr=counters, **epilogue.args(s0), **low,
         M=m, N=w0.shape[0], N1=w1.shape[0], N2=w2.shape[0], K=k, STORED=stored, stride_x=x.stride(0), stride_w=w.stride(0),
         stride_y=y0.stride(0), stride_y1=y1.stride(0), stride_y2=y2.stride(0),
         stride_r=0 if residual is None else residual.stride(0),
@@ -197,28 +200,32 @@ def pointer_launch(
         FACTOR=(1 / 16 if integer else 512.0) if packed else 1.0, PACKED=packed, COLUMNS=c.variant == "columns",
         EVEN_K=stored % c.block_k == 0 and not (packed and k % 2), FAST_ACC=fast, PTX=has_inline_ptx(x.device),
         ACC=tl.int32 if integer else tl.float32, BLOCK_M=c.block_m, BLOCK_N=c.block_n, BLOCK_K=c.block_k,
-        GROUP_M=c.group_m, SPLIT=c.split_k > 1,
+        GROUP_M=c.group_m, SPLIT=c.split_k > 1, **epilogue.constants(), **rank,
     )  # fmt: skip
     return Launch(scaled_matmul_kernel, (tiles, c.split_k), args, constants, OUTPUTS, c.num_warps, c.num_stages,
                   c.block_m)  # fmt: skip
 
 
 def descriptor_launch(
-    x: Tensor, linear: Linear, rows: RowScale, residual: Tensor | None, c: MatmulConfig, fast: bool = True
-) -> Launch:
+    x: Tensor, linear: Linear, rows: RowScale, residual: Tensor | None, c: MatmulConfig, fast: bool = True,
+    epilogue: Epilogue = PLAIN,
+) -> Launch:  # fmt: skip
     """One linear in a persistent grid, operands read by TMA."""
     w, w_scale, bias, y = linear
     (m, k), n = x.shape, w.shape[0]
+    low, rank = epilogue.of_one(w_scale)
     programs = min(c.per_sm * multiprocessors(x.device), ceil_div(m, c.block_m) * ceil_div(n, c.block_n))
     args = dict(
         x_desc=x, w_desc=w, y_ptr=y, x_scale_ptr=rows.scale, row_ptr=rows.rows, w_scale_ptr=w_scale,
         bias_ptr=w_scale if bias is None else bias, residual_ptr=y if residual is None else residual,
         M=m, N=n, K=k, stride_y=y.stride(0), stride_r=0 if residual is None else residual.stride(0),
+        **epilogue.args(w_scale), **low,
     )  # fmt: skip
     constants = dict(
         KIND=rows.kind, HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, FAST_ACC=fast,
         ACC=tl.int32 if x.dtype == torch.int8 else tl.float32, BLOCK_M=c.block_m, BLOCK_N=c.block_n, BLOCK_K=c.block_k,
         GROUP_M=c.group_m, PROGRAMS=programs, FLATTEN=c.variant == "descriptors", SPECIALIZE=c.variant == "specialized",
+        PTX=has_inline_ptx(x.device), **epilogue.constants(), **rank,
     )  # fmt: skip
     blocks = {"x_desc": (c.block_m, c.block_k), "w_desc": (c.block_n, c.block_k)}
     kernel = scaled_matmul_descriptor_kernel

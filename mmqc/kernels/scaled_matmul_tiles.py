@@ -1,7 +1,8 @@
-"""Tile code and kernels of scaled_matmul.py: integer or fp8 sums, then one affine epilogue in float32.
+"""Tile code and kernels of scaled_matmul.py: integer or fp8 sums, then an epilogue in float32.
 
     acc[m, n] = sum_k x_q[m, k] w_q[n, k]
-    y = acc c s_x(m) s_w[n] + b[n] + r[m, n]          c = 1, or the factor that unpacked codes carry (int4_codes.py)
+    z = acc c s_x(m) s_w[n] + b[n] + r[m, n]          c = 1, or the factor that unpacked codes carry (int4_codes.py)
+    y = z,  or  f(z),  or  quantize(f(z), s_next(m))  epilogue_tiles.py
 
 Accumulators: int32 (exact) for int8, float32 for fp8.  Offsets of rows are int64.
 """
@@ -9,6 +10,8 @@ Accumulators: int32 (exact) for int8, float32 for fp8.  Offsets of rows are int6
 import triton
 import triton.language as tl
 
+from mmqc.kernels.activation_tiles import NONE, activation_tile
+from mmqc.kernels.epilogue_tiles import add_low_rank_tile, next_codes_tile, round_tile
 from mmqc.kernels.int4_codes import int4_as_fp8, int4_as_int8
 from mmqc.kernels.linears import count_tiles, find_linear, pick
 from mmqc.kernels.load_tile import load_w_tile, load_x_tile
@@ -35,24 +38,42 @@ def multiply_add_tile(x, w, acc, COLUMNS: tl.constexpr, FAST_ACC: tl.constexpr):
 
 
 @triton.jit
+def scale_tile(
+    acc, s_x, w_scale_ptr, bias_ptr, cols, col_mask, HAS_BIAS: tl.constexpr, FACTOR: tl.constexpr
+):  # fmt: skip
+    """Sums [BM, BN] and s_x [BM] -> z without a residual, float32."""
+    s_w = tl.load(w_scale_ptr + cols, mask=col_mask, other=0.0)  # [BN]
+    z = acc.to(tl.float32)
+    if FACTOR != 1.0:
+        z = z * FACTOR
+    z = z * s_x[:, None] * s_w[None, :]
+    if HAS_BIAS:
+        z += tl.load(bias_ptr + cols, mask=col_mask, other=0.0).to(tl.float32)[None, :]
+    return z
+
+
+@triton.jit
 def store_scaled_tile(
-    acc, y_ptr, x_scale_ptr, row_ptr, w_scale_ptr, bias_ptr, residual_ptr, rows, cols, M, N, stride_y, stride_r,
+    acc, y_ptr, x_scale_ptr, row_ptr, w_scale_ptr, bias_ptr, residual_ptr, next_scale_ptr, next_row_ptr, low_x_ptr,
+    low_w_ptr, rows, cols, M, N, stride_y, stride_r,
     KIND: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, FACTOR: tl.constexpr,
+    ACTIVATION: tl.constexpr, NEXT: tl.constexpr, NEXT_KIND: tl.constexpr, ROUND: tl.constexpr, LOW: tl.constexpr,
+    HIGH: tl.constexpr, PTX: tl.constexpr, RANK: tl.constexpr,
 ):  # fmt: skip
     """The epilogue: acc [BM, BN] -> y."""
     row_mask, col_mask = rows < M, cols < N
     s_x = row_scale_tile(x_scale_ptr, row_ptr, rows, row_mask, KIND)  # [BM]
-    s_w = tl.load(w_scale_ptr + cols, mask=col_mask, other=0.0)  # [BN]
-    y = acc.to(tl.float32)
-    if FACTOR != 1.0:
-        y = y * FACTOR
-    y = y * s_x[:, None] * s_w[None, :]
-    if HAS_BIAS:
-        y += tl.load(bias_ptr + cols, mask=col_mask, other=0.0).to(tl.float32)[None, :]
+    y = scale_tile(acc, s_x, w_scale_ptr, bias_ptr, cols, col_mask, HAS_BIAS, FACTOR)
     mask = row_mask[:, None] & col_mask[None, :]
     if HAS_RESIDUAL:
         at = residual_ptr + rows.to(tl.int64)[:, None] * stride_r + cols[None, :]
         y += tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    if RANK:
+        y = add_low_rank_tile(y, low_x_ptr, low_w_ptr, rows, row_mask, cols, col_mask, RANK)
+    if ACTIVATION != NONE:
+        y = activation_tile(round_tile(y, ROUND), ACTIVATION, PTX)
+    if NEXT:
+        y = next_codes_tile(y, next_scale_ptr, next_row_ptr, rows, row_mask, NEXT_KIND, ROUND, LOW, HIGH)
     at = y_ptr + rows.to(tl.int64)[:, None] * stride_y + cols[None, :]
     tl.store(at, y.to(y_ptr.dtype.element_ty), mask=mask)
 
@@ -60,12 +81,13 @@ def store_scaled_tile(
 @triton.jit
 def scaled_matmul_kernel(
     x_ptr, w_ptr, w1_ptr, w2_ptr, y_ptr, y1_ptr, y2_ptr, x_scale_ptr, row_ptr, w_scale_ptr, w_scale1_ptr, w_scale2_ptr,
-    bias_ptr, bias1_ptr, bias2_ptr, residual_ptr, part_ptr, counter_ptr,
+    bias_ptr, bias1_ptr, bias2_ptr, residual_ptr, next_scale_ptr, next_row_ptr, low_x_ptr, low_w_ptr, part_ptr, counter_ptr,
     M, N, N1, N2, K, STORED, stride_x, stride_w, stride_y, stride_y1, stride_y2, stride_r,
     LINEARS: tl.constexpr, KIND: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, FACTOR: tl.constexpr,
     PACKED: tl.constexpr, COLUMNS: tl.constexpr, EVEN_K: tl.constexpr, FAST_ACC: tl.constexpr, PTX: tl.constexpr,
     ACC: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
-    SPLIT: tl.constexpr,
+    SPLIT: tl.constexpr, ACTIVATION: tl.constexpr, NEXT: tl.constexpr, NEXT_KIND: tl.constexpr, ROUND: tl.constexpr,
+    LOW: tl.constexpr, HIGH: tl.constexpr, RANK: tl.constexpr,
 ):  # fmt: skip
     """One tile of y, or of one part of K.  STORED: bytes in a row of w (K, or ceil(K/2) packed)."""
     tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), count_tiles(N, N1, N2, BLOCK_N, LINEARS)
@@ -109,23 +131,28 @@ def scaled_matmul_kernel(
     if COLUMNS:
         acc = tl.trans(acc)
     if not SPLIT:
-        store_scaled_tile(acc, y_ptr, x_scale_ptr, row_ptr, w_scale_ptr, bias_ptr, residual_ptr, rows, cols, M, N,
-                          stride_y, stride_r, KIND, HAS_BIAS, HAS_RESIDUAL, FACTOR)  # fmt: skip
+        store_scaled_tile(acc, y_ptr, x_scale_ptr, row_ptr, w_scale_ptr, bias_ptr, residual_ptr, next_scale_ptr,
+                          next_row_ptr, low_x_ptr, low_w_ptr, rows, cols, M, N, stride_y, stride_r, KIND, HAS_BIAS,
+                          HAS_RESIDUAL, FACTOR, ACTIVATION, NEXT, NEXT_KIND, ROUND, LOW, HIGH, PTX, RANK)  # fmt: skip
     else:
         tiles = tiles_m * tiles_n
         done = store_part(part_ptr, counter_ptr, acc, tile, tiles, split, BLOCK_M, BLOCK_N)
         if done == splits - 1:
             total = add_parts(part_ptr, counter_ptr, tile, tiles, splits, BLOCK_M, BLOCK_N)
-            store_scaled_tile(total, y_ptr, x_scale_ptr, row_ptr, w_scale_ptr, bias_ptr, residual_ptr, rows, cols, M, N,
-                              stride_y, stride_r, KIND, HAS_BIAS, HAS_RESIDUAL, FACTOR)  # fmt: skip
+            store_scaled_tile(total, y_ptr, x_scale_ptr, row_ptr, w_scale_ptr, bias_ptr, residual_ptr, next_scale_ptr,
+                              next_row_ptr, low_x_ptr, low_w_ptr, rows, cols, M, N, stride_y, stride_r, KIND, HAS_BIAS,
+                              HAS_RESIDUAL, FACTOR, ACTIVATION, NEXT, NEXT_KIND, ROUND, LOW, HIGH, PTX, RANK)  # fmt: skip
 
 
 @triton.jit
 def scaled_matmul_descriptor_kernel(
-    x_desc, w_desc, y_ptr, x_scale_ptr, row_ptr, w_scale_ptr, bias_ptr, residual_ptr, M, N, K, stride_y, stride_r,
+    x_desc, w_desc, y_ptr, x_scale_ptr, row_ptr, w_scale_ptr, bias_ptr, residual_ptr, next_scale_ptr, next_row_ptr,
+    low_x_ptr, low_w_ptr, M, N, K, stride_y, stride_r,
     KIND: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, FAST_ACC: tl.constexpr, ACC: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
-    PROGRAMS: tl.constexpr, FLATTEN: tl.constexpr, SPECIALIZE: tl.constexpr,
+    PROGRAMS: tl.constexpr, FLATTEN: tl.constexpr, SPECIALIZE: tl.constexpr, ACTIVATION: tl.constexpr,
+    NEXT: tl.constexpr, NEXT_KIND: tl.constexpr, ROUND: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
+    PTX: tl.constexpr, RANK: tl.constexpr,
 ):  # fmt: skip
     """Persistent: every program walks over tiles, so the next tile's copies run under this tile's epilogue."""
     tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
@@ -139,5 +166,6 @@ def scaled_matmul_descriptor_kernel(
             acc = multiply_add_tile(x, w, acc, False, FAST_ACC)
         rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
         cols = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
-        store_scaled_tile(acc, y_ptr, x_scale_ptr, row_ptr, w_scale_ptr, bias_ptr, residual_ptr, rows, cols, M, N,
-                          stride_y, stride_r, KIND, HAS_BIAS, HAS_RESIDUAL, 1.0)  # fmt: skip
+        store_scaled_tile(acc, y_ptr, x_scale_ptr, row_ptr, w_scale_ptr, bias_ptr, residual_ptr, next_scale_ptr,
+                          next_row_ptr, low_x_ptr, low_w_ptr, rows, cols, M, N, stride_y, stride_r, KIND, HAS_BIAS,
+                          HAS_RESIDUAL, 1.0, ACTIVATION, NEXT, NEXT_KIND, ROUND, LOW, HIGH, PTX, RANK)  # fmt: skip

@@ -23,13 +23,15 @@ from mmqc.lowering import (
     quantize_per_token,
     rotate,
     scaled_matmul,
+    scaled_matmul_epilogue,
     tag_modality,
     weight_only_matmul,
 )
 
 __all__ = [
     "causal_mask", "fallbacks", "fused", "gather_rows", "gather_tokens", "grouped_matmul", "hadamard", "mixed_matmul",
-    "modality_order", "quantize", "quantize_per_token", "rotate", "scaled_matmul", "tag_modality", "weight_only_matmul",
+    "modality_order", "quantize", "quantize_per_token", "rotate", "scaled_matmul", "scaled_matmul_epilogue",
+    "tag_modality", "weight_only_matmul",
 ]  # fmt: skip
 
 kernels.install()

@@ -54,7 +54,8 @@ __all__ = [
     "FloorDiv", "ModularIndexing", "Pointwise", "TensorBox", "aot_files", "as_int", "at_least", "at_most", "batched_matmul",
     "call_kernel", "compile_graph", "config_keys", "constant", "contiguous", "convert", "counters", "current_node",
     "decompositions", "empty", "fallback_handler", "fallbacks", "for_package", "has_kernel", "is_known_transform", "kernel_names",
-    "launch_kernel", "load_package", "lowerings", "mode_patches", "ops", "package_aoti", "register_lowering", "row_major",
+    "launch_kernel", "load_package", "lowerings", "mode_patches", "ops", "package_aoti", "register_decomposition",
+    "register_lowering", "row_major",
     "row_sums", "size_hint", "static_int", "sums", "trusted_transforms",
 ]  # fmt: skip
 
@@ -140,6 +141,17 @@ def aot_files(module: Any, args: Any, kwargs: Any, options: Mapping[str, Any]) -
             return torch._inductor.aot_compile(module, args, kwargs, options={**_WORKAROUNDS, **options})  # type: ignore[return-value]
     finally:
         fast_random_decomps.cache_clear()
+
+
+def register_decomposition(op: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Trace ``op`` as what the function does with it; where that returns NotImplemented, as itself."""
+
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        decompositions[op] = function
+        fast_random_decomps.cache_clear()  # a copy of ``decompositions``
+        return function
+
+    return register
 
 
 def convert(x: TensorBox, dtype: torch.dtype) -> TensorBox:

@@ -1,6 +1,7 @@
 """The ops on CUDA as launches in the generated code: which kernels, for how many rows.
 
     scaled            scaled_matmul(s)        few rows, or several linears: one launch;  many: one a linear, by TMA where it can
+    with_epilogue     scaled_matmul_epilogue  one launch, whatever the rows
     weight_only       weight_only_matmul(s)   the same from packed weights;  many rows: the weight written out once, then mm
     hadamard          hadamard, hadamard_quantize
 
@@ -17,10 +18,12 @@ import torch
 from mmqc.kernels import hadamard_plan as plans
 from mmqc.kernels import hadamard_quantize as transform
 from mmqc.kernels import scaled_matmul as scaled_kernels
+from mmqc.kernels import scaled_matmul_epilogue as epilogue_kernels
 from mmqc.kernels import unpack_weight
 from mmqc.kernels import weight_only_matmul as weight_only_kernels
 from mmqc.kernels.configs import PERSISTENT, MatmulConfig, config, persistent
 from mmqc.kernels.device_facts import has_tensor_descriptors
+from mmqc.kernels.epilogue_tiles import Epilogue
 from mmqc.kernels.row_scale import ONE, VISUAL, RowScale
 from mmqc.kernels.scaled_matmul import FEW_ROWS, Linear
 from mmqc.lowering.inductor import TensorBox, constant, convert, lowerings
@@ -88,20 +91,64 @@ def scaled(
 
 
 def _scaled_one(x: Operand, linear: Any, scales: RowScale, c: MatmulConfig, planned: int, runs: Any) -> None:
-    m, k = x.shape
-    if c.variant == "unpack" and runs is not None:
-        c = WHOLE  # the weight would be written out for calls that do not need it
-    if c.variant == "unpack":
-        w: Any = Operand.new((linear.w.shape[0], k), x.dtype, x.device)
-        emit(unpack_weight.launch(linear.w, w, 4), m, planned)  # type: ignore[arg-type]
-        c = c.with_variant(persistent(scaled_kernels.op_name(x, w)))  # type: ignore[arg-type]
-        linear = linear._replace(w=w)
-    if c.variant in PERSISTENT and has_tensor_descriptors(x.device) and k % 16 == 0 and linear.w.dtype != torch.uint8:
-        emit(scaled_kernels.descriptor_launch(x.of(planned), linear, scales, None, c), m, planned, runs)  # type: ignore[arg-type]
+    (linear,), c = _written_as_codes(x, [linear], c, planned, runs)
+    if _by_tma(x, linear) and c.variant in PERSISTENT:
+        emit(scaled_kernels.descriptor_launch(x.of(planned), linear, scales, None, c), x.shape[0], planned, runs)  # type: ignore[arg-type]
         return
     c = c.with_stages(3) if c.variant in PERSISTENT else c
     launch = scaled_kernels.pointer_launch(x.of(planned), [linear], scales, None, c, work=workspace)  # type: ignore[arg-type]
-    emit(launch, m, planned, runs)
+    emit(launch, x.shape[0], planned, runs)
+
+
+def _by_tma(x: Operand, linear: Any) -> bool:
+    return has_tensor_descriptors(x.device) and x.shape[1] % 16 == 0 and linear.w.dtype != torch.uint8
+
+
+def _written_as_codes(
+    x: Operand, linears: Sequence[Any], c: MatmulConfig, planned: int, runs: Any
+) -> tuple[list[Any], MatmulConfig]:
+    """Where the tile is for weights that are unpacked once: the linears with such weights, and how they are multiplied."""
+    if c.variant != "unpack":
+        return list(linears), c
+    if runs is not None:
+        return list(linears), WHOLE  # the weight would be written out for calls that do not need it
+    found = []
+    for linear in linears:
+        w: Any = Operand.new((linear.w.shape[0], x.shape[1]), x.dtype, x.device)
+        emit(unpack_weight.launch(linear.w, w, 4), x.shape[0], planned)  # type: ignore[arg-type]
+        found.append(linear._replace(w=w))
+    return found, c.with_variant(persistent(scaled_kernels.op_name(x, found[0].w)))  # type: ignore[arg-type]
+
+
+def with_epilogue(
+    x_q: TensorBox, w_q: Sequence[TensorBox], x_scale: TensorBox, w_scale: Sequence[TensorBox],
+    bias: Sequence[TensorBox | None], visual: TensorBox | None, out_dtype: torch.dtype, activation: str,
+    next_scale: TensorBox | None, next_visual: TensorBox | None, next_bits: int, low_x: TensorBox | None,
+    low_w: TensorBox | None,
+) -> TensorBox:  # fmt: skip
+    """``scaled_matmul_epilogue``."""
+    rows = list(x_q.get_size()[:-1])
+    x = Operand.matrix(x_q)
+    (m, k), scales = x.shape, _row_scale(x_scale, visual, rows)
+    codes = None if next_scale is None else _row_scale(next_scale, next_visual, rows)
+    low = None if low_x is None or low_w is None else (Operand.matrix(low_x), Operand(low_w))
+    epilogue = Epilogue(activation, out_dtype, codes, next_bits, low)
+    first = Operand(w_q[0])
+    y: Any = Operand.new((m, first.shape[0]), out_dtype if codes is None else torch.int8, x.device)
+    linears: list[Any] = [
+        Linear(Operand(w), Operand(s), None if b is None else Operand(b), y)  # type: ignore[arg-type]
+        for w, s, b in zip(w_q, w_scale, bias, strict=True)
+    ]
+    op = scaled_kernels.op_name(x, linears[0].w)  # type: ignore[arg-type]
+    for planned, runs in regimes(m):
+        c = config(op, planned, sum(linear.w.shape[0] for linear in linears), k, x.device)
+        given, c = _written_as_codes(x, linears, c, planned, runs)
+        launch = epilogue_kernels.launch(
+            x.of(planned), given, scales, epilogue_kernels.overlapped(c), epilogue,  # type: ignore[arg-type]
+            by_tma=_by_tma(x, given[0]), work=workspace,  # type: ignore[arg-type]
+        )  # fmt: skip
+        emit(launch, m, planned, runs)
+    return lowerings[aten.view.default](y.box, [*rows, first.shape[0]])
 
 
 def weight_only(

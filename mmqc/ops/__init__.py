@@ -22,6 +22,7 @@ from mmqc.ops import (
     quantize_per_token,
     rotate,
     scaled_matmul,
+    scaled_matmul_epilogue,
     scaled_matmuls,
     tag_modality,
     weight_only_matmul,
@@ -32,5 +33,5 @@ __all__ = [
     "causal_mask", "gather_rows", "gather_tokens", "gptq_block", "grouped_matmul", "hadamard", "hadamard_quantize",
     "kv_attention", "kv_pack", "kv_round_keys", "kv_token_attention",
     "mixed_matmul", "modality_order", "quantize", "quantize_per_token", "rotate",
-    "scaled_matmul", "scaled_matmuls", "tag_modality", "weight_only_matmul", "weight_only_matmuls",
+    "scaled_matmul", "scaled_matmul_epilogue", "scaled_matmuls", "tag_modality", "weight_only_matmul", "weight_only_matmuls",
 ]  # fmt: skip

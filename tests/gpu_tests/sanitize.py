@@ -39,6 +39,7 @@ from mmqc.kernels.device_facts import (  # noqa: E402
     has_tensor_descriptors,
     multiprocessors,
 )
+from mmqc.kernels.epilogue_tiles import Epilogue  # noqa: E402
 from mmqc.kernels.gptq_block import gptq_block  # noqa: E402
 from mmqc.kernels.hadamard_quantize import hadamard_quantize  # noqa: E402
 from mmqc.kernels.kv_round_keys import kv_round_keys  # noqa: E402
@@ -46,7 +47,9 @@ from mmqc.kernels.kv_token_attention import TokenConfig, kv_token_attention  # n
 from mmqc.kernels.mixed_matmul import Weight, mixed_matmul  # noqa: E402
 from mmqc.kernels.norm_quantize import norm_quantize  # noqa: E402
 from mmqc.kernels.quantize_per_token import quantize_per_token  # noqa: E402
-from mmqc.kernels.scaled_matmul import scaled_matmul  # noqa: E402
+from mmqc.kernels.row_scale import row_scale  # noqa: E402
+from mmqc.kernels.scaled_matmul import Linear, scaled_matmul  # noqa: E402
+from mmqc.kernels.scaled_matmul_epilogue import scaled_matmul_epilogue  # noqa: E402
 from mmqc.kernels.unpack_weight import unpack_weight  # noqa: E402
 from mmqc.kernels.weight_only_matmul import weight_only_matmul  # noqa: E402
 from mmqc.norm import RMSNorm  # noqa: E402
@@ -56,6 +59,7 @@ from mmqc.ops import kv_round_keys as keys_op  # noqa: E402
 from mmqc.ops import kv_token_attention as text_op  # noqa: E402
 from mmqc.ops import mixed_matmul as mixed_op  # noqa: E402
 from mmqc.ops import quantize_per_token as per_token_op  # noqa: E402
+from mmqc.ops import scaled_matmul_epilogue as epilogue_op  # noqa: E402
 from mmqc.ops.kv_words import unpack_words  # noqa: E402
 from mmqc.ops.pack import pack_int4  # noqa: E402
 
@@ -89,6 +93,15 @@ WEIGHT_ONLY = {  # name: (bits, group, zero points, (M, N, K), tile)
     "weight_only_matmul int8": (8, 64, False, (17, 101, 256), Tile(16, 64, 64, 2, 4, variant="columns")),
     "weight_only_matmul int8 asymmetric": (8, 64, True, (5, 101, 768), Tile(8, 64, 64, 4, 4, split_k=3, variant="columns")),
     "weight_only_matmul int8 per channel": (8, 0, True, (70, 101, 203), Tile(64, 128, 64, 8, 3, variant="columns")),
+}  # fmt: skip
+EPILOGUES = {  # name: (bits, gated, activation, form of the next scale, or none: z gets a term of rank 3, (M, N, K), tile)
+    "scaled_matmul epilogue, low rank": (8, False, "none", "none", (70, 101, 203), Tile(64, 64, 32, 4, 3)),
+    "scaled_matmul epilogue": (8, False, "quick_gelu", "visual", (70, 101, 203), Tile(64, 64, 32, 4, 3)),
+    "scaled_matmul epilogue, split K": (4, False, "relu", "one", (5, 101, 1536), Tile(8, 64, 128, 4, 4, 8, 3, variant="columns")),
+    "scaled_matmul epilogue, nested": (8, False, "gelu", "visual", (130, MANY, 208), Tile(64, 64, 64, 4, 3, variant="nested")),
+    "gated_matmul": (4, True, "silu", "none", (70, 101, 256), Tile(128, 128, 64, 4, 4, variant="columns")),
+    "gated_matmul, split K": (4, True, "silu", "one", (5, 101, 1536), Tile(8, 64, 128, 4, 4, 8, 3, variant="columns")),
+    "gated_matmul, nested": (8, True, "gelu_tanh", "visual", (130, MANY, 208), Tile(64, 128, 64, 4, 3, variant="nested")),
 }  # fmt: skip
 NORM = {  # name: (shape, form of the scale or dynamic, gain, bias and residual)
     "norm_quantize": ((5, 3420), "one", False),
@@ -160,6 +173,33 @@ def scaled(place: Place, kind: str, shape: tuple[int, int, int], tile: Tile, for
     scaled_matmul(x_d, w_d, scale_d, w_scale_d, bias_d, out_dtype=place.dtype, out=out, config=tile, **given)
     want = (x.double() @ w.double().t()) * rows.double()[:, None] * w_scale.double() + bias.double()
     assert_close(out.cpu(), want if residual is None else want + residual.double())
+
+
+def epilogue(
+    place: Place, bits: int, gated: bool, activation: str, form: str, shape: tuple[int, int, int], tile: Tile
+) -> None:
+    m, n, k = shape
+    n = n or 64 * (multiprocessors(place.device) // 3 + 2) - 27
+    top = 2 ** (bits - 1)
+    x, w = integers(-128, 128, m, k), [integers(-top, top, n, k) for _ in range(1 + gated)]
+    w_scale, bias = torch.rand(n) / (100 * top), torch.randn(n).to(place.dtype)
+    scale, more, rows = row_scales("one" if form == "none" else form, m, "cpu")
+    y = poison(place, m, n) if form == "none" else torch.full((m, n), -77, dtype=torch.int8).to(place.device)
+    w_scale_d, bias_d, one = (t.to(place.device) for t in (w_scale, bias, torch.ones(1)))
+    stored = [(c if bits == 8 else pack_int4(c)).to(place.device) for c in w]
+    low = [torch.randn(r, 3).to(place.dtype) for r in (m, n)] if form == "none" and not gated else None
+    low_d = None if low is None else (low[0].to(place.device), low[1].to(place.device))
+    codes = None if form == "none" else row_scale(scale.to(place.device), m, **there(place, **more))
+    scaled_matmul_epilogue(x.to(place.device), [Linear(v, w_scale_d, bias_d, y) for v in stored], row_scale(one, m),
+                           Epilogue(activation, place.dtype, codes, 8, low_d), tile)  # fmt: skip
+    z = [(x.double() @ v.double().t() * w_scale.double() + bias.double()).to(place.dtype) for v in w]
+    z = z if low is None else [(z[0].double() + low[0].double() @ low[1].double().t()).to(place.dtype)]
+    h = epilogue_op.ACTIVATIONS[activation](z[0].float()).to(place.dtype)
+    h = h * z[1] if gated else h
+    if codes is None:
+        assert_close(y.cpu(), h)
+    else:
+        assert_codes(y, h.float() / rows[:, None], 0.02)
 
 
 def grouped(bits: int, group: int, zeros: bool, n: int, k: int) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
@@ -291,6 +331,8 @@ def cases(place: Place) -> Iterator[Case]:
     for i, (name, (kind, shape, tile)) in enumerate(SCALED.items()):
         if not ("fp8" in kind and fp8_reason(place.device)) and (kind != "int4 fp8" or has_inline_ptx(place.device)):
             yield name, functools.partial(scaled, place, kind, shape, tile, KINDS[i % len(KINDS)])
+    for name, case in EPILOGUES.items():
+        yield name, functools.partial(epilogue, place, *case)
     for name, given in WEIGHT_ONLY.items():
         yield name, functools.partial(weight_only, place, *given)
     yield "unpack_weight int4 codes", functools.partial(unpack, place, 4, False)

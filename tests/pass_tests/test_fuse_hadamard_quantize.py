@@ -18,7 +18,7 @@ def test_fuse_hadamard_quantize__hadamard_that_something_else_reads(without_indu
     down = linear(8, hadamard=True)
     down.outlier_index, down.outlier_weight = torch.tensor([3, 9]), torch.randn(8, 2)
     ops, misses = compile_and_compare(Gated(down), torch.randn(2, 3, 32))
-    assert ops == {"hadamard": 1, "quantize": 1, "scaled_matmul": 1}
+    assert ops == {"hadamard": 1, "quantize": 1, "scaled_matmul_epilogue": 1}
     assert "2 operations read" in misses["fuse_hadamard_quantize"][0]
 
 

@@ -1,0 +1,76 @@
+"""scaled_matmul_epilogue: on CUDA one kernel; elsewhere its parts, before anything is lowered, so that Inductor fuses them as ever.
+
+y = quantize(f(z_0) ∘ z_1, s_next)        ops/scaled_matmul_epilogue.py
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from mmqc import kernels
+from mmqc.lowering.inductor import TensorBox, register_decomposition, register_lowering
+from mmqc.lowering.scaled_matmul import on_cuda
+from mmqc.ops.scaled_matmul_epilogue import ACTIVATIONS
+
+OP = torch.ops.mmqc.scaled_matmul_epilogue.default
+
+
+def takes_kernel(
+    x_q: Tensor, w_q: list[Tensor], w_scale: list[Tensor], bias: list[Tensor | None], weight_bits: int,
+    out_dtype: torch.dtype,
+) -> bool:  # fmt: skip
+    """Whether the CUDA kernel takes these traced operands; what it does not take is reported of the parts."""
+    if x_q.device.type != "cuda" or not kernels.install():
+        return False
+    from mmqc.kernels.on_cuda import why_not_epilogue
+
+    return why_not_epilogue(x_q, w_q, w_scale, bias, weight_bits, out_dtype) is None
+
+
+@register_decomposition(OP)
+def decompose(
+    x_q: Tensor, w_q: list[Tensor], x_scale: Tensor, w_scale: list[Tensor], bias: list[Tensor | None],
+    visual: Tensor | None, weight_bits: int, out_dtype: torch.dtype, activation: str, next_scale: Tensor | None = None,
+    next_visual: Tensor | None = None, next_bits: int = 8, low_x: Tensor | None = None, low_w: Tensor | None = None,
+) -> Any:  # fmt: skip
+    """The parts, as in the graph before fuse_epilogues."""
+    if takes_kernel(x_q, w_q, w_scale, bias, weight_bits, out_dtype):
+        return NotImplemented
+    ops = torch.ops.mmqc
+    z = [ops.scaled_matmul(x_q, w, x_scale, s, b, visual, weight_bits, out_dtype)
+         for w, s, b in zip(w_q, w_scale, bias, strict=True)]  # fmt: skip
+    if low_x is not None and low_w is not None:
+        z = [z[0] + F.linear(low_x, low_w)]
+    h = ACTIVATIONS[activation](z[0])
+    h = h * z[1] if len(z) == 2 else h
+    return h if next_scale is None else ops.quantize(h, next_scale, next_visual, next_bits)
+
+
+@register_lowering(OP, type_promotion_kind=None)
+def lower_scaled_matmul_epilogue(
+    x_q: TensorBox, w_q: list[TensorBox], x_scale: TensorBox, w_scale: list[TensorBox], bias: list[TensorBox | None],
+    visual: TensorBox | None, weight_bits: int, out_dtype: torch.dtype, activation: str,
+    next_scale: TensorBox | None = None, next_visual: TensorBox | None = None, next_bits: int = 8,
+    low_x: TensorBox | None = None, low_w: TensorBox | None = None,
+) -> TensorBox:  # fmt: skip
+    """The kernel's launches."""
+    del weight_bits  # the weight's dtype says it
+    return on_cuda().with_epilogue(
+        x_q,
+        w_q,
+        x_scale,
+        w_scale,
+        bias,
+        visual,
+        out_dtype,
+        activation,
+        next_scale,
+        next_visual,
+        next_bits,
+        low_x,
+        low_w,
+    )
