@@ -4,14 +4,19 @@
 
 acc is the unscaled sum and k its factor: the transform's own for y, that over the activation scale for codes.  Codes take one
 multiply-add, which rounds once; the quotient of ops/quantize.py rounds twice.  The sums differ by as much with their order.
+Asymmetric codes are those of y as FLOAT writes it (ops/quantize_per_token.py), to the bit.
 """
 
 import triton
 import triton.language as tl
 
+from mmqc.kernels.norm_quantize import round_tile
+from mmqc.kernels.quantize_codes import divide_tile
+
 FLOAT = tl.constexpr(0)
 STATIC = tl.constexpr(1)
 DYNAMIC = tl.constexpr(2)
+ASYMMETRIC = tl.constexpr(3)
 
 
 @triton.jit
@@ -50,3 +55,26 @@ def store_tile(acc, k, y_ptr, at, mask, MODE: tl.constexpr, LOW: tl.constexpr, H
         near = tl.fma(acc, k + tl.zeros_like(acc), tl.full(acc.shape, 12582912.0, tl.float32))
         near = tl.minimum(tl.maximum(near, 12582912.0 + LOW), 12582912.0 + HIGH)
         tl.store(y_ptr + at, near.to(tl.int32, bitcast=True).to(tl.int8), mask=mask)
+
+
+@triton.jit
+def rounded_tile(acc, SCALE: tl.constexpr, DTYPE: tl.constexpr, PTX: tl.constexpr):
+    """Y = SCALE acc as it would be stored."""
+    return round_tile(acc * SCALE, DTYPE, PTX)
+
+
+@triton.jit
+def token_ends(y, mask, R: tl.constexpr, PARTS: tl.constexpr):
+    """The smallest and the largest entry of each of R tokens, whose PARTS rows lie one below the other: [R PARTS] each."""
+    low = tl.min(tl.where(mask, y, float("inf")), 1)
+    high = tl.max(tl.where(mask, y, float("-inf")), 1)
+    low, high = tl.min(tl.reshape(low, (R, PARTS)), 1), tl.max(tl.reshape(high, (R, PARTS)), 1)
+    low, high = tl.broadcast_to(low[:, None], (R, PARTS)), tl.broadcast_to(high[:, None], (R, PARTS))
+    return tl.reshape(low, (R * PARTS,)), tl.reshape(high, (R * PARTS,))
+
+
+@triton.jit
+def store_asymmetric(y, low, s, y_ptr, at, mask, LOW: tl.constexpr):
+    """Round((y - low) / s) + LOW as int8; low and s are broadcastable to y."""
+    u = divide_tile(y - low, tl.where(s > 0.0, s, 1.0))  # 0 <= u, and the largest is 2^b - 1 but for a rounding
+    tl.store(y_ptr + at, (u + (12582912.0 + LOW)).to(tl.int32, bitcast=True).to(tl.int8), mask=mask)
