@@ -4,7 +4,7 @@
                   modality   reorder_tokens, rewrite_mask, rewrite_rope_index
                   auto       the rule in ``token_passes``
     attention     fold_query_groups
-    fusion        share_quantize, fuse_matmuls, fuse_hadamard_quantize
+    fusion        share_quantize, fuse_matmuls, fuse_hadamard_quantize, fuse_norm_quantize
 
 They run on a whole Dynamo graph, after the backend's own quantization, and need only shapes; what share_quantize takes for
 granted of values is looked at again in every call (``where_equal``).
@@ -29,6 +29,7 @@ from .passes.facts import FACTS
 from .passes.fold_query_groups import FoldQueryGroups, one_query
 from .passes.fuse_hadamard_quantize import FuseHadamardQuantize
 from .passes.fuse_matmuls import FUSED, FuseMatmuls
+from .passes.fuse_norm_quantize import FuseNormQuantize
 from .passes.reorder_tokens import ReorderTokens
 from .passes.rewrite_mask import RewriteMask
 from .passes.rewrite_rope_index import RewriteRopeIndex
@@ -40,7 +41,7 @@ UNEQUAL = (
     "input scales that were equal when this graph was compiled differ now (other scales were loaded): the graph runs uncompiled, "
     "without shared quantization; call torch._dynamo.reset() to compile it anew"
 )
-FUSION: tuple[Pass, ...] = (ShareQuantize(), FuseMatmuls(), FuseHadamardQuantize())
+FUSION: tuple[Pass, ...] = (ShareQuantize(), FuseMatmuls(), FuseHadamardQuantize(), FuseNormQuantize())
 
 
 class AtRunTime(NamedTuple):
