@@ -25,17 +25,7 @@ from torch import Tensor
 from mmqc.kernels.device_facts import ceil_div, fp8_reason, has_inline_ptx, multiprocessors, why_not_here
 from mmqc.kernels.hadamard_plan import HadamardPlan, best_tiling, hadamard_plan, outer_factor
 from mmqc.kernels.hadamard_slices import COLUMNS, few, hadamard_slices_kernel, slices
-from mmqc.kernels.hadamard_tiles import (
-    ASYMMETRIC,
-    DYNAMIC,
-    FLOAT,
-    STATIC,
-    input_tile,
-    rounded_tile,
-    store_asymmetric,
-    store_tile,
-    token_ends,
-)
+from mmqc.kernels.hadamard_tiles import ASYMMETRIC, DYNAMIC, FLOAT, STATIC, input_tile, write_tiles
 from mmqc.kernels.launch import Launch
 from mmqc.kernels.quantize_codes import token_scale
 from mmqc.kernels.row_scale import ROW, RowScale, row_scale, row_scale_tile
@@ -80,11 +70,12 @@ def hadamard_quantize_kernel(
         mask = (row_mask & (i < a))[:, None] & (j < b)[None, :]
         wide = rows.to(tl.int64)[:, None]
         t = input_tile(x_ptr, up_ptr, wide * stride_x + inside, wide * stride_up + inside, mask, GATED, PTX)
+        y2, mask2, at2 = t, mask, inside  # of the short part, if there is one
         if A2 > 0:
             # The short part as columns: all products then are those of wide tiles, and share their operands.
             row = tl.cast(block, tl.int64)
             inside2 = more[:, None] * b + j[None, :]
-            mask2 = (more < a)[:, None] & (j < b)[None, :]
+            mask2, at2 = (more < a)[:, None] & (j < b)[None, :], row * n + inside2
             x2 = input_tile(x_ptr, up_ptr, row * stride_x + inside2, row * stride_up + inside2, mask2, GATED, PTX)
             t2 = tl.dot(tl.trans(x2), a22_t, tl.dot(tl.trans(t), a21_t, input_precision="ieee"), input_precision="ieee")
             y2 = tl.dot(tl.trans(inner_t), t2.to(t.dtype), input_precision="ieee")  # [B, A2]
@@ -105,25 +96,10 @@ def hadamard_quantize_kernel(
                 s = tl.reshape(tl.broadcast_to(token[:, None], (R, PARTS)), (SIDE,))
             tl.store(token_ptr + rows, s, mask=row_mask & (i == 0))
             factor = tl.div_rn(factor, s)
-        if MODE == ASYMMETRIC:
-            dtype: tl.constexpr = x_ptr.dtype.element_ty
-            y = rounded_tile(y, SCALE, dtype, PTX)
-            low, high = token_ends(y, mask, R, PARTS)
-            if A2 > 0:
-                y2, mask2_t = rounded_tile(y2, SCALE, dtype, PTX), tl.trans(mask2)
-                low = tl.minimum(low, tl.min(tl.where(mask2_t, y2, float("inf"))))
-                high = tl.maximum(high, tl.max(tl.where(mask2_t, y2, float("-inf"))))
-            s = tl.div_rn(high - low, tl.full((SIDE,), HIGH - LOW, tl.float32))
-            store_asymmetric(y, low[:, None], s[:, None], y_ptr, wide * n + inside, mask, LOW)
-            if A2 > 0:
-                # a tile of one token: every row of it has the same ends
-                store_asymmetric(tl.trans(y2), tl.min(low), tl.max(s), y_ptr, row * n + inside2, mask2, LOW)
-            tl.store(token_ptr + rows, s, mask=row_mask & (i == 0))
-            tl.store(offset_ptr + rows, low - s * LOW, mask=row_mask & (i == 0))
-        else:
-            store_tile(y, factor[:, None], y_ptr, wide * n + inside, mask, MODE, LOW, HIGH, FP8)
-            if A2 > 0:
-                store_tile(tl.trans(y2), tl.max(factor), y_ptr, row * n + inside2, mask2, MODE, LOW, HIGH, FP8)
+        write_tiles(
+            y, y2, factor, y_ptr, token_ptr, offset_ptr, rows, row_mask & (i == 0), wide * n + inside, at2, mask, mask2, MODE,
+            SCALE, LOW, HIGH, FP8, x_ptr.dtype.element_ty, PTX, R, PARTS, A2,
+        )  # fmt: skip
 
 
 def supports(x: Tensor, up: Tensor | None, code: torch.dtype | None) -> str | None:
@@ -192,7 +168,9 @@ def launch(
         scale_ptr=plan.outer if rows is None else rows.scale, row_ptr=plan.outer if rows is None else rows.rows,
         M=m, n=n, a=t.a, b=t.b, stride_x=x.stride(0), stride_up=0 if up is None else up.stride(0),
     )  # fmt: skip
-    mode = ASYMMETRIC if offsets is not None else DYNAMIC if tokens is not None else STATIC if rows is not None else FLOAT
+    mode = (
+        ASYMMETRIC if offsets is not None else DYNAMIC if tokens is not None else STATIC if rows is not None else FLOAT
+    )
     constants = dict(
         SCALE=1 / (outer_factor(t) * math.sqrt(t.a * t.b)),  # as an argument, Inductor would make it float64
         GATED=up is not None, MODE=mode.value, KIND=ROW.value if rows is None else rows.kind, LOW=-(2.0 ** (bits - 1)),

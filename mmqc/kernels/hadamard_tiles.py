@@ -78,3 +78,29 @@ def store_asymmetric(y, low, s, y_ptr, at, mask, LOW: tl.constexpr):
     """Round((y - low) / s) + LOW as int8; low and s are broadcastable to y."""
     u = divide_tile(y - low, tl.where(s > 0.0, s, 1.0))  # 0 <= u, and the largest is 2^b - 1 but for a rounding
     tl.store(y_ptr + at, (u + (12582912.0 + LOW)).to(tl.int32, bitcast=True).to(tl.int8), mask=mask)
+
+
+@triton.jit
+def write_tiles(
+    y, y2, factor, y_ptr, token_ptr, offset_ptr, rows, first, at, at2, mask, mask2, MODE: tl.constexpr, SCALE: tl.constexpr,
+    LOW: tl.constexpr, HIGH: tl.constexpr, FP8: tl.constexpr, DTYPE: tl.constexpr, PTX: tl.constexpr, R: tl.constexpr,
+    PARTS: tl.constexpr, A2: tl.constexpr,
+):  # fmt: skip
+    """Write a turn's sums y [R PARTS, B] and, transposed, y2 [B, A2]; ``first`` says which rows are the first of a token."""
+    if MODE == ASYMMETRIC:
+        y = rounded_tile(y, SCALE, DTYPE, PTX)
+        low, high = token_ends(y, mask, R, PARTS)
+        if A2 > 0:
+            y2, mask2_t = rounded_tile(y2, SCALE, DTYPE, PTX), tl.trans(mask2)
+            low = tl.minimum(low, tl.min(tl.where(mask2_t, y2, float("inf"))))
+            high = tl.maximum(high, tl.max(tl.where(mask2_t, y2, float("-inf"))))
+        s = tl.div_rn(high - low, tl.full(low.shape, HIGH - LOW, tl.float32))
+        store_asymmetric(y, low[:, None], s[:, None], y_ptr, at, mask, LOW)
+        if A2 > 0:  # a tile of one token: every row of it has the same ends
+            store_asymmetric(tl.trans(y2), tl.min(low), tl.max(s), y_ptr, at2, mask2, LOW)
+        tl.store(token_ptr + rows, s, mask=first)
+        tl.store(offset_ptr + rows, low - s * LOW, mask=first)
+    else:
+        store_tile(y, factor[:, None], y_ptr, at, mask, MODE, LOW, HIGH, FP8)
+        if A2 > 0:
+            store_tile(tl.trans(y2), tl.max(factor), y_ptr, at2, mask2, MODE, LOW, HIGH, FP8)

@@ -89,14 +89,32 @@ def norm_tile(
 
 
 @triton.jit
-def part_codes(
-    q_ptr, scale_ptr, offset_ptr, a, b, first, width, before, P: tl.constexpr, BITS: tl.constexpr, LEAST: tl.constexpr,
-    A: tl.constexpr, B: tl.constexpr,
+def load_part(
+    x_ptr, r_ptr, sum_ptr, order_ptr, first, width, A: tl.constexpr, B: tl.constexpr, ORDER: tl.constexpr,
+    RESIDUAL: tl.constexpr,
 ):  # fmt: skip
-    """Part P from its tiles: codes, scale and offset; returns the scale, at least LEAST times the one before."""
+    """The tiles of a part, the second one the first again where B is 0, and the sum of their squares."""
+    a = load_tile(x_ptr, r_ptr, sum_ptr, order_ptr, first, width, A, True, ORDER, RESIDUAL)
+    b, total = a, tl.sum(a * a)
+    if B:
+        b = load_tile(x_ptr, r_ptr, sum_ptr, order_ptr, first + A, width - A, B, False, ORDER, RESIDUAL)
+        total += tl.sum(b * b)
+    return a, b, total
+
+
+@triton.jit
+def write_part(
+    a, b, f, gain_ptr, bias_ptr, order_ptr, q_ptr, scale_ptr, offset_ptr, first, width, before, P: tl.constexpr,
+    BITS: tl.constexpr, LEAST: tl.constexpr, A: tl.constexpr, B: tl.constexpr, ORDER: tl.constexpr, GAIN: tl.constexpr,
+    BIAS: tl.constexpr, FIRST: tl.constexpr, DTYPE: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """Codes, scale and offset of part P, whose scale is at least LEAST times the one before; returns the scale."""
+    a = norm_tile(a, f, gain_ptr, bias_ptr, order_ptr, first, width, A, True, ORDER, GAIN, BIAS, FIRST, DTYPE, PTX)
     low, high = ends(a, width, A, True)
     if B:
-        more = ends(b, width - A, B, False)
+        rest, at = width - A, first + A
+        b = norm_tile(b, f, gain_ptr, bias_ptr, order_ptr, at, rest, B, False, ORDER, GAIN, BIAS, FIRST, DTYPE, PTX)
+        more = ends(b, rest, B, False)
         low, high = tl.minimum(low, more[0]), tl.maximum(high, more[1])
     s = tl.div_rn(high - low, 2.0**BITS - 1.0)
     if P:
@@ -123,43 +141,28 @@ def norm_quantize_per_token_kernel(
     x_ptr, r_ptr, sum_ptr = x_ptr + wide * stride_x, r_ptr + wide * stride_r, sum_ptr + wide * D
     q_ptr, scale_ptr, offset_ptr = q_ptr + wide * stride_q, scale_ptr + wide * PARTS, offset_ptr + wide * PARTS
     dtype: tl.constexpr = x_ptr.dtype.element_ty
-
-    a0 = load_tile(x_ptr, r_ptr, sum_ptr, order_ptr, 0, W0, A0, True, ORDER, RESIDUAL)
-    total = tl.sum(a0 * a0)
-    if B0:
-        b0 = load_tile(x_ptr, r_ptr, sum_ptr, order_ptr, A0, W0 - A0, B0, False, ORDER, RESIDUAL)
-        total += tl.sum(b0 * b0)
+    a0, b0, total = load_part(x_ptr, r_ptr, sum_ptr, order_ptr, 0, W0, A0, B0, ORDER, RESIDUAL)
     if PARTS > 1:
-        a1 = load_tile(x_ptr, r_ptr, sum_ptr, order_ptr, W0, W1, A1, True, ORDER, RESIDUAL)
-        total += tl.sum(a1 * a1)
-    if B1:
-        b1 = load_tile(x_ptr, r_ptr, sum_ptr, order_ptr, W0 + A1, W1 - A1, B1, False, ORDER, RESIDUAL)
-        total += tl.sum(b1 * b1)
+        a1, b1, more = load_part(x_ptr, r_ptr, sum_ptr, order_ptr, W0, W1, A1, B1, ORDER, RESIDUAL)
+        total += more
     if PARTS > 2:
-        a2 = load_tile(x_ptr, r_ptr, sum_ptr, order_ptr, W0 + W1, W2, A2, True, ORDER, RESIDUAL)
-        total += tl.sum(a2 * a2)
-    if B2:
-        b2 = load_tile(x_ptr, r_ptr, sum_ptr, order_ptr, W0 + W1 + A2, W2 - A2, B2, False, ORDER, RESIDUAL)
-        total += tl.sum(b2 * b2)
+        a2, b2, more = load_part(x_ptr, r_ptr, sum_ptr, order_ptr, W0 + W1, W2, A2, B2, ORDER, RESIDUAL)
+        total += more
     f = tl.rsqrt(total / D + EPS)
-
-    a0 = norm_tile(a0, f, gain_ptr, bias_ptr, order_ptr, 0, W0, A0, True, ORDER, GAIN, BIAS, FIRST, dtype, PTX)
-    b = a0
-    if B0:
-        b = norm_tile(b0, f, gain_ptr, bias_ptr, order_ptr, A0, W0 - A0, B0, False, ORDER, GAIN, BIAS, FIRST, dtype, PTX)
-    s = part_codes(q_ptr, scale_ptr, offset_ptr, a0, b, 0, W0, 0.0, 0, BITS0, 1.0, A0, B0)
+    s = write_part(
+        a0, b0, f, gain_ptr, bias_ptr, order_ptr, q_ptr, scale_ptr, offset_ptr, 0, W0, 0.0, 0, BITS0, 1.0, A0, B0, ORDER,
+        GAIN, BIAS, FIRST, dtype, PTX,
+    )  # fmt: skip
     if PARTS > 1:
-        a = norm_tile(a1, f, gain_ptr, bias_ptr, order_ptr, W0, W1, A1, True, ORDER, GAIN, BIAS, FIRST, dtype, PTX)
-        c = a
-        if B1:
-            c = norm_tile(b1, f, gain_ptr, bias_ptr, order_ptr, W0 + A1, W1 - A1, B1, False, ORDER, GAIN, BIAS, FIRST, dtype, PTX)
-        s = part_codes(q_ptr, scale_ptr, offset_ptr, a, c, W0, W1, s, 1, BITS1, 2.0 ** (BITS0 - BITS1 - 1), A1, B1)
+        s = write_part(
+            a1, b1, f, gain_ptr, bias_ptr, order_ptr, q_ptr, scale_ptr, offset_ptr, W0, W1, s, 1, BITS1,
+            2.0 ** (BITS0 - BITS1 - 1), A1, B1, ORDER, GAIN, BIAS, FIRST, dtype, PTX,
+        )  # fmt: skip
     if PARTS > 2:
-        d = norm_tile(a2, f, gain_ptr, bias_ptr, order_ptr, W0 + W1, W2, A2, True, ORDER, GAIN, BIAS, FIRST, dtype, PTX)
-        e = d
-        if B2:
-            e = norm_tile(b2, f, gain_ptr, bias_ptr, order_ptr, W0 + W1 + A2, W2 - A2, B2, False, ORDER, GAIN, BIAS, FIRST, dtype, PTX)
-        part_codes(q_ptr, scale_ptr, offset_ptr, d, e, W0 + W1, W2, s, 2, BITS2, 2.0 ** (BITS1 - BITS2 - 1), A2, B2)
+        write_part(
+            a2, b2, f, gain_ptr, bias_ptr, order_ptr, q_ptr, scale_ptr, offset_ptr, W0 + W1, W2, s, 2, BITS2,
+            2.0 ** (BITS1 - BITS2 - 1), A2, B2, ORDER, GAIN, BIAS, FIRST, dtype, PTX,
+        )  # fmt: skip
 
 
 def supports(x: Tensor, norm: Norm, order: Tensor | None, widths: Sequence[int], bits: Sequence[int]) -> str | None:
@@ -218,8 +221,8 @@ def launch(
     """Fill ``out``, and ``total`` with x + r."""
     m, width = x.shape
     pairs, parts = tiles(widths), len(widths)
-    sizes, ab, b = ([*given, *[fill] * (3 - parts)] for given, fill in ((widths, 0), (pairs, (1, 0)), (bits, 8)))
-    r = norm.residual
+    r, spare = norm.residual, 3 - parts
+    sizes, b, ab = [*widths, *[0] * spare], [*bits, *[8] * spare], [*pairs, *[(1, 0)] * spare]
     args = dict(
         x_ptr=x, r_ptr=x if r is None else r, gain_ptr=x if norm.gain is None else norm.gain,
         bias_ptr=x if norm.bias is None else norm.bias, order_ptr=x if order is None else order, q_ptr=out.q,

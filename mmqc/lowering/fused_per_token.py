@@ -16,7 +16,7 @@ from torch import fx
 
 from mmqc import kernels
 from mmqc.lowering.hadamard import lower_hadamard, takes_transform
-from mmqc.lowering.inductor import TensorBox, convert, empty, has_kernel, lowerings, register_lowering
+from mmqc.lowering.inductor import TensorBox, convert, empty, has_kernel, lowerings, register_lowering, static_int
 from mmqc.lowering.quantize_per_token import lower_quantize_per_token
 from mmqc.lowering.scaled_matmul import traced_operands
 
@@ -81,7 +81,7 @@ def lower_hadamard_quantize_per_token(
         wide = convert(x, torch.promote_types(x.get_dtype(), torch.float32))
         silu = lowerings[aten.mul.Tensor](wide, lowerings[aten.sigmoid.default](wide))
         x = lowerings[aten.mul.Tensor](convert(silu, x.get_dtype()), up)
-    return lower_quantize_per_token(lower_hadamard(x, factors), None, [x.get_size()[-1]], [bits])
+    return lower_quantize_per_token(lower_hadamard(x, factors), None, [static_int(x.get_size()[-1])], [bits])
 
 
 @register_lowering(mmqc_ops.basis_quantize_per_token.default, type_promotion_kind=None)

@@ -26,9 +26,7 @@ Quantized = tuple[Tensor, Tensor, Tensor, Tensor]
 def check(x: Tensor, residual: Tensor | None, gain: Tensor | None, bias: Tensor | None) -> None:
     """Raise unless the operands fit each other."""
     if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype):
-        raise ValueError(
-            f"residual is like x, {x.dtype} {list(x.shape)}, not {residual.dtype} {list(residual.shape)}"
-        )
+        raise ValueError(f"residual is like x, {x.dtype} {list(x.shape)}, not {residual.dtype} {list(residual.shape)}")
     for name, vector in (("gain", gain), ("bias", bias)):
         if vector is not None and vector.shape != x.shape[-1:]:
             raise ValueError(f"{name} has shape [{x.shape[-1]}], not {list(vector.shape)}")
