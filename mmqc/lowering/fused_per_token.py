@@ -8,6 +8,7 @@ basis_quantize_per_token        a product with U_C                    keys behin
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -92,6 +93,6 @@ def lower_basis_quantize_per_token(
     if has_kernel(x) and (launched := on_cuda().basis(x, basis, widths, bits)) is not None:
         return launched
     size = list(x.get_size())
-    rows = lowerings[aten.view.default](x, [-1, size[-1]])
+    rows = lowerings[aten.view.default](x, [math.prod(size[:-1]), size[-1]])
     y = lowerings[aten.view.default](lowerings[aten.mm.default](rows, basis), size)
     return lower_quantize_per_token(y, None, widths, bits)

@@ -25,7 +25,7 @@ def poisoned(m, widths, device):
     return Rows(torch.full((m, sum(widths)), 77, dtype=torch.int8, device=device), scale, offset)
 
 
-def compare(m, widths, bits, dtype, device):
+def assert_like_op(m, widths, bits, dtype, device):
     """Sums in another order: a code in fifty may be another one, by one."""
     width = sum(widths)
     x = (torch.randn(m, width, device=device) + 0.2).to(dtype)
@@ -44,7 +44,7 @@ def compare(m, widths, bits, dtype, device):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(("widths", "bits"), PARTS)
 def test_basis_quantize_per_token_kernel__equals_the_op(widths, bits, dtype, device):
-    compare(5, widths, bits, dtype, device)
+    assert_like_op(5, widths, bits, dtype, device)
 
 
 def test_basis_quantize_per_token_kernel__codes_where_the_product_is_exact(device):
@@ -63,7 +63,7 @@ def test_basis_quantize_per_token_kernel__codes_where_the_product_is_exact(devic
 def test_basis_quantize_per_token_kernel__bfloat16(widths, bits, device):
     if device.type == "cpu":
         pytest.skip("the interpreter computes bfloat16 wrongly")
-    compare(1030, widths, bits, torch.bfloat16, device)
+    assert_like_op(1030, widths, bits, torch.bfloat16, device)
 
 
 def test_basis_quantize_per_token_kernel__refuses(device):

@@ -27,7 +27,7 @@ def operands(m, width, dtype, device, gain=True, bias=False, residual=False, rou
     return x, kernel.Norm(1e-5, g if gain else None, b if bias else None, r if residual else None, round_first)
 
 
-def compare(x, norm, order, widths, bits, **more):
+def assert_like_op(x, norm, order, widths, bits, **more):
     """The kernel's result, which may differ from the op's in one code of fifty, by one."""
     out, total = poisoned(len(x), widths, x.dtype, x.device)
     got, h = kernel.norm_quantize_per_token(x, norm, widths, bits, order=order, out=out, total=total, **more)
@@ -48,7 +48,7 @@ def compare(x, norm, order, widths, bits, **more):
 def test_norm_quantize_per_token_kernel__parts(widths, bits, dtype, device):
     x, norm = operands(5, sum(widths), dtype, device, gain=sum(widths) > 1)
     x[3] = 0
-    compare(x, norm, None, widths, bits)
+    assert_like_op(x, norm, None, widths, bits)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -56,8 +56,8 @@ def test_norm_quantize_per_token_kernel__parts(widths, bits, dtype, device):
 @pytest.mark.parametrize(("gain", "bias", "residual"), [(0, 0, 0), (1, 1, 0), (0, 0, 1), (1, 1, 1)])
 def test_norm_quantize_per_token_kernel__what_the_norm_has(gain, bias, residual, round_first, dtype, device):
     x, norm = operands(7, 96, dtype, device, gain, bias, residual, round_first)
-    compare(x, norm, None, [84, 12], [4, 8])
-    compare(x, norm, torch.randperm(96, device=device), [84, 12], [4, 8], num_warps=2)
+    assert_like_op(x, norm, None, [84, 12], [4, 8])
+    assert_like_op(x, norm, torch.randperm(96, device=device), [84, 12], [4, 8], num_warps=2)
 
 
 def test_norm_quantize_per_token_kernel__codes_are_those_of_the_unfused_path(device):
@@ -74,10 +74,10 @@ def test_norm_quantize_per_token_kernel__codes_are_those_of_the_unfused_path(dev
 
 def test_norm_quantize_per_token_kernel__gain_of_another_type_and_longer_rows(device):
     x, norm = operands(4, 96, torch.float16, device)
-    compare(x, norm._replace(gain=norm.gain.float()), None, [84, 12], [4, 8])
+    assert_like_op(x, norm._replace(gain=norm.gain.float()), None, [84, 12], [4, 8])
     wide = torch.randn(4, 200, device=device)
     x, norm = wide[:, :72], kernel.Norm(1e-5, residual=wide[:, 100:172])
-    compare(x, norm, None, [64, 8], [4, 8])
+    assert_like_op(x, norm, None, [64, 8], [4, 8])
 
 
 @pytest.mark.gpu
@@ -92,7 +92,7 @@ def test_norm_quantize_per_token_kernel__sizes_of_models(widths, bits, dtype, ro
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
     x, norm = operands(70, sum(widths), dtype, "cuda", residual=True, round_first=round_first)
-    compare(x, norm, None, widths, bits, num_warps=warps)
+    assert_like_op(x, norm, None, widths, bits, num_warps=warps)
 
 
 def test_norm_quantize_per_token_kernel__refuses(device):
