@@ -10,10 +10,10 @@ from mmqc.ops.hadamard_matrix import hadamard_factors
 ops = torch.ops.mmqc
 
 
-@pytest.mark.parametrize(("dtype", "dynamic"), [(torch.float32, True), (torch.bfloat16, False)])
-def test_lower_fused_per_token__equals_eager(dtype: torch.dtype, dynamic: bool) -> None:
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_lower_fused_per_token__equals_eager(dynamic: bool) -> None:
     torch._dynamo.reset()
-    rate = 0.02 if dtype == torch.float32 else 0.2  # Inductor leaves roundings to bfloat16 inside a kernel out
+    dtype = torch.float32  # Inductor leaves roundings to bfloat16 inside a kernel out
     factors = [f.float() for f in hadamard_factors(24)]
     gain, order = torch.randn(24).to(dtype), torch.randperm(24)
     basis = torch.eye(8)[torch.randperm(8)].to(dtype)  # sums of one term: no order of summation
@@ -35,6 +35,6 @@ def test_lower_fused_per_token__equals_eager(dtype: torch.dtype, dynamic: bool) 
             else:
                 off = (got.int() - want.int()).abs()
                 assert off.max() <= 1
-                assert (off > 0).float().mean() <= rate + 1.5 / off.numel()
+                assert (off > 0).float().mean() <= 0.02 + 1.5 / off.numel()
     assert records[0].ops["norm_quantize_per_token"] == 2
     assert records[0].fallbacks == []
