@@ -16,6 +16,7 @@ from . import discovery, hf_hook
 if TYPE_CHECKING:
     from . import recipes, samples
     from .cache import QuantizedCache
+    from .cache_rounded import RoundedCache
     from .compiled_loop import compiled_loop
     from .config import ActivationSpec, ConfigError, KVSpec, QuantConfig, Rewrites, Scheme, WeightSpec
     from .equivalence import RewriteError
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0.dev0"
 
 _HOMES = {
-    "quantize_": "quantize", "compiled_loop": "compiled_loop", "QuantizedCache": "cache",
+    "quantize_": "quantize", "compiled_loop": "compiled_loop", "QuantizedCache": "cache", "RoundedCache": "cache_rounded",
     "explain": "explain", "Explanation": "explain", "export": "export",
     "plan": "plan", "Planned": "plan", "RewriteError": "equivalence", "ResumeError": "resume",
     "OutOfMemoryError": "memory_error",
@@ -45,8 +46,8 @@ _MODULES = ("recipes", "samples")
 
 __all__ = [
     "ActivationSpec", "ConfigError", "Explanation", "FormatError", "KVSpec", "LayerReport", "OutOfMemoryError", "Planned",
-    "QuantConfig", "QuantReport", "QuantizedCache", "Refusal", "ResumeError", "RewriteError", "Rewrites", "Scheme",
-    "WeightSpec", "compiled_loop", "explain", "export", "load_quantized", "plan", "quantize_", "recipes", "samples",
+    "QuantConfig", "QuantReport", "QuantizedCache", "Refusal", "ResumeError", "RewriteError", "Rewrites", "RoundedCache",
+    "Scheme", "WeightSpec", "compiled_loop", "explain", "export", "load_quantized", "plan", "quantize_", "recipes", "samples",
     "save_pretrained",
 ]  # fmt: skip
 

@@ -5,8 +5,8 @@
 Shapes:  q [B, H, T, D]   k, v [B, H_kv, T, D], behind RoPE   U_C [D, D], one for the heads of a layer
          Q: quantize_per_token of every head and token, the last r coordinates in ``high_bits``, dequantized at once
 Why:     U_C cannot be folded: RoPE stands between it and the weights (arXiv:2412.14363, section 4.3).  U_B is in the weights.
-The cache itself holds the model's dtype: a token's codes follow from that token alone, so rounding when attention reads is
-rounding when the cache is written, and storing them packed is left to a cache class.
+With any cache of the model's dtype a token is rounded whenever attention reads it, always to the same codes: they follow from that
+token alone.  ``cache_rounded.RoundedCache`` stores these, once.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -55,6 +55,11 @@ class KVRounder(nn.Module):
         """
         return torch.ops.mmqc.quantize_per_token(x, None, self.widths, self.bits)
 
+    def key_codes(self, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """``codes`` of ``turned`` keys [..., D], in one operation."""
+        assert self.basis is not None
+        return torch.ops.mmqc.basis_quantize_per_token(k, self.basis.to(k.dtype), self.widths, self.bits)
+
     def values(self, q: Tensor, s: Tensor, o: Tensor, dtype: torch.dtype) -> Tensor:
         """What ``codes`` stand for."""
         parts = q.to(s.dtype).split(self.widths, -1)
@@ -66,7 +71,14 @@ class KVRounder(nn.Module):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(q', k', v')."""
-        return self.turned(q), self.rounded(self.turned(k)), self.rounded(v)
+        return self.turned(q), self.values(*self.key_codes(k), k.dtype), self.rounded(v)
+
+
+class Arriving(NamedTuple):
+    """New keys or values [B, H_kv, L, D] on their way from a cache of codes to the attention function, which knows U_C."""
+
+    layer: Any
+    states: Tensor
 
 
 class _Moments:
@@ -76,7 +88,7 @@ class _Moments:
     peaks: bool = False  # max |k| of every channel, float64 [D], instead
 
 
-def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any) -> Any:
+def attend(module: nn.Module, query: Tensor, key: Any, value: Any, mask: Tensor | None, **kwargs: Any) -> Any:
     """The attention interface of transformers: round, then attend as the model did before."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -89,7 +101,10 @@ def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: T
             _Moments.active[module] = add_second_moment(before, rows)
         return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, mask, **kwargs)
     rounder = getattr(module, CHILD)
-    query, key, value = rounder(query, key, value)
+    if isinstance(key, Arriving):
+        query, (key, value) = rounder.turned(query), key.layer.store(rounder, key.states, value.states)
+    else:
+        query, key, value = rounder(query, key, value)
     return ALL_ATTENTION_FUNCTIONS[rounder.inner](module, query, key, value, mask, **kwargs)
 
 

@@ -4,7 +4,8 @@
                   modality   reorder_tokens, rewrite_mask, rewrite_rope_index
                   auto       the rule in ``token_passes``
     attention     fold_query_groups
-    fusion        share_quantize, fuse_epilogues, fuse_matmuls, fuse_hadamard_quantize
+    fusion        share_quantize, fuse_epilogues, fuse_matmuls, fuse_hadamard_quantize,
+                   fuse_norm_quantize
 
 They run on a whole Dynamo graph, after the backend's own quantization, and need only shapes; what share_quantize takes for
 granted of values is looked at again in every call (``where_equal``).
@@ -30,6 +31,7 @@ from .passes.fold_query_groups import FoldQueryGroups, one_query
 from .passes.fuse_epilogues import FuseEpilogues
 from .passes.fuse_hadamard_quantize import FuseHadamardQuantize
 from .passes.fuse_matmuls import FUSED, FuseMatmuls
+from .passes.fuse_norm_quantize import FuseNormQuantize
 from .passes.reorder_tokens import ReorderTokens
 from .passes.rewrite_mask import RewriteMask
 from .passes.rewrite_rope_index import RewriteRopeIndex
@@ -41,7 +43,9 @@ UNEQUAL = (
     "input scales that were equal when this graph was compiled differ now (other scales were loaded): the graph runs uncompiled, "
     "without shared quantization; call torch._dynamo.reset() to compile it anew"
 )
-FUSION: tuple[Pass, ...] = (ShareQuantize(), FuseEpilogues(), FuseMatmuls(), FuseHadamardQuantize())
+FUSION: tuple[Pass, ...] = (
+    ShareQuantize(), FuseEpilogues(), FuseMatmuls(), FuseHadamardQuantize(), FuseNormQuantize(),
+)  # fmt: skip
 
 
 class AtRunTime(NamedTuple):

@@ -38,6 +38,7 @@ MAY_IMPORT = {
         "mmqc/cache.py",
         "mmqc/cache_attention.py",
         "mmqc/cache_layer.py",
+        "mmqc/cache_rounded.py",
         "mmqc/kv_scores.py",
         "mmqc/compiled_loop.py",
         "mmqc/packed_programs.py",

@@ -3,7 +3,7 @@
     h = x,  or  silu(x) ∘ u            y = h (F1 ⊗ … ⊗ Fr)ᵀ            q = clamp(round(y / s(m)))   (optional)
 
 Shapes:  x, u [M, n] fp16 | bf16 | fp32 (interpreter, ieee)   y [M, n] like x, or q int8 | fp8e4nv   s: row_scale.py, or
-         dynamic per token (max|y[m]| / 127, returned)
+         dynamic per token (max|y[m]| / 127, returned); asymmetric per token: hadamard_quantize_per_token.py
 How:     Y = A X Bᵀ on tiles (hadamard_plan.py); a program keeps both matrices and walks over rows.  A Y Bᵀ rounds twice to
          x's dtype (h, A h), sums are float32.
 Bytes:   one read and one write of every element.
@@ -25,7 +25,7 @@ from torch import Tensor
 from mmqc.kernels.device_facts import ceil_div, fp8_reason, has_inline_ptx, multiprocessors, why_not_here
 from mmqc.kernels.hadamard_plan import HadamardPlan, best_tiling, hadamard_plan, outer_factor
 from mmqc.kernels.hadamard_slices import COLUMNS, few, hadamard_slices_kernel, slices
-from mmqc.kernels.hadamard_tiles import DYNAMIC, FLOAT, STATIC, input_tile, store_tile
+from mmqc.kernels.hadamard_tiles import ASYMMETRIC, DYNAMIC, FLOAT, STATIC, input_tile, write_tiles
 from mmqc.kernels.launch import Launch
 from mmqc.kernels.quantize_codes import token_scale
 from mmqc.kernels.row_scale import ROW, RowScale, row_scale, row_scale_tile
@@ -43,7 +43,7 @@ class Transformed(NamedTuple):
 
 @triton.jit
 def hadamard_quantize_kernel(
-    x_ptr, up_ptr, outer_ptr, inner_ptr, y_ptr, scale_ptr, row_ptr, token_ptr, M, n, a, b, stride_x, stride_up,
+    x_ptr, up_ptr, outer_ptr, inner_ptr, y_ptr, scale_ptr, row_ptr, token_ptr, offset_ptr, M, n, a, b, stride_x, stride_up,
     SCALE: tl.constexpr, OUTER: tl.constexpr, A1: tl.constexpr, A2: tl.constexpr, B: tl.constexpr, R: tl.constexpr,
     GATED: tl.constexpr, MODE: tl.constexpr, KIND: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, FP8: tl.constexpr,
     PTX: tl.constexpr, PROGRAMS: tl.constexpr,
@@ -70,11 +70,12 @@ def hadamard_quantize_kernel(
         mask = (row_mask & (i < a))[:, None] & (j < b)[None, :]
         wide = rows.to(tl.int64)[:, None]
         t = input_tile(x_ptr, up_ptr, wide * stride_x + inside, wide * stride_up + inside, mask, GATED, PTX)
+        y2, mask2, at2 = t, mask, inside  # of the short part, if there is one
         if A2 > 0:
             # The short part as columns: all products then are those of wide tiles, and share their operands.
             row = tl.cast(block, tl.int64)
             inside2 = more[:, None] * b + j[None, :]
-            mask2 = (more < a)[:, None] & (j < b)[None, :]
+            mask2, at2 = (more < a)[:, None] & (j < b)[None, :], row * n + inside2
             x2 = input_tile(x_ptr, up_ptr, row * stride_x + inside2, row * stride_up + inside2, mask2, GATED, PTX)
             t2 = tl.dot(tl.trans(x2), a22_t, tl.dot(tl.trans(t), a21_t, input_precision="ieee"), input_precision="ieee")
             y2 = tl.dot(tl.trans(inner_t), t2.to(t.dtype), input_precision="ieee")  # [B, A2]
@@ -95,9 +96,10 @@ def hadamard_quantize_kernel(
                 s = tl.reshape(tl.broadcast_to(token[:, None], (R, PARTS)), (SIDE,))
             tl.store(token_ptr + rows, s, mask=row_mask & (i == 0))
             factor = tl.div_rn(factor, s)
-        store_tile(y, factor[:, None], y_ptr, wide * n + inside, mask, MODE, LOW, HIGH, FP8)
-        if A2 > 0:
-            store_tile(tl.trans(y2), tl.max(factor), y_ptr, row * n + inside2, mask2, MODE, LOW, HIGH, FP8)
+        write_tiles(
+            y, y2, factor, y_ptr, token_ptr, offset_ptr, rows, row_mask & (i == 0), wide * n + inside, at2, mask, mask2, MODE,
+            SCALE, LOW, HIGH, FP8, x_ptr.dtype.element_ty, PTX, R, PARTS, A2,
+        )  # fmt: skip
 
 
 def supports(x: Tensor, up: Tensor | None, code: torch.dtype | None) -> str | None:
@@ -154,16 +156,21 @@ def hadamard_quantize(
 def launch(
     x: Tensor, up: Tensor | None, y: Tensor, plan: HadamardPlan, rows: RowScale | None = None, tokens: Tensor | None = None,
     code: torch.dtype | None = None, bits: int = 8, num_warps: int | None = None, programs: int | None = None,
-    num_stages: int | None = None,
+    num_stages: int | None = None, offsets: Tensor | None = None,
 ) -> Launch:  # fmt: skip
-    """Fill y, by the static scales ``rows``, or the dynamic ones that go to ``tokens``, or in x's dtype."""
+    """Fill y, by the static scales ``rows``, or the dynamic ones that go to ``tokens``, or in x's dtype.
+
+    With ``offsets``, codes are asymmetric, and a token's offset goes there.
+    """
     t, (m, n) = plan.tiling, x.shape
     args = dict(
         x_ptr=x, up_ptr=x if up is None else up, outer_ptr=plan.outer, inner_ptr=plan.inner, y_ptr=y,
         scale_ptr=plan.outer if rows is None else rows.scale, row_ptr=plan.outer if rows is None else rows.rows,
         M=m, n=n, a=t.a, b=t.b, stride_x=x.stride(0), stride_up=0 if up is None else up.stride(0),
     )  # fmt: skip
-    mode = DYNAMIC if tokens is not None else STATIC if rows is not None else FLOAT
+    mode = (
+        ASYMMETRIC if offsets is not None else DYNAMIC if tokens is not None else STATIC if rows is not None else FLOAT
+    )
     constants = dict(
         SCALE=1 / (outer_factor(t) * math.sqrt(t.a * t.b)),  # as an argument, Inductor would make it float64
         GATED=up is not None, MODE=mode.value, KIND=ROW.value if rows is None else rows.kind, LOW=-(2.0 ** (bits - 1)),
@@ -182,5 +189,6 @@ def launch(
     warps = num_warps or (4 if small else 8)
     programs = min(ceil_div(m, t.R), programs or multiprocessors(x.device) * (4 if small else 2))
     constants |= dict(OUTER=t.a > 1, A1=t.A1, A2=t.A2, R=t.R, PROGRAMS=programs)
-    args["token_ptr"] = y if tokens is None else tokens
-    return Launch(hadamard_quantize_kernel, (programs,), args, constants, ("y_ptr", "token_ptr"), warps, stages)
+    args |= dict(token_ptr=y if tokens is None else tokens, offset_ptr=y if offsets is None else offsets)
+    written = ("y_ptr", "token_ptr", *(() if offsets is None else ("offset_ptr",)))
+    return Launch(hadamard_quantize_kernel, (programs,), args, constants, written, warps, stages)

@@ -13,6 +13,7 @@ from mmqc import kernels
 from mmqc.lowering import (
     causal_mask,
     fused,
+    fused_per_token,
     gather_rows,
     gather_tokens,
     grouped_matmul,
@@ -29,8 +30,8 @@ from mmqc.lowering import (
 )
 
 __all__ = [
-    "causal_mask", "fallbacks", "fused", "gather_rows", "gather_tokens", "grouped_matmul", "hadamard", "mixed_matmul",
-    "modality_order", "quantize", "quantize_per_token", "rotate", "scaled_matmul", "scaled_matmul_epilogue",
+    "causal_mask", "fallbacks", "fused", "fused_per_token", "gather_rows", "gather_tokens", "grouped_matmul", "hadamard",
+    "mixed_matmul", "modality_order", "quantize", "quantize_per_token", "rotate", "scaled_matmul", "scaled_matmul_epilogue",
     "tag_modality", "weight_only_matmul",
 ]  # fmt: skip
 
@@ -45,6 +46,9 @@ WHY_NOT = {
     torch.ops.mmqc.mixed_matmul.default: mixed_matmul.why_not,
     torch.ops.mmqc.hadamard.default: hadamard.why_not,
     torch.ops.mmqc.hadamard_quantize.default: hadamard.why_not,
+    torch.ops.mmqc.hadamard_quantize_per_token.default: hadamard.why_not,
+    torch.ops.mmqc.norm_quantize_per_token.default: fused_per_token.why_not_norm,
+    torch.ops.mmqc.basis_quantize_per_token.default: fused_per_token.why_not_basis,
 }
 
 

@@ -203,7 +203,7 @@ def hadamard(
     size = list(x.get_size())
     matrix, gate = Operand.matrix(x), None if up is None else Operand.matrix(up)
     m, n = matrix.shape
-    plan = _plan(n, matrix)
+    plan = plan_constants(n, matrix)
     code = None if scale is None else torch.int8
     y = Operand.new((m, n), code or matrix.dtype, matrix.device)
     scales = None if scale is None else _row_scale(scale, visual, size[:-1])
@@ -213,7 +213,7 @@ def hadamard(
     return lowerings[aten.view.default](y.box, size)
 
 
-def _plan(n: int, x: Operand) -> Any:
+def plan_constants(n: int, x: Operand) -> Any:
     """The matrices as constants of the graph."""
     name, tiling = f"mmqc_hadamard_{n}_{str(x.dtype).removeprefix('torch.')}", plans.best_tiling(n)
     outer = constant(f"{name}_outer", lambda: plans.hadamard_plan(n, x.device, x.dtype).outer)

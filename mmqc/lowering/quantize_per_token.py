@@ -72,7 +72,22 @@ def lower_quantize_per_token(
         codes.append(_codes(part, low, s, b))
         scales.append(s)
         offsets.append(lowerings[aten.add.Tensor](low, lowerings[aten.mul.Tensor](s, 2.0 ** (b - 1))))
-    q, s, o = (
-        parts[0] if len(parts) == 1 else lowerings[aten.cat.default](parts, axis) for parts in (codes, scales, offsets)
-    )
-    return q, s, o
+    q = codes[0] if len(codes) == 1 else lowerings[aten.cat.default](codes, axis)
+    return q, _columns(scales), _columns(offsets)
+
+
+def _columns(parts: Sequence[TensorBox]) -> TensorBox:
+    """[..., 1] tensors side by side; Inductor's lowering of ``cat`` may ask for the node's value, and here there are three."""
+    loads, first = [part.make_loader() for part in parts], parts[0]
+
+    def inner(index: Sequence[Any]) -> Any:
+        row, at = [*index[:-1], 0], ops.index_expr(index[-1], torch.int32)
+        value = loads[0](row)
+        for p, load in enumerate(loads[1:], 1):
+            value = ops.where(ops.eq(at, ops.constant(p, torch.int32)), load(row), value)
+        return value
+
+    if len(parts) == 1:
+        return first
+    size = [*first.get_size()[:-1], len(parts)]
+    return Pointwise.create(device=first.get_device(), dtype=first.get_dtype(), inner_fn=inner, ranges=size)

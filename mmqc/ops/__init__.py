@@ -5,6 +5,7 @@ runs in eager mode) and its fake kernel.  Passes name ops, lowerings and kernels
 """
 
 from mmqc.ops import (
+    basis_quantize_per_token,
     causal_mask,
     gather_rows,
     gather_tokens,
@@ -12,12 +13,14 @@ from mmqc.ops import (
     grouped_matmul,
     hadamard,
     hadamard_quantize,
+    hadamard_quantize_per_token,
     kv_attention,
     kv_pack,
     kv_round_keys,
     kv_token_attention,
     mixed_matmul,
     modality_order,
+    norm_quantize_per_token,
     quantize,
     quantize_per_token,
     rotate,
@@ -30,8 +33,8 @@ from mmqc.ops import (
 )
 
 __all__ = [
-    "causal_mask", "gather_rows", "gather_tokens", "gptq_block", "grouped_matmul", "hadamard", "hadamard_quantize",
-    "kv_attention", "kv_pack", "kv_round_keys", "kv_token_attention",
-    "mixed_matmul", "modality_order", "quantize", "quantize_per_token", "rotate",
+    "basis_quantize_per_token", "causal_mask", "gather_rows", "gather_tokens", "gptq_block", "grouped_matmul",
+    "hadamard", "hadamard_quantize", "hadamard_quantize_per_token", "kv_attention", "kv_pack", "kv_round_keys",
+    "kv_token_attention", "mixed_matmul", "modality_order", "norm_quantize_per_token", "quantize", "quantize_per_token", "rotate",
     "scaled_matmul", "scaled_matmul_epilogue", "scaled_matmuls", "tag_modality", "weight_only_matmul", "weight_only_matmuls",
 ]  # fmt: skip

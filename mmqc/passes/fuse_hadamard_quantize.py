@@ -2,13 +2,14 @@
 
     quantize(hadamard(silu(g) * u), s)  ->  hadamard_quantize(g, u, s)
     quantize(hadamard(x), s)            ->  hadamard_quantize(x, s)
+    quantize_per_token(hadamard(…), …)  ->  hadamard_quantize_per_token(…)
 
 Why:     the wide activation of an MLP is read and written once instead of three times.
 Needs:   nothing
 Gives:   nothing
 Exact:   yes as an operation; a kernel rounds once more, between the two halves of the transform
-Refuses: a transform that something else reads too (the rank-r term of magnitude suppression); a gate that is not silu, or
-         that something else reads, is left in front.
+Refuses: a transform that something else reads too (the rank-r term of magnitude suppression); by token, several parts of the
+         channels, or an order; a gate that is not silu, or that something else reads, is left in front.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torch import Tensor, fx
 
 from ..graph.kinds import kind
 from ..graph.program import Miss, Program, copy_meta
+from .share_quantize import PER_TOKEN
 
 
 @dataclass(frozen=True)
@@ -49,26 +51,28 @@ class FuseHadamardQuantize:
 
     def match(self, prog: Program) -> Iterator[Site | Miss]:
         """Every quantization of a transform."""
-        for node in prog.nodes("quantize"):
+        for node in (*prog.nodes("quantize"), *prog.nodes(PER_TOKEN)):
             transform = node.args[0]
             if not isinstance(transform, fx.Node) or kind(transform) != "hadamard":
                 continue
             x = transform.args[0]
             if len(transform.users) > 1:
                 yield Miss(node.name, f"{len(transform.users)} operations read {transform.name}")
-            elif torch.is_grad_enabled() and _requires_grad(x):
+            elif kind(node) == PER_TOKEN and (node.args[1] is not None or len(node.args[2]) > 1):  # type: ignore[arg-type]
+                yield Miss(node.name, "the channels behind its transform are in several parts, or in another order")
+            elif torch.is_grad_enabled() and requires_grad(x):
                 yield Miss(node.name, "the fused form has no gradient: run under torch.no_grad()")
             elif isinstance(x, fx.Node):
                 yield Site(node, transform, *gated(x))
 
     def rewrite(self, prog: Program, site: Site) -> None:
         """One call."""
-        scale, visual, bits = site.quantize.args[1:]
+        how, op = site.quantize.args[1:], torch.ops.mmqc.hadamard_quantize.default
+        if kind(site.quantize) == PER_TOKEN:
+            _, _, (bits,) = how  # type: ignore[misc]
+            how, op = (bits,), torch.ops.mmqc.hadamard_quantize_per_token.default
         with prog.graph.inserting_before(site.quantize):
-            fused = prog.graph.call_function(
-                torch.ops.mmqc.hadamard_quantize.default,
-                (site.gate, site.up, site.hadamard.args[1], scale, visual, bits),
-            )
+            fused = prog.graph.call_function(op, (site.gate, site.up, site.hadamard.args[1], *how))
         copy_meta(fused, site.quantize, self.name, 0)
         if "example_value" in site.quantize.meta:
             fused.meta["example_value"] = site.quantize.meta["example_value"]
@@ -84,17 +88,18 @@ def gated(x: fx.Node) -> tuple[fx.Node, fx.Node | None]:
                 continue
             if kind(factor) == "silu" and len(factor.users) == 1 and not factor.kwargs.get("inplace"):
                 gate = factor.args[0]
-                if isinstance(gate, fx.Node) and _form(gate) and _form(gate) == _form(up):
+                if isinstance(gate, fx.Node) and form(gate) and form(gate) == form(up):
                     return gate, up
     return x, None
 
 
-def _form(node: fx.Node) -> str:
+def form(node: object) -> str:
     """Shape and dtype in words: to compare symbolic sizes would guard on them."""
-    example = node.meta.get("example_value")
+    example = node.meta.get("example_value") if isinstance(node, fx.Node) else None
     return f"{tuple(example.shape)} {example.dtype}" if isinstance(example, Tensor) else ""
 
 
-def _requires_grad(node: object) -> bool:
+def requires_grad(node: object) -> bool:
+    """Whether autograd follows the node's value."""
     example = node.meta.get("example_value") if isinstance(node, fx.Node) else None
     return isinstance(example, Tensor) and example.requires_grad

@@ -59,13 +59,14 @@ def _default_eps(node: fx.Node) -> float:
     return torch.finfo(torch.promote_types(dtype, torch.float32)).eps
 
 
-def _uncast(node: Any) -> Any:
+def uncast(node: Any) -> Any:
+    """What a cast is of, or the node itself."""
     while isinstance(node, fx.Node) and kind(node) in _CASTS:
         node = node.args[0]
     return node
 
 
-def _mean_square(node: Any) -> tuple[fx.Node, float] | None:
+def mean_square(node: Any) -> tuple[fx.Node, float] | None:
     """(x, eps) where node is mean(x^2, -1, keepdim) + eps."""
     if not (isinstance(node, fx.Node) and kind(node) == "add"):
         return None
@@ -86,7 +87,7 @@ def _mean_square(node: Any) -> tuple[fx.Node, float] | None:
 
 def _centred(node: Any) -> fx.Node | None:
     """X where node is x - mean(x, -1, keepdim)."""
-    node = _uncast(node)
+    node = uncast(node)
     if not (isinstance(node, fx.Node) and kind(node) == "sub"):
         return None
     x, mean = node.args[:2]
@@ -117,7 +118,7 @@ class RaiseOps:
 
     def spelled(self, root: fx.Node, how: str) -> Iterator[Site]:
         """Multiplications of x by 1 / rms(x), or divisions by rms(x)."""
-        found = _mean_square(root.args[0])
+        found = mean_square(root.args[0])
         for user in root.users if found else ():
             if kind(user) != how or (how == "div" and user.args[1] is not root):
                 continue
@@ -126,7 +127,7 @@ class RaiseOps:
             centred = _centred(x)
             if centred is not None and centred is _centred(square):
                 yield Site(user, centred, layer_norm, eps)
-            elif _uncast(x) is _uncast(square):
+            elif uncast(x) is uncast(square):
                 yield Site(user, x, rms_norm, eps)  # type: ignore[arg-type]
 
     def called(self, node: fx.Node, word: str) -> Site | Miss:

@@ -31,6 +31,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 from row_scales import KINDS, row_scales  # noqa: E402
 from tolerance import assert_close  # noqa: E402
 
+from mmqc.kernels.basis_quantize_per_token import basis_quantize_per_token  # noqa: E402
 from mmqc.kernels.configs import MatmulConfig as Tile  # noqa: E402
 from mmqc.kernels.device_facts import (  # noqa: E402
     fp8_reason,
@@ -42,10 +43,12 @@ from mmqc.kernels.device_facts import (  # noqa: E402
 from mmqc.kernels.epilogue_tiles import Epilogue  # noqa: E402
 from mmqc.kernels.gptq_block import gptq_block  # noqa: E402
 from mmqc.kernels.hadamard_quantize import hadamard_quantize  # noqa: E402
+from mmqc.kernels.hadamard_quantize_per_token import hadamard_quantize_per_token  # noqa: E402
 from mmqc.kernels.kv_round_keys import kv_round_keys  # noqa: E402
 from mmqc.kernels.kv_token_attention import TokenConfig, kv_token_attention  # noqa: E402
 from mmqc.kernels.mixed_matmul import Weight, mixed_matmul  # noqa: E402
 from mmqc.kernels.norm_quantize import norm_quantize  # noqa: E402
+from mmqc.kernels.norm_quantize_per_token import Norm, norm_quantize_per_token  # noqa: E402
 from mmqc.kernels.quantize_per_token import quantize_per_token  # noqa: E402
 from mmqc.kernels.row_scale import row_scale  # noqa: E402
 from mmqc.kernels.scaled_matmul import Linear, scaled_matmul  # noqa: E402
@@ -58,6 +61,7 @@ from mmqc.ops import hadamard  # noqa: E402
 from mmqc.ops import kv_round_keys as keys_op  # noqa: E402
 from mmqc.ops import kv_token_attention as text_op  # noqa: E402
 from mmqc.ops import mixed_matmul as mixed_op  # noqa: E402
+from mmqc.ops import norm_quantize_per_token as norm_op  # noqa: E402
 from mmqc.ops import quantize_per_token as per_token_op  # noqa: E402
 from mmqc.ops import scaled_matmul_epilogue as epilogue_op  # noqa: E402
 from mmqc.ops.kv_words import unpack_words  # noqa: E402
@@ -289,6 +293,27 @@ def mixed(place: Place, widths: list[int], packed: bool) -> None:
     assert_close(out.cpu(), mixed_op.reference(*want, stored, scale, sums, None, widths, bits, torch.float64))
 
 
+def fused(place: Place) -> None:
+    """Per-token quantization behind a norm, a transform and a basis."""
+    widths, bits = [100, 208, 48], [2, 4, 8]
+    x, r = (torch.randn(37, 356).to(place.dtype) for _ in "xr")
+    order = torch.randperm(356)
+    given = there(place, x=x, r=r, order=order)
+    norm = Norm(1e-6, residual=given["r"])
+    got, total = norm_quantize_per_token(given["x"], norm, widths, bits, order=given["order"])
+    want = norm_op.reference(x, r, None, None, 1e-6, False, order, widths, bits)
+    assert_codes(got.q, want[0].double(), 0.05)
+    assert total is not None
+    assert torch.equal(total.cpu(), want[3]), "x + r differs"
+    x, up = torch.randn(5, 2368).to(place.dtype), torch.randn(5, 2368).to(place.dtype)
+    got = hadamard_quantize_per_token(x.to(place.device), 4, up=up.to(place.device), programs=2)
+    y = hadamard_quantize(x.to(place.device), up=up.to(place.device), code=None, programs=2).y.cpu()
+    assert torch.equal(got.q.cpu(), per_token_op.reference(y, None, [2368], [4])[0]), "codes differ"
+    x, basis = torch.randn(70, 80).to(place.dtype), torch.eye(80)[torch.randperm(80)].to(place.dtype)
+    got = basis_quantize_per_token(x.to(place.device), basis.to(place.device), [70, 10], [4, 8])
+    assert torch.equal(got.q.cpu(), per_token_op.reference(x @ basis, None, [70, 10], [4, 8])[0]), "codes differ"
+
+
 Case = tuple[str, Callable[[], None]]
 
 
@@ -343,6 +368,7 @@ def cases(place: Place) -> Iterator[Case]:
     if has_tensor_descriptors(place.device):
         yield "mixed_matmul, quantize_per_token", functools.partial(mixed, place, [208, 48], True)
         yield "mixed_matmul, one part", functools.partial(mixed, place, [176], False)
+    yield "norm_, hadamard_ and basis_quantize_per_token", functools.partial(fused, place)
     for name, row in NORM.items():
         yield name, functools.partial(norm, place, *row)
     for name, row in HADAMARD.items():

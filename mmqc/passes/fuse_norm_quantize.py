@@ -1,0 +1,228 @@
+"""An RMSNorm, the sum in front of it and the per-token quantization behind it become one operation.
+
+    quantize_per_token(n(x) ∘ g + β, …)          ->  norm_quantize_per_token(x, none, g, β, …)
+    h = x + r, quantize_per_token(n(h) ∘ g, …)   ->  q, s, o, h = norm_quantize_per_token(x, r, g, …)        n(x) = x / rms(x)
+
+Shapes:  those of ops/norm_quantize_per_token.py
+Why:     the norm's result, which nothing else reads, is neither written nor read: 3 or 7 bytes a channel and token in 16 bits
+         instead of 7 or 11.
+Needs:   nothing
+Gives:   nothing
+Exact:   yes: the op rounds where the norm does
+Refuses: a norm that something else reads; one with a reshape behind it, or that rounds elsewhere.  A sum that is read in front
+         of the quantization, by something besides the norm, stays a sum.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, fx
+
+from ..graph.kinds import kind, mutates
+from ..graph.program import Miss, Program, copy_meta
+from ..graph.sizes import sizes
+from .fuse_hadamard_quantize import form as _form
+from .fuse_hadamard_quantize import requires_grad
+from .raise_ops import mean_square, uncast
+from .share_quantize import PER_TOKEN
+
+SAME = ("contiguous", "to", "float", "half", "bfloat16", "type", "type_as")
+RESHAPES = ("view", "reshape", "flatten", "unflatten")
+
+
+@dataclass(frozen=True)
+class Site:
+    """A quantization and the norm that it reads.
+
+    ``core`` is x / rms(x), ``inside`` what lies between x and the quantization, ``total`` the sum that is taken over.
+    """
+
+    quantize: fx.Node
+    core: fx.Node
+    dtype: torch.dtype
+    gain: fx.Node | None
+    bias: fx.Node | None
+    round_first: bool
+    inside: frozenset[fx.Node]
+    total: fx.Node | None = None
+
+    @property
+    def x(self) -> fx.Node:
+        """What is normalised, as it is now: an earlier site may have replaced it."""
+        return _base(_core(self.core)[0], self.dtype)  # type: ignore[index]
+
+    def __str__(self) -> str:
+        return f"{'' if self.total is None else f'{self.total.name}, '}{self.core.name}, {self.quantize.name}"
+
+
+@dataclass(frozen=True)
+class FuseNormQuantize:
+    """See the module's docstring."""
+
+    name: ClassVar[str] = "fuse_norm_quantize"
+    needs: ClassVar[frozenset[str]] = frozenset()
+    gives: ClassVar[frozenset[str]] = frozenset()
+    exact: ClassVar[bool] = True
+
+    def match(self, prog: Program) -> Iterator[Site | Miss]:
+        """Every per-token quantization of a norm."""
+        place = {node: i for i, node in enumerate(prog.graph.nodes)}
+        taken: set[fx.Node] = set()
+        for node in prog.nodes(PER_TOKEN):
+            found = norm_of(node)
+            if isinstance(found, str):
+                yield Miss(node.name, found)
+            elif found is not None:
+                total = sum_in_front(found, place)
+                if total is not None and total not in taken:
+                    taken.add(total)
+                    found = dataclasses.replace(found, total=total)
+                yield found
+
+    def rewrite(self, prog: Program, site: Site) -> None:
+        """One call, and x + r as its last result."""
+        node, total, core = site.quantize, site.total, _core(site.core)
+        assert core is not None
+        x, r = (site.x, None) if total is None else total.args
+        with prog.graph.inserting_before(node):
+            fused = prog.graph.call_function(
+                torch.ops.mmqc.norm_quantize_per_token.default,
+                (x, r, site.gain, site.bias, core[1], site.round_first, *node.args[1:]),
+            )
+        copy_meta(fused, node, self.name, 0)
+        last = None if total is None else total.meta.get("example_value")
+        if "example_value" in node.meta:
+            fused.meta["example_value"] = (*node.meta["example_value"], last)
+        node.replace_all_uses_with(fused)
+        if total is None:
+            return
+        with prog.graph.inserting_after(fused):
+            h = prog.graph.call_function(operator.getitem, (fused, 3))
+        copy_meta(h, total, self.name, 0)
+        h.meta["example_value"] = last
+        total.replace_all_uses_with(h, lambda user: user not in site.inside)
+
+
+def sum_in_front(site: Site, place: dict[fx.Node, int]) -> fx.Node | None:
+    """X + r, where the norm and what comes after the quantization are all that read it."""
+    x = site.x
+    if kind(x) != "add" or mutates(x) or x.kwargs or len(x.args) != 2:
+        return None
+    alike = len({_form(n) for n in (x, *x.args)}) == 1 and bool(_form(x))
+    alone = all(u in site.inside or u is site.quantize for node in site.inside for u in node.users)
+    later = all(u in site.inside or place[u] > place[site.quantize] for u in x.users)
+    return x if alike and alone and later else None
+
+
+def norm_of(quantize: fx.Node) -> Site | str | None:
+    """The norm that a quantization reads; why the two cannot be fused; None if it reads none."""
+    y: Any = quantize.args[0]
+    dtype = _dtype(y)
+    if dtype is None:
+        return None
+    wide = torch.promote_types(dtype, torch.float32)
+    node, casts = _peeled(y)
+    if kind(node) in RESHAPES and isinstance(node.args[0], fx.Node):
+        return "a reshape stands between it and its norm" if _core(_peeled(_inner(node.args[0]))[0]) else None
+    vectors: dict[str, fx.Node] = {}
+    narrow, odd = set(), any(_dtype(c) not in (dtype, wide) for c in casts)
+    for word in ("add", "mul"):
+        rest, vector = _step(node, word, sizes(y)) if _core(node) is None else (None, None)
+        if rest is None or vector is None:
+            continue
+        inner, casts = _peeled(rest)
+        narrow.add(_dtype(node) != wide)
+        through = (wide,) if _dtype(node) == wide else (dtype, wide)
+        odd |= _dtype(rest) != _dtype(node) or any(_dtype(c) not in through for c in casts)
+        vectors[word], node = vector, inner
+    found = _core(node)
+    if found is None:
+        return None
+    x = _base(found[0], dtype)
+    if _form(x) != _form(y) or _dtype(node) != wide or odd or len(narrow) > 1:
+        return "its norm rounds in other places, or gives another dtype or shape than it takes"
+    inside = _between(x, y, vectors.values())
+    if others := [u for u in y.users if u is not quantize and u not in inside]:
+        return f"{1 + len(others)} operations read {y.name}"
+    if torch.is_grad_enabled() and requires_grad(y):
+        return "the fused form has no gradient: run under torch.no_grad()"
+    gain, bias = (None if v is None else _widest(v, dtype) for v in (vectors.get("mul"), vectors.get("add")))
+    return Site(quantize, node, dtype, gain, bias, True in narrow, inside)
+
+
+def _core(node: Any) -> tuple[fx.Node, float] | None:
+    """(x, eps) where node is x rsqrt(mean(x²) + eps)."""
+    if not isinstance(node, fx.Node) or kind(node) != "mul" or len(node.args) != 2:
+        return None
+    for root, x in (node.args, node.args[::-1]):
+        if isinstance(root, fx.Node) and kind(root) == "rsqrt" and (found := mean_square(root.args[0])) is not None:
+            return found if uncast(x) is uncast(found[0]) else None
+    return None
+
+
+def _step(node: fx.Node, word: str, size: Any) -> tuple[fx.Node | None, fx.Node | None]:
+    """(The other operand, the vector of the channels) of a product or a sum of the two."""
+    if kind(node) != word or node.kwargs or len(node.args) != 2 or mutates(node):
+        return None, None
+    for vector, rest in (node.args, node.args[::-1]):
+        if isinstance(vector, fx.Node) and isinstance(rest, fx.Node) and sizes(vector) == (size or (None,))[-1:]:
+            return rest, vector
+    return None, None
+
+
+def _inner(node: fx.Node) -> fx.Node:
+    """What lies below a gain and a bias."""
+    for word in ("add", "mul"):
+        node = _peeled(node)[0]
+        rest = _step(node, word, sizes(node))[0] if _core(node) is None else None
+        node = node if rest is None else rest
+    return node
+
+
+def _peeled(node: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
+    """What casts and copies are of, and these."""
+    through = []
+    while kind(node) in SAME and isinstance(node.args[0], fx.Node):
+        through.append(node)
+        node = node.args[0]
+    return node, through
+
+
+def _base(node: fx.Node, dtype: torch.dtype) -> fx.Node:
+    """X where node is a cast of it from ``dtype``."""
+    while kind(node) in SAME and isinstance(node.args[0], fx.Node) and _dtype(node.args[0]) == dtype:
+        node = node.args[0]
+    return node
+
+
+def _widest(vector: fx.Node, dtype: torch.dtype) -> fx.Node:
+    """A vector without casts that lose nothing: the kernel has it in float32 anyway."""
+    while kind(vector) in SAME and isinstance(vector.args[0], fx.Node):
+        below = _dtype(vector.args[0])
+        if below not in (dtype, torch.float32) or torch.promote_types(below, _dtype(vector)) != _dtype(vector):  # type: ignore[arg-type]
+            break
+        vector = vector.args[0]
+    return vector
+
+
+def _between(x: fx.Node, y: fx.Node, stops: Iterable[fx.Node]) -> frozenset[fx.Node]:
+    """What y is computed by from x, y included."""
+    inside: set[fx.Node] = set()
+    left, ends = [y], {x, *stops}
+    while left:
+        node = left.pop()
+        if node not in ends and node not in inside:
+            inside.add(node)
+            left += node.all_input_nodes
+    return frozenset(inside)
+
+
+def _dtype(node: Any) -> torch.dtype | None:
+    example = node.meta.get("example_value") if isinstance(node, fx.Node) else None
+    return example.dtype if isinstance(example, Tensor) else None
