@@ -14,6 +14,13 @@ from quantized_vlm import quantized_vlm
 from tiny_families import FAMILIES
 from tolerance import assert_close
 from torch import Tensor, nn
+from torchao.quantization import (
+    Float8WeightOnlyConfig,
+    Int8DynamicActivationInt8WeightConfig,
+    IntxWeightOnlyConfig,
+    PerGroup,
+)
+from torchao.quantization import quantize_ as torchao_quantize_
 
 import mmqc
 from mmqc.front.exportable import export_program, relative_error
@@ -192,6 +199,14 @@ def test_package__an_op_of_another_library_is_named() -> None:
     assert python_ops(torch.export.export(Model(), (torch.ones(3),))) == ["tests.doubled.default"]
 
 
+def test_package__an_op_that_its_library_takes_apart_for_inductor_is_code() -> None:
+    model = nn.Sequential(nn.Linear(8, 8))
+    torchao_quantize_(model, Int8DynamicActivationInt8WeightConfig())
+    program = torch.export.export(model, (torch.ones(3, 8),)).run_decompositions({})
+    assert any("torchao" in str(n.target) for n in program.graph.nodes)
+    assert python_ops(program) == []
+
+
 def _doubled(x: Tensor) -> Tensor:
     return 2 * x
 
@@ -283,6 +298,23 @@ def test_export__quantized_package_has_the_models_codes(tmp_path: Path) -> None:
     cases = other_batches(batch)
     for case, got in zip(cases, run_elsewhere(package, cases), strict=True):
         assert_close(got, logits(model, case))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # torchao's tensors announce that AOTAutograd cannot cache them
+@pytest.mark.parametrize(
+    "config",
+    [Float8WeightOnlyConfig(), Int8DynamicActivationInt8WeightConfig(), IntxWeightOnlyConfig(torch.int4, PerGroup(4))],
+    ids=["float8", "int8 dynamic", "int4 groups"],
+)
+def test_export__weights_of_torchao(tmp_path: Path, config: Any) -> None:
+    model, batch = FAMILIES["olmo2"]()
+    torchao_quantize_(model, config)
+    package = mmqc.export(model, batch, tmp_path / "model.pt2", programs=["model"])
+    made, _ = variants(batch, visual_token_ids(model))
+    cases = [batch, *made]
+    for case, got in zip(cases, run_elsewhere(package, cases), strict=True):
+        assert relative_error(got, logits(model, case)) < (3e-2 if "Dynamic" in type(config).__name__ else 1e-5)
 
 
 @pytest.mark.slow

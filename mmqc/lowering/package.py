@@ -65,11 +65,10 @@ def python_ops(program: ExportedProgram) -> list[str]:
 
 
 def _foreign(program: ExportedProgram) -> set[Any]:
-    """Ops that torch does not have, and that have no lowering here."""
+    """Ops that torch does not have, and that have neither a lowering nor a decomposition in Inductor (torchao's have one)."""
     ops = {n.target for n in program.graph.nodes if isinstance(n.target, torch._ops.OpOverload)}
-    return {
-        op for op in ops if op.namespace not in TORCH and (op not in inductor.lowerings or op in inductor.fallbacks)
-    }
+    code = {op for op in inductor.lowerings if op not in inductor.fallbacks} | set(inductor.decompositions)
+    return {op for op in ops if op.namespace not in TORCH and op not in code}
 
 
 def compile_program(program: ExportedProgram, *, as_eager: bool, metadata: Mapping[str, str]) -> list[Any]:
