@@ -1,4 +1,4 @@
-"""What each expert's inputs looked like: ranges per expert and modality, and for GPTQ a second moment per expert.
+"""What each expert's inputs looked like: ranges per expert and modality, and where the solver needs it a second moment per expert.
 
     low, high[e, m] = extremes of the rows routed to expert e of modality m          H_e = sum over its rows of x xᵀ
 
@@ -104,13 +104,13 @@ class StackStatistics:
             columns.append([self.range([e], modalities).scale(spec) if enough[e] else shared for e in everyone])
         return torch.tensor(columns, dtype=torch.float32).T.contiguous()
 
-    def note(self, static: bool, solver: str) -> str:
+    def note(self, static: bool) -> str:
         """What experts without rows, or with few, got instead of what was asked for."""
         seen = self.seen()
         none, few = int((seen == 0).sum()), int(((seen > 0) & (seen < ENOUGH_ROWS)).sum())
         parts = []
         if none:
-            what = ["rounded to nearest"] if solver == "gptq" else []
+            what = ["rounded to nearest"] if self.wants_hessian else []
             what += ["the input scale of all experts"] if static else []
             parts.append(f"{none} of {len(seen)} experts saw no token" + (f": {', '.join(what)}" if what else ""))
         if few and static:
@@ -134,7 +134,7 @@ class Observed:
     @property
     def needs_data(self) -> bool:
         """Whether anything of its scheme depends on its inputs."""
-        return self.scheme.activation is not None or self.scheme.weight.solver == "gptq"
+        return self.scheme.activation is not None or self.scheme.weight.needs_hessian
 
 
 def _modality(observed: Observed, rows: Rows, x: Tensor, context: ModalityContext | None) -> Tensor:
@@ -185,9 +185,9 @@ def expert_statistics(
 
     with ExitStack() as hooks:
         for each in watched:
-            gptq = each.scheme.weight.solver == "gptq"
+            hessian = each.scheme.weight.needs_hessian
             for stack in each.layer.stacks:
-                found[stack.fqn] = StackStatistics(each.layer.call.experts, each.scheme.activation, gptq)
+                found[stack.fqn] = StackStatistics(each.layer.call.experts, each.scheme.activation, hessian)
             hook = functools.partial(observe, each)
             handle = model.get_submodule(each.layer.module).register_forward_pre_hook(hook, with_kwargs=True)
             hooks.callback(handle.remove)

@@ -29,8 +29,10 @@ class IntegerWeight(OnlineHadamard):
 
     @property
     def scheme(self) -> str:
-        """E.g. W4A16-g128."""
-        return f"W{self.weight_bits}A{self.activation_bits or 16}{f'-g{self.group_size}' if self.group_size else ''}"
+        """E.g. W4A16-g128, W4A16-g128-asym with zero points."""
+        group = f"-g{self.group_size}" if self.group_size else ""
+        group += "" if self._buffers.get("weight_zero") is None else "-asym"
+        return f"W{self.weight_bits}A{self.activation_bits or 16}{group}"
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         scales = {name: self._buffers.get(name) for name in SCALES}
