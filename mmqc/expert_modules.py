@@ -23,6 +23,7 @@ from mmqc.integer_weight import IntegerWeight
 from mmqc.modality import ModalityContext
 from mmqc.ops.pack import packed_width, unpack
 from mmqc.pointwise import Pointwise
+from mmqc.simulated import grouped_matmul as simulated_grouped_matmul
 
 
 class QuantStack(IntegerWeight):
@@ -75,7 +76,8 @@ class QuantStack(IntegerWeight):
             column = 0 if visual is None or self.input_scale.shape[1] == 1 else visual.long()
             row_scale = self.input_scale[rows.experts(), column]
             x = _quantized(x, row_scale, self.activation_bits or 8)
-        return torch.ops.mmqc.grouped_matmul(
+        multiply = simulated_grouped_matmul if self.simulate else torch.ops.mmqc.grouped_matmul
+        return multiply(
             x, self.qweight, self.weight_scale, rows.offsets, self.bias, row_scale, self.storage_bits, self.group_size,
             dtype, self.weight_zero,
         )  # fmt: skip

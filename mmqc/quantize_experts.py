@@ -93,8 +93,18 @@ def quantize_experts(
     for row in built.layers:
         folded = tuple(w for w in words.get(row.fqn, ()) if not w.startswith("rotated"))
         row.transforms = (*folded, *_rotations(prog, row.fqn, layers), *row.transforms)
+        row.note = "; ".join(filter(None, (row.note, _factors(config, folded))))
         row.sqnr = losses[next(m for m in built.modules if row.fqn.startswith(f"{m}."))].sqnr()
     return built
+
+
+def _factors(config: QuantConfig, words: tuple[str, ...]) -> str:
+    """What the search for factors per channel did not look at: its linears are modules, and stacks are not."""
+    if config.rewrites.scales is None and config.rewrites.smooth is None:
+        return ""
+    if "channel scale in" in words:
+        return "the factors of its input channels are those of the linears that read them too"
+    return "no factors of its input channels were searched"
 
 
 def _rotations(prog: Program, fqn: str, layers: Iterable[ExpertLayer]) -> Iterator[str]:

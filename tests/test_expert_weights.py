@@ -8,6 +8,7 @@ import torch
 from mixtures import by_hand, experts_of, logits, mixture, quantized, tokens
 from tolerance import assert_close
 
+import mmqc
 from mmqc.config import PerGroup, PerRow, QuantConfig, Scheme, WeightSpec
 from mmqc.expert_modules import QuantStack
 from mmqc.solvers import solve
@@ -70,3 +71,14 @@ def test_experts__awq_clips_by_the_second_moment_of_each_experts_rows(symmetric)
         assert symmetric or torch.equal(stack.weight_zero[4], nearest.zero)
     notes = [r.note for r in report.layers if r.role == "experts"]
     assert all("1 of 5 experts saw no token: rounded to nearest" in n for n in notes)
+
+
+def test_experts__whose_channel_factors_they_have_is_said():
+    """The router, a linear, reads what the first stack reads; nothing but the second reads the gate."""
+    _, report = quantized(mixture(), mmqc.recipes.awq(4, 8))
+    notes = {row.fqn: (row.transforms, row.note) for row in report.layers}
+    assert "channel scale in" in notes["experts.up"][0]
+    assert "those of the linears that read them too" in notes["experts.up"][1]
+    assert "no factors of its input channels were searched" in notes["experts.down"][1]
+    _, report = quantized(mixture(), mmqc.recipes.gptq(4, 8))
+    assert not any("factors" in row.note for row in report.layers)
