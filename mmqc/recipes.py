@@ -69,8 +69,9 @@ def gptq(
     static_groups: bool = True,
     damping: float = 0.01,
     head_bits: int | None = None,
+    activation_bits: int | None = None,
 ) -> QuantConfig:
-    """GPTQ (arXiv:2210.17323, Algorithm 1): weight-only, each rounding error made up for by the channels after it.
+    """GPTQ (arXiv:2210.17323, Algorithm 1): each rounding error of a weight is made up for by the channels after it.
 
     Args:
         weight_bits: 2, 3, 4 or 8.
@@ -81,9 +82,12 @@ def gptq(
             ``act_order=False``.
         damping: this part of its mean diagonal is added to the inputs' second moment.
         head_bits: of the output head's weight; None leaves the head in floating point.
+        activation_bits: static, one scale a tensor, so that ``with_integer_scales`` applies; None, weight-only.  Beside them
+            weights are symmetric.
     """
     granularity = PerGroup(group_size) if group_size else PerRow()
-    scheme = Scheme(WeightSpec(weight_bits, granularity, "gptq", symmetric, act_order, static_groups, damping))
+    weight = WeightSpec(weight_bits, granularity, "gptq", symmetric, act_order, static_groups, damping)
+    scheme = Scheme(weight, ActivationSpec(activation_bits) if activation_bits else None)
     return QuantConfig(vision=scheme, projector=scheme, language=scheme, head=_head(head_bits))
 
 
@@ -97,8 +101,9 @@ def awq(
     shared_heads: Literal["average", "skip"] = "average",
     loss: Literal["layer", "block"] = "layer",
     head_bits: int | None = None,
+    activation_bits: int | None = None,
 ) -> QuantConfig:
-    """AWQ (arXiv:2306.00978, section 3.2): weight-only, channels of large inputs get large weights before rounding.
+    """AWQ (arXiv:2306.00978, section 3.2): channels of large inputs get large weights before rounding.
 
     Both towers and the projector; a factor goes from a norm or a linear into the linears behind it wherever that is exact.
 
@@ -112,9 +117,12 @@ def awq(
         loss: ``layer``, the scaled linears' own output error, or ``block``, the attention's or the MLP's, as in the authors'
             code: every exponent is then tried by running it.
         head_bits: of the output head's weight; None leaves the head in floating point.
+        activation_bits: static, one scale a tensor, so that ``with_integer_scales`` applies; None, weight-only.  Beside them
+            weights are symmetric; the search for factors does not know of them.
     """
     granularity = PerGroup(group_size) if group_size else PerRow()
-    scheme = Scheme(WeightSpec(weight_bits, granularity, solver, symmetric))
+    activation = ActivationSpec(activation_bits) if activation_bits else None
+    scheme = Scheme(WeightSpec(weight_bits, granularity, solver, symmetric), activation)
     rewrites = Rewrites(scales=ChannelScales(duo=duo, shared_heads=shared_heads, loss=loss))
     return QuantConfig(vision=scheme, projector=scheme, language=scheme, head=_head(head_bits), rewrites=rewrites)
 

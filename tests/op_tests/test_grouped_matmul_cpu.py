@@ -30,7 +30,7 @@ class Several(torch.nn.Module):
         super().__init__()
         for i, (bits, group, _, zeros) in enumerate(CASES):
             w, scale, bias, _, zero = with_zeros(7, 35, bits, group)
-            for name, part in {"w": w, "scale": scale, "bias": bias, "zero": zero if zeros else None}.items():
+            for name, part in {"w": w, "scale": scale, "bias": bias, **({"zero": zero} if zeros else {})}.items():
                 self.register_buffer(f"{name}{i}", part)
 
     def forward(
@@ -38,7 +38,7 @@ class Several(torch.nn.Module):
     ) -> list[torch.Tensor]:
         ys = []
         for i, (bits, group, integer, _) in enumerate(CASES):
-            w, scale, bias, zero = (getattr(self, f"{name}{i}") for name in ("w", "scale", "bias", "zero"))
+            w, scale, bias, zero = (getattr(self, f"{name}{i}", None) for name in ("w", "scale", "bias", "zero"))
             inputs, row_scale = (x_q, rows) if integer else (x, None)
             ys.append(
                 torch.ops.mmqc.grouped_matmul(
