@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from .account import transforms
-from .calibrate import by_modality
+from .calibrate import EQUAL, by_modality
 from .config import QuantConfig, Scheme, WeightSpec
 from .expert_modules import QuantExperts, QuantStack
 from .expert_statistics import Observed, StackStatistics, expert_statistics
@@ -61,6 +61,7 @@ class BuiltExperts:
 def quantize_experts(
     model: nn.Module, prog: Program, config: QuantConfig, batches: Batches, measured: Batches, *,
     context: ModalityContext | None, wanted: Callable[[nn.Module, str], bool] | None = None,
+    row_weights: Mapping[str, float] = EQUAL,
 ) -> BuiltExperts:  # fmt: skip
     """Quantized experts for ``model``, which is not changed.
 
@@ -73,6 +74,7 @@ def quantize_experts(
         measured: the data that the result is measured on.
         context: tells visual from text rows; attached to ``model``.
         wanted: torchao's ``filter_fn``.
+        row_weights: what a row of each modality counts in second moments.
     """
     words = transforms(prog)
     built = BuiltExperts(known={fqn for uses in products(prog).values() for fqn in uses})
@@ -86,7 +88,7 @@ def quantize_experts(
     transform = _Transform(behind)
     for part in _parts(model, chosen):
         needed = [each for each in part if each.needs_data]
-        seen = expert_statistics(model, batches(), needed, context, transform) if needed else {}
+        seen = expert_statistics(model, batches(), needed, context, transform, row_weights) if needed else {}
         for each in part:
             _build(model, each, seen, transform, context, built)
     losses = _measure(model, measured(), built.modules, {e.layer.module: e.language for e in chosen}, context)

@@ -82,3 +82,17 @@ def test_experts__whose_channel_factors_they_have_is_said():
     assert "no factors of its input channels were searched" in notes["experts.down"][1]
     _, report = quantized(mixture(), mmqc.recipes.gptq(4, 8))
     assert not any("factors" in row.note for row in report.layers)
+
+
+def test_experts__modality_weights_and_quantized_inputs():
+    """A model of text: its rows' weight is a factor of all second moments, which changes nothing."""
+    recipe, batch = mmqc.recipes.gptq(3), tokens(4, 20)
+    plain, weighted = mixture(), mixture()
+    weighted.load_state_dict(plain.state_dict())
+    mmqc.quantize_(plain, recipe, [batch], progress=False)
+    report = mmqc.quantize_(
+        weighted, recipe, [batch], progress=False, modality_weights={"text": 4.0}, inputs="quantized"
+    )
+    for a, b in zip(experts_of(plain).values(), experts_of(weighted).values(), strict=True):
+        assert torch.equal(a.down.codes(), b.down.codes())
+    assert all("measured in the floating-point model" in r.note for r in report.layers if r.role == "experts")

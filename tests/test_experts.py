@@ -235,6 +235,13 @@ def test_stack_statistics__one_scale_per_expert_and_modality(observer):
         assert ((scales / torch.tensor([own, shared, shared]) - 1).abs() < 0.012).all()
     assert statistics.seen().tolist() == [80, 4, 0]
     assert_close(statistics.hessian[1], x[80:84].double().T @ x[80:84].double())
+    uneven = StackStatistics(3, spec, hessian=True, row_weights={"text": 0.25, "visual": 3.0})
+    uneven.update(x, rows, modality)
+    wanted = sum(
+        a * x[:80][modality[:80] == m].double().T @ x[:80][modality[:80] == m].double()
+        for m, a in ((0, 0.25), (1, 3.0))
+    )
+    assert_close(uneven.hessian[0], wanted)
     assert statistics.scales(dataclasses.replace(spec, per_modality=False), language=True).shape == (3, 1)
 
 
