@@ -95,7 +95,7 @@ def quantize_experts(
     for row in built.layers:
         folded = tuple(w for w in words.get(row.fqn, ()) if not w.startswith("rotated"))
         row.transforms = (*folded, *_rotations(prog, row.fqn, layers), *row.transforms)
-        row.note = "; ".join(filter(None, (row.note, _factors(config, folded))))
+        row.note = "; ".join(filter(None, (row.note, _factors(config, folded), _weights_alone(config, row.tower))))
         row.sqnr = losses[next(m for m in built.modules if row.fqn.startswith(f"{m}."))].sqnr()
     return built
 
@@ -107,6 +107,17 @@ def _factors(config: QuantConfig, words: tuple[str, ...]) -> str:
     if "channel scale in" in words:
         return "the factors of its input channels are those of the linears that read them too"
     return "no factors of its input channels were searched"
+
+
+def _weights_alone(config: QuantConfig, tower: str) -> str:
+    """What is said of stacks whose linears beside them have dynamic activations."""
+    scheme = config.scheme(tower)
+    dynamic = scheme is not None and scheme.dynamic is not None
+    return (
+        "weight-only: experts' inputs are not quantized token by token, and all channels have the same bits"
+        if dynamic
+        else ""
+    )
 
 
 def _rotations(prog: Program, fqn: str, layers: Iterable[ExpertLayer]) -> Iterator[str]:
@@ -131,7 +142,7 @@ def _chosen(
         if reason:
             built.refused += [Refusal(stack.fqn, layer.node, reason) for stack in layer.stacks]
         else:
-            yield Observed(layer, scheme, tower)
+            yield Observed(layer, dataclasses.replace(scheme, dynamic=None), tower)
 
 
 def _tower(module: str, towers: Mapping[str, str]) -> str:

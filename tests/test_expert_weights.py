@@ -96,3 +96,12 @@ def test_experts__modality_weights_and_quantized_inputs():
     for a, b in zip(experts_of(plain).values(), experts_of(weighted).values(), strict=True):
         assert torch.equal(a.down.codes(), b.down.codes())
     assert all("measured in the floating-point model" in r.note for r in report.layers if r.role == "experts")
+
+
+@pytest.mark.parametrize("make", [mmqc.recipes.per_token, mmqc.recipes.quik])
+def test_experts__beside_dynamic_activations_are_weight_only_and_said_to_be(make):
+    model, report = quantized(mixture(), dataclasses.replace(make(4, 4), keep=("router", "head")))
+    rows = [r for r in report.layers if r.role == "experts"]
+    assert {r.scheme for r in rows} == {"W4A16"}
+    assert all("weight-only: experts' inputs are not quantized token by token" in r.note for r in rows)
+    assert all(s.activation_bits is None for s in model.modules() if isinstance(s, QuantStack))
