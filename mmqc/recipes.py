@@ -78,12 +78,10 @@ def gptq(
         group_size: input channels per weight scale; None means one scale per output channel.
         symmetric: False: a zero point beside every scale.
         act_order: input channels in order of falling magnitude.
-        static_groups: the groups' scales are fitted before the sweep; False, when their turn comes, needs
-            ``act_order=False``.
+        static_groups: groups' scales are fitted before the sweep; False, when their turn comes, needs ``act_order=False``.
         damping: this part of its mean diagonal is added to the inputs' second moment.
         head_bits: of the output head's weight; None leaves the head in floating point.
-        activation_bits: static, one scale a tensor, so that ``with_integer_scales`` applies; None, weight-only.  Beside them
-            weights are symmetric.
+        activation_bits: static, one scale a tensor, beside symmetric weights; None, weight-only.
     """
     granularity = PerGroup(group_size) if group_size else PerRow()
     weight = WeightSpec(weight_bits, granularity, "gptq", symmetric, act_order, static_groups, damping)
@@ -117,8 +115,7 @@ def awq(
         loss: ``layer``, the scaled linears' own output error, or ``block``, the attention's or the MLP's, as in the authors'
             code: every exponent is then tried by running it.
         head_bits: of the output head's weight; None leaves the head in floating point.
-        activation_bits: static, one scale a tensor, so that ``with_integer_scales`` applies; None, weight-only.  Beside them
-            weights are symmetric; the search for factors does not know of them.
+        activation_bits: static, one scale a tensor, beside symmetric weights, not seen by the search; None, weight-only.
     """
     granularity = PerGroup(group_size) if group_size else PerRow()
     activation = ActivationSpec(activation_bits) if activation_bits else None
