@@ -61,29 +61,40 @@ class Experts:
         scale = torch.rand(*shape[:2], *([-(-self.k // group)] if group else []), device=self.run.device) * 0.01
         return codes if bits == 8 else pack(codes, bits), scale
 
+    def zeros(self, scale: torch.Tensor, bits: int, zero: bool) -> torch.Tensor | None:
+        top = 2 ** (bits - 1)
+        return torch.randint(-top, top, scale.shape, dtype=torch.int8, device=scale.device) if zero else None
+
     def ours(
-        self, bits: int, group: int, integer: bool, config: MatmulConfig | None = None
+        self, bits: int, group: int, integer: bool, zero: bool, config: MatmulConfig | None = None
     ) -> Callable[[], torch.Tensor]:
         w, scale = self.weight(bits, group)
+        z = self.zeros(scale, bits, zero)
         x, rows = (self.x_q, self.row_scale) if integer else (self.x, None)
         return lambda: grouped_matmul(
-            x, w, scale, self.offsets, None, rows, bits=bits, group_size=group, out_dtype=self.run.dtype, out=self.out,
-            config=config,
+            x, w, scale, self.offsets, None, rows, bits=bits, group_size=group, out_dtype=self.run.dtype, zero=z,
+            out=self.out, config=config,
         )  # fmt: skip
 
-    def error(self, bits: int, group: int, integer: bool) -> float:
+    def error(self, bits: int, group: int, integer: bool, zero: bool) -> float:
         w, scale = self.weight(bits, group)
+        z = self.zeros(scale, bits, zero)
         x, rows = (self.x_q, self.row_scale) if integer else (self.x, None)
-        y = grouped_matmul(x, w, scale, self.offsets, None, rows, bits=bits, group_size=group, out_dtype=self.run.dtype)
+        y = grouped_matmul(
+            x, w, scale, self.offsets, None, rows, bits=bits, group_size=group, out_dtype=self.run.dtype, zero=z
+        )
         wide = torch.float32 if integer else self.run.dtype
-        return relative_error(y, reference(x, w, scale, self.offsets, None, rows, bits, group, wide))
+        return relative_error(y, reference(x, w, scale, self.offsets, None, rows, bits, group, wide, z))
 
     def torch_grouped(self) -> Callable[[], torch.Tensor]:
         w = torch.randn(self.experts, self.n, self.k, device=self.run.device, dtype=self.run.dtype)
         return lambda: torch._grouped_mm(self.x, w.mT, offs=self.offsets[1:])
 
 
-SCHEMES = {"W4A16-g128": (4, 128, False), "W8A16": (8, 0, False), "W4A8": (4, 0, True), "W8A8": (8, 0, True)}
+SCHEMES = {  # name: (bits, group, integer inputs, zero points)
+    "W4A16-g128": (4, 128, False, False), "W4A16-g128-asym": (4, 128, False, True), "W8A16": (8, 0, False, False),
+    "W4A8": (4, 0, True, False), "W8A8": (8, 0, True, False),
+}  # fmt: skip
 
 
 def median(run: Run, call: Callable[[], object]) -> float:
@@ -112,10 +123,8 @@ def measure(run: Run, name: str, shape: tuple[int, int, int, int], tokens: int, 
     """One shape and number of tokens, all schemes."""
     place = run.times.setdefault(f"{name}/{tokens}", {})
     experts = Experts(run, *shape, tokens)
-    for scheme, (bits, group, integer) in SCHEMES.items():
-        error = run.attempt(
-            f"{name}/{tokens} {scheme} error", lambda b=bits, g=group, i=integer: experts.error(b, g, i)
-        )
+    for scheme, operands in SCHEMES.items():
+        error = run.attempt(f"{name}/{tokens} {scheme} error", lambda o=operands: experts.error(*o))
         if error is not None:
             run.errors[f"{name}/{tokens}/{scheme}"] = error
         for config in (None, *(TILES if tune else ())):
@@ -124,7 +133,7 @@ def measure(run: Run, name: str, shape: tuple[int, int, int, int], tokens: int, 
                 if config is None
                 else f"{scheme} {config.block_m}x{config.block_n}x{config.block_k}/{config.num_warps}"
             )
-            work = lambda b=bits, g=group, i=integer, c=config: median(run, experts.ours(b, g, i, c))  # noqa: E731
+            work = lambda o=operands, c=config: median(run, experts.ours(*o, c))  # noqa: E731
             time = run.attempt(f"{name}/{tokens} {what}", work)
             if time is not None:
                 place[what] = time

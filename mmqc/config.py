@@ -68,13 +68,14 @@ class Scheme:
         )
 
     def __str__(self) -> str:
-        """The field's shorthand, e.g. W4A8, W4A16-g128 or, with integer scales, W4A8-g128-i1024."""
+        """The field's shorthand, e.g. W4A8, W4A16-g128-asym or, with integer scales, W4A8-g128-i1024."""
         if (d := self.dynamic) is not None:
             share = f" + {d.high_fraction:g} at {d.high_bits}" if d.high_fraction else ""
             share += f" + {d.lowest_fraction:g} at {d.lowest_bits}" if d.lowest_fraction else ""
             return f"W{self.weight.bits}A{d.bits}{share}{'' if d.packed else ', weights in int8'}"
         group = f"-g{self.weight.group_size}" if self.weight.group_size else ""
         group += f"-i{self.weight.amplifier}" if self.weight.amplifier is not None else ""
+        group += "" if self.weight.symmetric else "-asym"
         return f"W{self.weight.bits}A{self.activation.bits if self.activation else 16}{group}"
 
 

@@ -5,7 +5,7 @@
     static:  x_q = quantize(x', s_x[e, modality]),  one scale per expert, or one per expert and modality     x' = H x or x
 
 Shapes:  w_q [E, N, K] int8 or packed uint8 (ops/pack.py)   s_w [E, N] or [E, N, K/g]   s_x [E, 1] or [E, 2] = (text, visual)
-         b [E, N]
+         z_w int8 like s_w, or none; of weight-only stacks   b [E, N]
 A mixture whose two linears are modules of their own is two of these, without gate and down.
 """
 
@@ -23,27 +23,32 @@ from mmqc.integer_weight import IntegerWeight
 from mmqc.modality import ModalityContext
 from mmqc.ops.pack import packed_width, unpack
 from mmqc.pointwise import Pointwise
+from mmqc.simulated import grouped_matmul as simulated_grouped_matmul
 
 
 class QuantStack(IntegerWeight):
     """The linears of all experts with integer weights and, if ``activation_bits`` is set, statically quantized inputs.
 
-    All state is plain buffers: ``qweight``, ``weight_scale`` and, where they apply, ``bias`` and ``input_scale``.
+    All state is plain buffers: ``qweight``, ``weight_scale`` and, where they apply, ``weight_zero``, ``bias`` and
+    ``input_scale``.
     """
 
     qweight: Tensor
     weight_scale: Tensor
+    weight_zero: Tensor | None
     bias: Tensor | None
     input_scale: Tensor | None
 
     def __init__(
         self, experts: int, in_features: int, out_features: int, *, weight_bits: int, activation_bits: int | None = None,
-        group_size: int = 0, bias: bool = False, input_scales: int = 0, hadamard: bool = False,
+        group_size: int = 0, bias: bool = False, input_scales: int = 0, hadamard: bool = False, zero: bool = False,
         dtype: torch.dtype = torch.float32, device: Any = None,
     ) -> None:  # fmt: skip
         super().__init__()
         if (activation_bits is None) != (input_scales == 0):
             raise ValueError("static experts have input scales, weight-only ones have none")
+        if zero and input_scales:
+            raise ValueError("zero points are those of weight-only experts")
         self.float_dtype = dtype  # of the experts that these stand for
         self.experts, self.in_features, self.out_features = experts, in_features, out_features
         self.weight_bits, self.activation_bits, self.group_size = weight_bits, activation_bits, group_size
@@ -52,6 +57,7 @@ class QuantStack(IntegerWeight):
         shapes = {
             "qweight": ((experts, out_features, packed_width(in_features, self.storage_bits)), stored),
             "weight_scale": ((experts, out_features, *groups), torch.float32),
+            "weight_zero": ((experts, out_features, *groups), torch.int8) if zero else None,
             "bias": ((experts, out_features), dtype) if bias else None,
             "input_scale": ((experts, input_scales), torch.float32) if input_scales else None,
         }
@@ -70,9 +76,10 @@ class QuantStack(IntegerWeight):
             column = 0 if visual is None or self.input_scale.shape[1] == 1 else visual.long()
             row_scale = self.input_scale[rows.experts(), column]
             x = _quantized(x, row_scale, self.activation_bits or 8)
-        return torch.ops.mmqc.grouped_matmul(
+        multiply = simulated_grouped_matmul if self.simulate else torch.ops.mmqc.grouped_matmul
+        return multiply(
             x, self.qweight, self.weight_scale, rows.offsets, self.bias, row_scale, self.storage_bits, self.group_size,
-            dtype,
+            dtype, self.weight_zero,
         )  # fmt: skip
 
     def extra_repr(self) -> str:

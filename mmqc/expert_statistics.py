@@ -1,6 +1,6 @@
-"""What each expert's inputs looked like: ranges per expert and modality, and for GPTQ a second moment per expert.
+"""What each expert's inputs looked like: ranges per expert and modality, and where the solver needs it a second moment per expert.
 
-    low, high[e, m] = extremes of the rows routed to expert e of modality m          H_e = sum over its rows of x xᵀ
+    low, high[e, m] = extremes of the rows routed to expert e of modality m          H_e = sum over its rows of a_m x xᵀ
 
 A row that is zero throughout is not routed: where every expert computes every token, the router multiplies by zero instead.
 Experts with few rows have no range to go by: theirs is that of all experts' rows.
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .calibrate import _BINS, _BINS_PER_OCTAVE, _LOWEST, MIXED, TEXT, VISUAL, Range
+from .calibrate import _BINS, _BINS_PER_OCTAVE, _LOWEST, EQUAL, MIXED, TEXT, VISUAL, Range
 from .config import ActivationSpec, Scheme
 from .expert_call import BATCHED, Rows
 from .find_experts import ExpertLayer, Stack, multiplier
@@ -38,8 +38,11 @@ class StackStatistics:
         hessian: float64 [E, K, K].
     """
 
-    def __init__(self, experts: int, spec: ActivationSpec | None, hessian: bool) -> None:
+    def __init__(
+        self, experts: int, spec: ActivationSpec | None, hessian: bool, row_weights: Mapping[str, float] = EQUAL
+    ) -> None:
         self.spec, self.wants_hessian = spec, hessian
+        self.row_weights = [row_weights.get(name, 1.0) for name in MODALITIES]  # a_m
         self.rows = torch.zeros(experts, 3, dtype=torch.int64)
         self.low = torch.full((experts, 3), float("inf"))
         self.high = torch.full((experts, 3), float("-inf"))
@@ -63,16 +66,17 @@ class StackStatistics:
             counted = torch.bincount(bins.flatten().cpu(), minlength=experts * 3 * _BINS).view(experts, 3, _BINS)
             self.histogram = counted if self.histogram is None else self.histogram + counted
         if self.wants_hessian:
-            self._update_hessian(x.float(), rows.offsets.tolist())
+            self._update_hessian(x.float(), modality, rows.offsets.tolist())
 
-    def _update_hessian(self, x: Tensor, bounds: list[int]) -> None:
+    def _update_hessian(self, x: Tensor, modality: Tensor, bounds: list[int]) -> None:
         if self.hessian is None:
             width = x.shape[1]
             self.hessian = torch.zeros(len(bounds) - 1, width, width, dtype=torch.float64, device=x.device)
+        weight = torch.tensor(self.row_weights, dtype=torch.float64, device=x.device)[modality, None]
         for e, (start, end) in enumerate(itertools.pairwise(bounds)):
             if start < end:
                 part = x[start:end].double()
-                self.hessian[e] += part.T @ part
+                self.hessian[e] += part.T @ (part * weight[start:end])
 
     def seen(self) -> Tensor:
         """Rows of each expert, int64 [E]."""
@@ -104,13 +108,13 @@ class StackStatistics:
             columns.append([self.range([e], modalities).scale(spec) if enough[e] else shared for e in everyone])
         return torch.tensor(columns, dtype=torch.float32).T.contiguous()
 
-    def note(self, static: bool, solver: str) -> str:
+    def note(self, static: bool) -> str:
         """What experts without rows, or with few, got instead of what was asked for."""
         seen = self.seen()
         none, few = int((seen == 0).sum()), int(((seen > 0) & (seen < ENOUGH_ROWS)).sum())
         parts = []
         if none:
-            what = ["rounded to nearest"] if solver == "gptq" else []
+            what = ["rounded to nearest"] if self.wants_hessian else []
             what += ["the input scale of all experts"] if static else []
             parts.append(f"{none} of {len(seen)} experts saw no token" + (f": {', '.join(what)}" if what else ""))
         if few and static:
@@ -134,7 +138,7 @@ class Observed:
     @property
     def needs_data(self) -> bool:
         """Whether anything of its scheme depends on its inputs."""
-        return self.scheme.activation is not None or self.scheme.weight.solver == "gptq"
+        return self.scheme.activation is not None or self.scheme.weight.needs_hessian
 
 
 def _modality(observed: Observed, rows: Rows, x: Tensor, context: ModalityContext | None) -> Tensor:
@@ -157,7 +161,7 @@ Transform = Callable[[Stack, Tensor], Tensor]
 @torch.no_grad()
 def expert_statistics(
     model: nn.Module, batches: Iterable[Mapping[str, Any]], watched: Iterable[Observed], context: ModalityContext | None,
-    transform: Transform,
+    transform: Transform, row_weights: Mapping[str, float] = EQUAL,
 ) -> dict[str, StackStatistics]:  # fmt: skip
     """Run the batches and return what every stack's inputs looked like, by the parameter's name.
 
@@ -167,6 +171,7 @@ def expert_statistics(
         watched: the modules to observe.
         context: tells visual from text rows; attached to ``model``.
         transform: what a stack's weight multiplies, of what it is given (an online Hadamard's output).
+        row_weights: what a row of each modality counts in second moments.
     """
     found: dict[str, StackStatistics] = {}
     multiply = multiplier(model)
@@ -185,9 +190,11 @@ def expert_statistics(
 
     with ExitStack() as hooks:
         for each in watched:
-            gptq = each.scheme.weight.solver == "gptq"
+            hessian = each.scheme.weight.needs_hessian
             for stack in each.layer.stacks:
-                found[stack.fqn] = StackStatistics(each.layer.call.experts, each.scheme.activation, gptq)
+                found[stack.fqn] = StackStatistics(
+                    each.layer.call.experts, each.scheme.activation, hessian, row_weights
+                )
             hook = functools.partial(observe, each)
             handle = model.get_submodule(each.layer.module).register_forward_pre_hook(hook, with_kwargs=True)
             hooks.callback(handle.remove)

@@ -15,12 +15,16 @@ SCALES = ("weight_scale", "input_scale")  # float32 whatever the model's dtype
 
 
 class IntegerWeight(OnlineHadamard):
-    """Base class; ``float_dtype`` is that of the float weight that the codes stand for."""
+    """Base class; ``float_dtype`` is that of the float weight that the codes stand for.
+
+    With ``simulate`` (see ``modules.simulate``) the products are computed in floating point, without a kernel.
+    """
 
     weight_bits: int
     activation_bits: int | None
     group_size: int
     float_dtype: torch.dtype
+    simulate = False
 
     @property
     def storage_bits(self) -> int:
@@ -29,8 +33,10 @@ class IntegerWeight(OnlineHadamard):
 
     @property
     def scheme(self) -> str:
-        """E.g. W4A16-g128."""
-        return f"W{self.weight_bits}A{self.activation_bits or 16}{f'-g{self.group_size}' if self.group_size else ''}"
+        """E.g. W4A16-g128, W4A16-g128-asym with zero points."""
+        group = f"-g{self.group_size}" if self.group_size else ""
+        group += "" if self._buffers.get("weight_zero") is None else "-asym"
+        return f"W{self.weight_bits}A{self.activation_bits or 16}{group}"
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         scales = {name: self._buffers.get(name) for name in SCALES}

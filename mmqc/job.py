@@ -167,11 +167,15 @@ class Job:
     def experts(self, prog: Program) -> BuiltExperts:
         """Stacked experts, which no linear module holds."""
         self.bar.say("quantizing experts")
-        return quantize_experts(
+        built = quantize_experts(
             self.model, prog, self.config, lambda: map(self.call, self.batches),
             lambda: map(self.call, self.batches[:: max(1, len(self.batches) // MEASURED_BATCHES)][:MEASURED_BATCHES]),
-            context=self.context, wanted=self.filter_fn,
+            context=self.context, wanted=self.filter_fn, row_weights=self.options.row_weights,
         )  # fmt: skip
+        if self.options.inputs == "quantized":
+            for layer in built.layers:
+                layer.note = "; ".join(filter(None, (layer.note, "measured in the floating-point model")))
+        return built
 
     def unreached(self) -> Iterator[Refusal]:
         """Linears of modules that the model has and the batches do not use."""

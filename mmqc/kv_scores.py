@@ -26,6 +26,7 @@ from transformers.masking_utils import sdpa_mask
 from . import ops as _ops  # noqa: F401
 from .cache import decoder_config
 from .config import KVSpec, QuantConfig
+from .eval_mode import evaluating
 from .modality import ModalityContext, attached, visual_token_ids
 from .ops.kv_attention import calibrate
 from .ops.kv_words import unpack_words
@@ -94,17 +95,15 @@ def observe(model: nn.Module, batches: Iterable[Batch]) -> Seen:
             break
     else:
         return Seen({})
-    before, modes = text._attn_implementation, {m: m.training for m in model.modules()}
+    before = text._attn_implementation
     text._attn_implementation, _Watch.rows, _Watch.layers = NAME, rows, {}
-    model.eval()
     try:
-        model(**{**batch, "use_cache": False})
+        with evaluating(model):
+            model(**{**batch, "use_cache": False})
         kinds = get_layer_types_and_kwargs(text)[0]
         return Seen({i: found for i, found in sorted(_Watch.layers.items()) if kinds[i : i + 1] == ["full_attention"]})
     finally:
         text._attn_implementation, _Watch.rows, _Watch.layers = before, None, {}
-        for module, training in modes.items():
-            module.training = training
 
 
 def which(visual: Tensor, mask: Tensor | None) -> dict[int, Rows]:

@@ -17,6 +17,7 @@ from torch import Tensor
 from mmqc.modules import QuantLinear
 from mmqc.ops.pack import packed_width, unpack
 from mmqc.ops.quantize_per_token import check_parts
+from mmqc.simulated import mixed_matmul as simulated_mixed_matmul
 
 
 class MixedLinear(QuantLinear):
@@ -106,18 +107,11 @@ class MixedLinear(QuantLinear):
         """The formula at the top of the file."""
         x = self.rotated(x)
         x_q, scale, offset = torch.ops.mmqc.quantize_per_token(x, self.order, self.widths, self.activation)
-        return torch.ops.mmqc.mixed_matmul(
-            x_q,
-            scale,
-            offset,
-            self.qweights,
-            self.weight_scale,
-            self.weight_sum,
-            self.bias,
-            self.widths,
-            self.stored,
+        multiply = simulated_mixed_matmul if self.simulate else torch.ops.mmqc.mixed_matmul
+        return multiply(
+            x_q, scale, offset, self.qweights, self.weight_scale, self.weight_sum, self.bias, self.widths, self.stored,
             x.dtype,
-        )
+        )  # fmt: skip
 
     def extra_repr(self) -> str:
         """Sizes and precisions."""

@@ -139,7 +139,7 @@ def _build_rotated_norm(spec: Spec, dtype: torch.dtype) -> RotatedNorm:
 
 def _describe_stack(stack: QuantStack) -> Spec:
     scales = 0 if stack.input_scale is None else stack.input_scale.shape[1]
-    return {**_describe_integer_weight(stack), "input_scales": scales}
+    return {**_describe_integer_weight(stack), "input_scales": scales, "zero": stack.weight_zero is not None}
 
 
 def _describe_quant_experts(module: QuantExperts) -> Spec:

@@ -44,7 +44,6 @@ class QuantLinear(IntegerWeight):
     All state is plain buffers: ``qweight``, ``weight_scale`` and, where they apply, ``weight_zero``, ``bias``,
     ``input_scale``, ``group_scale``, ``outlier_index``, ``outlier_weight``.  ``modality`` is the model's ModalityContext,
     needed iff ``input_scale`` has two entries.
-    With ``simulate`` (see ``simulate``) the products are computed in floating point, without a kernel.
     """
 
     qweight: Tensor
@@ -55,7 +54,6 @@ class QuantLinear(IntegerWeight):
     input_scale: Tensor | None
     outlier_index: Tensor | None
     outlier_weight: Tensor | None
-    simulate = False
 
     def __init__(
         self, in_features: int, out_features: int, *, weight_bits: int, activation_bits: int | None, group_size: int,
@@ -205,12 +203,12 @@ def _check_spec(weight_bits: int, activation_bits: int | None, group_size: int) 
 
 @contextmanager
 def simulate(model: torch.nn.Module) -> Iterator[None]:
-    """Compute every quantized linear of ``model`` in floating point, without integer kernels, for the length of a block.
+    """Compute every quantized linear of ``model``, experts' too, in floating point, without integer kernels, in a ``with`` block.
 
-    Weights are dequantized and activations quantized and dequantized, exactly: what a static linear returns is what its integer
-    path returns, to the bit on a CPU (mmqc/simulated.py).  For accuracy studies on machines that no kernel knows.
+    Weights are dequantized and activations quantized and dequantized, exactly: what a linear returns is what its integer path
+    returns, to the bit on a CPU (mmqc/simulated.py).  For accuracy studies on machines that no kernel knows.
     """
-    linears = [m for m in model.modules() if isinstance(m, QuantLinear)]
+    linears = [m for m in model.modules() if isinstance(m, IntegerWeight)]
     for linear in linears:
         linear.simulate = True
     try:

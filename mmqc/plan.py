@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from .config import QuantConfig
+from .eval_mode import evaluating
 from .graph.kinds import kind
 from .graph.plan import Plan
 from .graph.program import PassRecord, Program
@@ -89,13 +90,8 @@ def plan(model: nn.Module, config: QuantConfig, batch: Mapping[str, Any]) -> Pla
         RecordError: the forward cannot be recorded.
     """
     start = time.perf_counter()
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
+    with evaluating(model):
         prog = record(model, {**batch, "use_cache": False} if takes_cache(model) else dict(batch))
-    finally:
-        for module, training in modes.items():
-            module.training = training
     prog.unsure = unsure_weights(model, prog.called)
     passes = exact_passes(config)
     if any(p.is_meta for p in model.parameters()):

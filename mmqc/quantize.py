@@ -14,6 +14,7 @@ from . import convert
 from .blocks import block_lists
 from .calibrate import EQUAL, TEXT, VISUAL, CalibrationError
 from .config import ConfigError, QuantConfig
+from .eval_mode import evaluating
 from .expert_modules import QuantExperts
 from .generated import with_generated
 from .job import Job
@@ -105,12 +106,10 @@ def _calibrated(
 ) -> QuantReport:
     """With the modes, hooks and devices that the job needs; all of them are as they were afterwards."""
     before = convert.size_of(model)
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
     context = attached(model) or ModalityContext.attach(model, visual_token_ids(model))
     try:
         context.text_only = not context.visual_token_ids
-        with ExitStack() as stack:
+        with evaluating(model), ExitStack() as stack:
             bar = stack.enter_context(Progress(progress, options.device or next(model.parameters()).device))
             stack.enter_context(explained(bar))
             store = _store(model, config, batches, options)
@@ -129,10 +128,6 @@ def _calibrated(
     except BaseException:
         detach(model)
         raise
-    finally:
-        model.train(modes[model])
-        for module, training in modes.items():  # parts may be in another mode than the whole
-            module.training = training
     return report
 
 

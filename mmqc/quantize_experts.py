@@ -1,6 +1,6 @@
 """``quantize_`` of the experts of a mixture: find their modules, observe their inputs, solve per expert, build, measure.
 
-    per expert e and stack:  (codes, scale)[e] = solve(W_e [Hᵀ], hessian = H_e),  s_x[e] from the rows routed to e
+    per expert e and stack:  (codes, scale, zero)[e] = solve(W_e [Hᵀ], hessian = H_e),  s_x[e] from the rows routed to e
 
 Experts that saw no token are rounded to nearest where the solver needs data, and take the input scale of all experts.
 """
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from .account import transforms
-from .calibrate import by_modality
+from .calibrate import EQUAL, by_modality
 from .config import QuantConfig, Scheme, WeightSpec
 from .expert_modules import QuantExperts, QuantStack
 from .expert_statistics import Observed, StackStatistics, expert_statistics
@@ -61,6 +61,7 @@ class BuiltExperts:
 def quantize_experts(
     model: nn.Module, prog: Program, config: QuantConfig, batches: Batches, measured: Batches, *,
     context: ModalityContext | None, wanted: Callable[[nn.Module, str], bool] | None = None,
+    row_weights: Mapping[str, float] = EQUAL,
 ) -> BuiltExperts:  # fmt: skip
     """Quantized experts for ``model``, which is not changed.
 
@@ -68,11 +69,12 @@ def quantize_experts(
         model: in floating point, exact rewrites written.
         prog: its recording; linears carry their tower.
         config: the recipe.
-        batches: calibration data as keyword arguments of a forward; called once, or more often where GPTQ's second
-            moments of all experts would take more than ``MEMORY``.
+        batches: calibration data as keyword arguments of a forward; called once, or more often where the second
+            moments of all experts, which GPTQ and AWQ's clip need, would take more than ``MEMORY``.
         measured: the data that the result is measured on.
         context: tells visual from text rows; attached to ``model``.
         wanted: torchao's ``filter_fn``.
+        row_weights: what a row of each modality counts in second moments.
     """
     words = transforms(prog)
     built = BuiltExperts(known={fqn for uses in products(prog).values() for fqn in uses})
@@ -86,15 +88,36 @@ def quantize_experts(
     transform = _Transform(behind)
     for part in _parts(model, chosen):
         needed = [each for each in part if each.needs_data]
-        seen = expert_statistics(model, batches(), needed, context, transform) if needed else {}
+        seen = expert_statistics(model, batches(), needed, context, transform, row_weights) if needed else {}
         for each in part:
             _build(model, each, seen, transform, context, built)
     losses = _measure(model, measured(), built.modules, {e.layer.module: e.language for e in chosen}, context)
     for row in built.layers:
         folded = tuple(w for w in words.get(row.fqn, ()) if not w.startswith("rotated"))
         row.transforms = (*folded, *_rotations(prog, row.fqn, layers), *row.transforms)
+        row.note = "; ".join(filter(None, (row.note, _factors(config, folded), _weights_alone(config, row.tower))))
         row.sqnr = losses[next(m for m in built.modules if row.fqn.startswith(f"{m}."))].sqnr()
     return built
+
+
+def _factors(config: QuantConfig, words: tuple[str, ...]) -> str:
+    """What the search for factors per channel did not look at: its linears are modules, and stacks are not."""
+    if config.rewrites.scales is None and config.rewrites.smooth is None:
+        return ""
+    if "channel scale in" in words:
+        return "the factors of its input channels are those of the linears that read them too"
+    return "no factors of its input channels were searched"
+
+
+def _weights_alone(config: QuantConfig, tower: str) -> str:
+    """What is said of stacks whose linears beside them have dynamic activations."""
+    scheme = config.scheme(tower)
+    dynamic = scheme is not None and scheme.dynamic is not None
+    return (
+        "weight-only: experts' inputs are not quantized token by token, and all channels have the same bits"
+        if dynamic
+        else ""
+    )
 
 
 def _rotations(prog: Program, fqn: str, layers: Iterable[ExpertLayer]) -> Iterator[str]:
@@ -119,7 +142,7 @@ def _chosen(
         if reason:
             built.refused += [Refusal(stack.fqn, layer.node, reason) for stack in layer.stacks]
         else:
-            yield Observed(layer, scheme, tower)
+            yield Observed(layer, dataclasses.replace(scheme, dynamic=None), tower)
 
 
 def _tower(module: str, towers: Mapping[str, str]) -> str:
@@ -163,7 +186,7 @@ def _parts(model: nn.Module, chosen: list[Observed]) -> Iterator[list[Observed]]
     part: list[Observed] = []
     held = 0
     for each in chosen:
-        shapes = [dense(model, s).shape for s in each.layer.stacks] if each.scheme.weight.solver == "gptq" else []
+        shapes = [dense(model, s).shape for s in each.layer.stacks] if each.scheme.weight.needs_hessian else []
         size = sum(8 * shape[0] * shape[2] ** 2 for shape in shapes)
         if part and held + size > MEMORY:
             yield part
@@ -193,7 +216,7 @@ def _build(
         statistics, scale = seen.get(stack.fqn), scales[stack.fqn]
         module, error, note = _solved(model, stack, each.scheme, statistics, scale, transform)
         if statistics is not None:
-            note = "; ".join(filter(None, (statistics.note(spec is not None, each.scheme.weight.solver), note)))
+            note = "; ".join(filter(None, (statistics.note(spec is not None), note)))
         stacks.append(module)
         built.layers.append(
             LayerReport(
@@ -220,7 +243,8 @@ def _solved(
     made = QuantStack(
         experts, width, outputs, weight_bits=scheme.weight.bits, group_size=scheme.weight.group_size,
         activation_bits=None if input_scale is None else 8, input_scales=0 if input_scale is None else input_scale.shape[1],
-        bias=bias is not None, hadamard=stack.fqn in transform.stacks, dtype=weights.dtype, device=weights.device,
+        bias=bias is not None, hadamard=stack.fqn in transform.stacks, zero=not scheme.weight.symmetric, dtype=weights.dtype,
+        device=weights.device,
     )  # fmt: skip
     if input_scale is not None and made.input_scale is not None:
         made.input_scale.copy_(input_scale)
@@ -229,8 +253,6 @@ def _solved(
     lost, size, notes = 0.0, 0.0, set[str]()
     if scheme.weight.amplifier is not None:
         notes.add("integer scales are computed with as floats: grouped_matmul has no integer form")
-    if not scheme.weight.symmetric:
-        notes.add("symmetric: experts have no zero points")
     for e in range(experts):
         w = transform(stack, weights[e].double() if weights.dtype == torch.float64 else weights[e].float())
         hessian = None if statistics is None or statistics.hessian is None else statistics.hessian[e]
@@ -238,14 +260,16 @@ def _solved(
         solved = solve(w, _spec(scheme.weight, saw), hessian if saw else None, name=f"{stack.fqn}[{e}]")
         made.qweight[e] = solved.codes if made.storage_bits == 8 else pack(solved.codes, made.storage_bits)
         made.weight_scale[e] = solved.scale
+        if solved.zero is not None and made.weight_zero is not None:
+            made.weight_zero[e] = solved.zero
         lost, size = lost + float((w - solved.dequantize()).norm() ** 2), size + float(w.norm() ** 2)
         notes.add(solved.note)
     return made, math.sqrt(lost / size) if size else math.nan, "; ".join(sorted(filter(None, notes)))
 
 
 def _spec(spec: WeightSpec, saw: bool) -> WeightSpec:
-    solver = "rtn" if spec.solver == "gptq" and not saw else spec.solver
-    return dataclasses.replace(spec, solver=solver, symmetric=True)
+    """Rounding to nearest in place of what needs data, for an expert that no token reached."""
+    return dataclasses.replace(spec, solver="rtn") if spec.needs_hessian and not saw else spec
 
 
 def _measure(

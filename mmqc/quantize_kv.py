@@ -20,6 +20,7 @@ from .cache_generate import attach, detach
 from .calibrate import CalibrationError
 from .calibrate_kv import observe_queries, search_tau
 from .config import KVSpec, QuantConfig, Rewrites
+from .eval_mode import evaluating
 from .hf import MmqcConfig, attach_config
 from .modality import attached
 from .modality import detach as forget_modality
@@ -67,7 +68,7 @@ def quantize_kv(
             report = quantize(model, weights, batches, then=search, **options)
         else:
             report = QuantReport(weights, [], [], [])
-            with _evaluating(model):
+            with evaluating(model):
                 search(dict)
         attach(model, found)
     report.config = report.config.replace(kv=found)
@@ -114,18 +115,6 @@ def _undone(model: nn.Module, text: Any) -> Iterator[None]:
         if context is None:
             forget_modality(model)
         raise
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Every module in eval mode, and then as it was."""
-    modes = {m: m.training for m in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes.items():
-            module.training = training
 
 
 def _save(model: Any, config: QuantConfig) -> None:

@@ -69,21 +69,23 @@ def gptq(
     static_groups: bool = True,
     damping: float = 0.01,
     head_bits: int | None = None,
+    activation_bits: int | None = None,
 ) -> QuantConfig:
-    """GPTQ (arXiv:2210.17323, Algorithm 1): weight-only, each rounding error made up for by the channels after it.
+    """GPTQ (arXiv:2210.17323, Algorithm 1): each rounding error of a weight is made up for by the channels after it.
 
     Args:
         weight_bits: 2, 3, 4 or 8.
         group_size: input channels per weight scale; None means one scale per output channel.
         symmetric: False: a zero point beside every scale.
         act_order: input channels in order of falling magnitude.
-        static_groups: the groups' scales are fitted before the sweep; False, when their turn comes, needs
-            ``act_order=False``.
+        static_groups: groups' scales are fitted before the sweep; False, when their turn comes, needs ``act_order=False``.
         damping: this part of its mean diagonal is added to the inputs' second moment.
         head_bits: of the output head's weight; None leaves the head in floating point.
+        activation_bits: static, one scale a tensor, beside symmetric weights; None, weight-only.
     """
     granularity = PerGroup(group_size) if group_size else PerRow()
-    scheme = Scheme(WeightSpec(weight_bits, granularity, "gptq", symmetric, act_order, static_groups, damping))
+    weight = WeightSpec(weight_bits, granularity, "gptq", symmetric, act_order, static_groups, damping)
+    scheme = Scheme(weight, ActivationSpec(activation_bits) if activation_bits else None)
     return QuantConfig(vision=scheme, projector=scheme, language=scheme, head=_head(head_bits))
 
 
@@ -97,8 +99,9 @@ def awq(
     shared_heads: Literal["average", "skip"] = "average",
     loss: Literal["layer", "block"] = "layer",
     head_bits: int | None = None,
+    activation_bits: int | None = None,
 ) -> QuantConfig:
-    """AWQ (arXiv:2306.00978, section 3.2): weight-only, channels of large inputs get large weights before rounding.
+    """AWQ (arXiv:2306.00978, section 3.2): channels of large inputs get large weights before rounding.
 
     Both towers and the projector; a factor goes from a norm or a linear into the linears behind it wherever that is exact.
 
@@ -112,9 +115,11 @@ def awq(
         loss: ``layer``, the scaled linears' own output error, or ``block``, the attention's or the MLP's, as in the authors'
             code: every exponent is then tried by running it.
         head_bits: of the output head's weight; None leaves the head in floating point.
+        activation_bits: static, one scale a tensor, beside symmetric weights, not seen by the search; None, weight-only.
     """
     granularity = PerGroup(group_size) if group_size else PerRow()
-    scheme = Scheme(WeightSpec(weight_bits, granularity, solver, symmetric))
+    activation = ActivationSpec(activation_bits) if activation_bits else None
+    scheme = Scheme(WeightSpec(weight_bits, granularity, solver, symmetric), activation)
     rewrites = Rewrites(scales=ChannelScales(duo=duo, shared_heads=shared_heads, loss=loss))
     return QuantConfig(vision=scheme, projector=scheme, language=scheme, head=_head(head_bits), rewrites=rewrites)
 

@@ -8,6 +8,9 @@ from models import randomise
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import mmqc
+from mmqc.expert_modules import QuantExperts
+
 INNER, EXPERTS, CHOSEN = 12, 5, 2
 
 
@@ -154,3 +157,31 @@ def mixture(form: str = "routed", allowed: int = EXPERTS, seed: int = 0) -> Mixt
 def tokens(rows: int = 4, length: int = 25, seed: int = 0) -> dict[str, Tensor]:
     """A batch."""
     return {"input_ids": torch.randint(0, VOCAB, (rows, length), generator=torch.Generator().manual_seed(seed))}
+
+
+def experts_of(model):
+    return {name: m for name, m in model.named_modules() if isinstance(m, QuantExperts)}
+
+
+def quantized(model, recipe, batches=None):
+    report = mmqc.quantize_(model, recipe, batches or [tokens()], progress=False)
+    return model, report
+
+
+def logits(model, batch):
+    with torch.no_grad():
+        return model(**batch)
+
+
+def by_hand(model, batch):
+    """For every expert the rows that it sees, and what its second linear reads, from the routing in plain torch."""
+    h = model.embed(batch["input_ids"])
+    x = model.norm(h).reshape(-1, h.shape[-1])
+    index = model.router(x)[:, : model.allowed].softmax(-1).topk(CHOSEN).indices
+    rows, inner = [], []
+    for e in range(EXPERTS):
+        mine = x[(index == e).any(-1)]
+        gate, up = F.linear(mine, model.experts.up[e]).chunk(2, dim=-1)
+        rows.append(mine.detach())
+        inner.append((F.silu(gate) * up).detach())
+    return rows, inner

@@ -2,7 +2,7 @@
 
 import torch
 
-from mmqc.ops.pack import pack
+from mmqc.ops.pack import pack, unpack
 
 COUNTS = {
     "uneven": [3, 0, 5, 1],
@@ -19,6 +19,16 @@ def stacked(n: int, k: int, bits: int, group: int) -> tuple[torch.Tensor, torch.
     scale = torch.rand(4, n, -(-k // group)) if group else torch.rand(4, n)
     spread = scale.repeat_interleave(group, -1)[..., :k] if group else scale[..., None]
     return codes if bits == 8 else pack(codes, bits), scale, torch.randn(4, n), codes.double() * spread.double()
+
+
+def with_zeros(n: int, k: int, bits: int, group: int) -> tuple[torch.Tensor, ...]:
+    """Four experts with zero points: (stored weights, scales, bias, dense float64 weights, zero points)."""
+    w, scale, bias, _ = stacked(n, k, bits, group)
+    top = 2 ** (bits - 1)
+    zero = torch.randint(-top, top, scale.shape, dtype=torch.int8)
+    codes = w if bits == 8 else unpack(w, k, bits)
+    spread = [t.repeat_interleave(group, -1)[..., :k] if group else t[..., None] for t in (zero, scale)]
+    return w, scale, bias, (codes.double() - spread[0].double()) * spread[1].double(), zero
 
 
 def offsets(counts: list[int]) -> torch.Tensor:

@@ -7,7 +7,21 @@ import re
 
 import pytest
 import torch
-from mixtures import CHOSEN, EXPERTS, FORMS, INNER, Mixture, Normalised, Routed, Scaled, mixture, tokens
+from mixtures import (
+    EXPERTS,
+    FORMS,
+    INNER,
+    Mixture,
+    Normalised,
+    Routed,
+    Scaled,
+    by_hand,
+    experts_of,
+    logits,
+    mixture,
+    quantized,
+    tokens,
+)
 from models import randomise
 from tiny_families import FAMILIES
 from tolerance import assert_close
@@ -26,20 +40,6 @@ from mmqc.ops.pack import pack
 from mmqc.solvers import solve
 
 W8 = mmqc.recipes.rtn(8)
-
-
-def experts_of(model):
-    return {name: m for name, m in model.named_modules() if isinstance(m, QuantExperts)}
-
-
-def quantized(model, recipe, batches=None):
-    report = mmqc.quantize_(model, recipe, batches or [tokens()], progress=False)
-    return model, report
-
-
-def logits(model, batch):
-    with torch.no_grad():
-        return model(**batch)
 
 
 # --- finding ----------------------------------------------------------------------------------------------------------
@@ -144,20 +144,6 @@ def test_experts__quantized_inputs_in_groups_are_the_dequantized_product():
 # --- static inputs ----------------------------------------------------------------------------------------------------
 
 
-def by_hand(model, batch):
-    """For every expert the rows that it sees, and what its second linear reads, from the routing in plain torch."""
-    h = model.embed(batch["input_ids"])
-    x = model.norm(h).reshape(-1, h.shape[-1])
-    index = model.router(x)[:, : model.allowed].softmax(-1).topk(CHOSEN).indices
-    rows, inner = [], []
-    for e in range(EXPERTS):
-        mine = x[(index == e).any(-1)]
-        gate, up = F.linear(mine, model.experts.up[e]).chunk(2, dim=-1)
-        rows.append(mine.detach())
-        inner.append((F.silu(gate) * up).detach())
-    return rows, inner
-
-
 def absmax_scale(x):
     return max(float(-x.min()) / 128, float(x.max()) / 127)
 
@@ -249,6 +235,13 @@ def test_stack_statistics__one_scale_per_expert_and_modality(observer):
         assert ((scales / torch.tensor([own, shared, shared]) - 1).abs() < 0.012).all()
     assert statistics.seen().tolist() == [80, 4, 0]
     assert_close(statistics.hessian[1], x[80:84].double().T @ x[80:84].double())
+    uneven = StackStatistics(3, spec, hessian=True, row_weights={"text": 0.25, "visual": 3.0})
+    uneven.update(x, rows, modality)
+    wanted = sum(
+        a * x[:80][modality[:80] == m].double().T @ x[:80][modality[:80] == m].double()
+        for m, a in ((0, 0.25), (1, 3.0))
+    )
+    assert_close(uneven.hessian[0], wanted)
     assert statistics.scales(dataclasses.replace(spec, per_modality=False), language=True).shape == (3, 1)
 
 
@@ -309,13 +302,22 @@ def test_experts__copy_cast_and_spec():
         mmqc.quantize_(model, W8, [tokens()], progress=False)
 
 
-def test_experts__saved_and_loaded_by_transformers(tmp_path):
+RECIPES = {
+    "static": mmqc.recipes.mquant(4, solver="rtn"),
+    "zero points": mmqc.recipes.awq(4, 16, symmetric=False),
+    "gptq, zero points": mmqc.recipes.gptq(3, symmetric=False),
+}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_experts__saved_and_loaded_by_transformers(tmp_path, recipe):
     model, batch = FAMILIES["mixtral"]()
-    report = mmqc.quantize_(model, mmqc.recipes.mquant(4, solver="rtn"), [batch], progress=False)
+    report = mmqc.quantize_(model, RECIPES[recipe], [batch], progress=False)
     rows = [r for r in report.layers if r.role == "experts"]
     assert len(experts_of(model)) == 2
     assert len(rows) == 4
-    assert any("online" in t for r in rows for t in r.transforms)
+    assert any("online" in t for r in rows for t in r.transforms) == (recipe == "static")
+    assert all(r.scheme.endswith("-asym") for r in rows) == (recipe != "static")
     assert not [r for r in report.refused if "experts" in r.fqn]
     model.save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
@@ -333,9 +335,12 @@ def test_experts__are_one_graph():
 
 
 @pytest.mark.slow
-def test_experts__compiled():
+@pytest.mark.parametrize(
+    "recipe", [mmqc.recipes.rtn(4, 8), mmqc.recipes.awq(4, 8, symmetric=False)], ids=["A8", "zeros"]
+)
+def test_experts__compiled(recipe):
     torch._dynamo.reset()
-    model, _ = quantized(mixture("interleaved").float(), mmqc.recipes.rtn(4, 8))
+    model, _ = quantized(mixture("interleaved").float(), recipe)
     batch = tokens()
     compiled = torch.compile(model, backend="mmqc", fullgraph=True)
     assert_close(logits(compiled, batch), logits(model, batch))

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import mmqc
 from mmqc import recipes
+from mmqc.config import ConfigError, QuantConfig
 from mmqc.modules import QuantLinear, simulate
 
 
@@ -48,6 +49,33 @@ def test_simulate__is_the_integer_path_code_for_code(amplifier: Any) -> None:
     assert torch.equal(simulated, expected)
     assert len(integer) == len(seen) == len(hooks)
     assert all(torch.equal(a, b) for a, b in zip(integer, seen, strict=True))
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        recipes.rtn(4, 8, group_size=8),
+        recipes.gptq(4, 8, activation_bits=8),
+        recipes.awq(4, 8, activation_bits=8),
+        recipes.mquant(4, group_size=8),
+    ],
+    ids=["rtn", "gptq", "awq", "mquant"],
+)
+def test_integer_scale__goes_with_every_recipe(recipe: QuantConfig) -> None:
+    model = Small()
+    report = quantize(model, recipe.with_integer_scales(1024))
+    found = linears(model)
+    assert found
+    assert all(linear.group_scale is not None and linear.activation_bits == 8 for linear in found.values())
+    assert all("amplifier 1024, sums below" in layer.note for layer in report.layers)
+    scaled = any("channel scale in" in layer.transforms for layer in report.layers)
+    assert scaled == (recipe.rewrites.scales is not None)
+
+
+def test_recipes__zero_points_beside_quantized_activations_are_refused() -> None:
+    for make in (recipes.gptq, recipes.awq):
+        with pytest.raises(ConfigError, match=r"WeightSpec\.symmetric"):
+            make(4, 8, symmetric=False, activation_bits=8)
 
 
 def test_integer_scale__layers_that_could_overflow_are_listed() -> None:

@@ -43,6 +43,37 @@ def multiply_groups_tile(
 
 
 @triton.jit
+def sum_groups_tile(
+    x_rows, w_rows, row_mask, scale_rows, first, last, K, STORED, INTEGER: tl.constexpr, PACKED: tl.constexpr,
+    GROUP: tl.constexpr, ALIGNED: tl.constexpr, EVEN_K: tl.constexpr, PTX: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Sums [BN, BM] over the stored columns first … last of groups' exact int32 sums times their scales, at ``scale_rows`` [BN].
+
+    INTEGER: int32, of integer scales; else float32, times 16 for packed codes (int4_codes.py).
+    """
+    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.int32 if INTEGER else tl.float32)
+    for start in range(first, last, BLOCK_K):
+        k = start + tl.arange(0, BLOCK_K)
+        w = load_w_tile(w_rows, k, STORED, EVEN_K)  # [BN, BK]
+        x = load_x_tile(x_rows, k, row_mask, tl.minimum(STORED, K), EVEN_K)  # [BM, BK]
+        if PACKED:
+            high = k + STORED
+            x_high = load_x_tile(x_rows, high, row_mask, K, EVEN_K)
+            if INTEGER:
+                w, w_high = int4_as_codes(w, PTX)
+            else:
+                w, w_high = int4_as_int8(w, PTX)
+            acc = multiply_groups_tile(w, x, acc, scale_rows, start, k, STORED, GROUP, ALIGNED, BLOCK_K)
+            acc = multiply_groups_tile(
+                w_high, x_high, acc, scale_rows, start + STORED, high, K, GROUP, ALIGNED, BLOCK_K
+            )
+        else:
+            acc = multiply_groups_tile(w, x, acc, scale_rows, start, k, K, GROUP, ALIGNED, BLOCK_K)
+    return acc
+
+
+@triton.jit
 def store_grouped_tile(
     acc, y_ptr, x_scale_ptr, row_ptr, w_scale_ptr, bias_ptr, rows, cols, M, N, stride_y,
     KIND: tl.constexpr, HAS_BIAS: tl.constexpr, INTEGER: tl.constexpr, FACTOR: tl.constexpr,
@@ -82,7 +113,6 @@ def group_scaled_matmul_kernel(
     stride_y, N = pick(which, stride_y, stride_y1, stride_y2, LINEARS), pick(which, N, N1, N2, LINEARS)
     rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    inner = tl.arange(0, BLOCK_K)
     safe = tl.minimum(cols, N - 1)  # columns past N repeat the last one; the store drops them
     w_rows = w_ptr + safe.to(tl.int64)[:, None] * stride_w
     scale_rows = group_ptr + safe * GROUPS
@@ -90,24 +120,8 @@ def group_scaled_matmul_kernel(
     row_mask = rows[:, None] < M
     steps = tl.cdiv(tl.cdiv(STORED, BLOCK_K), splits)
     first, last = split * steps * BLOCK_K, tl.minimum((split + 1) * steps * BLOCK_K, STORED)
-    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.int32 if INTEGER else tl.float32)
-    for start in range(first, last, BLOCK_K):
-        k = start + inner
-        w = load_w_tile(w_rows, k, STORED, EVEN_K)  # [BN, BK]
-        x = load_x_tile(x_rows, k, row_mask, tl.minimum(STORED, K), EVEN_K)  # [BM, BK]
-        if PACKED:
-            high = k + STORED
-            x_high = load_x_tile(x_rows, high, row_mask, K, EVEN_K)
-            if INTEGER:
-                w, w_high = int4_as_codes(w, PTX)
-            else:
-                w, w_high = int4_as_int8(w, PTX)
-            acc = multiply_groups_tile(w, x, acc, scale_rows, start, k, STORED, GROUP, ALIGNED, BLOCK_K)
-            acc = multiply_groups_tile(
-                w_high, x_high, acc, scale_rows, start + STORED, high, K, GROUP, ALIGNED, BLOCK_K
-            )
-        else:
-            acc = multiply_groups_tile(w, x, acc, scale_rows, start, k, K, GROUP, ALIGNED, BLOCK_K)
+    acc = sum_groups_tile(x_rows, w_rows, row_mask, scale_rows, first, last, K, STORED, INTEGER, PACKED, GROUP, ALIGNED,
+                          EVEN_K, PTX, BLOCK_M, BLOCK_N, BLOCK_K)  # fmt: skip
     acc = tl.trans(acc)
     factor: tl.constexpr = 1 / 16 if PACKED and not INTEGER else 1.0
     if not SPLIT:

@@ -10,11 +10,11 @@ many return.
 import triton
 import triton.language as tl
 
-from mmqc.kernels.group_scaled_matmul_tiles import multiply_groups_tile
-from mmqc.kernels.int4_codes import int4_as_float, int4_as_int8, int8_as_float, small_code_as_float
+from mmqc.kernels.group_scaled_matmul_tiles import sum_groups_tile
+from mmqc.kernels.int4_codes import int4_as_int8
 from mmqc.kernels.load_tile import load_w_tile, load_x_tile
 from mmqc.kernels.scaled_matmul_tiles import multiply_add_tile
-from mmqc.kernels.weight_only_matmul_tiles import group_multiply_add_tile
+from mmqc.kernels.weight_only_matmul_tiles import sum_codes_tile
 
 
 @triton.jit
@@ -55,76 +55,11 @@ def integer_sums(
 
 
 @triton.jit
-def integer_group_sums(
-    x_rows, w_rows, row_mask, scale_rows, K, STORED, GROUP: tl.constexpr, ALIGNED: tl.constexpr, PACKED: tl.constexpr,
-    EVEN_K: tl.constexpr, PTX: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """Float32 sums [BN, BM] of exact int32 sums of groups times their scales, times 16 for packed codes."""
-    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    for start in range(0, STORED, BLOCK_K):
-        k = start + tl.arange(0, BLOCK_K)
-        w = load_w_tile(w_rows, k, STORED, EVEN_K)
-        x = load_x_tile(x_rows, k, row_mask, tl.minimum(STORED, K), EVEN_K)
-        if PACKED:
-            high = k + STORED
-            x_high = load_x_tile(x_rows, high, row_mask, K, EVEN_K)
-            w, w_high = int4_as_int8(w, PTX)
-            acc = multiply_groups_tile(w, x, acc, scale_rows, start, k, STORED, GROUP, ALIGNED, BLOCK_K)
-            acc = multiply_groups_tile(
-                w_high, x_high, acc, scale_rows, start + STORED, high, K, GROUP, ALIGNED, BLOCK_K
-            )
-        else:
-            acc = multiply_groups_tile(w, x, acc, scale_rows, start, k, K, GROUP, ALIGNED, BLOCK_K)
-    return acc
-
-
-@triton.jit
-def float_sums(
-    x_rows, w_rows, row_mask, scale_ptr, scale_rows, K, STORED,
-    GROUP: tl.constexpr, ALIGNED: tl.constexpr, BITS: tl.constexpr, EVEN_K: tl.constexpr, PTX: tl.constexpr,
-    DTYPE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """Float32 sums [BN, BM] of codes, or of codes times their groups' scales."""
-    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    for start in range(0, STORED, BLOCK_K):
-        inner = tl.arange(0, BLOCK_K)
-        k = start + inner
-        w = load_w_tile(w_rows, k, STORED, EVEN_K)
-        x = load_x_tile(x_rows, k, row_mask, tl.minimum(STORED, K), EVEN_K)
-        if BITS == 4:
-            high = k + STORED
-            x_high = load_x_tile(x_rows, high, row_mask, K, EVEN_K)
-            w, w_high = int4_as_float(w, DTYPE, PTX)
-            acc = group_multiply_add_tile(
-                w, x, acc, scale_ptr, scale_ptr, scale_rows, start, k, K, GROUP, ALIGNED, False
-            )
-            acc = group_multiply_add_tile(w_high, x_high, acc, scale_ptr, scale_ptr, scale_rows, start + STORED, high, K,
-                                          GROUP, ALIGNED, False)  # fmt: skip
-        elif BITS < 4:
-            third, half = w, STORED // 2  # of 3 bits: its plane lies behind the other, and its place changes halfway
-            if BITS == 3:
-                third = load_w_tile(w_rows + STORED, (start % half + inner) if EVEN_K else (k % half), half, True)
-            for t in tl.static_range(4):  # pyright: ignore[reportGeneralTypeIssues]  # compiled, not run
-                column = k + t * STORED
-                if t > 0:
-                    x = load_x_tile(x_rows, column, row_mask, tl.minimum((t + 1) * STORED, K), EVEN_K)
-                part = small_code_as_float(w, third, k, half, t, BITS, DTYPE)
-                acc = group_multiply_add_tile(part, x, acc, scale_ptr, scale_ptr, scale_rows, start + t * STORED, column, K,
-                                              GROUP, ALIGNED, False)  # fmt: skip
-        else:
-            w = int8_as_float(w, DTYPE, PTX)
-            acc = group_multiply_add_tile(
-                w, x, acc, scale_ptr, scale_ptr, scale_rows, start, k, K, GROUP, ALIGNED, False
-            )
-    return acc
-
-
-@triton.jit
 def grouped_matmul_kernel(
-    x_ptr, w_ptr, y_ptr, scale_ptr, bias_ptr, row_scale_ptr, offset_ptr,
+    x_ptr, w_ptr, y_ptr, scale_ptr, zero_ptr, bias_ptr, row_scale_ptr, offset_ptr,
     S, N, K, STORED, GROUPS, EXPERTS, stride_x, stride_e, stride_w, stride_y,
-    INTEGER: tl.constexpr, GROUP: tl.constexpr, ALIGNED: tl.constexpr, HAS_BIAS: tl.constexpr, BITS: tl.constexpr,
-    EVEN_K: tl.constexpr, PTX: tl.constexpr, DTYPE: tl.constexpr, BLOCK_E: tl.constexpr,
+    INTEGER: tl.constexpr, GROUP: tl.constexpr, ALIGNED: tl.constexpr, HAS_ZERO: tl.constexpr, HAS_BIAS: tl.constexpr,
+    BITS: tl.constexpr, EVEN_K: tl.constexpr, PTX: tl.constexpr, DTYPE: tl.constexpr, BLOCK_E: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """One tile of y.  STORED: columns of a stretch, so bytes in a row of w (of its first plane)."""
@@ -149,8 +84,8 @@ def grouped_matmul_kernel(
     scale_rows = (outputs + safe) * GROUPS
     if INTEGER:
         if GROUP:
-            acc = integer_group_sums(x_rows, w_rows, row_mask[:, None], scale_ptr + scale_rows, K, STORED, GROUP, ALIGNED,
-                                     BITS == 4, EVEN_K, PTX, BLOCK_M, BLOCK_N, BLOCK_K)  # fmt: skip
+            acc = sum_groups_tile(x_rows, w_rows, row_mask[:, None], scale_ptr + scale_rows, 0, STORED, K, STORED, False,
+                                  BITS == 4, GROUP, ALIGNED, EVEN_K, PTX, BLOCK_M, BLOCK_N, BLOCK_K)  # fmt: skip
         else:
             acc = integer_sums(x_rows, w_rows, row_mask[:, None], K, STORED, BITS == 4, EVEN_K, PTX,
                                BLOCK_M, BLOCK_N, BLOCK_K)  # fmt: skip
@@ -161,8 +96,8 @@ def grouped_matmul_kernel(
         if GROUP == 0:
             y = y * tl.load(scale_ptr + scale_rows).to(tl.float32)[None, :]
     else:
-        acc = float_sums(x_rows, w_rows, row_mask[:, None], scale_ptr, scale_rows, K, STORED, GROUP, ALIGNED, BITS, EVEN_K,
-                         PTX, DTYPE, BLOCK_M, BLOCK_N, BLOCK_K)  # fmt: skip
+        acc = sum_codes_tile(x_rows, w_rows, row_mask[:, None], scale_ptr, zero_ptr, scale_rows, 0, STORED, K, STORED,
+                             GROUP, ALIGNED, HAS_ZERO, BITS, EVEN_K, PTX, DTYPE, BLOCK_M, BLOCK_N, BLOCK_K)  # fmt: skip
         y = tl.trans(acc)
         if GROUP == 0:
             y = y * tl.load(scale_ptr + scale_rows).to(tl.float32)[None, :]

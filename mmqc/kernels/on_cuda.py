@@ -184,24 +184,24 @@ def weight_only_matmuls(
 
 def why_not_grouped(
     x: Tensor, w_q: Tensor, w_scale: Tensor, offsets: Tensor, bias: Tensor | None, row_scale: Tensor | None,
-    weight_bits: int, group_size: int, out_dtype: torch.dtype,
+    weight_bits: int, group_size: int, out_dtype: torch.dtype, w_zero: Tensor | None = None,
 ) -> str | None:  # fmt: skip
     """None, or why the kernel cannot take these operands."""
-    return grouped.supports(x, w_q, w_scale, offsets, bias, row_scale, weight_bits, group_size, out_dtype)
+    return grouped.supports(x, w_q, w_scale, offsets, bias, row_scale, weight_bits, group_size, out_dtype, w_zero)
 
 
 def grouped_matmul(
     x: Tensor, w_q: Tensor, w_scale: Tensor, offsets: Tensor, bias: Tensor | None, row_scale: Tensor | None,
-    weight_bits: int, group_size: int, out_dtype: torch.dtype,
+    weight_bits: int, group_size: int, out_dtype: torch.dtype, w_zero: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """``mmqc::grouped_matmul`` on CUDA."""
-    grouped_op.check(x, w_q, w_scale, offsets, bias, row_scale, weight_bits, group_size)
-    args = (x, w_q, w_scale, offsets, bias, row_scale, weight_bits, group_size, out_dtype)
+    grouped_op.check(x, w_q, w_scale, offsets, bias, row_scale, weight_bits, group_size, w_zero)
+    args = (x, w_q, w_scale, offsets, bias, row_scale, weight_bits, group_size, out_dtype, w_zero)
     if why_not_grouped(*args) is not None:
         return grouped_op.reference(*args)
     return grouped.grouped_matmul(
-        x, w_q, w_scale, offsets, bias, row_scale, bits=weight_bits, group_size=group_size, out_dtype=out_dtype
-    )
+        x, w_q, w_scale, offsets, bias, row_scale, bits=weight_bits, group_size=group_size, out_dtype=out_dtype, zero=w_zero
+    )  # fmt: skip
 
 
 def why_not_hadamard(x: Tensor, factors: list[Tensor]) -> str | None:

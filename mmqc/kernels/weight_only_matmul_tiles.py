@@ -44,6 +44,48 @@ def group_multiply_add_tile(
 
 
 @triton.jit
+def sum_codes_tile(
+    x_rows, w_rows, row_mask, scale_ptr, zero_ptr, scale_rows, first, last, K, STORED,
+    GROUP: tl.constexpr, ALIGNED: tl.constexpr, HAS_ZERO: tl.constexpr, BITS: tl.constexpr, EVEN_K: tl.constexpr,
+    PTX: tl.constexpr, DTYPE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Float32 sums [BN, BM] over the stored columns first … last: of codes (GROUP = 0), or of codes times their groups' scales.
+
+    x_rows [BM, 1] and w_rows [BN, 1] point to rows, scale_rows [BN] counts scales from scale_ptr; row_mask [BM, 1].
+    """
+    inner = tl.arange(0, BLOCK_K)
+    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    for start in range(first, last, BLOCK_K):
+        k = start + inner
+        w = load_w_tile(w_rows, k, STORED, EVEN_K)
+        x = load_x_tile(x_rows, k, row_mask, tl.minimum(STORED, K), EVEN_K)
+        if BITS == 4:
+            high = k + STORED
+            x_high = load_x_tile(x_rows, high, row_mask, K, EVEN_K)
+            w, w_high = int4_as_float(w, DTYPE, PTX)
+            acc = group_multiply_add_tile(w, x, acc, scale_ptr, zero_ptr, scale_rows, start, k, K,
+                                          GROUP, ALIGNED, HAS_ZERO)  # fmt: skip
+            acc = group_multiply_add_tile(w_high, x_high, acc, scale_ptr, zero_ptr, scale_rows, start + STORED, high, K,
+                                          GROUP, ALIGNED, HAS_ZERO)  # fmt: skip
+        elif BITS < 4:
+            third, half = w, STORED // 2  # of 3 bits: its plane lies behind the other, and its place changes halfway
+            if BITS == 3:
+                third = load_w_tile(w_rows + STORED, (start % half + inner) if EVEN_K else (k % half), half, True)
+            for t in tl.static_range(4):  # pyright: ignore[reportGeneralTypeIssues]  # compiled, not run
+                column = k + t * STORED
+                if t > 0:
+                    x = load_x_tile(x_rows, column, row_mask, tl.minimum((t + 1) * STORED, K), EVEN_K)
+                part = small_code_as_float(w, third, k, half, t, BITS, DTYPE)
+                acc = group_multiply_add_tile(part, x, acc, scale_ptr, zero_ptr, scale_rows, start + t * STORED, column, K,
+                                              GROUP, ALIGNED, HAS_ZERO)  # fmt: skip
+        else:
+            w = int8_as_float(w, DTYPE, PTX)
+            acc = group_multiply_add_tile(w, x, acc, scale_ptr, zero_ptr, scale_rows, start, k, K,
+                                          GROUP, ALIGNED, HAS_ZERO)  # fmt: skip
+    return acc
+
+
+@triton.jit
 def store_linear_tile(
     acc, y_ptr, scale_ptr, bias_ptr, rows, cols, M, N, stride_y, GROUP: tl.constexpr, HAS_BIAS: tl.constexpr
 ):
@@ -79,7 +121,6 @@ def weight_only_matmul_kernel(
     stride_y, N = pick(which, stride_y, stride_y1, stride_y2, LINEARS), pick(which, N, N1, N2, LINEARS)
     rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    inner = tl.arange(0, BLOCK_K)
     safe = tl.minimum(cols, N - 1)  # columns past N repeat the last one; the store drops them
     w_rows = w_ptr + safe.to(tl.int64)[:, None] * stride_w
     scale_rows = safe * GROUPS
@@ -87,34 +128,8 @@ def weight_only_matmul_kernel(
     row_mask = rows[:, None] < M  # rows past M are not read: at M = 1 x would be as many bytes as w
     steps = tl.cdiv(tl.cdiv(STORED, BLOCK_K), splits)
     first, last = split * steps * BLOCK_K, tl.minimum((split + 1) * steps * BLOCK_K, STORED)
-    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    for start in range(first, last, BLOCK_K):
-        k = start + inner
-        w = load_w_tile(w_rows, k, STORED, EVEN_K)
-        x = load_x_tile(x_rows, k, row_mask, tl.minimum(STORED, K), EVEN_K)
-        if BITS == 4:
-            high = k + STORED
-            x_high = load_x_tile(x_rows, high, row_mask, K, EVEN_K)
-            w, w_high = int4_as_float(w, DTYPE, PTX)
-            acc = group_multiply_add_tile(w, x, acc, scale_ptr, zero_ptr, scale_rows, start, k, K,
-                                          GROUP, ALIGNED, HAS_ZERO)  # fmt: skip
-            acc = group_multiply_add_tile(w_high, x_high, acc, scale_ptr, zero_ptr, scale_rows, start + STORED, high, K,
-                                          GROUP, ALIGNED, HAS_ZERO)  # fmt: skip
-        elif BITS < 4:
-            third, half = w, STORED // 2  # of 3 bits: its plane lies behind the other, and its place changes halfway
-            if BITS == 3:
-                third = load_w_tile(w_rows + STORED, (start % half + inner) if EVEN_K else (k % half), half, True)
-            for t in tl.static_range(4):  # pyright: ignore[reportGeneralTypeIssues]  # compiled, not run
-                column = k + t * STORED
-                if t > 0:
-                    x = load_x_tile(x_rows, column, row_mask, tl.minimum((t + 1) * STORED, K), EVEN_K)
-                part = small_code_as_float(w, third, k, half, t, BITS, DTYPE)
-                acc = group_multiply_add_tile(part, x, acc, scale_ptr, zero_ptr, scale_rows, start + t * STORED, column, K,
-                                              GROUP, ALIGNED, HAS_ZERO)  # fmt: skip
-        else:
-            w = int8_as_float(w, DTYPE, PTX)
-            acc = group_multiply_add_tile(w, x, acc, scale_ptr, zero_ptr, scale_rows, start, k, K,
-                                          GROUP, ALIGNED, HAS_ZERO)  # fmt: skip
+    acc = sum_codes_tile(x_rows, w_rows, row_mask, scale_ptr, zero_ptr, scale_rows, first, last, K, STORED,
+                         GROUP, ALIGNED, HAS_ZERO, BITS, EVEN_K, PTX, DTYPE, BLOCK_M, BLOCK_N, BLOCK_K)  # fmt: skip
     acc = tl.trans(acc)
     if not SPLIT:
         store_linear_tile(acc, y_ptr, scale_ptr, bias_ptr, rows, cols, M, N, stride_y, GROUP, HAS_BIAS)

@@ -1,6 +1,7 @@
 """grouped_matmul: on CUDA the Triton kernel; on the CPU loops over the stored weight, or the op itself.
 
-    y[s, n] = sum over i, j, t of  x[s, k] q[e, n, k] s[e, n, k // g]        k = t L + i c + j, j < c (few_rows.py)
+    y[s, n] = sum over i, j, t of  x[s, k] (q[e, n, k] - z[e, n, k // g]) s[e, n, k // g]
+    k = t L + i c + j, j < c (few_rows.py)
     e(s) = how many experts end at or before row s
 
 Few rows (a decode step), and a package that runs without Python: one loop nest that reads of the stored weight what the rows'
@@ -53,11 +54,12 @@ def why_not(node: fx.Node) -> str | None:
 def lower_grouped_matmul(
     x: TensorBox, w_q: TensorBox, w_scale: TensorBox, offsets: TensorBox, bias: TensorBox | None,
     row_scale: TensorBox | None, weight_bits: int, group_size: int, out_dtype: torch.dtype,
+    w_zero: TensorBox | None = None,
 ) -> TensorBox:  # fmt: skip
     """A call of the op, or loops of its own."""
     if not for_package() and (has_kernel(x) or not few_rows.is_few(x.get_size()[0])):
         op = torch.ops.mmqc.grouped_matmul.default
-        return call_kernel(op, x, w_q, w_scale, offsets, bias, row_scale, weight_bits, group_size, out_dtype)
+        return call_kernel(op, x, w_q, w_scale, offsets, bias, row_scale, weight_bits, group_size, out_dtype, w_zero)
     rows, (experts, n) = x.get_size()[0], map(static_int, w_q.get_size()[:2])
     wide = torch.promote_types(out_dtype, torch.float32)
     expert = _experts(offsets, rows, experts)
@@ -71,7 +73,7 @@ def lower_grouped_matmul(
 
     scale = w_scale if group_size else None
     exact = row_scale is not None and not group_size
-    total = _products(x, w_q, scale, stack, weight_bits, group_size, torch.int32 if exact else wide)
+    total = _products(x, w_q, scale, w_zero, stack, weight_bits, group_size, torch.int32 if exact else wide)
     load, load_scale = total.make_loader(), w_scale.make_loader()
     load_row = None if row_scale is None else row_scale.make_loader()
     load_bias = None if bias is None else bias.make_loader()
@@ -109,10 +111,10 @@ def _experts(offsets: TensorBox, rows: Any, experts: int) -> TensorBox:
 
 
 def _products(
-    x: TensorBox, w_q: TensorBox, scale: TensorBox | None, stack: Callable[[Any], Any], weight_bits: int, group_size: int,
-    dtype: torch.dtype,
+    x: TensorBox, w_q: TensorBox, scale: TensorBox | None, zero: TensorBox | None, stack: Callable[[Any], Any],
+    weight_bits: int, group_size: int, dtype: torch.dtype,
 ) -> TensorBox:  # fmt: skip
-    """[S, N] sums in ``dtype`` of codes, or of codes times their groups' scales."""
+    """[S, N] sums in ``dtype`` of codes, less their zero points, or of these times their groups' scales."""
     rows, width, n = x.get_size()[0], static_int(x.get_size()[1]), static_int(w_q.get_size()[1])
     length, count = stretch(width, weight_bits), STRETCHES[weight_bits]
     chunk = few_rows.chunk_of(width, weight_bits, group_size)
@@ -121,17 +123,22 @@ def _products(
         x = lowerings[aten.constant_pad_nd.default](x, [0, count * length - width], 0)
     x.realize()  # else what produced x is computed again for every output channel
     load_x, load_w = x.make_loader(), w_q.make_loader()
-    load_scale = None if scale is None else scale.make_loader()
+    load_scale, load_zero = (None if part is None else part.make_loader() for part in (scale, zero))
 
     def inner(index: Sequence[Any], reduced: Sequence[Any]) -> Any:
         (row, channel), (i, j) = index, reduced
         expert, total = stack(row), None
         load = lambda at: load_w([expert, *at])  # noqa: E731
         for t, value in enumerate(few_rows.codes(load, channel, i, j, chunk, weight_bits, length)):
-            value = ops.mul(ops.to_dtype(value, dtype), load_x([row, t * length + i * chunk + j]))
+            here: list[Any] = [expert, channel]
+            if group_size:
+                here.append(FloorDiv(t * (length // chunk) + i, Integer(group_size // chunk)))
+            value = ops.to_dtype(value, dtype)
+            if load_zero is not None:
+                value = ops.sub(value, ops.to_dtype(load_zero(here), dtype))
+            value = ops.mul(value, load_x([row, t * length + i * chunk + j]))
             if load_scale is not None:
-                group: Any = FloorDiv(t * (length // chunk) + i, Integer(group_size // chunk))
-                value = ops.mul(value, ops.to_dtype(load_scale([expert, channel, group]), dtype))
+                value = ops.mul(value, ops.to_dtype(load_scale(here), dtype))
             total = value if total is None else ops.add(total, value)
         return total
 

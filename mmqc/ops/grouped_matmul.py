@@ -6,7 +6,8 @@
 
 Shapes:  x [S, K] floating point, or x_q int8 with s_x float32 [S], one scale a row   y [S, N] in ``out_dtype``
          w_q [E, N, K] int8, or uint8 [E, N, packed_width] (pack.py)   b [E, N]
-         s_w [E, N] or, g > 0, [E, N, ceil(K/g)]: W_e[n, k] = w_q[e, n, k] s_w[e, n, k // g]
+         s_w [E, N] or, g > 0, [E, N, ceil(K/g)]: W_e[n, k] = (w_q[e, n, k] - z[e, n, k // g]) s_w[e, n, k // g]
+         z int8 like s_w, or None for 0; only for floating-point x
          o int32 | int64 [E + 1], ascending, o[0] = 0; rows from o[E] on belong to no expert and come out as 0
 Exact:   per expert as weight_only_matmul.py (x is floating point) and scaled_matmul.py (integer) say; an expert without
          rows is not read.
@@ -27,7 +28,7 @@ from mmqc.ops.pack import check_packed
 
 def check(
     x: Tensor, w_q: Tensor, w_scale: Tensor, offsets: Tensor, bias: Tensor | None, row_scale: Tensor | None,
-    weight_bits: int, group_size: int,
+    weight_bits: int, group_size: int, w_zero: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Raise unless the operands fit each other."""
     if x.dim() != 2 or w_q.dim() != 3:
@@ -45,6 +46,10 @@ def check(
         raise ValueError(
             f"w_scale for group_size {group_size} has shape {[experts, outputs, *groups]}, not {list(w_scale.shape)}"
         )
+    if w_zero is not None and (w_zero.shape != w_scale.shape or w_zero.dtype != torch.int8):
+        raise ValueError(f"w_zero is int8 {list(w_scale.shape)}, not {w_zero.dtype} {list(w_zero.shape)}")
+    if w_zero is not None and row_scale is not None:
+        raise ValueError("zero points go with floating-point rows: the integer product has no term for them")
     if offsets.shape != (experts + 1,) or offsets.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"offsets is int32 or int64 [{experts + 1}], not {offsets.dtype} {list(offsets.shape)}")
     if bias is not None and bias.shape != (experts, outputs):
@@ -53,10 +58,10 @@ def check(
 
 def reference(
     x: Tensor, w_q: Tensor, w_scale: Tensor, offsets: Tensor, bias: Tensor | None, row_scale: Tensor | None,
-    weight_bits: int, group_size: int, out_dtype: torch.dtype,
+    weight_bits: int, group_size: int, out_dtype: torch.dtype, w_zero: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """One expert after the other, as the single linears compute it."""
-    check(x, w_q, w_scale, offsets, bias, row_scale, weight_bits, group_size)
+    check(x, w_q, w_scale, offsets, bias, row_scale, weight_bits, group_size, w_zero)
     y = x.new_zeros((x.shape[0], w_q.shape[1]), dtype=out_dtype)
     bounds = offsets.tolist()
     for e, (start, end) in enumerate(itertools.pairwise(bounds)):
@@ -64,7 +69,8 @@ def reference(
             continue
         rows, b = x[start:end], None if bias is None else bias[e]
         if row_scale is None:
-            part = weight_only_matmul.reference(rows, w_q[e], w_scale[e], b, weight_bits, group_size)
+            zero = None if w_zero is None else w_zero[e]
+            part = weight_only_matmul.reference(rows, w_q[e], w_scale[e], b, weight_bits, group_size, zero)
         else:
             part = scaled_matmul.multiply(
                 rows, w_q[e], row_scale[start:end, None], w_scale[e], b, weight_bits, out_dtype, None, group_size
@@ -75,22 +81,22 @@ def reference(
 
 def fake(
     x: Tensor, w_q: Tensor, w_scale: Tensor, offsets: Tensor, bias: Tensor | None, row_scale: Tensor | None,
-    weight_bits: int, group_size: int, out_dtype: torch.dtype,
+    weight_bits: int, group_size: int, out_dtype: torch.dtype, w_zero: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """[S, N] in out_dtype."""
-    check(x, w_q, w_scale, offsets, bias, row_scale, weight_bits, group_size)
+    check(x, w_q, w_scale, offsets, bias, row_scale, weight_bits, group_size, w_zero)
     return x.new_empty((x.shape[0], w_q.shape[1]), dtype=out_dtype)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     del output
-    x, w_q, w_scale, offsets, _, _, ctx.weight_bits, ctx.group_size, _ = inputs
+    x, w_q, w_scale, offsets, _, _, ctx.weight_bits, ctx.group_size, _, w_zero = inputs
     ctx.width = x.shape[1]
-    ctx.save_for_backward(w_q, w_scale, offsets)
+    ctx.save_for_backward(w_q, w_scale, offsets, w_zero)
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    w_q, w_scale, offsets = ctx.saved_tensors
+    w_q, w_scale, offsets, w_zero = ctx.saved_tensors
     rows = torch.arange(grad.shape[0], device=grad.device)
     mine = (rows >= offsets[:-1, None]) & (rows < offsets[1:, None])
     each = mine.unsqueeze(-1).to(grad.dtype) * grad  # [E, S, N]
@@ -98,14 +104,15 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     x = None
     if ctx.needs_input_grad[0]:
         flat = w_q.flatten(0, 1), w_scale.flatten(0, 1)
-        w = weight_only_matmul.dequantize(*flat, ctx.width, ctx.weight_bits, ctx.group_size, grad.dtype)
+        zero = None if w_zero is None else w_zero.flatten(0, 1)
+        w = weight_only_matmul.dequantize(*flat, ctx.width, ctx.weight_bits, ctx.group_size, grad.dtype, zero)
         x = torch.bmm(each, w.unflatten(0, w_q.shape[:2])).sum(0)
-    return (x, None, None, None, bias, None, None, None, None)
+    return (x, None, None, None, bias, None, None, None, None, None)
 
 
 define(
     "grouped_matmul(Tensor x, Tensor w_q, Tensor w_scale, Tensor offsets, Tensor? bias, Tensor? row_scale, "
-    "int weight_bits, int group_size, ScalarType out_dtype) -> Tensor",
+    "int weight_bits, int group_size, ScalarType out_dtype, Tensor? w_zero=None) -> Tensor",
     reference,
     fake,
 )

@@ -52,6 +52,27 @@ def test_grouped_matmul__of_floating_point_rows(counts, n, k, bits, group, devic
     assert_close(y, wanted, torch.float16)
 
 
+def zeros(scale, bits):
+    top = 2 ** (bits - 1)
+    return torch.randint(-top, top, scale.shape, dtype=torch.int8, device=scale.device)
+
+
+@pytest.mark.parametrize("counts", ["uneven", "nothing", "none_for_some_rows"])
+@pytest.mark.parametrize(
+    ("n", "k", "bits", "group"),
+    [(33, 101, 4, 0), (33, 128, 4, 32), (17, 101, 4, 48), (7, 96, 8, 48), (33, 70, 8, 0), (19, 101, 2, 32), (19, 128, 3, 32)],
+)  # fmt: skip
+def test_grouped_matmul__with_zero_points(counts, n, k, bits, group, device):
+    w, scale, bias = stacked(n, k, bits, group, device)
+    zero = zeros(scale, bits)
+    x, o = torch.randn(ROWS, k, device=device).half(), offsets(COUNTS[counts], device)
+    y = kernel.grouped_matmul(
+        x, w, scale, o, bias, bits=bits, group_size=group, zero=zero, out=filled(n, x.dtype, device), config=SMALL
+    )
+    wanted = reference(x.double(), w, scale, o, bias.double(), None, bits, group, torch.float64, zero)
+    assert_close(y, wanted, torch.float16)
+
+
 @pytest.mark.parametrize("bits", [2, 3])
 def test_grouped_matmul__of_few_bits(bits, device):
     w, scale, bias = stacked(19, 101, bits, 32, device)
@@ -124,6 +145,28 @@ def test_grouped_matmul__float64_goes_to_the_reference(device):
     args = (x, w, scale, o, None, None, 8, 0, torch.float64)
     assert "x is int8 or one of" in on_cuda.why_not_grouped(*args)
     assert torch.equal(on_cuda.grouped_matmul(*args), reference(*args))
+
+
+@pytest.mark.parametrize("rows", [1, 200])
+def test_grouped_matmul__with_zero_points_behind_the_op(rows, device):
+    w, scale, _ = stacked(24, 64, 4, 32, device)
+    x, zero = torch.randn(rows, 64, device=device).half(), zeros(scale, 4)
+    o = torch.tensor([0, 0, rows // 2, rows, rows], device=device)
+    y = on_cuda.grouped_matmul(x, w, scale, o, None, None, 4, 32, torch.float16, zero)
+    wanted = reference(x.double(), w, scale, o, None, None, 4, 32, torch.float64, zero)
+    assert_close(y, wanted, torch.float16)
+    assert not torch.equal(y, on_cuda.grouped_matmul(x, w, scale, o, None, None, 4, 32, torch.float16))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("rows", [8, 300, 3000])
+def test_grouped_matmul__bfloat16_with_zero_points(rows, bits, device):
+    w, scale, _ = stacked(200, 512, bits, 128, device)
+    x, zero = torch.randn(rows, 512, device=device).bfloat16(), zeros(scale, bits)
+    o = torch.tensor([0, rows // 3, rows // 3, rows - 1, rows], device=device)
+    y = kernel.grouped_matmul(x, w, scale, o, bits=bits, group_size=128, zero=zero)
+    assert_close(y, reference(x.double(), w, scale, o, None, None, bits, 128, torch.float64, zero), torch.bfloat16)
 
 
 @pytest.mark.gpu

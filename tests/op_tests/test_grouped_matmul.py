@@ -1,6 +1,6 @@
 import pytest
 import torch
-from stacked_weights import COUNTS, offsets, stacked
+from stacked_weights import COUNTS, offsets, stacked, with_zeros
 from tolerance import assert_close
 
 import mmqc.ops  # noqa: F401
@@ -28,6 +28,15 @@ def test_grouped_matmul__of_floating_point_rows(counts: list[int], bits: int, gr
 
 
 @pytest.mark.parametrize("counts", COUNTS.values(), ids=list(COUNTS))
+@pytest.mark.parametrize(("bits", "group"), [(4, 0), (4, 16), (8, 0), (8, 5), (3, 8), (2, 0)])
+def test_grouped_matmul__with_zero_points(counts: list[int], bits: int, group: int) -> None:
+    w, scale, bias, dense, zero = with_zeros(7, 35, bits, group)
+    x = torch.randn(9, 35, dtype=torch.float64)
+    y = grouped_matmul(x, w, scale, offsets(counts), bias.double(), None, bits, group, torch.float64, zero)
+    assert_close(y, row_by_row(x, dense, bias, offsets(counts)))
+
+
+@pytest.mark.parametrize("counts", COUNTS.values(), ids=list(COUNTS))
 @pytest.mark.parametrize(("bits", "group"), [(4, 0), (8, 0), (4, 16), (8, 5)])
 def test_grouped_matmul__of_integer_rows_with_a_scale_each(counts: list[int], bits: int, group: int) -> None:
     w, scale, bias, dense = stacked(7, 35, bits, group)
@@ -51,13 +60,24 @@ def test_grouped_matmul__refuses_what_does_not_fit() -> None:
     }.items():
         with pytest.raises(ValueError, match=message):
             grouped_matmul(*args, torch.float32)
+    zero = torch.zeros(scale.shape, dtype=torch.int8)
+    for message, operands, rows, z in (
+        ("w_zero is int8", x, None, zero[:, 1:]),
+        ("w_zero is int8", x, None, zero.int()),
+        ("zero points go with floating-point rows", x.to(torch.int8), torch.rand(9), zero),
+    ):
+        with pytest.raises(ValueError, match=message):
+            grouped_matmul(operands, w, scale, bounds, bias, rows, 8, 0, torch.float32, z)
 
 
-def test_grouped_matmul__gradient() -> None:
-    w, scale, bias, _ = stacked(5, 6, 4, 3)
+@pytest.mark.parametrize("zeros", [False, True])
+def test_grouped_matmul__gradient(zeros: bool) -> None:
+    w, scale, bias, _, zero = with_zeros(5, 6, 4, 3)
     bounds = offsets(COUNTS["none_for_some_rows"])
     x, bias = torch.randn(9, 6, dtype=torch.float64, requires_grad=True), bias.double().requires_grad_()
-    function = lambda x, b: grouped_matmul(x, w, scale, bounds, b, None, 4, 3, torch.float64)  # noqa: E731
+    function = lambda x, b: grouped_matmul(  # noqa: E731
+        x, w, scale, bounds, b, None, 4, 3, torch.float64, zero if zeros else None
+    )
     assert torch.autograd.gradcheck(function, (x, bias))
 
 
@@ -67,4 +87,12 @@ def test_grouped_matmul__opcheck(integer: bool, grad: bool) -> None:
     w, scale, bias, _ = stacked(5, 16, 4, 0)
     x = torch.randint(-9, 9, (9, 16), dtype=torch.int8) if integer else torch.randn(9, 16, requires_grad=grad)
     args = (x, w, scale, offsets([3, 0, 5, 1]), bias, torch.rand(9) if integer else None, 4, 0, torch.float32)
+    torch.library.opcheck(grouped_matmul.default, args)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_grouped_matmul__opcheck_with_zero_points(grad: bool) -> None:
+    w, scale, bias, _, zero = with_zeros(5, 16, 4, 8)
+    x = torch.randn(9, 16, requires_grad=grad)
+    args = (x, w, scale, offsets([3, 0, 5, 1]), bias, None, 4, 8, torch.float32, zero)
     torch.library.opcheck(grouped_matmul.default, args)

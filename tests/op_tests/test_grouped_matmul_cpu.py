@@ -2,21 +2,25 @@
 
 import pytest
 import torch
-from stacked_weights import COUNTS, offsets, stacked
+from stacked_weights import COUNTS, offsets, with_zeros
 from tolerance import assert_close
 
 import mmqc.ops  # noqa: F401  (defines the op that the lowering is for)
 from mmqc.backend import backend, collect_records
 
 CASES = [
-    (4, 0, True),
-    (8, 0, True),
-    (4, 16, False),
-    (3, 8, False),
-    (8, 5, False),
-    (4, 16, True),
-    (8, 5, True),
-]  # bits, group, integer inputs
+    (4, 0, True, False),
+    (8, 0, True, False),
+    (4, 16, False, False),
+    (3, 8, False, False),
+    (8, 5, False, False),
+    (4, 16, True, False),
+    (8, 5, True, False),
+    (4, 0, False, True),
+    (4, 16, False, True),
+    (2, 8, False, True),
+    (8, 5, False, True),
+]  # bits, group, integer inputs, zero points
 
 
 class Several(torch.nn.Module):
@@ -24,20 +28,21 @@ class Several(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        for i, (bits, group, _) in enumerate(CASES):
-            for name, part in zip(("w", "scale", "bias"), stacked(7, 35, bits, group), strict=False):
+        for i, (bits, group, _, zeros) in enumerate(CASES):
+            w, scale, bias, _, zero = with_zeros(7, 35, bits, group)
+            for name, part in {"w": w, "scale": scale, "bias": bias, **({"zero": zero} if zeros else {})}.items():
                 self.register_buffer(f"{name}{i}", part)
 
     def forward(
         self, x: torch.Tensor, x_q: torch.Tensor, rows: torch.Tensor, bounds: torch.Tensor
     ) -> list[torch.Tensor]:
         ys = []
-        for i, (bits, group, integer) in enumerate(CASES):
-            w, scale, bias = (getattr(self, f"{name}{i}") for name in ("w", "scale", "bias"))
+        for i, (bits, group, integer, _) in enumerate(CASES):
+            w, scale, bias, zero = (getattr(self, f"{name}{i}", None) for name in ("w", "scale", "bias", "zero"))
             inputs, row_scale = (x_q, rows) if integer else (x, None)
             ys.append(
                 torch.ops.mmqc.grouped_matmul(
-                    inputs, w, scale, bounds, bias, row_scale, bits, group, torch.float32
+                    inputs, w, scale, bounds, bias, row_scale, bits, group, torch.float32, zero
                 )
             )  # fmt: skip
         return ys
