@@ -32,7 +32,7 @@ KERNELS = {
     "linear": ("scaled_matmul*", "weight_only_matmul*"),
     "row_kernels": ("norm_quantize*", "hadamard_*"),
     "w4a8_groups": ("group_scaled_matmul*",),
-    "kv_attention": ("kv_attention*", "kv_pack*", "kv_words*"),
+    "kv_attention": ("kv_attention*", "kv_combine*", "kv_pack*", "kv_words*"),
     "kv_tokens": ("kv_token_attention*", "kv_round_keys*", "kv_pack*", "int4_codes*"),
     "epilogues": ("scaled_matmul*", "gated_matmul*", "activation_*", "epilogue_*", "hadamard_*"),
     "mixed_linear": ("mixed_*", "quantize_per_token*"),

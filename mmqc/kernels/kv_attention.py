@@ -25,7 +25,8 @@ import torch
 from torch import Tensor
 
 from mmqc.kernels.device_facts import INTERPRETED, capability, ceil_div, multiprocessors, why_not_here
-from mmqc.kernels.kv_attention_tiles import kv_combine_kernel, kv_parts_kernel, kv_range_of_scores_kernel
+from mmqc.kernels.kv_attention_tiles import kv_parts_kernel, kv_range_of_scores_kernel
+from mmqc.kernels.kv_combine import kv_combine_kernel
 from mmqc.ops.kv_words import BITS, tokens_per_word
 
 DTYPES = (torch.float16, torch.bfloat16, *((torch.float32,) if INTERPRETED else ()))
