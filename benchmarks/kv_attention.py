@@ -196,7 +196,7 @@ def save(path: Path, run: Run, case: Case, summary: dict[str, float], tuned: dic
     result = {
         "command": shlex.join(["python", "benchmarks/kv_attention.py", *words]), "device": gpu_name(run.device),
         "torch": torch.__version__, "triton": triton.__version__, "commit": commit, "shape": case.s,
-        "microseconds": run.times, "summary": summary, "tuned": tuned, "table": {b: vars(table(b)) for b in BITS},
+        "microseconds": run.times, "summary": summary, "tuned": tuned, "table": {b: vars(table(b, ranged=b <= 2)) for b in BITS},
         "tb_per_s": run.bandwidth, "errors": run.errors, "failures": run.failures,
     }  # fmt: skip
     path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")

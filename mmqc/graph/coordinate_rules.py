@@ -57,7 +57,7 @@ class Rules(Tracker):
             return self.renamed(node, ids.expand(result.shape))
         a, b = torch.broadcast_tensors(a, b)
         self.join(a, b)
-        for one, other in ((a, b), (b, a)):
+        for one, other in (compact(a, b), compact(b, a)):
             self.freeze(torch.where(other == CONSTANT, one, ZERO), node, "a constant is added")
         # One name for what is the same now, that of fewer numbers: behind the images' rows in the text's, tokens differ in theirs.
         wide, narrow = sorted((a, b), key=lambda ids: compact(ids)[0].numel(), reverse=True)
@@ -253,7 +253,7 @@ class Rules(Tracker):
 
     def freeze_beside_constants(self, ids: Tensor, best: Tensor, node: fx.Node) -> None:
         """Where values with coordinates are mixed with constants, no rotation may touch them."""
-        if (ids == CONSTANT).any():
+        if (compact(ids)[0] == CONSTANT).any():
             mixed = ((ids == CONSTANT) & (best.expand(ids.shape) >= 0)).reshape(ids.shape)
             self.freeze(torch.where(mixed, best.expand(ids.shape), ZERO), node, "it shares a column with a constant")
 

@@ -17,6 +17,7 @@ The rules themselves are in coordinate_rules.py; ``spaces.py`` turns the result 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -248,6 +249,8 @@ class Tracker:
         elif word == "pad":
             value = kwargs.get("value", args[3] if len(args) > 3 else 0)
             new_args, new_kwargs = new_args[:2], {"value": _filler(value)}
+        if word == "cat" and not new_kwargs.keys() - {"dim", "axis"}:
+            return _cat(new_args[0], new_kwargs.get("dim", new_kwargs.get("axis", new_args[1] if len(new_args) > 1 else 0)))
         if node.op == "call_method":
             return getattr(new_args[0], method_name(node, args))(*new_args[1:], **new_kwargs)
         return node.target(*new_args, **new_kwargs)  # type: ignore[operator]
@@ -274,8 +277,9 @@ class Tracker:
             return None
         base = next((i for s in sources for i in _leaves(self.shadow(s)) if i.shape == result.shape), None)
         if base is not None:
-            keeps_zero = word in KEEPS_ZERO and len(sources) == 1
-            return self.renamed(node, base if keeps_zero else torch.where(base == ZERO, CONSTANT, base))
+            few, keeps_zero = compact(base)[0], word in KEEPS_ZERO and len(sources) == 1
+            few = few if keeps_zero else torch.where(few == ZERO, CONSTANT, few)
+            return self.renamed(node, few).expand(base.shape)
         return self.along_last(self.new("op", node, result.shape[-1]), result) if result.dim() else None
 
     def renamed(self, node: fx.Node, ids: Tensor) -> Tensor:
@@ -311,6 +315,16 @@ def compact(*tensors: Tensor) -> list[Tensor]:
         if all(t.stride(axis) == 0 or t.shape[axis] == 1 for t in full) and full[0].shape[axis]:
             full = [t.narrow(axis, 0, 1) for t in full]
     return list(full)
+
+
+def _cat(parts: Sequence[Tensor], dim: int) -> Tensor:
+    """``torch.cat``, expanded along the axes along which no part varies."""
+    shape = list(parts[0].shape)
+    alike = [a for a in range(len(shape)) if a != dim % len(shape) and all(p.dim() == len(shape) for p in parts)]
+    for axis in (a for a in alike if shape[a] and all(p.stride(a) == 0 and p.shape[a] == shape[a] for p in parts)):
+        parts = [p.narrow(axis, 0, 1) for p in parts]
+    whole = torch.cat(tuple(parts), dim)
+    return whole.expand([n if a == dim % len(shape) else shape[a] for a, n in enumerate(whole.shape)])
 
 
 def _ascends(ids: Tensor) -> bool:
@@ -366,6 +380,7 @@ def _leaves(shadow: Any) -> list[Tensor]:
 
 def varies_together(ids: Tensor, cells: Tensor) -> bool:
     """Whether ids differ along an axis along which the cells differ too."""
+    ids = compact(ids)[0]
     for axis in range(1, cells.dim() + 1):
         if cells.shape[-axis] > 1 and axis <= ids.dim() and ids.shape[-axis] > 1:
             first = ids.select(-axis, 0).unsqueeze(-axis)

@@ -187,7 +187,7 @@ def launch(
     # part; both gated operands are staged, and fit only so.
     stages = num_stages or (3 if small else 2 if up is None and t.A2 else 1)
     warps = num_warps or (4 if small else 8)
-    programs = min(ceil_div(m, t.R), programs or multiprocessors(x.device) * (4 if small else 2))
+    programs = min(ceil_div(m, t.R), programs or multiprocessors(x.device) * (2 if not small else 4 if n > 2048 else 8))
     constants |= dict(OUTER=t.a > 1, A1=t.A1, A2=t.A2, R=t.R, PROGRAMS=programs)
     args |= dict(token_ptr=y if tokens is None else tokens, offset_ptr=y if offsets is None else offsets)
     written = ("y_ptr", "token_ptr", *(() if offsets is None else ("offset_ptr",)))

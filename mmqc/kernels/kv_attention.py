@@ -57,11 +57,13 @@ class KVConfig:
         return dataclasses.replace(self, **changes)
 
 
-def table(bits: int, chunks: int = 2, queries: int = 4) -> KVConfig:
+def table(bits: int, chunks: int = 2, queries: int = 4, ranged: bool = False) -> KVConfig:
     """The answer for ``chunks`` of 64 channels and ``queries``, at least 4, a KV head: what the registers have room for."""
     if bits > 4 or chunks > 2 or queries > 4:
         return KVConfig(per_sm=6)
-    return KVConfig(per_sm=16 if bits == 1 else 12, registers=128, ahead=bits > 1)
+    if bits == 1:
+        return KVConfig(per_sm=12) if ranged else KVConfig(per_sm=16, registers=128)
+    return KVConfig(per_sm=12, registers=128, ahead=True)
 
 
 def rows_a_step(bits: int) -> int:
@@ -109,7 +111,7 @@ def kv_attention(
     lse = torch.empty((batch, q.shape[1], 1), dtype=torch.float32, device=q.device)
     # tensor-core tiles have 16 rows and 8 columns: two digits of 4 queries
     gp, chunks, ranged = power_of_two(group, 4), power_of_two(ceil_div(d, 64), 1), tau1 != tau2
-    c = config or table(bits, chunks, gp)
+    c = config or table(bits, chunks, gp, ranged)
     early = c.early and capability(q.device) >= 90
     step, each = rows * 8 // bits, multiprocessors(q.device) / (batch * heads)
     steps, splits, text_splits = parts(ceil_div(tokens, step), ceil_div(text, c.text), int(c.per_sm * each))

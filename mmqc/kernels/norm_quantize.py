@@ -171,6 +171,6 @@ def norm_quantize(
         KIND=ROW.value if rows is None else rows.kind, DYNAMIC=scale is None, HAS_RESIDUAL=residual is not None,
         HAS_GAIN=gain is not None, HAS_BIAS=bias is not None, LOW=-(2.0 ** (bits - 1)), HIGH=2.0 ** (bits - 1) - 1,
         FP8=code != torch.int8, PTX=has_inline_ptx(x.device), BLOCK=block, REST=rest,
-        num_warps=num_warps or max(1, min(16, block // 512 if rest else block // 1024)),
+        num_warps=num_warps or (1 if block <= 2048 and not rest else max(1, min(16, block // 512))),
     )  # fmt: skip
     return Normed(q, tokens, total)
