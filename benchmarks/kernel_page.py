@@ -93,12 +93,21 @@ def traffic(rows: dict[str, Any]) -> list[str]:
 
 def chain(rows: dict[str, Any]) -> list[str]:
     """Microseconds of norm, quantize, linear; a way that was not timed everywhere leaves a gap."""
-    times = rows["microseconds"]
+    times = {k: v for k, v in rows["microseconds"].items() if k.startswith("chain ")}
     ways = list(dict.fromkeys(way for row in times.values() for way in row))
     cells = [
         [k.removeprefix("chain "), *(f"{row[w]:.0f}" if w in row else "" for w in ways)] for k, row in times.items()
     ]
     return table(("N x K / rows", *ways), cells)
+
+
+def one_row(rows: dict[str, Any]) -> list[str]:
+    """Microseconds of the transforms of a decode step; nothing where they were not timed."""
+    times = {k: v for k, v in rows["microseconds"].items() if k.startswith("hadamard_quantize ")}
+    ways = list(dict.fromkeys(way for row in times.values() for way in row))
+    cells = [[k, *(f"{row[w]:.1f}" if w in row else "" for w in ways)] for k, row in times.items()]
+    text = "One row, microseconds, cut into slices or by one program; with silu and a second operand in front of it or without."
+    return [text, "", *table(("width / rows", *ways), cells)] if cells else []
 
 
 def sanitized(data: dict[str, Any] | None) -> list[str]:
@@ -286,9 +295,10 @@ def main() -> None:
         "",
         f"4,096 rows; TB/s of the bytes that must move. A copy of 1 GiB reaches {rows['tb_per_s']['copy']:.2f} TB/s; a copy of the "
         "same bytes reads and writes what the kernel does, so launch and ramp-up cost it as much. "
-        + f"`{rows['command']}`. {measured('row_kernels', rows)}",
+        + f"`{rows['command']}`, {rows['device']}. {measured('row_kernels', rows)}",
         "",
         *traffic(rows),
+        *one_row(rows),
         "## Norm, quantize, linear",
         "",
         "Microseconds for 6,417 rows: one static scale, a scale per modality by mask or by split index, a scale per token in "
