@@ -243,7 +243,8 @@ def draw() -> list[Path]:
     linear, rows = load("linear"), load("row_kernels")
     if linear is None:
         return []
-    copy = linear["tb_per_s"].get("copy") or ((rows or {}).get("tb_per_s") or {}).get("copy")
+    alike = rows is not None and rows["device"] == linear["device"]  # another GPU's memory is no roof of this one
+    copy = linear["tb_per_s"].get("copy") or (rows["tb_per_s"].get("copy") if rows and alike else None)
     return [path for path in (draw_weight_traffic(linear, copy), draw_roofline(linear, copy)) if path]
 
 
