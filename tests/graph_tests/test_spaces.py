@@ -10,6 +10,8 @@ from pass_cases import EXACT_PASSES
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from mmqc.graph.coordinate_rules import coordinates
+from mmqc.graph.coordinates import compact
 from mmqc.graph.program import Program
 from mmqc.graph.spaces import Space, Spaces
 from mmqc.graph.towers import roles, towers
@@ -46,6 +48,17 @@ def test_spaces__text_stream_of_qwen2_vl() -> None:
     assert names(stream.writers) == {*outs, f"{TEXT}.embed_tokens.weight", f"{VISION}.merger.mlp.2.weight"}
     assert names(stream.readers) == {*ins, "lm_head.weight"}
     assert all(t.groups.shape == (1, 96) for t in stream.touches)
+
+
+def test_coordinates__are_no_more_for_a_longer_prompt() -> None:
+    """What is kept of a replay is as much as there are channels: tokens of one kind are alike."""
+    kept = []
+    for grids in (((1, 4, 6), (1, 8, 4)), ((1, 16, 24), (1, 32, 16))):
+        model, batch = tiny_qwen2_vl(grids=grids)
+        found = coordinates(passed(recorded(model, {**batch, "use_cache": False}), (RaiseOps(),)))
+        sizes = [ids.numel() for ids, _ in found.splits], [j.numel() for j in found.joins]
+        kept.append((*map(sum, sizes), max(compact(o)[0].numel() for o in found.outputs if o is not None)))
+    assert kept[0] == kept[1]
 
 
 def test_spaces__vision_stream_of_qwen2_vl() -> None:
