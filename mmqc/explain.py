@@ -105,6 +105,12 @@ class Explanation:
         return "\n\n".join(parts)
 
 
+NOTHING = (
+    "nothing was compiled: Dynamo skips this code, as it does what reached the limit of recompilations earlier in this process "
+    "(torch._dynamo.reset() lifts that, and drops what is compiled)"
+)
+
+
 @torch.no_grad()
 def explain(model: nn.Module, inputs: Mapping[str, Any], *, options: Mapping[str, Any] | None = None) -> Explanation:
     """Compile ``model`` for ``inputs`` and tell what happened; the model and its own compiled code are left alone.
@@ -136,7 +142,7 @@ def explain(model: nn.Module, inputs: Mapping[str, Any], *, options: Mapping[str
             detach(model)
     passes = [*_recorded(model), *(note for g in graphs for note in _notes(g))]
     lines = Counter(f"{b.reason} at {b.where}" for b in breaks)
-    return Explanation(graphs, passes, dict(lines), front.notes)
+    return Explanation(graphs, passes, dict(lines) or ({} if graphs else {NOTHING: 1}), front.notes)
 
 
 def _recorded(model: nn.Module) -> list[PassNote]:

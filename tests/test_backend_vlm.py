@@ -8,9 +8,10 @@ import pytest
 import torch
 from models import tiny_qwen2_vl
 from quantized_vlm import quantized_vlm
-from torch import nn
+from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
+import mmqc
 from mmqc.backend import GraphRecord, backend, collect_records
 from mmqc.modality import attached
 from mmqc.modules import QuantLinear
@@ -93,3 +94,14 @@ def test_backend__vlm_breaks_no_more_than_the_float_model(case: Case) -> None:
     context = attached(model)
     context.begin(model, (), case.inputs)
     assert breaks(model) == breaks(tiny_qwen2_vl()[0])
+
+
+def test_explain__says_that_nothing_was_compiled() -> None:
+    class Skipped(nn.Module):
+        @torch.compiler.disable
+        def forward(self, x: Tensor) -> Tensor:
+            return x + 1
+
+    found = mmqc.explain(Skipped(), {"x": torch.ones(2)})
+    assert not found.graphs
+    assert "nothing was compiled" in str(found)

@@ -250,7 +250,9 @@ class Tracker:
             value = kwargs.get("value", args[3] if len(args) > 3 else 0)
             new_args, new_kwargs = new_args[:2], {"value": _filler(value)}
         if word == "cat" and not new_kwargs.keys() - {"dim", "axis"}:
-            return _cat(new_args[0], new_kwargs.get("dim", new_kwargs.get("axis", new_args[1] if len(new_args) > 1 else 0)))
+            return _cat(
+                new_args[0], new_kwargs.get("dim", new_kwargs.get("axis", new_args[1] if len(new_args) > 1 else 0))
+            )
         if node.op == "call_method":
             return getattr(new_args[0], method_name(node, args))(*new_args[1:], **new_kwargs)
         return node.target(*new_args, **new_kwargs)  # type: ignore[operator]
