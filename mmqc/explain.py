@@ -106,7 +106,7 @@ class Explanation:
 
 
 NOTHING = (
-    "nothing was compiled: Dynamo skips this code, as it does what reached the limit of recompilations earlier in this process "
+    "nothing was compiled: Dynamo skips this code; what reached the limit of recompilations earlier in this process it skips too "
     "(torch._dynamo.reset() lifts that, and drops what is compiled)"
 )
 
@@ -142,7 +142,7 @@ def explain(model: nn.Module, inputs: Mapping[str, Any], *, options: Mapping[str
             detach(model)
     passes = [*_recorded(model), *(note for g in graphs for note in _notes(g))]
     lines = Counter(f"{b.reason} at {b.where}" for b in breaks)
-    return Explanation(graphs, passes, dict(lines) or ({} if graphs else {NOTHING: 1}), front.notes)
+    return Explanation(graphs, passes, dict(lines) | ({} if graphs else {NOTHING: 1}), front.notes)
 
 
 def _recorded(model: nn.Module) -> list[PassNote]:
