@@ -321,10 +321,12 @@ def compact(*tensors: Tensor) -> list[Tensor]:
 
 def _cat(parts: Sequence[Tensor], dim: int) -> Tensor:
     """``torch.cat``, expanded along the axes along which no part varies."""
+    if any(p.dim() != parts[-1].dim() for p in parts):  # an empty cache is a tensor of no numbers and one axis
+        return torch.cat(tuple(parts), dim)
     shape = list(parts[0].shape)
-    alike = [a for a in range(len(shape)) if a != dim % len(shape) and all(p.dim() == len(shape) for p in parts)]
-    for axis in (a for a in alike if shape[a] and all(p.stride(a) == 0 and p.shape[a] == shape[a] for p in parts)):
-        parts = [p.narrow(axis, 0, 1) for p in parts]
+    for axis in (a for a in range(len(shape)) if a != dim % len(shape) and shape[a]):
+        if all(p.stride(axis) == 0 for p in parts):
+            parts = [p.narrow(axis, 0, 1) for p in parts]
     whole = torch.cat(tuple(parts), dim)
     return whole.expand([n if a == dim % len(shape) else shape[a] for a, n in enumerate(whole.shape)])
 
