@@ -25,11 +25,10 @@ from torch.nn import functional as F
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from gpu_run import Run, ceilings, geomean  # noqa: E402
+from gpu_run import Run, ceilings, facts, geomean  # noqa: E402
 
 from mmqc.kernels import mixed_matmul as product  # noqa: E402
 from mmqc.kernels.basis_quantize_per_token import basis_quantize_per_token  # noqa: E402
-from mmqc.kernels.device_facts import gpu_name  # noqa: E402
 from mmqc.kernels.hadamard_quantize import hadamard_quantize  # noqa: E402
 from mmqc.kernels.hadamard_quantize_per_token import hadamard_quantize_per_token  # noqa: E402
 from mmqc.kernels.norm_quantize_per_token import Norm, norm_quantize_per_token  # noqa: E402
@@ -182,8 +181,7 @@ def main() -> int:
         for name, given in cases.items():
             run.attempt(f"{name}/{m}", lambda n=name, g=given, m=m: one_case(run, n, g, m, args.tune), 120)
     result: dict[str, Any] = {
-        "command": " ".join(("python benchmarks/fused_per_token.py", *sys.argv[1:])), "gpu": gpu_name(run.device),
-        "torch": torch.__version__, "summary": report(run), "times": run.times, "bandwidth": run.bandwidth,
+        **facts(run), "summary": report(run), "times": run.times, "bandwidth": run.bandwidth,
         "differing": run.errors, "failures": run.failures,
     }  # fmt: skip
     if args.out:

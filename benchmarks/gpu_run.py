@@ -6,13 +6,22 @@ Every timing is a CUDA graph over enough copies of the weight that the L2 cache 
 from __future__ import annotations
 
 import math
+import shlex
 import signal
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import TypeVar
 
 import torch
+import triton
+
+from mmqc.kernels.device_facts import gpu_name
+
+ROOT = Path(__file__).resolve().parents[1]
 
 L2_BYTES = 64 << 20
 Calls = list[Callable[[], object]]
@@ -103,3 +112,14 @@ def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
 
 def geomean(values: list[float]) -> float:
     return math.exp(sum(map(math.log, values)) / len(values)) if values else math.nan
+
+
+def facts(run: Run) -> dict[str, str]:
+    """What a file of results begins with: the command without the file's name, device, versions and commit."""
+    git = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
+    words = [a for a, before in zip(sys.argv[1:], sys.argv, strict=False) if "--out" not in (a, before)]
+    return {
+        "command": shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *words]),
+        "device": gpu_name(run.device), "torch": torch.__version__, "triton": triton.__version__,
+        "commit": subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip(),
+    }  # fmt: skip

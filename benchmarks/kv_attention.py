@@ -16,15 +16,12 @@ import argparse
 import itertools
 import json
 import math
-import shlex
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -32,9 +29,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from gpu_run import Run, ceilings, relative_error  # noqa: E402
+from gpu_run import Run, ceilings, facts, relative_error  # noqa: E402
 
-from mmqc.kernels.device_facts import gpu_name  # noqa: E402
 from mmqc.kernels.kv_attention import KVConfig, kv_attention, table  # noqa: E402
 from mmqc.kernels.kv_pack import kv_pack  # noqa: E402
 from mmqc.ops import kv_attention as op  # noqa: E402
@@ -190,13 +186,9 @@ def time_packing(run: Run, case: Case, bits: list[int]) -> None:
 
 def save(path: Path, run: Run, case: Case, summary: dict[str, float], tuned: dict[int, Any]) -> None:
     """Everything as JSON."""
-    git = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
-    commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
-    words = [a for a, before in zip(sys.argv[1:], sys.argv, strict=False) if "--out" not in (a, before)]
     result = {
-        "command": shlex.join(["python", "benchmarks/kv_attention.py", *words]), "device": gpu_name(run.device),
-        "torch": torch.__version__, "triton": triton.__version__, "commit": commit, "shape": case.s,
-        "microseconds": run.times, "summary": summary, "tuned": tuned, "table": {b: vars(table(b, ranged=b <= 2)) for b in BITS},
+        **facts(run), "shape": case.s, "microseconds": run.times, "summary": summary,
+        "tuned": tuned, "table": {b: vars(table(b, ranged=b <= 2)) for b in BITS},
         "tb_per_s": run.bandwidth, "errors": run.errors, "failures": run.failures,
     }  # fmt: skip
     path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")

@@ -15,24 +15,20 @@ import argparse
 import itertools
 import json
 import math
-import shlex
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from gpu_run import Run, ceilings, relative_error  # noqa: E402
+from gpu_run import Run, ceilings, facts, relative_error  # noqa: E402
 from kv_attention import peers  # noqa: E402
 
-from mmqc.kernels.device_facts import gpu_name  # noqa: E402
 from mmqc.kernels.kv_pack import kv_pack  # noqa: E402
 from mmqc.kernels.kv_round_keys import RoundConfig, kv_round_keys  # noqa: E402
 from mmqc.kernels.kv_token_attention import TokenConfig, kv_token_attention  # noqa: E402
@@ -209,13 +205,9 @@ def time_keys(run: Run, keys: Keys, bits: int, tuned: dict[str, Any] | None, sma
 
 def save(path: Path, run: Run, shape: dict[str, int], summary: dict[str, float], tuned: dict[str, Any]) -> None:
     """Everything as JSON."""
-    git = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
-    commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
-    words = [a for a, before in zip(sys.argv[1:], sys.argv, strict=False) if "--out" not in (a, before)]
     result = {
-        "command": shlex.join(["python", "benchmarks/kv_tokens.py", *words]), "device": gpu_name(run.device),
-        "torch": torch.__version__, "triton": triton.__version__, "commit": commit, "shape": shape,
-        "microseconds": run.times, "summary": summary, "tuned": tuned, "tb_per_s": run.bandwidth, "errors": run.errors,
+        **facts(run), "shape": shape, "microseconds": run.times, "summary": summary,
+        "tuned": tuned, "tb_per_s": run.bandwidth, "errors": run.errors,
         "failures": run.failures,
     }  # fmt: skip
     path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")

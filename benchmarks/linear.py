@@ -12,8 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import shlex
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -21,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import triton
 from torch.nn import functional as F
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -29,7 +26,7 @@ sys.path.insert(0, str(ROOT))
 
 import epilogues  # noqa: E402
 import group_scales  # noqa: E402
-from gpu_run import Calls, Run, ceilings, geomean, relative_error  # noqa: E402
+from gpu_run import Calls, Run, ceilings, facts, geomean, relative_error  # noqa: E402
 from row_kernels import check_rows, quantize_in_torch, time_one_row, time_rows  # noqa: E402
 from tune import candidates, fastest, write_tiles  # noqa: E402
 
@@ -379,12 +376,7 @@ def main() -> int:
     summary = table(run, shapes, rows) | group_scales.summarize(run, rows) | epilogues.summarize(run)
     print("\n".join(f"{value:8.3f}  {name}" for name, value in summary.items() if name[:3] in ("w4_", "w8_", "fus")))
     if args.out:
-        commit = subprocess.run(
-            ["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True
-        ).stdout.strip()
-        words = [a for a, before in zip(sys.argv[1:], sys.argv, strict=False) if "--out" not in (a, before)]
-        result = {"command": shlex.join(["python", "benchmarks/linear.py", *words]), "device": gpu_name(run.device),
-                  "torch": torch.__version__, "triton": triton.__version__, "commit": commit,
+        result = {**facts(run),
                   "shapes": SHAPES, "group_size": GROUP, "microseconds": run.times, "tb_per_s": run.bandwidth,
                   "same_bytes_tb_per_s": run.same_bytes, "summary": summary, "errors": run.errors, "failures": run.failures,
                   "configs": json.loads(path.read_text()) if path.exists() else None}  # fmt: skip

@@ -27,13 +27,12 @@ from torch.nn import functional as F
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from gpu_run import Run, ceilings, geomean, relative_error  # noqa: E402
+from gpu_run import Run, ceilings, facts, geomean, relative_error  # noqa: E402
 from tune import write_tiles  # noqa: E402
 
 from mmqc.kernels import configs as tiles  # noqa: E402
 from mmqc.kernels import mixed_matmul as kernel  # noqa: E402
 from mmqc.kernels.configs import MatmulConfig  # noqa: E402
-from mmqc.kernels.device_facts import gpu_name  # noqa: E402
 from mmqc.kernels.quantize_per_token import Rows, quantize_per_token  # noqa: E402
 from mmqc.kernels.unpack_weight import unpack_weight  # noqa: E402
 from mmqc.ops.mixed_matmul import reference  # noqa: E402
@@ -181,10 +180,7 @@ def main() -> int:
         for name, shape in shapes.items():
             run.attempt(f"{name}/{m}", lambda n=name, s=shape, m=m: one_shape(run, n, s, m, tuned, args.tune), 240)
     summary = report(run)
-    device = "cpu" if run.dry else torch.cuda.get_device_name()
-    command = " ".join(("python benchmarks/mixed_linear.py", *sys.argv[1:]))
-    result = {"command": command, "gpu": gpu_name(run.device), "device": device, "torch": torch.__version__,
-              "times": run.times, "errors": run.errors,
+    result = {**facts(run), "times": run.times, "errors": run.errors,
               "summary": summary, "bandwidth": run.bandwidth, "failures": run.failures,
               "tiles": {where: tile.to_dict() for where, tile in tuned.items()}}  # fmt: skip
     if args.out:

@@ -59,9 +59,8 @@ class Rules(Tracker):
         self.join(a, b)
         for one, other in (compact(a, b), compact(b, a)):
             self.freeze(torch.where(other == CONSTANT, one, ZERO), node, "a constant is added")
-        # One name for what is the same now, that of fewer numbers: behind the images' rows in the text's, tokens differ in theirs.
-        wide, narrow = sorted((a, b), key=lambda ids: compact(ids)[0].numel(), reverse=True)
-        few, other = compact(narrow, wide) if compact(narrow)[0].numel() < compact(wide)[0].numel() else compact(a, b)
+        # One name for what is the same now, that of fewer numbers: with images' rows among the text's, tokens differ in theirs.
+        few, other = compact(*sorted((a, b), key=lambda ids: compact(ids)[0].numel()))
         joined = torch.where(few >= 0, few, torch.maximum(few, other)).expand(a.shape)
         return self.write(node, joined) if mutates(node) else joined
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -92,11 +91,8 @@ def basis_quantize_per_token(
     reason = supports(x, basis, widths, bits)
     if reason is not None:
         raise ValueError(f"basis_quantize_per_token: {reason}")
-    m, parts = x.shape[0], len(widths)
-    if out is None:
-        scale, offset = (torch.empty(m, parts, dtype=torch.float32, device=x.device) for _ in "so")
-        out = Rows(torch.empty(x.shape, dtype=torch.int8, device=x.device), scale, offset)
-    if m:
+    out = Rows.empty(x, len(widths)) if out is None else out
+    if len(x):
         launch(x, basis, out, widths, bits, num_warps).run()
     return out
 

@@ -38,9 +38,7 @@ def hadamard_quantize_per_token(
     if reason is not None:
         raise ValueError(f"hadamard_quantize_per_token: {reason}")
     m, n = x.shape
-    if out is None:
-        scale, offset = (torch.empty(m, 1, dtype=torch.float32, device=x.device) for _ in "so")
-        out = Rows(torch.empty(m, n, dtype=torch.int8, device=x.device), scale, offset)
+    out = Rows.empty(x, 1) if out is None else out
     p = plan or hadamard_plan(n, x.device, x.dtype)
     if m == 0:
         return out

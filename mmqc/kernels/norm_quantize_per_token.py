@@ -196,13 +196,10 @@ def norm_quantize_per_token(
     reason = supports(x, norm, order, widths, bits)
     if reason is not None:
         raise ValueError(f"norm_quantize_per_token: {reason}")
-    m, parts = x.shape[0], len(widths)
-    if out is None:
-        scale, offset = (torch.empty(m, parts, dtype=torch.float32, device=x.device) for _ in "so")
-        out = Rows(torch.empty(x.shape, dtype=torch.int8, device=x.device), scale, offset)
+    out = Rows.empty(x, len(widths)) if out is None else out
     if norm.residual is not None and total is None:
         total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    if m:
+    if len(x):
         launch(x, norm, out, total, widths, bits, order, num_warps).run()
     return out, total
 

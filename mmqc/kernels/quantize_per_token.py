@@ -39,6 +39,12 @@ class Rows(NamedTuple):
     scale: Tensor
     offset: Tensor
 
+    @classmethod
+    def empty(cls, x: Tensor, parts: int) -> Rows:
+        """For the rows of x [M, D]."""
+        scale, offset = (torch.empty(x.shape[0], parts, dtype=torch.float32, device=x.device) for _ in "so")
+        return cls(torch.empty(x.shape, dtype=torch.int8, device=x.device), scale, offset)
+
 
 @triton.jit
 def load_part(x_ptr, first, width, BLOCK: tl.constexpr, FULL: tl.constexpr):
@@ -148,11 +154,8 @@ def quantize_per_token(
     reason = supports(x, widths, bits)
     if reason is not None:
         raise ValueError(f"quantize_per_token: {reason}")
-    m, parts = x.shape[0], len(widths)
-    if out is None:
-        scale, offset = (torch.empty(m, parts, dtype=torch.float32, device=x.device) for _ in "so")
-        out = Rows(torch.empty(x.shape, dtype=torch.int8, device=x.device), scale, offset)
-    if m:
+    out = Rows.empty(x, len(widths)) if out is None else out
+    if len(x):
         launch(x, out, widths, bits, eps, num_warps).run()
     return out
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mmqc.ops import quantize, scaled_matmul
+from mmqc.ops import quantize, scaled_matmuls
 from mmqc.ops.define import define
 
 QUICK = 1.702  # x sigmoid(1.702 x), arXiv:1606.08415 section 2
@@ -72,10 +72,7 @@ def reference(
 ) -> Tensor:  # fmt: skip
     """The parts, each rounded."""
     check(w_q, activation, low_x, low_w)
-    z = [
-        scaled_matmul.reference(x_q, w, x_scale, s, b, visual, weight_bits, out_dtype)
-        for w, s, b in zip(w_q, w_scale, bias, strict=True)
-    ]
+    z = scaled_matmuls.reference(x_q, w_q, x_scale, w_scale, bias, visual, weight_bits, out_dtype)
     return after(z, activation, next_scale, next_visual, next_bits, low_x, low_w)
 
 
@@ -86,11 +83,8 @@ def fake(
 ) -> Tensor:  # fmt: skip
     """[..., N] in out_dtype or int8."""
     check(w_q, activation, low_x, low_w)
-    z = [
-        scaled_matmul.fake(x_q, w, x_scale, s, b, visual, weight_bits, out_dtype)
-        for w, s, b in zip(w_q, w_scale, bias, strict=True)
-    ]
-    return z[0] if next_scale is None else quantize.fake(z[0], next_scale, next_visual, next_bits)
+    z = scaled_matmuls.fake(x_q, w_q, x_scale, w_scale, bias, visual, weight_bits, out_dtype)[0]
+    return z if next_scale is None else quantize.fake(z, next_scale, next_visual, next_bits)
 
 
 define(
