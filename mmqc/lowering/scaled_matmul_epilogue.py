@@ -9,12 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from mmqc import kernels
 from mmqc.lowering.inductor import TensorBox, register_decomposition, register_lowering
 from mmqc.lowering.scaled_matmul import on_cuda
-from mmqc.ops.scaled_matmul_epilogue import ACTIVATIONS
+from mmqc.ops.scaled_matmul_epilogue import activated
 
 OP = torch.ops.mmqc.scaled_matmul_epilogue.default
 
@@ -43,10 +42,7 @@ def decompose(
     ops = torch.ops.mmqc
     z = [ops.scaled_matmul(x_q, w, x_scale, s, b, visual, weight_bits, out_dtype)
          for w, s, b in zip(w_q, w_scale, bias, strict=True)]  # fmt: skip
-    if low_x is not None and low_w is not None:
-        z = [z[0] + F.linear(low_x, low_w)]
-    h = ACTIVATIONS[activation](z[0])
-    h = h * z[1] if len(z) == 2 else h
+    h = activated(z, activation, low_x, low_w)
     return h if next_scale is None else ops.quantize(h, next_scale, next_visual, next_bits)
 
 
@@ -59,18 +55,5 @@ def lower_scaled_matmul_epilogue(
 ) -> TensorBox:  # fmt: skip
     """The kernel's launches."""
     del weight_bits  # the weight's dtype says it
-    return on_cuda().with_epilogue(
-        x_q,
-        w_q,
-        x_scale,
-        w_scale,
-        bias,
-        visual,
-        out_dtype,
-        activation,
-        next_scale,
-        next_visual,
-        next_bits,
-        low_x,
-        low_w,
-    )
+    given = (x_q, w_q, x_scale, w_scale, bias, visual, out_dtype)
+    return on_cuda().with_epilogue(*given, activation, next_scale, next_visual, next_bits, low_x, low_w)

@@ -53,15 +53,20 @@ def check(w_q: list[Tensor], activation: str, low_x: Tensor | None = None, low_w
         raise ValueError(f"the factors x_S {list(low_x.shape)} and W_S {list(low_w.shape)} do not fit")
 
 
+def activated(z: list[Tensor], activation: str, low_x: Tensor | None = None, low_w: Tensor | None = None) -> Tensor:
+    """H of the linears' results, one operation after the other."""
+    if low_x is not None and low_w is not None:
+        z = [z[0] + F.linear(low_x, low_w)]
+    h = ACTIVATIONS[activation](z[0])
+    return h * z[1] if len(z) == 2 else h
+
+
 def after(
     z: list[Tensor], activation: str, scale: Tensor | None, visual: Tensor | None, bits: int, low_x: Tensor | None = None,
     low_w: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """What stands behind the linears, one operation after the other."""
-    if low_x is not None and low_w is not None:
-        z = [z[0] + F.linear(low_x, low_w)]
-    h = ACTIVATIONS[activation](z[0])
-    h = h * z[1] if len(z) == 2 else h
+    """What stands behind the linears."""
+    h = activated(z, activation, low_x, low_w)
     return h if scale is None else quantize.contiguous_reference(h, scale, visual, bits)
 
 
