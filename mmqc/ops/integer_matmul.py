@@ -7,11 +7,14 @@ Why:     ``aten::_int_mm`` is the fast path, but it has limits (CUDA: M > 16, N 
          16-bit partial sums on CPUs without VNNI, and reads a transposed weight of one column wrongly (CPU, K = 1:
          both strides of the view are 1).  ``why_not_int_mm`` names what is in the way, for eager mode and the lowering
          alike; both then pad (CUDA) or multiply in float64 (CPU), which is exact and slow.
+         On x86 without VNNI ``_int_mm`` is a plain loop: 702 ms for 2,048 x 256 by 1,024, against 64 in float64 (EPYC with AVX2,
+         one thread, torch 2.13).  There eager mode takes float64, which reads the weight eight times as wide, from two rows on.
 """
 
 from __future__ import annotations
 
 import functools
+import platform
 
 import torch
 from torch import Tensor
@@ -31,6 +34,12 @@ def cpu_int_mm_is_exact() -> bool:
         x[1] = 127
         acc = torch._int_mm(x, x.t().contiguous())
     return acc.tolist() == [[64 * 16384, -64 * 16256], [-64 * 16256, 64 * 16129]]
+
+
+@functools.cache
+def cpu_int_mm_is_a_loop() -> bool:
+    """Whether this CPU is one for which ``_int_mm`` has no better than three nested loops (x86 without VNNI)."""
+    return platform.machine().lower() in ("x86_64", "amd64") and not torch.cpu._is_vnni_supported()
 
 
 def why_not_int_mm(device: str, rows_known_large: bool, n: int, k: int) -> str | None:
@@ -60,7 +69,8 @@ def int_matmul(x: Tensor, w: Tensor) -> Tensor:
     """Multiply x and wᵀ in int32."""
     m, n, k = x.shape[0], w.shape[0], w.shape[1]
     device = x.device.type
-    if why_not_int_mm(device, m >= CUDA_MIN_ROWS, n, k) is None:
+    slow = device == "cpu" and m > 1 and cpu_int_mm_is_a_loop()
+    if not slow and why_not_int_mm(device, m >= CUDA_MIN_ROWS, n, k) is None:
         return torch._int_mm(_row_major(x), _row_major(w).t())
     if device == "cuda":
         dm, dn, dk = cuda_padding(m, n, k)

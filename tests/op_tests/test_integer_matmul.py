@@ -7,10 +7,12 @@ from mmqc.ops.integer_matmul import cuda_padding, int_matmul, why_not_int_mm
 SIZES = [1, 17, 63, 100, 257]
 
 
+@pytest.mark.parametrize("loop", [False, True])
 @pytest.mark.parametrize("m", SIZES)
 @pytest.mark.parametrize("n", [1, 17, 100])
 @pytest.mark.parametrize("k", SIZES)
-def test_int_matmul__exact(m: int, n: int, k: int) -> None:
+def test_int_matmul__exact(m: int, n: int, k: int, loop: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(integer_matmul, "cpu_int_mm_is_a_loop", lambda: loop)
     x = torch.randint(-128, 128, (m, k), dtype=torch.int8)
     w = torch.randint(-128, 128, (n, k), dtype=torch.int8)
     acc = int_matmul(x, w)
@@ -19,6 +21,7 @@ def test_int_matmul__exact(m: int, n: int, k: int) -> None:
 
 
 def test_int_matmul__without_int_mm_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(integer_matmul, "cpu_int_mm_is_a_loop", lambda: False)
     x, w = (torch.randint(-128, 128, (s, 257), dtype=torch.int8) for s in (17, 63))
     fast = int_matmul(x, w)
     monkeypatch.setattr(integer_matmul, "why_not_int_mm", lambda *_: "no")
