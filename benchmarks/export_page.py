@@ -1,5 +1,5 @@
 """docs/results/export.md from benchmarks/results/{export_families,split_families,cpp_runner,
-carry_model,aot_on_gpu}.json; those that are there.
+carry_model,package_libraries}.json; those that are there.
 
 python benchmarks/export_page.py
 """
@@ -141,10 +141,26 @@ def carried(run: dict[str, Any]) -> list[str]:
     ]
 
 
-def crash(run: dict[str, Any]) -> list[str]:
+def libraries(run: dict[str, Any]) -> list[str]:
     """A package of one linear."""
-    rows = [[r["step"], r["result"]] for r in run["rows"] if "result" in r]
-    return ["## A package of one linear, loaded in many ways", "", where(run), "", *table(["step", "result"], rows)]
+    rows = [
+        [
+            r["compiler"],
+            r["linked"],
+            "yes" if "libstdc++.so.6" in r.get("needed", []) else "no",
+            r.get("loaded", r["built"]),
+        ]
+        for r in run["rows"]
+    ]
+    return [
+        "## The C++ library of a package",
+        "",
+        f"`{run['command']}`, torch {run['torch']}, {run['compiler']}. Some compilers link their C++ library statically, the "
+        "one of this machine among them. Inductor builds a package without a word on it; torch's process then has two, "
+        "whose symbols mix, and the loader ends in a segmentation fault or `std::bad_cast`. `mmqc.export` names the shared one.",
+        "",
+        *table(["compiler", "linked", "asks for libstdc++.so.6", "loading"], rows),
+    ]
 
 
 def main() -> None:
@@ -154,7 +170,7 @@ def main() -> None:
         "split_families": split,
         "cpp_runner": runner,
         "carry_model": carried,
-        "aot_on_gpu": crash,
+        "package_libraries": libraries,
     }
     for name, part in parts.items():
         if (run := read(name)) is not None:

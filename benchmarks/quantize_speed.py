@@ -33,7 +33,7 @@ IMAGE = 151655
 
 
 def model_of(dry: bool, layers: int, device: str) -> Any:
-    """Qwen2-VL-7B in bfloat16 with random weights, or a narrow one in float32."""
+    """Qwen2-VL-7B in bfloat16 with random weights, made where that is fast, or a narrow one in float32."""
     heads = {"num_attention_heads": 28, "num_key_value_heads": 4}
     text: dict[str, Any] = {
         "vocab_size": 152064, "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": layers, **heads,
@@ -133,7 +133,10 @@ def child(args: argparse.Namespace) -> None:
         g if g is not None else d for g, d in zip((args.samples, args.tokens), DEFAULT[recipe], strict=True)
     )
     device = "cpu" if args.dry else "cuda"
-    model = model_of(args.dry, args.layers, "cpu" if args.offload else device)
+    model = model_of(args.dry, args.layers, device)
+    if args.offload:
+        model = model.cpu()
+        torch.cuda.empty_cache()
     size = sum(p.numel() * p.element_size() for p in model.parameters())
     config = config_of(recipe, samples)
     batches = [batch_of(tokens, model.dtype, i) for i in range(samples)] or None

@@ -10,6 +10,7 @@ in such a program (``as_eager``) those ops are calls of torch's kernels; what is
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,6 +30,7 @@ ORDERED = (
     "native_group_norm", "_fused_rms_norm",
 )  # fmt: skip
 LOWER_BOUND = "aot_inductor.check_lowerbound"  # since torch 2.12
+LIBRARIES = "aot_inductor.custom_op_libs"
 TORCH = (
     "aten",
     "prims",
@@ -93,6 +95,10 @@ def compile_program(program: ExportedProgram, *, as_eager: bool, metadata: Mappi
     }
     if LOWER_BOUND in inductor.config_keys():
         options[LOWER_BOUND] = False  # a trace takes two for the least size; what is less was compared with the model
+    if sys.platform == "linux":
+        # Named in front of what the compiler adds by itself: one that links its C++ library statically brings a second copy
+        # into torch's process, and loading the package ends in std::bad_cast or a segmentation fault.
+        options[LIBRARIES] = ["stdc++"]
     plain = {op: PLAIN[op.name()] for op in _foreign(program) if op.name() in PLAIN}
     if plain:
         program = program.run_decompositions(plain)

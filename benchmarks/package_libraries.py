@@ -1,0 +1,104 @@
+"""Packages and the C++ library they are linked with: one of a linear, built and loaded in fresh processes.
+
+    python benchmarks/package_libraries.py [--out benchmarks/results/package_libraries.json] [--device cpu|cuda]
+
+compiler   the machine's, and the machine's told to link its C++ library statically
+linked     as Inductor does, and with libstdc++ named, as ``mmqc.export`` does
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+BUILD = """if True:
+    import json, sys, torch
+    package, device, options = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
+    model = torch.nn.Linear(8, 8).to(device).eval()
+    with torch.no_grad():
+        program = torch.export.export(model, (torch.ones(2, 8, device=device),))
+        torch._inductor.aoti_compile_and_package(program, package_path=package, inductor_configs=options)
+"""
+LOAD = """if True:
+    import sys, torch
+    program = torch._inductor.aoti_load_package(sys.argv[1])
+    assert program(torch.ones(2, 8, device=sys.argv[2])).isfinite().all()
+"""
+NAMED: dict[str, Any] = {"aot_inductor.custom_op_libs": ["stdc++"]}
+
+
+def static(folder: Path) -> str:
+    """The machine's compiler, but for what it links a shared library with."""
+    path = folder / "g++"
+    path.write_text(
+        f'#!/bin/sh\ncase " $* " in *" -shared "*) set -- "$@" -static-libstdc++;; esac\nexec {shutil.which("g++")} "$@"\n'
+    )
+    path.chmod(0o755)
+    return str(path)
+
+
+def outcome(code: str, *arguments: str, **environment: str) -> str:
+    """How the process ended."""
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments], env={**os.environ, **environment}, capture_output=True, text=True
+    )
+    if done.returncode < 0:
+        return signal.Signals(-done.returncode).name
+    said = [line for line in done.stderr.splitlines() if line.startswith(("Error: ", "RuntimeError: "))]
+    return "ok" if done.returncode == 0 else (said or done.stderr.splitlines() or ["?"])[0][:120]
+
+
+def needed(package: Path, folder: Path) -> list[str]:
+    """The shared libraries that the package's own asks for."""
+    with zipfile.ZipFile(package) as archive:
+        name = next(n for n in archive.namelist() if n.endswith(".so"))
+        lines = subprocess.run(["readelf", "-d", archive.extract(name, folder)], capture_output=True, text=True).stdout
+    return [line.split("[")[1].rstrip("]") for line in lines.splitlines() if "(NEEDED)" in line]
+
+
+def rows(device: str, folder: Path) -> list[dict[str, Any]]:
+    """Every compiler, linking both ways."""
+    found = []
+    for compiler, path in (("as it is", shutil.which("g++") or ""), ("static C++ library", static(folder))):
+        for linked, options in (("by Inductor", {}), ("libstdc++ named", NAMED)):
+            package = folder / f"{len(found)}.pt2"
+            built = outcome(BUILD, str(package), device, json.dumps(options), CXX=path)
+            row = {"compiler": compiler, "linked": linked, "built": built}
+            if package.exists():
+                row |= {"needed": needed(package, folder), "loaded": outcome(LOAD, str(package), device)}
+            print(json.dumps(row), flush=True)
+            found.append(row)
+    return found
+
+
+def main() -> None:
+    """Parse, try, write."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/package_libraries.json"))
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    options = parser.parse_args()
+    version = subprocess.run(["g++", "--version"], capture_output=True, text=True).stdout.splitlines()[0]
+    with tempfile.TemporaryDirectory(prefix="package_") as folder:
+        found = rows(options.device, Path(folder))
+    facts = {
+        "command": " ".join(["python", *sys.argv]), "torch": torch.__version__, "python": platform.python_version(),
+        "compiler": version, "device": options.device,
+    }  # fmt: skip
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(json.dumps({**facts, "rows": found}, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
