@@ -64,7 +64,7 @@ def needed(package: Path, folder: Path) -> list[str]:
     """The shared libraries that the package's own asks for."""
     with zipfile.ZipFile(package) as archive:
         name = next(n for n in archive.namelist() if n.endswith(".so"))
-        lines = subprocess.run(["readelf", "-d", archive.extract(name, folder)], capture_output=True, text=True).stdout
+        lines = subprocess.check_output(["readelf", "-d", archive.extract(name, folder)], text=True)
     return [line.split("[")[1].rstrip("]") for line in lines.splitlines() if "(NEEDED)" in line]
 
 
@@ -89,7 +89,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/package_libraries.json"))
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     options = parser.parse_args()
-    version = subprocess.run(["g++", "--version"], capture_output=True, text=True).stdout.splitlines()[0]
+    version = subprocess.check_output(["g++", "--version"], text=True).splitlines()[0]
     with tempfile.TemporaryDirectory(prefix="package_") as folder:
         found = rows(options.device, Path(folder))
     facts = {
