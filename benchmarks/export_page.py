@@ -155,9 +155,9 @@ def libraries(run: dict[str, Any]) -> list[str]:
     return [
         "## The C++ library of a package",
         "",
-        f"`{run['command']}`, torch {run['torch']}, {run['compiler']}. Some compilers link their C++ library statically, the "
-        "one of this machine among them. Inductor builds a package without a word on it; torch's process then has two, "
-        "whose symbols mix, and the loader ends in a segmentation fault or `std::bad_cast`. `mmqc.export` names the shared one.",
+        f"`{run['command']}`, torch {run['torch']}, {run['compiler']}. A compiler that is set up to link its C++ library "
+        "statically brings a second one into torch's process, whose symbols mix with the first one's, and loading any package "
+        "of AOTInductor ends in `std::bad_cast` or a segmentation fault. `mmqc.export` names the shared one.",
         "",
         *table(["compiler", "linked", "asks for libstdc++.so.6", "loading"], rows),
     ]
