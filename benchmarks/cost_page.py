@@ -59,8 +59,8 @@ def decoding(run: dict[str, Any]) -> list[str]:
     return [
         "## Decoding within a memory budget",
         "",
-        f"InternVL2.5-8B's decoder, random weights, {s['visual']:,} visual and {s['text']} text tokens a sequence, {s['tokens']} more "
-        f"to come; the largest batch whose cache and activations fit. {run['device']}, torch {run['torch']}, commit "
+        f"InternVL2.5-8B's decoder, random weights, {s['visual']:,} visual and {s['text']} text tokens a sequence, {s['tokens']} "
+        f"more to come; the largest batch whose cache and activations fit. {run['device']}, torch {run['torch']}, commit "
         f"{run['commit']}; `{run['command']}`. 16 bits is transformers' cache: `dynamic` its default, the others its static one.",
         "",
         *table(["bits", "way", "budget, GB", "batch", "cache, GB", "ms a step", "tokens/s"], rows),

@@ -19,6 +19,7 @@ from .config import ActivationSpec
 from .modality import ModalityContext
 from .moments import add_second_moment, mirror_
 from .online_hadamard import OnlineHadamard
+from .ops.quantize import LARGEST
 
 TEXT, VISUAL, MIXED = "text", "visual", "mixed"
 EQUAL = {TEXT: 1.0, VISUAL: 1.0, MIXED: 1.0}
@@ -64,7 +65,7 @@ class Range:
             self.low, self.high, self.ends = min(self.low, -low), max(self.high, high), None
 
     def scale(self, spec: ActivationSpec) -> float:
-        """S = max(|min| / 2^(b-1), |max| / (2^(b-1) - 1)); percentiles cut both ends at the same magnitude."""
+        """S = max(|min| / 2^(b-1), |max| / (2^(b-1) - 1)), max|x| / 448 for float8; percentiles cut both ends at one magnitude."""
         low, high = min(self.low, 0.0), max(self.high, 0.0)
         if spec.observer == "percentile" and self.histogram is not None:
             share = self.histogram.cumsum(0).double() / self.histogram.sum()
@@ -72,7 +73,7 @@ class Range:
             limit = 2.0 ** ((index + 1) / _BINS_PER_OCTAVE + _LOWEST)
             low, high = max(low, -limit), min(high, limit)
         top = 2 ** (spec.bits - 1)
-        scale = max(-low / top, high / (top - 1))
+        scale = max(-low, high) / LARGEST if spec.type == "float" else max(-low / top, high / (top - 1))
         return scale if scale > 0 else 1.0
 
 

@@ -3,6 +3,7 @@
     weight-only          pack-quantized   weight_packed int32 [N, K b/32], weight_scale [N, 1] or [N, K/g], weight_shape [2]
                                           with zero points: weight_zero_point int32 [N b/32, K/g], packed along the outputs
     static activations   int-quantized    weight int8 [N, K], weight_scale [N, 1], input_scale [1]
+                         float-quantized  the same with weight float8_e4m3fn; 4 bits beside float8 activations are packed
 
 32/b codes lie in a word, the first lowest, each offset by 2^(b-1), and so do zero points.  Scales have the model's dtype, as the
 format's readers expect; in a float32 model nothing is lost, in bfloat16 they are rounded.
@@ -81,13 +82,15 @@ def _linear_objections(linear: QuantLinear) -> Iterator[str]:
 
 def scheme_of(linear: QuantLinear) -> Scheme:
     """The format's description of a linear, without its targets."""
+    floats = linear.float8 and linear.storage_bits == 8
     weights = {
-        "num_bits": linear.weight_bits, "type": "int", "symmetric": linear.weight_zero is None, "dynamic": False,
+        "num_bits": linear.weight_bits, "type": "float" if floats else "int", "dynamic": False,
+        "symmetric": linear.weight_zero is None,
         "strategy": "group" if linear.group_size else "channel", "group_size": linear.group_size or None,
     }  # fmt: skip
     static = {
         "num_bits": linear.activation_bits,
-        "type": "int",
+        "type": "float" if linear.float8 else "int",
         "symmetric": True,
         "dynamic": False,
         "strategy": "tensor",
@@ -96,8 +99,13 @@ def scheme_of(linear: QuantLinear) -> Scheme:
         "weights": weights,
         "input_activations": static if linear.input_scale is not None else None,
         "output_activations": None,
-        "format": "pack-quantized" if linear.input_scale is None else "int-quantized",
+        "format": "float-quantized" if floats else "pack-quantized" if packed(linear) else "int-quantized",
     }
+
+
+def packed(linear: QuantLinear) -> bool:
+    """Whether the format has this linear's codes in words."""
+    return linear.input_scale is None or (linear.float8 and linear.storage_bits != 8)
 
 
 def quantization_config(model: nn.Module) -> dict[str, Any]:
@@ -139,7 +147,7 @@ def state_dict(model: nn.Module) -> dict[str, Tensor]:
 
 def _tensors(linear: QuantLinear) -> Iterator[tuple[str, Tensor]]:
     codes, dtype = linear.codes(), linear.float_dtype
-    if linear.input_scale is None:
+    if packed(linear):
         yield "weight_packed", pack_words(codes, linear.weight_bits)
         yield "weight_shape", torch.tensor(codes.shape)
         if linear.weight_zero is not None:
@@ -147,6 +155,7 @@ def _tensors(linear: QuantLinear) -> Iterator[tuple[str, Tensor]]:
             yield "weight_zero_point", pack_words(zero.T, linear.weight_bits).T.contiguous()
     else:
         yield "weight", codes
+    if linear.input_scale is not None:
         yield "input_scale", linear.input_scale.to(dtype)
     scale = linear.weight_scale if linear.group_size else linear.weight_scale[:, None]
     yield "weight_scale", scale.to(dtype).contiguous()

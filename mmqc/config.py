@@ -59,6 +59,12 @@ class Scheme:
             require(plain, "Scheme.dynamic", self.dynamic, "None beside static activations, zero points or groups")
         symmetric = self.weight.symmetric or self.activation is None
         require(symmetric, "WeightSpec.symmetric", self.weight.symmetric, "True beside quantized activations")
+        floats = self.activation is not None and self.activation.type == "float"
+        alike = self.weight.type == "int" if not floats else self.weight.bits <= 4 or self.weight.type == "float"
+        allowed = "'float' beside activations of type 'float', and there only 'int' to 4 bits, whose codes are exact as floats"
+        require(alike, "WeightSpec.type", self.weight.type, allowed)
+        grouped = self.weight.granularity
+        require(not floats or not self.weight.group_size, "WeightSpec.granularity", grouped, "PerRow() beside floats")
         integer = self.weight.amplifier is not None
         require(
             not integer or self.activation is not None,
@@ -76,6 +82,7 @@ class Scheme:
         group = f"-g{self.weight.group_size}" if self.weight.group_size else ""
         group += f"-i{self.weight.amplifier}" if self.weight.amplifier is not None else ""
         group += "" if self.weight.symmetric else "-asym"
+        group += "-fp8" if self.activation is not None and self.activation.type == "float" else ""
         return f"W{self.weight.bits}A{self.activation.bits if self.activation else 16}{group}"
 
 
@@ -218,6 +225,26 @@ class QuantConfig(AOBaseConfig):
         }
         allowed = "schemes with PerGroup(g) weights and quantized activations"
         require(bool(changed), "QuantConfig", list(map(str, self.schemes.values())), allowed)
+        return self.replace(**changed)
+
+    def with_float8(self) -> QuantConfig:
+        """A copy that computes in float8_e4m3fn wherever activations are static.
+
+        8-bit weights become floats too, rounded to nearest whatever the solver was; integers to 4 bits stay what they are, for
+        their codes are exact as floats.  Ada and Hopper multiply both.
+
+        Raises:
+            ConfigError: no scheme has static activations, or one has weights in groups.
+        """
+        changed = {
+            place: Scheme(
+                dataclasses.replace(s.weight, type="float", solver="rtn") if s.weight.bits == 8 else s.weight,
+                dataclasses.replace(s.activation, type="float"),
+            )
+            for place, s in self.schemes.items()
+            if s.activation is not None
+        }
+        require(bool(changed), "QuantConfig", list(map(str, self.schemes.values())), "schemes with static activations")
         return self.replace(**changed)
 
     def to_dict(self) -> dict[str, Any]:

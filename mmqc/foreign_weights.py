@@ -3,7 +3,7 @@
     AWQ (gemm)   qweight int32 [K, N b/32], eight outputs a word in the order 0 2 4 6 1 3 5 7; qzeros [K/g, N b/32] alike
     GPTQ         qweight int32 [K b/32, N], inputs of a word in order; qzeros [K/g, N b/32], outputs in order, less one in v1
     both         scales [K/g, N]       w[k, n] = (u[k, n] - z[g, n]) s[g, n]
-    compressed   weight_packed int32 [N, K b/32] or weight int8 [N, K]; weight_scale [N, 1] or [N, K/g]; input_scale [1];
+    compressed   weight_packed int32 [N, K b/32] or weight int8 or float8 [N, K]; weight_scale [N, 1] or [N, K/g]; input_scale [1];
                  weight_zero_point like the scales, or int32 [N b/32, K/g] where the weight is packed
 
 Codes and zero points are kept less 2^(b-1), as signed numbers; zero points that then are all zero are none.  Groups that are no
@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from .compressed_tensors import unpack_words
+from .ops.pack import FLOAT8
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 Tensors = Mapping[str, Tensor]
@@ -41,7 +42,7 @@ class ForeignError(ValueError):
 
 @dataclass(frozen=True)
 class Foreign:
-    """One linear: int8 codes [N, K], float32 scale [N] or [N, K/g], bits of a code, g or 0, input scale, int8 zero points."""
+    """One linear: int8 or float8 codes [N, K], float32 scale [N] or [N, K/g], bits of a code, g or 0, input scale, int8 zeros."""
 
     codes: Tensor
     scale: Tensor
@@ -118,19 +119,20 @@ def read_gptq(tensors: Tensors, settings: Settings, fqn: str) -> Foreign:
 
 
 def read_compressed(tensors: Tensors, settings: Settings, fqn: str) -> Foreign:
-    """A linear of compressed-tensors: integer weights with or without zero points, alone or with one static input scale.
+    """A linear of compressed-tensors.
+
+    Integer weights with or without zero points, alone or with one static input scale; or float8 weights with a scale an output
+    or one in all, and static float8 activations.
 
     ``settings["leave"]`` may hold "activations": inputs then stay in floating point.
 
     Raises:
-        ForeignError: weights that are no integers, activations quantized at run time, or groups that are no stretches.
+        ForeignError: float weights of other kinds, activations quantized at run time, or groups that are no stretches.
     """
     scheme = _scheme_of(settings, fqn)
     weights, inputs = scheme.get("weights") or {}, scheme.get("input_activations")
     if weights.get("type", "int") != "int":
-        raise ForeignError(
-            f"{fqn}: weights of {weights.get('num_bits', 8)} bits that are no integers are not mmqc's; {WAY_AROUND}"
-        )
+        return _read_float8(tensors, weights, inputs or {}, settings, fqn)
     if inputs and "activations" not in settings.get("leave", ()):
         _check_inputs(inputs, fqn)
     if "weight_g_idx" in tensors:
@@ -157,6 +159,20 @@ def read_compressed(tensors: Tensors, settings: Settings, fqn: str) -> Foreign:
         codes, scale, bits, 0 if groups == 1 else k // groups, None if static is None else static.float().reshape(1),
         None if zero is None else zero.to(torch.int8),
     )  # fmt: skip
+
+
+def _read_float8(tensors: Tensors, weights: Settings, inputs: Settings, settings: Settings, fqn: str) -> Foreign:
+    """Weights and static activations in float8_e4m3fn."""
+    codes, scale, static = tensors.get("weight"), tensors["weight_scale"].float(), tensors.get("input_scale")
+    if codes is None or codes.dtype != FLOAT8 or scale.numel() not in (1, codes.shape[0]):
+        raise ForeignError(
+            f"{fqn}: weights of {weights.get('num_bits', 8)} bits that are neither integers nor float8 with a scale per "
+            f"output are not mmqc's; {WAY_AROUND}"
+        )
+    if inputs.get("type") != "float" or static is None or "activations" in settings.get("leave", ()):
+        raise ForeignError(f"{fqn}: float8 weights without static float8 activations are not mmqc's; {WAY_AROUND}")
+    _check_inputs({**inputs, "type": "int"}, fqn)
+    return Foreign(codes, scale.reshape(-1).expand(codes.shape[0]), 8, 0, static.float().reshape(1))
 
 
 def _scheme_of(settings: Settings, fqn: str) -> Mapping[str, Any]:

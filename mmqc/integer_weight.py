@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mmqc.online_hadamard import OnlineHadamard
-from mmqc.ops.pack import stored_bits
+from mmqc.ops.pack import FLOAT8, stored_bits
 
 SCALES = ("weight_scale", "input_scale")  # float32 whatever the model's dtype
 
@@ -24,6 +24,7 @@ class IntegerWeight(OnlineHadamard):
     activation_bits: int | None
     group_size: int
     float_dtype: torch.dtype
+    float8 = False  # codes of 8 bits, activations' and weights', are float8_e4m3fn
     simulate = False
 
     @property
@@ -32,15 +33,24 @@ class IntegerWeight(OnlineHadamard):
         return stored_bits(self.weight_bits, self.activation_bits is not None)
 
     @property
+    def code_dtype(self) -> torch.dtype:
+        """Of activations' codes, and of the weight's where these have 8 bits."""
+        return FLOAT8 if self.float8 else torch.int8
+
+    @property
     def scheme(self) -> str:
-        """E.g. W4A16-g128, W4A16-g128-asym with zero points."""
+        """E.g. W4A16-g128, W4A16-g128-asym with zero points, W8A8-fp8."""
         group = f"-g{self.group_size}" if self.group_size else ""
         group += "" if self._buffers.get("weight_zero") is None else "-asym"
+        group += "-fp8" if self.float8 else ""
         return f"W{self.weight_bits}A{self.activation_bits or 16}{group}"
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        scales = {name: self._buffers.get(name) for name in SCALES}
+        scales, codes = {name: self._buffers.get(name) for name in SCALES}, self._buffers.get("qweight")
         super()._apply(fn, recurse)
+        moved = self._buffers.get("qweight")
+        if codes is not None and moved is not None and moved.dtype != codes.dtype:  # float8 is no number of the model's
+            self._buffers["qweight"] = codes.to(moved.device)
         self.float_dtype = fn(torch.empty(0, dtype=self.float_dtype)).dtype
         for name, old in scales.items():  # half() means the arithmetic around a linear, not its scales
             new = self._buffers.get(name)

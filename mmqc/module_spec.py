@@ -59,6 +59,7 @@ def _describe_quant_linear(module: QuantLinear) -> Spec:
         "input_scales": _length(module.input_scale),
         "outliers": _length(module.outlier_index),
         "zero": module.weight_zero is not None,
+        "float8": module.float8,
         "modality": module.modality is not None,
         "dtype": dtype_name(module.float_dtype),
     }
@@ -77,6 +78,7 @@ def _build_quant_linear(spec: Spec, dtype: torch.dtype) -> QuantLinear:
         input_scales=spec["input_scales"],
         outliers=spec["outliers"],
         zero=spec.get("zero", False),
+        float8=spec.get("float8", False),
         dtype=dtype,
         device="meta",
     )

@@ -4,7 +4,8 @@
     weight     y = weight_only_matmul(x', w_q, s_w, z_w) + b
     both       y += x'[..., S] w_Sᵀ   for the rank-r term of MQuant's rotation magnitude suppression (section 4.3)
 
-Shapes:  x [..., K]   w_q int8 [N, K] or packed uint8 (ops/pack.py)   s_w [N] or [N, K/g]   s_x [1] or [2] = (text, visual)
+Shapes:  x [..., K]   w_q int8 (float8 beside such inputs) [N, K] or packed uint8 (ops/pack.py)
+         s_w [N] or [N, K/g]   s_x [1] or [2] = (text, visual)
          t int32 [N, K/g], integer group scales (s_w [N] then), or none   z_w int8 like s_w, or none
          S int64 [r]   w_S [N, r]   (w_q holds zeros in the columns S)   y [..., N] in x's dtype
 
@@ -57,10 +58,13 @@ class QuantLinear(IntegerWeight):
 
     def __init__(
         self, in_features: int, out_features: int, *, weight_bits: int, activation_bits: int | None, group_size: int,
-        hadamard: bool, device: Any = None, dtype: torch.dtype = torch.float32,
+        hadamard: bool, device: Any = None, dtype: torch.dtype = torch.float32, float8: bool = False,
     ):  # fmt: skip
         super().__init__()
         _check_spec(weight_bits, activation_bits, group_size)
+        if float8 and (activation_bits != 8 or group_size):
+            raise ValueError("float8 is for static activations of 8 bits and weights without groups")
+        self.float8 = float8
         self.float_dtype = dtype  # of the linear that this one stands for
         self.in_features, self.out_features = in_features, out_features
         self.weight_bits, self.activation_bits, self.group_size = weight_bits, activation_bits, group_size
@@ -72,12 +76,12 @@ class QuantLinear(IntegerWeight):
         cls, in_features: int, out_features: int, *, weight_bits: int, activation_bits: int | None = None,
         group_size: int = 0, bias: bool = False, dtype: torch.dtype = torch.float32, input_scales: int = 0,
         outliers: int = 0, hadamard: bool = False, zero: bool = False, device: Any = None,
-        integer_scales: bool | Literal["int8"] = False,
+        integer_scales: bool | Literal["int8"] = False, float8: bool = False,
     ) -> QuantLinear:  # fmt: skip
         """The structure without values, to load a state dict into; ``dtype`` is that of bias and outlier weights."""
         module = cls(in_features, out_features, weight_bits=weight_bits, activation_bits=activation_bits,
-                     group_size=group_size, hadamard=hadamard, device=device, dtype=dtype)  # fmt: skip
-        stored = torch.int8 if module.storage_bits == 8 else torch.uint8
+                     group_size=group_size, hadamard=hadamard, device=device, dtype=dtype, float8=float8)  # fmt: skip
+        stored = module.code_dtype if module.storage_bits == 8 else torch.uint8
         groups = (-(-in_features // group_size),) if group_size else ()
 
         def buffer(name: str, present: Any, shape: tuple[int, ...], kind: torch.dtype) -> None:
@@ -101,17 +105,17 @@ class QuantLinear(IntegerWeight):
         group_size: int = 0, bias: Tensor | None = None, input_scale: Tensor | None = None,
         outlier_index: Tensor | None = None, outlier_weight: Tensor | None = None, hadamard: bool = False,
         modality: ModalityContext | None = None, dtype: torch.dtype = torch.float32, weight_zero: Tensor | None = None,
-        amplifier: int = 0, step: Tensor | None = None,
+        amplifier: int = 0, step: Tensor | None = None, float8: bool = False,
     ) -> QuantLinear:  # fmt: skip
-        """From int8 codes [N, K] (packed here if they fit 4 bits) and the other parts, which it keeps.
+        """From int8 or float8 codes [N, K] (packed here if they fit 4 bits) and the other parts, which it keeps.
 
         ``amplifier``: of weight scales that are integers over it (solvers/integer_scale.py); 0 for any floats.
         ``step`` [N]: of rows whose scales are small multiples of it (progressive).
         """
         out_features, in_features = codes.shape
         module = cls(in_features, out_features, weight_bits=weight_bits, activation_bits=activation_bits,
-                     group_size=group_size, hadamard=hadamard, device=codes.device, dtype=dtype)  # fmt: skip
-        stored = codes.to(torch.int8) if module.storage_bits == 8 else pack(codes, module.storage_bits)
+                     group_size=group_size, hadamard=hadamard, device=codes.device, dtype=dtype, float8=float8)  # fmt: skip
+        stored = codes.to(module.code_dtype) if module.storage_bits == 8 else pack(codes, module.storage_bits)
         group_scale = None
         scales = Quantized(codes, weight_scale, amplifier=amplifier, step=step)
         if scales.integer:
@@ -127,7 +131,7 @@ class QuantLinear(IntegerWeight):
         return module
 
     def codes(self) -> Tensor:
-        """The int8 codes [N, K]."""
+        """The int8 or float8 codes [N, K]."""
         return unpack(self.qweight, self.in_features, self.storage_bits)
 
     @property
@@ -153,7 +157,8 @@ class QuantLinear(IntegerWeight):
             )
         else:
             scale, visual = self._row_scales(x, self.input_scale)
-            x_q = torch.ops.mmqc.quantize(x, scale, visual, self.activation_bits)
+            code = (self.code_dtype,) if self.float8 else ()
+            x_q = torch.ops.mmqc.quantize(x, scale, visual, self.activation_bits, *code)
             multiply = simulated_scaled_matmul if self.simulate else torch.ops.mmqc.scaled_matmul
             grouped: Any = (self.group_scale, self.group_size) if self.group_size else ()
             y = multiply(

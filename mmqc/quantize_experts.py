@@ -110,14 +110,20 @@ def _factors(config: QuantConfig, words: tuple[str, ...]) -> str:
 
 
 def _weights_alone(config: QuantConfig, tower: str) -> str:
-    """What is said of stacks whose linears beside them have dynamic activations."""
+    """What is said of stacks whose linears beside them have dynamic activations, or float8 codes."""
     scheme = config.scheme(tower)
-    dynamic = scheme is not None and scheme.dynamic is not None
-    return (
-        "weight-only: experts' inputs are not quantized token by token, and all channels have the same bits"
-        if dynamic
-        else ""
-    )
+    if scheme is not None and scheme.dynamic is not None:
+        return "weight-only: experts' inputs are not quantized token by token, and all channels have the same bits"
+    floats = scheme is not None and scheme.activation is not None and scheme.activation.type == "float"
+    return "integers: grouped_matmul has no float8 form" if floats else ""
+
+
+def _for_experts(scheme: Scheme) -> Scheme:
+    """The same, as far as experts have it."""
+    weight, activation = scheme.weight, scheme.activation
+    if activation is not None and activation.type == "float":
+        weight, activation = dataclasses.replace(weight, type="int"), dataclasses.replace(activation, type="int")
+    return Scheme(weight, activation)
 
 
 def _rotations(prog: Program, fqn: str, layers: Iterable[ExpertLayer]) -> Iterator[str]:
@@ -142,7 +148,7 @@ def _chosen(
         if reason:
             built.refused += [Refusal(stack.fqn, layer.node, reason) for stack in layer.stacks]
         else:
-            yield Observed(layer, dataclasses.replace(scheme, dynamic=None), tower)
+            yield Observed(layer, _for_experts(scheme), tower)
 
 
 def _tower(module: str, towers: Mapping[str, str]) -> str:

@@ -14,6 +14,7 @@ Solver = Literal["rtn", "mse_clip", "awq_clip", "gptq"]
 Observer = Literal["minmax", "percentile"]
 Amplifier = int | Literal["heuristic", "progressive"]
 Search = Literal["none", "model", "layer"]
+Number = Literal["int", "float"]
 
 
 class ConfigError(ValueError):
@@ -28,7 +29,7 @@ def require(ok: bool, where: str, value: object, allowed: object) -> None:
 
 @dataclass(frozen=True)
 class WeightSpec:
-    """Integer weights, rounded by ``solver``.
+    """Weights of few bits, rounded by ``solver``.
 
     Attributes:
         bits: 2, 3, 4 or 8.
@@ -45,6 +46,7 @@ class WeightSpec:
             scale of a layer to 1 (Integer Scale, arXiv:2405.14597, section 4.1).  "progressive": a step for every output channel,
             so that codes times integer scales are 8-bit integers and a product needs no pass per group (QServe,
             arXiv:2405.04532, section 4.1); to 4 bits.  None: float scales.
+        type: "int", or "float": float8_e4m3fn, 8 bits, rounded to nearest with one scale per output channel.
     """
 
     bits: int = 4
@@ -55,9 +57,14 @@ class WeightSpec:
     static_groups: bool = True
     damping: float = 0.01
     amplifier: Amplifier | None = None
+    type: Number = "int"
 
     def __post_init__(self) -> None:
         require(self.bits in (2, 3, 4, 8), "WeightSpec.bits", self.bits, (2, 3, 4, 8))
+        require(self.type in get_args(Number), "WeightSpec.type", self.type, get_args(Number))
+        plain = self.bits == 8 and self.solver == "rtn" and self.symmetric and not self.group_size
+        allowed = "'int', or 'float' for 8 bits a channel, symmetric, by rtn"
+        require(plain or self.type == "int", "WeightSpec.type", self.type, allowed)
         require(
             isinstance(self.granularity, PerRow | PerGroup),
             "WeightSpec.granularity",
@@ -99,6 +106,7 @@ class ActivationSpec:
         per_modality: MQuant's modality-specific quantization (section 4.1): visual and text rows have their own scale.
         observer: ``minmax``: s = max(|min| / 128, |max| / 127); ``percentile``: the same of a percentile of |x|.
         percentile: in (0, 1], used by the percentile observer.
+        type: "int", or "float": float8_e4m3fn with s = max|x| / 448.
     """
 
     bits: int = 8
@@ -106,8 +114,10 @@ class ActivationSpec:
     per_modality: bool = False
     observer: Observer = "minmax"
     percentile: float = 0.99999
+    type: Number = "int"
 
     def __post_init__(self) -> None:
+        require(self.type in get_args(Number), "ActivationSpec.type", self.type, get_args(Number))
         require(self.bits == 8, "ActivationSpec.bits", self.bits, (8,))
         require(isinstance(self.granularity, PerTensor), "ActivationSpec.granularity", self.granularity, "PerTensor()")
         require(self.observer in get_args(Observer), "ActivationSpec.observer", self.observer, get_args(Observer))

@@ -44,6 +44,8 @@ SCHEMES = {
     "W8A16": recipes.rtn(8),
     "W8A8": recipes.rtn(8, activation_bits=8),
     "W4A8": recipes.mquant(4, **PLAIN),
+    "W8A8-fp8": recipes.rtn(8, activation_bits=8).with_float8(),
+    "W4A8-fp8": recipes.mquant(4, **PLAIN).with_float8(),
     "mixed": recipes.mquant(4, vision_weight_bits=8, **PLAIN).replace(projector=mmqc.Scheme(mmqc.WeightSpec(4))),
 }
 

@@ -18,6 +18,7 @@ RECIPES = {
     "mquant": recipes.mquant(),
     "mquant_w4_w8": recipes.mquant(4, vision_weight_bits=8, msq=False),
     "mquant_plain": recipes.mquant(rotate=False, solver="mse_clip"),
+    "mquant_fp8": recipes.mquant(8).with_float8(),
     "mquant_grouped": recipes.mquant(solver="rtn", group_size=32).with_integer_scales(512),
     "integer_scale": recipes.integer_scale(),
     "integer_scale_llama3": recipes.integer_scale(preset="llama3"),

@@ -30,6 +30,8 @@ READ: dict[str, tuple[str, dict[str, Any], dict[str, Any] | None]] = {
     "W8A16 asymmetric": ("pack-quantized", {**INT8, "symmetric": False}, None),
     "W8A8 static": ("int-quantized", INT8, STATIC),
     "W8A8 static, one weight scale": ("int-quantized", {**INT8, "strategy": "tensor"}, STATIC),
+    "W8A8 fp8": ("float-quantized", FLOAT8, {**STATIC, "type": "float"}),
+    "W8A8 fp8, one weight scale": ("float-quantized", {**FLOAT8, "strategy": "tensor"}, {**STATIC, "type": "float"}),
 }  # fmt: skip
 
 
@@ -93,6 +95,7 @@ def test_load__has_the_weights_and_the_logits_of_transformers_own_path(tmp_path:
         assert torch.equal(linear.weight, expected[name]), name
         assert linear.weight_bits == READ[case][1]["num_bits"] or "A8" in case
         assert (linear.weight_zero is not None) == ("asymmetric" in case)
+        assert linear.float8 == ("fp8" in case)
     if READ[case][2] is None:  # a float32 activation may lie on the other side of a tie
         assert_close(logits(ours, inputs), logits(AutoModelForImageTextToText.from_pretrained(tmp_path), inputs))
 
@@ -110,7 +113,7 @@ def test_load__asymmetric_models_save_and_load_like_any_other(tmp_path: Path) ->
 
 
 REFUSED = {
-    "fp8": ("float-quantized", FLOAT8, {**STATIC, "type": "float"}, "no integers are not mmqc's; load it with from_pretrained"),
+    "fp8, dynamic": ("float-quantized", FLOAT8, {**DYNAMIC, "type": "float"}, "without static float8.*load it with from_pre"),
     "dynamic": ("int-quantized", INT8, DYNAMIC, r"quantized at run time.*leave=\('activations',\)"),
     "static, asymmetric": ("int-quantized", INT8, {**STATIC, "symmetric": False}, r"zero points.*leave=\('activations',\)"),
 }  # fmt: skip
@@ -134,7 +137,7 @@ def test_load__leaves_activations_in_floating_point_if_told_so(tmp_path: Path) -
 
 def test_load__fp8_by_the_way_that_the_error_names(tmp_path: Path) -> None:
     model, inputs = tiny_qwen2_vl()
-    expected = write(model, tmp_path, "float-quantized", FLOAT8, {**STATIC, "type": "float"})
+    expected = write(model, tmp_path, "float-quantized", FLOAT8, {**DYNAMIC, "type": "float"})
     there = AutoModelForImageTextToText.from_pretrained(
         tmp_path, quantization_config=CompressedTensorsConfig(dequantize=True)
     )

@@ -29,7 +29,7 @@ from mmqc.ops import hadamard_quantize as hadamard_quantize_op
 from mmqc.ops import scaled_matmul as scaled_op
 from mmqc.ops import scaled_matmul_epilogue as epilogue_op
 from mmqc.ops import weight_only_matmul as weight_only_op
-from mmqc.ops.quantize import check_scale
+from mmqc.ops.quantize import check_scale, code_dtype
 
 
 def _matrix(x: Tensor) -> Tensor:
@@ -222,16 +222,19 @@ def hadamard(x: Tensor, factors: list[Tensor]) -> Tensor:
 
 
 def hadamard_quantize(
-    x: Tensor, up: Tensor | None, factors: list[Tensor], scale: Tensor, visual: Tensor | None, bits: int
-) -> Tensor:
+    x: Tensor, up: Tensor | None, factors: list[Tensor], scale: Tensor, visual: Tensor | None, bits: int,
+    code: torch.dtype | None = None,
+) -> Tensor:  # fmt: skip
     """``mmqc::hadamard_quantize`` on CUDA."""
     hadamard_op.check(x, factors)
     check_scale(scale, visual)
     rows = _matrix(x)
     if why_not_hadamard(rows, factors) is not None or (up is not None and up.dtype != x.dtype):
-        return hadamard_quantize_op.reference(x, up, factors, scale, visual, bits)
-    gate = None if up is None else _matrix(up)
-    y = transform.hadamard_quantize(rows, scale.float(), up=gate, bits=bits, visual=_mask(visual, x)).y
+        return hadamard_quantize_op.reference(x, up, factors, scale, visual, bits, code)
+    gate, kind = None if up is None else _matrix(up), code_dtype(bits, code)
+    if transform.supports(rows, gate, kind) is not None:
+        return hadamard_quantize_op.reference(x, up, factors, scale, visual, bits, code)
+    y = transform.hadamard_quantize(rows, scale.float(), up=gate, bits=bits, visual=_mask(visual, x), code=kind).y
     return y.view(x.shape)
 
 

@@ -12,7 +12,7 @@ import torch
 
 from mmqc.lowering.hadamard import lower_hadamard, takes_transform
 from mmqc.lowering.inductor import TensorBox, call_kernel, convert, for_package, lowerings, register_lowering
-from mmqc.lowering.quantize import lower_quantize
+from mmqc.lowering.quantize import checked_code, lower_quantize
 from mmqc.lowering.scaled_matmul import lower_scaled_matmul, on_cuda, takes_kernel
 from mmqc.lowering.weight_only_matmul import lower_weight_only_matmul
 
@@ -55,13 +55,14 @@ def lower_weight_only_matmuls(
 
 @register_lowering(mmqc_ops.hadamard_quantize.default, type_promotion_kind=None)
 def lower_hadamard_quantize(
-    x: TensorBox, up: TensorBox | None, factors: list[TensorBox], scale: TensorBox, visual: TensorBox | None, bits: int
-) -> TensorBox:
+    x: TensorBox, up: TensorBox | None, factors: list[TensorBox], scale: TensorBox, visual: TensorBox | None, bits: int,
+    code: torch.dtype | None = None,
+) -> TensorBox:  # fmt: skip
     """The kernel, or the gate as pointwise IR, hadamard's matmuls and quantize's pointwise node."""
     if takes_transform(x) and (up is None or up.get_dtype() == x.get_dtype()):
-        return on_cuda().hadamard(x, up, scale, visual, bits)
+        return on_cuda().hadamard(x, up, scale, visual, bits, checked_code(x, bits, code))
     if up is not None:
         wide = convert(x, torch.promote_types(x.get_dtype(), torch.float32))
         silu = lowerings[aten.mul.Tensor](wide, lowerings[aten.sigmoid.default](wide))
         x = lowerings[aten.mul.Tensor](convert(silu, x.get_dtype()), up)
-    return lower_quantize(lower_hadamard(x, factors), scale, visual, bits)
+    return lower_quantize(lower_hadamard(x, factors), scale, visual, bits, code)

@@ -198,13 +198,14 @@ def hadamard(
     scale: TensorBox | None = None,
     visual: TensorBox | None = None,
     bits: int = 8,
+    kind: torch.dtype = torch.int8,
 ) -> TensorBox:
     """``hadamard``, or with ``scale`` ``hadamard_quantize``."""
     size = list(x.get_size())
     matrix, gate = Operand.matrix(x), None if up is None else Operand.matrix(up)
     m, n = matrix.shape
     plan = plan_constants(n, matrix)
-    code = None if scale is None else torch.int8
+    code = None if scale is None else kind
     y = Operand.new((m, n), code or matrix.dtype, matrix.device)
     scales = None if scale is None else _row_scale(scale, visual, size[:-1])
     planned = m if isinstance(m, int) else 1 << 20  # a persistent grid: programs without rows end at once

@@ -1,6 +1,6 @@
 """quantize as one pointwise node, which fuses with whatever produced x (a norm, an activation, another epilogue).
 
-    q = clamp(round(x / s_row), -2^(b-1), 2^(b-1) - 1)
+    q = clamp(round(x / s_row), -2^(b-1), 2^(b-1) - 1)        float8: float8(clamp(x / s_row, -448, 448))
 
 Shapes:  those of ops/quantize.py
 """
@@ -14,8 +14,11 @@ import torch
 from sympy import Integer
 
 from mmqc.lowering.inductor import Pointwise, TensorBox, lowerings, ops, register_lowering
+from mmqc.ops.pack import FLOAT8
+from mmqc.ops.quantize import LARGEST, code_dtype
 
 aten = torch.ops.aten
+FLOAT8_FROM = (8, 9)  # compute capability
 
 
 def row_scale_loader(
@@ -29,17 +32,38 @@ def row_scale_loader(
     return lambda row: ops.to_dtype(ops.where(is_visual(row), load([one]), load([zero])), dtype)
 
 
+def checked_code(x: TensorBox, bits: int, code: torch.dtype | None) -> torch.dtype:
+    """The dtype of the codes.
+
+    Raises:
+        RuntimeError: float8 codes on a device that has no conversion to them.
+    """
+    kind, device = code_dtype(bits, code), x.get_device_or_error()
+    if kind == FLOAT8 and device.type == "cuda" and torch.cuda.get_device_capability(device) < FLOAT8_FROM:
+        found, wanted = (".".join(map(str, c)) for c in (torch.cuda.get_device_capability(device), FLOAT8_FROM))
+        raise RuntimeError(
+            f"float8 codes need compute capability {wanted}, and {device} has {found}: run this model without torch.compile, or "
+            "quantize it to integers (without QuantConfig.with_float8)"
+        )
+    return kind
+
+
 @register_lowering(torch.ops.mmqc.quantize.default, type_promotion_kind=None)
-def lower_quantize(x: TensorBox, scale: TensorBox, visual: TensorBox | None, bits: int) -> TensorBox:
-    """Pointwise IR, int8."""
+def lower_quantize(
+    x: TensorBox, scale: TensorBox, visual: TensorBox | None, bits: int, code: torch.dtype | None = None
+) -> TensorBox:
+    """Pointwise IR, int8 or float8."""
     size = list(x.get_size())
     dtype = torch.promote_types(x.get_dtype(), torch.float32)
     load, load_scale = x.make_loader(), row_scale_loader(scale, visual, size[:-1], dtype)
-    top = float(2 ** (bits - 1))
+    top, kind = float(2 ** (bits - 1)), checked_code(x, bits, code)
+    low, high = (-LARGEST, LARGEST) if kind == FLOAT8 else (-top, top - 1)
 
     def inner(index: Sequence[Any]) -> Any:
         value = ops.truediv(ops.to_dtype(load(index), dtype), load_scale(index[:-1]))
-        value = ops.maximum(ops.round(value), ops.constant(-top, dtype))
-        return ops.to_dtype(ops.minimum(value, ops.constant(top - 1, dtype)), torch.int8)
+        value = ops.to_dtype(value, torch.float32) if kind == FLOAT8 else ops.round(value)
+        wide = torch.float32 if kind == FLOAT8 else dtype
+        value = ops.minimum(ops.maximum(value, ops.constant(low, wide)), ops.constant(high, wide))
+        return ops.to_dtype(value, kind)
 
-    return Pointwise.create(device=x.get_device(), dtype=torch.int8, inner_fn=inner, ranges=size)
+    return Pointwise.create(device=x.get_device(), dtype=kind, inner_fn=inner, ranges=size)

@@ -36,6 +36,7 @@ from mmqc.lowering.inductor import (
 from mmqc.lowering.pack import unpack
 from mmqc.lowering.quantize import row_scale_loader
 from mmqc.ops.integer_matmul import CUDA_ALIGN, CUDA_MIN_ROWS, why_not_int_mm
+from mmqc.ops.pack import FLOAT8
 
 aten = torch.ops.aten
 
@@ -84,6 +85,8 @@ def why_not(node: fx.Node) -> str | None:
     if (reason := why_no_kernel(node)) is not NO_CUDA:
         return reason
     x_q, w_q = traced_operands(node)[:2]
+    if x_q.dtype == FLOAT8:
+        return f"float8 on {x_q.device.type}: float64 matmul instead"
     if len(node.args) > 9 and node.args[9]:
         return f"group scales on {x_q.device.type}: float64 matmul instead"
     large = statically_known_true(math.prod(x_q.shape[:-1]) >= CUDA_MIN_ROWS)
@@ -115,12 +118,12 @@ def _padded_int_mm(x: TensorBox, w: TensorBox, n: int, k: int, rows_known_large:
 
 
 def int_matmul(x: TensorBox, w: TensorBox, n: int, k: int) -> TensorBox:
-    """X wᵀ in int32 (exact in float64 where no integer product is to be had)."""
+    """X wᵀ in int32 (exact in float64 where no integer product is to be had, and of float8 codes)."""
     device = x.get_device_or_error().type
-    large = at_least(x.get_size()[0], CUDA_MIN_ROWS)
-    if why_not_int_mm(device, large, n, k) is None:
+    large, floats = at_least(x.get_size()[0], CUDA_MIN_ROWS), x.get_dtype() == FLOAT8
+    if not floats and why_not_int_mm(device, large, n, k) is None:
         return _int_mm(x, w)
-    if device == "cuda":
+    if not floats and device == "cuda":
         return _padded_int_mm(x, w, n, k, large)
     w = lowerings[aten.permute.default](convert(w, torch.float64), [1, 0])
     return lowerings[aten.mm.default](convert(x, torch.float64), w)

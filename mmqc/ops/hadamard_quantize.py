@@ -2,11 +2,12 @@
 
     h = x,  or  silu(x) ∘ u            q = quantize(hadamard(h), s_x)
 
-Shapes:  x, u [..., n]   the rest as in hadamard.py and quantize.py   q int8 [..., n]
+Shapes:  x, u [..., n]   the rest as in hadamard.py and quantize.py   q int8 or float8 [..., n]
 """
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -21,24 +22,27 @@ def check(x: Tensor, up: Tensor | None) -> None:
 
 
 def reference(
-    x: Tensor, up: Tensor | None, factors: list[Tensor], scale: Tensor, visual: Tensor | None, bits: int
-) -> Tensor:
+    x: Tensor, up: Tensor | None, factors: list[Tensor], scale: Tensor, visual: Tensor | None, bits: int,
+    code: torch.dtype | None = None,
+) -> Tensor:  # fmt: skip
     """One after the other, each rounded to x's dtype as in the unfused model."""
     check(x, up)
     h = x if up is None else F.silu(x) * up
-    return quantize.reference(hadamard.reference(h, factors), scale, visual, bits)
+    return quantize.reference(hadamard.reference(h, factors), scale, visual, bits, code)
 
 
 def fake(
-    x: Tensor, up: Tensor | None, factors: list[Tensor], scale: Tensor, visual: Tensor | None, bits: int
-) -> Tensor:
-    """Int8 like x."""
+    x: Tensor, up: Tensor | None, factors: list[Tensor], scale: Tensor, visual: Tensor | None, bits: int,
+    code: torch.dtype | None = None,
+) -> Tensor:  # fmt: skip
+    """Codes like x."""
     check(x, up)
-    return quantize.fake(hadamard.fake(x, factors), scale, visual, bits)
+    return quantize.fake(hadamard.fake(x, factors), scale, visual, bits, code)
 
 
 define(
-    "hadamard_quantize(Tensor x, Tensor? up, Tensor[] factors, Tensor scale, Tensor? visual, int bits) -> Tensor",
+    "hadamard_quantize(Tensor x, Tensor? up, Tensor[] factors, Tensor scale, Tensor? visual, int bits, "
+    "ScalarType? code=None) -> Tensor",
     reference,
     fake,
 )

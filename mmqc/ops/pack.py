@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 PACKED = (2, 3, 4)
+FLOAT8 = torch.float8_e4m3fn  # codes of 8 bits may be floats
 STRETCHES = {2: 4, 3: 4, 4: 2, 8: 1}  # of a row, stored in the same bytes
 
 
@@ -84,7 +85,7 @@ def check_packed(w_q: Tensor, width: int, weight_bits: int) -> None:
     """Raise unless ``w_q`` is a stored weight of ``width`` input channels."""
     if weight_bits not in (*PACKED, 8):
         raise ValueError(f"weight_bits = {weight_bits}: a weight is stored in 2, 3, 4 or 8 bits")
-    dtype = torch.int8 if weight_bits == 8 else torch.uint8
+    dtype = torch.uint8 if weight_bits != 8 else FLOAT8 if w_q.dtype == FLOAT8 else torch.int8
     if w_q.dtype != dtype or w_q.dim() != 2 or w_q.shape[1] != packed_width(width, weight_bits):
         raise ValueError(
             f"a {weight_bits}-bit weight for inputs of width {width} is {dtype} [N, {packed_width(width, weight_bits)}], "

@@ -8,11 +8,14 @@ With a scale per g input channels, C_j[m, n] = sum of x_q w_q over the k of grou
     integer scales    y = float(sum_j C_j t[n, j]) s_x(m) s_w[n] + b[n]        t = s alpha rounded, s_w = 1 / alpha
 
 Shapes:  x_q int8 [..., K]   w_q int8 [N, K] or, 4 bits, uint8 [N, ceil(K/2)] (pack.py)   s_x [1] or [2]
+         or x_q float8_e4m3fn, and w_q float8_e4m3fn or the same 4 bits, without groups
          s_w [N], or [N, ceil(K/g)] with float group scales   t int32 or int8 [N, ceil(K/g)]   b [N]
          visual bool, broadcastable to [...]   y [..., N] in ``out_dtype``
 int8 t:  a promise that |w_q t| <= 127: the sum over groups is then one int8 product of x_q and w_q t, and may be computed so.
 Exact:   C_j is int32 and exact, and so is the sum of C_j t as long as it stays below 2^31, which the solver proves
          (solvers/integer_scale.py); the rest is in float32 (float64 for a float64 result), in the order written.
+         A product of float8 codes is a multiple of 2^-18 below 2^18: float64 holds sums of 2^17 of them exactly, and the
+         reference takes it; kernels add in float32.
 Source:  integer scales are Integer Scale's (arXiv:2405.14597, equation 2 and table 2).
 """
 
@@ -23,7 +26,7 @@ from torch import Tensor
 
 from mmqc.ops.define import define
 from mmqc.ops.integer_matmul import int_matmul
-from mmqc.ops.pack import check_packed, unpack
+from mmqc.ops.pack import FLOAT8, check_packed, unpack
 from mmqc.ops.quantize import check_scale, row_scale
 
 INTEGERS = (torch.int32, torch.int8)
@@ -38,8 +41,12 @@ def check(
         raise ValueError(f"weight_bits = {weight_bits}: with quantized inputs a weight is stored in 4 or 8 bits")
     check_packed(w_q, x_q.shape[-1], weight_bits)
     check_scale(x_scale, visual)
-    if x_q.dtype != torch.int8:
-        raise ValueError(f"x_q is int8, not {x_q.dtype}")
+    if x_q.dtype not in (torch.int8, FLOAT8):
+        raise ValueError(f"x_q is int8 or {FLOAT8}, not {x_q.dtype}")
+    if weight_bits == 8 and w_q.dtype != x_q.dtype:
+        raise ValueError(f"w_q of 8 bits is {x_q.dtype} like x_q, not {w_q.dtype}")
+    if x_q.dtype == FLOAT8 and group_size:
+        raise ValueError(f"group_size = {group_size}: float8 activations take weights without groups")
     check_weight_scales(w_scale, group_scale, w_q.shape[0], x_q.shape[-1], group_size)
 
 
@@ -87,7 +94,7 @@ def multiply(
     if group_size:
         acc = sum_groups(x, w, w_scale.to(dtype) if group_scale is None else group_scale, group_size)
     else:
-        acc = int_matmul(x, w)
+        acc = int_matmul(x, w) if x.dtype == torch.int8 else x.double() @ w.double().T
     y = acc.reshape(*x_q.shape[:-1], w_q.shape[0]).to(dtype) * row_scale.to(dtype)
     if w_scale.dim() == 1:
         y = y * w_scale.to(dtype)

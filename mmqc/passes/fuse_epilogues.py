@@ -27,6 +27,7 @@ from torch import Tensor, fx
 
 from ..graph.kinds import kind
 from ..graph.program import Miss, Program, copy_meta
+from ..ops.pack import FLOAT8
 
 MOST_RANK = 16  # of a term that is added entry by entry, not by tensor cores
 FEW_ROWS = 64  # up to which a product is one launch, and a transform reads its row as often as it has slices
@@ -83,7 +84,7 @@ class FuseEpilogues:
             result, up = gated(node, z)
             reader = next(iter(result.users)) if len(result.users) == 1 else None
             word = "" if reader is None else kind(reader)
-            if word == "quantize":
+            if word == "quantize" and (reader is None or len(reader.args) < 5):
                 yield Site(z, up, activation, result, reader)
             elif word != "hadamard":
                 yield Miss(node.name, f"what reads {result.name} is generated code, which takes the activation in")
@@ -168,6 +169,9 @@ def why_not(z: fx.Node, readers: set[fx.Node]) -> str:
         return "its weight has scales of groups, whose kernels have no epilogue"
     if not set(z.users) <= readers:
         return f"something else reads {z.name}"
+    codes = z.args[0].meta.get("example_value") if isinstance(z.args[0], fx.Node) else None
+    if isinstance(codes, Tensor) and codes.dtype == FLOAT8:
+        return "its codes are float8, whose kernels have no epilogue"
     return ""
 
 

@@ -22,6 +22,7 @@ from torch import Tensor, fx
 from ..graph.kinds import kind
 from ..graph.program import Miss, Program, copy_meta
 from ..graph.sizes import sizes
+from ..ops.pack import FLOAT8
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,8 @@ class QuantizeActivations:
             s_x = prog.constant_node(f"{fqn}.input_scale", site.scale.to(prog.weights[fqn].device))
             scale, group_scale = self.weight_scales(prog, fqn, scale)
             grouped = (group_scale, group) if group else ()
-            quantized = prog.graph.call_function(torch.ops.mmqc.quantize.default, (x, s_x, visual, spec.bits))
+            code = (FLOAT8,) if spec.type == "float" else ()
+            quantized = prog.graph.call_function(torch.ops.mmqc.quantize.default, (x, s_x, visual, spec.bits, *code))
             new = prog.graph.call_function(
                 torch.ops.mmqc.scaled_matmul.default,
                 (quantized, codes, s_x, scale, bias, visual, bits, prog.weights[fqn].dtype, *grouped),

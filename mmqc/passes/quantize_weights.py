@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
@@ -71,6 +71,8 @@ class QuantizeWeights:
         """Solve, add the parts as weights of their own, replace the nodes."""
         start = time.perf_counter()
         spec = site.scheme.weight
+        if spec.type == "float" and not self.has_input_scale(prog, site.fqn):
+            spec = replace(spec, type="int")  # beside floating-point inputs, which float8 codes have no kernel for
         outliers = site.nodes[0].meta.get("outliers")
         value = prog.value(site.fqn)
         key = (site.fqn, tuple(step.formula for step in prog.derived(site.fqn)))
@@ -105,6 +107,11 @@ class QuantizeWeights:
             copy_meta(new, node, self.name, 0)
             new.meta.update({k: node.meta[k] for k in ("tower", "role", "scheme")}, fqn=site.fqn)
             node.replace_all_uses_with(total)
+
+    def has_input_scale(self, prog: Program, fqn: str) -> bool:
+        """Whether calibration saw the linear's input."""
+        known = prog.statistics["linears"] if prog.statistics is not None else {}
+        return known.get(fqn, {}).get("input_scale") is not None
 
     def with_outliers(
         self, prog: Program, y: fx.Node, x: fx.Node, fqn: str, value: Tensor, outliers: Tensor | None

@@ -58,8 +58,8 @@ class ShareQuantize:
         values = dict(zip(holders, prog.inputs, strict=True))
         seen: dict[tuple[object, ...], list[fx.Node]] = {}
         for node in prog.nodes("quantize"):
-            x, _, visual, bits = node.args
-            earlier = seen.setdefault((x, visual, bits), [])
+            x, _, *how = node.args
+            earlier = seen.setdefault((x, *map(str, how)), [])
             first = next((e for e in earlier if same_scale(e, node, values)), None)
             if first is not None:
                 yield Site(node, first)

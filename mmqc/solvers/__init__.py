@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from ..config import WeightSpec
-from . import awq_clip, gptq, integer_scale, mse_clip, rtn
+from . import awq_clip, float8, gptq, integer_scale, mse_clip, rtn
 from .quantized import Quantized
 
 __all__ = ["SOLVERS", "Quantized", "solve"]
@@ -35,6 +35,8 @@ def solve(
     Raises:
         ValueError: the weight, or the hessian, cannot be used; says why and what to do.
     """
+    if spec.type == "float":
+        return float8.solve(weight, skip=skip, name=name)
     more = {"overwrite": True} if overwrite and spec.solver in OVERWRITING else {}
     solved = SOLVERS[spec.solver](weight, spec, hessian, skip=skip, name=name, **more)
     if spec.amplifier is None:

@@ -1,6 +1,6 @@
 """What every weight solver returns, and the conditions that every weight must meet.
 
-w ≈ (codes - zero) · scale        codes, zero integer in [-2^(b-1), 2^(b-1) - 1]
+w ≈ (codes - zero) · scale        codes, zero integer in [-2^(b-1), 2^(b-1) - 1], or codes float8_e4m3fn
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ class Quantized:
     """An integer matrix and its scales.
 
     Attributes:
-        codes: int8 [N, K].
+        codes: int8 or float8_e4m3fn [N, K].
         scale: float32 [N], or [N, ceil(K/g)] with one scale per g input channels; positive and finite.
         note: what the solver had to do beyond its recipe (more damping, dead columns); empty if nothing.
         zero: int8, shaped like ``scale``; None if all zero points are 0.

@@ -76,3 +76,25 @@ def test_quantize__opcheck(dtype: torch.dtype) -> None:
     torch.library.opcheck(quantize.default, (x, torch.tensor([0.1]), None, 8))
     torch.library.opcheck(quantize.default, (x, torch.tensor([0.1, 0.3]), visual, 4))
     torch.library.opcheck(quantize.default, (x.clone().requires_grad_(), torch.tensor([0.1]), None, 8))
+
+
+FLOAT8 = torch.float8_e4m3fn
+
+
+def test_quantize__float8_is_torchs_cast_of_the_clamped_quotient() -> None:
+    x = torch.randn(9, 65, dtype=torch.bfloat16) * 40
+    x[0, :3] = torch.tensor([float("inf"), -1e9, 0.0])
+    q = quantize(x, torch.tensor([0.07]), None, 8, FLOAT8)
+    assert q.dtype == FLOAT8
+    assert torch.equal(q.float(), (x.float() / torch.tensor([0.07])).clamp(-448, 448).to(FLOAT8).float())
+    assert q[0, :3].float().tolist() == [448.0, -448.0, 0.0]
+
+
+def test_quantize__float8_by_modality_and_only_of_8_bits() -> None:
+    x, visual = torch.randn(2, 5, 16), torch.rand(2, 5) > 0.5
+    q = quantize(x, torch.tensor([0.01, 0.1]), visual, 8, FLOAT8).float()
+    for where, scale in ((visual, 0.1), (~visual, 0.01)):
+        assert torch.equal(q[where], quantize(x[where], torch.tensor([scale]), None, 8, FLOAT8).float())
+    for bits, code in ((4, FLOAT8), (8, torch.float8_e5m2)):
+        with pytest.raises(ValueError, match="codes are int8, or"):
+            quantize(x, torch.ones(1), None, bits, code)

@@ -131,3 +131,30 @@ def test_scaled_matmul__opcheck(bits: int) -> None:
     torch.library.opcheck(scaled_matmul.default, (*args, torch.ones(1), w_scale, bias, None, bits, torch.float32))
     visual = torch.rand(2, 3) > 0.5
     torch.library.opcheck(scaled_matmul.default, (*args, torch.ones(2), w_scale, None, visual, bits, torch.bfloat16))
+
+
+FLOAT8 = torch.float8_e4m3fn
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize(("m", "n", "k"), [(1, 17, 63), (63, 100, 1), (33, 57, 300)])
+def test_scaled_matmul__float8_is_the_dequantized_product(bits: int, m: int, n: int, k: int) -> None:
+    _, codes, w_scale, bias = operands(m, n, k, bits)
+    x = (torch.randn(m, k) * 100).clamp(-448, 448).to(FLOAT8)
+    w = pack_int4(codes) if bits == 4 else (torch.randn(n, k) * 100).clamp(-448, 448).to(FLOAT8)
+    wide = (codes if bits == 4 else w).double()
+    args = (x, w, torch.tensor([0.03]), w_scale, bias, None, bits)
+    expected = (x.double() * torch.tensor(0.03).double()) @ (wide * w_scale.double()[:, None]).T + bias.double()
+    assert_close(scaled_matmul(*args, torch.float64), expected)
+    assert_close(scaled_matmul(*args, torch.float32), expected)
+    assert torch.equal(simulated.scaled_matmul(*args, torch.float32), scaled_matmul(*args, torch.float32))
+
+
+def test_scaled_matmul__float8_refuses_what_it_has_no_kernel_for() -> None:
+    x, w, s = torch.ones(2, 8).to(FLOAT8), torch.ones(3, 8, dtype=torch.int8), torch.ones(1)
+    with pytest.raises(ValueError, match=r"w_q of 8 bits is .*float8_e4m3fn like x_q"):
+        scaled_matmul(x, w, s, torch.ones(3), None, None, 8, torch.float32)
+    with pytest.raises(ValueError, match="float8 activations take weights without groups"):
+        scaled_matmul(x, pack_int4(w), s, torch.ones(3, 2), None, None, 4, torch.float32, None, 4)
+    with pytest.raises(ValueError, match="x_q is int8 or"):
+        scaled_matmul(x.float(), w, s, torch.ones(3), None, None, 8, torch.float32)

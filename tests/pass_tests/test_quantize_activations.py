@@ -128,3 +128,14 @@ def test_quantize_activations__refuses_without_statistics() -> None:
     nodes = {n.name: n.meta["fqn"] for n in prog.nodes("weight_only_matmul")}
     assert {m.node: m.fqn for m in prog.records[-1].misses} == nodes
     assert {m.reason for m in prog.records[-1].misses} == {reason}
+
+
+def test_quantize_activations__float8_codes_and_integers_where_calibration_saw_nothing() -> None:
+    config = rtn(8, 8).with_float8()
+    prog = passed(ready(config=config), [QuantizeActivations()])
+    quantizations = [n for n in prog.graph.nodes if n.target == torch.ops.mmqc.quantize.default]
+    assert quantizations
+    assert all(n.args[4] == torch.float8_e4m3fn for n in quantizations)
+    assert {solved.codes.dtype for solved in prog.solved.values()} == {torch.float8_e4m3fn}
+    blind = ready(config=config, scale=None)
+    assert {solved.codes.dtype for solved in blind.solved.values()} == {torch.int8}

@@ -1,0 +1,28 @@
+"""float8_e4m3fn weights: the largest magnitude of a row becomes the largest number.
+
+    s = max|w| / 448        q = float8(w / s)
+
+Shapes:  w [N, K]    s [N]    q float8_e4m3fn [N, K]
+Error:   |w - q s| <= |w| / 16, and s 2^-10 next to zero: round to nearest, ties to even
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ..ops.pack import FLOAT8
+from ..ops.quantize import LARGEST
+from .quantized import Quantized, checked, positive
+
+
+def solve(weight: Tensor, *, skip: Tensor | None = None, name: str = "weight") -> Quantized:
+    """Rounds ``weight`` [N, K]; the channels ``skip`` are 0, for something else computes them.
+
+    Raises:
+        ValueError: NaN or infinite values.
+    """
+    w = checked(weight, name)
+    if skip is not None:
+        w = w.index_fill(1, skip.to(w.device), 0)
+    scale = positive(w.abs().amax(1) / LARGEST)
+    return Quantized((w / scale[:, None]).float().clamp(-LARGEST, LARGEST).to(FLOAT8), scale)
