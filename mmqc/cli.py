@@ -146,6 +146,9 @@ def quantize(
     ] = "32",
     limit: Annotated[int | None, typer.Option(min=1, help="At most so many examples of the folder.")] = None,
     save_format: Annotated[str, typer.Option("--format", help="mmqc or compressed-tensors.")] = "mmqc",
+    float8: Annotated[
+        bool, typer.Option("--float8", help="Static activations as float8, and weights of 8 bits too.")
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done and what it would take.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Start even if memory looks short.")] = False,
     sample: SampleName = "digits-vqa",
@@ -156,6 +159,7 @@ def quantize(
     cli_checks.names(model, sample)
     bits = [f"{key}={value}" for key, value in (("weight_bits", w), ("activation_bits", a)) if value is not None]
     config = config_of(recipe, [*bits, *(settings or [])], config_file)
+    config = config.with_float8() if float8 else config
     cli_checks.folder(out, needed=not dry_run)
     cli_jobs.check_format(save_format)
     cli_checks.calibration(calibration, config)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import mmqc.backend
+from mmqc.ops import integer_matmul
 
 torch.set_num_threads(1)
 
@@ -32,6 +33,12 @@ def pytest_report_header(config: pytest.Config) -> str:
 def seeded(request: pytest.FixtureRequest) -> None:
     """Each test has numbers of its own, whichever tests ran before it."""
     torch.manual_seed(int(request.config.getoption("seed")) + zlib.crc32(request.node.nodeid.encode()))
+
+
+@pytest.fixture
+def integer_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products of codes are ``_int_mm`` on CPUs too where that is slower than float64."""
+    monkeypatch.setattr(integer_matmul, "cpu_int_mm_is_a_loop", lambda: False)
 
 
 @pytest.fixture

@@ -16,6 +16,8 @@ from mmqc.backend import GraphRecord, backend, collect_records
 from mmqc.modality import ModalityContext
 from mmqc.modules import QuantLinear, RMSNorm
 
+pytestmark = pytest.mark.usefixtures("integer_products")
+
 ROOT = Path(__file__).resolve().parents[1]
 
 

@@ -15,6 +15,7 @@ import mmqc
 from mmqc.backend import GraphRecord, backend, collect_records
 from mmqc.modality import attached
 from mmqc.modules import QuantLinear
+from mmqc.ops.integer_matmul import cpu_int_mm_is_a_loop, why_not_int_mm
 
 FLOAT_PRODUCTS = {
     "aten::mm",
@@ -59,10 +60,13 @@ def test_backend__vlm_compiled_equals_eager_and_runs_integers(case: Case) -> Non
         expected = case.model(**case.inputs).logits
     assert ((logits - expected).norm() / expected.norm()).item() < 1e-3
     assert torch.equal(logits.argmax(-1), expected.argmax(-1))
+    assert sum(r.ops["scaled_matmul"] for r in records) > 0
+    if cpu_int_mm_is_a_loop():  # slower than float64, which is as exact
+        assert {why for r in records for _, why in r.fallbacks} == {why_not_int_mm("cpu", True, 8, 8)}
+        return
     assert sum("_int_mm" in e.name for e in run.events()) >= sum(
         isinstance(m, QuantLinear) for m in case.model.modules()
     )
-    assert sum(r.ops["scaled_matmul"] for r in records) > 0
     operands = [tuple(s) for e in run.events() if e.name in FLOAT_PRODUCTS for s in e.input_shapes if s and len(s) == 2]
     assert not [s for s in operands if s in shapes or s[::-1] in shapes]
 

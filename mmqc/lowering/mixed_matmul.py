@@ -35,8 +35,9 @@ def why_not(node: fx.Node) -> str | None:
     x_q, _, _, w_q, _, _, _, widths, _, out_dtype = traced_operands(node)
     if x_q.device.type == "cuda" and kernels.install():
         return on_cuda().why_not(widths, out_dtype, x_q.device)
-    large = statically_known_true(math.prod(x_q.shape[:-1]) >= CUDA_MIN_ROWS)
-    reasons = (why_not_int_mm(x_q.device.type, large, w.shape[0], k) for w, k in zip(w_q, widths, strict=True))
+    rows = math.prod(x_q.shape[:-1])
+    large, one = statically_known_true(rows >= CUDA_MIN_ROWS), statically_known_true(rows == 1)
+    reasons = (why_not_int_mm(x_q.device.type, large, w.shape[0], k, one) for w, k in zip(w_q, widths, strict=True))
     return next((reason for reason in reasons if reason), None)
 
 

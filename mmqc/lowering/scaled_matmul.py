@@ -22,6 +22,7 @@ from mmqc.lowering.inductor import (
     Pointwise,
     TensorBox,
     at_least,
+    at_most,
     call_kernel,
     convert,
     current_node,
@@ -89,9 +90,10 @@ def why_not(node: fx.Node) -> str | None:
         return f"float8 on {x_q.device.type}: float64 matmul instead"
     if len(node.args) > 9 and node.args[9]:
         return f"group scales on {x_q.device.type}: float64 matmul instead"
-    large = statically_known_true(math.prod(x_q.shape[:-1]) >= CUDA_MIN_ROWS)
+    rows = math.prod(x_q.shape[:-1])
+    large, one = statically_known_true(rows >= CUDA_MIN_ROWS), statically_known_true(rows == 1)
     weights = w_q if isinstance(w_q, Sequence) else [w_q]
-    return _first(why_not_int_mm(x_q.device.type, large, w.shape[0], x_q.shape[-1]) for w in weights)
+    return _first(why_not_int_mm(x_q.device.type, large, w.shape[0], x_q.shape[-1], one) for w in weights)
 
 
 def takes_kernel(x: TensorBox) -> bool:
@@ -120,8 +122,9 @@ def _padded_int_mm(x: TensorBox, w: TensorBox, n: int, k: int, rows_known_large:
 def int_matmul(x: TensorBox, w: TensorBox, n: int, k: int) -> TensorBox:
     """X wᵀ in int32 (exact in float64 where no integer product is to be had, and of float8 codes)."""
     device = x.get_device_or_error().type
-    large, floats = at_least(x.get_size()[0], CUDA_MIN_ROWS), x.get_dtype() == FLOAT8
-    if not floats and why_not_int_mm(device, large, n, k) is None:
+    rows, floats = x.get_size()[0], x.get_dtype() == FLOAT8
+    large = at_least(rows, CUDA_MIN_ROWS)
+    if not floats and why_not_int_mm(device, large, n, k, at_most(rows, 1)) is None:
         return _int_mm(x, w)
     if not floats and device == "cuda":
         return _padded_int_mm(x, w, n, k, large)

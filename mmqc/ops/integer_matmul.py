@@ -8,7 +8,7 @@ Why:     ``aten::_int_mm`` is the fast path, but it has limits (CUDA: M > 16, N 
          both strides of the view are 1).  ``why_not_int_mm`` names what is in the way, for eager mode and the lowering
          alike; both then pad (CUDA) or multiply in float64 (CPU), which is exact and slow.
          On x86 without VNNI ``_int_mm`` is a plain loop: 702 ms for 2,048 x 256 by 1,024, against 64 in float64 (EPYC with AVX2,
-         one thread, torch 2.13).  There eager mode takes float64, which reads the weight eight times as wide, from two rows on.
+         one thread, torch 2.13).  There float64, which reads the weight eight times as wide, is taken from two rows on.
 """
 
 from __future__ import annotations
@@ -42,11 +42,13 @@ def cpu_int_mm_is_a_loop() -> bool:
     return platform.machine().lower() in ("x86_64", "amd64") and not torch.cpu._is_vnni_supported()
 
 
-def why_not_int_mm(device: str, rows_known_large: bool, n: int, k: int) -> str | None:
-    """None, or why ``_int_mm`` cannot take the operands as they are."""
+def why_not_int_mm(device: str, rows_known_large: bool, n: int, k: int, one_row: bool = False) -> str | None:
+    """None, or why ``_int_mm`` cannot take the operands as they are, or should not."""
     if device == "cpu":
         if k == 1:
             return "_int_mm misreads a weight of one column: float64 matmul instead"
+        if not one_row and cpu_int_mm_is_a_loop():
+            return "_int_mm is a plain loop on this CPU (no VNNI): float64 matmul instead"
         return None if cpu_int_mm_is_exact() else "_int_mm saturates on this CPU (no VNNI): float64 matmul instead"
     if device == "cuda":
         if n % CUDA_ALIGN or k % CUDA_ALIGN:
@@ -69,8 +71,7 @@ def int_matmul(x: Tensor, w: Tensor) -> Tensor:
     """Multiply x and wᵀ in int32."""
     m, n, k = x.shape[0], w.shape[0], w.shape[1]
     device = x.device.type
-    slow = device == "cpu" and m > 1 and cpu_int_mm_is_a_loop()
-    if not slow and why_not_int_mm(device, m >= CUDA_MIN_ROWS, n, k) is None:
+    if why_not_int_mm(device, m >= CUDA_MIN_ROWS, n, k, m == 1) is None:
         return torch._int_mm(_row_major(x), _row_major(w).t())
     if device == "cuda":
         dm, dn, dk = cuda_padding(m, n, k)

@@ -70,7 +70,7 @@ class Mlp(nn.Module):
 def test_backend__compiled_graph_launches_the_kernels(bits: int) -> None:
     model = Mlp().cuda().bfloat16().eval()
     batches = [{"x": torch.randn(2, 40, 256, device="cuda").bfloat16()} for _ in range(2)]
-    config = recipes.mquant(bits, msq=False, suppress=False, solver="rtn").with_float8()
+    config = recipes.mquant(bits, msq=False, suppress=False, solver="rtn").with_float8().replace(keep=())
     mmqc.quantize_(model, config, batches, progress=False)
     compiled = copy.deepcopy(model)
     compiled.compile(backend=backend)

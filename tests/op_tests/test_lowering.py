@@ -12,6 +12,8 @@ from mmqc.ops import integer_matmul
 from mmqc.ops.pack import pack_int4
 from mmqc.ops.rotate import random_hadamard
 
+pytestmark = pytest.mark.usefixtures("integer_products")
+
 ops = torch.ops.mmqc
 Compiled = Callable[..., tuple[torch.Tensor, ...]]
 

@@ -8,6 +8,8 @@ import mmqc.ops  # noqa: F401
 from mmqc.backend import backend, collect_records
 from mmqc.ops.pack import pack_int4
 
+pytestmark = pytest.mark.usefixtures("integer_products")
+
 ops = torch.ops.mmqc
 PARTS = [([17], [4]), ([40, 8], [4, 8]), ([33, 1], [4, 8]), ([9, 5, 3], [4, 4, 8]), ([16, 16], [8, 8])]
 

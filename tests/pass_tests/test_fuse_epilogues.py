@@ -14,6 +14,8 @@ from mmqc import run_time
 from mmqc.modules import QuantLinear
 from mmqc.passes.fuse_epilogues import FuseEpilogues
 
+pytestmark = pytest.mark.usefixtures("integer_products")
+
 ACTS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
     "silu": F.silu,
