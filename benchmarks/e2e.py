@@ -32,7 +32,7 @@ from rewrites import batch_of, model_of
 
 GRID, TEXT, IMAGE = (1, 60, 60), 17, 151655
 FEW, MANY = 16, 144
-MODELS = ("bf16", "w4a16", "w8a8", "w4a8", "mquant-w4a8")
+MODELS = ("bf16", "w4a16", "w8a8", "w4a8", "mquant-w4a8", "w8a8-fp8", "w4a8-fp8")
 WAYS = [f"{model}{loop}" for model in MODELS for loop in ("", " loop")]
 DEFAULT = ["bf16", "bf16 loop", "w4a16 loop", "w4a8 loop", "mquant-w4a8 loop"]
 
@@ -59,6 +59,8 @@ def quantize(model: Any, name: str) -> None:
         "w4a16": lambda: recipes.rtn(4, group_size=128, head_bits=8),
         "w8a8": lambda: recipes.rtn(8, 8, head_bits=8),
         "w4a8": lambda: recipes.rtn(4, 8, head_bits=8),
+        "w8a8-fp8": lambda: recipes.rtn(8, 8, head_bits=8).with_float8(),
+        "w4a8-fp8": lambda: recipes.rtn(4, 8, head_bits=8).with_float8(),
         "mquant-w4a8": lambda: recipes.mquant(4, solver="rtn", head_bits=8),
     }[name]()
     batches = [batch_of("qwen2_vl_7b", model, "cuda")] if config.needs_calibration else None
