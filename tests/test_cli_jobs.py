@@ -63,6 +63,11 @@ def test_quantize__from_a_folder_says_first_what_it_takes(quantized):
     assert all(layer["sqnr"] for layer in saved["layers"])
 
 
+def test_quantize__float8_is_in_the_schemes():
+    result = invoke("quantize", "digits-vqa", "--w", "8", "--float8", "--dry-run")
+    assert "language W8A8-fp8" in result.stdout
+
+
 def test_quantize__dry_run_writes_nothing(tmp_path):
     result = invoke("quantize", "digits-vqa", "--w", "4", "--dry-run", "--out", str(tmp_path / "out"))
     assert result.exit_code == 0, result.output
@@ -87,6 +92,7 @@ def test_quantize__dry_run_writes_nothing(tmp_path):
         (("quantize", "digits-vqa", "--dry-run", "--sample", "no"), 2, "the samples are"),
         (("quantize", "digits-vqa", "--dry-run", "--calibration", "no/folder"), 3, "no/folder"),
         (("quantize", "digits-vqa", "--dry-run", "--calibration", "-3"), 2, "0 or more"),
+        (("quantize", "digits-vqa", "--dry-run", "--recipe", "rtn", "--float8"), 2, "static activations"),
         (("quantize", "digits-vqa", "-r", "rtn", "--calibration", "0", "--out", __file__), 2, "a file"),
         (("report", __file__), 3, "is no JSON"),
         (("passes", "--config", __file__), 3, "is no JSON"),

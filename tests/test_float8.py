@@ -133,3 +133,15 @@ def test_quant_linear__codes_survive_a_change_of_dtype(dtype: torch.dtype) -> No
 def test_config__refuses(make, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         make()
+
+
+def test_backend__quantizes_an_untouched_model_alike() -> None:
+    torch._dynamo.reset()
+    model, untouched = Small().eval(), Small().eval()
+    untouched.load_state_dict(model.state_dict())
+    report = quantize(model, CONFIGS["W8A8-fp8"])
+    compiled = torch.compile(untouched, backend="mmqc", options={"config": report.config})
+    want = logits(model, batches()[0])
+    got = logits(compiled, batches()[0])
+    assert (got - want).norm() <= 0.02 * want.norm()
+    assert ((got - logits(untouched, batches()[0])).norm() / want.norm()).item() > 1e-3
