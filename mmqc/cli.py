@@ -154,12 +154,12 @@ def quantize(
     sample: SampleName = "digits-vqa",
 ) -> None:
     """Quantize a model, save it, and write quantization.html and quantization.json beside it."""
-    from mmqc import cli_checks, cli_jobs
+    from mmqc import cli_checks, cli_config, cli_jobs
 
     cli_checks.names(model, sample)
     bits = [f"{key}={value}" for key, value in (("weight_bits", w), ("activation_bits", a)) if value is not None]
     config = config_of(recipe, [*bits, *(settings or [])], config_file)
-    config = config.with_float8() if float8 else config
+    config = cli_config.in_float8(config) if float8 else config
     cli_checks.folder(out, needed=not dry_run)
     cli_jobs.check_format(save_format)
     cli_checks.calibration(calibration, config)

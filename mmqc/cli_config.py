@@ -34,6 +34,14 @@ def make_config(recipe: str, settings: list[str]) -> QuantConfig:
         raise typer.BadParameter(str(error), param_hint="--w, --a or --set" if settings else "--recipe") from error
 
 
+def in_float8(config: QuantConfig) -> QuantConfig:
+    """``--float8``."""
+    try:
+        return config.with_float8()
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--float8") from error
+
+
 def recipes() -> dict[str, Callable[..., QuantConfig]]:
     """The functions that mmqc.recipes defines itself, without leading underscore."""
     import mmqc
