@@ -6,7 +6,8 @@
 Shapes:  keys, values uint8 [B, H_kv, T, row_bytes] a layer (ops/kv_rows.py), U_C already in the keys
 Why:     a token is rounded alone (kv_rounding.py), so what attention rounds when it reads can be rounded once, when it comes:
          4 bits with one eighth in 8 take 88 bytes of a head's 256, for heads of 128 channels.
-Reading: a layer's rows are written out in the model's dtype for its attention, one layer at a time, in every step.
+Reading: a decode step attends to the rows as they are (ops/kv_rows_attention.py).  Where there is more than one query, a mask or a
+         part in fewer than 4 bits, a layer's rows are written out in the model's dtype, one layer at a time.
 Layers with sliding windows are transformers' own; their keys and values are rounded when they are read.
 """
 
@@ -49,15 +50,20 @@ class RowsLayer(DynamicLayer):
         empty = torch.tensor([], dtype=torch.uint8, device=self.device)
         self.keys, self.values, self.is_initialized = empty, empty.clone(), True
 
-    def store(self, rounder: KVRounder, k: Tensor, v: Tensor) -> Pair:
-        """Round new tokens [B, H, L, D]; returns all keys, turned by U_C, and all values, in the dtype of ``k``."""
+    def append(self, rounder: KVRounder, k: Tensor, v: Tensor) -> None:
+        """Round new tokens [B, H, L, D], which are behind RoPE, and keep their rows."""
         if not self.is_initialized:
             self.lazy_initialization(k, v)
         parts, self.plain = (rounder.widths, rounder.bits), 2 * (k.shape[-1] + v.shape[-1])
         self.keys = torch.cat((self.keys, to_rows(*rounder.key_codes(k), *parts)), -2)
         self.values = torch.cat((self.values, to_rows(*rounder.codes(v), *parts)), -2)
-        read = [rounder.values(*from_rows(rows, *parts), k.dtype) for rows in (self.keys, self.values)]
-        return read[0], read[1]
+
+    def written_out(self, rounder: KVRounder, dtype: torch.dtype) -> Pair:
+        """All keys, turned by U_C, and all values."""
+        keys, values = (
+            rounder.values(*from_rows(rows, rounder.widths, rounder.bits), dtype) for rows in (self.keys, self.values)
+        )
+        return keys, values
 
 
 class RoundedCache(Cache):

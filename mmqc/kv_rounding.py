@@ -6,7 +6,7 @@ Shapes:  q [B, H, T, D]   k, v [B, H_kv, T, D], behind RoPE   U_C [D, D], one fo
          Q: quantize_per_token of every head and token, the last r coordinates in ``high_bits``, dequantized at once
 Why:     U_C cannot be folded: RoPE stands between it and the weights (arXiv:2412.14363, section 4.3).  U_B is in the weights.
 With any cache of the model's dtype a token is rounded whenever attention reads it, always to the same codes: they follow from that
-token alone.  ``cache_rounded.RoundedCache`` stores these, once.
+token alone.  ``cache_rounded.RoundedCache`` stores these, once, and a decode step attends to what it stores.
 """
 
 from __future__ import annotations
@@ -88,6 +88,12 @@ class _Moments:
     peaks: bool = False  # max |k| of every channel, float64 [D], instead
 
 
+def reads_rows(rounder: KVRounder, query: Tensor, mask: Tensor | None, options: Mapping[str, Any]) -> bool:
+    """Whether ``kv_rows_attention`` computes this step: one query a sequence, which sees every token, and no gradients."""
+    plain = mask is None and options.get("position_bias") is None and not options.get("dropout")
+    return plain and query.shape[2] == 1 and not query.requires_grad and min(rounder.bits) >= 4
+
+
 def attend(module: nn.Module, query: Tensor, key: Any, value: Any, mask: Tensor | None, **kwargs: Any) -> Any:
     """The attention interface of transformers: round, then attend as the model did before."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -102,7 +108,13 @@ def attend(module: nn.Module, query: Tensor, key: Any, value: Any, mask: Tensor 
         return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, mask, **kwargs)
     rounder = getattr(module, CHILD)
     if isinstance(key, Arriving):
-        query, (key, value) = rounder.turned(query), key.layer.store(rounder, key.states, value.states)
+        query, layer = rounder.turned(query), key.layer
+        layer.append(rounder, key.states, value.states)
+        if reads_rows(rounder, query, mask, kwargs):
+            scaling = kwargs.get("scaling") or query.shape[-1] ** -0.5
+            rows = (layer.keys, layer.values, rounder.widths, rounder.bits)
+            return torch.ops.mmqc.kv_rows_attention(query, *rows, scaling).transpose(1, 2), None
+        key, value = layer.written_out(rounder, key.states.dtype)
     else:
         query, key, value = rounder(query, key, value)
     return ALL_ATTENTION_FUNCTIONS[rounder.inner](module, query, key, value, mask, **kwargs)

@@ -8,6 +8,7 @@ from models import tiny_qwen2_vl
 from tolerance import assert_close
 
 import mmqc
+from mmqc import kv_rounding
 from mmqc.config import ConfigError, KVRounding, QuantConfig
 from mmqc.ops.kv_rows import from_rows, row_bytes, to_rows
 
@@ -61,6 +62,46 @@ def test_rounded_cache__computes_what_rounding_at_every_read_computes(rounded: t
     assert cache.get_seq_length() == length
     assert sizes["plain"] == 2 * 2 * width * heads * length * len(plain.layers)
     assert sizes["rows"] == 2 * row_bytes([width - width // 8, width // 8], [4, 8]) * heads * length * len(plain.layers)
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether the rows were attended to as they are, for every layer and step."""
+    found, asked = [], kv_rounding.reads_rows
+    monkeypatch.setattr(kv_rounding, "reads_rows", lambda *args: found.append(asked(*args)) or found[-1])
+    return found
+
+
+def test_rounded_cache__a_decode_step_attends_to_rows(
+    rounded: tuple, reads: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, inputs = rounded
+    got = steps(model, inputs, mmqc.RoundedCache(model))
+    layers = model.config.get_text_config(decoder=True).num_hidden_layers
+    assert reads == layers * [False] + 3 * layers * [True], "the prompt, then one token a step"
+    monkeypatch.setattr(kv_rounding, "reads_rows", lambda *args: False)
+    assert_close(got, steps(model, inputs, mmqc.RoundedCache(model)))
+
+
+def test_rounded_cache__padding_is_attended_to_written_out(rounded: tuple, reads: list[bool]) -> None:
+    from transformers import DynamicCache
+
+    model, _ = rounded
+    text = torch.arange(1, 13).reshape(2, 6)
+    seen = torch.ones_like(text)
+    seen[1, :2] = 0
+    options = {"attention_mask": seen, "max_new_tokens": 3, "do_sample": False}
+    got = model.generate(text, past_key_values=mmqc.RoundedCache(model), **options)
+    assert not any(reads)
+    assert torch.equal(got, model.generate(text, past_key_values=DynamicCache(config=model.config), **options))
+
+
+def test_rounded_cache__two_bits_are_written_out(reads: list[bool]) -> None:
+    model, inputs = tiny_qwen2_vl()
+    mmqc.quantize_(model, QuantConfig(kv_rounding=KVRounding(2)), [inputs], progress=False)
+    steps(model, inputs, mmqc.RoundedCache(model), 2)
+    assert reads
+    assert not any(reads)
 
 
 def test_rounded_cache__rows_are_the_rounder_s_codes(rounded: tuple) -> None:

@@ -1,11 +1,14 @@
-"""The packed cache's ops on CUDA: importing this file registers the kernels; what they cannot take goes to the reference.
+"""The ops of quantized caches on CUDA: importing this file registers the kernels; what they cannot take goes to the reference.
 
-    mmqc::kv_pack, kv_attention, kv_round_keys, kv_token_attention
+    mmqc::kv_pack, kv_attention, kv_round_keys, kv_token_attention, kv_rows_attention
 
-``why_not_rounded`` and ``why_not_text`` say of a model, before it has a cache, whether the last two have kernels for it.
+``why_not_rounded`` and ``why_not_text`` say of a model, before it has a cache, whether ``kv_round_keys`` and
+``kv_token_attention`` have kernels for it.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -13,10 +16,12 @@ from torch import Tensor
 from mmqc.kernels import kv_attention as attention
 from mmqc.kernels import kv_pack as packing
 from mmqc.kernels import kv_round_keys as rounding
+from mmqc.kernels import kv_rows_attention as rows
 from mmqc.kernels import kv_token_attention as tokens
 from mmqc.ops import kv_attention as attention_op
 from mmqc.ops import kv_pack as packing_op
 from mmqc.ops import kv_round_keys as rounding_op
+from mmqc.ops import kv_rows_attention as rows_op
 from mmqc.ops import kv_token_attention as tokens_op
 
 
@@ -77,5 +82,16 @@ def kv_token_attention(
     return run(q, k_codes, k_scale, k_offset, v_codes, v_scale, v_offset, count, bits, scaling)
 
 
-for implementation in (kv_pack, kv_attention, kv_round_keys, kv_token_attention):
+def kv_rows_attention(
+    q: Tensor, k_rows: Tensor, v_rows: Tensor, widths: Sequence[int], bits: Sequence[int], scaling: float
+) -> Tensor:
+    """``mmqc::kv_rows_attention`` on CUDA."""
+    rows_op.check(q, k_rows, v_rows, widths, bits)
+    q = q if q.stride(3) == 1 else q.contiguous()
+    fits = rows.supports(q, k_rows, v_rows, widths, bits) is None
+    run = rows.kv_rows_attention if fits else rows_op.reference
+    return run(q, k_rows, v_rows, widths, bits, scaling)
+
+
+for implementation in (kv_pack, kv_attention, kv_round_keys, kv_token_attention, kv_rows_attention):
     torch.library.impl(f"mmqc::{implementation.__name__}", "CUDA", implementation)

@@ -17,6 +17,7 @@ from mmqc.ops import (
     kv_attention,
     kv_pack,
     kv_round_keys,
+    kv_rows_attention,
     kv_token_attention,
     mixed_matmul,
     modality_order,
@@ -33,8 +34,9 @@ from mmqc.ops import (
 )
 
 __all__ = [
-    "basis_quantize_per_token", "causal_mask", "gather_rows", "gather_tokens", "gptq_block", "grouped_matmul",
-    "hadamard", "hadamard_quantize", "hadamard_quantize_per_token", "kv_attention", "kv_pack", "kv_round_keys",
-    "kv_token_attention", "mixed_matmul", "modality_order", "norm_quantize_per_token", "quantize", "quantize_per_token", "rotate",
-    "scaled_matmul", "scaled_matmul_epilogue", "scaled_matmuls", "tag_modality", "weight_only_matmul", "weight_only_matmuls",
+    "basis_quantize_per_token", "causal_mask", "gather_rows", "gather_tokens", "gptq_block", "grouped_matmul", "hadamard",
+    "hadamard_quantize", "hadamard_quantize_per_token", "kv_attention", "kv_pack", "kv_round_keys", "kv_rows_attention",
+    "kv_token_attention", "mixed_matmul", "modality_order", "norm_quantize_per_token", "quantize", "quantize_per_token",
+    "rotate", "scaled_matmul", "scaled_matmul_epilogue", "scaled_matmuls", "tag_modality", "weight_only_matmul",
+    "weight_only_matmuls",
 ]  # fmt: skip

@@ -37,6 +37,7 @@ from sanitize_tokens import (  # noqa: E402
     poison,
     rounded_keys,
     rounded_text,
+    rows_of_bytes,
     sweep,
     there,
 )  # fmt: skip
@@ -270,6 +271,9 @@ def cases(place: Place) -> Iterator[Case]:
         yield name, functools.partial(transform, place, *row)
     yield "kv_token_attention 4 bits", functools.partial(rounded_text, place, 4, 96, 32)
     yield "kv_token_attention 8 bits", functools.partial(rounded_text, place, 8, 80, 16)
+    yield "kv_rows_attention", functools.partial(rows_of_bytes, place, [84, 12], [4, 8])
+    yield "kv_rows_attention, rows of whole words", functools.partial(rows_of_bytes, place, [112, 16], [4, 8])
+    yield "kv_rows_attention, one part", functools.partial(rows_of_bytes, place, [80], [8])
     yield "kv_round_keys", functools.partial(rounded_keys, place, 1, 40)
 
 

@@ -20,16 +20,19 @@ from mmqc.kernels.gptq_block import gptq_block  # noqa: E402
 from mmqc.kernels.hadamard_quantize import hadamard_quantize  # noqa: E402
 from mmqc.kernels.hadamard_quantize_per_token import hadamard_quantize_per_token  # noqa: E402
 from mmqc.kernels.kv_round_keys import kv_round_keys  # noqa: E402
+from mmqc.kernels.kv_rows_attention import kv_rows_attention  # noqa: E402
 from mmqc.kernels.kv_token_attention import TokenConfig, kv_token_attention  # noqa: E402
 from mmqc.kernels.mixed_matmul import Weight, mixed_matmul  # noqa: E402
 from mmqc.kernels.norm_quantize_per_token import Norm, norm_quantize_per_token  # noqa: E402
 from mmqc.kernels.quantize_per_token import quantize_per_token  # noqa: E402
 from mmqc.ops import gptq_block as gptq_block_op  # noqa: E402
 from mmqc.ops import kv_round_keys as keys_op  # noqa: E402
+from mmqc.ops import kv_rows_attention as rows_op  # noqa: E402
 from mmqc.ops import kv_token_attention as text_op  # noqa: E402
 from mmqc.ops import mixed_matmul as mixed_op  # noqa: E402
 from mmqc.ops import norm_quantize_per_token as norm_op  # noqa: E402
 from mmqc.ops import quantize_per_token as per_token_op  # noqa: E402
+from mmqc.ops.kv_rows import to_rows  # noqa: E402
 from mmqc.ops.kv_words import unpack_words  # noqa: E402
 from mmqc.ops.pack import pack_int4  # noqa: E402
 
@@ -123,6 +126,16 @@ def rounded_text(place: Place, bits: int, width: int, block: int) -> None:
     want, want_lse = text_op.reference(q.double(), *(t[:, :, 1:] for t in parts), count, bits, width**-0.5)
     assert_close(y.cpu(), want)
     assert_close(lse.cpu(), want_lse, place.dtype)
+
+
+def rows_of_bytes(place: Place, widths: list[int], bits: list[int]) -> None:
+    d = sum(widths)
+    parts = [per_token_op.reference(torch.randn(2, 1, 71, d), None, widths, bits) for _ in range(2)]
+    k, v = (to_rows(*codes, widths, bits)[:, :, :70] for codes in parts)
+    q = torch.randn(2, 3, 1, d).to(place.dtype)
+    given = there(place, q=q, k_rows=k, v_rows=v)
+    y = kv_rows_attention(*given.values(), widths, bits, d**-0.5, config=TokenConfig(per_sm=1))
+    assert_close(y.cpu(), rows_op.reference(q.double(), k, v, widths, bits, d**-0.5))
 
 
 def rounded_keys(place: Place, bits: int, width: int) -> None:
