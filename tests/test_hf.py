@@ -138,7 +138,7 @@ def test_files__are_safetensors_and_a_config_that_tells_all(tmp_path):
     assert saved["modules"]["model.visual.blocks.0.mlp.fc2"] == {
         "kind": "quant_linear", "in": 256, "out": 64, "weight_bits": 4, "activation_bits": 8, "group_size": 0,
         "hadamard": True, "bias": True, "input_scales": 1, "outliers": 2, "modality": False, "dtype": "float32",
-        "zero": False, "integer_scales": False,
+        "zero": False, "float8": False, "integer_scales": False,
     }  # fmt: skip
     assert saved["modules"]["model.visual.blocks.0.norm1"] == {
         "kind": "rms_norm", "size": 64, "eps": 1e-5, "weight": False, "bias": False, "dtype": None,
