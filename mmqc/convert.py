@@ -55,6 +55,8 @@ class Journal:
         grad = old.requires_grad if old is not None else False
         store[name] = new if store is module._buffers else nn.Parameter(new, requires_grad=grad)
         self.ours[id(store[name])] = store[name]
+        if self.ours.pop(id(old), None) is not None:
+            return  # undoing brings back what that one had replaced; kept any longer, it would be a second model in memory
         if old is None or shared or old.device.type in ("cpu", "meta"):
             self.undo.append(lambda: store.__setitem__(name, old))
             return
