@@ -44,6 +44,7 @@ METHODS: dict[str, Any] = {
     "1 bit, no tau, full range": calibquant(1, **QUERIES, **FULL),
     "1 bit, nearest codes, no tau, full range": calibquant(1, **NEAREST, **FULL),
     "1 bit, nearest codes, full range": calibquant(1, rounding="nearest", **FULL),
+    "1 bit, nearest codes, full range, by layer": calibquant(1, rounding="nearest", **FULL | {"search": "layer"}),
     "1 bit, nearest codes, full range, the authors' tau": calibquant(1, tau=((0.0, 3.0),), **NEAREST, **FULL),
     "1 bit, no tau, text in 8 bits": calibquant(1, text_bits=8, text_window=16, **QUERIES),
     "1 bit, no tau, text in 4 bits": calibquant(1, text_bits=4, text_window=16, **QUERIES),
