@@ -7,20 +7,14 @@ packed cache saves.
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+from kernel_page import ROOT, table
+
 NAMES = {
     "rtn": "round to nearest, W4", "gptq": "GPTQ, W4 a channel", "awq": "AWQ, W4 g128", "mquant": "MQuant, W4A8",
     "resq": "ResQ, W4A4KV4",
 }  # fmt: skip
-
-
-def table(head: list[str], rows: list[list[str]]) -> list[str]:
-    """A Markdown table whose columns but the first are numbers."""
-    lines = [f"| {' | '.join(head)} |", f"|---|{'--:|' * (len(head) - 1)}"]
-    return [*lines, *(f"| {' | '.join(row)} |" for row in rows)]
 
 
 def quantizing(run: dict[str, Any]) -> list[str]:
@@ -33,7 +27,7 @@ def quantizing(run: dict[str, Any]) -> list[str]:
         for name, r in run["recipes"].items()
         if "seconds" in r
     ]  # fmt: skip
-    head = ["recipe", "samples x tokens", "seconds", "GPU, GB", "over the weights", "host, GB", "commit"]
+    head = ("recipe", "samples x tokens", "seconds", "GPU, GB", "over the weights", "host, GB", "commit")
     return [
         "## Quantizing",
         "",
@@ -63,8 +57,7 @@ def decoding(run: dict[str, Any]) -> list[str]:
         f"more to come; the largest batch whose cache and activations fit. {run['device']}, torch {run['torch']}, commit "
         f"{run['commit']}; `{run['command']}`. 16 bits is transformers' cache: `dynamic` its default, the others its static one.",
         "",
-        *table(["bits", "way", "budget, GB", "batch", "cache, GB", "ms a step", "tokens/s"], rows),
-        "",
+        *table(("bits", "way", "budget, GB", "batch", "cache, GB", "ms a step", "tokens/s"), rows),
         "Throughput at 1 bit over 16 bits:",
         "",
         *ratios,
@@ -73,9 +66,9 @@ def decoding(run: dict[str, Any]) -> list[str]:
 
 def main() -> None:
     """Write the page."""
-    lines = ["# Time and memory at full size", "", "Written by `python benchmarks/cost_page.py`; do not edit."]
+    lines = ["# Time and memory at full size", "", "Written by `python benchmarks/cost_page.py`; do not edit.", ""]
     for name, part in {"quantize_speed": quantizing, "kv_throughput": decoding}.items():
-        lines += ["", *part(json.loads((ROOT / f"benchmarks/results/{name}.json").read_text(encoding="utf-8")))]
+        lines += part(json.loads((ROOT / f"benchmarks/results/{name}.json").read_text(encoding="utf-8")))
     (ROOT / "docs/results/cost.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 

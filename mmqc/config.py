@@ -59,7 +59,7 @@ class Scheme:
             require(plain, "Scheme.dynamic", self.dynamic, "None beside static activations, zero points or groups")
         symmetric = self.weight.symmetric or self.activation is None
         require(symmetric, "WeightSpec.symmetric", self.weight.symmetric, "True beside quantized activations")
-        floats = self.activation is not None and self.activation.type == "float"
+        floats = self.float8
         alike = self.weight.type == "int" if not floats else self.weight.bits <= 4 or self.weight.type == "float"
         allowed = "'float' beside activations of type 'float', and there only 'int' to 4 bits, whose codes are exact as floats"
         require(alike, "WeightSpec.type", self.weight.type, allowed)
@@ -73,6 +73,11 @@ class Scheme:
             "an ActivationSpec where weight.amplifier is set: integer scales multiply sums of integer products",
         )
 
+    @property
+    def float8(self) -> bool:
+        """Whether activations are float8 codes, and weights of 8 bits with them."""
+        return self.activation is not None and self.activation.type == "float"
+
     def __str__(self) -> str:
         """The field's shorthand, e.g. W4A8, W4A16-g128-asym or, with integer scales, W4A8-g128-i1024."""
         if (d := self.dynamic) is not None:
@@ -82,7 +87,7 @@ class Scheme:
         group = f"-g{self.weight.group_size}" if self.weight.group_size else ""
         group += f"-i{self.weight.amplifier}" if self.weight.amplifier is not None else ""
         group += "" if self.weight.symmetric else "-asym"
-        group += "-fp8" if self.activation is not None and self.activation.type == "float" else ""
+        group += "-fp8" if self.float8 else ""
         return f"W{self.weight.bits}A{self.activation.bits if self.activation else 16}{group}"
 
 
@@ -237,9 +242,10 @@ class QuantConfig(AOBaseConfig):
             ConfigError: no scheme has static activations, or one has weights in groups.
         """
         changed = {
-            place: Scheme(
-                dataclasses.replace(s.weight, type="float", solver="rtn") if s.weight.bits == 8 else s.weight,
-                dataclasses.replace(s.activation, type="float"),
+            place: dataclasses.replace(
+                s,
+                weight=dataclasses.replace(s.weight, type="float", solver="rtn") if s.weight.bits == 8 else s.weight,
+                activation=dataclasses.replace(s.activation, type="float"),
             )
             for place, s in self.schemes.items()
             if s.activation is not None

@@ -210,7 +210,7 @@ def build_quantized(
             modality=context if scale is not None and scale.numel() == 2 else None,
             dtype=weight.dtype,
             weight_zero=None if solved.zero is None else solved.zero.to(device),
-            float8=static and scheme.activation is not None and scheme.activation.type == "float",
+            float8=static and scheme.float8,
         )
     return built | _build_mixed(model, prog, only)
 

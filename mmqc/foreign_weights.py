@@ -42,7 +42,10 @@ class ForeignError(ValueError):
 
 @dataclass(frozen=True)
 class Foreign:
-    """One linear: int8 or float8 codes [N, K], float32 scale [N] or [N, K/g], bits of a code, g or 0, input scale, int8 zeros."""
+    """One linear: int8 or float8 codes [N, K], float32 scale [N] or [N, K/g], bits of a code, g or 0, input scale, int8 zeros.
+
+    ``float8``: activations are float8 codes.
+    """
 
     codes: Tensor
     scale: Tensor
@@ -50,6 +53,7 @@ class Foreign:
     group_size: int
     input_scale: Tensor | None = None
     zero: Tensor | None = None
+    float8: bool = False
 
 
 def _words(packed: Tensor, bits: int) -> Tensor:
@@ -133,8 +137,9 @@ def read_compressed(tensors: Tensors, settings: Settings, fqn: str) -> Foreign:
     weights, inputs = scheme.get("weights") or {}, scheme.get("input_activations")
     if weights.get("type", "int") != "int":
         return _read_float8(tensors, weights, inputs or {}, settings, fqn)
+    float8 = bool(inputs) and inputs.get("type") == "float" and int(weights.get("num_bits", 8)) <= 4
     if inputs and "activations" not in settings.get("leave", ()):
-        _check_inputs(inputs, fqn)
+        _check_inputs({**inputs, "type": "int"} if float8 else inputs, fqn)
     if "weight_g_idx" in tensors:
         raise ForeignError(f"{fqn}: groups in the order of activations are not mmqc's; {WAY_AROUND}")
     scale, zero = tensors["weight_scale"].float(), tensors.get("weight_zero_point")
@@ -153,11 +158,13 @@ def read_compressed(tensors: Tensors, settings: Settings, fqn: str) -> Foreign:
     scale, zero = (None if t is None else t.reshape(-1, groups).expand(n, groups).squeeze(1) for t in (scale, zero))
     assert scale is not None
     static = tensors.get("input_scale") if "activations" not in settings.get("leave", ()) else None
+    if static is not None and float8 and groups > 1:
+        raise ForeignError(f"{fqn}: groups of weights beside float8 activations are not mmqc's; {LEAVE}")
     if static is not None and zero is not None:
         raise ForeignError(f"{fqn}: zero points of weights beside quantized activations are not mmqc's; {LEAVE}")
     return Foreign(
         codes, scale, bits, 0 if groups == 1 else k // groups, None if static is None else static.float().reshape(1),
-        None if zero is None else zero.to(torch.int8),
+        None if zero is None else zero.to(torch.int8), float8 and static is not None,
     )  # fmt: skip
 
 
@@ -172,7 +179,8 @@ def _read_float8(tensors: Tensors, weights: Settings, inputs: Settings, settings
     if inputs.get("type") != "float" or static is None or "activations" in settings.get("leave", ()):
         raise ForeignError(f"{fqn}: float8 weights without static float8 activations are not mmqc's; {WAY_AROUND}")
     _check_inputs({**inputs, "type": "int"}, fqn)
-    return Foreign(codes, scale.reshape(-1).expand(codes.shape[0]), 8, 0, static.float().reshape(1))
+    scale = scale.reshape(-1).expand(codes.shape[0])
+    return Foreign(codes, scale, 8, 0, static.float().reshape(1), float8=True)
 
 
 def _scheme_of(settings: Settings, fqn: str) -> Mapping[str, Any]:

@@ -24,7 +24,6 @@ from .foreign_weights import READERS, Foreign, ForeignError
 from .hf import MmqcConfig, model_init
 from .module_spec import dtype_name, module_spec
 from .modules import QuantLinear
-from .ops.pack import FLOAT8
 
 LEFT = ("activations", "kv_cache")
 CACHE_SCALES = (".q_scale", ".k_scale", ".v_scale", ".k_zero_point", ".v_zero_point")
@@ -106,7 +105,7 @@ def _linear(foreign: Foreign, bias: Tensor | None, dtype: torch.dtype) -> QuantL
     return QuantLinear.from_parts(
         foreign.codes, foreign.scale, weight_bits=foreign.bits, activation_bits=8 if static else None,
         group_size=foreign.group_size, bias=None if bias is None else bias.to(dtype), input_scale=foreign.input_scale,
-        dtype=dtype, weight_zero=foreign.zero, float8=foreign.codes.dtype == FLOAT8,
+        dtype=dtype, weight_zero=foreign.zero, float8=foreign.float8,
     )  # fmt: skip
 
 

@@ -95,7 +95,7 @@ def quantize_experts(
     for row in built.layers:
         folded = tuple(w for w in words.get(row.fqn, ()) if not w.startswith("rotated"))
         row.transforms = (*folded, *_rotations(prog, row.fqn, layers), *row.transforms)
-        row.note = "; ".join(filter(None, (row.note, _factors(config, folded), _weights_alone(config, row.tower))))
+        row.note = "; ".join(filter(None, (row.note, _factors(config, folded), _unlike_linears(config, row.tower))))
         row.sqnr = losses[next(m for m in built.modules if row.fqn.startswith(f"{m}."))].sqnr()
     return built
 
@@ -109,21 +109,18 @@ def _factors(config: QuantConfig, words: tuple[str, ...]) -> str:
     return "no factors of its input channels were searched"
 
 
-def _weights_alone(config: QuantConfig, tower: str) -> str:
+def _unlike_linears(config: QuantConfig, tower: str) -> str:
     """What is said of stacks whose linears beside them have dynamic activations, or float8 codes."""
     scheme = config.scheme(tower)
     if scheme is not None and scheme.dynamic is not None:
         return "weight-only: experts' inputs are not quantized token by token, and all channels have the same bits"
-    floats = scheme is not None and scheme.activation is not None and scheme.activation.type == "float"
-    return "integers: grouped_matmul has no float8 form" if floats else ""
+    return "integers: grouped_matmul has no float8 form" if scheme is not None and scheme.float8 else ""
 
 
 def _for_experts(scheme: Scheme) -> Scheme:
     """The same, as far as experts have it."""
-    weight, activation = scheme.weight, scheme.activation
-    if activation is not None and activation.type == "float":
-        weight, activation = dataclasses.replace(weight, type="int"), dataclasses.replace(activation, type="int")
-    return Scheme(weight, activation)
+    weight, activation = dataclasses.replace(scheme.weight, type="int"), scheme.activation
+    return Scheme(weight, None if activation is None else dataclasses.replace(activation, type="int"))
 
 
 def _rotations(prog: Program, fqn: str, layers: Iterable[ExpertLayer]) -> Iterator[str]:

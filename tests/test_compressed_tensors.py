@@ -72,6 +72,16 @@ def test_save__transformers_computes_the_same_logits(tmp_path, config):
     assert_close(logits(again, inputs), want)
 
 
+@pytest.mark.parametrize("name", ["W4A16-g8", "W8A8", "W8A8-fp8", "W4A8-fp8"])
+def test_save__comes_back_by_our_own_reader(tmp_path, name):
+    model, inputs = tiny_qwen2_vl()
+    mmqc.quantize_(model, SCHEMES[name], [inputs], progress=False)
+    mmqc.save_pretrained(model, tmp_path, format="compressed-tensors")
+    again = mmqc.load_quantized(tmp_path)
+    assert {m.scheme for m in again.modules() if isinstance(m, QuantLinear)} == {name}
+    assert torch.equal(logits(again, inputs), logits(model, inputs))
+
+
 def test_save__bfloat16_rounds_the_scales_and_nothing_else(tmp_path):
     model, inputs = tiny_qwen2_vl()
     for p in model.parameters():

@@ -115,6 +115,7 @@ def test_load__asymmetric_models_save_and_load_like_any_other(tmp_path: Path) ->
 REFUSED = {
     "fp8, dynamic": ("float-quantized", FLOAT8, {**DYNAMIC, "type": "float"}, "without static float8.*load it with from_pre"),
     "dynamic": ("int-quantized", INT8, DYNAMIC, r"quantized at run time.*leave=\('activations',\)"),
+    "groups beside fp8": ("pack-quantized", INT4, {**STATIC, "type": "float"}, r"groups of weights beside float8.*leave="),
     "static, asymmetric": ("int-quantized", INT8, {**STATIC, "symmetric": False}, r"zero points.*leave=\('activations',\)"),
 }  # fmt: skip
 

@@ -204,11 +204,11 @@ def grouped_matmul(
     )  # fmt: skip
 
 
-def why_not_hadamard(x: Tensor, factors: list[Tensor]) -> str | None:
-    """None, or why the kernel cannot transform this input: it has the factors of ops/hadamard_matrix.py and no others."""
+def why_not_hadamard(x: Tensor, factors: list[Tensor], code: torch.dtype | None = None) -> str | None:
+    """None, or why the kernel cannot transform this input (into such codes): it has the factors of hadamard_factors alone."""
     if x.dtype not in (torch.float16, torch.bfloat16):
         return f"{x.dtype} activations are transformed in float32 or wider"
-    reason = transform.supports(_matrix(x), None, None)
+    reason = transform.supports(_matrix(x), None, code)
     return reason or (None if all_known(factors, x.shape[-1]) else "its factors are not those of hadamard_factors")
 
 
@@ -229,11 +229,10 @@ def hadamard_quantize(
     hadamard_op.check(x, factors)
     check_scale(scale, visual)
     rows = _matrix(x)
-    if why_not_hadamard(rows, factors) is not None or (up is not None and up.dtype != x.dtype):
+    kind = code_dtype(bits, code)
+    if why_not_hadamard(rows, factors, kind) is not None or (up is not None and up.dtype != x.dtype):
         return hadamard_quantize_op.reference(x, up, factors, scale, visual, bits, code)
-    gate, kind = None if up is None else _matrix(up), code_dtype(bits, code)
-    if transform.supports(rows, gate, kind) is not None:
-        return hadamard_quantize_op.reference(x, up, factors, scale, visual, bits, code)
+    gate = None if up is None else _matrix(up)
     y = transform.hadamard_quantize(rows, scale.float(), up=gate, bits=bits, visual=_mask(visual, x), code=kind).y
     return y.view(x.shape)
 

@@ -18,7 +18,6 @@ from mmqc.ops.pack import FLOAT8
 from mmqc.ops.quantize import LARGEST, code_dtype
 
 aten = torch.ops.aten
-FLOAT8_FROM = (8, 9)  # compute capability
 
 
 def row_scale_loader(
@@ -39,12 +38,13 @@ def checked_code(x: TensorBox, bits: int, code: torch.dtype | None) -> torch.dty
         RuntimeError: float8 codes on a device that has no conversion to them.
     """
     kind, device = code_dtype(bits, code), x.get_device_or_error()
-    if kind == FLOAT8 and device.type == "cuda" and torch.cuda.get_device_capability(device) < FLOAT8_FROM:
-        found, wanted = (".".join(map(str, c)) for c in (torch.cuda.get_device_capability(device), FLOAT8_FROM))
-        raise RuntimeError(
-            f"float8 codes need compute capability {wanted}, and {device} has {found}: run this model without torch.compile, or "
-            "quantize it to integers (without QuantConfig.with_float8)"
-        )
+    if kind == FLOAT8 and device.type == "cuda":
+        from mmqc.kernels.device_facts import fp8_reason  # imports Triton
+
+        if (reason := fp8_reason(device)) is not None:
+            raise RuntimeError(
+                f"{reason}: run this model without torch.compile, or quantize it to integers (without QuantConfig.with_float8)"
+            )
     return kind
 
 

@@ -84,7 +84,7 @@ class FuseEpilogues:
             result, up = gated(node, z)
             reader = next(iter(result.users)) if len(result.users) == 1 else None
             word = "" if reader is None else kind(reader)
-            if word == "quantize" and (reader is None or len(reader.args) < 5):
+            if word == "quantize" and reader is not None and FLOAT8 not in reader.args:
                 yield Site(z, up, activation, result, reader)
             elif word != "hadamard":
                 yield Miss(node.name, f"what reads {result.name} is generated code, which takes the activation in")

@@ -67,7 +67,7 @@ class QuantizeActivations:
             s_x = prog.constant_node(f"{fqn}.input_scale", site.scale.to(prog.weights[fqn].device))
             scale, group_scale = self.weight_scales(prog, fqn, scale)
             grouped = (group_scale, group) if group else ()
-            code = (FLOAT8,) if spec.type == "float" else ()
+            code = (FLOAT8,) if site.node.meta["scheme"].float8 else ()
             quantized = prog.graph.call_function(torch.ops.mmqc.quantize.default, (x, s_x, visual, spec.bits, *code))
             new = prog.graph.call_function(
                 torch.ops.mmqc.scaled_matmul.default,

@@ -58,7 +58,7 @@ def case(bits: int, activations: bool) -> tuple[Block, list[tuple[Tensor, Tensor
     return block, batches
 
 
-def check(call: Any, block: nn.Module, batches: list[tuple[Tensor, Tensor]], most: float = 0.01) -> None:
+def assert_like_eager(call: Any, block: nn.Module, batches: list[tuple[Tensor, Tensor]], most: float = 0.01) -> None:
     for x, visual in batches:
         expected = block(x, visual)
         got = call(x, visual)
@@ -101,7 +101,7 @@ def test_launches__epilogues_for_any_number_of_rows(bits: int, gate: bool, trans
     torch._dynamo.reset()
     with collect_records() as records:
         # compiled, an activation and a sum are rounded fewer times: some codes are others
-        check(torch.compile(block, backend=backend, dynamic=True), block, batches, 0.02)
+        assert_like_eager(torch.compile(block, backend=backend, dynamic=True), block, batches, 0.02)
     assert records[-1].ops["scaled_matmul_epilogue"] == 1 + transform
     kernels = records[-1].kernels
     assert "mmqc gated_matmul_kernel" in kernels or not gate
@@ -118,7 +118,7 @@ def test_launches__compiled_for_any_number_of_rows(bits: int, activations: bool,
     torch._dynamo.reset()
     with collect_records() as records:
         compiled = torch.compile(block, backend=backend, dynamic=dynamic)
-        check(compiled, block, batches if dynamic else batches[:1] + batches[-2:-1])
+        assert_like_eager(compiled, block, batches if dynamic else batches[:1] + batches[-2:-1])
     kernels = {k for record in records for k in record.kernels}
     assert any(k.startswith("mmqc ") for k in kernels), kernels
     assert not any("mmqc." in k for k in kernels), kernels
@@ -128,12 +128,13 @@ def test_launches__compiled_for_any_number_of_rows(bits: int, activations: bool,
 
 @pytest.mark.parametrize(("bits", "activations"), KINDS[:3])
 def test_launches__in_a_package(tmp_path: Path, bits: int, activations: bool) -> None:
-    import mmqc.lowering  # noqa: F401
     from mmqc.lowering.inductor import trusted_transforms
+    from mmqc.lowering.package import compile_program, load_program, write_package
 
     block, batches = case(bits, activations)
     rows = torch.export.Dim("rows", min=1, max=8192)
     program = torch.export.export(block, batches[3], dynamic_shapes=({1: rows}, {1: rows}))
+    path = tmp_path / "block.pt2"
     with trusted_transforms(frozenset({1024})):
-        path = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "block.pt2"))
-    check(torch._inductor.aoti_load_package(path), block, batches)
+        write_package(path, {"block": compile_program(program, as_eager=False, metadata={})})
+    assert_like_eager(load_program(path, "block"), block, batches)

@@ -33,3 +33,15 @@ def device(request):
     if request.param == "cuda" and (INTERPRETED or not torch.cuda.is_available()):
         pytest.skip("needs a CUDA device and compiled kernels")
     return torch.device(request.param)
+
+
+@pytest.fixture
+def nan_memory(monkeypatch):
+    """What a launcher allocates is NaN until a kernel writes it."""
+    empty = torch.empty
+
+    def nan(*args, **kwargs):
+        made = empty(*args, **kwargs)
+        return made.fill_(torch.nan) if made.is_floating_point() else made
+
+    monkeypatch.setattr(torch, "empty", nan)

@@ -22,7 +22,7 @@ def floating(t) -> bool:
     return isinstance(t, torch.Tensor) and t.is_floating_point()
 
 
-def check(case: dict, config=FEW) -> None:
+def assert_like_op(case: dict, config=FEW) -> None:
     y, lse = kernel.kv_attention(*case.values(), config=config)
     want, want_lse = op.reference(*(t.double() if floating(t) else t for t in case.values()))
     assert y.dtype == case["q"].dtype
@@ -37,14 +37,16 @@ def check(case: dict, config=FEW) -> None:
 def test_kv_attention__ragged_lengths(bits, tau, device):
     heads = 2 if bits == 1 and tau == (0, 3) else 1
     case = packed_case(*RAGGED, heads=heads, bits=bits, tau=tau, width=64, dtype=torch.float16, device=device)
-    check(case, FEW.replace(ahead=bits in (1, 8)))
+    assert_like_op(case, FEW.replace(ahead=bits in (1, 8)))
 
 
 @pytest.mark.parametrize("group", [1, 4, 8])
 @pytest.mark.parametrize("width", [64, 80, 96, 128])
 def test_kv_attention__heads_and_widths(width, group, device):
     bits = {64: 1, 80: 2, 96: 4, 128: 8}[width]
-    check(packed_case((37,), (5,), heads=1, bits=bits, width=width, group=group, dtype=torch.float16, device=device))
+    assert_like_op(
+        packed_case((37,), (5,), heads=1, bits=bits, width=width, group=group, dtype=torch.float16, device=device)
+    )
 
 
 @pytest.mark.gpu
@@ -58,7 +60,7 @@ def test_kv_attention__every_shape(width, group, bits, dtype, device):
             (700, 33), (5, 40), bits=bits, width=width, group=group, values=values, tau=tau, dtype=dtype, device=device
         )
         for config in (None, FEW, kernel.KVConfig(per_sm=4, range_per_sm=2, ahead=True, early=True)):
-            check(case, config)
+            assert_like_op(case, config)
 
 
 @pytest.mark.parametrize("tau", [(0, 0), (0, 1)])
@@ -67,7 +69,7 @@ def test_kv_attention__values_by_token(bits, tau, device):
     case = packed_case(
         *RAGGED, heads=1, bits=bits, values="token", tau=tau, width=32, dtype=torch.float16, device=device
     )
-    check(case)
+    assert_like_op(case)
 
 
 @pytest.mark.parametrize("values", ["channel", "token"])
@@ -82,14 +84,14 @@ def test_kv_attention__the_largest_score_comes_last(bits, values, device):
     case["k_words"] = pack_words(codes, bits)
     case["k_scale"], case["k_offset"] = torch.full_like(case["k_scale"], 0.3), torch.full_like(case["k_offset"], -0.1)
     case["q"] = case["q"].abs()
-    check(case)
+    assert_like_op(case)
 
 
 @pytest.mark.parametrize(("visual", "text"), [(1, 0), (0, 1), (16, 64), (2999, 130), (513, 1)])
 def test_kv_attention__one_to_thousands_of_tokens(visual, text, device):
     case = packed_case((visual,), (text,), heads=1, group=4, bits=1, tau=(1, 3), width=32, device=device, room=7,
                        dtype=torch.float16)  # fmt: skip
-    check(case)
+    assert_like_op(case)
 
 
 @pytest.mark.gpu

@@ -57,7 +57,7 @@ def margins(x, order, count, moment, bits, shrink, damping, sweeps):
     return torch.where(used, u, 0.0), torch.where(used[..., 0], nearest, torch.inf)
 
 
-def check(case, bits, damping=0.3, sweeps=2, least_clear=0.5, **options):
+def assert_like_op(case, bits, damping=0.3, sweeps=2, least_clear=0.5, **options):
     args = (*case, bits, SHRINK[bits], damping, sweeps)
     words, scale, offset = kernel.kv_round_keys(*args, **options)
     want_words, want_scale, want_offset = op.reference(*args[:1], *args[1:])
@@ -77,19 +77,19 @@ def check(case, bits, damping=0.3, sweeps=2, least_clear=0.5, **options):
 
 @pytest.mark.parametrize("bits", [1, 2, 4, 8])
 def test_kv_round_keys__codes_of_the_descent(bits, device):
-    found, want = check(round_case((33, 0, 20), width=24, device=device), bits)
+    found, want = assert_like_op(round_case((33, 0, 20), width=24, device=device), bits)
     assert (found != want).any(-1).float().mean() < 0.05  # tokens of which a step lay on a middle
 
 
 @pytest.mark.parametrize("width", [64, 80, 96, 128])
 def test_kv_round_keys__widths(width, device):
     bits = 1 if width % 32 == 0 else 2
-    check(round_case((19,), heads=1, width=width, device=device), bits)
+    assert_like_op(round_case((19,), heads=1, width=width, device=device), bits)
 
 
 @pytest.mark.parametrize(("block", "tokens", "sweeps"), [(8, 16, 1), (16, 64, 3), (32, 32, 0)])
 def test_kv_round_keys__any_block_and_number_of_sweeps(block, tokens, sweeps, device):
-    check(round_case((70, 9), heads=1, width=20, device=device), 1, sweeps=sweeps,
+    assert_like_op(round_case((70, 9), heads=1, width=20, device=device), 1, sweeps=sweeps,
           config=kernel.RoundConfig(block, tokens))  # fmt: skip
 
 
@@ -130,7 +130,9 @@ def test_kv_round_keys__one_value_and_none(device):
 def test_kv_round_keys__every_shape(width, bits, dtype, device):
     for tokens, warps in ((16, 1), (32, 2), (64, 4)):
         config = kernel.RoundConfig(16, tokens, warps)
-        check(round_case((700, 33), width=width, dtype=dtype, device=device), bits, least_clear=0.2, config=config)
+        assert_like_op(
+            round_case((700, 33), width=width, dtype=dtype, device=device), bits, least_clear=0.2, config=config
+        )
 
 
 def test_kv_round_keys__on_cuda_takes_the_kernel_where_it_can(monkeypatch, device):

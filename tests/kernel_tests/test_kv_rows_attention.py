@@ -13,6 +13,7 @@ from mmqc.ops import quantize_per_token
 from mmqc.ops.kv_rows import to_rows
 
 kernel = pytest.importorskip("mmqc.kernels.kv_rows_attention")
+pytestmark = pytest.mark.usefixtures("nan_memory")
 
 FEW = kernel.TokenConfig(per_sm=1, tokens=16)  # so that a program takes several steps
 RESQ = [4, 8]
@@ -37,19 +38,7 @@ def rows_case(
     return {"q": q, "k_rows": rows[0], "v_rows": rows[1], "widths": widths, "bits": bits, "scaling": width**-0.5 / size}
 
 
-@pytest.fixture(autouse=True)
-def poisoned(monkeypatch):
-    """What the launcher allocates is NaN."""
-    empty = torch.empty
-
-    def nan(*args, **kwargs):
-        made = empty(*args, **kwargs)
-        return made.fill_(torch.nan) if made.is_floating_point() else made
-
-    monkeypatch.setattr(kernel.torch, "empty", nan)
-
-
-def check(case, config=FEW):
+def assert_like_op(case, config=FEW):
     y = kernel.kv_rows_attention(*case.values(), config=config)
     want = op.reference(*(case | {"q": case["q"].double()}).values())
     assert y.dtype == case["q"].dtype
@@ -61,13 +50,13 @@ def check(case, config=FEW):
 @pytest.mark.parametrize("width", [64, 80, 96, 128])
 def test_kv_rows_attention__heads_and_widths(width, group, device):
     """At 80 and 96 no row starts at a multiple of 4, nor do its scales."""
-    check(rows_case(67, parts_of(width), RESQ, group=group, device=device))
+    assert_like_op(rows_case(67, parts_of(width), RESQ, group=group, device=device))
 
 
 @pytest.mark.parametrize("tokens", [1, 15, 16, 17, 129, 515])
 def test_kv_rows_attention__one_to_hundreds_of_tokens(tokens, device):
     for config in (None, FEW):
-        check(rows_case(tokens, [28, 4], RESQ, heads=2, group=3, device=device), config)
+        assert_like_op(rows_case(tokens, [28, 4], RESQ, heads=2, group=3, device=device), config)
 
 
 @pytest.mark.parametrize(
@@ -75,18 +64,18 @@ def test_kv_rows_attention__one_to_hundreds_of_tokens(tokens, device):
     [([32], [4]), ([32], [8]), ([21], [4]), ([19, 5], [5, 6]), ([17, 16], [8, 4]), ([1, 1], [4, 4]), ([1], [7])],
 )
 def test_kv_rows_attention__parts_of_any_kind(widths, bits, device):
-    check(rows_case(50, widths, bits, group=3, device=device))
+    assert_like_op(rows_case(50, widths, bits, group=3, device=device))
 
 
 @pytest.mark.parametrize(("queries", "group"), [(3, 1), (9, 4)])
 def test_kv_rows_attention__several_queries(queries, group, device):
-    check(rows_case(40, [28, 4], RESQ, heads=2, group=group, queries=queries, device=device))
+    assert_like_op(rows_case(40, [28, 4], RESQ, heads=2, group=group, queries=queries, device=device))
 
 
 @pytest.mark.parametrize("size", [1e-3, 300.0])
 @pytest.mark.parametrize("bits", [[4, 8], [8, 4], [6, 5]])
 def test_kv_rows_attention__small_and_large_values_in_fp16(bits, size, device):
-    check(rows_case(90, [28, 4], bits, size=size, device=device))
+    assert_like_op(rows_case(90, [28, 4], bits, size=size, device=device))
 
 
 def test_kv_rows_attention__the_widest_range_of_fp16(device):
@@ -95,7 +84,7 @@ def test_kv_rows_attention__the_widest_range_of_fp16(device):
     x = torch.full((2, 1, 20, 16), 65504.0)
     x[..., ::2] = -65504.0
     case["v_rows"] = to_rows(*quantize_per_token.reference(x, None, [14, 2], RESQ), [14, 2], RESQ).to(device)
-    check(case)
+    assert_like_op(case)
 
 
 def test_kv_rows_attention__the_largest_score_comes_last(device):
@@ -104,7 +93,7 @@ def test_kv_rows_attention__the_largest_score_comes_last(device):
     case["q"] = case["q"].abs()
     x = torch.randn(2, 1, 200, 16) + torch.arange(200)[:, None] / 8
     case["k_rows"] = to_rows(*quantize_per_token.reference(x, None, [14, 2], RESQ), [14, 2], RESQ).to(device)
-    check(case)
+    assert_like_op(case)
 
 
 def test_kv_rows_attention__constant_tokens_and_float32(device):
@@ -135,13 +124,13 @@ def test_kv_rows_attention__every_shape(width, group, dtype, device):
         for tokens, queries in ((1, 1), (733, 1), (733, 5)):
             case = rows_case(tokens, widths, bits, heads=2, group=group, queries=queries, dtype=dtype, device=device)
             for config in (None, FEW, kernel.TokenConfig(tokens=64, stages=2), kernel.TokenConfig(warps=2)):
-                check(case, config)
+                assert_like_op(case, config)
 
 
 @pytest.mark.gpu
 def test_kv_rows_attention__forty_thousand_tokens(device):
     case = rows_case(40000, [112, 16], RESQ, heads=2, group=4, dtype=torch.bfloat16, device=device)
-    check(case, None)
+    assert_like_op(case, None)
     first = kernel.kv_rows_attention(*case.values())
     assert torch.equal(first, kernel.kv_rows_attention(*case.values()))
 

@@ -11,6 +11,7 @@ from tolerance import assert_close
 from mmqc.ops import kv_token_attention as op
 
 kernel = pytest.importorskip("mmqc.kernels.kv_token_attention")
+pytestmark = pytest.mark.usefixtures("nan_memory")
 
 FEW = kernel.TokenConfig(per_sm=1, tokens=16)  # so that a program takes several steps
 SLACK = 3  # places that no token has yet
@@ -42,19 +43,7 @@ def floating(t):
     return isinstance(t, torch.Tensor) and t.is_floating_point()
 
 
-@pytest.fixture(autouse=True)
-def poisoned(monkeypatch):
-    """What the launcher allocates is NaN."""
-    empty = torch.empty
-
-    def nan(*args, **kwargs):
-        made = empty(*args, **kwargs)
-        return made.fill_(torch.nan) if made.is_floating_point() else made
-
-    monkeypatch.setattr(kernel.torch, "empty", nan)
-
-
-def check(case, config=FEW):
+def assert_like_op(case, config=FEW):
     y, lse = kernel.kv_token_attention(*case.values(), config=config)
     want, want_lse = op.reference(*(t.double() if floating(t) else t for t in case.values()))
     assert y.dtype == case["q"].dtype
@@ -68,7 +57,7 @@ def check(case, config=FEW):
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize(("queries", "block"), [(1, 16), (3, 32), (9, 8)])
 def test_kv_token_attention__ragged_lengths(bits, queries, block, device):
-    check(token_case((70, 0, 131), heads=2, bits=bits, queries=queries, block=block, device=device))
+    assert_like_op(token_case((70, 0, 131), heads=2, bits=bits, queries=queries, block=block, device=device))
 
 
 @pytest.mark.parametrize("group", [1, 4, 8])
@@ -76,13 +65,13 @@ def test_kv_token_attention__ragged_lengths(bits, queries, block, device):
 @pytest.mark.parametrize("bits", [4, 8])
 def test_kv_token_attention__heads_and_widths(width, block, bits, group, device):
     """At 96 a byte's two channels lie in different blocks, and a block in both halves; 80 has an odd number of blocks."""
-    check(token_case((37, 5), width=width, block=block, bits=bits, group=group, device=device))
+    assert_like_op(token_case((37, 5), width=width, block=block, bits=bits, group=group, device=device))
 
 
 @pytest.mark.parametrize(("block", "width"), [(64, 64), (80, 80), (2, 24), (5, 20), (1, 32)])
 @pytest.mark.parametrize("bits", [4, 8])
 def test_kv_token_attention__blocks_of_any_size(block, width, bits, device):
-    check(token_case((50, 3), width=width, block=block, bits=bits, group=3, device=device))
+    assert_like_op(token_case((50, 3), width=width, block=block, bits=bits, group=3, device=device))
 
 
 @pytest.mark.parametrize("size", [1e-3, 300.0])
@@ -90,7 +79,7 @@ def test_kv_token_attention__blocks_of_any_size(block, width, bits, device):
 def test_kv_token_attention__small_and_large_values_in_fp16(bits, size, device):
     case = token_case((90,), bits=bits, size=size, device=device)
     case["scaling"] /= size
-    check(case)
+    assert_like_op(case)
 
 
 def test_kv_token_attention__the_largest_score_comes_last(device):
@@ -98,12 +87,12 @@ def test_kv_token_attention__the_largest_score_comes_last(device):
     case = token_case((200,), width=16, device=device)
     case["q"] = case["q"].abs()
     case["k_offset"] += torch.arange(200 + SLACK, device=device)[:, None].half() / 8
-    check(case)
+    assert_like_op(case)
 
 
 @pytest.mark.parametrize("tokens", [1, 16, 513, 2999])
 def test_kv_token_attention__one_to_thousands_of_tokens(tokens, device):
-    check(token_case((tokens,), bits=4, group=4, device=device), None)
+    assert_like_op(token_case((tokens,), bits=4, group=4, device=device), None)
 
 
 def test_kv_token_attention__nothing_there(device):
@@ -134,7 +123,7 @@ def test_kv_token_attention__every_shape(width, group, bits, dtype, device):
             device=device,
         )
         for config in (None, FEW, kernel.TokenConfig(tokens=64, stages=2), kernel.TokenConfig(warps=2)):
-            check(case, config)
+            assert_like_op(case, config)
 
 
 @pytest.mark.gpu
