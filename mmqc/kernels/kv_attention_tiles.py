@@ -264,10 +264,14 @@ def under_new_top(sums, top, w, GP: tl.constexpr):
     new = gl.maximum(top, gl.ceil(gl.max(w, 0)))
     rise = new - top
     if gl.max(rise, 0) > 0:
-        by = gl.minimum(rise, 31.0).to(tl.int32)
-        by = gl.convert_layout(gl.join(by, by).reshape([2 * GP]), gl.SliceLayout(0, acc.type.layout))
+        high, low = acc.reshape([acc.shape[0], GP, 2]).split()
+        by = gl.convert_layout(gl.minimum(rise, 31.0).to(tl.int32), gl.SliceLayout(0, high.type.layout))[None, :]
+        # what the high digits' sums lose is whole units of the low ones: at 1 bit, 1e-3 of the result
+        rest = high & ((1 << by) - 1)
+        low = (low >> by) + ((rest >> gl.maximum(by - 8, 0)) << gl.maximum(8 - by, 0))
+        acc = gl.convert_layout(gl.join(high >> by, low).reshape(acc.shape), acc.type.layout, assert_trivial=True)
         less = gl.convert_layout(gl.exp2(0.0 - rise), gl.SliceLayout(0, weights.type.layout))[None, :]
-        acc, weights, total, offsets = acc >> by[None, :], weights * less, total * less, offsets * less
+        weights, total, offsets = weights * less, total * less, offsets * less
     return (acc, weights, total, offsets), new
 
 

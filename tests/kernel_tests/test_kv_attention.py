@@ -94,6 +94,14 @@ def test_kv_attention__one_to_thousands_of_tokens(visual, text, device):
     assert_like_op(case)
 
 
+@pytest.mark.parametrize("bits", [1, 4])
+@pytest.mark.parametrize("config", [FEW, None])
+def test_kv_attention__sums_keep_their_digits_under_new_tops(config, bits, device):
+    """Without calibration the largest score is not known before; at 1 bit a value's scale is half its range."""
+    case = packed_case((2999, 7), (300, 1), heads=1, group=4, bits=bits, width=64, device=device, dtype=torch.float16)
+    assert_like_op(case, config)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("early", [False, True])
 def test_kv_attention__forty_thousand_tokens_in_a_captured_graph(early, device):
