@@ -117,9 +117,9 @@ def child(way: str, trace: Path | None) -> None:
 
 
 def profile(timed: Any, trace: Path, way: str) -> None:
-    """Device time by kernel, of the first token alone and of sixteen more; Python's own time for the first token."""
+    """Device time by kernel, of the first token alone and of sixteen more; where the device waits; Python's own time."""
     kinds = [torch.profiler.ProfilerActivity.CUDA]
-    found = {}
+    found: dict[Any, Any] = {"waits": waits(timed)}
     for n in (1, 17):
         with torch.profiler.profile(activities=kinds) as profiler:
             timed(n)
@@ -131,6 +131,24 @@ def profile(timed: Any, trace: Path, way: str) -> None:
     with (trace / f"host_{way.replace(' ', '_')}.txt").open("w", encoding="utf-8") as text:
         pstats.Stats(profiler, stream=text).sort_stats("cumtime").print_stats(120)
     (trace / f"profile_{way.replace(' ', '_')}.json").write_text(json.dumps(found, indent=0), encoding="utf-8")
+
+
+def waits(timed: Any, longest: int = 20) -> dict[str, Any]:
+    """Milliseconds of one first token: until its first kernel, in kernels, after the last; the longest waits in between."""
+    with torch.profiler.profile() as profiler, torch.profiler.record_function("first token"):
+        timed(1)
+    all_events = profiler.events() or []
+    call = next(e for e in all_events if e.name == "first token").time_range
+    on_device = [e for e in all_events if e.device_type == torch.autograd.DeviceType.CUDA and e.name != "first token"]
+    on_device.sort(key=lambda e: e.time_range.start)
+    end, busy, found = call.start, 0.0, []
+    for e in on_device:
+        found.append(((e.time_range.start - end) / 1e3, (end - call.start) / 1e3, e.name[:80]))
+        busy += max(0.0, e.time_range.end - max(end, e.time_range.start))
+        end = max(end, e.time_range.end)
+    found.append(((call.end - end) / 1e3, (end - call.start) / 1e3, "the end"))
+    found.sort(reverse=True)
+    return {"call": (call.end - call.start) / 1e3, "busy": busy / 1e3, "wait, at, before": found[:longest]}
 
 
 class Child:

@@ -66,18 +66,19 @@ class Mlp(nn.Module):
         return x + self.down(torch.nn.functional.silu(self.gate(h)) * self.up(h))
 
 
+@pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 5e-3), (torch.bfloat16, 0.05)])  # a step of float8 is 6 to 12 %
 @pytest.mark.parametrize("bits", [4, 8])
-def test_backend__compiled_graph_launches_the_kernels(bits: int) -> None:
-    model = Mlp().cuda().bfloat16().eval()
-    batches = [{"x": torch.randn(2, 40, 256, device="cuda").bfloat16()} for _ in range(2)]
+def test_backend__compiled_graph_launches_the_kernels(bits: int, dtype: torch.dtype, most: float) -> None:
+    model = Mlp().cuda().to(dtype).eval()
+    batches = [{"x": torch.randn(2, 40, 256, device="cuda").to(dtype)} for _ in range(2)]
     config = recipes.mquant(bits, msq=False, suppress=False, solver="rtn").with_float8().replace(keep=())
     mmqc.quantize_(model, config, batches, progress=False)
     compiled = copy.deepcopy(model)
     compiled.compile(backend=backend)
     with torch.no_grad(), collect_records() as records:
         for rows in (40, 7, 1, 300):
-            x = torch.randn(2, rows, 256, device="cuda").bfloat16()
+            x = torch.randn(2, rows, 256, device="cuda").to(dtype)
             got, want = compiled(x), model(x)
-            assert (got - want).norm() <= 0.03 * (want - x).norm()
+            assert (got - want).norm() <= most * (want - x).norm()
     assert not [entry for record in records for entry in record.fallbacks]
     assert any("scaled_matmul" in name for record in records for name in record.kernels)
