@@ -157,7 +157,8 @@ def libraries(run: dict[str, Any]) -> list[str]:
         "",
         f"`{run['command']}`, torch {run['torch']}, {run['compiler']}. A compiler that is set up to link its C++ library "
         "statically brings a second one into torch's process, whose symbols mix with the first one's, and loading any package "
-        "of AOTInductor ends in `std::bad_cast` or a segmentation fault. `mmqc.export` names the shared one.",
+        "of AOTInductor ends in `std::bad_cast` or a segmentation fault. `mmqc.export` links the file that the process has "
+        "loaded; the library's plain name does not do where the compiler finds an archive first.",
         "",
         *table(["compiler", "linked", "asks for libstdc++.so.6", "loading"], rows),
     ]

@@ -2,8 +2,8 @@
 
     python benchmarks/package_libraries.py [--out benchmarks/results/package_libraries.json] [--device cpu|cuda]
 
-compiler   the machine's, and the machine's told to link its C++ library statically
-linked     as Inductor does, and with libstdc++ named, as ``mmqc.export`` does
+compiler   the machine's (``CXX``, or g++), the same told to link its C++ library statically, and one that finds an archive alone
+linked     as Inductor does, with "-lstdc++" named, and as ``mmqc.export`` does: with the file that torch's process has loaded
 """
 
 from __future__ import annotations
@@ -24,10 +24,12 @@ from typing import Any
 import torch
 
 BUILD = """if True:
-    import json, sys, torch
-    package, device, options = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
+    import contextlib, sys, torch
+    from mmqc.lowering.package import one_cpp_library
+    package, device, how = sys.argv[1:]
     model = torch.nn.Linear(8, 8).to(device).eval()
-    with torch.no_grad():
+    named = {"aot_inductor.custom_op_libs": ["stdc++"]} if how == "named" else {}
+    with torch.no_grad(), one_cpp_library() if how == "one" else contextlib.nullcontext(named) as options:
         program = torch.export.export(model, (torch.ones(2, 8, device=device),))
         torch._inductor.aoti_compile_and_package(program, package_path=package, inductor_configs=options)
 """
@@ -36,17 +38,25 @@ LOAD = """if True:
     program = torch._inductor.aoti_load_package(sys.argv[1])
     assert program(torch.ones(2, 8, device=sys.argv[2])).isfinite().all()
 """
-NAMED: dict[str, Any] = {"aot_inductor.custom_op_libs": ["stdc++"]}
+LINKED = {"plain": "by Inductor", "named": "-lstdc++ named", "one": "by mmqc.export"}
 
 
-def static(folder: Path) -> str:
-    """The machine's compiler, but for what it links a shared library with."""
-    path = folder / "g++"
-    path.write_text(
-        f'#!/bin/sh\ncase " $* " in *" -shared "*) set -- "$@" -static-libstdc++;; esac\nexec {shutil.which("g++")} "$@"\n'
-    )
-    path.chmod(0o755)
-    return str(path)
+def compilers(folder: Path) -> dict[str, str]:
+    """The machine's compiler, and two that differ from it in what they link a shared library with."""
+    given = os.environ.get("CXX") or shutil.which("g++") or ""
+    archive = Path(subprocess.check_output([given, "-print-file-name=libstdc++.a"], text=True).strip())
+    (folder / archive.name).symlink_to(archive.resolve())
+    changes = {
+        "static C++ library": 'set -- "$@" -static-libstdc++',
+        "an archive alone": f'exec {shutil.which("gcc")} -L{folder} "$@" -lstdc++ -lm',
+    }
+    found = {"as it is": given}
+    for name, change in changes.items():
+        path = folder / name.replace(" ", "_")
+        path.write_text(f'#!/bin/sh\ncase " $* " in *" -shared "*) {change};; esac\nexec {given} "$@"\n')
+        path.chmod(0o755)
+        found[name] = str(path)
+    return found
 
 
 def outcome(code: str, *arguments: str, **environment: str) -> str:
@@ -71,10 +81,10 @@ def needed(package: Path, folder: Path) -> list[str]:
 def rows(device: str, folder: Path) -> list[dict[str, Any]]:
     """Every compiler, linking both ways."""
     found = []
-    for compiler, path in (("as it is", shutil.which("g++") or ""), ("static C++ library", static(folder))):
-        for linked, options in (("by Inductor", {}), ("libstdc++ named", NAMED)):
+    for compiler, path in compilers(folder).items():
+        for how, linked in LINKED.items():
             package = folder / f"{len(found)}.pt2"
-            built = outcome(BUILD, str(package), device, json.dumps(options), CXX=path)
+            built = outcome(BUILD, str(package), device, how, CXX=path)
             row = {"compiler": compiler, "linked": linked, "built": built}
             if package.exists():
                 row |= {"needed": needed(package, folder), "loaded": outcome(LOAD, str(package), device)}
@@ -89,7 +99,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/package_libraries.json"))
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     options = parser.parse_args()
-    version = subprocess.check_output(["g++", "--version"], text=True).splitlines()[0]
+    compiler = os.environ.get("CXX") or "g++"
+    version = subprocess.check_output([compiler, "--version"], text=True).splitlines()[0]
     with tempfile.TemporaryDirectory(prefix="package_") as folder:
         found = rows(options.device, Path(folder))
     facts = {

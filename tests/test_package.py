@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -19,13 +20,20 @@ PROGRAM = """if True:
 """
 
 
+# A compiler that is told to link its C++ library statically, and one that has no other.
+STATIC = 'case " $* " in *" -shared "*) set -- "$@" -static-libstdc++;; esac\nexec {gcc} "$@"'
+ARCHIVE = 'case " $* " in *" -shared "*) exec {c} -L{folder} "$@" -lstdc++ -lm;; esac\nexec {gcc} "$@"'
+
+
 @pytest.mark.skipif(sys.platform != "linux" or shutil.which("g++") is None, reason="needs g++ on Linux")
-def test_compile_program__compiler_that_links_its_cpp_library_statically(tmp_path):
+@pytest.mark.parametrize("how", [STATIC, ARCHIVE])
+def test_compile_program__compiler_that_links_its_cpp_library_statically(how, tmp_path):
     """A second C++ library in the process breaks the loader: the package takes the one that torch has."""
-    compiler = tmp_path / "g++"
-    compiler.write_text(
-        f'#!/bin/sh\ncase " $* " in *" -shared "*) set -- "$@" -static-libstdc++;; esac\nexec {shutil.which("g++")} "$@"\n'
-    )
+    gcc, compiler, archives = shutil.which("g++"), tmp_path / "g++", tmp_path / "archives"
+    archive = Path(subprocess.check_output([gcc, "-print-file-name=libstdc++.a"], text=True).strip())
+    archives.mkdir()
+    (archives / archive.name).symlink_to(archive.resolve())
+    compiler.write_text("#!/bin/sh\n" + how.format(gcc=gcc, c=shutil.which("gcc"), folder=archives) + "\n")
     compiler.chmod(0o755)
     environment = {**os.environ, "CXX": str(compiler), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
     command = [sys.executable, "-c", PROGRAM, str(tmp_path / "linear.pt2")]

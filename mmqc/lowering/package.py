@@ -10,7 +10,8 @@ in such a program (``as_eager``) those ops are calls of torch's kernels; what is
 from __future__ import annotations
 
 import json
-import sys
+import os
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -95,16 +96,12 @@ def compile_program(program: ExportedProgram, *, as_eager: bool, metadata: Mappi
     }
     if LOWER_BOUND in inductor.config_keys():
         options[LOWER_BOUND] = False  # a trace takes two for the least size; what is less was compared with the model
-    if sys.platform == "linux":
-        # Named in front of what the compiler adds by itself: one that links its C++ library statically brings a second copy
-        # into torch's process, and loading the package ends in std::bad_cast or a segmentation fault.
-        options[LIBRARIES] = ["stdc++"]
     plain = {op: PLAIN[op.name()] for op in _foreign(program) if op.name() in PLAIN}
     if plain:
         program = program.run_decompositions(plain)
     module: Any = program.module(check_guards=False)
-    with torch.no_grad(), _ordered() if as_eager else _as_it_is():
-        files = inductor.aot_files(module, args, kwargs, options)
+    with torch.no_grad(), _ordered() if as_eager else _as_it_is(), one_cpp_library() as linked:
+        files = inductor.aot_files(module, args, kwargs, {**options, **linked})
     called = sorted({op for file in files if str(file).endswith(".json") for op in _external(Path(file))})
     if called:
         raise RuntimeError(f"these ops are Python on this device and cannot be part of a package: {', '.join(called)}")
@@ -119,6 +116,34 @@ def write_package(path: Path, programs: Mapping[str, Sequence[Any]]) -> None:
 def load_program(path: Path, name: str) -> Callable[..., Any]:
     """A program of a package; takes tensors by keyword."""
     return inductor.load_package(str(path), name)
+
+
+@contextmanager
+def one_cpp_library() -> Iterator[dict[str, Any]]:
+    """Inductor's options that link a package with the C++ library of this process, which is torch's, and with no other.
+
+    Some compilers link theirs statically, by an option or because they bring no other.  A second copy in torch's process is
+    what std::bad_cast or a segmentation fault in the loader comes from.  Named as a file, in a folder with nothing else in it,
+    the library is taken whatever the compiler has by that name.
+    """
+    library = next((path for path in _loaded_libraries() if path.name.startswith("libstdc++.so")), None)
+    if library is None:
+        yield {}
+        return
+    with tempfile.TemporaryDirectory(prefix="mmqc_") as folder:
+        (Path(folder) / library.name).symlink_to(library)
+        paths = os.pathsep.join(filter(None, (folder, os.environ.get("LIBRARY_PATH"))))
+        with mock.patch.dict(os.environ, LIBRARY_PATH=paths):
+            yield {LIBRARIES: [f":{library.name}"]}
+
+
+def _loaded_libraries() -> Iterator[Path]:
+    """Shared libraries of this process, on Linux."""
+    maps = Path("/proc/self/maps")
+    for line in maps.read_text(encoding="utf-8").splitlines() if maps.exists() else ():
+        fields = line.split(maxsplit=5)
+        if len(fields) == 6 and fields[5].startswith("/"):
+            yield Path(fields[5])
 
 
 @contextmanager
