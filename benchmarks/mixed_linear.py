@@ -34,7 +34,6 @@ from mmqc.kernels import configs as tiles  # noqa: E402
 from mmqc.kernels import mixed_matmul as kernel  # noqa: E402
 from mmqc.kernels.configs import MatmulConfig  # noqa: E402
 from mmqc.kernels.quantize_per_token import Rows, quantize_per_token  # noqa: E402
-from mmqc.kernels.unpack_weight import unpack_weight  # noqa: E402
 from mmqc.ops.mixed_matmul import reference  # noqa: E402
 from mmqc.ops.pack import pack_int4  # noqa: E402
 
@@ -64,6 +63,7 @@ class Linear:
         self.packed = kernel.Weight(pack_int4(codes[0]), codes[1] if high else None, scale, sums)
         self.codes = codes
         self.kept = self.packed._replace(low=codes[0])
+        self.written = self.packed.written_out(self.widths[0])
         self.out = torch.full((m, n), float("nan"), dtype=run.dtype, device=run.device)
         self.config: MatmulConfig | None = None
         self.warps: int | None = None
@@ -80,8 +80,8 @@ class Linear:
             "bf16": lambda: F.linear(self.x, self.w),
             "norm": lambda: F.rms_norm(self.x, self.x.shape[1:]),
             "quantize": self.quantize,
-            "unpack": lambda: unpack_weight(self.packed.low, self.widths[0], bits=4),
-            "product": lambda: self.multiply(rows, self.kept),
+            "unpack": lambda: self.packed.written_out(self.widths[0]),
+            "product": lambda: self.multiply(rows, self.written),
             "kept": lambda: self.multiply(self.quantize(), self.kept),
             "mixed": lambda: self.multiply(self.quantize(), self.packed),
         }
@@ -103,7 +103,7 @@ def tune(run: Run, linear: Linear) -> None:
     rows = linear.quantize()
     for c in kernel.TILES:
         linear.config = c
-        call = lambda: linear.multiply(rows, linear.kept)  # noqa: E731
+        call = lambda: linear.multiply(rows, linear.written)  # noqa: E731
         us = run.attempt(f"tune {linear.n} {c}", lambda call=call: run.microseconds([call] * 2, 8, 0.03), 40)
         if us is not None:
             times[c] = us

@@ -80,14 +80,13 @@ def candidates(op: str, m: int, n: int, k: int, specialized: bool) -> list[Tile]
             (128, 128, 64, 4, 4), (128, 128, 64, 4, 3), (256, 64, 64, 4, 3), (256, 128, 64, 8, 3), (128, 128, 64, 8, 4),
             (256, 128, 128, 8, 2), (128, 128, 32, 4, 6))]  # fmt: skip
         found += [Tile(128, 256, 64, 8, 3, variant="rows")]
-        return [*found, *(Tile(128, 256, 128, 8, s, variant="unpack") for s in (3, 4))]
-    found = [Tile(bm, bn, bk, w, s, group_m=g, per_sm=per, variant=v) for v, bm, bn, bk, w, s, g, per in (
-        ("nested", 128, 256, 128, 8, 4, 8, 1), ("nested", 256, 128, 128, 8, 4, 8, 1), ("nested", 128, 256, 128, 8, 3, 8, 1),
-        ("nested", 128, 256, 128, 8, 4, 16, 1), ("nested", 128, 256, 256, 8, 2, 8, 1), ("nested", 128, 128, 128, 4, 3, 8, 2),
-        ("nested", 128, 256, 64, 8, 5, 8, 1), ("descriptors", 128, 256, 128, 8, 3, 8, 1),
-        ("descriptors", 256, 128, 128, 8, 3, 8, 1), ("descriptors", 128, 256, 64, 8, 5, 8, 1),
-        ("descriptors", 128, 128, 128, 4, 3, 8, 2), ("descriptors", 128, 256, 128, 8, 3, 16, 1),
-        ("rows", 128, 256, 128, 8, 3, 8, 1), ("rows", 128, 128, 128, 4, 3, 8, 1), ("rows", 128, 256, 64, 8, 4, 8, 1))]  # fmt: skip
+        return [*found, Tile(128, 128, 64, 8, 3, variant="unpack")]  # with the tile of the codes' op, tuned before
+    found = [Tile(bm, bn, 128, w, s, group_m=g, per_sm=per, variant=v, tail=tail) for v, bm, bn, tail, w, s, g, per in (
+        ("nested", 128, 128, 0, 4, 3, 8, 2), ("descriptors", 128, 128, 0, 4, 3, 8, 2), ("nested", 128, 256, 0, 8, 4, 8, 1),
+        ("descriptors", 128, 256, 0, 8, 3, 8, 1), ("descriptors", 128, 256, 0, 8, 3, 16, 1),
+        ("descriptors", 256, 128, 0, 8, 3, 8, 1), ("nested", 128, 128, 32, 4, 3, 8, 2), ("nested", 128, 128, 64, 4, 2, 8, 2),
+        ("descriptors", 128, 128, 32, 8, 5, 8, 1), ("descriptors", 128, 128, 64, 8, 4, 8, 1),
+        ("descriptors", 64, 128, 32, 4, 3, 8, 2), ("descriptors", 64, 128, 0, 4, 4, 8, 2))]  # fmt: skip
     more = [
         Tile(bm, bn, 128, 4, s, variant="specialized") for bm, bn, s in ((128, 256, 3), (256, 128, 3), (128, 256, 4))
     ]

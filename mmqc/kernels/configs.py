@@ -51,8 +51,11 @@ class MatmulConfig:
     ``block_k`` counts stored weights along K: bytes of int8 or fp8, bytes of two codes each for packed ones.
     ``variant``: "rows" accumulates x Wᵀ, "columns" W xᵀ (weights are the operand that may stay in registers),
     "descriptors", "nested", "specialized" x Wᵀ with TMA in a persistent grid: tile and K loop flattened into one, two nested
-    loops, or nested with copies and products in different warps; "unpack" writes the weight out once and multiplies that.
-    ``per_sm``: programs of a persistent grid per multiprocessor.
+    loops, or nested with copies and products in different warps; "unpack" writes the weight out once and multiplies that
+    (scaled_int4*: with the tile of its codes' op, whatever this one is).
+    ``per_sm``: programs of a persistent grid per multiprocessor.  ``tail``: columns of a tile beside ``block_n``, of persistent
+    scaled_int8 and scaled_fp8 alone; 128 + 32 makes 160, of which 8 are 1,280: where few tiles go round, widths between powers
+    of two leave fewer multiprocessors without one.
     """
 
     block_m: int
@@ -64,6 +67,7 @@ class MatmulConfig:
     split_k: int = 1
     per_sm: int = 1
     variant: str = "rows"
+    tail: int = 0
 
     def __post_init__(self) -> None:
         for name in ("block_m", "block_n", "block_k", "num_warps"):
@@ -74,6 +78,10 @@ class MatmulConfig:
             raise ValueError(f"MatmulConfig: block_m is at least 8, block_n and block_k 16, not {self}")
         if min(self.num_stages, self.group_m, self.split_k, self.per_sm) < 1:
             raise ValueError(f"MatmulConfig: num_stages, group_m, split_k and per_sm are at least 1, not {self}")
+        if self.tail and (self.tail not in (16, 32, 64, 128) or self.variant not in PERSISTENT):
+            raise ValueError(
+                f"MatmulConfig.tail = {self.tail}: 0, or 16 to 128 columns of a persistent tile, not {self.variant}"
+            )
         if self.variant not in VARIANTS:
             raise ValueError(f"MatmulConfig.variant = {self.variant!r}: one of {VARIANTS}")
 
@@ -133,8 +141,6 @@ def _scaled_large(op: str, m: int, n: int, k: int, device: torch.device) -> Matm
         # The unpacked copy costs N K (1/2 + 1 + 1) bytes of traffic: 3 % of the product at 8,192 rows, 12 % at 2,048.
         # fp8 codes take three times the instructions of int8 ones in the loop, which halves the product.
         if m >= (4096 if op == "scaled_int4" else 1024):
-            if hopper:
-                return MatmulConfig(128, 256, 128, 8, 4 if op == "scaled_int4" else 3, variant="unpack")
             return MatmulConfig(128, 128, 64, 8, 3, variant="unpack")
         if hopper:
             # One warpgroup a program, two programs a multiprocessor: one unpacks while the other multiplies.
@@ -145,11 +151,12 @@ def _scaled_large(op: str, m: int, n: int, k: int, device: torch.device) -> Matm
         if -(-m // 128) * -(-n // 128) < multiprocessors(device):
             return MatmulConfig(64, 128, 128, 4, 4, variant="nested", per_sm=2)
         return MatmulConfig(128, 128, 128, 4, 3, variant="nested", per_sm=2)
+    if hopper and op == "scaled_int8":
+        # Triton waits for every int32 product before it goes on (WGMMAPipeline.cpp, rule 2.1: only float32 accumulators stay in
+        # flight), so two programs of one warpgroup, one of which multiplies while the other waits, beat one program of two.
+        return MatmulConfig(128, 128, 128, 4, 3, variant="descriptors", per_sm=2)
     if hopper:
-        # Flattening lets copies run under the epilogue, but an int32 accumulator is then cleared by 128 selects a step (fp8's by
-        # a flag of the instruction): int8 takes two nested loops.  Triton also waits for every int32 product before it goes
-        # on (WGMMAPipeline.cpp, rule 2.1: only float32 accumulators stay in flight), so long steps suit int8.
-        return MatmulConfig(128, 256, 128, 8, 4 if op == "scaled_int8" else 3, variant=persistent(op))
+        return MatmulConfig(128, 256, 128, 8, 3, variant="descriptors")
     return MatmulConfig(128, 128, 64, 8, 3)
 
 
@@ -166,11 +173,6 @@ def _group_large(op: str, m: int, n: int, k: int, device: torch.device) -> Matmu
     if -(-m // 128) * -(-n // 256) < multiprocessors(device):
         return MatmulConfig(128, 128, 128, 8, 4, variant=variant)
     return MatmulConfig(128, 256, 128, 8, 4, variant=variant)
-
-
-def persistent(op: str) -> str:
-    """The better persistent variant for weights that need no unpacking."""
-    return "nested" if op == "scaled_int8" else "descriptors"
 
 
 def _scaled(op: str, m: int, n: int, k: int, device: torch.device) -> MatmulConfig:

@@ -1,7 +1,7 @@
 """The linear in two precisions (ops/mixed_matmul.py): two scale groups in one walk over one accumulator, all of it in int8.
 
-Shapes:  x: quantize_per_token.py   w low int8 [N, L], or packed uint8 [N, ceil(L/2)], which is written out first
-         w high int8 [N, K - L]   s_w float32 [N, P]   c int32 [N, P]   b [N]   y [M, N] fp16 | bf16 | fp32
+Shapes:  x: quantize_per_token.py   w low int8 [N, L], or packed uint8 [N, ceil(L/2)], which is written out first, both parts
+         in one matrix   w high int8 [N, K - L]   s_w float32 [N, P]   c int32 [N, P]   b [N]   y [M, N] fp16 | bf16 | fp32
 Exact:   all sums; with two parts the low one's is rounded once, |e| <= s_xh s_wh / 2 (mixed_matmul_tiles.py).
 Needs:   with two parts K < 32,768, and high steps no finer than quantize_per_token.py and solvers/mixed.py make them.
 Arch:    Hopper and newer: operands come by TMA, so rows and addresses are multiples of 16 bytes.  Elsewhere the reference.
@@ -12,7 +12,7 @@ Arch:    Hopper and newer: operands come by TMA, so rows and addresses are multi
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,44 +20,63 @@ from torch import Tensor
 from mmqc.kernels.configs import MatmulConfig, key, measured
 from mmqc.kernels.device_facts import ceil_div, has_tensor_descriptors, multiprocessors, why_not_here
 from mmqc.kernels.launch import Launch
-from mmqc.kernels.mixed_matmul_tiles import mixed_matmul_kernel
+from mmqc.kernels.mixed_matmul_tiles import joined_matmul_kernel, mixed_matmul_kernel
 from mmqc.kernels.quantize_per_token import Rows
-from mmqc.kernels.unpack_weight import unpack_weight
+from mmqc.kernels.unpack_weight import join_launch, unpack_weight
 
 OP = "mixed_int8"  # in the files of configs.py
 OUT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_K = {1: 131_071, 2: 32_767}  # channels by the number of parts: their sums fit int32
+STEP = 128  # columns that a second part in the same matrix starts at a multiple of: a step of K, or several
 # Triton waits for every int32 product before it goes on, so that two programs of one warpgroup, one of which multiplies while the
 # other waits or writes, beat one program of two: scaled_int8 is tuned to the same tile.
 TILES = (  # tried by benchmarks/mixed_linear.py --tune; the first is the default for large products
-    MatmulConfig(128, 128, 128, 4, 3, variant="nested", per_sm=2),
-    MatmulConfig(128, 128, 128, 4, 3, group_m=16, variant="nested", per_sm=2),
-    MatmulConfig(128, 128, 64, 4, 6, variant="nested", per_sm=2),
-    MatmulConfig(128, 256, 128, 8, 4, variant="nested"),
-    MatmulConfig(128, 256, 64, 8, 8, variant="nested"),
+    MatmulConfig(128, 128, 128, 4, 3, variant="descriptors", per_sm=2),
+    MatmulConfig(128, 128, 128, 4, 3, group_m=16, variant="descriptors", per_sm=2),
+    MatmulConfig(128, 128, 128, 8, 5, variant="descriptors", tail=32),
+    MatmulConfig(128, 128, 128, 8, 4, variant="descriptors", tail=64),
+    MatmulConfig(64, 128, 128, 4, 3, variant="descriptors", per_sm=2, tail=32),
+    MatmulConfig(128, 256, 128, 8, 3, variant="descriptors"),
     MatmulConfig(256, 128, 128, 8, 4, variant="nested"),
-    MatmulConfig(64, 256, 128, 4, 2, variant="nested", per_sm=2),
-    MatmulConfig(64, 128, 128, 4, 4, variant="nested", per_sm=2),
+    MatmulConfig(64, 128, 128, 4, 4, variant="descriptors", per_sm=2),
 )
 
 
 class Weight(NamedTuple):
-    """A weight in one or two parts, and c, the sums of its codes."""
+    """A weight in one or two parts, and c, the sums of its codes.
+
+    With ``joined``, columns of the first part, ``low`` holds both: the second starts at ``second_at(joined)``, after zeros.
+    """
 
     low: Tensor
     high: Tensor | None
     scale: Tensor
     sum: Tensor
+    joined: int = 0
 
     def written_out(self, width: int) -> Weight:
-        """With its low codes in int8."""
-        return self if self.low.dtype == torch.int8 else self._replace(low=unpack_weight(self.low, width, bits=4))
+        """With its codes in int8: where the low ones, ``width`` columns, are packed, both parts in one matrix."""
+        if self.low.dtype == torch.int8:
+            return self
+        if self.high is None:
+            return self._replace(low=unpack_weight(self.low, width, bits=4))
+        n, high = self.high.shape
+        both = torch.empty(n, second_at(width) + high, dtype=torch.int8, device=self.low.device)
+        join_launch(self.low, self.high, both, width).run()
+        return self._replace(low=both, high=None, joined=width)
+
+
+def second_at(width: int) -> int:
+    """Where the second part starts behind a first one of so many columns."""
+    return ceil_div(width, STEP) * STEP
 
 
 def supports(x: Rows, w: Weight, bias: Tensor | None, out_dtype: torch.dtype) -> str | None:
     """None, or why these operands cannot be multiplied here."""
-    (m, k), (n, low), parts = x.q.shape, w.low.shape, 1 if w.high is None else 2
+    (m, k), (n, low), parts = x.q.shape, w.low.shape, 2 if w.joined or w.high is not None else 1
     high = 0 if w.high is None else w.high.shape[1]
+    if w.joined:
+        low, high = w.joined, low - second_at(w.joined)
     matrices = [t for t in (x.q, w.low, w.high) if t is not None]
     checks = (
         (all(t.dtype == torch.int8 for t in matrices), f"codes are int8, not {[t.dtype for t in matrices]}"),
@@ -72,7 +91,7 @@ def supports(x: Rows, w: Weight, bias: Tensor | None, out_dtype: torch.dtype) ->
         (all(t.stride(1) == 1 and t.stride(0) % 16 == 0 and t.data_ptr() % 16 == 0 for t in matrices),
          "tensor descriptors need rows and addresses that are multiples of 16 bytes"),
     )  # fmt: skip
-    return next((why for ok, why in checks if not ok), None) or why_not_here(*x, *w, bias)
+    return next((why for ok, why in checks if not ok), None) or why_not_here(*x, w.low, w.high, w.scale, w.sum, bias)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -84,7 +103,7 @@ def config(m: int, n: int, k: int, device: torch.device) -> MatmulConfig:
     if device.type != "cuda":  # the interpreter
         return MatmulConfig(32, 32, 32, 4, 1, variant="nested")
     if ceil_div(m, 128) * ceil_div(n, 128) < multiprocessors(device):
-        return MatmulConfig(64, 128, 128, 4, 4, variant="nested", per_sm=2)
+        return MatmulConfig(64, 128, 128, 4, 4, variant="descriptors", per_sm=2)
     return TILES[0]
 
 
@@ -93,7 +112,7 @@ def mixed_matmul(
     config: MatmulConfig | None = None,
 ) -> Tensor:  # fmt: skip
     """Multiply; a packed weight is written out first."""
-    w = w.written_out(x.q.shape[1] - (0 if w.high is None else w.high.shape[1]))
+    w = w if w.joined else w.written_out(x.q.shape[1] - (0 if w.high is None else w.high.shape[1]))
     reason = supports(x, w, bias, out_dtype)
     if reason is not None:
         raise ValueError(f"mixed_matmul: {reason}")
@@ -108,18 +127,27 @@ def mixed_matmul(
 
 def launch(x: Rows, w: Weight, bias: Tensor | None, y: Tensor, c: MatmulConfig | None = None) -> Launch:
     """Fill ``y``."""
-    (m, k), (n, low) = x.q.shape, w.low.shape
+    (m, k), (n, columns) = x.q.shape, w.low.shape
     c = c or config(m, n, k, x.q.device)
-    programs = min(c.per_sm * multiprocessors(x.q.device), ceil_div(m, c.block_m) * ceil_div(n, c.block_n))
+    tail = c.tail if w.high is None else 0
+    programs = min(c.per_sm * multiprocessors(x.q.device), ceil_div(m, c.block_m) * ceil_div(n, c.block_n + tail))
     args = dict(
-        x_desc=x.q, w_desc=w.low, w_high_desc=w.low if w.high is None else w.high, y_ptr=y, x_scale_ptr=x.scale,
-        x_offset_ptr=x.offset, w_scale_ptr=w.scale, w_sum_ptr=w.sum, bias_ptr=w.scale if bias is None else bias, M=m, N=n,
-        LOW=low, HIGH=k - low, stride_y=y.stride(0),
+        x_desc=x.q, w_desc=w.low, y_ptr=y, x_scale_ptr=x.scale, x_offset_ptr=x.offset, w_scale_ptr=w.scale, w_sum_ptr=w.sum,
+        bias_ptr=w.scale if bias is None else bias, M=m, N=n, stride_y=y.stride(0),
     )  # fmt: skip
     constants = dict(
-        PARTS=1 if w.high is None else 2, HAS_BIAS=bias is not None, BLOCK_M=c.block_m, BLOCK_N=c.block_n, BLOCK_K=c.block_k,
-        GROUP_M=c.group_m, PROGRAMS=programs,
+        PARTS=2 if w.joined or w.high is not None else 1, HAS_BIAS=bias is not None, BLOCK_M=c.block_m, BLOCK_N=c.block_n,
+        BLOCK_K=c.block_k, GROUP_M=c.group_m, PROGRAMS=programs,
     )  # fmt: skip
     of_w = (c.block_n, c.block_k)
-    blocks = {"x_desc": (c.block_m, c.block_k), "w_desc": of_w, "w_high_desc": of_w}
-    return Launch(mixed_matmul_kernel, (programs,), args, constants, ("y_ptr",), c.num_warps, c.num_stages, 0, blocks)
+    blocks = {"x_desc": (c.block_m, c.block_k), "w_desc": of_w}
+    if w.high is not None:  # each in a matrix of its own
+        kernel: Any = mixed_matmul_kernel
+        args |= dict(w_high_desc=w.high, LOW=columns, HIGH=k - columns)
+        blocks |= {"w_high_desc": of_w}
+    else:
+        kernel, first = joined_matmul_kernel, w.joined or columns
+        args |= dict(w_tail_desc=w.low, LOW=first, START=second_at(first) if w.joined else first, END=columns)
+        blocks |= {"w_tail_desc": (tail, c.block_k)} if tail else {}
+        constants |= dict(TAIL=tail, FLATTEN=c.variant == "descriptors")
+    return Launch(kernel, (programs,), args, constants, ("y_ptr",), c.num_warps, c.num_stages, 0, blocks)

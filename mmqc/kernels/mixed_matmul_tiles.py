@@ -53,6 +53,47 @@ def to_high_units_tile(acc, x_scale_ptr, w_scale_ptr, rows, cols, M, N):
 
 
 @triton.jit
+def joined_matmul_kernel(
+    x_desc, w_desc, w_tail_desc, y_ptr, x_scale_ptr, x_offset_ptr, w_scale_ptr, w_sum_ptr, bias_ptr, M, N, LOW, START, END,
+    stride_y, PARTS: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TAIL: tl.constexpr,
+    BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, PROGRAMS: tl.constexpr, FLATTEN: tl.constexpr,
+):  # fmt: skip
+    """Persistent, one walk over both parts: copies run on under the change of units; flattened, under the epilogue too.
+
+    w [N, END] has LOW columns, zeros to START, a multiple of BLOCK_K, and its other part; x has both parts side by side.
+    A tile has BLOCK_N columns and TAIL more, as in scaled_matmul_tiles.py.
+    """
+    tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N + TAIL)
+    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, PROGRAMS, flatten=FLATTEN):
+        tile_m, tile_n = grouped_tile(tile, tiles_m, tiles_n, GROUP_M)
+        first = tile_n * (BLOCK_N + TAIL)
+        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.int32)
+        tail = tl.zeros((BLOCK_M, TAIL if TAIL else 16), tl.int32)
+        for k in range(0, END, BLOCK_K):
+            if PARTS == 2:  # noqa: SIM102  known when it is compiled
+                if k == START:
+                    rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
+                    cols = first + tl.arange(0, BLOCK_N)
+                    acc = to_high_units_tile(acc, x_scale_ptr, w_scale_ptr, rows, cols, M, N)
+                    if TAIL:
+                        cols = first + BLOCK_N + tl.arange(0, TAIL)
+                        tail = to_high_units_tile(tail, x_scale_ptr, w_scale_ptr, rows, cols, M, N)
+            # x runs on into its other part where w has zeros
+            x = x_desc.load([tile_m * BLOCK_M, tl.where(k < START, k, k - (START - LOW))])
+            acc = tl.dot(x, w_desc.load([first, k]).T, acc, out_dtype=tl.int32)
+            if TAIL:
+                tail = tl.dot(x, w_tail_desc.load([first + BLOCK_N, k]).T, tail, out_dtype=tl.int32)
+        rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
+        cols = first + tl.arange(0, BLOCK_N)
+        finish_mixed_tile(acc, y_ptr, x_scale_ptr, x_offset_ptr, w_scale_ptr, w_sum_ptr, bias_ptr, rows, cols, M, N,
+                          stride_y, PARTS, HAS_BIAS)  # fmt: skip
+        if TAIL:
+            cols = first + BLOCK_N + tl.arange(0, TAIL)
+            finish_mixed_tile(tail, y_ptr, x_scale_ptr, x_offset_ptr, w_scale_ptr, w_sum_ptr, bias_ptr, rows, cols, M, N,
+                              stride_y, PARTS, HAS_BIAS)  # fmt: skip
+
+
+@triton.jit
 def mixed_matmul_kernel(
     x_desc, w_desc, w_high_desc, y_ptr, x_scale_ptr, x_offset_ptr, w_scale_ptr, w_sum_ptr, bias_ptr, M, N, LOW, HIGH, stride_y,
     PARTS: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,

@@ -37,19 +37,14 @@ def quantize_per_token(
     return q.view(x.shape), scale.view(size), offset.view(size)
 
 
-def _unpacked(w: Tensor, width: int) -> Tensor:
-    return unpack_weight(w, width, bits=4) if w.dtype == torch.uint8 else w
-
-
-def why_not(
-    x_q: Tensor, x_scale: Tensor, x_offset: Tensor, w_q: Sequence[Tensor], w_scale: Tensor, w_sum: Tensor,
-    bias: Tensor | None, widths: Sequence[int], out_dtype: torch.dtype,
-) -> str | None:  # fmt: skip
-    """None, or why the kernel cannot take these operands, whose weights are unpacked."""
-    if len(widths) > 2:
-        return f"{len(widths)} parts: the kernel has two"
-    weight = mixed.Weight(w_q[0], w_q[1] if len(w_q) == 2 else None, w_scale, w_sum)
-    return mixed.supports(per_token.Rows(x_q, x_scale, x_offset), weight, bias, out_dtype)
+def _weight(w_q: Sequence[Tensor], scale: Tensor, sums: Tensor, widths: Sequence[int]) -> mixed.Weight:
+    """One or two parts, written out."""
+    low, *rest = w_q
+    high = [
+        unpack_weight(w, width, bits=4) if w.dtype == torch.uint8 else w
+        for w, width in zip(rest, widths[1:], strict=True)
+    ]
+    return mixed.Weight(low, high[0] if high else None, scale, sums).written_out(widths[0])
 
 
 def mixed_matmul(
@@ -59,11 +54,11 @@ def mixed_matmul(
     """``mmqc::mixed_matmul`` on CUDA: packed weights are written out, then multiplied."""
     mixed_op.check(x_q, x_scale, x_offset, w_q, w_scale, w_sum, widths, weight_bits)
     rows, s, o = _rows(x_q), *(t.reshape(-1, len(widths)).contiguous() for t in (x_scale, x_offset))
-    weights = [_unpacked(w, width) for w, width in zip(w_q, widths, strict=True)]
-    if why_not(rows, s, o, weights, w_scale, w_sum, bias, widths, out_dtype) is not None:
+    given = per_token.Rows(rows, s, o)
+    weight = _weight(w_q, w_scale, w_sum, widths) if len(widths) <= 2 else None
+    if weight is None or mixed.supports(given, weight, bias, out_dtype) is not None:
         return mixed_op.reference(x_q, x_scale, x_offset, w_q, w_scale, w_sum, bias, widths, weight_bits, out_dtype)
-    weight = mixed.Weight(weights[0], weights[1] if len(weights) == 2 else None, w_scale, w_sum)
-    y = mixed.mixed_matmul(per_token.Rows(rows, s, o), weight, bias, out_dtype=out_dtype)
+    y = mixed.mixed_matmul(given, weight, bias, out_dtype=out_dtype)
     return y.view(*x_q.shape[:-1], len(w_scale))
 
 

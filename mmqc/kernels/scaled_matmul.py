@@ -20,7 +20,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from mmqc.kernels.configs import PERSISTENT, MatmulConfig, persistent
+from mmqc.kernels.configs import PERSISTENT, MatmulConfig
 from mmqc.kernels.configs import config as choose
 from mmqc.kernels.device_facts import (
     ceil_div,
@@ -117,7 +117,7 @@ def multiply(
         return
     if c.variant == "unpack":
         linears = [linear._replace(w=unpack_weight(linear.w, k, bits=4, dtype=x_q.dtype)) for linear in linears]
-        c = c.with_variant(persistent(op_name(x_q, linears[0].w)))
+        c = choose(op_name(x_q, linears[0].w), m, width, k, x_q.device)
     if c.variant in PERSISTENT and descriptor_reason(x_q, linears[0].w) is None:
         descriptor_launch(x_q, linears[0], rows, residual, c, fast_accumulation).run()
     else:
@@ -214,19 +214,21 @@ def descriptor_launch(
     w, w_scale, bias, y = linear
     (m, k), n = x.shape, w.shape[0]
     low, rank = epilogue.of_one(w_scale)
-    programs = min(c.per_sm * multiprocessors(x.device), ceil_div(m, c.block_m) * ceil_div(n, c.block_n))
+    tiles = ceil_div(m, c.block_m) * ceil_div(n, c.block_n + c.tail)
+    programs = min(c.per_sm * multiprocessors(x.device), tiles)
     args = dict(
-        x_desc=x, w_desc=w, y_ptr=y, x_scale_ptr=rows.scale, row_ptr=rows.rows, w_scale_ptr=w_scale,
+        x_desc=x, w_desc=w, w_tail_desc=w, y_ptr=y, x_scale_ptr=rows.scale, row_ptr=rows.rows, w_scale_ptr=w_scale,
         bias_ptr=w_scale if bias is None else bias, residual_ptr=y if residual is None else residual,
         M=m, N=n, K=k, stride_y=y.stride(0), stride_r=0 if residual is None else residual.stride(0),
         **epilogue.args(w_scale), **low,
     )  # fmt: skip
     constants = dict(
         KIND=rows.kind, HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, FAST_ACC=fast,
-        ACC=tl.int32 if x.dtype == torch.int8 else tl.float32, BLOCK_M=c.block_m, BLOCK_N=c.block_n, BLOCK_K=c.block_k,
-        GROUP_M=c.group_m, PROGRAMS=programs, FLATTEN=c.variant == "descriptors", SPECIALIZE=c.variant == "specialized",
-        PTX=has_inline_ptx(x.device), **epilogue.constants(), **rank,
+        ACC=tl.int32 if x.dtype == torch.int8 else tl.float32, BLOCK_M=c.block_m, BLOCK_N=c.block_n, TAIL=c.tail,
+        BLOCK_K=c.block_k, GROUP_M=c.group_m, PROGRAMS=programs, FLATTEN=c.variant == "descriptors",
+        SPECIALIZE=c.variant == "specialized", PTX=has_inline_ptx(x.device), **epilogue.constants(), **rank,
     )  # fmt: skip
     blocks = {"x_desc": (c.block_m, c.block_k), "w_desc": (c.block_n, c.block_k)}
+    blocks |= {"w_tail_desc": (c.tail, c.block_k)} if c.tail else {}
     kernel = scaled_matmul_descriptor_kernel
     return Launch(kernel, (programs,), args, constants, ("y_ptr",), c.num_warps, c.num_stages, 0, blocks)

@@ -19,7 +19,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from mmqc.kernels.configs import PERSISTENT, MatmulConfig, persistent
+from mmqc.kernels.configs import PERSISTENT, MatmulConfig
 from mmqc.kernels.configs import config as choose
 from mmqc.kernels.device_facts import ceil_div, has_inline_ptx, multiprocessors
 from mmqc.kernels.epilogue_tiles import Epilogue
@@ -37,7 +37,7 @@ def overlapped(c: MatmulConfig) -> MatmulConfig:
     """A persistent tile with two programs a multiprocessor: while one is in its epilogue, the other multiplies."""
     if c.variant not in PERSISTENT or c.per_sm > 1 or c.block_m * c.block_n <= 128 * 128:
         return c
-    return dataclasses.replace(c, block_m=128, block_n=128, num_warps=4, num_stages=3, per_sm=2)
+    return dataclasses.replace(c, block_m=128, block_n=128, num_warps=4, num_stages=3, per_sm=2, tail=0)
 
 
 def tile(c: MatmulConfig, linears: int) -> MatmulConfig:
@@ -51,7 +51,7 @@ def tile(c: MatmulConfig, linears: int) -> MatmulConfig:
         return c
     block_n = max(LEAST_N, c.block_n // 2)
     warps = min(c.num_warps, block_n // 16) if c.variant == "columns" else c.num_warps
-    return dataclasses.replace(c, block_n=block_n, num_warps=warps)
+    return dataclasses.replace(c, block_n=block_n, num_warps=warps, tail=0)
 
 
 def scaled_matmul_epilogue(
@@ -65,7 +65,7 @@ def scaled_matmul_epilogue(
     given = c is config
     if c.variant == "unpack":
         linears = [linear._replace(w=unpack_weight(linear.w, k, bits=4, dtype=x_q.dtype)) for linear in linears]
-        c = c.with_variant(persistent(op_name(x_q, linears[0].w)))
+        c = choose(op_name(x_q, linears[0].w), m, len(linears) * n, k, x_q.device)
     c = c if given else overlapped(c)
     by_tma = all(descriptor_reason(x_q, linear.w) is None for linear in linears)
     launch(x_q, linears, rows, c, epilogue, by_tma=by_tma).run()

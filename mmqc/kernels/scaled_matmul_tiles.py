@@ -146,26 +146,37 @@ def scaled_matmul_kernel(
 
 @triton.jit
 def scaled_matmul_descriptor_kernel(
-    x_desc, w_desc, y_ptr, x_scale_ptr, row_ptr, w_scale_ptr, bias_ptr, residual_ptr, next_scale_ptr, next_row_ptr,
-    low_x_ptr, low_w_ptr, M, N, K, stride_y, stride_r,
+    x_desc, w_desc, w_tail_desc, y_ptr, x_scale_ptr, row_ptr, w_scale_ptr, bias_ptr, residual_ptr, next_scale_ptr,
+    next_row_ptr, low_x_ptr, low_w_ptr, M, N, K, stride_y, stride_r,
     KIND: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, FAST_ACC: tl.constexpr, ACC: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TAIL: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     PROGRAMS: tl.constexpr, FLATTEN: tl.constexpr, SPECIALIZE: tl.constexpr, ACTIVATION: tl.constexpr,
     NEXT: tl.constexpr, NEXT_KIND: tl.constexpr, ROUND: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
     PTX: tl.constexpr, RANK: tl.constexpr,
 ):  # fmt: skip
-    """Persistent: every program walks over tiles, so the next tile's copies run under this tile's epilogue."""
-    tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
+    """Persistent: every program walks over tiles, so the next tile's copies run under this tile's epilogue.
+
+    A tile has BLOCK_N columns and TAIL more, which are a product of their own with the same rows of x.
+    """
+    tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N + TAIL)
     for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, PROGRAMS, flatten=FLATTEN, warp_specialize=SPECIALIZE):
         tile_m, tile_n = grouped_tile(tile, tiles_m, tiles_n, GROUP_M)
+        first = tile_n * (BLOCK_N + TAIL)
         acc = tl.zeros((BLOCK_M, BLOCK_N), ACC)
+        tail = tl.zeros((BLOCK_M, TAIL if TAIL else 16), ACC)
         for k in range(0, K, BLOCK_K):
             # What lies outside the tensor arrives as zeros: no masks along K.
             x = x_desc.load([tile_m * BLOCK_M, k])
-            w = w_desc.load([tile_n * BLOCK_N, k])
-            acc = multiply_add_tile(x, w, acc, False, FAST_ACC)
+            acc = multiply_add_tile(x, w_desc.load([first, k]), acc, False, FAST_ACC)
+            if TAIL:
+                tail = multiply_add_tile(x, w_tail_desc.load([first + BLOCK_N, k]), tail, False, FAST_ACC)
         rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
-        cols = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+        cols = first + tl.arange(0, BLOCK_N)
         store_scaled_tile(acc, y_ptr, x_scale_ptr, row_ptr, w_scale_ptr, bias_ptr, residual_ptr, next_scale_ptr,
                           next_row_ptr, low_x_ptr, low_w_ptr, rows, cols, M, N, stride_y, stride_r, KIND, HAS_BIAS,
                           HAS_RESIDUAL, 1.0, ACTIVATION, NEXT, NEXT_KIND, ROUND, LOW, HIGH, PTX, RANK)  # fmt: skip
+        if TAIL:
+            cols = first + BLOCK_N + tl.arange(0, TAIL)
+            store_scaled_tile(tail, y_ptr, x_scale_ptr, row_ptr, w_scale_ptr, bias_ptr, residual_ptr, next_scale_ptr,
+                              next_row_ptr, low_x_ptr, low_w_ptr, rows, cols, M, N, stride_y, stride_r, KIND, HAS_BIAS,
+                              HAS_RESIDUAL, 1.0, ACTIVATION, NEXT, NEXT_KIND, ROUND, LOW, HIGH, PTX, RANK)  # fmt: skip

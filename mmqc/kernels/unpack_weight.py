@@ -3,6 +3,7 @@
     out[n, k] = w_q[n, k]                          int8, fp8 or fp16, from packed codes (ops/pack.py)
     out[n, k] = w_q[n, k] t[n, k // g]             int8, where that holds the product
     out[n, k] = (w_q[n, k] - z[n, k // g]) s[n, k // g]     fp16, bf16, fp32, from codes of 2, 3, 4 or 8 bits
+    out[n]    = [low[n], zeros, high[n]]       int8, of a weight in two parts, the second from a column of its own on
 
 Shapes:  w_q uint8 [N, packed_width] or int8 [N, K]   s, z [N] or [N, ceil(K/g)]   t int8 [N, ceil(K/g)]   out [N, K]
 """
@@ -82,6 +83,24 @@ def unpack_int4_kernel(
     tl.store(out_ptr + wide * K + (at + STORED), high, mask=(n < N) & (at < K - STORED))
 
 
+@triton.jit
+def join_parts_kernel(
+    low_ptr, high_ptr, out_ptr, N, K, HIGH, START, ROW, PTX: tl.constexpr, R: tl.constexpr, C: tl.constexpr
+):  # fmt: skip
+    """C bytes of R rows of ROW packed codes for K columns, then zeros to START, and as many columns of the other part."""
+    n = (tl.program_id(0) * R + tl.arange(0, R))[:, None]
+    at = (tl.program_id(1) * C + tl.arange(0, C))[None, :]
+    wide = n.to(tl.int64)
+    out = out_ptr + wide * (START + HIGH)
+    packed = tl.load(low_ptr + wide * ROW + at, mask=(n < N) & (at < ROW), other=0)
+    low, high = int4_as_codes(packed, PTX)  # pyright: ignore[reportGeneralTypeIssues]  # compiled, not run
+    tl.store(out + at, low, mask=(n < N) & (at < ROW))
+    tl.store(out + (at + ROW), tl.where(at + ROW < K, high, 0), mask=(n < N) & (at < ROW) & (at + ROW < START))
+    tl.store(out + (at + 2 * ROW), tl.zeros((R, C), tl.int8), mask=(n < N) & (at + 2 * ROW < START))
+    whole = tl.load(high_ptr + wide * HIGH + at, mask=(n < N) & (at < HIGH), other=0)
+    tl.store(out + (at + START), whole, mask=(n < N) & (at < HIGH))
+
+
 def unpack_weight(
     w_q: Tensor, k: int, *, bits: int, dtype: torch.dtype = torch.int8, scale: Tensor | None = None,
     zero: Tensor | None = None, group_size: int = 0,
@@ -116,3 +135,14 @@ def launch(
         BLOCK_K=block, CHUNK=math.gcd(16, group_size, stored) if times else 1,
     )  # fmt: skip
     return Launch(unpack_weight_kernel, (n, ceil_div(stored, block)), args, constants, ("out_ptr",), 4, 3)
+
+
+def join_launch(low: Tensor, high: Tensor, out: Tensor, k: int) -> Launch:
+    """Fill ``out`` [N, START + H] from packed ``low`` of k columns and int8 ``high`` [N, H]."""
+    (n, row), width = low.shape, high.shape[1]
+    columns = 128 if row % 256 else 256
+    rows = TILE_BYTES // columns
+    args = dict(low_ptr=low, high_ptr=high, out_ptr=out, N=n, K=k, HIGH=width, START=out.shape[1] - width, ROW=row)
+    constants = dict(PTX=has_inline_ptx(low.device), R=rows, C=columns)
+    grid = (ceil_div(n, rows), ceil_div(max(row, width), columns))
+    return Launch(join_parts_kernel, grid, args, constants, ("out_ptr",), 4, 3)

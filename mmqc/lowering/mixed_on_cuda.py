@@ -45,18 +45,22 @@ def mixed(
     rows, x = list(x_q.get_size()[:-1]), Operand.matrix(x_q)
     m = x.shape[0]
     planned = m if isinstance(m, int) else size_hint(m, MANY)
-    ws: list[Any] = []
-    for w, width, bits in zip(w_q, widths, weight_bits, strict=True):
-        weight: Any = Operand(w)
-        if bits == 4:
-            out: Any = Operand.new((weight.shape[0], width), torch.int8, weight.device)
-            emit(unpack_weight.launch(weight, out, 4), m, planned)
-            weight = out
-        ws.append(weight)
+    ws: list[Any] = [Operand(w) for w in w_q]
+    joined = len(ws) == 2 and list(weight_bits) == [4, 8]
+    for i, (w, width, bits) in enumerate(zip(ws, widths, weight_bits, strict=True)):
+        if bits == 4 and not joined:
+            ws[i] = Operand.new((w.shape[0], width), torch.int8, w.device)
+            emit(unpack_weight.launch(w, ws[i], 4), m, planned)
+    if joined:
+        low, high = ws
+        both: Any = Operand.new((low.shape[0], kernel.second_at(widths[0]) + widths[1]), torch.int8, low.device)
+        emit(unpack_weight.join_launch(low, high, both, widths[0]), m, planned)
+        ws = [both]
     y: Any = Operand.new((m, ws[0].shape[0]), out_dtype, ws[0].device)
     given: Any = per_token.Rows(x.of(planned), Operand.matrix(x_scale), Operand.matrix(x_offset))  # type: ignore[arg-type]
-    high = ws[1] if len(ws) == 2 else None
-    weights: Any = kernel.Weight(ws[0], high, Operand(w_scale), Operand(w_sum))  # type: ignore[arg-type]
+    second = ws[1] if len(ws) == 2 else None
+    first = widths[0] if joined else 0
+    weights: Any = kernel.Weight(ws[0], second, Operand(w_scale), Operand(w_sum), first)  # type: ignore[arg-type]
     b: Any = None if bias is None else Operand(bias)
     emit(kernel.launch(given, weights, b, y), m, planned)
     return lowerings[aten.view.default](y.box, [*rows, y.shape[1]])

@@ -21,7 +21,7 @@ from mmqc.kernels import scaled_matmul as scaled_kernels
 from mmqc.kernels import scaled_matmul_epilogue as epilogue_kernels
 from mmqc.kernels import unpack_weight
 from mmqc.kernels import weight_only_matmul as weight_only_kernels
-from mmqc.kernels.configs import PERSISTENT, MatmulConfig, config, persistent
+from mmqc.kernels.configs import PERSISTENT, MatmulConfig, config
 from mmqc.kernels.device_facts import has_tensor_descriptors
 from mmqc.kernels.epilogue_tiles import Epilogue
 from mmqc.kernels.row_scale import ONE, VISUAL, RowScale
@@ -117,7 +117,8 @@ def _written_as_codes(
         w: Any = Operand.new((linear.w.shape[0], x.shape[1]), x.dtype, x.device)
         emit(unpack_weight.launch(linear.w, w, 4), x.shape[0], planned)  # type: ignore[arg-type]
         found.append(linear._replace(w=w))
-    return found, c.with_variant(persistent(scaled_kernels.op_name(x, found[0].w)))  # type: ignore[arg-type]
+    op = scaled_kernels.op_name(x, found[0].w)  # type: ignore[arg-type]
+    return found, config(op, planned, sum(linear.w.shape[0] for linear in found), x.shape[1], x.device)
 
 
 def with_epilogue(

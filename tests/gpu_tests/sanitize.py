@@ -75,6 +75,7 @@ SCALED = {  # name: (codes of x and w, (M, N, K), tile)
     "scaled_matmul int8 split K": ("int8", (5, 101, 768), Tile(8, 64, 64, 4, 4, split_k=3, variant="columns")),
     "scaled_matmul int8 split K, rows": ("int8", (70, 101, 515), Tile(64, 64, 64, 4, 3, split_k=3)),
     "scaled_matmul int8 nested": ("int8", (130, MANY, 208), Tile(64, 64, 64, 4, 3, variant="nested")),
+    "scaled_matmul int8 tail": ("int8", (130, MANY, 208), Tile(64, 64, 64, 4, 3, variant="nested", tail=32)),
     "scaled_matmul int8 descriptors": ("int8", (130, MANY, 208), Tile(64, 64, 64, 4, 3, variant="descriptors")),
     "scaled_matmul fp8 rows": ("fp8", (70, 101, 256), Tile(64, 64, 64, 4, 3)),
     "scaled_matmul fp8 split K": ("fp8", (5, 101, 768), Tile(8, 64, 64, 4, 4, split_k=3, variant="columns")),

@@ -138,3 +138,23 @@ def test_launches__in_a_package(tmp_path: Path, bits: int, activations: bool) ->
     with trusted_transforms(frozenset({1024})):
         write_package(path, {"block": compile_program(program, as_eager=False, metadata={})})
     assert_like_eager(load_program(path, "block"), block, batches)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_launches__tiles_of_two_widths(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Columns beside a power of two, and weights that are unpacked once."""
+    from mmqc.kernels import configs
+    from mmqc.lowering import on_cuda
+
+    def config(op: str, m: int, n: int, k: int, device: torch.device) -> configs.MatmulConfig:
+        if op == "scaled_int8" and m > 64:
+            return configs.MatmulConfig(128, 128, 128, 4, 3, variant="nested", per_sm=2, tail=32)
+        if op == "scaled_int4" and m > 64:
+            return configs.MatmulConfig(128, 128, 64, 8, 3, variant="unpack")
+        return configs.config(op, m, n, k, device)
+
+    monkeypatch.setattr(on_cuda, "config", config)
+    torch._dynamo.reset()
+    block, batches = case(bits, True)
+    for batch in batches[-2:]:
+        assert_like_eager(torch.compile(block, backend=backend), block, [batch])

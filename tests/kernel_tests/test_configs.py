@@ -63,6 +63,8 @@ def test_config__of_a_gpu_alike_where_there_is_none_of_its_own(tmp_path, monkeyp
         ({"block_n": 48}, "power of two"),
         ({"variant": "fast"}, "one of"),
         ({"split_k": 0}, "at least 1"),
+        ({"tail": 32}, "of a persistent tile, not rows"),
+        ({"tail": 8, "variant": "nested"}, "16 to 128 columns"),
         ({"tiles": 1}, "no"),
     ],
 )

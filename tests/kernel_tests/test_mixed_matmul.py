@@ -8,6 +8,7 @@ from mmqc.ops.pack import pack_int4
 from mmqc.ops.quantize_per_token import reference as quantize
 
 kernel = pytest.importorskip("mmqc.kernels.mixed_matmul")
+MatmulConfig = kernel.MatmulConfig
 SIZES = [(1, 17, 48, 16), (63, 100, 96, 16), (37, 33, 160, 32), (65, 64, 112, 0)]
 
 
@@ -57,13 +58,21 @@ def test_mixed_matmul_kernel__equals_the_op(size, dtype, device):
     assert_right(out, rows, weight, expected)
 
 
-def test_mixed_matmul_kernel__packed_weights(device):
-    """As the op has them."""
-    x, (codes, scale, sums), widths, bits = problem(40, 48, 64, 16, device)
+@pytest.mark.parametrize("low", [64, 128, 144, 256])
+def test_mixed_matmul_kernel__packed_weights(low, device):
+    """As the op has them: written out, the second part starts at a step of K."""
+    x, (codes, scale, sums), widths, bits = problem(40, 48, low, 16, device)
     weight = kernel.Weight(pack_int4(codes[0]), codes[1], scale, sums)
-    y = kernel.mixed_matmul(kernel.Rows(*x), weight, out_dtype=torch.float32)
+    both = weight.written_out(low)
+    assert (both.high, both.joined) == (None, low)
+    assert torch.equal(both.low[:, :low], codes[0])
+    assert torch.equal(both.low[:, -16:], codes[1])
+    assert not both.low[:, low:-16].any()
     expected = reference(*x, [pack_int4(codes[0]), codes[1]], scale, sums, None, widths, bits, torch.float64)
-    assert_right(y, kernel.Rows(*x), weight, expected)
+    tail = MatmulConfig(32, 32, 32, 4, 1, variant="descriptors", tail=16)
+    for config in (None, tail):
+        y = kernel.mixed_matmul(kernel.Rows(*x), weight, out_dtype=torch.float32, config=config)
+        assert_right(y, kernel.Rows(*x), weight, expected)
 
 
 def test_mixed_matmul_kernel__tokens_whose_parts_are_constant(device):
@@ -91,10 +100,11 @@ def test_mixed_matmul_kernel__every_tile(size, tile):
     x, w, widths, bits = problem(m, n, low, high, "cuda")
     rows, weight = operands(x, w, widths)
     out = torch.full((m, n), float("nan"), dtype=torch.bfloat16, device="cuda")
-    kernel.mixed_matmul(rows, weight, out=out, config=tile)
     stored = [pack_int4(w[0][0]), *w[0][1:]]
     expected = reference(*x, stored, w[1], w[2], None, widths, bits, torch.float64)
-    assert_right(out, rows, weight, expected)
+    for given in (weight, weight._replace(low=stored[0])):
+        kernel.mixed_matmul(rows, given, out=out.fill_(float("nan")), config=tile)
+        assert_right(out, rows, weight, expected)
 
 
 def test_mixed_matmul_kernel__refuses(device):

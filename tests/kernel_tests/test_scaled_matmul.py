@@ -18,6 +18,7 @@ SMALL = {
     "split": Config(16, 32, 32, 4, 2, split_k=3, variant="columns"),
     "split_rows": Config(16, 16, 32, 4, 2, split_k=5),
     "descriptors": Config(32, 32, 32, 4, 2, group_m=2, variant="descriptors"),
+    "tail": Config(32, 32, 32, 4, 2, group_m=2, variant="nested", tail=16),
 }
 SHAPES = [(17, 33, 100), (1, 40, 96), (5, 27, 31), (50, 70, 128), (3, 1, 1)]
 
@@ -49,7 +50,7 @@ def test_scaled_matmul__equals_the_op(shape, variant, bits, device):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("variant", ["rows", "columns", "split", "descriptors"])
+@pytest.mark.parametrize("variant", ["rows", "columns", "split", "descriptors", "tail"])
 def test_scaled_matmul__scale_of_every_kind(kind, variant, device):
     m, n, k = 37, 45, 96
     x, w, w_scale, _ = operands(m, n, k, 8, device)
