@@ -21,7 +21,7 @@ from mmqc.compile_record import GraphRecord, collect_records
 from mmqc.front.front import after_trace, before_trace
 from mmqc.front.tables import keep_tables
 from mmqc.graph.tracing import Tracing, traced_place
-from mmqc.run_time import run_time_passes, where_equal
+from mmqc.run_time import reading_first, run_time_passes, where_equal
 from mmqc.torchao_graph import adopt_torchao
 
 __all__ = ["GraphRecord", "backend", "collect_records"]
@@ -46,7 +46,7 @@ def backend(
         gm, example_inputs = rewritten.gm, rewritten.inputs
     theirs = adopt_torchao(gm, example_inputs)
     before = gm
-    gm, at_run_time, pairs = run_time_passes(gm, example_inputs, request, text=compile_record.collecting())
+    gm, at_run_time, pairs, first = run_time_passes(gm, example_inputs, request, text=compile_record.collecting())
     ops = graph_content.mmqc_ops(gm)
     n_ops = sum(1 for _ in graph_content.calls(gm))
     heavy = bool(ops) or graph_content.has_heavy_op(gm)
@@ -56,6 +56,8 @@ def backend(
     if ops:
         keep_tables(gm)
     compiled = _lower(gm, example_inputs, request, record) if heavy else gm.forward
+    if first is not None:
+        compiled = reading_first(first, compiled)
     if pairs:
         compiled = where_equal(compiled, pairs, before.forward)
     compile_record.add(record)

@@ -6,6 +6,7 @@
     attention     fold_query_groups
     fusion        share_quantize, fuse_epilogues, fuse_matmuls, fuse_hadamard_quantize,
                    fuse_norm_quantize
+    reads         reorder_reads; what it puts in front runs before the compiled graph (``reading_first``)
 
 They run on a whole Dynamo graph, after the backend's own quantization, and need only shapes; what share_quantize takes for
 granted of values is looked at again in every call (``where_equal``).
@@ -26,12 +27,14 @@ from .graph.program import KEPT, PassRecord, Program
 from .graph.runner import Pass, run
 from .graph.sizes import sizes
 from .graph.tokens import visual_mask, visual_operand
+from .graph_content import has_heavy_op, mmqc_ops
 from .passes.facts import FACTS
 from .passes.fold_query_groups import FoldQueryGroups, one_query
 from .passes.fuse_epilogues import FuseEpilogues
 from .passes.fuse_hadamard_quantize import FuseHadamardQuantize
 from .passes.fuse_matmuls import FUSED, FuseMatmuls
 from .passes.fuse_norm_quantize import FuseNormQuantize
+from .passes.reorder_reads import EARLY, READS, ReorderReads
 from .passes.reorder_tokens import ReorderTokens
 from .passes.rewrite_mask import RewriteMask
 from .passes.rewrite_rope_index import RewriteRopeIndex
@@ -49,11 +52,12 @@ FUSION: tuple[Pass, ...] = (
 
 
 class AtRunTime(NamedTuple):
-    """A graph after its run-time passes, their records, and pairs of inputs that it takes for equal."""
+    """A graph after its run-time passes, their records, pairs of inputs that it takes for equal, and what to run before it."""
 
     gm: fx.GraphModule
     records: list[PassRecord]
     equal: list[tuple[int, int]]
+    first: Callable[..., Any] | None = None
 
 
 def token_passes(order: str, attention: str) -> tuple[Pass, ...]:
@@ -73,23 +77,25 @@ def run_time_passes(
     """Run them; a graph in which they find nothing is returned as it is."""
     order = token_passes(request.token_order, request.attention_order)
     order = order if any(visual_operand(n) for n in gm.graph.nodes) else ()
-    names = {str(n.target).removeprefix("mmqc.").removesuffix(".default") for n in gm.graph.nodes}
+    names = {str(n.target).removeprefix("mmqc.").removeprefix("aten.").removesuffix(".default") for n in gm.graph.nodes}
     fusion = FUSION if names & {*FUSED, "quantize", "quantize_per_token"} else ()
     attention = (FoldQueryGroups(),) if any(one_query(n) for n in gm.graph.nodes) else ()
-    if not order and not fusion and not attention:
+    reads = (ReorderReads(),) if names & READS and (has_heavy_op(gm) or mmqc_ops(gm)) else ()
+    if not order and not fusion and not attention and not reads:
         return AtRunTime(gm, [], [])
     prog = _program(gm, example_inputs)
     mask = visual_mask(prog)
     if mask is None or (sizes(mask) or (0,))[-1] == 1:  # the one row of a decode step has no order
         order = ()
-    run(prog, (*order, *attention, *fusion), FACTS, text=text)
+    run(prog, (*order, *attention, *fusion, *reads), FACTS, text=text)
     if not any(record.sites for record in prog.records):
         return AtRunTime(gm, prog.records, [])
     holders = [n for n in prog.graph.nodes if n.op == "placeholder"]
     pairs = [(i, holders.index(n.meta[EQUALS])) for i, n in enumerate(holders) if EQUALS in n.meta]
+    first = _first(gm, prog.graph) if any(EARLY in n.meta for n in prog.graph.nodes) else None
     new = fx.GraphModule(gm, prog.graph)
     keep_notes(new, gm, range(len(holders)))
-    return AtRunTime(new, prog.records, pairs)
+    return AtRunTime(new, prog.records, pairs, first)
 
 
 def _program(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Program:
@@ -102,6 +108,33 @@ def _program(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Program:
             node.meta[KEPT] = True
     _fill_values(graph, example_inputs)
     return Program(graph, {}, list(example_inputs), fragment=True)
+
+
+def _first(gm: fx.GraphModule, graph: fx.Graph) -> Callable[..., Any]:
+    """Take out of ``graph`` what is to run before it, as a function of all its inputs."""
+    first = fx.Graph()
+    early = [n for n in graph.nodes if EARLY in n.meta]
+    inputs = {n for e in early for n in e.all_input_nodes if n.op == "placeholder"}
+    holders = [(i, n) for i, n in enumerate(n for n in graph.nodes if n.op == "placeholder") if n in inputs]
+    known = {n: first.node_copy(n) for _, n in holders}
+    for node in early:
+        known[node] = first.node_copy(node, known.__getitem__)
+    first.output(())
+    for node in reversed(early):
+        if not node.users:  # what the rest reads as well is computed once more there
+            graph.erase_node(node)
+    run_first, places = fx.GraphModule(gm, first).forward, [i for i, _ in holders]
+    return lambda *args: run_first(*(args[i] for i in places))
+
+
+def reading_first(first: Callable[..., Any], compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """Call ``first``, which waits for nothing but the inputs and raises where a check fails, and then ``compiled``."""
+
+    def call(*args: Any) -> Any:
+        first(*args)
+        return compiled(*args)
+
+    return call
 
 
 def where_equal(

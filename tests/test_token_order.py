@@ -94,7 +94,7 @@ class Compiled:
         self.call: Callable[..., Any] = torch.compile(model, backend=self.backend)
 
     def backend(self, gm: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        gm, records, _ = run_time_passes(gm, inputs, self.request)
+        gm, records, *_ = run_time_passes(gm, inputs, self.request)
         self.records += records
         return gm.forward
 
