@@ -82,5 +82,6 @@ def test_backend__compiled_graph_launches_the_kernels(bits: int, dtype: torch.dt
             x = torch.randn(2, rows, 256, device="cuda").to(dtype)
             got, want = compiled(x), model(x)
             assert (got - want).norm() <= most * (want - x).norm()
-    assert not [entry for record in records for entry in record.fallbacks]
+    fallbacks = {name for record in records for name, _ in record.fallbacks}
+    assert fallbacks == ({"hadamard_quantize"} if dtype == torch.float32 else set())  # which is transformed in torch
     assert any("scaled_matmul" in name for record in records for name in record.kernels)

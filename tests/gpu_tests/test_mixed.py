@@ -60,5 +60,5 @@ def test_mixed_matmul__in_a_compiled_graph(widths, bits, dynamic) -> None:
             y, expected = compiled(x), function(x)
             assert float((y - expected).double().norm() / expected.double().norm()) < 6e-3
     kernels = [k for record in records for k in record.kernels]
-    assert {"mmqc mixed_matmul_kernel", "mmqc quantize_per_token_kernel"} <= set(kernels)
+    assert {"mmqc joined_matmul_kernel", "mmqc quantize_per_token_kernel"} <= set(kernels)
     assert not any("mmqc." in kernel for kernel in kernels)
