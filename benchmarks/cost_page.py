@@ -12,7 +12,8 @@ from typing import Any
 from kernel_page import ROOT, table
 
 NAMES = {
-    "rtn": "round to nearest, W4", "gptq": "GPTQ, W4 a channel", "awq": "AWQ, W4 g128", "mquant": "MQuant, W4A8",
+    "rtn": "round to nearest, W4", "gptq": "GPTQ, W4 a channel", "gptq-offload": "GPTQ, W4 a channel, offloaded",
+    "awq": "AWQ, W4 g128", "mquant": "MQuant, W4A8",
     "resq": "ResQ, W4A4KV4",
 }  # fmt: skip
 

@@ -124,11 +124,11 @@ def check(run: Run, name: str, fused: Tensor, unfused: Tensor) -> None:
 def time_case(run: Run, name: str, case: Case) -> dict[str, float]:
     """Both ways, then the tiles that fit the weights."""
     times: dict[str, float] = {}
-    calls = {"unfused": case.compiled(False)}
-    unfused = case.codes
-    calls["fused"] = case.compiled(True)
-    check(run, f"check/{name}", case.codes, unfused)
-    times |= {way: run.microseconds(some) for way, some in calls.items()}
+    codes: dict[str, Tensor] = {}
+    for way in ("unfused", "fused"):  # one after the other: compiling anew drops what was compiled before
+        times[way] = run.microseconds(case.compiled(way == "fused"))
+        codes[way] = case.codes
+    check(run, f"check/{name}", codes["fused"], codes["unfused"])
     for tile in TILES:
         if (tile.variant == "columns") == (case.bits == 4):
             way = f"tile {tile.block_m}x{tile.block_n} {tile.num_warps}w"

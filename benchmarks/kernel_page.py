@@ -35,7 +35,7 @@ KERNELS = {
     "kv_attention": ("kv_attention*", "kv_combine*", "kv_pack*", "kv_words*"),
     "kv_tokens": ("kv_token_attention*", "kv_round_keys*", "kv_pack*", "int4_codes*"),
     "epilogues": ("scaled_matmul*", "gated_matmul*", "activation_*", "epilogue_*", "hadamard_*"),
-    "mixed_linear": ("mixed_*", "quantize_per_token*"),
+    "mixed_linear": ("mixed_*", "quantize_per_token*", "unpack_weight*"),
 }
 SAME = "; a copy of the same bytes reads and writes what the kernel does, so launch and ramp-up cost it as much"
 COLUMNS = ("bf16", "int8", "int_mm", "fp8", "scaled_mm", "int4", "w4", "tinygemm", "gemlite", "humming")
@@ -50,6 +50,14 @@ def measured(name: str, data: dict[str, Any]) -> str:
         "diff", "--quiet", commit, "--", *(f":(glob)mmqc/kernels/{pattern}.py" for pattern in KERNELS[name])
     ).returncode
     return f"Commit {commit}{'; the kernels have changed since, and were not measured again.' if changed else '.'}"
+
+
+def earlier(data: dict[str, Any]) -> str:
+    """Which rows of a table are another run's."""
+    other = data.get("earlier")
+    if other is None:
+        return ""
+    return f" Rows {', '.join(map(str, other['rows']))}: `{other['command']}` at commit {other['commit']}, a run of its own."
 
 
 def table(head: tuple[str, ...], rows: list[list[str]]) -> list[str]:
@@ -173,7 +181,7 @@ def on_cpu(cpu: dict[str, Any]) -> list[str]:
 
 def group_scales(data: dict[str, Any]) -> list[str]:
     """W4A8 and W8A8 with a scale for every 128 input channels: microseconds and ratios."""
-    ways = ("bf16", "w8_channel", "w4_channel", "w8_float", "w8_integer", "w4_float", "w4_integer")
+    ways = ("bf16", "w8_channel", "w4_channel", "w8_float", "w8_integer", "w4_float", "w4_integer", "w4_progressive")
     rows = [
         [name.removeprefix("groups "), *(f"{row[w]:.1f}" if w in row else "–" for w in ways)]
         for name, row in by_rows(data["microseconds"])
@@ -186,7 +194,10 @@ def group_scales(data: dict[str, Any]) -> list[str]:
         f"`{data['command']}`, {data['device']}. Both forms pay a pass over the accumulator for every group, which one scale a "
         "channel does not; the ratios are below. Why they come out so close is counted, not measured: by NVIDIA's tables of "
         "throughput an integer multiply-add issues at half the rate of a float one on Hopper, which is as many issue slots as the "
-        "conversion that integers save. W8A8 was not tuned for all shapes. " + measured("w4a8_groups", data),
+        "conversion that integers save. *w4_progressive*: integer scales of 8 bits, folded into the weight where it is unpacked "
+        "once: the product then knows no groups. W8A8 was not tuned for all shapes. "
+        + measured("w4a8_groups", data)
+        + earlier(data),
         "",
         *table(("linear / rows", *ways), rows),
         *table(("ratio of times, geometric mean", "value"), ratios),
@@ -207,6 +218,19 @@ def packed_cache(data: dict[str, Any]) -> list[str]:
         f"{data['device']}. *pack* is done once, after the prompt. {measured('kv_attention', data)}",
         "",
         *table(("kernel", "microseconds"), rows),
+        *table(("ratio", "value"), [[k, f"{v:.2f}"] for k, v in data["summary"].items()]),
+        *[line for other in data.get("other_runs", []) for line in packed_ratios(other)],
+    ]
+
+
+def packed_ratios(data: dict[str, Any]) -> list[str]:
+    """The same on another device, in short."""
+    best = min(data["microseconds"]["bf16"].values())
+    packed = [f"{way} {t:.1f}" for way, t in data["microseconds"]["packed"].items()]
+    return [
+        f"On {data['device']} at commit {data['commit']}, where memory is slower and bf16 with it: the best bf16 kernel "
+        f"{best:.1f}, {', '.join(packed)} microseconds.",
+        "",
         *table(("ratio", "value"), [[k, f"{v:.2f}"] for k, v in data["summary"].items()]),
     ]
 
@@ -237,7 +261,8 @@ def mixed(data: dict[str, Any]) -> list[str]:
         "## Two precisions",
         "",
         "ResQ's linear: 7/8 of the channels in 4 bits, 1/8 in 8, inputs quantized by token; microseconds. *mixed*: quantization "
-        "and product, low weights packed in 4 bits; *kept*: the same with weights that were unpacked before. "
+        "and product, low weights packed in 4 bits and written out with the high ones in every call; *kept*: weights in two int8 "
+        "matrices, which the product walks over one after the other; *product* is of those that were written out. "
         f"`{data['command']}`, {data['device']}, torch {data['torch']}. {measured('mixed_linear', data)}",
         "",
         *table(("linear / rows", *ways), rows),
@@ -279,7 +304,8 @@ def main() -> None:
         "# Kernels",
         "",
         f"Written by `python benchmarks/kernel_page.py`; do not edit. {linear['device']}, torch {linear['torch']}, Triton "
-        f"{linear['triton']}. Medians, CUDA graphs, weights rotated so that the L2 cache is cold; each table is one run.",
+        f"{linear['triton']}. Medians, CUDA graphs, weights rotated so that the L2 cache is cold; each table is one run, but "
+        "where it says otherwise.",
         "",
         "## Linears",
         "",
@@ -287,7 +313,8 @@ def main() -> None:
         *(FIGURES["roofline.png"] if "roofline.png" in figures else []),
         f"Microseconds, the linears of Qwen2-VL-7B; `{linear['command']}`. *int8*, *fp8*, *int4* (W4A8) and *w4* (W4A16, groups "
         "of 128) are ours; *int_mm* and *scaled_mm* are torch's, without an epilogue for int_mm. "
-        + measured("linear", linear),
+        + measured("linear", linear)
+        + earlier(linear),
         "",
         *times(linear),
         *table(("ratio (geometric mean) or rate", "value"), [[k, f"{v:.2f}"] for k, v in linear["summary"].items()]),
@@ -324,7 +351,8 @@ def main() -> None:
             ("weights", *GENERATE, "commit"),
             [[*row, run["commit"]] for run in e2e["other_runs"] for row in generated(run["ways"])],
         ),
-        "What of it is the device's own time, by the profiler:",
+        f"What of it is the device's own time, by the profiler; {' and '.join(e2e['waits'])} at commit {e2e['commit']}, the others "
+        "before:",
         "",
         *table(
             ("weights", "first token, ms", "kernels", "a token, ms", "kernels"),
