@@ -18,6 +18,7 @@ import math
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from mmqc.kernels import configs as tiles  # noqa: E402
 from mmqc.kernels import mixed_matmul as kernel  # noqa: E402
 from mmqc.kernels.configs import MatmulConfig  # noqa: E402
 from mmqc.kernels.quantize_per_token import Rows, quantize_per_token  # noqa: E402
+from mmqc.kernels.unpack_weight import join_launch  # noqa: E402
 from mmqc.ops.mixed_matmul import reference  # noqa: E402
 from mmqc.ops.pack import pack_int4  # noqa: E402
 
@@ -45,6 +47,7 @@ SHAPES = {  # name: (N, K, high channels)
 }  # fmt: skip
 DRY = {"mixed": (48, 96, 16), "uniform": (33, 64, 0)}
 WARPS = (1, 2, 4, 8)
+JOINED = (128, 256, 512, 1024)  # columns of a tile of the kernel that writes both parts out
 EACH, ALL = 1.3, 1.45  # what the mixed linear is to gain over bf16: on every shape, and on average
 
 
@@ -84,7 +87,13 @@ class Linear:
             "product": lambda: self.multiply(rows, self.written),
             "kept": lambda: self.multiply(self.quantize(), self.kept),
             "mixed": lambda: self.multiply(self.quantize(), self.packed),
+            **({f"unpack {c}": partial(self.join, c) for c in JOINED} if self.packed.high is not None else {}),
         }
+
+    def join(self, columns: int) -> None:
+        """Write both parts out in tiles of so many columns."""
+        assert self.packed.high is not None
+        join_launch(self.packed.low, self.packed.high, self.written.low, self.widths[0], columns).run()
 
     def error(self) -> float:
         """Of a sample of the outputs against the op in float64."""
