@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
-from torch import fx
+from torch import Tensor, fx
 
 from mmqc import compile_record, graph_content
 from mmqc.compile_options import CompileOptions
@@ -70,6 +71,7 @@ def _lower(
     # Inductor takes seconds to import: only for a graph that needs it.
     import mmqc.lowering
     from mmqc.lowering import inductor
+    from mmqc.lowering.torch_kernels import torch_kernels
 
     patches = inductor.mode_patches(request.mode) if request.mode else {}
     request.check_inductor_keys(inductor.config_keys())
@@ -80,7 +82,10 @@ def _lower(
         record.fallbacks += mmqc.lowering.fallbacks(graph)
 
     started = time.perf_counter()
-    compiled = inductor.compile_graph(gm, example_inputs, patches, observe if compile_record.collecting() else None)
+    on_cpu = all(x.device.type == "cpu" for x in example_inputs if isinstance(x, Tensor))
+    as_eager = on_cpu and any("quantize" in name for name in record.ops)
+    with torch_kernels() if as_eager else nullcontext():
+        compiled = inductor.compile_graph(gm, example_inputs, patches, observe if compile_record.collecting() else None)
     record.compile_seconds = time.perf_counter() - started
     return compiled
 

@@ -135,12 +135,18 @@ def compile_graph(
 
 def aot_files(module: Any, args: Any, kwargs: Any, options: Mapping[str, Any]) -> list[Any]:
     """Ahead-of-time compilation of an exported program's module: the files of a package."""
-    fast_random_decomps.cache_clear()  # a copy of ``decompositions``, which a caller may have changed
     known = known_transforms(module, ())  # its factors are buffers
+    tag = compiler_config.cache_key_tag
+    with decompositions_changed(), compiler_config.patch(cache_key_tag=tag + _TAG), trusted_transforms(known):
+        return torch._inductor.aot_compile(module, args, kwargs, options={**_WORKAROUNDS, **options})  # type: ignore[return-value]
+
+
+@contextmanager
+def decompositions_changed() -> Iterator[None]:
+    """What was changed in ``decompositions`` counts in the block, and no longer behind it: Inductor keeps a copy."""
+    fast_random_decomps.cache_clear()
     try:
-        tag = compiler_config.cache_key_tag
-        with compiler_config.patch(cache_key_tag=tag + _TAG), trusted_transforms(known):
-            return torch._inductor.aot_compile(module, args, kwargs, options={**_WORKAROUNDS, **options})  # type: ignore[return-value]
+        yield
     finally:
         fast_random_decomps.cache_clear()
 

@@ -2,9 +2,7 @@
 
     compile_program(program)  ->  files          write_package(path, {name: files})          load_program(path, name)
 
-A program that rounds activations must round where the model does: a sum in another order moves a value across a tie now and
-then, and its code is another one.  Inductor's own reductions and activations add up in other orders than torch's kernels, so
-in such a program (``as_eager``) those ops are calls of torch's kernels; what is computed entry by entry is still fused.
+A program that rounds activations must round where the model does (``as_eager``, torch_kernels.py).
 """
 
 from __future__ import annotations
@@ -13,7 +11,7 @@ import json
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -23,13 +21,9 @@ from torch import Tensor
 from torch.export import ExportedProgram
 
 from mmqc.lowering import inductor
+from mmqc.lowering.torch_kernels import torch_kernels
 from mmqc.ops import kv_attention, kv_pack
 
-# Sums over an axis, and functions that torch's kernels approximate by other polynomials than generated code.
-ORDERED = (
-    "mean", "sum", "silu", "gelu", "sigmoid", "tanh", "softplus", "exp", "sin", "cos", "rsqrt", "_softmax", "native_layer_norm",
-    "native_group_norm", "_fused_rms_norm",
-)  # fmt: skip
 LOWER_BOUND = "aot_inductor.check_lowerbound"  # since torch 2.12
 LIBRARIES = "aot_inductor.custom_op_libs"
 TORCH = (
@@ -100,7 +94,7 @@ def compile_program(program: ExportedProgram, *, as_eager: bool, metadata: Mappi
     if plain:
         program = program.run_decompositions(plain)
     module: Any = program.module(check_guards=False)
-    with torch.no_grad(), _ordered() if as_eager else _as_it_is(), one_cpp_library() as linked:
+    with torch.no_grad(), torch_kernels() if as_eager else nullcontext(), one_cpp_library() as linked:
         files = inductor.aot_files(module, args, kwargs, {**options, **linked})
     called = sorted({op for file in files if str(file).endswith(".json") for op in _external(Path(file))})
     if called:
@@ -144,28 +138,6 @@ def _loaded_libraries() -> Iterator[Path]:
         fields = line.split(maxsplit=5)
         if len(fields) == 6 and fields[5].startswith("/"):
             yield Path(fields[5])
-
-
-@contextmanager
-def _as_it_is() -> Iterator[None]:
-    yield
-
-
-@contextmanager
-def _ordered() -> Iterator[None]:
-    """Inductor without its own code for ``ORDERED``."""
-    aten: Any = torch.ops.aten
-    ops = [
-        getattr(packet, overload)
-        for packet in (getattr(aten, name) for name in ORDERED if hasattr(aten, name))
-        for overload in packet.overloads()
-        if "out" not in overload
-    ]
-    plain = {op: inductor.fallback_handler(op, add_to_fallback_set=False) for op in ops}
-    with mock.patch.dict(inductor.lowerings, plain), mock.patch.dict(inductor.decompositions):
-        for op in ops:
-            inductor.decompositions.pop(op, None)
-        yield
 
 
 def _external(file: Path) -> Iterator[str]:
