@@ -83,6 +83,7 @@ def _lower(
 
     started = time.perf_counter()
     on_cpu = all(x.device.type == "cpu" for x in example_inputs if isinstance(x, Tensor))
+    # a sum in another order moves a value across a tie now and then: what rounds is compiled with torch's kernels
     as_eager = on_cpu and any("quantize" in name for name in record.ops)
     with torch_kernels() if as_eager else nullcontext():
         compiled = inductor.compile_graph(gm, example_inputs, patches, observe if compile_record.collecting() else None)

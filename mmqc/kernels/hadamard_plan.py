@@ -14,9 +14,11 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from mmqc.ops.hadamard_matrix import hadamard_factors
 
@@ -149,18 +151,21 @@ def hadamard_plan(n: int, device: torch.device, dtype: torch.dtype, cut: tuple[i
     return HadamardPlan(t, outer.to(device=device, dtype=dtype), inner.to(device=device, dtype=dtype))
 
 
-_known: dict[tuple[int, int, torch.Size, torch.device], bool] = {}
+# By the tensor itself: an address belongs to another one when this one is gone.
+_known: Any = WeakIdKeyDictionary()
 
 
 def all_known(factors: list[Tensor], n: int) -> bool:
     """Whether these are ``hadamard_factors(n)``: compared once per tensor and version, for that waits for the device."""
     want = hadamard_factors(n)
-    return len(factors) == len(want) and all(_is(f, w) for f, w in zip(factors, want, strict=True))
+    return len(factors) == len(want) and all(
+        _is(f, w, (n, i)) for i, (f, w) in enumerate(zip(factors, want, strict=True))
+    )
 
 
-def _is(factor: Tensor, want: Tensor) -> bool:
-    version = 0 if factor.is_inference() else factor._version
-    key = (factor.data_ptr(), version, factor.shape, factor.device)
-    if key not in _known:
-        _known[key] = factor.shape == want.shape and torch.equal(factor.to(want), want.to(factor.dtype).to(want))
-    return _known[key]
+def _is(factor: Tensor, want: Tensor, which: tuple[int, int]) -> bool:
+    answers = _known.setdefault(factor, {})
+    key = (0 if factor.is_inference() else factor._version, *which)
+    if key not in answers:
+        answers[key] = factor.shape == want.shape and torch.equal(factor.to(want), want.to(factor.dtype).to(want))
+    return answers[key]

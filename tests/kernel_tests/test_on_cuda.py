@@ -165,3 +165,12 @@ def test_hadamard__other_factors_go_to_the_reference(device):
     flipped = [-f.float().to(device) for f in hadamard_factors(64)]
     assert "not those of" in on_cuda.why_not_hadamard(x, flipped)
     assert torch.equal(on_cuda.hadamard(x, flipped), hadamard_op.reference(x, flipped))
+
+
+def test_hadamard__other_factors_where_the_known_ones_were(device):
+    """Memory is used again: what was known of a tensor is not known of the next one at its address."""
+    x = torch.randn(3, 64, device=device, dtype=torch.float16)
+    for sign in (1, -1) * 20:
+        factors = [sign * f.float().to(device) for f in hadamard_factors(64)]
+        assert (on_cuda.why_not_hadamard(x, factors) is None) == (sign == 1)
+        del factors
