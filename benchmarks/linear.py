@@ -28,7 +28,7 @@ import epilogues  # noqa: E402
 import group_scales  # noqa: E402
 from gpu_run import Calls, Run, ceilings, facts, geomean, relative_error  # noqa: E402
 from row_kernels import check_rows, quantize_in_torch, time_one_row, time_rows  # noqa: E402
-from tune import candidates, fastest, write_tiles  # noqa: E402
+from tune import candidates, fastest, worth_tuning, write_tiles  # noqa: E402
 
 from mmqc.kernels import configs as tiles  # noqa: E402
 from mmqc.kernels.configs import MatmulConfig as Tile  # noqa: E402
@@ -178,17 +178,6 @@ def check_all(run: Run, shapes: dict[str, tuple[int, int]], rows: tuple[int, ...
 
 
 # --- tuning -----------------------------------------------------------------------------------------------------------
-
-
-def worth_tuning(op: str, m: int, shape: str) -> bool:
-    """Whether these rows come to this linear: images of 3,600 patches in prompts of 917 tokens, and 1 to 16 tokens a step."""
-    if op.startswith("weight"):
-        return m > 16 or shape.startswith("lm")
-    if m <= 16:
-        return shape.startswith("lm")
-    return {1024: not shape.startswith("vit"), 4096: shape.startswith("vit")}.get(m, True) and (
-        m not in (1024, 4096) or op != "scaled_fp8"
-    )
 
 
 def tune(

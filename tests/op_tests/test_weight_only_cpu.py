@@ -73,7 +73,9 @@ def assert_product(y: torch.Tensor, x: torch.Tensor, dense: torch.Tensor, bias: 
     assert_close(torch.cat([y.double(), size]), torch.cat([expected, size]), y.dtype)
 
 
-def check(linears: list[Linear], rows: tuple[int, ...], dtype: torch.dtype, dynamic: bool = False) -> GraphRecord:
+def assert_like_dense(
+    linears: list[Linear], rows: tuple[int, ...], dtype: torch.dtype, dynamic: bool = False
+) -> GraphRecord:
     """Compile all linears as one graph; the record, after a comparison with float64."""
     weights = [stored(linear) for linear in linears]
     inputs = [torch.randn(*rows, linear.k).to(dtype) for linear in linears]
@@ -101,13 +103,13 @@ def check(linears: list[Linear], rows: tuple[int, ...], dtype: torch.dtype, dyna
     ("rows", "dtype"), [*(((1,), dtype) for dtype in DTYPES), ((1, 3), torch.float32), ((2, 8), torch.bfloat16)]
 )
 def test_few_rows__is_the_dequantized_linear(rows: tuple[int, ...], dtype: torch.dtype) -> None:
-    record = check(TAKEN, rows, dtype)
+    record = assert_like_dense(TAKEN, rows, dtype)
     assert record.fallbacks == []
     assert not any(kernel.startswith("extern") for kernel in record.kernels)
 
 
 def test_few_rows__float64_sums_in_float64() -> None:
-    check(TAKEN[:3], (1, 1), torch.float64)
+    assert_like_dense(TAKEN[:3], (1, 1), torch.float64)
 
 
 def test_few_rows__one_vector() -> None:
@@ -118,7 +120,7 @@ def test_few_rows__one_vector() -> None:
 
 
 def test_few_rows__rows_share_one_pass_over_the_weight() -> None:
-    few, many = (check([Linear(64, 256, 4, 128)], (m,), torch.float32) for m in (2, 16))
+    few, many = (assert_like_dense([Linear(64, 256, 4, 128)], (m,), torch.float32) for m in (2, 16))
     assert len(few.kernels) == len(many.kernels) == 1
 
 
@@ -132,7 +134,7 @@ def test_few_rows__any_shape(
 ) -> None:
     torch.manual_seed(seed)
     torch._dynamo.reset()
-    record = check([Linear(n, k, bits, group, bias)], (rows,), dtype)
+    record = assert_like_dense([Linear(n, k, bits, group, bias)], (rows,), dtype)
     assert ("extern mm" in record.kernels) == bool(record.fallbacks)
 
 
@@ -151,13 +153,13 @@ def test_chunk__has_one_scale_in_every_stretch(k: int, bits: int, group: int) ->
 
 
 def test_few_rows__fallback_is_right_and_named() -> None:
-    record = check(REFUSED, (3,), torch.float32)
+    record = assert_like_dense(REFUSED, (3,), torch.float32)
     assert len(record.fallbacks) == record.kernels.count("extern mm") == len(REFUSED)
     assert "groups of 16 and stretches of 30 columns" in record.fallbacks[0][1]
 
 
 @pytest.mark.parametrize(("rows", "dynamic"), [(17, False), (16, True)])
 def test_few_rows__many_or_unknown_rows_are_a_matmul(rows: int, dynamic: bool) -> None:
-    record = check(TAKEN[:1], (rows,), torch.float32, dynamic)
+    record = assert_like_dense(TAKEN[:1], (rows,), torch.float32, dynamic)
     assert "extern mm" in record.kernels
     assert record.fallbacks == []
