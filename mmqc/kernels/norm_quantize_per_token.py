@@ -117,9 +117,8 @@ def write_part(
         more = ends(b, rest, B, False)
         low, high = tl.minimum(low, more[0]), tl.maximum(high, more[1])
     s = tl.div_rn(high - low, 2.0**BITS - 1.0)
-    if (
-        A == 1 and not B
-    ):  # one channel is both ends; their difference, fused with the products behind y, is a rounding error
+    # one channel is both ends; their difference, fused with the products behind y, is a rounding error
+    if A == 1 and not B:
         s = low * 0.0
     if P:
         s = tl.maximum(s, before * LEAST)
