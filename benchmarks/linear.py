@@ -34,6 +34,7 @@ from mmqc.kernels import configs as tiles  # noqa: E402
 from mmqc.kernels.configs import MatmulConfig as Tile  # noqa: E402
 from mmqc.kernels.device_facts import gpu_name  # noqa: E402
 from mmqc.kernels.norm_quantize import norm_quantize  # noqa: E402
+from mmqc.kernels.pingpong_matmul import OPS as PINGPONG_OPS  # noqa: E402
 from mmqc.kernels.scaled_matmul import scaled_matmul  # noqa: E402
 from mmqc.kernels.weight_only_matmul import weight_only_matmul  # noqa: E402
 from mmqc.ops.pack import pack_int4  # noqa: E402
@@ -47,6 +48,14 @@ SHAPES = {  # name: (N, K)
 }  # fmt: skip
 ROWS = (1, 16, 256, 917, 2048, 8192)
 GROUP = 128
+LARGE = {
+    "scaled_int8": "int8",
+    "scaled_fp8": "fp8",
+    "pingpong_int8": "int8",
+    "pingpong_fp8": "fp8",
+    "scaled_int4": "int4",
+}
+CLASSIC = {any_kernel: op for op, any_kernel in PINGPONG_OPS.items()}
 
 
 class Linear:
@@ -187,7 +196,7 @@ def tune(
     end = min(run.end - 60, time.monotonic() + args.tune_seconds)
     best: dict[str, Tile] = {}
     skinny = {"weight_int4": 4, "weight_int8": 8, "scaled_int4": "int4", "scaled_int8": "int8"}
-    large = {"scaled_int8": "int8", "scaled_fp8": "fp8", "scaled_int4": "int4"}
+    large = {op: kind for op, kind in LARGE.items() if op in args.ops}
     jobs = [(op, kind, m, shape) for m in rows for op, kind in (skinny if m <= 64 else large).items()
             for shape in shapes if worth_tuning(op, m, shape)]  # fmt: skip
     jobs += [("weight_int4", 4, m, shape) for m in rows if 64 < m <= 256 for shape in shapes if shape.startswith("lm")]
@@ -211,7 +220,9 @@ def tune(
             continue
         linear = Linear(run, n, k, m)
         calls = linear.weight_only(kind) if isinstance(kind, int) else linear.scaled(kind)
-        tries = [tiles.table(op, m, n, k, run.device), *candidates(op, m, n, k, args.specialized)]
+        tries = [tiles.table(op, m, n, k, run.device), *candidates(op, m, n, k)]
+        if op in CLASSIC:
+            tries.append(tiles.config(CLASSIC[op], m, n, k, run.device))
         tile = fastest(run, linear, calls, tries, f"tune/{op}/{m}/{shape}", end)
         if tile is not None:
             best[tiles.key(op, m, n, k)] = tile
@@ -342,7 +353,7 @@ def main() -> int:
     parser.add_argument("--tune", action="store_true")
     parser.add_argument("--tune-seconds", type=float, default=240)
     parser.add_argument(
-        "--specialized", action="store_true", help="also try warp specialization, which may hang or crash"
+        "--ops", nargs="+", default=list(LARGE), choices=list(LARGE), help="of many rows, whose tiles are tried"
     )
     parser.add_argument("--seconds", type=float, default=460)
     parser.add_argument("--rows", type=int, nargs="+", default=list(ROWS))

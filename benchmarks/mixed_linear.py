@@ -33,6 +33,7 @@ from tune import write_tiles  # noqa: E402
 
 from mmqc.kernels import configs as tiles  # noqa: E402
 from mmqc.kernels import mixed_matmul as kernel  # noqa: E402
+from mmqc.kernels import pingpong_matmul as pingpong  # noqa: E402
 from mmqc.kernels.configs import MatmulConfig  # noqa: E402
 from mmqc.kernels.quantize_per_token import Rows, quantize_per_token  # noqa: E402
 from mmqc.kernels.unpack_weight import join_launch  # noqa: E402
@@ -110,7 +111,7 @@ def tune(run: Run, linear: Linear) -> None:
     """Set the fastest tile and the best number of warps."""
     times: dict[MatmulConfig, float] = {}
     rows = linear.quantize()
-    for c in kernel.TILES:
+    for c in (*kernel.PINGPONG_TILES, *kernel.TILES) if pingpong.here(linear.x.device) else kernel.TILES:
         linear.config = c
         call = lambda: linear.multiply(rows, linear.written)  # noqa: E731
         us = run.attempt(f"tune {linear.n} {c}", lambda call=call: run.microseconds([call] * 2, 8, 0.03), 40)
@@ -139,7 +140,7 @@ def one_shape(
     if tuning and not run.dry:
         tune(run, linear)
         if linear.config is not None:
-            tuned[tiles.key(kernel.OP, m, n, k)] = linear.config
+            tuned[tiles.key(kernel.PINGPONG if pingpong.here(linear.x.device) else kernel.OP, m, n, k)] = linear.config
     calls, seen = list(linear.calls().items()), {}
     for what, call in (*calls, *reversed(calls)):  # the clock falls as the GPU warms up: each is timed early and late
         us = run.attempt(f"{name}/{m} {what}", lambda call=call: run.microseconds([call] * 2))

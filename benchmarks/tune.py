@@ -66,11 +66,11 @@ def worth_tuning(op: str, m: int, shape: str) -> bool:
     if m <= 16:
         return shape.startswith("lm")
     return {1024: not shape.startswith("vit"), 4096: shape.startswith("vit")}.get(m, True) and (
-        m not in (1024, 4096) or op != "scaled_fp8"
+        m not in (1024, 4096) or not op.endswith("fp8")
     )
 
 
-def candidates(op: str, m: int, n: int, k: int, specialized: bool) -> list[Tile]:
+def candidates(op: str, m: int, n: int, k: int) -> list[Tile]:
     """Tiles worth a try; those that do not fit the device fail and are skipped."""
     packed = "int4" in op
     if m <= 64:
@@ -82,6 +82,10 @@ def candidates(op: str, m: int, n: int, k: int, specialized: bool) -> list[Tile]
                 if split <= max(1, (k // 2 if packed else k) // bk // 2):
                     found.append(Tile(block_m, bn, bk, warps, stages, split_k=split, variant="columns"))
         return found
+    if op.startswith("pingpong"):
+        return [Tile(bm, bn, 128, w, 8, group_m=g, split_k=most, variant="pingpong") for bm, bn, w, g, most in (
+            (128, 128, 4, 8, 4), (128, 128, 4, 16, 4), (64, 128, 4, 8, 4), (64, 256, 4, 8, 4),
+            (128, 256, 8, 8, 4), (256, 128, 8, 8, 4))]  # fmt: skip
     if op.startswith("weight"):
         return [Tile(bm, bn, bk, w, s, split_k=sp, variant="columns") for bm, bn, bk, w, s in (
             (64, 128, 64, 4, 4), (64, 128, 64, 8, 3), (128, 128, 64, 8, 3), (64, 64, 128, 4, 3), (128, 64, 64, 4, 4))
@@ -92,13 +96,9 @@ def candidates(op: str, m: int, n: int, k: int, specialized: bool) -> list[Tile]
             (256, 128, 128, 8, 2), (128, 128, 32, 4, 6))]  # fmt: skip
         found += [Tile(128, 256, 64, 8, 3, variant="rows")]
         return [*found, Tile(128, 128, 64, 8, 3, variant="unpack")]  # with the tile of the codes' op, tuned before
-    found = [Tile(bm, bn, 128, w, s, group_m=g, per_sm=per, variant=v, tail=tail) for v, bm, bn, tail, w, s, g, per in (
+    return [Tile(bm, bn, 128, w, s, group_m=g, per_sm=per, variant=v, tail=tail) for v, bm, bn, tail, w, s, g, per in (
         ("nested", 128, 128, 0, 4, 3, 8, 2), ("descriptors", 128, 128, 0, 4, 3, 8, 2), ("nested", 128, 256, 0, 8, 4, 8, 1),
         ("descriptors", 128, 256, 0, 8, 3, 8, 1), ("descriptors", 128, 256, 0, 8, 3, 16, 1),
         ("descriptors", 256, 128, 0, 8, 3, 8, 1), ("nested", 128, 128, 32, 4, 3, 8, 2), ("nested", 128, 128, 64, 4, 2, 8, 2),
         ("descriptors", 128, 128, 32, 8, 5, 8, 1), ("descriptors", 128, 128, 64, 8, 4, 8, 1),
         ("descriptors", 64, 128, 32, 4, 3, 8, 2), ("descriptors", 64, 128, 0, 4, 4, 8, 2))]  # fmt: skip
-    more = [
-        Tile(bm, bn, 128, 4, s, variant="specialized") for bm, bn, s in ((128, 256, 3), (256, 128, 3), (128, 256, 4))
-    ]
-    return found + (more if specialized else [])

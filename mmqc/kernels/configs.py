@@ -6,7 +6,8 @@ Why:     nothing is timed at run time, so a launch is deterministic and can be c
          written by ``benchmarks/linear.py --tune``; a file that does not exist is no error, the table always answers.
 Alike:   of the same compute capability and as many multiprocessors, as an H100 SXM and an H200: memory differs, which moves the
          tiles of products little.
-Ops:     scaled_int8 scaled_fp8 scaled_int4 (weights packed, int8 activations) scaled_int4_fp8 weight_int{2,3,4,8}
+Ops:     scaled_int8 scaled_fp8, and pingpong_int8 pingpong_fp8 for the same product where kernels of pingpong_matmul.py may be
+         taken too; scaled_int4 (weights packed, int8 activations) scaled_int4_fp8 weight_int{2,3,4,8}
          scaled_int{4,8}_group{,_float}: with integer or float scales per group
 """
 
@@ -27,6 +28,8 @@ from mmqc.ops.pack import stretch
 OPS = (
     "scaled_int8",
     "scaled_fp8",
+    "pingpong_int8",
+    "pingpong_fp8",
     "scaled_int4",
     "scaled_int4_fp8",
     "scaled_int8_group",
@@ -38,8 +41,8 @@ OPS = (
     "weight_int4",
     "weight_int8",
 )
-VARIANTS = ("rows", "columns", "descriptors", "nested", "specialized", "unpack")
-PERSISTENT = ("descriptors", "nested", "specialized")
+VARIANTS = ("rows", "columns", "descriptors", "nested", "pingpong", "unpack")
+PERSISTENT = ("descriptors", "nested")
 BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 FOLDER = Path(__file__).parent / "configs"
 
@@ -50,9 +53,9 @@ class MatmulConfig:
 
     ``block_k`` counts stored weights along K: bytes of int8 or fp8, bytes of two codes each for packed ones.
     ``variant``: "rows" accumulates x Wᵀ, "columns" W xᵀ (weights are the operand that may stay in registers),
-    "descriptors", "nested", "specialized" x Wᵀ with TMA in a persistent grid: tile and K loop flattened into one, two nested
-    loops, or nested with copies and products in different warps; "unpack" writes the weight out once and multiplies that
-    (scaled_int4*: with the tile of its codes' op, whatever this one is).
+    "descriptors", "nested" x Wᵀ with TMA in a persistent grid: tile and K loop flattened into one, or two nested loops;
+    "pingpong" with copies, products and epilogues in warps of their own (pingpong_matmul.py); "unpack" writes the weight out
+    once and multiplies that (scaled_int4*: with the tile of its codes' op, whatever this one is).
     ``per_sm``: programs of a persistent grid per multiprocessor.  ``tail``: columns of a tile beside ``block_n``, of persistent
     scaled_int8 and scaled_fp8 alone; 128 + 32 makes 160, of which 8 are 1,280: where few tiles go round, widths between powers
     of two leave fewer multiprocessors without one.
@@ -160,6 +163,12 @@ def _scaled_large(op: str, m: int, n: int, k: int, device: torch.device) -> Matm
     return MatmulConfig(128, 128, 64, 8, 3)
 
 
+def _pingpong(m: int, n: int, device: torch.device) -> MatmulConfig:
+    """Two consumers of 128 x 128, or of half of that where there are few such tiles."""
+    block_m = 128 if -(-m // 128) * -(-n // 128) >= multiprocessors(device) else 64
+    return MatmulConfig(block_m, 128, 128, 4, 8, split_k=4, variant="pingpong")
+
+
 def _group_large(op: str, m: int, n: int, k: int, device: torch.device) -> MatmulConfig:
     """Sums of one group and of all groups are both in registers: at most 64 and 128 a thread (group_scaled_matmul.py)."""
     packed = op.startswith("scaled_int4")
@@ -176,6 +185,8 @@ def _group_large(op: str, m: int, n: int, k: int, device: torch.device) -> Matmu
 
 
 def _scaled(op: str, m: int, n: int, k: int, device: torch.device) -> MatmulConfig:
+    if op.startswith("pingpong"):
+        return _pingpong(m, n, device)
     slots = 2 * multiprocessors(device)
     packed = op.startswith("scaled_int4")
     if m > 256:

@@ -15,6 +15,7 @@ from typing import Any
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from mmqc.kernels.device_facts import INTERPRETED
 
@@ -58,6 +59,22 @@ else:
     # one warp: sums [16 i, 8 j], and rows of contiguous bytes, of which four lanes have 64
     MMA = gl.NVMMADistributedLayout([2, 0], [1, 1], instr_shape=[16, 8])
     ROWS = gl.BlockedLayout([1, 16], [8, 4], [1, 1], [1, 0])
+
+
+def is_gluon(kernel: Any) -> bool:
+    """Whether a kernel is Gluon's."""
+    return not INTERPRETED and kernel.is_gluon()
+
+
+def describe(t: Tensor, block: list[int]) -> Any:
+    """A tensor descriptor whose blocks arrive in shared memory as wgmma wants them: rows of up to 128 bytes, swizzled."""
+    from triton.experimental.gluon.language import NVMMASharedLayout
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    width = block[-1] * t.dtype.itemsize
+    swizzle = next((w for w in (128, 64, 32) if width % w == 0), 0)
+    layout = NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=8 * t.dtype.itemsize, rank=2)
+    return TensorDescriptor.from_tensor(t, block, layout)
 
 
 def operand(index: int, k_width: int) -> Any:

@@ -12,12 +12,14 @@ from typing import Any, NamedTuple
 
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from mmqc.kernels.gluon_tiles import describe, is_gluon
+
 
 class Launch(NamedTuple):
     """What a launch needs.
 
     Attributes:
-        kernel: a ``triton.jit`` function.
+        kernel: a ``triton.jit`` function, or Gluon's, which no compiled graph takes.
         grid: programs along one, two or three axes.
         args: tensors and sizes by the kernel's names for them.
         constants: ``tl.constexpr`` arguments.
@@ -25,7 +27,9 @@ class Launch(NamedTuple):
         num_warps, num_stages: of the compiled kernel.
         block_rows: the first axis has as many programs as there are blocks of so many rows M, times something; 0 if it does
             not depend on them.
-        descriptors: block shapes of the args that are read by TMA.
+        descriptors: block shapes of the args that TMA reads or writes.
+        early: whether its programs may start before the kernel in front has ended, for which they wait themselves (Hopper's
+            programmatic dependent launch).
     """
 
     kernel: Any
@@ -37,11 +41,16 @@ class Launch(NamedTuple):
     num_stages: int
     block_rows: int = 0
     descriptors: Mapping[str, tuple[int, ...]] = MappingProxyType({})
+    early: bool = False
 
     def run(self) -> None:
         """On tensors, now."""
         args = self.args
         if self.descriptors:
-            made = {k: TensorDescriptor.from_tensor(args[k], list(block)) for k, block in self.descriptors.items()}
+            make = describe if is_gluon(self.kernel) else TensorDescriptor.from_tensor
+            made = {k: make(args[k], list(block)) for k, block in self.descriptors.items()}
             args = {**args, **made}
-        self.kernel[self.grid](**args, **self.constants, num_warps=self.num_warps, num_stages=self.num_stages)
+        options: dict[str, Any] = {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        if self.early:
+            options["launch_pdl"] = True
+        self.kernel[self.grid](**args, **self.constants, **options)

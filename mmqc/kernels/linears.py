@@ -5,8 +5,22 @@
 Up to three linears (q, k and v).  ``pick`` chooses a pointer or a size; with one linear it is the first and costs nothing.
 """
 
+from __future__ import annotations
+
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
+from torch import Tensor
+
+
+class Linear(NamedTuple):
+    """One linear of a launch: weight, its scale, bias, result."""
+
+    w: Tensor
+    scale: Tensor
+    bias: Tensor | None
+    y: Tensor
 
 
 @triton.jit

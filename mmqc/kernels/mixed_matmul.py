@@ -17,20 +17,29 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from mmqc.kernels import pingpong_matmul as pingpong
 from mmqc.kernels.configs import MatmulConfig, key, measured
 from mmqc.kernels.device_facts import ceil_div, has_tensor_descriptors, multiprocessors, why_not_here
 from mmqc.kernels.launch import Launch
 from mmqc.kernels.mixed_matmul_tiles import joined_matmul_kernel, mixed_matmul_kernel
 from mmqc.kernels.quantize_per_token import Rows
+from mmqc.kernels.split_k import workspace
 from mmqc.kernels.unpack_weight import join_launch, unpack_weight
 
-OP = "mixed_int8"  # in the files of configs.py
+OP, PINGPONG = "mixed_int8", "pingpong_mixed"  # in the files of configs.py: kernels of any launch, and all
 OUT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_K = {1: 131_071, 2: 32_767}  # channels by the number of parts: their sums fit int32
 STEP = 128  # columns that a second part in the same matrix starts at a multiple of: a step of K, or several
 # Triton waits for every int32 product before it goes on, so that two programs of one warpgroup, one of which multiplies while the
 # other waits or writes, beat one program of two: scaled_int8 is tuned to the same tile.
-TILES = (  # tried by benchmarks/mixed_linear.py --tune; the first is the default for large products
+PINGPONG_TILES = (  # tried by benchmarks/mixed_linear.py --tune, as those below; the first is the default for large products
+    MatmulConfig(128, 128, 128, 4, 8, split_k=4, variant="pingpong"),
+    MatmulConfig(128, 128, 128, 4, 8, group_m=16, split_k=4, variant="pingpong"),
+    MatmulConfig(64, 128, 128, 4, 8, split_k=4, variant="pingpong"),
+    MatmulConfig(64, 256, 128, 4, 8, split_k=4, variant="pingpong"),
+    MatmulConfig(128, 256, 128, 8, 8, split_k=4, variant="pingpong"),
+)
+TILES = (
     MatmulConfig(128, 128, 128, 4, 3, variant="descriptors", per_sm=2),
     MatmulConfig(128, 128, 128, 4, 3, group_m=16, variant="descriptors", per_sm=2),
     MatmulConfig(128, 128, 128, 8, 5, variant="descriptors", tail=32),
@@ -95,11 +104,13 @@ def supports(x: Rows, w: Weight, bias: Tensor | None, out_dtype: torch.dtype) ->
 
 
 @functools.lru_cache(maxsize=1024)
-def config(m: int, n: int, k: int, device: torch.device) -> MatmulConfig:
+def config(m: int, n: int, k: int, device: torch.device, op: str = OP) -> MatmulConfig:
     """The tuned tile of this GPU for this shape, else a rule of thumb."""
-    known = measured(device).get(key(OP, m, n, k))
+    known = measured(device).get(key(op, m, n, k))
     if known is not None:
         return known
+    if op == PINGPONG:
+        return PINGPONG_TILES[0 if ceil_div(m, 128) * ceil_div(n, 128) >= multiprocessors(device) else 2]
     if device.type != "cuda":  # the interpreter
         return MatmulConfig(32, 32, 32, 4, 1, variant="nested")
     if ceil_div(m, 128) * ceil_div(n, 128) < multiprocessors(device):
@@ -121,8 +132,37 @@ def mixed_matmul(
     if y.shape != (m, n) or y.dtype != out_dtype or (n > 1 and y.stride(1) != 1):
         raise ValueError(f"mixed_matmul: out is {out_dtype} [{m}, {n}], rows contiguous; got {y.dtype} {list(y.shape)}")
     if m and n:
-        launch(x, w, bias, y, config).run()
+        c = config or tile(x, w, y)
+        (pingpong_launch if c.variant == "pingpong" else launch)(x, w, bias, y, c).run()
     return y
+
+
+def tile(x: Rows, w: Weight, y: Tensor) -> MatmulConfig:
+    """The tile: of all kernels that take the operands."""
+    (m, k), n = x.q.shape, w.low.shape[0]
+    may = m > pingpong.LEAST_ROWS and w.high is None and pingpong.why_not(x.q, w.low, y) is None
+    return config(m, n, k, x.q.device, PINGPONG if may else OP)
+
+
+def pingpong_launch(x: Rows, w: Weight, bias: Tensor | None, y: Tensor, c: MatmulConfig) -> Launch:
+    """Fill ``y`` from a weight in one matrix by a kernel of pingpong_mixed_tiles.py."""
+    from mmqc.kernels.pingpong_mixed_tiles import mixed_pingpong_kernel
+
+    m, (n, columns), first = x.q.shape[0], w.low.shape, w.joined or w.low.shape[1]
+    programs, whole, count = pingpong.grid(c, m, n, columns, x.q.device)
+    rest = ceil_div(m, c.block_m) * ceil_div(n, c.block_n) % whole
+    part, counter = workspace(x.q.device, rest, c.block_m * c.block_n, count, torch.int32)
+    args = dict(
+        x_desc=x.q, w_desc=w.low, y_desc=y, x_scale_ptr=x.scale, x_offset_ptr=x.offset, w_scale_ptr=w.scale, w_sum_ptr=w.sum,
+        bias_ptr=w.scale if bias is None else bias, part_ptr=part, counter_ptr=counter, M=m, N=n, LOW=first,
+        START=second_at(first) if w.joined else columns, END=columns,
+    )  # fmt: skip
+    constants = dict(
+        TWO=w.joined > 0, HAS_BIAS=bias is not None, **pingpong.shape_constants(c, whole, count, y.dtype.itemsize)
+    )
+    blocks = {"x_desc": (c.block_m, c.block_k), "w_desc": (c.block_n, c.block_k), "y_desc": (c.block_m, c.block_n)}
+    outputs = ("y_desc", "part_ptr", "counter_ptr")
+    return Launch(mixed_pingpong_kernel, (programs,), args, constants, outputs, c.num_warps, 1, 0, blocks, early=True)
 
 
 def launch(x: Rows, w: Weight, bias: Tensor | None, y: Tensor, c: MatmulConfig | None = None) -> Launch:

@@ -13,7 +13,8 @@ def divide_tile(x, s):
     """X / s rounded as IEEE division: one reciprocal for many x, one step of correction (Markstein)."""
     inverse = tl.div_rn(1.0, s)
     q = x * inverse
-    return tl.fma(tl.fma(-q, s + tl.zeros_like(x), x), inverse + tl.zeros_like(x), q)
+    s, inverse = tl.broadcast_to(s, q.shape), tl.broadcast_to(inverse, q.shape)  # fma takes equal shapes
+    return tl.fma(tl.fma(-q, s, x), inverse, q)
 
 
 @triton.jit

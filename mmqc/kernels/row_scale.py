@@ -66,5 +66,5 @@ def row_scale_tile(scale_ptr, rows_ptr, rows, mask, KIND: tl.constexpr):
     elif KIND == SPLIT:
         s = tl.where(rows < tl.load(rows_ptr), tl.load(scale_ptr + 1), tl.load(scale_ptr))
     else:
-        s = tl.zeros(rows.shape, tl.float32) + tl.load(scale_ptr)
+        s = (rows * 0).to(tl.float32) + tl.load(scale_ptr)
     return s

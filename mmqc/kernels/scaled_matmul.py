@@ -14,12 +14,11 @@ Arch:    Ampere and newer; fp8 from compute capability 8.9; TMA from 9.0, elsewh
 # pyright: reportArgumentType=false, reportCallIssue=false
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton.language as tl
 from torch import Tensor
 
+from mmqc.kernels import pingpong_matmul as pingpong
 from mmqc.kernels.configs import PERSISTENT, MatmulConfig
 from mmqc.kernels.configs import config as choose
 from mmqc.kernels.device_facts import (
@@ -32,6 +31,7 @@ from mmqc.kernels.device_facts import (
 )
 from mmqc.kernels.epilogue_tiles import Epilogue
 from mmqc.kernels.launch import Launch
+from mmqc.kernels.linears import Linear
 from mmqc.kernels.row_scale import RowScale, row_scale
 from mmqc.kernels.scaled_matmul_tiles import scaled_matmul_descriptor_kernel, scaled_matmul_kernel
 from mmqc.kernels.split_k import Workspace, workspace
@@ -110,19 +110,30 @@ def multiply(
     width = sum(linear.w.shape[0] for linear in linears)
     if not m or not width:
         return
-    c = config or choose(op_name(x_q, linears[0].w), m, width, k, x_q.device)
+    c = config or tile(x_q, linears[0], width, fast_accumulation)
     if len(linears) > 1 and not (m <= FEW_ROWS and c.variant in ("rows", "columns") and alike(linears)):
         for linear in linears:
             multiply(x_q, [linear], rows, config=config, fast_accumulation=fast_accumulation)
         return
     if c.variant == "unpack":
         linears = [linear._replace(w=unpack_weight(linear.w, k, bits=4, dtype=x_q.dtype)) for linear in linears]
-        c = choose(op_name(x_q, linears[0].w), m, width, k, x_q.device)
-    if c.variant in PERSISTENT and descriptor_reason(x_q, linears[0].w) is None:
+        c = tile(x_q, linears[0], width, fast_accumulation)
+    if c.variant == "pingpong":
+        pingpong.launch(x_q, linears[0], rows, residual, c, PLAIN).run()
+    elif c.variant in PERSISTENT and descriptor_reason(x_q, linears[0].w) is None:
         descriptor_launch(x_q, linears[0], rows, residual, c, fast_accumulation).run()
     else:
         c = c.with_stages(3) if c.variant in PERSISTENT else c
         pointer_launch(x_q, linears, rows, residual, c, fast_accumulation).run()
+
+
+def tile(x_q: Tensor, linear: Linear, width: int, fast_accumulation: bool = True) -> MatmulConfig:
+    """The tile for so many columns: of all kernels that take the operands."""
+    (m, k), op = x_q.shape, op_name(x_q, linear.w)
+    if m > pingpong.LEAST_ROWS and op in pingpong.OPS and fast_accumulation:  # noqa: SIM102  the second looks at addresses
+        if pingpong.why_not(x_q, linear.w, linear.y) is None:
+            op = pingpong.OPS[op]
+    return choose(op, m, width, k, x_q.device)
 
 
 def scaled_matmuls(
@@ -158,15 +169,6 @@ def descriptor_reason(x_q: Tensor, w_q: Tensor) -> str | None:
     if any(t.stride(0) % 16 or t.data_ptr() % 16 for t in (x_q, w_q)):
         return "tensor descriptors need rows and addresses that are multiples of 16 bytes"
     return None
-
-
-class Linear(NamedTuple):
-    """One linear of a launch: weight, its scale, bias, result."""
-
-    w: Tensor
-    scale: Tensor
-    bias: Tensor | None
-    y: Tensor
 
 
 def three(linears: list[Linear]) -> list[Linear]:
@@ -226,7 +228,7 @@ def descriptor_launch(
         KIND=rows.kind, HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, FAST_ACC=fast,
         ACC=tl.int32 if x.dtype == torch.int8 else tl.float32, BLOCK_M=c.block_m, BLOCK_N=c.block_n, TAIL=c.tail,
         BLOCK_K=c.block_k, GROUP_M=c.group_m, PROGRAMS=programs, FLATTEN=c.variant == "descriptors",
-        SPECIALIZE=c.variant == "specialized", PTX=has_inline_ptx(x.device), **epilogue.constants(), **rank,
+        PTX=has_inline_ptx(x.device), **epilogue.constants(), **rank,
     )  # fmt: skip
     blocks = {"x_desc": (c.block_m, c.block_k), "w_desc": (c.block_n, c.block_k)}
     blocks |= {"w_tail_desc": (c.tail, c.block_k)} if c.tail else {}

@@ -19,6 +19,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
+from mmqc.kernels import pingpong_matmul as pingpong
 from mmqc.kernels.configs import PERSISTENT, MatmulConfig
 from mmqc.kernels.configs import config as choose
 from mmqc.kernels.device_facts import ceil_div, has_inline_ptx, multiprocessors
@@ -27,6 +28,7 @@ from mmqc.kernels.gated_matmul_tiles import gated_matmul_descriptor_kernel, gate
 from mmqc.kernels.launch import Launch
 from mmqc.kernels.row_scale import RowScale
 from mmqc.kernels.scaled_matmul import Linear, descriptor_launch, descriptor_reason, op_name, pointer_launch
+from mmqc.kernels.scaled_matmul import tile as tile_of
 from mmqc.kernels.split_k import Workspace, workspace
 from mmqc.kernels.unpack_weight import unpack_weight
 
@@ -61,11 +63,15 @@ def scaled_matmul_epilogue(
     (m, k), n = x_q.shape, linears[0].w.shape[0]
     if not m or not n:
         return
-    c = config or choose(op_name(x_q, linears[0].w), m, len(linears) * n, k, x_q.device)
+    one = len(linears) == 1
+    c = config or (tile_of(x_q, linears[0], n) if one else choose(op_name(x_q, linears[0].w), m, 2 * n, k, x_q.device))
     given = c is config
     if c.variant == "unpack":
         linears = [linear._replace(w=unpack_weight(linear.w, k, bits=4, dtype=x_q.dtype)) for linear in linears]
-        c = choose(op_name(x_q, linears[0].w), m, len(linears) * n, k, x_q.device)
+        c = tile_of(x_q, linears[0], n) if one else choose(op_name(x_q, linears[0].w), m, 2 * n, k, x_q.device)
+    if c.variant == "pingpong":
+        pingpong.launch(x_q, linears[0], rows, None, c, epilogue).run()
+        return
     c = c if given else overlapped(c)
     by_tma = all(descriptor_reason(x_q, linear.w) is None for linear in linears)
     launch(x_q, linears, rows, c, epilogue, by_tma=by_tma).run()

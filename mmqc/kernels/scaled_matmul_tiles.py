@@ -53,6 +53,30 @@ def scale_tile(
 
 
 @triton.jit
+def finish_scaled_tile(
+    acc, x_scale_ptr, row_ptr, w_scale_ptr, bias_ptr, residual_ptr, next_scale_ptr, next_row_ptr, low_x_ptr, low_w_ptr,
+    rows, cols, M, N, stride_r,
+    KIND: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, FACTOR: tl.constexpr,
+    ACTIVATION: tl.constexpr, NEXT: tl.constexpr, NEXT_KIND: tl.constexpr, ROUND: tl.constexpr, LOW: tl.constexpr,
+    HIGH: tl.constexpr, PTX: tl.constexpr, RANK: tl.constexpr,
+):  # fmt: skip
+    """The epilogue: acc [BM, BN] -> y, float32 or codes."""
+    row_mask, col_mask = rows < M, cols < N
+    s_x = row_scale_tile(x_scale_ptr, row_ptr, rows, row_mask, KIND)  # [BM]
+    y = scale_tile(acc, s_x, w_scale_ptr, bias_ptr, cols, col_mask, HAS_BIAS, FACTOR)
+    if HAS_RESIDUAL:
+        at = residual_ptr + rows.to(tl.int64)[:, None] * stride_r + cols[None, :]
+        y += tl.load(at, mask=row_mask[:, None] & col_mask[None, :], other=0.0).to(tl.float32)
+    if RANK:
+        y = add_low_rank_tile(y, low_x_ptr, low_w_ptr, rows, row_mask, cols, col_mask, RANK)
+    if ACTIVATION != NONE:
+        y = activation_tile(round_tile(y, ROUND), ACTIVATION, PTX)
+    if NEXT:
+        y = next_codes_tile(y, next_scale_ptr, next_row_ptr, rows, row_mask, NEXT_KIND, ROUND, LOW, HIGH)
+    return y
+
+
+@triton.jit
 def store_scaled_tile(
     acc, y_ptr, x_scale_ptr, row_ptr, w_scale_ptr, bias_ptr, residual_ptr, next_scale_ptr, next_row_ptr, low_x_ptr,
     low_w_ptr, rows, cols, M, N, stride_y, stride_r,
@@ -60,20 +84,11 @@ def store_scaled_tile(
     ACTIVATION: tl.constexpr, NEXT: tl.constexpr, NEXT_KIND: tl.constexpr, ROUND: tl.constexpr, LOW: tl.constexpr,
     HIGH: tl.constexpr, PTX: tl.constexpr, RANK: tl.constexpr,
 ):  # fmt: skip
-    """The epilogue: acc [BM, BN] -> y."""
-    row_mask, col_mask = rows < M, cols < N
-    s_x = row_scale_tile(x_scale_ptr, row_ptr, rows, row_mask, KIND)  # [BM]
-    y = scale_tile(acc, s_x, w_scale_ptr, bias_ptr, cols, col_mask, HAS_BIAS, FACTOR)
-    mask = row_mask[:, None] & col_mask[None, :]
-    if HAS_RESIDUAL:
-        at = residual_ptr + rows.to(tl.int64)[:, None] * stride_r + cols[None, :]
-        y += tl.load(at, mask=mask, other=0.0).to(tl.float32)
-    if RANK:
-        y = add_low_rank_tile(y, low_x_ptr, low_w_ptr, rows, row_mask, cols, col_mask, RANK)
-    if ACTIVATION != NONE:
-        y = activation_tile(round_tile(y, ROUND), ACTIVATION, PTX)
-    if NEXT:
-        y = next_codes_tile(y, next_scale_ptr, next_row_ptr, rows, row_mask, NEXT_KIND, ROUND, LOW, HIGH)
+    """The epilogue, and y to memory."""
+    mask = (rows < M)[:, None] & (cols < N)[None, :]
+    y = finish_scaled_tile(acc, x_scale_ptr, row_ptr, w_scale_ptr, bias_ptr, residual_ptr, next_scale_ptr, next_row_ptr,
+                           low_x_ptr, low_w_ptr, rows, cols, M, N, stride_r, KIND, HAS_BIAS, HAS_RESIDUAL, FACTOR,
+                           ACTIVATION, NEXT, NEXT_KIND, ROUND, LOW, HIGH, PTX, RANK)  # fmt: skip
     at = y_ptr + rows.to(tl.int64)[:, None] * stride_y + cols[None, :]
     tl.store(at, y.to(y_ptr.dtype.element_ty), mask=mask)
 
@@ -150,16 +165,15 @@ def scaled_matmul_descriptor_kernel(
     next_row_ptr, low_x_ptr, low_w_ptr, M, N, K, stride_y, stride_r,
     KIND: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, FAST_ACC: tl.constexpr, ACC: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TAIL: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
-    PROGRAMS: tl.constexpr, FLATTEN: tl.constexpr, SPECIALIZE: tl.constexpr, ACTIVATION: tl.constexpr,
-    NEXT: tl.constexpr, NEXT_KIND: tl.constexpr, ROUND: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
-    PTX: tl.constexpr, RANK: tl.constexpr,
+    PROGRAMS: tl.constexpr, FLATTEN: tl.constexpr, ACTIVATION: tl.constexpr, NEXT: tl.constexpr, NEXT_KIND: tl.constexpr,
+    ROUND: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, PTX: tl.constexpr, RANK: tl.constexpr,
 ):  # fmt: skip
     """Persistent: every program walks over tiles, so the next tile's copies run under this tile's epilogue.
 
     A tile has BLOCK_N columns and TAIL more, which are a product of their own with the same rows of x.
     """
     tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N + TAIL)
-    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, PROGRAMS, flatten=FLATTEN, warp_specialize=SPECIALIZE):
+    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, PROGRAMS, flatten=FLATTEN):
         tile_m, tile_n = grouped_tile(tile, tiles_m, tiles_n, GROUP_M)
         first = tile_n * (BLOCK_N + TAIL)
         acc = tl.zeros((BLOCK_M, BLOCK_N), ACC)

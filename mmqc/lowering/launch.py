@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from sympy import Integer, Max, Min
 
+from mmqc.kernels import pingpong_matmul as pingpong
 from mmqc.kernels.device_facts import ceil_div
 from mmqc.kernels.launch import Launch
 from mmqc.lowering.inductor import (
@@ -30,6 +31,7 @@ from mmqc.lowering.inductor import (
     contiguous,
     counters,
     empty,
+    for_package,
     launch_kernel,
     lowerings,
     size_hint,
@@ -86,6 +88,20 @@ def workspace(
     """As in kernels/split_k.py; the launches of a graph share their counters, for each of them leaves zeros."""
     count = Operand(counters(max(COUNTERS, tiles) if split > 1 else COUNTERS, device))
     return (Operand.new((split * tiles * tile_elements,), dtype, device), count) if split > 1 else (count, count)
+
+
+def count_rows(x: TensorBox) -> Any:
+    """M of [..., K], an int if it is known."""
+    return as_int(math.prod(x.get_size()[:-1]))
+
+
+def may_pingpong(x: TensorBox, n: int, out_dtype: torch.dtype) -> bool:
+    """Whether x times n columns may take a kernel of pingpong_matmul.py, by a call of the op that it belongs to."""
+    rows = count_rows(x)
+    if not isinstance(rows, int) or rows <= pingpong.LEAST_ROWS or for_package():
+        return False
+    fits = static_int(x.get_size()[-1]) % 16 == 0 and n * out_dtype.itemsize % 16 == 0
+    return fits and pingpong.here(x.get_device_or_error())
 
 
 def regimes(rows: Any) -> Iterator[tuple[int, Any]]:

@@ -17,7 +17,16 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from mmqc import kernels
-from mmqc.lowering.inductor import Pointwise, TensorBox, has_kernel, lowerings, ops, register_lowering, static_int
+from mmqc.lowering.inductor import (
+    Pointwise,
+    TensorBox,
+    call_kernel,
+    has_kernel,
+    lowerings,
+    ops,
+    register_lowering,
+    static_int,
+)
 from mmqc.lowering.pack import unpack
 from mmqc.lowering.scaled_matmul import int_matmul, traced_operands
 from mmqc.ops.integer_matmul import CUDA_MIN_ROWS, why_not_int_mm
@@ -48,6 +57,9 @@ def lower_mixed_matmul(
 ) -> TensorBox:  # fmt: skip
     """A kernel, or integer products and then pointwise IR."""
     if has_kernel(x_q) and on_cuda().why_not(widths, out_dtype, x_q.get_device_or_error()) is None:
+        if on_cuda().by_call(x_q, w_scale, widths, weight_bits, out_dtype):
+            op = torch.ops.mmqc.mixed_matmul.default
+            return call_kernel(op, x_q, x_scale, x_offset, w_q, w_scale, w_sum, bias, widths, weight_bits, out_dtype)
         return on_cuda().mixed(x_q, x_scale, x_offset, w_q, w_scale, w_sum, bias, widths, weight_bits, out_dtype)
     rows, n = list(x_q.get_size()[:-1]), static_int(w_scale.get_size()[0])
     flat = lowerings[aten.view.default](x_q, [math.prod(rows), sum(widths)])

@@ -15,8 +15,8 @@ from mmqc.kernels import mixed_matmul as kernel
 from mmqc.kernels import quantize_per_token as per_token
 from mmqc.kernels import unpack_weight
 from mmqc.kernels.device_facts import has_tensor_descriptors
-from mmqc.lowering.inductor import TensorBox, lowerings, size_hint
-from mmqc.lowering.launch import MANY, Operand, emit
+from mmqc.lowering.inductor import TensorBox, lowerings, size_hint, static_int
+from mmqc.lowering.launch import MANY, Operand, count_rows, emit, may_pingpong
 
 aten = torch.ops.aten
 ALIGN = 16  # bytes: of rows and addresses that TMA takes
@@ -35,6 +35,17 @@ def why_not(widths: Sequence[int], out_dtype: torch.dtype, device: torch.device)
     if any(width % ALIGN for width in widths):
         return f"tensor descriptors need parts of multiples of {ALIGN} channels, not {list(widths)}"
     return None
+
+
+def by_call(
+    x_q: TensorBox, w_scale: TensorBox, widths: Sequence[int], weight_bits: Sequence[int], out_dtype: torch.dtype
+) -> bool:
+    """Whether the op itself is called: a tile of pingpong_matmul.py, which no launch in generated code has."""
+    n, one = static_int(w_scale.get_size()[0]), len(widths) == 1 or list(weight_bits) == [4, 8]
+    if not one or not may_pingpong(x_q, n, out_dtype):
+        return False
+    c = kernel.config(count_rows(x_q), n, sum(widths), x_q.get_device_or_error(), kernel.PINGPONG)
+    return c.variant == "pingpong"
 
 
 def mixed(

@@ -5,6 +5,7 @@
     weight_only       weight_only_matmul(s)   the same from packed weights;  many rows: the weight written out once, then mm
     hadamard          hadamard, hadamard_quantize
 
+On Hopper products of many rows, of a number that is known, are calls of the op: ``by_call``.
 Each returns None where no kernel takes the operands: then the op is lowered as on any device, and ``why_not`` says why.
 """
 
@@ -17,6 +18,7 @@ import torch
 
 from mmqc.kernels import hadamard_plan as plans
 from mmqc.kernels import hadamard_quantize as transform
+from mmqc.kernels import pingpong_matmul as pingpong
 from mmqc.kernels import scaled_matmul as scaled_kernels
 from mmqc.kernels import scaled_matmul_epilogue as epilogue_kernels
 from mmqc.kernels import unpack_weight
@@ -26,8 +28,8 @@ from mmqc.kernels.device_facts import has_tensor_descriptors
 from mmqc.kernels.epilogue_tiles import Epilogue
 from mmqc.kernels.row_scale import ONE, VISUAL, RowScale
 from mmqc.kernels.scaled_matmul import FEW_ROWS, Linear
-from mmqc.lowering.inductor import TensorBox, constant, convert, lowerings
-from mmqc.lowering.launch import Operand, emit, regimes, workspace
+from mmqc.lowering.inductor import TensorBox, constant, convert, lowerings, static_int
+from mmqc.lowering.launch import Operand, count_rows, emit, may_pingpong, regimes, workspace
 
 aten = torch.ops.aten
 WHOLE = MatmulConfig(128, 128, 64, 8, 3, variant="columns")  # any number of rows from packed weights, in one launch
@@ -64,6 +66,25 @@ def _one_launch(linears: Sequence[Any], m: int, c: MatmulConfig) -> bool:
     return (
         len(linears) > 1 and m <= FEW_ROWS and c.variant in ("rows", "columns") and scaled_kernels.alike(list(linears))
     )
+
+
+def by_call(x_q: TensorBox, w_q: Sequence[TensorBox], out_dtype: torch.dtype) -> bool:
+    """Whether the op itself is called: for tiles of pingpong_matmul.py, which no launch in generated code has."""
+    return all(may_pingpong(x_q, static_int(w.get_size()[0]), out_dtype) and _pingpongs(x_q, w) for w in w_q)
+
+
+def _pingpongs(x_q: TensorBox, w_q: TensorBox) -> bool:
+    m, n, k, device = (
+        count_rows(x_q),
+        static_int(w_q.get_size()[0]),
+        static_int(x_q.get_size()[-1]),
+        x_q.get_device_or_error(),
+    )
+    codes = "scaled_int8" if x_q.get_dtype() == torch.int8 else "scaled_fp8"
+    if w_q.get_dtype() == torch.uint8:  # noqa: SIM102  codes to be written out, or no codes
+        if config("scaled_int4" if codes == "scaled_int8" else "scaled_int4_fp8", m, n, k, device).variant != "unpack":
+            return False
+    return config(pingpong.OPS[codes], m, n, k, device).variant == "pingpong"
 
 
 def scaled(

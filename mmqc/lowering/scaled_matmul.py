@@ -152,7 +152,7 @@ def lower_scaled_matmul(
     group_size: int = 0,
 ) -> TensorBox:  # fmt: skip
     """Integer product, then pointwise IR in the order of the formula."""
-    if takes_kernel(x_q) and not group_size:
+    if takes_kernel(x_q) and not group_size and not on_cuda().by_call(x_q, [w_q], out_dtype):
         return on_cuda().scaled(x_q, [w_q], x_scale, [w_scale], [bias], visual, out_dtype)[0]
     if takes_kernel(x_q) and not for_package():
         op = torch.ops.mmqc.scaled_matmul.default

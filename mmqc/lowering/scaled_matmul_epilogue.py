@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mmqc import kernels
-from mmqc.lowering.inductor import TensorBox, register_decomposition, register_lowering
+from mmqc.lowering.inductor import TensorBox, call_kernel, register_decomposition, register_lowering
 from mmqc.lowering.scaled_matmul import on_cuda
 from mmqc.ops.scaled_matmul_epilogue import activated
 
@@ -53,7 +53,8 @@ def lower_scaled_matmul_epilogue(
     next_scale: TensorBox | None = None, next_visual: TensorBox | None = None, next_bits: int = 8,
     low_x: TensorBox | None = None, low_w: TensorBox | None = None,
 ) -> TensorBox:  # fmt: skip
-    """The kernel's launches."""
-    del weight_bits  # the weight's dtype says it
-    given = (x_q, w_q, x_scale, w_scale, bias, visual, out_dtype)
-    return on_cuda().with_epilogue(*given, activation, next_scale, next_visual, next_bits, low_x, low_w)
+    """The kernel's launches, or a call."""
+    given, last = (x_q, w_q, x_scale, w_scale, bias, visual), (next_scale, next_visual, next_bits, low_x, low_w)
+    if len(w_q) == 1 and on_cuda().by_call(x_q, w_q, out_dtype if next_scale is None else torch.int8):
+        return call_kernel(OP, *given, weight_bits, out_dtype, activation, *last)
+    return on_cuda().with_epilogue(*given, out_dtype, activation, *last)

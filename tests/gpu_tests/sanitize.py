@@ -43,6 +43,7 @@ from sanitize_tokens import (  # noqa: E402
 )  # fmt: skip
 from tolerance import assert_close  # noqa: E402
 
+from mmqc.kernels import pingpong_matmul as pingpong  # noqa: E402
 from mmqc.kernels.configs import MatmulConfig as Tile  # noqa: E402
 from mmqc.kernels.device_facts import (  # noqa: E402
     fp8_reason,
@@ -87,6 +88,11 @@ SCALED = {  # name: (codes of x and w, (M, N, K), tile)
     "scaled_matmul int4 unpack": ("int4", (130, 101, 208), Tile(64, 64, 64, 4, 3, variant="unpack")),
     "scaled_matmul int4 x fp8": ("int4 fp8", (17, 101, 512), Tile(16, 64, 64, 4, 3, variant="columns")),
 }
+PINGPONG = {  # as SCALED
+    "scaled_matmul int8 pingpong": ("int8", (130, 6008, 208), Tile(64, 128, 128, 4, 4, variant="pingpong")),
+    "scaled_matmul int8 pingpong, cut": ("int8", (130, 264, 3600), Tile(64, 128, 128, 4, 8, split_k=4, variant="pingpong")),
+    "scaled_matmul fp8 pingpong, one": ("fp8", (130, 264, 208), Tile(128, 256, 128, 8, 3, variant="pingpong")),
+}  # fmt: skip
 WEIGHT_ONLY = {  # name: (bits, group, zero points, (M, N, K), tile)
     "weight_only_matmul int4": (4, 64, False, (17, 101, 256), Tile(16, 64, 64, 2, 4, variant="columns")),
     "weight_only_matmul int4 split K": (4, 128, False, (1, 101, 1536), Tile(8, 64, 128, 4, 4, split_k=3, variant="columns")),
@@ -250,13 +256,14 @@ Case = tuple[str, Callable[[], None]]
 
 def cases(place: Place) -> Iterator[Case]:
     """Every kernel: its name, and the call that runs and compares it."""
-    for i, (name, (kind, shape, tile)) in enumerate(SCALED.items()):
+    given = SCALED | (PINGPONG if pingpong.here(place.device) else {})
+    for i, (name, (kind, shape, tile)) in enumerate(given.items()):
         if not ("fp8" in kind and fp8_reason(place.device)) and (kind != "int4 fp8" or has_inline_ptx(place.device)):
             yield name, functools.partial(scaled, place, kind, shape, tile, KINDS[i % len(KINDS)])
     for name, case in EPILOGUES.items():
         yield name, functools.partial(epilogue, place, *case)
-    for name, given in WEIGHT_ONLY.items():
-        yield name, functools.partial(weight_only, place, *given)
+    for name, weights in WEIGHT_ONLY.items():
+        yield name, functools.partial(weight_only, place, *weights)
     yield "unpack_weight int4 codes", functools.partial(unpack, place, 4, False)
     yield "unpack_weight int4", functools.partial(unpack, place, 4, True)
     yield "unpack_weight int8", functools.partial(unpack, place, 8, True)
@@ -265,6 +272,9 @@ def cases(place: Place) -> Iterator[Case]:
     if has_tensor_descriptors(place.device):
         yield "mixed_matmul, quantize_per_token", functools.partial(mixed, place, [208, 48], True)
         yield "mixed_matmul, one part", functools.partial(mixed, place, [176], False)
+    if pingpong.here(place.device):
+        tile = Tile(64, 128, 128, 4, 8, split_k=4, variant="pingpong")
+        yield "mixed_matmul, pingpong, cut", functools.partial(mixed, place, [3088, 208], True, 264, tile)
     yield "norm_, hadamard_ and basis_quantize_per_token", functools.partial(fused, place)
     for name, row in NORM.items():
         yield name, functools.partial(norm, place, *row)

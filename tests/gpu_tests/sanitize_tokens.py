@@ -66,9 +66,12 @@ def poison(place: Place, m: int, n: int) -> Tensor:
     return torch.full((m, n), float("nan"), dtype=place.dtype).to(place.device)
 
 
-def mixed(place: Place, widths: list[int], packed: bool) -> None:
+SMALL = Tile(64, 64, 64, 4, 3, variant="nested")
+
+
+def mixed(place: Place, widths: list[int], packed: bool, n: int = 101, tile: Tile = SMALL) -> None:
     bits = [4, 8][: len(widths)]
-    x, n = torch.randn(70, sum(widths)).to(place.dtype), 101
+    x = torch.randn(70, sum(widths)).to(place.dtype)
     got = quantize_per_token(x.to(place.device), widths, bits)
     want = per_token_op.reference(x, None, widths, bits)
     assert torch.equal(got.q.cpu(), want[0]), "codes differ"
@@ -78,7 +81,7 @@ def mixed(place: Place, widths: list[int], packed: bool) -> None:
     stored = [pack_int4(codes[0]), *codes[1:]]
     low, *high = [c.to(place.device) for c in ([stored[0], *codes[1:]] if packed else codes)]
     weight = Weight(low, high[0] if high else None, scale.to(place.device), sums.to(place.device))
-    out, tile = poison(place, 70, n), Tile(64, 64, 64, 4, 3, variant="nested")
+    out = poison(place, 70, n)
     mixed_matmul(got, weight, out=out, out_dtype=place.dtype, config=tile)
     assert_close(out.cpu(), mixed_op.reference(*want, stored, scale, sums, None, widths, bits, torch.float64))
 

@@ -1,0 +1,167 @@
+"""Warp-specialised products on Hopper against float64 and against the other kernels: all tiles, odd sizes, cut last rounds."""
+
+import pytest
+import torch
+from row_scales import KINDS, row_scales
+from tolerance import assert_close
+
+from mmqc.backend import backend, collect_records
+from mmqc.kernels import pingpong_matmul as pingpong
+from mmqc.kernels.configs import MatmulConfig
+from mmqc.kernels.epilogue_tiles import Epilogue
+from mmqc.kernels.linears import Linear
+from mmqc.kernels.mixed_matmul import Weight, mixed_matmul
+from mmqc.kernels.quantize_per_token import quantize_per_token
+from mmqc.kernels.row_scale import row_scale
+from mmqc.kernels.scaled_matmul import scaled_matmul
+from mmqc.kernels.scaled_matmul_epilogue import scaled_matmul_epilogue
+from mmqc.ops.mixed_matmul import reference as mixed_reference
+from mmqc.ops.pack import pack_int4
+
+HERE = torch.cuda.is_available() and pingpong.here(torch.device("cuda"))
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HERE, reason="warpgroup products are Hopper's")]
+TILES = {
+    "two": MatmulConfig(128, 128, 128, 4, 8, variant="pingpong"),
+    "two, cut": MatmulConfig(128, 128, 128, 4, 8, split_k=4, variant="pingpong"),
+    "two of half": MatmulConfig(64, 128, 128, 4, 8, group_m=3, split_k=4, variant="pingpong"),
+    "two wide": MatmulConfig(64, 256, 128, 4, 8, split_k=2, variant="pingpong"),
+    "one": MatmulConfig(128, 256, 128, 8, 8, split_k=4, variant="pingpong"),
+    "one tall": MatmulConfig(256, 128, 128, 8, 2, split_k=4, variant="pingpong"),
+}
+CLASSIC = MatmulConfig(128, 128, 128, 4, 3, variant="descriptors", per_sm=2)
+# rows, columns, channels: one tile, a cut round alone, rounds and a cut one, rounds and one that is not cut, K of part of a step
+SHAPES = [(7, 40, 16), (300, 264, 3600), (1999, 1288, 4112), (2048, 4608, 384), (2048, 2304, 4096), (2111, 1800, 48)]
+FP8 = torch.float8_e4m3fn
+
+
+def operands(m: int, n: int, k: int, kind: torch.dtype = torch.int8) -> tuple[torch.Tensor, ...]:
+    if kind == torch.int8:
+        x, w = (torch.randint(-128, 128, (rows, k), dtype=kind, device="cuda") for rows in (m, n))
+    else:
+        x, w = (torch.randn(rows, k, device="cuda").to(kind) for rows in (m, n))
+    return x, w, torch.rand(n, device="cuda") + 0.5, torch.randn(n, device="cuda")
+
+
+def nan(m: int, n: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.full((m, n), float("nan"), dtype=dtype, device="cuda")
+
+
+@pytest.mark.parametrize("name", TILES)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_scaled__equals_float64(shape, name, dtype) -> None:
+    m, n, k = shape
+    x, w, w_scale, bias = operands(m, n, k)
+    x_scale = torch.rand(1, device="cuda") * 0.01
+    out = nan(m, n, dtype)
+    scaled_matmul(x, w, x_scale, w_scale, bias, out_dtype=dtype, out=out, config=TILES[name])
+    assert_close(out, (x.double() @ w.double().t()) * x_scale.double() * w_scale.double() + bias.double(), dtype)
+
+
+@pytest.mark.parametrize("name", TILES)
+def test_scaled__fp8_is_reproducible_and_near_the_other_kernel(name) -> None:
+    x, w, w_scale, bias = operands(1999, 1288, 4112, FP8)
+    x_scale = torch.rand(1, device="cuda")
+    given = dict(out_dtype=torch.bfloat16, config=TILES[name])
+    y = scaled_matmul(x, w, x_scale, w_scale, bias, out=nan(1999, 1288, torch.bfloat16), **given)
+    assert torch.equal(y, scaled_matmul(x, w, x_scale, w_scale, bias, **given))
+    want = (x.double() @ w.double().t()) * x_scale.double() * w_scale.double() + bias.double()
+    classic = scaled_matmul(x, w, x_scale, w_scale, bias, out_dtype=torch.bfloat16, config=CLASSIC)
+    assert float((y.double() - want).norm()) <= 1.1 * float((classic.double() - want).norm())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["two, cut", "one"])
+def test_scaled__scale_of_every_kind_and_a_residual(kind, name) -> None:
+    m, n, k = 1000, 520, 528
+    x, w, w_scale, bias = operands(m, n, k)
+    scale, more, rows = row_scales(kind, m, torch.device("cuda"), 0.0, 0.01)
+    residual, out = torch.randn(m, 2 * n, device="cuda").half()[:, :n], nan(m, n, torch.float16)
+    scaled_matmul(
+        x, w, scale, w_scale, bias, residual=residual, out_dtype=torch.float16, out=out, config=TILES[name], **more
+    )
+    want = (x.double() @ w.double().t()) * rows.double()[:, None] * w_scale.double() + bias.double() + residual.double()
+    assert_close(out, want, torch.float16)
+
+
+@pytest.mark.parametrize("activation", ["none", "relu", "silu", "quick_gelu", "gelu", "gelu_tanh"])
+@pytest.mark.parametrize("codes", [False, True])
+@pytest.mark.parametrize("name", ["two, cut", "one"])
+def test_epilogue__equals_the_other_kernel_to_the_bit(activation, codes, name) -> None:
+    m, n, k = 900, 1040, 640
+    x, w, w_scale, bias = operands(m, n, k)
+    w_scale = w_scale / 2e4
+    low = (torch.randn(m, 4, device="cuda").bfloat16(), torch.randn(n, 4, device="cuda").bfloat16())
+    next_scale, visual = torch.tensor([0.02, 0.03], device="cuda"), torch.rand(m, device="cuda") < 0.5
+    after = Epilogue(activation, torch.bfloat16, row_scale(next_scale, m, visual) if codes else None, 8, low)
+    rows, found = row_scale(torch.rand(m, device="cuda"), m), []
+    for config in (TILES[name], CLASSIC):
+        y = torch.full((m, n), 77, dtype=torch.int8 if codes else torch.bfloat16, device="cuda")
+        scaled_matmul_epilogue(x, [Linear(w, w_scale, bias, y)], rows, after, config)
+        found.append(y.float())
+    off = (found[0] - found[1]).abs()
+    assert float(off.max()) <= (1 if codes else 0.02 * float(found[1].abs().max()))  # a rounding at a tie
+    assert float((off > 0).float().mean()) < 1e-3
+
+
+@pytest.mark.parametrize("name", TILES)
+@pytest.mark.parametrize("widths", [[448, 64], [3136, 448], [1040], [96, 160]])
+@pytest.mark.parametrize(("m", "n"), [(300, 264), (1999, 1288), (2048, 2304)])
+def test_mixed__equals_the_op(name, widths, m, n) -> None:
+    bits = [4, 8][: len(widths)]
+    x = torch.randn(m, sum(widths), device="cuda", dtype=torch.bfloat16)
+    codes = [torch.randint(-(2 ** (b - 1)), 2 ** (b - 1), (n, w), dtype=torch.int8, device="cuda")
+             for b, w in zip(bits, widths, strict=True)]  # fmt: skip
+    stored, scale = [pack_int4(codes[0]), *codes[1:]], torch.rand(n, len(widths), device="cuda") + 0.5
+    sums = torch.stack([c.sum(1, dtype=torch.int32) for c in codes], 1)
+    rows, out = quantize_per_token(x, widths, bits), nan(m, n, torch.bfloat16)
+    weight = Weight(stored[0], stored[1] if len(stored) == 2 else None, scale, sums)
+    mixed_matmul(rows, weight, out=out, config=TILES[name])
+    want = mixed_reference(*rows, stored, scale, sums, None, widths, bits, torch.float64)
+    assert_close(out, want, torch.bfloat16)
+
+
+def test_cut_rounds__replay_in_a_graph() -> None:
+    """The counters of a launch are zero before it and after it."""
+    x, w, w_scale, bias = operands(600, 1288, 4096)
+    x_scale, out = torch.rand(1, device="cuda") * 0.01, nan(600, 1288, torch.float32)
+    given = dict(out_dtype=torch.float32, out=out, config=TILES["two, cut"])
+    scaled_matmul(x, w, x_scale, w_scale, bias, **given)
+    want, graph = out.clone(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        scaled_matmul(x, w, x_scale, w_scale, bias, **given)
+    for _ in range(3):
+        out.fill_(float("nan"))
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(out, want)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiled__calls_the_op_where_rows_are_known(dynamic) -> None:
+    torch._dynamo.reset()
+    x, w, w_scale, bias = operands(2048, 1280, 1280)
+    scale = torch.full((1,), 0.01, device="cuda")
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return torch.ops.mmqc.scaled_matmul(x, w, scale, w_scale, bias, None, 8, torch.bfloat16)
+
+    compiled = torch.compile(function, backend=backend, dynamic=dynamic, fullgraph=True)
+    with collect_records() as records, torch.no_grad():
+        y = compiled(x)
+    assert torch.equal(y, function(x))
+    launches = [name for record in records for name in record.kernels]
+    assert any("extern" in name for name in launches) != dynamic, launches
+
+
+def test_pingpong__says_what_it_cannot_do() -> None:
+    x, w, w_scale, bias = operands(300, 1001, 512)
+    y = nan(300, 1001, torch.bfloat16)
+    assert "multiples of 16 bytes" in str(pingpong.why_not(x, w, y))
+    assert "codes of one type" in str(pingpong.why_not(x, w.view(torch.uint8), y))
+    scaled_matmul(x, w, torch.ones(1, device="cuda"), w_scale, bias, out=y)  # takes another kernel
+    assert_close(y, (x.double() @ w.double().t()) * w_scale.double() + bias.double(), torch.bfloat16)
+    with pytest.raises(ValueError, match="leaves no shared memory"):
+        scaled_matmul(
+            x, w[:1000], torch.ones(1, device="cuda"), w_scale[:1000], out_dtype=torch.float32, config=TILES["one"]
+        )
