@@ -29,13 +29,13 @@ FIGURES = {
     ],
 }
 KERNELS = {
-    "linear": ("scaled_matmul*", "weight_only_matmul*"),
+    "linear": ("pingpong_matmul*", "pingpong_tiles*", "scaled_matmul*", "weight_only_matmul*"),
     "row_kernels": ("norm_quantize*", "hadamard_*"),
     "w4a8_groups": ("group_scaled_matmul*",),
     "kv_attention": ("kv_attention*", "kv_combine*", "kv_pack*", "kv_words*"),
     "kv_tokens": ("kv_token_attention*", "kv_round_keys*", "kv_pack*", "int4_codes*"),
     "epilogues": ("scaled_matmul*", "gated_matmul*", "activation_*", "epilogue_*", "hadamard_*"),
-    "mixed_linear": ("mixed_*", "quantize_per_token*", "unpack_weight*"),
+    "mixed_linear": ("mixed_*", "pingpong_*", "quantize_per_token*", "unpack_weight*"),
 }
 SAME = "; a copy of the same bytes reads and writes what the kernel does, so launch and ramp-up cost it as much"
 COLUMNS = ("bf16", "int8", "int_mm", "fp8", "scaled_mm", "int4", "w4", "tinygemm", "gemlite", "humming")
@@ -255,7 +255,7 @@ def rounded_text(data: dict[str, Any]) -> list[str]:
 def mixed(data: dict[str, Any]) -> list[str]:
     """The linear in two precisions next to cuBLAS bf16: microseconds, quantization of the input included."""
     times = data["times"]
-    ways = list(dict.fromkeys(way for row in times.values() for way in row))
+    ways = [w for w in dict.fromkeys(way for row in times.values() for way in row) if not w.startswith("unpack ")]
     rows = [[name, *(f"{row[w]:.0f}" if w in row else "–" for w in ways)] for name, row in by_rows(times)]
     return [
         "## Two precisions",

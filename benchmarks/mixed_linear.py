@@ -18,7 +18,6 @@ import math
 import sys
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +35,6 @@ from mmqc.kernels import mixed_matmul as kernel  # noqa: E402
 from mmqc.kernels import pingpong_matmul as pingpong  # noqa: E402
 from mmqc.kernels.configs import MatmulConfig  # noqa: E402
 from mmqc.kernels.quantize_per_token import Rows, quantize_per_token  # noqa: E402
-from mmqc.kernels.unpack_weight import join_launch  # noqa: E402
 from mmqc.ops.mixed_matmul import reference  # noqa: E402
 from mmqc.ops.pack import pack_int4  # noqa: E402
 
@@ -48,7 +46,6 @@ SHAPES = {  # name: (N, K, high channels)
 }  # fmt: skip
 DRY = {"mixed": (48, 96, 16), "uniform": (33, 64, 0)}
 WARPS = (1, 2, 4, 8)
-JOINED = (128, 256, 512, 1024)  # columns of a tile of the kernel that writes both parts out
 EACH, ALL = 1.3, 1.45  # what the mixed linear is to gain over bf16: on every shape, and on average
 
 
@@ -88,13 +85,7 @@ class Linear:
             "product": lambda: self.multiply(rows, self.written),
             "kept": lambda: self.multiply(self.quantize(), self.kept),
             "mixed": lambda: self.multiply(self.quantize(), self.packed),
-            **({f"unpack {c}": partial(self.join, c) for c in JOINED} if self.packed.high is not None else {}),
         }
-
-    def join(self, columns: int) -> None:
-        """Write both parts out in tiles of so many columns."""
-        assert self.packed.high is not None
-        join_launch(self.packed.low, self.packed.high, self.written.low, self.widths[0], columns).run()
 
     def error(self) -> float:
         """Of a sample of the outputs against the op in float64."""
@@ -111,7 +102,8 @@ def tune(run: Run, linear: Linear) -> None:
     """Set the fastest tile and the best number of warps."""
     times: dict[MatmulConfig, float] = {}
     rows = linear.quantize()
-    for c in (*kernel.PINGPONG_TILES, *kernel.TILES) if pingpong.here(linear.x.device) else kernel.TILES:
+    one = linear.packed.high is None and pingpong.here(linear.x.device)
+    for c in (*kernel.PINGPONG_TILES, *kernel.TILES) if one else kernel.TILES:
         linear.config = c
         call = lambda: linear.multiply(rows, linear.written)  # noqa: E731
         us = run.attempt(f"tune {linear.n} {c}", lambda call=call: run.microseconds([call] * 2, 8, 0.03), 40)
@@ -140,7 +132,8 @@ def one_shape(
     if tuning and not run.dry:
         tune(run, linear)
         if linear.config is not None:
-            tuned[tiles.key(kernel.PINGPONG if pingpong.here(linear.x.device) else kernel.OP, m, n, k)] = linear.config
+            op = kernel.PINGPONG if linear.config.variant == "pingpong" else kernel.OP
+            tuned[tiles.key(op, m, n, k)] = linear.config
     calls, seen = list(linear.calls().items()), {}
     for what, call in (*calls, *reversed(calls)):  # the clock falls as the GPU warms up: each is timed early and late
         us = run.attempt(f"{name}/{m} {what}", lambda call=call: run.microseconds([call] * 2))

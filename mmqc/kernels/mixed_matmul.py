@@ -140,26 +140,26 @@ def mixed_matmul(
 def tile(x: Rows, w: Weight, y: Tensor) -> MatmulConfig:
     """The tile: of all kernels that take the operands."""
     (m, k), n = x.q.shape, w.low.shape[0]
-    may = m > pingpong.LEAST_ROWS and w.high is None and pingpong.why_not(x.q, w.low, y) is None
+    one = w.high is None and not w.joined
+    may = m > pingpong.LEAST_ROWS and one and pingpong.why_not(x.q, w.low, y) is None
     return config(m, n, k, x.q.device, PINGPONG if may else OP)
 
 
 def pingpong_launch(x: Rows, w: Weight, bias: Tensor | None, y: Tensor, c: MatmulConfig) -> Launch:
-    """Fill ``y`` from a weight in one matrix by a kernel of pingpong_mixed_tiles.py."""
+    """Fill ``y`` from a weight in one part by the kernel of pingpong_mixed_tiles.py."""
+    if w.high is not None or w.joined:
+        raise ValueError(f"mixed_matmul: {c} is a tile of weights in one part")
     from mmqc.kernels.pingpong_mixed_tiles import mixed_pingpong_kernel
 
-    m, (n, columns), first = x.q.shape[0], w.low.shape, w.joined or w.low.shape[1]
-    programs, whole, count = pingpong.grid(c, m, n, columns, x.q.device)
+    m, (n, k) = x.q.shape[0], w.low.shape
+    programs, whole, count = pingpong.grid(c, m, n, k, x.q.device)
     rest = ceil_div(m, c.block_m) * ceil_div(n, c.block_n) % whole
     part, counter = workspace(x.q.device, rest, c.block_m * c.block_n, count, torch.int32)
     args = dict(
         x_desc=x.q, w_desc=w.low, y_desc=y, x_scale_ptr=x.scale, x_offset_ptr=x.offset, w_scale_ptr=w.scale, w_sum_ptr=w.sum,
-        bias_ptr=w.scale if bias is None else bias, part_ptr=part, counter_ptr=counter, M=m, N=n, LOW=first,
-        START=second_at(first) if w.joined else columns, END=columns,
+        bias_ptr=w.scale if bias is None else bias, part_ptr=part, counter_ptr=counter, M=m, N=n, K=k,
     )  # fmt: skip
-    constants = dict(
-        TWO=w.joined > 0, HAS_BIAS=bias is not None, **pingpong.shape_constants(c, whole, count, y.dtype.itemsize)
-    )
+    constants = dict(HAS_BIAS=bias is not None, **pingpong.shape_constants(c, whole, count, y.dtype.itemsize))
     blocks = {"x_desc": (c.block_m, c.block_k), "w_desc": (c.block_n, c.block_k), "y_desc": (c.block_m, c.block_n)}
     outputs = ("y_desc", "part_ptr", "counter_ptr")
     return Launch(mixed_pingpong_kernel, (programs,), args, constants, outputs, c.num_warps, 1, 0, blocks, early=True)

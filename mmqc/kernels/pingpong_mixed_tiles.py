@@ -1,8 +1,7 @@
-"""The kernel of mixed_matmul.py for many rows on Hopper: pingpong_tiles.py's ring, with a change of units in the walk over K.
+"""The kernel of mixed_matmul.py for many rows on Hopper and a weight in one part: pingpong_tiles.py's ring, another epilogue.
 
-    acc  = sum over low k of x_l w_l,   acc <- round(acc f(m) g(n)),   acc += sum over high k of x_h w_h      mixed_matmul_tiles.py
-
-Parts of K of a tile of the last round are added in units of the high part: each that holds low channels is rounded once.
+Two parts change units in the walk over K: a consumer that does so between its products leaves the tensor cores idle.  Measured,
+also with the change under the other's products, that is no faster than joined_matmul_kernel (docs/adr/0017).
 """
 
 # Gluon is known when it is compiled.
@@ -14,15 +13,15 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from mmqc.kernels.mixed_matmul_tiles import finish_mixed_tile, to_high_units_tile
+from mmqc.kernels.mixed_matmul_tiles import finish_mixed_tile
 from mmqc.kernels.pingpong_tiles import count_items, fill_ring, find_item, make_ring, meet, multiply_ring, write_tile
 
 
 @gluon.jit
 def mixed_consumer(
-    which: gl.constexpr, y_desc, ring, operands, M, N, START, END, TWO: gl.constexpr, HAS_BIAS: gl.constexpr,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, PROGRAMS: gl.constexpr,
-    PARTS: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr, CONSUMERS: gl.constexpr,
+    which: gl.constexpr, y_desc, ring, operands, M, N, K, HAS_BIAS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, PROGRAMS: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr,
+    WARPS: gl.constexpr, CONSUMERS: gl.constexpr,
 ):  # fmt: skip
     """A warpgroup, or two, that multiplies and writes."""
     y_ring, turn = ring[2], ring[5]
@@ -30,7 +29,7 @@ def mixed_consumer(
     other: gl.constexpr = 1 - which if CONSUMERS == 2 else -1
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, 128 if BLOCK_N == 256 else BLOCK_N, 32])
     rounds, rest, items = count_items(M, N, BLOCK_M, BLOCK_N, PROGRAMS, PARTS)
-    steps, high = gl.cdiv(END, BLOCK_K), START // BLOCK_K
+    steps = gl.cdiv(K, BLOCK_K)
     for item in range(which, items, CONSUMERS):
         row, col, first, last, part, inside = find_item(
             item, rounds, rest, steps, M, N, BLOCK_M, BLOCK_N, GROUP_M, PROGRAMS, PARTS
@@ -40,49 +39,41 @@ def mixed_consumer(
         acc = gl.zeros((BLOCK_M, BLOCK_N), gl.int32, layout)
         if CONSUMERS == 2:
             mbarrier.wait(turn.index(which), ((item // 2) & 1) ^ (1 - which))
-        seen = item * steps
-        slot, phase = seen % STAGES, (seen // STAGES) & 1
-        if TWO:
-            low = gl.maximum(gl.minimum(last, high) - first, 0)
-            acc, slot, phase = multiply_ring(acc, ring, slot, phase, low, -1, STAGES)
-            if low > 0:
-                acc = to_high_units_tile(acc, x_scale_ptr, w_scale_ptr, row + rows, col + cols, M, N)
-            first += low
-        acc, slot, phase = multiply_ring(acc, ring, slot, phase, last - first, other, STAGES)
+        acc = multiply_ring(acc, ring, item * steps, last - first, other, STAGES)
         acc, mine = meet(acc, part_ptr, counter_ptr, item == rounds, inside, rest, part, PARTS, BLOCK_M, BLOCK_N, WARPS)
         if mine:
             y = finish_mixed_tile(acc, x_scale_ptr, x_offset_ptr, w_scale_ptr, w_sum_ptr, bias_ptr, row + rows, col + cols,
-                                  M, N, 2 if TWO else 1, HAS_BIAS)  # fmt: skip
+                                  M, N, 1, HAS_BIAS)  # fmt: skip
             write_tile(y, y_desc, y_ring.index(which), row, col)
     tma.store_wait(0)
 
 
 @gluon.jit
 def mixed_pingpong_kernel(
-    x_desc, w_desc, y_desc, x_scale_ptr, x_offset_ptr, w_scale_ptr, w_sum_ptr, bias_ptr, part_ptr, counter_ptr, M, N, LOW, START,
-    END, TWO: gl.constexpr, HAS_BIAS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
+    x_desc, w_desc, y_desc, x_scale_ptr, x_offset_ptr, w_scale_ptr, w_sum_ptr, bias_ptr, part_ptr, counter_ptr, M, N, K,
+    HAS_BIAS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
     GROUP_M: gl.constexpr, PROGRAMS: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
     CONSUMERS: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """As joined_matmul_kernel."""
+    """As joined_matmul_kernel with one part."""
     ring = make_ring(x_desc, w_desc, y_desc, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, CONSUMERS)
     operands = (x_scale_ptr, x_offset_ptr, w_scale_ptr, w_sum_ptr, bias_ptr, part_ptr, counter_ptr)
     if CONSUMERS == 2:
         gl.warp_specialize([
             (mixed_consumer, (
-                0, y_desc, ring, operands, M, N, START, END, TWO, HAS_BIAS, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, PROGRAMS, PARTS,
+                0, y_desc, ring, operands, M, N, K, HAS_BIAS, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, PROGRAMS, PARTS,
                 STAGES, WARPS, CONSUMERS)),
             (mixed_consumer, (
-                1, y_desc, ring, operands, M, N, START, END, TWO, HAS_BIAS, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, PROGRAMS, PARTS,
+                1, y_desc, ring, operands, M, N, K, HAS_BIAS, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, PROGRAMS, PARTS,
                 STAGES, WARPS, CONSUMERS)),
             (fill_ring, (
-                x_desc, w_desc, ring, M, N, LOW, START, END, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, PROGRAMS, PARTS, STAGES)),
+                x_desc, w_desc, ring, M, N, K, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, PROGRAMS, PARTS, STAGES)),
         ], [WARPS, 1], [REGISTERS, 24])  # fmt: skip
     else:
         gl.warp_specialize([
             (mixed_consumer, (
-                0, y_desc, ring, operands, M, N, START, END, TWO, HAS_BIAS, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, PROGRAMS, PARTS,
+                0, y_desc, ring, operands, M, N, K, HAS_BIAS, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, PROGRAMS, PARTS,
                 STAGES, WARPS, CONSUMERS)),
             (fill_ring, (
-                x_desc, w_desc, ring, M, N, LOW, START, END, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, PROGRAMS, PARTS, STAGES)),
+                x_desc, w_desc, ring, M, N, K, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, PROGRAMS, PARTS, STAGES)),
         ], [1], [24])  # fmt: skip

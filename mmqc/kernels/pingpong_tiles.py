@@ -68,14 +68,14 @@ def find_item(
 
 @gluon.jit
 def fill_ring(
-    x_desc, w_desc, ring, M, N, LOW, START, END, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-    BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, PROGRAMS: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr,
+    x_desc, w_desc, ring, M, N, K, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
+    GROUP_M: gl.constexpr, PROGRAMS: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """The warp that copies.  w has END columns, of which those from START on belong to x's columns from LOW on."""
+    """The warp that copies."""
     SIZE: gl.constexpr = (BLOCK_M + BLOCK_N) * BLOCK_K
     x_ring, w_ring, full, empty = ring[0], ring[1], ring[3], ring[4]
     rounds, rest, items = count_items(M, N, BLOCK_M, BLOCK_N, PROGRAMS, PARTS)
-    steps = gl.cdiv(END, BLOCK_K)
+    steps = gl.cdiv(K, BLOCK_K)
     slot = 0
     phase = 1
     for item in range(items):
@@ -87,9 +87,7 @@ def fill_ring(
             ready = full.index(slot)
             mbarrier.wait(empty.index(slot), phase)
             mbarrier.expect(ready, SIZE)
-            tma.async_copy_global_to_shared(
-                x_desc, [row, gl.where(k < START, k, k - (START - LOW))], ready, x_ring.index(slot)
-            )
+            tma.async_copy_global_to_shared(x_desc, [row, k], ready, x_ring.index(slot))
             tma.async_copy_global_to_shared(w_desc, [col, k], ready, w_ring.index(slot))
             slot += 1
             if slot == STAGES:
@@ -98,9 +96,10 @@ def fill_ring(
 
 
 @gluon.jit
-def multiply_ring(acc, ring, slot, phase, steps, NEXT: gl.constexpr, STAGES: gl.constexpr):
-    """(acc and the products of so many steps, the slot and the phase behind them); consumer NEXT may then use the ring, if any."""
+def multiply_ring(acc, ring, seen, steps, NEXT: gl.constexpr, STAGES: gl.constexpr):
+    """Add the products of so many steps, behind ``seen`` of the ring; as the last one starts, consumer NEXT, if any, may go on."""
     x_ring, w_ring, full, empty, turn = ring[0], ring[1], ring[3], ring[4], ring[5]
+    slot, phase = seen % STAGES, (seen // STAGES) & 1
     for step in range(steps):
         mbarrier.wait(full.index(slot), phase)
         acc = warpgroup_mma(x_ring.index(slot), w_ring.index(slot).permute((1, 0)), acc, is_async=True)
@@ -113,8 +112,8 @@ def multiply_ring(acc, ring, slot, phase, steps, NEXT: gl.constexpr, STAGES: gl.
     if NEXT >= 0:
         mbarrier.arrive(turn.index(NEXT), count=1)
     acc = warpgroup_mma_wait(0, deps=(acc,))
-    mbarrier.arrive(empty.index(gl.where(slot == 0, STAGES, slot) - 1), count=1, pred=steps > 0)
-    return acc, slot, phase
+    mbarrier.arrive(empty.index(gl.where(slot == 0, STAGES, slot) - 1), count=1)
+    return acc
 
 
 @gluon.jit
@@ -144,8 +143,7 @@ def scaled_consumer(
         acc = gl.zeros((BLOCK_M, BLOCK_N), gl.int32 if integer else gl.float32, layout)
         if CONSUMERS == 2:
             mbarrier.wait(turn.index(which), ((item // 2) & 1) ^ (1 - which))
-        seen = item * steps  # slots used before: items before this one are whole
-        acc, _slot, _phase = multiply_ring(acc, ring, seen % STAGES, (seen // STAGES) & 1, last - first, other, STAGES)
+        acc = multiply_ring(acc, ring, item * steps, last - first, other, STAGES)  # items before this one are whole
         rows = gl.arange(0, BLOCK_M, gl.SliceLayout(1, layout))
         cols = gl.arange(0, BLOCK_N, gl.SliceLayout(0, layout))
         acc, mine = meet(acc, part_ptr, counter_ptr, item == rounds, inside, rest, part, PARTS, BLOCK_M, BLOCK_N, WARPS)
@@ -263,7 +261,7 @@ def scaled_pingpong_kernel(
                 1, y_desc, ring, operands, M, N, K, stride_r, KIND, HAS_BIAS, HAS_RESIDUAL, ACTIVATION, NEXT, NEXT_KIND, ROUND,
                 LOW, HIGH, PTX, RANK, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, PROGRAMS, PARTS, STAGES, WARPS, CONSUMERS)),
             (fill_ring, (
-                x_desc, w_desc, ring, M, N, K, K, K, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, PROGRAMS, PARTS, STAGES)),
+                x_desc, w_desc, ring, M, N, K, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, PROGRAMS, PARTS, STAGES)),
         ], [WARPS, 1], [REGISTERS, 24])  # fmt: skip
     else:
         gl.warp_specialize([
@@ -271,5 +269,5 @@ def scaled_pingpong_kernel(
                 0, y_desc, ring, operands, M, N, K, stride_r, KIND, HAS_BIAS, HAS_RESIDUAL, ACTIVATION, NEXT, NEXT_KIND, ROUND,
                 LOW, HIGH, PTX, RANK, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, PROGRAMS, PARTS, STAGES, WARPS, CONSUMERS)),
             (fill_ring, (
-                x_desc, w_desc, ring, M, N, K, K, K, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, PROGRAMS, PARTS, STAGES)),
+                x_desc, w_desc, ring, M, N, K, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, PROGRAMS, PARTS, STAGES)),
         ], [1], [24])  # fmt: skip

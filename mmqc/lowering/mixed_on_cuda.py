@@ -37,12 +37,10 @@ def why_not(widths: Sequence[int], out_dtype: torch.dtype, device: torch.device)
     return None
 
 
-def by_call(
-    x_q: TensorBox, w_scale: TensorBox, widths: Sequence[int], weight_bits: Sequence[int], out_dtype: torch.dtype
-) -> bool:
+def by_call(x_q: TensorBox, w_scale: TensorBox, widths: Sequence[int], out_dtype: torch.dtype) -> bool:
     """Whether the op itself is called: a tile of pingpong_matmul.py, which no launch in generated code has."""
-    n, one = static_int(w_scale.get_size()[0]), len(widths) == 1 or list(weight_bits) == [4, 8]
-    if not one or not may_pingpong(x_q, n, out_dtype):
+    n = static_int(w_scale.get_size()[0])
+    if len(widths) > 1 or not may_pingpong(x_q, n, out_dtype):
         return False
     c = kernel.config(count_rows(x_q), n, sum(widths), x_q.get_device_or_error(), kernel.PINGPONG)
     return c.variant == "pingpong"

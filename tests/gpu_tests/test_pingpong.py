@@ -105,19 +105,16 @@ def test_epilogue__equals_the_other_kernel_to_the_bit(activation, codes, name) -
 
 
 @pytest.mark.parametrize("name", TILES)
-@pytest.mark.parametrize("widths", [[448, 64], [3136, 448], [1040], [96, 160]])
+@pytest.mark.parametrize("k", [48, 1040, 4096])
 @pytest.mark.parametrize(("m", "n"), [(300, 264), (1999, 1288), (2048, 2304)])
-def test_mixed__equals_the_op(name, widths, m, n) -> None:
-    bits = [4, 8][: len(widths)]
-    x = torch.randn(m, sum(widths), device="cuda", dtype=torch.bfloat16)
-    codes = [torch.randint(-(2 ** (b - 1)), 2 ** (b - 1), (n, w), dtype=torch.int8, device="cuda")
-             for b, w in zip(bits, widths, strict=True)]  # fmt: skip
-    stored, scale = [pack_int4(codes[0]), *codes[1:]], torch.rand(n, len(widths), device="cuda") + 0.5
-    sums = torch.stack([c.sum(1, dtype=torch.int32) for c in codes], 1)
+def test_mixed__one_part_equals_the_op(name, k, m, n) -> None:
+    widths, bits = [k], [4]
+    x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
+    codes, scale = torch.randint(-8, 8, (n, k), dtype=torch.int8, device="cuda"), torch.rand(n, 1, device="cuda") + 0.5
+    stored, sums = pack_int4(codes), codes.sum(1, keepdim=True, dtype=torch.int32)
     rows, out = quantize_per_token(x, widths, bits), nan(m, n, torch.bfloat16)
-    weight = Weight(stored[0], stored[1] if len(stored) == 2 else None, scale, sums)
-    mixed_matmul(rows, weight, out=out, config=TILES[name])
-    want = mixed_reference(*rows, stored, scale, sums, None, widths, bits, torch.float64)
+    mixed_matmul(rows, Weight(stored, None, scale, sums), out=out, config=TILES[name])
+    want = mixed_reference(*rows, [stored], scale, sums, None, widths, bits, torch.float64)
     assert_close(out, want, torch.bfloat16)
 
 
@@ -161,7 +158,11 @@ def test_pingpong__says_what_it_cannot_do() -> None:
     assert "codes of one type" in str(pingpong.why_not(x, w.view(torch.uint8), y))
     scaled_matmul(x, w, torch.ones(1, device="cuda"), w_scale, bias, out=y)  # takes another kernel
     assert_close(y, (x.double() @ w.double().t()) * w_scale.double() + bias.double(), torch.bfloat16)
+    wide, one = MatmulConfig(256, 256, 128, 4, 8, variant="pingpong"), torch.ones(1, device="cuda")
     with pytest.raises(ValueError, match="leaves no shared memory"):
-        scaled_matmul(
-            x, w[:1000], torch.ones(1, device="cuda"), w_scale[:1000], out_dtype=torch.float32, config=TILES["one"]
-        )
+        scaled_matmul(x, w[:1000], one, w_scale[:1000], out_dtype=torch.float32, config=wide)
+    rows = quantize_per_token(torch.randn(300, 512, device="cuda").bfloat16(), [448, 64], [4, 8])
+    two = Weight(pack_int4(w[:1000, :448].clamp(-8, 7)), w[:1000, 448:].contiguous(), torch.ones(1000, 2, device="cuda"),
+                 torch.zeros(1000, 2, dtype=torch.int32, device="cuda"))  # fmt: skip
+    with pytest.raises(ValueError, match="weights in one part"):
+        mixed_matmul(rows, two, config=TILES["two"])
