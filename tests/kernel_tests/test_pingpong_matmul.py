@@ -1,7 +1,7 @@
 """Warp-specialised products: which tiles fit, how the last round is cut, and that the kernels compile without a GPU.
 
-What they compute is compared in tests/gpu_tests/test_pingpong.py: Triton's interpreter runs the warps of a program one after
-the other, and these wait for one another.
+Who waits for whom is simulated in test_pingpong_ring.py; what they compute is compared in tests/gpu_tests/test_pingpong.py, for
+Triton's interpreter runs the warps of a program one after the other, and these wait for one another.
 """
 
 import os
