@@ -1,0 +1,156 @@
+"""Attention to ResQ's keys and values in rows of bytes on one GPU: 4 bits with one eighth at 8, and 4 bits alone.
+
+    python benchmarks/kv_rows.py --out results.json [--tune] [--seconds 200]
+    TRITON_INTERPRET=1 python benchmarks/kv_rows.py --dry              every step once, tiny, on the CPU
+
+Shape: a layer of Llama-3-8B, 32 query heads, 8 KV heads of 128, 8,192 tokens, batch 16 and 1; layers rotate so that the L2 cache
+holds none of them.  Peers: torch's kernels over the same tokens in bf16, and the op's plain torch code.  ``--tune`` tries a list of
+configurations and reports the best; kernels/kv_rows_attention.py says where it belongs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from gpu_run import Run, ceilings, facts, relative_error  # noqa: E402
+from kv_attention import peers  # noqa: E402
+
+from mmqc.kernels.kv_rows_attention import kv_rows_attention  # noqa: E402
+from mmqc.kernels.kv_token_attention import TokenConfig  # noqa: E402
+from mmqc.ops import kv_rows_attention as op  # noqa: E402
+from mmqc.ops.kv_rows import row_bytes, to_rows  # noqa: E402
+from mmqc.ops.quantize_per_token import reference as quantize_per_token  # noqa: E402
+
+SHAPE = {"heads": 8, "group": 4, "width": 128, "tokens": 8192}
+TINY = {"heads": 1, "group": 4, "width": 16, "tokens": 80}
+KINDS = {
+    "4 and 8 bits": ((7, 1), (4, 8)),
+    "4 bits": ((8,), (4,)),
+    "8 bits": ((8,), (8,)),
+}  # eighths of the channels, bits
+TILES = ((32, 4, 2, 0), (32, 4, 3, 0), (64, 4, 2, 0), (64, 4, 3, 0), (64, 4, 3, 168), (64, 8, 2, 0), (128, 4, 2, 0), (128, 8, 2, 0),
+         (32, 2, 3, 0))  # fmt: skip
+PER_SM = (2, 3, 4, 6, 8)
+
+
+class Case:
+    """One layer of a batch."""
+
+    def __init__(self, run: Run, batch: int, shape: dict[str, int], kind: str):
+        self.run, self.s = run, {**shape, "batch": batch}
+        eighths, bits = KINDS[kind]
+        self.widths, self.bits = [e * shape["width"] // 8 for e in eighths], list(bits)
+        heads, d = shape["heads"], shape["width"]
+        self.q = torch.randn(batch, heads * shape["group"], 1, d, device=run.device).to(run.dtype)
+        self.size = (batch, heads, shape["tokens"], d)
+        self.bytes = 2 * batch * heads * shape["tokens"] * row_bytes(self.widths, self.bits)  # of keys and values
+
+    def plain(self) -> tuple[Tensor, Tensor]:
+        k, v = (torch.randn(self.size, device=self.run.device, dtype=self.run.dtype) for _ in range(2))
+        return k, v
+
+    def operands(self) -> tuple[Any, ...]:
+        rows = (quantize_per_token(t, None, self.widths, self.bits) for t in self.plain())
+        k, v = (to_rows(*parts, self.widths, self.bits) for parts in rows)
+        return self.q, k, v, self.widths, self.bits, self.s["width"] ** -0.5
+
+    def layers(self) -> list[tuple[Any, ...]]:
+        """Layers that fill the L2 cache several times."""
+        return [self.operands() for _ in range(min(16, self.run.copies(self.bytes)))]
+
+    def time(self, layers: list[tuple[Any, ...]], config: TokenConfig | None = None) -> float:
+        """Microseconds of one layer."""
+        calls = [lambda a=a: kv_rows_attention(*a, config=config) for a in layers]
+        return self.run.microseconds(calls) if config is None else self.run.microseconds(calls, 8, 0.02)
+
+    def check(self, config: TokenConfig | None = None) -> float:
+        """Against the op's reference."""
+        args = self.operands()
+        return relative_error(kv_rows_attention(*args, config=config), op.reference(*args))
+
+
+def bf16(run: Run, case: Case) -> dict[str, float]:
+    """Torch's kernels over the same tokens."""
+    plain, found = [case.plain() for _ in range(1 if run.dry else 2)], {}
+    for name, call in peers(run, case):  # type: ignore[arg-type]
+        calls = [lambda k=k, v=v, call=call: call(k, v) for k, v in plain]
+        us = run.attempt(f"peer/{name}", lambda calls=calls: run.microseconds(calls), 90)
+        found |= {} if us is None else {name: us}
+    return found
+
+
+def tune(run: Run, name: str, case: Case, layers: list[tuple[Any, ...]]) -> TokenConfig | None:
+    """The fastest configuration that is right."""
+    found: dict[TokenConfig, float] = {}
+    for (tokens, warps, stages, registers), per_sm in itertools.product(TILES, PER_SM):
+        c = TokenConfig(per_sm, tokens, warps, stages, registers)
+        us = run.attempt(f"tune/{name}/{c}", lambda c=c: case.time(layers, c), 20) if run.left() > 30 else None
+        found |= {} if us is None else {c: us}
+        if run.dry:
+            break
+    best = sorted(found, key=lambda c: found[c])
+    print(f"{name}:", *(f"{found[c]:.1f} {vars(c)}" for c in best[:6]), sep="\n  ", flush=True)
+    return best[0] if best else None
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--tune", action="store_true")
+    parser.add_argument("--seconds", type=float, default=200)
+    parser.add_argument("--dry", action="store_true")
+    args = parser.parse_args()
+    run, shape = Run(args.dry, args.seconds), TINY if args.dry else SHAPE
+    tuned: dict[str, Any] = {}
+    summary: dict[str, float] = {}
+    run.attempt("ceilings", lambda: ceilings(run))
+    for batch in (2,) if args.dry else (16, 1):
+        best = math.nan
+        for kind in KINDS:
+            name, small = f"{kind}/{batch}", Case(run, 1, {**shape, "tokens": 50 if args.dry else 1001}, kind)
+            error = run.attempt(f"check/{name}", small.check)
+            run.errors[name] = math.inf if error is None else error
+            case = Case(run, batch, shape, kind)
+            if math.isnan(best):
+                run.times[f"bf16/{batch}"] = bf16(run, case)
+                best = min(run.times[f"bf16/{batch}"].values(), default=math.nan)
+            layers = case.layers()
+            us = run.attempt(name, lambda case=case, layers=layers: case.time(layers), 60)
+            slow = run.attempt(f"plain/{name}", lambda a=layers[0]: run.microseconds([lambda: op.reference(*a)], 5), 60)
+            if us is None:
+                continue
+            run.times[name] = {"ours": us} | ({} if slow is None else {"plain torch": slow})
+            run.bandwidth[name] = 1e-6 * case.bytes / us
+            summary[f"{name} over the best bf16 kernel"] = best / us
+            if args.tune:
+                c = tune(run, name, case, layers)
+                if c is not None:
+                    error = run.attempt(f"check/{name}/tuned", lambda small=small, c=c: small.check(c))
+                    run.errors[f"{name} tuned"] = math.inf if error is None else error
+                    tuned[name] = {"config": vars(c), "microseconds": case.time(layers, c)}
+    for name, times in run.times.items():
+        print(name, {k: round(v, 1) for k, v in times.items()})
+    print(*(f"{value:8.2f} x  {name}" for name, value in summary.items()), sep="\n")
+    print({k: round(v, 2) for k, v in run.bandwidth.items()}, f"worst error {max(run.errors.values()):.2e}")
+    print(f"{len(run.failures)} failures", *run.failures, sep="\n")
+    if args.out:
+        result = {**facts(run), "shape": shape, "microseconds": run.times, "summary": summary, "tuned": tuned,
+                  "tb_per_s": run.bandwidth, "errors": run.errors, "failures": run.failures}  # fmt: skip
+        args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    return int(max(run.errors.values()) > 1e-2)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
