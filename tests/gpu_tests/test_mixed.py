@@ -5,6 +5,7 @@ import torch
 
 import mmqc.ops  # noqa: F401
 from mmqc.backend import backend, collect_records
+from mmqc.kernels import pingpong_matmul as pingpong
 from mmqc.ops.mixed_matmul import reference
 from mmqc.ops.pack import pack_int4
 from mmqc.ops.quantize_per_token import reference as quantize_reference
@@ -59,6 +60,8 @@ def test_mixed_matmul__in_a_compiled_graph(widths, bits, dynamic) -> None:
             x = torch.randn(2, rows, sum(widths), device="cuda", dtype=torch.bfloat16)
             y, expected = compiled(x), function(x)
             assert float((y - expected).double().norm() / expected.double().norm()) < 6e-3
-    kernels = [k for record in records for k in record.kernels]
-    assert {"mmqc joined_matmul_kernel", "mmqc quantize_per_token_kernel"} <= set(kernels)
-    assert not any("mmqc." in kernel for kernel in kernels)
+    kernels = {k for record in records for k in record.kernels}
+    # On Hopper the op itself takes one part and many rows, of a number that is known, to a kernel that no generated code holds.
+    call = len(widths) == 1 and not dynamic and pingpong.here(torch.device("cuda"))
+    assert {"mmqc quantize_per_token_kernel"} | (set() if call else {"mmqc joined_matmul_kernel"}) <= kernels
+    assert {k for k in kernels if "mmqc." in k} == ({"extern mmqc.mixed_matmul"} if call else set())
