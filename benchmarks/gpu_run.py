@@ -5,6 +5,7 @@ Every timing is a CUDA graph over enough copies of the weight that the L2 cache 
 
 from __future__ import annotations
 
+import argparse
 import math
 import shlex
 import signal
@@ -91,6 +92,16 @@ class Run:
         once()
         count = max(5, min(replays, int(1e3 * budget / max(once(), 1e-3))))
         return 1e3 * statistics.median(once() for _ in range(count)) / len(calls)
+
+
+def arguments(doc: str | None, seconds: float) -> argparse.ArgumentParser:
+    """Options of every benchmark that tunes: --out, --tune, --seconds, --dry."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--tune", action="store_true")
+    parser.add_argument("--seconds", type=float, default=seconds)
+    parser.add_argument("--dry", action="store_true")
+    return parser
 
 
 def ceilings(run: Run) -> None:

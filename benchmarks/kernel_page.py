@@ -35,7 +35,7 @@ KERNELS = {
     "kv_attention": ("kv_attention*", "kv_combine*", "kv_pack*", "kv_words*"),
     "kv_tokens": ("kv_token_attention*", "kv_round_keys*", "kv_pack*", "int4_codes*"),
     "epilogues": ("scaled_matmul*", "gated_matmul*", "activation_*", "epilogue_*", "hadamard_*"),
-    "mixed_linear": ("mixed_*", "pingpong_*", "quantize_per_token*", "unpack_weight*"),
+    "mixed_linear": ("mixed_*", "pingpong_matmul*", "pingpong_tiles*", "quantize_per_token*", "unpack_weight*"),
 }
 SAME = "; a copy of the same bytes reads and writes what the kernel does, so launch and ramp-up cost it as much"
 COLUMNS = ("bf16", "int8", "int_mm", "fp8", "scaled_mm", "int4", "w4", "tinygemm", "gemlite", "humming")

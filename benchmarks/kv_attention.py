@@ -104,7 +104,7 @@ class Case:
             raise AssertionError(f"wrong: y by {error:.1e}, lse by {off:.1e}")
 
 
-def peers(run: Run, case: Case) -> Iterator[tuple[str, Callable[[Tensor, Tensor], object]]]:
+def peers(run: Run, case: Any) -> Iterator[tuple[str, Callable[[Tensor, Tensor], object]]]:
     """bf16 attention of a decode step, by several kernels."""
     s = case.s
     folded = case.q.view(s["batch"], s["heads"], s["group"], s["width"])
@@ -129,7 +129,7 @@ def peers(run: Run, case: Case) -> Iterator[tuple[str, Callable[[Tensor, Tensor]
         yield "flex, folded", lambda k, v: flex(folded, k, v)
 
 
-def time_peers(run: Run, case: Case) -> float:
+def time_peers(run: Run, case: Any, group: str = "bf16") -> float:
     """The best of them in microseconds."""
     layers = [case.plain() for _ in range(1 if run.dry else 2)]
     for name, call in peers(run, case):
@@ -139,8 +139,8 @@ def time_peers(run: Run, case: Case) -> float:
 
         found = run.attempt(f"peer/{name}", timed, 120)
         if found is not None:
-            run.times.setdefault("bf16", {})[name] = found
-    return min(run.times.get("bf16", {}).values(), default=math.nan)
+            run.times.setdefault(group, {})[name] = found
+    return min(run.times.get(group, {}).values(), default=math.nan)
 
 
 def tune(run: Run, case: Case, layers: Layers, bits: int, tau: tuple[float, float]) -> tuple[KVConfig, float] | None:

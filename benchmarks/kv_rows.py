@@ -10,8 +10,6 @@ configurations and reports the best; kernels/kv_rows_attention.py says where it 
 
 from __future__ import annotations
 
-import argparse
-import itertools
 import json
 import math
 import sys
@@ -24,8 +22,9 @@ from torch import Tensor
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from gpu_run import Run, ceilings, facts, relative_error  # noqa: E402
-from kv_attention import peers  # noqa: E402
+from gpu_run import Run, arguments, ceilings, facts, relative_error  # noqa: E402
+from kv_attention import time_peers  # noqa: E402
+from kv_tokens import fastest  # noqa: E402
 
 from mmqc.kernels.kv_rows_attention import kv_rows_attention  # noqa: E402
 from mmqc.kernels.kv_token_attention import TokenConfig  # noqa: E402
@@ -40,9 +39,18 @@ KINDS = {
     "4 bits": ((8,), (4,)),
     "8 bits": ((8,), (8,)),
 }  # eighths of the channels, bits
-TILES = ((32, 4, 2, 0), (32, 4, 3, 0), (64, 4, 2, 0), (64, 4, 3, 0), (64, 4, 3, 168), (64, 8, 2, 0), (128, 4, 2, 0), (128, 8, 2, 0),
-         (32, 2, 3, 0))  # fmt: skip
-PER_SM = (2, 3, 4, 6, 8)
+TILES = (
+    (32, 4, 2),
+    (32, 4, 3),
+    (64, 4, 2),
+    (64, 4, 3),
+    (64, 4, 3, 168),
+    (64, 8, 2),
+    (128, 4, 2),
+    (128, 8, 2),
+    (32, 2, 3),
+)
+CONFIGS = [TokenConfig(per_sm, *tile) for tile in TILES for per_sm in (2, 3, 4, 6, 8)]
 
 
 class Case:
@@ -81,37 +89,8 @@ class Case:
         return relative_error(kv_rows_attention(*args, config=config), op.reference(*args))
 
 
-def bf16(run: Run, case: Case) -> dict[str, float]:
-    """Torch's kernels over the same tokens."""
-    plain, found = [case.plain() for _ in range(1 if run.dry else 2)], {}
-    for name, call in peers(run, case):  # type: ignore[arg-type]
-        calls = [lambda k=k, v=v, call=call: call(k, v) for k, v in plain]
-        us = run.attempt(f"peer/{name}", lambda calls=calls: run.microseconds(calls), 90)
-        found |= {} if us is None else {name: us}
-    return found
-
-
-def tune(run: Run, name: str, case: Case, layers: list[tuple[Any, ...]]) -> TokenConfig | None:
-    """The fastest configuration that is right."""
-    found: dict[TokenConfig, float] = {}
-    for (tokens, warps, stages, registers), per_sm in itertools.product(TILES, PER_SM):
-        c = TokenConfig(per_sm, tokens, warps, stages, registers)
-        us = run.attempt(f"tune/{name}/{c}", lambda c=c: case.time(layers, c), 20) if run.left() > 30 else None
-        found |= {} if us is None else {c: us}
-        if run.dry:
-            break
-    best = sorted(found, key=lambda c: found[c])
-    print(f"{name}:", *(f"{found[c]:.1f} {vars(c)}" for c in best[:6]), sep="\n  ", flush=True)
-    return best[0] if best else None
-
-
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--tune", action="store_true")
-    parser.add_argument("--seconds", type=float, default=200)
-    parser.add_argument("--dry", action="store_true")
-    args = parser.parse_args()
+    args = arguments(__doc__, 200).parse_args()
     run, shape = Run(args.dry, args.seconds), TINY if args.dry else SHAPE
     tuned: dict[str, Any] = {}
     summary: dict[str, float] = {}
@@ -124,8 +103,7 @@ def main() -> int:
             run.errors[name] = math.inf if error is None else error
             case = Case(run, batch, shape, kind)
             if math.isnan(best):
-                run.times[f"bf16/{batch}"] = bf16(run, case)
-                best = min(run.times[f"bf16/{batch}"].values(), default=math.nan)
+                best = time_peers(run, case, f"bf16/{batch}")
             layers = case.layers()
             us = run.attempt(name, lambda case=case, layers=layers: case.time(layers), 60)
             slow = run.attempt(f"plain/{name}", lambda a=layers[0]: run.microseconds([lambda: op.reference(*a)], 5), 60)
@@ -135,11 +113,10 @@ def main() -> int:
             run.bandwidth[name] = 1e-6 * case.bytes / us
             summary[f"{name} over the best bf16 kernel"] = best / us
             if args.tune:
-                c = tune(run, name, case, layers)
-                if c is not None:
-                    error = run.attempt(f"check/{name}/tuned", lambda small=small, c=c: small.check(c))
-                    run.errors[f"{name} tuned"] = math.inf if error is None else error
-                    tuned[name] = {"config": vars(c), "microseconds": case.time(layers, c)}
+                timed = lambda c, case=case, layers=layers: case.time(layers, c)  # noqa: E731
+                c = fastest(run, name, CONFIGS, timed, tuned)
+                error = run.attempt(f"check/{name}/tuned", lambda small=small, c=c: small.check(c))
+                run.errors[f"{name} tuned"] = math.inf if error is None else error
     for name, times in run.times.items():
         print(name, {k: round(v, 1) for k, v in times.items()})
     print(*(f"{value:8.2f} x  {name}" for name, value in summary.items()), sep="\n")

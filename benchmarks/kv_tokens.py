@@ -11,7 +11,6 @@ kernels over the same tokens in bf16.  Rounding: 8,192 visual tokens, next to pl
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import math
@@ -26,8 +25,8 @@ from torch import Tensor
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from gpu_run import Run, ceilings, facts, relative_error  # noqa: E402
-from kv_attention import peers  # noqa: E402
+from gpu_run import Run, arguments, ceilings, facts, relative_error  # noqa: E402
+from kv_attention import time_peers  # noqa: E402
 
 from mmqc.kernels.kv_pack import kv_pack  # noqa: E402
 from mmqc.kernels.kv_round_keys import RoundConfig, kv_round_keys  # noqa: E402
@@ -137,18 +136,6 @@ def note(run: Run, group: str, name: str, t: float | None) -> float | None:
     return t
 
 
-def bf16(run: Run, case: Case) -> float:
-    """The best of torch's kernels over the same tokens."""
-    plain = [case.plain() for _ in range(1 if run.dry else 2)]
-    for name, call in peers(run, case):  # type: ignore[arg-type]
-
-        def timed(call: Any = call) -> float:
-            return run.microseconds([lambda k=k, v=v: call(k, v) for k, v in plain])
-
-        note(run, "bf16", name, run.attempt(f"peer/{name}", timed, 90))
-    return min(run.times.get("bf16", {}).values(), default=math.nan)
-
-
 def fastest(
     run: Run, name: str, configs: list[Any], timed: Callable[[Any], float], tuned: dict[str, Any]
 ) -> Any | None:
@@ -214,12 +201,7 @@ def save(path: Path, run: Run, shape: dict[str, int], summary: dict[str, float],
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--tune", action="store_true")
-    parser.add_argument("--seconds", type=float, default=400)
-    parser.add_argument("--dry", action="store_true")
-    args = parser.parse_args()
+    args = arguments(__doc__, 400).parse_args()
     run, shape = Run(args.dry, args.seconds), TINY if args.dry else SHAPE
     small = {
         **shape,
@@ -234,7 +216,7 @@ def main() -> int:
     for bits in (*PACKED, 4, 8):
         run.attempt(f"check/keys/{bits}", lambda b=bits: few.check(b))
     case, given, summary = Case(run, shape), tuned if args.tune else None, {}
-    best = bf16(run, case)
+    best = time_peers(run, case)
     for bits in ROUNDED:
         summary |= time_text(run, case, bits, best, given, some)
     keys = Keys(run, shape)

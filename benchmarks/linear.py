@@ -16,7 +16,6 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.nn import functional as F
@@ -26,14 +25,14 @@ sys.path.insert(0, str(ROOT))
 
 import epilogues  # noqa: E402
 import group_scales  # noqa: E402
+from chain import time_chain  # noqa: E402
 from gpu_run import Calls, Run, ceilings, facts, geomean, relative_error  # noqa: E402
-from row_kernels import check_rows, quantize_in_torch, time_one_row, time_rows  # noqa: E402
+from row_kernels import check_rows, time_one_row, time_rows  # noqa: E402
 from tune import candidates, fastest, worth_tuning, write_tiles  # noqa: E402
 
 from mmqc.kernels import configs as tiles  # noqa: E402
 from mmqc.kernels.configs import MatmulConfig as Tile  # noqa: E402
 from mmqc.kernels.device_facts import gpu_name  # noqa: E402
-from mmqc.kernels.norm_quantize import norm_quantize  # noqa: E402
 from mmqc.kernels.pingpong_matmul import OPS as PINGPONG_OPS  # noqa: E402
 from mmqc.kernels.scaled_matmul import scaled_matmul  # noqa: E402
 from mmqc.kernels.weight_only_matmul import weight_only_matmul  # noqa: E402
@@ -269,45 +268,6 @@ def time_linears(run: Run, shapes: dict[str, tuple[int, int]], rows: tuple[int, 
             missing.add(name)
 
 
-def chain_calls(run: Run, m: int, n: int, k: int) -> dict[str, Callable[[], None]]:
-    """norm -> quantize -> linear with static, per-modality and dynamic scales, and with torch in front of the product."""
-    linear = Linear(run, n, k, m)
-    linear.scaled("int8", rotate=False)
-    w, x = linear.operands[1], torch.randn(m, k, device=run.device).to(run.dtype)
-    one, pair = torch.full((1,), 0.02, device=run.device), torch.tensor([0.02, 0.03], device=run.device)
-    visual = torch.rand(m, device=run.device) < 0.7
-    split = torch.tensor([m // 2], dtype=torch.int32, device=run.device)
-
-    compiled = torch.compile(quantize_in_torch, dynamic=False)
-
-    def multiply(q: torch.Tensor, scale: torch.Tensor, **rows: Any) -> None:
-        scaled_matmul(q, w, scale, linear.w_scale, linear.bias, out=linear.out, out_dtype=run.dtype, **rows)
-
-    def chain(scale: torch.Tensor | None, **rows: Any) -> None:
-        q, tokens, _ = norm_quantize(x, scale, **rows)
-        used = tokens if scale is None else scale
-        assert used is not None
-        multiply(q, used, **rows)
-
-    return {
-        "one": lambda: chain(one),
-        "visual": lambda: chain(pair, visual=visual),
-        "split": lambda: chain(pair, split=split),
-        "dynamic": lambda: chain(None),
-        "dynamic, eager torch": lambda: multiply(*quantize_in_torch(x)),
-        "dynamic, torch.compile": lambda: multiply(*compiled(x)),
-    }
-
-
-def time_chain(run: Run, m: int, n: int, k: int) -> None:
-    """Each way has a time limit of its own: one of them compiles."""
-    calls = run.attempt(f"chain {n}x{k}", lambda: chain_calls(run, m, n, k))
-    for name, call in (calls or {}).items():
-        us = run.attempt(f"chain {n}x{k} {name}", lambda call=call: run.microseconds([call, call]), 120)
-        if us is not None:
-            run.times.setdefault(f"chain {n}x{k}/{m}", {})[name] = us
-
-
 # --- report -----------------------------------------------------------------------------------------------------------
 
 
@@ -380,10 +340,12 @@ def main() -> int:
         group_scales.run_groups(run, shapes, rows, seconds, lambda best: write_tiles(run, path, best))
     if args.tune and (not args.dry or args.out) and only != ["w4a8_groups"]:
         run.attempt("tune", lambda: tune(run, shapes, tuple(args.tune_rows or rows), path, args), int(args.seconds))
-    chains = ((48, 64),) if args.dry else ((4608, 3584), (37888, 3584))
+    chains, tokens = (((48, 64),), 24) if args.dry else (((4608, 3584), (37888, 3584)), 6417)
     parts: dict[str, Callable[[], object]] = {
         "rows": lambda: (time_one_row(run), time_rows(run, 8 if args.dry else 4096)),
-        "chain": lambda: [time_chain(run, 24 if args.dry else 6417, *shape) for shape in chains],
+        "chain": lambda: [
+            time_chain(run, f"chain {n}x{k}/{tokens}", lambda n=n, k=k: Linear(run, n, k, tokens)) for n, k in chains
+        ],
         "epilogues": lambda: epilogues.time_epilogues(run, (70,) if args.dry else epilogues.ROWS),
         "linears": lambda: time_linears(run, shapes, rows),
     }

@@ -12,7 +12,6 @@ Per shape and number of rows, microseconds of: bf16 (cuBLAS alone), mixed (quant
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import sys
@@ -27,8 +26,8 @@ from torch.nn import functional as F
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from gpu_run import Run, ceilings, facts, geomean, relative_error  # noqa: E402
-from tune import write_tiles  # noqa: E402
+from gpu_run import Run, arguments, ceilings, facts, geomean, relative_error  # noqa: E402
+from tune import candidates, write_tiles  # noqa: E402
 
 from mmqc.kernels import configs as tiles  # noqa: E402
 from mmqc.kernels import mixed_matmul as kernel  # noqa: E402
@@ -103,7 +102,7 @@ def tune(run: Run, linear: Linear) -> None:
     times: dict[MatmulConfig, float] = {}
     rows = linear.quantize()
     one = linear.packed.high is None and pingpong.here(linear.x.device)
-    for c in (*kernel.PINGPONG_TILES, *kernel.TILES) if one else kernel.TILES:
+    for c in (*(candidates(kernel.PINGPONG, linear.m, linear.n, 0) if one else ()), *kernel.TILES):
         linear.config = c
         call = lambda: linear.multiply(rows, linear.written)  # noqa: E731
         us = run.attempt(f"tune {linear.n} {c}", lambda call=call: run.microseconds([call] * 2, 8, 0.03), 40)
@@ -165,14 +164,10 @@ def report(run: Run) -> dict[str, float]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--tune", action="store_true")
+    parser = arguments(__doc__, 300)
     parser.add_argument("--configs", type=Path, help="a file of kernels/configs to add the tuned tiles to")
-    parser.add_argument("--seconds", type=float, default=300)
     parser.add_argument("--rows", type=int, nargs="+", default=[2048, 8192])
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=list(SHAPES))
-    parser.add_argument("--dry", action="store_true")
     args = parser.parse_args()
     run = Run(args.dry, args.seconds)
     shapes, rows = ({s: SHAPES[s] for s in args.shapes}, args.rows) if not args.dry else (DRY, [20])

@@ -11,13 +11,12 @@ A role that waits longer than PATIENCE is a deadlock; an arrival too many is an 
 
 from __future__ import annotations
 
-import contextlib
 import queue
 import random
 import threading
 import time
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -275,22 +274,16 @@ def as_python(kernel: Any, replaced: dict[str, Any]) -> Callable[..., Any]:
     return convert(kernel)
 
 
-@contextlib.contextmanager
-def _program(number: int, failed: list[BaseException]) -> Iterator[None]:
-    _here.__dict__.update(program=number, failed=failed, copies=None, stores=[])
-    try:
-        yield
-    except BaseException as error:
-        failed.append(error)
-
-
 def run(kernel: Any, programs: int, args: dict[str, Any], constants: dict[str, Any], replaced: dict[str, Any]) -> None:
     """All programs at once; the first error of any role."""
     function, failed = as_python(kernel, REPLACED | replaced), list[BaseException]()
 
     def program(number: int) -> None:
-        with _program(number, failed):
+        _here.__dict__.update(program=number, failed=failed)
+        try:
             function(**args, **constants)
+        except BaseException as error:
+            failed.append(error)
 
     threads = [threading.Thread(target=program, args=(i,)) for i in range(programs)]
     for thread in threads:

@@ -2,6 +2,7 @@
 
 Shapes:  x: quantize_per_token.py   w low int8 [N, L], or packed uint8 [N, ceil(L/2)], which is written out first, both parts
          in one matrix   w high int8 [N, K - L]   s_w float32 [N, P]   c int32 [N, P]   b [N]   y [M, N] fp16 | bf16 | fp32
+One:     part on Hopper is scaled_matmul's product with a term of rank 1 (``as_scaled``).
 Exact:   all sums; with two parts the low one's is rounded once, |e| <= s_xh s_wh / 2 (mixed_matmul_tiles.py).
 Needs:   with two parts K < 32,768, and high steps no finer than quantize_per_token.py and solvers/mixed.py make them.
 Arch:    Hopper and newer: operands come by TMA, so rows and addresses are multiples of 16 bytes.  Elsewhere the reference.
@@ -19,27 +20,23 @@ from torch import Tensor
 
 from mmqc.kernels import pingpong_matmul as pingpong
 from mmqc.kernels.configs import MatmulConfig, key, measured
+from mmqc.kernels.configs import config as choose
 from mmqc.kernels.device_facts import ceil_div, has_tensor_descriptors, multiprocessors, why_not_here
+from mmqc.kernels.epilogue_tiles import Epilogue
 from mmqc.kernels.launch import Launch
+from mmqc.kernels.linears import Linear
 from mmqc.kernels.mixed_matmul_tiles import joined_matmul_kernel, mixed_matmul_kernel
 from mmqc.kernels.quantize_per_token import Rows
-from mmqc.kernels.split_k import workspace
+from mmqc.kernels.row_scale import RowScale, row_scale
 from mmqc.kernels.unpack_weight import join_launch, unpack_weight
 
-OP, PINGPONG = "mixed_int8", "pingpong_mixed"  # in the files of configs.py: kernels of any launch, and all
+OP, PINGPONG = "mixed_int8", "pingpong_int8"  # in configs.py: of our kernels, and of pingpong_matmul.py's for one part
 OUT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_K = {1: 131_071, 2: 32_767}  # channels by the number of parts: their sums fit int32
 STEP = 128  # columns that a second part in the same matrix starts at a multiple of: a step of K, or several
 # Triton waits for every int32 product before it goes on, so that two programs of one warpgroup, one of which multiplies while the
 # other waits or writes, beat one program of two: scaled_int8 is tuned to the same tile.
-PINGPONG_TILES = (  # tried by benchmarks/mixed_linear.py --tune, as those below; the first is the default for large products
-    MatmulConfig(128, 128, 128, 4, 8, split_k=4, variant="pingpong"),
-    MatmulConfig(128, 128, 128, 4, 8, group_m=16, split_k=4, variant="pingpong"),
-    MatmulConfig(64, 128, 128, 4, 8, split_k=4, variant="pingpong"),
-    MatmulConfig(64, 256, 128, 4, 8, split_k=4, variant="pingpong"),
-    MatmulConfig(128, 256, 128, 8, 8, split_k=4, variant="pingpong"),
-)
-TILES = (
+TILES = (  # tried by benchmarks/mixed_linear.py --tune; the first is the default for large products
     MatmulConfig(128, 128, 128, 4, 3, variant="descriptors", per_sm=2),
     MatmulConfig(128, 128, 128, 4, 3, group_m=16, variant="descriptors", per_sm=2),
     MatmulConfig(128, 128, 128, 8, 5, variant="descriptors", tail=32),
@@ -104,13 +101,11 @@ def supports(x: Rows, w: Weight, bias: Tensor | None, out_dtype: torch.dtype) ->
 
 
 @functools.lru_cache(maxsize=1024)
-def config(m: int, n: int, k: int, device: torch.device, op: str = OP) -> MatmulConfig:
+def config(m: int, n: int, k: int, device: torch.device) -> MatmulConfig:
     """The tuned tile of this GPU for this shape, else a rule of thumb."""
-    known = measured(device).get(key(op, m, n, k))
+    known = measured(device).get(key(OP, m, n, k))
     if known is not None:
         return known
-    if op == PINGPONG:
-        return PINGPONG_TILES[0 if ceil_div(m, 128) * ceil_div(n, 128) >= multiprocessors(device) else 2]
     if device.type != "cuda":  # the interpreter
         return MatmulConfig(32, 32, 32, 4, 1, variant="nested")
     if ceil_div(m, 128) * ceil_div(n, 128) < multiprocessors(device):
@@ -133,7 +128,11 @@ def mixed_matmul(
         raise ValueError(f"mixed_matmul: out is {out_dtype} [{m}, {n}], rows contiguous; got {y.dtype} {list(y.shape)}")
     if m and n:
         c = config or tile(x, w, y)
-        (pingpong_launch if c.variant == "pingpong" else launch)(x, w, bias, y, c).run()
+        if c.variant == "pingpong":
+            linear, rows, epilogue = as_scaled(x, w, bias, y)
+            pingpong.launch(x.q, linear, rows, None, c, epilogue).run()
+        else:
+            launch(x, w, bias, y, c).run()
     return y
 
 
@@ -141,28 +140,20 @@ def tile(x: Rows, w: Weight, y: Tensor) -> MatmulConfig:
     """The tile: of all kernels that take the operands."""
     (m, k), n = x.q.shape, w.low.shape[0]
     one = w.high is None and not w.joined
-    may = m > pingpong.LEAST_ROWS and one and pingpong.why_not(x.q, w.low, y) is None
-    return config(m, n, k, x.q.device, PINGPONG if may else OP)
+    if m > pingpong.LEAST_ROWS and one and pingpong.why_not(x.q, w.low, y) is None:
+        return choose(PINGPONG, m, n, k, x.q.device)
+    return config(m, n, k, x.q.device)
 
 
-def pingpong_launch(x: Rows, w: Weight, bias: Tensor | None, y: Tensor, c: MatmulConfig) -> Launch:
-    """Fill ``y`` from a weight in one part by the kernel of pingpong_mixed_tiles.py."""
+def as_scaled(x: Rows, w: Weight, bias: Tensor | None, y: Tensor) -> tuple[Linear, RowScale, Epilogue]:
+    """With one part, scaled_matmul's linear: a scale a row, and a term of rank 1, o_x times s_w c."""
     if w.high is not None or w.joined:
-        raise ValueError(f"mixed_matmul: {c} is a tile of weights in one part")
-    from mmqc.kernels.pingpong_mixed_tiles import mixed_pingpong_kernel
-
-    m, (n, k) = x.q.shape[0], w.low.shape
-    programs, whole, count = pingpong.grid(c, m, n, k, x.q.device)
-    rest = ceil_div(m, c.block_m) * ceil_div(n, c.block_n) % whole
-    part, counter = workspace(x.q.device, rest, c.block_m * c.block_n, count, torch.int32)
-    args = dict(
-        x_desc=x.q, w_desc=w.low, y_desc=y, x_scale_ptr=x.scale, x_offset_ptr=x.offset, w_scale_ptr=w.scale, w_sum_ptr=w.sum,
-        bias_ptr=w.scale if bias is None else bias, part_ptr=part, counter_ptr=counter, M=m, N=n, K=k,
-    )  # fmt: skip
-    constants = dict(HAS_BIAS=bias is not None, **pingpong.shape_constants(c, whole, count, y.dtype.itemsize))
-    blocks = {"x_desc": (c.block_m, c.block_k), "w_desc": (c.block_n, c.block_k), "y_desc": (c.block_m, c.block_n)}
-    outputs = ("y_desc", "part_ptr", "counter_ptr")
-    return Launch(mixed_pingpong_kernel, (programs,), args, constants, outputs, c.num_warps, 1, 0, blocks, early=True)
+        raise ValueError("mixed_matmul: pingpong_matmul.py has tiles for weights in one part")
+    return (
+        Linear(w.low, w.scale, bias, y),
+        row_scale(x.scale.view(-1), len(y)),
+        Epilogue(low=(x.offset, w.scale * w.sum)),
+    )
 
 
 def launch(x: Rows, w: Weight, bias: Tensor | None, y: Tensor, c: MatmulConfig | None = None) -> Launch:

@@ -74,8 +74,13 @@ def supports(x_q: Tensor, w_q: Tensor, w_scale: Tensor, bias: Tensor | None, out
 
 def op_name(x_q: Tensor, w_q: Tensor) -> str:
     """The op's name in configs.py."""
-    kind = "fp8" if x_q.dtype == FP8 else "int8"
-    return f"scaled_{kind}" if w_q.dtype != torch.uint8 else "scaled_int4" if kind == "int8" else "scaled_int4_fp8"
+    return op_of(x_q.dtype, w_q.dtype)
+
+
+def op_of(x: torch.dtype, w: torch.dtype) -> str:
+    """The same by the types of the codes."""
+    kind = "fp8" if x == FP8 else "int8"
+    return f"scaled_{kind}" if w != torch.uint8 else "scaled_int4" if kind == "int8" else "scaled_int4_fp8"
 
 
 def scaled_matmul(
@@ -130,9 +135,9 @@ def multiply(
 def tile(x_q: Tensor, linear: Linear, width: int, fast_accumulation: bool = True) -> MatmulConfig:
     """The tile for so many columns: of all kernels that take the operands."""
     (m, k), op = x_q.shape, op_name(x_q, linear.w)
-    if m > pingpong.LEAST_ROWS and op in pingpong.OPS and fast_accumulation:  # noqa: SIM102  the second looks at addresses
-        if pingpong.why_not(x_q, linear.w, linear.y) is None:
-            op = pingpong.OPS[op]
+    may = m > pingpong.LEAST_ROWS and op in pingpong.OPS and fast_accumulation
+    if may and pingpong.why_not(x_q, linear.w, linear.y) is None:
+        op = pingpong.OPS[op]
     return choose(op, m, width, k, x_q.device)
 
 

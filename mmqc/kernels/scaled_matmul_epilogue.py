@@ -63,12 +63,17 @@ def scaled_matmul_epilogue(
     (m, k), n = x_q.shape, linears[0].w.shape[0]
     if not m or not n:
         return
-    one = len(linears) == 1
-    c = config or (tile_of(x_q, linears[0], n) if one else choose(op_name(x_q, linears[0].w), m, 2 * n, k, x_q.device))
+
+    def chosen(linears: list[Linear]) -> MatmulConfig:
+        if len(linears) == 1:
+            return tile_of(x_q, linears[0], n)
+        return choose(op_name(x_q, linears[0].w), m, len(linears) * n, k, x_q.device)
+
+    c = config or chosen(linears)
     given = c is config
     if c.variant == "unpack":
         linears = [linear._replace(w=unpack_weight(linear.w, k, bits=4, dtype=x_q.dtype)) for linear in linears]
-        c = tile_of(x_q, linears[0], n) if one else choose(op_name(x_q, linears[0].w), m, 2 * n, k, x_q.device)
+        c = chosen(linears)
     if c.variant == "pingpong":
         pingpong.launch(x_q, linears[0], rows, None, c, epilogue).run()
         return

@@ -20,6 +20,7 @@ import torch
 from sympy import Integer, Max, Min
 
 from mmqc.kernels import pingpong_matmul as pingpong
+from mmqc.kernels.configs import config
 from mmqc.kernels.device_facts import ceil_div
 from mmqc.kernels.launch import Launch
 from mmqc.lowering.inductor import (
@@ -95,13 +96,13 @@ def count_rows(x: TensorBox) -> Any:
     return as_int(math.prod(x.get_size()[:-1]))
 
 
-def may_pingpong(x: TensorBox, n: int, out_dtype: torch.dtype) -> bool:
-    """Whether x times n columns may take a kernel of pingpong_matmul.py, by a call of the op that it belongs to."""
-    rows = count_rows(x)
-    if not isinstance(rows, int) or rows <= pingpong.LEAST_ROWS or for_package():
+def is_pingpong(x: TensorBox, n: int, op: str, out_dtype: torch.dtype) -> bool:
+    """Whether x times n columns takes a tile of pingpong_matmul.py, by a call of the op; ``op`` is the name in configs.py."""
+    rows, k, device = count_rows(x), static_int(x.get_size()[-1]), x.get_device_or_error()
+    if not isinstance(rows, int) or rows <= pingpong.LEAST_ROWS or for_package() or not pingpong.here(device):
         return False
-    fits = static_int(x.get_size()[-1]) % 16 == 0 and n * out_dtype.itemsize % 16 == 0
-    return fits and pingpong.here(x.get_device_or_error())
+    fits = k % 16 == 0 and n * out_dtype.itemsize % 16 == 0
+    return fits and config(op, rows, n, k, device).variant == "pingpong"
 
 
 def regimes(rows: Any) -> Iterator[tuple[int, Any]]:

@@ -16,7 +16,7 @@ from mmqc.kernels import quantize_per_token as per_token
 from mmqc.kernels import unpack_weight
 from mmqc.kernels.device_facts import has_tensor_descriptors
 from mmqc.lowering.inductor import TensorBox, lowerings, size_hint, static_int
-from mmqc.lowering.launch import MANY, Operand, count_rows, emit, may_pingpong
+from mmqc.lowering.launch import MANY, Operand, emit, is_pingpong
 
 aten = torch.ops.aten
 ALIGN = 16  # bytes: of rows and addresses that TMA takes
@@ -39,11 +39,7 @@ def why_not(widths: Sequence[int], out_dtype: torch.dtype, device: torch.device)
 
 def by_call(x_q: TensorBox, w_scale: TensorBox, widths: Sequence[int], out_dtype: torch.dtype) -> bool:
     """Whether the op itself is called: a tile of pingpong_matmul.py, which no launch in generated code has."""
-    n = static_int(w_scale.get_size()[0])
-    if len(widths) > 1 or not may_pingpong(x_q, n, out_dtype):
-        return False
-    c = kernel.config(count_rows(x_q), n, sum(widths), x_q.get_device_or_error(), kernel.PINGPONG)
-    return c.variant == "pingpong"
+    return len(widths) == 1 and is_pingpong(x_q, static_int(w_scale.get_size()[0]), kernel.PINGPONG, out_dtype)
 
 
 def mixed(

@@ -29,7 +29,7 @@ from mmqc.kernels.epilogue_tiles import Epilogue
 from mmqc.kernels.row_scale import ONE, VISUAL, RowScale
 from mmqc.kernels.scaled_matmul import FEW_ROWS, Linear
 from mmqc.lowering.inductor import TensorBox, constant, convert, lowerings, static_int
-from mmqc.lowering.launch import Operand, count_rows, emit, may_pingpong, regimes, workspace
+from mmqc.lowering.launch import Operand, count_rows, emit, is_pingpong, regimes, workspace
 
 aten = torch.ops.aten
 WHOLE = MatmulConfig(128, 128, 64, 8, 3, variant="columns")  # any number of rows from packed weights, in one launch
@@ -70,21 +70,18 @@ def _one_launch(linears: Sequence[Any], m: int, c: MatmulConfig) -> bool:
 
 def by_call(x_q: TensorBox, w_q: Sequence[TensorBox], out_dtype: torch.dtype) -> bool:
     """Whether the op itself is called: for tiles of pingpong_matmul.py, which no launch in generated code has."""
-    return all(may_pingpong(x_q, static_int(w.get_size()[0]), out_dtype) and _pingpongs(x_q, w) for w in w_q)
+    return all(_by_call(x_q, w, out_dtype) for w in w_q)
 
 
-def _pingpongs(x_q: TensorBox, w_q: TensorBox) -> bool:
-    m, n, k, device = (
-        count_rows(x_q),
-        static_int(w_q.get_size()[0]),
-        static_int(x_q.get_size()[-1]),
-        x_q.get_device_or_error(),
-    )
-    codes = "scaled_int8" if x_q.get_dtype() == torch.int8 else "scaled_fp8"
-    if w_q.get_dtype() == torch.uint8:  # noqa: SIM102  codes to be written out, or no codes
-        if config("scaled_int4" if codes == "scaled_int8" else "scaled_int4_fp8", m, n, k, device).variant != "unpack":
-            return False
-    return config(pingpong.OPS[codes], m, n, k, device).variant == "pingpong"
+def _by_call(x_q: TensorBox, w_q: TensorBox, out_dtype: torch.dtype) -> bool:
+    n, codes = static_int(w_q.get_size()[0]), scaled_kernels.op_of(x_q.get_dtype(), x_q.get_dtype())
+    if not is_pingpong(x_q, n, pingpong.OPS[codes], out_dtype):
+        return False
+    op = scaled_kernels.op_of(x_q.get_dtype(), w_q.get_dtype())
+    given = count_rows(x_q), n, static_int(x_q.get_size()[-1]), x_q.get_device_or_error()
+    return (
+        op == codes or config(op, *given).variant == "unpack"
+    )  # packed ones are written out as codes, or are no codes
 
 
 def scaled(

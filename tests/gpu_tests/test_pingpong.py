@@ -87,7 +87,7 @@ def test_scaled__scale_of_every_kind_and_a_residual(kind, name) -> None:
 @pytest.mark.parametrize("activation", ["none", "relu", "silu", "quick_gelu", "gelu", "gelu_tanh"])
 @pytest.mark.parametrize("codes", [False, True])
 @pytest.mark.parametrize("name", ["two, cut", "one"])
-def test_epilogue__equals_the_other_kernel_to_the_bit(activation, codes, name) -> None:
+def test_epilogue__equals_the_other_kernel(activation, codes, name) -> None:
     m, n, k = 900, 1040, 640
     x, w, w_scale, bias = operands(m, n, k)
     w_scale = w_scale / 2e4

@@ -9,6 +9,7 @@ from mmqc.ops.quantize_per_token import reference as quantize
 
 kernel = pytest.importorskip("mmqc.kernels.mixed_matmul")
 MatmulConfig = kernel.MatmulConfig
+scaled_matmul_epilogue = pytest.importorskip("mmqc.kernels.scaled_matmul_epilogue").scaled_matmul_epilogue
 SIZES = [(1, 17, 48, 16), (63, 100, 96, 16), (37, 33, 160, 32), (65, 64, 112, 0)]
 
 
@@ -56,6 +57,21 @@ def test_mixed_matmul_kernel__equals_the_op(size, dtype, device):
     stored = [pack_int4(w[0][0]), *w[0][1:]]
     expected = reference(*x, stored, w[1], w[2], bias, widths, bits, torch.float64)
     assert_right(out, rows, weight, expected)
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_mixed_matmul__one_part_is_a_linear_with_a_term_of_rank_1(with_bias, device):
+    """What Hopper's tiles are given, here by a tile of the interpreter's."""
+    x, w, widths, bits = problem(37, 33, 112, 0, device)
+    bias = torch.randn(33, device=device) if with_bias else None
+    rows, weight = operands(x, w, widths)
+    y = torch.full((37, 33), float("nan"), device=device)
+    linear, scale, epilogue = kernel.as_scaled(rows, weight, bias, y)
+    scaled_matmul_epilogue(rows.q, [linear], scale, epilogue, MatmulConfig(32, 32, 32, 4, 1, variant="nested"))
+    expected = reference(*x, [pack_int4(w[0][0])], w[1], w[2], bias, widths, bits, torch.float64)
+    assert_right(y, rows, weight, expected)
+    with pytest.raises(ValueError, match="weights in one part"):
+        kernel.as_scaled(*operands(*problem(5, 7, 48, 16, device)[:2], [48, 16]), None, y)
 
 
 @pytest.mark.parametrize("low", [64, 128, 144, 256])

@@ -11,11 +11,10 @@ from hypothesis import strategies as st
 
 pingpong = pytest.importorskip("mmqc.kernels.pingpong_matmul")
 tiles = pytest.importorskip("mmqc.kernels.pingpong_tiles")
-mixed_tiles = pytest.importorskip("mmqc.kernels.pingpong_mixed_tiles")
 STEP = 8
 
 
-def assert_product(kind: str, m: int, n: int, k: int, programs: int, stages: int, warps: int, parts: int) -> None:
+def assert_product(m: int, n: int, k: int, programs: int, stages: int, warps: int, parts: int) -> None:
     """That the kernel's result is x wᵀ, and that its counters are zero again."""
     block_m, block_n = 16 * warps, 16
     x, w = (torch.randint(-8, 8, (rows, k), dtype=torch.int8) for rows in (m, n))
@@ -24,42 +23,36 @@ def assert_product(kind: str, m: int, n: int, k: int, programs: int, stages: int
     rest = count % programs
     counters = torch.zeros(max(rest, 1), dtype=torch.int32)
     partial = torch.full((max(1, parts * rest * block_m * block_n),), 12345, dtype=torch.int32)
-    kernel = tiles.scaled_pingpong_kernel if kind == "scaled" else mixed_tiles.mixed_pingpong_kernel
+    kernel = tiles.scaled_pingpong_kernel
     names = [name for name in kernel.arg_names if name.endswith("_ptr")]
     args = dict.fromkeys(names) | dict(
         x_desc=simulator.Described(x, (block_m, STEP)), w_desc=simulator.Described(w, (block_n, STEP)),
         y_desc=simulator.Described(y, (block_m, block_n)), part_ptr=simulator.Pointer(partial),
-        counter_ptr=simulator.Pointer(counters), M=m, N=n, K=k,
+        counter_ptr=simulator.Pointer(counters), M=m, N=n, K=k, stride_r=0,
     )  # fmt: skip
     constants = dict(
-        HAS_BIAS=False, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=STEP, GROUP_M=2, PROGRAMS=programs, PARTS=parts,
+        KIND=0, HAS_BIAS=False, HAS_RESIDUAL=False, ACTIVATION=0, NEXT=False, NEXT_KIND=0, ROUND=0, LOW=0, HIGH=0, PTX=False,
+        RANK=0, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=STEP, GROUP_M=2, PROGRAMS=programs, PARTS=parts,
         STAGES=stages, WARPS=warps, CONSUMERS=8 // warps, REGISTERS=240,
     )  # fmt: skip
-    if kind == "scaled":
-        args["stride_r"] = 0
-        constants |= dict(
-            KIND=0, HAS_RESIDUAL=False, ACTIVATION=0, NEXT=False, NEXT_KIND=0, ROUND=0, LOW=0, HIGH=0, PTX=False, RANK=0
-        )
     grid = programs if count >= programs else rest * parts
-    plain = {"finish_scaled_tile": lambda acc, *_: acc, "finish_mixed_tile": lambda acc, *_: acc}
-    simulator.run(kernel, grid, args, constants, plain)
+    simulator.run(kernel, grid, args, constants, {"finish_scaled_tile": lambda acc, *_: acc})
     assert not counters.any()
     assert torch.equal(y, x.float() @ w.float().t())
 
 
 @settings(max_examples=25, deadline=None)
 @given(
-    st.sampled_from(["scaled", "mixed"]), st.integers(1, 200), st.integers(1, 70), st.integers(1, 90), st.integers(1, 3),
+    st.integers(1, 200), st.integers(1, 70), st.integers(1, 90), st.integers(1, 3),
     st.integers(2, 5), st.sampled_from([4, 8]), st.sampled_from([1, 2, 4]),
 )  # fmt: skip
-def test_ring__every_size(kind, m, n, k, programs, stages, warps, parts):
+def test_ring__every_size(m, n, k, programs, stages, warps, parts):
     count, steps = -(-m // (16 * warps)) * -(-n // 16), -(-k // STEP)
     rest = count % programs
     fits = rest * parts <= programs and (parts - 1) * -(-steps // parts) < steps
-    assert_product(kind, m, n, k, programs, stages, warps, parts if rest and fits else 1)
+    assert_product(m, n, k, programs, stages, warps, parts if rest and fits else 1)
 
 
-@pytest.mark.parametrize("kind", ["scaled", "mixed"])
 @pytest.mark.parametrize(
     ("m", "n", "k", "programs", "stages", "parts"),
     [(64, 16, 8, 4, 2, 1),  # one tile of one step
@@ -68,8 +61,8 @@ def test_ring__every_size(kind, m, n, k, programs, stages, warps, parts):
      (128, 96, 200, 5, 2, 2),  # more steps than slots, the cut tiles those of the second consumer
      (320, 32, 64, 2, 5, 1)],  # many rounds
 )  # fmt: skip
-def test_ring__rounds_and_parts(kind, m, n, k, programs, stages, parts):
-    assert_product(kind, m, n, k, programs, stages, 4, parts)
+def test_ring__rounds_and_parts(m, n, k, programs, stages, parts):
+    assert_product(m, n, k, programs, stages, 4, parts)
 
 
 def test_simulator__finds_a_consumer_that_does_not_wait_for_its_turn(monkeypatch):
@@ -85,7 +78,7 @@ def test_simulator__finds_a_consumer_that_does_not_wait_for_its_turn(monkeypatch
     monkeypatch.setattr(simulator, "Barriers", Remembered)
     monkeypatch.setattr(simulator.REPLACED["mbarrier"], "wait", lambda b, phase: None if b in turns else wait(b, phase))
     with pytest.raises((AssertionError, RuntimeError, TimeoutError)):
-        assert_product("scaled", 256, 96, 120, 1, 3, 4, 1)
+        assert_product(256, 96, 120, 1, 3, 4, 1)
 
 
 def test_simulator__finds_a_slot_that_is_given_back_too_soon(monkeypatch):
@@ -94,4 +87,4 @@ def test_simulator__finds_a_slot_that_is_given_back_too_soon(monkeypatch):
     late = lambda left, deps: wait(left + 1 if left else 0, deps)  # noqa: E731
     monkeypatch.setitem(simulator.REPLACED, "warpgroup_mma_wait", late)
     with pytest.raises(AssertionError):
-        assert_product("scaled", 256, 96, 120, 1, 2, 4, 1)
+        assert_product(256, 96, 120, 1, 2, 4, 1)
