@@ -4,8 +4,8 @@
     TRITON_INTERPRET=1 python benchmarks/mixed_linear.py --dry        every step once, tiny, on the CPU
 
 Per shape and number of rows, microseconds of: bf16 (cuBLAS alone), mixed (quantization and product, the low weights packed in
-4 bits and written out in every call), kept (weights in int8 from the start), and of the parts: quantization, unpacking, product;
-"norm" is torch's RMSNorm, which quantization does on the way and bf16 does not count.
+4 bits and written out in every call), kept (the weight as written out, from the start), and of the parts: quantization,
+unpacking, product; "norm" is torch's RMSNorm, which quantization does on the way and bf16 does not count.
 ``--tune`` tries every tile of kernels/mixed_matmul.py and every number of warps of quantize_per_token.py first and uses the best;
 --configs adds the tiles to a file of tuned ones.
 """
@@ -62,7 +62,6 @@ class Linear:
         sums = torch.stack([c.sum(1, dtype=torch.int32) for c in codes], 1)
         self.packed = kernel.Weight(pack_int4(codes[0]), codes[1] if high else None, scale, sums)
         self.codes = codes
-        self.kept = self.packed._replace(low=codes[0])
         self.written = self.packed.written_out(self.widths[0])
         self.out = torch.full((m, n), float("nan"), dtype=run.dtype, device=run.device)
         self.config: MatmulConfig | None = None
@@ -82,7 +81,7 @@ class Linear:
             "quantize": self.quantize,
             "unpack": lambda: self.packed.written_out(self.widths[0]),
             "product": lambda: self.multiply(rows, self.written),
-            "kept": lambda: self.multiply(self.quantize(), self.kept),
+            "kept": lambda: self.multiply(self.quantize(), self.written),
             "mixed": lambda: self.multiply(self.quantize(), self.packed),
         }
 
@@ -101,8 +100,8 @@ def tune(run: Run, linear: Linear) -> None:
     """Set the fastest tile and the best number of warps."""
     times: dict[MatmulConfig, float] = {}
     rows = linear.quantize()
-    one = linear.packed.high is None and pingpong.here(linear.x.device)
-    for c in (*(candidates(kernel.PINGPONG, linear.m, linear.n, 0) if one else ()), *kernel.TILES):
+    op = kernel.PINGPONG[len(linear.widths)]
+    for c in (*(candidates(op, linear.m, linear.n, 0) if pingpong.here(linear.x.device) else ()), *kernel.TILES):
         linear.config = c
         call = lambda: linear.multiply(rows, linear.written)  # noqa: E731
         us = run.attempt(f"tune {linear.n} {c}", lambda call=call: run.microseconds([call] * 2, 8, 0.03), 40)
@@ -131,7 +130,7 @@ def one_shape(
     if tuning and not run.dry:
         tune(run, linear)
         if linear.config is not None:
-            op = kernel.PINGPONG if linear.config.variant == "pingpong" else kernel.OP
+            op = kernel.PINGPONG[len(linear.widths)] if linear.config.variant == "pingpong" else kernel.OP
             tuned[tiles.key(op, m, n, k)] = linear.config
     calls, seen = list(linear.calls().items()), {}
     for what, call in (*calls, *reversed(calls)):  # the clock falls as the GPU warms up: each is timed early and late

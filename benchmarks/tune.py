@@ -83,9 +83,9 @@ def candidates(op: str, m: int, n: int, k: int) -> list[Tile]:
                     found.append(Tile(block_m, bn, bk, warps, stages, split_k=split, variant="columns"))
         return found
     if op.startswith("pingpong"):
-        return [Tile(bm, bn, 128, w, 8, group_m=g, split_k=most, variant="pingpong") for bm, bn, w, g, most in (
-            (128, 128, 4, 8, 4), (128, 128, 4, 16, 4), (64, 128, 4, 8, 4), (64, 256, 4, 8, 4),
-            (128, 256, 8, 8, 4), (256, 128, 8, 8, 4))]  # fmt: skip
+        shapes = ((128, 128, 4, 8), (128, 128, 4, 16), (64, 128, 4, 8), (64, 256, 4, 8))
+        shapes += ((128, 256, 8, 8), (256, 128, 8, 8)) if op != "pingpong_mixed" else ()  # which takes turns
+        return [Tile(bm, bn, 128, w, 8, group_m=g, split_k=4, variant="pingpong") for bm, bn, w, g in shapes]
     if op.startswith("weight"):
         return [Tile(bm, bn, bk, w, s, split_k=sp, variant="columns") for bm, bn, bk, w, s in (
             (64, 128, 64, 4, 4), (64, 128, 64, 8, 3), (128, 128, 64, 8, 3), (64, 64, 128, 4, 3), (128, 64, 64, 4, 4))

@@ -235,7 +235,7 @@ def _pick(condition: Any, a: Any, b: Any) -> Any:
 gl: Any = types.SimpleNamespace(
     int8=torch.int8, int32=torch.int32, int64=torch.int64, float32=torch.float32, bfloat16=torch.bfloat16, float16=torch.float16,
     constexpr=None, program_id=lambda axis: torch.tensor(_here.program), cdiv=lambda a, b: -(-a // b),
-    minimum=lambda a, b: _pick(a < b, a, b), where=_pick, static_range=range,
+    minimum=lambda a, b: _pick(a < b, a, b), maximum=lambda a, b: _pick(a < b, b, a), where=_pick, static_range=range,
     zeros=lambda shape, dtype, layout=None: torch.zeros(shape, dtype=dtype).as_subclass(Values),
     arange=lambda first, last, layout=None: torch.arange(first, last),
     NVMMADistributedLayout=lambda *_: None, SliceLayout=lambda *_: None, BlockedLayout=lambda *_: None,

@@ -30,6 +30,7 @@ OPS = (
     "scaled_fp8",
     "pingpong_int8",
     "pingpong_fp8",
+    "pingpong_mixed",
     "scaled_int4",
     "scaled_int4_fp8",
     "scaled_int8_group",

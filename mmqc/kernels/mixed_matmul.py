@@ -2,7 +2,8 @@
 
 Shapes:  x: quantize_per_token.py   w low int8 [N, L], or packed uint8 [N, ceil(L/2)], which is written out first, both parts
          in one matrix   w high int8 [N, K - L]   s_w float32 [N, P]   c int32 [N, P]   b [N]   y [M, N] fp16 | bf16 | fp32
-One:     part on Hopper is scaled_matmul's product with a term of rank 1 (``as_scaled``).
+Hopper:  of many rows by warp-specialised kernels: two parts in one matrix (pingpong_mixed_tiles.py), or one part as scaled_matmul's
+         product with a term of rank 1 (``as_scaled``).
 Exact:   all sums; with two parts the low one's is rounded once, |e| <= s_xh s_wh / 2 (mixed_matmul_tiles.py).
 Needs:   with two parts K < 32,768, and high steps no finer than quantize_per_token.py and solvers/mixed.py make them.
 Arch:    Hopper and newer: operands come by TMA, so rows and addresses are multiples of 16 bytes.  Elsewhere the reference.
@@ -28,9 +29,11 @@ from mmqc.kernels.linears import Linear
 from mmqc.kernels.mixed_matmul_tiles import joined_matmul_kernel, mixed_matmul_kernel
 from mmqc.kernels.quantize_per_token import Rows
 from mmqc.kernels.row_scale import RowScale, row_scale
+from mmqc.kernels.split_k import Workspace, workspace
 from mmqc.kernels.unpack_weight import join_launch, unpack_weight
 
-OP, PINGPONG = "mixed_int8", "pingpong_int8"  # in configs.py: of our kernels, and of pingpong_matmul.py's for one part
+OP = "mixed_int8"  # in configs.py, for Triton's kernels
+PINGPONG = {1: "pingpong_int8", 2: "pingpong_mixed"}  # for all kernels, by parts
 OUT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_K = {1: 131_071, 2: 32_767}  # channels by the number of parts: their sums fit int32
 STEP = 128  # columns that a second part in the same matrix starts at a multiple of: a step of K, or several
@@ -51,7 +54,8 @@ TILES = (  # tried by benchmarks/mixed_linear.py --tune; the first is the defaul
 class Weight(NamedTuple):
     """A weight in one or two parts, and c, the sums of its codes.
 
-    With ``joined``, columns of the first part, ``low`` holds both: the second starts at ``second_at(joined)``, after zeros.
+    With ``joined``, columns of the first part, ``low`` holds both: the second starts at ``second_at(joined)``, after zeros; and
+    ``columns`` [4, N] is what ``join_launch`` makes of the rest.
     """
 
     low: Tensor
@@ -59,6 +63,7 @@ class Weight(NamedTuple):
     scale: Tensor
     sum: Tensor
     joined: int = 0
+    columns: Tensor | None = None
 
     def written_out(self, width: int) -> Weight:
         """With its codes in int8: where the low ones, ``width`` columns, are packed, both parts in one matrix."""
@@ -68,8 +73,9 @@ class Weight(NamedTuple):
             return self._replace(low=unpack_weight(self.low, width, bits=4))
         n, high = self.high.shape
         both = torch.empty(n, second_at(width) + high, dtype=torch.int8, device=self.low.device)
-        join_launch(self.low, self.high, both, width).run()
-        return self._replace(low=both, high=None, joined=width)
+        columns = torch.empty(4, n, dtype=torch.float32, device=self.low.device)
+        join_launch(self.low, self.high, self.scale, self.sum, both, columns, width).run()
+        return self._replace(low=both, high=None, joined=width, columns=columns)
 
 
 def second_at(width: int) -> int:
@@ -128,32 +134,56 @@ def mixed_matmul(
         raise ValueError(f"mixed_matmul: out is {out_dtype} [{m}, {n}], rows contiguous; got {y.dtype} {list(y.shape)}")
     if m and n:
         c = config or tile(x, w, y)
-        if c.variant == "pingpong":
+        if c.variant != "pingpong":
+            launch(x, w, bias, y, c).run()
+        elif w.joined:
+            pingpong_launch(x, w, bias, y, c).run()
+        else:
             linear, rows, epilogue = as_scaled(x, w, bias, y)
             pingpong.launch(x.q, linear, rows, None, c, epilogue).run()
-        else:
-            launch(x, w, bias, y, c).run()
     return y
 
 
 def tile(x: Rows, w: Weight, y: Tensor) -> MatmulConfig:
     """The tile: of all kernels that take the operands."""
     (m, k), n = x.q.shape, w.low.shape[0]
-    one = w.high is None and not w.joined
-    if m > pingpong.LEAST_ROWS and one and pingpong.why_not(x.q, w.low, y) is None:
-        return choose(PINGPONG, m, n, k, x.q.device)
+    if m > pingpong.LEAST_ROWS and w.high is None and pingpong.why_not(x.q, w.low, y) is None:
+        return choose(PINGPONG[2 if w.joined else 1], m, n, k, x.q.device)
     return config(m, n, k, x.q.device)
 
 
 def as_scaled(x: Rows, w: Weight, bias: Tensor | None, y: Tensor) -> tuple[Linear, RowScale, Epilogue]:
     """With one part, scaled_matmul's linear: a scale a row, and a term of rank 1, o_x times s_w c."""
     if w.high is not None or w.joined:
-        raise ValueError("mixed_matmul: pingpong_matmul.py has tiles for weights in one part")
+        raise ValueError("mixed_matmul: pingpong_matmul.py has tiles for weights in one part, or in one matrix")
     return (
         Linear(w.low, w.scale, bias, y),
         row_scale(x.scale.view(-1), len(y)),
         Epilogue(low=(x.offset, w.scale * w.sum)),
     )
+
+
+def pingpong_launch(
+    x: Rows, w: Weight, bias: Tensor | None, y: Tensor, c: MatmulConfig, work: Workspace = workspace
+) -> Launch:
+    """Fill ``y`` from two parts in one matrix by the kernel of pingpong_mixed_tiles.py."""
+    from mmqc.kernels.pingpong_mixed_tiles import mixed_pingpong_kernel
+
+    if c.num_warps != 4:
+        raise ValueError(f"mixed_matmul: two consumers of 4 warps take turns, not {c}")
+    m, (n, columns) = x.q.shape[0], w.low.shape
+    programs, whole, count = pingpong.grid(c, m, n, columns, x.q.device)
+    rest = ceil_div(m, c.block_m) * ceil_div(n, c.block_n) % whole
+    part, counter = work(x.q.device, rest, c.block_m * c.block_n, count, torch.int32)
+    args = dict(
+        x_desc=x.q, w_desc=w.low, y_desc=y, x_scale_ptr=x.scale, x_offset_ptr=x.offset, column_ptr=w.columns,
+        bias_ptr=w.scale if bias is None else bias, part_ptr=part, counter_ptr=counter, M=m, N=n, LOW=w.joined,
+        START=second_at(w.joined), END=columns,
+    )  # fmt: skip
+    constants = dict(HAS_BIAS=bias is not None, **pingpong.shape_constants(c, whole, count, y.dtype.itemsize))
+    blocks = {"x_desc": (c.block_m, c.block_k), "w_desc": (c.block_n, c.block_k), "y_desc": (c.block_m, c.block_n)}
+    outputs = ("y_desc", "part_ptr", "counter_ptr")
+    return Launch(mixed_pingpong_kernel, (programs,), args, constants, outputs, c.num_warps, 1, 0, blocks, early=True)
 
 
 def launch(x: Rows, w: Weight, bias: Tensor | None, y: Tensor, c: MatmulConfig | None = None) -> Launch:

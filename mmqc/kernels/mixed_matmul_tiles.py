@@ -19,10 +19,10 @@ from mmqc.kernels.program_order import grouped_tile
 
 @triton.jit
 def finish_mixed_tile(
-    acc, y_ptr, x_scale_ptr, x_offset_ptr, w_scale_ptr, w_sum_ptr, bias_ptr, rows, cols, M, N, stride_y,
-    PARTS: tl.constexpr, HAS_BIAS: tl.constexpr,
+    acc, x_scale_ptr, x_offset_ptr, w_scale_ptr, w_sum_ptr, bias_ptr, rows, cols, M, N, PARTS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """The epilogue: acc [BM, BN] in units of the last part -> y."""
+    """The epilogue: acc [BM, BN] in units of the last part -> y, float32."""
     row_mask, col_mask = rows < M, cols < N
     last: tl.constexpr = PARTS - 1
     s_x = tl.load(x_scale_ptr + rows * PARTS + last, mask=row_mask, other=0.0)
@@ -35,8 +35,21 @@ def finish_mixed_tile(
         y += o[:, None] * c[None, :]
     if HAS_BIAS:
         y += tl.load(bias_ptr + cols, mask=col_mask, other=0.0).to(tl.float32)[None, :]
+    return y
+
+
+@triton.jit
+def store_mixed_tile(
+    acc, y_ptr, x_scale_ptr, x_offset_ptr, w_scale_ptr, w_sum_ptr, bias_ptr, rows, cols, M, N, stride_y,
+    PARTS: tl.constexpr, HAS_BIAS: tl.constexpr,
+):  # fmt: skip
+    """The epilogue, and y to memory."""
+    mask = (rows < M)[:, None] & (cols < N)[None, :]
+    y = finish_mixed_tile(
+        acc, x_scale_ptr, x_offset_ptr, w_scale_ptr, w_sum_ptr, bias_ptr, rows, cols, M, N, PARTS, HAS_BIAS
+    )
     at = y_ptr + rows.to(tl.int64)[:, None] * stride_y + cols[None, :]
-    tl.store(at, y.to(y_ptr.dtype.element_ty), mask=row_mask[:, None] & col_mask[None, :])
+    tl.store(at, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -85,12 +98,12 @@ def joined_matmul_kernel(
                 tail = tl.dot(x, w_tail_desc.load([first + BLOCK_N, k]).T, tail, out_dtype=tl.int32)
         rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
         cols = first + tl.arange(0, BLOCK_N)
-        finish_mixed_tile(acc, y_ptr, x_scale_ptr, x_offset_ptr, w_scale_ptr, w_sum_ptr, bias_ptr, rows, cols, M, N,
-                          stride_y, PARTS, HAS_BIAS)  # fmt: skip
+        store_mixed_tile(acc, y_ptr, x_scale_ptr, x_offset_ptr, w_scale_ptr, w_sum_ptr, bias_ptr, rows, cols, M, N,
+                         stride_y, PARTS, HAS_BIAS)  # fmt: skip
         if TAIL:
             cols = first + BLOCK_N + tl.arange(0, TAIL)
-            finish_mixed_tile(tail, y_ptr, x_scale_ptr, x_offset_ptr, w_scale_ptr, w_sum_ptr, bias_ptr, rows, cols, M, N,
-                              stride_y, PARTS, HAS_BIAS)  # fmt: skip
+            store_mixed_tile(tail, y_ptr, x_scale_ptr, x_offset_ptr, w_scale_ptr, w_sum_ptr, bias_ptr, rows, cols, M, N,
+                             stride_y, PARTS, HAS_BIAS)  # fmt: skip
 
 
 @triton.jit
@@ -117,5 +130,5 @@ def mixed_matmul_kernel(
                 x = x_desc.load([tile_m * BLOCK_M, LOW + k])
                 w = w_high_desc.load([tile_n * BLOCK_N, k])
                 acc = tl.dot(x, w.T, acc, out_dtype=tl.int32)
-        finish_mixed_tile(acc, y_ptr, x_scale_ptr, x_offset_ptr, w_scale_ptr, w_sum_ptr, bias_ptr, rows, cols, M, N,
-                          stride_y, PARTS, HAS_BIAS)  # fmt: skip
+        store_mixed_tile(acc, y_ptr, x_scale_ptr, x_offset_ptr, w_scale_ptr, w_sum_ptr, bias_ptr, rows, cols, M, N,
+                         stride_y, PARTS, HAS_BIAS)  # fmt: skip

@@ -33,6 +33,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_wait
 
 from mmqc.kernels.program_order import grouped_tile
+from mmqc.kernels.row_scale import row_scale_tile
 from mmqc.kernels.scaled_matmul_tiles import finish_scaled_tile
 
 
@@ -67,32 +68,43 @@ def find_item(
 
 
 @gluon.jit
+def fill_steps(
+    x_desc, w_desc, ring, row, col, first, last, slot, phase, START, GAP, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Copy steps of one tile; from column START of w on, x's columns are GAP less.  (Next slot, its phase)."""
+    SIZE: gl.constexpr = (BLOCK_M + BLOCK_N) * BLOCK_K
+    x_ring, w_ring, full, empty = ring[0], ring[1], ring[3], ring[4]
+    for step in range(first, last):
+        k = step * BLOCK_K
+        ready = full.index(slot)
+        mbarrier.wait(empty.index(slot), phase)
+        mbarrier.expect(ready, SIZE)
+        tma.async_copy_global_to_shared(x_desc, [row, gl.where(k < START, k, k - GAP)], ready, x_ring.index(slot))
+        tma.async_copy_global_to_shared(w_desc, [col, k], ready, w_ring.index(slot))
+        slot += 1
+        if slot == STAGES:
+            slot = 0
+            phase ^= 1
+    return slot, phase
+
+
+@gluon.jit
 def fill_ring(
     x_desc, w_desc, ring, M, N, K, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
     GROUP_M: gl.constexpr, PROGRAMS: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """The warp that copies."""
-    SIZE: gl.constexpr = (BLOCK_M + BLOCK_N) * BLOCK_K
-    x_ring, w_ring, full, empty = ring[0], ring[1], ring[3], ring[4]
     rounds, rest, items = count_items(M, N, BLOCK_M, BLOCK_N, PROGRAMS, PARTS)
-    steps = gl.cdiv(K, BLOCK_K)
     slot = 0
     phase = 1
     for item in range(items):
         row, col, first, last, _part, _inside = find_item(
-            item, rounds, rest, steps, M, N, BLOCK_M, BLOCK_N, GROUP_M, PROGRAMS, PARTS
+            item, rounds, rest, gl.cdiv(K, BLOCK_K), M, N, BLOCK_M, BLOCK_N, GROUP_M, PROGRAMS, PARTS
         )
-        for step in range(first, last):
-            k = step * BLOCK_K
-            ready = full.index(slot)
-            mbarrier.wait(empty.index(slot), phase)
-            mbarrier.expect(ready, SIZE)
-            tma.async_copy_global_to_shared(x_desc, [row, k], ready, x_ring.index(slot))
-            tma.async_copy_global_to_shared(w_desc, [col, k], ready, w_ring.index(slot))
-            slot += 1
-            if slot == STAGES:
-                slot = 0
-                phase ^= 1
+        slot, phase = fill_steps(
+            x_desc, w_desc, ring, row, col, first, last, slot, phase, K, 0, BLOCK_M, BLOCK_N, BLOCK_K, STAGES
+        )
 
 
 @gluon.jit
@@ -112,7 +124,7 @@ def multiply_ring(acc, ring, seen, steps, NEXT: gl.constexpr, STAGES: gl.constex
     if NEXT >= 0:
         mbarrier.arrive(turn.index(NEXT), count=1)
     acc = warpgroup_mma_wait(0, deps=(acc,))
-    mbarrier.arrive(empty.index(gl.where(slot == 0, STAGES, slot) - 1), count=1)
+    mbarrier.arrive(empty.index(gl.where(slot == 0, STAGES, slot) - 1), count=1, pred=steps > 0)
     return acc
 
 
@@ -140,18 +152,18 @@ def scaled_consumer(
         row, col, first, last, part, inside = find_item(
             item, rounds, rest, steps, M, N, BLOCK_M, BLOCK_N, GROUP_M, PROGRAMS, PARTS
         )
+        rows = row + gl.arange(0, BLOCK_M, gl.SliceLayout(1, layout))
+        cols = col + gl.arange(0, BLOCK_N, gl.SliceLayout(0, layout))
+        s_x = row_scale_tile(x_scale_ptr, row_ptr, rows, rows < M, KIND)  # arrives under the products
         acc = gl.zeros((BLOCK_M, BLOCK_N), gl.int32 if integer else gl.float32, layout)
         if CONSUMERS == 2:
             mbarrier.wait(turn.index(which), ((item // 2) & 1) ^ (1 - which))
         acc = multiply_ring(acc, ring, item * steps, last - first, other, STAGES)  # items before this one are whole
-        rows = gl.arange(0, BLOCK_M, gl.SliceLayout(1, layout))
-        cols = gl.arange(0, BLOCK_N, gl.SliceLayout(0, layout))
         acc, mine = meet(acc, part_ptr, counter_ptr, item == rounds, inside, rest, part, PARTS, BLOCK_M, BLOCK_N, WARPS)
         if mine:
-            y = finish_scaled_tile(acc, x_scale_ptr, row_ptr, w_scale_ptr, bias_ptr, residual_ptr, next_scale_ptr,
-                                   next_row_ptr, low_x_ptr, low_w_ptr, row + rows, col + cols, M, N, stride_r, KIND,
-                                   HAS_BIAS, HAS_RESIDUAL, 1.0, ACTIVATION, NEXT, NEXT_KIND, of_z, LOW, HIGH, PTX,
-                                   RANK)  # fmt: skip
+            y = finish_scaled_tile(acc, s_x, w_scale_ptr, bias_ptr, residual_ptr, next_scale_ptr, next_row_ptr, low_x_ptr,
+                                   low_w_ptr, rows, cols, M, N, stride_r, HAS_BIAS, HAS_RESIDUAL, 1.0, ACTIVATION, NEXT,
+                                   NEXT_KIND, of_z, LOW, HIGH, PTX, RANK)  # fmt: skip
             write_tile(y, y_desc, y_ring.index(which), row, col)
     tma.store_wait(0)
 

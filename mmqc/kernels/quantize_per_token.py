@@ -5,8 +5,8 @@
     for the first L channels with b = bits[0] and for the others with b = bits[1]         (ops/quantize_per_token.py)
 
 Shapes:  x [M, D] fp16 | bf16 | fp32   q int8 [M, D]   s, o float32 [M, P]   D <= 65,536
-How:     a part is one or two tiles of powers of two, the first of them full, so that nothing is computed for channels that are
-         not its own; a lane holds up to 96 channels, so that few barriers stand between a row's arrival and its codes.
+How:     a part is one to three tiles of powers of two, all but the last of them full, so that little is computed for channels
+         that are not its own; a lane holds up to 160 channels, so that few barriers stand between a row's arrival and its codes.
 Bytes:   one read and one write of every element; bandwidth-bound as long as an element costs no more than about 20 instructions.
 Arch:    Ampere and newer.
 """
@@ -23,12 +23,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mmqc.kernels.device_facts import why_not_here
+from mmqc.kernels.device_facts import has_inline_ptx, why_not_here
 from mmqc.kernels.launch import Launch
+from mmqc.kernels.norm_quantize import round_tile
 from mmqc.kernels.quantize_codes import divide_tile
 
 MAX_WIDTH = 65_536
-LANE = 96  # channels of a lane, at most: 128 spill
+LANE = 160  # channels of a lane, at most: one warp a row of 4,096, four for 18,944
+WASTE = 256  # channels: what they cost is what the ends of one tile more cost
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -58,15 +60,21 @@ def load_part(x_ptr, first, width, BLOCK: tl.constexpr, FULL: tl.constexpr):
 
 
 @triton.jit
-def norm_row(a, b, h, D, EPS: tl.constexpr, B: tl.constexpr, PARTS: tl.constexpr, DTYPE: tl.constexpr):
+def norm_row(
+    a, b, c, h, D, EPS: tl.constexpr, B: tl.constexpr, C: tl.constexpr, PARTS: tl.constexpr, DTYPE: tl.constexpr,
+    PTX: tl.constexpr,
+):  # fmt: skip
     """The tiles of a row behind an RMSNorm, rounded as a module rounds its result."""
     total = tl.sum(a * a)
     if B:
         total += tl.sum(b * b)
+    if C:
+        total += tl.sum(c * c)
     if PARTS == 2:
         total += tl.sum(h * h)
     r = tl.rsqrt(total / D + EPS)
-    return (a * r).to(DTYPE).to(tl.float32), (b * r).to(DTYPE).to(tl.float32), (h * r).to(DTYPE).to(tl.float32)
+    a, b = round_tile(a * r, DTYPE, PTX), round_tile(b * r, DTYPE, PTX)
+    return a, b, round_tile(c * r, DTYPE, PTX), round_tile(h * r, DTYPE, PTX)
 
 
 @triton.jit
@@ -97,30 +105,37 @@ def store_codes(q_ptr, x, first, width, low, s, BITS: tl.constexpr, BLOCK: tl.co
 def quantize_per_token_kernel(
     x_ptr, q_ptr, scale_ptr, offset_ptr, D, LOW, stride_x, stride_q,
     NORM: tl.constexpr, EPS: tl.constexpr, PARTS: tl.constexpr, LOW_BITS: tl.constexpr, HIGH_BITS: tl.constexpr,
-    A: tl.constexpr, B: tl.constexpr, H: tl.constexpr, FULL: tl.constexpr,
+    A: tl.constexpr, B: tl.constexpr, C: tl.constexpr, H: tl.constexpr, FULL: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """One row: tiles of A and B (or none) low channels, of H high ones; FULL: there are H high ones."""
+    """One row: tiles of A, B and C low channels (B and C may be 0), of H high ones; FULL: there are H high ones."""
     row = tl.program_id(0)
     wide = row.to(tl.int64)
     x_ptr += wide * stride_x
     q_ptr += wide * stride_q
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     a = load_part(x_ptr, 0, LOW, A, True)
-    b, h = a, a
+    b, c, h = a, a, a
     if B:
-        b = load_part(x_ptr, A, LOW - A, B, False)
+        b = load_part(x_ptr, A, LOW - A, B, C > 0)
+    if C:
+        c = load_part(x_ptr, A + B, LOW - A - B, C, False)
     if PARTS == 2:
         h = load_part(x_ptr, LOW, D - LOW, H, FULL)
     if NORM:
-        a, b, h = norm_row(a, b, h, D, EPS, B, PARTS, dtype)  # pyright: ignore[reportGeneralTypeIssues]  # compiled, not run
+        a, b, c, h = norm_row(a, b, c, h, D, EPS, B, C, PARTS, dtype, PTX)  # pyright: ignore[reportGeneralTypeIssues]  # compiled, not run
     low, high = ends(a, LOW, A, True)  # pyright: ignore[reportGeneralTypeIssues]  # compiled, not run
     if B:
-        more = ends(b, LOW - A, B, False)
+        more = ends(b, LOW - A, B, C > 0)
+        low, high = tl.minimum(low, more[0]), tl.maximum(high, more[1])
+    if C:
+        more = ends(c, LOW - A - B, C, False)
         low, high = tl.minimum(low, more[0]), tl.maximum(high, more[1])
     s = tl.div_rn(high - low, 2.0**LOW_BITS - 1.0)
     store_codes(q_ptr, a, 0, LOW, low, s, LOW_BITS, A, True)
     if B:
-        store_codes(q_ptr, b, A, LOW - A, low, s, LOW_BITS, B, False)
+        store_codes(q_ptr, b, A, LOW - A, low, s, LOW_BITS, B, C > 0)
+    if C:
+        store_codes(q_ptr, c, A + B, LOW - A - B, low, s, LOW_BITS, C, False)
     tl.store(scale_ptr + row * PARTS, s)
     tl.store(offset_ptr + row * PARTS, low + s * 2.0 ** (LOW_BITS - 1))
     if PARTS == 2:
@@ -160,11 +175,14 @@ def quantize_per_token(
     return out
 
 
-def tiles(widths: Sequence[int]) -> tuple[int, int, int]:
-    """(A, B, H): the largest power of two in the low part, the next one over what it leaves, and over the high part."""
-    first = 1 << (widths[0].bit_length() - 1)
-    rest, high = widths[0] - first, widths[1] if len(widths) == 2 else 1
-    return first, 1 << (rest - 1).bit_length() if rest else 0, 1 << (high - 1).bit_length()
+def tiles(widths: Sequence[int]) -> tuple[int, int, int, int]:
+    """(A, B, C, H): powers of two that hold the low part, if possible with less than WASTE channels over, and the high one."""
+    sizes, rest = [1 << (widths[0].bit_length() - 1)], widths[0]
+    for last in (False, True):
+        rest -= sizes[-1]
+        over = 1 << (rest - 1).bit_length() if rest > 0 else 0
+        sizes.append(over if last or over - rest < WASTE else over // 2)
+    return *sizes, 1 << (widths[-1] - 1).bit_length() if len(widths) == 2 else 1  # type: ignore[return-value]
 
 
 def launch(
@@ -172,16 +190,17 @@ def launch(
 ) -> Launch:  # fmt: skip
     """Fill ``out``."""
     m, width = x.shape
-    a, b, h = tiles(widths)
+    a, b, c, h = tiles(widths)
     args = dict(
         x_ptr=x, q_ptr=out.q, scale_ptr=out.scale, offset_ptr=out.offset, D=width, LOW=widths[0], stride_x=x.stride(0),
         stride_q=out.q.stride(0),
     )  # fmt: skip
     constants = dict(
-        NORM=eps is not None, EPS=eps or 0.0, PARTS=len(widths), LOW_BITS=bits[0], HIGH_BITS=bits[-1], A=a, B=b, H=h,
-        FULL=h == widths[-1],
+        NORM=eps is not None, EPS=eps or 0.0, PARTS=len(widths), LOW_BITS=bits[0], HIGH_BITS=bits[-1], A=a, B=b, C=c, H=h,
+        FULL=h == widths[-1], PTX=has_inline_ptx(x.device),
     )  # fmt: skip
-    warps = num_warps or min(16, triton.next_power_of_2(-(-(a + b + (h if len(widths) == 2 else 0)) // (32 * LANE))))
-    return Launch(
-        quantize_per_token_kernel, (m,), args, constants, ("q_ptr", "scale_ptr", "offset_ptr"), warps, 1, block_rows=1
+    warps = num_warps or min(
+        16, triton.next_power_of_2(-(-(a + b + c + (h if len(widths) == 2 else 0)) // (32 * LANE)))
     )
+    written = ("q_ptr", "scale_ptr", "offset_ptr")
+    return Launch(quantize_per_token_kernel, (m,), args, constants, written, warps, 1, block_rows=1)

@@ -54,15 +54,13 @@ def scale_tile(
 
 @triton.jit
 def finish_scaled_tile(
-    acc, x_scale_ptr, row_ptr, w_scale_ptr, bias_ptr, residual_ptr, next_scale_ptr, next_row_ptr, low_x_ptr, low_w_ptr,
+    acc, s_x, w_scale_ptr, bias_ptr, residual_ptr, next_scale_ptr, next_row_ptr, low_x_ptr, low_w_ptr,
     rows, cols, M, N, stride_r,
-    KIND: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, FACTOR: tl.constexpr,
-    ACTIVATION: tl.constexpr, NEXT: tl.constexpr, NEXT_KIND: tl.constexpr, ROUND: tl.constexpr, LOW: tl.constexpr,
-    HIGH: tl.constexpr, PTX: tl.constexpr, RANK: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, FACTOR: tl.constexpr, ACTIVATION: tl.constexpr, NEXT: tl.constexpr,
+    NEXT_KIND: tl.constexpr, ROUND: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, PTX: tl.constexpr, RANK: tl.constexpr,
 ):  # fmt: skip
-    """The epilogue: acc [BM, BN] -> y, float32 or codes."""
+    """The epilogue: acc [BM, BN] and s_x [BM] -> y, float32 or codes."""
     row_mask, col_mask = rows < M, cols < N
-    s_x = row_scale_tile(x_scale_ptr, row_ptr, rows, row_mask, KIND)  # [BM]
     y = scale_tile(acc, s_x, w_scale_ptr, bias_ptr, cols, col_mask, HAS_BIAS, FACTOR)
     if HAS_RESIDUAL:
         at = residual_ptr + rows.to(tl.int64)[:, None] * stride_r + cols[None, :]
@@ -86,9 +84,10 @@ def store_scaled_tile(
 ):  # fmt: skip
     """The epilogue, and y to memory."""
     mask = (rows < M)[:, None] & (cols < N)[None, :]
-    y = finish_scaled_tile(acc, x_scale_ptr, row_ptr, w_scale_ptr, bias_ptr, residual_ptr, next_scale_ptr, next_row_ptr,
-                           low_x_ptr, low_w_ptr, rows, cols, M, N, stride_r, KIND, HAS_BIAS, HAS_RESIDUAL, FACTOR,
-                           ACTIVATION, NEXT, NEXT_KIND, ROUND, LOW, HIGH, PTX, RANK)  # fmt: skip
+    s_x = row_scale_tile(x_scale_ptr, row_ptr, rows, rows < M, KIND)
+    y = finish_scaled_tile(acc, s_x, w_scale_ptr, bias_ptr, residual_ptr, next_scale_ptr, next_row_ptr, low_x_ptr, low_w_ptr,
+                           rows, cols, M, N, stride_r, HAS_BIAS, HAS_RESIDUAL, FACTOR, ACTIVATION, NEXT, NEXT_KIND, ROUND,
+                           LOW, HIGH, PTX, RANK)  # fmt: skip
     at = y_ptr + rows.to(tl.int64)[:, None] * stride_y + cols[None, :]
     tl.store(at, y.to(y_ptr.dtype.element_ty), mask=mask)
 

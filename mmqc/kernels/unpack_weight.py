@@ -3,7 +3,8 @@
     out[n, k] = w_q[n, k]                          int8, fp8 or fp16, from packed codes (ops/pack.py)
     out[n, k] = w_q[n, k] t[n, k // g]             int8, where that holds the product
     out[n, k] = (w_q[n, k] - z[n, k // g]) s[n, k // g]     fp16, bf16, fp32, from codes of 2, 3, 4 or 8 bits
-    out[n]    = [low[n], zeros, high[n]]       int8, of a weight in two parts, the second from a column of its own on
+    out[n]    = [low[n], zeros, high[n]]       int8, of a weight in two parts, the second from a column of its own on, and
+    columns[:, n] = s_l / s_h, s_h, s_l c_l, s_h c_h        float32, what its product needs of that row
 
 Shapes:  w_q uint8 [N, packed_width] or int8 [N, K]   s, z [N] or [N, ceil(K/g)]   t int8 [N, ceil(K/g)]   out [N, K]
 """
@@ -85,7 +86,8 @@ def unpack_int4_kernel(
 
 @triton.jit
 def join_parts_kernel(
-    low_ptr, high_ptr, out_ptr, N, K, HIGH, START, ROW, PTX: tl.constexpr, R: tl.constexpr, C: tl.constexpr
+    low_ptr, high_ptr, out_ptr, scale_ptr, sum_ptr, column_ptr, N, K, HIGH, START, ROW, PTX: tl.constexpr, R: tl.constexpr,
+    C: tl.constexpr,
 ):  # fmt: skip
     """C bytes of R rows of ROW packed codes for K columns, then zeros to START, and as many columns of the other part."""
     n = (tl.program_id(0) * R + tl.arange(0, R))[:, None]
@@ -99,6 +101,15 @@ def join_parts_kernel(
     tl.store(out + (at + 2 * ROW), tl.zeros((R, C), tl.int8), mask=(n < N) & (at + 2 * ROW < START))
     whole = tl.load(high_ptr + wide * HIGH + at, mask=(n < N) & (at < HIGH), other=0)
     tl.store(out + (at + START), whole, mask=(n < N) & (at < HIGH))
+    if tl.program_id(1) == 0:
+        row = tl.program_id(0) * R + tl.arange(0, R)
+        here = row < N
+        s_l, s_h = tl.load(scale_ptr + 2 * row, mask=here), tl.load(scale_ptr + 2 * row + 1, mask=here, other=1.0)
+        c_l, c_h = tl.load(sum_ptr + 2 * row, mask=here), tl.load(sum_ptr + 2 * row + 1, mask=here)
+        tl.store(column_ptr + row, s_l / s_h, mask=here)
+        tl.store(column_ptr + N + row, s_h, mask=here)
+        tl.store(column_ptr + 2 * N + row, s_l * c_l.to(tl.float32), mask=here)
+        tl.store(column_ptr + 3 * N + row, s_h * c_h.to(tl.float32), mask=here)
 
 
 def unpack_weight(
@@ -137,15 +148,18 @@ def launch(
     return Launch(unpack_weight_kernel, (n, ceil_div(stored, block)), args, constants, ("out_ptr",), 4, 3)
 
 
-def join_launch(low: Tensor, high: Tensor, out: Tensor, k: int) -> Launch:
-    """Fill ``out`` [N, START + H] from packed ``low`` of k columns and int8 ``high`` [N, H].
+def join_launch(low: Tensor, high: Tensor, scale: Tensor, sums: Tensor, out: Tensor, columns: Tensor, k: int) -> Launch:
+    """Fill ``out`` [N, START + H] from packed ``low`` of k columns and int8 ``high`` [N, H], and ``columns`` [4, N].
 
     By wide tiles: on an H200 they write rows of 3,648 bytes at 2.8 TB/s, tiles of 128 columns at 2.3, and others alike.
     """
     (n, row), width = low.shape, high.shape[1]
-    columns = min(1024, max(128, triton.next_power_of_2(row)))
-    rows = TILE_BYTES // columns
-    args = dict(low_ptr=low, high_ptr=high, out_ptr=out, N=n, K=k, HIGH=width, START=out.shape[1] - width, ROW=row)
-    constants = dict(PTX=has_inline_ptx(low.device), R=rows, C=columns)
-    grid = (ceil_div(n, rows), ceil_div(max(row, width), columns))
-    return Launch(join_parts_kernel, grid, args, constants, ("out_ptr",), 4, 3)
+    wide = min(1024, max(128, triton.next_power_of_2(row)))
+    rows = TILE_BYTES // wide
+    args = dict(
+        low_ptr=low, high_ptr=high, out_ptr=out, scale_ptr=scale, sum_ptr=sums, column_ptr=columns, N=n, K=k, HIGH=width,
+        START=out.shape[1] - width, ROW=row,
+    )  # fmt: skip
+    constants = dict(PTX=has_inline_ptx(low.device), R=rows, C=wide)
+    grid = (ceil_div(n, rows), ceil_div(max(row, width), wide))
+    return Launch(join_parts_kernel, grid, args, constants, ("out_ptr", "column_ptr"), 4, 3)

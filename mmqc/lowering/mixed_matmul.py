@@ -57,7 +57,7 @@ def lower_mixed_matmul(
 ) -> TensorBox:  # fmt: skip
     """A kernel, or integer products and then pointwise IR."""
     if has_kernel(x_q) and on_cuda().why_not(widths, out_dtype, x_q.get_device_or_error()) is None:
-        if on_cuda().by_call(x_q, w_scale, widths, out_dtype):
+        if on_cuda().by_call(x_q, w_scale, widths, weight_bits, out_dtype):
             op = torch.ops.mmqc.mixed_matmul.default
             return call_kernel(op, x_q, x_scale, x_offset, w_q, w_scale, w_sum, bias, widths, weight_bits, out_dtype)
         return on_cuda().mixed(x_q, x_scale, x_offset, w_q, w_scale, w_sum, bias, widths, weight_bits, out_dtype)

@@ -37,9 +37,17 @@ def why_not(widths: Sequence[int], out_dtype: torch.dtype, device: torch.device)
     return None
 
 
-def by_call(x_q: TensorBox, w_scale: TensorBox, widths: Sequence[int], out_dtype: torch.dtype) -> bool:
-    """Whether the op itself is called: a tile of pingpong_matmul.py, which no launch in generated code has."""
-    return len(widths) == 1 and is_pingpong(x_q, static_int(w_scale.get_size()[0]), kernel.PINGPONG, out_dtype)
+def in_one_matrix(weight_bits: Sequence[int]) -> bool:
+    """Whether a weight in two parts is written out as one matrix (``Weight.joined``)."""
+    return list(weight_bits) == [4, 8]
+
+
+def by_call(
+    x_q: TensorBox, w_scale: TensorBox, widths: Sequence[int], weight_bits: Sequence[int], out_dtype: torch.dtype
+) -> bool:
+    """Whether the op itself is called: a tile of a warp-specialised kernel, which no launch in generated code has."""
+    fits = len(widths) == 1 or in_one_matrix(weight_bits)
+    return fits and is_pingpong(x_q, static_int(w_scale.get_size()[0]), kernel.PINGPONG[len(widths)], out_dtype)
 
 
 def mixed(
@@ -51,7 +59,7 @@ def mixed(
     m = x.shape[0]
     planned = m if isinstance(m, int) else size_hint(m, MANY)
     ws: list[Any] = [Operand(w) for w in w_q]
-    joined = len(ws) == 2 and list(weight_bits) == [4, 8]
+    joined = in_one_matrix(weight_bits)
     for i, (w, width, bits) in enumerate(zip(ws, widths, weight_bits, strict=True)):
         if bits == 4 and not joined:
             ws[i] = Operand.new((w.shape[0], width), torch.int8, w.device)
@@ -59,7 +67,9 @@ def mixed(
     if joined:
         low, high = ws
         both: Any = Operand.new((low.shape[0], kernel.second_at(widths[0]) + widths[1]), torch.int8, low.device)
-        emit(unpack_weight.join_launch(low, high, both, widths[0]), m, planned)
+        columns: Any = Operand.new((4, low.shape[0]), torch.float32, low.device)
+        scale, sums = Operand(w_scale), Operand(w_sum)
+        emit(unpack_weight.join_launch(low, high, scale, sums, both, columns, widths[0]), m, planned)  # type: ignore[arg-type]
         ws = [both]
     y: Any = Operand.new((m, ws[0].shape[0]), out_dtype, ws[0].device)
     given: Any = per_token.Rows(x.of(planned), Operand.matrix(x_scale), Operand.matrix(x_offset))  # type: ignore[arg-type]

@@ -118,6 +118,23 @@ def test_mixed__one_part_equals_the_op(name, k, m, n) -> None:
     assert_close(out, want, torch.bfloat16)
 
 
+@pytest.mark.parametrize("name", ["two", "two, cut", "two of half", "two wide"])
+@pytest.mark.parametrize(("low", "high"), [(48, 16), (112, 128), (1040, 144), (3136, 448), (3584, 512)])
+@pytest.mark.parametrize(("m", "n"), [(7, 40), (300, 264), (1999, 1288), (2048, 2304), (2048, 4608)])
+def test_mixed__two_parts_equal_the_op(name, low, high, m, n) -> None:
+    """To half a step of the high part in each part of a tile, and the rounding of y."""
+    widths, bits = [low, high], [4, 8]
+    x = torch.randn(m, low + high, device="cuda", dtype=torch.bfloat16)
+    codes = [torch.randint(-(2 ** (b - 1)), 2 ** (b - 1), (n, w), dtype=torch.int8, device="cuda")
+             for w, b in zip(widths, bits, strict=True)]  # fmt: skip
+    scale, bias = torch.rand(n, 2, device="cuda") + 0.5, torch.randn(n, device="cuda")
+    stored, sums = pack_int4(codes[0]), torch.stack([c.sum(1, dtype=torch.int32) for c in codes], 1)
+    rows, out = quantize_per_token(x, widths, bits), nan(m, n, torch.bfloat16)
+    mixed_matmul(rows, Weight(stored, codes[1], scale, sums), bias, out=out, config=TILES[name])
+    want = mixed_reference(*rows, [stored, codes[1]], scale, sums, bias, widths, bits, torch.float64)
+    assert_close(out, want, torch.bfloat16)
+
+
 def test_cut_rounds__replay_in_a_graph() -> None:
     """The counters of a launch are zero before it and after it."""
     x, w, w_scale, bias = operands(600, 1288, 4096)
@@ -164,5 +181,7 @@ def test_pingpong__says_what_it_cannot_do() -> None:
     rows = quantize_per_token(torch.randn(300, 512, device="cuda").bfloat16(), [448, 64], [4, 8])
     two = Weight(pack_int4(w[:1000, :448].clamp(-8, 7)), w[:1000, 448:].contiguous(), torch.ones(1000, 2, device="cuda"),
                  torch.zeros(1000, 2, dtype=torch.int32, device="cuda"))  # fmt: skip
+    with pytest.raises(ValueError, match="take turns"):
+        mixed_matmul(rows, two, config=TILES["one"])
     with pytest.raises(ValueError, match="weights in one part"):
-        mixed_matmul(rows, two, config=TILES["two"])
+        mixed_matmul(rows, two._replace(low=w[:1000, :448].contiguous()), config=TILES["two"])

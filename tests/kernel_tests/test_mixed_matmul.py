@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tolerance import assert_close
 
 from mmqc.ops.mixed_matmul import reference
 from mmqc.ops.pack import pack_int4
@@ -84,6 +85,8 @@ def test_mixed_matmul_kernel__packed_weights(low, device):
     assert torch.equal(both.low[:, :low], codes[0])
     assert torch.equal(both.low[:, -16:], codes[1])
     assert not both.low[:, low:-16].any()
+    wanted = torch.stack((scale[:, 0] / scale[:, 1], scale[:, 1], *(scale * sums).t()))
+    assert_close(both.columns, wanted)
     expected = reference(*x, [pack_int4(codes[0]), codes[1]], scale, sums, None, widths, bits, torch.float64)
     tail = MatmulConfig(32, 32, 32, 4, 1, variant="descriptors", tail=16)
     for config in (None, tail):

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 pingpong = pytest.importorskip("mmqc.kernels.pingpong_matmul")
 tiles = pytest.importorskip("mmqc.kernels.pingpong_tiles")
+mixed_tiles = pytest.importorskip("mmqc.kernels.pingpong_mixed_tiles")
 STEP = 8
 
 
@@ -36,7 +37,8 @@ def assert_product(m: int, n: int, k: int, programs: int, stages: int, warps: in
         STAGES=stages, WARPS=warps, CONSUMERS=8 // warps, REGISTERS=240,
     )  # fmt: skip
     grid = programs if count >= programs else rest * parts
-    simulator.run(kernel, grid, args, constants, {"finish_scaled_tile": lambda acc, *_: acc})
+    replaced = {"finish_scaled_tile": lambda acc, *_: acc, "row_scale_tile": lambda *_: None}
+    simulator.run(kernel, grid, args, constants, replaced)
     assert not counters.any()
     assert torch.equal(y, x.float() @ w.float().t())
 
@@ -63,6 +65,59 @@ def test_ring__every_size(m, n, k, programs, stages, warps, parts):
 )  # fmt: skip
 def test_ring__rounds_and_parts(m, n, k, programs, stages, parts):
     assert_product(m, n, k, programs, stages, 4, parts)
+
+
+def assert_mixed(m: int, n: int, low: int, high: int, programs: int, stages: int, parts: int) -> None:
+    """That the kernel's result is 3 x_l w_lᵀ + x_h w_hᵀ, where a change of units multiplies by 3."""
+    block_m, block_n, start = 64, 16, -(-low // STEP) * STEP
+    x, w = (torch.randint(-8, 8, (rows, low + high), dtype=torch.int8) for rows in (m, n))
+    joined = torch.zeros(n, start + high, dtype=torch.int8)
+    joined[:, :low], joined[:, start:] = w[:, :low], w[:, low:]
+    y = torch.full((m, n), float("nan"))
+    count = -(-m // block_m) * -(-n // block_n)
+    rest = count % programs
+    counters = torch.zeros(max(rest, 1), dtype=torch.int32)
+    partial = torch.full((max(1, parts * rest * block_m * block_n),), 12345, dtype=torch.int32)
+    kernel = mixed_tiles.mixed_pingpong_kernel
+    args = dict.fromkeys(name for name in kernel.arg_names if name.endswith("_ptr")) | dict(
+        x_desc=simulator.Described(x, (block_m, STEP)), w_desc=simulator.Described(joined, (block_n, STEP)),
+        y_desc=simulator.Described(y, (block_m, block_n)), part_ptr=simulator.Pointer(partial),
+        counter_ptr=simulator.Pointer(counters), M=m, N=n, LOW=low, START=start, END=start + high,
+    )  # fmt: skip
+    constants = dict(
+        HAS_BIAS=False, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=STEP, GROUP_M=2, PROGRAMS=programs, PARTS=parts,
+        STAGES=stages, WARPS=4, CONSUMERS=2, REGISTERS=240,
+    )  # fmt: skip
+    replaced = {"finish_columns_tile": lambda acc, *_: acc, "change_units_tile": lambda acc, *_: 3 * acc}
+    simulator.run(kernel, programs if count >= programs else rest * parts, args, constants, replaced)
+    assert not counters.any()
+    wide = [t.float() for t in (x[:, :low], w[:, :low].t(), x[:, low:], w[:, low:].t())]
+    assert torch.equal(y, 3 * (wide[0] @ wide[1]) + wide[2] @ wide[3])
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.integers(1, 200), st.integers(1, 70), st.integers(1, 90), st.integers(1, 20), st.integers(1, 3), st.integers(2, 5),
+    st.sampled_from([1, 2, 4]),
+)  # fmt: skip
+def test_mixed_ring__every_size(m, n, low, high, programs, stages, parts):
+    count, steps = -(-m // 64) * -(-n // 16), -(-low // STEP) + -(-high // STEP)
+    rest = count % programs
+    fits = rest * parts <= programs and (parts - 1) * -(-steps // parts) < steps
+    assert_mixed(m, n, low, high, programs, stages, parts if rest and fits else 1)
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "low", "high", "programs", "stages", "parts"),
+    [(64, 16, 8, 8, 4, 2, 1),  # one tile, halves of no step and of one
+     (64, 16, 70, 10, 4, 3, 4),  # a cut round alone: parts without a high step, and without a low one
+     (192, 48, 88, 16, 4, 3, 4),  # rounds, and one tile in four parts
+     (128, 96, 200, 24, 5, 2, 2),  # more steps than slots, the cut tiles those of the second consumer
+     (320, 32, 64, 8, 2, 5, 1),  # many rounds, as many for one consumer as for the other
+     (320, 48, 64, 8, 3, 5, 1)],  # one tile more for the first
+)  # fmt: skip
+def test_mixed_ring__rounds_and_parts(m, n, low, high, programs, stages, parts):
+    assert_mixed(m, n, low, high, programs, stages, parts)
 
 
 def test_simulator__finds_a_consumer_that_does_not_wait_for_its_turn(monkeypatch):
