@@ -21,15 +21,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mmqc.kernels.device_facts import fp8_reason, has_inline_ptx, multiprocessors, why_not_here
+from mmqc.kernels.device_facts import fp8_reason, has_inline_ptx, why_not_here
 from mmqc.kernels.quantize_codes import quantize_tile, token_scale
 from mmqc.kernels.row_scale import ROW, row_scale, row_scale_tile
 
 MAX_WIDTH = 65_536
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 CODES = (torch.int8, torch.float8_e4m3fn)
-LANES = 2048  # channels of a warp, where a program has one row
-WARPS = 32  # of a multiprocessor, where rows are loaded ahead
+LANES = 2048  # channels of a warp in the first part
 
 
 class Normed(NamedTuple):
@@ -53,13 +52,14 @@ def round_tile(y, DTYPE: tl.constexpr, PTX: tl.constexpr):
 
 
 @triton.jit
-def add_part(x, residual_ptr, sum_ptr, at, mask, HAS_RESIDUAL: tl.constexpr):
+def load_part(x_ptr, residual_ptr, sum_ptr, at, mask, HAS_RESIDUAL: tl.constexpr):
     """H in float32, written out where it is a sum."""
+    h = tl.load(x_ptr + at, mask=mask, other=0.0)
     if HAS_RESIDUAL:
-        total = x.to(tl.float32) + tl.load(residual_ptr + at, mask=mask, other=0.0).to(tl.float32)
-        x = total.to(x.dtype)  # what the next layer will read
-        tl.store(sum_ptr + at, x, mask=mask)
-    return x.to(tl.float32)
+        total = h.to(tl.float32) + tl.load(residual_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        h = total.to(h.dtype)  # what the next layer will read
+        tl.store(sum_ptr + at, h, mask=mask)
+    return h.to(tl.float32)
 
 
 @triton.jit
@@ -82,47 +82,40 @@ def norm_quantize_kernel(
     stride_x, stride_r,
     KIND: tl.constexpr, DYNAMIC: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_GAIN: tl.constexpr,
     HAS_BIAS: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, FP8: tl.constexpr, PTX: tl.constexpr,
-    BLOCK: tl.constexpr, REST: tl.constexpr, AHEAD: tl.constexpr,
+    BLOCK: tl.constexpr, REST: tl.constexpr,
 ):  # fmt: skip
-    """One row, or with AHEAD several and the next always on its way; in two parts where one would be mostly mask (1,024 + 256)."""
+    """One row, in two parts where one would be mostly mask: 1,280 = 1,024 + 256."""
+    row = tl.program_id(0)
+    wide = row.to(tl.int64)
+    x_ptr, residual_ptr = x_ptr + wide * stride_x, residual_ptr + wide * stride_r
+    sum_ptr, q_ptr = sum_ptr + wide * D, q_ptr + wide * D
     dtype: tl.constexpr = x_ptr.dtype.element_ty
-    at, at2 = tl.arange(0, BLOCK), BLOCK + tl.arange(0, REST if REST else 1)
-    mask, mask2 = at < D, at2 < D
-    first, programs = tl.program_id(0), tl.num_programs(0)
-    row_of_x = x_ptr + tl.cast(first, tl.int64) * stride_x
-    x, x2 = tl.load(row_of_x + at, mask=mask, other=0.0), tl.load(row_of_x + at2, mask=mask2, other=0.0)
-    for row in tl.range(first, M if AHEAD else first + 1, programs):  # pyright: ignore[reportGeneralTypeIssues]  # compiled, not run
-        wide = tl.cast(row, tl.int64)
-        new, new2 = x, x2
-        if AHEAD:
-            row_of_x = x_ptr + tl.cast(tl.minimum(row + programs, M - 1), tl.int64) * stride_x
-            new, new2 = tl.load(row_of_x + at, mask=mask, other=0.0), tl.load(row_of_x + at2, mask=mask2, other=0.0)
-        s = 1.0
-        if not DYNAMIC:  # on its way while the row is summed up
-            one = row + tl.zeros((1,), tl.int32)
-            s = tl.max(row_scale_tile(scale_ptr, row_ptr, one, one < M, KIND))
-        out, row_of_r = wide * D, residual_ptr + wide * stride_r
-        h = add_part(x, row_of_r, sum_ptr + out, at, mask, HAS_RESIDUAL)
-        h2 = h
-        total = tl.sum(h * h)
+    at = tl.arange(0, BLOCK)
+    mask = at < D
+    s = 1.0
+    if not DYNAMIC:  # arrives with the row
+        one = row + tl.zeros((1,), tl.int32)
+        s = tl.max(row_scale_tile(scale_ptr, row_ptr, one, one < M, KIND))
+    h = load_part(x_ptr, residual_ptr, sum_ptr, at, mask, HAS_RESIDUAL)
+    total = tl.sum(h * h)
+    if REST > 0:
+        at2 = BLOCK + tl.arange(0, REST)
+        mask2 = at2 < D
+        h2 = load_part(x_ptr, residual_ptr, sum_ptr, at2, mask2, HAS_RESIDUAL)
+        total += tl.sum(h2 * h2)
+    factor = tl.rsqrt(total / D + eps)
+    y = norm_part(h, factor, gain_ptr, bias_ptr, at, mask, HAS_GAIN, HAS_BIAS, dtype, PTX)
+    if REST > 0:
+        y2 = norm_part(h2, factor, gain_ptr, bias_ptr, at2, mask2, HAS_GAIN, HAS_BIAS, dtype, PTX)
+    if DYNAMIC:
+        largest = tl.max(tl.abs(y))
         if REST > 0:
-            h2 = add_part(x2, row_of_r, sum_ptr + out, at2, mask2, HAS_RESIDUAL)
-            total += tl.sum(h2 * h2)
-        factor = tl.rsqrt(total / D + eps)
-        y = norm_part(h, factor, gain_ptr, bias_ptr, at, mask, HAS_GAIN, HAS_BIAS, dtype, PTX)
-        y2 = y
-        if REST > 0:
-            y2 = norm_part(h2, factor, gain_ptr, bias_ptr, at2, mask2, HAS_GAIN, HAS_BIAS, dtype, PTX)
-        if DYNAMIC:
-            largest = tl.max(tl.abs(y))
-            if REST > 0:
-                largest = tl.maximum(largest, tl.max(tl.abs(y2)))
-            s = token_scale(largest, FP8)
-            tl.store(token_ptr + row, s)
-        tl.store(q_ptr + out + at, quantize_tile(y, s, LOW, HIGH, FP8), mask=mask)
-        if REST > 0:
-            tl.store(q_ptr + out + at2, quantize_tile(y2, s, LOW, HIGH, FP8), mask=mask2)
-        x, x2 = new, new2
+            largest = tl.maximum(largest, tl.max(tl.abs(y2)))
+        s = token_scale(largest, FP8)
+        tl.store(token_ptr + row, s)
+    tl.store(q_ptr + at, quantize_tile(y, s, LOW, HIGH, FP8), mask=mask)
+    if REST > 0:
+        tl.store(q_ptr + at2, quantize_tile(y2, s, LOW, HIGH, FP8), mask=mask2)
 
 
 def parts(width: int) -> tuple[int, int]:
@@ -173,17 +166,13 @@ def norm_quantize(
     if m == 0:
         return Normed(q, tokens, total)
     block, rest = parts(width)
-    may = block > LANES and residual is None
-    warps = num_warps or max(1, min(16, (block + rest) // LANES * (2 if may else 1)))
-    programs = multiprocessors(x.device) * max(1, WARPS // warps)
-    ahead = may and m > programs
-    norm_quantize_kernel[(programs if ahead else m,)](
+    norm_quantize_kernel[(m,)](
         x, x if residual is None else residual, x if gain is None else gain, x if bias is None else bias, q,
         x if total is None else total, tokens if rows is None else rows.scale, tokens if rows is None else rows.rows,
         x if tokens is None else tokens, m, width, eps, x.stride(0), 0 if residual is None else residual.stride(0),
         KIND=ROW.value if rows is None else rows.kind, DYNAMIC=scale is None, HAS_RESIDUAL=residual is not None,
         HAS_GAIN=gain is not None, HAS_BIAS=bias is not None, LOW=-(2.0 ** (bits - 1)), HIGH=2.0 ** (bits - 1) - 1,
         FP8=code != torch.int8, PTX=has_inline_ptx(x.device), BLOCK=block, REST=rest,
-        AHEAD=ahead, num_warps=warps,
+        num_warps=num_warps or max(1, min(16, block // LANES)),
     )  # fmt: skip
     return Normed(q, tokens, total)

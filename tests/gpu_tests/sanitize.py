@@ -275,6 +275,7 @@ def cases(place: Place) -> Iterator[Case]:
     if pingpong.here(place.device):
         tile = Tile(64, 128, 128, 4, 8, split_k=4, variant="pingpong")
         yield "mixed_matmul, pingpong, cut", functools.partial(mixed, place, [3600], True, 264, tile)
+        yield "mixed_matmul, two parts, pingpong, cut", functools.partial(mixed, place, [3136, 464], True, 264, tile)
     yield "norm_, hadamard_ and basis_quantize_per_token", functools.partial(fused, place)
     for name, row in NORM.items():
         yield name, functools.partial(norm, place, *row)

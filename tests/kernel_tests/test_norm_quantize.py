@@ -38,20 +38,6 @@ def test_norm_quantize__static_equals_norm_then_quantize(shape, kind, dtype, dev
     assert_codes(out, expected)
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "dynamic"])
-def test_norm_quantize__more_rows_than_programs(kind, device):
-    """The next row is loaded ahead; on a GPU some programs have one row, some have two."""
-    m = 37 if device.type == "cpu" else 1500
-    x = torch.randn(m, 2500, device=device)[:, :2300]
-    out = poisoned((m, 2300), device)
-    if kind == "dynamic":
-        rows = kernel.norm_quantize(x, out=out).scale
-    else:
-        scale, more, rows = row_scales(kind, m, device)
-        kernel.norm_quantize(x, scale, out=out, **more)
-    assert_codes(out, torch.round(RMSNorm(2300).to(device)(x) / rows[:, None]).clamp(-128, 127))
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_norm_quantize__dynamic_with_gain_bias_and_residual(shape, dtype, device):
