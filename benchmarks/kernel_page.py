@@ -35,7 +35,8 @@ KERNELS = {
     "kv_attention": ("kv_attention*", "kv_combine*", "kv_pack*", "kv_words*"),
     "kv_tokens": ("kv_token_attention*", "kv_round_keys*", "kv_pack*", "int4_codes*"),
     "epilogues": ("scaled_matmul*", "gated_matmul*", "activation_*", "epilogue_*", "hadamard_*"),
-    "mixed_linear": ("mixed_*", "pingpong_matmul*", "pingpong_tiles*", "quantize_per_token*", "unpack_weight*"),
+    "mixed_linear": ("mixed_*", "pingpong_*", "quantize_per_token*", "unpack_weight*"),
+    "kv_rows": ("kv_rows_*", "kv_token_attention*", "int4_codes*"),
 }
 SAME = "; a copy of the same bytes reads and writes what the kernel does, so launch and ramp-up cost it as much"
 COLUMNS = ("bf16", "int8", "int_mm", "fp8", "scaled_mm", "int4", "w4", "tinygemm", "gemlite", "humming")
@@ -87,7 +88,7 @@ def times(data: dict[str, Any]) -> list[str]:
 def traffic(rows: dict[str, Any]) -> list[str]:
     """TB/s of the row kernels, as shares of a large copy and, where it was timed, of a copy of the same bytes."""
     copy, same = rows["tb_per_s"]["copy"], rows.get("same_bytes_tb_per_s", {})
-    tuned = ("w ", "p/")  # other tiles, for tuning
+    tuned = ("w ", "p/", "w/")  # other tiles, for tuning
     kernels = {k: v for k, v in rows["tb_per_s"].items() if "quantize" in k and not any(t in k for t in tuned)}
     head = ("kernel / width", "TB/s", "of a copy of 1 GiB")
     if not same:
@@ -142,9 +143,15 @@ def sanitized(data: dict[str, Any] | None) -> list[str]:
         "",
         *table(("calls", *columns), [[kind, *(str(count(kind, c)) for c in columns)] for kind in kinds]),
         *([*notes, ""] if notes else []),
+        *([ROLES, ""] if any("pingpong_kernel+" in note for note in notes) else []),
     ]
 
 
+ROLES = (
+    "What racecheck reports of the warp-specialised kernels is the byte by which Triton tells a warp its role: in their machine "
+    "code the address above is that load, behind a barrier of all warps that the tool does not follow. The rings that these "
+    "kernels fill and empty themselves are tested by `tests/warp_simulator.py`."
+)
 GENERATE = ("decode, tokens/s", "first token, ms", "cold, s")
 
 
@@ -261,8 +268,8 @@ def mixed(data: dict[str, Any]) -> list[str]:
         "## Two precisions",
         "",
         "ResQ's linear: 7/8 of the channels in 4 bits, 1/8 in 8, inputs quantized by token; microseconds. *mixed*: quantization "
-        "and product, low weights packed in 4 bits and written out with the high ones in every call; *kept*: weights in two int8 "
-        "matrices, which the product walks over one after the other; *product* is of those that were written out. "
+        "and product, low weights packed in 4 bits and written out with the high ones in every call; *kept*: the weight as it is "
+        "written out, from the start; *product* is with that one alone. "
         f"`{data['command']}`, {data['device']}, torch {data['torch']}. {measured('mixed_linear', data)}",
         "",
         *table(("linear / rows", *ways), rows),
@@ -288,9 +295,30 @@ def epilogues(data: dict[str, Any]) -> list[str]:
     ]
 
 
+def byte_rows(data: dict[str, Any]) -> list[str]:
+    """Decode attention to keys and values in rows of bytes, ResQ's, next to torch's bf16 kernels."""
+    shape, times, tuned = data["shape"], data["microseconds"], data["tuned"]
+    rows = []
+    for name, best in tuned.items():
+        bf16 = min(times[f"bf16/{name.rsplit('/', 1)[1]}"].values())
+        us, c = best["microseconds"], best["config"]
+        tile = f"{c['tokens']} tokens, {c['warps']} warps, {c['per_sm']} programs"
+        rows.append([name, tile, f"{us:.1f}", f"{bf16:.1f}", f"{times[name]['plain torch']:.0f}", f"{bf16 / us:.2f}"])
+    return [
+        "## Rows of bytes",
+        "",
+        f"One layer's decode attention, {shape['heads']} KV heads of {shape['width']} with {shape['group']} query heads each, "
+        f"{shape['tokens']} tokens, microseconds: 4 bits with one eighth of the channels at 8, and all in one width. The tiles are "
+        f"the fastest of a list, which are what the kernel takes; bf16 is torch's fastest. `{data['command']}`, {data['device']}. "
+        + measured("kv_rows", data),
+        "",
+        *table(("bits / batch", "tile", "ours", "bf16", "plain torch", "bf16 / ours"), rows),
+    ]
+
+
 SECTIONS = {
     "epilogues": epilogues, "w4a8_groups": group_scales, "kv_attention": packed_cache, "kv_tokens": rounded_text,
-    "mixed_linear": mixed,
+    "kv_rows": byte_rows, "mixed_linear": mixed,
 }  # fmt: skip
 
 
@@ -325,12 +353,21 @@ def main() -> None:
         + f"`{rows['command']}`, {rows['device']}. {measured('row_kernels', rows)}",
         "",
         *traffic(rows),
+        *[
+            line
+            for other in rows.get("other_runs", [])
+            for line in [
+                f"On {other['device']} at commit {other['commit']}, where a copy of 1 GiB reaches {other['tb_per_s']['copy']:.2f}:",
+                "",
+                *traffic(other),
+            ]
+        ],
         *one_row(rows),
         "## Norm, quantize, linear",
         "",
         "Microseconds for 6,417 rows: one static scale, a scale per modality by mask or by split index, a scale per token in "
         "the norm's kernel, and a scale per token by torch operations in front of the product, eager (not compiled) or, where "
-        "there is a column for it, through `torch.compile`.",
+        f"there is a column for it, through `torch.compile`; `{rows['chain']['command']}`, commit {rows['chain']['commit']}.",
         "",
         *chain(rows),
         *[line for name, section in SECTIONS.items() if (data := roofline.load(name)) for line in section(data)],
@@ -351,8 +388,8 @@ def main() -> None:
             ("weights", *GENERATE, "commit"),
             [[*row, run["commit"]] for run in e2e["other_runs"] for row in generated(run["ways"])],
         ),
-        f"What of it is the device's own time, by the profiler; {' and '.join(e2e['waits'])} at commit {e2e['commit']}, the others "
-        "before:",
+        f"What of it is the device's own time, by the profiler; {' and '.join(e2e['waits'])} at commit {e2e['waits_commit']}, "
+        "the others before:",
         "",
         *table(
             ("weights", "first token, ms", "kernels", "a token, ms", "kernels"),

@@ -26,7 +26,6 @@ from mmqc.kernels.kv_token_attention_tiles import kv_token_combine_kernel
 from mmqc.ops.kv_rows_attention import check
 from mmqc.ops.pack import packed_width
 
-TABLE = TokenConfig(per_sm=3, tokens=64, registers=168)  # 16 tokens for each warp; 168 registers: three programs fit
 TOGETHER = 16  # rows of queries in one product: as many as the smallest tile of a tensor core has
 
 
@@ -43,6 +42,13 @@ def supports(q: Tensor, k_rows: Tensor, v_rows: Tensor, widths: Sequence[int], b
         (k_rows.shape[0] * k_rows.shape[1] < 2**16, "at most 65,535 sequences times heads"),
     )
     return next((why for ok, why in checks if not ok), None) or why_not_here(*given)
+
+
+def table(heads: int, bits: Sequence[int], device: torch.device) -> TokenConfig:
+    """The answer for so many heads of all sequences: the fastest of benchmarks/kv_rows.py --tune on an H200."""
+    if heads < multiprocessors(device):
+        return TokenConfig(per_sm=2, tokens=64)  # long stretches: their sums are added up by a few programs
+    return TokenConfig(per_sm=3, tokens=64) if max(bits) == 4 else TokenConfig(per_sm=4, tokens=32, warps=2)
 
 
 def parts(widths: Sequence[int], bits: Sequence[int], fp16: bool) -> dict[str, int | float | bool]:
@@ -68,8 +74,10 @@ def kv_rows_attention(
     y = torch.empty((batch, q_heads, length, d), dtype=q.dtype, device=q.device)
     if not y.numel():
         return y
-    rows, c = q_heads // heads * length, config or TABLE
-    groups, tiles = ceil_div(rows, TOGETHER), ceil_div(tokens, c.tokens)
+    rows = q_heads // heads * length
+    groups = ceil_div(rows, TOGETHER)
+    c = config or table(batch * heads * groups, bits, q.device)
+    tiles = ceil_div(tokens, c.tokens)
     programs = c.per_sm * multiprocessors(q.device) // (batch * heads * groups)
     steps = max(1, ceil_div(tiles, max(1, programs)))
     splits = ceil_div(tiles, steps)

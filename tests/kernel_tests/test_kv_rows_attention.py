@@ -159,23 +159,24 @@ def test_kv_rows_attention__says_what_it_cannot_do(device):
 
 
 OFFLINE = """
-import math, sys, triton
+import math, sys, torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from mmqc.kernels.kv_rows_attention import TABLE, TOGETHER, parts
+from mmqc.kernels.kv_rows_attention import TOGETHER, parts, table
 from mmqc.kernels.kv_rows_attention_tiles import kv_rows_split_kernel
 from mmqc.ops.kv_rows import row_bytes
 
-arch, kind, low, high, low_bits, high_bits = int(sys.argv[1]), sys.argv[2], *map(int, sys.argv[3:])
+arch, kind, heads, low, high, low_bits, high_bits = int(sys.argv[1]), sys.argv[2], *map(int, sys.argv[3:])
 widths, bits = ([low, high], [low_bits, high_bits]) if high else ([low], [low_bits])
 row = row_bytes(widths, bits)
 shape = parts(widths, bits, kind == "fp16")
-shape |= dict(ROW=row, RB=TOGETHER, BT=TABLE.tokens, ALIGN=math.gcd(16, row), PTX=True)
+config = table(heads, bits, torch.device("cpu"))
+shape |= dict(ROW=row, RB=TOGETHER, BT=config.tokens, ALIGN=math.gcd(16, row), PTX=True)
 kinds = {"q_ptr": "*" + kind, "k_ptr": "*u8", "v_ptr": "*u8", "scaling": "fp32"}
 kernel = kv_rows_split_kernel
 types = {n: "constexpr" if n in shape else kinds.get(n, "*fp32" if n.endswith("_ptr") else "i32") for n in kernel.arg_names}
 wide = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(types) if n in ("q_ptr", "partial_ptr")}
-options = {"num_warps": TABLE.warps, "num_stages": TABLE.stages, "maxnreg": TABLE.registers}
+options = {"num_warps": config.warps, "num_stages": config.stages}
 made = triton.compile(ASTSource(kernel, types, shape, wide), target=GPUTarget("cuda", arch, 32), options=options)
 ptx = made.asm["ptx"]
 print(ptx.count("mma"), ptx.count("cp.async"), ptx.count(".local"), made.metadata.shared)
@@ -183,15 +184,17 @@ print(ptx.count("mma"), ptx.count("cp.async"), ptx.count(".local"), made.metadat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("arch", "kind"), [(80, "bf16"), (90, "bf16"), (90, "fp16")])
+@pytest.mark.parametrize(
+    ("arch", "kind", "heads"), [(80, "bf16", 8192), (90, "bf16", 8192), (90, "bf16", 1), (90, "fp16", 1)]
+)
 @pytest.mark.parametrize(
     ("widths", "bits"),
     [((112, 16), (4, 8)), ((70, 10), (4, 8)), ((84, 12), (4, 8)), ((256, 0), (8, 0)), ((63, 0), (4, 0))],
 )
-def test_kv_rows_attention__compiles_without_a_gpu(widths, bits, arch, kind):
+def test_kv_rows_attention__compiles_without_a_gpu(widths, bits, arch, kind, heads):
     """Products on tensor cores, loads of the next rows under way where they start at multiples of 4, nothing in local memory."""
     bare = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, "-c", OFFLINE, *map(str, (arch, kind, *widths, *bits))]
+    command = [sys.executable, "-c", OFFLINE, *map(str, (arch, kind, heads, *widths, *bits))]
     done = subprocess.run(command, env=bare, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
     products, copies, local, shared = map(int, done.stdout.split())
