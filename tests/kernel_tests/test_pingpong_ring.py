@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 pingpong = pytest.importorskip("mmqc.kernels.pingpong_matmul")
 tiles = pytest.importorskip("mmqc.kernels.pingpong_tiles")
 mixed_tiles = pytest.importorskip("mmqc.kernels.pingpong_mixed_tiles")
+packed_tiles = pytest.importorskip("mmqc.kernels.packed_tiles")
 STEP = 8
 
 
@@ -118,6 +119,61 @@ def test_mixed_ring__every_size(m, n, low, high, programs, stages, parts):
 )  # fmt: skip
 def test_mixed_ring__rounds_and_parts(m, n, low, high, programs, stages, parts):
     assert_mixed(m, n, low, high, programs, stages, parts)
+
+
+def unpack(packed, _ptx):
+    """16 (u - 8) of both halves of a byte, as int4_as_int8."""
+    wide = packed.to(torch.int32)
+    return ((wide & 15) - 8) * 16, ((wide >> 4) - 8) * 16
+
+
+def assert_packed(m: int, n: int, bytes_: int, high: int, programs: int, stages: int, parts: int) -> None:
+    """That the kernel's result is x wᵀ of packed w with 2 ``bytes_`` columns; with ``high`` others, 3 of that and theirs."""
+    block_m, block_n, low = 16, 64, 2 * bytes_ * STEP
+    x = torch.randint(-8, 8, (m, low + high), dtype=torch.int8)
+    codes, more = torch.randint(-8, 8, (n, low)), torch.randint(-8, 8, (n, max(high, 1)), dtype=torch.int8)
+    packed = (codes[:, : low // 2] + 8 + (codes[:, low // 2 :] + 8) * 16).to(torch.uint8)
+    y = torch.full((m, n), float("nan"))
+    count = -(-m // block_m) * -(-n // block_n)
+    rest = count % programs
+    counters = torch.zeros(max(rest, 1), dtype=torch.int32)
+    partial = torch.full((max(1, parts * rest * block_m * block_n),), 12345, dtype=torch.int32)
+    kernel = packed_tiles.packed_mixed_kernel if high else packed_tiles.packed_scaled_kernel
+    args = dict.fromkeys(name for name in kernel.arg_names if name.endswith("_ptr")) | dict(
+        x_desc=simulator.Described(x, (block_m, STEP)), w_desc=simulator.Described(packed, (block_n, STEP)),
+        y_desc=simulator.Described(y, (block_m, block_n)), part_ptr=simulator.Pointer(partial),
+        counter_ptr=simulator.Pointer(counters), M=m, N=n, STORED=low // 2,
+    )  # fmt: skip
+    constants = dict(
+        HAS_BIAS=False, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=STEP, GROUP_M=2, PROGRAMS=programs, PARTS=parts, STAGES=stages,
+    )  # fmt: skip
+    if high:
+        args |= dict(high_desc=simulator.Described(more.view(torch.uint8), (block_n, STEP)), LOW=low, HIGH=high)
+    else:
+        args |= dict(stride_r=0)
+        constants |= dict(KIND=0, HAS_RESIDUAL=False, ACTIVATION=0, NEXT=False, NEXT_KIND=0, ROUND=0, LOW=0, HIGH=0, PTX=False,
+                          RANK=0)  # fmt: skip
+    replaced = {
+        "finish_scaled_tile": lambda acc, *_: acc / 16, "row_scale_tile": lambda *_: None, "int4_as_int8": unpack,
+        "bytes_as_codes": lambda w: w.view(torch.int8),
+        "finish_mixed_tile": lambda acc, *_: acc, "change_units_tile": lambda acc, *_: 3 * acc // 16,
+    }  # fmt: skip
+    simulator.run(kernel, programs if count >= programs else rest * parts, args, constants, replaced)
+    assert not counters.any()
+    want = x[:, :low].float() @ codes.float().t()
+    assert torch.equal(y, 3 * want + x[:, low:].float() @ more[:, :high].float().t() if high else want)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.integers(1, 50), st.integers(1, 200), st.integers(1, 9), st.integers(0, 30), st.integers(1, 3), st.integers(2, 5),
+    st.sampled_from([1, 2, 4]),
+)  # fmt: skip
+def test_packed_ring__every_size(m, n, bytes_, high, programs, stages, parts):
+    count, steps = -(-m // 16) * -(-n // 64), bytes_ + -(-high // STEP)
+    rest = count % programs
+    fits = rest * parts <= programs and (parts - 1) * -(-steps // parts) < steps
+    assert_packed(m, n, bytes_, high, programs, stages, parts if rest and fits else 1)
 
 
 def test_simulator__finds_a_consumer_that_does_not_wait_for_its_turn(monkeypatch):
