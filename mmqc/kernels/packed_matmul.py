@@ -37,11 +37,16 @@ def why_not(x: Tensor, w: Tensor, y: Tensor, low: int) -> str | None:
         return "warpgroup products are Hopper's"
     if x.dtype != torch.int8 or w.dtype != torch.uint8:
         return f"x is int8 and w packed, not {x.dtype} and {w.dtype}"
-    if low % STEP:
+    if not fits(low):
         return f"K = {low} is no multiple of {STEP}"
     if any(t.stride(0) * t.dtype.itemsize % 16 or t.data_ptr() % 16 for t in (x, w, y)):
         return "tensor descriptors need rows and addresses that are multiples of 16 bytes"
     return None
+
+
+def fits(low: int) -> bool:
+    """Whether a packed weight of so many columns has whole steps."""
+    return low % STEP == 0
 
 
 def fitted(c: MatmulConfig, stored: int, item_bytes: int) -> MatmulConfig:
