@@ -192,9 +192,8 @@ def _group_large(op: str, m: int, n: int, k: int, device: torch.device) -> Matmu
 def _scaled(op: str, m: int, n: int, k: int, device: torch.device) -> MatmulConfig:
     if op.startswith("pingpong"):
         return _pingpong(m, n, device)
-    if op == "packed_mixed":
+    if op.startswith("packed"):
         return MatmulConfig(128, 128, 128, 4, 3, variant="unpack")
-    op = "scaled_int4" if op == "packed_int4" else op
     slots = 2 * multiprocessors(device)
     packed = op.startswith("scaled_int4")
     if m > 256:

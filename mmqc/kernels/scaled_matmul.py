@@ -139,9 +139,11 @@ def tile(x_q: Tensor, linear: Linear, width: int, fast_accumulation: bool = True
     (m, k), op = x_q.shape, op_name(x_q, linear.w)
     may = m > pingpong.LEAST_ROWS and fast_accumulation
     if may and op in pingpong.OPS and pingpong.why_not(x_q, linear.w, linear.y) is None:
-        op = pingpong.OPS[op]
-    elif may and op == "scaled_int4" and in_registers.why_not(x_q, linear.w, linear.y, k) is None:
-        op = in_registers.OP
+        return choose(pingpong.OPS[op], m, width, k, x_q.device)
+    if may and op == "scaled_int4" and in_registers.why_not(x_q, linear.w, linear.y, k) is None:
+        c = choose(in_registers.OP, m, width, k, x_q.device)
+        if c.variant == "registers":
+            return c
     return choose(op, m, width, k, x_q.device)
 
 
