@@ -30,7 +30,7 @@ from mmqc.kernels.epilogue_tiles import Epilogue
 from mmqc.kernels.row_scale import ONE, VISUAL, RowScale
 from mmqc.kernels.scaled_matmul import FEW_ROWS, Linear
 from mmqc.lowering.inductor import TensorBox, constant, convert, lowerings, static_int
-from mmqc.lowering.launch import Operand, count_rows, emit, is_pingpong, regimes, workspace
+from mmqc.lowering.launch import Operand, count_rows, emit, is_gluon_tile, regimes, workspace
 
 aten = torch.ops.aten
 WHOLE = MatmulConfig(128, 128, 64, 8, 3, variant="columns")  # any number of rows from packed weights, in one launch
@@ -78,9 +78,9 @@ def _by_call(x_q: TensorBox, w_q: TensorBox, out_dtype: torch.dtype) -> bool:
     n, k = static_int(w_q.get_size()[0]), static_int(x_q.get_size()[-1])
     codes, op = (scaled_kernels.op_of(x_q.get_dtype(), t.get_dtype()) for t in (x_q, w_q))
     may = op == "scaled_int4" and in_registers.fits(k)
-    if may and is_pingpong(x_q, n, in_registers.OP, out_dtype, "registers"):
+    if may and is_gluon_tile(x_q, n, in_registers.OP, out_dtype, "registers"):
         return True
-    if not is_pingpong(x_q, n, pingpong.OPS[codes], out_dtype):
+    if not is_gluon_tile(x_q, n, pingpong.OPS[codes], out_dtype):
         return False
     given = count_rows(x_q), n, k, x_q.get_device_or_error()
     return (
