@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from kernel_page import ROOT, table
+from kernel_sections import ROOT, table
 
 NAMES = {
     "rtn": "round to nearest, W4", "gptq": "GPTQ, W4 a channel", "gptq-offload": "GPTQ, W4 a channel, offloaded",

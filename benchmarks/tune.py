@@ -61,10 +61,6 @@ def write_tiles(run: Run, path: Path, best: dict[str, Tile]) -> None:
 
 def worth_tuning(op: str, m: int, shape: str) -> bool:
     """Whether these rows come to this linear: images of 3,600 patches in prompts of 917 tokens, and 1 to 16 tokens a step."""
-    if op.startswith("packed"):
-        found = [Tile(bm, 128, 64, 4, 8, group_m=g, split_k=4, per_sm=2, variant="registers") for bm, g in (
-            (128, 8), (128, 16), (64, 8))]  # fmt: skip
-        return [*found, Tile(128, 128, 64, 8, 3, variant="unpack")]
     if op.startswith("weight"):
         return m > 16 or shape.startswith("lm")
     if m <= 16:

@@ -28,6 +28,7 @@ OPS = {
     "scaled_int8": "pingpong_int8",
     "scaled_fp8": "pingpong_fp8",
 }  # names in configs.py: all kernels, and those of any launch
+OUTPUTS = ("y_desc", "part_ptr", "counter_ptr")
 LEAST_ROWS = 512  # more have been measured, and are faster by these kernels
 LEAST_SAVED = 12  # steps of K, for a tile to be cut: about what its parts spend on one another, 4 microseconds
 SHARED = 231_424  # bytes a program may have, without its barriers
@@ -70,11 +71,16 @@ def parts(tiles: int, steps: int, programs: int, most: int) -> int:
     return max(fit, default=1)
 
 
-def grid(c: MatmulConfig, m: int, n: int, k: int, device: torch.device) -> tuple[int, int, int]:
-    """(Programs that are launched, programs of a whole round, parts of a tile of the last one)."""
+def grid(c: MatmulConfig, m: int, n: int, k: int, device: torch.device) -> tuple[int, int, int, int]:
+    """(Programs that are launched, programs of a whole round, tiles of the last one, parts of such a tile)."""
     tiles, whole = ceil_div(m, c.block_m) * ceil_div(n, c.block_n), multiprocessors(device)
     count = parts(tiles, ceil_div(k, c.block_k), whole, c.split_k)
-    return (whole if tiles >= whole else tiles * count), whole, count
+    return (whole if tiles >= whole else tiles * count), whole, tiles % whole, count
+
+
+def blocks(c: MatmulConfig) -> dict[str, tuple[int, int]]:
+    """What TMA copies."""
+    return {"x_desc": (c.block_m, c.block_k), "w_desc": (c.block_n, c.block_k), "y_desc": (c.block_m, c.block_n)}
 
 
 def shape_constants(c: MatmulConfig, whole: int, count: int, item_bytes: int) -> dict[str, int]:
@@ -94,8 +100,7 @@ def launch(
 
     w, w_scale, bias, y = linear
     (m, k), n = x.shape, w.shape[0]
-    programs, whole, count = grid(c, m, n, k, x.device)
-    rest = ceil_div(m, c.block_m) * ceil_div(n, c.block_n) % whole
+    programs, whole, rest, count = grid(c, m, n, k, x.device)
     sums = torch.int32 if x.dtype == torch.int8 else torch.float32
     part, counter = work(x.device, rest, c.block_m * c.block_n, count, sums)
     low, rank = epilogue.of_one(w_scale)
@@ -109,6 +114,6 @@ def launch(
         KIND=rows.kind, HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, PTX=has_inline_ptx(x.device),
         **epilogue.constants(), **rank, **shape_constants(c, whole, count, y.dtype.itemsize),
     ) | {"ROUND": ROUND[epilogue.dtype]}  # fmt: skip
-    blocks = {"x_desc": (c.block_m, c.block_k), "w_desc": (c.block_n, c.block_k), "y_desc": (c.block_m, c.block_n)}
-    outputs = ("y_desc", "part_ptr", "counter_ptr")
-    return Launch(scaled_pingpong_kernel, (programs,), args, constants, outputs, c.num_warps, 1, 0, blocks, early=True)
+    return Launch(
+        scaled_pingpong_kernel, (programs,), args, constants, OUTPUTS, c.num_warps, 1, 0, blocks(c), early=True
+    )

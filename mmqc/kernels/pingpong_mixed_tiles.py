@@ -5,12 +5,11 @@
     consumer 0   low 1     -     low 2   units    high   result   low 1  …         - : the other's, the tensor cores are busy
     consumer 1     -     (high)    -     low 1   units    low 2     -    …
 
-Why:     the change of units and the result each take a quarter of a tile's products, and the high part is an eighth of them, too
-         short to hide either.  With the low part in halves, each stands under one of the other consumer's.
+Why:     by their instructions the change of units and the result each last a quarter of a tile's products, and the high part is
+         an eighth of them, too short to hide either.  With the low part in halves, each stands under one of the other consumer's.
 Turns:   the consumers alternate; the second's first turn has no steps, for it is behind by half a tile.  Copies come in this order.
 Cut:     parts of K of a tile of the last round are added in units of the high part: each that holds low channels is rounded once.
-Columns: float32 [4, N], g, s_wh, s_wl c_l and s_wh c_h side by side (unpack_weight.py): few instructions a tile, since those of
-         both consumers have to stay in the instruction cache.
+Columns: float32 [4, N], g, s_wh, s_wl c_l and s_wh c_h side by side (unpack_weight.py): half the instructions, few spills.
 """
 
 # Gluon is known when it is compiled.

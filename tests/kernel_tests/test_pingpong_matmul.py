@@ -33,9 +33,10 @@ def test_parts__each_has_a_program_and_saves_time(tiles, steps, programs, most):
 @given(st.integers(1, 9000), st.integers(1, 9000), st.integers(1, 20000), st.sampled_from([1, 4]))
 def test_grid__every_tile_and_part_has_one_program(m, n, k, most):
     tile = Config(128, 128, 128, 4, 8, split_k=most, variant="pingpong")
-    programs, whole, count = pingpong.grid(tile, m, n, k, torch.device("cpu"))
+    programs, whole, rest, count = pingpong.grid(tile, m, n, k, torch.device("cpu"))
     tiles = -(-m // 128) * -(-n // 128)
-    rounds, rest = divmod(tiles, whole)
+    rounds = tiles // whole
+    assert rounds * whole + rest == tiles
     assert programs <= whole
     found = [p + i * whole for p in range(programs) for i in range(rounds)]
     found += [rounds * whole + p % rest for p in range(programs) if p < rest * count and p // rest == 0]

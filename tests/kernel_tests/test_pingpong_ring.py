@@ -12,35 +12,56 @@ from hypothesis import strategies as st
 pingpong = pytest.importorskip("mmqc.kernels.pingpong_matmul")
 tiles = pytest.importorskip("mmqc.kernels.pingpong_tiles")
 mixed_tiles = pytest.importorskip("mmqc.kernels.pingpong_mixed_tiles")
-packed_tiles = pytest.importorskip("mmqc.kernels.packed_tiles")
-STEP = 8
+STEP, COLUMNS = 8, 16  # of a tile
+
+
+def cut(m: int, n: int, steps: int, programs: int, block_m: int, parts: int) -> int:
+    """The parts of a tile of the last round: as many as asked for where each has a program and a step, else one."""
+    rest = -(-m // block_m) * -(-n // COLUMNS) % programs
+    fits = rest * parts <= programs and (parts - 1) * -(-steps // parts) < steps
+    return parts if rest and fits else 1
+
+
+def run(
+    kernel,
+    x: torch.Tensor,
+    w: torch.Tensor,
+    block_m: int,
+    programs: int,
+    parts: int,
+    sizes: dict,
+    constants: dict,
+    tile: dict,
+) -> torch.Tensor:
+    """What the kernel makes of x and w by the tile code ``tile``; its counters are zero again."""
+    (m, _), n = x.shape, len(w)
+    y, count = torch.full((m, n), float("nan")), -(-m // block_m) * -(-n // COLUMNS)
+    rest = count % programs
+    counters = torch.zeros(max(rest, 1), dtype=torch.int32)
+    partial = torch.full((max(1, parts * rest * block_m * COLUMNS),), 12345, dtype=torch.int32)
+    args = dict.fromkeys(name for name in kernel.arg_names if name.endswith("_ptr")) | dict(
+        x_desc=simulator.Described(x, (block_m, STEP)), w_desc=simulator.Described(w, (COLUMNS, STEP)),
+        y_desc=simulator.Described(y, (block_m, COLUMNS)), part_ptr=simulator.Pointer(partial),
+        counter_ptr=simulator.Pointer(counters), M=m, N=n,
+    )  # fmt: skip
+    shared = dict(
+        HAS_BIAS=False, BLOCK_M=block_m, BLOCK_N=COLUMNS, BLOCK_K=STEP, GROUP_M=2, PROGRAMS=programs, PARTS=parts
+    )
+    grid = programs if count >= programs else rest * parts
+    simulator.run(kernel, grid, args | sizes, shared | constants | {"REGISTERS": 240}, tile)
+    assert not counters.any()
+    return y
 
 
 def assert_product(m: int, n: int, k: int, programs: int, stages: int, warps: int, parts: int) -> None:
-    """That the kernel's result is x wᵀ, and that its counters are zero again."""
-    block_m, block_n = 16 * warps, 16
+    """That the kernel's result is x wᵀ."""
     x, w = (torch.randint(-8, 8, (rows, k), dtype=torch.int8) for rows in (m, n))
-    y = torch.full((m, n), float("nan"))
-    count = -(-m // block_m) * -(-n // block_n)
-    rest = count % programs
-    counters = torch.zeros(max(rest, 1), dtype=torch.int32)
-    partial = torch.full((max(1, parts * rest * block_m * block_n),), 12345, dtype=torch.int32)
-    kernel = tiles.scaled_pingpong_kernel
-    names = [name for name in kernel.arg_names if name.endswith("_ptr")]
-    args = dict.fromkeys(names) | dict(
-        x_desc=simulator.Described(x, (block_m, STEP)), w_desc=simulator.Described(w, (block_n, STEP)),
-        y_desc=simulator.Described(y, (block_m, block_n)), part_ptr=simulator.Pointer(partial),
-        counter_ptr=simulator.Pointer(counters), M=m, N=n, K=k, stride_r=0,
-    )  # fmt: skip
     constants = dict(
-        KIND=0, HAS_BIAS=False, HAS_RESIDUAL=False, ACTIVATION=0, NEXT=False, NEXT_KIND=0, ROUND=0, LOW=0, HIGH=0, PTX=False,
-        RANK=0, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=STEP, GROUP_M=2, PROGRAMS=programs, PARTS=parts,
-        STAGES=stages, WARPS=warps, CONSUMERS=8 // warps, REGISTERS=240,
+        KIND=0, HAS_RESIDUAL=False, ACTIVATION=0, NEXT=False, NEXT_KIND=0, ROUND=0, LOW=0, HIGH=0, PTX=False, RANK=0,
+        STAGES=stages, WARPS=warps, CONSUMERS=8 // warps,
     )  # fmt: skip
-    grid = programs if count >= programs else rest * parts
-    replaced = {"finish_scaled_tile": lambda acc, *_: acc, "row_scale_tile": lambda *_: None}
-    simulator.run(kernel, grid, args, constants, replaced)
-    assert not counters.any()
+    tile = {"finish_scaled_tile": lambda acc, *_: acc, "row_scale_tile": lambda *_: None}
+    y = run(tiles.scaled_pingpong_kernel, x, w, 16 * warps, programs, parts, {"K": k, "stride_r": 0}, constants, tile)
     assert torch.equal(y, x.float() @ w.float().t())
 
 
@@ -50,10 +71,7 @@ def assert_product(m: int, n: int, k: int, programs: int, stages: int, warps: in
     st.integers(2, 5), st.sampled_from([4, 8]), st.sampled_from([1, 2, 4]),
 )  # fmt: skip
 def test_ring__every_size(m, n, k, programs, stages, warps, parts):
-    count, steps = -(-m // (16 * warps)) * -(-n // 16), -(-k // STEP)
-    rest = count % programs
-    fits = rest * parts <= programs and (parts - 1) * -(-steps // parts) < steps
-    assert_product(m, n, k, programs, stages, warps, parts if rest and fits else 1)
+    assert_product(m, n, k, programs, stages, warps, cut(m, n, -(-k // STEP), programs, 16 * warps, parts))
 
 
 @pytest.mark.parametrize(
@@ -70,28 +88,14 @@ def test_ring__rounds_and_parts(m, n, k, programs, stages, parts):
 
 def assert_mixed(m: int, n: int, low: int, high: int, programs: int, stages: int, parts: int) -> None:
     """That the kernel's result is 3 x_l w_lᵀ + x_h w_hᵀ, where a change of units multiplies by 3."""
-    block_m, block_n, start = 64, 16, -(-low // STEP) * STEP
+    start = -(-low // STEP) * STEP
     x, w = (torch.randint(-8, 8, (rows, low + high), dtype=torch.int8) for rows in (m, n))
     joined = torch.zeros(n, start + high, dtype=torch.int8)
     joined[:, :low], joined[:, start:] = w[:, :low], w[:, low:]
-    y = torch.full((m, n), float("nan"))
-    count = -(-m // block_m) * -(-n // block_n)
-    rest = count % programs
-    counters = torch.zeros(max(rest, 1), dtype=torch.int32)
-    partial = torch.full((max(1, parts * rest * block_m * block_n),), 12345, dtype=torch.int32)
-    kernel = mixed_tiles.mixed_pingpong_kernel
-    args = dict.fromkeys(name for name in kernel.arg_names if name.endswith("_ptr")) | dict(
-        x_desc=simulator.Described(x, (block_m, STEP)), w_desc=simulator.Described(joined, (block_n, STEP)),
-        y_desc=simulator.Described(y, (block_m, block_n)), part_ptr=simulator.Pointer(partial),
-        counter_ptr=simulator.Pointer(counters), M=m, N=n, LOW=low, START=start, END=start + high,
-    )  # fmt: skip
-    constants = dict(
-        HAS_BIAS=False, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=STEP, GROUP_M=2, PROGRAMS=programs, PARTS=parts,
-        STAGES=stages, WARPS=4, CONSUMERS=2, REGISTERS=240,
-    )  # fmt: skip
-    replaced = {"finish_columns_tile": lambda acc, *_: acc, "change_units_tile": lambda acc, *_: 3 * acc}
-    simulator.run(kernel, programs if count >= programs else rest * parts, args, constants, replaced)
-    assert not counters.any()
+    constants = dict(STAGES=stages, WARPS=4, CONSUMERS=2)
+    tile = {"finish_columns_tile": lambda acc, *_: acc, "change_units_tile": lambda acc, *_: 3 * acc}
+    sizes = {"LOW": low, "START": start, "END": start + high}
+    y = run(mixed_tiles.mixed_pingpong_kernel, x, joined, 64, programs, parts, sizes, constants, tile)
     wide = [t.float() for t in (x[:, :low], w[:, :low].t(), x[:, low:], w[:, low:].t())]
     assert torch.equal(y, 3 * (wide[0] @ wide[1]) + wide[2] @ wide[3])
 
@@ -102,10 +106,8 @@ def assert_mixed(m: int, n: int, low: int, high: int, programs: int, stages: int
     st.sampled_from([1, 2, 4]),
 )  # fmt: skip
 def test_mixed_ring__every_size(m, n, low, high, programs, stages, parts):
-    count, steps = -(-m // 64) * -(-n // 16), -(-low // STEP) + -(-high // STEP)
-    rest = count % programs
-    fits = rest * parts <= programs and (parts - 1) * -(-steps // parts) < steps
-    assert_mixed(m, n, low, high, programs, stages, parts if rest and fits else 1)
+    steps = -(-low // STEP) + -(-high // STEP)
+    assert_mixed(m, n, low, high, programs, stages, cut(m, n, steps, programs, 64, parts))
 
 
 @pytest.mark.parametrize(
@@ -119,61 +121,6 @@ def test_mixed_ring__every_size(m, n, low, high, programs, stages, parts):
 )  # fmt: skip
 def test_mixed_ring__rounds_and_parts(m, n, low, high, programs, stages, parts):
     assert_mixed(m, n, low, high, programs, stages, parts)
-
-
-def unpack(packed, _ptx):
-    """16 (u - 8) of both halves of a byte, as int4_as_int8."""
-    wide = packed.to(torch.int32)
-    return ((wide & 15) - 8) * 16, ((wide >> 4) - 8) * 16
-
-
-def assert_packed(m: int, n: int, bytes_: int, high: int, programs: int, stages: int, parts: int) -> None:
-    """That the kernel's result is x wᵀ of packed w with 2 ``bytes_`` columns; with ``high`` others, 3 of that and theirs."""
-    block_m, block_n, low = 16, 64, 2 * bytes_ * STEP
-    x = torch.randint(-8, 8, (m, low + high), dtype=torch.int8)
-    codes, more = torch.randint(-8, 8, (n, low)), torch.randint(-8, 8, (n, max(high, 1)), dtype=torch.int8)
-    packed = (codes[:, : low // 2] + 8 + (codes[:, low // 2 :] + 8) * 16).to(torch.uint8)
-    y = torch.full((m, n), float("nan"))
-    count = -(-m // block_m) * -(-n // block_n)
-    rest = count % programs
-    counters = torch.zeros(max(rest, 1), dtype=torch.int32)
-    partial = torch.full((max(1, parts * rest * block_m * block_n),), 12345, dtype=torch.int32)
-    kernel = packed_tiles.packed_mixed_kernel if high else packed_tiles.packed_scaled_kernel
-    args = dict.fromkeys(name for name in kernel.arg_names if name.endswith("_ptr")) | dict(
-        x_desc=simulator.Described(x, (block_m, STEP)), w_desc=simulator.Described(packed, (block_n, STEP)),
-        y_desc=simulator.Described(y, (block_m, block_n)), part_ptr=simulator.Pointer(partial),
-        counter_ptr=simulator.Pointer(counters), M=m, N=n, STORED=low // 2,
-    )  # fmt: skip
-    constants = dict(
-        HAS_BIAS=False, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=STEP, GROUP_M=2, PROGRAMS=programs, PARTS=parts, STAGES=stages,
-    )  # fmt: skip
-    if high:
-        args |= dict(high_desc=simulator.Described(more.view(torch.uint8), (block_n, STEP)), LOW=low, HIGH=high)
-    else:
-        args |= dict(stride_r=0)
-        constants |= dict(KIND=0, HAS_RESIDUAL=False, ACTIVATION=0, NEXT=False, NEXT_KIND=0, ROUND=0, LOW=0, HIGH=0, PTX=False,
-                          RANK=0)  # fmt: skip
-    replaced = {
-        "finish_scaled_tile": lambda acc, *_: acc / 16, "row_scale_tile": lambda *_: None, "int4_as_int8": unpack,
-        "bytes_as_codes": lambda w: w.view(torch.int8),
-        "finish_mixed_tile": lambda acc, *_: acc, "change_units_tile": lambda acc, *_: 3 * acc // 16,
-    }  # fmt: skip
-    simulator.run(kernel, programs if count >= programs else rest * parts, args, constants, replaced)
-    assert not counters.any()
-    want = x[:, :low].float() @ codes.float().t()
-    assert torch.equal(y, 3 * want + x[:, low:].float() @ more[:, :high].float().t() if high else want)
-
-
-@settings(max_examples=25, deadline=None)
-@given(
-    st.integers(1, 50), st.integers(1, 200), st.integers(1, 9), st.integers(0, 30), st.integers(1, 3), st.integers(2, 5),
-    st.sampled_from([1, 2, 4]),
-)  # fmt: skip
-def test_packed_ring__every_size(m, n, bytes_, high, programs, stages, parts):
-    count, steps = -(-m // 16) * -(-n // 64), bytes_ + -(-high // STEP)
-    rest = count % programs
-    fits = rest * parts <= programs and (parts - 1) * -(-steps // parts) < steps
-    assert_packed(m, n, bytes_, high, programs, stages, parts if rest and fits else 1)
 
 
 def test_simulator__finds_a_consumer_that_does_not_wait_for_its_turn(monkeypatch):
