@@ -53,6 +53,7 @@ LARGE = {
     "pingpong_int8": "int8",
     "pingpong_fp8": "fp8",
     "scaled_int4": "int4",
+    "packed_int4": "int4",
 }
 CLASSIC = {any_kernel: op for op, any_kernel in PINGPONG_OPS.items()}
 
@@ -203,7 +204,7 @@ def tune(
     # acceptance looks at: decode and prefill, the two large linears; rows that nobody asks for last.
     jobs.sort(
         key=lambda j: (
-            j[0] == "scaled_int4",
+            j[0].endswith("int4"),
             j[2] not in (1, 16, 2048, 8192),
             j[3] not in ("lm.gate_up", "lm.down"),
             j[0] != "weight_int4",
@@ -211,7 +212,7 @@ def tune(
         )
     )
     for i, (op, kind, m, shape) in enumerate(jobs):
-        if i and op == "scaled_int4" != jobs[i - 1][0]:
+        if i and op.endswith("int4") and not jobs[i - 1][0].endswith("int4"):
             write_tiles(run, path, best)
         n, k = shapes[shape]
         if time.monotonic() > end:

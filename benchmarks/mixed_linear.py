@@ -31,6 +31,7 @@ from tune import candidates, write_tiles  # noqa: E402
 
 from mmqc.kernels import configs as tiles  # noqa: E402
 from mmqc.kernels import mixed_matmul as kernel  # noqa: E402
+from mmqc.kernels import packed_matmul as registers  # noqa: E402
 from mmqc.kernels import pingpong_matmul as pingpong  # noqa: E402
 from mmqc.kernels.configs import MatmulConfig  # noqa: E402
 from mmqc.kernels.quantize_per_token import Rows, quantize_per_token  # noqa: E402
@@ -65,13 +66,15 @@ class Linear:
         self.written = self.packed.written_out(self.widths[0])
         self.out = torch.full((m, n), float("nan"), dtype=run.dtype, device=run.device)
         self.config: MatmulConfig | None = None
+        self.packed_config: MatmulConfig | None = None
         self.warps: int | None = None
 
     def quantize(self) -> Rows:
         return quantize_per_token(self.x, self.widths, self.bits, eps=1e-6, num_warps=self.warps)
 
     def multiply(self, rows: Rows, weight: kernel.Weight) -> torch.Tensor:
-        return kernel.mixed_matmul(rows, weight, out=self.out, out_dtype=self.run.dtype, config=self.config)
+        config = self.packed_config or self.config if weight is self.packed else self.config
+        return kernel.mixed_matmul(rows, weight, out=self.out, out_dtype=self.run.dtype, config=config)
 
     def calls(self) -> dict[str, Callable[[], object]]:
         rows = self.quantize()
@@ -108,6 +111,7 @@ def tune(run: Run, linear: Linear) -> None:
         if us is not None:
             times[c] = us
     linear.config = min(times, key=lambda c: times[c], default=None)
+    linear.packed_config = in_registers_or_not(run, linear, rows)
     by_warps: dict[int, float] = {}
     for warps in WARPS:
         linear.warps = warps
@@ -117,6 +121,23 @@ def tune(run: Run, linear: Linear) -> None:
     linear.warps = min(by_warps, key=lambda w: by_warps[w], default=None)
     print(f"{linear.n} x {linear.x.shape[1]}, {linear.m} rows: tiles", [round(t, 1) for t in times.values()],
           "quantize by warps", {w: round(t, 1) for w, t in by_warps.items()})  # fmt: skip
+
+
+def in_registers_or_not(run: Run, linear: Linear, rows: Rows) -> MatmulConfig | None:
+    """The fastest tile that unpacks on the way, where it is faster than writing out for the other."""
+    tries = [
+        linear.config,
+        *(c for c in candidates(registers.MIXED, linear.m, linear.n, 0) if c.variant == "registers"),
+    ]
+    times: dict[MatmulConfig, float] = {}
+    for c in tries if pingpong.here(linear.x.device) else ():
+        call = lambda c=c: kernel.mixed_matmul(rows, linear.packed, out=linear.out, out_dtype=run.dtype, config=c)  # noqa: E731
+        us = run.attempt(f"tune {linear.n} packed {c}", lambda call=call: run.microseconds([call] * 2, 8, 0.03), 40)
+        if us is not None and c is not None:
+            times[c] = us
+    best = min(times, key=lambda c: times[c], default=None)
+    print("written out and multiplied, in registers:", [round(t, 1) for t in times.values()])
+    return best if best is not None and best.variant == "registers" else None
 
 
 def one_shape(
@@ -132,6 +153,8 @@ def one_shape(
         if linear.config is not None:
             op = kernel.PINGPONG[len(linear.widths)] if linear.config.variant == "pingpong" else kernel.OP
             tuned[tiles.key(op, m, n, k)] = linear.config
+        if linear.packed_config is not None:
+            tuned[tiles.key(registers.MIXED if high else registers.OP, m, n, k)] = linear.packed_config
     calls, seen = list(linear.calls().items()), {}
     for what, call in (*calls, *reversed(calls)):  # the clock falls as the GPU warms up: each is timed early and late
         us = run.attempt(f"{name}/{m} {what}", lambda call=call: run.microseconds([call] * 2))

@@ -75,6 +75,9 @@ class Shared:
     def store(self, value: torch.Tensor) -> None:
         self.values.copy_(value)
 
+    def load(self, layout: Any) -> torch.Tensor:
+        return self.values.clone()
+
 
 class Described:
     """A tensor and the block that is copied."""
@@ -118,11 +121,11 @@ class Pointer:
 class Products:
     """Sums, and the operands of products that are still under way."""
 
-    def __init__(self, sums: torch.Tensor, waiting: list[tuple[Shared, Shared]]) -> None:
+    def __init__(self, sums: torch.Tensor, waiting: list[tuple[Any, Shared]]) -> None:
         self.sums, self.waiting = sums, waiting
 
 
-def warpgroup_mma(a: Shared, b: Shared, acc: Any, is_async: bool) -> Products:
+def warpgroup_mma(a: Any, b: Shared, acc: Any, is_async: bool) -> Products:
     assert is_async
     sums, waiting = (acc.sums, acc.waiting) if isinstance(acc, Products) else (acc, [])
     return Products(sums, [*waiting, (a, b)])
@@ -133,7 +136,8 @@ def warpgroup_mma_wait(left: int, deps: tuple[Any]) -> Any:
     acc = acc if isinstance(acc, Products) else Products(acc, [])
     while len(acc.waiting) > left:
         a, b = acc.waiting.pop(0)
-        acc.sums = acc.sums + (a.values.double() @ b.values.double()).to(acc.sums.dtype)
+        left_operand = a.values if isinstance(a, Shared) else a  # in registers, which nobody else writes
+        acc.sums = acc.sums + (left_operand.double() @ b.values.double()).to(acc.sums.dtype)
     return acc if left else acc.sums.as_subclass(Values)
 
 
@@ -233,13 +237,15 @@ def _pick(condition: Any, a: Any, b: Any) -> Any:
 
 
 gl: Any = types.SimpleNamespace(
-    int8=torch.int8, int32=torch.int32, int64=torch.int64, float32=torch.float32, bfloat16=torch.bfloat16, float16=torch.float16,
+    uint8=torch.uint8, int8=torch.int8,
+    int32=torch.int32, int64=torch.int64, float32=torch.float32, bfloat16=torch.bfloat16, float16=torch.float16,
     constexpr=None, program_id=lambda axis: torch.tensor(_here.program), cdiv=lambda a, b: -(-a // b),
     minimum=lambda a, b: _pick(a < b, a, b), maximum=lambda a, b: _pick(a < b, b, a), where=_pick, static_range=range,
     zeros=lambda shape, dtype, layout=None: torch.zeros(shape, dtype=dtype).as_subclass(Values),
     arange=lambda first, last, layout=None: torch.arange(first, last),
     NVMMADistributedLayout=lambda *_: None, SliceLayout=lambda *_: None, BlockedLayout=lambda *_: None,
-    convert_layout=lambda x, layout: x, atomic_add=_atomic_add, store=_store,
+    DotOperandLayout=lambda *_: None, SwizzledSharedLayout=lambda *_: None,
+    convert_layout=lambda x, layout, assert_trivial=False: x, atomic_add=_atomic_add, store=_store,
     load=lambda at, **_: at.to[at.at.long()],
     allocate_shared_memory=lambda dtype, shape, layout: (
         Barriers(shape[0]) if dtype == torch.int64 else Shared(torch.full(shape, 77, dtype=dtype), dtype)
@@ -281,7 +287,7 @@ def run(kernel: Any, programs: int, args: dict[str, Any], constants: dict[str, A
     def program(number: int) -> None:
         _here.__dict__.update(program=number, failed=failed)
         try:
-            function(**args, **constants)
+            _specialize([(lambda: function(**args, **constants), ())])  # one role, or that which starts the others
         except BaseException as error:
             failed.append(error)
 

@@ -7,7 +7,8 @@ Why:     nothing is timed at run time, so a launch is deterministic and can be c
 Alike:   of the same compute capability and as many multiprocessors, as an H100 SXM and an H200: memory differs, which moves the
          tiles of products little.
 Ops:     scaled_int8 scaled_fp8, and pingpong_int8 pingpong_fp8 for the same product where kernels of pingpong_matmul.py may be
-         taken too; scaled_int4 (weights packed, int8 activations) scaled_int4_fp8 weight_int{2,3,4,8}
+         taken too, pingpong_mixed for ResQ's; packed_int4 packed_mixed, of packed weights, where those of packed_matmul.py may,
+         by default "unpack"; scaled_int4 (weights packed, int8 activations) scaled_int4_fp8 weight_int{2,3,4,8}
          scaled_int{4,8}_group{,_float}: with integer or float scales per group
 """
 
@@ -31,6 +32,8 @@ OPS = (
     "pingpong_int8",
     "pingpong_fp8",
     "pingpong_mixed",
+    "packed_int4",
+    "packed_mixed",
     "scaled_int4",
     "scaled_int4_fp8",
     "scaled_int8_group",
@@ -42,7 +45,7 @@ OPS = (
     "weight_int4",
     "weight_int8",
 )
-VARIANTS = ("rows", "columns", "descriptors", "nested", "pingpong", "unpack")
+VARIANTS = ("rows", "columns", "descriptors", "nested", "pingpong", "registers", "unpack")
 PERSISTENT = ("descriptors", "nested")
 BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 FOLDER = Path(__file__).parent / "configs"
@@ -55,7 +58,8 @@ class MatmulConfig:
     ``block_k`` counts stored weights along K: bytes of int8 or fp8, bytes of two codes each for packed ones.
     ``variant``: "rows" accumulates x Wᵀ, "columns" W xᵀ (weights are the operand that may stay in registers),
     "descriptors", "nested" x Wᵀ with TMA in a persistent grid: tile and K loop flattened into one, or two nested loops;
-    "pingpong" with copies, products and epilogues in warps of their own (pingpong_matmul.py); "unpack" writes the weight out
+    "pingpong" with copies, products and epilogues in warps of their own (pingpong_matmul.py); "registers" W xᵀ, unpacked in
+    registers (packed_matmul.py); "unpack" writes the weight out
     once and multiplies that (scaled_int4*: with the tile of its codes' op, whatever this one is).
     ``per_sm``: programs of a persistent grid per multiprocessor.  ``tail``: columns of a tile beside ``block_n``, of persistent
     scaled_int8 and scaled_fp8 alone; 128 + 32 makes 160, of which 8 are 1,280: where few tiles go round, widths between powers
@@ -188,6 +192,8 @@ def _group_large(op: str, m: int, n: int, k: int, device: torch.device) -> Matmu
 def _scaled(op: str, m: int, n: int, k: int, device: torch.device) -> MatmulConfig:
     if op.startswith("pingpong"):
         return _pingpong(m, n, device)
+    if op.startswith("packed"):
+        return MatmulConfig(128, 128, 128, 4, 3, variant="unpack")
     slots = 2 * multiprocessors(device)
     packed = op.startswith("scaled_int4")
     if m > 256:

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from mmqc.kernels import packed_matmul as in_registers
 from mmqc.kernels import pingpong_matmul as pingpong
 from mmqc.kernels.configs import MatmulConfig, key, measured
 from mmqc.kernels.configs import config as choose
@@ -86,10 +87,12 @@ def second_at(width: int) -> int:
 def supports(x: Rows, w: Weight, bias: Tensor | None, out_dtype: torch.dtype) -> str | None:
     """None, or why these operands cannot be multiplied here."""
     (m, k), (n, low), parts = x.q.shape, w.low.shape, 2 if w.joined or w.high is not None else 1
-    high = 0 if w.high is None else w.high.shape[1]
+    high, packed = 0 if w.high is None else w.high.shape[1], w.low.dtype == torch.uint8
     if w.joined:
         low, high = w.joined, low - second_at(w.joined)
-    matrices = [t for t in (x.q, w.low, w.high) if t is not None]
+    elif packed:
+        low = k - high if low == ceil_div(k - high, 2) else low
+    matrices = [t for t in (x.q, None if packed else w.low, w.high) if t is not None]
     checks = (
         (all(t.dtype == torch.int8 for t in matrices), f"codes are int8, not {[t.dtype for t in matrices]}"),
         (low + high == k, f"w has {low} + {high} columns for {k} channels"),
@@ -123,25 +126,40 @@ def mixed_matmul(
     x: Rows, w: Weight, bias: Tensor | None = None, *, out_dtype: torch.dtype = torch.bfloat16, out: Tensor | None = None,
     config: MatmulConfig | None = None,
 ) -> Tensor:  # fmt: skip
-    """Multiply; a packed weight is written out first."""
-    w = w if w.joined else w.written_out(x.q.shape[1] - (0 if w.high is None else w.high.shape[1]))
-    reason = supports(x, w, bias, out_dtype)
-    if reason is not None:
-        raise ValueError(f"mixed_matmul: {reason}")
+    """Multiply; a packed weight is unpacked on the way, where a tile says so, or written out first."""
     m, n = x.q.shape[0], w.low.shape[0]
     y = torch.empty(m, n, dtype=out_dtype, device=x.q.device) if out is None else out
     if y.shape != (m, n) or y.dtype != out_dtype or (n > 1 and y.stride(1) != 1):
         raise ValueError(f"mixed_matmul: out is {out_dtype} [{m}, {n}], rows contiguous; got {y.dtype} {list(y.shape)}")
+    c = config or packed_tile(x, w, y)
+    if not w.joined and (c is None or c.variant != "registers"):
+        w, c = w.written_out(x.q.shape[1] - (0 if w.high is None else w.high.shape[1])), config
+    reason = supports(x, w, bias, out_dtype)
+    if reason is not None:
+        raise ValueError(f"mixed_matmul: {reason}")
     if m and n:
-        c = config or tile(x, w, y)
-        if c.variant != "pingpong":
-            launch(x, w, bias, y, c).run()
-        elif w.joined:
+        c = c or tile(x, w, y)
+        if c.variant == "registers" and w.high is not None:
+            in_registers.mixed_launch(x, w.low, w.high, w.scale, w.sum, bias, y, c).run()
+        elif c.variant in ("pingpong", "registers") and not w.joined:
+            linear, rows, epilogue = as_scaled(x, w, bias, y)
+            (pingpong if c.variant == "pingpong" else in_registers).launch(x.q, linear, rows, None, c, epilogue).run()
+        elif c.variant == "pingpong":
             pingpong_launch(x, w, bias, y, c).run()
         else:
-            linear, rows, epilogue = as_scaled(x, w, bias, y)
-            pingpong.launch(x.q, linear, rows, None, c, epilogue).run()
+            launch(x, w, bias, y, c).run()
     return y
+
+
+def packed_tile(x: Rows, w: Weight, y: Tensor) -> MatmulConfig | None:
+    """The tile for a packed weight, or None where it is written out."""
+    (m, k), high = x.q.shape, 0 if w.high is None else w.high.shape[1]
+    if m <= pingpong.LEAST_ROWS or w.low.dtype != torch.uint8 or high % 16:
+        return None
+    if in_registers.why_not(x.q, w.low, y, k - high) is not None:
+        return None
+    c = choose(in_registers.MIXED if high else in_registers.OP, m, len(w.low), k, x.q.device)
+    return c if c.variant == "registers" else None
 
 
 def tile(x: Rows, w: Weight, y: Tensor) -> MatmulConfig:
@@ -172,7 +190,7 @@ def pingpong_launch(
     if c.num_warps != 4:
         raise ValueError(f"mixed_matmul: two consumers of 4 warps take turns, not {c}")
     m, (n, columns) = x.q.shape[0], w.low.shape
-    programs, whole, rest, count = pingpong.grid(c, m, n, columns, x.q.device)
+    programs, whole, rest, count = pingpong.grid(c, m, n, ceil_div(columns, c.block_k), x.q.device)
     part, counter = work(x.q.device, rest, c.block_m * c.block_n, count, torch.int32)
     args = dict(
         x_desc=x.q, w_desc=w.low, y_desc=y, x_scale_ptr=x.scale, x_offset_ptr=x.offset, column_ptr=w.columns,

@@ -38,27 +38,30 @@ def quantize_per_token(
 
 
 def _weight(w_q: Sequence[Tensor], scale: Tensor, sums: Tensor, widths: Sequence[int]) -> mixed.Weight:
-    """One or two parts, written out."""
+    """One or two parts, the second one written out."""
     low, *rest = w_q
     high = [
         unpack_weight(w, width, bits=4) if w.dtype == torch.uint8 else w
         for w, width in zip(rest, widths[1:], strict=True)
     ]
-    return mixed.Weight(low, high[0] if high else None, scale, sums).written_out(widths[0])
+    return mixed.Weight(low, high[0] if high else None, scale, sums)
 
 
 def mixed_matmul(
     x_q: Tensor, x_scale: Tensor, x_offset: Tensor, w_q: Sequence[Tensor], w_scale: Tensor, w_sum: Tensor,
     bias: Tensor | None, widths: Sequence[int], weight_bits: Sequence[int], out_dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    """``mmqc::mixed_matmul`` on CUDA: packed weights are written out, then multiplied."""
+    """``mmqc::mixed_matmul`` on CUDA: packed weights are unpacked on the way, or written out and then multiplied."""
     mixed_op.check(x_q, x_scale, x_offset, w_q, w_scale, w_sum, widths, weight_bits)
     rows, s, o = _rows(x_q), *(t.reshape(-1, len(widths)).contiguous() for t in (x_scale, x_offset))
     given = per_token.Rows(rows, s, o)
     weight = _weight(w_q, w_scale, w_sum, widths) if len(widths) <= 2 else None
+    y = torch.empty(len(rows), len(w_scale), dtype=out_dtype, device=rows.device)
+    if weight is not None and mixed.packed_tile(given, weight, y) is None:
+        weight = weight.written_out(widths[0])
     if weight is None or mixed.supports(given, weight, bias, out_dtype) is not None:
         return mixed_op.reference(x_q, x_scale, x_offset, w_q, w_scale, w_sum, bias, widths, weight_bits, out_dtype)
-    y = mixed.mixed_matmul(given, weight, bias, out_dtype=out_dtype)
+    mixed.mixed_matmul(given, weight, bias, out_dtype=out_dtype, out=y)
     return y.view(*x_q.shape[:-1], len(w_scale))
 
 

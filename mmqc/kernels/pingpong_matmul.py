@@ -62,19 +62,25 @@ def slots(c: MatmulConfig, item_bytes: int) -> int:
     return min(c.num_stages, fit)
 
 
-def parts(tiles: int, steps: int, programs: int, most: int) -> int:
-    """Into how many parts the tiles of the last round are cut along K: 1, 2 or 4, where each has a program and saves some."""
+def parts(tiles: int, steps: int, programs: int, most: int, least: int = 1) -> int:
+    """Into how many parts the tiles of the last round are cut along K: 1, 2 or 4.
+
+    Each part has a program, and ``least`` steps; and cutting saves some.
+    """
     rest = tiles % programs
     fit = [
         p for p in (2, 4) if p <= most and rest and rest * p <= programs and steps - ceil_div(steps, p) >= LEAST_SAVED
-    ]
+        and steps - (p - 1) * ceil_div(steps, p) >= least
+    ]  # fmt: skip
     return max(fit, default=1)
 
 
-def grid(c: MatmulConfig, m: int, n: int, k: int, device: torch.device) -> tuple[int, int, int, int]:
+def grid(
+    c: MatmulConfig, m: int, n: int, steps: int, device: torch.device, least: int = 1
+) -> tuple[int, int, int, int]:
     """(Programs that are launched, programs of a whole round, tiles of the last one, parts of such a tile)."""
-    tiles, whole = ceil_div(m, c.block_m) * ceil_div(n, c.block_n), multiprocessors(device)
-    count = parts(tiles, ceil_div(k, c.block_k), whole, c.split_k)
+    tiles, whole = ceil_div(m, c.block_m) * ceil_div(n, c.block_n), c.per_sm * multiprocessors(device)
+    count = parts(tiles, steps, whole, c.split_k, least)
     return (whole if tiles >= whole else tiles * count), whole, tiles % whole, count
 
 
@@ -100,7 +106,7 @@ def launch(
 
     w, w_scale, bias, y = linear
     (m, k), n = x.shape, w.shape[0]
-    programs, whole, rest, count = grid(c, m, n, k, x.device)
+    programs, whole, rest, count = grid(c, m, n, ceil_div(k, c.block_k), x.device)
     sums = torch.int32 if x.dtype == torch.int8 else torch.float32
     part, counter = work(x.device, rest, c.block_m * c.block_n, count, sums)
     low, rank = epilogue.of_one(w_scale)

@@ -18,6 +18,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from mmqc.kernels import packed_matmul as in_registers
 from mmqc.kernels import pingpong_matmul as pingpong
 from mmqc.kernels.configs import PERSISTENT, MatmulConfig
 from mmqc.kernels.configs import config as choose
@@ -123,8 +124,9 @@ def multiply(
     if c.variant == "unpack":
         linears = [linear._replace(w=unpack_weight(linear.w, k, bits=4, dtype=x_q.dtype)) for linear in linears]
         c = tile(x_q, linears[0], width, fast_accumulation)
-    if c.variant == "pingpong":
-        pingpong.launch(x_q, linears[0], rows, residual, c, PLAIN).run()
+    if c.variant in ("pingpong", "registers"):
+        kernels = pingpong if c.variant == "pingpong" else in_registers
+        kernels.launch(x_q, linears[0], rows, residual, c, PLAIN).run()
     elif c.variant in PERSISTENT and descriptor_reason(x_q, linears[0].w) is None:
         descriptor_launch(x_q, linears[0], rows, residual, c, fast_accumulation).run()
     else:
@@ -135,9 +137,13 @@ def multiply(
 def tile(x_q: Tensor, linear: Linear, width: int, fast_accumulation: bool = True) -> MatmulConfig:
     """The tile for so many columns: of all kernels that take the operands."""
     (m, k), op = x_q.shape, op_name(x_q, linear.w)
-    may = m > pingpong.LEAST_ROWS and op in pingpong.OPS and fast_accumulation
-    if may and pingpong.why_not(x_q, linear.w, linear.y) is None:
-        op = pingpong.OPS[op]
+    may = m > pingpong.LEAST_ROWS and fast_accumulation
+    if may and op in pingpong.OPS and pingpong.why_not(x_q, linear.w, linear.y) is None:
+        return choose(pingpong.OPS[op], m, width, k, x_q.device)
+    if may and op == "scaled_int4" and in_registers.why_not(x_q, linear.w, linear.y, k) is None:
+        c = choose(in_registers.OP, m, width, k, x_q.device)
+        if c.variant == "registers":
+            return c
     return choose(op, m, width, k, x_q.device)
 
 

@@ -19,6 +19,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
+from mmqc.kernels import packed_matmul as in_registers
 from mmqc.kernels import pingpong_matmul as pingpong
 from mmqc.kernels.configs import PERSISTENT, MatmulConfig
 from mmqc.kernels.configs import config as choose
@@ -74,8 +75,9 @@ def scaled_matmul_epilogue(
     if c.variant == "unpack":
         linears = [linear._replace(w=unpack_weight(linear.w, k, bits=4, dtype=x_q.dtype)) for linear in linears]
         c = chosen(linears)
-    if c.variant == "pingpong":
-        pingpong.launch(x_q, linears[0], rows, None, c, epilogue).run()
+    if c.variant in ("pingpong", "registers"):
+        kernels = pingpong if c.variant == "pingpong" else in_registers
+        kernels.launch(x_q, linears[0], rows, None, c, epilogue).run()
         return
     c = c if given else overlapped(c)
     by_tma = all(descriptor_reason(x_q, linear.w) is None for linear in linears)

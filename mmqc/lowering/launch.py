@@ -96,13 +96,13 @@ def count_rows(x: TensorBox) -> Any:
     return as_int(math.prod(x.get_size()[:-1]))
 
 
-def is_pingpong(x: TensorBox, n: int, op: str, out_dtype: torch.dtype) -> bool:
-    """Whether x times n columns takes a tile of pingpong_matmul.py, by a call of the op; ``op`` is the name in configs.py."""
+def is_gluon_tile(x: TensorBox, n: int, op: str, out_dtype: torch.dtype, variant: str = "pingpong") -> bool:
+    """Whether x times n columns takes a tile of Gluon's, by a call of the op; ``op`` is the name in configs.py."""
     rows, k, device = count_rows(x), static_int(x.get_size()[-1]), x.get_device_or_error()
     if not isinstance(rows, int) or rows <= pingpong.LEAST_ROWS or for_package() or not pingpong.here(device):
         return False
     fits = k % 16 == 0 and n * out_dtype.itemsize % 16 == 0
-    return fits and config(op, rows, n, k, device).variant == "pingpong"
+    return fits and config(op, rows, n, k, device).variant == variant
 
 
 def regimes(rows: Any) -> Iterator[tuple[int, Any]]:

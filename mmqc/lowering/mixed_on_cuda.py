@@ -12,11 +12,12 @@ from typing import Any
 import torch
 
 from mmqc.kernels import mixed_matmul as kernel
+from mmqc.kernels import packed_matmul as in_registers
 from mmqc.kernels import quantize_per_token as per_token
 from mmqc.kernels import unpack_weight
 from mmqc.kernels.device_facts import has_tensor_descriptors
 from mmqc.lowering.inductor import TensorBox, lowerings, size_hint, static_int
-from mmqc.lowering.launch import MANY, Operand, emit, is_pingpong
+from mmqc.lowering.launch import MANY, Operand, emit, is_gluon_tile
 
 aten = torch.ops.aten
 ALIGN = 16  # bytes: of rows and addresses that TMA takes
@@ -46,8 +47,12 @@ def by_call(
     x_q: TensorBox, w_scale: TensorBox, widths: Sequence[int], weight_bits: Sequence[int], out_dtype: torch.dtype
 ) -> bool:
     """Whether the op itself is called: a tile of a warp-specialised kernel, which no launch in generated code has."""
-    fits = len(widths) == 1 or in_one_matrix(weight_bits)
-    return fits and is_pingpong(x_q, static_int(w_scale.get_size()[0]), kernel.PINGPONG[len(widths)], out_dtype)
+    n, one = static_int(w_scale.get_size()[0]), len(widths) == 1
+    if weight_bits[0] == 4 and (one or in_one_matrix(weight_bits)) and in_registers.fits(widths[0]):
+        op = in_registers.OP if one else in_registers.MIXED
+        if is_gluon_tile(x_q, n, op, out_dtype, "registers"):
+            return True
+    return (one or in_one_matrix(weight_bits)) and is_gluon_tile(x_q, n, kernel.PINGPONG[len(widths)], out_dtype)
 
 
 def mixed(

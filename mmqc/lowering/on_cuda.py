@@ -18,6 +18,7 @@ import torch
 
 from mmqc.kernels import hadamard_plan as plans
 from mmqc.kernels import hadamard_quantize as transform
+from mmqc.kernels import packed_matmul as in_registers
 from mmqc.kernels import pingpong_matmul as pingpong
 from mmqc.kernels import scaled_matmul as scaled_kernels
 from mmqc.kernels import scaled_matmul_epilogue as epilogue_kernels
@@ -29,7 +30,7 @@ from mmqc.kernels.epilogue_tiles import Epilogue
 from mmqc.kernels.row_scale import ONE, VISUAL, RowScale
 from mmqc.kernels.scaled_matmul import FEW_ROWS, Linear
 from mmqc.lowering.inductor import TensorBox, constant, convert, lowerings, static_int
-from mmqc.lowering.launch import Operand, count_rows, emit, is_pingpong, regimes, workspace
+from mmqc.lowering.launch import Operand, count_rows, emit, is_gluon_tile, regimes, workspace
 
 aten = torch.ops.aten
 WHOLE = MatmulConfig(128, 128, 64, 8, 3, variant="columns")  # any number of rows from packed weights, in one launch
@@ -69,16 +70,19 @@ def _one_launch(linears: Sequence[Any], m: int, c: MatmulConfig) -> bool:
 
 
 def by_call(x_q: TensorBox, w_q: Sequence[TensorBox], out_dtype: torch.dtype) -> bool:
-    """Whether the op itself is called: for tiles of pingpong_matmul.py, which no launch in generated code has."""
+    """Whether the op itself is called: for tiles of Gluon's kernels, which no launch in generated code has."""
     return all(_by_call(x_q, w, out_dtype) for w in w_q)
 
 
 def _by_call(x_q: TensorBox, w_q: TensorBox, out_dtype: torch.dtype) -> bool:
-    n, codes = static_int(w_q.get_size()[0]), scaled_kernels.op_of(x_q.get_dtype(), x_q.get_dtype())
-    if not is_pingpong(x_q, n, pingpong.OPS[codes], out_dtype):
+    n, k = static_int(w_q.get_size()[0]), static_int(x_q.get_size()[-1])
+    codes, op = (scaled_kernels.op_of(x_q.get_dtype(), t.get_dtype()) for t in (x_q, w_q))
+    may = op == "scaled_int4" and in_registers.fits(k)
+    if may and is_gluon_tile(x_q, n, in_registers.OP, out_dtype, "registers"):
+        return True
+    if not is_gluon_tile(x_q, n, pingpong.OPS[codes], out_dtype):
         return False
-    op = scaled_kernels.op_of(x_q.get_dtype(), w_q.get_dtype())
-    given = count_rows(x_q), n, static_int(x_q.get_size()[-1]), x_q.get_device_or_error()
+    given = count_rows(x_q), n, k, x_q.get_device_or_error()
     return (
         op == codes or config(op, *given).variant == "unpack"
     )  # packed ones are written out as codes, or are no codes

@@ -135,6 +135,46 @@ def test_mixed__two_parts_equal_the_op(name, low, high, m, n) -> None:
     assert_close(out, want, torch.bfloat16)
 
 
+REGISTERS = {
+    "wide": MatmulConfig(128, 128, 64, 4, 8, per_sm=2, variant="registers"),
+    "wide, cut": MatmulConfig(128, 128, 64, 4, 8, split_k=4, per_sm=2, variant="registers"),
+    "narrow steps": MatmulConfig(128, 128, 32, 4, 8, group_m=3, split_k=2, per_sm=2, variant="registers"),
+    "half": MatmulConfig(64, 128, 64, 4, 8, split_k=4, per_sm=2, variant="registers"),
+}
+
+
+@pytest.mark.parametrize("name", REGISTERS)
+@pytest.mark.parametrize(
+    "shape", [(7, 40, 160), (300, 264, 3584), (1999, 1288, 4160), (2048, 4608, 384), (2111, 1800, 3136)]
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_packed__equals_float64(shape, name, dtype) -> None:
+    m, n, k = shape
+    x, _, w_scale, bias = operands(m, n, k)
+    codes = torch.randint(-8, 8, (n, k), dtype=torch.int8, device="cuda")
+    x_scale = torch.rand(1, device="cuda") * 0.01
+    out = nan(m, n, dtype)
+    scaled_matmul(x, pack_int4(codes), x_scale, w_scale, bias, out_dtype=dtype, out=out, config=REGISTERS[name])
+    assert_close(out, (x.double() @ codes.double().t()) * x_scale.double() * w_scale.double() + bias.double(), dtype)
+
+
+@pytest.mark.parametrize("name", REGISTERS)
+@pytest.mark.parametrize(("low", "high"), [(160, 16), (224, 128), (1088, 144), (3136, 448), (3584, 512), (4096, 0)])
+@pytest.mark.parametrize(("m", "n"), [(7, 40), (300, 264), (1999, 1288), (2048, 4608)])
+def test_packed__mixed_equals_the_op(name, low, high, m, n) -> None:
+    widths, bits = ([low, high], [4, 8]) if high else ([low], [4])
+    x = torch.randn(m, low + high, device="cuda", dtype=torch.bfloat16)
+    codes = [torch.randint(-(2 ** (b - 1)), 2 ** (b - 1), (n, w), dtype=torch.int8, device="cuda")
+             for w, b in zip(widths, bits, strict=True)]  # fmt: skip
+    scale, bias = torch.rand(n, len(bits), device="cuda") + 0.5, torch.randn(n, device="cuda")
+    stored, sums = [pack_int4(codes[0]), *codes[1:]], torch.stack([c.sum(1, dtype=torch.int32) for c in codes], 1)
+    rows, out = quantize_per_token(x, widths, bits), nan(m, n, torch.bfloat16)
+    weight = Weight(stored[0], stored[1] if high else None, scale, sums)
+    mixed_matmul(rows, weight, bias, out=out, config=REGISTERS[name])
+    want = mixed_reference(*rows, stored, scale, sums, bias, widths, bits, torch.float64)
+    assert_close(out, want, torch.bfloat16)
+
+
 def test_cut_rounds__replay_in_a_graph() -> None:
     """The counters of a launch are zero before it and after it."""
     x, w, w_scale, bias = operands(600, 1288, 4096)

@@ -72,3 +72,8 @@ def test_config__refuses(change, why):
     values = {"block_m": 16, "block_n": 32, "block_k": 32, "num_warps": 4, "num_stages": 2} | change
     with pytest.raises(ValueError, match=why):
         configs.MatmulConfig.from_dict(values)
+
+
+def test_config__packed_weights_are_written_out_unless_a_tuned_file_says_otherwise():
+    for op in ("packed_int4", "packed_mixed"):
+        assert configs.config(op, 2048, 4608, 3584, CPU).variant == "unpack"

@@ -18,22 +18,22 @@ configs = pytest.importorskip("mmqc.kernels.configs")
 Config = configs.MatmulConfig
 
 
-@given(st.integers(0, 5000), st.integers(1, 200), st.integers(1, 150), st.sampled_from([1, 2, 4]))
-def test_parts__each_has_a_program_and_saves_time(tiles, steps, programs, most):
-    count = pingpong.parts(tiles, steps, programs, most)
+@given(st.integers(0, 5000), st.integers(1, 200), st.integers(1, 150), st.sampled_from([1, 2, 4]), st.integers(1, 9))
+def test_parts__each_has_a_program_and_saves_time(tiles, steps, programs, most, least):
+    count = pingpong.parts(tiles, steps, programs, most, least)
     assert count in (1, 2, 4)
     assert count <= most
     if count > 1:
         each = -(-steps // count)
         assert 0 < tiles % programs * count <= programs
         assert steps - each >= pingpong.LEAST_SAVED
-        assert (count - 1) * each < steps  # the last part is not empty
+        assert steps - (count - 1) * each >= least  # in the last part too
 
 
 @given(st.integers(1, 9000), st.integers(1, 9000), st.integers(1, 20000), st.sampled_from([1, 4]))
 def test_grid__every_tile_and_part_has_one_program(m, n, k, most):
     tile = Config(128, 128, 128, 4, 8, split_k=most, variant="pingpong")
-    programs, whole, rest, count = pingpong.grid(tile, m, n, k, torch.device("cpu"))
+    programs, whole, rest, count = pingpong.grid(tile, m, n, -(-k // 128), torch.device("cpu"))
     tiles = -(-m // 128) * -(-n // 128)
     rounds = tiles // whole
     assert rounds * whole + rest == tiles

@@ -1,0 +1,130 @@
+"""The linear of many rows with 4-bit weights on Hopper, which are unpacked in registers on their way (packed_tiles.py).
+
+Shapes:  x [M, K] int8   w packed uint8 [N, K/2]   y [M, N] fp16 | bf16 | fp32, or int8 codes; the rest as scaled_matmul.py
+         mixed: x, scales and offsets of quantize_per_token.py, low part packed, high part int8   the rest as mixed_matmul.py
+Exact:   int8 sums; with two parts the low one's is rounded once, as in mixed_matmul.py.
+Arch:    Hopper (wgmma), as pingpong_matmul.py and for the same launches; K, or its low part, is a multiple of 32 above 128.
+Tiles:   variant "registers": 128 rows of w and ``block_m`` of x, ``per_sm`` programs a multiprocessor, which share its memory;
+         ``num_stages``: slots, as many as fit.  Taken where a tuned file names it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmqc.kernels import pingpong_matmul as pingpong
+from mmqc.kernels.configs import MatmulConfig
+from mmqc.kernels.device_facts import ceil_div, has_inline_ptx
+from mmqc.kernels.epilogue_tiles import Epilogue
+from mmqc.kernels.launch import Launch
+from mmqc.kernels.linears import Linear
+from mmqc.kernels.quantize_per_token import Rows
+from mmqc.kernels.row_scale import RowScale
+from mmqc.kernels.split_k import Workspace, workspace
+
+OP, MIXED = "packed_int4", "packed_mixed"  # in configs.py
+ALIGN = 32  # columns: half of them are whole 16 bytes, of w and of a half of x
+STEP = 64  # packed columns of a step, or half of them where two slots of so many do not fit
+SHARED = 229_376  # bytes of a multiprocessor that its programs share, without their barriers
+
+
+def why_not(x: Tensor, w: Tensor, y: Tensor, low: int) -> str | None:
+    """None, or why x is not multiplied by packed w, of ``low`` columns, in this way."""
+    if not pingpong.here(x.device):
+        return "warpgroup products are Hopper's"
+    if x.dtype != torch.int8 or w.dtype != torch.uint8:
+        return f"x is int8 and w packed, not {x.dtype} and {w.dtype}"
+    if not fits(low):
+        return f"K = {low} is no multiple of {ALIGN} above {2 * STEP}"
+    if any(t.stride(0) * t.dtype.itemsize % 16 or t.data_ptr() % 16 for t in (x, w, y)):
+        return "tensor descriptors need rows and addresses that are multiples of 16 bytes"
+    return None
+
+
+def fits(low: int) -> bool:
+    """Whether a packed weight of so many columns has two steps, and TMA takes them."""
+    return low % ALIGN == 0 and low > 2 * STEP
+
+
+def fitted(c: MatmulConfig, stored: int, high: int, item_bytes: int) -> tuple[MatmulConfig, int]:
+    """(The tile with as many slots as fit, at most ``num_stages``; steps of K)."""
+    if c.block_n % 64 or c.num_warps != 4:
+        raise ValueError(f"packed_matmul: one warpgroup of 4 warps has a multiple of 64 rows of w, not {c}")
+    kept = 4 * (4 * c.block_m + 5 * c.block_n)
+    room = SHARED // c.per_sm - kept - c.block_m * c.block_n * item_bytes
+    column = 2 * c.block_m + c.block_n  # bytes
+    block_k = c.block_k if 2 * column * c.block_k <= room else STEP // 2
+    if 2 * column * block_k > room:
+        raise ValueError(f"{c} with {item_bytes} bytes an output leaves no shared memory for two slots")
+    steps = ceil_div(stored, block_k) + ceil_div(high, block_k)
+    slots = min(c.num_stages, room // (column * block_k), steps)
+    return dataclasses.replace(c, block_k=block_k, num_stages=slots), steps
+
+
+def halves(x: Tensor, stored: int) -> dict[str, Tensor]:
+    """The columns of x that meet the lower four bits of packed ones, and those that meet the upper."""
+    return {"x_desc": x[:, :stored], "upper_desc": x[:, stored : 2 * stored]}
+
+
+def blocks(c: MatmulConfig) -> dict[str, tuple[int, int]]:
+    """What TMA copies."""
+    found = pingpong.blocks(c)
+    return found | {"upper_desc": found["x_desc"]}
+
+
+def launch(
+    x: Tensor, linear: Linear, rows: RowScale, residual: Tensor | None, c: MatmulConfig, epilogue: Epilogue,
+    work: Workspace = workspace,
+) -> Launch:  # fmt: skip
+    """Fill the linear's y; ``why_not`` has found nothing."""
+    from mmqc.kernels.packed_tiles import packed_scaled_kernel
+
+    w, w_scale, bias, y = linear
+    m, (n, stored) = x.shape[0], w.shape
+    c, steps = fitted(c, stored, 0, y.dtype.itemsize)
+    programs, whole, rest, count = pingpong.grid(c, m, n, steps, x.device, c.num_stages)
+    part, counter = work(x.device, rest, c.block_m * c.block_n, count, torch.int32)
+    low, rank = epilogue.of_one(w_scale)
+    args: dict[str, Any] = dict(
+        **halves(x, stored), w_desc=w, y_desc=y, x_scale_ptr=rows.scale, row_ptr=rows.rows, w_scale_ptr=w_scale,
+        bias_ptr=w_scale if bias is None else bias, residual_ptr=w_scale if residual is None else residual, part_ptr=part,
+        counter_ptr=counter, M=m, N=n, STORED=stored, stride_r=0 if residual is None else residual.stride(0),
+        **epilogue.args(w_scale), **low,
+    )  # fmt: skip
+    constants = dict(
+        KIND=rows.kind, HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, PTX=has_inline_ptx(x.device),
+        BLOCK_M=c.block_m, BLOCK_N=c.block_n, BLOCK_K=c.block_k, GROUP_M=c.group_m, PROGRAMS=whole, PARTS=count,
+        STAGES=c.num_stages, **epilogue.constants(), **rank,
+    ) | {"ROUND": pingpong.ROUND[epilogue.dtype]}  # fmt: skip
+    return Launch(packed_scaled_kernel, (programs,), args, constants, pingpong.OUTPUTS, 4, 1, 0, blocks(c), early=True)
+
+
+def mixed_launch(
+    x: Rows, low: Tensor, high: Tensor, w_scale: Tensor, w_sum: Tensor, bias: Tensor | None, y: Tensor, c: MatmulConfig,
+    work: Workspace = workspace,
+) -> Launch:  # fmt: skip
+    """Fill ``y`` from a packed low part and a high one; ``why_not`` has found nothing."""
+    from mmqc.kernels.packed_tiles import packed_mixed_kernel
+
+    (m, k), (n, stored) = x.q.shape, low.shape
+    c, steps = fitted(c, stored, high.shape[1], y.dtype.itemsize)
+    programs, whole, rest, count = pingpong.grid(c, m, n, steps, x.q.device, c.num_stages)
+    part, counter = work(x.q.device, rest, c.block_m * c.block_n, count, torch.int32)
+    args: dict[str, Any] = dict(
+        **halves(x.q, stored), high_x_desc=x.q[:, k - high.shape[1] :], w_desc=low, high_desc=high.view(torch.uint8), y_desc=y,
+        x_scale_ptr=x.scale, x_offset_ptr=x.offset, w_scale_ptr=w_scale, w_sum_ptr=w_sum,
+        bias_ptr=w_scale if bias is None else bias, part_ptr=part, counter_ptr=counter, M=m, N=n, STORED=stored,
+        HIGH=high.shape[1],
+    )  # fmt: skip
+    constants = dict(
+        HAS_BIAS=bias is not None, BLOCK_M=c.block_m, BLOCK_N=c.block_n, BLOCK_K=c.block_k, GROUP_M=c.group_m, PROGRAMS=whole,
+        PARTS=count, STAGES=c.num_stages,
+    )  # fmt: skip
+    of_high = {"high_x_desc": (c.block_m, c.block_k), "high_desc": (c.block_n, c.block_k)}
+    return Launch(
+        packed_mixed_kernel, (programs,), args, constants, pingpong.OUTPUTS, 4, 1, 0, blocks(c) | of_high, early=True
+    )
