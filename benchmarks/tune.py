@@ -83,8 +83,7 @@ def candidates(op: str, m: int, n: int, k: int) -> list[Tile]:
                     found.append(Tile(block_m, bn, bk, warps, stages, split_k=split, variant="columns"))
         return found
     if op.startswith("packed"):
-        found = [Tile(bm, 128, 64, 4, 8, group_m=g, split_k=4, per_sm=2, variant="registers") for bm, g in (
-            (128, 8), (128, 16), (64, 8))]  # fmt: skip
+        found = [Tile(128, 128, 64, 4, 4, group_m=g, split_k=4, per_sm=2, variant="registers") for g in (4, 8, 16)]
         return [*found, Tile(128, 128, 64, 8, 3, variant="unpack")]
     if op.startswith("pingpong"):
         shapes = ((128, 128, 4, 8), (128, 128, 4, 16), (64, 128, 4, 8), (64, 256, 4, 8))

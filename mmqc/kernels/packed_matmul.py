@@ -3,14 +3,13 @@
 Shapes:  x [M, K] int8   w packed uint8 [N, K/2]   y [M, N] fp16 | bf16 | fp32, or int8 codes; the rest as scaled_matmul.py
          mixed: x, scales and offsets of quantize_per_token.py, low part packed, high part int8   the rest as mixed_matmul.py
 Exact:   int8 sums; with two parts the low one's is rounded once, as in mixed_matmul.py.
-Arch:    Hopper (wgmma), as pingpong_matmul.py and for the same launches; K, or its low part, is a multiple of 32 above 128.
-Tiles:   variant "registers": 128 rows of w and ``block_m`` of x, ``per_sm`` programs a multiprocessor, which share its memory;
-         ``num_stages``: slots, as many as fit.  Taken where a tuned file names it.
+Arch:    Hopper (wgmma), as pingpong_matmul.py and for the same launches; K, or its low part, is a multiple of 32.
+Tiles:   variant "registers": 128 rows of w and ``block_m`` of x, ``per_sm`` programs a multiprocessor, which share its memory; each
+         has ``num_stages`` slots of ``block_k`` packed columns and room for a share of y.  Taken where a tuned file names it.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import torch
@@ -28,8 +27,10 @@ from mmqc.kernels.split_k import Workspace, workspace
 
 OP, MIXED = "packed_int4", "packed_mixed"  # in configs.py
 ALIGN = 32  # columns: half of them are whole 16 bytes, of w and of a half of x
-STEP = 64  # packed columns of a step, or half of them where two slots of so many do not fit
-SHARED = 229_376  # bytes of a multiprocessor that its programs share, without their barriers
+BLOCK_K, SLOTS, AHEAD = 64, 4, 2  # packed_tiles.py's
+LAG = 4096  # cycles by which the second program of a multiprocessor is behind the first: more than the end of a tile takes
+SHARED = 231_424  # bytes of a multiprocessor that its programs share
+BARRIERS = 128
 
 
 def why_not(x: Tensor, w: Tensor, y: Tensor, low: int) -> str | None:
@@ -39,30 +40,28 @@ def why_not(x: Tensor, w: Tensor, y: Tensor, low: int) -> str | None:
     if x.dtype != torch.int8 or w.dtype != torch.uint8:
         return f"x is int8 and w packed, not {x.dtype} and {w.dtype}"
     if not fits(low):
-        return f"K = {low} is no multiple of {ALIGN} above {2 * STEP}"
+        return f"K = {low} is no multiple of {ALIGN}"
     if any(t.stride(0) * t.dtype.itemsize % 16 or t.data_ptr() % 16 for t in (x, w, y)):
         return "tensor descriptors need rows and addresses that are multiples of 16 bytes"
     return None
 
 
 def fits(low: int) -> bool:
-    """Whether a packed weight of so many columns has two steps, and TMA takes them."""
-    return low % ALIGN == 0 and low > 2 * STEP
+    """Whether TMA takes a packed weight of so many columns."""
+    return low % ALIGN == 0
 
 
-def fitted(c: MatmulConfig, stored: int, high: int, item_bytes: int) -> tuple[MatmulConfig, int]:
-    """(The tile with as many slots as fit, at most ``num_stages``; steps of K)."""
-    if c.block_n % 64 or c.num_warps != 4:
-        raise ValueError(f"packed_matmul: one warpgroup of 4 warps has a multiple of 64 rows of w, not {c}")
-    kept = 4 * (4 * c.block_m + 5 * c.block_n)
-    room = SHARED // c.per_sm - kept - c.block_m * c.block_n * item_bytes
-    column = 2 * c.block_m + c.block_n  # bytes
-    block_k = c.block_k if 2 * column * c.block_k <= room else STEP // 2
-    if 2 * column * block_k > room:
-        raise ValueError(f"{c} with {item_bytes} bytes an output leaves no shared memory for two slots")
-    steps = ceil_div(stored, block_k) + ceil_div(high, block_k)
-    slots = min(c.num_stages, room // (column * block_k), steps)
-    return dataclasses.replace(c, block_k=block_k, num_stages=slots), steps
+def shares(c: MatmulConfig, item_bytes: int, kept: int) -> int:
+    """Into how many shares a tile of y is cut: as few as leave room for the slots, and ``kept`` floats."""
+    if c.block_n % 64 or c.block_m % 64 or c.block_k != BLOCK_K or c.num_warps != 4 or c.num_stages != SLOTS:
+        raise ValueError(
+            f"packed_matmul: 4 warps have a multiple of 64 rows of w and of x, {SLOTS} slots of {BLOCK_K}, not {c}"
+        )
+    room = SHARED // c.per_sm - BARRIERS - 4 * kept - SLOTS * (2 * c.block_m + c.block_n) * BLOCK_K
+    fit = [n for n in (1, 2, 4, 8) if c.block_m * c.block_n * item_bytes // n <= room]
+    if not fit:
+        raise ValueError(f"{c} with {item_bytes} bytes an output leaves no shared memory for its slots")
+    return fit[0]
 
 
 def halves(x: Tensor, stored: int) -> dict[str, Tensor]:
@@ -70,10 +69,10 @@ def halves(x: Tensor, stored: int) -> dict[str, Tensor]:
     return {"x_desc": x[:, :stored], "upper_desc": x[:, stored : 2 * stored]}
 
 
-def blocks(c: MatmulConfig) -> dict[str, tuple[int, int]]:
-    """What TMA copies."""
+def blocks(c: MatmulConfig, count: int) -> dict[str, tuple[int, int]]:
+    """What TMA copies; ``count`` shares of y."""
     found = pingpong.blocks(c)
-    return found | {"upper_desc": found["x_desc"]}
+    return found | {"upper_desc": found["x_desc"], "y_desc": (c.block_m // count, c.block_n)}
 
 
 def launch(
@@ -85,8 +84,8 @@ def launch(
 
     w, w_scale, bias, y = linear
     m, (n, stored) = x.shape[0], w.shape
-    c, steps = fitted(c, stored, 0, y.dtype.itemsize)
-    programs, whole, rest, count = pingpong.grid(c, m, n, steps, x.device, c.num_stages)
+    cut = shares(c, y.dtype.itemsize, c.block_m)
+    programs, whole, rest, count = pingpong.grid(c, m, n, max(ceil_div(stored, BLOCK_K), AHEAD), x.device, AHEAD)
     part, counter = work(x.device, rest, c.block_m * c.block_n, count, torch.int32)
     low, rank = epilogue.of_one(w_scale)
     args: dict[str, Any] = dict(
@@ -97,10 +96,12 @@ def launch(
     )  # fmt: skip
     constants = dict(
         KIND=rows.kind, HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, PTX=has_inline_ptx(x.device),
-        BLOCK_M=c.block_m, BLOCK_N=c.block_n, BLOCK_K=c.block_k, GROUP_M=c.group_m, PROGRAMS=whole, PARTS=count,
-        STAGES=c.num_stages, **epilogue.constants(), **rank,
+        BLOCK_M=c.block_m, BLOCK_N=c.block_n, GROUP_M=c.group_m, PROGRAMS=whole, PARTS=count, SHARES=cut, LAG=LAG,
+        **epilogue.constants(), **rank,
     ) | {"ROUND": pingpong.ROUND[epilogue.dtype]}  # fmt: skip
-    return Launch(packed_scaled_kernel, (programs,), args, constants, pingpong.OUTPUTS, 4, 1, 0, blocks(c), early=True)
+    return Launch(
+        packed_scaled_kernel, (programs,), args, constants, pingpong.OUTPUTS, 4, 1, 0, blocks(c, cut), early=True
+    )
 
 
 def mixed_launch(
@@ -111,8 +112,9 @@ def mixed_launch(
     from mmqc.kernels.packed_tiles import packed_mixed_kernel
 
     (m, k), (n, stored) = x.q.shape, low.shape
-    c, steps = fitted(c, stored, high.shape[1], y.dtype.itemsize)
-    programs, whole, rest, count = pingpong.grid(c, m, n, steps, x.q.device, c.num_stages)
+    cut = shares(c, y.dtype.itemsize, 4 * c.block_m + 5 * c.block_n)
+    steps = ceil_div(stored, BLOCK_K) + ceil_div(high.shape[1], BLOCK_K)
+    programs, whole, rest, count = pingpong.grid(c, m, n, steps, x.q.device, AHEAD)
     part, counter = work(x.q.device, rest, c.block_m * c.block_n, count, torch.int32)
     args: dict[str, Any] = dict(
         **halves(x.q, stored), high_x_desc=x.q[:, k - high.shape[1] :], w_desc=low, high_desc=high.view(torch.uint8), y_desc=y,
@@ -121,10 +123,19 @@ def mixed_launch(
         HIGH=high.shape[1],
     )  # fmt: skip
     constants = dict(
-        HAS_BIAS=bias is not None, BLOCK_M=c.block_m, BLOCK_N=c.block_n, BLOCK_K=c.block_k, GROUP_M=c.group_m, PROGRAMS=whole,
-        PARTS=count, STAGES=c.num_stages,
+        HAS_BIAS=bias is not None, BLOCK_M=c.block_m, BLOCK_N=c.block_n, GROUP_M=c.group_m, PROGRAMS=whole, PARTS=count,
+        SHARES=cut, LAG=LAG,
     )  # fmt: skip
     of_high = {"high_x_desc": (c.block_m, c.block_k), "high_desc": (c.block_n, c.block_k)}
     return Launch(
-        packed_mixed_kernel, (programs,), args, constants, pingpong.OUTPUTS, 4, 1, 0, blocks(c) | of_high, early=True
+        packed_mixed_kernel,
+        (programs,),
+        args,
+        constants,
+        pingpong.OUTPUTS,
+        4,
+        1,
+        0,
+        blocks(c, cut) | of_high,
+        early=True,
     )
