@@ -7,8 +7,8 @@ Why:     nothing is timed at run time, so a launch is deterministic and can be c
 Alike:   of the same compute capability and as many multiprocessors, as an H100 SXM and an H200: memory differs, which moves the
          tiles of products little.
 Ops:     scaled_int8 scaled_fp8, and pingpong_int8 pingpong_fp8 for the same product where kernels of pingpong_matmul.py may be
-         taken too, pingpong_mixed for ResQ's; packed_int4 packed_mixed, of packed weights, where those of packed_matmul.py may,
-         by default "unpack"; scaled_int4 (weights packed, int8 activations) scaled_int4_fp8 weight_int{2,3,4,8}
+         taken too, pingpong_mixed for ResQ's; packed_int4 packed_mixed, of packed weights, where those of packed_matmul.py may;
+         scaled_int4 (weights packed, int8 activations) scaled_int4_fp8 weight_int{2,3,4,8}
          scaled_int{4,8}_group{,_float}: with integer or float scales per group
 """
 
@@ -193,7 +193,7 @@ def _scaled(op: str, m: int, n: int, k: int, device: torch.device) -> MatmulConf
     if op.startswith("pingpong"):
         return _pingpong(m, n, device)
     if op.startswith("packed"):
-        return MatmulConfig(128, 128, 128, 4, 3, variant="unpack")
+        return MatmulConfig(128, 128, 64, 4, 4, split_k=4, per_sm=2, variant="registers")
     slots = 2 * multiprocessors(device)
     packed = op.startswith("scaled_int4")
     if m > 256:

@@ -28,7 +28,6 @@ from mmqc.kernels.split_k import Workspace, workspace
 OP, MIXED = "packed_int4", "packed_mixed"  # in configs.py
 ALIGN = 32  # columns: half of them are whole 16 bytes, of w and of a half of x
 BLOCK_K, SLOTS, AHEAD = 64, 4, 2  # packed_tiles.py's
-LAG = 4096  # cycles by which the second program of a multiprocessor is behind the first: more than the end of a tile takes
 SHARED = 231_424  # bytes of a multiprocessor that its programs share
 BARRIERS = 128
 
@@ -96,7 +95,7 @@ def launch(
     )  # fmt: skip
     constants = dict(
         KIND=rows.kind, HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, PTX=has_inline_ptx(x.device),
-        BLOCK_M=c.block_m, BLOCK_N=c.block_n, GROUP_M=c.group_m, PROGRAMS=whole, PARTS=count, SHARES=cut, LAG=LAG,
+        BLOCK_M=c.block_m, BLOCK_N=c.block_n, GROUP_M=c.group_m, PROGRAMS=whole, PARTS=count, SHARES=cut,
         **epilogue.constants(), **rank,
     ) | {"ROUND": pingpong.ROUND[epilogue.dtype]}  # fmt: skip
     return Launch(
@@ -124,18 +123,7 @@ def mixed_launch(
     )  # fmt: skip
     constants = dict(
         HAS_BIAS=bias is not None, BLOCK_M=c.block_m, BLOCK_N=c.block_n, GROUP_M=c.group_m, PROGRAMS=whole, PARTS=count,
-        SHARES=cut, LAG=LAG,
+        SHARES=cut,
     )  # fmt: skip
-    of_high = {"high_x_desc": (c.block_m, c.block_k), "high_desc": (c.block_n, c.block_k)}
-    return Launch(
-        packed_mixed_kernel,
-        (programs,),
-        args,
-        constants,
-        pingpong.OUTPUTS,
-        4,
-        1,
-        0,
-        blocks(c, cut) | of_high,
-        early=True,
-    )
+    copied = blocks(c, cut) | {"high_x_desc": (c.block_m, c.block_k), "high_desc": (c.block_n, c.block_k)}
+    return Launch(packed_mixed_kernel, (programs,), args, constants, pingpong.OUTPUTS, 4, 1, 0, copied, early=True)

@@ -9,8 +9,7 @@ Order:   products read their registers while they run.  Two steps alternate, wit
          while the next one's codes are unpacked, and end before its registers are written again.
 Ahead:   four slots: a step fills that of the one before the last, which all warps have seen done, with what comes two steps later,
          in this item or in the next: an item has two steps or more.  So no copy stands between two steps' products.
-Hidden:  a program is one warpgroup, and two fit a multiprocessor: one multiplies while the other writes, or changes units.  The
-         second half of the programs starts later, by more than the end of a tile takes, or both would come to it together.
+Hidden:  a program is one warpgroup, and two fit a multiprocessor: while one waits, unpacks or copies, the other multiplies.
 Short:   few instructions, above all in the loop, decide (ADR 17).
 Scale:   codes are 16 q (int4_codes.py); the epilogue, or the change of units, takes it back.
 Kept:    what a token or a column of the tile needs at its end comes through shared memory, read by one thread each at its start.
@@ -21,7 +20,6 @@ Kept:    what a token or a column of the tile needs at its end comes through sha
 # pyright: reportAssignmentType=false
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -57,22 +55,6 @@ def make_slots(x_desc, w_desc, y_desc, BLOCK_M: gl.constexpr, BLOCK_N: gl.conste
     fence_async_shared()
     gdc_wait()
     return x_ring, w_ring, full, y_tile
-
-
-@triton.jit
-def clock(anything):
-    """Of the multiprocessor, in cycles."""
-    return tl.inline_asm_elementwise("mov.u32 $0, %clock;", "=r,r", [anything], dtype=tl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def wait_for_others(PROGRAMS: gl.constexpr, LAG: gl.constexpr):
-    """So many cycles, in the second half of the programs."""
-    if LAG > 0:  # noqa: SIM102  known when it is compiled
-        if gl.program_id(0) >= PROGRAMS // 2:
-            start = clock(gl.program_id(0))
-            while clock(gl.program_id(0)) - start < LAG:
-                pass
 
 
 @gluon.jit
@@ -235,7 +217,7 @@ def packed_scaled_kernel(
     KIND: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_RESIDUAL: gl.constexpr, ACTIVATION: gl.constexpr, NEXT: gl.constexpr,
     NEXT_KIND: gl.constexpr, ROUND: gl.constexpr, LOW: gl.constexpr, HIGH: gl.constexpr, PTX: gl.constexpr,
     RANK: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, GROUP_M: gl.constexpr, PROGRAMS: gl.constexpr,
-    PARTS: gl.constexpr, SHARES: gl.constexpr, LAG: gl.constexpr,
+    PARTS: gl.constexpr, SHARES: gl.constexpr,
 ):  # fmt: skip
     """Y = epilogue(x wᵀ), everything as in scaled_pingpong_kernel, of packed w [N, STORED]."""
     ring = make_slots(x_desc, w_desc, y_desc, BLOCK_M, BLOCK_N, SHARES)
@@ -249,7 +231,6 @@ def packed_scaled_kernel(
     here = find_next(0, items, rounds, rest, steps, M, N, BLOCK_M, BLOCK_N, GROUP_M, PROGRAMS, PARTS)
     for i in range(AHEAD):
         fill_slot(descs, ring, i, here[0], here[1], here[2] + i, steps, False, BLOCK_M, BLOCK_N)
-    wait_for_others(PROGRAMS, LAG)
     slot = 0
     phase = 0
     for item in range(items):
@@ -291,7 +272,7 @@ def packed_scaled_kernel(
 def packed_mixed_kernel(
     x_desc, upper_desc, high_x_desc, w_desc, high_desc, y_desc, x_scale_ptr, x_offset_ptr, w_scale_ptr, w_sum_ptr, bias_ptr,
     part_ptr, counter_ptr, M, N, STORED, HIGH, HAS_BIAS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-    GROUP_M: gl.constexpr, PROGRAMS: gl.constexpr, PARTS: gl.constexpr, SHARES: gl.constexpr, LAG: gl.constexpr,
+    GROUP_M: gl.constexpr, PROGRAMS: gl.constexpr, PARTS: gl.constexpr, SHARES: gl.constexpr,
 ):  # fmt: skip
     """As mixed_pingpong_kernel, of packed w [N, STORED] and bytes w_high [N, HIGH]."""
     ring = make_slots(x_desc, w_desc, y_desc, BLOCK_M, BLOCK_N, SHARES)
@@ -307,7 +288,6 @@ def packed_mixed_kernel(
     here = find_next(0, items, rounds, rest, steps, M, N, BLOCK_M, BLOCK_N, GROUP_M, PROGRAMS, PARTS)
     for i in range(AHEAD):
         fill_slot(descs, ring, i, here[0], here[1], here[2] + i, low_steps, True, BLOCK_M, BLOCK_N)
-    wait_for_others(PROGRAMS, LAG)
     slot = 0
     phase = 0
     for item in range(items):

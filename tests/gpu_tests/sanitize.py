@@ -93,6 +93,11 @@ PINGPONG = {  # as SCALED
     "scaled_matmul int8 pingpong, cut": ("int8", (130, 264, 3600), Tile(64, 128, 128, 4, 8, split_k=4, variant="pingpong")),
     "scaled_matmul fp8 pingpong, one": ("fp8", (130, 264, 208), Tile(128, 256, 128, 8, 3, variant="pingpong")),
 }  # fmt: skip
+REGISTERS = {  # as SCALED
+    "scaled_matmul int4 in registers": ("int4", (130, 264, 224), Tile(64, 128, 64, 4, 4, per_sm=2, variant="registers")),
+    "scaled_matmul int4 in registers, cut": ("int4", (130, 264, 3616), Tile(128, 128, 64, 4, 4, split_k=4, per_sm=2,
+                                                                            variant="registers")),
+}  # fmt: skip
 WEIGHT_ONLY = {  # name: (bits, group, zero points, (M, N, K), tile)
     "weight_only_matmul int4": (4, 64, False, (17, 101, 256), Tile(16, 64, 64, 2, 4, variant="columns")),
     "weight_only_matmul int4 split K": (4, 128, False, (1, 101, 1536), Tile(8, 64, 128, 4, 4, split_k=3, variant="columns")),
@@ -256,7 +261,7 @@ Case = tuple[str, Callable[[], None]]
 
 def cases(place: Place) -> Iterator[Case]:
     """Every kernel: its name, and the call that runs and compares it."""
-    given = SCALED | (PINGPONG if pingpong.here(place.device) else {})
+    given = SCALED | (PINGPONG | REGISTERS if pingpong.here(place.device) else {})
     for i, (name, (kind, shape, tile)) in enumerate(given.items()):
         if not ("fp8" in kind and fp8_reason(place.device)) and (kind != "int4 fp8" or has_inline_ptx(place.device)):
             yield name, functools.partial(scaled, place, kind, shape, tile, KINDS[i % len(KINDS)])
@@ -276,6 +281,8 @@ def cases(place: Place) -> Iterator[Case]:
         tile = Tile(64, 128, 128, 4, 8, split_k=4, variant="pingpong")
         yield "mixed_matmul, pingpong, cut", functools.partial(mixed, place, [3600], True, 264, tile)
         yield "mixed_matmul, two parts, pingpong, cut", functools.partial(mixed, place, [3136, 464], True, 264, tile)
+        tile = REGISTERS["scaled_matmul int4 in registers, cut"][2]
+        yield "mixed_matmul, in registers, cut", functools.partial(mixed, place, [3136, 464], True, 264, tile)
     yield "norm_, hadamard_ and basis_quantize_per_token", functools.partial(fused, place)
     for name, row in NORM.items():
         yield name, functools.partial(norm, place, *row)

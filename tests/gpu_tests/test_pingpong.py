@@ -28,15 +28,21 @@ TILES = {
     "one": MatmulConfig(128, 256, 128, 8, 8, split_k=4, variant="pingpong"),
     "one tall": MatmulConfig(256, 128, 128, 8, 2, split_k=4, variant="pingpong"),
 }
+REGISTERS = {
+    "wide": MatmulConfig(128, 128, 64, 4, 4, per_sm=2, variant="registers"),
+    "wide, cut": MatmulConfig(128, 128, 64, 4, 4, split_k=4, per_sm=2, variant="registers"),
+    "half": MatmulConfig(64, 128, 64, 4, 4, group_m=3, split_k=2, per_sm=2, variant="registers"),
+}
 CLASSIC = MatmulConfig(128, 128, 128, 4, 3, variant="descriptors", per_sm=2)
 # rows, columns, channels: one tile, a cut round alone, rounds and a cut one, rounds and one that is not cut, K of part of a step
 SHAPES = [(7, 40, 16), (300, 264, 3600), (1999, 1288, 4112), (2048, 4608, 384), (2048, 2304, 4096), (2111, 1800, 48)]
 FP8 = torch.float8_e4m3fn
 
 
-def operands(m: int, n: int, k: int, kind: torch.dtype = torch.int8) -> tuple[torch.Tensor, ...]:
+def operands(m: int, n: int, k: int, kind: torch.dtype = torch.int8, least: int = -128) -> tuple[torch.Tensor, ...]:
     if kind == torch.int8:
-        x, w = (torch.randint(-128, 128, (rows, k), dtype=kind, device="cuda") for rows in (m, n))
+        x = torch.randint(-128, 128, (m, k), dtype=kind, device="cuda")
+        w = torch.randint(least, -least, (n, k), dtype=kind, device="cuda")
     else:
         x, w = (torch.randn(rows, k, device="cuda").to(kind) for rows in (m, n))
     return x, w, torch.rand(n, device="cuda") + 0.5, torch.randn(n, device="cuda")
@@ -71,33 +77,34 @@ def test_scaled__fp8_is_reproducible_and_near_the_other_kernel(name) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", ["two, cut", "one"])
+@pytest.mark.parametrize("name", ["two, cut", "one", "wide, cut"])
 def test_scaled__scale_of_every_kind_and_a_residual(kind, name) -> None:
-    m, n, k = 1000, 520, 528
-    x, w, w_scale, bias = operands(m, n, k)
+    m, n, k = 1000, 520, 544
+    x, w, w_scale, bias = operands(m, n, k, least=-8 if name in REGISTERS else -128)
     scale, more, rows = row_scales(kind, m, torch.device("cuda"), 0.0, 0.01)
     residual, out = torch.randn(m, 2 * n, device="cuda").half()[:, :n], nan(m, n, torch.float16)
-    scaled_matmul(
-        x, w, scale, w_scale, bias, residual=residual, out_dtype=torch.float16, out=out, config=TILES[name], **more
-    )
+    stored = pack_int4(w) if name in REGISTERS else w
+    given = dict(residual=residual, out_dtype=torch.float16, out=out, config=(TILES | REGISTERS)[name], **more)
+    scaled_matmul(x, stored, scale, w_scale, bias, **given)
     want = (x.double() @ w.double().t()) * rows.double()[:, None] * w_scale.double() + bias.double() + residual.double()
     assert_close(out, want, torch.float16)
 
 
 @pytest.mark.parametrize("activation", ["none", "relu", "silu", "quick_gelu", "gelu", "gelu_tanh"])
 @pytest.mark.parametrize("codes", [False, True])
-@pytest.mark.parametrize("name", ["two, cut", "one"])
+@pytest.mark.parametrize("name", ["two, cut", "one", "wide, cut"])
 def test_epilogue__equals_the_other_kernel(activation, codes, name) -> None:
-    m, n, k = 900, 1040, 640
-    x, w, w_scale, bias = operands(m, n, k)
+    m, n, k = 900, 1040, 672
+    x, w, w_scale, bias = operands(m, n, k, least=-8 if name in REGISTERS else -128)
     w_scale = w_scale / 2e4
     low = (torch.randn(m, 4, device="cuda").bfloat16(), torch.randn(n, 4, device="cuda").bfloat16())
     next_scale, visual = torch.tensor([0.02, 0.03], device="cuda"), torch.rand(m, device="cuda") < 0.5
     after = Epilogue(activation, torch.bfloat16, row_scale(next_scale, m, visual) if codes else None, 8, low)
     rows, found = row_scale(torch.rand(m, device="cuda"), m), []
-    for config in (TILES[name], CLASSIC):
+    stored = pack_int4(w) if name in REGISTERS else w
+    for config, weight in (((TILES | REGISTERS)[name], stored), (CLASSIC, w)):
         y = torch.full((m, n), 77, dtype=torch.int8 if codes else torch.bfloat16, device="cuda")
-        scaled_matmul_epilogue(x, [Linear(w, w_scale, bias, y)], rows, after, config)
+        scaled_matmul_epilogue(x, [Linear(weight, w_scale, bias, y)], rows, after, config)
         found.append(y.float())
     off = (found[0] - found[1]).abs()
     assert float(off.max()) <= (1 if codes else 0.02 * float(found[1].abs().max()))  # a rounding at a tie
@@ -133,13 +140,6 @@ def test_mixed__two_parts_equal_the_op(name, low, high, m, n) -> None:
     mixed_matmul(rows, Weight(stored, codes[1], scale, sums), bias, out=out, config=TILES[name])
     want = mixed_reference(*rows, [stored, codes[1]], scale, sums, bias, widths, bits, torch.float64)
     assert_close(out, want, torch.bfloat16)
-
-
-REGISTERS = {
-    "wide": MatmulConfig(128, 128, 64, 4, 4, per_sm=2, variant="registers"),
-    "wide, cut": MatmulConfig(128, 128, 64, 4, 4, split_k=4, per_sm=2, variant="registers"),
-    "half": MatmulConfig(64, 128, 64, 4, 4, group_m=3, split_k=2, per_sm=2, variant="registers"),
-}
 
 
 @pytest.mark.parametrize("name", REGISTERS)
@@ -205,6 +205,21 @@ def test_compiled__calls_the_op_where_rows_are_known(dynamic) -> None:
     assert torch.equal(y, function(x))
     launches = [name for record in records for name in record.kernels]
     assert any("extern" in name for name in launches) != dynamic, launches
+
+
+def test_compiled__calls_the_op_for_packed_weights() -> None:
+    torch._dynamo.reset()
+    x, w, w_scale, bias = operands(2048, 1280, 1280, least=-8)
+    scale, stored = torch.full((1,), 0.01, device="cuda"), pack_int4(w)
+
+    def function(x: torch.Tensor, w: torch.Tensor, bits: int) -> torch.Tensor:
+        return torch.ops.mmqc.scaled_matmul(x, w, scale, w_scale, bias, None, bits, torch.bfloat16)
+
+    compiled = torch.compile(function, backend=backend, fullgraph=True)
+    with collect_records() as records, torch.no_grad():
+        y = compiled(x, stored, 4)
+    assert torch.equal(y, function(x, w, 8))
+    assert any("extern" in name for record in records for name in record.kernels)
 
 
 def test_pingpong__says_what_it_cannot_do() -> None:

@@ -17,7 +17,7 @@ def test_table__answers_for_every_shape(op, capability, monkeypatch):
         for n, k in ((1, 1), (27, 1), (3584, 18944), (37888, 3584), (1280, 4304), (3420, 27)):
             tile = configs.table(op, m, n, k, CPU)
             assert tile.block_k >= 32
-            assert tile.split_k == 1 or tile.variant == "pingpong" or tile.split_k * tile.block_k <= 2 * k
+            assert tile.split_k == 1 or tile.variant in ("pingpong", "registers") or tile.split_k * tile.block_k <= 2 * k
             assert capability >= 90 or tile.variant not in configs.PERSISTENT
 
 
@@ -74,6 +74,6 @@ def test_config__refuses(change, why):
         configs.MatmulConfig.from_dict(values)
 
 
-def test_config__packed_weights_are_written_out_unless_a_tuned_file_says_otherwise():
+def test_config__packed_weights_are_unpacked_in_registers_unless_a_tuned_file_says_otherwise():
     for op in ("packed_int4", "packed_mixed"):
-        assert configs.config(op, 2048, 4608, 3584, CPU).variant == "unpack"
+        assert configs.config(op, 2048, 4608, 3584, CPU).variant == "registers"

@@ -137,7 +137,7 @@ def assert_packed(m: int, n: int, stored: int, high: int, programs: int, parts: 
     codes, more = torch.randint(-8, 8, (n, low)), torch.randint(-8, 8, (n, high), dtype=torch.int8)
     packed = (codes[:, :stored] + 8 + (codes[:, stored:] + 8) * 16).to(torch.uint8)
     sizes = {"STORED": stored, "upper_desc": simulator.Described(x[:, stored:low], (16, STEP))}
-    constants = {"SHARES": shares, "LAG": 4096}
+    constants = {"SHARES": shares}
     if high:
         sizes |= {"high_x_desc": simulator.Described(x[:, low:], (16, STEP)),
                   "high_desc": simulator.Described(more.view(torch.uint8), (64, STEP)), "HIGH": high}  # fmt: skip
@@ -148,7 +148,7 @@ def assert_packed(m: int, n: int, stored: int, high: int, programs: int, parts: 
                           RANK=0)  # fmt: skip
         kernel = packed_tiles.packed_scaled_kernel
     tile = {
-        "COLUMNS": STEP, "SLOTS": 4, "AHEAD": 2, "wait_for_others": lambda *_: None, "int4_as_int8": unpack, "bytes_as_codes": lambda w: w.view(torch.int8),
+        "COLUMNS": STEP, "SLOTS": 4, "AHEAD": 2, "int4_as_int8": unpack, "bytes_as_codes": lambda w: w.view(torch.int8),
         "keep_scales": lambda *_: None, "keep_units": lambda *_: None, "finish_scaled_tile": lambda acc, *_: acc / 16,
         "change_kept_units": lambda acc, *_: (3 * acc // 16).as_subclass(simulator.Values),
         "finish_kept_tile": lambda acc, *_: acc,
