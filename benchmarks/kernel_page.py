@@ -87,6 +87,11 @@ def sanitized(data: dict[str, Any] | None) -> list[str]:
         if v[c] != "clean"
     )
     planted = ", ".join(f"{tool}: {how}" for tool, how in data["planted"].items())
+    earlier_run = data.get("alone_earlier")
+    alone = earlier_run and (
+        f"Commit {data['commit']}; alone, under no tool, the last {len(earlier_run['kernels'])} calls had run at "
+        f"{earlier_run['commit']}."
+    )
     return [
         "## Memory and races",
         "",
@@ -97,6 +102,7 @@ def sanitized(data: dict[str, Any] | None) -> list[str]:
         *table(("calls", *columns), [[kind, *(str(count(kind, c)) for c in columns)] for kind in kinds]),
         *([*notes, ""] if notes else []),
         *([ROLES, ""] if any("pingpong_kernel+" in note for note in notes) else []),
+        *([alone, ""] if alone else []),
     ]
 
 

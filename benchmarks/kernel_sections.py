@@ -157,8 +157,8 @@ def mixed(data: dict[str, Any]) -> list[str]:
         "## Two precisions",
         "",
         "ResQ's linear: 7/8 of the channels in 4 bits, 1/8 in 8, inputs quantized by token; microseconds. *mixed*: quantization "
-        "and product, low weights packed in 4 bits and written out with the high ones in every call; *kept*: the weight as it is "
-        "written out, from the start; *product* is with that one alone. "
+        "and product, low weights packed in 4 bits, unpacked on the way or written out first, as tuned; *kept*: the weight as "
+        "it is written out, from the start; *product* is with that one alone. "
         f"`{data['command']}`, {data['device']}, torch {data['torch']}. {measured('mixed_linear', data)}",
         "",
         *table(("linear / rows", *ways), rows),

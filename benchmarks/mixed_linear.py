@@ -46,6 +46,7 @@ SHAPES = {  # name: (N, K, high channels)
 }  # fmt: skip
 DRY = {"mixed": (48, 96, 16), "uniform": (33, 64, 0)}
 WARPS = (1, 2, 4, 8)
+WRITTEN_OUT = MatmulConfig(128, 128, 64, 8, 3, variant="unpack")  # and multiplied by the tile of its codes
 EACH, ALL = 1.3, 1.45  # what the mixed linear is to gain over bf16: on every shape, and on average
 
 
@@ -66,7 +67,7 @@ class Linear:
         self.written = self.packed.written_out(self.widths[0])
         self.out = torch.full((m, n), float("nan"), dtype=run.dtype, device=run.device)
         self.config: MatmulConfig | None = None
-        self.packed_config: MatmulConfig | None = None
+        self.packed_config: MatmulConfig | None = None  # none: the packed weight is written out
         self.warps: int | None = None
 
     def quantize(self) -> Rows:
@@ -153,8 +154,8 @@ def one_shape(
         if linear.config is not None:
             op = kernel.PINGPONG[len(linear.widths)] if linear.config.variant == "pingpong" else kernel.OP
             tuned[tiles.key(op, m, n, k)] = linear.config
-        if linear.packed_config is not None:
-            tuned[tiles.key(registers.MIXED if high else registers.OP, m, n, k)] = linear.packed_config
+        if pingpong.here(linear.x.device):
+            tuned[tiles.key(registers.MIXED if high else registers.OP, m, n, k)] = linear.packed_config or WRITTEN_OUT
     calls, seen = list(linear.calls().items()), {}
     for what, call in (*calls, *reversed(calls)):  # the clock falls as the GPU warms up: each is timed early and late
         us = run.attempt(f"{name}/{m} {what}", lambda call=call: run.microseconds([call] * 2))
