@@ -238,22 +238,8 @@ def packed_scaled_kernel(
         keep_scales(kept, x_scale_ptr, row_ptr, here[0], M, KIND, BLOCK_M)
         acc = gl.zeros((BLOCK_N, BLOCK_M), gl.int32, layout)
         acc, slot, phase = multiply_steps(
-            acc,
-            here[2],
-            here[3],
-            slot,
-            phase,
-            here,
-            following,
-            steps,
-            descs,
-            ring,
-            True,
-            False,
-            operand,
-            BLOCK_M,
-            BLOCK_N,
-        )
+            acc, here[2], here[3], slot, phase, here, following, steps, descs, ring, True, False, operand, BLOCK_M, BLOCK_N,
+        )  # fmt: skip
         acc, mine = meet(acc, part_ptr, counter_ptr, item == rounds, here[5], rest, here[4], PARTS, BLOCK_N, BLOCK_M, 4)
         if mine:
             across: gl.constexpr = acc.permute((1, 0)).type.layout
