@@ -1,9 +1,10 @@
 """The linear in two precisions (ops/mixed_matmul.py): two scale groups in one walk over one accumulator, all of it in int8.
 
-Shapes:  x: quantize_per_token.py   w low int8 [N, L], or packed uint8 [N, ceil(L/2)], which is written out first, both parts
-         in one matrix   w high int8 [N, K - L]   s_w float32 [N, P]   c int32 [N, P]   b [N]   y [M, N] fp16 | bf16 | fp32
-Hopper:  of many rows by warp-specialised kernels: two parts in one matrix (pingpong_mixed_tiles.py), or one part as scaled_matmul's
-         product with a term of rank 1 (``as_scaled``).
+Shapes:  x: quantize_per_token.py   w low int8 [N, L], or packed uint8 [N, ceil(L/2)], which stays so or is written out first,
+         both parts in one matrix   w high int8 [N, K - L]   s_w float32 [N, P]   c int32 [N, P]   b [N]
+         y [M, N] fp16 | bf16 | fp32
+Hopper:  of many rows by packed_matmul.py, or written out by warp-specialised kernels, two parts in one matrix
+         (pingpong_mixed_tiles.py); one part is scaled_matmul's product with a term of rank 1 (``as_scaled``).
 Exact:   all sums; with two parts the low one's is rounded once, |e| <= s_xh s_wh / 2 (mixed_matmul_tiles.py).
 Needs:   with two parts K < 32,768, and high steps no finer than quantize_per_token.py and solvers/mixed.py make them.
 Arch:    Hopper and newer: operands come by TMA, so rows and addresses are multiples of 16 bytes.  Elsewhere the reference.
