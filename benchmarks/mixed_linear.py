@@ -125,7 +125,10 @@ def tune(run: Run, linear: Linear) -> None:
 
 
 def in_registers_or_not(run: Run, linear: Linear, rows: Rows) -> MatmulConfig | None:
-    """The fastest tile that unpacks on the way, where it is faster than writing out for the other."""
+    """The fastest tile that unpacks on the way, where it is faster than writing out for the other.
+
+    Timed for as long as what is reported: in short bursts it gains more.
+    """
     tries = [
         linear.config,
         *(c for c in candidates(registers.MIXED, linear.m, linear.n, 0) if c.variant == "registers"),
@@ -133,7 +136,7 @@ def in_registers_or_not(run: Run, linear: Linear, rows: Rows) -> MatmulConfig | 
     times: dict[MatmulConfig, float] = {}
     for c in tries if pingpong.here(linear.x.device) else ():
         call = lambda c=c: kernel.mixed_matmul(rows, linear.packed, out=linear.out, out_dtype=run.dtype, config=c)  # noqa: E731
-        us = run.attempt(f"tune {linear.n} packed {c}", lambda call=call: run.microseconds([call] * 2, 8, 0.03), 40)
+        us = run.attempt(f"tune {linear.n} packed {c}", lambda call=call: run.microseconds([call] * 2), 40)
         if us is not None and c is not None:
             times[c] = us
     best = min(times, key=lambda c: times[c], default=None)
