@@ -87,22 +87,16 @@ def sanitized(data: dict[str, Any] | None) -> list[str]:
         if v[c] != "clean"
     )
     planted = ", ".join(f"{tool}: {how}" for tool, how in data["planted"].items())
-    earlier_run = data.get("alone_earlier")
-    alone = earlier_run and (
-        f"Commit {data['commit']}; alone, under no tool, the last {len(earlier_run['kernels'])} calls had run at "
-        f"{earlier_run['commit']}."
-    )
     return [
         "## Memory and races",
         "",
         f"`{data['command']}`: {len(kernels)} calls, at least one of every kernel, on small odd shapes, next to their references "
         f"and under compute-sanitizer {data['compute_sanitizer'] or '(not found)'}; {data['device']}, torch {data['torch']}, "
-        f"Triton {data['triton']}. {f'An error planted for each tool: {planted}.' if planted else ''}",
+        f"Triton {data['triton']}. {f'An error planted for each tool: {planted}.' if planted else ''}{earlier(data)}",
         "",
         *table(("calls", *columns), [[kind, *(str(count(kind, c)) for c in columns)] for kind in kinds]),
         *([*notes, ""] if notes else []),
         *([ROLES, ""] if any("pingpong_kernel+" in note for note in notes) else []),
-        *([alone, ""] if alone else []),
     ]
 
 

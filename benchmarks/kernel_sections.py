@@ -9,13 +9,13 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 
 KERNELS = {
-    "linear": ("pingpong_matmul*", "pingpong_tiles*", "scaled_matmul*", "weight_only_matmul*"),
+    "linear": ("pingpong_matmul*", "pingpong_tiles*", "packed_*", "scaled_matmul*", "weight_only_matmul*"),
     "row_kernels": ("norm_quantize*", "hadamard_*"),
     "w4a8_groups": ("group_scaled_matmul*",),
     "kv_attention": ("kv_attention*", "kv_combine*", "kv_pack*", "kv_words*"),
     "kv_tokens": ("kv_token_attention*", "kv_round_keys*", "kv_pack*", "int4_codes*"),
     "epilogues": ("scaled_matmul*", "gated_matmul*", "activation_*", "epilogue_*", "hadamard_*"),
-    "mixed_linear": ("mixed_*", "pingpong_*", "quantize_per_token*", "unpack_weight*"),
+    "mixed_linear": ("mixed_*", "pingpong_*", "packed_*", "quantize_per_token*", "unpack_weight*"),
     "kv_rows": ("kv_rows_*", "kv_token_attention*", "int4_codes*"),
 }
 
@@ -54,6 +54,17 @@ def by_rows(found: dict[str, Any]) -> list[tuple[str, Any]]:
     return sorted(found.items(), key=lambda item: int(item[0].rsplit("/", 1)[1]))
 
 
+def ratios(data: dict[str, Any]) -> list[str]:
+    """The summary of a run."""
+    return table(("ratio", "value"), [[k, f"{v:.2f}"] for k, v in data["summary"].items()])
+
+
+def by_way(data: dict[str, Any], names: tuple[str, ...]) -> list[str]:
+    """Microseconds of every way of these kernels, and the summary."""
+    rows = [[f"{name}: {way}", f"{t:.1f}"] for name in names for way, t in data["microseconds"].get(name, {}).items()]
+    return [*table(("kernel", "microseconds"), rows), *ratios(data)]
+
+
 def group_scales(data: dict[str, Any]) -> list[str]:
     """W4A8 and W8A8 with a scale for every 128 input channels: microseconds and ratios."""
     ways = ("bf16", "w8_channel", "w4_channel", "w8_float", "w8_integer", "w4_float", "w4_integer", "w4_progressive")
@@ -61,7 +72,7 @@ def group_scales(data: dict[str, Any]) -> list[str]:
         [name.removeprefix("groups "), *(f"{row[w]:.1f}" if w in row else "–" for w in ways)]
         for name, row in by_rows(data["microseconds"])
     ]
-    ratios = [[k, f"{v:.2f}"] for k, v in data["summary"].items() if "lowest" not in k]
+    means = [[k, f"{v:.2f}"] for k, v in data["summary"].items() if "lowest" not in k]
     return [
         "## Scales of groups",
         "",
@@ -75,15 +86,13 @@ def group_scales(data: dict[str, Any]) -> list[str]:
         + earlier(data),
         "",
         *table(("linear / rows", *ways), rows),
-        *table(("ratio of times, geometric mean", "value"), ratios),
+        *table(("ratio of times, geometric mean", "value"), means),
     ]
 
 
 def packed_cache(data: dict[str, Any]) -> list[str]:
     """Decode attention over packed keys and values next to torch's bf16 kernels."""
-    shape, times = data["shape"], data["microseconds"]
-    names = ("bf16", "packed", "pack")
-    rows = [[f"{name}: {way}", f"{t:.1f}"] for name in names for way, t in times.get(name, {}).items()]
+    shape = data["shape"]
     return [
         "## Attention over a packed cache",
         "",
@@ -92,8 +101,7 @@ def packed_cache(data: dict[str, Any]) -> list[str]:
         f"`{data['command']}`, "
         f"{data['device']}. *pack* is done once, after the prompt. {measured('kv_attention', data)}",
         "",
-        *table(("kernel", "microseconds"), rows),
-        *table(("ratio", "value"), [[k, f"{v:.2f}"] for k, v in data["summary"].items()]),
+        *by_way(data, ("bf16", "packed", "pack")),
         *[line for other in data.get("other_runs", []) for line in packed_ratios(other)],
     ]
 
@@ -106,15 +114,13 @@ def packed_ratios(data: dict[str, Any]) -> list[str]:
         f"On {data['device']} at commit {data['commit']}, where memory is slower and bf16 with it: the best bf16 kernel "
         f"{best:.1f}, {', '.join(packed)} microseconds.",
         "",
-        *table(("ratio", "value"), [[k, f"{v:.2f}"] for k, v in data["summary"].items()]),
+        *ratios(data),
     ]
 
 
 def rounded_text(data: dict[str, Any]) -> list[str]:
     """Attention to text in 8 and 4 bits, and keys rounded for queries, next to plain torch code."""
-    shape, times = data["shape"], data["microseconds"]
-    names = ("bf16", "text", "rounded keys", "plain torch")
-    rows = [[f"{name}: {way}", f"{t:.1f}"] for name in names for way, t in times.get(name, {}).items()]
+    shape = data["shape"]
     return [
         "## Rounded text, and keys rounded for queries",
         "",
@@ -122,8 +128,7 @@ def rounded_text(data: dict[str, Any]) -> list[str]:
         f"{shape['text']} text tokens with scales for {shape['block']} channels (every decode step), or {shape['visual']} visual "
         f"keys (once, after the prompt), microseconds; `{data['command']}`, {data['device']}. {measured('kv_tokens', data)}",
         "",
-        *table(("kernel", "microseconds"), rows),
-        *table(("ratio", "value"), [[k, f"{v:.2f}"] for k, v in data["summary"].items()]),
+        *by_way(data, ("bf16", "text", "rounded keys", "plain torch")),
     ]
 
 
@@ -162,7 +167,7 @@ def mixed(data: dict[str, Any]) -> list[str]:
         f"`{data['command']}`, {data['device']}, torch {data['torch']}. {measured('mixed_linear', data)}",
         "",
         *table(("linear / rows", *ways), rows),
-        *table(("ratio", "value"), [[k, f"{v:.2f}"] for k, v in data["summary"].items()]),
+        *ratios(data),
     ]
 
 

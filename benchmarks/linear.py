@@ -55,6 +55,7 @@ LARGE = {
     "scaled_int4": "int4",
     "packed_int4": "int4",
 }
+PACKED = ("scaled_int4", "packed_int4")
 CLASSIC = {any_kernel: op for op, any_kernel in PINGPONG_OPS.items()}
 
 
@@ -204,7 +205,7 @@ def tune(
     # acceptance looks at: decode and prefill, the two large linears; rows that nobody asks for last.
     jobs.sort(
         key=lambda j: (
-            j[0].endswith("int4"),
+            j[0] in PACKED,
             j[2] not in (1, 16, 2048, 8192),
             j[3] not in ("lm.gate_up", "lm.down"),
             j[0] != "weight_int4",
@@ -212,7 +213,7 @@ def tune(
         )
     )
     for i, (op, kind, m, shape) in enumerate(jobs):
-        if i and op.endswith("int4") and not jobs[i - 1][0].endswith("int4"):
+        if i and op in PACKED and jobs[i - 1][0] not in PACKED:
             write_tiles(run, path, best)
         n, k = shapes[shape]
         if time.monotonic() > end:

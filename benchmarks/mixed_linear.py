@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from gpu_run import Run, arguments, ceilings, facts, geomean, relative_error  # noqa: E402
-from tune import candidates, write_tiles  # noqa: E402
+from tune import UNPACK, candidates, write_tiles  # noqa: E402
 
 from mmqc.kernels import configs as tiles  # noqa: E402
 from mmqc.kernels import mixed_matmul as kernel  # noqa: E402
@@ -46,7 +46,6 @@ SHAPES = {  # name: (N, K, high channels)
 }  # fmt: skip
 DRY = {"mixed": (48, 96, 16), "uniform": (33, 64, 0)}
 WARPS = (1, 2, 4, 8)
-WRITTEN_OUT = MatmulConfig(128, 128, 64, 8, 3, variant="unpack")  # and multiplied by the tile of its codes
 EACH, ALL = 1.3, 1.45  # what the mixed linear is to gain over bf16: on every shape, and on average
 
 
@@ -158,7 +157,7 @@ def one_shape(
             op = kernel.PINGPONG[len(linear.widths)] if linear.config.variant == "pingpong" else kernel.OP
             tuned[tiles.key(op, m, n, k)] = linear.config
         if pingpong.here(linear.x.device):
-            tuned[tiles.key(registers.MIXED if high else registers.OP, m, n, k)] = linear.packed_config or WRITTEN_OUT
+            tuned[tiles.key(registers.MIXED if high else registers.OP, m, n, k)] = linear.packed_config or UNPACK
     calls, seen = list(linear.calls().items()), {}
     for what, call in (*calls, *reversed(calls)):  # the clock falls as the GPU warms up: each is timed early and late
         us = run.attempt(f"{name}/{m} {what}", lambda call=call: run.microseconds([call] * 2))

@@ -17,6 +17,8 @@ from mmqc.kernels import configs as tiles
 from mmqc.kernels.configs import MatmulConfig as Tile
 from mmqc.kernels.device_facts import capability, gpu_name, multiprocessors
 
+UNPACK = Tile(128, 128, 64, 8, 3, variant="unpack")  # the weight is written out; the product has the tile of its codes
+
 
 def fastest(run: Run, case: Any, calls: Calls, tries: Iterable[Tile], where: str, end: float) -> Tile | None:
     """The fastest tile; wrong and impossible ones are reported.
@@ -84,7 +86,7 @@ def candidates(op: str, m: int, n: int, k: int) -> list[Tile]:
         return found
     if op.startswith("packed"):
         found = [Tile(128, 128, 64, 4, 4, group_m=g, split_k=4, per_sm=2, variant="registers") for g in (4, 8, 16)]
-        return [*found, Tile(128, 128, 64, 8, 3, variant="unpack")]
+        return [*found, UNPACK]
     if op.startswith("pingpong"):
         shapes = ((128, 128, 4, 8), (128, 128, 4, 16), (64, 128, 4, 8), (64, 256, 4, 8))
         shapes += ((128, 256, 8, 8), (256, 128, 8, 8)) if op != "pingpong_mixed" else ()  # which takes turns
@@ -92,13 +94,13 @@ def candidates(op: str, m: int, n: int, k: int) -> list[Tile]:
     if op.startswith("weight"):
         return [Tile(bm, bn, bk, w, s, split_k=sp, variant="columns") for bm, bn, bk, w, s in (
             (64, 128, 64, 4, 4), (64, 128, 64, 8, 3), (128, 128, 64, 8, 3), (64, 64, 128, 4, 3), (128, 64, 64, 4, 4))
-            for sp in (1, 2, 4)] + [Tile(128, 128, 64, 8, 3, variant="unpack")]  # fmt: skip
+            for sp in (1, 2, 4)] + [UNPACK]  # fmt: skip
     if packed:
         found = [Tile(bm, bn, bk, w, s, variant="columns") for bm, bn, bk, w, s in (
             (128, 128, 64, 4, 4), (128, 128, 64, 4, 3), (256, 64, 64, 4, 3), (256, 128, 64, 8, 3), (128, 128, 64, 8, 4),
             (256, 128, 128, 8, 2), (128, 128, 32, 4, 6))]  # fmt: skip
         found += [Tile(128, 256, 64, 8, 3, variant="rows")]
-        return [*found, Tile(128, 128, 64, 8, 3, variant="unpack")]  # with the tile of the codes' op, tuned before
+        return [*found, UNPACK]  # with the tile of the codes' op, tuned before
     return [Tile(bm, bn, 128, w, s, group_m=g, per_sm=per, variant=v, tail=tail) for v, bm, bn, tail, w, s, g, per in (
         ("nested", 128, 128, 0, 4, 3, 8, 2), ("descriptors", 128, 128, 0, 4, 3, 8, 2), ("nested", 128, 256, 0, 8, 4, 8, 1),
         ("descriptors", 128, 256, 0, 8, 3, 8, 1), ("descriptors", 128, 256, 0, 8, 3, 16, 1),

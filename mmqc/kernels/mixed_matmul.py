@@ -31,6 +31,7 @@ from mmqc.kernels.linears import Linear
 from mmqc.kernels.mixed_matmul_tiles import joined_matmul_kernel, mixed_matmul_kernel
 from mmqc.kernels.quantize_per_token import Rows
 from mmqc.kernels.row_scale import RowScale, row_scale
+from mmqc.kernels.scaled_matmul import BY_GLUON
 from mmqc.kernels.split_k import Workspace, workspace
 from mmqc.kernels.unpack_weight import join_launch, unpack_weight
 
@@ -142,9 +143,9 @@ def mixed_matmul(
         c = c or tile(x, w, y)
         if c.variant == "registers" and w.high is not None:
             in_registers.mixed_launch(x, w.low, w.high, w.scale, w.sum, bias, y, c).run()
-        elif c.variant in ("pingpong", "registers") and not w.joined:
+        elif c.variant in BY_GLUON and not w.joined:
             linear, rows, epilogue = as_scaled(x, w, bias, y)
-            (pingpong if c.variant == "pingpong" else in_registers).launch(x.q, linear, rows, None, c, epilogue).run()
+            BY_GLUON[c.variant](x.q, linear, rows, None, c, epilogue).run()
         elif c.variant == "pingpong":
             pingpong_launch(x, w, bias, y, c).run()
         else:

@@ -57,11 +57,12 @@ def mixed_matmul(
     given = per_token.Rows(rows, s, o)
     weight = _weight(w_q, w_scale, w_sum, widths) if len(widths) <= 2 else None
     y = torch.empty(len(rows), len(w_scale), dtype=out_dtype, device=rows.device)
-    if weight is not None and mixed.packed_tile(given, weight, y) is None:
+    tile = None if weight is None else mixed.packed_tile(given, weight, y)
+    if weight is not None and tile is None:
         weight = weight.written_out(widths[0])
     if weight is None or mixed.supports(given, weight, bias, out_dtype) is not None:
         return mixed_op.reference(x_q, x_scale, x_offset, w_q, w_scale, w_sum, bias, widths, weight_bits, out_dtype)
-    mixed.mixed_matmul(given, weight, bias, out_dtype=out_dtype, out=y)
+    mixed.mixed_matmul(given, weight, bias, out_dtype=out_dtype, out=y, config=tile)
     return y.view(*x_q.shape[:-1], len(w_scale))
 
 

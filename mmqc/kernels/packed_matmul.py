@@ -28,8 +28,7 @@ from mmqc.kernels.split_k import Workspace, workspace
 OP, MIXED = "packed_int4", "packed_mixed"  # in configs.py
 ALIGN = 32  # columns: half of them are whole 16 bytes, of w and of a half of x
 BLOCK_K, SLOTS, AHEAD = 64, 4, 2  # packed_tiles.py's
-SHARED = 231_424  # bytes of a multiprocessor that its programs share
-BARRIERS = 128
+BARRIERS = 128  # bytes
 
 
 def why_not(x: Tensor, w: Tensor, y: Tensor, low: int) -> str | None:
@@ -56,7 +55,7 @@ def shares(c: MatmulConfig, item_bytes: int, kept: int) -> int:
         raise ValueError(
             f"packed_matmul: 4 warps have a multiple of 64 rows of w and of x, {SLOTS} slots of {BLOCK_K}, not {c}"
         )
-    room = SHARED // c.per_sm - BARRIERS - 4 * kept - SLOTS * (2 * c.block_m + c.block_n) * BLOCK_K
+    room = pingpong.SHARED // c.per_sm - BARRIERS - 4 * kept - SLOTS * (2 * c.block_m + c.block_n) * BLOCK_K
     fit = [n for n in (1, 2, 4, 8) if c.block_m * c.block_n * item_bytes // n <= room]
     if not fit:
         raise ValueError(f"{c} with {item_bytes} bytes an output leaves no shared memory for its slots")

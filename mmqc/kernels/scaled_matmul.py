@@ -44,6 +44,7 @@ FEW_ROWS = 64  # up to which several linears share a launch: beyond, each fills 
 OUTPUTS = ("y_ptr", "y1_ptr", "y2_ptr", "part_ptr", "counter_ptr")
 OUT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 PLAIN = Epilogue()
+BY_GLUON = {"pingpong": pingpong.launch, "registers": in_registers.launch}  # of one linear, by the tile's variant
 
 
 def supports(x_q: Tensor, w_q: Tensor, w_scale: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> str | None:
@@ -124,9 +125,8 @@ def multiply(
     if c.variant == "unpack":
         linears = [linear._replace(w=unpack_weight(linear.w, k, bits=4, dtype=x_q.dtype)) for linear in linears]
         c = tile(x_q, linears[0], width, fast_accumulation)
-    if c.variant in ("pingpong", "registers"):
-        kernels = pingpong if c.variant == "pingpong" else in_registers
-        kernels.launch(x_q, linears[0], rows, residual, c, PLAIN).run()
+    if c.variant in BY_GLUON:
+        BY_GLUON[c.variant](x_q, linears[0], rows, residual, c, PLAIN).run()
     elif c.variant in PERSISTENT and descriptor_reason(x_q, linears[0].w) is None:
         descriptor_launch(x_q, linears[0], rows, residual, c, fast_accumulation).run()
     else:

@@ -19,8 +19,6 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from mmqc.kernels import packed_matmul as in_registers
-from mmqc.kernels import pingpong_matmul as pingpong
 from mmqc.kernels.configs import PERSISTENT, MatmulConfig
 from mmqc.kernels.configs import config as choose
 from mmqc.kernels.device_facts import ceil_div, has_inline_ptx, multiprocessors
@@ -28,7 +26,7 @@ from mmqc.kernels.epilogue_tiles import Epilogue
 from mmqc.kernels.gated_matmul_tiles import gated_matmul_descriptor_kernel, gated_matmul_kernel
 from mmqc.kernels.launch import Launch
 from mmqc.kernels.row_scale import RowScale
-from mmqc.kernels.scaled_matmul import Linear, descriptor_launch, descriptor_reason, op_name, pointer_launch
+from mmqc.kernels.scaled_matmul import BY_GLUON, Linear, descriptor_launch, descriptor_reason, op_name, pointer_launch
 from mmqc.kernels.scaled_matmul import tile as tile_of
 from mmqc.kernels.split_k import Workspace, workspace
 from mmqc.kernels.unpack_weight import unpack_weight
@@ -75,9 +73,8 @@ def scaled_matmul_epilogue(
     if c.variant == "unpack":
         linears = [linear._replace(w=unpack_weight(linear.w, k, bits=4, dtype=x_q.dtype)) for linear in linears]
         c = chosen(linears)
-    if c.variant in ("pingpong", "registers"):
-        kernels = pingpong if c.variant == "pingpong" else in_registers
-        kernels.launch(x_q, linears[0], rows, None, c, epilogue).run()
+    if c.variant in BY_GLUON:
+        BY_GLUON[c.variant](x_q, linears[0], rows, None, c, epilogue).run()
         return
     c = c if given else overlapped(c)
     by_tma = all(descriptor_reason(x_q, linear.w) is None for linear in linears)

@@ -23,6 +23,7 @@ from mmqc.kernels import pingpong_matmul as pingpong
 from mmqc.kernels.configs import config
 from mmqc.kernels.device_facts import ceil_div
 from mmqc.kernels.launch import Launch
+from mmqc.kernels.scaled_matmul import BY_GLUON
 from mmqc.lowering.inductor import (
     FloorDiv,
     TensorBox,
@@ -96,13 +97,13 @@ def count_rows(x: TensorBox) -> Any:
     return as_int(math.prod(x.get_size()[:-1]))
 
 
-def is_gluon_tile(x: TensorBox, n: int, op: str, out_dtype: torch.dtype, variant: str = "pingpong") -> bool:
+def is_gluon_tile(x: TensorBox, n: int, op: str, out_dtype: torch.dtype) -> bool:
     """Whether x times n columns takes a tile of Gluon's, by a call of the op; ``op`` is the name in configs.py."""
     rows, k, device = count_rows(x), static_int(x.get_size()[-1]), x.get_device_or_error()
     if not isinstance(rows, int) or rows <= pingpong.LEAST_ROWS or for_package() or not pingpong.here(device):
         return False
     fits = k % 16 == 0 and n * out_dtype.itemsize % 16 == 0
-    return fits and config(op, rows, n, k, device).variant == variant
+    return fits and config(op, rows, n, k, device).variant in BY_GLUON
 
 
 def regimes(rows: Any) -> Iterator[tuple[int, Any]]:

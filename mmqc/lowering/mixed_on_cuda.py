@@ -48,11 +48,12 @@ def by_call(
 ) -> bool:
     """Whether the op itself is called: a tile of a warp-specialised kernel, which no launch in generated code has."""
     n, one = static_int(w_scale.get_size()[0]), len(widths) == 1
-    if weight_bits[0] == 4 and (one or in_one_matrix(weight_bits)) and in_registers.fits(widths[0]):
-        op = in_registers.OP if one else in_registers.MIXED
-        if is_gluon_tile(x_q, n, op, out_dtype, "registers"):
-            return True
-    return (one or in_one_matrix(weight_bits)) and is_gluon_tile(x_q, n, kernel.PINGPONG[len(widths)], out_dtype)
+    if not one and not in_one_matrix(weight_bits):
+        return False
+    ops = [kernel.PINGPONG[len(widths)]]
+    if weight_bits[0] == 4 and in_registers.fits(widths[0]):
+        ops.append(in_registers.OP if one else in_registers.MIXED)
+    return any(is_gluon_tile(x_q, n, op, out_dtype) for op in ops)
 
 
 def mixed(

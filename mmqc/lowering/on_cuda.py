@@ -77,8 +77,7 @@ def by_call(x_q: TensorBox, w_q: Sequence[TensorBox], out_dtype: torch.dtype) ->
 def _by_call(x_q: TensorBox, w_q: TensorBox, out_dtype: torch.dtype) -> bool:
     n, k = static_int(w_q.get_size()[0]), static_int(x_q.get_size()[-1])
     codes, op = (scaled_kernels.op_of(x_q.get_dtype(), t.get_dtype()) for t in (x_q, w_q))
-    may = op == "scaled_int4" and in_registers.fits(k)
-    if may and is_gluon_tile(x_q, n, in_registers.OP, out_dtype, "registers"):
+    if op == "scaled_int4" and in_registers.fits(k) and is_gluon_tile(x_q, n, in_registers.OP, out_dtype):
         return True
     if not is_gluon_tile(x_q, n, pingpong.OPS[codes], out_dtype):
         return False

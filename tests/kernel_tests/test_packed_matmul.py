@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import types
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,9 @@ import torch
 
 packed = pytest.importorskip("mmqc.kernels.packed_matmul")
 pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
+from mmqc.kernels import mixed_matmul as mixed  # noqa: E402
+from mmqc.kernels import scaled_matmul as scaled  # noqa: E402
+from mmqc.kernels import scaled_matmul_epilogue as epilogues  # noqa: E402
 from mmqc.kernels.configs import MatmulConfig  # noqa: E402
 from mmqc.kernels.epilogue_tiles import Epilogue  # noqa: E402
 from mmqc.kernels.linears import Linear  # noqa: E402
@@ -58,6 +62,28 @@ MADE = {"one part": one_part, "two parts": two_parts}
 @pytest.mark.parametrize("what", MADE)
 def test_launch__gives_the_kernel_its_arguments(what):
     check_launch(MADE[what]())
+
+
+@pytest.mark.parametrize("variant", ["pingpong", "registers"])
+def test_launch__is_that_of_the_tile_for_every_product_of_one_linear(variant, monkeypatch):
+    launches = []
+    fake = types.SimpleNamespace(run=lambda: launches.append("run"))
+    monkeypatch.setitem(scaled.BY_GLUON, variant, lambda x, linear, *_: launches.append(linear.w) or fake)
+    monkeypatch.setattr(mixed, "supports", lambda *_: None)
+    x, y, tile = (
+        torch.zeros(M, LOW, dtype=torch.int8),
+        torch.zeros(M, N, dtype=torch.bfloat16),
+        TILE.with_variant(variant),
+    )
+    w = torch.zeros(N, LOW // 2, dtype=torch.uint8) if variant == "registers" else torch.zeros(N, LOW, dtype=torch.int8)
+    linears, rows = [Linear(w, torch.ones(N), None, y)], row_scale(torch.ones(1), M)
+    scaled.multiply(x, linears, rows, config=tile)
+    epilogues.scaled_matmul_epilogue(x, linears, rows, Epilogue(), tile)
+    weight = mixed.Weight(w, None, torch.ones(N, 1), torch.zeros(N, 1, dtype=torch.int32))
+    mixed.mixed_matmul(Rows(x, torch.ones(M, 1), torch.zeros(M, 1)), weight, out=y, config=tile)
+    assert len(launches) == 6
+    assert all(found is w for found in launches[::2])
+    assert launches[1::2] == ["run"] * 3
 
 
 OFFLINE = """

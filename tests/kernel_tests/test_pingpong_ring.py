@@ -169,15 +169,6 @@ def test_packed_ring__every_size(m, n, stored, high, programs, parts, shares):
     assert_packed(m, n, stored, high, programs, cut(m, n, steps, programs, 16, parts, 64), shares)
 
 
-def test_packed_ring__reads_upper_bits_before_their_slot_is_filled(monkeypatch):
-    """The order in which that is so is what the test of every size sees: with a step filled too early it fails."""
-    wait = simulator.warpgroup_mma_wait
-    late = lambda left, deps: wait(left + 1 if left else 0, deps)  # noqa: E731
-    monkeypatch.setitem(simulator.REPLACED, "warpgroup_mma_wait", late)
-    with pytest.raises(AssertionError):
-        assert_packed(50, 200, 90, 0, 1, 1, 1)
-
-
 def test_simulator__finds_a_consumer_that_does_not_wait_for_its_turn(monkeypatch):
     """A parity that is two phases ahead looks like one that is done."""
     wait, turns = simulator.REPLACED["mbarrier"].wait, []
@@ -194,10 +185,13 @@ def test_simulator__finds_a_consumer_that_does_not_wait_for_its_turn(monkeypatch
         assert_product(256, 96, 120, 1, 3, 4, 1)
 
 
-def test_simulator__finds_a_slot_that_is_given_back_too_soon(monkeypatch):
+@pytest.mark.parametrize(
+    ("kernel", "size"), [(assert_product, (256, 96, 120, 1, 2, 4, 1)), (assert_packed, (50, 200, 90, 0, 1, 1, 1))]
+)
+def test_simulator__finds_a_slot_that_is_given_back_too_soon(kernel, size, monkeypatch):
     """With one step more under way than the kernel believes, its operands are overwritten."""
     wait = simulator.warpgroup_mma_wait
     late = lambda left, deps: wait(left + 1 if left else 0, deps)  # noqa: E731
     monkeypatch.setitem(simulator.REPLACED, "warpgroup_mma_wait", late)
     with pytest.raises(AssertionError):
-        assert_product(256, 96, 120, 1, 2, 4, 1)
+        kernel(*size)
