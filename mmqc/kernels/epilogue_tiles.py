@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from mmqc.kernels.activation_tiles import CODES
+from mmqc.kernels.activation_tiles import CODES, GATED
 from mmqc.kernels.quantize_codes import quantize_tile
 from mmqc.kernels.row_scale import ONE, RowScale, row_scale_tile
 
@@ -29,6 +29,7 @@ class Epilogue(NamedTuple):
         next: the scales of the codes, if it ends in codes.
         bits: of the codes.
         low: x_S [M, r] and W_S [N, r], contiguous, of a term that is added to z; of one linear only.
+        gate: z_0 [M, N] of a linear before this one, whose f multiplies this one's z.  Launches take it as their residual.
     """
 
     activation: str = "none"
@@ -36,6 +37,7 @@ class Epilogue(NamedTuple):
     next: RowScale | None = None
     bits: int = 8
     low: tuple[Any, Any] | None = None
+    gate: Any | None = None
 
     def args(self, absent: Any) -> dict[str, Any]:
         """The kernels' operands; ``absent`` stands for those that are not read."""
@@ -51,7 +53,8 @@ class Epilogue(NamedTuple):
         """The kernels' constants."""
         high = 2.0 ** (self.bits - 1)
         kind = ONE.value if self.next is None else self.next.kind
-        return {"ACTIVATION": CODES[self.activation], "NEXT": self.next is not None, "NEXT_KIND": kind,
+        f = CODES[self.activation] + (0 if self.gate is None else GATED.value)
+        return {"ACTIVATION": f, "NEXT": self.next is not None, "NEXT_KIND": kind,
                 "ROUND": TYPES[self.dtype], "LOW": -high, "HIGH": high - 1}  # fmt: skip
 
 

@@ -1,7 +1,8 @@
 """The quantized linear with an activation, a gate and the next quantization in its epilogue (ops/scaled_matmul_epilogue.py).
 
     one linear      scaled_matmul's kernels, whose epilogue goes on
-    gate and up     gated_matmul_tiles.py: both tiles in one program
+    gate and up     gated_matmul_tiles.py: both tiles in one program;  or, of many rows on Hopper, the gate's z is written, and read
+                    in the epilogue of the other product: two tiles of half the columns move more, and hide less
 
 Shapes:  those of scaled_matmul.py, int8 x_q; y [M, N] in z's dtype, or int8
 Bytes:   y is written once: 1 byte an entry for codes, where the unfused form moves 5 (z out, z in, codes out), with a gate 9.
@@ -19,6 +20,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
+from mmqc.kernels import pingpong_matmul as pingpong
 from mmqc.kernels.configs import PERSISTENT, MatmulConfig
 from mmqc.kernels.configs import config as choose
 from mmqc.kernels.device_facts import ceil_div, has_inline_ptx, multiprocessors
@@ -68,17 +70,38 @@ def scaled_matmul_epilogue(
             return tile_of(x_q, linears[0], n)
         return choose(op_name(x_q, linears[0].w), m, len(linears) * n, k, x_q.device)
 
+    if config is None and len(linears) == 2 and in_two(x_q, linears):
+        gate_first(x_q, linears, rows, epilogue)
+        return
     c = config or chosen(linears)
     given = c is config
     if c.variant == "unpack":
         linears = [linear._replace(w=unpack_weight(linear.w, k, bits=4, dtype=x_q.dtype)) for linear in linears]
         c = chosen(linears)
     if c.variant in BY_GLUON:
-        BY_GLUON[c.variant](x_q, linears[0], rows, None, c, epilogue).run()
+        BY_GLUON[c.variant](x_q, linears[0], rows, epilogue.gate, c, epilogue).run()
         return
     c = c if given else overlapped(c)
     by_tma = all(descriptor_reason(x_q, linear.w) is None for linear in linears)
     launch(x_q, linears, rows, c, epilogue, by_tma=by_tma).run()
+
+
+def in_two(x_q: Tensor, linears: list[Linear]) -> bool:
+    """Whether gate and up are two products: where each takes a tile of Gluon's, by itself or written out as codes."""
+    m, n = len(x_q), linears[0].w.shape[0]
+    if m <= pingpong.LEAST_ROWS or not pingpong.here(x_q.device):
+        return False
+    return all(tile_of(x_q, linear, n).variant in (*BY_GLUON, "unpack") for linear in linears)
+
+
+def gate_first(
+    x_q: Tensor, linears: list[Linear], rows: RowScale, epilogue: Epilogue, config: MatmulConfig | None = None
+) -> None:
+    """Gate and up one after the other: z_0 in the model's dtype, then f(z_0) in the epilogue of the second product."""
+    gate, up = linears
+    z = torch.empty(len(x_q), gate.w.shape[0], dtype=epilogue.dtype, device=x_q.device)
+    scaled_matmul_epilogue(x_q, [gate._replace(y=z)], rows, Epilogue(dtype=epilogue.dtype), config)
+    scaled_matmul_epilogue(x_q, [up], rows, epilogue._replace(gate=z), config)
 
 
 def launch(
@@ -91,8 +114,8 @@ def launch(
     c = c.with_stages(3) if c.variant in PERSISTENT and not by_tma else c
     if len(linears) == 1:
         if by_tma:
-            return descriptor_launch(x, linears[0], rows, None, c, epilogue=epilogue)
-        return pointer_launch(x, linears, rows, None, c, work=work, epilogue=epilogue)
+            return descriptor_launch(x, linears[0], rows, epilogue.gate, c, epilogue=epilogue)
+        return pointer_launch(x, linears, rows, epilogue.gate, c, work=work, epilogue=epilogue)
     if by_tma:
         return _descriptor_launch(x, linears, rows, c, epilogue)
     return _pointer_launch(x, linears, rows, c, epilogue, work)

@@ -2,7 +2,8 @@
 
     acc[m, n] = sum_k x_q[m, k] w_q[n, k]
     z = acc c s_x(m) s_w[n] + b[n] + r[m, n]          c = 1, or the factor that unpacked codes carry (int4_codes.py)
-    y = z,  or  f(z),  or  quantize(f(z), s_next(m))  epilogue_tiles.py
+    h = z,  or  f(z),  or  f(r) ∘ z, with r no part of z where it is a gate
+    y = h,  or  quantize(h, s_next(m))                epilogue_tiles.py
 
 Accumulators: int32 (exact) for int8, float32 for fp8.  Offsets of rows are int64.
 """
@@ -10,7 +11,7 @@ Accumulators: int32 (exact) for int8, float32 for fp8.  Offsets of rows are int6
 import triton
 import triton.language as tl
 
-from mmqc.kernels.activation_tiles import NONE, activation_tile
+from mmqc.kernels.activation_tiles import GATED, NONE, activation_tile
 from mmqc.kernels.epilogue_tiles import add_low_rank_tile, next_codes_tile, round_tile
 from mmqc.kernels.int4_codes import int4_as_fp8, int4_as_int8
 from mmqc.kernels.linears import count_tiles, find_linear, pick
@@ -64,10 +65,16 @@ def finish_scaled_tile(
     y = scale_tile(acc, s_x, w_scale_ptr, bias_ptr, cols, col_mask, HAS_BIAS, FACTOR)
     if HAS_RESIDUAL:
         at = residual_ptr + rows.to(tl.int64)[:, None] * stride_r + cols[None, :]
-        y += tl.load(at, mask=row_mask[:, None] & col_mask[None, :], other=0.0).to(tl.float32)
+        r = tl.load(at, mask=row_mask[:, None] & col_mask[None, :], other=0.0).to(tl.float32)
+        if ACTIVATION >= GATED:
+            if ACTIVATION > GATED:
+                r = round_tile(activation_tile(r, ACTIVATION - GATED, PTX), ROUND)
+            y = r * round_tile(y, ROUND)
+        else:
+            y += r
     if RANK:
         y = add_low_rank_tile(y, low_x_ptr, low_w_ptr, rows, row_mask, cols, col_mask, RANK)
-    if ACTIVATION != NONE:
+    if ACTIVATION != NONE and ACTIVATION < GATED:
         y = activation_tile(round_tile(y, ROUND), ACTIVATION, PTX)
     if NEXT:
         y = next_codes_tile(y, next_scale_ptr, next_row_ptr, rows, row_mask, NEXT_KIND, ROUND, LOW, HIGH)

@@ -1,6 +1,8 @@
-"""scaled_matmul_epilogue: on CUDA one kernel; elsewhere its parts, before anything is lowered, so that Inductor fuses them as ever.
+"""scaled_matmul_epilogue: on CUDA one kernel, or two behind one another; elsewhere its parts, before anything is lowered.
 
 y = quantize(f(z_0) ∘ z_1, s_next)        ops/scaled_matmul_epilogue.py
+
+With a gate and many rows on Hopper the op is called, and multiplies twice.  As parts, Inductor fuses what is between the linears.
 """
 
 from __future__ import annotations
@@ -55,6 +57,6 @@ def lower_scaled_matmul_epilogue(
 ) -> TensorBox:  # fmt: skip
     """The kernel's launches, or a call."""
     given, last = (x_q, w_q, x_scale, w_scale, bias, visual), (next_scale, next_visual, next_bits, low_x, low_w)
-    if len(w_q) == 1 and on_cuda().by_call(x_q, w_q, out_dtype if next_scale is None else torch.int8):
+    if on_cuda().by_call(x_q, w_q, out_dtype if next_scale is None else torch.int8):
         return call_kernel(OP, *given, weight_bits, out_dtype, activation, *last)
     return on_cuda().with_epilogue(*given, out_dtype, activation, *last)

@@ -14,7 +14,7 @@ from mmqc.kernels.mixed_matmul import Weight, mixed_matmul
 from mmqc.kernels.quantize_per_token import quantize_per_token
 from mmqc.kernels.row_scale import row_scale
 from mmqc.kernels.scaled_matmul import scaled_matmul
-from mmqc.kernels.scaled_matmul_epilogue import scaled_matmul_epilogue
+from mmqc.kernels.scaled_matmul_epilogue import in_two, scaled_matmul_epilogue
 from mmqc.ops.mixed_matmul import reference as mixed_reference
 from mmqc.ops.pack import pack_int4
 
@@ -105,6 +105,27 @@ def test_epilogue__equals_the_other_kernel(activation, codes, name) -> None:
     for config, weight in (((TILES | REGISTERS)[name], stored), (CLASSIC, w)):
         y = torch.full((m, n), 77, dtype=torch.int8 if codes else torch.bfloat16, device="cuda")
         scaled_matmul_epilogue(x, [Linear(weight, w_scale, bias, y)], rows, after, config)
+        found.append(y.float())
+    off = (found[0] - found[1]).abs()
+    assert float(off.max()) <= (1 if codes else 0.02 * float(found[1].abs().max()))  # a rounding at a tie
+    assert float((off > 0).float().mean()) < 1e-3
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("codes", [False, True])
+@pytest.mark.parametrize("activation", ["none", "silu", "gelu_tanh"])
+def test_gate_first__equals_the_kernel_of_both(activation, codes, bits) -> None:
+    m, n, k = 900, 1040, 672
+    x, gate, w_scale, _ = operands(m, n, k, least=-8 if bits == 4 else -128)
+    up, u_scale = operands(m, n, k, least=-8 if bits == 4 else -128)[1:3]
+    rows, found = row_scale(torch.rand(m, device="cuda"), m), []
+    after = Epilogue(activation, torch.bfloat16, row_scale(torch.tensor([0.02], device="cuda"), m) if codes else None)
+    weights = [pack_int4(w) if bits == 4 else w for w in (gate, up)]
+    for stored, config in ((weights, None), ([gate, up], CLASSIC)):
+        y = torch.full((m, n), 77, dtype=torch.int8 if codes else torch.bfloat16, device="cuda")
+        linears = [Linear(w, s / 2e4, None, y) for w, s in zip(stored, (w_scale, u_scale), strict=True)]
+        assert in_two(x, linears)  # without a tile that is given
+        scaled_matmul_epilogue(x, linears, rows, after, config)
         found.append(y.float())
     off = (found[0] - found[1]).abs()
     assert float(off.max()) <= (1 if codes else 0.02 * float(found[1].abs().max()))  # a rounding at a tie

@@ -110,6 +110,22 @@ def test_scaled_matmul_epilogue__next_codes(kind, tile, dtype, linears, device):
     assert got.unique().numel() > 30
 
 
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("tile", ["rows", "split", "nested"])
+def test_gate_first__equals_the_kernel_of_both(tile, activation, device):
+    """Which rounds the same numbers, so the codes too are equal to the bit."""
+    m, n = 37, 45
+    x, w, w_scale, bias = operands(m, n, 96, 8, 2, device)
+    x_scale = torch.ones(1, device=device)
+    for codes in (None, scaled.row_scale(torch.full((1,), 0.02, device=device), m)):
+        want = run(x, w, w_scale, bias, x_scale, activation, tile, torch.float16, codes)
+        y = torch.full_like(want, -77)
+        linears = [scaled.Linear(*parts, y) for parts in zip(w, w_scale, bias, strict=True)]
+        epilogue = tiles.Epilogue(activation, torch.float16, codes)
+        kernel.gate_first(x, linears, scaled.row_scale(x_scale, m), epilogue, TILES[tile])
+        assert torch.equal(y, want)
+
+
 @pytest.mark.parametrize("tile", TILES)
 @pytest.mark.parametrize("rank", [1, 5])
 def test_scaled_matmul_epilogue__a_term_of_low_rank(rank, tile, device):
