@@ -96,7 +96,7 @@ def sanitized(data: dict[str, Any] | None) -> list[str]:
         "",
         *table(("calls", *columns), [[kind, *(str(count(kind, c)) for c in columns)] for kind in kinds]),
         *([*notes, ""] if notes else []),
-        *([ROLES, ""] if any("pingpong_kernel+" in note for note in notes) else []),
+        *([ROLES, ""] if any(f"{kind}_kernel+" in note for note in notes for kind in ("pingpong", "wgmma")) else []),
     ]
 
 

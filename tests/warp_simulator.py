@@ -72,6 +72,12 @@ class Shared:
     def permute(self, order: tuple[int, ...]) -> Shared:
         return Shared(self.values.permute(order), self.dtype)
 
+    def reshape(self, shape: list[int]) -> Shared:
+        return Shared(self.values.view(shape), self.dtype)
+
+    def _reinterpret(self, dtype: torch.dtype, shape: list[int], layout: Any) -> Shared:
+        return Shared(self.values.view(shape), dtype)
+
     def store(self, value: torch.Tensor) -> None:
         self.values.copy_(value)
 
@@ -84,24 +90,28 @@ class Described:
 
     layout = None
 
-    def __init__(self, tensor: torch.Tensor, block: tuple[int, int]) -> None:
+    def __init__(self, tensor: torch.Tensor, block: tuple[int, ...]) -> None:
         self.tensor, self.block, self.dtype = tensor, block, tensor.dtype
 
+    def part(self, at: list[Any]) -> torch.Tensor:
+        """What there is of a block."""
+        return self.tensor[tuple(slice(int(i), int(i) + size) for i, size in zip(at, self.block, strict=True))]
+
     def read(self, at: list[Any]) -> torch.Tensor:
-        (r, c), (rows, columns) = map(int, at), self.block
-        found = torch.zeros(self.block, dtype=self.dtype)
-        part = self.tensor[r : r + rows, c : c + columns]
-        found[: part.shape[0], : part.shape[1]] = part
+        found, part = torch.zeros(self.block, dtype=self.dtype), self.part(at)
+        found[tuple(map(slice, part.shape))] = part
         return found
 
     def write(self, at: list[Any], values: torch.Tensor) -> None:
-        r, c = map(int, at)
-        part = self.tensor[r : r + self.block[0], c : c + self.block[1]]
-        part.copy_(values[: part.shape[0], : part.shape[1]])
+        part = self.part(at)
+        part.copy_(values[tuple(map(slice, part.shape))])
 
 
 class Values(torch.Tensor):
     """A tensor that has a layout, as far as the kernels ask."""
+
+    def split(self) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
+        return self.unbind(-1)
 
     @property
     def type(self) -> Any:
@@ -119,26 +129,29 @@ class Pointer:
 
 
 class Products:
-    """Sums, and the operands of products that are still under way."""
+    """Sums, and how many products of theirs are still under way."""
 
-    def __init__(self, sums: torch.Tensor, waiting: list[tuple[Any, Shared]]) -> None:
-        self.sums, self.waiting = sums, waiting
+    def __init__(self, sums: torch.Tensor) -> None:
+        self.sums, self.waiting = sums, 0
 
 
-def warpgroup_mma(a: Any, b: Shared, acc: Any, is_async: bool) -> Products:
+def warpgroup_mma(a: Any, b: Shared, acc: Any, is_async: bool, use_acc: bool = True) -> Products:
     assert is_async
-    sums, waiting = (acc.sums, acc.waiting) if isinstance(acc, Products) else (acc, [])
-    return Products(sums, [*waiting, (a, b)])
+    made = acc if isinstance(acc, Products) else Products(acc if use_acc else torch.zeros_like(acc))
+    made.waiting += 1
+    _here.products.append((made, a, b))
+    return made
 
 
-def warpgroup_mma_wait(left: int, deps: tuple[Any]) -> Any:
-    (acc,) = deps
-    acc = acc if isinstance(acc, Products) else Products(acc, [])
-    while len(acc.waiting) > left:
-        a, b = acc.waiting.pop(0)
-        left_operand = a.values if isinstance(a, Shared) else a  # in registers, which nobody else writes
-        acc.sums = acc.sums + (left_operand.double() @ b.values.double()).to(acc.sums.dtype)
-    return acc if left else acc.sums.as_subclass(Values)
+def warpgroup_mma_wait(left: int, deps: tuple[Any, ...]) -> Any:
+    """The oldest ones are computed, of this warpgroup's, until so many are left."""
+    while len(_here.products) > left:
+        made, a, b = _here.products.pop(0)
+        operand = a.values if isinstance(a, Shared) else a  # in registers, which nobody else writes
+        made.sums = made.sums + (operand.double() @ b.values.double()).to(made.sums.dtype)
+        made.waiting -= 1
+    done = tuple(d if not isinstance(d, Products) else d if d.waiting else d.sums.as_subclass(Values) for d in deps)
+    return done[0] if len(done) == 1 else done
 
 
 def _expect(barrier: Barrier, size: int) -> None:
@@ -182,8 +195,7 @@ def _copy_out(target: Described, at: list[Any], tile: Shared) -> None:
 
 
 def _store_wait(left: int) -> None:
-    assert left == 0
-    while _here.stores:
+    while len(_here.stores) > left:
         _here.stores.pop(0)()
 
 
@@ -208,7 +220,7 @@ def _specialize(roles: list[tuple[Callable[..., None], tuple[Any, ...]]], *_: An
     copies: queue.Queue[Callable[[], None] | None] = queue.Queue()
 
     def role(function: Callable[..., None], args: tuple[Any, ...]) -> None:
-        _here.__dict__.update(shared, copies=copies, stores=[])
+        _here.__dict__.update(shared, copies=copies, stores=[], products=[])
         try:
             function(*args)
         except BaseException as error:
@@ -245,6 +257,8 @@ gl: Any = types.SimpleNamespace(
     arange=lambda first, last, layout=None: torch.arange(first, last),
     NVMMADistributedLayout=lambda *_: None, SliceLayout=lambda *_: None, BlockedLayout=lambda *_: None,
     DotOperandLayout=lambda *_: None, SwizzledSharedLayout=lambda *_: None,
+    full=lambda shape, value, dtype, layout=None: torch.full(shape, value, dtype=dtype).as_subclass(Values),
+    join=lambda a, b: torch.stack((a, b), -1), NVMMASharedLayout=types.SimpleNamespace(get_default_for=lambda *_: None),
     convert_layout=lambda x, layout, assert_trivial=False: x, atomic_add=_atomic_add, store=_store,
     load=lambda at, **_: at.to[at.at.long()], split=lambda x: x.unbind(-1),
     allocate_shared_memory=lambda dtype, shape, layout: (

@@ -73,7 +73,7 @@ def describe(t: Tensor, block: list[int]) -> Any:
 
     width = block[-1] * t.dtype.itemsize
     swizzle = next((w for w in (128, 64, 32) if width % w == 0), 0)
-    layout = NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=8 * t.dtype.itemsize, rank=2)
+    layout = NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=8 * t.dtype.itemsize, rank=len(block))
     return TensorDescriptor.from_tensor(t, block, layout)
 
 

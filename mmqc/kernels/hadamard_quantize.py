@@ -7,6 +7,7 @@ Shapes:  x, u [M, n] fp16 | bf16 | fp32 (interpreter, ieee)   y [M, n] like x, o
 How:     Y = A X Bᵀ on tiles (hadamard_plan.py); a program keeps both matrices and walks over rows.  A Y Bᵀ rounds twice to
          x's dtype (h, A h), sums are float32.
 Bytes:   one read and one write of every element.
+Many:    on Hopper rows of most widths go to hadamard_wgmma.py, unless an option asks for this kernel.
 Arch:    Ampere and newer; fp8 from compute capability 8.9.
 """
 
@@ -22,6 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mmqc.kernels import hadamard_wgmma as in_warpgroups
 from mmqc.kernels.device_facts import ceil_div, fp8_reason, has_inline_ptx, multiprocessors, why_not_here
 from mmqc.kernels.hadamard_plan import HadamardPlan, best_tiling, hadamard_plan, outer_factor
 from mmqc.kernels.hadamard_slices import COLUMNS, few, hadamard_slices_kernel, slices
@@ -29,6 +31,7 @@ from mmqc.kernels.hadamard_tiles import ASYMMETRIC, DYNAMIC, FLOAT, STATIC, inpu
 from mmqc.kernels.launch import Launch
 from mmqc.kernels.quantize_codes import token_scale
 from mmqc.kernels.row_scale import ROW, RowScale, row_scale, row_scale_tile
+from mmqc.kernels.silu_multiply import silu_multiply
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 FLOAT32_BYTES = 100_000  # of shared memory for both matrices, next to the rows in flight
@@ -131,7 +134,7 @@ def hadamard_quantize(
 ) -> Transformed:  # fmt: skip
     """Transform and quantize: ``scale`` None is dynamic per token, ``code`` None leaves y in x's dtype.
 
-    With ``up``, the input is silu(x) * up.  ``plan`` is ``hadamard_plan(n, device, dtype)``; the rest is for tuning.
+    With ``up``, the input is silu(x) * up.  ``plan`` and what follows are for tuning.
     """
     reason = supports(x, up, code)
     if reason is None and (not 2 <= bits <= 8 or (bits != 8 and (scale is None or code != torch.int8))):
@@ -143,13 +146,17 @@ def hadamard_quantize(
     y = torch.empty(m, n, dtype=dtype, device=x.device) if out is None else out
     if y.shape != x.shape or y.dtype != dtype or not y.is_contiguous():
         raise ValueError(f"hadamard_quantize: out is {dtype} [{m}, {n}], contiguous; got {y.dtype} {list(y.shape)}")
-    p = plan or hadamard_plan(n, x.device, x.dtype)
     dynamic = code is not None and scale is None
     tokens = torch.empty(m, dtype=torch.float32, device=x.device) if dynamic else None
     rows = row_scale(scale, m, visual, split) if code is not None and scale is not None else None
     if m == 0:
         return Transformed(y, tokens)
-    launch(x, up, y, p, rows, tokens, code, bits, num_warps, programs, num_stages).run()
+    tuned = (plan, num_warps, programs, num_stages)
+    if all(option is None for option in tuned) and in_warpgroups.why_not(x) is None:
+        in_warpgroups.launch(x if up is None else silu_multiply(x, up), y, rows, tokens, bits).run()
+    else:
+        p = plan or hadamard_plan(n, x.device, x.dtype)
+        launch(x, up, y, p, rows, tokens, code, bits, num_warps, programs, num_stages).run()
     return Transformed(y, tokens)
 
 

@@ -16,11 +16,13 @@ import torch
 from torch import Tensor
 
 from mmqc.kernels import hadamard_quantize as transform
+from mmqc.kernels import hadamard_wgmma as in_warpgroups
 from mmqc.kernels import quantize_per_token as per_token
 from mmqc.kernels.hadamard_plan import HadamardPlan, hadamard_plan
 from mmqc.kernels.hadamard_slices import few
 from mmqc.kernels.launch import Launch
 from mmqc.kernels.quantize_per_token import Rows
+from mmqc.kernels.silu_multiply import silu_multiply
 
 
 def supports(x: Tensor, up: Tensor | None, bits: int) -> str | None:
@@ -39,9 +41,14 @@ def hadamard_quantize_per_token(
         raise ValueError(f"hadamard_quantize_per_token: {reason}")
     m, n = x.shape
     out = Rows.empty(x, 1) if out is None else out
-    p = plan or hadamard_plan(n, x.device, x.dtype)
     if m == 0:
         return out
+    tuned = (plan, num_warps, programs, num_stages)
+    if all(option is None for option in tuned) and in_warpgroups.why_not(x) is None:
+        h = x if up is None else silu_multiply(x, up)
+        in_warpgroups.launch(h, out.q, None, out.scale, bits, out.offset).run()
+        return out
+    p = plan or hadamard_plan(n, x.device, x.dtype)
     if programs is None and few(x, p.tiling):
         y = transform.hadamard_quantize(x, up=up, code=None, plan=p).y
         return per_token.quantize_per_token(y, [n], [bits], out=out)

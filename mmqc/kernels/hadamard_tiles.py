@@ -74,10 +74,10 @@ def token_ends(y, mask, R: tl.constexpr, PARTS: tl.constexpr):
 
 
 @triton.jit
-def store_asymmetric(y, low, s, y_ptr, at, mask, LOW: tl.constexpr):
+def asymmetric_tile(y, low, s, LOW: tl.constexpr):
     """Round((y - low) / s) + LOW as int8; low and s are broadcastable to y."""
     u = divide_tile(y - low, tl.where(s > 0.0, s, 1.0))  # 0 <= u, and the largest is 2^b - 1 but for a rounding
-    tl.store(y_ptr + at, (u + (12582912.0 + LOW)).to(tl.int32, bitcast=True).to(tl.int8), mask=mask)
+    return (u + (12582912.0 + LOW)).to(tl.int32, bitcast=True).to(tl.int8)
 
 
 @triton.jit
@@ -95,9 +95,9 @@ def write_tiles(
             low = tl.minimum(low, tl.min(tl.where(mask2_t, y2, float("inf"))))
             high = tl.maximum(high, tl.max(tl.where(mask2_t, y2, float("-inf"))))
         s = tl.div_rn(high - low, tl.full(low.shape, HIGH - LOW, tl.float32))
-        store_asymmetric(y, low[:, None], s[:, None], y_ptr, at, mask, LOW)
+        tl.store(y_ptr + at, asymmetric_tile(y, low[:, None], s[:, None], LOW), mask=mask)
         if A2 > 0:  # a tile of one token: every row of it has the same ends
-            store_asymmetric(tl.trans(y2), tl.min(low), tl.max(s), y_ptr, at2, mask2, LOW)
+            tl.store(y_ptr + at2, asymmetric_tile(tl.trans(y2), tl.min(low), tl.max(s), LOW), mask=mask2)
         tl.store(token_ptr + rows, s, mask=first)
         tl.store(offset_ptr + rows, low - s * LOW, mask=first)
     else:

@@ -59,7 +59,10 @@ def lower_hadamard_quantize(
     code: torch.dtype | None = None,
 ) -> TensorBox:  # fmt: skip
     """The kernel, or the gate as pointwise IR, hadamard's matmuls and quantize's pointwise node."""
-    if takes_transform(x) and (up is None or up.get_dtype() == x.get_dtype()):
+    takes = takes_transform(x) and (up is None or up.get_dtype() == x.get_dtype())
+    if takes and on_cuda().by_call_transform(x):
+        return call_kernel(mmqc_ops.hadamard_quantize.default, x, up, factors, scale, visual, bits, code)
+    if takes:
         return on_cuda().hadamard(x, up, scale, visual, bits, checked_code(x, bits, code))
     if up is not None:
         wide = convert(x, torch.promote_types(x.get_dtype(), torch.float32))

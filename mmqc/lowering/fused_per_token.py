@@ -17,8 +17,18 @@ from torch import fx
 
 from mmqc import kernels
 from mmqc.lowering.hadamard import lower_hadamard, takes_transform
-from mmqc.lowering.inductor import TensorBox, convert, empty, has_kernel, lowerings, register_lowering, static_int
+from mmqc.lowering.inductor import (
+    TensorBox,
+    call_kernel,
+    convert,
+    empty,
+    has_kernel,
+    lowerings,
+    register_lowering,
+    static_int,
+)
 from mmqc.lowering.quantize_per_token import lower_quantize_per_token
+from mmqc.lowering.scaled_matmul import on_cuda as launches
 from mmqc.lowering.scaled_matmul import traced_operands
 
 aten, mmqc_ops = torch.ops.aten, torch.ops.mmqc
@@ -74,7 +84,11 @@ def lower_hadamard_quantize_per_token(
     x: TensorBox, up: TensorBox | None, factors: list[TensorBox], bits: int
 ) -> tuple[TensorBox, ...]:
     """The kernel, or the gate as pointwise IR, hadamard's matmuls and the quantization's nodes."""
-    if takes_transform(x) and (up is None or up.get_dtype() == x.get_dtype()):
+    takes = takes_transform(x) and (up is None or up.get_dtype() == x.get_dtype())
+    if takes and launches().by_call_transform(x):
+        called: Any = call_kernel(mmqc_ops.hadamard_quantize_per_token.default, x, up, factors, bits)
+        return tuple(called)
+    if takes:
         launched = on_cuda().hadamard(x, up, bits)
         if launched is not None:
             return launched

@@ -18,6 +18,7 @@ from mmqc.kernels.hadamard_plan import why_no_tiling
 from mmqc.lowering.inductor import (
     TensorBox,
     batched_matmul,
+    call_kernel,
     convert,
     has_kernel,
     is_known_transform,
@@ -71,6 +72,8 @@ def apply_factors(x: TensorBox, factors: Sequence[TensorBox]) -> TensorBox:
 def lower_hadamard(x: TensorBox, factors: Sequence[TensorBox]) -> TensorBox:
     """Float32 at least in between, rounded once; the kernel rounds between its two products as well."""
     dtype = x.get_dtype()
+    if takes_transform(x) and on_cuda().by_call_transform(x):
+        return call_kernel(torch.ops.mmqc.hadamard.default, x, factors)
     if takes_transform(x):
         return on_cuda().hadamard(x)
     y = convert(apply_factors(convert(x, torch.promote_types(dtype, torch.float32)), factors), dtype)

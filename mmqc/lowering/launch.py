@@ -97,10 +97,17 @@ def count_rows(x: TensorBox) -> Any:
     return as_int(math.prod(x.get_size()[:-1]))
 
 
+def has_many_rows(x: TensorBox) -> bool:
+    """Whether a call of the op on x may take a kernel of Gluon's: on Hopper, of a number of rows that is known, and not few."""
+    rows = count_rows(x)
+    known = isinstance(rows, int) and rows > pingpong.LEAST_ROWS
+    return known and not for_package() and pingpong.here(x.get_device_or_error())
+
+
 def is_gluon_tile(x: TensorBox, n: int, op: str, out_dtype: torch.dtype) -> bool:
     """Whether x times n columns takes a tile of Gluon's, by a call of the op; ``op`` is the name in configs.py."""
     rows, k, device = count_rows(x), static_int(x.get_size()[-1]), x.get_device_or_error()
-    if not isinstance(rows, int) or rows <= pingpong.LEAST_ROWS or for_package() or not pingpong.here(device):
+    if not has_many_rows(x):
         return False
     fits = k % 16 == 0 and n * out_dtype.itemsize % 16 == 0
     return fits and config(op, rows, n, k, device).variant in BY_GLUON

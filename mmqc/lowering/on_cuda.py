@@ -5,7 +5,7 @@
     weight_only       weight_only_matmul(s)   the same from packed weights;  many rows: the weight written out once, then mm
     hadamard          hadamard, hadamard_quantize
 
-On Hopper products of many rows, of a number that is known, are calls of the op: ``by_call``.
+On Hopper products and transforms of many rows, of a number that is known, are calls of the op: ``by_call``, ``by_call_transform``.
 Each returns None where no kernel takes the operands: then the op is lowered as on any device, and ``why_not`` says why.
 """
 
@@ -18,6 +18,7 @@ import torch
 
 from mmqc.kernels import hadamard_plan as plans
 from mmqc.kernels import hadamard_quantize as transform
+from mmqc.kernels import hadamard_wgmma as in_warpgroups
 from mmqc.kernels import packed_matmul as in_registers
 from mmqc.kernels import pingpong_matmul as pingpong
 from mmqc.kernels import scaled_matmul as scaled_kernels
@@ -30,7 +31,7 @@ from mmqc.kernels.epilogue_tiles import Epilogue
 from mmqc.kernels.row_scale import ONE, VISUAL, RowScale
 from mmqc.kernels.scaled_matmul import FEW_ROWS, Linear
 from mmqc.lowering.inductor import TensorBox, constant, convert, lowerings, static_int
-from mmqc.lowering.launch import Operand, count_rows, emit, is_gluon_tile, regimes, workspace
+from mmqc.lowering.launch import Operand, count_rows, emit, has_many_rows, is_gluon_tile, regimes, workspace
 
 aten = torch.ops.aten
 WHOLE = MatmulConfig(128, 128, 64, 8, 3, variant="columns")  # any number of rows from packed weights, in one launch
@@ -212,6 +213,11 @@ def _written_out(
     if bias is None:
         return lowerings[aten.mm.default](x.box, wt)
     return lowerings[aten.addmm.default](convert(bias, x.dtype), x.box, wt)
+
+
+def by_call_transform(x: TensorBox) -> bool:
+    """Whether the op itself is called to transform x."""
+    return has_many_rows(x) and in_warpgroups.tiling(static_int(x.get_size()[-1])) is not None
 
 
 def hadamard(

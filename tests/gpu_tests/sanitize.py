@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 import triton
@@ -43,6 +44,7 @@ from sanitize_tokens import (  # noqa: E402
 )  # fmt: skip
 from tolerance import assert_close  # noqa: E402
 
+from mmqc.kernels import hadamard_wgmma as in_warpgroups  # noqa: E402
 from mmqc.kernels import pingpong_matmul as pingpong  # noqa: E402
 from mmqc.kernels.configs import MatmulConfig as Tile  # noqa: E402
 from mmqc.kernels.device_facts import (  # noqa: E402
@@ -53,7 +55,7 @@ from mmqc.kernels.device_facts import (  # noqa: E402
     multiprocessors,
 )
 from mmqc.kernels.epilogue_tiles import Epilogue  # noqa: E402
-from mmqc.kernels.hadamard_quantize import hadamard_quantize  # noqa: E402
+from mmqc.kernels.hadamard_quantize import Transformed, hadamard_quantize  # noqa: E402
 from mmqc.kernels.norm_quantize import norm_quantize  # noqa: E402
 from mmqc.kernels.row_scale import row_scale  # noqa: E402
 from mmqc.kernels.scaled_matmul import Linear, scaled_matmul  # noqa: E402
@@ -129,6 +131,11 @@ HADAMARD = {  # name: (shape, form of the scale, dynamic, or none: no quantizati
     "hadamard_quantize, two parts, dynamic": ((3, 2368), "dynamic", False),
     "hadamard_quantize gated": ((5, 1280), "one", True),
     "hadamard_quantize gated, two parts": ((3, 2368), "none", True),
+}
+WARPGROUPS = {
+    "hadamard, warpgroups": ((15, 8192), "none", False),
+    "hadamard_quantize, warpgroups, two blocks": ((9, 10240), "visual", False),
+    "hadamard_quantize, warpgroups, three blocks, dynamic": ((9, 18944), "dynamic", False),
 }
 # One error that each tool must find: a tool that finds nothing here has said nothing about the rest.
 PLANTED = {
@@ -237,13 +244,27 @@ def norm(place: Place, shape: tuple[int, int], form: str, full: bool) -> None:
     assert_codes(got.q, y / rows[:, None], 0.01)
 
 
+def by_warpgroups(x: torch.Tensor, form: str, given: dict[str, Any]) -> Transformed:
+    """As hadamard_quantize, whose launch has a program a row here."""
+    m = x.shape[0]
+    y = torch.empty_like(x, dtype=x.dtype if form == "none" else torch.int8)
+    tokens = torch.empty(m, device=x.device) if form == "dynamic" else None
+    rows = row_scale(given["scale"], m, given.get("visual"), given.get("split")) if given["scale"] is not None else None
+    launch = in_warpgroups.launch(x, y, rows, tokens)
+    launch._replace(grid=(2,), constants=launch.constants | {"PROGRAMS": 2}).run()
+    return Transformed(y, tokens)
+
+
 def transform(place: Place, shape: tuple[int, int], form: str, gated: bool) -> None:
     m, n = shape
     x, up = torch.randn(m, n).to(place.dtype), torch.randn(m, n).to(place.dtype)
     scale, more, rows = row_scales("one" if form in ("dynamic", "none") else form, m, "cpu", 0.02, 0.04)
     given = there(place, scale=None if form in ("dynamic", "none") else scale, up=up if gated else None, **more)
     # two programs, so that each takes several turns
-    got = hadamard_quantize(x.to(place.device), code=None if form == "none" else torch.int8, programs=2, **given)
+    if in_warpgroups.tiling(n):
+        got = by_warpgroups(x.to(place.device), form, given)
+    else:
+        got = hadamard_quantize(x.to(place.device), code=None if form == "none" else torch.int8, programs=2, **given)
     h = (F.silu(x.float()).to(place.dtype) * up if gated else x).double()
     y = hadamard.reference(h, hadamard.hadamard_factors(n))
     if form == "none":
@@ -286,7 +307,7 @@ def cases(place: Place) -> Iterator[Case]:
     yield "norm_, hadamard_ and basis_quantize_per_token", functools.partial(fused, place)
     for name, row in NORM.items():
         yield name, functools.partial(norm, place, *row)
-    for name, row in HADAMARD.items():
+    for name, row in (HADAMARD | (WARPGROUPS if pingpong.here(place.device) else {})).items():
         yield name, functools.partial(transform, place, *row)
     yield "kv_token_attention 4 bits", functools.partial(rounded_text, place, 4, 96, 32)
     yield "kv_token_attention 8 bits", functools.partial(rounded_text, place, 8, 80, 16)

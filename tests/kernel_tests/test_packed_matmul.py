@@ -1,12 +1,8 @@
 """Launches of packed_matmul.py, as far as they are decided without a device; the order of its kernels: test_pingpong_ring.py."""
 
-import os
-import subprocess
-import sys
-import tempfile
 import types
-from pathlib import Path
 
+import gluon_offline
 import pytest
 import torch
 
@@ -59,9 +55,14 @@ def two_parts():
 MADE = {"one part": one_part, "two parts": two_parts}
 
 
+def made(what: str):
+    """A launch, for gluon_offline.py."""
+    return MADE[what]()
+
+
 @pytest.mark.parametrize("what", MADE)
 def test_launch__gives_the_kernel_its_arguments(what):
-    check_launch(MADE[what]())
+    check_launch(made(what))
 
 
 @pytest.mark.parametrize("variant", ["pingpong", "registers"])
@@ -86,56 +87,13 @@ def test_launch__is_that_of_the_tile_for_every_product_of_one_linear(variant, mo
     assert launches[1::2] == ["run"] * 3
 
 
-OFFLINE = """
-import sys, torch, triton
-sys.path.insert(0, sys.argv[3])
-from triton.backends.compiler import GPUTarget
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon._runtime import GluonASTSource
-from test_packed_matmul import MADE
-
-launch = MADE[sys.argv[1]]()
-names = {torch.int8: "i8", torch.uint8: "u8", torch.int32: "i32", torch.float32: "fp32", torch.bfloat16: "bf16"}
-kinds = {torch.int8: gl.int8, torch.uint8: gl.uint8, torch.bfloat16: gl.bfloat16}
-constants = launch.constants | {"PARTS": 4} | ({"PTX": True} if "PTX" in launch.constants else {})
-
-def kind(name):
-    if name in constants:
-        return "constexpr"
-    value = launch.args[name]
-    if name in launch.descriptors:
-        block = list(launch.descriptors[name])
-        layout = gl.NVMMASharedLayout.get_default_for(block, kinds[value.dtype])
-        return f"tensordesc<{names[value.dtype]}[{block[0]}, {block[1]}],{layout!r}>"
-    return "i32" if isinstance(value, int) else "*" + names[value.dtype]
-
-types = {name: kind(name) for name in launch.kernel.arg_names}
-wide = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(types) if name.endswith("_ptr") or name in ("M", "N", "STORED")}
-source = GluonASTSource(launch.kernel, types, constants, wide)
-made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
-open(sys.argv[2], "w").write(made.asm["ptx"])
-print(made.metadata.shared)
-"""
-
-
 @pytest.mark.parametrize("what", MADE)
 def test_kernels__compile_to_products_that_queue_up(what):
     """Ptxas does not wait for each of them, hardly anything is spilled, and two programs fit the shared memory."""
-    nvidia = pytest.importorskip("triton.backends.nvidia")
-    ptxas = Path(nvidia.__path__[0]) / "bin" / "ptxas"
-    bare = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    with tempfile.TemporaryDirectory() as folder:
-        ptx = f"{folder}/kernel.ptx"
-        command = [sys.executable, "-c", OFFLINE, what, ptx, str(Path(__file__).parent)]
-        done = subprocess.run(command, env=bare, capture_output=True, text=True, timeout=300)
-        assert done.returncode == 0, done.stderr[-2000:]
-        shared = int(done.stdout)
-        command = [str(ptxas), "-v", "-arch=sm_90a", ptx, "-o", f"{folder}/kernel.cubin"]
-        told = subprocess.run(command, capture_output=True, text=True, timeout=300).stderr
+    told, shared = gluon_offline.compiled("test_packed_matmul", what)
     assert 2 * (shared + 1024) <= 233_472
     assert "serialized" not in told, told
-    spilled = int(told.split(" bytes spill stores")[0].split()[-1])
-    assert spilled < 512, told
+    assert gluon_offline.spilled(told) < 512, told
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,173 @@
+"""Warp-specialised transforms on Hopper against float64 and against the kernels that they join: every cut, every kind of scale."""
+
+import pytest
+import torch
+from row_scales import KINDS, row_scales
+from tolerance import assert_close
+from torch.nn import functional as F
+
+from mmqc.backend import backend, collect_records
+from mmqc.kernels import hadamard_wgmma as kernel
+from mmqc.kernels import pingpong_matmul as pingpong
+from mmqc.kernels.hadamard_quantize import hadamard_quantize
+from mmqc.kernels.hadamard_quantize_per_token import hadamard_quantize_per_token
+from mmqc.kernels.quantize_per_token import Rows, quantize_per_token
+from mmqc.ops.hadamard import reference
+from mmqc.ops.hadamard_matrix import hadamard_factors
+
+HERE = torch.cuda.is_available() and pingpong.here(torch.device("cuda"))
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HERE, reason="warpgroup products are Hopper's")]
+# A in one block, two of which one is short, two, three of which one is short, three and no more than two slots
+WIDTHS = [8192, 10240, 12288, 14336, 18944, 24576]
+ROWS = [513, 1000]
+DTYPES = [torch.bfloat16, torch.float16]
+FP8 = torch.float8_e4m3fn
+
+
+def rows_of(m: int, n: int, dtype: torch.dtype) -> torch.Tensor:
+    """Rows of a wider matrix."""
+    x = torch.randn(m, n + 64, device="cuda", dtype=dtype)[:, :n]
+    assert kernel.why_not(x) is None
+    return x
+
+
+def exact(x: torch.Tensor) -> torch.Tensor:
+    return reference(x.double(), [f.cuda() for f in hadamard_factors(x.shape[1])])
+
+
+def few_differ(got: torch.Tensor, want: torch.Tensor, most: float = 0.1) -> None:
+    """Codes of values that have been rounded twice on the way."""
+    off = (got.int() - want.int()).abs()
+    assert off.max() <= 1
+    assert (off > 0).float().mean() <= most
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("m", ROWS)
+@pytest.mark.parametrize("n", WIDTHS)
+def test_transform__equals_float64(n, m, dtype) -> None:
+    x = rows_of(m, n, dtype)
+    y = torch.full((m, n), float("nan"), dtype=dtype, device="cuda")
+    hadamard_quantize(x, code=None, out=y)
+    assert_close(y, exact(x), dtype)
+
+
+@pytest.mark.parametrize("n", WIDTHS)
+def test_transform__keeps_rows_apart(n) -> None:
+    """What is no number in one row stays there: where tiles reach into the next one, zeros are copied."""
+    x = rows_of(700, n, torch.bfloat16)
+    want = hadamard_quantize(x, code=None).y
+    x[[3, 340, 699]] = float("nan")
+    y = hadamard_quantize(x, code=None).y
+    lost = y.isnan().all(1)
+    assert lost.nonzero().flatten().tolist() == [3, 340, 699]
+    assert torch.equal(y[~lost], want[~lost])
+
+
+@pytest.mark.parametrize("code", [torch.int8, FP8])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("n", WIDTHS)
+def test_codes__scale_of_every_kind(n, kind, code) -> None:
+    x = rows_of(777, n, torch.bfloat16)
+    scale, given, each = row_scales(kind, 777, "cuda")
+    out = torch.full((777, n), 77, device="cuda").to(code)
+    hadamard_quantize(x, scale, code=code, out=out, **given)
+    values = exact(x) / each.double()[:, None]
+    if code == torch.int8:
+        few_differ(out, values.round().clamp(-128, 127))
+    else:
+        want = values.float().clamp(-448, 448).to(code).float()
+        off = (out.float() - want).abs()
+        assert (off <= want.abs() / 8 + 1).all(), "a step of float8"
+        assert (off > 0).float().mean() <= 0.1
+
+
+@pytest.mark.parametrize("n", WIDTHS)
+def test_codes__of_few_bits_are_clamped(n) -> None:
+    x = rows_of(600, n, torch.bfloat16)
+    q = hadamard_quantize(x, torch.full((1,), 0.1, device="cuda"), bits=4).y
+    few_differ(q, (exact(x) / 0.1).round().clamp(-8, 7))
+    assert {q.min().item(), q.max().item()} == {-8, 7}
+
+
+@pytest.mark.parametrize("code", [torch.int8, FP8])
+@pytest.mark.parametrize("n", WIDTHS)
+def test_dynamic__scale_of_a_token_is_that_of_its_largest_entry(n, code) -> None:
+    x = rows_of(601, n, torch.bfloat16)
+    x[5] = 0
+    q, scale = hadamard_quantize(x, code=code)
+    y, most = hadamard_quantize(x, code=None).y, 127 if code == torch.int8 else 448
+    assert scale[5] == 1
+    assert not q[5].float().any()
+    some = torch.arange(601, device="cuda") != 5
+    assert_close(scale[some] * most, y[some].abs().amax(1).float(), torch.bfloat16)
+    if code == torch.int8:
+        few_differ(q, (y.double() / scale.double()[:, None]).round(), 0.5)
+        assert (q[some].abs().amax(1) == 127).all()
+
+
+@pytest.mark.parametrize("bits", [3, 4, 8])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("n", WIDTHS)
+def test_per_token__codes_of_the_two_kernels_one_after_the_other(n, dtype, bits) -> None:
+    x = rows_of(550, n, dtype) + 0.3
+    x[-1] = 0
+    out = Rows(
+        torch.full((550, n), 77, dtype=torch.int8, device="cuda"), *torch.full((2, 550, 1), float("nan"), device="cuda")
+    )
+    assert hadamard_quantize_per_token(x, bits, out=out) is out
+    want = quantize_per_token(hadamard_quantize(x, code=None).y, [n], [bits])
+    for found, wanted in zip(out, want, strict=True):
+        assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("n", [8192, 18944])
+def test_gated__silu_is_rounded_before_it_is_multiplied(n) -> None:
+    gate, up = torch.randn(600, 2 * n, device="cuda", dtype=torch.bfloat16).chunk(2, 1)
+    h = F.silu(gate) * up
+    assert_close(hadamard_quantize(gate, up=up, code=None).y, exact(h), torch.bfloat16)
+    few_differ(hadamard_quantize_per_token(gate, 4, up=up).q, hadamard_quantize_per_token(h, 4).q)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiled__calls_the_op_where_rows_are_known(dynamic) -> None:
+    torch._dynamo.reset()
+    factors = [f.float().cuda() for f in hadamard_factors(8192)]
+    scale, up = torch.full((1,), 0.03, device="cuda"), torch.randn(2, 400, 8192, device="cuda", dtype=torch.bfloat16)
+    ops = torch.ops.mmqc
+
+    def function(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y = ops.hadamard(x, factors)
+        q = ops.hadamard_quantize(y, None, factors, scale, None, 8)
+        return y, q, *ops.hadamard_quantize_per_token(y, y, factors, 4)
+
+    compiled = torch.compile(function, backend=backend, dynamic=dynamic, fullgraph=True)
+    with collect_records() as records, torch.no_grad():
+        found = compiled(up)
+        for got, want in zip(found, function(up), strict=True):
+            assert torch.equal(got, want) or dynamic
+    launches = [name for record in records for name in record.kernels]
+    assert sum("extern" in name for name in launches) == (0 if dynamic else 3), launches
+
+
+def test_compiled__replays_in_a_graph() -> None:
+    x, scale = rows_of(2048, 14336, torch.bfloat16), torch.full((1,), 0.03, device="cuda")
+    want, out = hadamard_quantize(x, scale).y, torch.empty(2048, 14336, dtype=torch.int8, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        hadamard_quantize(x, scale, out=out)
+    for _ in range(3):
+        out.fill_(77)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(out, want)
+
+
+def test_why_not__says_what_it_cannot_do() -> None:
+    x = rows_of(600, 8192, torch.bfloat16)
+    assert "rows: more than" in str(kernel.why_not(x[:300]))
+    assert "not cut into tiles" in str(kernel.why_not(x[:, :3584]))
+    assert "not cut into tiles" in str(kernel.why_not(x.float()))
+    odd = torch.randn(600, 8193, device="cuda", dtype=torch.bfloat16)[:, 1:]
+    assert "multiples of 16 bytes" in str(kernel.why_not(odd))
+    assert_close(hadamard_quantize(odd, code=None).y, exact(odd), torch.bfloat16)  # takes another kernel
