@@ -249,7 +249,7 @@ def by_warpgroups(x: torch.Tensor, form: str, given: dict[str, Any]) -> Transfor
     m = x.shape[0]
     y = torch.empty_like(x, dtype=x.dtype if form == "none" else torch.int8)
     tokens = torch.empty(m, device=x.device) if form == "dynamic" else None
-    rows = row_scale(given["scale"], m, given.get("visual"), given.get("split")) if given["scale"] is not None else None
+    rows = row_scale(given.pop("scale"), m, **given) if "scale" in given else None
     launch = in_warpgroups.launch(x, y, rows, tokens)
     launch._replace(grid=(2,), constants=launch.constants | {"PROGRAMS": 2}).run()
     return Transformed(y, tokens)
