@@ -2,11 +2,13 @@
 
 y = quantize(f(z_0) ∘ z_1, s_next)        ops/scaled_matmul_epilogue.py
 
-With a gate and many rows on Hopper the op is called, and multiplies twice.  As parts, Inductor fuses what is between the linears.
+With a gate and many rows on Hopper the op is called, and multiplies twice; or, of weights that stay packed, it is its parts.  As
+parts, Inductor fuses what is between the linears.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -32,6 +34,20 @@ def takes_kernel(
     return why_not_epilogue(x_q, w_q, w_scale, bias, weight_bits, out_dtype) is None
 
 
+def better_apart(x_q: Tensor, w_q: list[Tensor]) -> bool:
+    """Whether these are faster as parts: a gate is read across the tiles of weights that are unpacked in registers."""
+    from mmqc.kernels import packed_matmul, pingpong_matmul
+    from mmqc.kernels.configs import config
+
+    m, k = math.prod(x_q.shape[:-1]), x_q.shape[-1]
+    if len(w_q) != 2 or not isinstance(m, int) or m <= pingpong_matmul.LEAST_ROWS:
+        return False
+    if not pingpong_matmul.here(x_q.device) or not packed_matmul.fits(k):
+        return False
+    packed = all(x_q.dtype == torch.int8 and w.dtype == torch.uint8 for w in w_q)
+    return packed and all(config(packed_matmul.OP, m, w.shape[0], k, x_q.device).variant == "registers" for w in w_q)
+
+
 @register_decomposition(OP)
 def decompose(
     x_q: Tensor, w_q: list[Tensor], x_scale: Tensor, w_scale: list[Tensor], bias: list[Tensor | None],
@@ -39,7 +55,7 @@ def decompose(
     next_visual: Tensor | None = None, next_bits: int = 8, low_x: Tensor | None = None, low_w: Tensor | None = None,
 ) -> Any:  # fmt: skip
     """The parts, as in the graph before fuse_epilogues."""
-    if takes_kernel(x_q, w_q, w_scale, bias, weight_bits, out_dtype):
+    if takes_kernel(x_q, w_q, w_scale, bias, weight_bits, out_dtype) and not better_apart(x_q, w_q):
         return NotImplemented
     ops = torch.ops.mmqc
     z = [ops.scaled_matmul(x_q, w, x_scale, s, b, visual, weight_bits, out_dtype)

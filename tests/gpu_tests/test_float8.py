@@ -48,7 +48,8 @@ def test_hadamard_quantize__cuda_differs_by_a_rounding(width: int, dtype: torch.
     got = ops.hadamard_quantize(x, None, factors, scale, None, 8, FLOAT8).float()
     want = hadamard_quantize.reference(x, None, factors, scale, None, 8, FLOAT8).float()
     assert ((got - want).abs() <= want.abs() / 8 + 1).all()
-    assert (got != want).float().mean() <= 0.05
+    # h, or A h on the way, is rounded to x's dtype: in bfloat16 6.7 % of the codes part (simulated on the CPU), in float16 1.2 %
+    assert (got != want).float().mean() <= (0.1 if dtype == torch.bfloat16 else 0.05)
     plain = ops.quantize(x, scale, None, 8, FLOAT8)
     assert torch.equal(plain.float(), quantize.reference(x, scale, None, 8, FLOAT8).float())
 

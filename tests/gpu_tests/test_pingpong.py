@@ -124,7 +124,7 @@ def test_gate_first__equals_the_kernel_of_both(activation, codes, bits) -> None:
     for stored, config in ((weights, None), ([gate, up], CLASSIC)):
         y = torch.full((m, n), 77, dtype=torch.int8 if codes else torch.bfloat16, device="cuda")
         linears = [Linear(w, s / 2e4, None, y) for w, s in zip(stored, (w_scale, u_scale), strict=True)]
-        assert in_two(x, linears)  # without a tile that is given
+        assert in_two(x, linears) == (linears[0].w.dtype == torch.int8)  # without a tile that is given
         scaled_matmul_epilogue(x, linears, rows, after, config)
         found.append(y.float())
     off = (found[0] - found[1]).abs()
