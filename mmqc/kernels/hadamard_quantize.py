@@ -152,7 +152,7 @@ def hadamard_quantize(
     if m == 0:
         return Transformed(y, tokens)
     tuned = (plan, num_warps, programs, num_stages)
-    if all(option is None for option in tuned) and in_warpgroups.why_not(x) is None:
+    if all(option is None for option in tuned) and in_warpgroups.why_not(x, y) is None:
         in_warpgroups.launch(x if up is None else silu_multiply(x, up), y, rows, tokens, bits).run()
     else:
         p = plan or hadamard_plan(n, x.device, x.dtype)

@@ -64,15 +64,15 @@ def slots(t: Tiling, item_bytes: int) -> int:
     return min(MOST_SLOTS, (SHARED - matrices - written) // (BYTES * (t.A1 + t.A2) * COLUMNS))
 
 
-def why_not(x: Tensor) -> str | None:
-    """None, or why rows like x are not transformed in this way."""
+def why_not(x: Tensor, y: Tensor | None = None) -> str | None:
+    """None, or why rows like x are not transformed in this way, into y if it is known."""
     if not here(x.device):
         return "warpgroup products are Hopper's"
     if x.shape[0] <= LEAST_ROWS:
         return f"{x.shape[0]} rows: more than {LEAST_ROWS} have been measured"
     if x.dtype not in DTYPES or tiling(x.shape[1]) is None:
         return f"{x.dtype} rows of {x.shape[1]} are not cut into tiles of {COLUMNS} columns"
-    if x.stride(0) * x.dtype.itemsize % 16 or x.data_ptr() % 16:
+    if x.stride(0) * x.dtype.itemsize % 16 or x.data_ptr() % 16 or (y is not None and y.data_ptr() % 16):
         return "tensor descriptors need rows and addresses that are multiples of 16 bytes"
     return None
 
