@@ -79,12 +79,8 @@ def test_backend__compiled_graph_launches_the_kernels(bits: int, dtype: torch.dt
     compiled = copy.deepcopy(model)
     compiled.compile(backend=backend)
     with torch.no_grad(), collect_records() as records:
-        for rows in (
-            40,
-            7,
-            1,
-            200,
-        ):  # eager, more than 512 take another kernel on Hopper, whose float8 sums have fewer bits
+        # Eager, more than 512 rows take another kernel on Hopper, whose float8 sums have fewer bits.
+        for rows in (40, 7, 1, 200):
             x = torch.randn(2, rows, 256, device="cuda").to(dtype)
             got, want = compiled(x), model(x)
             assert (got - want).norm() <= most * (want - x).norm()
