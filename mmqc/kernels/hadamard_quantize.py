@@ -7,7 +7,7 @@ Shapes:  x, u [M, n] fp16 | bf16 | fp32 (interpreter, ieee)   y [M, n] like x, o
 How:     Y = A X Bᵀ on tiles (hadamard_plan.py); a program keeps both matrices and walks over rows.  A Y Bᵀ rounds twice to
          x's dtype (h, A h), sums are float32.
 Bytes:   one read and one write of every element.
-Many:    on Hopper rows of most widths go to hadamard_wgmma.py, unless an option asks for this kernel.
+Many:    many wide rows go to hadamard_wgmma.py on Hopper, unless an option asks for this kernel.
 Arch:    Ampere and newer; fp8 from compute capability 8.9.
 """
 
@@ -151,13 +151,22 @@ def hadamard_quantize(
     rows = row_scale(scale, m, visual, split) if code is not None and scale is not None else None
     if m == 0:
         return Transformed(y, tokens)
-    tuned = (plan, num_warps, programs, num_stages)
-    if all(option is None for option in tuned) and in_warpgroups.why_not(x, y) is None:
-        in_warpgroups.launch(x if up is None else silu_multiply(x, up), y, rows, tokens, bits).run()
-    else:
-        p = plan or hadamard_plan(n, x.device, x.dtype)
-        launch(x, up, y, p, rows, tokens, code, bits, num_warps, programs, num_stages).run()
+    run(x, up, y, plan, rows, tokens, code, bits, num_warps, programs, num_stages)
     return Transformed(y, tokens)
+
+
+def run(
+    x: Tensor, up: Tensor | None, y: Tensor, plan: HadamardPlan | None, rows: RowScale | None, tokens: Tensor | None,
+    code: torch.dtype | None, bits: int, num_warps: int | None, programs: int | None, num_stages: int | None,
+    offsets: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Fill y, now: by this file's launch where an option asks for it or the other kernel does not take the rows."""
+    asked = any(option is not None for option in (plan, num_warps, programs, num_stages))
+    if asked or in_warpgroups.why_not(x, y) is not None:
+        p = plan or hadamard_plan(x.shape[1], x.device, x.dtype)
+        launch(x, up, y, p, rows, tokens, code, bits, num_warps, programs, num_stages, offsets).run()
+    else:
+        in_warpgroups.launch(x if up is None else silu_multiply(x, up), y, rows, tokens, bits, offsets).run()
 
 
 def launch(

@@ -3,7 +3,7 @@
     h = x,  or  silu(x) ∘ u     y = h (F1 ⊗ … ⊗ Fr)ᵀ     q = round((y - min y) / s) - 2^(b-1)     o = min y + 2^(b-1) s
 
 Shapes:  x, u [M, n]   q int8 [M, n]   s, o float32 [M, 1]: all channels are of one part (ops/hadamard_quantize_per_token.py)
-How:     hadamard_quantize.py's kernel, whose programs hold whole rows.  y is rounded to x's dtype as when it is written, so the
+How:     hadamard_quantize.py's kernels, whose programs hold whole rows.  y is rounded to x's dtype as when it is written, so the
          codes are those of the two kernels one after the other, to the bit.
          Few wide rows are faster in slices (hadamard_slices.py), of which none sees a row's range: then it is two kernels.
 Bytes:   3 n a token in 16 bits, 5 n gated; one by one, 7 n, with the gate in front of the transform 9 n.
@@ -16,13 +16,11 @@ import torch
 from torch import Tensor
 
 from mmqc.kernels import hadamard_quantize as transform
-from mmqc.kernels import hadamard_wgmma as in_warpgroups
 from mmqc.kernels import quantize_per_token as per_token
-from mmqc.kernels.hadamard_plan import HadamardPlan, hadamard_plan
+from mmqc.kernels.hadamard_plan import HadamardPlan, best_tiling
 from mmqc.kernels.hadamard_slices import few
 from mmqc.kernels.launch import Launch
 from mmqc.kernels.quantize_per_token import Rows
-from mmqc.kernels.silu_multiply import silu_multiply
 
 
 def supports(x: Tensor, up: Tensor | None, bits: int) -> str | None:
@@ -43,16 +41,10 @@ def hadamard_quantize_per_token(
     out = Rows.empty(x, 1) if out is None else out
     if m == 0:
         return out
-    tuned = (plan, num_warps, programs, num_stages)
-    if all(option is None for option in tuned) and in_warpgroups.why_not(x, out.q) is None:
-        h = x if up is None else silu_multiply(x, up)
-        in_warpgroups.launch(h, out.q, None, out.scale, bits, out.offset).run()
-        return out
-    p = plan or hadamard_plan(n, x.device, x.dtype)
-    if programs is None and few(x, p.tiling):
-        y = transform.hadamard_quantize(x, up=up, code=None, plan=p).y
+    if programs is None and few(x, plan.tiling if plan else best_tiling(n)):  # type: ignore[arg-type]  # supports has seen it
+        y = transform.hadamard_quantize(x, up=up, code=None, plan=plan).y
         return per_token.quantize_per_token(y, [n], [bits], out=out)
-    launch(x, up, out, p, bits, num_warps, programs, num_stages).run()
+    transform.run(x, up, out.q, plan, None, out.scale, torch.int8, bits, num_warps, programs, num_stages, out.offset)
     return out
 
 

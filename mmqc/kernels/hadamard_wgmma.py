@@ -21,14 +21,13 @@ from mmqc.kernels.device_facts import ceil_div, has_inline_ptx, multiprocessors
 from mmqc.kernels.hadamard_plan import HadamardPlan, Tiling
 from mmqc.kernels.hadamard_tiles import ASYMMETRIC, DYNAMIC, FLOAT, STATIC
 from mmqc.kernels.launch import Launch
-from mmqc.kernels.pingpong_matmul import LEAST_ROWS, SHARED, here
+from mmqc.kernels.pingpong_matmul import LEAST_ROWS, REGISTERS, SHARED, here
 from mmqc.kernels.row_scale import ROW, RowScale
 
 COLUMNS = 128
 LEAST_WIDTH = 8192  # below, the other kernel is as fast
-BLOCK, BYTES = 64, 2  # hadamard_wgmma_tiles.py's
+BLOCK, BYTES, CONSUMERS = 64, 2, 2  # hadamard_wgmma_tiles.py's
 MOST_SLOTS = 6
-REGISTERS = {2: 240, 3: 152}  # a thread, by consumers: with 24 for the copies what there is
 DTYPES = (torch.float16, torch.bfloat16)
 
 
@@ -47,11 +46,6 @@ def blocks(t: Tiling) -> int:
     return ceil_div(t.A1 + t.A2, BLOCK)
 
 
-def consumers(t: Tiling) -> int:
-    """Warpgroups that multiply: as many as have registers enough."""
-    return 3 if blocks(t) == 1 else 2
-
-
 def places(item_bytes: int) -> int:
     """Blocks of y a consumer has room for."""
     return 3 - item_bytes
@@ -60,7 +54,7 @@ def places(item_bytes: int) -> int:
 def slots(t: Tiling, item_bytes: int) -> int:
     """Tiles of x that fit beside the matrices and the blocks of y."""
     matrices = BYTES * (blocks(t) * BLOCK * (t.A1 + t.A2) + COLUMNS**2 // 4)
-    written = consumers(t) * places(item_bytes) * BLOCK * COLUMNS * item_bytes
+    written = CONSUMERS * places(item_bytes) * BLOCK * COLUMNS * item_bytes
     return min(MOST_SLOTS, (SHARED - matrices - written) // (BYTES * (t.A1 + t.A2) * COLUMNS))
 
 
@@ -111,7 +105,7 @@ def launch(
     programs, size = min(m, multiprocessors(x.device)), y.dtype.itemsize
     constants = dict(
         SCALE=2 / (plans.outer_factor(t) * math.sqrt(t.a * t.b)), A1=t.A1, A2=t.A2, COLUMNS=COLUMNS, SLOTS=slots(t, size),
-        PLACES=places(size), PROGRAMS=programs, CONSUMERS=consumers(t), REGISTERS=REGISTERS[consumers(t)], MODE=mode.value,
+        PLACES=places(size), PROGRAMS=programs, REGISTERS=REGISTERS, MODE=mode.value,
         KIND=ROW.value if rows is None else rows.kind, LOW=-(2.0 ** (bits - 1)), HIGH=2.0 ** (bits - 1) - 1,
         PTX=has_inline_ptx(x.device),
     )  # fmt: skip

@@ -1,13 +1,13 @@
-"""Kernel of hadamard_wgmma.py: a ring of tiles of x in shared memory, one warp that fills it, warpgroups that transform them.
+"""Kernel of hadamard_wgmma.py: a ring of tiles of x in shared memory, one warp that fills it, two warpgroups that transform them.
 
     fill       for every row of x:  wait until a slot is empty,  copy the row as X [A1 + A2, 128] into it by TMA
     transform  in blocks of 64 rows of A:  T = A X,  Y = T (H2 ⊗ H)ᵀ = [(T0 + T1) Hᵀ, (T0 - T1) Hᵀ],  codes,  TMA to memory
 
 Halves:  T0 and T1 are the left and the right half of T, and in the same registers of the same thread; their sum and their
          difference are rounded and become operands where they are.  Half as many products as T (H2 ⊗ H)ᵀ, and H is a quarter of it.
-Order:   the next block's A X runs while a block is written, and the other consumers' products run beside both.
+Order:   the next block's A X runs while a block is written, and the other consumer's products run beside both.
 Ends:    where a scale comes from a row's entries, its blocks are computed twice: first for the ends, then for the codes.
-Ring:    slots by turns, so a consumer meets all of them; barriers by turns and consumers, so none sees another one's phase.
+Ring:    slots by turns, so a consumer meets all of them; barriers by turns and consumers, so none sees the other's phase.
 """
 
 # Gluon is known when it is compiled.
@@ -33,6 +33,7 @@ from mmqc.kernels.row_scale import row_scale_tile
 
 BLOCK = gl.constexpr(64)  # rows of A that a warpgroup multiplies
 BYTES = gl.constexpr(2)  # an entry of x and of the matrices
+CONSUMERS = gl.constexpr(2)
 FP8 = gl.constexpr(gl.float8e4nv)
 NEAR = gl.constexpr(12582912.0)  # 1.5 * 2^23, next to which floats are integers
 
@@ -40,7 +41,7 @@ NEAR = gl.constexpr(12582912.0)  # 1.5 * 2^23, next to which floats are integers
 @gluon.jit
 def fill_slots(
     x_desc, rest_desc, ring, M, A1: gl.constexpr, A2: gl.constexpr, COLUMNS: gl.constexpr,
-    SLOTS: gl.constexpr, PROGRAMS: gl.constexpr, CONSUMERS: gl.constexpr,
+    SLOTS: gl.constexpr, PROGRAMS: gl.constexpr,
 ):  # fmt: skip
     """The warp that copies."""
     tiles, rests, full, empty = ring[0], ring[1], ring[2], ring[3]
@@ -195,10 +196,10 @@ def take_row(
 def transform_slots(
     which: gl.constexpr, y_desc, outer, inner, ring, places, ready, scale_ptr, row_ptr, token_ptr, offset_ptr, M, a,
     SCALE: gl.constexpr, A1: gl.constexpr, A2: gl.constexpr, COLUMNS: gl.constexpr, SLOTS: gl.constexpr,
-    PLACES: gl.constexpr, PROGRAMS: gl.constexpr, CONSUMERS: gl.constexpr, MODE: gl.constexpr, KIND: gl.constexpr,
+    PLACES: gl.constexpr, PROGRAMS: gl.constexpr, MODE: gl.constexpr, KIND: gl.constexpr,
     LOW: gl.constexpr, HIGH: gl.constexpr, PTX: gl.constexpr,
 ):  # fmt: skip
-    """A warpgroup that transforms every CONSUMERS-th row of its program."""
+    """A warpgroup that transforms every second row of its program."""
     each: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16]))
     tiles, rests, full, empty = ring[0], ring[1], ring[2], ring[3]
     turn = which
@@ -233,7 +234,7 @@ def transform_slots(
 
 @gluon.jit
 def make_ring(x_desc, rest_desc, A1: gl.constexpr, A2: gl.constexpr, COLUMNS: gl.constexpr,
-              SLOTS: gl.constexpr, CONSUMERS: gl.constexpr):  # fmt: skip
+              SLOTS: gl.constexpr):  # fmt: skip
     """(Tiles of x, what of them is behind A1, full, empty)."""
     tiles = gl.allocate_shared_memory(x_desc.dtype, [SLOTS, 1, A1, COLUMNS], x_desc.layout)
     rests = tiles
@@ -270,13 +271,13 @@ def load_matrices(outer_desc, outer_rest_desc, inner_desc, ready, BLOCKS: gl.con
 def hadamard_wgmma_kernel(
     x_desc, rest_desc, y_desc, outer_desc, outer_rest_desc, inner_desc, scale_ptr, row_ptr, token_ptr, offset_ptr, M, a,
     SCALE: gl.constexpr, A1: gl.constexpr, A2: gl.constexpr, COLUMNS: gl.constexpr, SLOTS: gl.constexpr,
-    PLACES: gl.constexpr, PROGRAMS: gl.constexpr, CONSUMERS: gl.constexpr, REGISTERS: gl.constexpr, MODE: gl.constexpr,
+    PLACES: gl.constexpr, PROGRAMS: gl.constexpr, REGISTERS: gl.constexpr, MODE: gl.constexpr,
     KIND: gl.constexpr, LOW: gl.constexpr, HIGH: gl.constexpr, PTX: gl.constexpr,
 ):  # fmt: skip
     """As hadamard_quantize_kernel."""
     ready = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout()).index(0)
     mbarrier.init(ready, count=1)
-    ring = make_ring(x_desc, rest_desc, A1, A2, COLUMNS, SLOTS, CONSUMERS)
+    ring = make_ring(x_desc, rest_desc, A1, A2, COLUMNS, SLOTS)
     fence_async_shared()
     outer_main, outer_rest, inner = load_matrices(
         outer_desc, outer_rest_desc, inner_desc, ready, (A1 + A2 + BLOCK - 1) // BLOCK, A1, A2, COLUMNS
@@ -285,26 +286,12 @@ def hadamard_wgmma_kernel(
     flat: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK, COLUMNS], y_desc.dtype)
     places = gl.allocate_shared_memory(y_desc.dtype, [CONSUMERS * PLACES, BLOCK, COLUMNS], flat)
     gdc_wait()  # what stands above overlaps the end of the kernel before, if the launch allows it
-    if CONSUMERS == 2:
-        gl.warp_specialize([
-            (transform_slots, (
-                0, y_desc, outer, inner, ring, places, ready, scale_ptr, row_ptr, token_ptr, offset_ptr, M, a, SCALE, A1, A2,
-                COLUMNS, SLOTS, PLACES, PROGRAMS, CONSUMERS, MODE, KIND, LOW, HIGH, PTX)),
-            (transform_slots, (
-                1, y_desc, outer, inner, ring, places, ready, scale_ptr, row_ptr, token_ptr, offset_ptr, M, a, SCALE, A1, A2,
-                COLUMNS, SLOTS, PLACES, PROGRAMS, CONSUMERS, MODE, KIND, LOW, HIGH, PTX)),
-            (fill_slots, (x_desc, rest_desc, ring, M, A1, A2, COLUMNS, SLOTS, PROGRAMS, CONSUMERS)),
-        ], [4, 1], [REGISTERS, 24])  # fmt: skip
-    else:
-        gl.warp_specialize([
-            (transform_slots, (
-                0, y_desc, outer, inner, ring, places, ready, scale_ptr, row_ptr, token_ptr, offset_ptr, M, a, SCALE, A1, A2,
-                COLUMNS, SLOTS, PLACES, PROGRAMS, CONSUMERS, MODE, KIND, LOW, HIGH, PTX)),
-            (transform_slots, (
-                1, y_desc, outer, inner, ring, places, ready, scale_ptr, row_ptr, token_ptr, offset_ptr, M, a, SCALE, A1, A2,
-                COLUMNS, SLOTS, PLACES, PROGRAMS, CONSUMERS, MODE, KIND, LOW, HIGH, PTX)),
-            (transform_slots, (
-                2, y_desc, outer, inner, ring, places, ready, scale_ptr, row_ptr, token_ptr, offset_ptr, M, a, SCALE, A1, A2,
-                COLUMNS, SLOTS, PLACES, PROGRAMS, CONSUMERS, MODE, KIND, LOW, HIGH, PTX)),
-            (fill_slots, (x_desc, rest_desc, ring, M, A1, A2, COLUMNS, SLOTS, PROGRAMS, CONSUMERS)),
-        ], [4, 4, 1], [REGISTERS, REGISTERS, 24])  # fmt: skip
+    gl.warp_specialize([
+        (transform_slots, (
+            0, y_desc, outer, inner, ring, places, ready, scale_ptr, row_ptr, token_ptr, offset_ptr, M, a, SCALE, A1, A2, COLUMNS,
+            SLOTS, PLACES, PROGRAMS, MODE, KIND, LOW, HIGH, PTX)),
+        (transform_slots, (
+            1, y_desc, outer, inner, ring, places, ready, scale_ptr, row_ptr, token_ptr, offset_ptr, M, a, SCALE, A1, A2, COLUMNS,
+            SLOTS, PLACES, PROGRAMS, MODE, KIND, LOW, HIGH, PTX)),
+        (fill_slots, (x_desc, rest_desc, ring, M, A1, A2, COLUMNS, SLOTS, PROGRAMS)),
+    ], [4, 1], [REGISTERS, 24])  # fmt: skip
