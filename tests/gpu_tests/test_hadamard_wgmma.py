@@ -144,7 +144,9 @@ def test_compiled__calls_the_op_where_rows_are_known(dynamic) -> None:
     compiled = torch.compile(function, backend=backend, dynamic=dynamic, fullgraph=True)
     with collect_records() as records, torch.no_grad():
         found, wanted = compiled(up), function(up)
-    assert_close(found[0], wanted[0], torch.bfloat16)  # of any number of rows by the other kernel, which rounds elsewhere
+    assert_close(
+        found[0], wanted[0], torch.bfloat16
+    )  # of any number of rows by the other kernel, which rounds elsewhere
     few_differ(found[1], wanted[1], 0.2)  # transformed twice
     same = [torch.equal(got, want) for got, want in zip(found, wanted, strict=True)]
     assert all(same) != dynamic
