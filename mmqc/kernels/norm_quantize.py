@@ -42,7 +42,7 @@ class Normed(NamedTuple):
 @triton.jit
 def round_tile(y, DTYPE: tl.constexpr, PTX: tl.constexpr):
     """Float32 values rounded to DTYPE; bf16 two at a time, which the conversion of one is eight times slower than."""
-    if PTX and tl.bfloat16 == DTYPE:
+    if PTX and tl.bfloat16 == DTYPE and y.numel > 1:
         y = tl.inline_asm_elementwise(
             "{ .reg .b32 t; cvt.rn.bf16x2.f32 t, $3, $2; shl.b32 $0, t, 16; and.b32 $1, t, 0xFFFF0000; }",
             "=f,=f,f,f", [y], dtype=tl.float32, is_pure=True, pack=2)  # fmt: skip

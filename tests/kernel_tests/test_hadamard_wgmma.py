@@ -1,6 +1,6 @@
 """hadamard_wgmma.py without a device: how rows are cut, the order of its kernel's warps, its launches, its machine code."""
 
-import gluon_offline
+import offline
 import pytest
 import torch
 import warp_simulator as simulator
@@ -125,10 +125,10 @@ def test_launch__gives_the_kernel_its_arguments(n, what):
 )
 def test_kernel__compiles_to_products_that_queue_up(n, what):
     """Ptxas does not wait for each of them, hardly anything is spilled, and all of it fits the shared memory."""
-    told, shared = gluon_offline.compiled("test_hadamard_wgmma", n, what)
+    told, shared = offline.compiled("test_hadamard_wgmma", n, what)
     assert shared <= 232_448
     assert "serialized" not in told, told
-    assert gluon_offline.spilled(told) < 128, told
+    assert offline.spilled(told) < 128, told
 
 
 def test_why_not__says_what_it_cannot_do():

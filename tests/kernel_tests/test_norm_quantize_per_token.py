@@ -1,5 +1,6 @@
 """The kernel against the plain-torch op: the sums equal, codes but for those that a last bit of rsqrt moves."""
 
+import offline
 import pytest
 import torch
 from tolerance import assert_close
@@ -12,6 +13,13 @@ PARTS = [
     ([64], [4]), ([100], [8]), ([63, 9], [4, 8]), ([56, 8], [3, 8]), ([1, 16], [2, 4]), ([3], [4]), ([1], [4]),
     ([17, 31, 9], [2, 4, 8]), ([24, 60, 12], [2, 4, 8]),
 ]  # fmt: skip
+
+
+def made(*widths: str):
+    """A launch in bfloat16, for offline.py."""
+    sizes = [int(width) for width in widths]
+    x, norm = operands(5, sum(sizes), torch.bfloat16, "cpu", residual=True)
+    return kernel.launch(x, norm, *poisoned(5, sizes, x.dtype, "cpu"), sizes, [4, 8, 8][: len(sizes)])
 
 
 def poisoned(m, widths, dtype, device):
@@ -112,3 +120,10 @@ def test_norm_quantize_per_token_kernel__refuses(device):
     with pytest.raises(ValueError, match=r"order is int64 \[64\]"):
         kernel.norm_quantize_per_token(x, norm, [64], [4], order=torch.arange(63, device=device))
     assert kernel.norm_quantize_per_token(x[:0], norm, [64], [4])[0].q.shape == (0, 64)
+
+
+@pytest.mark.parametrize("widths", [(33, 7), (1,), (448, 64)])
+def test_norm_quantize_per_token_kernel__compiles_for_a_device(widths):
+    """Tiles of one channel too, which have no pair to round."""
+    told, _ = offline.compiled("test_norm_quantize_per_token", *widths)
+    assert offline.spilled(told) == 0

@@ -2,7 +2,7 @@
 
 import types
 
-import gluon_offline
+import offline
 import pytest
 import torch
 
@@ -56,8 +56,9 @@ MADE = {"one part": one_part, "two parts": two_parts}
 
 
 def made(what: str):
-    """A launch, for gluon_offline.py."""
-    return MADE[what]()
+    """A launch whose last tiles four programs share, for offline.py."""
+    launch = MADE[what]()
+    return launch._replace(constants=launch.constants | {"PARTS": 4})
 
 
 @pytest.mark.parametrize("what", MADE)
@@ -90,10 +91,10 @@ def test_launch__is_that_of_the_tile_for_every_product_of_one_linear(variant, mo
 @pytest.mark.parametrize("what", MADE)
 def test_kernels__compile_to_products_that_queue_up(what):
     """Ptxas does not wait for each of them, hardly anything is spilled, and two programs fit the shared memory."""
-    told, shared = gluon_offline.compiled("test_packed_matmul", what)
+    told, shared = offline.compiled("test_packed_matmul", what)
     assert 2 * (shared + 1024) <= 233_472
     assert "serialized" not in told, told
-    assert gluon_offline.spilled(told) < 512, told
+    assert offline.spilled(told) < 512, told
 
 
 @pytest.mark.parametrize(

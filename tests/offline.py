@@ -1,4 +1,4 @@
-"""A launch of a Gluon kernel, compiled for Hopper without a device: what ptxas says of it, and the shared memory it takes.
+"""A launch of a kernel, compiled for Hopper without a device: what ptxas says of it, and the shared memory it takes.
 
     told, shared = compiled("test_packed_matmul", "two parts")      of ``test_packed_matmul.made("two parts")``
 
@@ -47,13 +47,16 @@ def main(ptx: str, module: str, *what: str) -> None:
     import torch
     import triton
     from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon._runtime import GluonASTSource
+
+    from mmqc.kernels.gluon_tiles import is_gluon
 
     launch = importlib.import_module(module).made(*what)
     names = {torch.int8: "i8", torch.uint8: "u8", torch.int32: "i32", torch.float32: "fp32", torch.bfloat16: "bf16"}
     kinds = {torch.int8: gl.int8, torch.uint8: gl.uint8, torch.bfloat16: gl.bfloat16}
-    constants = launch.constants | {k: v for k, v in {"PTX": True, "PARTS": 4}.items() if k in launch.constants}
+    constants = launch.constants | ({"PTX": True} if "PTX" in launch.constants else {})
 
     def kind(name: str) -> str:
         if name in constants:
@@ -71,7 +74,7 @@ def main(ptx: str, module: str, *what: str) -> None:
         for i, name in enumerate(types)
         if name.endswith("_ptr") or name in ("M", "N", "STORED")
     }
-    source = GluonASTSource(launch.kernel, types, constants, wide)
+    source = (GluonASTSource if is_gluon(launch.kernel) else ASTSource)(launch.kernel, types, constants, wide)
     made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": launch.num_warps})
     Path(ptx).write_text(made.asm["ptx"])
     print(made.metadata.shared)
