@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from gpu_run import Run
-from row_kernels import quantize_in_torch
+from row_kernels import NORM, quantize_in_torch
 
 from mmqc.kernels.norm_quantize import norm_quantize
 from mmqc.kernels.scaled_matmul import scaled_matmul
@@ -27,7 +27,7 @@ def chain_calls(run: Run, linear: Any) -> dict[str, Callable[[], None]]:
         scaled_matmul(q, w, scale, linear.w_scale, linear.bias, out=linear.out, out_dtype=run.dtype, **rows)
 
     def chain(scale: torch.Tensor | None, **rows: Any) -> None:
-        q, tokens, _ = norm_quantize(x, scale, **rows)
+        q, tokens, _ = norm_quantize(x, NORM, scale, **rows)
         used = tokens if scale is None else scale
         assert used is not None
         multiply(q, used, **rows)

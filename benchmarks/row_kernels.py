@@ -20,10 +20,11 @@ from torch.nn import functional as F
 from mmqc.kernels.device_facts import multiprocessors
 from mmqc.kernels.hadamard_plan import hadamard_plan
 from mmqc.kernels.hadamard_quantize import hadamard_quantize
-from mmqc.kernels.norm_quantize import norm_quantize
+from mmqc.kernels.norm_quantize import Norm, norm_quantize
 from mmqc.norm import RMSNorm
 from mmqc.ops import hadamard
 
+NORM = Norm(1e-6)
 # By width: cut, warps, stages, programs a multiprocessor.
 CANDIDATES = {
     1280: [(cut, 4, s, p) for cut in ((40, 32), (20, 64)) for s, p in ((3, 4), (3, 8), (2, 6))],
@@ -46,7 +47,7 @@ def check_rows(run: Run, width: int, m: int) -> None:
     x = torch.randn(m, width, device=run.device).to(run.dtype)
     scale = torch.full((1,), 0.03, device=run.device)
     y = RMSNorm(width).to(run.device)(x).float()
-    rate = code_error(norm_quantize(x, scale).q, torch.round(y / 0.03).clamp(-128, 127))
+    rate = code_error(norm_quantize(x, NORM, scale).q, torch.round(y / 0.03).clamp(-128, 127))
     h = hadamard.reference(x.float(), [f.to(run.device) for f in hadamard.hadamard_factors(width)])
     got = hadamard_quantize(x, scale)
     more = code_error(got.y, torch.round(h / 0.03).clamp(-128, 127))
@@ -134,12 +135,12 @@ def time_rows(run: Run, m: int) -> None:
     split = torch.tensor([m // 2], dtype=torch.int32, device=run.device)
     row = RowTimes(run, m).row
     for width in (64,) if run.dry else (3584, 1280):
-        row("norm_quantize", width, 3, lambda x, out: norm_quantize(x, scale, out=out))
-        row("norm_quantize visual", width, 3, lambda x, out: norm_quantize(x, pair, visual=visual, out=out))
-        row("norm_quantize split", width, 3, lambda x, out: norm_quantize(x, pair, split=split, out=out))
-        row("norm_quantize dynamic", width, 3, lambda x, out: norm_quantize(x, out=out))
+        row("norm_quantize", width, 3, lambda x, out: norm_quantize(x, NORM, scale, out=out))
+        row("norm_quantize visual", width, 3, lambda x, out: norm_quantize(x, NORM, pair, visual=visual, out=out))
+        row("norm_quantize split", width, 3, lambda x, out: norm_quantize(x, NORM, pair, split=split, out=out))
+        row("norm_quantize dynamic", width, 3, lambda x, out: norm_quantize(x, NORM, out=out))
         row("norm_quantize residual", width, 7, lambda x, out: norm_quantize(
-            x[:, : x.shape[1] // 2], scale, residual=x[:, x.shape[1] // 2 :], out=out), 2)  # fmt: skip
+            x[:, : x.shape[1] // 2], NORM._replace(residual=x[:, x.shape[1] // 2 :]), scale, out=out), 2)  # fmt: skip
     for width in (64,) if run.dry else (3584, 5120, 18944, 1280, 14336):
         row("hadamard_quantize", width, 3, lambda x, out: hadamard_quantize(x, scale, out=out))
         row("hadamard_quantize dynamic", width, 3, lambda x, out: hadamard_quantize(x, out=out))
@@ -156,7 +157,7 @@ def time_rows(run: Run, m: int) -> None:
                 f"norm_quantize {warps}w",
                 width,
                 3,
-                lambda x, out, w=warps: norm_quantize(x, scale, out=out, num_warps=w),
+                lambda x, out, w=warps: norm_quantize(x, NORM, scale, out=out, num_warps=w),
             )
 
 

@@ -4,8 +4,7 @@
                   modality   reorder_tokens, rewrite_mask, rewrite_rope_index
                   auto       the rule in ``token_passes``
     attention     fold_query_groups
-    fusion        share_quantize, fuse_epilogues, fuse_matmuls, fuse_hadamard_quantize,
-                   fuse_norm_quantize
+    fusion        share_quantize, fuse_epilogues, fuse_matmuls, fuse_hadamard_quantize, fuse_norm_quantize, share_angles
     reads         reorder_reads; what it puts in front runs before the compiled graph (``reading_first``)
 
 They run on a whole Dynamo graph, after the backend's own quantization, and need only shapes; what share_quantize takes for
@@ -38,6 +37,7 @@ from .passes.reorder_reads import EARLY, READS, ReorderReads
 from .passes.reorder_tokens import ReorderTokens
 from .passes.rewrite_mask import RewriteMask
 from .passes.rewrite_rope_index import RewriteRopeIndex
+from .passes.share_angles import ShareAngles
 from .passes.share_quantize import EQUALS, ShareQuantize, equal
 
 logger = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ UNEQUAL = (
     "without shared quantization; call torch._dynamo.reset() to compile it anew"
 )
 FUSION: tuple[Pass, ...] = (
-    ShareQuantize(), FuseEpilogues(), FuseMatmuls(), FuseHadamardQuantize(), FuseNormQuantize(),
+    ShareQuantize(), FuseEpilogues(), FuseMatmuls(), FuseHadamardQuantize(), FuseNormQuantize(), ShareAngles(),
 )  # fmt: skip
 
 

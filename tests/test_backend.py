@@ -101,7 +101,7 @@ def test_backend__record_of_a_quantized_graph() -> None:
     with torch.no_grad(), collect_records() as records:
         model(ids(2, 9))
     (record,) = [r for r in records if r.quantized]
-    assert record.ops == {"quantize": 1, "scaled_matmul_epilogue": 1, "hadamard_quantize": 1, "scaled_matmul": 1}
+    assert record.ops == {"norm_quantize": 1, "scaled_matmul_epilogue": 1, "hadamard_quantize": 1, "scaled_matmul": 1}
     assert any(k.startswith("cpp_fused") and "quantize" in k for k in record.kernels)
     assert record.compile_seconds > 0
     assert record.fallbacks == []

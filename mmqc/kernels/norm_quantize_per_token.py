@@ -18,7 +18,6 @@ Arch:    Ampere and newer.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 import triton
@@ -27,20 +26,10 @@ from torch import Tensor
 
 from mmqc.kernels.device_facts import has_inline_ptx, why_not_here
 from mmqc.kernels.launch import Launch
-from mmqc.kernels.norm_quantize import round_tile
+from mmqc.kernels.norm_quantize import Norm, norm_part
 from mmqc.kernels.quantize_per_token import DTYPES, MAX_WIDTH, Rows, ends, store_codes
 
 LANE = 64  # channels of a lane, at most: sums, gains and order are in registers beside them
-
-
-class Norm(NamedTuple):
-    """What stands in front of the quantization; with ``round_first`` y is rounded in front of the gain as well."""
-
-    eps: float
-    gain: Tensor | None = None
-    bias: Tensor | None = None
-    residual: Tensor | None = None
-    round_first: bool = False
 
 
 @triton.jit
@@ -76,16 +65,7 @@ def norm_tile(
 ):  # fmt: skip
     """Y, rounded to DTYPE; FIRST: after every step."""
     at, mask = places(order_ptr, first, width, BLOCK, FULL, ORDER)
-    y = h * factor
-    if GAIN:
-        if FIRST:
-            y = round_tile(y, DTYPE, PTX)
-        y = y * tl.load(gain_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    if BIAS:
-        if FIRST:
-            y = round_tile(y, DTYPE, PTX)
-        y = y + tl.load(bias_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    return round_tile(y, DTYPE, PTX)
+    return norm_part(h, factor, gain_ptr, bias_ptr, at, mask, GAIN, BIAS, FIRST, DTYPE, PTX)
 
 
 @triton.jit
@@ -183,6 +163,7 @@ def supports(x: Tensor, norm: Norm, order: Tensor | None, widths: Sequence[int],
         (all(v.dtype in DTYPES and tuple(v.shape) == (width,) and v.stride(0) == 1 for v in vectors),
          f"gain and bias are [{width}], one of {DTYPES}"),
         (not norm.round_first or all(v.dtype == x.dtype for v in vectors), "gain and bias behind a rounding are like x"),
+        (not norm.center, "a LayerNorm is not among its norms"),
         (r is None or (r.shape == x.shape and r.dtype == x.dtype and (r.stride(1) == 1 or width == 1)), "residual is like x"),
         (order is None or (tuple(order.shape) == (width,) and order.dtype == torch.int64 and order.stride(0) == 1),
          f"order is int64 [{width}]"),

@@ -1,7 +1,7 @@
 """The ops' implementation on CUDA: importing this file registers it; what a kernel cannot take goes to the reference.
 
-    mmqc::scaled_matmul(s), scaled_matmul_epilogue, weight_only_matmul(s), grouped_matmul, hadamard, hadamard_quantize, gptq_block
-    on CUDA   ->  the Triton kernels, rows flattened
+    mmqc::scaled_matmul(s), scaled_matmul_epilogue, weight_only_matmul(s), grouped_matmul, norm_quantize, hadamard,
+          hadamard_quantize, gptq_block                on CUDA   ->  the Triton kernels, rows flattened
 
 ``why_not_scaled`` and its like say what a kernel cannot take; a compiled graph's record repeats it.
 """
@@ -17,6 +17,7 @@ from mmqc.kernels import gptq_block as sweep
 from mmqc.kernels import group_scaled_matmul as group_scaled
 from mmqc.kernels import grouped_matmul as grouped
 from mmqc.kernels import hadamard_quantize as transform
+from mmqc.kernels import norm_quantize as normed
 from mmqc.kernels import scaled_matmul as scaled
 from mmqc.kernels import scaled_matmul_epilogue as with_epilogue
 from mmqc.kernels import weight_only_matmul as weight_only
@@ -26,6 +27,7 @@ from mmqc.ops import gptq_block as gptq_op
 from mmqc.ops import grouped_matmul as grouped_op
 from mmqc.ops import hadamard as hadamard_op
 from mmqc.ops import hadamard_quantize as hadamard_quantize_op
+from mmqc.ops import norm_quantize as norm_op
 from mmqc.ops import scaled_matmul as scaled_op
 from mmqc.ops import scaled_matmul_epilogue as epilogue_op
 from mmqc.ops import weight_only_matmul as weight_only_op
@@ -204,6 +206,21 @@ def grouped_matmul(
     )  # fmt: skip
 
 
+def norm_quantize(
+    x: Tensor, residual: Tensor | None, gain: Tensor | None, bias: Tensor | None, eps: float, center: bool, round_first: bool,
+    scale: Tensor, visual: Tensor | None, bits: int, code: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """``mmqc::norm_quantize`` on CUDA."""
+    norm_op.check(x, residual, gain, bias)
+    check_scale(scale, visual)
+    norm = normed.Norm(eps, gain, bias, None if residual is None else _matrix(residual), round_first, center)
+    rows, kind = _matrix(x), code_dtype(bits, code)
+    if normed.supports(rows, norm, kind) is not None:
+        return norm_op.reference(x, residual, gain, bias, eps, center, round_first, scale, visual, bits, code)
+    q, _, total = normed.norm_quantize(rows, norm, scale.float(), visual=_mask(visual, x), bits=bits, code=kind)
+    return q.view(x.shape), x.new_empty(0) if total is None else total.view(x.shape)
+
+
 def why_not_hadamard(x: Tensor, factors: list[Tensor], code: torch.dtype | None = None) -> str | None:
     """None, or why the kernel cannot transform this input (into such codes): it has the factors of hadamard_factors alone."""
     if x.dtype not in (torch.float16, torch.bfloat16):
@@ -246,7 +263,7 @@ def gptq_block(w: Tensor, u: Tensor, scale: Tensor, zero: Tensor | None, bits: i
 
 
 for implementation in (
-    scaled_matmul, scaled_matmuls, scaled_matmul_epilogue, weight_only_matmul, weight_only_matmuls, grouped_matmul, hadamard,
-    hadamard_quantize, gptq_block,
+    scaled_matmul, scaled_matmuls, scaled_matmul_epilogue, weight_only_matmul, weight_only_matmuls, grouped_matmul,
+    norm_quantize, hadamard, hadamard_quantize, gptq_block,
 ):  # fmt: skip
     torch.library.impl(f"mmqc::{implementation.__name__}", "CUDA", implementation)

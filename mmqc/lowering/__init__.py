@@ -18,8 +18,10 @@ from mmqc.lowering import (
     gather_tokens,
     grouped_matmul,
     hadamard,
+    materialize,
     mixed_matmul,
     modality_order,
+    norm_quantize,
     quantize,
     quantize_per_token,
     rotate,
@@ -30,9 +32,9 @@ from mmqc.lowering import (
 )
 
 __all__ = [
-    "causal_mask", "fallbacks", "fused", "fused_per_token", "gather_rows", "gather_tokens", "grouped_matmul", "hadamard",
-    "mixed_matmul", "modality_order", "quantize", "quantize_per_token", "rotate", "scaled_matmul", "scaled_matmul_epilogue",
-    "tag_modality", "weight_only_matmul",
+    "causal_mask", "fallbacks", "fused", "fused_per_token", "gather_rows", "gather_tokens", "grouped_matmul",
+    "hadamard", "materialize", "mixed_matmul", "modality_order", "norm_quantize", "quantize", "quantize_per_token",
+    "rotate", "scaled_matmul", "scaled_matmul_epilogue", "tag_modality", "weight_only_matmul",
 ]  # fmt: skip
 
 kernels.install()

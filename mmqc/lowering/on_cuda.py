@@ -3,6 +3,7 @@
     scaled            scaled_matmul(s)        few rows, or several linears: one launch;  many: one a linear, by TMA where it can
     with_epilogue     scaled_matmul_epilogue  one launch, whatever the rows
     weight_only       weight_only_matmul(s)   the same from packed weights;  many rows: the weight written out once, then mm
+    norm              norm_quantize
     hadamard          hadamard, hadamard_quantize
 
 On Hopper products and transforms of many rows, of a number that is known, are calls of the op: ``by_call``, ``by_call_transform``.
@@ -19,6 +20,7 @@ import torch
 from mmqc.kernels import hadamard_plan as plans
 from mmqc.kernels import hadamard_quantize as transform
 from mmqc.kernels import hadamard_wgmma as in_warpgroups
+from mmqc.kernels import norm_quantize as normed
 from mmqc.kernels import packed_matmul as in_registers
 from mmqc.kernels import pingpong_matmul as pingpong
 from mmqc.kernels import scaled_matmul as scaled_kernels
@@ -30,8 +32,8 @@ from mmqc.kernels.device_facts import has_tensor_descriptors
 from mmqc.kernels.epilogue_tiles import Epilogue
 from mmqc.kernels.row_scale import ONE, VISUAL, RowScale
 from mmqc.kernels.scaled_matmul import FEW_ROWS, Linear
-from mmqc.lowering.inductor import TensorBox, constant, convert, lowerings, static_int
-from mmqc.lowering.launch import Operand, count_rows, emit, has_many_rows, is_gluon_tile, regimes, workspace
+from mmqc.lowering.inductor import TensorBox, constant, convert, lowerings, size_hint, static_int
+from mmqc.lowering.launch import MANY, Operand, count_rows, emit, has_many_rows, is_gluon_tile, regimes, workspace
 
 aten = torch.ops.aten
 WHOLE = MatmulConfig(128, 128, 64, 8, 3, variant="columns")  # any number of rows from packed weights, in one launch
@@ -213,6 +215,25 @@ def _written_out(
     if bias is None:
         return lowerings[aten.mm.default](x.box, wt)
     return lowerings[aten.addmm.default](convert(bias, x.dtype), x.box, wt)
+
+
+def norm(
+    x: TensorBox, residual: TensorBox | None, gain: TensorBox | None, bias: TensorBox | None, eps: float, center: bool,
+    round_first: bool, scale: TensorBox, visual: TensorBox | None, bits: int, kind: torch.dtype,
+) -> tuple[TensorBox, TensorBox | None]:  # fmt: skip
+    """``norm_quantize``: q, and x + r where there is a residual."""
+    size, matrix = list(x.get_size()), Operand.matrix(x)
+    m, width = matrix.shape
+    g, b = (None if v is None else Operand(v) for v in (gain, bias))
+    r = None if residual is None else Operand.matrix(residual)
+    q = Operand.new((m, width), kind, matrix.device)
+    total = None if r is None else Operand.new((m, width), matrix.dtype, matrix.device)
+    planned = m if isinstance(m, int) else size_hint(m, MANY)
+    given: Any = normed.Norm(eps, g, b, r, round_first, center)  # type: ignore[arg-type]
+    rows = _row_scale(scale, visual, size[:-1])
+    emit(normed.launch(matrix.of(planned), given, q, total, rows, bits=bits), m, planned)  # type: ignore[arg-type]
+    h = None if total is None else lowerings[aten.view.default](total.box, size)
+    return lowerings[aten.view.default](q.box, size), h
 
 
 def by_call_transform(x: TensorBox) -> bool:

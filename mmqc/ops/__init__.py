@@ -19,8 +19,10 @@ from mmqc.ops import (
     kv_round_keys,
     kv_rows_attention,
     kv_token_attention,
+    materialize,
     mixed_matmul,
     modality_order,
+    norm_quantize,
     norm_quantize_per_token,
     quantize,
     quantize_per_token,
@@ -34,9 +36,9 @@ from mmqc.ops import (
 )
 
 __all__ = [
-    "basis_quantize_per_token", "causal_mask", "gather_rows", "gather_tokens", "gptq_block", "grouped_matmul", "hadamard",
-    "hadamard_quantize", "hadamard_quantize_per_token", "kv_attention", "kv_pack", "kv_round_keys", "kv_rows_attention",
-    "kv_token_attention", "mixed_matmul", "modality_order", "norm_quantize_per_token", "quantize", "quantize_per_token",
-    "rotate", "scaled_matmul", "scaled_matmul_epilogue", "scaled_matmuls", "tag_modality", "weight_only_matmul",
-    "weight_only_matmuls",
+    "basis_quantize_per_token", "causal_mask", "gather_rows", "gather_tokens", "gptq_block", "grouped_matmul",
+    "hadamard", "hadamard_quantize", "hadamard_quantize_per_token", "kv_attention", "kv_pack", "kv_round_keys",
+    "kv_rows_attention", "kv_token_attention", "materialize", "mixed_matmul", "modality_order", "norm_quantize",
+    "norm_quantize_per_token", "quantize", "quantize_per_token", "rotate", "scaled_matmul", "scaled_matmul_epilogue",
+    "scaled_matmuls", "tag_modality", "weight_only_matmul", "weight_only_matmuls",
 ]  # fmt: skip

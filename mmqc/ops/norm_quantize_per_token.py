@@ -14,34 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from mmqc.ops import quantize_per_token
 from mmqc.ops.define import define
+from mmqc.ops.norm_quantize import check, normed
 
 Quantized = tuple[Tensor, Tensor, Tensor, Tensor]
-
-
-def check(x: Tensor, residual: Tensor | None, gain: Tensor | None, bias: Tensor | None) -> None:
-    """Raise unless the operands fit each other."""
-    if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype):
-        raise ValueError(f"residual is like x, {x.dtype} {list(x.shape)}, not {residual.dtype} {list(residual.shape)}")
-    for name, vector in (("gain", gain), ("bias", bias)):
-        if vector is not None and vector.shape != x.shape[-1:]:
-            raise ValueError(f"{name} has shape [{x.shape[-1]}], not {list(vector.shape)}")
-
-
-def normed(h: Tensor, gain: Tensor | None, bias: Tensor | None, eps: float, round_first: bool) -> Tensor:
-    """Y, as the modules compute it."""
-    wide = h.to(torch.promote_types(h.dtype, torch.float32))
-    y = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    y = y.to(h.dtype) if round_first else y
-    if gain is not None:
-        y = y * gain.to(y.dtype)
-    if bias is not None:
-        y = y + bias.to(y.dtype)
-    return y.to(h.dtype)
 
 
 def reference(

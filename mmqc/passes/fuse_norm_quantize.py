@@ -1,15 +1,18 @@
-"""An RMSNorm, the sum in front of it and the per-token quantization behind it become one operation.
+"""A norm, the sum in front of it and the quantization behind it become one operation.
 
-    quantize_per_token(n(x) ∘ g + β, …)          ->  norm_quantize_per_token(x, none, g, β, …)
-    h = x + r, quantize_per_token(n(h) ∘ g, …)   ->  q, s, o, h = norm_quantize_per_token(x, r, g, …)        n(x) = x / rms(x)
+    quantize(n(x) ∘ g + β, s, …)                 ->  q, _ = norm_quantize(x, none, g, β, …, s, …)    n(x) = x / rms(x), LayerNorm
+    h = x + r, quantize(n(h) ∘ g, s, …)          ->  q, h = norm_quantize(x, r, g, …, s, …)
+    quantize_per_token(n(x) ∘ g + β, …)          ->  norm_quantize_per_token(x, none, g, β, …)       n(x) = x / rms(x)
+    h = x + r, quantize_per_token(n(h) ∘ g, …)   ->  q, s, o, h = norm_quantize_per_token(x, r, g, …)
 
-Shapes:  those of ops/norm_quantize_per_token.py
+Shapes:  those of ops/norm_quantize.py and ops/norm_quantize_per_token.py
 Why:     the norm's result, which nothing else reads, is neither written nor read: 3 or 7 bytes a channel and token in 16 bits
-         instead of 7 or 11.
+         instead of 7 or 11; and one pass over a row where Inductor's reductions of more than 1,024 channels take two.
 Needs:   nothing
 Gives:   nothing
 Exact:   yes: the op rounds where the norm does
-Refuses: a norm that something else reads; one with a reshape behind it, or that rounds elsewhere.  A sum that is read in front
+Refuses: a norm that something else reads; one with a reshape behind it, or that rounds elsewhere; a LayerNorm in front of a
+         quantization by token.  A sum that is read in front
          of the quantization, by something besides the norm, stays a sum.
 """
 
@@ -19,13 +22,14 @@ import dataclasses
 import operator
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, fx
 
 from ..graph.kinds import kind, mutates
 from ..graph.program import Miss, Program, copy_meta
+from ..graph.semantic import layer_norm, rms_norm
 from ..graph.sizes import sizes
 from .fuse_hadamard_quantize import form as _form
 from .fuse_hadamard_quantize import requires_grad
@@ -33,14 +37,28 @@ from .raise_ops import mean_square, uncast
 from .share_quantize import PER_TOKEN
 
 SAME = ("contiguous", "to", "float", "half", "bfloat16", "type", "type_as")
+STATIC = "quantize"
+LAYER_NORM = ("input", "normalized_shape", "weight", "bias", "eps")
 RESHAPES = ("view", "reshape", "flatten", "unflatten")
+
+
+class Core(NamedTuple):
+    """What is normalised; whether it gives x's dtype by itself; gain and bias of a LayerNorm that has them inside."""
+
+    x: Any
+    eps: float
+    center: bool = False
+    rounds: bool = False
+    gain: fx.Node | None = None
+    bias: fx.Node | None = None
 
 
 @dataclass(frozen=True)
 class Site:
     """A quantization and the norm that it reads.
 
-    ``core`` is x / rms(x), ``inside`` what lies between x and the quantization, ``total`` the sum that is taken over.
+    ``core`` is x / rms(x) or a LayerNorm, ``inside`` what lies between x and the quantization, ``total`` the sum that is taken
+    over.
     """
 
     quantize: fx.Node
@@ -55,7 +73,7 @@ class Site:
     @property
     def x(self) -> fx.Node:
         """What is normalised, as it is now: an earlier site may have replaced it."""
-        return _base(_core(self.core)[0], self.dtype)  # type: ignore[index]
+        return _base(_core(self.core).x, self.dtype)  # type: ignore[union-attr]
 
     def __str__(self) -> str:
         return f"{'' if self.total is None else f'{self.total.name}, '}{self.core.name}, {self.quantize.name}"
@@ -71,10 +89,10 @@ class FuseNormQuantize:
     exact: ClassVar[bool] = True
 
     def match(self, prog: Program) -> Iterator[Site | Miss]:
-        """Every per-token quantization of a norm."""
+        """Every quantization of a norm."""
         place = {node: i for i, node in enumerate(prog.graph.nodes)}
         taken: set[fx.Node] = set()
-        for node in prog.nodes(PER_TOKEN):
+        for node in prog.nodes(STATIC, PER_TOKEN):
             found = norm_of(node)
             if isinstance(found, str):
                 yield Miss(node.name, found)
@@ -90,23 +108,30 @@ class FuseNormQuantize:
         node, total, core = site.quantize, site.total, _core(site.core)
         assert core is not None
         x, r = (site.x, None) if total is None else total.args
+        static = kind(node) == STATIC
+        op = torch.ops.mmqc.norm_quantize if static else torch.ops.mmqc.norm_quantize_per_token
+        how = (core.center, site.round_first) if static else (site.round_first,)
         with prog.graph.inserting_before(node):
             fused = prog.graph.call_function(
-                torch.ops.mmqc.norm_quantize_per_token.default,
-                (x, r, site.gain, site.bias, core[1], site.round_first, *node.args[1:]),
+                op.default, (x, r, site.gain, site.bias, core.eps, *how, *node.args[1:]), dict(node.kwargs)
             )
         copy_meta(fused, node, self.name, 0)
-        last = None if total is None else total.meta.get("example_value")
-        if "example_value" in node.meta:
-            fused.meta["example_value"] = (*node.meta["example_value"], last)
-        node.replace_all_uses_with(fused)
-        if total is None:
-            return
+        example, last = node.meta.get("example_value"), None if total is None else total.meta.get("example_value")
+        if example is not None:
+            fused.meta["example_value"] = (*((example,) if static else example), last)
+        q = self.part(prog, fused, node, 0, example) if static else fused
+        node.replace_all_uses_with(q)
+        if total is not None:
+            h = self.part(prog, fused, total, 1 if static else 3, last)
+            total.replace_all_uses_with(h, lambda user: user not in site.inside)
+
+    def part(self, prog: Program, fused: fx.Node, old: fx.Node, i: int, example: Any) -> fx.Node:
+        """The result that stands for ``old``."""
         with prog.graph.inserting_after(fused):
-            h = prog.graph.call_function(operator.getitem, (fused, 3))
-        copy_meta(h, total, self.name, 0)
-        h.meta["example_value"] = last
-        total.replace_all_uses_with(h, lambda user: user not in site.inside)
+            new = prog.graph.call_function(operator.getitem, (fused, i))
+        copy_meta(new, old, self.name, 0)
+        new.meta["example_value"] = example
+        return new
 
 
 def sum_in_front(site: Site, place: dict[fx.Node, int]) -> fx.Node | None:
@@ -130,7 +155,7 @@ def norm_of(quantize: fx.Node) -> Site | str | None:
     node, casts = _peeled(y)
     if kind(node) in RESHAPES and isinstance(node.args[0], fx.Node):
         return "a reshape stands between it and its norm" if _core(_peeled(_inner(node.args[0]))[0]) else None
-    vectors: dict[str, fx.Node] = {}
+    vectors: dict[str, fx.Node | None] = {}
     narrow, odd = set(), any(_dtype(c) not in (dtype, wide) for c in casts)
     for word in ("add", "mul"):
         rest, vector = _step(node, word, sizes(y)) if _core(node) is None else (None, None)
@@ -144,25 +169,46 @@ def norm_of(quantize: fx.Node) -> Site | str | None:
     found = _core(node)
     if found is None:
         return None
-    x = _base(found[0], dtype)
-    if _form(x) != _form(y) or _dtype(node) != wide or odd or len(narrow) > 1:
+    x = _base(found.x, dtype)
+    if found.gain is not None or found.bias is not None:
+        odd, vectors = odd or bool(vectors), {"mul": found.gain, "add": found.bias}
+    elif found.rounds and vectors:
+        odd |= wide != dtype and narrow != {True}
+    if _form(x) != _form(y) or _dtype(node) != (dtype if found.rounds else wide) or odd or len(narrow) > 1:
         return "its norm rounds in other places, or gives another dtype or shape than it takes"
-    inside = _between(x, y, vectors.values())
-    if others := [u for u in y.users if u is not quantize and u not in inside]:
-        return f"{1 + len(others)} operations read {y.name}"
-    if torch.is_grad_enabled() and requires_grad(y):
-        return "the fused form has no gradient: run under torch.no_grad()"
+    inside = _between(x, y, [v for v in vectors.values() if v is not None])
+    if reason := _why_not(quantize, y, found, inside):
+        return reason
     gain, bias = (None if v is None else _widest(v, dtype) for v in (vectors.get("mul"), vectors.get("add")))
     return Site(quantize, node, dtype, gain, bias, True in narrow, inside)
 
 
-def _core(node: Any) -> tuple[fx.Node, float] | None:
-    """(x, eps) where node is x rsqrt(mean(x²) + eps)."""
-    if not isinstance(node, fx.Node) or kind(node) != "mul" or len(node.args) != 2:
+def _why_not(quantize: fx.Node, y: fx.Node, core: Core, inside: frozenset[fx.Node]) -> str | None:
+    """What keeps the two apart though the norm is one that the op has."""
+    if core.center and kind(quantize) == PER_TOKEN:
+        return "a LayerNorm, which the op by token does not have"
+    if others := [u for u in y.users if u is not quantize and u not in inside]:
+        return f"{1 + len(others)} operations read {y.name}"
+    if torch.is_grad_enabled() and requires_grad(y):
+        return "the fused form has no gradient: run under torch.no_grad()"
+    return None
+
+
+def _core(node: Any) -> Core | None:
+    """Of x rsqrt(mean(x²) + eps), of a norm of semantic.py, or of a LayerNorm of the last dimension."""
+    if not isinstance(node, fx.Node):
+        return None
+    if node.target in (layer_norm, rms_norm):
+        return Core(*node.args, center=node.target is layer_norm, rounds=True)  # type: ignore[misc]
+    if kind(node) == "layer_norm":
+        given: Any = dict(zip(LAYER_NORM, node.args, strict=False)) | node.kwargs
+        found = Core(given["input"], given.get("eps", 1e-5), True, True, given.get("weight"), given.get("bias"))
+        return found if len(given["normalized_shape"]) == 1 else None
+    if kind(node) != "mul" or len(node.args) != 2:
         return None
     for root, x in (node.args, node.args[::-1]):
         if isinstance(root, fx.Node) and kind(root) == "rsqrt" and (found := mean_square(root.args[0])) is not None:
-            return found if uncast(x) is uncast(found[0]) else None
+            return Core(*found) if uncast(x) is uncast(found[0]) else None
     return None
 
 

@@ -56,7 +56,7 @@ from mmqc.kernels.device_facts import (  # noqa: E402
 )
 from mmqc.kernels.epilogue_tiles import Epilogue  # noqa: E402
 from mmqc.kernels.hadamard_quantize import Transformed, hadamard_quantize  # noqa: E402
-from mmqc.kernels.norm_quantize import norm_quantize  # noqa: E402
+from mmqc.kernels.norm_quantize import Norm, norm_quantize  # noqa: E402
 from mmqc.kernels.row_scale import row_scale  # noqa: E402
 from mmqc.kernels.scaled_matmul import Linear, scaled_matmul  # noqa: E402
 from mmqc.kernels.scaled_matmul_epilogue import scaled_matmul_epilogue  # noqa: E402
@@ -232,9 +232,8 @@ def norm(place: Place, shape: tuple[int, int], form: str, full: bool) -> None:
     module = RMSNorm(width, 1e-5, torch.randn(width), torch.randn(width)) if full else RMSNorm(width, 1e-5)
     scale, more, rows = row_scales("one" if form == "dynamic" else form, m, "cpu")
     given = there(place, scale=None if form == "dynamic" else scale, **more)
-    if full:
-        given |= there(place, gain=module.weight, bias=module.bias, residual=r)
-    got = norm_quantize(x.to(place.device), eps=1e-5, **given)
+    more = there(place, gain=module.weight, bias=module.bias, residual=r) if full else {}
+    got = norm_quantize(x.to(place.device), Norm(1e-5, **more), **given)
     y = module(x + r if full else x).detach().float()
     if got.residual is not None:
         assert torch.equal(got.residual.cpu(), x + r), "x + r differs"

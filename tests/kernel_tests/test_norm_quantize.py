@@ -7,8 +7,10 @@ from tolerance import assert_close
 
 from mmqc.norm import RMSNorm
 from mmqc.ops import quantize
+from mmqc.ops.norm_quantize import normed
 
 kernel = pytest.importorskip("mmqc.kernels.norm_quantize")
+NORM = kernel.Norm(1e-6)
 SHAPES = [(5, 64), (3, 100), (1, 27), (4, 1), (2, 1280), (3, 3420)]
 
 
@@ -31,7 +33,7 @@ def test_norm_quantize__static_equals_norm_then_quantize(shape, kind, dtype, dev
     norm = RMSNorm(shape[1]).to(device)
     scale, more, rows = row_scales(kind, shape[0], device)
     out = poisoned(shape, device)
-    got = kernel.norm_quantize(x, scale, out=out, **more)
+    got = kernel.norm_quantize(x, NORM, scale, out=out, **more)
     assert got.q is out
     assert got.scale is None
     expected = torch.round(norm(x).float() / rows[:, None]).clamp(-128, 127)
@@ -44,12 +46,38 @@ def test_norm_quantize__dynamic_with_gain_bias_and_residual(shape, dtype, device
     m, width = shape
     x, residual = (torch.randn(m, width, device=device).to(dtype) for _ in range(2))
     norm = RMSNorm(width, 1e-5, torch.randn(width), torch.randn(width)).to(device)
-    got = kernel.norm_quantize(x, eps=1e-5, gain=norm.weight.detach(), bias=norm.bias.detach(), residual=residual)
+    got = kernel.norm_quantize(x, kernel.Norm(1e-5, norm.weight.detach(), norm.bias.detach(), residual))
     y = norm(x + residual).float()
     scale = y.abs().amax(1) / 127
     assert torch.equal(got.residual, x + residual)
     assert_close(got.scale, scale, dtype)
     assert_codes(got.q, torch.round(y / got.scale[:, None]).clamp(-128, 127))
+
+
+@pytest.mark.parametrize("vectors", ["", "gain", "gain, bias"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_norm_quantize__layer_norm(shape, vectors, device, nan_memory):
+    m, width = shape
+    x, residual = (3 + torch.randn(m, width, device=device) for _ in range(2))
+    gain, bias = (torch.randn(width, device=device) if name in vectors else None for name in ("gain", "bias"))
+    scale, more, rows = row_scales("visual", m, device)
+    norm = kernel.Norm(1e-5, gain, bias, residual, center=True)
+    got = kernel.norm_quantize(x, norm, scale, out=poisoned(shape, device), **more)
+    y = torch.nn.functional.layer_norm(x + residual, (width,), gain, bias, 1e-5)
+    assert torch.equal(got.residual, x + residual)
+    assert_codes(got.q, torch.round(y / rows[:, None]).clamp(-128, 127))
+
+
+def test_norm_quantize__rounds_in_front_of_the_gain(device):
+    x = torch.randn(7, 300, device=device).half()
+    gain, bias = ((1 + 0.1 * torch.randn(300, device=device)).half() for _ in "gb")
+    scale = torch.tensor([2.0**-9], device=device)  # a step of float16 next to 1: codes show where y was rounded
+    for first in (False, True):
+        got = kernel.norm_quantize(x, kernel.Norm(1e-6, gain, bias, round_first=first), scale)
+        y = normed(x, gain, bias, 1e-6, first)
+        assert_codes(got.q, quantize.reference(y, scale, None, 8))
+    other = quantize.reference(normed(x, gain, bias, 1e-6, False), scale, None, 8)
+    assert (got.q != other).float().mean() > 0.01, "codes of the two differ"
 
 
 @pytest.mark.parametrize(("width", "expected"), [(1280, (1024, 256)), (3584, (4096, 0)), (5120, (4096, 1024)), (64, (64, 0)),
@@ -62,14 +90,14 @@ def test_norm_quantize__parts_of_a_row(width, expected):
 def test_norm_quantize__fewer_bits_and_rows_of_longer_rows(device):
     x = torch.randn(4, 200, device=device)[:, :100]
     scale = torch.tensor([0.3], device=device)
-    got = kernel.norm_quantize(x, scale, bits=4)
+    got = kernel.norm_quantize(x, NORM, scale, bits=4)
     assert_codes(got.q, quantize.reference(RMSNorm(100)(x), scale, None, 4))
     assert got.q.min() >= -8
     assert got.q.max() <= 7
 
 
 def test_norm_quantize__token_of_zeros_has_zero_codes(device):
-    got = kernel.norm_quantize(torch.zeros(2, 64, device=device))
+    got = kernel.norm_quantize(torch.zeros(2, 64, device=device), NORM)
     assert not got.q.any()
     assert (got.scale == 1).all()
 
@@ -78,14 +106,16 @@ def test_norm_quantize__token_of_zeros_has_zero_codes(device):
 def test_norm_quantize__bfloat16(device):
     x = torch.randn(33, 3584, device=device).bfloat16()
     scale = torch.tensor([0.02], device=device)
-    assert_codes(kernel.norm_quantize(x, scale).q, quantize.reference(RMSNorm(3584).to(device)(x), scale, None, 8))
+    assert_codes(
+        kernel.norm_quantize(x, NORM, scale).q, quantize.reference(RMSNorm(3584).to(device)(x), scale, None, 8)
+    )
 
 
 def test_norm_quantize__division_is_ieee(device):
     # A row of equal magnitudes has the norm 1 up to rounding; here only the quotient matters, on many scales.
     x = torch.randn(64, 128, device=device)
     scale = torch.rand(64, device=device) * 0.05 + 0.001
-    got = kernel.norm_quantize(x, scale)
+    got = kernel.norm_quantize(x, NORM, scale)
     y = RMSNorm(128)(x)
     assert_codes(got.q, torch.round(y / scale[:, None]).clamp(-128, 127))
 
@@ -93,8 +123,10 @@ def test_norm_quantize__division_is_ieee(device):
 def test_norm_quantize__names_what_is_wrong(device):
     x = torch.randn(2, 64, device=device)
     with pytest.raises(ValueError, match=r"gain and bias are \[64\]"):
-        kernel.norm_quantize(x, gain=torch.ones(32, device=device))
+        kernel.norm_quantize(x, kernel.Norm(1e-6, torch.ones(32, device=device)))
     with pytest.raises(ValueError, match="bits = 9"):
-        kernel.norm_quantize(x, torch.ones(1, device=device), bits=9)
+        kernel.norm_quantize(x, NORM, torch.ones(1, device=device), bits=9)
     with pytest.raises(ValueError, match="x is one of"):
-        kernel.norm_quantize(x.double())
+        kernel.norm_quantize(x.double(), NORM)
+    with pytest.raises(ValueError, match="gain and bias behind a rounding"):
+        kernel.norm_quantize(x, kernel.Norm(1e-6, torch.ones(64, device=device).half(), round_first=True))

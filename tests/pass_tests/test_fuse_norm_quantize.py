@@ -1,12 +1,13 @@
-"""One operation for a residual's sum, the norm behind it and the per-token quantization; equal to the bit."""
+"""One operation for a residual's sum, the norm behind it and the quantization; equal to the bit."""
 
 from typing import Any
 
 import pytest
 import torch
-from fusion_cases import compile_and_compare
+from fusion_cases import compile_and_compare, linear
 from torch import Tensor, nn
 
+from mmqc.graph import semantic
 from mmqc.mixed_linear import MixedLinear
 from mmqc.norm import RMSNorm
 
@@ -48,8 +49,8 @@ class Block(nn.Module):
         self.norms, self.readers, self.between = nn.ModuleList(norms), nn.ModuleList(readers), between
 
     def forward(self, x: Tensor) -> Tensor:
-        for norm, linear in zip(self.norms, self.readers, strict=True):
-            x = x + linear(self.between(norm(x)))
+        for norm, read in zip(self.norms, self.readers, strict=True):
+            x = x + read(self.between(norm(x)))
         return x
 
 
@@ -78,6 +79,103 @@ def test_fuse_norm_quantize__the_second_norm_takes_its_sum_over(without_inductor
         torch.testing.assert_close(got, model(x), rtol=0, atol=0)
     sites = next(p.sites for p in records[0].passes if p.name == "fuse_norm_quantize")
     assert [len(str(site).split(", ")) for site in sites] == [2, 3, 3], "a sum, the norm, the quantization"
+
+
+class LayerNorm(nn.LayerNorm):
+    """With random gain and bias."""
+
+    def __init__(self, vectors: bool = True) -> None:
+        super().__init__(32, 1e-5, vectors)
+        for p in self.parameters():
+            nn.init.normal_(p, 1, 0.1)
+
+
+WIDE = {
+    "unit": lambda: RMSNorm(32), "bias": lambda: RMSNorm(32, 1e-5, torch.randn(32), torch.randn(32)),
+    "layer": LayerNorm, "bare layer": lambda: LayerNorm(False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("norm", [semantic.layer_norm, semantic.rms_norm])
+def test_fuse_norm_quantize__raised(norm: Any, dtype: torch.dtype) -> None:
+    from mmqc.graph.program import Program
+    from mmqc.passes.fuse_norm_quantize import FuseNormQuantize
+
+    """As raise_ops leaves them, gain and bias behind what is rounded already."""
+    x, r = (torch.randn(3, 32).to(dtype) for _ in "xr")
+    gain, bias = ((1 + 0.1 * torch.randn(32)).to(dtype) for _ in "gb")
+    graph = torch.fx.Graph()
+    nodes = {name: graph.placeholder(name) for name in ("x", "r", "gain", "bias", "scale")}
+    values = dict(zip(nodes.values(), (x, r, gain, bias, torch.tensor([0.03])), strict=True))
+
+    def call(function: Any, *args: Any) -> torch.fx.Node:
+        node = graph.call_function(function, args)
+        values[node] = function(*(values.get(a, a) for a in args))
+        return node
+
+    h = call(torch.add, nodes["x"], nodes["r"])
+    y = call(torch.add, call(torch.mul, call(norm, h, 1e-5), nodes["gain"]), nodes["bias"])
+    q = call(torch.ops.mmqc.quantize.default, y, nodes["scale"], None, 8)
+    graph.output((q, h))
+    for node, value in values.items():
+        node.meta["example_value"] = value
+    given = [values[n] for n in nodes.values()]
+    want = torch.fx.GraphModule({}, graph)(*given)
+    program = Program(graph, {}, given, fragment=True)
+    (site,) = FuseNormQuantize().match(program)
+    FuseNormQuantize().rewrite(program, site)
+    graph.eliminate_dead_code()
+    assert next(n.target for n in graph.nodes if n.op == "call_function") is torch.ops.mmqc.norm_quantize.default
+    got = torch.fx.GraphModule({}, graph)(*given)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", WIDE)
+def test_fuse_norm_quantize__static(kind: str, dtype: torch.dtype, without_inductor: None) -> None:
+    model = Block([WIDE[kind]() for _ in "ab"], [linear(32) for _ in "ab"]).to(dtype)
+    ops, _ = compile_and_compare(model, torch.randn(2, 3, 32).to(dtype))
+    assert ops == {"norm_quantize": 2, "scaled_matmul": 2}
+
+
+def test_fuse_norm_quantize__static_takes_the_sum_over_and_shares(without_inductor: None) -> None:
+    from mmqc.compile_record import collect_records
+
+    class Readers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q, self.k = linear(32), linear(16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.q(x) * self.k(x).repeat(1, 2)
+
+    model, x = Block([LayerNorm(), WIDE["unit"]()], [Readers(), Readers()]), torch.randn(5, 32)
+    with torch.no_grad(), collect_records() as records:
+        got = torch.compile(model, backend="mmqc", fullgraph=True)(x)
+        torch.testing.assert_close(got, model(x), rtol=0, atol=0)
+    assert records[0].ops == {"norm_quantize": 2, "scaled_matmuls": 2}
+    sites = next(p.sites for p in records[0].passes if p.name == "fuse_norm_quantize")
+    assert [len(str(site).split(", ")) for site in sites] == [2, 3]
+
+
+def test_fuse_norm_quantize__a_layer_norm_by_token_stays(without_inductor: None) -> None:
+    class Narrow(nn.LayerNorm):
+        def __init__(self) -> None:
+            super().__init__(WIDTH)
+
+    ops, misses = compile_and_compare(Block([Narrow()], [reader(WIDTH)]), torch.randn(3, WIDTH))
+    assert ops == {"quantize_per_token": 1, "mixed_matmul": 1}
+    assert "does not have" in misses["fuse_norm_quantize"][0]
+    torch._dynamo.reset()
+    gain = torch.rand(32)
+    scaled = Block([LayerNorm()], [linear(32)], lambda y: y * gain)
+    ops, misses = compile_and_compare(scaled, torch.randn(3, 32))
+    assert "rounds in other places" in misses["fuse_norm_quantize"][0], "gain and bias, and another gain"
+    torch._dynamo.reset()
+    wide = Block([LayerNorm(False)], [linear(32)], lambda y: (y.float() * gain).to(y.dtype)).bfloat16()
+    ops, misses = compile_and_compare(wide, torch.randn(3, 32).bfloat16())
+    assert "rounds in other places" in misses["fuse_norm_quantize"][0], "rounded, and a gain in float32"
 
 
 class Twice(nn.Module):
