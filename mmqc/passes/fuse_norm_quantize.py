@@ -33,12 +33,15 @@ from ..graph.semantic import layer_norm, rms_norm
 from ..graph.sizes import sizes
 from .fuse_hadamard_quantize import form as _form
 from .fuse_hadamard_quantize import requires_grad
-from .raise_ops import mean_square, uncast
+from .raise_ops import default_eps, mean_square, uncast
 from .share_quantize import PER_TOKEN
 
 SAME = ("contiguous", "to", "float", "half", "bfloat16", "type", "type_as")
 STATIC = "quantize"
-LAYER_NORM = ("input", "normalized_shape", "weight", "bias", "eps")
+CALLED = {
+    "layer_norm": ("input", "normalized_shape", "weight", "bias", "eps"),
+    "rms_norm": ("input", "normalized_shape", "weight", "eps"),
+}
 RESHAPES = ("view", "reshape", "flatten", "unflatten")
 
 
@@ -195,14 +198,16 @@ def _why_not(quantize: fx.Node, y: fx.Node, core: Core, inside: frozenset[fx.Nod
 
 
 def _core(node: Any) -> Core | None:
-    """Of x rsqrt(mean(x²) + eps), of a norm of semantic.py, or of a LayerNorm of the last dimension."""
+    """Of x rsqrt(mean(x²) + eps), of a norm of semantic.py, or of torch's own of the last dimension."""
     if not isinstance(node, fx.Node):
         return None
     if node.target in (layer_norm, rms_norm):
         return Core(*node.args, center=node.target is layer_norm, rounds=True)  # type: ignore[misc]
-    if kind(node) == "layer_norm":
-        given: Any = dict(zip(LAYER_NORM, node.args, strict=False)) | node.kwargs
-        found = Core(given["input"], given.get("eps", 1e-5), True, True, given.get("weight"), given.get("bias"))
+    if kind(node) in CALLED:
+        center = kind(node) == "layer_norm"
+        given: Any = dict(zip(CALLED[kind(node)], node.args, strict=False)) | node.kwargs
+        eps = given.get("eps") or (1e-5 if center else default_eps(node))
+        found = Core(given["input"], eps, center, True, given.get("weight"), given.get("bias"))
         return found if len(given["normalized_shape"]) == 1 else None
     if kind(node) != "mul" or len(node.args) != 2:
         return None

@@ -53,7 +53,7 @@ def _as_it_is_now(site: Site) -> fx.Node:
     return _centred(around[0]) or around[0]
 
 
-def _default_eps(node: fx.Node) -> float:
+def default_eps(node: fx.Node) -> float:
     """That of ``F.rms_norm``: the epsilon of the type that it computes in."""
     dtype = node.meta.get("dtype") or getattr(node.meta.get("example_value"), "dtype", torch.float32)
     return torch.finfo(torch.promote_types(dtype, torch.float32)).eps
@@ -141,7 +141,7 @@ class RaiseOps:
         if len(given["normalized_shape"]) != 1:
             return Miss(node.name, f"{word} over {len(given['normalized_shape'])} axes")
         eps = given.get("eps")
-        eps = float(eps) if eps is not None else 1e-5 if word == "layer_norm" else _default_eps(node)
+        eps = float(eps) if eps is not None else 1e-5 if word == "layer_norm" else default_eps(node)
         return Site(
             node,
             given["input"],

@@ -92,7 +92,8 @@ class LayerNorm(nn.LayerNorm):
 
 WIDE = {
     "unit": lambda: RMSNorm(32), "bias": lambda: RMSNorm(32, 1e-5, torch.randn(32), torch.randn(32)),
-    "layer": LayerNorm, "bare layer": lambda: LayerNorm(False),
+    "layer": LayerNorm, "bare layer": lambda: LayerNorm(False), "torch's": lambda: nn.RMSNorm(32),
+    "torch's with eps": lambda: nn.RMSNorm(32, 1e-5), "torch's bare": lambda: nn.RMSNorm(32, elementwise_affine=False),
 }  # fmt: skip
 
 
