@@ -2,8 +2,8 @@
 
 y = quantize(f(z_0) ∘ z_1, s_next)        ops/scaled_matmul_epilogue.py
 
-With a gate and many rows on Hopper the op is called, and multiplies twice.  Of weights that stay packed it is its parts, between
-which Inductor fuses: 65 us for 87 (fc1 and quick GELU of Qwen2-VL's tower, 3,600 x 1280 x 5120), and a gate is read across tiles.
+With a gate and many rows on Hopper the op is called, and multiplies twice; or, of weights that stay packed, it is its parts.  As
+parts, Inductor fuses what is between the linears.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ def takes_kernel(
 
 
 def better_apart(x_q: Tensor, w_q: list[Tensor]) -> bool:
-    """Whether these are faster as parts: weights that are unpacked in registers."""
+    """Whether these are faster as parts: a gate is read across the tiles of weights that are unpacked in registers."""
     from mmqc.kernels import packed_matmul, pingpong_matmul
     from mmqc.kernels.configs import config
 
     m, k = math.prod(x_q.shape[:-1]), x_q.shape[-1]
-    if not isinstance(m, int) or m <= pingpong_matmul.LEAST_ROWS:
+    if len(w_q) != 2 or not isinstance(m, int) or m <= pingpong_matmul.LEAST_ROWS:
         return False
     if not pingpong_matmul.here(x_q.device) or not packed_matmul.fits(k):
         return False

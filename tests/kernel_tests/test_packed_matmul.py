@@ -88,6 +88,27 @@ def test_launch__is_that_of_the_tile_for_every_product_of_one_linear(variant, mo
     assert launches[1::2] == ["run"] * 3
 
 
+def test_epilogue__weights_are_written_out_in_front_of_codes(monkeypatch):
+    launches = []
+    fake = types.SimpleNamespace(run=lambda: None)
+    w, codes = torch.zeros(N, LOW // 2, dtype=torch.uint8), torch.ones(N, LOW, dtype=torch.int8)
+    for variant in ("pingpong", "registers"):
+        monkeypatch.setitem(
+            scaled.BY_GLUON, variant, lambda x, linear, *_, name=variant: launches.append((name, linear.w)) or fake
+        )
+    monkeypatch.setattr(epilogues, "unpack_weight", lambda *_, **__: codes)
+    monkeypatch.setattr(
+        epilogues, "tile_of", lambda x, linear, n: TILE.with_variant("pingpong" if linear.w is codes else "registers")
+    )
+    x, rows = torch.zeros(M, LOW, dtype=torch.int8), row_scale(torch.ones(1), M)
+    for y, following in ((torch.bfloat16, None), (torch.int8, rows)):
+        linear = Linear(w, torch.ones(N), None, torch.zeros(M, N, dtype=y))
+        epilogues.scaled_matmul_epilogue(x, [linear], rows, Epilogue("relu", torch.bfloat16, following))
+    assert [name for name, _ in launches] == ["registers", "pingpong"]
+    assert launches[0][1] is w
+    assert launches[1][1] is codes
+
+
 @pytest.mark.parametrize("what", MADE)
 def test_kernels__compile_to_products_that_queue_up(what):
     """Ptxas does not wait for each of them, hardly anything is spilled, and two programs fit the shared memory."""
