@@ -190,7 +190,7 @@ def end_to_end(e2e: dict[str, Any]) -> list[str]:
         f"`{e2e['command']}`: {e2e['gpu']}, a Qwen2-VL-7B-shaped model with random weights, batch 1, {e2e['context']} tokens of "
         "context (one image of 840 x 840), `generate` with a static cache and a compiled step in CUDA graphs; *loop*: "
         '`custom_generate=mmqc.compiled_loop, prefill="graphs"`. The quantized models have a head of 8 bits. '
-        f"Commit {e2e['commit']}.",
+        f"Commit {e2e['commit']}{''.join(f'; {note}' for note in e2e['ways_notes'])}.",
         "",
         *table(("weights", *GENERATE), generated(e2e["ways"])),
         "Other runs, on other machines of the kind; before 077a1cc without CUDA graphs for the prompt. Between two steps there is "

@@ -183,7 +183,7 @@ def epilogues(data: dict[str, Any]) -> list[str]:
         "",
         "From the codes of one linear to those of the next, as compiled with `fuse_epilogues` and without, microseconds: *vit* has "
         f"5,120 outputs of 1,280 inputs, *lm* twice 18,944 of 3,584, *lm.down* is up to the codes behind the norm; "
-        f"`{data['command']}`, {data['device']}. " + measured("epilogues", data) + earlier(data),
+        f"`{data['command']}`, {data['device']}. {measured('epilogues', data)} {data['note']}",
         "",
         *table(("linear, activation / rows", "unfused", "fused", "ratio"), rows),
     ]
