@@ -1,10 +1,12 @@
 """norm_quantize against the norm module followed by the plain-torch quantize op."""
 
+import offline
 import pytest
 import torch
 from row_scales import KINDS, row_scales
 from tolerance import assert_close
 
+from mmqc.kernels.row_scale import row_scale
 from mmqc.norm import RMSNorm
 from mmqc.ops import quantize
 from mmqc.ops.norm_quantize import normed
@@ -12,6 +14,14 @@ from mmqc.ops.norm_quantize import normed
 kernel = pytest.importorskip("mmqc.kernels.norm_quantize")
 NORM = kernel.Norm(1e-6)
 SHAPES = [(5, 64), (3, 100), (1, 27), (4, 1), (2, 1280), (3, 3420)]
+
+
+def made(width: str, center: str):
+    """A launch in bfloat16 with everything in front, for offline.py."""
+    n = int(width)
+    x, residual, total = (torch.zeros(5, n, dtype=torch.bfloat16) for _ in "xrt")
+    norm = kernel.Norm(1e-6, torch.ones(n).bfloat16(), torch.ones(n).bfloat16(), residual, True, center == "True")
+    return kernel.launch(x, norm, torch.zeros(5, n, dtype=torch.int8), total, row_scale(torch.ones(1), 5))
 
 
 def assert_codes(actual, expected):
@@ -130,3 +140,10 @@ def test_norm_quantize__names_what_is_wrong(device):
         kernel.norm_quantize(x.double(), NORM)
     with pytest.raises(ValueError, match="gain and bias behind a rounding"):
         kernel.norm_quantize(x, kernel.Norm(1e-6, torch.ones(64, device=device).half(), round_first=True))
+
+
+@pytest.mark.parametrize("center", [False, True])
+@pytest.mark.parametrize("width", [1, 1280, 3584, 8192])
+def test_norm_quantize__compiles_for_a_device_without_spills(width, center):
+    told, _ = offline.compiled("test_norm_quantize", width, center)
+    assert offline.spilled(told) == 0
