@@ -23,7 +23,17 @@ from typing import Any
 import torch
 from sympy import Integer
 
-from mmqc.lowering.inductor import FloorDiv, ModularIndexing, TensorBox, convert, lowerings, ops, row_sums, static_int
+from mmqc.lowering import few_rows_cpp
+from mmqc.lowering.inductor import (
+    FloorDiv,
+    ModularIndexing,
+    TensorBox,
+    convert,
+    lowerings,
+    ops,
+    row_sums,
+    static_int,
+)
 from mmqc.lowering.pack import field
 from mmqc.ops.pack import STRETCHES, offset, stretch
 
@@ -87,6 +97,10 @@ def multiply(
             x, [0, count * length - width], 0
         )  # what the last bytes have to spare
     x.realize()  # else what produced x is computed again for every output channel
+    if few_rows_cpp.takes(x, w_q, w_scale, weight_bits):
+        y = few_rows_cpp.multiply(x, w_q, w_scale, weight_bits, group_size, chunk)
+        y = lowerings[aten.view.default](y, [rows, n])
+        return scaled(y, w_scale, bias, group_size, wide, dtype)
     load_x, load_w, load_scale = x.make_loader(), w_q.make_loader(), w_scale.make_loader()
 
     def term(m: int) -> Callable[[Sequence[Any], Sequence[Any]], Any]:
@@ -106,6 +120,13 @@ def multiply(
 
     sums = [row_sums(x, wide, term(m), n, [length // chunk, chunk]) for m in range(rows)]
     y = lowerings[aten.cat.default]([lowerings[aten.view.default](s, [1, n]) for s in sums], 0)
+    return scaled(y, w_scale, bias, group_size, wide, dtype)
+
+
+def scaled(
+    y: TensorBox, w_scale: TensorBox, bias: TensorBox | None, group_size: int, wide: torch.dtype, dtype: torch.dtype
+) -> TensorBox:
+    """Sums [M, N] times the scales of channels, the bias added, in x's dtype."""
     if not group_size:
         y = lowerings[aten.mul.Tensor](y, convert(w_scale, wide))
     if bias is not None:

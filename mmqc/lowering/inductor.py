@@ -20,12 +20,16 @@ from typing import Any
 
 import torch
 import torch._inductor
+import torch._inductor.lowering  # in front of cpp_template, which it imports
 from sympy import Integer
 from torch import fx
 from torch._functorch import config as functorch_config
 from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
 from torch._inductor import config as inductor_config
+from torch._inductor.codegen.cpp import get_export_declaration
+from torch._inductor.codegen.cpp_template import CppTemplate
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+from torch._inductor.cpu_vec_isa import pick_vec_isa
 from torch._inductor.decomposition import decompositions, fast_random_decomps
 from torch._inductor.ir import (
     ExternKernel,
@@ -53,12 +57,12 @@ from mmqc import kernels
 from mmqc.lowering.known_transforms import known_transforms
 
 __all__ = [
-    "FloorDiv", "ModularIndexing", "Pointwise", "TensorBox", "aot_files", "as_int", "at_least", "at_most", "batched_matmul",
-    "call_kernel", "compile_graph", "config_keys", "constant", "contiguous", "convert", "counters", "current_node",
-    "decompositions", "empty", "fallback_handler", "fallbacks", "for_package", "has_kernel", "is_known_transform", "kernel_names",
-    "launch_kernel", "load_package", "lowerings", "mode_patches", "ops", "package_aoti", "register_decomposition",
-    "register_lowering", "row_major",
-    "row_sums", "size_hint", "static_int", "sums", "trusted_transforms",
+    "CppTemplate", "ExternKernel", "FixedLayout", "FloorDiv", "ModularIndexing", "Pointwise", "TensorBox", "aot_files", "as_int",
+    "at_least", "at_most", "batched_matmul", "call_kernel", "compile_graph", "config_keys", "constant", "contiguous", "convert",
+    "counters", "current_node", "decompositions", "empty", "fallback_handler", "fallbacks", "for_package",
+    "get_export_declaration", "has_kernel", "inductor_config", "is_known_transform", "kernel_names", "launch_kernel",
+    "load_package", "lowerings", "mode_patches", "ops", "package_aoti", "pick_vec_isa", "register_decomposition",
+    "register_lowering", "row_major", "row_sums", "size_hint", "static_int", "sums", "trusted_transforms",
 ]  # fmt: skip
 
 SUPPORTED = ((2, 11), (2, 13))
@@ -70,9 +74,7 @@ compiler_config: Any = _compiler_config  # a module that turns itself into an ob
 _version = tuple(int(part) for part in torch.__version__.split(".")[:2])
 if not SUPPORTED[0] <= _version <= SUPPORTED[1]:
     low, high = (".".join(map(str, v)) for v in SUPPORTED)
-    raise ImportError(
-        f"mmqc lowers through Inductor's internals of torch {low} to {high}; this is torch {torch.__version__}"
-    )
+    raise ImportError(f"mmqc lowers through Inductor's internals of torch {low} to {high}; this is {torch.__version__}")
 
 _known: ContextVar[frozenset[int]] = ContextVar("widths of trusted Hadamard transforms", default=frozenset())
 _CALL = re.compile(

@@ -11,7 +11,7 @@ from tolerance import assert_close
 
 import mmqc.ops  # noqa: F401  (defines the op that the lowering is for)
 from mmqc.backend import GraphRecord, backend, collect_records
-from mmqc.lowering import few_rows
+from mmqc.lowering import few_rows, few_rows_cpp
 from mmqc.ops.pack import PACKED, STRETCHES, pack, stretch
 
 weight_only_matmul = torch.ops.mmqc.weight_only_matmul
@@ -117,6 +117,42 @@ def test_few_rows__one_vector() -> None:
     compiled = torch.compile(lambda x: weight_only_matmul(x, w, scale, None, 4, 16), backend=backend)
     with torch.no_grad():
         assert_product(compiled(x)[None], x[None], dense, None)
+
+
+@pytest.mark.parametrize("m", [1, 3, 4, 6, 13, 16])
+def test_few_rows__in_blocks_and_by_themselves(m: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, called = few_rows_cpp.multiply, []
+    monkeypatch.setattr(few_rows_cpp, "multiply", lambda *args: called.append(args) or real(*args))
+    linears = [
+        Linear(33, 160, 8, 32),
+        Linear(17, 63, 4, 0),
+        Linear(9, 448, 4, 128),
+        Linear(13, 192, 2, 16),
+        Linear(5, 48, 4, 24),
+    ]
+    assert_like_dense(linears, (m,), torch.float32)
+    assert len(called) == len(linears)
+
+
+def test_few_rows__rows_of_a_larger_tensor() -> None:
+    x, (w, scale, bias, dense) = torch.randn(3, 5, 448), stored(TAKEN[1])
+    compiled = torch.compile(lambda x: weight_only_matmul(x[1, 2:4], w, scale, bias, 4, 128), backend=backend)
+    with torch.no_grad():
+        assert_product(compiled(x), x[1, 2:4], dense, bias)
+        assert_product(compiled(x[..., :448]), x[1, 2:4], dense, bias)
+
+
+def test_few_rows__weights_that_are_views() -> None:
+    (x,), (w, scale, _, dense) = torch.randn(1, 1, 256), stored(Linear(40, 256, 4, 128))
+    compiled = torch.compile(lambda x, w, s: weight_only_matmul(x, w[8:], s[8:], None, 4, 128), backend=backend)
+    with torch.no_grad():
+        assert_product(compiled(x, w, scale), x, dense[8:], None)
+
+
+def test_few_rows__without_vectors_by_loops_of_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(few_rows_cpp, "has_vectors", lambda: False)
+    monkeypatch.delattr(few_rows_cpp, "multiply")
+    assert_like_dense(TAKEN[:3], (2,), torch.float32)
 
 
 def test_few_rows__rows_share_one_pass_over_the_weight() -> None:
