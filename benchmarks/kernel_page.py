@@ -133,10 +133,16 @@ def on_cpu(cpu: dict[str, Any]) -> list[str]:
         "",
         f"`{cpu['command']}`: {cpu['cpu']}, {cpu['threads']} threads, torch {cpu['torch']}, a decoder of Qwen2-VL-2B's shape with "
         f"random weights, batch 1, medians; reading reaches {cpu['read_gb_per_s']:.0f} GB/s. *head8*: the output head has 8 bits; "
-        "otherwise it is the largest part of what is read.",
+        f"otherwise it is the largest part of what is read. Commit {cpu['commit']}.",
         "",
         *table(("weights", "ms a token", "GB of weights", "GB/s", "floor, ms"), rows),
-    ]
+        "Times of the better dtype of `torch.compile`, in this run and in others:",
+        "",
+        *table(("CPU, commit", *cpu["times_the_better_inductor"]), [
+            [f"{run['cpu']}, {run['commit']}", *(f"{ratio:.2f}" for ratio in run["times_the_better_inductor"].values())]
+            for run in (cpu, *cpu["other_runs"])
+        ]),
+    ]  # fmt: skip
 
 
 def linears(linear: dict[str, Any], figures: list[str]) -> list[str]:

@@ -9,9 +9,10 @@ Why:     a decode step reads every weight once and uses it M times, so bytes are
 Exact:   codes, scales and sums in float32 (float64 for float64 inputs), one rounding to x's dtype at the end; the weight is
          not rounded to it in between as the reference does.
 
-The loops are (n; i, j): n over threads, j over lanes, and the scale a scalar there.  That takes chunks of c columns that lie
-in one group in every stretch of a row, c = gcd(g, L) (of L/2 for 3 bits), and c >= 16 to fill a vector.  The rows of x are one
-reduction each over the same loops: the scheduler makes one loop nest of them, which reads and unpacks a byte once.
+Codes of 2, 4 and 8 bits in float32 are few_rows_cpp.py's, where it takes them.  Else the loops are (n; i, j): n over threads,
+j over lanes, and the scale a scalar there.  That takes chunks of c columns that lie in one group in every stretch of a row,
+c = gcd(g, L) (of L/2 for 3 bits), and c >= 16 to fill a vector.  The rows of x are one reduction each over the same loops: the
+scheduler makes one loop nest of them, which reads and unpacks a byte once.
 """
 
 from __future__ import annotations

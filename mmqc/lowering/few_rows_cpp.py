@@ -3,9 +3,8 @@
     y[m, n] = sum over chunks i of  s[n, g(t, i)]  sum over j of  q[n, t L + i c + j] x[m, t L + i c + j]
 
 Shapes:  as in few_rows.py; x float32 [M, T L], zeros behind K   y float32 [M N]
-Why:     a loop nest of Inductor's multiplies every product by its scale and has no prefetch: 25 instructions for 16 bytes, so a
-         core looks 330 bytes ahead.  On two cores of a Xeon (Sapphire Rapids, virtual) that is 5.4 GB/s of the 27 that reading
-         reaches; with sums of a chunk and bytes asked for 2 KB ahead 17.
+Why:     a loop nest of Inductor's multiplies every product by its scale and has no prefetch: some 25 instructions for 16 bytes, so
+         a core looks 330 bytes ahead (docs/adr/0018-cpp-for-few-rows.md).
 Exact:   as few_rows.py, in another order of summation
 """
 
@@ -22,13 +21,12 @@ TYPES = (torch.float32, torch.bfloat16, torch.float16)  # of scales
 BLOCK = 4  # rows of x that share an unpacked byte
 AHEAD = 2048  # bytes
 
-BEFORE = """
-namespace {
+BODY = """
 constexpr int64_t LINE = 64;
-
-template <int ROWS, typename Byte, typename Scale>
-inline void few_rows(const Byte* w, const Scale* s, const float* x, float* y) {
+auto few_rows = [&](auto count, const auto* w, const auto* s, const float* x, float* y) {
     using Vec = at::vec::Vectorized<float>;
+    using Byte = std::decay_t<decltype(*w)>;
+    constexpr int ROWS = decltype(count)::value;
     constexpr int64_t LANES = Vec::size();
     Vec sums[ROWS];
     for (int r = 0; r < ROWS; r++) sums[r] = Vec(0.0f);
@@ -42,17 +40,15 @@ inline void few_rows(const Byte* w, const Scale* s, const float* x, float* y) {
 #endif
             const int64_t stop = line + LINE < CHUNK ? line + LINE : CHUNK;
             for (int64_t j = line; j < stop; j += LANES) {
-                const int64_t at = i * CHUNK + j, count = stop - j < LANES ? stop - j : LANES;
-                auto z = at::vec::convert<int32_t>(at::vec::Vectorized<Byte>::loadu(w + at, count));
+                const int64_t at = i * CHUNK + j, lanes = stop - j < LANES ? stop - j : LANES;
+                auto z = at::vec::convert<int32_t>(at::vec::Vectorized<Byte>::loadu(w + at, lanes));
                 for (int t = 0; t < STRETCHES; t++) {
                     auto u = z;
-                    if constexpr (STRETCHES > 1) {
-                        u = t ? z >> at::vec::Vectorized<int32_t>(BITS * t) : z;
-                        if (t < STRETCHES - 1) u = u & at::vec::Vectorized<int32_t>((1 << BITS) - 1);
-                    }
+                    if (t > 0) u = z >> at::vec::Vectorized<int32_t>(BITS * t);
+                    if (t < STRETCHES - 1) u = u & at::vec::Vectorized<int32_t>((1 << BITS) - 1);
                     auto q = at::vec::convert<float>(u) - Vec(OFFSET);
                     for (int r = 0; r < ROWS; r++)
-                        part[t][r] = at::vec::fmadd(q, Vec::loadu(x + r * WIDTH + t * LENGTH + at, count), part[t][r]);
+                        part[t][r] = at::vec::fmadd(q, Vec::loadu(x + r * WIDTH + t * LENGTH + at, lanes), part[t][r]);
                 }
             }
         }
@@ -63,18 +59,15 @@ inline void few_rows(const Byte* w, const Scale* s, const float* x, float* y) {
     }
     for (int r = 0; r < ROWS; r++)
         y[r * N] = at::vec::vec_reduce_all<float>([](Vec& a, Vec& b) { return a + b; }, sums[r]);
-}
-}
-"""
-
-BODY = """
+};
 #pragma omp parallel for num_threads(THREADS) if (THREADS > 1)
 for (int64_t n = 0; n < N; n++) {
     const auto* row = w + n * LENGTH;
     const auto* scales = s + n * GROUPS;
     int64_t m = 0;
-    for (; m + BLOCK <= M; m += BLOCK) few_rows<BLOCK>(row, scales, x + m * WIDTH, y + m * N + n);
-    for (; m < M; m++) few_rows<1>(row, scales, x + m * WIDTH, y + m * N + n);
+    for (; m + BLOCK <= M; m += BLOCK)
+        few_rows(std::integral_constant<int, BLOCK>(), row, scales, x + m * WIDTH, y + m * N + n);
+    for (; m < M; m++) few_rows(std::integral_constant<int, 1>(), row, scales, x + m * WIDTH, y + m * N + n);
 }
 """
 
@@ -99,4 +92,4 @@ def multiply(
     said = [f"constexpr int64_t {name} = {value};" for name, value in constants.items()]
     said.append(f"constexpr float OFFSET = {0 if weight_bits == 8 else offset(weight_bits)};")
     given = {"w": w_q, "s": w_scale, "x": whole(x)}
-    return call_cpp("few_rows", given, m * n, torch.float32, "\n".join((*said, BEFORE)), BODY)
+    return call_cpp("few_rows", given, m * n, torch.float32, "\n".join((*said, BODY)))

@@ -1,6 +1,7 @@
 """Few rows against a stored weight on the CPU: compiled equals the linear in float64, and no copy of the weight is made."""
 
 import math
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -147,6 +148,29 @@ def test_few_rows__weights_that_are_views() -> None:
     compiled = torch.compile(lambda x, w, s: weight_only_matmul(x, w[8:], s[8:], None, 4, 128), backend=backend)
     with torch.no_grad():
         assert_product(compiled(x, w, scale), x, dense[8:], None)
+
+
+def test_few_rows__in_a_package(tmp_path: Path) -> None:
+    from mmqc.lowering.package import compile_program, load_program, write_package
+
+    class Two(torch.nn.Module):
+        """Linears behind one another: their functions share a file."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            for i, linear in enumerate((Linear(64, 448, 4, 128), Linear(9, 64, 8, 32))):
+                self.register_buffer(f"w{i}", stored(linear)[0])
+                self.register_buffer(f"s{i}", stored(linear)[1])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = weight_only_matmul(x, self.w0, self.s0, None, 4, 128)
+            return weight_only_matmul(x.tanh(), self.w1, self.s1, None, 8, 32)
+
+    model, x = Two().eval(), torch.randn(3, 448)
+    files = compile_program(torch.export.export(model, (x,)), as_eager=False, metadata={})
+    write_package(str(tmp_path / "two.pt2"), {"forward": files})
+    with torch.no_grad():
+        assert_close(load_program(str(tmp_path / "two.pt2"), "forward")(x), model(x), torch.float32)
 
 
 def test_few_rows__without_vectors_by_loops_of_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
