@@ -1,9 +1,9 @@
 """A function in C++ in the generated code of a CPU, where Inductor's own loops will not do.
 
-    y = call_cpp(name, {"x": x, ...}, size, dtype, body)        body reads x[...], and fills y[0 .. size)
+    y = call_cpp(name, {"x": x, ...}, size, dtype, before, body)        body reads x[...], and fills y[0 .. size)
 
-All of it is in the body: the functions of a package share a file.  It is a template of Inductor's, so it is compiled with the
-graph's other kernels, and is part of a package without Python.
+It is a template of Inductor's, so it is compiled with the graph's other kernels, and is part of a package without Python.  There
+the functions share a file: what stands ``before`` them is guarded against a second time, and knows nothing of sizes.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ aten = torch.ops.aten
 
 
 class CppFunction(CppTemplate):
-    """A function in C++ whose body is given as text."""
+    """A function in C++, given as text: ``before`` it, and its body."""
 
-    def __init__(self, name: str, inputs: Mapping[str, Any], layout: Any, body: str) -> None:
+    def __init__(self, name: str, inputs: Mapping[str, Any], layout: Any, before: str, body: str) -> None:
         super().__init__(name, list(inputs.values()), layout, cpp_threads())
-        self.names, self.body = tuple(inputs), body
+        self.names, self.before, self.body = tuple(inputs), before, body
 
     def render(self, kernel: Any, template_buffer_node: Any = None, epilogue_nodes: Any = None, **_: Any) -> str:  # type: ignore[override]
         """The source; nothing can be fused into it."""
         assert not epilogue_nodes, "its result has one element more than anybody reads"
         y = self.output_node if template_buffer_node is None else template_buffer_node
         head = kernel.def_kernel(inputs=dict(zip(self.names, self.input_nodes, strict=True)), outputs={"y": y})
-        parts = self.header().getvalue(), f'extern "C" {get_export_declaration()}', head
+        parts = self.header().getvalue(), self.before, f'extern "C" {get_export_declaration()}', head
         return "\n".join((*parts, f"{{ {kernel.maybe_codegen_profile()} {self.body} }}"))
 
 
@@ -72,11 +72,13 @@ def has_vectors() -> bool:
     return bool(pick_vec_isa())
 
 
-def call_cpp(name: str, inputs: Mapping[str, TensorBox], size: int, dtype: torch.dtype, body: str) -> TensorBox:
+def call_cpp(
+    name: str, inputs: Mapping[str, TensorBox], size: int, dtype: torch.dtype, before: str, body: str
+) -> TensorBox:
     """[size] as ``body`` fills it, from ``y`` on; ``inputs`` (``is_plain``) have their names there, as pointers to their data."""
     given = {key: ExternKernel.realize_input(box) for key, box in inputs.items()}
     first = next(iter(inputs.values()))
     # Inductor fuses an epilogue only into all of a result: the spare element keeps it out.
     layout = FixedLayout(first.get_device_or_error(), dtype, [Integer(size + 1)])
-    made: Any = CppFunction(name, given, layout, body).generate().output_node()
+    made: Any = CppFunction(name, given, layout, before, body).generate().output_node()
     return lowerings[aten.slice.Tensor](made, 0, 0, size)

@@ -21,13 +21,17 @@ TYPES = (torch.float32, torch.bfloat16, torch.float16)  # of scales
 BLOCK = 4  # rows of x that share an unpacked byte
 AHEAD = 2048  # bytes
 
-BODY = """
-constexpr int64_t LINE = 64;
-auto few_rows = [&](auto count, const auto* w, const auto* s, const float* x, float* y) {
+BEFORE = """
+#ifndef MMQC_FEW_ROWS
+#define MMQC_FEW_ROWS
+namespace {
+template <int ROWS, typename Sizes, typename Byte, typename Scale>
+inline void few_rows(const Byte* w, const Scale* s, const float* x, float* y) {
     using Vec = at::vec::Vectorized<float>;
-    using Byte = std::decay_t<decltype(*w)>;
-    constexpr int ROWS = decltype(count)::value;
-    constexpr int64_t LANES = Vec::size();
+    using Int = at::vec::Vectorized<int32_t>;
+    constexpr int64_t LANES = Vec::size(), LINE = 64, N = Sizes::N, WIDTH = Sizes::WIDTH, LENGTH = Sizes::LENGTH;
+    constexpr int64_t CHUNK = Sizes::CHUNK, CHUNKS = Sizes::CHUNKS, GROUP = Sizes::GROUP, BITS = Sizes::BITS;
+    constexpr int STRETCHES = Sizes::STRETCHES;
     Vec sums[ROWS];
     for (int r = 0; r < ROWS; r++) sums[r] = Vec(0.0f);
     for (int64_t i = 0; i < CHUNKS; i++) {
@@ -36,19 +40,21 @@ auto few_rows = [&](auto count, const auto* w, const auto* s, const float* x, fl
             for (int r = 0; r < ROWS; r++) part[t][r] = Vec(0.0f);
         for (int64_t line = 0; line < CHUNK; line += LINE) {
 #if defined(__GNUC__) || defined(__clang__)
-            __builtin_prefetch(w + i * CHUNK + line + AHEAD);
+            __builtin_prefetch(w + i * CHUNK + line + Sizes::AHEAD);
 #endif
             const int64_t stop = line + LINE < CHUNK ? line + LINE : CHUNK;
             for (int64_t j = line; j < stop; j += LANES) {
-                const int64_t at = i * CHUNK + j, lanes = stop - j < LANES ? stop - j : LANES;
-                auto z = at::vec::convert<int32_t>(at::vec::Vectorized<Byte>::loadu(w + at, lanes));
+                const int64_t at = i * CHUNK + j, count = stop - j < LANES ? stop - j : LANES;
+                auto z = at::vec::convert<int32_t>(at::vec::Vectorized<Byte>::loadu(w + at, count));
                 for (int t = 0; t < STRETCHES; t++) {
                     auto u = z;
-                    if (t > 0) u = z >> at::vec::Vectorized<int32_t>(BITS * t);
-                    if (t < STRETCHES - 1) u = u & at::vec::Vectorized<int32_t>((1 << BITS) - 1);
-                    auto q = at::vec::convert<float>(u) - Vec(OFFSET);
+                    if constexpr (STRETCHES > 1) {
+                        u = t ? z >> Int(BITS * t) : z;
+                        if (t < STRETCHES - 1) u = u & Int((1 << BITS) - 1);
+                    }
+                    auto q = at::vec::convert<float>(u) - Vec(static_cast<float>(Sizes::OFFSET));
                     for (int r = 0; r < ROWS; r++)
-                        part[t][r] = at::vec::fmadd(q, Vec::loadu(x + r * WIDTH + t * LENGTH + at, lanes), part[t][r]);
+                        part[t][r] = at::vec::fmadd(q, Vec::loadu(x + r * WIDTH + t * LENGTH + at, count), part[t][r]);
                 }
             }
         }
@@ -59,15 +65,20 @@ auto few_rows = [&](auto count, const auto* w, const auto* s, const float* x, fl
     }
     for (int r = 0; r < ROWS; r++)
         y[r * N] = at::vec::vec_reduce_all<float>([](Vec& a, Vec& b) { return a + b; }, sums[r]);
-};
-#pragma omp parallel for num_threads(THREADS) if (THREADS > 1)
-for (int64_t n = 0; n < N; n++) {
-    const auto* row = w + n * LENGTH;
-    const auto* scales = s + n * GROUPS;
+}
+}
+#endif
+"""
+
+BODY = """
+#pragma omp parallel for num_threads(int(Sizes::THREADS)) if (Sizes::THREADS > 1)
+for (int64_t n = 0; n < Sizes::N; n++) {
+    const auto* row = w + n * Sizes::LENGTH;
+    const auto* scales = s + n * Sizes::GROUPS;
     int64_t m = 0;
-    for (; m + BLOCK <= M; m += BLOCK)
-        few_rows(std::integral_constant<int, BLOCK>(), row, scales, x + m * WIDTH, y + m * N + n);
-    for (; m < M; m++) few_rows(std::integral_constant<int, 1>(), row, scales, x + m * WIDTH, y + m * N + n);
+    for (; m + Sizes::BLOCK <= Sizes::M; m += Sizes::BLOCK)
+        few_rows<Sizes::BLOCK, Sizes>(row, scales, x + m * Sizes::WIDTH, y + m * Sizes::N + n);
+    for (; m < Sizes::M; m++) few_rows<1, Sizes>(row, scales, x + m * Sizes::WIDTH, y + m * Sizes::N + n);
 }
 """
 
@@ -87,9 +98,9 @@ def multiply(
     constants = {
         "M": m, "N": n, "WIDTH": width, "LENGTH": length, "CHUNK": chunk, "CHUNKS": length // chunk, "GROUP": group_size,
         "GROUPS": groups, "STRETCHES": STRETCHES[weight_bits], "BITS": weight_bits, "BLOCK": BLOCK, "AHEAD": AHEAD,
-        "THREADS": cpp_threads(),
+        "THREADS": cpp_threads(), "OFFSET": 0 if weight_bits == 8 else offset(weight_bits),
     }  # fmt: skip
-    said = [f"constexpr int64_t {name} = {value};" for name, value in constants.items()]
-    said.append(f"constexpr float OFFSET = {0 if weight_bits == 8 else offset(weight_bits)};")
+    sizes = ", ".join(f"{name} = {value}" for name, value in constants.items())
     given = {"w": w_q, "s": w_scale, "x": whole(x)}
-    return call_cpp("few_rows", given, m * n, torch.float32, "\n".join((*said, BODY)))
+    body = f"struct Sizes {{ enum : int64_t {{ {sizes} }}; }};  // a local class has no static members\n{BODY}"
+    return call_cpp("few_rows", given, m * n, torch.float32, BEFORE, body)
