@@ -20,3 +20,10 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtyp
     actual, expected = actual.detach().double(), expected.detach().double()
     largest = expected.abs().max().item() if expected.numel() else 0.0
     torch.testing.assert_close(actual, expected, rtol=rtol, atol=atol * largest)
+
+
+def few_differ(got: torch.Tensor, want: torch.Tensor, most: float) -> None:
+    """Assert that integer codes differ by one at most, in ``most`` of them (and one more): a last bit moved what was rounded."""
+    off = (got.int() - want.int()).abs()
+    assert off.max() <= 1
+    assert (off > 0).double().mean() <= most + 1.5 / off.numel()

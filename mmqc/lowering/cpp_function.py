@@ -21,8 +21,8 @@ from mmqc.lowering.inductor import (
     TensorBox,
     contiguous,
     get_export_declaration,
-    inductor_config,
     lowerings,
+    parallel_num_threads,
     pick_vec_isa,
 )
 
@@ -33,7 +33,7 @@ class CppFunction(CppTemplate):
     """A function in C++, given as text: ``before`` it, and its body."""
 
     def __init__(self, name: str, inputs: Mapping[str, Any], layout: Any, before: str, body: str) -> None:
-        super().__init__(name, list(inputs.values()), layout, cpp_threads())
+        super().__init__(name, list(inputs.values()), layout, parallel_num_threads())
         self.names, self.before, self.body = tuple(inputs), before, body
 
     def render(self, kernel: Any, template_buffer_node: Any = None, epilogue_nodes: Any = None, **_: Any) -> str:  # type: ignore[override]
@@ -43,12 +43,6 @@ class CppFunction(CppTemplate):
         head = kernel.def_kernel(inputs=dict(zip(self.names, self.input_nodes, strict=True)), outputs={"y": y})
         parts = self.header().getvalue(), self.before, f'extern "C" {get_export_declaration()}', head
         return "\n".join((*parts, f"{{ {kernel.maybe_codegen_profile()} {self.body} }}"))
-
-
-def cpp_threads() -> int:
-    """Threads of a parallel loop in the generated C++."""
-    threads = inductor_config.cpp.threads
-    return torch.get_num_threads() if threads < 1 else threads
 
 
 def is_plain(box: TensorBox) -> bool:

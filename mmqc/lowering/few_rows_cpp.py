@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import torch
 
-from mmqc.lowering.cpp_function import call_cpp, cpp_threads, has_vectors, is_plain, whole
-from mmqc.lowering.inductor import TensorBox, static_int
+from mmqc.lowering.cpp_function import call_cpp, has_vectors, is_plain, whole
+from mmqc.lowering.inductor import TensorBox, parallel_num_threads, static_int
 from mmqc.ops.pack import STRETCHES, offset
 
 BITS = (2, 4, 8)
@@ -98,7 +98,7 @@ def multiply(
     constants = {
         "M": m, "N": n, "WIDTH": width, "LENGTH": length, "CHUNK": chunk, "CHUNKS": length // chunk, "GROUP": group_size,
         "GROUPS": groups, "STRETCHES": STRETCHES[weight_bits], "BITS": weight_bits, "BLOCK": BLOCK, "AHEAD": AHEAD,
-        "THREADS": cpp_threads(), "OFFSET": 0 if weight_bits == 8 else offset(weight_bits),
+        "THREADS": parallel_num_threads(), "OFFSET": 0 if weight_bits == 8 else offset(weight_bits),
     }  # fmt: skip
     sizes = ", ".join(f"{name} = {value}" for name, value in constants.items())
     given = {"w": w_q, "s": w_scale, "x": whole(x)}

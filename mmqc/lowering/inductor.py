@@ -48,6 +48,7 @@ from torch._inductor.ir import (
 from torch._inductor.kernel.bmm import aten_bmm
 from torch._inductor.lowering import fallback_handler, fallbacks, lowerings, register_lowering
 from torch._inductor.package import load_package, package_aoti
+from torch._inductor.utils import parallel_num_threads
 from torch._inductor.virtualized import V, ops
 from torch.compiler import config as _compiler_config
 from torch.utils._python_dispatch import _disable_current_modes
@@ -60,9 +61,9 @@ __all__ = [
     "CppTemplate", "ExternKernel", "FixedLayout", "FloorDiv", "ModularIndexing", "Pointwise", "TensorBox", "aot_files", "as_int",
     "at_least", "at_most", "batched_matmul", "call_kernel", "compile_graph", "config_keys", "constant", "contiguous", "convert",
     "counters", "current_node", "decompositions", "empty", "fallback_handler", "fallbacks", "for_package",
-    "get_export_declaration", "has_kernel", "inductor_config", "is_known_transform", "kernel_names", "launch_kernel",
-    "load_package", "lowerings", "mode_patches", "ops", "package_aoti", "pick_vec_isa", "register_decomposition",
-    "register_lowering", "row_major", "row_sums", "size_hint", "static_int", "sums", "trusted_transforms",
+    "get_export_declaration", "has_kernel", "is_known_transform", "kernel_names", "launch_kernel", "load_package", "lowerings",
+    "mode_patches", "ops", "package_aoti", "parallel_num_threads", "pick_vec_isa", "register_decomposition", "register_lowering",
+    "row_major", "row_sums", "size_hint", "static_int", "sums", "trusted_transforms",
 ]  # fmt: skip
 
 SUPPORTED = ((2, 11), (2, 13))

@@ -33,15 +33,11 @@ from ..graph.semantic import layer_norm, rms_norm
 from ..graph.sizes import sizes
 from .fuse_hadamard_quantize import form as _form
 from .fuse_hadamard_quantize import requires_grad
-from .raise_ops import default_eps, mean_square, uncast
+from .raise_ops import CALLED, called_norm, mean_square, uncast
 from .share_quantize import PER_TOKEN
 
 SAME = ("contiguous", "to", "float", "half", "bfloat16", "type", "type_as")
 STATIC = "quantize"
-CALLED = {
-    "layer_norm": ("input", "normalized_shape", "weight", "bias", "eps"),
-    "rms_norm": ("input", "normalized_shape", "weight", "eps"),
-}
 RESHAPES = ("view", "reshape", "flatten", "unflatten")
 
 
@@ -204,16 +200,14 @@ def _core(node: Any) -> Core | None:
     if node.target in (layer_norm, rms_norm):
         return Core(*node.args, center=node.target is layer_norm, rounds=True)  # type: ignore[misc]
     if kind(node) in CALLED:
+        found = called_norm(node)
         center = kind(node) == "layer_norm"
-        given: Any = dict(zip(CALLED[kind(node)], node.args, strict=False)) | node.kwargs
-        eps = given.get("eps") or (1e-5 if center else default_eps(node))
-        found = Core(given["input"], eps, center, True, given.get("weight"), given.get("bias"))
-        return found if len(given["normalized_shape"]) == 1 else None
+        return Core(found.x, found.eps, center, True, found.gain, found.bias) if found.axes == 1 else None
     if kind(node) != "mul" or len(node.args) != 2:
         return None
     for root, x in (node.args, node.args[::-1]):
-        if isinstance(root, fx.Node) and kind(root) == "rsqrt" and (found := mean_square(root.args[0])) is not None:
-            return Core(*found) if uncast(x) is uncast(found[0]) else None
+        if isinstance(root, fx.Node) and kind(root) == "rsqrt" and (square := mean_square(root.args[0])) is not None:
+            return Core(*square) if uncast(x) is uncast(square[0]) else None
     return None
 
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import fx
@@ -53,10 +53,35 @@ def _as_it_is_now(site: Site) -> fx.Node:
     return _centred(around[0]) or around[0]
 
 
-def default_eps(node: fx.Node) -> float:
-    """That of ``F.rms_norm``: the epsilon of the type that it computes in."""
-    dtype = node.meta.get("dtype") or getattr(node.meta.get("example_value"), "dtype", torch.float32)
-    return torch.finfo(torch.promote_types(dtype, torch.float32)).eps
+class CalledNorm(NamedTuple):
+    """The operands of ``F.layer_norm`` or ``F.rms_norm``, and over how many axes it is."""
+
+    x: Any
+    axes: int
+    eps: float
+    gain: fx.Node | None
+    bias: fx.Node | None
+
+
+CALLED = {
+    "layer_norm": ("input", "normalized_shape", "weight", "bias", "eps"),
+    "rms_norm": ("input", "normalized_shape", "weight", "eps"),
+}
+
+
+def called_norm(node: fx.Node) -> CalledNorm:
+    """Of a call, with torch's defaults: an RMSNorm's epsilon is that of the type that it computes in."""
+    word = kind(node)
+    given: dict[str, Any] = dict(zip(CALLED[word], node.args, strict=False)) | dict(node.kwargs)
+    eps = given.get("eps")
+    if eps is None and word == "layer_norm":
+        eps = 1e-5
+    elif eps is None:
+        dtype = node.meta.get("dtype") or getattr(node.meta.get("example_value"), "dtype", torch.float32)
+        eps = torch.finfo(torch.promote_types(dtype, torch.float32)).eps
+    return CalledNorm(
+        given["input"], len(given["normalized_shape"]), float(eps), given.get("weight"), given.get("bias")
+    )
 
 
 def uncast(node: Any) -> Any:
@@ -132,24 +157,11 @@ class RaiseOps:
 
     def called(self, node: fx.Node, word: str) -> Site | Miss:
         """``F.layer_norm`` and ``F.rms_norm``."""
-        names = (
-            ("input", "normalized_shape", "weight", "bias", "eps")
-            if word == "layer_norm"
-            else ("input", "normalized_shape", "weight", "eps")
-        )
-        given: dict[str, Any] = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
-        if len(given["normalized_shape"]) != 1:
-            return Miss(node.name, f"{word} over {len(given['normalized_shape'])} axes")
-        eps = given.get("eps")
-        eps = float(eps) if eps is not None else 1e-5 if word == "layer_norm" else default_eps(node)
-        return Site(
-            node,
-            given["input"],
-            layer_norm if word == "layer_norm" else rms_norm,
-            eps,
-            given.get("weight"),
-            given.get("bias"),
-        )
+        found = called_norm(node)
+        if found.axes != 1:
+            return Miss(node.name, f"{word} over {found.axes} axes")
+        norm = layer_norm if word == "layer_norm" else rms_norm
+        return Site(node, found.x, norm, found.eps, found.gain, found.bias)
 
     def rewrite(self, prog: Program, site: Site) -> None:
         """Replace the node by unit norm, gain and bias."""

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from norm_cases import operands
 from torch.nn import functional as F
 
 import mmqc.ops  # noqa: F401
@@ -9,11 +10,6 @@ from mmqc.norm import RMSNorm
 
 ops = torch.ops.mmqc
 SCALES = {1: torch.tensor([0.03]), 2: torch.tensor([0.03, 0.05])}
-
-
-def operands(residual: bool, dtype: torch.dtype = torch.float32) -> tuple:
-    x, r = (torch.randn(2, 3, 24).to(dtype) for _ in "xr")
-    return x, r if residual else None, torch.randn(24).to(dtype), torch.randn(24).to(dtype), 1e-5
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])

@@ -2,17 +2,13 @@
 
 import pytest
 import torch
+from norm_cases import operands
 
 import mmqc.ops  # noqa: F401
 from mmqc.norm import RMSNorm
 
 ops = torch.ops.mmqc
 WIDTHS, BITS = [15, 6, 3], [2, 4, 8]
-
-
-def operands(residual: bool, dtype: torch.dtype = torch.float32) -> tuple:
-    x, r = (torch.randn(2, 3, 24).to(dtype) for _ in "xr")
-    return x, r if residual else None, torch.randn(24).to(dtype), torch.randn(24).to(dtype), 1e-5
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
