@@ -9,8 +9,8 @@ import torch
 from gpu_run import Run
 from row_kernels import NORM, quantize_in_torch
 
-from mmqc.kernels.norm_quantize import norm_quantize
-from mmqc.kernels.scaled_matmul import scaled_matmul
+from mmqc.kernels.matmul.scaled_matmul import scaled_matmul
+from mmqc.kernels.rows.norm_quantize import norm_quantize
 
 
 def chain_calls(run: Run, linear: Any) -> dict[str, Callable[[], None]]:

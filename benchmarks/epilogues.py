@@ -19,13 +19,13 @@ from gpu_run import Calls, Run
 from torch import Tensor
 from torch.nn import functional as F
 
-from mmqc import run_time
 from mmqc.backend import backend, collect_records
-from mmqc.kernels.configs import MatmulConfig as Tile
-from mmqc.kernels.epilogue_tiles import Epilogue
-from mmqc.kernels.row_scale import row_scale
-from mmqc.kernels.scaled_matmul import Linear
-from mmqc.kernels.scaled_matmul_epilogue import scaled_matmul_epilogue
+from mmqc.compiler import run_time
+from mmqc.kernels.matmul.configs import MatmulConfig as Tile
+from mmqc.kernels.matmul.epilogue_tiles import Epilogue
+from mmqc.kernels.matmul.scaled_matmul import Linear
+from mmqc.kernels.matmul.scaled_matmul_epilogue import scaled_matmul_epilogue
+from mmqc.kernels.shared.row_scale import row_scale
 from mmqc.ops.hadamard_matrix import hadamard_factors
 from mmqc.ops.pack import pack_int4
 from mmqc.ops.scaled_matmul_epilogue import quick_gelu

@@ -22,9 +22,9 @@ sys.path.insert(0, str(ROOT))
 
 from gpu_run import Run, relative_error  # noqa: E402
 
-from mmqc.kernels.configs import MatmulConfig  # noqa: E402
-from mmqc.kernels.device_facts import gpu_name  # noqa: E402
-from mmqc.kernels.grouped_matmul import grouped_matmul  # noqa: E402
+from mmqc.kernels.matmul.configs import MatmulConfig  # noqa: E402
+from mmqc.kernels.matmul.grouped_matmul import grouped_matmul  # noqa: E402
+from mmqc.kernels.shared.device_facts import gpu_name  # noqa: E402
 from mmqc.ops.grouped_matmul import reference  # noqa: E402
 from mmqc.ops.pack import pack  # noqa: E402
 

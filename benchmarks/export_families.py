@@ -29,10 +29,10 @@ from torch import Tensor, nn
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from mmqc.aot.exportable import relative_error  # noqa: E402
+from mmqc.aot.programs import Whole  # noqa: E402
+from mmqc.aot.variants import taken_apart  # noqa: E402
 from mmqc.export import WHOLE, _Job  # noqa: E402
-from mmqc.front.exportable import relative_error  # noqa: E402
-from mmqc.front.programs import Whole  # noqa: E402
-from mmqc.front.variants import taken_apart  # noqa: E402
 from mmqc.lowering.package import load_program  # noqa: E402
 from mmqc.quantize import visual_token_ids  # noqa: E402
 

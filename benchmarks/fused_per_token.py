@@ -27,12 +27,12 @@ sys.path.insert(0, str(ROOT))
 
 from gpu_run import Run, ceilings, facts, geomean  # noqa: E402
 
-from mmqc.kernels import mixed_matmul as product  # noqa: E402
-from mmqc.kernels.basis_quantize_per_token import basis_quantize_per_token  # noqa: E402
-from mmqc.kernels.hadamard_quantize import hadamard_quantize  # noqa: E402
-from mmqc.kernels.hadamard_quantize_per_token import hadamard_quantize_per_token  # noqa: E402
-from mmqc.kernels.norm_quantize_per_token import Norm, norm_quantize_per_token  # noqa: E402
-from mmqc.kernels.quantize_per_token import Rows, quantize_per_token  # noqa: E402
+from mmqc.kernels.hadamard.basis_quantize_per_token import basis_quantize_per_token  # noqa: E402
+from mmqc.kernels.hadamard.hadamard_quantize import hadamard_quantize  # noqa: E402
+from mmqc.kernels.hadamard.hadamard_quantize_per_token import hadamard_quantize_per_token  # noqa: E402
+from mmqc.kernels.matmul import mixed_matmul as product  # noqa: E402
+from mmqc.kernels.rows.norm_quantize_per_token import Norm, norm_quantize_per_token  # noqa: E402
+from mmqc.kernels.rows.quantize_per_token import Rows, quantize_per_token  # noqa: E402
 
 NORM, HADAMARD, BASIS = "norm", "hadamard", "basis"
 CASES = {  # name: (what stands in front, N, K, high channels)

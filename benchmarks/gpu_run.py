@@ -20,7 +20,7 @@ from typing import TypeVar
 import torch
 import triton
 
-from mmqc.kernels.device_facts import gpu_name
+from mmqc.kernels.shared.device_facts import gpu_name
 
 ROOT = Path(__file__).resolve().parents[1]
 

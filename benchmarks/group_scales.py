@@ -17,10 +17,10 @@ from gpu_run import Calls, Run, geomean, relative_error
 from torch.nn import functional as F
 from tune import fastest
 
-from mmqc.kernels import configs as tiles
-from mmqc.kernels.configs import MatmulConfig as Tile
-from mmqc.kernels.group_scaled_matmul import group_scaled_matmul
-from mmqc.kernels.scaled_matmul import scaled_matmul
+from mmqc.kernels.matmul import configs as tiles
+from mmqc.kernels.matmul.configs import MatmulConfig as Tile
+from mmqc.kernels.matmul.group_scaled_matmul import group_scaled_matmul
+from mmqc.kernels.matmul.scaled_matmul import scaled_matmul
 from mmqc.ops.pack import pack_int4
 
 GROUP, AMPLIFIER = 128, 1024

@@ -103,7 +103,7 @@ def sanitized(data: dict[str, Any] | None) -> list[str]:
 ROLES = (
     "What racecheck reports of the warp-specialised kernels is the byte by which Triton tells a warp its role: in their machine "
     "code the address above is that load, behind a barrier of all warps that the tool does not follow. The rings that these "
-    "kernels fill and empty themselves are tested by `tests/warp_simulator.py`."
+    "kernels fill and empty themselves are tested by `tests/support/warp_simulator.py`."
 )
 GENERATE = ("decode, tokens/s", "first token, ms", "cold, s")
 

@@ -31,8 +31,8 @@ sys.path.insert(0, str(ROOT))
 
 from gpu_run import Run, ceilings, facts, relative_error  # noqa: E402
 
-from mmqc.kernels.kv_attention import KVConfig, kv_attention, table  # noqa: E402
-from mmqc.kernels.kv_pack import kv_pack  # noqa: E402
+from mmqc.kernels.kv.kv_attention import KVConfig, kv_attention, table  # noqa: E402
+from mmqc.kernels.kv.kv_pack import kv_pack  # noqa: E402
 from mmqc.ops import kv_attention as op  # noqa: E402
 
 SHAPE = {"batch": 16, "heads": 8, "group": 4, "width": 128, "visual": 8192, "text": 64}

@@ -26,8 +26,8 @@ from gpu_run import Run, arguments, ceilings, facts, relative_error  # noqa: E40
 from kv_attention import time_peers  # noqa: E402
 from kv_tokens import fastest  # noqa: E402
 
-from mmqc.kernels.kv_rows_attention import kv_rows_attention  # noqa: E402
-from mmqc.kernels.kv_token_attention import TokenConfig  # noqa: E402
+from mmqc.kernels.kv.kv_rows_attention import kv_rows_attention  # noqa: E402
+from mmqc.kernels.kv.kv_token_attention import TokenConfig  # noqa: E402
 from mmqc.ops import kv_rows_attention as op  # noqa: E402
 from mmqc.ops.kv_rows import row_bytes, to_rows  # noqa: E402
 from mmqc.ops.quantize_per_token import reference as quantize_per_token  # noqa: E402

@@ -28,9 +28,9 @@ sys.path.insert(0, str(ROOT))
 from gpu_run import Run, arguments, ceilings, facts, relative_error  # noqa: E402
 from kv_attention import time_peers  # noqa: E402
 
-from mmqc.kernels.kv_pack import kv_pack  # noqa: E402
-from mmqc.kernels.kv_round_keys import RoundConfig, kv_round_keys  # noqa: E402
-from mmqc.kernels.kv_token_attention import TokenConfig, kv_token_attention  # noqa: E402
+from mmqc.kernels.kv.kv_pack import kv_pack  # noqa: E402
+from mmqc.kernels.kv.kv_round_keys import RoundConfig, kv_round_keys  # noqa: E402
+from mmqc.kernels.kv.kv_token_attention import TokenConfig, kv_token_attention  # noqa: E402
 from mmqc.ops import kv_round_keys as round_op  # noqa: E402
 from mmqc.ops import kv_token_attention as op  # noqa: E402
 from mmqc.ops.kv_pack import chosen  # noqa: E402

@@ -30,12 +30,12 @@ from gpu_run import Calls, Run, ceilings, facts, geomean, relative_error  # noqa
 from row_kernels import check_rows, time_one_row, time_rows  # noqa: E402
 from tune import candidates, fastest, worth_tuning, write_tiles  # noqa: E402
 
-from mmqc.kernels import configs as tiles  # noqa: E402
-from mmqc.kernels.configs import MatmulConfig as Tile  # noqa: E402
-from mmqc.kernels.device_facts import gpu_name  # noqa: E402
-from mmqc.kernels.pingpong_matmul import OPS as PINGPONG_OPS  # noqa: E402
-from mmqc.kernels.scaled_matmul import scaled_matmul  # noqa: E402
-from mmqc.kernels.weight_only_matmul import weight_only_matmul  # noqa: E402
+from mmqc.kernels.matmul import configs as tiles  # noqa: E402
+from mmqc.kernels.matmul.configs import MatmulConfig as Tile  # noqa: E402
+from mmqc.kernels.matmul.pingpong_matmul import OPS as PINGPONG_OPS  # noqa: E402
+from mmqc.kernels.matmul.scaled_matmul import scaled_matmul  # noqa: E402
+from mmqc.kernels.matmul.weight_only_matmul import weight_only_matmul  # noqa: E402
+from mmqc.kernels.shared.device_facts import gpu_name  # noqa: E402
 from mmqc.ops.pack import pack_int4  # noqa: E402
 from mmqc.ops.weight_only_matmul import dequantize  # noqa: E402
 

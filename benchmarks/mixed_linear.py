@@ -29,12 +29,12 @@ sys.path.insert(0, str(ROOT))
 from gpu_run import Run, arguments, ceilings, facts, geomean, relative_error  # noqa: E402
 from tune import UNPACK, candidates, write_tiles  # noqa: E402
 
-from mmqc.kernels import configs as tiles  # noqa: E402
-from mmqc.kernels import mixed_matmul as kernel  # noqa: E402
-from mmqc.kernels import packed_matmul as registers  # noqa: E402
-from mmqc.kernels import pingpong_matmul as pingpong  # noqa: E402
-from mmqc.kernels.configs import MatmulConfig  # noqa: E402
-from mmqc.kernels.quantize_per_token import Rows, quantize_per_token  # noqa: E402
+from mmqc.kernels.matmul import configs as tiles  # noqa: E402
+from mmqc.kernels.matmul import mixed_matmul as kernel  # noqa: E402
+from mmqc.kernels.matmul import packed_matmul as registers  # noqa: E402
+from mmqc.kernels.matmul import pingpong_matmul as pingpong  # noqa: E402
+from mmqc.kernels.matmul.configs import MatmulConfig  # noqa: E402
+from mmqc.kernels.rows.quantize_per_token import Rows, quantize_per_token  # noqa: E402
 from mmqc.ops.mixed_matmul import reference  # noqa: E402
 from mmqc.ops.pack import pack_int4  # noqa: E402
 

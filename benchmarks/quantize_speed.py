@@ -66,11 +66,11 @@ def batch_of(tokens: int, dtype: torch.dtype, seed: int) -> dict[str, torch.Tens
 @contextlib.contextmanager
 def timed(times: dict[str, float]) -> Iterator[None]:
     """Seconds of the parts of quantize_, by wrapping its own functions."""
-    import mmqc.calibrate as calibrate
-    import mmqc.job as job
-    import mmqc.kv_rounding as kv_rounding
-    import mmqc.pca_bases as pca_bases
-    import mmqc.sequential as sequential
+    import mmqc.calibration.calibrate as calibrate
+    import mmqc.calibration.sequential as sequential
+    import mmqc.kv.rounding as kv_rounding
+    import mmqc.quantization.job as job
+    import mmqc.quantization.pca_bases as pca_bases
     import mmqc.solvers.gptq as gptq
     import mmqc.solvers.mixed as mixed
     import mmqc.solvers.mse_clip as mse_clip

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from mmqc.report_plots import INK, MUTED, figure  # noqa: E402
+from mmqc.report.plots import INK, MUTED, figure  # noqa: E402
 
 PICTURES = ROOT / "docs/results"
 # Contenders that move the same bytes would hide each other in the roofline: these are drawn a little aside.

@@ -17,11 +17,11 @@ from gpu_run import Run, relative_error
 from torch import Tensor
 from torch.nn import functional as F
 
-from mmqc.kernels.device_facts import multiprocessors
-from mmqc.kernels.hadamard_plan import hadamard_plan
-from mmqc.kernels.hadamard_quantize import hadamard_quantize
-from mmqc.kernels.norm_quantize import Norm, norm_quantize
-from mmqc.norm import RMSNorm
+from mmqc.kernels.hadamard.hadamard_plan import hadamard_plan
+from mmqc.kernels.hadamard.hadamard_quantize import hadamard_quantize
+from mmqc.kernels.rows.norm_quantize import Norm, norm_quantize
+from mmqc.kernels.shared.device_facts import multiprocessors
+from mmqc.nn.norm import RMSNorm
 from mmqc.ops import hadamard
 
 NORM = Norm(1e-6)

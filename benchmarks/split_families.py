@@ -23,8 +23,8 @@ import transformers
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from mmqc.front.variants import fixed_images, variants  # noqa: E402
-from mmqc.packed_programs import steps_of  # noqa: E402
+from mmqc.aot.packed_programs import steps_of  # noqa: E402
+from mmqc.aot.variants import fixed_images, variants  # noqa: E402
 from mmqc.quantize import visual_token_ids  # noqa: E402
 
 BOUND = 1e-4

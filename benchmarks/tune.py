@@ -13,9 +13,9 @@ import torch
 import triton
 from gpu_run import Calls, Run, relative_error
 
-from mmqc.kernels import configs as tiles
-from mmqc.kernels.configs import MatmulConfig as Tile
-from mmqc.kernels.device_facts import capability, gpu_name, multiprocessors
+from mmqc.kernels.matmul import configs as tiles
+from mmqc.kernels.matmul.configs import MatmulConfig as Tile
+from mmqc.kernels.shared.device_facts import capability, gpu_name, multiprocessors
 
 UNPACK = Tile(128, 128, 64, 8, 3, variant="unpack")  # the weight is written out; the product has the tile of its codes
 

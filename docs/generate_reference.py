@@ -132,7 +132,7 @@ def command_line() -> str:
     """Every command, its arguments and options, as typer has them."""
     import typer.main
 
-    from mmqc import cli
+    from mmqc.cli import app as cli
 
     group: Any = typer.main.get_command(cli.app)
     codes = (cli.__doc__ or "").split("Exit codes: ")[1].replace("\n", " ").strip()

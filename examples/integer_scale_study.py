@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import mmqc
 from mmqc.config import QuantConfig, Rewrites
-from mmqc.modules import QuantLinear
+from mmqc.nn.linear import QuantLinear
 from mmqc.recipes import integer_scale
 from mmqc.samples.scoring import Score, compare, summarize
 from mmqc.solvers import integer_scale as solver

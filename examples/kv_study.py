@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 import mmqc  # noqa: E402
-from mmqc.cache_generate import detach  # noqa: E402
+from mmqc.kv.generate import detach  # noqa: E402
 from mmqc.recipes import calibquant, global_range, kivi  # noqa: E402
 from mmqc.samples import scoring  # noqa: E402
 

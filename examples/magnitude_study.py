@@ -33,11 +33,11 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from study import ROOT, SAMPLES, about, put, quantized, read, store, table
 
 import mmqc
-from mmqc import online_hadamard
 from mmqc.config import QuantConfig, Rewrites
 from mmqc.graph.linear import weight_of
 from mmqc.graph.record import record
 from mmqc.graph.runner import run
+from mmqc.nn import online_hadamard
 from mmqc.ops.hadamard import apply_factors
 from mmqc.ops.hadamard_matrix import hadamard_factors, hadamard_kind
 from mmqc.passes import insert_hadamard
@@ -238,7 +238,7 @@ def run_table(data: dict[str, Any]) -> str:
 
 def plot(data: dict[str, Any]) -> None:
     """Growth of each layer, and the SQNR of its output at W4A8."""
-    from mmqc.report_plots import MUTED, figure
+    from mmqc.report.plots import MUTED, figure
 
     colours = {"plain": "#c0392b", "plain + suppression": "#d9a22b", "signs": "#7a4fb5", "product": "#2a9d6e"}
     with figure(4.6, 2) as (fig, axes):

@@ -192,7 +192,7 @@ def page(data: dict[str, Any]) -> str:
 
 def plot(data: dict[str, Any]) -> None:
     """SQNR and NLL of every method, and over the rank."""
-    from mmqc.report_plots import figure
+    from mmqc.report.plots import figure
 
     samples = [s for s in SAMPLES if "ResQ" in data["samples"].get(s, {})]
     with figure(4.6, 2) as (fig, axes):

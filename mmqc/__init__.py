@@ -11,34 +11,35 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from . import discovery, hf_hook
+from mmqc.checkpoint import hf_hook
+from mmqc.compiler import discovery
 
 if TYPE_CHECKING:
-    from . import recipes, samples
-    from .cache import QuantizedCache
-    from .cache_rounded import RoundedCache
-    from .compiled_loop import compiled_loop
-    from .config import ActivationSpec, ConfigError, KVSpec, QuantConfig, Rewrites, Scheme, WeightSpec
-    from .equivalence import RewriteError
-    from .explain import Explanation, explain
-    from .export import export
-    from .load_quantized import load_quantized
-    from .memory_error import OutOfMemoryError
-    from .plan import Planned, plan
-    from .quantize import quantize_
-    from .report import LayerReport, QuantReport, Refusal
-    from .resume import ResumeError
-    from .save import FormatError, save_pretrained
+    from mmqc import recipes, samples
+    from mmqc.checkpoint.load import load_quantized
+    from mmqc.checkpoint.save import FormatError, save_pretrained
+    from mmqc.compiler.compiled_loop import compiled_loop
+    from mmqc.config import ActivationSpec, ConfigError, KVSpec, QuantConfig, Rewrites, Scheme, WeightSpec
+    from mmqc.explain import Explanation, explain
+    from mmqc.export import export
+    from mmqc.kv.cache import QuantizedCache
+    from mmqc.kv.rounded import RoundedCache
+    from mmqc.plan import Planned, plan
+    from mmqc.quantization.equivalence import RewriteError
+    from mmqc.quantization.memory_error import OutOfMemoryError
+    from mmqc.quantization.resume import ResumeError
+    from mmqc.quantize import quantize_
+    from mmqc.report.report import LayerReport, QuantReport, Refusal
 
 __version__ = "0.1.0.dev0"
 
 _HOMES = {
-    "quantize_": "quantize", "compiled_loop": "compiled_loop", "QuantizedCache": "cache", "RoundedCache": "cache_rounded",
-    "explain": "explain", "Explanation": "explain", "export": "export",
-    "plan": "plan", "Planned": "plan", "RewriteError": "equivalence", "ResumeError": "resume",
-    "OutOfMemoryError": "memory_error",
-    "save_pretrained": "save", "FormatError": "save", "load_quantized": "load_quantized",
-    "QuantReport": "report", "LayerReport": "report", "Refusal": "report",
+    "quantize_": "quantize", "export": "export", "explain": "explain", "Explanation": "explain", "plan": "plan", "Planned": "plan",
+    "compiled_loop": "compiler.compiled_loop", "QuantizedCache": "kv.cache", "RoundedCache": "kv.rounded",
+    "RewriteError": "quantization.equivalence", "ResumeError": "quantization.resume",
+    "OutOfMemoryError": "quantization.memory_error",
+    "save_pretrained": "checkpoint.save", "FormatError": "checkpoint.save", "load_quantized": "checkpoint.load",
+    "QuantReport": "report.report", "LayerReport": "report.report", "Refusal": "report.report",
     **dict.fromkeys(("QuantConfig", "Rewrites", "Scheme"), "config"),
     **dict.fromkeys(("ActivationSpec", "ConfigError", "KVSpec", "WeightSpec"), "specs"),
 }  # fmt: skip

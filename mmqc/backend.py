@@ -16,14 +16,15 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from mmqc import compile_record, graph_content
-from mmqc.compile_options import CompileOptions
-from mmqc.compile_record import GraphRecord, collect_records
+from mmqc.compiler import graph_content
+from mmqc.compiler import record as compile_record
+from mmqc.compiler.options import CompileOptions
+from mmqc.compiler.record import GraphRecord, collect_records
+from mmqc.compiler.run_time import reading_first, run_time_passes, where_equal
+from mmqc.compiler.torchao_graph import adopt_torchao
 from mmqc.front.front import after_trace, before_trace
 from mmqc.front.tables import keep_tables
 from mmqc.graph.tracing import Tracing, traced_place
-from mmqc.run_time import reading_first, run_time_passes, where_equal
-from mmqc.torchao_graph import adopt_torchao
 
 __all__ = ["GraphRecord", "backend", "collect_records"]
 
@@ -40,7 +41,7 @@ def backend(
     rewritten = None
     if request.config is not None:
         # Only this option needs the passes and what they import.
-        from mmqc.self_quantize import quantize_graph, session_for
+        from mmqc.compiler.self_quantize import quantize_graph, session_for
 
         rewritten = quantize_graph(gm, example_inputs, session_for(request.config))
     if rewritten is not None:

@@ -18,7 +18,7 @@ from torchao.core.config import AOBaseConfig
 from torchao.quantization.granularity import Granularity, PerGroup, PerRow, PerTensor
 from torchao.quantization.transform_module import register_quantize_module_handler
 
-from .specs import (
+from mmqc.specs import (
     ActivationSpec,
     Amplifier,
     Bases,
@@ -328,4 +328,4 @@ def _decode(cls: type, data: Any, where: str) -> Any:
 @register_quantize_module_handler(QuantConfig)
 def _for_torchao(module: nn.Module, config: QuantConfig) -> nn.Module:
     """What ``torchao.quantization.quantize_`` calls; imported when it is, since solvers and modules lie above this file."""
-    return importlib.import_module("mmqc.torchao_handler").quantize_module(module, config)
+    return importlib.import_module("mmqc.checkpoint.torchao_handler").quantize_module(module, config)

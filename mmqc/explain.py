@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from .backend import GraphRecord, backend, collect_records
-from .front.front import Front, attached, detach
-from .graph.text import text_diff
-from .graph.tracing import collect_breaks
+from mmqc.backend import GraphRecord, backend, collect_records
+from mmqc.front.front import Front, attached, detach
+from mmqc.graph.text import text_diff
+from mmqc.graph.tracing import collect_breaks
 
 LIMIT = 1 << 16
 

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
 
-    from mmqc.front.step_batches import Steps
+    from mmqc.aot.step_batches import Steps
 
 WHOLE = "model"
 PROGRAMS = (WHOLE, "vision", "prefill", "decode")
@@ -65,7 +65,7 @@ def export(
 
     Raises:
         ValueError: the path, the inputs or the names of programs are not what they should be.
-        mmqc.front.index_find.ExportError: a program cannot be made, or differs from the model; says where and why.
+        mmqc.aot.index_find.ExportError: a program cannot be made, or differs from the model; says where and why.
     """
     path, batches = Path(path), _batches(example_inputs)
     _check(model, batches, path, programs)
@@ -116,15 +116,15 @@ class _Job:
 
     def whole(self) -> None:
         """The whole forward."""
-        from mmqc.front.programs import Whole
+        from mmqc.aot.programs import Whole
 
         self.say("forward: tracing")
         self.programs[WHOLE] = self._first_of(lambda batches, spare: self._export(Whole(self.model), batches, spare))
 
     def steps(self, names: list[str], required: bool) -> None:
         """Vision, prefill and decode, if the model can be split so."""
-        from mmqc.front.index_find import ExportError
-        from mmqc.packed_programs import steps_of
+        from mmqc.aot.index_find import ExportError
+        from mmqc.aot.packed_programs import steps_of
 
         try:
             self.split = steps_of(self.model, self.batches[0])
@@ -160,14 +160,14 @@ class _Job:
     def _export(
         self, module: nn.Module, batches: list[dict[str, Tensor]], spare: list[dict[str, Tensor]], shapes: Any = ...
     ) -> ExportedProgram:
-        from mmqc.front.exportable import export_program
+        from mmqc.aot.exportable import export_program
 
         shapes = self.shapes if shapes is ... else shapes
         return export_program(module.eval(), batches[0], more=batches[1:], spare=spare, dynamic_shapes=shapes)
 
     def _first_of(self, attempt: Callable[[list[dict[str, Tensor]], list[dict[str, Tensor]]], Any]) -> Any:
         """The attempt with the most dynamic sizes that succeeds."""
-        from mmqc.front.index_find import ExportError
+        from mmqc.aot.index_find import ExportError
 
         reasons: list[str] = []
         for made, spare in self._varied():
@@ -180,7 +180,7 @@ class _Job:
 
     def _varied(self) -> list[tuple[list[dict[str, Tensor]], list[dict[str, Tensor]]]]:
         """Further batches to try, those with the most variety first; none if there are several, or shapes are given."""
-        from mmqc.front.variants import fixed_images, variants
+        from mmqc.aot.variants import fixed_images, variants
         from mmqc.quantize import visual_token_ids
 
         if len(self.batches) > 1 or self.shapes is not None:
@@ -205,9 +205,9 @@ class _Job:
 
     def write(self, path: Path) -> None:
         """Compile every program and write the package."""
-        from mmqc.front.exportable import rounds
-        from mmqc.front.index_find import ExportError
-        from mmqc.front.programs import described
+        from mmqc.aot.exportable import rounds
+        from mmqc.aot.index_find import ExportError
+        from mmqc.aot.programs import described
         from mmqc.lowering import package
 
         files = {}
@@ -231,9 +231,9 @@ class _Job:
 
     def compare(self, path: Path) -> None:
         """Load the package and compare it with the model on the given batches."""
-        from mmqc.front.exportable import relative_error
-        from mmqc.front.index_find import ExportError
-        from mmqc.front.programs import Whole
+        from mmqc.aot.exportable import relative_error
+        from mmqc.aot.index_find import ExportError
+        from mmqc.aot.programs import Whole
         from mmqc.lowering import package
 
         self.say("comparing the package with the model")
@@ -250,7 +250,7 @@ class _Job:
     @property
     def bound(self) -> float:
         """The largest relative error of logits."""
-        from mmqc.front.exportable import rounds
+        from mmqc.aot.exportable import rounds
 
         dtype = next((p.dtype for p in self.model.parameters() if p.is_floating_point()), torch.float32)
         quantized = any(rounds(program) for program in self.programs.values()) or _is_quantized(self.model)
@@ -262,6 +262,6 @@ def _padded_left(batch: Batch) -> bool:
 
 
 def _is_quantized(model: nn.Module) -> bool:
-    from mmqc.modules import QuantLinear
+    from mmqc.nn.linear import QuantLinear
 
     return any(isinstance(m, QuantLinear) for m in model.modules())

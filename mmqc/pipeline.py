@@ -4,23 +4,23 @@ from __future__ import annotations
 
 from typing import Any
 
-from .config import QuantConfig
-from .graph.runner import Pass
-from .passes.assign_scheme import AssignScheme
-from .passes.facts import FACTS
-from .passes.fold_channel_scale import FoldChannelScale
-from .passes.fold_layer_scale import FoldLayerScale
-from .passes.fold_norm_mean import FoldNormMean
-from .passes.fold_norm_scale import FoldNormScale
-from .passes.fold_signs import FoldSigns
-from .passes.fuse_rotation import FuseRotation
-from .passes.insert_hadamard import InsertHadamard
-from .passes.quantize_activations import QuantizeActivations
-from .passes.quantize_mixed import QuantizeMixed
-from .passes.quantize_weights import QuantizeWeights
-from .passes.raise_linear import RaiseLinear
-from .passes.raise_ops import RaiseOps
-from .passes.suppress_magnitude import SuppressMagnitude
+from mmqc.config import QuantConfig
+from mmqc.graph.runner import Pass
+from mmqc.passes.assign_scheme import AssignScheme
+from mmqc.passes.facts import FACTS
+from mmqc.passes.fold_channel_scale import FoldChannelScale
+from mmqc.passes.fold_layer_scale import FoldLayerScale
+from mmqc.passes.fold_norm_mean import FoldNormMean
+from mmqc.passes.fold_norm_scale import FoldNormScale
+from mmqc.passes.fold_signs import FoldSigns
+from mmqc.passes.fuse_rotation import FuseRotation
+from mmqc.passes.insert_hadamard import InsertHadamard
+from mmqc.passes.quantize_activations import QuantizeActivations
+from mmqc.passes.quantize_mixed import QuantizeMixed
+from mmqc.passes.quantize_weights import QuantizeWeights
+from mmqc.passes.raise_linear import RaiseLinear
+from mmqc.passes.raise_ops import RaiseOps
+from mmqc.passes.suppress_magnitude import SuppressMagnitude
 
 __all__ = ["FACTS", "exact_passes", "quantizing_passes"]
 

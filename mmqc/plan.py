@@ -14,24 +14,24 @@ from typing import Any
 import torch
 from torch import nn
 
-from .config import QuantConfig
-from .eval_mode import evaluating
-from .graph.kinds import kind
-from .graph.plan import Plan
-from .graph.program import PassRecord, Program
-from .graph.record import record
-from .graph.runner import Pass, run
-from .graph.space_text import spaces_text
-from .graph.spaces import Space, Spaces
-from .job import takes_cache
-from .passes.fold_layer_scale import FoldLayerScale
-from .passes.fold_norm_mean import FoldNormMean
-from .passes.fold_norm_scale import FoldNormScale
-from .passes.raise_linear import RaiseLinear
-from .passes.raise_ops import RaiseOps
-from .passes.suppress_magnitude import SuppressMagnitude
-from .pipeline import FACTS, exact_passes
-from .unseen import unsure_weights
+from mmqc.config import QuantConfig
+from mmqc.graph.kinds import kind
+from mmqc.graph.plan import Plan
+from mmqc.graph.program import PassRecord, Program
+from mmqc.graph.record import record
+from mmqc.graph.runner import Pass, run
+from mmqc.graph.spaces.spaces import Space, Spaces
+from mmqc.graph.spaces.text import spaces_text
+from mmqc.nn.eval_mode import evaluating
+from mmqc.nn.unseen import unsure_weights
+from mmqc.passes.fold_layer_scale import FoldLayerScale
+from mmqc.passes.fold_norm_mean import FoldNormMean
+from mmqc.passes.fold_norm_scale import FoldNormScale
+from mmqc.passes.raise_linear import RaiseLinear
+from mmqc.passes.raise_ops import RaiseOps
+from mmqc.passes.suppress_magnitude import SuppressMagnitude
+from mmqc.pipeline import FACTS, exact_passes
+from mmqc.quantization.job import takes_cache
 
 FOLDS = (RaiseOps, RaiseLinear, FoldLayerScale, FoldNormScale, FoldNormMean)
 

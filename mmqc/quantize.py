@@ -10,26 +10,26 @@ from typing import Any, get_args
 import torch
 from torch import Tensor, nn
 
-from . import convert
-from .blocks import block_lists
-from .calibrate import EQUAL, TEXT, VISUAL, CalibrationError
-from .config import ConfigError, QuantConfig
-from .eval_mode import evaluating
-from .expert_modules import QuantExperts
-from .generated import with_generated
-from .job import Job
-from .job_options import Batch, Last, Options
-from .kv_scores import with_scores
-from .memory_error import explained
-from .modality import ModalityContext, attached, detach, visual_token_ids
-from .modules import QuantLinear
-from .progress import Progress
-from .quantize_kv import quantize_kv
-from .report import QuantReport
-from .residency import Residency
-from .resume import Store, fingerprint
-from .sequential import Inputs
-from .weights_only import quantize_weights_only
+from mmqc.calibration.blocks import block_lists
+from mmqc.calibration.calibrate import EQUAL, TEXT, VISUAL, CalibrationError
+from mmqc.calibration.generated import with_generated
+from mmqc.calibration.residency import Residency
+from mmqc.calibration.sequential import Inputs
+from mmqc.config import ConfigError, QuantConfig
+from mmqc.experts.modules import QuantExperts
+from mmqc.kv.scores import with_scores
+from mmqc.nn.eval_mode import evaluating
+from mmqc.nn.linear import QuantLinear
+from mmqc.nn.modality import ModalityContext, attached, detach, visual_token_ids
+from mmqc.quantization import convert
+from mmqc.quantization.job import Job
+from mmqc.quantization.kv import quantize_kv
+from mmqc.quantization.memory_error import explained
+from mmqc.quantization.options import Batch, Last, Options
+from mmqc.quantization.progress import Progress
+from mmqc.quantization.resume import Store, fingerprint
+from mmqc.quantization.weights_only import quantize_weights_only
+from mmqc.report.report import QuantReport
 
 
 def quantize_(

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from torchao.quantization.granularity import PerGroup, PerRow
 
-from .config import (
+from mmqc.config import (
     ActivationSpec,
     Amplifier,
     Bases,

@@ -13,8 +13,8 @@ from tolerance import assert_close
 from torch import nn
 
 from mmqc.backend import GraphRecord, backend, collect_records
-from mmqc.modality import ModalityContext
-from mmqc.modules import QuantLinear, RMSNorm
+from mmqc.nn.linear import QuantLinear, RMSNorm
+from mmqc.nn.modality import ModalityContext
 
 pytestmark = pytest.mark.usefixtures("integer_products")
 

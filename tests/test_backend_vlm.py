@@ -13,8 +13,8 @@ from torch.profiler import ProfilerActivity, profile
 
 import mmqc
 from mmqc.backend import GraphRecord, backend, collect_records
-from mmqc.modality import attached
-from mmqc.modules import QuantLinear
+from mmqc.nn.linear import QuantLinear
+from mmqc.nn.modality import attached
 from mmqc.ops.integer_matmul import cpu_int_mm_is_a_loop, why_not_int_mm
 
 FLOAT_PRODUCTS = {

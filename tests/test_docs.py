@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 import typer.main
-from test_cli import invoke
+from commands import invoke
 
 import mmqc
-from mmqc import cli
+from mmqc.cli import app as cli
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ("README.md", "docs/tutorial/first_model.md", "docs/howto/command_line.md")

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from models import IMAGE, VIDEO, randomise, tiny_qwen2_vl
+from other_batches import other_batches
 from quantized_vlm import quantized_vlm
 from tiny_families import FAMILIES
 from tolerance import assert_close
@@ -23,16 +24,15 @@ from torchao.quantization import (
 from torchao.quantization import quantize_ as torchao_quantize_
 
 import mmqc
-from mmqc.front.exportable import export_program, relative_error
-from mmqc.front.index_find import ExportError
-from mmqc.front.programs import Seam, Whole, cache_shape, find_seam
-from mmqc.front.step_batches import Steps
-from mmqc.front.variants import fixed_images, taken_apart, variants
+from mmqc.aot.exportable import export_program, relative_error
+from mmqc.aot.index_find import ExportError
+from mmqc.aot.packed_programs import steps_of
+from mmqc.aot.programs import Seam, Whole, cache_shape, find_seam
+from mmqc.aot.step_batches import Steps
+from mmqc.aot.variants import fixed_images, variants
 from mmqc.lowering.package import grouped_mm, python_ops
-from mmqc.packed_programs import steps_of
 from mmqc.quantize import visual_token_ids
 
-OTHER = ((((3, 1),), ((2, 2), (4, 3))), (((1, 1),),), (((6, 2), (1, 3), (2, 2)),))
 LOADS = """if True:
     import sys
     class Blocked:
@@ -46,12 +46,6 @@ LOADS = """if True:
     run = load_package(sys.argv[1], "model")
     torch.save([run(**case) for case in cases], sys.argv[3])
 """
-
-
-def other_batches(batch: dict[str, Tensor]) -> list[dict[str, Tensor]]:
-    parts = taken_apart(batch, (IMAGE, VIDEO))
-    assert parts is not None
-    return [parts.compose(layout, left=True) for layout in OTHER]
 
 
 def run_elsewhere(package: Path, cases: list[dict[str, Tensor]]) -> list[Tensor]:

@@ -6,9 +6,9 @@ import re
 import pytest
 import torch
 import transformers
+from commands import invoke
 from models import tiny_qwen2_vl
 from small_vlm import check_unchanged, traces
-from test_cli import invoke
 from tiny_families import FAMILIES
 
 import mmqc

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 import mmqc
 from mmqc import recipes
 from mmqc.config import ActivationSpec, QuantConfig, Rewrites, Scheme, WeightSpec
-from mmqc.modality import attached
-from mmqc.modules import HadamardLinear, QuantLinear, RMSNorm
+from mmqc.nn.linear import HadamardLinear, QuantLinear, RMSNorm
+from mmqc.nn.modality import attached
 
 SMALL = 0.08  # relative error of the logits: 1 % for each rounding of weights and inputs, some dozen of them in a row
 

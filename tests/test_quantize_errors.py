@@ -10,7 +10,7 @@ from small_vlm import Small, batches, check_unchanged, quantize, traces
 
 import mmqc
 from mmqc import ConfigError, recipes
-from mmqc.calibrate import CalibrationError
+from mmqc.calibration.calibrate import CalibrationError
 from mmqc.config import QuantConfig
 from mmqc.graph.record import RecordError
 

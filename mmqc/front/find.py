@@ -16,11 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mmqc.front import attention
+from mmqc.front.handover import ArgumentSite, Installed, Site, compute, place_of, value_sites
+from mmqc.front.observe import Call, Observation, Read, is_metadata, observe, tensors_in
 from mmqc.graph.tracing import as_traced
-
-from . import attention
-from .handover import ArgumentSite, Installed, Site, compute, place_of, value_sites
-from .observe import Call, Observation, Read, is_metadata, observe, tensors_in
 
 CHECKS = frozenset(("torch_compilable_check",))  # transformers' placeholder check: it traces as an assertion
 EXACT = {torch.float64: 1e-9, torch.float32: 1e-4}

@@ -15,13 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mmqc.front.find import Finder, Packed, Plan
+from mmqc.front.handover import RUNNING, Installed, compute, numbers
+from mmqc.front.kept import Kept
 from mmqc.graph.tracing import Frame, run_eagerly, varying
-from mmqc.hooks import hooked, unhook
-from mmqc.modality import ModalityContext
-
-from .find import Finder, Packed, Plan
-from .handover import RUNNING, Installed, compute, numbers
-from .kept import Kept
+from mmqc.nn.hooks import hooked, unhook
+from mmqc.nn.modality import ModalityContext
 
 # Its hooks run in front of the graph, too: compiled, they would be graphs of their own.
 run_eagerly(f for f in vars(ModalityContext).values() if isinstance(f, FunctionType))

@@ -22,9 +22,8 @@ import numpy
 import torch
 from torch import Tensor, nn
 
+from mmqc.front.observe import Call, Input
 from mmqc.graph.tracing import codes_of
-
-from .observe import Call, Input
 
 Owner = nn.Module | dict[str, Any]
 numbers = itertools.count()

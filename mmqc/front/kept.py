@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from .handover import Handed, Input, Site, ValueSite, leaves
+from mmqc.front.handover import Handed, Input, Site, ValueSite, leaves
 
 CONSTANTS = (type(None), bool, int, float, str, torch.dtype, torch.device)
 

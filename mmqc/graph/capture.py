@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch._guards import detect_fake_mode
 
-from .kinds import kind
-from .program import KEPT, Program, method_name
+from mmqc.graph.kinds import kind
+from mmqc.graph.program import KEPT, Program, method_name
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from .kinds import kind
-from .program import Program
+from mmqc.graph.kinds import kind
+from mmqc.graph.program import Program
 
 _WEIGHT_OPERAND = {"linear": 1, "conv": 1, "matmul": 1, "grouped_mm": 1, "_grouped_mm": 1}
 _PASS_ON = frozenset(("to", "float", "double", "half", "bfloat16", "type_as", "contiguous", "detach", "clone"))

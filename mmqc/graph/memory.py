@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import fx
 
-from .kinds import kind, mutates
-from .program import Program
+from mmqc.graph.kinds import kind, mutates
+from mmqc.graph.program import Program
 
 # Operations whose result may be a view of their first operand (some copy, when the strides ask for it).
 MAY_VIEW = frozenset((

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .scaling import Scaling
+from mmqc.graph.scaling import Scaling
 
 Groups = tuple[int, int, int, int, int] | list[list[int]]
 

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from . import meta
-from .kinds import kind, mutates
-from .plan import Plan
+from mmqc.graph import meta
+from mmqc.graph.kinds import kind, mutates
+from mmqc.graph.plan import Plan
 
 Watch = Callable[[fx.Node, Any, list[Any], dict[str, Any]], None]
 SLICE = 1 << 23  # elements of a weight that are in float64 at a time
@@ -93,7 +93,7 @@ class Program:
         records: one ``PassRecord`` per pass, in order.
         notes: what the capture could not do, in words.
         called: FQNs of the modules that ran.
-        unsure: weights that must stay as they are, and why (see mmqc/unseen.py).
+        unsure: weights that must stay as they are, and why (see mmqc/nn/unseen.py).
         work: the device that derived weights are computed on; None means where each weight is.
     """
 

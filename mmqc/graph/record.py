@@ -19,10 +19,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from . import meta
-from .kinds import kind
-from .memory import written
-from .program import LOOSE, Program
+from mmqc.graph import meta
+from mmqc.graph.kinds import kind
+from mmqc.graph.memory import written
+from mmqc.graph.program import LOOSE, Program
 
 _METHODS = (types.MethodDescriptorType, types.WrapperDescriptorType, types.MethodType, types.BuiltinMethodType)
 

@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, ClassVar, Protocol
 
-from .program import Miss, PassRecord, Program
-from .text import program_text
+from mmqc.graph.program import Miss, PassRecord, Program
+from mmqc.graph.text import program_text
 
 log = logging.getLogger(__name__)
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import fx
 
-from .kinds import kind
-from .program import Program
+from mmqc.graph.kinds import kind
+from mmqc.graph.program import Program
 
 
 def _show(value: Any) -> str:

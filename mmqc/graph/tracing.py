@@ -29,7 +29,7 @@ from torch.fx.experimental import _config as _shape_config
 from torch.fx.experimental.sym_node import DynamicInt
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-from .capture import outermost_module
+from mmqc.graph.capture import outermost_module
 
 shape_config: Any = _shape_config  # a module that turns itself into an object with ``patch``
 

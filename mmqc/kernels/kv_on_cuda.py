@@ -13,11 +13,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from mmqc.kernels import kv_attention as attention
-from mmqc.kernels import kv_pack as packing
-from mmqc.kernels import kv_round_keys as rounding
-from mmqc.kernels import kv_rows_attention as rows
-from mmqc.kernels import kv_token_attention as tokens
+from mmqc.kernels.kv import kv_attention as attention
+from mmqc.kernels.kv import kv_pack as packing
+from mmqc.kernels.kv import kv_round_keys as rounding
+from mmqc.kernels.kv import kv_rows_attention as rows
+from mmqc.kernels.kv import kv_token_attention as tokens
 from mmqc.ops import kv_attention as attention_op
 from mmqc.ops import kv_pack as packing_op
 from mmqc.ops import kv_round_keys as rounding_op

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from mmqc.kernels import mixed_matmul as mixed
-from mmqc.kernels import quantize_per_token as per_token
-from mmqc.kernels.unpack_weight import unpack_weight
+from mmqc.kernels.matmul import mixed_matmul as mixed
+from mmqc.kernels.matmul.unpack_weight import unpack_weight
+from mmqc.kernels.rows import quantize_per_token as per_token
 from mmqc.ops import mixed_matmul as mixed_op
 from mmqc.ops import quantize_per_token as per_token_op
 

@@ -13,16 +13,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from mmqc.kernels import gptq_block as sweep
-from mmqc.kernels import group_scaled_matmul as group_scaled
-from mmqc.kernels import grouped_matmul as grouped
-from mmqc.kernels import hadamard_quantize as transform
-from mmqc.kernels import norm_quantize as normed
-from mmqc.kernels import scaled_matmul as scaled
-from mmqc.kernels import scaled_matmul_epilogue as with_epilogue
-from mmqc.kernels import weight_only_matmul as weight_only
-from mmqc.kernels.epilogue_tiles import Epilogue
-from mmqc.kernels.hadamard_plan import all_known
+from mmqc.kernels.hadamard import hadamard_quantize as transform
+from mmqc.kernels.hadamard.hadamard_plan import all_known
+from mmqc.kernels.matmul import gptq_block as sweep
+from mmqc.kernels.matmul import group_scaled_matmul as group_scaled
+from mmqc.kernels.matmul import grouped_matmul as grouped
+from mmqc.kernels.matmul import scaled_matmul as scaled
+from mmqc.kernels.matmul import scaled_matmul_epilogue as with_epilogue
+from mmqc.kernels.matmul import weight_only_matmul as weight_only
+from mmqc.kernels.matmul.epilogue_tiles import Epilogue
+from mmqc.kernels.rows import norm_quantize as normed
 from mmqc.ops import gptq_block as gptq_op
 from mmqc.ops import grouped_matmul as grouped_op
 from mmqc.ops import hadamard as hadamard_op

@@ -25,16 +25,7 @@ import torch
 from sympy import Integer
 
 from mmqc.lowering import few_rows_cpp
-from mmqc.lowering.inductor import (
-    FloorDiv,
-    ModularIndexing,
-    TensorBox,
-    convert,
-    lowerings,
-    ops,
-    row_sums,
-    static_int,
-)
+from mmqc.lowering.inductor import FloorDiv, ModularIndexing, TensorBox, convert, lowerings, ops, row_sums, static_int
 from mmqc.lowering.pack import field
 from mmqc.ops.pack import STRETCHES, offset, stretch
 

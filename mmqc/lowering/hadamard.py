@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from mmqc import kernels
-from mmqc.kernels.hadamard_plan import why_no_tiling
+from mmqc.kernels.hadamard.hadamard_plan import why_no_tiling
 from mmqc.lowering.inductor import (
     TensorBox,
     batched_matmul,

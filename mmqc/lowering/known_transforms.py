@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
 
-from mmqc.kernels.hadamard_plan import all_known
+from mmqc.kernels.hadamard.hadamard_plan import all_known
 
 PLACE = {"hadamard": 1, "hadamard_quantize": 2, "hadamard_quantize_per_token": 2}  # of the factors among the operands
 

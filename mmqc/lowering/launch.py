@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from sympy import Integer, Max, Min
 
-from mmqc.kernels import pingpong_matmul as pingpong
-from mmqc.kernels.configs import config
-from mmqc.kernels.device_facts import ceil_div
-from mmqc.kernels.launch import Launch
-from mmqc.kernels.scaled_matmul import BY_GLUON
+from mmqc.kernels.matmul import pingpong_matmul as pingpong
+from mmqc.kernels.matmul.configs import config
+from mmqc.kernels.matmul.scaled_matmul import BY_GLUON
+from mmqc.kernels.shared.device_facts import ceil_div
+from mmqc.kernels.shared.launch import Launch
 from mmqc.lowering.inductor import (
     FloorDiv,
     TensorBox,

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from mmqc.kernels import mixed_matmul as kernel
-from mmqc.kernels import packed_matmul as in_registers
-from mmqc.kernels import quantize_per_token as per_token
-from mmqc.kernels import unpack_weight
-from mmqc.kernels.device_facts import has_tensor_descriptors
+from mmqc.kernels.matmul import mixed_matmul as kernel
+from mmqc.kernels.matmul import packed_matmul as in_registers
+from mmqc.kernels.matmul import unpack_weight
+from mmqc.kernels.rows import quantize_per_token as per_token
+from mmqc.kernels.shared.device_facts import has_tensor_descriptors
 from mmqc.lowering.inductor import TensorBox, lowerings, size_hint, static_int
 from mmqc.lowering.launch import MANY, Operand, emit, is_gluon_tile
 

@@ -30,7 +30,7 @@ def takes_kernel(
     """Whether the CUDA kernel takes these traced operands, and is the faster way."""
     if x.device.type != "cuda" or not kernels.install():
         return False
-    from mmqc.kernels.norm_quantize import Norm, supports
+    from mmqc.kernels.rows.norm_quantize import Norm, supports
 
     rows = math.prod(x.shape[:-1])
     if isinstance(rows, int) and rows <= FEW_ROWS:

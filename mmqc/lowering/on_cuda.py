@@ -17,21 +17,21 @@ from typing import Any
 
 import torch
 
-from mmqc.kernels import hadamard_plan as plans
-from mmqc.kernels import hadamard_quantize as transform
-from mmqc.kernels import hadamard_wgmma as in_warpgroups
-from mmqc.kernels import norm_quantize as normed
-from mmqc.kernels import packed_matmul as in_registers
-from mmqc.kernels import pingpong_matmul as pingpong
-from mmqc.kernels import scaled_matmul as scaled_kernels
-from mmqc.kernels import scaled_matmul_epilogue as epilogue_kernels
-from mmqc.kernels import unpack_weight
-from mmqc.kernels import weight_only_matmul as weight_only_kernels
-from mmqc.kernels.configs import PERSISTENT, MatmulConfig, config
-from mmqc.kernels.device_facts import has_tensor_descriptors
-from mmqc.kernels.epilogue_tiles import Epilogue
-from mmqc.kernels.row_scale import ONE, VISUAL, RowScale
-from mmqc.kernels.scaled_matmul import FEW_ROWS, Linear
+from mmqc.kernels.hadamard import hadamard_plan as plans
+from mmqc.kernels.hadamard import hadamard_quantize as transform
+from mmqc.kernels.hadamard import hadamard_wgmma as in_warpgroups
+from mmqc.kernels.matmul import packed_matmul as in_registers
+from mmqc.kernels.matmul import pingpong_matmul as pingpong
+from mmqc.kernels.matmul import scaled_matmul as scaled_kernels
+from mmqc.kernels.matmul import scaled_matmul_epilogue as epilogue_kernels
+from mmqc.kernels.matmul import unpack_weight
+from mmqc.kernels.matmul import weight_only_matmul as weight_only_kernels
+from mmqc.kernels.matmul.configs import PERSISTENT, MatmulConfig, config
+from mmqc.kernels.matmul.epilogue_tiles import Epilogue
+from mmqc.kernels.matmul.scaled_matmul import FEW_ROWS, Linear
+from mmqc.kernels.rows import norm_quantize as normed
+from mmqc.kernels.shared.device_facts import has_tensor_descriptors
+from mmqc.kernels.shared.row_scale import ONE, VISUAL, RowScale
 from mmqc.lowering.inductor import TensorBox, constant, convert, lowerings, size_hint, static_int
 from mmqc.lowering.launch import MANY, Operand, count_rows, emit, has_many_rows, is_gluon_tile, regimes, workspace
 

@@ -39,7 +39,7 @@ def checked_code(x: TensorBox, bits: int, code: torch.dtype | None) -> torch.dty
     """
     kind, device = code_dtype(bits, code), x.get_device_or_error()
     if kind == FLOAT8 and device.type == "cuda":
-        from mmqc.kernels.device_facts import fp8_reason  # imports Triton
+        from mmqc.kernels.shared.device_facts import fp8_reason  # imports Triton
 
         if (reason := fp8_reason(device)) is not None:
             raise RuntimeError(

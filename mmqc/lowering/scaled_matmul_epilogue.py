@@ -36,8 +36,8 @@ def takes_kernel(
 
 def better_apart(x_q: Tensor, w_q: list[Tensor]) -> bool:
     """Whether these are faster as parts: a gate is read across the tiles of weights that are unpacked in registers."""
-    from mmqc.kernels import packed_matmul, pingpong_matmul
-    from mmqc.kernels.configs import config
+    from mmqc.kernels.matmul import packed_matmul, pingpong_matmul
+    from mmqc.kernels.matmul.configs import config
 
     m, k = math.prod(x_q.shape[:-1]), x_q.shape[-1]
     if len(w_q) != 2 or not isinstance(m, int) or m <= pingpong_matmul.LEAST_ROWS:

@@ -15,15 +15,7 @@ import torch
 from torch import fx
 
 from mmqc.lowering import few_rows
-from mmqc.lowering.inductor import (
-    Pointwise,
-    TensorBox,
-    convert,
-    lowerings,
-    ops,
-    register_lowering,
-    static_int,
-)
+from mmqc.lowering.inductor import Pointwise, TensorBox, convert, lowerings, ops, register_lowering, static_int
 from mmqc.lowering.pack import unpack
 from mmqc.lowering.scaled_matmul import NO_CUDA, on_cuda, takes_kernel, traced_operands, why_no_kernel
 

@@ -16,12 +16,12 @@ from typing import ClassVar
 
 from torch import fx
 
-from ..config import HEAD, QuantConfig, Scheme
-from ..graph.kinds import kind
-from ..graph.linear import contraction, weight_of
-from ..graph.program import Miss, Program
-from ..graph.spaces import Spaces
-from ..graph.towers import behind_operations, roles, towers
+from mmqc.config import HEAD, QuantConfig, Scheme
+from mmqc.graph.kinds import kind
+from mmqc.graph.linear import contraction, weight_of
+from mmqc.graph.program import Miss, Program
+from mmqc.graph.spaces.spaces import Spaces
+from mmqc.graph.spaces.towers import behind_operations, roles, towers
 
 KEPT = "kept in floating point"
 

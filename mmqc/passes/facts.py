@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from ..graph.coordinates import weights_behind
-from ..graph.kinds import kind
-from ..graph.program import Program
-from ..graph.semantic import layer_norm, rms_norm
+from mmqc.graph.kinds import kind
+from mmqc.graph.program import Program
+from mmqc.graph.semantic import layer_norm, rms_norm
+from mmqc.graph.spaces.coordinates import weights_behind
 
 
 def ops_raised(prog: Program) -> list[str]:

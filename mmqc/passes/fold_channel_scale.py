@@ -24,16 +24,16 @@ from typing import ClassVar
 import torch
 from torch import Tensor, fx
 
-from ..config import Scheme
-from ..graph.coordinates import Gain
-from ..graph.factors import is_between, owners, source_of
-from ..graph.kinds import kind, mutates
-from ..graph.linear import bias_of, weight_of
-from ..graph.program import Miss, Program
-from ..graph.scaling import Part, Scaling
-from ..graph.spaces import Space, Spaces, Touch
-from ..graph.uses import only_in
-from .fold_norm_scale import is_norm
+from mmqc.config import Scheme
+from mmqc.graph.kinds import kind, mutates
+from mmqc.graph.linear import bias_of, weight_of
+from mmqc.graph.program import Miss, Program
+from mmqc.graph.scaling import Part, Scaling
+from mmqc.graph.spaces.coordinates import Gain
+from mmqc.graph.spaces.factors import is_between, owners, source_of
+from mmqc.graph.spaces.spaces import Space, Spaces, Touch
+from mmqc.graph.spaces.uses import only_in
+from mmqc.passes.fold_norm_scale import is_norm
 
 HOMOGENEOUS = ("relu", "leaky_relu")
 

@@ -21,14 +21,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, fx
 
-from ..graph.coordinates import Gain
-from ..graph.kinds import kind, mutates
-from ..graph.linear import bias_of, weight_of
-from ..graph.memory import written
-from ..graph.program import Miss, Program
-from ..graph.spaces import Spaces
-from ..graph.uses import only_in
-from .fold_norm_scale import as_wide, is_norm, neutral_value
+from mmqc.graph.kinds import kind, mutates
+from mmqc.graph.linear import bias_of, weight_of
+from mmqc.graph.memory import written
+from mmqc.graph.program import Miss, Program
+from mmqc.graph.spaces.coordinates import Gain
+from mmqc.graph.spaces.spaces import Spaces
+from mmqc.graph.spaces.uses import only_in
+from mmqc.passes.fold_norm_scale import as_wide, is_norm, neutral_value
 
 _PASSED = ("dropout", "identity", "to", "float", "type_as", "type", "half", "bfloat16", "contiguous")
 

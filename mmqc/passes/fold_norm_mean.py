@@ -20,13 +20,13 @@ from typing import ClassVar
 
 from torch import Tensor, fx
 
-from ..graph.boundary import BoundaryError, by_copy, change_inputs, crossings
-from ..graph.kinds import kind
-from ..graph.linear import bias_of
-from ..graph.plan import Stream
-from ..graph.program import Miss, Program
-from ..graph.semantic import remove_mean, rms_norm
-from ..graph.spaces import Space, Spaces, Touch
+from mmqc.graph.kinds import kind
+from mmqc.graph.linear import bias_of
+from mmqc.graph.plan import Stream
+from mmqc.graph.program import Miss, Program
+from mmqc.graph.semantic import remove_mean, rms_norm
+from mmqc.graph.spaces.boundary import BoundaryError, by_copy, change_inputs, crossings
+from mmqc.graph.spaces.spaces import Space, Spaces, Touch
 
 
 @dataclass(frozen=True)

@@ -22,13 +22,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor, fx
 
-from ..graph.boundary import BoundaryError, by_copy, change_inputs, crossings
-from ..graph.coordinates import MOVES, SAME, Gain, weights_behind
-from ..graph.kinds import kind
-from ..graph.linear import bias_of, set_bias
-from ..graph.program import Miss, Program, copy_meta, dtype_of
-from ..graph.spaces import Space, Spaces, Touch
-from ..graph.uses import only_in
+from mmqc.graph.kinds import kind
+from mmqc.graph.linear import bias_of, set_bias
+from mmqc.graph.program import Miss, Program, copy_meta, dtype_of
+from mmqc.graph.spaces.boundary import BoundaryError, by_copy, change_inputs, crossings
+from mmqc.graph.spaces.coordinates import MOVES, SAME, Gain, weights_behind
+from mmqc.graph.spaces.spaces import Space, Spaces, Touch
+from mmqc.graph.spaces.uses import only_in
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,9 @@ from typing import ClassVar
 
 from torch import fx
 
-from ..graph.kinds import kind
-from ..graph.program import Miss, Program, copy_meta
-from ..graph.sizes import sizes
+from mmqc.graph.kinds import kind
+from mmqc.graph.program import Miss, Program, copy_meta
+from mmqc.graph.sizes import sizes
 
 ATTENTION = "scaled_dot_product_attention"
 

@@ -19,12 +19,12 @@ from typing import ClassVar
 
 from torch import Tensor, fx
 
-from ..graph.factors import is_between, owners, source_of
-from ..graph.kinds import kind
-from ..graph.linear import bias_of
-from ..graph.program import Program
-from ..graph.spaces import Space, Spaces, Touch
-from ..ops.rotate import random_hadamard
+from mmqc.graph.kinds import kind
+from mmqc.graph.linear import bias_of
+from mmqc.graph.program import Program
+from mmqc.graph.spaces.factors import is_between, owners, source_of
+from mmqc.graph.spaces.spaces import Space, Spaces, Touch
+from mmqc.ops.rotate import random_hadamard
 
 
 @dataclass(frozen=True)

@@ -25,9 +25,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor, fx
 
-from ..graph.kinds import kind
-from ..graph.program import Miss, Program, copy_meta
-from ..ops.pack import FLOAT8
+from mmqc.graph.kinds import kind
+from mmqc.graph.program import Miss, Program, copy_meta
+from mmqc.ops.pack import FLOAT8
 
 MOST_RANK = 16  # of a term that is added entry by entry, not by tensor cores
 FEW_ROWS = 64  # up to which a product is one launch, and a transform reads its row as often as it has slices

@@ -21,9 +21,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor, fx
 
-from ..graph.kinds import kind
-from ..graph.program import Miss, Program, copy_meta
-from .share_quantize import PER_TOKEN
+from mmqc.graph.kinds import kind
+from mmqc.graph.program import Miss, Program, copy_meta
+from mmqc.passes.share_quantize import PER_TOKEN
 
 
 @dataclass(frozen=True)

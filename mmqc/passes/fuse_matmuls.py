@@ -21,8 +21,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, fx
 
-from ..graph.kinds import kind
-from ..graph.program import Miss, Program, copy_meta
+from mmqc.graph.kinds import kind
+from mmqc.graph.program import Miss, Program, copy_meta
 
 MOST = 3  # that a kernel takes
 

@@ -27,14 +27,14 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from ..graph.kinds import kind, mutates
-from ..graph.program import Miss, Program, copy_meta
-from ..graph.semantic import layer_norm, rms_norm
-from ..graph.sizes import sizes
-from .fuse_hadamard_quantize import form as _form
-from .fuse_hadamard_quantize import requires_grad
-from .raise_ops import CALLED, called_norm, mean_square, uncast
-from .share_quantize import PER_TOKEN
+from mmqc.graph.kinds import kind, mutates
+from mmqc.graph.program import Miss, Program, copy_meta
+from mmqc.graph.semantic import layer_norm, rms_norm
+from mmqc.graph.sizes import sizes
+from mmqc.passes.fuse_hadamard_quantize import form as _form
+from mmqc.passes.fuse_hadamard_quantize import requires_grad
+from mmqc.passes.raise_ops import CALLED, called_norm, mean_square, uncast
+from mmqc.passes.share_quantize import PER_TOKEN
 
 SAME = ("contiguous", "to", "float", "half", "bfloat16", "type", "type_as")
 STATIC = "quantize"

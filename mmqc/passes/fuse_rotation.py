@@ -23,16 +23,24 @@ from typing import ClassVar
 import torch
 from torch import Tensor, fx
 
-from ..graph.boundary import BoundaryError, Change, Crossings, by_copy, change_inputs, change_outputs, crossings
-from ..graph.coordinates import Source
-from ..graph.kinds import kind
-from ..graph.linear import bias_of
-from ..graph.program import Miss, Program, copy_meta
-from ..graph.spaces import Space, Spaces, Touch
-from ..ops.hadamard_matrix import hadamard_cost
-from ..ops.rotate import mean_reflection, random_hadamard, reflect
-from ..ops.rotate import reference as rotated
-from .fold_norm_scale import is_norm
+from mmqc.graph.kinds import kind
+from mmqc.graph.linear import bias_of
+from mmqc.graph.program import Miss, Program, copy_meta
+from mmqc.graph.spaces.boundary import (
+    BoundaryError,
+    Change,
+    Crossings,
+    by_copy,
+    change_inputs,
+    change_outputs,
+    crossings,
+)
+from mmqc.graph.spaces.coordinates import Source
+from mmqc.graph.spaces.spaces import Space, Spaces, Touch
+from mmqc.ops.hadamard_matrix import hadamard_cost
+from mmqc.ops.rotate import mean_reflection, random_hadamard, reflect
+from mmqc.ops.rotate import reference as rotated
+from mmqc.passes.fold_norm_scale import is_norm
 
 LINEARS = 4
 

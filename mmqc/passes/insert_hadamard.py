@@ -21,12 +21,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor, fx
 
-from ..graph.kinds import kind
-from ..graph.linear import operands, weight_of
-from ..graph.program import Miss, Program, copy_meta
-from ..graph.spaces import Spaces
-from ..ops.hadamard import apply_factors
-from ..ops.hadamard_matrix import hadamard_cost, hadamard_factors, hadamard_kind
+from mmqc.graph.kinds import kind
+from mmqc.graph.linear import operands, weight_of
+from mmqc.graph.program import Miss, Program, copy_meta
+from mmqc.graph.spaces.spaces import Spaces
+from mmqc.ops.hadamard import apply_factors
+from mmqc.ops.hadamard_matrix import hadamard_cost, hadamard_factors, hadamard_kind
 
 
 @dataclass(frozen=True)

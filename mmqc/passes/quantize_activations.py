@@ -19,10 +19,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, fx
 
-from ..graph.kinds import kind
-from ..graph.program import Miss, Program, copy_meta
-from ..graph.sizes import sizes
-from ..ops.pack import FLOAT8
+from mmqc.graph.kinds import kind
+from mmqc.graph.program import Miss, Program, copy_meta
+from mmqc.graph.sizes import sizes
+from mmqc.ops.pack import FLOAT8
 
 
 @dataclass(frozen=True)

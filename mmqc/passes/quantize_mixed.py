@@ -23,11 +23,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, fx
 
-from ..config import Scheme
-from ..graph.linear import operands, weight_of
-from ..graph.program import Program, copy_meta
-from ..ops.pack import pack, stored_bits
-from ..solvers.mixed import MixedQuantized, Part, parts_of, solve
+from mmqc.config import Scheme
+from mmqc.graph.linear import operands, weight_of
+from mmqc.graph.program import Program, copy_meta
+from mmqc.ops.pack import pack, stored_bits
+from mmqc.solvers.mixed import MixedQuantized, Part, parts_of, solve
 
 HIGH, LOWEST = "high", "lowest"  # meta: int64 indices of a linear's channels in the high, and in a third part
 

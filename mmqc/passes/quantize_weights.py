@@ -20,11 +20,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, fx
 
-from ..config import Scheme
-from ..graph.linear import operands, weight_of
-from ..graph.program import Program, copy_meta
-from ..ops.pack import pack, stored_bits
-from ..solvers import Quantized, solve
+from mmqc.config import Scheme
+from mmqc.graph.linear import operands, weight_of
+from mmqc.graph.program import Program, copy_meta
+from mmqc.ops.pack import pack, stored_bits
+from mmqc.solvers import Quantized, solve
 
 
 @dataclass(frozen=True)

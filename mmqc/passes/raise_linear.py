@@ -21,8 +21,8 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from ..graph.kinds import kind
-from ..graph.program import Program, copy_meta
+from mmqc.graph.kinds import kind
+from mmqc.graph.program import Program, copy_meta
 
 _PRODUCTS = ("matmul", "addmm")
 

@@ -23,9 +23,9 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import fx
 
-from ..graph.kinds import kind
-from ..graph.program import Miss, Program, copy_meta
-from ..graph.semantic import layer_norm, rms_norm
+from mmqc.graph.kinds import kind
+from mmqc.graph.program import Miss, Program, copy_meta
+from mmqc.graph.semantic import layer_norm, rms_norm
 
 _CASTS = ("to", "float", "double", "type", "type_as", "half", "bfloat16")
 

@@ -23,10 +23,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor, fx
 
-from ..graph.kinds import kind
-from ..graph.memory import written
-from ..graph.program import KEPT, Miss, Program, copy_meta
-from ..graph.sizes import value_of
+from mmqc.graph.kinds import kind
+from mmqc.graph.memory import written
+from mmqc.graph.program import KEPT, Miss, Program, copy_meta
+from mmqc.graph.sizes import value_of
 
 EARLY = "early"  # in the meta of a node: it runs before the compiled graph
 READS = frozenset(("item", "_local_scalar_dense"))

@@ -19,13 +19,13 @@ from typing import ClassVar
 
 from torch import fx
 
-from ..graph.kinds import kind
-from ..graph.program import Miss, Program
-from ..graph.sizes import is_sequence, sizes
-from ..graph.token_moves import KEYS, PENDING, Moves
-from ..graph.token_rules import TokenRules
-from ..graph.token_uses import Uses
-from ..graph.tokens import Tokens, visual_mask
+from mmqc.graph.kinds import kind
+from mmqc.graph.program import Miss, Program
+from mmqc.graph.sizes import is_sequence, sizes
+from mmqc.graph.tokens.moves import KEYS, PENDING, Moves
+from mmqc.graph.tokens.rules import TokenRules
+from mmqc.graph.tokens.tokens import Tokens, visual_mask
+from mmqc.graph.tokens.uses import Uses
 
 
 @dataclass(frozen=True)

@@ -21,11 +21,11 @@ from typing import ClassVar
 import torch
 from torch import fx
 
-from ..graph.kinds import kind
-from ..graph.program import Miss, Program, copy_meta
-from ..graph.sizes import sizes
-from ..graph.token_moves import BACK, KEYS, MOVED, PENDING, Moves
-from ..graph.token_uses import ATTENTION, Use, attention, is_attention
+from mmqc.graph.kinds import kind
+from mmqc.graph.program import Miss, Program, copy_meta
+from mmqc.graph.sizes import sizes
+from mmqc.graph.tokens.moves import BACK, KEYS, MOVED, PENDING, Moves
+from mmqc.graph.tokens.uses import ATTENTION, Use, attention, is_attention
 
 ALSO_ATTENTION = ("flex_attention", "multi_head_attention_forward")
 

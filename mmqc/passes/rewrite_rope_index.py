@@ -19,9 +19,9 @@ from typing import ClassVar
 
 from torch import fx
 
-from ..graph.program import Miss, Program
-from ..graph.token_moves import PENDING, Moves
-from .rewrite_mask import attention_calls
+from mmqc.graph.program import Miss, Program
+from mmqc.graph.tokens.moves import PENDING, Moves
+from mmqc.passes.rewrite_mask import attention_calls
 
 
 @dataclass(frozen=True)

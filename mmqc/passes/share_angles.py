@@ -21,8 +21,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor, fx
 
-from ..graph.kinds import kind, mutates
-from ..graph.program import Miss, Program, copy_meta
+from mmqc.graph.kinds import kind, mutates
+from mmqc.graph.program import Miss, Program, copy_meta
 
 ANGLES = ("cos", "sin")
 PIECES = ("split", "chunk", "unbind")

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import is_fake
 
-from ..graph.kinds import kind
-from ..graph.program import Miss, Program
+from mmqc.graph.kinds import kind
+from mmqc.graph.program import Miss, Program
 
 PER_TOKEN = "quantize_per_token"
 EQUALS = "equals"  # in the meta of a placeholder: the placeholder whose values it has to have

@@ -21,10 +21,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor, fx
 
-from ..graph.kinds import kind
-from ..graph.linear import operands, weight_of
-from ..graph.program import Miss, Program
-from ..ops.hadamard import apply_factors
+from mmqc.graph.kinds import kind
+from mmqc.graph.linear import operands, weight_of
+from mmqc.graph.program import Miss, Program
+from mmqc.ops.hadamard import apply_factors
 
 
 @dataclass(frozen=True)

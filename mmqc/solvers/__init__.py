@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import Tensor
 
-from ..config import WeightSpec
-from . import awq_clip, float8, gptq, integer_scale, mse_clip, rtn
-from .quantized import Quantized
+from mmqc.config import WeightSpec
+from mmqc.solvers import awq_clip, float8, gptq, integer_scale, mse_clip, rtn
+from mmqc.solvers.quantized import Quantized
 
 __all__ = ["SOLVERS", "Quantized", "solve"]
 

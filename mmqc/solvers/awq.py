@@ -17,10 +17,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..config import WeightSpec
-from . import rtn
-from .grid import grouped
-from .second_moment import check_hessian
+from mmqc.config import WeightSpec
+from mmqc.solvers import rtn
+from mmqc.solvers.grid import grouped
+from mmqc.solvers.second_moment import check_hessian
 
 CHUNK = 1 << 24  # elements of a weight that are rounded at a time: what is in flight beside H
 GRID = 20

@@ -13,11 +13,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..config import WeightSpec
-from .clip import best_clip
-from .grid import Grid, grouped, on_grid
-from .quantized import Quantized, checked
-from .second_moment import checked_hessian
+from mmqc.config import WeightSpec
+from mmqc.solvers.clip import best_clip
+from mmqc.solvers.grid import Grid, grouped, on_grid
+from mmqc.solvers.quantized import Quantized, checked
+from mmqc.solvers.second_moment import checked_hessian
 
 SHRINKS = tuple(1 - step / 20 for step in range(10))
 

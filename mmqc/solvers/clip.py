@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-from .grid import Grid
+from mmqc.solvers.grid import Grid
 
 # rows are searched in blocks of about this many elements, so that the passes stay in the cache
 BLOCK = 1 << 17

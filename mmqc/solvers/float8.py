@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..ops.pack import FLOAT8
-from ..ops.quantize import LARGEST
-from .quantized import Quantized, checked, positive
+from mmqc.ops.pack import FLOAT8
+from mmqc.ops.quantize import LARGEST
+from mmqc.solvers.quantized import Quantized, checked, positive
 
 
 def solve(weight: Tensor, *, skip: Tensor | None = None, name: str = "weight") -> Quantized:

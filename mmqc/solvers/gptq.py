@@ -22,13 +22,12 @@ import torch
 from torch import Tensor
 
 import mmqc.ops  # noqa: F401  (defines torch.ops.mmqc)
-
-from ..config import WeightSpec
-from .factor import inverse_factor_
-from .grid import Grid, grouped, packed
-from .mse_clip import clipped
-from .quantized import Quantized, checked
-from .second_moment import checked_hessian
+from mmqc.config import WeightSpec
+from mmqc.solvers.factor import inverse_factor_
+from mmqc.solvers.grid import Grid, grouped, packed
+from mmqc.solvers.mse_clip import clipped
+from mmqc.solvers.quantized import Quantized, checked
+from mmqc.solvers.second_moment import checked_hessian
 
 BLOCK = 128
 

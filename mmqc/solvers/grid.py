@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..ops.divide import divided
-from .quantized import Quantized, levels, positive, rounded
+from mmqc.ops.divide import divided
+from mmqc.solvers.quantized import Quantized, levels, positive, rounded
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,8 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from ..config import WeightSpec
-from .quantized import Quantized, levels, positive
+from mmqc.config import WeightSpec
+from mmqc.solvers.quantized import Quantized, levels, positive
 
 LIMIT = 2**31  # of |acc|, exclusive
 ROUND_AGAIN = True  # the codes, to the integer step; False is the paper's form, for comparison

@@ -17,13 +17,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..config import WeightSpec
-from ..ops.quantize_per_token import finest
-from . import awq_clip, gptq, mse_clip, rtn
-from .factor import inverse_factor_
-from .grid import Grid
-from .quantized import Quantized, checked, rounded
-from .second_moment import checked_hessian
+from mmqc.config import WeightSpec
+from mmqc.ops.quantize_per_token import finest
+from mmqc.solvers import awq_clip, gptq, mse_clip, rtn
+from mmqc.solvers.factor import inverse_factor_
+from mmqc.solvers.grid import Grid
+from mmqc.solvers.quantized import Quantized, checked, rounded
+from mmqc.solvers.second_moment import checked_hessian
 
 ONE_BY_ONE = {"rtn": rtn.solve, "mse_clip": mse_clip.solve, "awq_clip": awq_clip.solve}
 

@@ -13,10 +13,10 @@ from functools import partial
 
 from torch import Tensor
 
-from ..config import WeightSpec
-from .clip import best_clip
-from .grid import Grid, grouped, on_grid
-from .quantized import Quantized, checked
+from mmqc.config import WeightSpec
+from mmqc.solvers.clip import best_clip
+from mmqc.solvers.grid import Grid, grouped, on_grid
+from mmqc.solvers.quantized import Quantized, checked
 
 NORM = 2.4
 SHRINKS = tuple(1 - step / 100 for step in range(80))

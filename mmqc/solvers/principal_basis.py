@@ -17,7 +17,7 @@ import math
 import torch
 from torch import Tensor
 
-from ..ops.rotate import random_hadamard, rotation_matrix
+from mmqc.ops.rotate import random_hadamard, rotation_matrix
 
 
 def high_width(width: int, fraction: float) -> int:

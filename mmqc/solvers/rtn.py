@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..config import WeightSpec
-from .grid import Grid, grouped, on_grid
-from .quantized import Quantized, checked
+from mmqc.config import WeightSpec
+from mmqc.solvers.grid import Grid, grouped, on_grid
+from mmqc.solvers.quantized import Quantized, checked
 
 
 def solve(

@@ -5,7 +5,7 @@
 
 ``@ start NAME`` goes out before a kernel is launched, ``@ right NAME`` or ``@ wrong NAME: why`` when it has run and was compared:
 what a tool prints in between has a name.  Operands are made and results compared on the CPU, so that a tool has little else
-to watch.  Tiles are like those of mmqc/kernels/configs.py, so that the same instructions run (64 rows and 4 warps: wgmma).
+to watch.  Tiles are like those of mmqc/kernels/matmul/configs.py, so that the same instructions run (64 rows and 4 warps: wgmma).
 """
 
 from __future__ import annotations
@@ -44,25 +44,25 @@ from sanitize_tokens import (  # noqa: E402
 )  # fmt: skip
 from tolerance import assert_close  # noqa: E402
 
-from mmqc.kernels import hadamard_wgmma as in_warpgroups  # noqa: E402
-from mmqc.kernels import pingpong_matmul as pingpong  # noqa: E402
-from mmqc.kernels.configs import MatmulConfig as Tile  # noqa: E402
-from mmqc.kernels.device_facts import (  # noqa: E402
+from mmqc.kernels.hadamard import hadamard_wgmma as in_warpgroups  # noqa: E402
+from mmqc.kernels.hadamard.hadamard_quantize import Transformed, hadamard_quantize  # noqa: E402
+from mmqc.kernels.matmul import pingpong_matmul as pingpong  # noqa: E402
+from mmqc.kernels.matmul.configs import MatmulConfig as Tile  # noqa: E402
+from mmqc.kernels.matmul.epilogue_tiles import Epilogue  # noqa: E402
+from mmqc.kernels.matmul.scaled_matmul import Linear, scaled_matmul  # noqa: E402
+from mmqc.kernels.matmul.scaled_matmul_epilogue import scaled_matmul_epilogue  # noqa: E402
+from mmqc.kernels.matmul.unpack_weight import unpack_weight  # noqa: E402
+from mmqc.kernels.matmul.weight_only_matmul import weight_only_matmul  # noqa: E402
+from mmqc.kernels.rows.norm_quantize import Norm, norm_quantize  # noqa: E402
+from mmqc.kernels.shared.device_facts import (  # noqa: E402
     fp8_reason,
     gpu_name,
     has_inline_ptx,
     has_tensor_descriptors,
     multiprocessors,
 )
-from mmqc.kernels.epilogue_tiles import Epilogue  # noqa: E402
-from mmqc.kernels.hadamard_quantize import Transformed, hadamard_quantize  # noqa: E402
-from mmqc.kernels.norm_quantize import Norm, norm_quantize  # noqa: E402
-from mmqc.kernels.row_scale import row_scale  # noqa: E402
-from mmqc.kernels.scaled_matmul import Linear, scaled_matmul  # noqa: E402
-from mmqc.kernels.scaled_matmul_epilogue import scaled_matmul_epilogue  # noqa: E402
-from mmqc.kernels.unpack_weight import unpack_weight  # noqa: E402
-from mmqc.kernels.weight_only_matmul import weight_only_matmul  # noqa: E402
-from mmqc.norm import RMSNorm  # noqa: E402
+from mmqc.kernels.shared.row_scale import row_scale  # noqa: E402
+from mmqc.nn.norm import RMSNorm  # noqa: E402
 from mmqc.ops import hadamard  # noqa: E402
 from mmqc.ops import scaled_matmul_epilogue as epilogue_op  # noqa: E402
 from mmqc.ops.pack import pack_int4  # noqa: E402

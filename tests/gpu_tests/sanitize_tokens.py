@@ -14,17 +14,17 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from tolerance import assert_close  # noqa: E402
 
-from mmqc.kernels.basis_quantize_per_token import basis_quantize_per_token  # noqa: E402
-from mmqc.kernels.configs import MatmulConfig as Tile  # noqa: E402
-from mmqc.kernels.gptq_block import gptq_block  # noqa: E402
-from mmqc.kernels.hadamard_quantize import hadamard_quantize  # noqa: E402
-from mmqc.kernels.hadamard_quantize_per_token import hadamard_quantize_per_token  # noqa: E402
-from mmqc.kernels.kv_round_keys import kv_round_keys  # noqa: E402
-from mmqc.kernels.kv_rows_attention import kv_rows_attention  # noqa: E402
-from mmqc.kernels.kv_token_attention import TokenConfig, kv_token_attention  # noqa: E402
-from mmqc.kernels.mixed_matmul import Weight, mixed_matmul  # noqa: E402
-from mmqc.kernels.norm_quantize_per_token import Norm, norm_quantize_per_token  # noqa: E402
-from mmqc.kernels.quantize_per_token import quantize_per_token  # noqa: E402
+from mmqc.kernels.hadamard.basis_quantize_per_token import basis_quantize_per_token  # noqa: E402
+from mmqc.kernels.hadamard.hadamard_quantize import hadamard_quantize  # noqa: E402
+from mmqc.kernels.hadamard.hadamard_quantize_per_token import hadamard_quantize_per_token  # noqa: E402
+from mmqc.kernels.kv.kv_round_keys import kv_round_keys  # noqa: E402
+from mmqc.kernels.kv.kv_rows_attention import kv_rows_attention  # noqa: E402
+from mmqc.kernels.kv.kv_token_attention import TokenConfig, kv_token_attention  # noqa: E402
+from mmqc.kernels.matmul.configs import MatmulConfig as Tile  # noqa: E402
+from mmqc.kernels.matmul.gptq_block import gptq_block  # noqa: E402
+from mmqc.kernels.matmul.mixed_matmul import Weight, mixed_matmul  # noqa: E402
+from mmqc.kernels.rows.norm_quantize_per_token import Norm, norm_quantize_per_token  # noqa: E402
+from mmqc.kernels.rows.quantize_per_token import quantize_per_token  # noqa: E402
 from mmqc.ops import gptq_block as gptq_block_op  # noqa: E402
 from mmqc.ops import kv_round_keys as keys_op  # noqa: E402
 from mmqc.ops import kv_rows_attention as rows_op  # noqa: E402

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig
 
 import mmqc
-from mmqc.modules import QuantLinear
+from mmqc.nn.linear import QuantLinear
 
 pytestmark = pytest.mark.gpu
 

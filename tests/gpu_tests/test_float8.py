@@ -10,7 +10,7 @@ from torch import nn
 import mmqc
 from mmqc import recipes
 from mmqc.backend import backend, collect_records
-from mmqc.kernels.device_facts import fp8_reason
+from mmqc.kernels.shared.device_facts import fp8_reason
 from mmqc.ops import hadamard_quantize, quantize, scaled_matmul
 from mmqc.ops.hadamard_matrix import hadamard_factors
 from mmqc.ops.pack import FLOAT8, pack_int4

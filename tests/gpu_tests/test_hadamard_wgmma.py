@@ -7,11 +7,11 @@ from tolerance import assert_close, few_differ
 from torch.nn import functional as F
 
 from mmqc.backend import backend, collect_records
-from mmqc.kernels import hadamard_wgmma as kernel
-from mmqc.kernels import pingpong_matmul as pingpong
-from mmqc.kernels.hadamard_quantize import hadamard_quantize
-from mmqc.kernels.hadamard_quantize_per_token import hadamard_quantize_per_token
-from mmqc.kernels.quantize_per_token import Rows, quantize_per_token
+from mmqc.kernels.hadamard import hadamard_wgmma as kernel
+from mmqc.kernels.hadamard.hadamard_quantize import hadamard_quantize
+from mmqc.kernels.hadamard.hadamard_quantize_per_token import hadamard_quantize_per_token
+from mmqc.kernels.matmul import pingpong_matmul as pingpong
+from mmqc.kernels.rows.quantize_per_token import Rows, quantize_per_token
 from mmqc.ops.hadamard import reference
 from mmqc.ops.hadamard_matrix import hadamard_factors
 

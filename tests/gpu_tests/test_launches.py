@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from mmqc.backend import backend, collect_records
-from mmqc.kernels import pingpong_matmul as pingpong
+from mmqc.kernels.matmul import pingpong_matmul as pingpong
 from mmqc.ops.hadamard_matrix import hadamard_factors
 from mmqc.ops.pack import pack
 
@@ -147,7 +147,7 @@ def test_launches__in_a_package(tmp_path: Path, bits: int, activations: bool) ->
 @pytest.mark.parametrize("bits", [8, 4])
 def test_launches__tiles_of_two_widths(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Columns beside a power of two, and weights that are unpacked once."""
-    from mmqc.kernels import configs
+    from mmqc.kernels.matmul import configs
     from mmqc.lowering import on_cuda
 
     def config(op: str, m: int, n: int, k: int, device: torch.device) -> configs.MatmulConfig:

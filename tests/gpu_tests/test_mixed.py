@@ -5,7 +5,7 @@ import torch
 
 import mmqc.ops  # noqa: F401
 from mmqc.backend import backend, collect_records
-from mmqc.kernels import pingpong_matmul as pingpong
+from mmqc.kernels.matmul import pingpong_matmul as pingpong
 from mmqc.ops.mixed_matmul import reference
 from mmqc.ops.pack import pack_int4
 from mmqc.ops.quantize_per_token import reference as quantize_reference

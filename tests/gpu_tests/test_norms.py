@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 import mmqc.ops  # noqa: F401
 from mmqc.backend import backend, collect_records
-from mmqc.modules import QuantLinear
+from mmqc.nn.linear import QuantLinear
 from mmqc.ops import norm_quantize
 
 pytestmark = pytest.mark.gpu

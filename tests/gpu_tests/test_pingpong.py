@@ -6,15 +6,15 @@ from row_scales import KINDS, row_scales
 from tolerance import assert_close
 
 from mmqc.backend import backend, collect_records
-from mmqc.kernels import pingpong_matmul as pingpong
-from mmqc.kernels.configs import MatmulConfig
-from mmqc.kernels.epilogue_tiles import Epilogue
-from mmqc.kernels.linears import Linear
-from mmqc.kernels.mixed_matmul import Weight, mixed_matmul
-from mmqc.kernels.quantize_per_token import quantize_per_token
-from mmqc.kernels.row_scale import row_scale
-from mmqc.kernels.scaled_matmul import scaled_matmul
-from mmqc.kernels.scaled_matmul_epilogue import in_two, scaled_matmul_epilogue
+from mmqc.kernels.matmul import pingpong_matmul as pingpong
+from mmqc.kernels.matmul.configs import MatmulConfig
+from mmqc.kernels.matmul.epilogue_tiles import Epilogue
+from mmqc.kernels.matmul.linears import Linear
+from mmqc.kernels.matmul.mixed_matmul import Weight, mixed_matmul
+from mmqc.kernels.matmul.scaled_matmul import scaled_matmul
+from mmqc.kernels.matmul.scaled_matmul_epilogue import in_two, scaled_matmul_epilogue
+from mmqc.kernels.rows.quantize_per_token import quantize_per_token
+from mmqc.kernels.shared.row_scale import row_scale
 from mmqc.ops.mixed_matmul import reference as mixed_reference
 from mmqc.ops.pack import pack_int4
 

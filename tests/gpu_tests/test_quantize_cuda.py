@@ -10,8 +10,8 @@ from torch import nn
 
 import mmqc
 from mmqc import recipes
-from mmqc.memory_error import OutOfMemoryError
 from mmqc.ops import gptq_block as op
+from mmqc.quantization.memory_error import OutOfMemoryError
 
 pytestmark = pytest.mark.gpu
 

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from pass_cases import EXACT_PASSES
 from torch import Tensor, fx, nn
 
-from mmqc.graph.boundary import BoundaryError, crossings
 from mmqc.graph.plan import Plan, Stream
 from mmqc.graph.program import Program
-from mmqc.graph.spaces import Spaces
+from mmqc.graph.spaces.boundary import BoundaryError, crossings
+from mmqc.graph.spaces.spaces import Spaces
 
 
 def decided(case: str) -> Plan:

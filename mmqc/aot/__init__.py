@@ -1,0 +1,1 @@
+"""The whole forward as exported programs, and packages of them."""

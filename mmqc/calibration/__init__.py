@@ -1,0 +1,1 @@
+"""Forwards of calibration data, block by block, and the statistics that they leave."""

@@ -1,0 +1,122 @@
+"""The output error of the module around some linears when their weights are rounded: AWQ's loss for q, k, v, gate and up.
+
+    L(s) = sum over rows of  a_m |f(x; Q(W diag(s)) diag(1/s)) - f(x; W)|²      f: the module, run again; a: weight of the modality
+
+Why:     q and k act through the softmax, gate and up through the non-linearity: how much their errors matter, their own outputs
+         do not say.
+Source:  Lin et al., arXiv:2306.00978, equation 4, and their code: the loss is that of the attention or of the MLP for linears
+         behind a norm, and the linear's own otherwise.
+Nothing recorded is replayed: the module is called with the arguments that the model's own code gave it for each batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from mmqc.calibration.blocks import NotStreamableError, leaves_of
+from mmqc.calibration.calibrate import by_modality, weighted
+from mmqc.calibration.spool import Spool
+from mmqc.calibration.stream import during
+from mmqc.nn.modality import ModalityContext
+
+
+def holder(model: nn.Module, linears: Sequence[str], normed: bool, block: str = "") -> str:
+    """FQN of the module whose output judges ``linears``: the smallest one around them; empty: the linear itself.
+
+    Args:
+        model: has the modules.
+        linears: module FQNs.
+        normed: they read a norm's output; a single linear (a fused qkv) is then judged by the module around it.
+        block: FQN of the module that is run; no larger one can judge.
+    """
+    if len(linears) == 1 and not normed:
+        return ""
+    path = linears[0].split(".")[:-1]
+    while any(name.split(".")[: len(path)] != path for name in linears):
+        path = path[:-1]
+    while path and isinstance(model.get_submodule(".".join(path)), nn.ModuleList | nn.ModuleDict):
+        path = path[:-1]
+    name = ".".join(path)
+    return name if name and f"{name}.".startswith(f"{block}." if block else "") else ""
+
+
+class Calls:
+    """The calls of one module, and what it returned; ``error`` repeats them with other weights.
+
+    Attributes:
+        name: FQN of the module.
+        reason: why they cannot be repeated; empty if they can.
+    """
+
+    def __init__(
+        self, model: nn.Module, name: str, spool: Spool, device: torch.device, context: ModalityContext | None,
+        language: bool,
+    ) -> None:  # fmt: skip
+        self.model, self.name, self.spool, self.device = model, name, spool, device
+        self.context, self.language = context, language
+        self.reason = ""
+        self.calls: list[tuple[list[Any], Any, Tensor | None]] = []
+        self.wanted: list[Any] = []
+
+    def hook(self) -> list[Any]:
+        """Hooks that store every call; the caller removes them."""
+        module = self.model.get_submodule(self.name)
+        return [
+            module.register_forward_pre_hook(self._enter, with_kwargs=True), module.register_forward_hook(self._leave)
+        ]  # fmt: skip
+
+    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        try:
+            leaves, spec = leaves_of(self.name, args, kwargs)
+        except NotStreamableError as error:
+            self.reason = f"{self.name} cannot be run again: {error.reason}"
+            return
+        visual = None if self.context is None else self.context.visual
+        self.calls.append(([self.spool.put(leaf) for leaf in leaves], spec, None if visual is None else visual.clone()))
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        if not self.reason:
+            self.wanted.append(self.spool.put(_first(output)))
+
+    def error(self, weights: Mapping[str, Tensor], row_weights: Mapping[str, float]) -> float:
+        """The loss, over all calls, with ``weights`` (by parameter FQN) in place of the module's own."""
+        module = self.model.get_submodule(self.name)
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        with _replaced(self.model, weights):
+            for (tickets, spec, visual), wanted in zip(self.calls, self.wanted, strict=True):
+                args, kwargs = pytree.tree_unflatten([self.spool.get(t, self.device) for t in tickets], spec)
+                with during(self.context, visual):
+                    error = _first(module(*args, **kwargs)) - self.spool.get(wanted, self.device)
+                    parts = by_modality(error, self.language, self.context)
+                for weight, rows in weighted(parts, row_weights, error.reshape(-1, error.shape[-1])):
+                    total += weight * torch.linalg.vector_norm(rows, dtype=_wide(rows)).double().square()
+        return float(total)
+
+
+def _first(output: Any) -> Tensor:
+    """The module's result: attention returns its weights behind it."""
+    return next(leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)).detach()
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+@contextmanager
+def _replaced(model: nn.Module, weights: Mapping[str, Tensor]) -> Iterator[None]:
+    """Other values in parameters, which keep their identity."""
+    parameters = {fqn: model.get_parameter(fqn) for fqn in weights}
+    before = {fqn: p.data for fqn, p in parameters.items()}
+    try:
+        for fqn, p in parameters.items():
+            p.data = weights[fqn].to(p.data)
+        yield
+    finally:
+        for fqn, p in parameters.items():
+            p.data = before[fqn]

@@ -1,0 +1,209 @@
+"""Quantize a model unit by unit: observe the inputs of a unit's linears, solve, measure, swap, go on to the next.
+
+    unit        a block of a segment (blocks.py), or the linears outside all blocks
+    float       every linear is calibrated on what the floating-point model feeds it: one forward a block
+    quantized   ... on what the already quantized units in front feed it: two forwards a block, as GPTQ's own code does it
+
+Memory:  the statistics of one block, and the activations between two blocks, in host memory or in files (spool.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import nn
+
+from mmqc.calibration.blocks import Layout, Outside, Segment
+from mmqc.calibration.calibrate import InputStatistics, Observer, Watch, hooked
+from mmqc.calibration.measure import Loss, Meter
+from mmqc.calibration.residency import Residency
+from mmqc.calibration.spool import Spool
+from mmqc.calibration.stream import Feed, capture
+from mmqc.nn.linear import QuantLinear
+from mmqc.nn.modality import ModalityContext
+
+Inputs = Literal["float", "quantized"]
+
+
+class Worker(Protocol):
+    """What the owner of the model does with a unit; ``linears`` are module FQNs."""
+
+    def finished(self, linears: Sequence[str]) -> bool:
+        """Whether an earlier run has quantized this unit already."""
+        ...
+
+    def restore(self, linears: Sequence[str]) -> None:
+        """Swap in what that run found; nothing to do for what this run did."""
+        ...
+
+    def solve(self, linears: Sequence[str], seen: Mapping[str, InputStatistics]) -> dict[str, QuantLinear]:
+        """Quantize the weights; the model stays as it is."""
+        ...
+
+    def swap(self, built: Mapping[str, QuantLinear], losses: Mapping[str, Loss]) -> None:
+        """Put the linears into the model; the unit is finished."""
+        ...
+
+
+@dataclass
+class Sequential:
+    """One run over a model.
+
+    Attributes:
+        model: whose blocks are called.
+        worker: quantizes and swaps.
+        linears: module FQNs of all linears to quantize, in the model's order.
+        watches: what to observe, by module FQN; none for a linear whose scheme needs no data.
+        language: whether a linear's rows are the language model's tokens.
+        calls: forwards of the whole model, one a batch.
+        measured: numbers of the batches that losses are measured on.
+        context: tells visual from text rows.
+        residency: where a block runs.
+        inputs: see the top of the file.
+        spool: folder for activations; None keeps them in host memory.
+        say: called with a line about what is being done.
+    """
+
+    model: nn.Module
+    worker: Worker
+    linears: Sequence[str]
+    watches: Mapping[str, Watch]
+    language: Mapping[str, bool]
+    calls: Sequence[Callable[[], Any]]
+    measured: Sequence[int]
+    context: ModalityContext | None
+    residency: Residency
+    inputs: Inputs = "float"
+    spool: str | None = None
+    say: Callable[[str], Any] = print
+
+    @property
+    def used(self) -> list[int]:
+        """Numbers of the batches that have to be run at all."""
+        return list(range(len(self.calls))) if self.watches else list(self.measured)
+
+    @torch.no_grad()
+    def run(self, layout: Layout) -> None:
+        """Do all units of ``layout`` that are not done.
+
+        Raises:
+            NotStreamableError: a batch calls a list's blocks differently from the recorded ones; units in front of it are done.
+        """
+        together = [[unit] for unit in layout.units] if self.inputs == "quantized" else [layout.units]
+        self.store = Spool(self.spool)
+        try:
+            for units in together:
+                self._begin(units, layout)
+        finally:
+            self.store.close()
+
+    def _begin(self, units: Sequence[Segment | Outside], layout: Layout) -> None:
+        """Run the forwards that these units start from, then the units."""
+        feeds = {id(u): self._feed(u) for u in units if isinstance(u, Segment) and not self._done(u)}
+        outside = [u for u in units if isinstance(u, Outside) and not self._done(u)]
+        observed = [fqn for unit in outside for fqn in unit.linears]
+        if feeds or any(fqn in self.watches for fqn in observed):
+            self.say("first inputs")
+            until = layout.until(outside) if any(fqn in self.watches for fqn in observed) else None
+            with self._observing(observed) as seen:
+                calls = ((number, self.calls[number]) for number in self.used)
+                capture(self.model, list(feeds.values()), calls, until)
+            found = {fqn: observer.seen.finish() for fqn, observer in seen.items()}
+        else:
+            found = {}
+        # all of them before the first is swapped: forwards of the whole model see it as it was
+        ready = [(unit, *self._outside(unit, found)) for unit in outside]
+        for _, built, losses in ready:
+            self.worker.swap(built, losses)
+        for unit in (u for u in units if isinstance(u, Outside)):
+            self.worker.restore(unit.linears)
+        for unit in (u for u in units if isinstance(u, Segment)):
+            self._segment(unit, feeds.get(id(unit)))
+
+    def _feed(self, segment: Segment) -> Feed:
+        return Feed(segment, self.context, self.store, self.residency.device)
+
+    def _inside(self, block: str) -> list[str]:
+        return [fqn for fqn in self.linears if fqn.startswith(f"{block}.")]
+
+    def _done(self, unit: Segment | Outside) -> bool:
+        if isinstance(unit, Outside):
+            return self.worker.finished(unit.linears)
+        return all(self.worker.finished(inside) for b in unit.blocks if (inside := self._inside(b.name)))
+
+    def _observing(self, linears: Iterable[str]) -> Any:
+        observers = {f: Observer(self.watches[f], self.context) for f in linears if f in self.watches}
+        return _hooks(self.model, observers)
+
+    def _outside(
+        self, unit: Outside, seen: Mapping[str, InputStatistics]
+    ) -> tuple[dict[str, QuantLinear], dict[str, Loss]]:
+        self.say(unit.linears[0])
+        built = self.worker.solve(unit.linears, seen)
+        with _hooks(self.model, self._meters(built)) as meters:
+            for number in self.measured if meters else ():
+                self.calls[number]()
+        return built, {name: m.loss for name, m in meters.items()}
+
+    def _segment(self, segment: Segment, feed: Feed | None) -> None:
+        for number, block in enumerate(segment.blocks):
+            inside = self._inside(block.name)
+            last = number == len(segment.blocks) - 1
+            if feed is None or (inside and self.worker.finished(inside)):
+                self._repeat(number, inside, feed, last)
+                continue
+            self.say(block.name)
+            with self.residency.resident(block.name):
+                self._block(feed, number, inside, last)
+
+    def _repeat(self, number: int, inside: list[str], feed: Feed | None, last: bool) -> None:
+        """A block that an earlier run has finished: swap, and run it for the next one's inputs."""
+        after = self.inputs == "quantized"
+        if inside and after:
+            self.worker.restore(inside)
+        if feed is not None and not last:
+            with self.residency.resident(feed.segment.blocks[number].name):
+                feed.advance(number, dict(self._outputs(feed, number)))
+        if inside and not after:
+            self.worker.restore(inside)
+
+    def _block(self, feed: Feed, number: int, inside: list[str], last: bool) -> None:
+        after = self.inputs == "quantized"
+        new: dict[int, list[Any]] = {}
+        with self._observing(inside) as observers:
+            if observers or not (last or after):
+                new = dict(self._outputs(feed, number, keep=not (last or after)))
+        built = self.worker.solve(inside, {fqn: o.seen.finish() for fqn, o in observers.items()}) if inside else {}
+        with _hooks(self.model, self._meters(built)) as meters:
+            for batch in [b for b in feed.batches if b in self.measured] if meters else ():
+                feed.call(self.model, number, batch)
+        self.worker.swap(built, {name: m.loss for name, m in meters.items()})
+        if after and not last:
+            new = dict(self._outputs(feed, number))
+        feed.advance(number, new)
+
+    def _outputs(self, feed: Feed, number: int, keep: bool = True) -> Iterator[tuple[int, list[Any]]]:
+        for batch in feed.batches:
+            output = feed.call(self.model, number, batch)
+            yield batch, feed.outputs(output) if keep else []
+
+    def _meters(self, built: Mapping[str, QuantLinear]) -> dict[str, Meter]:
+        return {name: Meter(q, self.language[name], self.context) for name, q in built.items()}
+
+
+class _hooks:  # noqa: N801  (a function in all but name)
+    """Pre-hooks by module FQN for the length of a ``with`` block, which gets them."""
+
+    def __init__(self, model: nn.Module, hooks: Mapping[str, Any]) -> None:
+        self.hooks = dict(hooks)
+        self.block = hooked((model.get_submodule(name), hook) for name, hook in hooks.items())
+
+    def __enter__(self) -> dict[str, Any]:
+        self.block.__enter__()
+        return self.hooks
+
+    def __exit__(self, *error: Any) -> None:
+        self.block.__exit__(*error)

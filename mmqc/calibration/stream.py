@@ -1,0 +1,152 @@
+"""Run a model block by block: the first block's arguments come from forwards of the model, the others' from its outputs.
+
+    capture     whole forwards, stopped as soon as every block that meets new arguments has been called
+    Feed        for one segment: what its next block takes, batch by batch
+
+Nothing recorded is replayed: blocks are called as modules, with the arguments that the model's own code made for each batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from mmqc.calibration.blocks import KEPT, PLAIN, STREAM, Block, NotStreamableError, Segment, leaves_of
+from mmqc.calibration.spool import Spool
+from mmqc.nn.modality import ModalityContext
+
+_UNTIL = ""
+
+
+class _Enough(Exception):  # noqa: N818  (it is no error)
+    """All that a forward was run for has been seen."""
+
+
+class Feed:
+    """The arguments of a segment's blocks; ``advance`` makes the outputs of one the inputs of the next.
+
+    Attributes:
+        batches: numbers of the batches that reached the segment.
+    """
+
+    def __init__(self, segment: Segment, context: ModalityContext | None, spool: Spool, device: torch.device) -> None:
+        self.segment, self.context, self.spool, self.device = segment, context, spool, device
+        self.kept: dict[int, dict[int, Any]] = {}
+        self.visual: dict[int, Tensor | None] = {}
+        self.stream: dict[int, list[Any]] = {}
+        self.last_use = segment.last_use()
+
+    @property
+    def batches(self) -> list[int]:
+        """Numbers of the batches that reached the segment, in order."""
+        return sorted(self.kept)
+
+    def take(self, batch: int, block: Block, args: Any, kwargs: Any) -> None:
+        """Store what ``block`` meets first in a forward; raises NotStreamableError."""
+        where = self.segment.where
+        leaves, spec = leaves_of(where, args, kwargs)
+        if spec != block.spec or any(
+            s.kind == PLAIN and (type(s.value) is not type(v) or s.value != v)
+            for s, v in zip(block.sources, leaves, strict=True)
+        ):
+            raise NotStreamableError(
+                where, f"batch {batch} calls {block.name} with other arguments than the recorded ones"
+            )
+        kept = self.kept.setdefault(batch, {})
+        kept.update({index: self.spool.put(leaves[leaf]) for leaf, index in block.meets})
+        if self.context is not None:
+            visual = self.context.visual
+            self.visual[batch] = None if visual is None else visual.clone()
+
+    def arguments(self, number: int, batch: int) -> tuple[Any, Any]:
+        """(args, kwargs) of the segment's block ``number``."""
+        block = self.segment.blocks[number]
+        stores = {STREAM: self.stream.get(batch, ()), KEPT: self.kept[batch]}
+        leaves = [
+            s.value if s.kind == PLAIN else self.spool.get(stores[s.kind][s.value], self.device) for s in block.sources
+        ]
+        return pytree.tree_unflatten(leaves, block.spec)
+
+    def call(self, model: nn.Module, number: int, batch: int) -> Any:
+        """Call the block ``number`` on its arguments, with the visual mask of the batch."""
+        args, kwargs = self.arguments(number, batch)
+        block = model.get_submodule(self.segment.blocks[number].name)
+        with during(self.context, self.visual.get(batch)):
+            return block(*args, **kwargs)
+
+    def outputs(self, output: Any) -> list[Any]:
+        """Tickets of a block's output."""
+        return [self.spool.put(t) for t in pytree.tree_leaves(output) if isinstance(t, Tensor)]
+
+    def advance(self, number: int, new: Mapping[int, list[Any]]) -> None:
+        """``new`` are the outputs of block ``number``; what no later block reads is dropped."""
+        for tickets in self.stream.values():
+            for ticket in tickets:
+                self.spool.drop(ticket)
+        self.stream = dict(new)
+        for kept in self.kept.values():
+            for index in [i for i in kept if self.last_use[i] <= number]:
+                self.spool.drop(kept.pop(index))
+
+
+@contextmanager
+def during(context: ModalityContext | None, visual: Tensor | None) -> Any:
+    """As within a call of the model that has this visual mask."""
+    if context is None:
+        yield
+        return
+    context.visual, context.running = visual, True
+    try:
+        yield
+    finally:
+        context.visual, context.running = None, False
+
+
+def capture(
+    model: nn.Module, feeds: Sequence[Feed], calls: Iterable[tuple[int, Callable[[], Any]]], until: str | None = None
+) -> None:
+    """Fill ``feeds`` from forwards of the model.
+
+    Args:
+        model: hooked for the time of the calls.
+        feeds: of the segments to start.
+        calls: (number of the batch, its forward).
+        until: FQN of a block before whose call no forward is stopped, because hooks of others need that; empty: not at all.
+
+    Raises:
+        NotStreamableError: a batch calls a block differently from the recorded batches.
+    """
+    meeting = [(feed, block) for feed in feeds for block in feed.segment.blocks if block.meets]
+    batch = 0
+    left: set[str] = set()
+
+    def hook(feed: Feed, block: Block) -> Any:
+        def take(module: nn.Module, args: Any, kwargs: Any) -> None:
+            feed.take(batch, block, args, kwargs)
+            left.discard(block.name)
+            if not left:
+                raise _Enough
+
+        return take
+
+    def pass_by(module: nn.Module, args: Any) -> None:
+        left.discard(_UNTIL)
+        if not left:
+            raise _Enough
+
+    handles = [model.get_submodule(b.name).register_forward_pre_hook(hook(f, b), with_kwargs=True) for f, b in meeting]
+    if until:
+        handles.append(model.get_submodule(until).register_forward_pre_hook(pass_by))
+    try:
+        for number, call in calls:
+            batch, left = number, {b.name for _, b in meeting} | ({_UNTIL} if until is not None else set())
+            with suppress(_Enough):
+                call()
+    finally:
+        for handle in handles:
+            handle.remove()

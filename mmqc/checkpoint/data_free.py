@@ -1,0 +1,100 @@
+"""Which linears a config quantizes when there is no data, and the quantized linear that takes one's place.
+
+Without a recording nothing is known of towers, so all of them must have one scheme.  Three callers share this:
+``quantize_`` without calibration, ``from_pretrained(..., quantization_config=...)`` and torchao's ``quantize_``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from mmqc.config import HEAD, ConfigError, QuantConfig, Rewrites, Scheme
+from mmqc.nn.linear import QuantLinear
+from mmqc.passes.assign_scheme import kept
+from mmqc.report.report import Refusal
+from mmqc.solvers import Quantized, solve
+
+
+@dataclass
+class Selection:
+    """The linears to quantize and their schemes, by FQN, and those that are left alone."""
+
+    schemes: dict[str, Scheme] = field(default_factory=dict)
+    refused: list[Refusal] = field(default_factory=list)
+
+
+def only_scheme(config: QuantConfig) -> Scheme:
+    """The scheme of every tower of a config that needs no data.
+
+    Raises:
+        ConfigError: the config rewrites, needs calibration, or treats the towers differently.
+    """
+    towers = {scheme for place, scheme in config.schemes.items() if place != "head"}
+    cache = config.to_dict().get("kv")
+    if config.rewrites != Rewrites() or config.needs_calibration or len(towers) != 1 or cache:
+        why = (
+            "it rewrites the model, for which it has to be recorded" if config.rewrites != Rewrites()
+            else "it needs calibration" if config.needs_calibration
+            else "it quantizes the KV cache" if cache
+            else f"its towers have {len(towers)} different schemes, and only a recording tells towers apart"
+        )  # fmt: skip
+        raise ConfigError(
+            f"this config cannot be applied without data: {why}; load the floating-point model and call "
+            f"mmqc.quantize_(model, config, calibration=batches), or use a weight-only config, e.g. mmqc.recipes.rtn(8)"
+        )
+    return towers.pop()
+
+
+def select(
+    model: nn.Module, config: QuantConfig, scheme: Scheme, filter_fn: Callable[[nn.Module, str], bool] | None = None
+) -> Selection:
+    """Every ``nn.Linear`` but those that ``keep`` names; the output head is known by ``get_output_embeddings``.
+
+    Args:
+        model: values are not read, so it may be on the meta device.
+        config: its ``keep`` and ``head`` are read.
+        scheme: of all other linears.
+        filter_fn: as torchao's.
+
+    Raises:
+        ConfigError: a ``keep`` pattern that matches nothing.
+    """
+    output_head: Any = getattr(model, "get_output_embeddings", None)
+    head = output_head() if output_head is not None else None
+    found, used = Selection(), set()
+    linears = {n: m for n, m in model.named_modules() if type(m) is nn.Linear}
+    for fqn, linear in linears.items():
+        role = "head" if linear is head else ""
+        chosen = config.head if role and config.head is not None else scheme
+        pattern = next((p for p in config.keeps(role) if kept(p, fqn, role)), None)
+        if pattern is not None:
+            used.add(pattern)
+            found.refused.append(Refusal(fqn, "", f"kept in floating point ({pattern})"))
+        elif filter_fn is None or filter_fn(linear, fqn):
+            found.schemes[fqn] = chosen
+    unused = [p for p in config.keep if p not in used and p != HEAD]
+    if unused:
+        raise ConfigError(
+            f"keep pattern {unused[0]!r} matches no linear of this model; some of its linears: {list(linears)[:5]}"
+        )
+    return found
+
+
+def quantized_linear(
+    weight: Tensor, bias: Tensor | None, scheme: Scheme, fqn: str = "weight"
+) -> tuple[QuantLinear, Quantized]:
+    """The module for a float weight [N, K] and bias [N], and what the solver found.
+
+    Raises:
+        ValueError: the weight holds NaN or infinity.
+    """
+    solved = solve(weight.detach().float(), scheme.weight, name=fqn)
+    module = QuantLinear.from_parts(
+        solved.codes, solved.scale, weight_zero=solved.zero, weight_bits=scheme.weight.bits, group_size=scheme.weight.group_size,
+        bias=None if bias is None else bias.detach(), dtype=weight.dtype,
+    )  # fmt: skip
+    return module, solved

@@ -1,0 +1,364 @@
+"""Saving and loading with transformers: the quantization config, the quantizer, and what ties them to a model.
+
+``config.json`` carries everything that ``from_pretrained`` needs to rebuild the modules before their weights load: one
+spec for each module of ours, whether the head was untied, which token ids are visual, and the record of the rewrites.
+Importing this module registers the quantizer; ``mmqc.checkpoint.hf_hook`` does that when transformers is imported.
+
+The tensors themselves are plain safetensors; each is saved with its SHA-256 and checked against it after loading.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import logging
+import re
+from collections.abc import Container, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.modeling_utils import PreTrainedModel
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from mmqc.checkpoint.checksum import hashes, verify
+from mmqc.checkpoint.hf_load import LoadPlan, QuantizeOnLoad
+from mmqc.checkpoint.module_spec import build_module, dtype_name, module_spec
+from mmqc.config import QuantConfig
+from mmqc.experts.modules import QuantExperts
+from mmqc.kv import query_moment
+from mmqc.kv import rounding as kv_rounding
+from mmqc.nn.integer_weight import SCALES
+from mmqc.nn.linear import QuantLinear, rebuild_factors
+from mmqc.nn.modality import ModalityContext, attached
+from mmqc.nn.unseen import guard
+from mmqc.report.report import plain
+
+__all__ = ["MmqcConfig", "MmqcQuantizer", "attach_config", "build_module", "module_spec"]
+
+METHOD = "mmqc"
+VERSION = 1
+logger = logging.getLogger(__name__)
+
+
+class MmqcConfig(QuantizationConfigMixin):
+    """The ``quantization_config`` of a model that mmqc quantized.
+
+    Attributes:
+        version: of this layout.
+        config: ``QuantConfig.to_dict()``; a QuantConfig is accepted too.
+        modules: the spec of every module of ours, by FQN.
+        parameters: parameters that the model has and its class does not build, or builds otherwise: shape and dtype
+            by FQN, None for one that is gone.
+        dtype: of the model's floating-point parameters when it was saved.
+        untied: whether the output head was separated from the input embedding.
+        visual_token_ids: ids that stand for visual tokens; None for a model that does not tell modalities apart.
+        record: what the rewrites did, for ``mmqc.explain``.
+        hashes: "dtype:sha256" by tensor name.
+
+    ``modules_to_not_convert``, which transformers' own quantizers take, adds to the config's ``keep``.
+    """
+
+    def __init__(
+        self,
+        version: int = VERSION,
+        config: Mapping[str, Any] | QuantConfig | None = None,
+        modules: Mapping[str, dict[str, Any]] | None = None,
+        parameters: Mapping[str, Any] | None = None,
+        dtype: str | None = None,
+        untied: bool = False,
+        visual_token_ids: Iterable[int] | None = None,
+        record: Mapping[str, Any] | None = None,
+        hashes: Mapping[str, str] | None = None,
+        modules_to_not_convert: Iterable[str] | None = None,
+        quant_method: str = METHOD,
+        **unknown: Any,
+    ) -> None:
+        if version != VERSION:
+            raise ValueError(
+                f"quantization_config.version = {version!r}, but this mmqc reads version {VERSION}; "
+                f"load the model with the mmqc that saved it, or update mmqc"
+            )
+        if unknown:
+            raise ValueError(f"quantization_config has an unknown key {sorted(unknown)[0]!r}; was it edited by hand?")
+        self.quant_method: Any = quant_method
+        self.version = version
+        self.config = config.to_dict() if isinstance(config, QuantConfig) else dict(config or QuantConfig().to_dict())
+        if modules_to_not_convert:
+            self.config["keep"] = list(dict.fromkeys((*self.config["keep"], *modules_to_not_convert)))
+        self.modules = dict(modules or {})
+        self.parameters = dict(parameters or {})
+        self.dtype = dtype
+        self.untied = untied
+        self.visual_token_ids = None if visual_token_ids is None else list(visual_token_ids)
+        self.record = dict(record or {})
+        self.hashes = dict(hashes or {})
+
+    @property
+    def quant_config(self) -> QuantConfig:
+        """The recipe as a value."""
+        return QuantConfig.from_dict(self.config)
+
+
+class MmqcQuantizer(HfQuantizer):
+    """Rebuilds mmqc's modules before the weights load and checks the weights after; or quantizes a float checkpoint.
+
+    Raises:
+        ConfigError: a float checkpoint and a config that needs data, or rewrites.
+    """
+
+    quantization_config: MmqcConfig
+
+    def __init__(self, quantization_config: MmqcConfig | QuantConfig, **kwargs: Any) -> None:
+        if isinstance(quantization_config, QuantConfig):
+            quantization_config = MmqcConfig(config=quantization_config)
+        super().__init__(quantization_config, **kwargs)
+        self._dtype = torch.float32
+        self._plan = None if self.pre_quantized else LoadPlan(quantization_config.quant_config)
+
+    def is_serializable(self) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Always: the state dict is plain tensors."""
+        return True
+
+    @property
+    def is_trainable(self) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Rounding has no gradient."""
+        return False
+
+    @property
+    def is_compileable(self) -> bool:
+        """Lets ``generate`` compile by itself, as it does for float models."""
+        return True
+
+    def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **kwargs: Any) -> bool:
+        """Whether this weight of a float checkpoint is quantized as it loads."""
+        return self._plan is not None and self._plan.wanted(param_name)
+
+    def get_quantize_ops(self) -> QuantizeOnLoad:
+        """What transformers applies to such a weight."""
+        assert self._plan is not None
+        return QuantizeOnLoad(self._plan)
+
+    def param_element_size(self, model: PreTrainedModel, param_name: str, param: Any) -> float:
+        """Bytes per element once loaded, for ``device_map="auto"``."""
+        return self._plan.element_size(param_name, param.element_size()) if self._plan else param.element_size()
+
+    def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[Any, dict[str, Any]]:
+        """The state dict as it is; transformers asks for it before it writes config.json, which is completed here."""
+        state = model.state_dict()
+        config = self.quantization_config
+        config.modules = {name: spec for name, module in model.named_modules() if (spec := module_spec(module))}
+        config.dtype = dtype_name(model.dtype)
+        config.parameters = self.differences(model)
+        config.hashes = hashes(state)
+        return state, {}
+
+    def differences(self, model: PreTrainedModel) -> dict[str, Any]:
+        """The parameters in which ``model`` differs from what its class builds and the specs complete."""
+        self.quantization_config.parameters = {}
+        with model_init(type(model), model.dtype):
+            skeleton = type(model)(model.config)
+        rebuild(skeleton, self.quantization_config, model.dtype)
+        built, here = (dict(m.named_parameters(remove_duplicate=False)) for m in (skeleton, model))
+        changed: dict[str, Any] = {
+            name: {"shape": list(p.shape), "dtype": dtype_name(p.dtype)}
+            for name, p in here.items()
+            if name not in built or built[name].shape != p.shape or built[name].dtype != p.dtype
+        }
+        changed |= {name: None for name in built if name not in here}
+        there, ours = (set(m.state_dict()) - set(changed) for m in (skeleton, model))
+        if there != ours:
+            name = sorted(there ^ ours)[0]
+            raise ValueError(
+                f"from_pretrained could not rebuild this model: {type(model).__name__} builds "
+                f"{'a buffer' if name in there else 'no buffer'} {name}, and no module of mmqc accounts for the "
+                f"difference; undo what was done to the model by hand before saving it"
+            )
+        return changed
+
+    def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
+        # inside from_pretrained the default dtype is the one that was asked for
+        self._dtype = torch.get_default_dtype()
+        if self._plan is not None:
+            self._plan.prepare(model)
+            return
+        rebuild(model, self.quantization_config, self._dtype)
+
+    def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
+        config = self.quantization_config
+        if self._plan is not None:
+            self._plan.finish(model)
+            attach_config(model, config.quant_config, {"passes": [], "untied": []})
+            return model
+        rebuild_factors(model)
+        state = model.state_dict()
+        unknown = verify(config.hashes, state, lambda name: local(name, model, state))
+        cast_floats(model, self.quantization_config.dtype, self._dtype)
+        if unknown:
+            logger.info("%d tensors were cast or offloaded and could not be compared with what was saved", unknown)
+        if config.visual_token_ids is not None:
+            self._attach_modality(model)
+        if (kv := config.quant_config.kv) is not None:
+            from mmqc.kv.generate import attach  # it imports what registers this module
+
+            attach(model, kv)
+        if any(isinstance(module, kv_rounding.KVRounder) for module in model.modules()):
+            kv_rounding.decoder_config(model)._attn_implementation = kv_rounding.NAME
+        names = {name for name, _ in model.named_modules()}
+        places = (local(fqn, model, names) for fqn in config.record.get("unseen", ()))
+        guard(model, [name for name in places if name])
+        return model
+
+    def _attach_modality(self, model: PreTrainedModel) -> None:
+        config = self.quantization_config
+        context = ModalityContext.attach(model, tuple(config.visual_token_ids or ()))
+        context.text_only = not config.visual_token_ids
+        names = {name for name, _ in model.named_modules()}
+        for fqn, spec in config.modules.items():
+            if spec.get("modality") and (name := local(fqn, model, names)):
+                module = model.get_submodule(name)
+                assert isinstance(module, QuantLinear | QuantExperts)
+                module.modality = context
+
+
+@contextmanager
+def model_init(cls: type[PreTrainedModel], dtype: torch.dtype) -> Iterator[None]:
+    """The contexts in which ``from_pretrained`` builds a model: meta device, default dtype, no initialisation."""
+    with ExitStack() as stack:
+        for context in cls.get_init_context(dtype, True, False, None):
+            stack.enter_context(context)
+        yield
+
+
+def local(fqn: str, model: PreTrainedModel, names: Container[str]) -> str | None:
+    """``fqn`` as ``model`` spells it, if it is among ``names``; None for what a bare base model leaves out.
+
+    ``AutoModel`` loads the base model alone: "model.visual.x" is "visual.x" there, and there is no head.  The class
+    that saved the checkpoint must have everything, so ``fqn`` comes back as it is even if it is not among ``names``.
+    """
+    saved = getattr(model.config, "architectures", None) or [type(model).__name__]
+    if fqn in names or type(model).__name__ in saved:
+        return fqn
+    bare = fqn.removeprefix(model.base_model_prefix + ".")
+    return bare if bare in names else None
+
+
+def rebuild(model: PreTrainedModel, config: MmqcConfig, dtype: torch.dtype) -> None:
+    """Gives a freshly built ``model`` the structure that ``config`` describes, on the meta device.
+
+    Args:
+        model: of the class that was saved, or its base model.
+        config: what was saved.
+        dtype: takes the place of the dtype that the model had when it was saved.
+
+    Raises:
+        ValueError: the model has no module where the config has one.
+    """
+    dtypes = {config.dtype: dtype} if config.dtype else {}
+    names = {name for name, _ in model.named_modules()}
+    children = (kv_rounding.CHILD, query_moment.CHILD)  # that an attention module may have got
+    names |= {f"{name}.{child}" for name in names for child in children}
+    places = {fqn: local(fqn, model, names) for fqn in (*config.modules, *map(_parent, config.parameters))}
+    lost = [fqn for fqn, name in places.items() if name not in names]
+    if lost and (len(lost) == len(places) or any(places[fqn] for fqn in lost)):
+        saved = (getattr(model.config, "architectures", None) or ["another class"])[0]
+        raise ValueError(
+            f"quantization_config has {lost[0]}, but {type(model).__name__} has no such module; load it with {saved}"
+        )
+    for fqn, spec in config.modules.items():
+        if (name := places[fqn]) is not None:
+            model.set_submodule(name, build_module(spec, dtypes))
+    for fqn, spec in config.parameters.items():
+        if (name := places[_parent(fqn)]) is None:
+            continue
+        parameter = None
+        if spec is not None:
+            kind = dtypes.get(spec["dtype"]) or getattr(torch, spec["dtype"])
+            parameter = nn.Parameter(torch.empty(spec["shape"], dtype=kind, device="meta"))
+        model.get_submodule(name).register_parameter(fqn.rpartition(".")[2], parameter)
+
+
+def _parent(fqn: str) -> str:
+    return fqn.rpartition(".")[0]
+
+
+def cast_floats(model: PreTrainedModel, saved: str | None, dtype: torch.dtype) -> None:
+    """Casts what still has the ``saved`` dtype to the one that was asked for.
+
+    transformers casts by itself, but not the tensors of a quantized model that have another name in the checkpoint.
+    """
+    if saved in (None, dtype_name(dtype)):
+        return
+    patterns = [re.compile(fnmatch.translate(f"*{pattern}*")) for pattern in model._get_dtype_plan(dtype)]
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        is_scale = name.rpartition(".")[2] in SCALES
+        if dtype_name(tensor.dtype) == saved and not is_scale and not any(p.match(name) for p in patterns):
+            tensor.data = tensor.data.to(dtype)
+
+
+def attach_config(model: nn.Module, config: QuantConfig, record: Mapping[str, Any] | None = None) -> MmqcConfig | None:
+    """Makes a model that holds mmqc modules savable with ``save_pretrained``, for ``from_pretrained`` to load.
+
+    Args:
+        model: a ``PreTrainedModel`` whose modules were replaced in place.  Anything else is left alone: its
+            ``state_dict`` is all there is to save.
+        config: what it was quantized to.
+        record: plain data for ``mmqc.explain``.
+
+    Returns:
+        The config, which is now ``model.config.quantization_config``; None for a model that is not transformers'.
+    """
+    if not isinstance(model, PreTrainedModel):
+        return None
+    context = attached(model)
+    quantization = MmqcConfig(
+        config=plain(config.to_dict()),
+        modules={name: spec for name, module in model.named_modules() if (spec := module_spec(module))},
+        dtype=dtype_name(model.dtype),
+        untied=untie(model),
+        visual_token_ids=context.visual_token_ids if context else None,
+        record=plain(record or {}),
+    )
+    model.config.quantization_config = quantization
+    for name, value in (("hf_quantizer", MmqcQuantizer(quantization)), ("is_quantized", True)):
+        object.__setattr__(model, name, value)
+    object.__setattr__(model, "quantization_method", METHOD)
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            module.config._is_quantized = True
+    return quantization
+
+
+def untie(model: PreTrainedModel) -> bool:
+    """Declares a model untied if some tensor that it ties no longer is; otherwise it stays as it is.
+
+    Every nested config must say so, or transformers ties the tensors again when it loads them.  The flag is one for all
+    ties, so those that still hold get a copy of their own.
+    """
+    state = model.state_dict(keep_vars=True)
+    ties = {target: source for target, source in model.all_tied_weights_keys.items() if {target, source} & set(state)}
+    broken = [target for target, source in ties.items() if state.get(target) is not state.get(source)]
+    if not broken:
+        return False
+    for target in set(ties) - set(broken):
+        path, _, name = target.rpartition(".")
+        model.get_submodule(path).register_parameter(name, nn.Parameter(state[target].detach().clone()))
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            module.all_tied_weights_keys = {}
+    _set_untied(model.config)
+    return True
+
+
+def _set_untied(config: Any) -> None:
+    if hasattr(config, "tie_word_embeddings"):
+        config.tie_word_embeddings = False
+    for name in getattr(config, "sub_configs", {}):
+        if (nested := getattr(config, name, None)) is not None:
+            _set_untied(nested)
+
+
+AUTO_QUANTIZATION_CONFIG_MAPPING[METHOD] = MmqcConfig
+AUTO_QUANTIZER_MAPPING[METHOD] = MmqcQuantizer

@@ -1,0 +1,68 @@
+"""Registers mmqc's quantizer with transformers, without importing transformers.
+
+``from_pretrained`` of a model that mmqc saved must work after a plain ``import mmqc``, but importing transformers costs
+seconds that most uses of mmqc do not need.  So if transformers' models are there already, the quantizer is registered
+at once; otherwise a finder waits in ``sys.meta_path`` for the one module that ``from_pretrained`` lives in, lets the
+ordinary import machinery load it, registers right after it ran, and is gone.  It never answers for any other module.
+(The table of quantizers itself, ``transformers.quantizers.auto``, is loaded halfway through that module, when nothing
+that a quantizer needs can be imported yet.)
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+TARGET = "transformers.modeling_utils"
+
+
+class _RegisterAfterImport(MetaPathFinder):
+    """Finds ``TARGET`` the way everybody else does, with one more step after it has run."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname != TARGET:
+            return None
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        if spec is not None and spec.loader is not None:
+            _after(spec)
+        return spec
+
+
+def _after(spec: ModuleSpec) -> None:
+    loader = spec.loader
+    assert loader is not None
+    run = loader.exec_module
+
+    def exec_module(module: ModuleType) -> None:
+        # the loader stays the genuine one: whoever asks it for source or file name later gets the usual answer
+        del loader.exec_module
+        try:
+            run(module)
+        except BaseException:
+            install()
+            raise
+        register()
+
+    loader.exec_module = exec_module
+
+
+def register() -> None:
+    """Puts the quantizer and its config into transformers' tables, which importing ``mmqc.checkpoint.hf`` does."""
+    importlib.import_module("mmqc.checkpoint.hf")
+
+
+def install() -> None:
+    """Registers now if transformers' models are imported, otherwise once they are; may be called again."""
+    if TARGET in sys.modules:
+        register()
+    elif not any(isinstance(finder, _RegisterAfterImport) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _RegisterAfterImport())

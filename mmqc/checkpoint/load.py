@@ -1,0 +1,129 @@
+"""``mmqc.load_quantized(directory)``: a checkpoint that AutoAWQ, GPTQModel or LLM Compressor made, behind mmqc's kernels.
+
+The packed tensors become mmqc's (``foreign_weights``), and the model is built by ``from_pretrained`` as if mmqc had saved it; so it
+compiles, saves and exports like any other.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers import AutoConfig
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+from transformers.modeling_utils import PreTrainedModel
+
+from mmqc.checkpoint.foreign_weights import READERS, Foreign, ForeignError
+from mmqc.checkpoint.hf import MmqcConfig, model_init
+from mmqc.checkpoint.module_spec import dtype_name, module_spec
+from mmqc.nn.linear import QuantLinear
+
+LEFT = ("activations", "kv_cache")
+CACHE_SCALES = (".q_scale", ".k_scale", ".v_scale", ".k_zero_point", ".v_zero_point")
+
+
+def load_quantized(directory: str | Path, *, leave: Collection[str] = (), **options: Any) -> PreTrainedModel:
+    """The model of a checkpoint in the format of AWQ, GPTQ or compressed-tensors, with mmqc's linears.
+
+    Args:
+        directory: with config.json and safetensors.
+        leave: "activations", "kv_cache": what the checkpoint quantizes at run time and the model is to leave in floating point.
+        options: of ``from_pretrained``: ``dtype`` (default: the checkpoint's), ``device_map``, ...
+
+    Raises:
+        ForeignError: a format or a layer that mmqc's modules cannot represent.
+        FileNotFoundError: no config.json or no safetensors there.
+    """
+    directory = Path(directory)
+    if unknown := set(leave) - set(LEFT):
+        raise ValueError(f"leave = {sorted(unknown)}: allowed are {', '.join(LEFT)}")
+    config: Any = AutoConfig.from_pretrained(directory)
+    settings = getattr(config, "quantization_config", None) or {}
+    method = settings.get("quant_method")
+    if method not in READERS:
+        raise ForeignError(
+            f"{directory} has quant_method {method!r}; load_quantized reads {', '.join(READERS)}, and from_pretrained the rest"
+        )
+    if settings.get("kv_cache_scheme") and "kv_cache" not in leave:
+        raise ForeignError(
+            f"{directory} quantizes the KV cache with static scales, which mmqc does not: load_quantized(..., "
+            "leave=('kv_cache',)) leaves it in floating point"
+        )
+    del config.quantization_config
+    cls: type[PreTrainedModel] = getattr(transformers, config.architectures[0])
+    saved = config.dtype or torch.float16
+    with model_init(cls, saved):
+        skeleton = cls(config)
+    state, specs = _converted(skeleton, _tensors(directory), {**settings, "leave": tuple(leave)}, saved)
+    config.quantization_config = MmqcConfig(
+        modules=specs, dtype=dtype_name(saved), record={"passes": [], "read": method}
+    ).to_dict()
+    return cls.from_pretrained(None, config=config, state_dict=state, **{"dtype": saved, **options})
+
+
+def _tensors(directory: Path) -> dict[str, Tensor]:
+    index = directory / "model.safetensors.index.json"
+    if index.exists():
+        files = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    else:
+        files = sorted(path.name for path in directory.glob("*.safetensors"))
+    if not files:
+        raise FileNotFoundError(f"{directory} has no safetensors; convert the checkpoint first (pickles are not read)")
+    return {name: tensor for file in files for name, tensor in load_file(directory / file).items()}
+
+
+def _converted(
+    skeleton: PreTrainedModel, tensors: dict[str, Tensor], settings: Mapping[str, Any], dtype: torch.dtype
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The checkpoint with mmqc's tensors in place of the packed ones, and the specs of their modules."""
+    marker, read = READERS[settings["quant_method"]]
+    of_cache = settings.get("kv_cache_scheme") is not None
+    state = {n: t for n, t in tensors.items() if not (of_cache and n.endswith(CACHE_SCALES))}
+    specs: dict[str, Any] = {}
+    for prefix in [name.removesuffix(f".{marker}") for name in tensors if name.endswith(f".{marker}")]:
+        own = {n.rpartition(".")[2]: state.pop(n) for n in list(state) if n.rpartition(".")[0] == prefix}
+        fqn = _local(skeleton, prefix)
+        linear = _linear(read(own, settings, prefix), own.get("bias"), dtype)
+        spec = module_spec(linear)
+        assert spec is not None
+        specs[fqn] = spec
+        state |= {f"{fqn}.{name}": tensor for name, tensor in linear.state_dict().items()}
+    if not specs:
+        raise ForeignError(f"no tensor of the checkpoint is called *.{marker}; is it quantized at all?")
+    return state, specs
+
+
+def _linear(foreign: Foreign, bias: Tensor | None, dtype: torch.dtype) -> QuantLinear:
+    static = foreign.input_scale is not None
+    return QuantLinear.from_parts(
+        foreign.codes, foreign.scale, weight_bits=foreign.bits, activation_bits=8 if static else None,
+        group_size=foreign.group_size, bias=None if bias is None else bias.to(dtype), input_scale=foreign.input_scale,
+        dtype=dtype, weight_zero=foreign.zero, float8=foreign.float8,
+    )  # fmt: skip
+
+
+def _local(skeleton: PreTrainedModel, prefix: str) -> str:
+    """The linear that the checkpoint calls ``prefix``: transformers renames modules between versions."""
+    mapping = get_model_conversion_mapping(skeleton, None, None)
+    renamings = [m for m in mapping if isinstance(m, WeightRenaming)]
+    converters = [m for m in mapping if isinstance(m, WeightConverter)]
+    state = skeleton.state_dict()
+    name, _ = rename_source_key(f"{prefix}.weight", renamings, converters, skeleton.base_model_prefix, state)
+    fqn = (name if name in state else f"{prefix}.weight").removesuffix(".weight")
+    try:
+        found = skeleton.get_submodule(fqn)
+    except AttributeError:
+        found = None
+    if not isinstance(found, nn.Linear):
+        what = "no such module" if found is None else f"a {type(found).__name__}"
+        raise ForeignError(
+            f"the checkpoint has {prefix}, where {type(skeleton).__name__} has {what}: only linears can be adopted"
+        )
+    return fqn

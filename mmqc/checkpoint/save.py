@@ -1,0 +1,89 @@
+"""``mmqc.save_pretrained(model, directory, format=...)``: mmqc's own checkpoint, or one that other engines read."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from transformers.modeling_utils import PreTrainedModel
+
+from mmqc.checkpoint import compressed_tensors
+from mmqc.checkpoint.hf import MmqcQuantizer
+from mmqc.nn.linear import QuantLinear
+
+FORMATS = ("mmqc", "compressed-tensors")
+
+
+class FormatError(ValueError):
+    """A format that cannot say what the model holds; names the modules and what to do instead."""
+
+
+def save_pretrained(
+    model: PreTrainedModel, directory: str | os.PathLike[str], *, format: str = "mmqc", **options: Any
+) -> Path:
+    """Saves a quantized model for ``from_pretrained``.
+
+    Args:
+        model: one of transformers', quantized by ``quantize_``.
+        directory: made if it is not there.
+        format: ``mmqc``: everything, loaded once mmqc is imported, the same as ``model.save_pretrained(directory)``; or
+            ``compressed-tensors``: for vLLM, and for transformers without mmqc (see mmqc/checkpoint/compressed_tensors.py).
+        options: of transformers' ``save_pretrained``, e.g. ``max_shard_size``.
+
+    Returns:
+        The directory.
+
+    Raises:
+        ValueError: another format, or a model that mmqc did not quantize.
+        FormatError: the format cannot express the model; nothing is written.
+    """
+    if format not in FORMATS:
+        raise ValueError(f"format = {format!r}: {' or '.join(map(repr, FORMATS))}")
+    if not any(isinstance(m, QuantLinear) for m in model.modules()):
+        raise ValueError("this model has no linear that mmqc quantized; call mmqc.quantize_(model, config) first")
+    if format == "mmqc":
+        model.save_pretrained(directory, **options)
+        return Path(directory)
+    found = [*compressed_tensors.objections(model), *_added(model)]
+    if found:
+        more = f"\n  and {len(found) - 3} more" if len(found) > 3 else ""
+        raise FormatError(
+            "compressed-tensors cannot express this model:\n  " + "\n  ".join(found[:3]) + more
+            + "\nor keep everything: format='mmqc'"
+        )  # fmt: skip
+    with _speaking(model):
+        model.save_pretrained(directory, **options)
+    return Path(directory)
+
+
+def _added(model: PreTrainedModel) -> Iterator[str]:
+    """Parameters that the rewrites gave the model and its class does not build; a quantized KV cache."""
+    quantizer = getattr(model, "hf_quantizer", None)
+    if isinstance(quantizer, MmqcQuantizer):
+        if quantizer.quantization_config.config.get("kv"):
+            yield "its config quantizes the KV cache, which the format cannot do by modality: quantize the weights alone"
+        for fqn in quantizer.differences(model):
+            yield f"{fqn} is not what {type(model).__name__} builds there: quantize without rewrites (rotate=False)"
+
+
+class _CompressedTensors(MmqcQuantizer):
+    """Gives transformers' ``save_pretrained`` the format's tensors."""
+
+    def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[Any, dict[str, Any]]:
+        return compressed_tensors.state_dict(model), {}
+
+
+@contextmanager
+def _speaking(model: PreTrainedModel) -> Iterator[None]:
+    """For as long as it saves, the model's config and quantizer are those of the format."""
+    config, quantizer = model.config.quantization_config, model.hf_quantizer
+    model.config.quantization_config = compressed_tensors.quantization_config(model)
+    object.__setattr__(model, "hf_quantizer", _CompressedTensors(config))
+    try:
+        yield
+    finally:
+        model.config.quantization_config = config
+        object.__setattr__(model, "hf_quantizer", quantizer)

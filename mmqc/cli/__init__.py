@@ -1,0 +1,1 @@
+"""The `mmqc` command; `mmqc.cli.app` has its commands."""

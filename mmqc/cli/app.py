@@ -1,0 +1,397 @@
+"""The command line: `mmqc demo | quantize | eval | bench | explain | export | report | doctor | passes`.
+
+Exit codes: 0 done; 1 done, and found wanting (`doctor`, `eval --min-recovery`); 2 a wrong option; 3 refused: the model, the
+config or the data cannot be used, and why; 4 not enough memory.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import os
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from typer.core import TyperGroup
+
+from mmqc.cli import bench as cli_bench
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from mmqc.config import QuantConfig
+    from mmqc.samples.sample import Sample
+
+WANTING, REFUSED, MEMORY = 1, 3, 4
+app = typer.Typer(
+    no_args_is_help=True,
+    pretty_exceptions_show_locals=False,
+)
+console = Console(width=None if sys.stdout.isatty() else 100)  # tables keep their columns in a log
+
+
+def recipe_names() -> list[str]:
+    """For the shell's completion."""
+    from mmqc.cli.config import recipes
+
+    return sorted(recipes())
+
+
+def sample_names() -> list[str]:
+    """For the shell's completion."""
+    from mmqc.samples import NAMES
+
+    return list(NAMES)
+
+
+Model = Annotated[
+    str,
+    typer.Argument(
+        help="A shipped sample (digits-vqa, digits-vqa-stress) or a model directory.", autocompletion=sample_names
+    ),
+]
+Recipe = Annotated[str, typer.Option("--recipe", "-r", help="A function of mmqc.recipes.", autocompletion=recipe_names)]
+Set = Annotated[list[str] | None, typer.Option("--set", "-s", metavar="KEY=VALUE", help="An argument of the recipe.")]
+ConfigFile = Annotated[Path | None, typer.Option("--config", exists=True, help="A QuantConfig as JSON, not a recipe.")]
+Data = Annotated[
+    str,
+    typer.Option(
+        "--data", help="A number: so many prompts of the sample. A path: a folder with data.jsonl and images."
+    ),
+]
+Json = Annotated[Path | None, typer.Option("--json", help="Write the figures there, for `mmqc report`.")]
+SampleName = Annotated[str, typer.Option("--sample", help="The sample whose data is used with a model directory.")]
+
+
+def show_version(wanted: bool) -> None:
+    """Print the version and stop."""
+    if wanted:
+        from mmqc.cli.doctor import installed
+
+        console.print(f"mmqc {installed('mmqc') or 'not installed as a distribution'}", highlight=False)
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """A quantizing compiler for multimodal LLMs."""
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch is imported; see Makefile
+    if "TORCH_LOGS" not in os.environ:
+        import torch  # noqa: F401  (sets the levels of its loggers when it is imported)
+
+        # Extensions that do not load, enums, and one page for each graph break, which `mmqc explain` lists.
+        for name in ("torchao", "torch.utils._pytree", "torch._dynamo"):
+            logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def clear(command: Callable[..., None]) -> Callable[..., None]:
+    """What the library refuses becomes one line and an exit code; MMQC_DEBUG=1 shows the traceback."""
+
+    @functools.wraps(command)
+    def run(*args: Any, **kwargs: Any) -> None:
+        try:
+            command(*args, **kwargs)
+        except (ValueError, ImportError, OSError, MemoryError) as error:
+            if os.environ.get("MMQC_DEBUG"):
+                raise
+            Console(stderr=True, soft_wrap=True).print(
+                f"[red]error:[/red] {escape(str(error) or type(error).__name__)}"
+            )
+            raise typer.Exit(MEMORY if isinstance(error, MemoryError) else REFUSED) from error
+
+    return run
+
+
+@app.command()
+@clear
+def demo(
+    out: Annotated[Path, typer.Option(help="Where report.html goes.")] = Path("out"),
+    questions: Annotated[int, typer.Option(min=5, help="Questions to each model.")] = 150,
+    calibration: Annotated[int, typer.Option(min=1, help="Calibration prompts.")] = 32,
+    ablation: Annotated[bool, typer.Option(help="Quantize the stressed model step by step as well.")] = True,
+    compiled: Annotated[bool, typer.Option("--compile/--no-compile", help="Compile one model and ask it.")] = True,
+) -> None:
+    """Quantize a shipped model three ways, compare, ask, and write out/report.html."""
+    from mmqc.cli import checks as cli_checks
+    from mmqc.cli import demo as job
+
+    cli_checks.folder(out, needed=True)
+    job.run(job.Options(out, questions, calibration, ablation, compiled), console)
+
+
+@app.command()
+@clear
+def quantize(
+    model: Model,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Directory for the model and its report.")] = None,
+    recipe: Recipe = "mquant",
+    w: Annotated[int | None, typer.Option("--w", help="Weight bits: the recipe's weight_bits.")] = None,
+    a: Annotated[int | None, typer.Option("--a", help="Activation bits: the recipe's activation_bits.")] = None,
+    settings: Set = None,
+    config_file: ConfigFile = None,
+    calibration: Annotated[
+        str, typer.Option(help="A number of the sample's prompts, 0: data-free; or a folder with data.jsonl.")
+    ] = "32",
+    limit: Annotated[int | None, typer.Option(min=1, help="At most so many examples of the folder.")] = None,
+    save_format: Annotated[str, typer.Option("--format", help="mmqc or compressed-tensors.")] = "mmqc",
+    float8: Annotated[
+        bool, typer.Option("--float8", help="Static activations as float8, and weights of 8 bits too.")
+    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done and what it would take.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Start even if memory looks short.")] = False,
+    sample: SampleName = "digits-vqa",
+) -> None:
+    """Quantize a model, save it, and write quantization.html and quantization.json beside it."""
+    from mmqc.cli import checks as cli_checks
+    from mmqc.cli import config as cli_config
+    from mmqc.cli import jobs as cli_jobs
+
+    cli_checks.names(model, sample)
+    bits = [f"{key}={value}" for key, value in (("weight_bits", w), ("activation_bits", a)) if value is not None]
+    config = config_of(recipe, [*bits, *(settings or [])], config_file)
+    config = cli_config.in_float8(config) if float8 else config
+    cli_checks.folder(out, needed=not dry_run)
+    cli_jobs.check_format(save_format)
+    cli_checks.calibration(calibration, config)
+    if not cli_jobs.announce(model, config, calibration, console) and not force and not dry_run:
+        raise MemoryError("memory is short for this; free some, quantize on a larger machine, or pass --force")
+    if dry_run:
+        return
+    assert out is not None
+    loaded, data = load(model, sample)
+    cli_jobs.quantize(loaded, data, config, cli_jobs.Target(model, out, save_format, calibration, limit), console)
+
+
+@app.command("eval")
+@clear
+def evaluate(
+    model: Model,
+    questions: Annotated[int | None, typer.Option("--questions", "-n", min=1, help="Default: all.")] = None,
+    against: Annotated[str | None, typer.Option(help="The float model: paired differences, recovery, SQNR.")] = None,
+    data: Annotated[Path | None, typer.Option("--data", help="A folder with data.jsonl, or a jsonl file.")] = None,
+    text: Annotated[list[Path] | None, typer.Option("--text", exists=True, help="Text files: perplexity.")] = None,
+    tasks: Annotated[str | None, typer.Option(help="Tasks of lm-evaluation-harness, e.g. mmmu_val,chartqa.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Of an answer.")] = 64,
+    min_recovery: Annotated[float | None, typer.Option(help="Exit with 1 below this share of the float model.")] = None,
+    json_file: Json = None,
+    sample: SampleName = "digits-vqa",
+) -> None:
+    """Accuracy, answer NLL, perplexity and noise of a model, on a sample, your own questions or text."""
+    from mmqc.cli import jobs as cli_jobs
+
+    if tasks and (against or data or text or min_recovery is not None):
+        raise typer.BadParameter("the harness evaluates one model by itself", param_hint="--tasks")
+    if min_recovery is not None and against is None:
+        raise typer.BadParameter("recovery needs the float model: --against", param_hint="--min-recovery")
+    if tasks:
+        figures = cli_jobs.benchmarks(model, tasks.split(","), questions, console)
+        write_json(json_file, {"eval": figures})
+        return
+    job = cli_jobs.Evaluation(model, against, data, tuple(text or ()), questions, max_new_tokens)
+    figures = cli_jobs.evaluate(job, lambda name: load(name, sample), console)
+    write_json(json_file, {"eval": figures})
+    recovery = figures.get("recovery")
+    if min_recovery is not None and not (isinstance(recovery, float) and recovery >= min_recovery):
+        raise typer.Exit(WANTING)
+
+
+class ModelByDefault(TyperGroup):
+    """`mmqc bench MODEL` is `mmqc bench model MODEL`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """As usual, behind the name of a command."""
+        named = not args or args[0] in (*self.commands, "--help")
+        return super().parse_args(ctx, args if named else ["model", *args])
+
+
+bench_app = typer.Typer(
+    cls=ModelByDefault, no_args_is_help=True, help="Time a model; or `kv`: decoding, by cache bits and memory."
+)
+app.add_typer(bench_app, name="bench")
+bench_app.command("kv")(clear(cli_bench.kv))
+
+
+@bench_app.command("model")
+@clear
+def bench(
+    model: Model,
+    new_tokens: Annotated[int, typer.Option(min=2, help="Decoded in each run.")] = 32,
+    repeats: Annotated[int, typer.Option(min=1, help="The median is reported.")] = 3,
+    compiled: Annotated[bool, typer.Option("--compile/--no-compile", help="Time the compiled model too.")] = True,
+    data: Data = "1",
+    json_file: Json = None,
+    sample: SampleName = "digits-vqa",
+) -> None:
+    """Time to first token, decoding speed and size, eager and compiled by the backend."""
+    from mmqc.cli import jobs as cli_jobs
+
+    loaded, source = load(model, sample)
+    prompt = cli_jobs.prompts(loaded, model, source, data, 1)[0]
+    rows = cli_jobs.bench(loaded, prompt, new_tokens, repeats, compiled, console)
+    write_json(json_file, {"bench": rows})
+
+
+@app.command()
+@clear
+def report(
+    runs: Annotated[
+        list[Path], typer.Argument(help="Output directories of `quantize`; JSON of `eval`, `bench`, `explain`.")
+    ],
+    out: Annotated[Path, typer.Option("--out", "-o", help="The page.")] = Path("out/report.html"),
+) -> None:
+    """One self-contained page about one or several runs: quantization, evaluation, speed."""
+    from mmqc.cli import jobs as cli_jobs
+
+    console.print(f"{cli_jobs.report(runs, out)} written")
+
+
+@app.command()
+@clear
+def explain(
+    model: Model,
+    recipe: Annotated[str | None, typer.Option("--recipe", "-r", help="Let the backend quantize with it.")] = None,
+    settings: Set = None,
+    config_file: ConfigFile = None,
+    sample: SampleName = "digits-vqa",
+    json_file: Json = None,
+    spaces: Annotated[
+        bool, typer.Option("--spaces", help="The channel spaces and what becomes of them, only.")
+    ] = False,
+) -> None:
+    """What every pass and the lowering do with this model, on one prompt of a sample."""
+    import mmqc
+
+    loaded, data = load(model, sample)
+    config = config_of(recipe, settings, config_file) if recipe or config_file else None
+    if spaces:
+        planned = mmqc.plan(loaded, config or mmqc.recipes.rotate(), data.calibration(1)[0])
+        console.print(str(planned), markup=False, highlight=False, soft_wrap=True)
+        return
+    options = {"config": config} if config else None
+    explanation = mmqc.explain(loaded, data.calibration(1)[0], options=options)
+    console.print(str(explanation), markup=False, highlight=False, soft_wrap=True)
+    write_json(json_file, {"explain": explanation.to_dict()})
+
+
+@app.command()
+@clear
+def export(
+    model: Model,
+    out: Annotated[Path, typer.Argument(help="The package; its name ends in .pt2.")],
+    program: Annotated[
+        list[str] | None,
+        typer.Option("--program", "-p", help="model, vision, prefill or decode. Default: all of them."),
+    ] = None,
+    recipe: Annotated[str | None, typer.Option("--recipe", "-r", help="Quantize with it first.")] = None,
+    settings: Set = None,
+    config_file: ConfigFile = None,
+    calibration: Annotated[int, typer.Option(min=0, help="Calibration prompts of the sample; 0: data-free.")] = 32,
+    data: Data = "1",
+    sample: SampleName = "digits-vqa",
+) -> None:
+    """Compile a model into one package that runs without Python, and compare it with the model."""
+    import mmqc
+    from mmqc.aot.index_find import ExportError
+    from mmqc.cli import jobs as cli_jobs
+
+    if out.suffix != ".pt2":
+        raise typer.BadParameter(f"{str(out)!r}: the name of a package ends in .pt2", param_hint="OUT")
+    loaded, source = load(model, sample)
+    example = cli_jobs.prompts(loaded, model, source, data, 1)[0]
+    config = config_of(recipe, settings, config_file) if recipe or config_file else None
+    if config:
+        mmqc.quantize_(loaded, config, calibration=source.calibration(calibration) if calibration else None)
+    start = time.perf_counter()
+    with console.status("exporting") as status:
+
+        def say(text: str) -> None:
+            status.update(text)
+            console.print(f"{time.perf_counter() - start:6.1f} s  {text}", markup=False, highlight=False)
+
+        try:
+            mmqc.export(loaded, example, out, programs=program, say=say)
+        except (ExportError, ValueError) as error:
+            console.print(str(error), markup=False, highlight=False, style="red")
+            raise typer.Exit(REFUSED) from error
+    console.print(f"{out}: {out.stat().st_size / 2**20:.1f} MiB")
+
+
+@app.command()
+@clear
+def doctor(
+    smoke: Annotated[bool, typer.Option(help="Compile a quantized linear and compare it with eager.")] = True,
+) -> None:
+    """Check this environment: versions, devices, compiler, and what would fall back."""
+    from mmqc.cli import doctor as checkup
+
+    checks = checkup.examine(smoke)
+    table = Table("", "found", "", header_style="bold")
+    marks = {"ok": "[green]ok[/green]", "note": "[yellow]note[/yellow]", "problem": "[red]problem[/red]"}
+    for check in checks:
+        table.add_row(check.name, check.found, marks[check.status])
+    console.print(table)
+    for line in checkup.fallbacks(checks):
+        console.print(f"  {line}", markup=False, highlight=False)
+    if not checkup.sound(checks):
+        raise typer.Exit(WANTING)
+
+
+@app.command()
+@clear
+def passes(recipe: Recipe = "mquant", settings: Set = None, config_file: ConfigFile = None) -> None:
+    """The passes that a recipe runs, in order, with what each needs and gives."""
+    from mmqc.pipeline import exact_passes, quantizing_passes
+
+    config = config_of(recipe, settings, config_file)
+    table = Table("", "pass", "exact", "needs", "gives", header_style="bold")
+    table.columns[1].no_wrap = True
+    quantizing = quantizing_passes() if config.schemes else ()
+    for number, step in enumerate((*exact_passes(config), *quantizing)):
+        exact = "yes" if step.exact else "no"
+        table.add_row(str(number), step.name, exact, *("\n".join(sorted(facts)) for facts in (step.needs, step.gives)))
+    console.print(table)
+
+
+def write_json(path: Path | None, figures: dict[str, Any]) -> None:
+    """Figures to a file, if one was asked for."""
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+
+
+def config_of(recipe: str | None, settings: list[str] | None, file: Path | None) -> QuantConfig:
+    """The config of a file, else of a recipe; imported late, so that ``--help`` waits for neither torch nor its warnings."""
+    from mmqc.cli.config import make_config, read_config
+
+    return read_config(file) if file else make_config(recipe or "", settings or [])
+
+
+def load(model: str, sample: str) -> tuple[Any, Sample]:
+    """The model of that name or directory, and the sample whose questions and calibration data go with it."""
+    import mmqc
+    from mmqc.cli.checks import names
+    from mmqc.samples import NAMES
+
+    names(model, sample)
+    if model in NAMES:
+        data = mmqc.samples.load(model)
+        return data.model, data
+    from mmqc.cli.jobs import load_model
+
+    return load_model(model), mmqc.samples.load(sample)
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,79 @@
+"""What the command line looks at before any work: names, folders, data and files, each refused with what to do about it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from mmqc.cli.chat_data import DataError, Example, read_examples
+from mmqc.config import ConfigError, QuantConfig, Rewrites
+from mmqc.nn.modality import visual_token_ids
+
+
+def names(model: str, sample: str) -> None:
+    """Raise unless ``model`` is a sample or a model's directory, and ``sample`` a sample."""
+    from mmqc.samples import NAMES
+
+    if sample not in NAMES:
+        raise typer.BadParameter(f"{sample!r}: the samples are {', '.join(NAMES)}", param_hint="--sample")
+    if model not in NAMES and not (Path(model) / "config.json").is_file():
+        why = "has no config.json" if Path(model).is_dir() else "does not exist"
+        raise typer.BadParameter(
+            f"{model!r} is neither a sample ({', '.join(NAMES)}) nor a saved model's directory: {model} {why}"
+        )
+
+
+def folder(out: Path | None, needed: bool) -> None:
+    """Raise unless ``out`` can become, or is, a directory; or it is neither given nor needed."""
+    if out is None:
+        if needed:
+            raise typer.BadParameter("a directory for the result is needed, or --dry-run", param_hint="--out")
+        return
+    if any(p.exists() and not p.is_dir() for p in (out, *out.parents)):
+        raise typer.BadParameter(f"{str(out)!r} is, or lies below, a file; name a directory", param_hint="--out")
+
+
+def calibration(text: str, config: QuantConfig) -> None:
+    """Raise where there is no such calibration data, or none at all for a config that needs some."""
+    if text.lstrip("-").isdigit():
+        if int(text) < 0:
+            raise typer.BadParameter(f"{text}: a number of prompts, 0 or more; or a folder", param_hint="--calibration")
+        if int(text) == 0 and (config.needs_calibration or config.rewrites != Rewrites()):
+            raise ConfigError(
+                "--calibration 0, but this config needs data: rewrites need one prompt, static scales and gptq some dozens; "
+                "pass --calibration 32, or a folder with data.jsonl, or take a data-free recipe such as rtn"
+            )
+        return
+    read_examples(text)
+
+
+def images(model: Any, examples: Sequence[Example], where: str) -> None:
+    """Raise where a model that reads images would be calibrated without one.
+
+    Raises:
+        DataError: its vision tower would be left alone and its visual tokens have no scale, which nobody asked for.
+    """
+    if visual_token_ids(model) and not any(example.images for example in examples):
+        raise DataError(
+            f"{where}: no example has an image, but {type(model).__name__} reads images: its vision tower would stay in "
+            'floating point, and its visual tokens without a scale; add examples with "images": [...]'
+        )
+
+
+def read_json(path: Path, what: str) -> dict[str, Any]:
+    """A JSON object from a file.
+
+    Raises:
+        DataError: it is none; ``what`` says what it should have been.
+    """
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise DataError(f"{path} is no JSON ({error}); {what} is expected") from error
+    if not isinstance(data, dict):
+        raise DataError(f"{path} holds a JSON {type(data).__name__}, not an object; {what} is expected")
+    return data

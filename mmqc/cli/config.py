@@ -1,0 +1,69 @@
+"""A QuantConfig from what was typed: a recipe and its settings, or a file."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from mmqc.cli.checks import read_json
+
+if TYPE_CHECKING:
+    from mmqc.config import QuantConfig
+
+
+def make_config(recipe: str, settings: list[str]) -> QuantConfig:
+    """The config of a recipe of `mmqc.recipes`, called with `key=value` settings."""
+    known = recipes()
+    if recipe not in known:
+        raise typer.BadParameter(f"{recipe!r}: the recipes are {', '.join(sorted(known))}", param_hint="--recipe")
+    allowed = inspect.signature(known[recipe]).parameters
+    arguments: dict[str, Any] = {}
+    for setting in settings:
+        key, equals, value = setting.partition("=")
+        if not equals or key not in allowed:
+            raise typer.BadParameter(f"{setting!r}: {recipe} takes {', '.join(allowed)}, as key=value")
+        arguments[key] = plain_value(value)
+    try:
+        return known[recipe](**arguments)
+    except (TypeError, ValueError) as error:
+        raise typer.BadParameter(str(error), param_hint="--w, --a or --set" if settings else "--recipe") from error
+
+
+def in_float8(config: QuantConfig) -> QuantConfig:
+    """``--float8``."""
+    try:
+        return config.with_float8()
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--float8") from error
+
+
+def recipes() -> dict[str, Callable[..., QuantConfig]]:
+    """The functions that mmqc.recipes defines itself, without leading underscore."""
+    import mmqc
+
+    members = inspect.getmembers(mmqc.recipes, inspect.isfunction)
+    return {name: f for name, f in members if f.__module__ == mmqc.recipes.__name__ and not name.startswith("_")}
+
+
+def plain_value(text: str) -> Any:
+    """4, 0.5, true, null as JSON has them; Python's True, False and None; anything else is a string."""
+    try:
+        return json.loads({"True": "true", "False": "false", "None": "null"}.get(text, text))
+    except json.JSONDecodeError:
+        return text
+
+
+def read_config(path: Path) -> QuantConfig:
+    """A QuantConfig from its JSON, or from the quantization.json of an earlier run."""
+    import mmqc
+
+    data = read_json(path, "a QuantConfig, or the quantization.json of a run,")
+    try:
+        return mmqc.QuantConfig.from_dict(data["config"] if set(data) >= {"config", "layers"} else data)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--config") from error

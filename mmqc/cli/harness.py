@@ -1,0 +1,53 @@
+"""lm-evaluation-harness on a model that mmqc saved: its ``hf-multimodal`` model, with mmqc's quantizer registered.
+
+The harness is an extra (``pip install 'mmqc[eval]'``); tasks, prompts and metrics are its own.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mmqc.checkpoint import hf_hook
+
+
+def harness(
+    directory: str | Path, tasks: Sequence[str], *, limit: int | None = None, batch_size: int = 1, **model_args: Any
+) -> dict[str, float]:
+    """Runs tasks and returns their metrics, e.g. {"mmmu_val/acc": 0.41, "mmmu_val/acc_stderr": 0.02}.
+
+    Args:
+        directory: a model with its processor.
+        tasks: names of the harness.
+        limit: questions of each task.
+        batch_size: of the harness.
+        model_args: more arguments of ``hf-multimodal``, e.g. ``max_images=2``.
+
+    Raises:
+        ImportError: the harness is not installed.
+    """
+    try:
+        lm_eval: Any = importlib.import_module("lm_eval")
+    except ImportError as e:
+        raise ImportError("evaluation on benchmarks needs lm-evaluation-harness: pip install 'mmqc[eval]'") from e
+    hf_hook.install()
+    found = lm_eval.simple_evaluate(
+        model="hf-multimodal",
+        model_args={"pretrained": str(directory), **model_args},
+        tasks=list(tasks),
+        limit=limit,
+        batch_size=batch_size,
+    )
+    return flat(found["results"])
+
+
+def flat(results: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
+    """The harness's results as "task/metric"; its filter names ("acc,none") are left out."""
+    return {
+        f"{task}/{metric.split(',')[0]}": float(value)
+        for task, metrics in results.items()
+        for metric, value in metrics.items()
+        if isinstance(value, int | float) and not isinstance(value, bool)
+    }

@@ -1,0 +1,347 @@
+"""What the commands of mmqc/cli/app.py do, once their options are known."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+import mmqc
+from mmqc.cli import evaluation
+from mmqc.cli.chat_data import DataError, Example, batches, encode, read_examples
+from mmqc.cli.checks import images as check_images
+from mmqc.cli.checks import read_json
+from mmqc.cli.memory_estimate import available, estimate
+from mmqc.quantization.convert import size_of
+
+if TYPE_CHECKING:
+    from mmqc.config import QuantConfig
+    from mmqc.samples.sample import Sample
+
+FORMATS = ("mmqc", "compressed-tensors")
+NOISE_EXAMPLES = 8
+GIGABYTE = 1e9
+
+
+def load_model(directory: str | Path) -> Any:
+    """The model of a directory, ready to run: a float one, one that mmqc saved, or one of another project."""
+    import transformers
+
+    config = json.loads((Path(directory) / "config.json").read_text(encoding="utf-8"))
+    method = (config.get("quantization_config") or {}).get("quant_method", "mmqc")
+    if method != "mmqc":
+        return mmqc.load_quantized(directory).eval()
+    cls = getattr(transformers, (config.get("architectures") or ["AutoModelForImageTextToText"])[0])
+    return cls.from_pretrained(directory).eval()
+
+
+def skeleton(model: str) -> Any:
+    """The model without its weights, on the meta device; None for a shipped sample's name, which is small anyway."""
+    import torch
+    import transformers
+    from transformers import AutoConfig
+
+    folder = Path(model)
+    if not (folder / "config.json").exists():
+        folder = Path(mmqc.samples.__file__ or "").parent / "digits_vqa"
+    config: Any = AutoConfig.from_pretrained(folder)
+    cls = getattr(transformers, config.architectures[0])
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32 if folder.name == "digits_vqa" else config.dtype or torch.float32)
+    try:
+        with torch.device("meta"):
+            return cls(config)
+    finally:
+        torch.set_default_dtype(before)
+
+
+def processor_of(model: str, sample: Sample) -> Any:
+    """The processor that was saved with the model, else its tokenizer; the sample's for a sample, or where there is none."""
+    folder = Path(model)
+    if any((folder / name).exists() for name in ("processor_config.json", "preprocessor_config.json")):
+        from transformers import AutoProcessor
+
+        return AutoProcessor.from_pretrained(folder)
+    if (folder / "tokenizer_config.json").exists():
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(folder)
+    return sample.processor
+
+
+# --- quantize ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where a quantized model comes from and goes to, in which format, and the calibration data."""
+
+    model: str
+    out: Path
+    format: str
+    calibration: str
+    limit: int | None
+
+
+def bytes_of(number: float) -> str:
+    """E.g. "29 MB", "14.2 GB"."""
+    return f"{number / GIGABYTE:.1f} GB" if number >= GIGABYTE else f"{number / 1e6:.0f} MB"
+
+
+def check_format(name: str) -> None:
+    """Raise for a format that is not known, before any work."""
+    if name not in FORMATS:
+        raise typer.BadParameter(f"{name!r}: {' or '.join(FORMATS)}", param_hint="--format")
+
+
+def announce(model: str, config: QuantConfig, calibration: str, console: Console) -> bool:
+    """Print what will be done and what memory it takes; whether that is there."""
+    guess, free = estimate(skeleton(model), config), available()
+    schemes = ", ".join(f"{tower} {scheme}" for tower, scheme in config.schemes.items()) or "nothing is quantized"
+    data = f"{calibration} prompts of the sample" if calibration.isdigit() else f"the examples of {calibration}"
+    rows = {
+        "schemes": schemes,
+        "calibration": "none" if calibration == "0" else data,
+        "linears": f"up to {guess.linears}",
+        "weights": f"{bytes_of(guess.weights)}, quantized {bytes_of(guess.quantized)}",
+        "memory": f"about {bytes_of(guess.peak)} and the activations of one prompt"
+        + (f"; {bytes_of(free)} are free" if free else ""),
+    }
+    for name, value in rows.items():
+        console.print(f"{name:12s} {value}", markup=False, highlight=False, soft_wrap=True)
+    return free is None or guess.peak < free
+
+
+def quantize(model: Any, sample: Sample, config: QuantConfig, target: Target, console: Console) -> None:
+    """Quantize, save, and print the summary."""
+    processor = processor_of(target.model, sample)
+    if target.calibration.isdigit():
+        count = int(target.calibration)
+        data = sample.calibration(count) if count else None
+    else:
+        examples = read_examples(target.calibration, target.limit)
+        check_images(model, examples, target.calibration)
+        data = list(batches(processor, examples))
+    report = mmqc.quantize_(model, config, calibration=data)
+    mmqc.save_pretrained(model, target.out, format=target.format)
+    if hasattr(processor, "save_pretrained"):
+        processor.save_pretrained(target.out)
+    for name in ("quantization.html", "quantization.json"):
+        report.save(target.out / name)
+    console.print(report.summary(), markup=False, highlight=False, soft_wrap=True)
+    console.print(f"saved in {target.out}")
+
+
+# --- eval -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What to evaluate: a model, another to compare with, and the data (none: the sample's questions)."""
+
+    model: str
+    against: str | None
+    data: Path | None
+    text: tuple[Path, ...]
+    questions: int | None
+    max_new_tokens: int
+
+
+Loader = Callable[[str], "tuple[Any, Sample]"]
+
+
+def evaluate(job: Evaluation, load: Loader, console: Console) -> dict[str, float]:
+    """Evaluate, print the table, and return its figures; a difference's interval is "... low" and "... high"."""
+    start = time.perf_counter()
+    model, sample = load(job.model)
+    other = load(job.against)[0] if job.against else None
+    processor = processor_of(job.model, sample)
+    figures: dict[str, Any] = {}
+    if job.data is not None:
+        examples = read_examples(job.data, job.questions)
+        figures |= _questions(model, other, processor, examples, job.max_new_tokens)
+    elif not job.text:
+        figures |= _sample(model, other, sample, job.questions)
+    if job.text:
+        tokenizer = getattr(processor, "tokenizer", processor)
+        figures["perplexity"] = evaluation.perplexity(model, tokenizer, job.text)
+        if other is not None:
+            figures["perplexity of the other"] = evaluation.perplexity(other, tokenizer, job.text)
+    flat = _flat(figures)
+    name = job.data or (", ".join(map(str, job.text)) if job.text else sample.name)
+    table = Table(
+        "", "value", title=f"{job.model} on {name}, {time.perf_counter() - start:.1f} s", title_justify="left"
+    )
+    for key, value in figures.items():
+        table.add_row(key, shown(key, value))
+    console.print(table)
+    if any(isinstance(value, float) and math.isnan(value) for value in flat.values()):
+        console.print(
+            "NaN: the model's outputs are not finite; `mmqc quantize` names a weight that is not", style="red"
+        )
+    return flat
+
+
+def shown(key: str, value: Any) -> str:
+    """A figure with its unit: shares in percent, noise in dB (as its name says), NLL in nats a token."""
+    if isinstance(value, evaluation.Interval):
+        points = "accuracy" in key or "contains" in key
+        a, b, c = (100 * v if points else v for v in (value.mean, value.low, value.high))
+        return f"{a:+.1f} points [{b:+.1f}, {c:+.1f}]" if points else str(value)
+    if key.endswith(", dB"):
+        return f"{value:.1f}"
+    if any(word in key for word in ("accuracy", "contains", "recovery")):
+        return f"{100 * value:.1f} %"
+    if key.startswith("nll"):
+        return f"{value:.4f} nats a token"
+    return f"{value:.4f}" if isinstance(value, float) else str(value)
+
+
+def _questions(model: Any, other: Any, processor: Any, examples: list[Example], tokens: int) -> dict[str, Any]:
+    answers = evaluation.ask(model, processor, examples, tokens)
+    figures: dict[str, Any] = evaluation.summary(answers)
+    if other is not None:
+        figures |= evaluation.compared(evaluation.ask(other, processor, examples, tokens), answers)
+        figures |= _noise(other, model, [encode(processor, e, answer=True) for e in examples[:NOISE_EXAMPLES]])
+    return figures
+
+
+def _sample(model: Any, other: Any, sample: Sample, questions: int | None) -> dict[str, Any]:
+    from mmqc.samples.scoring import compare, summarize
+
+    scores = sample.scores(model, questions)
+    figures: dict[str, Any] = summarize(scores)
+    if other is not None:
+        c = compare(sample.scores(other, questions), scores)
+        figures["accuracy difference"] = evaluation.Interval(c.difference, c.low, c.high)
+        figures["recovery"] = c.b / c.a if c.a else float("nan")
+        figures |= _noise(other, model, sample.calibration(NOISE_EXAMPLES))
+    return figures
+
+
+def _noise(reference: Any, model: Any, data: list[Any]) -> dict[str, float]:
+    return {f"SQNR {name}, dB": value for name, value in evaluation.logit_sqnr(reference, model, data).items()}
+
+
+def _flat(figures: Mapping[str, Any]) -> dict[str, float]:
+    flat: dict[str, float] = {}
+    for name, value in figures.items():
+        if isinstance(value, evaluation.Interval):
+            flat |= {name: value.mean, f"{name} low": value.low, f"{name} high": value.high}
+        else:
+            flat[name] = value
+    return flat
+
+
+def benchmarks(model: str, tasks: list[str], limit: int | None, console: Console) -> dict[str, float]:
+    """Metrics of lm-evaluation-harness's tasks, printed as a table."""
+    from mmqc.cli.harness import harness
+
+    figures = harness(model, tasks, limit=limit)
+    table = Table("", "value", title=f"{model}, lm-evaluation-harness", title_justify="left")
+    for name, value in figures.items():
+        table.add_row(name, f"{value:.4f}")
+    console.print(table)
+    return figures
+
+
+# --- bench ------------------------------------------------------------------------------------------------------------
+
+
+def prompts(model: Any, name: str, sample: Sample, data: str, count: int) -> list[Any]:
+    """Prompts for ``generate``: the sample's, or those of a folder."""
+    if data.isdigit():
+        return sample.prompts(max(count, int(data)))[-count:]
+    processor = processor_of(name, sample)
+    found = [encode(processor, example, answer=False) for example in read_examples(data, count)]
+    return [evaluation.to_device(batch, model) for batch in found]
+
+
+def bench(
+    model: Any, prompt: Mapping[str, Any], new_tokens: int, repeats: int, compiled: bool, console: Console
+) -> list[dict[str, Any]]:
+    """Rows of figures, printed as a table: what, time to first token, tokens per second, bytes of the weights."""
+    rows = [{"how": "eager", **timed(model, prompt, new_tokens, repeats), "size": size_of(model)}]
+    if compiled:
+        model.compile(backend="mmqc")
+        rows.append({"how": "backend mmqc", **timed(model, prompt, new_tokens, repeats), "size": rows[0]["size"]})
+    table = Table(
+        "", "first token, ms", "tokens/s", "MB", title=f"batch 1, {prompt['input_ids'].shape[1]} prompt tokens"
+    )
+    for row in rows:
+        table.add_row(
+            row["how"],
+            f"{1e3 * row['first_token_seconds']:.1f}",
+            f"{row['tokens_per_s']:.1f}",
+            f"{row['size'] / 1e6:.1f}",
+        )
+    console.print(table)
+    return rows
+
+
+def timed(model: Any, prompt: Mapping[str, Any], new_tokens: int, repeats: int) -> dict[str, float]:
+    """Median seconds to the first token, and tokens per second behind it; one run before, which may compile."""
+    import torch
+
+    def seconds(tokens: int) -> float:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        model.generate(**prompt, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return time.perf_counter() - start
+
+    with torch.no_grad():
+        seconds(new_tokens)
+        first = statistics.median(seconds(1) for _ in range(repeats))
+        whole = statistics.median(seconds(new_tokens) for _ in range(repeats))
+    return {"first_token_seconds": first, "tokens_per_s": (new_tokens - 1) / max(whole - first, 1e-9)}
+
+
+# --- report -----------------------------------------------------------------------------------------------------------
+
+
+def report(runs: list[Path], out: Path) -> Path:
+    """The page about these runs."""
+    from mmqc.cli.doctor import environment
+    from mmqc.report.read import read_report
+    from mmqc.report.report import write_html
+
+    reports: dict[str, Any] = {}
+    table: list[dict[str, Any]] = []
+    speed: list[dict[str, Any]] = []
+    kernels: dict[str, Any] = {}
+    for run in runs:
+        file = run / "quantization.json" if run.is_dir() else run
+        if not file.is_file():
+            raise DataError(
+                f"{file} does not exist; pass output directories of `mmqc quantize` or JSON of `eval`, `bench`, `explain`"
+            )
+        data = read_json(file, "a quantization.json, or what `eval`, `bench` or `explain` wrote with --json,")
+        if "eval" in data:
+            table.append({"model": run.stem, **{k: v for k, v in data["eval"].items() if not k.startswith("nll/")}})
+        elif "bench" in data:
+            speed += [{"model": run.stem, **row} for row in data["bench"]]
+        elif "explain" in data:
+            kernels[run.stem] = data["explain"]
+        else:
+            reports[run.name if run.is_dir() else run.stem] = read_report(file)
+    data = {
+        "title": "Quantization report",
+        "table": table,
+        "speed": speed,
+        "kernels": kernels,
+        "reports": reports,
+        "environment": environment(),
+    }
+    return write_html(out, data)

@@ -1,0 +1,1 @@
+"""What `torch.compile(backend="mmqc")` and `mmqc.compiled_loop` need around the passes and the lowering."""

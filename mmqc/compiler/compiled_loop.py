@@ -1,0 +1,270 @@
+"""``generate`` compiled as a whole: transformers' own loop, its prefill compiled too, its device never waited for.
+
+    model.generate(**inputs, cache_implementation="static", custom_generate=mmqc.compiled_loop)
+    model.generate(**inputs, custom_generate=mmqc.compiled_loop)                    of a model whose KV cache is quantized
+
+transformers compiles the decode step of a static cache and nothing else.  Four things cost the time around it:
+
+    prefill     runs eagerly, hundreds of small launches   ->  compiled as well: one graph for any length, or, with
+                                                               prefill="graphs", a CUDA graph for every length that comes
+    stop check  asks the device after every token          ->  one step late, transformers' ``DeferredStopCheck``
+    the cache   is new in every call, so CUDA graphs are   ->  kept, emptied and used again while its shape fits
+                recorded again
+    guards      ask the same of every layer for every      ->  asked once a call, ``layer_guards``, with this backend
+                token, some milliseconds
+
+A quantized cache's prompt runs eagerly: how many of its tokens are visual decides what is allocated.
+
+The loop itself, and with it every token, logits processor, stopping criterion and output, stays transformers'.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import CompileConfig, GenerationConfig
+from transformers.cache_utils import StaticCache, StaticLayer
+from transformers.generation import utils as generation
+
+from mmqc.compiler.layer_guards import LayerGuards
+from mmqc.kv.cache import QuantizedCache
+
+__all__ = ["compiled_loop"]
+
+PREFILL = ("compiled", "graphs", "eager")
+
+
+class _State:
+    """What a model keeps from one call to the next; a copy of the model starts afresh."""
+
+    def __init__(self) -> None:
+        self.cache: StaticCache | QuantizedCache | None = None
+        self.key: tuple[Any, ...] = ()
+        self.prefills: dict[str, Callable[..., Any]] = {}
+        self.guards: LayerGuards | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _State:
+        return _State()
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return _State, ()
+
+    @classmethod
+    def of(cls, model: Any) -> _State:
+        state = model.__dict__.get("_mmqc_loop")
+        if state is None:
+            state = cls()
+            object.__setattr__(model, "_mmqc_loop", state)
+        return state
+
+
+def compiled_loop(
+    model: Any, input_ids: Tensor, *, generation_config: GenerationConfig, prefill: str | None = None, **kwargs: Any
+) -> Any:
+    """A ``custom_generate`` callable: greedy search and sampling with a static or a quantized cache, compiled.
+
+    Args:
+        model: the model whose ``generate`` was called.
+        input_ids: [B, L] int64, the prompt.
+        generation_config: its ``compile_config`` says how to compile; by default ``backend="mmqc"`` with CUDA graphs.
+        prefill: an argument of ``generate`` too: "compiled", what None means with a static cache; "graphs", with CUDA graphs,
+            for prompts of few different shapes (images of one size): the first two prompts of a shape are slow, and each
+            shape keeps memory; or "eager", what None means with a quantized cache, which takes nothing else.
+        kwargs: what ``generate`` hands to its loop.  (A streamer is not among it: transformers keeps that back.)
+
+    Returns:
+        What ``generate`` returns, with the tokens of transformers' own loop as far as a compiled forward equals an eager one.
+
+    Raises:
+        ValueError: the cache is neither static nor quantized, or cannot be compiled; the generation is neither greedy nor
+            sampled; or ``prefill`` is unknown or not for this cache.
+    """
+    cache: Any = kwargs.get("past_key_values")
+    how = _checked(cache, generation_config, prefill)
+    config = copy.copy(generation_config)
+    config.compile_config = _compile_config(generation_config.compile_config)
+    outlives = config.return_dict_in_generate or getattr(cache, "_is_user_defined", False)
+    ready: Any = _ready_packed if isinstance(cache, QuantizedCache) else _ready
+    cache = kwargs["past_key_values"] = ready(model, cache, input_ids.shape[0], keep=not outlives)
+    possible = config.prefill_chunk_size is None and all(c.is_initialized for c in cache.layers)
+    how = how if possible else "eager"  # transformers compiles the chunks of a prompt itself
+    loop: Any = generation.GenerationMixin
+    guards, compile_config = _guards_of(model, config.compile_config), config.compile_config
+    while True:
+        config.compile_config, options = _without_guards(compile_config, guards)
+        try:
+            with _compiled_once(model, config.compile_config, options, how, guards), _deferred_stop_check():
+                return loop._sample(model, input_ids, generation_config=config, **kwargs)
+        except _LayersChanged:
+            assert guards is not None
+            guards.renew()
+            _empty(cache)
+
+
+def _checked(cache: Any, config: GenerationConfig, prefill: str | None) -> str:
+    """How to run the prompt; raises what ``compiled_loop`` says."""
+    if prefill not in (None, *PREFILL):
+        raise ValueError(f"prefill = {prefill!r}: one of {', '.join(map(repr, PREFILL))}")
+    packed = isinstance(cache, QuantizedCache)
+    if config.num_beams > 1 or not (packed or isinstance(cache, StaticCache)) or cache.offloading:
+        offloaded = " in host memory" if getattr(cache, "offloading", False) else ""
+        what = f"{config.num_beams} beams" if config.num_beams > 1 else f"{type(cache).__name__}{offloaded}"
+        raise ValueError(
+            f"mmqc.compiled_loop decodes greedily or by sampling with a static or quantized cache on the device, not with {what}: "
+            'pass cache_implementation="static", or leave custom_generate out'
+        )
+    if packed and not cache.is_compileable:
+        raise ValueError("this quantized cache grows, which a compiled step cannot: give it a max_cache_len")
+    if packed and prefill not in (None, "eager"):
+        raise ValueError(
+            f"prefill = {prefill!r} with a quantized cache: how many tokens of the prompt are visual decides what is allocated, "
+            'which a graph cannot know; pass prefill="eager" or nothing'
+        )
+    return prefill or ("eager" if packed else "compiled")
+
+
+def _compile_config(given: CompileConfig | None) -> CompileConfig:
+    config = CompileConfig(backend="mmqc") if given is None else copy.copy(given)
+    # Whoever asks for a compiled loop wants it on a CPU as well, where transformers would leave it out.
+    config._compile_all_devices = True  # type: ignore[assignment]
+    return config
+
+
+class _LayersChanged(Exception):  # noqa: N818  (not an error: the prompt is computed again)
+    """What the prompt was computed with is not what was compiled."""
+
+
+def _guards_of(model: Any, config: CompileConfig) -> LayerGuards | None:
+    """What looks at the layers in Dynamo's place; other backends, and whoever filters guards already, keep them all."""
+    if config.backend != "mmqc" or "guard_filter_fn" in (config.options or {}):
+        return None
+    state = _State.of(model)
+    state.guards = state.guards or LayerGuards(model)
+    return state.guards
+
+
+def _without_guards(config: CompileConfig, guards: LayerGuards | None) -> tuple[CompileConfig, dict[str, Any]]:
+    """How to compile the step, and the options for the prefill."""
+    options = {**(config.options or {}), **(guards.options if guards else {})}
+    if guards is None or not guards.options:
+        return config, options
+    # torch.compile takes either a mode or options; this backend takes the mode among them.
+    step = copy.copy(config)
+    step.options = {**({"mode": config.mode} if config.mode else {}), **options}
+    step.mode = None  # type: ignore[assignment]
+    return step, options
+
+
+def _ready(model: Any, new: Any, batch: int, *, keep: bool) -> Any:
+    """``new`` with its memory, or the last call's cache, emptied, if that is like it: CUDA graphs know its addresses.
+
+    What a compiled prefill allocates by itself has no address that CUDA graphs may rely on.
+    """
+    shape = model._get_static_cache_init_shape()
+    if shape is None:
+        return new
+    state = _State.of(model)
+    layers = [(type(layer), layer.max_cache_len) for layer in new.layers]
+    key = (layers, batch, *shape, model.dtype, model.device)
+    if keep and state.cache is not None and state.key == key:
+        _empty(state.cache)
+        return state.cache
+    new.early_initialization(batch, *shape, model.dtype, model.device)
+    if keep:
+        state.cache, state.key = new, key
+    return new
+
+
+def _empty(cache: StaticCache | QuantizedCache) -> None:
+    """``cache.reset()`` in a launch for each dtype, not three a layer."""
+    if any(type(layer) is not StaticLayer for layer in cache.layers):
+        cache.reset()
+        return
+    tensors = [t for layer in cache.layers for t in vars(layer).values() if isinstance(t, Tensor)]
+    for dtype in {t.dtype for t in tensors}:
+        torch._foreach_zero_([t for t in tensors if t.dtype == dtype])
+
+
+def _ready_packed(model: Any, new: QuantizedCache, batch: int, *, keep: bool) -> QuantizedCache:
+    """``new``, or the last call's cache, emptied, if it stores what ``new`` would and has its room.
+
+    Emptied, it stores a prompt with as many visual tokens as the last one's where CUDA graphs know that they are.
+    """
+    state = _State.of(model)
+    key = (new.spec, new.shared.context, batch, model.dtype, model.device)
+    kept: Any = state.cache
+    same = keep and isinstance(kept, QuantizedCache) and state.key == key
+    if same and kept.get_max_length() >= new.get_max_length():
+        kept.reset()
+        return kept
+    if keep:
+        state.cache, state.key = new, key
+    return new
+
+
+@contextmanager
+def _compiled_once(
+    model: Any, config: CompileConfig, given: dict[str, Any], how: str, guards: LayerGuards | None
+) -> Iterator[None]:
+    """The next call of ``model``, its prefill, is compiled, and only that one."""
+    before, prefills = model._compiled_call_impl, _State.of(model).prefills
+    options = {**given, **({"triton.cudagraphs": True} if how == "graphs" else {})}
+    key = repr((config.backend, config.fullgraph, options))
+    if key not in prefills and how != "eager":
+        prefills[key] = torch.compile(
+            model._call_impl, backend=config.backend, fullgraph=config.fullgraph, options=options or None
+        )
+    call = model._call_impl if how == "eager" else prefills[key]
+
+    def once(*args: Any, **kwargs: Any) -> Any:
+        model._compiled_call_impl = before
+        try:
+            output = call(*args, **kwargs)
+        except Exception:
+            if guards is None or guards.same():
+                raise
+            raise _LayersChanged from None
+        if guards is not None and not guards.same():
+            raise _LayersChanged
+        return output
+
+    model._compiled_call_impl = once
+    try:
+        yield
+    finally:
+        model._compiled_call_impl = before
+
+
+_defer: ContextVar[bool] = ContextVar("defer the stop check", default=False)
+
+
+@functools.cache
+def _teach_to_defer() -> None:
+    """Extend transformers' deferred stop check, which it keeps to the one kind of device that it measured, to our loop on CUDA."""
+    check = getattr(generation, "DeferredStopCheck", None)
+    if check is None:  # transformers before 5.17: as correct, and slower
+        return
+    original = check.is_supported
+
+    def is_supported(device: torch.device, *args: Any, **kwargs: Any) -> bool:
+        ours = _defer.get() and device.type == "cuda"
+        return original(torch.device("mps") if ours else device, *args, **kwargs)
+
+    check.is_supported = staticmethod(is_supported)
+
+
+@contextmanager
+def _deferred_stop_check() -> Iterator[None]:
+    _teach_to_defer()
+    token = _defer.set(True)
+    try:
+        yield
+    finally:
+        _defer.reset(token)

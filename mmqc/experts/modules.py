@@ -1,0 +1,129 @@
+"""The module that takes the place of a mixture's stacked experts.
+
+    rows, offsets = the call's rows, sorted by expert (expert_call.py)
+    h = gate(up_1(rows), ...)          y = down(h)          each a grouped_matmul over all experts in one launch
+    static:  x_q = quantize(x', s_x[e, modality]),  one scale per expert, or one per expert and modality     x' = H x or x
+
+Shapes:  w_q [E, N, K] int8 or packed uint8 (ops/pack.py)   s_w [E, N] or [E, N, K/g]   s_x [E, 1] or [E, 2] = (text, visual)
+         z_w int8 like s_w, or none; of weight-only stacks   b [E, N]
+A mixture whose two linears are modules of their own is two of these, without gate and down.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import mmqc.ops  # noqa: F401  (defines torch.ops.mmqc)
+from mmqc.experts.call import ExpertCall, Rows
+from mmqc.experts.pointwise import Pointwise
+from mmqc.nn.integer_weight import IntegerWeight
+from mmqc.nn.modality import ModalityContext
+from mmqc.nn.simulated import grouped_matmul as simulated_grouped_matmul
+from mmqc.ops.pack import packed_width, unpack
+
+
+class QuantStack(IntegerWeight):
+    """The linears of all experts with integer weights and, if ``activation_bits`` is set, statically quantized inputs.
+
+    All state is plain buffers: ``qweight``, ``weight_scale`` and, where they apply, ``weight_zero``, ``bias`` and
+    ``input_scale``.
+    """
+
+    qweight: Tensor
+    weight_scale: Tensor
+    weight_zero: Tensor | None
+    bias: Tensor | None
+    input_scale: Tensor | None
+
+    def __init__(
+        self, experts: int, in_features: int, out_features: int, *, weight_bits: int, activation_bits: int | None = None,
+        group_size: int = 0, bias: bool = False, input_scales: int = 0, hadamard: bool = False, zero: bool = False,
+        dtype: torch.dtype = torch.float32, device: Any = None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        if (activation_bits is None) != (input_scales == 0):
+            raise ValueError("static experts have input scales, weight-only ones have none")
+        if zero and input_scales:
+            raise ValueError("zero points are those of weight-only experts")
+        self.float_dtype = dtype  # of the experts that these stand for
+        self.experts, self.in_features, self.out_features = experts, in_features, out_features
+        self.weight_bits, self.activation_bits, self.group_size = weight_bits, activation_bits, group_size
+        stored = torch.int8 if self.storage_bits == 8 else torch.uint8
+        groups = (-(-in_features // group_size),) if group_size else ()
+        shapes = {
+            "qweight": ((experts, out_features, packed_width(in_features, self.storage_bits)), stored),
+            "weight_scale": ((experts, out_features, *groups), torch.float32),
+            "weight_zero": ((experts, out_features, *groups), torch.int8) if zero else None,
+            "bias": ((experts, out_features), dtype) if bias else None,
+            "input_scale": ((experts, input_scales), torch.float32) if input_scales else None,
+        }
+        for name, spec in shapes.items():
+            self.register_buffer(name, None if spec is None else torch.empty(spec[0], dtype=spec[1], device=device))
+        self._init_hadamard(hadamard, device)
+
+    def codes(self) -> Tensor:
+        """The int8 codes [E, N, K]."""
+        return unpack(self.qweight, self.in_features, self.storage_bits)
+
+    def forward(self, x: Tensor, rows: Rows, visual: Tensor | None) -> Tensor:
+        """Rows x [S, K], sorted by expert -> [S, N]."""
+        dtype, x, row_scale = x.dtype, self.rotated(x), None
+        if self.input_scale is not None:
+            column = 0 if visual is None or self.input_scale.shape[1] == 1 else visual.long()
+            row_scale = self.input_scale[rows.experts(), column]
+            x = _quantized(x, row_scale, self.activation_bits or 8)
+        multiply = simulated_grouped_matmul if self.simulate else torch.ops.mmqc.grouped_matmul
+        return multiply(
+            x, self.qweight, self.weight_scale, rows.offsets, self.bias, row_scale, self.storage_bits, self.group_size,
+            dtype, self.weight_zero,
+        )  # fmt: skip
+
+    def extra_repr(self) -> str:
+        """Sizes and scheme."""
+        extras = ", hadamard=True" if self.hadamard else ""
+        return f"experts={self.experts}, {self.in_features}, {self.out_features}, {self.scheme}{extras}"
+
+
+def _quantized(x: Tensor, row_scale: Tensor, bits: int) -> Tensor:
+    """ops/quantize.py with a scale for every row."""
+    dtype, top = torch.promote_types(x.dtype, torch.float32), 2 ** (bits - 1)
+    return torch.round(x.to(dtype) / row_scale.to(dtype)[:, None]).clamp(-top, top - 1).to(torch.int8)
+
+
+class QuantExperts(nn.Module):
+    """Experts with integer weights, called as the module that they replace was.
+
+    Attributes:
+        call: the signature.
+        gate: what lies between ``up`` and ``down``.
+        up: the stacked linears that read the module's input.
+        down: the one that reads the gate; None where the module is a single stack.
+        modality: the model's ModalityContext, needed iff the stacks have two input scales an expert.
+    """
+
+    def __init__(
+        self, call: ExpertCall, up: Sequence[QuantStack], gate: Pointwise | None = None, down: QuantStack | None = None
+    ) -> None:
+        super().__init__()
+        if (gate is None) != (down is None):
+            raise ValueError("experts of two linears have a gate between them, single stacks have neither")
+        self.call, self.gate = call, gate
+        self.up, self.down = nn.ModuleList(up), down
+        self.modality: ModalityContext | None = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """The formula at the top of the file."""
+        rows = self.call.rows(args, kwargs)
+        visual = self.call.visual(rows, self.call.x(args, kwargs), self.modality)
+        y = [stack(rows.x, rows, visual) for stack in self.up]
+        if self.gate is None or self.down is None:
+            return rows.finish(y[0])
+        return rows.finish(self.down(self.gate(*y), rows, visual))
+
+    def extra_repr(self) -> str:
+        """Form and gate."""
+        return self.call.form if self.gate is None else f"{self.call.form}, {self.gate}"

@@ -1,0 +1,1 @@
+"""Channel spaces: which channels of a program have to be transformed together, and who reads and writes them."""

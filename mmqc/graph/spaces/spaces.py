@@ -1,0 +1,327 @@
+"""Channel spaces: sets of coordinates that must be transformed together, and everything that touches them.
+
+A space of width n is a list of n coordinate classes.  Each *touch* is an axis of a weight on which the space lies, one
+or several times over (a GQA output projection reads the same head channels once per query head, a patch merger the
+same channels once per patch): ``groups[copy, i]`` is the index on that axis of the i-th coordinate of a copy.
+
+In row-vector convention an orthogonal R changes a space from x to x R.  Writers then store v R along the touched axis
+and readers W R along theirs, so one function serves both:  W[..., groups] <- W[..., groups] @ R.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from mmqc.graph.kinds import kind
+from mmqc.graph.plan import Plan
+from mmqc.graph.program import Program
+from mmqc.graph.semantic import layer_norm, rms_norm
+from mmqc.graph.spaces.coordinate_rules import coordinates
+from mmqc.graph.spaces.coordinates import MEAN, Coordinates, Reader, Source, compact
+from mmqc.graph.spaces.uses import pin_other_uses
+
+
+@dataclass(frozen=True)
+class Touch:
+    """A weight axis on which a space lies: ``groups`` is int64 [copies, n]; ``role`` is writer or reader."""
+
+    fqn: str
+    axis: int
+    groups: Tensor
+    role: str
+    node: fx.Node
+
+    def __str__(self) -> str:
+        copies, n = self.groups.shape
+        return f"{self.role} {self.fqn} axis {self.axis}: {copies} x {n}"
+
+    def apply(self, change: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        """The function of a whole weight that applies ``change`` ([..., copies, n] to the same) on this axis."""
+
+        def step(weight: Tensor) -> Tensor:
+            last = weight.movedim(self.axis, -1)
+            if len(self.groups) == 1 and torch.equal(self.groups[0], torch.arange(last.shape[-1])):
+                return change(last[..., None, :]).squeeze(-2).movedim(-1, self.axis)
+            groups = self.groups.to(weight.device)
+            out = last.clone()
+            out[..., groups.reshape(-1)] = change(last[..., groups]).flatten(-2)
+            return out.movedim(-1, self.axis)
+
+        return step
+
+
+@dataclass(eq=False)
+class Space:
+    """n channels that belong together.
+
+    Attributes:
+        width: n.
+        classes: int64 [n], ascending.
+        touches: the weight axes that lie on it.
+        norms: unit-scale norms over it.
+        pins: (node, reason) of everything that no rotation passes; empty means free.
+        mean_pins: layer_norm nodes over it, which only need its mean removed, and how many channels each covers.
+        inputs, outputs: whether graph inputs write it, or graph outputs read it.
+        made: operations (a non-linearity, a gain) that write it.
+        gains: for each gain that writes it (by the names of its weights) the gain element behind each coordinate, int64 [n].
+    """
+
+    width: int
+    classes: Tensor
+    touches: list[Touch] = field(default_factory=list)
+    norms: list[fx.Node] = field(default_factory=list)
+    pins: list[tuple[fx.Node, str]] = field(default_factory=list)
+    mean_pins: dict[fx.Node, int] = field(default_factory=dict)
+    inputs: list[fx.Node] = field(default_factory=list)
+    outputs: list[int] = field(default_factory=list)
+    made: list[Source] = field(default_factory=list)
+    gains: dict[str, Tensor] = field(default_factory=dict)
+
+    def touch(self, new: Touch) -> None:
+        """Add a touch; a weight that is used at several calls is one touch."""
+        for old in self.touches:
+            if (old.fqn, old.axis, old.role) == (new.fqn, new.axis, new.role) and torch.equal(old.groups, new.groups):
+                return
+        self.touches.append(new)
+
+    @property
+    def writers(self) -> list[Touch]:
+        """Touches that produce the space."""
+        return [t for t in self.touches if t.role == "writer"]
+
+    @property
+    def readers(self) -> list[Touch]:
+        """Linears that consume it."""
+        return [t for t in self.touches if t.role == "reader"]
+
+    @property
+    def inside(self) -> bool:
+        """Whether weights alone write it and no graph boundary shows it."""
+        return not (self.inputs or self.outputs or self.made)
+
+    @property
+    def norm_modules(self) -> set[str]:
+        """The norms over it, each once however often it was called."""
+        return {n.meta.get("module") or n.name for n in (*self.norms, *self.mean_pins)}
+
+    @property
+    def why_pinned(self) -> str:
+        """The first pin in words."""
+        return f"{self.pins[0][0].name}: {self.pins[0][1]}" if self.pins else ""
+
+    def __str__(self) -> str:
+        kinds = f"{len(self.writers)} writers, {len(self.readers)} readers, {len(self.norm_modules)} norms"
+        edge = "".join(
+            f", {word}"
+            for word, there in (("input", self.inputs), ("output", self.outputs), ("made", self.made))
+            if there
+        )
+        pin = f", pinned by {self.why_pinned}" if self.pins else ""
+        return f"space of {self.width}: {kinds}{edge}{pin}"
+
+
+class Spaces:
+    """The channel spaces of a program, and where each weight axis lies; build with ``Spaces.of(prog)``."""
+
+    def __init__(self, found: Coordinates, classes: Tensor, spaces: list[Space]) -> None:
+        self.found, self.classes, self.spaces = found, classes, spaces
+
+    def __iter__(self) -> Iterator[Space]:
+        return iter(self.spaces)
+
+    def __str__(self) -> str:
+        return "\n".join(line for space in self.spaces for line in (f"{space}", *(f"    {t}" for t in space.touches)))
+
+    def made_by(self, source: Source) -> list[fx.Node]:
+        """The nodes that write what a source stands for: a gain is one for all calls of its norm."""
+        calls = [g.node for g in self.found.gains if g.source is source]
+        return calls or [source.node]
+
+    @classmethod
+    def of(cls, prog: Program, through_norms: bool = True) -> Spaces:
+        """Analyse ``prog``: replay it, join and split its coordinates, collect the spaces.
+
+        Passes that change weights and not the graph share one analysis.  ``through_norms`` is the question of rotations: a
+        norm's output lies on its input's space (a LayerNorm's for rotations that map constant vectors to themselves), and in
+        a fragment the spaces are those that the plan rotates.  Without it, that of the folds, a norm's output is a space of
+        its own, and it does not matter whether the norm takes the mean away.
+        """
+        plan = prog.plan if through_norms else None
+        number = {n: i for i, n in enumerate(prog.graph.nodes)}
+        ends = () if through_norms else (layer_norm, rms_norm)
+        what = (("norm" if n.target in ends else n.target, *map(number.get, n.all_input_nodes)) for n in number)
+        fingerprint = hash((id(plan), through_norms, *what))
+        if prog.analysis is None or prog.analysis[0] != fingerprint:
+            prog.analysis = None  # a large model's takes a gigabyte: never hold two
+            with _no_collection():
+                prog.analysis = (fingerprint, cls._analysed(prog, plan, through_norms))
+        return prog.analysis[1]
+
+    @classmethod
+    def _analysed(cls, prog: Program, plan: Plan | None, through_norms: bool) -> Spaces:
+        found = coordinates(prog, through_norms)
+        classes = _classes(found)
+        found.joins.clear()
+        blocks = _blocks(found, classes, plan)
+        found.splits.clear()
+        spaces = _collect(found, classes, blocks)
+        found.frozen.clear()
+        pin_other_uses(prog, found, spaces)
+        return cls(found, classes, spaces)
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """No search for garbage cycles meanwhile: hundreds of thousands of small objects are made, none in a cycle."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _classes(found: Coordinates) -> Tensor:
+    """Union-find by pointer jumping: one class number per coordinate, ordered by smallest member."""
+    label = torch.arange(found.total)
+    if found.joins:
+        a, b = torch.cat(found.joins, 1).long()
+        while True:
+            la, lb = label[a], label[b]
+            if torch.equal(la, lb):
+                break
+            label.scatter_reduce_(0, torch.maximum(la, lb), torch.minimum(la, lb), "amin")
+            while not torch.equal(label, label[label]):
+                label = label[label]
+    root = label == torch.arange(found.total)
+    return (root.cumsum(0) - 1)[label]
+
+
+def _blocks(found: Coordinates, classes: Tensor, plan: Plan | None) -> Tensor:
+    """A number per class; classes with the same number met the same things everywhere."""
+    count = int(classes.max()) + 1 if classes.numel() else 0
+    mark = torch.zeros(count, dtype=torch.long)
+    events = [*found.splits]
+    for source in found.sources:
+        ids = torch.arange(source.base, source.base + source.size)
+        events.append((ids, torch.full((source.size,), 3 + len(source.what))))
+        if plan is not None and source.fqn:
+            events.extend(plan.events(source.fqn, source.axis, ids))
+    for reader in found.readers:
+        if plan is not None and reader.ids is not None and reader.fqn:
+            events.extend(plan.events(reader.fqn, reader.axis, reader.ids))
+    for ids, _, _ in found.frozen:
+        events.append((ids, torch.full(ids.shape, 5)))
+    draw = torch.Generator().manual_seed(0)
+    for ids, weight in events:
+        # a random linear sketch, in wrapping arithmetic: equal sums everywhere, equal marks
+        factor = torch.randint(1 << 61, (1,), generator=draw) * 2 + 1
+        mark.index_add_(0, classes[ids.long()], (weight + 1) * factor)
+    number = mark.unique(return_inverse=True)[1]
+    blocks = int(number.max()) + 1 if count else 0
+    first = torch.full((blocks,), count).scatter_reduce_(0, number, torch.arange(count), "amin")
+    return first.argsort().argsort()[number]  # in the order in which they appear
+
+
+class _Collector:
+    """Sorts sources and readers into spaces."""
+
+    def __init__(self, found: Coordinates, classes: Tensor, blocks: Tensor) -> None:
+        self.found, self.classes, self.blocks = found, classes, blocks
+        count = int(blocks.max()) + 1 if blocks.numel() else 0
+        members = blocks.argsort(stable=True).split(blocks.bincount(minlength=count).tolist())
+        self.spaces = [Space(len(m), m) for m in members]
+        self.position = torch.zeros(len(blocks), dtype=torch.long)
+        for m in members:
+            self.position[m] = torch.arange(len(m))
+
+    def numbers(self, ids: Tensor) -> list[int]:
+        """Numbers of the spaces that these ids lie on."""
+        ids = compact(ids)[0]  # logits are as many as tokens times words, and alike for all tokens
+        known = ids[ids >= 0].long()
+        blocks = self.blocks[self.classes[known]]
+        if not known.numel() or bool((blocks == blocks[0]).all()):
+            return blocks[:1].tolist()
+        return blocks.unique().tolist()
+
+    def placed(self, ids: Tensor) -> Iterator[tuple[int, Tensor | None]]:
+        """For each space on an axis with these ids, where its copies lie, [copies, n]; None if a copy is incomplete."""
+        index = (ids >= 0).nonzero().flatten()
+        classes = self.classes[ids[index].long()]
+        blocks, position = self.blocks[classes], self.position[classes]
+        if len(index) and bool((blocks == blocks[0]).all()):
+            number = int(blocks[0])
+            if torch.equal(position, torch.arange(self.spaces[number].width)):
+                yield number, index[None]
+                return
+        order = (blocks * (1 << 40) + position).argsort(stable=True)
+        numbers, counts = blocks[order].unique_consecutive(return_counts=True)
+        parts = zip(index[order].split(counts.tolist()), position[order].split(counts.tolist()), strict=True)
+        for number, (part, places) in zip(numbers.tolist(), parts, strict=True):
+            width = self.spaces[number].width
+            copies, rest = divmod(len(part), width)
+            whole = not rest and bool((places.reshape(width, -1) == torch.arange(width)[:, None]).all())
+            yield number, part.reshape(width, copies).t().contiguous() if whole else None
+
+    def source(self, source: Source) -> None:
+        """A weight axis that writes, a graph input, or an operation."""
+        ids = torch.arange(source.base, source.base + source.size)
+        for number, groups in self.placed(ids):
+            space = self.spaces[number]
+            if source.what == "input":
+                space.inputs.append(source.node)
+            elif not source.fqn or source.what == "gain":
+                space.made.append(source)
+                if source.fqn and groups is not None and len(groups) == 1:
+                    space.gains[source.fqn] = groups[0]
+            elif groups is None:
+                space.pins.append((source.node, "incomplete on a weight axis"))
+            else:
+                space.touch(Touch(source.fqn, source.axis, groups, "writer", source.node))
+
+    def reader(self, reader: Reader, ids: Tensor) -> None:
+        """The axis of a weight that reads."""
+        for number, groups in self.placed(ids):
+            if groups is None:
+                self.spaces[number].pins.append((reader.node, "incomplete in a reader's columns"))
+            else:
+                self.spaces[number].touch(Touch(reader.fqn, reader.axis, groups, "reader", reader.node))
+
+
+def _collect(found: Coordinates, classes: Tensor, blocks: Tensor) -> list[Space]:
+    collector = _Collector(found, classes, blocks)
+    for source in found.sources:
+        collector.source(source)
+    for reader in found.readers:
+        if reader.ids is not None and reader.fqn:
+            collector.reader(reader, reader.ids)
+    _attach(found, collector)
+    return collector.spaces
+
+
+def _attach(found: Coordinates, collector: _Collector) -> None:
+    """Norms, pins and graph outputs."""
+
+    def over(ids: Any) -> list[Space]:
+        return [collector.spaces[n] for n in collector.numbers(ids)] if isinstance(ids, Tensor) else []
+
+    for node, row in found.norms:
+        for space in over(row):
+            if kind(node) == "rms_norm":
+                space.norms.append(node)
+            else:
+                space.mean_pins[node] = row.numel()
+    for ids, node, reason in found.frozen:
+        for space in over(ids) if reason != MEAN else ():
+            space.pins.append((node, reason))
+    for i, ids in enumerate(found.outputs):
+        for space in over(ids):
+            space.outputs.append(i)

@@ -1,0 +1,1 @@
+"""Hadamard transforms, with the quantization of what they give."""

@@ -1,0 +1,118 @@
+"""Multiplication by a basis and per-token asymmetric quantization in one or two parts: keys behind RoPE, into U_C.
+
+    y = x U                    (rounded to x's dtype)            q, s, o = quantize_per_token(y, K_p, bits)
+
+Shapes:  x [M, D] fp16 | bf16 | fp32   U [D, D]   q int8 [M, D]   s, o float32 [M, P]   D <= 256: of one head
+How:     a program keeps U, padded to powers of two, and multiplies some tokens by it; the parts are masks over the same tile.
+Bytes:   3 D a token in 16 bits; the product and the quantization one by one, 7 D.
+Arch:    Ampere and newer; float32 in the interpreter and on tensor cores as ieee.
+"""
+
+# A launch gives plain values to constexpr parameters, and options that are no parameters.  Tuples are compiled, not run.
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mmqc.kernels.rows.norm_quantize import round_tile
+from mmqc.kernels.rows.quantize_per_token import DTYPES, Rows
+from mmqc.kernels.shared.device_facts import ceil_div, has_inline_ptx, why_not_here
+from mmqc.kernels.shared.launch import Launch
+from mmqc.kernels.shared.quantize_codes import divide_tile
+
+MAX_WIDTH = 256
+TOKENS = 64
+
+
+@triton.jit
+def part_scale(y, inside, before, BITS: tl.constexpr, LEAST: tl.constexpr):
+    """Smallest entry and scale of the columns ``inside``; the scale is at least LEAST times the one before."""
+    low = tl.min(tl.where(inside, y, float("inf")), 1)
+    high = tl.max(tl.where(inside, y, float("-inf")), 1)
+    s = tl.div_rn(high - low, tl.zeros_like(low) + (2.0**BITS - 1.0))
+    return low, tl.maximum(s, before * LEAST)
+
+
+@triton.jit
+def basis_quantize_per_token_kernel(
+    x_ptr, basis_ptr, q_ptr, scale_ptr, offset_ptr, M, D, LOW, stride_x, stride_i, stride_j, PARTS: tl.constexpr,
+    LOW_BITS: tl.constexpr, HIGH_BITS: tl.constexpr, PTX: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """BLOCK tokens."""
+    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    c = tl.arange(0, WIDTH)
+    wide = rows.to(tl.int64)[:, None]
+    there, inside = (rows < M)[:, None] & (c < D)[None, :], (c < D)[None, :]
+    x = tl.load(x_ptr + wide * stride_x + c[None, :], mask=there, other=0.0)
+    u = tl.load(basis_ptr + c[:, None] * stride_i + c[None, :] * stride_j, mask=(c < D)[:, None] & inside, other=0.0)
+    y = round_tile(tl.dot(x, u, input_precision="ieee"), x_ptr.dtype.element_ty, PTX)
+    of_low = (c < LOW)[None, :]
+    low, s = part_scale(y, of_low, 0.0, LOW_BITS, 1.0)
+    tl.store(scale_ptr + rows * PARTS, s, mask=rows < M)
+    tl.store(offset_ptr + rows * PARTS, low + s * 2.0 ** (LOW_BITS - 1), mask=rows < M)
+    first, step = low[:, None] + tl.zeros_like(y), s[:, None] + tl.zeros_like(y)
+    half = tl.full((1, WIDTH), 12582912.0 - 2.0 ** (LOW_BITS - 1), tl.float32)
+    if PARTS == 2:
+        low, s = part_scale(y, inside & (c >= LOW)[None, :], s, HIGH_BITS, 2.0 ** (LOW_BITS - HIGH_BITS - 1))
+        tl.store(scale_ptr + rows * PARTS + 1, s, mask=rows < M)
+        tl.store(offset_ptr + rows * PARTS + 1, low + s * 2.0 ** (HIGH_BITS - 1), mask=rows < M)
+        first, step = tl.where(of_low, first, low[:, None]), tl.where(of_low, step, s[:, None])
+        half = tl.where(of_low, half, 12582912.0 - 2.0 ** (HIGH_BITS - 1))
+    u = divide_tile(y - first, tl.where(step > 0.0, step, 1.0)) + half  # as in quantize_per_token.py
+    tl.store(q_ptr + wide * D + c[None, :], u.to(tl.int32, bitcast=True).to(tl.int8), mask=there)
+
+
+def supports(x: Tensor, basis: Tensor, widths: Sequence[int], bits: Sequence[int]) -> str | None:
+    """None, or why these operands cannot be turned and quantized here."""
+    if len(x.shape) != 2:
+        return f"x is a matrix, not {list(x.shape)}"
+    width = x.shape[1]
+    checks = (
+        (x.dtype in DTYPES, f"x is one of {DTYPES}, not {x.dtype}"),
+        (1 <= width <= MAX_WIDTH, f"heads of {width} channels: 1 to {MAX_WIDTH}"),
+        (x.stride(1) == 1 or width == 1, "rows of x are contiguous"),
+        (tuple(basis.shape) == (width, width) and basis.dtype == x.dtype, f"basis is {x.dtype} [{width}, {width}]"),
+        (len(widths) in (1, 2) and len(bits) == len(widths) and sum(widths) == width and min(widths) > 0,
+         f"one or two parts, not {list(widths)}"),
+        (all(2 <= b <= 8 for b in bits), f"bits = {list(bits)}: 2 to 8"),
+    )  # fmt: skip
+    return next((why for ok, why in checks if not ok), None) or why_not_here(x, basis)
+
+
+def basis_quantize_per_token(
+    x: Tensor, basis: Tensor, widths: Sequence[int], bits: Sequence[int], *, out: Rows | None = None,
+    num_warps: int | None = None,
+) -> Rows:  # fmt: skip
+    """Codes, scales and offsets of every row of x U."""
+    reason = supports(x, basis, widths, bits)
+    if reason is not None:
+        raise ValueError(f"basis_quantize_per_token: {reason}")
+    out = Rows.empty(x, len(widths)) if out is None else out
+    if len(x):
+        launch(x, basis, out, widths, bits, num_warps).run()
+    return out
+
+
+def launch(
+    x: Tensor, basis: Tensor, out: Rows, widths: Sequence[int], bits: Sequence[int], num_warps: int | None = None
+) -> Launch:
+    """Fill ``out``."""
+    m, width = x.shape
+    padded = max(16, triton.next_power_of_2(width))
+    block = 16 if m <= 16 else TOKENS
+    args = dict(
+        x_ptr=x, basis_ptr=basis, q_ptr=out.q, scale_ptr=out.scale, offset_ptr=out.offset, M=m, D=width, LOW=widths[0],
+        stride_x=x.stride(0), stride_i=basis.stride(0), stride_j=basis.stride(1),
+    )  # fmt: skip
+    constants = dict(
+        PARTS=len(widths), LOW_BITS=bits[0], HIGH_BITS=bits[-1], PTX=has_inline_ptx(x.device), BLOCK=block, WIDTH=padded
+    )
+    warps = num_warps or (8 if padded * block > 8192 else 4)
+    written = ("q_ptr", "scale_ptr", "offset_ptr")
+    return Launch(
+        basis_quantize_per_token_kernel, (ceil_div(m, block),), args, constants, written, warps, 1, block_rows=block
+    )

@@ -1,0 +1,106 @@
+"""Tile code of the Hadamard kernels: what stands in front of the transform, and what is written.
+
+    h = x,  or  silu(x) ∘ u           y = k acc         q = clamp(round(k acc))
+
+acc is the unscaled sum and k its factor: the transform's own for y, that over the activation scale for codes.  Codes take one
+multiply-add, which rounds once; the quotient of ops/quantize.py rounds twice.  The sums differ by as much with their order.
+Asymmetric codes are those of y as FLOAT writes it (ops/quantize_per_token.py), to the bit.
+"""
+
+import triton
+import triton.language as tl
+
+from mmqc.kernels.rows.norm_quantize import round_tile
+from mmqc.kernels.shared.quantize_codes import divide_tile
+
+FLOAT = tl.constexpr(0)
+STATIC = tl.constexpr(1)
+DYNAMIC = tl.constexpr(2)
+ASYMMETRIC = tl.constexpr(3)
+
+
+@triton.jit
+def silu_tile(gate, PTX: tl.constexpr):
+    """Gate / (1 + exp(-gate)) in float32; with PTX by the two approximate functions, good to 2^-21."""
+    if PTX:
+        y = tl.inline_asm_elementwise(
+            """{ .reg .f32 t; mul.f32 t, $1, 0fBFB8AA3B; ex2.approx.ftz.f32 t, t;
+            add.f32 t, t, 0f3F800000; rcp.approx.ftz.f32 t, t; mul.f32 $0, $1, t; }""",
+            "=f,f", [gate], dtype=tl.float32, is_pure=True, pack=1)  # fmt: skip
+    else:
+        y = gate / (1.0 + tl.exp(-gate))
+    return y
+
+
+@triton.jit
+def input_tile(x_ptr, up_ptr, at_x, at_up, mask, GATED: tl.constexpr, PTX: tl.constexpr):
+    """h, in x's dtype."""
+    h = tl.load(x_ptr + at_x, mask=mask, other=0.0)
+    if GATED:
+        # As in the unfused model, silu is rounded before it is multiplied.
+        silu = silu_tile(h.to(tl.float32), PTX).to(h.dtype).to(tl.float32)
+        h = (silu * tl.load(up_ptr + at_up, mask=mask, other=0.0).to(tl.float32)).to(h.dtype)
+    return h
+
+
+@triton.jit
+def store_tile(acc, k, y_ptr, at, mask, MODE: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, FP8: tl.constexpr):
+    """Write k acc, or its codes; k is broadcastable to acc."""
+    if MODE == FLOAT:
+        tl.store(y_ptr + at, (acc * k).to(y_ptr.dtype.element_ty), mask=mask)
+    elif FP8:
+        tl.store(y_ptr + at, tl.minimum(tl.maximum(acc * k, -448.0), 448.0).to(tl.float8e4nv), mask=mask)
+    else:
+        # Next to 1.5 * 2^23 floats are integers: the sum rounds half to even and has the code in its low byte.
+        near = tl.fma(acc, k + tl.zeros_like(acc), tl.full(acc.shape, 12582912.0, tl.float32))
+        near = tl.minimum(tl.maximum(near, 12582912.0 + LOW), 12582912.0 + HIGH)
+        tl.store(y_ptr + at, near.to(tl.int32, bitcast=True).to(tl.int8), mask=mask)
+
+
+@triton.jit
+def rounded_tile(acc, SCALE: tl.constexpr, DTYPE: tl.constexpr, PTX: tl.constexpr):
+    """Y = SCALE acc as it would be stored."""
+    return round_tile(acc * SCALE, DTYPE, PTX)
+
+
+@triton.jit
+def token_ends(y, mask, R: tl.constexpr, PARTS: tl.constexpr):
+    """The smallest and the largest entry of each of R tokens, whose PARTS rows lie one below the other: [R PARTS] each."""
+    low = tl.min(tl.where(mask, y, float("inf")), 1)
+    high = tl.max(tl.where(mask, y, float("-inf")), 1)
+    low, high = tl.min(tl.reshape(low, (R, PARTS)), 1), tl.max(tl.reshape(high, (R, PARTS)), 1)
+    low, high = tl.broadcast_to(low[:, None], (R, PARTS)), tl.broadcast_to(high[:, None], (R, PARTS))
+    return tl.reshape(low, (R * PARTS,)), tl.reshape(high, (R * PARTS,))
+
+
+@triton.jit
+def asymmetric_tile(y, low, s, LOW: tl.constexpr):
+    """Round((y - low) / s) + LOW as int8; low and s are broadcastable to y."""
+    u = divide_tile(y - low, tl.where(s > 0.0, s, 1.0))  # 0 <= u, and the largest is 2^b - 1 but for a rounding
+    return (u + (12582912.0 + LOW)).to(tl.int32, bitcast=True).to(tl.int8)
+
+
+@triton.jit
+def write_tiles(
+    y, y2, factor, y_ptr, token_ptr, offset_ptr, rows, first, at, at2, mask, mask2, MODE: tl.constexpr, SCALE: tl.constexpr,
+    LOW: tl.constexpr, HIGH: tl.constexpr, FP8: tl.constexpr, DTYPE: tl.constexpr, PTX: tl.constexpr, R: tl.constexpr,
+    PARTS: tl.constexpr, A2: tl.constexpr,
+):  # fmt: skip
+    """Write a turn's sums y [R PARTS, B] and, transposed, y2 [B, A2]; ``first`` says which rows are the first of a token."""
+    if MODE == ASYMMETRIC:
+        y = rounded_tile(y, SCALE, DTYPE, PTX)
+        low, high = token_ends(y, mask, R, PARTS)
+        if A2 > 0:
+            y2, mask2_t = rounded_tile(y2, SCALE, DTYPE, PTX), tl.trans(mask2)
+            low = tl.minimum(low, tl.min(tl.where(mask2_t, y2, float("inf"))))
+            high = tl.maximum(high, tl.max(tl.where(mask2_t, y2, float("-inf"))))
+        s = tl.div_rn(high - low, tl.full(low.shape, HIGH - LOW, tl.float32))
+        tl.store(y_ptr + at, asymmetric_tile(y, low[:, None], s[:, None], LOW), mask=mask)
+        if A2 > 0:  # a tile of one token: every row of it has the same ends
+            tl.store(y_ptr + at2, asymmetric_tile(tl.trans(y2), tl.min(low), tl.max(s), LOW), mask=mask2)
+        tl.store(token_ptr + rows, s, mask=first)
+        tl.store(offset_ptr + rows, low - s * LOW, mask=first)
+    else:
+        store_tile(y, factor[:, None], y_ptr, at, mask, MODE, LOW, HIGH, FP8)
+        if A2 > 0:
+            store_tile(tl.trans(y2), tl.max(factor), y_ptr, at2, mask2, MODE, LOW, HIGH, FP8)

@@ -1,0 +1,1 @@
+"""Packing of keys and values, and attention over them."""

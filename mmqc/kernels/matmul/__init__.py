@@ -1,0 +1,1 @@
+"""Products of codes and of packed weights, with their epilogues."""

@@ -1,0 +1,128 @@
+"""The linear of many rows with 4-bit weights on Hopper, which are unpacked in registers on their way (packed_tiles.py).
+
+Shapes:  x [M, K] int8   w packed uint8 [N, K/2]   y [M, N] fp16 | bf16 | fp32, or int8 codes; the rest as scaled_matmul.py
+         mixed: x, scales and offsets of quantize_per_token.py, low part packed, high part int8   the rest as mixed_matmul.py
+Exact:   int8 sums; with two parts the low one's is rounded once, as in mixed_matmul.py.
+Arch:    Hopper (wgmma), as pingpong_matmul.py and for the same launches; K, or its low part, is a multiple of 32.
+Tiles:   variant "registers": 128 rows of w and ``block_m`` of x, ``per_sm`` programs a multiprocessor, which share its memory; each
+         has ``num_stages`` slots of ``block_k`` packed columns and room for a share of y.  Taken where a tuned file names it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmqc.kernels.matmul import pingpong_matmul as pingpong
+from mmqc.kernels.matmul.configs import MatmulConfig
+from mmqc.kernels.matmul.epilogue_tiles import Epilogue
+from mmqc.kernels.matmul.linears import Linear
+from mmqc.kernels.rows.quantize_per_token import Rows
+from mmqc.kernels.shared.device_facts import ceil_div, has_inline_ptx
+from mmqc.kernels.shared.launch import Launch
+from mmqc.kernels.shared.row_scale import RowScale
+from mmqc.kernels.shared.split_k import Workspace, workspace
+
+OP, MIXED = "packed_int4", "packed_mixed"  # in configs.py
+ALIGN = 32  # columns: half of them are whole 16 bytes, of w and of a half of x
+BLOCK_K, SLOTS, AHEAD = 64, 4, 2  # packed_tiles.py's
+BARRIERS = 128  # bytes
+
+
+def why_not(x: Tensor, w: Tensor, y: Tensor, low: int) -> str | None:
+    """None, or why x is not multiplied by packed w, of ``low`` columns, in this way."""
+    if not pingpong.here(x.device):
+        return "warpgroup products are Hopper's"
+    if x.dtype != torch.int8 or w.dtype != torch.uint8:
+        return f"x is int8 and w packed, not {x.dtype} and {w.dtype}"
+    if not fits(low):
+        return f"K = {low} is no multiple of {ALIGN}"
+    if any(t.stride(0) * t.dtype.itemsize % 16 or t.data_ptr() % 16 for t in (x, w, y)):
+        return "tensor descriptors need rows and addresses that are multiples of 16 bytes"
+    return None
+
+
+def fits(low: int) -> bool:
+    """Whether TMA takes a packed weight of so many columns."""
+    return low % ALIGN == 0
+
+
+def shares(c: MatmulConfig, item_bytes: int, kept: int) -> int:
+    """Into how many shares a tile of y is cut: as few as leave room for the slots, and ``kept`` floats."""
+    if c.block_n % 64 or c.block_m % 64 or c.block_k != BLOCK_K or c.num_warps != 4 or c.num_stages != SLOTS:
+        raise ValueError(
+            f"packed_matmul: 4 warps have a multiple of 64 rows of w and of x, {SLOTS} slots of {BLOCK_K}, not {c}"
+        )
+    room = pingpong.SHARED // c.per_sm - BARRIERS - 4 * kept - SLOTS * (2 * c.block_m + c.block_n) * BLOCK_K
+    fit = [n for n in (1, 2, 4, 8) if c.block_m * c.block_n * item_bytes // n <= room]
+    if not fit:
+        raise ValueError(f"{c} with {item_bytes} bytes an output leaves no shared memory for its slots")
+    return fit[0]
+
+
+def halves(x: Tensor, stored: int) -> dict[str, Tensor]:
+    """The columns of x that meet the lower four bits of packed ones, and those that meet the upper."""
+    return {"x_desc": x[:, :stored], "upper_desc": x[:, stored : 2 * stored]}
+
+
+def blocks(c: MatmulConfig, count: int) -> dict[str, tuple[int, int]]:
+    """What TMA copies; ``count`` shares of y."""
+    found = pingpong.blocks(c)
+    return found | {"upper_desc": found["x_desc"], "y_desc": (c.block_m // count, c.block_n)}
+
+
+def launch(
+    x: Tensor, linear: Linear, rows: RowScale, residual: Tensor | None, c: MatmulConfig, epilogue: Epilogue,
+    work: Workspace = workspace,
+) -> Launch:  # fmt: skip
+    """Fill the linear's y; ``why_not`` has found nothing."""
+    from mmqc.kernels.matmul.packed_tiles import packed_scaled_kernel
+
+    w, w_scale, bias, y = linear
+    m, (n, stored) = x.shape[0], w.shape
+    cut = shares(c, y.dtype.itemsize, c.block_m)
+    programs, whole, rest, count = pingpong.grid(c, m, n, max(ceil_div(stored, BLOCK_K), AHEAD), x.device, AHEAD)
+    part, counter = work(x.device, rest, c.block_m * c.block_n, count, torch.int32)
+    low, rank = epilogue.of_one(w_scale)
+    args: dict[str, Any] = dict(
+        **halves(x, stored), w_desc=w, y_desc=y, x_scale_ptr=rows.scale, row_ptr=rows.rows, w_scale_ptr=w_scale,
+        bias_ptr=w_scale if bias is None else bias, residual_ptr=w_scale if residual is None else residual, part_ptr=part,
+        counter_ptr=counter, M=m, N=n, STORED=stored, stride_r=0 if residual is None else residual.stride(0),
+        **epilogue.args(w_scale), **low,
+    )  # fmt: skip
+    constants = dict(
+        KIND=rows.kind, HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, PTX=has_inline_ptx(x.device),
+        BLOCK_M=c.block_m, BLOCK_N=c.block_n, GROUP_M=c.group_m, PROGRAMS=whole, PARTS=count, SHARES=cut,
+        **epilogue.constants(), **rank,
+    ) | {"ROUND": pingpong.ROUND[epilogue.dtype]}  # fmt: skip
+    return Launch(
+        packed_scaled_kernel, (programs,), args, constants, pingpong.OUTPUTS, 4, 1, 0, blocks(c, cut), early=True
+    )
+
+
+def mixed_launch(
+    x: Rows, low: Tensor, high: Tensor, w_scale: Tensor, w_sum: Tensor, bias: Tensor | None, y: Tensor, c: MatmulConfig,
+    work: Workspace = workspace,
+) -> Launch:  # fmt: skip
+    """Fill ``y`` from a packed low part and a high one; ``why_not`` has found nothing."""
+    from mmqc.kernels.matmul.packed_tiles import packed_mixed_kernel
+
+    (m, k), (n, stored) = x.q.shape, low.shape
+    cut = shares(c, y.dtype.itemsize, 4 * c.block_m + 5 * c.block_n)
+    steps = ceil_div(stored, BLOCK_K) + ceil_div(high.shape[1], BLOCK_K)
+    programs, whole, rest, count = pingpong.grid(c, m, n, steps, x.q.device, AHEAD)
+    part, counter = work(x.q.device, rest, c.block_m * c.block_n, count, torch.int32)
+    args: dict[str, Any] = dict(
+        **halves(x.q, stored), high_x_desc=x.q[:, k - high.shape[1] :], w_desc=low, high_desc=high.view(torch.uint8), y_desc=y,
+        x_scale_ptr=x.scale, x_offset_ptr=x.offset, w_scale_ptr=w_scale, w_sum_ptr=w_sum,
+        bias_ptr=w_scale if bias is None else bias, part_ptr=part, counter_ptr=counter, M=m, N=n, STORED=stored,
+        HIGH=high.shape[1],
+    )  # fmt: skip
+    constants = dict(
+        HAS_BIAS=bias is not None, BLOCK_M=c.block_m, BLOCK_N=c.block_n, GROUP_M=c.group_m, PROGRAMS=whole, PARTS=count,
+        SHARES=cut,
+    )  # fmt: skip
+    copied = blocks(c, cut) | {"high_x_desc": (c.block_m, c.block_k), "high_desc": (c.block_n, c.block_k)}
+    return Launch(packed_mixed_kernel, (programs,), args, constants, pingpong.OUTPUTS, 4, 1, 0, copied, early=True)

@@ -1,0 +1,206 @@
+"""Per-token asymmetric quantization in one or two precisions, with an RMSNorm in front of it: a row in registers.
+
+    y = x / sqrt(mean(x²) + eps)        (norm.py; only with ``eps``; rounded to x's dtype, as the module does)
+    s = (max y - min y) / (2^b - 1)     q = round((y - min y) / s) - 2^(b-1)     o = min y + 2^(b-1) s
+    for the first L channels with b = bits[0] and for the others with b = bits[1]         (ops/quantize_per_token.py)
+
+Shapes:  x [M, D] fp16 | bf16 | fp32   q int8 [M, D]   s, o float32 [M, P]   D <= 65,536
+How:     a part is one to three tiles of powers of two, all but the last of them full, so that little is computed for channels
+         that are not its own; a lane holds up to 160 channels, so that few barriers stand between a row's arrival and its codes.
+Bytes:   one read and one write of every element; bandwidth-bound as long as an element costs no more than about 20 instructions.
+Arch:    Ampere and newer.
+"""
+
+# A launch gives plain values to constexpr parameters, and options that are no parameters.
+# pyright: reportArgumentType=false, reportCallIssue=false
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mmqc.kernels.rows.norm_quantize import round_tile
+from mmqc.kernels.shared.device_facts import has_inline_ptx, why_not_here
+from mmqc.kernels.shared.launch import Launch
+from mmqc.kernels.shared.quantize_codes import divide_tile
+
+MAX_WIDTH = 65_536
+LANE = 160  # channels of a lane, at most: one warp a row of 4,096, four for 18,944
+WASTE = 256  # channels: what they cost is what the ends of one tile more cost
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+class Rows(NamedTuple):
+    """A quantized matrix: codes int8 [M, D], part after part, scales and offsets float32 [M, P]."""
+
+    q: Tensor
+    scale: Tensor
+    offset: Tensor
+
+    @classmethod
+    def empty(cls, x: Tensor, parts: int) -> Rows:
+        """For the rows of x [M, D]."""
+        scale, offset = (torch.empty(x.shape[0], parts, dtype=torch.float32, device=x.device) for _ in "so")
+        return cls(torch.empty(x.shape, dtype=torch.int8, device=x.device), scale, offset)
+
+
+@triton.jit
+def load_part(x_ptr, first, width, BLOCK: tl.constexpr, FULL: tl.constexpr):
+    """Channels first … first + width of a row as float32, zeros behind them; FULL: width is BLOCK."""
+    at = tl.arange(0, BLOCK)
+    if FULL:
+        x = tl.load(x_ptr + first + at)
+    else:
+        x = tl.load(x_ptr + first + at, mask=at < width, other=0.0)
+    return x.to(tl.float32)
+
+
+@triton.jit
+def norm_row(
+    a, b, c, h, D, EPS: tl.constexpr, B: tl.constexpr, C: tl.constexpr, PARTS: tl.constexpr, DTYPE: tl.constexpr,
+    PTX: tl.constexpr,
+):  # fmt: skip
+    """The tiles of a row behind an RMSNorm, rounded as a module rounds its result."""
+    total = tl.sum(a * a)
+    if B:
+        total += tl.sum(b * b)
+    if C:
+        total += tl.sum(c * c)
+    if PARTS == 2:
+        total += tl.sum(h * h)
+    r = tl.rsqrt(total / D + EPS)
+    a, b = round_tile(a * r, DTYPE, PTX), round_tile(b * r, DTYPE, PTX)
+    return a, b, round_tile(c * r, DTYPE, PTX), round_tile(h * r, DTYPE, PTX)
+
+
+@triton.jit
+def ends(x, width, BLOCK: tl.constexpr, FULL: tl.constexpr):
+    """The smallest and the largest of the first ``width`` entries."""
+    low, high = x, x
+    if not FULL:
+        inside = tl.arange(0, BLOCK) < width
+        low, high = tl.where(inside, x, float("inf")), tl.where(inside, x, float("-inf"))
+    return tl.min(low), tl.max(high)
+
+
+@triton.jit
+def store_codes(q_ptr, x, first, width, low, s, BITS: tl.constexpr, BLOCK: tl.constexpr, FULL: tl.constexpr):
+    """Round((x - low) / s) - 2^(b-1) as int8."""
+    u = divide_tile(x - low, tl.where(s > 0.0, s, 1.0))
+    # Adding 1.5 * 2^23 rounds half to even and leaves the integer in the low byte: cheaper than a conversion.  0 <= u, and
+    # the largest u is 2^b - 1 but for a rounding, so that nothing is to be clamped.
+    code = (u + (12582912.0 - 2.0 ** (BITS - 1))).to(tl.int32, bitcast=True).to(tl.int8)
+    at = tl.arange(0, BLOCK)
+    if FULL:
+        tl.store(q_ptr + first + at, code)
+    else:
+        tl.store(q_ptr + first + at, code, mask=at < width)
+
+
+@triton.jit
+def quantize_per_token_kernel(
+    x_ptr, q_ptr, scale_ptr, offset_ptr, D, LOW, stride_x, stride_q,
+    NORM: tl.constexpr, EPS: tl.constexpr, PARTS: tl.constexpr, LOW_BITS: tl.constexpr, HIGH_BITS: tl.constexpr,
+    A: tl.constexpr, B: tl.constexpr, C: tl.constexpr, H: tl.constexpr, FULL: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """One row: tiles of A, B and C low channels (B and C may be 0), of H high ones; FULL: there are H high ones."""
+    row = tl.program_id(0)
+    wide = row.to(tl.int64)
+    x_ptr += wide * stride_x
+    q_ptr += wide * stride_q
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    a = load_part(x_ptr, 0, LOW, A, True)
+    b, c, h = a, a, a
+    if B:
+        b = load_part(x_ptr, A, LOW - A, B, C > 0)
+    if C:
+        c = load_part(x_ptr, A + B, LOW - A - B, C, False)
+    if PARTS == 2:
+        h = load_part(x_ptr, LOW, D - LOW, H, FULL)
+    if NORM:
+        a, b, c, h = norm_row(a, b, c, h, D, EPS, B, C, PARTS, dtype, PTX)  # pyright: ignore[reportGeneralTypeIssues]  # compiled, not run
+    low, high = ends(a, LOW, A, True)  # pyright: ignore[reportGeneralTypeIssues]  # compiled, not run
+    if B:
+        more = ends(b, LOW - A, B, C > 0)
+        low, high = tl.minimum(low, more[0]), tl.maximum(high, more[1])
+    if C:
+        more = ends(c, LOW - A - B, C, False)
+        low, high = tl.minimum(low, more[0]), tl.maximum(high, more[1])
+    s = tl.div_rn(high - low, 2.0**LOW_BITS - 1.0)
+    store_codes(q_ptr, a, 0, LOW, low, s, LOW_BITS, A, True)
+    if B:
+        store_codes(q_ptr, b, A, LOW - A, low, s, LOW_BITS, B, C > 0)
+    if C:
+        store_codes(q_ptr, c, A + B, LOW - A - B, low, s, LOW_BITS, C, False)
+    tl.store(scale_ptr + row * PARTS, s)
+    tl.store(offset_ptr + row * PARTS, low + s * 2.0 ** (LOW_BITS - 1))
+    if PARTS == 2:
+        low, high = ends(h, D - LOW, H, FULL)  # pyright: ignore[reportGeneralTypeIssues]  # compiled, not run
+        s = tl.maximum(tl.div_rn(high - low, 2.0**HIGH_BITS - 1.0), s * 2.0 ** (LOW_BITS - HIGH_BITS - 1))
+        store_codes(q_ptr, h, LOW, D - LOW, low, s, HIGH_BITS, H, FULL)
+        tl.store(scale_ptr + row * PARTS + 1, s)
+        tl.store(offset_ptr + row * PARTS + 1, low + s * 2.0 ** (HIGH_BITS - 1))
+
+
+def supports(x: Tensor, widths: Sequence[int], bits: Sequence[int]) -> str | None:
+    """None, or why these operands cannot be quantized here."""
+    if len(x.shape) != 2:
+        return f"x is a matrix, not {list(x.shape)}"
+    width = x.shape[1]
+    checks = (
+        (x.dtype in DTYPES, f"x is one of {DTYPES}, not {x.dtype}"),
+        (1 <= width <= MAX_WIDTH, f"a row of {width} does not fit one program: 1 to {MAX_WIDTH}"),
+        (x.stride(1) == 1 or width == 1, "rows of x are contiguous"),
+        (len(widths) in (1, 2) and len(bits) == len(widths) and sum(widths) == width, f"one or two parts, not {list(widths)}"),
+        (all(2 <= b <= 8 for b in bits), f"bits = {list(bits)}: 2 to 8"),
+    )  # fmt: skip
+    return next((why for ok, why in checks if not ok), None) or why_not_here(x)
+
+
+def quantize_per_token(
+    x: Tensor, widths: Sequence[int], bits: Sequence[int], *, eps: float | None = None, out: Rows | None = None,
+    num_warps: int | None = None,
+) -> Rows:  # fmt: skip
+    """Quantize every row of x [M, D], part by part; with ``eps`` behind an RMSNorm of unit gain."""
+    reason = supports(x, widths, bits)
+    if reason is not None:
+        raise ValueError(f"quantize_per_token: {reason}")
+    out = Rows.empty(x, len(widths)) if out is None else out
+    if len(x):
+        launch(x, out, widths, bits, eps, num_warps).run()
+    return out
+
+
+def tiles(widths: Sequence[int]) -> tuple[int, int, int, int]:
+    """(A, B, C, H): powers of two that hold the low part, if possible with less than WASTE channels over, and the high one."""
+    sizes, rest = [1 << (widths[0].bit_length() - 1)], widths[0]
+    for last in (False, True):
+        rest -= sizes[-1]
+        over = 1 << (rest - 1).bit_length() if rest > 0 else 0
+        sizes.append(over if last or over - rest < WASTE else over // 2)
+    return *sizes, 1 << (widths[-1] - 1).bit_length() if len(widths) == 2 else 1  # type: ignore[return-value]
+
+
+def launch(
+    x: Tensor, out: Rows, widths: Sequence[int], bits: Sequence[int], eps: float | None = None, num_warps: int | None = None
+) -> Launch:  # fmt: skip
+    """Fill ``out``."""
+    m, width = x.shape
+    a, b, c, h = tiles(widths)
+    args = dict(
+        x_ptr=x, q_ptr=out.q, scale_ptr=out.scale, offset_ptr=out.offset, D=width, LOW=widths[0], stride_x=x.stride(0),
+        stride_q=out.q.stride(0),
+    )  # fmt: skip
+    constants = dict(
+        NORM=eps is not None, EPS=eps or 0.0, PARTS=len(widths), LOW_BITS=bits[0], HIGH_BITS=bits[-1], A=a, B=b, C=c, H=h,
+        FULL=h == widths[-1], PTX=has_inline_ptx(x.device),
+    )  # fmt: skip
+    warps = num_warps or min(
+        16, triton.next_power_of_2(-(-(a + b + c + (h if len(widths) == 2 else 0)) // (32 * LANE)))
+    )
+    written = ("q_ptr", "scale_ptr", "offset_ptr")
+    return Launch(quantize_per_token_kernel, (m,), args, constants, written, warps, 1, block_rows=1)

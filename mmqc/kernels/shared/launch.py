@@ -1,0 +1,56 @@
+"""One launch of a Triton kernel as a value: run now, or written into a compiled graph by ``lowering/launch.py``.
+
+Why:     which tile, which grid and which operands is decided in one place for both, and a package compiled ahead of time
+         holds the kernel itself, with no Python to choose it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from mmqc.kernels.shared.gluon_tiles import describe, is_gluon
+
+
+class Launch(NamedTuple):
+    """What a launch needs.
+
+    Attributes:
+        kernel: a ``triton.jit`` function, or Gluon's, which no compiled graph takes.
+        grid: programs along one, two or three axes.
+        args: tensors and sizes by the kernel's names for them.
+        constants: ``tl.constexpr`` arguments.
+        outputs: the args that are written.
+        num_warps, num_stages: of the compiled kernel.
+        block_rows: the first axis has as many programs as there are blocks of so many rows M, times something; 0 if it does
+            not depend on them.
+        descriptors: block shapes of the args that TMA reads or writes.
+        early: whether its programs may start before the kernel in front has ended, for which they wait themselves (Hopper's
+            programmatic dependent launch).
+    """
+
+    kernel: Any
+    grid: tuple[int, ...]
+    args: dict[str, Any]
+    constants: dict[str, Any]
+    outputs: tuple[str, ...]
+    num_warps: int
+    num_stages: int
+    block_rows: int = 0
+    descriptors: Mapping[str, tuple[int, ...]] = MappingProxyType({})
+    early: bool = False
+
+    def run(self) -> None:
+        """On tensors, now."""
+        args = self.args
+        if self.descriptors:
+            make = describe if is_gluon(self.kernel) else TensorDescriptor.from_tensor
+            made = {k: make(args[k], list(block)) for k, block in self.descriptors.items()}
+            args = {**args, **made}
+        options: dict[str, Any] = {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        if self.early:
+            options["launch_pdl"] = True
+        self.kernel[self.grid](**args, **self.constants, **options)

@@ -1,0 +1,1 @@
+"""Quantized keys and values: caches, the attention that reads them, their calibration."""

@@ -1,0 +1,135 @@
+"""What a packed cache learns from calibration data: the queries' second moment, and the score calibration's tau.
+
+The grid search is CalibQuant's (arXiv:2502.14882, section 4.2):
+
+    tau = argmin over {0, 1, 2, 3}^2 of  mean KL(p || p_tau)        p: next-token probabilities with the plain cache
+
+    "model"   one pair for all layers
+    "layer"   that pair, then one sweep over the layers: each takes the best of the 16 while the others stay
+
+Data:    calibration batches with an image.  The tokens from the middle of what follows the last visual token on see packed
+         visual tokens, as generated tokens do; those before it attend exactly, as a prompt does.
+Why:     the paper searches by task metrics; the divergence of next-token probabilities needs no labels and no generation.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mmqc.calibration.calibrate import CalibrationError
+from mmqc.config import KVSpec
+from mmqc.kv.cache import QuantizedCache
+from mmqc.kv.query_moment import Observer, forget
+from mmqc.nn.modality import ModalityContext
+
+Pair = tuple[float, float]
+GRID: tuple[Pair, ...] = tuple((a, b) for a in (0.0, 1.0, 2.0, 3.0) for b in (0.0, 1.0, 2.0, 3.0))
+SEARCHED = 16  # batches, evenly chosen, that the search for tau runs on, once for each candidate
+Batch = Mapping[str, Any]
+
+
+@torch.no_grad()
+def search_tau(
+    model: nn.Module, spec: KVSpec, batches: Sequence[Batch], context: ModalityContext, done: Callable[[], Any] = int
+) -> KVSpec:
+    """``spec`` with the tau that its ``search`` asks for.
+
+    Args:
+        model: prepared for packed caches; in eval mode.
+        spec: what to search for; one that asks for nothing comes back as it is.
+        batches: keyword batches for ``model.forward``, of one or more sequences.
+        context: of the model.
+        done: called after every batch.
+
+    Raises:
+        CalibrationError: no batch has visual tokens with text behind them.
+    """
+    if not spec.searches:
+        return spec
+    cases = cut_batches(model, batches, context)
+    cases = cases[:: max(1, len(cases) // SEARCHED)][:SEARCHED]
+    found = best(model, spec, cases, [(pair,) for pair in GRID], done)
+    layers = len(QuantizedCache(model, spec).layers)
+    if spec.search == "layer":
+        found = found * layers
+        for i in range(layers):
+            found = best(model, spec, cases, [(*found[:i], pair, *found[i + 1 :]) for pair in GRID], done)
+    return dataclasses.replace(spec, tau=found)
+
+
+@torch.no_grad()
+def observe_queries(
+    model: nn.Module, spec: KVSpec, batches: Sequence[Batch], context: ModalityContext, done: Callable[[], Any] = int
+) -> None:
+    """Give the layers the second moments of the queries of text behind visual tokens, if ``spec`` rounds keys by them.
+
+    Arguments and errors are those of ``search_tau``.
+    """
+    forget(list(model.modules()))
+    if spec.rounding == "nearest":
+        return
+    observer = Observer()
+    for batch, _ in cut_batches(model, batches, context):
+        visual, mask = context.find(model, (), batch), batch.get("attention_mask")
+        behind = visual.flip(1).cumsum(1).flip(1) == 0
+        observer.weight = (behind & visual.any(1, keepdim=True)).float()
+        if mask is not None:
+            observer.weight = observer.weight * mask.to(observer.weight)
+        cache = QuantizedCache(model, dataclasses.replace(spec, rounding="nearest", tau=()))
+        cache.shared.observe = observer
+        model(**{**batch, "use_cache": True}, past_key_values=cache)
+        done()
+    observer.attach()
+
+
+def cut_batches(model: nn.Module, batches: Sequence[Batch], context: ModalityContext) -> list[tuple[Batch, int]]:
+    """The batches that have visual tokens with text behind them, and where to cut them."""
+    cases = [(batch, cut) for batch in batches if (cut := where_to_cut(model, batch, context)) is not None]
+    if not cases:
+        raise CalibrationError(
+            "no calibration batch has visual tokens with text behind them, which this kv config needs: pass batches with images "
+            "and answers, or use calibquant(search='none', rounding='nearest')"
+        )
+    return cases
+
+
+def best(
+    model: nn.Module, spec: KVSpec, cases: Sequence[tuple[Batch, int]], candidates: Sequence[tuple[Pair, ...]],
+    done: Callable[[], Any],
+) -> tuple[Pair, ...]:  # fmt: skip
+    """The candidate of the smallest divergence; the first of equals."""
+    totals = torch.zeros(len(candidates), dtype=torch.float64)
+    for batch, cut in cases:
+        totals += divergences(model, spec, batch, cut, candidates)
+        done()
+    return candidates[int(totals.argmin())]
+
+
+def where_to_cut(model: nn.Module, batch: Batch, context: ModalityContext) -> int | None:
+    """The middle of what follows the last visual token; None where there is no such place."""
+    visual = context.find(model, (), batch)
+    if not bool(visual.any()):
+        return None
+    last, length = int(visual.any(0).nonzero().max()) + 1, visual.shape[1]
+    return (last + length) // 2 if last < length else None
+
+
+def divergences(
+    model: nn.Module, spec: KVSpec, batch: Batch, cut: int, candidates: Sequence[tuple[Pair, ...]]
+) -> Tensor:
+    """float64 [len(candidates)]: KL from the plain to the packed cache, averaged over the tokens from ``cut`` on."""
+    exact = model(**{**batch, "use_cache": False}).logits[:, cut:].float().log_softmax(-1)
+    mask = batch.get("attention_mask")
+    weight = torch.ones(exact.shape[:2], device=exact.device) if mask is None else mask[:, cut:].to(exact.device)
+    out = []
+    for tau in candidates:
+        cache = QuantizedCache(model, dataclasses.replace(spec, tau=tau))
+        cache.shared.cut = cut
+        got = model(**{**batch, "use_cache": True}, past_key_values=cache).logits[:, cut:].float().log_softmax(-1)
+        out.append(float(((exact.exp() * (exact - got)).sum(-1) * weight).sum() / weight.sum()))
+    return torch.tensor(out, dtype=torch.float64)

@@ -1,0 +1,125 @@
+"""The linear with dynamic activations, in one or several precisions; ``quantize_`` puts it in place of a model's own.
+
+    y = mixed_matmul(quantize_per_token(H x, order, K_p, bits), w_q, s_w, c) + b        H x or x, as in modules.py
+
+Shapes:  x [..., K]   w_q one int8 [N, K_p] or packed uint8 a part (ops/pack.py)   s_w float32 [N, P]   c int32 [N, P]   b [N]
+         order int64 [K], the channels part after part, or none   y [..., N] in x's dtype
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmqc.nn.linear import QuantLinear
+from mmqc.nn.simulated import mixed_matmul as simulated_mixed_matmul
+from mmqc.ops.pack import packed_width, unpack
+from mmqc.ops.quantize_per_token import check_parts
+
+
+class MixedLinear(QuantLinear):
+    """A linear of integer weights whose inputs are quantized token by token, part by part.
+
+    All state is plain buffers: ``qweight`` and, for further parts, ``qweight_1``, ...; ``weight_scale``, ``weight_sum`` and,
+    where they apply, ``order`` and ``bias``.
+    """
+
+    weight_sum: Tensor
+    order: Tensor | None
+
+    def __init__(
+        self, out_features: int, *, widths: Sequence[int], stored: Sequence[int], activation: Sequence[int], weight_bits: int,
+        hadamard: bool, device: Any = None, dtype: torch.dtype = torch.float32,
+    ):  # fmt: skip
+        check_parts(sum(widths), widths, activation)
+        super().__init__(sum(widths), out_features, weight_bits=weight_bits, activation_bits=activation[0], group_size=0,
+                         hadamard=hadamard, device=device, dtype=dtype)  # fmt: skip
+        self.widths, self.stored, self.activation = list(widths), list(stored), list(activation)
+
+    @property
+    def qweights(self) -> list[Tensor]:
+        """The stored codes of every part."""
+        return [self.get_buffer(name) for name in self._names()]
+
+    def _names(self) -> list[str]:
+        return ["qweight", *(f"qweight_{p}" for p in range(1, len(self.widths)))]
+
+    def _set(self, codes: Sequence[Tensor], named: dict[str, Tensor | None]) -> None:
+        named = dict(zip(self._names(), codes, strict=True)) | named
+        for name in ("weight_zero", "input_scale", "outlier_index", "outlier_weight"):  # what a QuantLinear may have
+            named[name] = None
+        for name, part in named.items():
+            self.register_buffer(name, None if part is None else part.detach().contiguous())
+
+    @classmethod
+    def empty_parts(
+        cls, out_features: int, *, widths: Sequence[int], stored: Sequence[int], activation: Sequence[int], weight_bits: int,
+        hadamard: bool = False, order: bool = False, bias: bool = False, dtype: torch.dtype = torch.float32,
+        device: Any = None,
+    ) -> MixedLinear:  # fmt: skip
+        """The structure without values, to load a state dict into."""
+        module = cls(out_features, widths=widths, stored=stored, activation=activation, weight_bits=weight_bits,
+                     hadamard=hadamard, device=device, dtype=dtype)  # fmt: skip
+        codes = [
+            torch.empty(out_features, packed_width(w, b), dtype=torch.int8 if b == 8 else torch.uint8, device=device)
+            for w, b in zip(widths, stored, strict=True)
+        ]
+        size = (out_features, len(widths))
+        module._set(codes, {
+            "weight_scale": torch.empty(size, device=device), "weight_sum": torch.empty(size, dtype=torch.int32, device=device),
+            "order": torch.empty(sum(widths), dtype=torch.int64, device=device) if order else None,
+            "bias": torch.empty(out_features, dtype=dtype, device=device) if bias else None,
+        })  # fmt: skip
+        return module
+
+    @classmethod
+    def from_stored(
+        cls, codes: Sequence[Tensor], scale: Tensor, total: Tensor, *, widths: Sequence[int], stored: Sequence[int],
+        activation: Sequence[int], weight_bits: int, order: Tensor | None = None, bias: Tensor | None = None,
+        hadamard: bool = False, dtype: torch.dtype = torch.float32,
+    ) -> MixedLinear:  # fmt: skip
+        """From the codes of every part as they are stored, s_w and c, which it keeps."""
+        module = cls(len(scale), widths=widths, stored=stored, activation=activation, weight_bits=weight_bits,
+                     hadamard=hadamard, device=scale.device, dtype=dtype)  # fmt: skip
+        module._set(codes, {"weight_scale": scale.float(), "weight_sum": total, "order": order, "bias": bias})
+        return module
+
+    def codes(self) -> Tensor:
+        """The int8 codes [N, K], part after part."""
+        stored = zip(self.qweights, self.widths, self.stored, strict=True)
+        return torch.cat([unpack(w, width, bits) for w, width, bits in stored], 1)
+
+    @property
+    def weight(self) -> Tensor:
+        """The float weight [N, K] that the codes stand for, computed at every access."""
+        widths = torch.tensor(self.widths, device=self.weight_scale.device)
+        w = self.codes().float() * self.weight_scale.repeat_interleave(widths, 1)
+        if self.order is not None:
+            w = torch.empty_like(w).index_copy_(1, self.order, w)
+        if self.hadamard:
+            w = w @ self.rotated(torch.eye(self.in_features, device=w.device)).T
+        return w.to(self.float_dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The formula at the top of the file."""
+        x = self.rotated(x)
+        x_q, scale, offset = torch.ops.mmqc.quantize_per_token(x, self.order, self.widths, self.activation)
+        multiply = simulated_mixed_matmul if self.simulate else torch.ops.mmqc.mixed_matmul
+        return multiply(
+            x_q, scale, offset, self.qweights, self.weight_scale, self.weight_sum, self.bias, self.widths, self.stored,
+            x.dtype,
+        )  # fmt: skip
+
+    def extra_repr(self) -> str:
+        """Sizes and precisions."""
+        parts = enumerate(zip(self.widths, self.stored, self.activation, strict=True))
+        high = len(self.widths) - 1 or 1  # the part that may have other bits
+        text = " + ".join(
+            f"{width} at W{b if b != 4 and p == high else self.weight_bits}A{a}" for p, (width, b, a) in parts
+        )
+        return (
+            f"{self.in_features}, {self.out_features}, {text}, bias={self.bias is not None}, hadamard={self.hadamard}"
+        )

@@ -1,0 +1,138 @@
+"""Which tokens of the running call are visual: found once per call on the outermost model, read by its linears.
+
+    visual[b, l] = input_ids[b, l] in visual_token_ids,   else mm_token_type_ids[b, l] > 0
+
+Shapes:  visual bool [B, L], or None where every token is text
+Why:     MSQ quantizes visual and text rows with different scales, and the decoder does not see ``input_ids``.
+
+A ``ModalityContext`` belongs to one model.  It is a plain object: not a submodule, not in the state dict.  The model's
+hooks are its bound methods, so ``copy.deepcopy(model)`` copies hooks, context and the linears' references to it together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mmqc.nn.hooks import hooked, unhook
+
+WHAT_TO_DO = (
+    "pass input_ids or mm_token_type_ids along with inputs_embeds, or set text_only = True on the model's ModalityContext "
+    "if this call has no image"
+)
+
+
+class ModalityContext:
+    """The visual mask of the call in progress.
+
+    Attributes:
+        visual_token_ids: ids that stand for image or video features in ``input_ids``.
+        text_only: the caller's promise that no call carries visual tokens; the mask is then not looked for.
+        visual: bool [B, L] during a call, None if all tokens are text.
+        running: whether a call is in progress.
+    """
+
+    def __init__(self, visual_token_ids: tuple[int, ...] = ()):
+        self.visual_token_ids = tuple(int(i) for i in visual_token_ids)
+        self.text_only = False
+        self.visual: Tensor | None = None
+        self.running = False
+        self._places: tuple[Tensor | None, tuple[Tensor, Tensor]] | None = None
+
+    def __repr__(self) -> str:
+        return f"ModalityContext(visual_token_ids={self.visual_token_ids}, text_only={self.text_only})"
+
+    @classmethod
+    def attach(cls, model: nn.Module, visual_token_ids: tuple[int, ...]) -> ModalityContext:
+        """Make a context and hook it to ``model``, the module that users call."""
+        if attached(model) is not None:
+            raise ValueError(f"{type(model).__name__} already has a ModalityContext")
+        context = cls(visual_token_ids)
+        model.register_forward_pre_hook(context.begin, with_kwargs=True, prepend=True)
+        model.register_forward_hook(context.end, always_call=True)
+        return context
+
+    def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Forward pre-hook: find the mask of this call."""
+        self.visual = None if self.text_only else self.find(module, args, kwargs)
+        # A text prompt: the text scale alone, and a graph without a mask (a trace cannot look).  Not for a decode step, whose one
+        # row costs nothing to mask: to look means to wait for the device, once a token.
+        looks = self.visual is not None and self.visual.shape[-1] > 1 and not torch.compiler.is_compiling()
+        if looks and self.visual is not None and not self.visual.any():
+            self.visual = None
+        self.running = True
+
+    def end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """Forward hook: forget the mask, so that a call that bypasses the model cannot use it."""
+        del module, args, output
+        self.visual = None
+        self.running = False
+
+    def rows(self, x: Tensor) -> Tensor | None:
+        """The mask for the rows of x [B, L, K]; None where all rows are text."""
+        if not self.running:
+            if self.text_only:
+                return None
+            raise RuntimeError(
+                "a linear with per-modality scales ran outside a call of the model that carries its ModalityContext, so the "
+                "visual tokens are unknown: call that model, or set text_only = True on the context"
+            )
+        if self.visual is None or x.shape[:-1] == self.visual.shape:
+            return self.visual
+        if x.shape[:-1].numel() == self.visual.numel():  # [B L, K]: experts and routers flatten their tokens
+            return self.visual.reshape(x.shape[:-1])
+        raise ValueError(
+            f"the input of a linear with per-modality scales has shape {tuple(x.shape)}, which does not fit the "
+            f"visual mask {tuple(self.visual.shape)} of this call (expected [batch, length, channels])"
+        )
+
+    def places(self) -> tuple[Tensor, Tensor]:
+        """Numbers of the visual and of the text rows, int64, found once a mask: to count them means to wait for the device."""
+        assert self.visual is not None
+        if self._places is None or self._places[0] is not self.visual:
+            flat = self.visual.reshape(-1)
+            self._places = self.visual, (flat.nonzero()[:, 0], (~flat).nonzero()[:, 0])
+        return self._places[1]
+
+    def find(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+        """The mask of a call with these arguments.
+
+        Raises:
+            ValueError: they do not tell visual tokens from text.
+        """
+        ids = kwargs.get("input_ids")
+        if ids is None and args and isinstance(args[0], Tensor) and not args[0].is_floating_point():
+            ids = args[0]
+        if ids is not None:
+            return self._among(ids)
+        embeds, kinds = kwargs.get("inputs_embeds"), kwargs.get("mm_token_type_ids")
+        if kinds is not None and (embeds is None or kinds.shape == embeds.shape[:2]):
+            return kinds > 0
+        raise ValueError(f"{type(module).__name__} cannot tell visual tokens from text: {WHAT_TO_DO}")
+
+    def _among(self, ids: Tensor) -> Tensor:
+        visual = torch.zeros_like(ids, dtype=torch.bool)
+        for token in self.visual_token_ids:
+            visual = visual | (ids == token)
+        return visual
+
+
+def visual_token_ids(model: nn.Module) -> tuple[int, ...]:
+    """The ids that stand for image and video features in the token ids, from the model's config."""
+    config = getattr(model, "config", None)
+    names = ("image_token_id", "image_token_index", "video_token_id", "video_token_index")
+    found = (getattr(config, name, None) for name in names)
+    return tuple(dict.fromkeys(i for i in found if isinstance(i, int)))
+
+
+def attached(model: nn.Module) -> ModalityContext | None:
+    """The context whose hooks ``model`` carries, if any."""
+    return hooked(model, ModalityContext)
+
+
+def detach(model: nn.Module) -> None:
+    """Remove the context's hooks from ``model``; its linears keep their reference."""
+    unhook(model, ModalityContext)

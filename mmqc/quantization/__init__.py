@@ -1,0 +1,1 @@
+"""What `mmqc.quantize_` does between a model and its report."""

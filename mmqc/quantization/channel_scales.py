@@ -1,0 +1,273 @@
+"""AWQ between the exact rewrites and calibration: measure the inputs of the linears that can be scaled, choose, scale.
+
+    live forwards  ->  XᵀX and mean|x| of every set of readers  ->  solvers/awq.py  ->  passes/fold_channel_scale.py
+
+loss     layer   the readers' own output error, from XᵀX; nothing is run again
+         block   the error of the output of the module that holds all readers (block_loss.py), run again for every exponent
+
+Blocks are run one after the other on what the block in front returned (stream.py): one pass through the model, because the
+factors of one block change no other's inputs.  What is in no block is measured by forwards of the whole model, in rounds whose
+moments fit ``MOMENT_BYTES``.  Linears that read one tensor (q, k and v) share one second moment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from mmqc.calibration.block_loss import Calls, holder
+from mmqc.calibration.blocks import NotStreamableError, Segment, survey
+from mmqc.calibration.calibrate import EQUAL, by_modality, hooked, linear_input, weighted
+from mmqc.calibration.moments import add_second_moment, mirror_, narrowed_
+from mmqc.calibration.residency import Residency
+from mmqc.calibration.spool import Spool
+from mmqc.calibration.stream import Feed, capture
+from mmqc.config import ChannelScales
+from mmqc.graph.linear import operands, weight_of
+from mmqc.graph.program import Program
+from mmqc.graph.runner import run
+from mmqc.nn.modality import ModalityContext
+from mmqc.passes.fold_channel_scale import Chosen, FoldChannelScale, Site
+from mmqc.pipeline import FACTS
+from mmqc.solvers import awq
+
+MOMENT_BYTES = 4 << 30
+
+
+@dataclass(frozen=True)
+class Forwards:
+    """How the model is run.
+
+    Attributes:
+        calls: forwards of the whole model, one a batch.
+        recorded: two of them that differ, from which the model's blocks are learned.
+        context: tells visual from text rows.
+        residency: where a block runs.
+        row_weights: what a row of each modality counts in every loss and mean.
+        spool: folder for activations; None keeps them in host memory.
+        say: called with a line about what is being done.
+    """
+
+    calls: Sequence[Callable[[], Any]]
+    recorded: Sequence[Callable[[], Any]]
+    context: ModalityContext | None
+    residency: Residency
+    row_weights: Mapping[str, float] = field(default_factory=lambda: dict(EQUAL))
+    spool: str | None = None
+    say: Callable[[str], Any] = lambda line: None
+
+
+@torch.no_grad()
+def scale_channels(model: nn.Module, prog: Program, options: ChannelScales, how: Forwards) -> None:
+    """Run ``fold_channel_scale`` on ``prog`` with AWQ's factors.
+
+    Args:
+        model: runs the batches; its weights are those of ``prog``.
+        prog: its linears have schemes.
+        options: of the search.
+        how: the forwards.
+    """
+    item = FoldChannelScale(average=options.shared_heads == "average")
+    search = _Search(model, prog, options, how)
+    search.run([s for s in item.sites(prog) if isinstance(s, Site)])
+    run(prog, [FoldChannelScale(lambda site: search.chosen.get(_key(site)), item.average)], FACTS, text=True)
+
+
+class Moments:
+    """Σ a_m X_mᵀ X_m float64 [K, K] and Σ a_m |x| float64 [K] of one linear's input rows; a: weight of the rows' modality."""
+
+    def __init__(self, language: bool, how: Forwards) -> None:
+        self.language, self.how = language, how
+        self.square: Tensor | None = None
+        self.magnitude: Tensor | None = None
+        self.rows = 0.0
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        """Take in a forward's input."""
+        x = linear_input(module, args[0].detach())
+        parts = by_modality(x, self.language, self.how.context)
+        for weight, rows in weighted(parts, self.how.row_weights, x.reshape(-1, x.shape[-1])):
+            self.square = add_second_moment(self.square, rows, weight)
+            magnitude = rows.abs().sum(0, dtype=torch.float64) * weight
+            self.magnitude = magnitude if self.magnitude is None else self.magnitude.add_(magnitude)
+            self.rows += weight * len(rows)
+
+    def finish(self) -> None:
+        """All batches are in; in float32 from here on, unless the model is in float64."""
+        if self.square is not None:
+            self.square = narrowed_(mirror_(self.square))
+
+
+class _Search:
+    """Factors for sites: ``chosen``, by ``_key``."""
+
+    def __init__(self, model: nn.Module, prog: Program, options: ChannelScales, how: Forwards) -> None:
+        self.model, self.prog, self.options, self.how = model, prog, options, how
+        self.shared = _inputs(prog)
+        self.language = {weight_of(n): n.meta.get("tower") == "language" for n in prog.nodes("linear")}
+        self.chosen: dict[frozenset[str], Chosen] = {}
+        self.done: set[frozenset[str]] = set()
+
+    def run(self, sites: list[Site]) -> None:
+        """Block by block where that can be, then what is left."""
+        refused: dict[str, str] = {}
+        while any(_key(site) not in self.done for site in sites):
+            layout = survey(self.model, [name for site in sites for name in _modules(site)], self.how.recorded, refused)
+            try:
+                self.by_blocks([u for u in layout.units if isinstance(u, Segment)], sites)
+            except NotStreamableError as error:
+                refused = {**layout.refused, error.where: error.reason}
+                continue
+            self.by_forwards([site for site in sites if _key(site) not in self.done])
+
+    def by_blocks(self, segments: list[Segment], sites: list[Site]) -> None:
+        """All sites that lie in one block each."""
+        inside: dict[str, list[Site]] = {}
+        for name in (block.name for segment in segments for block in segment.blocks):
+            mine = [s for s in sites if all(m.startswith(f"{name}.") for m in _modules(s))]
+            inside[name] = [s for s in mine if _key(s) not in self.done]
+        segments = [s for s in segments if any(inside[b.name] for b in s.blocks)]
+        store = Spool(self.how.spool)
+        try:
+            feeds = [Feed(s, self.how.context, store, self.how.residency.device) for s in segments]
+            if feeds:
+                capture(self.model, feeds, enumerate(self.how.calls))
+            for feed in feeds:
+                self.segment(feed, inside, store)
+        finally:
+            store.close()
+
+    def segment(self, feed: Feed, inside: Mapping[str, list[Site]], store: Spool) -> None:
+        """The blocks of a segment, one after the other."""
+        blocks = feed.segment.blocks
+        last = max(number for number, block in enumerate(blocks) if inside[block.name])
+        for number, block in enumerate(blocks[: last + 1]):
+            self.how.say(block.name)
+            new: dict[int, list[Any]] = {}
+            with self.how.residency.resident(block.name):
+                with self.observing(inside[block.name], store, block.name) as seen:
+                    for batch in feed.batches:
+                        output = feed.call(self.model, number, batch)
+                        new[batch] = feed.outputs(output) if number < last else []
+                self.choose(inside[block.name], seen)
+            feed.advance(number, new)
+
+    def by_forwards(self, sites: list[Site]) -> None:
+        """Sites in rounds, each of which is one more run over the batches."""
+        for part in _rounds(sites, self.shared, self.prog):
+            store = Spool(self.how.spool)
+            try:
+                with self.observing(part, store) as seen:
+                    for call in self.how.calls:
+                        call()
+                for site in part:
+                    with self.how.residency.around(_modules(site)[0]):
+                        self.choose([site], seen)
+            finally:
+                store.close()
+
+    @contextmanager
+    def observing(self, sites: list[Site], store: Spool, block: str = "") -> Iterator[_Seen]:
+        """Hooks on the readers, and on the modules around them, for the length of a ``with`` block."""
+        names = {self.shared[fqn]: fqn for site in sites for fqn in site.schemes}
+        seen = _Seen({key: Moments(self.language[fqn], self.how) for key, fqn in names.items()})
+        if self.options.loss == "block":
+            for site in sites:
+                name = holder(self.model, _modules(site), self.behind_a_norm(site), block)
+                # what spans several blocks is too much to run for every exponent
+                if name and not any(b.startswith(f"{name}.") for b in self.how.residency.blocks):
+                    seen.holders[_key(site)] = name
+                    language = self.language[next(iter(site.schemes))]
+                    seen.calls.setdefault(
+                        name, Calls(self.model, name, store, self.how.residency.device, self.how.context, language)
+                    )
+        hooks = ((self.model.get_submodule(fqn.removesuffix(".weight")), seen.moments[k]) for k, fqn in names.items())
+        with hooked(hooks):
+            handles = [handle for calls in seen.calls.values() for handle in calls.hook()]
+            try:
+                yield seen
+            finally:
+                for handle in handles:
+                    handle.remove()
+        for moments in seen.moments.values():
+            moments.finish()
+
+    def behind_a_norm(self, site: Site) -> bool:
+        """Whether only vectors write the channels: a norm's gain, and its bias."""
+        return all(self.prog.weights[p.fqn].dim() == 1 for p in site.parts if not p.reads)
+
+    def choose(self, sites: list[Site], seen: _Seen) -> None:
+        """The best factors of each site."""
+        for site in sites:
+            self.done.add(_key(site))
+            readers = [r for f in site.schemes if (r := self.reader(site, f, seen.moments[self.shared[f]])) is not None]
+            if not readers:
+                continue
+            calls, note = seen.calls.get(seen.holders.get(_key(site), "")), ""
+            if calls is not None and calls.reason:
+                calls, note = None, f"; by the layers' own outputs: {calls.reason}"
+            loss = None
+            if calls is not None:
+                note = f" of {calls.name}"
+                loss = lambda s, calls=calls, readers=readers: calls.error(  # noqa: E731
+                    {r.name: awq.rounded_behind(r, s) for r in readers}, self.how.row_weights
+                )
+            found = awq.search(readers, site.width, duo=self.options.duo, grid=self.options.grid, loss=loss)
+            self.chosen[_key(site)] = (found.scale, f"{found}{note}")
+
+    def reader(self, site: Site, fqn: str, seen: Moments) -> awq.Reader | None:
+        """A reader with its statistics; None if no row reached it."""
+        if seen.square is None or seen.magnitude is None or not seen.rows:
+            return None
+        weight = self.prog.value(fqn)
+        channel = torch.full((weight.shape[-1],), -1)
+        for part in site.parts:
+            if part.fqn == fqn and part.reads:
+                channel = torch.maximum(channel, part.columns(weight.shape[-1]))
+        return awq.Reader(fqn, weight, channel, seen.square, seen.magnitude / seen.rows, site.schemes[fqn].weight)
+
+
+@dataclass
+class _Seen:
+    """What hooks gathered: moments by shared input, calls by module, and which module a site is judged by."""
+
+    moments: dict[Any, Moments]
+    calls: dict[str, Calls] = field(default_factory=dict)
+    holders: dict[frozenset[str], str] = field(default_factory=dict)
+
+
+def _key(site: Site) -> frozenset[str]:
+    return frozenset(f"{p.fqn} {p.axis}" for p in site.parts)
+
+
+def _modules(site: Site) -> list[str]:
+    return [fqn.removesuffix(".weight") for fqn in site.schemes]
+
+
+def _inputs(prog: Program) -> dict[str, tuple[fx.Node, ...]]:
+    """What each linear reads, by the FQN of its weight, over all recorded calls."""
+    found: dict[str, tuple[fx.Node, ...]] = {}
+    for node in prog.nodes("linear"):
+        found[weight_of(node)] = (*found.get(weight_of(node), ()), operands(node)["input"])
+    return found
+
+
+def _rounds(sites: list[Site], shared: Mapping[str, Any], prog: Program) -> Iterable[list[Site]]:
+    """Sites in order, in parts whose second moments fit."""
+    part, there, size = [], set(), 0
+    for site in sites:
+        new = {shared[fqn]: 8 * prog.weights[fqn].shape[-1] ** 2 for fqn in site.schemes if shared[fqn] not in there}
+        if part and size + sum(new.values()) > MOMENT_BYTES:
+            yield part
+            part, there, size = [], set(), 0
+            new = {shared[fqn]: 8 * prog.weights[fqn].shape[-1] ** 2 for fqn in site.schemes}
+        part.append(site)
+        there |= new.keys()
+        size += sum(new.values())
+    if part:
+        yield part

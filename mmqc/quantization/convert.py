@@ -1,0 +1,247 @@
+"""Write what the passes decided back into the model, and take it back if anything fails.
+
+Three carriers only: a module is swapped for one of ours, a parameter is replaced, a bias is added.  Every edit goes
+through a ``Journal``; leaving its ``with`` block by an exception puts every tensor and module back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mmqc.graph.kinds import kind
+from mmqc.graph.linear import operands, weight_of
+from mmqc.graph.program import Program
+from mmqc.nn.linear import HadamardLinear, QuantLinear, RMSNorm
+from mmqc.nn.mixed_linear import MixedLinear
+from mmqc.nn.modality import ModalityContext
+from mmqc.nn.rotated_norm import RotatedNorm
+from mmqc.passes.quantize_mixed import Stored
+
+QUANTIZED = ("weight_only_matmul", "scaled_matmul", "mixed_matmul")
+
+
+class Journal:
+    """Edits of a model that can be undone; what an accelerator held is kept in host memory meanwhile."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.undo: list[Any] = []
+        self.ours: dict[int, Any] = {}  # parameters that were put in place of others: undoing brings those back
+
+    def __enter__(self) -> Journal:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: Any, trace: Any) -> None:
+        if kind is not None:
+            for step in reversed(self.undo):
+                step()
+        self.undo.clear()
+        self.ours.clear()
+
+    def parameter(self, fqn: str, value: Tensor, shared: bool = False) -> None:
+        """Replace or add a parameter or a buffer, keeping device and requires_grad of what was there.
+
+        One that is ``shared`` with another name is kept as it is, so that undoing shares it again.
+        """
+        owner, _, name = fqn.rpartition(".")
+        module = self.model.get_submodule(owner)
+        store: dict[str, Any] = module._buffers if name in module._buffers else module._parameters
+        old = store.get(name)
+        new = value.detach().contiguous()
+        grad = old.requires_grad if old is not None else False
+        store[name] = new if store is module._buffers else nn.Parameter(new, requires_grad=grad)
+        self.ours[id(store[name])] = store[name]
+        if self.ours.pop(id(old), None) is not None:
+            return  # undoing brings back what that one had replaced; kept any longer, it would be a second model in memory
+        if old is None or shared or old.device.type in ("cpu", "meta"):
+            self.undo.append(lambda: store.__setitem__(name, old))
+            return
+        device, kept = old.device, old.detach().to("cpu")
+
+        def restore() -> None:
+            back = kept.to(device)
+            store[name] = back if store is module._buffers else nn.Parameter(back, requires_grad=grad)
+
+        self.undo.append(restore)
+
+    def swap(self, fqn: str, new: nn.Module) -> None:
+        """Replace a submodule wherever it is registered; the new one takes over the training flag."""
+        old = self.model.get_submodule(fqn)
+        new.train(old.training)
+        places = [
+            (m._modules, name) for m in self.model.modules() for name, child in m._modules.items() if child is old
+        ]
+        for modules, name in places:
+            modules[name] = new
+            self.undo.append(lambda modules=modules, name=name: modules.__setitem__(name, old))
+        left = {id(p) for p in self.model.parameters()}
+        for part in old._parameters.values():
+            if part is not None and id(part) not in left and part.device.type not in ("cpu", "meta"):
+                self.undo.append(self._evict(part))
+
+    def _evict(self, part: nn.Parameter) -> Any:
+        """Take a parameter that no module uses any more off its accelerator; how to bring it back."""
+        device = part.device
+        # one that replaced another is never needed again: undoing goes back to the one before
+        part.data = torch.empty(0, dtype=part.dtype) if id(part) in self.ours else part.data.to("cpu")
+
+        def restore() -> None:
+            part.data = part.data.to(device)
+
+        return restore
+
+    def child(self, fqn: str, name: str, new: nn.Module) -> None:
+        """Add a submodule to a module."""
+        owner = self.model.get_submodule(fqn)
+        new.train(owner.training)
+        owner.add_module(name, new)
+        self.undo.append(lambda: owner._modules.pop(name))
+
+    def attribute(self, owner: Any, name: str, value: Any) -> None:
+        """Set an attribute (of a nested config, say)."""
+        old = getattr(owner, name)
+        setattr(owner, name, value)
+        self.undo.append(lambda: setattr(owner, name, old))
+
+
+def _aliases(model: nn.Module) -> dict[int, list[str]]:
+    groups: dict[int, list[str]] = {}
+    for name, tensor in model.named_parameters(remove_duplicate=False):
+        groups.setdefault(id(tensor), []).append(name)
+    return groups
+
+
+def write_exact(model: nn.Module, prog: Program, journal: Journal) -> list[str]:
+    """Write the exact rewrites: weights, new biases, RMSNorms for LayerNorms, online rotations and Hadamards.
+
+    Returns:
+        Names whose tensor was shared with another name and is not any more.
+    """
+    untied = write_weights(model, prog, journal)
+    for node in prog.graph.nodes:
+        if node.meta.get("was") == "layer_norm":
+            _to_rms_norm(model, node.meta["module"], prog, journal)
+    for module, (seed, sides) in _rotations(prog).items():
+        journal.swap(module, RotatedNorm(model.get_submodule(module), seed=seed, **sides))  # type: ignore[arg-type]
+    for node in prog.nodes("linear", "weight_only_matmul"):
+        x = operands(node)["input"]
+        if kind(node) == "linear" and kind(x) == "hadamard":
+            module = weight_of(node).removesuffix(".weight")
+            linear = model.get_submodule(module)
+            if not isinstance(linear, HadamardLinear):
+                journal.swap(module, HadamardLinear.from_parts(linear.weight, linear.bias))  # type: ignore[arg-type]
+    return untied
+
+
+def write_weights(model: nn.Module, prog: Program, journal: Journal) -> list[str]:
+    """Write the weights that passes derived, and take them as given from here on; returns as ``write_exact``."""
+    aliases = _aliases(model)
+    untied: list[str] = []
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    # biases first: what a fold moved into one is computed from its weight as it was
+    for name in sorted(prog.changed, key=lambda n: prog.weights[n].dim()):
+        old = parameters.pop(name, None)
+        shared = old is not None and len(aliases[id(old)]) > 1
+        if shared:
+            untied.append(name)
+        value = prog.value(name).to(old.device if old is not None else prog.weights[name].device)
+        prog.forget(name, value)
+        del old  # one weight at a time
+        journal.parameter(name, value, shared)
+    return untied
+
+
+def _rotations(prog: Program) -> dict[str, tuple[int, dict[str, bool]]]:
+    """Norm modules that rotate at run time: the seed, and for each side that is rotated whether its mean is kept."""
+    found: dict[str, tuple[int, dict[str, bool]]] = {}
+    for node in prog.nodes("rotate"):
+        seed, keep_mean = node.meta["rotation"]
+        found.setdefault(node.meta["module"], (seed, {}))[1]["before" if node.args[3] else "after"] = keep_mean
+    return found
+
+
+def _to_rms_norm(model: nn.Module, fqn: str, prog: Program, journal: Journal) -> None:
+    """Swap a LayerNorm whose input has no mean any more; a bias that was folded is dropped."""
+    norm = model.get_submodule(fqn)
+    if isinstance(norm, nn.LayerNorm):
+        read = any(n.target == f"{fqn}.bias" and n.users for n in prog.nodes("get_attr"))
+        weight, bias = norm.weight, norm.bias if read else None
+        parts = {n: None if p is None else p.detach().clone() for n, p in (("weight", weight), ("bias", bias))}
+        journal.swap(fqn, RMSNorm(norm.normalized_shape[0], norm.eps, **parts))
+
+
+def build_quantized(
+    model: nn.Module, prog: Program, context: ModalityContext | None, only: Container[str]
+) -> dict[str, QuantLinear]:
+    """A QuantLinear for every quantized weight of the program in ``only``, by module FQN; the model is not touched."""
+    built: dict[str, QuantLinear] = {}
+    known: Any = {} if prog.statistics is None else prog.statistics["linears"]
+    for node in prog.nodes("weight_only_matmul"):
+        fqn = node.meta["fqn"]
+        module = fqn.removesuffix(".weight")
+        if module in built or fqn not in only:
+            continue
+        old = model.get_submodule(module)
+        scheme, solved = node.meta["scheme"], prog.solved[fqn]
+        found = known.get(fqn, {}).get("input_scale") if scheme.activation is not None else None
+        static = found is not None
+        weight = old.get_parameter("weight")
+        device = weight.device
+        bias = getattr(old, "bias", None)
+        index, columns = (prog.weights.get(f"{fqn}.{part}") for part in ("outliers", "outlier_weight"))
+        scale = torch.tensor(found, dtype=torch.float32) if static else None
+        built[module] = QuantLinear.from_parts(
+            solved.codes.to(device),
+            solved.scale.to(device),
+            weight_bits=scheme.weight.bits,
+            activation_bits=scheme.activation.bits if static and scheme.activation is not None else None,
+            group_size=scheme.weight.group_size,
+            amplifier=solved.amplifier if static else 0,
+            step=solved.step.to(device) if static and solved.step is not None else None,
+            bias=None if bias is None else bias.detach(),
+            input_scale=None if scale is None else scale.to(device),
+            outlier_index=index if index is None else index.to(device),
+            outlier_weight=columns if columns is None else columns.to(device),
+            hadamard=isinstance(old, HadamardLinear),
+            modality=context if scale is not None and scale.numel() == 2 else None,
+            dtype=weight.dtype,
+            weight_zero=None if solved.zero is None else solved.zero.to(device),
+            float8=static and scheme.float8,
+        )
+    return built | _build_mixed(model, prog, only)
+
+
+def _build_mixed(model: nn.Module, prog: Program, only: Container[str]) -> dict[str, QuantLinear]:
+    """A MixedLinear for every weight with dynamic activations."""
+    built: dict[str, QuantLinear] = {}
+    for fqn, node in {n.meta["fqn"]: n for n in prog.nodes("mixed_matmul") if n.meta["fqn"] in only}.items():
+        old = model.get_submodule(fqn.removesuffix(".weight"))
+        scheme, weight = node.meta["scheme"], old.get_parameter("weight")
+        stored, bias = Stored.of(prog.solved[fqn], scheme), getattr(old, "bias", None)
+        built[fqn.removesuffix(".weight")] = MixedLinear.from_stored(
+            [c.to(weight.device) for c in stored.codes], stored.scale.to(weight.device), stored.sum.to(weight.device),
+            widths=stored.widths, stored=stored.bits, activation=stored.activation_bits, weight_bits=scheme.weight.bits,
+            order=None if stored.order is None else stored.order.to(weight.device),
+            bias=None if bias is None else bias.detach(), hadamard=isinstance(old, HadamardLinear), dtype=weight.dtype,
+        )  # fmt: skip
+    return built
+
+
+def size_of(model: nn.Module) -> int:
+    """Bytes of all parameters and buffers, shared ones once."""
+    tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}
+    return sum(t.numel() * t.element_size() for t in tensors.values())
+
+
+def first_bad_weight(model: nn.Module) -> str | None:
+    """Name of a floating-point parameter that holds NaN or infinity."""
+    for name, p in model.named_parameters():
+        if p.is_floating_point() and not p.is_meta and p.numel():
+            ends = torch.stack(torch.aminmax(p.detach()))  # NaN reaches both; no mask of the weight's size is made
+            if not bool(torch.isfinite(ends).all()):
+                return name
+    return None

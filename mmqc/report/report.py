@@ -1,0 +1,333 @@
+"""What ``quantize_`` did: per layer, per tower, per pass, and everything it refused; as text, JSON or a web page."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mmqc.config import TOWERS, QuantConfig
+from mmqc.report.score_histogram import CALIBRATED, ROUNDED, ScoreHistogram
+
+MODALITIES = ("visual", "text")
+WORST = 5
+MEGABYTE = 1e6
+
+
+@dataclass
+class LayerReport:
+    """One quantized linear.
+
+    Attributes:
+        fqn: its name in the model.
+        tower: vision, projector or language.
+        role: what it is in its block, e.g. q, down; as the graph says, not the name.
+        scheme: the shorthand, e.g. W4A8.
+        transforms: what the rewrites did to it, e.g. "norm gain folded", "rotated in", "online H12xH64".
+        sqnr: signal-to-quantization-noise ratio of its output in dB, by modality, on calibration inputs.
+        ranges: smallest and largest value of its input, by modality.
+        saturated: fraction of its input that the static scale clips, by modality.
+        weight_error: |W - Q| / |W| in the Frobenius norm.
+        outliers: input channels kept in higher precision (rotation magnitude suppression).
+        seconds: spent on solving it.
+        note: what the solver had to say.
+    """
+
+    fqn: str
+    tower: str
+    role: str
+    scheme: str
+    transforms: tuple[str, ...] = ()
+    sqnr: dict[str, float] = field(default_factory=dict)
+    ranges: dict[str, tuple[float, float]] = field(default_factory=dict)
+    saturated: dict[str, float] = field(default_factory=dict)
+    weight_error: float = math.nan
+    outliers: int = 0
+    seconds: float = 0.0
+    note: str = ""
+
+    @property
+    def worst_sqnr(self) -> float:
+        """The lower of the modalities' SQNR in dB; infinite where nothing was measured."""
+        return min(self.sqnr.values(), default=math.inf)
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Something that was left as it was: the parameter or module, the graph node, and why."""
+
+    fqn: str
+    node: str
+    reason: str
+
+    def __str__(self) -> str:
+        where = f" (node {self.node})" if self.node and self.node != self.fqn else ""
+        return f"{self.fqn or 'the model'}{where}: {self.reason}"
+
+
+@dataclass
+class QuantReport:
+    """The record of one ``quantize_``.
+
+    Attributes:
+        config: what was asked for, with the statistics that calibration measured.
+        layers: every quantized linear in the model's order.
+        refused: everything that a pass or the conversion left alone.
+        passes: the runner's records: name, exact, n_sites, misses, ms.
+        seconds: the whole call.
+        size_before: bytes of parameters and buffers before.
+        size_after: and after.
+        rewrite_error: how far the exact rewrites moved the floating-point model's output on the first batch, relative.
+        incoherence: μ of every linear weight of the recorded model, before and after the exact rewrites; see
+            mmqc/quantization/incoherence.py.
+        towers: the tower of each of these weights.
+        kv_scores: for a packed cache, the scores of visual tokens in each of the decoder's layers, on one calibration batch.
+    """
+
+    config: QuantConfig
+    layers: list[LayerReport] = field(default_factory=list)
+    refused: list[Refusal] = field(default_factory=list)
+    passes: list[Any] = field(default_factory=list)
+    seconds: float = 0.0
+    size_before: int = 0
+    size_after: int = 0
+    incoherence: dict[str, tuple[float, float]] = field(default_factory=dict)
+    rewrite_error: float = 0.0
+    towers: dict[str, str] = field(default_factory=dict)
+    kv_scores: list[ScoreHistogram] = field(default_factory=list)
+
+    def summary(self) -> str:
+        """A page of plain text: totals per tower, the layers that lose most, the passes, the refusals."""
+        blocks = [
+            self._headline(),
+            self._towers(),
+            self._incoherence(),
+            self._rewrite_error(),
+            self._worst(),
+            self._scores(),
+            self._passes(),
+            self._refusals(),
+        ]
+        return "\n\n".join(block for block in blocks if block)
+
+    __str__ = summary
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON data: no tensors, no tuples, ``None`` for what was not measured."""
+        return {
+            "config": plain(self.config.to_dict()),
+            "layers": [plain(dataclasses.asdict(layer)) for layer in self.layers],
+            "refused": [plain(dataclasses.asdict(refusal)) for refusal in self.refused],
+            "passes": [plain(pass_row(record)) for record in self.passes],
+            "seconds": self.seconds,
+            "size_before": self.size_before,
+            "size_after": self.size_after,
+            "incoherence": plain(self.incoherence),
+            "rewrite_error": self.rewrite_error,
+            "towers": dict(self.towers),
+            "kv_scores": [plain(dataclasses.asdict(layer)) for layer in self.kv_scores],
+        }
+
+    def save(self, path: str | Path) -> Path:
+        """Writes the report to ``path``: a self-contained page for .html, data for .json, the summary for .txt.
+
+        Raises:
+            ValueError: another suffix.
+        """
+        path = Path(path)
+        if path.suffix not in (".html", ".json", ".txt"):
+            raise ValueError(f"report.save({str(path)!r}): the suffix {path.suffix!r} is not one of .html, .json, .txt")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.suffix == ".html":
+            return write_html(path, {"title": "Quantization report", "reports": {"report": self}})
+        text = json.dumps(self.to_dict(), indent=1) if path.suffix == ".json" else self.summary()
+        path.write_text(text + "\n", encoding="utf-8")
+        return path
+
+    def totals(self) -> str:
+        """E.g. "46 layers quantized, 1 refusal, 8.1 s"."""
+        kv = self.config.kv
+        cache = [f"visual KV cache in {count(kv.bits, 'bit')}"] if kv else []
+        parts = [f"{count(len(self.layers), 'layer')} quantized"] if self.layers or not kv else []
+        return ", ".join([*parts, *cache, count(len(self.refused), "refusal"), f"{self.seconds:.1f} s"])
+
+    def _headline(self) -> str:
+        schemes = "  ".join(f"{tower} {scheme}" for tower, scheme in self.config.schemes.items())
+        if not schemes:
+            schemes = "no weight quantized" if self.config.kv else "nothing quantized"
+        lines = [self.totals(), schemes]
+        if self.size_before:
+            share = self.size_after / self.size_before
+            before, after = self.size_before / MEGABYTE, self.size_after / MEGABYTE
+            lines.append(f"{before:.1f} MB -> {after:.1f} MB ({share:.0%})")
+        return "\n".join(lines)
+
+    def _towers(self) -> str:
+        head = ("tower", "layers", "scheme", "visual, dB", "text, dB", "clipped", "W error", "outliers")
+        rows = [tower_row(tower, layers) for tower, layers in self.by_tower().items()]
+        return f"SQNR by modality, median (lowest) of the layers\n{text_table(head, rows)}" if rows else ""
+
+    def by_tower(self) -> dict[str, list[LayerReport]]:
+        """The layers of each tower that has some, towers in the order of the data flow."""
+        names = list(TOWERS) + sorted({layer.tower for layer in self.layers} - set(TOWERS))
+        towers = {name: [layer for layer in self.layers if layer.tower == name] for name in names}
+        return {name: layers for name, layers in towers.items() if layers}
+
+    def _rewrite_error(self) -> str:
+        if not self.rewrite_error:
+            return ""
+        return f"the exact rewrites moved the float model's output by {self.rewrite_error:.1e}, relative"
+
+    def _incoherence(self) -> str:
+        """E.g. "incoherence of 46 linear weights: median 9.1 -> 5.0", and the largest: "58.6 (a.weight)", "10.2 (b.weight)"."""
+        known = {fqn: pair for fqn, pair in self.incoherence.items() if all(map(math.isfinite, pair))}
+        if not known:
+            return ""
+        medians, largest = [], []
+        for i in (0, 1):
+            worst = max(known, key=lambda fqn, i=i: known[fqn][i])
+            medians.append(f"{statistics.median(pair[i] for pair in known.values()):.1f}")
+            largest.append(f"{known[worst][i]:.1f} ({worst})")
+        head = f"incoherence of {count(len(known), 'linear weight')}"
+        lines = [
+            f"{head}: median {' -> '.join(medians)}",
+            f"  largest before {largest[0]}",
+            f"  largest after  {largest[1]}",
+        ]
+        return "\n".join(lines)
+
+    def _worst(self) -> str:
+        measured = sorted((layer for layer in self.layers if layer.sqnr), key=lambda layer: layer.worst_sqnr)
+        if not measured:
+            return ""
+        worst = measured[:WORST]
+        head = ("lowest SQNR", "scheme", "visual, dB", "text, dB")
+        rows = [(x.fqn, x.scheme, *(decibels(x.sqnr.get(m), "") for m in MODALITIES)) for x in worst]
+        lines = text_table(head, rows).splitlines()
+        for layer, line in zip(worst, lines[1:], strict=True):
+            done = ", ".join(layer.transforms)
+            lines[lines.index(line)] = f"{line}\n  {done}" if done else line
+        return "\n".join(lines)
+
+    def _scores(self) -> str:
+        """How far rounded keys spread the visual scores, and what calibration does about it; medians over the layers."""
+        if not self.kv_scores:
+            return ""
+        lines = [f"scores of visual tokens in {count(len(self.kv_scores), 'layer')}, one calibration batch (medians)"]
+        calibrated = any(CALIBRATED in layer.error for layer in self.kv_scores)
+        for kind in (ROUNDED, CALIBRATED) if calibrated else (ROUNDED,):
+            outside = statistics.median(layer.outside(kind) for layer in self.kv_scores)
+            error = statistics.median(layer.error_of(kind) for layer in self.kv_scores)
+            lines.append(
+                f"  {kind}: {outside:.1%} beyond the exact scores, mean squared error of the softmax {error:.1e}"
+            )
+        return "\n".join(lines)
+
+    def _passes(self) -> str:
+        rows = [
+            (r["name"], "exact" if r["exact"] else "lossy", r["sites"], r["refused"], f"{r['ms']:.1f}")
+            for r in map(pass_row, self.passes)
+        ]
+        return text_table(("pass", "", "sites", "refused", "ms"), rows) if rows else ""
+
+    def _refusals(self) -> str:
+        return "\n".join(["refused", *(f"  {refusal}" for refusal in self.refused)]) if self.refused else ""
+
+
+def write_html(path: str | Path, data: Mapping[str, Any]) -> Path:
+    """Writes one self-contained web page about one or several quantized models; matplotlib draws the plots.
+
+    Args:
+        path: of the file.
+        data: any of "title"; "table": one dict per model, the columns in order ("recovery" is also drawn as bars);
+            "ablation": the same for the steps of an ablation; "speed": one dict per measurement; "reports": QuantReport
+            by name; "kernels": ``Explanation.to_dict()`` by name; "examples": dicts with images, question, answer, float,
+            quantized; "answers": dicts of what a compiled model was asked; "environment": names and versions.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    from mmqc.report.html import page
+
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(page(data), encoding="utf-8")
+    return path
+
+
+def plain(value: Any) -> Any:
+    """``value`` as JSON data: tensors, arrays and tuples as lists, NaN and infinity as ``None``."""
+    if isinstance(value, Mapping):
+        return {str(k): plain(v) for k, v in value.items()}
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if value is None or isinstance(value, str | int):
+        return value
+    if isinstance(value, list | tuple | set | frozenset):
+        return [plain(v) for v in value]
+    return plain(value.tolist()) if hasattr(value, "tolist") else str(value)
+
+
+def pass_row(record: Any) -> dict[str, Any]:
+    """A pass record as a dict: name, exact, sites, refused (number of), reasons, ms."""
+    misses = getattr(record, "misses", ())
+    reasons = [] if isinstance(misses, int) else [str(miss) for miss in misses]
+    sites = getattr(record, "n_sites", 0)
+    return {
+        "name": record.name,
+        "exact": bool(getattr(record, "exact", False)),
+        "sites": sites if isinstance(sites, int) else len(sites),
+        "refused": misses if isinstance(misses, int) else len(reasons),
+        "reasons": reasons,
+        "ms": float(getattr(record, "ms", 0.0)),
+    }
+
+
+def tower_row(tower: str, layers: Sequence[LayerReport]) -> tuple[str, ...]:
+    """One line of totals; SQNR as median (lowest) in dB, clipped as the largest fraction of any layer."""
+    sqnr = [spread([layer.sqnr[m] for layer in layers if m in layer.sqnr]) for m in MODALITIES]
+    clipped = max((v for layer in layers for v in layer.saturated.values()), default=0.0)
+    errors = [layer.weight_error for layer in layers if math.isfinite(layer.weight_error)]
+    return (
+        tower or "(not traced)",
+        str(len(layers)),
+        ", ".join(dict.fromkeys(layer.scheme for layer in layers)),
+        *sqnr,
+        f"{clipped:.2%}",
+        f"{statistics.median(errors):.2%}" if errors else "-",
+        str(sum(layer.outliers for layer in layers)),
+    )
+
+
+def count(n: int, what: str) -> str:
+    """E.g. "1 layer", "2 layers", "3 passes"."""
+    return f"{n} {what}" if n == 1 else f"{n} {what}{'es' if what.endswith('s') else 's'}"
+
+
+def decibels(value: float | None, unit: str = " dB") -> str:
+    """E.g. "31.4 dB"; a dash for what was not measured."""
+    return "-" if value is None or math.isnan(value) else f"{value:.1f}{unit}"
+
+
+def spread(values: Sequence[float]) -> str:
+    """Median and lowest, e.g. "33.0 (28.1)"."""
+    return f"{statistics.median(values):.1f} ({min(values):.1f})" if values else "-"
+
+
+def text_table(head: Iterable[object], rows: Iterable[Iterable[object]]) -> str:
+    """Columns padded to their widest cell, two spaces apart; numbers to the right."""
+    cells = [[str(c) for c in row] for row in (head, *rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    right = [all(_is_number(row[i]) for row in cells[1:]) for i in range(len(widths))]
+    pad = lambda cell, i: cell.rjust(widths[i]) if right[i] else cell.ljust(widths[i])  # noqa: E731
+    lines = ["  ".join(pad(cell, i) for i, cell in enumerate(row)).rstrip() for row in cells]
+    return "\n".join(lines)
+
+
+def _is_number(cell: str) -> bool:
+    return cell == "-" or cell[:1].isdigit() or cell[:1] == "-"

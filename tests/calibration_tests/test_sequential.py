@@ -1,0 +1,274 @@
+"""Block by block gives what the whole model's forwards give, for models that are built in every which way."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from blocks import Attention, Branch, Mlp, RMSNorm, Text, ids, shared
+from models import randomise, tiny_qwen2_vl
+from small_vlm import Small, batches, check_unchanged, quantize, traces
+from tiny_families import FAMILIES
+from torch import Tensor, nn
+
+import mmqc
+import mmqc.quantization.job
+from mmqc import recipes
+from mmqc.calibration.blocks import Outside, Segment, block_lists, survey
+from mmqc.nn.linear import QuantLinear
+from mmqc.quantization.memory_error import OutOfMemoryError
+from mmqc.report.report import Refusal
+
+GPTQ = recipes.mquant(4, rotate=False)
+
+
+def whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No list of blocks is taken apart."""
+
+    def none(model: nn.Module, linears: Any, calls: Any, refused: Any) -> Any:
+        return survey(model, linears, calls, dict.fromkeys(block_lists(model, linears), "for comparison"))
+
+    monkeypatch.setattr(mmqc.quantization.job, "survey", none)
+
+
+def equal(a: nn.Module, b: nn.Module) -> bool:
+    one, two = a.state_dict(), b.state_dict()
+    return one.keys() == two.keys() and all(torch.equal(one[k], two[k]) for k in one)
+
+
+class Between(nn.Module):
+    """Something happens between the blocks: out of place, in place, or arguments that only later blocks get."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        body = Text(*(Branch(RMSNorm(), Mlp()) for _ in range(3)))
+        self.body, self.how = body, how
+        self.calls = [0, 0, 0]
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.body.embed(input_ids)
+        for i, block in enumerate(self.body.blocks):
+            if i == 2:
+                x = {"outside": lambda x: x * 2, "in place": lambda x: x.mul_(2), "none": lambda x: x}[self.how](x)
+            x = block(x)
+            self.calls[i] += 1
+        return self.body.head(self.body.norm(x))
+
+
+class Masked(nn.Module):
+    """Each block has arguments beside the stream: one for all, one for the odd ones, and a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.layers = nn.Embedding(40, 16), nn.ModuleList(Layer() for _ in range(4))
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        a = torch.linspace(0, 1, input_ids.shape[1])[:, None]
+        b = (input_ids > 10).to(x.dtype)[..., None]
+        for i, layer in enumerate(self.layers):
+            x, _ = layer(x, (a, b if i % 2 else a), length=input_ids.shape[1], flag=True)
+        return x
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mlp = RMSNorm(), Mlp()
+
+    def forward(self, x: Tensor, masks: tuple[Tensor, Tensor], *, length: int, flag: bool) -> tuple[Tensor, None]:
+        return x + self.mlp(self.norm(x) * masks[0] + masks[1]) / length, None
+
+
+def text_batches() -> list[dict[str, Tensor]]:
+    return [ids(6, 0), ids(6, 1), ids(9, 2)]
+
+
+MODELS: dict[str, Any] = {
+    "two towers": lambda: (Small(), batches()),
+    "shared block": lambda: (shared(), text_batches()),
+    "changed between": lambda: (Between("outside"), text_batches()),
+    "changed in place": lambda: (Between("in place"), text_batches()),
+    "masks": lambda: (Masked(), text_batches()),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_float__equals_forwards_of_the_whole_model(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    results = []
+    for streamed in (True, False):
+        torch.manual_seed(0)
+        model, data = MODELS[name]()
+        model = randomise(model).eval()
+        if not streamed:
+            whole(monkeypatch)
+        results.append((model, quantize(model, recipes.mquant(4, rotate=False), data)))
+    (streamed, report), (plain, expected) = results
+    assert equal(streamed, plain)
+    assert report.config == expected.config
+    assert [layer.ranges for layer in report.layers] == [layer.ranges for layer in expected.layers]
+    assert [layer.sqnr for layer in report.layers] == [layer.sqnr for layer in expected.layers]
+    refused = [r.reason for r in report.refused if "whole model" in r.reason]
+    reason = "calibrated by forwards of the whole model: its blocks are called more than once in one forward"
+    assert refused == ([reason] if name == "shared block" else [])
+
+
+@pytest.mark.parametrize("name", sorted(FAMILIES))
+def test_float__equals_the_whole_model_for_transformers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    models = []
+    reasons = []
+    for streamed in (True, False):
+        model, batch = FAMILIES[name]()
+        if not streamed:
+            whole(monkeypatch)
+        config = recipes.rtn(8, 8)
+        report = mmqc.quantize_(model, config, [batch], progress=False)
+        models.append(model)
+        reasons.append([str(r) for r in report.refused if "whole model" in r.reason])
+    assert equal(*models)
+    assert reasons[0] == []
+    assert reasons[1] != []
+
+
+@pytest.mark.parametrize(("how", "segments"), [("none", [3]), ("outside", [2, 1]), ("in place", [2, 1])])
+def test_survey__a_segment_ends_where_code_in_between_changes_the_stream(how: str, segments: list[int]) -> None:
+    model = Between(how)
+    names = [n for n, m in model.named_modules() if isinstance(m, nn.Linear)]
+    with torch.no_grad():
+        layout = survey(model, names, [lambda: model(**ids())])
+    assert [len(u.blocks) for u in layout.units if isinstance(u, Segment)] == segments
+    assert layout.units[-1] == Outside(("body.head",), len(segments))
+    assert layout.refused == {}
+
+
+def test_survey__forwards_stop_behind_the_last_block_that_meets_new_arguments() -> None:
+    model = randomise(Between("none")).eval()
+    data = text_batches()
+    quantize(model, recipes.rtn(8, 8).replace(keep=("body.head",)), data)
+    whole_forwards = 2 + 2 + 2  # recorded and surveyed, two batches each; the rewrites change nothing here
+    assert model.calls[0] <= whole_forwards
+    assert model.calls[2] <= whole_forwards
+
+
+def test_quantized_inputs__are_what_the_quantized_model_sees() -> None:
+    model, batch = tiny_qwen2_vl()
+    _, other = tiny_qwen2_vl(grids=((1, 8, 8),))
+    plain, _ = tiny_qwen2_vl()
+    mmqc.quantize_(plain, recipes.rtn(4, 8), [batch, other], progress=False)
+    report = mmqc.quantize_(model, recipes.rtn(4, 8), [batch, other], progress=False, inputs="quantized")
+    assert not equal(model, plain)
+    linears = {n: m for n, m in model.named_modules() if isinstance(m, QuantLinear)}
+    first = [n for n in linears if n.endswith((".q_proj", ".qkv", "gate_proj.unused", "mlp.0"))]
+    seen: dict[str, list[Tensor]] = {n: [] for n in first}
+    handles = [
+        linears[n].register_forward_pre_hook(lambda m, a, n=n: seen[n].append(a[0].detach().clone())) for n in first
+    ]
+    with torch.no_grad():
+        for data in (batch, other):
+            model(**data, use_cache=False)
+    for handle in handles:
+        handle.remove()
+    ranges = {layer.fqn: layer.ranges for layer in report.layers}
+    assert len(first) == 5
+    for name in first:
+        low, high = (min(r[0] for r in ranges[name].values()), max(r[1] for r in ranges[name].values()))
+        assert (low, high) == (min(float(x.min()) for x in seen[name]), max(float(x.max()) for x in seen[name]))
+
+
+def test_spool__in_files_gives_the_same_and_leaves_nothing(tmp_path: Path) -> None:
+    model, other = Small(), Small()
+    quantize(model, GPTQ)
+    quantize(other, GPTQ, spool=str(tmp_path / "activations"))
+    assert equal(model, other)
+    assert list((tmp_path / "activations").iterdir()) == []
+
+
+def test_modality_weights__change_the_codes_of_the_language_model_only() -> None:
+    model, other = Small(), Small()
+    quantize(model, GPTQ)
+    quantize(other, GPTQ, modality_weights={"visual": 100.0, "text": 0.01})
+    differing = {
+        n for n, m in model.named_modules()
+        if isinstance(m, QuantLinear) and not torch.equal(m.qweight, other.get_submodule(n).qweight)  # type: ignore[arg-type]
+    }  # fmt: skip
+    assert differing
+    assert all(".text." in name for name in differing)
+
+
+def test_blocks__that_another_batch_calls_differently_are_calibrated_as_a_whole() -> None:
+    class Moody(Text):
+        def forward(self, input_ids: Tensor) -> Tensor:
+            x = self.embed(input_ids)
+            for block in self.blocks:
+                x = block(x=x) if bool((input_ids == 7).all()) else block(x)
+            return self.head(self.norm(x))
+
+    torch.manual_seed(0)
+    model = randomise(Moody(Branch(RMSNorm(), Attention()), Branch(RMSNorm(), Mlp()))).eval()
+    data = [ids(6, 0), ids(9, 1), {"input_ids": torch.full((2, 6), 7)}]
+    report = quantize(model, recipes.rtn(8, 8), data)
+    found = [r for r in report.refused if "whole model" in r.reason]
+    assert [r.fqn for r in found] == ["blocks"]
+    assert "batch 2 calls blocks.0 with other arguments" in found[0].reason
+    assert isinstance(found[0], Refusal)
+    assert len(report.layers) == 6
+
+
+@pytest.mark.parametrize("inputs", ["float", "quantized"])
+def test_blocks__refused_in_the_middle_of_a_run(inputs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Moody(nn.Module):
+        """Hands the stream over by name if the batch says so."""
+
+        def __init__(self, block: nn.Module) -> None:
+            super().__init__()
+            self.block = block
+
+        def forward(self, x: Tensor, by_name: bool = False) -> Tensor:
+            return self.block(x)
+
+    model, data = Small(), batches(4)
+    text = model.model.text
+    text.blocks = nn.ModuleList(Moody(b) for b in text.blocks)
+    forward = model.forward
+
+    def moody(input_ids: Tensor, pixel_values: Tensor, use_cache: bool = True) -> Tensor:
+        changed = bool((input_ids[:, 0] == 3).all())
+        handle = text.blocks[0].register_forward_pre_hook(
+            lambda m, a, k: (a, {"by_name": True} if changed else {}), with_kwargs=True, prepend=True
+        )
+        try:
+            return forward(input_ids, pixel_values)
+        finally:
+            handle.remove()
+
+    monkeypatch.setattr(model, "forward", moody)
+    data[3] = {**data[3], "input_ids": data[3]["input_ids"].clone()}
+    data[3]["input_ids"][:, 0] = 3
+    report = quantize(model, recipes.rtn(8, 8), data, inputs=inputs)
+    assert [r.fqn for r in report.refused if "whole model" in r.reason] == ["model.text.blocks"]
+    assert {x.fqn for x in report.layers} == {n for n, m in model.named_modules() if isinstance(m, QuantLinear)}
+    assert {x.tower for x in report.layers} == {"vision", "projector", "language"}
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate"), r"at model.text.blocks.1 .*device=\"cuda\""),
+        (MemoryError(), "fewer calibration samples"),
+    ],
+)
+def test_memory__an_error_says_what_to_change(error: Exception, message: str) -> None:
+    model = Small()
+    before = traces(model)
+    calls = []
+
+    def fail(module: nn.Module, args: Any) -> None:
+        calls.append(1)
+        if len(calls) > 8:
+            raise error
+
+    handle = model.get_submodule("model.text.blocks.1").register_forward_pre_hook(fail)
+    with pytest.raises(OutOfMemoryError, match=message):
+        quantize(model, recipes.rtn(8, 8))
+    handle.remove()
+    check_unchanged(model, before)

@@ -1,0 +1,43 @@
+"""The adapter to lm-evaluation-harness, against a stand-in of its entry point."""
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+from commands import invoke
+
+from mmqc.cli.harness import harness
+
+RESULTS = {"mmmu_val": {"alias": "mmmu", "acc,none": 0.4, "acc_stderr,none": 0.02}, "chartqa": {"relaxed,strict": 0.8}}
+
+
+def test_harness__asks_for_hf_multimodal_and_flattens_the_metrics(monkeypatch, tmp_path):
+    asked = {}
+    fake = SimpleNamespace(simple_evaluate=lambda **options: asked.update(options) or {"results": RESULTS})
+    monkeypatch.setitem(sys.modules, "lm_eval", fake)
+    found = harness("dir", ["mmmu_val", "chartqa"], limit=3, max_images=2)
+    assert found == {"mmmu_val/acc": 0.4, "mmmu_val/acc_stderr": 0.02, "chartqa/relaxed": 0.8}
+    assert asked["model"] == "hf-multimodal"
+    assert asked["model_args"] == {"pretrained": "dir", "max_images": 2}
+    assert (asked["tasks"], asked["limit"], asked["batch_size"]) == (["mmmu_val", "chartqa"], 3, 1)
+    result = invoke("eval", "dir", "--tasks", "chartqa", "-n", "7", "--json", str(tmp_path / "e.json"))
+    assert result.exit_code == 0, result.output
+    assert (asked["tasks"], asked["limit"]) == (["chartqa"], 7)
+    assert "0.8000" in result.output
+
+
+def test_harness__that_is_not_there_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    with pytest.raises(ImportError, match=r"mmqc\[eval\]"):
+        harness("dir", ["chartqa"])
+    result = invoke("eval", "dir", "--tasks", "chartqa")
+    assert result.exit_code == 3
+    assert "mmqc[eval]" in result.output
+
+
+def test_harness__takes_the_arguments_that_the_real_one_has():
+    lm_eval = pytest.importorskip("lm_eval", reason="pip install 'mmqc[eval]'")
+    import inspect
+
+    names = inspect.signature(lm_eval.simple_evaluate).parameters
+    assert {"model", "model_args", "tasks", "limit", "batch_size"} <= set(names)

@@ -1,0 +1,49 @@
+"""The estimate's weights are those of the quantized model, byte for byte, wherever towers share a scheme."""
+
+import copy
+
+import pytest
+import torch
+from models import tiny_qwen2_vl
+
+import mmqc
+from mmqc import recipes
+from mmqc.cli.memory_estimate import available, estimate
+from mmqc.quantization.convert import size_of
+
+CONFIGS = {
+    "w8": recipes.rtn(8),
+    "w4-g8": recipes.rtn(4, group_size=8),
+    "w8a8": recipes.rtn(8, activation_bits=8),
+    "head": recipes.rtn(4, head_bits=8),
+    "keep": recipes.rtn(8).replace(keep=("lm_head", "fc1")),
+}
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_estimate__weights_before_and_after(config, tied):
+    model, inputs = tiny_qwen2_vl(tied=tied)
+    skeleton = copy.deepcopy(model).to("meta")
+    if tied:
+        skeleton.tie_weights()
+    guess = estimate(skeleton, config)
+    report = mmqc.quantize_(model, config, [inputs] if config.needs_calibration else None, progress=False)
+    assert guess.weights == report.size_before
+    assert guess.quantized == report.size_after == size_of(model)
+    assert guess.linears == len(report.layers)
+    assert guess.moments == 0
+
+
+def test_estimate__second_moments_and_the_largest_weight():
+    model = torch.nn.Sequential(torch.nn.Linear(16, 40), torch.nn.Linear(40, 8)).to(torch.bfloat16)
+    guess = estimate(model, recipes.mquant(4))
+    assert guess.moments == 4 * (16**2 + 40**2)
+    assert guess.largest == 4 * 640
+    assert guess.peak == guess.weights + guess.quantized + guess.moments + guess.largest
+    assert estimate(model, recipes.mquant(4, solver="rtn")).moments == 0
+
+
+def test_available__is_a_plausible_number():
+    free = available()
+    assert free is None or 2**20 < free < 2**50

@@ -1,0 +1,107 @@
+"""mmqc.compiled_loop against transformers' own loop: the same tokens, a kept cache, no more graphs."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from models import tiny_qwen2_vl
+from quantized_vlm import quantized_vlm
+from tolerance import assert_close
+from transformers import CompileConfig
+
+import mmqc
+from mmqc.compiler.record import collect_records
+
+
+def compiled(backend: Any = "eager") -> dict[str, Any]:
+    """How to compile without Inductor: what is tested is the loop."""
+    return {"compile_config": CompileConfig(backend=backend, mode=None), "custom_generate": mmqc.compiled_loop}
+
+
+HOW = {
+    "greedy": {"do_sample": False},
+    "with an end of sequence": {"do_sample": False, "eos_token_id": [5, 9, 20], "pad_token_id": 0},
+    "a processor": {"do_sample": False, "repetition_penalty": 1.5},
+    "sampled": {"do_sample": True, "top_k": 20},
+    "scores": {"do_sample": False, "output_scores": True, "return_dict_in_generate": True},
+}
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_compiled_loop__gives_the_same_tokens_as_transformers(how: str) -> None:
+    model, batch = quantized_vlm()
+    more = {"max_new_tokens": 6, "cache_implementation": "static", **HOW[how]}
+    torch.manual_seed(3)
+    expected = model.generate(**batch, **more)
+    for _ in range(2):  # with a new cache and with the kept one
+        torch.manual_seed(3)
+        got = model.generate(**batch, **more, **compiled())
+        if how == "scores":
+            assert torch.equal(got.sequences, expected.sequences)
+            for step, other in zip(got.scores, expected.scores, strict=True):
+                assert_close(step, other)
+        else:
+            assert torch.equal(got, expected)
+
+
+def test_compiled_loop__eager_prefill(without_inductor: None) -> None:
+    model, batch = quantized_vlm()
+    more = {"max_new_tokens": 4, "do_sample": False, "cache_implementation": "static"}
+    with collect_records() as records:
+        got = model.generate(**batch, **more, custom_generate=mmqc.compiled_loop, prefill="eager")
+    assert len(records) == 1, "the step"
+    assert torch.equal(got, model.generate(**batch, **more))
+
+
+def test_compiled_loop__left_padded_batch() -> None:
+    model, _ = tiny_qwen2_vl()
+    ids = torch.tensor([[0, 0, 0, 11, 12, 13], [14, 15, 16, 17, 18, 19]])
+    text = {"input_ids": ids, "attention_mask": (ids != 0).long()}
+    more = {"max_new_tokens": 5, "do_sample": False, "cache_implementation": "static"}
+    assert torch.equal(model.generate(**text, **more, **compiled()), model.generate(**text, **more))
+
+
+def test_compiled_loop__prefill_and_step_are_one_graph_each(without_inductor: None) -> None:
+    model, batch = quantized_vlm()
+    more = {
+        "max_new_tokens": 4,
+        "do_sample": False,
+        "cache_implementation": "static",
+        "custom_generate": mmqc.compiled_loop,
+    }
+    text = torch.randint(1, 30, (1, 40), generator=torch.Generator().manual_seed(1))
+    seen = []
+    with collect_records() as records:
+        for length in (30, 12, 21, 17):  # the longest first: transformers sizes the cache by the longest so far
+            assert model.generate(input_ids=text[:, :length], **more).shape[1] == length + 4
+            seen.append(len(records))
+        assert seen == [2, 3, 3, 3], "prefill and step; then a prefill for every length"
+        with_images = [model.generate(**batch, **more) for _ in range(2)]
+        assert len(records) <= 5, "a prefill with images, and a step with the larger cache"
+    assert all(record.quantized for record in records)
+    del more["custom_generate"]
+    assert all(torch.equal(model.generate(**batch, **more), got) for got in with_images)
+
+
+def test_compiled_loop__keeps_the_cache_and_a_copy_of_the_model_does_not() -> None:
+    model, batch = tiny_qwen2_vl()
+    more = {"max_new_tokens": 3, "do_sample": False, "cache_implementation": "static", **compiled()}
+    first = model.generate(**batch, **more)
+    kept = model._mmqc_loop.cache
+    assert torch.equal(model.generate(**batch, **more), first)
+    assert model._mmqc_loop.cache is kept
+    assert copy.deepcopy(model)._mmqc_loop.cache is None
+    returned = model.generate(**batch, **more, return_dict_in_generate=True)
+    assert returned.past_key_values is not kept, "a cache that the caller gets is the caller's"
+    assert model._compiled_call_impl is None
+
+
+def test_compiled_loop__refuses_what_it_cannot_do() -> None:
+    model, batch = tiny_qwen2_vl()
+    with pytest.raises(ValueError, match="cache_implementation"):
+        model.generate(**batch, max_new_tokens=2, custom_generate=mmqc.compiled_loop)
+    with pytest.raises(ValueError, match="'compiled', 'graphs', 'eager'"):
+        model.generate(**batch, max_new_tokens=2, cache_implementation="static", prefill="fast", **compiled())
+    with pytest.raises(ValueError, match="2 beams"):
+        model.generate(**batch, max_new_tokens=2, num_beams=2, cache_implementation="static", **compiled())

@@ -1,0 +1,115 @@
+"""hadamard_quantize against the plain-torch ops hadamard and quantize."""
+
+import functools
+
+import pytest
+import torch
+from row_scales import KINDS, row_scales
+from tolerance import assert_close
+from torch.nn import functional as F
+
+from mmqc.ops import hadamard, quantize
+
+kernel = pytest.importorskip("mmqc.kernels.hadamard.hadamard_quantize")
+plans = pytest.importorskip("mmqc.kernels.hadamard.hadamard_plan")
+
+SHAPES = [(5, 64), (3, 1280), (2, 3584), (70, 27), (1, 5120), (3, 12 * 16), (1, 18944), (4, 1), (2, 4304), (3, 2048)]
+
+
+def transform(x):
+    return hadamard.reference(x, [f.to(x.device) for f in hadamard.hadamard_factors(x.shape[1])])
+
+
+def assert_codes(actual, expected, rate=2e-3):
+    off = (actual.int() - expected.int()).abs()
+    assert off.max() <= 1
+    assert (off > 0).float().mean() <= rate + 1.5 / off.numel()
+
+
+@pytest.mark.parametrize("n", [64, 128, 192, 1280, 3584, 18944, 5120, 2048, 4304, 27, 11008, 14336, 1])
+def test_hadamard_plan__matrices_are_the_op_s(n):
+    t = plans.best_tiling(n)
+    assert t.a * t.b == n
+    outer, inner = plans.matrices(t, n)
+    expected = (
+        functools.reduce(torch.kron, hadamard.hadamard_factors(n), torch.ones(1, 1).double()) if n <= 6000 else None
+    )
+    x = torch.randn(2, n, dtype=torch.float64)
+    y = x.reshape(2, t.a, t.b)
+    if t.a > 1:
+        y = torch.einsum("ik,mkj->mij", outer[: t.a, : t.a] / t.a**0.5, y)
+    y = (y @ inner[: t.b, : t.b].t() / t.b**0.5).reshape(2, n)
+    assert_close(y, transform(x) if expected is None else x @ expected.t())
+
+
+@pytest.mark.parametrize("cut", [(20, 64), (40, 32), (28, 128)])
+def test_hadamard_quantize__with_another_cut(cut, device):
+    x = torch.randn(5, cut[0] * cut[1], device=device).half()
+    plan = plans.hadamard_plan(x.shape[1], x.device, x.dtype, cut)
+    assert (plan.tiling.a, plan.tiling.b) == cut
+    assert_close(kernel.hadamard_quantize(x, code=None, plan=plan).y, transform(x.double()), x.dtype)
+
+
+@pytest.mark.parametrize("n", [3420, 8960])
+def test_hadamard_plan__names_a_width_without_tiling(n, device):
+    assert "no cut of width" in kernel.supports(torch.randn(1, n, device=device), None, None)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_hadamard__equals_the_op(shape, dtype, device):
+    x = torch.randn(shape, device=device).to(dtype)
+    if (reason := kernel.supports(x, None, None)) and "shared memory" in reason:
+        pytest.skip(reason)
+    out = torch.full(shape, float("nan"), dtype=dtype, device=device)
+    y = kernel.hadamard_quantize(x, code=None, out=out).y
+    assert y is out
+    assert_close(y, transform(x.double()), dtype)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", [(5, 64), (3, 1280), (3, 5120), (70, 27)])
+def test_hadamard_quantize__static(shape, kind, device):
+    x = torch.randn(shape, device=device)
+    scale, more, rows = row_scales(kind, shape[0], device, 0.02, 0.04)
+    got = kernel.hadamard_quantize(x, scale, out=torch.full(shape, 77, dtype=torch.int8, device=device), **more)
+    expected = torch.round(transform(x) / rows[:, None]).clamp(-128, 127)
+    assert_codes(got.y, expected)
+
+
+@pytest.mark.parametrize("shape", [(5, 64), (3, 1280), (3, 5120), (70, 27)])
+def test_hadamard_quantize__dynamic(shape, device):
+    x = torch.randn(shape, device=device)
+    got = kernel.hadamard_quantize(x)
+    y = transform(x)
+    assert_close(got.scale, y.abs().amax(1) / 127)
+    assert_codes(got.y, torch.round(y / got.scale[:, None]).clamp(-128, 127))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("shape", [(5, 192), (2, 3584), (2, 5120)])
+def test_hadamard_quantize__behind_a_gated_mlp(shape, dtype, device):
+    gate_up = torch.randn(shape[0], 2 * shape[1], device=device).to(dtype)
+    gate, up = gate_up.chunk(2, 1)
+    y = kernel.hadamard_quantize(gate, up=up, code=None).y
+    assert_close(y, transform((F.silu(gate) * up).double()), dtype)
+    scale = torch.tensor([0.02], device=device)
+    got = kernel.hadamard_quantize(gate, scale, up=up)
+    # h and A h are rounded to x's dtype: in fp16 a few codes in a hundred may fall on the other side.
+    rate = 2e-3 if dtype == torch.float32 else 5e-2
+    assert_codes(got.y, quantize.reference(transform((F.silu(gate) * up).float()), scale, None, 8), rate)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(33, 3584), (5, 18944), (9, 5120), (4, 4304)])
+def test_hadamard__bfloat16(shape, device):
+    x = torch.randn(shape, device=device).bfloat16()
+    assert_close(kernel.hadamard_quantize(x, code=None).y, transform(x.double()), torch.bfloat16)
+
+
+def test_hadamard_quantize__names_what_is_wrong(device):
+    x = torch.randn(2, 64, device=device)
+    with pytest.raises(ValueError, match="up is like x"):
+        kernel.hadamard_quantize(x, up=x[:1])
+    with pytest.raises(ValueError, match="bits = 4"):
+        kernel.hadamard_quantize(x, bits=4)

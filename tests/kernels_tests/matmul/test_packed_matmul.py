@@ -1,0 +1,139 @@
+"""Launches of packed_matmul.py, as far as they are decided without a device; the order of its kernels: test_pingpong_ring.py."""
+
+import types
+
+import offline
+import pytest
+import torch
+
+packed = pytest.importorskip("mmqc.kernels.matmul.packed_matmul")
+pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
+from mmqc.kernels.matmul import mixed_matmul as mixed  # noqa: E402
+from mmqc.kernels.matmul import scaled_matmul as scaled  # noqa: E402
+from mmqc.kernels.matmul import scaled_matmul_epilogue as epilogues  # noqa: E402
+from mmqc.kernels.matmul.configs import MatmulConfig  # noqa: E402
+from mmqc.kernels.matmul.epilogue_tiles import Epilogue  # noqa: E402
+from mmqc.kernels.matmul.linears import Linear  # noqa: E402
+from mmqc.kernels.rows.quantize_per_token import Rows  # noqa: E402
+from mmqc.kernels.shared.row_scale import row_scale  # noqa: E402
+
+TILE = MatmulConfig(128, 128, 64, 4, 4, split_k=4, per_sm=2, variant="registers")
+M, N, LOW, HIGH = 300, 264, 288, 48
+
+
+def no_work(device, rest, size, count, dtype):
+    return torch.empty(0, dtype=dtype), torch.zeros(1, dtype=torch.int32)
+
+
+def check_launch(launch) -> None:
+    """That it gives the kernel every argument by its name, and that what TMA copies are matrices."""
+    names = set(launch.kernel.arg_names)
+    assert set(launch.args) | set(launch.constants) == names
+    assert set(launch.outputs) <= set(launch.args)
+    assert set(launch.descriptors) == {name for name in names if name.endswith("_desc")}
+    for name in launch.descriptors:
+        rows, columns = launch.args[name].shape
+        assert rows in (M, N)
+        assert columns in (LOW // 2, HIGH, N)
+
+
+def one_part():
+    x, w, scale = torch.zeros(M, LOW, dtype=torch.int8), torch.zeros(N, LOW // 2, dtype=torch.uint8), torch.ones(N)
+    y = torch.zeros(M, N, dtype=torch.bfloat16)
+    return packed.launch(
+        x, Linear(w, scale, None, y), row_scale(torch.ones(1), M), None, TILE, Epilogue(dtype=y.dtype), no_work
+    )
+
+
+def two_parts():
+    x = Rows(torch.zeros(M, LOW + HIGH, dtype=torch.int8), torch.ones(M, 2), torch.zeros(M, 2))
+    low, high = torch.zeros(N, LOW // 2, dtype=torch.uint8), torch.zeros(N, HIGH, dtype=torch.int8)
+    scale, sums, y = torch.ones(N, 2), torch.zeros(N, 2, dtype=torch.int32), torch.zeros(M, N, dtype=torch.bfloat16)
+    return packed.mixed_launch(x, low, high, scale, sums, None, y, TILE, no_work)
+
+
+MADE = {"one part": one_part, "two parts": two_parts}
+
+
+def made(what: str):
+    """A launch whose last tiles four programs share, for offline.py."""
+    launch = MADE[what]()
+    return launch._replace(constants=launch.constants | {"PARTS": 4})
+
+
+@pytest.mark.parametrize("what", MADE)
+def test_launch__gives_the_kernel_its_arguments(what):
+    check_launch(made(what))
+
+
+@pytest.mark.parametrize("variant", ["pingpong", "registers"])
+def test_launch__is_that_of_the_tile_for_every_product_of_one_linear(variant, monkeypatch):
+    launches = []
+    fake = types.SimpleNamespace(run=lambda: launches.append("run"))
+    monkeypatch.setitem(scaled.BY_GLUON, variant, lambda x, linear, *_: launches.append(linear.w) or fake)
+    monkeypatch.setattr(mixed, "supports", lambda *_: None)
+    x, y, tile = (
+        torch.zeros(M, LOW, dtype=torch.int8),
+        torch.zeros(M, N, dtype=torch.bfloat16),
+        TILE.with_variant(variant),
+    )
+    w = torch.zeros(N, LOW // 2, dtype=torch.uint8) if variant == "registers" else torch.zeros(N, LOW, dtype=torch.int8)
+    linears, rows = [Linear(w, torch.ones(N), None, y)], row_scale(torch.ones(1), M)
+    scaled.multiply(x, linears, rows, config=tile)
+    epilogues.scaled_matmul_epilogue(x, linears, rows, Epilogue(), tile)
+    weight = mixed.Weight(w, None, torch.ones(N, 1), torch.zeros(N, 1, dtype=torch.int32))
+    mixed.mixed_matmul(Rows(x, torch.ones(M, 1), torch.zeros(M, 1)), weight, out=y, config=tile)
+    assert len(launches) == 6
+    assert all(found is w for found in launches[::2])
+    assert launches[1::2] == ["run"] * 3
+
+
+def test_epilogue__weights_are_written_out_in_front_of_codes(monkeypatch):
+    launches = []
+    fake = types.SimpleNamespace(run=lambda: None)
+    w, codes = torch.zeros(N, LOW // 2, dtype=torch.uint8), torch.ones(N, LOW, dtype=torch.int8)
+    for variant in ("pingpong", "registers"):
+        monkeypatch.setitem(
+            scaled.BY_GLUON, variant, lambda x, linear, *_, name=variant: launches.append((name, linear.w)) or fake
+        )
+    monkeypatch.setattr(epilogues, "unpack_weight", lambda *_, **__: codes)
+    monkeypatch.setattr(
+        epilogues, "tile_of", lambda x, linear, n: TILE.with_variant("pingpong" if linear.w is codes else "registers")
+    )
+    x, rows = torch.zeros(M, LOW, dtype=torch.int8), row_scale(torch.ones(1), M)
+    for y, following in ((torch.bfloat16, None), (torch.int8, rows)):
+        linear = Linear(w, torch.ones(N), None, torch.zeros(M, N, dtype=y))
+        epilogues.scaled_matmul_epilogue(x, [linear], rows, Epilogue("relu", torch.bfloat16, following))
+    assert [name for name, _ in launches] == ["registers", "pingpong"]
+    assert launches[0][1] is w
+    assert launches[1][1] is codes
+
+
+@pytest.mark.parametrize("what", MADE)
+def test_kernels__compile_to_products_that_queue_up(what):
+    """Ptxas does not wait for each of them, hardly anything is spilled, and two programs fit the shared memory."""
+    told, shared = offline.compiled("test_packed_matmul", what)
+    assert 2 * (shared + 1024) <= 233_472
+    assert "serialized" not in told, told
+    assert offline.spilled(told) < 512, told
+
+
+@pytest.mark.parametrize(
+    ("item_bytes", "kept", "count"), [(1, 128, 1), (2, 128, 2), (4, 128, 4), (2, 1152, 4), (4, 1152, 8)]
+)
+def test_shares__as_few_as_fit(item_bytes, kept, count):
+    assert packed.shares(TILE, item_bytes, kept) == count
+
+
+def test_shares__refuses_tiles_of_other_kernels():
+    with pytest.raises(ValueError, match="4 slots of 64"):
+        packed.shares(MatmulConfig(128, 128, 128, 4, 2, variant="registers"), 2, 0)
+    with pytest.raises(ValueError, match="no shared memory"):
+        packed.shares(MatmulConfig(256, 128, 64, 4, 4, per_sm=2, variant="registers"), 2, 0)
+
+
+def test_why_not__says_what_it_cannot_do():
+    x, w, y = torch.zeros(8, 64, dtype=torch.int8), torch.zeros(8, 32, dtype=torch.uint8), torch.zeros(8, 8)
+    assert "Hopper" in packed.why_not(x, w, y, 64)
+    assert packed.fits(3136)
+    assert not packed.fits(72)

@@ -1,0 +1,197 @@
+"""The order of copies, products and results in warp-specialised kernels, with every warp role in a thread of its own.
+
+Tiles of 64 rows and steps of 8 columns: what is tested is who waits for whom.
+"""
+
+import pytest
+import torch
+import warp_simulator as simulator
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pingpong = pytest.importorskip("mmqc.kernels.matmul.pingpong_matmul")
+tiles = pytest.importorskip("mmqc.kernels.matmul.pingpong_tiles")
+mixed_tiles = pytest.importorskip("mmqc.kernels.matmul.pingpong_mixed_tiles")
+packed_tiles = pytest.importorskip("mmqc.kernels.matmul.packed_tiles")
+STEP, COLUMNS = 8, 16  # of a tile
+
+
+def cut(m: int, n: int, steps: int, programs: int, block_m: int, parts: int, block_n: int = COLUMNS) -> int:
+    """The parts of a tile of the last round: as many as asked for where each has a program and a step, else one."""
+    rest = -(-m // block_m) * -(-n // block_n) % programs
+    fits = rest * parts <= programs and (parts - 1) * -(-steps // parts) < steps
+    return parts if rest and fits else 1
+
+
+def run(
+    kernel,
+    x: torch.Tensor,
+    w: torch.Tensor,
+    block_m: int,
+    programs: int,
+    parts: int,
+    sizes: dict,
+    constants: dict,
+    tile: dict,
+    block_n: int = COLUMNS,
+    shares: int = 1,
+) -> torch.Tensor:
+    """What the kernel makes of x and w by the tile code ``tile``; its counters are zero again."""
+    (m, _), n = x.shape, len(w)
+    y, count = torch.full((m, n), float("nan")), -(-m // block_m) * -(-n // block_n)
+    rest = count % programs
+    counters = torch.zeros(max(rest, 1), dtype=torch.int32)
+    partial = torch.full((max(1, parts * rest * block_m * block_n),), 12345, dtype=torch.int32)
+    args = dict.fromkeys(name for name in kernel.arg_names if name.endswith("_ptr")) | dict(
+        x_desc=simulator.Described(x, (block_m, STEP)), w_desc=simulator.Described(w, (block_n, STEP)),
+        y_desc=simulator.Described(y, (block_m // shares, block_n)), part_ptr=simulator.Pointer(partial),
+        counter_ptr=simulator.Pointer(counters), M=m, N=n,
+    )  # fmt: skip
+    shared = dict(HAS_BIAS=False, BLOCK_M=block_m, BLOCK_N=block_n, GROUP_M=2, PROGRAMS=programs, PARTS=parts)
+    grid = programs if count >= programs else rest * parts
+    simulator.run(kernel, grid, args | sizes, shared | constants, tile)
+    assert not counters.any()
+    return y
+
+
+def assert_product(m: int, n: int, k: int, programs: int, stages: int, warps: int, parts: int) -> None:
+    """That the kernel's result is x wᵀ."""
+    x, w = (torch.randint(-8, 8, (rows, k), dtype=torch.int8) for rows in (m, n))
+    constants = dict(
+        KIND=0, HAS_RESIDUAL=False, ACTIVATION=0, NEXT=False, NEXT_KIND=0, ROUND=0, LOW=0, HIGH=0, PTX=False, RANK=0,
+        STAGES=stages, WARPS=warps, CONSUMERS=8 // warps, BLOCK_K=STEP, REGISTERS=240,
+    )  # fmt: skip
+    tile = {"finish_scaled_tile": lambda acc, *_: acc, "row_scale_tile": lambda *_: None}
+    y = run(tiles.scaled_pingpong_kernel, x, w, 16 * warps, programs, parts, {"K": k, "stride_r": 0}, constants, tile)
+    assert torch.equal(y, x.float() @ w.float().t())
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.integers(1, 200), st.integers(1, 70), st.integers(1, 90), st.integers(1, 3),
+    st.integers(2, 5), st.sampled_from([4, 8]), st.sampled_from([1, 2, 4]),
+)  # fmt: skip
+def test_ring__every_size(m, n, k, programs, stages, warps, parts):
+    assert_product(m, n, k, programs, stages, warps, cut(m, n, -(-k // STEP), programs, 16 * warps, parts))
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k", "programs", "stages", "parts"),
+    [(64, 16, 8, 4, 2, 1),  # one tile of one step
+     (64, 16, 80, 4, 3, 4),  # a cut round alone
+     (192, 48, 88, 4, 3, 4),  # rounds, and one tile in four parts, the last one shorter
+     (128, 96, 200, 5, 2, 2),  # more steps than slots, the cut tiles those of the second consumer
+     (320, 32, 64, 2, 5, 1)],  # many rounds
+)  # fmt: skip
+def test_ring__rounds_and_parts(m, n, k, programs, stages, parts):
+    assert_product(m, n, k, programs, stages, 4, parts)
+
+
+def assert_mixed(m: int, n: int, low: int, high: int, programs: int, stages: int, parts: int) -> None:
+    """That the kernel's result is 3 x_l w_lᵀ + x_h w_hᵀ, where a change of units multiplies by 3."""
+    start = -(-low // STEP) * STEP
+    x, w = (torch.randint(-8, 8, (rows, low + high), dtype=torch.int8) for rows in (m, n))
+    joined = torch.zeros(n, start + high, dtype=torch.int8)
+    joined[:, :low], joined[:, start:] = w[:, :low], w[:, low:]
+    constants = dict(STAGES=stages, WARPS=4, CONSUMERS=2, BLOCK_K=STEP, REGISTERS=240)
+    tile = {"finish_columns_tile": lambda acc, *_: acc, "change_units_tile": lambda acc, *_: 3 * acc}
+    sizes = {"LOW": low, "START": start, "END": start + high}
+    y = run(mixed_tiles.mixed_pingpong_kernel, x, joined, 64, programs, parts, sizes, constants, tile)
+    wide = [t.float() for t in (x[:, :low], w[:, :low].t(), x[:, low:], w[:, low:].t())]
+    assert torch.equal(y, 3 * (wide[0] @ wide[1]) + wide[2] @ wide[3])
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.integers(1, 200), st.integers(1, 70), st.integers(1, 90), st.integers(1, 20), st.integers(1, 3), st.integers(2, 5),
+    st.sampled_from([1, 2, 4]),
+)  # fmt: skip
+def test_mixed_ring__every_size(m, n, low, high, programs, stages, parts):
+    steps = -(-low // STEP) + -(-high // STEP)
+    assert_mixed(m, n, low, high, programs, stages, cut(m, n, steps, programs, 64, parts))
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "low", "high", "programs", "stages", "parts"),
+    [(64, 16, 8, 8, 4, 2, 1),  # one tile, halves of no step and of one
+     (64, 16, 70, 10, 4, 3, 4),  # a cut round alone: parts without a high step, and without a low one
+     (192, 48, 88, 16, 4, 3, 4),  # rounds, and one tile in four parts
+     (128, 96, 200, 24, 5, 2, 2),  # more steps than slots, the cut tiles those of the second consumer
+     (320, 32, 64, 8, 2, 5, 1),  # many rounds, as many for one consumer as for the other
+     (320, 48, 64, 8, 3, 5, 1)],  # one tile more for the first
+)  # fmt: skip
+def test_mixed_ring__rounds_and_parts(m, n, low, high, programs, stages, parts):
+    assert_mixed(m, n, low, high, programs, stages, parts)
+
+
+def unpack(packed, _ptx):
+    """16 (u - 8) of both halves of a byte, as int4_as_int8."""
+    wide = packed.to(torch.int32)
+    return ((wide & 15) - 8) * 16, ((wide >> 4) - 8) * 16
+
+
+def assert_packed(m: int, n: int, stored: int, high: int, programs: int, parts: int, shares: int) -> None:
+    """That the kernel's result is x wᵀ of w with 2 ``stored`` columns; with ``high`` others, 3 times that and theirs."""
+    low = 2 * stored
+    x = torch.randint(-8, 8, (m, low + high), dtype=torch.int8)
+    codes, more = torch.randint(-8, 8, (n, low)), torch.randint(-8, 8, (n, high), dtype=torch.int8)
+    packed = (codes[:, :stored] + 8 + (codes[:, stored:] + 8) * 16).to(torch.uint8)
+    sizes = {"STORED": stored, "upper_desc": simulator.Described(x[:, stored:low], (16, STEP))}
+    constants = {"SHARES": shares}
+    if high:
+        sizes |= {"high_x_desc": simulator.Described(x[:, low:], (16, STEP)),
+                  "high_desc": simulator.Described(more.view(torch.uint8), (64, STEP)), "HIGH": high}  # fmt: skip
+        kernel = packed_tiles.packed_mixed_kernel
+    else:
+        sizes |= {"stride_r": 0}
+        constants |= dict(KIND=0, HAS_RESIDUAL=False, ACTIVATION=0, NEXT=False, NEXT_KIND=0, ROUND=0, LOW=0, HIGH=0, PTX=False,
+                          RANK=0)  # fmt: skip
+        kernel = packed_tiles.packed_scaled_kernel
+    tile = {
+        "COLUMNS": STEP, "SLOTS": 4, "AHEAD": 2, "int4_as_int8": unpack, "bytes_as_codes": lambda w: w.view(torch.int8),
+        "keep_scales": lambda *_: None, "keep_units": lambda *_: None, "finish_scaled_tile": lambda acc, *_: acc / 16,
+        "change_kept_units": lambda acc, *_: (3 * acc // 16).as_subclass(simulator.Values),
+        "finish_kept_tile": lambda acc, *_: acc,
+    }  # fmt: skip
+    y = run(kernel, x[:, :stored], packed, 16, programs, parts, sizes, constants, tile, 64, shares)
+    want = x[:, :low].float() @ codes.float().t()
+    assert torch.equal(y, 3 * want + x[:, low:].float() @ more.float().t() if high else want)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.integers(1, 50), st.integers(1, 200), st.integers(1, 90), st.integers(0, 30), st.integers(1, 3),
+    st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 4]),
+)  # fmt: skip
+def test_packed_ring__every_size(m, n, stored, high, programs, parts, shares):
+    steps = max(-(-stored // STEP) + -(-high // STEP), 2)
+    parts = parts if steps - (parts - 1) * -(-steps // parts) > 1 else 1  # what is copied ahead is in the next item
+    assert_packed(m, n, stored, high, programs, cut(m, n, steps, programs, 16, parts, 64), shares)
+
+
+def test_simulator__finds_a_consumer_that_does_not_wait_for_its_turn(monkeypatch):
+    """A parity that is two phases ahead looks like one that is done."""
+    wait, turns = simulator.REPLACED["mbarrier"].wait, []
+
+    class Remembered(simulator.Barriers):
+        def __init__(self, count):
+            super().__init__(count)
+            turns.extend(self.each if count == 2 else [])
+
+    monkeypatch.setattr(simulator, "PATIENCE", 2.0)
+    monkeypatch.setattr(simulator, "Barriers", Remembered)
+    monkeypatch.setattr(simulator.REPLACED["mbarrier"], "wait", lambda b, phase: None if b in turns else wait(b, phase))
+    with pytest.raises((AssertionError, RuntimeError, TimeoutError)):
+        assert_product(256, 96, 120, 1, 3, 4, 1)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "size"), [(assert_product, (256, 96, 120, 1, 2, 4, 1)), (assert_packed, (50, 200, 90, 0, 1, 1, 1))]
+)
+def test_simulator__finds_a_slot_that_is_given_back_too_soon(kernel, size, monkeypatch):
+    """With one step more under way than the kernel believes, its operands are overwritten."""
+    wait = simulator.warpgroup_mma_wait
+    late = lambda left, deps: wait(left + 1 if left else 0, deps)  # noqa: E731
+    monkeypatch.setitem(simulator.REPLACED, "warpgroup_mma_wait", late)
+    with pytest.raises(AssertionError):
+        kernel(*size)

@@ -1,0 +1,176 @@
+"""The ops on CUDA: the kernels behind them compute what the references do, for any leading axes, and say what they cannot."""
+
+import pytest
+import torch
+from tolerance import assert_close
+
+from mmqc.ops import hadamard as hadamard_op
+from mmqc.ops import hadamard_quantize as hadamard_quantize_op
+from mmqc.ops import scaled_matmul as scaled_op
+from mmqc.ops import scaled_matmuls as scaled_matmuls_op
+from mmqc.ops import weight_only_matmul as weight_only_op
+from mmqc.ops.hadamard_matrix import hadamard_factors
+from mmqc.ops.pack import pack
+
+on_cuda = pytest.importorskip("mmqc.kernels.on_cuda")
+scaled = pytest.importorskip("mmqc.kernels.matmul.scaled_matmul")
+MatmulConfig = pytest.importorskip("mmqc.kernels.matmul.configs").MatmulConfig
+N, K = 40, 96
+
+
+def weight(bits, device):
+    low = -(2 ** (bits - 1))
+    codes = torch.randint(low, -low, (N, K), dtype=torch.int8, device=device)
+    return codes if bits == 8 else pack(codes, bits)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("shape", [(3, 5), (1, 1), (7,), (2, 1, 3)])
+@pytest.mark.parametrize("masked", [False, True])
+def test_scaled_matmul__any_leading_axes(shape, bits, masked, device):
+    x = torch.randint(-128, 128, (*shape, K), dtype=torch.int8, device=device)
+    x_scale = torch.rand(2 if masked else 1, device=device) * 0.01
+    visual = torch.rand(shape[-1], device=device) < 0.5 if masked else None  # broadcast over the batch
+    args = (x, weight(bits, device), x_scale, torch.rand(N, device=device), torch.randn(N, device=device), visual, bits)
+    assert on_cuda.why_not_scaled(args[0], args[1], args[3], args[4], bits, torch.float32) is None
+    assert_close(on_cuda.scaled_matmul(*args, torch.float32), scaled_op.reference(*args, torch.float32))
+
+
+def in_float64(x, w, scale, bias, *rest):
+    """The op of float64 inputs: in x's dtype it would round the weight, which the kernel does not."""
+    return weight_only_op.reference(x.double(), w, scale, bias, *rest)
+
+
+@pytest.mark.parametrize("bits", [8, 4, 3, 2])
+@pytest.mark.parametrize("shape", [(3, 5), (1, 1), (7,)])
+@pytest.mark.parametrize("group", [0, 32])
+def test_weight_only_matmul__any_leading_axes(shape, bits, group, device):
+    x = torch.randn(*shape, K, device=device, dtype=torch.float16)
+    scale = torch.rand(*((N, K // group) if group else (N,)), device=device)
+    args = (x, weight(bits, device), scale, torch.randn(N, device=device), bits, group)
+    assert on_cuda.why_not_weight_only(*args) is None
+    assert_close(on_cuda.weight_only_matmul(*args), in_float64(*args), x.dtype)
+
+
+@pytest.mark.parametrize("bits", [8, 4, 2])
+@pytest.mark.parametrize("group", [0, 40])
+def test_weight_only_matmul__zero_points(bits, group, device):
+    x = torch.randn(3, 5, K, device=device, dtype=torch.float16)
+    scale = torch.rand(*((N, -(-K // group)) if group else (N,)), device=device)
+    zero = torch.randint(-(2 ** (bits - 1)), 2 ** (bits - 1), scale.shape, dtype=torch.int8, device=device)
+    args = (x, weight(bits, device), scale, torch.randn(N, device=device), bits, group, zero)
+    assert on_cuda.why_not_weight_only(*args) is None
+    assert_close(on_cuda.weight_only_matmul(*args), in_float64(*args), x.dtype)
+    wide = (x.float(), *args[1:])
+    assert torch.equal(on_cuda.weight_only_matmul(*wide), weight_only_op.reference(*wide))
+
+
+def test_scaled_matmul__float64_goes_to_the_reference(device):
+    x = torch.randint(-128, 128, (3, K), dtype=torch.int8, device=device)
+    args = (
+        x,
+        weight(8, device),
+        torch.ones(1, device=device),
+        torch.rand(N, device=device),
+        None,
+        None,
+        8,
+        torch.float64,
+    )
+    assert "out_dtype is one of" in on_cuda.why_not_scaled(args[0], args[1], args[3], None, 8, torch.float64)
+    assert torch.equal(on_cuda.scaled_matmul(*args), scaled_op.reference(*args))
+
+
+def test_weight_only_matmul__float32_goes_to_the_reference(device):
+    args = (torch.randn(3, K, device=device), weight(8, device), torch.rand(N, device=device), None, 8, 0)
+    assert on_cuda.why_not_weight_only(*args) == "float32 activations are multiplied in float32"
+    assert torch.equal(on_cuda.weight_only_matmul(*args), weight_only_op.reference(*args))
+
+
+SEVERAL = [(40, 16, 24), (33, 70)]  # widths of outputs
+
+
+def several(widths, bits, device):
+    low = -(2 ** (bits - 1))
+    codes = [torch.randint(low, -low, (n, K), dtype=torch.int8, device=device) for n in widths]
+    return [c if bits == 8 else pack(c, bits) for c in codes]
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("rows", [(1,), (2, 9), (70,)])
+@pytest.mark.parametrize("widths", SEVERAL)
+@pytest.mark.parametrize("biased", ["all", "none", "one"])
+def test_scaled_matmuls__equal_one_by_one(biased, widths, rows, bits, device):
+    x = torch.randint(-128, 128, (*rows, K), dtype=torch.int8, device=device)
+    bias = [torch.randn(n, device=device) if biased == "all" or (biased == "one" and not i) else None
+            for i, n in enumerate(widths)]  # fmt: skip
+    scales = [torch.rand(n, device=device) for n in widths]
+    visual = torch.rand(rows[-1], device=device) < 0.5
+    args = (x, several(widths, bits, device), torch.rand(2, device=device), scales, bias, visual, bits, torch.float32)
+    want = scaled_matmuls_op.reference(*args)
+    got = on_cuda.scaled_matmuls(*args)
+    assert len(got) == len(want)
+    for y, expected in zip(got, want, strict=True):
+        assert_close(y, expected)
+        assert y.is_contiguous()
+
+
+@pytest.mark.parametrize("bits", [8, 4, 3, 2])
+@pytest.mark.parametrize("rows", [(1,), (2, 9), (70,)])
+@pytest.mark.parametrize("widths", SEVERAL)
+@pytest.mark.parametrize("group", [0, 32])
+def test_weight_only_matmuls__equal_one_by_one(group, widths, rows, bits, device):
+    x = torch.randn(*rows, K, device=device, dtype=torch.float16)
+    scales = [torch.rand(*((n, K // group) if group else (n,)), device=device) for n in widths]
+    bias = [torch.randn(n, device=device) for n in widths]
+    w = several(widths, bits, device)
+    got = on_cuda.weight_only_matmuls(x, w, scales, bias, bits, group)
+    assert len(got) == len(widths)
+    for y, *linear in zip(got, w, scales, bias, strict=True):
+        assert_close(y, in_float64(x, *linear, bits, group), x.dtype)
+
+
+def test_scaled_matmuls__split_along_k(device):
+    """Parts of K, whose counters must be those of the launch and not of one linear."""
+    widths, m, k = (48, 20, 100), 5, 1024
+    x = torch.randint(-128, 128, (m, k), dtype=torch.int8, device=device)
+    w = [torch.randint(-128, 128, (n, k), dtype=torch.int8, device=device) for n in widths]
+    scales = [torch.rand(n, device=device) for n in widths]
+    config = MatmulConfig(16, 32, 64, 4, 2, split_k=4, variant="columns")
+    one = torch.rand(1, device=device)
+    for _ in range(2):
+        got = scaled.scaled_matmuls(x, w, one, scales, [None] * 3, out_dtype=torch.float32, config=config)
+        want = scaled_matmuls_op.reference(x, w, one, scales, [None] * 3, None, 8, torch.float32)
+        for y, expected in zip(got, want, strict=True):
+            assert_close(y, expected)
+
+
+@pytest.mark.parametrize("width", [64, 24, 148 * 4])
+@pytest.mark.parametrize("gated", [False, True])
+def test_hadamard_quantize__codes_of_the_reference(gated, width, device):
+    x, up = (torch.randn(2, 5, width, device=device, dtype=torch.float16) for _ in range(2))
+    factors = [f.float().to(device) for f in hadamard_factors(width)]
+    scale = torch.tensor([0.02, 0.03], device=device)
+    visual = torch.rand(2, 5, device=device) < 0.5
+    args = (x, up if gated else None, factors, scale, visual, 8)
+    assert on_cuda.why_not_hadamard(x, factors) is None
+    difference = on_cuda.hadamard_quantize(*args).int() - hadamard_quantize_op.reference(*args).int()
+    assert difference.abs().max() <= 1  # the kernel rounds once more, between its two products
+    assert (difference != 0).float().mean() < 0.05
+    assert_close(on_cuda.hadamard(x, factors), hadamard_op.reference(x, factors), torch.bfloat16)
+
+
+def test_hadamard__other_factors_go_to_the_reference(device):
+    x = torch.randn(3, 64, device=device, dtype=torch.float16)
+    flipped = [-f.float().to(device) for f in hadamard_factors(64)]
+    assert "not those of" in on_cuda.why_not_hadamard(x, flipped)
+    assert torch.equal(on_cuda.hadamard(x, flipped), hadamard_op.reference(x, flipped))
+
+
+def test_hadamard__other_factors_where_the_known_ones_were(device):
+    """Memory is used again: what was known of a tensor is not known of the next one at its address."""
+    x = torch.randn(3, 64, device=device, dtype=torch.float16)
+    for sign in (1, -1) * 20:
+        factors = [sign * f.float().to(device) for f in hadamard_factors(64)]
+        assert (on_cuda.why_not_hadamard(x, factors) is None) == (sign == 1)
+        del factors

@@ -1,0 +1,399 @@
+"""ResQ from end to end on small models: exact without quantization, the graph equals the modules, saved and loaded."""
+
+import copy
+import dataclasses
+
+import pytest
+import torch
+from blocks import MODELS
+from float64 import EXACT, Float64, output_of, passed, recorded, relative_error, replayed, spaces_of, to_float64
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from models import tiny_qwen2_vl
+from random_models import VOCAB, Network, networks
+from small_vlm import Small, batches, logits, quantize
+from tiny_families import FAMILIES
+from tolerance import assert_close
+
+import mmqc
+import mmqc.calibration.calibrate
+from mmqc.checkpoint.module_spec import build_module, module_spec
+from mmqc.config import ConfigError, KVRounding, QuantConfig
+from mmqc.graph.linear import weight_of
+from mmqc.graph.record import record
+from mmqc.graph.runner import run
+from mmqc.kv.rounding import KVRounder, basis_of
+from mmqc.nn.mixed_linear import MixedLinear
+from mmqc.passes.fuse_rotation import FuseRotation, place
+from mmqc.pipeline import FACTS, exact_passes
+from mmqc.quantization.convert import Journal, write_exact, write_weights
+from mmqc.quantization.pca_bases import rotate_to_bases
+from mmqc.recipes import outlier_rotation, per_token, quarot, quik, resq, rotate, smoothquant
+from mmqc.solvers.principal_basis import error_bound, principal_basis, random_orthogonal
+
+IDS = {"input_ids": torch.arange(12).reshape(2, 6) % VOCAB}
+
+
+def random_bases(prog, seed: int) -> dict[str, torch.Tensor]:
+    """A basis for every space that may have one, from random moments."""
+    g, given = torch.Generator().manual_seed(seed), {}
+    for space in spaces_of(prog):
+        if space.inside and space.touches and not space.pins and not space.mean_pins and space.width > 1:
+            x = torch.randn(9, space.width, generator=g, dtype=torch.float64)
+            given[place(space)] = principal_basis(x.T @ x, 1, seed)
+    return given
+
+
+@settings(max_examples=10, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(networks(), st.integers(0, 3))
+def test_given_bases__random_network_computes_the_same(network: Network, seed: int) -> None:
+    prog = recorded(network, IDS)
+    expected = output_of(network, IDS)
+    passed(prog, exact_passes(rotate()))
+    given = random_bases(prog, seed)
+    passed(prog, [FuseRotation(given=given)])
+    assert relative_error(replayed(prog), expected) < EXACT
+
+
+@pytest.mark.parametrize("case", sorted(MODELS))
+def test_given_bases__every_case_exact_and_once(case: str) -> None:
+    model, batch = MODELS[case]()
+    prog = recorded(model, batch)
+    expected = replayed(prog)
+    passed(prog, exact_passes(rotate()))
+    given = random_bases(prog, 0)
+    passed(prog, [FuseRotation(given=given)])
+    assert len(prog.records[-1].sites) + len(prog.records[-1].misses) == len(given)
+    assert relative_error(replayed(prog), expected) < EXACT
+    passed(prog, [FuseRotation(given=given)])
+    assert prog.records[-1].sites == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_given_bases__every_family_exact(family: str) -> None:
+    model, batch = FAMILIES[family]()
+    prog = recorded(model, batch)
+    expected = replayed(prog)
+    passed(prog, exact_passes(rotate()))
+    passed(prog, [FuseRotation(given=random_bases(prog, 0))])
+    assert prog.records[-1].sites
+    assert relative_error(replayed(prog), expected) < EXACT
+
+
+@pytest.mark.slow
+def test_error_bound__holds_on_the_samples_activations() -> None:
+    """Theorem 4.2, with a basis of other questions: the principal subspace has the lower bound, and the lower error."""
+    sample = mmqc.samples.load("digits-vqa")
+    names = [n for n, m in sample.model.named_modules() if n.endswith(("q_proj", "gate_proj", "attn.qkv", "mlp.fc1"))]
+    rows: dict[str, list[torch.Tensor]] = {name: [] for name in names}
+    for name in names:
+        keep = lambda m, a, name=name: rows[name].append(a[0].detach().double().reshape(-1, a[0].shape[-1]))  # noqa: E731
+        sample.model.get_submodule(name).register_forward_pre_hook(keep)
+    with torch.no_grad():
+        for batch in sample.calibration(6):
+            sample.model(**batch)
+    assert len(names) == 16
+    for name, seen in rows.items():
+        known, x = torch.cat(seen[:3]), torch.cat(seen[3:])
+        n, high = x.shape[1], x.shape[1] // 8
+        parts, found = torch.tensor([n - high, high]), {}
+        for which, u in (("principal", principal_basis(known.T @ known, high)), ("random", random_orthogonal(n, 0))):
+            z = x @ u
+            q, s, o = torch.ops.mmqc.quantize_per_token(z, None, parts.tolist(), [4, 8])
+            error = z - q * s.repeat_interleave(parts, -1) - o.repeat_interleave(parts, -1)
+            actual, energy, top = (float(t.norm(dim=1).mean()) for t in (error, z, z[:, n - high :]))
+            found[which] = actual, error_bound(energy, top, n, high, 4, 8)
+        assert all(actual <= bound for actual, bound in found.values()), name
+        assert found["principal"][0] < found["random"][0], name
+        assert found["principal"][1] < found["random"][1], name
+
+
+@pytest.mark.parametrize("random", ["orthogonal", "hadamard"])
+def test_rotate_to_bases__exact_and_of_maximal_variance(random: str) -> None:
+    """Written into the model; inputs of the linears have their energy in the high coordinates, the most there can be."""
+    model, batch = to_float64(Small().eval(), batches()[0])
+    before = output_of(model, batch)
+    config = resq(random=random)
+    with Float64(), torch.no_grad(), Journal(model) as journal:
+        prog = record(model, batch)
+        run(prog, exact_passes(config), FACTS)
+        write_exact(model, prog, journal)
+        rotate_to_bases(model, prog, config, lambda: [batch])
+        write_weights(model, prog, journal)
+        assert relative_error(output_of(model, batch), before) < EXACT
+        high = {weight_of(n): n.meta["high"] for n in prog.nodes("linear") if "high" in n.meta}
+        seen: dict[str, torch.Tensor] = {}
+        for fqn in high:
+            module = model.get_submodule(fqn.removesuffix(".weight"))
+            module.register_forward_pre_hook(
+                lambda m, a, fqn=fqn: seen.__setitem__(fqn, a[0].reshape(-1, a[0].shape[-1]))
+            )
+        model(**batch)
+    # a patch merger reads the stream several times over
+    streams = {f: x.reshape(-1, 16) for f, x in _once(seen).items() if set((high[f] % 16).tolist()) == {14, 15}}
+    towers = [{f: x for f, x in streams.items() if (".text." in f) == text} for text in (True, False)]
+    assert all(towers)
+    for tower in towers:
+        total = sum((x.T @ x for x in tower.values()), torch.zeros(16, 16, dtype=torch.float64))
+        best = float(torch.linalg.eigvalsh(total)[-2:].sum())
+        assert float(total.diagonal()[-2:].sum()) == pytest.approx(best, rel=1e-9)
+
+
+def test_rotate_to_bases__by_peaks_high_coordinates_are_the_largest_channels_rotated() -> None:
+    """In the channels that there were before the first, random rotation."""
+    config = outlier_rotation(kv_bits=None)
+    seen: list[dict[str, torch.Tensor]] = []
+    for bases in (False, True):
+        model, batch = to_float64(Small().eval(), batches()[0])
+        before = output_of(model, batch)
+        given = (
+            config if bases else config.replace(rewrites=dataclasses.replace(config.rewrites, bases=None, rotate=False))
+        )
+        with Float64(), torch.no_grad(), Journal(model) as journal:
+            prog = record(model, batch)
+            run(prog, exact_passes(given), FACTS)
+            write_exact(model, prog, journal)
+            if bases:
+                rotate_to_bases(model, prog, given, lambda batch=batch: [batch])
+                write_weights(model, prog, journal)
+                assert relative_error(output_of(model, batch), before) < EXACT
+            high = {weight_of(n): n.meta["high"] for n in prog.nodes("linear") if "high" in n.meta} if bases else {}
+            seen.append({})
+            for name, module in model.named_modules():
+                if isinstance(module, torch.nn.Linear):
+                    module.register_forward_pre_hook(
+                        lambda m, a, n=name, s=seen[-1]: s.__setitem__(f"{n}.weight", a[0])
+                    )
+            model(**batch)
+    # a patch merger reads the stream several times over
+    streams = [f for f, h in high.items() if set((h % 16).tolist()) == {14, 15}]
+    towers = [[f for f in streams if (".text." in f) == text] for text in (True, False)]
+    assert all(towers)
+    for tower in towers:
+        plain, turned = ({f: s[f].reshape(-1, 16) for f in tower} for s in seen)
+        top = torch.cat([*plain.values()]).abs().amax(0).argsort()[-2:]
+        for f in tower:
+            assert_close(turned[f][:, 14:].norm(dim=1), plain[f][:, top].norm(dim=1))
+
+
+def test_recipes__table_3_of_the_paper() -> None:
+    """W/A/KV, and what is in 8 bits beside them."""
+    for w, a, kv in ((4, 4, 4), (4, 8, 4), (3, 8, 3), (2, 8, 8), (3, 3, 3)):
+        for recipe in (resq, outlier_rotation):
+            config = recipe(w, kv_bits=kv, activation_bits=a)
+            scheme, rounding = config.language, config.kv_rounding
+            assert scheme is not None
+            assert (scheme.weight.bits, scheme.dynamic.bits, rounding.bits) == (w, a, kv)
+            assert (scheme.dynamic.high_bits, rounding.high_bits, scheme.dynamic.high_fraction) == (8, 8, 1 / 8)
+            assert QuantConfig.from_dict(config.to_dict()) == config
+    with pytest.raises(ConfigError, match="lowest_fraction"):
+        resq(high_fraction=0.0, lowest_fraction=1 / 8)
+
+
+def _once(seen: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """One linear for every tensor that several read."""
+    return {f: x for f, x in {x.data_ptr(): (f, x) for f, x in seen.items()}.values()}
+
+
+RECIPES = {
+    "resq": resq(kv_bits=None), "resq-rtn": resq(kv_bits=None, solver="rtn"), "quik": quik(), "quarot": quarot(),
+    "smooth": smoothquant(), "rtn": per_token(solver="rtn"), "2/8": resq(2, kv_bits=None, activation_bits=8),
+    "no U_B, U_D": resq(kv_bits=None, heads=False, hadamard=False), "3/8": resq(3, kv_bits=None, activation_bits=8),
+    "4/8": resq(4, kv_bits=None, activation_bits=8), "3/3": resq(3, kv_bits=None),
+    "outlier + rotation": outlier_rotation(kv_bits=None),
+    "three levels": resq(kv_bits=None, lowest_fraction=1 / 4), "rank 1/4": resq(kv_bits=None, high_fraction=1 / 4),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_quantize__every_recipe(name: str) -> None:
+    model = Small().eval()
+    expected = logits(model, batches()[0])
+    report = quantize(model, RECIPES[name])
+    linears = [m for m in model.modules() if isinstance(m, MixedLinear)]
+    assert linears
+    assert report.rewrite_error < 1e-5
+    assert relative_error(logits(model, batches()[0]), expected) < 1.5
+    parts = 1 if name in ("quarot", "smooth", "rtn") else 3 if name == "three levels" else 2
+    assert max(len(m.widths) for m in linears) == parts
+    if name == "three levels":
+        assert {tuple(m.activation) for m in linears} == {(2, 4, 8), (4,)}
+    if name == "rank 1/4":
+        assert all(3 * m.widths[1] == m.widths[0] for m in linears if len(m.widths) == 2)
+    assert {m.weight_bits for m in linears} == {RECIPES[name].language.weight.bits}
+    assert QuantConfig.from_dict(RECIPES[name].to_dict()) == RECIPES[name]
+
+
+def test_quantize__the_solver_sees_the_first_batches_and_bases_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    real, rows = mmqc.calibration.calibrate.add_second_moment, []
+    monkeypatch.setattr(
+        mmqc.calibration.calibrate, "add_second_moment", lambda h, x, *a: (rows.append(len(x)), real(h, x, *a))[1]
+    )
+    seen = {}
+    for some in (None, 1):
+        model, count = Small().eval(), []
+        model.register_forward_pre_hook(lambda *a, count=count: count.append(1))
+        rows.clear()
+        report = quantize(model, resq(kv_bits=None, solver_batches=some))
+        seen[some] = sum(rows), len(count), report.rewrite_error
+    assert seen[1][0] * 3 == seen[None][0]
+    assert seen[1][1] >= 3
+    assert seen[1][2] < 1e-5
+    with pytest.raises(ConfigError, match="solver_batches"):
+        resq(solver_batches=0)
+
+
+def test_quantize__keys_are_seen_with_the_streams() -> None:
+    """One walk over the batches for all bases finds the high subspace of the keys that a walk of its own finds."""
+    found, calls = [], []
+    for config in (resq(solver="rtn"), resq(solver="rtn").replace(rewrites=rotate().rewrites)):
+        model, inputs = tiny_qwen2_vl()
+        count: list[int] = []
+        model.register_forward_pre_hook(lambda *a, count=count: count.append(1))
+        mmqc.quantize_(model, config, [inputs], progress=False)
+        high = [m.basis[:, m.widths[0] :].double() for m in rounders(model)]
+        found.append([u @ u.T for u in high])
+        calls.append(len(count))
+    assert len(found[0]) == 2
+    for one, two in zip(*found, strict=True):
+        assert 1 <= float(one.trace()) < len(one)
+        assert float((one - two).norm()) < 1e-3
+    assert calls[0] == calls[1]
+
+
+@pytest.mark.slow
+def test_quantize__more_bits_lose_less() -> None:
+    expected = logits(Small().eval(), batches()[0])
+    errors = []
+    for bits, high in ((3, 4), (4, 8), (8, 8)):
+        model = Small().eval()
+        quantize(model, resq(bits, high, kv_bits=None, solver="rtn"))
+        errors.append(relative_error(logits(model, batches()[0]), expected))
+    assert errors[0] > errors[1] > errors[2]
+    assert errors[2] < 0.05
+
+
+def test_quantize__without_data_is_refused() -> None:
+    """Not taken for weight-only: activations want the graph, bases and outliers the data."""
+    for config in (per_token(solver="rtn"), quik(solver="rtn"), resq(kv_bits=None, solver="rtn")):
+        with pytest.raises(mmqc.calibration.calibrate.CalibrationError, match="this config needs data"):
+            mmqc.quantize_(Small().eval(), config, progress=False)
+
+
+@pytest.mark.slow
+def test_quantize__backend_repeats_what_needs_no_data() -> None:
+    model, untouched = Small().eval(), Small().eval()
+    report = quantize(model, quarot(solver="rtn"))
+    batch = batches()[0]
+    torch._dynamo.reset()
+    compiled = torch.compile(untouched, backend="mmqc", options={"config": report.config})
+    assert relative_error(logits(compiled, batch), logits(model, batch)) < 1e-4
+    with pytest.raises(Exception, match="this config needs calibration"):
+        torch.compile(
+            Small().eval(), backend="mmqc", options={"config": report.config.replace(rewrites=resq().rewrites)}
+        )(**batch)
+
+
+def test_quantize__in_int8_is_the_same_model_in_more_memory() -> None:
+    found = []
+    for packed in (True, False):
+        model = Small().eval()
+        report = quantize(model, resq(kv_bits=None, solver="rtn", packed=packed))
+        found.append((logits(model, batches()[0]), report, model))
+    assert torch.equal(found[0][0], found[1][0])
+    assert all(
+        ("weights in int8" in str(layer.scheme)) == bool(i) for i, f in enumerate(found) for layer in f[1].layers
+    )
+    assert found[0][1].size_after < found[1][1].size_after
+    linears = [m for m in found[1][2].modules() if isinstance(m, MixedLinear)]
+    assert {w.dtype for m in linears for w in m.qweights} == {torch.int8}
+    assert all("at W4A4" in repr(m) for m in linears)
+    assert build_module(module_spec(linears[0])).qweight.dtype == torch.int8
+
+
+def test_mixed_linear__state_dict_spec_and_weight() -> None:
+    model = Small().eval()
+    quantize(model, quik())
+    module = next(m for m in model.modules() if isinstance(m, MixedLinear) and m.order is not None)
+    again = build_module(module_spec(module)).to_empty(device="cpu")
+    again.load_state_dict(module.state_dict())
+    x = torch.randn(3, module.in_features)
+    assert torch.equal(again(x), module(x))
+    assert torch.equal(copy.deepcopy(module)(x), module(x))
+    dense = torch.nn.functional.linear(x, module.weight, module.bias)
+    assert relative_error(module(x), dense) < 0.2
+    assert "W4A4" in repr(module)
+    assert module.half().weight_scale.dtype == torch.float32
+
+
+def test_resq__saved_and_loaded(tmp_path) -> None:
+    model, inputs = tiny_qwen2_vl()
+    mmqc.quantize_(model, resq(solver="rtn"), [inputs], progress=False)
+    expected = logits(model, inputs)
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path)
+    assert torch.equal(logits(loaded, inputs), expected)
+    assert sum(isinstance(m, MixedLinear) for m in loaded.modules()) > 10
+
+
+def rounders(model: torch.nn.Module) -> list[KVRounder]:
+    return [m for m in model.modules() if isinstance(m, KVRounder)]
+
+
+def test_kv_rounding__exact_without_rounding_and_per_head() -> None:
+    """U_C cancels in q kᵀ; a head's token is rounded alone, its high coordinates more finely."""
+    spec = KVRounding(4, 8, 1 / 8, "principal")
+    g = torch.Generator().manual_seed(0)
+    k = torch.randn(2, 3, 50, 16, generator=g, dtype=torch.float64) * torch.logspace(0, -2, 16, dtype=torch.float64)
+    q, v = torch.randn(2, 3, 7, 16, generator=g, dtype=torch.float64), torch.randn(2, 3, 50, 16, generator=g)
+    rows = k.reshape(-1, 16)
+    rounder = KVRounder(16, spec, "sdpa")
+    rounder.basis = basis_of(rows.T @ rows, spec, 0)
+    q_u, k_u, v_q = rounder(q, k, v)
+    codes, step, offset = rounder.codes(rounder.turned(k)[:, :, 5:9])  # as a cache would have them, token by token
+    assert codes.dtype == torch.int8
+    assert codes[..., :14].abs().max() <= 8
+    assert torch.equal(rounder.values(codes, step, offset, k.dtype), k_u[:, :, 5:9])
+    assert float((q_u @ (k @ rounder.basis).transpose(2, 3) - q @ k.transpose(2, 3)).abs().max()) < 1e-12
+    assert_close(k_u[1, 2, 5], rounder(q, k[1:, 2:, 5:6], v)[1][0, 0, 0])
+    error = (v_q - v).abs().amax((0, 1, 2))
+    assert float(error[14:].max()) < 0.05 < float(error[:14].max())
+    plain = KVRounder(16, KVRounding(4), "sdpa")
+    plain.basis = torch.eye(16, dtype=torch.float64)
+    assert float((k_u - k @ rounder.basis).norm()) < float((plain(q, k, v)[1] - k).norm())
+
+
+def test_kv_rounding__in_the_model_saved_and_loaded(tmp_path) -> None:
+    model, inputs = tiny_qwen2_vl()
+    expected = logits(model, inputs)
+    config = QuantConfig(kv_rounding=KVRounding(8, 8, 1 / 8, "principal"))
+    mmqc.quantize_(model, config, [inputs], progress=False)
+    got = logits(model, inputs)
+    assert len(rounders(model)) == model.config.text_config.num_hidden_layers
+    assert 0 < relative_error(got, expected) < 0.05
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path)
+    assert torch.equal(logits(loaded, inputs), got)
+    tokens = model.generate(**inputs, max_new_tokens=3, do_sample=False)
+    assert torch.equal(loaded.generate(**inputs, max_new_tokens=3, do_sample=False), tokens)
+
+
+def test_kv_rounding__refuses_what_does_not_attend_through_transformers() -> None:
+    model = Small().eval()
+    with pytest.raises(ConfigError, match="no decoder config"):
+        quantize(model, resq())
+    assert not rounders(model)
+
+
+def test_config__refuses() -> None:
+    with pytest.raises(ConfigError, match=r"Rewrites\.rotate"):
+        QuantConfig.from_dict({"rewrites": {"bases": {}}})
+    with pytest.raises(ConfigError, match="high_fraction"):
+        resq(high_fraction=0.7)
+    with pytest.raises(ConfigError, match=r"Scheme\.dynamic"):
+        QuantConfig.from_dict({"language": {"weight": {"symmetric": False}, "dynamic": {}}})
+    with pytest.raises(ConfigError, match="smooth"):
+        smoothquant(alpha=1.5)
+    assert resq().needs_calibration
+    assert str(resq().language) == "W4A4 + 0.125 at 8"

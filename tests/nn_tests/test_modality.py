@@ -1,0 +1,117 @@
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from mmqc.nn.modality import ModalityContext, attached, detach
+
+
+class Decoder(nn.Module):
+    """Returns what its linears would see."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.context: ModalityContext | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor | None:
+        return self.context.rows(x)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.decoder = Decoder()
+
+    def forward(self, input_ids=None, inputs_embeds=None, mm_token_type_ids=None) -> torch.Tensor | None:
+        x = torch.zeros(*input_ids.shape, 4) if inputs_embeds is None else inputs_embeds
+        return self.decoder(x)
+
+
+@pytest.fixture
+def model() -> Model:
+    model = Model()
+    model.decoder.context = ModalityContext.attach(model, (7, 8))
+    return model
+
+
+IDS = torch.tensor([[1, 7, 7, 2], [8, 3, 3, 9]])
+VISUAL = torch.tensor([[False, True, True, False], [True, False, False, False]])
+
+
+def test_modality_context__mask_from_ids(model: Model) -> None:
+    assert torch.equal(model(input_ids=IDS), VISUAL)
+    assert torch.equal(model(IDS), VISUAL)
+
+
+def test_modality_context__mask_from_token_types(model: Model) -> None:
+    kinds = torch.tensor([[0, 1, 2, 0], [0, 0, 0, 1]])
+    assert torch.equal(model(inputs_embeds=torch.zeros(2, 4, 4), mm_token_type_ids=kinds), kinds > 0)
+
+
+def test_modality_context__decode_step_ignores_token_types_of_the_prompt(model: Model) -> None:
+    mask = model(input_ids=torch.tensor([[5], [6]]), mm_token_type_ids=torch.ones(2, 9))
+    assert not mask.any(), "text alone; one row has a mask all the same, because to look would wait for the device"
+
+
+def test_modality_context__embeddings_alone_are_refused(model: Model) -> None:
+    with pytest.raises(ValueError, match="text_only = True"):
+        model(inputs_embeds=torch.zeros(2, 4, 4))
+    with pytest.raises(ValueError, match="cannot tell visual tokens from text"):
+        model(inputs_embeds=torch.zeros(2, 1, 4), mm_token_type_ids=torch.ones(2, 9))
+    model.decoder.context.text_only = True
+    assert model(inputs_embeds=torch.zeros(2, 4, 4)) is None
+
+
+def test_modality_context__rows_that_do_not_fit_are_refused(model: Model) -> None:
+    context = model.decoder.context
+    context.begin(model, (), {"input_ids": IDS})
+    assert torch.equal(context.rows(torch.zeros(8, 4)), VISUAL.reshape(-1))  # flattened tokens, as experts take them
+    with pytest.raises(ValueError, match="does not fit the visual mask"):
+        context.rows(torch.zeros(9, 4))
+
+
+def test_modality_context__a_call_that_bypasses_the_model_is_refused(model: Model) -> None:
+    model(input_ids=IDS)
+    with pytest.raises(RuntimeError, match="outside a call of the model"):
+        model.decoder(torch.zeros(2, 4, 4))
+
+
+def test_modality_context__a_failed_call_leaves_no_mask(model: Model) -> None:
+    with pytest.raises(ValueError, match="does not fit"):
+        model.decoder.register_forward_pre_hook(lambda m, args: (torch.zeros(3, 4, 4),)) and model(input_ids=IDS)
+    with pytest.raises(RuntimeError, match="outside a call of the model"):
+        model.decoder(torch.zeros(2, 4, 4))
+
+
+def test_modality_context__compiled_with_its_errors(model: Model) -> None:
+    torch._dynamo.reset()
+    whole = torch.compile(lambda ids: model(input_ids=ids) & True, backend="eager", fullgraph=True)
+    assert torch.equal(whole(IDS), VISUAL)
+    model.compile(backend="eager")
+    assert torch.equal(model(input_ids=IDS), VISUAL)
+    with pytest.raises(ValueError, match="cannot tell visual tokens from text"):
+        model(inputs_embeds=torch.zeros(2, 4, 4))
+
+
+def test_modality_context__deepcopy_shares_one_new_context(model: Model) -> None:
+    twin = copy.deepcopy(model)
+    assert twin.decoder.context is attached(twin)
+    assert twin.decoder.context is not model.decoder.context
+    assert torch.equal(twin(input_ids=IDS), VISUAL)
+    twin.decoder.context.text_only = True
+    assert torch.equal(model(input_ids=IDS), VISUAL)
+
+
+def test_modality_context__is_no_state(model: Model) -> None:
+    assert not model.state_dict()
+    assert [name for name, _ in model.named_modules()] == ["", "decoder"]
+
+
+def test_modality_context__attach_twice_and_detach(model: Model) -> None:
+    with pytest.raises(ValueError, match="already has a ModalityContext"):
+        ModalityContext.attach(model, (7,))
+    detach(model)
+    assert attached(model) is None
+    assert not model._forward_pre_hooks_with_kwargs
+    ModalityContext.attach(model, (7,))

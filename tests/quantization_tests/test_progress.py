@@ -1,0 +1,31 @@
+"""The bar names the block, the loss, memory, and counts linears."""
+
+import re
+
+import pytest
+import torch
+from small_vlm import Small, batches
+
+import mmqc
+from mmqc import recipes
+from mmqc.calibration.measure import Loss
+from mmqc.quantization.progress import Progress, memory
+
+
+def test_progress__names_block_loss_and_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    report = mmqc.quantize_(Small(), recipes.rtn(8, 8), batches(), progress=True)
+    shown = capsys.readouterr().err
+    last = shown.strip().splitlines()[-1]
+    assert f"{len(report.layers)}/{len(report.layers)}" in last
+    assert re.search(r"loss=\d\.\de-\d\d, memory=[\d.]+ GB", shown)
+    assert "model.text.blocks.1" in shown
+
+
+def test_progress__can_be_silent(capsys: pytest.CaptureFixture[str]) -> None:
+    with Progress(False) as bar:
+        bar.expect(3)
+        bar.say("a block")
+        bar.done(1, {"x": Loss(signal={"text": 2.0}, noise={"text": 0.5})})
+        assert bar.what == "a block"
+    assert capsys.readouterr().err == ""
+    assert memory(torch.device("cpu")) > 1 << 20
