@@ -80,10 +80,15 @@ def check(folder: Path, device: str, out: Path | None) -> int:
         same += torch.equal(got["answer"], tensors["answer"])
         tokens += tensors["answer"].numel()
     row = {
-        **versions(device), "saved": json.loads((folder / "saved.json").read_text()), "questions": len(numbers),
-        "same_answers": same, "tokens": tokens, "logits_error": max(errors, default=float("nan")),
-        "equal_to_the_bit": sum(e == 0 for e in errors), "command": "python benchmarks/carry_model.py check",
-    }  # fmt: skip
+        **versions(device),
+        "saved": json.loads((folder / "saved.json").read_text()),
+        "questions": len(numbers),
+        "same_answers": same,
+        "tokens": tokens,
+        "logits_error": max(errors, default=float("nan")),
+        "equal_to_the_bit": sum(e == 0 for e in errors),
+        "command": "python benchmarks/carry_model.py check",
+    }
     print(json.dumps(row, indent=1))
     if out:
         out.write_text(json.dumps(row, indent=1) + "\n")

@@ -99,18 +99,18 @@ def main() -> None:
             print(f"{way}: {run}", flush=True)
     median = lambda way, key: statistics.median(run[key] for run in runs[way])  # noqa: E731
     medians = {
-        way: {
-            "cold": median(way, "seconds"),
-            "warm": median(way, "warm"),
-            "another shape": median(way, "another shape"),
-        }
+        way: {"cold": median(way, "seconds"), "warm": median(way, "warm"), "another shape": median(way, "another shape")}
         for way in WAYS
     }
     machine = torch.cuda.get_device_name() if args.device == "cuda" else f"{platform.machine()}, {os.cpu_count()} cores"
     data = {
-        "device": args.device, "machine": machine, "torch": torch.__version__, "repeats": args.repeats,
-        "medians": medians, "runs": runs,
-    }  # fmt: skip
+        "device": args.device,
+        "machine": machine,
+        "torch": torch.__version__,
+        "repeats": args.repeats,
+        "medians": medians,
+        "runs": runs,
+    }
     args.out.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
     (ROOT / "docs/results/compile_time.md").write_text(page(data), encoding="utf-8")
 

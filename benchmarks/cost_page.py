@@ -12,22 +12,30 @@ from typing import Any
 from kernel_sections import ROOT, table
 
 NAMES = {
-    "rtn": "round to nearest, W4", "gptq": "GPTQ, W4 a channel", "gptq-offload": "GPTQ, W4 a channel, offloaded",
-    "awq": "AWQ, W4 g128", "mquant": "MQuant, W4A8",
+    "rtn": "round to nearest, W4",
+    "gptq": "GPTQ, W4 a channel",
+    "gptq-offload": "GPTQ, W4 a channel, offloaded",
+    "awq": "AWQ, W4 g128",
+    "mquant": "MQuant, W4A8",
     "resq": "ResQ, W4A4KV4",
-}  # fmt: skip
+}
 
 
 def quantizing(run: dict[str, Any]) -> list[str]:
     """Seconds and memory of every recipe."""
     rows = [
         [
-            NAMES[name], f"{r['samples']} x {r['tokens']:,}" if r["samples"] else "none", f"{r['seconds']:.0f}",
-            f"{r['peak_gpu_gb']:.1f}", f"{r['peak_over_model']:.2f}", f"{r['peak_host_gb']:.1f}", r["commit"],
+            NAMES[name],
+            f"{r['samples']} x {r['tokens']:,}" if r["samples"] else "none",
+            f"{r['seconds']:.0f}",
+            f"{r['peak_gpu_gb']:.1f}",
+            f"{r['peak_over_model']:.2f}",
+            f"{r['peak_host_gb']:.1f}",
+            r["commit"],
         ]
         for name, r in run["recipes"].items()
         if "seconds" in r
-    ]  # fmt: skip
+    ]
     head = ("recipe", "samples x tokens", "seconds", "GPU, GB", "over the weights", "host, GB", "commit")
     return [
         "## Quantizing",
@@ -43,12 +51,17 @@ def decoding(run: dict[str, Any]) -> list[str]:
     """Throughput within a budget."""
     rows = [
         [
-            str(r["bits"]), r["way"], f"{r['budget']:g}", str(r["batch"]), f"{r['cache']:.1f}", f"{1e3 * r['step']:.1f}",
+            str(r["bits"]),
+            r["way"],
+            f"{r['budget']:g}",
+            str(r["batch"]),
+            f"{r['cache']:.1f}",
+            f"{1e3 * r['step']:.1f}",
             f"{r['throughput']:,.0f}",
         ]
         for r in run["rows"]
         if r["throughput"]
-    ]  # fmt: skip
+    ]
     s = run["settings"]
     ratios = [f"* {ratio:.1f} x: {name}" for name, ratio in run["over_16_bits"].items() if name.startswith("1 bit")]
     return [

@@ -44,8 +44,9 @@ def built(folder: Path) -> Path:
     source, build = ROOT / "examples/cpp_runner", folder / "build"
     subprocess.run(
         ["cmake", "-S", source, "-B", build, f"-DCMAKE_PREFIX_PATH={torch.utils.cmake_prefix_path}"],
-        check=True, capture_output=True,
-    )  # fmt: skip
+        check=True,
+        capture_output=True,
+    )
     subprocess.run(["cmake", "--build", build], check=True, capture_output=True)
     return build / "runner"
 
@@ -75,8 +76,14 @@ def measured(name: str, questions: int, folder: Path, runner: Path) -> dict[str,
         tokens += len(expected)
         differ += [] if got == expected else [number]
     used = [resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return {**row, "questions": questions, "same_answers": same, "tokens": tokens, "differ": differ,
-            "peak_mib": [round(u / 1024) for u in used]}  # fmt: skip
+    return {
+        **row,
+        "questions": questions,
+        "same_answers": same,
+        "tokens": tokens,
+        "differ": differ,
+        "peak_mib": [round(u / 1024) for u in used],
+    }
 
 
 def _cpu() -> float:
@@ -92,9 +99,12 @@ def main() -> None:
     options = parser.parse_args()
     rows = json.loads(options.out.read_text())["rows"] if options.out and options.out.exists() else []
     facts = {
-        "device": "cpu", "machine": f"{platform.machine()}, {os.cpu_count()} cores", "torch": torch.__version__,
-        "transformers": transformers.__version__, "command": "python benchmarks/cpp_runner.py",
-    }  # fmt: skip
+        "device": "cpu",
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "command": "python benchmarks/cpp_runner.py",
+    }
     with tempfile.TemporaryDirectory() as folder:
         runner = built(Path(folder))
         for name in options.names or list(CONFIGS):

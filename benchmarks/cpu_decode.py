@@ -31,10 +31,14 @@ METHODS = ("inductor", "w4a16", "w4a16 head8")
 WAYS = [f"{method} {dtype}" for method in METHODS for dtype in DTYPES]
 CACHE, PROMPT, TOKENS, THREADS = 256, 8, 8, 2
 TEXT: dict[str, Any] = {
-    "vocab_size": 151936, "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28,
-    "num_attention_heads": 12, "num_key_value_heads": 2,
+    "vocab_size": 151936,
+    "hidden_size": 1536,
+    "intermediate_size": 8960,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 2,
     "rope_parameters": {"rope_type": "default", "mrope_section": [16, 24, 24], "rope_theta": 1e6},
-}  # fmt: skip
+}
 VISION = {"depth": 1, "embed_dim": 64, "hidden_size": 1536, "num_heads": 4, "mlp_ratio": 1, "patch_size": 14}  # unused
 
 
@@ -95,10 +99,7 @@ def child(way: str, layers: int) -> None:
         expected = twin.step(model, token).float()
         start = time.perf_counter()
         got = decoder.step(compiled, token).float()
-        facts = {
-            "compile_seconds": time.perf_counter() - start,
-            "against_eager": float((got - expected).norm() / expected.norm()),
-        }
+        facts = {"compile_seconds": time.perf_counter() - start, "against_eager": float((got - expected).norm() / expected.norm())}
         decoder.step(compiled, token)
         print(json.dumps({**facts, **weight_bytes(model)}), flush=True)
         for _ in sys.stdin:
@@ -141,9 +142,13 @@ class Child:
         """Its figures."""
         ms = statistics.median(self.times) * 1e3
         return {
-            "ms_per_token": ms, "fastest_ms": min(self.times) * 1e3, "floor_ms": self.facts["bytes"] / bandwidth / 1e6,
-            "gb_per_s": self.facts["bytes"] / ms / 1e6, "tokens": len(self.times), **self.facts,
-        }  # fmt: skip
+            "ms_per_token": ms,
+            "fastest_ms": min(self.times) * 1e3,
+            "floor_ms": self.facts["bytes"] / bandwidth / 1e6,
+            "gb_per_s": self.facts["bytes"] / ms / 1e6,
+            "tokens": len(self.times),
+            **self.facts,
+        }
 
 
 def read_bandwidth() -> float:
@@ -181,10 +186,7 @@ def cpu_name() -> str:
 
 def ratios(rows: dict[str, Any]) -> dict[str, float]:
     """How many times faster than the better ``inductor`` each quantized method is, in its better dtype."""
-    best = {
-        m: min((r["ms_per_token"] for way, r in rows.items() if way.rpartition(" ")[0] == m), default=0.0)
-        for m in METHODS
-    }
+    best = {m: min((r["ms_per_token"] for way, r in rows.items() if way.rpartition(" ")[0] == m), default=0.0) for m in METHODS}
     return {m: best["inductor"] / best[m] for m in METHODS[1:] if best[m] and best["inductor"]}
 
 
@@ -208,11 +210,19 @@ def main() -> None:
     bandwidth = statistics.median(bandwidths)
     rows = {c.way: c.row(bandwidth) for c in children}
     data = {
-        "command": "python benchmarks/cpu_decode.py", "cpu": cpu_name(), "cores": os.cpu_count(), "threads": THREADS,
-        "torch": torch.__version__, "python": platform.python_version(), "read_gb_per_s": bandwidth, "batch": 1,
-        "cache": CACHE, "shapes": {**TEXT, "num_hidden_layers": args.layers}, "ways": rows,
+        "command": "python benchmarks/cpu_decode.py",
+        "cpu": cpu_name(),
+        "cores": os.cpu_count(),
+        "threads": THREADS,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "read_gb_per_s": bandwidth,
+        "batch": 1,
+        "cache": CACHE,
+        "shapes": {**TEXT, "num_hidden_layers": args.layers},
+        "ways": rows,
         "times_the_better_inductor": ratios(rows),
-    }  # fmt: skip
+    }
     args.out.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
     print(json.dumps({way: round(row["ms_per_token"], 1) for way, row in rows.items()}), ratios(rows))
 

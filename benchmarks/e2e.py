@@ -45,9 +45,12 @@ def batch(model: Any) -> dict[str, torch.Tensor]:
     width = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
     pixels = torch.randn(GRID[1] * GRID[2], width, device="cuda", dtype=torch.bfloat16)
     return {
-        "input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": pixels,
-        "image_grid_thw": torch.tensor([GRID]).cuda(), "mm_token_type_ids": (ids == IMAGE).long(),
-    }  # fmt: skip
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "pixel_values": pixels,
+        "image_grid_thw": torch.tensor([GRID]).cuda(),
+        "mm_token_type_ids": (ids == IMAGE).long(),
+    }
 
 
 def quantize(model: Any, name: str) -> None:
@@ -86,9 +89,11 @@ def child(way: str, trace: Path | None) -> None:
     backend = "inductor" if name == "bf16" else "mmqc"
     # A config of its own: without one, transformers builds the model's config anew in every call.
     config = GenerationConfig(
-        do_sample=False, cache_implementation="static", pad_token_id=0,
+        do_sample=False,
+        cache_implementation="static",
+        pad_token_id=0,
         compile_config=CompileConfig(backend=backend, mode="reduce-overhead", fullgraph=False),
-    )  # fmt: skip
+    )
     more: dict[str, Any] = {"custom_generate": mmqc.compiled_loop, "prefill": "graphs"} if loop else {}
 
     def timed(n: int) -> float:
@@ -108,9 +113,12 @@ def child(way: str, trace: Path | None) -> None:
     timed(MANY)
     few, many, first = (min(timed(n) for _ in range(3)) for n in (FEW, MANY, 1))
     data = {
-        "tokens_per_second": (MANY - FEW) / (many - few), "first_token_seconds": first, "cold_seconds": cold,
-        "quantize_seconds": quantized, "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
-    }  # fmt: skip
+        "tokens_per_second": (MANY - FEW) / (many - few),
+        "first_token_seconds": first,
+        "cold_seconds": cold,
+        "quantize_seconds": quantized,
+        "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
+    }
     print(json.dumps(data), flush=True)
     if trace is not None:
         profile(timed, trace, way)
@@ -206,9 +214,13 @@ def main() -> None:
         rows[c.way] = c.figures()
         print(c.way, rows[c.way], flush=True)
         data = {
-            "command": "python benchmarks/e2e.py", "gpu": torch.cuda.get_device_name(), "torch": torch.__version__,
-            "python": platform.python_version(), "context": GRID[1] * GRID[2] // 4 + TEXT, "ways": rows,
-        }  # fmt: skip
+            "command": "python benchmarks/e2e.py",
+            "gpu": torch.cuda.get_device_name(),
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "context": GRID[1] * GRID[2] // 4 + TEXT,
+            "ways": rows,
+        }
         args.out.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
     deadline.cancel()
 

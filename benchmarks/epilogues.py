@@ -35,17 +35,32 @@ ROWS = (2048, 8192)
 RANK = 4
 SHAPES = {"vit": (5120, 1280), "lm": (18944, 3584)}  # (N, K) of one linear
 ACTS: dict[str, Callable[[Tensor], Tensor]] = {
-    "relu": F.relu, "quick_gelu": quick_gelu, "gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": F.relu,
+    "quick_gelu": quick_gelu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "silu": F.silu,
-}  # fmt: skip
+}
 CASES = [  # shape, activation, bits, Hadamard
-    ("vit", "quick_gelu", 8, False), ("vit", "gelu", 8, False), ("vit", "gelu_tanh", 8, False), ("vit", "relu", 8, False),
-    ("vit", "quick_gelu", 4, False), ("vit", "quick_gelu", 8, True), ("vit", "quick_gelu", 4, True),
-    ("lm", "silu", 8, False), ("lm", "silu", 4, False), ("lm", "silu", 8, True), ("lm", "silu", 4, True),
-]  # fmt: skip
-TILES = (Tile(128, 256, 128, 8, 4, variant="nested"), Tile(128, 128, 128, 4, 3, per_sm=2, variant="nested"),
-         Tile(128, 256, 64, 8, 3, variant="columns"), Tile(128, 128, 64, 8, 4, variant="columns"),
-         Tile(128, 128, 64, 4, 4, variant="columns"))  # fmt: skip
+    ("vit", "quick_gelu", 8, False),
+    ("vit", "gelu", 8, False),
+    ("vit", "gelu_tanh", 8, False),
+    ("vit", "relu", 8, False),
+    ("vit", "quick_gelu", 4, False),
+    ("vit", "quick_gelu", 8, True),
+    ("vit", "quick_gelu", 4, True),
+    ("lm", "silu", 8, False),
+    ("lm", "silu", 4, False),
+    ("lm", "silu", 8, True),
+    ("lm", "silu", 4, True),
+]
+TILES = (
+    Tile(128, 256, 128, 8, 4, variant="nested"),
+    Tile(128, 128, 128, 4, 3, per_sm=2, variant="nested"),
+    Tile(128, 256, 64, 8, 3, variant="columns"),
+    Tile(128, 128, 64, 8, 4, variant="columns"),
+    Tile(128, 128, 64, 4, 4, variant="columns"),
+)
 
 
 def compiled(function: Callable[..., Any], first: tuple[Any, ...], fused: bool) -> tuple[Callable[..., Any], Any]:
@@ -87,8 +102,16 @@ class Case:
         act, linears, bits, dtype = ACTS[self.act], self.linears, self.bits, self.run.dtype
         ops = torch.ops.mmqc
 
-        def between(x: Tensor, w: list[Tensor], s: list[Tensor], bias: Tensor | None, one: Tensor, pair: Tensor,
-                    visual: Tensor, factors: list[Tensor]) -> Tensor:  # fmt: skip
+        def between(
+            x: Tensor,
+            w: list[Tensor],
+            s: list[Tensor],
+            bias: Tensor | None,
+            one: Tensor,
+            pair: Tensor,
+            visual: Tensor,
+            factors: list[Tensor],
+        ) -> Tensor:
             z = [ops.scaled_matmul(x, w[i], one, s[i], bias, None, bits, dtype) for i in range(linears)]
             h = act(z[0])
             h = h * z[1] if linears == 2 else h
@@ -183,6 +206,4 @@ def time_epilogues(run: Run, rows: tuple[int, ...]) -> None:
 def summarize(run: Run) -> dict[str, float]:
     """How many times as fast fused as unfused."""
     found = {name: t for name, t in run.times.items() if name.startswith("epilogue ")}
-    return {
-        f"fused over unfused, {name.removeprefix('epilogue ')}": t["unfused"] / t["fused"] for name, t in found.items()
-    }
+    return {f"fused over unfused, {name.removeprefix('epilogue ')}": t["unfused"] / t["fused"] for name, t in found.items()}

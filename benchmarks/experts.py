@@ -29,15 +29,18 @@ from mmqc.ops.grouped_matmul import reference  # noqa: E402
 from mmqc.ops.pack import pack  # noqa: E402
 
 SHAPES = {  # name: (experts, chosen, N, K)
-    "mixtral.up": (8, 2, 28672, 4096), "mixtral.down": (8, 2, 4096, 14336),
-    "qwen3_30b.up": (128, 8, 1536, 2048), "qwen3_30b.down": (128, 8, 2048, 768),
-}  # fmt: skip
+    "mixtral.up": (8, 2, 28672, 4096),
+    "mixtral.down": (8, 2, 4096, 14336),
+    "qwen3_30b.up": (128, 8, 1536, 2048),
+    "qwen3_30b.down": (128, 8, 2048, 768),
+}
 DRY = {"tiny": (4, 2, 40, 96)}
 TOKENS = (1, 16, 256, 2048, 8192)
 TILES = [
     MatmulConfig(m, n, k, warps, 3, variant="columns")
-    for m in (16, 32, 64, 128) for n, k, warps in ((64, 128, 4), (128, 64, 4), (128, 64, 8), (128, 128, 8))
-]  # fmt: skip
+    for m in (16, 32, 64, 128)
+    for n, k, warps in ((64, 128, 4), (128, 64, 4), (128, 64, 8), (128, 128, 8))
+]
 
 
 class Experts:
@@ -72,17 +75,25 @@ class Experts:
         z = self.zeros(scale, bits, zero)
         x, rows = (self.x_q, self.row_scale) if integer else (self.x, None)
         return lambda: grouped_matmul(
-            x, w, scale, self.offsets, None, rows, bits=bits, group_size=group, out_dtype=self.run.dtype, zero=z,
-            out=self.out, config=config,
-        )  # fmt: skip
+            x,
+            w,
+            scale,
+            self.offsets,
+            None,
+            rows,
+            bits=bits,
+            group_size=group,
+            out_dtype=self.run.dtype,
+            zero=z,
+            out=self.out,
+            config=config,
+        )
 
     def error(self, bits: int, group: int, integer: bool, zero: bool) -> float:
         w, scale = self.weight(bits, group)
         z = self.zeros(scale, bits, zero)
         x, rows = (self.x_q, self.row_scale) if integer else (self.x, None)
-        y = grouped_matmul(
-            x, w, scale, self.offsets, None, rows, bits=bits, group_size=group, out_dtype=self.run.dtype, zero=z
-        )
+        y = grouped_matmul(x, w, scale, self.offsets, None, rows, bits=bits, group_size=group, out_dtype=self.run.dtype, zero=z)
         wide = torch.float32 if integer else self.run.dtype
         return relative_error(y, reference(x, w, scale, self.offsets, None, rows, bits, group, wide, z))
 
@@ -92,9 +103,12 @@ class Experts:
 
 
 SCHEMES = {  # name: (bits, group, integer inputs, zero points)
-    "W4A16-g128": (4, 128, False, False), "W4A16-g128-asym": (4, 128, False, True), "W8A16": (8, 0, False, False),
-    "W4A8": (4, 0, True, False), "W8A8": (8, 0, True, False),
-}  # fmt: skip
+    "W4A16-g128": (4, 128, False, False),
+    "W4A16-g128-asym": (4, 128, False, True),
+    "W8A16": (8, 0, False, False),
+    "W4A8": (4, 0, True, False),
+    "W8A8": (8, 0, True, False),
+}
 
 
 def median(run: Run, call: Callable[[], object]) -> float:
@@ -128,11 +142,7 @@ def measure(run: Run, name: str, shape: tuple[int, int, int, int], tokens: int, 
         if error is not None:
             run.errors[f"{name}/{tokens}/{scheme}"] = error
         for config in (None, *(TILES if tune else ())):
-            what = (
-                scheme
-                if config is None
-                else f"{scheme} {config.block_m}x{config.block_n}x{config.block_k}/{config.num_warps}"
-            )
+            what = scheme if config is None else f"{scheme} {config.block_m}x{config.block_n}x{config.block_k}/{config.num_warps}"
             work = lambda o=operands, c=config: median(run, experts.ours(*o, c))  # noqa: E731
             time = run.attempt(f"{name}/{tokens} {what}", work)
             if time is not None:
@@ -157,8 +167,13 @@ def main() -> int:
         for tokens in (3,) if args.dry else TOKENS:
             if run.left() > 0:
                 measure(run, name, shape, tokens, args.tune)
-    result = {"gpu": gpu_name(run.device), "torch": torch.__version__, "microseconds": run.times, "errors": run.errors,
-              "failures": run.failures}  # fmt: skip
+    result = {
+        "gpu": gpu_name(run.device),
+        "torch": torch.__version__,
+        "microseconds": run.times,
+        "errors": run.errors,
+        "failures": run.failures,
+    }
     if args.out:
         args.out.write_text(json.dumps(result, indent=1), encoding="utf-8")
     print("\n".join(run.failures) or "no failures", {k: f"{v:.1e}" for k, v in run.errors.items()})

@@ -96,8 +96,7 @@ def dynamic(program: torch.export.ExportedProgram, batch: dict[str, Tensor]) -> 
     placeholders = {n.name: n.meta["val"].shape for n in program.graph.find_nodes(op="placeholder")}
     shapes = [placeholders[str(n)] for n in program.graph_signature.user_inputs]
     axes = {
-        name: [i for i, size in enumerate(shape) if not isinstance(size, int)]
-        for name, shape in zip(batch, shapes, strict=True)
+        name: [i for i, size in enumerate(shape) if not isinstance(size, int)] for name, shape in zip(batch, shapes, strict=True)
     }
     return {"nodes": len(program.graph.nodes), "dynamic": axes}
 
@@ -111,15 +110,17 @@ def packaged(job: _Job, model: nn.Module, cases: list[dict[str, Tensor]]) -> dic
         errors, refused = [], []
         for case in cases:
             torch.save([case], given)
-            done = subprocess.run(
-                [sys.executable, "-c", CHILD, str(package), str(given), str(got)], capture_output=True, text=True
-            )
+            done = subprocess.run([sys.executable, "-c", CHILD, str(package), str(given), str(got)], capture_output=True, text=True)
             if done.returncode:
                 refused.append([list(case["input_ids"].shape), done.stderr.strip().splitlines()[-1][:200]])
             else:
                 errors.append(relative_error(torch.load(got)[0], Whole(model)(**case)))
-        row = {"error": max(errors, default=None), "cases": len(errors), "refused": refused,
-               "mib": round(package.stat().st_size / 2**20, 2)}  # fmt: skip
+        row = {
+            "error": max(errors, default=None),
+            "cases": len(errors),
+            "refused": refused,
+            "mib": round(package.stat().st_size / 2**20, 2),
+        }
         return row | (stepwise(job, package, cases) if job.split is not None else {})
 
 
@@ -161,11 +162,14 @@ def written(options: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
     import transformers
 
     facts = {
-        "device": "cpu", "machine": f"{platform.machine()}, {os.cpu_count()} cores", "torch": torch.__version__,
-        "transformers": transformers.__version__, "commit": _commit(),
+        "device": "cpu",
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "commit": _commit(),
         "command": f"python benchmarks/export_families.py --families {options.families.name} "
         + " ".join(f for f, on in (("--dry", options.dry), ("--compile-steps", options.compile_steps)) if on),
-    }  # fmt: skip
+    }
     options.out.write_text(json.dumps({**facts, "rows": rows}, indent=1) + "\n")
 
 

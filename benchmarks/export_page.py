@@ -58,22 +58,22 @@ def families(run: dict[str, Any]) -> list[str]:
     good = [r for r in run["rows"] if r.get("cases")]
     rows = [
         [
-            r["family"], str(r["nodes"]), sizes(r), f"{exact(r['error'])} ({r['cases']})",
+            r["family"],
+            str(r["nodes"]),
+            sizes(r),
+            f"{exact(r['error'])} ({r['cases']})",
             "refused" if "steps_refused" in r else f"compiled: {exact(r['steps_error'])}" if "steps_error" in r else "exported",
-            f"{r['cpu_seconds']:.0f}", str(r["peak_mib"]),
+            f"{r['cpu_seconds']:.0f}",
+            str(r["peak_mib"]),
         ]
         for r in good
-    ]  # fmt: skip
+    ]
     head = ["family", "nodes", "dynamic", "error (batches)", "vision, prefill, decode", "CPU, s", "peak, MiB"]
     why = [[r["family"], "all", r["failed"]] for r in run["rows"] if "failed" in r]
     why += [[r["family"], "all", r["refused"][0][1]] for r in run["rows"] if r.get("refused") and not r.get("cases")]
     why += [[r["family"], "vision, prefill, decode", r["steps_refused"]] for r in good if "steps_refused" in r]
     why = [
-        [
-            name,
-            what,
-            reason.replace("|", "\\|").removeprefix("ExportError: ").removeprefix("not exported:").strip()[:330],
-        ]
+        [name, what, reason.replace("|", "\\|").removeprefix("ExportError: ").removeprefix("not exported:").strip()[:330]]
         for name, what, reason in why
     ]
     return [
@@ -112,11 +112,15 @@ def runner(run: dict[str, Any]) -> list[str]:
     """The C++ program."""
     rows = [
         [
-            r["model"], f"{r['same_answers']} of {r['questions']}", str(r["tokens"]), str(r["mib"]),
-            f"{r['export_seconds']:.0f}", f"{max(r['peak_mib'])}",
+            r["model"],
+            f"{r['same_answers']} of {r['questions']}",
+            str(r["tokens"]),
+            str(r["mib"]),
+            f"{r['export_seconds']:.0f}",
+            f"{max(r['peak_mib'])}",
         ]
         for r in run["rows"]
-    ]  # fmt: skip
+    ]
     head = ["model", "answers alike", "tokens", "package, MiB", "export, s", "peak, MiB"]
     return [
         "## The C++ program",
@@ -144,12 +148,7 @@ def carried(run: dict[str, Any]) -> list[str]:
 def libraries(run: dict[str, Any]) -> list[str]:
     """A package of one linear."""
     rows = [
-        [
-            r["compiler"],
-            r["linked"],
-            "yes" if "libstdc++.so.6" in r.get("needed", []) else "no",
-            r.get("loaded", r["built"]),
-        ]
+        [r["compiler"], r["linked"], "yes" if "libstdc++.so.6" in r.get("needed", []) else "no", r.get("loaded", r["built"])]
         for r in run["rows"]
     ]
     return [

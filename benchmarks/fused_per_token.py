@@ -36,11 +36,14 @@ from mmqc.kernels.rows.quantize_per_token import Rows, quantize_per_token  # noq
 
 NORM, HADAMARD, BASIS = "norm", "hadamard", "basis"
 CASES = {  # name: (what stands in front, N, K, high channels)
-    "llama3-8b.qkv": (NORM, 6144, 4096, 512), "llama3-8b.gate_up": (NORM, 28672, 4096, 512),
-    "llama3-8b.down": (HADAMARD, 4096, 14336, 0), "qwen2-vl-7b.qkv": (NORM, 4608, 3584, 448),
-    "qwen2-vl-7b.gate_up": (NORM, 37888, 3584, 448), "qwen2-vl-7b.down": (HADAMARD, 3584, 18944, 0),
+    "llama3-8b.qkv": (NORM, 6144, 4096, 512),
+    "llama3-8b.gate_up": (NORM, 28672, 4096, 512),
+    "llama3-8b.down": (HADAMARD, 4096, 14336, 0),
+    "qwen2-vl-7b.qkv": (NORM, 4608, 3584, 448),
+    "qwen2-vl-7b.gate_up": (NORM, 37888, 3584, 448),
+    "qwen2-vl-7b.down": (HADAMARD, 3584, 18944, 0),
     "keys of 128": (BASIS, 0, 128, 16),
-}  # fmt: skip
+}
 DRY = {"norm": (NORM, 48, 96, 16), "down": (HADAMARD, 33, 64, 0), "keys": (BASIS, 0, 32, 4)}
 WARPS = (1, 2, 4, 8)
 
@@ -106,9 +109,11 @@ class Case:
         ys = [self.front(x, r) for x, r in self.pairs]
         over = lambda f, given=self.pairs: [lambda a=a: f(*a) for a in given]  # noqa: E731
         found = {
-            "front": over(self.front), "quantize": over(self.quantize, [(y,) for y in ys]), "apart": over(self.apart),
+            "front": over(self.front),
+            "quantize": over(self.quantize, [(y,) for y in ys]),
+            "apart": over(self.apart),
             "fused": over(self.fused),
-        }  # fmt: skip
+        }
         if self.weight is None:
             return found
         return found | {
@@ -181,9 +186,13 @@ def main() -> int:
         for name, given in cases.items():
             run.attempt(f"{name}/{m}", lambda n=name, g=given, m=m: one_case(run, n, g, m, args.tune), 120)
     result: dict[str, Any] = {
-        **facts(run), "summary": report(run), "times": run.times, "bandwidth": run.bandwidth,
-        "differing": run.errors, "failures": run.failures,
-    }  # fmt: skip
+        **facts(run),
+        "summary": report(run),
+        "times": run.times,
+        "bandwidth": run.bandwidth,
+        "differing": run.errors,
+        "failures": run.failures,
+    }
     if args.out:
         args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     bad = [f for f in run.failures if not f.startswith("tune")]

@@ -131,6 +131,8 @@ def facts(run: Run) -> dict[str, str]:
     words = [a for a, before in zip(sys.argv[1:], sys.argv, strict=False) if "--out" not in (a, before)]
     return {
         "command": shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *words]),
-        "device": gpu_name(run.device), "torch": torch.__version__, "triton": triton.__version__,
+        "device": gpu_name(run.device),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
         "commit": subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip(),
-    }  # fmt: skip
+    }

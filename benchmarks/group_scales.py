@@ -28,9 +28,11 @@ LINEARS = ("lm.qkv", "lm.o", "lm.gate_up", "lm.down")
 ROWS = (1, 16, 256, 1024, 2048, 8192)
 PROGRESSIVE = "w4_progressive"  # integer scales of 8 bits, folded into the weight from 512 rows on
 FORMS = {  # name: (bits, integer scales, op in configs.py)
-    "w4_integer": (4, True, "scaled_int4_group"), "w4_float": (4, False, "scaled_int4_group_float"),
-    "w8_integer": (8, True, "scaled_int8_group"), "w8_float": (8, False, "scaled_int8_group_float"),
-}  # fmt: skip
+    "w4_integer": (4, True, "scaled_int4_group"),
+    "w4_float": (4, False, "scaled_int4_group_float"),
+    "w8_integer": (8, True, "scaled_int8_group"),
+    "w8_float": (8, False, "scaled_int8_group_float"),
+}
 PLAIN = {"w4_channel": 4, "w8_channel": 8}
 CONTENDERS = (PROGRESSIVE, "w4_integer", "w4_float", "w4_channel", "bf16", "w8_integer", "w8_float", "w8_channel")
 
@@ -66,23 +68,36 @@ class Case:
         dtype = self.run.dtype
         if name == "bf16":
             x = self.x.to(dtype)
-            w = [
-                torch.randn(self.n, self.k, dtype=dtype, device=x.device)
-                for _ in range(self.run.copies(2 * self.n * self.k))
-            ]
+            w = [torch.randn(self.n, self.k, dtype=dtype, device=x.device) for _ in range(self.run.copies(2 * self.n * self.k))]
             return [lambda w=v: F.linear(x, w) for v in w]
         if name in PLAIN:
-            return [lambda w=v: scaled_matmul(self.x, w, self.one, self.channel, out=self.out, out_dtype=dtype)
-                    for v in self.weights(PLAIN[name], rotate)]  # fmt: skip
+            return [
+                lambda w=v: scaled_matmul(self.x, w, self.one, self.channel, out=self.out, out_dtype=dtype)
+                for v in self.weights(PLAIN[name], rotate)
+            ]
         if name == PROGRESSIVE:
-            return [lambda w=v: group_scaled_matmul(self.x, w, self.one, self.channel, group_size=GROUP, out=self.out,
-                                                    group_scale=self.small, out_dtype=dtype, config=self.config)
-                    for v in self.weights(4, rotate)]  # fmt: skip
+            return [
+                lambda w=v: group_scaled_matmul(
+                    self.x,
+                    w,
+                    self.one,
+                    self.channel,
+                    group_size=GROUP,
+                    out=self.out,
+                    group_scale=self.small,
+                    out_dtype=dtype,
+                    config=self.config,
+                )
+                for v in self.weights(4, rotate)
+            ]
         bits, integer, _ = FORMS[name]
         scale, t = (self.channel, self.t) if integer else (self.t / AMPLIFIER, None)
-        return [lambda w=v: group_scaled_matmul(self.x, w, self.one, scale, group_size=GROUP, group_scale=t, out=self.out,
-                                                out_dtype=dtype, config=self.config)
-                for v in self.weights(bits, rotate)]  # fmt: skip
+        return [
+            lambda w=v: group_scaled_matmul(
+                self.x, w, self.one, scale, group_size=GROUP, group_scale=t, out=self.out, out_dtype=dtype, config=self.config
+            )
+            for v in self.weights(bits, rotate)
+        ]
 
     def expected(self, some: torch.Tensor, form: str) -> torch.Tensor:
         t = self.small if form == PROGRESSIVE else self.t
@@ -106,17 +121,45 @@ def candidates(bits: int, m: int, k: int) -> list[Tile]:
     if m <= 64:
         block_m = 8 if m <= 8 else 16 if m <= 16 else 64
         stored = k // 2 if bits == 4 else k
-        return [Tile(block_m, bn, bk, w, s, split_k=split, variant="columns")
-                for bn, bk, w, s in ((64, 128, 4, 4), (64, 128, 2, 4), (32, 128, 2, 4), (128, 128, 4, 3), (64, 64, 4, 5))
-                for split in (1, 2, 4, 8) if split <= max(1, stored // bk // 2)]  # fmt: skip
-    packed = [Tile(bm, bn, bk, w, s, variant="columns") for bm, bn, bk, w, s in (
-        (128, 128, 128, 8, 3), (64, 128, 128, 4, 3), (64, 128, 128, 8, 3), (128, 64, 128, 4, 3), (128, 64, 128, 8, 3),
-        (64, 64, 128, 4, 4), (64, 256, 128, 8, 2), (128, 128, 64, 8, 4), (64, 128, 64, 4, 4))]  # fmt: skip
+        return [
+            Tile(block_m, bn, bk, w, s, split_k=split, variant="columns")
+            for bn, bk, w, s in ((64, 128, 4, 4), (64, 128, 2, 4), (32, 128, 2, 4), (128, 128, 4, 3), (64, 64, 4, 5))
+            for split in (1, 2, 4, 8)
+            if split <= max(1, stored // bk // 2)
+        ]
+    packed = [
+        Tile(bm, bn, bk, w, s, variant="columns")
+        for bm, bn, bk, w, s in (
+            (128, 128, 128, 8, 3),
+            (64, 128, 128, 4, 3),
+            (64, 128, 128, 8, 3),
+            (128, 64, 128, 4, 3),
+            (128, 64, 128, 8, 3),
+            (64, 64, 128, 4, 4),
+            (64, 256, 128, 8, 2),
+            (128, 128, 64, 8, 4),
+            (64, 128, 64, 4, 4),
+        )
+    ]
     # More than 64 sums a thread are taken in two halves: 128 x 256 with 8 warps, 128 x 128 with 4, of which two fit.
-    whole = [Tile(bm, bn, 128, w, s, group_m=g, variant="unpack" if bits == 4 else "nested") for bm, bn, w, s, g in (
-        (128, 256, 8, 4, 8), (128, 128, 4, 3, 8), (128, 256, 8, 4, 16), (256, 128, 8, 4, 8), (128, 256, 8, 3, 8),
-        (128, 128, 8, 4, 8), (128, 128, 4, 2, 8), (64, 256, 4, 2, 8), (64, 128, 4, 4, 8), (64, 128, 4, 3, 8), (128, 64, 4, 4, 8),
-        (64, 256, 8, 4, 8), (256, 64, 8, 4, 8))]  # fmt: skip
+    whole = [
+        Tile(bm, bn, 128, w, s, group_m=g, variant="unpack" if bits == 4 else "nested")
+        for bm, bn, w, s, g in (
+            (128, 256, 8, 4, 8),
+            (128, 128, 4, 3, 8),
+            (128, 256, 8, 4, 16),
+            (256, 128, 8, 4, 8),
+            (128, 256, 8, 3, 8),
+            (128, 128, 8, 4, 8),
+            (128, 128, 4, 2, 8),
+            (64, 256, 4, 2, 8),
+            (64, 128, 4, 4, 8),
+            (64, 128, 4, 3, 8),
+            (128, 64, 4, 4, 8),
+            (64, 256, 8, 4, 8),
+            (256, 64, 8, 4, 8),
+        )
+    ]
     pointers = [t.with_variant("columns").with_stages(3) for t in whole[5:6] + whole[8:11]] if bits == 8 else packed
     return (whole if bits == 8 or m > 256 else []) + pointers
 
@@ -153,9 +196,12 @@ def tune(run: Run, shapes: dict[str, tuple[int, int]], rows: list[int], seconds:
 
 
 def run_groups(
-    run: Run, shapes: dict[str, tuple[int, int]], rows: tuple[int, ...], tune_seconds: float,
+    run: Run,
+    shapes: dict[str, tuple[int, int]],
+    rows: tuple[int, ...],
+    tune_seconds: float,
     keep: Callable[[dict[str, Tile]], None],
-) -> None:  # fmt: skip
+) -> None:
     """Check, tune (for so many seconds; 0: not) and time; the rows and forms that acceptance names come first."""
     wanted = {name: shapes[name] for name in LINEARS if name in shapes}
     order = sorted(rows, key=lambda m: (m not in (8192, 2048), -m))
@@ -176,10 +222,17 @@ def summarize(run: Run, rows: tuple[int, ...]) -> dict[str, float]:
     found = {}
     for m in rows:
         times = [t for where, t in run.times.items() if where.startswith("groups") and where.endswith(f"/{m}")]
-        for fast, slow in (("w4_integer", "w4_float"), ("w4_integer", "w4_channel"), ("w4_integer", "bf16"),
-                           (PROGRESSIVE, "w4_float"), (PROGRESSIVE, "w4_channel"), (PROGRESSIVE, "bf16"),
-                           ("w4_float", "bf16"),
-                           ("w8_integer", "w8_float"), ("w8_integer", "w8_channel")):  # fmt: skip
+        for fast, slow in (
+            ("w4_integer", "w4_float"),
+            ("w4_integer", "w4_channel"),
+            ("w4_integer", "bf16"),
+            (PROGRESSIVE, "w4_float"),
+            (PROGRESSIVE, "w4_channel"),
+            (PROGRESSIVE, "bf16"),
+            ("w4_float", "bf16"),
+            ("w8_integer", "w8_float"),
+            ("w8_integer", "w8_channel"),
+        ):
             ratios = [t[slow] / t[fast] for t in times if slow in t and fast in t]
             if ratios:
                 found[f"{fast} over {slow}, M={m}"] = geomean(ratios)

@@ -48,8 +48,7 @@ def traffic(rows: dict[str, Any]) -> list[str]:
         return table(head, [[k, f"{v:.2f}", f"{v / copy:.0%}"] for k, v in kernels.items()])
     share = lambda k, v: f"{v / same[k]:.0%} of {same[k]:.2f}" if k in same else ""  # noqa: E731
     return table(
-        (*head, "of a copy of the same bytes"),
-        [[k, f"{v:.2f}", f"{v / copy:.0%}", share(k, v)] for k, v in kernels.items()],
+        (*head, "of a copy of the same bytes"), [[k, f"{v:.2f}", f"{v / copy:.0%}", share(k, v)] for k, v in kernels.items()]
     )
 
 
@@ -57,9 +56,7 @@ def chain(rows: dict[str, Any]) -> list[str]:
     """Microseconds of norm, quantize, linear; a way that was not timed everywhere leaves a gap."""
     times = {k: v for k, v in rows["microseconds"].items() if k.startswith("chain ")}
     ways = list(dict.fromkeys(way for row in times.values() for way in row))
-    cells = [
-        [k.removeprefix("chain "), *(f"{row[w]:.0f}" if w in row else "" for w in ways)] for k, row in times.items()
-    ]
+    cells = [[k.removeprefix("chain "), *(f"{row[w]:.0f}" if w in row else "" for w in ways)] for k, row in times.items()]
     return table(("N x K / rows", *ways), cells)
 
 
@@ -111,12 +108,7 @@ GENERATE = ("decode, tokens/s", "first token, ms", "cold, s")
 def generated(ways: dict[str, Any]) -> list[list[str]]:
     """Rows of what ``generate`` takes."""
     return [
-        [
-            way,
-            f"{r['tokens_per_second']:.0f}",
-            f"{1e3 * r['first_token_seconds']:.0f}",
-            f"{r['cold_seconds']:.0f}",
-        ]
+        [way, f"{r['tokens_per_second']:.0f}", f"{1e3 * r['first_token_seconds']:.0f}", f"{r['cold_seconds']:.0f}"]
         for way, r in ways.items()
         if "failed" not in r
     ]
@@ -138,11 +130,14 @@ def on_cpu(cpu: dict[str, Any]) -> list[str]:
         *table(("weights", "ms a token", "GB of weights", "GB/s", "floor, ms"), rows),
         "Times of the better dtype of `torch.compile`, in this run and in others:",
         "",
-        *table(("CPU, commit", *cpu["times_the_better_inductor"]), [
-            [f"{run['cpu']}, {run['commit']}", *(f"{ratio:.2f}" for ratio in run["times_the_better_inductor"].values())]
-            for run in (cpu, *cpu["other_runs"])
-        ]),
-    ]  # fmt: skip
+        *table(
+            ("CPU, commit", *cpu["times_the_better_inductor"]),
+            [
+                [f"{run['cpu']}, {run['commit']}", *(f"{ratio:.2f}" for ratio in run["times_the_better_inductor"].values())]
+                for run in (cpu, *cpu["other_runs"])
+            ],
+        ),
+    ]
 
 
 def linears(linear: dict[str, Any], figures: list[str]) -> list[str]:
@@ -204,8 +199,7 @@ def end_to_end(e2e: dict[str, Any]) -> list[str]:
         "host counts, and what is beside it: here the processes of the ways that are timed later.",
         "",
         *table(
-            ("weights", *GENERATE, "commit"),
-            [[*row, run["commit"]] for run in e2e["other_runs"] for row in generated(run["ways"])],
+            ("weights", *GENERATE, "commit"), [[*row, run["commit"]] for run in e2e["other_runs"] for row in generated(run["ways"])]
         ),
         f"What of it is the device's own time, by the profiler; {' and '.join(e2e['waits'])} at commit {e2e['waits_commit']}, "
         "the others before:",

@@ -25,9 +25,7 @@ def measured(name: str, data: dict[str, Any]) -> str:
     git = lambda *args: subprocess.run(["git", *args], cwd=ROOT, check=False, capture_output=True, text=True)  # noqa: E731
     commit = data.get("commit") or git("log", "-1", "--format=%h", f"benchmarks/results/{name}.json").stdout
     commit = commit.strip()[:7]
-    changed = git(
-        "diff", "--quiet", commit, "--", *(f":(glob)mmqc/kernels/{pattern}.py" for pattern in KERNELS[name])
-    ).returncode
+    changed = git("diff", "--quiet", commit, "--", *(f":(glob)mmqc/kernels/{pattern}.py" for pattern in KERNELS[name])).returncode
     return f"Commit {commit}{'; the kernels have changed since, and were not measured again.' if changed else '.'}"
 
 
@@ -41,12 +39,7 @@ def earlier(data: dict[str, Any]) -> str:
 
 def table(head: tuple[str, ...], rows: list[list[str]]) -> list[str]:
     """A Markdown table whose columns but the first are numbers."""
-    return [
-        f"| {' | '.join(head)} |",
-        f"|---|{'--:|' * (len(head) - 1)}",
-        *(f"| {' | '.join(row)} |" for row in rows),
-        "",
-    ]
+    return [f"| {' | '.join(head)} |", f"|---|{'--:|' * (len(head) - 1)}", *(f"| {' | '.join(row)} |" for row in rows), ""]
 
 
 def by_rows(found: dict[str, Any]) -> list[tuple[str, Any]]:
@@ -174,10 +167,7 @@ def mixed(data: dict[str, Any]) -> list[str]:
 def epilogues(data: dict[str, Any]) -> list[str]:
     """What stands between two linears, in the epilogue and behind it."""
     found = {k.removeprefix("epilogue "): t for k, t in data["microseconds"].items() if k.startswith("epilogue ")}
-    rows = [
-        [name, f"{t['unfused']:.1f}", f"{t['fused']:.1f}", f"{t['unfused'] / t['fused']:.2f}"]
-        for name, t in by_rows(found)
-    ]
+    rows = [[name, f"{t['unfused']:.1f}", f"{t['fused']:.1f}", f"{t['unfused'] / t['fused']:.2f}"] for name, t in by_rows(found)]
     return [
         "## Epilogues",
         "",
@@ -190,6 +180,10 @@ def epilogues(data: dict[str, Any]) -> list[str]:
 
 
 SECTIONS = {
-    "epilogues": epilogues, "w4a8_groups": group_scales, "kv_attention": packed_cache, "kv_tokens": rounded_text,
-    "kv_rows": byte_rows, "mixed_linear": mixed,
-}  # fmt: skip
+    "epilogues": epilogues,
+    "w4a8_groups": group_scales,
+    "kv_attention": packed_cache,
+    "kv_tokens": rounded_text,
+    "kv_rows": byte_rows,
+    "mixed_linear": mixed,
+}

@@ -52,9 +52,7 @@ class Case:
         self.run, self.s = run, shape
         b, h, d = shape["batch"], shape["heads"], shape["width"]
         self.q = torch.randn(b, h * shape["group"], 1, d, device=run.device).to(run.dtype)
-        self.k_text, self.v_text = (
-            torch.randn(b, h, shape["text"], d, device=run.device).to(run.dtype) for _ in range(2)
-        )
+        self.k_text, self.v_text = (torch.randn(b, h, shape["text"], d, device=run.device).to(run.dtype) for _ in range(2))
         self.visual = torch.full((b,), shape["visual"], dtype=torch.int32, device=run.device)
         self.texts = torch.full((b,), shape["text"], dtype=torch.int32, device=run.device)
         self.order = torch.arange(shape["visual"], device=run.device).expand(b, -1).contiguous()
@@ -81,9 +79,7 @@ class Case:
         size = s["batch"] * s["heads"] * s["visual"] * s["width"] * bits // 4
         return [self.packed(bits) for _ in range(self.run.copies(size))]
 
-    def call(
-        self, layer: tuple[Tensor, ...], bits: int, tau: tuple[float, float], config: KVConfig | None = None
-    ) -> Any:
+    def call(self, layer: tuple[Tensor, ...], bits: int, tau: tuple[float, float], config: KVConfig | None = None) -> Any:
         return kv_attention(*self.operands(layer, bits, tau), config=config)
 
     def operands(self, layer: tuple[Tensor, ...], bits: int, tau: tuple[float, float]) -> Any:
@@ -187,10 +183,16 @@ def time_packing(run: Run, case: Case, bits: list[int]) -> None:
 def save(path: Path, run: Run, case: Case, summary: dict[str, float], tuned: dict[int, Any]) -> None:
     """Everything as JSON."""
     result = {
-        **facts(run), "shape": case.s, "microseconds": run.times, "summary": summary,
-        "tuned": tuned, "table": {b: vars(table(b, ranged=b <= 2)) for b in BITS},
-        "tb_per_s": run.bandwidth, "errors": run.errors, "failures": run.failures,
-    }  # fmt: skip
+        **facts(run),
+        "shape": case.s,
+        "microseconds": run.times,
+        "summary": summary,
+        "tuned": tuned,
+        "table": {b: vars(table(b, ranged=b <= 2)) for b in BITS},
+        "tb_per_s": run.bandwidth,
+        "errors": run.errors,
+        "failures": run.failures,
+    }
     path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
@@ -237,9 +239,7 @@ def main() -> int:
     for bits, what in tuned.items():
         print(f"tuned {bits} bits: {what}")
     failed = [f for f in run.failures if not f.startswith("tune/")]
-    print(
-        f"{len(run.failures)} failures; worst error {max(run.errors.values(), default=math.nan):.2e}", *failed, sep="\n"
-    )
+    print(f"{len(run.failures)} failures; worst error {max(run.errors.values(), default=math.nan):.2e}", *failed, sep="\n")
     if args.out:
         save(args.out, run, case, summary, tuned)
     return 1 if any(f.startswith("check/") for f in run.failures) else 0

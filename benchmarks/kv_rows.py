@@ -34,22 +34,8 @@ from mmqc.ops.quantize_per_token import reference as quantize_per_token  # noqa:
 
 SHAPE = {"heads": 8, "group": 4, "width": 128, "tokens": 8192}
 TINY = {"heads": 1, "group": 4, "width": 16, "tokens": 80}
-KINDS = {
-    "4 and 8 bits": ((7, 1), (4, 8)),
-    "4 bits": ((8,), (4,)),
-    "8 bits": ((8,), (8,)),
-}  # eighths of the channels, bits
-TILES = (
-    (32, 4, 2),
-    (32, 4, 3),
-    (64, 4, 2),
-    (64, 4, 3),
-    (64, 4, 3, 168),
-    (64, 8, 2),
-    (128, 4, 2),
-    (128, 8, 2),
-    (32, 2, 3),
-)
+KINDS = {"4 and 8 bits": ((7, 1), (4, 8)), "4 bits": ((8,), (4,)), "8 bits": ((8,), (8,))}  # eighths of the channels, bits
+TILES = ((32, 4, 2), (32, 4, 3), (64, 4, 2), (64, 4, 3), (64, 4, 3, 168), (64, 8, 2), (128, 4, 2), (128, 8, 2), (32, 2, 3))
 CONFIGS = [TokenConfig(per_sm, *tile) for tile in TILES for per_sm in (2, 3, 4, 6, 8)]
 
 
@@ -123,8 +109,16 @@ def main() -> int:
     print({k: round(v, 2) for k, v in run.bandwidth.items()}, f"worst error {max(run.errors.values()):.2e}")
     print(f"{len(run.failures)} failures", *run.failures, sep="\n")
     if args.out:
-        result = {**facts(run), "shape": shape, "microseconds": run.times, "summary": summary, "tuned": tuned,
-                  "tb_per_s": run.bandwidth, "errors": run.errors, "failures": run.failures}  # fmt: skip
+        result = {
+            **facts(run),
+            "shape": shape,
+            "microseconds": run.times,
+            "summary": summary,
+            "tuned": tuned,
+            "tb_per_s": run.bandwidth,
+            "errors": run.errors,
+            "failures": run.failures,
+        }
         args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     return int(max(run.errors.values()) > 1e-2)
 

@@ -40,12 +40,30 @@ SHAPE = {"batch": 16, "heads": 8, "group": 4, "width": 128, "text": 8192, "visua
 TINY = {"batch": 2, "heads": 1, "group": 4, "width": 16, "text": 80, "visual": 48, "block": 8}
 ROUNDED = (8, 4)  # bits of text
 PACKED = (1, 2)  # bits of visual keys
-TILES = ((32, 4, 3, 128), (32, 4, 3, 168), (32, 4, 2), (64, 4, 1), (64, 4, 2), (64, 4, 2, 168), (64, 8, 2), (128, 8, 2), (16, 1, 3),
-         (16, 2, 3), (32, 2, 2))  # fmt: skip
+TILES = (
+    (32, 4, 3, 128),
+    (32, 4, 3, 168),
+    (32, 4, 2),
+    (64, 4, 1),
+    (64, 4, 2),
+    (64, 4, 2, 168),
+    (64, 8, 2),
+    (128, 8, 2),
+    (16, 1, 3),
+    (16, 2, 3),
+    (32, 2, 2),
+)
 PER_SM = (3, 4, 6, 8, 12)
-ROUNDS = (RoundConfig(), RoundConfig(registers=0), RoundConfig(block=32, registers=0), RoundConfig(block=8),
-          RoundConfig(tokens=16, warps=1, per_sm=16), RoundConfig(tokens=64, warps=4, per_sm=4),
-          RoundConfig(per_sm=4), RoundConfig(per_sm=12, registers=80))  # fmt: skip
+ROUNDS = (
+    RoundConfig(),
+    RoundConfig(registers=0),
+    RoundConfig(block=32, registers=0),
+    RoundConfig(block=8),
+    RoundConfig(tokens=16, warps=1, per_sm=16),
+    RoundConfig(tokens=64, warps=4, per_sm=4),
+    RoundConfig(per_sm=4),
+    RoundConfig(per_sm=12, registers=80),
+)
 
 
 class Case:
@@ -136,9 +154,7 @@ def note(run: Run, group: str, name: str, t: float | None) -> float | None:
     return t
 
 
-def fastest(
-    run: Run, name: str, configs: list[Any], timed: Callable[[Any], float], tuned: dict[str, Any]
-) -> Any | None:
+def fastest(run: Run, name: str, configs: list[Any], timed: Callable[[Any], float], tuned: dict[str, Any]) -> Any | None:
     """The best configuration of a list."""
     found = []
     for c in configs[: 1 if run.dry else None]:
@@ -152,9 +168,7 @@ def fastest(
     return found[0][1]
 
 
-def time_text(
-    run: Run, case: Case, bits: int, best: float, tuned: dict[str, Any] | None, small: Case
-) -> dict[str, float]:
+def time_text(run: Run, case: Case, bits: int, best: float, tuned: dict[str, Any] | None, small: Case) -> dict[str, float]:
     """Ours and plain torch; the ratios."""
     layers, name = case.layers(bits), f"text, {bits} bits"
     t = note(run, "text", f"{bits} bits", run.attempt(name, lambda: case.time(layers, bits), 60))
@@ -193,22 +207,22 @@ def time_keys(run: Run, keys: Keys, bits: int, tuned: dict[str, Any] | None, sma
 def save(path: Path, run: Run, shape: dict[str, int], summary: dict[str, float], tuned: dict[str, Any]) -> None:
     """Everything as JSON."""
     result = {
-        **facts(run), "shape": shape, "microseconds": run.times, "summary": summary,
-        "tuned": tuned, "tb_per_s": run.bandwidth, "errors": run.errors,
+        **facts(run),
+        "shape": shape,
+        "microseconds": run.times,
+        "summary": summary,
+        "tuned": tuned,
+        "tb_per_s": run.bandwidth,
+        "errors": run.errors,
         "failures": run.failures,
-    }  # fmt: skip
+    }
     path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
 def main() -> int:
     args = arguments(__doc__, 400).parse_args()
     run, shape = Run(args.dry, args.seconds), TINY if args.dry else SHAPE
-    small = {
-        **shape,
-        "batch": 1 if args.dry else 2,
-        "visual": 20 if args.dry else 1000,
-        "text": 50 if args.dry else 1001,
-    }
+    small = {**shape, "batch": 1 if args.dry else 2, "visual": 20 if args.dry else 1000, "text": 50 if args.dry else 1001}
     some, few, tuned = Case(run, small), Keys(run, small), {}
     run.attempt("ceilings", lambda: ceilings(run))
     for bits, share in itertools.product(ROUNDED, (1.0, 0.3)):
@@ -226,10 +240,7 @@ def main() -> int:
         print(name, {k: round(v, 1) for k, v in times.items()})
     for name, value in summary.items():
         print(f"{value:8.2f} x  {name}")
-    print(
-        {k: round(v, 2) for k, v in run.bandwidth.items()},
-        f"worst error {max(run.errors.values(), default=math.nan):.2e}",
-    )
+    print({k: round(v, 2) for k, v in run.bandwidth.items()}, f"worst error {max(run.errors.values(), default=math.nan):.2e}")
     print(f"{len(run.failures)} failures", *run.failures, sep="\n")
     if args.out:
         save(args.out, run, shape, summary, tuned)

@@ -41,10 +41,17 @@ from mmqc.ops.weight_only_matmul import dequantize  # noqa: E402
 
 FP8 = torch.float8_e4m3fn
 SHAPES = {  # name: (N, K)
-    "lm.qkv": (4608, 3584), "lm.o": (3584, 3584), "lm.gate_up": (37888, 3584), "lm.down": (3584, 18944),
-    "vit.qkv": (3840, 1280), "vit.proj": (1280, 1280), "vit.fc1": (5120, 1280), "vit.fc2": (1280, 5120),
-    "merger.0": (5120, 5120), "merger.2": (3584, 5120),
-}  # fmt: skip
+    "lm.qkv": (4608, 3584),
+    "lm.o": (3584, 3584),
+    "lm.gate_up": (37888, 3584),
+    "lm.down": (3584, 18944),
+    "vit.qkv": (3840, 1280),
+    "vit.proj": (1280, 1280),
+    "vit.fc1": (5120, 1280),
+    "vit.fc2": (1280, 5120),
+    "merger.0": (5120, 5120),
+    "merger.2": (3584, 5120),
+}
 ROWS = (1, 16, 256, 917, 2048, 8192)
 GROUP = 128
 LARGE = {
@@ -89,8 +96,12 @@ class Linear:
         else:
             w = [self.floats(self.n, FP8) if fp8 else self.codes(self.n) for _ in range(count)]
         self.operands = x, w[0]
-        return [lambda w=v: scaled_matmul(x, w, self.x_scale, self.w_scale, self.bias, out=self.out,
-                                          out_dtype=self.run.dtype, config=self.config) for v in w]  # fmt: skip
+        return [
+            lambda w=v: scaled_matmul(
+                x, w, self.x_scale, self.w_scale, self.bias, out=self.out, out_dtype=self.run.dtype, config=self.config
+            )
+            for v in w
+        ]
 
     def weight_only(self, bits: int, rotate: bool = True) -> Calls:
         count = self.run.copies(self.n * self.k * bits // 8) if rotate else 1
@@ -100,8 +111,7 @@ class Linear:
         scale = torch.rand(self.n, -(-self.k // GROUP), device=self.device) * 0.01 + 0.001
         x = self.floats(self.m, self.run.dtype)
         self.operands = x, w[0], scale
-        return [lambda w=v: weight_only_matmul(x, w, scale, group_size=GROUP, out=self.out, config=self.config)
-                for v in w]  # fmt: skip
+        return [lambda w=v: weight_only_matmul(x, w, scale, group_size=GROUP, out=self.out, config=self.config) for v in w]
 
     def peer(self, name: str) -> Calls:
         size = {"bf16": 2, "int_mm": 1, "scaled_mm": 1}.get(name, 0.5)
@@ -116,9 +126,7 @@ class Linear:
         if name == "scaled_mm":
             one = torch.ones((), device=self.device)
             w = [self.floats(self.n, FP8).t() for _ in range(count)]
-            return [
-                lambda w=v: torch._scaled_mm(x, w, one, one, out_dtype=self.run.dtype, use_fast_accum=True) for v in w
-            ]
+            return [lambda w=v: torch._scaled_mm(x, w, one, one, out_dtype=self.run.dtype, use_fast_accum=True) for v in w]
         return getattr(self, name)(x, count)
 
     def tinygemm(self, x: torch.Tensor, count: int) -> Calls:
@@ -141,8 +149,9 @@ class Linear:
 
         layers = []
         for _ in range(min(count, 8)):
-            layer = HummingLayer(shape_n=self.n, shape_k=self.k, weight_config={"dtype": "int4", "group_size": GROUP},
-                                 torch_dtype=self.run.dtype).to(self.device)  # fmt: skip
+            layer = HummingLayer(
+                shape_n=self.n, shape_k=self.k, weight_config={"dtype": "int4", "group_size": GROUP}, torch_dtype=self.run.dtype
+            ).to(self.device)
             layer.load_from_unquantized(self.floats(self.n, self.run.dtype))
             layer.transform()
             layers.append(layer)
@@ -163,8 +172,11 @@ def check_linear(run: Run, name: str, linear: Linear, kind: str) -> None:
         want = x.double() @ wide.t()
     else:
         x, w = linear.operands
-        wide = dequantize(w[some], linear.w_scale[some], linear.k, 4, 0, torch.float64) if kind.startswith("int4") else (
-            w[some].to(torch.float64) * linear.w_scale[some, None].double())  # fmt: skip
+        wide = (
+            dequantize(w[some], linear.w_scale[some], linear.k, 4, 0, torch.float64)
+            if kind.startswith("int4")
+            else (w[some].to(torch.float64) * linear.w_scale[some, None].double())
+        )
         want = (x.to(torch.float64) @ wide.t()) * linear.x_scale.double() + linear.bias[some].double()
     error = relative_error(linear.out[:, some], want)
     poisoned = bool(linear.out.isnan().any())
@@ -180,9 +192,7 @@ def check_all(run: Run, shapes: dict[str, tuple[int, int]], rows: tuple[int, ...
     for (n, k), m in cases:
         for kind in ("int8", "int4", "w4", "w8") if run.dry else ("int8", "fp8", "int4", "int4_fp8", "w4", "w8"):
             name = f"check/{kind}/{m}x{n}x{k}"
-            run.attempt(
-                name, lambda n=n, k=k, m=m, kind=kind, name=name: check_linear(run, name, Linear(run, n, k, m), kind)
-            )
+            run.attempt(name, lambda n=n, k=k, m=m, kind=kind, name=name: check_linear(run, name, Linear(run, n, k, m), kind))
     for width in (64, 96) if run.dry else (3584, 5120, 1280, 18944, 4304, 27):
         run.attempt(f"check/rows/{width}", lambda width=width: check_rows(run, width, 5 if run.dry else 333))
 
@@ -190,16 +200,19 @@ def check_all(run: Run, shapes: dict[str, tuple[int, int]], rows: tuple[int, ...
 # --- tuning -----------------------------------------------------------------------------------------------------------
 
 
-def tune(
-    run: Run, shapes: dict[str, tuple[int, int]], rows: tuple[int, ...], path: Path, args: argparse.Namespace
-) -> None:
+def tune(run: Run, shapes: dict[str, tuple[int, int]], rows: tuple[int, ...], path: Path, args: argparse.Namespace) -> None:
     """Time every candidate, keep the fastest where it beats the table, write the file."""
     end = min(run.end - 60, time.monotonic() + args.tune_seconds)
     best: dict[str, Tile] = {}
     skinny = {"weight_int4": 4, "weight_int8": 8, "scaled_int4": "int4", "scaled_int8": "int8"}
     large = {op: kind for op, kind in LARGE.items() if op in args.ops}
-    jobs = [(op, kind, m, shape) for m in rows for op, kind in (skinny if m <= 64 else large).items()
-            for shape in shapes if worth_tuning(op, m, shape)]  # fmt: skip
+    jobs = [
+        (op, kind, m, shape)
+        for m in rows
+        for op, kind in (skinny if m <= 64 else large).items()
+        for shape in shapes
+        if worth_tuning(op, m, shape)
+    ]
     jobs += [("weight_int4", 4, m, shape) for m in rows if 64 < m <= 256 for shape in shapes if shape.startswith("lm")]
     # A weight that is unpacked once takes the tile of its codes: int8 comes before int4, and is written before.  Then what
     # acceptance looks at: decode and prefill, the two large linears; rows that nobody asks for last.
@@ -275,8 +288,7 @@ def time_linears(run: Run, shapes: dict[str, tuple[int, int]], rows: tuple[int, 
 
 def table(run: Run, shapes: dict[str, tuple[int, int]], rows: tuple[int, ...]) -> dict[str, float]:
     """Print the table and return the summary."""
-    names = ("bf16", "int8", "fp8", "int4", "int4_fp8", "int_mm", "scaled_mm", "w4", "w8",
-             "tinygemm", "gemlite", "humming")  # fmt: skip
+    names = ("bf16", "int8", "fp8", "int4", "int4_fp8", "int_mm", "scaled_mm", "w4", "w8", "tinygemm", "gemlite", "humming")
     print("\nmicroseconds    " + "".join(f"{name:>9.9}" for name in names))
     for where, times in run.times.items():
         if not where.startswith(("chain", "groups", "epilogue")):
@@ -292,8 +304,15 @@ def table(run: Run, shapes: dict[str, tuple[int, int]], rows: tuple[int, ...]) -
             summary[f"{fast} over {slow}, M={m}"] = geomean([t[slow] / t[fast] for t in pairs])
 
     for m in rows:
-        for slow, fast in (("bf16", "int8"), ("bf16", "fp8"), ("int8", "int4"), ("fp8", "int4_fp8"), ("scaled_mm", "fp8"),
-                           ("tinygemm", "w4"), ("bf16", "w4")):  # fmt: skip
+        for slow, fast in (
+            ("bf16", "int8"),
+            ("bf16", "fp8"),
+            ("int8", "int4"),
+            ("fp8", "int4_fp8"),
+            ("scaled_mm", "fp8"),
+            ("tinygemm", "w4"),
+            ("bf16", "w4"),
+        ):
             ratio(slow, fast, m)
         for shape in ("lm.down", "lm.gate_up"):
             times = run.times.get(f"{shape}/{m}", {})
@@ -314,15 +333,12 @@ def main() -> int:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--tune", action="store_true")
     parser.add_argument("--tune-seconds", type=float, default=240)
-    parser.add_argument(
-        "--ops", nargs="+", default=list(LARGE), choices=list(LARGE), help="of many rows, whose tiles are tried"
-    )
+    parser.add_argument("--ops", nargs="+", default=list(LARGE), choices=list(LARGE), help="of many rows, whose tiles are tried")
     parser.add_argument("--seconds", type=float, default=460)
     parser.add_argument("--rows", type=int, nargs="+", default=list(ROWS))
     parser.add_argument("--tune-rows", type=int, nargs="+", help="rows that tiles are tried for; by default the same")
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=list(SHAPES))
-    parser.add_argument("--only", choices=("check", "linears", "rows", "chain", "w4a8_groups", "epilogues"),
-                        action="append")  # fmt: skip
+    parser.add_argument("--only", choices=("check", "linears", "rows", "chain", "w4a8_groups", "epilogues"), action="append")
     parser.add_argument("--dry", action="store_true")
     args = parser.parse_args()
     run = Run(args.dry, args.seconds)
@@ -356,10 +372,18 @@ def main() -> int:
     summary = table(run, shapes, rows) | group_scales.summarize(run, rows) | epilogues.summarize(run)
     print("\n".join(f"{value:8.3f}  {name}" for name, value in summary.items() if name[:3] in ("w4_", "w8_", "fus")))
     if args.out:
-        result = {**facts(run),
-                  "shapes": SHAPES, "group_size": GROUP, "microseconds": run.times, "tb_per_s": run.bandwidth,
-                  "same_bytes_tb_per_s": run.same_bytes, "summary": summary, "errors": run.errors, "failures": run.failures,
-                  "configs": json.loads(path.read_text()) if path.exists() else None}  # fmt: skip
+        result = {
+            **facts(run),
+            "shapes": SHAPES,
+            "group_size": GROUP,
+            "microseconds": run.times,
+            "tb_per_s": run.bandwidth,
+            "same_bytes_tb_per_s": run.same_bytes,
+            "summary": summary,
+            "errors": run.errors,
+            "failures": run.failures,
+            "configs": json.loads(path.read_text()) if path.exists() else None,
+        }
         args.out.write_text(json.dumps(result, indent=1) + "\n")
     return 1 if any(f.startswith("check/") for f in run.failures) else 0
 

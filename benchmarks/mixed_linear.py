@@ -39,11 +39,15 @@ from mmqc.ops.mixed_matmul import reference  # noqa: E402
 from mmqc.ops.pack import pack_int4  # noqa: E402
 
 SHAPES = {  # name: (N, K, high channels)
-    "llama3-8b.qkv": (6144, 4096, 512), "llama3-8b.o": (4096, 4096, 512), "llama3-8b.gate_up": (28672, 4096, 512),
+    "llama3-8b.qkv": (6144, 4096, 512),
+    "llama3-8b.o": (4096, 4096, 512),
+    "llama3-8b.gate_up": (28672, 4096, 512),
     "llama3-8b.down": (4096, 14336, 0),
-    "qwen2-vl-7b.qkv": (4608, 3584, 448), "qwen2-vl-7b.o": (3584, 3584, 448), "qwen2-vl-7b.gate_up": (37888, 3584, 448),
+    "qwen2-vl-7b.qkv": (4608, 3584, 448),
+    "qwen2-vl-7b.o": (3584, 3584, 448),
+    "qwen2-vl-7b.gate_up": (37888, 3584, 448),
     "qwen2-vl-7b.down": (3584, 18944, 0),
-}  # fmt: skip
+}
 DRY = {"mixed": (48, 96, 16), "uniform": (33, 64, 0)}
 WARPS = (1, 2, 4, 8)
 EACH, ALL = 1.3, 1.45  # what the mixed linear is to gain over bf16: on every shape, and on average
@@ -57,8 +61,10 @@ class Linear:
         self.widths, self.bits = ([k - high, high], [4, 8]) if high else ([k], [4])
         self.x = torch.randn(m, k, device=run.device, dtype=run.dtype)
         self.w = torch.randn(n, k, device=run.device, dtype=run.dtype)
-        codes = [torch.randint(-(2 ** (b - 1)), 2 ** (b - 1), (n, width), dtype=torch.int8, device=run.device)
-                 for width, b in zip(self.widths, self.bits, strict=True)]  # fmt: skip
+        codes = [
+            torch.randint(-(2 ** (b - 1)), 2 ** (b - 1), (n, width), dtype=torch.int8, device=run.device)
+            for width, b in zip(self.widths, self.bits, strict=True)
+        ]
         scale = torch.rand(n, len(codes), device=run.device) * 0.01 + 0.001
         sums = torch.stack([c.sum(1, dtype=torch.int32) for c in codes], 1)
         self.packed = kernel.Weight(pack_int4(codes[0]), codes[1] if high else None, scale, sums)
@@ -94,8 +100,9 @@ class Linear:
         self.multiply(self.quantize(), self.packed)
         some = torch.randperm(self.n, device=self.run.device)[:128]
         w = [pack_int4(self.codes[0][some]), *(c[some] for c in self.codes[1:])]
-        want = reference(*self.quantize(), w, self.packed.scale[some], self.packed.sum[some], None, self.widths,
-                         [4, 8][: len(w)], torch.float64)  # fmt: skip
+        want = reference(
+            *self.quantize(), w, self.packed.scale[some], self.packed.sum[some], None, self.widths, [4, 8][: len(w)], torch.float64
+        )
         return relative_error(self.out[:, some], want)
 
 
@@ -119,8 +126,12 @@ def tune(run: Run, linear: Linear) -> None:
         if us is not None:
             by_warps[warps] = us
     linear.warps = min(by_warps, key=lambda w: by_warps[w], default=None)
-    print(f"{linear.n} x {linear.x.shape[1]}, {linear.m} rows: tiles", [round(t, 1) for t in times.values()],
-          "quantize by warps", {w: round(t, 1) for w, t in by_warps.items()})  # fmt: skip
+    print(
+        f"{linear.n} x {linear.x.shape[1]}, {linear.m} rows: tiles",
+        [round(t, 1) for t in times.values()],
+        "quantize by warps",
+        {w: round(t, 1) for w, t in by_warps.items()},
+    )
 
 
 def in_registers_or_not(run: Run, linear: Linear, rows: Rows) -> MatmulConfig | None:
@@ -128,10 +139,7 @@ def in_registers_or_not(run: Run, linear: Linear, rows: Rows) -> MatmulConfig | 
 
     Timed for as long as what is reported: in short bursts it gains more.
     """
-    tries = [
-        linear.config,
-        *(c for c in candidates(registers.MIXED, linear.m, linear.n, 0) if c.variant == "registers"),
-    ]
+    tries = [linear.config, *(c for c in candidates(registers.MIXED, linear.m, linear.n, 0) if c.variant == "registers")]
     times: dict[MatmulConfig, float] = {}
     for c in tries if pingpong.here(linear.x.device) else ():
         call = lambda c=c: kernel.mixed_matmul(rows, linear.packed, out=linear.out, out_dtype=run.dtype, config=c)  # noqa: E731
@@ -143,9 +151,7 @@ def in_registers_or_not(run: Run, linear: Linear, rows: Rows) -> MatmulConfig | 
     return best if best is not None and best.variant == "registers" else None
 
 
-def one_shape(
-    run: Run, name: str, shape: tuple[int, int, int], m: int, tuned: dict[str, MatmulConfig], tuning: bool
-) -> None:
+def one_shape(run: Run, name: str, shape: tuple[int, int, int], m: int, tuned: dict[str, MatmulConfig], tuning: bool) -> None:
     n, k, high = shape
     linear = Linear(run, n, k, high, m)
     error = run.attempt(f"check {name}/{m}", linear.error)
@@ -172,9 +178,7 @@ def one_shape(
 def report(run: Run) -> dict[str, float]:
     summary: dict[str, float] = {}
     for where, times in run.times.items():
-        rates = [
-            f"{what} {run.bandwidth[f'{what} {where}']:.2f} TB/s" for what in ("quantize", "unpack") if what in times
-        ]
+        rates = [f"{what} {run.bandwidth[f'{what} {where}']:.2f} TB/s" for what in ("quantize", "unpack") if what in times]
         print(f"{where:28}", "  ".join([*(f"{what} {us:.1f}" for what, us in times.items()), *rates]))
     print(f"\nbar: least >= {EACH}, geomean >= {ALL}")
     for way in ("mixed", "kept"):
@@ -203,9 +207,15 @@ def main() -> int:
         for name, shape in shapes.items():
             run.attempt(f"{name}/{m}", lambda n=name, s=shape, m=m: one_shape(run, n, s, m, tuned, args.tune), 240)
     summary = report(run)
-    result = {**facts(run), "times": run.times, "errors": run.errors,
-              "summary": summary, "bandwidth": run.bandwidth, "failures": run.failures,
-              "tiles": {where: tile.to_dict() for where, tile in tuned.items()}}  # fmt: skip
+    result = {
+        **facts(run),
+        "times": run.times,
+        "errors": run.errors,
+        "summary": summary,
+        "bandwidth": run.bandwidth,
+        "failures": run.failures,
+        "tiles": {where: tile.to_dict() for where, tile in tuned.items()},
+    }
     if args.out:
         args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     if args.configs and tuned:

@@ -104,9 +104,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="package_") as folder:
         found = rows(options.device, Path(folder))
     facts = {
-        "command": " ".join(["python", *sys.argv]), "torch": torch.__version__, "python": platform.python_version(),
-        "compiler": version, "device": options.device,
-    }  # fmt: skip
+        "command": " ".join(["python", *sys.argv]),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "compiler": version,
+        "device": options.device,
+    }
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps({**facts, "rows": found}, indent=1) + "\n", encoding="utf-8")
 

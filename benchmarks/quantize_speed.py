@@ -36,9 +36,13 @@ def model_of(dry: bool, layers: int, device: str) -> Any:
     """Qwen2-VL-7B in bfloat16 with random weights, made where that is fast, or a narrow one in float32."""
     heads = {"num_attention_heads": 28, "num_key_value_heads": 4}
     text: dict[str, Any] = {
-        "vocab_size": 152064, "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": layers, **heads,
+        "vocab_size": 152064,
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_hidden_layers": layers,
+        **heads,
         "rope_parameters": {"rope_type": "default", "mrope_section": [16, 24, 24], "rope_theta": 1e6},
-    }  # fmt: skip
+    }
     vision = {"depth": 32, "embed_dim": 1280, "hidden_size": 3584, "num_heads": 16, "mlp_ratio": 4, "patch_size": 14}
     if dry:
         text |= {"hidden_size": 112, "intermediate_size": 592, "num_hidden_layers": 2, "num_attention_heads": 7}
@@ -58,9 +62,12 @@ def batch_of(tokens: int, dtype: torch.dtype, seed: int) -> dict[str, torch.Tens
     ids = torch.cat((words[:4], torch.full((side * side,), IMAGE), words[4:]))[None]
     pixels = torch.randn(4 * side * side, 3 * 2 * 14 * 14, generator=g)
     return {
-        "input_ids": ids, "attention_mask": torch.ones_like(ids), "mm_token_type_ids": (ids == IMAGE).int(),
-        "pixel_values": pixels.to(dtype), "image_grid_thw": torch.tensor([[1, 2 * side, 2 * side]]),
-    }  # fmt: skip
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "mm_token_type_ids": (ids == IMAGE).int(),
+        "pixel_values": pixels.to(dtype),
+        "image_grid_thw": torch.tensor([[1, 2 * side, 2 * side]]),
+    }
 
 
 @contextlib.contextmanager
@@ -76,13 +83,28 @@ def timed(times: dict[str, float]) -> Iterator[None]:
     import mmqc.solvers.mse_clip as mse_clip
 
     places = [
-        (job, "record"), (job.Job, "rewrite"), (job, "measured_rewrites"), (job, "survey"), (job.Job, "quantize"),
-        (sequential, "capture"), (sequential.Feed, "call"),
-        (sequential.Feed, "outputs"), (sequential.Feed, "arguments"), (job.Job, "solve"), (job.Job, "swap"),
-        (gptq, "inverse_factor_"), (gptq, "_sweep"), (mixed, "inverse_factor_"), (mixed, "_sweep"), (mse_clip, "clipped"),
-        (pca_bases, "principal_basis"), (pca_bases.Found, "add"), (pca_bases, "run"), (kv_rounding, "add_second_moment"),
+        (job, "record"),
+        (job.Job, "rewrite"),
+        (job, "measured_rewrites"),
+        (job, "survey"),
+        (job.Job, "quantize"),
+        (sequential, "capture"),
+        (sequential.Feed, "call"),
+        (sequential.Feed, "outputs"),
+        (sequential.Feed, "arguments"),
+        (job.Job, "solve"),
+        (job.Job, "swap"),
+        (gptq, "inverse_factor_"),
+        (gptq, "_sweep"),
+        (mixed, "inverse_factor_"),
+        (mixed, "_sweep"),
+        (mse_clip, "clipped"),
+        (pca_bases, "principal_basis"),
+        (pca_bases.Found, "add"),
+        (pca_bases, "run"),
+        (kv_rounding, "add_second_moment"),
         (calibrate, "add_second_moment"),
-    ]  # fmt: skip
+    ]
     kept = []
     for owner, name in [p for p in places if hasattr(*p)]:
         real = getattr(owner, name)
@@ -129,9 +151,7 @@ def child(args: argparse.Namespace) -> None:
     import mmqc
 
     recipe = args.recipe[0]
-    samples, tokens = (
-        g if g is not None else d for g, d in zip((args.samples, args.tokens), DEFAULT[recipe], strict=True)
-    )
+    samples, tokens = (g if g is not None else d for g, d in zip((args.samples, args.tokens), DEFAULT[recipe], strict=True))
     device = "cpu" if args.dry else "cuda"
     model = model_of(args.dry, args.layers, device)
     if args.offload:
@@ -150,12 +170,19 @@ def child(args: argparse.Namespace) -> None:
     seconds = synchronized() - start
     peak = 0 if args.dry else torch.cuda.max_memory_allocated()
     figures = {
-        "seconds": seconds, "samples": samples, "tokens": tokens, "linears": len(report.layers), "model_gb": size / 1e9,
-        "peak_gpu_gb": peak / 1e9, "peak_over_model": peak / size, "offload": args.offload,
+        "seconds": seconds,
+        "samples": samples,
+        "tokens": tokens,
+        "linears": len(report.layers),
+        "model_gb": size / 1e9,
+        "peak_gpu_gb": peak / 1e9,
+        "peak_over_model": peak / size,
+        "offload": args.offload,
         "peak_host_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9,
         "parts": {k: round(v, 2) for k, v in sorted(times.items(), key=lambda kv: -kv[1])},
-        "passes": {r.name: round(r.ms / 1e3, 2) for r in report.passes}, "refused": len(report.refused),
-    }  # fmt: skip
+        "passes": {r.name: round(r.ms / 1e3, 2) for r in report.passes},
+        "refused": len(report.refused),
+    }
     print(json.dumps(figures), flush=True)
 
 
@@ -181,17 +208,18 @@ def main() -> None:
         command += [f"--{n}={v}" for n in ("samples", "tokens") if (v := getattr(args, n)) is not None]
         command += [flag for flag in ("--dry", "--offload") if getattr(args, flag[2:])]
         try:
-            done = subprocess.run(
-                command, stdout=subprocess.PIPE, text=True, timeout=max(1, end - time.monotonic()), check=True
-            )
+            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=max(1, end - time.monotonic()), check=True)
             rows[recipe] = json.loads(done.stdout.splitlines()[-1])
         except (subprocess.SubprocessError, ValueError, IndexError) as error:
             rows[recipe] = {"failed": str(error)}
         print(recipe, json.dumps(rows[recipe], indent=1), flush=True)
         data = {
-            "command": " ".join(["python", *sys.argv]), "torch": torch.__version__, "python": platform.python_version(),
-            "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None, "recipes": rows,
-        }  # fmt: skip
+            "command": " ".join(["python", *sys.argv]),
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+            "recipes": rows,
+        }
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
 

@@ -31,24 +31,25 @@ def model_of(case: str, device: str) -> torch.nn.Module:
     """The architecture at full size in bfloat16, without weights on the meta device."""
     if case == "llama3_8b":
         config = transformers.LlamaConfig(
-            vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32,
-            num_attention_heads=32, num_key_value_heads=8,
-        )  # fmt: skip
+            vocab_size=128256,
+            hidden_size=4096,
+            intermediate_size=14336,
+            num_hidden_layers=32,
+            num_attention_heads=32,
+            num_key_value_heads=8,
+        )
         auto: Any = transformers.AutoModelForCausalLM
     else:
         text = {
-            "vocab_size": 152064, "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
-            "num_attention_heads": 28, "num_key_value_heads": 4,
-            "rope_parameters": {"rope_type": "default", "mrope_section": [16, 24, 24], "rope_theta": 1e6},
-        }  # fmt: skip
-        vision = {
-            "depth": 32,
-            "embed_dim": 1280,
+            "vocab_size": 152064,
             "hidden_size": 3584,
-            "num_heads": 16,
-            "mlp_ratio": 4,
-            "patch_size": 14,
+            "intermediate_size": 18944,
+            "num_hidden_layers": 28,
+            "num_attention_heads": 28,
+            "num_key_value_heads": 4,
+            "rope_parameters": {"rope_type": "default", "mrope_section": [16, 24, 24], "rope_theta": 1e6},
         }
+        vision = {"depth": 32, "embed_dim": 1280, "hidden_size": 3584, "num_heads": 16, "mlp_ratio": 4, "patch_size": 14}
         config = transformers.Qwen2VLConfig(text_config=text, vision_config=vision)
         auto = transformers.AutoModelForImageTextToText
     with torch.device(device):

@@ -92,22 +92,31 @@ def points(linear: dict[str, Any]) -> list[Point]:
 def style(who: str, size: float = 34) -> dict[str, Any]:
     c = CONTENDERS[who]
     return {
-        "marker": c.marker, "s": size, "edgecolors": c.colour, "linewidths": 1.2,
-        "facecolors": c.colour if c.ours else "none", "zorder": 3,
-    }  # fmt: skip
+        "marker": c.marker,
+        "s": size,
+        "edgecolors": c.colour,
+        "linewidths": 1.2,
+        "facecolors": c.colour if c.ours else "none",
+        "zorder": 3,
+    }
 
 
-def ceiling(
-    axis: Any, at: float, text: str, start: float | None = None, dashed: bool = False, va: str = "center"
-) -> None:
+def ceiling(axis: Any, at: float, text: str, start: float | None = None, dashed: bool = False, va: str = "center") -> None:
     """A level line, its name right of the axes; dashed where it is not measured."""
     dashes = (0, (4, 3)) if dashed else "-"
     ends = (axis.get_xlim()[0] if start is None else start, axis.get_xlim()[1])
     axis.plot(ends, (at, at), color=MUTED, linewidth=1, linestyle=dashes, zorder=1)
     axis.annotate(
-        text, (1, at), (6, 0), xycoords=axis.get_yaxis_transform(), textcoords="offset points", va=va,
-        fontsize=8, color=MUTED, annotation_clip=False,
-    )  # fmt: skip
+        text,
+        (1, at),
+        (6, 0),
+        xycoords=axis.get_yaxis_transform(),
+        textcoords="offset points",
+        va=va,
+        fontsize=8,
+        color=MUTED,
+        annotation_clip=False,
+    )
 
 
 def strip(axis: Any, found: list[Point], order: list[str], value: Any) -> list[str]:
@@ -139,9 +148,7 @@ def legend(fig: Any, axis: Any, who: list[str]) -> None:
 def by_size(linear: dict[str, Any], found: list[Point]) -> list[str]:
     """Linears, the largest weight first."""
     present = {p.linear for p in found}
-    return sorted(
-        (name for name in linear["shapes"] if name in present), key=lambda name: -math.prod(linear["shapes"][name])
-    )
+    return sorted((name for name in linear["shapes"] if name in present), key=lambda name: -math.prod(linear["shapes"][name]))
 
 
 def draw_weight_traffic(linear: dict[str, Any], copy: float | None, rows: tuple[int, ...] = (1, 16)) -> Path | None:
@@ -201,9 +208,7 @@ def draw_roofline(linear: dict[str, Any], copy: float | None, rows: tuple[int, .
 def _roofline(axis: Any, found: list[Point], copy: float | None, ceilings: list[tuple[float, str, bool]]) -> None:
     """Operations a second over operations a byte, both logarithmic."""
     at = [(ASIDE.get(p.who, 1) * p.operations / p.bytes, 1e-12 * p.operations / p.seconds) for p in found]
-    axis.set(
-        xscale="log", yscale="log", xlim=(0.6, 2 * max(x for x, _ in at)), ylim=(0.4 * min(y for _, y in at), 4000)
-    )
+    axis.set(xscale="log", yscale="log", xlim=(0.6, 2 * max(x for x, _ in at)), ylim=(0.4 * min(y for _, y in at), 4000))
     for name in CONTENDERS:
         some = [xy for p, xy in zip(found, at, strict=True) if p.who == name]
         axis.scatter(*zip(*some, strict=True), **{**style(name, 20), "linewidths": 0.9}) if some else None
@@ -216,16 +221,25 @@ def _roofline(axis: Any, found: list[Point], copy: float | None, ceilings: list[
         # Text in data coordinates can be turned with a line: there, slope one on paper is y / x.
         x, y = 7.0, 8.4 * copy
         axis.text(
-            x, y, f"memory: {copy:.2f} TB/s, a copy of 1 GiB", fontsize=8, color=MUTED, ha="center", va="bottom",
-            rotation=math.degrees(math.atan(y / x)), rotation_mode="anchor", transform_rotates_text=True,
-        )  # fmt: skip
+            x,
+            y,
+            f"memory: {copy:.2f} TB/s, a copy of 1 GiB",
+            fontsize=8,
+            color=MUTED,
+            ha="center",
+            va="bottom",
+            rotation=math.degrees(math.atan(y / x)),
+            rotation_mode="anchor",
+            transform_rotates_text=True,
+        )
     for group in ((1,), (16,), (2048, 8192)):
         some = [xy for p, xy in zip(found, at, strict=True) if p.rows in group]
         if some:
             middle = statistics.geometric_mean(x for x, _ in some)
             text = " and ".join(f"{m:,}" for m in group) + (" row" if group == (1,) else " rows")
-            axis.annotate(text, (middle, min(y for _, y in some)), (0, -9), textcoords="offset points", ha="center",
-                          va="top", fontsize=8.5)  # fmt: skip
+            axis.annotate(
+                text, (middle, min(y for _, y in some)), (0, -9), textcoords="offset points", ha="center", va="top", fontsize=8.5
+            )
     for scale in (axis.xaxis, axis.yaxis):
         low, high = scale.get_view_interval()
         ticks = [t for t in (1, 10, 100, 1000) if low <= t <= high]

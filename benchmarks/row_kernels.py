@@ -32,7 +32,7 @@ CANDIDATES = {
     5120: [((80, 64), 4, 3, 4), ((80, 64), 4, 2, 4), ((40, 128), 4, 2, 3), ((40, 128), 8, 2, 3), ((40, 128), 8, 1, 3)],
     14336: [((112, 128), 8, 1, 2), ((112, 128), 8, 2, 1), ((112, 128), 16, 2, 1), ((56, 256), 8, 1, 1)],
     18944: [((148, 128), 8, 1, 1), ((148, 128), 8, 2, 1), ((148, 128), 16, 1, 1), ((148, 128), 16, 2, 1)],
-}  # fmt: skip
+}
 
 
 def code_error(got: torch.Tensor, want: torch.Tensor) -> float:
@@ -108,17 +108,14 @@ class RowTimes:
             ways += [lambda x, out: out.copy_(x)] if item_bytes == 3 else []
             found = [
                 self.run.attempt(
-                    f"copy of {item_bytes} bytes/{width}, way {i}",
-                    lambda way=way: self.rate(width, item_bytes, way, factor),
+                    f"copy of {item_bytes} bytes/{width}, way {i}", lambda way=way: self.rate(width, item_bytes, way, factor)
                 )
                 for i, way in enumerate(ways)
             ]
             self.copied[width, item_bytes] = max((rate for rate in found if rate is not None), default=None)
         return self.copied[width, item_bytes]
 
-    def row(
-        self, name: str, width: int, item_bytes: int, call: Callable[[Tensor, Tensor], object], factor: int = 1
-    ) -> None:
+    def row(self, name: str, width: int, item_bytes: int, call: Callable[[Tensor, Tensor], object], factor: int = 1) -> None:
         """Time one kernel and its copy."""
         rate = self.run.attempt(f"{name}/{width}", lambda: self.rate(width, item_bytes, call, factor))
         copied = self.copy_rate(width, item_bytes, factor)
@@ -139,26 +136,37 @@ def time_rows(run: Run, m: int) -> None:
         row("norm_quantize visual", width, 3, lambda x, out: norm_quantize(x, NORM, pair, visual=visual, out=out))
         row("norm_quantize split", width, 3, lambda x, out: norm_quantize(x, NORM, pair, split=split, out=out))
         row("norm_quantize dynamic", width, 3, lambda x, out: norm_quantize(x, NORM, out=out))
-        row("norm_quantize residual", width, 7, lambda x, out: norm_quantize(
-            x[:, : x.shape[1] // 2], NORM._replace(residual=x[:, x.shape[1] // 2 :]), scale, out=out), 2)  # fmt: skip
+        row(
+            "norm_quantize residual",
+            width,
+            7,
+            lambda x, out: norm_quantize(x[:, : x.shape[1] // 2], NORM._replace(residual=x[:, x.shape[1] // 2 :]), scale, out=out),
+            2,
+        )
     for width in (64,) if run.dry else (3584, 5120, 18944, 1280, 14336):
         row("hadamard_quantize", width, 3, lambda x, out: hadamard_quantize(x, scale, out=out))
         row("hadamard_quantize dynamic", width, 3, lambda x, out: hadamard_quantize(x, out=out))
-        row("silu hadamard_quantize", width, 5, lambda x, out: hadamard_quantize(
-            x[:, : x.shape[1] // 2], scale, up=x[:, x.shape[1] // 2 :], out=out), 2)  # fmt: skip
+        row(
+            "silu hadamard_quantize",
+            width,
+            5,
+            lambda x, out: hadamard_quantize(x[:, : x.shape[1] // 2], scale, up=x[:, x.shape[1] // 2 :], out=out),
+            2,
+        )
         for cut, warps, stages, programs in () if run.dry else CANDIDATES.get(width, ()):
             plan = hadamard_plan(width, run.device, run.dtype, cut)
             name = f"hadamard_quantize {cut[0]}x{cut[1]} {warps}w {stages}s {programs}p"
-            row(name, width, 3, lambda x, out, p=plan, w=warps, s=stages, n=programs: hadamard_quantize(
-                x, scale, out=out, plan=p, num_warps=w, num_stages=s, programs=n * multiprocessors(x.device)))  # fmt: skip
-    for width in () if run.dry else (3584, 1280):
-        for warps in (1, 2, 4, 8):
             row(
-                f"norm_quantize {warps}w",
+                name,
                 width,
                 3,
-                lambda x, out, w=warps: norm_quantize(x, NORM, scale, out=out, num_warps=w),
+                lambda x, out, p=plan, w=warps, s=stages, n=programs: hadamard_quantize(
+                    x, scale, out=out, plan=p, num_warps=w, num_stages=s, programs=n * multiprocessors(x.device)
+                ),
             )
+    for width in () if run.dry else (3584, 1280):
+        for warps in (1, 2, 4, 8):
+            row(f"norm_quantize {warps}w", width, 3, lambda x, out, w=warps: norm_quantize(x, NORM, scale, out=out, num_warps=w))
 
 
 def time_one_row(run: Run) -> None:

@@ -116,17 +116,7 @@ def run(tool: str | None, sanitizer: str, seconds: int, dry: bool) -> Log:
     """The child, alone or under a tool, with a time limit."""
     command = [sys.executable, str(CHILD), *(["--dry"] if dry else []), *(["--planted", tool] if tool else [])]
     if tool:
-        command = [
-            sanitizer,
-            "--tool",
-            tool,
-            "--print-limit",
-            "1000",
-            "--show-backtrace",
-            "no",
-            *OPTIONS[tool],
-            *command,
-        ]
+        command = [sanitizer, "--tool", tool, "--print-limit", "1000", "--show-backtrace", "no", *OPTIONS[tool], *command]
     # Real allocations, or memcheck sees torch's large blocks only.
     env = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTHONUNBUFFERED": "1"}
     env.pop("TRITON_INTERPRET", None)
@@ -186,9 +176,7 @@ def main() -> int:
     for name in ("alone", *OPTIONS):
         tool = None if name == "alone" else name
         if tool and (args.dry or not sanitizer):
-            logs[name] = Log(
-                refused="a dry run" if args.dry else "no compute-sanitizer on PATH or in /usr/local/cuda*/bin"
-            )
+            logs[name] = Log(refused="a dry run" if args.dry else "no compute-sanitizer on PATH or in /usr/local/cuda*/bin")
             continue
         start = time.monotonic()
         logs[name] = log = run(tool, sanitizer or "", args.seconds, args.dry)
@@ -206,11 +194,16 @@ def main() -> int:
         for name in facts.get("kernels", logs["alone"].ended)
     }
     data = {
-        "command": "python benchmarks/sanitize.py", "device": facts.get("device"), "torch": facts.get("torch"),
-        "triton": facts.get("triton"), "python": facts.get("python"),
+        "command": "python benchmarks/sanitize.py",
+        "device": facts.get("device"),
+        "torch": facts.get("torch"),
+        "triton": facts.get("triton"),
+        "python": facts.get("python"),
         "compute_sanitizer": (re.findall(r"[Vv]ersion (\S+)", version) or [None])[-1],
-        "seconds": seconds, "planted": planted, "kernels": kernels,
-    }  # fmt: skip
+        "seconds": seconds,
+        "planted": planted,
+        "kernels": kernels,
+    }
     if not args.dry:
         args.out.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
     print(table(data), flush=True)

@@ -66,10 +66,12 @@ def main() -> None:
             rows.append({"family": name, "refused": f"{type(error).__name__}: {error}".replace("\n", " ")[:300]})
         print(json.dumps(rows[-1]), flush=True)
     facts = {
-        "device": "cpu", "machine": f"{platform.machine()}, {os.cpu_count()} cores", "torch": torch.__version__,
+        "device": "cpu",
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "torch": torch.__version__,
         "transformers": transformers.__version__,
         "command": f"python benchmarks/split_families.py --families {options.families.name}",
-    }  # fmt: skip
+    }
     if options.out:
         options.out.write_text(json.dumps({**facts, "rows": rows}, indent=1) + "\n")
 

@@ -55,8 +55,13 @@ def write_tiles(run: Run, path: Path, best: dict[str, Tile]) -> None:
     old = json.loads(path.read_text()).get("configs", {}) if path.exists() else {}
     path.parent.mkdir(parents=True, exist_ok=True)
     chip = {"capability": capability(run.device), "multiprocessors": multiprocessors(run.device)}
-    file = {"device": gpu_name(run.device), "chip": chip, "triton": triton.__version__, "torch": torch.__version__,
-            "configs": old | {k: t.to_dict() for k, t in best.items()}}  # fmt: skip
+    file = {
+        "device": gpu_name(run.device),
+        "chip": chip,
+        "triton": triton.__version__,
+        "torch": torch.__version__,
+        "configs": old | {k: t.to_dict() for k, t in best.items()},
+    }
     path.write_text(json.dumps(file, indent=1) + "\n")
     tiles.measured.cache_clear()
 
@@ -78,8 +83,15 @@ def candidates(op: str, m: int, n: int, k: int) -> list[Tile]:
     if m <= 64:
         block_m = 8 if m <= 8 else 16 if m <= 16 else 64
         found = []
-        for bn, bk, warps, stages in ((64, 128, 4, 4), (64, 128, 2, 4), (32, 128, 2, 4), (128, 64, 4, 5), (128, 128, 4, 3),
-                                      (64, 256, 4, 3), (32, 256, 2, 3)):  # fmt: skip
+        for bn, bk, warps, stages in (
+            (64, 128, 4, 4),
+            (64, 128, 2, 4),
+            (32, 128, 2, 4),
+            (128, 64, 4, 5),
+            (128, 128, 4, 3),
+            (64, 256, 4, 3),
+            (32, 256, 2, 3),
+        ):
             for split in sorted({1, *(max(1, round(132 * per / -(-n // bn))) for per in (2, 4, 6))}):
                 if split <= max(1, (k // 2 if packed else k) // bk // 2):
                     found.append(Tile(block_m, bn, bk, warps, stages, split_k=split, variant="columns"))
@@ -92,18 +104,46 @@ def candidates(op: str, m: int, n: int, k: int) -> list[Tile]:
         shapes += ((128, 256, 8, 8), (256, 128, 8, 8)) if op != "pingpong_mixed" else ()  # which takes turns
         return [Tile(bm, bn, 128, w, 8, group_m=g, split_k=4, variant="pingpong") for bm, bn, w, g in shapes]
     if op.startswith("weight"):
-        return [Tile(bm, bn, bk, w, s, split_k=sp, variant="columns") for bm, bn, bk, w, s in (
-            (64, 128, 64, 4, 4), (64, 128, 64, 8, 3), (128, 128, 64, 8, 3), (64, 64, 128, 4, 3), (128, 64, 64, 4, 4))
-            for sp in (1, 2, 4)] + [UNPACK]  # fmt: skip
+        return [
+            Tile(bm, bn, bk, w, s, split_k=sp, variant="columns")
+            for bm, bn, bk, w, s in (
+                (64, 128, 64, 4, 4),
+                (64, 128, 64, 8, 3),
+                (128, 128, 64, 8, 3),
+                (64, 64, 128, 4, 3),
+                (128, 64, 64, 4, 4),
+            )
+            for sp in (1, 2, 4)
+        ] + [UNPACK]
     if packed:
-        found = [Tile(bm, bn, bk, w, s, variant="columns") for bm, bn, bk, w, s in (
-            (128, 128, 64, 4, 4), (128, 128, 64, 4, 3), (256, 64, 64, 4, 3), (256, 128, 64, 8, 3), (128, 128, 64, 8, 4),
-            (256, 128, 128, 8, 2), (128, 128, 32, 4, 6))]  # fmt: skip
+        found = [
+            Tile(bm, bn, bk, w, s, variant="columns")
+            for bm, bn, bk, w, s in (
+                (128, 128, 64, 4, 4),
+                (128, 128, 64, 4, 3),
+                (256, 64, 64, 4, 3),
+                (256, 128, 64, 8, 3),
+                (128, 128, 64, 8, 4),
+                (256, 128, 128, 8, 2),
+                (128, 128, 32, 4, 6),
+            )
+        ]
         found += [Tile(128, 256, 64, 8, 3, variant="rows")]
         return [*found, UNPACK]  # with the tile of the codes' op, tuned before
-    return [Tile(bm, bn, 128, w, s, group_m=g, per_sm=per, variant=v, tail=tail) for v, bm, bn, tail, w, s, g, per in (
-        ("nested", 128, 128, 0, 4, 3, 8, 2), ("descriptors", 128, 128, 0, 4, 3, 8, 2), ("nested", 128, 256, 0, 8, 4, 8, 1),
-        ("descriptors", 128, 256, 0, 8, 3, 8, 1), ("descriptors", 128, 256, 0, 8, 3, 16, 1),
-        ("descriptors", 256, 128, 0, 8, 3, 8, 1), ("nested", 128, 128, 32, 4, 3, 8, 2), ("nested", 128, 128, 64, 4, 2, 8, 2),
-        ("descriptors", 128, 128, 32, 8, 5, 8, 1), ("descriptors", 128, 128, 64, 8, 4, 8, 1),
-        ("descriptors", 64, 128, 32, 4, 3, 8, 2), ("descriptors", 64, 128, 0, 4, 4, 8, 2))]  # fmt: skip
+    return [
+        Tile(bm, bn, 128, w, s, group_m=g, per_sm=per, variant=v, tail=tail)
+        for v, bm, bn, tail, w, s, g, per in (
+            ("nested", 128, 128, 0, 4, 3, 8, 2),
+            ("descriptors", 128, 128, 0, 4, 3, 8, 2),
+            ("nested", 128, 256, 0, 8, 4, 8, 1),
+            ("descriptors", 128, 256, 0, 8, 3, 8, 1),
+            ("descriptors", 128, 256, 0, 8, 3, 16, 1),
+            ("descriptors", 256, 128, 0, 8, 3, 8, 1),
+            ("nested", 128, 128, 32, 4, 3, 8, 2),
+            ("nested", 128, 128, 64, 4, 2, 8, 2),
+            ("descriptors", 128, 128, 32, 8, 5, 8, 1),
+            ("descriptors", 128, 128, 64, 8, 4, 8, 1),
+            ("descriptors", 64, 128, 32, 4, 3, 8, 2),
+            ("descriptors", 64, 128, 0, 4, 4, 8, 2),
+        )
+    ]

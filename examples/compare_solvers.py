@@ -79,9 +79,11 @@ def ours_awq(w: Tensor, x: Tensor, solver: Any) -> Tensor:
 
 def compare(w: Tensor, x: Tensor) -> dict[str, float]:
     found = {
-        "awq: torchao": theirs_awq(w, x), "awq: mmqc, no clip": ours_awq(w, x, "rtn"), "awq: mmqc": ours_awq(w, x, "awq_clip"),
+        "awq: torchao": theirs_awq(w, x),
+        "awq: mmqc, no clip": ours_awq(w, x, "rtn"),
+        "awq: mmqc": ours_awq(w, x, "awq_clip"),
         "awq + gptq: mmqc": ours_awq(w, x, "gptq"),
-    }  # fmt: skip
+    }
     hessian = x.double().T @ x.double()
     if w.is_cuda:
         config = GPTQConfig(step="convert", base_config=Int8WeightOnlyConfig(granularity=PerRow()))
@@ -107,8 +109,7 @@ def main() -> None:
     }
     for name in options.samples:
         rows = {
-            fqn: compare(w.to(options.device), x.to(options.device))
-            for fqn, (w, x) in inputs(name, options.calibration).items()
+            fqn: compare(w.to(options.device), x.to(options.device)) for fqn, (w, x) in inputs(name, options.calibration).items()
         }
         data["layers"][name] = rows
         values = {label: [row[label] for row in rows.values()] for label in next(iter(rows.values()))}

@@ -62,9 +62,14 @@ def scales(model: torch.nn.Module) -> dict[str, float]:
     alpha = [round(1 / float(m.weight_scale[0])) for m in layers if t.dtype == torch.int32] or [0]
     bound = max(overflow_bound(m.codes(), m.group_scale, m.group_size) for m in layers if m.group_scale is not None)
     return {
-        "layers": len(layers), "smallest amplifier": min(alpha), "largest amplifier": max(alpha),
-        "median t": float(t.double().median()), "smallest t": float(t.min()), "largest t": float(t.max()), "bound": bound / LIMIT,
-    }  # fmt: skip
+        "layers": len(layers),
+        "smallest amplifier": min(alpha),
+        "largest amplifier": max(alpha),
+        "median t": float(t.double().median()),
+        "smallest t": float(t.min()),
+        "largest t": float(t.max()),
+        "bound": bound / LIMIT,
+    }
 
 
 def measure(name: str, args: argparse.Namespace, rows: dict[str, Any], save: Callable[[], None]) -> None:
@@ -90,10 +95,15 @@ def measure(name: str, args: argparse.Namespace, rows: dict[str, Any], save: Cal
         difference = compare(scored[against], scored[label])
         errors = [layer.weight_error for layer in report.layers]
         rows[label] = {
-            "accuracy": summary["accuracy"], "nll": summary["nll"], "difference": difference.difference,
-            "low": difference.low, "high": difference.high, "weight error": sum(errors) / len(errors),
-            "float layers": sum("could overflow" in layer.note for layer in report.layers), **scales(sample.model),
-        }  # fmt: skip
+            "accuracy": summary["accuracy"],
+            "nll": summary["nll"],
+            "difference": difference.difference,
+            "low": difference.low,
+            "high": difference.high,
+            "weight error": sum(errors) / len(errors),
+            "float layers": sum("could overflow" in layer.note for layer in report.layers),
+            **scales(sample.model),
+        }
         print(name, label, rows[label], flush=True)
         save()
 
@@ -150,9 +160,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--questions", type=int, default=60)
     parser.add_argument("--calibration", type=int, default=8)
-    parser.add_argument(
-        "--samples", nargs="+", default=list(SAMPLES), choices=SAMPLES, help="the others stay as on file"
-    )
+    parser.add_argument("--samples", nargs="+", default=list(SAMPLES), choices=SAMPLES, help="the others stay as on file")
     parser.add_argument("--again", action="store_true", help="measure anew what is on file")
     parser.add_argument("--draw", action="store_true")
     args = parser.parse_args()
@@ -162,10 +170,14 @@ def main() -> None:
         rows = samples.setdefault(name, {})
         words = f"--questions {args.questions} --calibration {args.calibration}"
         data = {
-            "command": f"python examples/integer_scale_study.py {words}", "machine": platform.processor() or platform.machine(),
-            "torch": torch.__version__, "transformers": transformers.__version__,
-            "questions": args.questions, "calibration": args.calibration, "samples": samples,
-        }  # fmt: skip
+            "command": f"python examples/integer_scale_study.py {words}",
+            "machine": platform.processor() or platform.machine(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "questions": args.questions,
+            "calibration": args.calibration,
+            "samples": samples,
+        }
 
         def save(data: dict[str, Any] = data, name: str = name, rows: dict[str, Any] = rows) -> None:
             data["samples"][name] = {label: rows[label] for label in ("not quantized", *recipes()) if label in rows}

@@ -127,23 +127,32 @@ def page(data: dict[str, Any]) -> str:
     """Markdown."""
     low, high = data["digits"]
     lines = [
-        "# Quantized KV cache: the sample", "",
+        "# Quantized KV cache: the sample",
+        "",
         f"`{data['command']}` on {data['device']}, float32, torch {data['torch']}, transformers {data['transformers']}.  "
         f"{data['questions']} transcriptions of {low} to {high} digits from `digits-vqa`, greedy; the plain cache gets "
         f"{data['plain']:.4f} of the digits right.  Recovery is relative to that, with a bootstrap 95 % interval over questions.",
-        "", "| cache | recovery | interval | tau | bar |", "|---|---|---|---|---|",
-    ]  # fmt: skip
+        "",
+        "| cache | recovery | interval | tau | bar |",
+        "|---|---|---|---|---|",
+    ]
     for name, row in data["rows"].items():
         tau = ", ".join(f"({a:g}, {b:g})" for a, b in row["tau"]) or "none"
         least = data["bars"].get(name)
         bar = "" if least is None else f"{least} {'met' if row['recovery'] >= least else 'missed'}"
         lines.append(f"| {name} | {row['recovery']:.4f} | {row['low']:.4f} … {row['high']:.4f} | {tau} | {bar} |")
     one = data["rows"].get("1 bit, no tau", next(iter(data["rows"].values())))
-    lines += ["", "Visual tokens, keys and values with their scales, offsets and counts, against 16 bits:", "",
-              "| bits | times smaller at 8,192 visual tokens (head width 128) |", "|---|---|",
-              *(f"| {bits} | {value:.2f} |" for bits, value in data["smaller_at_8192"].items()), "",
-              f"The sample's first prompt has {one['visual_tokens']} visual tokens and heads of 64: {one['smaller']:.2f} times at "
-              f"{one['bits']} bit, because the scales of a channel are shared by few tokens."]  # fmt: skip
+    lines += [
+        "",
+        "Visual tokens, keys and values with their scales, offsets and counts, against 16 bits:",
+        "",
+        "| bits | times smaller at 8,192 visual tokens (head width 128) |",
+        "|---|---|",
+        *(f"| {bits} | {value:.2f} |" for bits, value in data["smaller_at_8192"].items()),
+        "",
+        f"The sample's first prompt has {one['visual_tokens']} visual tokens and heads of 64: {one['smaller']:.2f} times at "
+        f"{one['bits']} bit, because the scales of a channel are shared by few tokens.",
+    ]
     return "\n".join(lines) + "\n"
 
 

@@ -92,10 +92,7 @@ def using(factors: Factors) -> Iterator[None]:
     def shared(n: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
         return tuple(f.to(device=device, dtype=dtype) for f in factors(n))
 
-    with (
-        mock.patch.object(insert_hadamard, "hadamard_factors", factors),
-        mock.patch.object(online_hadamard, "_shared", shared),
-    ):
+    with mock.patch.object(insert_hadamard, "hadamard_factors", factors), mock.patch.object(online_hadamard, "_shared", shared):
         yield
 
 
@@ -123,10 +120,7 @@ def of_layers(sample: Any) -> dict[str, dict[str, Any]]:
         weight = prog.value(fqn).double()
         n = weight.shape[1]
         mean = weight.mean(1)
-        row: dict[str, Any] = {
-            "matrix": hadamard_kind(n),
-            "common": float(n * mean.square().sum() / weight.square().sum()),
-        }
+        row: dict[str, Any] = {"matrix": hadamard_kind(n), "common": float(n * mean.square().sum() / weight.square().sum())}
         for name, factors in MATRICES.items():
             seeds = range(SEEDS if name != "plain" else 1)
             found = [concentration(weight, factors(n, seed)) for seed in seeds]
@@ -146,9 +140,7 @@ def configs(bits: int) -> dict[str, tuple[str, QuantConfig]]:
     return {"none": ("plain", quiet.replace(rewrites=Rewrites(fold_norms=True, rotate=True))), **both}
 
 
-def one_run(
-    name: str, matrix: str, config: QuantConfig, seed: int, options: argparse.Namespace, layers: Any
-) -> dict[str, Any]:
+def one_run(name: str, matrix: str, config: QuantConfig, seed: int, options: argparse.Namespace, layers: Any) -> dict[str, Any]:
     config = config.replace(rewrites=dataclasses.replace(config.rewrites, seed=seed))
     without_signs = mock.patch.object(FoldSigns, "match", return_value=())  # they are what is studied
     with using(functools.partial(MATRICES[matrix], seed=seed)), without_signs:
@@ -165,9 +157,11 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         plain, split = MATRICES["plain"](n), product(n)
         spread = apply_factors(signs(n)[None] * n**-0.5, plain).square().max()
         data["constant_share"][n] = {
-            "matrix": hadamard_kind(n), "plain": constant_share(plain, n),
-            "signs": float(spread), "product": constant_share(split, n),
-        }  # fmt: skip
+            "matrix": hadamard_kind(n),
+            "plain": constant_share(plain, n),
+            "signs": float(spread),
+            "product": constant_share(split, n),
+        }
     for name in SAMPLES:
         sample = mmqc.samples.load(name)
         scores = sample.evaluate(sample.model, options.questions)
@@ -194,9 +188,7 @@ def short(fqn: str) -> str:
 
 
 def share_table(data: dict[str, Any]) -> str:
-    rows = [
-        (n, row["matrix"], *(f"{100 * row[k]:.2f} %" for k in MATRICES)) for n, row in data["constant_share"].items()
-    ]
+    rows = [(n, row["matrix"], *(f"{100 * row[k]:.2f} %" for k in MATRICES)) for n, row in data["constant_share"].items()]
     return table(("width", "matrix", *MATRICES), rows)
 
 
@@ -259,9 +251,7 @@ def plot(data: dict[str, Any]) -> None:
         axes[0].set_xticks(range(len(names)), [""] * len(names))
         half = len(next(iter(data["samples"].values()))["layers"])
         for i, name in enumerate(data["samples"]):
-            axes[0].text(
-                i * half - 0.4, 1.04, name, transform=axes[0].get_xaxis_transform(), fontsize=10, weight="bold"
-            )
+            axes[0].text(i * half - 0.4, 1.04, name, transform=axes[0].get_xaxis_transform(), fontsize=10, weight="bold")
         for axis in axes:
             axis.grid(axis="y", linewidth=0.6)
             axis.set_xlim(-0.7, len(names) - 0.3)

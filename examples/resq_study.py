@@ -24,16 +24,21 @@ from mmqc.samples import scoring
 RESULTS = ROOT / "docs/results/resq.json"
 PAGE = ROOT / "docs/results/resq.md"
 METHODS: dict[str, QuantConfig] = {
-    "RTN": r.per_token(kv_bits=4, solver="rtn"), "GPTQ": r.per_token(kv_bits=4), "SmoothQuant+": r.smoothquant(kv_bits=4),
-    "QUIK": r.quik(kv_bits=4), "QuaRot": r.quarot(kv_bits=4), "ResQ": r.resq(),
-}  # fmt: skip
+    "RTN": r.per_token(kv_bits=4, solver="rtn"),
+    "GPTQ": r.per_token(kv_bits=4),
+    "SmoothQuant+": r.smoothquant(kv_bits=4),
+    "QUIK": r.quik(kv_bits=4),
+    "QuaRot": r.quarot(kv_bits=4),
+    "ResQ": r.resq(),
+}
 ABLATION: dict[str, QuantConfig] = {
-    "without U_A": r.resq(streams=False), "without U_B": r.resq(heads=False), "without U_C": r.resq(keys=False),
-    "without U_D": r.resq(hadamard=False), "without U_B, U_C": r.resq(heads=False, keys=False),
-}  # fmt: skip
-RANKS: dict[str, QuantConfig] = {
-    f"r = d/{d}": r.resq(high_fraction=1 / d) for d in (32, 16, 4, 2)
-}  # d/8 is ResQ itself
+    "without U_A": r.resq(streams=False),
+    "without U_B": r.resq(heads=False),
+    "without U_C": r.resq(keys=False),
+    "without U_D": r.resq(hadamard=False),
+    "without U_B, U_C": r.resq(heads=False, keys=False),
+}
+RANKS: dict[str, QuantConfig] = {f"r = d/{d}": r.resq(high_fraction=1 / d) for d in (32, 16, 4, 2)}  # d/8 is ResQ itself
 BITS: dict[str, QuantConfig] = {
     f"{name} {w}/{a}/{kv}": config
     for w, a, kv in ((4, 8, 4), (3, 8, 3), (2, 8, 8), (3, 3, 3))
@@ -59,9 +64,7 @@ def one_run(sample_name: str, config: QuantConfig | None, options: argparse.Name
     asked = sample.questions(options.questions)
     nlls = answer_nlls(sample, asked)
     kinds = [q.kind for q in asked]
-    nll = float(
-        np.mean([np.mean([v for v, k in zip(nlls, kinds, strict=True) if k == kind]) for kind in dict.fromkeys(kinds)])
-    )
+    nll = float(np.mean([np.mean([v for v, k in zip(nlls, kinds, strict=True) if k == kind]) for kind in dict.fromkeys(kinds)]))
     return {**run, "nll": nll, "accuracy": answered["accuracy"], "kinds": kinds, "nlls": nlls}
 
 
@@ -71,9 +74,7 @@ def answer_nlls(sample: Any, asked: list[Any]) -> list[float]:
     found: dict[int, float] = {}
     for start in range(0, len(order), BATCH):
         index = order[start : start + BATCH]
-        found |= dict(
-            zip(index, scoring.answer_nll(sample.model, sample.processor, [asked[i] for i in index]), strict=True)
-        )
+        found |= dict(zip(index, scoring.answer_nll(sample.model, sample.processor, [asked[i] for i in index]), strict=True))
     return [found[i] for i in range(len(asked))]
 
 
@@ -82,9 +83,7 @@ def measure(options: argparse.Namespace) -> None:
     wanted = [(s, "float", None) for s in SAMPLES]
     for sample in reversed(SAMPLES):
         wanted += [(sample, name, config) for part in options.only for name, config in PARTS[part].items()]
-    wanted.sort(
-        key=lambda run: run[1] not in ORDER and run[1] != "float"
-    )  # what the others are compared with comes first
+    wanted.sort(key=lambda run: run[1] not in ORDER and run[1] != "float")  # what the others are compared with comes first
     for sample, name, config in wanted:
         runs = data["samples"].setdefault(sample, {})
         if name in runs:
@@ -118,14 +117,7 @@ def row(name: str, run: dict[str, Any], against: dict[str, Any], full: dict[str,
     middle, low, high = above(run, against)
     verdict = "" if run is against else f"{middle:+.4f} ({low:+.4f} to {high:+.4f})"
     sqnr = f"{run['sqnr']:.1f} dB" if "sqnr" in run else ""
-    return (
-        name,
-        sqnr,
-        f"{run['nll']:.4f}",
-        verdict,
-        f"{100 * run['accuracy']:.1f} %",
-        f"{run['accuracy'] / full['accuracy']:.3f}",
-    )
+    return (name, sqnr, f"{run['nll']:.4f}", verdict, f"{100 * run['accuracy']:.1f} %", f"{run['accuracy'] / full['accuracy']:.3f}")
 
 
 def rows_of(runs: dict[str, Any], names: list[str]) -> str:
@@ -150,24 +142,32 @@ def bits_table(runs: dict[str, Any]) -> str:
     for name in [n for n in BITS if n.startswith("ResQ") and n in runs]:
         rival = name.replace("ResQ", "QuaRot")
         middle, low, high = above(runs[rival], runs[name])
-        lines.append((name.removeprefix("ResQ "), f"{runs[rival]['nll']:.4f}", f"{runs[name]['nll']:.4f}",
-                      f"{middle:+.4f} ({low:+.4f} to {high:+.4f})"))  # fmt: skip
+        lines.append(
+            (
+                name.removeprefix("ResQ "),
+                f"{runs[rival]['nll']:.4f}",
+                f"{runs[name]['nll']:.4f}",
+                f"{middle:+.4f} ({low:+.4f} to {high:+.4f})",
+            )
+        )
     return table(("W/A/KV", "QuaRot NLL", "ResQ NLL", "difference"), lines)
 
 
 def page(data: dict[str, Any]) -> str:
     stamp = data["about"]
     text = [
-        "# ResQ on the samples", "",
+        "# ResQ on the samples",
+        "",
         "Weights, activations, keys and values in 4 bits, with one eighth of the channels in 8 bits for QUIK and ResQ (of keys and "
         "values for ResQ alone); both towers and the projector; the head in floating point.  NLL is that of the right answer's "
         "tokens; intervals are paired bootstrap 95 % intervals over questions.  SQNR: mean over all linears of the lower "
-        "modality's.  Recovery: accuracy over that in floating point.  SpinQuant trains its rotations and is left out.", "",
+        "modality's.  Recovery: accuracy over that in floating point.  SpinQuant trains its rotations and is left out.",
+        "",
         f"`python examples/resq_study.py --questions {stamp['questions']} --answers {stamp['answers']} "
         f"--calibration {stamp['calibration']}`; {stamp['device']}; "
         f"Python {stamp['python']}, torch {stamp['torch']}, transformers {stamp['transformers']}; commit {stamp['commit']}, "
         f"{stamp['date']}.",
-    ]  # fmt: skip
+    ]
     for sample in [s for s in SAMPLES if "ResQ" in data["samples"].get(s, {})]:
         runs = data["samples"][sample]
         text += ["", f"## {sample}", "", rows_of(runs, ["float", *ORDER])]
@@ -177,12 +177,7 @@ def page(data: dict[str, Any]) -> str:
             text += ["", "Without one basis at a time (the paper's Table 4):", "", rows_of(runs, ["ResQ", *ABLATION])]
         if any(n in runs for n in RANKS):
             ranks = ["r = d/32", "r = d/16", "ResQ", "r = d/4", "r = d/2"]
-            text += [
-                "",
-                "The rank of the high subspace (the paper's Figure 5a; ResQ is d/8):",
-                "",
-                rows_of(runs, ranks),
-            ]
+            text += ["", "The rank of the high subspace (the paper's Figure 5a; ResQ is d/8):", "", rows_of(runs, ranks)]
         if any(n in runs for n in BITS):
             text += ["", "Other bits (the paper's Table 3, against QuaRot):", "", bits_table(runs)]
     if (PAGE.parent / "resq.png").exists():
@@ -216,9 +211,7 @@ def plot(data: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--questions", type=int, default=320)
-    parser.add_argument(
-        "--answers", type=int, default=80, help="questions that are answered in words, for the accuracy"
-    )
+    parser.add_argument("--answers", type=int, default=80, help="questions that are answered in words, for the accuracy")
     parser.add_argument("--calibration", type=int, default=32)
     parser.add_argument("--only", nargs="+", choices=list(PARTS), default=list(PARTS))
     parser.add_argument("--draw", action="store_true", help="redraw from the figures on file")

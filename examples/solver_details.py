@@ -28,9 +28,10 @@ SAMPLES = ("digits-vqa-stress", "digits-vqa")  # the first is the one that diffe
 DAMPING = (0.003, 0.01, 0.03)
 GROUPS = {"per channel": None, "g128": 128, "g64": 64}
 ORDERS = {  # of channels, and when groups are fitted; damping 0.01
-    "per channel, own order": gptq(4, act_order=False), "g128, own order": gptq(4, 128, act_order=False),
+    "per channel, own order": gptq(4, act_order=False),
+    "g128, own order": gptq(4, 128, act_order=False),
     "g128, own order, dynamic": gptq(4, 128, act_order=False, static_groups=False),
-}  # fmt: skip
+}
 LAYERS = ("self_attn.q_proj", "mlp.gate_proj", "mlp.up_proj")
 CHANNELS = (37, 90, 151, 222)  # where the stress sample has its outliers (mmqc/samples/stress.py)
 
@@ -41,9 +42,11 @@ def modality_weights(sample: Any, batches: list[Any]) -> dict[str, dict[str, flo
     visual = sum(int((b["input_ids"] == token).sum()) for b in batches)
     text = sum(b["input_ids"].numel() for b in batches) - visual
     return {
-        "1 : 1": {"visual": 1.0, "text": 1.0}, "1 : 0": {"visual": 1.0, "text": LEAST}, "0 : 1": {"visual": LEAST, "text": 1.0},
+        "1 : 1": {"visual": 1.0, "text": 1.0},
+        "1 : 0": {"visual": 1.0, "text": LEAST},
+        "0 : 1": {"visual": LEAST, "text": 1.0},
         "by token count": {"visual": 1.0, "text": visual / text},
-    }  # fmt: skip
+    }
 
 
 def weighted_run(name: str, label: str, which: str, options: argparse.Namespace, exact: list[Any]) -> dict[str, Any]:
@@ -138,13 +141,7 @@ def draw(data: dict[str, Any]) -> None:
         cells = [f"{entry[g]['visual']:.3f}" for g in GROUPS] + [f"{entry[g]['all']:.4f}" for g in GROUPS]
         zeros = " / ".join(f"{entry[g]['zeros']:.0%}" for g in GROUPS)
         rows.append((name.removeprefix("model.language_model."), *cells, zeros, f"{entry['share']:.1%}"))
-    head = (
-        "linear",
-        *(f"visual, {g}" for g in GROUPS),
-        *(f"all rows, {g}" for g in GROUPS),
-        "codes 0 there",
-        "energy there",
-    )
+    head = ("linear", *(f"visual, {g}" for g in GROUPS), *(f"all rows, {g}" for g in GROUPS), "codes 0 there", "energy there")
     layers = table(head, rows)
     rows = []
     for group in GROUPS:

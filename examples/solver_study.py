@@ -80,9 +80,11 @@ def scores(sample: Any, options: argparse.Namespace, exact: list[tuple[Tensor, T
     worse = [b - a for a, b in zip(nll_of(exact), nll_of(found), strict=True)]
     kl = [float((p.exp() * (p - q)).sum(1).mean()) for (p, _), (q, _) in zip(exact, found, strict=True)]
     return {
-        "nll": statistics.mean(nll_of(found)), "nll_error": statistics.stdev(worse) / len(worse) ** 0.5,
-        "kl": statistics.mean(kl), "accuracy": sample.evaluate(sample.model, options.answered)["accuracy"],
-    }  # fmt: skip
+        "nll": statistics.mean(nll_of(found)),
+        "nll_error": statistics.stdev(worse) / len(worse) ** 0.5,
+        "kl": statistics.mean(kl),
+        "accuracy": sample.evaluate(sample.model, options.answered)["accuracy"],
+    }
 
 
 def one_run(name: str, config: QuantConfig, options: argparse.Namespace, exact: Any) -> dict[str, Any]:
@@ -117,9 +119,12 @@ def about(options: argparse.Namespace) -> dict[str, Any]:
         "command": f"python examples/solver_study.py --questions {options.questions} --answered {options.answered} "
         f"--calibration {options.calibration}",
         "commit": git("rev-parse", "--short", "HEAD") + (" and changes" if git("status", "--porcelain") else ""),
-        "date": time.strftime("%Y-%m-%d"), "device": f"CPU, {platform.machine()}, {torch.get_num_threads()} thread",
-        "python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__,
-    }  # fmt: skip
+        "date": time.strftime("%Y-%m-%d"),
+        "device": f"CPU, {platform.machine()}, {torch.get_num_threads()} thread",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
 
 
 # --- the page ---------------------------------------------------------------------------------------------------------

@@ -29,11 +29,15 @@ def about(command: str, **more: Any) -> dict[str, Any]:
     """The command, the commit, the day, the device and the versions behind a file of figures."""
     git = lambda *args: subprocess.run(["git", *args], cwd=ROOT, capture_output=True, text=True).stdout.strip()  # noqa: E731
     return {
-        "command": command, **more,
+        "command": command,
+        **more,
         "commit": git("rev-parse", "--short", "HEAD") + (" and changes" if git("status", "--porcelain") else ""),
-        "date": time.strftime("%Y-%m-%d"), "device": device(),
-        "python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__,
-    }  # fmt: skip
+        "date": time.strftime("%Y-%m-%d"),
+        "device": device(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
 
 
 def device(name: str = "cpu") -> str:

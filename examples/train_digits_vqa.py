@@ -218,9 +218,13 @@ class Trainer:
 
     def state(self) -> dict:
         return dict(
-            model=self.model.state_dict(), probes=self.probes.state_dict(), average=self.average, step=self.step,
-            optimizer=self.optimizer.state_dict(), seconds=self.seconds,
-        )  # fmt: skip
+            model=self.model.state_dict(),
+            probes=self.probes.state_dict(),
+            average=self.average,
+            step=self.step,
+            optimizer=self.optimizer.state_dict(),
+            seconds=self.seconds,
+        )
 
     def load(self, path: Path) -> None:
         state = torch.load(path, map_location=self.device)
@@ -294,9 +298,7 @@ def check(device: str) -> None:
             theirs = model(**inputs).logits
             error = ((ours[i : i + 1, :n] - theirs).norm() / theirs.norm()).item()
             asked = processor.decode(ids[0][b.weight[i, :n] == 0])
-            print(
-                f"{name} {i}: {error:.1e}  {asked.splitlines()[-1]!r} {processor.decode(ids[0][b.weight[i, :n] > 0])}"
-            )
+            print(f"{name} {i}: {error:.1e}  {asked.splitlines()[-1]!r} {processor.decode(ids[0][b.weight[i, :n] > 0])}")
             assert error < 1e-5
             _, h, w = grids[0].tolist()
             x = b.patches[i, : h * w].view(h // 2, w // 2, 2, 2, 3, 2, 4, 4)[:, :, :, :, :, 0]

@@ -34,23 +34,58 @@ if TYPE_CHECKING:
 __version__ = "0.1.0.dev0"
 
 _HOMES = {
-    "quantize_": "quantize", "export": "export", "explain": "explain", "Explanation": "explain", "plan": "plan", "Planned": "plan",
-    "compiled_loop": "compiler.compiled_loop", "QuantizedCache": "kv.cache", "RoundedCache": "kv.rounded",
-    "RewriteError": "quantization.equivalence", "ResumeError": "quantization.resume",
+    "quantize_": "quantize",
+    "export": "export",
+    "explain": "explain",
+    "Explanation": "explain",
+    "plan": "plan",
+    "Planned": "plan",
+    "compiled_loop": "compiler.compiled_loop",
+    "QuantizedCache": "kv.cache",
+    "RoundedCache": "kv.rounded",
+    "RewriteError": "quantization.equivalence",
+    "ResumeError": "quantization.resume",
     "OutOfMemoryError": "quantization.memory_error",
-    "save_pretrained": "checkpoint.save", "FormatError": "checkpoint.save", "load_quantized": "checkpoint.load",
-    "QuantReport": "report.report", "LayerReport": "report.report", "Refusal": "report.report",
+    "save_pretrained": "checkpoint.save",
+    "FormatError": "checkpoint.save",
+    "load_quantized": "checkpoint.load",
+    "QuantReport": "report.report",
+    "LayerReport": "report.report",
+    "Refusal": "report.report",
     **dict.fromkeys(("QuantConfig", "Rewrites", "Scheme"), "config"),
     **dict.fromkeys(("ActivationSpec", "ConfigError", "KVSpec", "WeightSpec"), "specs"),
-}  # fmt: skip
+}
 _MODULES = ("recipes", "samples")
 
 __all__ = [
-    "ActivationSpec", "ConfigError", "Explanation", "FormatError", "KVSpec", "LayerReport", "OutOfMemoryError", "Planned",
-    "QuantConfig", "QuantReport", "QuantizedCache", "Refusal", "ResumeError", "RewriteError", "Rewrites", "RoundedCache",
-    "Scheme", "WeightSpec", "compiled_loop", "explain", "export", "load_quantized", "plan", "quantize_", "recipes", "samples",
+    "ActivationSpec",
+    "ConfigError",
+    "Explanation",
+    "FormatError",
+    "KVSpec",
+    "LayerReport",
+    "OutOfMemoryError",
+    "Planned",
+    "QuantConfig",
+    "QuantReport",
+    "QuantizedCache",
+    "Refusal",
+    "ResumeError",
+    "RewriteError",
+    "Rewrites",
+    "RoundedCache",
+    "Scheme",
+    "WeightSpec",
+    "compiled_loop",
+    "explain",
+    "export",
+    "load_quantized",
+    "plan",
+    "quantize_",
+    "recipes",
+    "samples",
     "save_pretrained",
-]  # fmt: skip
+]
 
 
 def __getattr__(name: str) -> Any:

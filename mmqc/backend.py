@@ -30,11 +30,7 @@ __all__ = ["GraphRecord", "backend", "collect_records"]
 
 
 def backend(
-    gm: fx.GraphModule,
-    example_inputs: Sequence[Any],
-    *,
-    mode: str | None = None,
-    options: Mapping[str, Any] | None = None,
+    gm: fx.GraphModule, example_inputs: Sequence[Any], *, mode: str | None = None, options: Mapping[str, Any] | None = None
 ) -> Callable[..., Any]:
     """Compile one of Dynamo's graphs; ``mode`` and ``options`` are torch.compile's."""
     request = CompileOptions.read(mode, options)
@@ -66,9 +62,7 @@ def backend(
     return compiled if rewritten is None else rewritten.wrap(compiled)
 
 
-def _lower(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], request: CompileOptions, record: GraphRecord
-) -> Callable[..., Any]:
+def _lower(gm: fx.GraphModule, example_inputs: Sequence[Any], request: CompileOptions, record: GraphRecord) -> Callable[..., Any]:
     # Inductor takes seconds to import: only for a graph that needs it.
     import mmqc.lowering
     from mmqc.lowering import inductor

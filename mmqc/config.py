@@ -32,12 +32,29 @@ from mmqc.specs import (
     Solver,
     WeightSpec,
     require,
-)  # fmt: skip
+)
 
 __all__ = [
-    "HEAD", "ROLES", "TOWERS", "VERSION", "ActivationSpec", "Amplifier", "Bases", "ChannelScales", "ConfigError",
-    "DynamicSpec", "KVRounding", "KVSpec", "Observer", "QuantConfig", "Rewrites", "Scheme", "Search", "Solver", "WeightSpec",
-]  # fmt: skip
+    "HEAD",
+    "ROLES",
+    "TOWERS",
+    "VERSION",
+    "ActivationSpec",
+    "Amplifier",
+    "Bases",
+    "ChannelScales",
+    "ConfigError",
+    "DynamicSpec",
+    "KVRounding",
+    "KVSpec",
+    "Observer",
+    "QuantConfig",
+    "Rewrites",
+    "Scheme",
+    "Search",
+    "Solver",
+    "WeightSpec",
+]
 
 VERSION = 1
 TOWERS = ("vision", "projector", "language")
@@ -161,12 +178,7 @@ class QuantConfig(AOBaseConfig):
 
     def __post_init__(self) -> None:
         both = self.kv is not None and self.kv_rounding is not None
-        require(
-            not both,
-            "QuantConfig.kv_rounding",
-            self.kv_rounding,
-            "None beside kv: one attention function reads the cache",
-        )
+        require(not both, "QuantConfig.kv_rounding", self.kv_rounding, "None beside kv: one attention function reads the cache")
 
     def __or__(self, other: QuantConfig) -> QuantConfig:
         """A recipe for the weights and one for the KV cache, as one config.
@@ -177,9 +189,7 @@ class QuantConfig(AOBaseConfig):
         for a, b in ((self, other), (other, self)):
             if b.kv is not None and a.kv is None and b.replace(kv=None) == QuantConfig():
                 return a.replace(kv=b.kv)
-        raise ConfigError(
-            "a | b takes one config without kv and one with nothing but kv, e.g. mquant() | calibquant(bits=2)"
-        )
+        raise ConfigError("a | b takes one config without kv and one with nothing but kv, e.g. mquant() | calibquant(bits=2)")
 
     def scheme(self, tower: str, role: str = "") -> Scheme | None:
         """The scheme of a linear of ``tower`` (vision, projector or language); the output head has the role "head"."""
@@ -199,9 +209,7 @@ class QuantConfig(AOBaseConfig):
     @property
     def needs_calibration(self) -> bool:
         """Whether some scale, solver or tau depends on data that ``statistics`` and ``kv`` do not already hold."""
-        if self.kv_rounding is not None or (
-            self.kv is not None and (self.kv.searches or self.kv.rounding == "queries")
-        ):
+        if self.kv_rounding is not None or (self.kv is not None and (self.kv.searches or self.kv.rounding == "queries")):
             return True
         if self.rewrites.bases is not None or self.rewrites.smooth is not None:
             return bool(self.schemes)  # no statistics hold what these measure
@@ -297,9 +305,7 @@ def _encode(value: Any) -> Any:
     return [_encode(v) for v in value] if isinstance(value, tuple) else value
 
 
-_NESTED = {
-    "weight": WeightSpec, "activation": ActivationSpec, "dynamic": DynamicSpec, "scales": ChannelScales, "bases": Bases,
-}  # fmt: skip
+_NESTED = {"weight": WeightSpec, "activation": ActivationSpec, "dynamic": DynamicSpec, "scales": ChannelScales, "bases": Bases}
 
 
 def _granularity(value: Any) -> Granularity:

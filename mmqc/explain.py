@@ -154,9 +154,7 @@ def _recorded(model: nn.Module) -> list[PassNote]:
 
 def _notes(graph: GraphRecord) -> list[PassNote]:
     return [
-        PassNote(
-            r.name, f"graph {graph.index}", r.exact, r.sites, [str(m) for m in r.misses], text_diff(r.before, r.after)
-        )
+        PassNote(r.name, f"graph {graph.index}", r.exact, r.sites, [str(m) for m in r.misses], text_diff(r.before, r.after))
         for r in graph.passes
         if r.sites or r.misses
     ]

@@ -35,14 +35,7 @@ def exact_passes(config: QuantConfig) -> tuple[Pass, ...]:
         # 2 exact rewrites
         *((FoldLayerScale(), FoldNormMean(), FoldNormScale()) if rewrites.fold_norms else ()),
         *((FuseRotation(rewrites.seed, rewrites.hadamard, rewrites.hadamard_everywhere),) if rewrites.rotate else ()),
-        *(
-            (
-                FoldSigns(rewrites.seed),
-                InsertHadamard(rewrites.hadamard_everywhere),
-            )
-            if rewrites.hadamard
-            else ()
-        ),
+        *((FoldSigns(rewrites.seed), InsertHadamard(rewrites.hadamard_everywhere)) if rewrites.hadamard else ()),
         # 3 decide what becomes of each linear
         AssignScheme(config),
         *((SuppressMagnitude(),) if rewrites.suppress else ()),

@@ -67,10 +67,7 @@ class Planned:
 
     def __str__(self) -> str:
         rotated = sum(map(self.is_rotated, self.spaces))
-        head = (
-            f"{rotated} channel spaces rotated, {len(self.decided.hadamards)} online Hadamards; "
-            f"planned in {self.seconds:.1f} s"
-        )
+        head = f"{rotated} channel spaces rotated, {len(self.decided.hadamards)} online Hadamards; planned in {self.seconds:.1f} s"
         passes = "\n".join(str(r) for r in self.records)
         notes = "\n".join(f"note: {note}" for note in self.notes)
         return "\n\n".join(filter(None, (head, passes, notes, spaces_text(self.spaces, self.status))))

@@ -76,18 +76,31 @@ def quantize_(
     Whatever is raised, the model is as it was.
     """
     more: dict[str, Any] = {
-        "filter_fn": filter_fn, "progress": progress, "resume_dir": resume_dir, "inputs": inputs, "device": device,
-        "spool": spool, "generate_tokens": generate_tokens, "modality_weights": modality_weights,
-    }  # fmt: skip
+        "filter_fn": filter_fn,
+        "progress": progress,
+        "resume_dir": resume_dir,
+        "inputs": inputs,
+        "device": device,
+        "spool": spool,
+        "generate_tokens": generate_tokens,
+        "modality_weights": modality_weights,
+    }
     if isinstance(config, QuantConfig) and config.kv is not None:
         return with_scores(quantize_kv, model, config, calibration, _quantize_weights, **more)
     return _quantize_weights(model, config, calibration, **more)
 
 
 def _quantize_weights(
-    model: nn.Module, config: QuantConfig, calibration: Iterable[Batch] | None, *, filter_fn: Any, progress: bool,
-    modality_weights: Mapping[str, float] | None, then: Last | None = None, **more: Any,
-) -> QuantReport:  # fmt: skip
+    model: nn.Module,
+    config: QuantConfig,
+    calibration: Iterable[Batch] | None,
+    *,
+    filter_fn: Any,
+    progress: bool,
+    modality_weights: Mapping[str, float] | None,
+    then: Last | None = None,
+    **more: Any,
+) -> QuantReport:
     """``quantize_`` of anything but the cache; what ``then`` raises undoes it as well."""
     start = time.perf_counter()
     _check_model(model, config)
@@ -164,9 +177,7 @@ def _check_model(model: nn.Module, config: QuantConfig) -> None:
         raise ValueError("this model is quantized already; load the original weights to quantize it anew")
     bad = convert.first_bad_weight(model)
     if bad is not None:
-        raise ValueError(
-            f"{bad} holds NaN or infinite values; repair the checkpoint before quantizing (nothing was changed)"
-        )
+        raise ValueError(f"{bad} holds NaN or infinite values; repair the checkpoint before quantizing (nothing was changed)")
 
 
 def _spool(model: nn.Module, config: QuantConfig, calibration: Iterable[Batch] | None) -> list[Batch]:
@@ -194,14 +205,8 @@ def _spool(model: nn.Module, config: QuantConfig, calibration: Iterable[Batch] |
 def _has_visual(batch: Batch, ids: Tensor) -> bool:
     """Whether a batch has visual tokens, and features of an image or video to put there."""
     tokens, kinds = batch.get("input_ids"), batch.get("mm_token_type_ids")
-    places = (
-        bool(torch.isin(tokens.cpu(), ids).any())
-        if tokens is not None
-        else kinds is not None and bool((kinds > 0).any())
-    )
-    given = (
-        v for name, v in batch.items() if isinstance(v, Tensor) and name not in ("inputs_embeds", "attention_mask")
-    )
+    places = bool(torch.isin(tokens.cpu(), ids).any()) if tokens is not None else kinds is not None and bool((kinds > 0).any())
+    given = (v for name, v in batch.items() if isinstance(v, Tensor) and name not in ("inputs_embeds", "attention_mask"))
     return places and any(v.is_floating_point() for v in given)
 
 

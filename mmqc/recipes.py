@@ -40,11 +40,7 @@ def rotate(*, online: bool = True, everywhere: bool = False, seed: int = 0) -> Q
 
 
 def rtn(
-    weight_bits: int = 8,
-    activation_bits: int | None = None,
-    group_size: int | None = None,
-    *,
-    head_bits: int | None = None,
+    weight_bits: int = 8, activation_bits: int | None = None, group_size: int | None = None, *, head_bits: int | None = None
 ) -> QuantConfig:
     """Round to nearest, no rewrites; activations, if any, with ONE static scale per tensor.
 
@@ -255,9 +251,8 @@ def per_token(
 
 
 def smoothquant(
-    weight_bits: int = 4, activation_bits: int = 4, *, alpha: float = 0.5, kv_bits: int | None = None,
-    solver: Solver = "gptq",
-) -> QuantConfig:  # fmt: skip
+    weight_bits: int = 4, activation_bits: int = 4, *, alpha: float = 0.5, kv_bits: int | None = None, solver: Solver = "gptq"
+) -> QuantConfig:
     """SmoothQuant (arXiv:2211.10438, equation 4) with dynamic activations; with GPTQ it is what ResQ calls SmoothQuant+.
 
     Args:
@@ -271,12 +266,7 @@ def smoothquant(
 
 
 def quarot(
-    weight_bits: int = 4,
-    activation_bits: int = 4,
-    *,
-    kv_bits: int | None = None,
-    solver: Solver = "gptq",
-    seed: int = 0,
+    weight_bits: int = 4, activation_bits: int = 4, *, kv_bits: int | None = None, solver: Solver = "gptq", seed: int = 0
 ) -> QuantConfig:
     """QuaRot (arXiv:2404.00456): randomized Hadamards in front of all linears, one precision.
 
@@ -294,9 +284,14 @@ def quarot(
 
 
 def quik(
-    bits: int = 4, high_bits: int = 8, high_fraction: float = 1 / 8, *, activation_bits: int | None = None,
-    kv_bits: int | None = None, solver: Solver = "gptq",
-) -> QuantConfig:  # fmt: skip
+    bits: int = 4,
+    high_bits: int = 8,
+    high_fraction: float = 1 / 8,
+    *,
+    activation_bits: int | None = None,
+    kv_bits: int | None = None,
+    solver: Solver = "gptq",
+) -> QuantConfig:
     """QUIK (arXiv:2310.09259): the channels of the largest magnitudes stay in more bits; no rotation.
 
     The high channels are a fixed fraction of a linear's inputs in 8 bits, as ResQ compares it; QUIK's own are 256 in 16 bits.
@@ -314,12 +309,24 @@ def quik(
 
 
 def resq(
-    bits: int = 4, high_bits: int = 8, high_fraction: float = 1 / 8, kv_bits: int | None = 4, *,
-    activation_bits: int | None = None, streams: bool = True, heads: bool = True, keys: bool = True, hadamard: bool = True,
+    bits: int = 4,
+    high_bits: int = 8,
+    high_fraction: float = 1 / 8,
+    kv_bits: int | None = 4,
+    *,
+    activation_bits: int | None = None,
+    streams: bool = True,
+    heads: bool = True,
+    keys: bool = True,
+    hadamard: bool = True,
     random: Literal["orthogonal", "hadamard"] = "orthogonal",
-    lowest_bits: int = 2, lowest_fraction: float = 0.0, packed: bool = True,
-    solver: Solver = "gptq", solver_batches: int | None = None, seed: int = 0,
-) -> QuantConfig:  # fmt: skip
+    lowest_bits: int = 2,
+    lowest_fraction: float = 0.0,
+    packed: bool = True,
+    solver: Solver = "gptq",
+    solver_batches: int | None = None,
+    seed: int = 0,
+) -> QuantConfig:
     """ResQ (arXiv:2412.14363): principal bases, the subspace of the largest variance in more bits, both towers.
 
     The paper's Table 3 by (bits, activation_bits): 4/4 is (4, 4), 4/8 is (4, 8), 3/8 is (3, 8), 2/8 is (2, 8), 3/3 is (3, 3).
@@ -346,17 +353,23 @@ def resq(
     rewrites = Rewrites(fold_norms=True, rotate=True, hadamard=hadamard, seed=seed, bases=bases)
     kv = _kv(kv_bits, high_bits, high_fraction, "principal" if keys else "none")
     dynamic = DynamicSpec(
-        activation_bits or bits, high_bits, high_fraction, lowest_bits=lowest_bits, lowest_fraction=lowest_fraction,
-        packed=packed,
-    )  # fmt: skip
+        activation_bits or bits, high_bits, high_fraction, lowest_bits=lowest_bits, lowest_fraction=lowest_fraction, packed=packed
+    )
     return _dynamic(bits, dynamic, solver, rewrites, kv)
 
 
 def outlier_rotation(
-    bits: int = 4, high_bits: int = 8, high_fraction: float = 1 / 8, kv_bits: int | None = 4, *,
-    activation_bits: int | None = None, random: Literal["orthogonal", "hadamard"] = "orthogonal", solver: Solver = "gptq",
-    solver_batches: int | None = None, seed: int = 0,
-) -> QuantConfig:  # fmt: skip
+    bits: int = 4,
+    high_bits: int = 8,
+    high_fraction: float = 1 / 8,
+    kv_bits: int | None = 4,
+    *,
+    activation_bits: int | None = None,
+    random: Literal["orthogonal", "hadamard"] = "orthogonal",
+    solver: Solver = "gptq",
+    solver_batches: int | None = None,
+    seed: int = 0,
+) -> QuantConfig:
     """The baseline "outlier + rotation" of ResQ's section 5.3 and Table 3: QUIK's choice of channels, QuaRot's rotations.
 
     The channels of a stream, of a value head and of the keys with the largest magnitudes have ``high_bits``; they and the others
@@ -373,8 +386,17 @@ def outlier_rotation(
         solver_batches: the solver sees this many batches; None: all.
         seed: of everything random.
     """
-    config = resq(bits, high_bits, high_fraction, kv_bits, activation_bits=activation_bits, random=random, solver=solver,
-                  solver_batches=solver_batches, seed=seed)  # fmt: skip
+    config = resq(
+        bits,
+        high_bits,
+        high_fraction,
+        kv_bits,
+        activation_bits=activation_bits,
+        random=random,
+        solver=solver,
+        solver_batches=solver_batches,
+        seed=seed,
+    )
     assert config.rewrites.bases is not None
     rewrites = dataclasses.replace(config.rewrites, bases=dataclasses.replace(config.rewrites.bases, by="peaks"))
     return config.replace(rewrites=rewrites, kv_rounding=_kv(kv_bits, high_bits, high_fraction, "peaks"))

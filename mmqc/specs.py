@@ -66,10 +66,7 @@ class WeightSpec:
         allowed = "'int', or 'float' for 8 bits a channel, symmetric, by rtn"
         require(plain or self.type == "int", "WeightSpec.type", self.type, allowed)
         require(
-            isinstance(self.granularity, PerRow | PerGroup),
-            "WeightSpec.granularity",
-            self.granularity,
-            "PerRow(), PerGroup(g)",
+            isinstance(self.granularity, PerRow | PerGroup), "WeightSpec.granularity", self.granularity, "PerRow(), PerGroup(g)"
         )
         require(self.solver in get_args(Solver), "WeightSpec.solver", self.solver, get_args(Solver))
         ordered = self.act_order and not self.static_groups and self.group_size and self.solver == "gptq"
@@ -152,12 +149,7 @@ class DynamicSpec:
         require(self.lowest_bits in (2, 3, 4, 8), "DynamicSpec.lowest_bits", self.lowest_bits, (2, 3, 4, 8))
         require(0 <= self.lowest_fraction <= 0.5, "DynamicSpec.lowest_fraction", self.lowest_fraction, "[0, 1/2]")
         fits = not self.lowest_fraction or (self.high_fraction and self.high == "basis")
-        require(
-            bool(fits),
-            "DynamicSpec.lowest_fraction",
-            self.lowest_fraction,
-            "0 without a high part in a principal basis",
-        )
+        require(bool(fits), "DynamicSpec.lowest_fraction", self.lowest_fraction, "0 without a high part in a principal basis")
         require(2 <= self.bits <= 8, "DynamicSpec.bits", self.bits, "2 to 8")
         require(self.high_bits in (2, 3, 4, 8), "DynamicSpec.high_bits", self.high_bits, (2, 3, 4, 8))
         require(0 <= self.high_fraction <= 0.5, "DynamicSpec.high_fraction", self.high_fraction, "[0, 1/2]")
@@ -210,12 +202,7 @@ class Bases:
 
     def __post_init__(self) -> None:
         require(self.by in ("variance", "peaks"), "Bases.by", self.by, ("variance", "peaks"))
-        require(
-            self.solver_batches is None or self.solver_batches >= 1,
-            "Bases.solver_batches",
-            self.solver_batches,
-            "1 or more",
-        )
+        require(self.solver_batches is None or self.solver_batches >= 1, "Bases.solver_batches", self.solver_batches, "1 or more")
         allowed = ("orthogonal", "hadamard")
         require(self.random in allowed, "Bases.random", self.random, allowed)
 

@@ -20,13 +20,7 @@ TESTS = ROOT / "tests"
 
 MAY_IMPORT = {
     "torch._inductor": ("mmqc/lowering/",),
-    "torch._dynamo": (
-        "mmqc/graph/capture.py",
-        "mmqc/graph/tracing.py",
-        "mmqc/backend.py",
-        "mmqc/explain.py",
-        "mmqc/kv/layer.py",
-    ),
+    "torch._dynamo": ("mmqc/graph/capture.py", "mmqc/graph/tracing.py", "mmqc/backend.py", "mmqc/explain.py", "mmqc/kv/layer.py"),
     "triton": ("mmqc/kernels/", "mmqc/lowering/"),
     "transformers": (
         "mmqc/checkpoint/",

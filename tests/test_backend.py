@@ -32,13 +32,7 @@ def linear(n: int, k: int, scales: int = 1, **more: Any) -> QuantLinear:
     codes = torch.randint(-128, 128, (n, k), dtype=torch.int8)
     input_scale = torch.tensor([0.03, 0.1][:scales])
     return QuantLinear.from_parts(
-        codes,
-        torch.rand(n) * 0.01,
-        weight_bits=8,
-        activation_bits=8,
-        bias=torch.randn(n),
-        input_scale=input_scale,
-        **more,
+        codes, torch.rand(n) * 0.01, weight_bits=8, activation_bits=8, bias=torch.randn(n), input_scale=input_scale, **more
     )
 
 
@@ -63,9 +57,7 @@ def ids(batch: int, length: int) -> torch.Tensor:
 # --- what becomes of a graph ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "wrap", [lambda m: m.compile(backend=backend) or m, lambda m: torch.compile(m, backend=backend)]
-)
+@pytest.mark.parametrize("wrap", [lambda m: m.compile(backend=backend) or m, lambda m: torch.compile(m, backend=backend)])
 @pytest.mark.parametrize("grad", [False, True])
 def test_backend__compiled_equals_eager(wrap: Callable[[nn.Module], nn.Module], grad: bool) -> None:
     model = Block()
@@ -78,9 +70,7 @@ def test_backend__compiled_equals_eager(wrap: Callable[[nn.Module], nn.Module], 
         assert_close(compiled(batch := ids(3, 33)), model(batch))
         assert_close(compiled(batch := ids(3, 21)), model(batch))
     quantized = [r for r in records if r.quantized]
-    assert len(quantized) <= 4, (
-        "the first call, whose hooks are new; one static graph; one for each axis that turned out dynamic"
-    )
+    assert len(quantized) <= 4, "the first call, whose hooks are new; one static graph; one for each axis that turned out dynamic"
     assert len(records) - known <= 2
     assert all(r.how == "mmqc" and r.kernels.count("extern _int_mm") == 2 for r in quantized)
     assert {r.how for r in records if not r.quantized} <= {"eager"}
@@ -129,10 +119,15 @@ def test_backend__glue_runs_as_it_is() -> None:
     assert [(r.how, r.kernels, r.quantized) for r in records] == [("eager", [], False)]
 
 
-@pytest.mark.parametrize("function", [
-    lambda x: x @ x, lambda x: torch.nn.functional.linear(x, x), lambda x: x.matmul(x),
-    lambda x: torch.nn.functional.scaled_dot_product_attention(x[None], x[None], x[None]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x @ x,
+        lambda x: torch.nn.functional.linear(x, x),
+        lambda x: x.matmul(x),
+        lambda x: torch.nn.functional.scaled_dot_product_attention(x[None], x[None], x[None]),
+    ],
+)
 def test_backend__heavy_float_graphs_go_to_inductor(function: Callable[[torch.Tensor], torch.Tensor]) -> None:
     x = torch.randn(8, 8)
     with collect_records() as records:
@@ -163,23 +158,31 @@ def test_collect_records__nests_and_belongs_to_its_thread() -> None:
 # --- options ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("arguments", [
-    {"mode": "default"}, {"mode": "reduce-overhead"}, {"mode": "max-autotune-no-cudagraphs"},
-    {"options": {"mode": "max-autotune", "token_order": "sequence", "epilogue_fusion": True}},
-    {"options": {"token_order": "auto", "cpp.simdlen": 256}},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"mode": "default"},
+        {"mode": "reduce-overhead"},
+        {"mode": "max-autotune-no-cudagraphs"},
+        {"options": {"mode": "max-autotune", "token_order": "sequence", "epilogue_fusion": True}},
+        {"options": {"token_order": "auto", "cpp.simdlen": 256}},
+    ],
+)
 def test_backend__modes_and_options_are_accepted(arguments: dict[str, Any]) -> None:
     layer, x = linear(16, 32), torch.randn(5, 32)
     with torch.no_grad():
         assert_close(torch.compile(layer, backend=backend, **arguments)(x), layer(x))
 
 
-@pytest.mark.parametrize(("options", "message"), [
-    ({"attention_order": "other"}, "allowed: 'gather', 'unified'"),
-    ({"token_order": "random"}, "allowed: 'auto', 'sequence', 'modality'"),
-    ({"no_such_key": 1}, r"unknown option 'no_such_key'.*valid keys: attention_order, config, mode, token_order.*max_autotune"),
-    ({"mode": "fastest"}, "mode = 'fastest' is unknown"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"attention_order": "other"}, "allowed: 'gather', 'unified'"),
+        ({"token_order": "random"}, "allowed: 'auto', 'sequence', 'modality'"),
+        ({"no_such_key": 1}, r"unknown option 'no_such_key'.*valid keys: attention_order, config, mode, token_order.*max_autotune"),
+        ({"mode": "fastest"}, "mode = 'fastest' is unknown"),
+    ],
+)
 def test_backend__refuses_options(options: dict[str, Any], message: str) -> None:
     layer = linear(16, 32)
     with pytest.raises(Exception, match=message):
@@ -204,8 +207,7 @@ def test_discovery__found_by_name_without_importing_dynamo() -> None:
 
 def test_discovery__after_dynamo_has_read_the_entry_points() -> None:
     script = (
-        "import torch, torch._dynamo; torch._dynamo.list_backends(); import mmqc\n"
-        "assert 'mmqc' in torch._dynamo.list_backends()"
+        "import torch, torch._dynamo; torch._dynamo.list_backends(); import mmqc\nassert 'mmqc' in torch._dynamo.list_backends()"
     )
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", script], env=env, cwd=ROOT.anchor, capture_output=True, text=True)

@@ -17,14 +17,7 @@ from mmqc.nn.linear import QuantLinear
 from mmqc.nn.modality import attached
 from mmqc.ops.integer_matmul import cpu_int_mm_is_a_loop, why_not_int_mm
 
-FLOAT_PRODUCTS = {
-    "aten::mm",
-    "aten::addmm",
-    "aten::bmm",
-    "aten::linear",
-    "mkl::_mkl_linear",
-    "mkldnn::_linear_pointwise",
-}
+FLOAT_PRODUCTS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::linear", "mkl::_mkl_linear", "mkldnn::_linear_pointwise"}
 
 
 class Case(NamedTuple):
@@ -64,9 +57,7 @@ def test_backend__vlm_compiled_equals_eager_and_runs_integers(case: Case) -> Non
     if cpu_int_mm_is_a_loop():  # slower than float64, which is as exact
         assert {why for r in records for _, why in r.fallbacks} == {why_not_int_mm("cpu", True, 8, 8)}
         return
-    assert sum("_int_mm" in e.name for e in run.events()) >= sum(
-        isinstance(m, QuantLinear) for m in case.model.modules()
-    )
+    assert sum("_int_mm" in e.name for e in run.events()) >= sum(isinstance(m, QuantLinear) for m in case.model.modules())
     operands = [tuple(s) for e in run.events() if e.name in FLOAT_PRODUCTS for s in e.input_shapes if s and len(s) == 2]
     assert not [s for s in operands if s in shapes or s[::-1] in shapes]
 

@@ -42,14 +42,21 @@ solvers = st.sampled_from(("rtn", "mse_clip", "awq_clip", "gptq"))
 weights = st.one_of(
     st.builds(WeightSpec, st.sampled_from((2, 3, 4, 8)), granularities, solvers, act_order=st.booleans()),
     st.builds(
-        WeightSpec, st.sampled_from((2, 4)), granularities, solvers, act_order=st.just(False), static_groups=st.booleans(),
+        WeightSpec,
+        st.sampled_from((2, 4)),
+        granularities,
+        solvers,
+        act_order=st.just(False),
+        static_groups=st.booleans(),
         damping=st.floats(0.001, 0.5),
     ),
-)  # fmt: skip
+)
 activations = st.builds(
-    ActivationSpec, per_modality=st.booleans(), observer=st.sampled_from(("minmax", "percentile")),
+    ActivationSpec,
+    per_modality=st.booleans(),
+    observer=st.sampled_from(("minmax", "percentile")),
     percentile=st.floats(0, 1, exclude_min=True),
-)  # fmt: skip
+)
 schemes = st.none() | st.builds(Scheme, weights, st.none() | activations)
 rewrites = st.builds(Rewrites, st.just(True), st.booleans(), st.just(True), st.booleans(), st.integers(0, 2**31))
 configs = st.builds(QuantConfig, schemes, schemes, schemes, rewrites, st.lists(st.text(max_size=5)).map(tuple))
@@ -92,10 +99,7 @@ def test_config__any_config_survives_json(config: QuantConfig) -> None:
         (lambda: ActivationSpec(observer="mean"), "ActivationSpec.observer = 'mean'"),
         (lambda: ActivationSpec(percentile=0.0), "ActivationSpec.percentile = 0.0"),
         (lambda: ActivationSpec(percentile=1.5), "ActivationSpec.percentile = 1.5"),
-        (
-            lambda: Rewrites(rotate=True),
-            "Rewrites.fold_norms = False is not supported; allowed: True where rotate is True",
-        ),
+        (lambda: Rewrites(rotate=True), "Rewrites.fold_norms = False is not supported; allowed: True where rotate is True"),
         (lambda: Rewrites(suppress=True), "Rewrites.hadamard = False"),
         (lambda: QuantConfig.from_dict({"visoin": None}), "unknown key 'visoin' in QuantConfig; known keys:"),
         (lambda: QuantConfig.from_dict({"vision": {"wieght": {}}}), "unknown key 'wieght' in vision"),

@@ -15,12 +15,7 @@ from quantized_vlm import quantized_vlm
 from tiny_families import FAMILIES
 from tolerance import assert_close
 from torch import Tensor, nn
-from torchao.quantization import (
-    Float8WeightOnlyConfig,
-    Int8DynamicActivationInt8WeightConfig,
-    IntxWeightOnlyConfig,
-    PerGroup,
-)
+from torchao.quantization import Float8WeightOnlyConfig, Int8DynamicActivationInt8WeightConfig, IntxWeightOnlyConfig, PerGroup
 from torchao.quantization import quantize_ as torchao_quantize_
 
 import mmqc
@@ -245,9 +240,8 @@ def test_export__steps_without_a_cache_are_refused(tmp_path: Path) -> None:
     ids = torch.arange(6)[None]
     with pytest.raises(ExportError, match="no cache with layers"):
         mmqc.export(
-            Recurrent().eval(), {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, tmp_path / "m.pt2",
-            programs=["prefill"],
-        )  # fmt: skip
+            Recurrent().eval(), {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, tmp_path / "m.pt2", programs=["prefill"]
+        )
 
 
 # --- index functions in a program -------------------------------------------------------------------------------------
@@ -262,11 +256,19 @@ def _windowed() -> tuple[nn.Module, dict[str, Tensor]]:
     text.pop("model_type")
     config = Qwen2_5_VLConfig(
         vision_config={
-            "depth": 2, "hidden_size": 64, "intermediate_size": 100, "num_heads": 4, "patch_size": 8, "out_hidden_size": 96,
-            "window_size": 32, "fullatt_block_indexes": [1],
+            "depth": 2,
+            "hidden_size": 64,
+            "intermediate_size": 100,
+            "num_heads": 4,
+            "patch_size": 8,
+            "out_hidden_size": 96,
+            "window_size": 32,
+            "fullatt_block_indexes": [1],
         },
-        text_config=text, image_token_id=IMAGE, video_token_id=VIDEO,
-    )  # fmt: skip
+        text_config=text,
+        image_token_id=IMAGE,
+        video_token_id=VIDEO,
+    )
     return randomise(Qwen2_5_VLForConditionalGeneration(config).float().eval()), batch
 
 

@@ -71,9 +71,7 @@ def test_plan__names_pinned_norms_and_their_reasons() -> None:
     model, batch = FAMILIES["gemma3_text"]()
     text = str(mmqc.plan(model, recipes.rotate(), batch))
     assert "made by     model.layers.{0,1}.post_attention_layernorm.weight  a gain" in text
-    assert (
-        "pinned by   mul* in model.layers.{0,1}.post_attention_layernorm: a gain per channel is multiplied in" in text
-    )
+    assert "pinned by   mul* in model.layers.{0,1}.post_attention_layernorm: a gain per channel is multiplied in" in text
 
 
 def test_plan__leaves_the_model_as_it_was() -> None:

@@ -49,9 +49,7 @@ def test_quantize__rotate_reaches_both_streams() -> None:
     old, new = before.state_dict(), after.state_dict()
     changed = [k for k in old if k in new and k.endswith("weight") and torch.equal(old[k], new[k])]
     assert changed == []
-    norms = [
-        m for m in after.modules() if "norm" in type(m).__name__.lower() and getattr(m, "weight", None) is not None
-    ]
+    norms = [m for m in after.modules() if "norm" in type(m).__name__.lower() and getattr(m, "weight", None) is not None]
     assert len(norms) == 10
     assert all(m.weight.eq(1).all() for m in norms)
     assert sum(isinstance(m, RMSNorm) for m in norms) == 5
@@ -150,13 +148,20 @@ def test_quantize__report_fields() -> None:
     assert report.size_after < report.size_before
     assert report.seconds > 0
     assert [r.name for r in report.passes] == [
-        "raise_ops", "raise_linear", "fold_layer_scale", "fold_norm_mean", "fold_norm_scale", "fuse_rotation",
-        "fold_signs", "insert_hadamard",
-        "assign_scheme", "suppress_magnitude", "quantize_weights", "quantize_activations",
-    ]  # fmt: skip
-    assert [str(r) for r in report.refused] == [
-        "lm_head (node linear_24): assign_scheme: kept in floating point (lm_head)"
+        "raise_ops",
+        "raise_linear",
+        "fold_layer_scale",
+        "fold_norm_mean",
+        "fold_norm_scale",
+        "fuse_rotation",
+        "fold_signs",
+        "insert_hadamard",
+        "assign_scheme",
+        "suppress_magnitude",
+        "quantize_weights",
+        "quantize_activations",
     ]
+    assert [str(r) for r in report.refused] == ["lm_head (node linear_24): assign_scheme: kept in floating point (lm_head)"]
     for layer in report.layers:
         assert layer.scheme == "W8A8"
         assert layer.worst_sqnr > 20

@@ -201,9 +201,7 @@ class _Trace:
                 return torch.export.export(self.model, (), inputs, dynamic_shapes=shapes, strict=False)
         except Exception as error:
             lines = [line for line in str(error).splitlines() if line.strip()]
-            raise ExportError(
-                [f"torch.export: {type(error).__name__}: {' '.join(lines[:2])}", *self.plan.notes]
-            ) from error
+            raise ExportError([f"torch.export: {type(error).__name__}: {' '.join(lines[:2])}", *self.plan.notes]) from error
 
     def forward_of(self, names: list[str]) -> Callable[..., Any]:
         """A forward with these keywords, whose output is tensors in plain containers."""
@@ -331,9 +329,7 @@ def _verify(
             raise ExportError([f"for {sizes} the program's output differs from the model's by {error:.1e}"])
 
 
-def _try(
-    program: ExportedProgram, model: nn.Module, batches: list[dict[str, Tensor]], constants: Inputs, exact: Any
-) -> None:
+def _try(program: ExportedProgram, model: nn.Module, batches: list[dict[str, Tensor]], constants: Inputs, exact: Any) -> None:
     """Admit the sizes of these batches if the program is right on them."""
     ranges, guards = dict(program.range_constraints), list(getattr(program, "_guards_code", []))
     try:
@@ -358,9 +354,7 @@ def _admit(program: ExportedProgram, batches: list[dict[str, Tensor]]) -> None:
             if known is not None:
                 smallest = min(known.lower, *(b[name].shape[axis] for b in batches))
                 ranges[size.node.expr] = type(known)(smallest, known.upper)
-    program._guards_code = [
-        g for g in getattr(program, "_guards_code", []) if "==" in g or all(eval(g, {"L": b}) for b in batches)
-    ]
+    program._guards_code = [g for g in getattr(program, "_guards_code", []) if "==" in g or all(eval(g, {"L": b}) for b in batches)]
 
 
 def rounds(program: ExportedProgram) -> bool:

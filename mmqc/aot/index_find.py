@@ -154,9 +154,7 @@ class Search:
         for passed, case in enumerate(itertools.chain(self.given, self.draw(reading))):
             try:
                 patches = int(case.inputs[reading.grids[0][1]].prod(-1).sum())
-                wrong, reason = difference(
-                    reading.candidate.results, reading.results(case.inputs, patches), case.expected
-                )
+                wrong, reason = difference(reading.candidate.results, reading.results(case.inputs, patches), case.expected)
             except Exception as error:
                 wrong, reason = ALL, f"raises {type(error).__name__}: {error}"
             if reason:
@@ -265,9 +263,7 @@ def difference(kinds: Sequence[str], got: Sequence[Any], expected: Sequence[Any]
         wrong = (a - b).abs() > CLOSE if b.is_floating_point() else a != b
         if wrong.any():
             at = tuple(wrong.nonzero()[0].tolist())
-            words = (
-                f"has {a[at].item()} at {list(at)}, the model {b[at].item()}; {int(wrong.sum())} of {b.numel()} differ"
-            )
+            words = f"has {a[at].item()} at {list(at)}, the model {b[at].item()}; {int(wrong.sum())} of {b.numel()} differ"
             return float(wrong.float().mean()), words
     return 0.0, ""
 

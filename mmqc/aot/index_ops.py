@@ -151,9 +151,7 @@ def _ends(group: Tensor, length: int) -> Tensor:
     return torch.searchsorted(group, torch.arange(length + 1, device=group.device))
 
 
-def _taps(
-    index: Tensor, size: Tensor, side: int, mode: str, align_corners: bool, padding: str
-) -> tuple[Tensor, Tensor]:
+def _taps(index: Tensor, size: Tensor, side: int, mode: str, align_corners: bool, padding: str) -> tuple[Tensor, Tensor]:
     """Entries of an axis of ``side`` and their weights [P, 2 or 4] at places ``index`` of an axis of ``size``."""
     at = index.float()
     at = at * (side - 1) / (size - 1).clamp(min=1) if align_corners else (at + 0.5) * side / size - 0.5
@@ -204,13 +202,7 @@ CANDIDATES = (
     Candidate(
         interpolation,
         (EQUAL, EQUAL),
-        {
-            "side": (),
-            "merge": SMALL,
-            "mode": ("bilinear", "bicubic"),
-            "align_corners": FLAGS,
-            "padding": ("border", "zeros"),
-        },
+        {"side": (), "merge": SMALL, "mode": ("bilinear", "bicubic"), "align_corners": FLAGS, "padding": ("border", "zeros")},
     ),
     Candidate(token_positions, (EQUAL, EQUAL), {"merge": SMALL, "by_frame": FLAGS, "interval": SMALL}, of_tokens=True),
 )

@@ -33,7 +33,7 @@ from mmqc.aot.programs import (
     logits_of,
     place_of,
     watched_positions,
-)  # fmt: skip
+)
 from mmqc.aot.step_batches import STEPS, Steps, next_token
 from mmqc.config import KVSpec
 from mmqc.kv.cache import SPEC, QuantizedCache, check_spec, decoder_config
@@ -209,8 +209,11 @@ class PackedSteps(Steps):
         for step in range(STEPS):
             mask = torch.cat([mask, torch.ones_like(mask[:, :1])], 1)
             out = self.model(
-                input_ids=next_token(batch, step), attention_mask=mask, position_ids=place_of(mask, deltas, self.told is None),
-                past_key_values=cache, use_cache=True,
-            )  # fmt: skip
+                input_ids=next_token(batch, step),
+                attention_mask=mask,
+                position_ids=place_of(mask, deltas, self.told is None),
+                past_key_values=cache,
+                use_cache=True,
+            )
             logits.append(logits_of(out)[:, -1])
         return logits

@@ -92,11 +92,7 @@ class Steps:
         for step in range(STEPS):
             for name in token_inputs(longer):
                 value = longer[name]
-                more = (
-                    next_token(batch, step)
-                    if name == "input_ids"
-                    else torch.full_like(value[:, :1], name == "attention_mask")
-                )
+                more = next_token(batch, step) if name == "input_ids" else torch.full_like(value[:, :1], name == "attention_mask")
                 longer[name] = torch.cat([value, more.to(value)], 1)
         logits = logits_of(self.model(**longer, use_cache=False))
         return [logits[:, length - 1 + step] for step in range(STEPS + 1)]

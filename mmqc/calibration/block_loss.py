@@ -55,9 +55,8 @@ class Calls:
     """
 
     def __init__(
-        self, model: nn.Module, name: str, spool: Spool, device: torch.device, context: ModalityContext | None,
-        language: bool,
-    ) -> None:  # fmt: skip
+        self, model: nn.Module, name: str, spool: Spool, device: torch.device, context: ModalityContext | None, language: bool
+    ) -> None:
         self.model, self.name, self.spool, self.device = model, name, spool, device
         self.context, self.language = context, language
         self.reason = ""
@@ -67,9 +66,7 @@ class Calls:
     def hook(self) -> list[Any]:
         """Hooks that store every call; the caller removes them."""
         module = self.model.get_submodule(self.name)
-        return [
-            module.register_forward_pre_hook(self._enter, with_kwargs=True), module.register_forward_hook(self._leave)
-        ]  # fmt: skip
+        return [module.register_forward_pre_hook(self._enter, with_kwargs=True), module.register_forward_hook(self._leave)]
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         try:

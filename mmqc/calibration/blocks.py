@@ -226,7 +226,7 @@ class Survey:
 
 def survey(
     model: nn.Module, linears: Iterable[str], calls: Iterable[Callable[[], Any]], refused: Mapping[str, str] | None = None
-) -> Layout:  # fmt: skip
+) -> Layout:
     """Run ``calls``, forwards on differing batches, and say how the model can be taken apart.
 
     Args:

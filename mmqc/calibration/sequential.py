@@ -138,9 +138,7 @@ class Sequential:
         observers = {f: Observer(self.watches[f], self.context) for f in linears if f in self.watches}
         return _hooks(self.model, observers)
 
-    def _outside(
-        self, unit: Outside, seen: Mapping[str, InputStatistics]
-    ) -> tuple[dict[str, QuantLinear], dict[str, Loss]]:
+    def _outside(self, unit: Outside, seen: Mapping[str, InputStatistics]) -> tuple[dict[str, QuantLinear], dict[str, Loss]]:
         self.say(unit.linears[0])
         built = self.worker.solve(unit.linears, seen)
         with _hooks(self.model, self._meters(built)) as meters:

@@ -51,12 +51,9 @@ class Feed:
         where = self.segment.where
         leaves, spec = leaves_of(where, args, kwargs)
         if spec != block.spec or any(
-            s.kind == PLAIN and (type(s.value) is not type(v) or s.value != v)
-            for s, v in zip(block.sources, leaves, strict=True)
+            s.kind == PLAIN and (type(s.value) is not type(v) or s.value != v) for s, v in zip(block.sources, leaves, strict=True)
         ):
-            raise NotStreamableError(
-                where, f"batch {batch} calls {block.name} with other arguments than the recorded ones"
-            )
+            raise NotStreamableError(where, f"batch {batch} calls {block.name} with other arguments than the recorded ones")
         kept = self.kept.setdefault(batch, {})
         kept.update({index: self.spool.put(leaves[leaf]) for leaf, index in block.meets})
         if self.context is not None:
@@ -67,9 +64,7 @@ class Feed:
         """(args, kwargs) of the segment's block ``number``."""
         block = self.segment.blocks[number]
         stores = {STREAM: self.stream.get(batch, ()), KEPT: self.kept[batch]}
-        leaves = [
-            s.value if s.kind == PLAIN else self.spool.get(stores[s.kind][s.value], self.device) for s in block.sources
-        ]
+        leaves = [s.value if s.kind == PLAIN else self.spool.get(stores[s.kind][s.value], self.device) for s in block.sources]
         return pytree.tree_unflatten(leaves, block.spec)
 
     def call(self, model: nn.Module, number: int, batch: int) -> Any:

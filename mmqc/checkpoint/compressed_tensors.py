@@ -84,10 +84,13 @@ def scheme_of(linear: QuantLinear) -> Scheme:
     """The format's description of a linear, without its targets."""
     floats = linear.float8 and linear.storage_bits == 8
     weights = {
-        "num_bits": linear.weight_bits, "type": "float" if floats else "int", "dynamic": False,
+        "num_bits": linear.weight_bits,
+        "type": "float" if floats else "int",
+        "dynamic": False,
         "symmetric": linear.weight_zero is None,
-        "strategy": "group" if linear.group_size else "channel", "group_size": linear.group_size or None,
-    }  # fmt: skip
+        "strategy": "group" if linear.group_size else "channel",
+        "group_size": linear.group_size or None,
+    }
     static = {
         "num_bits": linear.activation_bits,
         "type": "float" if linear.float8 else "int",
@@ -128,8 +131,7 @@ def quantization_config(model: nn.Module) -> dict[str, Any]:
         "format": formats.pop() if len(formats) == 1 else "mixed-precision",
         "ignore": left,
         "config_groups": {
-            f"group_{i}": {"targets": ["Linear"] if alone else names, **scheme}
-            for i, (scheme, names) in enumerate(groups)
+            f"group_{i}": {"targets": ["Linear"] if alone else names, **scheme} for i, (scheme, names) in enumerate(groups)
         },
     }
 

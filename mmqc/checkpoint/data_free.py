@@ -37,11 +37,14 @@ def only_scheme(config: QuantConfig) -> Scheme:
     cache = config.to_dict().get("kv")
     if config.rewrites != Rewrites() or config.needs_calibration or len(towers) != 1 or cache:
         why = (
-            "it rewrites the model, for which it has to be recorded" if config.rewrites != Rewrites()
-            else "it needs calibration" if config.needs_calibration
-            else "it quantizes the KV cache" if cache
+            "it rewrites the model, for which it has to be recorded"
+            if config.rewrites != Rewrites()
+            else "it needs calibration"
+            if config.needs_calibration
+            else "it quantizes the KV cache"
+            if cache
             else f"its towers have {len(towers)} different schemes, and only a recording tells towers apart"
-        )  # fmt: skip
+        )
         raise ConfigError(
             f"this config cannot be applied without data: {why}; load the floating-point model and call "
             f"mmqc.quantize_(model, config, calibration=batches), or use a weight-only config, e.g. mmqc.recipes.rtn(8)"
@@ -78,15 +81,11 @@ def select(
             found.schemes[fqn] = chosen
     unused = [p for p in config.keep if p not in used and p != HEAD]
     if unused:
-        raise ConfigError(
-            f"keep pattern {unused[0]!r} matches no linear of this model; some of its linears: {list(linears)[:5]}"
-        )
+        raise ConfigError(f"keep pattern {unused[0]!r} matches no linear of this model; some of its linears: {list(linears)[:5]}")
     return found
 
 
-def quantized_linear(
-    weight: Tensor, bias: Tensor | None, scheme: Scheme, fqn: str = "weight"
-) -> tuple[QuantLinear, Quantized]:
+def quantized_linear(weight: Tensor, bias: Tensor | None, scheme: Scheme, fqn: str = "weight") -> tuple[QuantLinear, Quantized]:
     """The module for a float weight [N, K] and bias [N], and what the solver found.
 
     Raises:
@@ -94,7 +93,12 @@ def quantized_linear(
     """
     solved = solve(weight.detach().float(), scheme.weight, name=fqn)
     module = QuantLinear.from_parts(
-        solved.codes, solved.scale, weight_zero=solved.zero, weight_bits=scheme.weight.bits, group_size=scheme.weight.group_size,
-        bias=None if bias is None else bias.detach(), dtype=weight.dtype,
-    )  # fmt: skip
+        solved.codes,
+        solved.scale,
+        weight_zero=solved.zero,
+        weight_bits=scheme.weight.bits,
+        group_size=scheme.weight.group_size,
+        bias=None if bias is None else bias.detach(),
+        dtype=weight.dtype,
+    )
     return module, solved

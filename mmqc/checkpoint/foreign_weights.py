@@ -70,9 +70,12 @@ def _built(u: Tensor, zero: Tensor, scale: Tensor, bits: int, fqn: str) -> Forei
     middle, whole = 2 ** (bits - 1), groups == 1
     s, z = scale.float().T.contiguous(), (zero - middle).to(torch.int8).T.contiguous()
     return Foreign(
-        (u - middle).to(torch.int8).T.contiguous(), s[:, 0] if whole else s, bits, 0 if whole else k // groups,
+        (u - middle).to(torch.int8).T.contiguous(),
+        s[:, 0] if whole else s,
+        bits,
+        0 if whole else k // groups,
         zero=None if not z.any() else z[:, 0] if whole else z,
-    )  # fmt: skip
+    )
 
 
 def _bits(settings: Settings, allowed: tuple[int, ...]) -> int:
@@ -90,9 +93,7 @@ def read_awq(tensors: Tensors, settings: Settings, fqn: str) -> Foreign:
     """
     version = str(settings.get("version", "gemm")).lower()
     if version != "gemm":
-        raise ForeignError(
-            f"an AWQ checkpoint of version {version!r}: mmqc reads 'gemm', which AutoAWQ writes by default"
-        )
+        raise ForeignError(f"an AWQ checkpoint of version {version!r}: mmqc reads 'gemm', which AutoAWQ writes by default")
     bits = _bits(settings, (4,))
     undo = torch.tensor([AWQ_ORDER.index(i) for i in range(8)])
 
@@ -163,9 +164,14 @@ def read_compressed(tensors: Tensors, settings: Settings, fqn: str) -> Foreign:
     if static is not None and zero is not None:
         raise ForeignError(f"{fqn}: zero points of weights beside quantized activations are not mmqc's; {LEAVE}")
     return Foreign(
-        codes, scale, bits, 0 if groups == 1 else k // groups, None if static is None else static.float().reshape(1),
-        None if zero is None else zero.to(torch.int8), float8 and static is not None,
-    )  # fmt: skip
+        codes,
+        scale,
+        bits,
+        0 if groups == 1 else k // groups,
+        None if static is None else static.float().reshape(1),
+        None if zero is None else zero.to(torch.int8),
+        float8 and static is not None,
+    )
 
 
 def _read_float8(tensors: Tensors, weights: Settings, inputs: Settings, settings: Settings, fqn: str) -> Foreign:
@@ -204,9 +210,7 @@ def _check_inputs(inputs: Mapping[str, Any], fqn: str) -> None:
         raise ForeignError(f"{fqn}: activations with zero points or several scales are not mmqc's; {LEAVE}")
 
 
-READERS: dict[
-    str, tuple[str, Callable[[Tensors, Settings, str], Foreign]]
-] = {  # by quant_method: a tensor's name, reader
+READERS: dict[str, tuple[str, Callable[[Tensors, Settings, str], Foreign]]] = {  # by quant_method: a tensor's name, reader
     "awq": ("qweight", read_awq),
     "gptq": ("qweight", read_gptq),
     "compressed-tensors": ("weight_scale", read_compressed),

@@ -264,9 +264,7 @@ def rebuild(model: PreTrainedModel, config: MmqcConfig, dtype: torch.dtype) -> N
     lost = [fqn for fqn, name in places.items() if name not in names]
     if lost and (len(lost) == len(places) or any(places[fqn] for fqn in lost)):
         saved = (getattr(model.config, "architectures", None) or ["another class"])[0]
-        raise ValueError(
-            f"quantization_config has {lost[0]}, but {type(model).__name__} has no such module; load it with {saved}"
-        )
+        raise ValueError(f"quantization_config has {lost[0]}, but {type(model).__name__} has no such module; load it with {saved}")
     for fqn, spec in config.modules.items():
         if (name := places[fqn]) is not None:
             model.set_submodule(name, build_module(spec, dtypes))

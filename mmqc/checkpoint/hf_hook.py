@@ -24,9 +24,7 @@ TARGET = "transformers.modeling_utils"
 class _RegisterAfterImport(MetaPathFinder):
     """Finds ``TARGET`` the way everybody else does, with one more step after it has run."""
 
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
+    def find_spec(self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
         if fullname != TARGET:
             return None
         if self in sys.meta_path:

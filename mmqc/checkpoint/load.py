@@ -62,9 +62,7 @@ def load_quantized(directory: str | Path, *, leave: Collection[str] = (), **opti
     with model_init(cls, saved):
         skeleton = cls(config)
     state, specs = _converted(skeleton, _tensors(directory), {**settings, "leave": tuple(leave)}, saved)
-    config.quantization_config = MmqcConfig(
-        modules=specs, dtype=dtype_name(saved), record={"passes": [], "read": method}
-    ).to_dict()
+    config.quantization_config = MmqcConfig(modules=specs, dtype=dtype_name(saved), record={"passes": [], "read": method}).to_dict()
     return cls.from_pretrained(None, config=config, state_dict=state, **{"dtype": saved, **options})
 
 
@@ -103,10 +101,17 @@ def _converted(
 def _linear(foreign: Foreign, bias: Tensor | None, dtype: torch.dtype) -> QuantLinear:
     static = foreign.input_scale is not None
     return QuantLinear.from_parts(
-        foreign.codes, foreign.scale, weight_bits=foreign.bits, activation_bits=8 if static else None,
-        group_size=foreign.group_size, bias=None if bias is None else bias.to(dtype), input_scale=foreign.input_scale,
-        dtype=dtype, weight_zero=foreign.zero, float8=foreign.float8,
-    )  # fmt: skip
+        foreign.codes,
+        foreign.scale,
+        weight_bits=foreign.bits,
+        activation_bits=8 if static else None,
+        group_size=foreign.group_size,
+        bias=None if bias is None else bias.to(dtype),
+        input_scale=foreign.input_scale,
+        dtype=dtype,
+        weight_zero=foreign.zero,
+        float8=foreign.float8,
+    )
 
 
 def _local(skeleton: PreTrainedModel, prefix: str) -> str:
@@ -123,7 +128,5 @@ def _local(skeleton: PreTrainedModel, prefix: str) -> str:
         found = None
     if not isinstance(found, nn.Linear):
         what = "no such module" if found is None else f"a {type(found).__name__}"
-        raise ForeignError(
-            f"the checkpoint has {prefix}, where {type(skeleton).__name__} has {what}: only linears can be adopted"
-        )
+        raise ForeignError(f"the checkpoint has {prefix}, where {type(skeleton).__name__} has {what}: only linears can be adopted")
     return fqn

@@ -96,10 +96,7 @@ def _describe_rms_norm(module: RMSNorm) -> Spec:
 
 
 def _build_rms_norm(spec: Spec, dtype: torch.dtype) -> RMSNorm:
-    parts = {
-        name: torch.empty(spec["size"], dtype=dtype, device="meta") if spec[name] else None
-        for name in ("weight", "bias")
-    }
+    parts = {name: torch.empty(spec["size"], dtype=dtype, device="meta") if spec[name] else None for name in ("weight", "bias")}
     return RMSNorm(spec["size"], eps=spec["eps"], **parts)
 
 

@@ -21,9 +21,7 @@ class FormatError(ValueError):
     """A format that cannot say what the model holds; names the modules and what to do instead."""
 
 
-def save_pretrained(
-    model: PreTrainedModel, directory: str | os.PathLike[str], *, format: str = "mmqc", **options: Any
-) -> Path:
+def save_pretrained(model: PreTrainedModel, directory: str | os.PathLike[str], *, format: str = "mmqc", **options: Any) -> Path:
     """Saves a quantized model for ``from_pretrained``.
 
     Args:
@@ -51,9 +49,11 @@ def save_pretrained(
     if found:
         more = f"\n  and {len(found) - 3} more" if len(found) > 3 else ""
         raise FormatError(
-            "compressed-tensors cannot express this model:\n  " + "\n  ".join(found[:3]) + more
+            "compressed-tensors cannot express this model:\n  "
+            + "\n  ".join(found[:3])
+            + more
             + "\nor keep everything: format='mmqc'"
-        )  # fmt: skip
+        )
     with _speaking(model):
         model.save_pretrained(directory, **options)
     return Path(directory)

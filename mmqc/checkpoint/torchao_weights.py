@@ -38,9 +38,13 @@ def adopt_torchao_(model: nn.Module) -> list[Refusal]:
             continue
         codes, scale, bits, group = parts
         new = QuantLinear.from_parts(
-            codes, scale, weight_bits=bits, group_size=group,
-            bias=None if module.bias is None else module.bias.detach(), dtype=module.weight.dtype,
-        )  # fmt: skip
+            codes,
+            scale,
+            weight_bits=bits,
+            group_size=group,
+            bias=None if module.bias is None else module.bias.detach(),
+            dtype=module.weight.dtype,
+        )
         model.set_submodule(fqn, new.train(module.training))
     return left
 

@@ -30,10 +30,7 @@ if TYPE_CHECKING:
     from mmqc.samples.sample import Sample
 
 WANTING, REFUSED, MEMORY = 1, 3, 4
-app = typer.Typer(
-    no_args_is_help=True,
-    pretty_exceptions_show_locals=False,
-)
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_show_locals=False)
 console = Console(width=None if sys.stdout.isatty() else 100)  # tables keep their columns in a log
 
 
@@ -52,19 +49,13 @@ def sample_names() -> list[str]:
 
 
 Model = Annotated[
-    str,
-    typer.Argument(
-        help="A shipped sample (digits-vqa, digits-vqa-stress) or a model directory.", autocompletion=sample_names
-    ),
+    str, typer.Argument(help="A shipped sample (digits-vqa, digits-vqa-stress) or a model directory.", autocompletion=sample_names)
 ]
 Recipe = Annotated[str, typer.Option("--recipe", "-r", help="A function of mmqc.recipes.", autocompletion=recipe_names)]
 Set = Annotated[list[str] | None, typer.Option("--set", "-s", metavar="KEY=VALUE", help="An argument of the recipe.")]
 ConfigFile = Annotated[Path | None, typer.Option("--config", exists=True, help="A QuantConfig as JSON, not a recipe.")]
 Data = Annotated[
-    str,
-    typer.Option(
-        "--data", help="A number: so many prompts of the sample. A path: a folder with data.jsonl and images."
-    ),
+    str, typer.Option("--data", help="A number: so many prompts of the sample. A path: a folder with data.jsonl and images.")
 ]
 Json = Annotated[Path | None, typer.Option("--json", help="Write the figures there, for `mmqc report`.")]
 SampleName = Annotated[str, typer.Option("--sample", help="The sample whose data is used with a model directory.")]
@@ -106,9 +97,7 @@ def clear(command: Callable[..., None]) -> Callable[..., None]:
         except (ValueError, ImportError, OSError, MemoryError) as error:
             if os.environ.get("MMQC_DEBUG"):
                 raise
-            Console(stderr=True, soft_wrap=True).print(
-                f"[red]error:[/red] {escape(str(error) or type(error).__name__)}"
-            )
+            Console(stderr=True, soft_wrap=True).print(f"[red]error:[/red] {escape(str(error) or type(error).__name__)}")
             raise typer.Exit(MEMORY if isinstance(error, MemoryError) else REFUSED) from error
 
     return run
@@ -146,9 +135,7 @@ def quantize(
     ] = "32",
     limit: Annotated[int | None, typer.Option(min=1, help="At most so many examples of the folder.")] = None,
     save_format: Annotated[str, typer.Option("--format", help="mmqc or compressed-tensors.")] = "mmqc",
-    float8: Annotated[
-        bool, typer.Option("--float8", help="Static activations as float8, and weights of 8 bits too.")
-    ] = False,
+    float8: Annotated[bool, typer.Option("--float8", help="Static activations as float8, and weights of 8 bits too.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done and what it would take.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Start even if memory looks short.")] = False,
     sample: SampleName = "digits-vqa",
@@ -216,9 +203,7 @@ class ModelByDefault(TyperGroup):
         return super().parse_args(ctx, args if named else ["model", *args])
 
 
-bench_app = typer.Typer(
-    cls=ModelByDefault, no_args_is_help=True, help="Time a model; or `kv`: decoding, by cache bits and memory."
-)
+bench_app = typer.Typer(cls=ModelByDefault, no_args_is_help=True, help="Time a model; or `kv`: decoding, by cache bits and memory.")
 app.add_typer(bench_app, name="bench")
 bench_app.command("kv")(clear(cli_bench.kv))
 
@@ -246,9 +231,7 @@ def bench(
 @app.command()
 @clear
 def report(
-    runs: Annotated[
-        list[Path], typer.Argument(help="Output directories of `quantize`; JSON of `eval`, `bench`, `explain`.")
-    ],
+    runs: Annotated[list[Path], typer.Argument(help="Output directories of `quantize`; JSON of `eval`, `bench`, `explain`.")],
     out: Annotated[Path, typer.Option("--out", "-o", help="The page.")] = Path("out/report.html"),
 ) -> None:
     """One self-contained page about one or several runs: quantization, evaluation, speed."""
@@ -266,9 +249,7 @@ def explain(
     config_file: ConfigFile = None,
     sample: SampleName = "digits-vqa",
     json_file: Json = None,
-    spaces: Annotated[
-        bool, typer.Option("--spaces", help="The channel spaces and what becomes of them, only.")
-    ] = False,
+    spaces: Annotated[bool, typer.Option("--spaces", help="The channel spaces and what becomes of them, only.")] = False,
 ) -> None:
     """What every pass and the lowering do with this model, on one prompt of a sample."""
     import mmqc
@@ -291,8 +272,7 @@ def export(
     model: Model,
     out: Annotated[Path, typer.Argument(help="The package; its name ends in .pt2.")],
     program: Annotated[
-        list[str] | None,
-        typer.Option("--program", "-p", help="model, vision, prefill or decode. Default: all of them."),
+        list[str] | None, typer.Option("--program", "-p", help="model, vision, prefill or decode. Default: all of them.")
     ] = None,
     recipe: Annotated[str | None, typer.Option("--recipe", "-r", help="Quantize with it first.")] = None,
     settings: Set = None,
@@ -330,9 +310,7 @@ def export(
 
 @app.command()
 @clear
-def doctor(
-    smoke: Annotated[bool, typer.Option(help="Compile a quantized linear and compare it with eager.")] = True,
-) -> None:
+def doctor(smoke: Annotated[bool, typer.Option(help="Compile a quantized linear and compare it with eager.")] = True) -> None:
     """Check this environment: versions, devices, compiler, and what would fall back."""
     from mmqc.cli import doctor as checkup
 

@@ -48,11 +48,7 @@ class Settings:
             raise ValueError(f"ways = {list(self.ways)}: some of {', '.join(WAYS)}")
         if not set(self.bits) <= {16, 8, 4, 2, 1} or not self.bits:
             raise ValueError(f"bits = {list(self.bits)}: some of 16, 8, 4, 2, 1")
-        if (
-            min(self.visual, self.tokens, self.steps, self.largest) < 1
-            or self.text < 0
-            or min(self.budgets, default=0) <= 0
-        ):
+        if min(self.visual, self.tokens, self.steps, self.largest) < 1 or self.text < 0 or min(self.budgets, default=0) <= 0:
             raise ValueError("budgets, visual tokens, tokens, steps and the largest batch are positive")
 
     @property
@@ -149,9 +145,7 @@ class Bench:
         s = self.settings
         steps = min(steps, s.tokens)
         before = (s.tokens - steps) // 2  # the measured ones lie in the middle
-        cache = filled(
-            self.model, bits, batch, s.visual, s.text + before, s.tokens - before + WARM + 2, dynamic=way == "dynamic"
-        )
+        cache = filled(self.model, bits, batch, s.visual, s.text + before, s.tokens - before + WARM + 2, dynamic=way == "dynamic")
         size = cache_bytes(cache) / GB
         tokens = torch.zeros(batch, 1, dtype=torch.int64, device=self.device)
         position = torch.full((batch, 1), s.visual + s.text + before, device=self.device)
@@ -229,12 +223,15 @@ def summary(settings: Settings, shape: Shape, rows: list[Row], device: str) -> d
     import transformers
 
     return {
-        "device": device, "torch": torch.__version__, "transformers": transformers.__version__, "shape": asdict(shape),
+        "device": device,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "shape": asdict(shape),
         "settings": {**asdict(settings), "seconds": None if math.isinf(settings.seconds) else settings.seconds},
         "memory": "peak of the device less the weights" if device != "cpu" else "tensors of the cache",
         "rows": [{k: None if v != v else v for k, v in asdict(row).items()} for row in rows],
         "over_16_bits": ratios(rows),
-    }  # fmt: skip
+    }
 
 
 def ratios(rows: list[Row]) -> dict[str, float]:

@@ -38,15 +38,17 @@ class Shape:
         text = config.get_text_config(decoder=True)
         heads = text.num_attention_heads
         return cls(
-            text.num_hidden_layers, text.hidden_size, heads, getattr(text, "num_key_value_heads", None) or heads,
-            getattr(text, "head_dim", None) or text.hidden_size // heads, text.intermediate_size, text.vocab_size,
-        )  # fmt: skip
+            text.num_hidden_layers,
+            text.hidden_size,
+            heads,
+            getattr(text, "num_key_value_heads", None) or heads,
+            getattr(text, "head_dim", None) or text.hidden_size // heads,
+            text.intermediate_size,
+            text.vocab_size,
+        )
 
 
-SHAPES = {
-    "internvl2.5-8b": Shape(32, 4096, 32, 8, 128, 14336, 92553),
-    "tiny": Shape(2, 64, 4, 2, 16, 128, 100),
-}
+SHAPES = {"internvl2.5-8b": Shape(32, 4096, 32, 8, 128, 14336, 92553), "tiny": Shape(2, 64, 4, 2, 16, 128, 100)}
 
 
 def shape_of(name: str) -> Shape:
@@ -69,10 +71,15 @@ def decoder(shape: Shape, device: torch.device, dtype: torch.dtype, longest: int
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config: Any = LlamaConfig(
-        num_hidden_layers=shape.layers, hidden_size=shape.hidden, num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads, head_dim=shape.width, intermediate_size=shape.feed_forward,
-        vocab_size=shape.vocabulary, max_position_embeddings=longest,
-    )  # fmt: skip
+        num_hidden_layers=shape.layers,
+        hidden_size=shape.hidden,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=shape.width,
+        intermediate_size=shape.feed_forward,
+        vocab_size=shape.vocabulary,
+        max_position_embeddings=longest,
+    )
     with torch.device("meta"):
         model: Any = LlamaForCausalLM(config).eval()
     model = model.to(dtype)

@@ -55,9 +55,7 @@ def read_examples(path: str | Path, limit: int | None = None) -> list[Example]:
     path = Path(path)
     file = path / "data.jsonl" if path.is_dir() else path
     if not file.is_file():
-        raise DataError(
-            f"{file} does not exist; calibration and evaluation data are a folder with data.jsonl, or a jsonl file"
-        )
+        raise DataError(f"{file} does not exist; calibration and evaluation data are a folder with data.jsonl, or a jsonl file")
     lines = [(n, line) for n, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1) if line.strip()]
     if not lines:
         raise DataError(f"{file} is empty")
@@ -130,11 +128,7 @@ def encode(processor: Any, example: Example, *, answer: bool) -> Batch:
     if getattr(processor, "chat_template", None) is None and not hasattr(processor, "image_processor"):
         raise DataError("the model's processor has no chat template; save one with it (processor.chat_template = ...)")
     batch = processor.apply_chat_template(
-        messages,
-        tokenize=True,
-        return_dict=True,
-        return_tensors="pt",
-        add_generation_prompt=not answer or not example.answer,
+        messages, tokenize=True, return_dict=True, return_tensors="pt", add_generation_prompt=not answer or not example.answer
     )
     return {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
 

@@ -22,9 +22,7 @@ def names(model: str, sample: str) -> None:
         raise typer.BadParameter(f"{sample!r}: the samples are {', '.join(NAMES)}", param_hint="--sample")
     if model not in NAMES and not (Path(model) / "config.json").is_file():
         why = "has no config.json" if Path(model).is_dir() else "does not exist"
-        raise typer.BadParameter(
-            f"{model!r} is neither a sample ({', '.join(NAMES)}) nor a saved model's directory: {model} {why}"
-        )
+        raise typer.BadParameter(f"{model!r} is neither a sample ({', '.join(NAMES)}) nor a saved model's directory: {model} {why}")
 
 
 def folder(out: Path | None, needed: bool) -> None:

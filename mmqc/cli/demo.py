@@ -233,9 +233,7 @@ def print_table(console: Console, title: str, rows: Sequence[dict[str, Any]]) ->
     from rich import box
     from rich.table import Table
 
-    table = Table(
-        title=f"{title}; accuracy and recovery in %", title_justify="left", header_style="bold", box=box.SIMPLE_HEAD
-    )
+    table = Table(title=f"{title}; accuracy and recovery in %", title_justify="left", header_style="bold", box=box.SIMPLE_HEAD)
     table.pad_edge, table.collapse_padding = False, True
     for key in rows[0]:
         heading = HEADINGS.get(key, key.removeprefix("accuracy/"))

@@ -65,9 +65,7 @@ def environment() -> dict[str, str]:
     found = {name: installed(name) or "not installed" for name in ("mmqc", *SUPPORTED, "triton")}
     devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     threads = torch.get_num_threads()
-    cpu = (
-        f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}, {threads} thread{'s' if threads > 1 else ''}"
-    )
+    cpu = f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}, {threads} thread{'s' if threads > 1 else ''}"
     return {
         **found,
         "python": platform.python_version(),

@@ -178,16 +178,12 @@ def evaluate(job: Evaluation, load: Loader, console: Console) -> dict[str, float
             figures["perplexity of the other"] = evaluation.perplexity(other, tokenizer, job.text)
     flat = _flat(figures)
     name = job.data or (", ".join(map(str, job.text)) if job.text else sample.name)
-    table = Table(
-        "", "value", title=f"{job.model} on {name}, {time.perf_counter() - start:.1f} s", title_justify="left"
-    )
+    table = Table("", "value", title=f"{job.model} on {name}, {time.perf_counter() - start:.1f} s", title_justify="left")
     for key, value in figures.items():
         table.add_row(key, shown(key, value))
     console.print(table)
     if any(isinstance(value, float) and math.isnan(value) for value in flat.values()):
-        console.print(
-            "NaN: the model's outputs are not finite; `mmqc quantize` names a weight that is not", style="red"
-        )
+        console.print("NaN: the model's outputs are not finite; `mmqc quantize` names a weight that is not", style="red")
     return flat
 
 
@@ -274,15 +270,10 @@ def bench(
     if compiled:
         model.compile(backend="mmqc")
         rows.append({"how": "backend mmqc", **timed(model, prompt, new_tokens, repeats), "size": rows[0]["size"]})
-    table = Table(
-        "", "first token, ms", "tokens/s", "MB", title=f"batch 1, {prompt['input_ids'].shape[1]} prompt tokens"
-    )
+    table = Table("", "first token, ms", "tokens/s", "MB", title=f"batch 1, {prompt['input_ids'].shape[1]} prompt tokens")
     for row in rows:
         table.add_row(
-            row["how"],
-            f"{1e3 * row['first_token_seconds']:.1f}",
-            f"{row['tokens_per_s']:.1f}",
-            f"{row['size'] / 1e6:.1f}",
+            row["how"], f"{1e3 * row['first_token_seconds']:.1f}", f"{row['tokens_per_s']:.1f}", f"{row['size'] / 1e6:.1f}"
         )
     console.print(table)
     return rows

@@ -70,9 +70,7 @@ def estimate(model: nn.Module, config: QuantConfig) -> Estimate:
         if own is None or any(kept(p, fqn, role) for p in config.keeps(role) if p != HEAD or role):
             continue
         count += 1
-        shared = role and any(
-            p is linear.weight for m in model.modules() if m is not linear for p in m.parameters(False)
-        )
+        shared = role and any(p is linear.weight for m in model.modules() if m is not linear for p in m.parameters(False))
         saved += (0 if shared else linear.weight.numel() * linear.weight.element_size()) - stored(linear, own)
         largest = max(largest, 4 * linear.weight.numel())
         moments += 4 * linear.in_features**2 if own.weight.needs_hessian else 0

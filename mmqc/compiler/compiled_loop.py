@@ -218,9 +218,7 @@ def _compiled_once(
     options = {**given, **({"triton.cudagraphs": True} if how == "graphs" else {})}
     key = repr((config.backend, config.fullgraph, options))
     if key not in prefills and how != "eager":
-        prefills[key] = torch.compile(
-            model._call_impl, backend=config.backend, fullgraph=config.fullgraph, options=options or None
-        )
+        prefills[key] = torch.compile(model._call_impl, backend=config.backend, fullgraph=config.fullgraph, options=options or None)
     call = model._call_impl if how == "eager" else prefills[key]
 
     def once(*args: Any, **kwargs: Any) -> Any:

@@ -8,12 +8,43 @@ from collections.abc import Iterator
 import torch
 from torch import fx
 
-HEAVY = frozenset((
-    "linear", "bilinear", "matmul", "__matmul__", "bmm", "mm", "mv", "addmm", "baddbmm", "addbmm", "einsum", "tensordot",
-    "inner", "chain_matmul", "multi_dot", "_grouped_mm", "grouped_mm", "scaled_dot_product_attention",
-    "multi_head_attention_forward", "embedding", "embedding_bag", "convolution", "conv1d", "conv2d", "conv3d",
-    "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "conv_tbc", "lstm", "gru", "rnn_tanh", "rnn_relu",
-))  # fmt: skip
+HEAVY = frozenset(
+    (
+        "linear",
+        "bilinear",
+        "matmul",
+        "__matmul__",
+        "bmm",
+        "mm",
+        "mv",
+        "addmm",
+        "baddbmm",
+        "addbmm",
+        "einsum",
+        "tensordot",
+        "inner",
+        "chain_matmul",
+        "multi_dot",
+        "_grouped_mm",
+        "grouped_mm",
+        "scaled_dot_product_attention",
+        "multi_head_attention_forward",
+        "embedding",
+        "embedding_bag",
+        "convolution",
+        "conv1d",
+        "conv2d",
+        "conv3d",
+        "conv_transpose1d",
+        "conv_transpose2d",
+        "conv_transpose3d",
+        "conv_tbc",
+        "lstm",
+        "gru",
+        "rnn_tanh",
+        "rnn_relu",
+    )
+)
 KNOWN_NAMESPACES = ("aten", "prims", "mmqc")
 
 

@@ -47,8 +47,13 @@ UNEQUAL = (
     "without shared quantization; call torch._dynamo.reset() to compile it anew"
 )
 FUSION: tuple[Pass, ...] = (
-    ShareQuantize(), FuseEpilogues(), FuseMatmuls(), FuseHadamardQuantize(), FuseNormQuantize(), ShareAngles(),
-)  # fmt: skip
+    ShareQuantize(),
+    FuseEpilogues(),
+    FuseMatmuls(),
+    FuseHadamardQuantize(),
+    FuseNormQuantize(),
+    ShareAngles(),
+)
 
 
 class AtRunTime(NamedTuple):
@@ -71,9 +76,7 @@ def token_passes(order: str, attention: str) -> tuple[Pass, ...]:
     return (ReorderTokens(attention), RewriteMask(attention), RewriteRopeIndex(attention))
 
 
-def run_time_passes(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], request: CompileOptions, *, text: bool = False
-) -> AtRunTime:
+def run_time_passes(gm: fx.GraphModule, example_inputs: Sequence[Any], request: CompileOptions, *, text: bool = False) -> AtRunTime:
     """Run them; a graph in which they find nothing is returned as it is."""
     order = token_passes(request.token_order, request.attention_order)
     order = order if any(visual_operand(n) for n in gm.graph.nodes) else ()
@@ -137,9 +140,7 @@ def reading_first(first: Callable[..., Any], compiled: Callable[..., Any]) -> Ca
     return call
 
 
-def where_equal(
-    fused: Callable[..., Any], pairs: Sequence[tuple[int, int]], plain: Callable[..., Any]
-) -> Callable[..., Any]:
+def where_equal(fused: Callable[..., Any], pairs: Sequence[tuple[int, int]], plain: Callable[..., Any]) -> Callable[..., Any]:
     """Call ``fused`` with inputs whose ``pairs`` are equal, and ``plain`` with others, saying so once.
 
     A pair is compared when one of its tensors is new or was written to since: once, for a model that stays as it is.

@@ -107,11 +107,7 @@ class Rewritten:
 def check(config: QuantConfig) -> None:
     """Raise unless the backend can apply ``config`` without data."""
     if config.needs_calibration:
-        missing = (
-            "gptq needs the calibration data, as awq_clip does"
-            if config.statistics is not None
-            else "it holds no statistics"
-        )
+        missing = "gptq needs the calibration data, as awq_clip does" if config.statistics is not None else "it holds no statistics"
         raise ConfigError(
             f"this config needs calibration and {missing}: calibrate with mmqc.quantize_ (on a copy), then pass report.config, "
             "or compile the quantized model itself; rtn and mse_clip solvers work from report.config"
@@ -189,21 +185,10 @@ class _Blocks:
     """
 
     def __init__(
-        self,
-        gm: fx.GraphModule,
-        example_inputs: list[Any],
-        session: Session,
-        captured: Captured,
-        first: _Variant,
-        masked: bool,
+        self, gm: fx.GraphModule, example_inputs: list[Any], session: Session, captured: Captured, first: _Variant, masked: bool
     ) -> None:
         self.gm, self.examples, self.session = gm, example_inputs, session
-        self.arguments, self.parameters, self.first, self.masked = (
-            captured.arguments,
-            captured.parameters,
-            first,
-            masked,
-        )
+        self.arguments, self.parameters, self.first, self.masked = (captured.arguments, captured.parameters, first, masked)
         self.known = {self.key(example_inputs): first}
 
     def key(self, args: Sequence[Any]) -> tuple[tuple[int, int], ...]:
@@ -241,9 +226,7 @@ def _anything_to_do(prog: Program, session: Session) -> bool:
         return bool(prog.nodes("linear"))
     assert session.plan is not None
     ours = {fqn for stream in session.plan.streams for fqn in (*stream.roots, *stream.norms)}
-    return any(weight_of(n) in session.config.statistics["linears"] for n in prog.nodes("linear")) or bool(
-        ours & set(prog.weights)
-    )
+    return any(weight_of(n) in session.config.statistics["linears"] for n in prog.nodes("linear")) or bool(ours & set(prog.weights))
 
 
 def _token_ids(prog: Program, config: QuantConfig) -> fx.Node | None:
@@ -252,12 +235,7 @@ def _token_ids(prog: Program, config: QuantConfig) -> fx.Node | None:
     for node in prog.nodes("embedding"):
         weight = operands(node)["weight"]
         index = operands(node)["input"]
-        if (
-            isinstance(weight, fx.Node)
-            and weight.target in names
-            and isinstance(index, fx.Node)
-            and index.op == "placeholder"
-        ):
+        if isinstance(weight, fx.Node) and weight.target in names and isinstance(index, fx.Node) and index.op == "placeholder":
             return index
     return None
 

@@ -25,12 +25,7 @@ from mmqc.graph.linear import Contraction, contraction
 from mmqc.graph.program import Program
 
 PRODUCTS = ("linear", "matmul", "grouped_mm")
-CLOSE = {
-    torch.float64: 1e-10,
-    torch.float32: 1e-4,
-    torch.float16: 1e-2,
-    torch.bfloat16: 5e-2,
-}  # relative, of the output
+CLOSE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}  # relative, of the output
 Multiply = Callable[["Stack", Tensor, Rows], Tensor]
 
 
@@ -112,9 +107,7 @@ def products(prog: Program) -> dict[str, dict[str, list[tuple[fx.Node, Contracti
     return found
 
 
-def find_experts(
-    model: nn.Module, prog: Program, batch: Mapping[str, Any]
-) -> tuple[list[ExpertLayer], list[tuple[str, str, str]]]:
+def find_experts(model: nn.Module, prog: Program, batch: Mapping[str, Any]) -> tuple[list[ExpertLayer], list[tuple[str, str, str]]]:
     """Every module of experts that can be replaced, and (FQN, node, reason) of every stack that cannot.
 
     Args:
@@ -151,9 +144,7 @@ class _Reading:
     node: str
 
 
-def _read(
-    model: nn.Module, prog: Program, module: str, uses: Mapping[str, list[tuple[fx.Node, Contraction]]]
-) -> _Reading:
+def _read(model: nn.Module, prog: Program, module: str, uses: Mapping[str, list[tuple[fx.Node, Contraction]]]) -> _Reading:
     """What the stacks of one module compute.
 
     Raises:
@@ -172,9 +163,7 @@ def _read(
         stacks, gate = (_stack(prog, by_node, firsts[0], _bias_behind(prog, firsts[0])),), None
         down = None
     elif len(later) != 1:
-        raise NotExpertsError(
-            f"{len(later)} of its {len(firsts)} stacks read what others compute; one does in a mixture"
-        )
+        raise NotExpertsError(f"{len(later)} of its {len(firsts)} stacks read what others compute; one does in a mixture")
     else:
         walk = walks[later[0]]
         if {by_node[n].fqn for n in walk.inputs} != {by_node[n].fqn for n in firsts if n is not later[0]}:
@@ -289,11 +278,7 @@ class _Walk:
             return encoded(value)
 
         try:
-            return {
-                "op": word,
-                "args": [reference(a) for a in args],
-                "kwargs": {k: reference(v) for k, v in kwargs.items()},
-            }
+            return {"op": word, "args": [reference(a) for a in args], "kwargs": {k: reference(v) for k, v in kwargs.items()}}
         except TypeError as why:
             self.problem = f"{word} between its stacks: {why}"
             return {}
@@ -352,9 +337,7 @@ def _compare(model: nn.Module, readings: Mapping[str, _Reading], batch: Mapping[
         )
 
     handles = [
-        model.get_submodule(name).register_forward_hook(
-            lambda m, a, k, o, name=name: compare(name, m, a, k, o), with_kwargs=True
-        )
+        model.get_submodule(name).register_forward_hook(lambda m, a, k, o, name=name: compare(name, m, a, k, o), with_kwargs=True)
         for name in readings
     ]
     try:

@@ -40,10 +40,21 @@ class QuantStack(IntegerWeight):
     input_scale: Tensor | None
 
     def __init__(
-        self, experts: int, in_features: int, out_features: int, *, weight_bits: int, activation_bits: int | None = None,
-        group_size: int = 0, bias: bool = False, input_scales: int = 0, hadamard: bool = False, zero: bool = False,
-        dtype: torch.dtype = torch.float32, device: Any = None,
-    ) -> None:  # fmt: skip
+        self,
+        experts: int,
+        in_features: int,
+        out_features: int,
+        *,
+        weight_bits: int,
+        activation_bits: int | None = None,
+        group_size: int = 0,
+        bias: bool = False,
+        input_scales: int = 0,
+        hadamard: bool = False,
+        zero: bool = False,
+        dtype: torch.dtype = torch.float32,
+        device: Any = None,
+    ) -> None:
         super().__init__()
         if (activation_bits is None) != (input_scales == 0):
             raise ValueError("static experts have input scales, weight-only ones have none")
@@ -78,9 +89,17 @@ class QuantStack(IntegerWeight):
             x = _quantized(x, row_scale, self.activation_bits or 8)
         multiply = simulated_grouped_matmul if self.simulate else torch.ops.mmqc.grouped_matmul
         return multiply(
-            x, self.qweight, self.weight_scale, rows.offsets, self.bias, row_scale, self.storage_bits, self.group_size,
-            dtype, self.weight_zero,
-        )  # fmt: skip
+            x,
+            self.qweight,
+            self.weight_scale,
+            rows.offsets,
+            self.bias,
+            row_scale,
+            self.storage_bits,
+            self.group_size,
+            dtype,
+            self.weight_zero,
+        )
 
     def extra_repr(self) -> str:
         """Sizes and scheme."""

@@ -19,11 +19,44 @@ from torch.nn import functional as F
 
 Step = dict[str, Any]
 
-ELEMENTWISE = frozenset((
-    "abs", "add", "celu", "clamp", "clamp_max", "clamp_min", "clip", "div", "elu", "erf", "exp", "gelu", "hardsigmoid",
-    "hardswish", "hardtanh", "leaky_relu", "log", "maximum", "minimum", "mish", "mul", "neg", "pow", "relu", "relu6", "rsub",
-    "selu", "sigmoid", "silu", "softplus", "sqrt", "square", "sub", "tanh",
-))  # fmt: skip
+ELEMENTWISE = frozenset(
+    (
+        "abs",
+        "add",
+        "celu",
+        "clamp",
+        "clamp_max",
+        "clamp_min",
+        "clip",
+        "div",
+        "elu",
+        "erf",
+        "exp",
+        "gelu",
+        "hardsigmoid",
+        "hardswish",
+        "hardtanh",
+        "leaky_relu",
+        "log",
+        "maximum",
+        "minimum",
+        "mish",
+        "mul",
+        "neg",
+        "pow",
+        "relu",
+        "relu6",
+        "rsub",
+        "selu",
+        "sigmoid",
+        "silu",
+        "softplus",
+        "sqrt",
+        "square",
+        "sub",
+        "tanh",
+    )
+)
 ALONG_ROWS = frozenset(("chunk", "glu", "split"))  # of the last axis
 CASTS = frozenset(("float", "to"))
 WORDS = ELEMENTWISE | ALONG_ROWS | CASTS | {"getitem"}

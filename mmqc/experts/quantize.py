@@ -34,9 +34,7 @@ from mmqc.report.account import transforms
 from mmqc.report.report import LayerReport, Refusal
 from mmqc.solvers import solve
 
-MEMORY = (
-    16e9  # bytes of second moments that are held at once; with more, the calibration data run through the model again
-)
+MEMORY = 16e9  # bytes of second moments that are held at once; with more, the calibration data run through the model again
 Batches = Callable[[], Iterable[Mapping[str, Any]]]
 
 
@@ -59,10 +57,16 @@ class BuiltExperts:
 
 @torch.no_grad()
 def quantize_experts(
-    model: nn.Module, prog: Program, config: QuantConfig, batches: Batches, measured: Batches, *,
-    context: ModalityContext | None, wanted: Callable[[nn.Module, str], bool] | None = None,
+    model: nn.Module,
+    prog: Program,
+    config: QuantConfig,
+    batches: Batches,
+    measured: Batches,
+    *,
+    context: ModalityContext | None,
+    wanted: Callable[[nn.Module, str], bool] | None = None,
     row_weights: Mapping[str, float] = EQUAL,
-) -> BuiltExperts:  # fmt: skip
+) -> BuiltExperts:
     """Quantized experts for ``model``, which is not changed.
 
     Args:
@@ -201,9 +205,13 @@ def _parts(model: nn.Module, chosen: list[Observed]) -> Iterator[list[Observed]]
 
 
 def _build(
-    model: nn.Module, each: Observed, seen: Mapping[str, StackStatistics], transform: _Transform,
-    context: ModalityContext | None, built: BuiltExperts,
-) -> None:  # fmt: skip
+    model: nn.Module,
+    each: Observed,
+    seen: Mapping[str, StackStatistics],
+    transform: _Transform,
+    context: ModalityContext | None,
+    built: BuiltExperts,
+) -> None:
     """One module: solve, or say why not."""
     scales: dict[str, Tensor | None] = {}
     spec = each.scheme.activation
@@ -223,11 +231,20 @@ def _build(
         stacks.append(module)
         built.layers.append(
             LayerReport(
-                stack.fqn, each.tower, "experts", str(each.scheme),
-                transform.words(stack, module.in_features), {}, {} if statistics is None else statistics.ranges(), {},
-                error, 0, time.perf_counter() - start, note,
+                stack.fqn,
+                each.tower,
+                "experts",
+                str(each.scheme),
+                transform.words(stack, module.in_features),
+                {},
+                {} if statistics is None else statistics.ranges(),
+                {},
+                error,
+                0,
+                time.perf_counter() - start,
+                note,
             )
-        )  # fmt: skip
+        )
     up, down = (stacks, None) if each.layer.down is None else (stacks[:-1], stacks[-1])
     made = QuantExperts(each.layer.call, up, each.layer.gate, down)
     if any(s.input_scale is not None and s.input_scale.shape[1] == 2 for s in stacks):
@@ -236,19 +253,31 @@ def _build(
 
 
 def _solved(
-    model: nn.Module, stack: Stack, scheme: Scheme, statistics: StackStatistics | None, input_scale: Tensor | None,
+    model: nn.Module,
+    stack: Stack,
+    scheme: Scheme,
+    statistics: StackStatistics | None,
+    input_scale: Tensor | None,
     transform: _Transform,
-) -> tuple[QuantStack, float, str]:  # fmt: skip
+) -> tuple[QuantStack, float, str]:
     """One stack: (module, |W - Q| / |W|, the solver's notes)."""
     weights = dense(model, stack)
     experts, outputs, width = weights.shape
     bias = None if stack.bias is None else model.get_parameter(stack.bias).detach()
     made = QuantStack(
-        experts, width, outputs, weight_bits=scheme.weight.bits, group_size=scheme.weight.group_size,
-        activation_bits=None if input_scale is None else 8, input_scales=0 if input_scale is None else input_scale.shape[1],
-        bias=bias is not None, hadamard=stack.fqn in transform.stacks, zero=not scheme.weight.symmetric, dtype=weights.dtype,
+        experts,
+        width,
+        outputs,
+        weight_bits=scheme.weight.bits,
+        group_size=scheme.weight.group_size,
+        activation_bits=None if input_scale is None else 8,
+        input_scales=0 if input_scale is None else input_scale.shape[1],
+        bias=bias is not None,
+        hadamard=stack.fqn in transform.stacks,
+        zero=not scheme.weight.symmetric,
+        dtype=weights.dtype,
         device=weights.device,
-    )  # fmt: skip
+    )
     if input_scale is not None and made.input_scale is not None:
         made.input_scale.copy_(input_scale)
     if bias is not None and made.bias is not None:
@@ -276,9 +305,12 @@ def _spec(spec: WeightSpec, saw: bool) -> WeightSpec:
 
 
 def _measure(
-    model: nn.Module, batches: Iterable[Mapping[str, Any]], quantized: Mapping[str, QuantExperts],
-    language: Mapping[str, bool], context: ModalityContext | None,
-) -> dict[str, Loss]:  # fmt: skip
+    model: nn.Module,
+    batches: Iterable[Mapping[str, Any]],
+    quantized: Mapping[str, QuantExperts],
+    language: Mapping[str, bool],
+    context: ModalityContext | None,
+) -> dict[str, Loss]:
     """Signal and noise of every module's output, on the inputs of the float model."""
     losses = {name: Loss() for name in quantized}
 

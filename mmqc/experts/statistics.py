@@ -38,9 +38,7 @@ class StackStatistics:
         hessian: float64 [E, K, K].
     """
 
-    def __init__(
-        self, experts: int, spec: ActivationSpec | None, hessian: bool, row_weights: Mapping[str, float] = EQUAL
-    ) -> None:
+    def __init__(self, experts: int, spec: ActivationSpec | None, hessian: bool, row_weights: Mapping[str, float] = EQUAL) -> None:
         self.spec, self.wants_hessian = spec, hessian
         self.row_weights = [row_weights.get(name, 1.0) for name in MODALITIES]  # a_m
         self.rows = torch.zeros(experts, 3, dtype=torch.int64)
@@ -160,9 +158,13 @@ Transform = Callable[[Stack, Tensor], Tensor]
 
 @torch.no_grad()
 def expert_statistics(
-    model: nn.Module, batches: Iterable[Mapping[str, Any]], watched: Iterable[Observed], context: ModalityContext | None,
-    transform: Transform, row_weights: Mapping[str, float] = EQUAL,
-) -> dict[str, StackStatistics]:  # fmt: skip
+    model: nn.Module,
+    batches: Iterable[Mapping[str, Any]],
+    watched: Iterable[Observed],
+    context: ModalityContext | None,
+    transform: Transform,
+    row_weights: Mapping[str, float] = EQUAL,
+) -> dict[str, StackStatistics]:
     """Run the batches and return what every stack's inputs looked like, by the parameter's name.
 
     Args:
@@ -192,9 +194,7 @@ def expert_statistics(
         for each in watched:
             hessian = each.scheme.weight.needs_hessian
             for stack in each.layer.stacks:
-                found[stack.fqn] = StackStatistics(
-                    each.layer.call.experts, each.scheme.activation, hessian, row_weights
-                )
+                found[stack.fqn] = StackStatistics(each.layer.call.experts, each.scheme.activation, hessian, row_weights)
             hook = functools.partial(observe, each)
             handle = model.get_submodule(each.layer.module).register_forward_pre_hook(hook, with_kwargs=True)
             hooks.callback(handle.remove)

@@ -85,24 +85,35 @@ def varlen_attention(
     else:
         longest = kwargs.get("max_length_q")  # perhaps a symbol: nothing may be decided on it
         longest = query.shape[2] if longest is None else longest
-        y = torch.ops.mmqc_front.scaled_dot_product_attention(
-            query, key, value, ends_q, ends_k, scaling, causal, longest
-        )
+        y = torch.ops.mmqc_front.scaled_dot_product_attention(query, key, value, ends_q, ends_k, scaling, causal, longest)
     return y.transpose(1, 2).contiguous(), None
 
 
 def masked(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, ends_q: Tensor | None, ends_k: Tensor | None,
-    scale: float | None, dropout: float, causal: bool,
-) -> Tensor:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    ends_q: Tensor | None,
+    ends_k: Tensor | None,
+    scale: float | None,
+    dropout: float,
+    causal: bool,
+) -> Tensor:
     """The same by a mask of T x T: torch can differentiate it, and export it."""
     if ends_q is not None and ends_k is not None:
         mask = segments(ends_q, q.shape[2])[:, None] == segments(ends_k, k.shape[2])[None, :]
         mask = mask & torch.ones_like(mask).tril() if causal else mask
     return F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal and mask is None, scale=scale,
+        q,
+        k,
+        v,
+        attn_mask=mask,
+        dropout_p=dropout,
+        is_causal=causal and mask is None,
+        scale=scale,
         enable_gqa=q.shape[1] != k.shape[1],
-    )  # fmt: skip
+    )
 
 
 def reference(
@@ -122,9 +133,7 @@ def reference(
     y = _fake(q, k, v, ends_q, ends_k, scale, causal, longest).zero_()
     edges_q, edges_k = ends_q.tolist(), ends_k.tolist()
     for (a, b), (c, d) in zip(pairwise(edges_q), pairwise(edges_k), strict=True):
-        y[:, :, a:b] = F.scaled_dot_product_attention(
-            q[:, :, a:b], k[:, :, c:d], v[:, :, c:d], is_causal=causal, scale=scale
-        )
+        y[:, :, a:b] = F.scaled_dot_product_attention(q[:, :, a:b], k[:, :, c:d], v[:, :, c:d], is_causal=causal, scale=scale)
     return y
 
 
@@ -151,8 +160,7 @@ def _fake(
 
 OP = "mmqc_front::scaled_dot_product_attention"
 SCHEMA = (
-    "(Tensor query, Tensor key, Tensor value, Tensor ends_q, Tensor ends_k, float? scale, bool is_causal, "
-    "SymInt longest) -> Tensor"
+    "(Tensor query, Tensor key, Tensor value, Tensor ends_q, Tensor ends_k, float? scale, bool is_causal, SymInt longest) -> Tensor"
 )
 torch.library.define(OP, SCHEMA, tags=torch.Tag.pt2_compliant_tag)
 torch.library.impl(OP, "CompositeExplicitAutograd", reference)

@@ -164,10 +164,7 @@ class Finder:
                 if self.adopt(call, argument, source):
                     done.add(place)
                     break
-        return [
-            r for r in left
-            if r.call is None or not any((id(c.owner), c.code.co_name) in done for c in r.call.around())
-        ]  # fmt: skip
+        return [r for r in left if r.call is None or not any((id(c.owner), c.code.co_name) in done for c in r.call.around())]
 
     def readers_of_inputs(self, read: Read) -> Iterable[tuple[Call, str, str]]:
         """Methods around a read that were given an integer matrix input, innermost first."""

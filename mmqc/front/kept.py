@@ -49,9 +49,7 @@ class Kept:
 
 def _copy(handed: Handed) -> Handed:
     """Tensors of its own, and nothing of it taken."""
-    values, arguments = pytree.tree_map(
-        lambda v: v.clone() if isinstance(v, Tensor) else v, (handed.values, handed.arguments)
-    )
+    values, arguments = pytree.tree_map(lambda v: v.clone() if isinstance(v, Tensor) else v, (handed.values, handed.arguments))
     return Handed(values, [0] * len(handed.taken), arguments)
 
 

@@ -8,13 +8,53 @@ from mmqc.graph.kinds import kind, mutates
 from mmqc.graph.program import Program
 
 # Operations whose result may be a view of their first operand (some copy, when the strides ask for it).
-MAY_VIEW = frozenset((
-    "view", "reshape", "flatten", "unflatten", "ravel", "permute", "transpose", "t", "movedim", "contiguous", "detach",
-    "expand", "expand_as", "broadcast_to", "split", "split_with_sizes", "chunk", "unbind", "tensor_split", "getitem",
-    "narrow", "select", "squeeze", "unsqueeze", "getattr:T", "getattr:mT", "getattr:data", "pixel_shuffle",
-    "pixel_unshuffle", "to", "type", "type_as", "float", "double", "half", "bfloat16", "int", "long", "bool", "alias",
-    "identity", "dropout", "pad",
-))  # fmt: skip
+MAY_VIEW = frozenset(
+    (
+        "view",
+        "reshape",
+        "flatten",
+        "unflatten",
+        "ravel",
+        "permute",
+        "transpose",
+        "t",
+        "movedim",
+        "contiguous",
+        "detach",
+        "expand",
+        "expand_as",
+        "broadcast_to",
+        "split",
+        "split_with_sizes",
+        "chunk",
+        "unbind",
+        "tensor_split",
+        "getitem",
+        "narrow",
+        "select",
+        "squeeze",
+        "unsqueeze",
+        "getattr:T",
+        "getattr:mT",
+        "getattr:data",
+        "pixel_shuffle",
+        "pixel_unshuffle",
+        "to",
+        "type",
+        "type_as",
+        "float",
+        "double",
+        "half",
+        "bfloat16",
+        "int",
+        "long",
+        "bool",
+        "alias",
+        "identity",
+        "dropout",
+        "pad",
+    )
+)
 
 
 def may_view(node: fx.Node) -> bool:

@@ -86,9 +86,7 @@ class Plan:
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON data."""
         rotated = {f: {str(a): [_shrink(g) for g in gs] for a, gs in axes.items()} for f, axes in self.rotated.items()}
-        gains = {
-            f: [gain, bias, neutral, _shrink(index[None])] for f, (gain, bias, neutral, index) in self.gains.items()
-        }
+        gains = {f: [gain, bias, neutral, _shrink(index[None])] for f, (gain, bias, neutral, index) in self.gains.items()}
         return {
             "rotated": rotated,
             "mean_kept": [list(place) for place in sorted(self.mean_kept)],

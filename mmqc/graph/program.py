@@ -97,9 +97,7 @@ class Program:
         work: the device that derived weights are computed on; None means where each weight is.
     """
 
-    def __init__(
-        self, graph: fx.Graph, weights: Mapping[str, Tensor], inputs: list[Any], *, fragment: bool = False
-    ) -> None:
+    def __init__(self, graph: fx.Graph, weights: Mapping[str, Tensor], inputs: list[Any], *, fragment: bool = False) -> None:
         self.graph = graph
         self.weights = dict(weights)
         self.inputs = inputs
@@ -245,13 +243,7 @@ class Program:
     def clean(self) -> None:
         """Remove dead nodes; writes through views are kept."""
         for node in reversed(list(self.graph.nodes)):
-            if (
-                node.op in ("placeholder", "output")
-                or node.users
-                or mutates(node)
-                or node.is_impure()
-                or KEPT in node.meta
-            ):
+            if node.op in ("placeholder", "output") or node.users or mutates(node) or node.is_impure() or KEPT in node.meta:
                 continue
             self.graph.erase_node(node)
         self.graph.lint()
@@ -272,9 +264,7 @@ class Program:
             args, kwargs = fx.map_arg(node.args, env.__getitem__), fx.map_arg(node.kwargs, env.__getitem__)
             if node.op == "placeholder":
                 value = next(inputs)
-                result = (
-                    value if not isinstance(value, Tensor) else value.clone() if values else meta.without_value(value)
-                )
+                result = value if not isinstance(value, Tensor) else value.clone() if values else meta.without_value(value)
             elif node.op == "get_attr":
                 name = str(node.target)
                 result = self.value(name) if values else meta.without_value(self.weights[name])
@@ -299,9 +289,7 @@ class Program:
 
 def _computed(base: Tensor, steps: Sequence[Derived]) -> Tensor:
     """The steps in float64, slice by slice where they allow it: an embedding never exists in float64 as a whole."""
-    groups = [
-        (axis, [step.compute for step in some]) for axis, some in itertools.groupby(steps, lambda step: step.axis)
-    ]
+    groups = [(axis, [step.compute for step in some]) for axis, some in itertools.groupby(steps, lambda step: step.axis)]
     value = base
     for i, (axis, computes) in enumerate(groups):
         dtype = base.dtype if i == len(groups) - 1 else torch.float64
@@ -309,9 +297,7 @@ def _computed(base: Tensor, steps: Sequence[Derived]) -> Tensor:
     return value
 
 
-def _sliced(
-    value: Tensor, axis: int | None, computes: Sequence[Callable[[Tensor], Tensor]], dtype: torch.dtype
-) -> Tensor:
+def _sliced(value: Tensor, axis: int | None, computes: Sequence[Callable[[Tensor], Tensor]], dtype: torch.dtype) -> Tensor:
     def run(part: Tensor) -> Tensor:
         part = part.double()
         for compute in computes:

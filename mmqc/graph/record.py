@@ -38,9 +38,7 @@ class Recorder(TorchFunctionMode):
         super().__init__()
         self.graph = fx.Graph()
         self.weights: dict[str, Tensor] = {}
-        self.nodes: Any = (
-            WeakTensorKeyDictionary()
-        )  # by identity; an activation may die as soon as the model lets it go
+        self.nodes: Any = WeakTensorKeyDictionary()  # by identity; an activation may die as soon as the model lets it go
         self.modules: list[str] = []
         self.called: set[str] = set()
         self.sketches: dict[fx.Node, Any] = {}
@@ -54,10 +52,7 @@ class Recorder(TorchFunctionMode):
         self.without_values = any(p.is_meta for p in model.parameters())
         self.run = meta.call if self.without_values else lambda func, args, kwargs: func(*args, **kwargs)
         self.loose = {
-            id(v): f"{m}.{k}".lstrip(".")
-            for m, mod in model.named_modules()
-            for k, v in vars(mod).items()
-            if isinstance(v, Tensor)
+            id(v): f"{m}.{k}".lstrip(".") for m, mod in model.named_modules() for k, v in vars(mod).items() if isinstance(v, Tensor)
         }
 
     # -- operands --------------------------------------------------------------------------------------------------
@@ -196,9 +191,7 @@ def _track_modules(model: nn.Module, recorder: Recorder) -> list[Any]:
     return handles
 
 
-def _run(
-    model: nn.Module, recorder: Recorder, batch: Mapping[str, Any], inputs: list[Any], shown: list[fx.Node]
-) -> Any:
+def _run(model: nn.Module, recorder: Recorder, batch: Mapping[str, Any], inputs: list[Any], shown: list[fx.Node]) -> Any:
     """One call under the recorder; its tensors become placeholders, its logits outputs."""
     for name, value in batch.items():
         if isinstance(value, Tensor) and value not in recorder.nodes:
@@ -244,9 +237,14 @@ def _generate(model: Any, recorder: Recorder, batch: Mapping[str, Any], shown: l
     wanted = {name: value for name, value in batch.items() if name not in ("use_cache", "labels")}
     with recorder:
         output = model.generate(
-            **wanted, max_new_tokens=2, min_new_tokens=2, do_sample=False, num_beams=1,
-            return_dict_in_generate=True, output_logits=True,
-        )  # fmt: skip
+            **wanted,
+            max_new_tokens=2,
+            min_new_tokens=2,
+            do_sample=False,
+            num_beams=1,
+            return_dict_in_generate=True,
+            output_logits=True,
+        )
     shown += [recorder.nodes[t] for t in output.logits if t in recorder.nodes]
 
 
@@ -271,13 +269,7 @@ def _is_linear(module: nn.Linear, fqn: str, graph: fx.Graph) -> bool:
     """Whether the module computes x Wᵀ + b and nothing else, whatever its class (a router's also picks experts)."""
     if type(module).forward is nn.Linear.forward:
         return True
-    return {kind(n) for n in graph.nodes if n.meta.get("module") == fqn} <= {
-        "matmul",
-        "getattr:T",
-        "t",
-        "add",
-        "linear",
-    }
+    return {kind(n) for n in graph.nodes if n.meta.get("module") == fqn} <= {"matmul", "getattr:T", "t", "add", "linear"}
 
 
 @torch.no_grad()
@@ -329,13 +321,9 @@ def record(model: nn.Module, batch: Mapping[str, Any], *more: Mapping[str, Any],
         groups.setdefault(id(tensor), []).append(name)
     program.tied = {n: tuple(g) for g in groups.values() if len(g) > 1 for n in g}
     program.hosts = {
-        "linear": {
-            n for n, m in model.named_modules() if isinstance(m, nn.Linear) and _is_linear(m, n, recorder.graph)
-        },
+        "linear": {n for n, m in model.named_modules() if isinstance(m, nn.Linear) and _is_linear(m, n, recorder.graph)},
         "layer_norm": {
-            n
-            for n, m in model.named_modules()
-            if isinstance(m, nn.LayerNorm) and type(m).forward is nn.LayerNorm.forward
+            n for n, m in model.named_modules() if isinstance(m, nn.LayerNorm) and type(m).forward is nn.LayerNorm.forward
         },
     }
     program.clean()

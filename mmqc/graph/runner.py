@@ -77,9 +77,7 @@ class Steps:
         after, counts = self.prog.counts(), self.counts
         self.record.sites = [self.done[number] for number in sorted(self.done)]
         self.record.delta = {
-            k: after.get(k, 0) - counts.get(k, 0)
-            for k in counts.keys() | after.keys()
-            if after.get(k, 0) != counts.get(k, 0)
+            k: after.get(k, 0) - counts.get(k, 0) for k in counts.keys() | after.keys() if after.get(k, 0) != counts.get(k, 0)
         }
         self.record.ms = (self.seconds + time.perf_counter() - start) * 1e3
         self.record.after = program_text(self.prog) if self.text else ""

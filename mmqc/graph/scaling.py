@@ -73,10 +73,7 @@ class Scaling:
     def from_dict(cls, data: Mapping[str, Any]) -> Scaling:
         """What ``to_dict`` wrote."""
         scale = torch.frombuffer(bytearray(base64.b64decode(data["scale"])), dtype=torch.float64).clone()
-        return cls(
-            scale,
-            tuple(Part(f, a, _listed(i), _listed(c), reads, shift) for f, a, i, c, reads, shift in data["parts"]),
-        )
+        return cls(scale, tuple(Part(f, a, _listed(i), _listed(c), reads, shift) for f, a, i, c, reads, shift in data["parts"]))
 
 
 def _runs(index: Tensor) -> list[list[int]]:
@@ -89,6 +86,4 @@ def _runs(index: Tensor) -> list[list[int]]:
 
 
 def _listed(runs: list[list[int]]) -> Tensor:
-    return torch.cat(
-        [torch.arange(start, start + length) for start, length in runs] or [torch.zeros(0, dtype=torch.long)]
-    )
+    return torch.cat([torch.arange(start, start + length) for start, length in runs] or [torch.zeros(0, dtype=torch.long)])

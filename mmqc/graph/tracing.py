@@ -75,9 +75,7 @@ class Tracing:
         end: is told why tracing with symbols failed.
     """
 
-    def __init__(
-        self, backend: Any, start: Callable[[Frame], tuple[bool, bool]], end: Callable[[nn.Module, str], None]
-    ) -> None:
+    def __init__(self, backend: Any, start: Callable[[Frame], tuple[bool, bool]], end: Callable[[nn.Module, str], None]) -> None:
         self.backend, self.start, self.end = backend, start, end
         self.flags: ExitStack | None = None
         self.model: nn.Module | None = None

@@ -40,13 +40,13 @@ def kv_attention(
     q: Tensor, k_words: Tensor, v_words: Tensor, k_scale: Tensor, k_offset: Tensor, v_scale: Tensor, v_offset: Tensor,
     visual_count: Tensor, k_text: Tensor, v_text: Tensor, text_count: Tensor, bits: int, scaling: float, tau1: float,
     tau2: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """``mmqc::kv_attention`` on CUDA."""
     attention_op.check(q, k_words, v_words, k_text, v_text, bits)
     fits = attention.supports(q, k_words, v_words, v_scale, k_text, v_text, bits) is None
     run = attention.kv_attention if fits else attention_op.reference
     return run(q, k_words, v_words, k_scale, k_offset, v_scale, v_offset, visual_count, k_text, v_text, text_count, bits,
-               scaling, tau1, tau2)  # fmt: skip
+               scaling, tau1, tau2)
 
 
 def why_not_rounded(dtype: torch.dtype, width: int) -> str | None:
@@ -74,7 +74,7 @@ def why_not_text(dtype: torch.dtype, width: int, bits: int, block: int) -> str |
 def kv_token_attention(
     q: Tensor, k_codes: Tensor, k_scale: Tensor, k_offset: Tensor, v_codes: Tensor, v_scale: Tensor, v_offset: Tensor,
     count: Tensor, bits: int, scaling: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """``mmqc::kv_token_attention`` on CUDA."""
     q = q if q.stride(3) == 1 else q.contiguous()
     fits = tokens.supports(q, k_codes, k_scale, k_offset, v_codes, v_scale, v_offset, count, bits) is None

@@ -50,7 +50,7 @@ def _weight(w_q: Sequence[Tensor], scale: Tensor, sums: Tensor, widths: Sequence
 def mixed_matmul(
     x_q: Tensor, x_scale: Tensor, x_offset: Tensor, w_q: Sequence[Tensor], w_scale: Tensor, w_sum: Tensor,
     bias: Tensor | None, widths: Sequence[int], weight_bits: Sequence[int], out_dtype: torch.dtype,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """``mmqc::mixed_matmul`` on CUDA: packed weights are unpacked on the way, or written out and then multiplied."""
     mixed_op.check(x_q, x_scale, x_offset, w_q, w_scale, w_sum, widths, weight_bits)
     rows, s, o = _rows(x_q), *(t.reshape(-1, len(widths)).contiguous() for t in (x_scale, x_offset))

@@ -49,7 +49,7 @@ def _results(x: Tensor, w_q: Sequence[Tensor], dtype: torch.dtype) -> tuple[list
 def why_not_scaled(
     x_q: Tensor, w_q: Tensor, w_scale: Tensor, bias: Tensor | None, weight_bits: int, out_dtype: torch.dtype,
     group_scale: Tensor | None = None, group_size: int = 0,
-) -> str | None:  # fmt: skip
+) -> str | None:
     """None, or why the kernel cannot take these operands."""
     if (weight_bits == 4) != (w_q.dtype == torch.uint8):
         return f"{weight_bits} bits are stored as {w_q.dtype}"
@@ -61,7 +61,7 @@ def why_not_scaled(
 def scaled_matmul(
     x_q: Tensor, w_q: Tensor, x_scale: Tensor, w_scale: Tensor, bias: Tensor | None, visual: Tensor | None,
     weight_bits: int, out_dtype: torch.dtype, group_scale: Tensor | None = None, group_size: int = 0,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """``mmqc::scaled_matmul`` on CUDA."""
     integer = None if group_scale is None else [group_scale]
     return scaled_matmuls(x_q, [w_q], x_scale, [w_scale], [bias], visual, weight_bits, out_dtype, integer, group_size)[
@@ -73,7 +73,7 @@ def scaled_matmuls(
     x_q: Tensor, w_q: list[Tensor], x_scale: Tensor, w_scale: list[Tensor], bias: list[Tensor | None],
     visual: Tensor | None, weight_bits: int, out_dtype: torch.dtype, group_scale: list[Tensor] | None = None,
     group_size: int = 0,
-) -> list[Tensor]:  # fmt: skip
+) -> list[Tensor]:
     """``mmqc::scaled_matmuls`` on CUDA."""
     x_rows = _matrix(x_q)
     operands = list(zip(w_q, w_scale, bias, group_scale or [None] * len(w_q), strict=True))
@@ -103,7 +103,7 @@ def _mask(visual: Tensor | None, x: Tensor) -> Tensor | None:
 def why_not_epilogue(
     x_q: Tensor, w_q: list[Tensor], w_scale: list[Tensor], bias: list[Tensor | None], weight_bits: int,
     out_dtype: torch.dtype,
-) -> str | None:  # fmt: skip
+) -> str | None:
     """None, or why the kernel cannot take these operands."""
     parts = zip(w_q, w_scale, bias, strict=True)
     reason = next((why for p in parts if (why := why_not_scaled(x_q, *p, weight_bits, out_dtype))), None)
@@ -118,13 +118,13 @@ def scaled_matmul_epilogue(
     x_q: Tensor, w_q: list[Tensor], x_scale: Tensor, w_scale: list[Tensor], bias: list[Tensor | None],
     visual: Tensor | None, weight_bits: int, out_dtype: torch.dtype, activation: str, next_scale: Tensor | None = None,
     next_visual: Tensor | None = None, next_bits: int = 8, low_x: Tensor | None = None, low_w: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """``mmqc::scaled_matmul_epilogue`` on CUDA."""
     epilogue_op.check(w_q, activation, low_x, low_w)
     x_rows = _matrix(x_q)
     if why_not_epilogue(x_rows, w_q, w_scale, bias, weight_bits, out_dtype) is not None:
         z = [scaled_matmul(x_q, w, x_scale, s, b, visual, weight_bits, out_dtype)
-             for w, s, b in zip(w_q, w_scale, bias, strict=True)]  # fmt: skip
+             for w, s, b in zip(w_q, w_scale, bias, strict=True)]
         return epilogue_op.after(z, activation, next_scale, next_visual, next_bits, low_x, low_w)
     for w, s in zip(w_q, w_scale, strict=True):
         scaled_op.check(x_q, w, x_scale, s, visual, weight_bits)
@@ -143,7 +143,7 @@ def scaled_matmul_epilogue(
 def why_not_weight_only(
     x: Tensor, w_q: Tensor, w_scale: Tensor, bias: Tensor | None, weight_bits: int, group_size: int,
     w_zero: Tensor | None = None,
-) -> str | None:  # fmt: skip
+) -> str | None:
     """None, or why the kernel cannot take these operands."""
     if x.dtype == torch.float32:
         return "float32 activations are multiplied in float32"
@@ -153,7 +153,7 @@ def why_not_weight_only(
 def weight_only_matmul(
     x: Tensor, w_q: Tensor, w_scale: Tensor, bias: Tensor | None, weight_bits: int, group_size: int,
     w_zero: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """``mmqc::weight_only_matmul`` on CUDA."""
     if w_zero is None:
         return weight_only_matmuls(x, [w_q], [w_scale], [bias], weight_bits, group_size)[0]
@@ -187,7 +187,7 @@ def weight_only_matmuls(
 def why_not_grouped(
     x: Tensor, w_q: Tensor, w_scale: Tensor, offsets: Tensor, bias: Tensor | None, row_scale: Tensor | None,
     weight_bits: int, group_size: int, out_dtype: torch.dtype, w_zero: Tensor | None = None,
-) -> str | None:  # fmt: skip
+) -> str | None:
     """None, or why the kernel cannot take these operands."""
     return grouped.supports(x, w_q, w_scale, offsets, bias, row_scale, weight_bits, group_size, out_dtype, w_zero)
 
@@ -195,7 +195,7 @@ def why_not_grouped(
 def grouped_matmul(
     x: Tensor, w_q: Tensor, w_scale: Tensor, offsets: Tensor, bias: Tensor | None, row_scale: Tensor | None,
     weight_bits: int, group_size: int, out_dtype: torch.dtype, w_zero: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """``mmqc::grouped_matmul`` on CUDA."""
     grouped_op.check(x, w_q, w_scale, offsets, bias, row_scale, weight_bits, group_size, w_zero)
     args = (x, w_q, w_scale, offsets, bias, row_scale, weight_bits, group_size, out_dtype, w_zero)
@@ -203,13 +203,13 @@ def grouped_matmul(
         return grouped_op.reference(*args)
     return grouped.grouped_matmul(
         x, w_q, w_scale, offsets, bias, row_scale, bits=weight_bits, group_size=group_size, out_dtype=out_dtype, zero=w_zero
-    )  # fmt: skip
+    )
 
 
 def norm_quantize(
     x: Tensor, residual: Tensor | None, gain: Tensor | None, bias: Tensor | None, eps: float, center: bool, round_first: bool,
     scale: Tensor, visual: Tensor | None, bits: int, code: torch.dtype | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """``mmqc::norm_quantize`` on CUDA."""
     norm_op.check(x, residual, gain, bias)
     check_scale(scale, visual)
@@ -241,7 +241,7 @@ def hadamard(x: Tensor, factors: list[Tensor]) -> Tensor:
 def hadamard_quantize(
     x: Tensor, up: Tensor | None, factors: list[Tensor], scale: Tensor, visual: Tensor | None, bits: int,
     code: torch.dtype | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """``mmqc::hadamard_quantize`` on CUDA."""
     hadamard_op.check(x, factors)
     check_scale(scale, visual)
@@ -265,5 +265,5 @@ def gptq_block(w: Tensor, u: Tensor, scale: Tensor, zero: Tensor | None, bits: i
 for implementation in (
     scaled_matmul, scaled_matmuls, scaled_matmul_epilogue, weight_only_matmul, weight_only_matmuls, grouped_matmul,
     norm_quantize, hadamard, hadamard_quantize, gptq_block,
-):  # fmt: skip
+):
     torch.library.impl(f"mmqc::{implementation.__name__}", "CUDA", implementation)

@@ -36,7 +36,7 @@ def _shaped(rows: Rows, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def norm_quantize_per_token(
     x: Tensor, residual: Tensor | None, gain: Tensor | None, bias: Tensor | None, eps: float, round_first: bool,
     order: Tensor | None, widths: Sequence[int], bits: Sequence[int],
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """``mmqc::norm_quantize_per_token`` on CUDA."""
     norm_op.check(x, residual, gain, bias)
     norm = normed.Norm(eps, gain, bias, None if residual is None else _rows(residual), round_first)

@@ -29,9 +29,14 @@ Attended = tuple[Tensor, Tensor]
 
 
 def packed_attention(
-    module: nn.Module, query: Tensor, key: Any, value: Any, attention_mask: Tensor | None, scaling: float | None = None,
+    module: nn.Module,
+    query: Tensor,
+    key: Any,
+    value: Any,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
     **kwargs: Any,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+) -> tuple[Tensor, Tensor | None]:
     """The attention interface of transformers."""
     if not isinstance(key, Cached):
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
@@ -42,9 +47,8 @@ def packed_attention(
 
 
 def attend_and_store(
-    module: nn.Module, layer: PackedLayer, query: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float,
-    **kwargs: Any,
-) -> Tensor:  # fmt: skip
+    module: nn.Module, layer: PackedLayer, query: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float, **kwargs: Any
+) -> Tensor:
     """The output of one of the three cases; the new tokens are then in the cache."""
     if layer.empty:
         y, _ = sdpa_attention_forward(module, query, k, v, mask, scaling=scaling, **kwargs)
@@ -92,9 +96,21 @@ def over_cache(layer: PackedLayer, query: Tensor, scaling: float) -> Attended:
         s = segment
         tau = layer.tau if layer.segments else (0.0, 0.0)
         part = torch.ops.mmqc.kv_attention(
-            query, s.k_words, s.v_words, s.k_scale, s.k_offset, s.v_scale, s.v_offset, s.count, k_text, v_text, text_count,
-            layer.spec.bits, scaling, *tau,
-        )  # fmt: skip
+            query,
+            s.k_words,
+            s.v_words,
+            s.k_scale,
+            s.k_offset,
+            s.v_scale,
+            s.v_offset,
+            s.count,
+            k_text,
+            v_text,
+            text_count,
+            layer.spec.bits,
+            scaling,
+            *tau,
+        )
         found = part if found is None else merge(found, part)
         k_text, v_text, text_count = k_text[:, :, :0], v_text[:, :, :0], torch.zeros_like(text_count)
     assert found is not None
@@ -119,16 +135,27 @@ def nothing(layer: PackedLayer) -> Segment:
 
 
 def as_if_decoded(
-    layer: PackedLayer, came: Arrival, y: Tensor, query: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float,
-    cut: int,
-) -> Tensor:  # fmt: skip
+    layer: PackedLayer, came: Arrival, y: Tensor, query: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float, cut: int
+) -> Tensor:
     """A prefill whose tokens from ``cut`` on see packed visual tokens, as generated ones do: for the search for tau."""
     rows, none = query[:, :, cut:], torch.zeros_like(layer.text_count)
     s = (layer.segments or [nothing(layer)])[0]
     visual = torch.ops.mmqc.kv_attention(
-        rows, s.k_words, s.v_words, s.k_scale, s.k_offset, s.v_scale, s.v_offset, s.count, k[:, :, :0], v[:, :, :0], none,
-        layer.spec.bits, scaling, *layer.tau,
-    )  # fmt: skip
+        rows,
+        s.k_words,
+        s.v_words,
+        s.k_scale,
+        s.k_offset,
+        s.v_scale,
+        s.v_offset,
+        s.count,
+        k[:, :, :0],
+        v[:, :, :0],
+        none,
+        layer.spec.bits,
+        scaling,
+        *layer.tau,
+    )
     seen = visible(mask, query.shape[2], k)[:, :, cut:] & (came.kinds != VISUAL)[:, None, None]
     rest = merge(visual, attend(rows, k, v, seen, scaling))[0].transpose(1, 2)
     return torch.cat((y[:, :cut], rest), 1)

@@ -55,9 +55,7 @@ def decoder_config(model: nn.Module) -> Any:
     text = config.get_text_config(decoder=True)
     kinds = set(get_layer_types_and_kwargs(text)[0])
     if "full_attention" not in kinds:
-        raise ConfigError(
-            f"{type(model).__name__} has no layer with full attention but {sorted(kinds)}: nothing to pack"
-        )
+        raise ConfigError(f"{type(model).__name__} has no layer with full attention but {sorted(kinds)}: nothing to pack")
     return text
 
 
@@ -78,12 +76,10 @@ class QuantizedCache(Cache):
 
     def __init__(
         self, model: nn.Module, spec: KVSpec | None = None, *, max_cache_len: int | None = None, offloading: bool = False
-    ) -> None:  # fmt: skip
+    ) -> None:
         spec = getattr(model, SPEC, None) if spec is None else spec
         if spec is None:
-            raise ConfigError(
-                "this model has no kv config: pass spec=mmqc.KVSpec(...), or quantize_ it with calibquant()"
-            )
+            raise ConfigError("this model has no kv config: pass spec=mmqc.KVSpec(...), or quantize_ it with calibquant()")
         text = decoder_config(model)
         kinds, kwargs = get_layer_types_and_kwargs(text)
         check_spec(spec, text)

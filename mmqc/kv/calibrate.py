@@ -99,9 +99,12 @@ def cut_batches(model: nn.Module, batches: Sequence[Batch], context: ModalityCon
 
 
 def best(
-    model: nn.Module, spec: KVSpec, cases: Sequence[tuple[Batch, int]], candidates: Sequence[tuple[Pair, ...]],
+    model: nn.Module,
+    spec: KVSpec,
+    cases: Sequence[tuple[Batch, int]],
+    candidates: Sequence[tuple[Pair, ...]],
     done: Callable[[], Any],
-) -> tuple[Pair, ...]:  # fmt: skip
+) -> tuple[Pair, ...]:
     """The candidate of the smallest divergence; the first of equals."""
     totals = torch.zeros(len(candidates), dtype=torch.float64)
     for batch, cut in cases:
@@ -119,9 +122,7 @@ def where_to_cut(model: nn.Module, batch: Batch, context: ModalityContext) -> in
     return (last + length) // 2 if last < length else None
 
 
-def divergences(
-    model: nn.Module, spec: KVSpec, batch: Batch, cut: int, candidates: Sequence[tuple[Pair, ...]]
-) -> Tensor:
+def divergences(model: nn.Module, spec: KVSpec, batch: Batch, cut: int, candidates: Sequence[tuple[Pair, ...]]) -> Tensor:
     """float64 [len(candidates)]: KL from the plain to the packed cache, averaged over the tokens from ``cut`` on."""
     exact = model(**{**batch, "use_cache": False}).logits[:, cut:].float().log_softmax(-1)
     mask = batch.get("attention_mask")

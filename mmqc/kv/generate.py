@@ -20,17 +20,14 @@ METHOD = "_prepare_cache_for_generation"
 
 
 def prepare_cache(
-    self: Any, generation_config: Any, model_kwargs: dict[str, Any], generation_mode: Any, batch_size: int,
-    max_cache_length: int,
-) -> Any:  # fmt: skip
+    self: Any, generation_config: Any, model_kwargs: dict[str, Any], generation_mode: Any, batch_size: int, max_cache_length: int
+) -> Any:
     """In place of the method of transformers' GenerationMixin."""
     asked = generation_config.cache_implementation not in (None, "dynamic") or generation_config.use_cache is False
     if not asked and model_kwargs.get("past_key_values") is None:
         model_kwargs["past_key_values"] = QuantizedCache(self, max_cache_len=max_cache_length)
         return None
-    return getattr(type(self), METHOD)(
-        self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
-    )
+    return getattr(type(self), METHOD)(self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
 
 
 def attach(model: nn.Module, spec: KVSpec) -> None:

@@ -110,9 +110,7 @@ class PackedLayer(StaticLayer):
 
     is_croppable = True
 
-    def __init__(
-        self, spec: KVSpec, tau: tuple[float, float], shared: Shared, first: bool, max_cache_len: int | None
-    ) -> None:
+    def __init__(self, spec: KVSpec, tau: tuple[float, float], shared: Shared, first: bool, max_cache_len: int | None) -> None:
         super().__init__(max_cache_len or 0)
         self.spec, self.tau, self.shared, self.first = spec, tau, shared, first
         self.limit = max_cache_len
@@ -136,10 +134,7 @@ class PackedLayer(StaticLayer):
         self.v_head_dim = value_states.shape[-1]
         spec, window = self.spec, 0
         if spec.text_bits < 16:
-            window, self.older = (
-                spec.text_window,
-                OlderText.like(key_states, value_states, spec.text_bits, spec.text_block),
-            )
+            window, self.older = (spec.text_window, OlderText.like(key_states, value_states, spec.text_bits, spec.text_block))
         self.keys, self.values = (
             keep_address(t.new_zeros((self.batch_size, self.num_heads, 1 + window, t.shape[-1])))
             for t in (key_states, value_states)
@@ -225,10 +220,7 @@ class PackedLayer(StaticLayer):
         spec = self.spec
         if arrival.most_visual:
             where = (arrival.order, arrival.visual_count, spec.bits)
-            packed = (
-                *self.pack_keys(k, where, moment),
-                *torch.ops.mmqc.kv_pack(v, *where, spec.values, spec.shrink_values, True),
-            )
+            packed = (*self.pack_keys(k, where, moment), *torch.ops.mmqc.kv_pack(v, *where, spec.values, spec.shrink_values, True))
             self.segments = [*self.segments, self.kept(Segment(*packed, count=arrival.visual_count.clone()))]
         if not torch.compiler.is_compiling():
             self.used = 0 if self.empty else int(self.text_count.max())
@@ -319,9 +311,7 @@ class PackedLayer(StaticLayer):
         """Replace every tensor with a batch axis."""
         if not self.is_initialized:
             return
-        self.keys, self.values, self.text_count = (
-            keep_address(change(t)) for t in (self.keys, self.values, self.text_count)
-        )
+        self.keys, self.values, self.text_count = (keep_address(change(t)) for t in (self.keys, self.values, self.text_count))
         for part in [*self.segments, *([] if self.older is None else [self.older])]:
             for name, tensor in part.tensors().items():
                 setattr(part, name, keep_address(change(tensor)))

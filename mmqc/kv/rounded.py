@@ -19,12 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import (
-    DYNAMIC_LAYER_TYPE_MAPPING,
-    Cache,
-    DynamicLayer,
-    get_layer_types_and_kwargs,
-)
+from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, Cache, DynamicLayer, get_layer_types_and_kwargs
 
 from mmqc.config import ConfigError
 from mmqc.kv.rounding import NAME, Arriving, KVRounder, decoder_config
@@ -60,9 +55,7 @@ class RowsLayer(DynamicLayer):
 
     def written_out(self, rounder: KVRounder, dtype: torch.dtype) -> Pair:
         """All keys, turned by U_C, and all values."""
-        keys, values = (
-            rounder.values(*from_rows(rows, rounder.widths, rounder.bits), dtype) for rows in (self.keys, self.values)
-        )
+        keys, values = (rounder.values(*from_rows(rows, rounder.widths, rounder.bits), dtype) for rows in (self.keys, self.values))
         return keys, values
 
 
@@ -89,9 +82,7 @@ class RoundedCache(Cache):
         kinds, kwargs = get_layer_types_and_kwargs(text)
         if "full_attention" not in kinds:
             raise ConfigError(f"{type(model).__name__} has no layer with full attention but {sorted(set(kinds))}")
-        layers = [
-            RowsLayer() if kind == "full_attention" else DYNAMIC_LAYER_TYPE_MAPPING[kind](**kwargs) for kind in kinds
-        ]
+        layers = [RowsLayer() if kind == "full_attention" else DYNAMIC_LAYER_TYPE_MAPPING[kind](**kwargs) for kind in kinds]
         super().__init__(layers=layers)
 
     def sizes(self) -> dict[str, int]:

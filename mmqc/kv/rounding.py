@@ -139,9 +139,7 @@ def decoder_config(model: nn.Module) -> Any:
     get = getattr(config, "get_text_config", None)
     found = get(decoder=True) if get is not None else None
     if found is None or not hasattr(found, "_attn_implementation") or not register():
-        raise ConfigError(
-            f"{type(model).__name__} has no decoder config of transformers: its keys and values cannot be rounded"
-        )
+        raise ConfigError(f"{type(model).__name__} has no decoder config of transformers: its keys and values cannot be rounded")
     return found
 
 

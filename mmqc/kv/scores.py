@@ -62,9 +62,8 @@ class _Watch:
 
 
 def watch(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None = None,
-    **kwargs: Any,
-) -> Any:  # fmt: skip
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None = None, **kwargs: Any
+) -> Any:
     """The attention interface of transformers: sdpa, and copies of the rows that are looked at."""
     layer, t = getattr(module, "layer_idx", None), query.shape[-1] ** -0.5 if scaling is None else scaling
     if _Watch.rows is not None and isinstance(layer, int) and query.shape[2] == key.shape[2]:
@@ -121,9 +120,13 @@ def which(visual: Tensor, mask: Tensor | None) -> dict[int, Rows]:
 
 
 def with_scores(
-    quantize: Callable[..., QuantReport], model: nn.Module, config: QuantConfig, calibration: Iterable[Batch] | None,
-    *more: Any, **options: Any,
-) -> QuantReport:  # fmt: skip
+    quantize: Callable[..., QuantReport],
+    model: nn.Module,
+    config: QuantConfig,
+    calibration: Iterable[Batch] | None,
+    *more: Any,
+    **options: Any,
+) -> QuantReport:
     """``quantize(model, config, calibration, ...)``, which packs the cache, and its report with the scores."""
     batches = None if calibration is None else [dict(b) for b in calibration]
     seen = observe(model, batches or ())

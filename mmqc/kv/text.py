@@ -59,9 +59,7 @@ class OlderText:
         """Round tokens [B, H, L, D] into their places [B, L]."""
         at = place[:, None, :, None]
         for kind, x in (("k", k), ("v", v)):
-            for part, value in zip(
-                ("codes", "scale", "offset"), quantize_tokens(x, self.bits, self.block), strict=True
-            ):
+            for part, value in zip(("codes", "scale", "offset"), quantize_tokens(x, self.bits, self.block), strict=True):
                 getattr(self, f"{kind}_{part}").scatter_(2, at.expand_as(value), value)
 
     def read(self, place: Tensor, kind: str, dtype: torch.dtype) -> Tensor:

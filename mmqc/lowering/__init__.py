@@ -32,10 +32,26 @@ from mmqc.lowering import (
 )
 
 __all__ = [
-    "causal_mask", "fallbacks", "fused", "fused_per_token", "gather_rows", "gather_tokens", "grouped_matmul",
-    "hadamard", "materialize", "mixed_matmul", "modality_order", "norm_quantize", "quantize", "quantize_per_token",
-    "rotate", "scaled_matmul", "scaled_matmul_epilogue", "tag_modality", "weight_only_matmul",
-]  # fmt: skip
+    "causal_mask",
+    "fallbacks",
+    "fused",
+    "fused_per_token",
+    "gather_rows",
+    "gather_tokens",
+    "grouped_matmul",
+    "hadamard",
+    "materialize",
+    "mixed_matmul",
+    "modality_order",
+    "norm_quantize",
+    "quantize",
+    "quantize_per_token",
+    "rotate",
+    "scaled_matmul",
+    "scaled_matmul_epilogue",
+    "tag_modality",
+    "weight_only_matmul",
+]
 
 kernels.install()
 

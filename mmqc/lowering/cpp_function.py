@@ -66,9 +66,7 @@ def has_vectors() -> bool:
     return bool(pick_vec_isa())
 
 
-def call_cpp(
-    name: str, inputs: Mapping[str, TensorBox], size: int, dtype: torch.dtype, before: str, body: str
-) -> TensorBox:
+def call_cpp(name: str, inputs: Mapping[str, TensorBox], size: int, dtype: torch.dtype, before: str, body: str) -> TensorBox:
     """[size] as ``body`` fills it, from ``y`` on; ``inputs`` (``is_plain``) have their names there, as pointers to their data."""
     given = {key: ExternKernel.realize_input(box) for key, box in inputs.items()}
     first = next(iter(inputs.values()))

@@ -57,9 +57,7 @@ def why_not(rows: Any, width: int, weight_bits: int, group_size: int) -> str | N
     )
 
 
-def codes(
-    load: Callable[[Sequence[Any]], Any], n: Any, i: Any, j: Any, chunk: int, bits: int, length: int
-) -> list[Any]:
+def codes(load: Callable[[Sequence[Any]], Any], n: Any, i: Any, j: Any, chunk: int, bits: int, length: int) -> list[Any]:
     """Codes of column i c + j of every stretch, in int32: its lanes are those of the float that comes next."""
     column = i * chunk + j
     if bits == 8:
@@ -85,9 +83,7 @@ def multiply(
     dtype, wide = x.get_dtype(), torch.promote_types(x.get_dtype(), torch.float32)
     x = convert(x, wide)
     if width < count * length:
-        x = lowerings[aten.constant_pad_nd.default](
-            x, [0, count * length - width], 0
-        )  # what the last bytes have to spare
+        x = lowerings[aten.constant_pad_nd.default](x, [0, count * length - width], 0)  # what the last bytes have to spare
     x.realize()  # else what produced x is computed again for every output channel
     if few_rows_cpp.takes(x, w_q, w_scale, weight_bits):
         y = few_rows_cpp.multiply(x, w_q, w_scale, weight_bits, group_size, chunk)

@@ -89,17 +89,26 @@ def takes(x: TensorBox, w_q: TensorBox, w_scale: TensorBox, weight_bits: int) ->
     return types and weight_bits in BITS and has_vectors() and is_plain(w_q) and is_plain(w_scale)
 
 
-def multiply(
-    x: TensorBox, w_q: TensorBox, w_scale: TensorBox, weight_bits: int, group_size: int, chunk: int
-) -> TensorBox:
+def multiply(x: TensorBox, w_q: TensorBox, w_scale: TensorBox, weight_bits: int, group_size: int, chunk: int) -> TensorBox:
     """[M N], without the scales of channels and the bias; x is padded."""
     (m, width), (n, length) = ([static_int(size) for size in t.get_size()] for t in (x, w_q))
     groups = static_int(w_scale.get_size()[-1]) if group_size else 1
     constants = {
-        "M": m, "N": n, "WIDTH": width, "LENGTH": length, "CHUNK": chunk, "CHUNKS": length // chunk, "GROUP": group_size,
-        "GROUPS": groups, "STRETCHES": STRETCHES[weight_bits], "BITS": weight_bits, "BLOCK": BLOCK, "AHEAD": AHEAD,
-        "THREADS": parallel_num_threads(), "OFFSET": 0 if weight_bits == 8 else offset(weight_bits),
-    }  # fmt: skip
+        "M": m,
+        "N": n,
+        "WIDTH": width,
+        "LENGTH": length,
+        "CHUNK": chunk,
+        "CHUNKS": length // chunk,
+        "GROUP": group_size,
+        "GROUPS": groups,
+        "STRETCHES": STRETCHES[weight_bits],
+        "BITS": weight_bits,
+        "BLOCK": BLOCK,
+        "AHEAD": AHEAD,
+        "THREADS": parallel_num_threads(),
+        "OFFSET": 0 if weight_bits == 8 else offset(weight_bits),
+    }
     sizes = ", ".join(f"{name} = {value}" for name, value in constants.items())
     given = {"w": w_q, "s": w_scale, "x": whole(x)}
     body = f"struct Sizes {{ enum : int64_t {{ {sizes} }}; }};  // a local class has no static members\n{BODY}"

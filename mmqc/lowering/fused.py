@@ -21,18 +21,23 @@ aten, mmqc_ops = torch.ops.aten, torch.ops.mmqc
 
 @register_lowering(mmqc_ops.scaled_matmuls.default, type_promotion_kind=None)
 def lower_scaled_matmuls(
-    x_q: TensorBox, w_q: list[TensorBox], x_scale: TensorBox, w_scale: list[TensorBox], bias: list[TensorBox | None],
-    visual: TensorBox | None, weight_bits: int, out_dtype: torch.dtype, group_scale: list[TensorBox] | None = None,
+    x_q: TensorBox,
+    w_q: list[TensorBox],
+    x_scale: TensorBox,
+    w_scale: list[TensorBox],
+    bias: list[TensorBox | None],
+    visual: TensorBox | None,
+    weight_bits: int,
+    out_dtype: torch.dtype,
+    group_scale: list[TensorBox] | None = None,
     group_size: int = 0,
-) -> Any:  # fmt: skip
+) -> Any:
     """A list of tensors."""
     if takes_kernel(x_q) and not group_size and not on_cuda().by_call(x_q, w_q, out_dtype):
         return on_cuda().scaled(x_q, w_q, x_scale, w_scale, bias, visual, out_dtype)
     if takes_kernel(x_q) and not for_package():
         op = mmqc_ops.scaled_matmuls.default
-        return call_kernel(
-            op, x_q, w_q, x_scale, w_scale, bias, visual, weight_bits, out_dtype, group_scale, group_size
-        )
+        return call_kernel(op, x_q, w_q, x_scale, w_scale, bias, visual, weight_bits, out_dtype, group_scale, group_size)
     return [
         lower_scaled_matmul(x_q, w, x_scale, s, b, visual, weight_bits, out_dtype, t, group_size)
         for w, s, b, t in zip(w_q, w_scale, bias, group_scale or [None] * len(w_q), strict=True)
@@ -41,23 +46,24 @@ def lower_scaled_matmuls(
 
 @register_lowering(mmqc_ops.weight_only_matmuls.default, type_promotion_kind=None)
 def lower_weight_only_matmuls(
-    x: TensorBox, w_q: list[TensorBox], w_scale: list[TensorBox], bias: list[TensorBox | None],
-    weight_bits: int, group_size: int,
-) -> Any:  # fmt: skip
+    x: TensorBox, w_q: list[TensorBox], w_scale: list[TensorBox], bias: list[TensorBox | None], weight_bits: int, group_size: int
+) -> Any:
     """A list of tensors."""
     if takes_kernel(x):
         return on_cuda().weight_only(x, w_q, w_scale, bias, weight_bits, group_size)
-    return [
-        lower_weight_only_matmul(x, w, s, b, weight_bits, group_size)
-        for w, s, b in zip(w_q, w_scale, bias, strict=True)
-    ]
+    return [lower_weight_only_matmul(x, w, s, b, weight_bits, group_size) for w, s, b in zip(w_q, w_scale, bias, strict=True)]
 
 
 @register_lowering(mmqc_ops.hadamard_quantize.default, type_promotion_kind=None)
 def lower_hadamard_quantize(
-    x: TensorBox, up: TensorBox | None, factors: list[TensorBox], scale: TensorBox, visual: TensorBox | None, bits: int,
+    x: TensorBox,
+    up: TensorBox | None,
+    factors: list[TensorBox],
+    scale: TensorBox,
+    visual: TensorBox | None,
+    bits: int,
     code: torch.dtype | None = None,
-) -> TensorBox:  # fmt: skip
+) -> TensorBox:
     """The kernel, or the gate as pointwise IR, hadamard's matmuls and quantize's pointwise node."""
     takes = takes_transform(x) and (up is None or up.get_dtype() == x.get_dtype())
     if takes and on_cuda().by_call_transform(x):

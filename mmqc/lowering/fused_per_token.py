@@ -17,16 +17,7 @@ from torch import fx
 
 from mmqc import kernels
 from mmqc.lowering.hadamard import lower_hadamard, takes_transform
-from mmqc.lowering.inductor import (
-    TensorBox,
-    call_kernel,
-    convert,
-    empty,
-    has_kernel,
-    lowerings,
-    register_lowering,
-    static_int,
-)
+from mmqc.lowering.inductor import TensorBox, call_kernel, convert, empty, has_kernel, lowerings, register_lowering, static_int
 from mmqc.lowering.quantize_per_token import lower_quantize_per_token
 from mmqc.lowering.scaled_matmul import on_cuda as launches
 from mmqc.lowering.scaled_matmul import traced_operands
@@ -57,9 +48,16 @@ def why_not_basis(node: fx.Node) -> str | None:
 
 @register_lowering(mmqc_ops.norm_quantize_per_token.default, type_promotion_kind=None)
 def lower_norm_quantize_per_token(
-    x: TensorBox, residual: TensorBox | None, gain: TensorBox | None, bias: TensorBox | None, eps: float, round_first: bool,
-    order: TensorBox | None, widths: Sequence[int], bits: Sequence[int],
-) -> tuple[TensorBox, ...]:  # fmt: skip
+    x: TensorBox,
+    residual: TensorBox | None,
+    gain: TensorBox | None,
+    bias: TensorBox | None,
+    eps: float,
+    round_first: bool,
+    order: TensorBox | None,
+    widths: Sequence[int],
+    bits: Sequence[int],
+) -> tuple[TensorBox, ...]:
     """The kernel, or a sum, a reduction and pointwise IR, rounded as in the op."""
     nothing = empty([0], x.get_dtype(), x.get_device_or_error())
     if has_kernel(x):

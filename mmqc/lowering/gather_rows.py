@@ -28,6 +28,4 @@ def lower_gather_rows(x: TensorBox, index: TensorBox) -> TensorBox:
     def inner(at: Sequence[Any]) -> Any:
         return load([ops.indirect_indexing(load_index(at[:2]), rows), *at[2:]])
 
-    return Pointwise.create(
-        device=x.get_device(), dtype=x.get_dtype(), inner_fn=inner, ranges=[*index.get_size(), *size[2:]]
-    )
+    return Pointwise.create(device=x.get_device(), dtype=x.get_dtype(), inner_fn=inner, ranges=[*index.get_size(), *size[2:]])

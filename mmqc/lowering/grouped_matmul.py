@@ -52,10 +52,17 @@ def why_not(node: fx.Node) -> str | None:
 
 @register_lowering(torch.ops.mmqc.grouped_matmul.default, type_promotion_kind=None)
 def lower_grouped_matmul(
-    x: TensorBox, w_q: TensorBox, w_scale: TensorBox, offsets: TensorBox, bias: TensorBox | None,
-    row_scale: TensorBox | None, weight_bits: int, group_size: int, out_dtype: torch.dtype,
+    x: TensorBox,
+    w_q: TensorBox,
+    w_scale: TensorBox,
+    offsets: TensorBox,
+    bias: TensorBox | None,
+    row_scale: TensorBox | None,
+    weight_bits: int,
+    group_size: int,
+    out_dtype: torch.dtype,
     w_zero: TensorBox | None = None,
-) -> TensorBox:  # fmt: skip
+) -> TensorBox:
     """A call of the op, or loops of its own."""
     if not for_package() and (has_kernel(x) or not few_rows.is_few(x.get_size()[0])):
         op = torch.ops.mmqc.grouped_matmul.default
@@ -66,9 +73,7 @@ def lower_grouped_matmul(
     expert_of = expert.make_loader()
 
     def stack(row: Any) -> Any:
-        last = ops.constant(
-            experts - 1, torch.int64
-        )  # a row of no expert reads the last one's weight and drops the sum
+        last = ops.constant(experts - 1, torch.int64)  # a row of no expert reads the last one's weight and drops the sum
         return ops.indirect_indexing(ops.minimum(expert_of([row]), last), Integer(experts), check=False)
 
     scale = w_scale if group_size else None
@@ -102,18 +107,22 @@ def _experts(offsets: TensorBox, rows: Any, experts: int) -> TensorBox:
         end = ops.to_dtype(load([e + 1]), torch.int64)
         return ops.to_dtype(ops.ge(ops.index_expr(row, torch.int64), end), torch.int64)
 
-    past = Pointwise.create(
-        device=offsets.get_device_or_error(), dtype=torch.int64, inner_fn=inner, ranges=[rows, experts]
-    )
+    past = Pointwise.create(device=offsets.get_device_or_error(), dtype=torch.int64, inner_fn=inner, ranges=[rows, experts])
     found = lowerings[aten.sum.dim_IntList](past, [1])
     found.realize()
     return found
 
 
 def _products(
-    x: TensorBox, w_q: TensorBox, scale: TensorBox | None, zero: TensorBox | None, stack: Callable[[Any], Any],
-    weight_bits: int, group_size: int, dtype: torch.dtype,
-) -> TensorBox:  # fmt: skip
+    x: TensorBox,
+    w_q: TensorBox,
+    scale: TensorBox | None,
+    zero: TensorBox | None,
+    stack: Callable[[Any], Any],
+    weight_bits: int,
+    group_size: int,
+    dtype: torch.dtype,
+) -> TensorBox:
     """[S, N] sums in ``dtype`` of codes, less their zero points, or of these times their groups' scales."""
     rows, width, n = x.get_size()[0], static_int(x.get_size()[1]), static_int(w_q.get_size()[1])
     length, count = stretch(width, weight_bits), STRETCHES[weight_bits]

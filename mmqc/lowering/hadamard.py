@@ -50,11 +50,7 @@ def takes_transform(x: TensorBox) -> bool:
 
 def apply_factors(x: TensorBox, factors: Sequence[TensorBox]) -> TensorBox:
     """The product in x's dtype (float32 or float64)."""
-    view, permute, expand = (
-        lowerings[aten.view.default],
-        lowerings[aten.permute.default],
-        lowerings[aten.expand.default],
-    )
+    view, permute, expand = (lowerings[aten.view.default], lowerings[aten.permute.default], lowerings[aten.expand.default])
     size = list(x.get_size())
     rows, n, rest, y = math.prod(size[:-1]), static_int(size[-1]), 1, x
     for factor in reversed(factors):

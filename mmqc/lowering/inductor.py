@@ -44,7 +44,7 @@ from torch._inductor.ir import (
     TensorBox,
     TMADescriptor,
     UserDefinedTritonKernel,
-)  # fmt: skip
+)
 from torch._inductor.kernel.bmm import aten_bmm
 from torch._inductor.lowering import fallback_handler, fallbacks, lowerings, register_lowering
 from torch._inductor.package import load_package, package_aoti
@@ -58,13 +58,52 @@ from mmqc import kernels
 from mmqc.lowering.known_transforms import known_transforms
 
 __all__ = [
-    "CppTemplate", "ExternKernel", "FixedLayout", "FloorDiv", "ModularIndexing", "Pointwise", "TensorBox", "aot_files", "as_int",
-    "at_least", "at_most", "batched_matmul", "call_kernel", "compile_graph", "config_keys", "constant", "contiguous", "convert",
-    "counters", "current_node", "decompositions", "empty", "fallback_handler", "fallbacks", "for_package",
-    "get_export_declaration", "has_kernel", "is_known_transform", "kernel_names", "launch_kernel", "load_package", "lowerings",
-    "mode_patches", "ops", "package_aoti", "parallel_num_threads", "pick_vec_isa", "register_decomposition", "register_lowering",
-    "row_major", "row_sums", "size_hint", "static_int", "sums", "trusted_transforms",
-]  # fmt: skip
+    "CppTemplate",
+    "ExternKernel",
+    "FixedLayout",
+    "FloorDiv",
+    "ModularIndexing",
+    "Pointwise",
+    "TensorBox",
+    "aot_files",
+    "as_int",
+    "at_least",
+    "at_most",
+    "batched_matmul",
+    "call_kernel",
+    "compile_graph",
+    "config_keys",
+    "constant",
+    "contiguous",
+    "convert",
+    "counters",
+    "current_node",
+    "decompositions",
+    "empty",
+    "fallback_handler",
+    "fallbacks",
+    "for_package",
+    "get_export_declaration",
+    "has_kernel",
+    "is_known_transform",
+    "kernel_names",
+    "launch_kernel",
+    "load_package",
+    "lowerings",
+    "mode_patches",
+    "ops",
+    "package_aoti",
+    "parallel_num_threads",
+    "pick_vec_isa",
+    "register_decomposition",
+    "register_lowering",
+    "row_major",
+    "row_sums",
+    "size_hint",
+    "static_int",
+    "sums",
+    "trusted_transforms",
+]
 
 SUPPORTED = ((2, 11), (2, 13))
 
@@ -208,9 +247,7 @@ def row_major(x: TensorBox) -> TensorBox:
     return x
 
 
-def row_sums(
-    like: TensorBox, dtype: torch.dtype, inner: Callable[..., Any], n: int, reduced: Sequence[int]
-) -> TensorBox:
+def row_sums(like: TensorBox, dtype: torch.dtype, inner: Callable[..., Any], n: int, reduced: Sequence[int]) -> TensorBox:
     """[n], the sum of ``inner([n], reduced indices)`` over the reduced axes, as a buffer on the device of ``like``."""
     return sums(like, dtype, inner, [n], reduced)
 
@@ -220,10 +257,14 @@ def sums(
 ) -> TensorBox:
     """The same with several axes that stay."""
     total = Reduction.create(
-        device=like.get_device_or_error(), dst_dtype=dtype, src_dtype=dtype, inner_fn=inner,
+        device=like.get_device_or_error(),
+        dst_dtype=dtype,
+        src_dtype=dtype,
+        inner_fn=inner,
         ranges=[Integer(size) if isinstance(size, int) else size for size in ranges],
-        reduction_ranges=[Integer(size) for size in reduced], reduction_type="sum",
-    )  # fmt: skip
+        reduction_ranges=[Integer(size) for size in reduced],
+        reduction_type="sum",
+    )
     total.realize()
     return total
 
@@ -276,9 +317,13 @@ class _KnownLaunch(UserDefinedTritonKernel):
     """A Triton kernel that says what it writes: Inductor's own class compiles the kernel once a launch to find that out."""
 
     def __init__(
-        self, kernel: Any, grid: tuple[Any, ...], args: Mapping[str, Any], outputs: Sequence[str],
+        self,
+        kernel: Any,
+        grid: tuple[Any, ...],
+        args: Mapping[str, Any],
+        outputs: Sequence[str],
         descriptors: Mapping[str, tuple[int, ...]],
-    ) -> None:  # fmt: skip
+    ) -> None:
         inputs, kwargs = [], {}
         for name, value in args.items():
             if isinstance(value, IRNode):

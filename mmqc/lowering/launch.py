@@ -84,9 +84,7 @@ class Operand:
         return other
 
 
-def workspace(
-    device: torch.device, tiles: int, tile_elements: int, split: int, dtype: torch.dtype
-) -> tuple[Operand, Operand]:
+def workspace(device: torch.device, tiles: int, tile_elements: int, split: int, dtype: torch.dtype) -> tuple[Operand, Operand]:
     """As in kernels/split_k.py; the launches of a graph share their counters, for each of them leaves zeros."""
     count = Operand(counters(max(COUNTERS, tiles) if split > 1 else COUNTERS, device))
     return (Operand.new((split * tiles * tile_elements,), dtype, device), count) if split > 1 else (count, count)

@@ -17,16 +17,7 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from mmqc import kernels
-from mmqc.lowering.inductor import (
-    Pointwise,
-    TensorBox,
-    call_kernel,
-    has_kernel,
-    lowerings,
-    ops,
-    register_lowering,
-    static_int,
-)
+from mmqc.lowering.inductor import Pointwise, TensorBox, call_kernel, has_kernel, lowerings, ops, register_lowering, static_int
 from mmqc.lowering.pack import unpack
 from mmqc.lowering.scaled_matmul import int_matmul, traced_operands
 from mmqc.ops.integer_matmul import CUDA_MIN_ROWS, why_not_int_mm
@@ -52,9 +43,17 @@ def why_not(node: fx.Node) -> str | None:
 
 @register_lowering(torch.ops.mmqc.mixed_matmul.default, type_promotion_kind=None)
 def lower_mixed_matmul(
-    x_q: TensorBox, x_scale: TensorBox, x_offset: TensorBox, w_q: Sequence[TensorBox], w_scale: TensorBox, w_sum: TensorBox,
-    bias: TensorBox | None, widths: Sequence[int], weight_bits: Sequence[int], out_dtype: torch.dtype,
-) -> TensorBox:  # fmt: skip
+    x_q: TensorBox,
+    x_scale: TensorBox,
+    x_offset: TensorBox,
+    w_q: Sequence[TensorBox],
+    w_scale: TensorBox,
+    w_sum: TensorBox,
+    bias: TensorBox | None,
+    widths: Sequence[int],
+    weight_bits: Sequence[int],
+    out_dtype: torch.dtype,
+) -> TensorBox:
     """A kernel, or integer products and then pointwise IR."""
     if has_kernel(x_q) and on_cuda().why_not(widths, out_dtype, x_q.get_device_or_error()) is None:
         if on_cuda().by_call(x_q, w_scale, widths, weight_bits, out_dtype):

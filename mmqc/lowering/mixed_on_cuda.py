@@ -43,9 +43,7 @@ def in_one_matrix(weight_bits: Sequence[int]) -> bool:
     return list(weight_bits) == [4, 8]
 
 
-def by_call(
-    x_q: TensorBox, w_scale: TensorBox, widths: Sequence[int], weight_bits: Sequence[int], out_dtype: torch.dtype
-) -> bool:
+def by_call(x_q: TensorBox, w_scale: TensorBox, widths: Sequence[int], weight_bits: Sequence[int], out_dtype: torch.dtype) -> bool:
     """Whether the op itself is called: a tile of a warp-specialised kernel, which no launch in generated code has."""
     n, one = static_int(w_scale.get_size()[0]), len(widths) == 1
     if not one and not in_one_matrix(weight_bits):
@@ -57,9 +55,17 @@ def by_call(
 
 
 def mixed(
-    x_q: TensorBox, x_scale: TensorBox, x_offset: TensorBox, w_q: Sequence[TensorBox], w_scale: TensorBox, w_sum: TensorBox,
-    bias: TensorBox | None, widths: Sequence[int], weight_bits: Sequence[int], out_dtype: torch.dtype,
-) -> TensorBox:  # fmt: skip
+    x_q: TensorBox,
+    x_scale: TensorBox,
+    x_offset: TensorBox,
+    w_q: Sequence[TensorBox],
+    w_scale: TensorBox,
+    w_sum: TensorBox,
+    bias: TensorBox | None,
+    widths: Sequence[int],
+    weight_bits: Sequence[int],
+    out_dtype: torch.dtype,
+) -> TensorBox:
     """``mixed_matmul``, for which ``why_not`` found nothing."""
     rows, x = list(x_q.get_size()[:-1]), Operand.matrix(x_q)
     m = x.shape[0]

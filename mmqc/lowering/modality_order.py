@@ -25,9 +25,8 @@ def lower_modality_order(visual: TensorBox, flat: bool) -> tuple[TensorBox, Tens
     shape = list(rows.get_size())
     seen = call(aten.cumsum.default, convert(rows, torch.int64), 1)
     number = call(
-        torch.ops.prims.iota.default,
-        shape[1], start=0, step=1, dtype=torch.int64, device=visual.get_device(), requires_grad=False,
-    )  # fmt: skip
+        torch.ops.prims.iota.default, shape[1], start=0, step=1, dtype=torch.int64, device=visual.get_device(), requires_grad=False
+    )
     number = call(aten.expand.default, number, shape)
     total = call(aten.slice.Tensor, seen, 1, shape[1] - 1, shape[1])
     text = call(aten.sub.Tensor, call(aten.add.Tensor, total, number), seen)

@@ -24,9 +24,7 @@ OP = torch.ops.mmqc.norm_quantize.default
 FEW_ROWS = 16
 
 
-def takes_kernel(
-    x: Tensor, gain: Tensor | None, bias: Tensor | None, center: bool, round_first: bool, code: torch.dtype
-) -> bool:
+def takes_kernel(x: Tensor, gain: Tensor | None, bias: Tensor | None, center: bool, round_first: bool, code: torch.dtype) -> bool:
     """Whether the CUDA kernel takes these traced operands, and is the faster way."""
     if x.device.type != "cuda" or not kernels.install():
         return False
@@ -41,9 +39,18 @@ def takes_kernel(
 
 @register_decomposition(OP)
 def decompose(
-    x: Tensor, residual: Tensor | None, gain: Tensor | None, bias: Tensor | None, eps: float, center: bool, round_first: bool,
-    scale: Tensor, visual: Tensor | None, bits: int, code: torch.dtype | None = None,
-) -> Any:  # fmt: skip
+    x: Tensor,
+    residual: Tensor | None,
+    gain: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    center: bool,
+    round_first: bool,
+    scale: Tensor,
+    visual: Tensor | None,
+    bits: int,
+    code: torch.dtype | None = None,
+) -> Any:
     """The parts, as in the graph before fuse_norm_quantize."""
     if takes_kernel(x, gain, bias, center, round_first, code_dtype(bits, code)):
         return NotImplemented
@@ -54,9 +61,18 @@ def decompose(
 
 @register_lowering(OP, type_promotion_kind=None)
 def lower_norm_quantize(
-    x: TensorBox, residual: TensorBox | None, gain: TensorBox | None, bias: TensorBox | None, eps: float, center: bool,
-    round_first: bool, scale: TensorBox, visual: TensorBox | None, bits: int, code: torch.dtype | None = None,
-) -> tuple[TensorBox, TensorBox]:  # fmt: skip
+    x: TensorBox,
+    residual: TensorBox | None,
+    gain: TensorBox | None,
+    bias: TensorBox | None,
+    eps: float,
+    center: bool,
+    round_first: bool,
+    scale: TensorBox,
+    visual: TensorBox | None,
+    bits: int,
+    code: torch.dtype | None = None,
+) -> tuple[TensorBox, TensorBox]:
     """The kernel's launch."""
     kind = code_dtype(bits, code)
     q, h = on_cuda().norm(x, residual, gain, bias, eps, center, round_first, scale, visual, bits, kind)

@@ -40,9 +40,8 @@ WHOLE = MatmulConfig(128, 128, 64, 8, 3, variant="columns")  # any number of row
 
 
 def _linears(
-    m: Any, w_q: Sequence[TensorBox], w_scale: Sequence[TensorBox], bias: Sequence[TensorBox | None],
-    dtype: torch.dtype,
-) -> list[Any]:  # fmt: skip
+    m: Any, w_q: Sequence[TensorBox], w_scale: Sequence[TensorBox], bias: Sequence[TensorBox | None], dtype: torch.dtype
+) -> list[Any]:
     """Operands of every linear, and memory for its y [M, N]."""
     parts = []
     for w, s, b in zip(w_q, w_scale, bias, strict=True):
@@ -67,9 +66,7 @@ def _row_scale(scale: TensorBox, visual: TensorBox | None, rows: Sequence[Any]) 
 
 def _one_launch(linears: Sequence[Any], m: int, c: MatmulConfig) -> bool:
     """Whether several linears share a launch."""
-    return (
-        len(linears) > 1 and m <= FEW_ROWS and c.variant in ("rows", "columns") and scaled_kernels.alike(list(linears))
-    )
+    return len(linears) > 1 and m <= FEW_ROWS and c.variant in ("rows", "columns") and scaled_kernels.alike(list(linears))
 
 
 def by_call(x_q: TensorBox, w_q: Sequence[TensorBox], out_dtype: torch.dtype) -> bool:
@@ -85,15 +82,18 @@ def _by_call(x_q: TensorBox, w_q: TensorBox, out_dtype: torch.dtype) -> bool:
     if not is_gluon_tile(x_q, n, pingpong.OPS[codes], out_dtype):
         return False
     given = count_rows(x_q), n, k, x_q.get_device_or_error()
-    return (
-        op == codes or config(op, *given).variant == "unpack"
-    )  # packed ones are written out as codes, or are no codes
+    return op == codes or config(op, *given).variant == "unpack"  # packed ones are written out as codes, or are no codes
 
 
 def scaled(
-    x_q: TensorBox, w_q: Sequence[TensorBox], x_scale: TensorBox, w_scale: Sequence[TensorBox],
-    bias: Sequence[TensorBox | None], visual: TensorBox | None, out_dtype: torch.dtype,
-) -> list[TensorBox]:  # fmt: skip
+    x_q: TensorBox,
+    w_q: Sequence[TensorBox],
+    x_scale: TensorBox,
+    w_scale: Sequence[TensorBox],
+    bias: Sequence[TensorBox | None],
+    visual: TensorBox | None,
+    out_dtype: torch.dtype,
+) -> list[TensorBox]:
     """``scaled_matmuls``."""
     rows = list(x_q.get_size()[:-1])
     x = Operand.matrix(x_q)
@@ -146,11 +146,20 @@ def _written_as_codes(
 
 
 def with_epilogue(
-    x_q: TensorBox, w_q: Sequence[TensorBox], x_scale: TensorBox, w_scale: Sequence[TensorBox],
-    bias: Sequence[TensorBox | None], visual: TensorBox | None, out_dtype: torch.dtype, activation: str,
-    next_scale: TensorBox | None, next_visual: TensorBox | None, next_bits: int, low_x: TensorBox | None,
+    x_q: TensorBox,
+    w_q: Sequence[TensorBox],
+    x_scale: TensorBox,
+    w_scale: Sequence[TensorBox],
+    bias: Sequence[TensorBox | None],
+    visual: TensorBox | None,
+    out_dtype: torch.dtype,
+    activation: str,
+    next_scale: TensorBox | None,
+    next_visual: TensorBox | None,
+    next_bits: int,
+    low_x: TensorBox | None,
     low_w: TensorBox | None,
-) -> TensorBox:  # fmt: skip
+) -> TensorBox:
     """``scaled_matmul_epilogue``."""
     rows = list(x_q.get_size()[:-1])
     x = Operand.matrix(x_q)
@@ -169,17 +178,27 @@ def with_epilogue(
         c = config(op, planned, sum(linear.w.shape[0] for linear in linears), k, x.device)
         given, c = _written_as_codes(x, linears, c, planned, runs)
         launch = epilogue_kernels.launch(
-            x.of(planned), given, scales, epilogue_kernels.overlapped(c), epilogue,  # type: ignore[arg-type]
-            by_tma=_by_tma(x, given[0]), work=workspace,  # type: ignore[arg-type]
-        )  # fmt: skip
+            x.of(planned),
+            given,
+            scales,
+            epilogue_kernels.overlapped(c),
+            epilogue,  # type: ignore[arg-type]
+            by_tma=_by_tma(x, given[0]),
+            work=workspace,  # type: ignore[arg-type]
+        )
         emit(launch, m, planned, runs)
     return lowerings[aten.view.default](y.box, [*rows, first.shape[0]])
 
 
 def weight_only(
-    x: TensorBox, w_q: Sequence[TensorBox], w_scale: Sequence[TensorBox], bias: Sequence[TensorBox | None], bits: int,
-    group_size: int, zero: TensorBox | None = None,
-) -> list[TensorBox]:  # fmt: skip
+    x: TensorBox,
+    w_q: Sequence[TensorBox],
+    w_scale: Sequence[TensorBox],
+    bias: Sequence[TensorBox | None],
+    bits: int,
+    group_size: int,
+    zero: TensorBox | None = None,
+) -> list[TensorBox]:
     """``weight_only_matmuls``, or, with ``zero``, one asymmetric linear."""
     rows, dtype = list(x.get_size()[:-1]), x.get_dtype()
     matrix = Operand.matrix(x)
@@ -218,9 +237,18 @@ def _written_out(
 
 
 def norm(
-    x: TensorBox, residual: TensorBox | None, gain: TensorBox | None, bias: TensorBox | None, eps: float, center: bool,
-    round_first: bool, scale: TensorBox, visual: TensorBox | None, bits: int, kind: torch.dtype,
-) -> tuple[TensorBox, TensorBox | None]:  # fmt: skip
+    x: TensorBox,
+    residual: TensorBox | None,
+    gain: TensorBox | None,
+    bias: TensorBox | None,
+    eps: float,
+    center: bool,
+    round_first: bool,
+    scale: TensorBox,
+    visual: TensorBox | None,
+    bits: int,
+    kind: torch.dtype,
+) -> tuple[TensorBox, TensorBox | None]:
     """``norm_quantize``: q, and x + r where there is a residual."""
     size, matrix = list(x.get_size()), Operand.matrix(x)
     m, width = matrix.shape

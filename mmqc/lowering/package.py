@@ -26,15 +26,7 @@ from mmqc.ops import kv_attention, kv_pack
 
 LOWER_BOUND = "aot_inductor.check_lowerbound"  # since torch 2.12
 LIBRARIES = "aot_inductor.custom_op_libs"
-TORCH = (
-    "aten",
-    "prims",
-    "prim",
-    "quantized",
-    "mkldnn",
-    "onednn",
-    "inductor",
-)  # whose ops a process with torch alone has
+TORCH = ("aten", "prims", "prim", "quantized", "mkldnn", "onednn", "inductor")  # whose ops a process with torch alone has
 
 
 def grouped_mm(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:

@@ -52,9 +52,16 @@ def _dtype(x: Any) -> torch.dtype:
 
 
 def norm(
-    x: TensorBox, residual: TensorBox | None, gain: TensorBox | None, bias: TensorBox | None, eps: float, round_first: bool,
-    order: TensorBox | None, widths: Sequence[int], bits: Sequence[int],
-) -> tuple[Boxes, TensorBox | None] | None:  # fmt: skip
+    x: TensorBox,
+    residual: TensorBox | None,
+    gain: TensorBox | None,
+    bias: TensorBox | None,
+    eps: float,
+    round_first: bool,
+    order: TensorBox | None,
+    widths: Sequence[int],
+    bits: Sequence[int],
+) -> tuple[Boxes, TensorBox | None] | None:
     """``norm_quantize_per_token``: q, s and o, and x + r where there is a residual."""
     if why_not(x, widths, [v for v in (gain, bias) if v is not None], round_first) is not None:
         return None

@@ -61,8 +61,7 @@ def why_no_kernel(node: fx.Node) -> str | None:
     if isinstance(w_q, Sequence) and integer is None:
         integer = [None] * len(w_q)
     return _first(
-        on_cuda.why_not_scaled(x_q, w, s, b, bits, out_dtype, t, group_size)
-        for w, s, b, t in _each(w_q, w_scale, bias, integer)
+        on_cuda.why_not_scaled(x_q, w, s, b, bits, out_dtype, t, group_size) for w, s, b, t in _each(w_q, w_scale, bias, integer)
     )
 
 
@@ -147,18 +146,23 @@ def _group_matmul(x: TensorBox, codes: TensorBox, scale: TensorBox, group_size: 
 
 @register_lowering(torch.ops.mmqc.scaled_matmul.default, type_promotion_kind=None)
 def lower_scaled_matmul(
-    x_q: TensorBox, w_q: TensorBox, x_scale: TensorBox, w_scale: TensorBox, bias: TensorBox | None,
-    visual: TensorBox | None, weight_bits: int, out_dtype: torch.dtype, group_scale: TensorBox | None = None,
+    x_q: TensorBox,
+    w_q: TensorBox,
+    x_scale: TensorBox,
+    w_scale: TensorBox,
+    bias: TensorBox | None,
+    visual: TensorBox | None,
+    weight_bits: int,
+    out_dtype: torch.dtype,
+    group_scale: TensorBox | None = None,
     group_size: int = 0,
-) -> TensorBox:  # fmt: skip
+) -> TensorBox:
     """Integer product, then pointwise IR in the order of the formula."""
     if takes_kernel(x_q) and not group_size and not on_cuda().by_call(x_q, [w_q], out_dtype):
         return on_cuda().scaled(x_q, [w_q], x_scale, [w_scale], [bias], visual, out_dtype)[0]
     if takes_kernel(x_q) and not for_package():
         op = torch.ops.mmqc.scaled_matmul.default
-        return call_kernel(
-            op, x_q, w_q, x_scale, w_scale, bias, visual, weight_bits, out_dtype, group_scale, group_size
-        )
+        return call_kernel(op, x_q, w_q, x_scale, w_scale, bias, visual, weight_bits, out_dtype, group_scale, group_size)
     rows = list(x_q.get_size()[:-1])
     n, k = static_int(w_q.get_size()[0]), static_int(x_q.get_size()[-1])
     size = [*rows, n]

@@ -23,9 +23,8 @@ OP = torch.ops.mmqc.scaled_matmul_epilogue.default
 
 
 def takes_kernel(
-    x_q: Tensor, w_q: list[Tensor], w_scale: list[Tensor], bias: list[Tensor | None], weight_bits: int,
-    out_dtype: torch.dtype,
-) -> bool:  # fmt: skip
+    x_q: Tensor, w_q: list[Tensor], w_scale: list[Tensor], bias: list[Tensor | None], weight_bits: int, out_dtype: torch.dtype
+) -> bool:
     """Whether the CUDA kernel takes these traced operands; what it does not take is reported of the parts."""
     if x_q.device.type != "cuda" or not kernels.install():
         return False
@@ -50,27 +49,49 @@ def better_apart(x_q: Tensor, w_q: list[Tensor]) -> bool:
 
 @register_decomposition(OP)
 def decompose(
-    x_q: Tensor, w_q: list[Tensor], x_scale: Tensor, w_scale: list[Tensor], bias: list[Tensor | None],
-    visual: Tensor | None, weight_bits: int, out_dtype: torch.dtype, activation: str, next_scale: Tensor | None = None,
-    next_visual: Tensor | None = None, next_bits: int = 8, low_x: Tensor | None = None, low_w: Tensor | None = None,
-) -> Any:  # fmt: skip
+    x_q: Tensor,
+    w_q: list[Tensor],
+    x_scale: Tensor,
+    w_scale: list[Tensor],
+    bias: list[Tensor | None],
+    visual: Tensor | None,
+    weight_bits: int,
+    out_dtype: torch.dtype,
+    activation: str,
+    next_scale: Tensor | None = None,
+    next_visual: Tensor | None = None,
+    next_bits: int = 8,
+    low_x: Tensor | None = None,
+    low_w: Tensor | None = None,
+) -> Any:
     """The parts, as in the graph before fuse_epilogues."""
     if takes_kernel(x_q, w_q, w_scale, bias, weight_bits, out_dtype) and not better_apart(x_q, w_q):
         return NotImplemented
     ops = torch.ops.mmqc
-    z = [ops.scaled_matmul(x_q, w, x_scale, s, b, visual, weight_bits, out_dtype)
-         for w, s, b in zip(w_q, w_scale, bias, strict=True)]  # fmt: skip
+    z = [
+        ops.scaled_matmul(x_q, w, x_scale, s, b, visual, weight_bits, out_dtype) for w, s, b in zip(w_q, w_scale, bias, strict=True)
+    ]
     h = activated(z, activation, low_x, low_w)
     return h if next_scale is None else ops.quantize(h, next_scale, next_visual, next_bits)
 
 
 @register_lowering(OP, type_promotion_kind=None)
 def lower_scaled_matmul_epilogue(
-    x_q: TensorBox, w_q: list[TensorBox], x_scale: TensorBox, w_scale: list[TensorBox], bias: list[TensorBox | None],
-    visual: TensorBox | None, weight_bits: int, out_dtype: torch.dtype, activation: str,
-    next_scale: TensorBox | None = None, next_visual: TensorBox | None = None, next_bits: int = 8,
-    low_x: TensorBox | None = None, low_w: TensorBox | None = None,
-) -> TensorBox:  # fmt: skip
+    x_q: TensorBox,
+    w_q: list[TensorBox],
+    x_scale: TensorBox,
+    w_scale: list[TensorBox],
+    bias: list[TensorBox | None],
+    visual: TensorBox | None,
+    weight_bits: int,
+    out_dtype: torch.dtype,
+    activation: str,
+    next_scale: TensorBox | None = None,
+    next_visual: TensorBox | None = None,
+    next_bits: int = 8,
+    low_x: TensorBox | None = None,
+    low_w: TensorBox | None = None,
+) -> TensorBox:
     """The kernel's launches, or a call."""
     given, last = (x_q, w_q, x_scale, w_scale, bias, visual), (next_scale, next_visual, next_bits, low_x, low_w)
     if on_cuda().by_call(x_q, w_q, out_dtype if next_scale is None else torch.int8):

@@ -21,9 +21,22 @@ from mmqc.lowering import inductor
 
 # Sums over an axis, and functions that torch's kernels approximate by other polynomials than generated code.
 ORDERED = (
-    "mean", "sum", "silu", "gelu", "sigmoid", "tanh", "softplus", "exp", "sin", "cos", "rsqrt", "_softmax", "native_layer_norm",
-    "native_group_norm", "_fused_rms_norm",
-)  # fmt: skip
+    "mean",
+    "sum",
+    "silu",
+    "gelu",
+    "sigmoid",
+    "tanh",
+    "softplus",
+    "exp",
+    "sin",
+    "cos",
+    "rsqrt",
+    "_softmax",
+    "native_layer_norm",
+    "native_group_norm",
+    "_fused_rms_norm",
+)
 
 
 @contextmanager

@@ -37,9 +37,7 @@ def why_not(node: fx.Node) -> str | None:
     return few_rows.why_not(math.prod(x.shape[:-1]), x.shape[-1], bits, group)
 
 
-def dequantize(
-    codes: TensorBox, scale: TensorBox, group_size: int, dtype: torch.dtype, zero: TensorBox | None = None
-) -> TensorBox:
+def dequantize(codes: TensorBox, scale: TensorBox, group_size: int, dtype: torch.dtype, zero: TensorBox | None = None) -> TensorBox:
     """Int8 codes [N, K] -> [N, K] in ``dtype``, by way of float32 at least.
 
     The groups are an axis of their own: Inductor's C++ loops over k // g are wrong where g does not divide K (torch 2.13).
@@ -69,9 +67,14 @@ def dequantize(
 
 @register_lowering(torch.ops.mmqc.weight_only_matmul.default, type_promotion_kind=None)
 def lower_weight_only_matmul(
-    x: TensorBox, w_q: TensorBox, w_scale: TensorBox, bias: TensorBox | None, weight_bits: int, group_size: int,
+    x: TensorBox,
+    w_q: TensorBox,
+    w_scale: TensorBox,
+    bias: TensorBox | None,
+    weight_bits: int,
+    group_size: int,
     w_zero: TensorBox | None = None,
-) -> TensorBox:  # fmt: skip
+) -> TensorBox:
     """A kernel, one pass over the stored weight, or a dequantization in front of ``mm``; what follows fuses with the bias."""
     if takes_kernel(x):
         return on_cuda().weight_only(x, [w_q], [w_scale], [bias], weight_bits, group_size, w_zero)[0]

@@ -57,9 +57,18 @@ class QuantLinear(IntegerWeight):
     outlier_weight: Tensor | None
 
     def __init__(
-        self, in_features: int, out_features: int, *, weight_bits: int, activation_bits: int | None, group_size: int,
-        hadamard: bool, device: Any = None, dtype: torch.dtype = torch.float32, float8: bool = False,
-    ):  # fmt: skip
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        weight_bits: int,
+        activation_bits: int | None,
+        group_size: int,
+        hadamard: bool,
+        device: Any = None,
+        dtype: torch.dtype = torch.float32,
+        float8: bool = False,
+    ):
         super().__init__()
         _check_spec(weight_bits, activation_bits, group_size)
         if float8 and (activation_bits != 8 or group_size):
@@ -73,14 +82,35 @@ class QuantLinear(IntegerWeight):
 
     @classmethod
     def empty(
-        cls, in_features: int, out_features: int, *, weight_bits: int, activation_bits: int | None = None,
-        group_size: int = 0, bias: bool = False, dtype: torch.dtype = torch.float32, input_scales: int = 0,
-        outliers: int = 0, hadamard: bool = False, zero: bool = False, device: Any = None,
-        integer_scales: bool | Literal["int8"] = False, float8: bool = False,
-    ) -> QuantLinear:  # fmt: skip
+        cls,
+        in_features: int,
+        out_features: int,
+        *,
+        weight_bits: int,
+        activation_bits: int | None = None,
+        group_size: int = 0,
+        bias: bool = False,
+        dtype: torch.dtype = torch.float32,
+        input_scales: int = 0,
+        outliers: int = 0,
+        hadamard: bool = False,
+        zero: bool = False,
+        device: Any = None,
+        integer_scales: bool | Literal["int8"] = False,
+        float8: bool = False,
+    ) -> QuantLinear:
         """The structure without values, to load a state dict into; ``dtype`` is that of bias and outlier weights."""
-        module = cls(in_features, out_features, weight_bits=weight_bits, activation_bits=activation_bits,
-                     group_size=group_size, hadamard=hadamard, device=device, dtype=dtype, float8=float8)  # fmt: skip
+        module = cls(
+            in_features,
+            out_features,
+            weight_bits=weight_bits,
+            activation_bits=activation_bits,
+            group_size=group_size,
+            hadamard=hadamard,
+            device=device,
+            dtype=dtype,
+            float8=float8,
+        )
         stored = module.code_dtype if module.storage_bits == 8 else torch.uint8
         groups = (-(-in_features // group_size),) if group_size else ()
 
@@ -101,29 +131,57 @@ class QuantLinear(IntegerWeight):
 
     @classmethod
     def from_parts(
-        cls, codes: Tensor, weight_scale: Tensor, *, weight_bits: int, activation_bits: int | None = None,
-        group_size: int = 0, bias: Tensor | None = None, input_scale: Tensor | None = None,
-        outlier_index: Tensor | None = None, outlier_weight: Tensor | None = None, hadamard: bool = False,
-        modality: ModalityContext | None = None, dtype: torch.dtype = torch.float32, weight_zero: Tensor | None = None,
-        amplifier: int = 0, step: Tensor | None = None, float8: bool = False,
-    ) -> QuantLinear:  # fmt: skip
+        cls,
+        codes: Tensor,
+        weight_scale: Tensor,
+        *,
+        weight_bits: int,
+        activation_bits: int | None = None,
+        group_size: int = 0,
+        bias: Tensor | None = None,
+        input_scale: Tensor | None = None,
+        outlier_index: Tensor | None = None,
+        outlier_weight: Tensor | None = None,
+        hadamard: bool = False,
+        modality: ModalityContext | None = None,
+        dtype: torch.dtype = torch.float32,
+        weight_zero: Tensor | None = None,
+        amplifier: int = 0,
+        step: Tensor | None = None,
+        float8: bool = False,
+    ) -> QuantLinear:
         """From int8 or float8 codes [N, K] (packed here if they fit 4 bits) and the other parts, which it keeps.
 
         ``amplifier``: of weight scales that are integers over it (solvers/integer_scale.py); 0 for any floats.
         ``step`` [N]: of rows whose scales are small multiples of it (progressive).
         """
         out_features, in_features = codes.shape
-        module = cls(in_features, out_features, weight_bits=weight_bits, activation_bits=activation_bits,
-                     group_size=group_size, hadamard=hadamard, device=codes.device, dtype=dtype, float8=float8)  # fmt: skip
+        module = cls(
+            in_features,
+            out_features,
+            weight_bits=weight_bits,
+            activation_bits=activation_bits,
+            group_size=group_size,
+            hadamard=hadamard,
+            device=codes.device,
+            dtype=dtype,
+            float8=float8,
+        )
         stored = codes.to(module.code_dtype) if module.storage_bits == 8 else pack(codes, module.storage_bits)
         group_scale = None
         scales = Quantized(codes, weight_scale, amplifier=amplifier, step=step)
         if scales.integer:
             group_scale, weight_scale = scales.integer_scales()
-        parts = {"qweight": stored, "weight_scale": weight_scale.float(), "weight_zero": weight_zero,
-                 "group_scale": group_scale, "bias": bias,
-                 "input_scale": None if input_scale is None else input_scale.float(),
-                 "outlier_index": outlier_index, "outlier_weight": outlier_weight}  # fmt: skip
+        parts = {
+            "qweight": stored,
+            "weight_scale": weight_scale.float(),
+            "weight_zero": weight_zero,
+            "group_scale": group_scale,
+            "bias": bias,
+            "input_scale": None if input_scale is None else input_scale.float(),
+            "outlier_index": outlier_index,
+            "outlier_weight": outlier_weight,
+        }
         for name, part in parts.items():
             module.register_buffer(name, None if part is None else part.detach().contiguous())
         module.modality = modality
@@ -138,9 +196,7 @@ class QuantLinear(IntegerWeight):
     def weight(self) -> Tensor:
         """The float weight [N, K] that the codes stand for, computed at every access."""
         scale = self.weight_scale if self.group_scale is None else self.weight_scale[:, None] * self.group_scale
-        w = dequantize(
-            self.qweight, scale, self.in_features, self.storage_bits, self.group_size, torch.float32, self.weight_zero
-        )
+        w = dequantize(self.qweight, scale, self.in_features, self.storage_bits, self.group_size, torch.float32, self.weight_zero)
         if self.outlier_index is not None and self.outlier_weight is not None:
             w = w.index_copy(-1, self.outlier_index, self.outlier_weight.float())
         if self.hadamard:
@@ -152,18 +208,14 @@ class QuantLinear(IntegerWeight):
         x = self.rotated(x)
         if self.input_scale is None:
             multiply = simulated_weight_only_matmul if self.simulate else torch.ops.mmqc.weight_only_matmul
-            y = multiply(
-                x, self.qweight, self.weight_scale, self.bias, self.storage_bits, self.group_size, self.weight_zero
-            )
+            y = multiply(x, self.qweight, self.weight_scale, self.bias, self.storage_bits, self.group_size, self.weight_zero)
         else:
             scale, visual = self._row_scales(x, self.input_scale)
             code = (self.code_dtype,) if self.float8 else ()
             x_q = torch.ops.mmqc.quantize(x, scale, visual, self.activation_bits, *code)
             multiply = simulated_scaled_matmul if self.simulate else torch.ops.mmqc.scaled_matmul
             grouped: Any = (self.group_scale, self.group_size) if self.group_size else ()
-            y = multiply(
-                x_q, self.qweight, scale, self.weight_scale, self.bias, visual, self.storage_bits, x.dtype, *grouped
-            )
+            y = multiply(x_q, self.qweight, scale, self.weight_scale, self.bias, visual, self.storage_bits, x.dtype, *grouped)
         if self.outlier_index is not None and self.outlier_weight is not None:
             y = y + F.linear(x.index_select(-1, self.outlier_index), self.outlier_weight.to(x.dtype))
         return y
@@ -172,9 +224,7 @@ class QuantLinear(IntegerWeight):
         if scale.shape[0] == 1:
             return scale, None
         if self.modality is None:
-            raise RuntimeError(
-                "this linear has one input scale per modality and no ModalityContext: attach one to its model"
-            )
+            raise RuntimeError("this linear has one input scale per modality and no ModalityContext: attach one to its model")
         visual = self.modality.rows(x)
         return (scale[:1], None) if visual is None else (scale, visual)
 

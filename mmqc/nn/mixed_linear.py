@@ -31,12 +31,28 @@ class MixedLinear(QuantLinear):
     order: Tensor | None
 
     def __init__(
-        self, out_features: int, *, widths: Sequence[int], stored: Sequence[int], activation: Sequence[int], weight_bits: int,
-        hadamard: bool, device: Any = None, dtype: torch.dtype = torch.float32,
-    ):  # fmt: skip
+        self,
+        out_features: int,
+        *,
+        widths: Sequence[int],
+        stored: Sequence[int],
+        activation: Sequence[int],
+        weight_bits: int,
+        hadamard: bool,
+        device: Any = None,
+        dtype: torch.dtype = torch.float32,
+    ):
         check_parts(sum(widths), widths, activation)
-        super().__init__(sum(widths), out_features, weight_bits=weight_bits, activation_bits=activation[0], group_size=0,
-                         hadamard=hadamard, device=device, dtype=dtype)  # fmt: skip
+        super().__init__(
+            sum(widths),
+            out_features,
+            weight_bits=weight_bits,
+            activation_bits=activation[0],
+            group_size=0,
+            hadamard=hadamard,
+            device=device,
+            dtype=dtype,
+        )
         self.widths, self.stored, self.activation = list(widths), list(stored), list(activation)
 
     @property
@@ -56,34 +72,73 @@ class MixedLinear(QuantLinear):
 
     @classmethod
     def empty_parts(
-        cls, out_features: int, *, widths: Sequence[int], stored: Sequence[int], activation: Sequence[int], weight_bits: int,
-        hadamard: bool = False, order: bool = False, bias: bool = False, dtype: torch.dtype = torch.float32,
+        cls,
+        out_features: int,
+        *,
+        widths: Sequence[int],
+        stored: Sequence[int],
+        activation: Sequence[int],
+        weight_bits: int,
+        hadamard: bool = False,
+        order: bool = False,
+        bias: bool = False,
+        dtype: torch.dtype = torch.float32,
         device: Any = None,
-    ) -> MixedLinear:  # fmt: skip
+    ) -> MixedLinear:
         """The structure without values, to load a state dict into."""
-        module = cls(out_features, widths=widths, stored=stored, activation=activation, weight_bits=weight_bits,
-                     hadamard=hadamard, device=device, dtype=dtype)  # fmt: skip
+        module = cls(
+            out_features,
+            widths=widths,
+            stored=stored,
+            activation=activation,
+            weight_bits=weight_bits,
+            hadamard=hadamard,
+            device=device,
+            dtype=dtype,
+        )
         codes = [
             torch.empty(out_features, packed_width(w, b), dtype=torch.int8 if b == 8 else torch.uint8, device=device)
             for w, b in zip(widths, stored, strict=True)
         ]
         size = (out_features, len(widths))
-        module._set(codes, {
-            "weight_scale": torch.empty(size, device=device), "weight_sum": torch.empty(size, dtype=torch.int32, device=device),
-            "order": torch.empty(sum(widths), dtype=torch.int64, device=device) if order else None,
-            "bias": torch.empty(out_features, dtype=dtype, device=device) if bias else None,
-        })  # fmt: skip
+        module._set(
+            codes,
+            {
+                "weight_scale": torch.empty(size, device=device),
+                "weight_sum": torch.empty(size, dtype=torch.int32, device=device),
+                "order": torch.empty(sum(widths), dtype=torch.int64, device=device) if order else None,
+                "bias": torch.empty(out_features, dtype=dtype, device=device) if bias else None,
+            },
+        )
         return module
 
     @classmethod
     def from_stored(
-        cls, codes: Sequence[Tensor], scale: Tensor, total: Tensor, *, widths: Sequence[int], stored: Sequence[int],
-        activation: Sequence[int], weight_bits: int, order: Tensor | None = None, bias: Tensor | None = None,
-        hadamard: bool = False, dtype: torch.dtype = torch.float32,
-    ) -> MixedLinear:  # fmt: skip
+        cls,
+        codes: Sequence[Tensor],
+        scale: Tensor,
+        total: Tensor,
+        *,
+        widths: Sequence[int],
+        stored: Sequence[int],
+        activation: Sequence[int],
+        weight_bits: int,
+        order: Tensor | None = None,
+        bias: Tensor | None = None,
+        hadamard: bool = False,
+        dtype: torch.dtype = torch.float32,
+    ) -> MixedLinear:
         """From the codes of every part as they are stored, s_w and c, which it keeps."""
-        module = cls(len(scale), widths=widths, stored=stored, activation=activation, weight_bits=weight_bits,
-                     hadamard=hadamard, device=scale.device, dtype=dtype)  # fmt: skip
+        module = cls(
+            len(scale),
+            widths=widths,
+            stored=stored,
+            activation=activation,
+            weight_bits=weight_bits,
+            hadamard=hadamard,
+            device=scale.device,
+            dtype=dtype,
+        )
         module._set(codes, {"weight_scale": scale.float(), "weight_sum": total, "order": order, "bias": bias})
         return module
 
@@ -109,17 +164,12 @@ class MixedLinear(QuantLinear):
         x_q, scale, offset = torch.ops.mmqc.quantize_per_token(x, self.order, self.widths, self.activation)
         multiply = simulated_mixed_matmul if self.simulate else torch.ops.mmqc.mixed_matmul
         return multiply(
-            x_q, scale, offset, self.qweights, self.weight_scale, self.weight_sum, self.bias, self.widths, self.stored,
-            x.dtype,
-        )  # fmt: skip
+            x_q, scale, offset, self.qweights, self.weight_scale, self.weight_sum, self.bias, self.widths, self.stored, x.dtype
+        )
 
     def extra_repr(self) -> str:
         """Sizes and precisions."""
         parts = enumerate(zip(self.widths, self.stored, self.activation, strict=True))
         high = len(self.widths) - 1 or 1  # the part that may have other bits
-        text = " + ".join(
-            f"{width} at W{b if b != 4 and p == high else self.weight_bits}A{a}" for p, (width, b, a) in parts
-        )
-        return (
-            f"{self.in_features}, {self.out_features}, {text}, bias={self.bias is not None}, hadamard={self.hadamard}"
-        )
+        text = " + ".join(f"{width} at W{b if b != 4 and p == high else self.weight_bits}A{a}" for p, (width, b, a) in parts)
+        return f"{self.in_features}, {self.out_features}, {text}, bias={self.bias is not None}, hadamard={self.hadamard}"

@@ -91,9 +91,7 @@ class HadamardLinear(OnlineHadamard):
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
         self.weight = nn.Parameter(torch.empty(out_features, in_features, device=device, dtype=dtype))
-        self.register_parameter(
-            "bias", nn.Parameter(torch.empty(out_features, device=device, dtype=dtype)) if bias else None
-        )
+        self.register_parameter("bias", nn.Parameter(torch.empty(out_features, device=device, dtype=dtype)) if bias else None)
         self._init_hadamard(True, self.weight.device, self.weight.dtype)
 
     @classmethod

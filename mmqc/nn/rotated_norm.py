@@ -29,9 +29,7 @@ class RotatedNorm(OnlineHadamard):
     weight: nn.Parameter
     bias: nn.Parameter | None
 
-    def __init__(
-        self, norm: nn.LayerNorm | RMSNorm, *, seed: int, before: bool | None = None, after: bool | None = None
-    ):
+    def __init__(self, norm: nn.LayerNorm | RMSNorm, *, seed: int, before: bool | None = None, after: bool | None = None):
         super().__init__()
         assert norm.weight is not None
         self.in_features, self.eps, self.centre = norm.weight.shape[0], norm.eps, isinstance(norm, nn.LayerNorm)
@@ -79,6 +77,4 @@ class RotatedNorm(OnlineHadamard):
             for side, keep_mean in (("before", self.before), ("after", self.after))
             if keep_mean is not None
         )
-        return (
-            f"{self.in_features}, eps={self.eps}, centre={self.centre}, bias={self.bias is not None}, rotates {sides}"
-        )
+        return f"{self.in_features}, eps={self.eps}, centre={self.centre}, bias={self.bias is not None}, rotates {sides}"

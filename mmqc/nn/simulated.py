@@ -27,9 +27,17 @@ __all__ = ["grouped_matmul", "mixed_matmul", "scaled_matmul", "weight_only_matmu
 
 
 def scaled_matmul(
-    x_q: Tensor, w_q: Tensor, x_scale: Tensor, w_scale: Tensor, bias: Tensor | None, visual: Tensor | None,
-    weight_bits: int, out_dtype: torch.dtype, group_scale: Tensor | None = None, group_size: int = 0,
-) -> Tensor:  # fmt: skip
+    x_q: Tensor,
+    w_q: Tensor,
+    x_scale: Tensor,
+    w_scale: Tensor,
+    bias: Tensor | None,
+    visual: Tensor | None,
+    weight_bits: int,
+    out_dtype: torch.dtype,
+    group_scale: Tensor | None = None,
+    group_size: int = 0,
+) -> Tensor:
     """``mmqc::scaled_matmul``, every product in float64."""
     check(x_q, w_q, x_scale, w_scale, visual, weight_bits, group_scale, group_size)
     rows = scale_of_rows(x_scale, visual)
@@ -37,9 +45,16 @@ def scaled_matmul(
 
 
 def _multiply(
-    x_q: Tensor, w_q: Tensor, rows: Tensor, w_scale: Tensor, bias: Tensor | None, weight_bits: int, out_dtype: torch.dtype,
-    group_scale: Tensor | None, group_size: int,
-) -> Tensor:  # fmt: skip
+    x_q: Tensor,
+    w_q: Tensor,
+    rows: Tensor,
+    w_scale: Tensor,
+    bias: Tensor | None,
+    weight_bits: int,
+    out_dtype: torch.dtype,
+    group_scale: Tensor | None,
+    group_size: int,
+) -> Tensor:
     """With the scale of every row, [1] or [..., 1]."""
     width = x_q.shape[-1]
     wide = torch.promote_types(out_dtype, torch.float32)
@@ -59,9 +74,17 @@ def _multiply(
 
 
 def mixed_matmul(
-    x_q: Tensor, x_scale: Tensor, x_offset: Tensor, w_q: Sequence[Tensor], w_scale: Tensor, w_sum: Tensor,
-    bias: Tensor | None, widths: Sequence[int], weight_bits: Sequence[int], out_dtype: torch.dtype,
-) -> Tensor:  # fmt: skip
+    x_q: Tensor,
+    x_scale: Tensor,
+    x_offset: Tensor,
+    w_q: Sequence[Tensor],
+    w_scale: Tensor,
+    w_sum: Tensor,
+    bias: Tensor | None,
+    widths: Sequence[int],
+    weight_bits: Sequence[int],
+    out_dtype: torch.dtype,
+) -> Tensor:
     """``mmqc::mixed_matmul``, every product in float64."""
     mixed.check(x_q, x_scale, x_offset, w_q, w_scale, w_sum, widths, weight_bits)
     wide = torch.promote_types(out_dtype, torch.float32)
@@ -74,9 +97,17 @@ def mixed_matmul(
 
 
 def grouped_matmul(
-    x: Tensor, w_q: Tensor, w_scale: Tensor, offsets: Tensor, bias: Tensor | None, row_scale: Tensor | None,
-    weight_bits: int, group_size: int, out_dtype: torch.dtype, w_zero: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    w_q: Tensor,
+    w_scale: Tensor,
+    offsets: Tensor,
+    bias: Tensor | None,
+    row_scale: Tensor | None,
+    weight_bits: int,
+    group_size: int,
+    out_dtype: torch.dtype,
+    w_zero: Tensor | None = None,
+) -> Tensor:
     """``mmqc::grouped_matmul``: of floating-point rows the reference, of integer rows every product in float64."""
     if row_scale is None:
         args = (x, w_q, w_scale, offsets, bias, row_scale, weight_bits, group_size, out_dtype, w_zero)

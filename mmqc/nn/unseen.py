@@ -37,9 +37,7 @@ def unsure_weights(model: nn.Module, called: set[str]) -> dict[str, str]:
         missing = f"{name}.{flags.index(False)}".lstrip(".")
         for i, (flag, child) in enumerate(zip(flags, children, strict=True)):
             for parameter, _ in child.named_parameters() if flag else ():
-                found[f"{name}.{i}.{parameter}".lstrip(".")] = (
-                    f"no recorded batch reached {missing}, a sibling of its module"
-                )
+                found[f"{name}.{i}.{parameter}".lstrip(".")] = f"no recorded batch reached {missing}, a sibling of its module"
     return found
 
 

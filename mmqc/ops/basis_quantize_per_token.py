@@ -22,9 +22,7 @@ Quantized = tuple[Tensor, Tensor, Tensor]
 def check(x: Tensor, basis: Tensor) -> None:
     """Raise unless the basis turns the last axis of x."""
     if basis.shape != (x.shape[-1], x.shape[-1]) or basis.dtype != x.dtype:
-        raise ValueError(
-            f"a basis of {x.dtype} [{x.shape[-1]}, {x.shape[-1]}] turns this x, not {basis.dtype} {list(basis.shape)}"
-        )
+        raise ValueError(f"a basis of {x.dtype} [{x.shape[-1]}, {x.shape[-1]}] turns this x, not {basis.dtype} {list(basis.shape)}")
 
 
 def reference(x: Tensor, basis: Tensor, widths: Sequence[int], bits: Sequence[int]) -> Quantized:
@@ -39,8 +37,4 @@ def fake(x: Tensor, basis: Tensor, widths: Sequence[int], bits: Sequence[int]) -
     return quantize_per_token.fake(x, None, widths, bits)
 
 
-define(
-    "basis_quantize_per_token(Tensor x, Tensor basis, int[] widths, int[] bits) -> (Tensor, Tensor, Tensor)",
-    reference,
-    fake,
-)
+define("basis_quantize_per_token(Tensor x, Tensor basis, int[] widths, int[] bits) -> (Tensor, Tensor, Tensor)", reference, fake)

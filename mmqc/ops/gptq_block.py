@@ -19,12 +19,7 @@ from mmqc.ops.define import define
 def check(w: Tensor, u: Tensor, scale: Tensor, zero: Tensor | None, bits: int) -> None:
     """Raise unless shapes and dtypes fit."""
     size = w.shape[0]
-    if (
-        w.dim() != 2
-        or u.shape != (size, size)
-        or scale.shape != w.shape
-        or (zero is not None and zero.shape != w.shape)
-    ):
+    if w.dim() != 2 or u.shape != (size, size) or scale.shape != w.shape or (zero is not None and zero.shape != w.shape):
         shapes = [list(t.shape) for t in (w, u, scale) if t is not None]
         raise ValueError(f"gptq_block: w, s and z are [B, N] and U [B, B]; got {shapes}")
     if any(t.dtype != w.dtype for t in (u, scale, zero) if t is not None) or not w.is_floating_point():

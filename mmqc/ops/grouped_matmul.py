@@ -27,9 +27,16 @@ from mmqc.ops.pack import check_packed
 
 
 def check(
-    x: Tensor, w_q: Tensor, w_scale: Tensor, offsets: Tensor, bias: Tensor | None, row_scale: Tensor | None,
-    weight_bits: int, group_size: int, w_zero: Tensor | None = None,
-) -> None:  # fmt: skip
+    x: Tensor,
+    w_q: Tensor,
+    w_scale: Tensor,
+    offsets: Tensor,
+    bias: Tensor | None,
+    row_scale: Tensor | None,
+    weight_bits: int,
+    group_size: int,
+    w_zero: Tensor | None = None,
+) -> None:
     """Raise unless the operands fit each other."""
     if x.dim() != 2 or w_q.dim() != 3:
         raise ValueError(f"rows are [S, K] and stacked weights [E, N, K], not {list(x.shape)} and {list(w_q.shape)}")
@@ -43,9 +50,7 @@ def check(
         raise ValueError(f"row_scale has one entry per row, [{x.shape[0]}], not {list(row_scale.shape)}")
     groups = [-(-width // group_size)] if group_size else []
     if list(w_scale.shape) != [experts, outputs, *groups]:
-        raise ValueError(
-            f"w_scale for group_size {group_size} has shape {[experts, outputs, *groups]}, not {list(w_scale.shape)}"
-        )
+        raise ValueError(f"w_scale for group_size {group_size} has shape {[experts, outputs, *groups]}, not {list(w_scale.shape)}")
     if w_zero is not None and (w_zero.shape != w_scale.shape or w_zero.dtype != torch.int8):
         raise ValueError(f"w_zero is int8 {list(w_scale.shape)}, not {w_zero.dtype} {list(w_zero.shape)}")
     if w_zero is not None and row_scale is not None:
@@ -57,9 +62,17 @@ def check(
 
 
 def reference(
-    x: Tensor, w_q: Tensor, w_scale: Tensor, offsets: Tensor, bias: Tensor | None, row_scale: Tensor | None,
-    weight_bits: int, group_size: int, out_dtype: torch.dtype, w_zero: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    w_q: Tensor,
+    w_scale: Tensor,
+    offsets: Tensor,
+    bias: Tensor | None,
+    row_scale: Tensor | None,
+    weight_bits: int,
+    group_size: int,
+    out_dtype: torch.dtype,
+    w_zero: Tensor | None = None,
+) -> Tensor:
     """One expert after the other, as the single linears compute it."""
     check(x, w_q, w_scale, offsets, bias, row_scale, weight_bits, group_size, w_zero)
     y = x.new_zeros((x.shape[0], w_q.shape[1]), dtype=out_dtype)
@@ -80,9 +93,17 @@ def reference(
 
 
 def fake(
-    x: Tensor, w_q: Tensor, w_scale: Tensor, offsets: Tensor, bias: Tensor | None, row_scale: Tensor | None,
-    weight_bits: int, group_size: int, out_dtype: torch.dtype, w_zero: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    w_q: Tensor,
+    w_scale: Tensor,
+    offsets: Tensor,
+    bias: Tensor | None,
+    row_scale: Tensor | None,
+    weight_bits: int,
+    group_size: int,
+    out_dtype: torch.dtype,
+    w_zero: Tensor | None = None,
+) -> Tensor:
     """[S, N] in out_dtype."""
     check(x, w_q, w_scale, offsets, bias, row_scale, weight_bits, group_size, w_zero)
     return x.new_empty((x.shape[0], w_q.shape[1]), dtype=out_dtype)

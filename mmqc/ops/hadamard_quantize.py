@@ -22,9 +22,14 @@ def check(x: Tensor, up: Tensor | None) -> None:
 
 
 def reference(
-    x: Tensor, up: Tensor | None, factors: list[Tensor], scale: Tensor, visual: Tensor | None, bits: int,
+    x: Tensor,
+    up: Tensor | None,
+    factors: list[Tensor],
+    scale: Tensor,
+    visual: Tensor | None,
+    bits: int,
     code: torch.dtype | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """One after the other, each rounded to x's dtype as in the unfused model."""
     check(x, up)
     h = x if up is None else F.silu(x) * up
@@ -32,9 +37,14 @@ def reference(
 
 
 def fake(
-    x: Tensor, up: Tensor | None, factors: list[Tensor], scale: Tensor, visual: Tensor | None, bits: int,
+    x: Tensor,
+    up: Tensor | None,
+    factors: list[Tensor],
+    scale: Tensor,
+    visual: Tensor | None,
+    bits: int,
     code: torch.dtype | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Codes like x."""
     check(x, up)
     return quantize.fake(hadamard.fake(x, factors), scale, visual, bits, code)

@@ -31,8 +31,4 @@ def fake(x: Tensor, up: Tensor | None, factors: list[Tensor], bits: int) -> Quan
     return quantize_per_token.fake(hadamard.fake(x, factors), None, [x.shape[-1]], [bits])
 
 
-define(
-    "hadamard_quantize_per_token(Tensor x, Tensor? up, Tensor[] factors, int bits) -> (Tensor, Tensor, Tensor)",
-    reference,
-    fake,
-)
+define("hadamard_quantize_per_token(Tensor x, Tensor? up, Tensor[] factors, int bits) -> (Tensor, Tensor, Tensor)", reference, fake)

@@ -50,10 +50,22 @@ def calibrate(scores: Tensor, used: Tensor, tau1: float, tau2: float) -> Tensor:
 
 
 def reference(
-    q: Tensor, k_words: Tensor, v_words: Tensor, k_scale: Tensor, k_offset: Tensor, v_scale: Tensor, v_offset: Tensor,
-    visual_count: Tensor, k_text: Tensor, v_text: Tensor, text_count: Tensor, bits: int, scaling: float, tau1: float,
+    q: Tensor,
+    k_words: Tensor,
+    v_words: Tensor,
+    k_scale: Tensor,
+    k_offset: Tensor,
+    v_scale: Tensor,
+    v_offset: Tensor,
+    visual_count: Tensor,
+    k_text: Tensor,
+    v_text: Tensor,
+    text_count: Tensor,
+    bits: int,
+    scaling: float,
+    tau1: float,
     tau2: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """The formula."""
     check(q, k_words, v_words, k_text, v_text, bits)
     (batch, q_heads, length, _), heads = q.shape, k_words.shape[1]
@@ -88,10 +100,22 @@ def per_token(v_scale: Tensor, v_words: Tensor) -> bool:
 
 
 def fake(
-    q: Tensor, k_words: Tensor, v_words: Tensor, k_scale: Tensor, k_offset: Tensor, v_scale: Tensor, v_offset: Tensor,
-    visual_count: Tensor, k_text: Tensor, v_text: Tensor, text_count: Tensor, bits: int, scaling: float, tau1: float,
+    q: Tensor,
+    k_words: Tensor,
+    v_words: Tensor,
+    k_scale: Tensor,
+    k_offset: Tensor,
+    v_scale: Tensor,
+    v_offset: Tensor,
+    visual_count: Tensor,
+    k_text: Tensor,
+    v_text: Tensor,
+    text_count: Tensor,
+    bits: int,
+    scaling: float,
+    tau1: float,
     tau2: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """[B, H_q, Q, D_v] in q's dtype, and [B, H_q, Q]."""
     del k_scale, k_offset, v_scale, v_offset, visual_count, text_count, scaling, tau1, tau2
     check(q, k_words, v_words, k_text, v_text, bits)

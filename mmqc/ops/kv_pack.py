@@ -91,8 +91,7 @@ def fake(
 
 
 define(
-    "kv_pack(Tensor x, Tensor order, Tensor count, int bits, str by, float shrink, bool transposed) "
-    "-> (Tensor, Tensor, Tensor)",
+    "kv_pack(Tensor x, Tensor order, Tensor count, int bits, str by, float shrink, bool transposed) -> (Tensor, Tensor, Tensor)",
     reference,
     fake,
 )

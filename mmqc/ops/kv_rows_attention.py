@@ -34,9 +34,7 @@ def check(q: Tensor, k_rows: Tensor, v_rows: Tensor, widths: Sequence[int], bits
         raise ValueError(f"{q.shape[1]} query heads do not share {rows[1]} KV heads evenly")
 
 
-def reference(
-    q: Tensor, k_rows: Tensor, v_rows: Tensor, widths: Sequence[int], bits: Sequence[int], scaling: float
-) -> Tensor:
+def reference(q: Tensor, k_rows: Tensor, v_rows: Tensor, widths: Sequence[int], bits: Sequence[int], scaling: float) -> Tensor:
     """The formula, part after part."""
     check(q, k_rows, v_rows, widths, bits)
     wide = torch.promote_types(q.dtype, torch.float32)
@@ -56,9 +54,7 @@ def reference(
     return torch.cat(y, -1).reshape(q.shape).to(q.dtype)
 
 
-def fake(
-    q: Tensor, k_rows: Tensor, v_rows: Tensor, widths: Sequence[int], bits: Sequence[int], scaling: float
-) -> Tensor:
+def fake(q: Tensor, k_rows: Tensor, v_rows: Tensor, widths: Sequence[int], bits: Sequence[int], scaling: float) -> Tensor:
     """Like q, contiguous."""
     del scaling
     check(q, k_rows, v_rows, widths, bits)
@@ -66,7 +62,5 @@ def fake(
 
 
 define(
-    "kv_rows_attention(Tensor q, Tensor k_rows, Tensor v_rows, int[] widths, int[] bits, float scaling) -> Tensor",
-    reference,
-    fake,
+    "kv_rows_attention(Tensor q, Tensor k_rows, Tensor v_rows, int[] widths, int[] bits, float scaling) -> Tensor", reference, fake
 )

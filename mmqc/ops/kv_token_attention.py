@@ -55,9 +55,17 @@ def dequantize_tokens(codes: Tensor, scale: Tensor, offset: Tensor, bits: int, d
 
 
 def reference(
-    q: Tensor, k_codes: Tensor, k_scale: Tensor, k_offset: Tensor, v_codes: Tensor, v_scale: Tensor, v_offset: Tensor,
-    count: Tensor, bits: int, scaling: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k_codes: Tensor,
+    k_scale: Tensor,
+    k_offset: Tensor,
+    v_codes: Tensor,
+    v_scale: Tensor,
+    v_offset: Tensor,
+    count: Tensor,
+    bits: int,
+    scaling: float,
+) -> tuple[Tensor, Tensor]:
     """The formula."""
     (batch, q_heads, length, width), heads = q.shape, k_codes.shape[1]
     wide = torch.promote_types(q.dtype, torch.float32)
@@ -73,9 +81,17 @@ def reference(
 
 
 def fake(
-    q: Tensor, k_codes: Tensor, k_scale: Tensor, k_offset: Tensor, v_codes: Tensor, v_scale: Tensor, v_offset: Tensor,
-    count: Tensor, bits: int, scaling: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k_codes: Tensor,
+    k_scale: Tensor,
+    k_offset: Tensor,
+    v_codes: Tensor,
+    v_scale: Tensor,
+    v_offset: Tensor,
+    count: Tensor,
+    bits: int,
+    scaling: float,
+) -> tuple[Tensor, Tensor]:
     """[B, H_q, Q, D_v] in q's dtype, and [B, H_q, Q]."""
     del k_codes, k_scale, k_offset, v_scale, v_offset, count, scaling
     shape = q.shape[:3]

@@ -24,9 +24,15 @@ from mmqc.ops.quantize_per_token import check_parts
 
 
 def check(
-    x_q: Tensor, x_scale: Tensor, x_offset: Tensor, w_q: Sequence[Tensor], w_scale: Tensor, w_sum: Tensor,
-    widths: Sequence[int], weight_bits: Sequence[int],
-) -> None:  # fmt: skip
+    x_q: Tensor,
+    x_scale: Tensor,
+    x_offset: Tensor,
+    w_q: Sequence[Tensor],
+    w_scale: Tensor,
+    w_sum: Tensor,
+    widths: Sequence[int],
+    weight_bits: Sequence[int],
+) -> None:
     """Raise unless the operands fit each other."""
     check_parts(x_q.shape[-1], widths, weight_bits)
     if len(w_q) != len(widths):
@@ -37,8 +43,11 @@ def check(
         check_packed(w, width, bits)
     rows, parts = (*x_q.shape[:-1], len(widths)), (w_q[0].shape[0], len(widths))
     for name, tensor, shape in (
-        ("x_scale", x_scale, rows), ("x_offset", x_offset, rows), ("w_scale", w_scale, parts), ("w_sum", w_sum, parts),
-    ):  # fmt: skip
+        ("x_scale", x_scale, rows),
+        ("x_offset", x_offset, rows),
+        ("w_scale", w_scale, parts),
+        ("w_sum", w_sum, parts),
+    ):
         if tensor.shape != shape:
             raise ValueError(f"{name} has shape {list(shape)}, not {list(tensor.shape)}")
     if x_q.dtype != torch.int8:
@@ -46,9 +55,17 @@ def check(
 
 
 def reference(
-    x_q: Tensor, x_scale: Tensor, x_offset: Tensor, w_q: Sequence[Tensor], w_scale: Tensor, w_sum: Tensor,
-    bias: Tensor | None, widths: Sequence[int], weight_bits: Sequence[int], out_dtype: torch.dtype,
-) -> Tensor:  # fmt: skip
+    x_q: Tensor,
+    x_scale: Tensor,
+    x_offset: Tensor,
+    w_q: Sequence[Tensor],
+    w_scale: Tensor,
+    w_sum: Tensor,
+    bias: Tensor | None,
+    widths: Sequence[int],
+    weight_bits: Sequence[int],
+    out_dtype: torch.dtype,
+) -> Tensor:
     """The formula, part after part."""
     check(x_q, x_scale, x_offset, w_q, w_scale, w_sum, widths, weight_bits)
     dtype = torch.promote_types(out_dtype, torch.float32)
@@ -65,9 +82,17 @@ def reference(
 
 
 def fake(
-    x_q: Tensor, x_scale: Tensor, x_offset: Tensor, w_q: Sequence[Tensor], w_scale: Tensor, w_sum: Tensor,
-    bias: Tensor | None, widths: Sequence[int], weight_bits: Sequence[int], out_dtype: torch.dtype,
-) -> Tensor:  # fmt: skip
+    x_q: Tensor,
+    x_scale: Tensor,
+    x_offset: Tensor,
+    w_q: Sequence[Tensor],
+    w_scale: Tensor,
+    w_sum: Tensor,
+    bias: Tensor | None,
+    widths: Sequence[int],
+    weight_bits: Sequence[int],
+    out_dtype: torch.dtype,
+) -> Tensor:
     """[..., N] in out_dtype."""
     del bias
     check(x_q, x_scale, x_offset, w_q, w_scale, w_sum, widths, weight_bits)

@@ -28,9 +28,7 @@ def check(x: Tensor, residual: Tensor | None, gain: Tensor | None, bias: Tensor 
             raise ValueError(f"{name} has shape [{x.shape[-1]}], not {list(vector.shape)}")
 
 
-def normed(
-    h: Tensor, gain: Tensor | None, bias: Tensor | None, eps: float, round_first: bool, center: bool = False
-) -> Tensor:
+def normed(h: Tensor, gain: Tensor | None, bias: Tensor | None, eps: float, round_first: bool, center: bool = False) -> Tensor:
     """Y, as the modules compute it."""
     if center and not round_first:
         return F.layer_norm(h, h.shape[-1:], gain, bias, eps)
@@ -48,9 +46,18 @@ def normed(
 
 
 def reference(
-    x: Tensor, residual: Tensor | None, gain: Tensor | None, bias: Tensor | None, eps: float, center: bool, round_first: bool,
-    scale: Tensor, visual: Tensor | None, bits: int, code: torch.dtype | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    x: Tensor,
+    residual: Tensor | None,
+    gain: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    center: bool,
+    round_first: bool,
+    scale: Tensor,
+    visual: Tensor | None,
+    bits: int,
+    code: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
     """One after the other."""
     check(x, residual, gain, bias)
     h = x if residual is None else x + residual
@@ -60,9 +67,18 @@ def reference(
 
 
 def fake(
-    x: Tensor, residual: Tensor | None, gain: Tensor | None, bias: Tensor | None, eps: float, center: bool, round_first: bool,
-    scale: Tensor, visual: Tensor | None, bits: int, code: torch.dtype | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    x: Tensor,
+    residual: Tensor | None,
+    gain: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    center: bool,
+    round_first: bool,
+    scale: Tensor,
+    visual: Tensor | None,
+    bits: int,
+    code: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
     """Codes, and x + r where there is a residual."""
     del eps, center, round_first
     check(x, residual, gain, bias)

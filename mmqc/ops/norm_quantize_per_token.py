@@ -24,9 +24,16 @@ Quantized = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def reference(
-    x: Tensor, residual: Tensor | None, gain: Tensor | None, bias: Tensor | None, eps: float, round_first: bool,
-    order: Tensor | None, widths: Sequence[int], bits: Sequence[int],
-) -> Quantized:  # fmt: skip
+    x: Tensor,
+    residual: Tensor | None,
+    gain: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    round_first: bool,
+    order: Tensor | None,
+    widths: Sequence[int],
+    bits: Sequence[int],
+) -> Quantized:
     """One after the other."""
     check(x, residual, gain, bias)
     h = x if residual is None else x + residual
@@ -35,9 +42,16 @@ def reference(
 
 
 def fake(
-    x: Tensor, residual: Tensor | None, gain: Tensor | None, bias: Tensor | None, eps: float, round_first: bool,
-    order: Tensor | None, widths: Sequence[int], bits: Sequence[int],
-) -> Quantized:  # fmt: skip
+    x: Tensor,
+    residual: Tensor | None,
+    gain: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    round_first: bool,
+    order: Tensor | None,
+    widths: Sequence[int],
+    bits: Sequence[int],
+) -> Quantized:
     """Codes, scales and offsets, and x + r where there is a residual."""
     del eps, round_first
     check(x, residual, gain, bias)

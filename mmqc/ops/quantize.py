@@ -61,15 +61,9 @@ def fake(x: Tensor, scale: Tensor, visual: Tensor | None, bits: int, code: torch
     return x.new_empty(x.shape, dtype=code_dtype(bits, code))
 
 
-def contiguous_reference(
-    x: Tensor, scale: Tensor, visual: Tensor | None, bits: int, code: torch.dtype | None = None
-) -> Tensor:
+def contiguous_reference(x: Tensor, scale: Tensor, visual: Tensor | None, bits: int, code: torch.dtype | None = None) -> Tensor:
     """The reference, row-major whatever the strides of x: a matmul reads the result."""
     return reference(x, scale, visual, bits, code).contiguous()
 
 
-define(
-    "quantize(Tensor x, Tensor scale, Tensor? visual, int bits, ScalarType? code=None) -> Tensor",
-    contiguous_reference,
-    fake,
-)
+define("quantize(Tensor x, Tensor scale, Tensor? visual, int bits, ScalarType? code=None) -> Tensor", contiguous_reference, fake)

@@ -35,9 +35,7 @@ def finest(bits: int, next_bits: int) -> float:
     return 2.0 ** (bits - next_bits - 1)
 
 
-def reference(
-    x: Tensor, order: Tensor | None, widths: Sequence[int], bits: Sequence[int]
-) -> tuple[Tensor, Tensor, Tensor]:
+def reference(x: Tensor, order: Tensor | None, widths: Sequence[int], bits: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
     """Part after part, in float32 at least."""
     check_parts(x.shape[-1], widths, bits)
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
@@ -63,6 +61,4 @@ def fake(x: Tensor, order: Tensor | None, widths: Sequence[int], bits: Sequence[
     return x.new_empty(x.shape, dtype=torch.int8), x.new_empty(size, dtype=dtype), x.new_empty(size, dtype=dtype)
 
 
-define(
-    "quantize_per_token(Tensor x, Tensor? order, int[] widths, int[] bits) -> (Tensor, Tensor, Tensor)", reference, fake
-)
+define("quantize_per_token(Tensor x, Tensor? order, int[] widths, int[] bits) -> (Tensor, Tensor, Tensor)", reference, fake)

@@ -33,9 +33,15 @@ INTEGERS = (torch.int32, torch.int8)
 
 
 def check(
-    x_q: Tensor, w_q: Tensor, x_scale: Tensor, w_scale: Tensor, visual: Tensor | None, weight_bits: int,
-    group_scale: Tensor | None = None, group_size: int = 0,
-) -> None:  # fmt: skip
+    x_q: Tensor,
+    w_q: Tensor,
+    x_scale: Tensor,
+    w_scale: Tensor,
+    visual: Tensor | None,
+    weight_bits: int,
+    group_scale: Tensor | None = None,
+    group_size: int = 0,
+) -> None:
     """Raise unless the operands fit each other."""
     if weight_bits not in (4, 8):
         raise ValueError(f"weight_bits = {weight_bits}: with quantized inputs a weight is stored in 4 or 8 bits")
@@ -74,9 +80,17 @@ def sum_groups(x: Tensor, w: Tensor, scale: Tensor, group_size: int) -> Tensor:
 
 
 def reference(
-    x_q: Tensor, w_q: Tensor, x_scale: Tensor, w_scale: Tensor, bias: Tensor | None, visual: Tensor | None,
-    weight_bits: int, out_dtype: torch.dtype, group_scale: Tensor | None = None, group_size: int = 0,
-) -> Tensor:  # fmt: skip
+    x_q: Tensor,
+    w_q: Tensor,
+    x_scale: Tensor,
+    w_scale: Tensor,
+    bias: Tensor | None,
+    visual: Tensor | None,
+    weight_bits: int,
+    out_dtype: torch.dtype,
+    group_scale: Tensor | None = None,
+    group_size: int = 0,
+) -> Tensor:
     """Integer product and epilogue, as in the formula."""
     check(x_q, w_q, x_scale, w_scale, visual, weight_bits, group_scale, group_size)
     rows = row_scale(x_scale, visual)
@@ -84,9 +98,16 @@ def reference(
 
 
 def multiply(
-    x_q: Tensor, w_q: Tensor, row_scale: Tensor, w_scale: Tensor, bias: Tensor | None, weight_bits: int,
-    out_dtype: torch.dtype, group_scale: Tensor | None = None, group_size: int = 0,
-) -> Tensor:  # fmt: skip
+    x_q: Tensor,
+    w_q: Tensor,
+    row_scale: Tensor,
+    w_scale: Tensor,
+    bias: Tensor | None,
+    weight_bits: int,
+    out_dtype: torch.dtype,
+    group_scale: Tensor | None = None,
+    group_size: int = 0,
+) -> Tensor:
     """The formula with the scale of every row, [1] or [..., 1]."""
     width = x_q.shape[-1]
     dtype = torch.promote_types(out_dtype, torch.float32)
@@ -104,9 +125,17 @@ def multiply(
 
 
 def fake(
-    x_q: Tensor, w_q: Tensor, x_scale: Tensor, w_scale: Tensor, bias: Tensor | None, visual: Tensor | None,
-    weight_bits: int, out_dtype: torch.dtype, group_scale: Tensor | None = None, group_size: int = 0,
-) -> Tensor:  # fmt: skip
+    x_q: Tensor,
+    w_q: Tensor,
+    x_scale: Tensor,
+    w_scale: Tensor,
+    bias: Tensor | None,
+    visual: Tensor | None,
+    weight_bits: int,
+    out_dtype: torch.dtype,
+    group_scale: Tensor | None = None,
+    group_size: int = 0,
+) -> Tensor:
     """[..., N] in out_dtype."""
     del bias
     check(x_q, w_q, x_scale, w_scale, visual, weight_bits, group_scale, group_size)

@@ -62,19 +62,35 @@ def activated(z: list[Tensor], activation: str, low_x: Tensor | None = None, low
 
 
 def after(
-    z: list[Tensor], activation: str, scale: Tensor | None, visual: Tensor | None, bits: int, low_x: Tensor | None = None,
+    z: list[Tensor],
+    activation: str,
+    scale: Tensor | None,
+    visual: Tensor | None,
+    bits: int,
+    low_x: Tensor | None = None,
     low_w: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """What stands behind the linears."""
     h = activated(z, activation, low_x, low_w)
     return h if scale is None else quantize.contiguous_reference(h, scale, visual, bits)
 
 
 def reference(
-    x_q: Tensor, w_q: list[Tensor], x_scale: Tensor, w_scale: list[Tensor], bias: list[Tensor | None],
-    visual: Tensor | None, weight_bits: int, out_dtype: torch.dtype, activation: str, next_scale: Tensor | None = None,
-    next_visual: Tensor | None = None, next_bits: int = 8, low_x: Tensor | None = None, low_w: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+    x_q: Tensor,
+    w_q: list[Tensor],
+    x_scale: Tensor,
+    w_scale: list[Tensor],
+    bias: list[Tensor | None],
+    visual: Tensor | None,
+    weight_bits: int,
+    out_dtype: torch.dtype,
+    activation: str,
+    next_scale: Tensor | None = None,
+    next_visual: Tensor | None = None,
+    next_bits: int = 8,
+    low_x: Tensor | None = None,
+    low_w: Tensor | None = None,
+) -> Tensor:
     """The parts, each rounded."""
     check(w_q, activation, low_x, low_w)
     z = scaled_matmuls.reference(x_q, w_q, x_scale, w_scale, bias, visual, weight_bits, out_dtype)
@@ -82,10 +98,21 @@ def reference(
 
 
 def fake(
-    x_q: Tensor, w_q: list[Tensor], x_scale: Tensor, w_scale: list[Tensor], bias: list[Tensor | None],
-    visual: Tensor | None, weight_bits: int, out_dtype: torch.dtype, activation: str, next_scale: Tensor | None = None,
-    next_visual: Tensor | None = None, next_bits: int = 8, low_x: Tensor | None = None, low_w: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+    x_q: Tensor,
+    w_q: list[Tensor],
+    x_scale: Tensor,
+    w_scale: list[Tensor],
+    bias: list[Tensor | None],
+    visual: Tensor | None,
+    weight_bits: int,
+    out_dtype: torch.dtype,
+    activation: str,
+    next_scale: Tensor | None = None,
+    next_visual: Tensor | None = None,
+    next_bits: int = 8,
+    low_x: Tensor | None = None,
+    low_w: Tensor | None = None,
+) -> Tensor:
     """[..., N] in out_dtype or int8."""
     check(w_q, activation, low_x, low_w)
     z = scaled_matmuls.fake(x_q, w_q, x_scale, w_scale, bias, visual, weight_bits, out_dtype)[0]

@@ -15,10 +15,17 @@ from mmqc.ops.define import define
 
 
 def reference(
-    x_q: Tensor, w_q: list[Tensor], x_scale: Tensor, w_scale: list[Tensor], bias: list[Tensor | None],
-    visual: Tensor | None, weight_bits: int, out_dtype: torch.dtype, group_scale: list[Tensor] | None = None,
+    x_q: Tensor,
+    w_q: list[Tensor],
+    x_scale: Tensor,
+    w_scale: list[Tensor],
+    bias: list[Tensor | None],
+    visual: Tensor | None,
+    weight_bits: int,
+    out_dtype: torch.dtype,
+    group_scale: list[Tensor] | None = None,
     group_size: int = 0,
-) -> list[Tensor]:  # fmt: skip
+) -> list[Tensor]:
     """One after the other."""
     return [
         scaled_matmul.reference(x_q, w, x_scale, s, b, visual, weight_bits, out_dtype, t, group_size)
@@ -27,10 +34,17 @@ def reference(
 
 
 def fake(
-    x_q: Tensor, w_q: list[Tensor], x_scale: Tensor, w_scale: list[Tensor], bias: list[Tensor | None],
-    visual: Tensor | None, weight_bits: int, out_dtype: torch.dtype, group_scale: list[Tensor] | None = None,
+    x_q: Tensor,
+    w_q: list[Tensor],
+    x_scale: Tensor,
+    w_scale: list[Tensor],
+    bias: list[Tensor | None],
+    visual: Tensor | None,
+    weight_bits: int,
+    out_dtype: torch.dtype,
+    group_scale: list[Tensor] | None = None,
     group_size: int = 0,
-) -> list[Tensor]:  # fmt: skip
+) -> list[Tensor]:
     """A list of [..., N_i] in out_dtype."""
     return [
         scaled_matmul.fake(x_q, w, x_scale, s, b, visual, weight_bits, out_dtype, t, group_size)

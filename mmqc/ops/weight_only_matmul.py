@@ -20,9 +20,8 @@ from mmqc.ops.pack import check_packed, unpack
 
 
 def dequantize(
-    w_q: Tensor, w_scale: Tensor, width: int, weight_bits: int, group_size: int, dtype: torch.dtype,
-    w_zero: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+    w_q: Tensor, w_scale: Tensor, width: int, weight_bits: int, group_size: int, dtype: torch.dtype, w_zero: Tensor | None = None
+) -> Tensor:
     """Stored weight -> [N, width] in ``dtype``."""
     wide = torch.promote_types(dtype, torch.float32)
     codes = unpack(w_q, width, weight_bits).to(wide)
@@ -36,9 +35,7 @@ def dequantize(
     return (codes * by_channel(w_scale)).to(dtype)
 
 
-def check(
-    x: Tensor, w_q: Tensor, w_scale: Tensor, weight_bits: int, group_size: int, w_zero: Tensor | None = None
-) -> None:
+def check(x: Tensor, w_q: Tensor, w_scale: Tensor, weight_bits: int, group_size: int, w_zero: Tensor | None = None) -> None:
     """Raise unless the operands fit each other."""
     width = x.shape[-1]
     check_packed(w_q, width, weight_bits)
@@ -50,9 +47,8 @@ def check(
 
 
 def reference(
-    x: Tensor, w_q: Tensor, w_scale: Tensor, bias: Tensor | None, weight_bits: int, group_size: int,
-    w_zero: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+    x: Tensor, w_q: Tensor, w_scale: Tensor, bias: Tensor | None, weight_bits: int, group_size: int, w_zero: Tensor | None = None
+) -> Tensor:
     """Dequantize, then ``linear``."""
     check(x, w_q, w_scale, weight_bits, group_size, w_zero)
     w = dequantize(w_q, w_scale, x.shape[-1], weight_bits, group_size, x.dtype, w_zero)
@@ -60,9 +56,8 @@ def reference(
 
 
 def fake(
-    x: Tensor, w_q: Tensor, w_scale: Tensor, bias: Tensor | None, weight_bits: int, group_size: int,
-    w_zero: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+    x: Tensor, w_q: Tensor, w_scale: Tensor, bias: Tensor | None, weight_bits: int, group_size: int, w_zero: Tensor | None = None
+) -> Tensor:
     """[..., N] in x's dtype."""
     del bias
     check(x, w_q, w_scale, weight_bits, group_size, w_zero)

@@ -223,10 +223,7 @@ def _shift(prog: Program, factor: fx.Node, name: str) -> float | None:
     """C, if a gain's expression is w + c."""
     weight = prog.weights[name]
     device = "cpu" if weight.is_meta else weight.device
-    at = [
-        prog.constant(factor, {name: torch.full(weight.shape, v, dtype=torch.float64, device=device)})
-        for v in (0.0, 1.0, 2.0)
-    ]
+    at = [prog.constant(factor, {name: torch.full(weight.shape, v, dtype=torch.float64, device=device)}) for v in (0.0, 1.0, 2.0)]
     shift = float(at[0].reshape(-1)[0])
     return shift if all(bool((gain == shift + v).all()) for v, gain in enumerate(at)) else None
 
@@ -251,8 +248,7 @@ def _joined(several: list[list[Part]], schemes: dict[str, Scheme]) -> Site:
             merged.setdefault((p.fqn, p.axis, p.reads), []).append(replace(p, channel=p.channel + width))
         width += count
     joined = tuple(
-        replace(ps[0], index=torch.cat([p.index for p in ps]), channel=torch.cat([p.channel for p in ps]))
-        for ps in merged.values()
+        replace(ps[0], index=torch.cat([p.index for p in ps]), channel=torch.cat([p.channel for p in ps])) for ps in merged.values()
     )
     readers = dict.fromkeys(p.fqn for p in joined if p.reads)
     return Site(width, joined, {f: schemes[f] for f in readers if f in schemes})

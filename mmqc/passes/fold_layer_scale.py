@@ -76,9 +76,7 @@ class FoldLayerScale:
             assert neutral is not None
             yield Site(name, neutral, tuple(gains), weight_of(first), bias_of(prog, first))
 
-    def why_not(
-        self, prog: Program, name: str, gains: list[Gain], linears: list[fx.Node | None], in_place: set[fx.Node]
-    ) -> str:
+    def why_not(self, prog: Program, name: str, gains: list[Gain], linears: list[fx.Node | None], in_place: set[fx.Node]) -> str:
         """The reason to refuse, or nothing."""
         if not name or "," in name:
             return "the gain is computed from activations or from several weights"

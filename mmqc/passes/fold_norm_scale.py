@@ -92,9 +92,7 @@ class FoldNormScale:
     def at_edge(self, prog: Program, spaces: Spaces, space: Space) -> Iterator[EdgeSite | Miss]:
         """Spaces that come in from another graph and whose readers took in a gain in the whole model."""
         assert prog.plan is not None
-        gains = {
-            prog.plan.gains[t.fqn][:3] for t in space.readers if t.fqn in prog.plan.gains and prog.is_quantized(t.fqn)
-        }
+        gains = {prog.plan.gains[t.fqn][:3] for t in space.readers if t.fqn in prog.plan.gains and prog.is_quantized(t.fqn)}
         if not gains or not space.inputs:
             return
         first = space.readers[0]
@@ -106,9 +104,7 @@ class FoldNormScale:
             or space.outputs
             or any(t.fqn not in prog.plan.gains for t in space.readers)
         ):
-            yield Miss(
-                first.node.name, "a norm of another graph scales it, and something else touches it here", first.fqn
-            )
+            yield Miss(first.node.name, "a norm of another graph scales it, and something else touches it here", first.fqn)
             return
         gain, bias, neutral = gains.pop()
         try:
@@ -116,9 +112,7 @@ class FoldNormScale:
         except BoundaryError as error:
             yield Miss(first.node.name, str(error), first.fqn)
             return
-        yield EdgeSite(
-            gain, neutral, bias, tuple(inputs), tuple(space.readers), prog.plan.gains[first.fqn][3][first.groups[0]]
-        )
+        yield EdgeSite(gain, neutral, bias, tuple(inputs), tuple(space.readers), prog.plan.gains[first.fqn][3][first.groups[0]])
 
     def why_not(self, prog: Program, spaces: Spaces, name: str, gains: list[Gain], space: Space | None) -> str:
         """The reason to refuse, or nothing."""

@@ -26,15 +26,7 @@ from torch import Tensor, fx
 from mmqc.graph.kinds import kind
 from mmqc.graph.linear import bias_of
 from mmqc.graph.program import Miss, Program, copy_meta
-from mmqc.graph.spaces.boundary import (
-    BoundaryError,
-    Change,
-    Crossings,
-    by_copy,
-    change_inputs,
-    change_outputs,
-    crossings,
-)
+from mmqc.graph.spaces.boundary import BoundaryError, Change, Crossings, by_copy, change_inputs, change_outputs, crossings
 from mmqc.graph.spaces.coordinates import Source
 from mmqc.graph.spaces.spaces import Space, Spaces, Touch
 from mmqc.ops.hadamard_matrix import hadamard_cost
@@ -126,9 +118,7 @@ class FuseRotation:
             return _miss(space, "a norm covers other channels beside these, so the rotation would have to run online")
         norms = tuple(dict.fromkeys(node.meta["module"] for node, *_ in (*edges.inputs, *edges.pins)))
         if LINEARS * len(norms) > len(space.readers) and not self.everywhere:
-            return _miss(
-                space, f"{len(norms)} online rotations ({norms[0]}, ...) would serve {len(space.readers)} linears"
-            )
+            return _miss(space, f"{len(norms)} online rotations ({norms[0]}, ...) would serve {len(space.readers)} linears")
         return Site((space,), edges, bool(space.mean_pins), norms)
 
     def with_edges(self, spaces: Spaces, group: list[Space], keep_mean: bool) -> Iterator[Site | Miss]:

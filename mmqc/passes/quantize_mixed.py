@@ -69,9 +69,8 @@ class QuantizeMixed:
             high = nodes[0].meta.get(HIGH) if scheme.dynamic.high_fraction else None
             lowest = nodes[0].meta.get(LOWEST) if scheme.dynamic.lowest_fraction else None
             parts = parts_of(
-                prog.weights[fqn].shape[1], high, scheme.weight.bits, scheme.dynamic.high_bits, lowest,
-                scheme.dynamic.lowest_bits,
-            )  # fmt: skip
+                prog.weights[fqn].shape[1], high, scheme.weight.bits, scheme.dynamic.high_bits, lowest, scheme.dynamic.lowest_bits
+            )
             yield Site(fqn, tuple(nodes), scheme, parts)
 
     def rewrite(self, prog: Program, site: Site) -> None:
@@ -109,9 +108,19 @@ class QuantizeMixed:
             w_q = [weight(f"codes_{p}") for p in range(len(stored.widths))]
             new = call(
                 torch.ops.mmqc.mixed_matmul.default,
-                (x_q, s_x, o_x, w_q, weight("scale"), weight("sum"), named["bias"], [*stored.widths], [*stored.bits],
-                 prog.weights[site.fqn].dtype),
-            )  # fmt: skip
+                (
+                    x_q,
+                    s_x,
+                    o_x,
+                    w_q,
+                    weight("scale"),
+                    weight("sum"),
+                    named["bias"],
+                    [*stored.widths],
+                    [*stored.bits],
+                    prog.weights[site.fqn].dtype,
+                ),
+            )
         for made in (both, x_q, s_x, o_x, new):
             copy_meta(made, node, self.name, 0)
         new.meta.update({k: node.meta[k] for k in ("tower", "role", "scheme")}, fqn=site.fqn)

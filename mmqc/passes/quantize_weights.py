@@ -96,9 +96,7 @@ class QuantizeWeights:
         for node in site.nodes:
             named = operands(node)
             with prog.graph.inserting_before(node):
-                codes, scale, *zero = (
-                    prog.constant_node(f"{site.fqn}.{p}", prog.weights[f"{site.fqn}.{p}"]) for p in parts
-                )
+                codes, scale, *zero = (prog.constant_node(f"{site.fqn}.{p}", prog.weights[f"{site.fqn}.{p}"]) for p in parts)
                 new = prog.graph.call_function(
                     torch.ops.mmqc.weight_only_matmul.default,
                     (named["input"], codes, scale, named["bias"], bits, spec.group_size, *zero),
@@ -113,18 +111,14 @@ class QuantizeWeights:
         known = prog.statistics["linears"] if prog.statistics is not None else {}
         return known.get(fqn, {}).get("input_scale") is not None
 
-    def with_outliers(
-        self, prog: Program, y: fx.Node, x: fx.Node, fqn: str, value: Tensor, outliers: Tensor | None
-    ) -> fx.Node:
+    def with_outliers(self, prog: Program, y: fx.Node, x: fx.Node, fqn: str, value: Tensor, outliers: Tensor | None) -> fx.Node:
         """Y + W[:, S] x[S]."""
         if outliers is None:
             return y
         index = prog.constant_node(f"{fqn}.outliers", outliers)
         columns = prog.constant_node(f"{fqn}.outlier_weight", value[:, outliers].contiguous())
         picked = prog.graph.call_method("index_select", (x, -1, index))
-        return prog.graph.call_method(
-            "add", (y, prog.graph.call_function(torch.nn.functional.linear, (picked, columns)))
-        )
+        return prog.graph.call_method("add", (y, prog.graph.call_function(torch.nn.functional.linear, (picked, columns))))
 
 
 def _error(value: Tensor, solved: Quantized, outliers: Tensor | None) -> float:

@@ -79,9 +79,7 @@ def called_norm(node: fx.Node) -> CalledNorm:
     elif eps is None:
         dtype = node.meta.get("dtype") or getattr(node.meta.get("example_value"), "dtype", torch.float32)
         eps = torch.finfo(torch.promote_types(dtype, torch.float32)).eps
-    return CalledNorm(
-        given["input"], len(given["normalized_shape"]), float(eps), given.get("weight"), given.get("bias")
-    )
+    return CalledNorm(given["input"], len(given["normalized_shape"]), float(eps), given.get("weight"), given.get("bias"))
 
 
 def uncast(node: Any) -> Any:

@@ -30,17 +30,81 @@ from mmqc.graph.sizes import value_of
 
 EARLY = "early"  # in the meta of a node: it runs before the compiled graph
 READS = frozenset(("item", "_local_scalar_dense"))
-CHECKS = frozenset((
-    "_assert_scalar", "_assert", "_check", "_check_is_size", "sym_constrain_range", "sym_constrain_range_for_size",
-))  # fmt: skip
-ARITHMETIC = frozenset((
-    "add", "sub", "rsub", "mul", "floordiv", "floor_divide", "div", "mod", "remainder", "neg", "abs", "pow", "prod", "sum",
-    "cumsum", "max", "min", "amax", "amin", "eq", "ne", "lt", "le", "gt", "ge", "and", "or", "xor", "bitwise_and",
-    "bitwise_or", "bitwise_not", "logical_and", "logical_or", "logical_not", "all", "any", "_is_all_true", "sym_ite", "not",
-    "sym_not", "sym_min", "sym_max", "sym_sum", "where", "clamp", "getitem", "getattr:shape", "getattr:T", "size", "numel",
-    "select", "narrow", "view", "reshape", "flatten", "squeeze", "unsqueeze", "expand", "unbind", "transpose", "permute",
-    "contiguous", "clone", "detach", "to", "long", "int", "bool", "diff", "count_nonzero",
-))  # fmt: skip
+CHECKS = frozenset(("_assert_scalar", "_assert", "_check", "_check_is_size", "sym_constrain_range", "sym_constrain_range_for_size"))
+ARITHMETIC = frozenset(
+    (
+        "add",
+        "sub",
+        "rsub",
+        "mul",
+        "floordiv",
+        "floor_divide",
+        "div",
+        "mod",
+        "remainder",
+        "neg",
+        "abs",
+        "pow",
+        "prod",
+        "sum",
+        "cumsum",
+        "max",
+        "min",
+        "amax",
+        "amin",
+        "eq",
+        "ne",
+        "lt",
+        "le",
+        "gt",
+        "ge",
+        "and",
+        "or",
+        "xor",
+        "bitwise_and",
+        "bitwise_or",
+        "bitwise_not",
+        "logical_and",
+        "logical_or",
+        "logical_not",
+        "all",
+        "any",
+        "_is_all_true",
+        "sym_ite",
+        "not",
+        "sym_not",
+        "sym_min",
+        "sym_max",
+        "sym_sum",
+        "where",
+        "clamp",
+        "getitem",
+        "getattr:shape",
+        "getattr:T",
+        "size",
+        "numel",
+        "select",
+        "narrow",
+        "view",
+        "reshape",
+        "flatten",
+        "squeeze",
+        "unsqueeze",
+        "expand",
+        "unbind",
+        "transpose",
+        "permute",
+        "contiguous",
+        "clone",
+        "detach",
+        "to",
+        "long",
+        "int",
+        "bool",
+        "diff",
+        "count_nonzero",
+    )
+)
 
 
 @dataclass(frozen=True)
@@ -72,9 +136,7 @@ class ReorderReads:
             if word(read) not in READS:
                 continue
             found = ancestors(read)
-            reason = next(
-                (r for n in sorted(found, key=place.__getitem__, reverse=True) if (r := why_late(n, changed))), ""
-            )
+            reason = next((r for n in sorted(found, key=place.__getitem__, reverse=True) if (r := why_late(n, changed))), "")
             nodes = sorted(with_checks(found, prog), key=place.__getitem__)
             used = {n: number(n) for n in from_reads(nodes) if not set(nodes).issuperset(n.users)}
             unknown = [n.name for n, value in used.items() if value is None]
@@ -94,9 +156,7 @@ class ReorderReads:
                 node.meta[EARLY] = True
         for node, value in site.used:
             for user in [u for u in node.users if EARLY not in u.meta]:
-                args, kwargs = fx.map_arg(
-                    (user.args, user.kwargs), lambda n, old=node, new=value: new if n is old else n
-                )
+                args, kwargs = fx.map_arg((user.args, user.kwargs), lambda n, old=node, new=value: new if n is old else n)
                 user.args, user.kwargs = args, kwargs  # type: ignore[assignment]
             with prog.graph.inserting_before(first):
                 same = prog.graph.call_function(operator.eq, (node, value))

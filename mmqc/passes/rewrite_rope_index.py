@@ -51,10 +51,7 @@ class RewriteRopeIndex:
         if self.attention == "gather":
             calls = attention_calls(prog)
             if calls:
-                yield Miss(
-                    calls[0].name,
-                    "gather: q and k are in sequence order in front of the rotation, and so are positions",
-                )
+                yield Miss(calls[0].name, "gather: q and k are in sequence order in front of the rotation, and so are positions")
             return
         left = [n for n in prog.graph.nodes if PENDING in n.meta]
         seen: set[fx.Node] = set()

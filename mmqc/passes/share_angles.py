@@ -28,18 +28,7 @@ ANGLES = ("cos", "sin")
 PIECES = ("split", "chunk", "unbind")
 CASTS = ("to", "float", "half", "bfloat16", "type_as")
 STEPS = ("cat", "stack", "repeat_interleave", "mul", *PIECES, *CASTS)
-VIEWS = (
-    "unsqueeze",
-    "squeeze",
-    "getitem",
-    "view",
-    "reshape",
-    "flatten",
-    "expand",
-    "permute",
-    "transpose",
-    "contiguous",
-)
+VIEWS = ("unsqueeze", "squeeze", "getitem", "view", "reshape", "flatten", "expand", "permute", "transpose", "contiguous")
 READERS = 4
 
 

@@ -65,9 +65,7 @@ class ShareQuantize:
                 yield Site(node, first)
                 continue
             if earlier:
-                yield Miss(
-                    node.name, f"its scale differs from that of {earlier[0].name}, which quantizes the same tensor"
-                )
+                yield Miss(node.name, f"its scale differs from that of {earlier[0].name}, which quantizes the same tensor")
             earlier.append(node)
 
     def by_token(self, prog: Program) -> Iterator[Site | Miss]:

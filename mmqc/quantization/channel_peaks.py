@@ -57,9 +57,7 @@ def _linears(prog: Program) -> dict[str, fx.Node]:
 
 def mark_outliers(model: nn.Module, prog: Program, batches: Batches) -> None:
     """Say on every linear whose scheme has outlier channels which of its inputs they are."""
-    wanted = {
-        f: d for f, n in _linears(prog).items() if (d := n.meta["scheme"].dynamic) is not None and d.high == "outliers"
-    }
+    wanted = {f: d for f, n in _linears(prog).items() if (d := n.meta["scheme"].dynamic) is not None and d.high == "outliers"}
     peaks = channel_peaks(model, [f for f, d in wanted.items() if d.high_fraction], batches)
     for node in prog.nodes("linear"):
         peak = peaks.get(weight_of(node))

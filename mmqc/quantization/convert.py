@@ -72,9 +72,7 @@ class Journal:
         """Replace a submodule wherever it is registered; the new one takes over the training flag."""
         old = self.model.get_submodule(fqn)
         new.train(old.training)
-        places = [
-            (m._modules, name) for m in self.model.modules() for name, child in m._modules.items() if child is old
-        ]
+        places = [(m._modules, name) for m in self.model.modules() for name, child in m._modules.items() if child is old]
         for modules, name in places:
             modules[name] = new
             self.undo.append(lambda modules=modules, name=name: modules.__setitem__(name, old))
@@ -223,11 +221,18 @@ def _build_mixed(model: nn.Module, prog: Program, only: Container[str]) -> dict[
         scheme, weight = node.meta["scheme"], old.get_parameter("weight")
         stored, bias = Stored.of(prog.solved[fqn], scheme), getattr(old, "bias", None)
         built[fqn.removesuffix(".weight")] = MixedLinear.from_stored(
-            [c.to(weight.device) for c in stored.codes], stored.scale.to(weight.device), stored.sum.to(weight.device),
-            widths=stored.widths, stored=stored.bits, activation=stored.activation_bits, weight_bits=scheme.weight.bits,
+            [c.to(weight.device) for c in stored.codes],
+            stored.scale.to(weight.device),
+            stored.sum.to(weight.device),
+            widths=stored.widths,
+            stored=stored.bits,
+            activation=stored.activation_bits,
+            weight_bits=scheme.weight.bits,
             order=None if stored.order is None else stored.order.to(weight.device),
-            bias=None if bias is None else bias.detach(), hadamard=isinstance(old, HadamardLinear), dtype=weight.dtype,
-        )  # fmt: skip
+            bias=None if bias is None else bias.detach(),
+            hadamard=isinstance(old, HadamardLinear),
+            dtype=weight.dtype,
+        )
     return built
 
 

@@ -53,10 +53,18 @@ class Job:
     """
 
     def __init__(
-        self, model: nn.Module, config: QuantConfig, batches: list[Batch], context: ModalityContext,
-        journal: convert.Journal, bar: Progress, filter_fn: Callable[[nn.Module, str], bool] | None, options: Options,
-        residency: Residency, store: Store | None,
-    ) -> None:  # fmt: skip
+        self,
+        model: nn.Module,
+        config: QuantConfig,
+        batches: list[Batch],
+        context: ModalityContext,
+        journal: convert.Journal,
+        bar: Progress,
+        filter_fn: Callable[[nn.Module, str], bool] | None,
+        options: Options,
+        residency: Residency,
+        store: Store | None,
+    ) -> None:
         self.model, self.config, self.batches = model, config, batches
         self.context, self.journal, self.bar, self.filter_fn = context, journal, bar, filter_fn
         self.options, self.residency, self.store = options, residency, store
@@ -121,9 +129,7 @@ class Job:
         with ExitStack() as stack:
             kv, bases = self.config.kv_rounding, self.config.rewrites.bases
             keys = stack.enter_context(observed(self.model, kv)) if kv is not None else {}
-            self.untied += measured_rewrites(
-                self.model, prog, self.config, lambda: map(self.call, self.batches), self.journal
-            )
+            self.untied += measured_rewrites(self.model, prog, self.config, lambda: map(self.call, self.batches), self.journal)
             # The forwards that find bases went through the keys too, which no basis changes.
             if kv is not None and bases is None:
                 with torch.no_grad():
@@ -168,10 +174,15 @@ class Job:
         """Stacked experts, which no linear module holds."""
         self.bar.say("quantizing experts")
         built = quantize_experts(
-            self.model, prog, self.config, lambda: map(self.call, self.batches),
+            self.model,
+            prog,
+            self.config,
+            lambda: map(self.call, self.batches),
             lambda: map(self.call, self.batches[:: max(1, len(self.batches) // MEASURED_BATCHES)][:MEASURED_BATCHES]),
-            context=self.context, wanted=self.filter_fn, row_weights=self.options.row_weights,
-        )  # fmt: skip
+            context=self.context,
+            wanted=self.filter_fn,
+            row_weights=self.options.row_weights,
+        )
         if self.options.inputs == "quantized":
             for layer in built.layers:
                 layer.note = "; ".join(filter(None, (layer.note, "measured in the floating-point model")))
@@ -195,10 +206,19 @@ class Job:
         batches = self.batches[: bases.solver_batches] if bases is not None else self.batches
         chosen = range(0, len(batches), max(1, len(batches) // MEASURED_BATCHES))
         sequence = Sequential(
-            self.model, self, names, self.watches(), {n: self.is_language(f"{n}.weight") for n in names},
-            [functools.partial(self.forward, b) for b in batches], list(chosen)[:MEASURED_BATCHES], self.context,
-            self.residency, self.options.inputs, self.options.spool, self.bar.say,
-        )  # fmt: skip
+            self.model,
+            self,
+            names,
+            self.watches(),
+            {n: self.is_language(f"{n}.weight") for n in names},
+            [functools.partial(self.forward, b) for b in batches],
+            list(chosen)[:MEASURED_BATCHES],
+            self.context,
+            self.residency,
+            self.options.inputs,
+            self.options.spool,
+            self.bar.say,
+        )
         refused: dict[str, str] = {}
         while True:
             with torch.no_grad():
@@ -329,10 +349,19 @@ class Job:
             note = "; ".join(filter(None, (self.notes[fqn], _one_scale(linear, seen))))
             rows.append(
                 LayerReport(
-                    module, *self.places[fqn], str(self.schemes[fqn]), texts.get(fqn, ()), loss.sqnr(),
-                    ranges, loss.saturated(), self.errors[fqn], outliers, self.found.seconds[fqn], note,
+                    module,
+                    *self.places[fqn],
+                    str(self.schemes[fqn]),
+                    texts.get(fqn, ()),
+                    loss.sqnr(),
+                    ranges,
+                    loss.saturated(),
+                    self.errors[fqn],
+                    outliers,
+                    self.found.seconds[fqn],
+                    note,
                 )
-            )  # fmt: skip
+            )
         return rows
 
     def finish(self, config: QuantConfig, report: QuantReport) -> None:

@@ -31,11 +31,7 @@ Batch = Mapping[str, Any]
 
 
 def quantize_kv(
-    model: nn.Module,
-    config: QuantConfig,
-    calibration: Iterable[Batch] | None,
-    quantize: Callable[..., QuantReport],
-    **options: Any,
+    model: nn.Module, config: QuantConfig, calibration: Iterable[Batch] | None, quantize: Callable[..., QuantReport], **options: Any
 ) -> QuantReport:
     """``quantize(model, config without kv, batches, then=..., ...)``, and a packed cache for ``model.generate``.
 

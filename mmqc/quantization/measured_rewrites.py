@@ -18,9 +18,12 @@ from mmqc.quantization.pca_bases import rotate_to_bases
 
 
 def measured_rewrites(
-    model: nn.Module, prog: Program, config: QuantConfig, batches: Callable[[], Iterable[Mapping[str, Any]]],
+    model: nn.Module,
+    prog: Program,
+    config: QuantConfig,
+    batches: Callable[[], Iterable[Mapping[str, Any]]],
     journal: convert.Journal,
-) -> list[str]:  # fmt: skip
+) -> list[str]:
     """Run those that ``config`` asks for and write them back; returns as ``convert.write_weights``."""
     untied: list[str] = []
     if config.rewrites.smooth is not None:

@@ -146,9 +146,7 @@ def _eligible(prog: Program, linears: Mapping[str, fx.Node], options: Bases, see
             yield Found(space, high, lowest, options.by, turned)
 
 
-def _watches(
-    model: nn.Module, prog: Program, linears: Mapping[str, fx.Node], all_found: Iterable[Found]
-) -> Iterator[_Watch]:
+def _watches(model: nn.Module, prog: Program, linears: Mapping[str, fx.Node], all_found: Iterable[Found]) -> Iterator[_Watch]:
     """Where to look: at a stream's readers, one for each tensor that they read, or at a head's writers."""
     made: dict[tuple[str, bool], _Watch] = {}
     for found in all_found:

@@ -34,9 +34,7 @@ class ResumeError(ValueError):
     """``resume_dir`` holds another job, or damaged files: says what differs and what to do."""
 
 
-def fingerprint(
-    model: nn.Module, config: Mapping[str, Any], batches: Sequence[Mapping[str, Any]], options: Any
-) -> dict[str, str]:
+def fingerprint(model: nn.Module, config: Mapping[str, Any], batches: Sequence[Mapping[str, Any]], options: Any) -> dict[str, str]:
     """Digests of all that a result depends on, by what it is called in an error message."""
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     flat = {f"{i}.{k}": v for i, batch in enumerate(batches) for k, v in batch.items()}

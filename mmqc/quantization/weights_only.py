@@ -19,9 +19,8 @@ from mmqc.report.report import LayerReport, QuantReport
 
 
 def quantize_weights_only(
-    model: nn.Module, config: QuantConfig, scheme: Scheme, filter_fn: Callable[[nn.Module, str], bool] | None,
-    device: Any = None,
-) -> QuantReport:  # fmt: skip
+    model: nn.Module, config: QuantConfig, scheme: Scheme, filter_fn: Callable[[nn.Module, str], bool] | None, device: Any = None
+) -> QuantReport:
     """Swap every linear but those that ``keep`` names.
 
     Weights are rounded on ``device``; None means where they are.
@@ -48,6 +47,4 @@ def _swap(journal: Journal, fqn: str, scheme: Scheme, device: Any) -> LayerRepor
     new, solved = quantized_linear(weight, linear.bias, scheme, fqn)
     error = float((weight.float() - solved.dequantize()).norm() / weight.float().norm())
     journal.swap(fqn, new.to(home))
-    return LayerReport(
-        fqn, "", "", str(scheme), weight_error=error, seconds=time.perf_counter() - start, note=solved.note
-    )
+    return LayerReport(fqn, "", "", str(scheme), weight_error=error, seconds=time.perf_counter() - start, note=solved.note)

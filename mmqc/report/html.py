@@ -78,9 +78,7 @@ def _results(rows: Sequence[Row]) -> str:
         "Accuracy on data that calibration has not seen; recovery is its share of the float model's; nll is the negative "
         "log-likelihood of the right answer; size is that of parameters and buffers; seconds are those of quantization."
     )
-    return section(
-        "What quantization costs", lead, _dict_table(rows), picture(recovery_plot(_recovery(rows)), "recovery")
-    )
+    return section("What quantization costs", lead, _dict_table(rows), picture(recovery_plot(_recovery(rows)), "recovery"))
 
 
 def _speed(rows: Sequence[Row]) -> str:
@@ -100,9 +98,7 @@ def _ablation(rows: Sequence[Row]) -> str:
         "One ingredient of the recipe after the other, on the model that was made hard to quantize. Once the accuracy is "
         "the float model's, a further step can show in the answers' negative log-likelihood (nll) only."
     )
-    return section(
-        "What each step brings", lead, _dict_table(rows), picture(recovery_plot(_recovery(rows)), "recovery")
-    )
+    return section("What each step brings", lead, _dict_table(rows), picture(recovery_plot(_recovery(rows)), "recovery"))
 
 
 def _recovery(rows: Sequence[Row]) -> list[tuple[str, float]]:
@@ -151,16 +147,12 @@ def _ranges(reports: Mapping[str, QuantReport]) -> str:
         "its own."
     )
     tower = f"<details><summary>Vision tower</summary>{picture(vision, 'ranges in the vision tower')}</details>"
-    return section(
-        "Activation ranges by modality", lead, picture(decoder, "ranges in the decoder"), tower if vision else ""
-    )
+    return section("Activation ranges by modality", lead, picture(decoder, "ranges in the decoder"), tower if vision else "")
 
 
 def _sqnr(reports: Mapping[str, QuantReport]) -> str:
     plot = sqnr_plot(reports)
-    lead = (
-        "Signal-to-quantization-noise ratio of each layer's output on float inputs from calibration; 6 dB are one bit."
-    )
+    lead = "Signal-to-quantization-noise ratio of each layer's output on float inputs from calibration; 6 dB are one bit."
     return section("Noise layer by layer", lead, picture(plot, "SQNR by layer")) if plot else ""
 
 

@@ -126,9 +126,7 @@ def _layer_axis(axis: Any, layers: Sequence[LayerReport]) -> None:
     axis.set_xlim(-0.7, len(layers) - 0.3)
     # beyond this many the labels would overlap; the table on the page has every name
     step = -(-len(layers) // 60)
-    axis.set_xticks(
-        range(0, len(layers), step), [short(layer.fqn) for layer in layers[::step]], rotation=60, ha="right"
-    )
+    axis.set_xticks(range(0, len(layers), step), [short(layer.fqn) for layer in layers[::step]], rotation=60, ha="right")
     axis.tick_params(axis="x", length=0, pad=1)
     towers = [layer.tower for layer in layers]
     for i in range(1, len(towers)):
@@ -145,18 +143,12 @@ def sqnr_plot(reports: Mapping[str, QuantReport]) -> str | None:
         return None
     with figure(0.7 + 2.5 * len(modalities), len(modalities), sharey=True) as (fig, axes):
         for axis, modality in zip(axes, modalities, strict=True):
-            seen = [
-                x
-                for x in order
-                if any(modality in y.sqnr for r in reports.values() for y in r.layers if y.fqn == x.fqn)
-            ]
+            seen = [x for x in order if any(modality in y.sqnr for r in reports.values() for y in r.layers if y.fqn == x.fqn)]
             seen.sort(key=lambda layer: towers[layer.tower])
             at = {layer.fqn: i for i, layer in enumerate(seen)}
             for (name, report), colour in zip(reports.items(), _cycle(len(reports)), strict=True):
                 points = sorted((at[x.fqn], x.sqnr[modality]) for x in report.layers if modality in x.sqnr)
-                axis.plot(
-                    *zip(*points, strict=True), "o-", color=colour, markersize=3, linewidth=1, label=name
-                ) if points else None
+                axis.plot(*zip(*points, strict=True), "o-", color=colour, markersize=3, linewidth=1, label=name) if points else None
             axis.set_title(f"{modality} rows")
             axis.grid(axis="y", linewidth=0.6)
             axis.set_ylabel("SQNR, dB")

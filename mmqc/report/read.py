@@ -58,6 +58,4 @@ def _number(value: float | None) -> float:
 
 
 def _pass(row: Mapping[str, Any]) -> Any:
-    return SimpleNamespace(
-        name=row["name"], exact=row["exact"], n_sites=row["sites"], misses=tuple(row["reasons"]), ms=row["ms"]
-    )
+    return SimpleNamespace(name=row["name"], exact=row["exact"], n_sites=row["sites"], misses=tuple(row["reasons"]), ms=row["ms"])

@@ -194,11 +194,7 @@ class QuantReport:
             medians.append(f"{statistics.median(pair[i] for pair in known.values()):.1f}")
             largest.append(f"{known[worst][i]:.1f} ({worst})")
         head = f"incoherence of {count(len(known), 'linear weight')}"
-        lines = [
-            f"{head}: median {' -> '.join(medians)}",
-            f"  largest before {largest[0]}",
-            f"  largest after  {largest[1]}",
-        ]
+        lines = [f"{head}: median {' -> '.join(medians)}", f"  largest before {largest[0]}", f"  largest after  {largest[1]}"]
         return "\n".join(lines)
 
     def _worst(self) -> str:
@@ -223,9 +219,7 @@ class QuantReport:
         for kind in (ROUNDED, CALIBRATED) if calibrated else (ROUNDED,):
             outside = statistics.median(layer.outside(kind) for layer in self.kv_scores)
             error = statistics.median(layer.error_of(kind) for layer in self.kv_scores)
-            lines.append(
-                f"  {kind}: {outside:.1%} beyond the exact scores, mean squared error of the softmax {error:.1e}"
-            )
+            lines.append(f"  {kind}: {outside:.1%} beyond the exact scores, mean squared error of the softmax {error:.1e}")
         return "\n".join(lines)
 
     def _passes(self) -> str:

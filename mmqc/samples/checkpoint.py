@@ -23,18 +23,38 @@ def new_config() -> Qwen2VLConfig:
 
     return Qwen2VLConfig(
         vision_config=dict(
-            depth=4, embed_dim=256, hidden_size=256, num_heads=4, mlp_ratio=3, patch_size=ids.PATCH,
-            spatial_merge_size=ids.MERGE, temporal_patch_size=ids.TEMPORAL,
+            depth=4,
+            embed_dim=256,
+            hidden_size=256,
+            num_heads=4,
+            mlp_ratio=3,
+            patch_size=ids.PATCH,
+            spatial_merge_size=ids.MERGE,
+            temporal_patch_size=ids.TEMPORAL,
         ),
         text_config=dict(
-            vocab_size=ids.VOCAB_SIZE, hidden_size=256, intermediate_size=768, num_hidden_layers=4,
-            num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=1024, rms_norm_eps=1e-6,
+            vocab_size=ids.VOCAB_SIZE,
+            hidden_size=256,
+            intermediate_size=768,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=1024,
+            rms_norm_eps=1e-6,
             rope_parameters=dict(rope_type="default", rope_theta=1e4, mrope_section=[8, 12, 12]),
-            bos_token_id=None, eos_token_id=ids.END, pad_token_id=ids.PAD, tie_word_embeddings=True,
+            bos_token_id=None,
+            eos_token_id=ids.END,
+            pad_token_id=ids.PAD,
+            tie_word_embeddings=True,
         ),
-        image_token_id=ids.IMAGE, video_token_id=ids.VIDEO, vision_start_token_id=ids.VISION_START,
-        vision_end_token_id=ids.VISION_END, tie_word_embeddings=True, eos_token_id=ids.END, pad_token_id=ids.PAD,
-    )  # fmt: skip
+        image_token_id=ids.IMAGE,
+        video_token_id=ids.VIDEO,
+        vision_start_token_id=ids.VISION_START,
+        vision_end_token_id=ids.VISION_END,
+        tie_word_embeddings=True,
+        eos_token_id=ids.END,
+        pad_token_id=ids.PAD,
+    )
 
 
 def new_model() -> Qwen2VLForConditionalGeneration:

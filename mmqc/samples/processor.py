@@ -112,9 +112,7 @@ class DigitsProcessor:
         length = -(-longest // multiple_of) * multiple_of
         out = {}
         for key, fill in (("input_ids", PAD), ("attention_mask", 0), ("mm_token_type_ids", 0)):
-            out[key] = torch.cat(
-                [torch.nn.functional.pad(b[key], (length - b[key].shape[1], 0), value=fill) for b in batch]
-            )
+            out[key] = torch.cat([torch.nn.functional.pad(b[key], (length - b[key].shape[1], 0), value=fill) for b in batch])
         for key in ("pixel_values", "image_grid_thw"):
             if parts := [b[key] for b in batch if key in b]:
                 out[key] = torch.cat(parts)

@@ -109,9 +109,7 @@ def compare(a: Sequence[Score], b: Sequence[Score]) -> Comparison:
     """Paired difference of accuracy, resampled within each kind since the kinds weigh the same."""
     differences = _by_kind(a, [y.accuracy - x.accuracy for x, y in zip(a, b, strict=True)])
     rng = np.random.default_rng(_BOOTSTRAP_SEED)
-    draws = np.mean(
-        [d[rng.integers(len(d), size=(_BOOTSTRAP_DRAWS, len(d)))].mean(1) for d in differences.values()], axis=0
-    )
+    draws = np.mean([d[rng.integers(len(d), size=(_BOOTSTRAP_DRAWS, len(d)))].mean(1) for d in differences.values()], axis=0)
     low, high = np.quantile(draws, [0.025, 0.975])
     first, second = summarize(a)["accuracy"], summarize(b)["accuracy"]
     return Comparison(first, second, second - first, float(low), float(high))

@@ -176,9 +176,7 @@ def turned(model: Qwen2VLForConditionalGeneration, recipe: Mapping[str, Tensor])
 
 
 @torch.no_grad()
-def stress(
-    model: Qwen2VLForConditionalGeneration, recipe: Mapping[str, Tensor] | None = None
-) -> Qwen2VLForConditionalGeneration:
+def stress(model: Qwen2VLForConditionalGeneration, recipe: Mapping[str, Tensor] | None = None) -> Qwen2VLForConditionalGeneration:
     """A float64 copy of `model` that computes the same and is hard to quantize.
 
     Args:

@@ -13,15 +13,18 @@ from mmqc.solvers.quantized import Quantized
 __all__ = ["SOLVERS", "Quantized", "solve"]
 
 OVERWRITING = ("gptq",)
-SOLVERS: dict[str, Any] = {
-    "rtn": rtn.solve, "mse_clip": mse_clip.solve, "awq_clip": awq_clip.solve, "gptq": gptq.solve
-}  # fmt: skip
+SOLVERS: dict[str, Any] = {"rtn": rtn.solve, "mse_clip": mse_clip.solve, "awq_clip": awq_clip.solve, "gptq": gptq.solve}
 
 
 def solve(
-    weight: Tensor, spec: WeightSpec, hessian: Tensor | None = None, *, skip: Tensor | None = None, name: str = "weight",
+    weight: Tensor,
+    spec: WeightSpec,
+    hessian: Tensor | None = None,
+    *,
+    skip: Tensor | None = None,
+    name: str = "weight",
     overwrite: bool = False,
-) -> Quantized:  # fmt: skip
+) -> Quantized:
     """Quantizes ``weight`` [N, K] with the solver that ``spec`` names, and makes its scales integers if ``spec`` says so.
 
     Args:

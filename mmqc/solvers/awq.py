@@ -70,9 +70,8 @@ class Found:
 
 
 def search(
-    readers: Sequence[Reader], width: int, *, duo: bool = False, grid: int = GRID,
-    loss: Callable[[Tensor], float] | None = None,
-) -> Found:  # fmt: skip
+    readers: Sequence[Reader], width: int, *, duo: bool = False, grid: int = GRID, loss: Callable[[Tensor], float] | None = None
+) -> Found:
     """The best factors for ``width`` channels that ``readers`` read.
 
     Args:

@@ -60,9 +60,7 @@ def parts_of(
     level = torch.ones(width, dtype=torch.long).index_fill(0, high.cpu(), 2)
     if lowest is not None and lowest.numel():
         level[lowest.cpu()] = 0
-    return tuple(
-        Part(rest[level == i], b) for i, b in enumerate((lowest_bits, bits, high_bits)) if bool((level == i).any())
-    )
+    return tuple(Part(rest[level == i], b) for i, b in enumerate((lowest_bits, bits, high_bits)) if bool((level == i).any()))
 
 
 def solve(

@@ -47,9 +47,7 @@ def principal_basis(moment: Tensor, high: int, seed: int = 0, random: str = "ort
     """
     n = moment.shape[-1]
     if moment.shape != (n, n) or not 0 <= high + lowest < n:
-        raise ValueError(
-            f"a basis of {n} with {high} high coordinates and {lowest} lowest ones from a moment {list(moment.shape)}"
-        )
+        raise ValueError(f"a basis of {n} with {high} high coordinates and {lowest} lowest ones from a moment {list(moment.shape)}")
     if not bool(torch.isfinite(moment).all()):
         raise ValueError("the second moment is NaN or infinite; the calibration run overflowed")
     m = moment.double()
@@ -61,9 +59,7 @@ def peak_basis(peaks: Tensor, high: int, seed: int = 0, random: str = "orthogona
     """U float64 [n, n]: the channels of the largest ``peaks`` [n], max |x|, are the high subspace; as ``principal_basis``."""
     n = len(peaks)
     if peaks.dim() != 1 or not 0 <= high + lowest < n:
-        raise ValueError(
-            f"a basis of {n} with {high} high coordinates and {lowest} lowest ones from peaks {list(peaks.shape)}"
-        )
+        raise ValueError(f"a basis of {n} with {high} high coordinates and {lowest} lowest ones from peaks {list(peaks.shape)}")
     order = peaks.argsort(stable=True)
     return _mixed(torch.eye(n, dtype=torch.float64, device=peaks.device)[:, order], high, seed, random, lowest)
 

@@ -22,13 +22,9 @@ def check_hessian(hessian: Tensor | None, w: Tensor, name: str, solver: str) -> 
     """
     k = w.shape[1]
     if hessian is None:
-        raise ValueError(
-            f"{name}: the {solver} solver needs calibration data; pass calibration=, or use solver 'mse_clip'"
-        )
+        raise ValueError(f"{name}: the {solver} solver needs calibration data; pass calibration=, or use solver 'mse_clip'")
     if hessian.shape != (k, k):
-        raise ValueError(
-            f"{name}: the second moment has shape {tuple(hessian.shape)}, but the weight has {k} input channels"
-        )
+        raise ValueError(f"{name}: the second moment has shape {tuple(hessian.shape)}, but the weight has {k} input channels")
     if not torch.stack(torch.aminmax(hessian.detach())).isfinite().all():  # no mask of the size of H
         raise ValueError(f"{name}: the second moment of its inputs is NaN or infinite; the calibration run overflowed")
     return hessian

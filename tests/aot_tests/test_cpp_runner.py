@@ -26,9 +26,7 @@ def ask(runner: Path, package: Path, file: Path, longest: int, stop: int) -> lis
     return [int(t) for t in done.stdout.split()]
 
 
-def answers(
-    runner: Path, package: Path, model: nn.Module, sample: samples.sample.Sample
-) -> list[tuple[list[int], list[int]]]:
+def answers(runner: Path, package: Path, model: nn.Module, sample: samples.sample.Sample) -> list[tuple[list[int], list[int]]]:
     """Tokens of the program and of the model."""
     found = []
     for number, question in enumerate(sample.questions(QUESTIONS)):
@@ -91,10 +89,13 @@ def toy(folder: Path) -> tuple[dict[str, nn.Module], Path]:
         "vision": {"pixel_values": torch.ones(3, WIDTH)},
         "prefill": {"input_ids": ids, "attention_mask": torch.ones_like(ids), **tensors},
         "decode": {
-            "input_ids": torch.ones(1, 1, dtype=torch.int64), "attention_mask": torch.ones(1, room, dtype=torch.int64),
-            "cache_position": torch.tensor([length]), "key_0": cache, "value_0": cache.clone(),
+            "input_ids": torch.ones(1, 1, dtype=torch.int64),
+            "attention_mask": torch.ones(1, room, dtype=torch.int64),
+            "cache_position": torch.tensor([length]),
+            "key_0": cache,
+            "value_0": cache.clone(),
         },
-    }  # fmt: skip
+    }
     axes = {"pixel_values": 0, "image_features": 0, "key_0": 2, "value_0": 2, "attention_mask": 1}
     files = {}
     for name, module in programs.items():

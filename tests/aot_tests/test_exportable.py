@@ -91,9 +91,7 @@ def test_export__grid_that_does_not_fit_is_refused() -> None:
 
 def test_export__quantized_model_with_padding() -> None:
     model, _ = quantized_vlm()
-    program = export_program(
-        model, padded((1, 4, 6), (1, 8, 4)), more=[padded((1, 8, 8)), padded((2, 4, 6), (1, 2, 4))]
-    )
+    program = export_program(model, padded((1, 4, 6), (1, 8, 4)), more=[padded((1, 8, 8)), padded((2, 4, 6), (1, 2, 4))])
     other = [padded((1, 10, 4)), padded((1, 4, 4), (1, 6, 4), (1, 2, 4)), padded((3, 2, 8), (1, 4, 2))]
     assert error(program, model, other) < FLIPPED
     assert foreign(program) == {"mmqc"}
@@ -161,9 +159,7 @@ def test_export__knows_no_names() -> None:
     ],
 )
 def test_export__function_that_nothing_follows_is_refused(wrong: Any, message: str) -> None:
-    with pytest.raises(
-        ExportError, match=r"where of Tower\(shape \(2, 3\)\): no index function equals it; .*" + message
-    ):
+    with pytest.raises(ExportError, match=r"where of Tower\(shape \(2, 3\)\): no index function equals it; .*" + message):
         export_program(Tower(wrong), TOWER[0], more=TOWER[1:])
 
 
@@ -175,9 +171,7 @@ def test_export__changed_function_of_a_model_is_refused(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(modeling_qwen2_vl, "get_vision_position_ids", get_vision_position_ids)
     model, batch = tiny_qwen2_vl()
-    with pytest.raises(
-        ExportError, match=r"get_vision_position_ids of .*\(image_grid_thw \(2, 3\)\): no index function"
-    ):
+    with pytest.raises(ExportError, match=r"get_vision_position_ids of .*\(image_grid_thw \(2, 3\)\): no index function"):
         export_program(model, batch, more=[batch_of((1, 8, 8))])
 
 
@@ -200,8 +194,12 @@ def test_export__images_one_by_one_are_refused(then: str, message: str) -> None:
 def test_derived_shapes__axes_that_differ() -> None:
     shapes = derived_shapes([batch_of((1, 4, 6), (1, 8, 4)), batch_of((1, 8, 8))])
     assert {name: set(axes) for name, axes in shapes.items()} == {
-        "input_ids": {1}, "attention_mask": {1}, "mm_token_type_ids": {1}, "pixel_values": {0}, "image_grid_thw": {0},
-    }  # fmt: skip
+        "input_ids": {1},
+        "attention_mask": {1},
+        "mm_token_type_ids": {1},
+        "pixel_values": {0},
+        "image_grid_thw": {0},
+    }
 
 
 def test_export__traces_a_batch_without_sizes_of_one() -> None:
@@ -209,9 +207,7 @@ def test_export__traces_a_batch_without_sizes_of_one() -> None:
     assert len(program.range_constraints) == 2
     one, other = tower_batch((1, 3, 3)), tower_batch((1, 3, 9))
     with pytest.raises(ExportError, match="at least two"):
-        export_program(
-            Tower(), one, more=[other], dynamic_shapes={"patches": (Dim.DYNAMIC, None), "shape": {0: Dim.AUTO}}
-        )
+        export_program(Tower(), one, more=[other], dynamic_shapes={"patches": (Dim.DYNAMIC, None), "shape": {0: Dim.AUTO}})
 
 
 def test_export__batches_of_another_kind_are_refused() -> None:

@@ -65,9 +65,7 @@ def test_window_order(case: tuple[Tensor, int], window: int) -> None:
 
 
 @quick
-@given(
-    cases, st.integers(2, 9), st.sampled_from(("bilinear", "bicubic")), st.booleans(), st.sampled_from(("border", "zeros"))
-)  # fmt: skip
+@given(cases, st.integers(2, 9), st.sampled_from(("bilinear", "bicubic")), st.booleans(), st.sampled_from(("border", "zeros")))
 def test_interpolation(case: tuple[Tensor, int], side: int, mode: str, align: bool, padding: str) -> None:
     grid, merge = case
     expected = vision_utils.get_vision_interpolation_indices_and_weights(grid, side, mode, align, merge, padding)
@@ -118,16 +116,12 @@ def tokens(drawn: list[Row], merge: int, left: bool, apart: int = 0) -> tuple[Te
     return of(list(zip(pads, types, strict=True))), mask, {k: torch.tensor(v) for k, v in found.items()}
 
 
-def expected_positions(
-    model: Any, types: Tensor, mask: Tensor, grids: dict[int, Tensor], merge: int
-) -> tuple[Tensor, Tensor]:
+def expected_positions(model: Any, types: Tensor, mask: Tensor, grids: dict[int, Tensor], merge: int) -> tuple[Tensor, Tensor]:
     """What a model's own method computes."""
     config = SimpleNamespace(vision_config=SimpleNamespace(spatial_merge_size=merge))
     owner = SimpleNamespace(config=config)
     owner.get_vision_position_ids = lambda *a, **k: model.get_vision_position_ids(owner, *a, **k)
-    return model.get_rope_index(
-        owner, types, types, image_grid_thw=grids.get(1), video_grid_thw=grids.get(2), attention_mask=mask
-    )
+    return model.get_rope_index(owner, types, types, image_grid_thw=grids.get(1), video_grid_thw=grids.get(2), attention_mask=mask)
 
 
 @quick
@@ -161,7 +155,5 @@ def test_candidates__read_no_value(row: index_ops.Candidate) -> None:
     with FakeTensorMode():
         grid = torch.ones(2, 3, dtype=torch.long)
         types = torch.ones(2, 9, dtype=torch.int)
-        result = (
-            row.function(types, types, {1: grid}, **numbers) if row.of_tokens else row.function(grid, 64, **numbers)
-        )
+        result = row.function(types, types, {1: grid}, **numbers) if row.of_tokens else row.function(grid, 64, **numbers)
     assert isinstance(result, (Tensor, tuple))

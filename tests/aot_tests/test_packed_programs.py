@@ -90,9 +90,14 @@ def test_programs__sliding_windows_are_refused() -> None:
     from transformers import MistralConfig, MistralForCausalLM
 
     config = MistralConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
         sliding_window=4,
-    )  # fmt: skip
+    )
     config.layer_types = ["sliding_attention", "full_attention"]
     model = MistralForCausalLM(config).eval()
     with pytest.raises(StepError, match=r"full attention in every layer, this one has .'full_attention', 'sliding"):
@@ -101,10 +106,7 @@ def test_programs__sliding_windows_are_refused() -> None:
 
 @pytest.mark.parametrize(
     ("spec", "why"),
-    [
-        (mmqc.KVSpec(2, text_bits=8), "text in the model's precision"),
-        (mmqc.KVSpec(1, rounding="queries"), "nearest code"),
-    ],
+    [(mmqc.KVSpec(2, text_bits=8), "text in the model's precision"), (mmqc.KVSpec(1, rounding="queries"), "nearest code")],
 )
 def test_programs__what_a_package_does_not_store_is_refused(spec: mmqc.KVSpec, why: str) -> None:
     with pytest.raises(StepError, match=why):
@@ -130,6 +132,8 @@ def test_package__the_cpp_program_answers_as_generate_does(tmp_path: Path) -> No
             continue
         done = subprocess.run(
             [str(runner), str(package), str(saved(case, tmp_path / f"{number}.safetensors")), "8", "-1"],
-            check=True, capture_output=True, text=True,
-        )  # fmt: skip
+            check=True,
+            capture_output=True,
+            text=True,
+        )
         assert [int(t) for t in done.stdout.split()] == answer_of(split.model, case, 8)

@@ -40,9 +40,13 @@ def test_bench__takes_the_largest_batch_that_fits() -> None:
     bench = Bench(SHAPES["tiny"], TINY, CPU)
     rows = list(bench.rows())
     assert [(r.bits, r.way, r.budget) for r in rows] == [
-        (16, "dynamic", 3e-4), (16, "dynamic", 1e-4), (16, "eager", 3e-4), (16, "eager", 1e-4), (2, "eager", 3e-4),
+        (16, "dynamic", 3e-4),
+        (16, "dynamic", 1e-4),
+        (16, "eager", 3e-4),
+        (16, "eager", 1e-4),
+        (2, "eager", 3e-4),
         (2, "eager", 1e-4),
-    ]  # fmt: skip
+    ]
     for row in rows:
         one = bench.run(row.bits, row.way, row.batch + 1, 1)[1]
         assert not row.why
@@ -81,8 +85,31 @@ def test_settings_and_shapes() -> None:
 def test_cli__table_json_and_plot(tmp_path: Any) -> None:
     pytest.importorskip("matplotlib")
     out, png = tmp_path / "kv.json", tmp_path / "kv.png"
-    words = ["bench", "kv", "tiny", "-b", "16", "-b", "1", "--budget", "0.0002", "--visual", "32", "--tokens", "4", "--steps",
-             "1", "--text", "2", "--device", "cpu", "--json", str(out), "--plot", str(png)]  # fmt: skip
+    words = [
+        "bench",
+        "kv",
+        "tiny",
+        "-b",
+        "16",
+        "-b",
+        "1",
+        "--budget",
+        "0.0002",
+        "--visual",
+        "32",
+        "--tokens",
+        "4",
+        "--steps",
+        "1",
+        "--text",
+        "2",
+        "--device",
+        "cpu",
+        "--json",
+        str(out),
+        "--plot",
+        str(png),
+    ]
     result = CliRunner().invoke(app, words)
     assert result.exit_code == 0, result.output
     assert "tokens/s" in result.output
@@ -110,9 +137,7 @@ def test_bench__the_compiled_step_is_one_graph(monkeypatch: pytest.MonkeyPatch) 
         return graph
 
     real = torch.compile
-    monkeypatch.setattr(
-        torch, "compile", lambda f, fullgraph, dynamic, options: real(f, backend=backend, fullgraph=fullgraph)
-    )
+    monkeypatch.setattr(torch, "compile", lambda f, fullgraph, dynamic, options: real(f, backend=backend, fullgraph=fullgraph))
     bench = Bench(SHAPES["tiny"], Settings((16, 1), (1.0,), 48, 4, 20, 8, ("compiled",), 3), CPU)
     rows = list(bench.rows())
     assert [row.why for row in rows] == ["", ""]

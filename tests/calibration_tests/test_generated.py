@@ -35,7 +35,5 @@ def test_generate_tokens__reach_the_calibration() -> None:
     less = mmqc.quantize_(other, recipes.rtn(8, 8), [batch], progress=False)
     ranges = [{x.fqn: x.ranges["text"] for x in r.layers if x.tower == "language"} for r in (more, less)]
     slack = 1 - 2**-12  # a longer batch is summed in another order
-    assert all(
-        ranges[0][n][0] <= low * slack and high * slack <= ranges[0][n][1] for n, (low, high) in ranges[1].items()
-    )
+    assert all(ranges[0][n][0] <= low * slack and high * slack <= ranges[0][n][1] for n, (low, high) in ranges[1].items())
     assert any(ranges[0][n][0] * slack < low or ranges[0][n][1] * slack > high for n, (low, high) in ranges[1].items())

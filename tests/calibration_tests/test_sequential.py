@@ -160,9 +160,7 @@ def test_quantized_inputs__are_what_the_quantized_model_sees() -> None:
     linears = {n: m for n, m in model.named_modules() if isinstance(m, QuantLinear)}
     first = [n for n in linears if n.endswith((".q_proj", ".qkv", "gate_proj.unused", "mlp.0"))]
     seen: dict[str, list[Tensor]] = {n: [] for n in first}
-    handles = [
-        linears[n].register_forward_pre_hook(lambda m, a, n=n: seen[n].append(a[0].detach().clone())) for n in first
-    ]
+    handles = [linears[n].register_forward_pre_hook(lambda m, a, n=n: seen[n].append(a[0].detach().clone())) for n in first]
     with torch.no_grad():
         for data in (batch, other):
             model(**data, use_cache=False)
@@ -188,9 +186,10 @@ def test_modality_weights__change_the_codes_of_the_language_model_only() -> None
     quantize(model, GPTQ)
     quantize(other, GPTQ, modality_weights={"visual": 100.0, "text": 0.01})
     differing = {
-        n for n, m in model.named_modules()
+        n
+        for n, m in model.named_modules()
         if isinstance(m, QuantLinear) and not torch.equal(m.qweight, other.get_submodule(n).qweight)  # type: ignore[arg-type]
-    }  # fmt: skip
+    }
     assert differing
     assert all(".text." in name for name in differing)
 

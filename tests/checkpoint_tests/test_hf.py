@@ -132,17 +132,32 @@ def test_files__are_safetensors_and_a_config_that_tells_all(tmp_path):
     assert saved["visual_token_ids"] == list(VISUAL)
     assert saved["record"] == {"passes": [{"name": "fold_norm_scale", "sites": 3}]}
     assert MmqcConfig(**saved).quant_config == CONFIG
-    assert saved["parameters"] == {
-        "model.language_model.layers.0.mlp.up_proj.bias": {"shape": [296], "dtype": "float32"},
-    }
+    assert saved["parameters"] == {"model.language_model.layers.0.mlp.up_proj.bias": {"shape": [296], "dtype": "float32"}}
     assert saved["modules"]["model.visual.blocks.0.mlp.fc2"] == {
-        "kind": "quant_linear", "in": 256, "out": 64, "weight_bits": 4, "activation_bits": 8, "group_size": 0,
-        "hadamard": True, "bias": True, "input_scales": 1, "outliers": 2, "modality": False, "dtype": "float32",
-        "zero": False, "float8": False, "integer_scales": False,
-    }  # fmt: skip
+        "kind": "quant_linear",
+        "in": 256,
+        "out": 64,
+        "weight_bits": 4,
+        "activation_bits": 8,
+        "group_size": 0,
+        "hadamard": True,
+        "bias": True,
+        "input_scales": 1,
+        "outliers": 2,
+        "modality": False,
+        "dtype": "float32",
+        "zero": False,
+        "float8": False,
+        "integer_scales": False,
+    }
     assert saved["modules"]["model.visual.blocks.0.norm1"] == {
-        "kind": "rms_norm", "size": 64, "eps": 1e-5, "weight": False, "bias": False, "dtype": None,
-    }  # fmt: skip
+        "kind": "rms_norm",
+        "size": 64,
+        "eps": 1e-5,
+        "weight": False,
+        "bias": False,
+        "dtype": None,
+    }
 
 
 def test_modality__is_hooked_to_the_loaded_model_and_known_to_its_linears(tmp_path):
@@ -193,17 +208,10 @@ def test_another_dtype__casts_the_float_parts_only(tmp_path):
     quantize_by_hand(model).save_pretrained(tmp_path)
     again = AutoModelForImageTextToText.from_pretrained(tmp_path, dtype=torch.bfloat16)
     fc2 = again.model.visual.blocks[0].mlp.fc2
-    assert (fc2.qweight.dtype, fc2.weight_scale.dtype, fc2.input_scale.dtype) == (
-        torch.uint8,
-        torch.float32,
-        torch.float32,
-    )
+    assert (fc2.qweight.dtype, fc2.weight_scale.dtype, fc2.input_scale.dtype) == (torch.uint8, torch.float32, torch.float32)
     assert (fc2.bias.dtype, fc2.outlier_weight.dtype, fc2.weight.dtype, again.dtype) == (torch.bfloat16,) * 4
     inputs["pixel_values"] = inputs["pixel_values"].bfloat16()
-    for tensor in [
-        *model.parameters(),
-        *(b for n, b in model.named_buffers() if n.endswith(("bias", "outlier_weight"))),
-    ]:
+    for tensor in [*model.parameters(), *(b for n, b in model.named_buffers() if n.endswith(("bias", "outlier_weight")))]:
         tensor.data = tensor.data.bfloat16()
     assert torch.equal(logits(again, inputs), logits(model, inputs))
 
@@ -215,9 +223,7 @@ def test_flipped_bit__is_noticed_by_name(tmp_path):
     raw = bytearray(path.read_bytes())
     raw[len(raw) // 2] ^= 0x10
     path.write_bytes(raw)
-    with pytest.raises(
-        ValueError, match=r"damaged: model\.\S+ differs .*1 tensors differ, 0 are missing.*copy or download"
-    ):
+    with pytest.raises(ValueError, match=r"damaged: model\.\S+ differs .*1 tensors differ, 0 are missing.*copy or download"):
         AutoModelForImageTextToText.from_pretrained(tmp_path)
 
 
@@ -235,10 +241,7 @@ def edit(directory, **changes):
         ({"surprise": 1}, "unknown key 'surprise'"),
         ({"modules": {"model.visual.blocks.0.norm1": {"kind": "layer_norm"}}}, "unknown kind of module 'layer_norm'"),
         ({"modules": {"model.visual.blocks.0.norm1": {"kind": "rms_norm"}}}, "spec of a rms_norm lacks 'weight'"),
-        (
-            {"modules": {"nowhere": {"kind": "rms_norm"}}},
-            "has nowhere, but Qwen2VLForConditionalGeneration has no such module",
-        ),
+        ({"modules": {"nowhere": {"kind": "rms_norm"}}}, "has nowhere, but Qwen2VLForConditionalGeneration has no such module"),
     ],
 )
 def test_config__that_cannot_be_read_says_why(tmp_path, changes, words):
@@ -282,9 +285,7 @@ def test_plain_module__is_left_alone():
         RMSNorm(7, 1e-5, torch.ones(7, dtype=torch.bfloat16)),
         HadamardLinear(12, 5, bias=False),
         QuantLinear.empty(12, 5, weight_bits=4, group_size=4),
-        QuantLinear.empty(
-            12, 5, weight_bits=8, activation_bits=8, input_scales=2, outliers=1, bias=True, hadamard=True
-        ),
+        QuantLinear.empty(12, 5, weight_bits=8, activation_bits=8, input_scales=2, outliers=1, bias=True, hadamard=True),
     ],
     ids=lambda m: type(m).__name__,
 )

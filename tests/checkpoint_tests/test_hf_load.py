@@ -40,9 +40,7 @@ CONFIGS = {
     "int8": recipes.rtn(8),
     "int4-g8": recipes.rtn(4, group_size=8),
     "head": recipes.rtn(8, head_bits=8),
-    "mse": recipes.rtn(4).replace(
-        language=None, vision=None, projector=mmqc.Scheme(mmqc.WeightSpec(4, solver="mse_clip"))
-    ),
+    "mse": recipes.rtn(4).replace(language=None, vision=None, projector=mmqc.Scheme(mmqc.WeightSpec(4, solver="mse_clip"))),
 }
 
 
@@ -108,9 +106,7 @@ def test_load__a_checkpoint_that_mmqc_saved_wins(tmp_path):
     mmqc.quantize_(model, recipes.rtn(8), progress=False)
     copy.deepcopy(model).save_pretrained(tmp_path)
     with pytest.warns(UserWarning, match="already has a `quantization_config`"):
-        again = AutoModelForImageTextToText.from_pretrained(
-            tmp_path, quantization_config=MmqcConfig(config=recipes.rtn(4))
-        )
+        again = AutoModelForImageTextToText.from_pretrained(tmp_path, quantization_config=MmqcConfig(config=recipes.rtn(4)))
     assert_same(model, again, inputs)
 
 

@@ -28,11 +28,14 @@ CASES = {
     "gptq symmetric": ({"quant_method": "gptq", "bits": 4, "group_size": 8, "sym": True}, gptq, 4, 8, True),
     "gptq v2": (
         {"quant_method": "gptq", "bits": 4, "group_size": 8, "checkpoint_format": "gptq_v2"},
-        functools.partial(gptq, v2=True), 4, 8, False,
+        functools.partial(gptq, v2=True),
+        4,
+        8,
+        False,
     ),
     "gptq 8 bits": ({"quant_method": "gptq", "bits": 8, "group_size": -1}, gptq, 8, 0, True),
     "gptq 2 bits": ({"quant_method": "gptq", "bits": 2, "group_size": 8}, gptq, 2, 8, False),
-}  # fmt: skip
+}
 
 
 @torch.no_grad()

@@ -32,7 +32,7 @@ READ: dict[str, tuple[str, dict[str, Any], dict[str, Any] | None]] = {
     "W8A8 static, one weight scale": ("int-quantized", {**INT8, "strategy": "tensor"}, STATIC),
     "W8A8 fp8": ("float-quantized", FLOAT8, {**STATIC, "type": "float"}),
     "W8A8 fp8, one weight scale": ("float-quantized", {**FLOAT8, "strategy": "tensor"}, {**STATIC, "type": "float"}),
-}  # fmt: skip
+}
 
 
 def compressed(weight: Tensor, form: str, scheme: Any) -> tuple[dict[str, Tensor], Tensor]:
@@ -67,9 +67,13 @@ def write(model: Any, folder: Path, form: str, weights: Any, inputs: Any, **sett
     left = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and n not in expected]
     group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "format": form}
     quantization = {
-        "quant_method": "compressed-tensors", "quantization_status": "compressed", "format": form, "ignore": left,
-        "config_groups": {"group_0": group}, **settings,
-    }  # fmt: skip
+        "quant_method": "compressed-tensors",
+        "quantization_status": "compressed",
+        "format": form,
+        "ignore": left,
+        "config_groups": {"group_0": group},
+        **settings,
+    }
     save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
     config = model.config.to_dict() | {"architectures": [type(model).__name__], "quantization_config": quantization}
     (folder / "config.json").write_text(json.dumps(config | {"dtype": "float32"}))
@@ -105,9 +109,7 @@ def test_load__asymmetric_models_save_and_load_like_any_other(tmp_path: Path) ->
     write(model, tmp_path, *READ["W4A16 asymmetric"])
     ours = mmqc.load_quantized(tmp_path)
     ours.save_pretrained(tmp_path / "mmqc")
-    assert torch.equal(
-        logits(AutoModelForImageTextToText.from_pretrained(tmp_path / "mmqc"), inputs), logits(ours, inputs)
-    )
+    assert torch.equal(logits(AutoModelForImageTextToText.from_pretrained(tmp_path / "mmqc"), inputs), logits(ours, inputs))
     mmqc.save_pretrained(ours, tmp_path / "again", format="compressed-tensors")
     assert torch.equal(logits(mmqc.load_quantized(tmp_path / "again"), inputs), logits(ours, inputs))
 
@@ -117,7 +119,7 @@ REFUSED = {
     "dynamic": ("int-quantized", INT8, DYNAMIC, r"quantized at run time.*leave=\('activations',\)"),
     "groups beside fp8": ("pack-quantized", INT4, {**STATIC, "type": "float"}, r"groups of weights beside float8.*leave="),
     "static, asymmetric": ("int-quantized", INT8, {**STATIC, "symmetric": False}, r"zero points.*leave=\('activations',\)"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", REFUSED)
@@ -139,9 +141,7 @@ def test_load__leaves_activations_in_floating_point_if_told_so(tmp_path: Path) -
 def test_load__fp8_by_the_way_that_the_error_names(tmp_path: Path) -> None:
     model, inputs = tiny_qwen2_vl()
     expected = write(model, tmp_path, "float-quantized", FLOAT8, {**DYNAMIC, "type": "float"})
-    there = AutoModelForImageTextToText.from_pretrained(
-        tmp_path, quantization_config=CompressedTensorsConfig(dequantize=True)
-    )
+    there = AutoModelForImageTextToText.from_pretrained(tmp_path, quantization_config=CompressedTensorsConfig(dequantize=True))
     name = next(iter(expected))
     assert torch.equal(there.get_submodule(name).weight, expected[name])
     mmqc.quantize_(there, mmqc.recipes.rtn(8), progress=False)

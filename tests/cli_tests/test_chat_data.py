@@ -109,9 +109,13 @@ def test_encode__transformers_own_processor():
     )
     images = transformers.CLIPImageProcessorPil(size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28})
     processor = transformers.LlavaProcessor(
-        images, tokenizer, patch_size=14, vision_feature_select_strategy="default", num_additional_image_tokens=1,
+        images,
+        tokenizer,
+        patch_size=14,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
         chat_template=template,
-    )  # fmt: skip
+    )
     content = [{"type": "image", "image": Image.new("RGB", (56, 56))}, {"type": "text", "text": "how many"}]
     example = Example(({"role": "user", "content": content},), "two")
     prompt, whole = (encode(processor, example, answer=answer) for answer in (False, True))

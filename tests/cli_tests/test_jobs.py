@@ -35,20 +35,7 @@ def data(tmp_path_factory):
 def quantized(data, tmp_path_factory):
     """digits-vqa in W8A8, calibrated on the folder through the command line."""
     out = tmp_path_factory.mktemp("w8a8")
-    arguments = (
-        "--recipe",
-        "rtn",
-        "--w",
-        "8",
-        "--a",
-        "8",
-        "--calibration",
-        str(data),
-        "--limit",
-        "2",
-        "--out",
-        str(out),
-    )
+    arguments = ("--recipe", "rtn", "--w", "8", "--a", "8", "--calibration", str(data), "--limit", "2", "--out", str(out))
     result = invoke("quantize", "digits-vqa", *arguments)
     assert result.exit_code == 0, result.output
     return out, result.output
@@ -143,18 +130,7 @@ def test_eval__questions_of_a_folder_against_the_float_model(data, quantized, tm
     out, _ = quantized
     text = tmp_path / "text.txt"
     text.write_text("read image 1.\n" * 5)
-    arguments = (
-        "--data",
-        str(data),
-        "-n",
-        "2",
-        "--against",
-        "digits-vqa",
-        "--text",
-        str(text),
-        "--max-new-tokens",
-        "8",
-    )
+    arguments = ("--data", str(data), "-n", "2", "--against", "digits-vqa", "--text", str(text), "--max-new-tokens", "8")
     result = invoke("eval", str(out), *arguments, "--min-recovery", "0.99", "--json", str(tmp_path / "e.json"))
     assert result.exit_code == 0, result.output
     figures = json.loads((tmp_path / "e.json").read_text())["eval"]
@@ -170,20 +146,13 @@ def test_eval__questions_of_a_folder_against_the_float_model(data, quantized, tm
 
 def test_bench_and_report__one_page_of_all_runs(quantized, tmp_path):
     out, _ = quantized
-    result = invoke(
-        "bench", str(out), "--no-compile", "--new-tokens", "3", "--repeats", "1", "--json", str(tmp_path / "b.json")
-    )
+    result = invoke("bench", str(out), "--no-compile", "--new-tokens", "3", "--repeats", "1", "--json", str(tmp_path / "b.json"))
     assert result.exit_code == 0, result.output
     (row,) = json.loads((tmp_path / "b.json").read_text())["bench"]
     assert row["first_token_seconds"] > 0
     assert row["tokens_per_s"] > 0
     (tmp_path / "e.json").write_text(json.dumps({"eval": {"accuracy": 0.97, "recovery": 0.98}}))
-    found = {
-        "graphs": 2,
-        "quantized_graphs": 1,
-        "kernels": {"mmqc_scaled_matmul": 46},
-        "breaks": {"item() at a.py:1": 3},
-    }
+    found = {"graphs": 2, "quantized_graphs": 1, "kernels": {"mmqc_scaled_matmul": 46}, "breaks": {"item() at a.py:1": 3}}
     found["fallbacks"] = [{"graph": 0, "op": "hadamard", "reason": "no <device>"}]
     (tmp_path / "k.json").write_text(json.dumps({"explain": found}))
     page = tmp_path / "page.html"

@@ -64,12 +64,7 @@ def test_compiled_loop__left_padded_batch() -> None:
 
 def test_compiled_loop__prefill_and_step_are_one_graph_each(without_inductor: None) -> None:
     model, batch = quantized_vlm()
-    more = {
-        "max_new_tokens": 4,
-        "do_sample": False,
-        "cache_implementation": "static",
-        "custom_generate": mmqc.compiled_loop,
-    }
+    more = {"max_new_tokens": 4, "do_sample": False, "cache_implementation": "static", "custom_generate": mmqc.compiled_loop}
     text = torch.randint(1, 30, (1, 40), generator=torch.Generator().manual_seed(1))
     seen = []
     with collect_records() as records:

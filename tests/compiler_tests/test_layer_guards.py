@@ -123,14 +123,7 @@ def test_layer_guards__leaves_out_what_it_looks_after_and_nothing_else() -> None
     model.layers[1].table = [1, 2]  # type: ignore[assignment]
     guards = LayerGuards(model)
     left = ["", "._parameters", "._parameters['weight']", ".in_features", ".training"]
-    kept = [
-        "self",
-        "self._modules['layers']",
-        "self.training",
-        f"{LAYER}.table",
-        f"{LAYER}.table[0]",
-        f"{LAYER}.forward",
-    ]
+    kept = ["self", "self._modules['layers']", "self.training", f"{LAYER}.table", f"{LAYER}.table[0]", f"{LAYER}.forward"]
     asked = [guard(model, name) for name in [*(LAYER + leaf for leaf in left), *kept]]
     assert guards.keep(asked) == [False] * len(left) + [True] * len(kept)
     assert guards.keep([guard(model, "self"), guard(model, f"{LAYER}.table", "TYPE_MATCH")]) == [True, False]
@@ -162,9 +155,7 @@ def test_layer_guards__a_model_that_changes_in_every_call_keeps_them() -> None:
 
 def test_layer_guards__options_can_be_copied() -> None:
     guards = LayerGuards(Stack())
-    assert copy.deepcopy(guards.options) == guards.options, (
-        "transformers copies them, and compares with the last call's"
-    )
+    assert copy.deepcopy(guards.options) == guards.options, "transformers copies them, and compares with the last call's"
 
 
 def test_layer_guards__two_models_share_nothing() -> None:

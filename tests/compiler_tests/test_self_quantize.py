@@ -38,18 +38,10 @@ def test_self_quantize__equals_quantize_in_other_families(family: str) -> None:
     report = mmqc.quantize_(quantized, recipes.mquant(8, solver="rtn"), [batch], progress=False)
     compiled = torch.compile(model, backend="mmqc", options={"config": report.config})
     assert relative_error(logits(compiled, batch), logits(quantized, batch)) < SAME
-    assert (
-        relative_error(logits(compiled, batch), logits(quantized, batch)) < SAME
-    )  # the hooks run from the second call on
+    assert relative_error(logits(compiled, batch), logits(quantized, batch)) < SAME  # the hooks run from the second call on
 
 
-@pytest.mark.parametrize(
-    ("name", "bar"),
-    [
-        ("rtn", SAME),
-        pytest.param("mquant", FLIPPED, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("name", "bar"), [("rtn", SAME), pytest.param("mquant", FLIPPED, marks=pytest.mark.slow)])
 def test_self_quantize__equals_quantize(name: str, bar: float, monkeypatch: pytest.MonkeyPatch) -> None:
     programs: list[Program] = []
     rewrite = self_quantize._rewrite
@@ -101,9 +93,7 @@ def net() -> tuple[Net, Tensor, QuantConfig]:
     """A model, its input and the config that quantize_ found for it."""
     torch.manual_seed(0)
     model, ids = Net().eval(), torch.arange(24).reshape(2, 12)
-    report = mmqc.quantize_(
-        copy.deepcopy(model), recipes.rtn(8, 8).replace(keep=()), [{"input_ids": ids}], progress=False
-    )
+    report = mmqc.quantize_(copy.deepcopy(model), recipes.rtn(8, 8).replace(keep=()), [{"input_ids": ids}], progress=False)
     return model, ids, report.config
 
 

@@ -90,9 +90,7 @@ def test_experts__modality_weights_and_quantized_inputs():
     plain, weighted = mixture(), mixture()
     weighted.load_state_dict(plain.state_dict())
     mmqc.quantize_(plain, recipe, [batch], progress=False)
-    report = mmqc.quantize_(
-        weighted, recipe, [batch], progress=False, modality_weights={"text": 4.0}, inputs="quantized"
-    )
+    report = mmqc.quantize_(weighted, recipe, [batch], progress=False, modality_weights={"text": 4.0}, inputs="quantized")
     for a, b in zip(experts_of(plain).values(), experts_of(weighted).values(), strict=True):
         assert torch.equal(a.down.codes(), b.down.codes())
     assert all("measured in the floating-point model" in r.note for r in report.layers if r.role == "experts")

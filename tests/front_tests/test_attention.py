@@ -33,9 +33,7 @@ def test_segments__number_the_sequences_of_every_position() -> None:
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (6, 1)])
 def test_varlen_attention__equals_one_call_per_sequence(heads: int, kv_heads: int, causal: bool) -> None:
     q, k, v, ends = case(heads, kv_heads, torch.float64)
-    y, weights = varlen_attention(
-        nn.Module(), q, k, v, scaling=0.3, cu_seq_lens_q=ends, cu_seq_lens_k=ends, is_causal=causal
-    )
+    y, weights = varlen_attention(nn.Module(), q, k, v, scaling=0.3, cu_seq_lens_q=ends, cu_seq_lens_k=ends, is_causal=causal)
     assert weights is None
     assert relative_error(y, one_by_one(q, k, v, causal)) < EXACT
 

@@ -101,9 +101,7 @@ def test_front__copy_of_a_compiled_model_has_its_own() -> None:
     assert relative_error(logits(copied, batch), expected) < SAME
 
 
-@pytest.mark.skipif(
-    OLD, reason="a traced check leaves an unbound symbol behind before torch 2.12, see graph/tracing.py"
-)
+@pytest.mark.skipif(OLD, reason="a traced check leaves an unbound symbol behind before torch 2.12, see graph/tracing.py")
 def test_front__too_few_placeholders_are_an_error() -> None:
     model, batch = tiny_qwen2_vl()
     compiled = torch.compile(model, backend="mmqc")
@@ -118,13 +116,7 @@ def test_front__too_few_placeholders_are_an_error() -> None:
 def test_front__other_grids_and_image_counts_do_not_recompile() -> None:
     model, _ = tiny_qwen2_vl()
     compiled = torch.compile(model, backend="mmqc", dynamic=True)
-    shapes = [
-        ((1, 4, 6), (1, 8, 4)),
-        ((1, 8, 8),),
-        ((1, 4, 4), (1, 6, 4), (1, 2, 4)),
-        ((1, 10, 4),),
-        ((1, 6, 8), (1, 2, 2)),
-    ]
+    shapes = [((1, 4, 6), (1, 8, 4)), ((1, 8, 8),), ((1, 4, 4), (1, 6, 4), (1, 2, 4)), ((1, 10, 4),), ((1, 6, 8), (1, 2, 2))]
     with collect_records() as records:
         for i, grids in enumerate(shapes):
             batch = batch_of(*grids)

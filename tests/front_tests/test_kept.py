@@ -18,11 +18,7 @@ pytestmark = pytest.mark.usefixtures("without_inductor")
 def batch_of(*grids: tuple[int, int, int]) -> dict[str, Tensor]:
     grid = torch.tensor(grids)
     pixels = torch.randn(int(grid.prod(-1).sum()), 3 * 2 * PATCH * PATCH, generator=torch.Generator().manual_seed(1))
-    return {
-        **text_with_images([int(g.prod()) // MERGE**2 for g in grid]),
-        "pixel_values": pixels,
-        "image_grid_thw": grid,
-    }
+    return {**text_with_images([int(g.prod()) // MERGE**2 for g in grid]), "pixel_values": pixels, "image_grid_thw": grid}
 
 
 @torch.no_grad()

@@ -41,7 +41,7 @@ from sanitize_tokens import (  # noqa: E402
     rows_of_bytes,
     sweep,
     there,
-)  # fmt: skip
+)
 from tolerance import assert_close  # noqa: E402
 
 from mmqc.kernels.hadamard import hadamard_wgmma as in_warpgroups  # noqa: E402
@@ -94,12 +94,15 @@ PINGPONG = {  # as SCALED
     "scaled_matmul int8 pingpong": ("int8", (130, 6008, 208), Tile(64, 128, 128, 4, 4, variant="pingpong")),
     "scaled_matmul int8 pingpong, cut": ("int8", (130, 264, 3600), Tile(64, 128, 128, 4, 8, split_k=4, variant="pingpong")),
     "scaled_matmul fp8 pingpong, one": ("fp8", (130, 264, 208), Tile(128, 256, 128, 8, 3, variant="pingpong")),
-}  # fmt: skip
+}
 REGISTERS = {  # as SCALED
     "scaled_matmul int4 in registers": ("int4", (130, 264, 224), Tile(64, 128, 64, 4, 4, per_sm=2, variant="registers")),
-    "scaled_matmul int4 in registers, cut": ("int4", (130, 264, 3616), Tile(128, 128, 64, 4, 4, split_k=4, per_sm=2,
-                                                                            variant="registers")),
-}  # fmt: skip
+    "scaled_matmul int4 in registers, cut": (
+        "int4",
+        (130, 264, 3616),
+        Tile(128, 128, 64, 4, 4, split_k=4, per_sm=2, variant="registers"),
+    ),
+}
 WEIGHT_ONLY = {  # name: (bits, group, zero points, (M, N, K), tile)
     "weight_only_matmul int4": (4, 64, False, (17, 101, 256), Tile(16, 64, 64, 2, 4, variant="columns")),
     "weight_only_matmul int4 split K": (4, 128, False, (1, 101, 1536), Tile(8, 64, 128, 4, 4, split_k=3, variant="columns")),
@@ -108,7 +111,7 @@ WEIGHT_ONLY = {  # name: (bits, group, zero points, (M, N, K), tile)
     "weight_only_matmul int8": (8, 64, False, (17, 101, 256), Tile(16, 64, 64, 2, 4, variant="columns")),
     "weight_only_matmul int8 asymmetric": (8, 64, True, (5, 101, 768), Tile(8, 64, 64, 4, 4, split_k=3, variant="columns")),
     "weight_only_matmul int8 per channel": (8, 0, True, (70, 101, 203), Tile(64, 128, 64, 8, 3, variant="columns")),
-}  # fmt: skip
+}
 EPILOGUES = {  # name: (bits, gated, activation, form of the next scale, or none: z gets a term of rank 3, (M, N, K), tile)
     "scaled_matmul epilogue, low rank": (8, False, "none", "none", (70, 101, 203), Tile(64, 64, 32, 4, 3)),
     "scaled_matmul epilogue": (8, False, "quick_gelu", "visual", (70, 101, 203), Tile(64, 64, 32, 4, 3)),
@@ -117,7 +120,7 @@ EPILOGUES = {  # name: (bits, gated, activation, form of the next scale, or none
     "gated_matmul": (4, True, "silu", "none", (70, 101, 256), Tile(128, 128, 64, 4, 4, variant="columns")),
     "gated_matmul, split K": (4, True, "silu", "one", (5, 101, 1536), Tile(8, 64, 128, 4, 4, 8, 3, variant="columns")),
     "gated_matmul, nested": (8, True, "gelu_tanh", "visual", (130, MANY, 208), Tile(64, 128, 64, 4, 3, variant="nested")),
-}  # fmt: skip
+}
 NORM = {  # name: (shape, form of the scale or dynamic, gain, bias and residual)
     "norm_quantize": ((5, 3420), "one", False),
     "norm_quantize per modality": ((5, 100), "visual", True),
@@ -166,9 +169,7 @@ def scaled(place: Place, kind: str, shape: tuple[int, int, int], tile: Tile, for
     assert_close(out.cpu(), want if residual is None else want + residual.double())
 
 
-def epilogue(
-    place: Place, bits: int, gated: bool, activation: str, form: str, shape: tuple[int, int, int], tile: Tile
-) -> None:
+def epilogue(place: Place, bits: int, gated: bool, activation: str, form: str, shape: tuple[int, int, int], tile: Tile) -> None:
     m, n, k = shape
     n = n or 64 * (multiprocessors(place.device) // 3 + 2) - 27
     top = 2 ** (bits - 1)
@@ -181,8 +182,13 @@ def epilogue(
     low = [torch.randn(r, 3).to(place.dtype) for r in (m, n)] if form == "none" and not gated else None
     low_d = None if low is None else (low[0].to(place.device), low[1].to(place.device))
     codes = None if form == "none" else row_scale(scale.to(place.device), m, **there(place, **more))
-    scaled_matmul_epilogue(x.to(place.device), [Linear(v, w_scale_d, bias_d, y) for v in stored], row_scale(one, m),
-                           Epilogue(activation, place.dtype, codes, 8, low_d), tile)  # fmt: skip
+    scaled_matmul_epilogue(
+        x.to(place.device),
+        [Linear(v, w_scale_d, bias_d, y) for v in stored],
+        row_scale(one, m),
+        Epilogue(activation, place.dtype, codes, 8, low_d),
+        tile,
+    )
     z = [(x.double() @ v.double().t() * w_scale.double() + bias.double()).to(place.dtype) for v in w]
     z = z if low is None else [(z[0].double() + low[0].double() @ low[1].double().t()).to(place.dtype)]
     h = epilogue_op.ACTIVATIONS[activation](z[0].float()).to(place.dtype)
@@ -360,10 +366,18 @@ def main() -> int:
     place = Place(torch.device("cpu"), torch.float16) if args.dry else Place(torch.device("cuda"), torch.bfloat16)
     torch.manual_seed(0)
     todo = dict(cases(place))
-    say("facts", json.dumps({
-        "device": gpu_name(place.device), "torch": torch.__version__, "triton": triton.__version__,
-        "python": platform.python_version(), "kernels": list(todo),
-    }))  # fmt: skip
+    say(
+        "facts",
+        json.dumps(
+            {
+                "device": gpu_name(place.device),
+                "torch": torch.__version__,
+                "triton": triton.__version__,
+                "python": platform.python_version(),
+                "kernels": list(todo),
+            }
+        ),
+    )
 
     def synchronize() -> None:
         if not args.dry:

@@ -52,9 +52,7 @@ def assert_codes(got: Tensor, want: Tensor, rate: float) -> None:
     """Codes differ by one at most, and only at the given rate: where a quotient lies on a rounding boundary."""
     off = (got.cpu().int() - want.round().clamp(-128, 127).int()).abs()
     assert off.max() <= 1, f"codes off by up to {off.max()}"
-    assert (off > 0).double().mean() <= rate + 1.5 / off.numel(), (
-        f"{(off > 0).double().mean():.1e} of the codes off by one"
-    )
+    assert (off > 0).double().mean() <= rate + 1.5 / off.numel(), f"{(off > 0).double().mean():.1e} of the codes off by one"
 
 
 def there(place: Place, **given: Tensor | None) -> dict[str, Any]:
@@ -112,9 +110,7 @@ def sweep(place: Place, shape: tuple[int, int], asymmetric: bool) -> None:
     w, scale = integers(-60, 61, size, n) / 2.0, torch.ones(size, n)
     u = torch.eye(size) + torch.diag_embed(torch.full((size - 1,), 0.5), 1)
     zero = integers(-3, 4, size, n).float() if asymmetric else None
-    codes, errors = gptq_block(
-        *there(place, w=w, u=u, s=scale).values(), None if zero is None else zero.to(place.device), 4
-    )
+    codes, errors = gptq_block(*there(place, w=w, u=u, s=scale).values(), None if zero is None else zero.to(place.device), 4)
     want = gptq_block_op.reference(w, u, scale, zero, 4)
     assert torch.equal(codes.cpu(), want[0])
     assert_close(errors.cpu(), want[1])

@@ -67,9 +67,7 @@ class Mlp(nn.Module):
         return x + self.down(torch.nn.functional.silu(self.gate(h)) * self.up(h))
 
 
-@pytest.mark.parametrize(
-    ("dtype", "most"), [(torch.float32, 5e-3), (torch.bfloat16, 0.05)]
-)  # a step of float8 is 6 to 12 %
+@pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 5e-3), (torch.bfloat16, 0.05)])  # a step of float8 is 6 to 12 %
 @pytest.mark.parametrize("bits", [4, 8])
 def test_backend__compiled_graph_launches_the_kernels(bits: int, dtype: torch.dtype, most: float) -> None:
     model = Mlp().cuda().to(dtype).eval()

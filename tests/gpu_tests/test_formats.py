@@ -33,9 +33,7 @@ def test_load__quantizes_on_the_device_to_the_same_codes(tmp_path):
     model.save_pretrained(tmp_path / "float", max_shard_size="100KB")
     config = recipes.rtn(4, group_size=8)
     mmqc.quantize_(model, config, progress=False)
-    there = AutoModelForImageTextToText.from_pretrained(
-        tmp_path / "float", quantization_config=config, device_map="cuda"
-    )
+    there = AutoModelForImageTextToText.from_pretrained(tmp_path / "float", quantization_config=config, device_map="cuda")
     state = there.state_dict()
     assert all(torch.equal(state[name].cpu(), tensor) for name, tensor in model.state_dict().items())
     assert_close(logits(there, inputs), logits(model, inputs))

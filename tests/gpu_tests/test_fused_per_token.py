@@ -16,9 +16,7 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", [(1,), (3, 17), (700,)])
-@pytest.mark.parametrize(
-    ("widths", "bits"), [([448, 64], [4, 8]), ([512], [4]), ([33, 7], [4, 8]), ([32, 16, 16], [2, 4, 8])]
-)
+@pytest.mark.parametrize(("widths", "bits"), [([448, 64], [4, 8]), ([512], [4]), ([33, 7], [4, 8]), ([32, 16, 16], [2, 4, 8])])
 def test_norm_quantize_per_token__cuda_equals_the_reference(widths, bits, rows, dtype) -> None:
     width = sum(widths)
     x, r = (torch.randn(*rows, width, device="cuda").to(dtype) for _ in "xr")

@@ -105,9 +105,7 @@ def test_dynamic__scale_of_a_token_is_that_of_its_largest_entry(n, code) -> None
 def test_per_token__codes_of_the_two_kernels_one_after_the_other(n, dtype, bits) -> None:
     x = rows_of(550, n, dtype) + 0.3
     x[-1] = 0
-    out = Rows(
-        torch.full((550, n), 77, dtype=torch.int8, device="cuda"), *torch.full((2, 550, 1), float("nan"), device="cuda")
-    )
+    out = Rows(torch.full((550, n), 77, dtype=torch.int8, device="cuda"), *torch.full((2, 550, 1), float("nan"), device="cuda"))
     assert hadamard_quantize_per_token(x, bits, out=out) is out
     want = quantize_per_token(hadamard_quantize(x, code=None).y, [n], [bits])
     for found, wanted in zip(out, want, strict=True):
@@ -137,9 +135,7 @@ def test_compiled__calls_the_op_where_rows_are_known(dynamic) -> None:
     compiled = torch.compile(function, backend=backend, dynamic=dynamic, fullgraph=True)
     with collect_records() as records, torch.no_grad():
         found, wanted = compiled(up), function(up)
-    assert_close(
-        found[0], wanted[0], torch.bfloat16
-    )  # of any number of rows by the other kernel, which rounds elsewhere
+    assert_close(found[0], wanted[0], torch.bfloat16)  # of any number of rows by the other kernel, which rounds elsewhere
     few_differ(found[1], wanted[1], 0.2)  # transformed twice
     same = [torch.equal(got, want) for got, want in zip(found, wanted, strict=True)]
     assert all(same) != dynamic

@@ -50,9 +50,7 @@ def test_mixed_matmul__in_a_compiled_graph(widths, bits, dynamic) -> None:
     bias = torch.randn(200, device="cuda").bfloat16()
 
     def function(x: torch.Tensor) -> torch.Tensor:
-        return ops.mixed_matmul(
-            *ops.quantize_per_token(x, None, widths, bits), stored, scale, sums, bias, widths, bits, x.dtype
-        )
+        return ops.mixed_matmul(*ops.quantize_per_token(x, None, widths, bits), stored, scale, sums, bias, widths, bits, x.dtype)
 
     compiled = torch.compile(function, backend=backend, dynamic=dynamic, fullgraph=True)
     with collect_records() as records, torch.no_grad():

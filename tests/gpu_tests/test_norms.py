@@ -63,11 +63,14 @@ class Block(nn.Module):
         self.rms, self.layer = nn.Parameter(torch.rand(512) + 0.5), nn.LayerNorm(512)
         self.linears = nn.ModuleList(
             QuantLinear.from_parts(
-                torch.randint(-128, 128, (512, 512), dtype=torch.int8), torch.rand(512) * 1e-3, weight_bits=8,
-                activation_bits=8, input_scale=torch.tensor([0.03]),
+                torch.randint(-128, 128, (512, 512), dtype=torch.int8),
+                torch.rand(512) * 1e-3,
+                weight_bits=8,
+                activation_bits=8,
+                input_scale=torch.tensor([0.03]),
             )
             for _ in "ab"
-        )  # fmt: skip
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         h = x.float()

@@ -153,8 +153,10 @@ def test_mixed__two_parts_equal_the_op(name, low, high, m, n) -> None:
     """To half a step of the high part in each part of a tile, and the rounding of y."""
     widths, bits = [low, high], [4, 8]
     x = torch.randn(m, low + high, device="cuda", dtype=torch.bfloat16)
-    codes = [torch.randint(-(2 ** (b - 1)), 2 ** (b - 1), (n, w), dtype=torch.int8, device="cuda")
-             for w, b in zip(widths, bits, strict=True)]  # fmt: skip
+    codes = [
+        torch.randint(-(2 ** (b - 1)), 2 ** (b - 1), (n, w), dtype=torch.int8, device="cuda")
+        for w, b in zip(widths, bits, strict=True)
+    ]
     scale, bias = torch.rand(n, 2, device="cuda") + 0.5, torch.randn(n, device="cuda")
     stored, sums = pack_int4(codes[0]), torch.stack([c.sum(1, dtype=torch.int32) for c in codes], 1)
     rows, out = quantize_per_token(x, widths, bits), nan(m, n, torch.bfloat16)
@@ -164,9 +166,7 @@ def test_mixed__two_parts_equal_the_op(name, low, high, m, n) -> None:
 
 
 @pytest.mark.parametrize("name", REGISTERS)
-@pytest.mark.parametrize(
-    "shape", [(7, 40, 32), (300, 264, 3584), (1999, 1288, 4160), (2048, 4608, 384), (2111, 1800, 3136)]
-)
+@pytest.mark.parametrize("shape", [(7, 40, 32), (300, 264, 3584), (1999, 1288, 4160), (2048, 4608, 384), (2111, 1800, 3136)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_packed__equals_float64(shape, name, dtype) -> None:
     m, n, k = shape
@@ -184,8 +184,10 @@ def test_packed__equals_float64(shape, name, dtype) -> None:
 def test_packed__mixed_equals_the_op(name, low, high, m, n) -> None:
     widths, bits = ([low, high], [4, 8]) if high else ([low], [4])
     x = torch.randn(m, low + high, device="cuda", dtype=torch.bfloat16)
-    codes = [torch.randint(-(2 ** (b - 1)), 2 ** (b - 1), (n, w), dtype=torch.int8, device="cuda")
-             for w, b in zip(widths, bits, strict=True)]  # fmt: skip
+    codes = [
+        torch.randint(-(2 ** (b - 1)), 2 ** (b - 1), (n, w), dtype=torch.int8, device="cuda")
+        for w, b in zip(widths, bits, strict=True)
+    ]
     scale, bias = torch.rand(n, len(bits), device="cuda") + 0.5, torch.randn(n, device="cuda")
     stored, sums = [pack_int4(codes[0]), *codes[1:]], torch.stack([c.sum(1, dtype=torch.int32) for c in codes], 1)
     rows, out = quantize_per_token(x, widths, bits), nan(m, n, torch.bfloat16)
@@ -254,8 +256,12 @@ def test_pingpong__says_what_it_cannot_do() -> None:
     with pytest.raises(ValueError, match="leaves no shared memory"):
         scaled_matmul(x, w[:1000], one, w_scale[:1000], out_dtype=torch.float32, config=wide)
     rows = quantize_per_token(torch.randn(300, 512, device="cuda").bfloat16(), [448, 64], [4, 8])
-    two = Weight(pack_int4(w[:1000, :448].clamp(-8, 7)), w[:1000, 448:].contiguous(), torch.ones(1000, 2, device="cuda"),
-                 torch.zeros(1000, 2, dtype=torch.int32, device="cuda"))  # fmt: skip
+    two = Weight(
+        pack_int4(w[:1000, :448].clamp(-8, 7)),
+        w[:1000, 448:].contiguous(),
+        torch.ones(1000, 2, device="cuda"),
+        torch.zeros(1000, 2, dtype=torch.int32, device="cuda"),
+    )
     with pytest.raises(ValueError, match="take turns"):
         mixed_matmul(rows, two, config=TILES["one"])
     with pytest.raises(ValueError, match="weights in one part"):

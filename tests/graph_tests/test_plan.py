@@ -42,11 +42,7 @@ def test_plan__survives_json(case: str) -> None:
     assert Plan.from_dict(data).to_dict() == data
 
 
-@given(
-    st.integers(1, 4).flatmap(
-        lambda n: st.lists(st.lists(st.integers(0, 99), min_size=n, max_size=n), min_size=1, max_size=4)
-    )
-)
+@given(st.integers(1, 4).flatmap(lambda n: st.lists(st.lists(st.integers(0, 99), min_size=n, max_size=n), min_size=1, max_size=4)))
 def test_plan__any_groups_survive_json(rows: list[list[int]]) -> None:
     plan, groups = Plan(), torch.tensor(rows)
     plan.rotate("w", 1, groups)
@@ -138,9 +134,7 @@ def test_boundary__copies_along_the_last_axis(way: str, copies: int) -> None:
 def test_boundary__refuses_other_layouts(way: str) -> None:
     _, spaces = fragment(way)
     group = written(spaces)
-    with pytest.raises(
-        BoundaryError, match="at output 0 the 16 channels are not laid out along the last axis"
-    ) as raised:
+    with pytest.raises(BoundaryError, match="at output 0 the 16 channels are not laid out along the last axis") as raised:
         crossings(spaces, group)
     assert raised.value.spaces == group
 

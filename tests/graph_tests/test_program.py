@@ -128,12 +128,7 @@ def test_program__counts_by_kind() -> None:
 
 def test_text__one_line_a_node_and_only_changes_in_a_diff() -> None:
     before = program_text(program())
-    assert before.splitlines() == [
-        "x = placeholder()",
-        "linear = linear(x, w)",
-        "add = add(linear, b)",
-        "output = output([add])",
-    ]
+    assert before.splitlines() == ["x = placeholder()", "linear = linear(x, w)", "add = add(linear, b)", "output = output([add])"]
     prog = program()
     (add,) = prog.nodes("add")
     with prog.graph.inserting_before(add):
@@ -141,8 +136,11 @@ def test_text__one_line_a_node_and_only_changes_in_a_diff() -> None:
     new.meta["mmqc"] = ("double_it", 0)
     add.replace_input_with(add.args[0], new)
     assert text_diff(before, program_text(prog)).splitlines() == [
-        "@@ -3 +3,2 @@", "-add = add(linear, b)", "+mul = mul(linear, 2)  # double_it", "+add = add(mul, b)",
-    ]  # fmt: skip
+        "@@ -3 +3,2 @@",
+        "-add = add(linear, b)",
+        "+mul = mul(linear, 2)  # double_it",
+        "+add = add(mul, b)",
+    ]
     assert text_diff(before, before) == ""
 
 

@@ -39,8 +39,14 @@ def test_record__exact_passes_keep_the_family_exact(family: str) -> None:
 
 
 STREAMS = {
-    "qwen2_vl": (64, 96), "llava": (64,), "internvl": (64,), "gemma3_text": (), "olmo2": (), "mixtral": (), "gpt_neox": (64,),
-}  # fmt: skip
+    "qwen2_vl": (64, 96),
+    "llava": (64,),
+    "internvl": (64,),
+    "gemma3_text": (),
+    "olmo2": (),
+    "mixtral": (),
+    "gpt_neox": (64,),
+}
 
 
 def _wide(batch: dict[str, Any]) -> dict[str, Any]:
@@ -94,9 +100,7 @@ class Small(nn.Module):
         return h
 
 
-@pytest.mark.parametrize(
-    "how", ["views", "views_read_before", "data", "structures", "inplace_flag", "attribute", "scalar"]
-)
+@pytest.mark.parametrize("how", ["views", "views_read_before", "data", "structures", "inplace_flag", "attribute", "scalar"])
 def test_record__whatever_a_forward_does(how: str) -> None:
     model, x = Small(how), torch.randn(3, 4, WIDTH)
     prog = record(model, {"x": x.clone()})
@@ -143,15 +147,13 @@ def test_record__inputs_are_kept_as_they_were() -> None:
 def test_record__shared_tensors_go_by_the_running_modules_name() -> None:
     model, batch = MODELS["vlm"]()
     prog = record(model, batch)
-    assert prog.tied == dict.fromkeys(
-        ("text.embed.weight", "text.head.weight"), ("text.embed.weight", "text.head.weight")
-    ) or (set(prog.tied) == {"text.embed.weight", "text.head.weight"})
+    assert prog.tied == dict.fromkeys(("text.embed.weight", "text.head.weight"), ("text.embed.weight", "text.head.weight")) or (
+        set(prog.tied) == {"text.embed.weight", "text.head.weight"}
+    )
     assert prog.hosts["layer_norm"] == {n for n, m in model.named_modules() if isinstance(m, nn.LayerNorm)}
 
 
 def test_record__nodes_know_their_module() -> None:
     model, batch = MODELS["rms_gqa"]()
     prog = record(model, batch)
-    assert {n.meta["module"] for n in prog.nodes("linear")} == {
-        n for n, m in model.named_modules() if isinstance(m, nn.Linear)
-    }
+    assert {n.meta["module"] for n in prog.nodes("linear")} == {n for n, m in model.named_modules() if isinstance(m, nn.Linear)}

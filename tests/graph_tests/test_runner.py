@@ -67,8 +67,7 @@ def test_runner__fact_that_fails_names_pass_fact_nodes_and_refusals(word: str) -
     with pytest.raises(PassError) as raised:
         run(program(), [Swap(), last], facts)
     sentence = (
-        f"pass 'last' {word} 'all.well', which fails at ['linear', 'linear_1']; "
-        "refused earlier by ['swap_operands: add: the first'"
+        f"pass 'last' {word} 'all.well', which fails at ['linear', 'linear_1']; refused earlier by ['swap_operands: add: the first'"
     )
     assert str(raised.value).startswith(sentence)
 

@@ -67,16 +67,7 @@ def test_weight_only_matmul__zero_points(bits, group, device):
 
 def test_scaled_matmul__float64_goes_to_the_reference(device):
     x = torch.randint(-128, 128, (3, K), dtype=torch.int8, device=device)
-    args = (
-        x,
-        weight(8, device),
-        torch.ones(1, device=device),
-        torch.rand(N, device=device),
-        None,
-        None,
-        8,
-        torch.float64,
-    )
+    args = (x, weight(8, device), torch.ones(1, device=device), torch.rand(N, device=device), None, None, 8, torch.float64)
     assert "out_dtype is one of" in on_cuda.why_not_scaled(args[0], args[1], args[3], None, 8, torch.float64)
     assert torch.equal(on_cuda.scaled_matmul(*args), scaled_op.reference(*args))
 
@@ -102,8 +93,7 @@ def several(widths, bits, device):
 @pytest.mark.parametrize("biased", ["all", "none", "one"])
 def test_scaled_matmuls__equal_one_by_one(biased, widths, rows, bits, device):
     x = torch.randint(-128, 128, (*rows, K), dtype=torch.int8, device=device)
-    bias = [torch.randn(n, device=device) if biased == "all" or (biased == "one" and not i) else None
-            for i, n in enumerate(widths)]  # fmt: skip
+    bias = [torch.randn(n, device=device) if biased == "all" or (biased == "one" and not i) else None for i, n in enumerate(widths)]
     scales = [torch.rand(n, device=device) for n in widths]
     visual = torch.rand(rows[-1], device=device) < 0.5
     args = (x, several(widths, bits, device), torch.rand(2, device=device), scales, bias, visual, bits, torch.float32)

@@ -80,9 +80,7 @@ def test_generate__text_alone_and_beams_are_those_of_the_plain_cache(vlm) -> Non
         want = model.generate(**text, **more)
         assert torch.equal(model.generate(**text, **more, past_key_values=QuantizedCache(model, KVSpec(1))), want)
     want = model.generate(**batch, **GREEDY, num_beams=3)
-    assert torch.equal(
-        model.generate(**batch, **GREEDY, num_beams=3, past_key_values=QuantizedCache(model, KVSpec(8))), want
-    )
+    assert torch.equal(model.generate(**batch, **GREEDY, num_beams=3, past_key_values=QuantizedCache(model, KVSpec(8))), want)
 
 
 @torch.no_grad()

@@ -14,10 +14,7 @@ from mmqc.compiler.record import collect_records
 from mmqc.kv.generate import attach
 
 EAGER = {"do_sample": False, "disable_compile": True}
-SPECS = {
-    "packed": KVSpec(1, tau=((1, 2),)),
-    "text rounded, too": KVSpec(2, text_bits=4, text_window=3, text_block=8),
-}
+SPECS = {"packed": KVSpec(1, tau=((1, 2),)), "text rounded, too": KVSpec(2, text_bits=4, text_window=3, text_block=8)}
 
 
 def loop(backend: Any) -> dict[str, Any]:
@@ -66,7 +63,7 @@ def test_compiled_loop__refuses_what_it_cannot_do() -> None:
         ({}, QuantizedCache(model, spec, max_cache_len=99, offloading=True), "QuantizedCache in host memory"),
         ({"prefill": "graphs"}, QuantizedCache(model, spec, max_cache_len=99), "how many tokens of the prompt are visual"),
         ({"num_beams": 2}, QuantizedCache(model, spec, max_cache_len=99), "2 beams"),
-    ):  # fmt: skip
+    ):
         with pytest.raises(ValueError, match=message):
             model.generate(**batch, **more, **options, past_key_values=cache)
 

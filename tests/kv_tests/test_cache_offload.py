@@ -76,6 +76,4 @@ def test_offload__on_cuda_only_two_layers_are_there() -> None:
         cache = QuantizedCache(model, spec, offloading=True)
         assert torch.equal(model.generate(**batch, **more, past_key_values=cache), want)
         torch.cuda.synchronize()
-        assert [layer.keys.device.type for layer in cache.packed].count("cuda") <= 1, (
-            "the next one's turn has been prepared"
-        )
+        assert [layer.keys.device.type for layer in cache.packed].count("cuda") <= 1, "the next one's turn has been prepared"

@@ -45,9 +45,7 @@ def test_sliding__decode_beyond_the_window_and_rows(name: str, offloading: bool)
         if i == 6:
             ours.reorder_cache(torch.tensor([1, 0]))
             plain.reorder_cache(torch.tensor([1, 0]))
-        got, want = (
-            model(**position(c, tokens[:, i : i + 1]), past_key_values=c, use_cache=True).logits for c in (ours, plain)
-        )
+        got, want = (model(**position(c, tokens[:, i : i + 1]), past_key_values=c, use_cache=True).logits for c in (ours, plain))
         assert_close(got, want)
 
 

@@ -72,9 +72,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     return found
 
 
-def test_rounded_cache__a_decode_step_attends_to_rows(
-    rounded: tuple, reads: list[bool], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rounded_cache__a_decode_step_attends_to_rows(rounded: tuple, reads: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
     model, inputs = rounded
     got = steps(model, inputs, mmqc.RoundedCache(model))
     layers = model.config.get_text_config(decoder=True).num_hidden_layers

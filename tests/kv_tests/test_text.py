@@ -138,9 +138,7 @@ def test_generate__beams_and_one_graph(vlm) -> None:
     model, batch = vlm
     spec = KVSpec(8, text_bits=8, text_window=3, text_block=8)
     want = model.generate(**batch, **GREEDY, num_beams=3)
-    assert torch.equal(
-        model.generate(**batch, **GREEDY, num_beams=3, past_key_values=QuantizedCache(model, spec)), want
-    )
+    assert torch.equal(model.generate(**batch, **GREEDY, num_beams=3, past_key_values=QuantizedCache(model, spec)), want)
     torch._dynamo.reset()
     length = batch["input_ids"].shape[1] + 9
     backend, graphs = counting()

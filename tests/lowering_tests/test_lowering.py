@@ -23,9 +23,7 @@ def fresh_dynamo() -> None:
     torch._dynamo.reset()
 
 
-def check_compiled(
-    function: Compiled, *args: torch.Tensor, dynamic: bool | None = None
-) -> tuple[Compiled, GraphRecord]:
+def check_compiled(function: Compiled, *args: torch.Tensor, dynamic: bool | None = None) -> tuple[Compiled, GraphRecord]:
     """The compiled function, after one call whose results equal the eager ones, and its record."""
     compiled = torch.compile(function, backend=backend, dynamic=dynamic, fullgraph=True)
     with collect_records() as records, torch.no_grad():
@@ -63,9 +61,7 @@ def test_lower_scaled_matmul__int_mm_and_a_fused_epilogue(dtype: torch.dtype) ->
         y = ops.scaled_matmul(ops.quantize(x, s2, visual, 8), w8, s2, torch.rand(63) * 0 + 0.01, bias, visual, 8, dtype)
         y_q = ops.quantize(torch.nn.functional.silu(y), s1, None, 8)
         z = ops.scaled_matmul(y_q, packed[1], s1, torch.ones(17), None, None, 4, dtype)
-        u = ops.scaled_matmul(
-            ops.quantize(x[..., :64], s1, None, 8), packed[0], s1, torch.ones(24), None, None, 4, dtype
-        )
+        u = ops.scaled_matmul(ops.quantize(x[..., :64], s1, None, 8), packed[0], s1, torch.ones(24), None, None, 4, dtype)
         return y, z, u
 
     _, record = check_compiled(function, torch.randn(2, 9, 100).to(dtype))
@@ -108,10 +104,7 @@ def test_lower_scaled_matmul__group_scales() -> None:
 
 @pytest.mark.parametrize("rows", [(1,), (1, 1), (2, 1)])
 def test_lower_scaled_matmul__one_row_as_in_decode(rows: tuple[int, ...]) -> None:
-    w, packed = (
-        torch.randint(-128, 128, (40, 96), dtype=torch.int8),
-        pack_int4(torch.randint(-8, 8, (1, 96), dtype=torch.int8)),
-    )
+    w, packed = (torch.randint(-128, 128, (40, 96), dtype=torch.int8), pack_int4(torch.randint(-8, 8, (1, 96), dtype=torch.int8)))
     s2, visual = torch.tensor([0.02, 0.05]), torch.zeros(rows, dtype=torch.bool)
 
     def function(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -175,9 +168,13 @@ def test_lower_hadamard__rotate_and_tag_modality() -> None:
         tagged = ops.tag_modality(x, visual)
         turned = ops.rotate(tagged, low, signs, False)
         return (
-            ops.hadamard(tagged, low), turned, ops.rotate(turned, low, signs, True), ops.hadamard(x[..., :64], flat),
-            ops.hadamard(x.bfloat16(), low), ops.hadamard(x.double(), factors),
-        )  # fmt: skip
+            ops.hadamard(tagged, low),
+            turned,
+            ops.rotate(turned, low, signs, True),
+            ops.hadamard(x[..., :64], flat),
+            ops.hadamard(x.bfloat16(), low),
+            ops.hadamard(x.double(), factors),
+        )
 
     _, record = check_compiled(function, torch.randn(4, 7, 240))
     assert "extern mm" in record.kernels
@@ -185,16 +182,11 @@ def test_lower_hadamard__rotate_and_tag_modality() -> None:
 
 def test_lowerings__dynamic_rows_compile_once() -> None:
     factors = [f.float() for f in random_hadamard(96, 1)[0]]
-    w, packed = (
-        torch.randint(-128, 128, (96, 96), dtype=torch.int8),
-        pack_int4(torch.randint(-8, 8, (8, 96), dtype=torch.int8)),
-    )
+    w, packed = (torch.randint(-128, 128, (96, 96), dtype=torch.int8), pack_int4(torch.randint(-8, 8, (8, 96), dtype=torch.int8)))
     s2 = torch.tensor([0.02, 0.05])
 
     def function(x: torch.Tensor, visual: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        y = ops.scaled_matmul(
-            ops.quantize(x, s2, visual, 8), w, s2, torch.ones(96) * 1e-3, None, visual, 8, torch.float32
-        )
+        y = ops.scaled_matmul(ops.quantize(x, s2, visual, 8), w, s2, torch.ones(96) * 1e-3, None, visual, 8, torch.float32)
         return (ops.weight_only_matmul(ops.hadamard(y, factors), packed, torch.ones(8), None, 4, 0),)
 
     compiled, record = check_compiled(function, torch.randn(4, 9, 96), torch.rand(4, 9) > 0.5, dynamic=True)

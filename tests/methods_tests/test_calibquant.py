@@ -44,13 +44,7 @@ def test_config__composes_and_survives_json() -> None:
     for wrong in (lambda: calibquant(1) | kivi(2), lambda: rtn(8) | rtn(4)):
         with pytest.raises(ConfigError, match="nothing but kv"):
             wrong()
-    for field, value in (
-        ("bits", 3),
-        ("values", "head"),
-        ("shrink_keys", 0.0),
-        ("search", "grid"),
-        ("tau", ((1, -1),)),
-    ):
+    for field, value in (("bits", 3), ("values", "head"), ("shrink_keys", 0.0), ("search", "grid"), ("tau", ((1, -1),))):
         with pytest.raises(ConfigError, match=f"KVSpec.{field}"):
             KVSpec(**{field: value})
 
@@ -90,9 +84,7 @@ def test_search__sees_what_decoding_sees(vlm) -> None:
     model(**start, past_key_values=steps, use_cache=True)
     for i in range(cut, batch["input_ids"].shape[1]):
         token = batch["input_ids"][:, i : i + 1]
-        want.append(
-            model(input_ids=token, past_key_values=steps, use_cache=True, position_ids=position[..., i : i + 1]).logits
-        )
+        want.append(model(input_ids=token, past_key_values=steps, use_cache=True, position_ids=position[..., i : i + 1]).logits)
     assert_close(got, torch.cat(want, 1))
 
 

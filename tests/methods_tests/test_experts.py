@@ -188,9 +188,7 @@ def test_experts__gptq_solves_with_the_second_moment_of_each_experts_rows():
     model, batch = mixture(allowed=4), tokens(8, 40)
     rows, inner = by_hand(model, batch)
     weights = {"up": model.experts.up.detach().clone(), "down": model.experts.down.detach().clone()}
-    recipe = dataclasses.replace(
-        mmqc.recipes.mquant(4, rotate=False, suppress=False, msq=False), keep=("router", "head")
-    )
+    recipe = dataclasses.replace(mmqc.recipes.mquant(4, rotate=False, suppress=False, msq=False), keep=("router", "head"))
     _, report = quantized(model, recipe, [batch])
     mixed, spec = experts_of(model)["experts"], recipe.language.weight
     for stack, parts, name in ((mixed.up[0], rows, "up"), (mixed.down, inner, "down")):
@@ -237,10 +235,7 @@ def test_stack_statistics__one_scale_per_expert_and_modality(observer):
     assert_close(statistics.hessian[1], x[80:84].double().T @ x[80:84].double())
     uneven = StackStatistics(3, spec, hessian=True, row_weights={"text": 0.25, "visual": 3.0})
     uneven.update(x, rows, modality)
-    wanted = sum(
-        a * x[:80][modality[:80] == m].double().T @ x[:80][modality[:80] == m].double()
-        for m, a in ((0, 0.25), (1, 3.0))
-    )
+    wanted = sum(a * x[:80][modality[:80] == m].double().T @ x[:80][modality[:80] == m].double() for m, a in ((0, 0.25), (1, 3.0)))
     assert_close(uneven.hessian[0], wanted)
     assert statistics.scales(dataclasses.replace(spec, per_modality=False), language=True).shape == (3, 1)
 
@@ -335,9 +330,7 @@ def test_experts__are_one_graph():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "recipe", [mmqc.recipes.rtn(4, 8), mmqc.recipes.awq(4, 8, symmetric=False)], ids=["A8", "zeros"]
-)
+@pytest.mark.parametrize("recipe", [mmqc.recipes.rtn(4, 8), mmqc.recipes.awq(4, 8, symmetric=False)], ids=["A8", "zeros"])
 def test_experts__compiled(recipe):
     torch._dynamo.reset()
     model, _ = quantized(mixture("interleaved").float(), recipe)

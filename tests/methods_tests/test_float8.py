@@ -69,9 +69,7 @@ def test_backend__compiled_equals_eager(name: str) -> None:
     assert (got - want).norm() <= 0.02 * want.norm()  # a float32 sum in another order moves a code of three bits
     products = {op for record in records for op in record.ops if "matmul" in op}
     assert products <= {"scaled_matmul", "scaled_matmuls"}  # epilogues are of integers
-    assert {reason for r in records for op, reason in r.fallbacks if "matmul" in op} == {
-        "float8 on cpu: float64 matmul instead"
-    }
+    assert {reason for r in records for op, reason in r.fallbacks if "matmul" in op} == {"float8 on cpu: float64 matmul instead"}
 
 
 @pytest.mark.parametrize("name", ["W8A8-fp8, suppressed", "W4A8-fp8"])

@@ -126,9 +126,7 @@ def test_rotate_to_bases__exact_and_of_maximal_variance(random: str) -> None:
         seen: dict[str, torch.Tensor] = {}
         for fqn in high:
             module = model.get_submodule(fqn.removesuffix(".weight"))
-            module.register_forward_pre_hook(
-                lambda m, a, fqn=fqn: seen.__setitem__(fqn, a[0].reshape(-1, a[0].shape[-1]))
-            )
+            module.register_forward_pre_hook(lambda m, a, fqn=fqn: seen.__setitem__(fqn, a[0].reshape(-1, a[0].shape[-1])))
         model(**batch)
     # a patch merger reads the stream several times over
     streams = {f: x.reshape(-1, 16) for f, x in _once(seen).items() if set((high[f] % 16).tolist()) == {14, 15}}
@@ -147,9 +145,7 @@ def test_rotate_to_bases__by_peaks_high_coordinates_are_the_largest_channels_rot
     for bases in (False, True):
         model, batch = to_float64(Small().eval(), batches()[0])
         before = output_of(model, batch)
-        given = (
-            config if bases else config.replace(rewrites=dataclasses.replace(config.rewrites, bases=None, rotate=False))
-        )
+        given = config if bases else config.replace(rewrites=dataclasses.replace(config.rewrites, bases=None, rotate=False))
         with Float64(), torch.no_grad(), Journal(model) as journal:
             prog = record(model, batch)
             run(prog, exact_passes(given), FACTS)
@@ -162,9 +158,7 @@ def test_rotate_to_bases__by_peaks_high_coordinates_are_the_largest_channels_rot
             seen.append({})
             for name, module in model.named_modules():
                 if isinstance(module, torch.nn.Linear):
-                    module.register_forward_pre_hook(
-                        lambda m, a, n=name, s=seen[-1]: s.__setitem__(f"{n}.weight", a[0])
-                    )
+                    module.register_forward_pre_hook(lambda m, a, n=name, s=seen[-1]: s.__setitem__(f"{n}.weight", a[0]))
             model(**batch)
     # a patch merger reads the stream several times over
     streams = [f for f, h in high.items() if set((h % 16).tolist()) == {14, 15}]
@@ -197,13 +191,21 @@ def _once(seen: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 RECIPES = {
-    "resq": resq(kv_bits=None), "resq-rtn": resq(kv_bits=None, solver="rtn"), "quik": quik(), "quarot": quarot(),
-    "smooth": smoothquant(), "rtn": per_token(solver="rtn"), "2/8": resq(2, kv_bits=None, activation_bits=8),
-    "no U_B, U_D": resq(kv_bits=None, heads=False, hadamard=False), "3/8": resq(3, kv_bits=None, activation_bits=8),
-    "4/8": resq(4, kv_bits=None, activation_bits=8), "3/3": resq(3, kv_bits=None),
+    "resq": resq(kv_bits=None),
+    "resq-rtn": resq(kv_bits=None, solver="rtn"),
+    "quik": quik(),
+    "quarot": quarot(),
+    "smooth": smoothquant(),
+    "rtn": per_token(solver="rtn"),
+    "2/8": resq(2, kv_bits=None, activation_bits=8),
+    "no U_B, U_D": resq(kv_bits=None, heads=False, hadamard=False),
+    "3/8": resq(3, kv_bits=None, activation_bits=8),
+    "4/8": resq(4, kv_bits=None, activation_bits=8),
+    "3/3": resq(3, kv_bits=None),
     "outlier + rotation": outlier_rotation(kv_bits=None),
-    "three levels": resq(kv_bits=None, lowest_fraction=1 / 4), "rank 1/4": resq(kv_bits=None, high_fraction=1 / 4),
-}  # fmt: skip
+    "three levels": resq(kv_bits=None, lowest_fraction=1 / 4),
+    "rank 1/4": resq(kv_bits=None, high_fraction=1 / 4),
+}
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -227,9 +229,7 @@ def test_quantize__every_recipe(name: str) -> None:
 
 def test_quantize__the_solver_sees_the_first_batches_and_bases_all(monkeypatch: pytest.MonkeyPatch) -> None:
     real, rows = mmqc.calibration.calibrate.add_second_moment, []
-    monkeypatch.setattr(
-        mmqc.calibration.calibrate, "add_second_moment", lambda h, x, *a: (rows.append(len(x)), real(h, x, *a))[1]
-    )
+    monkeypatch.setattr(mmqc.calibration.calibrate, "add_second_moment", lambda h, x, *a: (rows.append(len(x)), real(h, x, *a))[1])
     seen = {}
     for some in (None, 1):
         model, count = Small().eval(), []
@@ -290,9 +290,7 @@ def test_quantize__backend_repeats_what_needs_no_data() -> None:
     compiled = torch.compile(untouched, backend="mmqc", options={"config": report.config})
     assert relative_error(logits(compiled, batch), logits(model, batch)) < 1e-4
     with pytest.raises(Exception, match="this config needs calibration"):
-        torch.compile(
-            Small().eval(), backend="mmqc", options={"config": report.config.replace(rewrites=resq().rewrites)}
-        )(**batch)
+        torch.compile(Small().eval(), backend="mmqc", options={"config": report.config.replace(rewrites=resq().rewrites)})(**batch)
 
 
 def test_quantize__in_int8_is_the_same_model_in_more_memory() -> None:
@@ -302,9 +300,7 @@ def test_quantize__in_int8_is_the_same_model_in_more_memory() -> None:
         report = quantize(model, resq(kv_bits=None, solver="rtn", packed=packed))
         found.append((logits(model, batches()[0]), report, model))
     assert torch.equal(found[0][0], found[1][0])
-    assert all(
-        ("weights in int8" in str(layer.scheme)) == bool(i) for i, f in enumerate(found) for layer in f[1].layers
-    )
+    assert all(("weights in int8" in str(layer.scheme)) == bool(i) for i, f in enumerate(found) for layer in f[1].layers)
     assert found[0][1].size_after < found[1][1].size_after
     linears = [m for m in found[1][2].modules() if isinstance(m, MixedLinear)]
     assert {w.dtype for m in linears for w in m.qweights} == {torch.int8}

@@ -18,14 +18,27 @@ from mmqc.nn.modality import ModalityContext
 
 BOUND = 1e-5  # relative, on the logits
 TEXT = {
-    "vocab_size": 512, "hidden_size": 64, "intermediate_size": 108, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 16, "query_pre_attn_scalar": 16, "max_position_embeddings": 128,
-    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 108,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "query_pre_attn_scalar": 16,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 VISION = {
-    "hidden_size": 64, "intermediate_size": 108, "num_hidden_layers": 1, "num_attention_heads": 4, "image_size": 32,
+    "hidden_size": 64,
+    "intermediate_size": 108,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "image_size": 32,
     "patch_size": 8,
-}  # fmt: skip
+}
 
 
 @pytest.fixture(autouse=True)
@@ -58,9 +71,13 @@ def qwen(grids: tuple = ((1, 4, 6), (1, 8, 4))) -> tuple[nn.Module, dict[str, An
 def gemma() -> tuple[nn.Module, dict[str, Any]]:
     layers = {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
     config = Gemma3Config(
-        text_config={**TEXT, **layers}, vision_config=VISION, image_token_index=IMAGE, mm_tokens_per_image=4,
-        boi_token_index=VISION_START, eoi_token_index=VISION_END,
-    )  # fmt: skip
+        text_config={**TEXT, **layers},
+        vision_config=VISION,
+        image_token_index=IMAGE,
+        mm_tokens_per_image=4,
+        boi_token_index=VISION_START,
+        eoi_token_index=VISION_END,
+    )
     return bidirectional(config, 4)
 
 
@@ -134,14 +151,20 @@ CASES: dict[str, Callable[[], tuple[nn.Module, dict[str, Any]]]] = {
     "one image": lambda: qwen(((1, 4, 6),)),
     "several images": qwen,
     "image first": lambda: (qwen()[0], without_first(qwen()[1], 7)),
-    "image last": lambda: (m := qwen(((1, 4, 6),)), (m[0], without_first(m[1], 0) | {
-        k: v[:, :-5] for k, v in m[1].items() if k in ("input_ids", "attention_mask", "mm_token_type_ids")}))[1],
+    "image last": lambda: (
+        m := qwen(((1, 4, 6),)),
+        (
+            m[0],
+            without_first(m[1], 0)
+            | {k: v[:, :-5] for k, v in m[1].items() if k in ("input_ids", "attention_mask", "mm_token_type_ids")},
+        ),
+    )[1],
     "video": video,
     "left padding": lambda: padded(True),
     "right padding": lambda: padded(False),
     "sliding window and bidirectional images": gemma,
     "bidirectional prefix": paligemma,
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("attention", ["gather", "unified"])
@@ -179,12 +202,17 @@ def test_token_order__second_image_on_a_cache(attention: str) -> None:
     def turns(call: Callable[..., Any]) -> Tensor:
         cache, logits = DynamicCache(), []
         for part, pixels, image in ((slice(0, cut), slice(0, patches), 0), (slice(cut, None), slice(patches, None), 1)):
-            logits.append(call(
-                input_ids=batch["input_ids"][:, part], attention_mask=batch["attention_mask"][:, : part.stop],
-                mm_token_type_ids=batch["mm_token_type_ids"][:, part], pixel_values=batch["pixel_values"][pixels],
-                image_grid_thw=batch["image_grid_thw"][image : image + 1], past_key_values=cache,
-                position_ids=torch.arange(part.start, part.stop or len(batch["input_ids"][0])).expand(3, 1, -1),
-            ).logits)  # fmt: skip
+            logits.append(
+                call(
+                    input_ids=batch["input_ids"][:, part],
+                    attention_mask=batch["attention_mask"][:, : part.stop],
+                    mm_token_type_ids=batch["mm_token_type_ids"][:, part],
+                    pixel_values=batch["pixel_values"][pixels],
+                    image_grid_thw=batch["image_grid_thw"][image : image + 1],
+                    past_key_values=cache,
+                    position_ids=torch.arange(part.start, part.stop or len(batch["input_ids"][0])).expand(3, 1, -1),
+                ).logits
+            )
         return torch.cat(logits, 1)
 
     with torch.no_grad():

@@ -67,9 +67,7 @@ def test_quant_linear__zero_points() -> None:
     p["weight_scale"] = torch.rand(len(p["codes"]), -(-p["codes"].shape[1] // 8))
     p["weight_zero"] = torch.randint(-8, 8, p["weight_scale"].shape, dtype=torch.int8)
     linear = QuantLinear.from_parts(**p, weight_bits=4, group_size=8)
-    shifted, scale = (
-        t.float().repeat_interleave(8, 1)[:, : linear.in_features] for t in (p["weight_zero"], p["weight_scale"])
-    )
+    shifted, scale = (t.float().repeat_interleave(8, 1)[:, : linear.in_features] for t in (p["weight_zero"], p["weight_scale"]))
     w = (p["codes"] - shifted) * scale
     assert_close(linear.weight, w)
     x = torch.randn(3, linear.in_features)
@@ -141,9 +139,13 @@ def test_quant_linear__state_is_plain_buffers_and_loads() -> None:
     linear = QuantLinear.from_parts(**p, weight_bits=4, activation_bits=8, input_scale=torch.ones(2), hadamard=True)
     state = linear.state_dict()
     assert {k: (v.dtype, tuple(v.shape)) for k, v in state.items()} == {
-        "qweight": (torch.uint8, (N, K // 2)), "weight_scale": (torch.float32, (N,)), "bias": (torch.float32, (N,)),
-        "input_scale": (torch.float32, (2,)), "outlier_index": (torch.int64, (2,)), "outlier_weight": (torch.float32, (N, 2)),
-    }  # fmt: skip
+        "qweight": (torch.uint8, (N, K // 2)),
+        "weight_scale": (torch.float32, (N,)),
+        "bias": (torch.float32, (N,)),
+        "input_scale": (torch.float32, (2,)),
+        "outlier_index": (torch.int64, (2,)),
+        "outlier_weight": (torch.float32, (N, 2)),
+    }
     spec = {"weight_bits": 4, "activation_bits": 8, "bias": True, "input_scales": 2, "outliers": 2, "hadamard": True}
     for device in ("cpu", "meta"):
         again = QuantLinear.empty(K, N, **spec, device=device)
@@ -159,29 +161,28 @@ def test_quant_linear__state_is_plain_buffers_and_loads() -> None:
 def test_quant_linear__repr() -> None:
     linear = QuantLinear.empty(K, N, weight_bits=4, activation_bits=8, input_scales=2, outliers=1, hadamard=True)
     assert repr(linear) == f"QuantLinear({K}, {N}, W4A8, bias=False, input_scales=2, hadamard=True, outliers=1)"
-    assert (
-        repr(QuantLinear.empty(K, N, weight_bits=4, group_size=32)) == f"QuantLinear({K}, {N}, W4A16-g32, bias=False)"
-    )
+    assert repr(QuantLinear.empty(K, N, weight_bits=4, group_size=32)) == f"QuantLinear({K}, {N}, W4A16-g32, bias=False)"
 
 
-@pytest.mark.parametrize(("spec", "message"), [
-    ({"weight_bits": 9}, "weight_bits = 9"),
-    ({"weight_bits": 8, "activation_bits": 16, "input_scales": 1}, "activation_bits = 16"),
-    ({"weight_bits": 4, "group_size": -1}, "group_size = -1"),
-    ({"weight_bits": 4, "group_size": 32, "integer_scales": True}, "integer scales are those of groups"),
-    ({"weight_bits": 4, "activation_bits": 8, "input_scales": 1, "integer_scales": True}, "integer scales are those of"),
-    ({"weight_bits": 8, "activation_bits": 8}, "a static linear has input_scale"),
-    ({"weight_bits": 8, "input_scales": 1}, "a static linear has input_scale"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ({"weight_bits": 9}, "weight_bits = 9"),
+        ({"weight_bits": 8, "activation_bits": 16, "input_scales": 1}, "activation_bits = 16"),
+        ({"weight_bits": 4, "group_size": -1}, "group_size = -1"),
+        ({"weight_bits": 4, "group_size": 32, "integer_scales": True}, "integer scales are those of groups"),
+        ({"weight_bits": 4, "activation_bits": 8, "input_scales": 1, "integer_scales": True}, "integer scales are those of"),
+        ({"weight_bits": 8, "activation_bits": 8}, "a static linear has input_scale"),
+        ({"weight_bits": 8, "input_scales": 1}, "a static linear has input_scale"),
+    ],
+)
 def test_quant_linear__refuses(spec: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         QuantLinear.empty(K, N, **spec)
 
 
 def test_quant_linear__scales_survive_a_change_of_dtype() -> None:
-    linear = QuantLinear.from_parts(
-        **parts(8), weight_bits=8, activation_bits=8, input_scale=torch.tensor([0.0301]), hadamard=True
-    )
+    linear = QuantLinear.from_parts(**parts(8), weight_bits=8, activation_bits=8, input_scale=torch.tensor([0.0301]), hadamard=True)
     before = copy.deepcopy(linear)
     linear.bfloat16()
     assert linear.bias.dtype == torch.bfloat16

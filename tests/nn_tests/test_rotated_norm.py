@@ -54,6 +54,4 @@ def test_rotated_norm__spec_round_trip(sides: dict[str, bool]) -> None:
 def test_rotated_norm__factors_are_rebuilt_in_another_dtype() -> None:
     module = RotatedNorm(randomise(nn.LayerNorm(N)), seed=5, after=True)
     assert module.bfloat16().get_buffer("mirror").dtype == torch.float32
-    assert torch.equal(
-        module.double().get_buffer("mirror"), RotatedNorm(nn.LayerNorm(N).double(), seed=5, after=True).mirror
-    )
+    assert torch.equal(module.double().get_buffer("mirror"), RotatedNorm(nn.LayerNorm(N).double(), seed=5, after=True).mirror)

@@ -21,15 +21,19 @@ def without_ops(monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_simulate__linears_in_two_precisions(dtype, bias, monkeypatch):
     widths, stored, n = [37, 10], [4, 8], 13
-    codes = [
-        torch.randint(-8, 8, (n, widths[0])).to(torch.int8),
-        torch.randint(-128, 128, (n, widths[1])).to(torch.int8),
-    ]
+    codes = [torch.randint(-8, 8, (n, widths[0])).to(torch.int8), torch.randint(-128, 128, (n, widths[1])).to(torch.int8)]
     linear = MixedLinear.from_stored(
-        [pack(codes[0], 4), codes[1]], torch.rand(n, 2) + 0.01, torch.stack([c.sum(1, dtype=torch.int32) for c in codes], 1),
-        widths=widths, stored=stored, activation=[4, 8], weight_bits=4, order=torch.randperm(47),
-        bias=torch.randn(n, dtype=dtype) if bias else None, dtype=dtype,
-    )  # fmt: skip
+        [pack(codes[0], 4), codes[1]],
+        torch.rand(n, 2) + 0.01,
+        torch.stack([c.sum(1, dtype=torch.int32) for c in codes], 1),
+        widths=widths,
+        stored=stored,
+        activation=[4, 8],
+        weight_bits=4,
+        order=torch.randperm(47),
+        bias=torch.randn(n, dtype=dtype) if bias else None,
+        dtype=dtype,
+    )
     x = torch.randn(2, 5, 47, dtype=dtype)
     expected = linear(x)
     without_ops(monkeypatch)

@@ -5,8 +5,7 @@ from mmqc.ops.finite_field import jacobsthal_matrix, prime_power
 
 
 @pytest.mark.parametrize(
-    ("q", "expected"),
-    [(11, (11, 1)), (27, (3, 3)), (25, (5, 2)), (343, (7, 3)), (15, None), (2, None), (1, None), (8, None)],
+    ("q", "expected"), [(11, (11, 1)), (27, (3, 3)), (25, (5, 2)), (343, (7, 3)), (15, None), (2, None), (1, None), (8, None)]
 )
 def test_prime_power__known(q: int, expected: tuple[int, int] | None) -> None:
     assert prime_power(q) == expected

@@ -33,18 +33,12 @@ class Several(torch.nn.Module):
             for name, part in {"w": w, "scale": scale, "bias": bias, **({"zero": zero} if zeros else {})}.items():
                 self.register_buffer(f"{name}{i}", part)
 
-    def forward(
-        self, x: torch.Tensor, x_q: torch.Tensor, rows: torch.Tensor, bounds: torch.Tensor
-    ) -> list[torch.Tensor]:
+    def forward(self, x: torch.Tensor, x_q: torch.Tensor, rows: torch.Tensor, bounds: torch.Tensor) -> list[torch.Tensor]:
         ys = []
         for i, (bits, group, integer, _) in enumerate(CASES):
             w, scale, bias, zero = (getattr(self, f"{name}{i}", None) for name in ("w", "scale", "bias", "zero"))
             inputs, row_scale = (x_q, rows) if integer else (x, None)
-            ys.append(
-                torch.ops.mmqc.grouped_matmul(
-                    inputs, w, scale, bounds, bias, row_scale, bits, group, torch.float32, zero
-                )
-            )  # fmt: skip
+            ys.append(torch.ops.mmqc.grouped_matmul(inputs, w, scale, bounds, bias, row_scale, bits, group, torch.float32, zero))
         return ys
 
 

@@ -8,9 +8,17 @@ from mmqc.ops.hadamard_matrix import hadamard_factors, hadamard_kind, plan
 
 CORES = (12, 20, 28, 36, 40, 44, 52, 60, 68, 76, 92, 108, 116, 140, 148, 172)
 MODELS = {  # widths of residual streams, heads and MLPs of published models
-    768: "H12 x H64", 1280: "H20 x H64", 3072: "H12 x H256", 3584: "H28 x H128", 5120: "H20 x H256",
-    11008: "H172 x H64", 18944: "H148 x H128", 4304: "DHT269 x H16", 64: "H64", 1: "H1",
-}  # fmt: skip
+    768: "H12 x H64",
+    1280: "H20 x H64",
+    3072: "H12 x H256",
+    3584: "H28 x H128",
+    5120: "H20 x H256",
+    11008: "H172 x H64",
+    18944: "H148 x H128",
+    4304: "DHT269 x H16",
+    64: "H64",
+    1: "H1",
+}
 
 
 def dense(factors: list[torch.Tensor]) -> torch.Tensor:

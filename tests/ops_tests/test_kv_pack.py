@@ -42,9 +42,7 @@ def test_words__round_trip_and_layout() -> None:
         of_keys = keys.view(torch.uint8).reshape(2, 3, 6 * bits, 8).int() ^ 128
         of_values = values.view(torch.uint8).reshape(2, 3, bits, 48).int() ^ 128
         one, two = of_keys[1, 2, 1, 5].item(), of_values[1, 2, bits - 1, 36].item()
-        assert [(one >> bits * t) % 2**bits for t in range(per_byte)] == codes[
-            1, 2, per_byte : 2 * per_byte, 5
-        ].tolist()
+        assert [(one >> bits * t) % 2**bits for t in range(per_byte)] == codes[1, 2, per_byte : 2 * per_byte, 5].tolist()
         assert [(two >> bits * v) % 2**bits for v in range(per_byte)] == codes[1, 2, 36, 8 - per_byte :].tolist()
 
 
@@ -77,9 +75,7 @@ def test_kv_pack__what_is_not_chosen_does_not_count() -> None:
         spoiled[b, :, rest] = 1e4
     for by in ("channel", "tensor"):
         for got, want in zip(
-            ops.kv_pack(spoiled, order, count, 2, by, 1.0, True),
-            ops.kv_pack(x, order, count, 2, by, 1.0, True),
-            strict=True,
+            ops.kv_pack(spoiled, order, count, 2, by, 1.0, True), ops.kv_pack(x, order, count, 2, by, 1.0, True), strict=True
         ):
             assert torch.equal(got, want)
 

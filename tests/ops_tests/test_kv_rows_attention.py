@@ -15,9 +15,15 @@ WAYS = [([14, 2], [4, 8]), ([13, 3], [3, 8]), ([16], [4]), ([9, 7], [5, 6]), ([1
 
 
 def case(
-    tokens: int, widths: list[int], bits: list[int], *, heads: int = 2, group: int = 2, queries: int = 1,
+    tokens: int,
+    widths: list[int],
+    bits: list[int],
+    *,
+    heads: int = 2,
+    group: int = 2,
+    queries: int = 1,
     dtype: torch.dtype = torch.float64,
-) -> tuple[dict[str, Any], Tensor, Tensor]:  # fmt: skip
+) -> tuple[dict[str, Any], Tensor, Tensor]:
     """Operands by name, and the keys and values that their rows stand for."""
     width, written, rows = sum(widths), [], []
     for _ in "kv":

@@ -13,8 +13,17 @@ from mmqc.ops.kv_token_attention import dequantize_tokens, quantize_tokens
 ops = torch.ops.mmqc
 
 
-def case(counts: tuple[int, ...], *, bits: int = 4, block: int = 8, heads: int = 2, group: int = 2, width: int = 16,
-         queries: int = 1, dtype: torch.dtype = torch.float64) -> tuple[dict[str, Any], Tensor, Tensor]:  # fmt: skip
+def case(
+    counts: tuple[int, ...],
+    *,
+    bits: int = 4,
+    block: int = 8,
+    heads: int = 2,
+    group: int = 2,
+    width: int = 16,
+    queries: int = 1,
+    dtype: torch.dtype = torch.float64,
+) -> tuple[dict[str, Any], Tensor, Tensor]:
     """Operands by name, and the keys and values that they stand for."""
     room = max(counts) + 2
     x = [torch.randn(len(counts), heads, room, width, dtype=torch.float64).to(dtype) for _ in range(2)]

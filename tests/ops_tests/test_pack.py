@@ -12,9 +12,7 @@ def codes(rows: int, width: int, bits: int, seed: int) -> torch.Tensor:
 
 
 @settings(deadline=None, max_examples=90)
-@given(
-    rows=st.integers(1, 9), width=st.integers(1, 300), bits=st.sampled_from([*PACKED, 8]), seed=st.integers(0, 2**31)
-)
+@given(rows=st.integers(1, 9), width=st.integers(1, 300), bits=st.sampled_from([*PACKED, 8]), seed=st.integers(0, 2**31))
 def test_pack__unpack_is_its_inverse(rows: int, width: int, bits: int, seed: int) -> None:
     q = codes(rows, width, bits, seed)
     packed = q if bits == 8 else pack(q, bits)
@@ -55,7 +53,7 @@ def test_stored_bits__integer_inputs_need_four_or_eight() -> None:
 @pytest.mark.parametrize(
     ("dtype", "width", "bits"),
     [(torch.int8, 8, 4), (torch.uint8, 6, 4), (torch.uint8, 8, 8), (torch.int8, 8, 3), (torch.uint8, 2, 3), (torch.int8, 8, 5)],
-)  # fmt: skip
+)
 def test_check_packed__refuses(dtype: torch.dtype, width: int, bits: int) -> None:
     with pytest.raises(ValueError, match="weight"):
         check_packed(torch.zeros(3, width, dtype=dtype), 8, bits)

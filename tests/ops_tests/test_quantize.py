@@ -9,12 +9,7 @@ quantize = torch.ops.mmqc.quantize
 
 
 @settings(deadline=None, max_examples=60)
-@given(
-    seed=st.integers(0, 2**31),
-    bits=st.integers(2, 8),
-    width=st.sampled_from([1, 17, 63, 100, 257]),
-    log_scale=st.floats(-6, 4),
-)
+@given(seed=st.integers(0, 2**31), bits=st.integers(2, 8), width=st.sampled_from([1, 17, 63, 100, 257]), log_scale=st.floats(-6, 4))
 def test_quantize__error_is_at_most_half_a_step(seed: int, bits: int, width: int, log_scale: float) -> None:
     g = torch.Generator().manual_seed(seed)
     scale = torch.tensor([10.0**log_scale])
@@ -45,8 +40,7 @@ def test_quantize__mask_broadcasts() -> None:
     x = torch.randn(2, 5, 16)
     visual = torch.tensor([[True], [False]])
     assert torch.equal(
-        quantize(x, torch.tensor([0.01, 0.1]), visual, 8),
-        quantize(x, torch.tensor([0.01, 0.1]), visual.expand(2, 5), 8),
+        quantize(x, torch.tensor([0.01, 0.1]), visual, 8), quantize(x, torch.tensor([0.01, 0.1]), visual.expand(2, 5), 8)
     )
 
 
@@ -60,11 +54,14 @@ def test_quantize__strided_input_gives_contiguous_codes() -> None:
     assert quantize(x, torch.ones(1), None, 8).is_contiguous()
 
 
-@pytest.mark.parametrize(("scale", "visual", "message"), [
-    (torch.ones(2), None, "needs visual mask"),
-    (torch.ones(1), torch.ones(3, dtype=torch.bool), "takes no visual mask"),
-    (torch.ones(3), None, r"shape \[1\], or \[2\]"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("scale", "visual", "message"),
+    [
+        (torch.ones(2), None, "needs visual mask"),
+        (torch.ones(1), torch.ones(3, dtype=torch.bool), "takes no visual mask"),
+        (torch.ones(3), None, r"shape \[1\], or \[2\]"),
+    ],
+)
 def test_quantize__refuses(scale: torch.Tensor, visual: torch.Tensor | None, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         quantize(torch.randn(3, 4), scale, visual, 8)

@@ -25,9 +25,7 @@ def by_loops(x: torch.Tensor, order: list[int], widths: list[int], bits: list[in
     return q.to(torch.int8), s, o
 
 
-@pytest.mark.parametrize(
-    ("widths", "bits"), [([17], [4]), ([13, 4], [4, 8]), ([1, 16], [3, 8]), ([9, 5, 3], [2, 4, 8])]
-)
+@pytest.mark.parametrize(("widths", "bits"), [([17], [4]), ([13, 4], [4, 8]), ([1, 16], [3, 8]), ([9, 5, 3], [2, 4, 8])])
 @pytest.mark.parametrize("ordered", [False, True])
 def test_quantize_per_token__codes_are_the_references(widths: list[int], bits: list[int], ordered: bool) -> None:
     g = torch.Generator().manual_seed(len(bits))

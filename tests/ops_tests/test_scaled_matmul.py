@@ -9,9 +9,7 @@ from mmqc.ops.pack import pack_int4
 scaled_matmul = torch.ops.mmqc.scaled_matmul
 
 
-def operands(
-    m: int, n: int, k: int, bits: int, seed: int = 0
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def operands(m: int, n: int, k: int, bits: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     g = torch.Generator().manual_seed(seed)
     top = 2 ** (bits - 1)
     x = torch.randint(-128, 128, (m, k), dtype=torch.int8, generator=g)

@@ -33,9 +33,7 @@ def operands(bits: int, linears: int, masked: bool, n: int = 17, k: int = 33) ->
 @pytest.mark.parametrize("linears", [1, 2])
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("act", ACTS)
-def test_scaled_matmul_epilogue__is_its_parts(
-    act: str, bits: int, linears: int, masked: bool, dtype: torch.dtype
-) -> None:
+def test_scaled_matmul_epilogue__is_its_parts(act: str, bits: int, linears: int, masked: bool, dtype: torch.dtype) -> None:
     x, w, s_x, s_w, bias, visual, _ = operands(bits, linears, masked)
     z = [ops.scaled_matmul(x, v, s_x, s, b, visual, bits, dtype) for v, s, b in zip(w, s_w, bias, strict=True)]
     h = ACTS[act](z[0])
@@ -79,9 +77,7 @@ def test_scaled_matmul_epilogue__checks() -> None:
     with pytest.raises(ValueError, match="is one linear's"):
         ops.scaled_matmul_epilogue(x, w, s_x, s_w, bias, visual, bits, *codes, x[..., :2].float(), torch.ones(17, 2))
     with pytest.raises(ValueError, match=r"x_S \[2, 4, 2\] and W_S \[17, 3\] do not fit"):
-        ops.scaled_matmul_epilogue(
-            x, w[:1], s_x, s_w[:1], bias[:1], visual, bits, *codes, x[..., :2].float(), torch.ones(17, 3)
-        )
+        ops.scaled_matmul_epilogue(x, w[:1], s_x, s_w[:1], bias[:1], visual, bits, *codes, x[..., :2].float(), torch.ones(17, 3))
     with pytest.raises(ValueError, match="needs visual mask"):
         ops.scaled_matmul_epilogue(x, w, s_x, s_w, *rest, "silu", torch.ones(2))
     with pytest.raises(ValueError, match="one entry per output"):

@@ -11,8 +11,10 @@ WIDTHS = (5, 12, 3)
 
 def operands(bits: int, biased: bool, masked: bool) -> tuple:
     x = torch.randint(-128, 128, (2, 4, 10), dtype=torch.int8)
-    w = [torch.randint(0, 256, (n, 5), dtype=torch.uint8) if bits == 4 else
-         torch.randint(-128, 128, (n, 10), dtype=torch.int8) for n in WIDTHS]  # fmt: skip
+    w = [
+        torch.randint(0, 256, (n, 5), dtype=torch.uint8) if bits == 4 else torch.randint(-128, 128, (n, 10), dtype=torch.int8)
+        for n in WIDTHS
+    ]
     bias = [torch.randn(n) if biased else None for n in WIDTHS]
     visual = torch.rand(2, 4) > 0.5 if masked else None
     return x, w, torch.rand(1 + masked), [torch.rand(n) for n in WIDTHS], bias, visual, bits, torch.float32

@@ -47,8 +47,13 @@ TAKEN = [
     Linear(9, 200, 3, 0, bias=True),
     Linear(11, 384, 3, 32),
 ]
-REFUSED = [Linear(17, 60, 4, 16), Linear(9, 100, 8, 12), Linear(9, 256, 4, 8, bias=True),
-           Linear(7, 250, 3, 24), Linear(7, 250, 2, 50, bias=True)]  # fmt: skip
+REFUSED = [
+    Linear(17, 60, 4, 16),
+    Linear(9, 100, 8, 12),
+    Linear(9, 256, 4, 8, bias=True),
+    Linear(7, 250, 3, 24),
+    Linear(7, 250, 2, 50, bias=True),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -75,9 +80,7 @@ def assert_product(y: torch.Tensor, x: torch.Tensor, dense: torch.Tensor, bias: 
     assert_close(torch.cat([y.double(), size]), torch.cat([expected, size]), y.dtype)
 
 
-def assert_like_dense(
-    linears: list[Linear], rows: tuple[int, ...], dtype: torch.dtype, dynamic: bool = False
-) -> GraphRecord:
+def assert_like_dense(linears: list[Linear], rows: tuple[int, ...], dtype: torch.dtype, dynamic: bool = False) -> GraphRecord:
     """Compile all linears as one graph; the record, after a comparison with float64."""
     weights = [stored(linear) for linear in linears]
     inputs = [torch.randn(*rows, linear.k).to(dtype) for linear in linears]
@@ -94,9 +97,7 @@ def assert_like_dense(
         assert y.dtype == dtype
         m = math.prod(rows)
         taken = few_rows.is_few(m) and not dynamic and not few_rows.why_not(m, linear.k, linear.bits, linear.group)
-        assert_product(
-            y, x, dense if taken else dense.to(torch.promote_types(dtype, torch.float32)).to(dtype).double(), bias
-        )
+        assert_product(y, x, dense if taken else dense.to(torch.promote_types(dtype, torch.float32)).to(dtype).double(), bias)
     (record,) = records
     return record
 
@@ -125,13 +126,7 @@ def test_few_rows__one_vector() -> None:
 def test_few_rows__in_blocks_and_by_themselves(m: int, monkeypatch: pytest.MonkeyPatch) -> None:
     real, called = few_rows_cpp.multiply, []
     monkeypatch.setattr(few_rows_cpp, "multiply", lambda *args: called.append(args) or real(*args))
-    linears = [
-        Linear(33, 160, 8, 32),
-        Linear(17, 63, 4, 0),
-        Linear(9, 448, 4, 128),
-        Linear(13, 192, 2, 16),
-        Linear(5, 48, 4, 24),
-    ]
+    linears = [Linear(33, 160, 8, 32), Linear(17, 63, 4, 0), Linear(9, 448, 4, 128), Linear(13, 192, 2, 16), Linear(5, 48, 4, 24)]
     with inductor_config.patch(force_disable_caches=True):  # a cached graph is not lowered again
         assert_like_dense(linears, (m,), torch.float32)
     assert len(called) == len(linears)
@@ -189,22 +184,23 @@ def test_few_rows__rows_share_one_pass_over_the_weight() -> None:
 
 @settings(deadline=None, max_examples=8)
 @given(
-    n=st.integers(1, 70), k=st.integers(1, 300), bits=st.sampled_from([*PACKED, 8]), group=st.integers(0, 160),
-    rows=st.integers(1, 4), dtype=st.sampled_from(DTYPES), bias=st.booleans(), seed=st.integers(0, 2**31),
-)  # fmt: skip
-def test_few_rows__any_shape(
-    n: int, k: int, bits: int, group: int, rows: int, dtype: torch.dtype, bias: bool, seed: int
-) -> None:
+    n=st.integers(1, 70),
+    k=st.integers(1, 300),
+    bits=st.sampled_from([*PACKED, 8]),
+    group=st.integers(0, 160),
+    rows=st.integers(1, 4),
+    dtype=st.sampled_from(DTYPES),
+    bias=st.booleans(),
+    seed=st.integers(0, 2**31),
+)
+def test_few_rows__any_shape(n: int, k: int, bits: int, group: int, rows: int, dtype: torch.dtype, bias: bool, seed: int) -> None:
     torch.manual_seed(seed)
     torch._dynamo.reset()
     record = assert_like_dense([Linear(n, k, bits, group, bias)], (rows,), dtype)
     assert ("extern mm" in record.kernels) == bool(record.fallbacks)
 
 
-@given(
-    k=st.integers(1, 20000), bits=st.sampled_from([*PACKED, 8]),
-    group=st.sampled_from([0, 16, 32, 48, 64, 96, 100, 128, 256]),
-)  # fmt: skip
+@given(k=st.integers(1, 20000), bits=st.sampled_from([*PACKED, 8]), group=st.sampled_from([0, 16, 32, 48, 64, 96, 100, 128, 256]))
 def test_chunk__has_one_scale_in_every_stretch(k: int, bits: int, group: int) -> None:
     length, chunk = stretch(k, bits), few_rows.chunk_of(k, bits, group)
     assert length % chunk == 0

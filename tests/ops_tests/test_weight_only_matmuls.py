@@ -11,8 +11,10 @@ WIDTHS = (5, 12, 3)
 
 def operands(bits: int, group: int) -> tuple:
     x = torch.randn(2, 4, 10)
-    w = [torch.randint(0, 256, (n, 5), dtype=torch.uint8) if bits == 4 else
-         torch.randint(-128, 128, (n, 10), dtype=torch.int8) for n in WIDTHS]  # fmt: skip
+    w = [
+        torch.randint(0, 256, (n, 5), dtype=torch.uint8) if bits == 4 else torch.randint(-128, 128, (n, 10), dtype=torch.int8)
+        for n in WIDTHS
+    ]
     scales = [torch.rand(n, -(-10 // group)) if group else torch.rand(n) for n in WIDTHS]
     return x, w, scales, [torch.randn(n) for n in WIDTHS], bits, group
 

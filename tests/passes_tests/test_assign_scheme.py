@@ -63,9 +63,11 @@ def test_assign_scheme__roles() -> None:
     roles = {n.args[1].target: n.meta["role"] for n in prog.nodes("linear")}
     body = {"q": "in", "k": "in", "v": "in", "o": "out"}
     assert roles == {f"blocks.0.body.{k}.weight": v for k, v in body.items()} | {
-        "blocks.1.body.gate.weight": "in", "blocks.1.body.up.weight": "in", "blocks.1.body.down.weight": "out",
+        "blocks.1.body.gate.weight": "in",
+        "blocks.1.body.up.weight": "in",
+        "blocks.1.body.down.weight": "out",
         "head.weight": "head",
-    }  # fmt: skip
+    }
 
 
 @pytest.mark.parametrize("hadamard", [False, True])
@@ -77,9 +79,7 @@ def test_assign_scheme__down_reads_a_non_linearity(hadamard: bool) -> None:
     check_exact(prog, item)
     roles = {weight_of(n): n.meta["role"] for n in prog.nodes("linear") if "scheme" in n.meta}
     found = {fqn for fqn, role in roles.items() if role == "down"}
-    assert {fqn for fqn in found if fqn.startswith("text")} == {
-        f for f in roles if f.startswith("text") and ".down" in f
-    }
+    assert {fqn for fqn in found if fqn.startswith("text")} == {f for f in roles if f.startswith("text") and ".down" in f}
     given = {weight_of(n) for n in prog.nodes("linear") if n.meta.get("scheme") == down}
     assert given == {fqn for fqn in found if fqn.startswith("text")}
     assert given

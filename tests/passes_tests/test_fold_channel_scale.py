@@ -112,9 +112,7 @@ def test_fold_channel_scale__fused_projections_scale_their_own_rows() -> None:
     rows = next(p for s in prog.decided.scalings for p in s.parts if p.fqn.endswith("qkv.weight") and not p.reads)
     assert sorted(rows.index.tolist()) == list(range(2 * WIDTH, 3 * WIDTH))
     columns = next(s for s in prog.decided.scalings if s.parts[0].fqn.endswith("norm.weight")).scale
-    torch.testing.assert_close(
-        prog.value("blocks.0.body.qkv.weight")[: 2 * WIDTH], (before * columns)[: 2 * WIDTH], rtol=0, atol=0
-    )
+    torch.testing.assert_close(prog.value("blocks.0.body.qkv.weight")[: 2 * WIDTH], (before * columns)[: 2 * WIDTH], rtol=0, atol=0)
 
 
 def test_fold_channel_scale__skips_shared_heads_if_told_to() -> None:
@@ -135,10 +133,14 @@ class Between(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         up = self.up(x)
         ways = {
-            "relu": lambda: F.relu(up), "leaky": lambda: F.leaky_relu(up, 0.1), "gelu": lambda: F.gelu(up),
-            "square": lambda: up * up, "quick": lambda: up * torch.sigmoid(1.702 * up), "read": lambda: F.relu(up) + up,
+            "relu": lambda: F.relu(up),
+            "leaky": lambda: F.leaky_relu(up, 0.1),
+            "gelu": lambda: F.gelu(up),
+            "square": lambda: up * up,
+            "quick": lambda: up * torch.sigmoid(1.702 * up),
+            "read": lambda: F.relu(up) + up,
             "in_place": lambda: up.relu_(),
-        }  # fmt: skip
+        }
         return self.down(ways[self.how]())
 
 
@@ -230,9 +232,7 @@ def test_fold_channel_scale__a_plan_scales_what_is_there() -> None:
 
 def test_scaling__is_its_own_json() -> None:
     index = torch.tensor([4, 5, 6, 0, 1, 9])
-    one = Scaling(
-        torch.rand(3, dtype=torch.float64), (Part("a", 1, index, torch.tensor([0, 1, 2, 0, 1, 2]), True, 1.0),)
-    )
+    one = Scaling(torch.rand(3, dtype=torch.float64), (Part("a", 1, index, torch.tensor([0, 1, 2, 0, 1, 2]), True, 1.0),))
     again = Scaling.from_dict(json.loads(json.dumps(one.to_dict())))
     (a,), (b,) = one.parts, again.parts
     assert torch.equal(again.scale, one.scale)

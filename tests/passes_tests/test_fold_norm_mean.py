@@ -33,9 +33,7 @@ def test_fold_norm_mean__golden() -> None:
 def test_fold_norm_mean__every_writer_loses_its_mean() -> None:
     prog = program("vlm", FoldNormMean())
     check_exact(prog, FoldNormMean())
-    written = {
-        name.removeprefix("vision.") for name in prog.changed if prog.derived(name)[-1].formula.endswith("mean(W)")
-    }
+    written = {name.removeprefix("vision.") for name in prog.changed if prog.derived(name)[-1].formula.endswith("mean(W)")}
     assert written == {"patches.weight", "token", "positions", "blocks.0.body.o.weight", "blocks.1.body.down.weight"}
     for name, axis in (("patches.weight", 0), ("patches.bias", 0), ("token", -1), ("positions", -1)):
         assert prog.value(f"vision.{name}").mean(axis).abs().max() < torch.finfo(torch.float64).eps * WIDTH

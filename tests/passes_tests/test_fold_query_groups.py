@@ -82,7 +82,5 @@ def test_fold_query_groups__finds_every_layer_of_a_decode_step() -> None:
     expected = run(model)
     with collect_records() as records:
         got = run(torch.compile(model, backend="mmqc"))
-    assert (
-        sum(len(p.sites) for r in records for p in r.passes if p.name == "fold_query_groups") == text.num_hidden_layers
-    )
+    assert sum(len(p.sites) for r in records for p in r.passes if p.name == "fold_query_groups") == text.num_hidden_layers
     assert_close(got, expected)

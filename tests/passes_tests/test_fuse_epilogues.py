@@ -38,9 +38,7 @@ def wide(scale: float = 0.05, turn: int = 0) -> QuantLinear:
 class Mlp(nn.Module):
     """Linear, activation, gate if there is one, linear."""
 
-    def __init__(
-        self, act: Callable[[Tensor], Tensor], *, gate: bool = False, up: Any = None, hadamard: bool = False
-    ) -> None:
+    def __init__(self, act: Callable[[Tensor], Tensor], *, gate: bool = False, up: Any = None, hadamard: bool = False) -> None:
         super().__init__()
         self.act, self.first = act, wide()
         self.up = (up or wide(turn=3)) if gate else None
@@ -103,16 +101,18 @@ def test_fuse_epilogues__a_scale_per_modality(gate: bool, without_inductor: None
 
 def test_fuse_epilogues__four_bit_weights(without_inductor: None) -> None:
     codes = torch.randint(-8, 8, (32, 32), dtype=torch.int8)
-    first = QuantLinear.from_parts(codes, torch.full((32,), 0.03), weight_bits=4, activation_bits=8,
-                                   input_scale=torch.tensor([0.05]))  # fmt: skip
+    first = QuantLinear.from_parts(
+        codes, torch.full((32,), 0.03), weight_bits=4, activation_bits=8, input_scale=torch.tensor([0.05])
+    )
     ops, _ = compile_and_compare(Tail(F.relu, first), torch.randn(4, 32))
     assert ops == ALONE
 
 
 def test_fuse_epilogues__scales_of_groups_stay(without_inductor: None) -> None:
     codes = torch.randint(-8, 8, (32, 32), dtype=torch.int8)
-    first = QuantLinear.from_parts(codes, torch.full((32, 4), 0.03), weight_bits=4, activation_bits=8, group_size=8,
-                                   input_scale=torch.tensor([0.05]))  # fmt: skip
+    first = QuantLinear.from_parts(
+        codes, torch.full((32, 4), 0.03), weight_bits=4, activation_bits=8, group_size=8, input_scale=torch.tensor([0.05])
+    )
     ops, misses = compile_and_compare(Tail(F.relu, first), torch.randn(4, 32))
     assert ops == {"quantize": 2, "scaled_matmul": 2}
     assert "scales of groups" in misses["fuse_epilogues"][0]

@@ -20,10 +20,16 @@ def reader(width: int, bits: tuple[int, ...] = (4, 8), order: bool = False, **mo
     widths = {1: [24], 2: [21, 3], 3: [6, 15, 3]}[len(bits)]
     codes = [torch.randint(-8, 8, (width, w), dtype=torch.int8, generator=g) for w in widths]
     return MixedLinear.from_stored(
-        codes, torch.rand(width, len(bits), generator=g), torch.stack([c.sum(1, dtype=torch.int32) for c in codes], 1),
-        widths=widths, stored=[8] * len(bits), activation=bits, weight_bits=4,
-        order=torch.randperm(WIDTH, generator=g) if order else None, **more,
-    )  # fmt: skip
+        codes,
+        torch.rand(width, len(bits), generator=g),
+        torch.stack([c.sum(1, dtype=torch.int32) for c in codes], 1),
+        widths=widths,
+        stored=[8] * len(bits),
+        activation=bits,
+        weight_bits=4,
+        order=torch.randperm(WIDTH, generator=g) if order else None,
+        **more,
+    )
 
 
 class Llama(nn.Module):
@@ -57,9 +63,12 @@ class Block(nn.Module):
 def norms(kind: str) -> nn.Module:
     plain = {"gain": torch.randn(WIDTH), "bias": torch.randn(WIDTH)}
     return {
-        "unit": lambda: RMSNorm(WIDTH), "gain": lambda: RMSNorm(WIDTH, 1e-5, plain["gain"]),
-        "bias": lambda: RMSNorm(WIDTH, 1e-5, plain["gain"], plain["bias"]), "llama": Llama, "gemma": lambda: Llama(True),
-    }[kind]()  # fmt: skip
+        "unit": lambda: RMSNorm(WIDTH),
+        "gain": lambda: RMSNorm(WIDTH, 1e-5, plain["gain"]),
+        "bias": lambda: RMSNorm(WIDTH, 1e-5, plain["gain"], plain["bias"]),
+        "llama": Llama,
+        "gemma": lambda: Llama(True),
+    }[kind]()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -91,10 +100,14 @@ class LayerNorm(nn.LayerNorm):
 
 
 WIDE = {
-    "unit": lambda: RMSNorm(32), "bias": lambda: RMSNorm(32, 1e-5, torch.randn(32), torch.randn(32)),
-    "layer": LayerNorm, "bare layer": lambda: LayerNorm(False), "torch's": lambda: nn.RMSNorm(32),
-    "torch's with eps": lambda: nn.RMSNorm(32, 1e-5), "torch's bare": lambda: nn.RMSNorm(32, elementwise_affine=False),
-}  # fmt: skip
+    "unit": lambda: RMSNorm(32),
+    "bias": lambda: RMSNorm(32, 1e-5, torch.randn(32), torch.randn(32)),
+    "layer": LayerNorm,
+    "bare layer": lambda: LayerNorm(False),
+    "torch's": lambda: nn.RMSNorm(32),
+    "torch's with eps": lambda: nn.RMSNorm(32, 1e-5),
+    "torch's bare": lambda: nn.RMSNorm(32, elementwise_affine=False),
+}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

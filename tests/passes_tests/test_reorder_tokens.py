@@ -66,9 +66,7 @@ def test_reorder_tokens__refuses_one_token() -> None:
     prog = decoder("causal")
     prog.nodes("placeholder")[-1].meta["shape"] = (2, 1)
     passed(prog, token_passes("gather"))
-    assert [str(m) for m in prog.records[0].misses] == [
-        "mmqc_visual: one token a sequence: there is nothing to reorder"
-    ]
+    assert [str(m) for m in prog.records[0].misses] == ["mmqc_visual: one token a sequence: there is nothing to reorder"]
     assert gathers(prog) == 0
 
 

@@ -19,9 +19,7 @@ from mmqc.config import ChannelScales, QuantConfig, Rewrites, Scheme, WeightSpec
 from mmqc.nn.linear import QuantLinear
 from mmqc.quantization import channel_scales
 
-ROUNDING = (
-    1e-4  # float32, some dozen layers deep: other factors round other weights, and some code falls on the other side
-)
+ROUNDING = 1e-4  # float32, some dozen layers deep: other factors round other weights, and some code falls on the other side
 
 
 @torch.no_grad()
@@ -57,12 +55,7 @@ def test_quantize__awq_scales_both_towers_and_the_projector() -> None:
     _, after, report = scaled()
     (record,) = [r for r in report.passes if r.name == "fold_channel_scale" and (r.sites or r.misses)]
     written = "\n".join(record.sites)
-    for place in (
-        "visual.blocks.1.norm2.weight",
-        "merger.ln_q.weight",
-        "layers.1.input_layernorm.weight",
-        "up_proj.weight",
-    ):
+    for place in ("visual.blocks.1.norm2.weight", "merger.ln_q.weight", "layers.1.input_layernorm.weight", "up_proj.weight"):
         assert place in written
     assert {m.reason for m in record.misses} >= {"gelu makes its input"}
     assert report.rewrite_error < ROUNDING
@@ -129,9 +122,7 @@ def block_errors(before: nn.Module, norm: str, weights: dict[str, float], bits: 
     model = copy.deepcopy(before)
     module = model.get_submodule(f"{BLOCK}.{place}")
     seen: list[Tensor] = []
-    module.register_forward_hook(
-        lambda m, args, out: seen.append((out if isinstance(out, Tensor) else out[0]).detach())
-    )
+    module.register_forward_hook(lambda m, args, out: seen.append((out if isinstance(out, Tensor) else out[0]).detach()))
     source = model.get_submodule(f"{BLOCK}.{norm}")
     x: list[Tensor] = []
     handle = source.register_forward_hook(lambda m, args, out: x.append(out.detach().reshape(-1, out.shape[-1])))
@@ -152,16 +143,12 @@ def block_errors(before: nn.Module, norm: str, weights: dict[str, float], bits: 
         seen.clear()
         for batch in batches():
             logits(model, batch)
-        error = torch.cat(
-            [(y.reshape(w.shape).double() - w).square().sum(1) for y, w in zip(seen, wanted, strict=True)]
-        )
+        error = torch.cat([(y.reshape(w.shape).double() - w).square().sum(1) for y, w in zip(seen, wanted, strict=True)])
         errors.append(float((rows * error).sum()))
     return errors
 
 
-@pytest.mark.parametrize(
-    "weights", [{"visual": 1.0, "text": 1.0}, {"visual": 1e-3, "text": 1.0}], ids=["equal", "text"]
-)
+@pytest.mark.parametrize("weights", [{"visual": 1.0, "text": 1.0}, {"visual": 1e-3, "text": 1.0}], ids=["equal", "text"])
 def test_quantize__awq_by_block_is_whole_forwards_choice(weights: dict[str, float]) -> None:
     before, _, _ = scaled()
     model = copy.deepcopy(before)
@@ -193,11 +180,14 @@ def test_quantize__awq_without_blocks_chooses_the_same(monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     ("linears", "normed", "block", "expected"),
     [
-        (["a.0.b.q", "a.0.b.k"], True, "a.0", "a.0.b"), (["a.0.b.q", "a.0.m.up"], True, "a.0", "a.0"),
-        (["a.0.b.q", "a.1.b.q"], True, "", ""), (["a.0.b.q"], True, "a.0", "a.0.b"), (["a.0.b.q"], False, "a.0", ""),
+        (["a.0.b.q", "a.0.b.k"], True, "a.0", "a.0.b"),
+        (["a.0.b.q", "a.0.m.up"], True, "a.0", "a.0"),
+        (["a.0.b.q", "a.1.b.q"], True, "", ""),
+        (["a.0.b.q"], True, "a.0", "a.0.b"),
+        (["a.0.b.q"], False, "a.0", ""),
         (["a.0.b.q"], True, "a.0.b.q", ""),
     ],
-)  # fmt: skip
+)
 def test_holder__is_the_smallest_module_around(linears: list[str], normed: bool, block: str, expected: str) -> None:
     def one() -> nn.Module:
         return nn.Sequential(OrderedDict(b=nn.Sequential(), m=nn.Sequential()))

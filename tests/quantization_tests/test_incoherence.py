@@ -67,8 +67,10 @@ def test_report__of_rotate_has_every_linear_before_and_after() -> None:
     before, after = report.incoherence["model.visual.blocks.0.mlp.fc2.weight"]
     assert after < before / 3
     assert {t: sum(v == t for v in report.towers.values()) for t in report.towers.values()} == {
-        "vision": 8, "projector": 2, "language": 15,
-    }  # fmt: skip
+        "vision": 8,
+        "projector": 2,
+        "language": 15,
+    }
     lines = report.summary().splitlines()
     at = next(i for i, text in enumerate(lines) if text.startswith("incoherence of 25 linear weights: median "))
     assert lines[at + 1].startswith("  largest before ")
@@ -80,9 +82,7 @@ def test_report__of_rotate_has_every_linear_before_and_after() -> None:
 def test_report__page_draws_before_against_after(tmp_path) -> None:
     pytest.importorskip("matplotlib")
     pairs = {"a.weight": (9.0, 4.0), "b.weight": (5.0, math.nan)}
-    report = mmqc.QuantReport(
-        recipes.rotate(), incoherence=pairs, towers={"a.weight": "vision", "b.weight": "language"}
-    )
+    report = mmqc.QuantReport(recipes.rotate(), incoherence=pairs, towers={"a.weight": "vision", "b.weight": "language"})
     text = report.save(tmp_path / "report.html").read_text(encoding="utf-8")
     assert text.count("<img") == 1
     assert "How evenly the weights are spread" in text

@@ -25,9 +25,11 @@ from mmqc.quantization.resume import ResumeError
 CONFIG = recipes.mquant(4)
 PERCENTILE = ActivationSpec(per_modality=True, observer="percentile", percentile=0.999)
 RECIPES = {
-    "mquant": CONFIG, "percentile": QuantConfig(*[Scheme(WeightSpec(4, solver="gptq"), PERCENTILE)] * 3),
-    "resq": recipes.resq(kv_bits=None), "quik": recipes.quik(),
-}  # fmt: skip
+    "mquant": CONFIG,
+    "percentile": QuantConfig(*[Scheme(WeightSpec(4, solver="gptq"), PERCENTILE)] * 3),
+    "resq": recipes.resq(kv_bits=None),
+    "quik": recipes.quik(),
+}
 UNITS = 5  # two blocks in each tower, and the merger; the head is kept
 
 

@@ -18,14 +18,44 @@ PASSES = [
     SimpleNamespace(name="quantize_weights", exact=False, n_sites=4, misses=(), ms=250.0),
 ]
 LAYERS = [
-    LayerReport("visual.blocks.0.mlp.fc2", "vision", "down", "W4A8", ("online H4xH64",), {"visual": 21.5},
-                {"visual": (-30.0, 41.0)}, {"visual": 0.001}, 0.11, 1, 0.5),
+    LayerReport(
+        "visual.blocks.0.mlp.fc2",
+        "vision",
+        "down",
+        "W4A8",
+        ("online H4xH64",),
+        {"visual": 21.5},
+        {"visual": (-30.0, 41.0)},
+        {"visual": 0.001},
+        0.11,
+        1,
+        0.5,
+    ),
     LayerReport("visual.merger.mlp.0", "projector", "up", "W4A8", (), {"visual": 33.0}, {"visual": (-3.0, 4.0)}),
-    LayerReport("layers.0.self_attn.q_proj", "language", "q", "W4A8", ("norm gain folded", "rotated in"),
-                {"visual": 31.0, "text": 12.25}, {"visual": (-9.0, 8.0), "text": (-1.0, 1.5)}, {}, 0.12),
-    LayerReport("layers.0.self_attn.k_proj", "language", "k", "W4A8", (), {"visual": 30.0, "text": 29.0},
-                {"visual": (-9.0, 8.0), "text": (-1.0, 1.5)}, {}, 0.13, note="3 input channels are always zero"),
-]  # fmt: skip
+    LayerReport(
+        "layers.0.self_attn.q_proj",
+        "language",
+        "q",
+        "W4A8",
+        ("norm gain folded", "rotated in"),
+        {"visual": 31.0, "text": 12.25},
+        {"visual": (-9.0, 8.0), "text": (-1.0, 1.5)},
+        {},
+        0.12,
+    ),
+    LayerReport(
+        "layers.0.self_attn.k_proj",
+        "language",
+        "k",
+        "W4A8",
+        (),
+        {"visual": 30.0, "text": 29.0},
+        {"visual": (-9.0, 8.0), "text": (-1.0, 1.5)},
+        {},
+        0.13,
+        note="3 input channels are always zero",
+    ),
+]
 REFUSED = [Refusal("visual.patch_embed.proj", "conv3d", "a convolution has no integer module")]
 
 
@@ -41,9 +71,7 @@ def test_summary__totals_worst_layers_passes_and_refusals():
     assert "4 layers quantized, 1 refusal, 2.5 s" in text
     assert "28.0 MB -> 7.0 MB (25%)" in text
     assert re.search(r"^language +2 +W4A8 +30\.5 \(30\.0\) +20\.6 \(12\.2\) +0\.00% +12\.50% +0$", text, re.M)
-    assert re.search(
-        r"^lowest SQNR.*\nlayers\.0\.self_attn\.q_proj +W4A8 +31\.0 +12\.2\n  norm gain folded", text, re.M
-    )
+    assert re.search(r"^lowest SQNR.*\nlayers\.0\.self_attn\.q_proj +W4A8 +31\.0 +12\.2\n  norm gain folded", text, re.M)
     assert re.search(r"^fold_norm_scale +exact +17 +1 +3\.1$", text, re.M)
     assert "visual.patch_embed.proj (node conv3d): a convolution has no integer module" in text
 
@@ -116,14 +144,16 @@ def test_save__refuses_another_suffix(tmp_path):
 def test_page__shows_tables_images_and_marks_wrong_answers(tmp_path):
     gray = np.arange(48, dtype=np.uint8).reshape(6, 8)
     examples = [
-        {"images": [gray, gray[..., None] / 47], "question": "What is <here>?", "answer": "1234", "float": "1234",
-         "quantized": {"rtn": "12", "mquant": "1934"}},
+        {
+            "images": [gray, gray[..., None] / 47],
+            "question": "What is <here>?",
+            "answer": "1234",
+            "float": "1234",
+            "quantized": {"rtn": "12", "mquant": "1934"},
+        },
         {"images": [Image.fromarray(gray)], "question": "And?", "answer": "no", "float": "no", "quantized": "no"},
-    ]  # fmt: skip
-    table = [
-        {"model": "float", "accuracy": 0.97, "recovery": 1.0},
-        {"model": "rtn", "accuracy/row": 0.5, "recovery": 0.61},
     ]
+    table = [{"model": "float", "accuracy": 0.97, "recovery": 1.0}, {"model": "rtn", "accuracy/row": 0.5, "recovery": 0.61}]
     data = {
         "title": "A & B",
         "table": table,

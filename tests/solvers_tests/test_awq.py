@@ -11,8 +11,10 @@ from mmqc.solvers import awq, rtn, solve
 from mmqc.solvers.awq import Reader, reader_loss, search
 
 SPECS = {
-    "W4": WeightSpec(4), "W3 g16": WeightSpec(3, PerGroup(16)), "W4 g16 asymmetric": WeightSpec(4, PerGroup(16), symmetric=False),
-}  # fmt: skip
+    "W4": WeightSpec(4),
+    "W3 g16": WeightSpec(3, PerGroup(16)),
+    "W4 g16 asymmetric": WeightSpec(4, PerGroup(16), symmetric=False),
+}
 
 
 def inputs(k: int, seed: int, tokens: int = 200) -> Tensor:

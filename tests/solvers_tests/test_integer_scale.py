@@ -21,9 +21,7 @@ def weight(n: int = 9, k: int = 64) -> Tensor:
 
 @pytest.mark.parametrize("amplifier", [1, 128, 1024, 8192])
 @pytest.mark.parametrize("bits", [4, 8])
-def test_integer_scale__the_papers_form_rounds_the_scales_alone(
-    amplifier: int, bits: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_integer_scale__the_papers_form_rounds_the_scales_alone(amplifier: int, bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(integer_scale, "ROUND_AGAIN", False)
     w = weight()
     plain, made = solve(w, WeightSpec(bits, PerGroup(16))), solve(w, spec(amplifier, bits))
@@ -177,8 +175,9 @@ def test_progressive__rows_have_a_step_and_products_fit_8_bits(bits: int, sign: 
             least, steps = best(values, abs(wanted), top)
             got = abs(t[n, j].item())
             assert got in steps or abs(got - wanted) < 1e-5
-            assert sum((v - q * got) ** 2 for v, q in zip(values, made.codes[n, 16 * j : 16 * j + 16].tolist(), strict=True)) \
-                == pytest.approx(least, rel=1e-4, abs=1e-9)  # fmt: skip
+            assert sum(
+                (v - q * got) ** 2 for v, q in zip(values, made.codes[n, 16 * j : 16 * j + 16].tolist(), strict=True)
+            ) == pytest.approx(least, rel=1e-4, abs=1e-9)
     products = made.codes.int() * t.int().repeat_interleave(16, 1)
     assert products.abs().max() <= 127
     assert t.abs().max() == most

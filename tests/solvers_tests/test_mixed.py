@@ -83,9 +83,7 @@ def test_mixed__other_solvers_take_each_part_by_itself(solver: str) -> None:
         same = high.scale >= low.scale / 64
         assert 0 < same.sum() < len(same)
         assert torch.equal(solved.codes[same][:, HIGH], high.codes[same])
-        assert torch.equal(
-            solved.codes[~same][:, HIGH], (w[~same][:, HIGH] * 64 / low.scale[~same, None]).round().to(torch.int8)
-        )
+        assert torch.equal(solved.codes[~same][:, HIGH], (w[~same][:, HIGH] * 64 / low.scale[~same, None]).round().to(torch.int8))
     error = (solved.dequantize() - w).abs()
     assert float(error[:, HIGH].max()) < float(error[:, parts[0].columns].max())
 

@@ -56,8 +56,9 @@ def test_principal_basis__few_rows_and_refusals() -> None:
         principal_basis(torch.eye(4), 4)
 
 
-@pytest.mark.parametrize(("width", "fraction", "high"), [(256, 1 / 8, 32), (64, 1 / 8, 8), (80, 1 / 8, 10), (4, 1 / 8, 1),
-                                                          (64, 0.0, 0), (1, 0.5, 0)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("width", "fraction", "high"), [(256, 1 / 8, 32), (64, 1 / 8, 8), (80, 1 / 8, 10), (4, 1 / 8, 1), (64, 0.0, 0), (1, 0.5, 0)]
+)
 def test_high_width(width: int, fraction: float, high: int) -> None:
     assert high_width(width, fraction) == high
 

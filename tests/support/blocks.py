@@ -108,9 +108,7 @@ class Parallel(nn.Module):
 class Text(nn.Module):
     """Embedding, blocks, norm, head."""
 
-    def __init__(
-        self, *blocks: nn.Module, norm: nn.Module | None = None, positions: int = 0, tied: bool = False
-    ) -> None:
+    def __init__(self, *blocks: nn.Module, norm: nn.Module | None = None, positions: int = 0, tied: bool = False) -> None:
         super().__init__()
         self.embed, self.blocks = nn.Embedding(VOCAB, WIDTH), nn.ModuleList(blocks)
         self.positions = nn.Embedding(positions, WIDTH) if positions else None
@@ -219,7 +217,7 @@ _BUILDERS: dict[str, Callable[[], Case]] = {
     "shared": lambda: (shared(), ids()),
     "library_rms": lambda: (Text(Branch(nn.RMSNorm(WIDTH), Mlp()), norm=nn.RMSNorm(WIDTH, eps=1e-5)), ids()),
     "vlm": vlm,
-}  # fmt: skip
+}
 
 
 def _random(build: Callable[[], Case]) -> Case:

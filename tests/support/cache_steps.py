@@ -26,9 +26,7 @@ def round_visual(cache: DynamicCache, visual: Tensor, spec: KVSpec, start: int =
             at = start + visual[b].nonzero()[:, 0]
             for h in range(layer.keys.shape[1]) if len(at) else ():
                 layer.keys[b, h, at] = rounded(layer.keys[b, h, at], spec, spec.shrink_keys)
-                layer.values[b, h, at] = rounded(
-                    layer.values[b, h, at], spec, spec.shrink_values, spec.values == "token"
-                )
+                layer.values[b, h, at] = rounded(layer.values[b, h, at], spec, spec.shrink_values, spec.values == "token")
 
 
 def steps(model: Any, cache: Any, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -38,8 +36,11 @@ def steps(model: Any, cache: Any, tokens: Tensor, mask: Tensor | None = None) ->
         at = int(cache.get_seq_length())
         position = torch.full((3, tokens.shape[0], 1), at)
         kept = None if mask is None else torch.cat((mask, torch.ones(mask.shape[0], i + 1, dtype=mask.dtype)), 1)
-        out.append(model(input_ids=tokens[:, i : i + 1], past_key_values=cache, use_cache=True, position_ids=position,
-                         attention_mask=kept).logits)  # fmt: skip
+        out.append(
+            model(
+                input_ids=tokens[:, i : i + 1], past_key_values=cache, use_cache=True, position_ids=position, attention_mask=kept
+            ).logits
+        )
     return torch.cat(out, 1)
 
 
@@ -50,6 +51,9 @@ def padded(batch: dict[str, Tensor]) -> dict[str, Tensor]:
     mask = torch.ones_like(ids)
     mask[1, :5] = 0
     return {
-        "input_ids": ids, "attention_mask": mask, "mm_token_type_ids": (ids == IMAGE).int(),
-        "pixel_values": batch["pixel_values"].repeat(2, 1), "image_grid_thw": batch["image_grid_thw"].repeat(2, 1),
-    }  # fmt: skip
+        "input_ids": ids,
+        "attention_mask": mask,
+        "mm_token_type_ids": (ids == IMAGE).int(),
+        "pixel_values": batch["pixel_values"].repeat(2, 1),
+        "image_grid_thw": batch["image_grid_thw"].repeat(2, 1),
+    }

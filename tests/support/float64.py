@@ -31,9 +31,7 @@ def to_float64(model: nn.Module, batch: dict[str, Any]) -> tuple[nn.Module, dict
     """The model, converted in place, and its batch in float64; experts run one by one (their grouped matmul has none)."""
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")
-    return model.double(), {
-        k: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in batch.items()
-    }
+    return model.double(), {k: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in batch.items()}
 
 
 @torch.no_grad()

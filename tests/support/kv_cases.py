@@ -9,15 +9,40 @@ import mmqc.ops  # noqa: F401
 from mmqc.ops.kv_words import unpack_words
 
 ops = torch.ops.mmqc
-NAMES = ("q", "k_words", "v_words", "k_scale", "k_offset", "v_scale", "v_offset", "visual_count", "k_text", "v_text",
-         "text_count", "bits", "scaling", "tau1", "tau2")  # fmt: skip
+NAMES = (
+    "q",
+    "k_words",
+    "v_words",
+    "k_scale",
+    "k_offset",
+    "v_scale",
+    "v_offset",
+    "visual_count",
+    "k_text",
+    "v_text",
+    "text_count",
+    "bits",
+    "scaling",
+    "tau1",
+    "tau2",
+)
 
 
 def packed_case(
-    visual: tuple[int, ...], text: tuple[int, ...], *, heads: int = 2, group: int = 2, width: int = 16, bits: int = 2,
-    values: str = "channel", tau: tuple[float, float] = (0.0, 0.0), queries: int = 1, dtype: torch.dtype = torch.float32,
-    device: Any = "cpu", room: int = 0,
-) -> dict[str, Any]:  # fmt: skip
+    visual: tuple[int, ...],
+    text: tuple[int, ...],
+    *,
+    heads: int = 2,
+    group: int = 2,
+    width: int = 16,
+    bits: int = 2,
+    values: str = "channel",
+    tau: tuple[float, float] = (0.0, 0.0),
+    queries: int = 1,
+    dtype: torch.dtype = torch.float32,
+    device: Any = "cpu",
+    room: int = 0,
+) -> dict[str, Any]:
     """Operands of kv_attention by name; what no token owns is NaN."""
     g = torch.Generator().manual_seed(hash((visual, text, heads, group, width, bits)) % 2**31)
     rand = lambda *shape: torch.randn(*shape, generator=g, dtype=torch.float64)  # noqa: E731
@@ -35,8 +60,22 @@ def packed_case(
         k_text[b, :, n:] = v_text[b, :, n:] = torch.nan
     q = rand(batch, heads * group, queries, width).to(dtype)
     text_count = torch.tensor(text, dtype=torch.int32, device=device)
-    values_ = (q.to(device), k_words, v_words, k_scale, k_offset, v_scale, v_offset, count.to(device), k_text.to(device),
-               v_text.to(device), text_count, bits, width**-0.5, *map(float, tau))  # fmt: skip
+    values_ = (
+        q.to(device),
+        k_words,
+        v_words,
+        k_scale,
+        k_offset,
+        v_scale,
+        v_offset,
+        count.to(device),
+        k_text.to(device),
+        v_text.to(device),
+        text_count,
+        bits,
+        width**-0.5,
+        *map(float, tau),
+    )
     return dict(zip(NAMES, values_, strict=True))
 
 

@@ -25,9 +25,7 @@ def compiled(module: str, *what: Any) -> tuple[str, int]:
     nvidia = pytest.importorskip("triton.backends.nvidia")
     ptxas = Path(nvidia.__path__[0]) / "bin" / "ptxas"
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join(
-        [str(HERE), str(HERE / "kernel_tests"), environment.get("PYTHONPATH", "")]
-    )
+    environment["PYTHONPATH"] = os.pathsep.join([str(HERE), str(HERE / "kernel_tests"), environment.get("PYTHONPATH", "")])
     with tempfile.TemporaryDirectory() as folder:
         ptx = f"{folder}/kernel.ptx"
         command = [sys.executable, __file__, ptx, module, *map(str, what)]
@@ -70,9 +68,7 @@ def main(ptx: str, module: str, *what: str) -> None:
 
     types = {name: kind(name) for name in launch.kernel.arg_names}
     wide = {
-        (i,): [["tt.divisibility", 16]]
-        for i, name in enumerate(types)
-        if name.endswith("_ptr") or name in ("M", "N", "STORED")
+        (i,): [["tt.divisibility", 16]] for i, name in enumerate(types) if name.endswith("_ptr") or name in ("M", "N", "STORED")
     }
     source = (GluonASTSource if is_gluon(launch.kernel) else ASTSource)(launch.kernel, types, constants, wide)
     made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": launch.num_warps})

@@ -26,8 +26,15 @@ from mmqc.passes.raise_ops import RaiseOps
 GOLDEN = Path(__file__).parents[1] / "passes_tests" / "golden"
 CASES = sorted(MODELS)
 EXACT_PASSES: tuple[Pass, ...] = (
-    RaiseOps(), RaiseLinear(), FoldLayerScale(), FoldNormMean(), FoldNormScale(), FuseRotation(), FoldSigns(), InsertHadamard(),
-)  # fmt: skip
+    RaiseOps(),
+    RaiseLinear(),
+    FoldLayerScale(),
+    FoldNormMean(),
+    FoldNormScale(),
+    FuseRotation(),
+    FoldSigns(),
+    InsertHadamard(),
+)
 
 
 @functools.cache

@@ -40,9 +40,13 @@ def quantized_vlm(weight_bits: int = 8) -> tuple[nn.Module, dict[str, torch.Tens
         W = linear.weight.detach()
         s_w = W.abs().amax(1) / (2 ** (weight_bits - 1) - 1)
         quantized = QuantLinear.from_parts(
-            torch.round(W / s_w[:, None]).to(torch.int8), s_w, weight_bits=weight_bits, activation_bits=8,
+            torch.round(W / s_w[:, None]).to(torch.int8),
+            s_w,
+            weight_bits=weight_bits,
+            activation_bits=8,
             bias=None if linear.bias is None else linear.bias.detach(),
-            input_scale=torch.tensor([scale, 0.8 * scale] if decoder else [scale]), modality=context if decoder else None,
-        )  # fmt: skip
+            input_scale=torch.tensor([scale, 0.8 * scale] if decoder else [scale]),
+            modality=context if decoder else None,
+        )
         model.set_submodule(name, quantized)
     return model.eval(), inputs

@@ -71,9 +71,7 @@ class Experts(nn.Module):
         super().__init__()
         self.how, self.router = how, nn.Parameter(torch.zeros(count, WIDTH))
         transposed = how == "bmm"
-        self.up = nn.Parameter(
-            torch.zeros(count, WIDTH, 2 * inner) if transposed else torch.zeros(count, 2 * inner, WIDTH)
-        )
+        self.up = nn.Parameter(torch.zeros(count, WIDTH, 2 * inner) if transposed else torch.zeros(count, 2 * inner, WIDTH))
         self.down = nn.Parameter(torch.zeros(count, inner, WIDTH) if transposed else torch.zeros(count, WIDTH, inner))
 
     def gated(self, y: Tensor) -> Tensor:
@@ -290,9 +288,22 @@ class Network(nn.Module):
 
 NORMS = ("rms", "layer", "gemma", "plain_layer", "library_rms")
 BODIES = (
-    "mlp", "gated", "linear", "attention", "fused", "qk_norm", "transposed", "experts_index_add", "experts_setitem",
-    "experts_bmm", "conv", "padded_conv", "product", "square", "halves",
-)  # fmt: skip
+    "mlp",
+    "gated",
+    "linear",
+    "attention",
+    "fused",
+    "qk_norm",
+    "transposed",
+    "experts_index_add",
+    "experts_setitem",
+    "experts_bmm",
+    "conv",
+    "padded_conv",
+    "product",
+    "square",
+    "halves",
+)
 
 
 @st.composite
@@ -301,13 +312,15 @@ def networks(draw: st.DrawFn) -> Network:
     on = st.integers(0, STREAMS - 1)
     kinds = st.sampled_from(NORMS)
     residual = st.builds(
-        Residual, on, kinds, st.sampled_from(BODIES), st.sampled_from(("none", "none", "none", *NORMS)),
+        Residual,
+        on,
+        kinds,
+        st.sampled_from(BODIES),
+        st.sampled_from(("none", "none", "none", *NORMS)),
         st.sampled_from(("plain", "plain", "plain", "scaled", "padded", "masked", "flipped")),
         st.sampled_from(("add", "add", "add", "in_place", "view", "layer_scale", "minus")),
-    )  # fmt: skip
-    meet = st.builds(
-        Meet, on, st.sampled_from(("where", "scatter", "add", "cat_channels", "merge", "merge_and_norm", "mean"))
     )
+    meet = st.builds(Meet, on, st.sampled_from(("where", "scatter", "add", "cat_channels", "merge", "merge_and_norm", "mean")))
     other = st.one_of(meet, st.builds(Two, on, kinds), st.builds(Touch, on, st.sampled_from(TOUCHES)))
     with torch.random.fork_rng():
         steps = draw(st.lists(st.one_of(residual, residual, other), min_size=2, max_size=5))

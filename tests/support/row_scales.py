@@ -8,9 +8,7 @@ from torch import Tensor
 KINDS = ["one", "visual", "split", "row"]
 
 
-def row_scales(
-    kind: str, m: int, device: Any, low: float = 0.01, high: float = 0.03
-) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+def row_scales(kind: str, m: int, device: Any, low: float = 0.01, high: float = 0.03) -> tuple[Tensor, dict[str, Tensor], Tensor]:
     """The scale, the launcher's other arguments, and the scale of every row, float32 [m]."""
     draw = lambda n: low + (high - low) * torch.rand(n, device=device)  # noqa: E731
     if kind in ("one", "row"):

@@ -4,12 +4,7 @@ import torch
 
 from mmqc.ops.pack import pack, unpack
 
-COUNTS = {
-    "uneven": [3, 0, 5, 1],
-    "all_to_one": [0, 0, 9, 0],
-    "nothing": [0, 0, 0, 0],
-    "none_for_some_rows": [2, 3, 0, 2],
-}
+COUNTS = {"uneven": [3, 0, 5, 1], "all_to_one": [0, 0, 9, 0], "nothing": [0, 0, 0, 0], "none_for_some_rows": [2, 3, 0, 2]}
 
 
 def stacked(n: int, k: int, bits: int, group: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:

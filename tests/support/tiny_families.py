@@ -13,9 +13,17 @@ from torch import nn
 Case = tuple[nn.Module, dict[str, Any]]
 VOCAB, IMAGE = 512, 500
 TEXT = {
-    "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 108, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 128, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 108,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 VISION = {"hidden_size": 64, "intermediate_size": 108, "num_hidden_layers": 2, "num_attention_heads": 4}
 
 
@@ -43,9 +51,7 @@ def _images(tokens: int, size: int) -> dict[str, Any]:
 def _llava() -> Case:
     vision = _config("clip_vision_model", **VISION, projection_dim=32, image_size=32, patch_size=8)
     text = _config("llama", **TEXT)
-    config = transformers.LlavaConfig(
-        vision_config=vision, text_config=text, image_token_index=IMAGE, image_seq_length=16
-    )
+    config = transformers.LlavaConfig(vision_config=vision, text_config=text, image_token_index=IMAGE, image_seq_length=16)
     return _model(config), _images(16, 32)
 
 
@@ -58,12 +64,7 @@ def _internvl() -> Case:
     return _model(config), _images(9, 48)
 
 
-GEMMA = {
-    "head_dim": 16,
-    "query_pre_attn_scalar": 16,
-    "sliding_window": 8,
-    "layer_types": ["sliding_attention", "full_attention"],
-}
+GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
 _BUILDERS: dict[str, Callable[[], Case]] = {
     "qwen2_vl": tiny_qwen2_vl,
     "llava": _llava,

@@ -25,9 +25,7 @@ class Layer(nn.Module):
         self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH) for _ in "qkvo")
         self.up, self.down = nn.Linear(WIDTH, 12), nn.Linear(12, WIDTH)
 
-    def forward(
-        self, x: Tensor, angles: tuple[Tensor, Tensor], how: dict[str, Any], cache: bool
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, angles: tuple[Tensor, Tensor], how: dict[str, Any], cache: bool) -> tuple[Tensor, Tensor]:
         y = F.layer_norm(x, (WIDTH,))
         q, k, v = (f(y).view(BATCH, LENGTH, HEADS, -1).transpose(1, 2) for f in (self.q, self.k, self.v))
         q, k = (y * angles[0] + torch.cat((-y[..., 2:], y[..., :2]), -1) * angles[1] for y in (q, k))

@@ -249,32 +249,52 @@ def _pick(condition: Any, a: Any, b: Any) -> Any:
 
 
 gl: Any = types.SimpleNamespace(
-    uint8=torch.uint8, int8=torch.int8,
-    int32=torch.int32, int64=torch.int64, float32=torch.float32, bfloat16=torch.bfloat16, float16=torch.float16,
-    constexpr=None, program_id=lambda axis: torch.tensor(_here.program), cdiv=lambda a, b: -(-a // b),
-    minimum=lambda a, b: _pick(a < b, a, b), maximum=lambda a, b: _pick(a < b, b, a), where=_pick, static_range=range,
+    uint8=torch.uint8,
+    int8=torch.int8,
+    int32=torch.int32,
+    int64=torch.int64,
+    float32=torch.float32,
+    bfloat16=torch.bfloat16,
+    float16=torch.float16,
+    constexpr=None,
+    program_id=lambda axis: torch.tensor(_here.program),
+    cdiv=lambda a, b: -(-a // b),
+    minimum=lambda a, b: _pick(a < b, a, b),
+    maximum=lambda a, b: _pick(a < b, b, a),
+    where=_pick,
+    static_range=range,
     zeros=lambda shape, dtype, layout=None: torch.zeros(shape, dtype=dtype).as_subclass(Values),
     arange=lambda first, last, layout=None: torch.arange(first, last),
-    NVMMADistributedLayout=lambda *_: None, SliceLayout=lambda *_: None, BlockedLayout=lambda *_: None,
-    DotOperandLayout=lambda *_: None, SwizzledSharedLayout=lambda *_: None,
+    NVMMADistributedLayout=lambda *_: None,
+    SliceLayout=lambda *_: None,
+    BlockedLayout=lambda *_: None,
+    DotOperandLayout=lambda *_: None,
+    SwizzledSharedLayout=lambda *_: None,
     full=lambda shape, value, dtype, layout=None: torch.full(shape, value, dtype=dtype).as_subclass(Values),
-    join=lambda a, b: torch.stack((a, b), -1), NVMMASharedLayout=types.SimpleNamespace(get_default_for=lambda *_: None),
-    convert_layout=lambda x, layout, assert_trivial=False: x, atomic_add=_atomic_add, store=_store,
-    load=lambda at, **_: at.to[at.at.long()], split=lambda x: x.unbind(-1),
+    join=lambda a, b: torch.stack((a, b), -1),
+    NVMMASharedLayout=types.SimpleNamespace(get_default_for=lambda *_: None),
+    convert_layout=lambda x, layout, assert_trivial=False: x,
+    atomic_add=_atomic_add,
+    store=_store,
+    load=lambda at, **_: at.to[at.at.long()],
+    split=lambda x: x.unbind(-1),
     allocate_shared_memory=lambda dtype, shape, layout: (
         Barriers(shape[0]) if dtype == torch.int64 else Shared(torch.full(shape, 77, dtype=dtype), dtype)
     ),
     warp_specialize=_specialize,
-)  # fmt: skip
+)
 REPLACED: dict[str, Any] = {
-    "gl": gl, "tl": types.SimpleNamespace(debug_barrier=lambda: None, minimum=gl.minimum, constexpr=None),
+    "gl": gl,
+    "tl": types.SimpleNamespace(debug_barrier=lambda: None, minimum=gl.minimum, constexpr=None),
     "mbarrier": types.SimpleNamespace(expect=_expect, arrive=_arrive, wait=_wait, init=_init, MBarrierLayout=lambda: None),
     "tma": types.SimpleNamespace(
         async_copy_global_to_shared=_copy_in, async_copy_shared_to_global=_copy_out, store_wait=_store_wait
     ),
-    "warpgroup_mma": warpgroup_mma, "warpgroup_mma_wait": warpgroup_mma_wait, "fence_async_shared": lambda: None,
+    "warpgroup_mma": warpgroup_mma,
+    "warpgroup_mma_wait": warpgroup_mma_wait,
+    "fence_async_shared": lambda: None,
     "gdc_wait": lambda: None,
-}  # fmt: skip
+}
 
 
 def as_python(kernel: Any, replaced: dict[str, Any]) -> Callable[..., Any]:

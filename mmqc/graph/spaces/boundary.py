@@ -121,9 +121,7 @@ def change_outputs(prog: Program, found: Crossings, change: Change) -> None:
             node.replace_input_with(operand, change(operand, copies))
 
 
-def by_copy(
-    prog: Program, x: fx.Node, copies: int, width: int, body: Callable[[fx.Node], fx.Node], name: str
-) -> fx.Node:
+def by_copy(prog: Program, x: fx.Node, copies: int, width: int, body: Callable[[fx.Node], fx.Node], name: str) -> fx.Node:
     """``body`` applied to each copy of a space on the last axis of x."""
     y = x if copies == 1 else prog.graph.call_method("unflatten", (x, -1, (copies, width)))
     y = body(y)

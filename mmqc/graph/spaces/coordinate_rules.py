@@ -131,9 +131,7 @@ class Rules(Tracker):
         """Rows added to rows (experts' outputs to their tokens): all rows of the source join what they are added to."""
         target, source = self.shadow(node.args[0]), self.shadow(node.args[3]) if len(node.args) > 3 else None
         if target is None or source is None or kwargs:
-            return self.opaque(
-                node, result, [n for n in node.all_input_nodes if self.shadow(n) is not None], kind(node)
-            )
+            return self.opaque(node, result, [n for n in node.all_input_nodes if self.shadow(n) is not None], kind(node))
         dim, index = args[1], args[2].cpu()
         row = _first(source, dim)
         self.join(source, row.expand(source.shape))
@@ -195,19 +193,13 @@ class Rules(Tracker):
         row = _first(ids, -2)
         self.join(ids, row.expand(ids.shape))
         self.freeze_beside_constants(ids, row, self.prog.graph._root)
-        cells = (
-            torch.arange(max(1, groups.numel())).reshape(*groups, 1, 1)
-            if groups
-            else torch.zeros(1, 1, dtype=torch.long)
-        )
+        cells = torch.arange(max(1, groups.numel())).reshape(*groups, 1, 1) if groups else torch.zeros(1, 1, dtype=torch.long)
         row = row.expand(*result.shape[:-2], 1, result.shape[-1])
         if varies_together(row, cells):
             self.split(row, cells)
         return row.expand(result.shape)
 
-    def _see_scaled_dot_product_attention(
-        self, node: fx.Node, result: Any, args: list[Any], kwargs: dict[str, Any]
-    ) -> Any:
+    def _see_scaled_dot_product_attention(self, node: fx.Node, result: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
         named = dict(zip(("query", "key", "value"), node.args, strict=False)) | dict(node.kwargs)
         self.freeze(self.shadow(named["query"]), node, "attention scores")
         self.freeze(self.shadow(named["key"]), node, "attention scores")

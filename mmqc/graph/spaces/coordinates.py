@@ -49,9 +49,7 @@ SHAPE_ONLY = frozenset((
     "randn_like", "empty", "ones", "full", "device", "getattr:device", "getattr:dtype", "getattr:shape",
 ))
 # fmt: on
-KEEPS_ZERO = frozenset(
-    ("relu", "relu6", "gelu", "silu", "mish", "tanh", "hardswish", "leaky_relu", "elu", "abs", "square")
-)
+KEEPS_ZERO = frozenset(("relu", "relu6", "gelu", "silu", "mish", "tanh", "hardswish", "leaky_relu", "elu", "abs", "square"))
 MEAN = "layer_norm subtracts its mean"
 
 
@@ -198,9 +196,7 @@ class Tracker:
         if word in SHAPE_ONLY:
             return None
         sources = [n for n in node.all_input_nodes if self.shadow(n) is not None]
-        params = [
-            n for n in node.all_input_nodes if n.op == "get_attr" and word in MOVES | SAME and self.is_channel_weight(n)
-        ]
+        params = [n for n in node.all_input_nodes if n.op == "get_attr" and word in MOVES | SAME and self.is_channel_weight(n)]
         if not sources and not params:
             return None
         if word in SAME and isinstance(result, Tensor) and result.is_floating_point():
@@ -250,9 +246,7 @@ class Tracker:
             value = kwargs.get("value", args[3] if len(args) > 3 else 0)
             new_args, new_kwargs = new_args[:2], {"value": _filler(value)}
         if word == "cat" and not new_kwargs.keys() - {"dim", "axis"}:
-            return _cat(
-                new_args[0], new_kwargs.get("dim", new_kwargs.get("axis", new_args[1] if len(new_args) > 1 else 0))
-            )
+            return _cat(new_args[0], new_kwargs.get("dim", new_kwargs.get("axis", new_args[1] if len(new_args) > 1 else 0)))
         if node.op == "call_method":
             return getattr(new_args[0], method_name(node, args))(*new_args[1:], **new_kwargs)
         return node.target(*new_args, **new_kwargs)  # type: ignore[operator]

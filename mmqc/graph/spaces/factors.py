@@ -24,9 +24,7 @@ def owners(spaces: Spaces) -> Tensor:
     return owner
 
 
-def source_of(
-    spaces: Spaces, owner: Tensor, space: Space, nodes: Sequence[fx.Node], side: int
-) -> tuple[Space, Tensor] | None:
+def source_of(spaces: Spaces, owner: Tensor, space: Space, nodes: Sequence[fx.Node], side: int) -> tuple[Space, Tensor] | None:
     """The space of the operands on this side of ``nodes``, and the channel of ``space`` that each of its channels becomes.
 
     None unless the two correspond one to one, weights alone write the operand, and nothing but these nodes reads it.
@@ -35,9 +33,7 @@ def source_of(
     for node in nodes:
         for other in (a for i, a in enumerate(node.args) if i != side):
             others |= set(_spaces_of(spaces, owner, other))
-        above, below = (
-            spaces.found.shadows.get(n) if isinstance(n, fx.Node) else None for n in (node.args[side], node)
-        )
+        above, below = (spaces.found.shadows.get(n) if isinstance(n, fx.Node) else None for n in (node.args[side], node))
         if not isinstance(above, Tensor) or not isinstance(below, Tensor) or above.shape != below.shape:
             return None
         pair = torch.stack(compact(above, below)).reshape(2, -1)
@@ -72,6 +68,4 @@ def _spaces_of(spaces: Spaces, owner: Tensor, operand: object) -> list[int]:
 
 def is_between(space: Space) -> bool:
     """Whether operations alone write a space and linears alone read it."""
-    return not (
-        space.writers or space.pins or space.norms or space.mean_pins or space.inputs or space.outputs or space.gains
-    )
+    return not (space.writers or space.pins or space.norms or space.mean_pins or space.inputs or space.outputs or space.gains)

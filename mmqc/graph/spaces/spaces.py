@@ -119,9 +119,7 @@ class Space:
     def __str__(self) -> str:
         kinds = f"{len(self.writers)} writers, {len(self.readers)} readers, {len(self.norm_modules)} norms"
         edge = "".join(
-            f", {word}"
-            for word, there in (("input", self.inputs), ("output", self.outputs), ("made", self.made))
-            if there
+            f", {word}" for word, there in (("input", self.inputs), ("output", self.outputs), ("made", self.made)) if there
         )
         pin = f", pinned by {self.why_pinned}" if self.pins else ""
         return f"space of {self.width}: {kinds}{edge}{pin}"

@@ -21,17 +21,7 @@ from torch import fx
 
 from mmqc.graph.kinds import kind, mutates
 from mmqc.graph.sizes import Sizes, is_sequence, product, sizes
-from mmqc.graph.tokens.uses import (
-    ELEMENTWISE,
-    FIRST_ONLY,
-    OURS,
-    RESHAPES,
-    Use,
-    Uses,
-    attention,
-    is_ours_or_torchs,
-    named,
-)
+from mmqc.graph.tokens.uses import ELEMENTWISE, FIRST_ONLY, OURS, RESHAPES, Use, Uses, attention, is_ours_or_torchs, named
 
 
 class TokenRules:
@@ -180,9 +170,7 @@ class TokenRules:
         if axis >= len(size) - count:
             return "it normalises over the tokens"
         found = self.same(node.kwargs.get("input", node.args[0] if node.args else None), axis, size)
-        if not isinstance(found, str) and any(
-            len(sizes(n) or ()) > count for n in node.all_input_nodes if n not in found
-        ):
+        if not isinstance(found, str) and any(len(sizes(n) or ()) > count for n in node.all_input_nodes if n not in found):
             return "a gain differs from row to row"
         return found
 

@@ -125,9 +125,7 @@ class _Planner:
         if quantized:
             yield from quantized
             return
-        linears = [
-            n for n in self.prog.nodes("linear") if len(sizes(n) or ()) == 3 and (sizes(n) or ())[:2] == self.rows
-        ]
+        linears = [n for n in self.prog.nodes("linear") if len(sizes(n) or ()) == 3 and (sizes(n) or ())[:2] == self.rows]
         behind = set(ours)
         for node in self.prog.graph.nodes if ours else ():
             if any(n in behind for n in node.all_input_nodes):
@@ -195,12 +193,7 @@ class _Planner:
                 if given.get("dropout_p", 0.0) != 0.0 or (given.get("is_causal") and node not in self.uses):
                     continue
                 whole = mask is None or (mask_size is not None and mask_size[-1] in (1, self.rows[1]))
-                if (
-                    whole
-                    and not {node} & (self.written | self.nested.keys())
-                    and given["query"] not in uses
-                    and mask not in uses
-                ):
+                if whole and not {node} & (self.written | self.nested.keys()) and given["query"] not in uses and mask not in uses:
                     yield node, uses
 
     # -- the cut ---------------------------------------------------------------------------------------------------

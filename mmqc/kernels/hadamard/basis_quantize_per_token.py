@@ -41,7 +41,7 @@ def part_scale(y, inside, before, BITS: tl.constexpr, LEAST: tl.constexpr):
 def basis_quantize_per_token_kernel(
     x_ptr, basis_ptr, q_ptr, scale_ptr, offset_ptr, M, D, LOW, stride_x, stride_i, stride_j, PARTS: tl.constexpr,
     LOW_BITS: tl.constexpr, HIGH_BITS: tl.constexpr, PTX: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
+):
     """BLOCK tokens."""
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     c = tl.arange(0, WIDTH)
@@ -79,14 +79,14 @@ def supports(x: Tensor, basis: Tensor, widths: Sequence[int], bits: Sequence[int
         (len(widths) in (1, 2) and len(bits) == len(widths) and sum(widths) == width and min(widths) > 0,
          f"one or two parts, not {list(widths)}"),
         (all(2 <= b <= 8 for b in bits), f"bits = {list(bits)}: 2 to 8"),
-    )  # fmt: skip
+    )
     return next((why for ok, why in checks if not ok), None) or why_not_here(x, basis)
 
 
 def basis_quantize_per_token(
     x: Tensor, basis: Tensor, widths: Sequence[int], bits: Sequence[int], *, out: Rows | None = None,
     num_warps: int | None = None,
-) -> Rows:  # fmt: skip
+) -> Rows:
     """Codes, scales and offsets of every row of x U."""
     reason = supports(x, basis, widths, bits)
     if reason is not None:
@@ -107,7 +107,7 @@ def launch(
     args = dict(
         x_ptr=x, basis_ptr=basis, q_ptr=out.q, scale_ptr=out.scale, offset_ptr=out.offset, M=m, D=width, LOW=widths[0],
         stride_x=x.stride(0), stride_i=basis.stride(0), stride_j=basis.stride(1),
-    )  # fmt: skip
+    )
     constants = dict(
         PARTS=len(widths), LOW_BITS=bits[0], HIGH_BITS=bits[-1], PTX=has_inline_ptx(x.device), BLOCK=block, WIDTH=padded
     )

@@ -50,7 +50,7 @@ def hadamard_quantize_kernel(
     SCALE: tl.constexpr, OUTER: tl.constexpr, A1: tl.constexpr, A2: tl.constexpr, B: tl.constexpr, R: tl.constexpr,
     GATED: tl.constexpr, MODE: tl.constexpr, KIND: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, FP8: tl.constexpr,
     PTX: tl.constexpr, PROGRAMS: tl.constexpr,
-):  # fmt: skip
+):
     """R rows of x a turn: tile row t is row t // A1 of x, part t % A1; a second tile holds parts A1 … of one row."""
     PARTS: tl.constexpr = A1 if OUTER else 1  # pyright: ignore[reportAssignmentType]  # Triton wraps the 1
     SIDE: tl.constexpr = R * PARTS
@@ -102,7 +102,7 @@ def hadamard_quantize_kernel(
         write_tiles(
             y, y2, factor, y_ptr, token_ptr, offset_ptr, rows, row_mask & (i == 0), wide * n + inside, at2, mask, mask2, MODE,
             SCALE, LOW, HIGH, FP8, x_ptr.dtype.element_ty, PTX, R, PARTS, A2,
-        )  # fmt: skip
+        )
 
 
 def supports(x: Tensor, up: Tensor | None, code: torch.dtype | None) -> str | None:
@@ -131,7 +131,7 @@ def hadamard_quantize(
     bits: int = 8, visual: Tensor | None = None, split: Tensor | None = None, plan: HadamardPlan | None = None,
     out: Tensor | None = None, num_warps: int | None = None, programs: int | None = None,
     num_stages: int | None = None,
-) -> Transformed:  # fmt: skip
+) -> Transformed:
     """Transform and quantize: ``scale`` None is dynamic per token, ``code`` None leaves y in x's dtype.
 
     With ``up``, the input is silu(x) * up.  ``plan`` and what follows are for tuning.
@@ -159,7 +159,7 @@ def run(
     x: Tensor, up: Tensor | None, y: Tensor, plan: HadamardPlan | None, rows: RowScale | None, tokens: Tensor | None,
     code: torch.dtype | None, bits: int, num_warps: int | None, programs: int | None, num_stages: int | None,
     offsets: Tensor | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Fill y, now: by this file's launch where an option asks for it or the other kernel does not take the rows."""
     asked = any(option is not None for option in (plan, num_warps, programs, num_stages))
     if asked or in_warpgroups.why_not(x, y) is not None:
@@ -173,7 +173,7 @@ def launch(
     x: Tensor, up: Tensor | None, y: Tensor, plan: HadamardPlan, rows: RowScale | None = None, tokens: Tensor | None = None,
     code: torch.dtype | None = None, bits: int = 8, num_warps: int | None = None, programs: int | None = None,
     num_stages: int | None = None, offsets: Tensor | None = None,
-) -> Launch:  # fmt: skip
+) -> Launch:
     """Fill y, by the static scales ``rows``, or the dynamic ones that go to ``tokens``, or in x's dtype.
 
     With ``offsets``, codes are asymmetric, and a token's offset goes there.
@@ -183,7 +183,7 @@ def launch(
         x_ptr=x, up_ptr=x if up is None else up, outer_ptr=plan.outer, inner_ptr=plan.inner, y_ptr=y,
         scale_ptr=plan.outer if rows is None else rows.scale, row_ptr=plan.outer if rows is None else rows.rows,
         M=m, n=n, a=t.a, b=t.b, stride_x=x.stride(0), stride_up=0 if up is None else up.stride(0),
-    )  # fmt: skip
+    )
     mode = (
         ASYMMETRIC if offsets is not None else DYNAMIC if tokens is not None else STATIC if rows is not None else FLOAT
     )
@@ -192,7 +192,7 @@ def launch(
         GATED=up is not None, MODE=mode.value, KIND=ROW.value if rows is None else rows.kind, LOW=-(2.0 ** (bits - 1)),
         HIGH=2.0 ** (bits - 1) - 1, FP8=code == torch.float8_e4m3fn,
         PTX=has_inline_ptx(x.device) and x.dtype != torch.float32, B=t.B,
-    )  # fmt: skip
+    )
     if tokens is None and programs is None and few(x, t):
         constants |= dict(WIDTH=t.A1 + t.A2, STEP=t.A2 or min(t.A1, 64), COLUMNS=min(t.B, COLUMNS))
         grid = (m, *slices(t))

@@ -32,7 +32,7 @@ def supports(x: Tensor, up: Tensor | None, bits: int) -> str | None:
 def hadamard_quantize_per_token(
     x: Tensor, bits: int, *, up: Tensor | None = None, plan: HadamardPlan | None = None, out: Rows | None = None,
     num_warps: int | None = None, programs: int | None = None, num_stages: int | None = None,
-) -> Rows:  # fmt: skip
+) -> Rows:
     """Codes, scales and offsets of every row; with ``up``, of silu(x) * up.  The options are hadamard_quantize's."""
     reason = supports(x, up, bits)
     if reason is not None:
@@ -51,7 +51,7 @@ def hadamard_quantize_per_token(
 def launch(
     x: Tensor, up: Tensor | None, out: Rows, plan: HadamardPlan, bits: int, num_warps: int | None = None,
     programs: int | None = None, num_stages: int | None = None,
-) -> Launch:  # fmt: skip
+) -> Launch:
     """Fill ``out``, in one kernel."""
     return transform.launch(
         x, up, out.q, plan, None, out.scale, torch.int8, bits, num_warps, programs, num_stages, out.offset

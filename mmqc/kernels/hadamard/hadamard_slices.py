@@ -32,7 +32,7 @@ def hadamard_slices_kernel(
     SCALE: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr, B: tl.constexpr, COLUMNS: tl.constexpr,
     GATED: tl.constexpr, MODE: tl.constexpr, KIND: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
     FP8: tl.constexpr, PTX: tl.constexpr,
-):  # fmt: skip
+):
     """Row, slice of A and slice of B are the three axes of the grid."""
     row = tl.program_id(0)
     i = tl.program_id(1) * SLICE + tl.arange(0, SLICE)

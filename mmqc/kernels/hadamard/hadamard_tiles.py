@@ -26,7 +26,7 @@ def silu_tile(gate, PTX: tl.constexpr):
         y = tl.inline_asm_elementwise(
             """{ .reg .f32 t; mul.f32 t, $1, 0fBFB8AA3B; ex2.approx.ftz.f32 t, t;
             add.f32 t, t, 0f3F800000; rcp.approx.ftz.f32 t, t; mul.f32 $0, $1, t; }""",
-            "=f,f", [gate], dtype=tl.float32, is_pure=True, pack=1)  # fmt: skip
+            "=f,f", [gate], dtype=tl.float32, is_pure=True, pack=1)
     else:
         y = gate / (1.0 + tl.exp(-gate))
     return y
@@ -85,7 +85,7 @@ def write_tiles(
     y, y2, factor, y_ptr, token_ptr, offset_ptr, rows, first, at, at2, mask, mask2, MODE: tl.constexpr, SCALE: tl.constexpr,
     LOW: tl.constexpr, HIGH: tl.constexpr, FP8: tl.constexpr, DTYPE: tl.constexpr, PTX: tl.constexpr, R: tl.constexpr,
     PARTS: tl.constexpr, A2: tl.constexpr,
-):  # fmt: skip
+):
     """Write a turn's sums y [R PARTS, B] and, transposed, y2 [B, A2]; ``first`` says which rows are the first of a token."""
     if MODE == ASYMMETRIC:
         y = rounded_tile(y, SCALE, DTYPE, PTX)

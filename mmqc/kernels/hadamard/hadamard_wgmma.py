@@ -81,7 +81,7 @@ def plan(n: int, device: torch.device, dtype: torch.dtype) -> HadamardPlan:
 def launch(
     x: Tensor, y: Tensor, rows: RowScale | None = None, tokens: Tensor | None = None, bits: int = 8,
     offsets: Tensor | None = None,
-) -> Launch:  # fmt: skip
+) -> Launch:
     """Fill y, as hadamard_quantize.launch; ``why_not`` has found nothing."""
     from mmqc.kernels.hadamard.hadamard_wgmma_tiles import hadamard_wgmma_kernel
 
@@ -96,18 +96,18 @@ def launch(
         "x_desc": (1, t.A1, COLUMNS), "rest_desc": (1, max(t.A2, 16), COLUMNS),
         "y_desc": (1, BLOCK, COLUMNS), "outer_desc": (BLOCK, t.A1),
         "outer_rest_desc": (BLOCK, max(t.A2, 16)), "inner_desc": (COLUMNS // 2, COLUMNS // 2),
-    }  # fmt: skip
+    }
     args: dict[str, Any] = dict(
         x_desc=cubes[0], rest_desc=cubes[0], y_desc=cubes[1], outer_desc=p.outer, outer_rest_desc=p.outer, inner_desc=p.inner,
         scale_ptr=p.outer if rows is None else rows.scale, row_ptr=p.outer if rows is None else rows.rows,
         token_ptr=p.outer if tokens is None else tokens, offset_ptr=p.outer if offsets is None else offsets, M=m, a=t.a,
-    )  # fmt: skip
+    )
     programs, size = min(m, multiprocessors(x.device)), y.dtype.itemsize
     constants = dict(
         SCALE=2 / (plans.outer_factor(t) * math.sqrt(t.a * t.b)), A1=t.A1, A2=t.A2, COLUMNS=COLUMNS, SLOTS=slots(t, size),
         PLACES=places(size), PROGRAMS=programs, REGISTERS=REGISTERS, MODE=mode.value,
         KIND=ROW.value if rows is None else rows.kind, LOW=-(2.0 ** (bits - 1)), HIGH=2.0 ** (bits - 1) - 1,
         PTX=has_inline_ptx(x.device),
-    )  # fmt: skip
+    )
     written = ("y_desc", "token_ptr", "offset_ptr")
     return Launch(hadamard_wgmma_kernel, (programs,), args, constants, written, 4, 1, 0, copied, early=True)

@@ -42,7 +42,7 @@ NEAR = gl.constexpr(12582912.0)  # 1.5 * 2^23, next to which floats are integers
 def fill_slots(
     x_desc, rest_desc, ring, M, A1: gl.constexpr, A2: gl.constexpr, COLUMNS: gl.constexpr,
     SLOTS: gl.constexpr, PROGRAMS: gl.constexpr,
-):  # fmt: skip
+):
     """The warp that copies."""
     tiles, rests, full, empty = ring[0], ring[1], ring[2], ring[3]
     for turn in range(gl.cdiv(M - gl.program_id(0), PROGRAMS)):
@@ -102,7 +102,7 @@ def widen_ends(y, low, high, block: gl.constexpr, a, MODE: gl.constexpr):
 
 @gluon.jit
 def find_scale(low, high, scale_at, offset_at, DTYPE: gl.constexpr, X_DTYPE: gl.constexpr, MODE: gl.constexpr,
-               SCALE: gl.constexpr, LOW: gl.constexpr, HIGH: gl.constexpr):  # fmt: skip
+               SCALE: gl.constexpr, LOW: gl.constexpr, HIGH: gl.constexpr):
     """A token's smallest entry, and what ``codes_of`` wants; its scale, and its offset if there is one, go to memory.
 
     Entries are rounded for asymmetric codes; their ends are the rounded ends of the sums, for rounding keeps order.
@@ -124,7 +124,7 @@ def find_scale(low, high, scale_at, offset_at, DTYPE: gl.constexpr, X_DTYPE: gl.
 def codes_of(
     y, k, low, DTYPE: gl.constexpr, MODE: gl.constexpr, SCALE: gl.constexpr, LOW: gl.constexpr, HIGH: gl.constexpr,
     X_DTYPE: gl.constexpr, PTX: gl.constexpr,
-):  # fmt: skip
+):
     """What is written of sums y, as hadamard_tiles.py has it: k is the factor, or the scale of asymmetric codes."""
     layout: gl.constexpr = y.type.layout
     if MODE == FLOAT:
@@ -147,7 +147,7 @@ def codes_of(
 def write_block(
     y, k, low, y_desc, place, row, block: gl.constexpr, COLUMNS: gl.constexpr, PLACES: gl.constexpr, MODE: gl.constexpr,
     SCALE: gl.constexpr, LOW: gl.constexpr, HIGH: gl.constexpr, X_DTYPE: gl.constexpr, PTX: gl.constexpr,
-):  # fmt: skip
+):
     """Through shared memory; what lies behind A's rows is dropped."""
     tma.store_wait(PLACES - 1)
     tl.debug_barrier()  # the place is free
@@ -162,7 +162,7 @@ def take_row(
     write, y_desc, outer, inner, x, places, own: gl.constexpr, count, gone, row, low, high, least, k, a, SCALE: gl.constexpr,
     A1: gl.constexpr, A2: gl.constexpr, COLUMNS: gl.constexpr, PLACES: gl.constexpr, MODE: gl.constexpr,
     LOW: gl.constexpr, HIGH: gl.constexpr, PTX: gl.constexpr,
-):  # fmt: skip
+):
     """Write all blocks of a row, the ``count``-th of its consumer, and say that its slot is ``gone``; or else find its ends."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     blocks: gl.constexpr = (A1 + A2 + BLOCK - 1) // BLOCK
@@ -198,7 +198,7 @@ def transform_slots(
     SCALE: gl.constexpr, A1: gl.constexpr, A2: gl.constexpr, COLUMNS: gl.constexpr, SLOTS: gl.constexpr,
     PLACES: gl.constexpr, PROGRAMS: gl.constexpr, MODE: gl.constexpr, KIND: gl.constexpr,
     LOW: gl.constexpr, HIGH: gl.constexpr, PTX: gl.constexpr,
-):  # fmt: skip
+):
     """A warpgroup that transforms every second row of its program."""
     each: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16]))
     tiles, rests, full, empty = ring[0], ring[1], ring[2], ring[3]
@@ -219,11 +219,11 @@ def transform_slots(
         mbarrier.wait(full.index(turn % (SLOTS * CONSUMERS)), (turn // (SLOTS * CONSUMERS)) & 1)
         if MODE <= STATIC:  # scales that are known, or none
             take_row(True, y_desc, outer, inner, x, places, which * PLACES, count, gone, row, low, high, least, k, a, SCALE, A1, A2,
-                     COLUMNS, PLACES, MODE, LOW, HIGH, PTX)  # fmt: skip
+                     COLUMNS, PLACES, MODE, LOW, HIGH, PTX)
         else:
             for again in range(2):
                 low, high = take_row(again == 1, y_desc, outer, inner, x, places, which * PLACES, count, gone, row, low, high,
-                                     least, k, a, SCALE, A1, A2, COLUMNS, PLACES, MODE, LOW, HIGH, PTX)  # fmt: skip
+                                     least, k, a, SCALE, A1, A2, COLUMNS, PLACES, MODE, LOW, HIGH, PTX)
                 if again == 0:
                     least, k = find_scale(
                         low, high, token_ptr + row, offset_ptr + row, y_desc.dtype, inner.dtype, MODE, SCALE, LOW, HIGH
@@ -234,7 +234,7 @@ def transform_slots(
 
 @gluon.jit
 def make_ring(x_desc, rest_desc, A1: gl.constexpr, A2: gl.constexpr, COLUMNS: gl.constexpr,
-              SLOTS: gl.constexpr):  # fmt: skip
+              SLOTS: gl.constexpr):
     """(Tiles of x, what of them is behind A1, full, empty)."""
     tiles = gl.allocate_shared_memory(x_desc.dtype, [SLOTS, 1, A1, COLUMNS], x_desc.layout)
     rests = tiles
@@ -251,7 +251,7 @@ def make_ring(x_desc, rest_desc, A1: gl.constexpr, A2: gl.constexpr, COLUMNS: gl
 
 @gluon.jit
 def load_matrices(outer_desc, outer_rest_desc, inner_desc, ready, BLOCKS: gl.constexpr, A1: gl.constexpr, A2: gl.constexpr,
-                  COLUMNS: gl.constexpr):  # fmt: skip
+                  COLUMNS: gl.constexpr):
     """Start to copy A, in blocks of rows, and H; ((blocks of A up to column A1, behind it), H)."""
     inner = gl.allocate_shared_memory(inner_desc.dtype, [COLUMNS // 2, COLUMNS // 2], inner_desc.layout)
     outer = gl.allocate_shared_memory(outer_desc.dtype, [BLOCKS, BLOCK, A1], outer_desc.layout)
@@ -273,7 +273,7 @@ def hadamard_wgmma_kernel(
     SCALE: gl.constexpr, A1: gl.constexpr, A2: gl.constexpr, COLUMNS: gl.constexpr, SLOTS: gl.constexpr,
     PLACES: gl.constexpr, PROGRAMS: gl.constexpr, REGISTERS: gl.constexpr, MODE: gl.constexpr,
     KIND: gl.constexpr, LOW: gl.constexpr, HIGH: gl.constexpr, PTX: gl.constexpr,
-):  # fmt: skip
+):
     """As hadamard_quantize_kernel."""
     ready = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout()).index(0)
     mbarrier.init(ready, count=1)
@@ -294,4 +294,4 @@ def hadamard_wgmma_kernel(
             1, y_desc, outer, inner, ring, places, ready, scale_ptr, row_ptr, token_ptr, offset_ptr, M, a, SCALE, A1, A2, COLUMNS,
             SLOTS, PLACES, PROGRAMS, MODE, KIND, LOW, HIGH, PTX)),
         (fill_slots, (x_desc, rest_desc, ring, M, A1, A2, COLUMNS, SLOTS, PROGRAMS)),
-    ], [4, 1], [REGISTERS, 24])  # fmt: skip
+    ], [4, 1], [REGISTERS, 24])

@@ -90,7 +90,7 @@ def supports(
         (v_scale.dtype == torch.float32, f"scales are float32, not {v_scale.dtype}"),
         (k_words.shape[2] * tokens_per_word(bits) <= 2**17, "the sums of 131,072 tokens fill 32 bits"),
         (k_text.stride(0) < 2**31 and v_text.stride(0) < 2**31, "a sequence's text is addressed with 32 bits"),
-    )  # fmt: skip
+    )
     return next((why for ok, why in checks if not ok), None) or why_not_here(q, k_words, v_words, k_text, v_text)
 
 
@@ -103,7 +103,7 @@ def kv_attention(
     q: Tensor, k_words: Tensor, v_words: Tensor, k_scale: Tensor, k_offset: Tensor, v_scale: Tensor, v_offset: Tensor,
     visual_count: Tensor, k_text: Tensor, v_text: Tensor, text_count: Tensor, bits: int, scaling: float, tau1: float,
     tau2: float, *, config: KVConfig | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """(y, lse) of the op."""
     reason = supports(q, k_words, v_words, v_scale, k_text, v_text, bits)
     if reason is not None:
@@ -131,7 +131,7 @@ def kv_attention(
         kv_range_of_scores_kernel[(ranges, heads, batch)](
             q, k_bytes, k_scale, k_offset, visual_count, low, high, scores, 2 * words, heads, scaling, q.stride(0), q.stride(1),
             range_steps, ranges, AHEAD=c.ahead, **shape,
-        )  # fmt: skip
+        )
     if splits + text_splits:
         kv_parts_kernel[(splits + text_splits, heads, batch)](
             q, k_bytes, v_bytes, k_scale, k_offset, v_scale, v_offset, visual_count, k_text, v_text, text_count, low, high, scores,
@@ -139,12 +139,12 @@ def kv_attention(
             *v_text.stride()[:3], steps, ranges, splits, text_splits, RANGED=ranged, PER_TOKEN=v_scale.shape[3] == 1 and d != 1,
             VR=power_of_two(ceil_div(64 * chunks * bits, 8), 16), BT=c.text, SP=power_of_two(ranges, 32) if ranged else 1, **shape,
             **({"maxnreg": c.registers} if c.registers else {}), **(follows if ranged and splits else {}),
-        )  # fmt: skip
+        )
     kv_combine_kernel[(batch * q.shape[1],)](
         part, sums, tops, y, lse, splits + text_splits, G=group, D=d, DP=power_of_two(d, 16),
         SP=power_of_two(splits + text_splits, 32), BP=32, EARLY=early and splits + text_splits > 0, num_warps=4,
         **(follows if splits + text_splits else {}),
-    )  # fmt: skip
+    )
     return y, lse
 
 

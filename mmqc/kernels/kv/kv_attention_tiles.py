@@ -48,7 +48,7 @@ def score_layout(P: tl.constexpr, R: tl.constexpr, GP: tl.constexpr):
 
 @tile
 def query_digits(q_ptr, scale_ptr, offset_ptr, b, h, row, stride_b, stride_h, scaling, like, BITS: tl.constexpr,
-                 G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, C: tl.constexpr):  # fmt: skip
+                 G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, C: tl.constexpr):
     """The group's q s_K: C operands b [64, 2 GP], and per query m, o, and what the highest place adds to o [GP]."""
     N: tl.constexpr = 2 * GP
     n = gl.arange(0, N, layout=gl.SliceLayout(1, LINES))
@@ -129,7 +129,7 @@ def kv_range_of_scores_kernel(
     q_ptr, words_ptr, scale_ptr, offset_ptr, count_ptr, low_ptr, high_ptr, score_ptr, rows_all, heads, scaling, stride_qb,
     stride_qh, steps, ranges, BITS: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, C: tl.constexpr,
     R: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
+):
     """The visual scores of one part, and the least and the largest of them per query."""
     if EARLY:
         cuda.gdc_launch_dependents()
@@ -182,7 +182,7 @@ def calibration_tile(low_ptr, high_ptr, row, ranges, tau1, tau2, like, GP: tl.co
     along: tl.constexpr = gl.SliceLayout(0, like.type.layout)
     return (
         gl.convert_layout(slope, along), gl.convert_layout(shift, along), gl.convert_layout(slope * high + shift, along),
-    )  # fmt: skip
+    )
 
 
 @tile
@@ -199,7 +199,7 @@ def visual_part(  # noqa: C901  most of its branches are taken when it is compil
     b, row, tokens_all, scaling, tau1, tau2, stride_qb, stride_qh, steps, ranges, BITS: tl.constexpr, RANGED: tl.constexpr,
     PER_TOKEN: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, C: tl.constexpr, R: tl.constexpr,
     VR: tl.constexpr, SP: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
+):
     """Sums [P VR, GP] of p v by channels, of p [GP], and top [GP]."""
     P: tl.constexpr = 8 // BITS
     T: tl.constexpr = P * R
@@ -277,7 +277,7 @@ def under_new_top(sums, top, w, GP: tl.constexpr):
 
 @tile
 def values_of_sums(acc, weights, total, offsets, top, scale_ptr, offset_ptr, BITS: tl.constexpr, PER_TOKEN: tl.constexpr,
-                   GP: tl.constexpr, D: tl.constexpr, VR: tl.constexpr):  # fmt: skip
+                   GP: tl.constexpr, D: tl.constexpr, VR: tl.constexpr):
     """Sums of p v by channels [P VR, GP], of p [GP], and top [GP], from digits and codes."""
     P: tl.constexpr = 8 // BITS
     high, low = acc.reshape([P * VR, GP, 2]).split()
@@ -302,7 +302,7 @@ def values_of_sums(acc, weights, total, offsets, top, scale_ptr, offset_ptr, BIT
 def text_part(
     q_ptr, k_ptr, v_ptr, count_ptr, part, h, b, scaling, stride_qb, stride_qh, stride_kb, stride_kh, stride_kn, stride_vb,
     stride_vh, stride_vn, steps, G: tl.constexpr, N: tl.constexpr, D: tl.constexpr, C: tl.constexpr, BT: tl.constexpr,
-):  # fmt: skip
+):
     """The same of tokens in q's dtype: sums [64 C, N], of p [N], and top [N]."""
     n, t = gl.arange(0, N, layout=gl.SliceLayout(1, LINES)), gl.arange(0, BT, layout=gl.SliceLayout(1, LINES))
     d = gl.arange(0, 64 * C, layout=gl.SliceLayout(0, LINES))[None, :]
@@ -330,7 +330,7 @@ def text_part(
 
 @tile
 def store_part(part_ptr, sum_ptr, top_ptr, place, part, G: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
-               COLS: tl.constexpr):  # fmt: skip
+               COLS: tl.constexpr):
     """One part of all the queries of a KV head."""
     y, total, top = part
     d = gl.arange(0, ROWS, layout=gl.SliceLayout(1, y.type.layout))
@@ -348,7 +348,7 @@ def kv_parts_kernel(
     splits, text_splits, BITS: tl.constexpr, RANGED: tl.constexpr, PER_TOKEN: tl.constexpr, G: tl.constexpr, GP: tl.constexpr,
     D: tl.constexpr, C: tl.constexpr, R: tl.constexpr, VR: tl.constexpr, BT: tl.constexpr, SP: tl.constexpr,
     EARLY: tl.constexpr,
-):  # fmt: skip
+):
     """One part, of visual tokens or of text."""
     if EARLY:
         cuda.gdc_launch_dependents()
@@ -360,7 +360,7 @@ def kv_parts_kernel(
             q_ptr, k_ptr, v_ptr, k_scale_ptr, k_offset_ptr, v_scale_ptr, v_offset_ptr, count_ptr, low_ptr, high_ptr, score_ptr,
             part, h, b, row, tokens_all, scaling, tau1, tau2, stride_qb, stride_qh, steps, ranges, BITS, RANGED, PER_TOKEN, G, GP,
             D, C, R, VR, SP, EARLY,
-        )  # fmt: skip
+        )
         store_part(part_ptr, sum_ptr, top_ptr, place, seen, G, D, 8 // BITS * VR, GP)
     else:
         if RANGED and EARLY:
@@ -369,5 +369,5 @@ def kv_parts_kernel(
         read = text_part(
             q_ptr, k_text_ptr, v_text_ptr, text_count_ptr, part - splits, h, b, scaling, stride_qb, stride_qh, stride_kb,
             stride_kh, stride_kn, stride_vb, stride_vh, stride_vn, steps, G, N, D, C, BT,
-        )  # fmt: skip
+        )
         store_part(part_ptr, sum_ptr, top_ptr, place, read, G, D, 64 * C, N)

@@ -13,7 +13,7 @@ from mmqc.kernels.kv.kv_attention_tiles import LOG2E, LOWEST
 def kv_combine_kernel(
     part_ptr, sum_ptr, top_ptr, y_ptr, lse_ptr, parts, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, SP: tl.constexpr,
     BP: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
+):
     """One query: y [D] and lse."""
     if EARLY:
         cuda.gdc_wait()

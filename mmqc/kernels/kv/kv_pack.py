@@ -39,7 +39,7 @@ def scale_tile(low, high, shrink, BITS: tl.constexpr):
 def kv_range_kernel(
     x_ptr, order_ptr, count_ptr, scale_ptr, offset_ptr, heads, tokens, shrink, stride_b, stride_h, stride_l,
     BITS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr,
-):  # fmt: skip
+):
     """Scale and offset of BD channels of one head."""
     d = tl.program_id(0) * BD + tl.arange(0, BD)
     h, b = tl.program_id(1), tl.program_id(2).to(tl.int64)
@@ -66,7 +66,7 @@ def kv_pack_kernel(
     x_ptr, order_ptr, count_ptr, scale_ptr, offset_ptr, bytes_ptr, heads, tokens, tokens_all, shrink, stride_b, stride_h,
     stride_l, BITS: tl.constexpr, PER_TOKEN: tl.constexpr, TRANSPOSED: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     BN: tl.constexpr,
-):  # fmt: skip
+):
     """The bytes of BN tokens of one head; by token, their scales and offsets too."""
     n, d = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, DP)
     h, b = tl.program_id(1), tl.program_id(2).to(tl.int64)
@@ -144,11 +144,11 @@ def kv_pack(
     if by == "channel":
         kv_range_kernel[(ceil_div(d, 32), heads, batch)](
             x, order, count, scale, offset, *place, half, *strides, BITS=bits, D=d, BD=32, BN=128, enable_fp_fusion=False,
-        )  # fmt: skip
+        )
     if room:
         kv_pack_kernel[(ceil_div(room, 64), heads, batch)](
             x, order, count, scale, offset, words.view(torch.int8), *place, room, half, *strides, BITS=bits,
             PER_TOKEN=by == "token", TRANSPOSED=transposed, D=d, DP=max(16, 1 << (d - 1).bit_length()), BN=64,
             enable_fp_fusion=False,
-        )  # fmt: skip
+        )
     return words, scale, offset

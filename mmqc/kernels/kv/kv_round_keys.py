@@ -96,7 +96,7 @@ def load_codes(bytes_ptr, n, c, inside, BITS: tl.constexpr, D: tl.constexpr):
 
 @triton.jit
 def nearest_codes(x_ptr, e_ptr, bytes_ptr, scale_ptr, offset_ptr, place, exists, n, stride_l, tokens_all, BITS: tl.constexpr,
-                  D: tl.constexpr, DP: tl.constexpr, C: tl.constexpr, BN: tl.constexpr):  # fmt: skip
+                  D: tl.constexpr, DP: tl.constexpr, C: tl.constexpr, BN: tl.constexpr):
     """The codes next to the keys, and their errors to e [BN, DP]."""
     at_e = e_ptr + tl.arange(0, BN)[:, None] * DP
     for first in range(0, DP, C):
@@ -127,7 +127,7 @@ def kv_round_keys_kernel(
     x_ptr, order_ptr, count_ptr, h_ptr, scale_ptr, offset_ptr, e_ptr, bytes_ptr, heads, tokens, tokens_all, tiles, tiles_each,
     sweeps, stride_b, stride_h, stride_l, BITS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, C: tl.constexpr,
     BN: tl.constexpr, BK: tl.constexpr,
-):  # fmt: skip
+):
     """The bytes of BN tokens of one head, and of others, until there are no more."""
     BLOCKS: tl.constexpr = (D + C - 1) // C
     e_ptr += tl.program_id(0).to(tl.int64) * (BN * DP)
@@ -167,7 +167,7 @@ def supports(x: Tensor, order: Tensor, count: Tensor, moment: Tensor) -> str | N
 def kv_round_keys(
     x: Tensor, order: Tensor, count: Tensor, moment: Tensor, bits: int, shrink: float, damping: float, sweeps: int,
     *, config: RoundConfig | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:
     """(words, scale, offset) of the op."""
     reason = supports(x, order, count, moment)
     if reason is not None:
@@ -181,7 +181,7 @@ def kv_round_keys(
     kv_range_kernel[(ceil_div(d, 32), heads, batch)](
         x, order, count, scale, offset, heads, tokens, shrink / 2, *strides, BITS=bits, D=d, BD=32, BN=128,
         enable_fp_fusion=False,
-    )  # fmt: skip
+    )
     if room:
         c, width = config or RoundConfig(), max(16, 1 << (d - 1).bit_length())
         each = ceil_div(room, c.tokens)
@@ -192,5 +192,5 @@ def kv_round_keys(
             x, order, count, weighting(moment, damping, torch.float32), scale, offset, errors, words.view(torch.int8), heads,
             tokens, room, batch * heads * each, each, sweeps, *strides, BITS=bits, D=d, DP=width, C=c.block, BN=c.tokens,
             BK=16, num_warps=c.warps, num_stages=1, enable_fp_fusion=False, **({"maxnreg": c.registers} if c.registers else {}),
-        )  # fmt: skip
+        )
     return words, scale, offset

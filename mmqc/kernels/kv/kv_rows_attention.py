@@ -64,7 +64,7 @@ def parts(widths: Sequence[int], bits: Sequence[int], fp16: bool) -> dict[str, i
 def kv_rows_attention(
     q: Tensor, k_rows: Tensor, v_rows: Tensor, widths: Sequence[int], bits: Sequence[int], scaling: float, *,
     config: TokenConfig | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """What the op gives."""
     check(q, k_rows, v_rows, widths, bits)
     reason = supports(q, k_rows, v_rows, widths, bits)
@@ -89,7 +89,7 @@ def kv_rows_attention(
             *k_rows.stride()[:2], *v_rows.stride()[:2], **parts(widths, bits, q.dtype == torch.float16), ROW=row, RB=TOGETHER,
             BT=c.tokens, ALIGN=alignment(k_rows, v_rows), PTX=has_inline_ptx(q.device), num_warps=c.warps, num_stages=c.stages,
             **({"maxnreg": c.registers} if c.registers else {}),
-        )  # fmt: skip
+        )
     kv_token_combine_kernel[(batch * q_heads * length,)](
         partial, sums, tops, y, lse, rows, splits, D=d, DP=power_of_two(d, 16), BP=16, num_warps=4
     )

@@ -22,7 +22,7 @@ LOWEST = tl.constexpr(-1e30)
 
 @triton.jit
 def plane_of_queries(q_ptr, r, rows, length, stride_h, stride_q, FIRST: tl.constexpr, COUNT: tl.constexpr,
-                     PAD: tl.constexpr):  # fmt: skip
+                     PAD: tl.constexpr):
     """[PAD, RB]: COUNT channels of rows r, from FIRST on, and zeros."""
     c = tl.arange(0, PAD)
     at = (r // length * stride_h + r % length * stride_q)[None, :] + (FIRST + c)[:, None]
@@ -56,7 +56,7 @@ def number_tile(ptr, t, here, ROW: tl.constexpr, WHOLE: tl.constexpr):
 
 @triton.jit
 def part_scores(ptr, scale_ptr, t, here, below_q, above_q, sums, PARTS: tl.constexpr, ROW: tl.constexpr, BYTES: tl.constexpr,
-                PAD: tl.constexpr, PACKED: tl.constexpr, WHOLE: tl.constexpr, PTX: tl.constexpr):  # fmt: skip
+                PAD: tl.constexpr, PACKED: tl.constexpr, WHOLE: tl.constexpr, PTX: tl.constexpr):
     """[BT, RB]: s (q · u) + o sum q of one part."""
     c = tl.arange(0, PAD)
     inside = here[:, None] & (c < BYTES)[None, :]
@@ -72,7 +72,7 @@ def part_scores(ptr, scale_ptr, t, here, below_q, above_q, sums, PARTS: tl.const
 @triton.jit
 def add_part(ptr, scale_ptr, t, here, p, less, below_y, above_y, shift, PARTS: tl.constexpr, ROW: tl.constexpr,
              BYTES: tl.constexpr, PAD: tl.constexpr, PACKED: tl.constexpr, UP: tl.constexpr, WHOLE: tl.constexpr,
-             DTYPE: tl.constexpr, PTX: tl.constexpr):  # fmt: skip
+             DTYPE: tl.constexpr, PTX: tl.constexpr):
     """Sums [PAD, RB] of a part's planes, times UP, and its shifts [BT, RB], with the tokens t."""
     c = tl.arange(0, PAD)
     inside = (c < BYTES)[:, None] & here[None, :]
@@ -89,7 +89,7 @@ def add_part(ptr, scale_ptr, t, here, p, less, below_y, above_y, shift, PARTS: t
 
 @triton.jit
 def store_part(partial_ptr, below_y, above_y, shift, r, rows, D: tl.constexpr, FIRST: tl.constexpr, WIDTH: tl.constexpr,
-               BYTES: tl.constexpr, PAD: tl.constexpr, PACKED: tl.constexpr, UP: tl.constexpr):  # fmt: skip
+               BYTES: tl.constexpr, PAD: tl.constexpr, PACKED: tl.constexpr, UP: tl.constexpr):
     """Write the WIDTH channels of a part, from FIRST on, of rows r."""
     c, more = tl.arange(0, PAD), tl.sum(shift, 0)[None, :]
     at, inside = partial_ptr + r[None, :] * D + (FIRST + c)[:, None], (r < rows)[None, :]
@@ -117,7 +117,7 @@ def kv_rows_split_kernel(
     LOW_PACKED: tl.constexpr, LOW_UP: tl.constexpr, HIGH: tl.constexpr, HIGH_BYTES: tl.constexpr, HIGH_PAD: tl.constexpr,
     HIGH_PACKED: tl.constexpr, HIGH_UP: tl.constexpr, ROW: tl.constexpr, RB: tl.constexpr, BT: tl.constexpr, ALIGN: tl.constexpr,
     PTX: tl.constexpr,
-):  # fmt: skip
+):
     """RB rows of queries of one KV head with a stretch of its tokens.
 
     LOW, HIGH: widths of the parts, HIGH = 0 where there is one.  *_UP: what products of P and s are stored times.  ALIGN: bytes
@@ -151,10 +151,10 @@ def kv_rows_split_kernel(
         t = start + tl.arange(0, BT)
         here = t < tokens
         x = part_scores(k_ptr, k_ptr + SCALES, t, here, low_q, low_q2, low_sums, PARTS, ROW, LOW_BYTES, LOW_PAD, LOW_PACKED,
-                        WHOLE, PTX)  # fmt: skip
+                        WHOLE, PTX)
         if HIGH:
             x += part_scores(k_ptr + LOW_BYTES, k_ptr + SCALES + 4, t, here, high_q, high_q2, high_sums, PARTS, ROW, HIGH_BYTES,
-                             HIGH_PAD, HIGH_PACKED, WHOLE, PTX)  # fmt: skip
+                             HIGH_PAD, HIGH_PACKED, WHOLE, PTX)
         x = tl.where(here[:, None], x * (scaling * LOG2E), float("-inf"))
         new = tl.maximum(top, tl.max(x, 0))
         less = tl.exp2(top - new)
@@ -162,11 +162,11 @@ def kv_rows_split_kernel(
         top, total = new, total * less[None, :] + p
         low_y, low_y2, low_shift = add_part(
             v_ptr, v_ptr + SCALES, t, here, p, less, low_y, low_y2, low_shift, PARTS, ROW, LOW_BYTES, LOW_PAD, LOW_PACKED,
-            LOW_UP, WHOLE, DTYPE, PTX)  # fmt: skip
+            LOW_UP, WHOLE, DTYPE, PTX)
         if HIGH:
             high_y, high_y2, high_shift = add_part(
                 v_ptr + LOW_BYTES, v_ptr + SCALES + 4, t, here, p, less, high_y, high_y2, high_shift, PARTS, ROW, HIGH_BYTES,
-                HIGH_PAD, HIGH_PACKED, HIGH_UP, WHOLE, DTYPE, PTX)  # fmt: skip
+                HIGH_PAD, HIGH_PACKED, HIGH_UP, WHOLE, DTYPE, PTX)
     place = (head * splits + split) * rows
     tl.store(sum_ptr + place + r, tl.sum(total, 0), mask=r < rows)
     tl.store(top_ptr + place + r, top, mask=r < rows)

@@ -74,7 +74,7 @@ def why_not_heads(dtype: torch.dtype, width: int, bits: int, block: int) -> str 
 def supports(
     q: Tensor, k_codes: Tensor, k_scale: Tensor, k_offset: Tensor, v_codes: Tensor, v_scale: Tensor, v_offset: Tensor,
     count: Tensor, bits: int,
-) -> str | None:  # fmt: skip
+) -> str | None:
     """None, or why these operands cannot be attended to here."""
     d, blocks = q.shape[3], k_scale.shape[3]
     given = (q, k_codes, k_scale, k_offset, v_codes, v_scale, v_offset)
@@ -112,7 +112,7 @@ def rows_together(rows: int, sums: int) -> int:
 def kv_token_attention(
     q: Tensor, k_codes: Tensor, k_scale: Tensor, k_offset: Tensor, v_codes: Tensor, v_scale: Tensor, v_offset: Tensor,
     count: Tensor, bits: int, scaling: float, *, config: TokenConfig | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """(y, lse) of the op."""
     reason = supports(q, k_codes, k_scale, k_offset, v_codes, v_scale, v_offset, count, bits)
     if reason is not None:
@@ -140,8 +140,8 @@ def kv_token_attention(
             BT=c.tokens, UP=UP[bits] if q.dtype == torch.float16 else 1.0, CODES_ALIGN=alignment(k_codes, v_codes),
             RANGES_ALIGN=alignment(k_scale, k_offset, v_scale, v_offset), PTX=has_inline_ptx(q.device), num_warps=c.warps,
             num_stages=c.stages, **({"maxnreg": c.registers} if c.registers else {}),
-        )  # fmt: skip
+        )
     kv_token_combine_kernel[(lse.numel(),)](
         part, sums, tops, y, lse, rows, splits, D=d, DP=power_of_two(d, 16), BP=16, num_warps=4,
-    )  # fmt: skip
+    )
     return y, lse

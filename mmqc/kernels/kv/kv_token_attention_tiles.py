@@ -24,7 +24,7 @@ LOWEST = tl.constexpr(-1e30)
 
 @triton.jit
 def block_of_queries(q_ptr, first, rows, length, stride_h, stride_q, PLANE: tl.constexpr, BLOCK: tl.constexpr, NBP: tl.constexpr,
-                     W: tl.constexpr, WP: tl.constexpr, RB: tl.constexpr):  # fmt: skip
+                     W: tl.constexpr, WP: tl.constexpr, RB: tl.constexpr):
     """[WP, RB NBP]: channels PLANE W ... of row first + r in column (r, i), zero outside of block i."""
     n, c = tl.arange(0, RB * NBP), tl.arange(0, WP)
     row, channel = first + n // NBP, PLANE * W + c
@@ -60,7 +60,7 @@ def ranges_tile(scale_ptr, offset_ptr, t, here, NB: tl.constexpr, NBP: tl.conste
 
 @triton.jit
 def store_plane(part_ptr, y, shift, r, rows, PLANE: tl.constexpr, BLOCK: tl.constexpr, NBP: tl.constexpr, D: tl.constexpr,
-                W: tl.constexpr, WP: tl.constexpr, RB: tl.constexpr):  # fmt: skip
+                W: tl.constexpr, WP: tl.constexpr, RB: tl.constexpr):
     """Of sums [RB NBP, WP] of every block with every channel, and of shifts [RB, NBP], those of a channel with its own."""
     c, i = tl.arange(0, WP), tl.arange(0, NBP)
     own = (PLANE * W + c)[None, None, :] // BLOCK == i[None, :, None]
@@ -76,7 +76,7 @@ def kv_token_parts_kernel(
     stride_vh, stride_vsb, stride_vsh, BITS: tl.constexpr, BLOCK: tl.constexpr, NB: tl.constexpr, NBP: tl.constexpr,
     D: tl.constexpr, W: tl.constexpr, WP: tl.constexpr, RB: tl.constexpr, BT: tl.constexpr, UP: tl.constexpr,
     CODES_ALIGN: tl.constexpr, RANGES_ALIGN: tl.constexpr, PTX: tl.constexpr,
-):  # fmt: skip
+):
     """RB rows of queries of one KV head with a stretch of its tokens.
 
     UP: what products of P and s are stored times.  *_ALIGN: bytes that every token's codes, and scales or offsets, start at a

@@ -98,7 +98,7 @@ def two_digits(x, T: tl.constexpr, GP: tl.constexpr):
             "{ .reg .b32 t, u; prmt.b32 t, $2, $3, 0x5140; prmt.b32 u, $4, $5, 0x5140; prmt.b32 $0, t, u, 0x7632; "
             "prmt.b32 t, t, u, 0x5410; xor.b32 $1, t, 0x80808080; }",
             "=&r,=&r,r,r,r,r", [x], dtype=(tl.int8, tl.int8), is_pure=True, pack=4,
-        )  # fmt: skip
+        )
     else:
         high, low = ((x >> 8) & 255).to(tl.int8), ((x & 255) - 128).to(tl.int8)
     return gl.join(high, low).reshape([T, 2 * GP])

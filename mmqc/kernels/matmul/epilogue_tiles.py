@@ -55,7 +55,7 @@ class Epilogue(NamedTuple):
         kind = ONE.value if self.next is None else self.next.kind
         f = CODES[self.activation] + (0 if self.gate is None else GATED.value)
         return {"ACTIVATION": f, "NEXT": self.next is not None, "NEXT_KIND": kind,
-                "ROUND": TYPES[self.dtype], "LOW": -high, "HIGH": high - 1}  # fmt: skip
+                "ROUND": TYPES[self.dtype], "LOW": -high, "HIGH": high - 1}
 
 
 @triton.jit
@@ -77,7 +77,7 @@ def add_low_rank_tile(z, x_ptr, w_ptr, rows, row_mask, cols, col_mask, RANK: tl.
 @triton.jit
 def next_codes_tile(
     h, scale_ptr, row_ptr, rows, row_mask, KIND: tl.constexpr, ROUND: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr
-):  # fmt: skip
+):
     """H [BM, BN] as the next linear's int8 codes."""
     s = row_scale_tile(scale_ptr, row_ptr, rows, row_mask, KIND)  # [BM]
     return quantize_tile(round_tile(h, ROUND), s[:, None], LOW, HIGH, False)

@@ -24,7 +24,7 @@ def store_gated_tile(
     rows, cols, M, N, stride_y, KIND: tl.constexpr, HAS_BIAS: tl.constexpr, FACTOR: tl.constexpr,
     ACTIVATION: tl.constexpr, NEXT: tl.constexpr, NEXT_KIND: tl.constexpr, ROUND: tl.constexpr, LOW: tl.constexpr,
     HIGH: tl.constexpr, PTX: tl.constexpr,
-):  # fmt: skip
+):
     """The epilogue: sums [BM, BN] of both -> y."""
     row_mask, col_mask = rows < M, cols < N
     s_x = row_scale_tile(x_scale_ptr, row_ptr, rows, row_mask, KIND)  # [BM]
@@ -45,7 +45,7 @@ def gated_matmul_kernel(
     EVEN_K: tl.constexpr, PTX: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr, SPLIT: tl.constexpr, ACTIVATION: tl.constexpr, NEXT: tl.constexpr, NEXT_KIND: tl.constexpr,
     ROUND: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
-):  # fmt: skip
+):
     """One tile of y, or the sums of one part of K.  STORED: bytes in a row of each w (K, or ceil(K/2) packed)."""
     tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
     tile = tl.program_id(0)
@@ -85,7 +85,7 @@ def gated_matmul_kernel(
     if not SPLIT:
         store_gated_tile(gate, up, y_ptr, x_scale_ptr, row_ptr, w_scale_ptr, w_scale1_ptr, bias_ptr, bias1_ptr,
                          next_scale_ptr, next_row_ptr, rows, cols, M, N, stride_y, KIND, HAS_BIAS, FACTOR, ACTIVATION,
-                         NEXT, NEXT_KIND, ROUND, LOW, HIGH, PTX)  # fmt: skip
+                         NEXT, NEXT_KIND, ROUND, LOW, HIGH, PTX)
     else:
         # Two tiles of partial sums: who is last with the second is last with both.
         tiles = tiles_m * tiles_n
@@ -96,7 +96,7 @@ def gated_matmul_kernel(
             up_sum = add_parts(part_ptr, counter_ptr, tile + tiles, 2 * tiles, splits, BLOCK_M, BLOCK_N)
             store_gated_tile(gate_sum, up_sum, y_ptr, x_scale_ptr, row_ptr, w_scale_ptr, w_scale1_ptr, bias_ptr,
                              bias1_ptr, next_scale_ptr, next_row_ptr, rows, cols, M, N, stride_y, KIND, HAS_BIAS, FACTOR,
-                             ACTIVATION, NEXT, NEXT_KIND, ROUND, LOW, HIGH, PTX)  # fmt: skip
+                             ACTIVATION, NEXT, NEXT_KIND, ROUND, LOW, HIGH, PTX)
 
 
 @triton.jit
@@ -106,7 +106,7 @@ def gated_matmul_descriptor_kernel(
     KIND: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr, PROGRAMS: tl.constexpr, FLATTEN: tl.constexpr, PTX: tl.constexpr, ACTIVATION: tl.constexpr,
     NEXT: tl.constexpr, NEXT_KIND: tl.constexpr, ROUND: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
-):  # fmt: skip
+):
     """Persistent, operands by TMA."""
     tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
     for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, PROGRAMS, flatten=FLATTEN):
@@ -122,4 +122,4 @@ def gated_matmul_descriptor_kernel(
         cols = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
         store_gated_tile(gate, up, y_ptr, x_scale_ptr, row_ptr, w_scale_ptr, w_scale1_ptr, bias_ptr, bias1_ptr,
                          next_scale_ptr, next_row_ptr, rows, cols, M, N, stride_y, KIND, HAS_BIAS, 1.0, ACTIVATION, NEXT,
-                         NEXT_KIND, ROUND, LOW, HIGH, PTX)  # fmt: skip
+                         NEXT_KIND, ROUND, LOW, HIGH, PTX)

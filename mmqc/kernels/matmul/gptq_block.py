@@ -37,7 +37,7 @@ def gptq_block_kernel(
     w_ptr, u_ptr, s_ptr, z_ptr, q_ptr, e_ptr, B, N,
     stride_w, stride_u, stride_s, stride_sn, stride_z, stride_zn,
     HAS_ZERO: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
+):
     """BLOCK_N outputs."""
     rows, at = tl.arange(0, BLOCK_B), tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     wide, inside = at.to(tl.int64), at < N
@@ -91,5 +91,5 @@ def gptq_block(
         w, u, scale, z, codes, errors, size, n, w.stride(0), u.stride(0), *scale.stride(), *z.stride(),
         HAS_ZERO=zero is not None, LOW=-(2.0 ** (bits - 1)), HIGH=2.0 ** (bits - 1) - 1,
         BLOCK_B=max(16, triton.next_power_of_2(size)), BLOCK_N=BLOCK_N, num_warps=4,
-    )  # fmt: skip
+    )
     return codes, errors

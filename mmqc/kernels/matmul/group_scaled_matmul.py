@@ -62,7 +62,7 @@ class Linear(NamedTuple):
 def supports(
     x_q: Tensor, w_q: Tensor, w_scale: Tensor, bias: Tensor | None, out_dtype: torch.dtype, group_scale: Tensor | None,
     group_size: int,
-) -> str | None:  # fmt: skip
+) -> str | None:
     """None, or why these operands cannot be multiplied here."""
     groups = w_scale if group_scale is None else group_scale
     shape = [w_q.shape[0], ceil_div(x_q.shape[1], group_size)]
@@ -81,7 +81,7 @@ def group_scaled_matmul(
     x_q: Tensor, w_q: Tensor, x_scale: Tensor, w_scale: Tensor, bias: Tensor | None = None, *, group_size: int,
     group_scale: Tensor | None = None, visual: Tensor | None = None, split: Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16, out: Tensor | None = None, config: MatmulConfig | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Multiply: with ``group_scale`` the integer form, without it w_scale is [N, K/g] and the form is the float one."""
     reason = supports(x_q, w_q, w_scale, bias, out_dtype, group_scale, group_size)
     if reason is not None:
@@ -178,7 +178,7 @@ def _launch_pointers(x: Tensor, linears: list[Linear], rows: RowScale, group: in
         EVEN_K=stored % block_k == 0 and not (packed and k % 2), PTX=has_inline_ptx(x.device),
         BLOCK_M=c.block_m, BLOCK_N=c.block_n, BLOCK_K=block_k, GROUP_M=c.group_m, SPLIT=c.split_k > 1,
         num_warps=c.num_warps, num_stages=c.num_stages,
-    )  # fmt: skip
+    )
 
 
 def _launch_descriptors(x: Tensor, linear: Linear, rows: RowScale, group: int, block_k: int, c: MatmulConfig) -> None:
@@ -193,4 +193,4 @@ def _launch_descriptors(x: Tensor, linear: Linear, rows: RowScale, group: int, b
         KIND=rows.kind, HAS_BIAS=bias is not None, INTEGER=group_scale is not None, GROUP=group,
         BLOCK_M=c.block_m, BLOCK_N=c.block_n // halves, BLOCK_K=block_k, GROUP_M=c.group_m, HALVES=halves,
         num_warps=c.num_warps, num_stages=c.num_stages,
-    )  # fmt: skip
+    )

@@ -47,7 +47,7 @@ def sum_groups_tile(
     x_rows, w_rows, row_mask, scale_rows, first, last, K, STORED, INTEGER: tl.constexpr, PACKED: tl.constexpr,
     GROUP: tl.constexpr, ALIGNED: tl.constexpr, EVEN_K: tl.constexpr, PTX: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
+):
     """Sums [BN, BM] over the stored columns first … last of groups' exact int32 sums times their scales, at ``scale_rows`` [BN].
 
     INTEGER: int32, of integer scales; else float32, times 16 for packed codes (int4_codes.py).
@@ -77,7 +77,7 @@ def sum_groups_tile(
 def store_grouped_tile(
     acc, y_ptr, x_scale_ptr, row_ptr, w_scale_ptr, bias_ptr, rows, cols, M, N, stride_y,
     KIND: tl.constexpr, HAS_BIAS: tl.constexpr, INTEGER: tl.constexpr, FACTOR: tl.constexpr,
-):  # fmt: skip
+):
     """The epilogue: acc [BM, BN] -> y."""
     row_mask, col_mask = rows < M, cols < N
     y = acc.to(tl.float32)
@@ -100,7 +100,7 @@ def group_scaled_matmul_kernel(
     LINEARS: tl.constexpr, KIND: tl.constexpr, HAS_BIAS: tl.constexpr, INTEGER: tl.constexpr, PACKED: tl.constexpr,
     GROUP: tl.constexpr, ALIGNED: tl.constexpr, EVEN_K: tl.constexpr, PTX: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, SPLIT: tl.constexpr,
-):  # fmt: skip
+):
     """One tile of y, or of one part of K.  STORED: bytes in a row of w (K, or ceil(K/2) packed)."""
     tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), count_tiles(N, N1, N2, BLOCK_N, LINEARS)
     tile, split, splits = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
@@ -121,19 +121,19 @@ def group_scaled_matmul_kernel(
     steps = tl.cdiv(tl.cdiv(STORED, BLOCK_K), splits)
     first, last = split * steps * BLOCK_K, tl.minimum((split + 1) * steps * BLOCK_K, STORED)
     acc = sum_groups_tile(x_rows, w_rows, row_mask, scale_rows, first, last, K, STORED, INTEGER, PACKED, GROUP, ALIGNED,
-                          EVEN_K, PTX, BLOCK_M, BLOCK_N, BLOCK_K)  # fmt: skip
+                          EVEN_K, PTX, BLOCK_M, BLOCK_N, BLOCK_K)
     acc = tl.trans(acc)
     factor: tl.constexpr = 1 / 16 if PACKED and not INTEGER else 1.0
     if not SPLIT:
         store_grouped_tile(acc, y_ptr, x_scale_ptr, row_ptr, w_scale_ptr, bias_ptr, rows, cols, M, N, stride_y,
-                           KIND, HAS_BIAS, INTEGER, factor)  # fmt: skip
+                           KIND, HAS_BIAS, INTEGER, factor)
     else:
         tiles = tiles_m * tiles_n
         done = store_part(part_ptr, counter_ptr, acc, tile, tiles, split, BLOCK_M, BLOCK_N)
         if done == splits - 1:
             total = add_parts(part_ptr, counter_ptr, tile, tiles, splits, BLOCK_M, BLOCK_N)
             store_grouped_tile(total, y_ptr, x_scale_ptr, row_ptr, w_scale_ptr, bias_ptr, rows, cols, M, N, stride_y,
-                               KIND, HAS_BIAS, INTEGER, factor)  # fmt: skip
+                               KIND, HAS_BIAS, INTEGER, factor)
 
 
 @triton.jit
@@ -142,7 +142,7 @@ def group_scaled_matmul_descriptor_kernel(
     KIND: tl.constexpr, HAS_BIAS: tl.constexpr, INTEGER: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     HALVES: tl.constexpr,
-):  # fmt: skip
+):
     """One tile of y, weights of 8 bits by TMA; BLOCK_K divides GROUP.  What lies outside arrives as zeros.
 
     With two HALVES a tile has 2 BLOCK_N columns, whose groups are summed one half after the other in the same registers.
@@ -166,7 +166,7 @@ def group_scaled_matmul_descriptor_kernel(
             acc_more = add_group_tile(acc_more, tl.dot(w, x.T, out_dtype=tl.int32), scale)
     rows = first_row + tl.arange(0, BLOCK_M)
     store_grouped_tile(tl.trans(acc), y_ptr, x_scale_ptr, row_ptr, w_scale_ptr, bias_ptr, rows, cols, M, N, stride_y,
-                       KIND, HAS_BIAS, INTEGER, 1.0)  # fmt: skip
+                       KIND, HAS_BIAS, INTEGER, 1.0)
     if HALVES == 2:
         store_grouped_tile(tl.trans(acc_more), y_ptr, x_scale_ptr, row_ptr, w_scale_ptr, bias_ptr, rows, cols + BLOCK_N, M, N,
-                           stride_y, KIND, HAS_BIAS, INTEGER, 1.0)  # fmt: skip
+                           stride_y, KIND, HAS_BIAS, INTEGER, 1.0)

@@ -33,7 +33,7 @@ MAX_EXPERTS = 4095  # offsets that a program reads at once
 def supports(
     x: Tensor, w_q: Tensor, w_scale: Tensor, offsets: Tensor, bias: Tensor | None, row_scale: Tensor | None, bits: int,
     group_size: int, out_dtype: torch.dtype, zero: Tensor | None = None,
-) -> str | None:  # fmt: skip
+) -> str | None:
     """None, or why these operands, which fit each other, cannot be multiplied here."""
     integer = row_scale is not None
     checks = (
@@ -50,7 +50,7 @@ def supports(
         (row_scale is None or (row_scale.is_contiguous() and row_scale.dtype == torch.float32),
          "row_scale is contiguous float32"),
         (x.shape[0] < 2**31 - 2**16, "rows are counted with 32 bits"),
-    )  # fmt: skip
+    )
     reason = next((why for ok, why in checks if not ok), None)
     return reason or why_not_here(x, w_q, w_scale, offsets, bias, row_scale, zero)
 
@@ -68,7 +68,7 @@ def grouped_matmul(
     x: Tensor, w_q: Tensor, w_scale: Tensor, offsets: Tensor, bias: Tensor | None = None,
     row_scale: Tensor | None = None, *, bits: int, group_size: int = 0, out_dtype: torch.dtype | None = None,
     zero: Tensor | None = None, out: Tensor | None = None, config: MatmulConfig | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Multiply; every row of the result is written, those of no expert with 0."""
     dtype = out_dtype or (x.dtype if row_scale is None else torch.bfloat16)
     reason = supports(x, w_q, w_scale, offsets, bias, row_scale, bits, group_size, dtype, zero)
@@ -96,5 +96,5 @@ def grouped_matmul(
         PTX=has_inline_ptx(x.device), DTYPE=DTYPES.get(x.dtype, tl.float16),
         BLOCK_E=triton.next_power_of_2(experts + 1), BLOCK_M=c.block_m, BLOCK_N=c.block_n, BLOCK_K=block_k,
         num_warps=c.num_warps, num_stages=c.num_stages,
-    )  # fmt: skip
+    )
     return y

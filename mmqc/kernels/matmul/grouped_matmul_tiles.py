@@ -37,7 +37,7 @@ def find_expert(offset_ptr, tile, S, EXPERTS, BLOCK_E: tl.constexpr, BLOCK_M: tl
 def integer_sums(
     x_rows, w_rows, row_mask, K, STORED, PACKED: tl.constexpr, EVEN_K: tl.constexpr, PTX: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
+):
     """Exact int32 sums [BN, BM], times 16 for packed codes (int4_codes.py)."""
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.int32)
     for start in range(0, STORED, BLOCK_K):
@@ -61,7 +61,7 @@ def grouped_matmul_kernel(
     INTEGER: tl.constexpr, GROUP: tl.constexpr, ALIGNED: tl.constexpr, HAS_ZERO: tl.constexpr, HAS_BIAS: tl.constexpr,
     BITS: tl.constexpr, EVEN_K: tl.constexpr, PTX: tl.constexpr, DTYPE: tl.constexpr, BLOCK_E: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
+):
     """One tile of y.  STORED: columns of a stretch, so bytes in a row of w (of its first plane)."""
     tiles_n = tl.cdiv(N, BLOCK_N)
     # The tiles of columns run fastest: the programs that run together read few experts, and each expert's weight once.
@@ -85,10 +85,10 @@ def grouped_matmul_kernel(
     if INTEGER:
         if GROUP:
             acc = sum_groups_tile(x_rows, w_rows, row_mask[:, None], scale_ptr + scale_rows, 0, STORED, K, STORED, False,
-                                  BITS == 4, GROUP, ALIGNED, EVEN_K, PTX, BLOCK_M, BLOCK_N, BLOCK_K)  # fmt: skip
+                                  BITS == 4, GROUP, ALIGNED, EVEN_K, PTX, BLOCK_M, BLOCK_N, BLOCK_K)
         else:
             acc = integer_sums(x_rows, w_rows, row_mask[:, None], K, STORED, BITS == 4, EVEN_K, PTX,
-                               BLOCK_M, BLOCK_N, BLOCK_K)  # fmt: skip
+                               BLOCK_M, BLOCK_N, BLOCK_K)
         y = tl.trans(acc).to(tl.float32)
         if BITS == 4:
             y = y * (1 / 16)
@@ -97,7 +97,7 @@ def grouped_matmul_kernel(
             y = y * tl.load(scale_ptr + scale_rows).to(tl.float32)[None, :]
     else:
         acc = sum_codes_tile(x_rows, w_rows, row_mask[:, None], scale_ptr, zero_ptr, scale_rows, 0, STORED, K, STORED,
-                             GROUP, ALIGNED, HAS_ZERO, BITS, EVEN_K, PTX, DTYPE, BLOCK_M, BLOCK_N, BLOCK_K)  # fmt: skip
+                             GROUP, ALIGNED, HAS_ZERO, BITS, EVEN_K, PTX, DTYPE, BLOCK_M, BLOCK_N, BLOCK_K)
         y = tl.trans(acc)
         if GROUP == 0:
             y = y * tl.load(scale_ptr + scale_rows).to(tl.float32)[None, :]

@@ -107,7 +107,7 @@ def supports(x: Rows, w: Weight, bias: Tensor | None, out_dtype: torch.dtype) ->
         (has_tensor_descriptors(x.q.device), "no tensor descriptors before compute capability 9.0"),
         (all(t.stride(1) == 1 and t.stride(0) % 16 == 0 and t.data_ptr() % 16 == 0 for t in matrices),
          "tensor descriptors need rows and addresses that are multiples of 16 bytes"),
-    )  # fmt: skip
+    )
     return next((why for ok, why in checks if not ok), None) or why_not_here(*x, w.low, w.high, w.scale, w.sum, bias)
 
 
@@ -127,7 +127,7 @@ def config(m: int, n: int, k: int, device: torch.device) -> MatmulConfig:
 def mixed_matmul(
     x: Rows, w: Weight, bias: Tensor | None = None, *, out_dtype: torch.dtype = torch.bfloat16, out: Tensor | None = None,
     config: MatmulConfig | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Multiply; a packed weight is unpacked on the way, where a tile says so, or written out first."""
     m, n = x.q.shape[0], w.low.shape[0]
     y = torch.empty(m, n, dtype=out_dtype, device=x.q.device) if out is None else out
@@ -198,11 +198,11 @@ def pingpong_launch(
         x_desc=x.q, w_desc=w.low, y_desc=y, x_scale_ptr=x.scale, x_offset_ptr=x.offset, column_ptr=w.columns,
         bias_ptr=w.scale if bias is None else bias, part_ptr=part, counter_ptr=counter, M=m, N=n, LOW=w.joined,
         START=second_at(w.joined), END=columns,
-    )  # fmt: skip
+    )
     constants = dict(HAS_BIAS=bias is not None, **pingpong.shape_constants(c, whole, count, y.dtype.itemsize))
     return Launch(
         mixed_pingpong_kernel, (programs,), args, constants, pingpong.OUTPUTS, c.num_warps, 1, 0, pingpong.blocks(c), early=True
-    )  # fmt: skip
+    )
 
 
 def launch(x: Rows, w: Weight, bias: Tensor | None, y: Tensor, c: MatmulConfig | None = None) -> Launch:
@@ -214,11 +214,11 @@ def launch(x: Rows, w: Weight, bias: Tensor | None, y: Tensor, c: MatmulConfig |
     args = dict(
         x_desc=x.q, w_desc=w.low, y_ptr=y, x_scale_ptr=x.scale, x_offset_ptr=x.offset, w_scale_ptr=w.scale, w_sum_ptr=w.sum,
         bias_ptr=w.scale if bias is None else bias, M=m, N=n, stride_y=y.stride(0),
-    )  # fmt: skip
+    )
     constants = dict(
         PARTS=2 if w.joined or w.high is not None else 1, HAS_BIAS=bias is not None, BLOCK_M=c.block_m, BLOCK_N=c.block_n,
         BLOCK_K=c.block_k, GROUP_M=c.group_m, PROGRAMS=programs,
-    )  # fmt: skip
+    )
     of_w = (c.block_n, c.block_k)
     blocks = {"x_desc": (c.block_m, c.block_k), "w_desc": of_w}
     if w.high is not None:  # each in a matrix of its own

@@ -21,7 +21,7 @@ from mmqc.kernels.shared.program_order import grouped_tile
 def finish_mixed_tile(
     acc, x_scale_ptr, x_offset_ptr, w_scale_ptr, w_sum_ptr, bias_ptr, rows, cols, M, N, PARTS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-):  # fmt: skip
+):
     """The epilogue: acc [BM, BN] in units of the last part -> y, float32."""
     row_mask, col_mask = rows < M, cols < N
     last: tl.constexpr = PARTS - 1
@@ -42,7 +42,7 @@ def finish_mixed_tile(
 def store_mixed_tile(
     acc, y_ptr, x_scale_ptr, x_offset_ptr, w_scale_ptr, w_sum_ptr, bias_ptr, rows, cols, M, N, stride_y,
     PARTS: tl.constexpr, HAS_BIAS: tl.constexpr,
-):  # fmt: skip
+):
     """The epilogue, and y to memory."""
     mask = (rows < M)[:, None] & (cols < N)[None, :]
     y = finish_mixed_tile(
@@ -70,7 +70,7 @@ def joined_matmul_kernel(
     x_desc, w_desc, w_tail_desc, y_ptr, x_scale_ptr, x_offset_ptr, w_scale_ptr, w_sum_ptr, bias_ptr, M, N, LOW, START, END,
     stride_y, PARTS: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TAIL: tl.constexpr,
     BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, PROGRAMS: tl.constexpr, FLATTEN: tl.constexpr,
-):  # fmt: skip
+):
     """Persistent, one walk over both parts: copies run on under the change of units; flattened, under the epilogue too.
 
     w [N, END] has LOW columns, zeros to START, a multiple of BLOCK_K, and its other part; x has both parts side by side.
@@ -99,11 +99,11 @@ def joined_matmul_kernel(
         rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
         cols = first + tl.arange(0, BLOCK_N)
         store_mixed_tile(acc, y_ptr, x_scale_ptr, x_offset_ptr, w_scale_ptr, w_sum_ptr, bias_ptr, rows, cols, M, N,
-                         stride_y, PARTS, HAS_BIAS)  # fmt: skip
+                         stride_y, PARTS, HAS_BIAS)
         if TAIL:
             cols = first + BLOCK_N + tl.arange(0, TAIL)
             store_mixed_tile(tail, y_ptr, x_scale_ptr, x_offset_ptr, w_scale_ptr, w_sum_ptr, bias_ptr, rows, cols, M, N,
-                             stride_y, PARTS, HAS_BIAS)  # fmt: skip
+                             stride_y, PARTS, HAS_BIAS)
 
 
 @triton.jit
@@ -111,7 +111,7 @@ def mixed_matmul_kernel(
     x_desc, w_desc, w_high_desc, y_ptr, x_scale_ptr, x_offset_ptr, w_scale_ptr, w_sum_ptr, bias_ptr, M, N, LOW, HIGH, stride_y,
     PARTS: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr, PROGRAMS: tl.constexpr,
-):  # fmt: skip
+):
     """Persistent: every program walks over tiles.  LOW, HIGH: channels of the two parts."""
     tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
     for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, PROGRAMS):
@@ -131,4 +131,4 @@ def mixed_matmul_kernel(
                 w = w_high_desc.load([tile_n * BLOCK_N, k])
                 acc = tl.dot(x, w.T, acc, out_dtype=tl.int32)
         store_mixed_tile(acc, y_ptr, x_scale_ptr, x_offset_ptr, w_scale_ptr, w_sum_ptr, bias_ptr, rows, cols, M, N,
-                         stride_y, PARTS, HAS_BIAS)  # fmt: skip
+                         stride_y, PARTS, HAS_BIAS)

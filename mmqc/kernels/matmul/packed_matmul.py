@@ -76,7 +76,7 @@ def blocks(c: MatmulConfig, count: int) -> dict[str, tuple[int, int]]:
 def launch(
     x: Tensor, linear: Linear, rows: RowScale, residual: Tensor | None, c: MatmulConfig, epilogue: Epilogue,
     work: Workspace = workspace,
-) -> Launch:  # fmt: skip
+) -> Launch:
     """Fill the linear's y; ``why_not`` has found nothing."""
     from mmqc.kernels.matmul.packed_tiles import packed_scaled_kernel
 
@@ -91,12 +91,12 @@ def launch(
         bias_ptr=w_scale if bias is None else bias, residual_ptr=w_scale if residual is None else residual, part_ptr=part,
         counter_ptr=counter, M=m, N=n, STORED=stored, stride_r=0 if residual is None else residual.stride(0),
         **epilogue.args(w_scale), **low,
-    )  # fmt: skip
+    )
     constants = dict(
         KIND=rows.kind, HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, PTX=has_inline_ptx(x.device),
         BLOCK_M=c.block_m, BLOCK_N=c.block_n, GROUP_M=c.group_m, PROGRAMS=whole, PARTS=count, SHARES=cut,
         **epilogue.constants(), **rank,
-    ) | {"ROUND": pingpong.ROUND[epilogue.dtype]}  # fmt: skip
+    ) | {"ROUND": pingpong.ROUND[epilogue.dtype]}
     return Launch(
         packed_scaled_kernel, (programs,), args, constants, pingpong.OUTPUTS, 4, 1, 0, blocks(c, cut), early=True
     )
@@ -105,7 +105,7 @@ def launch(
 def mixed_launch(
     x: Rows, low: Tensor, high: Tensor, w_scale: Tensor, w_sum: Tensor, bias: Tensor | None, y: Tensor, c: MatmulConfig,
     work: Workspace = workspace,
-) -> Launch:  # fmt: skip
+) -> Launch:
     """Fill ``y`` from a packed low part and a high one; ``why_not`` has found nothing."""
     from mmqc.kernels.matmul.packed_tiles import packed_mixed_kernel
 
@@ -119,10 +119,10 @@ def mixed_launch(
         x_scale_ptr=x.scale, x_offset_ptr=x.offset, w_scale_ptr=w_scale, w_sum_ptr=w_sum,
         bias_ptr=w_scale if bias is None else bias, part_ptr=part, counter_ptr=counter, M=m, N=n, STORED=stored,
         HIGH=high.shape[1],
-    )  # fmt: skip
+    )
     constants = dict(
         HAS_BIAS=bias is not None, BLOCK_M=c.block_m, BLOCK_N=c.block_n, GROUP_M=c.group_m, PROGRAMS=whole, PARTS=count,
         SHARES=cut,
-    )  # fmt: skip
+    )
     copied = blocks(c, cut) | {"high_x_desc": (c.block_m, c.block_k), "high_desc": (c.block_n, c.block_k)}
     return Launch(packed_mixed_kernel, (programs,), args, constants, pingpong.OUTPUTS, 4, 1, 0, copied, early=True)

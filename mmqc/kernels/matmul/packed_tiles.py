@@ -61,7 +61,7 @@ def make_slots(x_desc, w_desc, y_desc, BLOCK_M: gl.constexpr, BLOCK_N: gl.conste
 def find_next(
     item, items, rounds, rest, steps, M, N, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, GROUP_M: gl.constexpr,
     PROGRAMS: gl.constexpr, PARTS: gl.constexpr,
-):  # fmt: skip
+):
     """``find_item``; behind the last item, one without steps."""
     row, col, first, last, part, inside = find_item(
         gl.minimum(item, items - 1), rounds, rest, steps, M, N, BLOCK_M, BLOCK_N, GROUP_M, PROGRAMS, PARTS
@@ -72,7 +72,7 @@ def find_next(
 @gluon.jit
 def fill_slot(
     descs, ring, slot, row, col, step, low_steps, TWO: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr
-):  # fmt: skip
+):
     """Start to copy a step."""
     x_ring, w_ring, ready = ring[0], ring[1], ring[2].index(slot)
     if not TWO or step < low_steps:
@@ -98,7 +98,7 @@ def bytes_as_codes(w):
 def take_step(
     acc, step, slot, phase, here, following, low_steps, descs, ring, PACKED: gl.constexpr, TWO: gl.constexpr,
     OPERAND: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-):  # fmt: skip
+):
     """Start a step's products, of both halves of its bytes, or of its bytes as codes, and copy ahead; the next slot, its phase."""
     x_ring, w_ring, full = ring[0], ring[1], ring[2]
     mbarrier.wait(full.index(slot), phase)
@@ -116,7 +116,7 @@ def take_step(
         fill_slot(
             descs, ring, (slot + AHEAD) % SLOTS, gl.where(inside, here[0], following[0]), gl.where(inside, here[1], following[1]),
             gl.where(inside, then, following[2] + then - here[3]), low_steps, TWO, BLOCK_M, BLOCK_N,
-        )  # fmt: skip
+        )
     acc = warpgroup_mma_wait(2 if PACKED else 1, deps=(acc,))
     return acc, (slot + 1) % SLOTS, phase ^ ((slot + 1) // SLOTS)
 
@@ -125,7 +125,7 @@ def take_step(
 def multiply_steps(
     acc, first, last, slot, phase, here, following, low_steps, descs, ring, PACKED: gl.constexpr, TWO: gl.constexpr,
     OPERAND: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-):  # fmt: skip
+):
     """Add the products of steps of item ``here``; as ``take_step``."""
     count = gl.maximum(last - first, 0)
     for pair in range(count // 2):
@@ -133,7 +133,7 @@ def multiply_steps(
             acc, slot, phase = take_step(
                 acc, first + 2 * pair + half, slot, phase, here, following, low_steps, descs, ring, PACKED, TWO, OPERAND,
                 BLOCK_M, BLOCK_N,
-            )  # fmt: skip
+            )
     if count % 2 == 1:
         acc, slot, phase = take_step(
             acc, last - 1, slot, phase, here, following, low_steps, descs, ring, PACKED, TWO, OPERAND, BLOCK_M, BLOCK_N
@@ -167,7 +167,7 @@ def keep_scales(kept, x_scale_ptr, row_ptr, row, M, KIND: gl.constexpr, BLOCK_M:
 def keep_units(
     tokens, columns, x_scale_ptr, x_offset_ptr, w_scale_ptr, w_sum_ptr, bias_ptr, row, col, M, N, HAS_BIAS: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-):  # fmt: skip
+):
     """Of a tile's tokens: f / 16, s_xh, o_xl, o_xh; of its columns: g, s_wh, s_wl c_l, s_wh c_h, b (mixed_matmul_tiles.py)."""
     each: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     rows, cols = row + gl.arange(0, BLOCK_M, each), col + gl.arange(0, BLOCK_N, each)
@@ -218,7 +218,7 @@ def packed_scaled_kernel(
     NEXT_KIND: gl.constexpr, ROUND: gl.constexpr, LOW: gl.constexpr, HIGH: gl.constexpr, PTX: gl.constexpr,
     RANK: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, GROUP_M: gl.constexpr, PROGRAMS: gl.constexpr,
     PARTS: gl.constexpr, SHARES: gl.constexpr,
-):  # fmt: skip
+):
     """Y = epilogue(x wᵀ), everything as in scaled_pingpong_kernel, of packed w [N, STORED]."""
     ring = make_slots(x_desc, w_desc, y_desc, BLOCK_M, BLOCK_N, SHARES)
     kept = gl.allocate_shared_memory(gl.float32, [BLOCK_M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -239,7 +239,7 @@ def packed_scaled_kernel(
         acc = gl.zeros((BLOCK_N, BLOCK_M), gl.int32, layout)
         acc, slot, phase = multiply_steps(
             acc, here[2], here[3], slot, phase, here, following, steps, descs, ring, True, False, operand, BLOCK_M, BLOCK_N,
-        )  # fmt: skip
+        )
         acc, mine = meet(acc, part_ptr, counter_ptr, item == rounds, here[5], rest, here[4], PARTS, BLOCK_N, BLOCK_M, 4)
         if mine:
             across: gl.constexpr = acc.permute((1, 0)).type.layout
@@ -248,7 +248,7 @@ def packed_scaled_kernel(
             s_x = kept.load(gl.SliceLayout(1, across))
             y = finish_scaled_tile(acc.permute((1, 0)), s_x, w_scale_ptr, bias_ptr, residual_ptr, next_scale_ptr, next_row_ptr,
                                    low_x_ptr, low_w_ptr, rows, cols, M, N, stride_r, HAS_BIAS, HAS_RESIDUAL, FACTOR, ACTIVATION,
-                                   NEXT, NEXT_KIND, of_z, LOW, HIGH, PTX, RANK)  # fmt: skip
+                                   NEXT, NEXT_KIND, of_z, LOW, HIGH, PTX, RANK)
             write_shares(y.permute((1, 0)), y_desc, ring[3], here[0], here[1], SHARES)
         here = following
     tma.store_wait(0)
@@ -259,7 +259,7 @@ def packed_mixed_kernel(
     x_desc, upper_desc, high_x_desc, w_desc, high_desc, y_desc, x_scale_ptr, x_offset_ptr, w_scale_ptr, w_sum_ptr, bias_ptr,
     part_ptr, counter_ptr, M, N, STORED, HIGH, HAS_BIAS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
     GROUP_M: gl.constexpr, PROGRAMS: gl.constexpr, PARTS: gl.constexpr, SHARES: gl.constexpr,
-):  # fmt: skip
+):
     """As mixed_pingpong_kernel, of packed w [N, STORED] and bytes w_high [N, HIGH]."""
     ring = make_slots(x_desc, w_desc, y_desc, BLOCK_M, BLOCK_N, SHARES)
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -279,17 +279,17 @@ def packed_mixed_kernel(
     for item in range(items):
         following = find_next(item + 1, items, rounds, rest, steps, M, N, BLOCK_M, BLOCK_N, GROUP_M, PROGRAMS, PARTS)
         keep_units(tokens, columns, x_scale_ptr, x_offset_ptr, w_scale_ptr, w_sum_ptr, bias_ptr, here[0], here[1], M, N, HAS_BIAS,
-                   BLOCK_M, BLOCK_N)  # fmt: skip
+                   BLOCK_M, BLOCK_N)
         acc = gl.zeros((BLOCK_N, BLOCK_M), gl.int32, layout)
         acc, slot, phase = multiply_steps(
             acc, here[2], gl.minimum(here[3], low_steps), slot, phase, here, following, low_steps, descs, ring, True, True,
             operand, BLOCK_M, BLOCK_N,
-        )  # fmt: skip
+        )
         acc = change_kept_units(acc, tokens, columns, layout)
         acc, slot, phase = multiply_steps(
             acc, gl.maximum(here[2], low_steps), here[3], slot, phase, here, following, low_steps, descs, ring, False, True,
             operand, BLOCK_M, BLOCK_N,
-        )  # fmt: skip
+        )
         acc, mine = meet(acc, part_ptr, counter_ptr, item == rounds, here[5], rest, here[4], PARTS, BLOCK_N, BLOCK_M, 4)
         if mine:
             y = finish_kept_tile(acc, tokens, columns, HAS_BIAS, layout)

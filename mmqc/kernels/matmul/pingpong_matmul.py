@@ -69,7 +69,7 @@ def parts(tiles: int, steps: int, programs: int, most: int, least: int = 1) -> i
     """
     rest = tiles % programs
     fit = [p for p in (2, 4) if p <= most and rest and rest * p <= programs and steps - ceil_div(steps, p) >= LEAST_SAVED
-           and steps - (p - 1) * ceil_div(steps, p) >= least]  # fmt: skip
+           and steps - (p - 1) * ceil_div(steps, p) >= least]
     return max(fit, default=1)
 
 
@@ -92,13 +92,13 @@ def shape_constants(c: MatmulConfig, whole: int, count: int, item_bytes: int) ->
     return dict(
         BLOCK_M=c.block_m, BLOCK_N=c.block_n, BLOCK_K=c.block_k, GROUP_M=c.group_m, PROGRAMS=whole, PARTS=count,
         STAGES=slots(c, item_bytes), WARPS=c.num_warps, CONSUMERS=8 // c.num_warps, REGISTERS=REGISTERS,
-    )  # fmt: skip
+    )
 
 
 def launch(
     x: Tensor, linear: Linear, rows: RowScale, residual: Tensor | None, c: MatmulConfig, epilogue: Epilogue,
     work: Workspace = workspace,
-) -> Launch:  # fmt: skip
+) -> Launch:
     """Fill the linear's y; ``why_not`` has found nothing."""
     from mmqc.kernels.matmul.pingpong_tiles import scaled_pingpong_kernel
 
@@ -113,11 +113,11 @@ def launch(
         bias_ptr=w_scale if bias is None else bias, residual_ptr=w_scale if residual is None else residual, part_ptr=part,
         counter_ptr=counter, M=m, N=n, K=k, stride_r=0 if residual is None else residual.stride(0),
         **epilogue.args(w_scale), **low,
-    )  # fmt: skip
+    )
     constants = dict(
         KIND=rows.kind, HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, PTX=has_inline_ptx(x.device),
         **epilogue.constants(), **rank, **shape_constants(c, whole, count, y.dtype.itemsize),
-    ) | {"ROUND": ROUND[epilogue.dtype]}  # fmt: skip
+    ) | {"ROUND": ROUND[epilogue.dtype]}
     return Launch(
         scaled_pingpong_kernel, (programs,), args, constants, OUTPUTS, c.num_warps, 1, 0, blocks(c), early=True
     )

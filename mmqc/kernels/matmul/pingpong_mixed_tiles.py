@@ -49,7 +49,7 @@ def change_units_tile(acc, x_scale_ptr, column_ptr, rows, cols, M, N):
 @triton.jit
 def finish_columns_tile(
     acc, x_scale_ptr, x_offset_ptr, column_ptr, bias_ptr, rows, cols, M, N, HAS_BIAS: tl.constexpr
-):  # fmt: skip
+):
     """Acc [BM, BN] in units of the high part -> y, float32."""
     row_mask, col_mask = rows < M, cols < N
     s_x = tl.load(x_scale_ptr + rows * 2 + 1, mask=row_mask, other=0.0)
@@ -119,7 +119,7 @@ def mixed_consumer(
     which: gl.constexpr, y_desc, ring, operands, M, N, START, END, HAS_BIAS: gl.constexpr, BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, PROGRAMS: gl.constexpr, PARTS: gl.constexpr,
     STAGES: gl.constexpr, WARPS: gl.constexpr,
-):  # fmt: skip
+):
     """One of the two warpgroups that multiply and write."""
     x_scale_ptr, x_offset_ptr, column_ptr, bias_ptr, part_ptr, counter_ptr = operands
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, 128 if BLOCK_N == 256 else BLOCK_N, 32])
@@ -156,7 +156,7 @@ def mixed_consumer(
 def fill_turns(
     x_desc, w_desc, ring, M, N, LOW, START, END, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
     GROUP_M: gl.constexpr, PROGRAMS: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
+):
     """The warp that copies.  Behind its low channels x runs on into its high ones, where w has zeros up to START."""
     rounds, rest, items = count_items(M, N, BLOCK_M, BLOCK_N, PROGRAMS, PARTS)
     steps, high = gl.cdiv(END, BLOCK_K), START // BLOCK_K
@@ -171,7 +171,7 @@ def fill_turns(
             gl.minimum(item, items - 1), rounds, rest, steps, M, N, BLOCK_M, BLOCK_N, GROUP_M, PROGRAMS, PARTS
         )
         slot, phase = fill_steps(x_desc, w_desc, ring, row, col, first, last, slot, phase, START, START - LOW, BLOCK_M, BLOCK_N,
-                                 BLOCK_K, STAGES)  # fmt: skip
+                                 BLOCK_K, STAGES)
 
 
 @gluon.jit
@@ -180,7 +180,7 @@ def mixed_pingpong_kernel(
     HAS_BIAS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr,
     PROGRAMS: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr, CONSUMERS: gl.constexpr,
     REGISTERS: gl.constexpr,
-):  # fmt: skip
+):
     """As joined_matmul_kernel of two parts."""
     ring = make_ring(x_desc, w_desc, y_desc, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, CONSUMERS)
     operands = (x_scale_ptr, x_offset_ptr, column_ptr, bias_ptr, part_ptr, counter_ptr)
@@ -193,4 +193,4 @@ def mixed_pingpong_kernel(
             WARPS)),
         (fill_turns, (
             x_desc, w_desc, ring, M, N, LOW, START, END, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, PROGRAMS, PARTS, STAGES)),
-    ], [WARPS, 1], [REGISTERS, 24])  # fmt: skip
+    ], [WARPS, 1], [REGISTERS, 24])

@@ -50,7 +50,7 @@ def count_items(M, N, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, PROGRAMS: gl
 def find_item(
     item, rounds, rest, steps, M, N, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, GROUP_M: gl.constexpr,
     PROGRAMS: gl.constexpr, PARTS: gl.constexpr,
-):  # fmt: skip
+):
     """(First row, first column, first step of K, the one behind the last, part, tile of the last round)."""
     program = gl.program_id(0)
     tile, part, inside = item * PROGRAMS + program, program * 0, program
@@ -71,7 +71,7 @@ def find_item(
 def fill_steps(
     x_desc, w_desc, ring, row, col, first, last, slot, phase, START, GAP, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
     BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
+):
     """Copy steps of one tile; from column START of w on, x's columns are GAP less.  (Next slot, its phase)."""
     SIZE: gl.constexpr = (BLOCK_M + BLOCK_N) * BLOCK_K
     x_ring, w_ring, full, empty = ring[0], ring[1], ring[3], ring[4]
@@ -93,7 +93,7 @@ def fill_steps(
 def fill_ring(
     x_desc, w_desc, ring, M, N, K, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
     GROUP_M: gl.constexpr, PROGRAMS: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
+):
     """The warp that copies."""
     rounds, rest, items = count_items(M, N, BLOCK_M, BLOCK_N, PROGRAMS, PARTS)
     slot = 0
@@ -135,11 +135,11 @@ def scaled_consumer(
     NEXT_KIND: gl.constexpr, ROUND: gl.constexpr, LOW: gl.constexpr, HIGH: gl.constexpr, PTX: gl.constexpr,
     RANK: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr,
     PROGRAMS: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr, CONSUMERS: gl.constexpr,
-):  # fmt: skip
+):
     """A warpgroup, or two, that multiplies and writes."""
     x_ring, y_ring, turn = ring[0], ring[2], ring[5]
     (x_scale_ptr, row_ptr, w_scale_ptr, bias_ptr, residual_ptr, next_scale_ptr, next_row_ptr, low_x_ptr, low_w_ptr, part_ptr,
-     counter_ptr) = operands  # fmt: skip
+     counter_ptr) = operands
     integer: gl.constexpr = x_ring.dtype == gl.int8
     other: gl.constexpr = 1 - which if CONSUMERS == 2 else -1
     of_z: gl.constexpr = gl.bfloat16 if ROUND == 1 else gl.float16 if ROUND == 2 else gl.float32
@@ -163,7 +163,7 @@ def scaled_consumer(
         if mine:
             y = finish_scaled_tile(acc, s_x, w_scale_ptr, bias_ptr, residual_ptr, next_scale_ptr, next_row_ptr, low_x_ptr,
                                    low_w_ptr, rows, cols, M, N, stride_r, HAS_BIAS, HAS_RESIDUAL, 1.0, ACTIVATION, NEXT,
-                                   NEXT_KIND, of_z, LOW, HIGH, PTX, RANK)  # fmt: skip
+                                   NEXT_KIND, of_z, LOW, HIGH, PTX, RANK)
             write_tile(y, y_desc, y_ring.index(which), row, col)
     tma.store_wait(0)
 
@@ -190,7 +190,7 @@ def from_thread(flat, like, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, WARPS:
 def meet(
     acc, part_ptr, counter_ptr, is_part, inside, rest, part, PARTS: gl.constexpr, BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr, WARPS: gl.constexpr,
-):  # fmt: skip
+):
     """(Sums, whether they are whole): the last part of a tile waits for the others, and adds them in order.
 
     Its program starts after those of the others, which wait for nobody.  The tile's counter is zero before and after.
@@ -232,7 +232,7 @@ def write_tile(y, y_desc, y_tile, row, col):
 def make_ring(
     x_desc, w_desc, y_desc, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
     CONSUMERS: gl.constexpr,
-):  # fmt: skip
+):
     """(x, w, y, full, empty, turn): slots of operands, tiles of results, and barriers."""
     x_ring = gl.allocate_shared_memory(x_desc.dtype, [STAGES, BLOCK_M, BLOCK_K], x_desc.layout)
     w_ring = gl.allocate_shared_memory(w_desc.dtype, [STAGES, BLOCK_N, BLOCK_K], w_desc.layout)
@@ -259,11 +259,11 @@ def scaled_pingpong_kernel(
     RANK: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr,
     PROGRAMS: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr, CONSUMERS: gl.constexpr,
     REGISTERS: gl.constexpr,
-):  # fmt: skip
+):
     """Y = epilogue(x wᵀ), everything as in scaled_matmul_descriptor_kernel."""
     ring = make_ring(x_desc, w_desc, y_desc, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, CONSUMERS)
     operands = (x_scale_ptr, row_ptr, w_scale_ptr, bias_ptr, residual_ptr, next_scale_ptr, next_row_ptr, low_x_ptr, low_w_ptr,
-                part_ptr, counter_ptr)  # fmt: skip
+                part_ptr, counter_ptr)
     if CONSUMERS == 2:
         gl.warp_specialize([
             (scaled_consumer, (
@@ -274,7 +274,7 @@ def scaled_pingpong_kernel(
                 LOW, HIGH, PTX, RANK, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, PROGRAMS, PARTS, STAGES, WARPS, CONSUMERS)),
             (fill_ring, (
                 x_desc, w_desc, ring, M, N, K, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, PROGRAMS, PARTS, STAGES)),
-        ], [WARPS, 1], [REGISTERS, 24])  # fmt: skip
+        ], [WARPS, 1], [REGISTERS, 24])
     else:
         gl.warp_specialize([
             (scaled_consumer, (
@@ -282,4 +282,4 @@ def scaled_pingpong_kernel(
                 LOW, HIGH, PTX, RANK, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, PROGRAMS, PARTS, STAGES, WARPS, CONSUMERS)),
             (fill_ring, (
                 x_desc, w_desc, ring, M, N, K, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, PROGRAMS, PARTS, STAGES)),
-        ], [1], [24])  # fmt: skip
+        ], [1], [24])

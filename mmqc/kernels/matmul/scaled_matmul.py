@@ -90,7 +90,7 @@ def scaled_matmul(
     visual: Tensor | None = None, split: Tensor | None = None, residual: Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16, out: Tensor | None = None, config: MatmulConfig | None = None,
     fast_accumulation: bool = True,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Multiply; ``fast_accumulation`` keeps fp8 sums in the tensor core (as ``torch._scaled_mm(use_fast_accum=True)``)."""
     reason = supports(x_q, w_q, w_scale, bias, out_dtype)
     if reason is not None:
@@ -111,7 +111,7 @@ def scaled_matmul(
 def multiply(
     x_q: Tensor, linears: list[Linear], rows: RowScale, residual: Tensor | None = None, *,
     config: MatmulConfig | None = None, fast_accumulation: bool = True,
-) -> None:  # fmt: skip
+) -> None:
     """Fill every linear's y, without a check: several linears of few rows in one launch, else one after the other."""
     m, k = x_q.shape
     width = sum(linear.w.shape[0] for linear in linears)
@@ -151,7 +151,7 @@ def scaled_matmuls(
     x_q: Tensor, w_q: list[Tensor], x_scale: Tensor, w_scale: list[Tensor], bias: list[Tensor | None], *,
     visual: Tensor | None = None, split: Tensor | None = None, out_dtype: torch.dtype = torch.bfloat16,
     config: MatmulConfig | None = None,
-) -> list[Tensor]:  # fmt: skip
+) -> list[Tensor]:
     """Several linears of x_q."""
     for parts in zip(w_q, w_scale, bias, strict=True):
         reason = supports(x_q, *parts, out_dtype)
@@ -190,7 +190,7 @@ def three(linears: list[Linear]) -> list[Linear]:
 def pointer_launch(
     x: Tensor, linears: list[Linear], rows: RowScale, residual: Tensor | None, c: MatmulConfig, fast: bool = True,
     work: Workspace = workspace, epilogue: Epilogue = PLAIN,
-) -> Launch:  # fmt: skip
+) -> Launch:
     """One launch for all linears, operands read by pointers."""
     (m, k), w = x.shape, linears[0].w
     stored = w.shape[1]
@@ -207,22 +207,22 @@ def pointer_launch(
         M=m, N=w0.shape[0], N1=w1.shape[0], N2=w2.shape[0], K=k, STORED=stored, stride_x=x.stride(0), stride_w=w.stride(0),
         stride_y=y0.stride(0), stride_y1=y1.stride(0), stride_y2=y2.stride(0),
         stride_r=0 if residual is None else residual.stride(0),
-    )  # fmt: skip
+    )
     constants = dict(
         LINEARS=len(linears), KIND=rows.kind, HAS_BIAS=biases[0] is not None, HAS_RESIDUAL=residual is not None,
         FACTOR=(1 / 16 if integer else 512.0) if packed else 1.0, PACKED=packed, COLUMNS=c.variant == "columns",
         EVEN_K=stored % c.block_k == 0 and not (packed and k % 2), FAST_ACC=fast, PTX=has_inline_ptx(x.device),
         ACC=tl.int32 if integer else tl.float32, BLOCK_M=c.block_m, BLOCK_N=c.block_n, BLOCK_K=c.block_k,
         GROUP_M=c.group_m, SPLIT=c.split_k > 1, **epilogue.constants(), **rank,
-    )  # fmt: skip
+    )
     return Launch(scaled_matmul_kernel, (tiles, c.split_k), args, constants, OUTPUTS, c.num_warps, c.num_stages,
-                  c.block_m)  # fmt: skip
+                  c.block_m)
 
 
 def descriptor_launch(
     x: Tensor, linear: Linear, rows: RowScale, residual: Tensor | None, c: MatmulConfig, fast: bool = True,
     epilogue: Epilogue = PLAIN,
-) -> Launch:  # fmt: skip
+) -> Launch:
     """One linear in a persistent grid, operands read by TMA."""
     w, w_scale, bias, y = linear
     (m, k), n = x.shape, w.shape[0]
@@ -234,13 +234,13 @@ def descriptor_launch(
         bias_ptr=w_scale if bias is None else bias, residual_ptr=y if residual is None else residual,
         M=m, N=n, K=k, stride_y=y.stride(0), stride_r=0 if residual is None else residual.stride(0),
         **epilogue.args(w_scale), **low,
-    )  # fmt: skip
+    )
     constants = dict(
         KIND=rows.kind, HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, FAST_ACC=fast,
         ACC=tl.int32 if x.dtype == torch.int8 else tl.float32, BLOCK_M=c.block_m, BLOCK_N=c.block_n, TAIL=c.tail,
         BLOCK_K=c.block_k, GROUP_M=c.group_m, PROGRAMS=programs, FLATTEN=c.variant == "descriptors",
         PTX=has_inline_ptx(x.device), **epilogue.constants(), **rank,
-    )  # fmt: skip
+    )
     blocks = {"x_desc": (c.block_m, c.block_k), "w_desc": (c.block_n, c.block_k)}
     blocks |= {"w_tail_desc": (c.tail, c.block_k)} if c.tail else {}
     kernel = scaled_matmul_descriptor_kernel

@@ -127,7 +127,7 @@ def gate_first(
 def launch(
     x: Tensor, linears: list[Linear], rows: RowScale, c: MatmulConfig, epilogue: Epilogue, *, by_tma: bool,
     work: Workspace = workspace,
-) -> Launch:  # fmt: skip
+) -> Launch:
     """The launch for ``tile(c)``, c no "unpack"; ``by_tma``: whether TMA can address the operands."""
     c = tile(c, len(linears))
     by_tma = by_tma and c.variant in PERSISTENT
@@ -146,7 +146,7 @@ def _operands(linears: list[Linear], rows: RowScale, epilogue: Epilogue) -> dict
     return dict(
         y_ptr=y, x_scale_ptr=rows.scale, row_ptr=rows.rows, w_scale_ptr=s0, w_scale1_ptr=s1,
         bias_ptr=s0 if b0 is None else b0, bias1_ptr=s1 if b1 is None else b1, stride_y=y.stride(0), **epilogue.args(s0),
-    )  # fmt: skip
+    )
 
 
 def _pointer_launch(
@@ -159,13 +159,13 @@ def _pointer_launch(
     args = _operands(linears, rows, epilogue) | dict(
         x_ptr=x, w_ptr=w0, w1_ptr=w1, part_ptr=parts, counter_ptr=counters, M=m, N=n, K=k, STORED=stored,
         stride_x=x.stride(0), stride_w=w0.stride(0),
-    )  # fmt: skip
+    )
     constants = dict(
         KIND=rows.kind, HAS_BIAS=linears[0].bias is not None, FACTOR=1 / 16 if packed else 1.0, PACKED=packed,
         COLUMNS=c.variant == "columns", EVEN_K=stored % c.block_k == 0 and not (packed and k % 2),
         PTX=has_inline_ptx(x.device), BLOCK_M=c.block_m, BLOCK_N=c.block_n, BLOCK_K=c.block_k, GROUP_M=c.group_m,
         SPLIT=c.split_k > 1, **epilogue.constants(),
-    )  # fmt: skip
+    )
     outputs = ("y_ptr", "part_ptr", "counter_ptr")
     return Launch(
         gated_matmul_kernel, (tiles, c.split_k), args, constants, outputs, c.num_warps, c.num_stages, c.block_m
@@ -180,8 +180,8 @@ def _descriptor_launch(x: Tensor, linears: list[Linear], rows: RowScale, c: Matm
         KIND=rows.kind, HAS_BIAS=linears[0].bias is not None, BLOCK_M=c.block_m, BLOCK_N=c.block_n, BLOCK_K=c.block_k,
         GROUP_M=c.group_m, PROGRAMS=programs, FLATTEN=c.variant == "descriptors", PTX=has_inline_ptx(x.device),
         **epilogue.constants(),
-    )  # fmt: skip
+    )
     w_block = (c.block_n, c.block_k)
     blocks = {"x_desc": (c.block_m, c.block_k), "w_desc": w_block, "w1_desc": w_block}
     return Launch(gated_matmul_descriptor_kernel, (programs,), args, constants, ("y_ptr",), c.num_warps, c.num_stages, 0,
-                  blocks)  # fmt: skip
+                  blocks)

@@ -41,7 +41,7 @@ def multiply_add_tile(x, w, acc, COLUMNS: tl.constexpr, FAST_ACC: tl.constexpr):
 @triton.jit
 def scale_tile(
     acc, s_x, w_scale_ptr, bias_ptr, cols, col_mask, HAS_BIAS: tl.constexpr, FACTOR: tl.constexpr
-):  # fmt: skip
+):
     """Sums [BM, BN] and s_x [BM] -> z without a residual, float32."""
     s_w = tl.load(w_scale_ptr + cols, mask=col_mask, other=0.0)  # [BN]
     z = acc.to(tl.float32)
@@ -59,7 +59,7 @@ def finish_scaled_tile(
     rows, cols, M, N, stride_r,
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, FACTOR: tl.constexpr, ACTIVATION: tl.constexpr, NEXT: tl.constexpr,
     NEXT_KIND: tl.constexpr, ROUND: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, PTX: tl.constexpr, RANK: tl.constexpr,
-):  # fmt: skip
+):
     """The epilogue: acc [BM, BN] and s_x [BM] -> y, float32 or codes."""
     row_mask, col_mask = rows < M, cols < N
     y = scale_tile(acc, s_x, w_scale_ptr, bias_ptr, cols, col_mask, HAS_BIAS, FACTOR)
@@ -88,13 +88,13 @@ def store_scaled_tile(
     KIND: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, FACTOR: tl.constexpr,
     ACTIVATION: tl.constexpr, NEXT: tl.constexpr, NEXT_KIND: tl.constexpr, ROUND: tl.constexpr, LOW: tl.constexpr,
     HIGH: tl.constexpr, PTX: tl.constexpr, RANK: tl.constexpr,
-):  # fmt: skip
+):
     """The epilogue, and y to memory."""
     mask = (rows < M)[:, None] & (cols < N)[None, :]
     s_x = row_scale_tile(x_scale_ptr, row_ptr, rows, rows < M, KIND)
     y = finish_scaled_tile(acc, s_x, w_scale_ptr, bias_ptr, residual_ptr, next_scale_ptr, next_row_ptr, low_x_ptr, low_w_ptr,
                            rows, cols, M, N, stride_r, HAS_BIAS, HAS_RESIDUAL, FACTOR, ACTIVATION, NEXT, NEXT_KIND, ROUND,
-                           LOW, HIGH, PTX, RANK)  # fmt: skip
+                           LOW, HIGH, PTX, RANK)
     at = y_ptr + rows.to(tl.int64)[:, None] * stride_y + cols[None, :]
     tl.store(at, y.to(y_ptr.dtype.element_ty), mask=mask)
 
@@ -109,7 +109,7 @@ def scaled_matmul_kernel(
     ACC: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     SPLIT: tl.constexpr, ACTIVATION: tl.constexpr, NEXT: tl.constexpr, NEXT_KIND: tl.constexpr, ROUND: tl.constexpr,
     LOW: tl.constexpr, HIGH: tl.constexpr, RANK: tl.constexpr,
-):  # fmt: skip
+):
     """One tile of y, or of one part of K.  STORED: bytes in a row of w (K, or ceil(K/2) packed)."""
     tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), count_tiles(N, N1, N2, BLOCK_N, LINEARS)
     tile = tl.program_id(0)
@@ -154,7 +154,7 @@ def scaled_matmul_kernel(
     if not SPLIT:
         store_scaled_tile(acc, y_ptr, x_scale_ptr, row_ptr, w_scale_ptr, bias_ptr, residual_ptr, next_scale_ptr,
                           next_row_ptr, low_x_ptr, low_w_ptr, rows, cols, M, N, stride_y, stride_r, KIND, HAS_BIAS,
-                          HAS_RESIDUAL, FACTOR, ACTIVATION, NEXT, NEXT_KIND, ROUND, LOW, HIGH, PTX, RANK)  # fmt: skip
+                          HAS_RESIDUAL, FACTOR, ACTIVATION, NEXT, NEXT_KIND, ROUND, LOW, HIGH, PTX, RANK)
     else:
         tiles = tiles_m * tiles_n
         done = store_part(part_ptr, counter_ptr, acc, tile, tiles, split, BLOCK_M, BLOCK_N)
@@ -162,7 +162,7 @@ def scaled_matmul_kernel(
             total = add_parts(part_ptr, counter_ptr, tile, tiles, splits, BLOCK_M, BLOCK_N)
             store_scaled_tile(total, y_ptr, x_scale_ptr, row_ptr, w_scale_ptr, bias_ptr, residual_ptr, next_scale_ptr,
                               next_row_ptr, low_x_ptr, low_w_ptr, rows, cols, M, N, stride_y, stride_r, KIND, HAS_BIAS,
-                              HAS_RESIDUAL, FACTOR, ACTIVATION, NEXT, NEXT_KIND, ROUND, LOW, HIGH, PTX, RANK)  # fmt: skip
+                              HAS_RESIDUAL, FACTOR, ACTIVATION, NEXT, NEXT_KIND, ROUND, LOW, HIGH, PTX, RANK)
 
 
 @triton.jit
@@ -173,7 +173,7 @@ def scaled_matmul_descriptor_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TAIL: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     PROGRAMS: tl.constexpr, FLATTEN: tl.constexpr, ACTIVATION: tl.constexpr, NEXT: tl.constexpr, NEXT_KIND: tl.constexpr,
     ROUND: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, PTX: tl.constexpr, RANK: tl.constexpr,
-):  # fmt: skip
+):
     """Persistent: every program walks over tiles, so the next tile's copies run under this tile's epilogue.
 
     A tile has BLOCK_N columns and TAIL more, which are a product of their own with the same rows of x.
@@ -194,9 +194,9 @@ def scaled_matmul_descriptor_kernel(
         cols = first + tl.arange(0, BLOCK_N)
         store_scaled_tile(acc, y_ptr, x_scale_ptr, row_ptr, w_scale_ptr, bias_ptr, residual_ptr, next_scale_ptr,
                           next_row_ptr, low_x_ptr, low_w_ptr, rows, cols, M, N, stride_y, stride_r, KIND, HAS_BIAS,
-                          HAS_RESIDUAL, 1.0, ACTIVATION, NEXT, NEXT_KIND, ROUND, LOW, HIGH, PTX, RANK)  # fmt: skip
+                          HAS_RESIDUAL, 1.0, ACTIVATION, NEXT, NEXT_KIND, ROUND, LOW, HIGH, PTX, RANK)
         if TAIL:
             cols = first + BLOCK_N + tl.arange(0, TAIL)
             store_scaled_tile(tail, y_ptr, x_scale_ptr, row_ptr, w_scale_ptr, bias_ptr, residual_ptr, next_scale_ptr,
                               next_row_ptr, low_x_ptr, low_w_ptr, rows, cols, M, N, stride_y, stride_r, KIND, HAS_BIAS,
-                              HAS_RESIDUAL, 1.0, ACTIVATION, NEXT, NEXT_KIND, ROUND, LOW, HIGH, PTX, RANK)  # fmt: skip
+                              HAS_RESIDUAL, 1.0, ACTIVATION, NEXT, NEXT_KIND, ROUND, LOW, HIGH, PTX, RANK)

@@ -33,7 +33,7 @@ def unpack_weight_kernel(
     w_ptr, out_ptr, scale_ptr, zero_ptr, N, K, ROW, STORED, GROUPS,
     BITS: tl.constexpr, SCALED: tl.constexpr, TIMES: tl.constexpr, HAS_ZERO: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_K: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
+):
     """BLOCK_K stored bytes of one row, which has ROW of them; STORED: columns of a stretch (ops/pack.py)."""
     n = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
@@ -73,7 +73,7 @@ def unpack_weight_kernel(
 @triton.jit
 def unpack_int4_kernel(
     w_ptr, out_ptr, N, K, ROW, STORED, PTX: tl.constexpr, R: tl.constexpr, C: tl.constexpr
-):  # fmt: skip
+):
     """C bytes of R rows, as int8 codes: several loads of a thread are on their way at once."""
     n = (tl.program_id(0) * R + tl.arange(0, R))[:, None]
     at = (tl.program_id(1) * C + tl.arange(0, C))[None, :]
@@ -88,7 +88,7 @@ def unpack_int4_kernel(
 def join_parts_kernel(
     low_ptr, high_ptr, out_ptr, scale_ptr, sum_ptr, column_ptr, N, K, HIGH, START, ROW, PTX: tl.constexpr, R: tl.constexpr,
     C: tl.constexpr,
-):  # fmt: skip
+):
     """C bytes of R rows of ROW packed codes for K columns, then zeros to START, and as many columns of the other part."""
     n = (tl.program_id(0) * R + tl.arange(0, R))[:, None]
     at = (tl.program_id(1) * C + tl.arange(0, C))[None, :]
@@ -115,7 +115,7 @@ def join_parts_kernel(
 def unpack_weight(
     w_q: Tensor, k: int, *, bits: int, dtype: torch.dtype = torch.int8, scale: Tensor | None = None,
     zero: Tensor | None = None, group_size: int = 0,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """The weight [N, K] in ``dtype``: its codes, or with ``scale`` the numbers that they stand for (int8: codes times scale)."""
     out = torch.empty(w_q.shape[0], k, dtype=dtype, device=w_q.device)
     launch(w_q, out, bits, scale, zero, group_size).run()
@@ -139,12 +139,12 @@ def launch(
     args = dict(
         w_ptr=w_q, out_ptr=out, scale_ptr=out if scale is None else scale, zero_ptr=out if zero is None else zero,
         N=n, K=k, ROW=row, STORED=stored, GROUPS=scale.shape[1] if scale is not None and len(scale.shape) == 2 else 1,
-    )  # fmt: skip
+    )
     times = scale is not None and out.dtype == torch.int8
     constants = dict(
         BITS=bits, SCALED=scale is not None and not times, TIMES=times, HAS_ZERO=zero is not None, GROUP=group_size,
         BLOCK_K=block, CHUNK=math.gcd(16, group_size, stored) if times else 1,
-    )  # fmt: skip
+    )
     return Launch(unpack_weight_kernel, (n, ceil_div(stored, block)), args, constants, ("out_ptr",), 4, 3)
 
 
@@ -159,7 +159,7 @@ def join_launch(low: Tensor, high: Tensor, scale: Tensor, sums: Tensor, out: Ten
     args = dict(
         low_ptr=low, high_ptr=high, out_ptr=out, scale_ptr=scale, sum_ptr=sums, column_ptr=columns, N=n, K=k, HIGH=width,
         START=out.shape[1] - width, ROW=row,
-    )  # fmt: skip
+    )
     constants = dict(PTX=has_inline_ptx(low.device), R=rows, C=wide)
     grid = (ceil_div(n, rows), ceil_div(max(row, width), wide))
     return Launch(join_parts_kernel, grid, args, constants, ("out_ptr", "column_ptr"), 4, 3)

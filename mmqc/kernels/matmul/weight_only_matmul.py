@@ -53,14 +53,14 @@ def supports(
         (bias is None or bias.shape == (n,), f"bias is [{n}]"),
         ((x.stride(1) == 1 and w_q.stride(1) == 1) or k == 1, "rows of x and w_q are contiguous"),
         (w_scale.numel() < 2**31, "scales are addressed with 32 bits"),
-    )  # fmt: skip
+    )
     return next((why for ok, why in checks if not ok), None) or why_not_here(x, w_q, w_scale, bias, zero)
 
 
 def weight_only_matmul(
     x: Tensor, w_q: Tensor, w_scale: Tensor, bias: Tensor | None = None, *, group_size: int = 0,
     zero: Tensor | None = None, out: Tensor | None = None, config: MatmulConfig | None = None, bits: int | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Multiply; ``bits`` follow from w_q's dtype, 4 or 8, unless they are given."""
     bits = stored_as(w_q) if bits is None else bits
     reason = supports(x, w_q, w_scale, bias, group_size, zero, bits)
@@ -84,7 +84,7 @@ def stored_as(w_q: Tensor) -> int:
 def weight_only_matmuls(
     x: Tensor, w_q: list[Tensor], w_scale: list[Tensor], bias: list[Tensor | None], *, group_size: int = 0,
     config: MatmulConfig | None = None, bits: int | None = None,
-) -> list[Tensor]:  # fmt: skip
+) -> list[Tensor]:
     """Several linears of x."""
     bits = stored_as(w_q[0]) if bits is None else bits
     for parts in zip(w_q, w_scale, bias, strict=True):
@@ -99,7 +99,7 @@ def weight_only_matmuls(
 def multiply(
     x: Tensor, linears: list[Linear], group_size: int, bits: int, zero: Tensor | None = None, *,
     config: MatmulConfig | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Fill every linear's y, without a check: several linears of few rows in one launch, else one after the other."""
     m, k = x.shape
     width = sum(linear.w.shape[0] for linear in linears)
@@ -115,7 +115,7 @@ def multiply(
         return
     w_q, w_scale, bias, y = linears[0]
     w = unpack_weight(w_q.contiguous(), k, bits=bits, dtype=x.dtype, scale=w_scale, zero=zero,
-                      group_size=group_size)  # fmt: skip
+                      group_size=group_size)
     if bias is None:
         torch.mm(x, w.t(), out=y)
     else:
@@ -136,7 +136,7 @@ def whole_steps(k: int, bits: int, block_k: int) -> bool:
 def launch(
     x: Tensor, linears: list[Linear], zero: Tensor | None, group: int, bits: int, c: MatmulConfig,
     work: Workspace = workspace,
-) -> Launch:  # fmt: skip
+) -> Launch:
     """One launch for all linears."""
     (m, k), w, scale = x.shape, linears[0].w, linears[0].scale
     stored = stretch(k, bits)
@@ -156,11 +156,11 @@ def launch(
         part_ptr=parts, counter_ptr=counters, M=m, N=w0.shape[0], N1=w1.shape[0], N2=w2.shape[0], K=k, STORED=stored,
         GROUPS=scale.shape[1] if group else 1, stride_x=x.stride(0), stride_w=w.stride(0), stride_y=y0.stride(0),
         stride_y1=y1.stride(0), stride_y2=y2.stride(0),
-    )  # fmt: skip
+    )
     constants = dict(
         LINEARS=len(linears), GROUP=group, ALIGNED=aligned, HAS_ZERO=zero is not None, HAS_BIAS=biases[0] is not None,
         BITS=bits, EVEN_K=whole_steps(k, bits, block_k), PTX=has_inline_ptx(x.device), DTYPE=DTYPES[x.dtype],
         BLOCK_M=c.block_m, BLOCK_N=c.block_n, BLOCK_K=block_k, GROUP_M=c.group_m, SPLIT=c.split_k > 1,
-    )  # fmt: skip
+    )
     return Launch(weight_only_matmul_kernel, (tiles, c.split_k), args, constants, OUTPUTS, c.num_warps, c.num_stages,
-                  c.block_m)  # fmt: skip
+                  c.block_m)

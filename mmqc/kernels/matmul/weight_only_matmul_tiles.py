@@ -21,7 +21,7 @@ from mmqc.kernels.shared.split_k import add_parts, store_part
 def group_multiply_add_tile(
     w, x, acc, scale_ptr, zero_ptr, scale_rows, start, k, K,
     GROUP: tl.constexpr, ALIGNED: tl.constexpr, HAS_ZERO: tl.constexpr,
-):  # fmt: skip
+):
     """Add the product of one step: w codes [BN, BK] at columns k = start …, x [BM, BK], acc [BN, BM]."""
     if GROUP == 0:
         if HAS_ZERO:
@@ -48,7 +48,7 @@ def sum_codes_tile(
     x_rows, w_rows, row_mask, scale_ptr, zero_ptr, scale_rows, first, last, K, STORED,
     GROUP: tl.constexpr, ALIGNED: tl.constexpr, HAS_ZERO: tl.constexpr, BITS: tl.constexpr, EVEN_K: tl.constexpr,
     PTX: tl.constexpr, DTYPE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
+):
     """Float32 sums [BN, BM] over the stored columns first … last: of codes (GROUP = 0), or of codes times their groups' scales.
 
     x_rows [BM, 1] and w_rows [BN, 1] point to rows, scale_rows [BN] counts scales from scale_ptr; row_mask [BM, 1].
@@ -64,9 +64,9 @@ def sum_codes_tile(
             x_high = load_x_tile(x_rows, high, row_mask, K, EVEN_K)
             w, w_high = int4_as_float(w, DTYPE, PTX)
             acc = group_multiply_add_tile(w, x, acc, scale_ptr, zero_ptr, scale_rows, start, k, K,
-                                          GROUP, ALIGNED, HAS_ZERO)  # fmt: skip
+                                          GROUP, ALIGNED, HAS_ZERO)
             acc = group_multiply_add_tile(w_high, x_high, acc, scale_ptr, zero_ptr, scale_rows, start + STORED, high, K,
-                                          GROUP, ALIGNED, HAS_ZERO)  # fmt: skip
+                                          GROUP, ALIGNED, HAS_ZERO)
         elif BITS < 4:
             third, half = w, STORED // 2  # of 3 bits: its plane lies behind the other, and its place changes halfway
             if BITS == 3:
@@ -77,11 +77,11 @@ def sum_codes_tile(
                     x = load_x_tile(x_rows, column, row_mask, tl.minimum((t + 1) * STORED, K), EVEN_K)
                 part = small_code_as_float(w, third, k, half, t, BITS, DTYPE)
                 acc = group_multiply_add_tile(part, x, acc, scale_ptr, zero_ptr, scale_rows, start + t * STORED, column, K,
-                                              GROUP, ALIGNED, HAS_ZERO)  # fmt: skip
+                                              GROUP, ALIGNED, HAS_ZERO)
         else:
             w = int8_as_float(w, DTYPE, PTX)
             acc = group_multiply_add_tile(w, x, acc, scale_ptr, zero_ptr, scale_rows, start, k, K,
-                                          GROUP, ALIGNED, HAS_ZERO)  # fmt: skip
+                                          GROUP, ALIGNED, HAS_ZERO)
     return acc
 
 
@@ -107,7 +107,7 @@ def weight_only_matmul_kernel(
     LINEARS: tl.constexpr, GROUP: tl.constexpr, ALIGNED: tl.constexpr, HAS_ZERO: tl.constexpr, HAS_BIAS: tl.constexpr,
     BITS: tl.constexpr, EVEN_K: tl.constexpr, PTX: tl.constexpr, DTYPE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, SPLIT: tl.constexpr,
-):  # fmt: skip
+):
     """One tile of y, or of one part of K.  STORED: columns of a stretch, so bytes in a row of w (of its first plane)."""
     tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), count_tiles(N, N1, N2, BLOCK_N, LINEARS)
     tile, split, splits = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
@@ -129,7 +129,7 @@ def weight_only_matmul_kernel(
     steps = tl.cdiv(tl.cdiv(STORED, BLOCK_K), splits)
     first, last = split * steps * BLOCK_K, tl.minimum((split + 1) * steps * BLOCK_K, STORED)
     acc = sum_codes_tile(x_rows, w_rows, row_mask, scale_ptr, zero_ptr, scale_rows, first, last, K, STORED,
-                         GROUP, ALIGNED, HAS_ZERO, BITS, EVEN_K, PTX, DTYPE, BLOCK_M, BLOCK_N, BLOCK_K)  # fmt: skip
+                         GROUP, ALIGNED, HAS_ZERO, BITS, EVEN_K, PTX, DTYPE, BLOCK_M, BLOCK_N, BLOCK_K)
     acc = tl.trans(acc)
     if not SPLIT:
         store_linear_tile(acc, y_ptr, scale_ptr, bias_ptr, rows, cols, M, N, stride_y, GROUP, HAS_BIAS)

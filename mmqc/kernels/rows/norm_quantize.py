@@ -57,7 +57,7 @@ def round_tile(y, DTYPE: tl.constexpr, PTX: tl.constexpr):
     if PTX and tl.bfloat16 == DTYPE and y.numel > 1:
         y = tl.inline_asm_elementwise(
             "{ .reg .b32 t; cvt.rn.bf16x2.f32 t, $3, $2; shl.b32 $0, t, 16; and.b32 $1, t, 0xFFFF0000; }",
-            "=f,=f,f,f", [y], dtype=tl.float32, is_pure=True, pack=2)  # fmt: skip
+            "=f,=f,f,f", [y], dtype=tl.float32, is_pure=True, pack=2)
     else:
         y = y.to(DTYPE).to(tl.float32)
     return y
@@ -78,7 +78,7 @@ def load_part(x_ptr, residual_ptr, sum_ptr, at, mask, HAS_RESIDUAL: tl.constexpr
 def norm_part(
     h, factor, gain_ptr, bias_ptr, at, mask, HAS_GAIN: tl.constexpr, HAS_BIAS: tl.constexpr, FIRST: tl.constexpr,
     DTYPE: tl.constexpr, PTX: tl.constexpr,
-):  # fmt: skip
+):
     """Y of a part of a row, rounded to DTYPE; FIRST: after every step."""
     y = h * factor
     if HAS_GAIN:
@@ -96,7 +96,7 @@ def norm_part(
 def load_row(
     x_ptr, residual_ptr, sum_ptr, D, HAS_RESIDUAL: tl.constexpr, CENTER: tl.constexpr, BLOCK: tl.constexpr,
     REST: tl.constexpr,
-):  # fmt: skip
+):
     """H, CENTER: less its mean, in two parts, the second one the first again where REST is 0; the sum of its squares."""
     at = tl.arange(0, BLOCK)
     a = load_part(x_ptr, residual_ptr, sum_ptr, at, at < D, HAS_RESIDUAL)
@@ -122,7 +122,7 @@ def norm_quantize_kernel(
     EPS: tl.constexpr, KIND: tl.constexpr, DYNAMIC: tl.constexpr, CENTER: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     HAS_GAIN: tl.constexpr, HAS_BIAS: tl.constexpr, FIRST: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
     FP8: tl.constexpr, PTX: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr,
-):  # fmt: skip
+):
     """One row, in two parts where one would be mostly mask: 1,280 = 1,024 + 256."""
     row = tl.program_id(0)
     wide = row.to(tl.int64)
@@ -174,7 +174,7 @@ def supports(x: Tensor, norm: Norm, code: torch.dtype) -> str | None:
         (not norm.round_first or all(v.dtype == x.dtype for v in vectors), "gain and bias behind a rounding are like x"),
         (r is None or (r.shape == x.shape and r.dtype == x.dtype and (r.stride(1) == 1 or width == 1)), "residual is like x"),
         (code in CODES, f"codes are one of {CODES}, not {code}"),
-    )  # fmt: skip
+    )
     reason = next((why for ok, why in checks if not ok), None) or why_not_here(x, norm.gain, norm.bias, r)
     return fp8_reason(x.device) if reason is None and code != torch.int8 else reason
 
@@ -182,7 +182,7 @@ def supports(x: Tensor, norm: Norm, code: torch.dtype) -> str | None:
 def norm_quantize(
     x: Tensor, norm: Norm, scale: Tensor | None = None, *, visual: Tensor | None = None, split: Tensor | None = None,
     bits: int = 8, code: torch.dtype = torch.int8, out: Tensor | None = None, num_warps: int | None = None,
-) -> Normed:  # fmt: skip
+) -> Normed:
     """Normalise and quantize; ``scale`` None quantizes every token by its own largest entry; ``num_warps`` is for tuning."""
     reason = supports(x, norm, code)
     if reason is None and (not 2 <= bits <= 8 or (scale is None and bits != 8)):
@@ -204,7 +204,7 @@ def norm_quantize(
 def launch(
     x: Tensor, norm: Norm, q: Tensor, total: Tensor | None, rows: RowScale | None, tokens: Tensor | None = None,
     bits: int = 8, num_warps: int | None = None,
-) -> Launch:  # fmt: skip
+) -> Launch:
     """Fill ``q``, ``total`` with x + r, and ``tokens`` with scales where ``rows`` gives none."""
     (m, width), r = x.shape, norm.residual
     scale = tokens if rows is None else rows.scale
@@ -214,13 +214,13 @@ def launch(
         bias_ptr=x if norm.bias is None else norm.bias, q_ptr=q, sum_ptr=x if total is None else total, scale_ptr=scale,
         row_ptr=tokens if rows is None else rows.rows, token_ptr=x if tokens is None else tokens, M=m, D=width,
         stride_x=x.stride(0), stride_r=0 if r is None else r.stride(0),
-    )  # fmt: skip
+    )
     constants = dict(
         EPS=norm.eps, KIND=ROW.value if rows is None else rows.kind, DYNAMIC=rows is None, CENTER=norm.center,
         HAS_RESIDUAL=r is not None, HAS_GAIN=norm.gain is not None, HAS_BIAS=norm.bias is not None,
         FIRST=norm.round_first, LOW=-(2.0 ** (bits - 1)), HIGH=2.0 ** (bits - 1) - 1, FP8=q.dtype != torch.int8,
         PTX=has_inline_ptx(x.device), BLOCK=block, REST=rest,
-    )  # fmt: skip
+    )
     warps = num_warps or max(1, min(16, block // LANES))
     optional = {"sum_ptr": total, "token_ptr": tokens}
     written = ("q_ptr", *(name for name, t in optional.items() if t is not None))

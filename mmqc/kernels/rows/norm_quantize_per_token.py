@@ -48,7 +48,7 @@ def places(order_ptr, first, width, BLOCK: tl.constexpr, FULL: tl.constexpr, ORD
 def load_tile(
     x_ptr, r_ptr, sum_ptr, order_ptr, first, width, BLOCK: tl.constexpr, FULL: tl.constexpr, ORDER: tl.constexpr,
     RESIDUAL: tl.constexpr,
-):  # fmt: skip
+):
     """H as float32, zeros behind it; written out where it is a sum."""
     at, mask = places(order_ptr, first, width, BLOCK, FULL, ORDER)
     h = tl.load(x_ptr + at, mask=mask, other=0.0)
@@ -62,7 +62,7 @@ def load_tile(
 def norm_tile(
     h, factor, gain_ptr, bias_ptr, order_ptr, first, width, BLOCK: tl.constexpr, FULL: tl.constexpr, ORDER: tl.constexpr,
     GAIN: tl.constexpr, BIAS: tl.constexpr, FIRST: tl.constexpr, DTYPE: tl.constexpr, PTX: tl.constexpr,
-):  # fmt: skip
+):
     """Y, rounded to DTYPE; FIRST: after every step."""
     at, mask = places(order_ptr, first, width, BLOCK, FULL, ORDER)
     return norm_part(h, factor, gain_ptr, bias_ptr, at, mask, GAIN, BIAS, FIRST, DTYPE, PTX)
@@ -72,7 +72,7 @@ def norm_tile(
 def load_part(
     x_ptr, r_ptr, sum_ptr, order_ptr, first, width, A: tl.constexpr, B: tl.constexpr, ORDER: tl.constexpr,
     RESIDUAL: tl.constexpr,
-):  # fmt: skip
+):
     """The tiles of a part, the second one the first again where B is 0, and the sum of their squares."""
     a = load_tile(x_ptr, r_ptr, sum_ptr, order_ptr, first, width, A, True, ORDER, RESIDUAL)
     b, total = a, tl.sum(a * a)
@@ -87,7 +87,7 @@ def write_part(
     a, b, f, gain_ptr, bias_ptr, order_ptr, q_ptr, scale_ptr, offset_ptr, first, width, before, P: tl.constexpr,
     BITS: tl.constexpr, LEAST: tl.constexpr, A: tl.constexpr, B: tl.constexpr, ORDER: tl.constexpr, GAIN: tl.constexpr,
     BIAS: tl.constexpr, FIRST: tl.constexpr, DTYPE: tl.constexpr, PTX: tl.constexpr,
-):  # fmt: skip
+):
     """Codes, scale and offset of part P, whose scale is at least LEAST times the one before; returns the scale."""
     a = norm_tile(a, f, gain_ptr, bias_ptr, order_ptr, first, width, A, True, ORDER, GAIN, BIAS, FIRST, DTYPE, PTX)
     low, high = ends(a, width, A, True)
@@ -117,7 +117,7 @@ def norm_quantize_per_token_kernel(
     ORDER: tl.constexpr, PTX: tl.constexpr, PARTS: tl.constexpr, BITS0: tl.constexpr, BITS1: tl.constexpr,
     BITS2: tl.constexpr, A0: tl.constexpr, B0: tl.constexpr, A1: tl.constexpr, B1: tl.constexpr, A2: tl.constexpr,
     B2: tl.constexpr,
-):  # fmt: skip
+):
     """One row: of each part a full tile A and the rest in B, or none."""
     row = tl.program_id(0)
     wide = row.to(tl.int64)
@@ -135,17 +135,17 @@ def norm_quantize_per_token_kernel(
     s = write_part(
         a0, b0, f, gain_ptr, bias_ptr, order_ptr, q_ptr, scale_ptr, offset_ptr, 0, W0, 0.0, 0, BITS0, 1.0, A0, B0, ORDER,
         GAIN, BIAS, FIRST, dtype, PTX,
-    )  # fmt: skip
+    )
     if PARTS > 1:
         s = write_part(
             a1, b1, f, gain_ptr, bias_ptr, order_ptr, q_ptr, scale_ptr, offset_ptr, W0, W1, s, 1, BITS1,
             2.0 ** (BITS0 - BITS1 - 1), A1, B1, ORDER, GAIN, BIAS, FIRST, dtype, PTX,
-        )  # fmt: skip
+        )
     if PARTS > 2:
         write_part(
             a2, b2, f, gain_ptr, bias_ptr, order_ptr, q_ptr, scale_ptr, offset_ptr, W0 + W1, W2, s, 2, BITS2,
             2.0 ** (BITS1 - BITS2 - 1), A2, B2, ORDER, GAIN, BIAS, FIRST, dtype, PTX,
-        )  # fmt: skip
+        )
 
 
 def supports(x: Tensor, norm: Norm, order: Tensor | None, widths: Sequence[int], bits: Sequence[int]) -> str | None:
@@ -167,7 +167,7 @@ def supports(x: Tensor, norm: Norm, order: Tensor | None, widths: Sequence[int],
         (r is None or (r.shape == x.shape and r.dtype == x.dtype and (r.stride(1) == 1 or width == 1)), "residual is like x"),
         (order is None or (tuple(order.shape) == (width,) and order.dtype == torch.int64 and order.stride(0) == 1),
          f"order is int64 [{width}]"),
-    )  # fmt: skip
+    )
     reason = next((why for ok, why in checks if not ok), None)
     return reason or why_not_here(x, norm.gain, norm.bias, r, order)
 
@@ -175,7 +175,7 @@ def supports(x: Tensor, norm: Norm, order: Tensor | None, widths: Sequence[int],
 def norm_quantize_per_token(
     x: Tensor, norm: Norm, widths: Sequence[int], bits: Sequence[int], *, order: Tensor | None = None,
     out: Rows | None = None, total: Tensor | None = None, num_warps: int | None = None,
-) -> tuple[Rows, Tensor | None]:  # fmt: skip
+) -> tuple[Rows, Tensor | None]:
     """Codes, scales and offsets of every row of x [M, D], and x + r where there is a residual."""
     reason = supports(x, norm, order, widths, bits)
     if reason is not None:
@@ -198,7 +198,7 @@ def tiles(widths: Sequence[int]) -> list[tuple[int, int]]:
 def launch(
     x: Tensor, norm: Norm, out: Rows, total: Tensor | None, widths: Sequence[int], bits: Sequence[int],
     order: Tensor | None = None, num_warps: int | None = None,
-) -> Launch:  # fmt: skip
+) -> Launch:
     """Fill ``out``, and ``total`` with x + r."""
     m, width = x.shape
     pairs, parts = tiles(widths), len(widths)
@@ -209,12 +209,12 @@ def launch(
         bias_ptr=x if norm.bias is None else norm.bias, order_ptr=x if order is None else order, q_ptr=out.q,
         scale_ptr=out.scale, offset_ptr=out.offset, sum_ptr=x if total is None else total, D=width, W0=sizes[0], W1=sizes[1],
         W2=sizes[2], stride_x=x.stride(0), stride_r=0 if r is None else r.stride(0), stride_q=out.q.stride(0),
-    )  # fmt: skip
+    )
     constants = dict(
         EPS=norm.eps, RESIDUAL=r is not None, GAIN=norm.gain is not None, BIAS=norm.bias is not None,
         FIRST=norm.round_first, ORDER=order is not None, PTX=has_inline_ptx(x.device), PARTS=parts,
         BITS0=b[0], BITS1=b[1], BITS2=b[2], A0=ab[0][0], B0=ab[0][1], A1=ab[1][0], B1=ab[1][1], A2=ab[2][0], B2=ab[2][1],
-    )  # fmt: skip
+    )
     warps = num_warps or min(16, triton.next_power_of_2(-(-sum(map(sum, pairs)) // (32 * LANE))))
     written = ("q_ptr", "scale_ptr", "offset_ptr", *(() if total is None else ("sum_ptr",)))
     return Launch(norm_quantize_per_token_kernel, (m,), args, constants, written, warps, 1, block_rows=1)

@@ -63,7 +63,7 @@ def load_part(x_ptr, first, width, BLOCK: tl.constexpr, FULL: tl.constexpr):
 def norm_row(
     a, b, c, h, D, EPS: tl.constexpr, B: tl.constexpr, C: tl.constexpr, PARTS: tl.constexpr, DTYPE: tl.constexpr,
     PTX: tl.constexpr,
-):  # fmt: skip
+):
     """The tiles of a row behind an RMSNorm, rounded as a module rounds its result."""
     total = tl.sum(a * a)
     if B:
@@ -106,7 +106,7 @@ def quantize_per_token_kernel(
     x_ptr, q_ptr, scale_ptr, offset_ptr, D, LOW, stride_x, stride_q,
     NORM: tl.constexpr, EPS: tl.constexpr, PARTS: tl.constexpr, LOW_BITS: tl.constexpr, HIGH_BITS: tl.constexpr,
     A: tl.constexpr, B: tl.constexpr, C: tl.constexpr, H: tl.constexpr, FULL: tl.constexpr, PTX: tl.constexpr,
-):  # fmt: skip
+):
     """One row: tiles of A, B and C low channels (B and C may be 0), of H high ones; FULL: there are H high ones."""
     row = tl.program_id(0)
     wide = row.to(tl.int64)
@@ -157,14 +157,14 @@ def supports(x: Tensor, widths: Sequence[int], bits: Sequence[int]) -> str | Non
         (x.stride(1) == 1 or width == 1, "rows of x are contiguous"),
         (len(widths) in (1, 2) and len(bits) == len(widths) and sum(widths) == width, f"one or two parts, not {list(widths)}"),
         (all(2 <= b <= 8 for b in bits), f"bits = {list(bits)}: 2 to 8"),
-    )  # fmt: skip
+    )
     return next((why for ok, why in checks if not ok), None) or why_not_here(x)
 
 
 def quantize_per_token(
     x: Tensor, widths: Sequence[int], bits: Sequence[int], *, eps: float | None = None, out: Rows | None = None,
     num_warps: int | None = None,
-) -> Rows:  # fmt: skip
+) -> Rows:
     """Quantize every row of x [M, D], part by part; with ``eps`` behind an RMSNorm of unit gain."""
     reason = supports(x, widths, bits)
     if reason is not None:
@@ -187,18 +187,18 @@ def tiles(widths: Sequence[int]) -> tuple[int, int, int, int]:
 
 def launch(
     x: Tensor, out: Rows, widths: Sequence[int], bits: Sequence[int], eps: float | None = None, num_warps: int | None = None
-) -> Launch:  # fmt: skip
+) -> Launch:
     """Fill ``out``."""
     m, width = x.shape
     a, b, c, h = tiles(widths)
     args = dict(
         x_ptr=x, q_ptr=out.q, scale_ptr=out.scale, offset_ptr=out.offset, D=width, LOW=widths[0], stride_x=x.stride(0),
         stride_q=out.q.stride(0),
-    )  # fmt: skip
+    )
     constants = dict(
         NORM=eps is not None, EPS=eps or 0.0, PARTS=len(widths), LOW_BITS=bits[0], HIGH_BITS=bits[-1], A=a, B=b, C=c, H=h,
         FULL=h == widths[-1], PTX=has_inline_ptx(x.device),
-    )  # fmt: skip
+    )
     warps = num_warps or min(
         16, triton.next_power_of_2(-(-(a + b + c + (h if len(widths) == 2 else 0)) // (32 * LANE)))
     )

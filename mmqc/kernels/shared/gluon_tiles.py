@@ -20,7 +20,7 @@ from torch import Tensor
 from mmqc.kernels.shared.device_facts import INTERPRETED
 
 NAMES = ("abs", "broadcast", "ceil", "exp2", "join", "load", "log2", "max", "maximum", "min", "minimum", "program_id",
-         "static_range", "store", "sum", "where")  # fmt: skip
+         "static_range", "store", "sum", "where")
 
 
 class WithoutLayouts:

@@ -23,10 +23,10 @@ def int4_as_int8(packed, PTX: tl.constexpr):
     if PTX:
         low = tl.inline_asm_elementwise(
             "{ .reg .b32 t; shl.b32 t, $1, 4; lop3.b32 $0, t, 0x88888888, 0xF0F0F0F0, 0x28; }",
-            "=r,r", [packed], dtype=tl.int8, is_pure=True, pack=4)  # fmt: skip
+            "=r,r", [packed], dtype=tl.int8, is_pure=True, pack=4)
         high = tl.inline_asm_elementwise(
             "lop3.b32 $0, $1, 0x88888888, 0xF0F0F0F0, 0x28;",
-            "=r,r", [packed], dtype=tl.int8, is_pure=True, pack=4)  # fmt: skip
+            "=r,r", [packed], dtype=tl.int8, is_pure=True, pack=4)
     else:
         wide = packed.to(tl.int32)
         low = (((wide & 15) - 8) * 16).to(tl.int8)
@@ -41,11 +41,11 @@ def int4_as_codes(packed, PTX: tl.constexpr):
         low = tl.inline_asm_elementwise(
             """{ .reg .b32 t; lop3.b32 t, $1, 0x0F0F0F0F, 0x80808080, 0xEA;
             sub.u32 t, t, 0x08080808; xor.b32 $0, t, 0x80808080; }""",
-            "=r,r", [packed], dtype=tl.int8, is_pure=True, pack=4)  # fmt: skip
+            "=r,r", [packed], dtype=tl.int8, is_pure=True, pack=4)
         high = tl.inline_asm_elementwise(
             """{ .reg .b32 t; shr.b32 t, $1, 4; lop3.b32 t, t, 0x0F0F0F0F, 0x80808080, 0xEA;
             sub.u32 t, t, 0x08080808; xor.b32 $0, t, 0x80808080; }""",
-            "=r,r", [packed], dtype=tl.int8, is_pure=True, pack=4)  # fmt: skip
+            "=r,r", [packed], dtype=tl.int8, is_pure=True, pack=4)
     else:
         wide = packed.to(tl.int32)
         low = ((wide & 15) - 8).to(tl.int8)
@@ -61,13 +61,13 @@ def int4_as_fp8(packed):
         and.b32 v, $1, 0x0F0F0F0F; not.b32 s, v; shr.b32 s, s, 3; and.b32 s, s, 0x01010101;
         shl.b32 m, s, 3; sub.u32 m, m, s; and.b32 v, v, 0x07070707; xor.b32 v, v, m; add.u32 v, v, s;
         shl.b32 s, s, 7; or.b32 $0, v, s; }""",
-        "=r,r", [packed], dtype=tl.int8, is_pure=True, pack=4)  # fmt: skip
+        "=r,r", [packed], dtype=tl.int8, is_pure=True, pack=4)
     high = tl.inline_asm_elementwise(
         """{ .reg .b32 v, s, m;
         shr.b32 v, $1, 4; and.b32 v, v, 0x0F0F0F0F; not.b32 s, v; shr.b32 s, s, 3; and.b32 s, s, 0x01010101;
         shl.b32 m, s, 3; sub.u32 m, m, s; and.b32 v, v, 0x07070707; xor.b32 v, v, m; add.u32 v, v, s;
         shl.b32 s, s, 7; or.b32 $0, v, s; }""",
-        "=r,r", [packed], dtype=tl.int8, is_pure=True, pack=4)  # fmt: skip
+        "=r,r", [packed], dtype=tl.int8, is_pure=True, pack=4)
     return low.to(tl.float8e4nv, bitcast=True), high.to(tl.float8e4nv, bitcast=True)
 
 
@@ -81,14 +81,14 @@ def int4_as_float(packed, DTYPE: tl.constexpr, PTX: tl.constexpr):
             prmt.b32 a, $2, 0x64646464, 0x4140; prmt.b32 b, $2, 0x64646464, 0x4342;
             and.b32 a, a, 0xFF0FFF0F; and.b32 b, b, 0xFF0FFF0F;
             sub.f16x2 $0, a, o; sub.f16x2 $1, b, o; }""",
-            "=r,=r,r", [packed], dtype=tl.float16, is_pure=True, pack=4)  # fmt: skip
+            "=r,=r,r", [packed], dtype=tl.float16, is_pure=True, pack=4)
         # halves 1024 + 16 v: times 1/16 (0x2C00) minus 72 (0xD480)
         high = tl.inline_asm_elementwise(
             """{ .reg .b32 a, b, m, o; mov.b32 m, 0x2C002C00; mov.b32 o, 0xD480D480;
             prmt.b32 a, $2, 0x64646464, 0x4140; prmt.b32 b, $2, 0x64646464, 0x4342;
             and.b32 a, a, 0xFFF0FFF0; and.b32 b, b, 0xFFF0FFF0;
             fma.rn.f16x2 $0, a, m, o; fma.rn.f16x2 $1, b, m, o; }""",
-            "=r,=r,r", [packed], dtype=tl.float16, is_pure=True, pack=4)  # fmt: skip
+            "=r,=r,r", [packed], dtype=tl.float16, is_pure=True, pack=4)
     elif PTX and tl.bfloat16 == DTYPE:
         # halves 128 + v: times 1 (0x3F80) minus 136 (0xC308); sub.bf16x2 would need sm_90
         low = tl.inline_asm_elementwise(
@@ -96,13 +96,13 @@ def int4_as_float(packed, DTYPE: tl.constexpr, PTX: tl.constexpr):
             and.b32 t, $2, 0x0F0F0F0F;
             prmt.b32 a, t, 0x43434343, 0x4140; prmt.b32 b, t, 0x43434343, 0x4342;
             fma.rn.bf16x2 $0, a, m, o; fma.rn.bf16x2 $1, b, m, o; }""",
-            "=r,=r,r", [packed], dtype=tl.bfloat16, is_pure=True, pack=4)  # fmt: skip
+            "=r,=r,r", [packed], dtype=tl.bfloat16, is_pure=True, pack=4)
         high = tl.inline_asm_elementwise(
             """{ .reg .b32 t, a, b, m, o; mov.b32 m, 0x3F803F80; mov.b32 o, 0xC308C308;
             shr.b32 t, $2, 4; and.b32 t, t, 0x0F0F0F0F;
             prmt.b32 a, t, 0x43434343, 0x4140; prmt.b32 b, t, 0x43434343, 0x4342;
             fma.rn.bf16x2 $0, a, m, o; fma.rn.bf16x2 $1, b, m, o; }""",
-            "=r,=r,r", [packed], dtype=tl.bfloat16, is_pure=True, pack=4)  # fmt: skip
+            "=r,=r,r", [packed], dtype=tl.bfloat16, is_pure=True, pack=4)
     else:
         wide = packed.to(tl.int32)
         low = ((wide & 15) - 8).to(tl.float32).to(DTYPE)
@@ -129,7 +129,7 @@ def int8_as_float(codes, DTYPE: tl.constexpr, PTX: tl.constexpr):
             """{ .reg .b32 t, a, b, o; mov.b32 o, 0x64806480; xor.b32 t, $2, 0x80808080;
             prmt.b32 a, t, 0x64646464, 0x4140; prmt.b32 b, t, 0x64646464, 0x4342;
             sub.f16x2 $0, a, o; sub.f16x2 $1, b, o; }""",
-            "=r,=r,r", [codes], dtype=tl.float16, is_pure=True, pack=4)  # fmt: skip
+            "=r,=r,r", [codes], dtype=tl.float16, is_pure=True, pack=4)
     elif PTX and tl.bfloat16 == DTYPE:
         # floats 2^23 + (code + 128), minus 8388736 = 0x4B000080
         wide = tl.inline_asm_elementwise(
@@ -140,7 +140,7 @@ def int8_as_float(codes, DTYPE: tl.constexpr, PTX: tl.constexpr):
             mov.b32 a, i; mov.b32 b, j; mov.b32 c, k; mov.b32 d, l;
             sub.f32 a, a, o; sub.f32 b, b, o; sub.f32 c, c, o; sub.f32 d, d, o;
             cvt.rn.bf16x2.f32 $0, b, a; cvt.rn.bf16x2.f32 $1, d, c; }""",
-            "=r,=r,r", [codes], dtype=tl.bfloat16, is_pure=True, pack=4)  # fmt: skip
+            "=r,=r,r", [codes], dtype=tl.bfloat16, is_pure=True, pack=4)
     else:
         wide = codes.to(tl.float32).to(DTYPE)
     return wide

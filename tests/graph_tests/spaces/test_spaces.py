@@ -188,7 +188,7 @@ FREE: dict[str, tuple[Callable[[Tensor], Tensor], int, list[int]]] = {
     "cat_of_itself": (lambda y: torch.cat((y, y), -1), 32, [16]),
     "half": (lambda y: y[..., 4:], 12, [12]),
     "channels_and_tokens_scaled": (lambda y: y * torch.arange(96.0).reshape(6, 16), WIDTH, [1] * 16),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", FREE)
@@ -208,9 +208,11 @@ PINNED: dict[str, tuple[Callable[[Tensor], Tensor], int, str]] = {
     "edges_repeated": (lambda y: F.pad(y, (0, 0, 1, 1), mode="replicate"), WIDTH, ""),
     "ones_at_a_token": (lambda y: y.masked_fill(torch.arange(6)[:, None] == 2, 1.0), WIDTH, "it shares a column with a constant"),
     "ones_in_a_mean": (
-        lambda y: y.masked_fill(torch.arange(6)[:, None] == 2, 1.0).mean(1), WIDTH, "it shares a column with a constant",
+        lambda y: y.masked_fill(torch.arange(6)[:, None] == 2, 1.0).mean(1),
+        WIDTH,
+        "it shares a column with a constant",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", PINNED)

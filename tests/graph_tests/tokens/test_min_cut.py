@@ -7,9 +7,7 @@ from mmqc.graph.tokens.min_cut import NEVER, SINK, SOURCE, MinCut
 
 Edges = list[tuple[str, str, int]]
 NAMES = ("a", "b", "c", "d")
-edges = st.lists(
-    st.tuples(st.sampled_from((SOURCE, *NAMES)), st.sampled_from((*NAMES, SINK)), st.integers(0, 9)), max_size=14
-)
+edges = st.lists(st.tuples(st.sampled_from((SOURCE, *NAMES)), st.sampled_from((*NAMES, SINK)), st.integers(0, 9)), max_size=14)
 
 
 def price(side: set[str], given_edges: Edges) -> int:

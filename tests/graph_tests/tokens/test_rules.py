@@ -30,6 +30,7 @@ class Operations(nn.Module):
         heads = x.view(2, 6, 2, 4).transpose(1, 2)
         a, b = x.chunk(2, dim=-1)
         c, d = x.split([2, 4], dim=1)
+        # fmt: off
         ways = [
             x.softmax(-1), x.softmax(1), x.cumsum(1), x.flip(1), x.roll(1, 1), x.mean(-1, keepdim=True), x.mean(1, keepdim=True),
             x.sum(2), x.amax(1), torch.cat((a, b), -1), torch.cat((c, d), 1), torch.cat((x, x), 0), x[:, :, ::2], x[:, 1:],
@@ -45,7 +46,8 @@ class Operations(nn.Module):
             F.scaled_dot_product_attention(heads, heads * 2, heads + 1, attn_mask=(x @ x.transpose(1, 2))[:, None]),
             o.quantize(x, torch.tensor([0.1, 0.2]), mask, 8), o.tag_modality(x, mask), x.sort(1)[0], F.pad(x, (1, 0)),
             F.scaled_dot_product_attention(x, x * 2, x + 1, attn_mask=torch.zeros(6, 6, dtype=x.dtype)),
-        ]  # fmt: skip
+        ]
+        # fmt: on
         return sum(w.double().sum() for w in ways)
 
 

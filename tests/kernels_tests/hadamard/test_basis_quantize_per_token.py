@@ -8,15 +8,7 @@ from mmqc.kernels.rows.quantize_per_token import Rows
 from mmqc.ops.basis_quantize_per_token import reference
 
 kernel = pytest.importorskip("mmqc.kernels.hadamard.basis_quantize_per_token")
-PARTS = [
-    ([14, 2], [4, 8]),
-    ([56, 8], [4, 8]),
-    ([112, 16], [4, 8]),
-    ([70, 10], [3, 8]),
-    ([16], [4]),
-    ([33], [8]),
-    ([1], [4]),
-]
+PARTS = [([14, 2], [4, 8]), ([56, 8], [4, 8]), ([112, 16], [4, 8]), ([70, 10], [3, 8]), ([16], [4]), ([33], [8]), ([1], [4])]
 
 
 def poisoned(m, widths, device):

@@ -31,9 +31,7 @@ def test_hadamard_plan__matrices_are_the_op_s(n):
     t = plans.best_tiling(n)
     assert t.a * t.b == n
     outer, inner = plans.matrices(t, n)
-    expected = (
-        functools.reduce(torch.kron, hadamard.hadamard_factors(n), torch.ones(1, 1).double()) if n <= 6000 else None
-    )
+    expected = functools.reduce(torch.kron, hadamard.hadamard_factors(n), torch.ones(1, 1).double()) if n <= 6000 else None
     x = torch.randn(2, n, dtype=torch.float64)
     y = x.reshape(2, t.a, t.b)
     if t.a > 1:

@@ -57,20 +57,42 @@ def assert_transformed(m: int, a: int, a1: int, a2: int, slots: int, programs: i
     x, outer = torch.randint(-2, 3, (m, a, 8)).half(), torch.zeros(a1 + a2, a1 + a2).half()
     outer[:a, :a] = torch.randint(-2, 3, (a, a)).half()
     inner, y = torch.randint(-2, 3, (4, 4)).half(), torch.full((m, a, 8), float("nan"))
-    blocks = {"x_desc": (1, a1, 8), "rest_desc": (1, max(a2, 1), 8), "y_desc": (1, 4, 8), "outer_desc": (4, a1),
-              "outer_rest_desc": (4, max(a2, 1)), "inner_desc": (4, 4)}  # fmt: skip
+    blocks = {
+        "x_desc": (1, a1, 8),
+        "rest_desc": (1, max(a2, 1), 8),
+        "y_desc": (1, 4, 8),
+        "outer_desc": (4, a1),
+        "outer_rest_desc": (4, max(a2, 1)),
+        "inner_desc": (4, 4),
+    }
     values = {"x_desc": x, "rest_desc": x, "y_desc": y, "inner_desc": inner}
     args = {name: simulator.Described(values.get(name, outer), block) for name, block in blocks.items()}
     args |= dict.fromkeys(("scale_ptr", "row_ptr"))
     args |= {name: simulator.Pointer(torch.zeros(m)) for name in ("token_ptr", "offset_ptr")}
     constants = dict(
-        SCALE=1.0, A1=a1, A2=a2, COLUMNS=8, SLOTS=slots, PLACES=2, PROGRAMS=programs, REGISTERS=240,
-        MODE=(ASYMMETRIC if ends else FLOAT).value, KIND=0, LOW=0, HIGH=0, PTX=False,
-    )  # fmt: skip
+        SCALE=1.0,
+        A1=a1,
+        A2=a2,
+        COLUMNS=8,
+        SLOTS=slots,
+        PLACES=2,
+        PROGRAMS=programs,
+        REGISTERS=240,
+        MODE=(ASYMMETRIC if ends else FLOAT).value,
+        KIND=0,
+        LOW=0,
+        HIGH=0,
+        PTX=False,
+    )
     replaced = {
-        "BLOCK": 4, "CONSUMERS": 2, "FLOAT": 0, "STATIC": 1, "widen_ends": lambda y, low, *_: (torch.minimum(low, y.amin(1)), low),
-        "find_scale": lambda low, *_: (low.min(), None), "codes_of": lambda y, k, low, *_: (y - low),
-    }  # fmt: skip
+        "BLOCK": 4,
+        "CONSUMERS": 2,
+        "FLOAT": 0,
+        "STATIC": 1,
+        "widen_ends": lambda y, low, *_: (torch.minimum(low, y.amin(1)), low),
+        "find_scale": lambda low, *_: (low.min(), None),
+        "codes_of": lambda y, k, low, *_: y - low,
+    }
     simulator.run(tiles.hadamard_wgmma_kernel, programs, args | {"M": m, "a": a}, constants, replaced)
     left, right = (outer[:a, :a].float() @ x.float()).chunk(2, -1)
     want = torch.cat([(left + right) @ inner.float().t(), (left - right) @ inner.float().t()], -1)
@@ -79,8 +101,13 @@ def assert_transformed(m: int, a: int, a1: int, a2: int, slots: int, programs: i
 
 
 @settings(max_examples=30, deadline=None)
-@given(st.integers(1, 40), st.sampled_from([(4, 0), (4, 2), (8, 0), (8, 2), (8, 4)]), st.integers(2, 6),
-       st.integers(1, 3), st.booleans())  # fmt: skip
+@given(
+    st.integers(1, 40),
+    st.sampled_from([(4, 0), (4, 2), (8, 0), (8, 2), (8, 4)]),
+    st.integers(2, 6),
+    st.integers(1, 3),
+    st.booleans(),
+)
 def test_ring__every_size(m, cut, slots, programs, ends):
     a = sum(cut) - (cut[1] > 1)
     assert_transformed(m, a, *cut, slots, min(programs, m), ends)

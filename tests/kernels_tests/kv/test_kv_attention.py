@@ -44,9 +44,7 @@ def test_kv_attention__ragged_lengths(bits, tau, device):
 @pytest.mark.parametrize("width", [64, 80, 96, 128])
 def test_kv_attention__heads_and_widths(width, group, device):
     bits = {64: 1, 80: 2, 96: 4, 128: 8}[width]
-    assert_like_op(
-        packed_case((37,), (5,), heads=1, bits=bits, width=width, group=group, dtype=torch.float16, device=device)
-    )
+    assert_like_op(packed_case((37,), (5,), heads=1, bits=bits, width=width, group=group, dtype=torch.float16, device=device))
 
 
 @pytest.mark.gpu
@@ -66,9 +64,7 @@ def test_kv_attention__every_shape(width, group, bits, dtype, device):
 @pytest.mark.parametrize("tau", [(0, 0), (0, 1)])
 @pytest.mark.parametrize("bits", [1, 4])
 def test_kv_attention__values_by_token(bits, tau, device):
-    case = packed_case(
-        *RAGGED, heads=1, bits=bits, values="token", tau=tau, width=32, dtype=torch.float16, device=device
-    )
+    case = packed_case(*RAGGED, heads=1, bits=bits, values="token", tau=tau, width=32, dtype=torch.float16, device=device)
     assert_like_op(case)
 
 
@@ -77,9 +73,7 @@ def test_kv_attention__values_by_token(bits, tau, device):
 def test_kv_attention__the_largest_score_comes_last(bits, values, device):
     """Every step has a new largest score, and the sums so far are shifted."""
     case = packed_case((450,), (1,), heads=1, bits=bits, values=values, width=64, dtype=torch.float16, device=device)
-    rising = torch.linspace(0, 1, 450, device=device) > torch.rand(450, generator=torch.Generator().manual_seed(0)).to(
-        device
-    )
+    rising = torch.linspace(0, 1, 450, device=device) > torch.rand(450, generator=torch.Generator().manual_seed(0)).to(device)
     codes = rising[None, None, :, None].expand(1, 1, 450, 64) * (2**bits - 1)
     case["k_words"] = pack_words(codes, bits)
     case["k_scale"], case["k_offset"] = torch.full_like(case["k_scale"], 0.3), torch.full_like(case["k_offset"], -0.1)
@@ -89,8 +83,9 @@ def test_kv_attention__the_largest_score_comes_last(bits, values, device):
 
 @pytest.mark.parametrize(("visual", "text"), [(1, 0), (0, 1), (16, 64), (2999, 130), (513, 1)])
 def test_kv_attention__one_to_thousands_of_tokens(visual, text, device):
-    case = packed_case((visual,), (text,), heads=1, group=4, bits=1, tau=(1, 3), width=32, device=device, room=7,
-                       dtype=torch.float16)  # fmt: skip
+    case = packed_case(
+        (visual,), (text,), heads=1, group=4, bits=1, tau=(1, 3), width=32, device=device, room=7, dtype=torch.float16
+    )
     assert_like_op(case)
 
 
@@ -105,9 +100,7 @@ def test_kv_attention__sums_keep_their_digits_under_new_tops(config, bits, devic
 @pytest.mark.gpu
 @pytest.mark.parametrize("early", [False, True])
 def test_kv_attention__forty_thousand_tokens_in_a_captured_graph(early, device):
-    case = packed_case(
-        (40000, 7), (300, 1), heads=1, bits=2, tau=(0, 2), width=128, dtype=torch.bfloat16, device=device
-    )
+    case = packed_case((40000, 7), (300, 1), heads=1, bits=2, tau=(0, 2), width=128, dtype=torch.bfloat16, device=device)
     config = kernel.table(2).replace(early=early)
     kernel.kv_attention(*case.values(), config=config)
     graph = torch.cuda.CUDAGraph()

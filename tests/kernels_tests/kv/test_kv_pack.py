@@ -26,9 +26,7 @@ def test_kv_pack__codes_of_the_reference(bits, by, width, device):
     if device.type == "cpu":
         assert torch.equal(words, want)
     got, codes = (unpack_words(w, bits, transposed).int() for w in (words, want))
-    assert (
-        got - codes
-    ).abs().max() <= 1  # a scale may differ in its last bit on a GPU, and a code that lies on an edge
+    assert (got - codes).abs().max() <= 1  # a scale may differ in its last bit on a GPU, and a code that lies on an edge
     assert (got != codes).float().mean() < 1e-4
     assert_close(scale, want_scale)
     assert_close(offset, want_offset)

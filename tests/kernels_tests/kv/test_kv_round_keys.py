@@ -89,8 +89,9 @@ def test_kv_round_keys__widths(width, device):
 
 @pytest.mark.parametrize(("block", "tokens", "sweeps"), [(8, 16, 1), (16, 64, 3), (32, 32, 0)])
 def test_kv_round_keys__any_block_and_number_of_sweeps(block, tokens, sweeps, device):
-    assert_like_op(round_case((70, 9), heads=1, width=20, device=device), 1, sweeps=sweeps,
-          config=kernel.RoundConfig(block, tokens))  # fmt: skip
+    assert_like_op(
+        round_case((70, 9), heads=1, width=20, device=device), 1, sweeps=sweeps, config=kernel.RoundConfig(block, tokens)
+    )
 
 
 def test_kv_round_keys__isotropic_queries_take_the_nearest_codes(device):
@@ -130,9 +131,7 @@ def test_kv_round_keys__one_value_and_none(device):
 def test_kv_round_keys__every_shape(width, bits, dtype, device):
     for tokens, warps in ((16, 1), (32, 2), (64, 4)):
         config = kernel.RoundConfig(16, tokens, warps)
-        assert_like_op(
-            round_case((700, 33), width=width, dtype=dtype, device=device), bits, least_clear=0.2, config=config
-        )
+        assert_like_op(round_case((700, 33), width=width, dtype=dtype, device=device), bits, least_clear=0.2, config=config)
 
 
 def test_kv_round_keys__on_cuda_takes_the_kernel_where_it_can(monkeypatch, device):
@@ -187,8 +186,6 @@ def test_kv_round_keys__compiles_without_a_gpu(bits, width, arch):
     done = subprocess.run(command, env=bare, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
     products, copies, local = map(int, done.stdout.split())
-    assert (
-        products == 3 * 2 * (128 if width == 80 else width) // 8
-    )  # of 16 tokens, 8 channels, 8 terms; two for 16 channels
+    assert products == 3 * 2 * (128 if width == 80 else width) // 8  # of 16 tokens, 8 channels, 8 terms; two for 16 channels
     assert not copies
     assert not local

@@ -23,9 +23,7 @@ def parts_of(width):
     return [width - width // 8, width // 8]
 
 
-def rows_case(
-    tokens, widths, bits, *, batch=2, heads=1, group=2, queries=1, dtype=torch.float16, device="cpu", size=1.0
-):
+def rows_case(tokens, widths, bits, *, batch=2, heads=1, group=2, queries=1, dtype=torch.float16, device="cpu", size=1.0):
     """Operands by name; behind the last token of a head lie bytes that are NaN and infinity wherever they are read as numbers."""
     g = torch.Generator().manual_seed(hash((tokens, *widths, *bits, batch, heads, group, queries)) % 2**31)
     width, rows = sum(widths), []
@@ -60,8 +58,7 @@ def test_kv_rows_attention__one_to_hundreds_of_tokens(tokens, device):
 
 
 @pytest.mark.parametrize(
-    ("widths", "bits"),
-    [([32], [4]), ([32], [8]), ([21], [4]), ([19, 5], [5, 6]), ([17, 16], [8, 4]), ([1, 1], [4, 4]), ([1], [7])],
+    ("widths", "bits"), [([32], [4]), ([32], [8]), ([21], [4]), ([19, 5], [5, 6]), ([17, 16], [8, 4]), ([1, 1], [4, 4]), ([1], [7])]
 )
 def test_kv_rows_attention__parts_of_any_kind(widths, bits, device):
     assert_like_op(rows_case(50, widths, bits, group=3, device=device))
@@ -184,12 +181,9 @@ print(ptx.count("mma"), ptx.count("cp.async"), ptx.count(".local"), made.metadat
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("arch", "kind", "heads"), [(80, "bf16", 8192), (90, "bf16", 8192), (90, "bf16", 1), (90, "fp16", 1)])
 @pytest.mark.parametrize(
-    ("arch", "kind", "heads"), [(80, "bf16", 8192), (90, "bf16", 8192), (90, "bf16", 1), (90, "fp16", 1)]
-)
-@pytest.mark.parametrize(
-    ("widths", "bits"),
-    [((112, 16), (4, 8)), ((70, 10), (4, 8)), ((84, 12), (4, 8)), ((256, 0), (8, 0)), ((63, 0), (4, 0))],
+    ("widths", "bits"), [((112, 16), (4, 8)), ((70, 10), (4, 8)), ((84, 12), (4, 8)), ((256, 0), (8, 0)), ((63, 0), (4, 0))]
 )
 def test_kv_rows_attention__compiles_without_a_gpu(widths, bits, arch, kind, heads):
     """Products on tensor cores, loads of the next rows under way where they start at multiples of 4, nothing in local memory."""

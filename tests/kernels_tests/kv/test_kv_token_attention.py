@@ -17,9 +17,7 @@ FEW = kernel.TokenConfig(per_sm=1, tokens=16)  # so that a program takes several
 SLACK = 3  # places that no token has yet
 
 
-def token_case(
-    counts, *, heads=1, group=2, width=32, bits=8, block=16, queries=1, dtype=torch.float16, device="cpu", size=1.0
-):
+def token_case(counts, *, heads=1, group=2, width=32, bits=8, block=16, queries=1, dtype=torch.float16, device="cpu", size=1.0):
     """Operands by name, laid out as the cache has them: place 0 of the codes belongs to nobody, nor do those past a count."""
     g = torch.Generator().manual_seed(hash((counts, heads, group, width, bits, block, queries)) % 2**31)
     rand = lambda *shape: size * torch.randn(*shape, generator=g)  # noqa: E731
@@ -112,15 +110,7 @@ def test_kv_token_attention__nothing_there(device):
 def test_kv_token_attention__every_shape(width, group, bits, dtype, device):
     for block, queries in ((16, 1), (16, 33), (width // 2, 1)):
         case = token_case(
-            (700, 33),
-            heads=2,
-            width=width,
-            group=group,
-            bits=bits,
-            block=block,
-            queries=queries,
-            dtype=dtype,
-            device=device,
+            (700, 33), heads=2, width=width, group=group, bits=bits, block=block, queries=queries, dtype=dtype, device=device
         )
         for config in (None, FEW, kernel.TokenConfig(tokens=64, stages=2), kernel.TokenConfig(warps=2)):
             assert_like_op(case, config)
@@ -193,9 +183,7 @@ for kernel, constants in ((kv_token_parts_kernel, shape), (kv_token_combine_kern
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", [80, 90])
-@pytest.mark.parametrize(
-    ("bits", "width", "block", "rows"), [(4, 128, 32, 4), (8, 80, 16, 7), (4, 96, 32, 8), (8, 256, 8, 1)]
-)
+@pytest.mark.parametrize(("bits", "width", "block", "rows"), [(4, 128, 32, 4), (8, 80, 16, 7), (4, 96, 32, 8), (8, 256, 8, 1)])
 def test_kv_token_attention__compiles_without_a_gpu(bits, width, block, rows, arch):
     """Products on tensor cores, loads of the next tokens under way, no array in local memory."""
     bare = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}

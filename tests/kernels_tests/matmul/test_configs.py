@@ -17,9 +17,7 @@ def test_table__answers_for_every_shape(op, capability, monkeypatch):
         for n, k in ((1, 1), (27, 1), (3584, 18944), (37888, 3584), (1280, 4304), (3420, 27)):
             tile = configs.table(op, m, n, k, CPU)
             assert tile.block_k >= 32
-            assert (
-                tile.split_k == 1 or tile.variant in ("pingpong", "registers") or tile.split_k * tile.block_k <= 2 * k
-            )
+            assert tile.split_k == 1 or tile.variant in ("pingpong", "registers") or tile.split_k * tile.block_k <= 2 * k
             assert capability >= 90 or tile.variant not in configs.PERSISTENT
 
 

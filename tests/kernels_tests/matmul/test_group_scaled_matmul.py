@@ -43,8 +43,9 @@ def test_group_scaled_matmul__equals_the_op(shape, variant, bits, integer, devic
     x, w, w_scale, t, bias = operands(m, n, k, g, bits, integer, device)
     x_scale = torch.rand(1, device=device) * 0.01
     out = torch.full((m, n), float("nan"), device=device)
-    y = grouped.group_scaled_matmul(x, w, x_scale, w_scale, bias, group_size=g, group_scale=t, out=out,
-                                    out_dtype=torch.float32, config=TILES[variant])  # fmt: skip
+    y = grouped.group_scaled_matmul(
+        x, w, x_scale, w_scale, bias, group_size=g, group_scale=t, out=out, out_dtype=torch.float32, config=TILES[variant]
+    )
     assert y is out
     assert_close(y, reference(x, w, x_scale, w_scale, bias, None, bits, torch.float32, t, g))
 
@@ -54,8 +55,9 @@ def test_group_scaled_matmul__integer_sums_are_exact(variant, device):
     """With unit scales the float32 result is the rounded int32 sum, to the bit, however K is split."""
     x, w, _, t, _ = operands(9, 20, 512, 64, 8, True, device)
     one = torch.ones(1, device=device)
-    y = grouped.group_scaled_matmul(x, w, one, one.expand(20).contiguous(), group_size=64, group_scale=t,
-                                    out_dtype=torch.float32, config=TILES[variant])  # fmt: skip
+    y = grouped.group_scaled_matmul(
+        x, w, one, one.expand(20).contiguous(), group_size=64, group_scale=t, out_dtype=torch.float32, config=TILES[variant]
+    )
     exact = x.double() @ (w.double() * t.double().repeat_interleave(64, 1)).t()
     assert torch.equal(y, exact.float())
 
@@ -70,9 +72,15 @@ def test_group_scaled_matmul__sums_up_to_the_end_of_int32(bits, device):
     t = torch.full((16, k // g), scale, dtype=torch.int32, device=device)
     one = torch.ones(1, device=device)
     y = grouped.group_scaled_matmul(
-        x, pack_int4(codes) if bits == 4 else codes, one, one.expand(16).contiguous(), group_size=g, group_scale=t,
-        out_dtype=torch.float32, config=Config(16, 16, 64, 4, 2, variant="columns"),
-    )  # fmt: skip
+        x,
+        pack_int4(codes) if bits == 4 else codes,
+        one,
+        one.expand(16).contiguous(),
+        group_size=g,
+        group_scale=t,
+        out_dtype=torch.float32,
+        config=Config(16, 16, 64, 4, 2, variant="columns"),
+    )
     assert (y == float(128 * top * k * scale)).all()
     assert y.max() > 0.98 * 2**31
 
@@ -88,11 +96,13 @@ def test_group_scaled_matmul__small_integer_scales(shape, rows, variant, device,
     t = torch.randint(-15, 16, (n, -(-k // g)), dtype=torch.int8, device=device)
     x_scale = torch.rand(1, device=device) * 0.01
     out = torch.full((m, n), float("nan"), device=device)
-    grouped.group_scaled_matmul(x, w, x_scale, w_scale, bias, group_size=g, group_scale=t, out=out,
-                                out_dtype=torch.float32, config=TILES[variant])  # fmt: skip
+    grouped.group_scaled_matmul(
+        x, w, x_scale, w_scale, bias, group_size=g, group_scale=t, out=out, out_dtype=torch.float32, config=TILES[variant]
+    )
     assert_close(out, reference(x, w, x_scale, w_scale, bias, None, 4, torch.float32, t, g))
-    again = grouped.group_scaled_matmul(x, w, x_scale, w_scale, bias, group_size=g, group_scale=t.int(),
-                                        out_dtype=torch.float32, config=TILES[variant])  # fmt: skip
+    again = grouped.group_scaled_matmul(
+        x, w, x_scale, w_scale, bias, group_size=g, group_scale=t.int(), out_dtype=torch.float32, config=TILES[variant]
+    )
     assert torch.equal(out, again)
 
 
@@ -102,9 +112,7 @@ def test_group_scaled_matmul__small_integer_scales_on_the_gpu(m, device):
     x, w, w_scale, _, bias = operands(m, 640, 1024, 128, 4, True, device)
     t = torch.randint(-15, 16, (640, 8), dtype=torch.int8, device=device)
     x_scale = torch.rand(1, device=device) * 0.01
-    y = grouped.group_scaled_matmul(
-        x, w, x_scale, w_scale, bias, group_size=128, group_scale=t, out_dtype=torch.float32
-    )
+    y = grouped.group_scaled_matmul(x, w, x_scale, w_scale, bias, group_size=128, group_scale=t, out_dtype=torch.float32)
     assert_close(y, reference(x, w, x_scale, w_scale, bias, None, 4, torch.float32, t, 128))
 
 
@@ -125,8 +133,9 @@ def test_group_scaled_matmul__scale_of_every_kind(kind, integer, device):
     scale, more, rows = row_scales(kind, m, device, 0.0, 0.01)
     out = torch.full((m, n), float("nan"), dtype=torch.float16, device=device)
     w_scale = w_scale * 1e-3 if integer else w_scale
-    grouped.group_scaled_matmul(x, w, scale, w_scale, group_size=g, group_scale=t, out_dtype=torch.float16, out=out,
-                                config=TILES["columns"], **more)  # fmt: skip
+    grouped.group_scaled_matmul(
+        x, w, scale, w_scale, group_size=g, group_scale=t, out_dtype=torch.float16, out=out, config=TILES["columns"], **more
+    )
     wide = (w_scale[:, None] * t if integer else w_scale).double().repeat_interleave(g, 1)
     assert_close(out, rows.double()[:, None] * (x.double() @ (w.double() * wide).t()), torch.float16)
 

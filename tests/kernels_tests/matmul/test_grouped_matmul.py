@@ -39,15 +39,11 @@ def filled(n, dtype, device):
 
 
 @pytest.mark.parametrize("counts", COUNTS.values(), ids=list(COUNTS))
-@pytest.mark.parametrize(
-    ("n", "k", "bits", "group"), [(33, 101, 4, 0), (33, 128, 4, 32), (7, 96, 8, 48), (33, 70, 8, 0)]
-)
+@pytest.mark.parametrize(("n", "k", "bits", "group"), [(33, 101, 4, 0), (33, 128, 4, 32), (7, 96, 8, 48), (33, 70, 8, 0)])
 def test_grouped_matmul__of_floating_point_rows(counts, n, k, bits, group, device):
     w, scale, bias = stacked(n, k, bits, group, device)
     x, o = torch.randn(ROWS, k, device=device).half(), offsets(counts, device)
-    y = kernel.grouped_matmul(
-        x, w, scale, o, bias, bits=bits, group_size=group, out=filled(n, x.dtype, device), config=SMALL
-    )
+    y = kernel.grouped_matmul(x, w, scale, o, bias, bits=bits, group_size=group, out=filled(n, x.dtype, device), config=SMALL)
     wanted = reference(x.double(), w, scale, o, bias.double(), None, bits, group, torch.float64)
     assert_close(y, wanted, torch.float16)
 
@@ -61,7 +57,7 @@ def zeros(scale, bits):
 @pytest.mark.parametrize(
     ("n", "k", "bits", "group"),
     [(33, 101, 4, 0), (33, 128, 4, 32), (17, 101, 4, 48), (7, 96, 8, 48), (33, 70, 8, 0), (19, 101, 2, 32), (19, 128, 3, 32)],
-)  # fmt: skip
+)
 def test_grouped_matmul__with_zero_points(counts, n, k, bits, group, device):
     w, scale, bias = stacked(n, k, bits, group, device)
     zero = zeros(scale, bits)
@@ -77,9 +73,7 @@ def test_grouped_matmul__with_zero_points(counts, n, k, bits, group, device):
 def test_grouped_matmul__of_few_bits(bits, device):
     w, scale, bias = stacked(19, 101, bits, 32, device)
     x, o = torch.randn(ROWS, 101, device=device), offsets(COUNTS["uneven"], device)
-    y = kernel.grouped_matmul(
-        x, w, scale, o, bias, bits=bits, group_size=32, out=filled(19, x.dtype, device), config=SMALL
-    )
+    y = kernel.grouped_matmul(x, w, scale, o, bias, bits=bits, group_size=32, out=filled(19, x.dtype, device), config=SMALL)
     assert_close(y, reference(x.double(), w, scale, o, bias.double(), None, bits, 32, torch.float64), torch.float32)
 
 
@@ -91,24 +85,29 @@ def test_grouped_matmul__of_integer_rows(counts, bits, n, k, device):
     x, o = torch.randint(-128, 128, (ROWS, k), dtype=torch.int8, device=device), offsets(counts, device)
     row_scale = torch.rand(ROWS, device=device)
     out = filled(n, torch.float32, device)
-    y = kernel.grouped_matmul(
-        x, w, scale, o, bias, row_scale, bits=bits, out=out, out_dtype=torch.float32, config=SMALL
-    )
+    y = kernel.grouped_matmul(x, w, scale, o, bias, row_scale, bits=bits, out=out, out_dtype=torch.float32, config=SMALL)
     assert_close(y, reference(x, w, scale, o, bias, row_scale, bits, 0, torch.float32))
 
 
 @pytest.mark.parametrize("counts", ["uneven", "none_for_some_rows"])
-@pytest.mark.parametrize(
-    ("n", "k", "bits", "group"), [(33, 128, 4, 32), (16, 101, 4, 48), (7, 96, 8, 32), (33, 70, 8, 20)]
-)
+@pytest.mark.parametrize(("n", "k", "bits", "group"), [(33, 128, 4, 32), (16, 101, 4, 48), (7, 96, 8, 32), (33, 70, 8, 20)])
 def test_grouped_matmul__of_integer_rows_in_groups(counts, n, k, bits, group, device):
     w, scale, bias = stacked(n, k, bits, group, device)
     x, o = torch.randint(-128, 128, (ROWS, k), dtype=torch.int8, device=device), offsets(COUNTS[counts], device)
     row_scale = torch.rand(ROWS, device=device)
     y = kernel.grouped_matmul(
-        x, w, scale, o, bias, row_scale, bits=bits, group_size=group, out=filled(n, torch.float32, device),
-        out_dtype=torch.float32, config=SMALL,
-    )  # fmt: skip
+        x,
+        w,
+        scale,
+        o,
+        bias,
+        row_scale,
+        bits=bits,
+        group_size=group,
+        out=filled(n, torch.float32, device),
+        out_dtype=torch.float32,
+        config=SMALL,
+    )
     assert_close(y, reference(x, w, scale, o, bias, row_scale, bits, group, torch.float64), torch.float32)
 
 
@@ -116,10 +115,7 @@ def test_grouped_matmul__of_integer_rows_in_groups(counts, n, k, bits, group, de
 @pytest.mark.parametrize("rows", [8, 300, 3000])
 def test_grouped_matmul__integer_rows_in_groups_on_the_gpu(rows, device):
     w, scale, bias = stacked(200, 512, 4, 128, device)
-    x, row_scale = (
-        torch.randint(-128, 128, (rows, 512), dtype=torch.int8, device=device),
-        torch.rand(rows, device=device),
-    )
+    x, row_scale = (torch.randint(-128, 128, (rows, 512), dtype=torch.int8, device=device), torch.rand(rows, device=device))
     o = torch.tensor([0, rows // 3, rows // 3, rows - 1, rows], device=device)
     y = kernel.grouped_matmul(x, w, scale, o, bias, row_scale, bits=4, group_size=128, out_dtype=torch.float32)
     assert_close(y, reference(x, w, scale, o, bias, row_scale, 4, 128, torch.float64), torch.float32)

@@ -25,12 +25,7 @@ def problem(m, n, low, high, device, seed=0):
     ]
     scale = torch.rand(n, len(widths), generator=g) + 0.1
     sums = torch.stack([c.sum(1, dtype=torch.int32) for c in codes], 1)
-    return (
-        tuple(t.to(device) for t in x),
-        ([c.to(device) for c in codes], scale.to(device), sums.to(device)),
-        widths,
-        bits,
-    )
+    return (tuple(t.to(device) for t in x), ([c.to(device) for c in codes], scale.to(device), sums.to(device)), widths, bits)
 
 
 def operands(x, w, widths):
@@ -109,9 +104,7 @@ def test_mixed_matmul_kernel__tokens_whose_parts_are_constant(device):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tile", kernel.TILES, ids=str)
-@pytest.mark.parametrize(
-    "size", [(300, 520, 448, 64), (130, 260, 1120, 160), (129, 256, 3584, 512), (257, 272, 2368, 0)]
-)
+@pytest.mark.parametrize("size", [(300, 520, 448, 64), (130, 260, 1120, 160), (129, 256, 3584, 512), (257, 272, 2368, 0)])
 def test_mixed_matmul_kernel__every_tile(size, tile):
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
@@ -132,8 +125,6 @@ def test_mixed_matmul_kernel__refuses(device):
     with pytest.raises(ValueError, match="48 \\+ 0 columns for 64"):
         kernel.mixed_matmul(rows, weight._replace(high=None))
     with pytest.raises(ValueError, match="multiples of 16 bytes"):
-        kernel.mixed_matmul(
-            rows._replace(q=rows.q[:, :56].contiguous()), weight._replace(low=weight.low[:, :40].contiguous())
-        )
+        kernel.mixed_matmul(rows._replace(q=rows.q[:, :56].contiguous()), weight._replace(low=weight.low[:, :40].contiguous()))
     with pytest.raises(ValueError, match="out is"):
         kernel.mixed_matmul(rows, weight, out=torch.empty(5, 17, device=device))

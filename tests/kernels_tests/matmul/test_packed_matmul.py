@@ -40,9 +40,7 @@ def check_launch(launch) -> None:
 def one_part():
     x, w, scale = torch.zeros(M, LOW, dtype=torch.int8), torch.zeros(N, LOW // 2, dtype=torch.uint8), torch.ones(N)
     y = torch.zeros(M, N, dtype=torch.bfloat16)
-    return packed.launch(
-        x, Linear(w, scale, None, y), row_scale(torch.ones(1), M), None, TILE, Epilogue(dtype=y.dtype), no_work
-    )
+    return packed.launch(x, Linear(w, scale, None, y), row_scale(torch.ones(1), M), None, TILE, Epilogue(dtype=y.dtype), no_work)
 
 
 def two_parts():
@@ -72,11 +70,7 @@ def test_launch__is_that_of_the_tile_for_every_product_of_one_linear(variant, mo
     fake = types.SimpleNamespace(run=lambda: launches.append("run"))
     monkeypatch.setitem(scaled.BY_GLUON, variant, lambda x, linear, *_: launches.append(linear.w) or fake)
     monkeypatch.setattr(mixed, "supports", lambda *_: None)
-    x, y, tile = (
-        torch.zeros(M, LOW, dtype=torch.int8),
-        torch.zeros(M, N, dtype=torch.bfloat16),
-        TILE.with_variant(variant),
-    )
+    x, y, tile = (torch.zeros(M, LOW, dtype=torch.int8), torch.zeros(M, N, dtype=torch.bfloat16), TILE.with_variant(variant))
     w = torch.zeros(N, LOW // 2, dtype=torch.uint8) if variant == "registers" else torch.zeros(N, LOW, dtype=torch.int8)
     linears, rows = [Linear(w, torch.ones(N), None, y)], row_scale(torch.ones(1), M)
     scaled.multiply(x, linears, rows, config=tile)
@@ -93,9 +87,7 @@ def test_epilogue__weights_are_written_out_in_front_of_codes(monkeypatch):
     fake = types.SimpleNamespace(run=lambda: None)
     w, codes = torch.zeros(N, LOW // 2, dtype=torch.uint8), torch.ones(N, LOW, dtype=torch.int8)
     for variant in ("pingpong", "registers"):
-        monkeypatch.setitem(
-            scaled.BY_GLUON, variant, lambda x, linear, *_, name=variant: launches.append((name, linear.w)) or fake
-        )
+        monkeypatch.setitem(scaled.BY_GLUON, variant, lambda x, linear, *_, name=variant: launches.append((name, linear.w)) or fake)
     monkeypatch.setattr(epilogues, "unpack_weight", lambda *_, **__: codes)
     monkeypatch.setattr(
         epilogues, "tile_of", lambda x, linear, n: TILE.with_variant("pingpong" if linear.w is codes else "registers")
@@ -118,9 +110,7 @@ def test_kernels__compile_to_products_that_queue_up(what):
     assert offline.spilled(told) < 512, told
 
 
-@pytest.mark.parametrize(
-    ("item_bytes", "kept", "count"), [(1, 128, 1), (2, 128, 2), (4, 128, 4), (2, 1152, 4), (4, 1152, 8)]
-)
+@pytest.mark.parametrize(("item_bytes", "kept", "count"), [(1, 128, 1), (2, 128, 2), (4, 128, 4), (2, 1152, 4), (4, 1152, 8)])
 def test_shares__as_few_as_fit(item_bytes, kept, count):
     assert packed.shares(TILE, item_bytes, kept) == count
 

@@ -43,10 +43,14 @@ def run(
     counters = torch.zeros(max(rest, 1), dtype=torch.int32)
     partial = torch.full((max(1, parts * rest * block_m * block_n),), 12345, dtype=torch.int32)
     args = dict.fromkeys(name for name in kernel.arg_names if name.endswith("_ptr")) | dict(
-        x_desc=simulator.Described(x, (block_m, STEP)), w_desc=simulator.Described(w, (block_n, STEP)),
-        y_desc=simulator.Described(y, (block_m // shares, block_n)), part_ptr=simulator.Pointer(partial),
-        counter_ptr=simulator.Pointer(counters), M=m, N=n,
-    )  # fmt: skip
+        x_desc=simulator.Described(x, (block_m, STEP)),
+        w_desc=simulator.Described(w, (block_n, STEP)),
+        y_desc=simulator.Described(y, (block_m // shares, block_n)),
+        part_ptr=simulator.Pointer(partial),
+        counter_ptr=simulator.Pointer(counters),
+        M=m,
+        N=n,
+    )
     shared = dict(HAS_BIAS=False, BLOCK_M=block_m, BLOCK_N=block_n, GROUP_M=2, PROGRAMS=programs, PARTS=parts)
     grid = programs if count >= programs else rest * parts
     simulator.run(kernel, grid, args | sizes, shared | constants, tile)
@@ -58,9 +62,22 @@ def assert_product(m: int, n: int, k: int, programs: int, stages: int, warps: in
     """That the kernel's result is x wᵀ."""
     x, w = (torch.randint(-8, 8, (rows, k), dtype=torch.int8) for rows in (m, n))
     constants = dict(
-        KIND=0, HAS_RESIDUAL=False, ACTIVATION=0, NEXT=False, NEXT_KIND=0, ROUND=0, LOW=0, HIGH=0, PTX=False, RANK=0,
-        STAGES=stages, WARPS=warps, CONSUMERS=8 // warps, BLOCK_K=STEP, REGISTERS=240,
-    )  # fmt: skip
+        KIND=0,
+        HAS_RESIDUAL=False,
+        ACTIVATION=0,
+        NEXT=False,
+        NEXT_KIND=0,
+        ROUND=0,
+        LOW=0,
+        HIGH=0,
+        PTX=False,
+        RANK=0,
+        STAGES=stages,
+        WARPS=warps,
+        CONSUMERS=8 // warps,
+        BLOCK_K=STEP,
+        REGISTERS=240,
+    )
     tile = {"finish_scaled_tile": lambda acc, *_: acc, "row_scale_tile": lambda *_: None}
     y = run(tiles.scaled_pingpong_kernel, x, w, 16 * warps, programs, parts, {"K": k, "stride_r": 0}, constants, tile)
     assert torch.equal(y, x.float() @ w.float().t())
@@ -68,21 +85,28 @@ def assert_product(m: int, n: int, k: int, programs: int, stages: int, warps: in
 
 @settings(max_examples=25, deadline=None)
 @given(
-    st.integers(1, 200), st.integers(1, 70), st.integers(1, 90), st.integers(1, 3),
-    st.integers(2, 5), st.sampled_from([4, 8]), st.sampled_from([1, 2, 4]),
-)  # fmt: skip
+    st.integers(1, 200),
+    st.integers(1, 70),
+    st.integers(1, 90),
+    st.integers(1, 3),
+    st.integers(2, 5),
+    st.sampled_from([4, 8]),
+    st.sampled_from([1, 2, 4]),
+)
 def test_ring__every_size(m, n, k, programs, stages, warps, parts):
     assert_product(m, n, k, programs, stages, warps, cut(m, n, -(-k // STEP), programs, 16 * warps, parts))
 
 
 @pytest.mark.parametrize(
     ("m", "n", "k", "programs", "stages", "parts"),
-    [(64, 16, 8, 4, 2, 1),  # one tile of one step
-     (64, 16, 80, 4, 3, 4),  # a cut round alone
-     (192, 48, 88, 4, 3, 4),  # rounds, and one tile in four parts, the last one shorter
-     (128, 96, 200, 5, 2, 2),  # more steps than slots, the cut tiles those of the second consumer
-     (320, 32, 64, 2, 5, 1)],  # many rounds
-)  # fmt: skip
+    [
+        (64, 16, 8, 4, 2, 1),  # one tile of one step
+        (64, 16, 80, 4, 3, 4),  # a cut round alone
+        (192, 48, 88, 4, 3, 4),  # rounds, and one tile in four parts, the last one shorter
+        (128, 96, 200, 5, 2, 2),  # more steps than slots, the cut tiles those of the second consumer
+        (320, 32, 64, 2, 5, 1),
+    ],  # many rounds
+)
 def test_ring__rounds_and_parts(m, n, k, programs, stages, parts):
     assert_product(m, n, k, programs, stages, 4, parts)
 
@@ -103,9 +127,14 @@ def assert_mixed(m: int, n: int, low: int, high: int, programs: int, stages: int
 
 @settings(max_examples=25, deadline=None)
 @given(
-    st.integers(1, 200), st.integers(1, 70), st.integers(1, 90), st.integers(1, 20), st.integers(1, 3), st.integers(2, 5),
+    st.integers(1, 200),
+    st.integers(1, 70),
+    st.integers(1, 90),
+    st.integers(1, 20),
+    st.integers(1, 3),
+    st.integers(2, 5),
     st.sampled_from([1, 2, 4]),
-)  # fmt: skip
+)
 def test_mixed_ring__every_size(m, n, low, high, programs, stages, parts):
     steps = -(-low // STEP) + -(-high // STEP)
     assert_mixed(m, n, low, high, programs, stages, cut(m, n, steps, programs, 64, parts))
@@ -113,13 +142,15 @@ def test_mixed_ring__every_size(m, n, low, high, programs, stages, parts):
 
 @pytest.mark.parametrize(
     ("m", "n", "low", "high", "programs", "stages", "parts"),
-    [(64, 16, 8, 8, 4, 2, 1),  # one tile, halves of no step and of one
-     (64, 16, 70, 10, 4, 3, 4),  # a cut round alone: parts without a high step, and without a low one
-     (192, 48, 88, 16, 4, 3, 4),  # rounds, and one tile in four parts
-     (128, 96, 200, 24, 5, 2, 2),  # more steps than slots, the cut tiles those of the second consumer
-     (320, 32, 64, 8, 2, 5, 1),  # many rounds, as many for one consumer as for the other
-     (320, 48, 64, 8, 3, 5, 1)],  # one tile more for the first
-)  # fmt: skip
+    [
+        (64, 16, 8, 8, 4, 2, 1),  # one tile, halves of no step and of one
+        (64, 16, 70, 10, 4, 3, 4),  # a cut round alone: parts without a high step, and without a low one
+        (192, 48, 88, 16, 4, 3, 4),  # rounds, and one tile in four parts
+        (128, 96, 200, 24, 5, 2, 2),  # more steps than slots, the cut tiles those of the second consumer
+        (320, 32, 64, 8, 2, 5, 1),  # many rounds, as many for one consumer as for the other
+        (320, 48, 64, 8, 3, 5, 1),
+    ],  # one tile more for the first
+)
 def test_mixed_ring__rounds_and_parts(m, n, low, high, programs, stages, parts):
     assert_mixed(m, n, low, high, programs, stages, parts)
 
@@ -139,20 +170,30 @@ def assert_packed(m: int, n: int, stored: int, high: int, programs: int, parts: 
     sizes = {"STORED": stored, "upper_desc": simulator.Described(x[:, stored:low], (16, STEP))}
     constants = {"SHARES": shares}
     if high:
-        sizes |= {"high_x_desc": simulator.Described(x[:, low:], (16, STEP)),
-                  "high_desc": simulator.Described(more.view(torch.uint8), (64, STEP)), "HIGH": high}  # fmt: skip
+        sizes |= {
+            "high_x_desc": simulator.Described(x[:, low:], (16, STEP)),
+            "high_desc": simulator.Described(more.view(torch.uint8), (64, STEP)),
+            "HIGH": high,
+        }
         kernel = packed_tiles.packed_mixed_kernel
     else:
         sizes |= {"stride_r": 0}
-        constants |= dict(KIND=0, HAS_RESIDUAL=False, ACTIVATION=0, NEXT=False, NEXT_KIND=0, ROUND=0, LOW=0, HIGH=0, PTX=False,
-                          RANK=0)  # fmt: skip
+        constants |= dict(
+            KIND=0, HAS_RESIDUAL=False, ACTIVATION=0, NEXT=False, NEXT_KIND=0, ROUND=0, LOW=0, HIGH=0, PTX=False, RANK=0
+        )
         kernel = packed_tiles.packed_scaled_kernel
     tile = {
-        "COLUMNS": STEP, "SLOTS": 4, "AHEAD": 2, "int4_as_int8": unpack, "bytes_as_codes": lambda w: w.view(torch.int8),
-        "keep_scales": lambda *_: None, "keep_units": lambda *_: None, "finish_scaled_tile": lambda acc, *_: acc / 16,
+        "COLUMNS": STEP,
+        "SLOTS": 4,
+        "AHEAD": 2,
+        "int4_as_int8": unpack,
+        "bytes_as_codes": lambda w: w.view(torch.int8),
+        "keep_scales": lambda *_: None,
+        "keep_units": lambda *_: None,
+        "finish_scaled_tile": lambda acc, *_: acc / 16,
         "change_kept_units": lambda acc, *_: (3 * acc // 16).as_subclass(simulator.Values),
         "finish_kept_tile": lambda acc, *_: acc,
-    }  # fmt: skip
+    }
     y = run(kernel, x[:, :stored], packed, 16, programs, parts, sizes, constants, tile, 64, shares)
     want = x[:, :low].float() @ codes.float().t()
     assert torch.equal(y, 3 * want + x[:, low:].float() @ more.float().t() if high else want)
@@ -160,9 +201,14 @@ def assert_packed(m: int, n: int, stored: int, high: int, programs: int, parts: 
 
 @settings(max_examples=40, deadline=None)
 @given(
-    st.integers(1, 50), st.integers(1, 200), st.integers(1, 90), st.integers(0, 30), st.integers(1, 3),
-    st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 4]),
-)  # fmt: skip
+    st.integers(1, 50),
+    st.integers(1, 200),
+    st.integers(1, 90),
+    st.integers(0, 30),
+    st.integers(1, 3),
+    st.sampled_from([1, 2, 4]),
+    st.sampled_from([1, 2, 4]),
+)
 def test_packed_ring__every_size(m, n, stored, high, programs, parts, shares):
     steps = max(-(-stored // STEP) + -(-high // STEP), 2)
     parts = parts if steps - (parts - 1) * -(-steps // parts) > 1 else 1  # what is copied ahead is in the next item

@@ -42,9 +42,7 @@ def test_scaled_matmul__equals_the_op(shape, variant, bits, device):
     x, w, w_scale, bias = operands(m, n, k, bits, device)
     x_scale = torch.rand(1, device=device) * 0.01
     out = nan(m, n, dtype=torch.float32, device=device)
-    y = scaled_matmul.scaled_matmul(
-        x, w, x_scale, w_scale, bias, out_dtype=torch.float32, out=out, config=SMALL[variant]
-    )
+    y = scaled_matmul.scaled_matmul(x, w, x_scale, w_scale, bias, out_dtype=torch.float32, out=out, config=SMALL[variant])
     assert y is out
     assert_close(y, reference(x, w, x_scale, w_scale, bias, None, bits, torch.float32))
 
@@ -98,9 +96,7 @@ def test_scaled_matmul__largest_sums_are_exact(device):
     w = torch.full((16, k), -8, dtype=torch.int8, device=device)
     one = torch.ones(1, device=device)
     config = Config(16, 16, 256, 4, 2, variant="columns")
-    y = scaled_matmul.scaled_matmul(
-        x, pack_int4(w), one, one.expand(16).contiguous(), out_dtype=torch.float32, config=config
-    )
+    y = scaled_matmul.scaled_matmul(x, pack_int4(w), one, one.expand(16).contiguous(), out_dtype=torch.float32, config=config)
     assert (y == 1024.0 * k).all()
 
 
@@ -123,8 +119,7 @@ def test_scaled_matmul__fp8(device):
     scale, w_scale = torch.rand(1, device=device), torch.rand(n, device=device)
     if scaled_matmul.supports(x, w, w_scale, None, torch.float32):
         pytest.skip("no fp8 on this device")
-    y = scaled_matmul.scaled_matmul(x, w, scale, w_scale, out_dtype=torch.float32, fast_accumulation=False,
-                                    config=SMALL["rows"])  # fmt: skip
+    y = scaled_matmul.scaled_matmul(x, w, scale, w_scale, out_dtype=torch.float32, fast_accumulation=False, config=SMALL["rows"])
     expected = (x.double() @ w.double().t()) * scale.double() * w_scale.double()
     # fp8 tensor cores keep 14 bits of a step's sum: fp16's line of the table.
     assert_close(y, expected, torch.float16)

@@ -27,14 +27,7 @@ TILES = {
     "unpack": Config(32, 64, 32, 4, 2, variant="unpack"),
 }
 SHAPES = [(17, 33, 100), (1, 27, 31), (50, 70, 128)]
-WAYS = [
-    ("one", "rows"),
-    ("one", "nested"),
-    ("visual", "split"),
-    ("visual", "nested"),
-    ("split", "columns"),
-    ("row", "rows"),
-]
+WAYS = [("one", "rows"), ("one", "nested"), ("visual", "split"), ("visual", "nested"), ("split", "columns"), ("row", "rows")]
 
 
 def operands(m, n, k, bits, linears, device, bias=True):
@@ -50,8 +43,7 @@ def operands(m, n, k, bits, linears, device, bias=True):
 def run(x, w, w_scale, bias, x_scale, activation, tile, dtype=torch.float32, codes=None, bits=8, low=None, **rows):
     """The launch, into y filled with what no result is."""
     m, n = x.shape[0], w[0].shape[0]
-    y = torch.full((m, n), float("nan") if codes is None else -77, dtype=dtype if codes is None else torch.int8,
-                   device=x.device)  # fmt: skip
+    y = torch.full((m, n), float("nan") if codes is None else -77, dtype=dtype if codes is None else torch.int8, device=x.device)
     linears = [scaled.Linear(*parts, y) for parts in zip(w, w_scale, bias, strict=True)]
     epilogue = tiles.Epilogue(activation, dtype, codes, bits, low)
     kernel.scaled_matmul_epilogue(x, linears, scaled.row_scale(x_scale, m, **rows), epilogue, TILES[tile])
@@ -103,8 +95,10 @@ def test_scaled_matmul_epilogue__next_codes(kind, tile, dtype, linears, device):
     next_scale, next_more, rows = row_scales(kind, m, device)
     codes = scaled.row_scale(next_scale, m, **next_more)
     got = run(x, w, w_scale, bias, scale, "silu", tile, dtype, codes, **more)
-    z = [(x.double() @ v.double().t() * x_rows.double()[:, None] * s.double() + b.double()).float().to(dtype)
-         for v, s, b in zip(w, w_scale, bias, strict=True)]  # fmt: skip
+    z = [
+        (x.double() @ v.double().t() * x_rows.double()[:, None] * s.double() + b.double()).float().to(dtype)
+        for v, s, b in zip(w, w_scale, bias, strict=True)
+    ]
     h = torch.nn.functional.silu(z[0]) * (z[1] if linears == 2 else 1)
     assert_codes(got, h, rows[:, None])
     assert got.unique().numel() > 30
@@ -195,10 +189,7 @@ def test_scaled_matmul_epilogue__op_on_any_leading_axes(linears, shape, bits, ma
 def test_scaled_matmul_epilogue__what_no_kernel_takes_goes_to_the_parts(device):
     x, w, w_scale, bias = operands(4, 16, 32, 8, 2, device)
     one = torch.ones(1, device=device)
-    for dtype, biases, why in (
-        (torch.float64, bias, "out_dtype is one of"),
-        (torch.float32, [bias[0], None], "a bias"),
-    ):
+    for dtype, biases, why in ((torch.float64, bias, "out_dtype is one of"), (torch.float32, [bias[0], None], "a bias")):
         assert why in on_cuda.why_not_epilogue(x, w, w_scale, biases, 8, dtype)
         args = (x, w, one, w_scale, biases, None, 8, dtype, "silu")
         assert_close(on_cuda.scaled_matmul_epilogue(*args), reference(*args))
@@ -253,9 +244,14 @@ with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("activation", "bits", "linears", "n", "warps", "variant"),
-    [("gelu", 8, 1, 128, 4, "nested"), ("gelu", 8, 1, 256, 8, "nested"), ("silu", 8, 2, 128, 4, "nested"),
-     ("gelu", 4, 1, 128, 8, "columns"), ("silu", 4, 2, 128, 8, "columns")],
-)  # fmt: skip
+    [
+        ("gelu", 8, 1, 128, 4, "nested"),
+        ("gelu", 8, 1, 256, 8, "nested"),
+        ("silu", 8, 2, 128, 4, "nested"),
+        ("gelu", 4, 1, 128, 8, "columns"),
+        ("silu", 4, 2, 128, 8, "columns"),
+    ],
+)
 def test_scaled_matmul_epilogue__does_not_spill(activation, bits, linears, n, warps, variant):
     """What does not fit into registers goes to a thread's stack: on Hopper there is none."""
     bare = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}

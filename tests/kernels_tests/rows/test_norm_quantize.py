@@ -90,8 +90,18 @@ def test_norm_quantize__rounds_in_front_of_the_gain(device):
     assert (got.q != other).float().mean() > 0.01, "codes of the two differ"
 
 
-@pytest.mark.parametrize(("width", "expected"), [(1280, (1024, 256)), (3584, (4096, 0)), (5120, (4096, 1024)), (64, (64, 0)),
-                                               (1100, (2048, 0)), (1, (1, 0)), (2048, (2048, 0))])  # fmt: skip
+@pytest.mark.parametrize(
+    ("width", "expected"),
+    [
+        (1280, (1024, 256)),
+        (3584, (4096, 0)),
+        (5120, (4096, 1024)),
+        (64, (64, 0)),
+        (1100, (2048, 0)),
+        (1, (1, 0)),
+        (2048, (2048, 0)),
+    ],
+)
 def test_norm_quantize__parts_of_a_row(width, expected):
     assert kernel.parts(width) == expected
     assert sum(expected) >= width
@@ -116,9 +126,7 @@ def test_norm_quantize__token_of_zeros_has_zero_codes(device):
 def test_norm_quantize__bfloat16(device):
     x = torch.randn(33, 3584, device=device).bfloat16()
     scale = torch.tensor([0.02], device=device)
-    assert_codes(
-        kernel.norm_quantize(x, NORM, scale).q, quantize.reference(RMSNorm(3584).to(device)(x), scale, None, 8)
-    )
+    assert_codes(kernel.norm_quantize(x, NORM, scale).q, quantize.reference(RMSNorm(3584).to(device)(x), scale, None, 8))
 
 
 def test_norm_quantize__division_is_ieee(device):

@@ -10,9 +10,16 @@ from mmqc.ops.norm_quantize_per_token import reference
 
 kernel = pytest.importorskip("mmqc.kernels.rows.norm_quantize_per_token")
 PARTS = [
-    ([64], [4]), ([100], [8]), ([63, 9], [4, 8]), ([56, 8], [3, 8]), ([1, 16], [2, 4]), ([3], [4]), ([1], [4]),
-    ([17, 31, 9], [2, 4, 8]), ([24, 60, 12], [2, 4, 8]),
-]  # fmt: skip
+    ([64], [4]),
+    ([100], [8]),
+    ([63, 9], [4, 8]),
+    ([56, 8], [3, 8]),
+    ([1, 16], [2, 4]),
+    ([3], [4]),
+    ([1], [4]),
+    ([17, 31, 9], [2, 4, 8]),
+    ([24, 60, 12], [2, 4, 8]),
+]
 
 
 def made(*widths: str):
@@ -98,8 +105,7 @@ def test_norm_quantize_per_token_kernel__gain_of_another_type_and_longer_rows(de
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("round_first", [False, True])
 @pytest.mark.parametrize(
-    ("widths", "bits"),
-    [([3584, 512], [4, 8]), ([3136, 448], [4, 8]), ([1121, 159], [3, 8]), ([1024, 2560, 512], [2, 4, 8])],
+    ("widths", "bits"), [([3584, 512], [4, 8]), ([3136, 448], [4, 8]), ([1121, 159], [3, 8]), ([1024, 2560, 512], [2, 4, 8])]
 )
 @pytest.mark.parametrize("warps", [None, 1, 4])
 def test_norm_quantize_per_token_kernel__sizes_of_models(widths, bits, dtype, round_first, warps):

@@ -33,9 +33,7 @@ def test_quantize_per_token_kernel__codes_are_the_ops(widths, bits, dtype, devic
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(
-    ("widths", "bits"), [([3584, 512], [4, 8]), ([3136, 448], [4, 8]), ([18944], [4]), ([1121, 159], [3, 8])]
-)
+@pytest.mark.parametrize(("widths", "bits"), [([3584, 512], [4, 8]), ([3136, 448], [4, 8]), ([18944], [4]), ([1121, 159], [3, 8])])
 @pytest.mark.parametrize("warps", [None, 1, 4])
 def test_quantize_per_token_kernel__sizes_of_models(widths, bits, dtype, warps):
     if not torch.cuda.is_available():
