@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from mmqc.checkpoint.save import FormatError, save_pretrained
     from mmqc.compiler.compiled_loop import compiled_loop
     from mmqc.config import ActivationSpec, ConfigError, KVSpec, QuantConfig, Rewrites, Scheme, WeightSpec
+    from mmqc.errors import MmqcError
     from mmqc.explain import Explanation, explain
     from mmqc.export import export
     from mmqc.kv.cache import QuantizedCache
@@ -46,6 +47,7 @@ _HOMES = {
     "RewriteError": "quantization.equivalence",
     "ResumeError": "quantization.resume",
     "OutOfMemoryError": "quantization.memory_error",
+    "MmqcError": "errors",
     "save_pretrained": "checkpoint.save",
     "FormatError": "checkpoint.save",
     "load_quantized": "checkpoint.load",
@@ -64,6 +66,7 @@ __all__ = [
     "FormatError",
     "KVSpec",
     "LayerReport",
+    "MmqcError",
     "OutOfMemoryError",
     "Planned",
     "QuantConfig",

@@ -10,6 +10,8 @@ from typing import Literal, get_args
 
 from torchao.quantization.granularity import Granularity, PerGroup, PerRow, PerTensor
 
+from mmqc.errors import MmqcError
+
 Solver = Literal["rtn", "mse_clip", "awq_clip", "gptq"]
 Observer = Literal["minmax", "percentile"]
 Amplifier = int | Literal["heuristic", "progressive"]
@@ -17,7 +19,7 @@ Search = Literal["none", "model", "layer"]
 Number = Literal["int", "float"]
 
 
-class ConfigError(ValueError):
+class ConfigError(MmqcError, ValueError):
     """A configuration that cannot be: names the field, the value and what is allowed."""
 
 

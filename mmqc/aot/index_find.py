@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from mmqc.aot.index_draw import Inputs, draw_grids, draw_tokens
 from mmqc.aot.index_ops import BOUND, CANDIDATES, ENDS, Candidate
+from mmqc.errors import MmqcError
 from mmqc.front.handover import ValueSite, leaves
 
 CLOSE = 1e-6  # of weights in [-1, 1], computed in float32 by the same formula
@@ -32,7 +33,7 @@ logger = logging.getLogger(__name__)
 Lengths = Mapping[str, tuple[str, int]]
 
 
-class ExportError(RuntimeError):
+class ExportError(MmqcError, RuntimeError):
     """A model cannot be exported with dynamic shapes; says what stands in the way.
 
     Attributes:

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 
 from mmqc.aot.static_cache import cached_tensors, static_cache
+from mmqc.errors import MmqcError
 
 SEAM = "get_image_features"
 POOLED = "pooler_output"
@@ -36,7 +37,7 @@ SHORT = "the cache is shorter than the text"
 Inputs = Mapping[str, Tensor]
 
 
-class StepError(ValueError):
+class StepError(MmqcError, ValueError):
     """A model has no prefill and decode of this form, or none at all; says why."""
 
 

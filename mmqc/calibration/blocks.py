@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from mmqc.errors import MmqcError
+
 STREAM, KEPT, PLAIN = "stream", "kept", "plain"
 _PLAIN = (type(None), bool, str, torch.dtype, torch.device, torch.layout)
 
@@ -79,7 +81,7 @@ class Layout:
         return segments[max(after)].blocks[0].name if max(after) < len(segments) else ""
 
 
-class NotStreamableError(RuntimeError):
+class NotStreamableError(MmqcError, RuntimeError):
     """A list whose blocks are called in a way that cannot be repeated: its FQN and the reason."""
 
     def __init__(self, where: str, reason: str) -> None:

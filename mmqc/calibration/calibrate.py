@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from mmqc.calibration.moments import add_second_moment, mirror_
 from mmqc.config import ActivationSpec
+from mmqc.errors import MmqcError
 from mmqc.nn.modality import ModalityContext
 from mmqc.nn.online_hadamard import OnlineHadamard
 from mmqc.ops.quantize import LARGEST
@@ -27,7 +28,7 @@ _BINS_PER_OCTAVE, _LOWEST = 64, -40
 _BINS = 80 * _BINS_PER_OCTAVE
 
 
-class CalibrationError(ValueError):
+class CalibrationError(MmqcError, ValueError):
     """The calibration data cannot be used: says what is missing and what to pass instead."""
 
 

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from mmqc.checkpoint.compressed_tensors import unpack_words
+from mmqc.errors import MmqcError
 from mmqc.ops.pack import FLOAT8
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -36,7 +37,7 @@ WAY_AROUND = (
 )
 
 
-class ForeignError(ValueError):
+class ForeignError(MmqcError, ValueError):
     """A checkpoint of another project that mmqc's modules cannot represent: says which layer, why and what to do."""
 
 

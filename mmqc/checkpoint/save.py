@@ -12,12 +12,13 @@ from transformers.modeling_utils import PreTrainedModel
 
 from mmqc.checkpoint import compressed_tensors
 from mmqc.checkpoint.hf import MmqcQuantizer
+from mmqc.errors import MmqcError
 from mmqc.nn.linear import QuantLinear
 
 FORMATS = ("mmqc", "compressed-tensors")
 
 
-class FormatError(ValueError):
+class FormatError(MmqcError, ValueError):
     """A format that cannot say what the model holds; names the modules and what to do instead."""
 
 

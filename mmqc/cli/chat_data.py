@@ -20,10 +20,12 @@ from typing import Any
 
 import torch
 
+from mmqc.errors import MmqcError
+
 Batch = dict[str, torch.Tensor]
 
 
-class DataError(ValueError):
+class DataError(MmqcError, ValueError):
     """A line of data.jsonl that cannot be used: names the file, the line and what is wrong."""
 
 

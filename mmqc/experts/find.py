@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
+from mmqc.errors import MmqcError
 from mmqc.experts.call import BATCHED, ROUTED, SORTED, ExpertCall, Rows
 from mmqc.experts.pointwise import ALONG_ROWS, WORDS, Pointwise, encoded
 from mmqc.graph.kinds import kind
@@ -29,7 +30,7 @@ CLOSE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 1e-2, torch.b
 Multiply = Callable[["Stack", Tensor, Rows], Tensor]
 
 
-class NotExpertsError(Exception):
+class NotExpertsError(MmqcError):
     """Why a module with stacked parameters is left as it is."""
 
 

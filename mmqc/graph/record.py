@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from mmqc.errors import MmqcError
 from mmqc.graph import meta
 from mmqc.graph.kinds import kind
 from mmqc.graph.memory import written
@@ -27,7 +28,7 @@ from mmqc.graph.program import LOOSE, Program
 _METHODS = (types.MethodDescriptorType, types.WrapperDescriptorType, types.MethodType, types.BuiltinMethodType)
 
 
-class RecordError(RuntimeError):
+class RecordError(MmqcError, RuntimeError):
     """The forward cannot be recorded: names the tensor, the call and the module."""
 
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, ClassVar, Protocol
 
+from mmqc.errors import MmqcError
 from mmqc.graph.program import Miss, PassRecord, Program
 from mmqc.graph.text import program_text
 
@@ -30,7 +31,7 @@ class Pass(Protocol):
         ...
 
 
-class PassError(RuntimeError):
+class PassError(MmqcError, RuntimeError):
     """A pass could not run: names the pass, the fact that fails and who refused earlier."""
 
 

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from mmqc.errors import MmqcError
+
 # A wrong rotation changes an output by about its own size; rounding, to the stored dtype too, by far less.  Models in float64
 # compute their norms in float32.
 BARS = {torch.float64: 1e-4, torch.float32: 1e-2}
@@ -21,7 +23,7 @@ HALF = 0.5
 PART = 1 << 22
 
 
-class RewriteError(RuntimeError):
+class RewriteError(MmqcError, RuntimeError):
     """The rewrites changed what the model computes: a bug of mmqc, and nothing was changed."""
 
 

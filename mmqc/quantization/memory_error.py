@@ -7,11 +7,14 @@ from contextlib import contextmanager
 
 import torch
 
+from mmqc.errors import MEMORY, MmqcError
 from mmqc.quantization.progress import Progress
 
 
-class OutOfMemoryError(RuntimeError):
+class OutOfMemoryError(MmqcError, MemoryError, RuntimeError):
     """Memory ran out: names the step, and what takes less."""
+
+    exit_code = MEMORY
 
 
 @contextmanager

@@ -24,13 +24,14 @@ from torch import Tensor, nn
 from mmqc.calibration.calibrate import InputStatistics, Range
 from mmqc.calibration.measure import Loss
 from mmqc.checkpoint.checksum import hashes
+from mmqc.errors import MmqcError
 from mmqc.solvers import Quantized
 from mmqc.solvers.mixed import MixedQuantized, Part
 
 VERSION = 1
 
 
-class ResumeError(ValueError):
+class ResumeError(MmqcError, ValueError):
     """``resume_dir`` holds another job, or damaged files: says what differs and what to do."""
 
 

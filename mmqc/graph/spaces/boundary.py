@@ -13,13 +13,14 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, fx
 
+from mmqc.errors import MmqcError
 from mmqc.graph.program import Program, copy_meta
 from mmqc.graph.spaces.spaces import Space, Spaces
 
 Change = Callable[[fx.Node, int], fx.Node]
 
 
-class BoundaryError(ValueError):
+class BoundaryError(MmqcError, ValueError):
     """Spaces lie on an edge in a layout that no operation on the last axis can change; ``spaces`` are those on it."""
 
     def __init__(self, reason: str, spaces: list[Space]) -> None:

@@ -1,0 +1,21 @@
+"""The root of every error that mmqc raises on purpose, with the exit code that the command line ends with.
+
+Each class also has the built-in that fits (`ValueError`, `RuntimeError`, `MemoryError`), so that code which knows nothing of
+mmqc catches it as it would any other.  What a function was plainly called wrong with stays a `ValueError` or `TypeError`.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+DONE, WANTING, USAGE, REFUSED, MEMORY = 0, 1, 2, 3, 4  # exit codes; see mmqc/cli/app.py
+
+
+class MmqcError(Exception):
+    """Something cannot be done: says what, where, why, and what to do.
+
+    Attributes:
+        exit_code: of the command that it ends.
+    """
+
+    exit_code: ClassVar[int] = REFUSED
