@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from mmqc.checkpoint import hf_hook
 
 
@@ -39,6 +41,7 @@ def harness(
         tasks=list(tasks),
         limit=limit,
         batch_size=batch_size,
+        device="cuda" if torch.cuda.is_available() else "cpu",  # the harness takes "cuda" for granted
     )
     return flat(found["results"])
 
