@@ -1,7 +1,7 @@
 """compute-sanitizer's memcheck and racecheck over every kernel (tests/gpu_tests/sanitize.py), each next to its reference.
 
-    python benchmarks/sanitize.py [--out FILE] [--seconds 150]        on a CUDA device
-    python benchmarks/sanitize.py --dry                               the calls alone, in Triton's interpreter, on the CPU
+    python -m benchmarks.sanitize [--out FILE] [--seconds 150]        on a CUDA device
+    python -m benchmarks.sanitize --dry                               the calls alone, in Triton's interpreter, on the CPU
 
 The kernels run three times, in a process each: alone (which compiles them), under memcheck, under racecheck.  Both tools also
 get an error that they must find; where they do not, or refuse the device, kernels count as skipped and never as clean.
@@ -194,7 +194,7 @@ def main() -> int:
         for name in facts.get("kernels", logs["alone"].ended)
     }
     data = {
-        "command": "python benchmarks/sanitize.py",
+        "command": "python -m benchmarks.sanitize",
         "device": facts.get("device"),
         "torch": facts.get("torch"),
         "triton": facts.get("triton"),

@@ -56,10 +56,7 @@ def test_mmqc_commands__have_the_options_that_pages_use(page, line):
     if name == "--help":
         return
     assert name in GROUP.commands, page
-    command = GROUP.commands[name]
-    if hasattr(command, "commands"):  # `mmqc bench MODEL` is `mmqc bench model MODEL`
-        command = command.commands[arguments[0] if arguments[0] in command.commands else "model"]
-    known = {flag for p in command.params for flag in (*p.opts, *p.secondary_opts)}
+    known = {flag for p in GROUP.commands[name].params for flag in (*p.opts, *p.secondary_opts)}
     assert {a for a in arguments if a.startswith("-")} <= known
 
 

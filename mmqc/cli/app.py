@@ -19,9 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 from rich.table import Table
-from typer.core import TyperGroup
 
-from mmqc.cli import bench as cli_bench
 from mmqc.cli.failures import OneLineErrors
 from mmqc.errors import WANTING
 
@@ -176,21 +174,7 @@ def evaluate(
         raise typer.Exit(WANTING)
 
 
-class ModelByDefault(TyperGroup):
-    """`mmqc bench MODEL` is `mmqc bench model MODEL`."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """As usual, behind the name of a command."""
-        named = not args or args[0] in (*self.commands, "--help")
-        return super().parse_args(ctx, args if named else ["model", *args])
-
-
-bench_app = typer.Typer(cls=ModelByDefault, no_args_is_help=True, help="Time a model; or `kv`: decoding, by cache bits and memory.")
-app.add_typer(bench_app, name="bench")
-bench_app.command("kv")(cli_bench.kv)
-
-
-@bench_app.command("model")
+@app.command()
 def bench(
     model: Model,
     new_tokens: Annotated[int, typer.Option(min=2, help="Decoded in each run.")] = 32,

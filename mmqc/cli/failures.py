@@ -58,7 +58,7 @@ def one_line_errors(ctx: Any) -> Iterator[None]:
             traceback.print_exception(error)
         error = meant(error)
         text = f"{line(error)}; see `{_command(error, ctx)} --help`" if isinstance(error, CLICK_ERROR) else line(error)
-        Console(stderr=True, soft_wrap=True).print(f"[red]error:[/red] {escape(text)}")
+        Console(stderr=True, soft_wrap=True, emoji=False).print(f"[red]error:[/red] {escape(text)}")
         raise typer.Exit(exit_code(error)) from error
 
 

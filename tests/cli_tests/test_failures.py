@@ -155,9 +155,10 @@ def test_group__its_own_callback_and_options_fail_in_one_line(monkeypatch, capsy
     assert run(capsys, "--nosuch") == (USAGE, ("", "error: No such option: --nosuch; see `mmqc --help`\n"))
     assert run(capsys, "nosuch") == (USAGE, ("", "error: No such command 'nosuch'; see `mmqc --help`\n"))
     assert run(capsys, "quantize", "--xyz") == (USAGE, ("", "error: No such option: --xyz; see `mmqc quantize --help`\n"))
-    code, told = run(capsys, "bench")  # no arguments: the help
+    code, told = run(capsys)  # no arguments: the help
     assert code == USAGE
-    assert "Usage: mmqc bench" in told.out + told.err
+    assert "Usage: mmqc " in told.out + told.err
+    assert "error:" not in told.err
 
     def no_torch(**options):
         raise ImportError("libtorch.so: cannot open shared object file")

@@ -22,6 +22,8 @@ def test_harness__asks_for_hf_multimodal_and_flattens_the_metrics(monkeypatch, t
     assert asked["model_args"] == {"pretrained": "dir", "max_images": 2}
     assert (asked["tasks"], asked["limit"], asked["batch_size"]) == (["mmmu_val", "chartqa"], 3, 1)
     assert asked["device"] == ("cuda" if torch.cuda.is_available() else "cpu")
+    harness("dir", ["chartqa"], device="cuda:1")
+    assert (asked["device"], asked["model_args"]) == ("cuda:1", {"pretrained": "dir"})
     result = invoke("eval", "dir", "--tasks", "chartqa", "-n", "7", "--json", str(tmp_path / "e.json"))
     assert result.exit_code == 0, result.output
     assert (asked["tasks"], asked["limit"]) == (["chartqa"], 7)

@@ -42,7 +42,7 @@ MAX_K = {1: 131_071, 2: 32_767}  # channels by the number of parts: their sums f
 STEP = 128  # columns that a second part in the same matrix starts at a multiple of: a step of K, or several
 # Triton waits for every int32 product before it goes on, so that two programs of one warpgroup, one of which multiplies while the
 # other waits or writes, beat one program of two: scaled_int8 is tuned to the same tile.
-TILES = (  # tried by benchmarks/mixed_linear.py --tune; the first is the default for large products
+TILES = (  # tried by benchmarks/micro/mixed_linear.py --tune; the first is the default for large products
     MatmulConfig(128, 128, 128, 4, 3, variant="descriptors", per_sm=2),
     MatmulConfig(128, 128, 128, 4, 3, group_m=16, variant="descriptors", per_sm=2),
     MatmulConfig(128, 128, 128, 8, 5, variant="descriptors", tail=32),
