@@ -32,7 +32,8 @@ from mmqc.kernels.hadamard.hadamard_quantize import hadamard_quantize  # noqa: E
 from mmqc.kernels.hadamard.hadamard_quantize_per_token import hadamard_quantize_per_token  # noqa: E402
 from mmqc.kernels.matmul import mixed_matmul as product  # noqa: E402
 from mmqc.kernels.rows.norm_quantize_per_token import Norm, norm_quantize_per_token  # noqa: E402
-from mmqc.kernels.rows.quantize_per_token import Rows, quantize_per_token  # noqa: E402
+from mmqc.kernels.rows.quantize_per_token import quantize_per_token  # noqa: E402
+from mmqc.kernels.shared.row_scale import Rows  # noqa: E402
 
 NORM, HADAMARD, BASIS = "norm", "hadamard", "basis"
 CASES = {  # name: (what stands in front, N, K, high channels)
