@@ -46,7 +46,6 @@ from tolerance import assert_close  # noqa: E402
 
 from mmqc.kernels.hadamard import hadamard_wgmma as in_warpgroups  # noqa: E402
 from mmqc.kernels.hadamard.hadamard_quantize import Transformed, hadamard_quantize  # noqa: E402
-from mmqc.kernels.matmul import pingpong_matmul as pingpong  # noqa: E402
 from mmqc.kernels.matmul.configs import MatmulConfig as Tile  # noqa: E402
 from mmqc.kernels.matmul.epilogue_tiles import Epilogue  # noqa: E402
 from mmqc.kernels.matmul.scaled_matmul import Linear, scaled_matmul  # noqa: E402
@@ -59,6 +58,7 @@ from mmqc.kernels.shared.device_facts import (  # noqa: E402
     gpu_name,
     has_inline_ptx,
     has_tensor_descriptors,
+    has_warpgroup_products,
     multiprocessors,
 )
 from mmqc.kernels.shared.row_scale import row_scale  # noqa: E402
@@ -287,7 +287,7 @@ Case = tuple[str, Callable[[], None]]
 
 def cases(place: Place) -> Iterator[Case]:
     """Every kernel: its name, and the call that runs and compares it."""
-    given = SCALED | (PINGPONG | REGISTERS if pingpong.here(place.device) else {})
+    given = SCALED | (PINGPONG | REGISTERS if has_warpgroup_products(place.device) else {})
     for i, (name, (kind, shape, tile)) in enumerate(given.items()):
         if not ("fp8" in kind and fp8_reason(place.device)) and (kind != "int4 fp8" or has_inline_ptx(place.device)):
             yield name, functools.partial(scaled, place, kind, shape, tile, KINDS[i % len(KINDS)])
@@ -303,7 +303,7 @@ def cases(place: Place) -> Iterator[Case]:
     if has_tensor_descriptors(place.device):
         yield "mixed_matmul, quantize_per_token", functools.partial(mixed, place, [208, 48], True)
         yield "mixed_matmul, one part", functools.partial(mixed, place, [176], False)
-    if pingpong.here(place.device):
+    if has_warpgroup_products(place.device):
         tile = Tile(64, 128, 128, 4, 8, split_k=4, variant="pingpong")
         yield "mixed_matmul, pingpong, cut", functools.partial(mixed, place, [3600], True, 264, tile)
         yield "mixed_matmul, two parts, pingpong, cut", functools.partial(mixed, place, [3136, 464], True, 264, tile)
@@ -312,7 +312,7 @@ def cases(place: Place) -> Iterator[Case]:
     yield "norm_, hadamard_ and basis_quantize_per_token", functools.partial(fused, place)
     for name, row in NORM.items():
         yield name, functools.partial(norm, place, *row)
-    for name, row in (HADAMARD | (WARPGROUPS if pingpong.here(place.device) else {})).items():
+    for name, row in (HADAMARD | (WARPGROUPS if has_warpgroup_products(place.device) else {})).items():
         yield name, functools.partial(transform, place, *row)
     yield "kv_token_attention 4 bits", functools.partial(rounded_text, place, 4, 96, 32)
     yield "kv_token_attention 8 bits", functools.partial(rounded_text, place, 8, 80, 16)

@@ -25,7 +25,8 @@ def compiled(module: str, *what: Any) -> tuple[str, int]:
     nvidia = pytest.importorskip("triton.backends.nvidia")
     ptxas = Path(nvidia.__path__[0]) / "bin" / "ptxas"
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(HERE), str(HERE / "kernel_tests"), environment.get("PYTHONPATH", "")])
+    rooms = sorted(str(path) for path in (HERE.parent / "kernels_tests").iterdir() if path.is_dir())
+    environment["PYTHONPATH"] = os.pathsep.join([str(HERE), *rooms, environment.get("PYTHONPATH", "")])
     with tempfile.TemporaryDirectory() as folder:
         ptx = f"{folder}/kernel.ptx"
         command = [sys.executable, __file__, ptx, module, *map(str, what)]
