@@ -1,4 +1,4 @@
-"""Every kernel once, on a small odd shape, next to its plain-torch reference: what benchmarks/sanitize.py runs under a tool.
+"""Every kernel once, on a small odd shape, next to its plain-torch reference: tests/support/run_sanitizer.py runs it under a tool.
 
     python tests/gpu_tests/sanitize.py [--planted memcheck | racecheck]      on a CUDA device
     TRITON_INTERPRET=1 python tests/gpu_tests/sanitize.py --dry              on the CPU
@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests/support")]
 
 from row_scales import KINDS, row_scales  # noqa: E402
 from sanitize_tokens import (  # noqa: E402
@@ -357,6 +357,7 @@ def planted(tool: str, synchronize: Callable[[], None]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dry", action="store_true", help="in Triton's interpreter, on the CPU")
+    parser.add_argument("--part", default="1/1", help="2/4: every fourth kernel from the second on")
     parser.add_argument("--planted", choices=list(PLANTED), help="end with an error that this tool must find")
     args = parser.parse_args()
     if not args.dry and not torch.cuda.is_available():
@@ -365,7 +366,9 @@ def main() -> int:
     # The interpreter computes bf16 wrongly.
     place = Place(torch.device("cpu"), torch.float16) if args.dry else Place(torch.device("cuda"), torch.bfloat16)
     torch.manual_seed(0)
-    todo = dict(cases(place))
+    every = list(cases(place))
+    first, step = map(int, args.part.split("/"))
+    todo = dict(every[first - 1 :: step])
     say(
         "facts",
         json.dumps(
@@ -374,6 +377,7 @@ def main() -> int:
                 "torch": torch.__version__,
                 "triton": triton.__version__,
                 "python": platform.python_version(),
+                "of": len(every),
                 "kernels": list(todo),
             }
         ),
