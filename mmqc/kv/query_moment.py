@@ -27,32 +27,6 @@ class QueryMoment(nn.Module):
         self.register_buffer("moment", torch.zeros(heads, width, width, device=device))
 
 
-class Observer:
-    """Sums of q qᵀ by attention module; ``weight`` [B, L] says which tokens of the call in progress count."""
-
-    def __init__(self) -> None:
-        self.weight = torch.zeros(0, 0)
-        self.sums: dict[nn.Module, Tensor] = {}
-        self.counts: dict[nn.Module, float] = {}
-
-    def __call__(self, module: nn.Module, query: Tensor, heads: int) -> None:
-        """The queries [B, H_q, L, D] of a layer with so many KV heads."""
-        batch, q_heads, length, width = query.shape
-        q = query.detach().reshape(batch, heads, q_heads // heads, length, width).float()
-        rows = (q * self.weight.to(q)[:, None, None, :, None]).transpose(0, 1).reshape(heads, -1, width)
-        found = rows.mT @ q.transpose(0, 1).reshape(heads, -1, width)
-        self.sums[module] = self.sums.get(module, 0) + found.double()
-        self.counts[module] = self.counts.get(module, 0.0) + float(self.weight.sum()) * (q_heads // heads)
-
-    def attach(self) -> None:
-        """Give every module that was seen its moment."""
-        for module, found in self.sums.items():
-            child = QueryMoment(found.shape[0], found.shape[2], found.device)
-            child.moment = (found / max(self.counts[module], 1.0)).float()
-            child.train(module.training)
-            module.add_module(CHILD, child)
-
-
 def moment_of(module: nn.Module) -> Tensor | None:
     """What is known of this attention module's queries."""
     child = module._modules.get(CHILD)
