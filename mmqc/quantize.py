@@ -24,9 +24,8 @@ from mmqc.nn.modality import ModalityContext, attached, detach, visual_token_ids
 from mmqc.quantization import convert
 from mmqc.quantization.job import Job
 from mmqc.quantization.kv import quantize_kv
-from mmqc.quantization.memory_error import explained
 from mmqc.quantization.options import Batch, Last, Options
-from mmqc.quantization.progress import Progress
+from mmqc.quantization.progress import Progress, explained
 from mmqc.quantization.resume import Store, fingerprint
 from mmqc.quantization.weights_only import quantize_weights_only
 from mmqc.report.report import QuantReport

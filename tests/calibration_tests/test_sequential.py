@@ -16,7 +16,7 @@ import mmqc.quantization.job
 from mmqc import recipes
 from mmqc.calibration.blocks import Outside, Segment, block_lists, survey
 from mmqc.nn.linear import QuantLinear
-from mmqc.quantization.memory_error import OutOfMemoryError
+from mmqc.quantization.progress import OutOfMemoryError
 from mmqc.report.report import Refusal
 
 GPTQ = recipes.mquant(4, rotate=False)
