@@ -17,6 +17,7 @@ from mmqc.calibration.residency import Residency
 from mmqc.calibration.sequential import Inputs
 from mmqc.config import ConfigError, QuantConfig
 from mmqc.experts.modules import QuantExperts
+from mmqc.graph.runner import check_trace
 from mmqc.kv.scores import with_scores
 from mmqc.nn.eval_mode import evaluating
 from mmqc.nn.linear import QuantLinear
@@ -71,6 +72,7 @@ def quantize_(
         ResumeError, OutOfMemoryError: say what to change.
         ValueError: a weight holds NaN or infinity, or the model is quantized already.
         RecordError: the forward cannot be recorded.
+        TraceError: MMQC_TRACE names a folder that cannot be written.
         RewriteError: the exact rewrites changed the output of the first batch by more than rounding.
 
     Whatever is raised, the model is as it was.
@@ -106,6 +108,7 @@ def _quantize_weights(
     _check_model(model, config)
     options = Options(row_weights=_row_weights(modality_weights), then=then, **more)
     _check_options(options)
+    check_trace()
     if calibration is None and config.rewrites == type(config.rewrites)() and not config.needs_calibration:
         report = _weights_only(model, config, filter_fn, options.device)
     else:

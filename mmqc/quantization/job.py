@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,13 +24,13 @@ from mmqc.experts.quantize import BuiltExperts, quantize_experts
 from mmqc.graph.linear import operands, weight_of
 from mmqc.graph.program import Program
 from mmqc.graph.record import record
-from mmqc.graph.runner import Steps, run
+from mmqc.graph.runner import Pass, Steps, run
 from mmqc.kv.rounding import observed, round_keys_and_values
 from mmqc.nn.linear import QuantLinear
 from mmqc.nn.modality import ModalityContext, detach
 from mmqc.nn.unseen import guard, unseen_modules, unsure_weights
 from mmqc.passes.assign_scheme import kept
-from mmqc.pipeline import FACTS, exact_passes, quantizing_passes
+from mmqc.pipeline import FACTS, activation_passes, exact_passes, weight_passes
 from mmqc.quantization import convert
 from mmqc.quantization.channel_scales import Forwards, scale_channels
 from mmqc.quantization.equivalence import check, outputs
@@ -97,7 +96,7 @@ class Job:
         for steps in self.steps:
             if steps.done or steps is self.steps[-1]:  # most configs have nothing for the others
                 steps.finish()
-        run(prog, quantizing_passes()[len(self.steps) :], FACTS, text=True)
+        run(prog, activation_passes(), FACTS, text=True)
         linears: Any = prog.statistics["linears"]
         prog.statistics = {**prog.statistics, "linears": {fqn: linears[fqn] for fqn in self.nodes}}
         config = self.config.replace(statistics=prog.statistics)
@@ -252,14 +251,11 @@ class Job:
             if scheme.activation is not None or scheme.weight.needs_hessian
         }
 
-    def solvers(self) -> tuple[Any, Any]:
+    def solvers(self) -> tuple[Pass, ...]:
         """The passes that round weights, told where second moments are."""
         self.moments: dict[str, Tensor | None] = {}
         self.earlier: dict[Any, Any] = {}  # results of an earlier run
-        given = {"hessian": lambda fqn: self.moments.pop(fqn, None), "done": self.solved}
-        passes: Any = quantizing_passes(**given)
-        mixed, plain, *_ = passes
-        return tuple(dataclasses.replace(item, cache=self.earlier) for item in (mixed, plain))  # type: ignore[return-value]
+        return weight_passes(hessian=lambda fqn: self.moments.pop(fqn, None), done=self.solved, cache=self.earlier)
 
     def solved(self, fqn: str, result: Any, error: float, seconds: float) -> None:
         """The pass has rounded one weight."""
