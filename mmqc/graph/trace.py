@@ -1,9 +1,9 @@
 """What every pass did, as files: ``MMQC_TRACE=folder`` in the environment.
 
-    folder/00_recorded/00_captured.txt               the program as it was captured
-    folder/00_recorded/03_fold_norm_scale.diff       what the third pass changed, under its equation, its sites and its refusals
-    folder/00_recorded/03_fold_norm_scale.txt        the program after it
-    folder/01_graph_Model.forward/...                the next program: one of Dynamo's graphs
+    folder/000_recorded/00_captured.txt              the program as it was captured
+    folder/000_recorded/03_fold_norm_scale.diff      what the third pass changed, under its equation, its sites and its refusals
+    folder/000_recorded/03_fold_norm_scale.txt       the program after it
+    folder/001_graph_Model.forward/...               the next program: one of Dynamo's graphs
 
 Programs are numbered in the order in which passes first changed them, passes in the order in which they ran on theirs; a pass
 that found no site has a number and no file.  Later processes count on, so nothing is ever overwritten.
@@ -53,7 +53,7 @@ class Trace:
         if not record.sites:
             return
         if self.prog.traced is None:
-            self.prog.traced = _new_folder("recorded" if not self.prog.fragment else f"graph_{_place()}".rstrip("_"))
+            self.prog.traced = _new_folder("recorded" if not self.prog.fragment else f"graph_{_place()}")
             _write(self.prog.traced / "00_captured.txt", self.before)
         after = _text(self.prog)
         first = f"# after {record.name}: {record.n_sites} sites, {len(record.misses)} refused, {record.ms:.1f} ms\n"
@@ -82,7 +82,7 @@ def _new_folder(name: str) -> Path:
     folder = trace_folder()
     while True:
         taken = [int(found[0]) for path in folder.iterdir() if (found := re.match(r"\d+", path.name))]
-        new = folder / f"{max(taken, default=-1) + 1:02d}_{name}"
+        new = folder / f"{max(taken, default=-1) + 1:03d}_{name}"
         try:
             new.mkdir()
             return new
@@ -91,10 +91,13 @@ def _new_folder(name: str) -> Path:
 
 
 def _place() -> str:
-    """The function that Dynamo traces, without its file; empty where nobody does."""
-    from mmqc.graph.tracing import traced_place  # asks Dynamo, which a recording does not need
+    """The function that Dynamo traces, or, where it does not say, the class of the module that is being called."""
+    from mmqc.graph.capture import outermost_module  # these ask Dynamo, which a recording does not need
+    from mmqc.graph.tracing import traced_place
 
-    return re.sub(r"[^\w.]+", "_", traced_place().split(" at ")[0])
+    module = outermost_module()
+    place = traced_place().split(" at ")[0] or (type(module).__name__ if module is not None else "function")
+    return re.sub(r"[^\w.]+", "_", place)
 
 
 def _write(path: Path, text: str) -> None:
