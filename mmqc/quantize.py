@@ -64,6 +64,7 @@ def quantize_(
         ResumeError, OutOfMemoryError: say what to change.
         ValueError: a weight holds NaN or infinity, or the model is quantized already.
         RecordError: the forward cannot be recorded.
+        TraceError: MMQC_TRACE names a folder that cannot be written.
         RewriteError: the exact rewrites changed the output of the first batch by more than rounding.
 
     Whatever is raised, the model is as it was.

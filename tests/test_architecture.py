@@ -257,6 +257,21 @@ def test_pass__has_tests_and_a_row_in_the_reference():
     assert [s for s in stems if f"| `{s}` |" not in table] == []
 
 
+def test_pass__order_is_in_the_pipeline_alone():
+    """Nobody else makes a pass, or lists two of their classes."""
+    classes = {node.name for _, node in pass_classes()}
+    found = []
+    for path in sources(PACKAGE):
+        if path.parent == PACKAGE / "passes" or path == PACKAGE / "pipeline.py":
+            continue
+        for node in ast.walk(parse(path)):
+            called = isinstance(node, ast.Call) and dotted(node.func).split(".")[-1] in classes
+            listed = isinstance(node, ast.List | ast.Tuple | ast.Set) and len([n for n in node.elts if dotted(n) in classes]) > 1
+            if called or listed:
+                found.append(f"{relative(path)}:{node.lineno} {ast.unparse(node)}")
+    assert not found, "mmqc/pipeline.py has functions that give passes in their order"
+
+
 def test_op__has_tests():
     defines = re.compile(r"^define\(", re.MULTILINE)
     stems = [p.stem for p in sources(PACKAGE / "ops") if defines.search(p.read_text())]

@@ -13,6 +13,7 @@ from mmqc.calibration.calibrate import EQUAL, TEXT, VISUAL, CalibrationError
 from mmqc.calibration.sequential import Inputs
 from mmqc.config import ConfigError, KVSpec, QuantConfig, Rewrites
 from mmqc.experts.modules import QuantExperts
+from mmqc.graph.runner import check_trace
 from mmqc.kv.cache import check_spec, decoder_config
 from mmqc.nn.linear import QuantLinear
 from mmqc.nn.modality import visual_token_ids
@@ -102,6 +103,7 @@ class Request:
         if self.changes_weights:
             _check_model(self.model)
         _check_options(self)
+        check_trace()
         if self.needs_batches or self.records:
             _check_batches(self)
 

@@ -21,7 +21,7 @@ from mmqc.config import QuantConfig
 from mmqc.experts.quantize import BuiltExperts, quantize_experts
 from mmqc.graph.runner import Steps, run
 from mmqc.nn.linear import QuantLinear
-from mmqc.pipeline import FACTS, quantizing_passes
+from mmqc.pipeline import FACTS, activation_passes, weight_passes
 from mmqc.quantization import convert
 from mmqc.quantization.job import Job
 from mmqc.quantization.resume import Unit
@@ -158,7 +158,7 @@ class UnitWorker:
         self.statistics: dict[str, dict[str, Any]] = {}
         self.earlier: dict[Any, Any] = {}  # results of an earlier run, by the passes' keys
         moment = lambda fqn: self.moments.pop(fqn, None)  # noqa: E731
-        *rounding, _ = quantizing_passes(hessian=moment, done=self.note, cache=self.earlier)
+        rounding = weight_passes(hessian=moment, done=self.note, cache=self.earlier)
         self.steps = [Steps(self.program, item, FACTS, text=True) for item in rounding]
         self.program.statistics = {
             "visual_token_ids": list(self.context.visual_token_ids),
@@ -252,6 +252,6 @@ class UnitWorker:
         for steps in self.steps:
             if steps.done or steps is self.steps[-1]:  # most configs have nothing for the others
                 steps.finish()
-        run(prog, quantizing_passes()[len(self.steps) :], FACTS, text=True)
+        run(prog, activation_passes(), FACTS, text=True)
         assert prog.statistics is not None
         prog.statistics = {**prog.statistics, "linears": {fqn: self.statistics[fqn] for fqn in self.targets}}
