@@ -22,7 +22,6 @@ from mmqc.experts.call import ExpertCall, Rows
 from mmqc.experts.pointwise import Pointwise
 from mmqc.nn.integer_weight import IntegerWeight
 from mmqc.nn.modality import ModalityContext
-from mmqc.nn.simulated import grouped_matmul as simulated_grouped_matmul
 from mmqc.ops.pack import packed_width, unpack
 
 
@@ -87,8 +86,7 @@ class QuantStack(IntegerWeight):
             column = 0 if visual is None or self.input_scale.shape[1] == 1 else visual.long()
             row_scale = self.input_scale[rows.experts(), column]
             x = _quantized(x, row_scale, self.activation_bits or 8)
-        multiply = simulated_grouped_matmul if self.simulate else torch.ops.mmqc.grouped_matmul
-        return multiply(
+        return torch.ops.mmqc.grouped_matmul(
             x,
             self.qweight,
             self.weight_scale,

@@ -15,17 +15,13 @@ SCALES = ("weight_scale", "input_scale")  # float32 whatever the model's dtype
 
 
 class IntegerWeight(OnlineHadamard):
-    """Base class; ``float_dtype`` is that of the float weight that the codes stand for.
-
-    With ``simulate`` (see ``modules.simulate``) the products are computed in floating point, without a kernel.
-    """
+    """Base class; ``float_dtype`` is that of the float weight that the codes stand for."""
 
     weight_bits: int
     activation_bits: int | None
     group_size: int
     float_dtype: torch.dtype
     float8 = False  # codes of 8 bits, activations' and weights', are float8_e4m3fn
-    simulate = False
 
     @property
     def storage_bits(self) -> int:

@@ -14,8 +14,6 @@ Model code that looks at ``linear.weight.dtype`` to cast its activations, or rea
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
@@ -28,13 +26,11 @@ from mmqc.nn.integer_weight import IntegerWeight
 from mmqc.nn.modality import ModalityContext
 from mmqc.nn.norm import RMSNorm
 from mmqc.nn.online_hadamard import HadamardLinear, rebuild_factors
-from mmqc.nn.simulated import scaled_matmul as simulated_scaled_matmul
-from mmqc.nn.simulated import weight_only_matmul as simulated_weight_only_matmul
 from mmqc.ops.pack import pack, packed_width, unpack
 from mmqc.ops.weight_only_matmul import dequantize
 from mmqc.solvers.quantized import Quantized
 
-__all__ = ["HadamardLinear", "QuantLinear", "RMSNorm", "rebuild_factors", "simulate"]
+__all__ = ["HadamardLinear", "QuantLinear", "RMSNorm", "rebuild_factors"]
 
 kernels.install()
 
@@ -207,15 +203,17 @@ class QuantLinear(IntegerWeight):
         """The formula at the top of the file."""
         x = self.rotated(x)
         if self.input_scale is None:
-            multiply = simulated_weight_only_matmul if self.simulate else torch.ops.mmqc.weight_only_matmul
-            y = multiply(x, self.qweight, self.weight_scale, self.bias, self.storage_bits, self.group_size, self.weight_zero)
+            y = torch.ops.mmqc.weight_only_matmul(
+                x, self.qweight, self.weight_scale, self.bias, self.storage_bits, self.group_size, self.weight_zero
+            )
         else:
             scale, visual = self._row_scales(x, self.input_scale)
             code = (self.code_dtype,) if self.float8 else ()
             x_q = torch.ops.mmqc.quantize(x, scale, visual, self.activation_bits, *code)
-            multiply = simulated_scaled_matmul if self.simulate else torch.ops.mmqc.scaled_matmul
             grouped: Any = (self.group_scale, self.group_size) if self.group_size else ()
-            y = multiply(x_q, self.qweight, scale, self.weight_scale, self.bias, visual, self.storage_bits, x.dtype, *grouped)
+            y = torch.ops.mmqc.scaled_matmul(
+                x_q, self.qweight, scale, self.weight_scale, self.bias, visual, self.storage_bits, x.dtype, *grouped
+            )
         if self.outlier_index is not None and self.outlier_weight is not None:
             y = y + F.linear(x.index_select(-1, self.outlier_index), self.outlier_weight.to(x.dtype))
         return y
@@ -254,20 +252,3 @@ def _check_spec(weight_bits: int, activation_bits: int | None, group_size: int) 
         raise ValueError(f"activation_bits = {activation_bits}: 2 to 8, or None for weight-only")
     if group_size < 0:
         raise ValueError(f"group_size = {group_size}: 0, or input channels per weight scale")
-
-
-@contextmanager
-def simulate(model: torch.nn.Module) -> Iterator[None]:
-    """Compute every quantized linear of ``model``, experts' too, in floating point, without integer kernels, in a ``with`` block.
-
-    Weights are dequantized and activations quantized and dequantized, exactly: what a linear returns is what its integer path
-    returns, to the bit on a CPU (mmqc/nn/simulated.py).  For accuracy studies on machines that no kernel knows.
-    """
-    linears = [m for m in model.modules() if isinstance(m, IntegerWeight)]
-    for linear in linears:
-        linear.simulate = True
-    try:
-        yield
-    finally:
-        for linear in linears:
-            linear.simulate = False

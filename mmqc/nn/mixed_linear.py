@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from mmqc.nn.linear import QuantLinear
-from mmqc.nn.simulated import mixed_matmul as simulated_mixed_matmul
 from mmqc.ops.pack import packed_width, unpack
 from mmqc.ops.quantize_per_token import check_parts
 
@@ -162,8 +161,7 @@ class MixedLinear(QuantLinear):
         """The formula at the top of the file."""
         x = self.rotated(x)
         x_q, scale, offset = torch.ops.mmqc.quantize_per_token(x, self.order, self.widths, self.activation)
-        multiply = simulated_mixed_matmul if self.simulate else torch.ops.mmqc.mixed_matmul
-        return multiply(
+        return torch.ops.mmqc.mixed_matmul(
             x_q, scale, offset, self.qweights, self.weight_scale, self.weight_sum, self.bias, self.widths, self.stored, x.dtype
         )
 

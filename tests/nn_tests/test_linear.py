@@ -2,11 +2,12 @@ import copy
 
 import pytest
 import torch
+from simulated import simulated_products
 from tolerance import assert_close
 from torch import nn
 
 from mmqc.checkpoint.module_spec import build_module, module_spec
-from mmqc.nn.linear import HadamardLinear, QuantLinear, RMSNorm, rebuild_factors, simulate
+from mmqc.nn.linear import HadamardLinear, QuantLinear, RMSNorm, rebuild_factors
 from mmqc.nn.modality import ModalityContext
 from mmqc.ops.hadamard import hadamard_factors
 
@@ -96,10 +97,10 @@ def test_quant_linear__group_scales_with_quantized_inputs(bits: int, amplifier: 
     again = build_module(module_spec(linear)).to_empty(device="cpu")
     again.load_state_dict(linear.state_dict(), assign=True)
     assert torch.equal(again(x), linear(x))
-    with simulate(linear):
-        assert linear.simulate
-        assert torch.equal(again(x), linear(x))
-    assert not linear.simulate
+    with simulated_products() as called:
+        simulated = linear(x)
+    assert called["scaled_matmul"].called
+    assert torch.equal(simulated, linear(x))
 
 
 def test_quant_linear__progressive_scales_are_stored_in_8_bits() -> None:
@@ -120,7 +121,7 @@ def test_quant_linear__progressive_scales_are_stored_in_8_bits() -> None:
 
 @pytest.mark.parametrize("activation", [None, 8])
 @pytest.mark.parametrize("group", [0, 16])
-def test_simulate__equals_the_integer_path(activation: int | None, group: int) -> None:
+def test_quant_linear__equals_simulated_products(activation: int | None, group: int) -> None:
     p = parts(4, outliers=2) | ({"weight_scale": torch.rand(N, -(-K // group))} if group else {})
     scale = None if activation is None else torch.tensor([0.03])
     linear = QuantLinear.from_parts(
@@ -128,8 +129,9 @@ def test_simulate__equals_the_integer_path(activation: int | None, group: int) -
     )
     x = torch.randn(3, K)
     expected = linear(x)
-    with simulate(torch.nn.Sequential(linear)):
+    with simulated_products() as called:
         assert torch.equal(linear(x), expected)
+        assert called["weight_only_matmul" if activation is None else "scaled_matmul"].called
         linear.qweight.zero_()
         assert not torch.equal(linear(x), expected)
 
