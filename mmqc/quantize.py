@@ -16,10 +16,9 @@ from mmqc.calibration.generated import with_generated
 from mmqc.calibration.residency import Residency
 from mmqc.calibration.sequential import Inputs
 from mmqc.config import ConfigError, QuantConfig
-from mmqc.experts.modules import QuantExperts
 from mmqc.kv.scores import with_scores
 from mmqc.nn.eval_mode import evaluating
-from mmqc.nn.linear import QuantLinear
+from mmqc.nn.integer_weight import IntegerWeight
 from mmqc.nn.modality import ModalityContext, attached, detach, visual_token_ids
 from mmqc.quantization import convert
 from mmqc.quantization.job import Job
@@ -173,7 +172,7 @@ def _store(model: nn.Module, config: QuantConfig, batches: list[Batch], options:
 def _check_model(model: nn.Module, config: QuantConfig) -> None:
     if not isinstance(config, QuantConfig):
         raise ConfigError(f"config is a {type(config).__name__}; pass a mmqc.QuantConfig, e.g. mmqc.recipes.mquant()")
-    if any(isinstance(m, QuantLinear | QuantExperts) for m in model.modules()):
+    if any(isinstance(m, IntegerWeight) for m in model.modules()):
         raise ValueError("this model is quantized already; load the original weights to quantize it anew")
     bad = convert.first_bad_weight(model)
     if bad is not None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from mmqc.calibration.calibrate import by_modality, linear_input
-from mmqc.nn.linear import QuantLinear
+from mmqc.nn.integer_weight import PackedLinear
 from mmqc.nn.modality import ModalityContext
 
 
@@ -41,7 +41,7 @@ class Loss:
 class Meter:
     """The pre-hook that compares one linear with its quantized self; see ``loss``."""
 
-    def __init__(self, quantized: QuantLinear, language: bool, context: ModalityContext | None) -> None:
+    def __init__(self, quantized: PackedLinear, language: bool, context: ModalityContext | None) -> None:
         self.quantized, self.language, self.context, self.loss = quantized, language, context, Loss()
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:

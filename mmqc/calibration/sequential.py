@@ -22,7 +22,7 @@ from mmqc.calibration.measure import Loss, Meter
 from mmqc.calibration.residency import Residency
 from mmqc.calibration.spool import Spool
 from mmqc.calibration.stream import Feed, capture
-from mmqc.nn.linear import QuantLinear
+from mmqc.nn.integer_weight import PackedLinear
 from mmqc.nn.modality import ModalityContext
 
 Inputs = Literal["float", "quantized"]
@@ -39,11 +39,11 @@ class Worker(Protocol):
         """Swap in what that run found; nothing to do for what this run did."""
         ...
 
-    def solve(self, linears: Sequence[str], seen: Mapping[str, InputStatistics]) -> dict[str, QuantLinear]:
+    def solve(self, linears: Sequence[str], seen: Mapping[str, InputStatistics]) -> dict[str, PackedLinear]:
         """Quantize the weights; the model stays as it is."""
         ...
 
-    def swap(self, built: Mapping[str, QuantLinear], losses: Mapping[str, Loss]) -> None:
+    def swap(self, built: Mapping[str, PackedLinear], losses: Mapping[str, Loss]) -> None:
         """Put the linears into the model; the unit is finished."""
         ...
 
@@ -138,7 +138,7 @@ class Sequential:
         observers = {f: Observer(self.watches[f], self.context) for f in linears if f in self.watches}
         return _hooks(self.model, observers)
 
-    def _outside(self, unit: Outside, seen: Mapping[str, InputStatistics]) -> tuple[dict[str, QuantLinear], dict[str, Loss]]:
+    def _outside(self, unit: Outside, seen: Mapping[str, InputStatistics]) -> tuple[dict[str, PackedLinear], dict[str, Loss]]:
         self.say(unit.linears[0])
         built = self.worker.solve(unit.linears, seen)
         with _hooks(self.model, self._meters(built)) as meters:
@@ -188,7 +188,7 @@ class Sequential:
             output = feed.call(self.model, number, batch)
             yield batch, feed.outputs(output) if keep else []
 
-    def _meters(self, built: Mapping[str, QuantLinear]) -> dict[str, Meter]:
+    def _meters(self, built: Mapping[str, PackedLinear]) -> dict[str, Meter]:
         return {name: Meter(q, self.language[name], self.context) for name, q in built.items()}
 
 

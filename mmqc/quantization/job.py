@@ -27,6 +27,7 @@ from mmqc.graph.program import Program
 from mmqc.graph.record import record
 from mmqc.graph.runner import Steps, run
 from mmqc.kv.rounding import observed, round_keys_and_values
+from mmqc.nn.integer_weight import PackedLinear
 from mmqc.nn.linear import QuantLinear
 from mmqc.nn.modality import ModalityContext, detach
 from mmqc.nn.unseen import guard, unseen_modules, unsure_weights
@@ -71,7 +72,7 @@ class Job:
         self.found = Unit()
         self.errors: dict[str, float] = {}
         self.notes: dict[str, str] = {}
-        self.built: dict[str, QuantLinear] = {}
+        self.built: dict[str, PackedLinear] = {}
 
     def run(self) -> QuantReport:
         """The steps in order."""
@@ -280,7 +281,7 @@ class Job:
             self.earlier[(fqn, ())] = result
         self.put(self.solve(linears, {n: unit.seen[f"{n}.weight"] for n in linears}), unit.losses)
 
-    def solve(self, linears: Sequence[str], seen: Mapping[str, InputStatistics]) -> dict[str, QuantLinear]:
+    def solve(self, linears: Sequence[str], seen: Mapping[str, InputStatistics]) -> dict[str, PackedLinear]:
         """Quantize the weights of a unit."""
         wanted = [f"{name}.weight" for name in linears]
         for fqn in wanted:
@@ -304,7 +305,7 @@ class Job:
             "outliers": [] if outliers is None else outliers.tolist(),
         }
 
-    def swap(self, built: Mapping[str, QuantLinear], losses: Mapping[str, Loss]) -> None:
+    def swap(self, built: Mapping[str, PackedLinear], losses: Mapping[str, Loss]) -> None:
         """Store a unit that was just quantized, and put it into the model."""
         if self.store is not None and built:
             fqns = [f"{name}.weight" for name in built]
@@ -312,7 +313,7 @@ class Job:
             self.store.save(list(built), Unit(**kept, losses=dict(losses)))
         self.put(built, losses)
 
-    def put(self, built: Mapping[str, QuantLinear], losses: Mapping[str, Loss]) -> None:
+    def put(self, built: Mapping[str, PackedLinear], losses: Mapping[str, Loss]) -> None:
         """Swap, and let go of everything of the unit that takes memory."""
         for name, linear in built.items():
             self.journal.swap(name, linear)
@@ -417,7 +418,7 @@ def _token_embeddings(prog: Program) -> list[str]:
     return found
 
 
-def _one_scale(linear: QuantLinear, seen: InputStatistics) -> str:
+def _one_scale(linear: PackedLinear, seen: InputStatistics) -> str:
     """Why a linear has one input scale for both modalities, if calibration decided that."""
     mixed = linear.input_scale is not None and seen.ranges[MIXED].count
     return "its rows are not the tokens of the call: one scale for both modalities" if mixed else ""
