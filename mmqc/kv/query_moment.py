@@ -25,6 +25,15 @@ class QueryMoment(nn.Module):
         super().__init__()
         self.register_buffer("moment", torch.zeros(heads, width, width, device=device))
 
+    def to_spec(self) -> dict[str, Any]:
+        """What ``from_spec`` builds the module from, without its values; float32 whatever the model is."""
+        return {"heads": self.moment.shape[0], "width": self.moment.shape[1]}
+
+    @classmethod
+    def from_spec(cls, spec: Mapping[str, Any]) -> QueryMoment:
+        """On the meta device."""
+        return cls(spec["heads"], spec["width"], device="meta")
+
 
 def moment_of(module: nn.Module) -> Tensor | None:
     """What is known of this attention module's queries."""

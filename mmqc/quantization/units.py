@@ -20,7 +20,7 @@ from mmqc.calibration.sequential import Sequential
 from mmqc.config import QuantConfig
 from mmqc.experts.quantize import BuiltExperts, quantize_experts
 from mmqc.graph.runner import Steps, run
-from mmqc.nn.linear import QuantLinear
+from mmqc.nn.integer_weight import PackedLinear
 from mmqc.pipeline import FACTS, activation_passes, weight_passes
 from mmqc.quantization import convert
 from mmqc.quantization.job import Job
@@ -185,7 +185,7 @@ class UnitWorker:
         self.earlier.update({(fqn, ()): result for fqn, result in unit.solved.items()})
         self.put(self.solve(linears, {n: unit.seen[f"{n}.weight"] for n in linears}), unit.losses, unit.seconds)
 
-    def solve(self, linears: Sequence[str], seen: Mapping[str, InputStatistics]) -> dict[str, QuantLinear]:
+    def solve(self, linears: Sequence[str], seen: Mapping[str, InputStatistics]) -> dict[str, PackedLinear]:
         """Quantize the weights of a unit."""
         wanted = [f"{name}.weight" for name in linears]
         for name, fqn in zip(linears, wanted, strict=True):
@@ -197,7 +197,7 @@ class UnitWorker:
             steps.rewrite(lambda site: site.fqn in wanted)
         return convert.build_quantized(self.job.model, self.program, self.context, wanted)
 
-    def swap(self, built: Mapping[str, QuantLinear], losses: Mapping[str, Loss]) -> None:
+    def swap(self, built: Mapping[str, PackedLinear], losses: Mapping[str, Loss]) -> None:
         """Store a unit that was just quantized, and put it into the model."""
         solved = {f"{name}.weight": self.solved[f"{name}.weight"] for name in built}
         seconds = {fqn: s.seconds for fqn, s in solved.items()}
@@ -206,7 +206,7 @@ class UnitWorker:
             self.job.store.save(list(built), Unit(results, {fqn: self.seen[fqn] for fqn in solved}, seconds, dict(losses)))
         self.put(built, losses, seconds)
 
-    def put(self, built: Mapping[str, QuantLinear], losses: Mapping[str, Loss], seconds: Mapping[str, float]) -> None:
+    def put(self, built: Mapping[str, PackedLinear], losses: Mapping[str, Loss], seconds: Mapping[str, float]) -> None:
         """Swap, and let go of everything of the unit that takes memory."""
         for name, linear in built.items():
             self.job.journal.swap(name, linear)
@@ -226,7 +226,7 @@ class UnitWorker:
             self.program.weights[name] = weight.new_zeros(()).expand(weight.shape)
 
     def row(
-        self, target: Target, linear: QuantLinear, solved: Solved, seen: InputStatistics, loss: Loss, seconds: float
+        self, target: Target, linear: PackedLinear, solved: Solved, seen: InputStatistics, loss: Loss, seconds: float
     ) -> LayerReport:
         """What the report says of a linear."""
         mixed = linear.input_scale is not None and seen.ranges[MIXED].count
