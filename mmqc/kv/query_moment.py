@@ -7,7 +7,7 @@ A child of the attention module, so that it is saved and loaded with the model (
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
