@@ -28,7 +28,8 @@ from mmqc.kernels.hadamard.hadamard_quantize import hadamard_quantize
 from mmqc.kernels.hadamard.hadamard_quantize_per_token import hadamard_quantize_per_token
 from mmqc.kernels.matmul import mixed_matmul as product
 from mmqc.kernels.rows.norm_quantize_per_token import Norm, norm_quantize_per_token
-from mmqc.kernels.rows.quantize_per_token import Rows, quantize_per_token
+from mmqc.kernels.rows.quantize_per_token import quantize_per_token
+from mmqc.kernels.shared.row_scale import Rows
 
 NORM, HADAMARD, BASIS = "norm", "hadamard", "basis"
 CASES = {  # name: (what stands in front, N, K, high channels)

@@ -28,9 +28,10 @@ from benchmarks.tune import UNPACK, candidates, write_tiles
 from mmqc.kernels.matmul import configs as tiles
 from mmqc.kernels.matmul import mixed_matmul as kernel
 from mmqc.kernels.matmul import packed_matmul as registers
-from mmqc.kernels.matmul import pingpong_matmul as pingpong
 from mmqc.kernels.matmul.configs import MatmulConfig
-from mmqc.kernels.rows.quantize_per_token import Rows, quantize_per_token
+from mmqc.kernels.rows.quantize_per_token import quantize_per_token
+from mmqc.kernels.shared.device_facts import has_warpgroup_products
+from mmqc.kernels.shared.row_scale import Rows
 from mmqc.ops.mixed_matmul import reference
 from mmqc.ops.pack import pack_int4
 
@@ -107,7 +108,7 @@ def tune(run: Run, linear: Linear) -> None:
     times: dict[MatmulConfig, float] = {}
     rows = linear.quantize()
     op = kernel.PINGPONG[len(linear.widths)]
-    for c in (*(candidates(op, linear.m, linear.n, 0) if pingpong.here(linear.x.device) else ()), *kernel.TILES):
+    for c in (*(candidates(op, linear.m, linear.n, 0) if has_warpgroup_products(linear.x.device) else ()), *kernel.TILES):
         linear.config = c
         call = lambda: linear.multiply(rows, linear.written)  # noqa: E731
         us = run.attempt(f"tune {linear.n} {c}", lambda call=call: run.microseconds([call] * 2, 8, 0.03), 40)
@@ -137,7 +138,7 @@ def in_registers_or_not(run: Run, linear: Linear, rows: Rows) -> MatmulConfig | 
     """
     tries = [linear.config, *(c for c in candidates(registers.MIXED, linear.m, linear.n, 0) if c.variant == "registers")]
     times: dict[MatmulConfig, float] = {}
-    for c in tries if pingpong.here(linear.x.device) else ():
+    for c in tries if has_warpgroup_products(linear.x.device) else ():
         call = lambda c=c: kernel.mixed_matmul(rows, linear.packed, out=linear.out, out_dtype=run.dtype, config=c)  # noqa: E731
         us = run.attempt(f"tune {linear.n} packed {c}", lambda call=call: run.microseconds([call] * 2), 40)
         if us is not None and c is not None:
@@ -158,7 +159,7 @@ def one_shape(run: Run, name: str, shape: tuple[int, int, int], m: int, tuned: d
         if linear.config is not None:
             op = kernel.PINGPONG[len(linear.widths)] if linear.config.variant == "pingpong" else kernel.OP
             tuned[tiles.key(op, m, n, k)] = linear.config
-        if pingpong.here(linear.x.device):
+        if has_warpgroup_products(linear.x.device):
             tuned[tiles.key(registers.MIXED if high else registers.OP, m, n, k)] = linear.packed_config or UNPACK
     calls, seen = list(linear.calls().items()), {}
     for what, call in (*calls, *reversed(calls)):  # the clock falls as the GPU warms up: each is timed early and late

@@ -290,15 +290,15 @@ def doctor(
 @app.command()
 def passes(recipe: Recipe = "mquant", settings: Set = None, config_file: ConfigFile = None) -> None:
     """The passes that a recipe runs, in order, with what each needs and gives."""
-    from mmqc.pipeline import exact_passes, quantizing_passes
+    from mmqc.pipeline import phases
 
-    config = config_of(recipe, settings, config_file)
-    table = Table("", "pass", "exact", "needs", "gives", header_style="bold")
-    table.columns[1].no_wrap = True
-    quantizing = quantizing_passes() if config.schemes else ()
-    for number, step in enumerate((*exact_passes(config), *quantizing)):
-        exact = "yes" if step.exact else "no"
-        table.add_row(str(number), step.name, exact, *("\n".join(sorted(facts)) for facts in (step.needs, step.gives)))
+    table = Table("", "phase", "pass", "exact", "needs", "gives", header_style="bold")
+    table.columns[2].no_wrap = True
+    found = phases(config_of(recipe, settings, config_file))
+    rows = [(phase if i == 0 else "", step) for phase, steps in found.items() for i, step in enumerate(steps)]
+    for number, (phase, step) in enumerate(rows):
+        exact, facts = "yes" if step.exact else "no", ("\n".join(sorted(each)) for each in (step.needs, step.gives))
+        table.add_row(str(number), phase, step.name, exact, *facts)
     console.print(table)
 
 

@@ -1,7 +1,9 @@
 """compute-sanitizer's memcheck and racecheck over every kernel (tests/gpu_tests/sanitize.py), each next to its reference.
 
-    python -m benchmarks.sanitize [--out FILE] [--seconds 150]        on a CUDA device
-    python -m benchmarks.sanitize --dry                               the calls alone, in Triton's interpreter, on the CPU
+    python tests/support/run_sanitizer.py [--out FILE] [--seconds 150]        on a CUDA device
+    python tests/support/run_sanitizer.py --dry                               the calls alone, in Triton's interpreter, on the CPU
+
+tests/gpu_tests/test_sanitizer.py calls it part by part; alone it writes what docs/results/kernels.md shows.
 
 The kernels run three times, in a process each: alone (which compiles them), under memcheck, under racecheck.  Both tools also
 get an error that they must find; where they do not, or refuse the device, kernels count as skipped and never as clean.
@@ -25,7 +27,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 CHILD = ROOT / "tests/gpu_tests/sanitize.py"
 PLANTED = "planted"
 OPTIONS = {
@@ -112,9 +114,9 @@ def _tool_line(log: Log, current: str, said: str) -> None:
         log.found.setdefault(current, []).append(headline)
 
 
-def run(tool: str | None, sanitizer: str, seconds: int, dry: bool) -> Log:
+def run(tool: str | None, sanitizer: str, seconds: int, dry: bool, part: str) -> Log:
     """The child, alone or under a tool, with a time limit."""
-    command = [sys.executable, str(CHILD), *(["--dry"] if dry else []), *(["--planted", tool] if tool else [])]
+    command = [sys.executable, str(CHILD), "--part", part, *(["--dry"] if dry else []), *(["--planted", tool] if tool else [])]
     if tool:
         command = [sanitizer, "--tool", tool, "--print-limit", "1000", "--show-backtrace", "no", *OPTIONS[tool], *command]
     # Real allocations, or memcheck sees torch's large blocks only.
@@ -165,49 +167,66 @@ def table(data: dict[str, Any]) -> str:
     return "\n".join([*lines, *notes, *(f"{tool}: planted error {how}" for tool, how in data["planted"].items())])
 
 
-def main() -> int:
-    """Run the kernels alone and under both tools."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/sanitize.json")
-    parser.add_argument("--seconds", type=int, default=150, help="time limit of each of the three runs")
-    parser.add_argument("--dry", action="store_true", help="in Triton's interpreter, on the CPU, without the tools")
-    args = parser.parse_args()
-    sanitizer, seconds, planted, logs = find_sanitizer(), {}, {}, {}
+def sanitize(seconds: int, dry: bool = False, part: str = "1/1") -> dict[str, Any]:
+    """Run the kernels alone and under both tools; every kernel's verdicts, and what they were made with.
+
+    Args:
+        seconds: time limit of each of the three runs.
+        dry: in Triton's interpreter, on the CPU, without the tools.
+        part: "2/4" is every fourth kernel from the second on.
+    """
+    sanitizer, took, planted, logs = find_sanitizer(), {}, {}, {}
     for name in ("alone", *OPTIONS):
         tool = None if name == "alone" else name
-        if tool and (args.dry or not sanitizer):
-            logs[name] = Log(refused="a dry run" if args.dry else "no compute-sanitizer on PATH or in /usr/local/cuda*/bin")
+        if tool and (dry or not sanitizer):
+            logs[name] = Log(refused="a dry run" if dry else "no compute-sanitizer on PATH or in /usr/local/cuda*/bin")
             continue
         start = time.monotonic()
-        logs[name] = log = run(tool, sanitizer or "", args.seconds, args.dry)
-        seconds[name] = round(time.monotonic() - start, 1)
+        logs[name] = log = run(tool, sanitizer or "", seconds, dry, part)
+        took[name] = round(time.monotonic() - start, 1)
         if tool:
             how = "found" if log.found.get(PLANTED) else "not found" if PLANTED in log.ended else "not reached"
             planted[tool] = f"not tried: {log.missing}" if log.missing else how
-        elif log.facts and not log.facts["device"]:
-            print("skipped: no CUDA device")
-            return 0
     facts = logs["alone"].facts
     version = subprocess.run([sanitizer, "--version"], capture_output=True, text=True).stdout if sanitizer else ""
-    kernels = {
-        name: {column: log.verdict(name, column != "alone") for column, log in logs.items()}
-        for name in facts.get("kernels", logs["alone"].ended)
-    }
-    data = {
-        "command": "python -m benchmarks.sanitize",
+    return {
+        "command": "python tests/support/run_sanitizer.py",
         "device": facts.get("device"),
         "torch": facts.get("torch"),
         "triton": facts.get("triton"),
         "python": facts.get("python"),
         "compute_sanitizer": (re.findall(r"[Vv]ersion (\S+)", version) or [None])[-1],
-        "seconds": seconds,
+        "seconds": took,
         "planted": planted,
-        "kernels": kernels,
+        "of": facts.get("of", 0),
+        "kernels": {
+            name: {column: log.verdict(name, column != "alone") for column, log in logs.items()}
+            for name in facts.get("kernels", logs["alone"].ended)
+        },
     }
-    if not args.dry:
+
+
+def kernels_with(data: dict[str, Any], word: str) -> list[str]:
+    """Kernels with a verdict that begins with this word."""
+    return [name for name, row in data["kernels"].items() if any(v.startswith(word) for v in row.values())]
+
+
+def main() -> int:
+    """Run all kernels, and write and print the verdicts."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/sanitize.json")
+    parser.add_argument("--seconds", type=int, default=150, help="time limit of each of the three runs")
+    parser.add_argument("--part", default="1/1", help="2/4: every fourth kernel from the second on; written nowhere")
+    parser.add_argument("--dry", action="store_true", help="in Triton's interpreter, on the CPU, without the tools")
+    args = parser.parse_args()
+    data = sanitize(args.seconds, args.dry, args.part)
+    if not args.dry and data["device"] is None:
+        print("skipped: no CUDA device")
+        return 0
+    if not args.dry and args.part == "1/1":
         args.out.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
     print(table(data), flush=True)
-    return int(any(v.startswith("errors") for row in kernels.values() for v in row.values()))
+    return int(bool(kernels_with(data, "errors")))
 
 
 if __name__ == "__main__":

@@ -7,12 +7,11 @@
 σ(u) = 1 / (1 + exp(-u)).  Q(z) = erfc(z/√2) / 2 by Abramowitz and Stegun 7.1.26: |error| <= 0.75e-7, next to half a step of the
 float32 numbers in front of 1 (0.3e-7), so gelu is off by at most |x| times that.  Two special functions and a dozen multiply-adds;
 libdevice's erf and tanh evaluate two polynomials each and choose.
+``input_tile`` is what the transforms read: x, or silu(x) ∘ u.
 """
 
 import triton
 import triton.language as tl
-
-from mmqc.kernels.hadamard.hadamard_tiles import silu_tile
 
 NONE = tl.constexpr(0)
 RELU = tl.constexpr(1)
@@ -45,6 +44,19 @@ def inverse_tile(x, PTX: tl.constexpr):
 
 
 @triton.jit
+def silu_tile(gate, PTX: tl.constexpr):
+    """Gate / (1 + exp(-gate)) in float32; with PTX by the two approximate functions, good to 2^-21."""
+    if PTX:
+        y = tl.inline_asm_elementwise(
+            """{ .reg .f32 t; mul.f32 t, $1, 0fBFB8AA3B; ex2.approx.ftz.f32 t, t;
+            add.f32 t, t, 0f3F800000; rcp.approx.ftz.f32 t, t; mul.f32 $0, $1, t; }""",
+            "=f,f", [gate], dtype=tl.float32, is_pure=True, pack=1)
+    else:
+        y = gate / (1.0 + tl.exp(-gate))
+    return y
+
+
+@triton.jit
 def gelu_tile(x, PTX: tl.constexpr):
     """The exact form."""
     z = tl.abs(x)
@@ -70,3 +82,14 @@ def activation_tile(x, ACTIVATION: tl.constexpr, PTX: tl.constexpr):
         u = x * (x * x * -0.10294324 - 2.3022082)  # 2 √(2/π) log2(e)
         x = x * inverse_tile(1.0 + exp2_tile(u, PTX), PTX)
     return x
+
+
+@triton.jit
+def input_tile(x_ptr, up_ptr, at_x, at_up, mask, GATED: tl.constexpr, PTX: tl.constexpr):
+    """h, in x's dtype."""
+    h = tl.load(x_ptr + at_x, mask=mask, other=0.0)
+    if GATED:
+        # As in the unfused model, silu is rounded before it is multiplied.
+        silu = silu_tile(h.to(tl.float32), PTX).to(h.dtype).to(tl.float32)
+        h = (silu * tl.load(up_ptr + at_up, mask=mask, other=0.0).to(tl.float32)).to(h.dtype)
+    return h
