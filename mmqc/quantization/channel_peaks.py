@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from mmqc.calibration.calibrate import hooked, linear_input
+from mmqc.calibration.observe import observe
 from mmqc.graph.linear import weight_of
 from mmqc.graph.program import Program
 from mmqc.graph.runner import run
@@ -30,12 +30,10 @@ Batches = Callable[[], Iterable[Mapping[str, Any]]]
 class Peak:
     """Running maximum of |x| by channel."""
 
-    def __init__(self) -> None:
-        self.value: Tensor | None = None
+    value: Tensor | None = None
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+    def update(self, x: Tensor) -> None:
         """Take in a forward's input."""
-        x = linear_input(module, args[0].detach())
         if x.numel():
             found = x.reshape(-1, x.shape[-1]).abs().amax(0).double()
             self.value = found if self.value is None else torch.maximum(self.value, found)
@@ -44,11 +42,10 @@ class Peak:
 @torch.no_grad()
 def channel_peaks(model: nn.Module, weights: Iterable[str], batches: Batches) -> dict[str, Tensor]:
     """P float64 [K] of the linears with these weights, by FQN; without those that no row reached."""
-    peaks = {fqn: Peak() for fqn in weights}
-    with hooked((model.get_submodule(fqn.removesuffix(".weight")), peak) for fqn, peak in peaks.items()):
+    with observe(model, {fqn.removesuffix(".weight"): Peak() for fqn in weights}) as peaks:
         for batch in batches():
             model(**batch)
-    return {fqn: peak.value for fqn, peak in peaks.items() if peak.value is not None}
+    return {f"{name}.weight": peak.value for name, peak in peaks.items() if peak.value is not None}
 
 
 def _linears(prog: Program) -> dict[str, fx.Node]:

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from mmqc import pipeline
 from mmqc.nn.linear import QuantLinear
 from mmqc.passes.fuse_epilogues import FuseEpilogues
+from mmqc.solvers import Quantized
 
 pytestmark = pytest.mark.usefixtures("integer_products")
 
@@ -102,17 +103,15 @@ def test_fuse_epilogues__a_scale_per_modality(gate: bool, without_inductor: None
 def test_fuse_epilogues__four_bit_weights(without_inductor: None) -> None:
     codes = torch.randint(-8, 8, (32, 32), dtype=torch.int8)
     first = QuantLinear.from_parts(
-        codes, torch.full((32,), 0.03), weight_bits=4, activation_bits=8, input_scale=torch.tensor([0.05])
+        Quantized(codes, torch.full((32,), 0.03)), weight_bits=4, activation_bits=8, input_scale=torch.tensor([0.05])
     )
     ops, _ = compile_and_compare(Tail(F.relu, first), torch.randn(4, 32))
     assert ops == ALONE
 
 
 def test_fuse_epilogues__scales_of_groups_stay(without_inductor: None) -> None:
-    codes = torch.randint(-8, 8, (32, 32), dtype=torch.int8)
-    first = QuantLinear.from_parts(
-        codes, torch.full((32, 4), 0.03), weight_bits=4, activation_bits=8, group_size=8, input_scale=torch.tensor([0.05])
-    )
+    quantized = Quantized(torch.randint(-8, 8, (32, 32), dtype=torch.int8), torch.full((32, 4), 0.03), group_size=8)
+    first = QuantLinear.from_parts(quantized, weight_bits=4, activation_bits=8, input_scale=torch.tensor([0.05]))
     ops, misses = compile_and_compare(Tail(F.relu, first), torch.randn(4, 32))
     assert ops == {"quantize": 2, "scaled_matmul": 2}
     assert "scales of groups" in misses["fuse_epilogues"][0]
