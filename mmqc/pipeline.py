@@ -18,7 +18,7 @@ from torch import Tensor
 from mmqc.config import QuantConfig
 from mmqc.graph.runner import Pass
 from mmqc.passes.assign_scheme import AssignScheme
-from mmqc.passes.facts import FACTS
+from mmqc.passes.facts import FACTS as FACTS
 from mmqc.passes.fold_channel_scale import FoldChannelScale
 from mmqc.passes.fold_layer_scale import FoldLayerScale
 from mmqc.passes.fold_norm_mean import FoldNormMean
@@ -43,19 +43,6 @@ from mmqc.passes.rewrite_rope_index import RewriteRopeIndex
 from mmqc.passes.share_angles import ShareAngles
 from mmqc.passes.share_quantize import ShareQuantize
 from mmqc.passes.suppress_magnitude import SuppressMagnitude
-
-__all__ = [
-    "FACTS",
-    "activation_passes",
-    "exact_passes",
-    "folding_passes",
-    "measured_passes",
-    "phases",
-    "quantizing_passes",
-    "rotating_passes",
-    "run_time_passes",
-    "weight_passes",
-]
 
 
 def exact_passes(config: QuantConfig) -> tuple[Pass, ...]:

@@ -21,6 +21,9 @@ from mmqc.errors import MmqcError
 from mmqc.graph.program import PassRecord, Program
 from mmqc.graph.text import program_text, text_diff
 
+# Dynamo's l_self_modules_a_modules_b_buffers_c_ is the model's a.b.c.
+DYNAMO_NAME = re.compile(r"\bl_self_modules_(\w+?)_(?:parameters|buffers)_(\w+?)_\b")
+
 
 class TraceError(MmqcError, OSError):
     """The folder that MMQC_TRACE names cannot be written."""
@@ -66,8 +69,9 @@ class Trace:
 
 def _text(prog: Program) -> str:
     """The program, and the formulas of the weights that passes derived and that the model does not hold yet."""
+    nodes = DYNAMO_NAME.sub(lambda m: f"{m[1].replace('_modules_', '.')}.{m[2]}", program_text(prog))
     weights = (f"{name} <- {step.formula}" for name in prog.changed for step in prog.derived(name))
-    return "\n".join([program_text(prog), "", *weights])
+    return "\n".join([nodes, "", *weights])
 
 
 def _equation(module: str) -> list[str]:
