@@ -181,7 +181,7 @@ class _Job:
     def _varied(self) -> list[tuple[list[dict[str, Tensor]], list[dict[str, Tensor]]]]:
         """Further batches to try, those with the most variety first; none if there are several, or shapes are given."""
         from mmqc.aot.variants import fixed_images, variants
-        from mmqc.quantize import visual_token_ids
+        from mmqc.nn.modality import visual_token_ids
 
         if len(self.batches) > 1 or self.shapes is not None:
             return [([], [])]

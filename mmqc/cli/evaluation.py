@@ -180,7 +180,7 @@ def logit_sqnr(reference: Any, model: Any, batches: Iterable[Mapping[str, Tensor
 
 def _visual(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
     """Bool [B, T]: the visual positions, by the batch's own types or the config's token ids."""
-    from mmqc.quantize import visual_token_ids
+    from mmqc.nn.modality import visual_token_ids
 
     kinds, ids = batch.get("mm_token_type_ids"), batch["input_ids"].cpu()
     if kinds is not None:
