@@ -262,6 +262,6 @@ def _padded_left(batch: Batch) -> bool:
 
 
 def _is_quantized(model: nn.Module) -> bool:
-    from mmqc.nn.linear import QuantLinear
+    from mmqc.nn.integer_weight import PackedLinear
 
-    return any(isinstance(m, QuantLinear) for m in model.modules())
+    return any(isinstance(m, PackedLinear) for m in model.modules())

@@ -1,7 +1,13 @@
 """``quantize_``: record, rewrite, calibrate, quantize, pack the cache, report; in place, and undone as a whole if anything fails.
 
-Request (request.py)  ->  Job (job.py)  ->  Recorded  ->  Rewritten (rewrite.py)  ->  Targets (targets.py)
-->  Quantized (units.py; weights_only.py without data)  ->  QuantizedKV (kv.py)  ->  QuantReport (finish.py)
+    request   arguments, checked                                    quantization/request.py
+    job       the model at work: modes, devices, undo journal       quantization/job.py
+    phases    Recorded -> Rewritten                                 quantization/rewrite.py
+              -> Targets -> Quantized, block by block               quantization/targets.py, units.py
+              or Quantized, of weights alone without data           quantization/weights_only.py
+              -> QuantizedKV -> QuantReport                         quantization/kv.py, finish.py
+
+Each phase is a function from what is known before it to what is known after it.
 """
 
 from __future__ import annotations
@@ -64,6 +70,7 @@ def quantize_(
         ResumeError, OutOfMemoryError: say what to change.
         ValueError: a weight holds NaN or infinity, or the model is quantized already.
         RecordError: the forward cannot be recorded.
+        TraceError: MMQC_TRACE names a folder that cannot be written.
         RewriteError: the exact rewrites changed the output of the first batch by more than rounding.
 
     Whatever is raised, the model is as it was.

@@ -11,7 +11,7 @@ Nothing recorded is replayed: the module is called with the arguments that the m
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 
 from mmqc.calibration.blocks import NotStreamableError, leaves_of
 from mmqc.calibration.calibrate import by_modality, weighted
+from mmqc.calibration.observe import Call, Output
 from mmqc.calibration.spool import Spool
 from mmqc.calibration.stream import during
 from mmqc.nn.modality import ModalityContext
@@ -63,12 +64,12 @@ class Calls:
         self.calls: list[tuple[list[Any], Any, Tensor | None]] = []
         self.wanted: list[Any] = []
 
-    def hook(self) -> list[Any]:
-        """Hooks that store every call; the caller removes them."""
-        module = self.model.get_submodule(self.name)
-        return [module.register_forward_pre_hook(self._enter, with_kwargs=True), module.register_forward_hook(self._leave)]
+    @property
+    def places(self) -> dict[Call | Output, Callable[..., None]]:
+        """What stores every call, for ``observe``."""
+        return {Call(self.name): self._enter, Output(self.name): self._leave}
 
-    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _enter(self, args: Any, kwargs: Any) -> None:
         try:
             leaves, spec = leaves_of(self.name, args, kwargs)
         except NotStreamableError as error:
@@ -77,7 +78,7 @@ class Calls:
         visual = None if self.context is None else self.context.visual
         self.calls.append(([self.spool.put(leaf) for leaf in leaves], spec, None if visual is None else visual.clone()))
 
-    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _leave(self, output: Any, *call: Any) -> None:
         if not self.reason:
             self.wanted.append(self.spool.put(_first(output)))
 

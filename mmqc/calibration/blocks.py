@@ -11,12 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from mmqc.calibration.observe import Call, Output, observe
 from mmqc.errors import MmqcError
 
 STREAM, KEPT, PLAIN = "stream", "kept", "plain"
@@ -162,7 +164,7 @@ class _List:
     def _streamed(self, leaf: Any) -> int | None:
         return next((i for i, (t, v) in enumerate(self.returned) if t is leaf and t._version == v), None)
 
-    def leave(self, output: Any) -> None:
+    def leave(self, output: Any, *call: Any) -> None:
         """A block has returned."""
         self.returned = [(t, t._version) for t in pytree.tree_leaves(output) if isinstance(t, Tensor)]
 
@@ -181,49 +183,35 @@ class Survey:
 
     def run(self, call: Callable[[], Any]) -> Survey:
         """Run the forward."""
-        handles = []
+        places: dict[Call | Output, Any] = {Call(fqn): partial(self._linear, fqn) for fqn in self.outside}
         for where, children in self.names.items():
             for child in children:
-                module = self.model.get_submodule(child)
-                handles.append(module.register_forward_pre_hook(self._entering(where, child), with_kwargs=True))
-                handles.append(module.register_forward_hook(self._leaving(where)))
-        for fqn in self.outside:
-            handles.append(self.model.get_submodule(fqn).register_forward_pre_hook(self._linear(fqn)))
+                places |= {Call(child): partial(self._enter, where, child), Output(child): self.lists[where].leave}
         try:
-            call()
+            with observe(self.model, places):
+                call()
         finally:
-            for handle in handles:
-                handle.remove()
             for found in self.lists.values():
                 found.kept, found.returned = [], []
         return self
 
-    def _entering(self, where: str, name: str) -> Any:
-        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-            found = self.lists[where]
-            if found.refused:
-                return
-            before = len(found.segments)
-            try:
-                found.enter(name, args, kwargs)
-            except NotStreamableError as error:
-                found.refused = error.reason
-            if len(found.segments) > before:
-                self.events.append(found.segments[-1])
-                self.begun += 1
+    def _enter(self, where: str, name: str, args: Any, kwargs: Any) -> None:
+        found = self.lists[where]
+        if found.refused:
+            return
+        before = len(found.segments)
+        try:
+            found.enter(name, args, kwargs)
+        except NotStreamableError as error:
+            found.refused = error.reason
+        if len(found.segments) > before:
+            self.events.append(found.segments[-1])
+            self.begun += 1
 
-        return hook
-
-    def _leaving(self, where: str) -> Any:
-        return lambda module, args, output: self.lists[where].leave(output)
-
-    def _linear(self, fqn: str) -> Any:
-        def hook(module: nn.Module, args: Any) -> None:
-            self.after[fqn] = self.begun
-            if fqn not in self.events:
-                self.events.append(fqn)
-
-        return hook
+    def _linear(self, fqn: str, args: Any, kwargs: Any) -> None:
+        self.after[fqn] = self.begun
+        if fqn not in self.events:
+            self.events.append(fqn)
 
 
 def survey(

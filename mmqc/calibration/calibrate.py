@@ -7,10 +7,8 @@ block's (stream.py), makes no difference to a hook.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +17,6 @@ from mmqc.calibration.moments import add_second_moment, mirror_
 from mmqc.config import ActivationSpec
 from mmqc.errors import MmqcError
 from mmqc.nn.modality import ModalityContext
-from mmqc.nn.online_hadamard import OnlineHadamard
 from mmqc.ops.quantize import LARGEST
 
 TEXT, VISUAL, MIXED = "text", "visual", "mixed"
@@ -134,11 +131,6 @@ class Watch:
     row_weights: Mapping[str, float] = field(default_factory=lambda: dict(EQUAL))
 
 
-def linear_input(module: nn.Module, x: Tensor) -> Tensor:
-    """What the weight itself multiplies: the module's input, behind its online Hadamard if it has one."""
-    return module.rotated(x) if isinstance(module, OnlineHadamard) else x
-
-
 def by_modality(x: Tensor, language: bool, context: ModalityContext | None) -> dict[str, Tensor]:
     """The rows of x [*, K] split by modality; vision tower and projector are visual throughout.
 
@@ -164,15 +156,14 @@ def weighted(parts: Mapping[str, Tensor], row_weights: Mapping[str, float], rows
 
 
 class Observer:
-    """The pre-hook that gathers one linear's statistics in ``seen``."""
+    """One linear's statistics, gathered in ``seen``."""
 
     def __init__(self, watch: Watch, context: ModalityContext | None) -> None:
         self.watch, self.context = watch, context
         self.seen = InputStatistics(row_weights=watch.row_weights)
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        """Take in one call's input."""
-        x = linear_input(module, args[0].detach())
+    def update(self, x: Tensor) -> None:
+        """Take in one call's input, what the weight multiplies."""
         if self.watch.skip is not None:
             x = x.index_fill(-1, self.watch.skip.to(x.device), 0)
         spec = self.watch.spec
@@ -181,14 +172,3 @@ class Observer:
             self.seen.ranges[name].update(rows, spec is not None and spec.observer == "percentile")
         if self.watch.hessian:
             self.seen.add_moment(parts, x.reshape(-1, x.shape[-1]))
-
-
-@contextmanager
-def hooked(pairs: Iterable[tuple[nn.Module, Any]]) -> Iterator[None]:
-    """Forward pre-hooks for the length of a ``with`` block."""
-    handles = [module.register_forward_pre_hook(hook) for module, hook in pairs]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()

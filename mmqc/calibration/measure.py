@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmqc.calibration.calibrate import by_modality, linear_input
-from mmqc.nn.linear import QuantLinear
+from mmqc.calibration.calibrate import by_modality
+from mmqc.calibration.observe import linear_input
+from mmqc.nn.integer_weight import PackedLinear
 from mmqc.nn.modality import ModalityContext
 
 
@@ -39,15 +40,16 @@ class Loss:
 
 
 class Meter:
-    """The pre-hook that compares one linear with its quantized self; see ``loss``."""
+    """The calls of one linear, compared with those of its quantized self; see ``loss``."""
 
-    def __init__(self, quantized: QuantLinear, language: bool, context: ModalityContext | None) -> None:
-        self.quantized, self.language, self.context, self.loss = quantized, language, context, Loss()
+    def __init__(self, linear: nn.Module, quantized: PackedLinear, language: bool, context: ModalityContext | None) -> None:
+        self.linear, self.quantized, self.language, self.context, self.loss = linear, quantized, language, context, Loss()
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+    def update(self, args: tuple[Any, ...], kwargs: Any) -> None:
         """Compare on one call's input."""
         x = args[0].detach()
-        wanted = nn.functional.linear(linear_input(module, x), module.weight, module.bias)  # type: ignore[arg-type]
+        rotated = linear_input(self.linear, x)
+        wanted = nn.functional.linear(rotated, self.linear.weight, self.linear.bias)  # type: ignore[arg-type]
         error = self.quantized(x) - wanted
         parts = zip(
             by_modality(wanted, self.language, self.context).items(),
@@ -58,7 +60,7 @@ class Meter:
             self.loss.signal[name] = self.loss.signal.get(name, 0.0) + _power(signal)
             self.loss.noise[name] = self.loss.noise.get(name, 0.0) + _power(noise)
         if self.quantized.input_scale is not None:
-            self.count_clipped(linear_input(module, x), self.quantized.input_scale)
+            self.count_clipped(rotated, self.quantized.input_scale)
 
     def count_clipped(self, x: Tensor, scale: Tensor) -> None:
         """Count input values beyond the static range."""

@@ -17,12 +17,13 @@ import torch
 from torch import nn
 
 from mmqc.calibration.blocks import Layout, Outside, Segment
-from mmqc.calibration.calibrate import InputStatistics, Observer, Watch, hooked
+from mmqc.calibration.calibrate import InputStatistics, Observer, Watch
 from mmqc.calibration.measure import Loss, Meter
+from mmqc.calibration.observe import Call, observe
 from mmqc.calibration.residency import Residency
 from mmqc.calibration.spool import Spool
 from mmqc.calibration.stream import Feed, capture
-from mmqc.nn.linear import QuantLinear
+from mmqc.nn.integer_weight import PackedLinear
 from mmqc.nn.modality import ModalityContext
 
 Inputs = Literal["float", "quantized"]
@@ -39,11 +40,11 @@ class Worker(Protocol):
         """Swap in what that run found; nothing to do for what this run did."""
         ...
 
-    def solve(self, linears: Sequence[str], seen: Mapping[str, InputStatistics]) -> dict[str, QuantLinear]:
+    def solve(self, linears: Sequence[str], seen: Mapping[str, InputStatistics]) -> dict[str, PackedLinear]:
         """Quantize the weights; the model stays as it is."""
         ...
 
-    def swap(self, built: Mapping[str, QuantLinear], losses: Mapping[str, Loss]) -> None:
+    def swap(self, built: Mapping[str, PackedLinear], losses: Mapping[str, Loss]) -> None:
         """Put the linears into the model; the unit is finished."""
         ...
 
@@ -135,16 +136,15 @@ class Sequential:
         return all(self.worker.finished(inside) for b in unit.blocks if (inside := self._inside(b.name)))
 
     def _observing(self, linears: Iterable[str]) -> Any:
-        observers = {f: Observer(self.watches[f], self.context) for f in linears if f in self.watches}
-        return _hooks(self.model, observers)
+        return observe(self.model, {f: Observer(self.watches[f], self.context) for f in linears if f in self.watches})
 
-    def _outside(self, unit: Outside, seen: Mapping[str, InputStatistics]) -> tuple[dict[str, QuantLinear], dict[str, Loss]]:
+    def _outside(self, unit: Outside, seen: Mapping[str, InputStatistics]) -> tuple[dict[str, PackedLinear], dict[str, Loss]]:
         self.say(unit.linears[0])
         built = self.worker.solve(unit.linears, seen)
-        with _hooks(self.model, self._meters(built)) as meters:
+        with self._measuring(built) as meters:
             for number in self.measured if meters else ():
                 self.calls[number]()
-        return built, {name: m.loss for name, m in meters.items()}
+        return built, _losses(meters)
 
     def _segment(self, segment: Segment, feed: Feed | None) -> None:
         for number, block in enumerate(segment.blocks):
@@ -175,10 +175,10 @@ class Sequential:
             if observers or not (last or after):
                 new = dict(self._outputs(feed, number, keep=not (last or after)))
         built = self.worker.solve(inside, {fqn: o.seen.finish() for fqn, o in observers.items()}) if inside else {}
-        with _hooks(self.model, self._meters(built)) as meters:
+        with self._measuring(built) as meters:
             for batch in [b for b in feed.batches if b in self.measured] if meters else ():
                 feed.call(self.model, number, batch)
-        self.worker.swap(built, {name: m.loss for name, m in meters.items()})
+        self.worker.swap(built, _losses(meters))
         if after and not last:
             new = dict(self._outputs(feed, number))
         feed.advance(number, new)
@@ -188,20 +188,10 @@ class Sequential:
             output = feed.call(self.model, number, batch)
             yield batch, feed.outputs(output) if keep else []
 
-    def _meters(self, built: Mapping[str, QuantLinear]) -> dict[str, Meter]:
-        return {name: Meter(q, self.language[name], self.context) for name, q in built.items()}
+    def _measuring(self, built: Mapping[str, PackedLinear]) -> Any:
+        linears = {name: self.model.get_submodule(name) for name in built}
+        return observe(self.model, {Call(n): Meter(linears[n], q, self.language[n], self.context) for n, q in built.items()})
 
 
-class _hooks:  # noqa: N801  (a function in all but name)
-    """Pre-hooks by module FQN for the length of a ``with`` block, which gets them."""
-
-    def __init__(self, model: nn.Module, hooks: Mapping[str, Any]) -> None:
-        self.hooks = dict(hooks)
-        self.block = hooked((model.get_submodule(name), hook) for name, hook in hooks.items())
-
-    def __enter__(self) -> dict[str, Any]:
-        self.block.__enter__()
-        return self.hooks
-
-    def __exit__(self, *error: Any) -> None:
-        self.block.__exit__(*error)
+def _losses(meters: Mapping[Call, Meter]) -> dict[str, Loss]:
+    return {place.module: meter.loss for place, meter in meters.items()}

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,10 +18,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from mmqc.calibration.blocks import KEPT, PLAIN, STREAM, Block, NotStreamableError, Segment, leaves_of
+from mmqc.calibration.observe import Call, observe
 from mmqc.calibration.spool import Spool
 from mmqc.nn.modality import ModalityContext
-
-_UNTIL = ""
 
 
 class _Enough(Exception):  # noqa: N818  (it is no error)
@@ -116,32 +116,20 @@ def capture(
     Raises:
         NotStreamableError: a batch calls a block differently from the recorded batches.
     """
-    meeting = [(feed, block) for feed in feeds for block in feed.segment.blocks if block.meets]
-    batch = 0
-    left: set[str] = set()
+    meeting = {block.name: (feed, block) for feed in feeds for block in feed.segment.blocks if block.meets}
+    awaited = meeting.keys() | ({until} if until is not None else set())
+    batch, left = 0, set(awaited)
 
-    def hook(feed: Feed, block: Block) -> Any:
-        def take(module: nn.Module, args: Any, kwargs: Any) -> None:
+    def take(name: str, args: Any, kwargs: Any) -> None:
+        if name in meeting:
+            feed, block = meeting[name]
             feed.take(batch, block, args, kwargs)
-            left.discard(block.name)
-            if not left:
-                raise _Enough
-
-        return take
-
-    def pass_by(module: nn.Module, args: Any) -> None:
-        left.discard(_UNTIL)
+        left.discard(name)
         if not left:
             raise _Enough
 
-    handles = [model.get_submodule(b.name).register_forward_pre_hook(hook(f, b), with_kwargs=True) for f, b in meeting]
-    if until:
-        handles.append(model.get_submodule(until).register_forward_pre_hook(pass_by))
-    try:
+    with observe(model, {Call(name): partial(take, name) for name in awaited if name}):
         for number, call in calls:
-            batch, left = number, {b.name for _, b in meeting} | ({_UNTIL} if until is not None else set())
+            batch, left = number, set(awaited)
             with suppress(_Enough):
                 call()
-    finally:
-        for handle in handles:
-            handle.remove()

@@ -19,9 +19,6 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
-from typer.core import TyperGroup
-
-from mmqc.cli import bench as cli_bench
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -194,21 +191,7 @@ def evaluate(
         raise typer.Exit(WANTING)
 
 
-class ModelByDefault(TyperGroup):
-    """`mmqc bench MODEL` is `mmqc bench model MODEL`."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """As usual, behind the name of a command."""
-        named = not args or args[0] in (*self.commands, "--help")
-        return super().parse_args(ctx, args if named else ["model", *args])
-
-
-bench_app = typer.Typer(cls=ModelByDefault, no_args_is_help=True, help="Time a model; or `kv`: decoding, by cache bits and memory.")
-app.add_typer(bench_app, name="bench")
-bench_app.command("kv")(clear(cli_bench.kv))
-
-
-@bench_app.command("model")
+@app.command()
 @clear
 def bench(
     model: Model,
@@ -330,15 +313,15 @@ def doctor(smoke: Annotated[bool, typer.Option(help="Compile a quantized linear 
 @clear
 def passes(recipe: Recipe = "mquant", settings: Set = None, config_file: ConfigFile = None) -> None:
     """The passes that a recipe runs, in order, with what each needs and gives."""
-    from mmqc.pipeline import exact_passes, quantizing_passes
+    from mmqc.pipeline import phases
 
-    config = config_of(recipe, settings, config_file)
-    table = Table("", "pass", "exact", "needs", "gives", header_style="bold")
-    table.columns[1].no_wrap = True
-    quantizing = quantizing_passes() if config.schemes else ()
-    for number, step in enumerate((*exact_passes(config), *quantizing)):
-        exact = "yes" if step.exact else "no"
-        table.add_row(str(number), step.name, exact, *("\n".join(sorted(facts)) for facts in (step.needs, step.gives)))
+    table = Table("", "phase", "pass", "exact", "needs", "gives", header_style="bold")
+    table.columns[2].no_wrap = True
+    found = phases(config_of(recipe, settings, config_file))
+    rows = [(phase if i == 0 else "", step) for phase, steps in found.items() for i, step in enumerate(steps)]
+    for number, (phase, step) in enumerate(rows):
+        exact, facts = "yes" if step.exact else "no", ("\n".join(sorted(each)) for each in (step.needs, step.gives))
+        table.add_row(str(number), phase, step.name, exact, *facts)
     console.print(table)
 
 

@@ -12,12 +12,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
+from mmqc.calibration.observe import Output, observe
 from mmqc.errors import MmqcError
 from mmqc.experts.call import BATCHED, ROUTED, SORTED, ExpertCall, Rows
 from mmqc.experts.pointwise import ALONG_ROWS, WORDS, Pointwise, encoded
@@ -316,11 +318,11 @@ def _compare(model: nn.Module, readings: Mapping[str, _Reading], batch: Mapping[
     outcomes: dict[str, Any] = {}
     multiply = multiplier(model)
 
-    def compare(name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def compare(name: str, output: Any, args: Any, kwargs: Any) -> None:
         if name in outcomes:
             return
         reading = readings[name]
-        signature = inspect.signature(module.forward)
+        signature = inspect.signature(model.get_submodule(name).forward)
         given = signature.bind(*args, **kwargs).arguments
         if not isinstance(output, Tensor):
             outcomes[name] = NotExpertsError(f"its module returns a {type(output).__name__}")
@@ -337,16 +339,9 @@ def _compare(model: nn.Module, readings: Mapping[str, _Reading], batch: Mapping[
             f"read as a mixture of experts, its module's output differs from what it gives by {best:.1e} of its size"
         )
 
-    handles = [
-        model.get_submodule(name).register_forward_hook(lambda m, a, k, o, name=name: compare(name, m, a, k, o), with_kwargs=True)
-        for name in readings
-    ]
-    try:
-        if handles:
+    if readings:
+        with observe(model, {Output(name): partial(compare, name) for name in readings}):
             model(**batch)
-    finally:
-        for handle in handles:
-            handle.remove()
     return outcomes
 
 

@@ -11,8 +11,8 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from mmqc.calibration.calibrate import EQUAL, by_modality
 from mmqc.calibration.measure import Loss
+from mmqc.calibration.observe import Output, observe
 from mmqc.config import QuantConfig, Scheme, WeightSpec
 from mmqc.experts.find import ExpertLayer, Stack, dense, find_experts, products
 from mmqc.experts.modules import QuantExperts, QuantStack
@@ -314,19 +315,14 @@ def _measure(
     """Signal and noise of every module's output, on the inputs of the float model."""
     losses = {name: Loss() for name in quantized}
 
-    def meter(name: str, args: Any, kwargs: Any, wanted: Tensor) -> None:
+    def meter(name: str, wanted: Tensor, args: Any, kwargs: Any) -> None:
         loss, error = losses[name], quantized[name](*args, **kwargs) - wanted
         signal, noise = (by_modality(t, language[name], context) for t in (wanted, error))
         for modality in signal:
             for total, part in ((loss.signal, signal[modality]), (loss.noise, noise[modality])):
                 total[modality] = total.get(modality, 0.0) + float(part.double().square().sum())
 
-    with ExitStack() as hooks:
-        for name in quantized:
-            handle = model.get_submodule(name).register_forward_hook(
-                lambda module, args, kwargs, output, name=name: meter(name, args, kwargs, output), with_kwargs=True
-            )
-            hooks.callback(handle.remove)
+    with observe(model, {Output(name): partial(meter, name) for name in quantized}):
         for batch in batches if quantized else ():
             model(**batch)
     return losses

@@ -8,17 +8,17 @@ Experts with few rows have no range to go by: theirs is that of all experts' row
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from mmqc.calibration.calibrate import _BINS, _BINS_PER_OCTAVE, _LOWEST, EQUAL, MIXED, TEXT, VISUAL, Range
+from mmqc.calibration.observe import Call, observe
 from mmqc.config import ActivationSpec, Scheme
 from mmqc.experts.call import BATCHED, Rows
 from mmqc.experts.find import ExpertLayer, Stack, multiplier
@@ -178,8 +178,7 @@ def expert_statistics(
     found: dict[str, StackStatistics] = {}
     multiply = multiplier(model)
 
-    def observe(each: Observed, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        del module
+    def update(each: Observed, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         modality: list[Tensor] = []
 
         def product(stack: Stack, x: Tensor, rows: Rows) -> Tensor:
@@ -190,14 +189,13 @@ def expert_statistics(
 
         each.layer.run(args, kwargs, product)
 
-    with ExitStack() as hooks:
-        for each in watched:
-            hessian = each.scheme.weight.needs_hessian
-            for stack in each.layer.stacks:
-                found[stack.fqn] = StackStatistics(each.layer.call.experts, each.scheme.activation, hessian, row_weights)
-            hook = functools.partial(observe, each)
-            handle = model.get_submodule(each.layer.module).register_forward_pre_hook(hook, with_kwargs=True)
-            hooks.callback(handle.remove)
+    places = {}
+    for each in watched:
+        hessian = each.scheme.weight.needs_hessian
+        for stack in each.layer.stacks:
+            found[stack.fqn] = StackStatistics(each.layer.call.experts, each.scheme.activation, hessian, row_weights)
+        places[Call(each.layer.module)] = partial(update, each)
+    with observe(model, places):
         for batch in batches:
             model(**batch)
     return found

@@ -15,6 +15,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -26,31 +28,30 @@ NAME = "mmqc_flash_varlen"
 HALF = (torch.float16, torch.bfloat16)
 
 
-class Uses:
-    """Calls of the function while somebody counts: with sequence lengths, and without; and whether a check is going on.
+@dataclass
+class Check:
+    """The calls of the function in a check: with sequence lengths, and without.
 
     In a check every sequence gets the attention that the tower gave it, to the bit: in half precision, behind many layers of
     codes that flip, another order of the same sums looks like another model.
     """
 
-    packed = 0
-    other = 0
-    checking = False
+    packed: int = 0
+    other: int = 0
 
-    @classmethod
-    def reset(cls) -> None:
-        """Start counting."""
-        cls.packed = cls.other = 0
 
-    @classmethod
-    @contextmanager
-    def check(cls) -> Iterator[None]:
-        """Attend as the tower does."""
-        cls.checking, before = True, cls.checking
-        try:
-            yield
-        finally:
-            cls.checking = before
+_CHECK: ContextVar[Check | None] = ContextVar("check", default=None)  # the innermost of this thread
+
+
+@contextmanager
+def check() -> Iterator[Check]:
+    """Attend as the tower does, and count."""
+    calls = Check()
+    token = _CHECK.set(calls)
+    try:
+        yield calls
+    finally:
+        _CHECK.reset(token)
 
 
 def segments(cu_seq_lens: Tensor, length: int) -> Tensor:
@@ -74,9 +75,9 @@ def varlen_attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """The attention interface of transformers: [1, H, T, D] in, [1, T, H, D] out."""
-    if not torch.compiler.is_dynamo_compiling():
-        Uses.packed += cu_seq_lens_q is not None
-        Uses.other += cu_seq_lens_q is None
+    if not torch.compiler.is_dynamo_compiling() and (counted := _CHECK.get()) is not None:
+        counted.packed += cu_seq_lens_q is not None
+        counted.other += cu_seq_lens_q is None
     causal = bool(getattr(module, "is_causal", False) if is_causal is None else is_causal)
     ends_q = cu_seq_lens_q
     ends_k = ends_q if cu_seq_lens_k is None else cu_seq_lens_k
@@ -125,7 +126,7 @@ def reference(
     if len(ends_q) == len(ends_k) == 2:  # one sequence: torch has faster kernels for that, and nothing has to be read
         y = F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale)
         return y.transpose(1, 2).contiguous().transpose(1, 2)
-    if q.is_cuda and q.dtype in HALF and q.shape[-1] <= 256 and not Uses.checking:
+    if q.is_cuda and q.dtype in HALF and q.shape[-1] <= 256 and _CHECK.get() is None:
         return _kernel(q, k, v, ends_q, ends_k, scale, causal, longest)
     if q.is_cuda and torch.cuda.is_current_stream_capturing():  # no value can be read, and a replay has other ones
         y = masked(q, k, v, None, ends_q, ends_k, scale, 0.0, causal)

@@ -54,7 +54,7 @@ class Finder:
 
     def find(self) -> Plan:
         """Run the four steps."""
-        with attention.Uses.check():
+        with attention.check():
             return self.search()
 
     def search(self) -> Plan:
@@ -103,13 +103,13 @@ class Finder:
         if not configs or not attention.register():
             return seen
         before = [c._attn_implementation for c in configs]
-        attention.Uses.reset()
         try:
             for config in configs:
                 config._attn_implementation = attention.NAME
-            packed = self.observed()
+            with attention.check() as calls:
+                packed = self.observed()
             reason = difference(list(floats(packed.output)), self.expected)
-            if attention.Uses.other or not attention.Uses.packed:
+            if calls.other or not calls.packed:
                 reason = "the tower calls it without sequence lengths"
         except Exception as error:
             packed, reason = seen, f"{type(error).__name__}: {error}"

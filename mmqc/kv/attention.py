@@ -53,8 +53,6 @@ def attend_and_store(
     if layer.empty:
         y, _ = sdpa_attention_forward(module, query, k, v, mask, scaling=scaling, **kwargs)
         came = arrival(layer, mask, k)
-        if layer.shared.observe is not None:
-            layer.shared.observe(module, query, k.shape[1])
         layer.store(k, v, came, moment_of(module))
         if layer.shared.cut is not None:
             y = as_if_decoded(layer, came, y, query, k, v, mask, scaling, layer.shared.cut)

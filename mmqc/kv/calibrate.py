@@ -22,9 +22,12 @@ import torch
 from torch import Tensor, nn
 
 from mmqc.calibration.calibrate import CalibrationError
+from mmqc.calibration.observe import observe
 from mmqc.config import KVSpec
+from mmqc.kv.attention_calls import AttentionCalls
 from mmqc.kv.cache import QuantizedCache
-from mmqc.kv.query_moment import Observer, forget
+from mmqc.kv.layer import ATTENTION, Cached
+from mmqc.kv.query_moment import CHILD, QueryMoment, forget
 from mmqc.nn.modality import ModalityContext
 
 Pair = tuple[float, float]
@@ -73,18 +76,46 @@ def observe_queries(
     forget(list(model.modules()))
     if spec.rounding == "nearest":
         return
-    observer = Observer()
+    queries = QueryMoments()
     for batch, _ in cut_batches(model, batches, context):
         visual, mask = context.find(model, (), batch), batch.get("attention_mask")
         behind = visual.flip(1).cumsum(1).flip(1) == 0
-        observer.weight = (behind & visual.any(1, keepdim=True)).float()
+        queries.weight = (behind & visual.any(1, keepdim=True)).float()
         if mask is not None:
-            observer.weight = observer.weight * mask.to(observer.weight)
+            queries.weight = queries.weight * mask.to(queries.weight)
         cache = QuantizedCache(model, dataclasses.replace(spec, rounding="nearest", tau=()))
-        cache.shared.observe = observer
-        model(**{**batch, "use_cache": True}, past_key_values=cache)
+        with observe(model, {AttentionCalls(ATTENTION): queries}):
+            model(**{**batch, "use_cache": True}, past_key_values=cache)
         done()
-    observer.attach()
+    queries.attach()
+
+
+class QueryMoments:
+    """Sums of q qᵀ by attention module; ``weight`` [B, L] says which tokens of the prompt in progress count."""
+
+    def __init__(self) -> None:
+        self.weight = torch.zeros(0, 0)
+        self.sums: dict[nn.Module, Tensor] = {}
+        self.counts: dict[nn.Module, float] = {}
+
+    def update(self, module: nn.Module, query: Tensor, key: Any, scaling: float) -> None:
+        """The queries [B, H_q, L, D] of one layer, if its keys go into a packed cache."""
+        if not isinstance(key, Cached):
+            return
+        heads, (batch, q_heads, length, width) = key.states.shape[1], query.shape
+        q = query.detach().reshape(batch, heads, q_heads // heads, length, width).float()
+        rows = (q * self.weight.to(q)[:, None, None, :, None]).transpose(0, 1).reshape(heads, -1, width)
+        found = rows.mT @ q.transpose(0, 1).reshape(heads, -1, width)
+        self.sums[module] = self.sums.get(module, 0) + found.double()
+        self.counts[module] = self.counts.get(module, 0.0) + float(self.weight.sum()) * (q_heads // heads)
+
+    def attach(self) -> None:
+        """Give every module that was seen its moment."""
+        for module, found in self.sums.items():
+            child = QueryMoment(found.shape[0], found.shape[2], found.device)
+            child.moment = (found / max(self.counts[module], 1.0)).float()
+            child.train(module.training)
+            module.add_module(CHILD, child)
 
 
 def cut_batches(model: nn.Module, batches: Sequence[Batch], context: ModalityContext) -> list[tuple[Batch, int]]:

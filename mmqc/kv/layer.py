@@ -13,7 +13,6 @@ State:   all of it is here, per request; a decode step changes it in place, so c
 # pyright: reportOptionalMemberAccess=false, reportOptionalSubscript=false, reportArgumentType=false, reportReturnType=false
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -85,7 +84,6 @@ class Shared:
         arrival: of the call in progress.
         history: kinds [B, L] of the tokens of each call of more than one token, and the length of the cache before it.
         cut: in the search for tau, the token of the prompt from which on packed tokens are seen.
-        observe: in calibration, what looks at the queries of a prompt: (attention module, query, KV heads).
         offloads: whether a layer is in host memory while it is not its turn.
     """
 
@@ -93,7 +91,6 @@ class Shared:
     arrival: Arrival | None = None
     history: list[tuple[int, Tensor]] = field(default_factory=list)
     cut: int | None = None
-    observe: Callable[[Any, Tensor, int], None] | None = None
     offloads: bool = False
 
 

@@ -7,7 +7,7 @@ A child of the attention module, so that it is saved and loaded with the model (
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -25,31 +25,14 @@ class QueryMoment(nn.Module):
         super().__init__()
         self.register_buffer("moment", torch.zeros(heads, width, width, device=device))
 
+    def to_spec(self) -> dict[str, Any]:
+        """What ``from_spec`` builds the module from, without its values; float32 whatever the model is."""
+        return {"heads": self.moment.shape[0], "width": self.moment.shape[1]}
 
-class Observer:
-    """Sums of q qᵀ by attention module; ``weight`` [B, L] says which tokens of the call in progress count."""
-
-    def __init__(self) -> None:
-        self.weight = torch.zeros(0, 0)
-        self.sums: dict[nn.Module, Tensor] = {}
-        self.counts: dict[nn.Module, float] = {}
-
-    def __call__(self, module: nn.Module, query: Tensor, heads: int) -> None:
-        """The queries [B, H_q, L, D] of a layer with so many KV heads."""
-        batch, q_heads, length, width = query.shape
-        q = query.detach().reshape(batch, heads, q_heads // heads, length, width).float()
-        rows = (q * self.weight.to(q)[:, None, None, :, None]).transpose(0, 1).reshape(heads, -1, width)
-        found = rows.mT @ q.transpose(0, 1).reshape(heads, -1, width)
-        self.sums[module] = self.sums.get(module, 0) + found.double()
-        self.counts[module] = self.counts.get(module, 0.0) + float(self.weight.sum()) * (q_heads // heads)
-
-    def attach(self) -> None:
-        """Give every module that was seen its moment."""
-        for module, found in self.sums.items():
-            child = QueryMoment(found.shape[0], found.shape[2], found.device)
-            child.moment = (found / max(self.counts[module], 1.0)).float()
-            child.train(module.training)
-            module.add_module(CHILD, child)
+    @classmethod
+    def from_spec(cls, spec: Mapping[str, Any]) -> QueryMoment:
+        """On the meta device."""
+        return cls(spec["heads"], spec["width"], device="meta")
 
 
 def moment_of(module: nn.Module) -> Tensor | None:

@@ -11,9 +11,11 @@ token alone.  ``cache_rounded.RoundedCache`` stores these, once, and a decode st
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +23,9 @@ from torch import Tensor, nn
 
 import mmqc.ops  # noqa: F401  (defines torch.ops.mmqc)
 from mmqc.calibration.moments import add_second_moment, mirror_
+from mmqc.calibration.observe import observe
 from mmqc.config import ConfigError, KVRounding
+from mmqc.kv.attention_calls import AttentionCalls
 from mmqc.ops.rotate import random_hadamard, rotation_matrix
 from mmqc.solvers.principal_basis import high_width, peak_basis, principal_basis
 
@@ -42,6 +46,16 @@ class KVRounder(nn.Module):
         self.size, self.spec, self.inner = size, spec, inner
         self.widths, self.bits = ([size - high, high], [spec.bits, spec.high_bits]) if high else ([size], [spec.bits])
         self.register_buffer("basis", torch.empty(size, size, device=device))
+
+    def to_spec(self) -> dict[str, Any]:
+        """What ``from_spec`` builds the module from, without its values."""
+        dtype = None if self.basis is None else self.basis.dtype
+        return {"size": self.size, "inner": self.inner, "spec": dataclasses.asdict(self.spec), "dtype": dtype}
+
+    @classmethod
+    def from_spec(cls, spec: Mapping[str, Any]) -> KVRounder:
+        """On the meta device."""
+        return cls(spec["size"], KVRounding(**spec["spec"]), spec["inner"], device="meta").to(spec["dtype"])
 
     def turned(self, x: Tensor) -> Tensor:
         """X U_C, of queries and of keys behind RoPE; q kᵀ does not change."""
@@ -81,11 +95,21 @@ class Arriving(NamedTuple):
     states: Tensor
 
 
-class _Moments:
-    """KᵀK float64 [D, D] by attention module, while a calibration runs."""
+@dataclass
+class KeyMoments:
+    """KᵀK float64 [D, D] by attention module; of ``peaks``, max |k| of every channel, float64 [D]."""
 
-    active: dict[nn.Module, Tensor] | None = None
-    peaks: bool = False  # max |k| of every channel, float64 [D], instead
+    peaks: bool
+    found: dict[nn.Module, Tensor] = field(default_factory=dict)
+
+    def update(self, module: nn.Module, query: Tensor, key: Tensor, scaling: float) -> None:
+        """Take in the keys of one call."""
+        rows, before = key.detach().reshape(-1, key.shape[-1]), self.found.get(module)
+        if self.peaks:
+            largest = rows.abs().amax(0).double()
+            self.found[module] = largest if before is None else torch.maximum(before, largest)
+        else:
+            self.found[module] = add_second_moment(before, rows)
 
 
 def reads_rows(rounder: KVRounder, query: Tensor, mask: Tensor | None, options: Mapping[str, Any]) -> bool:
@@ -98,14 +122,6 @@ def attend(module: nn.Module, query: Tensor, key: Any, value: Any, mask: Tensor 
     """The attention interface of transformers: round, then attend as the model did before."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    if _Moments.active is not None:
-        rows, before = key.detach().reshape(-1, key.shape[-1]), _Moments.active.get(module)
-        if _Moments.peaks:
-            largest = rows.abs().amax(0).double()
-            _Moments.active[module] = largest if before is None else torch.maximum(before, largest)
-        else:
-            _Moments.active[module] = add_second_moment(before, rows)
-        return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, mask, **kwargs)
     rounder = getattr(module, CHILD)
     if isinstance(key, Arriving):
         query, layer = rounder.turned(query), key.layer
@@ -158,12 +174,9 @@ def observed(model: nn.Module, spec: KVRounding) -> Iterator[dict[nn.Module, Ten
             f"keys and values are rounded in front of sdpa, but the model attends by {config._attn_implementation!r}; load it "
             "with attn_implementation='sdpa'"
         )
-    before = config._attn_implementation
-    config._attn_implementation, _Moments.active, _Moments.peaks = NAME, {}, spec.basis == "peaks"
-    try:
-        yield _Moments.active
-    finally:
-        config._attn_implementation, _Moments.active = before, None
+    seen = KeyMoments(spec.basis == "peaks")
+    with observe(model, {AttentionCalls("sdpa"): seen}):
+        yield seen.found
 
 
 @torch.no_grad()

@@ -8,23 +8,20 @@ Shapes:  q [B, H_q, L, D]   k [B, H, L, D], behind RoPE   scores [H_q, Q, V]: th
 Rounding is the op kv_pack and calibration is kv_attention's own, so that what is drawn is what the cache stores.
 """
 
-# transformers declares index tensors as LongTensor.
-# pyright: reportArgumentType=false
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import get_layer_types_and_kwargs
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
 
 from mmqc import ops as _ops  # noqa: F401
+from mmqc.calibration import observe as observation
 from mmqc.config import KVSpec
+from mmqc.kv.attention_calls import AttentionCalls
 from mmqc.kv.cache import decoder_config
 from mmqc.nn.eval_mode import evaluating
 from mmqc.nn.modality import ModalityContext, attached, visual_token_ids
@@ -32,7 +29,6 @@ from mmqc.ops.kv_attention import calibrate
 from mmqc.ops.kv_words import unpack_words
 from mmqc.report.score_histogram import CALIBRATED, EXACT, ROUNDED, ScoreHistogram
 
-NAME = "mmqc_kv_scores"
 QUERIES, BINS = 64, 60
 Batch = Mapping[str, Any]
 Operands = tuple[Tensor, Tensor, float]
@@ -48,31 +44,16 @@ class Rows:
 
 @dataclass(frozen=True)
 class Seen:
-    """By layer and sequence: q [H_q, Q, D], the visual k [H, V, D], and the softmax scale."""
+    """By layer and sequence: q [H_q, Q, D], the visual k [H, V, D], and the softmax scale; ``rows`` of which sequences."""
 
-    layers: dict[int, list[Operands]]
+    rows: Mapping[int, Rows]
+    layers: dict[int, list[Operands]] = field(default_factory=dict)
 
-
-class _Watch:
-    """The sequences that are looked at while ``observe`` runs, and what was seen of them."""
-
-    rows: dict[int, Rows] | None = None
-    layers: dict[int, list[Operands]] = {}  # noqa: RUF012  (replaced, never shared)
-
-
-def watch(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None = None, **kwargs: Any
-) -> Any:
-    """The attention interface of transformers: sdpa, and copies of the rows that are looked at."""
-    layer, t = getattr(module, "layer_idx", None), query.shape[-1] ** -0.5 if scaling is None else scaling
-    if _Watch.rows is not None and isinstance(layer, int) and query.shape[2] == key.shape[2]:
-        rows = _Watch.rows
-        _Watch.layers[layer] = [(query[b][:, r.queries], key[b][:, r.visual], t) for b, r in rows.items()]
-    return sdpa_attention_forward(module, query, key, value, mask, scaling=scaling, **kwargs)
-
-
-AttentionInterface.register(NAME, watch)
-AttentionMaskInterface.register(NAME, sdpa_mask)
+    def update(self, module: nn.Module, query: Tensor, key: Tensor, scaling: float) -> None:
+        """Copy the rows that are looked at."""
+        layer = getattr(module, "layer_idx", None)
+        if isinstance(layer, int) and query.shape[2] == key.shape[2]:
+            self.layers[layer] = [(query[b][:, r.queries], key[b][:, r.visual], scaling) for b, r in self.rows.items()]
 
 
 @torch.no_grad()
@@ -88,20 +69,15 @@ def observe(model: nn.Module, batches: Iterable[Batch]) -> Seen:
     text = decoder_config(model)
     context = attached(model) or ModalityContext(visual_token_ids(model))
     for batch in batches:
-        rows = which(context.find(model, (), batch), batch.get("attention_mask"))
-        if rows:
+        seen = Seen(which(context.find(model, (), batch), batch.get("attention_mask")))
+        if seen.rows:
             break
     else:
         return Seen({})
-    before = text._attn_implementation
-    text._attn_implementation, _Watch.rows, _Watch.layers = NAME, rows, {}
-    try:
-        with evaluating(model):
-            model(**{**batch, "use_cache": False})
-        kinds = get_layer_types_and_kwargs(text)[0]
-        return Seen({i: found for i, found in sorted(_Watch.layers.items()) if kinds[i : i + 1] == ["full_attention"]})
-    finally:
-        text._attn_implementation, _Watch.rows, _Watch.layers = before, None, {}
+    with evaluating(model), observation.observe(model, {AttentionCalls("sdpa"): seen}):
+        model(**{**batch, "use_cache": False})
+    kinds = get_layer_types_and_kwargs(text)[0]
+    return Seen(seen.rows, {i: found for i, found in sorted(seen.layers.items()) if kinds[i : i + 1] == ["full_attention"]})
 
 
 def which(visual: Tensor, mask: Tensor | None) -> dict[int, Rows]:

@@ -20,13 +20,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor, fx
 
 from mmqc.graph.kinds import kind
 from mmqc.graph.program import Miss, Program, copy_meta
+from mmqc.graph.runner import Pass
 from mmqc.ops.pack import FLOAT8
 
 MOST_RANK = 16  # of a term that is added entry by entry, not by tensor cores
@@ -57,13 +57,8 @@ class Site:
 
 
 @dataclass(frozen=True)
-class FuseEpilogues:
-    """See the module's docstring."""
-
-    name: ClassVar[str] = "fuse_epilogues"
-    needs: ClassVar[frozenset[str]] = frozenset()
-    gives: ClassVar[frozenset[str]] = frozenset()
-    exact: ClassVar[bool] = True
+class FuseEpilogues(Pass):
+    name = "fuse_epilogues"
 
     def match(self, prog: Program) -> Iterator[Site | Miss]:
         """Every activation of a quantized linear, and every term of low rank."""

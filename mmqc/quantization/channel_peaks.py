@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from mmqc.calibration.calibrate import hooked, linear_input
+from mmqc.calibration.observe import observe
 from mmqc.graph.linear import weight_of
 from mmqc.graph.program import Program
 from mmqc.graph.runner import run
-from mmqc.passes.fold_channel_scale import Chosen, FoldChannelScale, Site
-from mmqc.pipeline import FACTS
+from mmqc.passes.fold_channel_scale import Chosen, Site
+from mmqc.pipeline import FACTS, measured_passes
 from mmqc.solvers.principal_basis import high_width
 
 LEAST = 1e-5
@@ -30,12 +30,10 @@ Batches = Callable[[], Iterable[Mapping[str, Any]]]
 class Peak:
     """Running maximum of |x| by channel."""
 
-    def __init__(self) -> None:
-        self.value: Tensor | None = None
+    value: Tensor | None = None
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+    def update(self, x: Tensor) -> None:
         """Take in a forward's input."""
-        x = linear_input(module, args[0].detach())
         if x.numel():
             found = x.reshape(-1, x.shape[-1]).abs().amax(0).double()
             self.value = found if self.value is None else torch.maximum(self.value, found)
@@ -44,11 +42,10 @@ class Peak:
 @torch.no_grad()
 def channel_peaks(model: nn.Module, weights: Iterable[str], batches: Batches) -> dict[str, Tensor]:
     """P float64 [K] of the linears with these weights, by FQN; without those that no row reached."""
-    peaks = {fqn: Peak() for fqn in weights}
-    with hooked((model.get_submodule(fqn.removesuffix(".weight")), peak) for fqn, peak in peaks.items()):
+    with observe(model, {fqn.removesuffix(".weight"): Peak() for fqn in weights}) as peaks:
         for batch in batches():
             model(**batch)
-    return {fqn: peak.value for fqn, peak in peaks.items() if peak.value is not None}
+    return {f"{name}.weight": peak.value for name, peak in peaks.items() if peak.value is not None}
 
 
 def _linears(prog: Program) -> dict[str, fx.Node]:
@@ -80,4 +77,4 @@ def smooth(model: nn.Module, prog: Program, alpha: float, batches: Batches) -> N
             return None
         return x.clamp(min=LEAST) ** alpha / w.clamp(min=LEAST) ** (1 - alpha), f"alpha {alpha:g}"
 
-    run(prog, [FoldChannelScale(scale)], FACTS, text=True)
+    run(prog, measured_passes(scale=scale), FACTS, text=True)

@@ -22,8 +22,9 @@ from torch import Tensor, fx, nn
 
 from mmqc.calibration.block_loss import Calls, holder
 from mmqc.calibration.blocks import NotStreamableError, Segment, survey
-from mmqc.calibration.calibrate import EQUAL, by_modality, hooked, linear_input, weighted
+from mmqc.calibration.calibrate import EQUAL, by_modality, weighted
 from mmqc.calibration.moments import add_second_moment, mirror_, narrowed_
+from mmqc.calibration.observe import observe
 from mmqc.calibration.residency import Residency
 from mmqc.calibration.spool import Spool
 from mmqc.calibration.stream import Feed, capture
@@ -32,8 +33,8 @@ from mmqc.graph.linear import operands, weight_of
 from mmqc.graph.program import Program
 from mmqc.graph.runner import run
 from mmqc.nn.modality import ModalityContext
-from mmqc.passes.fold_channel_scale import Chosen, FoldChannelScale, Site
-from mmqc.pipeline import FACTS
+from mmqc.passes.fold_channel_scale import Chosen, Site, find_sites
+from mmqc.pipeline import FACTS, measured_passes
 from mmqc.solvers import awq
 
 MOMENT_BYTES = 4 << 30
@@ -72,10 +73,10 @@ def scale_channels(model: nn.Module, prog: Program, options: ChannelScales, how:
         options: of the search.
         how: the forwards.
     """
-    item = FoldChannelScale(average=options.shared_heads == "average")
+    average = options.shared_heads == "average"
     search = _Search(model, prog, options, how)
-    search.run([s for s in item.sites(prog) if isinstance(s, Site)])
-    run(prog, [FoldChannelScale(lambda site: search.chosen.get(_key(site)), item.average)], FACTS, text=True)
+    search.run([s for s in find_sites(prog, average) if isinstance(s, Site)])
+    run(prog, measured_passes(scale=lambda site: search.chosen.get(_key(site)), average=average), FACTS, text=True)
 
 
 class Moments:
@@ -87,9 +88,8 @@ class Moments:
         self.magnitude: Tensor | None = None
         self.rows = 0.0
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+    def update(self, x: Tensor) -> None:
         """Take in a forward's input."""
-        x = linear_input(module, args[0].detach())
         parts = by_modality(x, self.language, self.how.context)
         for weight, rows in weighted(parts, self.how.row_weights, x.reshape(-1, x.shape[-1])):
             self.square = add_second_moment(self.square, rows, weight)
@@ -173,7 +173,7 @@ class _Search:
 
     @contextmanager
     def observing(self, sites: list[Site], store: Spool, block: str = "") -> Iterator[_Seen]:
-        """Hooks on the readers, and on the modules around them, for the length of a ``with`` block."""
+        """The readers, and the modules around them, observed for the length of a ``with`` block."""
         names = {self.shared[fqn]: fqn for site in sites for fqn in site.schemes}
         seen = _Seen({key: Moments(self.language[fqn], self.how) for key, fqn in names.items()})
         if self.options.loss == "block":
@@ -186,14 +186,11 @@ class _Search:
                     seen.calls.setdefault(
                         name, Calls(self.model, name, store, self.how.residency.device, self.how.context, language)
                     )
-        hooks = ((self.model.get_submodule(fqn.removesuffix(".weight")), seen.moments[k]) for k, fqn in names.items())
-        with hooked(hooks):
-            handles = [handle for calls in seen.calls.values() for handle in calls.hook()]
-            try:
-                yield seen
-            finally:
-                for handle in handles:
-                    handle.remove()
+        places: dict[Any, Any] = {fqn.removesuffix(".weight"): seen.moments[key] for key, fqn in names.items()}
+        for calls in seen.calls.values():
+            places |= calls.places
+        with observe(self.model, places):
+            yield seen
         for moments in seen.moments.values():
             moments.finish()
 

@@ -13,23 +13,22 @@ linear that reads a basis learns which of its inputs are the high subspace's (``
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
-from mmqc.calibration.calibrate import hooked, linear_input
 from mmqc.calibration.moments import add_second_moment, mirror_
+from mmqc.calibration.observe import Output, observe
 from mmqc.config import Bases, QuantConfig
 from mmqc.graph.linear import operands, weight_of
 from mmqc.graph.program import Program
 from mmqc.graph.runner import run
 from mmqc.graph.spaces.spaces import Space, Spaces, Touch
-from mmqc.passes.fuse_rotation import FuseRotation, Rotation, place
+from mmqc.passes.fuse_rotation import Rotation, place
 from mmqc.passes.quantize_mixed import HIGH, LOWEST
-from mmqc.pipeline import FACTS
+from mmqc.pipeline import FACTS, measured_passes
 from mmqc.solvers.principal_basis import high_width, peak_basis, principal_basis
 
 Batches = Callable[[], Iterable[Mapping[str, Any]]]
@@ -75,25 +74,13 @@ class Found:
         return u if self.turned is None else self.turned.to(u).T @ u
 
 
-@dataclass(frozen=True)
-class _Watch:
-    """Hooks that add one tensor to one or several spaces."""
+class _Shared(list[tuple[Found, Tensor]]):
+    """The spaces that lie on one tensor, each with its places there."""
 
-    module: nn.Module
-    reads: bool
-    adds: list[tuple[Found, Tensor]] = field(default_factory=list)
-
-    def before(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        """The input of a reader."""
-        x = linear_input(module, args[0])
-        for found, groups in self.adds:
+    def update(self, x: Tensor, *call: Any) -> None:
+        """Take in the tensor."""
+        for found, groups in self:
             found.add(x, groups)
-
-    def after(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
-        """The output of a writer."""
-        del module, args
-        for found, groups in self.adds:
-            found.add(output, groups)
 
 
 @torch.no_grad()
@@ -110,19 +97,14 @@ def rotate_to_bases(model: nn.Module, prog: Program, config: QuantConfig, batche
     assert options is not None
     linears: dict[str, fx.Node] = {weight_of(n): n for n in prog.nodes("linear") if "scheme" in n.meta}
     all_found = list(_eligible(prog, linears, options, config.rewrites.seed))
-    watches = list(_watches(model, prog, linears, all_found))
-    with ExitStack() as stack:
-        stack.enter_context(hooked((w.module, w.before) for w in watches if w.reads))
-        for watch in watches:
-            if not watch.reads:
-                stack.callback(watch.module.register_forward_hook(watch.after).remove)
+    with observe(model, _places(prog, linears, all_found)):
         for batch in batches():
             model(**batch)
     seed, given = config.rewrites.seed, {}
     for found in all_found:
         if found.seen is not None:
             given[place(found.space)] = found.basis(seed, options.random)
-    run(prog, [FuseRotation(seed, given=given)], FACTS, text=True)
+    run(prog, measured_passes(seed=seed, given=given), FACTS, text=True)
     for found in all_found:
         if found.high and place(found.space) in prog.decided.based:
             _mark(prog, found)
@@ -146,15 +128,14 @@ def _eligible(prog: Program, linears: Mapping[str, fx.Node], options: Bases, see
             yield Found(space, high, lowest, options.by, turned)
 
 
-def _watches(model: nn.Module, prog: Program, linears: Mapping[str, fx.Node], all_found: Iterable[Found]) -> Iterator[_Watch]:
+def _places(prog: Program, linears: Mapping[str, fx.Node], all_found: Iterable[Found]) -> dict[str | Output, _Shared]:
     """Where to look: at a stream's readers, one for each tensor that they read, or at a head's writers."""
-    made: dict[tuple[str, bool], _Watch] = {}
+    places: dict[str | Output, _Shared] = {}
     for found in all_found:
         for touch in _sources(prog, linears, found.space):
             fqn = touch.fqn.removesuffix(".weight")
-            key = (fqn, touch.role == "reader")
-            made.setdefault(key, _Watch(model.get_submodule(fqn), key[1])).adds.append((found, touch.groups))
-    yield from made.values()
+            places.setdefault(fqn if touch.role == "reader" else Output(fqn), _Shared()).append((found, touch.groups))
+    return places
 
 
 def _sources(prog: Program, linears: Mapping[str, fx.Node], space: Space) -> Iterator[Touch]:

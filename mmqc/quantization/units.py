@@ -20,8 +20,8 @@ from mmqc.calibration.sequential import Sequential
 from mmqc.config import QuantConfig
 from mmqc.experts.quantize import BuiltExperts, quantize_experts
 from mmqc.graph.runner import Steps, run
-from mmqc.nn.linear import QuantLinear
-from mmqc.pipeline import FACTS, quantizing_passes
+from mmqc.nn.integer_weight import PackedLinear
+from mmqc.pipeline import FACTS, activation_passes, weight_passes
 from mmqc.quantization import convert
 from mmqc.quantization.job import Job
 from mmqc.quantization.resume import Unit
@@ -157,8 +157,8 @@ class UnitWorker:
         self.moments: dict[str, Tensor | None] = {}
         self.statistics: dict[str, dict[str, Any]] = {}
         self.earlier: dict[Any, Any] = {}  # results of an earlier run, by the passes' keys
-        passes = quantizing_passes(hessian=lambda fqn: self.moments.pop(fqn, None), done=self.rounded, cache=self.earlier)
-        self.steps = [Steps(self.program, item, FACTS, text=True) for item in passes[:-1]]  # the last rounds activations
+        passes = weight_passes(hessian=lambda fqn: self.moments.pop(fqn, None), done=self.rounded, cache=self.earlier)
+        self.steps = [Steps(self.program, item, FACTS, text=True) for item in passes]
         self.program.statistics = {
             "visual_token_ids": list(self.context.visual_token_ids),
             "token_embeddings": list(targets.token_embeddings),
@@ -184,7 +184,7 @@ class UnitWorker:
         self.earlier.update({(fqn, ()): result for fqn, result in unit.solved.items()})
         self.put(self.solve(linears, {n: unit.seen[f"{n}.weight"] for n in linears}), unit.losses, unit.seconds)
 
-    def solve(self, linears: Sequence[str], seen: Mapping[str, InputStatistics]) -> dict[str, QuantLinear]:
+    def solve(self, linears: Sequence[str], seen: Mapping[str, InputStatistics]) -> dict[str, PackedLinear]:
         """Quantize the weights of a unit."""
         wanted = [f"{name}.weight" for name in linears]
         for name, fqn in zip(linears, wanted, strict=True):
@@ -196,7 +196,7 @@ class UnitWorker:
             steps.rewrite(lambda site: site.fqn in wanted)
         return convert.build_quantized(self.job.model, self.program, self.context, wanted)
 
-    def swap(self, built: Mapping[str, QuantLinear], losses: Mapping[str, Loss]) -> None:
+    def swap(self, built: Mapping[str, PackedLinear], losses: Mapping[str, Loss]) -> None:
         """Store a unit that was just quantized, and put it into the model."""
         fqns = [f"{name}.weight" for name in built]
         seconds = {fqn: self.solved[fqn].seconds for fqn in fqns}
@@ -207,7 +207,7 @@ class UnitWorker:
             del unit  # the results go one by one
         self.put(built, losses, seconds)
 
-    def put(self, built: Mapping[str, QuantLinear], losses: Mapping[str, Loss], seconds: Mapping[str, float]) -> None:
+    def put(self, built: Mapping[str, PackedLinear], losses: Mapping[str, Loss], seconds: Mapping[str, float]) -> None:
         """Swap, and let go of everything of the unit that takes memory."""
         self.earlier.clear()
         for name, linear in built.items():
@@ -227,7 +227,7 @@ class UnitWorker:
             self.program.weights[name] = weight.new_zeros(()).expand(weight.shape)
 
     def row(
-        self, target: Target, linear: QuantLinear, solved: Solved, seen: InputStatistics, loss: Loss, seconds: float
+        self, target: Target, linear: PackedLinear, solved: Solved, seen: InputStatistics, loss: Loss, seconds: float
     ) -> LayerReport:
         """What the report says of a linear."""
         mixed = linear.input_scale is not None and seen.ranges[MIXED].count
@@ -253,6 +253,6 @@ class UnitWorker:
         for steps in self.steps:
             if steps.done or steps is self.steps[-1]:  # most configs have nothing for the others
                 steps.finish()
-        run(prog, quantizing_passes()[len(self.steps) :], FACTS, text=True)
+        run(prog, activation_passes(), FACTS, text=True)
         assert prog.statistics is not None
         prog.statistics = {**prog.statistics, "linears": {fqn: self.statistics[fqn] for fqn in self.targets}}

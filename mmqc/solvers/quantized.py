@@ -5,7 +5,8 @@ w ≈ (codes - zero) · scale        codes, zero integer in [-2^(b-1), 2^(b-1) -
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -45,6 +46,11 @@ class Quantized:
             return (self.scale.double() / self.step.double()[:, None]).round().to(torch.int8), self.step
         rows = self.scale.new_full((self.scale.shape[0],), 1 / self.amplifier)
         return (self.scale.double() * self.amplifier).round().to(torch.int32), rows
+
+    def to(self, device: torch.device) -> Self:
+        """The same on another device."""
+        tensors = {name: part.to(device) for name, part in vars(self).items() if isinstance(part, Tensor)}
+        return replace(self, **tensors)
 
     def dequantize(self) -> Tensor:
         """The weight that the codes stand for: (codes - zero) · scale, float32 [N, K]."""

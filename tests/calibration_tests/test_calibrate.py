@@ -53,7 +53,7 @@ def test_moment__weights_are_per_modality() -> None:
     module = torch.nn.Linear(3, 3)
     weights = {TEXT: 0.25, VISUAL: 4.0, MIXED: 1.0}
     observer = Observer(Watch(module, True, None, True, row_weights=weights), context)
-    observer(module, (x,))
+    observer.update(x)
     seen = observer.seen.finish()
     flat, visual = x.reshape(-1, 3).double(), context.visual.reshape(-1)
     factor = torch.where(visual, 4.0, 0.25).double()[:, None]

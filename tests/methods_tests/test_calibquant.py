@@ -169,22 +169,19 @@ def test_quantize__a_search_that_fails_leaves_the_model_as_it_was(vlm, monkeypat
 
 
 @torch.no_grad()
-def test_rounding__moments_are_those_of_text_behind_the_images(vlm) -> None:
+def test_rounding__moments_are_those_of_text_behind_the_images(vlm, monkeypatch: pytest.MonkeyPatch) -> None:
     model, batch = vlm
     context, spec = mmqc.kv.cache.prepare(model), KVSpec(1, rounding="queries")
     seen: list[tuple[Tensor, int]] = []
     behind = int((batch["input_ids"][0] == IMAGE).nonzero().max()) + 1
 
-    class Everything(calibrate_kv.Observer):
-        def __call__(self, module: Any, query: Tensor, heads: int) -> None:
-            seen.append((query[0, :, behind:].double(), heads))
-            super().__call__(module, query, heads)
+    class Everything(calibrate_kv.QueryMoments):
+        def update(self, module: Any, query: Tensor, key: Any, scaling: float) -> None:
+            seen.append((query[0, :, behind:].double(), key.states.shape[1]))
+            super().update(module, query, key, scaling)
 
-    real, calibrate_kv.Observer = calibrate_kv.Observer, Everything
-    try:
-        calibrate_kv.observe_queries(model, spec, [batch], context)
-    finally:
-        calibrate_kv.Observer = real
+    monkeypatch.setattr(calibrate_kv, "QueryMoments", Everything)
+    calibrate_kv.observe_queries(model, spec, [batch], context)
     moments = [m for m in map(moment_of, model.modules()) if m is not None]
     assert len(moments) == 2
     for moment, (q, heads) in zip(moments, seen, strict=True):

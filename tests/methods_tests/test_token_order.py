@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 from transformers import AutoModelForImageTextToText, DynamicCache, Gemma3Config, PaliGemmaConfig
 
 from mmqc.compiler.options import CompileOptions
-from mmqc.compiler.run_time import run_time_passes
+from mmqc.compiler.run_time import rewrite_at_run_time
 from mmqc.graph.program import PassRecord
 from mmqc.nn.modality import ModalityContext
 
@@ -111,7 +111,7 @@ class Compiled:
         self.call: Callable[..., Any] = torch.compile(model, backend=self.backend)
 
     def backend(self, gm: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        gm, records, *_ = run_time_passes(gm, inputs, self.request)
+        gm, records, *_ = rewrite_at_run_time(gm, inputs, self.request)
         self.records += records
         return gm.forward
 
