@@ -53,16 +53,3 @@ def test_quantize_kv__a_failure_leaves_the_cache_of_an_earlier_call(config: Any,
     assert len(model._forward_hooks) == hooks
     found = model.generate(**batch, max_new_tokens=2, do_sample=False, return_dict_in_generate=True).past_key_values
     assert found.spec == spec
-
-
-def test_quantize_kv__the_config_of_a_quantized_model_gets_the_cache_and_keeps_its_record() -> None:
-    model, batch = tiny_qwen2_vl()
-    mmqc.quantize_(model, rtn(8, 8), [batch], progress=False)
-    saved = model.config.quantization_config
-    record, modules = saved.record, saved.modules
-    report = mmqc.quantize_(model, calibquant(2, search="none"), progress=False)
-    assert model.config.quantization_config is saved
-    assert saved.record is record
-    assert saved.modules is modules
-    assert saved.quant_config.kv == report.config.kv == KVSpec(2, search="none")
-    assert (report.layers, report.size_before, report.size_after) == ([], 0, 0)
