@@ -157,9 +157,8 @@ class UnitWorker:
         self.moments: dict[str, Tensor | None] = {}
         self.statistics: dict[str, dict[str, Any]] = {}
         self.earlier: dict[Any, Any] = {}  # results of an earlier run, by the passes' keys
-        moment = lambda fqn: self.moments.pop(fqn, None)  # noqa: E731
-        rounding = weight_passes(hessian=moment, done=self.note, cache=self.earlier)
-        self.steps = [Steps(self.program, item, FACTS, text=True) for item in rounding]
+        passes = weight_passes(hessian=lambda fqn: self.moments.pop(fqn, None), done=self.rounded, cache=self.earlier)
+        self.steps = [Steps(self.program, item, FACTS, text=True) for item in passes]
         self.program.statistics = {
             "visual_token_ids": list(self.context.visual_token_ids),
             "token_embeddings": list(targets.token_embeddings),
@@ -167,7 +166,7 @@ class UnitWorker:
             "plan": self.program.decided.to_dict(),
         }
 
-    def note(self, fqn: str, result: Any, error: float, seconds: float) -> None:
+    def rounded(self, fqn: str, result: Any, error: float, seconds: float) -> None:
         """The pass has rounded one weight."""
         self.solved[fqn] = Solved(result, error, seconds)
 
@@ -199,22 +198,24 @@ class UnitWorker:
 
     def swap(self, built: Mapping[str, PackedLinear], losses: Mapping[str, Loss]) -> None:
         """Store a unit that was just quantized, and put it into the model."""
-        solved = {f"{name}.weight": self.solved[f"{name}.weight"] for name in built}
-        seconds = {fqn: s.seconds for fqn, s in solved.items()}
+        fqns = [f"{name}.weight" for name in built]
+        seconds = {fqn: self.solved[fqn].seconds for fqn in fqns}
         if self.job.store is not None and built:
-            results = {fqn: s.result for fqn, s in solved.items()}
-            self.job.store.save(list(built), Unit(results, {fqn: self.seen[fqn] for fqn in solved}, seconds, dict(losses)))
+            seen = {fqn: self.seen[fqn] for fqn in fqns}
+            unit = Unit({fqn: self.solved[fqn].result for fqn in fqns}, seen, seconds, dict(losses))
+            self.job.store.save(list(built), unit)
+            del unit  # the results go one by one
         self.put(built, losses, seconds)
 
     def put(self, built: Mapping[str, PackedLinear], losses: Mapping[str, Loss], seconds: Mapping[str, float]) -> None:
         """Swap, and let go of everything of the unit that takes memory."""
+        self.earlier.clear()
         for name, linear in built.items():
             self.job.journal.swap(name, linear)
             target = self.targets[f"{name}.weight"]
             solved, seen = self.solved.pop(target.weight), self.seen.pop(target.weight)
             self.rows[name] = self.row(target, linear, solved, seen, losses.get(name, Loss()), seconds[target.weight])
             self.release(target.weight, solved.result.integer)
-        self.earlier.clear()
         self.job.bar.done(len(built), losses)
 
     def release(self, fqn: str, integer: bool) -> None:
