@@ -130,7 +130,7 @@ def facts(run: Run) -> dict[str, str]:
     git = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
     words = [a for a, before in zip(sys.argv[1:], sys.argv, strict=False) if "--out" not in (a, before)]
     return {
-        "command": shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *words]),
+        "command": shlex.join(["python", "-m", sys.modules["__main__"].__spec__.name, *words]),
         "device": gpu_name(run.device),
         "torch": torch.__version__,
         "triton": triton.__version__,

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 import triton
-from gpu_run import Calls, Run, relative_error
 
+from benchmarks.gpu_run import Calls, Run, relative_error
 from mmqc.kernels.matmul import configs as tiles
 from mmqc.kernels.matmul.configs import MatmulConfig as Tile
 from mmqc.kernels.shared.device_facts import capability, gpu_name, multiprocessors

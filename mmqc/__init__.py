@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from mmqc.kv.rounded import RoundedCache
     from mmqc.plan import Planned, plan
     from mmqc.quantization.equivalence import RewriteError
-    from mmqc.quantization.memory_error import OutOfMemoryError
+    from mmqc.quantization.progress import OutOfMemoryError
     from mmqc.quantization.resume import ResumeError
     from mmqc.quantize import quantize_
     from mmqc.report.report import LayerReport, QuantReport, Refusal
@@ -46,7 +46,7 @@ _HOMES = {
     "RoundedCache": "kv.rounded",
     "RewriteError": "quantization.equivalence",
     "ResumeError": "quantization.resume",
-    "OutOfMemoryError": "quantization.memory_error",
+    "OutOfMemoryError": "quantization.progress",
     "MmqcError": "errors",
     "save_pretrained": "checkpoint.save",
     "FormatError": "checkpoint.save",

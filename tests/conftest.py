@@ -1,11 +1,15 @@
-"""What holds for every test: one thread, and random data that a failure can be repeated with.
+"""What holds for every test: one thread, no deadlines, and random data that a failure can be repeated with.
 
-One thread, because the models are so small that a second one only waits, ten times longer than the work takes.
+One thread, because the models are so small that a second one only waits, ten times longer than the work takes.  Inductor's pool
+of processes stays away for the same reason: it is one per worker of pytest-xdist, each of whose processes imports torch.
 """
 
+import os
 import time
 import zlib
 from collections.abc import Iterator
+
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # before torch is imported, for subprocesses too
 
 import pytest
 import torch
@@ -13,6 +17,15 @@ import torch
 import mmqc.backend
 from mmqc.ops import integer_matmul
 
+try:
+    import hypothesis
+except ImportError:  # tests on a GPU need none
+    pass
+else:  # how long an example takes says how busy the machine is
+    hypothesis.settings.register_profile("mmqc", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+    hypothesis.settings.load_profile("mmqc")
+
+pytest_plugins = ["gpu_run"]
 torch.set_num_threads(1)
 
 

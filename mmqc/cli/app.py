@@ -19,9 +19,6 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
-from typer.core import TyperGroup
-
-from mmqc.cli import bench as cli_bench
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -194,21 +191,7 @@ def evaluate(
         raise typer.Exit(WANTING)
 
 
-class ModelByDefault(TyperGroup):
-    """`mmqc bench MODEL` is `mmqc bench model MODEL`."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """As usual, behind the name of a command."""
-        named = not args or args[0] in (*self.commands, "--help")
-        return super().parse_args(ctx, args if named else ["model", *args])
-
-
-bench_app = typer.Typer(cls=ModelByDefault, no_args_is_help=True, help="Time a model; or `kv`: decoding, by cache bits and memory.")
-app.add_typer(bench_app, name="bench")
-bench_app.command("kv")(clear(cli_bench.kv))
-
-
-@bench_app.command("model")
+@app.command()
 @clear
 def bench(
     model: Model,

@@ -16,7 +16,7 @@ from mmqc.kernels.hadamard import basis_quantize_per_token as in_basis
 from mmqc.kernels.hadamard import hadamard_quantize_per_token as transformed
 from mmqc.kernels.on_cuda import why_not_hadamard
 from mmqc.kernels.rows import norm_quantize_per_token as normed
-from mmqc.kernels.rows.quantize_per_token import Rows
+from mmqc.kernels.shared.row_scale import Rows
 from mmqc.ops import basis_quantize_per_token as basis_op
 from mmqc.ops import hadamard as hadamard_op
 from mmqc.ops import hadamard_quantize_per_token as hadamard_quantize_op

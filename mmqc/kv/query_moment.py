@@ -7,8 +7,7 @@ A child of the attention module, so that it is saved and loaded with the model (
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -39,14 +38,13 @@ def forget(modules: Iterable[nn.Module]) -> None:
         module._modules.pop(CHILD, None)
 
 
-@contextmanager
-def kept_on_failure(model: nn.Module) -> Iterator[None]:
-    """The moments that were there are there again if anything fails."""
-    before: Mapping[nn.Module, Any] = {m: m._modules[CHILD] for m in model.modules() if CHILD in m._modules}
-    try:
-        yield
-    except BaseException:
+def restorer(model: nn.Module) -> Callable[[], None]:
+    """What gives every module of ``model`` the moment that it has now, and takes away what came later."""
+    before = {module: module._modules[CHILD] for module in model.modules() if CHILD in module._modules}
+
+    def restore() -> None:
         forget(list(model.modules()))
         for module, child in before.items():
             module._modules[CHILD] = child
-        raise
+
+    return restore

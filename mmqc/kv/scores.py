@@ -10,7 +10,7 @@ Rounding is the op kv_pack and calibration is kv_attention's own, so that what i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,14 +20,13 @@ from transformers.cache_utils import get_layer_types_and_kwargs
 
 from mmqc import ops as _ops  # noqa: F401
 from mmqc.calibration import observe as observation
-from mmqc.config import KVSpec, QuantConfig
+from mmqc.config import KVSpec
 from mmqc.kv.attention_calls import AttentionCalls
 from mmqc.kv.cache import decoder_config
 from mmqc.nn.eval_mode import evaluating
 from mmqc.nn.modality import ModalityContext, attached, visual_token_ids
 from mmqc.ops.kv_attention import calibrate
 from mmqc.ops.kv_words import unpack_words
-from mmqc.report.report import QuantReport
 from mmqc.report.score_histogram import CALIBRATED, EXACT, ROUNDED, ScoreHistogram
 
 QUERIES, BINS = 64, 60
@@ -93,23 +92,6 @@ def which(visual: Tensor, mask: Tensor | None) -> dict[int, Rows]:
             if len(behind):
                 found[b] = Rows(at, behind)
     return found
-
-
-def with_scores(
-    quantize: Callable[..., QuantReport],
-    model: nn.Module,
-    config: QuantConfig,
-    calibration: Iterable[Batch] | None,
-    *more: Any,
-    **options: Any,
-) -> QuantReport:
-    """``quantize(model, config, calibration, ...)``, which packs the cache, and its report with the scores."""
-    batches = None if calibration is None else [dict(b) for b in calibration]
-    seen = observe(model, batches or ())
-    report = quantize(model, config, batches, *more, **options)
-    if report.config.kv is not None:
-        report.kv_scores = histograms(seen, report.config.kv)
-    return report
 
 
 def histograms(seen: Seen, spec: KVSpec) -> list[ScoreHistogram]:

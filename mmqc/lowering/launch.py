@@ -19,10 +19,9 @@ from typing import Any
 import torch
 from sympy import Integer, Max, Min
 
-from mmqc.kernels.matmul import pingpong_matmul as pingpong
 from mmqc.kernels.matmul.configs import config
 from mmqc.kernels.matmul.scaled_matmul import BY_GLUON
-from mmqc.kernels.shared.device_facts import ceil_div
+from mmqc.kernels.shared.device_facts import WARPGROUP_ROWS, ceil_div, has_warpgroup_products
 from mmqc.kernels.shared.launch import Launch
 from mmqc.lowering.inductor import (
     FloorDiv,
@@ -98,8 +97,8 @@ def count_rows(x: TensorBox) -> Any:
 def has_many_rows(x: TensorBox) -> bool:
     """Whether a call of the op on x may take a kernel of Gluon's: on Hopper, of a number of rows that is known, and not few."""
     rows = count_rows(x)
-    known = isinstance(rows, int) and rows > pingpong.LEAST_ROWS
-    return known and not for_package() and pingpong.here(x.get_device_or_error())
+    known = isinstance(rows, int) and rows > WARPGROUP_ROWS
+    return known and not for_package() and has_warpgroup_products(x.get_device_or_error())
 
 
 def is_gluon_tile(x: TensorBox, n: int, op: str, out_dtype: torch.dtype) -> bool:

@@ -17,7 +17,7 @@ from mmqc.kernels.hadamard import hadamard_quantize_per_token as transformed
 from mmqc.kernels.hadamard.hadamard_plan import best_tiling
 from mmqc.kernels.hadamard.hadamard_slices import few
 from mmqc.kernels.rows import norm_quantize_per_token as normed
-from mmqc.kernels.rows.quantize_per_token import Rows
+from mmqc.kernels.shared.row_scale import Rows
 from mmqc.lowering import on_cuda
 from mmqc.lowering.inductor import TensorBox, lowerings, size_hint
 from mmqc.lowering.launch import MANY, Operand, emit

@@ -35,13 +35,14 @@ def takes_kernel(
 
 def better_apart(x_q: Tensor, w_q: list[Tensor]) -> bool:
     """Whether these are faster as parts: a gate is read across the tiles of weights that are unpacked in registers."""
-    from mmqc.kernels.matmul import packed_matmul, pingpong_matmul
+    from mmqc.kernels.matmul import packed_matmul
     from mmqc.kernels.matmul.configs import config
+    from mmqc.kernels.shared import device_facts
 
     m, k = math.prod(x_q.shape[:-1]), x_q.shape[-1]
-    if len(w_q) != 2 or not isinstance(m, int) or m <= pingpong_matmul.LEAST_ROWS:
+    if len(w_q) != 2 or not isinstance(m, int) or m <= device_facts.WARPGROUP_ROWS:
         return False
-    if not pingpong_matmul.here(x_q.device) or not packed_matmul.fits(k):
+    if not device_facts.has_warpgroup_products(x_q.device) or not packed_matmul.fits(k):
         return False
     packed = all(x_q.dtype == torch.int8 and w.dtype == torch.uint8 for w in w_q)
     return packed and all(config(packed_matmul.OP, m, w.shape[0], k, x_q.device).variant == "registers" for w in w_q)

@@ -6,7 +6,7 @@ through a ``Journal``; leaving its ``with`` block by an exception puts every ten
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Callable, Container
 from typing import Any
 
 import torch
@@ -104,6 +104,10 @@ class Journal:
         old = getattr(owner, name)
         setattr(owner, name, value)
         self.undo.append(lambda: setattr(owner, name, old))
+
+    def note(self, undo: Callable[[], Any]) -> None:
+        """An edit of another kind (hooks, say), which ``undo`` takes back."""
+        self.undo.append(undo)
 
 
 def _aliases(model: nn.Module) -> dict[int, list[str]]:

@@ -1,79 +1,83 @@
-"""The KV part of ``quantize_``: weights first, if the config has any, then the search for tau, then ``generate``.
+"""The cache part of ``quantize_``: the search for tau on the quantized weights, then a packed cache for ``generate``.
 
-What can be refused beforehand is refused before a weight has changed.  The search runs on the quantized weights, and while they
-can still be taken back: if it fails, the model is as it was.
+What can be refused beforehand is refused before a weight has changed (request.py).  The search runs while the weights can still be
+taken back: if it fails, the model is as it was.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from mmqc import kernels
-from mmqc.calibration.calibrate import CalibrationError
-from mmqc.checkpoint.hf import MmqcConfig, attach_config
-from mmqc.config import KVSpec, QuantConfig, Rewrites
-from mmqc.kv.cache import check_spec, decoder_config, head_width, prepare
+from mmqc.config import KVSpec
+from mmqc.kv.cache import SPEC, decoder_config, head_width, prepare
 from mmqc.kv.calibrate import observe_queries, search_tau
-from mmqc.kv.generate import attach, detach
-from mmqc.kv.query_moment import kept_on_failure
-from mmqc.nn.eval_mode import evaluating
+from mmqc.kv.generate import METHOD, attach, detach
+from mmqc.kv.query_moment import restorer
+from mmqc.kv.scores import histograms
 from mmqc.nn.modality import attached
 from mmqc.nn.modality import detach as forget_modality
-from mmqc.report.report import QuantReport, Refusal, plain
+from mmqc.quantization.convert import Journal
+from mmqc.quantization.job import Job
+from mmqc.report.report import Refusal
+from mmqc.report.score_histogram import ScoreHistogram
 
-Batch = Mapping[str, Any]
+
+@dataclass(frozen=True)
+class Cache:
+    """How ``generate`` packs its cache.
+
+    Attributes:
+        spec: with the tau that was found; None for a cache of the model's dtype.
+        scores: by layer, of visual tokens on one calibration batch.
+        refused: what runs without a kernel, and why.
+    """
+
+    spec: KVSpec | None = None
+    scores: tuple[ScoreHistogram, ...] = ()
+    refused: tuple[Refusal, ...] = ()
 
 
-def quantize_kv(
-    model: nn.Module, config: QuantConfig, calibration: Iterable[Batch] | None, quantize: Callable[..., QuantReport], **options: Any
-) -> QuantReport:
-    """``quantize(model, config without kv, batches, then=..., ...)``, and a packed cache for ``model.generate``.
-
-    ``quantize`` calls ``then`` with what puts a batch on the right device, when its work is done and can still be undone.
+def quantize_cache(job: Job) -> Cache:
+    """Search for tau, and let ``model.generate`` pack its cache, if the request says so.
 
     Raises:
-        ConfigError: the model's cache cannot be packed, or tau is given for another number of layers.
-        CalibrationError: the config searches for tau, and there is no batch to search with.
+        CalibrationError: no batch has visual tokens with text behind them, which the spec needs.
     """
-    start, spec = time.perf_counter(), config.kv
-    assert spec is not None
-    text = decoder_config(model)
-    check_spec(spec, text)
-    batches = None if calibration is None else [dict(b) for b in calibration]
-    if (spec.searches or spec.rounding == "queries") and not batches:
-        raise CalibrationError(
-            "calibration is empty, but this kv config searches for tau or rounds keys by queries: pass batches with images and "
-            "answers, or search='none', rounding='nearest'"
-        )
-    weights, found = config.replace(kv=None), spec
-
-    def search(place: Callable[[dict[str, Any]], Batch]) -> None:
-        nonlocal found
-        given, context = [place(batch) for batch in batches or []], prepare(model)
-        observe_queries(model, spec, given, context)
-        found = search_tau(model, spec, given, context)
-
-    with _undone(model, text), kept_on_failure(model):
-        if weights.schemes or weights.rewrites != Rewrites() or weights.kv_rounding is not None:
-            report = quantize(model, weights, batches, then=search, **options)
-        else:
-            report = QuantReport(weights, [], [], [])
-            with evaluating(model):
-                search(dict)
-        attach(model, found)
-    report.config = report.config.replace(kv=found)
+    spec, model = job.request.kv, job.model
+    if spec is None or job.seen is None:
+        return Cache()
+    job.bar.say("searching")
+    _note(model, job.journal)
+    batches, context = [job.place(batch) for batch in job.request.batches or ()], prepare(model)
+    observe_queries(model, spec, batches, context)
+    found = search_tau(model, spec, batches, context)
+    attach(model, found)
     embedding = model.get_input_embeddings().weight  # type: ignore[operator]
-    place = (embedding.device, embedding.dtype, head_width(text))
-    report.refused += [Refusal("", "", why) for why in unfused(found, *place)]
-    _save(model, report.config)
-    report.seconds = time.perf_counter() - start
-    return report
+    home = job.residency.home if job.residency.offloads else embedding.device
+    refused = unfused(found, home, embedding.dtype, head_width(decoder_config(model)))
+    return Cache(found, tuple(histograms(job.seen, found)), tuple(Refusal("", "", why) for why in refused))
+
+
+def _note(model: nn.Module, journal: Journal) -> None:
+    """Let the journal take back what ``prepare``, ``observe_queries`` and ``attach`` do."""
+    text, context, moments = decoder_config(model), attached(model), restorer(model)
+    attention = text._attn_implementation
+    packed = {name: model.__dict__[name] for name in (SPEC, METHOD) if name in model.__dict__}
+
+    def undo() -> None:
+        moments()
+        detach(model)
+        model.__dict__.update(packed)
+        text._attn_implementation = attention
+        if context is None:
+            forget_modality(model)
+
+    journal.note(undo)
 
 
 def unfused(spec: KVSpec, device: torch.device, dtype: torch.dtype, width: int) -> Iterator[str]:
@@ -97,27 +101,3 @@ def why_plain(spec: KVSpec, device: torch.device, dtype: torch.dtype, width: int
 
     text = on_cuda.why_not_text(dtype, width, spec.text_bits, spec.text_block) if spec.text_bits < 16 else None
     return on_cuda.why_not_rounded(dtype, width), text
-
-
-@contextmanager
-def _undone(model: nn.Module, text: Any) -> Iterator[None]:
-    """Take back what ``prepare`` and ``attach`` did if anything fails."""
-    attention, context = text._attn_implementation, attached(model)
-    try:
-        yield
-    except BaseException:
-        detach(model)
-        text._attn_implementation = attention
-        if context is None:
-            forget_modality(model)
-        raise
-
-
-def _save(model: Any, config: QuantConfig) -> None:
-    """Let ``save_pretrained`` keep the kv config."""
-    saved = getattr(getattr(model, "config", None), "quantization_config", None)
-    if isinstance(saved, MmqcConfig):
-        saved.config = plain(config.to_dict())
-        saved.visual_token_ids = list(prepare(model).visual_token_ids)
-    else:
-        attach_config(model, config)

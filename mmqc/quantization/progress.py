@@ -1,16 +1,24 @@
-"""The progress bar of ``quantize_``: what is being done, the loss so far, memory, and the time that is left."""
+"""The progress of ``quantize_``: a bar (step, loss, memory, time left), and memory errors that name the step they happened in."""
 
 from __future__ import annotations
 
 import resource
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from tqdm.auto import tqdm
 
 from mmqc.calibration.measure import Loss
+from mmqc.errors import MEMORY, MmqcError
+
+
+class OutOfMemoryError(MmqcError, MemoryError, RuntimeError):
+    """Memory ran out: names the step, and what takes less."""
+
+    exit_code = MEMORY
 
 
 class Progress:
@@ -57,3 +65,22 @@ def memory(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+@contextmanager
+def explained(bar: Progress) -> Iterator[None]:
+    """Turn out-of-memory errors of the host and of accelerators into ``OutOfMemoryError``; one that is explained stays as it is."""
+    try:
+        yield
+    except OutOfMemoryError:
+        raise
+    except torch.OutOfMemoryError as error:
+        raise OutOfMemoryError(
+            f"the accelerator ran out of memory at {bar.what} ({str(error).splitlines()[0]}). Pass batches of fewer rows or "
+            'tokens; or leave the model in host memory and pass device="cuda", which holds one block at a time there'
+        ) from error
+    except MemoryError as error:
+        raise OutOfMemoryError(
+            f"the host ran out of memory at {bar.what}. Pass fewer calibration samples, or spool=<a folder>, which keeps the "
+            "activations between blocks in files"
+        ) from error

@@ -1,41 +1,41 @@
-"""Weight-only quantization without data: every ``nn.Linear`` module, no recording, no rewrites.
-
-Used by ``quantize_`` when no calibration is given and none is needed.
-"""
+"""Weight-only quantization without data: every ``nn.Linear`` module, no recording, no rewrites."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 
+from mmqc.calibration.calibrate import CalibrationError
 from mmqc.checkpoint.data_free import quantized_linear, select
-from mmqc.checkpoint.hf import attach_config
-from mmqc.config import QuantConfig, Scheme
-from mmqc.quantization.convert import Journal, size_of
-from mmqc.report.report import LayerReport, QuantReport
+from mmqc.config import Scheme
+from mmqc.quantization.convert import Journal
+from mmqc.quantization.job import Job
+from mmqc.quantization.units import Quantized
+from mmqc.report.report import LayerReport
 
 
-def quantize_weights_only(
-    model: nn.Module, config: QuantConfig, scheme: Scheme, filter_fn: Callable[[nn.Module, str], bool] | None, device: Any = None
-) -> QuantReport:
-    """Swap every linear but those that ``keep`` names.
+def quantize_without_data(job: Job) -> Quantized:
+    """Swap every linear but those that ``keep`` names; none where only the cache is to be packed.
 
-    Weights are rounded on ``device``; None means where they are.
+    Weights are rounded on the request's device; None means where they are.
 
     Raises:
+        CalibrationError: the towers have different schemes.
         ConfigError: a ``keep`` pattern that matches nothing.
     """
-    chosen = select(model, config, scheme, filter_fn)
-    report = QuantReport(config, refused=chosen.refused, size_before=size_of(model))
-    with Journal(model) as journal:
-        for fqn, own in chosen.schemes.items():
-            report.layers.append(_swap(journal, fqn, own, device))
-        report.size_after = size_of(model)
-        attach_config(model, config, {"passes": [], "untied": []})
-    return report
+    request, config = job.request, job.request.config
+    if not request.changes_weights:
+        return Quantized(config)
+    schemes = {scheme for place, scheme in config.schemes.items() if place != "head"}
+    if len(schemes) != 1:
+        raise CalibrationError(
+            "the towers have different schemes: pass one calibration batch, so that the towers can be told apart"
+        )
+    chosen = select(job.model, config, schemes.pop(), request.filter_fn)
+    layers = (_swap(job.journal, fqn, own, request.device) for fqn, own in chosen.schemes.items())
+    return Quantized(config, tuple(layers), tuple(chosen.refused))
 
 
 def _swap(journal: Journal, fqn: str, scheme: Scheme, device: Any) -> LayerReport:

@@ -2,7 +2,7 @@
 
 | part        | scans | used for                                                  |
 |-------------|-------|-----------------------------------------------------------|
-| train       | 1,297 | `examples/train_digits_vqa.py`                            |
+| train       | 1,297 | `examples/digits_vqa/train_digits_vqa.py`                            |
 | calibration |   100 | `Sample.calibration`, `Sample.prompts`                    |
 | test        |   400 | `Sample.evaluate`; seen by neither training nor calibration |
 """

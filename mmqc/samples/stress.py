@@ -1,6 +1,6 @@
 """The stress sample: the base model's function in coordinates where one scale per tensor fails.
 
-Every step is exact; `examples/make_stress.py` measured where to apply it and how strongly, from calibration data.
+Every step is exact; `examples/digits_vqa/make_stress.py` measured where to apply it and how strongly, from calibration data.
 
 | step                  | equation                                                     | what undoes it  |
 |-----------------------|--------------------------------------------------------------|-----------------|

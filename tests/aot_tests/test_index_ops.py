@@ -14,7 +14,7 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLModel
 
 from mmqc.aot import index_ops
 
-quick = settings(deadline=None, max_examples=40, derandomize=True)
+quick = settings(max_examples=40, derandomize=True)
 
 
 @st.composite

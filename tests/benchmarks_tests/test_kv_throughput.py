@@ -7,11 +7,11 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from benchmarks.end_to_end import kv_throughput_runs
+from benchmarks.end_to_end.kv_throughput_model import SHAPES, Shape, cache_bytes, decoder, filled, shape_of
+from benchmarks.end_to_end.kv_throughput_runs import Bench, Row, Settings
 from mmqc import QuantizedCache
-from mmqc.cli import bench_kv
 from mmqc.cli.app import app
-from mmqc.cli.bench_kv import Bench, Row, Settings
-from mmqc.cli.bench_kv_model import SHAPES, Shape, cache_bytes, decoder, filled, shape_of
 
 CPU = torch.device("cpu")
 TINY = Settings((16, 2), (1e-4, 3e-4), visual=48, text=4, tokens=6, steps=2, ways=("dynamic", "eager"))
@@ -53,7 +53,7 @@ def test_bench__takes_the_largest_batch_that_fits() -> None:
         assert row.memory <= row.budget < one
         assert row.throughput == row.batch / row.step > 0
     assert rows[4].batch > 2 * rows[2].batch
-    data = bench_kv.summary(TINY, SHAPES["tiny"], rows, "cpu")
+    data = kv_throughput_runs.summary(TINY, SHAPES["tiny"], rows, "cpu")
     assert json.loads(json.dumps(data))["rows"] == data["rows"]
     assert data["over_16_bits"]["2 bits eager over dynamic, 0.0003 GB"] == rows[4].throughput / rows[0].throughput
 

@@ -12,11 +12,11 @@ from tiny_families import FAMILIES
 from torch import Tensor, nn
 
 import mmqc
-import mmqc.quantization.job
+import mmqc.quantization.units
 from mmqc import recipes
 from mmqc.calibration.blocks import Outside, Segment, block_lists, survey
 from mmqc.nn.linear import QuantLinear
-from mmqc.quantization.memory_error import OutOfMemoryError
+from mmqc.quantization.progress import OutOfMemoryError
 from mmqc.report.report import Refusal
 
 GPTQ = recipes.mquant(4, rotate=False)
@@ -28,7 +28,7 @@ def whole(monkeypatch: pytest.MonkeyPatch) -> None:
     def none(model: nn.Module, linears: Any, calls: Any, refused: Any) -> Any:
         return survey(model, linears, calls, dict.fromkeys(block_lists(model, linears), "for comparison"))
 
-    monkeypatch.setattr(mmqc.quantization.job, "survey", none)
+    monkeypatch.setattr(mmqc.quantization.units, "survey", none)
 
 
 def equal(a: nn.Module, b: nn.Module) -> bool:

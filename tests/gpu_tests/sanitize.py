@@ -1,4 +1,4 @@
-"""Every kernel once, on a small odd shape, next to its plain-torch reference: what benchmarks/sanitize.py runs under a tool.
+"""Every kernel once, on a small odd shape, next to its plain-torch reference: tests/support/run_sanitizer.py runs it under a tool.
 
     python tests/gpu_tests/sanitize.py [--planted memcheck | racecheck]      on a CUDA device
     TRITON_INTERPRET=1 python tests/gpu_tests/sanitize.py --dry              on the CPU
@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests/support")]
 
 from row_scales import KINDS, row_scales  # noqa: E402
 from sanitize_tokens import (  # noqa: E402
@@ -46,7 +46,6 @@ from tolerance import assert_close  # noqa: E402
 
 from mmqc.kernels.hadamard import hadamard_wgmma as in_warpgroups  # noqa: E402
 from mmqc.kernels.hadamard.hadamard_quantize import Transformed, hadamard_quantize  # noqa: E402
-from mmqc.kernels.matmul import pingpong_matmul as pingpong  # noqa: E402
 from mmqc.kernels.matmul.configs import MatmulConfig as Tile  # noqa: E402
 from mmqc.kernels.matmul.epilogue_tiles import Epilogue  # noqa: E402
 from mmqc.kernels.matmul.scaled_matmul import Linear, scaled_matmul  # noqa: E402
@@ -59,6 +58,7 @@ from mmqc.kernels.shared.device_facts import (  # noqa: E402
     gpu_name,
     has_inline_ptx,
     has_tensor_descriptors,
+    has_warpgroup_products,
     multiprocessors,
 )
 from mmqc.kernels.shared.row_scale import row_scale  # noqa: E402
@@ -287,7 +287,7 @@ Case = tuple[str, Callable[[], None]]
 
 def cases(place: Place) -> Iterator[Case]:
     """Every kernel: its name, and the call that runs and compares it."""
-    given = SCALED | (PINGPONG | REGISTERS if pingpong.here(place.device) else {})
+    given = SCALED | (PINGPONG | REGISTERS if has_warpgroup_products(place.device) else {})
     for i, (name, (kind, shape, tile)) in enumerate(given.items()):
         if not ("fp8" in kind and fp8_reason(place.device)) and (kind != "int4 fp8" or has_inline_ptx(place.device)):
             yield name, functools.partial(scaled, place, kind, shape, tile, KINDS[i % len(KINDS)])
@@ -303,7 +303,7 @@ def cases(place: Place) -> Iterator[Case]:
     if has_tensor_descriptors(place.device):
         yield "mixed_matmul, quantize_per_token", functools.partial(mixed, place, [208, 48], True)
         yield "mixed_matmul, one part", functools.partial(mixed, place, [176], False)
-    if pingpong.here(place.device):
+    if has_warpgroup_products(place.device):
         tile = Tile(64, 128, 128, 4, 8, split_k=4, variant="pingpong")
         yield "mixed_matmul, pingpong, cut", functools.partial(mixed, place, [3600], True, 264, tile)
         yield "mixed_matmul, two parts, pingpong, cut", functools.partial(mixed, place, [3136, 464], True, 264, tile)
@@ -312,7 +312,7 @@ def cases(place: Place) -> Iterator[Case]:
     yield "norm_, hadamard_ and basis_quantize_per_token", functools.partial(fused, place)
     for name, row in NORM.items():
         yield name, functools.partial(norm, place, *row)
-    for name, row in (HADAMARD | (WARPGROUPS if pingpong.here(place.device) else {})).items():
+    for name, row in (HADAMARD | (WARPGROUPS if has_warpgroup_products(place.device) else {})).items():
         yield name, functools.partial(transform, place, *row)
     yield "kv_token_attention 4 bits", functools.partial(rounded_text, place, 4, 96, 32)
     yield "kv_token_attention 8 bits", functools.partial(rounded_text, place, 8, 80, 16)
@@ -357,6 +357,7 @@ def planted(tool: str, synchronize: Callable[[], None]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dry", action="store_true", help="in Triton's interpreter, on the CPU")
+    parser.add_argument("--part", default="1/1", help="2/4: every fourth kernel from the second on")
     parser.add_argument("--planted", choices=list(PLANTED), help="end with an error that this tool must find")
     args = parser.parse_args()
     if not args.dry and not torch.cuda.is_available():
@@ -365,7 +366,9 @@ def main() -> int:
     # The interpreter computes bf16 wrongly.
     place = Place(torch.device("cpu"), torch.float16) if args.dry else Place(torch.device("cuda"), torch.bfloat16)
     torch.manual_seed(0)
-    todo = dict(cases(place))
+    every = list(cases(place))
+    first, step = map(int, args.part.split("/"))
+    todo = dict(every[first - 1 :: step])
     say(
         "facts",
         json.dumps(
@@ -374,6 +377,7 @@ def main() -> int:
                 "torch": torch.__version__,
                 "triton": triton.__version__,
                 "python": platform.python_version(),
+                "of": len(every),
                 "kernels": list(todo),
             }
         ),

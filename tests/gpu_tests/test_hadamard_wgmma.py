@@ -10,12 +10,13 @@ from mmqc.backend import backend, collect_records
 from mmqc.kernels.hadamard import hadamard_wgmma as kernel
 from mmqc.kernels.hadamard.hadamard_quantize import hadamard_quantize
 from mmqc.kernels.hadamard.hadamard_quantize_per_token import hadamard_quantize_per_token
-from mmqc.kernels.matmul import pingpong_matmul as pingpong
-from mmqc.kernels.rows.quantize_per_token import Rows, quantize_per_token
+from mmqc.kernels.rows.quantize_per_token import quantize_per_token
+from mmqc.kernels.shared.device_facts import has_warpgroup_products
+from mmqc.kernels.shared.row_scale import Rows
 from mmqc.ops.hadamard import reference
 from mmqc.ops.hadamard_matrix import hadamard_factors
 
-HERE = torch.cuda.is_available() and pingpong.here(torch.device("cuda"))
+HERE = torch.cuda.is_available() and has_warpgroup_products(torch.device("cuda"))
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HERE, reason="warpgroup products are Hopper's")]
 # A in one block, two of which one is short, two, three of which one is short, three and no more than two slots
 WIDTHS = [8192, 10240, 12288, 14336, 18944, 24576]

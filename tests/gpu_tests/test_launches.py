@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from mmqc.backend import backend, collect_records
-from mmqc.kernels.matmul import pingpong_matmul as pingpong
+from mmqc.kernels.shared.device_facts import has_warpgroup_products
 from mmqc.ops.hadamard_matrix import hadamard_factors
 from mmqc.ops.pack import pack
 
@@ -124,7 +124,7 @@ def test_launches__compiled_for_any_number_of_rows(bits: int, activations: bool,
     assert any(k.startswith("mmqc ") for k in kernels), kernels
     # On Hopper the op itself takes many rows, of a number that is known, to a kernel that no generated code holds.
     called = {k for k in kernels if "mmqc." in k}
-    known = activations and not dynamic and pingpong.here(torch.device("cuda"))
+    known = activations and not dynamic and has_warpgroup_products(torch.device("cuda"))
     assert all("scaled_matmul" in k for k in called) if known else not called, kernels
     if dynamic:
         assert len(records) <= 2  # a single row is a size of its own to Dynamo

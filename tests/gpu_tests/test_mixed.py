@@ -5,7 +5,7 @@ import torch
 
 import mmqc.ops  # noqa: F401
 from mmqc.backend import backend, collect_records
-from mmqc.kernels.matmul import pingpong_matmul as pingpong
+from mmqc.kernels.shared.device_facts import has_warpgroup_products
 from mmqc.ops.mixed_matmul import reference
 from mmqc.ops.pack import pack_int4
 from mmqc.ops.quantize_per_token import reference as quantize_reference
@@ -60,6 +60,6 @@ def test_mixed_matmul__in_a_compiled_graph(widths, bits, dynamic) -> None:
             assert float((y - expected).double().norm() / expected.double().norm()) < 6e-3
     kernels = {k for record in records for k in record.kernels}
     # On Hopper the op itself takes many rows, of a number that is known, to a kernel that no generated code holds.
-    call = not dynamic and pingpong.here(torch.device("cuda"))
+    call = not dynamic and has_warpgroup_products(torch.device("cuda"))
     assert {"mmqc quantize_per_token_kernel"} | (set() if call else {"mmqc joined_matmul_kernel"}) <= kernels
     assert {k for k in kernels if "mmqc." in k} == ({"extern mmqc.mixed_matmul"} if call else set())

@@ -14,11 +14,12 @@ from mmqc.kernels.matmul.mixed_matmul import Weight, mixed_matmul
 from mmqc.kernels.matmul.scaled_matmul import scaled_matmul
 from mmqc.kernels.matmul.scaled_matmul_epilogue import in_two, scaled_matmul_epilogue
 from mmqc.kernels.rows.quantize_per_token import quantize_per_token
+from mmqc.kernels.shared.device_facts import has_warpgroup_products
 from mmqc.kernels.shared.row_scale import row_scale
 from mmqc.ops.mixed_matmul import reference as mixed_reference
 from mmqc.ops.pack import pack_int4
 
-HERE = torch.cuda.is_available() and pingpong.here(torch.device("cuda"))
+HERE = torch.cuda.is_available() and has_warpgroup_products(torch.device("cuda"))
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HERE, reason="warpgroup products are Hopper's")]
 TILES = {
     "two": MatmulConfig(128, 128, 128, 4, 8, variant="pingpong"),

@@ -11,7 +11,7 @@ from torch import nn
 import mmqc
 from mmqc import recipes
 from mmqc.ops import gptq_block as op
-from mmqc.quantization.memory_error import OutOfMemoryError
+from mmqc.quantization.progress import OutOfMemoryError
 
 pytestmark = pytest.mark.gpu
 

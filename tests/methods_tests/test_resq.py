@@ -44,7 +44,7 @@ def random_bases(prog, seed: int) -> dict[str, torch.Tensor]:
     return given
 
 
-@settings(max_examples=10, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=10, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(networks(), st.integers(0, 3))
 def test_given_bases__random_network_computes_the_same(network: Network, seed: int) -> None:
     prog = recorded(network, IDS)

@@ -7,7 +7,7 @@ import mmqc.ops  # noqa: F401
 o = torch.ops.mmqc
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(batch=st.integers(1, 3), length=st.integers(1, 20), more=st.integers(0, 5), seed=st.integers(0, 2**31))
 def test_causal_mask__is_the_permuted_triangle(batch: int, length: int, more: int, seed: int) -> None:
     visual = torch.rand(batch, length, generator=torch.Generator().manual_seed(seed)) > 0.5

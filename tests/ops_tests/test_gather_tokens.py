@@ -8,7 +8,7 @@ import mmqc.ops  # noqa: F401
 gather_tokens, modality_order = torch.ops.mmqc.gather_tokens, torch.ops.mmqc.modality_order
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(batch=st.integers(1, 4), length=st.integers(1, 20), axis=st.integers(1, 3), seed=st.integers(0, 2**31))
 def test_gather_tokens__permutes_every_sequence(batch: int, length: int, axis: int, seed: int) -> None:
     g = torch.Generator().manual_seed(seed)
@@ -31,7 +31,7 @@ def test_gather_tokens__spreads_what_the_batch_shares() -> None:
     assert torch.equal(moved, torch.stack([table[order[b]] for b in range(3)]))
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(length=st.integers(1, 20), seed=st.integers(0, 2**31))
 def test_gather_tokens__a_mask_permuted_on_both_axes(length: int, seed: int) -> None:
     g = torch.Generator().manual_seed(seed)

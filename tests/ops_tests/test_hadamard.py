@@ -30,7 +30,7 @@ def test_hadamard__low_precision_rounds_once(dtype: torch.dtype) -> None:
     assert_close(y, hadamard(x.double(), hadamard_factors(240)))
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(n=st.integers(1, 400), seed=st.integers(0, 99))
 def test_hadamard__inverse_is_transpose(n: int, seed: int) -> None:
     x = torch.randn(3, n, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))

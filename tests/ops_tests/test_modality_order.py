@@ -11,7 +11,7 @@ masks = st.tuples(st.integers(1, 4), st.integers(1, 40), st.integers(0, 2**31)).
 )
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(visual=masks, flat=st.booleans())
 def test_modality_order__is_the_stable_argsort(visual: torch.Tensor, flat: bool) -> None:
     order, inverse = modality_order(visual, flat)
@@ -21,7 +21,7 @@ def test_modality_order__is_the_stable_argsort(visual: torch.Tensor, flat: bool)
     assert torch.equal(order.gather(1, inverse.reshape(order.shape)), torch.arange(order.shape[1]).expand(order.shape))
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(visual=masks)
 def test_modality_order__visual_rows_come_first(visual: torch.Tensor) -> None:
     order, _ = modality_order(visual, True)

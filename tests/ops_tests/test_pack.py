@@ -11,7 +11,7 @@ def codes(rows: int, width: int, bits: int, seed: int) -> torch.Tensor:
     return torch.randint(-top, top, (rows, width), dtype=torch.int8, generator=torch.Generator().manual_seed(seed))
 
 
-@settings(deadline=None, max_examples=90)
+@settings(max_examples=90)
 @given(rows=st.integers(1, 9), width=st.integers(1, 300), bits=st.sampled_from([*PACKED, 8]), seed=st.integers(0, 2**31))
 def test_pack__unpack_is_its_inverse(rows: int, width: int, bits: int, seed: int) -> None:
     q = codes(rows, width, bits, seed)

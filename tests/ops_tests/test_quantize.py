@@ -8,7 +8,7 @@ import mmqc.ops  # noqa: F401
 quantize = torch.ops.mmqc.quantize
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(seed=st.integers(0, 2**31), bits=st.integers(2, 8), width=st.sampled_from([1, 17, 63, 100, 257]), log_scale=st.floats(-6, 4))
 def test_quantize__error_is_at_most_half_a_step(seed: int, bits: int, width: int, log_scale: float) -> None:
     g = torch.Generator().manual_seed(seed)

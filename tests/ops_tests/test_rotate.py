@@ -9,7 +9,7 @@ from mmqc.ops.rotate import random_hadamard, rotation_matrix
 rotate = torch.ops.mmqc.rotate
 
 
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=15)
 @given(n=st.integers(1, 300), seed=st.integers(0, 2**31))
 def test_rotate__is_the_dense_rotation(n: int, seed: int) -> None:
     factors, signs = random_hadamard(n, seed)

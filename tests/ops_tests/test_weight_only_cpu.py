@@ -182,7 +182,7 @@ def test_few_rows__rows_share_one_pass_over_the_weight() -> None:
     assert len(few.kernels) == len(many.kernels) == 1
 
 
-@settings(deadline=None, max_examples=8)
+@settings(max_examples=8)
 @given(
     n=st.integers(1, 70),
     k=st.integers(1, 300),

@@ -28,7 +28,7 @@ def test_insert_hadamard__golden() -> None:
     check_golden(program("vlm", InsertHadamard()), InsertHadamard(), "vlm")
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(st.integers(2, 70))
 def test_insert_hadamard__every_width(hidden: int) -> None:
     model = randomise(Text(Branch(RMSNorm(), Mlp(hidden=hidden))))

@@ -30,7 +30,7 @@ def test_reorder_tokens__exact_on_families(family: str, attention: str) -> None:
     assert "gathers" in prog.records[0].sites[0]
 
 
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=15)
 @given(bits=st.lists(st.booleans(), min_size=14, max_size=14), attention=st.sampled_from(("gather", "unified")))
 def test_reorder_tokens__exact_for_every_layout(bits: list[bool], attention: str) -> None:
     check_exact_after_each(decoder("window", visual=torch.tensor(bits).view(2, 7)), token_passes(attention), EXACT)

@@ -1,4 +1,4 @@
-"""The bar names the block, the loss, memory, and counts linears."""
+"""The bar names the block, the loss, memory, and counts linears; a memory error names the step."""
 
 import re
 
@@ -9,7 +9,7 @@ from small_vlm import Small, batches
 import mmqc
 from mmqc import recipes
 from mmqc.calibration.measure import Loss
-from mmqc.quantization.progress import Progress, memory
+from mmqc.quantization.progress import OutOfMemoryError, Progress, explained, memory
 
 
 def test_progress__names_block_loss_and_memory(capsys: pytest.CaptureFixture[str]) -> None:
@@ -29,3 +29,19 @@ def test_progress__can_be_silent(capsys: pytest.CaptureFixture[str]) -> None:
         assert bar.what == "a block"
     assert capsys.readouterr().err == ""
     assert memory(torch.device("cpu")) > 1 << 20
+
+
+@pytest.mark.parametrize("error", [MemoryError("no room"), torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")])
+def test_explained__an_error_is_explained_once_however_contexts_nest(error: Exception) -> None:
+    with Progress(False) as outer, Progress(False) as inner:
+        outer.say("the whole model")
+        inner.say("block 3")
+        with pytest.raises(OutOfMemoryError, match="at block 3") as raised, explained(outer), explained(inner):
+            raise error
+    assert raised.value.__cause__ is error
+    assert "the whole model" not in str(raised.value)
+
+
+def test_explained__other_errors_pass() -> None:
+    with Progress(False) as bar, pytest.raises(ValueError, match=r"^as it was$"), explained(bar):
+        raise ValueError("as it was")

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from small_vlm import Small, batches, check_unchanged, quantize, traces
 from torch import nn
 
-import mmqc.quantization.job
+import mmqc.quantization.resume
 from mmqc import recipes
 from mmqc.config import ActivationSpec, QuantConfig, Scheme, WeightSpec
 from mmqc.quantization.resume import ResumeError
@@ -47,7 +47,7 @@ class Stop(KeyboardInterrupt):
 
 def stopped_after(units: int, monkeypatch: pytest.MonkeyPatch, folder: Path, config: Any, **more: Any) -> nn.Module:
     """A model whose quantization was stopped when so many units were stored."""
-    real, left = mmqc.quantization.job.Store.save, [units]
+    real, left = mmqc.quantization.resume.Store.save, [units]
 
     def save(self: Any, linears: Any, unit: Any) -> None:
         if not left[0]:
@@ -58,7 +58,7 @@ def stopped_after(units: int, monkeypatch: pytest.MonkeyPatch, folder: Path, con
     model = Small()
     before = traces(model)
     with monkeypatch.context() as patch:
-        patch.setattr(mmqc.quantization.job.Store, "save", save)
+        patch.setattr(mmqc.quantization.resume.Store, "save", save)
         with pytest.raises(Stop):
             quantize(model, config, resume_dir=str(folder), **more)
     check_unchanged(model, before)

@@ -7,7 +7,7 @@ from mmqc.ops.pack import FLOAT8
 from mmqc.solvers.float8 import solve
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(st.integers(0, 2**31), st.sampled_from([1, 3, 17, 64]), st.floats(-6, 3))
 def test_solve__error_is_a_sixteenth_of_the_number(seed: int, width: int, exponent: float) -> None:
     g = torch.Generator().manual_seed(seed)

@@ -58,7 +58,7 @@ def test_codes__equal_optimal_brain_surgery(act_order, block):
     assert q.note == ""
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(seed=st.integers(0, 10_000), n=st.integers(1, 8), k=st.integers(8, 48))
 def test_output_error__at_most_that_of_rounding_with_the_same_scales(seed, n, k):
     w, h = problem(n + 16, k, seed)

@@ -44,7 +44,7 @@ def norm(w: torch.Tensor, q: Quantized) -> torch.Tensor:
     return (w - q.dequantize()).abs().pow(2.4).sum(1)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(seed=st.integers(0, 10_000), bits=st.sampled_from([4, 8]), tail=st.floats(1, 50))
 def test_error__never_above_round_to_nearest(seed, bits, tail):
     w = torch.randn(6, 32, generator=torch.Generator().manual_seed(seed))

@@ -18,7 +18,7 @@ def activations(rows: int, n: int, seed: int) -> torch.Tensor:
     return x @ torch.linalg.qr(torch.randn(n, n, generator=g, dtype=torch.float64))[0]
 
 
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=15)
 @given(st.integers(2, 40), st.integers(0, 3), st.integers(0, 5), st.sampled_from(["orthogonal", "hadamard"]))
 def test_principal_basis__orthogonal_and_of_maximal_variance(n: int, high: int, seed: int, random: str) -> None:
     high = min(high, n - 1)

@@ -63,7 +63,7 @@ def test_asymmetric__error_at_most_half_a_step_and_zero_exact(bits):
     assert_close(q.scale[:, 0].double(), (high - low) / (2**bits - 1), torch.float32)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     n=st.integers(1, 6),
     k=st.integers(1, 40),
@@ -89,7 +89,7 @@ def test_error__at_most_half_a_step_at_any_magnitude(n, k, bits, exponent, dtype
     assert (error <= step * (0.5 + 1e-5)).masked_select(normal).all()
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(seed=st.integers(0, 10_000), bits=st.sampled_from([4, 8]))
 def test_grid__weights_that_are_on_it_come_back(seed, bits):
     g = torch.Generator().manual_seed(seed)

@@ -7,11 +7,14 @@ In a process of its own, which Triton's interpreter has not taken over.
 
 from __future__ import annotations
 
+import functools
 import importlib
+import json
 import os
 import subprocess
 import sys
 import tempfile
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -20,19 +23,28 @@ import pytest
 HERE = Path(__file__).parent
 
 
+@functools.cache
+def compiler() -> subprocess.Popen[str]:
+    """A process of this script, for all kernels of a run: most of what one takes alone is the import of torch and Triton."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    rooms = sorted(str(path) for path in (HERE.parent / "kernels_tests").iterdir() if path.is_dir())
+    environment["PYTHONPATH"] = os.pathsep.join([str(HERE), *rooms, environment.get("PYTHONPATH", "")])
+    return subprocess.Popen([sys.executable, __file__], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
 def compiled(module: str, *what: Any) -> tuple[str, int]:
     """Ptxas's words for the kernel of ``module.made(*what)``, and bytes of shared memory."""
     nvidia = pytest.importorskip("triton.backends.nvidia")
     ptxas = Path(nvidia.__path__[0]) / "bin" / "ptxas"
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(HERE), str(HERE / "kernel_tests"), environment.get("PYTHONPATH", "")])
     with tempfile.TemporaryDirectory() as folder:
-        ptx = f"{folder}/kernel.ptx"
-        command = [sys.executable, __file__, ptx, module, *map(str, what)]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-        assert done.returncode == 0, done.stderr[-2000:]
+        ptx, process = f"{folder}/kernel.ptx", compiler()
+        assert process.stdin
+        assert process.stdout
+        print(json.dumps([ptx, module, *map(str, what)]), file=process.stdin, flush=True)
+        answer = json.loads(process.stdout.readline() or '"the compiler ended"')
+        assert isinstance(answer, int), answer
         command = [str(ptxas), "-v", "-arch=sm_90a", ptx, "-o", f"{folder}/kernel.cubin"]
-        return subprocess.run(command, capture_output=True, text=True, timeout=300).stderr, int(done.stdout)
+        return subprocess.run(command, capture_output=True, text=True, timeout=300).stderr, answer
 
 
 def spilled(told: str) -> int:
@@ -40,8 +52,8 @@ def spilled(told: str) -> int:
     return int(told.split(" bytes spill stores")[0].split()[-1])
 
 
-def main(ptx: str, module: str, *what: str) -> None:
-    """Compile, and print the shared memory."""
+def compile_to(ptx: str, module: str, *what: str) -> int:
+    """Compile; the bytes of shared memory."""
     import torch
     import triton
     from triton.backends.compiler import GPUTarget
@@ -73,8 +85,19 @@ def main(ptx: str, module: str, *what: str) -> None:
     source = (GluonASTSource if is_gluon(launch.kernel) else ASTSource)(launch.kernel, types, constants, wide)
     made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": launch.num_warps})
     Path(ptx).write_text(made.asm["ptx"])
-    print(made.metadata.shared)
+    return made.metadata.shared
+
+
+def main() -> None:
+    """Compile what stdin names, a line of JSON each; answer with the shared memory, or with what went wrong."""
+    answers, sys.stdout = sys.stdout, sys.stderr  # what else is printed is no answer
+    for line in sys.stdin:
+        try:
+            answer: int | str = compile_to(*json.loads(line))
+        except Exception:
+            answer = traceback.format_exc()[-2000:]
+        print(json.dumps(answer), file=answers, flush=True)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

@@ -18,11 +18,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mmqc.kernels.rows.norm_quantize import round_tile
-from mmqc.kernels.rows.quantize_per_token import DTYPES, Rows
+from mmqc.kernels.rows.quantize_per_token import DTYPES
 from mmqc.kernels.shared.device_facts import ceil_div, has_inline_ptx, why_not_here
 from mmqc.kernels.shared.launch import Launch
-from mmqc.kernels.shared.quantize_codes import divide_tile
+from mmqc.kernels.shared.quantize_codes import divide_tile, round_tile
+from mmqc.kernels.shared.row_scale import Rows
 
 MAX_WIDTH = 256
 TOKENS = 64

@@ -26,8 +26,9 @@ from torch import Tensor
 from mmqc.kernels.hadamard import hadamard_wgmma as in_warpgroups
 from mmqc.kernels.hadamard.hadamard_plan import HadamardPlan, best_tiling, hadamard_plan, outer_factor
 from mmqc.kernels.hadamard.hadamard_slices import COLUMNS, few, hadamard_slices_kernel, slices
-from mmqc.kernels.hadamard.hadamard_tiles import ASYMMETRIC, DYNAMIC, FLOAT, STATIC, input_tile, write_tiles
+from mmqc.kernels.hadamard.hadamard_tiles import ASYMMETRIC, DYNAMIC, FLOAT, STATIC, write_tiles
 from mmqc.kernels.rows.silu_multiply import silu_multiply
+from mmqc.kernels.shared.activation_tiles import input_tile
 from mmqc.kernels.shared.device_facts import ceil_div, fp8_reason, has_inline_ptx, multiprocessors, why_not_here
 from mmqc.kernels.shared.launch import Launch
 from mmqc.kernels.shared.quantize_codes import token_scale

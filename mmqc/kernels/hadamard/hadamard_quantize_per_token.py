@@ -19,8 +19,8 @@ from mmqc.kernels.hadamard import hadamard_quantize as transform
 from mmqc.kernels.hadamard.hadamard_plan import HadamardPlan, best_tiling
 from mmqc.kernels.hadamard.hadamard_slices import few
 from mmqc.kernels.rows import quantize_per_token as per_token
-from mmqc.kernels.rows.quantize_per_token import Rows
 from mmqc.kernels.shared.launch import Launch
+from mmqc.kernels.shared.row_scale import Rows
 
 
 def supports(x: Tensor, up: Tensor | None, bits: int) -> str | None:

@@ -16,7 +16,8 @@ import triton.language as tl
 from torch import Tensor
 
 from mmqc.kernels.hadamard.hadamard_plan import Tiling
-from mmqc.kernels.hadamard.hadamard_tiles import FLOAT, input_tile, store_tile
+from mmqc.kernels.hadamard.hadamard_tiles import FLOAT, store_tile
+from mmqc.kernels.shared.activation_tiles import input_tile
 from mmqc.kernels.shared.device_facts import ceil_div, multiprocessors
 from mmqc.kernels.shared.row_scale import row_scale_tile
 

@@ -1,6 +1,6 @@
-"""Tile code of the Hadamard kernels: what stands in front of the transform, and what is written.
+"""Tile code of the Hadamard kernels: what is written.
 
-    h = x,  or  silu(x) ∘ u           y = k acc         q = clamp(round(k acc))
+    y = k acc         q = clamp(round(k acc))
 
 acc is the unscaled sum and k its factor: the transform's own for y, that over the activation scale for codes.  Codes take one
 multiply-add, which rounds once; the quotient of ops/quantize.py rounds twice.  The sums differ by as much with their order.
@@ -10,37 +10,12 @@ Asymmetric codes are those of y as FLOAT writes it (ops/quantize_per_token.py), 
 import triton
 import triton.language as tl
 
-from mmqc.kernels.rows.norm_quantize import round_tile
-from mmqc.kernels.shared.quantize_codes import divide_tile
+from mmqc.kernels.shared.quantize_codes import divide_tile, round_tile
 
 FLOAT = tl.constexpr(0)
 STATIC = tl.constexpr(1)
 DYNAMIC = tl.constexpr(2)
 ASYMMETRIC = tl.constexpr(3)
-
-
-@triton.jit
-def silu_tile(gate, PTX: tl.constexpr):
-    """Gate / (1 + exp(-gate)) in float32; with PTX by the two approximate functions, good to 2^-21."""
-    if PTX:
-        y = tl.inline_asm_elementwise(
-            """{ .reg .f32 t; mul.f32 t, $1, 0fBFB8AA3B; ex2.approx.ftz.f32 t, t;
-            add.f32 t, t, 0f3F800000; rcp.approx.ftz.f32 t, t; mul.f32 $0, $1, t; }""",
-            "=f,f", [gate], dtype=tl.float32, is_pure=True, pack=1)
-    else:
-        y = gate / (1.0 + tl.exp(-gate))
-    return y
-
-
-@triton.jit
-def input_tile(x_ptr, up_ptr, at_x, at_up, mask, GATED: tl.constexpr, PTX: tl.constexpr):
-    """h, in x's dtype."""
-    h = tl.load(x_ptr + at_x, mask=mask, other=0.0)
-    if GATED:
-        # As in the unfused model, silu is rounded before it is multiplied.
-        silu = silu_tile(h.to(tl.float32), PTX).to(h.dtype).to(tl.float32)
-        h = (silu * tl.load(up_ptr + at_up, mask=mask, other=0.0).to(tl.float32)).to(h.dtype)
-    return h
 
 
 @triton.jit

@@ -19,8 +19,15 @@ from torch import Tensor
 from mmqc.kernels.hadamard import hadamard_plan as plans
 from mmqc.kernels.hadamard.hadamard_plan import HadamardPlan, Tiling
 from mmqc.kernels.hadamard.hadamard_tiles import ASYMMETRIC, DYNAMIC, FLOAT, STATIC
-from mmqc.kernels.matmul.pingpong_matmul import LEAST_ROWS, REGISTERS, SHARED, here
-from mmqc.kernels.shared.device_facts import ceil_div, has_inline_ptx, multiprocessors
+from mmqc.kernels.shared.device_facts import (
+    CONSUMER_REGISTERS,
+    SHARED_BYTES,
+    WARPGROUP_ROWS,
+    ceil_div,
+    has_inline_ptx,
+    has_warpgroup_products,
+    multiprocessors,
+)
 from mmqc.kernels.shared.launch import Launch
 from mmqc.kernels.shared.row_scale import ROW, RowScale
 
@@ -55,15 +62,15 @@ def slots(t: Tiling, item_bytes: int) -> int:
     """Tiles of x that fit beside the matrices and the blocks of y."""
     matrices = BYTES * (blocks(t) * BLOCK * (t.A1 + t.A2) + COLUMNS**2 // 4)
     written = CONSUMERS * places(item_bytes) * BLOCK * COLUMNS * item_bytes
-    return min(MOST_SLOTS, (SHARED - matrices - written) // (BYTES * (t.A1 + t.A2) * COLUMNS))
+    return min(MOST_SLOTS, (SHARED_BYTES - matrices - written) // (BYTES * (t.A1 + t.A2) * COLUMNS))
 
 
 def why_not(x: Tensor, y: Tensor | None = None) -> str | None:
     """None, or why rows like x are not transformed in this way, into y if it is known."""
-    if not here(x.device):
+    if not has_warpgroup_products(x.device):
         return "warpgroup products are Hopper's"
-    if x.shape[0] <= LEAST_ROWS:
-        return f"{x.shape[0]} rows: more than {LEAST_ROWS} have been measured"
+    if x.shape[0] <= WARPGROUP_ROWS:
+        return f"{x.shape[0]} rows: more than {WARPGROUP_ROWS} have been measured"
     if x.dtype not in DTYPES or tiling(x.shape[1]) is None:
         return f"{x.dtype} rows of {x.shape[1]} are not cut into tiles of {COLUMNS} columns"
     if x.stride(0) * x.dtype.itemsize % 16 or x.data_ptr() % 16 or (y is not None and y.data_ptr() % 16):
@@ -105,7 +112,7 @@ def launch(
     programs, size = min(m, multiprocessors(x.device)), y.dtype.itemsize
     constants = dict(
         SCALE=2 / (plans.outer_factor(t) * math.sqrt(t.a * t.b)), A1=t.A1, A2=t.A2, COLUMNS=COLUMNS, SLOTS=slots(t, size),
-        PLACES=places(size), PROGRAMS=programs, REGISTERS=REGISTERS, MODE=mode.value,
+        PLACES=places(size), PROGRAMS=programs, REGISTERS=CONSUMER_REGISTERS, MODE=mode.value,
         KIND=ROW.value if rows is None else rows.kind, LOW=-(2.0 ** (bits - 1)), HIGH=2.0 ** (bits - 1) - 1,
         PTX=has_inline_ptx(x.device),
     )

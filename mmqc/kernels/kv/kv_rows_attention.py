@@ -45,7 +45,7 @@ def supports(q: Tensor, k_rows: Tensor, v_rows: Tensor, widths: Sequence[int], b
 
 
 def table(heads: int, bits: Sequence[int], device: torch.device) -> TokenConfig:
-    """The answer for so many heads of all sequences: the fastest of benchmarks/kv_rows.py --tune on an H200."""
+    """The answer for so many heads of all sequences: the fastest of benchmarks/micro/kv_rows.py --tune on an H200."""
     if heads < multiprocessors(device):
         return TokenConfig(per_sm=2, tokens=64)  # long stretches: their sums are added up by a few programs
     return TokenConfig(per_sm=3, tokens=64) if max(bits) == 4 else TokenConfig(per_sm=4, tokens=32, warps=2)

@@ -3,7 +3,7 @@
     config(op, m, n, k, device) = configs/<gpu>.json [op/bucket(m)/n/k]  or  that of a GPU alike  or  table(op, bucket(m), n, k)
 
 Why:     nothing is timed at run time, so a launch is deterministic and can be captured in a CUDA graph.  The JSON files are
-         written by ``benchmarks/linear.py --tune``; a file that does not exist is no error, the table always answers.
+         written by ``benchmarks/micro/linear.py --tune``; a file that does not exist is no error, the table always answers.
 Alike:   of the same compute capability and as many multiprocessors, as an H100 SXM and an H200: memory differs, which moves the
          tiles of products little.
 Ops:     scaled_int8 scaled_fp8, and pingpong_int8 pingpong_fp8 for the same product where kernels of pingpong_matmul.py may be

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from mmqc.kernels.matmul.activation_tiles import CODES, GATED
+from mmqc.kernels.shared.activation_tiles import CODES, GATED
 from mmqc.kernels.shared.quantize_codes import quantize_tile
 from mmqc.kernels.shared.row_scale import ONE, RowScale, row_scale_tile
 

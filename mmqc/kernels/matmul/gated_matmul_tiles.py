@@ -8,9 +8,9 @@ The sums of both are in registers, so BLOCK_N is half of what one linear's tile 
 import triton
 import triton.language as tl
 
-from mmqc.kernels.matmul.activation_tiles import activation_tile
 from mmqc.kernels.matmul.epilogue_tiles import next_codes_tile, round_tile
 from mmqc.kernels.matmul.scaled_matmul_tiles import multiply_add_tile, scale_tile
+from mmqc.kernels.shared.activation_tiles import activation_tile
 from mmqc.kernels.shared.int4_codes import int4_as_int8
 from mmqc.kernels.shared.load_tile import load_w_tile, load_x_tile
 from mmqc.kernels.shared.program_order import grouped_tile

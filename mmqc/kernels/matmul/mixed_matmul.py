@@ -29,10 +29,9 @@ from mmqc.kernels.matmul.linears import Linear
 from mmqc.kernels.matmul.mixed_matmul_tiles import joined_matmul_kernel, mixed_matmul_kernel
 from mmqc.kernels.matmul.scaled_matmul import BY_GLUON
 from mmqc.kernels.matmul.unpack_weight import join_launch, unpack_weight
-from mmqc.kernels.rows.quantize_per_token import Rows
-from mmqc.kernels.shared.device_facts import ceil_div, has_tensor_descriptors, multiprocessors, why_not_here
+from mmqc.kernels.shared.device_facts import WARPGROUP_ROWS, ceil_div, has_tensor_descriptors, multiprocessors, why_not_here
 from mmqc.kernels.shared.launch import Launch
-from mmqc.kernels.shared.row_scale import RowScale, row_scale
+from mmqc.kernels.shared.row_scale import Rows, RowScale, row_scale
 from mmqc.kernels.shared.split_k import Workspace, workspace
 
 OP = "mixed_int8"  # in configs.py, for Triton's kernels
@@ -42,7 +41,7 @@ MAX_K = {1: 131_071, 2: 32_767}  # channels by the number of parts: their sums f
 STEP = 128  # columns that a second part in the same matrix starts at a multiple of: a step of K, or several
 # Triton waits for every int32 product before it goes on, so that two programs of one warpgroup, one of which multiplies while the
 # other waits or writes, beat one program of two: scaled_int8 is tuned to the same tile.
-TILES = (  # tried by benchmarks/mixed_linear.py --tune; the first is the default for large products
+TILES = (  # tried by benchmarks/micro/mixed_linear.py --tune; the first is the default for large products
     MatmulConfig(128, 128, 128, 4, 3, variant="descriptors", per_sm=2),
     MatmulConfig(128, 128, 128, 4, 3, group_m=16, variant="descriptors", per_sm=2),
     MatmulConfig(128, 128, 128, 8, 5, variant="descriptors", tail=32),
@@ -156,7 +155,7 @@ def mixed_matmul(
 def packed_tile(x: Rows, w: Weight, y: Tensor) -> MatmulConfig | None:
     """The tile for a packed weight, or None where it is written out."""
     (m, k), high = x.q.shape, 0 if w.high is None else w.high.shape[1]
-    if m <= pingpong.LEAST_ROWS or w.low.dtype != torch.uint8 or high % 16:
+    if m <= WARPGROUP_ROWS or w.low.dtype != torch.uint8 or high % 16:
         return None
     if in_registers.why_not(x.q, w.low, y, k - high) is not None:
         return None
@@ -167,7 +166,7 @@ def packed_tile(x: Rows, w: Weight, y: Tensor) -> MatmulConfig | None:
 def tile(x: Rows, w: Weight, y: Tensor) -> MatmulConfig:
     """The tile: of all kernels that take the operands."""
     (m, k), n = x.q.shape, w.low.shape[0]
-    if m > pingpong.LEAST_ROWS and w.high is None and pingpong.why_not(x.q, w.low, y) is None:
+    if m > WARPGROUP_ROWS and w.high is None and pingpong.why_not(x.q, w.low, y) is None:
         return choose(PINGPONG[2 if w.joined else 1], m, n, k, x.q.device)
     return config(m, n, k, x.q.device)
 

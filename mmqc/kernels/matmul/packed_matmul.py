@@ -19,10 +19,9 @@ from mmqc.kernels.matmul import pingpong_matmul as pingpong
 from mmqc.kernels.matmul.configs import MatmulConfig
 from mmqc.kernels.matmul.epilogue_tiles import Epilogue
 from mmqc.kernels.matmul.linears import Linear
-from mmqc.kernels.rows.quantize_per_token import Rows
-from mmqc.kernels.shared.device_facts import ceil_div, has_inline_ptx
+from mmqc.kernels.shared.device_facts import SHARED_BYTES, ceil_div, has_inline_ptx, has_warpgroup_products
 from mmqc.kernels.shared.launch import Launch
-from mmqc.kernels.shared.row_scale import RowScale
+from mmqc.kernels.shared.row_scale import Rows, RowScale
 from mmqc.kernels.shared.split_k import Workspace, workspace
 
 OP, MIXED = "packed_int4", "packed_mixed"  # in configs.py
@@ -33,7 +32,7 @@ BARRIERS = 128  # bytes
 
 def why_not(x: Tensor, w: Tensor, y: Tensor, low: int) -> str | None:
     """None, or why x is not multiplied by packed w, of ``low`` columns, in this way."""
-    if not pingpong.here(x.device):
+    if not has_warpgroup_products(x.device):
         return "warpgroup products are Hopper's"
     if x.dtype != torch.int8 or w.dtype != torch.uint8:
         return f"x is int8 and w packed, not {x.dtype} and {w.dtype}"
@@ -55,7 +54,7 @@ def shares(c: MatmulConfig, item_bytes: int, kept: int) -> int:
         raise ValueError(
             f"packed_matmul: 4 warps have a multiple of 64 rows of w and of x, {SLOTS} slots of {BLOCK_K}, not {c}"
         )
-    room = pingpong.SHARED // c.per_sm - BARRIERS - 4 * kept - SLOTS * (2 * c.block_m + c.block_n) * BLOCK_K
+    room = SHARED_BYTES // c.per_sm - BARRIERS - 4 * kept - SLOTS * (2 * c.block_m + c.block_n) * BLOCK_K
     fit = [n for n in (1, 2, 4, 8) if c.block_m * c.block_n * item_bytes // n <= room]
     if not fit:
         raise ValueError(f"{c} with {item_bytes} bytes an output leaves no shared memory for its slots")

@@ -19,7 +19,14 @@ from torch import Tensor
 from mmqc.kernels.matmul.configs import MatmulConfig
 from mmqc.kernels.matmul.epilogue_tiles import Epilogue
 from mmqc.kernels.matmul.linears import Linear
-from mmqc.kernels.shared.device_facts import INTERPRETED, capability, ceil_div, has_inline_ptx, multiprocessors
+from mmqc.kernels.shared.device_facts import (
+    CONSUMER_REGISTERS,
+    SHARED_BYTES,
+    ceil_div,
+    has_inline_ptx,
+    has_warpgroup_products,
+    multiprocessors,
+)
 from mmqc.kernels.shared.launch import Launch
 from mmqc.kernels.shared.row_scale import RowScale
 from mmqc.kernels.shared.split_k import Workspace, workspace
@@ -29,22 +36,14 @@ OPS = {
     "scaled_fp8": "pingpong_fp8",
 }  # names in configs.py: all kernels, and those of any launch
 OUTPUTS = ("y_desc", "part_ptr", "counter_ptr")
-LEAST_ROWS = 512  # more have been measured, and are faster by these kernels
 LEAST_SAVED = 12  # steps of K, for a tile to be cut: about what its parts spend on one another, 4 microseconds
-SHARED = 231_424  # bytes a program may have, without its barriers
-REGISTERS = 240  # a thread of a consumer: two of 128 threads and 24 for the copies are what there is
 ROUND = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 CODES = (torch.int8, torch.float8_e4m3fn)
 
 
-def here(device: torch.device) -> bool:
-    """Whether the device has such kernels."""
-    return capability(device) == 90 and not INTERPRETED
-
-
 def why_not(x: Tensor, w: Tensor, y: Tensor) -> str | None:
     """None, or why these operands are not multiplied in this way."""
-    if not here(x.device):
+    if not has_warpgroup_products(x.device):
         return "warpgroup products are Hopper's"
     if x.dtype not in CODES or w.dtype != x.dtype:
         return f"x and w are codes of one type, int8 or float8_e4m3fn, not {x.dtype} and {w.dtype}"
@@ -56,7 +55,7 @@ def why_not(x: Tensor, w: Tensor, y: Tensor) -> str | None:
 def slots(c: MatmulConfig, item_bytes: int) -> int:
     """As many slots as fit beside the tiles of y, at most ``num_stages``."""
     tiles_of_y = (8 // c.num_warps) * c.block_m * c.block_n * item_bytes
-    fit = (SHARED - tiles_of_y) // ((c.block_m + c.block_n) * c.block_k)
+    fit = (SHARED_BYTES - tiles_of_y) // ((c.block_m + c.block_n) * c.block_k)
     if fit < 2:
         raise ValueError(f"{c} with {item_bytes} bytes an output leaves no shared memory for two slots")
     return min(c.num_stages, fit)
@@ -91,7 +90,7 @@ def shape_constants(c: MatmulConfig, whole: int, count: int, item_bytes: int) ->
     """The kernels' constants that a tile decides."""
     return dict(
         BLOCK_M=c.block_m, BLOCK_N=c.block_n, BLOCK_K=c.block_k, GROUP_M=c.group_m, PROGRAMS=whole, PARTS=count,
-        STAGES=slots(c, item_bytes), WARPS=c.num_warps, CONSUMERS=8 // c.num_warps, REGISTERS=REGISTERS,
+        STAGES=slots(c, item_bytes), WARPS=c.num_warps, CONSUMERS=8 // c.num_warps, REGISTERS=CONSUMER_REGISTERS,
     )
 
 

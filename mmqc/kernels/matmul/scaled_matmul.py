@@ -27,6 +27,7 @@ from mmqc.kernels.matmul.linears import Linear
 from mmqc.kernels.matmul.scaled_matmul_tiles import scaled_matmul_descriptor_kernel, scaled_matmul_kernel
 from mmqc.kernels.matmul.unpack_weight import unpack_weight
 from mmqc.kernels.shared.device_facts import (
+    WARPGROUP_ROWS,
     ceil_div,
     fp8_reason,
     has_inline_ptx,
@@ -137,7 +138,7 @@ def multiply(
 def tile(x_q: Tensor, linear: Linear, width: int, fast_accumulation: bool = True) -> MatmulConfig:
     """The tile for so many columns: of all kernels that take the operands."""
     (m, k), op = x_q.shape, op_name(x_q, linear.w)
-    may = m > pingpong.LEAST_ROWS and fast_accumulation
+    may = m > WARPGROUP_ROWS and fast_accumulation
     if may and op in pingpong.OPS and pingpong.why_not(x_q, linear.w, linear.y) is None:
         return choose(pingpong.OPS[op], m, width, k, x_q.device)
     if may and op == "scaled_int4" and in_registers.why_not(x_q, linear.w, linear.y, k) is None:

@@ -20,7 +20,6 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from mmqc.kernels.matmul import pingpong_matmul as pingpong
 from mmqc.kernels.matmul.configs import PERSISTENT, MatmulConfig
 from mmqc.kernels.matmul.configs import config as choose
 from mmqc.kernels.matmul.epilogue_tiles import Epilogue
@@ -35,7 +34,7 @@ from mmqc.kernels.matmul.scaled_matmul import (
 )
 from mmqc.kernels.matmul.scaled_matmul import tile as tile_of
 from mmqc.kernels.matmul.unpack_weight import unpack_weight
-from mmqc.kernels.shared.device_facts import ceil_div, has_inline_ptx, multiprocessors
+from mmqc.kernels.shared.device_facts import WARPGROUP_ROWS, ceil_div, has_inline_ptx, has_warpgroup_products, multiprocessors
 from mmqc.kernels.shared.launch import Launch
 from mmqc.kernels.shared.row_scale import RowScale
 from mmqc.kernels.shared.split_k import Workspace, workspace
@@ -109,7 +108,7 @@ def in_two(x_q: Tensor, linears: list[Linear]) -> bool:
     products and a pass over their results; 2,048 x 18,944 x 3,584 twice, H200).
     """
     m, n = len(x_q), linears[0].w.shape[0]
-    if m <= pingpong.LEAST_ROWS or not pingpong.here(x_q.device):
+    if m <= WARPGROUP_ROWS or not has_warpgroup_products(x_q.device):
         return False
     return all(tile_of(x_q, linear, n).variant in ("pingpong", "unpack") for linear in linears)
 

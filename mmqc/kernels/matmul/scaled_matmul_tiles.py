@@ -11,9 +11,9 @@ Accumulators: int32 (exact) for int8, float32 for fp8.  Offsets of rows are int6
 import triton
 import triton.language as tl
 
-from mmqc.kernels.matmul.activation_tiles import GATED, NONE, activation_tile
 from mmqc.kernels.matmul.epilogue_tiles import add_low_rank_tile, next_codes_tile, round_tile
 from mmqc.kernels.matmul.linears import count_tiles, find_linear, pick
+from mmqc.kernels.shared.activation_tiles import GATED, NONE, activation_tile
 from mmqc.kernels.shared.int4_codes import int4_as_fp8, int4_as_int8
 from mmqc.kernels.shared.load_tile import load_w_tile, load_x_tile
 from mmqc.kernels.shared.program_order import grouped_tile

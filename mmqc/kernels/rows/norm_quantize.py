@@ -23,7 +23,7 @@ from torch import Tensor
 
 from mmqc.kernels.shared.device_facts import fp8_reason, has_inline_ptx, why_not_here
 from mmqc.kernels.shared.launch import Launch
-from mmqc.kernels.shared.quantize_codes import quantize_tile, token_scale
+from mmqc.kernels.shared.quantize_codes import quantize_tile, round_tile, token_scale
 from mmqc.kernels.shared.row_scale import ROW, RowScale, row_scale, row_scale_tile
 
 MAX_WIDTH = 65_536
@@ -49,18 +49,6 @@ class Normed(NamedTuple):
     q: Tensor
     scale: Tensor | None
     residual: Tensor | None
-
-
-@triton.jit
-def round_tile(y, DTYPE: tl.constexpr, PTX: tl.constexpr):
-    """Float32 values rounded to DTYPE; bf16 two at a time, which the conversion of one is eight times slower than."""
-    if PTX and tl.bfloat16 == DTYPE and y.numel > 1:
-        y = tl.inline_asm_elementwise(
-            "{ .reg .b32 t; cvt.rn.bf16x2.f32 t, $3, $2; shl.b32 $0, t, 16; and.b32 $1, t, 0xFFFF0000; }",
-            "=f,=f,f,f", [y], dtype=tl.float32, is_pure=True, pack=2)
-    else:
-        y = y.to(DTYPE).to(tl.float32)
-    return y
 
 
 @triton.jit

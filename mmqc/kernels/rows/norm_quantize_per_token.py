@@ -25,9 +25,10 @@ import triton.language as tl
 from torch import Tensor
 
 from mmqc.kernels.rows.norm_quantize import Norm, norm_part
-from mmqc.kernels.rows.quantize_per_token import DTYPES, MAX_WIDTH, Rows, ends, store_codes
+from mmqc.kernels.rows.quantize_per_token import DTYPES, MAX_WIDTH, ends, store_codes
 from mmqc.kernels.shared.device_facts import has_inline_ptx, why_not_here
 from mmqc.kernels.shared.launch import Launch
+from mmqc.kernels.shared.row_scale import Rows
 
 LANE = 64  # channels of a lane, at most: sums, gains and order are in registers beside them
 

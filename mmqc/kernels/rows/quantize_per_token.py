@@ -16,36 +16,21 @@ Arch:    Ampere and newer.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from mmqc.kernels.rows.norm_quantize import round_tile
 from mmqc.kernels.shared.device_facts import has_inline_ptx, why_not_here
 from mmqc.kernels.shared.launch import Launch
-from mmqc.kernels.shared.quantize_codes import divide_tile
+from mmqc.kernels.shared.quantize_codes import divide_tile, round_tile
+from mmqc.kernels.shared.row_scale import Rows
 
 MAX_WIDTH = 65_536
 LANE = 160  # channels of a lane, at most: one warp a row of 4,096, four for 18,944
 WASTE = 256  # channels: what they cost is what the ends of one tile more cost
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-
-
-class Rows(NamedTuple):
-    """A quantized matrix: codes int8 [M, D], part after part, scales and offsets float32 [M, P]."""
-
-    q: Tensor
-    scale: Tensor
-    offset: Tensor
-
-    @classmethod
-    def empty(cls, x: Tensor, parts: int) -> Rows:
-        """For the rows of x [M, D]."""
-        scale, offset = (torch.empty(x.shape[0], parts, dtype=torch.float32, device=x.device) for _ in "so")
-        return cls(torch.empty(x.shape, dtype=torch.int8, device=x.device), scale, offset)
 
 
 @triton.jit

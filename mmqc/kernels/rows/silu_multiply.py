@@ -1,4 +1,4 @@
-"""h = silu(x) ∘ u, elementwise, rounded as in front of a transform (hadamard_tiles.py).
+"""h = silu(x) ∘ u, elementwise, rounded as in front of a transform (``input_tile``).
 
 Shapes:  x, u, h [M, n] fp16 | bf16 | fp32, rows contiguous
 Bytes:   two reads and one write of every element; bandwidth-bound.
@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mmqc.kernels.hadamard.hadamard_tiles import input_tile
+from mmqc.kernels.shared.activation_tiles import input_tile
 from mmqc.kernels.shared.device_facts import ceil_div, has_inline_ptx
 
 BLOCK = 2048

@@ -11,6 +11,11 @@ from triton import knobs
 # Decided when the kernels are decorated, so once, at import; inline assembly does not exist in the interpreter.
 INTERPRETED = bool(knobs.runtime.interpret)
 
+# Hopper's kernels with warps for copies, products and epilogues (pingpong_matmul.py, packed_matmul.py, hadamard_wgmma.py)
+WARPGROUP_ROWS = 512  # more have been measured, and are faster by these kernels
+SHARED_BYTES = 231_424  # that a program may have, without its barriers
+CONSUMER_REGISTERS = 240  # a thread: two consumers of 128 threads and 24 for the copies are what there is
+
 
 @functools.cache
 def capability(device: torch.device) -> int:
@@ -41,6 +46,11 @@ def has_inline_ptx(device: torch.device) -> bool:
 def has_tensor_descriptors(device: torch.device) -> bool:
     """Whether tile loads through TMA exist; the interpreter emulates them."""
     return INTERPRETED or capability(device) >= 90
+
+
+def has_warpgroup_products(device: torch.device) -> bool:
+    """Whether the device has wgmma; the interpreter, which runs the warps of a program one after the other, has not."""
+    return capability(device) == 90 and not INTERPRETED
 
 
 def why_not_here(*tensors: Tensor | None) -> str | None:

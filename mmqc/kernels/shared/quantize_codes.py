@@ -18,6 +18,18 @@ def divide_tile(x, s):
 
 
 @triton.jit
+def round_tile(y, DTYPE: tl.constexpr, PTX: tl.constexpr):
+    """Float32 values rounded to DTYPE; bf16 two at a time, which the conversion of one is eight times slower than."""
+    if PTX and tl.bfloat16 == DTYPE and y.numel > 1:
+        y = tl.inline_asm_elementwise(
+            "{ .reg .b32 t; cvt.rn.bf16x2.f32 t, $3, $2; shl.b32 $0, t, 16; and.b32 $1, t, 0xFFFF0000; }",
+            "=f,=f,f,f", [y], dtype=tl.float32, is_pure=True, pack=2)
+    else:
+        y = y.to(DTYPE).to(tl.float32)
+    return y
+
+
+@triton.jit
 def quantize_tile(x, s, LOW: tl.constexpr, HIGH: tl.constexpr, FP8: tl.constexpr):
     """Codes of float32 values x with scales s, broadcastable to x."""
     q = divide_tile(x, s)

@@ -31,6 +31,20 @@ class RowScale(NamedTuple):
     rows: Tensor
 
 
+class Rows(NamedTuple):
+    """A quantized matrix: codes int8 [M, D], part after part, scales and offsets float32 [M, P]."""
+
+    q: Tensor
+    scale: Tensor
+    offset: Tensor
+
+    @classmethod
+    def empty(cls, x: Tensor, parts: int) -> Rows:
+        """For the rows of x [M, D]."""
+        scale, offset = (torch.empty(x.shape[0], parts, dtype=torch.float32, device=x.device) for _ in "so")
+        return cls(torch.empty(x.shape, dtype=torch.int8, device=x.device), scale, offset)
+
+
 def row_scale(scale: Tensor, m: int, visual: Tensor | None = None, split: Tensor | None = None) -> RowScale:
     """Check a scale against ``m`` rows and say which of the four forms it is."""
     if scale.dtype != torch.float32 or scale.dim() != 1 or not scale.is_contiguous():

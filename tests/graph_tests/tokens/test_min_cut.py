@@ -14,7 +14,7 @@ def price(side: set[str], given_edges: Edges) -> int:
     return sum(c for a, b, c in given_edges if a in side and b not in side)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(given_edges=edges)
 def test_min_cut__cheapest_and_then_largest(given_edges: Edges) -> None:
     cut = MinCut()

@@ -4,7 +4,7 @@ import pytest
 import torch
 from tolerance import assert_close
 
-from mmqc.kernels.rows.quantize_per_token import Rows
+from mmqc.kernels.shared.row_scale import Rows
 from mmqc.ops.basis_quantize_per_token import reference
 
 kernel = pytest.importorskip("mmqc.kernels.hadamard.basis_quantize_per_token")

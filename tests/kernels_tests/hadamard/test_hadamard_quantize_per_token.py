@@ -5,7 +5,7 @@ import torch
 from tolerance import assert_close
 from torch.nn import functional as F
 
-from mmqc.kernels.rows.quantize_per_token import Rows
+from mmqc.kernels.shared.row_scale import Rows
 from mmqc.ops import hadamard, quantize_per_token
 
 kernel = pytest.importorskip("mmqc.kernels.hadamard.hadamard_quantize_per_token")

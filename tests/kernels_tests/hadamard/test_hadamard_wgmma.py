@@ -100,7 +100,7 @@ def assert_transformed(m: int, a: int, a1: int, a2: int, slots: int, programs: i
     assert torch.equal(y, want - least if ends else want)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     st.integers(1, 40),
     st.sampled_from([(4, 0), (4, 2), (8, 0), (8, 2), (8, 4)]),

@@ -14,8 +14,7 @@ from mmqc.kernels.matmul import scaled_matmul_epilogue as epilogues  # noqa: E40
 from mmqc.kernels.matmul.configs import MatmulConfig  # noqa: E402
 from mmqc.kernels.matmul.epilogue_tiles import Epilogue  # noqa: E402
 from mmqc.kernels.matmul.linears import Linear  # noqa: E402
-from mmqc.kernels.rows.quantize_per_token import Rows  # noqa: E402
-from mmqc.kernels.shared.row_scale import row_scale  # noqa: E402
+from mmqc.kernels.shared.row_scale import Rows, row_scale  # noqa: E402
 
 TILE = MatmulConfig(128, 128, 64, 4, 4, split_k=4, per_sm=2, variant="registers")
 M, N, LOW, HIGH = 300, 264, 288, 48

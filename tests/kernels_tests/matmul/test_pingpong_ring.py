@@ -83,7 +83,7 @@ def assert_product(m: int, n: int, k: int, programs: int, stages: int, warps: in
     assert torch.equal(y, x.float() @ w.float().t())
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     st.integers(1, 200),
     st.integers(1, 70),
@@ -125,7 +125,7 @@ def assert_mixed(m: int, n: int, low: int, high: int, programs: int, stages: int
     assert torch.equal(y, 3 * (wide[0] @ wide[1]) + wide[2] @ wide[3])
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     st.integers(1, 200),
     st.integers(1, 70),
@@ -199,7 +199,7 @@ def assert_packed(m: int, n: int, stored: int, high: int, programs: int, parts: 
     assert torch.equal(y, 3 * want + x[:, low:].float() @ more.float().t() if high else want)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     st.integers(1, 50),
     st.integers(1, 200),

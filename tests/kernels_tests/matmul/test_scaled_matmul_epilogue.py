@@ -123,11 +123,11 @@ def test_gate_first__equals_the_kernel_of_both(tile, activation, device):
 def test_better_apart__a_gate_and_weights_that_stay_packed(monkeypatch):
     from mmqc.lowering.scaled_matmul_epilogue import better_apart
 
-    pingpong = pytest.importorskip("mmqc.kernels.matmul.pingpong_matmul")
+    device_facts = pytest.importorskip("mmqc.kernels.shared.device_facts")
     codes, packed = torch.empty(45, 96, dtype=torch.int8), torch.empty(45, 48, dtype=torch.uint8)
     x, few = torch.empty(2, 600, 96, dtype=torch.int8), torch.empty(512, 96, dtype=torch.int8)
     assert not better_apart(x, [packed, packed]), "no Hopper"
-    monkeypatch.setattr(pingpong, "here", lambda device: True)
+    monkeypatch.setattr(device_facts, "has_warpgroup_products", lambda device: True)
     assert better_apart(x, [packed, packed])
     for other in ((x, [packed]), (x, [codes, codes]), (few, [packed, packed]), (x[..., :90], [packed, packed])):
         assert not better_apart(*other)

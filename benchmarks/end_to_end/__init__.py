@@ -1,0 +1,1 @@
+"""Whole models: compiling, generating, quantizing, decoding."""

@@ -1,0 +1,51 @@
+"""norm -> quantize -> linear, for linear.py: static, per-modality and dynamic scales, and torch in front of the product."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from benchmarks.gpu_run import Run
+from benchmarks.micro.row_kernels import NORM, quantize_in_torch
+from mmqc.kernels.matmul.scaled_matmul import scaled_matmul
+from mmqc.kernels.rows.norm_quantize import norm_quantize
+
+
+def chain_calls(run: Run, linear: Any) -> dict[str, Callable[[], None]]:
+    """The ways, of one linear.py's ``Linear``."""
+    linear.scaled("int8", rotate=False)
+    m, w, x = linear.m, linear.operands[1], torch.randn(linear.m, linear.k, device=run.device).to(run.dtype)
+    one, pair = torch.full((1,), 0.02, device=run.device), torch.tensor([0.02, 0.03], device=run.device)
+    visual = torch.rand(m, device=run.device) < 0.7
+    split = torch.tensor([m // 2], dtype=torch.int32, device=run.device)
+
+    compiled = torch.compile(quantize_in_torch, dynamic=False)
+
+    def multiply(q: torch.Tensor, scale: torch.Tensor, **rows: Any) -> None:
+        scaled_matmul(q, w, scale, linear.w_scale, linear.bias, out=linear.out, out_dtype=run.dtype, **rows)
+
+    def chain(scale: torch.Tensor | None, **rows: Any) -> None:
+        q, tokens, _ = norm_quantize(x, NORM, scale, **rows)
+        used = tokens if scale is None else scale
+        assert used is not None
+        multiply(q, used, **rows)
+
+    return {
+        "one": lambda: chain(one),
+        "visual": lambda: chain(pair, visual=visual),
+        "split": lambda: chain(pair, split=split),
+        "dynamic": lambda: chain(None),
+        "dynamic, eager torch": lambda: multiply(*quantize_in_torch(x)),
+        "dynamic, torch.compile": lambda: multiply(*compiled(x)),
+    }
+
+
+def time_chain(run: Run, where: str, make: Callable[[], Any]) -> None:
+    """Each way has a time limit of its own: one of them compiles."""
+    calls = run.attempt(where, lambda: chain_calls(run, make()))
+    for name, call in (calls or {}).items():
+        us = run.attempt(f"{where} {name}", lambda call=call: run.microseconds([call, call]), 120)
+        if us is not None:
+            run.times.setdefault(where, {})[name] = us

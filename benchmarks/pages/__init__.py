@@ -1,0 +1,1 @@
+"""Pages of docs/results and their figures, from the files in benchmarks/results."""

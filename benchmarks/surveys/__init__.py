@@ -1,0 +1,1 @@
+"""The same question put to many models, packages or machines."""

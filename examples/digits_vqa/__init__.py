@@ -1,0 +1,1 @@
+"""How the shipped samples were made."""

@@ -1,0 +1,161 @@
+"""What ``quantize_`` is asked for: its arguments, read once, and refused before anything is touched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, get_args
+
+import torch
+from torch import Tensor, nn
+
+from mmqc.calibration.calibrate import EQUAL, TEXT, VISUAL, CalibrationError
+from mmqc.calibration.sequential import Inputs
+from mmqc.config import ConfigError, KVSpec, QuantConfig, Rewrites
+from mmqc.experts.modules import QuantExperts
+from mmqc.kv.cache import check_spec, decoder_config
+from mmqc.nn.linear import QuantLinear
+from mmqc.nn.modality import visual_token_ids
+from mmqc.quantization import convert
+
+Batch = Mapping[str, Any]
+Filter = Callable[[nn.Module, str], bool]
+
+
+@dataclass(frozen=True, eq=False)
+class Request:
+    """The arguments of ``quantize_``, which says what they mean.
+
+    Attributes:
+        config: what becomes of the weights; its ``kv`` is None.
+        kv: what becomes of the cache, if anything.
+        batches: the calibration batches; None if none were given.
+        row_weights: what a row of each modality counts, for all modalities.
+    """
+
+    model: nn.Module
+    config: QuantConfig
+    kv: KVSpec | None
+    batches: tuple[Batch, ...] | None
+    filter_fn: Filter | None
+    progress: bool
+    resume_dir: str | None
+    inputs: Inputs
+    device: Any
+    spool: str | None
+    generate_tokens: int
+    row_weights: Mapping[str, float]
+
+    @classmethod
+    def read(
+        cls,
+        model: nn.Module,
+        config: QuantConfig,
+        calibration: Iterable[Batch] | None,
+        filter_fn: Filter | None,
+        progress: bool,
+        resume_dir: str | None,
+        inputs: Inputs,
+        device: Any,
+        spool: str | None,
+        generate_tokens: int,
+        modality_weights: Mapping[str, float] | None,
+    ) -> Request:
+        """Take in the arguments; ``calibration`` is iterated once.
+
+        Raises:
+            ConfigError, CalibrationError, ValueError: as ``quantize_`` says, for what can be refused beforehand.
+        """
+        if not isinstance(config, QuantConfig):
+            raise ConfigError(f"config is a {type(config).__name__}; pass a mmqc.QuantConfig, e.g. mmqc.recipes.mquant()")
+        batches = None if calibration is None else tuple(dict(b) for b in calibration)
+        weights, kv, rows = config.replace(kv=None), config.kv, _row_weights(modality_weights)
+        request = cls(model, weights, kv, batches, filter_fn, progress, resume_dir, inputs, device, spool, generate_tokens, rows)
+        request.check()
+        return request
+
+    @property
+    def changes_weights(self) -> bool:
+        """Whether there is more to do than to pack the cache."""
+        config = self.config
+        return self.kv is None or bool(config.schemes) or config.rewrites != Rewrites() or config.kv_rounding is not None
+
+    @property
+    def needs_batches(self) -> bool:
+        """Whether the weights cannot be quantized without data."""
+        return self.changes_weights and (self.config.rewrites != Rewrites() or self.config.needs_calibration)
+
+    @property
+    def records(self) -> bool:
+        """Whether the model is recorded: batches were given, and there is more to do than to pack the cache."""
+        return self.changes_weights and self.batches is not None
+
+    def check(self) -> None:
+        """Raise for what cannot be done, before anything is touched."""
+        if self.kv is not None:
+            check_spec(self.kv, decoder_config(self.model))
+            if (self.kv.searches or self.kv.rounding == "queries") and not self.batches:
+                raise CalibrationError(
+                    "calibration is empty, but this kv config searches for tau or rounds keys by queries: pass batches with images "
+                    "and answers, or search='none', rounding='nearest'"
+                )
+        if self.changes_weights:
+            _check_model(self.model)
+        _check_options(self)
+        if self.needs_batches or self.records:
+            _check_batches(self)
+
+
+def _row_weights(given: Mapping[str, float] | None) -> dict[str, float]:
+    wrong = [m for m, w in (given or {}).items() if m not in (TEXT, VISUAL) or not 0 < w < float("inf")]
+    if wrong:
+        raise ConfigError(
+            f"modality_weights = {dict(given or {})}: {wrong[0]!r} is no modality, or its weight is not positive; "
+            f'pass {{"{VISUAL}": a, "{TEXT}": b}} with positive numbers'
+        )
+    return {**EQUAL, **(given or {})}
+
+
+def _check_options(request: Request) -> None:
+    if request.inputs not in get_args(Inputs):
+        raise ConfigError(f"inputs = {request.inputs!r} is not supported; allowed: {get_args(Inputs)}")
+    count = request.generate_tokens
+    if not isinstance(count, int) or count < 0:
+        raise ConfigError(f"generate_tokens = {count!r}: how many tokens to append to each batch, 0 or more")
+
+
+def _check_model(model: nn.Module) -> None:
+    if any(isinstance(m, QuantLinear | QuantExperts) for m in model.modules()):
+        raise ValueError("this model is quantized already; load the original weights to quantize it anew")
+    bad = convert.first_bad_weight(model)
+    if bad is not None:
+        raise ValueError(f"{bad} holds NaN or infinite values; repair the checkpoint before quantizing (nothing was changed)")
+
+
+def _check_batches(request: Request) -> None:
+    batches = request.batches
+    if not batches:
+        given = "None" if batches is None else "empty"
+        raise CalibrationError(
+            f"calibration is {given}, but this config needs data: pass an iterable of keyword batches for the model's forward "
+            "(input_ids, pixel_values, ...); rewrites need one batch, static scales and gptq some dozens"
+        )
+    for i, batch in enumerate(batches):
+        for name, value in batch.items():
+            if isinstance(value, Tensor) and value.is_floating_point() and not bool(torch.isfinite(value).all()):
+                raise CalibrationError(f"calibration batch {i}: {name} holds NaN or infinite values")
+    wants = any(s.activation is not None and s.activation.per_modality for s in request.config.schemes.values())
+    ids = torch.tensor(visual_token_ids(request.model))
+    if wants and len(ids) and not any(_has_visual(b, ids) for b in batches):
+        raise CalibrationError(
+            "no calibration batch has an image, but the recipe has one activation scale per modality: pass batches with "
+            "pixel_values and image tokens, or use msq=False"
+        )
+
+
+def _has_visual(batch: Batch, ids: Tensor) -> bool:
+    """Whether a batch has visual tokens, and features of an image or video to put there."""
+    tokens, kinds = batch.get("input_ids"), batch.get("mm_token_type_ids")
+    places = bool(torch.isin(tokens.cpu(), ids).any()) if tokens is not None else kinds is not None and bool((kinds > 0).any())
+    given = (v for name, v in batch.items() if isinstance(v, Tensor) and name not in ("inputs_embeds", "attention_mask"))
+    return places and any(v.is_floating_point() for v in given)

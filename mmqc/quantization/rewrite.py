@@ -1,0 +1,161 @@
+"""The exact part of ``quantize_``: record the model, rewrite the recording, write what the passes decided into the model.
+
+    record_model     live forwards  ->  Recorded
+    rewrite          passes that need no data  ->  those that look at data first (AWQ's and SmoothQuant's factors, ResQ's bases,
+                     the channels that stay in more bits)  ->  Rewritten
+
+After it the model computes what it did, up to rounding (equivalence.py), in a form that loses less when it is quantized.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import torch
+
+from mmqc.config import HEAD, ConfigError, QuantConfig
+from mmqc.experts.find import products
+from mmqc.graph.linear import weight_of
+from mmqc.graph.program import Program
+from mmqc.graph.record import record
+from mmqc.graph.runner import run
+from mmqc.kv.rounding import observed, round_keys_and_values
+from mmqc.nn.modality import ModalityContext, attached, detach, visual_token_ids
+from mmqc.nn.unseen import unseen_modules, unsure_weights
+from mmqc.passes.assign_scheme import kept
+from mmqc.pipeline import FACTS, exact_passes
+from mmqc.quantization import convert
+from mmqc.quantization.channel_peaks import mark_outliers, smooth
+from mmqc.quantization.channel_scales import Forwards, scale_channels
+from mmqc.quantization.equivalence import check, outputs
+from mmqc.quantization.incoherence import incoherences, weight_towers
+from mmqc.quantization.job import Job, takes_cache
+from mmqc.quantization.pca_bases import rotate_to_bases
+
+
+@dataclass(frozen=True, eq=False)
+class Recorded:
+    """A model whose forward is known.
+
+    Attributes:
+        program: the recording; the phases rewrite it, as they do the model.
+        context: tells visual from text rows; attached to the model.
+        unseen: modules that no recorded batch reached.
+    """
+
+    program: Program
+    context: ModalityContext
+    unseen: tuple[str, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Rewritten(Recorded):
+    """A recorded model after the exact rewrites, which are written into it.
+
+    Attributes:
+        towers: the tower of every linear weight.
+        incoherence: μ of each of these weights before and after.
+        error: how far the rewrites moved the output of the first batch, relative.
+        untied: names whose tensor was shared with another name and is not any more.
+    """
+
+    towers: dict[str, str]
+    incoherence: dict[str, tuple[float, float]]
+    error: float
+    untied: tuple[str, ...]
+
+
+def record_model(job: Job) -> Recorded:
+    """Record the two batches that differ most.
+
+    Raises:
+        RecordError: the forward cannot be recorded.
+    """
+    model, context = job.model, attached(job.model)
+    if context is None:
+        context = ModalityContext.attach(model, visual_token_ids(model))
+        job.journal.note(lambda: detach(model))
+    job.journal.attribute(context, "text_only", not context.visual_token_ids)
+    prog = record(model, *map(job.call, job.differing()), decode=takes_cache(model))
+    prog.work = job.residency.device if job.residency.offloads else None
+    prog.unsure = unsure_weights(model, prog.called)
+    return Recorded(prog, context, tuple(unseen_modules(model, prog.called)))
+
+
+def rewrite(job: Job, recorded: Recorded) -> Rewritten:
+    """Run the exact passes and write what they decided into the model.
+
+    Raises:
+        ConfigError: a ``keep`` pattern matches no linear; or keys cannot be rounded.
+        RewriteError: the first batch's output moved by more than rounding.
+    """
+    model, prog, config = job.model, recorded.program, job.request.config
+    run(prog, exact_passes(config), FACTS, text=True)
+    _check_keep(prog, config)
+    _filter(job, prog)
+    before, towers = incoherences(prog), weight_towers(prog)
+    first, measures = job.call(job.batches[0]), config.rewrites.scales is not None or config.rewrites.smooth is not None
+    expected = outputs(model, first) if prog.changed or measures else []
+    untied = convert.write_exact(model, prog, job.journal)
+    if config.rewrites.scales is not None:
+        job.bar.say("scaling channels")
+        scale_channels(model, prog, config.rewrites.scales, _forwards(job, recorded))
+        untied += convert.write_weights(model, prog, job.journal)
+    with ExitStack() as stack:
+        kv = config.kv_rounding
+        keys = stack.enter_context(observed(model, kv)) if kv is not None else {}
+        untied += _measured_rewrites(job, prog)
+        # The forwards that find bases went through the keys too, which no basis changes.
+        if kv is not None and config.rewrites.bases is None:
+            with torch.no_grad():
+                for batch in job.batches if kv.basis in ("principal", "peaks") else job.batches[:1]:
+                    job.forward(batch)
+    error = check(expected, outputs(model, first)) if expected else 0.0
+    if kv is not None:
+        round_keys_and_values(model, kv, keys, config.rewrites.seed, job.journal)
+    after = incoherences(prog)
+    both = {fqn: (before[fqn], after[fqn]) for fqn in before}
+    return Rewritten(prog, recorded.context, recorded.unseen, towers, both, error, tuple(untied))
+
+
+def _measured_rewrites(job: Job, prog: Program) -> list[str]:
+    """Those rewrites that look at data first and are written back at once; returns as ``convert.write_weights``."""
+    model, config, untied = job.model, job.request.config, []
+    batches = lambda: map(job.call, job.batches)  # noqa: E731
+    if config.rewrites.smooth is not None:
+        smooth(model, prog, config.rewrites.smooth, batches)
+        untied += convert.write_weights(model, prog, job.journal)
+    if config.rewrites.bases is not None:
+        rotate_to_bases(model, prog, config, batches)
+        untied += convert.write_weights(model, prog, job.journal)
+    if any(s.dynamic is not None and s.dynamic.high == "outliers" for s in config.schemes.values()):
+        mark_outliers(model, prog, batches)
+    return untied
+
+
+def _forwards(job: Job, recorded: Recorded) -> Forwards:
+    """How the search for channel scales runs the model."""
+    calls, differing = job.forwards(job.batches), job.forwards(job.differing())
+    request = job.request
+    return Forwards(calls, differing, recorded.context, job.residency, request.row_weights, request.spool, job.bar.say)
+
+
+def _check_keep(prog: Program, config: QuantConfig) -> None:
+    """Raise a ConfigError for a pattern that means no linear of the model; ``lm_head`` is there by default."""
+    linears = sorted({weight_of(n).removesuffix(".weight") for n in prog.nodes("linear") if weight_of(n)})
+    linears += sorted(fqn for uses in products(prog).values() for fqn in uses)
+    for pattern in config.keep:
+        if pattern != HEAD and not any(kept(pattern, fqn, "") for fqn in linears):
+            raise ConfigError(
+                f"keep pattern {pattern!r} matches no linear of this model; some of its linears: {linears[:3]} ... {linears[-2:]}"
+            )
+
+
+def _filter(job: Job, prog: Program) -> None:
+    """Take the scheme from linears that the caller does not want quantized."""
+    wanted = job.request.filter_fn
+    for node in prog.nodes("linear") if wanted is not None else ():
+        fqn = weight_of(node).removesuffix(".weight")
+        if "scheme" in node.meta and not wanted(job.model.get_submodule(fqn), fqn):  # type: ignore[misc]
+            del node.meta["scheme"]

@@ -1,0 +1,257 @@
+"""Calibrate and quantize unit by unit: observe a unit's inputs, round its weights, measure, swap, let go, go on to the next.
+
+What a unit is, and in which order units come, says ``calibration/sequential.py``; here is what is done with one.  Stacked experts,
+which no linear module holds, are quantized first, in the floating-point model, and swapped in last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mmqc.calibration.blocks import NotStreamableError, survey
+from mmqc.calibration.calibrate import MIXED, InputStatistics
+from mmqc.calibration.measure import Loss
+from mmqc.calibration.sequential import Sequential
+from mmqc.config import QuantConfig
+from mmqc.experts.quantize import BuiltExperts, quantize_experts
+from mmqc.graph.runner import Steps, run
+from mmqc.nn.linear import QuantLinear
+from mmqc.pipeline import FACTS, quantizing_passes
+from mmqc.quantization import convert
+from mmqc.quantization.job import Job
+from mmqc.quantization.resume import Unit
+from mmqc.quantization.rewrite import Rewritten
+from mmqc.quantization.targets import Target, Targets
+from mmqc.report.account import refusals, transforms
+from mmqc.report.report import LayerReport, Refusal
+
+MEASURED_BATCHES = 4
+
+
+@dataclass(frozen=True, eq=False)
+class Quantized:
+    """A model whose weights are quantized, as far as the config says so.
+
+    Attributes:
+        config: with the statistics that calibration measured.
+        layers: what the report says of each quantized linear and stack.
+        refused: what stays as it was, and why.
+        rewritten: what was known before; None for a model that was not recorded.
+    """
+
+    config: QuantConfig
+    layers: tuple[LayerReport, ...] = ()
+    refused: tuple[Refusal, ...] = ()
+    rewritten: Rewritten | None = None
+
+
+def quantize_units(job: Job, rewritten: Rewritten, targets: Targets) -> Quantized:
+    """Quantize the experts and all linears of ``targets``, and say so in the program."""
+    prog = rewritten.program
+    worker = UnitWorker(job, rewritten, targets)
+    experts = _experts(job, rewritten)
+    whole = _run(job, rewritten, targets, worker)
+    for module, mixture in experts.modules.items():
+        job.journal.swap(module, mixture)
+    worker.finish()
+    layers = [worker.rows[t.module] for t in targets.linears.values() if t.module in worker.rows]
+    stale = [r for r in refusals(prog) if r.fqn not in experts.known]
+    notes = [Refusal("", "", note) for note in prog.notes]
+    refused = (*stale, *experts.refused, *_unreached(job.model, rewritten.unseen), *whole, *notes)
+    config = job.request.config.replace(statistics=prog.statistics)
+    return Quantized(config, (*layers, *experts.layers), refused, rewritten)
+
+
+def _experts(job: Job, rewritten: Rewritten) -> BuiltExperts:
+    """Stacked experts; the model is not changed."""
+    job.bar.say("quantizing experts")
+    measured = job.batches[:: max(1, len(job.batches) // MEASURED_BATCHES)][:MEASURED_BATCHES]
+    built = quantize_experts(
+        job.model,
+        rewritten.program,
+        job.request.config,
+        lambda: map(job.call, job.batches),
+        lambda: map(job.call, measured),
+        context=rewritten.context,
+        wanted=job.request.filter_fn,
+        row_weights=job.request.row_weights,
+    )
+    if job.request.inputs == "quantized":
+        for layer in built.layers:
+            layer.note = "; ".join(filter(None, (layer.note, "measured in the floating-point model")))
+    return built
+
+
+def _run(job: Job, rewritten: Rewritten, targets: Targets, worker: UnitWorker) -> list[Refusal]:
+    """All units; what comes back are the lists of blocks that could not be taken one by one."""
+    names = [target.module for target in targets.linears.values()]
+    if not names:
+        return []
+    job.bar.expect(len(names))
+    request, bases = job.request, job.request.config.rewrites.bases
+    batches = job.batches[: bases.solver_batches] if bases is not None else job.batches
+    chosen = range(0, len(batches), max(1, len(batches) // MEASURED_BATCHES))
+    sequence = Sequential(
+        job.model,
+        worker,
+        names,
+        targets.watches,
+        {target.module: target.language for target in targets.linears.values()},
+        job.forwards(batches),
+        list(chosen)[:MEASURED_BATCHES],
+        rewritten.context,
+        job.residency,
+        request.inputs,
+        request.spool,
+        job.bar.say,
+    )
+    refused: dict[str, str] = {}
+    while True:
+        with torch.no_grad():
+            sequence.linears = [name for name in names if name not in worker.rows]
+            layout = survey(job.model, sequence.linears, job.forwards(job.differing()), refused)
+        try:
+            sequence.run(layout)
+        except NotStreamableError as error:
+            refused = {**layout.refused, error.where: error.reason}
+            continue
+        whole = "calibrated by forwards of the whole model"
+        return [Refusal(where, "", f"{whole}: {reason}") for where, reason in layout.refused.items()]
+
+
+def _unreached(model: nn.Module, unseen: Sequence[str]) -> Iterator[Refusal]:
+    """Linears of modules that the model has and the batches do not use."""
+    for name in unseen:
+        for child, module in model.get_submodule(name).named_modules():
+            if isinstance(module, nn.Linear):
+                yield Refusal(f"{name}.{child}".rstrip("."), "", "no recorded batch reached it")
+
+
+@dataclass(frozen=True, eq=False)
+class Solved:
+    """A weight that is rounded, and not in the model yet."""
+
+    result: Any
+    error: float
+    seconds: float
+
+
+class UnitWorker:
+    """Rounds the weights of units and swaps them in, as ``sequential.Worker`` says; holds no more than the units in progress.
+
+    Attributes:
+        rows: what the report says of each linear that is in the model, by module FQN.
+    """
+
+    def __init__(self, job: Job, rewritten: Rewritten, targets: Targets) -> None:
+        self.job, self.program, self.context, self.targets = job, rewritten.program, rewritten.context, targets.linears
+        self.words = transforms(self.program)
+        self.rows: dict[str, LayerReport] = {}
+        self.solved: dict[str, Solved] = {}  # by weight FQN, as the next three
+        self.seen: dict[str, InputStatistics] = {}
+        self.moments: dict[str, Tensor | None] = {}
+        self.statistics: dict[str, dict[str, Any]] = {}
+        self.earlier: dict[Any, Any] = {}  # results of an earlier run, by the passes' keys
+        moment = lambda fqn: self.moments.pop(fqn, None)  # noqa: E731
+        *rounding, _ = quantizing_passes(hessian=moment, done=self.note, cache=self.earlier)
+        self.steps = [Steps(self.program, item, FACTS, text=True) for item in rounding]
+        self.program.statistics = {
+            "visual_token_ids": list(self.context.visual_token_ids),
+            "token_embeddings": list(targets.token_embeddings),
+            "linears": self.statistics,
+            "plan": self.program.decided.to_dict(),
+        }
+
+    def note(self, fqn: str, result: Any, error: float, seconds: float) -> None:
+        """The pass has rounded one weight."""
+        self.solved[fqn] = Solved(result, error, seconds)
+
+    def finished(self, linears: Sequence[str]) -> bool:
+        """Whether a unit is done: in this run or in an earlier one."""
+        store = self.job.store
+        return set(linears) <= self.rows.keys() or (store is not None and store.has(linears))
+
+    def restore(self, linears: Sequence[str]) -> None:
+        """Swap in what an earlier run found."""
+        store = self.job.store
+        if store is None or set(linears) <= self.rows.keys():
+            return
+        unit = store.load(linears, self.job.residency.device)
+        self.earlier.update({(fqn, ()): result for fqn, result in unit.solved.items()})
+        self.put(self.solve(linears, {n: unit.seen[f"{n}.weight"] for n in linears}), unit.losses, unit.seconds)
+
+    def solve(self, linears: Sequence[str], seen: Mapping[str, InputStatistics]) -> dict[str, QuantLinear]:
+        """Quantize the weights of a unit."""
+        wanted = [f"{name}.weight" for name in linears]
+        for name, fqn in zip(linears, wanted, strict=True):
+            self.program.weights[fqn] = self.job.model.get_submodule(name).get_parameter("weight").detach()
+            statistics = self.seen[fqn] = seen.get(name, InputStatistics())
+            self.moments[fqn], statistics.hessian = statistics.hessian, None
+            self.statistics[fqn] = self.targets[fqn].statistics(statistics)
+        for steps in self.steps:
+            steps.rewrite(lambda site: site.fqn in wanted)
+        return convert.build_quantized(self.job.model, self.program, self.context, wanted)
+
+    def swap(self, built: Mapping[str, QuantLinear], losses: Mapping[str, Loss]) -> None:
+        """Store a unit that was just quantized, and put it into the model."""
+        solved = {f"{name}.weight": self.solved[f"{name}.weight"] for name in built}
+        seconds = {fqn: s.seconds for fqn, s in solved.items()}
+        if self.job.store is not None and built:
+            results = {fqn: s.result for fqn, s in solved.items()}
+            self.job.store.save(list(built), Unit(results, {fqn: self.seen[fqn] for fqn in solved}, seconds, dict(losses)))
+        self.put(built, losses, seconds)
+
+    def put(self, built: Mapping[str, QuantLinear], losses: Mapping[str, Loss], seconds: Mapping[str, float]) -> None:
+        """Swap, and let go of everything of the unit that takes memory."""
+        for name, linear in built.items():
+            self.job.journal.swap(name, linear)
+            target = self.targets[f"{name}.weight"]
+            solved, seen = self.solved.pop(target.weight), self.seen.pop(target.weight)
+            self.rows[name] = self.row(target, linear, solved, seen, losses.get(name, Loss()), seconds[target.weight])
+            self.release(target.weight, solved.result.integer)
+        self.earlier.clear()
+        self.job.bar.done(len(built), losses)
+
+    def release(self, fqn: str, integer: bool) -> None:
+        """Leave only shapes of a weight in the program; integer scales are written into the graph at the end."""
+        if not integer:
+            self.program.solved.pop(fqn, None)
+        for name in [n for n in self.program.weights if n == fqn or n.startswith(f"{fqn}.")]:
+            weight = self.program.weights[name]
+            self.program.weights[name] = weight.new_zeros(()).expand(weight.shape)
+
+    def row(
+        self, target: Target, linear: QuantLinear, solved: Solved, seen: InputStatistics, loss: Loss, seconds: float
+    ) -> LayerReport:
+        """What the report says of a linear."""
+        mixed = linear.input_scale is not None and seen.ranges[MIXED].count
+        one_scale = "its rows are not the tokens of the call: one scale for both modalities" if mixed else ""
+        return LayerReport(
+            target.module,
+            target.tower,
+            target.role,
+            str(target.scheme),
+            self.words.get(target.weight, ()),
+            loss.sqnr(),
+            {m: (r.low, r.high) for m, r in seen.ranges.items() if r.count},
+            loss.saturated(),
+            solved.error,
+            0 if linear.outlier_index is None else linear.outlier_index.numel(),
+            seconds,
+            "; ".join(filter(None, (solved.result.note, one_scale))),
+        )
+
+    def finish(self) -> None:
+        """All units are done: round activations in the program, and put the statistics into the model's order."""
+        prog = self.program
+        for steps in self.steps:
+            if steps.done or steps is self.steps[-1]:  # most configs have nothing for the others
+                steps.finish()
+        run(prog, quantizing_passes()[len(self.steps) :], FACTS, text=True)
+        assert prog.statistics is not None
+        prog.statistics = {**prog.statistics, "linears": {fqn: self.statistics[fqn] for fqn in self.targets}}
