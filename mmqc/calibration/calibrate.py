@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mmqc.calibration.moments import add_second_moment, mirror_
 from mmqc.config import ActivationSpec
@@ -121,9 +121,8 @@ class InputStatistics:
 
 @dataclass(frozen=True)
 class Watch:
-    """One linear to observe: its module, whether its rows are the language model's tokens, and what to keep."""
+    """What to keep of one linear's input, and whether its rows are the language model's tokens."""
 
-    module: nn.Module
     language: bool
     spec: ActivationSpec | None
     hessian: bool

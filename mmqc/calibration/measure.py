@@ -51,14 +51,9 @@ class Meter:
         rotated = linear_input(self.linear, x)
         wanted = nn.functional.linear(rotated, self.linear.weight, self.linear.bias)  # type: ignore[arg-type]
         error = self.quantized(x) - wanted
-        parts = zip(
-            by_modality(wanted, self.language, self.context).items(),
-            by_modality(error, self.language, self.context).values(),
-            strict=True,
-        )
-        for (name, signal), noise in parts:
-            self.loss.signal[name] = self.loss.signal.get(name, 0.0) + _power(signal)
-            self.loss.noise[name] = self.loss.noise.get(name, 0.0) + _power(noise)
+        for total, y in ((self.loss.signal, wanted), (self.loss.noise, error)):
+            for name, rows in by_modality(y, self.language, self.context).items():
+                total[name] = total.get(name, 0.0) + _power(rows)
         if self.quantized.input_scale is not None:
             self.count_clipped(rotated, self.quantized.input_scale)
 

@@ -61,14 +61,17 @@ def observe(model: nn.Module, places: Mapping[P, S]) -> Iterator[Mapping[P, S]]:
 
 
 def _watched(model: nn.Module, place: Any, update: Any) -> AbstractContextManager[Any]:
+    def see(*values: Any) -> None:  # what a hook returns would take the place of arguments or outputs
+        update(*values)
+
     if isinstance(place, str):
-        hook = lambda linear, args: update(linear_input(linear, args[0].detach()))  # noqa: E731
+        hook = lambda linear, args: see(linear_input(linear, args[0].detach()))  # noqa: E731
         return model.get_submodule(place).register_forward_pre_hook(hook)
     if isinstance(place, Call):
-        hook = lambda module, args, kwargs: update(args, kwargs)  # noqa: E731
+        hook = lambda module, args, kwargs: see(args, kwargs)  # noqa: E731
         return model.get_submodule(place.module).register_forward_pre_hook(hook, with_kwargs=True)
     if isinstance(place, Output):
-        hook = lambda module, args, kwargs, output: update(output, args, kwargs)  # noqa: E731
+        hook = lambda module, args, kwargs, output: see(output, args, kwargs)  # noqa: E731
         return model.get_submodule(place.module).register_forward_hook(hook, with_kwargs=True)
     return place.watch(model, update)
 

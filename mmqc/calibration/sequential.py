@@ -10,6 +10,7 @@ Memory:  the statistics of one block, and the activations between two blocks, in
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -94,12 +95,9 @@ class Sequential:
             NotStreamableError: a batch calls a list's blocks differently from the recorded ones; units in front of it are done.
         """
         together = [[unit] for unit in layout.units] if self.inputs == "quantized" else [layout.units]
-        self.store = Spool(self.spool)
-        try:
+        with closing(Spool(self.spool)) as self.store:
             for units in together:
                 self._begin(units, layout)
-        finally:
-            self.store.close()
 
     def _begin(self, units: Sequence[Segment | Outside], layout: Layout) -> None:
         """Run the forwards that these units start from, then the units."""

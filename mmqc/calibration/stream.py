@@ -108,7 +108,7 @@ def capture(
     """Fill ``feeds`` from forwards of the model.
 
     Args:
-        model: hooked for the time of the calls.
+        model: whose blocks are observed.
         feeds: of the segments to start.
         calls: (number of the batch, its forward).
         until: FQN of a block before whose call no forward is stopped, because hooks of others need that; empty: not at all.

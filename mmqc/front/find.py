@@ -102,20 +102,14 @@ class Finder:
         configs = _tower_configs(self.left(seen))
         if not configs or not attention.register():
             return seen
-        before = [c._attn_implementation for c in configs]
         try:
-            for config in configs:
-                config._attn_implementation = attention.NAME
-            with attention.check() as calls:
+            with Packed(configs), attention.check() as calls:
                 packed = self.observed()
             reason = difference(list(floats(packed.output)), self.expected)
             if calls.other or not calls.packed:
                 reason = "the tower calls it without sequence lengths"
         except Exception as error:
             packed, reason = seen, f"{type(error).__name__}: {error}"
-        finally:
-            for config, name in zip(configs, before, strict=True):
-                config._attn_implementation = name
         where = ", ".join(type(c).__name__ for c in configs)
         if reason:
             self.plan.notes.append(f"not prepared: variable-length attention for {where}: {reason}")

@@ -13,7 +13,7 @@ moments fit ``MOMENT_BYTES``.  Linears that read one tensor (q, k and v) share o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -132,15 +132,12 @@ class _Search:
             mine = [s for s in sites if all(m.startswith(f"{name}.") for m in _modules(s))]
             inside[name] = [s for s in mine if _key(s) not in self.done]
         segments = [s for s in segments if any(inside[b.name] for b in s.blocks)]
-        store = Spool(self.how.spool)
-        try:
+        with closing(Spool(self.how.spool)) as store:
             feeds = [Feed(s, self.how.context, store, self.how.residency.device) for s in segments]
             if feeds:
                 capture(self.model, feeds, enumerate(self.how.calls))
             for feed in feeds:
                 self.segment(feed, inside, store)
-        finally:
-            store.close()
 
     def segment(self, feed: Feed, inside: Mapping[str, list[Site]], store: Spool) -> None:
         """The blocks of a segment, one after the other."""
@@ -160,16 +157,13 @@ class _Search:
     def by_forwards(self, sites: list[Site]) -> None:
         """Sites in rounds, each of which is one more run over the batches."""
         for part in _rounds(sites, self.shared, self.prog):
-            store = Spool(self.how.spool)
-            try:
+            with closing(Spool(self.how.spool)) as store:
                 with self.observing(part, store) as seen:
                     for call in self.how.calls:
                         call()
                 for site in part:
                     with self.how.residency.around(_modules(site)[0]):
                         self.choose([site], seen)
-            finally:
-                store.close()
 
     @contextmanager
     def observing(self, sites: list[Site], store: Spool, block: str = "") -> Iterator[_Seen]:
@@ -183,9 +177,8 @@ class _Search:
                 if name and not any(b.startswith(f"{name}.") for b in self.how.residency.blocks):
                     seen.holders[_key(site)] = name
                     language = self.language[next(iter(site.schemes))]
-                    seen.calls.setdefault(
-                        name, Calls(self.model, name, store, self.how.residency.device, self.how.context, language)
-                    )
+                    calls = Calls(self.model, name, store, self.how.residency.device, self.how.context, language)
+                    seen.calls.setdefault(name, calls)
         places: dict[Any, Any] = {fqn.removesuffix(".weight"): seen.moments[key] for key, fqn in names.items()}
         for calls in seen.calls.values():
             places |= calls.places

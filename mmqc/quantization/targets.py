@@ -79,7 +79,6 @@ def find_targets(job: Job, rewritten: Rewritten) -> Targets:
             linears[weight] = Target(name, meta["tower"], meta["role"], meta["scheme"], meta.get("outliers"))
     watches = {
         target.module: Watch(
-            job.model.get_submodule(target.module),
             target.language,
             target.scheme.activation,
             target.scheme.weight.needs_hessian,

@@ -8,13 +8,14 @@ import torch
 from blocks import Attention, Branch, Mlp, RMSNorm, Text, ids, shared
 from models import randomise, tiny_qwen2_vl
 from small_vlm import Small, batches, quantize
+from streams import Between, Masked
 from tiny_families import FAMILIES
 from torch import Tensor, nn
 
 import mmqc
 import mmqc.quantization.units
 from mmqc import recipes
-from mmqc.calibration.blocks import Outside, Segment, block_lists, survey
+from mmqc.calibration.blocks import block_lists, survey
 from mmqc.nn.linear import QuantLinear
 from mmqc.report.report import Refusal
 
@@ -33,50 +34,6 @@ def whole(monkeypatch: pytest.MonkeyPatch) -> None:
 def equal(a: nn.Module, b: nn.Module) -> bool:
     one, two = a.state_dict(), b.state_dict()
     return one.keys() == two.keys() and all(torch.equal(one[k], two[k]) for k in one)
-
-
-class Between(nn.Module):
-    """Something happens between the blocks: out of place, in place, or arguments that only later blocks get."""
-
-    def __init__(self, how: str) -> None:
-        super().__init__()
-        body = Text(*(Branch(RMSNorm(), Mlp()) for _ in range(3)))
-        self.body, self.how = body, how
-        self.calls = [0, 0, 0]
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        x = self.body.embed(input_ids)
-        for i, block in enumerate(self.body.blocks):
-            if i == 2:
-                x = {"outside": lambda x: x * 2, "in place": lambda x: x.mul_(2), "none": lambda x: x}[self.how](x)
-            x = block(x)
-            self.calls[i] += 1
-        return self.body.head(self.body.norm(x))
-
-
-class Masked(nn.Module):
-    """Each block has arguments beside the stream: one for all, one for the odd ones, and a number."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.layers = nn.Embedding(40, 16), nn.ModuleList(Layer() for _ in range(4))
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        x = self.embed(input_ids)
-        a = torch.linspace(0, 1, input_ids.shape[1])[:, None]
-        b = (input_ids > 10).to(x.dtype)[..., None]
-        for i, layer in enumerate(self.layers):
-            x, _ = layer(x, (a, b if i % 2 else a), length=input_ids.shape[1], flag=True)
-        return x
-
-
-class Layer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.mlp = RMSNorm(), Mlp()
-
-    def forward(self, x: Tensor, masks: tuple[Tensor, Tensor], *, length: int, flag: bool) -> tuple[Tensor, None]:
-        return x + self.mlp(self.norm(x) * masks[0] + masks[1]) / length, None
 
 
 def text_batches() -> list[dict[str, Tensor]]:
@@ -127,17 +84,6 @@ def test_float__equals_the_whole_model_for_transformers(name: str, monkeypatch: 
     assert equal(*models)
     assert reasons[0] == []
     assert reasons[1] != []
-
-
-@pytest.mark.parametrize(("how", "segments"), [("none", [3]), ("outside", [2, 1]), ("in place", [2, 1])])
-def test_survey__a_segment_ends_where_code_in_between_changes_the_stream(how: str, segments: list[int]) -> None:
-    model = Between(how)
-    names = [n for n, m in model.named_modules() if isinstance(m, nn.Linear)]
-    with torch.no_grad():
-        layout = survey(model, names, [lambda: model(**ids())])
-    assert [len(u.blocks) for u in layout.units if isinstance(u, Segment)] == segments
-    assert layout.units[-1] == Outside(("body.head",), len(segments))
-    assert layout.refused == {}
 
 
 def test_survey__forwards_stop_behind_the_last_block_that_meets_new_arguments() -> None:

@@ -1,12 +1,15 @@
 """The variable-length attention function against one attention call per sequence."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from float64 import EXACT, relative_error
 from torch import nn
 from torch.nn import functional as F
 
-from mmqc.front.attention import segments, varlen_attention
+from mmqc.front.attention import check, segments, varlen_attention
 
 LENGTHS = (5, 1, 7, 3)
 
@@ -55,3 +58,26 @@ def test_op__equals_the_masked_form_and_checks() -> None:
     masked.sum().backward()
     assert q.grad is not None
     assert relative_error(masked.detach(), one_by_one(q, k, v, False).detach()) < EXACT
+
+
+def test_check__counts_its_own_calls_thread_by_thread() -> None:
+    q, k, v, ends = case(4, 4, torch.float32)
+    both = threading.Barrier(2, timeout=60)
+
+    def run(lengths: torch.Tensor | None, times: int) -> tuple[int, int]:
+        with check() as calls:
+            both.wait()
+            for _ in range(times):
+                varlen_attention(nn.Module(), q, k, v, cu_seq_lens_q=lengths, is_causal=False)
+            both.wait()
+        return calls.packed, calls.other
+
+    with ThreadPoolExecutor(2) as pool:
+        one, two = pool.submit(run, ends, 3), pool.submit(run, None, 2)
+    assert (one.result(), two.result()) == ((3, 0), (0, 2))
+    with check() as outer:
+        with check() as inner:
+            varlen_attention(nn.Module(), q, k, v, cu_seq_lens_q=ends)
+        varlen_attention(nn.Module(), q, k, v)
+    assert (inner.packed, inner.other) == (1, 0)
+    assert (outer.packed, outer.other) == (0, 1)

@@ -12,7 +12,7 @@ from mmqc import KVSpec, QuantizedCache
 from mmqc.kv import scores as kv_scores
 from mmqc.recipes import calibquant, rtn
 from mmqc.report.read import from_dict
-from mmqc.report.score_histogram import CALIBRATED, EXACT, ROUNDED, ScoreHistogram
+from mmqc.report.score_histogram import CALIBRATED, EXACT, ROUNDED
 
 
 @pytest.fixture
@@ -90,11 +90,6 @@ def test_histogram__counts_every_score_once() -> None:
     assert CALIBRATED not in kv_scores.histogram(0, KVSpec(2), [(q, k, 0.5)]).counts
     same = kv_scores.histogram(0, KVSpec(8), [(q, k, 0.5)])
     assert same.error[ROUNDED] < 1e-5
-
-
-def test_outside__the_share_beyond_the_exact_scores() -> None:
-    counts = {EXACT: [0, 2, 0, 2, 0], ROUNDED: [1, 1, 1, 0, 1]}
-    assert ScoreHistogram(0, 1, -1.0, 1.0, counts).outside(ROUNDED) == 0.5
 
 
 def test_quantize__reports_the_scores_and_its_page_draws_them(vlm, tmp_path) -> None:

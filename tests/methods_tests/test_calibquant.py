@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import IMAGE, tiny_qwen2_vl
+from models import tiny_qwen2_vl
 from tolerance import assert_close
 from torch import Tensor
 
@@ -46,45 +46,6 @@ def test_config__composes_and_survives_json() -> None:
     for field, value in (("bits", 3), ("values", "head"), ("shrink_keys", 0.0), ("search", "grid"), ("tau", ((1, -1),))):
         with pytest.raises(ConfigError, match=f"KVSpec.{field}"):
             KVSpec(**{field: value})
-
-
-@torch.no_grad()
-def test_search__takes_the_smallest_divergence(vlm) -> None:
-    model, batch = vlm
-    spec = KVSpec(1, search="model")
-    context = mmqc.kv.cache.prepare(model)
-    cut = calibrate_kv.where_to_cut(model, batch, context)
-    length = batch["input_ids"].shape[1]
-    last = int((batch["input_ids"][0] == IMAGE).nonzero().max())
-    assert last < cut < length
-    candidates = [(pair,) for pair in calibrate_kv.GRID]
-    losses = calibrate_kv.divergences(model, spec, batch, cut, candidates)
-    found = calibrate_kv.search_tau(model, spec, [batch], context)
-    assert found.tau == candidates[int(losses.argmin())]
-    by_layer = calibrate_kv.search_tau(model, KVSpec(1, search="layer"), [batch], context).tau
-    assert len(by_layer) == 2
-    assert float(calibrate_kv.divergences(model, spec, batch, cut, [by_layer])) <= float(losses.min())
-
-
-@torch.no_grad()
-def test_search__sees_what_decoding_sees(vlm) -> None:
-    """The tokens behind the cut, run as a prompt, have the logits that they have one by one behind a packed prompt."""
-    model, batch = vlm
-    spec = KVSpec(2, tau=((1, 2), (0, 1)))
-    context = mmqc.kv.cache.prepare(model)
-    cut = calibrate_kv.where_to_cut(model, batch, context)
-    assert cut is not None
-    at_once = QuantizedCache(model, spec)
-    at_once.shared.cut = cut
-    got = model(**batch, past_key_values=at_once, use_cache=True).logits[:, cut:]
-    position, _ = model.model.get_rope_index(**{k: v for k, v in batch.items() if k != "pixel_values"})
-    steps, want = QuantizedCache(model, spec), []
-    start = {k: v[:, :cut] if v.shape[:2] == batch["input_ids"].shape else v for k, v in batch.items()}
-    model(**start, past_key_values=steps, use_cache=True)
-    for i in range(cut, batch["input_ids"].shape[1]):
-        token = batch["input_ids"][:, i : i + 1]
-        want.append(model(input_ids=token, past_key_values=steps, use_cache=True, position_ids=position[..., i : i + 1]).logits)
-    assert_close(got, torch.cat(want, 1))
 
 
 def test_quantize__generate_packs_and_a_saved_model_does_too(vlm, tmp_path) -> None:
@@ -166,27 +127,6 @@ def test_quantize__a_search_that_fails_leaves_the_model_as_it_was(vlm, monkeypat
     assert training.training
     assert type(cache_of(model, batch)).__name__ == "DynamicCache"
     assert torch.equal(model.generate(**batch, **GREEDY), plain)
-
-
-@torch.no_grad()
-def test_rounding__moments_are_those_of_text_behind_the_images(vlm, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, batch = vlm
-    context, spec = mmqc.kv.cache.prepare(model), KVSpec(1, rounding="queries")
-    seen: list[tuple[Tensor, int]] = []
-    behind = int((batch["input_ids"][0] == IMAGE).nonzero().max()) + 1
-
-    class Everything(calibrate_kv.QueryMoments):
-        def update(self, module: Any, query: Tensor, key: Any, scaling: float) -> None:
-            seen.append((query[0, :, behind:].double(), key.states.shape[1]))
-            super().update(module, query, key, scaling)
-
-    monkeypatch.setattr(calibrate_kv, "QueryMoments", Everything)
-    calibrate_kv.observe_queries(model, spec, [batch], context)
-    moments = [m for m in map(moment_of, model.modules()) if m is not None]
-    assert len(moments) == 2
-    for moment, (q, heads) in zip(moments, seen, strict=True):
-        rows = q.reshape(heads, -1, q.shape[-1])
-        assert_close(moment, (rows.mT @ rows / rows.shape[1]).float())
 
 
 def test_rounding__is_saved_and_what_it_needs_is_said(vlm, tmp_path) -> None:

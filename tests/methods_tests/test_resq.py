@@ -1,33 +1,26 @@
 """ResQ from end to end on small models: exact without quantization, the graph equals the modules, saved and loaded."""
 
 import copy
-import dataclasses
 
 import pytest
 import torch
 from blocks import MODELS
-from float64 import EXACT, Float64, output_of, passed, recorded, relative_error, replayed, spaces_of, to_float64
+from float64 import EXACT, output_of, passed, recorded, relative_error, replayed, spaces_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from models import tiny_qwen2_vl
 from random_models import VOCAB, Network, networks
 from small_vlm import Small, batches, logits, quantize
 from tiny_families import FAMILIES
-from tolerance import assert_close
 
 import mmqc
 import mmqc.calibration.calibrate
 from mmqc.checkpoint.module_spec import build_module, module_spec
-from mmqc.config import ConfigError, KVRounding, QuantConfig
-from mmqc.graph.linear import weight_of
-from mmqc.graph.record import record
-from mmqc.graph.runner import run
-from mmqc.kv.rounding import KVRounder, basis_of
+from mmqc.config import ConfigError, QuantConfig
+from mmqc.kv.rounding import KVRounder
 from mmqc.nn.mixed_linear import MixedLinear
 from mmqc.passes.fuse_rotation import FuseRotation, place
-from mmqc.pipeline import FACTS, exact_passes
-from mmqc.quantization.convert import Journal, write_exact, write_weights
-from mmqc.quantization.pca_bases import rotate_to_bases
+from mmqc.pipeline import exact_passes
 from mmqc.recipes import outlier_rotation, per_token, quarot, quik, resq, rotate, smoothquant
 from mmqc.solvers.principal_basis import error_bound, principal_basis, random_orthogonal
 
@@ -109,68 +102,6 @@ def test_error_bound__holds_on_the_samples_activations() -> None:
         assert found["principal"][1] < found["random"][1], name
 
 
-@pytest.mark.parametrize("random", ["orthogonal", "hadamard"])
-def test_rotate_to_bases__exact_and_of_maximal_variance(random: str) -> None:
-    """Written into the model; inputs of the linears have their energy in the high coordinates, the most there can be."""
-    model, batch = to_float64(Small().eval(), batches()[0])
-    before = output_of(model, batch)
-    config = resq(random=random)
-    with Float64(), torch.no_grad(), Journal(model) as journal:
-        prog = record(model, batch)
-        run(prog, exact_passes(config), FACTS)
-        write_exact(model, prog, journal)
-        rotate_to_bases(model, prog, config, lambda: [batch])
-        write_weights(model, prog, journal)
-        assert relative_error(output_of(model, batch), before) < EXACT
-        high = {weight_of(n): n.meta["high"] for n in prog.nodes("linear") if "high" in n.meta}
-        seen: dict[str, torch.Tensor] = {}
-        for fqn in high:
-            module = model.get_submodule(fqn.removesuffix(".weight"))
-            module.register_forward_pre_hook(lambda m, a, fqn=fqn: seen.__setitem__(fqn, a[0].reshape(-1, a[0].shape[-1])))
-        model(**batch)
-    # a patch merger reads the stream several times over
-    streams = {f: x.reshape(-1, 16) for f, x in _once(seen).items() if set((high[f] % 16).tolist()) == {14, 15}}
-    towers = [{f: x for f, x in streams.items() if (".text." in f) == text} for text in (True, False)]
-    assert all(towers)
-    for tower in towers:
-        total = sum((x.T @ x for x in tower.values()), torch.zeros(16, 16, dtype=torch.float64))
-        best = float(torch.linalg.eigvalsh(total)[-2:].sum())
-        assert float(total.diagonal()[-2:].sum()) == pytest.approx(best, rel=1e-9)
-
-
-def test_rotate_to_bases__by_peaks_high_coordinates_are_the_largest_channels_rotated() -> None:
-    """In the channels that there were before the first, random rotation."""
-    config = outlier_rotation(kv_bits=None)
-    seen: list[dict[str, torch.Tensor]] = []
-    for bases in (False, True):
-        model, batch = to_float64(Small().eval(), batches()[0])
-        before = output_of(model, batch)
-        given = config if bases else config.replace(rewrites=dataclasses.replace(config.rewrites, bases=None, rotate=False))
-        with Float64(), torch.no_grad(), Journal(model) as journal:
-            prog = record(model, batch)
-            run(prog, exact_passes(given), FACTS)
-            write_exact(model, prog, journal)
-            if bases:
-                rotate_to_bases(model, prog, given, lambda batch=batch: [batch])
-                write_weights(model, prog, journal)
-                assert relative_error(output_of(model, batch), before) < EXACT
-            high = {weight_of(n): n.meta["high"] for n in prog.nodes("linear") if "high" in n.meta} if bases else {}
-            seen.append({})
-            for name, module in model.named_modules():
-                if isinstance(module, torch.nn.Linear):
-                    module.register_forward_pre_hook(lambda m, a, n=name, s=seen[-1]: s.__setitem__(f"{n}.weight", a[0]))
-            model(**batch)
-    # a patch merger reads the stream several times over
-    streams = [f for f, h in high.items() if set((h % 16).tolist()) == {14, 15}]
-    towers = [[f for f in streams if (".text." in f) == text] for text in (True, False)]
-    assert all(towers)
-    for tower in towers:
-        plain, turned = ({f: s[f].reshape(-1, 16) for f in tower} for s in seen)
-        top = torch.cat([*plain.values()]).abs().amax(0).argsort()[-2:]
-        for f in tower:
-            assert_close(turned[f][:, 14:].norm(dim=1), plain[f][:, top].norm(dim=1))
-
-
 def test_recipes__table_3_of_the_paper() -> None:
     """W/A/KV, and what is in 8 bits beside them."""
     for w, a, kv in ((4, 4, 4), (4, 8, 4), (3, 8, 3), (2, 8, 8), (3, 3, 3)):
@@ -183,11 +114,6 @@ def test_recipes__table_3_of_the_paper() -> None:
             assert QuantConfig.from_dict(config.to_dict()) == config
     with pytest.raises(ConfigError, match="lowest_fraction"):
         resq(high_fraction=0.0, lowest_fraction=1 / 8)
-
-
-def _once(seen: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """One linear for every tensor that several read."""
-    return {f: x for f, x in {x.data_ptr(): (f, x) for f, x in seen.items()}.values()}
 
 
 RECIPES = {
@@ -335,51 +261,6 @@ def test_resq__saved_and_loaded(tmp_path) -> None:
 
 def rounders(model: torch.nn.Module) -> list[KVRounder]:
     return [m for m in model.modules() if isinstance(m, KVRounder)]
-
-
-def test_kv_rounding__exact_without_rounding_and_per_head() -> None:
-    """U_C cancels in q kᵀ; a head's token is rounded alone, its high coordinates more finely."""
-    spec = KVRounding(4, 8, 1 / 8, "principal")
-    g = torch.Generator().manual_seed(0)
-    k = torch.randn(2, 3, 50, 16, generator=g, dtype=torch.float64) * torch.logspace(0, -2, 16, dtype=torch.float64)
-    q, v = torch.randn(2, 3, 7, 16, generator=g, dtype=torch.float64), torch.randn(2, 3, 50, 16, generator=g)
-    rows = k.reshape(-1, 16)
-    rounder = KVRounder(16, spec, "sdpa")
-    rounder.basis = basis_of(rows.T @ rows, spec, 0)
-    q_u, k_u, v_q = rounder(q, k, v)
-    codes, step, offset = rounder.codes(rounder.turned(k)[:, :, 5:9])  # as a cache would have them, token by token
-    assert codes.dtype == torch.int8
-    assert codes[..., :14].abs().max() <= 8
-    assert torch.equal(rounder.values(codes, step, offset, k.dtype), k_u[:, :, 5:9])
-    assert float((q_u @ (k @ rounder.basis).transpose(2, 3) - q @ k.transpose(2, 3)).abs().max()) < 1e-12
-    assert_close(k_u[1, 2, 5], rounder(q, k[1:, 2:, 5:6], v)[1][0, 0, 0])
-    error = (v_q - v).abs().amax((0, 1, 2))
-    assert float(error[14:].max()) < 0.05 < float(error[:14].max())
-    plain = KVRounder(16, KVRounding(4), "sdpa")
-    plain.basis = torch.eye(16, dtype=torch.float64)
-    assert float((k_u - k @ rounder.basis).norm()) < float((plain(q, k, v)[1] - k).norm())
-
-
-def test_kv_rounding__in_the_model_saved_and_loaded(tmp_path) -> None:
-    model, inputs = tiny_qwen2_vl()
-    expected = logits(model, inputs)
-    config = QuantConfig(kv_rounding=KVRounding(8, 8, 1 / 8, "principal"))
-    mmqc.quantize_(model, config, [inputs], progress=False)
-    got = logits(model, inputs)
-    assert len(rounders(model)) == model.config.text_config.num_hidden_layers
-    assert 0 < relative_error(got, expected) < 0.05
-    model.save_pretrained(tmp_path)
-    loaded = type(model).from_pretrained(tmp_path)
-    assert torch.equal(logits(loaded, inputs), got)
-    tokens = model.generate(**inputs, max_new_tokens=3, do_sample=False)
-    assert torch.equal(loaded.generate(**inputs, max_new_tokens=3, do_sample=False), tokens)
-
-
-def test_kv_rounding__refuses_what_does_not_attend_through_transformers() -> None:
-    model = Small().eval()
-    with pytest.raises(ConfigError, match="no decoder config"):
-        quantize(model, resq())
-    assert not rounders(model)
 
 
 def test_config__refuses() -> None:

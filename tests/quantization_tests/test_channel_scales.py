@@ -2,7 +2,6 @@
 
 import copy
 import functools
-from collections import OrderedDict
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from torchao.quantization.granularity import PerGroup
 
 import mmqc
 from mmqc import recipes
-from mmqc.calibration.block_loss import holder
 from mmqc.config import ChannelScales, QuantConfig, Rewrites, Scheme, WeightSpec
 from mmqc.nn.linear import QuantLinear
 from mmqc.quantization import channel_scales
@@ -175,26 +173,6 @@ def test_quantize__awq_without_blocks_chooses_the_same(monkeypatch: pytest.Monke
         report = mmqc.quantize_(copy.deepcopy(before), recipes.awq(3, 32, loss="block"), batches(), progress=False)
         found.append({s for p in report.passes if p.name == "fold_channel_scale" for s in p.sites})
     assert found[0] == found[1]
-
-
-@pytest.mark.parametrize(
-    ("linears", "normed", "block", "expected"),
-    [
-        (["a.0.b.q", "a.0.b.k"], True, "a.0", "a.0.b"),
-        (["a.0.b.q", "a.0.m.up"], True, "a.0", "a.0"),
-        (["a.0.b.q", "a.1.b.q"], True, "", ""),
-        (["a.0.b.q"], True, "a.0", "a.0.b"),
-        (["a.0.b.q"], False, "a.0", ""),
-        (["a.0.b.q"], True, "a.0.b.q", ""),
-    ],
-)
-def test_holder__is_the_smallest_module_around(linears: list[str], normed: bool, block: str, expected: str) -> None:
-    def one() -> nn.Module:
-        return nn.Sequential(OrderedDict(b=nn.Sequential(), m=nn.Sequential()))
-
-    model = nn.Module()
-    model.a = nn.ModuleList([one(), one()])
-    assert holder(model, linears, normed, block) == expected
 
 
 def test_quantize__rounds_of_little_memory_choose_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

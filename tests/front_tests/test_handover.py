@@ -1,0 +1,70 @@
+"""Functions whose results are handed over: what is computed in front, what readers give, and that nothing stays in place."""
+
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import Tensor, nn
+
+from mmqc.front.handover import RUNNING, ArgumentSite, Installed, ValueSite, compute, leaves, numbers, plain, shape_product
+from mmqc.front.observe import Input
+
+
+class Tower(nn.Module):
+    """Reads sizes out of its grid."""
+
+    def sizes(self, grid: Tensor, factor: int = 1) -> list[int]:
+        return (grid.prod(-1) * factor).tolist()
+
+    def forward(self, x: Tensor, grid: Tensor) -> Tensor:
+        return torch.cat([part.mean(0, keepdim=True) for part in x.split(self.sizes(grid))])
+
+
+def sites(tower: Tower) -> list[Any]:
+    calls = [{"grid": Input("grid")}, {"grid": Input("grid"), "factor": 3}]
+    return [ValueSite(tower, "sizes", tower.sizes, calls), ArgumentSite(tower, "forward", Tower.forward, "grid", "grid", "one row")]
+
+
+def test_compute__fills_the_table_for_one_call() -> None:
+    tower, grid, number = Tower(), torch.tensor([[1, 2, 2], [1, 1, 3]]), next(numbers)
+    compute(number, sites(tower), {"grid": grid})
+    handed = RUNNING.pop(number)
+    assert handed.values == [[[4, 3], [12, 9]], []]
+    assert handed.arguments[0] is None
+    assert handed.arguments[1].tolist() == [[1, 1, 7]]
+    listed = ArgumentSite(tower, "forward", Tower.forward, "grid", "grid", "list")
+    assert listed.compute({"grid": grid}) == grid.tolist()
+
+
+def test_readers__hand_over_while_compiling_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    tower, number = Tower(), next(numbers)
+    grid, other = torch.tensor([[1, 2, 2]]), torch.tensor([[1, 1, 3]])
+    value, argument = sites(tower)
+    compute(number, [value, argument], {"grid": grid})
+    read = value.reader(number, 0)
+    assert read(other) == [3], "outside a trace the function itself is called"
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert [read(other) for _ in range(3)] == [[4], [12], [3]], "what was handed over, and then the function"
+    RUNNING.pop(number)
+
+
+def test_installed__puts_readers_in_and_everything_back() -> None:
+    tower, number, prod = Tower(), next(numbers), numpy.prod
+    installed = Installed(number, sites(tower))
+    for _ in range(2):
+        installed.put()
+        installed.put()
+        assert set(vars(tower)) >= {"sizes", "forward"}
+        assert plain(tower.sizes).__func__ is Tower.sizes
+        assert numpy.prod is shape_product
+        installed.remove()
+        assert not {"sizes", "forward"} & set(vars(tower))
+        assert numpy.prod is prod
+    assert (shape_product((2, 3)), shape_product(numpy.array([2, 5]))) == (6, 10)
+
+
+def test_leaves__are_the_inputs_that_a_recipe_names() -> None:
+    site = sites(Tower())[0]
+    assert list(leaves({"a": [Input("x"), 3], "b": (Input("y"),)})) == [Input("x"), Input("y")]
+    assert str(site) == "sizes(grid)"
