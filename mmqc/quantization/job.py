@@ -41,8 +41,7 @@ from mmqc.quantization.measured_rewrites import measured_rewrites
 from mmqc.quantization.options import Batch, Options
 from mmqc.quantization.progress import Progress
 from mmqc.quantization.resume import Store, Unit
-from mmqc.report.account import refusals, transforms
-from mmqc.report.report import LayerReport, QuantReport, Refusal
+from mmqc.report.report import LayerReport, QuantReport, Refusal, refusals, transforms
 
 MEASURED_BATCHES = 4
 

@@ -6,6 +6,7 @@ import dataclasses
 import pytest
 import torch
 from blocks import MODELS
+from error_bound import error_bound
 from float64 import EXACT, Float64, output_of, passed, recorded, relative_error, replayed, spaces_of, to_float64
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -29,7 +30,7 @@ from mmqc.pipeline import FACTS, exact_passes
 from mmqc.quantization.convert import Journal, write_exact, write_weights
 from mmqc.quantization.pca_bases import rotate_to_bases
 from mmqc.recipes import outlier_rotation, per_token, quarot, quik, resq, rotate, smoothquant
-from mmqc.solvers.principal_basis import error_bound, principal_basis, random_orthogonal
+from mmqc.solvers.principal_basis import principal_basis, random_orthogonal
 
 IDS = {"input_ids": torch.arange(12).reshape(2, 6) % VOCAB}
 
