@@ -57,7 +57,7 @@ def export(
         path: a file that ends in .pt2.
         dynamic_shapes: of the whole forward, as of ``torch.export.export``.  Default: every axis that differs between the batches.
         programs: of "model", "vision", "prefill", "decode".  Default: all that the model can be split into.
-        say: is told in words what is being done.
+        say: called with a line of text for each step.
 
     Returns:
         The path.  ``torch._inductor.aoti_load_package(path)`` loads the whole forward: it takes the tensors by keyword and

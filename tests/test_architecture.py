@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import json
 import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -41,6 +42,7 @@ MODEL_NAMES = re.compile(
 )
 KEEP_READER = "assign_scheme"  # the one pass that reads names: those that the user put into `keep`
 FILE_LINES, FUNCTION_LINES, KERNEL_FUNCTION_LINES = 500, 60, 120
+PLUG_INS = {("mmqc.config", "mmqc.checkpoint.torchao_handler")}  # loaded by name when torchao calls it
 ROOT_FILES, ROOM_FILES = 12, 25
 ONE_KIND = {"mmqc/ops", "mmqc/passes", "mmqc/lowering"}  # folders of one kind of file, one of the kind a file
 
@@ -81,11 +83,15 @@ def dotted(node: ast.AST) -> str:
     return node.id if isinstance(node, ast.Name) else ""
 
 
-def imports(path: Path) -> Iterator[Import]:
+def module_name(path: Path) -> str:
+    return relative(path).removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+def imports(path: Path, nodes: Callable[[ast.AST], Iterator[ast.AST]] = run_time_nodes) -> Iterator[Import]:
     """What the file imports, anywhere in it: statements, `import_module("…")`, and `torch._x` reached by attribute."""
-    package = relative(path).removesuffix(".py").removesuffix("/__init__").split("/")
+    package = module_name(path).split(".")
     here = package if path.name == "__init__.py" else package[:-1]
-    for node in run_time_nodes(parse(path)):
+    for node in nodes(parse(path)):
         if isinstance(node, ast.Import):
             yield from (Import(alias.name, node.lineno) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -146,6 +152,31 @@ def test_import__private_inductor_names_only_in_the_quarantine_file():
 def test_import__layers_hold():
     cli = pytest.importorskip("importlinter.cli")
     assert cli.lint_imports(config_filename=str(ROOT / "pyproject.toml"), no_cache=True) == 0
+
+
+def imported_modules() -> dict[str, set[str]]:
+    """What every module of mmqc imports of mmqc, in functions and `if TYPE_CHECKING:` too.
+
+    The package itself is left out: its doors (`mmqc.quantize_`) and its lazy table of names lead to every room.
+    """
+    modules = {module_name(path): path for path in sources(PACKAGE) if path != PACKAGE / "__init__.py"}
+    found: dict[str, set[str]] = {}
+    for name, path in modules.items():
+        named = {module for module, _ in imports(path, ast.walk)}
+        found[name] = {m if m in modules else m.rpartition(".")[0] for m in named} & set(modules) - {name}
+    return found
+
+
+def test_import__no_circle_not_even_of_types():
+    """With two modules that need each other, neither is read or changed alone."""
+    graph = imported_modules()
+    assert len(graph) > 100
+    for importer, plug_in in PLUG_INS:
+        graph[importer].remove(plug_in)
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as e:
+        pytest.fail(" imports ".join(reversed(e.args[1])))
 
 
 def test_import__every_module_has_a_layer():

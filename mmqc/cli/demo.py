@@ -68,7 +68,7 @@ class Outcome:
 
 @dataclass
 class Result:
-    """Everything the demo found, as `mmqc.report.write_html` takes it."""
+    """Everything the demo found, as `mmqc.report.html.write_html` takes it."""
 
     table: list[dict[str, Any]] = field(default_factory=list)
     ablation: list[dict[str, Any]] = field(default_factory=list)
@@ -254,7 +254,7 @@ def cell(key: str, value: Any) -> str:
 def write(path: Path, result: Result) -> Path:
     """The page with the tables, the plots and the examples."""
     from mmqc.cli.doctor import environment
-    from mmqc.report.report import write_html
+    from mmqc.report.html import write_html
 
     data = {
         "title": "mmqc demo: digits-vqa",

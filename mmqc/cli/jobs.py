@@ -313,8 +313,7 @@ def timed(model: Any, prompt: Mapping[str, Any], new_tokens: int, repeats: int) 
 def report(runs: list[Path], out: Path) -> Path:
     """The page about these runs."""
     from mmqc.cli.doctor import environment
-    from mmqc.report.read import read_report
-    from mmqc.report.report import write_html
+    from mmqc.report.html import write_html
 
     reports: dict[str, Any] = {}
     table: list[dict[str, Any]] = []
@@ -333,8 +332,10 @@ def report(runs: list[Path], out: Path) -> Path:
             speed += [{"model": run.stem, **row} for row in data["bench"]]
         elif "explain" in data:
             kernels[run.stem] = data["explain"]
+        elif "layers" in data and "passes" in data:
+            reports[run.name if run.is_dir() else run.stem] = data
         else:
-            reports[run.name if run.is_dir() else run.stem] = read_report(file)
+            raise DataError(f"{file} is no report of mmqc; pass a quantization.json")
     data = {
         "title": "Quantization report",
         "table": table,

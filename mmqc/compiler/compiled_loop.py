@@ -10,7 +10,7 @@ transformers compiles the decode step of a static cache and nothing else.  Four 
     stop check  asks the device after every token          ->  one step late, transformers' ``DeferredStopCheck``
     the cache   is new in every call, so CUDA graphs are   ->  kept, emptied and used again while its shape fits
                 recorded again
-    guards      ask the same of every layer for every      ->  asked once a call, ``layer_guards``, with this backend
+    guards      ask the same of every layer for every      ->  asked once per call, ``layer_guards``, with this backend
                 token, some milliseconds
 
 A quantized cache's prompt runs eagerly: how many of its tokens are visual decides what is allocated.

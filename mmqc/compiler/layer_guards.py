@@ -1,4 +1,4 @@
-"""What Dynamo asks of a model's layers before every step, asked once a call of ``generate``, while the device computes.
+"""What Dynamo asks of a model's layers before every step, asked once per call of ``generate``, while the device computes.
 
     guards of a layer    its modules, parameters, buffers and plain attributes are those that were traced
     here                 the same objects in the same places, tensors of the same dtype, shape and device

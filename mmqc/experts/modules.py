@@ -22,6 +22,7 @@ from mmqc.experts.call import ExpertCall, Rows
 from mmqc.experts.pointwise import Pointwise
 from mmqc.nn.integer_weight import IntegerWeight
 from mmqc.nn.modality import ModalityContext
+from mmqc.ops import quantize
 from mmqc.ops.pack import packed_width, unpack
 
 
@@ -84,7 +85,7 @@ class QuantStack(IntegerWeight):
         if self.input_scale is not None:
             column = 0 if visual is None or self.input_scale.shape[1] == 1 else visual.long()
             row_scale = self.input_scale[rows.experts(), column]
-            x = _quantized(x, row_scale, self.activation_bits or 8)
+            x = quantize.codes(x, row_scale[:, None], self.activation_bits or 8)
         return torch.ops.mmqc.grouped_matmul(
             x,
             self.qweight,
@@ -113,12 +114,6 @@ class QuantStack(IntegerWeight):
         """Sizes and scheme."""
         extras = ", hadamard=True" if self.hadamard else ""
         return f"experts={self.experts}, {self.in_features}, {self.out_features}, {self.scheme}{extras}"
-
-
-def _quantized(x: Tensor, row_scale: Tensor, bits: int) -> Tensor:
-    """ops/quantize.py with a scale for every row."""
-    dtype, top = torch.promote_types(x.dtype, torch.float32), 2 ** (bits - 1)
-    return torch.round(x.to(dtype) / row_scale.to(dtype)[:, None]).clamp(-top, top - 1).to(torch.int8)
 
 
 class QuantExperts(nn.Module):

@@ -27,8 +27,7 @@ from mmqc.quantization.job import Job
 from mmqc.quantization.resume import Unit
 from mmqc.quantization.rewrite import Rewritten
 from mmqc.quantization.targets import Target, Targets
-from mmqc.report.account import refusals, transforms
-from mmqc.report.report import LayerReport, Refusal
+from mmqc.report.report import LayerReport, Refusal, refusals, transforms
 
 MEASURED_BATCHES = 4
 

@@ -69,8 +69,8 @@ def levels(bits: int) -> tuple[int, int]:
     return -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
 
 
-def checked(weight: Tensor, name: str) -> Tensor:
-    """``weight`` [N, K], detached, in float64 if it was that already, otherwise in float32.
+def checked(weight: Tensor, name: str, skip: Tensor | None = None) -> Tensor:
+    """``weight`` [N, K], detached, in float64 if it was that already, otherwise in float32; 0 in the channels ``skip``.
 
     Raises:
         ValueError: not a matrix, or NaN or infinite somewhere.
@@ -87,7 +87,7 @@ def checked(weight: Tensor, name: str) -> Tensor:
             f"{name} holds {int(bad.sum())} values that are NaN or infinite in float32, the first at "
             f"[{row}, {column}]; repair the checkpoint, or list the layer in QuantConfig.keep"
         )
-    return w
+    return w if skip is None else w.index_fill(1, skip.to(w.device), 0)
 
 
 def positive(scale: Tensor) -> Tensor:

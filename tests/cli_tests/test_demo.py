@@ -49,7 +49,7 @@ def test_demo__measures_prints_and_writes(monkeypatch, tmp_path):
     written = {}
     monkeypatch.setattr(mmqc, "samples", SimpleNamespace(load=FakeSample), raising=False)
     monkeypatch.setattr(mmqc, "quantize_", fake_quantize, raising=False)
-    monkeypatch.setattr("mmqc.report.report.write_html", lambda path, data: written.update(data) or path)
+    monkeypatch.setattr("mmqc.report.html.write_html", lambda path, data: written.update(data) or path)
     out = Console(record=True, width=160)
     result = demo.run(demo.Options(tmp_path, questions=20, calibration=3, compile=False), out)
     assert [row["model"] for row in result.table] == ["float", "rtn w8a8, one scale", "mquant w8a8", "mquant w4a8"]

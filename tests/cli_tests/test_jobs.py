@@ -14,7 +14,6 @@ from rich.console import Console
 
 import mmqc
 from mmqc.cli import evaluation, jobs
-from mmqc.report.read import from_dict
 from mmqc.samples.scoring import Score
 
 
@@ -142,7 +141,8 @@ def test_bench_and_report__one_page_of_all_runs(quantized, tmp_path):
     assert "http" not in re.sub(r"data:image[^\"]+", "", html)
 
 
-def test_report_read__gives_back_what_was_saved(quantized):
-    out, _ = quantized
-    data = json.loads((out / "quantization.json").read_text())
-    assert from_dict(data).to_dict() == data
+def test_report__refuses_a_file_of_something_else(tmp_path):
+    (tmp_path / "x.json").write_text("{}")
+    result = invoke("report", str(tmp_path / "x.json"), "--out", str(tmp_path / "page.html"))
+    assert result.exit_code == 3, result.output
+    assert "is no report of mmqc; pass a quantization.json" in " ".join(result.output.split())
