@@ -89,7 +89,7 @@ class ModalityContext:
         )
 
     def places(self) -> tuple[Tensor, Tensor]:
-        """Numbers of the visual and of the text rows, int64, found once a mask: to count them means to wait for the device."""
+        """Numbers of the visual and of the text rows, int64, counted once per mask, because counting waits for the device."""
         assert self.visual is not None
         if self._places is None or self._places[0] is not self.visual:
             flat = self.visual.reshape(-1)

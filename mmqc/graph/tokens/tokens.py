@@ -49,20 +49,20 @@ def visual_mask(prog: Program) -> fx.Node | None:
     return next((n for n in prog.graph.nodes if n.op == "placeholder" and n.target == VISUAL and sizes(n)), None)
 
 
-def empty_cut() -> nx.DiGraph:
+def empty_cut() -> nx.DiGraph[Hashable]:
     """A graph to cut: the edges that lead from the source's side to the sink's cost their capacities."""
-    cut = nx.DiGraph()
+    cut: nx.DiGraph[Hashable] = nx.DiGraph()
     cut.add_nodes_from((SOURCE, SINK))
     return cut
 
 
-def add_edge(cut: nx.DiGraph, a: Hashable, b: Hashable, capacity: int = NEVER) -> None:
+def add_edge(cut: nx.DiGraph[Hashable], a: Hashable, b: Hashable, capacity: int = NEVER) -> None:
     """What it costs if ``a`` is on the source's side and ``b`` is not; edges between the same two add up."""
     before = cut.edges[a, b]["capacity"] if cut.has_edge(a, b) else 0
     cut.add_edge(a, b, capacity=before + capacity)
 
 
-def source_side(cut: nx.DiGraph) -> set[Hashable]:
+def source_side(cut: nx.DiGraph[Hashable]) -> set[Hashable]:
     """The largest source side among the minimal cuts: all from which the sink cannot be reached."""
     return nx.minimum_cut(cut, SOURCE, SINK, flow_func=boykov_kolmogorov)[1][0]
 
@@ -246,7 +246,7 @@ class _Planner:
         self.count({n: u for n, u in keys.items() if n in plan.keys})
         return plan
 
-    def edges(self, cut: nx.DiGraph, node: object, uses: Uses) -> None:
+    def edges(self, cut: nx.DiGraph[Hashable], node: object, uses: Uses) -> None:
         """What it costs if ``node`` and its operands are in different orders."""
         for operand, use in uses.items():
             if self.matches(operand, use):
