@@ -56,6 +56,9 @@ def test_trace__quantize_then_compile_are_numbered_in_that_order(folder: Path, w
     check_run(folder / "000_recorded", report.passes)
     (graph,) = graphs
     check_run(folder / "001_graph_Readers", graph.passes)
+    text = (folder / "001_graph_Readers" / "00_captured.txt").read_text(encoding="utf-8")
+    assert "readers.1.qweight" in text, "as the model calls it"
+    assert "l_self_modules" not in text
 
 
 def test_trace__backend_that_quantizes_by_itself(folder: Path, without_inductor: None) -> None:
