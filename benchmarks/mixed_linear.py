@@ -33,7 +33,8 @@ from mmqc.kernels.matmul import configs as tiles  # noqa: E402
 from mmqc.kernels.matmul import mixed_matmul as kernel  # noqa: E402
 from mmqc.kernels.matmul import packed_matmul as registers  # noqa: E402
 from mmqc.kernels.matmul.configs import MatmulConfig  # noqa: E402
-from mmqc.kernels.rows.quantize_per_token import quantize_per_token  # noqa: E402
+from mmqc.kernels.rows import norm_quantize_per_token  # noqa: E402
+from mmqc.kernels.rows.norm_quantize import Norm  # noqa: E402
 from mmqc.kernels.shared.device_facts import has_warpgroup_products  # noqa: E402
 from mmqc.kernels.shared.row_scale import Rows  # noqa: E402
 from mmqc.ops.mixed_matmul import reference  # noqa: E402
@@ -77,7 +78,9 @@ class Linear:
         self.warps: int | None = None
 
     def quantize(self) -> Rows:
-        return quantize_per_token(self.x, self.widths, self.bits, eps=1e-6, num_warps=self.warps)
+        (launch,), (out, _) = norm_quantize_per_token.plan(self.x, Norm(1e-6), None, self.widths, self.bits)
+        launch._replace(num_warps=self.warps or launch.num_warps).run()
+        return out
 
     def multiply(self, rows: Rows, weight: kernel.Weight) -> torch.Tensor:
         config = self.packed_config or self.config if weight is self.packed else self.config

@@ -1,7 +1,7 @@
 """The ops' implementation on CUDA: importing this file registers it; what a kernel cannot take goes to the reference.
 
-    mmqc::scaled_matmul(s), scaled_matmul_epilogue, weight_only_matmul(s), grouped_matmul, norm_quantize, hadamard,
-          hadamard_quantize, gptq_block                on CUDA   ->  the Triton kernels, rows flattened
+    mmqc::scaled_matmul(s), scaled_matmul_epilogue, weight_only_matmul(s), grouped_matmul, gptq_block
+                                                       on CUDA   ->  the Triton kernels, rows flattened
 
 ``why_not_scaled`` and its like say what a kernel cannot take; a compiled graph's record repeats it.
 """
@@ -13,8 +13,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from mmqc.kernels.hadamard import hadamard_quantize as transform
-from mmqc.kernels.hadamard.hadamard_plan import all_known
 from mmqc.kernels.matmul import gptq_block as sweep
 from mmqc.kernels.matmul import group_scaled_matmul as group_scaled
 from mmqc.kernels.matmul import grouped_matmul as grouped
@@ -22,16 +20,12 @@ from mmqc.kernels.matmul import scaled_matmul as scaled
 from mmqc.kernels.matmul import scaled_matmul_epilogue as with_epilogue
 from mmqc.kernels.matmul import weight_only_matmul as weight_only
 from mmqc.kernels.matmul.epilogue_tiles import Epilogue
-from mmqc.kernels.rows import norm_quantize as normed
 from mmqc.ops import gptq_block as gptq_op
 from mmqc.ops import grouped_matmul as grouped_op
-from mmqc.ops import hadamard as hadamard_op
-from mmqc.ops import hadamard_quantize as hadamard_quantize_op
-from mmqc.ops import norm_quantize as norm_op
 from mmqc.ops import scaled_matmul as scaled_op
 from mmqc.ops import scaled_matmul_epilogue as epilogue_op
 from mmqc.ops import weight_only_matmul as weight_only_op
-from mmqc.ops.quantize import check_scale, code_dtype
+from mmqc.ops.quantize import check_scale
 
 
 def _matrix(x: Tensor) -> Tensor:
@@ -206,54 +200,6 @@ def grouped_matmul(
     )
 
 
-def norm_quantize(
-    x: Tensor, residual: Tensor | None, gain: Tensor | None, bias: Tensor | None, eps: float, center: bool, round_first: bool,
-    scale: Tensor, visual: Tensor | None, bits: int, code: torch.dtype | None = None,
-) -> tuple[Tensor, Tensor]:
-    """``mmqc::norm_quantize`` on CUDA."""
-    norm_op.check(x, residual, gain, bias)
-    check_scale(scale, visual)
-    norm = normed.Norm(eps, gain, bias, None if residual is None else _matrix(residual), round_first, center)
-    rows, kind = _matrix(x), code_dtype(bits, code)
-    if normed.supports(rows, norm, kind) is not None:
-        return norm_op.reference(x, residual, gain, bias, eps, center, round_first, scale, visual, bits, code)
-    q, _, total = normed.norm_quantize(rows, norm, scale.float(), visual=_mask(visual, x), bits=bits, code=kind)
-    return q.view(x.shape), x.new_empty(0) if total is None else total.view(x.shape)
-
-
-def why_not_hadamard(x: Tensor, factors: list[Tensor], code: torch.dtype | None = None) -> str | None:
-    """None, or why the kernel cannot transform this input (into such codes): it has the factors of hadamard_factors alone."""
-    if x.dtype not in (torch.float16, torch.bfloat16):
-        return f"{x.dtype} activations are transformed in float32 or wider"
-    reason = transform.supports(_matrix(x), None, code)
-    return reason or (None if all_known(factors, x.shape[-1]) else "its factors are not those of hadamard_factors")
-
-
-def hadamard(x: Tensor, factors: list[Tensor]) -> Tensor:
-    """``mmqc::hadamard`` on CUDA."""
-    hadamard_op.check(x, factors)
-    rows = _matrix(x)
-    if why_not_hadamard(rows, factors) is not None:
-        return hadamard_op.reference(x, factors)
-    return transform.hadamard_quantize(rows, code=None).y.view(x.shape)
-
-
-def hadamard_quantize(
-    x: Tensor, up: Tensor | None, factors: list[Tensor], scale: Tensor, visual: Tensor | None, bits: int,
-    code: torch.dtype | None = None,
-) -> Tensor:
-    """``mmqc::hadamard_quantize`` on CUDA."""
-    hadamard_op.check(x, factors)
-    check_scale(scale, visual)
-    rows = _matrix(x)
-    kind = code_dtype(bits, code)
-    if why_not_hadamard(rows, factors, kind) is not None or (up is not None and up.dtype != x.dtype):
-        return hadamard_quantize_op.reference(x, up, factors, scale, visual, bits, code)
-    gate = None if up is None else _matrix(up)
-    y = transform.hadamard_quantize(rows, scale.float(), up=gate, bits=bits, visual=_mask(visual, x), code=kind).y
-    return y.view(x.shape)
-
-
 def gptq_block(w: Tensor, u: Tensor, scale: Tensor, zero: Tensor | None, bits: int) -> tuple[Tensor, Tensor]:
     """``mmqc::gptq_block`` on CUDA."""
     gptq_op.check(w, u, scale, zero, bits)
@@ -264,6 +210,6 @@ def gptq_block(w: Tensor, u: Tensor, scale: Tensor, zero: Tensor | None, bits: i
 
 for implementation in (
     scaled_matmul, scaled_matmuls, scaled_matmul_epilogue, weight_only_matmul, weight_only_matmuls, grouped_matmul,
-    norm_quantize, hadamard, hadamard_quantize, gptq_block,
+    gptq_block,
 ):
     torch.library.impl(f"mmqc::{implementation.__name__}", "CUDA", implementation)

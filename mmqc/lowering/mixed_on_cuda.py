@@ -1,7 +1,6 @@
 """The linear in two precisions on CUDA as launches in the generated code: packed weights are written out once a call.
 
-Shapes:  those of ops/quantize_per_token.py and ops/mixed_matmul.py
-Why:     as pointwise and reductions in IR, the parts of a token would be several kernels that read it again and again.
+Shapes:  those of ops/mixed_matmul.py
 """
 
 from __future__ import annotations
@@ -14,8 +13,8 @@ import torch
 from mmqc.kernels.matmul import mixed_matmul as kernel
 from mmqc.kernels.matmul import packed_matmul as in_registers
 from mmqc.kernels.matmul import unpack_weight
-from mmqc.kernels.rows import quantize_per_token as per_token
 from mmqc.kernels.shared.device_facts import has_tensor_descriptors
+from mmqc.kernels.shared.row_scale import Rows
 from mmqc.lowering.inductor import TensorBox, lowerings, size_hint, static_int
 from mmqc.lowering.launch import MANY, Operand, emit, is_gluon_tile
 
@@ -84,24 +83,10 @@ def mixed(
         emit(unpack_weight.join_launch(low, high, scale, sums, both, columns, widths[0]), m, planned)  # type: ignore[arg-type]
         ws = [both]
     y: Any = Operand.new((m, ws[0].shape[0]), out_dtype, ws[0].device)
-    given: Any = per_token.Rows(x.of(planned), Operand.matrix(x_scale), Operand.matrix(x_offset))  # type: ignore[arg-type]
+    given: Any = Rows(x.of(planned), Operand.matrix(x_scale), Operand.matrix(x_offset))  # type: ignore[arg-type]
     second = ws[1] if len(ws) == 2 else None
     first = widths[0] if joined else 0
     weights: Any = kernel.Weight(ws[0], second, Operand(w_scale), Operand(w_sum), first)  # type: ignore[arg-type]
     b: Any = None if bias is None else Operand(bias)
     emit(kernel.launch(given, weights, b, y), m, planned)
     return lowerings[aten.view.default](y.box, [*rows, y.shape[1]])
-
-
-def quantize(x: TensorBox, widths: Sequence[int], bits: Sequence[int]) -> tuple[TensorBox, TensorBox, TensorBox] | None:
-    """``quantize_per_token``, or None where the kernel cannot take x."""
-    rows, matrix = list(x.get_size()[:-1]), Operand.matrix(x)
-    m, width = matrix.shape
-    if len(widths) > 2 or width > per_token.MAX_WIDTH or matrix.dtype not in per_token.DTYPES:
-        return None
-    planned = m if isinstance(m, int) else size_hint(m, MANY)
-    q = Operand.new((m, width), torch.int8, matrix.device)
-    s, o = (Operand.new((m, len(widths)), torch.float32, matrix.device) for _ in "so")
-    emit(per_token.launch(matrix.of(planned), per_token.Rows(q, s, o), widths, bits), m, planned)  # type: ignore[arg-type]
-    q, s, o = (lowerings[aten.view.default](t.box, [*rows, t.shape[1]]) for t in (q, s, o))
-    return q, s, o

@@ -3,10 +3,8 @@
     scaled            scaled_matmul(s)        few rows, or several linears: one launch;  many: one a linear, by TMA where it can
     with_epilogue     scaled_matmul_epilogue  one launch, whatever the rows
     weight_only       weight_only_matmul(s)   the same from packed weights;  many rows: the weight written out once, then mm
-    norm              norm_quantize
-    hadamard          hadamard, hadamard_quantize
 
-On Hopper products and transforms of many rows, of a number that is known, are calls of the op: ``by_call``, ``by_call_transform``.
+On Hopper products of many rows, of a number that is known, are calls of the op: ``by_call``.
 Each returns None where no kernel takes the operands: then the op is lowered as on any device, and ``why_not`` says why.
 """
 
@@ -17,9 +15,6 @@ from typing import Any
 
 import torch
 
-from mmqc.kernels.hadamard import hadamard_plan as plans
-from mmqc.kernels.hadamard import hadamard_quantize as transform
-from mmqc.kernels.hadamard import hadamard_wgmma as in_warpgroups
 from mmqc.kernels.matmul import packed_matmul as in_registers
 from mmqc.kernels.matmul import pingpong_matmul as pingpong
 from mmqc.kernels.matmul import scaled_matmul as scaled_kernels
@@ -29,11 +24,10 @@ from mmqc.kernels.matmul import weight_only_matmul as weight_only_kernels
 from mmqc.kernels.matmul.configs import PERSISTENT, MatmulConfig, config
 from mmqc.kernels.matmul.epilogue_tiles import Epilogue
 from mmqc.kernels.matmul.scaled_matmul import FEW_ROWS, Linear
-from mmqc.kernels.rows import norm_quantize as normed
 from mmqc.kernels.shared.device_facts import has_tensor_descriptors
 from mmqc.kernels.shared.row_scale import ONE, VISUAL, RowScale
-from mmqc.lowering.inductor import TensorBox, constant, convert, lowerings, size_hint, static_int
-from mmqc.lowering.launch import MANY, Operand, count_rows, emit, has_many_rows, is_gluon_tile, regimes, workspace
+from mmqc.lowering.inductor import TensorBox, convert, lowerings, static_int
+from mmqc.lowering.launch import Operand, count_rows, emit, is_gluon_tile, regimes, workspace
 
 aten = torch.ops.aten
 WHOLE = MatmulConfig(128, 128, 64, 8, 3, variant="columns")  # any number of rows from packed weights, in one launch
@@ -56,7 +50,8 @@ def _shaped(linears: Sequence[Any], rows: Sequence[Any]) -> list[TensorBox]:
     return [lowerings[aten.view.default](linear.y.box, [*rows, linear.y.shape[1]]) for linear in linears]
 
 
-def _row_scale(scale: TensorBox, visual: TensorBox | None, rows: Sequence[Any]) -> RowScale:
+def row_scale(scale: TensorBox, visual: TensorBox | None, rows: Sequence[Any]) -> RowScale:
+    """The static scale of each of these rows."""
     s: Any = Operand(convert(scale, torch.float32))
     if visual is None:
         return RowScale(ONE.value, s, s)
@@ -99,7 +94,7 @@ def scaled(
     x = Operand.matrix(x_q)
     m, k = x.shape
     linears = _linears(m, w_q, w_scale, bias, out_dtype)
-    scales = _row_scale(x_scale, visual, rows)
+    scales = row_scale(x_scale, visual, rows)
     op = scaled_kernels.op_name(x, linears[0].w)  # type: ignore[arg-type]
     width = sum(linear.w.shape[0] for linear in linears)
     for planned, runs in regimes(m):
@@ -163,8 +158,8 @@ def with_epilogue(
     """``scaled_matmul_epilogue``."""
     rows = list(x_q.get_size()[:-1])
     x = Operand.matrix(x_q)
-    (m, k), scales = x.shape, _row_scale(x_scale, visual, rows)
-    codes = None if next_scale is None else _row_scale(next_scale, next_visual, rows)
+    (m, k), scales = x.shape, row_scale(x_scale, visual, rows)
+    codes = None if next_scale is None else row_scale(next_scale, next_visual, rows)
     low = None if low_x is None or low_w is None else (Operand.matrix(low_x), Operand(low_w))
     epilogue = Epilogue(activation, out_dtype, codes, next_bits, low)
     first = Operand(w_q[0])
@@ -234,66 +229,3 @@ def _written_out(
     if bias is None:
         return lowerings[aten.mm.default](x.box, wt)
     return lowerings[aten.addmm.default](convert(bias, x.dtype), x.box, wt)
-
-
-def norm(
-    x: TensorBox,
-    residual: TensorBox | None,
-    gain: TensorBox | None,
-    bias: TensorBox | None,
-    eps: float,
-    center: bool,
-    round_first: bool,
-    scale: TensorBox,
-    visual: TensorBox | None,
-    bits: int,
-    kind: torch.dtype,
-) -> tuple[TensorBox, TensorBox | None]:
-    """``norm_quantize``: q, and x + r where there is a residual."""
-    size, matrix = list(x.get_size()), Operand.matrix(x)
-    m, width = matrix.shape
-    g, b = (None if v is None else Operand(v) for v in (gain, bias))
-    r = None if residual is None else Operand.matrix(residual)
-    q = Operand.new((m, width), kind, matrix.device)
-    total = None if r is None else Operand.new((m, width), matrix.dtype, matrix.device)
-    planned = m if isinstance(m, int) else size_hint(m, MANY)
-    given: Any = normed.Norm(eps, g, b, r, round_first, center)  # type: ignore[arg-type]
-    rows = _row_scale(scale, visual, size[:-1])
-    emit(normed.launch(matrix.of(planned), given, q, total, rows, bits=bits), m, planned)  # type: ignore[arg-type]
-    h = None if total is None else lowerings[aten.view.default](total.box, size)
-    return lowerings[aten.view.default](q.box, size), h
-
-
-def by_call_transform(x: TensorBox) -> bool:
-    """Whether the op itself is called to transform x."""
-    return has_many_rows(x) and in_warpgroups.tiling(static_int(x.get_size()[-1])) is not None
-
-
-def hadamard(
-    x: TensorBox,
-    up: TensorBox | None = None,
-    scale: TensorBox | None = None,
-    visual: TensorBox | None = None,
-    bits: int = 8,
-    kind: torch.dtype = torch.int8,
-) -> TensorBox:
-    """``hadamard``, or with ``scale`` ``hadamard_quantize``."""
-    size = list(x.get_size())
-    matrix, gate = Operand.matrix(x), None if up is None else Operand.matrix(up)
-    m, n = matrix.shape
-    plan = plan_constants(n, matrix)
-    code = None if scale is None else kind
-    y = Operand.new((m, n), code or matrix.dtype, matrix.device)
-    scales = None if scale is None else _row_scale(scale, visual, size[:-1])
-    planned = m if isinstance(m, int) else 1 << 20  # a persistent grid: programs without rows end at once
-    many: Any = matrix.of(planned)
-    emit(transform.launch(many, gate, y, plan, scales, None, code, bits), m, planned)  # type: ignore[arg-type]
-    return lowerings[aten.view.default](y.box, size)
-
-
-def plan_constants(n: int, x: Operand) -> Any:
-    """The matrices as constants of the graph."""
-    name, tiling = f"mmqc_hadamard_{n}_{str(x.dtype).removeprefix('torch.')}", plans.best_tiling(n)
-    outer = constant(f"{name}_outer", lambda: plans.hadamard_plan(n, x.device, x.dtype).outer)
-    inner = constant(f"{name}_inner", lambda: plans.hadamard_plan(n, x.device, x.dtype).inner)
-    return plans.HadamardPlan(tiling, Operand(outer), Operand(inner))  # type: ignore[arg-type]

@@ -17,6 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mmqc.kernels.shared.plan import New
+
 ONE = tl.constexpr(0)
 VISUAL = tl.constexpr(1)
 SPLIT = tl.constexpr(2)
@@ -39,10 +41,10 @@ class Rows(NamedTuple):
     offset: Tensor
 
     @classmethod
-    def empty(cls, x: Tensor, parts: int) -> Rows:
-        """For the rows of x [M, D]."""
-        scale, offset = (torch.empty(x.shape[0], parts, dtype=torch.float32, device=x.device) for _ in "so")
-        return cls(torch.empty(x.shape, dtype=torch.int8, device=x.device), scale, offset)
+    def new(cls, new: New, width: int, parts: int) -> Rows:
+        """Memory for one."""
+        scale, offset = (new(parts, torch.float32) for _ in "so")
+        return cls(new(width, torch.int8), scale, offset)
 
 
 def row_scale(scale: Tensor, m: int, visual: Tensor | None = None, split: Tensor | None = None) -> RowScale:
