@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from mmqc.kernels.matmul import mixed_matmul as mixed
+from mmqc.kernels.matmul import mixed_matmul as mixed_kernel
 from mmqc.kernels.matmul.unpack_weight import unpack_weight
 from mmqc.kernels.shared.row_scale import Rows
 from mmqc.ops import mixed_matmul as mixed_op
@@ -23,16 +23,6 @@ def _rows(x: Tensor) -> Tensor:
     return flat if flat.stride(-1) == 1 else flat.contiguous()
 
 
-def _weight(w_q: Sequence[Tensor], scale: Tensor, sums: Tensor, widths: Sequence[int]) -> mixed.Weight:
-    """One or two parts, the second one written out."""
-    low, *rest = w_q
-    high = [
-        unpack_weight(w, width, bits=4) if w.dtype == torch.uint8 else w
-        for w, width in zip(rest, widths[1:], strict=True)
-    ]
-    return mixed.Weight(low, high[0] if high else None, scale, sums)
-
-
 def mixed_matmul(
     x_q: Tensor, x_scale: Tensor, x_offset: Tensor, w_q: Sequence[Tensor], w_scale: Tensor, w_sum: Tensor,
     bias: Tensor | None, widths: Sequence[int], weight_bits: Sequence[int], out_dtype: torch.dtype,
@@ -41,14 +31,13 @@ def mixed_matmul(
     mixed_op.check(x_q, x_scale, x_offset, w_q, w_scale, w_sum, widths, weight_bits)
     rows, s, o = _rows(x_q), *(t.reshape(-1, len(widths)).contiguous() for t in (x_scale, x_offset))
     given = Rows(rows, s, o)
-    weight = _weight(w_q, w_scale, w_sum, widths) if len(widths) <= 2 else None
     y = torch.empty(len(rows), len(w_scale), dtype=out_dtype, device=rows.device)
-    tile = None if weight is None else mixed.packed_tile(given, weight, y)
-    if weight is not None and tile is None:
-        weight = weight.written_out(widths[0])
-    if weight is None or mixed.supports(given, weight, bias, out_dtype) is not None:
+    low, *rest = zip(w_q, widths, strict=True)
+    high = [unpack_weight(w, width, bits=4) if w.dtype == torch.uint8 else w for w, width in rest]
+    weight = mixed_kernel.Weight(low[0], high[0] if high else None, w_scale, w_sum)
+    if len(high) > 1 or mixed_kernel.why_not(given, weight, bias, y) is not None:
         return mixed_op.reference(x_q, x_scale, x_offset, w_q, w_scale, w_sum, bias, widths, weight_bits, out_dtype)
-    mixed.mixed_matmul(given, weight, bias, out_dtype=out_dtype, out=y, config=tile)
+    mixed_kernel.mixed_matmul(given, weight, bias, out_dtype=out_dtype, out=y)
     return y.view(*x_q.shape[:-1], len(w_scale))
 
 

@@ -13,13 +13,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from mmqc.kernels.matmul import gptq_block as sweep
-from mmqc.kernels.matmul import group_scaled_matmul as group_scaled
-from mmqc.kernels.matmul import grouped_matmul as grouped
-from mmqc.kernels.matmul import scaled_matmul as scaled
-from mmqc.kernels.matmul import scaled_matmul_epilogue as with_epilogue
-from mmqc.kernels.matmul import weight_only_matmul as weight_only
+from mmqc.kernels.matmul import gptq_block as gptq_kernel
+from mmqc.kernels.matmul import group_scaled_matmul as group_scaled_kernel
+from mmqc.kernels.matmul import grouped_matmul as grouped_kernel
+from mmqc.kernels.matmul import scaled_matmul as scaled_kernel
+from mmqc.kernels.matmul import scaled_matmul_epilogue as epilogue_kernel
+from mmqc.kernels.matmul import weight_only_matmul as weight_only_kernel
 from mmqc.kernels.matmul.epilogue_tiles import Epilogue
+from mmqc.kernels.matmul.linears import Linear
+from mmqc.kernels.shared.row_scale import row_scale
 from mmqc.ops import gptq_block as gptq_op
 from mmqc.ops import grouped_matmul as grouped_op
 from mmqc.ops import scaled_matmul as scaled_op
@@ -48,8 +50,8 @@ def why_not_scaled(
     if (weight_bits == 4) != (w_q.dtype == torch.uint8):
         return f"{weight_bits} bits are stored as {w_q.dtype}"
     if group_size:
-        return group_scaled.supports(_matrix(x_q), w_q, w_scale, bias, out_dtype, group_scale, group_size)
-    return scaled.supports(_matrix(x_q), w_q, w_scale, bias, out_dtype)
+        return group_scaled_kernel.supports(_matrix(x_q), w_q, w_scale, bias, out_dtype, group_scale, group_size)
+    return scaled_kernel.supports(_matrix(x_q), w_q, w_scale, bias, out_dtype)
 
 
 def scaled_matmul(
@@ -58,9 +60,7 @@ def scaled_matmul(
 ) -> Tensor:
     """``mmqc::scaled_matmul`` on CUDA."""
     integer = None if group_scale is None else [group_scale]
-    return scaled_matmuls(x_q, [w_q], x_scale, [w_scale], [bias], visual, weight_bits, out_dtype, integer, group_size)[
-        0
-    ]
+    return scaled_matmuls(x_q, [w_q], x_scale, [w_scale], [bias], visual, weight_bits, out_dtype, integer, group_size)[0]
 
 
 def scaled_matmuls(
@@ -79,13 +79,12 @@ def scaled_matmuls(
                 one(x_q, w, x_scale, s, b, visual, weight_bits, out_dtype, t, group_size) for w, s, b, t in operands
             ]
     ys, flat = _results(x_q, w_q, out_dtype)
-    rows = scaled.row_scale(x_scale.float(), flat[0].shape[0], _mask(visual, x_q))
-    parts = list(zip(operands, flat, strict=True))
+    rows = row_scale(x_scale.float(), flat[0].shape[0], _mask(visual, x_q))
+    linears = [Linear(w, s, b, y, t) for (w, s, b, t), y in zip(operands, flat, strict=True)]
     if group_size:
-        linears = [group_scaled.Linear(w, s, b, y, t) for (w, s, b, t), y in parts]
-        group_scaled.multiply(x_rows, linears, rows, group_size)
+        group_scaled_kernel.multiply(x_rows, linears, rows, group_size)
     else:
-        scaled.multiply(x_rows, [scaled.Linear(w, s, b, y) for (w, s, b, _), y in parts], rows)
+        scaled_kernel.multiply(x_rows, linears, rows)
     return ys
 
 
@@ -126,11 +125,11 @@ def scaled_matmul_epilogue(
     m, codes = flat[0].shape[0], None
     if next_scale is not None:
         check_scale(next_scale, next_visual)
-        codes = scaled.row_scale(next_scale.float(), m, _mask(next_visual, x_q))
-    linears = [scaled.Linear(*parts, flat[0]) for parts in zip(w_q, w_scale, bias, strict=True)]
-    rows = scaled.row_scale(x_scale.float(), m, _mask(visual, x_q))
+        codes = row_scale(next_scale.float(), m, _mask(next_visual, x_q))
+    linears = [Linear(*parts, flat[0]) for parts in zip(w_q, w_scale, bias, strict=True)]
+    rows = row_scale(x_scale.float(), m, _mask(visual, x_q))
     low = None if low_x is None or low_w is None else (_matrix(low_x).contiguous(), low_w.contiguous())
-    with_epilogue.scaled_matmul_epilogue(x_rows, linears, rows, Epilogue(activation, out_dtype, codes, next_bits, low))
+    epilogue_kernel.scaled_matmul_epilogue(x_rows, linears, rows, Epilogue(activation, out_dtype, codes, next_bits, low))
     return y
 
 
@@ -141,7 +140,7 @@ def why_not_weight_only(
     """None, or why the kernel cannot take these operands."""
     if x.dtype == torch.float32:
         return "float32 activations are multiplied in float32"
-    return weight_only.supports(_matrix(x), w_q, w_scale, bias, group_size, w_zero, weight_bits)
+    return weight_only_kernel.supports(_matrix(x), w_q, w_scale, bias, group_size, w_zero, weight_bits)
 
 
 def weight_only_matmul(
@@ -156,7 +155,7 @@ def weight_only_matmul(
     if why_not_weight_only(rows, w_q, w_scale, bias, weight_bits, group_size, w_zero) is not None:
         return weight_only_op.reference(x, w_q, w_scale, bias, weight_bits, group_size, w_zero)
     (y,), flat = _results(x, [w_q], x.dtype)
-    weight_only.multiply(rows, [scaled.Linear(w_q, w_scale, bias, flat[0])], group_size, weight_bits, w_zero)
+    weight_only_kernel.multiply(rows, [Linear(w_q, w_scale, bias, flat[0])], group_size, weight_bits, w_zero)
     return y
 
 
@@ -173,8 +172,8 @@ def weight_only_matmuls(
             operands = zip(w_q, w_scale, bias, strict=True)
             return [weight_only_matmul(x, w, s, b, weight_bits, group_size) for w, s, b in operands]
     ys, flat = _results(x, w_q, x.dtype)
-    linears = [scaled.Linear(*parts) for parts in zip(w_q, w_scale, bias, flat, strict=True)]
-    weight_only.multiply(x_rows, linears, group_size, weight_bits)
+    linears = [Linear(*parts) for parts in zip(w_q, w_scale, bias, flat, strict=True)]
+    weight_only_kernel.multiply(x_rows, linears, group_size, weight_bits)
     return ys
 
 
@@ -183,7 +182,7 @@ def why_not_grouped(
     weight_bits: int, group_size: int, out_dtype: torch.dtype, w_zero: Tensor | None = None,
 ) -> str | None:
     """None, or why the kernel cannot take these operands."""
-    return grouped.supports(x, w_q, w_scale, offsets, bias, row_scale, weight_bits, group_size, out_dtype, w_zero)
+    return grouped_kernel.supports(x, w_q, w_scale, offsets, bias, row_scale, weight_bits, group_size, out_dtype, w_zero)
 
 
 def grouped_matmul(
@@ -195,7 +194,7 @@ def grouped_matmul(
     args = (x, w_q, w_scale, offsets, bias, row_scale, weight_bits, group_size, out_dtype, w_zero)
     if why_not_grouped(*args) is not None:
         return grouped_op.reference(*args)
-    return grouped.grouped_matmul(
+    return grouped_kernel.grouped_matmul(
         x, w_q, w_scale, offsets, bias, row_scale, bits=weight_bits, group_size=group_size, out_dtype=out_dtype, zero=w_zero
     )
 
@@ -203,9 +202,9 @@ def grouped_matmul(
 def gptq_block(w: Tensor, u: Tensor, scale: Tensor, zero: Tensor | None, bits: int) -> tuple[Tensor, Tensor]:
     """``mmqc::gptq_block`` on CUDA."""
     gptq_op.check(w, u, scale, zero, bits)
-    if sweep.supports(w, u, scale, zero) is not None:
+    if gptq_kernel.supports(w, u, scale, zero) is not None:
         return gptq_op.reference(w, u, scale, zero, bits)
-    return sweep.gptq_block(w, u, scale, zero, bits)
+    return gptq_kernel.gptq_block(w, u, scale, zero, bits)
 
 
 for implementation in (

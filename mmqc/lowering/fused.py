@@ -34,7 +34,7 @@ def lower_scaled_matmuls(
     group_size: int = 0,
 ) -> Any:
     """A list of tensors."""
-    if takes_kernel(x_q) and not group_size and not on_cuda().by_call(x_q, w_q, out_dtype):
+    if takes_kernel(x_q) and not group_size and not on_cuda().scaled_is_called(x_q, w_q, w_scale, bias, out_dtype):
         return on_cuda().scaled(x_q, w_q, x_scale, w_scale, bias, visual, out_dtype)
     if takes_kernel(x_q) and not for_package():
         op = mmqc_ops.scaled_matmuls.default
