@@ -1,6 +1,6 @@
 """Triton kernels, one op a file, with launchers: Ampere and newer, and Triton's interpreter on CPU tensors.
 
-Each file holds the formula, ``supports`` (None, or why it cannot run), tile functions, the kernel and its launcher.
+Each file holds the formula, tile functions, the kernel, why it cannot take some operands, and which launches others become.
 Importing this package alone does not import Triton; its modules do.  ``install`` makes the ops use them on CUDA.
 """
 

@@ -18,6 +18,7 @@ from mmqc.kernels.kv import kv_pack as packing
 from mmqc.kernels.kv import kv_round_keys as rounding
 from mmqc.kernels.kv import kv_rows_attention as rows
 from mmqc.kernels.kv import kv_token_attention as tokens
+from mmqc.kernels.shared.plan import Refusal
 from mmqc.ops import kv_attention as attention_op
 from mmqc.ops import kv_pack as packing_op
 from mmqc.ops import kv_round_keys as rounding_op
@@ -32,8 +33,9 @@ def kv_pack(
     packing_op.check(x, order, count, bits, by, transposed)
     x = x if x.stride(3) == 1 else x.contiguous()
     order = order.contiguous()
-    run = packing.kv_pack if packing.supports(x, order, count, by) is None else packing_op.reference
-    return run(x, order, count, bits, by, shrink, transposed)
+    given = (x, order, count, bits, by, shrink, transposed)
+    found = packing.kv_pack(*given)
+    return packing_op.reference(*given) if isinstance(found, Refusal) else found
 
 
 def kv_attention(
@@ -43,10 +45,10 @@ def kv_attention(
 ) -> tuple[Tensor, Tensor]:
     """``mmqc::kv_attention`` on CUDA."""
     attention_op.check(q, k_words, v_words, k_text, v_text, bits)
-    fits = attention.supports(q, k_words, v_words, v_scale, k_text, v_text, bits) is None
-    run = attention.kv_attention if fits else attention_op.reference
-    return run(q, k_words, v_words, k_scale, k_offset, v_scale, v_offset, visual_count, k_text, v_text, text_count, bits,
-               scaling, tau1, tau2)
+    given = (q, k_words, v_words, k_scale, k_offset, v_scale, v_offset, visual_count, k_text, v_text, text_count, bits, scaling,
+             tau1, tau2)
+    found = attention.kv_attention(*given)
+    return attention_op.reference(*given) if isinstance(found, Refusal) else found
 
 
 def why_not_rounded(dtype: torch.dtype, width: int) -> str | None:
@@ -61,9 +63,9 @@ def kv_round_keys(
     rounding_op.check(x, order, count, moment, bits)
     x = x if x.stride(3) == 1 else x.contiguous()
     order = order.contiguous()
-    fits = rounding.supports(x, order, count, moment) is None
-    run = rounding.kv_round_keys if fits else rounding_op.reference
-    return run(x, order, count, moment, bits, shrink, damping, sweeps)
+    given = (x, order, count, moment, bits, shrink, damping, sweeps)
+    found = rounding.kv_round_keys(*given)
+    return rounding_op.reference(*given) if isinstance(found, Refusal) else found
 
 
 def why_not_text(dtype: torch.dtype, width: int, bits: int, block: int) -> str | None:
@@ -77,20 +79,18 @@ def kv_token_attention(
 ) -> tuple[Tensor, Tensor]:
     """``mmqc::kv_token_attention`` on CUDA."""
     q = q if q.stride(3) == 1 else q.contiguous()
-    fits = tokens.supports(q, k_codes, k_scale, k_offset, v_codes, v_scale, v_offset, count, bits) is None
-    run = tokens.kv_token_attention if fits else tokens_op.reference
-    return run(q, k_codes, k_scale, k_offset, v_codes, v_scale, v_offset, count, bits, scaling)
+    given = (q, k_codes, k_scale, k_offset, v_codes, v_scale, v_offset, count, bits, scaling)
+    found = tokens.kv_token_attention(*given)
+    return tokens_op.reference(*given) if isinstance(found, Refusal) else found
 
 
 def kv_rows_attention(
     q: Tensor, k_rows: Tensor, v_rows: Tensor, widths: Sequence[int], bits: Sequence[int], scaling: float
 ) -> Tensor:
     """``mmqc::kv_rows_attention`` on CUDA."""
-    rows_op.check(q, k_rows, v_rows, widths, bits)
-    q = q if q.stride(3) == 1 else q.contiguous()
-    fits = rows.supports(q, k_rows, v_rows, widths, bits) is None
-    run = rows.kv_rows_attention if fits else rows_op.reference
-    return run(q, k_rows, v_rows, widths, bits, scaling)
+    given = (q if q.stride(3) == 1 else q.contiguous(), k_rows, v_rows, widths, bits, scaling)
+    found = rows.kv_rows_attention(*given)
+    return rows_op.reference(*given) if isinstance(found, Refusal) else found
 
 
 for implementation in (kv_pack, kv_attention, kv_round_keys, kv_token_attention, kv_rows_attention):

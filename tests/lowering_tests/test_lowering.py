@@ -1,13 +1,13 @@
 """Compiled equals eager, op by op, and the kernels are the intended ones."""
 
 from collections import Counter
-from collections.abc import Callable
 
 import pytest
 import torch
+from compiled_ops import check_compiled
 from tolerance import assert_close
 
-from mmqc.backend import GraphRecord, backend, collect_records
+from mmqc.backend import collect_records
 from mmqc.ops import integer_matmul
 from mmqc.ops.pack import pack_int4
 from mmqc.ops.rotate import random_hadamard
@@ -15,39 +15,11 @@ from mmqc.ops.rotate import random_hadamard
 pytestmark = pytest.mark.usefixtures("integer_products")
 
 ops = torch.ops.mmqc
-Compiled = Callable[..., tuple[torch.Tensor, ...]]
 
 
 @pytest.fixture(autouse=True)
 def fresh_dynamo() -> None:
     torch._dynamo.reset()
-
-
-def check_compiled(function: Compiled, *args: torch.Tensor, dynamic: bool | None = None) -> tuple[Compiled, GraphRecord]:
-    """The compiled function, after one call whose results equal the eager ones, and its record."""
-    compiled = torch.compile(function, backend=backend, dynamic=dynamic, fullgraph=True)
-    with collect_records() as records, torch.no_grad():
-        got = compiled(*args)
-    for actual, expected in zip(got, function(*args), strict=True):
-        assert actual.dtype == expected.dtype
-        assert_close(actual, expected) if actual.is_floating_point() else torch.testing.assert_close(actual, expected)
-    (record,) = records
-    return compiled, record
-
-
-def test_lower_quantize__all_of_one_norm_in_one_kernel() -> None:
-    """The norm's sum and root are torch's own on the CPU (torch_kernels.py); what is behind them is one kernel."""
-    s2, visual = torch.tensor([0.02, 0.05]), torch.rand(2, 9) > 0.5
-
-    def function(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        y = torch.nn.functional.rms_norm(x, (100,))
-        return ops.quantize(y, s2, visual, 8), ops.quantize(y, s2[:1], None, 4), ops.quantize(x, s2[1:], None, 8)
-
-    _, record = check_compiled(function, torch.randn(2, 9, 100))
-    assert record.kernels[-1].startswith("cpp_fused_mul_quantize")
-    assert not any("quantize" in name for name in record.kernels[:-1])
-    assert {name for name in record.kernels if name.startswith("extern")} <= {"extern aten.mean", "extern aten.rsqrt"}
-    assert record.ops == Counter(quantize=3)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -152,32 +124,6 @@ def test_lower_weight_only_matmul__zero_points(rows: int) -> None:
     _, record = check_compiled(function, torch.randn(rows, 63))
     reasons = [reason for _, reason in record.fallbacks]
     assert reasons == (["few rows with zero points: the weight is dequantized into memory"] if rows == 3 else [])
-
-
-def test_lower_quantize__low_precision_input() -> None:
-    s1 = torch.tensor([0.02])
-    check_compiled(lambda x: (ops.quantize(x, s1, None, 8),), torch.randn(3, 100, dtype=torch.bfloat16))
-
-
-def test_lower_hadamard__rotate_and_tag_modality() -> None:
-    factors, signs = random_hadamard(240, 1)
-    low, flat = [f.float() for f in factors], [f.float() for f in random_hadamard(64, 1)[0]]
-    visual = torch.ones(4, 7, dtype=torch.bool)
-
-    def function(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        tagged = ops.tag_modality(x, visual)
-        turned = ops.rotate(tagged, low, signs, False)
-        return (
-            ops.hadamard(tagged, low),
-            turned,
-            ops.rotate(turned, low, signs, True),
-            ops.hadamard(x[..., :64], flat),
-            ops.hadamard(x.bfloat16(), low),
-            ops.hadamard(x.double(), factors),
-        )
-
-    _, record = check_compiled(function, torch.randn(4, 7, 240))
-    assert "extern mm" in record.kernels
 
 
 def test_lowerings__dynamic_rows_compile_once() -> None:

@@ -26,7 +26,8 @@ from torch import Tensor
 
 from mmqc.kernels.kv.kv_attention_tiles import kv_parts_kernel, kv_range_of_scores_kernel
 from mmqc.kernels.kv.kv_combine import kv_combine_kernel
-from mmqc.kernels.shared.device_facts import INTERPRETED, capability, ceil_div, multiprocessors, why_not_here
+from mmqc.kernels.shared.device_facts import INTERPRETED, capability, ceil_div, multiprocessors, power_of_two, why_not_here
+from mmqc.kernels.shared.plan import Refusal
 from mmqc.ops.kv_words import BITS, tokens_per_word
 
 DTYPES = (torch.float16, torch.bfloat16, *((torch.float32,) if INTERPRETED else ()))
@@ -74,7 +75,7 @@ def rows_a_step(bits: int) -> int:
     return max(16, 8 * bits)
 
 
-def supports(
+def why_not(
     q: Tensor, k_words: Tensor, v_words: Tensor, v_scale: Tensor, k_text: Tensor, v_text: Tensor, bits: int
 ) -> str | None:
     """None, or why these operands cannot be attended to here."""
@@ -94,20 +95,14 @@ def supports(
     return next((why for ok, why in checks if not ok), None) or why_not_here(q, k_words, v_words, k_text, v_text)
 
 
-def power_of_two(n: int, least: int) -> int:
-    """The smallest one that holds n."""
-    return max(least, 1 << (n - 1).bit_length())
-
-
 def kv_attention(
     q: Tensor, k_words: Tensor, v_words: Tensor, k_scale: Tensor, k_offset: Tensor, v_scale: Tensor, v_offset: Tensor,
     visual_count: Tensor, k_text: Tensor, v_text: Tensor, text_count: Tensor, bits: int, scaling: float, tau1: float,
     tau2: float, *, config: KVConfig | None = None,
-) -> tuple[Tensor, Tensor]:
-    """(y, lse) of the op."""
-    reason = supports(q, k_words, v_words, v_scale, k_text, v_text, bits)
-    if reason is not None:
-        raise ValueError(f"kv_attention: {reason}")
+) -> tuple[Tensor, Tensor] | Refusal:
+    """(y, lse) of the op, or why it is not had here."""
+    if reason := why_not(q, k_words, v_words, v_scale, k_text, v_text, bits):
+        return Refusal(reason)
     batch, heads, words, d = k_words.shape
     rows, tokens, text, group = rows_a_step(bits), words * tokens_per_word(bits), k_text.shape[2], q.shape[1] // heads
     y = torch.empty((batch, q.shape[1], 1, d), dtype=q.dtype, device=q.device)

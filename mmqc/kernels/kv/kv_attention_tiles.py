@@ -20,6 +20,9 @@ from mmqc.kernels.kv.kv_words import (
     B8,
     DIGITS,
     LINES,
+    LOG2E,
+    LOWEST,
+    ROUND,
     byte_row,
     code_planes,
     contraction_order,
@@ -30,11 +33,8 @@ from mmqc.kernels.kv.kv_words import (
 )
 from mmqc.kernels.shared.gluon_tiles import MMA, gl, jit, mma, operand, tile
 
-LOG2E = tl.constexpr(1.4426950408889634)
-ROUND = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it rounds half to even
 UNIT = tl.constexpr(32512.0)  # 127 * 256, the largest number of two digits
 LOG2_UNIT = tl.constexpr(14.988684686772166)
-LOWEST = tl.constexpr(-1e30)
 SUMS = tl.constexpr(MMA)
 A16, B16 = tl.constexpr(operand(0, 2)), tl.constexpr(operand(1, 2))
 

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda
 
-from mmqc.kernels.kv.kv_attention_tiles import LOG2E, LOWEST
+from mmqc.kernels.kv.kv_words import LOG2E, LOWEST
 
 
 @triton.jit(do_not_specialize=("parts",))

@@ -18,10 +18,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mmqc.kernels.kv.kv_words import ROUND
 from mmqc.kernels.shared.device_facts import ceil_div, why_not_here
+from mmqc.kernels.shared.plan import Refusal
 from mmqc.ops.kv_words import tokens_per_word, words_for
-
-ROUND = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it rounds half to even
 
 
 @triton.jit
@@ -119,7 +119,7 @@ def why_not_layout(x: Tensor, order: Tensor) -> str | None:
     return why_not_keys(x.dtype, x.shape[3])
 
 
-def supports(x: Tensor, order: Tensor, count: Tensor, by: str) -> str | None:
+def why_not(x: Tensor, order: Tensor, count: Tensor, by: str) -> str | None:
     """None, or why these operands cannot be packed here."""
     if by not in ("channel", "token"):
         return f"a range by {by!r} is found by the reference"
@@ -128,11 +128,10 @@ def supports(x: Tensor, order: Tensor, count: Tensor, by: str) -> str | None:
 
 def kv_pack(
     x: Tensor, order: Tensor, count: Tensor, bits: int, by: str, shrink: float, transposed: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(words, scale, offset) of the op."""
-    reason = supports(x, order, count, by)
-    if reason is not None:
-        raise ValueError(f"kv_pack: {reason}")
+) -> tuple[Tensor, Tensor, Tensor] | Refusal:
+    """(words, scale, offset) of the op, or why it is not had here."""
+    if reason := why_not(x, order, count, by):
+        return Refusal(reason)
     batch, heads, _, d = x.shape
     tokens, rows = order.shape[1], words_for(order.shape[1], bits)
     room = rows * tokens_per_word(bits)

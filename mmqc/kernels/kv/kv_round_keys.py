@@ -26,11 +26,11 @@ from torch import Tensor
 
 from mmqc.kernels.kv.kv_pack import kv_range_kernel
 from mmqc.kernels.kv.kv_pack import why_not_layout as why_not_packed
+from mmqc.kernels.kv.kv_words import ROUND
 from mmqc.kernels.shared.device_facts import ceil_div, multiprocessors, why_not_here
+from mmqc.kernels.shared.plan import Refusal
 from mmqc.ops.kv_round_keys import weighting
 from mmqc.ops.kv_words import tokens_per_word, words_for
-
-ROUND = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it rounds half to even
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ def kv_round_keys_kernel(
         tl.debug_barrier()
 
 
-def supports(x: Tensor, order: Tensor, count: Tensor, moment: Tensor) -> str | None:
+def why_not(x: Tensor, order: Tensor, count: Tensor, moment: Tensor) -> str | None:
     """None, or why these operands cannot be rounded here."""
     return why_not_packed(x, order) or why_not_here(x, order, count, moment)
 
@@ -167,11 +167,10 @@ def supports(x: Tensor, order: Tensor, count: Tensor, moment: Tensor) -> str | N
 def kv_round_keys(
     x: Tensor, order: Tensor, count: Tensor, moment: Tensor, bits: int, shrink: float, damping: float, sweeps: int,
     *, config: RoundConfig | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(words, scale, offset) of the op."""
-    reason = supports(x, order, count, moment)
-    if reason is not None:
-        raise ValueError(f"kv_round_keys: {reason}")
+) -> tuple[Tensor, Tensor, Tensor] | Refusal:
+    """(words, scale, offset) of the op, or why it is not had here."""
+    if reason := why_not(x, order, count, moment):
+        return Refusal(reason)
     batch, heads, _, d = x.shape
     tokens, rows = order.shape[1], words_for(order.shape[1], bits)
     room = rows * tokens_per_word(bits)

@@ -20,16 +20,17 @@ import torch
 from torch import Tensor
 
 from mmqc.kernels.kv.kv_rows_attention_tiles import kv_rows_split_kernel
-from mmqc.kernels.kv.kv_token_attention import DTYPES, TokenConfig, alignment, power_of_two
+from mmqc.kernels.kv.kv_token_attention import DTYPES, TokenConfig, alignment
 from mmqc.kernels.kv.kv_token_attention_tiles import kv_token_combine_kernel
-from mmqc.kernels.shared.device_facts import ceil_div, has_inline_ptx, multiprocessors, why_not_here
+from mmqc.kernels.shared.device_facts import ceil_div, has_inline_ptx, multiprocessors, power_of_two, why_not_here
+from mmqc.kernels.shared.plan import Refusal
 from mmqc.ops.kv_rows_attention import check
 from mmqc.ops.pack import packed_width
 
 TOGETHER = 16  # rows of queries in one product: as many as the smallest tile of a tensor core has
 
 
-def supports(q: Tensor, k_rows: Tensor, v_rows: Tensor, widths: Sequence[int], bits: Sequence[int]) -> str | None:
+def why_not(q: Tensor, k_rows: Tensor, v_rows: Tensor, widths: Sequence[int], bits: Sequence[int]) -> str | None:
     """None, or why these operands cannot be attended to here."""
     given = (q, k_rows, v_rows)
     checks = (
@@ -64,12 +65,11 @@ def parts(widths: Sequence[int], bits: Sequence[int], fp16: bool) -> dict[str, i
 def kv_rows_attention(
     q: Tensor, k_rows: Tensor, v_rows: Tensor, widths: Sequence[int], bits: Sequence[int], scaling: float, *,
     config: TokenConfig | None = None,
-) -> Tensor:
-    """What the op gives."""
+) -> Tensor | Refusal:
+    """What the op gives, or why it is not had here."""
     check(q, k_rows, v_rows, widths, bits)
-    reason = supports(q, k_rows, v_rows, widths, bits)
-    if reason is not None:
-        raise ValueError(f"kv_rows_attention: {reason}")
+    if reason := why_not(q, k_rows, v_rows, widths, bits):
+        return Refusal(reason)
     (batch, q_heads, length, d), (heads, tokens, row) = q.shape, k_rows.shape[1:]
     y = torch.empty((batch, q_heads, length, d), dtype=q.dtype, device=q.device)
     if not y.numel():

@@ -14,10 +14,8 @@ the one product and channels those of the other: there are enough of both for ev
 import triton
 import triton.language as tl
 
+from mmqc.kernels.kv.kv_words import LOG2E, LOWEST
 from mmqc.kernels.shared.int4_codes import int4_as_float, int8_as_float
-
-LOG2E = tl.constexpr(1.4426950408889634)
-LOWEST = tl.constexpr(-1e30)
 
 
 @triton.jit

@@ -25,7 +25,8 @@ import torch
 from torch import Tensor
 
 from mmqc.kernels.kv.kv_token_attention_tiles import kv_token_combine_kernel, kv_token_parts_kernel
-from mmqc.kernels.shared.device_facts import INTERPRETED, ceil_div, has_inline_ptx, multiprocessors, why_not_here
+from mmqc.kernels.shared.device_facts import INTERPRETED, ceil_div, has_inline_ptx, multiprocessors, power_of_two, why_not_here
+from mmqc.kernels.shared.plan import Refusal
 from mmqc.ops.kv_token_attention import BITS
 
 DTYPES = (torch.float16, torch.bfloat16, *((torch.float32,) if INTERPRETED else ()))
@@ -71,7 +72,7 @@ def why_not_heads(dtype: torch.dtype, width: int, bits: int, block: int) -> str 
     return next((why for ok, why in checks if not ok), None)
 
 
-def supports(
+def why_not(
     q: Tensor, k_codes: Tensor, k_scale: Tensor, k_offset: Tensor, v_codes: Tensor, v_scale: Tensor, v_offset: Tensor,
     count: Tensor, bits: int,
 ) -> str | None:
@@ -88,11 +89,6 @@ def supports(
     )
     found = next((why for ok, why in checks if not ok), None)
     return found or why_not_heads(q.dtype, d, bits, d // blocks) or why_not_here(*given, count)
-
-
-def power_of_two(n: int, least: int = 1) -> int:
-    """The smallest one that holds n."""
-    return max(least, 1 << (n - 1).bit_length())
 
 
 def alignment(*tensors: Tensor) -> int:
@@ -112,11 +108,10 @@ def rows_together(rows: int, sums: int) -> int:
 def kv_token_attention(
     q: Tensor, k_codes: Tensor, k_scale: Tensor, k_offset: Tensor, v_codes: Tensor, v_scale: Tensor, v_offset: Tensor,
     count: Tensor, bits: int, scaling: float, *, config: TokenConfig | None = None,
-) -> tuple[Tensor, Tensor]:
-    """(y, lse) of the op."""
-    reason = supports(q, k_codes, k_scale, k_offset, v_codes, v_scale, v_offset, count, bits)
-    if reason is not None:
-        raise ValueError(f"kv_token_attention: {reason}")
+) -> tuple[Tensor, Tensor] | Refusal:
+    """(y, lse) of the op, or why it is not had here."""
+    if reason := why_not(q, k_codes, k_scale, k_offset, v_codes, v_scale, v_offset, count, bits):
+        return Refusal(reason)
     (batch, q_heads, length, d), (heads, room, bytes_) = q.shape, k_codes.shape[1:]
     rows, blocks = q_heads // heads * length, k_scale.shape[3]
     y = torch.empty((batch, q_heads, length, d), dtype=q.dtype, device=q.device)

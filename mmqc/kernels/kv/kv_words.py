@@ -15,6 +15,9 @@ import triton.language as tl
 
 from mmqc.kernels.shared.gluon_tiles import INTERPRETED, ROWS, gl, operand, tile
 
+LOG2E = tl.constexpr(1.4426950408889634)  # scores of attention are in units of log 2
+LOWEST = tl.constexpr(-1e30)  # one of nothing
+ROUND = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it rounds half to even
 PTX = tl.constexpr(not INTERPRETED)
 LINES = tl.constexpr(ROWS)
 A8, B8 = tl.constexpr(operand(0, 4)), tl.constexpr(operand(1, 4))

@@ -35,5 +35,4 @@ def test_kv_pack__codes_of_the_reference(bits, by, width, device):
 def test_kv_pack__says_what_it_cannot_do(device):
     x = torch.randn(1, 1, 4, 16, device=device)
     order, count = torch.arange(4, device=device)[None], torch.tensor([4], dtype=torch.int32, device=device)
-    with pytest.raises(ValueError, match="'tensor' is found by the reference"):
-        kernel.kv_pack(x, order, count, 2, "tensor", 1.0, False)
+    assert "'tensor' is found by the reference" in kernel.kv_pack(x, order, count, 2, "tensor", 1.0, False).reason

@@ -135,32 +135,30 @@ def test_kv_rows_attention__forty_thousand_tokens(device):
 def test_kv_rows_attention__on_cuda_takes_the_kernel_where_it_can(monkeypatch, device):
     on_cuda = pytest.importorskip("mmqc.kernels.kv_on_cuda")
     case = rows_case(9, [28, 4], RESQ, device=device)
-    launched, launch = [], kernel.kv_rows_attention
-    monkeypatch.setattr(kernel, "kv_rows_attention", lambda *args: launched.append(args) or launch(*args))
-    assert torch.equal(on_cuda.kv_rows_attention(*case.values()), launch(*case.values()))
-    assert len(launched) == 1
+    asked = []
+    monkeypatch.setattr(kernel, "table", lambda *args: asked.append(args) or kernel.TokenConfig())
+    assert torch.equal(on_cuda.kv_rows_attention(*case.values()), kernel.kv_rows_attention(*case.values()))
+    assert len(asked) == 2
     for other in (case | {"q": case["q"].double()}, rows_case(9, [28, 4], [3, 8], device=device)):
         assert torch.equal(on_cuda.kv_rows_attention(*other.values()), op.reference(*other.values()))
-    assert len(launched) == 1
+    assert len(asked) == 2
 
 
 def test_kv_rows_attention__says_what_it_cannot_do(device):
     case = rows_case(4, [28, 4], RESQ, device=device)
-    with pytest.raises(ValueError, match="queries are one of"):
-        kernel.kv_rows_attention(*(case | {"q": case["q"].double()}).values())
-    with pytest.raises(ValueError, match="one or two parts of 4 to 8"):
-        kernel.kv_rows_attention(*rows_case(4, [28, 4], [3, 8], device=device).values())
+    assert "queries are one of" in kernel.kv_rows_attention(*(case | {"q": case["q"].double()}).values()).reason
+    few_bits = rows_case(4, [28, 4], [3, 8], device=device)
+    assert "one or two parts of 4 to 8" in kernel.kv_rows_attention(*few_bits.values()).reason
     case["k_rows"] = case["k_rows"].repeat_interleave(2, 2)[:, :, ::2]
-    with pytest.raises(ValueError, match="rows of a head are contiguous"):
-        kernel.kv_rows_attention(*case.values())
+    assert "rows of a head are contiguous" in kernel.kv_rows_attention(*case.values()).reason
 
 
 OFFLINE = """
 import math, sys, torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from mmqc.kernels.kv_rows_attention import TOGETHER, parts, table
-from mmqc.kernels.kv_rows_attention_tiles import kv_rows_split_kernel
+from mmqc.kernels.kv.kv_rows_attention import TOGETHER, parts, table
+from mmqc.kernels.kv.kv_rows_attention_tiles import kv_rows_split_kernel
 from mmqc.ops.kv_rows import row_bytes
 
 arch, kind, heads, low, high, low_bits, high_bits = int(sys.argv[1]), sys.argv[2], *map(int, sys.argv[3:])
