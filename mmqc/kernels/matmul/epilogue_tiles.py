@@ -29,7 +29,7 @@ class Epilogue(NamedTuple):
         next: the scales of the codes, if it ends in codes.
         bits: of the codes.
         low: x_S [M, r] and W_S [N, r], contiguous, of a term that is added to z; of one linear only.
-        gate: z_0 [M, N] of a linear before this one, whose f multiplies this one's z.  Launches take it as their residual.
+        gate: z_0 [M, N] of a linear before this one, whose f multiplies this one's z.
     """
 
     activation: str = "none"

@@ -72,14 +72,14 @@ def gated_matmul_kernel(
         if PACKED:
             x_high = load_x_tile(x_rows, k + STORED, row_mask, K, EVEN_K)
             w, w_high = int4_as_int8(w, PTX)
-            gate = multiply_add_tile(x, w, gate, COLUMNS, True)
-            gate = multiply_add_tile(x_high, w_high, gate, COLUMNS, True)
+            gate = multiply_add_tile(x, w, gate, COLUMNS)
+            gate = multiply_add_tile(x_high, w_high, gate, COLUMNS)
             w1, w1_high = int4_as_int8(w1, PTX)
-            up = multiply_add_tile(x, w1, up, COLUMNS, True)
-            up = multiply_add_tile(x_high, w1_high, up, COLUMNS, True)
+            up = multiply_add_tile(x, w1, up, COLUMNS)
+            up = multiply_add_tile(x_high, w1_high, up, COLUMNS)
         else:
-            gate = multiply_add_tile(x, w, gate, COLUMNS, True)
-            up = multiply_add_tile(x, w1, up, COLUMNS, True)
+            gate = multiply_add_tile(x, w, gate, COLUMNS)
+            up = multiply_add_tile(x, w1, up, COLUMNS)
     if COLUMNS:
         gate, up = tl.trans(gate), tl.trans(up)
     if not SPLIT:
@@ -116,8 +116,8 @@ def gated_matmul_descriptor_kernel(
             x = x_desc.load([tile_m * BLOCK_M, k])
             w = w_desc.load([tile_n * BLOCK_N, k])
             w1 = w1_desc.load([tile_n * BLOCK_N, k])
-            gate = multiply_add_tile(x, w, gate, False, True)
-            up = multiply_add_tile(x, w1, up, False, True)
+            gate = multiply_add_tile(x, w, gate, False)
+            up = multiply_add_tile(x, w1, up, False)
         rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
         cols = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
         store_gated_tile(gate, up, y_ptr, x_scale_ptr, row_ptr, w_scale_ptr, w_scale1_ptr, bias_ptr, bias1_ptr,

@@ -47,10 +47,10 @@ def integer_sums(
         if PACKED:
             x_high = load_x_tile(x_rows, k + STORED, row_mask, K, EVEN_K)
             w, w_high = int4_as_int8(w, PTX)
-            acc = multiply_add_tile(x, w, acc, True, True)
-            acc = multiply_add_tile(x_high, w_high, acc, True, True)
+            acc = multiply_add_tile(x, w, acc, True)
+            acc = multiply_add_tile(x_high, w_high, acc, True)
         else:
-            acc = multiply_add_tile(x, w, acc, True, True)
+            acc = multiply_add_tile(x, w, acc, True)
     return acc
 
 

@@ -212,9 +212,9 @@ def finish_kept_tile(acc, tokens, columns, HAS_BIAS: gl.constexpr, LAYOUT: gl.co
 
 @gluon.jit
 def packed_scaled_kernel(
-    x_desc, upper_desc, w_desc, y_desc, x_scale_ptr, row_ptr, w_scale_ptr, bias_ptr, residual_ptr, next_scale_ptr, next_row_ptr,
+    x_desc, upper_desc, w_desc, y_desc, x_scale_ptr, row_ptr, w_scale_ptr, bias_ptr, gate_ptr, next_scale_ptr, next_row_ptr,
     low_x_ptr, low_w_ptr, part_ptr, counter_ptr, M, N, STORED, stride_r,
-    KIND: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_RESIDUAL: gl.constexpr, ACTIVATION: gl.constexpr, NEXT: gl.constexpr,
+    KIND: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_GATE: gl.constexpr, ACTIVATION: gl.constexpr, NEXT: gl.constexpr,
     NEXT_KIND: gl.constexpr, ROUND: gl.constexpr, LOW: gl.constexpr, HIGH: gl.constexpr, PTX: gl.constexpr,
     RANK: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, GROUP_M: gl.constexpr, PROGRAMS: gl.constexpr,
     PARTS: gl.constexpr, SHARES: gl.constexpr,
@@ -246,8 +246,8 @@ def packed_scaled_kernel(
             rows = here[0] + gl.arange(0, BLOCK_M, gl.SliceLayout(1, across))
             cols = here[1] + gl.arange(0, BLOCK_N, gl.SliceLayout(0, across))
             s_x = kept.load(gl.SliceLayout(1, across))
-            y = finish_scaled_tile(acc.permute((1, 0)), s_x, w_scale_ptr, bias_ptr, residual_ptr, next_scale_ptr, next_row_ptr,
-                                   low_x_ptr, low_w_ptr, rows, cols, M, N, stride_r, HAS_BIAS, HAS_RESIDUAL, FACTOR, ACTIVATION,
+            y = finish_scaled_tile(acc.permute((1, 0)), s_x, w_scale_ptr, bias_ptr, gate_ptr, next_scale_ptr, next_row_ptr,
+                                   low_x_ptr, low_w_ptr, rows, cols, M, N, stride_r, HAS_BIAS, HAS_GATE, FACTOR, ACTIVATION,
                                    NEXT, NEXT_KIND, of_z, LOW, HIGH, PTX, RANK)
             write_shares(y.permute((1, 0)), y_desc, ring[3], here[0], here[1], SHARES)
         here = following

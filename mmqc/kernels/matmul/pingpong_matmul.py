@@ -109,12 +109,12 @@ def launch(
     low, rank = epilogue.of_one(w_scale)
     args: dict[str, Any] = dict(
         x_desc=x, w_desc=w, y_desc=y, x_scale_ptr=rows.scale, row_ptr=rows.rows, w_scale_ptr=w_scale,
-        bias_ptr=w_scale if bias is None else bias, residual_ptr=w_scale if gate is None else gate, part_ptr=part,
+        bias_ptr=w_scale if bias is None else bias, gate_ptr=w_scale if gate is None else gate, part_ptr=part,
         counter_ptr=counter, M=m, N=n, K=k, stride_r=0 if gate is None else gate.stride(0),
         **epilogue.args(w_scale), **low,
     )
     constants = dict(
-        KIND=rows.kind, HAS_BIAS=bias is not None, HAS_RESIDUAL=gate is not None, PTX=has_inline_ptx(x.device),
+        KIND=rows.kind, HAS_BIAS=bias is not None, HAS_GATE=gate is not None, PTX=has_inline_ptx(x.device),
         **epilogue.constants(), **rank, **shape_constants(c, whole, count, y.dtype.itemsize),
     ) | {"ROUND": ROUND[epilogue.dtype]}
     return Launch(

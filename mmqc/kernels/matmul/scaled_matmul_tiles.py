@@ -22,7 +22,7 @@ from mmqc.kernels.shared.split_k import add_parts, store_part
 
 
 @triton.jit
-def multiply_add_tile(x, w, acc, COLUMNS: tl.constexpr, FAST_ACC: tl.constexpr):
+def multiply_add_tile(x, w, acc, COLUMNS: tl.constexpr):
     """Add x wᵀ, or w xᵀ with COLUMNS, to acc: int8 into int32, fp8 into float32."""
     if COLUMNS:
         a, b = w, x.T
@@ -30,11 +30,8 @@ def multiply_add_tile(x, w, acc, COLUMNS: tl.constexpr, FAST_ACC: tl.constexpr):
         a, b = x, w.T
     if acc.dtype == tl.int32:
         acc = tl.dot(a, b, acc, out_dtype=tl.int32)
-    elif FAST_ACC:
-        acc = tl.dot(a, b, acc, out_dtype=tl.float32)
     else:
-        # Hopper's fp8 units keep about 14 bits while they accumulate; a fresh sum each step is added in full float32.
-        acc += tl.dot(a, b, out_dtype=tl.float32)
+        acc = tl.dot(a, b, acc, out_dtype=tl.float32)  # of fp8 Hopper's units keep about 14 bits while they accumulate
     return acc
 
 
@@ -42,7 +39,7 @@ def multiply_add_tile(x, w, acc, COLUMNS: tl.constexpr, FAST_ACC: tl.constexpr):
 def scale_tile(
     acc, s_x, w_scale_ptr, bias_ptr, cols, col_mask, HAS_BIAS: tl.constexpr, FACTOR: tl.constexpr
 ):
-    """Sums [BM, BN] and s_x [BM] -> z without a residual, float32."""
+    """Sums [BM, BN] and s_x [BM] -> z, float32."""
     s_w = tl.load(w_scale_ptr + cols, mask=col_mask, other=0.0)  # [BN]
     z = acc.to(tl.float32)
     if FACTOR != 1.0:
@@ -55,23 +52,20 @@ def scale_tile(
 
 @triton.jit
 def finish_scaled_tile(
-    acc, s_x, w_scale_ptr, bias_ptr, residual_ptr, next_scale_ptr, next_row_ptr, low_x_ptr, low_w_ptr,
+    acc, s_x, w_scale_ptr, bias_ptr, gate_ptr, next_scale_ptr, next_row_ptr, low_x_ptr, low_w_ptr,
     rows, cols, M, N, stride_r,
-    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, FACTOR: tl.constexpr, ACTIVATION: tl.constexpr, NEXT: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_GATE: tl.constexpr, FACTOR: tl.constexpr, ACTIVATION: tl.constexpr, NEXT: tl.constexpr,
     NEXT_KIND: tl.constexpr, ROUND: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, PTX: tl.constexpr, RANK: tl.constexpr,
 ):
     """The epilogue: acc [BM, BN] and s_x [BM] -> y, float32 or codes."""
     row_mask, col_mask = rows < M, cols < N
     y = scale_tile(acc, s_x, w_scale_ptr, bias_ptr, cols, col_mask, HAS_BIAS, FACTOR)
-    if HAS_RESIDUAL:
-        at = residual_ptr + rows.to(tl.int64)[:, None] * stride_r + cols[None, :]
+    if HAS_GATE:
+        at = gate_ptr + rows.to(tl.int64)[:, None] * stride_r + cols[None, :]
         r = tl.load(at, mask=row_mask[:, None] & col_mask[None, :], other=0.0).to(tl.float32)
-        if ACTIVATION >= GATED:
-            if ACTIVATION > GATED:
-                r = round_tile(activation_tile(r, ACTIVATION - GATED, PTX), ROUND)
-            y = r * round_tile(y, ROUND)
-        else:
-            y += r
+        if ACTIVATION > GATED:
+            r = round_tile(activation_tile(r, ACTIVATION - GATED, PTX), ROUND)
+        y = r * round_tile(y, ROUND)
     if RANK:
         y = add_low_rank_tile(y, low_x_ptr, low_w_ptr, rows, row_mask, cols, col_mask, RANK)
     if ACTIVATION != NONE and ACTIVATION < GATED:
@@ -83,17 +77,17 @@ def finish_scaled_tile(
 
 @triton.jit
 def store_scaled_tile(
-    acc, y_ptr, x_scale_ptr, row_ptr, w_scale_ptr, bias_ptr, residual_ptr, next_scale_ptr, next_row_ptr, low_x_ptr,
+    acc, y_ptr, x_scale_ptr, row_ptr, w_scale_ptr, bias_ptr, gate_ptr, next_scale_ptr, next_row_ptr, low_x_ptr,
     low_w_ptr, rows, cols, M, N, stride_y, stride_r,
-    KIND: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, FACTOR: tl.constexpr,
+    KIND: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_GATE: tl.constexpr, FACTOR: tl.constexpr,
     ACTIVATION: tl.constexpr, NEXT: tl.constexpr, NEXT_KIND: tl.constexpr, ROUND: tl.constexpr, LOW: tl.constexpr,
     HIGH: tl.constexpr, PTX: tl.constexpr, RANK: tl.constexpr,
 ):
     """The epilogue, and y to memory."""
     mask = (rows < M)[:, None] & (cols < N)[None, :]
     s_x = row_scale_tile(x_scale_ptr, row_ptr, rows, rows < M, KIND)
-    y = finish_scaled_tile(acc, s_x, w_scale_ptr, bias_ptr, residual_ptr, next_scale_ptr, next_row_ptr, low_x_ptr, low_w_ptr,
-                           rows, cols, M, N, stride_r, HAS_BIAS, HAS_RESIDUAL, FACTOR, ACTIVATION, NEXT, NEXT_KIND, ROUND,
+    y = finish_scaled_tile(acc, s_x, w_scale_ptr, bias_ptr, gate_ptr, next_scale_ptr, next_row_ptr, low_x_ptr, low_w_ptr,
+                           rows, cols, M, N, stride_r, HAS_BIAS, HAS_GATE, FACTOR, ACTIVATION, NEXT, NEXT_KIND, ROUND,
                            LOW, HIGH, PTX, RANK)
     at = y_ptr + rows.to(tl.int64)[:, None] * stride_y + cols[None, :]
     tl.store(at, y.to(y_ptr.dtype.element_ty), mask=mask)
@@ -102,10 +96,10 @@ def store_scaled_tile(
 @triton.jit
 def scaled_matmul_kernel(
     x_ptr, w_ptr, w1_ptr, w2_ptr, y_ptr, y1_ptr, y2_ptr, x_scale_ptr, row_ptr, w_scale_ptr, w_scale1_ptr, w_scale2_ptr,
-    bias_ptr, bias1_ptr, bias2_ptr, residual_ptr, next_scale_ptr, next_row_ptr, low_x_ptr, low_w_ptr, part_ptr, counter_ptr,
+    bias_ptr, bias1_ptr, bias2_ptr, gate_ptr, next_scale_ptr, next_row_ptr, low_x_ptr, low_w_ptr, part_ptr, counter_ptr,
     M, N, N1, N2, K, STORED, stride_x, stride_w, stride_y, stride_y1, stride_y2, stride_r,
-    LINEARS: tl.constexpr, KIND: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, FACTOR: tl.constexpr,
-    PACKED: tl.constexpr, COLUMNS: tl.constexpr, EVEN_K: tl.constexpr, FAST_ACC: tl.constexpr, PTX: tl.constexpr,
+    LINEARS: tl.constexpr, KIND: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_GATE: tl.constexpr, FACTOR: tl.constexpr,
+    PACKED: tl.constexpr, COLUMNS: tl.constexpr, EVEN_K: tl.constexpr, PTX: tl.constexpr,
     ACC: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     SPLIT: tl.constexpr, ACTIVATION: tl.constexpr, NEXT: tl.constexpr, NEXT_KIND: tl.constexpr, ROUND: tl.constexpr,
     LOW: tl.constexpr, HIGH: tl.constexpr, RANK: tl.constexpr,
@@ -145,31 +139,31 @@ def scaled_matmul_kernel(
                 w, w_high = int4_as_int8(w, PTX)
             else:
                 w, w_high = int4_as_fp8(w)
-            acc = multiply_add_tile(x, w, acc, COLUMNS, FAST_ACC)
-            acc = multiply_add_tile(x_high, w_high, acc, COLUMNS, FAST_ACC)
+            acc = multiply_add_tile(x, w, acc, COLUMNS)
+            acc = multiply_add_tile(x_high, w_high, acc, COLUMNS)
         else:
-            acc = multiply_add_tile(x, w, acc, COLUMNS, FAST_ACC)
+            acc = multiply_add_tile(x, w, acc, COLUMNS)
     if COLUMNS:
         acc = tl.trans(acc)
     if not SPLIT:
-        store_scaled_tile(acc, y_ptr, x_scale_ptr, row_ptr, w_scale_ptr, bias_ptr, residual_ptr, next_scale_ptr,
+        store_scaled_tile(acc, y_ptr, x_scale_ptr, row_ptr, w_scale_ptr, bias_ptr, gate_ptr, next_scale_ptr,
                           next_row_ptr, low_x_ptr, low_w_ptr, rows, cols, M, N, stride_y, stride_r, KIND, HAS_BIAS,
-                          HAS_RESIDUAL, FACTOR, ACTIVATION, NEXT, NEXT_KIND, ROUND, LOW, HIGH, PTX, RANK)
+                          HAS_GATE, FACTOR, ACTIVATION, NEXT, NEXT_KIND, ROUND, LOW, HIGH, PTX, RANK)
     else:
         tiles = tiles_m * tiles_n
         done = store_part(part_ptr, counter_ptr, acc, tile, tiles, split, BLOCK_M, BLOCK_N)
         if done == splits - 1:
             total = add_parts(part_ptr, counter_ptr, tile, tiles, splits, BLOCK_M, BLOCK_N)
-            store_scaled_tile(total, y_ptr, x_scale_ptr, row_ptr, w_scale_ptr, bias_ptr, residual_ptr, next_scale_ptr,
+            store_scaled_tile(total, y_ptr, x_scale_ptr, row_ptr, w_scale_ptr, bias_ptr, gate_ptr, next_scale_ptr,
                               next_row_ptr, low_x_ptr, low_w_ptr, rows, cols, M, N, stride_y, stride_r, KIND, HAS_BIAS,
-                              HAS_RESIDUAL, FACTOR, ACTIVATION, NEXT, NEXT_KIND, ROUND, LOW, HIGH, PTX, RANK)
+                              HAS_GATE, FACTOR, ACTIVATION, NEXT, NEXT_KIND, ROUND, LOW, HIGH, PTX, RANK)
 
 
 @triton.jit
 def scaled_matmul_descriptor_kernel(
-    x_desc, w_desc, w_tail_desc, y_ptr, x_scale_ptr, row_ptr, w_scale_ptr, bias_ptr, residual_ptr, next_scale_ptr,
+    x_desc, w_desc, w_tail_desc, y_ptr, x_scale_ptr, row_ptr, w_scale_ptr, bias_ptr, gate_ptr, next_scale_ptr,
     next_row_ptr, low_x_ptr, low_w_ptr, M, N, K, stride_y, stride_r,
-    KIND: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, FAST_ACC: tl.constexpr, ACC: tl.constexpr,
+    KIND: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_GATE: tl.constexpr, ACC: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TAIL: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     PROGRAMS: tl.constexpr, FLATTEN: tl.constexpr, ACTIVATION: tl.constexpr, NEXT: tl.constexpr, NEXT_KIND: tl.constexpr,
     ROUND: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, PTX: tl.constexpr, RANK: tl.constexpr,
@@ -187,16 +181,16 @@ def scaled_matmul_descriptor_kernel(
         for k in range(0, K, BLOCK_K):
             # What lies outside the tensor arrives as zeros: no masks along K.
             x = x_desc.load([tile_m * BLOCK_M, k])
-            acc = multiply_add_tile(x, w_desc.load([first, k]), acc, False, FAST_ACC)
+            acc = multiply_add_tile(x, w_desc.load([first, k]), acc, False)
             if TAIL:
-                tail = multiply_add_tile(x, w_tail_desc.load([first + BLOCK_N, k]), tail, False, FAST_ACC)
+                tail = multiply_add_tile(x, w_tail_desc.load([first + BLOCK_N, k]), tail, False)
         rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
         cols = first + tl.arange(0, BLOCK_N)
-        store_scaled_tile(acc, y_ptr, x_scale_ptr, row_ptr, w_scale_ptr, bias_ptr, residual_ptr, next_scale_ptr,
+        store_scaled_tile(acc, y_ptr, x_scale_ptr, row_ptr, w_scale_ptr, bias_ptr, gate_ptr, next_scale_ptr,
                           next_row_ptr, low_x_ptr, low_w_ptr, rows, cols, M, N, stride_y, stride_r, KIND, HAS_BIAS,
-                          HAS_RESIDUAL, 1.0, ACTIVATION, NEXT, NEXT_KIND, ROUND, LOW, HIGH, PTX, RANK)
+                          HAS_GATE, 1.0, ACTIVATION, NEXT, NEXT_KIND, ROUND, LOW, HIGH, PTX, RANK)
         if TAIL:
             cols = first + BLOCK_N + tl.arange(0, TAIL)
-            store_scaled_tile(tail, y_ptr, x_scale_ptr, row_ptr, w_scale_ptr, bias_ptr, residual_ptr, next_scale_ptr,
+            store_scaled_tile(tail, y_ptr, x_scale_ptr, row_ptr, w_scale_ptr, bias_ptr, gate_ptr, next_scale_ptr,
                               next_row_ptr, low_x_ptr, low_w_ptr, rows, cols, M, N, stride_y, stride_r, KIND, HAS_BIAS,
-                              HAS_RESIDUAL, 1.0, ACTIVATION, NEXT, NEXT_KIND, ROUND, LOW, HIGH, PTX, RANK)
+                              HAS_GATE, 1.0, ACTIVATION, NEXT, NEXT_KIND, ROUND, LOW, HIGH, PTX, RANK)

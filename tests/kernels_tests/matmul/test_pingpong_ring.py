@@ -63,7 +63,7 @@ def assert_product(m: int, n: int, k: int, programs: int, stages: int, warps: in
     x, w = (torch.randint(-8, 8, (rows, k), dtype=torch.int8) for rows in (m, n))
     constants = dict(
         KIND=0,
-        HAS_RESIDUAL=False,
+        HAS_GATE=False,
         ACTIVATION=0,
         NEXT=False,
         NEXT_KIND=0,
@@ -178,9 +178,7 @@ def assert_packed(m: int, n: int, stored: int, high: int, programs: int, parts: 
         kernel = packed_tiles.packed_mixed_kernel
     else:
         sizes |= {"stride_r": 0}
-        constants |= dict(
-            KIND=0, HAS_RESIDUAL=False, ACTIVATION=0, NEXT=False, NEXT_KIND=0, ROUND=0, LOW=0, HIGH=0, PTX=False, RANK=0
-        )
+        constants |= dict(KIND=0, HAS_GATE=False, ACTIVATION=0, NEXT=False, NEXT_KIND=0, ROUND=0, LOW=0, HIGH=0, PTX=False, RANK=0)
         kernel = packed_tiles.packed_scaled_kernel
     tile = {
         "COLUMNS": STEP,
