@@ -1,4 +1,4 @@
-# make venv | demo | test | lint | gpu | docs          Needs Python 3.11 or newer, pip, make and g++; nothing else.
+# make venv | demo | test | test-slow | lint | gpu | docs        Needs Python 3.11 or newer, pip, make and g++; nothing else.
 # make TORCH_INDEX=<url> <target>                      takes torch from that index (a CPU-only one, for example).
 # make PY=python3 gpu                                  runs the GPU tests in an interpreter that has everything already.
 
@@ -21,7 +21,7 @@ export TOKENIZERS_PARALLELISM := false
 # Threads that wait sleep: with anything else on the cores, spinning ones cost a factor of two to five.
 export OMP_WAIT_POLICY := passive
 
-.PHONY: help venv demo test lint gpu docs clean
+.PHONY: help venv demo test test-slow lint gpu docs clean
 help:
 	@sed -n '1,3s/^# //p' Makefile
 
@@ -39,9 +39,14 @@ demo: $(READY)
 	$(PY) -m mmqc.cli demo --out out
 
 # TRITON_INTERPRET has to be set before anything imports triton; the CPU path of torch.compile does not use triton.
-# A process a core: threads of their own would only wait for each other.
+# A process a core: threads of their own would only wait for each other.  Workers keep to their files until one has none left,
+# so that what a file's tests share is made once.
+RUN_TESTS := TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --dist worksteal
 test: $(READY)
-	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(PY) -m pytest -n auto -m 'not gpu and not slow' $(PYTEST_ARGS)
+	$(RUN_TESTS) -m 'not gpu and not slow' $(PYTEST_ARGS)
+
+test-slow: $(READY)
+	$(RUN_TESTS) -m 'not gpu and slow' $(PYTEST_ARGS)
 
 lint: $(STAMP)
 	@failed=0; \

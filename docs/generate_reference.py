@@ -102,7 +102,7 @@ def module_page(title: str, path: Path) -> str:
 def folder_page(title: str, folder: Path, *, defined: bool) -> str:
     """The docstring of every module of a folder; only of those that define an op, if so asked."""
     parts = [f"# {title}", described(ast.get_docstring(parsed(folder / "__init__.py")))]
-    for path in sorted(folder.glob("*.py")):
+    for path in sorted(folder.rglob("*.py")):
         source = path.read_text(encoding="utf-8")
         schemas = re.findall(r'^define\(\s*"([^"]+)"(?:\s*"([^"]+)")?', source, re.MULTILINE)
         if path.stem == "__init__" or (defined and not schemas):
@@ -118,7 +118,7 @@ def api() -> str:
     import mmqc
 
     names = sorted(mmqc.__all__, key=str.lower)
-    homes = {name: definitions(parsed(PACKAGE / f"{home}.py")) for name, home in mmqc._HOMES.items()}
+    homes = {name: definitions(parsed(PACKAGE / f"{home.replace('.', '/')}.py")) for name, home in mmqc._HOMES.items()}
     found = {name: homes[name][name] for name in names if name in homes}
     intro = "What `import mmqc` offers; names are loaded when they are first used. [Recipes](recipes.md) have their own page."
     parts = ["# API", intro]
@@ -135,8 +135,7 @@ def command_line() -> str:
     from mmqc.cli import app as cli
 
     group: Any = typer.main.get_command(cli.app)
-    codes = (cli.__doc__ or "").split("Exit codes: ")[1].replace("\n", " ").strip()
-    parts = ["# Command line", f"Exit codes: {codes} `MMQC_DEBUG=1` shows tracebacks."]
+    parts = ["# Command line", cli.EXIT_CODES]
     for name, command in group.commands.items():
         rows = ["| | | default |", "|---|---|---|"]
         for p in command.params:

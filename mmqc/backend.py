@@ -20,10 +20,11 @@ from mmqc.compiler import graph_content
 from mmqc.compiler import record as compile_record
 from mmqc.compiler.options import CompileOptions
 from mmqc.compiler.record import GraphRecord, collect_records
-from mmqc.compiler.run_time import reading_first, run_time_passes, where_equal
+from mmqc.compiler.run_time import reading_first, rewrite_at_run_time, where_equal
 from mmqc.compiler.torchao_graph import adopt_torchao
 from mmqc.front.front import after_trace, before_trace
 from mmqc.front.tables import keep_tables
+from mmqc.graph.runner import check_trace
 from mmqc.graph.tracing import Tracing, traced_place
 
 __all__ = ["GraphRecord", "backend", "collect_records"]
@@ -34,6 +35,7 @@ def backend(
 ) -> Callable[..., Any]:
     """Compile one of Dynamo's graphs; ``mode`` and ``options`` are torch.compile's."""
     request = CompileOptions.read(mode, options)
+    check_trace()
     rewritten = None
     if request.config is not None:
         # Only this option needs the passes and what they import.
@@ -44,7 +46,7 @@ def backend(
         gm, example_inputs = rewritten.gm, rewritten.inputs
     theirs = adopt_torchao(gm, example_inputs)
     before = gm
-    gm, at_run_time, pairs, first = run_time_passes(gm, example_inputs, request, text=compile_record.collecting())
+    gm, at_run_time, pairs, first = rewrite_at_run_time(gm, example_inputs, request, text=compile_record.collecting())
     ops = graph_content.mmqc_ops(gm)
     n_ops = sum(1 for _ in graph_content.calls(gm))
     heavy = bool(ops) or graph_content.has_heavy_op(gm)

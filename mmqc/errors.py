@@ -1,4 +1,4 @@
-"""The root of every error that mmqc raises on purpose, with the exit code that the command line ends with.
+"""The root of every error that mmqc raises on purpose, and the exit codes of the command line.
 
 Each class also has the built-in that fits (`ValueError`, `RuntimeError`, `MemoryError`), so that code which knows nothing of
 mmqc catches it as it would any other.  What a function was plainly called wrong with stays a `ValueError` or `TypeError`.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-DONE, WANTING, USAGE, REFUSED, MEMORY = 0, 1, 2, 3, 4  # exit codes; see mmqc/cli/app.py
+DONE, WANTING, USAGE, REFUSED, MEMORY, UNEXPECTED = range(6)  # exit codes; mmqc/cli/app.py says what they mean
 
 
 class MmqcError(Exception):

@@ -57,7 +57,7 @@ def export(
         path: a file that ends in .pt2.
         dynamic_shapes: of the whole forward, as of ``torch.export.export``.  Default: every axis that differs between the batches.
         programs: of "model", "vision", "prefill", "decode".  Default: all that the model can be split into.
-        say: is told in words what is being done.
+        say: called with a line of text for each step.
 
     Returns:
         The path.  ``torch._inductor.aoti_load_package(path)`` loads the whole forward: it takes the tensors by keyword and
@@ -181,7 +181,7 @@ class _Job:
     def _varied(self) -> list[tuple[list[dict[str, Tensor]], list[dict[str, Tensor]]]]:
         """Further batches to try, those with the most variety first; none if there are several, or shapes are given."""
         from mmqc.aot.variants import fixed_images, variants
-        from mmqc.quantize import visual_token_ids
+        from mmqc.nn.modality import visual_token_ids
 
         if len(self.batches) > 1 or self.shapes is not None:
             return [([], [])]
@@ -262,6 +262,6 @@ def _padded_left(batch: Batch) -> bool:
 
 
 def _is_quantized(model: nn.Module) -> bool:
-    from mmqc.nn.linear import QuantLinear
+    from mmqc.nn.integer_weight import PackedLinear
 
-    return any(isinstance(m, QuantLinear) for m in model.modules())
+    return any(isinstance(m, PackedLinear) for m in model.modules())

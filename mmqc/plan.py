@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import takewhile
 from typing import Any
 
 import torch
@@ -17,23 +16,16 @@ from torch import nn
 from mmqc.config import QuantConfig
 from mmqc.graph.kinds import kind
 from mmqc.graph.plan import Plan
-from mmqc.graph.program import PassRecord, Program
+from mmqc.graph.program import PassRecord
 from mmqc.graph.record import record
-from mmqc.graph.runner import Pass, run
+from mmqc.graph.runner import run
 from mmqc.graph.spaces.spaces import Space, Spaces
 from mmqc.graph.spaces.text import spaces_text
 from mmqc.nn.eval_mode import evaluating
 from mmqc.nn.unseen import unsure_weights
-from mmqc.passes.fold_layer_scale import FoldLayerScale
-from mmqc.passes.fold_norm_mean import FoldNormMean
-from mmqc.passes.fold_norm_scale import FoldNormScale
-from mmqc.passes.raise_linear import RaiseLinear
-from mmqc.passes.raise_ops import RaiseOps
 from mmqc.passes.suppress_magnitude import SuppressMagnitude
-from mmqc.pipeline import FACTS, exact_passes
+from mmqc.pipeline import FACTS, folding_passes, rotating_passes
 from mmqc.quantization.job import takes_cache
-
-FOLDS = (RaiseOps, RaiseLinear, FoldLayerScale, FoldNormScale, FoldNormMean)
 
 
 @dataclass(frozen=True)
@@ -90,22 +82,14 @@ def plan(model: nn.Module, config: QuantConfig, batch: Mapping[str, Any]) -> Pla
     with evaluating(model):
         prog = record(model, {**batch, "use_cache": False} if takes_cache(model) else dict(batch))
     prog.unsure = unsure_weights(model, prog.called)
-    passes = exact_passes(config)
-    if any(p.is_meta for p in model.parameters()):
-        passes = tuple(p for p in passes if not isinstance(p, SuppressMagnitude))
-    spaces = _run(prog, passes)
-    seconds = time.perf_counter() - start
-    return Planned(spaces, prog.decided, tuple(prog.records), tuple(prog.notes), seconds)
-
-
-def _run(prog: Program, passes: tuple[Pass, ...]) -> tuple[Space, ...]:
-    """Run the passes; the spaces are those that the first of them finds that neither recognises nor folds."""
-    first = tuple(takewhile(lambda p: isinstance(p, FOLDS), passes))
-    run(prog, first, FACTS)
+    run(prog, folding_passes(config), FACTS)
     spaces = tuple(Spaces.of(prog))
     order = {node: i for i, node in enumerate(prog.graph.nodes)}
-    run(prog, passes[len(first) :], FACTS)
-    return tuple(sorted(filter(_of_linears, spaces), key=lambda s: min(order[t.node] for t in s.touches)))
+    has_values = not any(p.is_meta for p in model.parameters())
+    run(prog, (p for p in rotating_passes(config) if has_values or not isinstance(p, SuppressMagnitude)), FACTS)
+    spaces = tuple(sorted(filter(_of_linears, spaces), key=lambda s: min(order[t.node] for t in s.touches)))
+    seconds = time.perf_counter() - start
+    return Planned(spaces, prog.decided, tuple(prog.records), tuple(prog.notes), seconds)
 
 
 def _of_linears(space: Space) -> bool:

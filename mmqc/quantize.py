@@ -1,7 +1,13 @@
 """``quantize_``: record, rewrite, calibrate, quantize, pack the cache, report; in place, and undone as a whole if anything fails.
 
-Request (request.py)  ->  Job (job.py)  ->  Recorded  ->  Rewritten (rewrite.py)  ->  Targets (targets.py)
-->  Quantized (units.py; weights_only.py without data)  ->  Cache (kv.py)  ->  QuantReport (finish.py)
+    request   arguments, checked                                    quantization/request.py
+    job       the model at work: modes, devices, undo journal       quantization/job.py
+    phases    Recorded -> Rewritten                                 quantization/rewrite.py
+              -> Targets -> Quantized, block by block               quantization/targets.py, units.py
+              or Quantized, of weights alone without data           quantization/weights_only.py
+              -> QuantizedKV -> QuantReport                         quantization/kv.py, finish.py
+
+Each phase is a function from what is known before it to what is known after it.
 """
 
 from __future__ import annotations
@@ -16,7 +22,7 @@ from mmqc.calibration.sequential import Inputs
 from mmqc.config import QuantConfig
 from mmqc.quantization.finish import finish
 from mmqc.quantization.job import working
-from mmqc.quantization.kv import quantize_cache
+from mmqc.quantization.kv import quantize_kv
 from mmqc.quantization.request import Batch, Filter, Request
 from mmqc.quantization.rewrite import record_model, rewrite
 from mmqc.quantization.targets import find_targets
@@ -64,6 +70,7 @@ def quantize_(
         ResumeError, OutOfMemoryError: say what to change.
         ValueError: a weight holds NaN or infinity, or the model is quantized already.
         RecordError: the forward cannot be recorded.
+        TraceError: MMQC_TRACE names a folder that cannot be written.
         RewriteError: the exact rewrites changed the output of the first batch by more than rounding.
 
     Whatever is raised, the model is as it was.
@@ -79,7 +86,7 @@ def quantize_(
             quantized = quantize_units(job, rewritten, targets)  # calibrated unit by unit
         else:
             quantized = quantize_without_data(job)
-        cache = quantize_cache(job)
-        report = finish(job, quantized, cache)
+        kv = quantize_kv(job)
+        report = finish(job, quantized, kv)
     report.seconds = time.perf_counter() - start
     return report

@@ -9,7 +9,9 @@ import time
 import zlib
 from collections.abc import Iterator
 
-os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # before torch is imported, for subprocesses too
+# Before torch is imported, for subprocesses too.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+os.environ.setdefault("AOT_INDUCTOR_COMPILE_WRAPPER_OPT_LEVEL", "O0")  # of what calls the kernels in a package
 
 import pytest
 import torch

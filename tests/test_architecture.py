@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import json
 import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
-
-ROOT = Path(__file__).resolve().parents[1]
-PACKAGE = ROOT / "mmqc"
-TESTS = ROOT / "tests"
+from source_tree import (
+    PACKAGE,
+    ROOT,
+    TESTS,
+    dotted,
+    functions,
+    imports,
+    is_below,
+    module_name,
+    parse,
+    relative,
+    sources,
+    strings,
+)
 
 MAY_IMPORT = {
     "torch._inductor": ("mmqc/lowering/",),
@@ -41,79 +50,9 @@ MODEL_NAMES = re.compile(
 )
 KEEP_READER = "assign_scheme"  # the one pass that reads names: those that the user put into `keep`
 FILE_LINES, FUNCTION_LINES, KERNEL_FUNCTION_LINES = 500, 60, 120
+PLUG_INS = {("mmqc.config", "mmqc.checkpoint.torchao_handler")}  # loaded by name when torchao calls it
 ROOT_FILES, ROOM_FILES = 12, 25
 ONE_KIND = {"mmqc/ops", "mmqc/passes", "mmqc/lowering"}  # folders of one kind of file, one of the kind a file
-
-
-class Import(NamedTuple):
-    """One imported module path, and the line that names it."""
-
-    module: str
-    line: int
-
-
-def sources(*folders: Path) -> list[Path]:
-    return sorted(path for folder in folders for path in folder.rglob("*.py"))
-
-
-def relative(path: Path) -> str:
-    return path.relative_to(ROOT).as_posix()
-
-
-def parse(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
-
-
-def run_time_nodes(tree: ast.AST) -> Iterator[ast.AST]:
-    """Every node below `tree`, without the bodies of `if TYPE_CHECKING:`."""
-    for child in ast.iter_child_nodes(tree):
-        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
-            continue
-        yield child
-        yield from run_time_nodes(child)
-
-
-def dotted(node: ast.AST) -> str:
-    """`a.b.c` for an attribute chain that starts at a name, else the empty string."""
-    if isinstance(node, ast.Attribute):
-        head = dotted(node.value)
-        return f"{head}.{node.attr}" if head else ""
-    return node.id if isinstance(node, ast.Name) else ""
-
-
-def imports(path: Path) -> Iterator[Import]:
-    """What the file imports, anywhere in it: statements, `import_module("…")`, and `torch._x` reached by attribute."""
-    package = relative(path).removesuffix(".py").removesuffix("/__init__").split("/")
-    here = package if path.name == "__init__.py" else package[:-1]
-    for node in run_time_nodes(parse(path)):
-        if isinstance(node, ast.Import):
-            yield from (Import(alias.name, node.lineno) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            up = here[: len(here) - node.level + 1] if node.level else []
-            base = ".".join([*up, *([node.module] if node.module else [])])
-            yield from (Import(f"{base}.{alias.name}", node.lineno) for alias in node.names)
-        elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
-            if dotted(node.func).split(".")[-1] in {"import_module", "__import__"}:
-                yield Import(str(node.args[0].value), node.lineno)
-        elif isinstance(node, ast.Attribute) and dotted(node).startswith(("torch._inductor", "torch._dynamo")):
-            yield Import(dotted(node), node.lineno)
-
-
-def is_below(module: str, root: str) -> bool:
-    return module == root or module.startswith(root + ".")
-
-
-def functions(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    return (n for n in ast.walk(parse(path)) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef))
-
-
-def strings(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """String constants that are not docstrings or other bare expression statements, nor parts of error messages."""
-    bare = {id(n.value) for n in ast.walk(tree) if isinstance(n, ast.Expr)}
-    joined = {id(v) for n in ast.walk(tree) if isinstance(n, ast.JoinedStr) for v in n.values}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in bare | joined:
-            yield node.lineno, node.value
 
 
 # --- import directions ------------------------------------------------------------------------------------------------
@@ -148,6 +87,31 @@ def test_import__layers_hold():
     assert cli.lint_imports(config_filename=str(ROOT / "pyproject.toml"), no_cache=True) == 0
 
 
+def imported_modules() -> dict[str, set[str]]:
+    """What every module of mmqc imports of mmqc, in functions and `if TYPE_CHECKING:` too.
+
+    The package itself is left out: its doors (`mmqc.quantize_`) and its lazy table of names lead to every room.
+    """
+    modules = {module_name(path): path for path in sources(PACKAGE) if path != PACKAGE / "__init__.py"}
+    found: dict[str, set[str]] = {}
+    for name, path in modules.items():
+        named = {module for module, _ in imports(path, ast.walk)}
+        found[name] = {m if m in modules else m.rpartition(".")[0] for m in named} & set(modules) - {name}
+    return found
+
+
+def test_import__no_circle_not_even_of_types():
+    """With two modules that need each other, neither is read or changed alone."""
+    graph = imported_modules()
+    assert len(graph) > 100
+    for importer, plug_in in PLUG_INS:
+        graph[importer].remove(plug_in)
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as e:
+        pytest.fail(" imports ".join(reversed(e.args[1])))
+
+
 def test_import__every_module_has_a_layer():
     config = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     contracts = config["tool"]["importlinter"]["contracts"]
@@ -177,8 +141,8 @@ def test_import__mmqc_is_lazy():
 
 
 def test_layout__only_one_directory_is_called_kernels():
-    hidden = {".venv", ".git", "site", "build", "out"}
-    folders = [p for p in ROOT.rglob("kernels") if p.is_dir() and not hidden & set(p.relative_to(ROOT).parts)]
+    hidden = re.compile(r"(\.|site$|build$|out$)")
+    folders = [p for p in ROOT.rglob("kernels") if p.is_dir() and not any(map(hidden.match, p.relative_to(ROOT).parts))]
     assert [relative(p) for p in folders if p != PACKAGE / "kernels"] == []
 
 
@@ -255,6 +219,21 @@ def test_pass__has_tests_and_a_row_in_the_reference():
     stems = sorted({path.stem for path, _ in pass_classes()})
     assert [s for s in stems if not (TESTS / f"passes_tests/test_{s}.py").exists()] == []
     assert [s for s in stems if f"| `{s}` |" not in table] == []
+
+
+def test_pass__order_is_in_the_pipeline_alone():
+    """Nobody else makes a pass, or lists two of their classes."""
+    classes = {node.name for _, node in pass_classes()}
+    found = []
+    for path in sources(PACKAGE):
+        if path.parent == PACKAGE / "passes" or path == PACKAGE / "pipeline.py":
+            continue
+        for node in ast.walk(parse(path)):
+            called = isinstance(node, ast.Call) and dotted(node.func).split(".")[-1] in classes
+            listed = isinstance(node, ast.List | ast.Tuple | ast.Set) and len([n for n in node.elts if dotted(n) in classes]) > 1
+            if called or listed:
+                found.append(f"{relative(path)}:{node.lineno} {ast.unparse(node)}")
+    assert not found, "mmqc/pipeline.py has functions that give passes in their order"
 
 
 def test_op__has_tests():

@@ -15,6 +15,7 @@ from torch import nn
 from mmqc.backend import GraphRecord, backend, collect_records
 from mmqc.nn.linear import QuantLinear, RMSNorm
 from mmqc.nn.modality import ModalityContext
+from mmqc.solvers import Quantized
 
 pytestmark = pytest.mark.usefixtures("integer_products")
 
@@ -31,9 +32,8 @@ def fresh_dynamo() -> Iterator[None]:
 def linear(n: int, k: int, scales: int = 1, **more: Any) -> QuantLinear:
     codes = torch.randint(-128, 128, (n, k), dtype=torch.int8)
     input_scale = torch.tensor([0.03, 0.1][:scales])
-    return QuantLinear.from_parts(
-        codes, torch.rand(n) * 0.01, weight_bits=8, activation_bits=8, bias=torch.randn(n), input_scale=input_scale, **more
-    )
+    quantized = Quantized(codes, torch.rand(n) * 0.01)
+    return QuantLinear.from_parts(quantized, weight_bits=8, activation_bits=8, bias=torch.randn(n), input_scale=input_scale, **more)
 
 
 class Block(nn.Module):

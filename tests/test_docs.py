@@ -1,6 +1,7 @@
 """What the documentation tells people to type works: commands and code of the README and the tutorial, and every page's links."""
 
 import importlib.util
+import itertools
 import os
 import re
 import shlex
@@ -49,14 +50,13 @@ def all_commands(*prefixes):
 
 @pytest.mark.parametrize(("page", "line"), all_commands("mmqc "))
 def test_mmqc_commands__have_the_options_that_pages_use(page, line):
-    name, *arguments = shlex.split(line)[1:]
+    words = shlex.split(line)[1:]
+    options = {flag for p in GROUP.params for flag in p.opts} | {"--help"}
+    name, *arguments = [*itertools.dropwhile(lambda word: word in options, words)] or ["--help"]
     if name == "--help":
         return
     assert name in GROUP.commands, page
-    command = GROUP.commands[name]
-    if hasattr(command, "commands"):  # `mmqc bench MODEL` is `mmqc bench model MODEL`
-        command = command.commands[arguments[0] if arguments[0] in command.commands else "model"]
-    known = {flag for p in command.params for flag in (*p.opts, *p.secondary_opts)}
+    known = {flag for p in GROUP.commands[name].params for flag in (*p.opts, *p.secondary_opts)}
     assert {a for a in arguments if a.startswith("-")} <= known
 
 

@@ -26,7 +26,7 @@ from mmqc.aot.programs import Seam, Whole, cache_shape, find_seam
 from mmqc.aot.step_batches import Steps
 from mmqc.aot.variants import fixed_images, variants
 from mmqc.lowering.package import grouped_mm, python_ops
-from mmqc.quantize import visual_token_ids
+from mmqc.nn.modality import visual_token_ids
 
 LOADS = """if True:
     import sys

@@ -214,30 +214,6 @@ def test_quantize__every_recipe_runs(name: str) -> None:
     assert error < {"rtn_w4": 0.3, "rtn_w3": 0.6, "rtn_w2": 1.2, "rotate": 1e-5}.get(name, SMALL)
 
 
-def test_quantize__weights_only_without_calibration() -> None:
-    model = Small()
-    report = mmqc.quantize_(model, recipes.rtn(8), progress=False)
-    kinds = {n: type(m) for n, m in model.named_modules() if isinstance(m, nn.Linear | QuantLinear)}
-    assert len(report.layers) == len(kinds)  # no get_output_embeddings: the head is a linear like the others
-    assert set(kinds.values()) == {QuantLinear}
-    assert all(m.input_scale is None for m in model.modules() if isinstance(m, QuantLinear))
-
-
-def test_quantize__weights_only_keeps_the_head_of_transformers_models() -> None:
-    model, _ = tiny_qwen2_vl()
-    report = mmqc.quantize_(model, recipes.rtn(4, group_size=8), progress=False)
-    assert [r.fqn for r in report.refused] == ["lm_head"]
-    assert type(model.lm_head) is nn.Linear
-    assert len(report.layers) == 24
-
-
-def test_quantize__weights_only_on_a_device_of_its_own() -> None:
-    model, other = Small(), Small()
-    mmqc.quantize_(model, recipes.rtn(4, group_size=8), progress=False)
-    mmqc.quantize_(other, recipes.rtn(4, group_size=8), progress=False, device="cpu")
-    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), other.state_dict().values(), strict=True))
-
-
 @pytest.mark.parametrize("calibrated", [False, True])
 def test_quantize__the_head_has_bits_of_its_own(calibrated: bool) -> None:
     model, batch = tiny_qwen2_vl()

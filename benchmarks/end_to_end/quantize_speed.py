@@ -76,24 +76,26 @@ def timed(times: dict[str, float]) -> Iterator[None]:
     import mmqc.calibration.calibrate as calibrate
     import mmqc.calibration.sequential as sequential
     import mmqc.kv.rounding as kv_rounding
-    import mmqc.quantization.job as job
     import mmqc.quantization.pca_bases as pca_bases
+    import mmqc.quantization.rewrite as rewrite
+    import mmqc.quantization.units as units
+    import mmqc.quantize as quantize
     import mmqc.solvers.gptq as gptq
     import mmqc.solvers.mixed as mixed
     import mmqc.solvers.mse_clip as mse_clip
 
     places = [
-        (job, "record"),
-        (job.Job, "rewrite"),
-        (job, "measured_rewrites"),
-        (job, "survey"),
-        (job.Job, "quantize"),
+        (rewrite, "record"),
+        (quantize, "rewrite"),
+        (rewrite, "_measured_rewrites"),
+        (units, "survey"),
+        (quantize, "quantize_units"),
         (sequential, "capture"),
         (sequential.Feed, "call"),
         (sequential.Feed, "outputs"),
         (sequential.Feed, "arguments"),
-        (job.Job, "solve"),
-        (job.Job, "swap"),
+        (units.UnitWorker, "solve"),
+        (units.UnitWorker, "swap"),
         (gptq, "inverse_factor_"),
         (gptq, "_sweep"),
         (mixed, "inverse_factor_"),

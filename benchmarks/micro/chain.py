@@ -1,4 +1,4 @@
-"""norm -> quantize -> linear, for linear.py: static, per-modality and dynamic scales, and torch in front of the product."""
+"""norm -> quantize -> linear, for linear.py: one static scale, one per modality, and a scale per token by torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import torch
 from benchmarks.gpu_run import Run
 from benchmarks.micro.row_kernels import NORM, quantize_in_torch
 from mmqc.kernels.matmul.scaled_matmul import scaled_matmul
-from mmqc.kernels.rows.norm_quantize import norm_quantize
+from mmqc.kernels.rows import norm_quantize
+from mmqc.kernels.shared.row_scale import row_scale
 
 
 def chain_calls(run: Run, linear: Any) -> dict[str, Callable[[], None]]:
@@ -19,24 +20,18 @@ def chain_calls(run: Run, linear: Any) -> dict[str, Callable[[], None]]:
     m, w, x = linear.m, linear.operands[1], torch.randn(linear.m, linear.k, device=run.device).to(run.dtype)
     one, pair = torch.full((1,), 0.02, device=run.device), torch.tensor([0.02, 0.03], device=run.device)
     visual = torch.rand(m, device=run.device) < 0.7
-    split = torch.tensor([m // 2], dtype=torch.int32, device=run.device)
 
     compiled = torch.compile(quantize_in_torch, dynamic=False)
 
     def multiply(q: torch.Tensor, scale: torch.Tensor, **rows: Any) -> None:
         scaled_matmul(q, w, scale, linear.w_scale, linear.bias, out=linear.out, out_dtype=run.dtype, **rows)
 
-    def chain(scale: torch.Tensor | None, **rows: Any) -> None:
-        q, tokens, _ = norm_quantize(x, NORM, scale, **rows)
-        used = tokens if scale is None else scale
-        assert used is not None
-        multiply(q, used, **rows)
+    def chain(scale: torch.Tensor, **rows: Any) -> None:
+        multiply(norm_quantize.plan(x, NORM, row_scale(scale, m, **rows)).run().q, scale, **rows)
 
     return {
         "one": lambda: chain(one),
         "visual": lambda: chain(pair, visual=visual),
-        "split": lambda: chain(pair, split=split),
-        "dynamic": lambda: chain(None),
         "dynamic, eager torch": lambda: multiply(*quantize_in_torch(x)),
         "dynamic, torch.compile": lambda: multiply(*compiled(x)),
     }

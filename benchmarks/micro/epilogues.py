@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from benchmarks.gpu_run import Calls, Run
+from mmqc import pipeline
 from mmqc.backend import backend, collect_records
-from mmqc.compiler import run_time
 from mmqc.kernels.matmul.configs import MatmulConfig as Tile
 from mmqc.kernels.matmul.epilogue_tiles import Epilogue
 from mmqc.kernels.matmul.scaled_matmul import Linear
@@ -65,10 +65,14 @@ TILES = (
 
 def compiled(function: Callable[..., Any], first: tuple[Any, ...], fused: bool) -> tuple[Callable[..., Any], Any]:
     """The backend's code, with the pass or without, and what it gives for the first operands."""
-    passes = tuple(p for p in run_time.FUSION if fused or not isinstance(p, FuseEpilogues))
+    whole = pipeline.run_time_passes
+
+    def passes(*args: Any, **content: Any) -> tuple[Any, ...]:
+        return tuple(p for p in whole(*args, **content) if fused or not isinstance(p, FuseEpilogues))
+
     torch._dynamo.reset()
     made = torch.no_grad()(torch.compile(function, backend=backend, dynamic=False, fullgraph=True))
-    with mock.patch.object(run_time, "FUSION", passes), collect_records() as records:
+    with mock.patch.object(pipeline, "run_time_passes", passes), collect_records() as records:
         result = made(*first)
     if ("scaled_matmul_epilogue" in records[-1].ops) != fused:
         raise AssertionError(f"compiled to {dict(records[-1].ops)}")

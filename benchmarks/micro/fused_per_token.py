@@ -23,12 +23,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from benchmarks.gpu_run import Run, ceilings, facts, geomean
-from mmqc.kernels.hadamard.basis_quantize_per_token import basis_quantize_per_token
-from mmqc.kernels.hadamard.hadamard_quantize import hadamard_quantize
-from mmqc.kernels.hadamard.hadamard_quantize_per_token import hadamard_quantize_per_token
+from mmqc.kernels.hadamard import basis_quantize_per_token, hadamard_quantize, hadamard_quantize_per_token
+from mmqc.kernels.hadamard.hadamard_plan import hadamard_plan
 from mmqc.kernels.matmul import mixed_matmul as product
-from mmqc.kernels.rows.norm_quantize_per_token import Norm, norm_quantize_per_token
-from mmqc.kernels.rows.quantize_per_token import quantize_per_token
+from mmqc.kernels.rows import norm_quantize_per_token, quantize_per_token
+from mmqc.kernels.rows.norm_quantize import Norm
 from mmqc.kernels.shared.row_scale import Rows
 
 NORM, HADAMARD, BASIS = "norm", "hadamard", "basis"
@@ -80,22 +79,25 @@ class Case:
             return self.add_norm(x, r, self.gain)[1]
         if self.kind == BASIS:
             return x @ self.basis
-        return hadamard_quantize(self.gate(x, r), code=None).y
+        return hadamard_quantize.plan(self.gate(x, r), None, hadamard_plan).run()
 
     def quantize(self, y: Tensor) -> Rows:
-        return quantize_per_token(y, self.widths, self.bits)
+        return quantize_per_token.plan(y, self.widths, self.bits).run()
 
     def apart(self, x: Tensor, r: Tensor) -> Rows:
         return self.quantize(self.front(x, r))
 
     def fused(self, x: Tensor, r: Tensor) -> Rows:
         if self.kind == NORM:
-            norm = Norm(1e-6, self.gain, None, r, True)
-            return norm_quantize_per_token(x, norm, self.widths, self.bits, num_warps=self.warps)[0]
+            (launch,), (out, _) = norm_quantize_per_token.plan(
+                x, Norm(1e-6, self.gain, None, r, True), None, self.widths, self.bits
+            )
+            launch._replace(num_warps=self.warps or launch.num_warps).run()
+            return out
         if self.kind == BASIS:
             assert self.basis is not None
-            return basis_quantize_per_token(x, self.basis, self.widths, self.bits)
-        return hadamard_quantize_per_token(x, self.bits[0], up=r)
+            return basis_quantize_per_token.plan(x, self.basis, self.widths, self.bits).run()
+        return hadamard_quantize_per_token.plan(x, r, hadamard_plan, self.bits[0]).run()
 
     def multiply(self, rows: Rows) -> Tensor:
         assert self.weight is not None

@@ -29,7 +29,8 @@ from mmqc.kernels.matmul import configs as tiles
 from mmqc.kernels.matmul import mixed_matmul as kernel
 from mmqc.kernels.matmul import packed_matmul as registers
 from mmqc.kernels.matmul.configs import MatmulConfig
-from mmqc.kernels.rows.quantize_per_token import quantize_per_token
+from mmqc.kernels.rows import norm_quantize_per_token
+from mmqc.kernels.rows.norm_quantize import Norm
 from mmqc.kernels.shared.device_facts import has_warpgroup_products
 from mmqc.kernels.shared.row_scale import Rows
 from mmqc.ops.mixed_matmul import reference
@@ -73,7 +74,9 @@ class Linear:
         self.warps: int | None = None
 
     def quantize(self) -> Rows:
-        return quantize_per_token(self.x, self.widths, self.bits, eps=1e-6, num_warps=self.warps)
+        (launch,), (out, _) = norm_quantize_per_token.plan(self.x, Norm(1e-6), None, self.widths, self.bits)
+        launch._replace(num_warps=self.warps or launch.num_warps).run()
+        return out
 
     def multiply(self, rows: Rows, weight: kernel.Weight) -> torch.Tensor:
         config = self.packed_config or self.config if weight is self.packed else self.config

@@ -9,6 +9,7 @@ what it reads and writes, timed in the same way: what is left between the two is
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import triton
@@ -17,10 +18,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from benchmarks.gpu_run import Run, relative_error
+from mmqc.kernels.hadamard import hadamard_quantize
 from mmqc.kernels.hadamard.hadamard_plan import hadamard_plan
-from mmqc.kernels.hadamard.hadamard_quantize import hadamard_quantize
-from mmqc.kernels.rows.norm_quantize import Norm, norm_quantize
+from mmqc.kernels.hadamard.hadamard_tiles import Written
+from mmqc.kernels.rows import norm_quantize
+from mmqc.kernels.rows.norm_quantize import Norm
 from mmqc.kernels.shared.device_facts import multiprocessors
+from mmqc.kernels.shared.plan import Plan, Refusal
+from mmqc.kernels.shared.row_scale import RowScale, row_scale
 from mmqc.nn.norm import RMSNorm
 from mmqc.ops import hadamard
 
@@ -35,6 +40,26 @@ CANDIDATES = {
 }
 
 
+def launched(plan: Plan | Refusal, **options: int | None) -> Any:
+    """Its launches, with these options where they are given."""
+    given = {name: value for name, value in options.items() if value is not None}
+    if isinstance(plan, Plan):
+        plan = plan._replace(launches=tuple(launch._replace(**given) for launch in plan.launches))
+    return plan.run()
+
+
+def norm_codes(x: Tensor, scales: RowScale, out: Tensor, residual: Tensor | None = None, num_warps: int | None = None) -> None:
+    """norm_quantize into ``out``."""
+    new = lambda width, dtype: out if dtype == torch.int8 else torch.empty(out.shape, dtype=dtype, device=x.device)  # noqa: E731
+    launched(norm_quantize.plan(x, NORM._replace(residual=residual), scales, new=new), num_warps=num_warps)
+
+
+def hadamard_codes(x: Tensor, scales: RowScale, out: Tensor, up: Tensor | None = None, num_warps: int | None = None) -> None:
+    """hadamard_quantize into ``out``."""
+    new = lambda width, dtype: out if dtype == torch.int8 else torch.empty(out.shape, dtype=dtype, device=x.device)  # noqa: E731
+    launched(hadamard_quantize.plan(x, up, hadamard_plan, scales, 8, torch.int8, new), num_warps=num_warps)
+
+
 def code_error(got: torch.Tensor, want: torch.Tensor) -> float:
     off = (got.int() - want.int()).abs()
     if off.max() > 1:
@@ -47,11 +72,12 @@ def check_rows(run: Run, width: int, m: int) -> None:
     x = torch.randn(m, width, device=run.device).to(run.dtype)
     scale = torch.full((1,), 0.03, device=run.device)
     y = RMSNorm(width).to(run.device)(x).float()
-    rate = code_error(norm_quantize(x, NORM, scale).q, torch.round(y / 0.03).clamp(-128, 127))
+    scales = row_scale(scale, m)
+    rate = code_error(norm_quantize.plan(x, NORM, scales).run().q, torch.round(y / 0.03).clamp(-128, 127))
     h = hadamard.reference(x.float(), [f.to(run.device) for f in hadamard.hadamard_factors(width)])
-    got = hadamard_quantize(x, scale)
-    more = code_error(got.y, torch.round(h / 0.03).clamp(-128, 127))
-    error = relative_error(hadamard_quantize(x, code=None).y, h)
+    got = hadamard_quantize.plan(x, None, hadamard_plan, scales, 8, torch.int8).run()
+    more = code_error(got, torch.round(h / 0.03).clamp(-128, 127))
+    error = relative_error(hadamard_quantize.plan(x, None, hadamard_plan).run(), h)
     run.errors[f"rows/{width}"] = error
     if rate > 0.01 or more > 0.1 or error > 8e-3:
         raise AssertionError(f"wrong: norm codes {rate:.1e}, hadamard codes {more:.1e}, hadamard {error:.1e}")
@@ -127,30 +153,26 @@ class RowTimes:
 
 def time_rows(run: Run, m: int) -> None:
     """norm_quantize and hadamard_quantize."""
-    scale, pair = torch.full((1,), 0.02, device=run.device), torch.tensor([0.02, 0.03], device=run.device)
-    visual = torch.rand(m, device=run.device) < 0.7
-    split = torch.tensor([m // 2], dtype=torch.int32, device=run.device)
+    one = row_scale(torch.full((1,), 0.02, device=run.device), m)
+    pair = row_scale(torch.tensor([0.02, 0.03], device=run.device), m, torch.rand(m, device=run.device) < 0.7)
     row = RowTimes(run, m).row
     for width in (64,) if run.dry else (3584, 1280):
-        row("norm_quantize", width, 3, lambda x, out: norm_quantize(x, NORM, scale, out=out))
-        row("norm_quantize visual", width, 3, lambda x, out: norm_quantize(x, NORM, pair, visual=visual, out=out))
-        row("norm_quantize split", width, 3, lambda x, out: norm_quantize(x, NORM, pair, split=split, out=out))
-        row("norm_quantize dynamic", width, 3, lambda x, out: norm_quantize(x, NORM, out=out))
+        row("norm_quantize", width, 3, lambda x, out: norm_codes(x, one, out))
+        row("norm_quantize visual", width, 3, lambda x, out: norm_codes(x, pair, out))
         row(
             "norm_quantize residual",
             width,
             7,
-            lambda x, out: norm_quantize(x[:, : x.shape[1] // 2], NORM._replace(residual=x[:, x.shape[1] // 2 :]), scale, out=out),
+            lambda x, out: norm_codes(x[:, : x.shape[1] // 2], one, out, x[:, x.shape[1] // 2 :]),
             2,
         )
     for width in (64,) if run.dry else (3584, 5120, 18944, 1280, 14336):
-        row("hadamard_quantize", width, 3, lambda x, out: hadamard_quantize(x, scale, out=out))
-        row("hadamard_quantize dynamic", width, 3, lambda x, out: hadamard_quantize(x, out=out))
+        row("hadamard_quantize", width, 3, lambda x, out: hadamard_codes(x, one, out))
         row(
             "silu hadamard_quantize",
             width,
             5,
-            lambda x, out: hadamard_quantize(x[:, : x.shape[1] // 2], scale, up=x[:, x.shape[1] // 2 :], out=out),
+            lambda x, out: hadamard_codes(x[:, : x.shape[1] // 2], one, out, x[:, x.shape[1] // 2 :]),
             2,
         )
         for cut, warps, stages, programs in () if run.dry else CANDIDATES.get(width, ()):
@@ -160,27 +182,37 @@ def time_rows(run: Run, m: int) -> None:
                 name,
                 width,
                 3,
-                lambda x, out, p=plan, w=warps, s=stages, n=programs: hadamard_quantize(
-                    x, scale, out=out, plan=p, num_warps=w, num_stages=s, programs=n * multiprocessors(x.device)
+                lambda x, out, p=plan, w=warps, s=stages, n=programs: (
+                    hadamard_quantize.rows_launch(x, None, Written(out, one), p, n * multiprocessors(x.device))
+                    ._replace(num_warps=w, num_stages=s)
+                    .run()
                 ),
             )
     for width in () if run.dry else (3584, 1280):
         for warps in (1, 2, 4, 8):
-            row(f"norm_quantize {warps}w", width, 3, lambda x, out, w=warps: norm_quantize(x, NORM, scale, out=out, num_warps=w))
+            row(f"norm_quantize {warps}w", width, 3, lambda x, out, w=warps: norm_codes(x, one, out, num_warps=w))
 
 
 def time_one_row(run: Run) -> None:
     """Microseconds of a transform of one row, by the kernel for few rows and by the one for many."""
-    scale = torch.full((1,), 0.02, device=run.device)
+    scale = row_scale(torch.full((1,), 0.02, device=run.device), 1)
+
+    def slices(x: Tensor, up: Tensor | None = None, num_warps: int | None = None) -> None:
+        hadamard_codes(x, scale, torch.empty_like(x, dtype=torch.int8), up, num_warps)
+
+    def one_program(x: Tensor, up: Tensor | None = None) -> None:
+        matrices = hadamard_plan(x.shape[1], x.device, x.dtype)
+        hadamard_quantize.rows_launch(x, up, Written(torch.empty_like(x, dtype=torch.int8), scale), matrices, 1).run()
+
     for width in (64,) if run.dry else (3584, 5120, 18944):
         x, up = (torch.randn(1, width, device=run.device).to(run.dtype) for _ in range(2))
         ways = {
-            "slices": lambda x=x: hadamard_quantize(x, scale),
-            "slices 8w": lambda x=x: hadamard_quantize(x, scale, num_warps=8),
-            "one program": lambda x=x: hadamard_quantize(x, scale, programs=1),
-            "silu slices": lambda x=x, up=up: hadamard_quantize(x, scale, up=up),
-            "silu slices 8w": lambda x=x, up=up: hadamard_quantize(x, scale, up=up, num_warps=8),
-            "silu one program": lambda x=x, up=up: hadamard_quantize(x, scale, up=up, programs=1),
+            "slices": lambda x=x: slices(x),
+            "slices 8w": lambda x=x: slices(x, num_warps=8),
+            "one program": lambda x=x: one_program(x),
+            "silu slices": lambda x=x, up=up: slices(x, up),
+            "silu slices 8w": lambda x=x, up=up: slices(x, up, 8),
+            "silu one program": lambda x=x, up=up: one_program(x, up),
         }
         for name, way in ways.items():
             time = run.attempt(f"one row {name}/{width}", lambda way=way: run.microseconds([way] * 20))

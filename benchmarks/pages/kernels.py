@@ -175,8 +175,8 @@ def one_pass(rows: dict[str, Any]) -> list[str]:
         *one_row(rows),
         "## Norm, quantize, linear",
         "",
-        "Microseconds for 6,417 rows: one static scale, a scale per modality by mask or by split index, a scale per token in "
-        "the norm's kernel, and a scale per token by torch operations in front of the product, eager (not compiled) or, where "
+        "Microseconds for 6,417 rows: one static scale, a scale per modality by mask (of earlier runs: by split index, and a scale "
+        "per token in the norm's kernel), and a scale per token by torch operations in front of the product, eager or, where "
         f"there is a column for it, through `torch.compile`; `{rows['chain']['command']}`, commit {rows['chain']['commit']}.",
         "",
         *chain(rows),

@@ -31,7 +31,7 @@ from mmqc.aot.programs import Whole
 from mmqc.aot.variants import taken_apart
 from mmqc.export import WHOLE, _Job
 from mmqc.lowering.package import load_program
-from mmqc.quantize import visual_token_ids
+from mmqc.nn.modality import visual_token_ids
 
 ROOT = Path(__file__).resolve().parents[2]
 

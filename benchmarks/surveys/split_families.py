@@ -21,7 +21,7 @@ import transformers
 
 from mmqc.aot.packed_programs import steps_of
 from mmqc.aot.variants import fixed_images, variants
-from mmqc.quantize import visual_token_ids
+from mmqc.nn.modality import visual_token_ids
 
 BOUND = 1e-4
 

@@ -233,7 +233,7 @@ class _Lengths(list):  # type: ignore[type-arg]
 
 
 class _Unsplit(TorchFunctionMode):
-    """A tensor that is split by such a list, or image by image, is left in one piece: put together, the pieces are what it was."""
+    """A tensor that is split by such a list, or image by image, stays whole: its pieces would only be concatenated again."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -342,7 +342,7 @@ def _try(program: ExportedProgram, model: nn.Module, batches: list[dict[str, Ten
 
 
 def _admit(program: ExportedProgram, batches: list[dict[str, Tensor]]) -> None:
-    """Let sizes in that the given batches have and the trace excluded, such as one: the comparison with the model judges them.
+    """Admit sizes that the given batches have but the trace excluded, such as one; the comparison with the model decides.
 
     An equality stays: it says that the trace holds for one size only, or for one number of rounds of a loop.
     """

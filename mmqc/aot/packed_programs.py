@@ -196,7 +196,7 @@ class PackedSteps(Steps):
         return {**vision, "prefill": prefill, "decode": PackedDecode(self.model, layers, self.told is None, self.spec)}
 
     def described(self) -> dict[str, str]:
-        """For who allocates the cache: which tokens of ``input_ids`` need no room in it."""
+        """For whoever allocates the cache: which tokens of ``input_ids`` need no room in it."""
         context = attached(self.model)
         return {"packed": ",".join(map(str, context.visual_token_ids if context else ()))}
 

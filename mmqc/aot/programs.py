@@ -343,7 +343,7 @@ class CacheShape:
         return made
 
     def text(self) -> str:
-        """For who allocates it without Python: name, heads and width of every tensor, and the dtype."""
+        """For a caller that allocates it without Python: name, heads and width of every tensor, and the dtype."""
         parts = (("key", self.keys), ("value", self.values))
         tensors = [f"{name}_{i}:{h}:{d}" for name, shapes in parts for i, (h, d) in enumerate(shapes)]
         return ",".join([str(self.dtype).removeprefix("torch."), *tensors])

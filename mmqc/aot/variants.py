@@ -124,7 +124,7 @@ def token_inputs(batch: Batch) -> list[str]:
 
 
 def variants(batch: Batch, visual_ids: Sequence[int]) -> tuple[list[dict[str, Tensor]], list[dict[str, Tensor]]]:
-    """Batches of other sizes, and such that not every model knows; none if the batch cannot be taken apart.
+    """Batches of other sizes, some of kinds that not every model supports; none if the batch cannot be taken apart.
 
     Args:
         batch: tensors by name, ``input_ids`` [B, L] among them.

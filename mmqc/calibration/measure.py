@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from mmqc.calibration.calibrate import by_modality
 from mmqc.calibration.observe import linear_input
-from mmqc.nn.linear import QuantLinear
+from mmqc.nn.integer_weight import PackedLinear
 from mmqc.nn.modality import ModalityContext
 
 
@@ -42,7 +42,7 @@ class Loss:
 class Meter:
     """The calls of one linear, compared with those of its quantized self; see ``loss``."""
 
-    def __init__(self, linear: nn.Module, quantized: QuantLinear, language: bool, context: ModalityContext | None) -> None:
+    def __init__(self, linear: nn.Module, quantized: PackedLinear, language: bool, context: ModalityContext | None) -> None:
         self.linear, self.quantized, self.language, self.context, self.loss = linear, quantized, language, context, Loss()
 
     def update(self, args: tuple[Any, ...], kwargs: Any) -> None:

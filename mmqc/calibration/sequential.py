@@ -24,7 +24,7 @@ from mmqc.calibration.observe import Call, observe
 from mmqc.calibration.residency import Residency
 from mmqc.calibration.spool import Spool
 from mmqc.calibration.stream import Feed, capture
-from mmqc.nn.linear import QuantLinear
+from mmqc.nn.integer_weight import PackedLinear
 from mmqc.nn.modality import ModalityContext
 
 Inputs = Literal["float", "quantized"]
@@ -41,11 +41,11 @@ class Worker(Protocol):
         """Swap in what that run found; nothing to do for what this run did."""
         ...
 
-    def solve(self, linears: Sequence[str], seen: Mapping[str, InputStatistics]) -> dict[str, QuantLinear]:
+    def solve(self, linears: Sequence[str], seen: Mapping[str, InputStatistics]) -> dict[str, PackedLinear]:
         """Quantize the weights; the model stays as it is."""
         ...
 
-    def swap(self, built: Mapping[str, QuantLinear], losses: Mapping[str, Loss]) -> None:
+    def swap(self, built: Mapping[str, PackedLinear], losses: Mapping[str, Loss]) -> None:
         """Put the linears into the model; the unit is finished."""
         ...
 
@@ -136,7 +136,7 @@ class Sequential:
     def _observing(self, linears: Iterable[str]) -> Any:
         return observe(self.model, {f: Observer(self.watches[f], self.context) for f in linears if f in self.watches})
 
-    def _outside(self, unit: Outside, seen: Mapping[str, InputStatistics]) -> tuple[dict[str, QuantLinear], dict[str, Loss]]:
+    def _outside(self, unit: Outside, seen: Mapping[str, InputStatistics]) -> tuple[dict[str, PackedLinear], dict[str, Loss]]:
         self.say(unit.linears[0])
         built = self.worker.solve(unit.linears, seen)
         with self._measuring(built) as meters:
@@ -186,7 +186,7 @@ class Sequential:
             output = feed.call(self.model, number, batch)
             yield batch, feed.outputs(output) if keep else []
 
-    def _measuring(self, built: Mapping[str, QuantLinear]) -> Any:
+    def _measuring(self, built: Mapping[str, PackedLinear]) -> Any:
         linears = {name: self.model.get_submodule(name) for name in built}
         return observe(self.model, {Call(n): Meter(linears[n], q, self.language[n], self.context) for n, q in built.items()})
 

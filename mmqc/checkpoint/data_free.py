@@ -93,11 +93,8 @@ def quantized_linear(weight: Tensor, bias: Tensor | None, scheme: Scheme, fqn: s
     """
     solved = solve(weight.detach().float(), scheme.weight, name=fqn)
     module = QuantLinear.from_parts(
-        solved.codes,
-        solved.scale,
-        weight_zero=solved.zero,
+        solved,
         weight_bits=scheme.weight.bits,
-        group_size=scheme.weight.group_size,
         bias=None if bias is None else bias.detach(),
         dtype=weight.dtype,
     )

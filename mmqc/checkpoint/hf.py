@@ -330,7 +330,7 @@ def attach_config(model: nn.Module, config: QuantConfig, record: Mapping[str, An
 
 
 def untie(model: PreTrainedModel) -> bool:
-    """Declares a model untied if some tensor that it ties no longer is; otherwise it stays as it is.
+    """Declares a model untied if a tensor that it ties is no longer shared; otherwise changes nothing.
 
     Every nested config must say so, or transformers ties the tensors again when it loads them.  The flag is one for all
     ties, so those that still hold get a copy of their own.

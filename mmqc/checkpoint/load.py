@@ -24,6 +24,7 @@ from mmqc.checkpoint.foreign_weights import READERS, Foreign, ForeignError
 from mmqc.checkpoint.hf import MmqcConfig, model_init
 from mmqc.checkpoint.module_spec import dtype_name, module_spec
 from mmqc.nn.linear import QuantLinear
+from mmqc.solvers import Quantized
 
 LEFT = ("activations", "kv_cache")
 CACHE_SCALES = (".q_scale", ".k_scale", ".v_scale", ".k_zero_point", ".v_zero_point")
@@ -101,15 +102,12 @@ def _converted(
 def _linear(foreign: Foreign, bias: Tensor | None, dtype: torch.dtype) -> QuantLinear:
     static = foreign.input_scale is not None
     return QuantLinear.from_parts(
-        foreign.codes,
-        foreign.scale,
+        Quantized(foreign.codes, foreign.scale, zero=foreign.zero, group_size=foreign.group_size),
         weight_bits=foreign.bits,
         activation_bits=8 if static else None,
-        group_size=foreign.group_size,
         bias=None if bias is None else bias.to(dtype),
         input_scale=foreign.input_scale,
         dtype=dtype,
-        weight_zero=foreign.zero,
         float8=foreign.float8,
     )
 

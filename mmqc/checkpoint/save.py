@@ -13,7 +13,7 @@ from transformers.modeling_utils import PreTrainedModel
 from mmqc.checkpoint import compressed_tensors
 from mmqc.checkpoint.hf import MmqcQuantizer
 from mmqc.errors import MmqcError
-from mmqc.nn.linear import QuantLinear
+from mmqc.nn.integer_weight import PackedLinear
 
 FORMATS = ("mmqc", "compressed-tensors")
 
@@ -41,7 +41,7 @@ def save_pretrained(model: PreTrainedModel, directory: str | os.PathLike[str], *
     """
     if format not in FORMATS:
         raise ValueError(f"format = {format!r}: {' or '.join(map(repr, FORMATS))}")
-    if not any(isinstance(m, QuantLinear) for m in model.modules()):
+    if not any(isinstance(m, PackedLinear) for m in model.modules()):
         raise ValueError("this model has no linear that mmqc quantized; call mmqc.quantize_(model, config) first")
     if format == "mmqc":
         model.save_pretrained(directory, **options)

@@ -23,7 +23,7 @@ def quantize_module(module: nn.Module, config: QuantConfig) -> nn.Module:
     own = [pattern for pattern in config.keep if pattern != HEAD]
     if own:
         raise ConfigError(
-            f"torchao's quantize_ tells no names, so keep = {own[0]!r} cannot be followed; say it with filter_fn, or call "
+            f"torchao's quantize_ passes no layer names, so keep = {own[0]!r} cannot be applied; use filter_fn, or call "
             f"mmqc.quantize_(model, config)"
         )
     if type(module) is not nn.Linear:

@@ -18,6 +18,7 @@ from torch import nn
 
 from mmqc.nn.linear import QuantLinear
 from mmqc.report.report import Refusal
+from mmqc.solvers import Quantized
 
 Parts = tuple[torch.Tensor, torch.Tensor, int, int]  # codes [N, K], scale [N] or [N, K/g], bits, group size
 
@@ -38,10 +39,8 @@ def adopt_torchao_(model: nn.Module) -> list[Refusal]:
             continue
         codes, scale, bits, group = parts
         new = QuantLinear.from_parts(
-            codes,
-            scale,
+            Quantized(codes, scale, group_size=group),
             weight_bits=bits,
-            group_size=group,
             bias=None if module.bias is None else module.bias.detach(),
             dtype=module.weight.dtype,
         )

@@ -1,33 +1,34 @@
 """The command line: `mmqc demo | quantize | eval | bench | explain | export | report | doctor | passes`.
 
 Exit codes: 0 done; 1 done, and found wanting (`doctor`, `eval --min-recovery`); 2 a wrong option; 3 refused: the model, the
-config or the data cannot be used, and why; 4 not enough memory.
+config or the data cannot be used, and why; 4 not enough memory; 5 an unexpected error, which may be a bug; 130 interrupted.
+An error is one line; `mmqc --debug COMMAND` shows the traceback as well.
 """
 
 from __future__ import annotations
 
-import functools
 import json
 import logging
 import os
 import sys
 import time
+import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from mmqc.cli.failures import OneLineErrors
+from mmqc.errors import WANTING
 
+if TYPE_CHECKING:
     from mmqc.config import QuantConfig
     from mmqc.samples.sample import Sample
 
-WANTING, REFUSED, MEMORY = 1, 3, 4
-app = typer.Typer(no_args_is_help=True, pretty_exceptions_show_locals=False)
+EXIT_CODES = (__doc__ or "").partition("\n\n")[2].replace("\n", " ").strip()
+app = typer.Typer(cls=OneLineErrors, no_args_is_help=True, epilog=EXIT_CODES)
 console = Console(width=None if sys.stdout.isatty() else 100)  # tables keep their columns in a log
 
 
@@ -72,6 +73,9 @@ def main(
     version: Annotated[
         bool, typer.Option("--version", callback=show_version, is_eager=True, help="Show the version and exit.")
     ] = False,
+    debug: Annotated[
+        bool, typer.Option("--debug", envvar="MMQC_DEBUG", help="Show the traceback of an error, before its line.")
+    ] = False,
 ) -> None:
     """A quantizing compiler for multimodal LLMs."""
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
@@ -84,24 +88,7 @@ def main(
             logging.getLogger(name).setLevel(logging.ERROR)
 
 
-def clear(command: Callable[..., None]) -> Callable[..., None]:
-    """What the library refuses becomes one line and an exit code; MMQC_DEBUG=1 shows the traceback."""
-
-    @functools.wraps(command)
-    def run(*args: Any, **kwargs: Any) -> None:
-        try:
-            command(*args, **kwargs)
-        except (ValueError, ImportError, OSError, MemoryError) as error:
-            if os.environ.get("MMQC_DEBUG"):
-                raise
-            Console(stderr=True, soft_wrap=True).print(f"[red]error:[/red] {escape(str(error) or type(error).__name__)}")
-            raise typer.Exit(MEMORY if isinstance(error, MemoryError) else REFUSED) from error
-
-    return run
-
-
 @app.command()
-@clear
 def demo(
     out: Annotated[Path, typer.Option(help="Where report.html goes.")] = Path("out"),
     questions: Annotated[int, typer.Option(min=5, help="Questions to each model.")] = 150,
@@ -110,15 +97,13 @@ def demo(
     compiled: Annotated[bool, typer.Option("--compile/--no-compile", help="Compile one model and ask it.")] = True,
 ) -> None:
     """Quantize a shipped model three ways, compare, ask, and write out/report.html."""
-    from mmqc.cli import checks as cli_checks
-    from mmqc.cli import demo as job
+    from mmqc.cli import checks, demo
 
-    cli_checks.folder(out, needed=True)
-    job.run(job.Options(out, questions, calibration, ablation, compiled), console)
+    checks.folder(out, needed=True)
+    demo.run(demo.Options(out, questions, calibration, ablation, compiled), console)
 
 
 @app.command()
-@clear
 def quantize(
     model: Model,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Directory for the model and its report.")] = None,
@@ -138,28 +123,26 @@ def quantize(
     sample: SampleName = "digits-vqa",
 ) -> None:
     """Quantize a model, save it, and write quantization.html and quantization.json beside it."""
-    from mmqc.cli import checks as cli_checks
-    from mmqc.cli import config as cli_config
-    from mmqc.cli import jobs as cli_jobs
+    from mmqc.cli import checks, jobs
+    from mmqc.cli.config import in_float8
 
-    cli_checks.names(model, sample)
+    checks.names(model, sample)
     bits = [f"{key}={value}" for key, value in (("weight_bits", w), ("activation_bits", a)) if value is not None]
     config = config_of(recipe, [*bits, *(settings or [])], config_file)
-    config = cli_config.in_float8(config) if float8 else config
-    cli_checks.folder(out, needed=not dry_run)
-    cli_jobs.check_format(save_format)
-    cli_checks.calibration(calibration, config)
-    if not cli_jobs.announce(model, config, calibration, console) and not force and not dry_run:
+    config = in_float8(config) if float8 else config
+    checks.folder(out, needed=not dry_run)
+    jobs.check_format(save_format)
+    checks.calibration(calibration, config)
+    if not jobs.announce(model, config, calibration, console) and not force and not dry_run:
         raise MemoryError("memory is short for this; free some, quantize on a larger machine, or pass --force")
     if dry_run:
         return
     assert out is not None
     loaded, data = load(model, sample)
-    cli_jobs.quantize(loaded, data, config, cli_jobs.Target(model, out, save_format, calibration, limit), console)
+    jobs.quantize(loaded, data, config, jobs.Target(model, out, save_format, calibration, limit), console)
 
 
 @app.command("eval")
-@clear
 def evaluate(
     model: Model,
     questions: Annotated[int | None, typer.Option("--questions", "-n", min=1, help="Default: all.")] = None,
@@ -173,18 +156,18 @@ def evaluate(
     sample: SampleName = "digits-vqa",
 ) -> None:
     """Accuracy, answer NLL, perplexity and noise of a model, on a sample, your own questions or text."""
-    from mmqc.cli import jobs as cli_jobs
+    from mmqc.cli import jobs
 
     if tasks and (against or data or text or min_recovery is not None):
         raise typer.BadParameter("the harness evaluates one model by itself", param_hint="--tasks")
     if min_recovery is not None and against is None:
         raise typer.BadParameter("recovery needs the float model: --against", param_hint="--min-recovery")
     if tasks:
-        figures = cli_jobs.benchmarks(model, tasks.split(","), questions, console)
+        figures = jobs.benchmarks(model, tasks.split(","), questions, console)
         write_json(json_file, {"eval": figures})
         return
-    job = cli_jobs.Evaluation(model, against, data, tuple(text or ()), questions, max_new_tokens)
-    figures = cli_jobs.evaluate(job, lambda name: load(name, sample), console)
+    job = jobs.Evaluation(model, against, data, tuple(text or ()), questions, max_new_tokens)
+    figures = jobs.evaluate(job, lambda name: load(name, sample), console)
     write_json(json_file, {"eval": figures})
     recovery = figures.get("recovery")
     if min_recovery is not None and not (isinstance(recovery, float) and recovery >= min_recovery):
@@ -192,7 +175,6 @@ def evaluate(
 
 
 @app.command()
-@clear
 def bench(
     model: Model,
     new_tokens: Annotated[int, typer.Option(min=2, help="Decoded in each run.")] = 32,
@@ -203,28 +185,26 @@ def bench(
     sample: SampleName = "digits-vqa",
 ) -> None:
     """Time to first token, decoding speed and size, eager and compiled by the backend."""
-    from mmqc.cli import jobs as cli_jobs
+    from mmqc.cli import jobs
 
     loaded, source = load(model, sample)
-    prompt = cli_jobs.prompts(loaded, model, source, data, 1)[0]
-    rows = cli_jobs.bench(loaded, prompt, new_tokens, repeats, compiled, console)
+    prompt = jobs.prompts(loaded, model, source, data, 1)[0]
+    rows = jobs.bench(loaded, prompt, new_tokens, repeats, compiled, console)
     write_json(json_file, {"bench": rows})
 
 
 @app.command()
-@clear
 def report(
     runs: Annotated[list[Path], typer.Argument(help="Output directories of `quantize`; JSON of `eval`, `bench`, `explain`.")],
     out: Annotated[Path, typer.Option("--out", "-o", help="The page.")] = Path("out/report.html"),
 ) -> None:
     """One self-contained page about one or several runs: quantization, evaluation, speed."""
-    from mmqc.cli import jobs as cli_jobs
+    from mmqc.cli import jobs
 
-    console.print(f"{cli_jobs.report(runs, out)} written")
+    console.print(f"{jobs.report(runs, out)} written")
 
 
 @app.command()
-@clear
 def explain(
     model: Model,
     recipe: Annotated[str | None, typer.Option("--recipe", "-r", help="Let the backend quantize with it.")] = None,
@@ -250,7 +230,6 @@ def explain(
 
 
 @app.command()
-@clear
 def export(
     model: Model,
     out: Annotated[Path, typer.Argument(help="The package; its name ends in .pt2.")],
@@ -266,13 +245,12 @@ def export(
 ) -> None:
     """Compile a model into one package that runs without Python, and compare it with the model."""
     import mmqc
-    from mmqc.aot.index_find import ExportError
-    from mmqc.cli import jobs as cli_jobs
+    from mmqc.cli import jobs
 
     if out.suffix != ".pt2":
         raise typer.BadParameter(f"{str(out)!r}: the name of a package ends in .pt2", param_hint="OUT")
     loaded, source = load(model, sample)
-    example = cli_jobs.prompts(loaded, model, source, data, 1)[0]
+    example = jobs.prompts(loaded, model, source, data, 1)[0]
     config = config_of(recipe, settings, config_file) if recipe or config_file else None
     if config:
         mmqc.quantize_(loaded, config, calibration=source.calibration(calibration) if calibration else None)
@@ -283,45 +261,44 @@ def export(
             status.update(text)
             console.print(f"{time.perf_counter() - start:6.1f} s  {text}", markup=False, highlight=False)
 
-        try:
-            mmqc.export(loaded, example, out, programs=program, say=say)
-        except (ExportError, ValueError) as error:
-            console.print(str(error), markup=False, highlight=False, style="red")
-            raise typer.Exit(REFUSED) from error
+        mmqc.export(loaded, example, out, programs=program, say=say)
     console.print(f"{out}: {out.stat().st_size / 2**20:.1f} MiB")
 
 
 @app.command()
-@clear
-def doctor(smoke: Annotated[bool, typer.Option(help="Compile a quantized linear and compare it with eager.")] = True) -> None:
+def doctor(
+    ctx: typer.Context,
+    smoke: Annotated[bool, typer.Option(help="Compile a quantized linear and compare it with eager.")] = True,
+) -> None:
     """Check this environment: versions, devices, compiler, and what would fall back."""
-    from mmqc.cli import doctor as checkup
+    from mmqc.cli import doctor
 
-    checks = checkup.examine(smoke)
+    checks = doctor.examine(smoke)
     table = Table("", "found", "", header_style="bold")
     marks = {"ok": "[green]ok[/green]", "note": "[yellow]note[/yellow]", "problem": "[red]problem[/red]"}
     for check in checks:
         table.add_row(check.name, check.found, marks[check.status])
     console.print(table)
-    for line in checkup.fallbacks(checks):
+    for line in doctor.fallbacks(checks):
         console.print(f"  {line}", markup=False, highlight=False)
-    if not checkup.sound(checks):
+    for error in filter(None, (check.error for check in checks if ctx.find_root().params["debug"])):
+        traceback.print_exception(error)
+    if not doctor.sound(checks):
         raise typer.Exit(WANTING)
 
 
 @app.command()
-@clear
 def passes(recipe: Recipe = "mquant", settings: Set = None, config_file: ConfigFile = None) -> None:
     """The passes that a recipe runs, in order, with what each needs and gives."""
-    from mmqc.pipeline import exact_passes, quantizing_passes
+    from mmqc.pipeline import phases
 
-    config = config_of(recipe, settings, config_file)
-    table = Table("", "pass", "exact", "needs", "gives", header_style="bold")
-    table.columns[1].no_wrap = True
-    quantizing = quantizing_passes() if config.schemes else ()
-    for number, step in enumerate((*exact_passes(config), *quantizing)):
-        exact = "yes" if step.exact else "no"
-        table.add_row(str(number), step.name, exact, *("\n".join(sorted(facts)) for facts in (step.needs, step.gives)))
+    table = Table("", "phase", "pass", "exact", "needs", "gives", header_style="bold")
+    table.columns[2].no_wrap = True
+    found = phases(config_of(recipe, settings, config_file))
+    rows = [(phase if i == 0 else "", step) for phase, steps in found.items() for i, step in enumerate(steps)]
+    for number, (phase, step) in enumerate(rows):
+        exact, facts = "yes" if step.exact else "no", ("\n".join(sorted(each)) for each in (step.needs, step.gives))
+        table.add_row(str(number), phase, step.name, exact, *facts)
     console.print(table)
 
 

@@ -26,7 +26,7 @@ Batch = dict[str, torch.Tensor]
 
 
 class DataError(MmqcError, ValueError):
-    """A line of data.jsonl that cannot be used: names the file, the line and what is wrong."""
+    """A file that cannot be used: names it, of data.jsonl the line too, and what is wrong."""
 
 
 @dataclass(frozen=True)
@@ -100,14 +100,18 @@ def _parts(content: Any, folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def _image(folder: Path, part: Mapping[str, Any]) -> Any:
-    from PIL import Image
+    from PIL import Image, UnidentifiedImageError
 
     name = part.get("image") or part.get("path") or part.get("url")
     path = folder / str(name)
     if not path.is_file():
         raise DataError(f"the image {path} does not exist")
-    with Image.open(path) as image:
-        return image.convert("RGB")
+    try:
+        with Image.open(path) as image:
+            return image.convert("RGB")
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as e:  # what PIL says to files that are damaged
+        why = "no image that PIL can read" if isinstance(e, UnidentifiedImageError) else f"damaged ({e})"
+        raise DataError(f"{path} is {why}") from e
 
 
 def encode(processor: Any, example: Example, *, answer: bool) -> Batch:

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import mmqc
+from mmqc.quantization.convert import size_of
 
 if TYPE_CHECKING:
-    import torch
     from rich.console import Console
 
     from mmqc.report.report import QuantReport
@@ -53,20 +53,22 @@ class Outcome:
 
     def row(self, reference: Outcome) -> dict[str, Any]:
         """The line of the table; recovery is accuracy as a share of the reference's."""
+        from mmqc.samples.scoring import recovery
+
         accuracies = {k: v for k, v in self.summary.items() if k.startswith("accuracy")}
         return {
             "model": self.name,
             **accuracies,
-            "recovery": self.summary["accuracy"] / reference.summary["accuracy"],
+            "recovery": recovery(reference.summary["accuracy"], self.summary["accuracy"]),
             "nll": self.summary["nll"],
-            "size": size(self.model),
+            "size": size_of(self.model),
             "seconds": self.seconds,
         }
 
 
 @dataclass
 class Result:
-    """Everything the demo found, as `mmqc.report.write_html` takes it."""
+    """Everything the demo found, as `mmqc.report.html.write_html` takes it."""
 
     table: list[dict[str, Any]] = field(default_factory=list)
     ablation: list[dict[str, Any]] = field(default_factory=list)
@@ -96,12 +98,6 @@ def ablation_configs() -> dict[str, Any]:
     }
     off = {"msq": False, "rotate": False, "suppress": False}
     return {name: mmqc.recipes.mquant(weight_bits=4, **(off | switches)) for name, switches in steps.items()}
-
-
-def size(model: torch.nn.Module) -> int:
-    """Bytes of parameters and buffers, shared ones once."""
-    tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}
-    return sum(t.numel() * t.element_size() for t in tensors.values())
 
 
 def run(options: Options, console: Console) -> Result:
@@ -258,7 +254,7 @@ def cell(key: str, value: Any) -> str:
 def write(path: Path, result: Result) -> Path:
     """The page with the tables, the plots and the examples."""
     from mmqc.cli.doctor import environment
-    from mmqc.report.report import write_html
+    from mmqc.report.html import write_html
 
     data = {
         "title": "mmqc demo: digits-vqa",

@@ -26,12 +26,13 @@ TRITON_OF_TORCH = {"2.11": "3.6", "2.13": "3.7"}  # what the CUDA builds of torc
 
 @dataclass(frozen=True)
 class Check:
-    """One line of the report: what was looked at, what was found, and what follows from it."""
+    """One line of the report: what was looked at, what was found, what follows from it, and what a check that failed raised."""
 
     name: str
     found: str
     status: Status = "ok"
     advice: str = ""
+    error: Exception | None = None
 
 
 def examine(smoke: bool = True) -> list[Check]:
@@ -180,7 +181,7 @@ def _guard(name: str, check: Callable[[], Check]) -> Check:
         return check()
     except Exception as error:
         reason = (str(error).strip().splitlines() or [""])[0]
-        return Check(name, f"{type(error).__name__}: {reason}"[:200], "problem", "compiled graphs do not work here")
+        return Check(name, f"{type(error).__name__}: {reason}"[:200], "problem", "compiled graphs do not work here", error)
 
 
 def _smoke() -> Check:

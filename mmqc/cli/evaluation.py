@@ -22,18 +22,26 @@ import torch
 from torch import Tensor, nn
 
 from mmqc.cli.chat_data import Batch, Example, encode
-from mmqc.nn.modality import attached
+from mmqc.nn.modality import attached, visual_token_ids
+from mmqc.samples.scoring import Interval, bootstrap, recovery, tail_nll
 
-DRAWS, SEED = 2000, 0
+NEVER_RIGHT = "recovery: the model to compare with has no answer right, so there is nothing to recover"
+ANOTHER_PROMPT = "nll: the chat template writes a prompt otherwise once its answer follows, so the answer's NLL is not known"
+NOT_FINITE = "NaN: the model's outputs are not finite; `mmqc quantize` names a weight that is not"
 
 
 @dataclass(frozen=True)
 class Answer:
-    """One question's outcome: what was said, what is right, and the right answer's mean NLL per token."""
+    """One question's outcome: what was said, what is right, and the right answer's mean NLL per token.
+
+    Attributes:
+        another_prompt: the template writes the prompt otherwise once an answer follows (it opens a thought, say): nll is NaN.
+    """
 
     said: str
     right: str
     nll: float
+    another_prompt: bool = False
 
     @property
     def accuracy(self) -> float:
@@ -48,30 +56,6 @@ class Answer:
 
 def _plain(text: str) -> str:
     return " ".join(text.casefold().split()).rstrip(".")
-
-
-@dataclass(frozen=True)
-class Interval:
-    """A mean and the ends of its 95 % interval."""
-
-    mean: float
-    low: float
-    high: float
-
-    def __str__(self) -> str:
-        """E.g. "-0.013 [-0.040, 0.013]"."""
-        return f"{self.mean:.4g} [{self.low:.4g}, {self.high:.4g}]"
-
-
-def bootstrap(values: Sequence[float], draws: int = DRAWS, seed: int = SEED) -> Interval:
-    """The mean of ``values`` and its percentile interval, the values drawn with replacement.
-
-    For a paired difference pass the differences, question by question.
-    """
-    data = np.asarray(values, dtype=np.float64)
-    picks = np.random.default_rng(seed).integers(len(data), size=(draws, len(data)))
-    low, high = np.quantile(data[picks].mean(1), [0.025, 0.975])
-    return Interval(float(data.mean()), float(low), float(high))
 
 
 @torch.no_grad()
@@ -90,22 +74,19 @@ def ask(model: Any, processor: Any, examples: Iterable[Example], max_new_tokens:
         size = prompt["input_ids"].shape[1]
         ids = model.generate(**prompt, max_new_tokens=max_new_tokens, do_sample=False)[0, size:]
         said = tokenizer.decode(ids, skip_special_tokens=True)
-        answers.append(Answer(said, example.answer, _answer_nll(model, processor, example, prompt["input_ids"][0])))
+        nll = _answer_nll(model, processor, example, prompt["input_ids"][0])
+        answers.append(Answer(said, example.answer, math.nan if nll is None else nll, another_prompt=nll is None))
     return answers
 
 
-def _answer_nll(model: Any, processor: Any, example: Example, prompt: Tensor) -> float:
-    """Of the tokens behind the prompt: the answer and what the template closes it with.
-
-    NaN where the template writes the prompt otherwise once an answer follows (it opens a thought, say).
-    """
+def _answer_nll(model: Any, processor: Any, example: Example, prompt: Tensor) -> float | None:
+    """Of the tokens behind the prompt, the answer and what the template closes it with; None behind another prompt."""
     whole = to_device(encode(processor, example, answer=True), model)
     size = len(prompt)
     if not torch.equal(whole["input_ids"][0, :size], prompt):
-        return math.nan
-    ids = whole["input_ids"][0, size:]
-    logits = model(**whole, use_cache=False).logits[0, size - 1 : -1]
-    return float(nn.functional.cross_entropy(logits.double(), ids))
+        return None
+    ids = whole["input_ids"][0]
+    return tail_nll(model(**whole, use_cache=False).logits[0], ids, len(ids) - size)
 
 
 def to_device(batch: Batch, model: nn.Module) -> Batch:
@@ -125,9 +106,19 @@ def compared(reference: Sequence[Answer], answers: Sequence[Answer]) -> dict[str
     for name in ("accuracy", "contains", "nll"):
         pairs = zip(reference, answers, strict=True)
         out[f"{name} difference"] = bootstrap([getattr(b, name) - getattr(a, name) for a, b in pairs])
-    base = summary(reference)["accuracy"]
-    out["recovery"] = summary(answers)["accuracy"] / base if base else math.nan
+    out["recovery"] = recovery(summary(reference)["accuracy"], summary(answers)["accuracy"])
     return out
+
+
+def reasons(figures: Mapping[str, Any], answers: Iterable[Answer]) -> list[str]:
+    """Why some of the figures are NaN, if they are: one sentence for each cause."""
+    values = {name: value.mean if isinstance(value, Interval) else value for name, value in figures.items()}
+    unknown = {name for name, value in values.items() if isinstance(value, float) and math.isnan(value)}
+    causes = {NEVER_RIGHT: {"recovery"}}
+    if any(answer.another_prompt for answer in answers):
+        causes[ANOTHER_PROMPT] = {"nll", "nll difference"}
+    found = [text for text, names in causes.items() if names & unknown]
+    return found + ([NOT_FINITE] if unknown.difference(*causes.values()) else [])
 
 
 @torch.no_grad()
@@ -180,8 +171,6 @@ def logit_sqnr(reference: Any, model: Any, batches: Iterable[Mapping[str, Tensor
 
 def _visual(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
     """Bool [B, T]: the visual positions, by the batch's own types or the config's token ids."""
-    from mmqc.quantize import visual_token_ids
-
     kinds, ids = batch.get("mm_token_type_ids"), batch["input_ids"].cpu()
     if kinds is not None:
         return kinds.cpu() > 0

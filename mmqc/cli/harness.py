@@ -10,11 +10,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from mmqc.checkpoint import hf_hook
 
 
 def harness(
-    directory: str | Path, tasks: Sequence[str], *, limit: int | None = None, batch_size: int = 1, **model_args: Any
+    directory: str | Path,
+    tasks: Sequence[str],
+    *,
+    limit: int | None = None,
+    batch_size: int = 1,
+    device: str | None = None,
+    **model_args: Any,
 ) -> dict[str, float]:
     """Runs tasks and returns their metrics, e.g. {"mmmu_val/acc": 0.41, "mmmu_val/acc_stderr": 0.02}.
 
@@ -23,6 +31,7 @@ def harness(
         tasks: names of the harness.
         limit: questions of each task.
         batch_size: of the harness.
+        device: of the model; default: cuda, if there is one.
         model_args: more arguments of ``hf-multimodal``, e.g. ``max_images=2``.
 
     Raises:
@@ -39,6 +48,7 @@ def harness(
         tasks=list(tasks),
         limit=limit,
         batch_size=batch_size,
+        device=device or ("cuda" if torch.cuda.is_available() else "cpu"),  # the harness takes "cuda" for granted
     )
     return flat(found["results"])
 

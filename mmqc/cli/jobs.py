@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 import time
@@ -16,10 +15,8 @@ from rich.console import Console
 from rich.table import Table
 
 import mmqc
-from mmqc.cli import evaluation
-from mmqc.cli.chat_data import DataError, Example, batches, encode, read_examples
-from mmqc.cli.checks import images as check_images
-from mmqc.cli.checks import read_json
+from mmqc.cli import checks, evaluation
+from mmqc.cli.chat_data import DataError, batches, encode, read_examples
 from mmqc.cli.memory_estimate import available, estimate
 from mmqc.quantization.convert import size_of
 
@@ -34,32 +31,46 @@ GIGABYTE = 1e9
 
 def load_model(directory: str | Path) -> Any:
     """The model of a directory, ready to run: a float one, one that mmqc saved, or one of another project."""
+    from safetensors import SafetensorError
+
+    config = checks.read_json(Path(directory) / "config.json", "the config of a model")
+    method = (config.get("quantization_config") or {}).get("quant_method", "mmqc")
+    load = mmqc.load_quantized if method != "mmqc" else model_class(config.get("architectures"), directory).from_pretrained
+    try:
+        return load(directory).eval()
+    except SafetensorError as error:
+        raise DataError(f"{directory}: a file of its weights is damaged ({error}); copy the model again") from error
+
+
+def model_class(architectures: list[str] | None, directory: str | Path) -> Any:
+    """The class of transformers that a model's config names.
+
+    Raises:
+        DataError: there is none of that name.
+    """
     import transformers
 
-    config = json.loads((Path(directory) / "config.json").read_text(encoding="utf-8"))
-    method = (config.get("quantization_config") or {}).get("quant_method", "mmqc")
-    if method != "mmqc":
-        return mmqc.load_quantized(directory).eval()
-    cls = getattr(transformers, (config.get("architectures") or ["AutoModelForImageTextToText"])[0])
-    return cls.from_pretrained(directory).eval()
+    name = (architectures or ["AutoModelForImageTextToText"])[0]
+    if not hasattr(transformers, name):
+        raise DataError(f"{directory}/config.json: transformers {transformers.__version__} has no model class {name!r}")
+    return getattr(transformers, name)
 
 
 def skeleton(model: str) -> Any:
     """The model without its weights, on the meta device; None for a shipped sample's name, which is small anyway."""
     import torch
-    import transformers
     from transformers import AutoConfig
 
     folder = Path(model)
     if not (folder / "config.json").exists():
         folder = Path(mmqc.samples.__file__ or "").parent / "digits_vqa"
     config: Any = AutoConfig.from_pretrained(folder)
-    cls = getattr(transformers, config.architectures[0])
+    cls = model_class(config.architectures, folder)
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32 if folder.name == "digits_vqa" else config.dtype or torch.float32)
     try:
         with torch.device("meta"):
-            return cls(config)
+            return getattr(cls, "from_config", cls)(config)  # one of the Auto classes, where the config names no other
     finally:
         torch.set_default_dtype(before)
 
@@ -129,7 +140,7 @@ def quantize(model: Any, sample: Sample, config: QuantConfig, target: Target, co
         data = sample.calibration(count) if count else None
     else:
         examples = read_examples(target.calibration, target.limit)
-        check_images(model, examples, target.calibration)
+        checks.images(model, examples, target.calibration)
         data = list(batches(processor, examples))
     report = mmqc.quantize_(model, config, calibration=data)
     mmqc.save_pretrained(model, target.out, format=target.format)
@@ -166,9 +177,14 @@ def evaluate(job: Evaluation, load: Loader, console: Console) -> dict[str, float
     other = load(job.against)[0] if job.against else None
     processor = processor_of(job.model, sample)
     figures: dict[str, Any] = {}
+    answers: list[evaluation.Answer] = []
     if job.data is not None:
         examples = read_examples(job.data, job.questions)
-        figures |= _questions(model, other, processor, examples, job.max_new_tokens)
+        answers = evaluation.ask(model, processor, examples, job.max_new_tokens)
+        figures |= evaluation.summary(answers)
+        if other is not None:
+            figures |= evaluation.compared(evaluation.ask(other, processor, examples, job.max_new_tokens), answers)
+            figures |= _noise(other, model, [encode(processor, e, answer=True) for e in examples[:NOISE_EXAMPLES]])
     elif not job.text:
         figures |= _sample(model, other, sample, job.questions)
     if job.text:
@@ -176,15 +192,14 @@ def evaluate(job: Evaluation, load: Loader, console: Console) -> dict[str, float
         figures["perplexity"] = evaluation.perplexity(model, tokenizer, job.text)
         if other is not None:
             figures["perplexity of the other"] = evaluation.perplexity(other, tokenizer, job.text)
-    flat = _flat(figures)
     name = job.data or (", ".join(map(str, job.text)) if job.text else sample.name)
     table = Table("", "value", title=f"{job.model} on {name}, {time.perf_counter() - start:.1f} s", title_justify="left")
     for key, value in figures.items():
         table.add_row(key, shown(key, value))
     console.print(table)
-    if any(isinstance(value, float) and math.isnan(value) for value in flat.values()):
-        console.print("NaN: the model's outputs are not finite; `mmqc quantize` names a weight that is not", style="red")
-    return flat
+    for reason in evaluation.reasons(figures, answers):
+        console.print(reason, style="red", markup=False, highlight=False, soft_wrap=True)
+    return _flat(figures)
 
 
 def shown(key: str, value: Any) -> str:
@@ -195,6 +210,8 @@ def shown(key: str, value: Any) -> str:
         return f"{a:+.1f} points [{b:+.1f}, {c:+.1f}]" if points else str(value)
     if key.endswith(", dB"):
         return f"{value:.1f}"
+    if key == "recovery" and math.isnan(value):
+        return "undefined"
     if any(word in key for word in ("accuracy", "contains", "recovery")):
         return f"{100 * value:.1f} %"
     if key.startswith("nll"):
@@ -202,24 +219,15 @@ def shown(key: str, value: Any) -> str:
     return f"{value:.4f}" if isinstance(value, float) else str(value)
 
 
-def _questions(model: Any, other: Any, processor: Any, examples: list[Example], tokens: int) -> dict[str, Any]:
-    answers = evaluation.ask(model, processor, examples, tokens)
-    figures: dict[str, Any] = evaluation.summary(answers)
-    if other is not None:
-        figures |= evaluation.compared(evaluation.ask(other, processor, examples, tokens), answers)
-        figures |= _noise(other, model, [encode(processor, e, answer=True) for e in examples[:NOISE_EXAMPLES]])
-    return figures
-
-
 def _sample(model: Any, other: Any, sample: Sample, questions: int | None) -> dict[str, Any]:
-    from mmqc.samples.scoring import compare, summarize
+    from mmqc.samples.scoring import compare, recovery, summarize
 
     scores = sample.scores(model, questions)
     figures: dict[str, Any] = summarize(scores)
     if other is not None:
         c = compare(sample.scores(other, questions), scores)
         figures["accuracy difference"] = evaluation.Interval(c.difference, c.low, c.high)
-        figures["recovery"] = c.b / c.a if c.a else float("nan")
+        figures["recovery"] = recovery(c.a, c.b)
         figures |= _noise(other, model, sample.calibration(NOISE_EXAMPLES))
     return figures
 
@@ -305,8 +313,7 @@ def timed(model: Any, prompt: Mapping[str, Any], new_tokens: int, repeats: int) 
 def report(runs: list[Path], out: Path) -> Path:
     """The page about these runs."""
     from mmqc.cli.doctor import environment
-    from mmqc.report.read import read_report
-    from mmqc.report.report import write_html
+    from mmqc.report.html import write_html
 
     reports: dict[str, Any] = {}
     table: list[dict[str, Any]] = []
@@ -318,15 +325,17 @@ def report(runs: list[Path], out: Path) -> Path:
             raise DataError(
                 f"{file} does not exist; pass output directories of `mmqc quantize` or JSON of `eval`, `bench`, `explain`"
             )
-        data = read_json(file, "a quantization.json, or what `eval`, `bench` or `explain` wrote with --json,")
+        data = checks.read_json(file, "a quantization.json, or what `eval`, `bench` or `explain` wrote with --json,")
         if "eval" in data:
             table.append({"model": run.stem, **{k: v for k, v in data["eval"].items() if not k.startswith("nll/")}})
         elif "bench" in data:
             speed += [{"model": run.stem, **row} for row in data["bench"]]
         elif "explain" in data:
             kernels[run.stem] = data["explain"]
+        elif "layers" in data and "passes" in data:
+            reports[run.name if run.is_dir() else run.stem] = data
         else:
-            reports[run.name if run.is_dir() else run.stem] = read_report(file)
+            raise DataError(f"{file} is no report of mmqc; pass a quantization.json")
     data = {
         "title": "Quantization report",
         "table": table,

@@ -15,6 +15,7 @@ from torch import nn
 from mmqc.config import HEAD, QuantConfig, Scheme
 from mmqc.ops.pack import packed_width, stored_bits
 from mmqc.passes.assign_scheme import kept
+from mmqc.quantization.convert import size_of
 
 
 @dataclass(frozen=True)
@@ -57,8 +58,7 @@ def estimate(model: nn.Module, config: QuantConfig) -> Estimate:
     where that has none.
     """
     scheme = config.language or config.projector or config.vision
-    tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}
-    weights = sum(t.numel() * t.element_size() for t in tensors.values())
+    weights = size_of(model)
     saved = moments = largest = count = 0
     get_head = getattr(model, "get_output_embeddings", None)
     head = get_head() if get_head is not None else None

@@ -10,7 +10,7 @@ transformers compiles the decode step of a static cache and nothing else.  Four 
     stop check  asks the device after every token          ->  one step late, transformers' ``DeferredStopCheck``
     the cache   is new in every call, so CUDA graphs are   ->  kept, emptied and used again while its shape fits
                 recorded again
-    guards      ask the same of every layer for every      ->  asked once a call, ``layer_guards``, with this backend
+    guards      ask the same of every layer for every      ->  asked once per call, ``layer_guards``, with this backend
                 token, some milliseconds
 
 A quantized cache's prompt runs eagerly: how many of its tokens are visual decides what is allocated.
@@ -142,7 +142,7 @@ class _LayersChanged(Exception):  # noqa: N818  (not an error: the prompt is com
 
 
 def _guards_of(model: Any, config: CompileConfig) -> LayerGuards | None:
-    """What looks at the layers in Dynamo's place; other backends, and whoever filters guards already, keep them all."""
+    """Checks the layers in Dynamo's place; other backends, and callers that filter guards themselves, keep all guards."""
     if config.backend != "mmqc" or "guard_filter_fn" in (config.options or {}):
         return None
     state = _State.of(model)
@@ -163,7 +163,7 @@ def _without_guards(config: CompileConfig, guards: LayerGuards | None) -> tuple[
 
 
 def _ready(model: Any, new: Any, batch: int, *, keep: bool) -> Any:
-    """``new`` with its memory, or the last call's cache, emptied, if that is like it: CUDA graphs know its addresses.
+    """The last call's cache, emptied, if it is like ``new``, because CUDA graphs hold its addresses; else ``new`` with its memory.
 
     What a compiled prefill allocates by itself has no address that CUDA graphs may rely on.
     """
@@ -183,7 +183,7 @@ def _ready(model: Any, new: Any, batch: int, *, keep: bool) -> Any:
 
 
 def _empty(cache: StaticCache | QuantizedCache) -> None:
-    """``cache.reset()`` in a launch for each dtype, not three a layer."""
+    """``cache.reset()`` with one launch per dtype instead of three per layer."""
     if any(type(layer) is not StaticLayer for layer in cache.layers):
         cache.reset()
         return
@@ -193,7 +193,7 @@ def _empty(cache: StaticCache | QuantizedCache) -> None:
 
 
 def _ready_packed(model: Any, new: QuantizedCache, batch: int, *, keep: bool) -> QuantizedCache:
-    """``new``, or the last call's cache, emptied, if it stores what ``new`` would and has its room.
+    """The last call's cache, emptied, if it stores what ``new`` would and has its room; else ``new``.
 
     Emptied, it stores a prompt with as many visual tokens as the last one's where CUDA graphs know that they are.
     """
@@ -245,7 +245,7 @@ _defer: ContextVar[bool] = ContextVar("defer the stop check", default=False)
 
 @functools.cache
 def _teach_to_defer() -> None:
-    """Extend transformers' deferred stop check, which it keeps to the one kind of device that it measured, to our loop on CUDA."""
+    """Use transformers' deferred stop check, which it limits to the kind of device that it measured, for our loop on CUDA."""
     check = getattr(generation, "DeferredStopCheck", None)
     if check is None:  # transformers before 5.17: as correct, and slower
         return

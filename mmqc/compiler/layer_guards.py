@@ -1,4 +1,4 @@
-"""What Dynamo asks of a model's layers before every step, asked once a call of ``generate``, while the device computes.
+"""What Dynamo asks of a model's layers before every step, asked once per call of ``generate``, while the device computes.
 
     guards of a layer    its modules, parameters, buffers and plain attributes are those that were traced
     here                 the same objects in the same places, tensors of the same dtype, shape and device
@@ -67,7 +67,7 @@ class LayerGuards:
         return [not self._take(g) for g in guards]
 
     def _take(self, guard: Any) -> bool:
-        """Look after what this guard asks, if it is one that can be looked after here."""
+        """Take over what this guard checks, if that can be checked here."""
         found = LAYER.fullmatch(guard.name)
         leaf = found and LEAF.fullmatch(found[2])
         if not (found and leaf and guard.has_value):
@@ -108,7 +108,7 @@ class LayerGuards:
         return alike and all(self._same_table(*table) for table in self.tables.values())
 
     def _same_table(self, place: dict[str, Any], values: tuple[Any, ...]) -> bool:
-        """Whether what was asked for in it is the same; its size too, for an attribute may hide a method."""
+        """Whether everything that was checked in it is unchanged; its size too, because an attribute may hide a method."""
         if len(place) != len(values):
             return False
         if all(map(is_, place.values(), values)):

@@ -2,7 +2,7 @@
 
 config           a QuantConfig, or its dict: the backend quantizes the graphs itself
 token_order      "sequence": rows stay where they are and each has the scale of its modality; "modality": all visual rows in
-                 front of all text; "auto": run_time.py says which
+                 front of all text; "auto": pipeline.py says which
 attention_order  in modality order, how rows pass attention: "gather" (q, k, v go back to sequence order) or "unified" (the
                  mask and the positions travel with the queries)
 layers           a number that tells apart what was compiled before and after a model's layers changed (layer_guards.py)

@@ -1,14 +1,8 @@
-"""The passes that belong to run time: they change where rows lie and what is computed together, never what is stored.
+"""Run the passes that belong to run time on a compiled graph; ``mmqc/pipeline.py`` has their order.
 
-    token order   sequence   rows stay where they are, each quantized with the scale of its own modality
-                  modality   reorder_tokens, rewrite_mask, rewrite_rope_index
-                  auto       the rule in ``token_passes``
-    attention     fold_query_groups
-    fusion        share_quantize, fuse_epilogues, fuse_matmuls, fuse_hadamard_quantize, fuse_norm_quantize, share_angles
-    reads         reorder_reads; what it puts in front runs before the compiled graph (``reading_first``)
-
-They run on a whole Dynamo graph, after the backend's own quantization, and need only shapes; what share_quantize takes for
-granted of values is looked at again in every call (``where_equal``).
+They run on a whole Dynamo graph, after the backend's own quantization, and need only shapes.  What share_quantize takes for
+granted of values is looked at again in every call (``where_equal``); what reorder_reads puts in front runs before the compiled
+graph (``reading_first``).
 """
 
 from __future__ import annotations
@@ -24,35 +18,19 @@ from mmqc.compiler.graph_content import has_heavy_op, mmqc_ops
 from mmqc.compiler.options import CompileOptions
 from mmqc.graph.capture import keep_notes
 from mmqc.graph.program import KEPT, PassRecord, Program
-from mmqc.graph.runner import Pass, run
+from mmqc.graph.runner import run
 from mmqc.graph.sizes import sizes
 from mmqc.graph.tokens.tokens import visual_mask, visual_operand
-from mmqc.passes.facts import FACTS
-from mmqc.passes.fold_query_groups import FoldQueryGroups, one_query
-from mmqc.passes.fuse_epilogues import FuseEpilogues
-from mmqc.passes.fuse_hadamard_quantize import FuseHadamardQuantize
-from mmqc.passes.fuse_matmuls import FUSED, FuseMatmuls
-from mmqc.passes.fuse_norm_quantize import FuseNormQuantize
-from mmqc.passes.reorder_reads import EARLY, READS, ReorderReads
-from mmqc.passes.reorder_tokens import ReorderTokens
-from mmqc.passes.rewrite_mask import RewriteMask
-from mmqc.passes.rewrite_rope_index import RewriteRopeIndex
-from mmqc.passes.share_angles import ShareAngles
-from mmqc.passes.share_quantize import EQUALS, ShareQuantize, equal
+from mmqc.passes.fold_query_groups import one_query
+from mmqc.passes.fuse_matmuls import FUSED
+from mmqc.passes.reorder_reads import EARLY, READS
+from mmqc.passes.share_quantize import EQUALS, equal
 
 logger = logging.getLogger(__name__)
 REMEMBERED = 64
 UNEQUAL = (
     "input scales that were equal when this graph was compiled differ now (other scales were loaded): the graph runs uncompiled, "
     "without shared quantization; call torch._dynamo.reset() to compile it anew"
-)
-FUSION: tuple[Pass, ...] = (
-    ShareQuantize(),
-    FuseEpilogues(),
-    FuseMatmuls(),
-    FuseHadamardQuantize(),
-    FuseNormQuantize(),
-    ShareAngles(),
 )
 
 
@@ -65,32 +43,27 @@ class AtRunTime(NamedTuple):
     first: Callable[..., Any] | None = None
 
 
-def token_passes(order: str, attention: str) -> tuple[Pass, ...]:
-    """The passes of ``token_order``; "auto" is "sequence", which measured faster.
-
-    A scale by split index saves a product half a percent over one by mask, and a gather of the rows costs more than that
-    (docs/explanation/token_order.md).
-    """
-    if order != "modality":
-        return ()
-    return (ReorderTokens(attention), RewriteMask(attention), RewriteRopeIndex(attention))
-
-
-def run_time_passes(gm: fx.GraphModule, example_inputs: Sequence[Any], request: CompileOptions, *, text: bool = False) -> AtRunTime:
+def rewrite_at_run_time(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], request: CompileOptions, *, text: bool = False
+) -> AtRunTime:
     """Run them; a graph in which they find nothing is returned as it is."""
-    order = token_passes(request.token_order, request.attention_order)
-    order = order if any(visual_operand(n) for n in gm.graph.nodes) else ()
+    visual = request.token_order == "modality" and any(visual_operand(n) for n in gm.graph.nodes)
     names = {str(n.target).removeprefix("mmqc.").removeprefix("aten.").removesuffix(".default") for n in gm.graph.nodes}
-    fusion = FUSION if names & {*FUSED, "quantize", "quantize_per_token"} else ()
-    attention = (FoldQueryGroups(),) if any(one_query(n) for n in gm.graph.nodes) else ()
-    reads = (ReorderReads(),) if names & READS and (has_heavy_op(gm) or mmqc_ops(gm)) else ()
-    if not order and not fusion and not attention and not reads:
+    content = {
+        "queries": any(one_query(n) for n in gm.graph.nodes),
+        "quantized": bool(names & {*FUSED, "quantize", "quantize_per_token"}),
+        "reads": bool(names & READS) and (has_heavy_op(gm) or bool(mmqc_ops(gm))),
+    }
+    if not visual and not any(content.values()):
         return AtRunTime(gm, [], [])
+    # A graph without any of that needs neither the passes nor what they import, such as torchao.
+    from mmqc.pipeline import FACTS, run_time_passes
+
     prog = _program(gm, example_inputs)
-    mask = visual_mask(prog)
-    if mask is None or (sizes(mask) or (0,))[-1] == 1:  # the one row of a decode step has no order
-        order = ()
-    run(prog, (*order, *attention, *fusion, *reads), FACTS, text=text)
+    mask = visual_mask(prog) if visual else None
+    ordered = mask is not None and (sizes(mask) or (0,))[-1] != 1  # the one row of a decode step has no order
+    order = request.token_order if ordered else "sequence"
+    run(prog, run_time_passes(order, request.attention_order, **content), FACTS, text=text)
     if not any(record.sites for record in prog.records):
         return AtRunTime(gm, prog.records, [])
     holders = [n for n in prog.graph.nodes if n.op == "placeholder"]

@@ -115,7 +115,7 @@ def check(config: QuantConfig) -> None:
 
 
 def quantize_graph(gm: fx.GraphModule, example_inputs: Sequence[Any], session: Session) -> Rewritten | None:
-    """Rewrite one of Dynamo's graphs; None where it holds nothing to quantize and nothing to tell the others."""
+    """Rewrite one of Dynamo's graphs; None where it holds nothing to quantize and nothing that other graphs need."""
     config = session.config
     with unset_fake_temporarily():
         session.find_visual()  # of the first call: its hooks do not run yet

@@ -314,7 +314,7 @@ def _calls(signature: inspect.Signature, experts: int, given: Mapping[str, Any])
 
 @torch.no_grad()
 def _compare(model: nn.Module, readings: Mapping[str, _Reading], batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Run the model once; for each module the reading that gives what the module gave, or why there is none."""
+    """Run the model once; return for each module the reading that reproduces its output, or why there is none."""
     outcomes: dict[str, Any] = {}
     multiply = multiplier(model)
 

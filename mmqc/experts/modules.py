@@ -11,7 +11,7 @@ A mixture whose two linears are modules of their own is two of these, without ga
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from mmqc.experts.call import ExpertCall, Rows
 from mmqc.experts.pointwise import Pointwise
 from mmqc.nn.integer_weight import IntegerWeight
 from mmqc.nn.modality import ModalityContext
-from mmqc.nn.simulated import grouped_matmul as simulated_grouped_matmul
+from mmqc.ops import quantize
 from mmqc.ops.pack import packed_width, unpack
 
 
@@ -65,15 +65,14 @@ class QuantStack(IntegerWeight):
         self.weight_bits, self.activation_bits, self.group_size = weight_bits, activation_bits, group_size
         stored = torch.int8 if self.storage_bits == 8 else torch.uint8
         groups = (-(-in_features // group_size),) if group_size else ()
-        shapes = {
+        layout = {
             "qweight": ((experts, out_features, packed_width(in_features, self.storage_bits)), stored),
             "weight_scale": ((experts, out_features, *groups), torch.float32),
             "weight_zero": ((experts, out_features, *groups), torch.int8) if zero else None,
             "bias": ((experts, out_features), dtype) if bias else None,
             "input_scale": ((experts, input_scales), torch.float32) if input_scales else None,
         }
-        for name, spec in shapes.items():
-            self.register_buffer(name, None if spec is None else torch.empty(spec[0], dtype=spec[1], device=device))
+        self._allocate(layout, device)
         self._init_hadamard(hadamard, device)
 
     def codes(self) -> Tensor:
@@ -86,9 +85,8 @@ class QuantStack(IntegerWeight):
         if self.input_scale is not None:
             column = 0 if visual is None or self.input_scale.shape[1] == 1 else visual.long()
             row_scale = self.input_scale[rows.experts(), column]
-            x = _quantized(x, row_scale, self.activation_bits or 8)
-        multiply = simulated_grouped_matmul if self.simulate else torch.ops.mmqc.grouped_matmul
-        return multiply(
+            x = quantize.codes(x, row_scale[:, None], self.activation_bits or 8)
+        return torch.ops.mmqc.grouped_matmul(
             x,
             self.qweight,
             self.weight_scale,
@@ -101,16 +99,21 @@ class QuantStack(IntegerWeight):
             self.weight_zero,
         )
 
+    def to_spec(self) -> dict[str, Any]:
+        """What ``from_spec`` builds the stack from, without its values."""
+        scales = 0 if self.input_scale is None else self.input_scale.shape[1]
+        return {**super().to_spec(), "input_scales": scales, "zero": self.weight_zero is not None}
+
+    @classmethod
+    def from_spec(cls, spec: Mapping[str, Any], experts: int, dtype: torch.dtype) -> QuantStack:
+        """On the meta device."""
+        options = {name: value for name, value in spec.items() if name not in ("in", "out")}
+        return cls(experts, spec["in"], spec["out"], **options, dtype=dtype, device="meta")
+
     def extra_repr(self) -> str:
         """Sizes and scheme."""
         extras = ", hadamard=True" if self.hadamard else ""
         return f"experts={self.experts}, {self.in_features}, {self.out_features}, {self.scheme}{extras}"
-
-
-def _quantized(x: Tensor, row_scale: Tensor, bits: int) -> Tensor:
-    """ops/quantize.py with a scale for every row."""
-    dtype, top = torch.promote_types(x.dtype, torch.float32), 2 ** (bits - 1)
-    return torch.round(x.to(dtype) / row_scale.to(dtype)[:, None]).clamp(-top, top - 1).to(torch.int8)
 
 
 class QuantExperts(nn.Module):
@@ -142,6 +145,34 @@ class QuantExperts(nn.Module):
         if self.gate is None or self.down is None:
             return rows.finish(y[0])
         return rows.finish(self.down(self.gate(*y), rows, visual))
+
+    def to_spec(self) -> dict[str, Any]:
+        """What ``from_spec`` builds the module from, without its values."""
+        stacks = [stack for stack in self.up if isinstance(stack, QuantStack)]
+        return {
+            "experts": stacks[0].experts,
+            "form": self.call.form,
+            "names": list(self.call.names),
+            "roles": list(self.call.roles),
+            "up": [stack.to_spec() for stack in stacks],
+            "gate": None if self.gate is None else self.gate.steps,
+            "down": None if self.down is None else self.down.to_spec(),
+            "modality": self.modality is not None,
+            "dtype": stacks[0].float_dtype,
+        }
+
+    @classmethod
+    def from_spec(cls, spec: Mapping[str, Any]) -> QuantExperts:
+        """On the meta device; its modality is attached with the model's."""
+        experts, gate, down, dtype = spec["experts"], spec["gate"], spec["down"], spec["dtype"]
+        call = ExpertCall(spec["form"], tuple(spec["names"]), tuple(spec["roles"]), experts)
+        up = [QuantStack.from_spec(stack, experts, dtype) for stack in spec["up"]]
+        return cls(
+            call,
+            up,
+            None if gate is None else Pointwise(len(up), gate),
+            None if down is None else QuantStack.from_spec(down, experts, dtype),
+        )
 
     def extra_repr(self) -> str:
         """Form and gate."""

@@ -31,8 +31,7 @@ from mmqc.ops.hadamard import apply_factors
 from mmqc.ops.hadamard_matrix import hadamard_factors, hadamard_kind
 from mmqc.ops.pack import pack
 from mmqc.passes.assign_scheme import KEPT, kept
-from mmqc.report.account import transforms
-from mmqc.report.report import LayerReport, Refusal
+from mmqc.report.report import LayerReport, Refusal, transforms
 from mmqc.solvers import solve
 
 MEMORY = 16e9  # bytes of second moments that are held at once; with more, the calibration data run through the model again
@@ -47,7 +46,7 @@ class BuiltExperts:
         modules: by FQN.
         layers: one entry per stack.
         refused: stacks that stay in floating point.
-        known: names of every stacked parameter: what other passes said about it holds no more.
+        known: names of every stacked parameter; what other passes refused about them is dropped.
     """
 
     modules: dict[str, QuantExperts] = field(default_factory=dict)

@@ -19,8 +19,7 @@ from mmqc.front.find import Finder, Packed, Plan
 from mmqc.front.handover import RUNNING, Installed, compute, numbers
 from mmqc.front.kept import Kept
 from mmqc.graph.tracing import Frame, run_eagerly, varying
-from mmqc.nn.hooks import hooked, unhook
-from mmqc.nn.modality import ModalityContext
+from mmqc.nn.modality import ModalityContext, hook_owner, unhook
 
 # Its hooks run in front of the graph, too: compiled, they would be graphs of their own.
 run_eagerly(f for f in vars(ModalityContext).values() if isinstance(f, FunctionType))
@@ -162,7 +161,7 @@ def after_trace(model: nn.Module, failed: str) -> None:
 
 def attached(model: nn.Module) -> Front | None:
     """The front whose hooks ``model`` carries, if any."""
-    return hooked(model, Front)
+    return hook_owner(model, Front)
 
 
 def bound(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -95,6 +96,7 @@ class Program:
         called: FQNs of the modules that ran.
         unsure: weights that must stay as they are, and why (see mmqc/nn/unseen.py).
         work: the device that derived weights are computed on; None means where each weight is.
+        traced: the folder of this program's trace, once there is one (trace.py).
     """
 
     def __init__(self, graph: fx.Graph, weights: Mapping[str, Tensor], inputs: list[Any], *, fragment: bool = False) -> None:
@@ -113,6 +115,7 @@ class Program:
         self.called: set[str] = set()
         self.unsure: dict[str, str] = {}
         self.work: torch.device | None = None
+        self.traced: Path | None = None
         self.sketches: dict[fx.Node, Any] = {}  # results in a recording, see meta.sketch: no pass changes a shape
         self.solved: dict[str, Any] = {}
         self.visual: Tensor | None = None

@@ -24,6 +24,7 @@ from mmqc.graph import meta
 from mmqc.graph.kinds import kind
 from mmqc.graph.memory import written
 from mmqc.graph.program import LOOSE, Program
+from mmqc.graph.runner import check_trace
 
 _METHODS = (types.MethodDescriptorType, types.WrapperDescriptorType, types.MethodType, types.BuiltinMethodType)
 
@@ -289,7 +290,9 @@ def record(model: nn.Module, batch: Mapping[str, Any], *more: Mapping[str, Any],
 
     Raises:
         RecordError: a tensor entered from nowhere (a scripted or compiled callee, a tensor held in a closure).
+        TraceError: MMQC_TRACE names a folder that cannot be written.
     """
+    check_trace()
     recorder = Recorder(model)
     inputs: list[Any] = []
     shown: list[fx.Node] = []

@@ -3,24 +3,34 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from mmqc.errors import MmqcError
 from mmqc.graph.program import Miss, PassRecord, Program
 from mmqc.graph.text import program_text
 
+if TYPE_CHECKING:
+    from mmqc.graph.trace import Trace
+
 log = logging.getLogger(__name__)
 
 
 class Pass(Protocol):
-    """One rewrite: see CONTRIBUTING.md for the contract."""
+    """One rewrite, the base of all passes: a frozen dataclass in a file of its own (docs/howto/write_a_pass.md).
+
+    Attributes:
+        name: the file's stem.
+        needs, gives: facts that hold before it and after it; the runner looks.
+        exact: whether the model's function stays what it was.
+    """
 
     name: ClassVar[str]
-    needs: ClassVar[frozenset[str]]
-    gives: ClassVar[frozenset[str]]
-    exact: ClassVar[bool]
+    needs: ClassVar[frozenset[str]] = frozenset()
+    gives: ClassVar[frozenset[str]] = frozenset()
+    exact: ClassVar[bool] = True
 
     def match(self, prog: Program) -> Iterator[Any]:
         """Yield a site or a ``Miss`` for every place looked at; never edit."""
@@ -36,6 +46,24 @@ class PassError(MmqcError, RuntimeError):
 
 
 Facts = Mapping[str, Callable[[Program], list[str]]]
+
+
+def check_trace() -> bool:
+    """Whether MMQC_TRACE asks for a trace of every pass; raises a TraceError where its folder cannot be written."""
+    if not os.environ.get("MMQC_TRACE"):
+        return False
+    from mmqc.graph.trace import trace_folder  # nobody else pays for it
+
+    trace_folder()
+    return True
+
+
+def _begin_trace(prog: Program, item: Pass) -> Trace | None:
+    if not check_trace():
+        return None
+    from mmqc.graph.trace import Trace
+
+    return Trace(prog, type(item).__module__)
 
 
 def run(prog: Program, passes: Iterable[Pass], facts: Facts, *, text: bool = False) -> Program:
@@ -55,7 +83,7 @@ class Steps:
         start = time.perf_counter()
         self.prog, self.item, self.facts, self.text = prog, item, facts, text
         self.record = PassRecord(item.name, item.exact, before=program_text(prog) if text else "")
-        self.counts = prog.counts()
+        self.counts, self.trace = prog.counts(), _begin_trace(prog, item)
         found = list(item.match(prog))
         self.record.misses = [f for f in found if isinstance(f, Miss)]
         self.sites = dict(enumerate(f for f in found if not isinstance(f, Miss)))
@@ -83,6 +111,8 @@ class Steps:
         self.record.ms = (self.seconds + time.perf_counter() - start) * 1e3
         self.record.after = program_text(self.prog) if self.text else ""
         self.prog.records.append(self.record)
+        if self.trace is not None:
+            self.trace.write(self.record)
         log.info("%s", self.record)
         _check(self.prog, self.item, self.item.gives, self.facts, "gives")
 

@@ -21,5 +21,5 @@ def install() -> bool:
         importlib.import_module("mmqc.kernels.on_cuda")
         importlib.import_module("mmqc.kernels.kv_on_cuda")
         importlib.import_module("mmqc.kernels.mixed_on_cuda")
-        importlib.import_module("mmqc.kernels.per_token_on_cuda")
+        importlib.import_module("mmqc.kernels.rows_on_cuda")
     return there and torch.version.hip is None

@@ -1,7 +1,7 @@
 """The ops' implementation on CUDA: importing this file registers it; what a kernel cannot take goes to the reference.
 
-    mmqc::scaled_matmul(s), scaled_matmul_epilogue, weight_only_matmul(s), grouped_matmul, norm_quantize, hadamard,
-          hadamard_quantize, gptq_block                on CUDA   ->  the Triton kernels, rows flattened
+    mmqc::scaled_matmul(s), scaled_matmul_epilogue, weight_only_matmul(s), grouped_matmul, gptq_block
+                                                       on CUDA   ->  the Triton kernels, rows flattened
 
 ``why_not_scaled`` and its like say what a kernel cannot take; a compiled graph's record repeats it.
 """
@@ -13,25 +13,21 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from mmqc.kernels.hadamard import hadamard_quantize as transform
-from mmqc.kernels.hadamard.hadamard_plan import all_known
-from mmqc.kernels.matmul import gptq_block as sweep
-from mmqc.kernels.matmul import group_scaled_matmul as group_scaled
-from mmqc.kernels.matmul import grouped_matmul as grouped
-from mmqc.kernels.matmul import scaled_matmul as scaled
-from mmqc.kernels.matmul import scaled_matmul_epilogue as with_epilogue
-from mmqc.kernels.matmul import weight_only_matmul as weight_only
+from mmqc.kernels.matmul import gptq_block as gptq_kernel
+from mmqc.kernels.matmul import group_scaled_matmul as group_scaled_kernel
+from mmqc.kernels.matmul import grouped_matmul as grouped_kernel
+from mmqc.kernels.matmul import scaled_matmul as scaled_kernel
+from mmqc.kernels.matmul import scaled_matmul_epilogue as epilogue_kernel
+from mmqc.kernels.matmul import weight_only_matmul as weight_only_kernel
 from mmqc.kernels.matmul.epilogue_tiles import Epilogue
-from mmqc.kernels.rows import norm_quantize as normed
+from mmqc.kernels.matmul.linears import Linear
+from mmqc.kernels.shared.row_scale import row_scale
 from mmqc.ops import gptq_block as gptq_op
 from mmqc.ops import grouped_matmul as grouped_op
-from mmqc.ops import hadamard as hadamard_op
-from mmqc.ops import hadamard_quantize as hadamard_quantize_op
-from mmqc.ops import norm_quantize as norm_op
 from mmqc.ops import scaled_matmul as scaled_op
 from mmqc.ops import scaled_matmul_epilogue as epilogue_op
 from mmqc.ops import weight_only_matmul as weight_only_op
-from mmqc.ops.quantize import check_scale, code_dtype
+from mmqc.ops.quantize import check_scale
 
 
 def _matrix(x: Tensor) -> Tensor:
@@ -54,8 +50,8 @@ def why_not_scaled(
     if (weight_bits == 4) != (w_q.dtype == torch.uint8):
         return f"{weight_bits} bits are stored as {w_q.dtype}"
     if group_size:
-        return group_scaled.supports(_matrix(x_q), w_q, w_scale, bias, out_dtype, group_scale, group_size)
-    return scaled.supports(_matrix(x_q), w_q, w_scale, bias, out_dtype)
+        return group_scaled_kernel.supports(_matrix(x_q), w_q, w_scale, bias, out_dtype, group_scale, group_size)
+    return scaled_kernel.supports(_matrix(x_q), w_q, w_scale, bias, out_dtype)
 
 
 def scaled_matmul(
@@ -64,9 +60,7 @@ def scaled_matmul(
 ) -> Tensor:
     """``mmqc::scaled_matmul`` on CUDA."""
     integer = None if group_scale is None else [group_scale]
-    return scaled_matmuls(x_q, [w_q], x_scale, [w_scale], [bias], visual, weight_bits, out_dtype, integer, group_size)[
-        0
-    ]
+    return scaled_matmuls(x_q, [w_q], x_scale, [w_scale], [bias], visual, weight_bits, out_dtype, integer, group_size)[0]
 
 
 def scaled_matmuls(
@@ -85,13 +79,12 @@ def scaled_matmuls(
                 one(x_q, w, x_scale, s, b, visual, weight_bits, out_dtype, t, group_size) for w, s, b, t in operands
             ]
     ys, flat = _results(x_q, w_q, out_dtype)
-    rows = scaled.row_scale(x_scale.float(), flat[0].shape[0], _mask(visual, x_q))
-    parts = list(zip(operands, flat, strict=True))
+    rows = row_scale(x_scale.float(), flat[0].shape[0], _mask(visual, x_q))
+    linears = [Linear(w, s, b, y, t) for (w, s, b, t), y in zip(operands, flat, strict=True)]
     if group_size:
-        linears = [group_scaled.Linear(w, s, b, y, t) for (w, s, b, t), y in parts]
-        group_scaled.multiply(x_rows, linears, rows, group_size)
+        group_scaled_kernel.multiply(x_rows, linears, rows, group_size)
     else:
-        scaled.multiply(x_rows, [scaled.Linear(w, s, b, y) for (w, s, b, _), y in parts], rows)
+        scaled_kernel.multiply(x_rows, linears, rows)
     return ys
 
 
@@ -132,11 +125,11 @@ def scaled_matmul_epilogue(
     m, codes = flat[0].shape[0], None
     if next_scale is not None:
         check_scale(next_scale, next_visual)
-        codes = scaled.row_scale(next_scale.float(), m, _mask(next_visual, x_q))
-    linears = [scaled.Linear(*parts, flat[0]) for parts in zip(w_q, w_scale, bias, strict=True)]
-    rows = scaled.row_scale(x_scale.float(), m, _mask(visual, x_q))
+        codes = row_scale(next_scale.float(), m, _mask(next_visual, x_q))
+    linears = [Linear(*parts, flat[0]) for parts in zip(w_q, w_scale, bias, strict=True)]
+    rows = row_scale(x_scale.float(), m, _mask(visual, x_q))
     low = None if low_x is None or low_w is None else (_matrix(low_x).contiguous(), low_w.contiguous())
-    with_epilogue.scaled_matmul_epilogue(x_rows, linears, rows, Epilogue(activation, out_dtype, codes, next_bits, low))
+    epilogue_kernel.scaled_matmul_epilogue(x_rows, linears, rows, Epilogue(activation, out_dtype, codes, next_bits, low))
     return y
 
 
@@ -147,7 +140,7 @@ def why_not_weight_only(
     """None, or why the kernel cannot take these operands."""
     if x.dtype == torch.float32:
         return "float32 activations are multiplied in float32"
-    return weight_only.supports(_matrix(x), w_q, w_scale, bias, group_size, w_zero, weight_bits)
+    return weight_only_kernel.supports(_matrix(x), w_q, w_scale, bias, group_size, w_zero, weight_bits)
 
 
 def weight_only_matmul(
@@ -162,7 +155,7 @@ def weight_only_matmul(
     if why_not_weight_only(rows, w_q, w_scale, bias, weight_bits, group_size, w_zero) is not None:
         return weight_only_op.reference(x, w_q, w_scale, bias, weight_bits, group_size, w_zero)
     (y,), flat = _results(x, [w_q], x.dtype)
-    weight_only.multiply(rows, [scaled.Linear(w_q, w_scale, bias, flat[0])], group_size, weight_bits, w_zero)
+    weight_only_kernel.multiply(rows, [Linear(w_q, w_scale, bias, flat[0])], group_size, weight_bits, w_zero)
     return y
 
 
@@ -179,8 +172,8 @@ def weight_only_matmuls(
             operands = zip(w_q, w_scale, bias, strict=True)
             return [weight_only_matmul(x, w, s, b, weight_bits, group_size) for w, s, b in operands]
     ys, flat = _results(x, w_q, x.dtype)
-    linears = [scaled.Linear(*parts) for parts in zip(w_q, w_scale, bias, flat, strict=True)]
-    weight_only.multiply(x_rows, linears, group_size, weight_bits)
+    linears = [Linear(*parts) for parts in zip(w_q, w_scale, bias, flat, strict=True)]
+    weight_only_kernel.multiply(x_rows, linears, group_size, weight_bits)
     return ys
 
 
@@ -189,7 +182,7 @@ def why_not_grouped(
     weight_bits: int, group_size: int, out_dtype: torch.dtype, w_zero: Tensor | None = None,
 ) -> str | None:
     """None, or why the kernel cannot take these operands."""
-    return grouped.supports(x, w_q, w_scale, offsets, bias, row_scale, weight_bits, group_size, out_dtype, w_zero)
+    return grouped_kernel.supports(x, w_q, w_scale, offsets, bias, row_scale, weight_bits, group_size, out_dtype, w_zero)
 
 
 def grouped_matmul(
@@ -201,69 +194,21 @@ def grouped_matmul(
     args = (x, w_q, w_scale, offsets, bias, row_scale, weight_bits, group_size, out_dtype, w_zero)
     if why_not_grouped(*args) is not None:
         return grouped_op.reference(*args)
-    return grouped.grouped_matmul(
+    return grouped_kernel.grouped_matmul(
         x, w_q, w_scale, offsets, bias, row_scale, bits=weight_bits, group_size=group_size, out_dtype=out_dtype, zero=w_zero
     )
-
-
-def norm_quantize(
-    x: Tensor, residual: Tensor | None, gain: Tensor | None, bias: Tensor | None, eps: float, center: bool, round_first: bool,
-    scale: Tensor, visual: Tensor | None, bits: int, code: torch.dtype | None = None,
-) -> tuple[Tensor, Tensor]:
-    """``mmqc::norm_quantize`` on CUDA."""
-    norm_op.check(x, residual, gain, bias)
-    check_scale(scale, visual)
-    norm = normed.Norm(eps, gain, bias, None if residual is None else _matrix(residual), round_first, center)
-    rows, kind = _matrix(x), code_dtype(bits, code)
-    if normed.supports(rows, norm, kind) is not None:
-        return norm_op.reference(x, residual, gain, bias, eps, center, round_first, scale, visual, bits, code)
-    q, _, total = normed.norm_quantize(rows, norm, scale.float(), visual=_mask(visual, x), bits=bits, code=kind)
-    return q.view(x.shape), x.new_empty(0) if total is None else total.view(x.shape)
-
-
-def why_not_hadamard(x: Tensor, factors: list[Tensor], code: torch.dtype | None = None) -> str | None:
-    """None, or why the kernel cannot transform this input (into such codes): it has the factors of hadamard_factors alone."""
-    if x.dtype not in (torch.float16, torch.bfloat16):
-        return f"{x.dtype} activations are transformed in float32 or wider"
-    reason = transform.supports(_matrix(x), None, code)
-    return reason or (None if all_known(factors, x.shape[-1]) else "its factors are not those of hadamard_factors")
-
-
-def hadamard(x: Tensor, factors: list[Tensor]) -> Tensor:
-    """``mmqc::hadamard`` on CUDA."""
-    hadamard_op.check(x, factors)
-    rows = _matrix(x)
-    if why_not_hadamard(rows, factors) is not None:
-        return hadamard_op.reference(x, factors)
-    return transform.hadamard_quantize(rows, code=None).y.view(x.shape)
-
-
-def hadamard_quantize(
-    x: Tensor, up: Tensor | None, factors: list[Tensor], scale: Tensor, visual: Tensor | None, bits: int,
-    code: torch.dtype | None = None,
-) -> Tensor:
-    """``mmqc::hadamard_quantize`` on CUDA."""
-    hadamard_op.check(x, factors)
-    check_scale(scale, visual)
-    rows = _matrix(x)
-    kind = code_dtype(bits, code)
-    if why_not_hadamard(rows, factors, kind) is not None or (up is not None and up.dtype != x.dtype):
-        return hadamard_quantize_op.reference(x, up, factors, scale, visual, bits, code)
-    gate = None if up is None else _matrix(up)
-    y = transform.hadamard_quantize(rows, scale.float(), up=gate, bits=bits, visual=_mask(visual, x), code=kind).y
-    return y.view(x.shape)
 
 
 def gptq_block(w: Tensor, u: Tensor, scale: Tensor, zero: Tensor | None, bits: int) -> tuple[Tensor, Tensor]:
     """``mmqc::gptq_block`` on CUDA."""
     gptq_op.check(w, u, scale, zero, bits)
-    if sweep.supports(w, u, scale, zero) is not None:
+    if gptq_kernel.supports(w, u, scale, zero) is not None:
         return gptq_op.reference(w, u, scale, zero, bits)
-    return sweep.gptq_block(w, u, scale, zero, bits)
+    return gptq_kernel.gptq_block(w, u, scale, zero, bits)
 
 
 for implementation in (
     scaled_matmul, scaled_matmuls, scaled_matmul_epilogue, weight_only_matmul, weight_only_matmuls, grouped_matmul,
-    norm_quantize, hadamard, hadamard_quantize, gptq_block,
+    gptq_block,
 ):
     torch.library.impl(f"mmqc::{implementation.__name__}", "CUDA", implementation)

@@ -62,6 +62,8 @@ def decoder_config(model: nn.Module) -> Any:
 class QuantizedCache(Cache):
     """A packed KV cache for one request (a batch of sequences).
 
+    ``update`` stores nothing: it returns handles (``Cached``), and the attention function writes the new tokens.
+
     Args:
         model: a model that ``quantize_`` gave a ``kv`` config; or any, with ``spec``.
         spec: how to store visual tokens; None takes what ``quantize_`` found.

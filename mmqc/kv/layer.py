@@ -95,7 +95,7 @@ class Shared:
 
 
 class PackedLayer(StaticLayer):
-    """See the module's docstring.
+    """One layer of the cache.
 
     Args:
         spec: bits and ranges.
@@ -241,7 +241,7 @@ class PackedLayer(StaticLayer):
         return torch.ops.mmqc.kv_round_keys(k, *where[:2], moment, bits, spec.shrink_keys, DAMPING, SWEEPS)
 
     def put_text(self, place: Tensor, k: Tensor, v: Tensor) -> None:
-        """New tokens [B, H, L, D], of which ``place`` [B, L] says the how manieth text token each is; 0: none."""
+        """New tokens [B, H, L, D], ``place`` [B, L]: the number of each among the text tokens, from 1; 0 where it is no text."""
         if self.older is not None:
             push(self.keys, self.values, self.older, self.text_count, place, k, v)
             return

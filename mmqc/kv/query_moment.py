@@ -7,7 +7,7 @@ A child of the attention module, so that it is saved and loaded with the model (
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -24,6 +24,15 @@ class QueryMoment(nn.Module):
     def __init__(self, heads: int, width: int, device: Any = None) -> None:
         super().__init__()
         self.register_buffer("moment", torch.zeros(heads, width, width, device=device))
+
+    def to_spec(self) -> dict[str, Any]:
+        """What ``from_spec`` builds the module from, without its values; float32 whatever the model is."""
+        return {"heads": self.moment.shape[0], "width": self.moment.shape[1]}
+
+    @classmethod
+    def from_spec(cls, spec: Mapping[str, Any]) -> QueryMoment:
+        """On the meta device."""
+        return cls(spec["heads"], spec["width"], device="meta")
 
 
 def moment_of(module: nn.Module) -> Tensor | None:

@@ -11,6 +11,7 @@ token alone.  ``rounded.RoundedCache`` stores these, once, and a decode step att
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -45,6 +46,16 @@ class KVRounder(nn.Module):
         self.size, self.spec, self.inner = size, spec, inner
         self.widths, self.bits = ([size - high, high], [spec.bits, spec.high_bits]) if high else ([size], [spec.bits])
         self.register_buffer("basis", torch.empty(size, size, device=device))
+
+    def to_spec(self) -> dict[str, Any]:
+        """What ``from_spec`` builds the module from, without its values."""
+        dtype = None if self.basis is None else self.basis.dtype
+        return {"size": self.size, "inner": self.inner, "spec": dataclasses.asdict(self.spec), "dtype": dtype}
+
+    @classmethod
+    def from_spec(cls, spec: Mapping[str, Any]) -> KVRounder:
+        """On the meta device."""
+        return cls(spec["size"], KVRounding(**spec["spec"]), spec["inner"], device="meta").to(spec["dtype"])
 
     def turned(self, x: Tensor) -> Tensor:
         """X U_C, of queries and of keys behind RoPE; q kᵀ does not change."""

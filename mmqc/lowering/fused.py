@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from mmqc.lowering.hadamard import lower_hadamard, takes_transform
+from mmqc.lowering.hadamard import on_cuda as rows_on_cuda
 from mmqc.lowering.inductor import TensorBox, call_kernel, convert, for_package, lowerings, register_lowering
 from mmqc.lowering.quantize import checked_code, lower_quantize
 from mmqc.lowering.scaled_matmul import lower_scaled_matmul, on_cuda, takes_kernel
@@ -33,7 +34,7 @@ def lower_scaled_matmuls(
     group_size: int = 0,
 ) -> Any:
     """A list of tensors."""
-    if takes_kernel(x_q) and not group_size and not on_cuda().by_call(x_q, w_q, out_dtype):
+    if takes_kernel(x_q) and not group_size and not on_cuda().scaled_is_called(x_q, w_q, w_scale, bias, out_dtype):
         return on_cuda().scaled(x_q, w_q, x_scale, w_scale, bias, visual, out_dtype)
     if takes_kernel(x_q) and not for_package():
         op = mmqc_ops.scaled_matmuls.default
@@ -65,11 +66,10 @@ def lower_hadamard_quantize(
     code: torch.dtype | None = None,
 ) -> TensorBox:
     """The kernel, or the gate as pointwise IR, hadamard's matmuls and quantize's pointwise node."""
-    takes = takes_transform(x) and (up is None or up.get_dtype() == x.get_dtype())
-    if takes and on_cuda().by_call_transform(x):
-        return call_kernel(mmqc_ops.hadamard_quantize.default, x, up, factors, scale, visual, bits, code)
-    if takes:
-        return on_cuda().hadamard(x, up, scale, visual, bits, checked_code(x, bits, code))
+    if takes_transform(x, up, bits, kind := checked_code(x, bits, code)):
+        if rows_on_cuda().is_called(x):
+            return call_kernel(mmqc_ops.hadamard_quantize.default, x, up, factors, scale, visual, bits, code)
+        return rows_on_cuda().transform(x, up, scale, visual, bits, kind)
     if up is not None:
         wide = convert(x, torch.promote_types(x.get_dtype(), torch.float32))
         silu = lowerings[aten.mul.Tensor](wide, lowerings[aten.sigmoid.default](wide))

@@ -7,7 +7,6 @@ basis_quantize_per_token        a product with U_C                    keys behin
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -16,34 +15,28 @@ import torch
 from torch import fx
 
 from mmqc import kernels
-from mmqc.lowering.hadamard import lower_hadamard, takes_transform
+from mmqc.lowering.hadamard import lower_hadamard, on_cuda, takes_transform
 from mmqc.lowering.inductor import TensorBox, call_kernel, convert, empty, has_kernel, lowerings, register_lowering, static_int
 from mmqc.lowering.quantize_per_token import lower_quantize_per_token
-from mmqc.lowering.scaled_matmul import on_cuda as launches
 from mmqc.lowering.scaled_matmul import traced_operands
 
 aten, mmqc_ops = torch.ops.aten, torch.ops.mmqc
 
 
-def on_cuda() -> Any:
-    """The launches, which need Triton."""
-    return importlib.import_module("mmqc.lowering.per_token_on_cuda")
-
-
 def why_not_norm(node: fx.Node) -> str | None:
     """None, or why the CUDA kernel cannot take this node of an ATen graph."""
-    x, _, gain, bias, _, round_first, _, widths, _ = traced_operands(node)
+    x, residual, gain, bias, _, *rest = traced_operands(node)
     if x.device.type != "cuda" or not kernels.install():
         return None
-    return on_cuda().why_not(x, widths, [v for v in (gain, bias) if v is not None], round_first)
+    return on_cuda().why_not_norm(x, residual, gain, bias, *rest)
 
 
 def why_not_basis(node: fx.Node) -> str | None:
     """None, or why the CUDA kernel cannot take this node of an ATen graph."""
-    x, _, widths, _ = traced_operands(node)
+    x, basis, widths, bits = traced_operands(node)
     if x.device.type != "cuda" or not kernels.install():
         return None
-    return on_cuda().why_not_basis(x, widths)
+    return on_cuda().why_not_basis(x, basis, widths, bits)
 
 
 @register_lowering(mmqc_ops.norm_quantize_per_token.default, type_promotion_kind=None)
@@ -61,7 +54,7 @@ def lower_norm_quantize_per_token(
     """The kernel, or a sum, a reduction and pointwise IR, rounded as in the op."""
     nothing = empty([0], x.get_dtype(), x.get_device_or_error())
     if has_kernel(x):
-        launched = on_cuda().norm(x, residual, gain, bias, eps, round_first, order, widths, bits)
+        launched = on_cuda().norm_per_token(x, residual, gain, bias, eps, round_first, order, widths, bits)
         if launched is not None:
             return *launched[0], nothing if launched[1] is None else launched[1]
     add, mul, dtype = lowerings[aten.add.Tensor], lowerings[aten.mul.Tensor], x.get_dtype()
@@ -82,14 +75,11 @@ def lower_hadamard_quantize_per_token(
     x: TensorBox, up: TensorBox | None, factors: list[TensorBox], bits: int
 ) -> tuple[TensorBox, ...]:
     """The kernel, or the gate as pointwise IR, hadamard's matmuls and the quantization's nodes."""
-    takes = takes_transform(x) and (up is None or up.get_dtype() == x.get_dtype())
-    if takes and launches().by_call_transform(x):
+    if takes_transform(x, up, bits, torch.int8):
+        if not on_cuda().is_called(x):
+            return on_cuda().transform_per_token(x, up, bits)
         called: Any = call_kernel(mmqc_ops.hadamard_quantize_per_token.default, x, up, factors, bits)
         return tuple(called)
-    if takes:
-        launched = on_cuda().hadamard(x, up, bits)
-        if launched is not None:
-            return launched
     if up is not None:
         wide = convert(x, torch.promote_types(x.get_dtype(), torch.float32))
         silu = lowerings[aten.mul.Tensor](wide, lowerings[aten.sigmoid.default](wide))

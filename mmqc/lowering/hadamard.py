@@ -7,29 +7,32 @@ Shapes:  those of ops/hadamard.py
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import fx
 
 from mmqc import kernels
-from mmqc.kernels.hadamard.hadamard_plan import why_no_tiling
 from mmqc.lowering.inductor import (
     TensorBox,
     batched_matmul,
     call_kernel,
     convert,
     has_kernel,
-    is_known_transform,
     lowerings,
     register_lowering,
     static_int,
 )
-from mmqc.lowering.scaled_matmul import on_cuda
 
 aten = torch.ops.aten
-HALF = (torch.float16, torch.bfloat16)
+
+
+def on_cuda() -> Any:
+    """The launches, which need Triton."""
+    return importlib.import_module("mmqc.lowering.rows_on_cuda")
 
 
 def why_not(node: fx.Node) -> str | None:
@@ -37,15 +40,12 @@ def why_not(node: fx.Node) -> str | None:
     x = node.args[0].meta["val"]  # type: ignore[union-attr]
     if x.device.type != "cuda" or not kernels.install():
         return None
-    if x.dtype not in HALF:
-        return f"{x.dtype} activations are transformed in float32 or wider"
-    return why_no_tiling(int(x.shape[-1]))
+    return on_cuda().why_not_transform(x, None)
 
 
-def takes_transform(x: TensorBox) -> bool:
+def takes_transform(x: TensorBox, up: TensorBox | None = None, bits: int = 8, code: torch.dtype | None = None) -> bool:
     """Whether a transform of x goes to the CUDA kernel, which knows the matrix by the width alone."""
-    width = static_int(x.get_size()[-1])
-    return has_kernel(x) and x.get_dtype() in HALF and why_no_tiling(width) is None and is_known_transform(width)
+    return has_kernel(x) and on_cuda().takes_transform(x, up, bits, code)
 
 
 def apply_factors(x: TensorBox, factors: Sequence[TensorBox]) -> TensorBox:
@@ -68,9 +68,7 @@ def apply_factors(x: TensorBox, factors: Sequence[TensorBox]) -> TensorBox:
 def lower_hadamard(x: TensorBox, factors: Sequence[TensorBox]) -> TensorBox:
     """Float32 at least in between, rounded once; the kernel rounds between its two products as well."""
     dtype = x.get_dtype()
-    if takes_transform(x) and on_cuda().by_call_transform(x):
-        return call_kernel(torch.ops.mmqc.hadamard.default, x, factors)
     if takes_transform(x):
-        return on_cuda().hadamard(x)
+        return call_kernel(torch.ops.mmqc.hadamard.default, x, factors) if on_cuda().is_called(x) else on_cuda().transform(x)
     y = convert(apply_factors(convert(x, torch.promote_types(dtype, torch.float32)), factors), dtype)
     return y if factors else lowerings[aten.clone.default](y)

@@ -11,18 +11,16 @@ Why:     a launch in the generated code does without the checks and choices that
 
 from __future__ import annotations
 
-import copy
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from sympy import Integer, Max, Min
 
-from mmqc.kernels.matmul.configs import config
-from mmqc.kernels.matmul.scaled_matmul import BY_GLUON
-from mmqc.kernels.shared.device_facts import WARPGROUP_ROWS, ceil_div, has_warpgroup_products
-from mmqc.kernels.shared.launch import Launch
+from mmqc.kernels.matmul.product import Caller
+from mmqc.kernels.shared.device_facts import ceil_div
+from mmqc.kernels.shared.launch import Launch, Shape
 from mmqc.lowering.inductor import (
     FloorDiv,
     TensorBox,
@@ -45,15 +43,14 @@ MANY = 2048  # rows of the last regime, if nothing is known of them
 COUNTERS = 1 << 16
 
 
-class Operand:
+class Operand(Shape):
     """A tensor of the graph in row-major order; its sizes are ints, but for the first one of a ``matrix`` or a ``vector``."""
 
     def __init__(self, box: TensorBox, *, symbolic: bool = False) -> None:
         self.box: Any = contiguous(box)
         first, *rest = self.box.get_size() or [1]
-        self.shape: tuple[Any, ...] = (as_int(first) if symbolic else static_int(first), *map(static_int, rest))
-        self.dtype: torch.dtype = self.box.get_dtype()
-        self.device: torch.device = self.box.get_device_or_error()
+        shape = (as_int(first) if symbolic else static_int(first), *map(static_int, rest))
+        super().__init__(shape, self.box.get_dtype(), self.box.get_device_or_error())
 
     @classmethod
     def matrix(cls, box: TensorBox) -> Operand:
@@ -71,17 +68,6 @@ class Operand:
         """Memory that a kernel fills."""
         return cls(empty(shape, dtype, device), symbolic=True)
 
-    def stride(self, axis: int | None = None) -> Any:
-        """Elements between two neighbours, as ``Tensor.stride``."""
-        strides = tuple(math.prod(self.shape[i + 1 :]) for i in range(len(self.shape)))
-        return strides if axis is None else strides[axis]
-
-    def of(self, rows: int) -> Operand:
-        """The same, as if it had so many rows."""
-        other = copy.copy(self)
-        other.shape = (rows, *self.shape[1:])
-        return other
-
 
 def workspace(device: torch.device, tiles: int, tile_elements: int, split: int, dtype: torch.dtype) -> tuple[Operand, Operand]:
     """As in kernels/split_k.py; the launches of a graph share their counters, for each of them leaves zeros."""
@@ -94,20 +80,19 @@ def count_rows(x: TensorBox) -> Any:
     return as_int(math.prod(x.get_size()[:-1]))
 
 
-def has_many_rows(x: TensorBox) -> bool:
-    """Whether a call of the op on x may take a kernel of Gluon's: on Hopper, of a number of rows that is known, and not few."""
-    rows = count_rows(x)
-    known = isinstance(rows, int) and rows > WARPGROUP_ROWS
-    return known and not for_package() and has_warpgroup_products(x.get_device_or_error())
+def matmul_caller(rows: Any, runs: Any = None) -> Caller:
+    """A graph as the plans of the matmul kernels know it: it may call an op on Hopper, of a number of rows that is known."""
+    return Caller(gluon=isinstance(rows, int) and not for_package(), always=runs is None, graph=True)
 
 
-def is_gluon_tile(x: TensorBox, n: int, op: str, out_dtype: torch.dtype) -> bool:
-    """Whether x times n columns takes a tile of Gluon's, by a call of the op; ``op`` is the name in configs.py."""
-    rows, k, device = count_rows(x), static_int(x.get_size()[-1]), x.get_device_or_error()
-    if not has_many_rows(x):
-        return False
-    fits = k % 16 == 0 and n * out_dtype.itemsize % 16 == 0
-    return fits and config(op, rows, n, k, device).variant in BY_GLUON
+def shape_of(box: TensorBox) -> Any:
+    """A weight, a scale or a bias, as far as a plan depends on it."""
+    return Shape(tuple(map(static_int, box.get_size())), box.get_dtype(), box.get_device_or_error())
+
+
+def rows_of(x: TensorBox) -> Any:
+    """X [..., K] as rows, as far as a plan depends on it."""
+    return Shape((count_rows(x), static_int(x.get_size()[-1])), x.get_dtype(), x.get_device_or_error())
 
 
 def regimes(rows: Any) -> Iterator[tuple[int, Any]]:
@@ -141,3 +126,9 @@ def emit(launch: Launch, rows: Any, planned: int, runs: Any = None) -> None:
     if runs is not None:
         first = first * runs
     launch_kernel(launch, (first, *more, *[1] * (2 - len(more))), args)
+
+
+def emit_all(launches: Iterable[Launch], rows: Any, planned: int, runs: Any = None) -> None:
+    """Each of them."""
+    for launch in launches:
+        emit(launch, rows, planned, runs)

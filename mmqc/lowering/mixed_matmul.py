@@ -17,7 +17,17 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from mmqc import kernels
-from mmqc.lowering.inductor import Pointwise, TensorBox, call_kernel, has_kernel, lowerings, ops, register_lowering, static_int
+from mmqc.lowering.inductor import (
+    Pointwise,
+    TensorBox,
+    call_kernel,
+    current_node,
+    has_kernel,
+    lowerings,
+    ops,
+    register_lowering,
+    static_int,
+)
 from mmqc.lowering.pack import unpack
 from mmqc.lowering.scaled_matmul import int_matmul, traced_operands
 from mmqc.ops.integer_matmul import CUDA_MIN_ROWS, why_not_int_mm
@@ -32,9 +42,9 @@ def on_cuda() -> Any:
 
 def why_not(node: fx.Node) -> str | None:
     """None, or why the kernel (on CUDA), or the plain ``_int_mm``, cannot take this node of an ATen graph as it is."""
-    x_q, _, _, w_q, _, _, _, widths, _, out_dtype = traced_operands(node)
+    x_q, _, _, w_q, w_scale, _, _, widths, weight_bits, out_dtype = traced_operands(node)
     if x_q.device.type == "cuda" and kernels.install():
-        return on_cuda().why_not(widths, out_dtype, x_q.device)
+        return on_cuda().why_not(w_scale.shape[0], widths, weight_bits, out_dtype, x_q.device)
     rows = math.prod(x_q.shape[:-1])
     large, one = statically_known_true(rows >= CUDA_MIN_ROWS), statically_known_true(rows == 1)
     reasons = (why_not_int_mm(x_q.device.type, large, w.shape[0], k, one) for w, k in zip(w_q, widths, strict=True))
@@ -55,8 +65,8 @@ def lower_mixed_matmul(
     out_dtype: torch.dtype,
 ) -> TensorBox:
     """A kernel, or integer products and then pointwise IR."""
-    if has_kernel(x_q) and on_cuda().why_not(widths, out_dtype, x_q.get_device_or_error()) is None:
-        if on_cuda().by_call(x_q, w_scale, widths, weight_bits, out_dtype):
+    if has_kernel(x_q) and why_not(current_node()) is None:
+        if on_cuda().is_called(x_q, w_scale, widths, weight_bits, out_dtype):
             op = torch.ops.mmqc.mixed_matmul.default
             return call_kernel(op, x_q, x_scale, x_offset, w_q, w_scale, w_sum, bias, widths, weight_bits, out_dtype)
         return on_cuda().mixed(x_q, x_scale, x_offset, w_q, w_scale, w_sum, bias, widths, weight_bits, out_dtype)

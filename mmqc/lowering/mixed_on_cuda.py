@@ -1,7 +1,6 @@
 """The linear in two precisions on CUDA as launches in the generated code: packed weights are written out once a call.
 
-Shapes:  those of ops/quantize_per_token.py and ops/mixed_matmul.py
-Why:     as pointwise and reductions in IR, the parts of a token would be several kernels that read it again and again.
+Shapes:  those of ops/mixed_matmul.py
 """
 
 from __future__ import annotations
@@ -11,47 +10,49 @@ from typing import Any
 
 import torch
 
-from mmqc.kernels.matmul import mixed_matmul as kernel
-from mmqc.kernels.matmul import packed_matmul as in_registers
-from mmqc.kernels.matmul import unpack_weight
-from mmqc.kernels.rows import quantize_per_token as per_token
-from mmqc.kernels.shared.device_facts import has_tensor_descriptors
+from mmqc.kernels.matmul import mixed_matmul as mixed_kernel
+from mmqc.kernels.matmul.unpack_weight import unpack_launch
+from mmqc.kernels.shared.launch import Shape
+from mmqc.kernels.shared.row_scale import Rows
 from mmqc.lowering.inductor import TensorBox, lowerings, size_hint, static_int
-from mmqc.lowering.launch import MANY, Operand, emit, is_gluon_tile
+from mmqc.lowering.launch import MANY, Operand, count_rows, emit, emit_all, matmul_caller, workspace
+from mmqc.ops.pack import packed_width
 
 aten = torch.ops.aten
-ALIGN = 16  # bytes: of rows and addresses that TMA takes
 
 
-def why_not(widths: Sequence[int], out_dtype: torch.dtype, device: torch.device) -> str | None:
+def _shapes(
+    m: int, n: int, widths: Sequence[int], weight_bits: Sequence[int], out_dtype: torch.dtype, device: torch.device
+) -> tuple[Any, Any, Any]:
+    """x, the weight, whose second part is written out, and y, for a plan."""
+    parts, both = len(widths), sum(widths)
+    x: Any = Rows(Shape((m, both), torch.int8, device), *(Shape((m, parts), torch.float32, device) for _ in "so"))  # type: ignore[arg-type]
+    packed = weight_bits[0] == 4
+    low = Shape((n, packed_width(widths[0], 4) if packed else widths[0]), torch.uint8 if packed else torch.int8, device)
+    high = Shape((n, widths[1]), torch.int8, device) if parts > 1 else None
+    scale, sums = (Shape((n, parts), dtype, device) for dtype in (torch.float32, torch.int32))
+    w: Any = mixed_kernel.Weight(low, high, scale, sums)  # type: ignore[arg-type]
+    return x, w, Shape((m, n), out_dtype, device)
+
+
+def why_not(n: int, widths: Sequence[int], weight_bits: Sequence[int], out_dtype: torch.dtype, device: torch.device) -> str | None:
     """None, or why the kernel cannot take parts of these widths."""
     if len(widths) > 2:
         return f"{len(widths)} parts: the kernel has two"
-    if sum(widths) > kernel.MAX_K[len(widths)]:
-        return f"{sum(widths)} channels in {len(widths)} parts: sums may not fit int32"
-    if out_dtype not in kernel.OUT_DTYPES:
-        return f"results in {out_dtype} are computed in float64"
-    if not has_tensor_descriptors(device):
-        return "no tensor descriptors before compute capability 9.0"
-    if any(width % ALIGN for width in widths):
-        return f"tensor descriptors need parts of multiples of {ALIGN} channels, not {list(widths)}"
-    return None
+    x, w, y = _shapes(1, n, widths, weight_bits, out_dtype, device)
+    return mixed_kernel.why_not(x, w, None, y)
 
 
-def in_one_matrix(weight_bits: Sequence[int]) -> bool:
-    """Whether a weight in two parts is written out as one matrix (``Weight.joined``)."""
-    return list(weight_bits) == [4, 8]
-
-
-def by_call(x_q: TensorBox, w_scale: TensorBox, widths: Sequence[int], weight_bits: Sequence[int], out_dtype: torch.dtype) -> bool:
-    """Whether the op itself is called: a tile of a warp-specialised kernel, which no launch in generated code has."""
-    n, one = static_int(w_scale.get_size()[0]), len(widths) == 1
-    if not one and not in_one_matrix(weight_bits):
+def is_called(
+    x_q: TensorBox, w_scale: TensorBox, widths: Sequence[int], weight_bits: Sequence[int], out_dtype: torch.dtype
+) -> bool:
+    """Whether the op itself is called: for kernels in Gluon, which generated code cannot launch."""
+    m, n = count_rows(x_q), static_int(w_scale.get_size()[0])
+    caller = matmul_caller(m)
+    if not caller.gluon:
         return False
-    ops = [kernel.PINGPONG[len(widths)]]
-    if weight_bits[0] == 4 and in_registers.fits(widths[0]):
-        ops.append(in_registers.OP if one else in_registers.MIXED)
-    return any(is_gluon_tile(x_q, n, op, out_dtype) for op in ops)
+    x, w, y = _shapes(m, n, widths, weight_bits, out_dtype, x_q.get_device_or_error())
+    return any(product.is_gluon for product in mixed_kernel.plan(x, w, y, caller))
 
 
 def mixed(
@@ -70,38 +71,15 @@ def mixed(
     rows, x = list(x_q.get_size()[:-1]), Operand.matrix(x_q)
     m = x.shape[0]
     planned = m if isinstance(m, int) else size_hint(m, MANY)
-    ws: list[Any] = [Operand(w) for w in w_q]
-    joined = in_one_matrix(weight_bits)
-    for i, (w, width, bits) in enumerate(zip(ws, widths, weight_bits, strict=True)):
-        if bits == 4 and not joined:
-            ws[i] = Operand.new((w.shape[0], width), torch.int8, w.device)
-            emit(unpack_weight.launch(w, ws[i], 4), m, planned)
-    if joined:
-        low, high = ws
-        both: Any = Operand.new((low.shape[0], kernel.second_at(widths[0]) + widths[1]), torch.int8, low.device)
-        columns: Any = Operand.new((4, low.shape[0]), torch.float32, low.device)
-        scale, sums = Operand(w_scale), Operand(w_sum)
-        emit(unpack_weight.join_launch(low, high, scale, sums, both, columns, widths[0]), m, planned)  # type: ignore[arg-type]
-        ws = [both]
-    y: Any = Operand.new((m, ws[0].shape[0]), out_dtype, ws[0].device)
-    given: Any = per_token.Rows(x.of(planned), Operand.matrix(x_scale), Operand.matrix(x_offset))  # type: ignore[arg-type]
-    second = ws[1] if len(ws) == 2 else None
-    first = widths[0] if joined else 0
-    weights: Any = kernel.Weight(ws[0], second, Operand(w_scale), Operand(w_sum), first)  # type: ignore[arg-type]
+    low, *rest = (Operand(w) for w in w_q)
+    for high, width, bits in zip(rest, widths[1:], weight_bits[1:], strict=True):
+        if bits == 4:
+            rest = [Operand.new((high.shape[0], width), torch.int8, high.device)]
+            emit(unpack_launch(high, rest[0], bits), m, planned)  # type: ignore[arg-type]
+    w: Any = mixed_kernel.Weight(low, rest[0] if rest else None, Operand(w_scale), Operand(w_sum))  # type: ignore[arg-type]
+    y: Any = Operand.new((m, low.shape[0]), out_dtype, low.device)
+    given: Any = Rows(x.of(planned), Operand.matrix(x_scale).of(planned), Operand.matrix(x_offset).of(planned))  # type: ignore[arg-type]
     b: Any = None if bias is None else Operand(bias)
-    emit(kernel.launch(given, weights, b, y), m, planned)
+    for product in mixed_kernel.plan(given, w, y, matmul_caller(m)):
+        emit_all(mixed_kernel.launches(given, w, b, y, product, new=Operand.new, work=workspace), m, planned)  # type: ignore[arg-type]
     return lowerings[aten.view.default](y.box, [*rows, y.shape[1]])
-
-
-def quantize(x: TensorBox, widths: Sequence[int], bits: Sequence[int]) -> tuple[TensorBox, TensorBox, TensorBox] | None:
-    """``quantize_per_token``, or None where the kernel cannot take x."""
-    rows, matrix = list(x.get_size()[:-1]), Operand.matrix(x)
-    m, width = matrix.shape
-    if len(widths) > 2 or width > per_token.MAX_WIDTH or matrix.dtype not in per_token.DTYPES:
-        return None
-    planned = m if isinstance(m, int) else size_hint(m, MANY)
-    q = Operand.new((m, width), torch.int8, matrix.device)
-    s, o = (Operand.new((m, len(widths)), torch.float32, matrix.device) for _ in "so")
-    emit(per_token.launch(matrix.of(planned), per_token.Rows(q, s, o), widths, bits), m, planned)  # type: ignore[arg-type]
-    q, s, o = (lowerings[aten.view.default](t.box, [*rows, t.shape[1]]) for t in (q, s, o))
-    return q, s, o

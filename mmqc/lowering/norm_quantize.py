@@ -15,26 +15,28 @@ import torch
 from torch import Tensor
 
 from mmqc import kernels
+from mmqc.lowering.hadamard import on_cuda
 from mmqc.lowering.inductor import TensorBox, empty, register_decomposition, register_lowering
-from mmqc.lowering.scaled_matmul import on_cuda
 from mmqc.ops.norm_quantize import normed
 from mmqc.ops.quantize import code_dtype
 
 OP = torch.ops.mmqc.norm_quantize.default
-FEW_ROWS = 16
+INDUCTOR_ROWS = 16  # so many rows and fewer are Inductor's, in a graph: eager calls take the kernel for any number
 
 
-def takes_kernel(x: Tensor, gain: Tensor | None, bias: Tensor | None, center: bool, round_first: bool, code: torch.dtype) -> bool:
+def takes_kernel(
+    x: Tensor, gain: Tensor | None, bias: Tensor | None, center: bool, round_first: bool, bits: int, code: torch.dtype
+) -> bool:
     """Whether the CUDA kernel takes these traced operands, and is the faster way."""
     if x.device.type != "cuda" or not kernels.install():
         return False
-    from mmqc.kernels.rows.norm_quantize import Norm, supports
-
     rows = math.prod(x.shape[:-1])
-    if isinstance(rows, int) and rows <= FEW_ROWS:
+    if isinstance(rows, int) and rows <= INDUCTOR_ROWS:
         return False
-    row = x.new_empty(1, x.shape[-1])  # of x's rows: strides and residuals are made to fit
-    return supports(row, Norm(0.0, gain, bias, None, round_first, center), code) is None
+    from mmqc.kernels.rows.norm_quantize import Norm, why_not  # imports Triton
+
+    norm = Norm(0.0, gain, bias, None, round_first, center)  # residuals are made to fit
+    return why_not(on_cuda().row_of(x), norm, bits, code) is None
 
 
 @register_decomposition(OP)
@@ -52,7 +54,7 @@ def decompose(
     code: torch.dtype | None = None,
 ) -> Any:
     """The parts, as in the graph before fuse_norm_quantize."""
-    if takes_kernel(x, gain, bias, center, round_first, code_dtype(bits, code)):
+    if takes_kernel(x, gain, bias, center, round_first, bits, code_dtype(bits, code)):
         return NotImplemented
     h = x if residual is None else x + residual
     q = torch.ops.mmqc.quantize(normed(h, gain, bias, eps, round_first, center), scale, visual, bits, code)

@@ -1,12 +1,10 @@
-"""The ops on CUDA as launches in the generated code: which kernels, for how many rows.
+"""The ops on CUDA as launches in the generated code: those of the kernels' plans, for each regime of rows.
 
-    scaled            scaled_matmul(s)        few rows, or several linears: one launch;  many: one a linear, by TMA where it can
-    with_epilogue     scaled_matmul_epilogue  one launch, whatever the rows
-    weight_only       weight_only_matmul(s)   the same from packed weights;  many rows: the weight written out once, then mm
-    norm              norm_quantize
-    hadamard          hadamard, hadamard_quantize
+    scaled            scaled_matmul(s)
+    with_epilogue     scaled_matmul_epilogue
+    weight_only       weight_only_matmul(s)
 
-On Hopper products and transforms of many rows, of a number that is known, are calls of the op: ``by_call``, ``by_call_transform``.
+Where a plan has kernels in Gluon, which generated code cannot launch, the op is called: ``scaled_is_called`` and its like.
 Each returns None where no kernel takes the operands: then the op is lowered as on any device, and ``why_not`` says why.
 """
 
@@ -17,26 +15,18 @@ from typing import Any
 
 import torch
 
-from mmqc.kernels.hadamard import hadamard_plan as plans
-from mmqc.kernels.hadamard import hadamard_quantize as transform
-from mmqc.kernels.hadamard import hadamard_wgmma as in_warpgroups
-from mmqc.kernels.matmul import packed_matmul as in_registers
-from mmqc.kernels.matmul import pingpong_matmul as pingpong
-from mmqc.kernels.matmul import scaled_matmul as scaled_kernels
-from mmqc.kernels.matmul import scaled_matmul_epilogue as epilogue_kernels
-from mmqc.kernels.matmul import unpack_weight
-from mmqc.kernels.matmul import weight_only_matmul as weight_only_kernels
-from mmqc.kernels.matmul.configs import PERSISTENT, MatmulConfig, config
+from mmqc.kernels.matmul import scaled_matmul as scaled_kernel
+from mmqc.kernels.matmul import scaled_matmul_epilogue as epilogue_kernel
+from mmqc.kernels.matmul import weight_only_matmul as weight_only_kernel
 from mmqc.kernels.matmul.epilogue_tiles import Epilogue
-from mmqc.kernels.matmul.scaled_matmul import FEW_ROWS, Linear
-from mmqc.kernels.rows import norm_quantize as normed
-from mmqc.kernels.shared.device_facts import has_tensor_descriptors
+from mmqc.kernels.matmul.linears import Linear
+from mmqc.kernels.matmul.unpack_weight import unpack_launch
+from mmqc.kernels.shared.launch import Shape
 from mmqc.kernels.shared.row_scale import ONE, VISUAL, RowScale
-from mmqc.lowering.inductor import TensorBox, constant, convert, lowerings, size_hint, static_int
-from mmqc.lowering.launch import MANY, Operand, count_rows, emit, has_many_rows, is_gluon_tile, regimes, workspace
+from mmqc.lowering.inductor import TensorBox, convert, lowerings
+from mmqc.lowering.launch import Operand, emit, emit_all, matmul_caller, regimes, rows_of, shape_of, workspace
 
 aten = torch.ops.aten
-WHOLE = MatmulConfig(128, 128, 64, 8, 3, variant="columns")  # any number of rows from packed weights, in one launch
 
 
 def _linears(
@@ -56,7 +46,8 @@ def _shaped(linears: Sequence[Any], rows: Sequence[Any]) -> list[TensorBox]:
     return [lowerings[aten.view.default](linear.y.box, [*rows, linear.y.shape[1]]) for linear in linears]
 
 
-def _row_scale(scale: TensorBox, visual: TensorBox | None, rows: Sequence[Any]) -> RowScale:
+def row_scale(scale: TensorBox, visual: TensorBox | None, rows: Sequence[Any]) -> RowScale:
+    """The static scale of each of these rows."""
     s: Any = Operand(convert(scale, torch.float32))
     if visual is None:
         return RowScale(ONE.value, s, s)
@@ -64,25 +55,30 @@ def _row_scale(scale: TensorBox, visual: TensorBox | None, rows: Sequence[Any]) 
     return RowScale(VISUAL.value, s, mask)  # type: ignore[arg-type]
 
 
-def _one_launch(linears: Sequence[Any], m: int, c: MatmulConfig) -> bool:
-    """Whether several linears share a launch."""
-    return len(linears) > 1 and m <= FEW_ROWS and c.variant in ("rows", "columns") and scaled_kernels.alike(list(linears))
+def _shapes(
+    m: Any, w_q: Sequence[TensorBox], w_scale: Sequence[TensorBox], bias: Sequence[TensorBox | None], dtype: torch.dtype
+) -> list[Any]:
+    """As ``_linears``, for a plan alone."""
+    found = []
+    for w, s, b in zip(w_q, w_scale, bias, strict=True):
+        weight = shape_of(w)
+        y: Any = Shape((m, weight.shape[0]), dtype, weight.device)
+        found.append(Linear(weight, shape_of(s), None if b is None else shape_of(b), y))
+    return found
 
 
-def by_call(x_q: TensorBox, w_q: Sequence[TensorBox], out_dtype: torch.dtype) -> bool:
-    """Whether the op itself is called: for tiles of Gluon's kernels, which no launch in generated code has."""
-    return all(_by_call(x_q, w, out_dtype) for w in w_q)
-
-
-def _by_call(x_q: TensorBox, w_q: TensorBox, out_dtype: torch.dtype) -> bool:
-    n, k = static_int(w_q.get_size()[0]), static_int(x_q.get_size()[-1])
-    codes, op = (scaled_kernels.op_of(x_q.get_dtype(), t.get_dtype()) for t in (x_q, w_q))
-    if op == "scaled_int4" and in_registers.fits(k) and is_gluon_tile(x_q, n, in_registers.OP, out_dtype):
-        return True
-    if not is_gluon_tile(x_q, n, pingpong.OPS[codes], out_dtype):
-        return False
-    given = count_rows(x_q), n, k, x_q.get_device_or_error()
-    return op == codes or config(op, *given).variant == "unpack"  # packed ones are written out as codes, or are no codes
+def scaled_is_called(
+    x_q: TensorBox,
+    w_q: Sequence[TensorBox],
+    w_scale: Sequence[TensorBox],
+    bias: Sequence[TensorBox | None],
+    out_dtype: torch.dtype,
+) -> bool:
+    """Whether ``scaled_matmuls`` itself is called."""
+    x = rows_of(x_q)
+    caller = matmul_caller(x.shape[0])
+    linears = _shapes(x.shape[0], w_q, w_scale, bias, out_dtype) if caller.gluon else []
+    return caller.gluon and any(product.is_gluon for product in scaled_kernel.plan(x, linears, caller))
 
 
 def scaled(
@@ -97,52 +93,32 @@ def scaled(
     """``scaled_matmuls``."""
     rows = list(x_q.get_size()[:-1])
     x = Operand.matrix(x_q)
-    m, k = x.shape
+    m = x.shape[0]
     linears = _linears(m, w_q, w_scale, bias, out_dtype)
-    scales = _row_scale(x_scale, visual, rows)
-    op = scaled_kernels.op_name(x, linears[0].w)  # type: ignore[arg-type]
-    width = sum(linear.w.shape[0] for linear in linears)
+    scales = row_scale(x_scale, visual, rows)
     for planned, runs in regimes(m):
-        c = config(op, planned, width, k, x.device)
-        if _one_launch(linears, planned, c):
-            launch = scaled_kernels.pointer_launch(x.of(planned), linears, scales, None, c, work=workspace)  # type: ignore[arg-type]
-            emit(launch, m, planned, runs)
-            continue
-        for linear in linears:
-            c = config(op, planned, linear.w.shape[0], k, x.device)
-            _scaled_one(x, linear, scales, c, planned, runs)
+        given: Any = x.of(planned)
+        products = scaled_kernel.plan(given, linears, matmul_caller(m, runs))
+        launches = scaled_kernel.launches(given, linears, scales, products, new=Operand.new, work=workspace)  # type: ignore[arg-type]
+        emit_all(launches, m, planned, runs)
     return _shaped(linears, rows)
 
 
-def _scaled_one(x: Operand, linear: Any, scales: RowScale, c: MatmulConfig, planned: int, runs: Any) -> None:
-    (linear,), c = _written_as_codes(x, [linear], c, planned, runs)
-    if _by_tma(x, linear) and c.variant in PERSISTENT:
-        emit(scaled_kernels.descriptor_launch(x.of(planned), linear, scales, None, c), x.shape[0], planned, runs)  # type: ignore[arg-type]
-        return
-    c = c.with_stages(3) if c.variant in PERSISTENT else c
-    launch = scaled_kernels.pointer_launch(x.of(planned), [linear], scales, None, c, work=workspace)  # type: ignore[arg-type]
-    emit(launch, x.shape[0], planned, runs)
-
-
-def _by_tma(x: Operand, linear: Any) -> bool:
-    return has_tensor_descriptors(x.device) and x.shape[1] % 16 == 0 and linear.w.dtype != torch.uint8
-
-
-def _written_as_codes(
-    x: Operand, linears: Sequence[Any], c: MatmulConfig, planned: int, runs: Any
-) -> tuple[list[Any], MatmulConfig]:
-    """Where the tile is for weights that are unpacked once: the linears with such weights, and how they are multiplied."""
-    if c.variant != "unpack":
-        return list(linears), c
-    if runs is not None:
-        return list(linears), WHOLE  # the weight would be written out for calls that do not need it
-    found = []
-    for linear in linears:
-        w: Any = Operand.new((linear.w.shape[0], x.shape[1]), x.dtype, x.device)
-        emit(unpack_weight.launch(linear.w, w, 4), x.shape[0], planned)  # type: ignore[arg-type]
-        found.append(linear._replace(w=w))
-    op = scaled_kernels.op_name(x, found[0].w)  # type: ignore[arg-type]
-    return found, config(op, planned, sum(linear.w.shape[0] for linear in found), x.shape[1], x.device)
+def epilogue_is_called(
+    x_q: TensorBox,
+    w_q: Sequence[TensorBox],
+    w_scale: Sequence[TensorBox],
+    bias: Sequence[TensorBox | None],
+    out_dtype: torch.dtype,
+    next_scale: TensorBox | None,
+) -> bool:
+    """Whether ``scaled_matmul_epilogue`` itself is called."""
+    x = rows_of(x_q)
+    caller = matmul_caller(x.shape[0])
+    if not caller.gluon:
+        return False
+    linears = _shapes(x.shape[0], w_q, w_scale, bias, out_dtype if next_scale is None else torch.int8)
+    return any(product.is_gluon for product in epilogue_kernel.plan(x, linears, out_dtype, caller))
 
 
 def with_epilogue(
@@ -163,8 +139,8 @@ def with_epilogue(
     """``scaled_matmul_epilogue``."""
     rows = list(x_q.get_size()[:-1])
     x = Operand.matrix(x_q)
-    (m, k), scales = x.shape, _row_scale(x_scale, visual, rows)
-    codes = None if next_scale is None else _row_scale(next_scale, next_visual, rows)
+    m, scales = x.shape[0], row_scale(x_scale, visual, rows)
+    codes = None if next_scale is None else row_scale(next_scale, next_visual, rows)
     low = None if low_x is None or low_w is None else (Operand.matrix(low_x), Operand(low_w))
     epilogue = Epilogue(activation, out_dtype, codes, next_bits, low)
     first = Operand(w_q[0])
@@ -173,20 +149,11 @@ def with_epilogue(
         Linear(Operand(w), Operand(s), None if b is None else Operand(b), y)  # type: ignore[arg-type]
         for w, s, b in zip(w_q, w_scale, bias, strict=True)
     ]
-    op = scaled_kernels.op_name(x, linears[0].w)  # type: ignore[arg-type]
     for planned, runs in regimes(m):
-        c = config(op, planned, sum(linear.w.shape[0] for linear in linears), k, x.device)
-        given, c = _written_as_codes(x, linears, c, planned, runs)
-        launch = epilogue_kernels.launch(
-            x.of(planned),
-            given,
-            scales,
-            epilogue_kernels.overlapped(c),
-            epilogue,  # type: ignore[arg-type]
-            by_tma=_by_tma(x, given[0]),
-            work=workspace,  # type: ignore[arg-type]
-        )
-        emit(launch, m, planned, runs)
+        given: Any = x.of(planned)
+        products = epilogue_kernel.plan(given, linears, out_dtype, matmul_caller(m, runs))
+        launches = epilogue_kernel.launches(given, linears, scales, epilogue, products, new=Operand.new, work=workspace)  # type: ignore[arg-type]
+        emit_all(launches, m, planned, runs)
     return lowerings[aten.view.default](y.box, [*rows, first.shape[0]])
 
 
@@ -202,22 +169,19 @@ def weight_only(
     """``weight_only_matmuls``, or, with ``zero``, one asymmetric linear."""
     rows, dtype = list(x.get_size()[:-1]), x.get_dtype()
     matrix = Operand.matrix(x)
-    (m, k), op = matrix.shape, f"weight_int{bits}"
+    m = matrix.shape[0]
     zeros: Any = None if zero is None else Operand(zero)
-    planned = list(regimes(m))
-    if len(planned) == 1 and config(op, planned[0][0], int(w_q[0].get_size()[0]), k, matrix.device).variant == "unpack":
+    planned = [(matrix.of(count), count, runs, matmul_caller(m, runs)) for count, runs in regimes(m)]
+    given, _, _, caller = planned[0]
+    shapes = _shapes(m, w_q, w_scale, bias, dtype)
+    if any(product.written_out for product in weight_only_kernel.plan(given, shapes, bits, caller)):
         ys = [_written_out(matrix, *parts, zeros, bits, group_size) for parts in zip(w_q, w_scale, bias, strict=True)]
         return [lowerings[aten.view.default](y, [*rows, y.get_size()[1]]) for y in ys]
     linears = _linears(m, w_q, w_scale, bias, dtype)
-    width = sum(linear.w.shape[0] for linear in linears)
-    for count, runs in planned:
-        c = config(op, count, width, k, matrix.device)
-        if c.variant == "unpack":
-            c = config(op, 256, width, k, matrix.device)
-            c = WHOLE if c.variant == "unpack" or c.split_k > 1 else c
-        together = [linears] if _one_launch(linears, count, c) else [[linear] for linear in linears]
-        for some in together:
-            launch = weight_only_kernels.launch(matrix.of(count), some, zeros, group_size, bits, c, workspace)  # type: ignore[arg-type]
+    for given, count, runs, caller in planned:
+        for product in weight_only_kernel.plan(given, linears, bits, caller):
+            some = [linears[i] for i in product.linears]
+            launch = weight_only_kernel.launch(given, some, zeros, group_size, bits, product.tile, workspace)  # type: ignore[arg-type]
             emit(launch, m, count, runs)
     return _shaped(linears, rows)
 
@@ -229,71 +193,8 @@ def _written_out(
     codes = Operand(w_q)
     w = Operand.new((codes.shape[0], x.shape[1]), x.dtype, x.device)
     scale = Operand(w_scale)
-    emit(unpack_weight.launch(codes, w, bits, scale, zero, group_size), x.shape[0], x.shape[0])  # type: ignore[arg-type]
+    emit(unpack_launch(codes, w, bits, scale, zero, group_size), x.shape[0], x.shape[0])  # type: ignore[arg-type]
     wt = lowerings[aten.permute.default](w.box, [1, 0])
     if bias is None:
         return lowerings[aten.mm.default](x.box, wt)
     return lowerings[aten.addmm.default](convert(bias, x.dtype), x.box, wt)
-
-
-def norm(
-    x: TensorBox,
-    residual: TensorBox | None,
-    gain: TensorBox | None,
-    bias: TensorBox | None,
-    eps: float,
-    center: bool,
-    round_first: bool,
-    scale: TensorBox,
-    visual: TensorBox | None,
-    bits: int,
-    kind: torch.dtype,
-) -> tuple[TensorBox, TensorBox | None]:
-    """``norm_quantize``: q, and x + r where there is a residual."""
-    size, matrix = list(x.get_size()), Operand.matrix(x)
-    m, width = matrix.shape
-    g, b = (None if v is None else Operand(v) for v in (gain, bias))
-    r = None if residual is None else Operand.matrix(residual)
-    q = Operand.new((m, width), kind, matrix.device)
-    total = None if r is None else Operand.new((m, width), matrix.dtype, matrix.device)
-    planned = m if isinstance(m, int) else size_hint(m, MANY)
-    given: Any = normed.Norm(eps, g, b, r, round_first, center)  # type: ignore[arg-type]
-    rows = _row_scale(scale, visual, size[:-1])
-    emit(normed.launch(matrix.of(planned), given, q, total, rows, bits=bits), m, planned)  # type: ignore[arg-type]
-    h = None if total is None else lowerings[aten.view.default](total.box, size)
-    return lowerings[aten.view.default](q.box, size), h
-
-
-def by_call_transform(x: TensorBox) -> bool:
-    """Whether the op itself is called to transform x."""
-    return has_many_rows(x) and in_warpgroups.tiling(static_int(x.get_size()[-1])) is not None
-
-
-def hadamard(
-    x: TensorBox,
-    up: TensorBox | None = None,
-    scale: TensorBox | None = None,
-    visual: TensorBox | None = None,
-    bits: int = 8,
-    kind: torch.dtype = torch.int8,
-) -> TensorBox:
-    """``hadamard``, or with ``scale`` ``hadamard_quantize``."""
-    size = list(x.get_size())
-    matrix, gate = Operand.matrix(x), None if up is None else Operand.matrix(up)
-    m, n = matrix.shape
-    plan = plan_constants(n, matrix)
-    code = None if scale is None else kind
-    y = Operand.new((m, n), code or matrix.dtype, matrix.device)
-    scales = None if scale is None else _row_scale(scale, visual, size[:-1])
-    planned = m if isinstance(m, int) else 1 << 20  # a persistent grid: programs without rows end at once
-    many: Any = matrix.of(planned)
-    emit(transform.launch(many, gate, y, plan, scales, None, code, bits), m, planned)  # type: ignore[arg-type]
-    return lowerings[aten.view.default](y.box, size)
-
-
-def plan_constants(n: int, x: Operand) -> Any:
-    """The matrices as constants of the graph."""
-    name, tiling = f"mmqc_hadamard_{n}_{str(x.dtype).removeprefix('torch.')}", plans.best_tiling(n)
-    outer = constant(f"{name}_outer", lambda: plans.hadamard_plan(n, x.device, x.dtype).outer)
-    inner = constant(f"{name}_inner", lambda: plans.hadamard_plan(n, x.device, x.dtype).inner)
-    return plans.HadamardPlan(tiling, Operand(outer), Operand(inner))  # type: ignore[arg-type]

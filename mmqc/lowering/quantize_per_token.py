@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
+from mmqc.lowering.hadamard import on_cuda
 from mmqc.lowering.inductor import Pointwise, TensorBox, convert, has_kernel, lowerings, ops, register_lowering
-from mmqc.lowering.mixed_matmul import on_cuda
 from mmqc.ops.quantize_per_token import finest
 
 aten = torch.ops.aten
@@ -56,7 +56,7 @@ def lower_quantize_per_token(
     if has_kernel(x):
         axis = len(x.get_size()) - 1
         ordered = x if order is None else lowerings[aten.index.Tensor](x, [*[None] * axis, order])
-        if (launched := on_cuda().quantize(ordered, widths, bits)) is not None:
+        if (launched := on_cuda().per_token(ordered, widths, bits)) is not None:
             return launched
     wide = convert(x, torch.promote_types(x.get_dtype(), torch.float32))
     axis = len(wide.get_size()) - 1

@@ -158,7 +158,7 @@ def lower_scaled_matmul(
     group_size: int = 0,
 ) -> TensorBox:
     """Integer product, then pointwise IR in the order of the formula."""
-    if takes_kernel(x_q) and not group_size and not on_cuda().by_call(x_q, [w_q], out_dtype):
+    if takes_kernel(x_q) and not group_size and not on_cuda().scaled_is_called(x_q, [w_q], [w_scale], [bias], out_dtype):
         return on_cuda().scaled(x_q, [w_q], x_scale, [w_scale], [bias], visual, out_dtype)[0]
     if takes_kernel(x_q) and not for_package():
         op = torch.ops.mmqc.scaled_matmul.default

@@ -33,19 +33,21 @@ def takes_kernel(
     return why_not_epilogue(x_q, w_q, w_scale, bias, weight_bits, out_dtype) is None
 
 
-def better_apart(x_q: Tensor, w_q: list[Tensor]) -> bool:
-    """Whether these are faster as parts: a gate is read across the tiles of weights that are unpacked in registers."""
-    from mmqc.kernels.matmul import packed_matmul
-    from mmqc.kernels.matmul.configs import config
-    from mmqc.kernels.shared import device_facts
+def better_apart(x_q: Tensor, w_q: list[Tensor], w_scale: list[Tensor], out_dtype: torch.dtype) -> bool:
+    """Whether these traced operands are faster as parts."""
+    from mmqc.kernels.matmul.linears import Linear
+    from mmqc.kernels.matmul.scaled_matmul_epilogue import are_better_apart
+    from mmqc.kernels.shared.launch import Shape
 
     m, k = math.prod(x_q.shape[:-1]), x_q.shape[-1]
-    if len(w_q) != 2 or not isinstance(m, int) or m <= device_facts.WARPGROUP_ROWS:
+    if not isinstance(m, int):
         return False
-    if not device_facts.has_warpgroup_products(x_q.device) or not packed_matmul.fits(k):
-        return False
-    packed = all(x_q.dtype == torch.int8 and w.dtype == torch.uint8 for w in w_q)
-    return packed and all(config(packed_matmul.OP, m, w.shape[0], k, x_q.device).variant == "registers" for w in w_q)
+    x: Any = Shape((m, k), x_q.dtype, x_q.device)
+    linears = []
+    for w, s in zip(w_q, w_scale, strict=True):
+        weight, scale = (Shape(tuple(t.shape), t.dtype, t.device) for t in (w, s))
+        linears.append(Linear(weight, scale, None, Shape((m, w.shape[0]), out_dtype, w.device)))  # type: ignore[arg-type]
+    return are_better_apart(x, linears)
 
 
 @register_decomposition(OP)
@@ -66,7 +68,7 @@ def decompose(
     low_w: Tensor | None = None,
 ) -> Any:
     """The parts, as in the graph before fuse_epilogues."""
-    if takes_kernel(x_q, w_q, w_scale, bias, weight_bits, out_dtype) and not better_apart(x_q, w_q):
+    if takes_kernel(x_q, w_q, w_scale, bias, weight_bits, out_dtype) and not better_apart(x_q, w_q, w_scale, out_dtype):
         return NotImplemented
     ops = torch.ops.mmqc
     z = [
@@ -95,6 +97,6 @@ def lower_scaled_matmul_epilogue(
 ) -> TensorBox:
     """The kernel's launches, or a call."""
     given, last = (x_q, w_q, x_scale, w_scale, bias, visual), (next_scale, next_visual, next_bits, low_x, low_w)
-    if on_cuda().by_call(x_q, w_q, out_dtype if next_scale is None else torch.int8):
+    if on_cuda().epilogue_is_called(x_q, w_q, w_scale, bias, out_dtype, next_scale):
         return call_kernel(OP, *given, weight_bits, out_dtype, activation, *last)
     return on_cuda().with_epilogue(*given, out_dtype, activation, *last)

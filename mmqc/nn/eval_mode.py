@@ -1,4 +1,4 @@
-"""Work on a model in eval mode that gives it back in the modes it came in."""
+"""Work on a model in eval mode, and restore its modules' modes afterwards."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Every module of ``model`` in eval mode; afterwards each has its own mode again, and modules put in meanwhile the model's."""
+    """Put every module of ``model`` into eval mode; afterwards each gets its own mode back, and new modules get the model's."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:

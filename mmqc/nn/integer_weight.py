@@ -1,9 +1,9 @@
-"""What modules with an integer weight share: how they store codes, and what a change of dtype leaves alone."""
+"""What modules with an integer weight share: how they store codes, what a change of dtype leaves alone, and their description."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Self
+from collections.abc import Callable, Mapping
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -15,17 +15,15 @@ SCALES = ("weight_scale", "input_scale")  # float32 whatever the model's dtype
 
 
 class IntegerWeight(OnlineHadamard):
-    """Base class; ``float_dtype`` is that of the float weight that the codes stand for.
+    """Base class; ``float_dtype`` is that of the float weight that the codes stand for."""
 
-    With ``simulate`` (see ``modules.simulate``) the products are computed in floating point, without a kernel.
-    """
-
+    out_features: int
     weight_bits: int
     activation_bits: int | None
     group_size: int
     float_dtype: torch.dtype
+    bias: Tensor | None
     float8 = False  # codes of 8 bits, activations' and weights', are float8_e4m3fn
-    simulate = False
 
     @property
     def storage_bits(self) -> int:
@@ -45,6 +43,29 @@ class IntegerWeight(OnlineHadamard):
         group += "-fp8" if self.float8 else ""
         return f"W{self.weight_bits}A{self.activation_bits or 16}{group}"
 
+    def to_spec(self) -> dict[str, Any]:
+        """What ``from_spec`` builds the module from, without its values."""
+        return {
+            "in": self.in_features,
+            "out": self.out_features,
+            "weight_bits": self.weight_bits,
+            "activation_bits": self.activation_bits,
+            "group_size": self.group_size,
+            "hadamard": self.hadamard,
+            "bias": self.bias is not None,
+        }
+
+    def _allocate(self, layout: Mapping[str, tuple[tuple[int, ...], torch.dtype] | None], device: Any) -> None:
+        """Buffers of these shapes and dtypes without values; None where there is none."""
+        for name, of in layout.items():
+            self.register_buffer(name, None if of is None else torch.empty(of[0], dtype=of[1], device=device))
+
+    def _fill(self, parts: Mapping[str, Tensor | None]) -> None:
+        """These values in the place of the buffers', and the online Hadamard on their device."""
+        for name, part in parts.items():
+            setattr(self, name, None if part is None else part.detach().contiguous())
+        self.rebuild_factors(self.get_buffer("qweight").device)
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         scales, codes = {name: self._buffers.get(name) for name in SCALES}, self._buffers.get("qweight")
         super()._apply(fn, recurse)
@@ -57,3 +78,46 @@ class IntegerWeight(OnlineHadamard):
             if old is not None and new is not None and new.dtype.itemsize < old.dtype.itemsize:
                 self._buffers[name] = old.to(device=new.device, dtype=torch.float32)
         return self
+
+
+class PackedLinear(IntegerWeight):
+    """Base class of the linears with an integer weight.
+
+    ``input_scale`` and ``outlier_index`` are None where inputs are quantized at run time or not at all, and where no input
+    channel is kept in higher precision.
+    """
+
+    qweight: Tensor
+    weight_scale: Tensor
+    input_scale: Tensor | None
+    outlier_index: Tensor | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        weight_bits: int,
+        activation_bits: int | None,
+        group_size: int,
+        hadamard: bool,
+        dtype: torch.dtype,
+        device: Any,
+    ) -> None:
+        super().__init__()
+        if not 2 <= weight_bits <= 8:
+            raise ValueError(f"weight_bits = {weight_bits}: 2 to 8")
+        if activation_bits is not None and not 2 <= activation_bits <= 8:
+            raise ValueError(f"activation_bits = {activation_bits}: 2 to 8, or None for weight-only")
+        if group_size < 0:
+            raise ValueError(f"group_size = {group_size}: 0, or input channels per weight scale")
+        self.float_dtype = dtype  # of the linear that this one stands for
+        self.in_features, self.out_features = in_features, out_features
+        self.weight_bits, self.activation_bits, self.group_size = weight_bits, activation_bits, group_size
+        self._init_hadamard(hadamard, device)
+
+    def _unrotated(self, weight: Tensor) -> Tensor:
+        """The weight that reads x of one that reads H x, in the dtype of the linear that this one stands for."""
+        if self.hadamard:
+            weight = weight @ self.rotated(torch.eye(self.in_features, device=weight.device)).T
+        return weight.to(self.float_dtype)

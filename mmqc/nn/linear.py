@@ -14,8 +14,7 @@ Model code that looks at ``linear.weight.dtype`` to cast its activations, or rea
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
@@ -24,22 +23,20 @@ from torch.nn import functional as F
 
 import mmqc.ops  # noqa: F401  (defines torch.ops.mmqc)
 from mmqc import kernels
-from mmqc.nn.integer_weight import IntegerWeight
+from mmqc.nn.integer_weight import PackedLinear
 from mmqc.nn.modality import ModalityContext
 from mmqc.nn.norm import RMSNorm
 from mmqc.nn.online_hadamard import HadamardLinear, rebuild_factors
-from mmqc.nn.simulated import scaled_matmul as simulated_scaled_matmul
-from mmqc.nn.simulated import weight_only_matmul as simulated_weight_only_matmul
 from mmqc.ops.pack import pack, packed_width, unpack
 from mmqc.ops.weight_only_matmul import dequantize
 from mmqc.solvers.quantized import Quantized
 
-__all__ = ["HadamardLinear", "QuantLinear", "RMSNorm", "rebuild_factors", "simulate"]
+__all__ = ["HadamardLinear", "QuantLinear", "RMSNorm", "rebuild_factors"]
 
 kernels.install()
 
 
-class QuantLinear(IntegerWeight):
+class QuantLinear(PackedLinear):
     """A linear with an integer weight and, if ``activation_bits`` is set, statically quantized inputs.
 
     All state is plain buffers: ``qweight``, ``weight_scale`` and, where they apply, ``weight_zero``, ``bias``,
@@ -47,13 +44,8 @@ class QuantLinear(IntegerWeight):
     needed iff ``input_scale`` has two entries.
     """
 
-    qweight: Tensor
-    weight_scale: Tensor
     weight_zero: Tensor | None
     group_scale: Tensor | None
-    bias: Tensor | None
-    input_scale: Tensor | None
-    outlier_index: Tensor | None
     outlier_weight: Tensor | None
 
     def __init__(
@@ -62,131 +54,125 @@ class QuantLinear(IntegerWeight):
         out_features: int,
         *,
         weight_bits: int,
-        activation_bits: int | None,
-        group_size: int,
-        hadamard: bool,
-        device: Any = None,
-        dtype: torch.dtype = torch.float32,
-        float8: bool = False,
-    ):
-        super().__init__()
-        _check_spec(weight_bits, activation_bits, group_size)
-        if float8 and (activation_bits != 8 or group_size):
-            raise ValueError("float8 is for static activations of 8 bits and weights without groups")
-        self.float8 = float8
-        self.float_dtype = dtype  # of the linear that this one stands for
-        self.in_features, self.out_features = in_features, out_features
-        self.weight_bits, self.activation_bits, self.group_size = weight_bits, activation_bits, group_size
-        self.modality: ModalityContext | None = None
-        self._init_hadamard(hadamard, device)
-
-    @classmethod
-    def empty(
-        cls,
-        in_features: int,
-        out_features: int,
-        *,
-        weight_bits: int,
         activation_bits: int | None = None,
         group_size: int = 0,
         bias: bool = False,
-        dtype: torch.dtype = torch.float32,
         input_scales: int = 0,
         outliers: int = 0,
         hadamard: bool = False,
         zero: bool = False,
-        device: Any = None,
         integer_scales: bool | Literal["int8"] = False,
         float8: bool = False,
-    ) -> QuantLinear:
+        dtype: torch.dtype = torch.float32,
+        device: Any = None,
+    ) -> None:
         """The structure without values, to load a state dict into; ``dtype`` is that of bias and outlier weights."""
-        module = cls(
+        super().__init__(
             in_features,
             out_features,
             weight_bits=weight_bits,
             activation_bits=activation_bits,
             group_size=group_size,
             hadamard=hadamard,
-            device=device,
             dtype=dtype,
-            float8=float8,
+            device=device,
         )
-        stored = module.code_dtype if module.storage_bits == 8 else torch.uint8
-        groups = (-(-in_features // group_size),) if group_size else ()
-
-        def buffer(name: str, present: Any, shape: tuple[int, ...], kind: torch.dtype) -> None:
-            module.register_buffer(name, torch.empty(shape, dtype=kind, device=device) if present else None)
-
-        buffer("qweight", True, (out_features, packed_width(in_features, module.storage_bits)), stored)
-        buffer("weight_scale", True, (out_features, *(() if integer_scales else groups)), torch.float32)
-        buffer("weight_zero", zero, (out_features, *groups), torch.int8)
-        kind = torch.int8 if integer_scales == "int8" else torch.int32
-        buffer("group_scale", integer_scales, (out_features, *groups), kind)
-        buffer("bias", bias, (out_features,), dtype)
-        buffer("input_scale", input_scales, (input_scales,), torch.float32)
-        buffer("outlier_index", outliers, (outliers,), torch.int64)
-        buffer("outlier_weight", outliers, (out_features, outliers), dtype)
-        module._check_scales()
-        return module
+        if float8 and (activation_bits != 8 or group_size):
+            raise ValueError("float8 is for static activations of 8 bits and weights without groups")
+        if integer_scales and (not input_scales or not group_size):
+            raise ValueError("integer scales are those of groups, of a linear with quantized inputs")
+        if bool(input_scales) != (activation_bits is not None):
+            raise ValueError("a static linear has input_scale and activation_bits, a weight-only one has neither")
+        self.float8 = float8
+        self.modality: ModalityContext | None = None
+        stored = self.code_dtype if self.storage_bits == 8 else torch.uint8
+        rows = (out_features,)
+        groups = (out_features, -(-in_features // group_size)) if group_size else rows
+        layout = {
+            "qweight": ((out_features, packed_width(in_features, self.storage_bits)), stored),
+            "weight_scale": (rows if integer_scales else groups, torch.float32),
+            "weight_zero": (groups, torch.int8) if zero else None,
+            "group_scale": (groups, torch.int8 if integer_scales == "int8" else torch.int32) if integer_scales else None,
+            "bias": (rows, dtype) if bias else None,
+            "input_scale": ((input_scales,), torch.float32) if input_scales else None,
+            "outlier_index": ((outliers,), torch.int64) if outliers else None,
+            "outlier_weight": ((out_features, outliers), dtype) if outliers else None,
+        }
+        self._allocate(layout, device)
 
     @classmethod
     def from_parts(
         cls,
-        codes: Tensor,
-        weight_scale: Tensor,
+        quantized: Quantized,
         *,
         weight_bits: int,
         activation_bits: int | None = None,
-        group_size: int = 0,
         bias: Tensor | None = None,
         input_scale: Tensor | None = None,
-        outlier_index: Tensor | None = None,
-        outlier_weight: Tensor | None = None,
+        outliers: tuple[Tensor, Tensor] | None = None,
         hadamard: bool = False,
         modality: ModalityContext | None = None,
         dtype: torch.dtype = torch.float32,
-        weight_zero: Tensor | None = None,
-        amplifier: int = 0,
-        step: Tensor | None = None,
         float8: bool = False,
     ) -> QuantLinear:
-        """From int8 or float8 codes [N, K] (packed here if they fit 4 bits) and the other parts, which it keeps.
+        """From a solved weight, whose codes are packed here if they fit 4 bits, and the other parts, which it keeps.
 
-        ``amplifier``: of weight scales that are integers over it (solvers/integer_scale.py); 0 for any floats.
-        ``step`` [N]: of rows whose scales are small multiples of it (progressive).
+        Integer scales are stored as such beside quantized inputs, else as the floats that they stand for.
+        ``outliers``: the input channels in higher precision, int64 [r], and their weights [N, r].
         """
-        out_features, in_features = codes.shape
+        out_features, in_features = quantized.codes.shape
+        group_scale, weight_scale = None, quantized.scale
+        if quantized.integer and input_scale is not None:
+            group_scale, weight_scale = quantized.integer_scales()
+        index, columns = outliers or (None, None)
         module = cls(
             in_features,
             out_features,
             weight_bits=weight_bits,
             activation_bits=activation_bits,
-            group_size=group_size,
+            group_size=quantized.group_size,
+            input_scales=_length(input_scale),
             hadamard=hadamard,
-            device=codes.device,
-            dtype=dtype,
+            integer_scales=_integer_scales(group_scale),
             float8=float8,
+            dtype=dtype,
+            device="meta",
         )
-        stored = codes.to(module.code_dtype) if module.storage_bits == 8 else pack(codes, module.storage_bits)
-        group_scale = None
-        scales = Quantized(codes, weight_scale, amplifier=amplifier, step=step)
-        if scales.integer:
-            group_scale, weight_scale = scales.integer_scales()
+        bits = module.storage_bits
         parts = {
-            "qweight": stored,
+            "qweight": quantized.codes.to(module.code_dtype) if bits == 8 else pack(quantized.codes, bits),
             "weight_scale": weight_scale.float(),
-            "weight_zero": weight_zero,
+            "weight_zero": quantized.zero,
             "group_scale": group_scale,
             "bias": bias,
             "input_scale": None if input_scale is None else input_scale.float(),
-            "outlier_index": outlier_index,
-            "outlier_weight": outlier_weight,
+            "outlier_index": index,
+            "outlier_weight": columns,
         }
-        for name, part in parts.items():
-            module.register_buffer(name, None if part is None else part.detach().contiguous())
+        module._fill(parts)
         module.modality = modality
-        module._check_scales()
         return module
+
+    def to_spec(self) -> dict[str, Any]:
+        """What ``from_spec`` builds the module from, without its values."""
+        return {
+            **super().to_spec(),
+            "integer_scales": _integer_scales(self.group_scale),
+            "input_scales": _length(self.input_scale),
+            "outliers": _length(self.outlier_index),
+            "zero": self.weight_zero is not None,
+            "float8": self.float8,
+            "modality": self.modality is not None,
+            "dtype": self.float_dtype,
+        }
+
+    @classmethod
+    def from_spec(cls, spec: Mapping[str, Any]) -> QuantLinear:
+        """On the meta device; its modality is attached with the model's."""
+        always = ("weight_bits", "activation_bits", "group_size", "hadamard", "bias", "input_scales", "outliers", "dtype")
+        later = ("integer_scales", "zero", "float8")  # models saved before there were any lack them
+        options = {name: spec[name] for name in always} | {name: spec.get(name, False) for name in later}
+        return cls(spec["in"], spec["out"], **options, device="meta")
 
     def codes(self) -> Tensor:
         """The int8 or float8 codes [N, K]."""
@@ -199,23 +185,23 @@ class QuantLinear(IntegerWeight):
         w = dequantize(self.qweight, scale, self.in_features, self.storage_bits, self.group_size, torch.float32, self.weight_zero)
         if self.outlier_index is not None and self.outlier_weight is not None:
             w = w.index_copy(-1, self.outlier_index, self.outlier_weight.float())
-        if self.hadamard:
-            w = w @ self.rotated(torch.eye(self.in_features, device=w.device)).T
-        return w.to(self.float_dtype)
+        return self._unrotated(w)
 
     def forward(self, x: Tensor) -> Tensor:
         """The formula at the top of the file."""
         x = self.rotated(x)
         if self.input_scale is None:
-            multiply = simulated_weight_only_matmul if self.simulate else torch.ops.mmqc.weight_only_matmul
-            y = multiply(x, self.qweight, self.weight_scale, self.bias, self.storage_bits, self.group_size, self.weight_zero)
+            y = torch.ops.mmqc.weight_only_matmul(
+                x, self.qweight, self.weight_scale, self.bias, self.storage_bits, self.group_size, self.weight_zero
+            )
         else:
             scale, visual = self._row_scales(x, self.input_scale)
             code = (self.code_dtype,) if self.float8 else ()
             x_q = torch.ops.mmqc.quantize(x, scale, visual, self.activation_bits, *code)
-            multiply = simulated_scaled_matmul if self.simulate else torch.ops.mmqc.scaled_matmul
             grouped: Any = (self.group_scale, self.group_size) if self.group_size else ()
-            y = multiply(x_q, self.qweight, scale, self.weight_scale, self.bias, visual, self.storage_bits, x.dtype, *grouped)
+            y = torch.ops.mmqc.scaled_matmul(
+                x_q, self.qweight, scale, self.weight_scale, self.bias, visual, self.storage_bits, x.dtype, *grouped
+            )
         if self.outlier_index is not None and self.outlier_weight is not None:
             y = y + F.linear(x.index_select(-1, self.outlier_index), self.outlier_weight.to(x.dtype))
         return y
@@ -227,12 +213,6 @@ class QuantLinear(IntegerWeight):
             raise RuntimeError("this linear has one input scale per modality and no ModalityContext: attach one to its model")
         visual = self.modality.rows(x)
         return (scale[:1], None) if visual is None else (scale, visual)
-
-    def _check_scales(self) -> None:
-        if self.group_scale is not None and (self.input_scale is None or not self.group_size):
-            raise ValueError("integer scales are those of groups, of a linear with quantized inputs")
-        if (self.input_scale is None) != (self.activation_bits is None):
-            raise ValueError("a static linear has input_scale and activation_bits, a weight-only one has neither")
 
     def extra_repr(self) -> str:
         """Sizes and scheme."""
@@ -247,27 +227,10 @@ class QuantLinear(IntegerWeight):
         return f"{self.in_features}, {self.out_features}, {scheme}, {', '.join(extras)}"
 
 
-def _check_spec(weight_bits: int, activation_bits: int | None, group_size: int) -> None:
-    if not 2 <= weight_bits <= 8:
-        raise ValueError(f"weight_bits = {weight_bits}: 2 to 8")
-    if activation_bits is not None and not 2 <= activation_bits <= 8:
-        raise ValueError(f"activation_bits = {activation_bits}: 2 to 8, or None for weight-only")
-    if group_size < 0:
-        raise ValueError(f"group_size = {group_size}: 0, or input channels per weight scale")
+def _length(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.shape[0]
 
 
-@contextmanager
-def simulate(model: torch.nn.Module) -> Iterator[None]:
-    """Compute every quantized linear of ``model``, experts' too, in floating point, without integer kernels, in a ``with`` block.
-
-    Weights are dequantized and activations quantized and dequantized, exactly: what a linear returns is what its integer path
-    returns, to the bit on a CPU (mmqc/nn/simulated.py).  For accuracy studies on machines that no kernel knows.
-    """
-    linears = [m for m in model.modules() if isinstance(m, IntegerWeight)]
-    for linear in linears:
-        linear.simulate = True
-    try:
-        yield
-    finally:
-        for linear in linears:
-            linear.simulate = False
+def _integer_scales(t: Tensor | None) -> bool | Literal["int8"]:
+    """Whether there are integer scales; "int8" of those that codes can be multiplied with in 8 bits."""
+    return "int8" if t is not None and t.dtype == torch.int8 else t is not None

@@ -1,6 +1,6 @@
 """The linear with dynamic activations, in one or several precisions; ``quantize_`` puts it in place of a model's own.
 
-    y = mixed_matmul(quantize_per_token(H x, order, K_p, bits), w_q, s_w, c) + b        H x or x, as in modules.py
+    y = mixed_matmul(quantize_per_token(H x, order, K_p, bits), w_q, s_w, c) + b        H x or x, as in nn/linear.py
 
 Shapes:  x [..., K]   w_q one int8 [N, K_p] or packed uint8 a part (ops/pack.py)   s_w float32 [N, P]   c int32 [N, P]   b [N]
          order int64 [K], the channels part after part, or none   y [..., N] in x's dtype
@@ -8,19 +8,18 @@ Shapes:  x [..., K]   w_q one int8 [N, K_p] or packed uint8 a part (ops/pack.py)
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mmqc.nn.linear import QuantLinear
-from mmqc.nn.simulated import mixed_matmul as simulated_mixed_matmul
+from mmqc.nn.integer_weight import PackedLinear
 from mmqc.ops.pack import packed_width, unpack
 from mmqc.ops.quantize_per_token import check_parts
 
 
-class MixedLinear(QuantLinear):
+class MixedLinear(PackedLinear):
     """A linear of integer weights whose inputs are quantized token by token, part by part.
 
     All state is plain buffers: ``qweight`` and, for further parts, ``qweight_1``, ...; ``weight_scale``, ``weight_sum`` and,
@@ -38,10 +37,13 @@ class MixedLinear(QuantLinear):
         stored: Sequence[int],
         activation: Sequence[int],
         weight_bits: int,
-        hadamard: bool,
-        device: Any = None,
+        hadamard: bool = False,
+        order: bool = False,
+        bias: bool = False,
         dtype: torch.dtype = torch.float32,
-    ):
+        device: Any = None,
+    ) -> None:
+        """The structure without values, to load a state dict into."""
         check_parts(sum(widths), widths, activation)
         super().__init__(
             sum(widths),
@@ -50,10 +52,23 @@ class MixedLinear(QuantLinear):
             activation_bits=activation[0],
             group_size=0,
             hadamard=hadamard,
-            device=device,
             dtype=dtype,
+            device=device,
         )
         self.widths, self.stored, self.activation = list(widths), list(stored), list(activation)
+        parts = zip(self._names(), widths, stored, strict=True)
+        codes = {n: ((out_features, packed_width(w, b)), torch.int8 if b == 8 else torch.uint8) for n, w, b in parts}
+        scales = (out_features, len(widths))
+        layout = {
+            **codes,
+            "weight_scale": (scales, torch.float32),
+            "weight_sum": (scales, torch.int32),
+            "order": ((self.in_features,), torch.int64) if order else None,
+            "bias": ((out_features,), dtype) if bias else None,
+            "input_scale": None,
+            "outlier_index": None,
+        }
+        self._allocate(layout, device)
 
     @property
     def qweights(self) -> list[Tensor]:
@@ -63,55 +78,6 @@ class MixedLinear(QuantLinear):
     def _names(self) -> list[str]:
         return ["qweight", *(f"qweight_{p}" for p in range(1, len(self.widths)))]
 
-    def _set(self, codes: Sequence[Tensor], named: dict[str, Tensor | None]) -> None:
-        named = dict(zip(self._names(), codes, strict=True)) | named
-        for name in ("weight_zero", "input_scale", "outlier_index", "outlier_weight"):  # what a QuantLinear may have
-            named[name] = None
-        for name, part in named.items():
-            self.register_buffer(name, None if part is None else part.detach().contiguous())
-
-    @classmethod
-    def empty_parts(
-        cls,
-        out_features: int,
-        *,
-        widths: Sequence[int],
-        stored: Sequence[int],
-        activation: Sequence[int],
-        weight_bits: int,
-        hadamard: bool = False,
-        order: bool = False,
-        bias: bool = False,
-        dtype: torch.dtype = torch.float32,
-        device: Any = None,
-    ) -> MixedLinear:
-        """The structure without values, to load a state dict into."""
-        module = cls(
-            out_features,
-            widths=widths,
-            stored=stored,
-            activation=activation,
-            weight_bits=weight_bits,
-            hadamard=hadamard,
-            device=device,
-            dtype=dtype,
-        )
-        codes = [
-            torch.empty(out_features, packed_width(w, b), dtype=torch.int8 if b == 8 else torch.uint8, device=device)
-            for w, b in zip(widths, stored, strict=True)
-        ]
-        size = (out_features, len(widths))
-        module._set(
-            codes,
-            {
-                "weight_scale": torch.empty(size, device=device),
-                "weight_sum": torch.empty(size, dtype=torch.int32, device=device),
-                "order": torch.empty(sum(widths), dtype=torch.int64, device=device) if order else None,
-                "bias": torch.empty(out_features, dtype=dtype, device=device) if bias else None,
-            },
-        )
-        return module
-
     @classmethod
     def from_stored(
         cls,
@@ -119,28 +85,35 @@ class MixedLinear(QuantLinear):
         scale: Tensor,
         total: Tensor,
         *,
-        widths: Sequence[int],
-        stored: Sequence[int],
-        activation: Sequence[int],
-        weight_bits: int,
         order: Tensor | None = None,
         bias: Tensor | None = None,
-        hadamard: bool = False,
-        dtype: torch.dtype = torch.float32,
+        **options: Any,
     ) -> MixedLinear:
-        """From the codes of every part as they are stored, s_w and c, which it keeps."""
-        module = cls(
-            len(scale),
-            widths=widths,
-            stored=stored,
-            activation=activation,
-            weight_bits=weight_bits,
-            hadamard=hadamard,
-            device=scale.device,
-            dtype=dtype,
-        )
-        module._set(codes, {"weight_scale": scale.float(), "weight_sum": total, "order": order, "bias": bias})
+        """From the codes of every part as they are stored, s_w and c, which it keeps; ``options`` are the constructor's."""
+        module = cls(len(scale), **options, device="meta")
+        parts = dict(zip(module._names(), codes, strict=True))
+        module._fill({**parts, "weight_scale": scale.float(), "weight_sum": total, "order": order, "bias": bias})
         return module
+
+    def to_spec(self) -> dict[str, Any]:
+        """What ``from_spec`` builds the module from, without its values."""
+        return {
+            "out": self.out_features,
+            "widths": self.widths,
+            "stored": self.stored,
+            "activation": self.activation,
+            "weight_bits": self.weight_bits,
+            "hadamard": self.hadamard,
+            "order": self.order is not None,
+            "bias": self.bias is not None,
+            "dtype": self.float_dtype,
+        }
+
+    @classmethod
+    def from_spec(cls, spec: Mapping[str, Any]) -> MixedLinear:
+        """On the meta device."""
+        names = ("widths", "stored", "activation", "weight_bits", "hadamard", "order", "bias", "dtype")
+        return cls(spec["out"], **{name: spec[name] for name in names}, device="meta")
 
     def codes(self) -> Tensor:
         """The int8 codes [N, K], part after part."""
@@ -154,16 +127,13 @@ class MixedLinear(QuantLinear):
         w = self.codes().float() * self.weight_scale.repeat_interleave(widths, 1)
         if self.order is not None:
             w = torch.empty_like(w).index_copy_(1, self.order, w)
-        if self.hadamard:
-            w = w @ self.rotated(torch.eye(self.in_features, device=w.device)).T
-        return w.to(self.float_dtype)
+        return self._unrotated(w)
 
     def forward(self, x: Tensor) -> Tensor:
         """The formula at the top of the file."""
         x = self.rotated(x)
         x_q, scale, offset = torch.ops.mmqc.quantize_per_token(x, self.order, self.widths, self.activation)
-        multiply = simulated_mixed_matmul if self.simulate else torch.ops.mmqc.mixed_matmul
-        return multiply(
+        return torch.ops.mmqc.mixed_matmul(
             x_q, scale, offset, self.qweights, self.weight_scale, self.weight_sum, self.bias, self.widths, self.stored, x.dtype
         )
 

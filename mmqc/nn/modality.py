@@ -12,13 +12,12 @@ hooks are its bound methods, so ``copy.deepcopy(model)`` copies hooks, context a
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from mmqc.nn.hooks import hooked, unhook
-
+T = TypeVar("T")
 WHAT_TO_DO = (
     "pass input_ids or mm_token_type_ids along with inputs_embeds, or set text_only = True on the model's ModalityContext "
     "if this call has no image"
@@ -90,7 +89,7 @@ class ModalityContext:
         )
 
     def places(self) -> tuple[Tensor, Tensor]:
-        """Numbers of the visual and of the text rows, int64, found once a mask: to count them means to wait for the device."""
+        """Numbers of the visual and of the text rows, int64, counted once per mask, because counting waits for the device."""
         assert self.visual is not None
         if self._places is None or self._places[0] is not self.visual:
             flat = self.visual.reshape(-1)
@@ -130,9 +129,25 @@ def visual_token_ids(model: nn.Module) -> tuple[int, ...]:
 
 def attached(model: nn.Module) -> ModalityContext | None:
     """The context whose hooks ``model`` carries, if any."""
-    return hooked(model, ModalityContext)
+    return hook_owner(model, ModalityContext)
 
 
 def detach(model: nn.Module) -> None:
     """Remove the context's hooks from ``model``; its linears keep their reference."""
     unhook(model, ModalityContext)
+
+
+def hook_owner(model: nn.Module, owner: type[T]) -> T | None:
+    """The object of class ``owner`` whose pre-hook ``model`` carries, if any."""
+    found = (getattr(hook, "__self__", None) for hook in model._forward_pre_hooks.values())
+    return next((o for o in found if isinstance(o, owner)), None)
+
+
+def unhook(model: nn.Module, owner: type[Any]) -> None:
+    """Remove the hooks of objects of class ``owner`` from ``model``."""
+    for hooks in (model._forward_pre_hooks, model._forward_hooks):
+        for key, hook in list(hooks.items()):
+            if isinstance(getattr(hook, "__self__", None), owner):
+                del hooks[key]
+                model._forward_pre_hooks_with_kwargs.pop(key, None)
+                model._forward_hooks_always_called.pop(key, None)

@@ -10,6 +10,9 @@ Exact:   computed in float32 at least, float64 for float64 inputs.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -36,6 +39,24 @@ class RMSNorm(nn.Module):
         if self.bias is not None:
             y = y + self.bias.to(y.dtype)
         return y.to(x.dtype).contiguous()  # as F.layer_norm's: some callers go on with view()
+
+    def to_spec(self) -> dict[str, Any]:
+        """What ``from_spec`` builds the module from, without its values; without gain and bias it has no dtype."""
+        given = next(self.parameters(), None)
+        return {
+            "size": self.width,
+            "eps": self.eps,
+            "weight": self.weight is not None,
+            "bias": self.bias is not None,
+            "dtype": None if given is None else given.dtype,
+        }
+
+    @classmethod
+    def from_spec(cls, spec: Mapping[str, Any]) -> RMSNorm:
+        """On the meta device."""
+        empty = {"dtype": spec["dtype"], "device": "meta"}
+        parts = [torch.empty(spec["size"], **empty) if spec[name] else None for name in ("weight", "bias")]
+        return cls(spec["size"], spec["eps"], *parts)
 
     def extra_repr(self) -> str:
         """Width, eps, gain and bias."""

@@ -7,7 +7,7 @@ the module changes dtype (float32, or float64 in a float64 model), and when weig
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -108,6 +108,15 @@ class HadamardLinear(OnlineHadamard):
     def forward(self, x: Tensor) -> Tensor:
         """W (H x) + b."""
         return nn.functional.linear(self.rotated(x), self.weight, self.bias)
+
+    def to_spec(self) -> dict[str, Any]:
+        """What ``from_spec`` builds the module from, without its values."""
+        return {"in": self.in_features, "out": self.out_features, "bias": self.bias is not None, "dtype": self.weight.dtype}
+
+    @classmethod
+    def from_spec(cls, spec: Mapping[str, Any]) -> HadamardLinear:
+        """On the meta device."""
+        return cls(spec["in"], spec["out"], bias=spec["bias"], dtype=spec["dtype"], device="meta")
 
     def extra_repr(self) -> str:
         """nn.Linear's."""

@@ -10,6 +10,7 @@ of an online Hadamard it is in no checkpoint and is rebuilt, never rounded.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -69,6 +70,28 @@ class RotatedNorm(OnlineHadamard):
         if self.bias is not None:
             y = y + self.bias.to(y.dtype)
         return y.to(x.dtype).contiguous()
+
+    def to_spec(self) -> dict[str, Any]:
+        """What ``from_spec`` builds the module from, without its values."""
+        return {
+            "size": self.in_features,
+            "eps": self.eps,
+            "centre": self.centre,
+            "bias": self.bias is not None,
+            "seed": self.seed,
+            "before": self.before,
+            "after": self.after,
+            "dtype": self.weight.dtype,
+        }
+
+    @classmethod
+    def from_spec(cls, spec: Mapping[str, Any]) -> RotatedNorm:
+        """On the meta device."""
+        if spec["centre"]:
+            norm = nn.LayerNorm(spec["size"], spec["eps"], bias=spec["bias"], dtype=spec["dtype"], device="meta")
+        else:
+            norm = RMSNorm.from_spec({**spec, "weight": True})
+        return cls(norm, seed=spec["seed"], before=spec["before"], after=spec["after"])
 
     def extra_repr(self) -> str:
         """Width, eps and what it does."""

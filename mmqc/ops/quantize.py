@@ -46,10 +46,14 @@ def code_dtype(bits: int, code: torch.dtype | None) -> torch.dtype:
 
 def reference(x: Tensor, scale: Tensor, visual: Tensor | None, bits: int, code: torch.dtype | None = None) -> Tensor:
     """Divide in float32 at least, round, clamp, store as int8 or float8."""
-    s, kind = row_scale(scale, visual), code_dtype(bits, code)
+    return codes(x, row_scale(scale, visual), bits, code_dtype(bits, code))
+
+
+def codes(x: Tensor, scale: Tensor, bits: int, code: torch.dtype = torch.int8) -> Tensor:
+    """The formula, for a scale that broadcasts to x."""
     dtype = torch.promote_types(x.dtype, torch.float32)
-    q = x.to(dtype) / s.to(dtype)
-    if kind == FLOAT8:
+    q = x.to(dtype) / scale.to(dtype)
+    if code == FLOAT8:
         return q.float().clamp(-LARGEST, LARGEST).to(FLOAT8)
     top = 2 ** (bits - 1)
     return torch.round(q).clamp(-top, top - 1).to(torch.int8)

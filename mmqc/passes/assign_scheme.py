@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import ClassVar
 
 from torch import fx
 
@@ -20,6 +19,7 @@ from mmqc.config import HEAD, QuantConfig, Scheme
 from mmqc.graph.kinds import kind
 from mmqc.graph.linear import contraction, weight_of
 from mmqc.graph.program import Miss, Program
+from mmqc.graph.runner import Pass
 from mmqc.graph.spaces.spaces import Spaces
 from mmqc.graph.spaces.towers import behind_operations, roles, towers
 
@@ -48,14 +48,10 @@ class Site:
 
 
 @dataclass(frozen=True)
-class AssignScheme:
-    """See the module's docstring."""
-
+class AssignScheme(Pass):
     config: QuantConfig
-    name: ClassVar[str] = "assign_scheme"
-    needs: ClassVar[frozenset[str]] = frozenset({"ops.raised"})
-    gives: ClassVar[frozenset[str]] = frozenset()
-    exact: ClassVar[bool] = True
+    name = "assign_scheme"
+    needs = frozenset({"ops.raised"})
 
     def match(self, prog: Program) -> Iterator[Site | Miss]:
         """Every weight that linears use, if anything is to be quantized."""

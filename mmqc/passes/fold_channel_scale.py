@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
 
 import torch
 from torch import Tensor, fx
@@ -28,6 +27,7 @@ from mmqc.config import Scheme
 from mmqc.graph.kinds import kind, mutates
 from mmqc.graph.linear import bias_of, weight_of
 from mmqc.graph.program import Miss, Program
+from mmqc.graph.runner import Pass
 from mmqc.graph.scaling import Part, Scaling
 from mmqc.graph.spaces.coordinates import Gain
 from mmqc.graph.spaces.factors import is_between, owners, source_of
@@ -60,8 +60,8 @@ Chosen = tuple[Tensor, str]
 
 
 @dataclass(frozen=True)
-class FoldChannelScale:
-    """See the module's docstring.
+class FoldChannelScale(Pass):
+    """Factors, and where they may go.
 
     Attributes:
         scale: the factors [n] of a site and a word about them; None leaves a site as it is.  Without it the pass finds the
@@ -71,17 +71,15 @@ class FoldChannelScale:
 
     scale: Callable[[Site], Chosen | None] | None = field(default=None, compare=False)
     average: bool = True
-    name: ClassVar[str] = "fold_channel_scale"
-    needs: ClassVar[frozenset[str]] = frozenset({"ops.raised"})
-    gives: ClassVar[frozenset[str]] = frozenset()
-    exact: ClassVar[bool] = True
+    name = "fold_channel_scale"
+    needs = frozenset({"ops.raised"})
 
     def match(self, prog: Program) -> Iterator[Site | Miss]:
         """Sites with their factors; of a fragment, whatever the plan scales that is there."""
         if prog.plan is not None:
             yield from self.planned(prog)
         elif self.scale is not None:
-            for site in self.sites(prog):
+            for site in find_sites(prog, self.average):
                 chosen = self.scale(site) if isinstance(site, Site) else None
                 if isinstance(site, Miss):
                     yield site
@@ -96,37 +94,6 @@ class FoldChannelScale:
             if here and id(scaling) not in done:
                 yield Site(len(scaling.scale), here, {}, scaling)
 
-    def sites(self, prog: Program) -> Iterator[Site | Miss]:
-        """Where factors can be moved into linears that will be quantized, and the linears where they cannot."""
-        scaled = {(p.fqn, p.axis) for s in prog.decided.scalings for p in s.parts if p.reads}
-        wanted: dict[str, fx.Node] = {}
-        for node in prog.nodes("linear"):
-            if "scheme" in node.meta and (weight_of(node), 1) not in scaled:
-                wanted.setdefault(weight_of(node), node)
-        if not wanted:
-            return
-        spaces = Spaces.of(prog, through_norms=False)
-        finder = _Finder(prog, spaces)
-        found: dict[tuple[frozenset[str], frozenset[str]], list[list[Part]]] = {}
-        for space in spaces:
-            readers = {t.fqn for t in space.readers if t.axis == 1} & wanted.keys()
-            if not readers:
-                continue
-            parts = finder.parts(space, self.average)
-            if isinstance(parts, str):
-                finder.refused |= dict.fromkeys(readers, parts)
-            else:
-                # an attention's heads are a space each, and one input of one linear
-                found.setdefault(_names(parts), []).append(parts)
-        covered = set()
-        for several in found.values():
-            site = _joined(several, {f: n.meta["scheme"] for f, n in wanted.items()})
-            covered |= site.schemes.keys()
-            yield site
-        for fqn, node in wanted.items():
-            if fqn not in covered:
-                yield Miss(node.name, finder.refused.get(fqn, "its input is no space of its own"), fqn)
-
     def rewrite(self, prog: Program, site: Site) -> None:
         """Divide the writers, multiply the readers."""
         assert site.scaling is not None
@@ -134,6 +101,38 @@ class FoldChannelScale:
         for part in site.parts:
             word = "diag(s)" if part.reads else "diag(1/s)"
             prog.derive(part.fqn, f"{word} on axis {part.axis}", part.step(site.scaling.scale))
+
+
+def find_sites(prog: Program, average: bool = True) -> Iterator[Site | Miss]:
+    """Where factors can be moved into linears that will be quantized, and the linears where they cannot."""
+    scaled = {(p.fqn, p.axis) for s in prog.decided.scalings for p in s.parts if p.reads}
+    wanted: dict[str, fx.Node] = {}
+    for node in prog.nodes("linear"):
+        if "scheme" in node.meta and (weight_of(node), 1) not in scaled:
+            wanted.setdefault(weight_of(node), node)
+    if not wanted:
+        return
+    spaces = Spaces.of(prog, through_norms=False)
+    finder = _Finder(prog, spaces)
+    found: dict[tuple[frozenset[str], frozenset[str]], list[list[Part]]] = {}
+    for space in spaces:
+        readers = {t.fqn for t in space.readers if t.axis == 1} & wanted.keys()
+        if not readers:
+            continue
+        parts = finder.parts(space, average)
+        if isinstance(parts, str):
+            finder.refused |= dict.fromkeys(readers, parts)
+        else:
+            # an attention's heads are a space each, and one input of one linear
+            found.setdefault(_names(parts), []).append(parts)
+    covered = set()
+    for several in found.values():
+        site = _joined(several, {f: n.meta["scheme"] for f, n in wanted.items()})
+        covered |= site.schemes.keys()
+        yield site
+    for fqn, node in wanted.items():
+        if fqn not in covered:
+            yield Miss(node.name, finder.refused.get(fqn, "its input is no space of its own"), fqn)
 
 
 class _Finder:

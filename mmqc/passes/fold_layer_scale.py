@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -25,6 +25,7 @@ from mmqc.graph.kinds import kind, mutates
 from mmqc.graph.linear import bias_of, weight_of
 from mmqc.graph.memory import written
 from mmqc.graph.program import Miss, Program
+from mmqc.graph.runner import Pass
 from mmqc.graph.spaces.coordinates import Gain
 from mmqc.graph.spaces.spaces import Spaces
 from mmqc.graph.spaces.uses import only_in
@@ -48,13 +49,9 @@ class Site:
 
 
 @dataclass(frozen=True)
-class FoldLayerScale:
-    """See the module's docstring."""
-
-    name: ClassVar[str] = "fold_layer_scale"
-    needs: ClassVar[frozenset[str]] = frozenset({"ops.raised"})
-    gives: ClassVar[frozenset[str]] = frozenset()
-    exact: ClassVar[bool] = True
+class FoldLayerScale(Pass):
+    name = "fold_layer_scale"
+    needs = frozenset({"ops.raised"})
 
     def match(self, prog: Program) -> Iterator[Site | Miss]:
         """Gains by name; every use of one must be foldable, or none is."""

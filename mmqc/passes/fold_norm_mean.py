@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Tensor, fx
 
@@ -24,6 +23,7 @@ from mmqc.graph.kinds import kind
 from mmqc.graph.linear import bias_of
 from mmqc.graph.plan import Stream
 from mmqc.graph.program import Miss, Program
+from mmqc.graph.runner import Pass
 from mmqc.graph.semantic import remove_mean, rms_norm
 from mmqc.graph.spaces.boundary import BoundaryError, by_copy, change_inputs, crossings
 from mmqc.graph.spaces.spaces import Space, Spaces, Touch
@@ -45,13 +45,9 @@ class Site:
 
 
 @dataclass(frozen=True)
-class FoldNormMean:
-    """See the module's docstring."""
-
-    name: ClassVar[str] = "fold_norm_mean"
-    needs: ClassVar[frozenset[str]] = frozenset({"ops.raised"})
-    gives: ClassVar[frozenset[str]] = frozenset()
-    exact: ClassVar[bool] = True
+class FoldNormMean(Pass):
+    name = "fold_norm_mean"
+    needs = frozenset({"ops.raised"})
 
     def match(self, prog: Program) -> Iterator[Site | Miss]:
         """Spaces that LayerNorms read; in a fragment, also those that the plan says other graphs' LayerNorms read."""

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor, fx
@@ -25,6 +24,7 @@ from torch import Tensor, fx
 from mmqc.graph.kinds import kind
 from mmqc.graph.linear import bias_of, set_bias
 from mmqc.graph.program import Miss, Program, copy_meta, dtype_of
+from mmqc.graph.runner import Pass
 from mmqc.graph.spaces.boundary import BoundaryError, by_copy, change_inputs, crossings
 from mmqc.graph.spaces.coordinates import MOVES, SAME, Gain, weights_behind
 from mmqc.graph.spaces.spaces import Space, Spaces, Touch
@@ -63,13 +63,9 @@ class EdgeSite:
 
 
 @dataclass(frozen=True)
-class FoldNormScale:
-    """See the module's docstring."""
-
-    name: ClassVar[str] = "fold_norm_scale"
-    needs: ClassVar[frozenset[str]] = frozenset({"ops.raised"})
-    gives: ClassVar[frozenset[str]] = frozenset()
-    exact: ClassVar[bool] = True
+class FoldNormScale(Pass):
+    name = "fold_norm_scale"
+    needs = frozenset({"ops.raised"})
 
     def match(self, prog: Program) -> Iterator[Site | EdgeSite | Miss]:
         """Gains by name; every call of a shared norm must be foldable, or none is."""

@@ -15,12 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import fx
 
 from mmqc.graph.kinds import kind
 from mmqc.graph.program import Miss, Program, copy_meta
+from mmqc.graph.runner import Pass
 from mmqc.graph.sizes import sizes
 
 ATTENTION = "scaled_dot_product_attention"
@@ -42,13 +42,8 @@ class Site:
 
 
 @dataclass(frozen=True)
-class FoldQueryGroups:
-    """See the module's docstring."""
-
-    name: ClassVar[str] = "fold_query_groups"
-    needs: ClassVar[frozenset[str]] = frozenset()
-    gives: ClassVar[frozenset[str]] = frozenset()
-    exact: ClassVar[bool] = True
+class FoldQueryGroups(Pass):
+    name = "fold_query_groups"
 
     def match(self, prog: Program) -> Iterator[Site | Miss]:
         """Attentions of one query a head over repeated keys and values."""

@@ -15,13 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Tensor, fx
 
 from mmqc.graph.kinds import kind
 from mmqc.graph.linear import bias_of
 from mmqc.graph.program import Program
+from mmqc.graph.runner import Pass
 from mmqc.graph.spaces.factors import is_between, owners, source_of
 from mmqc.graph.spaces.spaces import Space, Spaces, Touch
 from mmqc.ops.rotate import random_hadamard
@@ -41,14 +41,12 @@ class Site:
 
 
 @dataclass(frozen=True)
-class FoldSigns:
-    """See the module's docstring; ``seed`` is that of the signs."""
+class FoldSigns(Pass):
+    """``seed`` is that of the signs."""
 
     seed: int = 0
-    name: ClassVar[str] = "fold_signs"
-    needs: ClassVar[frozenset[str]] = frozenset({"ops.raised"})
-    gives: ClassVar[frozenset[str]] = frozenset()
-    exact: ClassVar[bool] = True
+    name = "fold_signs"
+    needs = frozenset({"ops.raised"})
 
     def match(self, prog: Program) -> Iterator[Site]:
         """Spaces that only products write and only linears read."""

@@ -20,17 +20,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor, fx
 
 from mmqc.graph.kinds import kind
 from mmqc.graph.program import Miss, Program, copy_meta
+from mmqc.graph.runner import Pass
 from mmqc.ops.pack import FLOAT8
 
 MOST_RANK = 16  # of a term that is added entry by entry, not by tensor cores
-FEW_ROWS = 64  # up to which a product is one launch, and a transform reads its row as often as it has slices
+GATE_IN_TRANSFORM_ROWS = 64  # up to which gate and up are one launch, and a transform reads its row as often as it has slices
 SIGMOIDS = {1: "silu", 1.702: "quick_gelu"}  # x sigmoid(factor x)
 OWN = (1, 3, 4)  # operands of scaled_matmul that each linear has for itself: weight, its scale, bias
 SHARED = (0, 2, 5, 6, 7)
@@ -57,13 +57,8 @@ class Site:
 
 
 @dataclass(frozen=True)
-class FuseEpilogues:
-    """See the module's docstring."""
-
-    name: ClassVar[str] = "fuse_epilogues"
-    needs: ClassVar[frozenset[str]] = frozenset()
-    gives: ClassVar[frozenset[str]] = frozenset()
-    exact: ClassVar[bool] = True
+class FuseEpilogues(Pass):
+    name = "fuse_epilogues"
 
     def match(self, prog: Program) -> Iterator[Site | Miss]:
         """Every activation of a quantized linear, and every term of low rank."""
@@ -89,7 +84,7 @@ class FuseEpilogues:
             elif word != "hadamard":
                 yield Miss(node.name, f"what reads {result.name} is generated code, which takes the activation in")
             elif up is not None and few_rows(z):
-                yield Miss(node.name, f"at most {FEW_ROWS} rows: the transform takes the gate in")
+                yield Miss(node.name, f"at most {GATE_IN_TRANSFORM_ROWS} rows: the transform takes the gate in")
             else:
                 yield Site(z, up, activation, result, None)
 
@@ -204,4 +199,4 @@ def few_rows(z: fx.Node) -> bool:
     """Whether the number of rows is known and small."""
     example = z.meta.get("example_value")
     rows = example.shape[:-1] if isinstance(example, Tensor) else ()
-    return all(isinstance(size, int) for size in rows) and math.prod(rows) <= FEW_ROWS and bool(rows)
+    return all(isinstance(size, int) for size in rows) and math.prod(rows) <= GATE_IN_TRANSFORM_ROWS and bool(rows)

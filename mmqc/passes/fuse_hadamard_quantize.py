@@ -16,13 +16,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor, fx
 
 from mmqc.graph.kinds import kind
 from mmqc.graph.program import Miss, Program, copy_meta
+from mmqc.graph.runner import Pass
 from mmqc.passes.share_quantize import PER_TOKEN
 
 
@@ -41,13 +41,8 @@ class Site:
 
 
 @dataclass(frozen=True)
-class FuseHadamardQuantize:
-    """See the module's docstring."""
-
-    name: ClassVar[str] = "fuse_hadamard_quantize"
-    needs: ClassVar[frozenset[str]] = frozenset()
-    gives: ClassVar[frozenset[str]] = frozenset()
-    exact: ClassVar[bool] = True
+class FuseHadamardQuantize(Pass):
+    name = "fuse_hadamard_quantize"
 
     def match(self, prog: Program) -> Iterator[Site | Miss]:
         """Every quantization of a transform."""

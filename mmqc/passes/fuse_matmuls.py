@@ -16,13 +16,14 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from mmqc.graph.kinds import kind
 from mmqc.graph.program import Miss, Program, copy_meta
+from mmqc.graph.runner import Pass
 
 MOST = 3  # that a kernel takes
 
@@ -43,13 +44,8 @@ class Site:
 
 
 @dataclass(frozen=True)
-class FuseMatmuls:
-    """See the module's docstring."""
-
-    name: ClassVar[str] = "fuse_matmuls"
-    needs: ClassVar[frozenset[str]] = frozenset()
-    gives: ClassVar[frozenset[str]] = frozenset()
-    exact: ClassVar[bool] = True
+class FuseMatmuls(Pass):
+    name = "fuse_matmuls"
 
     def match(self, prog: Program) -> Iterator[Site | Miss]:
         """Groups of two or three."""

@@ -22,13 +22,14 @@ import dataclasses
 import operator
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
 
 from mmqc.graph.kinds import kind, mutates
 from mmqc.graph.program import Miss, Program, copy_meta
+from mmqc.graph.runner import Pass
 from mmqc.graph.semantic import layer_norm, rms_norm
 from mmqc.graph.sizes import sizes
 from mmqc.passes.fuse_hadamard_quantize import form as _form
@@ -79,13 +80,8 @@ class Site:
 
 
 @dataclass(frozen=True)
-class FuseNormQuantize:
-    """See the module's docstring."""
-
-    name: ClassVar[str] = "fuse_norm_quantize"
-    needs: ClassVar[frozenset[str]] = frozenset()
-    gives: ClassVar[frozenset[str]] = frozenset()
-    exact: ClassVar[bool] = True
+class FuseNormQuantize(Pass):
+    name = "fuse_norm_quantize"
 
     def match(self, prog: Program) -> Iterator[Site | Miss]:
         """Every quantization of a norm."""

@@ -7,7 +7,7 @@
 Shapes:  space [*, n]   R [n, n] orthogonal, the same for every space of one width and seed
 Why:     a rotation spreads outliers over all channels of a space (QuaRot, arXiv:2404.00456; MQuant section 4).
 Needs:   ops.raised
-Gives:   spaces.rotated
+Gives:   nothing: what was refused stays as it is
 Exact:   yes, up to reassociation (fp64 1e-12)
 Refuses: a space that anything but weights and unit-scale norms touches: a non-linearity, a gain, an output that users
          see.  In a fragment (one of several graphs of a model) an input or output is allowed where
@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 import torch
 from torch import Tensor, fx
@@ -26,6 +25,7 @@ from torch import Tensor, fx
 from mmqc.graph.kinds import kind
 from mmqc.graph.linear import bias_of
 from mmqc.graph.program import Miss, Program, copy_meta
+from mmqc.graph.runner import Pass
 from mmqc.graph.spaces.boundary import BoundaryError, Change, Crossings, by_copy, change_inputs, change_outputs, crossings
 from mmqc.graph.spaces.coordinates import Source
 from mmqc.graph.spaces.spaces import Space, Spaces, Touch
@@ -55,22 +55,22 @@ class Site:
 
 
 @dataclass(frozen=True)
-class FuseRotation:
-    """See the module's docstring.
+class FuseRotation(Pass):
+    """Which matrices, and where.
 
-    ``seed`` is that of the random signs.  With ``online`` a norm whose gain starts or ends a space may rotate at run time,
-    where it serves ``LINEARS`` linears or more; with ``everywhere`` however few there are.  With ``given``, R float64 [n, n]
-    by a space's place, the pass takes those spaces alone, rotated before or not, and each once.
+    Attributes:
+        seed: of the random signs.
+        online: a norm whose gain starts or ends a space may rotate at run time, where it serves ``LINEARS`` linears or more.
+        everywhere: it may, however few there are.
+        given: R float64 [n, n] by a space's place: the pass takes those spaces alone, rotated before or not, and each once.
     """
 
     seed: int = 0
     online: bool = False
     everywhere: bool = False
     given: Mapping[str, Tensor] | None = field(default=None, compare=False, repr=False)
-    name: ClassVar[str] = "fuse_rotation"
-    needs: ClassVar[frozenset[str]] = frozenset({"ops.raised"})
-    gives: ClassVar[frozenset[str]] = frozenset()
-    exact: ClassVar[bool] = True
+    name = "fuse_rotation"
+    needs = frozenset({"ops.raised"})
 
     def match(self, prog: Program) -> Iterator[Site | Miss]:
         """Every space that weights write and linears read; in a fragment, those that the plan names."""

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor, fx
@@ -24,6 +23,7 @@ from torch import Tensor, fx
 from mmqc.graph.kinds import kind
 from mmqc.graph.linear import operands, weight_of
 from mmqc.graph.program import Miss, Program, copy_meta
+from mmqc.graph.runner import Pass
 from mmqc.graph.spaces.spaces import Spaces
 from mmqc.ops.hadamard import apply_factors
 from mmqc.ops.hadamard_matrix import hadamard_cost, hadamard_factors, hadamard_kind
@@ -44,14 +44,12 @@ class Site:
 
 
 @dataclass(frozen=True)
-class InsertHadamard:
-    """See the module's docstring; ``everywhere`` takes in the linears that read a stream which cannot be rotated."""
+class InsertHadamard(Pass):
+    """``everywhere`` takes in the linears that read a stream which cannot be rotated."""
 
     everywhere: bool = False
-    name: ClassVar[str] = "insert_hadamard"
-    needs: ClassVar[frozenset[str]] = frozenset({"ops.raised"})
-    gives: ClassVar[frozenset[str]] = frozenset()
-    exact: ClassVar[bool] = True
+    name = "insert_hadamard"
+    needs = frozenset({"ops.raised"})
 
     def match(self, prog: Program) -> Iterator[Site | Miss]:
         """Linears all of whose columns are written by an operation."""

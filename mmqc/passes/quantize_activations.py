@@ -14,13 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from mmqc.graph.kinds import kind
 from mmqc.graph.program import Miss, Program, copy_meta
+from mmqc.graph.runner import Pass
 from mmqc.graph.sizes import sizes
 from mmqc.ops.pack import FLOAT8
 
@@ -37,13 +38,10 @@ class Site:
 
 
 @dataclass(frozen=True)
-class QuantizeActivations:
-    """See the module's docstring."""
-
-    name: ClassVar[str] = "quantize_activations"
-    needs: ClassVar[frozenset[str]] = frozenset({"linears.quantized"})
-    gives: ClassVar[frozenset[str]] = frozenset()
-    exact: ClassVar[bool] = False
+class QuantizeActivations(Pass):
+    name = "quantize_activations"
+    needs = frozenset({"linears.quantized"})
+    exact = False
 
     def match(self, prog: Program) -> Iterator[Site | Miss]:
         """Integer weights whose scheme quantizes activations too."""

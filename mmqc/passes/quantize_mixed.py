@@ -18,7 +18,7 @@ import operator
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -26,6 +26,7 @@ from torch import Tensor, fx
 from mmqc.config import Scheme
 from mmqc.graph.linear import operands, weight_of
 from mmqc.graph.program import Program, copy_meta
+from mmqc.graph.runner import Pass
 from mmqc.ops.pack import pack, stored_bits
 from mmqc.solvers.mixed import MixedQuantized, Part, parts_of, solve
 
@@ -47,16 +48,15 @@ class Site:
 
 
 @dataclass(frozen=True)
-class QuantizeMixed:
-    """See the module's docstring; the fields are those of ``QuantizeWeights``."""
+class QuantizeMixed(Pass):
+    """The fields are those of ``QuantizeWeights``."""
 
     hessian: Callable[[str], Tensor | None] = field(default=lambda fqn: None, compare=False)
     done: Callable[[str, MixedQuantized, float, float], Any] = field(default=lambda *a: None, compare=False)
     cache: dict[Any, Any] = field(default_factory=dict, compare=False)
-    name: ClassVar[str] = "quantize_mixed"
-    needs: ClassVar[frozenset[str]] = frozenset({"ops.raised"})
-    gives: ClassVar[frozenset[str]] = frozenset()
-    exact: ClassVar[bool] = False
+    name = "quantize_mixed"
+    needs = frozenset({"ops.raised"})
+    exact = False
 
     def match(self, prog: Program) -> Iterator[Site]:
         """Linears with a dynamic scheme, by weight."""

@@ -15,7 +15,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -23,6 +23,7 @@ from torch import Tensor, fx
 from mmqc.config import Scheme
 from mmqc.graph.linear import operands, weight_of
 from mmqc.graph.program import Program, copy_meta
+from mmqc.graph.runner import Pass
 from mmqc.ops.pack import pack, stored_bits
 from mmqc.solvers import Quantized, solve
 
@@ -40,8 +41,8 @@ class Site:
 
 
 @dataclass(frozen=True)
-class QuantizeWeights:
-    """See the module's docstring.
+class QuantizeWeights(Pass):
+    """Where second moments come from and results go.
 
     Attributes:
         hessian: second moment of a linear's inputs by weight FQN, float64 [K, K]; called when its turn comes, and
@@ -53,10 +54,10 @@ class QuantizeWeights:
     hessian: Callable[[str], Tensor | None] = field(default=lambda fqn: None, compare=False)
     done: Callable[[str, Quantized, float, float], Any] = field(default=lambda *a: None, compare=False)
     cache: dict[Any, Quantized] = field(default_factory=dict, compare=False)
-    name: ClassVar[str] = "quantize_weights"
-    needs: ClassVar[frozenset[str]] = frozenset({"ops.raised"})
-    gives: ClassVar[frozenset[str]] = frozenset({"linears.quantized"})
-    exact: ClassVar[bool] = False
+    name = "quantize_weights"
+    needs = frozenset({"ops.raised"})
+    gives = frozenset({"linears.quantized"})
+    exact = False
 
     def match(self, prog: Program) -> Iterator[Site]:
         """Linears with a scheme, by weight."""

@@ -16,13 +16,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import fx
 
 from mmqc.graph.kinds import kind
 from mmqc.graph.program import Program, copy_meta
+from mmqc.graph.runner import Pass
 
 _PRODUCTS = ("matmul", "addmm")
 
@@ -42,13 +43,8 @@ class Site:
 
 
 @dataclass(frozen=True)
-class RaiseLinear:
-    """See the module's docstring."""
-
-    name: ClassVar[str] = "raise_linear"
-    needs: ClassVar[frozenset[str]] = frozenset()
-    gives: ClassVar[frozenset[str]] = frozenset()
-    exact: ClassVar[bool] = True
+class RaiseLinear(Pass):
+    name = "raise_linear"
 
     def match(self, prog: Program) -> Iterator[Site]:
         """Products whose second operand is a transposed weight, with the bias behind them."""

@@ -18,13 +18,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 
 from mmqc.graph.kinds import kind
 from mmqc.graph.program import Miss, Program, copy_meta
+from mmqc.graph.runner import Pass
 from mmqc.graph.semantic import layer_norm, rms_norm
 
 _CASTS = ("to", "float", "double", "type", "type_as", "half", "bfloat16")
@@ -122,13 +123,9 @@ def _centred(node: Any) -> fx.Node | None:
 
 
 @dataclass(frozen=True)
-class RaiseOps:
-    """See the module's docstring."""
-
-    name: ClassVar[str] = "raise_ops"
-    needs: ClassVar[frozenset[str]] = frozenset()
-    gives: ClassVar[frozenset[str]] = frozenset({"ops.raised"})
-    exact: ClassVar[bool] = True
+class RaiseOps(Pass):
+    name = "raise_ops"
+    gives = frozenset({"ops.raised"})
 
     def match(self, prog: Program) -> Iterator[Site | Miss]:
         """Spelled-out RMSNorms by their rsqrt, library norms by their call."""

@@ -18,7 +18,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor, fx
@@ -26,6 +25,7 @@ from torch import Tensor, fx
 from mmqc.graph.kinds import kind
 from mmqc.graph.memory import written
 from mmqc.graph.program import KEPT, Miss, Program, copy_meta
+from mmqc.graph.runner import Pass
 from mmqc.graph.sizes import value_of
 
 EARLY = "early"  # in the meta of a node: it runs before the compiled graph
@@ -120,13 +120,8 @@ class Site:
 
 
 @dataclass(frozen=True)
-class ReorderReads:
-    """See the module's docstring."""
-
-    name: ClassVar[str] = "reorder_reads"
-    needs: ClassVar[frozenset[str]] = frozenset()
-    gives: ClassVar[frozenset[str]] = frozenset()
-    exact: ClassVar[bool] = True
+class ReorderReads(Pass):
+    name = "reorder_reads"
 
     def match(self, prog: Program) -> Iterator[Site | Miss]:
         """Reads, in order."""

@@ -15,12 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import fx
 
 from mmqc.graph.kinds import kind
 from mmqc.graph.program import Miss, Program
+from mmqc.graph.runner import Pass
 from mmqc.graph.sizes import is_sequence, sizes
 from mmqc.graph.tokens.moves import KEYS, PENDING, Moves
 from mmqc.graph.tokens.rules import TokenRules
@@ -46,14 +46,11 @@ class Site:
 
 
 @dataclass(frozen=True)
-class ReorderTokens:
-    """See the module's docstring; ``attention`` is "gather" or "unified"."""
+class ReorderTokens(Pass):
+    """``attention`` is "gather" or "unified"."""
 
     attention: str = "gather"
-    name: ClassVar[str] = "reorder_tokens"
-    needs: ClassVar[frozenset[str]] = frozenset()
-    gives: ClassVar[frozenset[str]] = frozenset()
-    exact: ClassVar[bool] = True
+    name = "reorder_tokens"
 
     def match(self, prog: Program) -> Iterator[Site | Miss]:
         """One region for the whole graph."""

@@ -16,13 +16,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import fx
 
 from mmqc.graph.kinds import kind
 from mmqc.graph.program import Miss, Program, copy_meta
+from mmqc.graph.runner import Pass
 from mmqc.graph.sizes import sizes
 from mmqc.graph.tokens.moves import BACK, KEYS, MOVED, PENDING, Moves
 from mmqc.graph.tokens.uses import ATTENTION, Use, attention, is_attention
@@ -49,14 +49,11 @@ class Site:
 
 
 @dataclass(frozen=True)
-class RewriteMask:
-    """See the module's docstring; ``attention`` is "gather" or "unified"."""
+class RewriteMask(Pass):
+    """``attention`` is "gather" or "unified"."""
 
     attention: str = "gather"
-    name: ClassVar[str] = "rewrite_mask"
-    needs: ClassVar[frozenset[str]] = frozenset()
-    gives: ClassVar[frozenset[str]] = frozenset()
-    exact: ClassVar[bool] = True
+    name = "rewrite_mask"
 
     def match(self, prog: Program) -> Iterator[Site | Miss]:
         """Every attention behind reorder_tokens."""

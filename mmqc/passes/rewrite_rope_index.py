@@ -15,11 +15,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import fx
 
 from mmqc.graph.program import Miss, Program
+from mmqc.graph.runner import Pass
 from mmqc.graph.tokens.moves import PENDING, Moves
 from mmqc.passes.rewrite_mask import attention_calls
 
@@ -35,14 +35,11 @@ class Site:
 
 
 @dataclass(frozen=True)
-class RewriteRopeIndex:
-    """See the module's docstring; ``attention`` is "gather" or "unified"."""
+class RewriteRopeIndex(Pass):
+    """``attention`` is "gather" or "unified"."""
 
     attention: str = "gather"
-    name: ClassVar[str] = "rewrite_rope_index"
-    needs: ClassVar[frozenset[str]] = frozenset()
-    gives: ClassVar[frozenset[str]] = frozenset()
-    exact: ClassVar[bool] = True
+    name = "rewrite_rope_index"
 
     def match(self, prog: Program) -> Iterator[Site | Miss]:
         """What is left to move, in connected parts."""

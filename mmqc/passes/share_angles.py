@@ -16,13 +16,13 @@ from __future__ import annotations
 import numbers
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor, fx
 
 from mmqc.graph.kinds import kind, mutates
 from mmqc.graph.program import Miss, Program, copy_meta
+from mmqc.graph.runner import Pass
 
 ANGLES = ("cos", "sin")
 PIECES = ("split", "chunk", "unbind")
@@ -44,13 +44,8 @@ class Site:
 
 
 @dataclass(frozen=True)
-class ShareAngles:
-    """See the module's docstring."""
-
-    name: ClassVar[str] = "share_angles"
-    needs: ClassVar[frozenset[str]] = frozenset()
-    gives: ClassVar[frozenset[str]] = frozenset()
-    exact: ClassVar[bool] = True
+class ShareAngles(Pass):
+    name = "share_angles"
 
     def match(self, prog: Program) -> Iterator[Site | Miss]:
         """Every table that many read."""

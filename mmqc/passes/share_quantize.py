@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor, fx
@@ -26,6 +25,7 @@ from torch._subclasses.fake_tensor import is_fake
 
 from mmqc.graph.kinds import kind
 from mmqc.graph.program import Miss, Program
+from mmqc.graph.runner import Pass
 
 PER_TOKEN = "quantize_per_token"
 EQUALS = "equals"  # in the meta of a placeholder: the placeholder whose values it has to have
@@ -43,13 +43,8 @@ class Site:
 
 
 @dataclass(frozen=True)
-class ShareQuantize:
-    """See the module's docstring."""
-
-    name: ClassVar[str] = "share_quantize"
-    needs: ClassVar[frozenset[str]] = frozenset()
-    gives: ClassVar[frozenset[str]] = frozenset()
-    exact: ClassVar[bool] = True
+class ShareQuantize(Pass):
+    name = "share_quantize"
 
     def match(self, prog: Program) -> Iterator[Site | Miss]:
         """Quantizations of one tensor, the later ones."""

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor, fx
@@ -24,6 +23,7 @@ from torch import Tensor, fx
 from mmqc.graph.kinds import kind
 from mmqc.graph.linear import operands, weight_of
 from mmqc.graph.program import Miss, Program
+from mmqc.graph.runner import Pass
 from mmqc.ops.hadamard import apply_factors
 
 
@@ -40,14 +40,12 @@ class Site:
 
 
 @dataclass(frozen=True)
-class SuppressMagnitude:
-    """See the module's docstring; at most ``rank`` channels a linear, the largest first."""
+class SuppressMagnitude(Pass):
+    """At most ``rank`` channels a linear, the largest first."""
 
     rank: int = 8
-    name: ClassVar[str] = "suppress_magnitude"
-    needs: ClassVar[frozenset[str]] = frozenset({"ops.raised"})
-    gives: ClassVar[frozenset[str]] = frozenset()
-    exact: ClassVar[bool] = True
+    name = "suppress_magnitude"
+    needs = frozenset({"ops.raised"})
 
     def match(self, prog: Program) -> Iterator[Site | Miss]:
         """Linears behind an online Hadamard that will be quantized."""

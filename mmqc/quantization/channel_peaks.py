@@ -19,8 +19,8 @@ from mmqc.calibration.observe import observe
 from mmqc.graph.linear import weight_of
 from mmqc.graph.program import Program
 from mmqc.graph.runner import run
-from mmqc.passes.fold_channel_scale import Chosen, FoldChannelScale, Site
-from mmqc.pipeline import FACTS
+from mmqc.passes.fold_channel_scale import Chosen, Site
+from mmqc.pipeline import FACTS, measured_passes
 from mmqc.solvers.principal_basis import high_width
 
 LEAST = 1e-5
@@ -77,4 +77,4 @@ def smooth(model: nn.Module, prog: Program, alpha: float, batches: Batches) -> N
             return None
         return x.clamp(min=LEAST) ** alpha / w.clamp(min=LEAST) ** (1 - alpha), f"alpha {alpha:g}"
 
-    run(prog, [FoldChannelScale(scale)], FACTS, text=True)
+    run(prog, measured_passes(scale=scale), FACTS, text=True)

@@ -33,8 +33,8 @@ from mmqc.graph.linear import operands, weight_of
 from mmqc.graph.program import Program
 from mmqc.graph.runner import run
 from mmqc.nn.modality import ModalityContext
-from mmqc.passes.fold_channel_scale import Chosen, FoldChannelScale, Site
-from mmqc.pipeline import FACTS
+from mmqc.passes.fold_channel_scale import Chosen, Site, find_sites
+from mmqc.pipeline import FACTS, measured_passes
 from mmqc.solvers import awq
 
 MOMENT_BYTES = 4 << 30
@@ -73,10 +73,10 @@ def scale_channels(model: nn.Module, prog: Program, options: ChannelScales, how:
         options: of the search.
         how: the forwards.
     """
-    item = FoldChannelScale(average=options.shared_heads == "average")
+    average = options.shared_heads == "average"
     search = _Search(model, prog, options, how)
-    search.run([s for s in item.sites(prog) if isinstance(s, Site)])
-    run(prog, [FoldChannelScale(lambda site: search.chosen.get(_key(site)), item.average)], FACTS, text=True)
+    search.run([s for s in find_sites(prog, average) if isinstance(s, Site)])
+    run(prog, measured_passes(scale=lambda site: search.chosen.get(_key(site)), average=average), FACTS, text=True)
 
 
 class Moments:

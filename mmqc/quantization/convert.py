@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from mmqc.graph.kinds import kind
 from mmqc.graph.linear import operands, weight_of
 from mmqc.graph.program import Program
+from mmqc.nn.integer_weight import PackedLinear
 from mmqc.nn.linear import HadamardLinear, QuantLinear, RMSNorm
 from mmqc.nn.mixed_linear import MixedLinear
 from mmqc.nn.modality import ModalityContext
@@ -178,9 +179,9 @@ def _to_rms_norm(model: nn.Module, fqn: str, prog: Program, journal: Journal) ->
 
 def build_quantized(
     model: nn.Module, prog: Program, context: ModalityContext | None, only: Container[str]
-) -> dict[str, QuantLinear]:
+) -> dict[str, PackedLinear]:
     """A QuantLinear for every quantized weight of the program in ``only``, by module FQN; the model is not touched."""
-    built: dict[str, QuantLinear] = {}
+    built: dict[str, PackedLinear] = {}
     known: Any = {} if prog.statistics is None else prog.statistics["linears"]
     for node in prog.nodes("weight_only_matmul"):
         fqn = node.meta["fqn"]
@@ -197,29 +198,23 @@ def build_quantized(
         index, columns = (prog.weights.get(f"{fqn}.{part}") for part in ("outliers", "outlier_weight"))
         scale = torch.tensor(found, dtype=torch.float32) if static else None
         built[module] = QuantLinear.from_parts(
-            solved.codes.to(device),
-            solved.scale.to(device),
+            solved.to(device),
             weight_bits=scheme.weight.bits,
             activation_bits=scheme.activation.bits if static and scheme.activation is not None else None,
-            group_size=scheme.weight.group_size,
-            amplifier=solved.amplifier if static else 0,
-            step=solved.step.to(device) if static and solved.step is not None else None,
             bias=None if bias is None else bias.detach(),
             input_scale=None if scale is None else scale.to(device),
-            outlier_index=index if index is None else index.to(device),
-            outlier_weight=columns if columns is None else columns.to(device),
+            outliers=None if index is None or columns is None else (index.to(device), columns.to(device)),
             hadamard=isinstance(old, HadamardLinear),
             modality=context if scale is not None and scale.numel() == 2 else None,
             dtype=weight.dtype,
-            weight_zero=None if solved.zero is None else solved.zero.to(device),
             float8=static and scheme.float8,
         )
     return built | _build_mixed(model, prog, only)
 
 
-def _build_mixed(model: nn.Module, prog: Program, only: Container[str]) -> dict[str, QuantLinear]:
+def _build_mixed(model: nn.Module, prog: Program, only: Container[str]) -> dict[str, PackedLinear]:
     """A MixedLinear for every weight with dynamic activations."""
-    built: dict[str, QuantLinear] = {}
+    built: dict[str, PackedLinear] = {}
     for fqn, node in {n.meta["fqn"]: n for n in prog.nodes("mixed_matmul") if n.meta["fqn"] in only}.items():
         old = model.get_submodule(fqn.removesuffix(".weight"))
         scheme, weight = node.meta["scheme"], old.get_parameter("weight")

@@ -15,23 +15,23 @@ from mmqc.nn.modality import detach
 from mmqc.nn.unseen import guard
 from mmqc.quantization.convert import size_of
 from mmqc.quantization.job import Job
-from mmqc.quantization.kv import Cache
+from mmqc.quantization.kv import QuantizedKV
 from mmqc.quantization.rewrite import Rewritten
 from mmqc.quantization.units import Quantized
 from mmqc.report.report import QuantReport, plain
 
 
-def finish(job: Job, quantized: Quantized, cache: Cache) -> QuantReport:
+def finish(job: Job, quantized: Quantized, kv: QuantizedKV) -> QuantReport:
     """Leave the config on the model, and its modality context and guards where something needs them; report."""
     model, exact = job.model, quantized.rewritten
-    config = quantized.config.replace(kv=cache.spec)
+    config = quantized.config.replace(kv=kv.spec)
     report = QuantReport(
-        config, [*quantized.layers], [*quantized.refused, *cache.refused], size_before=job.size, kv_scores=[*cache.scores]
+        config, [*quantized.layers], [*quantized.refused, *kv.refused], size_before=job.size, kv_scores=[*kv.scores]
     )
     if exact is not None:
         report.passes, report.towers = exact.program.records, exact.towers
         report.incoherence, report.rewrite_error = exact.incoherence, exact.error
-        if cache.spec is None and not _reads_modality(model):
+        if kv.spec is None and not _reads_modality(model):
             detach(model)
         if config.rewrites.fold_norms:
             guard(model, exact.unseen)

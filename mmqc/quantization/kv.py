@@ -28,7 +28,7 @@ from mmqc.report.score_histogram import ScoreHistogram
 
 
 @dataclass(frozen=True)
-class Cache:
+class QuantizedKV:
     """How ``generate`` packs its cache.
 
     Attributes:
@@ -42,7 +42,7 @@ class Cache:
     refused: tuple[Refusal, ...] = ()
 
 
-def quantize_cache(job: Job) -> Cache:
+def quantize_kv(job: Job) -> QuantizedKV:
     """Search for tau, and let ``model.generate`` pack its cache, if the request says so.
 
     Raises:
@@ -50,7 +50,7 @@ def quantize_cache(job: Job) -> Cache:
     """
     spec, model = job.request.kv, job.model
     if spec is None or job.seen is None:
-        return Cache()
+        return QuantizedKV()
     job.bar.say("searching")
     _note(model, job.journal)
     batches, context = [job.place(batch) for batch in job.request.batches or ()], prepare(model)
@@ -60,7 +60,7 @@ def quantize_cache(job: Job) -> Cache:
     embedding = model.get_input_embeddings().weight  # type: ignore[operator]
     home = job.residency.home if job.residency.offloads else embedding.device
     refused = unfused(found, home, embedding.dtype, head_width(decoder_config(model)))
-    return Cache(found, tuple(histograms(job.seen, found)), tuple(Refusal("", "", why) for why in refused))
+    return QuantizedKV(found, tuple(histograms(job.seen, found)), tuple(Refusal("", "", why) for why in refused))
 
 
 def _note(model: nn.Module, journal: Journal) -> None:

@@ -26,9 +26,9 @@ from mmqc.graph.linear import operands, weight_of
 from mmqc.graph.program import Program
 from mmqc.graph.runner import run
 from mmqc.graph.spaces.spaces import Space, Spaces, Touch
-from mmqc.passes.fuse_rotation import FuseRotation, Rotation, place
+from mmqc.passes.fuse_rotation import Rotation, place
 from mmqc.passes.quantize_mixed import HIGH, LOWEST
-from mmqc.pipeline import FACTS
+from mmqc.pipeline import FACTS, measured_passes
 from mmqc.solvers.principal_basis import high_width, peak_basis, principal_basis
 
 Batches = Callable[[], Iterable[Mapping[str, Any]]]
@@ -104,7 +104,7 @@ def rotate_to_bases(model: nn.Module, prog: Program, config: QuantConfig, batche
     for found in all_found:
         if found.seen is not None:
             given[place(found.space)] = found.basis(seed, options.random)
-    run(prog, [FuseRotation(seed, given=given)], FACTS, text=True)
+    run(prog, measured_passes(seed=seed, given=given), FACTS, text=True)
     for found in all_found:
         if found.high and place(found.space) in prog.decided.based:
             _mark(prog, found)

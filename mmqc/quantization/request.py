@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from mmqc.calibration.calibrate import EQUAL, TEXT, VISUAL, CalibrationError
 from mmqc.calibration.sequential import Inputs
 from mmqc.config import ConfigError, KVSpec, QuantConfig, Rewrites
-from mmqc.experts.modules import QuantExperts
+from mmqc.graph.runner import check_trace
 from mmqc.kv.cache import check_spec, decoder_config
-from mmqc.nn.linear import QuantLinear
+from mmqc.nn.integer_weight import IntegerWeight
 from mmqc.nn.modality import visual_token_ids
 from mmqc.quantization import convert
 
@@ -102,6 +102,7 @@ class Request:
         if self.changes_weights:
             _check_model(self.model)
         _check_options(self)
+        check_trace()
         if self.needs_batches or self.records:
             _check_batches(self)
 
@@ -125,7 +126,7 @@ def _check_options(request: Request) -> None:
 
 
 def _check_model(model: nn.Module) -> None:
-    if any(isinstance(m, QuantLinear | QuantExperts) for m in model.modules()):
+    if any(isinstance(m, IntegerWeight) for m in model.modules()):
         raise ValueError("this model is quantized already; load the original weights to quantize it anew")
     bad = convert.first_bad_weight(model)
     if bad is not None:

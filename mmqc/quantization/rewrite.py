@@ -95,12 +95,12 @@ def rewrite(job: Job, recorded: Recorded) -> Rewritten:
     _check_keep(prog, config)
     _filter(job, prog)
     before, towers = incoherences(prog), weight_towers(prog)
-    first, measures = job.call(job.batches[0]), config.rewrites.scales is not None or config.rewrites.smooth is not None
-    expected = outputs(model, first) if prog.changed or measures else []
+    first, scales, smoothed = job.call(job.batches[0]), config.rewrites.scales, config.rewrites.smooth
+    expected = outputs(model, first) if prog.changed or scales is not None or smoothed is not None else []
     untied = convert.write_exact(model, prog, job.journal)
-    if config.rewrites.scales is not None:
+    if scales is not None:
         job.bar.say("scaling channels")
-        scale_channels(model, prog, config.rewrites.scales, _forwards(job, recorded))
+        scale_channels(model, prog, scales, _forwards(job, recorded))
         untied += convert.write_weights(model, prog, job.journal)
     with ExitStack() as stack:
         kv = config.kv_rounding

@@ -20,15 +20,14 @@ from mmqc.calibration.sequential import Sequential
 from mmqc.config import QuantConfig
 from mmqc.experts.quantize import BuiltExperts, quantize_experts
 from mmqc.graph.runner import Steps, run
-from mmqc.nn.linear import QuantLinear
-from mmqc.pipeline import FACTS, quantizing_passes
+from mmqc.nn.integer_weight import PackedLinear
+from mmqc.pipeline import FACTS, activation_passes, weight_passes
 from mmqc.quantization import convert
 from mmqc.quantization.job import Job
 from mmqc.quantization.resume import Unit
 from mmqc.quantization.rewrite import Rewritten
 from mmqc.quantization.targets import Target, Targets
-from mmqc.report.account import refusals, transforms
-from mmqc.report.report import LayerReport, Refusal
+from mmqc.report.report import LayerReport, Refusal, refusals, transforms
 
 MEASURED_BATCHES = 4
 
@@ -157,9 +156,8 @@ class UnitWorker:
         self.moments: dict[str, Tensor | None] = {}
         self.statistics: dict[str, dict[str, Any]] = {}
         self.earlier: dict[Any, Any] = {}  # results of an earlier run, by the passes' keys
-        moment = lambda fqn: self.moments.pop(fqn, None)  # noqa: E731
-        *rounding, _ = quantizing_passes(hessian=moment, done=self.note, cache=self.earlier)
-        self.steps = [Steps(self.program, item, FACTS, text=True) for item in rounding]
+        passes = weight_passes(hessian=lambda fqn: self.moments.pop(fqn, None), done=self.rounded, cache=self.earlier)
+        self.steps = [Steps(self.program, item, FACTS, text=True) for item in passes]
         self.program.statistics = {
             "visual_token_ids": list(self.context.visual_token_ids),
             "token_embeddings": list(targets.token_embeddings),
@@ -167,7 +165,7 @@ class UnitWorker:
             "plan": self.program.decided.to_dict(),
         }
 
-    def note(self, fqn: str, result: Any, error: float, seconds: float) -> None:
+    def rounded(self, fqn: str, result: Any, error: float, seconds: float) -> None:
         """The pass has rounded one weight."""
         self.solved[fqn] = Solved(result, error, seconds)
 
@@ -185,7 +183,7 @@ class UnitWorker:
         self.earlier.update({(fqn, ()): result for fqn, result in unit.solved.items()})
         self.put(self.solve(linears, {n: unit.seen[f"{n}.weight"] for n in linears}), unit.losses, unit.seconds)
 
-    def solve(self, linears: Sequence[str], seen: Mapping[str, InputStatistics]) -> dict[str, QuantLinear]:
+    def solve(self, linears: Sequence[str], seen: Mapping[str, InputStatistics]) -> dict[str, PackedLinear]:
         """Quantize the weights of a unit."""
         wanted = [f"{name}.weight" for name in linears]
         for name, fqn in zip(linears, wanted, strict=True):
@@ -197,24 +195,26 @@ class UnitWorker:
             steps.rewrite(lambda site: site.fqn in wanted)
         return convert.build_quantized(self.job.model, self.program, self.context, wanted)
 
-    def swap(self, built: Mapping[str, QuantLinear], losses: Mapping[str, Loss]) -> None:
+    def swap(self, built: Mapping[str, PackedLinear], losses: Mapping[str, Loss]) -> None:
         """Store a unit that was just quantized, and put it into the model."""
-        solved = {f"{name}.weight": self.solved[f"{name}.weight"] for name in built}
-        seconds = {fqn: s.seconds for fqn, s in solved.items()}
+        fqns = [f"{name}.weight" for name in built]
+        seconds = {fqn: self.solved[fqn].seconds for fqn in fqns}
         if self.job.store is not None and built:
-            results = {fqn: s.result for fqn, s in solved.items()}
-            self.job.store.save(list(built), Unit(results, {fqn: self.seen[fqn] for fqn in solved}, seconds, dict(losses)))
+            seen = {fqn: self.seen[fqn] for fqn in fqns}
+            unit = Unit({fqn: self.solved[fqn].result for fqn in fqns}, seen, seconds, dict(losses))
+            self.job.store.save(list(built), unit)
+            del unit  # the results go one by one
         self.put(built, losses, seconds)
 
-    def put(self, built: Mapping[str, QuantLinear], losses: Mapping[str, Loss], seconds: Mapping[str, float]) -> None:
+    def put(self, built: Mapping[str, PackedLinear], losses: Mapping[str, Loss], seconds: Mapping[str, float]) -> None:
         """Swap, and let go of everything of the unit that takes memory."""
+        self.earlier.clear()
         for name, linear in built.items():
             self.job.journal.swap(name, linear)
             target = self.targets[f"{name}.weight"]
             solved, seen = self.solved.pop(target.weight), self.seen.pop(target.weight)
             self.rows[name] = self.row(target, linear, solved, seen, losses.get(name, Loss()), seconds[target.weight])
             self.release(target.weight, solved.result.integer)
-        self.earlier.clear()
         self.job.bar.done(len(built), losses)
 
     def release(self, fqn: str, integer: bool) -> None:
@@ -226,7 +226,7 @@ class UnitWorker:
             self.program.weights[name] = weight.new_zeros(()).expand(weight.shape)
 
     def row(
-        self, target: Target, linear: QuantLinear, solved: Solved, seen: InputStatistics, loss: Loss, seconds: float
+        self, target: Target, linear: PackedLinear, solved: Solved, seen: InputStatistics, loss: Loss, seconds: float
     ) -> LayerReport:
         """What the report says of a linear."""
         mixed = linear.input_scale is not None and seen.ranges[MIXED].count
@@ -252,6 +252,6 @@ class UnitWorker:
         for steps in self.steps:
             if steps.done or steps is self.steps[-1]:  # most configs have nothing for the others
                 steps.finish()
-        run(prog, quantizing_passes()[len(self.steps) :], FACTS, text=True)
+        run(prog, activation_passes(), FACTS, text=True)
         assert prog.statistics is not None
         prog.statistics = {**prog.statistics, "linears": {fqn: self.statistics[fqn] for fqn in self.targets}}

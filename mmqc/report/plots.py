@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from mmqc.report.report import MODALITIES, LayerReport, QuantReport
+from mmqc.report.tables import MODALITIES, Row
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -72,25 +72,25 @@ def short(fqn: str) -> str:
     return f"{number[-1]} {name}" if number else name
 
 
-def distinct_inputs(layers: Sequence[LayerReport]) -> list[LayerReport]:
+def distinct_inputs(layers: Sequence[Row]) -> list[Row]:
     """One layer for each input: q, k and v read the same tensor, so only the first is drawn."""
-    kept: list[LayerReport] = []
+    kept: list[Row] = []
     for layer in layers:
-        if not kept or layer.ranges != kept[-1].ranges:
+        if not kept or layer["ranges"] != kept[-1]["ranges"]:
             kept.append(layer)
     return kept
 
 
-def ranges_plot(reports: Mapping[str, QuantReport], towers: Sequence[str]) -> str | None:
+def ranges_plot(reports: Mapping[str, Row], towers: Sequence[str]) -> str | None:
     """Smallest and largest input of every layer in ``towers``, visual rows against text rows; None without data."""
     panels = {
         name: kept
         for name, report in reports.items()
-        if (kept := distinct_inputs([x for x in report.layers if x.tower in towers and x.ranges]))
+        if (kept := distinct_inputs([x for x in report["layers"] if x["tower"] in towers and x["ranges"]]))
     }
     if not panels:
         return None
-    widest = max(abs(v) for kept in panels.values() for layer in kept for r in layer.ranges.values() for v in r)
+    widest = max(abs(v) for kept in panels.values() for layer in kept for r in layer["ranges"].values() for v in r)
     with figure(0.6 + 2.35 * len(panels), len(panels)) as (fig, axes):
         for axis, (name, layers) in zip(axes, panels.items(), strict=True):
             _range_bars(axis, layers)
@@ -103,51 +103,52 @@ def ranges_plot(reports: Mapping[str, QuantReport], towers: Sequence[str]) -> st
         return png(fig)
 
 
-def _spread(layers: Sequence[LayerReport]) -> str:
+def _spread(layers: Sequence[Row]) -> str:
     """How much further visual inputs reach than text inputs, for a panel's title."""
-    reach = [{m: max(map(abs, ends)) for m, ends in layer.ranges.items()} for layer in layers]
+    reach = [{m: max(map(abs, ends)) for m, ends in layer["ranges"].items()} for layer in layers]
     ratios = [r["visual"] / r["text"] for r in reach if r.get("visual") and r.get("text")]
     return f"   (visual / text: median {statistics.median(ratios):.1f}, largest {max(ratios):.1f})" if ratios else ""
 
 
-def _range_bars(axis: Any, layers: Sequence[LayerReport]) -> None:
+def _range_bars(axis: Any, layers: Sequence[Row]) -> None:
     axis.axhline(0, color=MUTED, linewidth=0.6, zorder=3)
     axis.grid(axis="y", linewidth=0.6)
     axis.set_axisbelow(True)
-    present = [m for m in MODALITIES if any(m in layer.ranges for layer in layers)]
+    present = [m for m in MODALITIES if any(m in layer["ranges"] for layer in layers)]
     for offset, modality in zip((-0.2, 0.2) if len(present) > 1 else (0.0,), present, strict=True):
-        at = [i for i, layer in enumerate(layers) if modality in layer.ranges]
-        low = [layers[i].ranges[modality][0] for i in at]
-        height = [layers[i].ranges[modality][1] - layers[i].ranges[modality][0] for i in at]
+        at = [i for i, layer in enumerate(layers) if modality in layer["ranges"]]
+        low = [layers[i]["ranges"][modality][0] for i in at]
+        height = [layers[i]["ranges"][modality][1] - layers[i]["ranges"][modality][0] for i in at]
         axis.bar([i + offset for i in at], height, 0.36, low, color=COLOURS[modality], label=f"{modality} tokens")
 
 
-def _layer_axis(axis: Any, layers: Sequence[LayerReport]) -> None:
+def _layer_axis(axis: Any, layers: Sequence[Row]) -> None:
     axis.set_xlim(-0.7, len(layers) - 0.3)
     # beyond this many the labels would overlap; the table on the page has every name
     step = -(-len(layers) // 60)
-    axis.set_xticks(range(0, len(layers), step), [short(layer.fqn) for layer in layers[::step]], rotation=60, ha="right")
+    axis.set_xticks(range(0, len(layers), step), [short(layer["fqn"]) for layer in layers[::step]], rotation=60, ha="right")
     axis.tick_params(axis="x", length=0, pad=1)
-    towers = [layer.tower for layer in layers]
+    towers = [layer["tower"] for layer in layers]
     for i in range(1, len(towers)):
         if towers[i] != towers[i - 1]:
             axis.axvline(i - 0.5, color=MUTED, linewidth=0.8, linestyle=(0, (2, 2)))
 
 
-def sqnr_plot(reports: Mapping[str, QuantReport]) -> str | None:
+def sqnr_plot(reports: Mapping[str, Row]) -> str | None:
     """SQNR of every layer's output, one panel for each modality, one line for each report; None without data."""
-    order = list({layer.fqn: layer for report in reports.values() for layer in report.layers if layer.sqnr}.values())
-    towers = {tower: i for i, tower in enumerate(dict.fromkeys(layer.tower for layer in order))}
-    modalities = [m for m in MODALITIES if any(m in layer.sqnr for layer in order)]
+    order = list({layer["fqn"]: layer for report in reports.values() for layer in report["layers"] if layer["sqnr"]}.values())
+    towers = {tower: i for i, tower in enumerate(dict.fromkeys(layer["tower"] for layer in order))}
+    modalities = [m for m in MODALITIES if any(m in layer["sqnr"] for layer in order)]
     if not modalities:
         return None
     with figure(0.7 + 2.5 * len(modalities), len(modalities), sharey=True) as (fig, axes):
         for axis, modality in zip(axes, modalities, strict=True):
-            seen = [x for x in order if any(modality in y.sqnr for r in reports.values() for y in r.layers if y.fqn == x.fqn)]
-            seen.sort(key=lambda layer: towers[layer.tower])
-            at = {layer.fqn: i for i, layer in enumerate(seen)}
+            known = {x["fqn"] for report in reports.values() for x in report["layers"] if modality in x["sqnr"]}
+            seen = [x for x in order if x["fqn"] in known]
+            seen.sort(key=lambda layer: towers[layer["tower"]])
+            at = {layer["fqn"]: i for i, layer in enumerate(seen)}
             for (name, report), colour in zip(reports.items(), _cycle(len(reports)), strict=True):
-                points = sorted((at[x.fqn], x.sqnr[modality]) for x in report.layers if modality in x.sqnr)
+                points = sorted((at[x["fqn"]], x["sqnr"][modality]) for x in report["layers"] if modality in x["sqnr"])
                 axis.plot(*zip(*points, strict=True), "o-", color=colour, markersize=3, linewidth=1, label=name) if points else None
             axis.set_title(f"{modality} rows")
             axis.grid(axis="y", linewidth=0.6)
@@ -162,12 +163,12 @@ def _cycle(n: int) -> list[str]:
     return [SERIES[i % len(SERIES)] for i in range(n)] if n > 1 else [SERIES[1]]
 
 
-def incoherence_plot(reports: Mapping[str, QuantReport]) -> str | None:
+def incoherence_plot(reports: Mapping[str, Row]) -> str | None:
     """μ of every linear weight after the rewrites against before, one panel for each report; None without data."""
-    panels = {name: report for name, report in reports.items() if report.incoherence}
+    panels = {name: report for name, report in reports.items() if report["incoherence"]}
     if not panels:
         return None
-    ends = [v for report in panels.values() for pair in report.incoherence.values() for v in pair if math.isfinite(v)]
+    ends = [v for report in panels.values() for pair in report["incoherence"].values() for v in pair if math.isfinite(v)]
     low, high = 0.85 * min(ends, default=1.0), 1.2 * max(ends, default=10.0)
     with figure(0.5 + WIDTH / 3, columns=max(3, len(panels))) as (fig, axes):
         for axis in axes[len(panels) :]:
@@ -188,11 +189,11 @@ def incoherence_plot(reports: Mapping[str, QuantReport]) -> str | None:
         return png(fig)
 
 
-def _incoherence_points(axis: Any, report: QuantReport) -> None:
+def _incoherence_points(axis: Any, report: Row) -> None:
     """One dot a weight, coloured by tower; the largest after the rewrites carries its name."""
-    known = {fqn: pair for fqn, pair in report.incoherence.items() if all(map(math.isfinite, pair))}
+    known = {fqn: pair for fqn, pair in report["incoherence"].items() if all(map(math.isfinite, pair))}
     for tower, colour in TOWER_COLOURS.items():
-        points = [pair for fqn, pair in known.items() if report.towers.get(fqn, "language") == tower]
+        points = [pair for fqn, pair in known.items() if report["towers"].get(fqn, "language") == tower]
         if points:
             x, y = zip(*points, strict=True)
             axis.scatter(x, y, s=16, color=colour, alpha=0.75, linewidths=0, label=f"{tower} ({len(points)})")

@@ -6,16 +6,18 @@ import dataclasses
 import json
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mmqc.config import TOWERS, QuantConfig
+from mmqc.config import QuantConfig
+from mmqc.graph.program import Program
 from mmqc.report.score_histogram import CALIBRATED, ROUNDED, ScoreHistogram
+from mmqc.report.tables import MODALITIES, by_tower, count, decibels, text_table, totals, tower_rows
 
-MODALITIES = ("visual", "text")
 WORST = 5
+FOLDED = {"fold_norm_scale": "norm gain folded", "fold_layer_scale": "layer scale folded"}  # in words
 MEGABYTE = 1e6
 
 
@@ -123,7 +125,7 @@ class QuantReport:
             "config": plain(self.config.to_dict()),
             "layers": [plain(dataclasses.asdict(layer)) for layer in self.layers],
             "refused": [plain(dataclasses.asdict(refusal)) for refusal in self.refused],
-            "passes": [plain(pass_row(record)) for record in self.passes],
+            "passes": [_pass_row(record) for record in self.passes],
             "seconds": self.seconds,
             "size_before": self.size_before,
             "size_after": self.size_after,
@@ -144,6 +146,8 @@ class QuantReport:
             raise ValueError(f"report.save({str(path)!r}): the suffix {path.suffix!r} is not one of .html, .json, .txt")
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.suffix == ".html":
+            from mmqc.report.html import write_html
+
             return write_html(path, {"title": "Quantization report", "reports": {"report": self}})
         text = json.dumps(self.to_dict(), indent=1) if path.suffix == ".json" else self.summary()
         path.write_text(text + "\n", encoding="utf-8")
@@ -151,10 +155,7 @@ class QuantReport:
 
     def totals(self) -> str:
         """E.g. "46 layers quantized, 1 refusal, 8.1 s"."""
-        kv = self.config.kv
-        cache = [f"visual KV cache in {count(kv.bits, 'bit')}"] if kv else []
-        parts = [f"{count(len(self.layers), 'layer')} quantized"] if self.layers or not kv else []
-        return ", ".join([*parts, *cache, count(len(self.refused), "refusal"), f"{self.seconds:.1f} s"])
+        return totals(len(self.layers), len(self.refused), self.seconds, self.config.kv.bits if self.config.kv else None)
 
     def _headline(self) -> str:
         schemes = "  ".join(f"{tower} {scheme}" for tower, scheme in self.config.schemes.items())
@@ -169,14 +170,12 @@ class QuantReport:
 
     def _towers(self) -> str:
         head = ("tower", "layers", "scheme", "visual, dB", "text, dB", "clipped", "W error", "outliers")
-        rows = [tower_row(tower, layers) for tower, layers in self.by_tower().items()]
+        rows = tower_rows([vars(layer) for layer in self.layers])
         return f"SQNR by modality, median (lowest) of the layers\n{text_table(head, rows)}" if rows else ""
 
     def by_tower(self) -> dict[str, list[LayerReport]]:
         """The layers of each tower that has some, towers in the order of the data flow."""
-        names = list(TOWERS) + sorted({layer.tower for layer in self.layers} - set(TOWERS))
-        towers = {name: [layer for layer in self.layers if layer.tower == name] for name in names}
-        return {name: layers for name, layers in towers.items() if layers}
+        return by_tower(self.layers, lambda layer: layer.tower)
 
     def _rewrite_error(self) -> str:
         if not self.rewrite_error:
@@ -225,33 +224,12 @@ class QuantReport:
     def _passes(self) -> str:
         rows = [
             (r["name"], "exact" if r["exact"] else "lossy", r["sites"], r["refused"], f"{r['ms']:.1f}")
-            for r in map(pass_row, self.passes)
+            for r in map(_pass_row, self.passes)
         ]
         return text_table(("pass", "", "sites", "refused", "ms"), rows) if rows else ""
 
     def _refusals(self) -> str:
         return "\n".join(["refused", *(f"  {refusal}" for refusal in self.refused)]) if self.refused else ""
-
-
-def write_html(path: str | Path, data: Mapping[str, Any]) -> Path:
-    """Writes one self-contained web page about one or several quantized models; matplotlib draws the plots.
-
-    Args:
-        path: of the file.
-        data: any of "title"; "table": one dict per model, the columns in order ("recovery" is also drawn as bars);
-            "ablation": the same for the steps of an ablation; "speed": one dict per measurement; "reports": QuantReport
-            by name; "kernels": ``Explanation.to_dict()`` by name; "examples": dicts with images, question, answer, float,
-            quantized; "answers": dicts of what a compiled model was asked; "environment": names and versions.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-    """
-    from mmqc.report.html import page
-
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(page(data), encoding="utf-8")
-    return path
 
 
 def plain(value: Any) -> Any:
@@ -267,61 +245,45 @@ def plain(value: Any) -> Any:
     return plain(value.tolist()) if hasattr(value, "tolist") else str(value)
 
 
-def pass_row(record: Any) -> dict[str, Any]:
-    """A pass record as a dict: name, exact, sites, refused (number of), reasons, ms."""
-    misses = getattr(record, "misses", ())
-    reasons = [] if isinstance(misses, int) else [str(miss) for miss in misses]
-    sites = getattr(record, "n_sites", 0)
+def _pass_row(record: Any) -> dict[str, Any]:
+    reasons = [str(miss) for miss in record.misses]
     return {
         "name": record.name,
-        "exact": bool(getattr(record, "exact", False)),
-        "sites": sites if isinstance(sites, int) else len(sites),
-        "refused": misses if isinstance(misses, int) else len(reasons),
+        "exact": record.exact,
+        "sites": record.n_sites,
+        "refused": len(reasons),
         "reasons": reasons,
-        "ms": float(getattr(record, "ms", 0.0)),
+        "ms": record.ms,
     }
 
 
-def tower_row(tower: str, layers: Sequence[LayerReport]) -> tuple[str, ...]:
-    """One line of totals; SQNR as median (lowest) in dB, clipped as the largest fraction of any layer."""
-    sqnr = [spread([layer.sqnr[m] for layer in layers if m in layer.sqnr]) for m in MODALITIES]
-    clipped = max((v for layer in layers for v in layer.saturated.values()), default=0.0)
-    errors = [layer.weight_error for layer in layers if math.isfinite(layer.weight_error)]
-    return (
-        tower or "(not traced)",
-        str(len(layers)),
-        ", ".join(dict.fromkeys(layer.scheme for layer in layers)),
-        *sqnr,
-        f"{clipped:.2%}",
-        f"{statistics.median(errors):.2%}" if errors else "-",
-        str(sum(layer.outliers for layer in layers)),
-    )
+def transforms(prog: Program) -> dict[str, tuple[str, ...]]:
+    """What the rewrites did to each weight, in words."""
+    found: dict[str, list[str]] = {}
+    for record_ in prog.records:
+        for site in record_.sites if record_.name in FOLDED or record_.name == "insert_hadamard" else ():
+            head, _, tail = site.partition(" -> ") if " -> " in site else site.partition(": ")
+            if record_.name == "insert_hadamard":
+                found.setdefault(head, []).append(f"online {tail}")
+            else:
+                for fqn in tail.split(", "):
+                    found.setdefault(fqn, []).append(FOLDED[record_.name])
+    for fqn, axes in prog.decided.rotated.items():
+        found.setdefault(fqn, []).extend("rotated out" if axis == 0 else "rotated in" for axis in sorted(axes))
+    for part in (p for s in prog.decided.scalings for p in s.parts):
+        found.setdefault(part.fqn, []).append("channel scale in" if part.reads else "channel scale out")
+    for fqn, axis in sorted(prog.decided.flipped):
+        found.setdefault(fqn, []).append("signs out" if axis == 0 else "signs in")
+    return {fqn: tuple(words) for fqn, words in found.items()}
 
 
-def count(n: int, what: str) -> str:
-    """E.g. "1 layer", "2 layers", "3 passes"."""
-    return f"{n} {what}" if n == 1 else f"{n} {what}{'es' if what.endswith('s') else 's'}"
-
-
-def decibels(value: float | None, unit: str = " dB") -> str:
-    """E.g. "31.4 dB"; a dash for what was not measured."""
-    return "-" if value is None or math.isnan(value) else f"{value:.1f}{unit}"
-
-
-def spread(values: Sequence[float]) -> str:
-    """Median and lowest, e.g. "33.0 (28.1)"."""
-    return f"{statistics.median(values):.1f} ({min(values):.1f})" if values else "-"
-
-
-def text_table(head: Iterable[object], rows: Iterable[Iterable[object]]) -> str:
-    """Columns padded to their widest cell, two spaces apart; numbers to the right."""
-    cells = [[str(c) for c in row] for row in (head, *rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    right = [all(_is_number(row[i]) for row in cells[1:]) for i in range(len(widths))]
-    pad = lambda cell, i: cell.rjust(widths[i]) if right[i] else cell.ljust(widths[i])  # noqa: E731
-    lines = ["  ".join(pad(cell, i) for i, cell in enumerate(row)).rstrip() for row in cells]
-    return "\n".join(lines)
-
-
-def _is_number(cell: str) -> bool:
-    return cell == "-" or cell[:1].isdigit() or cell[:1] == "-"
+def refusals(prog: Program) -> list[Refusal]:
+    """Misses of all passes, but for rotations that a later online Hadamard made up for."""
+    made_up = prog.decided.hadamards
+    return [
+        Refusal(fqn, m.node, f"{r.name}: {m.reason}")
+        for r in prog.records
+        for m in r.misses
+        for fqn in m.fqn.split(", ")
+        if not (r.name == "fuse_rotation" and fqn in made_up)
+    ]

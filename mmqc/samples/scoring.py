@@ -6,6 +6,7 @@ Questions of similar length share a batch; a batch is padded on the left and sto
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,7 @@ from mmqc.samples.processor import END, DigitsProcessor
 from mmqc.samples.questions import KINDS, TRANSCRIPTIONS, Question
 
 BATCH = 32
-_BOOTSTRAP_SEED, _BOOTSTRAP_DRAWS = 0, 2000
+DRAWS, SEED = 2000, 0
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,42 @@ class Score:
     right: str
     accuracy: float
     nll: float
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A mean and the ends of its 95 % interval."""
+
+    mean: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        """E.g. "-0.013 [-0.040, 0.013]"."""
+        return f"{self.mean:.4g} [{self.low:.4g}, {self.high:.4g}]"
+
+
+def bootstrap(*groups: Sequence[float] | np.ndarray, draws: int = DRAWS, seed: int = SEED) -> Interval:
+    """The mean of the groups' means and its percentile interval, values drawn with replacement within each group.
+
+    For a paired difference pass the differences, question by question (Efron and Tibshirani 1993, chapter 13).
+    """
+    data = [np.asarray(values, dtype=np.float64) for values in groups]
+    rng = np.random.default_rng(seed)
+    means = np.mean([d[rng.integers(len(d), size=(draws, len(d)))].mean(1) for d in data], axis=0)
+    low, high = np.quantile(means, [0.025, 0.975])
+    return Interval(float(np.mean([d.mean() for d in data])), float(low), float(high))
+
+
+def tail_nll(logits: torch.Tensor, ids: torch.Tensor, size: int) -> float:
+    """Mean NLL of the last ``size`` tokens of ``ids`` [T] by ``logits`` [T, V], under teacher forcing."""
+    start = len(ids) - size
+    return torch.nn.functional.cross_entropy(logits[start - 1 : -1].double(), ids[start:]).item()
+
+
+def recovery(reference: float, accuracy: float) -> float:
+    """Accuracy as a share of the reference's; NaN where that is 0."""
+    return accuracy / reference if reference else math.nan
 
 
 @dataclass(frozen=True)
@@ -56,10 +93,7 @@ def answer_nll(model: Any, processor: DigitsProcessor, batch: Sequence[Question]
     inputs = processor.collate([processor(q.prompt, q.images, answer=q.answer) for q in batch], multiple_of=16)
     logits = model(**inputs, use_cache=False).logits
     sizes = [len(q.answer) + 1 for q in batch]
-    out = []
-    for row, ids, size in zip(logits, inputs["input_ids"], sizes, strict=True):
-        out.append(torch.nn.functional.cross_entropy(row[-size - 1 : -1].double(), ids[-size:]).item())
-    return out
+    return [tail_nll(*row) for row in zip(logits, inputs["input_ids"], sizes, strict=True)]
 
 
 @torch.no_grad()
@@ -108,8 +142,6 @@ def summarize(scores: Sequence[Score]) -> dict[str, float]:
 def compare(a: Sequence[Score], b: Sequence[Score]) -> Comparison:
     """Paired difference of accuracy, resampled within each kind since the kinds weigh the same."""
     differences = _by_kind(a, [y.accuracy - x.accuracy for x, y in zip(a, b, strict=True)])
-    rng = np.random.default_rng(_BOOTSTRAP_SEED)
-    draws = np.mean([d[rng.integers(len(d), size=(_BOOTSTRAP_DRAWS, len(d)))].mean(1) for d in differences.values()], axis=0)
-    low, high = np.quantile(draws, [0.025, 0.975])
+    interval = bootstrap(*differences.values())
     first, second = summarize(a)["accuracy"], summarize(b)["accuracy"]
-    return Comparison(first, second, second - first, float(low), float(high))
+    return Comparison(first, second, second - first, interval.low, interval.high)

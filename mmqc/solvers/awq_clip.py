@@ -37,10 +37,8 @@ def solve(
     Raises:
         ValueError: no hessian, one of another shape or not finite; NaN or infinite weights.
     """
-    w = checked(weight, name)
+    w = checked(weight, name, skip)
     h = checked_hessian(hessian, w, name, "awq_clip")
-    if skip is not None:
-        w = w.index_fill(1, skip.to(w.device), 0)
     mean = h.diagonal().mean().clamp(min=torch.finfo(h.dtype).tiny)
     blocks = (diagonal_blocks(h, spec.group_size) / mean).to(w.dtype)
     groups = grouped(w, spec.group_size)

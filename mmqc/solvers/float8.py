@@ -21,8 +21,6 @@ def solve(weight: Tensor, *, skip: Tensor | None = None, name: str = "weight") -
     Raises:
         ValueError: NaN or infinite values.
     """
-    w = checked(weight, name)
-    if skip is not None:
-        w = w.index_fill(1, skip.to(w.device), 0)
+    w = checked(weight, name, skip)
     scale = positive(w.abs().amax(1) / LARGEST)
     return Quantized((w / scale[:, None]).float().clamp(-LARGEST, LARGEST).to(FLOAT8), scale)

@@ -36,18 +36,8 @@ def solve(
 ) -> Quantized:
     """Quantizes ``weight`` with the clip, per output channel or group, that minimises the error's 2.4-norm.
 
-    Args:
-        weight: floating point [N, K].
-        spec: bits, granularity and symmetry are read; a last group may be short.
-        hessian: not used; every solver takes the same arguments.
-        skip: int64 indices of input channels that something else computes; their values are 0.
-        name: FQN for error messages.
-
-    Raises:
-        ValueError: NaN or infinite values.
+    Arguments and errors are those of ``rtn.solve``.
     """
-    w = checked(weight, name)
-    if skip is not None:
-        w = w.index_fill(1, skip.to(w.device), 0)
+    w = checked(weight, name, skip)
     groups = grouped(w, spec.group_size)
     return on_grid(groups, clipped(groups, spec.bits, spec.symmetric), w.shape[1], spec.group_size)

@@ -12,8 +12,6 @@ Source:  Saxena et al., arXiv:2412.14363, section 4.2, equation 5.  The authors'
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -73,10 +71,3 @@ def _mixed(p: Tensor, high: int, seed: int, random: str, lowest: int) -> Tensor:
 
 def _hadamard(n: int, seed: int) -> Tensor:
     return rotation_matrix(*random_hadamard(n, seed))
-
-
-def error_bound(energy: float, high_energy: float, width: int, high: int, bits: int, high_bits: int) -> float:
-    """Theorem 4.2's bound on E|X - X_q|_F from E|X|_F and E|X P_h|_F; it holds for normally distributed coordinates."""
-    low_factor = math.sqrt(math.pi * math.log(width - high)) / (2 ** (bits - 1) - 1)
-    high_factor = math.sqrt(math.pi * math.log(high)) / (2 ** (high_bits - 1) - 1)
-    return low_factor * energy - (low_factor - high_factor) * high_energy

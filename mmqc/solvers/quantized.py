@@ -5,7 +5,8 @@ w ≈ (codes - zero) · scale        codes, zero integer in [-2^(b-1), 2^(b-1) -
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -46,6 +47,11 @@ class Quantized:
         rows = self.scale.new_full((self.scale.shape[0],), 1 / self.amplifier)
         return (self.scale.double() * self.amplifier).round().to(torch.int32), rows
 
+    def to(self, device: torch.device) -> Self:
+        """The same on another device."""
+        tensors = {name: part.to(device) for name, part in vars(self).items() if isinstance(part, Tensor)}
+        return replace(self, **tensors)
+
     def dequantize(self) -> Tensor:
         """The weight that the codes stand for: (codes - zero) · scale, float32 [N, K]."""
         centred = self.codes.float() if self.zero is None else self.codes.float() - self.by_channel(self.zero)
@@ -63,8 +69,8 @@ def levels(bits: int) -> tuple[int, int]:
     return -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
 
 
-def checked(weight: Tensor, name: str) -> Tensor:
-    """``weight`` [N, K], detached, in float64 if it was that already, otherwise in float32.
+def checked(weight: Tensor, name: str, skip: Tensor | None = None) -> Tensor:
+    """``weight`` [N, K], detached, in float64 if it was that already, otherwise in float32; 0 in the channels ``skip``.
 
     Raises:
         ValueError: not a matrix, or NaN or infinite somewhere.
@@ -81,7 +87,7 @@ def checked(weight: Tensor, name: str) -> Tensor:
             f"{name} holds {int(bad.sum())} values that are NaN or infinite in float32, the first at "
             f"[{row}, {column}]; repair the checkpoint, or list the layer in QuantConfig.keep"
         )
-    return w
+    return w if skip is None else w.index_fill(1, skip.to(w.device), 0)
 
 
 def positive(scale: Tensor) -> Tensor:

@@ -30,8 +30,6 @@ def solve(
     Raises:
         ValueError: NaN or infinite values.
     """
-    w = checked(weight, name)
-    if skip is not None:
-        w = w.index_fill(1, skip.to(w.device), 0)
+    w = checked(weight, name, skip)
     groups = grouped(w, spec.group_size)
     return on_grid(groups, Grid.of(groups, spec.bits, spec.symmetric), w.shape[1], spec.group_size)

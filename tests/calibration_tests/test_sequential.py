@@ -7,7 +7,7 @@ import pytest
 import torch
 from blocks import Attention, Branch, Mlp, RMSNorm, Text, ids, shared
 from models import randomise, tiny_qwen2_vl
-from small_vlm import Small, batches, check_unchanged, quantize, traces
+from small_vlm import Small, batches, quantize
 from streams import Between, Masked
 from tiny_families import FAMILIES
 from torch import Tensor, nn
@@ -17,7 +17,6 @@ import mmqc.quantization.units
 from mmqc import recipes
 from mmqc.calibration.blocks import block_lists, survey
 from mmqc.nn.linear import QuantLinear
-from mmqc.quantization.progress import OutOfMemoryError
 from mmqc.report.report import Refusal
 
 GPTQ = recipes.mquant(4, rotate=False)
@@ -193,27 +192,3 @@ def test_blocks__refused_in_the_middle_of_a_run(inputs: Any, monkeypatch: pytest
     assert [r.fqn for r in report.refused if "whole model" in r.reason] == ["model.text.blocks"]
     assert {x.fqn for x in report.layers} == {n for n, m in model.named_modules() if isinstance(m, QuantLinear)}
     assert {x.tower for x in report.layers} == {"vision", "projector", "language"}
-
-
-@pytest.mark.parametrize(
-    ("error", "message"),
-    [
-        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate"), r"at model.text.blocks.1 .*device=\"cuda\""),
-        (MemoryError(), "fewer calibration samples"),
-    ],
-)
-def test_memory__an_error_says_what_to_change(error: Exception, message: str) -> None:
-    model = Small()
-    before = traces(model)
-    calls = []
-
-    def fail(module: nn.Module, args: Any) -> None:
-        calls.append(1)
-        if len(calls) > 8:
-            raise error
-
-    handle = model.get_submodule("model.text.blocks.1").register_forward_pre_hook(fail)
-    with pytest.raises(OutOfMemoryError, match=message):
-        quantize(model, recipes.rtn(8, 8))
-    handle.remove()
-    check_unchanged(model, before)

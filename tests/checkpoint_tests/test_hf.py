@@ -39,15 +39,12 @@ def quantized(linear, spec, *, static=False, context=None, hadamard=False, outli
     q = solve(weight, spec, skip=skip)
     scale = torch.tensor([0.04, 0.06] if context else [0.05]) if static else None
     return QuantLinear.from_parts(
-        q.codes,
-        q.scale,
+        q,
         weight_bits=spec.bits,
         activation_bits=8 if static else None,
-        group_size=spec.group_size,
         bias=linear.bias,
         input_scale=scale,
-        outlier_index=skip if outliers else None,
-        outlier_weight=weight[:, skip] if outliers else None,
+        outliers=(skip, weight[:, skip]) if outliers else None,
         hadamard=hadamard,
         modality=context,
     )
@@ -284,8 +281,8 @@ def test_plain_module__is_left_alone():
         RMSNorm(7, 1e-5),
         RMSNorm(7, 1e-5, torch.ones(7, dtype=torch.bfloat16)),
         HadamardLinear(12, 5, bias=False),
-        QuantLinear.empty(12, 5, weight_bits=4, group_size=4),
-        QuantLinear.empty(12, 5, weight_bits=8, activation_bits=8, input_scales=2, outliers=1, bias=True, hadamard=True),
+        QuantLinear(12, 5, weight_bits=4, group_size=4),
+        QuantLinear(12, 5, weight_bits=8, activation_bits=8, input_scales=2, outliers=1, bias=True, hadamard=True),
     ],
     ids=lambda m: type(m).__name__,
 )

@@ -49,6 +49,19 @@ def test_read__names_the_line_and_what_is_wrong(tmp_path, row, words):
         read_examples(folder(tmp_path, row))
 
 
+def test_read__names_the_line_of_an_image_that_is_none_or_damaged(tmp_path):
+    folder(tmp_path, SHORT, {**SHORT, "images": ["b.png"]})
+    (tmp_path / "b.png").write_bytes(b"not an image")
+    with pytest.raises(DataError, match=r"data\.jsonl:2: .*b\.png is no image that PIL can read"):
+        read_examples(tmp_path)
+    for kind in ("png", "jpeg"):
+        Image.effect_noise((64, 64), 50).save(tmp_path / "whole", format=kind)
+        whole = (tmp_path / "whole").read_bytes()
+        (tmp_path / "b.png").write_bytes(whole[: len(whole) // 2])
+        with pytest.raises(DataError, match=r"data\.jsonl:2: .*b\.png is damaged \(.+\)"):
+            read_examples(tmp_path)
+
+
 def test_read__an_empty_or_missing_file(tmp_path):
     with pytest.raises(DataError, match=r"data\.jsonl does not exist"):
         read_examples(tmp_path)

@@ -12,7 +12,8 @@ from torch import nn
 
 from mmqc.cli import evaluation
 from mmqc.cli.chat_data import Example
-from mmqc.cli.evaluation import Answer, bootstrap, compared, summary
+from mmqc.cli.evaluation import Answer, compared, reasons, summary
+from mmqc.samples.scoring import Interval, bootstrap
 
 VOCABULARY = 7
 
@@ -75,6 +76,8 @@ def test_ask__a_template_that_changes_the_prompt_has_no_nll():
 
     (answer,) = evaluation.ask(Table(), Thinks(), [example("abc", "fd")], max_new_tokens=1)
     assert math.isnan(answer.nll)
+    assert answer.another_prompt
+    assert reasons(summary([answer]), [answer]) == [evaluation.ANOTHER_PROMPT]
 
 
 def test_answer__forgives_case_space_and_a_full_stop():
@@ -104,6 +107,13 @@ def test_bootstrap__covers_the_mean_as_often_as_it_says():
     assert 180 <= hits <= 200  # 95 % of 200 is 190, three standard deviations are 9
 
 
+def test_bootstrap__draws_within_groups_which_weigh_the_same():
+    assert bootstrap([0.0] * 5, [1.0] * 50) == Interval(0.5, 0.5, 0.5)
+    few, many = bootstrap([0.0, 1.0], [0.0] * 50), bootstrap([0.0, 1.0] * 50, [0.0] * 50)
+    assert (few.mean, few.low, few.high) == (0.25, 0.0, 0.5)
+    assert 0.0 < many.low < many.mean == 0.25 < many.high < 0.5
+
+
 def test_compared__is_paired_question_by_question():
     a = [Answer("x", "x", 1.0), Answer("y", "x", 2.0), Answer("x", "x", 1.0), Answer("x", "x", 0.0)]
     b = [Answer("x", "x", 1.5), Answer("y", "x", 2.5), Answer("y", "x", 1.5), Answer("x", "x", 0.5)]
@@ -114,6 +124,18 @@ def test_compared__is_paired_question_by_question():
     assert (nll.mean, nll.low, nll.high) == (0.5, 0.5, 0.5)  # equal differences leave nothing to draw
     assert found["accuracy difference"].mean == -0.25
     assert math.isnan(compared([Answer("y", "x", 0.0)], [Answer("x", "x", 0.0)])["recovery"])
+
+
+def test_reasons__tell_a_model_that_is_never_right_from_one_whose_outputs_are_not_finite():
+    wrong = [Answer("y", "x", 1.0), Answer("z", "x", 2.0)]
+    both = summary(wrong) | compared(wrong, wrong) | {"SQNR text, dB": 30.0}
+    assert math.isnan(both["recovery"])
+    assert reasons(both, wrong) == [evaluation.NEVER_RIGHT]
+    assert reasons(both | {"recovery": 0.9}, wrong) == []
+    assert reasons(both | {"SQNR text, dB": math.nan}, wrong) == [evaluation.NEVER_RIGHT, evaluation.NOT_FINITE]
+    broken = [Answer("", "x", math.nan)]
+    assert reasons(summary(broken), broken) == [evaluation.NOT_FINITE]
+    assert reasons({"nll difference": Interval(math.nan, math.nan, math.nan)}, broken) == [evaluation.NOT_FINITE]
 
 
 def test_logit_sqnr__tells_visual_from_text_positions():

@@ -1,18 +1,20 @@
-"""The commands on the shipped sample: a folder of data in, a model, figures and a page out; and their exit codes."""
+"""The commands on the shipped sample: a folder of data in, a model, figures and a page out."""
 
 import json
 import math
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from commands import invoke
 from PIL import Image
+from rich.console import Console
 
 import mmqc
-from mmqc.cli import jobs as cli_jobs
-from mmqc.report.read import from_dict
+from mmqc.cli import evaluation, jobs
+from mmqc.samples.scoring import Score
 
 
 @pytest.fixture(scope="module")
@@ -50,51 +52,6 @@ def test_quantize__from_a_folder_says_first_what_it_takes(quantized):
     assert all(layer["sqnr"] for layer in saved["layers"])
 
 
-def test_quantize__float8_is_in_the_schemes():
-    result = invoke("quantize", "digits-vqa", "--w", "8", "--float8", "--dry-run")
-    assert "language W8A8-fp8" in result.stdout
-
-
-def test_quantize__dry_run_writes_nothing(tmp_path):
-    result = invoke("quantize", "digits-vqa", "--w", "4", "--dry-run", "--out", str(tmp_path / "out"))
-    assert result.exit_code == 0, result.output
-    assert "W4A8" in result.output
-    assert "32 prompts of the sample" in result.output
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "code", "words"),
-    [
-        (("quantize", "digits-vqa"), 2, "--out"),
-        (("quantize", "nowhere", "--out", "x", "-r", "rtn"), 2, "neither a sample"),
-        (("quantize", "digits-vqa", "--out", "x", "-r", "rtn", "--w", "5"), 2, "WeightSpec.bits"),
-        (("quantize", "digits-vqa", "--out", "x", "-r", "rtn", "--format", "gguf"), 2, "mmqc or compressed-tensors"),
-        (("quantize", "digits-vqa", "--out", "x", "--calibration", "no/folder"), 3, "no/folder"),
-        (("quantize", "digits-vqa", "--out", "x", "--calibration", "0"), 3, "this config needs data"),
-        (("eval", "digits-vqa", "--min-recovery", "0.9"), 2, "--against"),
-        (("eval", "digits-vqa", "--data", "no/file.jsonl"), 3, "does not exist"),
-        (("report", "no/run"), 3, "does not exist"),
-        (("quantize", "nowhere", "--dry-run"), 2, "nowhere does not exist"),
-        (("quantize", "digits-vqa", "--dry-run", "--sample", "no"), 2, "the samples are"),
-        (("quantize", "digits-vqa", "--dry-run", "--calibration", "no/folder"), 3, "no/folder"),
-        (("quantize", "digits-vqa", "--dry-run", "--calibration", "-3"), 2, "0 or more"),
-        (("quantize", "digits-vqa", "--dry-run", "--recipe", "rtn", "--float8"), 2, "static activations"),
-        (("quantize", "digits-vqa", "-r", "rtn", "--calibration", "0", "--out", __file__), 2, "a file"),
-        (("report", __file__), 3, "is no JSON"),
-        (("passes", "--config", __file__), 3, "is no JSON"),
-        (("export", "digits-vqa", "x.pt"), 2, "ends in .pt2"),
-    ],
-)
-def test_exit_codes__tell_a_wrong_option_from_a_refusal(arguments, code, words, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    result = invoke(*arguments)
-    assert result.exit_code == code, result.output
-    assert words in re.sub(r"[\s│]+", " ", result.output)
-    assert "Traceback" not in result.output
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_quantize__refuses_data_without_an_image(tmp_path):
     (tmp_path / "data.jsonl").write_text('{"question": "read image 1.", "answer": "1"}\n')
     out = tmp_path / "out"
@@ -104,26 +61,32 @@ def test_quantize__refuses_data_without_an_image(tmp_path):
     assert not out.exists()
 
 
+def test_load__a_class_that_transformers_does_not_have(tmp_path):
+    (tmp_path / "config.json").write_text('{"architectures": ["NoSuchModel"], "model_type": "qwen2_vl"}')
+    for arguments in (("bench", str(tmp_path)), ("quantize", str(tmp_path), "-r", "rtn", "--calibration", "0", "--dry-run")):
+        result = invoke(*arguments)
+        assert result.exit_code == 3
+        assert re.search(r"config\.json: transformers \S+ has no model class 'NoSuchModel'", result.output)
+    (tmp_path / "config.json").write_text("{")
+    result = invoke("bench", str(tmp_path))
+    assert result.exit_code == 3
+    assert "config.json is no JSON" in result.output
+
+
+def test_skeleton__of_a_config_that_names_no_class(tmp_path):
+    config = json.loads((Path(mmqc.samples.__file__).parent / "digits_vqa" / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in config.items() if k != "architectures"}))
+    named, unnamed = jobs.skeleton("digits-vqa"), jobs.skeleton(str(tmp_path))
+    assert type(unnamed) is type(named)
+    assert {p.device.type for p in unnamed.parameters()} == {"meta"}
+
+
 def test_load__a_folder_without_weights_is_refused_in_one_line(tmp_path):
     shutil.copy(Path(mmqc.samples.__file__).parent / "digits_vqa" / "config.json", tmp_path)
     result = invoke("bench", str(tmp_path))
     assert result.exit_code == 3
     assert str(tmp_path) in result.output
     assert "Traceback" not in result.output
-
-
-def test_version__is_that_of_the_distribution():
-    result = invoke("--version")
-    assert result.exit_code == 0
-    assert re.fullmatch(r"mmqc (\d+\.\d+\S*|not installed as a distribution)\n", result.output)
-
-
-def test_quantize__short_memory_is_code_4_before_any_work(tmp_path, monkeypatch):
-    monkeypatch.setattr(cli_jobs, "available", lambda: 1000)
-    result = invoke("quantize", "digits-vqa", "-r", "rtn", "--calibration", "0", "--out", str(tmp_path / "out"))
-    assert result.exit_code == 4, result.output
-    assert "--force" in result.output
-    assert not (tmp_path / "out").exists()
 
 
 def test_eval__questions_of_a_folder_against_the_float_model(data, quantized, tmp_path):
@@ -142,6 +105,20 @@ def test_eval__questions_of_a_folder_against_the_float_model(data, quantized, tm
     assert nll == pytest.approx(other, rel=0.1)  # of a text that neither was trained on
     result = invoke("eval", str(out), *arguments[:-4], "--max-new-tokens", "8", "--min-recovery", "1.5")
     assert result.exit_code == 1, result.output
+
+
+def test_eval__two_models_that_are_never_right():
+    scores = [Score("cell", "?", "7", 0.0, 1.0), Score("row", "?", "8", 0.0, 2.0)]
+    sample = SimpleNamespace(name="digits", processor=None, scores=lambda model, n: scores, calibration=lambda n: [])
+    console = Console(record=True, width=160)
+    job = jobs.Evaluation("a", "b", None, (), 2, 8)
+    figures = jobs.evaluate(job, lambda name: (object(), sample), console)
+    text = console.export_text()
+    assert math.isnan(figures["recovery"])
+    assert re.search(r"recovery\W+undefined", text)
+    assert evaluation.NEVER_RIGHT in text
+    assert "finite" not in text
+    assert "nan" not in text.lower()
 
 
 def test_bench_and_report__one_page_of_all_runs(quantized, tmp_path):
@@ -164,7 +141,8 @@ def test_bench_and_report__one_page_of_all_runs(quantized, tmp_path):
     assert "http" not in re.sub(r"data:image[^\"]+", "", html)
 
 
-def test_report_read__gives_back_what_was_saved(quantized):
-    out, _ = quantized
-    data = json.loads((out / "quantization.json").read_text())
-    assert from_dict(data).to_dict() == data
+def test_report__refuses_a_file_of_something_else(tmp_path):
+    (tmp_path / "x.json").write_text("{}")
+    result = invoke("report", str(tmp_path / "x.json"), "--out", str(tmp_path / "page.html"))
+    assert result.exit_code == 3, result.output
+    assert "is no report of mmqc; pass a quantization.json" in " ".join(result.output.split())

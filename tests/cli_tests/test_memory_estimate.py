@@ -44,6 +44,12 @@ def test_estimate__second_moments_and_the_largest_weight():
     assert estimate(model, recipes.mquant(4, solver="rtn")).moments == 0
 
 
+def test_size_of__counts_shared_tensors_once():
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4, bias=False), torch.nn.Linear(4, 4, bias=False))
+    model[1].weight = model[0].weight
+    assert size_of(model) == 4 * 4 * 4
+
+
 def test_available__is_a_plausible_number():
     free = available()
     assert free is None or 2**20 < free < 2**50

@@ -12,7 +12,7 @@ from torch import nn
 from mmqc.compiler import run_time
 from mmqc.compiler.options import CompileOptions
 from mmqc.compiler.record import collect_records
-from mmqc.compiler.run_time import run_time_passes, where_equal
+from mmqc.compiler.run_time import rewrite_at_run_time, where_equal
 
 
 def test_fusion__a_scale_that_changes_later_is_seen(without_inductor: None) -> None:
@@ -66,6 +66,6 @@ def test_where_equal__compares_once_and_says_so_where_it_cannot(monkeypatch: pyt
     assert call(a, b, 5) == "plain"
 
 
-def test_run_time_passes__graph_without_our_ops_is_returned_as_it_is() -> None:
+def test_rewrite_at_run_time__graph_without_our_ops_is_returned_as_it_is() -> None:
     gm = torch.fx.symbolic_trace(nn.Linear(4, 4))
-    assert run_time_passes(gm, [], CompileOptions()).gm is gm
+    assert rewrite_at_run_time(gm, [], CompileOptions()).gm is gm

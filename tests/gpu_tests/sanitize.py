@@ -18,7 +18,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 import triton
@@ -44,15 +43,16 @@ from sanitize_tokens import (  # noqa: E402
 )
 from tolerance import assert_close  # noqa: E402
 
-from mmqc.kernels.hadamard import hadamard_wgmma as in_warpgroups  # noqa: E402
-from mmqc.kernels.hadamard.hadamard_quantize import Transformed, hadamard_quantize  # noqa: E402
+from mmqc.kernels.hadamard import hadamard_quantize, hadamard_wgmma  # noqa: E402
+from mmqc.kernels.hadamard.hadamard_plan import hadamard_plan  # noqa: E402
+from mmqc.kernels.hadamard.hadamard_tiles import Written  # noqa: E402
 from mmqc.kernels.matmul.configs import MatmulConfig as Tile  # noqa: E402
 from mmqc.kernels.matmul.epilogue_tiles import Epilogue  # noqa: E402
 from mmqc.kernels.matmul.scaled_matmul import Linear, scaled_matmul  # noqa: E402
 from mmqc.kernels.matmul.scaled_matmul_epilogue import scaled_matmul_epilogue  # noqa: E402
 from mmqc.kernels.matmul.unpack_weight import unpack_weight  # noqa: E402
 from mmqc.kernels.matmul.weight_only_matmul import weight_only_matmul  # noqa: E402
-from mmqc.kernels.rows.norm_quantize import Norm, norm_quantize  # noqa: E402
+from mmqc.kernels.rows import norm_quantize  # noqa: E402
 from mmqc.kernels.shared.device_facts import (  # noqa: E402
     fp8_reason,
     gpu_name,
@@ -64,6 +64,7 @@ from mmqc.kernels.shared.device_facts import (  # noqa: E402
 from mmqc.kernels.shared.row_scale import row_scale  # noqa: E402
 from mmqc.nn.norm import RMSNorm  # noqa: E402
 from mmqc.ops import hadamard  # noqa: E402
+from mmqc.ops import quantize_per_token as per_token_op  # noqa: E402
 from mmqc.ops import scaled_matmul_epilogue as epilogue_op  # noqa: E402
 from mmqc.ops.pack import pack_int4  # noqa: E402
 
@@ -121,24 +122,24 @@ EPILOGUES = {  # name: (bits, gated, activation, form of the next scale, or none
     "gated_matmul, split K": (4, True, "silu", "one", (5, 101, 1536), Tile(8, 64, 128, 4, 4, 8, 3, variant="columns")),
     "gated_matmul, nested": (8, True, "gelu_tanh", "visual", (130, MANY, 208), Tile(64, 128, 64, 4, 3, variant="nested")),
 }
-NORM = {  # name: (shape, form of the scale or dynamic, gain, bias and residual)
+NORM = {  # name: (shape, form of the scale; gain, bias and residual)
     "norm_quantize": ((5, 3420), "one", False),
     "norm_quantize per modality": ((5, 100), "visual", True),
-    "norm_quantize dynamic, residual": ((5, 3420), "dynamic", True),
+    "norm_quantize by rows, residual": ((5, 3420), "row", True),
 }
-HADAMARD = {  # name: (shape, form of the scale, dynamic, or none: no quantization; gated)
+HADAMARD = {  # name: (shape, form of the scale, asymmetric by token, or none: no quantization; gated)
     "hadamard_quantize, one matrix": ((70, 27), "one", False),
-    "hadamard_quantize, rows together": ((11, 192), "split", False),
-    "hadamard_quantize": ((5, 1280), "dynamic", False),
+    "hadamard_quantize, rows together": ((11, 192), "visual", False),
+    "hadamard_quantize": ((5, 1280), "asymmetric", False),
     "hadamard_quantize, two parts": ((5, 5120), "row", False),
-    "hadamard_quantize, two parts, dynamic": ((3, 2368), "dynamic", False),
+    "hadamard_quantize, two parts, asymmetric": ((3, 2368), "asymmetric", False),
     "hadamard_quantize gated": ((5, 1280), "one", True),
     "hadamard_quantize gated, two parts": ((3, 2368), "none", True),
 }
 WARPGROUPS = {
     "hadamard, warpgroups": ((15, 8192), "none", False),
     "hadamard_quantize, warpgroups, two blocks": ((9, 10240), "visual", False),
-    "hadamard_quantize, warpgroups, three blocks, dynamic": ((9, 18944), "dynamic", False),
+    "hadamard_quantize, warpgroups, three blocks, asymmetric": ((9, 18944), "asymmetric", False),
 }
 # One error that each tool must find: a tool that finds nothing here has said nothing about the rest.
 PLANTED = {
@@ -159,14 +160,13 @@ def scaled(place: Place, kind: str, shape: tuple[int, int, int], tile: Tile, for
     x = torch.randn(m, k).to(FP8) if "fp8" in kind else integers(-128, 128, m, k)
     w = torch.randn(n, k).to(FP8) if kind == "fp8" else codes
     w_scale, bias = torch.rand(n) * 0.01 + 0.001, torch.randn(n).to(place.dtype)
-    residual = torch.randn(m, n).to(place.dtype) if form in ("visual", "row") else None
     scale, more, rows = row_scales(form, m, "cpu")
     stored = pack_int4(codes) if "int4" in kind else w
     x_d, w_d, scale_d, w_scale_d, bias_d = (t.to(place.device) for t in (x, stored, scale, w_scale, bias))
-    out, given = poison(place, m, n), there(place, residual=residual, **more)
+    out, given = poison(place, m, n), there(place, **more)
     scaled_matmul(x_d, w_d, scale_d, w_scale_d, bias_d, out_dtype=place.dtype, out=out, config=tile, **given)
     want = (x.double() @ w.double().t()) * rows.double()[:, None] * w_scale.double() + bias.double()
-    assert_close(out.cpu(), want if residual is None else want + residual.double())
+    assert_close(out.cpu(), want)
 
 
 def epilogue(place: Place, bits: int, gated: bool, activation: str, form: str, shape: tuple[int, int, int], tile: Tile) -> None:
@@ -236,50 +236,40 @@ def norm(place: Place, shape: tuple[int, int], form: str, full: bool) -> None:
     m, width = shape
     x, r = torch.randn(m, width).to(place.dtype), torch.randn(m, width).to(place.dtype)
     module = RMSNorm(width, 1e-5, torch.randn(width), torch.randn(width)) if full else RMSNorm(width, 1e-5)
-    scale, more, rows = row_scales("one" if form == "dynamic" else form, m, "cpu")
-    given = there(place, scale=None if form == "dynamic" else scale, **more)
+    scale, visual, rows = row_scales(form, m, "cpu")
+    scales = row_scale(scale.to(place.device), m, **there(place, **visual))
     more = there(place, gain=module.weight, bias=module.bias, residual=r) if full else {}
-    got = norm_quantize(x.to(place.device), Norm(1e-5, **more), **given)
-    y = module(x + r if full else x).detach().float()
-    if got.residual is not None:
-        assert torch.equal(got.residual.cpu(), x + r), "x + r differs"
-    if got.scale is not None:
-        rows = got.scale.cpu()
-        assert_close(rows, y.abs().amax(1) / 127, place.dtype)
-    assert_codes(got.q, y / rows[:, None], 0.01)
-
-
-def by_warpgroups(x: torch.Tensor, form: str, given: dict[str, Any]) -> Transformed:
-    """As hadamard_quantize, whose launch has a program a row here."""
-    m = x.shape[0]
-    y = torch.empty_like(x, dtype=x.dtype if form == "none" else torch.int8)
-    tokens = torch.empty(m, device=x.device) if form == "dynamic" else None
-    rows = row_scale(given.pop("scale"), m, **given) if "scale" in given else None
-    launch = in_warpgroups.launch(x, y, rows, tokens)
-    launch._replace(grid=(2,), constants=launch.constants | {"PROGRAMS": 2}).run()
-    return Transformed(y, tokens)
+    got = norm_quantize.plan(x.to(place.device), norm_quantize.Norm(1e-5, **more), scales).run()
+    if got.total is not None:
+        assert torch.equal(got.total.cpu(), x + r), "x + r differs"
+    assert_codes(got.q, module(x + r if full else x).detach().float() / rows[:, None], 0.01)
 
 
 def transform(place: Place, shape: tuple[int, int], form: str, gated: bool) -> None:
     m, n = shape
     x, up = torch.randn(m, n).to(place.dtype), torch.randn(m, n).to(place.dtype)
-    scale, more, rows = row_scales("one" if form in ("dynamic", "none") else form, m, "cpu", 0.02, 0.04)
-    given = there(place, scale=None if form in ("dynamic", "none") else scale, up=up if gated else None, **more)
-    # two programs, so that each takes several turns
-    if in_warpgroups.tiling(n):
-        got = by_warpgroups(x.to(place.device), form, given)
-    else:
-        got = hadamard_quantize(x.to(place.device), code=None if form == "none" else torch.int8, programs=2, **given)
     h = (F.silu(x.float()).to(place.dtype) * up if gated else x).double()
     y = hadamard.reference(h, hadamard.hadamard_factors(n))
-    if form == "none":
-        assert_close(got.y.cpu(), y)
-        return
-    if got.scale is not None:
-        rows = got.scale.cpu()
-        assert_close(rows, y.abs().amax(1) / 127, place.dtype)
+    x, gate = x.to(place.device), up.to(place.device) if gated else None
+    q, scales = torch.empty_like(x, dtype=x.dtype if form == "none" else torch.int8), None
+    token, offset = (torch.empty(m, 1, device=x.device) if form == "asymmetric" else None for _ in "so")
+    if form not in ("asymmetric", "none"):
+        scale, visual, rows = row_scales(form, m, "cpu", 0.02, 0.04)
+        scales = row_scale(scale.to(place.device), m, **there(place, **visual))
+    written = Written(q, scales, token, offset)
+    # two programs, so that each takes several turns
+    if hadamard_wgmma.tiling(n):
+        launch = hadamard_wgmma.launch(x, written)
+        launch._replace(grid=(2,), constants=launch.constants | {"PROGRAMS": 2}).run()
+    else:
+        hadamard_quantize.rows_launch(x, gate, written, hadamard_plan(n, x.device, x.dtype), programs=2).run()
     # The first of two products is rounded to x's dtype, so a code in twenty may fall on the other side.
-    assert_codes(got.y, y / rows.double()[:, None], 0.1)
+    if form == "none":
+        assert_close(q.cpu(), y)
+    elif form == "asymmetric":
+        assert_codes(q, per_token_op.reference(y, None, [n], [8])[0].double(), 0.1)
+    else:
+        assert_codes(q, y / rows.double()[:, None], 0.1)
 
 
 Case = tuple[str, Callable[[], None]]

@@ -14,17 +14,19 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests/support")]
 
 from tolerance import assert_close  # noqa: E402
 
-from mmqc.kernels.hadamard.basis_quantize_per_token import basis_quantize_per_token  # noqa: E402
-from mmqc.kernels.hadamard.hadamard_quantize import hadamard_quantize  # noqa: E402
-from mmqc.kernels.hadamard.hadamard_quantize_per_token import hadamard_quantize_per_token  # noqa: E402
+from mmqc.kernels.hadamard import basis_quantize_per_token, hadamard_quantize  # noqa: E402
+from mmqc.kernels.hadamard.hadamard_plan import hadamard_plan  # noqa: E402
+from mmqc.kernels.hadamard.hadamard_tiles import Written  # noqa: E402
 from mmqc.kernels.kv.kv_round_keys import kv_round_keys  # noqa: E402
 from mmqc.kernels.kv.kv_rows_attention import kv_rows_attention  # noqa: E402
 from mmqc.kernels.kv.kv_token_attention import TokenConfig, kv_token_attention  # noqa: E402
 from mmqc.kernels.matmul.configs import MatmulConfig as Tile  # noqa: E402
 from mmqc.kernels.matmul.gptq_block import gptq_block  # noqa: E402
 from mmqc.kernels.matmul.mixed_matmul import Weight, mixed_matmul  # noqa: E402
-from mmqc.kernels.rows.norm_quantize_per_token import Norm, norm_quantize_per_token  # noqa: E402
-from mmqc.kernels.rows.quantize_per_token import quantize_per_token  # noqa: E402
+from mmqc.kernels.rows import norm_quantize_per_token, quantize_per_token  # noqa: E402
+from mmqc.kernels.rows.norm_quantize import Norm  # noqa: E402
+from mmqc.kernels.shared.plan import rows_like  # noqa: E402
+from mmqc.kernels.shared.row_scale import Rows  # noqa: E402
 from mmqc.ops import gptq_block as gptq_block_op  # noqa: E402
 from mmqc.ops import kv_round_keys as keys_op  # noqa: E402
 from mmqc.ops import kv_rows_attention as rows_op  # noqa: E402
@@ -70,7 +72,7 @@ SMALL = Tile(64, 64, 64, 4, 3, variant="nested")
 def mixed(place: Place, widths: list[int], packed: bool, n: int = 101, tile: Tile = SMALL) -> None:
     bits = [4, 8][: len(widths)]
     x = torch.randn(70, sum(widths)).to(place.dtype)
-    got = quantize_per_token(x.to(place.device), widths, bits)
+    got = quantize_per_token.plan(x.to(place.device), widths, bits).run()
     want = per_token_op.reference(x, None, widths, bits)
     assert torch.equal(got.q.cpu(), want[0]), "codes differ"
     assert torch.equal(got.scale.cpu(), want[1]), "scales differ"
@@ -91,17 +93,20 @@ def fused(place: Place) -> None:
     order = torch.randperm(356)
     given = there(place, x=x, r=r, order=order)
     norm = Norm(1e-6, residual=given["r"])
-    got, total = norm_quantize_per_token(given["x"], norm, widths, bits, order=given["order"])
+    got, total = norm_quantize_per_token.plan(given["x"], norm, given["order"], widths, bits).run()
     want = norm_op.reference(x, r, None, None, 1e-6, False, order, widths, bits)
     assert_codes(got.q, want[0].double(), 0.05)
     assert total is not None
     assert torch.equal(total.cpu(), want[3]), "x + r differs"
     x, up = torch.randn(5, 2368).to(place.dtype), torch.randn(5, 2368).to(place.dtype)
-    got = hadamard_quantize_per_token(x.to(place.device), 4, up=up.to(place.device), programs=2)
-    y = hadamard_quantize(x.to(place.device), up=up.to(place.device), code=None, programs=2).y.cpu()
+    x, up = x.to(place.device), up.to(place.device)
+    matrices, got, whole = hadamard_plan(2368, x.device, x.dtype), Rows.new(rows_like(x), 2368, 1), Written(torch.empty_like(x))
+    for written in (whole, Written(got.q, None, got.scale, got.offset, 4)):
+        hadamard_quantize.rows_launch(x, up, written, matrices, programs=2).run()
+    y = whole.y.cpu()
     assert torch.equal(got.q.cpu(), per_token_op.reference(y, None, [2368], [4])[0]), "codes differ"
     x, basis = torch.randn(70, 80).to(place.dtype), torch.eye(80)[torch.randperm(80)].to(place.dtype)
-    got = basis_quantize_per_token(x.to(place.device), basis.to(place.device), [70, 10], [4, 8])
+    got = basis_quantize_per_token.plan(x.to(place.device), basis.to(place.device), [70, 10], [4, 8]).run()
     assert torch.equal(got.q.cpu(), per_token_op.reference(x @ basis, None, [70, 10], [4, 8])[0]), "codes differ"
 
 

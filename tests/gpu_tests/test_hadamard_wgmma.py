@@ -2,17 +2,18 @@
 
 import pytest
 import torch
+from poison import poisoned
 from row_scales import KINDS, row_scales
 from tolerance import assert_close, few_differ
 from torch.nn import functional as F
 
 from mmqc.backend import backend, collect_records
+from mmqc.kernels.hadamard import hadamard_quantize, hadamard_quantize_per_token
 from mmqc.kernels.hadamard import hadamard_wgmma as kernel
-from mmqc.kernels.hadamard.hadamard_quantize import hadamard_quantize
-from mmqc.kernels.hadamard.hadamard_quantize_per_token import hadamard_quantize_per_token
-from mmqc.kernels.rows.quantize_per_token import quantize_per_token
+from mmqc.kernels.hadamard.hadamard_plan import hadamard_plan
+from mmqc.kernels.rows import quantize_per_token
 from mmqc.kernels.shared.device_facts import has_warpgroup_products
-from mmqc.kernels.shared.row_scale import Rows
+from mmqc.kernels.shared.row_scale import row_scale
 from mmqc.ops.hadamard import reference
 from mmqc.ops.hadamard_matrix import hadamard_factors
 
@@ -32,6 +33,16 @@ def rows_of(m: int, n: int, dtype: torch.dtype) -> torch.Tensor:
     return x
 
 
+def transformed(x: torch.Tensor, scale: torch.Tensor | None = None, bits: int = 8, code=torch.int8, up=None, new=None, **rows):
+    """Codes, or without scales y."""
+    scales, code = (None, None) if scale is None else (row_scale(scale, len(x), **rows), code)
+    return hadamard_quantize.plan(x, up, hadamard_plan, scales, bits, code, new or poisoned(x)).run()
+
+
+def per_token(x: torch.Tensor, bits: int, up: torch.Tensor | None = None):
+    return hadamard_quantize_per_token.plan(x, up, hadamard_plan, bits, poisoned(x)).run()
+
+
 def exact(x: torch.Tensor) -> torch.Tensor:
     return reference(x.double(), [f.cuda() for f in hadamard_factors(x.shape[1])])
 
@@ -41,18 +52,16 @@ def exact(x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("n", WIDTHS)
 def test_transform__equals_float64(n, m, dtype) -> None:
     x = rows_of(m, n, dtype)
-    y = torch.full((m, n), float("nan"), dtype=dtype, device="cuda")
-    hadamard_quantize(x, code=None, out=y)
-    assert_close(y, exact(x), dtype)
+    assert_close(transformed(x), exact(x), dtype)
 
 
 @pytest.mark.parametrize("n", WIDTHS)
 def test_transform__keeps_rows_apart(n) -> None:
     """What is no number in one row stays there: where tiles reach into the next one, zeros are copied."""
     x = rows_of(700, n, torch.bfloat16)
-    want = hadamard_quantize(x, code=None).y
+    want = transformed(x)
     x[[3, 340, 699]] = float("nan")
-    y = hadamard_quantize(x, code=None).y
+    y = transformed(x)
     lost = y.isnan().all(1)
     assert lost.nonzero().flatten().tolist() == [3, 340, 699]
     assert torch.equal(y[~lost], want[~lost])
@@ -64,8 +73,7 @@ def test_transform__keeps_rows_apart(n) -> None:
 def test_codes__scale_of_every_kind(n, kind, code) -> None:
     x = rows_of(777, n, torch.bfloat16)
     scale, given, each = row_scales(kind, 777, "cuda")
-    out = torch.full((777, n), 77, device="cuda").to(code)
-    hadamard_quantize(x, scale, code=code, out=out, **given)
+    out = transformed(x, scale, code=code, **given)
     values = exact(x) / each.double()[:, None]
     if code == torch.int8:
         few_differ(out, values.round().clamp(-128, 127), 0.1)
@@ -79,25 +87,9 @@ def test_codes__scale_of_every_kind(n, kind, code) -> None:
 @pytest.mark.parametrize("n", WIDTHS)
 def test_codes__of_few_bits_are_clamped(n) -> None:
     x = rows_of(600, n, torch.bfloat16)
-    q = hadamard_quantize(x, torch.full((1,), 0.1, device="cuda"), bits=4).y
+    q = transformed(x, torch.full((1,), 0.1, device="cuda"), bits=4)
     few_differ(q, (exact(x) / 0.1).round().clamp(-8, 7), 0.1)
     assert {q.min().item(), q.max().item()} == {-8, 7}
-
-
-@pytest.mark.parametrize("code", [torch.int8, FP8])
-@pytest.mark.parametrize("n", WIDTHS)
-def test_dynamic__scale_of_a_token_is_that_of_its_largest_entry(n, code) -> None:
-    x = rows_of(601, n, torch.bfloat16)
-    x[5] = 0
-    q, scale = hadamard_quantize(x, code=code)
-    y, most = hadamard_quantize(x, code=None).y, 127 if code == torch.int8 else 448
-    assert scale[5] == 1
-    assert not q[5].float().any()
-    some = torch.arange(601, device="cuda") != 5
-    assert_close(scale[some] * most, y[some].abs().amax(1).float(), torch.bfloat16)
-    if code == torch.int8:
-        few_differ(q, (y.double() / scale.double()[:, None]).round(), 0.5)
-        assert (q[some].abs().amax(1) == 127).all()
 
 
 @pytest.mark.parametrize("bits", [3, 4, 8])
@@ -106,9 +98,7 @@ def test_dynamic__scale_of_a_token_is_that_of_its_largest_entry(n, code) -> None
 def test_per_token__codes_of_the_two_kernels_one_after_the_other(n, dtype, bits) -> None:
     x = rows_of(550, n, dtype) + 0.3
     x[-1] = 0
-    out = Rows(torch.full((550, n), 77, dtype=torch.int8, device="cuda"), *torch.full((2, 550, 1), float("nan"), device="cuda"))
-    assert hadamard_quantize_per_token(x, bits, out=out) is out
-    want = quantize_per_token(hadamard_quantize(x, code=None).y, [n], [bits])
+    out, want = per_token(x, bits), quantize_per_token.plan(transformed(x), [n], [bits]).run()
     for found, wanted in zip(out, want, strict=True):
         assert torch.equal(found, wanted)
 
@@ -117,8 +107,8 @@ def test_per_token__codes_of_the_two_kernels_one_after_the_other(n, dtype, bits)
 def test_gated__silu_is_rounded_before_it_is_multiplied(n) -> None:
     gate, up = torch.randn(600, 2 * n, device="cuda", dtype=torch.bfloat16).chunk(2, 1)
     h = F.silu(gate) * up
-    assert_close(hadamard_quantize(gate, up=up, code=None).y, exact(h), torch.bfloat16)
-    few_differ(hadamard_quantize_per_token(gate, 4, up=up).q, hadamard_quantize_per_token(h, 4).q, 0.1)
+    assert_close(transformed(gate, up=up), exact(h), torch.bfloat16)
+    few_differ(per_token(gate, 4, up).q, per_token(h, 4).q, 0.1)
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -146,10 +136,10 @@ def test_compiled__calls_the_op_where_rows_are_known(dynamic) -> None:
 
 def test_compiled__replays_in_a_graph() -> None:
     x, scale = rows_of(2048, 14336, torch.bfloat16), torch.full((1,), 0.03, device="cuda")
-    want, out = hadamard_quantize(x, scale).y, torch.empty(2048, 14336, dtype=torch.int8, device="cuda")
+    want, out = transformed(x, scale), torch.empty(2048, 14336, dtype=torch.int8, device="cuda")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        hadamard_quantize(x, scale, out=out)
+        transformed(x, scale, new=lambda width, dtype: out)
     for _ in range(3):
         out.fill_(77)
         graph.replay()
@@ -163,5 +153,5 @@ def test_why_not__says_what_it_cannot_do() -> None:
     assert "not cut into tiles" in str(kernel.why_not(x[:, :3584]))
     assert "not cut into tiles" in str(kernel.why_not(x.float()))
     odd = torch.randn(600, 8193, device="cuda", dtype=torch.bfloat16)[:, 1:]
-    assert "multiples of 16 bytes" in str(kernel.why_not(odd))
-    assert_close(hadamard_quantize(odd, code=None).y, exact(odd), torch.bfloat16)  # takes another kernel
+    assert "multiples of 16 bytes" in str(kernel.why_not_at(odd, odd))
+    assert_close(transformed(odd), exact(odd), torch.bfloat16)  # takes another kernel

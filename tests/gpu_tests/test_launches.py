@@ -147,17 +147,21 @@ def test_launches__in_a_package(tmp_path: Path, bits: int, activations: bool) ->
 @pytest.mark.parametrize("bits", [8, 4])
 def test_launches__tiles_of_two_widths(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Columns beside a power of two, and weights that are unpacked once."""
-    from mmqc.kernels.matmul import configs
-    from mmqc.lowering import on_cuda
+    from mmqc.kernels.matmul import scaled_matmul
+    from mmqc.kernels.matmul.configs import MatmulConfig
+    from mmqc.kernels.matmul.product import EAGER
 
-    def config(op: str, m: int, n: int, k: int, device: torch.device) -> configs.MatmulConfig:
-        if op == "scaled_int8" and m > 64:
-            return configs.MatmulConfig(128, 128, 128, 4, 3, variant="nested", per_sm=2, tail=32)
-        if op == "scaled_int4" and m > 64:
-            return configs.MatmulConfig(128, 128, 64, 8, 3, variant="unpack")
-        return configs.config(op, m, n, k, device)
+    real = scaled_matmul.plan
+    forced = {
+        torch.int8: MatmulConfig(128, 128, 128, 4, 3, variant="nested", per_sm=2, tail=32),
+        torch.uint8: MatmulConfig(128, 128, 64, 8, 3, variant="unpack"),
+    }
 
-    monkeypatch.setattr(on_cuda, "config", config)
+    def plan(x: Any, linears: Any, caller: Any = EAGER, *, config: Any = None) -> Any:
+        given = forced[linears[0].w.dtype] if caller.graph and x.shape[0] > 64 else config
+        return real(x, linears, caller, config=given)
+
+    monkeypatch.setattr(scaled_matmul, "plan", plan)
     torch._dynamo.reset()
     block, batches = case(bits, True)
     for batch in batches[-2:]:

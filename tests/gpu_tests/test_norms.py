@@ -9,6 +9,7 @@ import mmqc.ops  # noqa: F401
 from mmqc.backend import backend, collect_records
 from mmqc.nn.linear import QuantLinear
 from mmqc.ops import norm_quantize
+from mmqc.solvers import Quantized
 
 pytestmark = pytest.mark.gpu
 ops = torch.ops.mmqc
@@ -63,8 +64,7 @@ class Block(nn.Module):
         self.rms, self.layer = nn.Parameter(torch.rand(512) + 0.5), nn.LayerNorm(512)
         self.linears = nn.ModuleList(
             QuantLinear.from_parts(
-                torch.randint(-128, 128, (512, 512), dtype=torch.int8),
-                torch.rand(512) * 1e-3,
+                Quantized(torch.randint(-128, 128, (512, 512), dtype=torch.int8), torch.rand(512) * 1e-3),
                 weight_bits=8,
                 activation_bits=8,
                 input_scale=torch.tensor([0.03]),

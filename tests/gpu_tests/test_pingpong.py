@@ -12,8 +12,8 @@ from mmqc.kernels.matmul.epilogue_tiles import Epilogue
 from mmqc.kernels.matmul.linears import Linear
 from mmqc.kernels.matmul.mixed_matmul import Weight, mixed_matmul
 from mmqc.kernels.matmul.scaled_matmul import scaled_matmul
-from mmqc.kernels.matmul.scaled_matmul_epilogue import in_two, scaled_matmul_epilogue
-from mmqc.kernels.rows.quantize_per_token import quantize_per_token
+from mmqc.kernels.matmul.scaled_matmul_epilogue import are_in_two, scaled_matmul_epilogue
+from mmqc.kernels.rows import quantize_per_token
 from mmqc.kernels.shared.device_facts import has_warpgroup_products
 from mmqc.kernels.shared.row_scale import row_scale
 from mmqc.ops.mixed_matmul import reference as mixed_reference
@@ -79,15 +79,15 @@ def test_scaled__fp8_is_reproducible_and_near_the_other_kernel(name) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["two, cut", "one", "wide, cut"])
-def test_scaled__scale_of_every_kind_and_a_residual(kind, name) -> None:
+def test_scaled__scale_of_every_kind(kind, name) -> None:
     m, n, k = 1000, 520, 544
     x, w, w_scale, bias = operands(m, n, k, least=-8 if name in REGISTERS else -128)
     scale, more, rows = row_scales(kind, m, torch.device("cuda"), 0.0, 0.01)
-    residual, out = torch.randn(m, 2 * n, device="cuda").half()[:, :n], nan(m, n, torch.float16)
+    out = nan(m, n, torch.float16)
     stored = pack_int4(w) if name in REGISTERS else w
-    given = dict(residual=residual, out_dtype=torch.float16, out=out, config=(TILES | REGISTERS)[name], **more)
+    given = dict(out_dtype=torch.float16, out=out, config=(TILES | REGISTERS)[name], **more)
     scaled_matmul(x, stored, scale, w_scale, bias, **given)
-    want = (x.double() @ w.double().t()) * rows.double()[:, None] * w_scale.double() + bias.double() + residual.double()
+    want = (x.double() @ w.double().t()) * rows.double()[:, None] * w_scale.double() + bias.double()
     assert_close(out, want, torch.float16)
 
 
@@ -115,7 +115,7 @@ def test_epilogue__equals_the_other_kernel(activation, codes, name) -> None:
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("codes", [False, True])
 @pytest.mark.parametrize("activation", ["none", "silu", "gelu_tanh"])
-def test_gate_first__equals_the_kernel_of_both(activation, codes, bits) -> None:
+def test_plan_in_two__equals_the_kernel_of_both(activation, codes, bits) -> None:
     m, n, k = 900, 1040, 672
     x, gate, w_scale, _ = operands(m, n, k, least=-8 if bits == 4 else -128)
     up, u_scale = operands(m, n, k, least=-8 if bits == 4 else -128)[1:3]
@@ -125,7 +125,7 @@ def test_gate_first__equals_the_kernel_of_both(activation, codes, bits) -> None:
     for stored, config in ((weights, None), ([gate, up], CLASSIC)):
         y = torch.full((m, n), 77, dtype=torch.int8 if codes else torch.bfloat16, device="cuda")
         linears = [Linear(w, s / 2e4, None, y) for w, s in zip(stored, (w_scale, u_scale), strict=True)]
-        assert in_two(x, linears) == (linears[0].w.dtype == torch.int8)  # without a tile that is given
+        assert are_in_two(x, linears) == (linears[0].w.dtype == torch.int8)  # without a tile that is given
         scaled_matmul_epilogue(x, linears, rows, after, config)
         found.append(y.float())
     off = (found[0] - found[1]).abs()
@@ -141,7 +141,7 @@ def test_mixed__one_part_equals_the_op(name, k, m, n) -> None:
     x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
     codes, scale = torch.randint(-8, 8, (n, k), dtype=torch.int8, device="cuda"), torch.rand(n, 1, device="cuda") + 0.5
     stored, sums = pack_int4(codes), codes.sum(1, keepdim=True, dtype=torch.int32)
-    rows, out = quantize_per_token(x, widths, bits), nan(m, n, torch.bfloat16)
+    rows, out = quantize_per_token.plan(x, widths, bits).run(), nan(m, n, torch.bfloat16)
     mixed_matmul(rows, Weight(stored, None, scale, sums), out=out, config=TILES[name])
     want = mixed_reference(*rows, [stored], scale, sums, None, widths, bits, torch.float64)
     assert_close(out, want, torch.bfloat16)
@@ -160,7 +160,7 @@ def test_mixed__two_parts_equal_the_op(name, low, high, m, n) -> None:
     ]
     scale, bias = torch.rand(n, 2, device="cuda") + 0.5, torch.randn(n, device="cuda")
     stored, sums = pack_int4(codes[0]), torch.stack([c.sum(1, dtype=torch.int32) for c in codes], 1)
-    rows, out = quantize_per_token(x, widths, bits), nan(m, n, torch.bfloat16)
+    rows, out = quantize_per_token.plan(x, widths, bits).run(), nan(m, n, torch.bfloat16)
     mixed_matmul(rows, Weight(stored, codes[1], scale, sums), bias, out=out, config=TILES[name])
     want = mixed_reference(*rows, [stored, codes[1]], scale, sums, bias, widths, bits, torch.float64)
     assert_close(out, want, torch.bfloat16)
@@ -191,7 +191,7 @@ def test_packed__mixed_equals_the_op(name, low, high, m, n) -> None:
     ]
     scale, bias = torch.rand(n, len(bits), device="cuda") + 0.5, torch.randn(n, device="cuda")
     stored, sums = [pack_int4(codes[0]), *codes[1:]], torch.stack([c.sum(1, dtype=torch.int32) for c in codes], 1)
-    rows, out = quantize_per_token(x, widths, bits), nan(m, n, torch.bfloat16)
+    rows, out = quantize_per_token.plan(x, widths, bits).run(), nan(m, n, torch.bfloat16)
     weight = Weight(stored[0], stored[1] if high else None, scale, sums)
     mixed_matmul(rows, weight, bias, out=out, config=REGISTERS[name])
     want = mixed_reference(*rows, stored, scale, sums, bias, widths, bits, torch.float64)
@@ -256,7 +256,7 @@ def test_pingpong__says_what_it_cannot_do() -> None:
     wide, one = MatmulConfig(256, 256, 128, 4, 8, variant="pingpong"), torch.ones(1, device="cuda")
     with pytest.raises(ValueError, match="leaves no shared memory"):
         scaled_matmul(x, w[:1000], one, w_scale[:1000], out_dtype=torch.float32, config=wide)
-    rows = quantize_per_token(torch.randn(300, 512, device="cuda").bfloat16(), [448, 64], [4, 8])
+    rows = quantize_per_token.plan(torch.randn(300, 512, device="cuda").bfloat16(), [448, 64], [4, 8]).run()
     two = Weight(
         pack_int4(w[:1000, :448].clamp(-8, 7)),
         w[:1000, 448:].contiguous(),

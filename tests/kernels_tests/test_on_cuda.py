@@ -4,12 +4,9 @@ import pytest
 import torch
 from tolerance import assert_close
 
-from mmqc.ops import hadamard as hadamard_op
-from mmqc.ops import hadamard_quantize as hadamard_quantize_op
 from mmqc.ops import scaled_matmul as scaled_op
 from mmqc.ops import scaled_matmuls as scaled_matmuls_op
 from mmqc.ops import weight_only_matmul as weight_only_op
-from mmqc.ops.hadamard_matrix import hadamard_factors
 from mmqc.ops.pack import pack
 
 on_cuda = pytest.importorskip("mmqc.kernels.on_cuda")
@@ -129,38 +126,9 @@ def test_scaled_matmuls__split_along_k(device):
     config = MatmulConfig(16, 32, 64, 4, 2, split_k=4, variant="columns")
     one = torch.rand(1, device=device)
     for _ in range(2):
-        got = scaled.scaled_matmuls(x, w, one, scales, [None] * 3, out_dtype=torch.float32, config=config)
+        got = [torch.full((m, n), float("nan"), device=device) for n in widths]
+        linears = [scaled.Linear(*parts) for parts in zip(w, scales, [None] * 3, got, strict=True)]
+        scaled.multiply(x, linears, scaled.row_scale(one, m), config=config)
         want = scaled_matmuls_op.reference(x, w, one, scales, [None] * 3, None, 8, torch.float32)
         for y, expected in zip(got, want, strict=True):
             assert_close(y, expected)
-
-
-@pytest.mark.parametrize("width", [64, 24, 148 * 4])
-@pytest.mark.parametrize("gated", [False, True])
-def test_hadamard_quantize__codes_of_the_reference(gated, width, device):
-    x, up = (torch.randn(2, 5, width, device=device, dtype=torch.float16) for _ in range(2))
-    factors = [f.float().to(device) for f in hadamard_factors(width)]
-    scale = torch.tensor([0.02, 0.03], device=device)
-    visual = torch.rand(2, 5, device=device) < 0.5
-    args = (x, up if gated else None, factors, scale, visual, 8)
-    assert on_cuda.why_not_hadamard(x, factors) is None
-    difference = on_cuda.hadamard_quantize(*args).int() - hadamard_quantize_op.reference(*args).int()
-    assert difference.abs().max() <= 1  # the kernel rounds once more, between its two products
-    assert (difference != 0).float().mean() < 0.05
-    assert_close(on_cuda.hadamard(x, factors), hadamard_op.reference(x, factors), torch.bfloat16)
-
-
-def test_hadamard__other_factors_go_to_the_reference(device):
-    x = torch.randn(3, 64, device=device, dtype=torch.float16)
-    flipped = [-f.float().to(device) for f in hadamard_factors(64)]
-    assert "not those of" in on_cuda.why_not_hadamard(x, flipped)
-    assert torch.equal(on_cuda.hadamard(x, flipped), hadamard_op.reference(x, flipped))
-
-
-def test_hadamard__other_factors_where_the_known_ones_were(device):
-    """Memory is used again: what was known of a tensor is not known of the next one at its address."""
-    x = torch.randn(3, 64, device=device, dtype=torch.float16)
-    for sign in (1, -1) * 20:
-        factors = [sign * f.float().to(device) for f in hadamard_factors(64)]
-        assert (on_cuda.why_not_hadamard(x, factors) is None) == (sign == 1)
-        del factors

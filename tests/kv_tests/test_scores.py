@@ -11,8 +11,7 @@ import mmqc
 from mmqc import KVSpec, QuantizedCache
 from mmqc.kv import scores as kv_scores
 from mmqc.recipes import calibquant, rtn
-from mmqc.report.read import from_dict
-from mmqc.report.score_histogram import CALIBRATED, EXACT, ROUNDED
+from mmqc.report.score_histogram import CALIBRATED, EXACT, ROUNDED, ScoreHistogram
 
 
 @pytest.fixture
@@ -98,7 +97,7 @@ def test_quantize__reports_the_scores_and_its_page_draws_them(vlm, tmp_path) -> 
     assert [layer.layer for layer in report.kv_scores] == [0, 1]
     assert "visual KV cache in 1 bit, 1 refusal" in report.summary()
     assert "scores of visual tokens in 2 layers" in report.summary()
-    assert from_dict(report.to_dict()).kv_scores == report.kv_scores
+    assert [ScoreHistogram.from_dict(row) for row in report.to_dict()["kv_scores"]] == report.kv_scores
     page = report.save(tmp_path / "report.html").read_text(encoding="utf-8")
     assert "Scores of a packed KV cache" in page
     assert page.count('class="plot"') >= 2

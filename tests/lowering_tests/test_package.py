@@ -10,6 +10,8 @@ import pytest
 
 PROGRAM = """if True:
     import sys, torch
+    from torch._inductor import config
+    config.aot_inductor.precompile_headers = False  # would be compiled for this compiler's path alone
     from mmqc.lowering.package import compile_program, load_program, write_package
     model = torch.nn.Linear(8, 8).eval()
     x = torch.randn(2, 8)

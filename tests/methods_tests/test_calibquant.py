@@ -16,7 +16,6 @@ from mmqc.calibration.calibrate import CalibrationError
 from mmqc.config import KVRounding
 from mmqc.kv import calibrate as calibrate_kv
 from mmqc.kv.query_moment import moment_of
-from mmqc.quantization import kv as quantize_kv
 from mmqc.recipes import calibquant, kivi, rotate, rtn
 
 GREEDY = {"max_new_tokens": 5, "do_sample": False}
@@ -152,26 +151,6 @@ def test_rounding__is_saved_and_what_it_needs_is_said(vlm, tmp_path) -> None:
     assert all(torch.equal(a, b) for a, b in pairs if a is not None and b is not None)
     mmqc.quantize_(twin := tiny_qwen2_vl()[0], calibquant(4), progress=False)
     assert all(moment_of(m) is None for m in twin.modules())
-
-
-def test_unfused__names_what_has_no_kernel_and_why(monkeypatch) -> None:
-    pytest.importorskip("triton")
-    spec = KVSpec(1, rounding="queries", text_bits=8, text_block=32)
-    cuda, cpu = torch.device("cuda"), torch.device("cpu")
-    monkeypatch.setattr(quantize_kv.kernels, "install", lambda: False)
-    assert all("no Triton kernels" in line for line in quantize_kv.unfused(spec, cuda, torch.bfloat16, 128))
-    monkeypatch.setattr(quantize_kv.kernels, "install", lambda: True)
-    assert list(quantize_kv.unfused(spec, cuda, torch.bfloat16, 128)) == []
-    assert list(quantize_kv.unfused(KVSpec(1), cpu, torch.bfloat16, 128)) == []
-    keys, text = quantize_kv.unfused(spec, cpu, torch.bfloat16, 128)
-    assert "kv_round_keys" in keys
-    assert "kv_token_attention" in text
-    assert keys.endswith(": the model is on cpu")
-    keys, text = quantize_kv.unfused(spec, cuda, torch.float64, 128)
-    assert "not torch.float64" in keys
-    assert "not torch.float64" in text
-    (text,) = quantize_kv.unfused(KVSpec(1, rounding="queries", text_bits=4, text_block=2), cuda, torch.float16, 128)
-    assert "at most 32 blocks, not 64" in text
 
 
 def test_rounding__a_failure_leaves_the_moments_that_were_there(vlm, monkeypatch) -> None:

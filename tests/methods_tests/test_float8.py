@@ -6,6 +6,7 @@ import json
 import pytest
 import torch
 from models import tiny_qwen2_vl
+from simulated import simulated_products
 from small_vlm import Small, batches, logits, quantize
 from torch import nn
 from transformers import AutoModelForImageTextToText
@@ -39,8 +40,9 @@ def test_quantize__is_the_float_model_but_for_rounding(name: str) -> None:
     assert stored == {FLOAT8 if name.startswith("W8") else torch.uint8}
     got = logits(model, batches()[0])
     assert 0 < (got - want).norm() < (0.15 if name.startswith("W8") else 0.4) * want.norm()
-    with mmqc.nn.linear.simulate(model):
+    with simulated_products() as called:
         assert torch.equal(logits(model, batches()[0]), got)
+        assert called["scaled_matmul"].called
 
 
 def test_quantize__float8_loses_less_than_int8_where_magnitudes_differ() -> None:

@@ -6,13 +6,14 @@ from typing import Any
 import pytest
 import torch
 from models import tiny_qwen2_vl
+from simulated import simulated_products
 from small_vlm import Small, batches, logits, quantize
 from torch import Tensor, nn
 
 import mmqc
 from mmqc import recipes
 from mmqc.config import ConfigError, QuantConfig
-from mmqc.nn.linear import QuantLinear, simulate
+from mmqc.nn.linear import QuantLinear
 
 
 def linears(model: nn.Module) -> dict[str, QuantLinear]:
@@ -34,7 +35,7 @@ def test_integer_scale__llama3_preset_on_a_vlm() -> None:
 
 
 @pytest.mark.parametrize("amplifier", [1024, "progressive"])
-def test_simulate__is_the_integer_path_code_for_code(amplifier: Any) -> None:
+def test_integer_scale__equals_simulated_products_linear_by_linear(amplifier: Any) -> None:
     model = Small()
     quantize(model, recipes.integer_scale(group_size=8, per_modality=True, amplifier=amplifier))
     wanted = torch.int8 if amplifier == "progressive" else torch.int32
@@ -44,8 +45,9 @@ def test_simulate__is_the_integer_path_code_for_code(amplifier: Any) -> None:
     batch = batches()[0]
     expected = logits(model, batch)
     integer, seen[:] = list(seen), []
-    with simulate(model):
+    with simulated_products() as called:
         simulated = logits(model, batch)
+    assert called["scaled_matmul"].call_count == len(hooks)
     assert torch.equal(simulated, expected)
     assert len(integer) == len(seen) == len(hooks)
     assert all(torch.equal(a, b) for a, b in zip(integer, seen, strict=True))

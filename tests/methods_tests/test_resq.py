@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from blocks import MODELS
+from error_bound import error_bound
 from float64 import EXACT, output_of, passed, recorded, relative_error, replayed, spaces_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -22,7 +23,7 @@ from mmqc.nn.mixed_linear import MixedLinear
 from mmqc.passes.fuse_rotation import FuseRotation, place
 from mmqc.pipeline import exact_passes
 from mmqc.recipes import outlier_rotation, per_token, quarot, quik, resq, rotate, smoothquant
-from mmqc.solvers.principal_basis import error_bound, principal_basis, random_orthogonal
+from mmqc.solvers.principal_basis import principal_basis, random_orthogonal
 
 IDS = {"input_ids": torch.arange(12).reshape(2, 6) % VOCAB}
 

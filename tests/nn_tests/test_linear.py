@@ -1,14 +1,17 @@
 import copy
+from typing import Any
 
 import pytest
 import torch
+from simulated import simulated_products
 from tolerance import assert_close
 from torch import nn
 
 from mmqc.checkpoint.module_spec import build_module, module_spec
-from mmqc.nn.linear import HadamardLinear, QuantLinear, RMSNorm, rebuild_factors, simulate
+from mmqc.nn.linear import HadamardLinear, QuantLinear, RMSNorm, rebuild_factors
 from mmqc.nn.modality import ModalityContext
 from mmqc.ops.hadamard import hadamard_factors
+from mmqc.solvers import Quantized
 
 N, K = 24, 60
 
@@ -25,6 +28,23 @@ def parts(bits: int, *, outliers: int = 0) -> dict[str, torch.Tensor]:
     return made
 
 
+def built(
+    codes: torch.Tensor,
+    weight_scale: torch.Tensor,
+    *,
+    outlier_index: torch.Tensor | None = None,
+    outlier_weight: torch.Tensor | None = None,
+    weight_zero: torch.Tensor | None = None,
+    group_size: int = 0,
+    amplifier: int = 0,
+    step: torch.Tensor | None = None,
+    **more: Any,
+) -> QuantLinear:
+    quantized = Quantized(codes, weight_scale, zero=weight_zero, group_size=group_size, amplifier=amplifier, step=step)
+    outliers = None if outlier_index is None or outlier_weight is None else (outlier_index, outlier_weight)
+    return QuantLinear.from_parts(quantized, outliers=outliers, **more)
+
+
 def dense(factors: list[torch.Tensor]) -> torch.Tensor:
     matrix = torch.ones(1, 1, dtype=torch.float64)
     for factor in factors:
@@ -38,7 +58,7 @@ def dense(factors: list[torch.Tensor]) -> torch.Tensor:
 def test_quant_linear__is_fake_quantization(bits: int, hadamard: bool, outliers: int) -> None:
     p = parts(bits, outliers=outliers)
     scale = torch.tensor([0.03])
-    linear = QuantLinear.from_parts(**p, weight_bits=bits, activation_bits=8, input_scale=scale, hadamard=hadamard)
+    linear = built(**p, weight_bits=bits, activation_bits=8, input_scale=scale, hadamard=hadamard)
     x = torch.randn(2, 5, K)
     rotated = (x.double() @ dense(hadamard_factors(K)).T).float() if hadamard else x
     q = torch.clamp(torch.round(rotated / scale), -128, 127)
@@ -55,7 +75,7 @@ def test_quant_linear__weight_only(group: int) -> None:
     p = parts(4)
     if group:
         p["weight_scale"] = torch.rand(N, -(-K // group))
-    linear = QuantLinear.from_parts(**p, weight_bits=4, group_size=group)
+    linear = built(**p, weight_bits=4, group_size=group)
     s = p["weight_scale"].repeat_interleave(group, 1)[:, :K] if group else p["weight_scale"][:, None]
     x = torch.randn(2, 5, K)
     assert_close(linear(x), x.double() @ (p["codes"].double() * s.double()).T + p["bias"].double())
@@ -66,7 +86,7 @@ def test_quant_linear__zero_points() -> None:
     p = parts(4)
     p["weight_scale"] = torch.rand(len(p["codes"]), -(-p["codes"].shape[1] // 8))
     p["weight_zero"] = torch.randint(-8, 8, p["weight_scale"].shape, dtype=torch.int8)
-    linear = QuantLinear.from_parts(**p, weight_bits=4, group_size=8)
+    linear = built(**p, weight_bits=4, group_size=8)
     shifted, scale = (t.float().repeat_interleave(8, 1)[:, : linear.in_features] for t in (p["weight_zero"], p["weight_scale"]))
     w = (p["codes"] - shifted) * scale
     assert_close(linear.weight, w)
@@ -83,7 +103,7 @@ def test_quant_linear__group_scales_with_quantized_inputs(bits: int, amplifier: 
     p = parts(bits) | {"weight_scale": torch.randint(1, 90, (N, 4)) / 1024}
     scale = torch.tensor([0.03])
     spec = {"weight_bits": bits, "activation_bits": 8, "group_size": 16}
-    linear = QuantLinear.from_parts(**p, **spec, input_scale=scale, amplifier=amplifier)
+    linear = built(**p, **spec, input_scale=scale, amplifier=amplifier)
     w = p["codes"].double() * p["weight_scale"].double().repeat_interleave(16, 1)[:, :K]
     x = torch.randn(2, 5, K)
     q = torch.clamp(torch.round(x / scale), -128, 127).double()
@@ -96,21 +116,21 @@ def test_quant_linear__group_scales_with_quantized_inputs(bits: int, amplifier: 
     again = build_module(module_spec(linear)).to_empty(device="cpu")
     again.load_state_dict(linear.state_dict(), assign=True)
     assert torch.equal(again(x), linear(x))
-    with simulate(linear):
-        assert linear.simulate
-        assert torch.equal(again(x), linear(x))
-    assert not linear.simulate
+    with simulated_products() as called:
+        simulated = linear(x)
+    assert called["scaled_matmul"].called
+    assert torch.equal(simulated, linear(x))
 
 
 def test_quant_linear__progressive_scales_are_stored_in_8_bits() -> None:
     step, t = torch.rand(N) + 0.5, torch.randint(1, 16, (N, 4))
     p = parts(4) | {"weight_scale": (t.double() * step.double()[:, None]).float()}
     spec = {"weight_bits": 4, "activation_bits": 8, "group_size": 16, "input_scale": torch.tensor([0.03])}
-    linear = QuantLinear.from_parts(**p, **spec, step=step)
+    linear = built(**p, **spec, step=step)
     assert torch.equal(linear.group_scale, t.to(torch.int8))
     assert torch.equal(linear.weight_scale, step)
     x = torch.randn(2, 5, K)
-    floats = QuantLinear.from_parts(**p, **spec)
+    floats = built(**p, **spec)
     assert_close(linear(x), floats(x).double())
     again = build_module(module_spec(linear)).to_empty(device="cpu")
     again.load_state_dict(linear.state_dict(), assign=True)
@@ -120,23 +140,22 @@ def test_quant_linear__progressive_scales_are_stored_in_8_bits() -> None:
 
 @pytest.mark.parametrize("activation", [None, 8])
 @pytest.mark.parametrize("group", [0, 16])
-def test_simulate__equals_the_integer_path(activation: int | None, group: int) -> None:
+def test_quant_linear__equals_simulated_products(activation: int | None, group: int) -> None:
     p = parts(4, outliers=2) | ({"weight_scale": torch.rand(N, -(-K // group))} if group else {})
     scale = None if activation is None else torch.tensor([0.03])
-    linear = QuantLinear.from_parts(
-        **p, weight_bits=4, activation_bits=activation, group_size=group, input_scale=scale, hadamard=True
-    )
+    linear = built(**p, weight_bits=4, activation_bits=activation, group_size=group, input_scale=scale, hadamard=True)
     x = torch.randn(3, K)
     expected = linear(x)
-    with simulate(torch.nn.Sequential(linear)):
+    with simulated_products() as called:
         assert torch.equal(linear(x), expected)
+        assert called["weight_only_matmul" if activation is None else "scaled_matmul"].called
         linear.qweight.zero_()
         assert not torch.equal(linear(x), expected)
 
 
 def test_quant_linear__state_is_plain_buffers_and_loads() -> None:
     p = parts(4, outliers=2)
-    linear = QuantLinear.from_parts(**p, weight_bits=4, activation_bits=8, input_scale=torch.ones(2), hadamard=True)
+    linear = built(**p, weight_bits=4, activation_bits=8, input_scale=torch.ones(2), hadamard=True)
     state = linear.state_dict()
     assert {k: (v.dtype, tuple(v.shape)) for k, v in state.items()} == {
         "qweight": (torch.uint8, (N, K // 2)),
@@ -148,20 +167,20 @@ def test_quant_linear__state_is_plain_buffers_and_loads() -> None:
     }
     spec = {"weight_bits": 4, "activation_bits": 8, "bias": True, "input_scales": 2, "outliers": 2, "hadamard": True}
     for device in ("cpu", "meta"):
-        again = QuantLinear.empty(K, N, **spec, device=device)
+        again = QuantLinear(K, N, **spec, device=device)
         again.load_state_dict(state, assign=True)
         linear.modality = again.modality = ModalityContext()
         linear.modality.text_only = True
         x = torch.randn(3, K)
         assert torch.equal(again(x), linear(x))
     with torch.device("meta"):
-        assert QuantLinear.empty(K, N, **spec).qweight.device.type == "meta"
+        assert QuantLinear(K, N, **spec).qweight.device.type == "meta"
 
 
 def test_quant_linear__repr() -> None:
-    linear = QuantLinear.empty(K, N, weight_bits=4, activation_bits=8, input_scales=2, outliers=1, hadamard=True)
+    linear = QuantLinear(K, N, weight_bits=4, activation_bits=8, input_scales=2, outliers=1, hadamard=True)
     assert repr(linear) == f"QuantLinear({K}, {N}, W4A8, bias=False, input_scales=2, hadamard=True, outliers=1)"
-    assert repr(QuantLinear.empty(K, N, weight_bits=4, group_size=32)) == f"QuantLinear({K}, {N}, W4A16-g32, bias=False)"
+    assert repr(QuantLinear(K, N, weight_bits=4, group_size=32)) == f"QuantLinear({K}, {N}, W4A16-g32, bias=False)"
 
 
 @pytest.mark.parametrize(
@@ -178,11 +197,11 @@ def test_quant_linear__repr() -> None:
 )
 def test_quant_linear__refuses(spec: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        QuantLinear.empty(K, N, **spec)
+        QuantLinear(K, N, **spec)
 
 
 def test_quant_linear__scales_survive_a_change_of_dtype() -> None:
-    linear = QuantLinear.from_parts(**parts(8), weight_bits=8, activation_bits=8, input_scale=torch.tensor([0.0301]), hadamard=True)
+    linear = built(**parts(8), weight_bits=8, activation_bits=8, input_scale=torch.tensor([0.0301]), hadamard=True)
     before = copy.deepcopy(linear)
     linear.bfloat16()
     assert linear.bias.dtype == torch.bfloat16
@@ -192,7 +211,7 @@ def test_quant_linear__scales_survive_a_change_of_dtype() -> None:
 
 
 def test_quant_linear__two_scales_need_a_context() -> None:
-    linear = QuantLinear.from_parts(**parts(8), weight_bits=8, activation_bits=8, input_scale=torch.ones(2))
+    linear = built(**parts(8), weight_bits=8, activation_bits=8, input_scale=torch.ones(2))
     with pytest.raises(RuntimeError, match="no ModalityContext"):
         linear(torch.randn(1, 3, K))
 

@@ -1,9 +1,9 @@
 import pytest
+import simulated
 import torch
 from tolerance import assert_close
 
 import mmqc.ops  # noqa: F401
-from mmqc.nn import simulated
 from mmqc.ops.pack import pack_int4
 
 scaled_matmul = torch.ops.mmqc.scaled_matmul

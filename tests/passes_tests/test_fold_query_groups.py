@@ -38,7 +38,7 @@ def compiled(group: int, *args: Tensor | None) -> tuple[Tensor, int, list[str]]:
     return y, len(record.sites), [str(m) for m in record.misses]
 
 
-@settings(max_examples=12)
+@settings(max_examples=12, deadline=None)
 @given(st.integers(1, 3), st.integers(1, 3), st.sampled_from([2, 4, 7]), st.integers(1, 9), st.booleans())
 def test_fold_query_groups__is_exact(batch: int, heads: int, group: int, length: int, masked: bool) -> None:
     q = torch.randn(batch, heads * group, 1, 8, dtype=torch.float64)

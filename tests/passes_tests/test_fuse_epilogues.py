@@ -10,9 +10,10 @@ from tolerance import assert_close
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mmqc.compiler import run_time
+from mmqc import pipeline
 from mmqc.nn.linear import QuantLinear
 from mmqc.passes.fuse_epilogues import FuseEpilogues
+from mmqc.solvers import Quantized
 
 pytestmark = pytest.mark.usefixtures("integer_products")
 
@@ -102,17 +103,15 @@ def test_fuse_epilogues__a_scale_per_modality(gate: bool, without_inductor: None
 def test_fuse_epilogues__four_bit_weights(without_inductor: None) -> None:
     codes = torch.randint(-8, 8, (32, 32), dtype=torch.int8)
     first = QuantLinear.from_parts(
-        codes, torch.full((32,), 0.03), weight_bits=4, activation_bits=8, input_scale=torch.tensor([0.05])
+        Quantized(codes, torch.full((32,), 0.03)), weight_bits=4, activation_bits=8, input_scale=torch.tensor([0.05])
     )
     ops, _ = compile_and_compare(Tail(F.relu, first), torch.randn(4, 32))
     assert ops == ALONE
 
 
 def test_fuse_epilogues__scales_of_groups_stay(without_inductor: None) -> None:
-    codes = torch.randint(-8, 8, (32, 32), dtype=torch.int8)
-    first = QuantLinear.from_parts(
-        codes, torch.full((32, 4), 0.03), weight_bits=4, activation_bits=8, group_size=8, input_scale=torch.tensor([0.05])
-    )
+    quantized = Quantized(torch.randint(-8, 8, (32, 32), dtype=torch.int8), torch.full((32, 4), 0.03), group_size=8)
+    first = QuantLinear.from_parts(quantized, weight_bits=4, activation_bits=8, input_scale=torch.tensor([0.05]))
     ops, misses = compile_and_compare(Tail(F.relu, first), torch.randn(4, 32))
     assert ops == {"quantize": 2, "scaled_matmul": 2}
     assert "scales of groups" in misses["fuse_epilogues"][0]
@@ -186,6 +185,10 @@ def test_fuse_epilogues__a_gate_of_another_input_stays(without_inductor: None) -
     assert "generated code" in misses["fuse_epilogues"][0]
 
 
+def without_epilogues(passes: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(p for p in passes if not isinstance(p, FuseEpilogues))
+
+
 @pytest.mark.parametrize(
     ("act", "hadamard", "gate"),
     [("gelu", False, False), ("gelu_tanh", True, False), ("quick_gelu", False, True), ("silu", True, True)],
@@ -197,9 +200,9 @@ def test_fuse_epilogues__through_inductor_is_the_unfused_graph(
     with torch.no_grad():
         got = torch.compile(model, backend="mmqc", fullgraph=True)(x)
         torch._dynamo.reset()
-        fusion = tuple(p for p in run_time.FUSION if not isinstance(p, FuseEpilogues))
-        assert len(fusion) == len(run_time.FUSION) - 1
-        monkeypatch.setattr(run_time, "FUSION", fusion)
+        whole = pipeline.run_time_passes
+        assert len(without_epilogues(whole("auto"))) == len(whole("auto")) - 1
+        monkeypatch.setattr(pipeline, "run_time_passes", lambda *args, **content: without_epilogues(whole(*args, **content)))
         plain = torch.compile(model, backend="mmqc", fullgraph=True)(x)
         steps = (got - plain).abs() / model.last.weight_scale / 0.02
     # unfused, the gate is part of hadamard_quantize, whose silu is spelled in another way: a code may fall on the other side

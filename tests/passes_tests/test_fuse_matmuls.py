@@ -6,6 +6,7 @@ from fusion_cases import Readers, compile_and_compare, linear
 
 from mmqc.compiler.record import collect_records
 from mmqc.nn.linear import QuantLinear
+from mmqc.solvers import Quantized
 
 
 def test_fuse_matmuls__weight_only(without_inductor: None) -> None:
@@ -22,9 +23,8 @@ def test_fuse_matmuls__more_linears_than_a_kernel_takes(without_inductor: None) 
 def test_fuse_matmuls__group_scales(without_inductor: None, amplifier: int) -> None:
     def grouped(width: int, amplifier: int) -> QuantLinear:
         codes, scale = torch.randint(-8, 8, (width, 32), dtype=torch.int8), torch.randint(1, 90, (width, 4)) / 512
-        return QuantLinear.from_parts(
-            codes, scale, weight_bits=4, activation_bits=8, group_size=8, amplifier=amplifier, input_scale=torch.tensor([0.05])
-        )
+        quantized = Quantized(codes, scale, group_size=8, amplifier=amplifier)
+        return QuantLinear.from_parts(quantized, weight_bits=4, activation_bits=8, input_scale=torch.tensor([0.05]))
 
     model = Readers(grouped(8, amplifier), grouped(24, amplifier), grouped(16, 512 - amplifier), linear(8, bias=False))
     ops, _ = compile_and_compare(model, torch.randn(2, 5, 32))

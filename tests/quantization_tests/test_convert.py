@@ -48,3 +48,21 @@ def test_journal__undoing_removes_what_was_not_there() -> None:
         journal.parameter("0.scale", torch.zeros(1))
         raise RuntimeError("undo")
     assert getattr(model[0], "scale", None) is None
+
+
+def test_journal__takes_back_edits_of_other_kinds_in_their_turn() -> None:
+    model, seen = nn.Sequential(nn.Linear(3, 2)), []
+    with suppress(RuntimeError), Journal(model) as journal:
+        journal.attribute(model[0], "in_features", 4)
+        journal.note(lambda: seen.append(model[0].in_features))
+        journal.attribute(model[0], "in_features", 5)
+        raise RuntimeError("undo")
+    assert seen == [4]
+    assert model[0].in_features == 3
+
+
+def test_journal__takes_nothing_back_where_nothing_failed() -> None:
+    seen: list[int] = []
+    with Journal(nn.Sequential()) as journal:
+        journal.note(lambda: seen.append(1))
+    assert seen == []

@@ -1,10 +1,12 @@
 """The bar names the block, the loss, memory, and counts linears; a memory error names the step."""
 
 import re
+from typing import Any
 
 import pytest
 import torch
-from small_vlm import Small, batches
+from small_vlm import Small, batches, check_unchanged, quantize, traces
+from torch import nn
 
 import mmqc
 from mmqc import recipes
@@ -45,3 +47,27 @@ def test_explained__an_error_is_explained_once_however_contexts_nest(error: Exce
 def test_explained__other_errors_pass() -> None:
     with Progress(False) as bar, pytest.raises(ValueError, match=r"^as it was$"), explained(bar):
         raise ValueError("as it was")
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate"), r"at model.text.blocks.1 .*device=\"cuda\""),
+        (MemoryError(), "fewer calibration samples"),
+    ],
+)
+def test_quantize__a_memory_error_says_what_to_change(error: Exception, message: str) -> None:
+    model = Small()
+    before = traces(model)
+    calls = []
+
+    def fail(module: nn.Module, args: Any) -> None:
+        calls.append(1)
+        if len(calls) > 8:
+            raise error
+
+    handle = model.get_submodule("model.text.blocks.1").register_forward_pre_hook(fail)
+    with pytest.raises(OutOfMemoryError, match=message):
+        quantize(model, recipes.rtn(8, 8))
+    handle.remove()
+    check_unchanged(model, before)

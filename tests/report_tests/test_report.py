@@ -11,7 +11,9 @@ import torch
 from PIL import Image
 
 from mmqc import recipes
-from mmqc.report.report import LayerReport, QuantReport, Refusal, count, text_table, write_html
+from mmqc.report.html import write_html
+from mmqc.report.report import LayerReport, QuantReport, Refusal
+from mmqc.report.tables import count, text_table
 
 PASSES = [
     SimpleNamespace(name="fold_norm_scale", exact=True, n_sites=17, misses=["merger.ln_q: read by add_7"], ms=3.14),
@@ -176,6 +178,41 @@ def test_page__shows_tables_images_and_marks_wrong_answers(tmp_path):
 
 def test_page__of_nothing_is_still_a_page(tmp_path):
     check_page(write_html(tmp_path / "report.html", {}))
+
+
+def test_page__escapes_everything_that_it_shows(tmp_path):
+    """A value of any part of the data is text: none becomes a tag."""
+    evil = "<script>alert(1)</script>"
+    layer = LayerReport(evil, evil, evil, evil, (evil,), {"visual": 3.0}, {"visual": (-1.0, 1.0)}, note=evil)
+    passes = [SimpleNamespace(name=evil, exact=True, n_sites=1, misses=[evil], ms=1.0)]
+    fallback = {"graph": evil, "op": evil, "reason": evil}
+    data = {
+        **{"title": evil, "table": [{evil: evil, "recovery": 0.5}], "ablation": [{evil: evil}], "speed": [{evil: evil}]},
+        **{"answers": [{evil: evil}], "environment": {evil: evil}},
+        "reports": {evil: make_report(layers=[layer], passes=passes, refused=[Refusal(evil, evil, evil)]), "b": make_report()},
+        "examples": [{"images": [], "question": evil, "answer": evil, "float": evil, "quantized": {evil: f"{evil}!"}}],
+        "kernels": {
+            evil: {"graphs": 1, "quantized_graphs": evil, "kernels": {evil: 1}, "breaks": {evil: 1}, "fallbacks": [fallback]}
+        },
+    }
+    text, page = check_page(write_html(tmp_path / "report.html", data))
+    assert "script" not in page.tags
+    assert "<script" not in text
+    assert text.count("&lt;script&gt;alert(1)") > 25
+
+
+def test_page__without_jinja_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "jinja2", None)
+    with pytest.raises(ImportError, match=r"jinja2.*mmqc\[report\].*\.json"):
+        make_report().save(tmp_path / "report.html")
+
+
+def test_page__of_saved_data_is_that_of_the_report(tmp_path):
+    report = make_report(incoherence={"a": (9.0, float("nan")), "b": (5.0, 2.0)}, towers={"b": "vision"})
+    data = json.loads(report.save(tmp_path / "quantization.json").read_text(encoding="utf-8"))
+    pages = [write_html(tmp_path / f"{i}.html", {"reports": {"r": r}}).read_text() for i, r in enumerate((report, data))]
+    assert pages[0] == pages[1]
+    assert "33.0" in pages[0]
 
 
 def test_plots__without_matplotlib_say_what_to_install(tmp_path, monkeypatch):

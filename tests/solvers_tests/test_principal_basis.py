@@ -4,11 +4,12 @@ import math
 
 import pytest
 import torch
+from error_bound import error_bound
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mmqc.ops.quantize_per_token import reference as quantize
-from mmqc.solvers.principal_basis import error_bound, high_width, peak_basis, principal_basis, random_orthogonal
+from mmqc.solvers.principal_basis import high_width, peak_basis, principal_basis, random_orthogonal
 
 
 def activations(rows: int, n: int, seed: int) -> torch.Tensor:

@@ -8,14 +8,14 @@ from torch.nn import functional as F
 
 from mmqc.compiler.record import collect_records
 from mmqc.nn.linear import QuantLinear
+from mmqc.solvers import Quantized
 
 
 def linear(width: int, scale: float = 0.05, *, static: bool = True, bias: bool = True, hadamard: bool = False) -> QuantLinear:
     g = torch.Generator().manual_seed(width)
     codes = torch.randint(-128, 128, (width, 32), dtype=torch.int8, generator=g)
     return QuantLinear.from_parts(
-        codes,
-        torch.rand(width, generator=g),
+        Quantized(codes, torch.rand(width, generator=g)),
         weight_bits=8,
         activation_bits=8 if static else None,
         bias=torch.randn(width, generator=g) if bias else None,

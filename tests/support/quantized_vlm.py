@@ -8,6 +8,7 @@ from torch import nn
 
 from mmqc.nn.linear import QuantLinear
 from mmqc.nn.modality import ModalityContext
+from mmqc.solvers import Quantized
 
 
 def _ranges(model: nn.Module, inputs: dict[str, Any]) -> dict[str, float]:
@@ -40,8 +41,7 @@ def quantized_vlm(weight_bits: int = 8) -> tuple[nn.Module, dict[str, torch.Tens
         W = linear.weight.detach()
         s_w = W.abs().amax(1) / (2 ** (weight_bits - 1) - 1)
         quantized = QuantLinear.from_parts(
-            torch.round(W / s_w[:, None]).to(torch.int8),
-            s_w,
+            Quantized(torch.round(W / s_w[:, None]).to(torch.int8), s_w),
             weight_bits=weight_bits,
             activation_bits=8,
             bias=None if linear.bias is None else linear.bias.detach(),

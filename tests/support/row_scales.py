@@ -1,11 +1,11 @@
-"""The four forms of an activation scale for ``m`` rows (kernels/row_scale.py): what a launcher takes, and each row's own."""
+"""The three forms of an activation scale for ``m`` rows (kernels/row_scale.py): what a launcher takes, and each row's own."""
 
 from typing import Any
 
 import torch
 from torch import Tensor
 
-KINDS = ["one", "visual", "split", "row"]
+KINDS = ["one", "visual", "row"]
 
 
 def row_scales(kind: str, m: int, device: Any, low: float = 0.01, high: float = 0.03) -> tuple[Tensor, dict[str, Tensor], Tensor]:
@@ -14,7 +14,5 @@ def row_scales(kind: str, m: int, device: Any, low: float = 0.01, high: float = 
     if kind in ("one", "row"):
         scale = draw(1 if kind == "one" else m)
         return scale, {}, scale.expand(m)
-    scale, first = draw(2), min(m, m // 3 + 1)
-    visual = torch.rand(m, device=device) < 0.5 if kind == "visual" else torch.arange(m, device=device) < first
-    split = torch.tensor([first], dtype=torch.int32, device=device)
-    return scale, {"visual": visual} if kind == "visual" else {"split": split}, torch.where(visual, scale[1], scale[0])
+    scale, visual = draw(2), torch.rand(m, device=device) < 0.5
+    return scale, {"visual": visual}, torch.where(visual, scale[1], scale[0])

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 import mmqc
 from mmqc.config import QuantConfig
+from mmqc.quantization.request import Request
 
 
 class Small(nn.Module):
@@ -35,6 +36,13 @@ def batches(n: int = 3) -> list[dict[str, Tensor]]:
 
 def quantize(model: nn.Module, config: QuantConfig, calibration: Any = None, **more: Any) -> mmqc.QuantReport:
     return mmqc.quantize_(model, config, batches() if calibration is None else calibration, progress=False, **more)
+
+
+def request(model: nn.Module, config: Any, calibration: Any = None, **more: Any) -> Request:
+    """What ``quantize_`` makes of these arguments."""
+    names = ("filter_fn", "progress", "resume_dir", "inputs", "device", "spool", "generate_tokens", "modality_weights")
+    given = dict(zip(names, (None, False, None, "float", None, None, 0, None), strict=True)) | more
+    return Request.read(model, config, calibration, **given)
 
 
 @torch.no_grad()

@@ -15,7 +15,8 @@ from torch import Tensor, fx
 
 from mmqc.errors import MmqcError
 from mmqc.graph.program import Program, copy_meta
-from mmqc.graph.spaces.spaces import Space, Spaces
+from mmqc.graph.spaces.space import Space
+from mmqc.graph.spaces.spaces import Spaces
 
 Change = Callable[[fx.Node, int], fx.Node]
 

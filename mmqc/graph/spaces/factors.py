@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, fx
 
 from mmqc.graph.spaces.coordinates import compact, distinct
-from mmqc.graph.spaces.spaces import Space, Spaces
+from mmqc.graph.spaces.space import Space
+from mmqc.graph.spaces.spaces import Spaces
 
 
 def owners(spaces: Spaces) -> Tensor:

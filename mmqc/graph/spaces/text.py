@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from mmqc.graph.spaces.spaces import Space
+from mmqc.graph.spaces.space import Space
 
 _NUMBER = re.compile(r"\d+")
 _NODE = re.compile(r"^(\w+?)(_\d+)?(?= in |$)")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
 
 from torch import Tensor, fx
 
@@ -11,9 +10,7 @@ from mmqc.graph.kinds import kind
 from mmqc.graph.linear import bias_of, operands, weight_of
 from mmqc.graph.program import Program
 from mmqc.graph.spaces.coordinates import MOVES, SAME, Coordinates, weights_behind
-
-if TYPE_CHECKING:
-    from mmqc.graph.spaces.spaces import Space, Touch
+from mmqc.graph.spaces.space import Space, Touch
 
 WEIGHT = "weight"
 

@@ -25,7 +25,7 @@ from mmqc.graph.tokens.uses import ELEMENTWISE, FIRST_ONLY, OURS, RESHAPES, Use,
 
 
 class TokenRules:
-    """See the module's docstring; ``batch`` and ``length`` are the sizes of the sequence's axes."""
+    """The rules for one sequence axis; ``batch`` and ``length`` are the sizes of its axes."""
 
     def __init__(self, batch: Any, length: Any, flat: bool = False) -> None:
         self.batch, self.length, self.flat = batch, length, flat

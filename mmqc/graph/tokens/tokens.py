@@ -12,20 +12,23 @@ the largest of those that move equally few.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 
+import networkx as nx
+from networkx.algorithms.flow import boykov_kolmogorov
 from torch import fx
 
 from mmqc.graph.kinds import kind
 from mmqc.graph.memory import written
 from mmqc.graph.program import VISUAL, Program
 from mmqc.graph.sizes import is_sequence, n_bytes, sizes
-from mmqc.graph.tokens.min_cut import NEVER, SINK, SOURCE, MinCut
 from mmqc.graph.tokens.rules import TokenRules
 from mmqc.graph.tokens.uses import ATTENTION, SHAPE_ONLY, Use, Uses, attention, is_attention
 
 WITH_VISUAL = {"quantize": 2, "scaled_matmul": 5, "tag_modality": 1}  # where these have their visual mask
+SOURCE, SINK = "source", "sink"
+NEVER = 1 << 62  # the capacity of an edge that may not be cut
 START = 1 << 20  # what it costs to start a gather, in bytes that could be moved meanwhile
 
 
@@ -44,6 +47,24 @@ def visual_mask(prog: Program) -> fx.Node | None:
     if found:
         return found.most_common(1)[0][0]
     return next((n for n in prog.graph.nodes if n.op == "placeholder" and n.target == VISUAL and sizes(n)), None)
+
+
+def empty_cut() -> nx.DiGraph[Hashable]:
+    """A graph to cut: the edges that lead from the source's side to the sink's cost their capacities."""
+    cut: nx.DiGraph[Hashable] = nx.DiGraph()
+    cut.add_nodes_from((SOURCE, SINK))
+    return cut
+
+
+def add_edge(cut: nx.DiGraph[Hashable], a: Hashable, b: Hashable, capacity: int = NEVER) -> None:
+    """What it costs if ``a`` is on the source's side and ``b`` is not; edges between the same two add up."""
+    before = cut.edges[a, b]["capacity"] if cut.has_edge(a, b) else 0
+    cut.add_edge(a, b, capacity=before + capacity)
+
+
+def source_side(cut: nx.DiGraph[Hashable]) -> set[Hashable]:
+    """The largest source side among the minimal cuts: all from which the sink cannot be reached."""
+    return nx.minimum_cut(cut, SOURCE, SINK, flow_func=boykov_kolmogorov)[1][0]
 
 
 def price(node: fx.Node) -> int:
@@ -199,42 +220,42 @@ class _Planner:
     # -- the cut ---------------------------------------------------------------------------------------------------
     def solve(self) -> Tokens:
         """Cut, keep the candidates on the linears' side, count what is moved."""
-        plan, cut = self.plan, MinCut()
+        plan, cut = self.plan, empty_cut()
         keys = dict(self.attention_keys())
         for node in plan.forced:
-            cut.edge(SOURCE, node)
+            add_edge(cut, SOURCE, node)
         for node, uses in self.uses.items():
             self.edges(cut, node, uses)
         for node, uses in keys.items():
             self.edges(cut, (node, "keys"), uses)
             mask = attention(node).get("attn_mask")
             if attention(node).get("is_causal"):
-                cut.edge((node, "keys"), node)  # a causal flag becomes a mask, which the queries' order is needed for
+                add_edge(cut, (node, "keys"), node)  # a causal flag becomes a mask, which the queries' order is needed for
             if isinstance(mask, fx.Node):
-                if (mask, "mask") not in cut.index:
-                    cut.edge((mask, "mask"), SINK, price(mask))
-                cut.edge((node, "keys"), (mask, "mask"))
+                if (mask, "mask") not in cut:
+                    add_edge(cut, (mask, "mask"), SINK, price(mask))
+                add_edge(cut, (node, "keys"), (mask, "mask"))
         for node in self.uses:
             if self.sequence_readers(node, {n: u for n, u in keys.items() if node in u}):
-                cut.edge((node, "leave"), SINK)
-            cut.edge(node, (node, "leave"), price(node))
-            cut.edge((node, "enter"), node, price(node))
-        side = cut.source_side() if plan.forced else set()
+                add_edge(cut, (node, "leave"), SINK)
+            add_edge(cut, node, (node, "leave"), price(node))
+            add_edge(cut, (node, "enter"), node, price(node))
+        side = source_side(cut) if plan.forced else set()
         plan.axis = {n: a for n, a in plan.axis.items() if n in side}
         plan.keys = {n for n in keys if (n, "keys") in side and any(k in side for k in keys[n])}
         self.count({n: u for n, u in keys.items() if n in plan.keys})
         return plan
 
-    def edges(self, cut: MinCut, node: object, uses: Uses) -> None:
+    def edges(self, cut: nx.DiGraph[Hashable], node: object, uses: Uses) -> None:
         """What it costs if ``node`` and its operands are in different orders."""
         for operand, use in uses.items():
             if self.matches(operand, use):
-                cut.edge((operand, "leave"), node)
-                cut.edge(node, (operand, "enter"))
+                add_edge(cut, (operand, "leave"), node)
+                add_edge(cut, node, (operand, "enter"))
             else:
-                if (operand, use) not in cut.index:
-                    cut.edge((operand, use), SINK, price(operand))
-                cut.edge(node, (operand, use))
+                if (operand, use) not in cut:
+                    add_edge(cut, (operand, use), SINK, price(operand))
+                add_edge(cut, node, (operand, use))
 
     def sequence_readers(self, node: fx.Node, keys: dict[fx.Node, Uses]) -> list[fx.Node]:
         """Users that read ``node`` in sequence order whatever happens."""

@@ -18,14 +18,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mmqc.kernels.rows.quantize_per_token import DTYPES
 from mmqc.kernels.shared.device_facts import ceil_div, has_inline_ptx, why_not_here
 from mmqc.kernels.shared.launch import Launch
+from mmqc.kernels.shared.plan import New, Plan, Refusal, first_reason, rows_like, why_not_rows
 from mmqc.kernels.shared.quantize_codes import divide_tile, round_tile
 from mmqc.kernels.shared.row_scale import Rows
 
 MAX_WIDTH = 256
-TOKENS = 64
+TOKENS = 64  # of a program, or LEAST_TOKENS where there are no more
+LEAST_TOKENS = 16  # that tensor cores take
 
 
 @triton.jit
@@ -66,44 +67,30 @@ def basis_quantize_per_token_kernel(
     tl.store(q_ptr + wide * D + c[None, :], u.to(tl.int32, bitcast=True).to(tl.int8), mask=there)
 
 
-def supports(x: Tensor, basis: Tensor, widths: Sequence[int], bits: Sequence[int]) -> str | None:
+def why_not(x: Tensor, basis: Tensor, widths: Sequence[int], bits: Sequence[int]) -> str | None:
     """None, or why these operands cannot be turned and quantized here."""
-    if len(x.shape) != 2:
-        return f"x is a matrix, not {list(x.shape)}"
+    if reason := why_not_rows(x, MAX_WIDTH):
+        return reason
     width = x.shape[1]
     checks = (
-        (x.dtype in DTYPES, f"x is one of {DTYPES}, not {x.dtype}"),
-        (1 <= width <= MAX_WIDTH, f"heads of {width} channels: 1 to {MAX_WIDTH}"),
-        (x.stride(1) == 1 or width == 1, "rows of x are contiguous"),
         (tuple(basis.shape) == (width, width) and basis.dtype == x.dtype, f"basis is {x.dtype} [{width}, {width}]"),
         (len(widths) in (1, 2) and len(bits) == len(widths) and sum(widths) == width and min(widths) > 0,
          f"one or two parts, not {list(widths)}"),
         (all(2 <= b <= 8 for b in bits), f"bits = {list(bits)}: 2 to 8"),
     )
-    return next((why for ok, why in checks if not ok), None) or why_not_here(x, basis)
+    return first_reason(checks) or why_not_here(x, basis)
 
 
-def basis_quantize_per_token(
-    x: Tensor, basis: Tensor, widths: Sequence[int], bits: Sequence[int], *, out: Rows | None = None,
-    num_warps: int | None = None,
-) -> Rows:
-    """Codes, scales and offsets of every row of x U."""
-    reason = supports(x, basis, widths, bits)
-    if reason is not None:
-        raise ValueError(f"basis_quantize_per_token: {reason}")
-    out = Rows.empty(x, len(widths)) if out is None else out
-    if len(x):
-        launch(x, basis, out, widths, bits, num_warps).run()
-    return out
-
-
-def launch(
-    x: Tensor, basis: Tensor, out: Rows, widths: Sequence[int], bits: Sequence[int], num_warps: int | None = None
-) -> Launch:
-    """Fill ``out``."""
+def plan(
+    x: Tensor, basis: Tensor, widths: Sequence[int], bits: Sequence[int], new: New | None = None
+) -> Plan[Rows] | Refusal:
+    """One launch, of a program for some tokens."""
+    if reason := why_not(x, basis, widths, bits):
+        return Refusal(reason)
     m, width = x.shape
+    out = Rows.new(new or rows_like(x), width, len(widths))
     padded = max(16, triton.next_power_of_2(width))
-    block = 16 if m <= 16 else TOKENS
+    block = LEAST_TOKENS if m <= LEAST_TOKENS else TOKENS
     args = dict(
         x_ptr=x, basis_ptr=basis, q_ptr=out.q, scale_ptr=out.scale, offset_ptr=out.offset, M=m, D=width, LOW=widths[0],
         stride_x=x.stride(0), stride_i=basis.stride(0), stride_j=basis.stride(1),
@@ -111,8 +98,6 @@ def launch(
     constants = dict(
         PARTS=len(widths), LOW_BITS=bits[0], HIGH_BITS=bits[-1], PTX=has_inline_ptx(x.device), BLOCK=block, WIDTH=padded
     )
-    warps = num_warps or (8 if padded * block > 8192 else 4)
-    written = ("q_ptr", "scale_ptr", "offset_ptr")
-    return Launch(
-        basis_quantize_per_token_kernel, (ceil_div(m, block),), args, constants, written, warps, 1, block_rows=block
-    )
+    warps, grid, written = 8 if padded * block > 8192 else 4, (ceil_div(m, block),), ("q_ptr", "scale_ptr", "offset_ptr")
+    launch = Launch(basis_quantize_per_token_kernel, grid, args, constants, written, warps, 1, block_rows=block)
+    return Plan((launch,), out)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,16 +21,14 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from mmqc.kernels.shared.device_facts import power_of_two
+from mmqc.kernels.shared.plan import Refusal
 from mmqc.ops.hadamard_matrix import hadamard_factors
 
 MAX_OUTER = 320
 MAX_INNER = 256
 WGMMA_ROWS = 64
-
-
-def power_of_two(n: int) -> int:
-    """The smallest power of two that is at least n and 16."""
-    return max(16, 1 << (n - 1).bit_length())
+LEAST_SIDE = 16  # of a tile that tensor cores take
 
 
 @dataclass(frozen=True)
@@ -53,11 +52,11 @@ class Tiling:
 
 def tiling(a: int, b: int) -> Tiling:
     """Pad a x b."""
-    wide = power_of_two(b)
+    wide = power_of_two(b, LEAST_SIDE)
     if a == 1:
         return Tiling(1, b, 16, 0, wide, WGMMA_ROWS)
-    whole, below = power_of_two(a), 1 << (a.bit_length() - 1)
-    rest = power_of_two(a - below) if a > below else 0
+    whole, below = power_of_two(a, LEAST_SIDE), 1 << (a.bit_length() - 1)
+    rest = power_of_two(a - below, LEAST_SIDE) if a > below else 0
     if a > WGMMA_ROWS and below + rest < whole:
         return Tiling(a, b, below, rest, wide, 1)
     return Tiling(a, b, whole, 0, wide, max(1, WGMMA_ROWS // whole))
@@ -81,13 +80,6 @@ def best_tiling(n: int) -> Tiling | str:
     if not fitting:
         return f"no cut of width {n} = {' x '.join(str(f.shape[0]) for f in hadamard_factors(n))} fits {MAX_OUTER} x {MAX_INNER}"
     return min(fitting, key=lambda t: t.cost)
-
-
-@functools.cache
-def why_no_tiling(n: int) -> str | None:
-    """None, or why the kernel cannot transform rows of width n."""
-    found = best_tiling(n)
-    return found if isinstance(found, str) else None
 
 
 @dataclass(frozen=True)
@@ -149,6 +141,16 @@ def hadamard_plan(n: int, device: torch.device, dtype: torch.dtype, cut: tuple[i
     outer, inner = matrices(t, n)
     outer *= outer_factor(t)
     return HadamardPlan(t, outer.to(device=device, dtype=dtype), inner.to(device=device, dtype=dtype))
+
+
+# Of a width, for a device and a dtype.
+Matrices = Callable[[int, torch.device, torch.dtype], HadamardPlan | Refusal]
+UNKNOWN = Refusal("its factors are not those of hadamard_factors")
+
+
+def matrices_of(factors: list[Tensor]) -> Matrices:
+    """Those that stand for these factors, which the kernels know by the width alone."""
+    return lambda n, device, dtype: hadamard_plan(n, device, dtype) if all_known(factors, n) else UNKNOWN
 
 
 # By the tensor itself: an address belongs to another one when this one is gone.

@@ -15,44 +15,29 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mmqc.kernels.hadamard import hadamard_quantize as transform
-from mmqc.kernels.hadamard.hadamard_plan import HadamardPlan, best_tiling
+from mmqc.kernels.hadamard import hadamard_quantize
+from mmqc.kernels.hadamard.hadamard_plan import Matrices
 from mmqc.kernels.hadamard.hadamard_slices import few
-from mmqc.kernels.rows import quantize_per_token as per_token
-from mmqc.kernels.shared.launch import Launch
+from mmqc.kernels.hadamard.hadamard_tiles import Written
+from mmqc.kernels.rows import quantize_per_token
+from mmqc.kernels.shared.plan import New, Plan, Refusal, rows_like
 from mmqc.kernels.shared.row_scale import Rows
 
 
-def supports(x: Tensor, up: Tensor | None, bits: int) -> str | None:
-    """None, or why these operands cannot be transformed and quantized here."""
-    reason = transform.supports(x, up, torch.int8)
-    return reason or (None if 2 <= bits <= 8 else f"bits = {bits}: 2 to 8")
-
-
-def hadamard_quantize_per_token(
-    x: Tensor, bits: int, *, up: Tensor | None = None, plan: HadamardPlan | None = None, out: Rows | None = None,
-    num_warps: int | None = None, programs: int | None = None, num_stages: int | None = None,
-) -> Rows:
-    """Codes, scales and offsets of every row; with ``up``, of silu(x) * up.  The options are hadamard_quantize's."""
-    reason = supports(x, up, bits)
-    if reason is not None:
-        raise ValueError(f"hadamard_quantize_per_token: {reason}")
-    m, n = x.shape
-    out = Rows.empty(x, 1) if out is None else out
-    if m == 0:
-        return out
-    if programs is None and few(x, plan.tiling if plan else best_tiling(n)):  # type: ignore[arg-type]  # supports has seen it
-        y = transform.hadamard_quantize(x, up=up, code=None, plan=plan).y
-        return per_token.quantize_per_token(y, [n], [bits], out=out)
-    transform.run(x, up, out.q, plan, None, out.scale, torch.int8, bits, num_warps, programs, num_stages, out.offset)
-    return out
-
-
-def launch(
-    x: Tensor, up: Tensor | None, out: Rows, plan: HadamardPlan, bits: int, num_warps: int | None = None,
-    programs: int | None = None, num_stages: int | None = None,
-) -> Launch:
-    """Fill ``out``, in one kernel."""
-    return transform.launch(
-        x, up, out.q, plan, None, out.scale, torch.int8, bits, num_warps, programs, num_stages, out.offset
-    )
+def plan(
+    x: Tensor, up: Tensor | None, matrices: Matrices, bits: int, new: New | None = None, *, by_warpgroups: bool = True
+) -> Plan[Rows] | Refusal:
+    """Codes, scales and offsets of every row of x, or with ``up`` of silu(x) * up; ``by_warpgroups`` as in hadamard_quantize."""
+    reason = hadamard_quantize.why_not(x, up, bits, torch.int8)
+    found = Refusal(reason) if reason else matrices(x.shape[1], x.device, x.dtype)
+    if isinstance(found, Refusal):
+        return found
+    n, new = x.shape[1], new or rows_like(x)
+    if few(x, found.tiling):
+        y = Written(new(n, x.dtype))
+        first = hadamard_quantize.launches(x, up, y, found, new, by_warpgroups)
+        second = quantize_per_token.plan(y.y, [n], [bits], new)
+        return second if isinstance(second, Refusal) else Plan((*first, *second.launches), second.out)
+    out = Rows.new(new, n, 1)
+    written = Written(out.q, None, out.scale, out.offset, bits)
+    return Plan(hadamard_quantize.launches(x, up, written, found, new, by_warpgroups), out)

@@ -7,15 +7,50 @@ multiply-add, which rounds once; the quotient of ops/quantize.py rounds twice.  
 Asymmetric codes are those of y as FLOAT writes it (ops/quantize_per_token.py), to the bit.
 """
 
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from mmqc.kernels.shared.quantize_codes import divide_tile, round_tile
+from mmqc.kernels.shared.row_scale import ROW, RowScale
 
 FLOAT = tl.constexpr(0)
 STATIC = tl.constexpr(1)
-DYNAMIC = tl.constexpr(2)
-ASYMMETRIC = tl.constexpr(3)
+ASYMMETRIC = tl.constexpr(2)
+
+
+class Written(NamedTuple):
+    """What a transform fills: y in x's dtype, or its codes by the scales ``rows``, or by scales and offsets that it fills too."""
+
+    y: Tensor
+    rows: RowScale | None = None
+    scale: Tensor | None = None
+    offset: Tensor | None = None
+    bits: int = 8
+
+    def scale_args(self, unused: Tensor) -> dict[str, Any]:
+        """Of a kernel that reads the scales ``rows``; ``unused`` stands where there are none."""
+        return dict(
+            scale_ptr=unused if self.rows is None else self.rows.scale, row_ptr=unused if self.rows is None else self.rows.rows
+        )
+
+    def token_args(self, unused: Tensor) -> dict[str, Any]:
+        """Of a kernel that fills ``scale`` and ``offset``."""
+        return dict(
+            token_ptr=unused if self.scale is None else self.scale, offset_ptr=unused if self.offset is None else self.offset
+        )
+
+    def constants(self) -> dict[str, Any]:
+        """Of every kernel."""
+        mode = ASYMMETRIC if self.offset is not None else STATIC if self.rows is not None else FLOAT
+        return dict(
+            MODE=mode.value, KIND=ROW.value if self.rows is None else self.rows.kind, LOW=-(2.0 ** (self.bits - 1)),
+            HIGH=2.0 ** (self.bits - 1) - 1,
+        )
 
 
 @triton.jit

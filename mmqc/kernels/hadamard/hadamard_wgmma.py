@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mmqc.kernels.hadamard import hadamard_plan as plans
 from mmqc.kernels.hadamard.hadamard_plan import HadamardPlan, Tiling
-from mmqc.kernels.hadamard.hadamard_tiles import ASYMMETRIC, DYNAMIC, FLOAT, STATIC
+from mmqc.kernels.hadamard.hadamard_tiles import Written
 from mmqc.kernels.shared.device_facts import (
     CONSUMER_REGISTERS,
     SHARED_BYTES,
@@ -29,7 +29,6 @@ from mmqc.kernels.shared.device_facts import (
     multiprocessors,
 )
 from mmqc.kernels.shared.launch import Launch
-from mmqc.kernels.shared.row_scale import ROW, RowScale
 
 COLUMNS = 128
 LEAST_WIDTH = 8192  # below, the other kernel is as fast
@@ -65,39 +64,38 @@ def slots(t: Tiling, item_bytes: int) -> int:
     return min(MOST_SLOTS, (SHARED_BYTES - matrices - written) // (BYTES * (t.A1 + t.A2) * COLUMNS))
 
 
-def why_not(x: Tensor, y: Tensor | None = None) -> str | None:
-    """None, or why rows like x are not transformed in this way, into y if it is known."""
+def why_not(x: Tensor) -> str | None:
+    """None, or why rows like x are not transformed in this way."""
     if not has_warpgroup_products(x.device):
         return "warpgroup products are Hopper's"
     if x.shape[0] <= WARPGROUP_ROWS:
         return f"{x.shape[0]} rows: more than {WARPGROUP_ROWS} have been measured"
     if x.dtype not in DTYPES or tiling(x.shape[1]) is None:
         return f"{x.dtype} rows of {x.shape[1]} are not cut into tiles of {COLUMNS} columns"
-    if x.stride(0) * x.dtype.itemsize % 16 or x.data_ptr() % 16 or (y is not None and y.data_ptr() % 16):
+    return None
+
+
+def why_not_at(x: Tensor, y: Tensor) -> str | None:
+    """None, or why TMA copies no rows from where x is to where y is; a compiled graph's tensors are not anywhere yet."""
+    if x.stride(0) * x.dtype.itemsize % 16 or x.data_ptr() % 16 or y.data_ptr() % 16:
         return "tensor descriptors need rows and addresses that are multiples of 16 bytes"
     return None
 
 
 @functools.lru_cache(maxsize=64)
-def plan(n: int, device: torch.device, dtype: torch.dtype) -> HadamardPlan:
+def matrices(n: int, device: torch.device, dtype: torch.dtype) -> HadamardPlan:
     """The matrices, A's entries halved."""
     whole = plans.hadamard_plan(n, device, dtype, (n // COLUMNS, COLUMNS))
     return HadamardPlan(whole.tiling, whole.outer / 2, whole.inner)
 
 
-def launch(
-    x: Tensor, y: Tensor, rows: RowScale | None = None, tokens: Tensor | None = None, bits: int = 8,
-    offsets: Tensor | None = None,
-) -> Launch:
-    """Fill y, as hadamard_quantize.launch; ``why_not`` has found nothing."""
+def launch(x: Tensor, written: Written) -> Launch:
+    """Fill what is written of x; ``why_not`` has found nothing."""
     from mmqc.kernels.hadamard.hadamard_wgmma_tiles import hadamard_wgmma_kernel
 
-    m, n = x.shape
-    p = plan(n, x.device, x.dtype)
+    (m, n), y = x.shape, written.y
+    p = matrices(n, x.device, x.dtype)
     t = p.tiling
-    mode = (
-        ASYMMETRIC if offsets is not None else DYNAMIC if tokens is not None else STATIC if rows is not None else FLOAT
-    )
     cubes = [tensor.unflatten(1, (t.a, t.b)) for tensor in (x, y)]
     copied = {
         "x_desc": (1, t.A1, COLUMNS), "rest_desc": (1, max(t.A2, 16), COLUMNS),
@@ -106,15 +104,12 @@ def launch(
     }
     args: dict[str, Any] = dict(
         x_desc=cubes[0], rest_desc=cubes[0], y_desc=cubes[1], outer_desc=p.outer, outer_rest_desc=p.outer, inner_desc=p.inner,
-        scale_ptr=p.outer if rows is None else rows.scale, row_ptr=p.outer if rows is None else rows.rows,
-        token_ptr=p.outer if tokens is None else tokens, offset_ptr=p.outer if offsets is None else offsets, M=m, a=t.a,
+        M=m, a=t.a, **written.scale_args(p.outer), **written.token_args(p.outer),
     )
     programs, size = min(m, multiprocessors(x.device)), y.dtype.itemsize
     constants = dict(
         SCALE=2 / (plans.outer_factor(t) * math.sqrt(t.a * t.b)), A1=t.A1, A2=t.A2, COLUMNS=COLUMNS, SLOTS=slots(t, size),
-        PLACES=places(size), PROGRAMS=programs, REGISTERS=CONSUMER_REGISTERS, MODE=mode.value,
-        KIND=ROW.value if rows is None else rows.kind, LOW=-(2.0 ** (bits - 1)), HIGH=2.0 ** (bits - 1) - 1,
-        PTX=has_inline_ptx(x.device),
+        PLACES=places(size), PROGRAMS=programs, REGISTERS=CONSUMER_REGISTERS, PTX=has_inline_ptx(x.device), **written.constants(),
     )
-    written = ("y_desc", "token_ptr", "offset_ptr")
-    return Launch(hadamard_wgmma_kernel, (programs,), args, constants, written, 4, 1, 0, copied, early=True)
+    filled = ("y_desc", "token_ptr", "offset_ptr")
+    return Launch(hadamard_wgmma_kernel, (programs,), args, constants, filled, 4, 1, 0, copied, early=True)

@@ -27,8 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_wait
 
-from mmqc.kernels.hadamard.hadamard_tiles import ASYMMETRIC, DYNAMIC, FLOAT, STATIC, asymmetric_tile, rounded_tile
-from mmqc.kernels.shared.quantize_codes import token_scale
+from mmqc.kernels.hadamard.hadamard_tiles import ASYMMETRIC, FLOAT, STATIC, asymmetric_tile, rounded_tile
 from mmqc.kernels.shared.row_scale import row_scale_tile
 
 BLOCK = gl.constexpr(64)  # rows of A that a warpgroup multiplies
@@ -89,35 +88,26 @@ def joined(left, right, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def widen_ends(y, low, high, block: gl.constexpr, a, MODE: gl.constexpr):
-    """The smallest and largest sum, or the largest magnitude, of every row of a block and of those before."""
-    if MODE == DYNAMIC:  # rows behind A's are zeros
-        high = gl.maximum(high, gl.max(gl.abs(y), 1))
-    else:
-        inside = block * BLOCK + gl.arange(0, BLOCK, low.type.layout) < a
-        low = gl.minimum(low, gl.where(inside, gl.min(y, 1), float("inf")))
-        high = gl.maximum(high, gl.where(inside, gl.max(y, 1), float("-inf")))
+def widen_ends(y, low, high, block: gl.constexpr, a):
+    """The smallest and the largest sum of every row of a block and of those before; rows behind A's are zeros."""
+    inside = block * BLOCK + gl.arange(0, BLOCK, low.type.layout) < a
+    low = gl.minimum(low, gl.where(inside, gl.min(y, 1), float("inf")))
+    high = gl.maximum(high, gl.where(inside, gl.max(y, 1), float("-inf")))
     return low, high
 
 
 @gluon.jit
-def find_scale(low, high, scale_at, offset_at, DTYPE: gl.constexpr, X_DTYPE: gl.constexpr, MODE: gl.constexpr,
-               SCALE: gl.constexpr, LOW: gl.constexpr, HIGH: gl.constexpr):
-    """A token's smallest entry, and what ``codes_of`` wants; its scale, and its offset if there is one, go to memory.
+def find_scale(low, high, scale_at, offset_at, X_DTYPE: gl.constexpr, SCALE: gl.constexpr, LOW: gl.constexpr, HIGH: gl.constexpr):
+    """A token's smallest entry and its scale; that and its offset go to memory.
 
-    Entries are rounded for asymmetric codes; their ends are the rounded ends of the sums, for rounding keeps order.
+    Entries are rounded; their ends are the rounded ends of the sums, for rounding keeps order.
     """
     smallest, largest = gl.min(low, 0) * SCALE, gl.max(high, 0) * SCALE
-    if MODE == DYNAMIC:
-        s = token_scale(largest, FP8 == DTYPE)
-        k = tl.div_rn(SCALE, s)
-    else:
-        smallest, largest = smallest.to(X_DTYPE).to(gl.float32), largest.to(X_DTYPE).to(gl.float32)
-        s = tl.div_rn(largest - smallest, HIGH - LOW)
-        k = s
-        gl.store(offset_at, smallest - s * LOW)
+    smallest, largest = smallest.to(X_DTYPE).to(gl.float32), largest.to(X_DTYPE).to(gl.float32)
+    s = tl.div_rn(largest - smallest, HIGH - LOW)
+    gl.store(offset_at, smallest - s * LOW)
     gl.store(scale_at, s)
-    return smallest, k
+    return smallest, s
 
 
 @gluon.jit
@@ -184,7 +174,7 @@ def take_row(
                 y, k, least, y_desc, place, row, block, COLUMNS, PLACES, MODE, SCALE, LOW, HIGH, inner.dtype, PTX
             )
         else:
-            low, high = widen_ends(y, low, high, block, a, MODE)
+            low, high = widen_ends(y, low, high, block, a)
         if block + 1 < blocks:
             if not early:
                 t = outer_product(block + 1, outer, x, A2, COLUMNS, layout)
@@ -225,9 +215,7 @@ def transform_slots(
                 low, high = take_row(again == 1, y_desc, outer, inner, x, places, which * PLACES, count, gone, row, low, high,
                                      least, k, a, SCALE, A1, A2, COLUMNS, PLACES, MODE, LOW, HIGH, PTX)
                 if again == 0:
-                    least, k = find_scale(
-                        low, high, token_ptr + row, offset_ptr + row, y_desc.dtype, inner.dtype, MODE, SCALE, LOW, HIGH
-                    )
+                    least, k = find_scale(low, high, token_ptr + row, offset_ptr + row, inner.dtype, SCALE, LOW, HIGH)
         turn += CONSUMERS
     tma.store_wait(0)
 

@@ -48,6 +48,7 @@ OPS = (
 VARIANTS = ("rows", "columns", "descriptors", "nested", "pingpong", "registers", "unpack")
 PERSISTENT = ("descriptors", "nested")
 BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+WRITTEN_OUT_ABOVE = 256  # rows, of weights that alone are quantized
 FOLDER = Path(__file__).parents[1] / "configs"
 
 
@@ -227,7 +228,7 @@ def _skinny(m: int, n: int, stored: int, device: torch.device) -> MatmulConfig:
 def _weight_only(op: str, m: int, n: int, k: int, device: torch.device) -> MatmulConfig:
     stored = stretch(k, int(op.removeprefix("weight_int")))
     slots = 3 * multiprocessors(device)
-    if m > 256:
+    if m > WRITTEN_OUT_ABOVE:
         return MatmulConfig(128, 128, 64, 8, 3, variant="unpack")
     if m > 64:
         block_m = 64 if m <= 128 else 128

@@ -21,42 +21,27 @@ Arch:    Ampere and newer; TMA from compute capability 9.0.
 # pyright: reportArgumentType=false, reportCallIssue=false
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-from mmqc.kernels.matmul import scaled_matmul as plain
-from mmqc.kernels.matmul.configs import PERSISTENT, MatmulConfig
-from mmqc.kernels.matmul.configs import config as choose
+from mmqc.kernels.matmul import configs, scaled_matmul
+from mmqc.kernels.matmul.configs import MatmulConfig
 from mmqc.kernels.matmul.group_scaled_matmul_tiles import (
     group_scaled_matmul_descriptor_kernel,
     group_scaled_matmul_kernel,
 )
-from mmqc.kernels.matmul.unpack_weight import unpack_weight
+from mmqc.kernels.matmul.linears import Linear, three
+from mmqc.kernels.matmul.product import Product, each_alone, kernel_of, new_tensor, share_a_launch, why_not_tma
 from mmqc.kernels.shared.device_facts import ceil_div, has_inline_ptx, why_not_here
+from mmqc.kernels.shared.launch import Launch
 from mmqc.kernels.shared.row_scale import RowScale, row_scale
 from mmqc.kernels.shared.split_k import workspace
 
 FOLD_ROWS = 512  # from which writing out codes times scales costs less than the passes over the accumulator
 MOST_SUMS = 64  # of a group, a thread: with twice as many for all groups these are 192 of 255 registers
 SMALLEST_STEP = 32  # of K: what a tensor core's int8 product takes
-
-
-class Linear(NamedTuple):
-    """One linear of a launch: weight, scale [N] or [N, K/g], bias, result, integer scales if there are any."""
-
-    w: Tensor
-    scale: Tensor
-    bias: Tensor | None
-    y: Tensor
-    group_scale: Tensor | None
-
-    @property
-    def groups(self) -> Tensor:
-        """What multiplies the sums of groups."""
-        return self.scale if self.group_scale is None else self.group_scale
 
 
 def supports(
@@ -74,12 +59,12 @@ def supports(
         (groups.numel() < 2**31, "scales are addressed with 32 bits"),
     )
     reason = next((why for ok, why in checks if not ok), None) or why_not_here(x_q, groups)
-    return reason or plain.supports(x_q, w_q, w_scale[:, 0] if group_scale is None else w_scale, bias, out_dtype)
+    return reason or scaled_matmul.supports(x_q, w_q, w_scale[:, 0] if group_scale is None else w_scale, bias, out_dtype)
 
 
 def group_scaled_matmul(
     x_q: Tensor, w_q: Tensor, x_scale: Tensor, w_scale: Tensor, bias: Tensor | None = None, *, group_size: int,
-    group_scale: Tensor | None = None, visual: Tensor | None = None, split: Tensor | None = None,
+    group_scale: Tensor | None = None, visual: Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16, out: Tensor | None = None, config: MatmulConfig | None = None,
 ) -> Tensor:
     """Multiply: with ``group_scale`` the integer form, without it w_scale is [N, K/g] and the form is the float one."""
@@ -91,7 +76,7 @@ def group_scaled_matmul(
     if y.shape != (m, n) or y.dtype != out_dtype or (n > 1 and y.stride(1) != 1):
         raise ValueError(f"group_scaled_matmul: out is {out_dtype} [{m}, {n}], rows contiguous; got {list(y.shape)}")
     linear = Linear(w_q, w_scale, bias, y, group_scale)
-    multiply(x_q, [linear], row_scale(x_scale, m, visual, split), group_size, config=config)
+    multiply(x_q, [linear], row_scale(x_scale, m, visual), group_size, config=config)
     return y
 
 
@@ -102,46 +87,59 @@ def op_name(linear: Linear) -> str:
 
 
 def multiply(
-    x_q: Tensor, linears: list[Linear], rows: RowScale, group_size: int, *, config: MatmulConfig | None = None
+    x_q: Tensor, linears: Sequence[Linear], rows: RowScale, group_size: int, *, config: MatmulConfig | None = None
 ) -> None:
-    """Fill every linear's y, without a check: several linears of few rows in one launch, else one after the other."""
-    m, k = x_q.shape
-    width = sum(linear.w.shape[0] for linear in linears)
+    """Fill every linear's y, without a check."""
+    for launch in launches(x_q, linears, rows, group_size, plan(x_q, linears, group_size, config=config)):
+        launch.run()
+
+
+def plan(
+    x: Tensor, linears: Sequence[Linear], group_size: int, *, config: MatmulConfig | None = None
+) -> list[Product]:
+    """The products: several linears of few rows share one, else each has its own; scales of many rows are folded."""
+    (m, k), width = x.shape, sum(linear.w.shape[0] for linear in linears)
     if not m or not width:
-        return
+        return []
     if m >= FOLD_ROWS and all(folds(linear) for linear in linears):
-        for w, scale, bias, y, times in linears:
-            whole = unpack_weight(w, k, bits=4, scale=times, group_size=group_size)
-            plain.multiply(x_q, [plain.Linear(whole, scale, bias, y)], rows, config=config)
-        return
-    c = config or choose(op_name(linears[0]), m, width, k, x_q.device)
-    if len(linears) > 1 and not (m <= plain.FEW_ROWS and c.variant == "columns" and alike(linears)):
-        for linear in linears:
-            multiply(x_q, [linear], rows, group_size, config=config)
-        return
+        return each_alone(lambda linear: fold(x, linear, config), linears)
+    c = config or configs.config(op_name(linears[0]), m, width, k, x.device)
+    if len(linears) > 1 and not share_a_launch(m, c, linears):
+        return each_alone(lambda linear: plan(x, [linear], group_size, config=config), linears)
+    everyone, (first, *_), written_out = tuple(range(len(linears))), linears, False
     if c.variant == "unpack":
-        if linears[0].w.dtype == torch.uint8:
-            linears = [linear._replace(w=unpack_weight(linear.w, k, bits=4)) for linear in linears]
-        c = c.with_variant("nested")
-    block_k = step(group_size, c.block_k)
-    aligned = one_group_a_step(k, linears[0].w, group_size, block_k)
-    if c.variant in PERSISTENT and aligned and plain.descriptor_reason(x_q, linears[0].w) is None:
-        _launch_descriptors(x_q, linears[0], rows, group_size, block_k, c)
-    else:
-        c = c.with_stages(3) if c.variant in PERSISTENT else c
-        _launch_pointers(x_q, linears, rows, group_size, c)
+        written_out, c = first.w.dtype == torch.uint8, c.with_variant("nested")
+        first = scaled_matmul.as_codes(x, first) if written_out else first
+    aligned = one_group_a_step(k, first.w, group_size, step(group_size, c.block_k))
+    kernel, c = kernel_of(c, aligned and why_not_tma(x, first.w) is None)
+    return [Product(kernel, c, everyone, written_out)]
+
+
+def fold(x: Tensor, linear: Linear, config: MatmulConfig | None) -> list[Product]:
+    """Scaled_matmul's product with codes times scales."""
+    products = scaled_matmul.plan(x, [scaled_matmul.as_codes(x, linear)], config=config)
+    return [product._replace(written_out=True, folded=True) for product in products]
+
+
+def launches(
+    x: Tensor, linears: Sequence[Linear], rows: RowScale, group_size: int, products: Sequence[Product]
+) -> Iterator[Launch]:
+    """Fill every linear's y."""
+    for product in products:
+        some = [linears[i] for i in product.linears]
+        if product.written_out:
+            some = yield from scaled_matmul.writing_out(x, some, new_tensor, group_size if product.folded else 0)
+        if product.folded:
+            yield scaled_matmul.launch(x, some, rows, product, scaled_matmul.PLAIN, workspace)
+        elif product.kernel == "descriptors":
+            yield descriptor_launch(x, some[0], rows, group_size, product.tile)
+        else:
+            yield pointer_launch(x, some, rows, group_size, product.tile)
 
 
 def folds(linear: Linear) -> bool:
     """Whether codes times scales are 8-bit integers."""
     return linear.group_scale is not None and linear.group_scale.dtype == torch.int8 and linear.w.dtype == torch.uint8
-
-
-def alike(linears: list[Linear]) -> bool:
-    """Whether one launch can take these linears."""
-    scales = [linear.group_scale for linear in linears]
-    kinds = {None if t is None else (t.shape[1:], t.dtype) for t in scales}
-    return len(kinds) == 1 and plain.alike([plain.Linear(*linear[:4]) for linear in linears])
 
 
 def step(group_size: int, block_k: int) -> int:
@@ -157,40 +155,50 @@ def one_group_a_step(k: int, w: Tensor, group_size: int, block_k: int) -> bool:
     return group_size % block_k == 0 and half % block_k == 0 and not (half and k % 2)
 
 
-def _launch_pointers(x: Tensor, linears: list[Linear], rows: RowScale, group: int, c: MatmulConfig) -> None:
+def pointer_launch(x: Tensor, linears: Sequence[Linear], rows: RowScale, group: int, c: MatmulConfig) -> Launch:
+    """One launch for all linears, operands read by pointers."""
     (m, k), w, integer = x.shape, linears[0].w, linears[0].group_scale is not None
     packed, stored = w.dtype == torch.uint8, w.shape[1]
     block_k = step(group, c.block_k)
     while block_k > SMALLEST_STEP and not one_group_a_step(k, w, group, block_k):
         block_k //= 2
-    three = (linears + linears[-1:] * 2)[:3]  # what is not there is not read
-    biases = tuple(linear.scale if linear.bias is None else linear.bias for linear in three)
+    first, second, third = three(linears)
+    b0, b1, b2 = (linear.scale if linear.bias is None else linear.bias for linear in (first, second, third))
     tiles = ceil_div(m, c.block_m) * sum(ceil_div(linear.w.shape[0], c.block_n) for linear in linears)
     kind = torch.int32 if integer else torch.float32
     parts, counters = workspace(x.device, tiles, c.block_m * c.block_n, c.split_k, kind)
-    group_scaled_matmul_kernel[(tiles, c.split_k)](
-        x, *(t.w for t in three), *(t.y for t in three), rows.scale, rows.rows, *(t.scale for t in three),
-        *(t.groups for t in three), *biases, parts, counters,
-        m, *(t.w.shape[0] for t in three), k, stored, linears[0].groups.shape[1], x.stride(0), w.stride(0),
-        *(t.y.stride(0) for t in three),
-        LINEARS=len(linears), KIND=rows.kind, HAS_BIAS=linears[0].bias is not None, INTEGER=integer, PACKED=packed,
-        GROUP=group, ALIGNED=one_group_a_step(k, w, group, block_k),
-        EVEN_K=stored % block_k == 0 and not (packed and k % 2), PTX=has_inline_ptx(x.device),
-        BLOCK_M=c.block_m, BLOCK_N=c.block_n, BLOCK_K=block_k, GROUP_M=c.group_m, SPLIT=c.split_k > 1,
-        num_warps=c.num_warps, num_stages=c.num_stages,
+    args = dict(
+        x_ptr=x, w_ptr=first.w, w1_ptr=second.w, w2_ptr=third.w, y_ptr=first.y, y1_ptr=second.y, y2_ptr=third.y,
+        x_scale_ptr=rows.scale, row_ptr=rows.rows, w_scale_ptr=first.scale, w_scale1_ptr=second.scale,
+        w_scale2_ptr=third.scale, group_ptr=first.groups, group1_ptr=second.groups, group2_ptr=third.groups, bias_ptr=b0,
+        bias1_ptr=b1, bias2_ptr=b2, part_ptr=parts, counter_ptr=counters, M=m, N=first.w.shape[0], N1=second.w.shape[0],
+        N2=third.w.shape[0], K=k, STORED=stored, GROUPS=first.groups.shape[1], stride_x=x.stride(0), stride_w=w.stride(0),
+        stride_y=first.y.stride(0), stride_y1=second.y.stride(0), stride_y2=third.y.stride(0),
     )
+    constants = dict(
+        LINEARS=len(linears), KIND=rows.kind, HAS_BIAS=first.bias is not None, INTEGER=integer, PACKED=packed, GROUP=group,
+        ALIGNED=one_group_a_step(k, w, group, block_k), EVEN_K=stored % block_k == 0 and not (packed and k % 2),
+        PTX=has_inline_ptx(x.device), BLOCK_M=c.block_m, BLOCK_N=c.block_n, BLOCK_K=block_k, GROUP_M=c.group_m,
+        SPLIT=c.split_k > 1,
+    )
+    return Launch(group_scaled_matmul_kernel, (tiles, c.split_k), args, constants, scaled_matmul.OUTPUTS, c.num_warps,
+                  c.num_stages, c.block_m)
 
 
-def _launch_descriptors(x: Tensor, linear: Linear, rows: RowScale, group: int, block_k: int, c: MatmulConfig) -> None:
+def descriptor_launch(x: Tensor, linear: Linear, rows: RowScale, group: int, c: MatmulConfig) -> Launch:
+    """One linear, operands read by TMA."""
     w, w_scale, bias, y, group_scale = linear
-    (m, k), n = x.shape, w.shape[0]
+    (m, k), n, block_k = x.shape, w.shape[0], step(group, c.block_k)
     halves = 2 if c.block_m * c.block_n > MOST_SUMS * 32 * c.num_warps else 1
-    group_scaled_matmul_descriptor_kernel[(ceil_div(m, c.block_m) * ceil_div(n, c.block_n),)](
-        TensorDescriptor.from_tensor(x, [c.block_m, block_k]),
-        TensorDescriptor.from_tensor(w, [c.block_n // halves, block_k]),
-        y, rows.scale, rows.rows, w_scale, linear.groups, w_scale if bias is None else bias,
-        m, n, k, linear.groups.shape[1], y.stride(0),
-        KIND=rows.kind, HAS_BIAS=bias is not None, INTEGER=group_scale is not None, GROUP=group,
-        BLOCK_M=c.block_m, BLOCK_N=c.block_n // halves, BLOCK_K=block_k, GROUP_M=c.group_m, HALVES=halves,
-        num_warps=c.num_warps, num_stages=c.num_stages,
+    args = dict(
+        x_desc=x, w_desc=w, y_ptr=y, x_scale_ptr=rows.scale, row_ptr=rows.rows, w_scale_ptr=w_scale, group_ptr=linear.groups,
+        bias_ptr=w_scale if bias is None else bias, M=m, N=n, K=k, GROUPS=linear.groups.shape[1], stride_y=y.stride(0),
     )
+    constants = dict(
+        KIND=rows.kind, HAS_BIAS=bias is not None, INTEGER=group_scale is not None, GROUP=group, BLOCK_M=c.block_m,
+        BLOCK_N=c.block_n // halves, BLOCK_K=block_k, GROUP_M=c.group_m, HALVES=halves,
+    )
+    copied = {"x_desc": (c.block_m, block_k), "w_desc": (c.block_n // halves, block_k)}
+    grid = (ceil_div(m, c.block_m) * ceil_div(n, c.block_n),)
+    kernel = group_scaled_matmul_descriptor_kernel
+    return Launch(kernel, grid, args, constants, ("y_ptr",), c.num_warps, c.num_stages, c.block_m, copied)

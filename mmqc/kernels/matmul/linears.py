@@ -7,20 +7,43 @@ Up to three linears (q, k and v).  ``pick`` chooses a pointer or a size; with on
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
+MOST = 3
+
 
 class Linear(NamedTuple):
-    """One linear of a launch: weight, its scale, bias, result."""
+    """One linear of a launch: weight, its scale [N] or [N, K/g], bias, result, and integer scales of groups if there are any."""
 
     w: Tensor
     scale: Tensor
     bias: Tensor | None
     y: Tensor
+    group_scale: Tensor | None = None
+
+    @property
+    def groups(self) -> Tensor:
+        """What multiplies the sums of groups."""
+        return self.scale if self.group_scale is None else self.group_scale
+
+
+def are_alike(linears: Sequence[Linear]) -> bool:
+    """Whether one launch can take these linears: two or three of one layout, all with a bias of one dtype or none with one."""
+    layouts = {(w.dtype, w.shape[1], w.stride(), s.dtype, s.shape[1:]) for w, s, *_ in linears}
+    biases = {None if linear.bias is None else linear.bias.dtype for linear in linears}
+    groups = {None if t is None else (t.shape[1:], t.dtype) for *_, t in linears}
+    one_kind = len(layouts) == len(biases) == len(groups) == 1
+    return 1 < len(linears) <= MOST and one_kind and all(linear.y.shape[1] for linear in linears)
+
+
+def three(linears: Sequence[Linear]) -> list[Linear]:
+    """As many as a kernel has names for; what is not there is not read."""
+    return [*linears, linears[-1], linears[-1]][:MOST]
 
 
 @triton.jit

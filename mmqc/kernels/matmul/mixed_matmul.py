@@ -15,22 +15,29 @@ Arch:    Hopper and newer: operands come by TMA, so rows and addresses are multi
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from mmqc.kernels.matmul import packed_matmul as in_registers
+from mmqc.kernels.matmul import configs, packed_matmul, scaled_matmul
 from mmqc.kernels.matmul import pingpong_matmul as pingpong
-from mmqc.kernels.matmul.configs import MatmulConfig, key, measured
-from mmqc.kernels.matmul.configs import config as choose
+from mmqc.kernels.matmul.configs import MatmulConfig
 from mmqc.kernels.matmul.epilogue_tiles import Epilogue
 from mmqc.kernels.matmul.linears import Linear
 from mmqc.kernels.matmul.mixed_matmul_tiles import joined_matmul_kernel, mixed_matmul_kernel
-from mmqc.kernels.matmul.scaled_matmul import BY_GLUON
-from mmqc.kernels.matmul.unpack_weight import join_launch, unpack_weight
-from mmqc.kernels.shared.device_facts import WARPGROUP_ROWS, ceil_div, has_tensor_descriptors, multiprocessors, why_not_here
-from mmqc.kernels.shared.launch import Launch
+from mmqc.kernels.matmul.product import EAGER, Caller, New, Product, new_tensor, why_not_aligned
+from mmqc.kernels.matmul.unpack_weight import join_launch, unpack_launch
+from mmqc.kernels.shared.device_facts import (
+    WARPGROUP_ROWS,
+    capability,
+    ceil_div,
+    has_tensor_descriptors,
+    multiprocessors,
+    why_not_here,
+)
+from mmqc.kernels.shared.launch import Launch, Shape
 from mmqc.kernels.shared.row_scale import Rows, RowScale, row_scale
 from mmqc.kernels.shared.split_k import Workspace, workspace
 
@@ -69,15 +76,23 @@ class Weight(NamedTuple):
 
     def written_out(self, width: int) -> Weight:
         """With its codes in int8: where the low ones, ``width`` columns, are packed, both parts in one matrix."""
+        whole, launches = self.unpacking(width, new_tensor)
+        for launch in launches:
+            launch.run()
+        return whole
+
+    def unpacking(self, width: int, new: New) -> tuple[Weight, list[Launch]]:
+        """The weight written out, and the launches that write it."""
         if self.low.dtype == torch.int8:
-            return self
+            return self, []
+        n, device = self.low.shape[0], self.low.device
         if self.high is None:
-            return self._replace(low=unpack_weight(self.low, width, bits=4))
-        n, high = self.high.shape
-        both = torch.empty(n, second_at(width) + high, dtype=torch.int8, device=self.low.device)
-        columns = torch.empty(4, n, dtype=torch.float32, device=self.low.device)
-        join_launch(self.low, self.high, self.scale, self.sum, both, columns, width).run()
-        return self._replace(low=both, high=None, joined=width, columns=columns)
+            codes = new((n, width), torch.int8, device)
+            return self._replace(low=codes), [unpack_launch(self.low, codes, 4)]
+        both = new((n, second_at(width) + self.high.shape[1]), torch.int8, device)
+        columns = new((4, n), torch.float32, device)
+        joining = join_launch(self.low, self.high, self.scale, self.sum, both, columns, width)
+        return self._replace(low=both, high=None, joined=width, columns=columns), [joining]
 
 
 def second_at(width: int) -> int:
@@ -104,7 +119,7 @@ def supports(x: Rows, w: Weight, bias: Tensor | None, out_dtype: torch.dtype) ->
         (bias is None or bias.shape == (n,), f"bias is [{n}]"),
         (out_dtype in OUT_DTYPES, f"out_dtype is one of {OUT_DTYPES}, not {out_dtype}"),
         (has_tensor_descriptors(x.q.device), "no tensor descriptors before compute capability 9.0"),
-        (all(t.stride(1) == 1 and t.stride(0) % 16 == 0 and t.data_ptr() % 16 == 0 for t in matrices),
+        (all(t.stride(1) == 1 for t in matrices) and why_not_aligned(*matrices) is None,
          "tensor descriptors need rows and addresses that are multiples of 16 bytes"),
     )
     return next((why for ok, why in checks if not ok), None) or why_not_here(*x, w.low, w.high, w.scale, w.sum, bias)
@@ -113,10 +128,10 @@ def supports(x: Rows, w: Weight, bias: Tensor | None, out_dtype: torch.dtype) ->
 @functools.lru_cache(maxsize=1024)
 def config(m: int, n: int, k: int, device: torch.device) -> MatmulConfig:
     """The tuned tile of this GPU for this shape, else a rule of thumb."""
-    known = measured(device).get(key(OP, m, n, k))
+    known = configs.measured(device).get(configs.key(OP, m, n, k))
     if known is not None:
         return known
-    if device.type != "cuda":  # the interpreter
+    if not capability(device):  # the interpreter
         return MatmulConfig(32, 32, 32, 4, 1, variant="nested")
     if ceil_div(m, 128) * ceil_div(n, 128) < multiprocessors(device):
         return MatmulConfig(64, 128, 128, 4, 4, variant="descriptors", per_sm=2)
@@ -132,42 +147,81 @@ def mixed_matmul(
     y = torch.empty(m, n, dtype=out_dtype, device=x.q.device) if out is None else out
     if y.shape != (m, n) or y.dtype != out_dtype or (n > 1 and y.stride(1) != 1):
         raise ValueError(f"mixed_matmul: out is {out_dtype} [{m}, {n}], rows contiguous; got {y.dtype} {list(y.shape)}")
-    c = config or packed_tile(x, w, y)
-    if not w.joined and (c is None or c.variant != "registers"):
-        w, c = w.written_out(x.q.shape[1] - (0 if w.high is None else w.high.shape[1])), config
-    reason = supports(x, w, bias, out_dtype)
+    reason = why_not(x, w, bias, y, config=config)
     if reason is not None:
         raise ValueError(f"mixed_matmul: {reason}")
-    if m and n:
-        c = c or tile(x, w, y)
-        if c.variant == "registers" and w.high is not None:
-            in_registers.mixed_launch(x, w.low, w.high, w.scale, w.sum, bias, y, c).run()
-        elif c.variant in BY_GLUON and not w.joined:
-            linear, rows, epilogue = as_scaled(x, w, bias, y)
-            BY_GLUON[c.variant](x.q, linear, rows, None, c, epilogue).run()
-        elif c.variant == "pingpong":
-            pingpong_launch(x, w, bias, y, c).run()
-        else:
-            launch(x, w, bias, y, c).run()
+    for product in plan(x, w, y, config=config):
+        for launch in launches(x, w, bias, y, product):
+            launch.run()
     return y
 
 
-def packed_tile(x: Rows, w: Weight, y: Tensor) -> MatmulConfig | None:
+def why_not(
+    x: Rows, w: Weight, bias: Tensor | None, y: Tensor, caller: Caller = EAGER, *, config: MatmulConfig | None = None
+) -> str | None:
+    """None, or why these operands cannot be multiplied here, in the form that their product takes them in."""
+    c = config or packed_tile(x, w, y, caller)
+    as_it_is = w.joined or (c is not None and c.variant == "registers")
+    return supports(x, w if as_it_is else in_shape(x, w), bias, y.dtype)
+
+
+def plan(x: Rows, w: Weight, y: Tensor, caller: Caller = EAGER, *, config: MatmulConfig | None = None) -> list[Product]:
+    """The product, if there is anything to multiply."""
+    if not x.q.shape[0] or not w.low.shape[0]:
+        return []
+    c = config or packed_tile(x, w, y, caller)
+    written_out = not w.joined and w.low.dtype == torch.uint8 and (c is None or c.variant != "registers")
+    c = c or tile(x, in_shape(x, w) if written_out else w, y, caller)
+    kernel = c.variant if c.variant in scaled_matmul.GLUON else "descriptors"
+    return [Product(kernel, c, written_out=written_out)]
+
+
+def in_shape(x: Rows, w: Weight) -> Weight:
+    """The weight as it is written out, as far as its product depends on it."""
+    return w.unpacking(low_width(x, w), Shape)[0]
+
+
+def low_width(x: Rows, w: Weight) -> int:
+    """Channels of the low part."""
+    return x.q.shape[1] - (0 if w.high is None else w.high.shape[1])
+
+
+def launches(
+    x: Rows, w: Weight, bias: Tensor | None, y: Tensor, product: Product, *, new: New = new_tensor,
+    work: Workspace = workspace,
+) -> Iterator[Launch]:
+    """Fill ``y``."""
+    c = product.tile
+    if product.written_out:
+        w, unpacking = w.unpacking(low_width(x, w), new)
+        yield from unpacking
+    if product.kernel == "registers" and w.high is not None:
+        yield packed_matmul.mixed_launch(x, w.low, w.high, w.scale, w.sum, bias, y, c, work)
+    elif product.is_gluon and not w.joined:
+        linear, rows, epilogue = as_scaled(x, w, bias, y)
+        yield scaled_matmul.GLUON[product.kernel](x.q, linear, rows, c, epilogue, work)
+    elif product.is_gluon:
+        yield pingpong_launch(x, w, bias, y, c, work)
+    else:
+        yield descriptor_launch(x, w, bias, y, c)
+
+
+def packed_tile(x: Rows, w: Weight, y: Tensor, caller: Caller = EAGER) -> MatmulConfig | None:
     """The tile for a packed weight, or None where it is written out."""
     (m, k), high = x.q.shape, 0 if w.high is None else w.high.shape[1]
-    if m <= WARPGROUP_ROWS or w.low.dtype != torch.uint8 or high % 16:
+    if m <= WARPGROUP_ROWS or not caller.gluon or w.low.dtype != torch.uint8 or high % 16:
         return None
-    if in_registers.why_not(x.q, w.low, y, k - high) is not None:
+    if packed_matmul.why_not(x.q, w.low, y, k - high) is not None:
         return None
-    c = choose(in_registers.MIXED if high else in_registers.OP, m, len(w.low), k, x.q.device)
+    c = configs.config(packed_matmul.MIXED if high else packed_matmul.OP, m, w.low.shape[0], k, x.q.device)
     return c if c.variant == "registers" else None
 
 
-def tile(x: Rows, w: Weight, y: Tensor) -> MatmulConfig:
-    """The tile: of all kernels that take the operands."""
+def tile(x: Rows, w: Weight, y: Tensor, caller: Caller = EAGER) -> MatmulConfig:
+    """The tile: of all kernels that take the operands and that the caller can launch."""
     (m, k), n = x.q.shape, w.low.shape[0]
-    if m > WARPGROUP_ROWS and w.high is None and pingpong.why_not(x.q, w.low, y) is None:
-        return choose(PINGPONG[2 if w.joined else 1], m, n, k, x.q.device)
+    if m > WARPGROUP_ROWS and caller.gluon and w.high is None and pingpong.why_not(x.q, w.low, y) is None:
+        return configs.config(PINGPONG[2 if w.joined else 1], m, n, k, x.q.device)
     return config(m, n, k, x.q.device)
 
 
@@ -177,7 +231,7 @@ def as_scaled(x: Rows, w: Weight, bias: Tensor | None, y: Tensor) -> tuple[Linea
         raise ValueError("mixed_matmul: pingpong_matmul.py has tiles for weights in one part, or in one matrix")
     return (
         Linear(w.low, w.scale, bias, y),
-        row_scale(x.scale.view(-1), len(y)),
+        row_scale(x.scale.view(-1), y.shape[0]),
         Epilogue(low=(x.offset, w.scale * w.sum)),
     )
 
@@ -204,10 +258,9 @@ def pingpong_launch(
     )
 
 
-def launch(x: Rows, w: Weight, bias: Tensor | None, y: Tensor, c: MatmulConfig | None = None) -> Launch:
-    """Fill ``y``."""
+def descriptor_launch(x: Rows, w: Weight, bias: Tensor | None, y: Tensor, c: MatmulConfig) -> Launch:
+    """Fill ``y`` by TMA."""
     (m, k), (n, columns) = x.q.shape, w.low.shape
-    c = c or config(m, n, k, x.q.device)
     tail = c.tail if w.high is None else 0
     programs = min(c.per_sm * multiprocessors(x.q.device), ceil_div(m, c.block_m) * ceil_div(n, c.block_n + tail))
     args = dict(

@@ -19,6 +19,7 @@ from mmqc.kernels.matmul import pingpong_matmul as pingpong
 from mmqc.kernels.matmul.configs import MatmulConfig
 from mmqc.kernels.matmul.epilogue_tiles import Epilogue
 from mmqc.kernels.matmul.linears import Linear
+from mmqc.kernels.matmul.product import why_not_aligned
 from mmqc.kernels.shared.device_facts import SHARED_BYTES, ceil_div, has_inline_ptx, has_warpgroup_products
 from mmqc.kernels.shared.launch import Launch
 from mmqc.kernels.shared.row_scale import Rows, RowScale
@@ -38,9 +39,7 @@ def why_not(x: Tensor, w: Tensor, y: Tensor, low: int) -> str | None:
         return f"x is int8 and w packed, not {x.dtype} and {w.dtype}"
     if not fits(low):
         return f"K = {low} is no multiple of {ALIGN}"
-    if any(t.stride(0) * t.dtype.itemsize % 16 or t.data_ptr() % 16 for t in (x, w, y)):
-        return "tensor descriptors need rows and addresses that are multiples of 16 bytes"
-    return None
+    return why_not_aligned(x, w, y)
 
 
 def fits(low: int) -> bool:
@@ -73,13 +72,14 @@ def blocks(c: MatmulConfig, count: int) -> dict[str, tuple[int, int]]:
 
 
 def launch(
-    x: Tensor, linear: Linear, rows: RowScale, residual: Tensor | None, c: MatmulConfig, epilogue: Epilogue,
+    x: Tensor, linear: Linear, rows: RowScale, c: MatmulConfig, epilogue: Epilogue,
     work: Workspace = workspace,
 ) -> Launch:
     """Fill the linear's y; ``why_not`` has found nothing."""
     from mmqc.kernels.matmul.packed_tiles import packed_scaled_kernel
 
-    w, w_scale, bias, y = linear
+    w, w_scale, bias, y, _ = linear
+    gate = epilogue.gate
     m, (n, stored) = x.shape[0], w.shape
     cut = shares(c, y.dtype.itemsize, c.block_m)
     programs, whole, rest, count = pingpong.grid(c, m, n, max(ceil_div(stored, BLOCK_K), AHEAD), x.device, AHEAD)
@@ -87,12 +87,12 @@ def launch(
     low, rank = epilogue.of_one(w_scale)
     args: dict[str, Any] = dict(
         **halves(x, stored), w_desc=w, y_desc=y, x_scale_ptr=rows.scale, row_ptr=rows.rows, w_scale_ptr=w_scale,
-        bias_ptr=w_scale if bias is None else bias, residual_ptr=w_scale if residual is None else residual, part_ptr=part,
-        counter_ptr=counter, M=m, N=n, STORED=stored, stride_r=0 if residual is None else residual.stride(0),
+        bias_ptr=w_scale if bias is None else bias, residual_ptr=w_scale if gate is None else gate, part_ptr=part,
+        counter_ptr=counter, M=m, N=n, STORED=stored, stride_r=0 if gate is None else gate.stride(0),
         **epilogue.args(w_scale), **low,
     )
     constants = dict(
-        KIND=rows.kind, HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, PTX=has_inline_ptx(x.device),
+        KIND=rows.kind, HAS_BIAS=bias is not None, HAS_RESIDUAL=gate is not None, PTX=has_inline_ptx(x.device),
         BLOCK_M=c.block_m, BLOCK_N=c.block_n, GROUP_M=c.group_m, PROGRAMS=whole, PARTS=count, SHARES=cut,
         **epilogue.constants(), **rank,
     ) | {"ROUND": pingpong.ROUND[epilogue.dtype]}

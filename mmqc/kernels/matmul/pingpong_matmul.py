@@ -19,6 +19,7 @@ from torch import Tensor
 from mmqc.kernels.matmul.configs import MatmulConfig
 from mmqc.kernels.matmul.epilogue_tiles import Epilogue
 from mmqc.kernels.matmul.linears import Linear
+from mmqc.kernels.matmul.product import why_not_aligned
 from mmqc.kernels.shared.device_facts import (
     CONSUMER_REGISTERS,
     SHARED_BYTES,
@@ -47,9 +48,7 @@ def why_not(x: Tensor, w: Tensor, y: Tensor) -> str | None:
         return "warpgroup products are Hopper's"
     if x.dtype not in CODES or w.dtype != x.dtype:
         return f"x and w are codes of one type, int8 or float8_e4m3fn, not {x.dtype} and {w.dtype}"
-    if any(t.stride(0) * t.dtype.itemsize % 16 or t.data_ptr() % 16 for t in (x, w, y)):
-        return "tensor descriptors need rows and addresses that are multiples of 16 bytes"
-    return None
+    return why_not_aligned(x, w, y)
 
 
 def slots(c: MatmulConfig, item_bytes: int) -> int:
@@ -95,13 +94,14 @@ def shape_constants(c: MatmulConfig, whole: int, count: int, item_bytes: int) ->
 
 
 def launch(
-    x: Tensor, linear: Linear, rows: RowScale, residual: Tensor | None, c: MatmulConfig, epilogue: Epilogue,
+    x: Tensor, linear: Linear, rows: RowScale, c: MatmulConfig, epilogue: Epilogue,
     work: Workspace = workspace,
 ) -> Launch:
     """Fill the linear's y; ``why_not`` has found nothing."""
     from mmqc.kernels.matmul.pingpong_tiles import scaled_pingpong_kernel
 
-    w, w_scale, bias, y = linear
+    w, w_scale, bias, y, _ = linear
+    gate = epilogue.gate
     (m, k), n = x.shape, w.shape[0]
     programs, whole, rest, count = grid(c, m, n, ceil_div(k, c.block_k), x.device)
     sums = torch.int32 if x.dtype == torch.int8 else torch.float32
@@ -109,12 +109,12 @@ def launch(
     low, rank = epilogue.of_one(w_scale)
     args: dict[str, Any] = dict(
         x_desc=x, w_desc=w, y_desc=y, x_scale_ptr=rows.scale, row_ptr=rows.rows, w_scale_ptr=w_scale,
-        bias_ptr=w_scale if bias is None else bias, residual_ptr=w_scale if residual is None else residual, part_ptr=part,
-        counter_ptr=counter, M=m, N=n, K=k, stride_r=0 if residual is None else residual.stride(0),
+        bias_ptr=w_scale if bias is None else bias, residual_ptr=w_scale if gate is None else gate, part_ptr=part,
+        counter_ptr=counter, M=m, N=n, K=k, stride_r=0 if gate is None else gate.stride(0),
         **epilogue.args(w_scale), **low,
     )
     constants = dict(
-        KIND=rows.kind, HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, PTX=has_inline_ptx(x.device),
+        KIND=rows.kind, HAS_BIAS=bias is not None, HAS_RESIDUAL=gate is not None, PTX=has_inline_ptx(x.device),
         **epilogue.constants(), **rank, **shape_constants(c, whole, count, y.dtype.itemsize),
     ) | {"ROUND": ROUND[epilogue.dtype]}
     return Launch(

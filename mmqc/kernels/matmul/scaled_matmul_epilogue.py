@@ -16,26 +16,19 @@ Arch:    as scaled_matmul.py.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
+from mmqc.kernels.matmul import configs, scaled_matmul
 from mmqc.kernels.matmul.configs import PERSISTENT, MatmulConfig
-from mmqc.kernels.matmul.configs import config as choose
 from mmqc.kernels.matmul.epilogue_tiles import Epilogue
 from mmqc.kernels.matmul.gated_matmul_tiles import gated_matmul_descriptor_kernel, gated_matmul_kernel
-from mmqc.kernels.matmul.scaled_matmul import (
-    BY_GLUON,
-    Linear,
-    descriptor_launch,
-    descriptor_reason,
-    op_name,
-    pointer_launch,
-)
-from mmqc.kernels.matmul.scaled_matmul import tile as tile_of
-from mmqc.kernels.matmul.unpack_weight import unpack_weight
+from mmqc.kernels.matmul.linears import Linear
+from mmqc.kernels.matmul.product import ANY_ROWS, EAGER, Caller, New, Product, kernel_of, new_tensor, why_not_tma
 from mmqc.kernels.shared.device_facts import WARPGROUP_ROWS, ceil_div, has_inline_ptx, has_warpgroup_products, multiprocessors
-from mmqc.kernels.shared.launch import Launch
+from mmqc.kernels.shared.launch import Launch, Shape
 from mmqc.kernels.shared.row_scale import RowScale
 from mmqc.kernels.shared.split_k import Workspace, workspace
 
@@ -49,7 +42,7 @@ def overlapped(c: MatmulConfig) -> MatmulConfig:
     return dataclasses.replace(c, block_m=128, block_n=128, num_warps=4, num_stages=3, per_sm=2, tail=0)
 
 
-def tile(c: MatmulConfig, linears: int) -> MatmulConfig:
+def with_epilogue(c: MatmulConfig, linears: int) -> MatmulConfig:
     """How a tile is run with an epilogue: of two linears each has half of its columns.
 
     Persistent programs have two nested loops: one flattened loop holds the epilogue twice, and spills.  Where the columns are
@@ -64,84 +57,117 @@ def tile(c: MatmulConfig, linears: int) -> MatmulConfig:
 
 
 def scaled_matmul_epilogue(
-    x_q: Tensor, linears: list[Linear], rows: RowScale, epilogue: Epilogue, config: MatmulConfig | None = None
+    x_q: Tensor, linears: Sequence[Linear], rows: RowScale, epilogue: Epilogue, config: MatmulConfig | None = None
 ) -> None:
     """Fill the first linear's y, without a check; ``config`` is the tile of one linear of all columns."""
-    (m, k), n = x_q.shape, linears[0].w.shape[0]
-    if not m or not n:
-        return
-
-    def chosen(linears: list[Linear]) -> MatmulConfig:
-        if len(linears) == 1:
-            return written_out(tile_of(x_q, linears[0], n), epilogue)
-        return choose(op_name(x_q, linears[0].w), m, len(linears) * n, k, x_q.device)
-
-    if config is None and len(linears) == 2 and in_two(x_q, linears):
-        gate_first(x_q, linears, rows, epilogue)
-        return
-    c = config or chosen(linears)
-    given = c is config
-    if c.variant == "unpack":
-        linears = [linear._replace(w=unpack_weight(linear.w, k, bits=4, dtype=x_q.dtype)) for linear in linears]
-        c = chosen(linears)
-    if c.variant in BY_GLUON:
-        BY_GLUON[c.variant](x_q, linears[0], rows, epilogue.gate, c, epilogue).run()
-        return
-    c = c if given else overlapped(c)
-    by_tma = all(descriptor_reason(x_q, linear.w) is None for linear in linears)
-    launch(x_q, linears, rows, c, epilogue, by_tma=by_tma).run()
+    products = plan(x_q, linears, epilogue.dtype, config=config)
+    for launch in launches(x_q, linears, rows, epilogue, products):
+        launch.run()
 
 
-def written_out(c: MatmulConfig, epilogue: Epilogue) -> MatmulConfig:
-    """Weights that would stay packed are written out as codes where the results are codes: those tiles lie across y.
+def plan(
+    x: Tensor, linears: Sequence[Linear], dtype: torch.dtype, caller: Caller = EAGER, *,
+    config: MatmulConfig | None = None,
+) -> list[Product]:
+    """One product, or one of the gate and one of up, which goes on where the first has ended; z is in ``dtype``."""
+    if not x.shape[0] or not linears[0].w.shape[0]:
+        return []
+    if config is None and len(linears) == 2 and are_in_two(x, linears, caller):
+        return plan_in_two(x, linears, dtype, caller)
+    c = config or chosen(x, linears, caller)
+    written_out, everyone = c.variant == "unpack" and caller.always, tuple(range(len(linears)))
+    if written_out:
+        linears = [scaled_matmul.as_codes(x, linear) for linear in linears]
+        c = chosen(x, linears, caller)
+    if c.variant in scaled_matmul.GLUON:
+        return [Product(c.variant, c, everyone, written_out)]
+    c = ANY_ROWS if c.variant == "unpack" else c if config is not None else overlapped(c)
+    by_tma = all(why_not_tma(x, linear.w) is None for linear in linears)
+    return [Product(*kernel_of(with_epilogue(c, len(linears)), by_tma), everyone, written_out)]
 
+
+def plan_in_two(
+    x: Tensor, linears: Sequence[Linear], dtype: torch.dtype, caller: Caller = EAGER, *,
+    config: MatmulConfig | None = None,
+) -> list[Product]:
+    """The gate's product, which writes z_0, and that of up, in whose epilogue f(z_0) is."""
+    gate, up = linears
+    z = Shape((x.shape[0], gate.w.shape[0]), dtype, x.device)
+    [first] = plan(x, [gate._replace(y=z)], dtype, caller, config=config)
+    [second] = plan(x, [up], dtype, caller, config=config)
+    return [first, second._replace(linears=(1,))]
+
+
+def chosen(x: Tensor, linears: Sequence[Linear], caller: Caller) -> MatmulConfig:
+    """The tile of one linear that has the columns of all.
+
+    Weights that would stay packed are written out as codes where the results are codes: those tiles lie across y.
     Fc1 of Qwen2-VL's tower with quick GELU, 8,192 x 1280 x 5120 on an H200: 168 us from registers, 116 and what the writing takes
     from codes; with a Hadamard transform behind, which reads bf16, 150 from registers.
     """
-    return c.with_variant("unpack") if c.variant == "registers" and epilogue.next is not None else c
+    (m, k), n = x.shape, linears[0].w.shape[0]
+    if len(linears) == 1:
+        c = scaled_matmul.tile_of(x, linears[0], n, caller)
+        return c.with_variant("unpack") if c.variant == "registers" and linears[0].y.dtype == torch.int8 else c
+    op = scaled_matmul.op_name(x.dtype, linears[0].w.dtype)
+    return configs.config(op, m, len(linears) * n, k, x.device)
 
 
-def in_two(x_q: Tensor, linears: list[Linear]) -> bool:
+def are_in_two(x: Tensor, linears: Sequence[Linear], caller: Caller = EAGER) -> bool:
     """Whether gate and up are two products: where each takes a tile of pingpong_matmul.py, by itself or written out as codes.
 
     Not where weights stay packed: their tiles lie across y, where threads read little of a gate at a time (505 us for 418 in two
     products and a pass over their results; 2,048 x 18,944 x 3,584 twice, H200).
     """
-    m, n = len(x_q), linears[0].w.shape[0]
-    if m <= WARPGROUP_ROWS or not has_warpgroup_products(x_q.device):
+    if x.shape[0] <= WARPGROUP_ROWS or not has_warpgroup_products(x.device) or not caller.gluon:
         return False
-    return all(tile_of(x_q, linear, n).variant in ("pingpong", "unpack") for linear in linears)
+    return {tile.variant for tile in _tiles(x, linears, caller)} <= {"pingpong", "unpack"}
 
 
-def gate_first(
-    x_q: Tensor, linears: list[Linear], rows: RowScale, epilogue: Epilogue, config: MatmulConfig | None = None
-) -> None:
-    """Gate and up one after the other: z_0 in the model's dtype, then f(z_0) in the epilogue of the second product."""
-    gate, up = linears
-    z = torch.empty(len(x_q), gate.w.shape[0], dtype=epilogue.dtype, device=x_q.device)
-    scaled_matmul_epilogue(x_q, [gate._replace(y=z)], rows, Epilogue(dtype=epilogue.dtype), config)
-    scaled_matmul_epilogue(x_q, [up], rows, epilogue._replace(gate=z), config)
+def are_better_apart(x: Tensor, linears: Sequence[Linear]) -> bool:
+    """Whether a graph has gate, up and what follows as operations of their own, among which generated code fuses the latter.
+
+    A gate is read across the tiles of weights that are unpacked in registers.
+    """
+    return len(linears) == 2 and {tile.variant for tile in _tiles(x, linears, EAGER)} == {"registers"}
+
+
+def _tiles(x: Tensor, linears: Sequence[Linear], caller: Caller) -> list[MatmulConfig]:
+    return [scaled_matmul.tile_of(x, linear, linear.w.shape[0], caller) for linear in linears]
+
+
+def launches(
+    x: Tensor, linears: Sequence[Linear], rows: RowScale, epilogue: Epilogue, products: Sequence[Product], *,
+    new: New = new_tensor, work: Workspace = workspace,
+) -> Iterator[Launch]:
+    """Fill the first linear's y."""
+    if not products:
+        return
+    if len(products) == 2:
+        gate, up = linears
+        z = new((x.shape[0], gate.w.shape[0]), epilogue.dtype, x.device)
+        steps = [([gate._replace(y=z)], Epilogue(dtype=epilogue.dtype)), ([up], epilogue._replace(gate=z))]
+    else:
+        steps = [(list(linears), epilogue)]
+    for product, (some, after) in zip(products, steps, strict=True):
+        if product.written_out:
+            some = yield from scaled_matmul.writing_out(x, some, new)
+        yield launch(x, some, rows, product, after, work)
 
 
 def launch(
-    x: Tensor, linears: list[Linear], rows: RowScale, c: MatmulConfig, epilogue: Epilogue, *, by_tma: bool,
-    work: Workspace = workspace,
+    x: Tensor, linears: Sequence[Linear], rows: RowScale, product: Product, epilogue: Epilogue, work: Workspace
 ) -> Launch:
-    """The launch for ``tile(c)``, c no "unpack"; ``by_tma``: whether TMA can address the operands."""
-    c = tile(c, len(linears))
-    by_tma = by_tma and c.variant in PERSISTENT
-    c = c.with_stages(3) if c.variant in PERSISTENT and not by_tma else c
+    """The launch of a product, of linears whose weights are written out where it says so."""
     if len(linears) == 1:
-        if by_tma:
-            return descriptor_launch(x, linears[0], rows, epilogue.gate, c, epilogue=epilogue)
-        return pointer_launch(x, linears, rows, epilogue.gate, c, work=work, epilogue=epilogue)
-    if by_tma:
-        return _descriptor_launch(x, linears, rows, c, epilogue)
-    return _pointer_launch(x, linears, rows, c, epilogue, work)
+        return scaled_matmul.launch(x, linears, rows, product, epilogue, work)
+    if product.kernel == "descriptors":
+        return _descriptor_launch(x, linears, rows, product.tile, epilogue)
+    return _pointer_launch(x, linears, rows, product.tile, epilogue, work)
 
 
-def _operands(linears: list[Linear], rows: RowScale, epilogue: Epilogue) -> dict[str, object]:
-    (_, s0, b0, y), (_, s1, b1, _) = linears
+def _operands(linears: Sequence[Linear], rows: RowScale, epilogue: Epilogue) -> dict[str, object]:
+    (_, s0, b0, y, _), (_, s1, b1, _, _) = linears
     return dict(
         y_ptr=y, x_scale_ptr=rows.scale, row_ptr=rows.rows, w_scale_ptr=s0, w_scale1_ptr=s1,
         bias_ptr=s0 if b0 is None else b0, bias1_ptr=s1 if b1 is None else b1, stride_y=y.stride(0), **epilogue.args(s0),
@@ -149,7 +175,7 @@ def _operands(linears: list[Linear], rows: RowScale, epilogue: Epilogue) -> dict
 
 
 def _pointer_launch(
-    x: Tensor, linears: list[Linear], rows: RowScale, c: MatmulConfig, epilogue: Epilogue, work: Workspace
+    x: Tensor, linears: Sequence[Linear], rows: RowScale, c: MatmulConfig, epilogue: Epilogue, work: Workspace
 ) -> Launch:
     (m, k), (w0, w1) = x.shape, (linear.w for linear in linears)
     (n, stored), packed = w0.shape, w0.dtype == torch.uint8
@@ -171,7 +197,7 @@ def _pointer_launch(
     )
 
 
-def _descriptor_launch(x: Tensor, linears: list[Linear], rows: RowScale, c: MatmulConfig, epilogue: Epilogue) -> Launch:
+def _descriptor_launch(x: Tensor, linears: Sequence[Linear], rows: RowScale, c: MatmulConfig, epilogue: Epilogue) -> Launch:
     (m, k), n = x.shape, linears[0].w.shape[0]
     programs = min(c.per_sm * multiprocessors(x.device), ceil_div(m, c.block_m) * ceil_div(n, c.block_n))
     args = _operands(linears, rows, epilogue) | dict(x_desc=x, w_desc=linears[0].w, w1_desc=linears[1].w, M=m, N=n, K=k)

@@ -118,11 +118,11 @@ def unpack_weight(
 ) -> Tensor:
     """The weight [N, K] in ``dtype``: its codes, or with ``scale`` the numbers that they stand for (int8: codes times scale)."""
     out = torch.empty(w_q.shape[0], k, dtype=dtype, device=w_q.device)
-    launch(w_q, out, bits, scale, zero, group_size).run()
+    unpack_launch(w_q, out, bits, scale, zero, group_size).run()
     return out
 
 
-def launch(
+def unpack_launch(
     w_q: Tensor, out: Tensor, bits: int, scale: Tensor | None = None, zero: Tensor | None = None, group_size: int = 0
 ) -> Launch:
     """Fill ``out`` [N, K]."""

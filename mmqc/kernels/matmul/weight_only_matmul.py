@@ -15,13 +15,17 @@ Arch:    Ampere and newer.
 # pyright: reportArgumentType=false, reportCallIssue=false
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton.language as tl
 from torch import Tensor
 
+from mmqc.kernels.matmul import configs
 from mmqc.kernels.matmul.configs import MatmulConfig
-from mmqc.kernels.matmul.configs import config as choose
-from mmqc.kernels.matmul.scaled_matmul import FEW_ROWS, OUTPUTS, Linear, alike, three
+from mmqc.kernels.matmul.linears import Linear, three
+from mmqc.kernels.matmul.product import ANY_ROWS, EAGER, Caller, Product, each_alone, share_a_launch
+from mmqc.kernels.matmul.scaled_matmul import OUTPUTS
 from mmqc.kernels.matmul.unpack_weight import unpack_weight
 from mmqc.kernels.matmul.weight_only_matmul_tiles import weight_only_matmul_kernel
 from mmqc.kernels.shared.device_facts import ceil_div, has_inline_ptx, why_not_here
@@ -81,45 +85,47 @@ def stored_as(w_q: Tensor) -> int:
     return 4 if w_q.dtype == torch.uint8 else 8
 
 
-def weight_only_matmuls(
-    x: Tensor, w_q: list[Tensor], w_scale: list[Tensor], bias: list[Tensor | None], *, group_size: int = 0,
-    config: MatmulConfig | None = None, bits: int | None = None,
-) -> list[Tensor]:
-    """Several linears of x."""
-    bits = stored_as(w_q[0]) if bits is None else bits
-    for parts in zip(w_q, w_scale, bias, strict=True):
-        reason = supports(x, *parts, group_size, None, bits)
-        if reason is not None:
-            raise ValueError(f"weight_only_matmuls: {reason}")
-    ys = [torch.empty(x.shape[0], w.shape[0], dtype=x.dtype, device=x.device) for w in w_q]
-    multiply(x, [Linear(*parts) for parts in zip(w_q, w_scale, bias, ys, strict=True)], group_size, bits, config=config)
-    return ys
-
-
 def multiply(
-    x: Tensor, linears: list[Linear], group_size: int, bits: int, zero: Tensor | None = None, *,
+    x: Tensor, linears: Sequence[Linear], group_size: int, bits: int, zero: Tensor | None = None, *,
     config: MatmulConfig | None = None,
 ) -> None:
-    """Fill every linear's y, without a check: several linears of few rows in one launch, else one after the other."""
-    m, k = x.shape
-    width = sum(linear.w.shape[0] for linear in linears)
+    """Fill every linear's y, without a check."""
+    for product in plan(x, linears, bits, config=config):
+        some = [linears[i] for i in product.linears]
+        if product.written_out:
+            _multiply_written_out(x, some[0], zero, group_size, bits)
+        else:
+            launch(x, some, zero, group_size, bits, product.tile).run()
+
+
+def plan(
+    x: Tensor, linears: Sequence[Linear], bits: int, caller: Caller = EAGER, *, config: MatmulConfig | None = None
+) -> list[Product]:
+    """The products: several linears of few rows share one, else each has its own.
+
+    In a graph each of those has the tile for all their columns, not for its own; neither was timed against the other.
+    """
+    (m, k), op, width = x.shape, f"weight_int{bits}", sum(linear.w.shape[0] for linear in linears)
     if not m or not width:
-        return
-    c = config or choose(f"weight_int{bits}", m, width, k, x.device)
-    if len(linears) > 1 and not (m <= FEW_ROWS and c.variant != "unpack" and alike(linears)):
-        for linear in linears:
-            multiply(x, [linear], group_size, bits, zero, config=config)
-        return
-    if c.variant != "unpack":
-        launch(x, linears, zero, group_size, bits, c).run()
-        return
-    w_q, w_scale, bias, y = linears[0]
-    w = unpack_weight(w_q.contiguous(), k, bits=bits, dtype=x.dtype, scale=w_scale, zero=zero,
+        return []
+    c = config or configs.config(op, m, width, k, x.device)
+    if c.variant == "unpack" and not caller.always:
+        c = configs.config(op, configs.WRITTEN_OUT_ABOVE, width, k, x.device)
+        c = ANY_ROWS if c.variant == "unpack" or c.split_k > 1 else c
+    if len(linears) > 1 and not share_a_launch(m, c, linears):
+        given = c if caller.graph and c.variant != "unpack" else config
+        return each_alone(lambda linear: plan(x, [linear], bits, caller, config=given), linears)
+    kernel = "torch" if c.variant == "unpack" else "pointers"
+    return [Product(kernel, c, tuple(range(len(linears))), c.variant == "unpack")]
+
+
+def _multiply_written_out(x: Tensor, linear: Linear, zero: Tensor | None, group_size: int, bits: int) -> None:
+    w = unpack_weight(linear.w.contiguous(), x.shape[1], bits=bits, dtype=x.dtype, scale=linear.scale, zero=zero,
                       group_size=group_size)
-    if bias is None:
-        torch.mm(x, w.t(), out=y)
+    if linear.bias is None:
+        torch.mm(x, w.t(), out=linear.y)
     else:
-        torch.addmm(bias.to(x.dtype), x, w.t(), out=y)
+        torch.addmm(linear.bias.to(x.dtype), x, w.t(), out=linear.y)
 
 
 def one_group_a_step(k: int, bits: int, group_size: int, block_k: int) -> bool:
@@ -134,7 +140,7 @@ def whole_steps(k: int, bits: int, block_k: int) -> bool:
 
 
 def launch(
-    x: Tensor, linears: list[Linear], zero: Tensor | None, group: int, bits: int, c: MatmulConfig,
+    x: Tensor, linears: Sequence[Linear], zero: Tensor | None, group: int, bits: int, c: MatmulConfig,
     work: Workspace = workspace,
 ) -> Launch:
     """One launch for all linears."""
@@ -146,7 +152,7 @@ def launch(
         block_k //= 2
     aligned = one_group_a_step(k, bits, group, block_k)
     block_k = block_k if aligned or not group else min(c.block_k, 64)
-    (w0, w1, w2), (s0, s1, s2), biases, (y0, y1, y2) = zip(*three(linears), strict=True)
+    (w0, w1, w2), (s0, s1, s2), biases, (y0, y1, y2), _ = zip(*three(linears), strict=True)
     b0, b1, b2 = (y if b is None else b for y, b in zip((y0, y1, y2), biases, strict=True))
     tiles = ceil_div(m, c.block_m) * sum(ceil_div(linear.w.shape[0], c.block_n) for linear in linears)
     parts, counters = work(x.device, tiles, c.block_m * c.block_n, c.split_k, torch.float32)

@@ -1,7 +1,6 @@
-"""Per-token asymmetric quantization in one or two precisions, with an RMSNorm in front of it: a row in registers.
+"""Per-token asymmetric quantization in one or two precisions: a row in registers.
 
-    y = x / sqrt(mean(x²) + eps)        (norm.py; only with ``eps``; rounded to x's dtype, as the module does)
-    s = (max y - min y) / (2^b - 1)     q = round((y - min y) / s) - 2^(b-1)     o = min y + 2^(b-1) s
+    s = (max x - min x) / (2^b - 1)     q = round((x - min x) / s) - 2^(b-1)     o = min x + 2^(b-1) s
     for the first L channels with b = bits[0] and for the others with b = bits[1]         (ops/quantize_per_token.py)
 
 Shapes:  x [M, D] fp16 | bf16 | fp32   q int8 [M, D]   s, o float32 [M, P]   D <= 65,536
@@ -17,20 +16,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from mmqc.kernels.shared.device_facts import has_inline_ptx, why_not_here
+from mmqc.kernels.shared.device_facts import why_not_here
 from mmqc.kernels.shared.launch import Launch
-from mmqc.kernels.shared.quantize_codes import divide_tile, round_tile
+from mmqc.kernels.shared.plan import New, Plan, Refusal, first_reason, rows_like, why_not_rows
+from mmqc.kernels.shared.quantize_codes import divide_tile
 from mmqc.kernels.shared.row_scale import Rows
 
-MAX_WIDTH = 65_536
 LANE = 160  # channels of a lane, at most: one warp a row of 4,096, four for 18,944
 WASTE = 256  # channels: what they cost is what the ends of one tile more cost
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 @triton.jit
@@ -42,24 +39,6 @@ def load_part(x_ptr, first, width, BLOCK: tl.constexpr, FULL: tl.constexpr):
     else:
         x = tl.load(x_ptr + first + at, mask=at < width, other=0.0)
     return x.to(tl.float32)
-
-
-@triton.jit
-def norm_row(
-    a, b, c, h, D, EPS: tl.constexpr, B: tl.constexpr, C: tl.constexpr, PARTS: tl.constexpr, DTYPE: tl.constexpr,
-    PTX: tl.constexpr,
-):
-    """The tiles of a row behind an RMSNorm, rounded as a module rounds its result."""
-    total = tl.sum(a * a)
-    if B:
-        total += tl.sum(b * b)
-    if C:
-        total += tl.sum(c * c)
-    if PARTS == 2:
-        total += tl.sum(h * h)
-    r = tl.rsqrt(total / D + EPS)
-    a, b = round_tile(a * r, DTYPE, PTX), round_tile(b * r, DTYPE, PTX)
-    return a, b, round_tile(c * r, DTYPE, PTX), round_tile(h * r, DTYPE, PTX)
 
 
 @triton.jit
@@ -89,15 +68,14 @@ def store_codes(q_ptr, x, first, width, low, s, BITS: tl.constexpr, BLOCK: tl.co
 @triton.jit
 def quantize_per_token_kernel(
     x_ptr, q_ptr, scale_ptr, offset_ptr, D, LOW, stride_x, stride_q,
-    NORM: tl.constexpr, EPS: tl.constexpr, PARTS: tl.constexpr, LOW_BITS: tl.constexpr, HIGH_BITS: tl.constexpr,
-    A: tl.constexpr, B: tl.constexpr, C: tl.constexpr, H: tl.constexpr, FULL: tl.constexpr, PTX: tl.constexpr,
+    PARTS: tl.constexpr, LOW_BITS: tl.constexpr, HIGH_BITS: tl.constexpr, A: tl.constexpr, B: tl.constexpr, C: tl.constexpr,
+    H: tl.constexpr, FULL: tl.constexpr,
 ):
     """One row: tiles of A, B and C low channels (B and C may be 0), of H high ones; FULL: there are H high ones."""
     row = tl.program_id(0)
     wide = row.to(tl.int64)
     x_ptr += wide * stride_x
     q_ptr += wide * stride_q
-    dtype: tl.constexpr = x_ptr.dtype.element_ty
     a = load_part(x_ptr, 0, LOW, A, True)
     b, c, h = a, a, a
     if B:
@@ -106,8 +84,6 @@ def quantize_per_token_kernel(
         c = load_part(x_ptr, A + B, LOW - A - B, C, False)
     if PARTS == 2:
         h = load_part(x_ptr, LOW, D - LOW, H, FULL)
-    if NORM:
-        a, b, c, h = norm_row(a, b, c, h, D, EPS, B, C, PARTS, dtype, PTX)  # pyright: ignore[reportGeneralTypeIssues]  # compiled, not run
     low, high = ends(a, LOW, A, True)  # pyright: ignore[reportGeneralTypeIssues]  # compiled, not run
     if B:
         more = ends(b, LOW - A, B, C > 0)
@@ -131,35 +107,6 @@ def quantize_per_token_kernel(
         tl.store(offset_ptr + row * PARTS + 1, low + s * 2.0 ** (HIGH_BITS - 1))
 
 
-def supports(x: Tensor, widths: Sequence[int], bits: Sequence[int]) -> str | None:
-    """None, or why these operands cannot be quantized here."""
-    if len(x.shape) != 2:
-        return f"x is a matrix, not {list(x.shape)}"
-    width = x.shape[1]
-    checks = (
-        (x.dtype in DTYPES, f"x is one of {DTYPES}, not {x.dtype}"),
-        (1 <= width <= MAX_WIDTH, f"a row of {width} does not fit one program: 1 to {MAX_WIDTH}"),
-        (x.stride(1) == 1 or width == 1, "rows of x are contiguous"),
-        (len(widths) in (1, 2) and len(bits) == len(widths) and sum(widths) == width, f"one or two parts, not {list(widths)}"),
-        (all(2 <= b <= 8 for b in bits), f"bits = {list(bits)}: 2 to 8"),
-    )
-    return next((why for ok, why in checks if not ok), None) or why_not_here(x)
-
-
-def quantize_per_token(
-    x: Tensor, widths: Sequence[int], bits: Sequence[int], *, eps: float | None = None, out: Rows | None = None,
-    num_warps: int | None = None,
-) -> Rows:
-    """Quantize every row of x [M, D], part by part; with ``eps`` behind an RMSNorm of unit gain."""
-    reason = supports(x, widths, bits)
-    if reason is not None:
-        raise ValueError(f"quantize_per_token: {reason}")
-    out = Rows.empty(x, len(widths)) if out is None else out
-    if len(x):
-        launch(x, out, widths, bits, eps, num_warps).run()
-    return out
-
-
 def tiles(widths: Sequence[int]) -> tuple[int, int, int, int]:
     """(A, B, C, H): powers of two that hold the low part, if possible with less than WASTE channels over, and the high one."""
     sizes, rest = [1 << (widths[0].bit_length() - 1)], widths[0]
@@ -170,22 +117,29 @@ def tiles(widths: Sequence[int]) -> tuple[int, int, int, int]:
     return *sizes, 1 << (widths[-1] - 1).bit_length() if len(widths) == 2 else 1  # type: ignore[return-value]
 
 
-def launch(
-    x: Tensor, out: Rows, widths: Sequence[int], bits: Sequence[int], eps: float | None = None, num_warps: int | None = None
-) -> Launch:
-    """Fill ``out``."""
-    m, width = x.shape
+def why_not(x: Tensor, widths: Sequence[int], bits: Sequence[int]) -> str | None:
+    """None, or why these operands cannot be quantized here."""
+    if reason := why_not_rows(x):
+        return reason
+    checks = (
+        (len(widths) in (1, 2) and len(bits) == len(widths) and sum(widths) == x.shape[1], f"one or two parts, not {list(widths)}"),
+        (all(2 <= b <= 8 for b in bits), f"bits = {list(bits)}: 2 to 8"),
+    )
+    return first_reason(checks) or why_not_here(x)
+
+
+def plan(x: Tensor, widths: Sequence[int], bits: Sequence[int], new: New | None = None) -> Plan[Rows] | Refusal:
+    """One launch, of a program a row."""
+    if reason := why_not(x, widths, bits):
+        return Refusal(reason)
+    (m, width), two = x.shape, len(widths) == 2
+    out = Rows.new(new or rows_like(x), width, len(widths))
     a, b, c, h = tiles(widths)
     args = dict(
         x_ptr=x, q_ptr=out.q, scale_ptr=out.scale, offset_ptr=out.offset, D=width, LOW=widths[0], stride_x=x.stride(0),
         stride_q=out.q.stride(0),
     )
-    constants = dict(
-        NORM=eps is not None, EPS=eps or 0.0, PARTS=len(widths), LOW_BITS=bits[0], HIGH_BITS=bits[-1], A=a, B=b, C=c, H=h,
-        FULL=h == widths[-1], PTX=has_inline_ptx(x.device),
-    )
-    warps = num_warps or min(
-        16, triton.next_power_of_2(-(-(a + b + c + (h if len(widths) == 2 else 0)) // (32 * LANE)))
-    )
+    constants = dict(PARTS=len(widths), LOW_BITS=bits[0], HIGH_BITS=bits[-1], A=a, B=b, C=c, H=h, FULL=h == widths[-1])
+    warps = min(16, triton.next_power_of_2(-(-(a + b + c + (h if two else 0)) // (32 * LANE))))
     written = ("q_ptr", "scale_ptr", "offset_ptr")
-    return Launch(quantize_per_token_kernel, (m,), args, constants, written, warps, 1, block_rows=1)
+    return Plan((Launch(quantize_per_token_kernel, (m,), args, constants, written, warps, 1, block_rows=1),), out)

@@ -75,3 +75,8 @@ def fp8_reason(device: torch.device) -> str | None:
 def ceil_div(a: int, b: int) -> int:
     """A / b, rounded up."""
     return -(-a // b)
+
+
+def power_of_two(n: int, least: int = 1) -> int:
+    """The smallest one that holds n and ``least``."""
+    return max(least, 1 << (n - 1).bit_length())

@@ -1,18 +1,53 @@
 """One launch of a Triton kernel as a value: run now, or written into a compiled graph by ``lowering/launch.py``.
 
+    Launch     a kernel, its grid, operands and constants          Shape     what its choice depends on of an operand
+
 Why:     which tile, which grid and which operands is decided in one place for both, and a package compiled ahead of time
          holds the kernel itself, with no Python to choose it.
 """
 
 from __future__ import annotations
 
+import copy
+import math
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from mmqc.kernels.shared.gluon_tiles import describe, is_gluon
+
+
+class Shape:
+    """A contiguous tensor, as far as the choice of a launch depends on it: a compiled graph knows no more of its tensors."""
+
+    def __init__(self, shape: tuple[Any, ...], dtype: torch.dtype, device: torch.device) -> None:
+        self.shape, self.dtype, self.device = shape, dtype, device
+
+    def dim(self) -> int:
+        """Number of axes."""
+        return len(self.shape)
+
+    def stride(self, axis: int | None = None) -> Any:
+        """Elements between two neighbours, as ``Tensor.stride``."""
+        strides = tuple(math.prod(self.shape[i + 1 :]) for i in range(len(self.shape)))
+        return strides if axis is None else strides[axis]
+
+    def is_contiguous(self) -> bool:
+        """As ``Tensor.is_contiguous``."""
+        return True
+
+    def data_ptr(self) -> int:
+        """An address like that of every allocation: a multiple of what TMA needs."""
+        return 0
+
+    def of(self, rows: int) -> Any:
+        """The same, as if it had so many rows."""
+        other = copy.copy(self)
+        other.shape = (rows, *self.shape[1:])
+        return other
 
 
 class Launch(NamedTuple):

@@ -40,10 +40,3 @@ def quantize_tile(x, s, LOW: tl.constexpr, HIGH: tl.constexpr, FP8: tl.constexpr
         # Adding 1.5 * 2^23 rounds half to even and leaves the integer in the low byte: cheaper than a conversion.
         codes = (q + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)
     return codes
-
-
-@triton.jit
-def token_scale(largest, FP8: tl.constexpr):
-    """The dynamic scale of a token from its largest magnitude; 1 for a token of zeros."""
-    s = tl.div_rn(largest, 448.0 if FP8 else 127.0)
-    return tl.where(s > 0.0, s, 1.0)

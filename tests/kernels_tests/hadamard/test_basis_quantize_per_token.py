@@ -2,19 +2,17 @@
 
 import pytest
 import torch
+from poison import poisoned
 from tolerance import assert_close
 
-from mmqc.kernels.shared.row_scale import Rows
 from mmqc.ops.basis_quantize_per_token import reference
 
 kernel = pytest.importorskip("mmqc.kernels.hadamard.basis_quantize_per_token")
 PARTS = [([14, 2], [4, 8]), ([56, 8], [4, 8]), ([112, 16], [4, 8]), ([70, 10], [3, 8]), ([16], [4]), ([33], [8]), ([1], [4])]
 
 
-def poisoned(m, widths, device):
-    """Memory full of what no kernel writes."""
-    scale, offset = (torch.full((m, len(widths)), float("nan"), device=device) for _ in "so")
-    return Rows(torch.full((m, sum(widths)), 77, dtype=torch.int8, device=device), scale, offset)
+def basis_quantize_per_token(x, basis, widths, bits):
+    return kernel.plan(x, basis, widths, bits, poisoned(x)).run()
 
 
 def assert_like_op(m, widths, bits, dtype, device):
@@ -23,8 +21,7 @@ def assert_like_op(m, widths, bits, dtype, device):
     x = (torch.randn(m, width, device=device) + 0.2).to(dtype)
     basis = torch.linalg.qr(torch.randn(width, width, device=device))[0].to(dtype)
     x[0] = 0
-    out = poisoned(m, widths, device)
-    assert kernel.basis_quantize_per_token(x, basis, widths, bits, out=out) is out
+    out = basis_quantize_per_token(x, basis, widths, bits)
     q, s, o = reference(x, basis, widths, bits)
     off = (out.q.int() - q.int()).abs()
     assert off.max() <= 1
@@ -43,7 +40,7 @@ def test_basis_quantize_per_token_kernel__codes_where_the_product_is_exact(devic
     """A permutation of channels: no sum rounds, so the codes are those of the unfused path."""
     x = torch.randn(77, 80, device=device)
     basis = torch.eye(80, device=device)[torch.randperm(80, device=device)]
-    out = kernel.basis_quantize_per_token(x, basis, [70, 10], [4, 8], out=poisoned(77, [70, 10], device))
+    out = basis_quantize_per_token(x, basis, [70, 10], [4, 8])
     q, s, o = reference(x, basis, [70, 10], [4, 8])
     assert torch.equal(out.q, q)
     assert torch.equal(out.scale, s)
@@ -61,9 +58,9 @@ def test_basis_quantize_per_token_kernel__bfloat16(widths, bits, device):
 def test_basis_quantize_per_token_kernel__refuses(device):
     x, basis = torch.randn(2, 64, device=device), torch.eye(64, device=device)
     with pytest.raises(ValueError, match="one or two parts"):
-        kernel.basis_quantize_per_token(x, basis, [32, 16, 16], [2, 4, 8])
-    with pytest.raises(ValueError, match="heads of 320"):
-        kernel.basis_quantize_per_token(torch.randn(2, 320, device=device), basis, [320], [4])
+        basis_quantize_per_token(x, basis, [32, 16, 16], [2, 4, 8])
+    with pytest.raises(ValueError, match="a row of 320 does not fit"):
+        basis_quantize_per_token(torch.randn(2, 320, device=device), basis, [320], [4])
     with pytest.raises(ValueError, match=r"basis is torch.float32 \[64, 64\]"):
-        kernel.basis_quantize_per_token(x, basis.half(), [64], [4])
-    assert kernel.basis_quantize_per_token(x[:0], basis, [64], [4]).q.shape == (0, 64)
+        basis_quantize_per_token(x, basis.half(), [64], [4])
+    assert basis_quantize_per_token(x[:0], basis, [64], [4]).q.shape == (0, 64)

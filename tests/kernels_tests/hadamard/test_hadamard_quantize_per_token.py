@@ -2,21 +2,38 @@
 
 import pytest
 import torch
+from poison import poisoned
 from tolerance import assert_close
 from torch.nn import functional as F
 
-from mmqc.kernels.shared.row_scale import Rows
 from mmqc.ops import hadamard, quantize_per_token
 
 kernel = pytest.importorskip("mmqc.kernels.hadamard.hadamard_quantize_per_token")
 apart = pytest.importorskip("mmqc.kernels.hadamard.hadamard_quantize")
+from mmqc.kernels.hadamard.hadamard_plan import hadamard_plan  # noqa: E402
+from mmqc.kernels.hadamard.hadamard_tiles import Written  # noqa: E402
+from mmqc.kernels.shared.row_scale import Rows  # noqa: E402
+
 SHAPES = [(5, 64, 8), (3, 1280, 4), (70, 27, 3), (2, 5120, 4), (3, 12 * 16, 8), (4, 1, 4), (2, 4304, 4)]
 
 
-def poisoned(m, n, device):
-    """Memory full of what no kernel writes."""
-    scale, offset = (torch.full((m, 1), float("nan"), device=device) for _ in "so")
-    return Rows(torch.full((m, n), 77, dtype=torch.int8, device=device), scale, offset)
+def by_rows(x, up=None, programs=2):
+    """Y, by the kernel that takes whole rows."""
+    written = Written(torch.full_like(x, float("nan")))
+    apart.rows_launch(x, up, written, hadamard_plan(x.shape[1], x.device, x.dtype), programs).run()
+    return written.y
+
+
+def quantized_by_rows(x, bits, up=None, programs=2):
+    """Codes, scales and offsets by the same kernel."""
+    out = Rows.new(poisoned(x), x.shape[1], 1)
+    written = Written(out.q, None, out.scale, out.offset, bits)
+    apart.rows_launch(x, up, written, hadamard_plan(x.shape[1], x.device, x.dtype), programs).run()
+    return out
+
+
+def hadamard_quantize_per_token(x, bits, up=None):
+    return kernel.plan(x, up, hadamard_plan, bits, poisoned(x)).run()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -24,12 +41,8 @@ def poisoned(m, n, device):
 def test_hadamard_quantize_per_token__codes_of_the_unfused_path(rows, width, bits, dtype, device):
     shape = (rows, width)
     x = (torch.randn(shape, device=device) + 0.3).to(dtype)
-    if (reason := kernel.supports(x, None, bits)) and "shared memory" in reason:
-        pytest.skip(reason)
     x[-1] = 0
-    out = poisoned(*shape, device)
-    assert kernel.hadamard_quantize_per_token(x, bits, out=out, programs=2) is out
-    y = apart.hadamard_quantize(x, code=None, programs=2).y
+    out, y = quantized_by_rows(x, bits), by_rows(x)
     q, s, o = quantize_per_token.reference(y, None, [shape[1]], [bits])
     assert torch.equal(out.q, q)
     assert torch.equal(out.scale, s)
@@ -40,8 +53,7 @@ def test_hadamard_quantize_per_token__codes_of_the_unfused_path(rows, width, bit
 @pytest.mark.parametrize("shape", [(5, 192), (2, 3584), (2, 5120)])
 def test_hadamard_quantize_per_token__behind_a_gated_mlp(shape, dtype, device):
     gate, up = torch.randn(shape[0], 2 * shape[1], device=device).to(dtype).chunk(2, 1)
-    out = kernel.hadamard_quantize_per_token(gate, 4, up=up, out=poisoned(*shape, device), programs=2)
-    y = apart.hadamard_quantize(gate, up=up, code=None, programs=2).y
+    out, y = quantized_by_rows(gate, 4, up), by_rows(gate, up)
     q, s, _ = quantize_per_token.reference(y, None, [shape[1]], [4])
     assert torch.equal(out.q, q)
     assert torch.equal(out.scale, s)
@@ -55,10 +67,11 @@ def test_hadamard_quantize_per_token__behind_a_gated_mlp(shape, dtype, device):
 
 def test_hadamard_quantize_per_token__few_rows_are_two_kernels(device, monkeypatch):
     """Slices of rows, and then the quantization: the same result but for the order of sums."""
-    monkeypatch.setattr(kernel, "few", lambda x, t: True)
+    for module in (kernel, apart):
+        monkeypatch.setattr(module, "few", lambda x, t: True)
     x = torch.randn(2, 3584, device=device)
-    out = kernel.hadamard_quantize_per_token(x, 4, out=poisoned(2, 3584, device))
-    y = apart.hadamard_quantize(x, code=None).y
+    out = hadamard_quantize_per_token(x, 4)
+    y = apart.plan(x, None, hadamard_plan, new=poisoned(x)).run()
     assert torch.equal(out.q, quantize_per_token.reference(y, None, [3584], [4])[0])
 
 
@@ -68,8 +81,7 @@ def test_hadamard_quantize_per_token__few_rows_are_two_kernels(device, monkeypat
 def test_hadamard_quantize_per_token__bfloat16(shape, gated, device):
     x, up = (torch.randn(shape, device=device).bfloat16() for _ in "xu")
     up = up if gated else None
-    out = kernel.hadamard_quantize_per_token(x, 4, up=up, out=poisoned(*shape, device), programs=64)
-    y = apart.hadamard_quantize(x, up=up, code=None, programs=64).y
+    out, y = quantized_by_rows(x, 4, up, 64), by_rows(x, up, 64)
     q, s, _ = quantize_per_token.reference(y, None, [shape[1]], [4])
     assert torch.equal(out.q, q)
     assert torch.equal(out.scale, s)
@@ -78,7 +90,7 @@ def test_hadamard_quantize_per_token__bfloat16(shape, gated, device):
 def test_hadamard_quantize_per_token__refuses(device):
     x = torch.randn(2, 64, device=device)
     with pytest.raises(ValueError, match="up is like x"):
-        kernel.hadamard_quantize_per_token(x, 4, up=x[:1])
+        hadamard_quantize_per_token(x, 4, up=x[:1])
     with pytest.raises(ValueError, match="bits = 9"):
-        kernel.hadamard_quantize_per_token(x, 9)
-    assert kernel.hadamard_quantize_per_token(x[:0], 4).q.shape == (0, 64)
+        hadamard_quantize_per_token(x, 9)
+    assert hadamard_quantize_per_token(x[:0], 4).q.shape == (0, 64)

@@ -11,7 +11,7 @@ from tolerance import assert_close
 kernel = pytest.importorskip("mmqc.kernels.hadamard.hadamard_wgmma")
 tiles = pytest.importorskip("mmqc.kernels.hadamard.hadamard_wgmma_tiles")
 from mmqc.kernels.hadamard.hadamard_plan import outer_factor  # noqa: E402
-from mmqc.kernels.hadamard.hadamard_tiles import ASYMMETRIC, FLOAT  # noqa: E402
+from mmqc.kernels.hadamard.hadamard_tiles import ASYMMETRIC, FLOAT, Written  # noqa: E402
 from mmqc.kernels.shared.row_scale import row_scale  # noqa: E402
 from mmqc.ops.hadamard import reference  # noqa: E402
 from mmqc.ops.hadamard_matrix import hadamard_factors  # noqa: E402
@@ -23,7 +23,7 @@ M = 600
 @pytest.mark.parametrize("n", WIDTHS)
 def test_plan__products_of_halves_are_the_transform(n):
     """Y = (A X) (H2 ⊗ H)ᵀ with A's entries halved and H a quarter of B, in float64."""
-    p = kernel.plan(n, torch.device("cpu"), torch.float64)
+    p = kernel.matrices(n, torch.device("cpu"), torch.float64)
     t, outer, inner = p.tiling, p.outer, p.inner[:64, :64]
     x = torch.randn(3, n, dtype=torch.float64)
     left, right = (outer[: t.a, : t.a] @ x.view(3, t.a, 128)).chunk(2, -1)
@@ -127,14 +127,13 @@ def made(n: int | str, what: str):
     x = torch.zeros(M, int(n), dtype=torch.bfloat16)
     y = torch.zeros(M, int(n), dtype=torch.bfloat16 if what == "float" else torch.int8)
     given = {
-        "static": {"rows": row_scale(torch.ones(1), M)},
-        "dynamic": {"tokens": torch.ones(M)},
-        "asymmetric": {"tokens": torch.ones(M), "offsets": torch.ones(M), "bits": 4},
+        "static": Written(y, row_scale(torch.ones(1), M)),
+        "asymmetric": Written(y, None, torch.ones(M), torch.ones(M), 4),
     }
-    return kernel.launch(x, y, **given.get(what, {}))
+    return kernel.launch(x, given.get(what, Written(y)))
 
 
-@pytest.mark.parametrize("what", ["static", "float", "dynamic", "asymmetric"])
+@pytest.mark.parametrize("what", ["static", "float", "asymmetric"])
 @pytest.mark.parametrize("n", WIDTHS)
 def test_launch__gives_the_kernel_its_arguments(n, what):
     launch = made(n, what)
@@ -148,7 +147,7 @@ def test_launch__gives_the_kernel_its_arguments(n, what):
 
 
 @pytest.mark.parametrize(
-    ("n", "what"), [(8192, "dynamic"), (14336, "static"), (18944, "static"), (18944, "asymmetric"), (24576, "float")]
+    ("n", "what"), [(8192, "asymmetric"), (14336, "static"), (18944, "static"), (18944, "asymmetric"), (24576, "float")]
 )
 def test_kernel__compiles_to_products_that_queue_up(n, what):
     """Ptxas does not wait for each of them, hardly anything is spilled, and all of it fits the shared memory."""

@@ -10,6 +10,7 @@ from mmqc.ops.scaled_matmul import reference
 
 grouped = pytest.importorskip("mmqc.kernels.matmul.group_scaled_matmul")
 on_cuda = pytest.importorskip("mmqc.kernels.on_cuda")
+unpack_weight = pytest.importorskip("mmqc.kernels.matmul.unpack_weight").unpack_weight
 configs = pytest.importorskip("mmqc.kernels.matmul.configs")
 Config = configs.MatmulConfig
 
@@ -119,7 +120,7 @@ def test_group_scaled_matmul__small_integer_scales_on_the_gpu(m, device):
 def test_group_scaled_matmul__small_integer_scales_at_the_end_of_8_bits(device):
     codes = torch.tensor([-8, 7], dtype=torch.int8, device=device).repeat(16, 48)
     t = torch.tensor([[15, -15, 1]], dtype=torch.int8, device=device).repeat(16, 1)
-    whole = grouped.unpack_weight(pack_int4(codes), 96, bits=4, scale=t, group_size=32)
+    whole = unpack_weight(pack_int4(codes), 96, bits=4, scale=t, group_size=32)
     assert torch.equal(whole, (codes.int() * t.int().repeat_interleave(32, 1)).to(torch.int8))
     assert whole.min() == -120
     assert whole.max() == 120

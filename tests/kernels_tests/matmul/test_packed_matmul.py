@@ -39,7 +39,7 @@ def check_launch(launch) -> None:
 def one_part():
     x, w, scale = torch.zeros(M, LOW, dtype=torch.int8), torch.zeros(N, LOW // 2, dtype=torch.uint8), torch.ones(N)
     y = torch.zeros(M, N, dtype=torch.bfloat16)
-    return packed.launch(x, Linear(w, scale, None, y), row_scale(torch.ones(1), M), None, TILE, Epilogue(dtype=y.dtype), no_work)
+    return packed.launch(x, Linear(w, scale, None, y), row_scale(torch.ones(1), M), TILE, Epilogue(dtype=y.dtype), no_work)
 
 
 def two_parts():
@@ -67,7 +67,7 @@ def test_launch__gives_the_kernel_its_arguments(what):
 def test_launch__is_that_of_the_tile_for_every_product_of_one_linear(variant, monkeypatch):
     launches = []
     fake = types.SimpleNamespace(run=lambda: launches.append("run"))
-    monkeypatch.setitem(scaled.BY_GLUON, variant, lambda x, linear, *_: launches.append(linear.w) or fake)
+    monkeypatch.setitem(scaled.GLUON, variant, lambda x, linear, *_: launches.append(linear.w) or fake)
     monkeypatch.setattr(mixed, "supports", lambda *_: None)
     x, y, tile = (torch.zeros(M, LOW, dtype=torch.int8), torch.zeros(M, N, dtype=torch.bfloat16), TILE.with_variant(variant))
     w = torch.zeros(N, LOW // 2, dtype=torch.uint8) if variant == "registers" else torch.zeros(N, LOW, dtype=torch.int8)
@@ -84,12 +84,11 @@ def test_launch__is_that_of_the_tile_for_every_product_of_one_linear(variant, mo
 def test_epilogue__weights_are_written_out_in_front_of_codes(monkeypatch):
     launches = []
     fake = types.SimpleNamespace(run=lambda: None)
-    w, codes = torch.zeros(N, LOW // 2, dtype=torch.uint8), torch.ones(N, LOW, dtype=torch.int8)
+    w = torch.zeros(N, LOW // 2, dtype=torch.uint8)
     for variant in ("pingpong", "registers"):
-        monkeypatch.setitem(scaled.BY_GLUON, variant, lambda x, linear, *_, name=variant: launches.append((name, linear.w)) or fake)
-    monkeypatch.setattr(epilogues, "unpack_weight", lambda *_, **__: codes)
+        monkeypatch.setitem(scaled.GLUON, variant, lambda x, linear, *_, name=variant: launches.append((name, linear.w)) or fake)
     monkeypatch.setattr(
-        epilogues, "tile_of", lambda x, linear, n: TILE.with_variant("pingpong" if linear.w is codes else "registers")
+        scaled, "tile_of", lambda x, linear, *_: TILE.with_variant("pingpong" if linear.w.dtype == torch.int8 else "registers")
     )
     x, rows = torch.zeros(M, LOW, dtype=torch.int8), row_scale(torch.ones(1), M)
     for y, following in ((torch.bfloat16, None), (torch.int8, rows)):
@@ -97,7 +96,7 @@ def test_epilogue__weights_are_written_out_in_front_of_codes(monkeypatch):
         epilogues.scaled_matmul_epilogue(x, [linear], rows, Epilogue("relu", torch.bfloat16, following))
     assert [name for name, _ in launches] == ["registers", "pingpong"]
     assert launches[0][1] is w
-    assert launches[1][1] is codes
+    assert torch.equal(launches[1][1], torch.full((N, LOW), -8, dtype=torch.int8))
 
 
 @pytest.mark.parametrize("what", MADE)

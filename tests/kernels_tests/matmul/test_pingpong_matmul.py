@@ -62,7 +62,7 @@ import sys, triton
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
-from mmqc.kernels.pingpong_tiles import scaled_pingpong_kernel
+from mmqc.kernels.matmul.pingpong_tiles import scaled_pingpong_kernel
 
 what, rows, columns, warps, parts, stages = sys.argv[1], *map(int, sys.argv[2:])
 codes = "fp8e4nv" if what == "fp8" else "i8"

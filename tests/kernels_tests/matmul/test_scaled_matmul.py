@@ -60,16 +60,14 @@ def test_scaled_matmul__scale_of_every_kind(kind, variant, device):
 
 
 @pytest.mark.parametrize("variant", ["rows", "columns", "split"])
-def test_scaled_matmul__residual_and_views(variant, device):
+def test_scaled_matmul__views(variant, device):
     m, n, k = 19, 34, 64
     x, w, w_scale, bias = operands(m, n, k, 8, device)
     wide = torch.cat((x, x), 1)  # rows of x may be part of longer rows
-    x_scale, residual = torch.rand(m, device=device) * 0.01, torch.randn(m, 2 * n, device=device)[:, :n]
-    y = scaled_matmul.scaled_matmul(
-        wide[:, :k], w, x_scale, w_scale, bias, residual=residual, out_dtype=torch.float32, config=SMALL[variant]
-    )
+    x_scale = torch.rand(m, device=device) * 0.01
+    y = scaled_matmul.scaled_matmul(wide[:, :k], w, x_scale, w_scale, bias, out_dtype=torch.float32, config=SMALL[variant])
     acc = (x.double() @ w.double().t()) * x_scale.double()[:, None] * w_scale.double()
-    assert_close(y, acc + bias.double() + residual.double(), torch.float32)
+    assert_close(y, acc + bias.double(), torch.float32)
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -119,7 +117,7 @@ def test_scaled_matmul__fp8(device):
     scale, w_scale = torch.rand(1, device=device), torch.rand(n, device=device)
     if scaled_matmul.supports(x, w, w_scale, None, torch.float32):
         pytest.skip("no fp8 on this device")
-    y = scaled_matmul.scaled_matmul(x, w, scale, w_scale, out_dtype=torch.float32, fast_accumulation=False, config=SMALL["rows"])
+    y = scaled_matmul.scaled_matmul(x, w, scale, w_scale, out_dtype=torch.float32, config=SMALL["rows"])
     expected = (x.double() @ w.double().t()) * scale.double() * w_scale.double()
     # fp8 tensor cores keep 14 bits of a step's sum: fp16's line of the table.
     assert_close(y, expected, torch.float16)
@@ -136,7 +134,7 @@ def test_scaled_matmul__packed_weights_unpacked_to_fp8(device):
     linear = scaled_matmul.Linear(pack_int4(codes), w_scale, None, y)
     config = Config(16, 32, 32, 4, 2, variant="unpack")
     rows = scaled_matmul.row_scale(scale, m)
-    scaled_matmul.multiply(x, [linear], rows, config=config, fast_accumulation=False)
+    scaled_matmul.multiply(x, [linear], rows, config=config)
     assert_close(y, (x.double() @ codes.double().t()) * scale.double() * w_scale.double(), torch.float16)
 
 

@@ -27,7 +27,7 @@ TILES = {
     "unpack": Config(32, 64, 32, 4, 2, variant="unpack"),
 }
 SHAPES = [(17, 33, 100), (1, 27, 31), (50, 70, 128)]
-WAYS = [("one", "rows"), ("one", "nested"), ("visual", "split"), ("visual", "nested"), ("split", "columns"), ("row", "rows")]
+WAYS = [("one", "rows"), ("one", "nested"), ("visual", "split"), ("visual", "nested"), ("visual", "columns"), ("row", "rows")]
 
 
 def operands(m, n, k, bits, linears, device, bias=True):
@@ -106,7 +106,7 @@ def test_scaled_matmul_epilogue__next_codes(kind, tile, dtype, linears, device):
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("tile", ["rows", "split", "nested"])
-def test_gate_first__equals_the_kernel_of_both(tile, activation, device):
+def test_plan_in_two__equals_the_kernel_of_both(tile, activation, device):
     """Which rounds the same numbers, so the codes too are equal to the bit."""
     m, n = 37, 45
     x, w, w_scale, bias = operands(m, n, 96, 8, 2, device)
@@ -116,7 +116,9 @@ def test_gate_first__equals_the_kernel_of_both(tile, activation, device):
         y = torch.full_like(want, -77)
         linears = [scaled.Linear(*parts, y) for parts in zip(w, w_scale, bias, strict=True)]
         epilogue = tiles.Epilogue(activation, torch.float16, codes)
-        kernel.gate_first(x, linears, scaled.row_scale(x_scale, m), epilogue, TILES[tile])
+        products = kernel.plan_in_two(x, linears, torch.float16, config=TILES[tile])
+        for launch in kernel.launches(x, linears, scaled.row_scale(x_scale, m), epilogue, products):
+            launch.run()
         assert torch.equal(y, want)
 
 
@@ -126,11 +128,12 @@ def test_better_apart__a_gate_and_weights_that_stay_packed(monkeypatch):
     device_facts = pytest.importorskip("mmqc.kernels.shared.device_facts")
     codes, packed = torch.empty(45, 96, dtype=torch.int8), torch.empty(45, 48, dtype=torch.uint8)
     x, few = torch.empty(2, 600, 96, dtype=torch.int8), torch.empty(512, 96, dtype=torch.int8)
-    assert not better_apart(x, [packed, packed]), "no Hopper"
+    scale, dtype = [torch.empty(45)] * 2, torch.bfloat16
+    assert not better_apart(x, [packed, packed], scale, dtype), "no Hopper"
     monkeypatch.setattr(device_facts, "has_warpgroup_products", lambda device: True)
-    assert better_apart(x, [packed, packed])
+    assert better_apart(x, [packed, packed], scale, dtype)
     for other in ((x, [packed]), (x, [codes, codes]), (few, [packed, packed]), (x[..., :90], [packed, packed])):
-        assert not better_apart(*other)
+        assert not better_apart(*other, scale[: len(other[1])], dtype)
 
 
 @pytest.mark.parametrize("tile", TILES)
@@ -202,9 +205,11 @@ import os, re, subprocess, sys, tempfile
 import torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from mmqc.kernels import scaled_matmul_epilogue as kernel, device_facts
-from mmqc.kernels import epilogue_tiles, row_scale, scaled_matmul
-from mmqc.kernels.configs import MatmulConfig as Config
+from mmqc.kernels.matmul import epilogue_tiles, scaled_matmul, scaled_matmul_epilogue as kernel
+from mmqc.kernels.matmul.configs import MatmulConfig as Config
+from mmqc.kernels.matmul.product import Product, kernel_of
+from mmqc.kernels.shared import row_scale
+from mmqc.kernels.shared.split_k import workspace
 
 activation, bits, linears, m, n, warps, variant = sys.argv[1], *map(int, sys.argv[2:7]), sys.argv[7]
 for module in (scaled_matmul, kernel):
@@ -218,7 +223,8 @@ rows = row_scale.RowScale(row_scale.VISUAL.value, pair, torch.empty(m, dtype=tor
 epilogue = epilogue_tiles.Epilogue(activation, torch.bfloat16, rows)
 bias = torch.empty(4096, dtype=torch.bfloat16)
 given = [scaled_matmul.Linear(stored, torch.empty(4096), bias, y)] * linears
-made = kernel.launch(torch.empty(m, 4096, dtype=torch.int8), given, rows, c, epilogue, by_tma=persistent)
+product = Product(*kernel_of(kernel.with_epilogue(c, linears), persistent))
+made = kernel.launch(torch.empty(m, 4096, dtype=torch.int8), given, rows, product, epilogue, workspace)
 kinds = {torch.int8: "*i8", torch.uint8: "*u8", torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.int32: "*i32"}
 types, wide = {}, {}
 for i, name in enumerate(made.kernel.arg_names):

@@ -3,8 +3,8 @@
 import offline
 import pytest
 import torch
+from poison import poisoned
 from row_scales import KINDS, row_scales
-from tolerance import assert_close
 
 from mmqc.kernels.shared.row_scale import row_scale
 from mmqc.nn.norm import RMSNorm
@@ -17,11 +17,16 @@ SHAPES = [(5, 64), (3, 100), (1, 27), (4, 1), (2, 1280), (3, 3420)]
 
 
 def made(width: str, center: str):
-    """A launch in bfloat16 with everything in front, for offline.py."""
+    """A launch in bfloat16 with everything in front, for offline.py, whose process has no device."""
+    kernel.why_not_here = lambda *tensors: None
     n = int(width)
-    x, residual, total = (torch.zeros(5, n, dtype=torch.bfloat16) for _ in "xrt")
+    x, residual = (torch.zeros(5, n, dtype=torch.bfloat16) for _ in "xr")
     norm = kernel.Norm(1e-6, torch.ones(n).bfloat16(), torch.ones(n).bfloat16(), residual, True, center == "True")
-    return kernel.launch(x, norm, torch.zeros(5, n, dtype=torch.int8), total, row_scale(torch.ones(1), 5))
+    return kernel.plan(x, norm, row_scale(torch.ones(1), 5), new=poisoned(x)).launches[0]
+
+
+def norm_quantize(x, norm, scale, bits=8, **rows):
+    return kernel.plan(x, norm, row_scale(scale, len(x), **rows), bits, new=poisoned(x)).run()
 
 
 def assert_codes(actual, expected):
@@ -31,10 +36,6 @@ def assert_codes(actual, expected):
     assert (off > 0).float().mean() <= 2e-3 + 1.5 / off.numel()
 
 
-def poisoned(shape, device):
-    return torch.full(shape, 77, dtype=torch.int8, device=device)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", SHAPES)
@@ -42,39 +43,35 @@ def test_norm_quantize__static_equals_norm_then_quantize(shape, kind, dtype, dev
     x = (torch.randn(shape, device=device) * 3).to(dtype)
     norm = RMSNorm(shape[1]).to(device)
     scale, more, rows = row_scales(kind, shape[0], device)
-    out = poisoned(shape, device)
-    got = kernel.norm_quantize(x, NORM, scale, out=out, **more)
-    assert got.q is out
-    assert got.scale is None
-    expected = torch.round(norm(x).float() / rows[:, None]).clamp(-128, 127)
-    assert_codes(out, expected)
+    got = norm_quantize(x, NORM, scale, **more)
+    assert got.total is None
+    assert_codes(got.q, torch.round(norm(x).float() / rows[:, None]).clamp(-128, 127))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_norm_quantize__dynamic_with_gain_bias_and_residual(shape, dtype, device):
+def test_norm_quantize__with_gain_bias_and_residual(shape, dtype, device):
     m, width = shape
     x, residual = (torch.randn(m, width, device=device).to(dtype) for _ in range(2))
     norm = RMSNorm(width, 1e-5, torch.randn(width), torch.randn(width)).to(device)
-    got = kernel.norm_quantize(x, kernel.Norm(1e-5, norm.weight.detach(), norm.bias.detach(), residual))
     y = norm(x + residual).float()
     scale = y.abs().amax(1) / 127
-    assert torch.equal(got.residual, x + residual)
-    assert_close(got.scale, scale, dtype)
-    assert_codes(got.q, torch.round(y / got.scale[:, None]).clamp(-128, 127))
+    got = norm_quantize(x, kernel.Norm(1e-5, norm.weight.detach(), norm.bias.detach(), residual), scale)
+    assert torch.equal(got.total, x + residual)
+    assert_codes(got.q, torch.round(y / scale[:, None]).clamp(-128, 127))
 
 
 @pytest.mark.parametrize("vectors", ["", "gain", "gain, bias"])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_norm_quantize__layer_norm(shape, vectors, device, nan_memory):
+def test_norm_quantize__layer_norm(shape, vectors, device):
     m, width = shape
     x, residual = (3 + torch.randn(m, width, device=device) for _ in range(2))
     gain, bias = (torch.randn(width, device=device) if name in vectors else None for name in ("gain", "bias"))
     scale, more, rows = row_scales("visual", m, device)
     norm = kernel.Norm(1e-5, gain, bias, residual, center=True)
-    got = kernel.norm_quantize(x, norm, scale, out=poisoned(shape, device), **more)
+    got = norm_quantize(x, norm, scale, **more)
     y = torch.nn.functional.layer_norm(x + residual, (width,), gain, bias, 1e-5)
-    assert torch.equal(got.residual, x + residual)
+    assert torch.equal(got.total, x + residual)
     assert_codes(got.q, torch.round(y / rows[:, None]).clamp(-128, 127))
 
 
@@ -83,7 +80,7 @@ def test_norm_quantize__rounds_in_front_of_the_gain(device):
     gain, bias = ((1 + 0.1 * torch.randn(300, device=device)).half() for _ in "gb")
     scale = torch.tensor([2.0**-9], device=device)  # a step of float16 next to 1: codes show where y was rounded
     for first in (False, True):
-        got = kernel.norm_quantize(x, kernel.Norm(1e-6, gain, bias, round_first=first), scale)
+        got = norm_quantize(x, kernel.Norm(1e-6, gain, bias, round_first=first), scale)
         y = normed(x, gain, bias, 1e-6, first)
         assert_codes(got.q, quantize.reference(y, scale, None, 8))
     other = quantize.reference(normed(x, gain, bias, 1e-6, False), scale, None, 8)
@@ -110,44 +107,43 @@ def test_norm_quantize__parts_of_a_row(width, expected):
 def test_norm_quantize__fewer_bits_and_rows_of_longer_rows(device):
     x = torch.randn(4, 200, device=device)[:, :100]
     scale = torch.tensor([0.3], device=device)
-    got = kernel.norm_quantize(x, NORM, scale, bits=4)
+    got = norm_quantize(x, NORM, scale, bits=4)
     assert_codes(got.q, quantize.reference(RMSNorm(100)(x), scale, None, 4))
     assert got.q.min() >= -8
     assert got.q.max() <= 7
 
 
 def test_norm_quantize__token_of_zeros_has_zero_codes(device):
-    got = kernel.norm_quantize(torch.zeros(2, 64, device=device), NORM)
+    got = norm_quantize(torch.zeros(2, 64, device=device), NORM, torch.ones(1, device=device))
     assert not got.q.any()
-    assert (got.scale == 1).all()
 
 
 @pytest.mark.gpu
 def test_norm_quantize__bfloat16(device):
     x = torch.randn(33, 3584, device=device).bfloat16()
     scale = torch.tensor([0.02], device=device)
-    assert_codes(kernel.norm_quantize(x, NORM, scale).q, quantize.reference(RMSNorm(3584).to(device)(x), scale, None, 8))
+    assert_codes(norm_quantize(x, NORM, scale).q, quantize.reference(RMSNorm(3584).to(device)(x), scale, None, 8))
 
 
 def test_norm_quantize__division_is_ieee(device):
     # A row of equal magnitudes has the norm 1 up to rounding; here only the quotient matters, on many scales.
     x = torch.randn(64, 128, device=device)
     scale = torch.rand(64, device=device) * 0.05 + 0.001
-    got = kernel.norm_quantize(x, NORM, scale)
+    got = norm_quantize(x, NORM, scale)
     y = RMSNorm(128)(x)
     assert_codes(got.q, torch.round(y / scale[:, None]).clamp(-128, 127))
 
 
 def test_norm_quantize__names_what_is_wrong(device):
-    x = torch.randn(2, 64, device=device)
+    x, scale = torch.randn(2, 64, device=device), torch.ones(1, device=device)
     with pytest.raises(ValueError, match=r"gain and bias are \[64\]"):
-        kernel.norm_quantize(x, kernel.Norm(1e-6, torch.ones(32, device=device)))
+        norm_quantize(x, kernel.Norm(1e-6, torch.ones(32, device=device)), scale)
     with pytest.raises(ValueError, match="bits = 9"):
-        kernel.norm_quantize(x, NORM, torch.ones(1, device=device), bits=9)
+        norm_quantize(x, NORM, scale, bits=9)
     with pytest.raises(ValueError, match="x is one of"):
-        kernel.norm_quantize(x.double(), NORM)
+        norm_quantize(x.double(), NORM, scale)
     with pytest.raises(ValueError, match="gain and bias behind a rounding"):
-        kernel.norm_quantize(x, kernel.Norm(1e-6, torch.ones(64, device=device).half(), round_first=True))
+        norm_quantize(x, kernel.Norm(1e-6, torch.ones(64, device=device).half(), round_first=True), scale)
 
 
 @pytest.mark.parametrize("center", [False, True])

@@ -3,9 +3,9 @@
 import offline
 import pytest
 import torch
+from poison import poisoned
 from tolerance import assert_close
 
-from mmqc.kernels.shared.row_scale import Rows
 from mmqc.ops.norm_quantize_per_token import reference
 
 kernel = pytest.importorskip("mmqc.kernels.rows.norm_quantize_per_token")
@@ -23,17 +23,15 @@ PARTS = [
 
 
 def made(*widths: str):
-    """A launch in bfloat16, for offline.py."""
+    """A launch in bfloat16, for offline.py, whose process has no device."""
+    kernel.why_not_here = lambda *tensors: None
     sizes = [int(width) for width in widths]
     x, norm = operands(5, sum(sizes), torch.bfloat16, "cpu", residual=True)
-    return kernel.launch(x, norm, *poisoned(5, sizes, x.dtype, "cpu"), sizes, [4, 8, 8][: len(sizes)])
+    return kernel.plan(x, norm, None, sizes, [4, 8, 8][: len(sizes)], poisoned(x)).launches[0]
 
 
-def poisoned(m, widths, dtype, device):
-    """Memory full of what no kernel writes."""
-    scale, offset = (torch.full((m, len(widths)), float("nan"), device=device) for _ in "so")
-    rows = Rows(torch.full((m, sum(widths)), 77, dtype=torch.int8, device=device), scale, offset)
-    return rows, torch.full((m, sum(widths)), float("nan"), dtype=dtype, device=device)
+def norm_quantize_per_token(x, norm, widths, bits, order=None):
+    return kernel.plan(x, norm, order, widths, bits, poisoned(x)).run()
 
 
 def operands(m, width, dtype, device, gain=True, bias=False, residual=False, round_first=False):
@@ -48,12 +46,13 @@ def ends(scale, offset, bits):
     return offset - scale * steps / 2, offset + scale * (steps / 2 - 1)
 
 
-def assert_like_op(x, norm, order, widths, bits, **more):
+def assert_like_op(x, norm, order, widths, bits, num_warps=None):
     """The kernel's result, which may differ from the op's in one code of fifty, by one."""
-    out, total = poisoned(len(x), widths, x.dtype, x.device)
-    got, h = kernel.norm_quantize_per_token(x, norm, widths, bits, order=order, out=out, total=total, **more)
+    plan = kernel.plan(x, norm, order, widths, bits, poisoned(x))
+    if num_warps is not None:
+        plan = plan._replace(launches=tuple(launch._replace(num_warps=num_warps) for launch in plan.launches))
+    got, h = plan.run()
     q, s, o, want_h = reference(x, norm.residual, norm.gain, norm.bias, norm.eps, norm.round_first, order, widths, bits)
-    assert got is out
     off = (got.q.int() - q.int()).abs()
     assert off.max() <= 1
     assert (off > 0).float().mean() <= 0.02
@@ -87,7 +86,7 @@ def test_norm_quantize_per_token_kernel__codes_are_those_of_the_unfused_path(dev
     x = signs * torch.tensor([2.0**k for k in range(-4, 5)], device=device)[:, None]
     gain = 1 + 0.2 * torch.randn(96, device=device)
     norm = kernel.Norm(0.0, gain)
-    got, _ = kernel.norm_quantize_per_token(x, norm, [24, 60, 12], [2, 4, 8])
+    got, _ = norm_quantize_per_token(x, norm, [24, 60, 12], [2, 4, 8])
     q, s, _, _ = reference(x, None, gain, None, 0.0, False, None, [24, 60, 12], [2, 4, 8])
     assert torch.equal(got.q, q)
     assert torch.equal(got.scale, s)
@@ -118,14 +117,14 @@ def test_norm_quantize_per_token_kernel__sizes_of_models(widths, bits, dtype, ro
 def test_norm_quantize_per_token_kernel__refuses(device):
     x, norm = operands(2, 64, torch.float32, device)
     with pytest.raises(ValueError, match="one to three parts"):
-        kernel.norm_quantize_per_token(x, norm, [16] * 4, [2, 4, 6, 8])
+        norm_quantize_per_token(x, norm, [16] * 4, [2, 4, 6, 8])
     with pytest.raises(ValueError, match="2 to 8"):
-        kernel.norm_quantize_per_token(x, norm, [64], [9])
+        norm_quantize_per_token(x, norm, [64], [9])
     with pytest.raises(ValueError, match="residual is like x"):
-        kernel.norm_quantize_per_token(x, norm._replace(residual=x[:1]), [64], [4])
+        norm_quantize_per_token(x, norm._replace(residual=x[:1]), [64], [4])
     with pytest.raises(ValueError, match=r"order is int64 \[64\]"):
-        kernel.norm_quantize_per_token(x, norm, [64], [4], order=torch.arange(63, device=device))
-    assert kernel.norm_quantize_per_token(x[:0], norm, [64], [4])[0].q.shape == (0, 64)
+        norm_quantize_per_token(x, norm, [64], [4], order=torch.arange(63, device=device))
+    assert norm_quantize_per_token(x[:0], norm, [64], [4])[0].q.shape == (0, 64)
 
 
 @pytest.mark.parametrize("widths", [(33, 7), (1,), (448, 64)])

@@ -5,8 +5,6 @@ Bytes:   two reads and one write of every element; bandwidth-bound.
 Arch:    Ampere and newer.
 """
 
-# A launch gives plain values to constexpr parameters, and options that are no parameters.
-# pyright: reportArgumentType=false, reportCallIssue=false
 from __future__ import annotations
 
 import torch
@@ -16,8 +14,10 @@ from torch import Tensor
 
 from mmqc.kernels.shared.activation_tiles import input_tile
 from mmqc.kernels.shared.device_facts import ceil_div, has_inline_ptx
+from mmqc.kernels.shared.launch import Launch
 
 BLOCK = 2048
+NUM_STAGES = 3  # Triton's own
 
 
 @triton.jit
@@ -29,12 +29,9 @@ def silu_multiply_kernel(x_ptr, up_ptr, y_ptr, n, stride_x, stride_up, BLOCK: tl
     tl.store(y_ptr + row * n + at, h, mask=at < n)
 
 
-def silu_multiply(x: Tensor, up: Tensor) -> Tensor:
-    """silu(x) * up; the operands are those of hadamard_quantize."""
+def launch(x: Tensor, up: Tensor, y: Tensor) -> Launch:
+    """Fill ``y`` with silu(x) * up; the operands are those of hadamard_quantize."""
     m, n = x.shape
-    y = torch.empty(m, n, dtype=x.dtype, device=x.device)
-    ptx = has_inline_ptx(x.device) and x.dtype != torch.float32
-    silu_multiply_kernel[(m, ceil_div(n, BLOCK))](
-        x, up, y, n, x.stride(0), up.stride(0), BLOCK=BLOCK, PTX=ptx, num_warps=8
-    )
-    return y
+    args = dict(x_ptr=x, up_ptr=up, y_ptr=y, n=n, stride_x=x.stride(0), stride_up=up.stride(0))
+    constants = dict(BLOCK=BLOCK, PTX=has_inline_ptx(x.device) and x.dtype != torch.float32)
+    return Launch(silu_multiply_kernel, (m, ceil_div(n, BLOCK)), args, constants, ("y_ptr",), 8, NUM_STAGES)

@@ -1,4 +1,4 @@
-"""Fake quantization: the quantized linears of ops/ computed in floating point alone, the same numbers as the integer path.
+"""An oracle: the quantized linears of ops/ computed in floating point alone, with the numbers of the integer path.
 
     y[m, n] = (sum_j (sum over k of group j of x_q[m, k] w_q[n, k]) s[n, j]) s_x(m) s_w[n] + b[n]
 
@@ -11,7 +11,9 @@ Exact:   sums of products of codes are integers below 2^53, which float64 holds:
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from unittest.mock import Mock, patch
 
 import torch
 from torch import Tensor
@@ -23,7 +25,19 @@ from mmqc.ops.quantize import row_scale as scale_of_rows
 from mmqc.ops.scaled_matmul import check
 from mmqc.ops.weight_only_matmul import reference as weight_only_matmul
 
-__all__ = ["grouped_matmul", "mixed_matmul", "scaled_matmul", "weight_only_matmul"]
+
+@contextmanager
+def simulated_products() -> Iterator[dict[str, Mock]]:
+    """These functions in place of the ops of their names; yields them, to ask which were called."""
+    products = {
+        "grouped_matmul": grouped_matmul,
+        "mixed_matmul": mixed_matmul,
+        "scaled_matmul": scaled_matmul,
+        "weight_only_matmul": weight_only_matmul,
+    }
+    called = {name: Mock(wraps=product) for name, product in products.items()}
+    with patch.multiple(torch.ops.mmqc, **called):
+        yield called
 
 
 def scaled_matmul(

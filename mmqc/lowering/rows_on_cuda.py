@@ -1,0 +1,212 @@
+"""What is done to every row, on CUDA, as launches in the generated code: the kernels' plans, of tensors that are not there yet.
+
+    norm                  norm_quantize
+    norm_per_token        norm_quantize_per_token
+    per_token             quantize_per_token
+    transform             hadamard, hadamard_quantize
+    transform_per_token   hadamard_quantize_per_token
+    basis                 basis_quantize_per_token
+
+Each returns None where no kernel takes the operands: then the op is lowered as on any device.  ``why_not_…`` say of traced operands
+what the kernel's plan would refuse, for a record of the graph.
+On Hopper transforms of many rows, of a number that is known, are calls of the op: ``is_called``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from mmqc.kernels.hadamard import basis_quantize_per_token as basis_kernel
+from mmqc.kernels.hadamard import hadamard_plan, hadamard_wgmma
+from mmqc.kernels.hadamard import hadamard_quantize as hadamard_kernel
+from mmqc.kernels.hadamard import hadamard_quantize_per_token as hadamard_per_token_kernel
+from mmqc.kernels.rows import norm_quantize as norm_kernel
+from mmqc.kernels.rows import norm_quantize_per_token as norm_per_token_kernel
+from mmqc.kernels.rows import quantize_per_token as per_token_kernel
+from mmqc.kernels.rows.norm_quantize import Norm
+from mmqc.kernels.shared.launch import Shape
+from mmqc.kernels.shared.plan import Plan, Refusal
+from mmqc.lowering.inductor import TensorBox, as_int, constant, for_package, is_known_transform, lowerings, size_hint, static_int
+from mmqc.lowering.launch import MANY, Operand, emit
+from mmqc.lowering.on_cuda import row_scale
+
+aten = torch.ops.aten
+Boxes = tuple[TensorBox, TensorBox, TensorBox]
+TURNS = 1 << 20  # rows of a persistent grid for any number of them: programs without rows end at once
+
+
+class Rows:
+    """x [..., K] as the rows that a plan is made for, the other operands with as many, and memory for their results."""
+
+    def __init__(self, x: TensorBox, many: int | None = None) -> None:
+        self.size, matrix = list(x.get_size()), Operand.matrix(x)
+        self.count: Any = matrix.shape[0]
+        self.planned = self.count if isinstance(self.count, int) else many or size_hint(self.count, MANY)
+        self.x: Any = matrix.of(self.planned)
+
+    def like_x(self, box: TensorBox | None) -> Any:
+        """Another one [..., K]."""
+        return None if box is None else Operand.matrix(box).of(self.planned)
+
+    def new(self, width: int, dtype: torch.dtype) -> Any:
+        """Memory for so many entries in every row."""
+        return Operand.new((self.count, width), dtype, self.x.device).of(self.planned)
+
+    def emit(self, plan: Plan[Any]) -> Any:
+        """Its launches; what they fill."""
+        for launch in plan.launches:
+            emit(launch, self.count, self.planned)
+        return plan.out
+
+    def shaped(self, *found: Any) -> Any:
+        """[M, P] as [..., P]."""
+        return tuple(lowerings[aten.view.default](t.box, [*self.size[:-1], t.shape[1]]) for t in found)
+
+
+def _operand(box: TensorBox | None) -> Any:
+    return None if box is None else Operand(box)
+
+
+def row_of(x: Any) -> Any:
+    """A row of x, a traced tensor or a box, as kernels get it: conditions do not depend on how many there are."""
+    if x is None:
+        return None
+    if isinstance(x, torch.Tensor):
+        return Shape((1, int(x.shape[-1])), x.dtype, x.device)
+    return Shape((1, static_int(x.get_size()[-1])), x.get_dtype(), x.get_device_or_error())
+
+
+def vector_of(v: Any) -> Any:
+    """A gain or a bias likewise."""
+    row = row_of(v)
+    return None if v is None else Shape(row.shape[1:], row.dtype, row.device)
+
+
+def why_not_norm(
+    x: Any, residual: Any, gain: Any, bias: Any, round_first: bool, order: Any, widths: Sequence[int], bits: Sequence[int]
+) -> str | None:
+    """None, or why norm_quantize_per_token's kernel cannot take these, boxes or traced."""
+    norm = Norm(0.0, vector_of(gain), vector_of(bias), row_of(residual), round_first)
+    return norm_per_token_kernel.why_not(row_of(x), norm, vector_of(order), widths, bits)
+
+
+def why_not_basis(x: Any, u: Any, widths: Sequence[int], bits: Sequence[int]) -> str | None:
+    """None, or why basis_quantize_per_token's kernel cannot take these, boxes or traced."""
+    row = row_of(u)  # of a square matrix (ops/basis_quantize_per_token.py)
+    return basis_kernel.why_not(row_of(x), row.of(row.shape[1]), widths, bits)
+
+
+def why_not_transform(x: Any, up: Any, bits: int = 8, code: torch.dtype | None = None) -> str | None:
+    """None, or why no kernel can transform x, a box or traced, and quantize it."""
+    return hadamard_kernel.why_not(row_of(x), row_of(up), bits, code)
+
+
+def norm(
+    x: TensorBox,
+    residual: TensorBox | None,
+    gain: TensorBox | None,
+    bias: TensorBox | None,
+    eps: float,
+    center: bool,
+    round_first: bool,
+    scale: TensorBox,
+    visual: TensorBox | None,
+    bits: int,
+    kind: torch.dtype,
+) -> tuple[TensorBox, TensorBox | None]:
+    """Q, and x + r where there is a residual; what no kernel takes has been decomposed."""
+    rows = Rows(x)
+    given = Norm(eps, _operand(gain), _operand(bias), rows.like_x(residual), round_first, center)
+    plan = norm_kernel.plan(rows.x, given, row_scale(scale, visual, rows.size[:-1]), bits, kind, rows.new)
+    assert isinstance(plan, Plan), plan
+    q, total = rows.emit(plan)
+    return rows.shaped(q)[0], None if total is None else rows.shaped(total)[0]
+
+
+def norm_per_token(
+    x: TensorBox,
+    residual: TensorBox | None,
+    gain: TensorBox | None,
+    bias: TensorBox | None,
+    eps: float,
+    round_first: bool,
+    order: TensorBox | None,
+    widths: Sequence[int],
+    bits: Sequence[int],
+) -> tuple[Boxes, TensorBox | None] | None:
+    """Q, s and o, and x + r where there is a residual."""
+    if why_not_norm(x, residual, gain, bias, round_first, order, widths, bits) is not None:
+        return None
+    rows = Rows(x)
+    given = Norm(eps, _operand(gain), _operand(bias), rows.like_x(residual), round_first)
+    plan = norm_per_token_kernel.plan(rows.x, given, _operand(order), widths, bits, rows.new)
+    assert isinstance(plan, Plan), plan
+    out, total = rows.emit(plan)
+    return rows.shaped(*out), None if total is None else rows.shaped(total)[0]
+
+
+def per_token(x: TensorBox, widths: Sequence[int], bits: Sequence[int]) -> Boxes | None:
+    """Q, s and o."""
+    rows = Rows(x)
+    plan = per_token_kernel.plan(rows.x, widths, bits, rows.new)
+    return None if isinstance(plan, Refusal) else rows.shaped(*rows.emit(plan))
+
+
+def basis(x: TensorBox, u: TensorBox, widths: Sequence[int], bits: Sequence[int]) -> Boxes | None:
+    """Q, s and o of x U."""
+    if why_not_basis(x, u, widths, bits) is not None:
+        return None
+    rows = Rows(x)
+    plan = basis_kernel.plan(rows.x, _operand(u), widths, bits, rows.new)
+    assert isinstance(plan, Plan), plan
+    return rows.shaped(*rows.emit(plan))
+
+
+def takes_transform(x: TensorBox, up: TensorBox | None, bits: int = 8, code: torch.dtype | None = None) -> bool:
+    """Whether a transform of x is a launch, or a call of the op: its matrix is known by the width alone."""
+    return is_known_transform(row_of(x).shape[1]) and why_not_transform(x, up, bits, code) is None
+
+
+def is_called(x: TensorBox) -> bool:
+    """Whether the op itself is called to transform x: by a kernel of Gluon's, which no launch in generated code has."""
+    *rows, width = x.get_size()
+    m: Any = as_int(math.prod(rows))
+    if not isinstance(m, int) or for_package():
+        return False
+    return hadamard_wgmma.why_not(Shape((m, static_int(width)), x.get_dtype(), x.get_device_or_error())) is None  # type: ignore[arg-type]
+
+
+def transform(
+    x: TensorBox,
+    up: TensorBox | None = None,
+    scale: TensorBox | None = None,
+    visual: TensorBox | None = None,
+    bits: int = 8,
+    code: torch.dtype | None = None,
+) -> TensorBox:
+    """Y, or with ``scale`` its codes, for which ``takes_transform``."""
+    rows = Rows(x, TURNS)
+    scales = None if scale is None else row_scale(scale, visual, rows.size[:-1])
+    plan = hadamard_kernel.plan(rows.x, rows.like_x(up), matrices, scales, bits, code, rows.new, by_warpgroups=False)
+    assert isinstance(plan, Plan), plan
+    return rows.shaped(rows.emit(plan))[0]
+
+
+def transform_per_token(x: TensorBox, up: TensorBox | None, bits: int) -> Boxes:
+    """Q, s and o of the transform, for which ``takes_transform``."""
+    rows = Rows(x, TURNS)
+    plan = hadamard_per_token_kernel.plan(rows.x, rows.like_x(up), matrices, bits, rows.new, by_warpgroups=False)
+    assert isinstance(plan, Plan), plan
+    return rows.shaped(*rows.emit(plan))
+
+
+def matrices(n: int, device: torch.device, dtype: torch.dtype) -> Any:
+    """A transform's matrices as constants of the graph."""
+    name, tiling = f"mmqc_hadamard_{n}_{str(dtype).removeprefix('torch.')}", hadamard_plan.best_tiling(n)
+    outer = constant(f"{name}_outer", lambda: hadamard_plan.hadamard_plan(n, device, dtype).outer)
+    inner = constant(f"{name}_inner", lambda: hadamard_plan.hadamard_plan(n, device, dtype).inner)
+    return hadamard_plan.HadamardPlan(tiling, Operand(outer), Operand(inner))  # type: ignore[arg-type]

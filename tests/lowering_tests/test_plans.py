@@ -1,0 +1,280 @@
+"""Compiled graphs launch what eager calls launch: for every shape that was tuned, with the facts of an H200 and without one.
+
+Operands have no memory: eager calls get tensors on the meta device, the lowering boxes that know a size and a dtype.  Launches are
+recorded in place of being run or emitted.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from sympy import Symbol
+from torch import Tensor
+
+from mmqc.ops.pack import packed_width
+
+on_cuda = pytest.importorskip("mmqc.kernels.on_cuda")
+from mmqc.kernels import mixed_on_cuda as mixed_eager  # noqa: E402
+from mmqc.kernels.matmul import configs, mixed_matmul, product  # noqa: E402
+from mmqc.kernels.shared import device_facts  # noqa: E402
+from mmqc.kernels.shared.launch import Launch  # noqa: E402
+from mmqc.lowering import launch as graph_launch  # noqa: E402
+from mmqc.lowering import mixed_on_cuda  # noqa: E402
+from mmqc.lowering import on_cuda as lowered  # noqa: E402
+
+TUNED = json.loads((configs.FOLDER / "nvidia_h200.json").read_text(encoding="utf-8"))
+CHIP = TUNED["chip"]
+FACTS = {
+    "capability": lambda device: CHIP["capability"],
+    "multiprocessors": lambda device: CHIP["multiprocessors"],
+    "gpu_name": lambda device: "nvidia_h200",
+    "why_not_here": lambda *tensors: None,
+}
+CACHES = (configs.measured, configs._table, mixed_matmul.config)
+INT8, UINT8, FP8, BF16, FLOAT = torch.int8, torch.uint8, torch.float8_e4m3fn, torch.bfloat16, torch.float32
+META = torch.device("meta")
+WORKSPACE = ("part_ptr", "counter_ptr")
+CALLED = "the op is called"
+ROWS = Symbol("rows", integer=True, positive=True)
+Made = Callable[[tuple[Any, ...], torch.dtype], Any]
+
+
+class Box:
+    """As much of Inductor's tensors as the lowerings ask for."""
+
+    def __init__(self, size: Any, dtype: torch.dtype) -> None:
+        self.size, self.dtype = list(size), dtype
+
+    def get_size(self) -> list[Any]:
+        return self.size
+
+    def get_dtype(self) -> torch.dtype:
+        return self.dtype
+
+    def get_device_or_error(self) -> torch.device:
+        return META
+
+
+class Lowerings:
+    """Those of aten that only shape: a view is asked for by its size."""
+
+    def __getitem__(self, op: Any) -> Callable[..., Box]:
+        return lambda box, size=None, *rest: Box(size if isinstance(size, list) else box.size, box.dtype)
+
+
+INDUCTOR = {
+    "contiguous": lambda box: box,
+    "static_int": int,
+    "size_hint": lambda size, fallback: fallback,
+    "at_most": lambda size, bound: False,
+    "at_least": lambda size, bound: bound <= 1,
+    "empty": lambda shape, dtype, device: Box(shape, dtype),
+    "counters": lambda count, device: Box([count], torch.int32),
+    "convert": lambda box, dtype: Box(box.size, dtype),
+    "for_package": lambda: False,
+    "lowerings": Lowerings(),
+}
+
+
+def described(launch: Launch) -> tuple[Any, ...]:
+    """All that a device would see of a launch, but for the room that split_k.py and a graph keep for parts of tiles."""
+    args = {k: (tuple(v.shape), v.dtype) if hasattr(v, "shape") else v for k, v in launch.args.items() if k not in WORKSPACE}
+    kernel = getattr(launch.kernel, "__name__", None) or launch.kernel.fn.__name__
+    return kernel, launch.grid, args, launch.constants, launch.num_warps, launch.num_stages, dict(launch.descriptors), launch.early
+
+
+@pytest.fixture
+def found(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, Any]]]:
+    """(Rows that it was made for, launch) of every launch, on an H200."""
+    recorded: list[tuple[Any, Any]] = []
+    real = {name: getattr(device_facts, name) for name in FACTS}
+    for name in [name for name in sys.modules if name.startswith("mmqc.kernels.")]:
+        for fact, value in FACTS.items():
+            if getattr(sys.modules[name], fact, None) is real[fact]:
+                monkeypatch.setattr(sys.modules[name], fact, value)
+    monkeypatch.setattr(device_facts, "INTERPRETED", False)
+    for module in (graph_launch, lowered, mixed_on_cuda):
+        for name, value in INDUCTOR.items():
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, value)
+    emit = lambda launch, rows, planned, runs=None: recorded.append((planned, described(launch)))  # noqa: E731
+    for module in (graph_launch, lowered, mixed_on_cuda):
+        monkeypatch.setattr(module, "emit", emit)
+    monkeypatch.setattr(Launch, "run", lambda self: recorded.append((None, described(self))))
+    for cache in CACHES:
+        cache.cache_clear()
+    yield recorded
+    for cache in CACHES:
+        cache.cache_clear()
+
+
+def meta(shape: tuple[Any, ...], dtype: torch.dtype) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device=META)
+
+
+class Case:
+    """An op on operands of some shapes: eagerly, and in a graph."""
+
+    def __init__(self, eager: Callable[..., Any], in_graph: Callable[..., Any], operands: Callable[[Made, Any], list[Any]]) -> None:
+        self.eager, self.in_graph, self.operands = eager, in_graph, operands
+
+    def run(self, found: list[tuple[Any, Any]], rows: Any, graph: bool) -> list[tuple[Any, Any]]:
+        found.clear()
+        made = self.operands(Box if graph else meta, rows)
+        called = (self.in_graph if graph else self.eager)(*made)
+        return [(None, CALLED)] if called is CALLED else list(found)
+
+
+def scaled(x: Any, w: Any, x_scale: Any, w_scale: Any, bias: Any, visual: Any, bits: int, dtype: torch.dtype) -> Any:
+    if lowered.scaled_is_called(x, w, w_scale, bias, dtype):
+        return CALLED
+    return lowered.scaled(x, w, x_scale, w_scale, bias, visual, dtype)
+
+
+def scaled_case(n: int, k: int, codes: torch.dtype, bits: int, widths: tuple[int, ...]) -> Case:
+    stored, columns = (UINT8, packed_width(k, 4)) if bits == 4 else (codes, k)
+
+    def operands(new: Made, m: Any) -> list[Any]:
+        w, s = [new((n, columns), stored) for n in widths], [new((n,), FLOAT) for n in widths]
+        return [new((m, k), codes), w, new((1,), FLOAT), s, [None] * len(w), None, bits, BF16]
+
+    return Case(on_cuda.scaled_matmuls, scaled, operands)
+
+
+def with_epilogue(
+    x: Any, w: Any, x_scale: Any, w_scale: Any, bias: Any, visual: Any, bits: int, dtype: torch.dtype, *after: Any
+) -> Any:
+    if lowered.epilogue_is_called(x, w, w_scale, bias, dtype, after[1]):
+        return CALLED
+    return lowered.with_epilogue(x, w, x_scale, w_scale, bias, visual, dtype, *after, None, 8, None, None)
+
+
+def epilogue_case(n: int, k: int, bits: int, linears: int, ends_in_codes: bool) -> Case:
+    plain = scaled_case(n, k, INT8, bits, (n,) * linears)
+
+    def operands(new: Made, m: Any) -> list[Any]:
+        return [*plain.operands(new, m), "silu", new((1,), FLOAT) if ends_in_codes else None]
+
+    return Case(on_cuda.scaled_matmul_epilogue, with_epilogue, operands)
+
+
+def weight_only_case(n: int, k: int, bits: int, widths: tuple[int, ...]) -> Case:
+    def operands(new: Made, m: Any) -> list[Any]:
+        w = [new((n, packed_width(k, bits)), UINT8 if bits < 8 else INT8) for n in widths]
+        return [new((m, k), BF16), w, [new((n, math.ceil(k / 128)), BF16) for n in widths], [None] * len(w), bits, 128]
+
+    return Case(on_cuda.weight_only_matmuls, lowered.weight_only, operands)
+
+
+def mixed(x: Any, s: Any, o: Any, w: Any, w_scale: Any, w_sum: Any, bias: Any, widths: Any, bits: Any, dtype: torch.dtype) -> Any:
+    assert mixed_on_cuda.why_not(w_scale.size[0], widths, bits, dtype, META) is None
+    if mixed_on_cuda.is_called(x, w_scale, widths, bits, dtype):
+        return CALLED
+    return mixed_on_cuda.mixed(x, s, o, w, w_scale, w_sum, bias, widths, bits, dtype)
+
+
+def mixed_case(n: int, widths: list[int], bits: list[int]) -> Case:
+    def operands(new: Made, m: Any) -> list[Any]:
+        w = [new((n, packed_width(k, b)), UINT8 if b == 4 else INT8) for k, b in zip(widths, bits, strict=True)]
+        s, o = (new((m, len(w)), FLOAT) for _ in "so")
+        scale, sums = new((n, len(w)), FLOAT), new((n, len(w)), torch.int32)
+        return [new((m, sum(widths)), INT8), s, o, w, scale, sums, None, widths, bits, BF16]
+
+    return Case(mixed_eager.mixed_matmul, mixed, operands)
+
+
+def tuned(*ops: str) -> list[tuple[int, int, int]]:
+    """(Rows, columns, channels) of these ops in the file."""
+    keys = [key.split("/") for key in TUNED["configs"]]
+    return sorted({(int(m), int(n), int(k)) for op, m, n, k in keys if op in ops})
+
+
+def shapes_of(name: str) -> tuple[list[tuple[int, int, int]], Callable[[int, int], list[Case]]]:
+    """The tuned shapes of an op, and its cases of N and K: alone, beside others, with epilogues."""
+    kinds = {"scaled int8": (INT8, 8), "scaled fp8": (FP8, 8), "scaled int4": (INT8, 4)}
+    if name in kinds:
+        codes, bits = kinds[name]
+        several = [lambda n, k, w=w: scaled_case(n, k, codes, bits, (n, *w)) for w in ((), (512, 512), (64,))]
+        last = name.split()[1]
+        return tuned(f"scaled_{last}", f"pingpong_{last}", f"packed_{last}"), lambda n, k: [make(n, k) for make in several]
+    if name.startswith("epilogue"):
+        bits = int(name[-1])
+        ways = [(1, False), (1, True), (2, False), (2, True)]
+        return tuned(f"scaled_int{bits}", "pingpong_int8"), lambda n, k: [epilogue_case(n, k, bits, *way) for way in ways]
+    if name.startswith("weight"):
+        bits = int(name[-1])
+        return tuned(f"weight_int{bits}", f"scaled_int{bits}"), lambda n, k: [weight_only_case(n, k, bits, (n,))]
+    one, two = [[4], [8]], [[4, 8], [8, 8], [4, 4]]
+    return (
+        tuned("mixed_int8", "pingpong_mixed", "packed_mixed", "pingpong_int8"),
+        lambda n, k: [mixed_case(n, [k], b) for b in one] + [mixed_case(n, [k - k // 8, k // 8], b) for b in two],
+    )
+
+
+NAMES = (
+    "scaled int8",
+    "scaled fp8",
+    "scaled int4",
+    "epilogue int8",
+    "epilogue int4",
+    "weight_only int8",
+    "weight_only int4",
+    "mixed",
+)
+
+
+def in_gluon(launches: list[tuple[Any, Any]]) -> bool:
+    return any(kernel[0].startswith(("scaled_pingpong", "mixed_pingpong", "packed_")) for _, kernel in launches)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_plans__a_graph_launches_what_an_eager_call_does(name: str, found: list[tuple[Any, Any]]) -> None:
+    """At the tuned number of rows, at odd ones, and at the rows of every regime where their number is not known."""
+    shapes, cases = shapes_of(name)
+    assert shapes
+    for m, n, k in shapes:
+        for i, case in enumerate(cases(n, k)):
+            for rows in {m, max(1, m - 3), m // 2 + 1}:
+                eager, graph = case.run(found, rows, False), case.run(found, rows, True)
+                where = (name, i, rows, n, k)
+                assert eager, where
+                if in_gluon(eager):
+                    assert graph == [(None, CALLED)], where
+                else:
+                    assert [launch for _, launch in graph if launch[0] != "mm"] == [launch for _, launch in eager], where
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_plans__any_number_of_rows_has_the_launches_of_every_regime(name: str, found: list[tuple[Any, Any]]) -> None:
+    """Few rows as eager calls; many without what a graph cannot have: kernels in Gluon, weights written out for some calls."""
+    for n, k in sorted({(n, k) for _, n, k in shapes_of(name)[0]}):
+        for case in shapes_of(name)[1](n, k):
+            graph = case.run(found, ROWS, True)
+            assert not in_gluon(graph)
+            if name == "mixed":  # one launch, whatever the rows
+                continue
+            assert {planned for planned, _ in graph} == {*graph_launch.REGIMES, graph_launch.MANY}
+            assert not any(launch[0].startswith("unpack") for _, launch in graph)
+            for last in graph_launch.REGIMES:
+                eager = [normal(launch, last) for _, launch in case.run(found, last, False)]
+                assert [normal(launch, last) for planned, launch in graph if planned == last] == eager
+
+
+def normal(launch: tuple[Any, ...], rows: int) -> tuple[Any, ...]:
+    """With so many rows in place of the symbol."""
+    kernel, grid, args, *rest = launch
+    fixed = {k: (tuple(rows if s == ROWS else s for s in v[0]), v[1]) if isinstance(v, tuple) else v for k, v in args.items()}
+    return kernel, grid, fixed, *rest
+
+
+def test_plans__a_threshold_of_the_graph_alone_is_noticed(found: list[tuple[Any, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The comparison can fail."""
+    monkeypatch.setattr(lowered, "matmul_caller", lambda rows, runs=None: product.Caller(gluon=False, graph=True))
+    with pytest.raises(AssertionError, match="scaled int8"):
+        test_plans__a_graph_launches_what_an_eager_call_does("scaled int8", found)

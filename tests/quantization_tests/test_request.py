@@ -1,0 +1,86 @@
+"""The arguments of ``quantize_``: read once, and refused before a forward has run."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+from models import tiny_qwen2_vl
+from small_vlm import Small, batches, request
+from torch import nn
+
+import mmqc
+from mmqc import ConfigError, recipes
+from mmqc.calibration.calibrate import CalibrationError
+from mmqc.config import QuantConfig
+from mmqc.quantization.request import Request
+
+
+def read(config: Any, calibration: Any = None, model: Any = None, **more: Any) -> Request:
+    return request(Small() if model is None else model, config, calibration, **more)
+
+
+def test_read__iterates_the_batches_once_and_keeps_them() -> None:
+    given = batches()
+    found = read(recipes.rtn(8, 8), iter(given))
+    assert found.batches is not None
+    assert [dict(b) for b in found.batches] == given
+    assert all(a is not b for a, b in zip(found.batches, given, strict=True)), "a caller may change its own dicts"
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        found.config = recipes.rtn(4)  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("config", "calibrated", "changes", "records"),
+    [
+        (recipes.rtn(8), False, True, False),
+        (recipes.rtn(8), True, True, True),
+        (QuantConfig(), True, True, True),
+        (recipes.rotate() | recipes.calibquant(2), True, True, True),
+        (recipes.rtn(8) | recipes.calibquant(2, search="none"), False, True, False),
+        (recipes.calibquant(2), True, False, False),
+        (recipes.calibquant(2, search="none"), False, False, False),
+    ],
+)
+def test_read__says_which_phases_there_are(config: QuantConfig, calibrated: bool, changes: bool, records: bool) -> None:
+    model, batch = tiny_qwen2_vl()
+    found = read(config, [batch] if calibrated else None, model)
+    assert (found.changes_weights, found.records) == (changes, records)
+    assert found.kv == config.kv
+    assert found.config == config.replace(kv=None)
+
+
+def test_read__weights_of_rows_are_one_where_none_are_given() -> None:
+    assert read(recipes.rtn(8), modality_weights={"visual": 2.0}).row_weights == {"text": 1.0, "visual": 2.0, "mixed": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("config", "more", "message"),
+    [
+        (recipes.rtn(8), {"inputs": "rounded"}, r"inputs = 'rounded' is not supported; allowed: \('float', 'quantized'\)"),
+        (recipes.rtn(8), {"generate_tokens": -1}, "generate_tokens = -1"),
+        (recipes.rtn(8), {"modality_weights": {"audio": 1.0}}, "'audio' is no modality"),
+        (recipes.rtn(8), {"modality_weights": {"text": 0.0}}, "its weight is not positive"),
+        (recipes.calibquant(4), {}, "is no transformers model"),
+    ],
+)
+def test_read__refuses_wrong_arguments(config: QuantConfig, more: dict[str, Any], message: str) -> None:
+    class Unused(Small):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            raise AssertionError("a forward ran")
+
+    with pytest.raises(ConfigError, match=message):
+        read(config, None, Unused(), **more)
+
+
+def test_read__only_a_cache_is_packed_on_a_quantized_model() -> None:
+    model, batch = tiny_qwen2_vl()
+    mmqc.quantize_(model, recipes.rtn(8), progress=False)
+    assert read(recipes.calibquant(4), [batch], model).changes_weights is False
+    with pytest.raises(ValueError, match="quantized already"):
+        read(recipes.rtn(8) | recipes.calibquant(4), [batch], model)
+
+
+def test_read__the_cache_is_asked_for_batches_first() -> None:
+    model: nn.Module = tiny_qwen2_vl()[0]
+    with pytest.raises(CalibrationError, match="searches for tau"):
+        read(recipes.mquant(8) | recipes.calibquant(1), [], model)
