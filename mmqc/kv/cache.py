@@ -5,7 +5,7 @@
     cache = mmqc.QuantizedCache(model)                                              # or: one to keep, for several turns
     model.generate(**inputs, past_key_values=cache)
 
-Layers with full attention are packed (cache_layer.py); sliding windows stay transformers' own layers, in the model's dtype.
+Layers with full attention are packed (layer.py); sliding windows stay transformers' own layers, in the model's dtype.
 Which tokens are visual comes from the model's ``ModalityContext``.
 """
 

@@ -4,7 +4,7 @@
     model.generate(**inputs, past_key_values=mmqc.RoundedCache(model))
 
 Shapes:  keys, values uint8 [B, H_kv, T, row_bytes] a layer (ops/kv_rows.py), U_C already in the keys
-Why:     a token is rounded alone (kv_rounding.py), so what attention rounds when it reads can be rounded once, when it comes:
+Why:     a token is rounded alone (rounding.py), so what attention rounds when it reads can be rounded once, when it comes:
          4 bits with one eighth in 8 take 88 bytes of a head's 256, for heads of 128 channels.
 Reading: a decode step attends to the rows as they are (ops/kv_rows_attention.py).  Where there is more than one query, a mask or a
          part in fewer than 4 bits, a layer's rows are written out in the model's dtype, one layer at a time.

@@ -6,7 +6,7 @@ Shapes:  q [B, H, T, D]   k, v [B, H_kv, T, D], behind RoPE   U_C [D, D], one fo
          Q: quantize_per_token of every head and token, the last r coordinates in ``high_bits``, dequantized at once
 Why:     U_C cannot be folded: RoPE stands between it and the weights (arXiv:2412.14363, section 4.3).  U_B is in the weights.
 With any cache of the model's dtype a token is rounded whenever attention reads it, always to the same codes: they follow from that
-token alone.  ``cache_rounded.RoundedCache`` stores these, once, and a decode step attends to what it stores.
+token alone.  ``rounded.RoundedCache`` stores these, once, and a decode step attends to what it stores.
 """
 
 from __future__ import annotations
