@@ -40,8 +40,8 @@ def better_apart(x_q: Tensor, w_q: list[Tensor], w_scale: list[Tensor], out_dtyp
     from mmqc.kernels.shared.launch import Shape
 
     m, k = math.prod(x_q.shape[:-1]), x_q.shape[-1]
-    if not isinstance(m, int):
-        return False
+    if not all(isinstance(size, int) for size in (m, k, *(w.shape[0] for w in w_q))):
+        return False  # a tile is tuned for sizes that are known
     x: Any = Shape((m, k), x_q.dtype, x_q.device)
     linears = []
     for w, s in zip(w_q, w_scale, strict=True):

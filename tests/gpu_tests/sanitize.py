@@ -267,7 +267,10 @@ def transform(place: Place, shape: tuple[int, int], form: str, gated: bool) -> N
     if form == "none":
         assert_close(q.cpu(), y)
     elif form == "asymmetric":
-        assert_codes(q, per_token_op.reference(y, None, [n], [8])[0].double(), 0.1)
+        assert token is not None
+        assert offset is not None
+        assert_close(token.cpu(), per_token_op.reference(y, None, [n], [8])[1], place.dtype)
+        assert_codes(q, (y - offset.cpu().double()) / token.cpu().double(), 0.1)
     else:
         assert_codes(q, y / rows.double()[:, None], 0.1)
 

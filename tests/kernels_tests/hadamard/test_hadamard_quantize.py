@@ -13,6 +13,8 @@ from mmqc.ops import hadamard, quantize
 kernel = pytest.importorskip("mmqc.kernels.hadamard.hadamard_quantize")
 plans = pytest.importorskip("mmqc.kernels.hadamard.hadamard_plan")
 
+# h and A h are rounded to x's dtype: in fp16 a few codes in a hundred may fall on the other side.
+RATE = {torch.float32: 2e-3, torch.float16: 5e-2}
 SHAPES = [(5, 64), (3, 1280), (2, 3584), (70, 27), (1, 5120), (3, 12 * 16), (1, 18944), (4, 1), (2, 4304), (3, 2048)]
 
 
@@ -26,7 +28,14 @@ def transform(x):
     return hadamard.reference(x, [f.to(x.device) for f in hadamard.hadamard_factors(x.shape[1])])
 
 
-def assert_codes(actual, expected, rate=2e-3):
+def here(dtype, device):
+    """Float32 is the interpreter's alone: on a device torch transforms such rows."""
+    if dtype not in kernel.DTYPES:
+        pytest.skip(f"{dtype} rows have no kernel on {device.type}")
+    return dtype
+
+
+def assert_codes(actual, expected, rate):
     off = (actual.int() - expected.int()).abs()
     assert off.max() <= 1
     assert (off > 0).float().mean() <= rate + 1.5 / off.numel()
@@ -44,31 +53,30 @@ def test_hadamard_quantize__with_another_cut(cut, device):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_hadamard__equals_the_op(shape, dtype, device):
-    x = torch.randn(shape, device=device).to(dtype)
+    x = torch.randn(shape, device=device).to(here(dtype, device))
     assert_close(hadamard_quantize(x), transform(x.double()), dtype)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", [(5, 64), (3, 1280), (3, 5120), (70, 27)])
-def test_hadamard_quantize__static(shape, kind, device):
-    x = torch.randn(shape, device=device)
+def test_hadamard_quantize__static(shape, kind, dtype, device):
+    x = torch.randn(shape, device=device).to(here(dtype, device))
     scale, more, rows = row_scales(kind, shape[0], device, 0.02, 0.04)
-    expected = torch.round(transform(x) / rows[:, None]).clamp(-128, 127)
-    assert_codes(hadamard_quantize(x, scale, **more), expected)
+    expected = torch.round(transform(x.float()) / rows[:, None]).clamp(-128, 127)
+    assert_codes(hadamard_quantize(x, scale, **more), expected, RATE[dtype])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("shape", [(5, 192), (2, 3584), (2, 5120)])
 def test_hadamard_quantize__behind_a_gated_mlp(shape, dtype, device):
-    gate_up = torch.randn(shape[0], 2 * shape[1], device=device).to(dtype)
+    gate_up = torch.randn(shape[0], 2 * shape[1], device=device).to(here(dtype, device))
     gate, up = gate_up.chunk(2, 1)
     y = hadamard_quantize(gate, up=up)
     assert_close(y, transform((F.silu(gate) * up).double()), dtype)
     scale = torch.tensor([0.02], device=device)
     got = hadamard_quantize(gate, scale, up=up)
-    # h and A h are rounded to x's dtype: in fp16 a few codes in a hundred may fall on the other side.
-    rate = 2e-3 if dtype == torch.float32 else 5e-2
-    assert_codes(got, quantize.reference(transform((F.silu(gate) * up).float()), scale, None, 8), rate)
+    assert_codes(got, quantize.reference(transform((F.silu(gate) * up).float()), scale, None, 8), RATE[dtype])
 
 
 @pytest.mark.gpu
@@ -79,7 +87,7 @@ def test_hadamard__bfloat16(shape, device):
 
 
 def test_hadamard_quantize__names_what_is_wrong(device):
-    x = torch.randn(2, 64, device=device)
+    x = torch.randn(2, 64, device=device).half()
     with pytest.raises(ValueError, match="up is like x"):
         hadamard_quantize(x, up=x[:1])
     with pytest.raises(ValueError, match="bits = 4"):

@@ -42,12 +42,12 @@ def test_hadamard_slices__equals_the_op(shape, device):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_hadamard_slices__static_scales(kind, device):
-    x = torch.randn(3, 3584, device=device)
+    x = torch.randn(3, 3584, device=device).to(torch.float32 if torch.float32 in kernel.DTYPES else torch.float16)
     scale, more, rows = row_scales(kind, 3, device, 0.02, 0.04)
     got = hadamard_quantize(x, scale, **more)
-    off = (got.int() - torch.round(transform(x) / rows[:, None]).clamp(-128, 127).int()).abs()
+    off = (got.int() - torch.round(transform(x.float()) / rows[:, None]).clamp(-128, 127).int()).abs()
     assert off.max() <= 1
-    assert (off > 0).float().mean() < 2e-3
+    assert (off > 0).float().mean() < (2e-3 if x.dtype == torch.float32 else 5e-2)
 
 
 def test_hadamard_slices__behind_a_gated_mlp(device):
