@@ -9,6 +9,8 @@ Names are loaded when they are first used, so that ``import mmqc`` costs little 
 from __future__ import annotations
 
 import importlib
+import sys
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from mmqc.checkpoint import hf_hook
@@ -96,11 +98,8 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(f".{name}", __name__)
     if name in _HOMES:
         home = _HOMES[name]
-        module = importlib.import_module(f".{home}", __name__)
-        for public in (name, home):  # a module and a function may share a name (explain, plan): the function wins
-            if _HOMES.get(public) == home:
-                globals()[public] = getattr(module, public)
-        return globals()[name]
+        globals()[name] = found = getattr(importlib.import_module(f".{home}", __name__), name)
+        return found
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
@@ -108,5 +107,14 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
+class _Package(ModuleType):
+    """Where a module and a function share a name (``explain``, ``plan``, ``export``), the name is the function's."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in _HOMES or not isinstance(value, ModuleType):  # what importing a module would set
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package
 discovery.announce()
 hf_hook.install()

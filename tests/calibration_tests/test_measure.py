@@ -10,6 +10,7 @@ from mmqc.calibration.measure import Loss, Meter
 from mmqc.calibration.observe import Call, observe
 from mmqc.nn.linear import QuantLinear
 from mmqc.nn.modality import ModalityContext
+from mmqc.solvers.quantized import Quantized
 
 
 @torch.no_grad()
@@ -17,8 +18,9 @@ def test_meter__compares_outputs_and_counts_what_is_clipped() -> None:
     linear, context = nn.Linear(8, 4), ModalityContext()
     scale = linear.weight.abs().amax(1) / 7
     codes = (linear.weight / scale[:, None]).round().to(torch.int8)
+    solved = Quantized(codes, scale)
     parts = {"bias": linear.bias, "input_scale": torch.tensor([0.01]), "weight_bits": 4, "activation_bits": 8}
-    quantized = QuantLinear.from_parts(codes, scale, **parts)
+    quantized = QuantLinear.from_parts(solved, **parts)
     x = torch.randn(1, 6, 8)
     context.visual = torch.tensor([[1, 1, 0, 0, 0, 0]]).bool()
     with observe(nn.ModuleDict({"up": linear}), {Call("up"): Meter(linear, quantized, True, context)}) as meters:

@@ -71,7 +71,7 @@ def test_hadamard_quantize_per_token__few_rows_are_two_kernels(device, monkeypat
     """Slices of rows, and then the quantization: the same result but for the order of sums."""
     for module in (kernel, apart):
         monkeypatch.setattr(module, "few", lambda x, t: True)
-    x = torch.randn(2, 3584, device=device)
+    x = torch.randn(2, 3584, device=device).half()
     out = hadamard_quantize_per_token(x, 4)
     y = apart.plan(x, None, hadamard_plan, new=poisoned(x)).run()
     assert torch.equal(out.q, quantize_per_token.reference(y, None, [3584], [4])[0])
@@ -90,7 +90,7 @@ def test_hadamard_quantize_per_token__bfloat16(shape, gated, device):
 
 
 def test_hadamard_quantize_per_token__refuses(device):
-    x = torch.randn(2, 64, device=device)
+    x = torch.randn(2, 64, device=device).half()
     with pytest.raises(ValueError, match="up is like x"):
         hadamard_quantize_per_token(x, 4, up=x[:1])
     with pytest.raises(ValueError, match="bits = 9"):
