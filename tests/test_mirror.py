@@ -27,7 +27,7 @@ COVERS: dict[str, str] = {
     "graph_tests/test_record.py": "graph/spaces/text",
     "graph_tests/tokens/test_rules.py": "graph/memory graph/meta graph/sizes graph/tokens/uses",
     "kernels_tests/hadamard/test_hadamard_wgmma.py": "kernels/hadamard/hadamard_tiles",
-    "kernels_tests/kv/test_kv_attention.py": "kernels/kv/kv_words",
+    "kernels_tests/kv/test_kv_attention.py": "kernels/kv/kv_combine kernels/kv/kv_words",
     "kernels_tests/kv/test_kv_round_keys.py": "kernels/kv_on_cuda",
     "kernels_tests/matmul/test_group_scaled_matmul.py": "kernels/matmul/unpack_weight",
     "kernels_tests/matmul/test_grouped_matmul.py": "lowering/grouped_matmul",
@@ -40,9 +40,7 @@ COVERS: dict[str, str] = {
     "kernels_tests/matmul/test_pingpong_matmul.py": "kernels/matmul/pingpong_tiles",
     "kernels_tests/matmul/test_pingpong_ring.py": "kernels/matmul/pingpong_mixed_tiles",
     "kernels_tests/matmul/test_scaled_matmul.py": "kernels/shared/split_k",
-    "kernels_tests/matmul/test_scaled_matmul_epilogue.py": (
-        "kernels/kv/kv_combine kernels/shared/device_facts lowering/scaled_matmul_epilogue"
-    ),
+    "kernels_tests/matmul/test_scaled_matmul_epilogue.py": ("kernels/shared/device_facts lowering/scaled_matmul_epilogue"),
     "kernels_tests/rows/test_norm_quantize.py": "lowering/norm_quantize",
     "kernels_tests/rows/test_norm_quantize_per_token.py": "graph/tokens/moves",
     "kernels_tests/test_on_cuda.py": "lowering/on_cuda",

@@ -1,4 +1,4 @@
-"""The benchmark of decoding by bits of the cache, on a CPU and a tiny shape: what is measured is decoding, and the batch is the largest that fits."""
+"""Decoding by bits of the cache, on a CPU and a tiny shape: what is measured is decoding, and the batch is the largest that fits."""
 
 import json
 from typing import Any

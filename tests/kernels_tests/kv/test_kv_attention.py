@@ -1,4 +1,7 @@
-"""kv_attention against the op's reference, in float64; what no token owns is NaN."""
+"""kv_attention against the op's reference, in float64; what no token owns is NaN.
+
+Where a row has several programs, kv_combine joins what they found.
+"""
 
 import os
 import subprocess
