@@ -1,4 +1,4 @@
-"""Decoding by bits of the cache, on a CPU and a tiny shape: what is measured is decoding, and the batch is the largest that fits."""
+"""Decoding by bits of the cache, a tiny shape on a CPU: what is measured is decoding, and the batch is the largest that fits."""
 
 import json
 from typing import Any

@@ -76,7 +76,8 @@ def test_codes__scale_of_every_kind(n, kind, code) -> None:
     out = transformed(x, scale, code=code, **given)
     values = exact(x) / each.double()[:, None]
     if code == torch.int8:
-        few_differ(out, values.round().clamp(-128, 127), 0.1)
+        # bfloat16 moves h and y by 0.002 at most on average, and so that share of a scale's codes to the other side
+        few_differ(out, values.round().clamp(-128, 127), (0.002 / each).mean().item())
     else:
         want = values.float().clamp(-448, 448).to(code).float()
         off = (out.float() - want).abs()
