@@ -8,7 +8,7 @@ Bytes:   3 D a token in 16 bits; the product and the quantization one by one, 7 
 Arch:    Ampere and newer; float32 in the interpreter and on tensor cores as ieee.
 """
 
-# A launch gives plain values to constexpr parameters, and options that are no parameters.  Tuples are compiled, not run.
+# Tuples are compiled, not run.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 from __future__ import annotations
 

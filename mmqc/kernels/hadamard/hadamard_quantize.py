@@ -11,7 +11,6 @@ Few:     several programs on each row (hadamard_slices.py).      Many: on Hopper
 Arch:    Ampere and newer; fp8 from compute capability 8.9.
 """
 
-# A launch gives plain values to constexpr parameters, and options that are no parameters.
 # pyright: reportArgumentType=false, reportCallIssue=false
 from __future__ import annotations
 

@@ -7,7 +7,6 @@ Why:     one program reads a row, both matrices and multiplies them alone: 10 us
          multiprocessors wait.  Here everyone reads the row, which the L2 cache holds, and a few rows of the matrices.
 """
 
-# A launch gives plain values to constexpr parameters, and options that are no parameters.
 # pyright: reportArgumentType=false, reportCallIssue=false
 from __future__ import annotations
 

@@ -14,7 +14,6 @@ Why:     one AND unpacks four codes to one register of a tensor-core operand (kv
 Arch:    Ampere and newer.
 """
 
-# A launch gives plain values to constexpr parameters, and options that are no parameters.
 # pyright: reportArgumentType=false, reportCallIssue=false
 from __future__ import annotations
 

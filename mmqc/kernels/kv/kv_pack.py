@@ -9,7 +9,6 @@ Why:     the tokens are gathered from where the projection left them, and nothin
 Arch:    Ampere and newer.
 """
 
-# A launch gives plain values to constexpr parameters, and options that are no parameters.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
 from __future__ import annotations
 

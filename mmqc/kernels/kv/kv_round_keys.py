@@ -13,7 +13,6 @@ Exact:   ranges and nearest codes as kv_pack's kernel has them.  The slope is wh
 Arch:    Ampere and newer.
 """
 
-# A launch gives plain values to constexpr parameters, and options that are no parameters.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
 from __future__ import annotations
 

@@ -10,7 +10,6 @@ Why:     a row's scales and offsets are read with its codes, and multiply scores
 Arch:    Ampere and newer.
 """
 
-# A launch gives plain values to constexpr parameters, and options that are no parameters.
 # pyright: reportArgumentType=false, reportCallIssue=false
 from __future__ import annotations
 

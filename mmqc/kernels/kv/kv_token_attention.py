@@ -13,7 +13,6 @@ Why:     scales by block are moved onto scores and probabilities, of which there
 Arch:    Ampere and newer.
 """
 
-# A launch gives plain values to constexpr parameters, and options that are no parameters.
 # pyright: reportArgumentType=false, reportCallIssue=false
 from __future__ import annotations
 

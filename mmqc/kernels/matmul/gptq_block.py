@@ -9,7 +9,6 @@ Why:     Channels depend on each other, outputs do not: a program keeps [B, BLOC
 Arch:    any that Triton supports; fp32 only.
 """
 
-# A launch gives plain values to constexpr parameters, and options that are no parameters.
 # pyright: reportArgumentType=false, reportCallIssue=false
 from __future__ import annotations
 

@@ -17,7 +17,6 @@ M:       to 2,048 rows packed codes are unpacked in registers; above the weight 
 Arch:    Ampere and newer; TMA from compute capability 9.0.
 """
 
-# A launch gives plain values to constexpr parameters, and options that are no parameters.
 # pyright: reportArgumentType=false, reportCallIssue=false
 from __future__ import annotations
 

@@ -11,7 +11,6 @@ Exact:   as scaled_matmul.py (integer) and weight_only_matmul.py say of a single
 Arch:    Ampere and newer.
 """
 
-# A launch gives plain values to constexpr parameters, and options that are no parameters.
 # pyright: reportArgumentType=false, reportCallIssue=false
 from __future__ import annotations
 

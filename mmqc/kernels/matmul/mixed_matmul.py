@@ -10,7 +10,6 @@ Needs:   with two parts K < 32,768, and high steps no finer than quantize_per_to
 Arch:    Hopper and newer: operands come by TMA, so rows and addresses are multiples of 16 bytes.  Elsewhere the reference.
 """
 
-# A launch gives plain values to constexpr parameters, and options that are no parameters.
 # pyright: reportArgumentType=false, reportCallIssue=false
 from __future__ import annotations
 

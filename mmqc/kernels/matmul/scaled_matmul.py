@@ -10,7 +10,6 @@ Arch:    Ampere and newer; fp8 from compute capability 8.9; TMA from 9.0, elsewh
          which TMA cannot address) the pointer kernel, with at most three stages.
 """
 
-# A launch gives plain values to constexpr parameters, and options that are no parameters.
 # pyright: reportArgumentType=false, reportCallIssue=false
 from __future__ import annotations
 

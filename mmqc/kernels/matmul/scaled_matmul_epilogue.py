@@ -11,7 +11,6 @@ Cost:    the arithmetic of f and of the rounding runs in the epilogue, where the
 Arch:    as scaled_matmul.py.
 """
 
-# A launch gives plain values to constexpr parameters, and options that are no parameters.
 # pyright: reportArgumentType=false, reportCallIssue=false
 from __future__ import annotations
 

@@ -9,7 +9,6 @@
 Shapes:  w_q uint8 [N, packed_width] or int8 [N, K]   s, z [N] or [N, ceil(K/g)]   t int8 [N, ceil(K/g)]   out [N, K]
 """
 
-# A launch gives plain values to constexpr parameters, and options that are no parameters.
 # pyright: reportArgumentType=false, reportCallIssue=false
 from __future__ import annotations
 

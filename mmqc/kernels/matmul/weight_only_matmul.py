@@ -11,7 +11,6 @@ Exact:   where a step of K lies in one group, the scale multiplies a float32 sum
 Arch:    Ampere and newer.
 """
 
-# A launch gives plain values to constexpr parameters, and options that are no parameters.
 # pyright: reportArgumentType=false, reportCallIssue=false
 from __future__ import annotations
 

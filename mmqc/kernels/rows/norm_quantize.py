@@ -9,7 +9,7 @@ Bytes:   one read and one write of every element; bandwidth-bound.
 Arch:    Ampere and newer; fp8 from compute capability 8.9.
 """
 
-# A launch gives plain values to constexpr parameters, and options that are no parameters.  Tuples are compiled, not run.
+# Tuples are compiled, not run.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 from __future__ import annotations
 

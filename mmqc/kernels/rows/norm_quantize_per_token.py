@@ -13,7 +13,7 @@ Bytes:   3 D a token in 16 bits, 7 D with a residual; one by one, sum and norm i
 Arch:    Ampere and newer.
 """
 
-# A launch gives plain values to constexpr parameters, and options that are no parameters.  Tuples are compiled, not run.
+# Tuples are compiled, not run.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 from __future__ import annotations
 

@@ -10,7 +10,6 @@ Bytes:   one read and one write of every element; bandwidth-bound as long as an 
 Arch:    Ampere and newer.
 """
 
-# A launch gives plain values to constexpr parameters, and options that are no parameters.
 # pyright: reportArgumentType=false, reportCallIssue=false
 from __future__ import annotations
 
