@@ -76,7 +76,7 @@ def sanitized(data: dict[str, Any] | None) -> list[str]:
     columns = ("alone", "memcheck", "racecheck")
     kernels: dict[str, dict[str, str]] = data["kernels"]
     count = lambda kind, c: sum(v[c].startswith(kind) for v in kernels.values())  # noqa: E731
-    kinds = [k for k in ("clean", "warnings", "errors", "skipped") if any(count(k, c) for c in columns)]
+    kinds = [k for k in ("clean", "role", "warnings", "errors", "skipped") if any(count(k, c) for c in columns)]
     notes = dict.fromkeys(
         f"* {c}{'' if v[c].startswith('skipped') else f', {name}'}: {v[c]}"
         for c in columns
