@@ -2,7 +2,8 @@
 
     request   arguments, checked                                    quantization/request.py
     job       the model at work: modes, devices, undo journal       quantization/job.py
-    phases    Recorded -> Rewritten                                 quantization/rewrite.py
+    phases    StandIns, for what is a linear by another name        quantization/stand_ins.py
+              -> Recorded -> Rewritten                                 quantization/rewrite.py
               -> Targets -> Quantized, block by block               quantization/targets.py, units.py
               or Quantized, of weights alone without data           quantization/weights_only.py
               -> QuantizedKV -> QuantReport                         quantization/kv.py, finish.py
@@ -23,8 +24,10 @@ from mmqc.config import QuantConfig
 from mmqc.quantization.finish import finish
 from mmqc.quantization.job import working
 from mmqc.quantization.kv import quantize_kv
+from mmqc.quantization.left_out import complete
 from mmqc.quantization.request import Batch, Filter, Request
 from mmqc.quantization.rewrite import record_model, rewrite
+from mmqc.quantization.stand_ins import leave_out, stand_in
 from mmqc.quantization.targets import find_targets
 from mmqc.quantization.units import quantize_units
 from mmqc.quantization.weights_only import quantize_without_data
@@ -44,6 +47,7 @@ def quantize_(
     spool: str | None = None,
     generate_tokens: int = 0,
     modality_weights: Mapping[str, float] | None = None,
+    allow_nothing: bool = False,
 ) -> QuantReport:
     """Quantize ``model`` in place by ``config``, one block after the other; docs/howto/calibrate.md says when to use what.
 
@@ -60,6 +64,7 @@ def quantize_(
         spool: a folder for the activations between two blocks; None keeps them in host memory.
         generate_tokens: so many tokens that the model itself writes are appended to each batch.
         modality_weights: what a row counts in second moments, ``{"visual": a, "text": b}``; 1 if not given.
+        allow_nothing: return where nothing could be quantized although the config has schemes; do not raise.
 
     Returns:
         What was done; ``report.config`` is for ``torch.compile(..., options={"config": report.config})``.
@@ -67,23 +72,22 @@ def quantize_(
     Raises:
         ConfigError: the config cannot be applied to this model (a ``keep`` pattern that matches nothing, ...).
         CalibrationError: no batches, or none with images where the recipe is per modality.
-        ResumeError, OutOfMemoryError: say what to change.
+        NothingQuantizedError: the config has schemes, and every linear was left out; says why.
+        ResumeError, OutOfMemoryError, TraceError: say what to change (MMQC_TRACE names a folder that cannot be written).
         ValueError: a weight holds NaN or infinity, or the model is quantized already.
         RecordError: the forward cannot be recorded.
-        TraceError: MMQC_TRACE names a folder that cannot be written.
         RewriteError: the exact rewrites changed the output of the first batch by more than rounding.
 
     Whatever is raised, the model is as it was.
     """
     start = time.perf_counter()
-    given = (filter_fn, progress, resume_dir, inputs, device, spool, generate_tokens, modality_weights)
+    given = (filter_fn, progress, resume_dir, inputs, device, spool, generate_tokens, modality_weights, allow_nothing)
     request = Request.read(model, config, calibration, *given)
     with working(request) as job:
         if request.records:
-            recorded = record_model(job)
-            rewritten = rewrite(job, recorded)
-            targets = find_targets(job, rewritten)
-            quantized = quantize_units(job, rewritten, targets)  # calibrated unit by unit
+            linears = stand_in(model, job.journal)
+            rewritten = rewrite(job, leave_out(model, record_model(job), linears))
+            quantized = complete(job, linears, quantize_units(job, rewritten, find_targets(job, rewritten)))
         else:
             quantized = quantize_without_data(job)
         kv = quantize_kv(job)

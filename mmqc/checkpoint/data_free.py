@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from mmqc.checkpoint.linear_like import NotLinearError, looks_linear, read_linear
 from mmqc.config import HEAD, ConfigError, QuantConfig, Rewrites, Scheme
 from mmqc.nn.linear import QuantLinear
 from mmqc.passes.assign_scheme import kept
@@ -21,9 +22,10 @@ from mmqc.solvers import Quantized, solve
 
 @dataclass
 class Selection:
-    """The linears to quantize and their schemes, by FQN, and those that are left alone."""
+    """The linears to quantize and their schemes, by FQN, which of them store [K, N], and those that are left alone."""
 
     schemes: dict[str, Scheme] = field(default_factory=dict)
+    transposed: set[str] = field(default_factory=set)
     refused: list[Refusal] = field(default_factory=list)
 
 
@@ -55,7 +57,7 @@ def only_scheme(config: QuantConfig) -> Scheme:
 def select(
     model: nn.Module, config: QuantConfig, scheme: Scheme, filter_fn: Callable[[nn.Module, str], bool] | None = None
 ) -> Selection:
-    """Every ``nn.Linear`` but those that ``keep`` names; the output head is known by ``get_output_embeddings``.
+    """Every linear but those that ``keep`` names; the output head is known by ``get_output_embeddings``.
 
     Args:
         model: values are not read, so it may be on the meta device.
@@ -69,7 +71,7 @@ def select(
     output_head: Any = getattr(model, "get_output_embeddings", None)
     head = output_head() if output_head is not None else None
     found, used = Selection(), set()
-    linears = {n: m for n, m in model.named_modules() if type(m) is nn.Linear}
+    linears = {n: m for n, m in model.named_modules() if looks_linear(m)}
     for fqn, linear in linears.items():
         role = "head" if linear is head else ""
         chosen = config.head if role and config.head is not None else scheme
@@ -77,8 +79,17 @@ def select(
         if pattern is not None:
             used.add(pattern)
             found.refused.append(Refusal(fqn, "", f"kept in floating point ({pattern})"))
-        elif filter_fn is None or filter_fn(linear, fqn):
+        elif filter_fn is not None and not filter_fn(linear, fqn):
+            found.refused.append(Refusal(fqn, "", "filter_fn leaves it out"))
+        else:
+            try:
+                transposed = read_linear(linear).transposed
+            except NotLinearError as why:
+                found.refused.append(Refusal(fqn, "", str(why)))
+                continue
             found.schemes[fqn] = chosen
+            if transposed:
+                found.transposed.add(fqn)
     unused = [p for p in config.keep if p not in used and p != HEAD]
     if unused:
         raise ConfigError(f"keep pattern {unused[0]!r} matches no linear of this model; some of its linears: {list(linears)[:5]}")

@@ -27,10 +27,12 @@ class LoadPlan:
     def __init__(self, config: QuantConfig) -> None:
         self.config, self.scheme = config, only_scheme(config)
         self.schemes: dict[str, Scheme] = {}
+        self.transposed: set[str] = set()  # of those, the ones whose weight is stored as [K, N]
 
     def prepare(self, model: nn.Module) -> None:
         """Chooses the linears; ``model`` has no values yet."""
-        self.schemes = select(model, self.config, self.scheme).schemes
+        chosen = select(model, self.config, self.scheme)
+        self.schemes, self.transposed = chosen.schemes, chosen.transposed
 
     def wanted(self, name: str) -> bool:
         """Whether a parameter is the weight of a linear to quantize."""
@@ -46,7 +48,7 @@ class LoadPlan:
         """Puts the quantized linear in place of ``fqn``; its bias is what the model has by now, perhaps without values."""
         old = model.get_submodule(fqn)
         bias = None if old.bias is None else old.get_parameter("bias")
-        new, _ = quantized_linear(weight, bias, self.schemes.pop(fqn), fqn)
+        new, _ = quantized_linear(weight.t() if fqn in self.transposed else weight, bias, self.schemes.pop(fqn), fqn)
         for buffer in new.buffers():
             if not buffer.is_meta:
                 buffer._is_hf_initialized = True  # type: ignore[attr-defined]

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from mmqc.graph.kinds import kind
 from mmqc.graph.linear import operands, weight_of
 from mmqc.graph.program import Program
+from mmqc.nn.hooks import carry_over
 from mmqc.nn.integer_weight import PackedLinear
 from mmqc.nn.linear import HadamardLinear, QuantLinear, RMSNorm
 from mmqc.nn.mixed_linear import MixedLinear
@@ -70,17 +71,23 @@ class Journal:
         self.undo.append(restore)
 
     def swap(self, fqn: str, new: nn.Module) -> None:
-        """Replace a submodule wherever it is registered; the new one takes over the training flag."""
+        """Replace a submodule by one of ours, which takes over its hooks and its attributes."""
+        old = self.model.get_submodule(fqn)
+        carry_over(old, new)
+        self.place(fqn, new)
+        left = {id(p) for p in self.model.parameters()}
+        for part in old._parameters.values():
+            if part is not None and id(part) not in left and part.device.type not in ("cpu", "meta"):
+                self.undo.append(self._evict(part))
+
+    def place(self, fqn: str, new: nn.Module) -> None:
+        """Put a module in a submodule's place wherever that is registered; the new one takes over the training flag."""
         old = self.model.get_submodule(fqn)
         new.train(old.training)
         places = [(m._modules, name) for m in self.model.modules() for name, child in m._modules.items() if child is old]
         for modules, name in places:
             modules[name] = new
             self.undo.append(lambda modules=modules, name=name: modules.__setitem__(name, old))
-        left = {id(p) for p in self.model.parameters()}
-        for part in old._parameters.values():
-            if part is not None and id(part) not in left and part.device.type not in ("cpu", "meta"):
-                self.undo.append(self._evict(part))
 
     def _evict(self, part: nn.Parameter) -> Any:
         """Take a parameter that no module uses any more off its accelerator; how to bring it back."""

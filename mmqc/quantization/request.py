@@ -45,6 +45,7 @@ class Request:
     spool: str | None
     generate_tokens: int
     row_weights: Mapping[str, float]
+    allow_nothing: bool
 
     @classmethod
     def read(
@@ -60,6 +61,7 @@ class Request:
         spool: str | None,
         generate_tokens: int,
         modality_weights: Mapping[str, float] | None,
+        allow_nothing: bool = False,
     ) -> Request:
         """Take in the arguments; ``calibration`` is iterated once.
 
@@ -70,7 +72,8 @@ class Request:
             raise ConfigError(f"config is a {type(config).__name__}; pass a mmqc.QuantConfig, e.g. mmqc.recipes.mquant()")
         batches = None if calibration is None else tuple(dict(b) for b in calibration)
         weights, kv, rows = config.replace(kv=None), config.kv, _row_weights(modality_weights)
-        request = cls(model, weights, kv, batches, filter_fn, progress, resume_dir, inputs, device, spool, generate_tokens, rows)
+        given = (filter_fn, progress, resume_dir, inputs, device, spool, generate_tokens, rows, allow_nothing)
+        request = cls(model, weights, kv, batches, *given)
         request.check()
         return request
 

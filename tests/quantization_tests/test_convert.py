@@ -4,9 +4,13 @@ import gc
 import weakref
 from contextlib import suppress
 
+import pytest
 import torch
-from torch import nn
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+from torch import Tensor, nn
 
+import mmqc
+from mmqc.nn.linear import QuantLinear
 from mmqc.quantization.convert import Journal
 
 
@@ -66,3 +70,92 @@ def test_journal__takes_nothing_back_where_nothing_failed() -> None:
     with Journal(nn.Sequential()) as journal:
         journal.note(lambda: seen.append(1))
     assert seen == []
+
+
+def scaled(model: nn.Module, kind: str) -> list[object]:
+    """Hang hooks on the first linear that change values; the handles."""
+    linear = model[0]  # type: ignore[index]
+    if kind == "forward":
+        return [
+            linear.register_forward_hook(lambda m, a, o: o * 3),
+            linear.register_forward_hook(lambda m, a, o: o + 1, prepend=True),
+        ]
+    if kind == "pre":
+        return [linear.register_forward_pre_hook(lambda m, a, k: ((a[0] * 3,), k), with_kwargs=True)]
+    return [linear.register_full_backward_hook(lambda m, gi, go: (gi[0] * 5,))]
+
+
+@pytest.mark.parametrize("calibrated", [False, True])
+@pytest.mark.parametrize("kind", ["forward", "pre", "backward"])
+def test_swap__hooks_of_a_quantized_linear_go_on(kind: str, calibrated: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 32), nn.Tanh())
+    handles = scaled(model, kind)
+    x = torch.randn(4, 32, requires_grad=True)
+    expected, slope = model(x), torch.autograd.grad(model(x).sum(), x)[0]
+    data = [{"input": x.detach()}] if calibrated else None
+    mmqc.quantize_(model, mmqc.recipes.rtn(8).replace(keep=()), data, progress=False)
+    assert isinstance(model[0], QuantLinear)
+    assert (model(x) - expected).norm() / expected.norm() < 0.02
+    after = torch.autograd.grad(model(x).sum(), x)[0]
+    assert (after - slope).norm() / slope.norm() < 0.05
+    for handle in handles:
+        handle.remove()  # type: ignore[attr-defined]
+    hooks = (model[0]._forward_hooks, model[0]._forward_pre_hooks, model[0]._backward_hooks)
+    assert not any(hooks)
+
+
+def test_swap__hook_that_is_always_called_is_called_when_the_forward_fails() -> None:
+    model, seen = nn.Sequential(nn.Linear(8, 8)), []
+    model[0].register_forward_hook(lambda m, a, k, o: seen.append(k), with_kwargs=True, always_call=True)
+    mmqc.quantize_(model, mmqc.recipes.rtn(8).replace(keep=()), progress=False)
+    with pytest.raises(ValueError, match="width 3"):
+        model(torch.ones(1, 3))
+    assert seen == [{}]
+
+
+def test_swap__attributes_that_users_set_stay() -> None:
+    model = nn.Sequential(nn.Linear(8, 8))
+    model[0].layer_idx, model[0].owner = 3, "vision"
+    mmqc.quantize_(model, mmqc.recipes.rtn(8).replace(keep=()), progress=False)
+    assert (model[0].layer_idx, model[0].owner) == (3, "vision")
+
+
+def test_swap__a_patched_forward_is_refused_by_name() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    inner = model[0].forward
+    model[0].forward = lambda x: inner(x) * 2  # type: ignore[method-assign]
+    x = torch.randn(3, 8)
+    expected = model(x)
+    for data in (None, [{"input": x}]):
+        copy = nn.Sequential(*model)
+        report = mmqc.quantize_(copy, mmqc.recipes.rtn(8).replace(keep=()), data, progress=False)
+        assert [layer.fqn for layer in report.layers] == ["1"]
+        assert [r.fqn for r in report.refused] == ["0"]
+        assert "its forward was replaced" in report.refused[0].reason
+        assert (copy(x) - expected).norm() / expected.norm() < 0.02
+
+
+def test_swap__accelerates_placement_goes_over() -> None:
+    model = nn.Sequential(nn.Linear(8, 8))
+    add_hook_to_module(model[0], AlignDevicesHook(execution_device="cpu", io_same_device=True))
+    expected = model(x := torch.randn(3, 8))
+    mmqc.quantize_(model, mmqc.recipes.rtn(8).replace(keep=()), progress=False)
+    assert isinstance(model[0], QuantLinear)
+    assert isinstance(model[0]._hf_hook, AlignDevicesHook)
+    assert (model(x) - expected).norm() / expected.norm() < 0.02
+
+
+def test_swap__a_failure_leaves_hooks_where_they_were() -> None:
+    def calls(m: nn.Module, a: object, o: Tensor) -> Tensor:
+        return o * 3
+
+    model = nn.Sequential(nn.Linear(8, 8))
+    model[0].register_forward_hook(calls)
+    before = model[0]
+    with suppress(RuntimeError), Journal(model) as journal:
+        journal.swap("0", nn.Linear(8, 8))
+        assert list(model[0]._forward_hooks.values()) == [calls]
+        raise RuntimeError("undo")
+    assert model[0] is before
+    assert list(before._forward_hooks.values()) == [calls]

@@ -1,0 +1,170 @@
+"""Relatives of nn.Linear: quantized as linears, rewritten as linears, and themselves again where they stay floats."""
+
+import tempfile
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+from small_vlm import logits
+from torch import nn
+from torch.nn.utils import parametrizations, prune, spectral_norm, weight_norm
+from transformers import AutoModelForCausalLM, FalconConfig, FalconForCausalLM, GPT2Config, GPT2LMHeadModel
+
+import mmqc
+from mmqc import recipes
+from mmqc.config import QuantConfig
+from mmqc.nn.linear import HadamardLinear, QuantLinear
+from mmqc.quantization.convert import Journal
+from mmqc.quantization.stand_ins import stand_in, step_back
+
+SIZE = {"vocab_size": 64, "bos_token_id": 1, "eos_token_id": 2}
+
+
+def gpt2() -> nn.Module:
+    torch.manual_seed(0)
+    return randomised(GPT2LMHeadModel(GPT2Config(n_positions=32, n_embd=32, n_layer=2, n_head=4, **SIZE)))
+
+
+def falcon(bias: bool = False) -> nn.Module:
+    torch.manual_seed(0)
+    config = FalconConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, alibi=False, bias=bias, **SIZE)
+    return randomised(FalconForCausalLM(config))
+
+
+def randomised(model: nn.Module) -> nn.Module:
+    for p in model.parameters():
+        if p.dim() == 1:
+            nn.init.normal_(p, 1.0, 0.2)
+    return model.eval()
+
+
+def ids(seed: int = 0) -> dict[str, torch.Tensor]:
+    return {"input_ids": torch.randint(3, 64, (2, 12), generator=torch.Generator().manual_seed(seed))}
+
+
+MODELS = {"GPT-2": gpt2, "Falcon": falcon, "Falcon with biases": lambda: falcon(True)}
+CONFIGS: dict[str, tuple[QuantConfig, bool]] = {
+    "rtn": (recipes.rtn(8), False),
+    "rtn, recorded": (recipes.rtn(8), True),
+    "static": (recipes.rtn(8, 8), True),
+    "gptq": (recipes.gptq(8), True),
+    "mquant": (recipes.mquant(8, msq=False), True),
+}
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("name", MODELS)
+def test_stand_ins__all_linears_of_the_model_and_loaded_bit_for_bit(name: str, config: str) -> None:
+    model, (recipe, data) = MODELS[name](), CONFIGS[config]
+    expected = logits(model, ids(1))
+    report = mmqc.quantize_(model, recipe, [ids(), ids(1)] if data else None, progress=False)
+    assert len(report.layers) == 8
+    assert [r.fqn for r in report.refused] == ["lm_head"]
+    after = logits(model, ids(1))
+    assert (after - expected).norm() / expected.norm() < 0.05
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)  # type: ignore[operator]
+        loaded = AutoModelForCausalLM.from_pretrained(folder).eval()
+    assert torch.equal(logits(loaded, ids(1)), after)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_stand_ins__rewritten_floats_are_of_their_own_class_again(name: str) -> None:
+    model = MODELS[name]()
+    expected, classes = logits(model, ids(1)), {n: type(m) for n, m in model.named_modules() if "norm" not in n and "ln" not in n}
+    report = mmqc.quantize_(model, recipes.rotate(), [ids()], progress=False)
+    assert report.rewrite_error > 0
+    changed = {n for n, kind in classes.items() if type(model.get_submodule(n)) is not kind}
+    assert changed == {n for n, m in model.named_modules() if isinstance(m, HadamardLinear)}
+    assert len(changed) == 2  # what reads a non-linearity; four others a layer were rewritten
+    after = logits(model, ids(1))
+    assert (after - expected).norm() / expected.norm() < 1e-5
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)  # type: ignore[operator]
+        loaded = AutoModelForCausalLM.from_pretrained(folder).eval()
+    assert torch.equal(logits(loaded, ids(1)), after)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_stand_ins__quantized_while_it_loads(name: str) -> None:
+    model = MODELS[name]()
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)  # type: ignore[operator]
+        loaded = AutoModelForCausalLM.from_pretrained(folder, quantization_config=recipes.rtn(8)).eval()
+    mmqc.quantize_(model, recipes.rtn(8), progress=False)
+    assert sum(isinstance(m, QuantLinear) for m in loaded.modules()) == 8
+    assert torch.equal(logits(loaded, ids()), logits(model, ids()))
+
+
+def test_stand_ins__a_kept_one_is_what_it_was() -> None:
+    model = gpt2()
+    before = {n: (id(m), dict(m.named_parameters(recurse=False))) for n, m in model.named_modules() if n.endswith("c_attn")}
+    values = {n: p.detach().clone() for n, p in model.named_parameters()}
+    mmqc.quantize_(model, recipes.rtn(8).replace(keep=("*.c_attn", "lm_head")), [ids()], progress=False)
+    assert before
+    for name, (identity, parameters) in before.items():
+        module = model.get_submodule(name)
+        assert id(module) == identity
+        assert dict(module.named_parameters(recurse=False)) == parameters
+        assert torch.equal(module.weight, values[f"{name}.weight"])  # type: ignore[arg-type]
+        assert "in_features" not in vars(module)
+
+
+def test_stand_ins__undone_by_a_failure() -> None:
+    model = gpt2()
+    before = {n: (id(p), p.shape, p.detach().clone()) for n, p in model.named_parameters()}
+    modules = [id(m) for m in model.modules()]
+    for leaves in (False, True):
+        with suppress(KeyboardInterrupt), Journal(model) as journal:
+            found = stand_in(model, journal)
+            assert len(found.relatives) == 8
+            if leaves:
+                step_back(model, journal, found, ())
+            raise KeyboardInterrupt
+        assert [id(m) for m in model.modules()] == modules
+        for name, p in model.named_parameters():
+            assert (id(p), p.shape) == before[name][:2]
+            assert torch.equal(p, before[name][2])
+
+
+COMPUTED: dict[str, Callable[[nn.Linear], Any]] = {
+    "pruned": lambda m: prune.l1_unstructured(m, "weight", 0.5),
+    "weight-normed": weight_norm,
+    "spectrally normed": spectral_norm,
+    "parametrized": parametrizations.weight_norm,
+}
+
+
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated")
+@pytest.mark.parametrize("calibrated", [False, True])
+@pytest.mark.parametrize("how", COMPUTED)
+def test_stand_ins__computed_weights_are_quantized_as_they_stand_and_the_report_says_so(how: str, calibrated: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16)).eval()
+    COMPUTED[how](model[0])
+    seen: list[int] = []
+    model[0].register_forward_hook(lambda m, a, o: seen.append(1))
+    x = torch.randn(4, 16)
+    expected = model(x)
+    report = mmqc.quantize_(model, recipes.rtn(8).replace(keep=()), [{"input": x}] if calibrated else None, progress=False)
+    assert [layer.fqn for layer in report.layers] == ["0", "2"]
+    assert how in report.layers[0].note
+    assert type(model[0]) is QuantLinear
+    del seen[:]
+    assert (model(x) - expected).norm() / expected.norm() < 0.02
+    assert seen == [1]
+
+
+@pytest.mark.parametrize("calibrated", [False, True])
+def test_stand_ins__a_kept_pruned_linear_goes_on_being_pruned(calibrated: bool) -> None:
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    prune.l1_unstructured(model[0], "weight", 0.5)
+    x, first = torch.randn(4, 16), model[0]
+    mmqc.quantize_(model, recipes.rtn(8).replace(keep=("0",)), [{"input": x}] if calibrated else None, progress=False)
+    assert model[0] is first
+    assert prune.is_pruned(model[0])
+    with torch.no_grad():
+        model[0].weight_orig.mul_(2)
+    assert torch.allclose(model[0](x), nn.functional.linear(x, model[0].weight_orig * model[0].weight_mask, model[0].bias))
