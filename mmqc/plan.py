@@ -22,7 +22,7 @@ from mmqc.graph.runner import run
 from mmqc.graph.spaces.spaces import Space, Spaces
 from mmqc.graph.spaces.text import spaces_text
 from mmqc.nn.eval_mode import evaluating
-from mmqc.nn.unseen import unsure_weights
+from mmqc.nn.unseen import Reached, unsure_weights
 from mmqc.passes.suppress_magnitude import SuppressMagnitude
 from mmqc.pipeline import FACTS, folding_passes, rotating_passes
 from mmqc.quantization.job import takes_cache
@@ -81,7 +81,7 @@ def plan(model: nn.Module, config: QuantConfig, batch: Mapping[str, Any]) -> Pla
     start = time.perf_counter()
     with evaluating(model):
         prog = record(model, {**batch, "use_cache": False} if takes_cache(model) else dict(batch))
-    prog.unsure = unsure_weights(model, prog.called)
+    prog.unsure = unsure_weights(model, Reached.by(prog.called, prog.weights.values()))
     run(prog, folding_passes(config), FACTS)
     spaces = tuple(Spaces.of(prog))
     order = {node: i for i, node in enumerate(prog.graph.nodes)}

@@ -206,7 +206,7 @@ class MmqcQuantizer(HfQuantizer):
             attach(model, kv)
         if any(isinstance(module, kv_rounding.KVRounder) for module in model.modules()):
             kv_rounding.decoder_config(model)._attn_implementation = kv_rounding.NAME
-        names = {name for name, _ in model.named_modules()}
+        names = {name for name, _ in (*model.named_modules(), *model.named_parameters(remove_duplicate=False))}
         places = (local(fqn, model, names) for fqn in config.record.get("unseen", ()))
         guard(model, [name for name in places if name])
         return model

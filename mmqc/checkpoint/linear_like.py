@@ -25,12 +25,12 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 from mmqc.errors import MmqcError
+from mmqc.graph.hooks import FLAGS, PLACED, SEEING, is_patched, own_forward, saves
 from mmqc.graph.kinds import kind
 from mmqc.graph.linear import operands
 from mmqc.graph.program import Program
 from mmqc.graph.record import record
 from mmqc.nn.eval_mode import evaluating
-from mmqc.nn.hooks import FLAGS, PLACED, SEEING, is_patched, own_forward, saves
 from mmqc.nn.online_hadamard import HadamardLinear, OnlineHadamard
 
 COMPUTING = {BasePruningMethod: "pruned", WeightNorm: "weight-normed", SpectralNorm: "spectrally normed"}  # their pre-hooks

@@ -22,6 +22,7 @@ from mmqc.graph.plan import Plan
 Watch = Callable[[fx.Node, Any, list[Any], dict[str, Any]], None]
 SLICE = 1 << 23  # elements of a weight that are in float64 at a time
 KEPT = "kept"  # meta: the node does something besides its result
+READ = "read"  # meta: somebody looked at the values of its operands, and who; the node has no result
 VISUAL = "mmqc_visual"  # the placeholder of the visual mask
 LOOSE = "_constant_"  # tensors that are no parameter or buffer: they cannot be written back
 
@@ -96,6 +97,7 @@ class Program:
         called: FQNs of the modules that ran.
         unsure: weights that must stay as they are, and why (see mmqc/nn/unseen.py).
         work: the device that derived weights are computed on; None means where each weight is.
+        touched: weights that a pass has changed, each with the axis that it worked on.
         traced: the folder of this program's trace, once there is one (trace.py).
     """
 
@@ -121,6 +123,7 @@ class Program:
         self.visual: Tensor | None = None
         self.outside: Callable[[str], Tensor] | None = None
         self.centred: set[str] = set()
+        self.touched: set[tuple[str, int]] = set()
         self._derived: dict[str, list[Derived]] = {}
         self._values: dict[str, tuple[int, int, Tensor]] = {}  # address of the base, number of steps, value
 
@@ -130,6 +133,7 @@ class Program:
         if name not in self.weights:
             raise KeyError(f"{name} is no weight of this program")
         self._derived.setdefault(name, []).append(Derived(formula, compute, axis))
+        self.touched |= {(name, a) for a in (range(self.weights[name].dim()) if axis is None else (axis,))}
 
     def add_weight(self, name: str, value: Tensor) -> None:
         """A weight that the captured model did not have (a bias that a fold creates, say)."""
@@ -274,6 +278,8 @@ class Program:
             elif node.op == "output":
                 flat = args[0] if isinstance(args[0], tuple | list) else (args[0],)
                 outputs = list(flat)
+                result = None
+            elif READ in node.meta:
                 result = None
             elif not values and node in self.sketches:
                 result = meta.copied(self.sketches[node])

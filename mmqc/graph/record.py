@@ -2,7 +2,8 @@
 
 Every torch call of the forward becomes a node; operands are found by tensor identity, weights by name.  ``.item()``,
 ``.tolist()`` and Python that depends on data simply run, so no model is too dynamic to record.  The price: numbers
-that came from data are baked in, so a recording is for analysis, and only ever replayed on its own inputs.
+that came from data are baked in, so a recording is for analysis, and only ever replayed on its own inputs.  That
+they were taken is a node too: what Python has seen of a float, it may have decided by.
 """
 
 from __future__ import annotations
@@ -21,11 +22,22 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from mmqc.errors import MmqcError
 from mmqc.graph import meta
+from mmqc.graph.hooks import hooked_modules
 from mmqc.graph.kinds import kind
 from mmqc.graph.memory import written
-from mmqc.graph.program import LOOSE, Program
+from mmqc.graph.program import KEPT, LOOSE, READ, Program
 from mmqc.graph.runner import check_trace
 
+# What Python may ask of a tensor without learning anything of its values.
+# fmt: off
+_ABOUT = frozenset((
+    "__get__", "__len__", "__hash__", "__repr__", "__format__", "size", "dim", "ndimension", "numel", "nelement", "stride",
+    "storage_offset", "element_size", "get_device", "type", "data_ptr", "untyped_storage", "storage", "storage_type",
+    "is_contiguous", "is_floating_point", "is_complex", "is_signed", "is_conj", "is_neg", "is_inference", "is_pinned", "is_shared",
+    "is_same_size", "is_set_to", "is_storage", "is_tensor", "is_distributed", "is_coalesced", "has_names", "result_type",
+    "requires_grad_", "retain_grad", "register_hook", "register_post_accumulate_grad_hook", "__dlpack_device__", "__set__",
+))
+# fmt: on
 _METHODS = (types.MethodDescriptorType, types.WrapperDescriptorType, types.MethodType, types.BuiltinMethodType)
 
 
@@ -127,6 +139,8 @@ class Recorder(TorchFunctionMode):
         writes = name in ("__setitem__",) or (name.endswith("_") and not name.endswith("__"))
         writes = writes or kwargs.get("inplace") is True or kwargs.get("out") is not None
         if not outputs and not writes:
+            if name not in _ABOUT:
+                self.looked_at(func, args, kwargs, "Python looks at its values, and may decide by them")
             return result
         operands = [a for a in pytree.tree_leaves((args, kwargs)) if isinstance(a, Tensor)]
         if not writes and outputs and all(any(o is a for a in operands) for o in outputs):
@@ -134,7 +148,7 @@ class Recorder(TorchFunctionMode):
         if len(outputs) == 1 and id(outputs[0]) in self.names and not operands:
             return result
         node = self.call(func, args, kwargs)
-        node.meta["module"] = self.modules[-1] if self.modules else ""
+        node.meta.update(self.frame())
         if not any(is_batchedtensor(t) for t in (*operands, *outputs)):  # inside a vmap
             memory = {a.untyped_storage()._cdata for a in operands}
             node.meta["view"] = any(o.untyped_storage()._cdata in memory for o in outputs)
@@ -146,6 +160,17 @@ class Recorder(TorchFunctionMode):
         elif isinstance(result, tuple | list):
             self.unpack(node, result)
         return result
+
+    def looked_at(self, func: Any, args: Any, kwargs: Any, why: str) -> None:
+        """Somebody took values out of tensors (item, bool, tolist, a hook, ...): a reader like any other, without a result."""
+        seen = [self.nodes[a] for a in pytree.tree_leaves((args, kwargs)) if isinstance(a, Tensor) and a in self.nodes]
+        if any(map(_comes_of_floats, seen)):
+            node = self.call(func, args, kwargs)
+            node.meta.update({**self.frame(), READ: why, KEPT: True})
+
+    def frame(self) -> dict[str, str]:
+        """The module whose forward runs, and the one that called it."""
+        return {"module": self.modules[-1] if self.modules else "", "caller": self.modules[-2] if self.modules[1:] else ""}
 
     def call(self, func: Any, args: Any, kwargs: Any) -> fx.Node:
         """The node of one call: a method, an attribute read or a function."""
@@ -169,6 +194,20 @@ class Recorder(TorchFunctionMode):
                 self.bind(item, part)
 
 
+def _comes_of_floats(node: fx.Node) -> bool:
+    """Whether a float went into what a node computes; ids and masks steer a forward in any basis."""
+    seen: set[fx.Node] = set()
+    todo = [node]
+    while todo:
+        current = todo.pop()
+        dtype = current.meta.get("dtype")  # of a tuple there is none, but of what went in and comes out
+        if dtype is not None and (dtype.is_floating_point or dtype.is_complex):
+            return True
+        seen.add(current)
+        todo += [n for n in current.all_input_nodes if n not in seen]
+    return False
+
+
 def _getitem(values: Any, index: int) -> Any:
     """operator.getitem, under a name that says it takes an element of a tuple."""
     return values[index]
@@ -177,7 +216,13 @@ def _getitem(values: Any, index: int) -> Any:
 _getitem.__name__ = "getitem"
 
 
+def _hook(*values: Any) -> None:
+    """Stands for what somebody hung on a module."""
+
+
 def _track_modules(model: nn.Module, recorder: Recorder) -> list[Any]:
+    hooked = hooked_modules(model)
+
     def leave(module: nn.Module, args: Any, output: Any) -> None:
         recorder.modules.pop()
 
@@ -186,10 +231,18 @@ def _track_modules(model: nn.Module, recorder: Recorder) -> list[Any]:
         recorder.called.add(name)
         recorder.last = name
 
+    def show(name: str, *values: Any) -> None:
+        seen = tuple(t for t in pytree.tree_leaves(values) if isinstance(t, Tensor) and t in recorder.nodes)
+        recorder.looked_at(_hook, seen, {}, f"a {hooked[name][0]} of {name} sees it")
+
     handles = []
     for name, module in model.named_modules():
         handles.append(module.register_forward_pre_hook(lambda m, a, name=name: enter(name)))
         handles.append(module.register_forward_hook(leave, always_call=True))
+        if name and name in hooked:  # what the model itself takes and gives is never rewritten
+            given = lambda m, args, kwargs, name=name: show(name, args, kwargs)  # noqa: E731
+            handles.append(module.register_forward_pre_hook(given, prepend=True, with_kwargs=True))
+            handles.append(module.register_forward_hook(lambda m, args, output, name=name: show(name, output), prepend=True))
     return handles
 
 

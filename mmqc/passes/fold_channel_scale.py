@@ -100,7 +100,7 @@ class FoldChannelScale(Pass):
         prog.decided.scalings.append(site.scaling)
         for part in site.parts:
             word = "diag(s)" if part.reads else "diag(1/s)"
-            prog.derive(part.fqn, f"{word} on axis {part.axis}", part.step(site.scaling.scale))
+            prog.derive(part.fqn, f"{word} on axis {part.axis}", part.step(site.scaling.scale), part.axis)
 
 
 def find_sites(prog: Program, average: bool = True) -> Iterator[Site | Miss]:

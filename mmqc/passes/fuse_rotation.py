@@ -79,10 +79,11 @@ class FuseRotation(Pass):
             yield from self.match_given(prog, spaces, self.given)
             return
         eligible: dict[tuple[int, bool], list[Space]] = {}
-        alone: dict[str, fx.Node] = {}
+        alone: dict[str, Miss] = {}
         for space in spaces:
             if space.width < 2:
-                alone.update((t.fqn, t.node) for t in space.readers)
+                why = space.why_pinned or "each channel that it reads stands alone: there is nothing to mix it with"
+                alone.update((t.fqn, Miss(t.node.name, why, t.fqn)) for t in space.readers if kind(t.node) != "conv")
                 continue
             if not space.touches or _is_done(prog, space):
                 continue
@@ -96,7 +97,8 @@ class FuseRotation(Pass):
         for (_, keep_mean), group in eligible.items():
             yield from self.with_edges(spaces, group, keep_mean)
         if not prog.fragment:
-            yield from unfollowed(spaces, alone)
+            yield from alone.values()
+            yield from unfollowed(spaces)
 
     def match_given(self, prog: Program, spaces: Spaces, given: Mapping[str, Tensor]) -> Iterator[Site | Miss]:
         """The spaces for which there are matrices; nothing online."""
@@ -176,11 +178,8 @@ class FuseRotation(Pass):
             change_inputs(prog, site.edges.inputs, _explicit(prog, turn, wide, note, inverse=False))
 
 
-def unfollowed(spaces: Spaces, alone: Mapping[str, fx.Node]) -> Iterator[Miss]:
+def unfollowed(spaces: Spaces) -> Iterator[Miss]:
     """Linears that no space says anything about."""
-    for fqn, node in alone.items():
-        if kind(node) != "conv":
-            yield Miss(node.name, "each channel that it reads stands alone: there is nothing to mix it with", fqn)
     for reader in spaces.found.readers:
         x = spaces.found.contractions[reader.node].x
         if reader.ids is None and kind(x) != "placeholder" and kind(reader.node) != "conv":

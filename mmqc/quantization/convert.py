@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mmqc.graph.hooks import carry_over
 from mmqc.graph.kinds import kind
 from mmqc.graph.linear import operands, weight_of
 from mmqc.graph.program import Program
-from mmqc.nn.hooks import carry_over
 from mmqc.nn.integer_weight import PackedLinear
 from mmqc.nn.linear import HadamardLinear, QuantLinear, RMSNorm
 from mmqc.nn.mixed_linear import MixedLinear

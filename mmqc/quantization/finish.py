@@ -33,8 +33,7 @@ def finish(job: Job, quantized: Quantized, kv: QuantizedKV) -> QuantReport:
         report.incoherence, report.rewrite_error = exact.incoherence, exact.error
         if kv.spec is None and not _reads_modality(model):
             detach(model)
-        if config.rewrites.fold_norms:
-            guard(model, exact.unseen)
+        guard(model, exact.misfits)
     _attach(job, config, exact)
     report.size_after = size_of(model) if job.request.changes_weights else 0
     return report
@@ -54,7 +53,7 @@ def _attach(job: Job, config: QuantConfig, exact: Rewritten | None) -> None:
         saved.visual_token_ids = list(prepare(model).visual_token_ids)
     elif exact is not None:
         passes = [_pass(record) for record in exact.program.records]
-        attach_config(model, config, {"passes": passes, "untied": exact.untied, "unseen": exact.unseen})
+        attach_config(model, config, {"passes": passes, "untied": exact.untied, "unseen": exact.misfits})
     else:
         attach_config(model, config, {"passes": [], "untied": []} if job.request.changes_weights else None)
 

@@ -22,6 +22,8 @@ from mmqc.quantization.progress import Progress, explained
 from mmqc.quantization.request import Batch, Request
 from mmqc.quantization.resume import Store, fingerprint
 
+COMPARED = 4
+
 
 @dataclass(frozen=True, eq=False)
 class Job:
@@ -74,6 +76,12 @@ class Job:
         first = self.batches[0]
         other = max(self.batches, key=lambda batch: _difference(first, batch))
         return [first] if _difference(first, other) == 0 else [first, other]
+
+    def compared(self) -> list[Batch]:
+        """Up to ``COMPARED`` batches, those that are recorded first: the rewritten model has to answer them as before."""
+        others = [batch for batch in self.batches if not any(batch is known for known in self.differing())]
+        wanted = max(0, COMPARED - len(self.differing()))
+        return [*self.differing(), *others[:: max(1, len(others) // max(1, wanted))][:wanted]]
 
 
 @contextmanager

@@ -20,15 +20,16 @@ from mmqc.graph.linear import weight_of
 from mmqc.graph.program import Program
 from mmqc.graph.record import record
 from mmqc.graph.runner import run
+from mmqc.graph.spaces.frames import changed_frames
 from mmqc.kv.rounding import observed, round_keys_and_values
 from mmqc.nn.modality import ModalityContext, attached, detach, visual_token_ids
-from mmqc.nn.unseen import unseen_modules, unsure_weights
+from mmqc.nn.unseen import Reached, unseen, unsure_weights
 from mmqc.passes.assign_scheme import kept
 from mmqc.pipeline import FACTS, exact_passes
 from mmqc.quantization import convert
 from mmqc.quantization.channel_peaks import mark_outliers, smooth
 from mmqc.quantization.channel_scales import Forwards, scale_channels
-from mmqc.quantization.equivalence import check, outputs
+from mmqc.quantization.equivalence import Before, check, precision
 from mmqc.quantization.incoherence import incoherences, weight_towers
 from mmqc.quantization.job import Job, takes_cache
 from mmqc.quantization.pca_bases import rotate_to_bases
@@ -41,7 +42,7 @@ class Recorded:
     Attributes:
         program: the recording; the phases rewrite it, as they do the model.
         context: tells visual from text rows; attached to the model.
-        unseen: modules that no recorded batch reached.
+        unseen: modules and parameters that no recorded batch reached.
     """
 
     program: Program
@@ -54,12 +55,14 @@ class Rewritten(Recorded):
     """A recorded model after the exact rewrites, which are written into it.
 
     Attributes:
+        misfits: those of the unseen that must not run any more, for what they would read or write is not what it was.
         towers: the tower of every linear weight.
         incoherence: μ of each of these weights before and after.
-        error: how far the rewrites moved the output of the first batch, relative.
+        error: how far the rewrites moved the model's output, relative.
         untied: names whose tensor was shared with another name and is not any more.
     """
 
+    misfits: tuple[str, ...]
     towers: dict[str, str]
     incoherence: dict[str, tuple[float, float]]
     error: float
@@ -79,8 +82,9 @@ def record_model(job: Job) -> Recorded:
     job.journal.attribute(context, "text_only", not context.visual_token_ids)
     prog = record(model, *map(job.call, job.differing()), decode=takes_cache(model))
     prog.work = job.residency.device if job.residency.offloads else None
-    prog.unsure = unsure_weights(model, prog.called)
-    return Recorded(prog, context, tuple(unseen_modules(model, prog.called)))
+    reached = Reached.by(prog.called, prog.weights.values())
+    prog.unsure = unsure_weights(model, reached)
+    return Recorded(prog, context, tuple(unseen(model, reached)))
 
 
 def rewrite(job: Job, recorded: Recorded) -> Rewritten:
@@ -88,15 +92,16 @@ def rewrite(job: Job, recorded: Recorded) -> Rewritten:
 
     Raises:
         ConfigError: a ``keep`` pattern matches no linear; or keys cannot be rounded.
-        RewriteError: the first batch's output moved by more than rounding.
+        RewriteError: the model's output on some batch moved by more than rounding.
     """
     model, prog, config = job.model, recorded.program, job.request.config
     run(prog, exact_passes(config), FACTS, text=True)
     _check_keep(prog, config)
     _filter(job, prog)
     before, towers = incoherences(prog), weight_towers(prog)
-    first, scales, smoothed = job.call(job.batches[0]), config.rewrites.scales, config.rewrites.smooth
-    expected = outputs(model, first) if prog.changed or scales is not None or smoothed is not None else []
+    scales, smoothed = config.rewrites.scales, config.rewrites.smooth
+    changes, dtype = bool(prog.changed) or scales is not None or smoothed is not None, precision(prog)
+    answers = Before.of(model, [job.call(batch) for batch in job.compared()] if changes else [])
     untied = convert.write_exact(model, prog, job.journal)
     if scales is not None:
         job.bar.say("scaling channels")
@@ -111,12 +116,25 @@ def rewrite(job: Job, recorded: Recorded) -> Rewritten:
             with torch.no_grad():
                 for batch in job.batches if kv.basis in ("principal", "peaks") else job.batches[:1]:
                     job.forward(batch)
-    error = check(expected, outputs(model, first)) if expected else 0.0
+    error = check(model, answers, dtype)
     if kv is not None:
         round_keys_and_values(model, kv, keys, config.rewrites.seed, job.journal)
     after = incoherences(prog)
     both = {fqn: (before[fqn], after[fqn]) for fqn in before}
-    return Rewritten(prog, recorded.context, recorded.unseen, towers, both, error, tuple(untied))
+    known = (prog, recorded.context, recorded.unseen)
+    return Rewritten(*known, _misfits(prog, recorded.unseen), towers, both, error, tuple(untied))
+
+
+def _misfits(prog: Program, unseen: tuple[str, ...]) -> tuple[str, ...]:
+    """Those of what was not reached that would run where a space is seen that the passes have changed."""
+    frames = changed_frames(prog) if unseen and prog.touched else set()
+    return tuple(name for name in unseen if _frame(prog, name) in frames)
+
+
+def _frame(prog: Program, name: str) -> str:
+    """The innermost module around ``name`` that ran: lists do not, nor does what is used by its methods alone."""
+    holder = name.rpartition(".")[0]
+    return holder if not holder or holder in prog.called else _frame(prog, holder)
 
 
 def _measured_rewrites(job: Job, prog: Program) -> list[str]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from mmqc.checkpoint.linear_like import NotLinearError, Read, computing_hooks, looks_linear, read_linear
-from mmqc.nn.hooks import carry_over, saves
+from mmqc.graph.hooks import carry_over, saves
 from mmqc.quantization.convert import Journal
 from mmqc.quantization.rewrite import Recorded
 from mmqc.report.report import LayerReport, Refusal

@@ -61,7 +61,7 @@ def quantize_units(job: Job, rewritten: Rewritten, targets: Targets) -> Quantize
     layers = [worker.rows[t.module] for t in targets.linears.values() if t.module in worker.rows]
     stale = [r for r in refusals(prog) if r.fqn not in experts.known]
     notes = [Refusal("", "", note) for note in prog.notes]
-    refused = (*stale, *experts.refused, *_unreached(job.model, rewritten.unseen), *whole, *notes)
+    refused = (*stale, *experts.refused, *_unreached(job.model, rewritten), *whole, *notes)
     config = job.request.config.replace(statistics=prog.statistics)
     return Quantized(config, (*layers, *experts.layers), refused, rewritten)
 
@@ -123,12 +123,16 @@ def _run(job: Job, rewritten: Rewritten, targets: Targets, worker: UnitWorker) -
         return [Refusal(where, "", f"{whole}: {reason}") for where, reason in layout.refused.items()]
 
 
-def _unreached(model: nn.Module, unseen: Sequence[str]) -> Iterator[Refusal]:
-    """Linears of modules that the model has and the batches do not use."""
-    for name in unseen:
-        for child, module in model.get_submodule(name).named_modules():
-            if isinstance(module, nn.Linear):
-                yield Refusal(f"{name}.{child}".rstrip("."), "", "no recorded batch reached it")
+def _unreached(model: nn.Module, rewritten: Rewritten) -> Iterator[Refusal]:
+    """What the model has and the batches do not use, and the linears in it."""
+    reason = "no recorded batch reached it"
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for name in rewritten.unseen:
+        barred = name in rewritten.misfits
+        parts = [] if name in parameters else model.get_submodule(name).named_modules()
+        linears = [f"{name}.{child}".rstrip(".") for child, module in parts if isinstance(module, nn.Linear)]
+        for fqn in dict.fromkeys((name, *linears) if barred else linears):
+            yield Refusal(fqn, "", f"{reason}, and it would not fit what was rewritten: it raises if it runs" if barred else reason)
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,13 +1,18 @@
+import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from blocks import MODELS, WIDTH
+from blocks import MODELS, VOCAB, WIDTH, RMSNorm, ids
 from float64 import EXACT, output_of, passed, recorded, relative_error, replayed
+from models import randomise
 from tiny_families import FAMILIES
 from torch import Tensor, nn
 
+import mmqc
 from mmqc import recipes
+from mmqc.graph.program import READ
 from mmqc.graph.record import RecordError, record
 from mmqc.pipeline import exact_passes
 
@@ -157,3 +162,68 @@ def test_record__nodes_know_their_module() -> None:
     model, batch = MODELS["rms_gqa"]()
     prog = record(model, batch)
     assert {n.meta["module"] for n in prog.nodes("linear")} == {n for n, m in model.named_modules() if isinstance(m, nn.Linear)}
+
+
+class Looks(nn.Module):
+    """A stream that ``look`` may take values out of; what it answers decides."""
+
+    def __init__(self, look: Callable[[Tensor], object]) -> None:
+        super().__init__()
+        self.look, self.embed, self.norm = look, nn.Embedding(VOCAB, WIDTH), RMSNorm()
+        self.linear, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, VOCAB)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        x = x * 3 if self.look(x) else x
+        return self.head(self.norm(x + self.linear(self.norm(x))))
+
+
+LOOKS: dict[str, Callable[[Tensor], object]] = {
+    "bool": lambda x: bool(x[0, -1, 0] > 0.5),
+    "branch": lambda x: (x > 2.5).any(),
+    "item": lambda x: x[0, -1, 0].item() > 0.5,
+    "float": lambda x: float(x.mean()) > 0.01,
+    "int": lambda x: int(x[0, 0, 0] * 3) == 1,
+    "tolist": lambda x: x[0, -1].tolist()[0] > 0.5,
+    "numpy": lambda x: x[0, -1].numpy()[0] > 0.5,
+    "argmax": lambda x: x[0, -1].argmax().item() % 2 == 0,
+    "equal": lambda x: torch.equal(x[0, 0], x[0, 1]),
+    "contains": lambda x: 0.5 in x,
+    "norm": lambda x: x.norm().item() > 10,
+}
+
+
+@pytest.mark.parametrize("how", LOOKS)
+def test_record__what_python_looks_at_is_read(how: str) -> None:
+    """A branch that calibration does not take is taken, or not, as the float model does."""
+    model = randomise(Looks(LOOKS[how])).double()
+    plain = copy.deepcopy(model)
+    report = mmqc.quantize_(model, recipes.rotate(), [ids()], progress=False)
+    assert any("Python looks at" in r.reason or "does not commute" in r.reason for r in report.refused)
+    for seed in range(20):
+        assert relative_error(output_of(model, ids(seed=seed)), output_of(plain, ids(seed=seed))) < EXACT
+
+
+def test_record__what_python_may_ask_without_looking_pins_nothing() -> None:
+    asks = lambda x: x.dim() == x.stride(0) == len(x) or (x.is_contiguous() and x.dtype is None) or x.numel() < 2  # noqa: E731
+    prog = record(randomise(Looks(asks)), ids())
+    assert not any(READ in n.meta for n in prog.graph.nodes)
+    prog = record(randomise(Looks(lambda x: torch.arange(3).sum().item() > 9)), ids())
+    assert not any(READ in n.meta for n in prog.graph.nodes), "no float went into it"
+
+
+@pytest.mark.parametrize("kind", ["forward", "pre"])
+def test_record__a_hook_that_looks_sees_what_it_saw(kind: str) -> None:
+    model, seen = randomise(Looks(lambda x: False)).double(), []
+    if kind == "forward":
+        model.norm.register_forward_hook(lambda m, args, output: seen.append(output))
+    else:
+        model.linear.register_forward_pre_hook(lambda m, args: seen.append(args[0]))
+    expected = output_of(model, ids())
+    before = [t.clone() for t in seen]
+    report = mmqc.quantize_(model, recipes.rotate(), [ids()], progress=False)
+    seen.clear()
+    assert relative_error(output_of(model, ids()), expected) < EXACT
+    for now, was in zip(seen, before, strict=True):
+        torch.testing.assert_close(now, was)
+    assert any("hook of" in r.reason for r in report.refused)

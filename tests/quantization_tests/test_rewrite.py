@@ -12,8 +12,9 @@ from small_vlm import Small, batches, check_unchanged, quantize, request, traces
 from mmqc import recipes
 from mmqc.graph.linear import weight_of
 from mmqc.nn.modality import ModalityContext, attached
-from mmqc.quantization import rewrite as phase
-from mmqc.quantization.equivalence import BARS, RewriteError
+from mmqc.quantization import equivalence
+from mmqc.quantization import rewrite as rewriting
+from mmqc.quantization.equivalence import FLOORS, RewriteError
 from mmqc.quantization.job import Job, working
 from mmqc.quantization.rewrite import record_model, rewrite
 
@@ -37,7 +38,7 @@ def test_rewrite__keeps_the_output_and_says_by_how_much(job: Job) -> None:
     before = output_of(job.model, job.call(job.batches[0]))
     rewritten = rewrite(job, record_model(job))
     assert relative_error(output_of(job.model, job.call(job.batches[0])), before) < EXACT
-    assert 0 < rewritten.error < BARS[torch.float64]
+    assert 0 < rewritten.error < FLOORS[torch.float32]
     assert "lm_head.weight" in rewritten.untied or "model.language_model.embed_tokens.weight" in rewritten.untied
     assert rewritten.towers.keys() == rewritten.incoherence.keys()
     assert set(rewritten.towers.values()) == {"vision", "projector", "language"}
@@ -47,17 +48,17 @@ def test_rewrite__keeps_the_output_and_says_by_how_much(job: Job) -> None:
 def test_rewrite__a_moved_output_is_an_error_and_undone(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Small()
     before = traces(model)
-    real = phase.outputs
+    real = equivalence.outputs
     calls: list[int] = []
 
     def moved(*args: Any) -> Any:
         calls.append(1)
         return [t + len(calls) * 10 for t in real(*args)]
 
-    monkeypatch.setattr(phase, "outputs", moved)
+    monkeypatch.setattr(equivalence, "outputs", moved)
     with pytest.raises(RewriteError, match="the model is as it was"):
         quantize(model, recipes.rotate())
-    assert len(calls) == 2
+    assert len(calls) > 2
     check_unchanged(model, before)
 
 
@@ -66,7 +67,7 @@ def test_record__a_failure_leaves_the_context_that_was_there(monkeypatch: pytest
     context = ModalityContext.attach(model, (1, 2))
     context.text_only = True
     before = traces(model)
-    monkeypatch.setattr(phase, "exact_passes", lambda config: 1 / 0)
+    monkeypatch.setattr(rewriting, "exact_passes", lambda config: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         quantize(model, recipes.rtn(8, 8), batches())
     check_unchanged(model, before)

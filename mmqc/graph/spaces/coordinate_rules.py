@@ -24,6 +24,7 @@ from mmqc.graph.spaces.coordinates import (
     varies_together,
     weights_behind,
 )
+from mmqc.graph.spaces.rows import Rows
 
 
 def coordinates(prog: Program, through_norms: bool = True) -> Coordinates:
@@ -36,6 +37,15 @@ def coordinates(prog: Program, through_norms: bool = True) -> Coordinates:
 
 class Rules(Tracker):
     """One method per kind of operation that neither moves data nor is opaque."""
+
+    def __init__(self, prog: Program, through_norms: bool = True) -> None:
+        super().__init__(prog, through_norms)
+        self.rows = Rows(self)
+
+    def see(self, node: fx.Node, result: Any, args: list[Any], kwargs: dict[str, Any]) -> None:
+        """Coordinates first, then the rows that they come in."""
+        super().see(node, result, args, kwargs)
+        self.rows.see(node, result, args, kwargs, self.shadow(node))
 
     # -- element-wise ----------------------------------------------------------------------------------------------
     def _see_add(self, node: fx.Node, result: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
@@ -144,6 +154,9 @@ class Rules(Tracker):
         joined = target.index_copy(dim, index, torch.where(region >= 0, region, torch.maximum(region, row)))
         return self.write(node, joined) if mutates(node) else joined
 
+    def _see_read(self, node: fx.Node, result: Any, args: list[Any], kwargs: dict[str, Any]) -> None:
+        self.opaque(node, None, list(node.all_input_nodes), kind(node))
+
     # -- reductions, attention, norms ------------------------------------------------------------------------------
     def _see_mean(self, node: fx.Node, result: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
         ids = self.shadow(node.args[0])
@@ -215,6 +228,7 @@ class Rules(Tracker):
         if ids is None or node.op != "call_function" or len(args) != 2:
             return self.opaque(node, result, [node.args[0]], "rms_norm") if ids is not None else None  # type: ignore[list-item]
         row = self.columns(ids)
+        self.rows.meet(node, node.args[0], row)
         self.found.norms.append((node, row))
         self.split(row, torch.zeros_like(row))
         return ids if self.through_norms else self.renamed(node, ids)
@@ -226,6 +240,7 @@ class Rules(Tracker):
         if node.target is not layer_norm:
             return self.opaque(node, result, [node.args[0]], "layer_norm")  # type: ignore[list-item]
         row = self.columns(ids)
+        self.rows.meet(node, node.args[0], row)
         self.found.norms.append((node, row))
         if self.through_norms:
             self.split(row, torch.zeros_like(row))
@@ -256,6 +271,7 @@ class Rules(Tracker):
             self.found.idle.add(node)
         elif isinstance(ids, Tensor):
             row = self.columns(ids.movedim(use.channel, -1))
+            self.rows.meet(node, use.x, row, use.channel)
             self.split(row, torch.zeros_like(row))
             self.join(row, self.columns_of.setdefault((use.fqn, use.reads), row))
         if node not in self.found.idle:

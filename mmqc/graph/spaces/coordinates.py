@@ -17,7 +17,7 @@ The rules themselves are in coordinate_rules.py; ``spaces.py`` turns the result 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,7 +27,7 @@ from torch import Tensor, fx
 from mmqc.graph.kinds import kind
 from mmqc.graph.linear import Contraction, contraction
 from mmqc.graph.memory import written
-from mmqc.graph.program import LOOSE, Program, method_name
+from mmqc.graph.program import LOOSE, READ, Program, method_name
 
 ZERO, CONSTANT = -2, -1  # elements that hold zeros; elements that hold something no rotation may touch
 
@@ -103,6 +103,7 @@ class Coordinates:
     shadows: dict[fx.Node, Any] = field(default_factory=dict)
     outputs: list[Tensor | None] = field(default_factory=list)
     gains: list[Gain] = field(default_factory=list)
+    meetings: list[tuple[fx.Node, Tensor, Tensor]] = field(default_factory=list)  # where channels of several rows meet: rows.py
     contractions: dict[fx.Node, Contraction] = field(default_factory=dict)
     idle: set[fx.Node] = field(default_factory=set)  # contractions that saw no row
 
@@ -129,7 +130,7 @@ class Tracker:
         ids = self.rule(node, result, args, kwargs)
         if node in self.written:
             if isinstance(ids, Tensor) and isinstance(result, Tensor) and ids.shape == result.shape:
-                ids = _laid_out_like(ids, result, args, node.meta.get("view"))
+                ids = laid_out_like(ids, result, args, node.meta.get("view"))
         elif isinstance(ids, Tensor):
             ids = thin(ids)
         self.found.shadows[node] = ids
@@ -181,7 +182,7 @@ class Tracker:
     # -- the rules -------------------------------------------------------------------------------------------------
     def rule(self, node: fx.Node, result: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
         """The ids of a node's result."""
-        word = "contraction" if node in self.found.contractions else kind(node)
+        word = "contraction" if node in self.found.contractions else READ if READ in node.meta else kind(node)
         if node.op == "get_attr" or node in self.on_the_way:
             return None
         if node.op == "placeholder":
@@ -201,8 +202,8 @@ class Tracker:
             return None
         if word in SAME and isinstance(result, Tensor) and result.is_floating_point():
             return self.shadow(node.args[0]) if sources else self.parameter(params[0])
-        if word in MOVES and not (word == "pad" and _pad_mode(args, kwargs) != "constant"):
-            return self.move(node, args, kwargs)
+        if self.is_move(word, args, kwargs):
+            return self.move(node, args, kwargs, self.ids_for)
         return self.opaque(node, result, sources, word)
 
     def is_channel_weight(self, node: fx.Node) -> bool:
@@ -229,10 +230,14 @@ class Tracker:
         shadow = self.shadow(node)
         return shadow if isinstance(shadow, Tensor) else None
 
-    def move(self, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
-        """Run the operation itself on the ids; index and mask operands keep their values."""
-        new_args = [self.ids_for(t, v) for t, v in zip(node.args, args, strict=True)]
-        new_kwargs = {k: self.ids_for(node.kwargs[k], v) for k, v in kwargs.items()}
+    def is_move(self, word: str, args: list[Any], kwargs: dict[str, Any]) -> bool:
+        """Whether an operation does nothing but put elements elsewhere, constants beside them."""
+        return word in MOVES and not (word == "pad" and _pad_mode(args, kwargs) != "constant")
+
+    def move(self, node: fx.Node, args: list[Any], kwargs: dict[str, Any], stands_for: Callable[[Any, Any], Any]) -> Any:
+        """Run the operation itself on what stands for its operands; index and mask operands keep their values."""
+        new_args = [stands_for(t, v) for t, v in zip(node.args, args, strict=True)]
+        new_kwargs = {k: stands_for(node.kwargs[k], v) for k, v in kwargs.items()}
         word = kind(node)
         if word == "masked_fill":
             new_args[2:] = [_filler(kwargs.get("value", args[2] if len(args) > 2 else 0))]
@@ -265,13 +270,13 @@ class Tracker:
         return value
 
     def opaque(self, node: fx.Node, result: Any, sources: list[fx.Node], word: str) -> Any:
-        """Anything that mixes or bends channels: its operands stay as they are, its result is something new."""
+        """Anything that mixes or bends channels, or looks at them: its operands stay as they are, its result is something new."""
         for source in sources:
-            for ids in _leaves(self.shadow(source)):
-                self.freeze(ids, node, f"{word} does not commute with a rotation")
+            for ids in leaves(self.shadow(source)):
+                self.freeze(ids, node, node.meta.get(READ, f"{word} does not commute with a rotation"))
         if not isinstance(result, Tensor) or not result.is_floating_point():
             return None
-        base = next((i for s in sources for i in _leaves(self.shadow(s)) if i.shape == result.shape), None)
+        base = next((i for s in sources for i in leaves(self.shadow(s)) if i.shape == result.shape), None)
         if base is not None:
             few, keeps_zero = compact(base)[0], word in KEEPS_ZERO and len(sources) == 1
             few = few if keeps_zero else torch.where(few == ZERO, CONSTANT, few)
@@ -306,9 +311,10 @@ def _pad_mode(args: list[Any], kwargs: dict[str, Any]) -> str:
 
 def compact(*tensors: Tensor) -> list[Tensor]:
     """The tensors broadcast against each other, then without the axes along which none of them varies."""
-    full = torch.broadcast_tensors(*tensors)
-    for axis in range(full[0].dim()):
-        if all(t.stride(axis) == 0 or t.shape[axis] == 1 for t in full) and full[0].shape[axis]:
+    full = tensors if len(tensors) == 1 else torch.broadcast_tensors(*tensors)
+    strides = [t.stride() for t in full]
+    for axis, size in enumerate(full[0].shape):
+        if size > 1 and not any(s[axis] for s in strides):
             full = [t.narrow(axis, 0, 1) for t in full]
     return list(full)
 
@@ -344,7 +350,7 @@ def thin(ids: Tensor) -> Tensor:
     return ids
 
 
-def _laid_out_like(ids: Tensor, result: Tensor, args: list[Any], view: bool | None) -> Tensor:
+def laid_out_like(ids: Tensor, result: Tensor, args: list[Any], view: bool | None) -> Tensor:
     """Ids with the strides of the value, and memory of their own where the value has its own."""
     if view is None:
         memory = {a.untyped_storage()._cdata for a in args if isinstance(a, Tensor)}
@@ -370,10 +376,11 @@ def weights_behind(node: Any) -> tuple[str, ...]:
     return tuple(sorted(names))
 
 
-def _leaves(shadow: Any) -> list[Tensor]:
+def leaves(shadow: Any) -> list[Tensor]:
+    """The tensors of what stands for a result: a tensor, a tuple of them, nothing."""
     if isinstance(shadow, Tensor):
         return [shadow]
-    return [i for s in shadow for i in _leaves(s)] if isinstance(shadow, tuple | list) else []
+    return [i for s in shadow for i in leaves(s)] if isinstance(shadow, tuple | list) else []
 
 
 def varies_together(ids: Tensor, cells: Tensor) -> bool:

@@ -24,6 +24,7 @@ from mmqc.graph.program import Program
 from mmqc.graph.semantic import layer_norm, rms_norm
 from mmqc.graph.spaces.coordinate_rules import coordinates
 from mmqc.graph.spaces.coordinates import MEAN, Coordinates, Reader, Source, compact
+from mmqc.graph.spaces.rows import APART
 from mmqc.graph.spaces.space import Space, Touch
 from mmqc.graph.spaces.uses import pin_other_uses
 
@@ -74,6 +75,7 @@ class Spaces:
         found.splits.clear()
         spaces = _collect(found, classes, blocks)
         found.frozen.clear()
+        found.meetings.clear()
         pin_other_uses(prog, found, spaces)
         return cls(found, classes, spaces)
 
@@ -223,6 +225,15 @@ def _attach(found: Coordinates, collector: _Collector) -> None:
     for ids, node, reason in found.frozen:
         for space in over(ids) if reason != MEAN else ():
             space.pins.append((node, reason))
+    _pin_apart(found, collector)
     for i, ids in enumerate(found.outputs):
         for space in over(ids):
             space.outputs.append(i)
+
+
+def _pin_apart(found: Coordinates, collector: _Collector) -> None:
+    """Spaces whose channels meet in other rows than they set out in."""
+    for node, ids, rows in found.meetings:
+        for number, groups in collector.placed(ids):
+            if groups is not None and not torch.equal(rows[groups], rows[groups[:, :1]].expand(groups.shape)):
+                collector.spaces[number].pins.append((node, APART))

@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils import prune
 
-from mmqc.nn.hooks import hooked_modules
+from mmqc.graph.hooks import hooked_modules
 from mmqc.nn.modality import ModalityContext
 from mmqc.nn.unseen import guard
 

@@ -1,0 +1,113 @@
+"""A part of a stream that is treated by itself keeps the whole from being rotated, however the part is cut out."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from blocks import VOCAB, WIDTH, Mlp, RMSNorm, ids
+from float64 import EXACT, output_of, relative_error
+from models import randomise
+from torch import Tensor, nn
+
+import mmqc
+from mmqc.graph.record import record
+from mmqc.graph.spaces.rows import APART
+from mmqc.graph.spaces.spaces import Spaces
+
+HALF = WIDTH // 2
+Middle = Callable[[Tensor], Tensor]
+
+
+class Stream(nn.Module):
+    """A residual stream with ``middle`` between two branches."""
+
+    def __init__(self, middle: Middle) -> None:
+        super().__init__()
+        self.middle = middle
+        self.embed, self.first, self.second = nn.Embedding(VOCAB, WIDTH), Mlp(), Mlp()
+        self.norms, self.head = nn.ModuleList(RMSNorm() for _ in range(3)), nn.Linear(WIDTH, VOCAB)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        x = self.middle(x + self.first(self.norms[0](x)))
+        x = x + self.second(self.norms[1](x))
+        return self.head(self.norms[2](x))
+
+
+def written(x: Tensor, change: Callable[[Tensor], object]) -> Tensor:
+    change(x)
+    return x
+
+
+def beside(left: Tensor, right: Tensor) -> Tensor:
+    return torch.cat((left, right), -1)
+
+
+ALONE: dict[str, Middle] = {
+    "scaled": lambda x: beside(x[..., :HALF], x[..., HALF:] * 1.00001),
+    "negative": lambda x: beside(x[..., :HALF], -x[..., HALF:]),
+    "rolled": lambda x: beside(x[..., :HALF].roll(1, 1), x[..., HALF:]),
+    "other_tokens": lambda x: beside(torch.cat((x[:, :1, :HALF], x[:, :-1, :HALF]), 1), x[..., HALF:]),
+    "across_rows": lambda x: x.reshape(-1).roll(1).reshape(x.shape),
+    "averaged": lambda x: beside(x[..., :HALF].mean(1, keepdim=True).expand(-1, x.shape[1], -1), x[..., HALF:]),
+    "in_place": lambda x: written(x, lambda x: x[..., HALF:].mul_(2)),
+    "in_place_one_row": lambda x: written(x, lambda x: x[:, 0, HALF:].mul_(2)),
+    "assigned": lambda x: written(x, lambda x: x.__setitem__((slice(None), 0, slice(HALF, None)), 0.0)),
+    "masked": lambda x: x.masked_fill((torch.arange(WIDTH) < HALF) & (torch.arange(x.shape[1]) == 0)[:, None], 0.0),
+    "chosen": lambda x: torch.where(torch.arange(WIDTH) % 2 == 0, x, x.roll(1, 1)),
+    "behind_a_transpose": lambda x: torch.cat((x.mT[:, :2] * 3, x.mT[:, 2:]), 1).mT,
+    "gathered": lambda x: x.gather(1, torch.stack([torch.arange(x.shape[1]).roll(c % 2) for c in range(WIDTH)], -1).expand_as(x)),
+}
+ALIKE: dict[str, Middle] = {
+    "scaled": lambda x: x * 2,
+    "rows_scaled": lambda x: x * torch.arange(1, x.shape[1] + 1, dtype=x.dtype)[None, :, None],
+    "halves_swapped": lambda x: torch.cat(x.chunk(2, -1)[::-1], -1),
+    "permuted": lambda x: x[..., torch.randperm(WIDTH, generator=torch.Generator().manual_seed(0))],
+    "cut_and_joined": lambda x: torch.cat((x[:, :2], x[:, 2:] * 3), 1),
+    "tokens_shifted": lambda x: x + torch.nn.functional.pad(x, (0, 0, 1, -1)),
+    "rows_zeroed": lambda x: x.masked_fill((torch.arange(x.shape[1]) == 1)[None, :, None], 0.0),
+    "merged_and_split": lambda x: x.reshape(len(x), -1, 2 * WIDTH).reshape(x.shape),
+    "behind_a_transpose": lambda x: (x.mT * 2).mT,
+}
+
+
+def quantized(middle: Middle) -> tuple[float, list[str], list[str]]:
+    model = randomise(Stream(middle)).double()
+    expected = output_of(model, ids())
+    report = mmqc.quantize_(model, mmqc.recipes.rotate(), [ids()], progress=False)
+    sites = [site for record in report.passes if record.name == "fuse_rotation" for site in record.sites]
+    return relative_error(output_of(model, ids()), expected), sites, [r.reason for r in report.refused]
+
+
+@pytest.mark.parametrize("how", ALONE)
+def test_rows__a_part_by_itself_pins_the_stream(how: str) -> None:
+    error, sites, refused = quantized(ALONE[how])
+    assert error < EXACT
+    assert not any(f"space of {WIDTH}" in site for site in sites)
+    assert any(APART in reason for reason in refused)
+
+
+@pytest.mark.parametrize("how", ALIKE)
+def test_rows__what_is_done_to_all_channels_does_not(how: str) -> None:
+    error, sites, _ = quantized(ALIKE[how])
+    assert error < EXACT
+    assert any(f"space of {WIDTH}" in site for site in sites)
+
+
+def test_rows__copies_side_by_side_keep_their_own_rows() -> None:
+    """Two tokens in one row are two copies; half of one beside half of the other is none."""
+
+    class Merged(nn.Module):
+        def __init__(self, crossed: bool) -> None:
+            super().__init__()
+            self.crossed, self.embed, self.out = crossed, nn.Embedding(VOCAB, WIDTH), nn.Linear(2 * WIDTH, VOCAB)
+
+        def forward(self, input_ids: Tensor) -> Tensor:
+            x = self.embed(input_ids).reshape(len(input_ids), -1, 4, HALF)
+            return self.out((x[:, :, [0, 3, 2, 1]] if self.crossed else x).flatten(-2))
+
+    for crossed in (False, True):
+        spaces = Spaces.of(record(randomise(Merged(crossed)), ids()))
+        (space,) = (s for s in spaces if any(t.fqn == "embed.weight" for t in s.touches))
+        assert space.width == WIDTH
+        assert [why for _, why in space.pins] == ([APART] if crossed else [])
