@@ -26,7 +26,7 @@ from tests.fuzz.build import features
 from tests.fuzz.check import BAD, Outcome, run
 from tests.fuzz.draw import draw
 from tests.fuzz.grammar import Data
-from tests.fuzz.shrink import shrink, signature
+from tests.fuzz.shrink import called, shrink, signature
 
 CASES = Path(__file__).parent / "cases"
 CHUNK, LIMIT = 8, 300  # seeds that a process takes at once; seconds for one case
@@ -122,8 +122,7 @@ def known_by(found: Data) -> Known:
 
 def is_known(case: Data, outcome: Outcome, known: list[Known]) -> bool:
     """Whether the case has all that a known failure of the same kind takes."""
-    words = features(case["program"]) | {f"call={name}" for call in case["calls"] for name in ("image", "alt") if call[name]}
-    words |= {f"call={call['how']}" for call in case["calls"]}
+    words = features(case["program"]) | called(case)
     return any(kind == outcome.kind and key == outcome.key and takes <= words for kind, key, takes in known)
 
 
@@ -162,7 +161,8 @@ def smaller(seed: int, case: Data, outcome: Outcome, seconds: float = 30.0) -> F
 
     case = shrink(case, fails, seconds)
     outcome = outcome_of(case)
-    return Found(seed, case, outcome.kind, outcome.key, outcome.detail, sorted(signature(case)))
+    takes = {word for word in signature(case) if outcome.kind != "hook" or word.startswith("hook=")}
+    return Found(seed, case, outcome.kind, outcome.key, outcome.detail, sorted(takes))
 
 
 def work(seeds: range, known: list[Known], options: Data) -> tuple[State, list[Found]]:

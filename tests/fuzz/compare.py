@@ -60,7 +60,6 @@ class Oracle:
         self.case, self.reference, self.dtype = case, reference, getattr(torch, case["dtype"])
         self.words, self.rewritten = features(case["program"]), rewritten
         self.quantizes = not case["recipe"].startswith("rotate(") or "w8" in case["recipe"]
-        self.key = case["recipe"] if self.quantizes else "rotate"
         self.known = [self.fingerprint(b) for b in case["calibration"]]
         self.exact = dequantized(model, reference) if self.quantizes and not rewritten else None
         self.wide = build(case["program"], torch.float32) if self.dtype is torch.bfloat16 else None

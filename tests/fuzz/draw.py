@@ -16,7 +16,7 @@ def draw(seed: int, compiled: float = 0.0) -> Data:
     program = draw_program(rng)
     images, shapes = program["image"] is not None, _shapes(rng)
     ways = WAYS if rng.random() >= compiled else ("compiled",)
-    calibration = [_batch(rng, shapes, images, 0.1) for _ in range(rng.choice((1, 1, 2, 3)))]
+    calibration = [_batch(rng, shapes[:3], images, 0.1) for _ in range(rng.choice((1, 1, 2, 3)))]
     calls = [{**_batch(rng, shapes, images, 0.4), "how": rng.choice(ways)} for _ in range(rng.choice((4, 6, 8)))]
     calls[0] |= {name: calibration[0][name] for name in ("batch", "length", "image", "alt", "seed")}
     recipe = rng.choice(RECIPES)

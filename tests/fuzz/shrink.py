@@ -29,11 +29,19 @@ def shrink(case: Data, fails: Callable[[Data], bool], seconds: float = 30.0) -> 
 
 def signature(case: Data) -> frozenset[str]:
     """What a small case has beyond the simplest program: what its failure takes."""
-    call = case["calls"][0]
-    calls = {f"call={name}" for name in ("image", "alt") if call[name]} | {f"call={call['how']}"} - {"call=plain"}
-    return frozenset(features(case["program"]) - features(SIMPLEST) | calls)
+    words = features(case["program"]) - features(SIMPLEST) | called(case)
+    return frozenset(words - PLAIN or words)
 
 
+def called(case: Data) -> set[str]:
+    """What is special about a case's calls, in words."""
+    words = {f"call={name}" for call in case["calls"] for name in ("image", "alt") if call[name]}
+    return words | {f"call={call['how']}" for call in case["calls"] if call["how"] != "plain"}
+
+
+PLAIN = {"residual", "linear", "mlp", "attention", "norm=none", "norm=layer_bare", "residual.write=add", "residual.write=none"}
+PLAIN |= {f"{op}.kind={kind}" for op in ("linear", "mlp", "attention", "experts") for kind in ("plain", "bias")}
+PLAIN |= {"mlp.act=relu", "mlp.gate=none"}
 LINEAR = {"op": "linear", "kind": "plain"}
 SIMPLEST: Data = {name: values[0] for name, values in SHELL.items()} | {"steps": [], "image": None, "hooks": []}
 
@@ -49,8 +57,8 @@ def candidates(case: Data) -> Iterator[Data]:
             for key, values in SMALL.items():
                 for value in _simpler(item.get(key), values):
                     yield _with(case, **{name: [{**old, key: value} if i == j else old for j, old in enumerate(case[name])]})
-    for dtype in _simpler(case["dtype"], ("float64", "float32")):
-        yield _with(case, dtype=dtype)
+    for name, values in (("dtype", ("float64", "float32")), ("recipe", ("rotate()", "rtn(8) without data", "rtn(8)"))):
+        yield from (_with(case, **{name: value}) for value in _simpler(case[name], values))
 
 
 def _programs(program: Data) -> Iterator[Data]:
