@@ -11,20 +11,23 @@ import tempfile
 import threading
 import traceback
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 from transformers.utils import logging
 
 import mmqc
+import mmqc.backend
 from mmqc.recipes import awq, gptq, mquant, quarot, resq, rotate, rtn, smoothquant
 from tests.fuzz.build import Pretrained, batch, build, features
 from tests.fuzz.compare import Oracle, distance, leaves
-from tests.fuzz.grammar import Data
+from tests.fuzz.grammar import CHANGES, Data
 
 logging.disable_progress_bar()
 HOME = str(Path(mmqc.__file__).parent)
@@ -74,23 +77,25 @@ def run(case: Data) -> Outcome:
     except Exception as error:
         return Outcome("invalid", f"{type(error).__name__}: {error}", type(error).__name__)
     before = snapshot(model)
-    recipe = case["recipe"]
+    recipe, how = case["recipe"], case.get("compile", "")
+    untouched = copy.deepcopy(model) if how.endswith("option") else None
     try:
-        report = mmqc.quantize_(
-            model, config_of(recipe), calibration=None if recipe.endswith("without data") else calibration, progress=False
-        )
+        data = None if recipe.endswith("without data") else calibration
+        report = mmqc.quantize_(model, config_of(recipe), calibration=data, progress=False)
     except Exception as error:
         return after_refusal(error, model, before)
+    if untouched is not None:
+        model, options = untouched, {"config": report.config}
+    else:
+        options = {}
     sites = Counter({record.name: record.n_sites for record in report.passes})
     rewritten = any(sites[name] for name in sites if name.startswith(("fold", "fuse_rotation", "insert")))
     oracle = Oracle(case, model, reference, calibration, rewritten)
     outcome = Outcome("equal", rewritten=rewritten, quantized=len(report.layers), sites=sites)
-    for call in case["calls"]:
-        found = compare(case, call, model, reference, oracle)
-        if found is not None:
-            outcome.kind, outcome.detail, outcome.key = found
-            if outcome.kind != "guarded":
-                break
+    with compiling(how, model, options):
+        found = next(filter(None, (compare(case, call, model, reference, oracle) for call in case["calls"])), None)
+    if found is not None:
+        outcome.kind, outcome.detail, outcome.key = found
     return outcome
 
 
@@ -110,22 +115,18 @@ def after_refusal(error: Exception, model: nn.Module, before: Data) -> Outcome:
 def compare(case: Data, call: Data, model: nn.Module, reference: nn.Module, oracle: Oracle) -> tuple[str, str, str] | None:
     """Makes one call of both models; the kind, detail and key of what is wrong, or None."""
     given = batch(case["program"], call, getattr(torch, case["dtype"]))
+    if call["how"] in CHANGES:
+        for each in (model, reference):
+            change(each, call["how"], call["seed"])
     expected, failed = attempt(lambda: reference(**given))
     hooks: list[Any] = model.hooks  # type: ignore[assignment]
     counts = [hook.calls for hook in hooks]
-    got, error = attempt(lambda: WAYS[call["how"]](model, given))
+    got, error = attempt(lambda: WAYS.get(call["how"], plain)(model, given))
     if failed is not None or error is not None:
-        if error is not None and failed is not None:
-            return None
-        if error is None:
-            return "wrong", f"no error, where the float model says {failed!r}: {call}", "no error"
-        words = f"{type(error).__name__}: {error} at {where(error)} in {call}"
-        return ("guarded" if deliberate(error) else "crash"), words, f"{type(error).__name__} at {where(error)}"
-    if call["how"] in ("plain", "again", "train") and hooks:
-        times = 2 if call["how"] == "again" else 1
-        twin: list[Any] = reference.hooks  # type: ignore[assignment]
+        return raised(case, call, reference, given, failed, error)
+    if call["how"] in ("plain", "again", "train") and not case.get("compile"):
         fired = [hook.calls - count for hook, count in zip(hooks, counts, strict=True)]
-        wanted = [times * hook.calls for hook in counted(twin, lambda: reference(**given))]
+        wanted = [(2 if call["how"] == "again" else 1) * n for n in counted(reference, given)]
         if fired != wanted:
             return "hook", f"hooks ran {fired} times, with the float model {wanted}: {call}", "hook"
     for result in got:
@@ -135,11 +136,24 @@ def compare(case: Data, call: Data, model: nn.Module, reference: nn.Module, orac
     return None
 
 
-def counted(hooks: list[Any], work: Callable[[], Any]) -> list[Any]:
-    for hook in hooks:
-        hook.calls = 0
-    work()
-    return hooks
+def raised(
+    case: Data, call: Data, reference: nn.Module, given: Data, failed: Exception | None, error: Exception | None
+) -> tuple[str, str, str] | None:
+    """The same of a call in which the float model failed, or the other, or both."""
+    if error is None:
+        return "wrong", f"no error, where the float model says {failed!r}: {call}", "no error"
+    if failed is not None or (case.get("compile") and not compiles(reference, given)):
+        return None
+    words, place = f"{type(error).__name__}: {error} at {where(error)} in {call}", f"{type(error).__name__} at {where(error)}"
+    return ("guarded" if deliberate(error) else "crash"), words, place
+
+
+def counted(model: Any, given: Data) -> list[int]:
+    """How often each hook of a model runs in a call."""
+    before = [hook.calls for hook in model.hooks]
+    if before:
+        model(**given)
+    return [hook.calls - count for hook, count in zip(model.hooks, before, strict=True)]
 
 
 def attempt(work: Callable[[], Any]) -> tuple[Any, Exception | None]:
@@ -165,6 +179,10 @@ def deliberate(error: Exception) -> bool:
 
 
 # --- ways to call a model -----------------------------------------------------------------------------------------------
+
+
+def plain(model: nn.Module, given: Data) -> list[Any]:
+    return [model(**given)]
 
 
 def again(model: nn.Module, given: Data) -> list[Any]:
@@ -213,35 +231,64 @@ def threads(model: nn.Module, given: Data) -> list[Any]:
     return got
 
 
-def compiled(model: nn.Module, given: Data) -> list[Any]:
-    """Compiled at the first call, for all sizes that follow."""
-    model.compile(backend="mmqc")
-    try:
-        return [model(**given)]
-    finally:
-        model._compiled_call_impl = None
-
-
 def train(model: nn.Module, given: Data) -> list[Any]:
     """Through train mode and back, as trainers do between evaluations."""
     return [model.train().eval()(**given)]
 
 
 WAYS: dict[str, Callable[[nn.Module, Data], list[Any]]] = {
-    "plain": lambda model, given: [model(**given)],
+    "plain": plain,
     "again": again,
     "threads": threads,
     "copied": copied,
     "state": state,
     "saved": saved,
     "train": train,
-    "compiled": compiled,
 }
 
 
 def features_of(model: Any) -> set[str]:
     found = features(model.config.program)
     return found | {"tied"} if any("tied" in word or "again" in word for word in found) else found
+
+
+@contextmanager
+def compiling(how: str, model: nn.Module, options: Data) -> Iterator[None]:
+    """Calls of the model are compiled; with "traced", the graphs that mmqc made run as they are."""
+    if not how:
+        yield
+        return
+    torch._dynamo.reset()
+    model.compile(backend="mmqc", options=options)
+    without = patch.object(mmqc.backend, "_lower", lambda gm, inputs, request, record: gm.forward)
+    with without if how.startswith("traced") else nullcontext():
+        yield
+    torch._dynamo.reset()
+
+
+def compiles(model: nn.Module, given: Data) -> bool:
+    """Whether Dynamo can compile a call of the float model at all."""
+    torch._dynamo.reset()
+    return attempt(lambda: torch.compile(model, backend="eager")(**given))[1] is None
+
+
+@torch.no_grad()
+def change(model: nn.Module, how: str, seed: int) -> None:
+    """Weights change behind a compiled model's back, as trainers and users change them."""
+    linears = [(name, m) for name, m in model.named_modules() if type(m) is nn.Linear]
+    name, linear = linears[seed % len(linears)]
+    if how == "in_place":
+        linear.weight.mul_(1.5)
+    elif how == "data":
+        linear.weight.data = linear.weight.data * 1.5
+    elif how == "assign":
+        linear.load_state_dict({n: t * 1.5 for n, t in linear.state_dict().items()}, assign=True)
+    elif how == "parameter":
+        linear.weight = nn.Parameter(linear.weight * 1.5, requires_grad=False)
+    else:
+        made = nn.Linear(linear.in_features, linear.out_features, linear.bias is not None).to(linear.weight)
+        made.load_state_dict({n: t * 1.5 for n, t in linear.state_dict().items()})
+        model.set_submodule(name, made.eval().requires_grad_(False))
 
 
 # --- whether a refusal left the model alone -----------------------------------------------------------------------------

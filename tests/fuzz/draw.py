@@ -4,24 +4,38 @@ from __future__ import annotations
 
 import random
 
-from tests.fuzz.grammar import DTYPES, HOOKS, IMAGE, OPS, RECIPES, SHELL, STEPS, TOWER_STEPS, WAYS, Child, Data
+from tests.fuzz.grammar import CHANGES, DTYPES, HOOKS, IMAGE, OPS, RECIPES, SHELL, STEPS, TOWER_STEPS, WAYS, Child, Data
 
 DEPTH = 3
+TRACED = 0.03  # of cases that compile without Inductor: Dynamo and mmqc's own part, and so in a second
 PLAIN_SHARE = 0.35  # of programs with nothing but residual blocks: an odd step makes most spaces be left alone
 
 
 def draw(seed: int, compiled: float = 0.0) -> Data:
-    """The case of a seed; ``compiled`` is the share of cases that compile."""
+    """The case of a seed; ``compiled`` is the share of cases that compile with Inductor."""
     rng = random.Random(seed)
     program = draw_program(rng)
     images, shapes = program["image"] is not None, _shapes(rng)
-    ways = WAYS if rng.random() >= compiled else ("compiled",)
     calibration = [_batch(rng, shapes[:3], images, 0.1) for _ in range(rng.choice((1, 1, 2, 3)))]
-    calls = [{**_batch(rng, shapes, images, 0.4), "how": rng.choice(ways)} for _ in range(rng.choice((4, 6, 8)))]
+    calls = [{**_batch(rng, shapes, images, 0.4), "how": rng.choice(WAYS)} for _ in range(rng.choice((4, 6, 8)))]
     calls[0] |= {name: calibration[0][name] for name in ("batch", "length", "image", "alt", "seed")}
     recipe = rng.choice(RECIPES)
     dtype = rng.choice(DTYPES if "(8" not in recipe and "w8" not in recipe else ("float32", "bfloat16"))
-    return {"program": program, "dtype": dtype, "recipe": recipe, "calibration": calibration, "calls": calls}
+    case: Data = {"program": program, "dtype": dtype, "recipe": recipe, "calibration": calibration, "calls": calls, "compile": ""}
+    chance = rng.random()
+    if chance < compiled + TRACED:
+        _compile(rng, case, "inductor" if chance < compiled else "traced")
+    return case
+
+
+def _compile(rng: random.Random, case: Data, how: str) -> None:
+    """The case compiles: a quantized model, or an untouched one with the config as an option, whose weights may change."""
+    option = rng.random() < 0.5
+    case |= {"compile": f"{how} option" if option else how, "calls": case["calls"][:5]}
+    if option:
+        case |= {"recipe": rng.choice(("rotate()", "rotate() | w8", "rtn(8)")), "dtype": rng.choice(("float32", "float64"))}
+        for call in case["calls"][1:]:
+            call["how"] = rng.choice(("plain", "plain", *CHANGES))
 
 
 def draw_program(rng: random.Random) -> Data:

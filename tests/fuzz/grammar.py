@@ -228,4 +228,5 @@ RECIPES = (
     "resq(8, kv_bits=None)",
 )
 DTYPES = ("float64", "float64", "float64", "float32", "float32", "bfloat16")
+CHANGES = ("in_place", "data", "assign", "parameter", "module")
 WAYS = (*("plain",) * 12, "again", "threads", "copied", "state", "saved", "train")

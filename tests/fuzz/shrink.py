@@ -36,6 +36,7 @@ def signature(case: Data) -> frozenset[str]:
 def called(case: Data) -> set[str]:
     """What is special about a case's calls, in words."""
     words = {f"call={name}" for call in case["calls"] for name in ("image", "alt") if call[name]}
+    words |= {f"compile={case['compile']}"} if case.get("compile") else set()
     return words | {f"call={call['how']}" for call in case["calls"] if call["how"] != "plain"}
 
 
@@ -57,6 +58,8 @@ def candidates(case: Data) -> Iterator[Data]:
             for key, values in SMALL.items():
                 for value in _simpler(item.get(key), values):
                     yield _with(case, **{name: [{**old, key: value} if i == j else old for j, old in enumerate(case[name])]})
+    if case.get("compile"):
+        yield from (_with(case, compile=value) for value in _simpler(case["compile"], ("", "traced", "traced option")))
     for name, values in (("dtype", ("float64", "float32")), ("recipe", ("rotate()", "rtn(8) without data", "rtn(8)"))):
         yield from (_with(case, **{name: value}) for value in _simpler(case[name], values))
 
