@@ -1,4 +1,4 @@
-# make venv | demo | test | test-slow | lint | gpu | docs        Needs Python 3.11 or newer, pip, make and g++; nothing else.
+# make venv | demo | test | test-slow | fuzz | lint | gpu | docs        Needs Python 3.11 or newer, pip, make and g++; nothing else.
 # make TORCH_INDEX=<url> <target>                      takes torch from that index (a CPU-only one, for example).
 # make PY=python3 gpu                                  runs the GPU tests in an interpreter that has everything already.
 
@@ -15,13 +15,17 @@ TORCH_INDEX ?=
 PYTEST_ARGS ?=
 GPU_WORKERS ?= 14
 HALF ?=
+SECONDS ?= 600
+SEED ?= 0
+JOBS ?= $(shell nproc)
+FUZZ_ARGS ?=
 
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 # Threads that wait sleep: with anything else on the cores, spinning ones cost a factor of two to five.
 export OMP_WAIT_POLICY := passive
 
-.PHONY: help venv demo test test-slow lint gpu docs clean
+.PHONY: help venv demo test test-slow fuzz lint gpu docs clean
 help:
 	@sed -n '1,3s/^# //p' Makefile
 
@@ -47,6 +51,10 @@ test: $(READY)
 
 test-slow: $(READY)
 	$(RUN_TESTS) -m 'not gpu and slow' $(PYTEST_ARGS)
+
+# Random programs against the float model; goes on where the last run of this SEED stopped, and saves what fails in tests/fuzz/cases.
+fuzz: $(READY)
+	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(PY) -m tests.fuzz --seconds $(SECONDS) --seed $(SEED) --jobs $(JOBS) $(FUZZ_ARGS)
 
 lint: $(STAMP)
 	@failed=0; \

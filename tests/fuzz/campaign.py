@@ -1,0 +1,254 @@
+"""Draws and checks cases for so many seconds, in so many processes; goes on where the last run stopped.
+
+State is one JSON file: how many seeds are done, what came of them, how many programs had each feature and how many of those
+were accepted.  A failure is made smaller and saved; one whose program has all that a known failure takes counts as known.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import multiprocessing
+import os
+import signal
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.fuzz.build import features
+from tests.fuzz.check import BAD, Outcome, run
+from tests.fuzz.draw import draw
+from tests.fuzz.grammar import Data
+from tests.fuzz.shrink import called, shrink, signature
+
+CASES = Path(__file__).parent / "cases"
+CHUNK, LIMIT = 8, 300  # seeds that a process takes at once; seconds for one case
+STRIDE = 1 << 32  # seeds of a campaign
+Known = tuple[str, str, frozenset[str]]  # kind, key, and what its program has to have
+
+
+@dataclass
+class Found:
+    """A failure: its case, made smaller if ``small``, and what came of it."""
+
+    seed: int
+    case: Data
+    kind: str
+    key: str
+    detail: str
+    takes: list[str]
+
+    @property
+    def name(self) -> str:
+        """Of its file: by what it takes, so that a defect that is found twice is one file."""
+        return hashlib.sha256(json.dumps([self.kind, self.key, self.takes]).encode()).hexdigest()[:10]
+
+    def data(self) -> Data:
+        """As it is saved."""
+        found = {"kind": self.kind, "key": self.key, "detail": self.detail, "takes": self.takes, "seed": self.seed}
+        return {"found": found, "case": self.case}
+
+
+@dataclass
+class State:
+    """What a campaign has seen.
+
+    Attributes:
+        next: seeds below it are done.
+        counts: by kind of outcome, and "programs", "changed by mmqc", "known".
+        seen, accepted: programs by feature; accepted ones were rewritten or quantized, and equal.
+    """
+
+    next: int = 0
+    seconds: float = 0.0
+    counts: Counter[str] = field(default_factory=Counter)
+    seen: Counter[str] = field(default_factory=Counter)
+    accepted: Counter[str] = field(default_factory=Counter)
+    reasons: Counter[str] = field(default_factory=Counter)
+
+    @classmethod
+    def read(cls, path: Path) -> State:
+        """From its file; a new one if there is none."""
+        if not path.exists():
+            return cls()
+        data = json.loads(path.read_text(encoding="utf-8"))
+        tables = {name: Counter(data[name]) for name in ("counts", "seen", "accepted", "reasons")}
+        return cls(data["next"], data["seconds"], **tables)
+
+    def write(self, path: Path) -> None:
+        """As one, so that a killed campaign leaves the old file or the new one."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        beside = path.with_suffix(".new")
+        beside.write_text(json.dumps(vars(self), indent=1, sort_keys=True), encoding="utf-8")
+        beside.replace(path)
+
+    def add(self, case: Data, outcome: Outcome) -> None:
+        """Counts one program."""
+        words = features(case["program"]) | {f"dtype={case['dtype']}", f"recipe={case['recipe']}"}
+        did = outcome.rewritten or outcome.quantized > 0
+        self.counts.update(["programs", outcome.kind, *(["changed by mmqc"] if did else [])])
+        self.seen.update(words)
+        if did and outcome.kind == "equal":
+            self.accepted.update(words)
+        if outcome.kind != "equal":
+            self.reasons.update([f"{outcome.kind}: {outcome.key}"])
+
+    def merge(self, other: State) -> None:
+        """Adds what another process has seen."""
+        for mine, its in zip(self.tables, other.tables, strict=True):
+            mine.update(its)
+
+    @property
+    def tables(self) -> tuple[Counter[str], ...]:
+        return self.counts, self.seen, self.accepted, self.reasons
+
+
+def known_cases(folder: Path = CASES) -> dict[str, Data]:
+    """The saved failures, by their names."""
+    return {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))}
+
+
+def known_by(found: Data) -> Known:
+    """By what a failure is known again."""
+    return found["kind"], found["key"], frozenset(found["takes"])
+
+
+def is_known(case: Data, outcome: Outcome, known: list[Known]) -> bool:
+    """Whether the case has all that a known failure of the same kind takes."""
+    words = features(case["program"]) | called(case)
+    return any(kind == outcome.kind and key == outcome.key and takes <= words for kind, key, takes in known)
+
+
+@contextmanager
+def at_most(seconds: int) -> Iterator[None]:
+    """Raises TimeoutError in what takes longer."""
+
+    def stop(*_: Any) -> None:
+        raise TimeoutError(f"a case took more than {seconds} s")
+
+    old = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, old)
+
+
+def outcome_of(case: Data) -> Outcome:
+    """What comes of a case, in time."""
+    torch.manual_seed(0)
+    try:
+        with at_most(LIMIT):
+            return run(case)
+    except TimeoutError as error:
+        return Outcome("crash", str(error), "hang")
+
+
+def smaller(seed: int, case: Data, outcome: Outcome, seconds: float = 30.0) -> Found:
+    """A failure, made smaller."""
+
+    def fails(other: Data) -> bool:
+        now = outcome_of(other)
+        return (now.kind, now.key) == (outcome.kind, outcome.key)
+
+    case = shrink(case, fails, seconds)
+    outcome = outcome_of(case)
+    takes = {word for word in signature(case) if outcome.kind != "hook" or word.startswith("hook=")}
+    return Found(seed, case, outcome.kind, outcome.key, outcome.detail, sorted(takes))
+
+
+def work(seeds: range, known: list[Known], options: Data) -> tuple[State, list[Found]]:
+    """Draws and checks the cases of these seeds."""
+    torch.set_num_threads(1)
+    state, found, known = State(), [], list(known)
+    for seed in seeds:
+        case = draw(seed, options["compiled"])
+        if options["only"] and not any(options["only"] in word for word in features(case["program"]) | {case["recipe"]}):
+            continue
+        outcome = outcome_of(case)
+        state.add(case, outcome)
+        if outcome.kind in options["kinds"]:
+            if is_known(case, outcome, known):
+                state.counts["known"] += 1
+                continue
+            found.append(smaller(seed, case, outcome))
+            known.append(known_by(vars(found[-1])))
+    return state, found
+
+
+def campaign(
+    seed: int = 0,
+    seconds: float = 60.0,
+    jobs: int = 1,
+    *,
+    folder: Path | None = None,
+    cases: Path | None = CASES,
+    only: str = "",
+    compiled: float = 0.0,
+    kinds: tuple[str, ...] = (*BAD, "rewrite_error"),
+) -> tuple[State, list[Found]]:
+    """Goes on with the campaign ``seed`` for so many seconds.
+
+    Args:
+        seed: which of 2^31 rows of programs.
+        seconds: of the clock; a case that has begun is ended.
+        jobs: processes.
+        folder: where the state is kept; None: nowhere, it begins anew.
+        cases: where failures are saved and known ones are read; None: nowhere.
+        only: cases whose program has a feature with this in its name.
+        compiled: share of cases that compile.
+        kinds: of outcomes that are failures.
+    """
+    path = folder / f"state_{seed}.json" if folder is not None else None
+    state, found, start = State.read(path) if path is not None else State(), [], time.monotonic()
+    known = [known_by(c["found"]) for c in known_cases(cases).values()] if cases is not None else []
+    options, before = {"only": only, "compiled": compiled, "kinds": kinds}, state.seconds
+    for part, new in _parts(state, seed, seconds, jobs, known, options):
+        state.merge(part)
+        state.seconds = before + time.monotonic() - start
+        for each in new:
+            if not any((each.kind, each.key) == (kind, key) and takes <= set(each.takes) for kind, key, takes in known):
+                known.append(known_by(vars(each)))
+                found.append(each)
+                save(each, cases)
+        if path is not None:
+            state.write(path)
+    return state, found
+
+
+def save(found: Found, cases: Path | None) -> None:
+    """As a file that the tests run."""
+    if cases is not None:
+        cases.mkdir(parents=True, exist_ok=True)
+        (cases / f"{found.name}.json").write_text(json.dumps(found.data(), indent=1) + "\n", encoding="utf-8")
+
+
+def _parts(
+    state: State, seed: int, seconds: float, jobs: int, known: list[Known], options: Data
+) -> Iterator[tuple[State, list[Found]]]:
+    """What comes of chunk after chunk; the state's ``next`` moves with them."""
+    end = time.monotonic() + seconds
+    chunk = lambda: range(seed * STRIDE + state.next, seed * STRIDE + state.next + CHUNK)  # noqa: E731
+    if jobs == 1:
+        while time.monotonic() < end:
+            done = work(chunk(), known, options)
+            state.next += CHUNK
+            yield done
+        return
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
+        running: set[Future[Any]] = set()
+        while running or time.monotonic() < end:
+            while len(running) < 2 * jobs and time.monotonic() < end:
+                running.add(pool.submit(work, chunk(), list(known), options))
+                state.next += CHUNK
+            done, running = wait(running, return_when=FIRST_COMPLETED)
+            yield from (each.result() for each in done)
