@@ -8,7 +8,7 @@ Needs:   ops.raised
 Gives:   nothing that the next pass must rely on: what was refused stays a pin of its space
 Exact:   yes, up to reassociation (fp64 1e-12)
 Refuses: a gain read by anything but linears' inputs; a gain whose expression has no neutral value;
-         a bias that would go into a linear whose weight is computed, or that zero padding keeps off some rows, or
+         a bias that would go into a linear whose weight is computed or that is no module's, or that zero padding keeps off some rows, or
          that a factor or a sum changes on its way; a gain or bias that something else uses too.
 A merged patch (Qwen-VL's merger) reads the same gain several times over: its columns are scaled block by block.
 """
@@ -143,7 +143,8 @@ class FoldNormScale(Pass):
             ids = spaces.found.shadows[use.x].movedim(use.channel, -1)
             if (ids[..., touch.groups.reshape(-1)] < 0).any() or _pads(touch.node):
                 return f"{touch.node.name}: some rows have no bias"
-            if (kind(touch.node) != "linear" and not bias_of(prog, touch.node)) or not use.whole:
+            own = bias_of(prog, touch.node) or (kind(touch.node) == "linear" and prog.hosted(touch.node, "linear"))
+            if not own or not use.whole:
                 return f"{touch.node.name}: it has no bias of its own to take this one in"
         return ""
 

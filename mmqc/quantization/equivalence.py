@@ -108,7 +108,7 @@ def _moved(model: nn.Module, by: float) -> Iterator[None]:
 
 def _largest(before: Sequence[Tensor], after: Sequence[Tensor]) -> tuple[float, tuple[int, ...]]:
     """The largest relative difference of two lists of tensors, and the shape of the one that has it."""
-    found = [(0.0, ())]
+    found: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
     for b, a in zip(before, after, strict=True):
         size, error = _sizes(b, a)
         found.append((error / size if size else 0.0, tuple(b.shape)))
