@@ -8,8 +8,8 @@ Needs:   ops.raised
 Gives:   nothing that the next pass must rely on: what was refused stays a pin of its space
 Exact:   yes, up to reassociation (fp64 1e-12)
 Refuses: a gain read by anything but linears' inputs; a gain whose expression has no neutral value;
-         a bias that would go into a linear whose weight is computed or that is no module's, or that zero padding keeps off some rows, or
-         that a factor or a sum changes on its way; a gain or bias that something else uses too.
+         a bias that would go into a linear whose weight is computed or that is no module's, or that zero padding keeps off
+         some rows, or that a factor or a sum changes on its way; a gain or bias that something else uses too.
 A merged patch (Qwen-VL's merger) reads the same gain several times over: its columns are scaled block by block.
 """
 

@@ -64,7 +64,7 @@ def stand_in(model: nn.Module, journal: Journal) -> StandIns:
 def _replace(fqn: str, module: nn.Module, read: Read, journal: Journal) -> Relative:
     linear = nn.Linear(*read.weight.shape[::-1], bias=read.bias is not None, device="meta", dtype=read.weight.dtype)
     for name, value in (("weight", read.weight), ("bias", read.bias)):
-        own = None if read.computed else module._parameters[name]
+        own = None if read.computed else module._parameters.get(name)
         if value is not None:  # the parameter itself, so that whoever shares or moves it goes on doing so
             linear._parameters[name] = nn.Parameter(value, requires_grad=False) if own is None else own
     if read.transposed:

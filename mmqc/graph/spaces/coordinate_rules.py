@@ -27,9 +27,9 @@ from mmqc.graph.spaces.coordinates import (
 from mmqc.graph.spaces.rows import Rows
 
 
-def coordinates(prog: Program, through_norms: bool = True) -> Coordinates:
-    """Replay ``prog`` and return the coordinates of all it computes; see ``Spaces.of`` for ``through_norms``."""
-    tracker = Rules(prog, through_norms)
+def coordinates(prog: Program, through_norms: bool = True, copies: Tensor | None = None) -> Coordinates:
+    """Replay ``prog`` and return the coordinates of all it computes; ``Spaces.of`` explains ``through_norms``, Rows ``copies``."""
+    tracker = Rules(prog, through_norms, copies)
     with torch.no_grad():
         prog.replay(tracker.see, values=not prog.sketches)
     return tracker.found
@@ -38,9 +38,9 @@ def coordinates(prog: Program, through_norms: bool = True) -> Coordinates:
 class Rules(Tracker):
     """One method per kind of operation that neither moves data nor is opaque."""
 
-    def __init__(self, prog: Program, through_norms: bool = True) -> None:
+    def __init__(self, prog: Program, through_norms: bool = True, copies: Tensor | None = None) -> None:
         super().__init__(prog, through_norms)
-        self.rows = Rows(self)
+        self.rows = Rows(self, copies)
 
     def see(self, node: fx.Node, result: Any, args: list[Any], kwargs: dict[str, Any]) -> None:
         """Coordinates first, then the rows that they come in."""

@@ -10,6 +10,9 @@ a new number made of those that went in.  Where channels meet again (in a linear
 one number; otherwise the space is pinned.
 
 Numbers hardly ever vary along the channels, so that axis costs nothing: it is expanded, and never looked at.
+
+Where the channels that one operation writes turn out to be several copies of a space (halves of a row that are added to each
+other), its rows are as many as copies.  That is known at the end only; the replay is then done again.
 """
 
 from __future__ import annotations
@@ -20,21 +23,25 @@ import torch
 from torch import Tensor, fx
 
 from mmqc.graph.kinds import kind, mutates
-from mmqc.graph.spaces.coordinates import SAME, compact, laid_out_like, leaves
+from mmqc.graph.spaces.coordinates import MOVES, SAME, compact, laid_out_like, leaves
 
 if TYPE_CHECKING:
     from mmqc.graph.spaces.coordinates import Tracker
 
 ODD = (0x9E3779B97F4A7C15 - (1 << 64), 0x27D4EB2F165667C5)
+DATA = frozenset(("add", "sub", *SAME))
 POOLS = frozenset(("avg_pool1d", "avg_pool2d", "avg_pool3d", "adaptive_avg_pool2d", "interpolate", "grid_sample"))
 APART = "a part of its channels came here by another way (scaled, moved or masked by itself)"
 
 
 class Rows:
-    """Row numbers beside the coordinates that ``tracker`` finds; ``see`` follows the same replay."""
+    """Row numbers beside the coordinates that ``tracker`` finds; ``see`` follows the same replay.
 
-    def __init__(self, tracker: Tracker) -> None:
-        self.tracker = tracker
+    ``copies`` has, for each coordinate, the number of its copy among those that one operation writes.
+    """
+
+    def __init__(self, tracker: Tracker, copies: Tensor | None = None) -> None:
+        self.tracker, self.copies = tracker, copies
         self.of: dict[fx.Node, Any] = {}
         self.count = 0
 
@@ -58,7 +65,7 @@ class Rows:
     def rule(self, node: fx.Node, result: Any, args: list[Any], kwargs: dict[str, Any], ids: Any) -> Any:
         """The numbers of a node's result."""
         word = "contraction" if node in self.tracker.found.contractions else kind(node)
-        known = [r for n in node.all_input_nodes for r in leaves(self.of.get(n))]
+        known = [r for n in node.all_input_nodes for r in leaves(self.rows_of(n, word))]
         if word in SAME and word != "neg" and known:
             return known[0]
         if self.tracker.is_move(word, args, kwargs):
@@ -68,7 +75,7 @@ class Rows:
         gains = self.tracker.found.gains
         made = word in ("contraction", "conv", "linear", "embedding") or (gains and gains[-1].node is node)
         if made or not known:
-            return self.fresh(result.shape, self.channel(node, word, args, kwargs, result))
+            return self.by_copy(self.fresh(result.shape, self.channel(node, word, args, kwargs, result)), ids)
         if word in ("mean", "sum") and len(known) == 1:
             return self.reduced(known[0], result, args, kwargs)
         if word in POOLS:
@@ -79,8 +86,8 @@ class Rows:
             few = compact(*known) if known[0].shape == known[1].shape else known
             return self.mixed(few[0].index_add(args[1], args[2].cpu(), self.mixed(few[1]))).expand(result.shape)
         if any(r.shape == result.shape for r in known) and _broadcast(known, result.shape):
-            return self.mixed(*known).expand(result.shape)
-        return self.fresh(result.shape, -1)
+            return self.by_copy(self.mixed(*known).expand(result.shape), ids)
+        return self.by_copy(self.fresh(result.shape, -1), ids)
 
     def meet(self, node: fx.Node, x: Any, ids: Tensor, channel: int = -1) -> None:
         """The channels of ``x`` meet in ``node``; ``ids`` [K] are their coordinates."""
@@ -100,6 +107,14 @@ class Rows:
         few = [1 if axis == channel % len(shape) else n for axis, n in enumerate(shape)]
         places = torch.arange(torch.Size(few).numel()).reshape(few)
         return self.mixed(places).expand(shape)
+
+    def by_copy(self, rows: Tensor, ids: Any) -> Tensor:
+        """The numbers, told apart by the copies that the coordinates are of."""
+        if self.copies is None or not isinstance(ids, Tensor) or ids.shape != rows.shape:
+            return rows
+        few = compact(ids)[0]
+        copy = torch.where(few >= 0, self.copies[few.clamp(min=0)], 0)
+        return self.mixed(rows, copy.expand(rows.shape)) if copy.any() else rows
 
     def mixed(self, *rows: Tensor) -> Tensor:
         """New numbers, made of these and of the node."""
@@ -143,10 +158,19 @@ class Rows:
         return result.dim() - weight.dim() + 1 if isinstance(weight, Tensor) else -1
 
     # -- operands --------------------------------------------------------------------------------------------------
+    def rows_of(self, node: fx.Node, word: str) -> Any:
+        """The numbers of an operand; a weight has some where it is data (a table of positions that is added)."""
+        data = node.op == "get_attr" and (word in DATA or word in MOVES) and self.tracker.is_channel_weight(node)
+        if data and node not in self.of:
+            ids = self.tracker.parameter(node)
+            self.count += 1
+            self.of[node] = self.by_copy(self.fresh(ids.shape, -1), ids)
+        return self.of.get(node)
+
     def stands_for(self, template: Any, value: Any) -> Any:
         """What stands for an operand of a move: its numbers, 0 for untracked floats, else the value itself."""
         if isinstance(template, fx.Node):
-            rows = self.of.get(template)
+            rows = self.rows_of(template, "cat")
             if rows is not None:
                 return rows
             if isinstance(value, Tensor) and value.is_floating_point():

@@ -68,16 +68,14 @@ class Spaces:
 
     @classmethod
     def _analysed(cls, prog: Program, plan: Plan | None, through_norms: bool) -> Spaces:
-        found = coordinates(prog, through_norms)
-        classes = _classes(found)
-        found.joins.clear()
-        blocks = _blocks(found, classes, plan)
-        found.splits.clear()
-        spaces = _collect(found, classes, blocks)
+        collector = _collected(prog, plan, through_norms)
+        if collector.copies is not None:
+            collector = _collected(prog, plan, through_norms, collector.copies)
+        found, spaces = collector.found, collector.spaces
         found.frozen.clear()
         found.meetings.clear()
         pin_other_uses(prog, found, spaces)
-        return cls(found, classes, spaces)
+        return cls(found, collector.classes, spaces)
 
 
 @contextmanager
@@ -139,6 +137,7 @@ class _Collector:
 
     def __init__(self, found: Coordinates, classes: Tensor, blocks: Tensor) -> None:
         self.found, self.classes, self.blocks = found, classes, blocks
+        self.copies: Tensor | None = None  # of each coordinate: which of the copies of its space that one operation writes
         count = int(blocks.max()) + 1 if blocks.numel() else 0
         members = blocks.argsort(stable=True).split(blocks.bincount(minlength=count).tolist())
         self.spaces = [Space(len(m), m) for m in members]
@@ -179,6 +178,9 @@ class _Collector:
         ids = torch.arange(source.base, source.base + source.size)
         for number, groups in self.placed(ids):
             space = self.spaces[number]
+            if groups is not None and len(groups) > 1:
+                self.copies = torch.zeros(self.found.total, dtype=torch.long) if self.copies is None else self.copies
+                self.copies[source.base + groups] = torch.arange(len(groups))[:, None]
             if source.what == "input":
                 space.inputs.append(source.node)
             elif not source.fqn or source.what == "gain":
@@ -199,7 +201,12 @@ class _Collector:
                 self.spaces[number].touch(Touch(reader.fqn, reader.axis, groups, "reader", reader.node))
 
 
-def _collect(found: Coordinates, classes: Tensor, blocks: Tensor) -> list[Space]:
+def _collected(prog: Program, plan: Plan | None, through_norms: bool, copies: Tensor | None = None) -> _Collector:
+    found = coordinates(prog, through_norms, copies)
+    classes = _classes(found)
+    found.joins.clear()
+    blocks = _blocks(found, classes, plan)
+    found.splits.clear()
     collector = _Collector(found, classes, blocks)
     for source in found.sources:
         collector.source(source)
@@ -207,7 +214,7 @@ def _collect(found: Coordinates, classes: Tensor, blocks: Tensor) -> list[Space]
         if reader.ids is not None and reader.fqn:
             collector.reader(reader, reader.ids)
     _attach(found, collector)
-    return collector.spaces
+    return collector
 
 
 def _attach(found: Coordinates, collector: _Collector) -> None:

@@ -111,3 +111,41 @@ def test_rows__copies_side_by_side_keep_their_own_rows() -> None:
         (space,) = (s for s in spaces if any(t.fqn == "embed.weight" for t in s.touches))
         assert space.width == WIDTH
         assert [why for _, why in space.pins] == ([APART] if crossed else [])
+
+
+def halves_summed(x: Tensor) -> Tensor:
+    halves = x.unflatten(-1, (2, HALF))
+    return (halves + 1.5 * halves.mean(-2, keepdim=True)).flatten(-2)
+
+
+CROSSED: dict[str, Middle] = {
+    "moved": lambda x: halves_summed(x)[..., torch.arange(WIDTH).roll(HALF // 2)],
+    "added": lambda x: halves_summed(x) + x[..., [HALF, *range(1, HALF), 0, *range(HALF + 1, WIDTH)]],
+}
+
+
+@pytest.mark.parametrize("how", CROSSED)
+def test_rows__copies_that_one_operation_writes_are_told_apart(how: str) -> None:
+    assert quantized(CROSSED[how])[0] < EXACT
+    error, sites, _ = quantized(halves_summed)
+    assert error < EXACT
+    assert any(f"space of {HALF}" in site for site in sites)
+
+
+def test_rows__a_table_of_positions_has_rows_too() -> None:
+    class Positions(Stream):
+        def __init__(self, shift: int) -> None:
+            self.shift = shift
+            super().__init__(lambda x: x)
+            self.table = nn.Parameter(torch.randn(6, WIDTH))
+
+        def forward(self, input_ids: Tensor) -> Tensor:
+            self.middle = lambda x: x + beside(self.table[:, :HALF].roll(self.shift, 0), self.table[:, HALF:])
+            return super().forward(input_ids)
+
+    for shift in (0, 1):
+        model = randomise(Positions(shift)).double()
+        expected = output_of(model, ids())
+        report = mmqc.quantize_(model, mmqc.recipes.rotate(), [ids()], progress=False)
+        assert relative_error(output_of(model, ids()), expected) < EXACT
+        assert any(APART in r.reason for r in report.refused) == bool(shift)
