@@ -43,16 +43,22 @@ class Session:
     solved: dict[tuple[str, tuple[str, ...]], Quantized] = field(default_factory=dict)
     centred: set[str] = field(default_factory=set)
     visual: Tensor | None = None
-    stamps: dict[str, Stamp] = field(default_factory=dict)
+    stamps: dict[str, tuple[int, Stamp]] = field(default_factory=dict)
 
     def forget_changed(self, prog: Program) -> None:
         """Drop what was derived from weights that have changed since."""
         now = {fqn: weight for fqn, weight in prog.weights.items() if isinstance(weight, Tensor)}
-        changed = {fqn for fqn, weight in now.items() if fqn in self.stamps and not self.stamps[fqn].same([weight])}
+        changed = {fqn for fqn, weight in now.items() if fqn in self.stamps and not self.is_same(fqn, weight)}
         if changed:
             self.weights.clear()
             self.solved.clear()
-        self.stamps.update((fqn, Stamp([weight])) for fqn, weight in now.items() if fqn in changed or fqn not in self.stamps)
+        new = (fqn for fqn in now if fqn in changed or fqn not in self.stamps)
+        self.stamps.update((fqn, (id(now[fqn]), Stamp([now[fqn]]))) for fqn in new)
+
+    def is_same(self, fqn: str, weight: Tensor) -> bool:
+        """Whether a weight that was seen before is that tensor, unchanged."""
+        known, stamp = self.stamps[fqn]
+        return known == id(weight) and stamp.same([weight])
 
     @functools.cached_property
     def plan(self) -> Plan | None:
@@ -227,7 +233,8 @@ class _Blocks:
         gone = [key for key, (_, old) in self.known.items() if old.place == variant.place or old.place[0]() is None]
         for key in gone:
             del self.known[key]
-        self.known[tuple(map(id, parameters))] = Stamp([*parameters, *variant.outside.now()]), variant
+        tensors = [*parameters, *variant.outside.now()]
+        self.known[tuple(map(id, parameters))] = Stamp(tensors), variant
 
     def variant(self, args: Sequence[Any]) -> _Variant:
         """The weights for these parameters."""

@@ -58,7 +58,8 @@ def test_same__another_tensor_of_the_same_id_and_address() -> None:
         tensor = nn.Parameter(torch.ones(64, 64))
         stamp = Stamp([tensor])
         del tensor
-        assert not stamp.same([nn.Parameter(torch.ones(64, 64))])
+        other = nn.Parameter(torch.zeros(64, 64))
+        assert not stamp.same([other])
 
 
 def test_same__inference_tensors_and_tensors_without_values() -> None:
@@ -73,9 +74,18 @@ def test_same__inference_tensors_and_tensors_without_values() -> None:
     assert not stamp.same(kinds)
 
 
-def test_stamp__another_device_is_held_by_nothing() -> None:
-    tensor = nn.Parameter(torch.ones(33, 2).T)  # no sample is taken of it, as of one on a GPU
+def test_stamp__memory_of_another_device_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mmqc.compiler.stamp.on_cpu", lambda tensor: False)
+    tensor = nn.Parameter(torch.ones(33, 2))
     stamp, memory = Stamp([tensor]), StorageWeakRef(tensor.untyped_storage())
     assert stamp.same([tensor])
     del tensor
     assert memory.expired()
+    assert not stamp.same([nn.Parameter(torch.ones(33, 2))]), "in the same place, perhaps"
+
+
+def test_stamp__zeros_hide_no_scaling() -> None:
+    tensor = nn.Parameter(torch.randn(64, 64) * (torch.rand(64, 64) > 0.9))
+    stamp = Stamp([tensor])
+    tensor.data.mul_(1.5)
+    assert not stamp.same([tensor])
