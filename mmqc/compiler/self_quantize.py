@@ -29,6 +29,7 @@ from mmqc.graph.plan import Plan
 from mmqc.graph.program import VISUAL, PassRecord, Program
 from mmqc.graph.runner import run
 from mmqc.nn.modality import ModalityContext
+from mmqc.ops import nonfinite
 from mmqc.pipeline import FACTS, exact_passes, quantizing_passes
 from mmqc.solvers import Quantized
 
@@ -182,19 +183,21 @@ class _Variant:
     shape: str
     weights: list[Tensor]
     outside: Outside
-    place: tuple[weakref.ref[nn.Module], tuple[str, ...]]
+    place: tuple[bool, weakref.ref[nn.Module], tuple[str, ...]]
 
 
 def _rewrite(captured: Captured, session: Session) -> _Variant:
     """Run all passes and compute the weights, each once per session."""
     prog, config = captured.program, session.config
     session.forget_changed(prog)
-    place = session.model, tuple(prog.weights)
+    place = nonfinite.propagating, session.model, tuple(prog.weights)
     prog.statistics = config.statistics
     prog.plan, prog.centred = session.plan, session.centred
     prog.outside = outside = Outside(session.owner())
     run(prog, exact_passes(config), FACTS, text=True)
     run(prog, quantizing_passes(cache=session.solved), FACTS, text=True)
+    if nonfinite.propagating:
+        _poison(prog)
     session.centred.update(fqn for stream in prog.decided.streams for fqn in stream.writers)
     gm, names = to_graph_module(prog)
 
@@ -211,6 +214,17 @@ def _rewrite(captured: Captured, session: Session) -> _Variant:
     for i, name in enumerate(names):
         text = text.replace("w_" + re.sub(r"\W", "_", name), f"w{i}")
     return _Variant(gm, text + str([tuple(w.shape) for w in weights]), weights, outside, place)
+
+
+def _poison(prog: Program) -> None:
+    """Let NaN and infinity through static scales, as the modules do (ops/nonfinite.py)."""
+    for node in prog.nodes("scaled_matmul"):
+        codes = node.args[0]
+        assert isinstance(codes, fx.Node)
+        with prog.graph.inserting_after(node):
+            new = prog.graph.call_function(nonfinite.poisoned, (node, codes.args[0]))
+        new.meta.update(node.meta)
+        node.replace_all_uses_with(new, delete_user_cb=lambda user, new=new: user is not new)
 
 
 class _Blocks:
@@ -230,16 +244,17 @@ class _Blocks:
 
     def keep(self, parameters: list[Tensor], variant: _Variant) -> None:
         """Remember the weights for these parameters, and forget those of tensors that were in their place before."""
-        gone = [key for key, (_, old) in self.known.items() if old.place == variant.place or old.place[0]() is None]
+        gone = [key for key, (_, old) in self.known.items() if old.place == variant.place or old.place[1]() is None]
         for key in gone:
             del self.known[key]
         tensors = [*parameters, *variant.outside.now()]
-        self.known[tuple(map(id, parameters))] = Stamp(tensors), variant
+        self.known[variant.place[0], *map(id, parameters)] = Stamp(tensors), variant
 
     def variant(self, args: Sequence[Any]) -> _Variant:
         """The weights for these parameters."""
         parameters = [args[p] for p in self.parameters]
-        stamp, variant = self.known.get(tuple(map(id, parameters)), (None, self.first))
+        key = (nonfinite.propagating, *map(id, parameters))
+        stamp, variant = self.known.get(key, (None, self.first))
         if stamp is None or not stamp.same(parameters + variant.outside.now()):
             examples = list(self.examples)
             for position, parameter in zip(self.parameters, parameters, strict=True):
