@@ -15,6 +15,7 @@ from mmqc.backend import GraphRecord, backend, collect_records
 from mmqc.front.front import Front, attached, detach
 from mmqc.graph.text import text_diff
 from mmqc.graph.tracing import collect_breaks
+from mmqc.ops.nonfinite import propagate_nonfinite
 
 LIMIT = 1 << 16
 
@@ -55,12 +56,14 @@ class Explanation:
         passes: what ``quantize_`` did to this model, then what the backend did to each graph.
         breaks: reason and source line of each graph break, and how often.
         prepared: what runs in front of the compiled region, and what could not be prepared.
+        nonfinite: the linears whose static scale met NaN or infinity, of which it makes finite numbers.
     """
 
     graphs: list[GraphRecord] = field(default_factory=list)
     passes: list[PassNote] = field(default_factory=list)
     breaks: dict[str, int] = field(default_factory=dict)
     prepared: list[str] = field(default_factory=list)
+    nonfinite: list[str] = field(default_factory=list)
 
     @property
     def quantized_graphs(self) -> int:
@@ -97,6 +100,8 @@ class Explanation:
             parts.append("passes\n" + "\n".join(map(str, self.passes)))
         if self.prepared:
             parts.append("in front of the compiled region\n" + "\n".join(f"  {note}" for note in self.prepared))
+        if self.nonfinite:
+            parts.append("NaN or infinity meets static scales, which make finite numbers of it\n  " + "\n  ".join(self.nonfinite))
         parts.append("graphs\n" + "\n".join(map(str, self.graphs)))
         fallbacks = "\n".join(f"  graph {i} {op}: {reason}" for i, op, reason in self.fallbacks) or "  none"
         parts.append(f"fallbacks\n{fallbacks}")
@@ -142,7 +147,28 @@ def explain(model: nn.Module, inputs: Mapping[str, Any], *, options: Mapping[str
             detach(model)
     passes = [*_recorded(model), *(note for g in graphs for note in _notes(g))]
     lines = Counter(f"{b.reason} at {b.where}" for b in breaks)
-    return Explanation(graphs, passes, dict(lines) | ({} if graphs else {NOTHING: 1}), front.notes)
+    nonfinite = _nonfinite(model, inputs)
+    return Explanation(graphs, passes, dict(lines) | ({} if graphs else {NOTHING: 1}), front.notes, nonfinite)
+
+
+def _nonfinite(model: nn.Module, inputs: Mapping[str, Any]) -> list[str]:
+    """The static linears that an eager forward hands NaN or infinity to; damage spreads to those behind, in which it shows, too."""
+    found: dict[str, None] = {}
+
+    def look(name: str, args: tuple[Any, ...]) -> None:
+        if not bool(args[0].isfinite().all()):
+            found[name] = None
+
+    static = {name: m for name, m in model.named_modules() if getattr(m, "input_scale", None) is not None}
+    hooks = [m.register_forward_pre_hook(lambda _, args, name=name: look(name, args)) for name, m in static.items()]
+    try:
+        if static:
+            with propagate_nonfinite():
+                model(**inputs)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return list(found)
 
 
 def _recorded(model: nn.Module) -> list[PassNote]:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from mmqc.cli.chat_data import Batch, Example, encode
 from mmqc.nn.modality import attached, visual_token_ids
+from mmqc.ops.nonfinite import propagate_nonfinite
 from mmqc.samples.scoring import Interval, bootstrap, recovery, tail_nll
 
 NEVER_RIGHT = "recovery: the model to compare with has no answer right, so there is nothing to recover"
@@ -59,6 +60,7 @@ def _plain(text: str) -> str:
 
 
 @torch.no_grad()
+@propagate_nonfinite()
 def ask(model: Any, processor: Any, examples: Iterable[Example], max_new_tokens: int = 64) -> list[Answer]:
     """The model's greedy answer to each example, one at a time, and the NLL of the right one.
 
@@ -122,6 +124,7 @@ def reasons(figures: Mapping[str, Any], answers: Iterable[Answer]) -> list[str]:
 
 
 @torch.no_grad()
+@propagate_nonfinite()
 def text_nll(model: Any, tokenizer: Any, text: str, window: int = 2048) -> tuple[float, int]:
     """Summed NLL of a text's tokens but the first of each window, and their number.
 
@@ -154,6 +157,7 @@ def perplexity(model: Any, tokenizer: Any, files: Iterable[str | Path], window: 
 
 
 @torch.no_grad()
+@propagate_nonfinite()
 def logit_sqnr(reference: Any, model: Any, batches: Iterable[Mapping[str, Tensor]]) -> dict[str, float]:
     """SQNR of the logits against the reference's in dB, at visual and at text positions, over all batches."""
     signal: dict[str, float] = {}

@@ -16,6 +16,7 @@ from torch import Tensor, fx
 
 from mmqc.compiler.graph_content import has_heavy_op, mmqc_ops
 from mmqc.compiler.options import CompileOptions
+from mmqc.compiler.stamp import Stamp
 from mmqc.graph.capture import keep_notes
 from mmqc.graph.program import KEPT, PassRecord, Program
 from mmqc.graph.runner import run
@@ -118,25 +119,21 @@ def where_equal(fused: Callable[..., Any], pairs: Sequence[tuple[int, int]], pla
 
     A pair is compared when one of its tensors is new or was written to since: once, for a model that stays as it is.
     """
-    known: dict[tuple[int, ...], tuple[bool, list[Any]]] = {}
+    known: dict[tuple[int, ...], tuple[Stamp, bool]] = {}
     places = sorted({place for pair in pairs for place in pair})
 
     def call(*args: Any) -> Any:
-        key = tuple(x for i in places for x in (id(args[i]), _version(args[i])))
-        if key not in known:
+        scales = [args[i] for i in places]
+        key = tuple(map(id, scales))
+        if key not in known or not known[key][0].same(scales):
             if len(known) >= REMEMBERED:
                 known.clear()
-            # the tensors are kept, so that no other takes over their ids
-            known[key] = (all(equal(args[i], args[j]) for i, j in pairs), [args[i] for i in places])
-            if not known[key][0]:
+            known[key] = Stamp(scales), all(equal(args[i], args[j]) for i, j in pairs)
+            if not known[key][1]:
                 logger.warning(UNEQUAL)
-        return (fused if known[key][0] else plain)(*args)
+        return (fused if known[key][1] else plain)(*args)
 
     return call
-
-
-def _version(tensor: Any) -> int:
-    return 0 if tensor.is_inference() else tensor._version
 
 
 def _fill_values(graph: fx.Graph, example_inputs: Sequence[Any]) -> None:

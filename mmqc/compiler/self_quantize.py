@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+from mmqc.compiler.stamp import Stamp
 from mmqc.config import ConfigError, QuantConfig
 from mmqc.front.front import attached
 from mmqc.graph.capture import Captured, from_dynamo, keep_notes, outermost_module, static_examples, to_graph_module
@@ -28,6 +29,7 @@ from mmqc.graph.plan import Plan
 from mmqc.graph.program import VISUAL, PassRecord, Program
 from mmqc.graph.runner import run
 from mmqc.nn.modality import ModalityContext
+from mmqc.ops import nonfinite
 from mmqc.pipeline import FACTS, exact_passes, quantizing_passes
 from mmqc.solvers import Quantized
 
@@ -42,15 +44,22 @@ class Session:
     solved: dict[tuple[str, tuple[str, ...]], Quantized] = field(default_factory=dict)
     centred: set[str] = field(default_factory=set)
     visual: Tensor | None = None
-    versions: dict[str, int] = field(default_factory=dict)
+    stamps: dict[str, tuple[int, Stamp]] = field(default_factory=dict)
 
     def forget_changed(self, prog: Program) -> None:
-        """Drop what was derived from weights that have been written to since."""
-        now = {fqn: weight._version for fqn, weight in prog.weights.items() if not weight.is_inference()}
-        if any(self.versions.get(fqn, version) != version for fqn, version in now.items()):
+        """Drop what was derived from weights that have changed since."""
+        now = {fqn: weight for fqn, weight in prog.weights.items() if isinstance(weight, Tensor)}
+        changed = {fqn for fqn, weight in now.items() if fqn in self.stamps and not self.is_same(fqn, weight)}
+        if changed:
             self.weights.clear()
             self.solved.clear()
-        self.versions.update(now)
+        new = (fqn for fqn in now if fqn in changed or fqn not in self.stamps)
+        self.stamps.update((fqn, (id(now[fqn]), Stamp([now[fqn]]))) for fqn in new)
+
+    def is_same(self, fqn: str, weight: Tensor) -> bool:
+        """Whether a weight that was seen before is that tensor, unchanged."""
+        known, stamp = self.stamps[fqn]
+        return known == id(weight) and stamp.same([weight])
 
     @functools.cached_property
     def plan(self) -> Plan | None:
@@ -119,6 +128,8 @@ def quantize_graph(gm: fx.GraphModule, example_inputs: Sequence[Any], session: S
     config = session.config
     with unset_fake_temporarily():
         session.find_visual()  # of the first call: its hooks do not run yet
+    if _computes_nothing(gm):
+        return None
     if not any(kind(n) in ("linear", "conv", "embedding", "add", "layer_norm") for n in gm.graph.nodes):
         return None
     captured = from_dynamo(gm, example_inputs, session.owner())
@@ -141,24 +152,52 @@ def quantize_graph(gm: fx.GraphModule, example_inputs: Sequence[Any], session: S
     return Rewritten(first.gm, [*inputs, *static_examples(first.weights)], captured.program.records, wrap)
 
 
+class Outside:
+    """Parameters of other graphs that this one's weights were derived from, as the model has them now."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = weakref.ref(model)
+        self.names: list[str] = []
+
+    def __call__(self, fqn: str) -> Tensor:
+        """The parameter of this name: ``Program.outside``."""
+        self.names.append(fqn)
+        return self.parameter(fqn)
+
+    def parameter(self, fqn: str) -> Tensor:
+        """Of the model as it is now."""
+        model = self.model()
+        assert model is not None
+        return model.get_parameter(fqn)
+
+    def now(self) -> list[Tensor]:
+        """All that were asked for."""
+        return [self.parameter(name) for name in self.names]
+
+
 @dataclass(frozen=True)
 class _Variant:
-    """A graph rewritten for one block's parameters: its text without names, to compare, and its derived weights."""
+    """A graph rewritten for one block's parameters: its text without names, to compare, its derived weights, and the block."""
 
     gm: fx.GraphModule
     shape: str
     weights: list[Tensor]
+    outside: Outside
+    place: tuple[bool, weakref.ref[nn.Module], tuple[str, ...]]
 
 
 def _rewrite(captured: Captured, session: Session) -> _Variant:
     """Run all passes and compute the weights, each once per session."""
     prog, config = captured.program, session.config
     session.forget_changed(prog)
+    place = nonfinite.propagating, session.model, tuple(prog.weights)
     prog.statistics = config.statistics
     prog.plan, prog.centred = session.plan, session.centred
-    prog.outside = session.owner().get_parameter
+    prog.outside = outside = Outside(session.owner())
     run(prog, exact_passes(config), FACTS, text=True)
     run(prog, quantizing_passes(cache=session.solved), FACTS, text=True)
+    if nonfinite.propagating:
+        _poison(prog)
     session.centred.update(fqn for stream in prog.decided.streams for fqn in stream.writers)
     gm, names = to_graph_module(prog)
 
@@ -174,14 +213,25 @@ def _rewrite(captured: Captured, session: Session) -> _Variant:
     text = str(gm.code)
     for i, name in enumerate(names):
         text = text.replace("w_" + re.sub(r"\W", "_", name), f"w{i}")
-    return _Variant(gm, text + str([tuple(w.shape) for w in weights]), weights)
+    return _Variant(gm, text + str([tuple(w.shape) for w in weights]), weights, outside, place)
+
+
+def _poison(prog: Program) -> None:
+    """Let NaN and infinity through static scales, as the modules do (ops/nonfinite.py)."""
+    for node in prog.nodes("scaled_matmul"):
+        codes = node.args[0]
+        assert isinstance(codes, fx.Node)
+        with prog.graph.inserting_after(node):
+            new = prog.graph.call_function(nonfinite.poisoned, (node, codes.args[0]))
+        new.meta.update(node.meta)
+        node.replace_all_uses_with(new, delete_user_cb=lambda user, new=new: user is not new)
 
 
 class _Blocks:
     """One compiled graph, called with the parameters of several blocks of the model.
 
     Dynamo passes parameters as arguments and guards their shapes alone, so the graph of block 0 also runs block 1.
-    Each set of parameters gets derived weights of its own, at its first call.
+    Each set of parameters gets derived weights of its own, at its first call and whenever one of them has changed.
     """
 
     def __init__(
@@ -189,23 +239,31 @@ class _Blocks:
     ) -> None:
         self.gm, self.examples, self.session = gm, example_inputs, session
         self.arguments, self.parameters, self.first, self.masked = (captured.arguments, captured.parameters, first, masked)
-        self.known = {self.key(example_inputs): first}
+        self.known: dict[tuple[int, ...], tuple[Stamp, _Variant]] = {}
+        self.keep([example_inputs[p] for p in self.parameters], first)
 
-    def key(self, args: Sequence[Any]) -> tuple[tuple[int, int], ...]:
-        """Identity and version of each parameter: a weight that was written to is derived anew."""
-        return tuple((id(args[p]), args[p]._version) for p in self.parameters)
+    def keep(self, parameters: list[Tensor], variant: _Variant) -> None:
+        """Remember the weights for these parameters, and forget those of tensors that were in their place before."""
+        gone = [key for key, (_, old) in self.known.items() if old.place == variant.place or old.place[1]() is None]
+        for key in gone:
+            del self.known[key]
+        tensors = [*parameters, *variant.outside.now()]
+        self.known[variant.place[0], *map(id, parameters)] = Stamp(tensors), variant
 
     def variant(self, args: Sequence[Any]) -> _Variant:
         """The weights for these parameters."""
-        key = self.key(args)
-        if key not in self.known:
+        parameters = [args[p] for p in self.parameters]
+        key = (nonfinite.propagating, *map(id, parameters))
+        stamp, variant = self.known.get(key, (None, self.first))
+        if stamp is None or not stamp.same(parameters + variant.outside.now()):
             examples = list(self.examples)
-            for position in self.parameters:
-                examples[position] = args[position]
+            for position, parameter in zip(self.parameters, parameters, strict=True):
+                examples[position] = parameter
             session = session_for(self.session.config)  # Dynamo runs one graph for every model of a class
             with torch.no_grad():
-                self.known[key] = _rewrite(from_dynamo(self.gm, examples, session.owner()), session)
-        return self.known[key]
+                variant = _rewrite(from_dynamo(self.gm, examples, session.owner()), session)
+            self.keep(parameters, variant)
+        return variant
 
     def around(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
         """Dynamo's calling convention outside, the compiled graph's inside."""
@@ -227,6 +285,14 @@ def _anything_to_do(prog: Program, session: Session) -> bool:
     assert session.plan is not None
     ours = {fqn for stream in session.plan.streams for fqn in (*stream.roots, *stream.norms)}
     return any(weight_of(n) in session.config.statistics["linears"] for n in prog.nodes("linear")) or bool(ours & set(prog.weights))
+
+
+def _computes_nothing(gm: fx.GraphModule) -> bool:
+    """Whether every result is empty, that of a batch without rows: there is no value from which a space could be found."""
+    results = [
+        v for n in gm.graph.find_nodes(op="output")[0].all_input_nodes if isinstance(v := n.meta.get("example_value"), Tensor)
+    ]
+    return bool(results) and all(any(type(n) is int and n == 0 for n in v.shape) for v in results)
 
 
 def _token_ids(prog: Program, config: QuantConfig) -> fx.Node | None:

@@ -22,7 +22,7 @@ from mmqc.experts.call import ExpertCall, Rows
 from mmqc.experts.pointwise import Pointwise
 from mmqc.nn.integer_weight import IntegerWeight
 from mmqc.nn.modality import ModalityContext
-from mmqc.ops import quantize
+from mmqc.ops import nonfinite, quantize
 from mmqc.ops.pack import packed_width, unpack
 
 
@@ -81,12 +81,13 @@ class QuantStack(IntegerWeight):
 
     def forward(self, x: Tensor, rows: Rows, visual: Tensor | None) -> Tensor:
         """Rows x [S, K], sorted by expert -> [S, N]."""
-        dtype, x, row_scale = x.dtype, self.rotated(x), None
+        dtype, given, row_scale = x.dtype, self.rotated(x), None
+        x = given
         if self.input_scale is not None:
             column = 0 if visual is None or self.input_scale.shape[1] == 1 else visual.long()
             row_scale = self.input_scale[rows.experts(), column]
             x = quantize.codes(x, row_scale[:, None], self.activation_bits or 8)
-        return torch.ops.mmqc.grouped_matmul(
+        y = torch.ops.mmqc.grouped_matmul(
             x,
             self.qweight,
             self.weight_scale,
@@ -98,6 +99,7 @@ class QuantStack(IntegerWeight):
             dtype,
             self.weight_zero,
         )
+        return nonfinite.poisoned(y, given) if row_scale is not None and nonfinite.propagating else y
 
     def to_spec(self) -> dict[str, Any]:
         """What ``from_spec`` builds the stack from, without its values."""

@@ -27,6 +27,7 @@ from mmqc.nn.integer_weight import PackedLinear
 from mmqc.nn.modality import ModalityContext
 from mmqc.nn.norm import RMSNorm
 from mmqc.nn.online_hadamard import HadamardLinear, rebuild_factors
+from mmqc.ops import nonfinite
 from mmqc.ops.pack import pack, packed_width, unpack
 from mmqc.ops.weight_only_matmul import dequantize
 from mmqc.solvers.quantized import Quantized
@@ -202,6 +203,8 @@ class QuantLinear(PackedLinear):
             y = torch.ops.mmqc.scaled_matmul(
                 x_q, self.qweight, scale, self.weight_scale, self.bias, visual, self.storage_bits, x.dtype, *grouped
             )
+            if nonfinite.propagating:
+                y = nonfinite.poisoned(y, x)
         if self.outlier_index is not None and self.outlier_weight is not None:
             y = y + F.linear(x.index_select(-1, self.outlier_index), self.outlier_weight.to(x.dtype))
         return y

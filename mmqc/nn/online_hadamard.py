@@ -46,6 +46,8 @@ class OnlineHadamard(nn.Module):
         factors = _shared(self.in_features, torch.device(device), wide)
         self._n_factors = len(factors)
         for i, factor in enumerate(factors):
+            if factor.is_meta:  # one of its own: a loader gives every tensor values, but only once
+                factor = torch.empty_like(factor)
             self.register_buffer(f"factor_{i}", factor, persistent=False)
 
     def rotated(self, x: Tensor) -> Tensor:
@@ -75,10 +77,14 @@ def _weight(module: nn.Module) -> Tensor:
 
 
 def rebuild_factors(model: nn.Module) -> None:
-    """Recompute every online Hadamard of ``model`` on its linear's device, for loaders that only fill checkpoint tensors."""
+    """Recompute every online Hadamard of ``model`` on its linear's device, for loaders that only fill checkpoint tensors.
+
+    Where the linear's values are left on disk, they stay on the device that it runs on: no file holds them.
+    """
     for module in model.modules():
         if isinstance(module, OnlineHadamard) and module.hadamard:
-            module.rebuild_factors(_weight(module).device)
+            weight = _weight(module)
+            module.rebuild_factors(None if weight.is_meta else weight.device)
 
 
 class HadamardLinear(OnlineHadamard):

@@ -153,6 +153,21 @@ def test_offload__a_quantized_model_runs_from_disk(tmp_path):
     assert torch.equal(logits(again, inputs), logits(model, inputs))
 
 
+@pytest.mark.parametrize("buffers", [True, False])
+def test_offload__online_hadamards_stay_where_they_are_computed(tmp_path, buffers):
+    model, inputs = example()
+    mmqc.quantize_(model, recipes.mquant(4, solver="rtn"), [inputs], progress=False)
+    assert sum(bool(getattr(m, "hadamard", False)) for m in model.modules()) > 2
+    model.save_pretrained(tmp_path / "quantized")
+    places = {"model.visual": "disk", "model.language_model": "disk", "lm_head": "cpu"}
+    again = AutoModelForImageTextToText.from_pretrained(
+        tmp_path / "quantized", device_map=places, offload_folder=tmp_path / "offload", offload_buffers=buffers
+    )
+    assert sum(t.is_meta for n, t in again.state_dict().items() if n.endswith("norm.weight")), "left on disk"
+    for _ in range(2):
+        assert torch.equal(logits(again, inputs), logits(model, inputs))
+
+
 def test_flipped_bit__in_one_of_many_shards_is_named(tmp_path):
     model, _ = example()
     mmqc.quantize_(model, recipes.rtn(8), progress=False)

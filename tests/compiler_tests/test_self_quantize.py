@@ -1,6 +1,7 @@
 """The backend quantizes by itself; Inductor is left out here: what it makes of the same graphs is tested elsewhere."""
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from float64 import relative_error
 from models import tiny_qwen2_vl
 from tiny_families import FAMILIES
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import mmqc
 import mmqc.backend
@@ -178,3 +180,127 @@ def test_self_quantize__two_models_do_not_share_their_weights() -> None:
         second.down.weight.neg_()
     for model in (first, second):
         assert relative_error(compiled_output(model, ids, config), quantized_output(model, ids, config)) < SAME
+
+
+def compile_with(model: nn.Module, config: Any) -> Any:
+    """By the backend, which quantizes."""
+    return torch.compile(model, backend="mmqc", options={"config": config})
+
+
+def weights_only() -> tuple[Net, Tensor, QuantConfig]:
+    """A model, its input and a config in which nothing depends on the weights but their codes."""
+    torch.manual_seed(0)
+    return Net().eval(), torch.arange(24).reshape(2, 12), recipes.rtn(8).replace(keep=())
+
+
+CHANGES: dict[str, Callable[[Net], object]] = {
+    "in place": lambda m: m.down.weight.mul_(0.5),
+    "one value": lambda m: m.down.weight[3, 4].add_(3),
+    "data": lambda m: setattr(m.down.weight, "data", m.down.weight.data * 0.5),
+    "data, twice": lambda m: [setattr(m.down.weight, "data", m.down.weight.data * 0.5) for _ in range(2)],
+    "through data": lambda m: m.down.weight.data.mul_(0.5),
+    "copied through data": lambda m: m.down.weight.data.copy_(m.down.weight.data.flip(0)),
+    "load_state_dict": lambda m: m.load_state_dict({k: v * 0.5 for k, v in m.state_dict().items()}),
+    "load_state_dict, assign": lambda m: m.load_state_dict({k: v * 0.5 for k, v in m.state_dict().items()}, assign=True),
+    "new parameter": lambda m: setattr(m.down, "weight", nn.Parameter(torch.randn(32, 64))),
+    "new module": lambda m: setattr(m, "down", nn.Linear(64, 32)),
+    "swap_tensors": lambda m: torch.utils.swap_tensors(m.down.weight, nn.Parameter(torch.randn(32, 64))),
+    "bias alone": lambda m: m.down.bias.add_(1),
+    "embedding through data": lambda m: m.embed.weight.data.mul_(0.5),
+    "vector": lambda m: nn.utils.vector_to_parameters(nn.utils.parameters_to_vector(m.parameters()) * 0.5, m.parameters()),
+    "optimizer": lambda m: step(m),
+}
+
+
+def step(model: Net) -> None:
+    """One of an optimizer."""
+    for p in model.parameters():
+        p.grad = torch.randn_like(p)
+    torch.optim.AdamW(model.parameters(), lr=0.1).step()
+    model.zero_grad()
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_self_quantize__weights_that_change_are_noticed(change: str) -> None:
+    model, ids, config = weights_only()
+    with torch.no_grad():
+        compiled = compile_with(model, config)
+        for _ in range(2):
+            before = compiled(input_ids=ids)
+            CHANGES[change](model)
+            after = compiled(input_ids=ids)
+            assert relative_error(after, before) > SAME
+            assert relative_error(after, quantized_output(model, ids, config)) < SAME
+
+
+def test_self_quantize__parameters_replaced_in_a_row_are_noticed_and_forgotten() -> None:
+    model, ids, config = weights_only()
+    with torch.no_grad():
+        compiled = compile_with(model, config)
+        compiled(input_ids=ids)
+        kept = []
+        for _ in range(8):
+            model.down.weight = nn.Parameter(torch.randn(32, 64))
+            kept.append(StorageWeakRef(model.down.weight.untyped_storage()))
+            assert relative_error(compiled(input_ids=ids), quantized_output(model, ids, config)) < SAME
+    assert sum(not ref.expired() for ref in kept) == 1, "what was replaced is freed"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_self_quantize__another_dtype_is_noticed(dtype: torch.dtype) -> None:
+    model, ids, config = weights_only()
+    with torch.no_grad():
+        compiled = compile_with(model, config)
+        compiled(input_ids=ids)
+        model.to(dtype)
+        after = compiled(input_ids=ids)
+        assert after.dtype == dtype
+        assert relative_error(after, quantized_output(model, ids, config)) < (SAME if dtype == torch.float64 else FLIPPED)
+        model.float()
+        assert relative_error(compiled(input_ids=ids), quantized_output(model, ids, config)) < SAME
+
+
+def test_self_quantize__a_model_made_in_inference_mode() -> None:
+    with torch.inference_mode():
+        model, ids, config = weights_only()
+        compiled = compile_with(model, config)
+        assert relative_error(compiled(input_ids=ids), quantized_output(model, ids, config)) < SAME
+        model.down.weight.mul_(0.5)
+        assert relative_error(compiled(input_ids=ids), quantized_output(model, ids, config)) < SAME
+
+
+def test_self_quantize__one_graph_and_two_models() -> None:
+    first, ids, config = weights_only()
+    second = copy.deepcopy(first)
+    with torch.no_grad():
+        second.down.weight.neg_()
+        calls = [compile_with(m, config) for m in (first, second)]
+        for _ in range(2):
+            for model, compiled in zip((first, second), calls, strict=True):
+                assert relative_error(compiled(input_ids=ids), quantized_output(model, ids, config)) < SAME
+                model.up.weight.data.mul_(0.5)
+
+
+@pytest.mark.parametrize("shape", [(0, 6), (2, 0)])
+def test_self_quantize__batches_without_rows(shape: tuple[int, int]) -> None:
+    model, batch = Gated().eval(), torch.randint(0, 50, (2, 3))
+    with torch.no_grad():
+        for recipe in (recipes.rtn(8), recipes.rotate()):
+            compiled = compile_with(model, recipe)
+            assert compiled(torch.zeros(shape, dtype=torch.long)).shape == (*shape, 50)
+            assert 0 < relative_error(compiled(batch), model(batch)) < FLIPPED
+
+
+class Gated(nn.Module):
+    """Products of activations, in which channels are looked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm = nn.Embedding(50, 32), nn.RMSNorm(32)
+        self.gate, self.up, self.down = nn.Linear(32, 48), nn.Linear(32, 48), nn.Linear(48, 32)
+        self.head = nn.Linear(32, 50, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        h = self.norm(x) * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return self.head(x + self.down(nn.functional.silu(self.gate(h)) * self.up(h)))

@@ -119,7 +119,7 @@ class Rules(Tracker):
         self.freeze(b, node, "it is multiplied by another activation")
         for axis in range(a.dim() - 1):  # channels of the result: not one more for every token of a rotary embedding
             if 0 in (a.stride(axis), b.stride(axis)):
-                a, b = a.narrow(axis, 0, 1), b.narrow(axis, 0, 1)
+                a, b = a[(slice(None),) * axis + (slice(1),)], b[(slice(None),) * axis + (slice(1),)]  # none of none
         return self.renamed(node, a.clamp(min=0).long() * self.found.total + b.clamp(min=0)).expand(shape)
 
     def factor(self, node: fx.Node, ids: Tensor, factor: Tensor, origin: Any) -> Tensor:
