@@ -26,8 +26,8 @@ from mmqc.quantization.job import working
 from mmqc.quantization.kv import quantize_kv
 from mmqc.quantization.left_out import complete
 from mmqc.quantization.request import Batch, Filter, Request
-from mmqc.quantization.rewrite import record_model, rewrite
-from mmqc.quantization.stand_ins import leave_out, stand_in
+from mmqc.quantization.rewrite import rewrite
+from mmqc.quantization.stand_ins import record_linears, stand_in
 from mmqc.quantization.targets import find_targets
 from mmqc.quantization.units import quantize_units
 from mmqc.quantization.weights_only import quantize_without_data
@@ -86,7 +86,7 @@ def quantize_(
     with working(request) as job:
         if request.records:
             linears = stand_in(model, job.journal)
-            rewritten = rewrite(job, leave_out(model, record_model(job), linears))
+            rewritten = rewrite(job, record_linears(job, linears))
             quantized = complete(job, linears, quantize_units(job, rewritten, find_targets(job, rewritten)))
         else:
             quantized = quantize_without_data(job)

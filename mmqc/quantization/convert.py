@@ -32,6 +32,7 @@ class Journal:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.undo: list[Any] = []
+        self.buffers: set[tuple[int, str]] = set()  # that were replaced: the id of the module, and the name
         self.ours: dict[int, Any] = {}  # parameters that were put in place of others: undoing brings those back
 
     def __enter__(self) -> Journal:
@@ -41,6 +42,7 @@ class Journal:
         if kind is not None:
             for step in reversed(self.undo):
                 step()
+            self.buffers.clear()
         self.undo.clear()
         self.ours.clear()
 
@@ -57,6 +59,8 @@ class Journal:
         grad = old.requires_grad if old is not None else False
         store[name] = new if store is module._buffers else nn.Parameter(new, requires_grad=grad)
         self.ours[id(store[name])] = store[name]
+        if store is module._buffers:
+            self.buffers.add((id(module), name))
         if self.ours.pop(id(old), None) is not None:
             return  # undoing brings back what that one had replaced; kept any longer, it would be a second model in memory
         if old is None or shared or old.device.type in ("cpu", "meta"):
@@ -180,8 +184,12 @@ def _to_rms_norm(model: nn.Module, fqn: str, prog: Program, journal: Journal) ->
     if isinstance(norm, nn.LayerNorm):
         read = any(n.target == f"{fqn}.bias" and n.users for n in prog.nodes("get_attr"))
         weight, bias = norm.weight, norm.bias if read else None
-        parts = {n: None if p is None else p.detach().clone() for n, p in (("weight", weight), ("bias", bias))}
+        parts = {n: None if p is None else _copy(p) for n, p in (("weight", weight), ("bias", bias))}
         journal.swap(fqn, RMSNorm(norm.normalized_shape[0], norm.eps, **parts))
+
+
+def _copy(parameter: Tensor) -> Tensor:
+    return parameter.detach().clone().requires_grad_(parameter.requires_grad)
 
 
 def build_quantized(

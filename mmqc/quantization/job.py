@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from mmqc.calibration.blocks import block_lists
 from mmqc.calibration.generated import with_generated
 from mmqc.calibration.residency import Residency
+from mmqc.checkpoint.linear_like import looks_linear
 from mmqc.kv import scores
 from mmqc.nn.eval_mode import evaluating
 from mmqc.nn.modality import visual_token_ids
@@ -21,6 +22,7 @@ from mmqc.quantization.convert import Journal, size_of
 from mmqc.quantization.progress import Progress, explained
 from mmqc.quantization.request import Batch, Request
 from mmqc.quantization.resume import Store, fingerprint
+from mmqc.quantization.untouched import untouched
 
 COMPARED = 4
 
@@ -87,27 +89,29 @@ class Job:
 @contextmanager
 def working(request: Request) -> Iterator[Job]:
     """The job of a request; what an error leaves behind is the model as it was."""
-    model, batches = request.model, request.batches or ()
+    model, batches, journal = request.model, request.batches or (), Journal(request.model)
     size = size_of(model) if request.changes_weights else 0
-    seen = scores.observe(model, batches) if request.kv is not None else None
     with ExitStack() as stack:
+        if batches:
+            stack.enter_context(untouched(model, journal.buffers))
+        seen = scores.observe(model, batches) if request.kv is not None else None
         if batches:
             stack.enter_context(evaluating(model))
         if not request.records:
             bar = stack.enter_context(Progress(False))
-            yield Job(request, batches, stack.enter_context(Journal(model)), bar, Residency(model), None, size, seen)
+            yield Job(request, batches, stack.enter_context(journal), bar, Residency(model), None, size, seen)
             return
         bar = stack.enter_context(Progress(request.progress, request.device or next(model.parameters()).device))
         stack.enter_context(explained(bar))
         store = _store(request)
-        linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+        linears = [name for name, module in model.named_modules() if looks_linear(module)]
         blocks = [child for children in block_lists(model, linears).values() for child in children]
         residency = stack.enter_context(Residency(model, blocks, request.device))
         if request.generate_tokens:
             bar.say("generating")
             ids, count = visual_token_ids(model), request.generate_tokens
             batches = tuple(with_generated(model, residency.batch(dict(b)), count, ids) for b in batches)
-        yield Job(request, batches, stack.enter_context(Journal(model)), bar, residency, store, size, seen)
+        yield Job(request, batches, stack.enter_context(journal), bar, residency, store, size, seen)
 
 
 def _store(request: Request) -> Store | None:

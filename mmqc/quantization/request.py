@@ -70,7 +70,7 @@ class Request:
         """
         if not isinstance(config, QuantConfig):
             raise ConfigError(f"config is a {type(config).__name__}; pass a mmqc.QuantConfig, e.g. mmqc.recipes.mquant()")
-        batches = None if calibration is None else tuple(dict(b) for b in calibration)
+        batches = None if calibration is None else _batches(calibration)
         weights, kv, rows = config.replace(kv=None), config.kv, _row_weights(modality_weights)
         given = (filter_fn, progress, resume_dir, inputs, device, spool, generate_tokens, rows, allow_nothing)
         request = cls(model, weights, kv, batches, *given)
@@ -108,6 +108,26 @@ class Request:
         check_trace()
         if self.needs_batches or self.records:
             _check_batches(self)
+
+
+def _batches(calibration: Any) -> tuple[Batch, ...]:
+    """The batches as dicts of their own.
+
+    Raises:
+        CalibrationError: it is something else than an iterable of keyword batches.
+    """
+    what = "must be an iterable of keyword batches for the model's forward, e.g. [processor(...), ...]"
+    if isinstance(calibration, Mapping | str | bytes | Tensor) or not isinstance(calibration, Iterable):
+        hint = "put the one batch into a list, [batch]" if isinstance(calibration, Mapping) else "pass a list of dicts"
+        raise CalibrationError(f"calibration is of type {type(calibration).__name__}; it {what}; {hint}")
+    batches = []
+    for i, batch in enumerate(calibration):
+        if not isinstance(batch, Mapping) or not all(isinstance(name, str) for name in batch):
+            keys = f", with the keys {[*batch][:3]}" if isinstance(batch, Mapping) else ""
+            given = f"calibration batch {i} is of type {type(batch).__name__}{keys}"
+            raise CalibrationError(f"{given}; calibration {what}; name the parts of a batch, e.g. dict(input_ids=ids)")
+        batches.append(dict(batch))
+    return tuple(batches)
 
 
 def _row_weights(given: Mapping[str, float] | None) -> dict[str, float]:

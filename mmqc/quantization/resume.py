@@ -4,8 +4,9 @@
     <unit>.safetensors          codes, scales and histograms of one finished unit (a block)
     <unit>.json                 everything else about it, and the SHA-256 of the safetensors file; written last
 
-Every file is written under another name, flushed, and renamed: a file that is there is whole.  Units are small enough that a
-kill costs one block; activations are not stored, finished blocks run again to make them.
+Each JSON file also holds the SHA-256 of its own content.  Every file is written under another name, flushed, and renamed: a file
+that is there is whole.  Units are small enough that a kill costs one block; activations are not stored, finished blocks run again
+to make them.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from mmqc.errors import MmqcError
 from mmqc.solvers import Quantized
 from mmqc.solvers.mixed import MixedQuantized, Part
 
-VERSION = 1
+VERSION = 2
+DIGEST = "content sha256"
 
 
 class ResumeError(MmqcError, ValueError):
@@ -95,8 +97,8 @@ class Store:
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / "job.json"
         if not path.exists():
-            write(path, lambda p: p.write_text(json.dumps(dict(job), indent=1)))
-        known = self._json(path)
+            _write_json(path, dict(job))
+        known = _read_json(path)
         differing = [name for name, value in job.items() if known.get(name) != value]
         if differing:
             raise ResumeError(
@@ -123,7 +125,7 @@ class Store:
         path = self._path(linears, "safetensors")
         write(path, lambda p: save_file({k: v.cpu().contiguous() for k, v in tensors.items()}, p))
         about["sha256"] = _digest(path)
-        write(self._path(linears, "json"), lambda p: p.write_text(json.dumps(about)))
+        _write_json(self._path(linears, "json"), about)
 
     def load(self, linears: Sequence[str], device: torch.device) -> Unit:
         """What ``save`` was given, tensors on ``device``.
@@ -134,7 +136,7 @@ class Store:
         from safetensors.torch import load_file
 
         path = self._path(linears, "safetensors")
-        about = self._json(self._path(linears, "json"))
+        about = _read_json(self._path(linears, "json"))
         if not path.exists() or _digest(path) != about["sha256"]:
             raise ResumeError(f"{path} is damaged or missing; delete {path.with_suffix('.json')} to compute it again")
         tensors = {name: tensor.to(device) for name, tensor in load_file(path).items()}
@@ -151,12 +153,26 @@ class Store:
         digest = hashlib.sha256("\n".join(linears).encode()).hexdigest()[:12]
         return self.folder / f"{linears[0]}-{digest}.{suffix}"
 
-    @staticmethod
-    def _json(path: Path) -> dict[str, Any]:
-        try:
-            return json.loads(path.read_text())
-        except ValueError as error:
-            raise ResumeError(f"{path} is no JSON ({error}); delete the folder to start anew") from error
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    plain = json.loads(json.dumps(content))
+    write(path, lambda p: p.write_text(json.dumps({**plain, DIGEST: _text(plain)}, indent=1)))
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """What ``_write_json`` was given.
+
+    Raises:
+        ResumeError: the file was changed since.
+    """
+    again = "delete it to compute its unit again" if path.name != "job.json" else "delete the folder to start anew"
+    try:
+        content = json.loads(path.read_text())
+    except ValueError as error:
+        raise ResumeError(f"{path} is damaged: no JSON ({error}); {again}") from error
+    if not isinstance(content, dict) or content.pop(DIGEST, None) != _text(content):
+        raise ResumeError(f"{path} is damaged, or another version of mmqc wrote it: {DIGEST!r} is not that of its content; {again}")
+    return content
 
 
 def _split(value: Any, name: str, tensors: dict[str, Tensor]) -> dict[str, Any]:

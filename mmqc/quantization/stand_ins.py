@@ -14,9 +14,10 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from mmqc.checkpoint.linear_like import NotLinearError, Read, computing_hooks, looks_linear, read_linear
-from mmqc.graph.hooks import carry_over, saves
+from mmqc.graph.hooks import carry_over, saves, watching
 from mmqc.quantization.convert import Journal
-from mmqc.quantization.rewrite import Recorded
+from mmqc.quantization.job import Job
+from mmqc.quantization.rewrite import Recorded, record_model
 from mmqc.report.report import LayerReport, Refusal
 
 
@@ -99,8 +100,15 @@ def _transpose(parameter: nn.Parameter, journal: Journal) -> None:
     journal.note(lambda: setattr(parameter, "data", parameter.data.t()))
 
 
-def leave_out(model: nn.Module, recorded: Recorded, found: StandIns) -> Recorded:
-    """The recording, in which no pass swaps what cannot be swapped.  Rewrites may change its weight where all uses allow it."""
+def record_linears(job: Job, found: StandIns) -> Recorded:
+    """The recording, in which no pass swaps what cannot be swapped, and none changes what users' hooks see.
+
+    Raises:
+        RecordError: the forward cannot be recorded.
+    """
+    model = job.model
+    with watching(model):
+        recorded = record_model(job)
     hosts = recorded.program.hosts
     assert hosts is not None
     hosts["linear"] -= set(found.refused)

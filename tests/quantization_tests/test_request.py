@@ -4,9 +4,11 @@ import dataclasses
 from typing import Any
 
 import pytest
+import torch
 from models import tiny_qwen2_vl
 from small_vlm import Small, batches, request
 from torch import nn
+from transformers import BatchEncoding
 
 import mmqc
 from mmqc import ConfigError, recipes
@@ -84,3 +86,29 @@ def test_read__the_cache_is_asked_for_batches_first() -> None:
     model: nn.Module = tiny_qwen2_vl()[0]
     with pytest.raises(CalibrationError, match="searches for tau"):
         read(recipes.mquant(8) | recipes.calibquant(1), [], model)
+
+
+@pytest.mark.parametrize(
+    ("given", "what"),
+    [
+        (torch.zeros(2, 96, dtype=torch.long), "calibration is of type Tensor; it must"),
+        ("data.jsonl", "calibration is of type str"),
+        (3, "calibration is of type int"),
+        ({"input_ids": torch.zeros(1, 3, dtype=torch.long)}, "calibration is of type dict"),
+        ([torch.zeros(2, 96, dtype=torch.long)], "calibration batch 0 is of type Tensor"),
+        (["text"], "calibration batch 0 is of type str"),
+        ([None], "calibration batch 0 is of type NoneType"),
+        ([7], "calibration batch 0 is of type int"),
+        ([*batches(2), [1, 2]], "calibration batch 2 is of type list"),
+        ([{0: torch.zeros(1)}], r"calibration batch 0 is of type dict, with the keys \[0\]"),
+    ],
+)
+def test_read__what_is_no_keyword_batch_is_named(given: Any, what: str) -> None:
+    with pytest.raises(CalibrationError, match=f"{what}.*keyword batches for the model's forward"):
+        read(recipes.rtn(8, 8), given)
+
+
+def test_read__takes_what_processors_return() -> None:
+    found = read(recipes.rtn(8, 8), [BatchEncoding(batches()[0])])
+    assert found.batches is not None
+    assert found.batches[0].keys() == batches()[0].keys()

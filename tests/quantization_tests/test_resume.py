@@ -3,10 +3,12 @@
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +124,33 @@ def test_resume__damaged_files_are_refused(tmp_path: Path) -> None:
     model = Small()
     before = traces(model)
     with pytest.raises(ResumeError, match="is damaged or missing; delete"):
+        quantize(model, CONFIG, resume_dir=str(tmp_path))
+    check_unchanged(model, before)
+
+
+def test_resume__every_flipped_bit_of_the_json_is_noticed(tmp_path: Path) -> None:
+    quantize(Small(), CONFIG, resume_dir=str(tmp_path))
+    draw = random.Random(0)
+    for path in tmp_path.glob("*.json"):
+        good, content = path.read_bytes(), json.loads(path.read_text())
+        for _ in range(100):
+            data = bytearray(good)
+            data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
+            path.write_bytes(bytes(data))
+            with suppress(ResumeError):
+                read = mmqc.quantization.resume._read_json(path)
+                assert read == {k: v for k, v in content.items() if k != mmqc.quantization.resume.DIGEST}  # a space, at most
+        path.write_bytes(good)
+
+
+@pytest.mark.parametrize(("pattern", "what"), [("job.json", "delete the folder"), ("model*.json", "to compute its unit again")])
+def test_resume__damaged_json_is_refused(pattern: str, what: str, tmp_path: Path) -> None:
+    quantize(Small(), CONFIG, resume_dir=str(tmp_path))
+    path = next(tmp_path.glob(pattern))
+    path.write_text(path.read_text().replace('"c', '"d', 1))
+    model = Small()
+    before = traces(model)
+    with pytest.raises(ResumeError, match=rf"{re.escape(str(path))} is damaged.*{what}"):
         quantize(model, CONFIG, resume_dir=str(tmp_path))
     check_unchanged(model, before)
 

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from small_vlm import logits
+from small_vlm import Small, batches, logits
 from torch import nn
 from torch.nn.utils import parametrizations, prune, spectral_norm, weight_norm
+from torch.utils import _pytree as pytree
 from transformers import AutoModelForCausalLM, FalconConfig, FalconForCausalLM, GPT2Config, GPT2LMHeadModel
 
 import mmqc
@@ -168,3 +169,50 @@ def test_stand_ins__a_kept_pruned_linear_goes_on_being_pruned(calibrated: bool) 
     with torch.no_grad():
         model[0].weight_orig.mul_(2)
     assert torch.allclose(model[0](x), nn.functional.linear(x, model[0].weight_orig * model[0].weight_mask, model[0].bias))
+
+
+PLACES = [name for name, m in Small().named_modules() if name and not isinstance(m, nn.ModuleList)]
+
+
+SEEN = {"rotate": recipes.rotate(), "mquant": recipes.mquant(8, msq=False), "smoothquant": recipes.smoothquant(8, 8)}
+
+
+@pytest.mark.parametrize("recipe", SEEN.values(), ids=SEEN)
+def test_record_linears__hooks_see_what_they_saw(recipe: QuantConfig) -> None:
+    """On each module in turn a hook that only reads: a linear, a norm, an embedding, a block, a tower."""
+    for place in PLACES:
+        model, seen = Small(), []
+        model.get_submodule(place).register_forward_hook(lambda m, a, k, o, seen=seen: seen.append((a, k, o)), with_kwargs=True)
+        with torch.no_grad():
+            model(**batches()[0])
+            if not seen:
+                assert place == "model.text", place  # its forward is not called, its modules are
+                continue
+            before = pytree.tree_leaves(seen.pop())
+            mmqc.quantize_(model, recipe, batches(), progress=False)
+            del seen[:]
+            model(**batches()[0])
+        after = pytree.tree_leaves(seen.pop())
+        tensors = [(a, b) for a, b in zip(after, before, strict=True) if isinstance(b, torch.Tensor) and b.is_floating_point()]
+        bar = 0.1 if recipe.schemes else 1e-5
+        worst = max(((a - b).norm() / b.norm() for a, b in tensors), default=0)
+        assert worst < bar, place
+
+
+def test_record_linears__the_refusal_names_the_module_of_the_hook() -> None:
+    model = Small()
+    model.model.text.blocks[0].register_forward_hook(lambda *args: None)
+    report = mmqc.quantize_(model, recipes.rotate(), batches(), progress=False)
+    assert any(r.fqn == "model.text.blocks.0.body.q.weight" and "a hook of model.text.blocks.0" in r.reason for r in report.refused)
+    assert not model.model.text.blocks[1]._forward_hooks
+    assert len(model.model.text.blocks[0]._forward_hooks) == 1
+
+
+def test_record_linears__a_hook_that_changes_values_is_part_of_the_model() -> None:
+    model = Small()
+    model.model.text.blocks[0].body.o.register_forward_hook(lambda m, a, o: o.roll(1, -1))
+    model.model.text.blocks[1].norm.register_forward_pre_hook(lambda m, a: (a[0].clamp(-1, 1),))
+    expected = logits(model, batches()[0])
+    mmqc.quantize_(model, recipes.rotate(), batches(), progress=False)
+    after = logits(model, batches()[0])
+    assert (after - expected).norm() / expected.norm() < 1e-5
