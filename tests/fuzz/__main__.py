@@ -29,11 +29,9 @@ def main() -> int:
     given = parser.parse_args()
     if given.replay:
         return replay(given.replay, given.shrink)
-    state, found = campaign(
-        given.seed, given.seconds, given.jobs, folder=given.out, cases=given.cases, only=given.only, compiled=given.compiled
-    )
-    for each in found:
-        print(described(each), flush=True)
+    options = {"folder": given.out, "cases": given.cases, "only": given.only, "compiled": given.compiled}
+    tell = lambda each: print(described(each), flush=True)  # noqa: E731
+    state, found = campaign(given.seed, given.seconds, given.jobs, tell=tell, **options)
     summary = summarised(state)
     (given.out / f"summary_{given.seed}.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
     print(json.dumps({k: v for k, v in summary.items() if k != "features"}, indent=1))

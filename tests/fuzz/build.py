@@ -27,7 +27,7 @@ class Network(nn.Module):
         super().__init__()
         self.program, width, builder = program, program["width"], Builder()
         self.dtype = torch.float32  # of the floating-point model
-        self.embed = nn.Embedding(VOCAB, width) if program["input"] == "ids" else nn.Linear(FEATURES, width)
+        self.embed = embedding(program.get("embed", "plain"), width) if program["input"] == "ids" else nn.Linear(FEATURES, width)
         self.second = nn.Embedding(VOCAB, width) if program["streams"] > 1 else None
         self.vision = Vision(program["image"], width, builder) if program["image"] else None
         self.steps = nn.ModuleList([builder.step(step, width) for step in program["steps"]])
@@ -54,12 +54,32 @@ class Network(nn.Module):
         return outputs.get(self.program["output"], x)
 
 
+class Embedding(nn.Embedding):
+    """Gemma's, which scales what it looks up, and one that adds learned positions."""
+
+    def __init__(self, how: str, width: int) -> None:
+        super().__init__(VOCAB, width)
+        self.how, self.positions = how, nn.Embedding(12, width) if how == "positions" else None
+
+    def forward(self, input: Tensor) -> Tensor:
+        x = super().forward(input)
+        return x * 4.0 if self.positions is None else x + self.positions(torch.arange(input.shape[1]))
+
+
+def embedding(how: str, width: int) -> nn.Module:
+    """An embedding by its name in the grammar."""
+    if how in ("scaled", "positions"):
+        return Embedding(how, width)
+    return nn.Embedding(VOCAB, width, padding_idx=0 if how == "padding" else None, max_norm=3.0 if how == "max_norm" else None)
+
+
 class Vision(nn.Module):
     """A tower and a projector, whose features are written into the stream."""
 
     def __init__(self, data: Data, width: int, builder: Builder) -> None:
         super().__init__()
-        self.into, self.patches = data["into"], nn.Linear(PIXELS, width)
+        self.into, self.conv = data["into"], data.get("patches") == "conv"
+        self.patches = nn.Conv1d(PIXELS, width, 1) if self.conv else nn.Linear(PIXELS, width)
         self.steps = nn.ModuleList([builder.step(step, width) for step in data["steps"]])
         builder.steps.clear()  # the text's steps do not come back to a tower's
         self.norm = norm(data["norm"], width)
@@ -68,7 +88,7 @@ class Vision(nn.Module):
 
     def forward(self, x: Tensor, call: Call) -> Tensor:
         assert call.images is not None
-        y = self.patches(call.images)
+        y = self.patches(call.images.transpose(1, 2)).transpose(1, 2) if self.conv else self.patches(call.images)
         for step in self.steps:
             call.streams = [y]
             y = step(y, call)
@@ -197,6 +217,7 @@ def features(program: Data) -> set[str]:
     """What a program has, in words: ops with their main parameter, norms, linears, ways in and out."""
     found = {f"output={program['output']}", f"input={program['input']}", f"shell={program['shell']}", f"norm={program['norm']}"}
     found |= {f"hook={h['what']}" for h in program["hooks"]} | {f"head={program['head']}"}
+    found |= {f"embed={program['embed']}"} if program.get("embed", "plain") != "plain" else set()
     found |= {"streams=2"} if program["streams"] > 1 else set()
     found |= {"tied"} if tied(program) else set()
     todo = [*program["steps"]]

@@ -13,7 +13,7 @@ import os
 import signal
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -194,6 +194,7 @@ def campaign(
     only: str = "",
     compiled: float = 0.0,
     kinds: tuple[str, ...] = (*BAD, "rewrite_error"),
+    tell: Callable[[Found], None] = lambda found: None,
 ) -> tuple[State, list[Found]]:
     """Goes on with the campaign ``seed`` for so many seconds.
 
@@ -206,6 +207,7 @@ def campaign(
         only: cases whose program has a feature with this in its name.
         compiled: share of cases that compile.
         kinds: of outcomes that are failures.
+        tell: is called with each failure that is not known.
     """
     path = folder / f"state_{seed}.json" if folder is not None else None
     state, found, start = State.read(path) if path is not None else State(), [], time.monotonic()
@@ -219,6 +221,7 @@ def campaign(
                 known.append(known_by(vars(each)))
                 found.append(each)
                 save(each, cases)
+                tell(each)
         if path is not None:
             state.write(path)
     return state, found

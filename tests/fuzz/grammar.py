@@ -46,13 +46,16 @@ LINEARS = (
     "conv1x1",
     "functional",
     "buffer",
+    "borrowed",
+    "sliced",
+    "computed",
     "tied_a",
     "tied_b",
 )
 ACTS = ("relu", "silu", "gelu", "tanh", "square", "identity")
 WRITES = (*("add",) * 6, "in_place", "minus", "layer_scale", "half", "view", "where", "none")
 
-BODIES = (*("mlp",) * 5, *("attention",) * 5, *("linear",) * 3, "experts", "chain", "token_conv", "branch")
+BODIES = (*("mlp",) * 5, *("attention",) * 5, *("linear",) * 3, "experts", "chain", "token_conv", "branch", "library")
 ODD = ("slice", "views", "reduce", "branch", "value", "other", "touch", "again", "softcap")
 CHAINED = (*("linear",) * 4, "mlp", "slice", "views", "reduce", "softcap", "touch", "dropout")
 
@@ -80,6 +83,7 @@ OPS: Mapping[str, Mapping[str, Choices | Child]] = {
     },
     "experts": {"count": (2, 3, 4), "top": (1, 2), "write": ("index_add", "setitem", "mask"), "kind": ("plain", "bias")},
     "chain": {"first": Child(CHAINED), "second": Child(CHAINED)},
+    "library": {"how": ("multihead", "encoder", "gru", "group_norm", "batch_norm", "prelu", "bilinear", "sequential")},
     "token_conv": {"size": (3, 1), "depthwise": (False, True)},
     "branch": {
         "test": (
@@ -142,6 +146,8 @@ OPS: Mapping[str, Mapping[str, Choices | Child]] = {
             "expand",
             "stack",
             "repeat",
+            "alias",
+            "alias_channels",
         ),
         "factor": (1.5, 1.01),
     },
@@ -180,6 +186,14 @@ OPS: Mapping[str, Mapping[str, Choices | Child]] = {
             "clone",
             "no_grad",
             "checkpoint",
+            "function",
+            "vmap",
+            "compare",
+            "out",
+            "deepcopy",
+            "through_numpy",
+            "through_list",
+            "kept",
         ),
     },
     "again": {"step": (0, 1, 2), "registered": (False, True)},
@@ -194,6 +208,7 @@ SHELL: Mapping[str, Choices] = {
     "width": (16, 16, 8, 12, 24, 32, 64),
     "input": ("ids", "ids", "ids", "ids", "float"),
     "streams": (1, 1, 1, 1, 2),
+    "embed": (*("plain",) * 7, "scaled", "padding", "max_norm", "positions"),
     "norm": (*NORMS, "none"),
     "head": (*("plain",) * 6, "bias", "bias", "conv1d", "falcon", "matmul"),
     "tied": (False, False, False, True),
@@ -204,6 +219,7 @@ IMAGE: Mapping[str, Choices] = {
     "into": ("scatter", "scatter", "scatter", "add", "where", "prefix"),
     "projector": ("linear", "linear", "mlp", "norm_linear"),
     "norm": ("none", "none", *NORMS),
+    "patches": ("linear", "linear", "conv"),
 }
 HOOKS = ("count", "count", "times", "before", "keyword")
 

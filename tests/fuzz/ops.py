@@ -187,6 +187,33 @@ class TokenConv(nn.Module):
         return self.conv(x.transpose(1, 2)).transpose(1, 2)
 
 
+class Library(nn.Module):
+    """Layers of torch.nn that are more than a product."""
+
+    def __init__(self, data: Data, width: int, builder: Builder) -> None:
+        super().__init__()
+        makes: dict[str, Callable[[], nn.Module]] = {
+            "multihead": lambda: nn.MultiheadAttention(width, 2, batch_first=True),
+            "encoder": lambda: nn.TransformerEncoderLayer(width, 2, 2 * width, batch_first=True, norm_first=True),
+            "gru": lambda: nn.GRU(width, width, batch_first=True),
+            "group_norm": lambda: nn.GroupNorm(2, width),
+            "batch_norm": lambda: nn.BatchNorm1d(width),
+            "prelu": lambda: nn.PReLU(),
+            "bilinear": lambda: nn.Bilinear(width, width, width),
+            "sequential": lambda: nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width)),
+        }
+        self.how, self.layer = data["how"], makes[data["how"]]()
+
+    def forward(self, x: Tensor, call: Call) -> Tensor:
+        if self.how == "multihead":
+            return self.layer(x, x, x, need_weights=False)[0]
+        if self.how == "gru":
+            return self.layer(x)[0]
+        if self.how in ("group_norm", "batch_norm"):
+            return self.layer(x.transpose(1, 2)).transpose(1, 2)
+        return self.layer(x, x) if self.how == "bilinear" else self.layer(x)
+
+
 class Branch(nn.Module):
     """Python that looks at a value, a flag or a size, and takes a way that other calls may not take."""
 
@@ -245,6 +272,7 @@ MODULES: dict[str, Callable[..., nn.Module]] = {
     "attention": Attention,
     "experts": Experts,
     "chain": Chain,
+    "library": Library,
     "token_conv": TokenConv,
     "branch": Branch,
     "again": Again,

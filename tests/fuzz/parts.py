@@ -79,7 +79,7 @@ class Product(nn.Module):
 
     def __init__(self, inner: int, outer: int, how: str) -> None:
         super().__init__()
-        self.how = how
+        self.how, self.outer = how, outer
         shape = (outer, inner, 1, 1) if how == "conv1x1" else (outer, inner)
         if how == "buffer":
             self.register_buffer("weight", torch.zeros(shape))
@@ -93,7 +93,20 @@ class Product(nn.Module):
             return torch.einsum("...i,oi->...o", x, self.weight)
         if self.how == "conv1x1":  # as images have their channels
             return F.conv2d(x.transpose(-1, -2)[..., None], self.weight)[..., 0].transpose(-1, -2)
+        if self.how == "sliced":
+            half = self.outer // 2
+            return torch.cat((F.linear(x, self.weight[:half]), F.linear(x, self.weight[half:])), -1)
+        if self.how == "computed":
+            return F.linear(x, self.weight * torch.linspace(0.5, 1.5, self.outer, dtype=x.dtype)[:, None])
         return F.linear(x, self.weight)
+
+
+class Borrowed(nn.Linear):
+    """Its weight is read a second time, as a reader of what it wrote."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        y = super().forward(input)
+        return y + F.linear(F.linear(y, self.weight.T), self.weight).tanh()
 
 
 class Ties:
@@ -108,8 +121,8 @@ class Ties:
             return nn.Linear(inner, outer, bias=how == "bias")
         if how == "conv1d":
             return Conv1D(outer, inner)
-        if how in ("falcon", "doubled"):
-            return (FalconLike if how == "falcon" else DoubledLinear)(inner, outer)
+        if how in ("falcon", "doubled", "borrowed"):
+            return {"falcon": FalconLike, "doubled": DoubledLinear, "borrowed": Borrowed}[how](inner, outer)
         if how == "weight_norm":
             return parametrizations.weight_norm(nn.Linear(inner, outer))
         if how.startswith("tied"):

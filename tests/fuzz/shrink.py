@@ -105,7 +105,7 @@ def _options(data: Data, table: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     for key, values in table.items():
         if not isinstance(values, Child):
             simplest = ("none",) if "none" in values else ()
-            yield from ((key, value) for value in _simpler(data[key], (*simplest, *values)))
+            yield from ((key, value) for value in _simpler(data.get(key, values[0]), (*simplest, *values)))
 
 
 def _simpler(value: Any, values: tuple[Any, ...]) -> list[Any]:

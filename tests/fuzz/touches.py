@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -128,6 +129,18 @@ class Views(Touch):
 
     def do_repeat(self, x: Tensor, call: Any) -> Tensor:
         return x.repeat(1, 2, 1)[:, : x.shape[1]] * self.factor
+
+    def do_alias(self, x: Tensor, call: Any) -> Tensor:
+        x = x.clone()
+        tail = x[:, 1:]
+        x[:, :2] += x[:, :2] * self.factor
+        return torch.cat((x[:, :1], x[:, 1:] + tail), 1)
+
+    def do_alias_channels(self, x: Tensor, call: Any) -> Tensor:
+        x = x.clone()
+        some = x[..., : self.at]
+        some.mul_(self.factor)
+        return x
 
 
 class Reduce(Touch):
@@ -268,6 +281,43 @@ class Small(Touch):
 
     def do_checkpoint(self, x: Tensor, call: Any) -> Tensor:
         return checkpoint(lambda y: y * 2, x, use_reentrant=False)
+
+    def do_function(self, x: Tensor, call: Any) -> Tensor:
+        return ScaledSome.apply(x)
+
+    def do_vmap(self, x: Tensor, call: Any) -> Tensor:
+        return torch.vmap(lambda row: row * 2)(x) if len(x) else x * 2
+
+    def do_compare(self, x: Tensor, call: Any) -> Tensor:
+        return x.masked_fill(x.abs() < 0.3, 0.0) + (x > 0.5).to(x.dtype)
+
+    def do_out(self, x: Tensor, call: Any) -> Tensor:
+        made = torch.empty_like(x)
+        torch.mul(x, 1.5, out=made)
+        return made
+
+    def do_deepcopy(self, x: Tensor, call: Any) -> Tensor:
+        return x + copy.deepcopy(x.detach())
+
+    def do_through_numpy(self, x: Tensor, call: Any) -> Tensor:
+        return x + torch.from_numpy(x.detach().double().numpy().clip(-1, 1)).to(x.dtype)
+
+    def do_through_list(self, x: Tensor, call: Any) -> Tensor:
+        return x + torch.tensor(x[..., :1].tolist(), dtype=x.dtype).reshape(*x.shape[:2], 1)
+
+    def do_kept(self, x: Tensor, call: Any) -> Tensor:
+        self.kept = x
+        return x + self.kept.flip(1)
+
+
+class ScaledSome(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return torch.cat((x[..., :3] * 2, x[..., 3:]), -1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0]
 
 
 class Value(nn.Module):
