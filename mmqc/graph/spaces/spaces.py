@@ -11,7 +11,7 @@ and readers W R along theirs, so one function serves both:  W[..., groups] <- W[
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -69,8 +69,9 @@ class Spaces:
     @classmethod
     def _analysed(cls, prog: Program, plan: Plan | None, through_norms: bool) -> Spaces:
         collector = _collected(prog, plan, through_norms)
-        if collector.copies is not None:
-            collector = _collected(prog, plan, through_norms, collector.copies)
+        copies = collector.copies_of(lambda s: bool(s.readers if through_norms else s.mean_pins))
+        if copies is not None:
+            collector = _collected(prog, plan, through_norms, copies)
         found, spaces = collector.found, collector.spaces
         found.frozen.clear()
         found.meetings.clear()
@@ -137,7 +138,7 @@ class _Collector:
 
     def __init__(self, found: Coordinates, classes: Tensor, blocks: Tensor) -> None:
         self.found, self.classes, self.blocks = found, classes, blocks
-        self.copies: Tensor | None = None  # of each coordinate: which of the copies of its space that one operation writes
+        self.copies: list[tuple[int, Tensor]] = []  # spaces that one source writes more than once, and its ids
         count = int(blocks.max()) + 1 if blocks.numel() else 0
         members = blocks.argsort(stable=True).split(blocks.bincount(minlength=count).tolist())
         self.spaces = [Space(len(m), m) for m in members]
@@ -179,8 +180,7 @@ class _Collector:
         for number, groups in self.placed(ids):
             space = self.spaces[number]
             if groups is not None and len(groups) > 1:
-                self.copies = torch.zeros(self.found.total, dtype=torch.long) if self.copies is None else self.copies
-                self.copies[source.base + groups] = torch.arange(len(groups))[:, None]
+                self.copies.append((number, source.base + groups))
             if source.what == "input":
                 space.inputs.append(source.node)
             elif not source.fqn or source.what == "gain":
@@ -191,6 +191,15 @@ class _Collector:
                 space.pins.append((source.node, "incomplete on a weight axis"))
             else:
                 space.touch(Touch(source.fqn, source.axis, groups, "writer", source.node))
+
+    def copies_of(self, matters: Callable[[Space], bool]) -> Tensor | None:
+        """The number of its copy for each coordinate of those spaces that may be rotated and that matter; None if none has copies."""
+        free = [(self.spaces[number], ids) for number, ids in self.copies]
+        found = [ids for s, ids in free if s.width > 1 and not (s.pins or s.inputs or s.outputs) and matters(s)]
+        numbers = torch.zeros(self.found.total, dtype=torch.long)
+        for ids in found:
+            numbers[ids] = torch.arange(len(ids))[:, None]
+        return numbers if found else None
 
     def reader(self, reader: Reader, ids: Tensor) -> None:
         """The axis of a weight that reads."""
