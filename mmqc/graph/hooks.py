@@ -9,15 +9,10 @@ Not users' hooks: those of mmqc, of torch (weight norm, pruning), of transformer
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
-from torch import Tensor, nn
-from torch.fx.node import has_side_effect
+from torch import nn
 from torch.nn.modules import module as torch_module
-from torch.overrides import handle_torch_function, has_torch_function_unary
-from torch.utils import _pytree as pytree
 
 OTHERS = ("mmqc.", "torch.", "transformers.", "accelerate.", "compressed_tensors.")
 PLACED = "_hf_hook"  # accelerate replaces ``forward`` where it places a module
@@ -102,38 +97,3 @@ def carry_over(old: nn.Module, new: nn.Module) -> None:
         from accelerate.hooks import add_hook_to_module  # whoever placed the model has it
 
         add_hook_to_module(new, placed)
-
-
-@functools.cache
-def _reader(name: str) -> Callable[[Tensor], Tensor]:
-    """In a recording, what the hooks of a module do with a tensor: nobody knows, so no rewrite may change it."""
-
-    def read(x: Tensor) -> Tensor:
-        if has_torch_function_unary(x):
-            return handle_torch_function(read, (x,), x)
-        return x.new_empty(())  # a result, for the recorder to write the call
-
-    read.__name__ = f"a hook of {name or 'the model'}"  # what a refusal says
-    return has_side_effect(read)  # or the recording drops the call
-
-
-@contextmanager
-def watching(model: nn.Module) -> Iterator[None]:
-    """While a model is recorded: in front of users' hooks and behind them, read what they can see."""
-    handles: list[Any] = []
-    for name in hooked_modules(model):
-        module, look = model.get_submodule(name), functools.partial(_look, _reader(name))
-        for first in (True, False):
-            handles.append(module.register_forward_pre_hook(look, prepend=first, with_kwargs=True))
-            handles.append(module.register_forward_hook(look, prepend=first))
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _look(read: Callable[[Tensor], Tensor], module: nn.Module, *values: Any) -> None:
-    for leaf in pytree.tree_leaves(values):
-        if isinstance(leaf, Tensor) and leaf.is_floating_point():
-            read(leaf)

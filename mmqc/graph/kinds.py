@@ -64,8 +64,9 @@ def _function(target: Any) -> str:
     name = getattr(target, "__name__", None) or str(target).rsplit(".", 1)[-1]
     if name == "getattr":
         return name
-    namespace = getattr(target, "namespace", None)
-    return _word(str(target).split(".")[1] if namespace not in (None, "aten", "prims") else name)
+    namespace, parts = getattr(target, "namespace", None), str(target).split(".")
+    ours = namespace not in (None, "aten", "prims") and len(parts) > 1  # operators of higher order have a namespace and no dot
+    return _word(parts[1] if ours else name)
 
 
 @functools.cache

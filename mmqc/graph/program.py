@@ -95,6 +95,7 @@ class Program:
         records: one ``PassRecord`` per pass, in order.
         notes: what the capture could not do, in words.
         called: FQNs of the modules that ran.
+        handed: the float activations that each of them was given or gave back.
         unsure: weights that must stay as they are, and why (see mmqc/nn/unseen.py).
         work: the device that derived weights are computed on; None means where each weight is.
         touched: weights that a pass has changed, each with the axis that it worked on.
@@ -115,6 +116,7 @@ class Program:
         self.analysis: tuple[int, Any] | None = None  # a hash of the graph, and its channel spaces
         self.notes: list[str] = []
         self.called: set[str] = set()
+        self.handed: dict[str, set[fx.Node]] = {}
         self.unsure: dict[str, str] = {}
         self.work: torch.device | None = None
         self.traced: Path | None = None

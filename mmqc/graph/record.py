@@ -55,6 +55,7 @@ class Recorder(TorchFunctionMode):
         self.nodes: Any = WeakTensorKeyDictionary()  # by identity; an activation may die as soon as the model lets it go
         self.modules: list[str] = []
         self.called: set[str] = set()
+        self.handed: dict[str, set[fx.Node]] = {}
         self.sketches: dict[fx.Node, Any] = {}
         self.placeholders: list[fx.Node] = []
         self.getters: dict[str, fx.Node] = {}
@@ -223,13 +224,19 @@ def _hook(*values: Any) -> None:
 def _track_modules(model: nn.Module, recorder: Recorder) -> list[Any]:
     hooked = hooked_modules(model)
 
-    def leave(module: nn.Module, args: Any, output: Any) -> None:
+    def leave(name: str, output: Any) -> None:
         recorder.modules.pop()
+        hand(name, output)
 
-    def enter(name: str) -> None:
+    def enter(name: str, *values: Any) -> None:
         recorder.modules.append(name)
         recorder.called.add(name)
         recorder.last = name
+        hand(name, values)
+
+    def hand(name: str, values: Any) -> None:
+        tensors = (t for t in pytree.tree_leaves(values) if isinstance(t, Tensor) and t.is_floating_point())
+        recorder.handed.setdefault(name, set()).update(recorder.nodes[t] for t in tensors if t in recorder.nodes)
 
     def show(name: str, *values: Any) -> None:
         seen = tuple(t for t in pytree.tree_leaves(values) if isinstance(t, Tensor) and t in recorder.nodes)
@@ -237,8 +244,9 @@ def _track_modules(model: nn.Module, recorder: Recorder) -> list[Any]:
 
     handles = []
     for name, module in model.named_modules():
-        handles.append(module.register_forward_pre_hook(lambda m, a, name=name: enter(name)))
-        handles.append(module.register_forward_hook(leave, always_call=True))
+        entering = lambda m, args, kwargs, name=name: enter(name, args, kwargs)  # noqa: E731
+        handles.append(module.register_forward_pre_hook(entering, with_kwargs=True))
+        handles.append(module.register_forward_hook(lambda m, a, output, name=name: leave(name, output), always_call=True))
         if name and name in hooked:  # what the model itself takes and gives is never rewritten
             given = lambda m, args, kwargs, name=name: show(name, args, kwargs)  # noqa: E731
             handles.append(module.register_forward_pre_hook(given, prepend=True, with_kwargs=True))
@@ -384,4 +392,6 @@ def record(model: nn.Module, batch: Mapping[str, Any], *more: Mapping[str, Any],
         },
     }
     program.clean()
+    alive = set(program.graph.nodes)
+    program.handed = {name: nodes & alive for name, nodes in recorder.handed.items()}
     return program

@@ -9,6 +9,7 @@ After it the model computes what it did, up to rounding (equivalence.py), in a f
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -20,7 +21,7 @@ from mmqc.graph.linear import weight_of
 from mmqc.graph.program import Program
 from mmqc.graph.record import record
 from mmqc.graph.runner import run
-from mmqc.graph.spaces.frames import changed_frames
+from mmqc.graph.spaces.frames import Axes, seen_from
 from mmqc.kv.rounding import observed, round_keys_and_values
 from mmqc.nn.modality import ModalityContext, attached, detach, visual_token_ids
 from mmqc.nn.unseen import Reached, unseen, unsure_weights
@@ -42,12 +43,12 @@ class Recorded:
     Attributes:
         program: the recording; the phases rewrite it, as they do the model.
         context: tells visual from text rows; attached to the model.
-        unseen: modules and parameters that no recorded batch reached.
+        unseen: modules and parameters that no recorded batch reached, and the axes of weights whose spaces are seen where they are.
     """
 
     program: Program
     context: ModalityContext
-    unseen: tuple[str, ...]
+    unseen: Mapping[str, Axes]
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,7 +85,9 @@ def record_model(job: Job) -> Recorded:
     prog.work = job.residency.device if job.residency.offloads else None
     reached = Reached.by(prog.called, prog.weights.values())
     prog.unsure = unsure_weights(model, reached)
-    return Recorded(prog, context, tuple(unseen(model, reached)))
+    frames = {name: _frame(prog, name) for name in unseen(model, reached)}
+    seen = seen_from(prog, set(frames.values()))
+    return Recorded(prog, context, {name: seen[frame] for name, frame in frames.items()})
 
 
 def rewrite(job: Job, recorded: Recorded) -> Rewritten:
@@ -122,13 +125,8 @@ def rewrite(job: Job, recorded: Recorded) -> Rewritten:
     after = incoherences(prog)
     both = {fqn: (before[fqn], after[fqn]) for fqn in before}
     known = (prog, recorded.context, recorded.unseen)
-    return Rewritten(*known, _misfits(prog, recorded.unseen), towers, both, error, tuple(untied))
-
-
-def _misfits(prog: Program, unseen: tuple[str, ...]) -> tuple[str, ...]:
-    """Those of what was not reached that would run where a space is seen that the passes have changed."""
-    frames = changed_frames(prog) if unseen and prog.touched else set()
-    return tuple(name for name in unseen if _frame(prog, name) in frames)
+    misfits = tuple(name for name, axes in recorded.unseen.items() if axes & prog.touched)
+    return Rewritten(*known, misfits, towers, both, error, tuple(untied))
 
 
 def _frame(prog: Program, name: str) -> str:

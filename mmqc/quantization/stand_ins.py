@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from mmqc.checkpoint.linear_like import NotLinearError, Read, computing_hooks, looks_linear, read_linear
-from mmqc.graph.hooks import carry_over, saves, watching
+from mmqc.graph.hooks import carry_over, saves
 from mmqc.quantization.convert import Journal
 from mmqc.quantization.job import Job
 from mmqc.quantization.rewrite import Recorded, record_model
@@ -101,14 +101,13 @@ def _transpose(parameter: nn.Parameter, journal: Journal) -> None:
 
 
 def record_linears(job: Job, found: StandIns) -> Recorded:
-    """The recording, in which no pass swaps what cannot be swapped, and none changes what users' hooks see.
+    """The recording, in which no pass swaps what cannot be swapped.
 
     Raises:
         RecordError: the forward cannot be recorded.
     """
     model = job.model
-    with watching(model):
-        recorded = record_model(job)
+    recorded = record_model(job)
     hosts = recorded.program.hosts
     assert hosts is not None
     hosts["linear"] -= set(found.refused)

@@ -31,7 +31,7 @@ def test_record__knows_the_program_and_the_context(job: Job) -> None:
     assert len({weight_of(n) for n in recorded.program.nodes("linear")}) == 25, "the head and 24 more"
     assert recorded.context is attached(job.model)
     assert recorded.context.text_only is False
-    assert recorded.unseen == ()
+    assert recorded.unseen == {}
 
 
 def test_rewrite__keeps_the_output_and_says_by_how_much(job: Job) -> None:

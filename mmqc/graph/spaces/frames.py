@@ -1,37 +1,56 @@
 """In which modules' forwards a channel space can be seen: where a module that was not recorded might read or write it.
 
-an operation on it, in the forward of m          m, and whoever called m
-two such modules                                 all on the way between them, up to the first that holds both
+It is seen where an operation works on it, in the module that is given it or gives it back, in whoever called that module,
+and in all that lies between two such modules up to the first that holds both.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 
-from torch import Tensor
+from torch import Tensor, fx
 
 from mmqc.graph.program import Program
 from mmqc.graph.spaces.coordinates import compact, distinct, leaves
 from mmqc.graph.spaces.factors import owners
 from mmqc.graph.spaces.spaces import Spaces
 
+Axes = frozenset[tuple[str, int]]
 
-def changed_frames(prog: Program) -> set[str]:
-    """FQNs of the modules ("" is the model) in which a space is seen whose basis or scale the passes have changed."""
+
+def seen_from(prog: Program, frames: Set[str]) -> dict[str, Axes]:
+    """For each module of ``frames`` ("" is the model) the axes of weights on which the spaces lie that are seen there.
+
+    ``prog`` is a recording that no pass has changed yet.
+    """
+    found: dict[str, set[tuple[str, int]]] = {frame: set() for frame in frames}
+    if not frames:
+        return {}
     spaces = Spaces.of(prog, through_norms=False)
-    owner = owners(spaces)
-    changed = {i for i, space in enumerate(spaces) if any((t.fqn, t.axis) in prog.touched for t in space.touches)}
-    seen: dict[int, set[str]] = {i: set() for i in changed}
+    for space, modules in zip(spaces, _modules(prog, spaces), strict=True):
+        axes = {(t.fqn, t.axis) for t in space.touches} | {(gain, 0) for gain in space.gains}
+        for frame in _between(modules) & frames:
+            found[frame] |= axes
+    return {frame: frozenset(axes) for frame, axes in found.items()}
+
+
+def _modules(prog: Program, spaces: Spaces) -> list[set[str]]:
+    """The modules in which operations work on each space, their callers, and those to which it is handed."""
+    handed: dict[fx.Node, set[str]] = {}
+    for name, nodes in prog.handed.items():
+        for node in nodes:
+            handed.setdefault(node, set()).add(name)
+    owner, seen = owners(spaces), [_callers(*(t.node for t in space.touches)) for space in spaces]
     for node, shadow in spaces.found.shadows.items():
         for ids in leaves(shadow):
             for number in _numbers(spaces, owner, ids):
-                if number in changed:
-                    seen[number] |= {node.meta[key] for key in ("module", "caller") if key in node.meta}
-    for i in changed:
-        for touch in spaces.spaces[i].touches:
-            seen[i] |= {touch.node.meta[key] for key in ("module", "caller") if key in touch.node.meta}
-    return {frame for modules in seen.values() for frame in _between(modules)}
+                seen[number] |= _callers(node) | handed.get(node, set())
+    return seen
+
+
+def _callers(*nodes: fx.Node) -> set[str]:
+    return {node.meta[key] for node in nodes for key in ("module", "caller") if key in node.meta}
 
 
 def _numbers(spaces: Spaces, owner: Tensor, ids: Tensor) -> list[int]:

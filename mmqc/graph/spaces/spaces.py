@@ -193,7 +193,7 @@ class _Collector:
                 space.touch(Touch(source.fqn, source.axis, groups, "writer", source.node))
 
     def copies_of(self, matters: Callable[[Space], bool]) -> Tensor | None:
-        """The number of its copy for each coordinate of those spaces that may be rotated and that matter; None if none has copies."""
+        """The number of its copy for each coordinate of the spaces that may be rotated and matter; None if none has copies."""
         free = [(self.spaces[number], ids) for number, ids in self.copies]
         found = [ids for s, ids in free if s.width > 1 and not (s.pins or s.inputs or s.outputs) and matters(s)]
         numbers = torch.zeros(self.found.total, dtype=torch.long)

@@ -21,14 +21,28 @@ def pin_other_uses(prog: Program, found: Coordinates, spaces: list[Space]) -> No
     for node in prog.nodes("get_attr"):
         getters.setdefault(str(node.target), []).append(node)
     uses = {name: [use for n in nodes for use in _uses(n, found)] for name, nodes in getters.items()}
-    columns = {r.node: r.ids for r in found.readers}
+    rescaled = _rescaled(prog)
+    columns = {(r.node, r.axis): r.ids for r in found.readers}
     for space in spaces:
         for touch in space.touches:
             places = uses.get(touch.fqn, [])
             for node in [*_strays(prog, touch.fqn, places, uses), *_other_columns(touch, places, columns, found.idle)]:
                 space.pins.append((node, f"it uses {touch.fqn} in another way"))
+            if touch.fqn in rescaled:
+                space.pins.append((touch.node, "an embedding with max_norm rescales it whenever it is read"))
             if touch.fqn in prog.unsure:
                 space.pins.append((touch.node, prog.unsure[touch.fqn]))
+
+
+def _rescaled(prog: Program) -> set[str]:
+    """Weights that reading changes, by all their names."""
+    found: set[str] = set()
+    for node in prog.nodes("embedding"):
+        weight = node.kwargs.get("weight", node.args[1] if len(node.args) > 1 else None)
+        limit = node.kwargs.get("max_norm", node.args[3] if len(node.args) > 3 else None)
+        if limit is not None and isinstance(weight, fx.Node):
+            found |= {str(weight.target), *prog.tied.get(str(weight.target), ())}
+    return found
 
 
 def _strays(
@@ -46,12 +60,12 @@ def _strays(
 
 
 def _other_columns(
-    touch: Touch, places: list[tuple[fx.Node, str]], columns: Mapping[fx.Node, Tensor | None], idle: set[fx.Node]
+    touch: Touch, places: list[tuple[fx.Node, str]], columns: Mapping[tuple[fx.Node, int], Tensor | None], idle: set[fx.Node]
 ) -> list[fx.Node]:
     """Linears that read something else with the same columns."""
     if touch.role != "reader":
         return []
-    there = ((node, columns.get(node)) for node, _ in places if node not in idle)
+    there = ((node, columns.get((node, touch.axis))) for node, _ in places if node not in idle)
     return [node for node, ids in there if ids is None or bool((ids[touch.groups] < 0).any())]
 
 

@@ -4,11 +4,8 @@ import pytest
 from float64 import to_float64
 from models import tiny_qwen2_vl
 
-from mmqc import QuantConfig, recipes
 from mmqc.graph.record import record
-from mmqc.graph.runner import run
-from mmqc.graph.spaces.frames import _between, changed_frames
-from mmqc.pipeline import FACTS, exact_passes
+from mmqc.graph.spaces.frames import _between, seen_from
 
 
 @pytest.mark.parametrize(
@@ -26,12 +23,13 @@ def test_between__everything_up_to_what_holds_both(modules: list[str], frames: s
     assert _between(modules) == frames
 
 
-@pytest.mark.parametrize(("config", "everywhere"), [(recipes.rotate(), True), (QuantConfig(), False)])
-def test_changed_frames__a_rotated_stream_is_seen_where_the_towers_meet(config: QuantConfig, everywhere: bool) -> None:
+def test_seen_from__the_stream_is_seen_where_the_towers_meet_and_what_a_layer_keeps_is_not() -> None:
     model, batch = to_float64(*tiny_qwen2_vl())
     prog = record(model, {**batch, "use_cache": False})
-    run(prog, exact_passes(config), FACTS)
-    frames = changed_frames(prog)
-    assert ("model" in frames) is everywhere
-    assert ("model.visual" in frames) is everywhere
-    assert bool(frames) is everywhere
+    layer, stream = "model.language_model.layers.0", ("model.language_model.layers.0.mlp.down_proj.weight", 0)
+    inside = {(f"{layer}.mlp.down_proj.weight", 1), (f"{layer}.self_attn.q_proj.weight", 1)}
+    seen = seen_from(prog, {"model", layer})
+    assert stream in seen["model"]
+    assert not inside & seen["model"]
+    assert {stream, *inside} - {(f"{layer}.mlp.down_proj.weight", 1)} <= seen[layer]
+    assert seen_from(prog, set()) == {}
