@@ -306,7 +306,10 @@ def snapshot(model: nn.Module) -> Data:
     for name, module in model.named_modules(remove_duplicate=False):
         hooks = (module._forward_hooks, module._forward_pre_hooks)
         found[f"module: {name}"] = (id(module), type(module), module.training, [list(map(id, h.values())) for h in hooks])
+    own = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding) and m.max_norm}  # its forward writes to it
     for name, tensor in [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]:
+        if id(tensor) in own:
+            continue
         found[f"tensor: {name}"] = (id(tensor), tensor.requires_grad, tensor.detach().clone())
     return found
 
