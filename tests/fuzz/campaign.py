@@ -62,7 +62,7 @@ class State:
     """What a campaign has seen.
 
     Attributes:
-        next: seeds below it are done.
+        next: seeds below it were drawn.
         counts: by kind of outcome, and "programs", "changed by mmqc", "known".
         seen, accepted: programs by feature; accepted ones were rewritten or quantized, and equal.
     """
