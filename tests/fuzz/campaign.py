@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import signal
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
@@ -61,7 +62,7 @@ class State:
     """What a campaign has seen.
 
     Attributes:
-        next: seeds below it are done.
+        next: seeds below it were drawn.
         counts: by kind of outcome, and "programs", "changed by mmqc", "known".
         seen, accepted: programs by feature; accepted ones were rewritten or quantized, and equal.
     """
@@ -143,13 +144,16 @@ def at_most(seconds: int) -> Iterator[None]:
 
 
 def outcome_of(case: Data) -> Outcome:
-    """What comes of a case, in time."""
+    """What comes of a case, in time; "broken" if the fuzzer itself fails."""
     torch.manual_seed(0)
     try:
         with at_most(LIMIT):
             return run(case)
     except TimeoutError as error:
         return Outcome("crash", str(error), "hang")
+    except Exception as error:
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        return Outcome("broken", f"{type(error).__name__}: {error}", f"{Path(place.filename).name}:{place.lineno}")
 
 
 def smaller(seed: int, case: Data, outcome: Outcome, seconds: float = 30.0) -> Found:

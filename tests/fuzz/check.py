@@ -32,7 +32,7 @@ from tests.fuzz.grammar import CHANGES, Data
 logging.disable_progress_bar()
 HOME = str(Path(mmqc.__file__).parent)
 GOOD = ("equal", "refused", "guarded")
-BAD = ("wrong", "crash", "changed", "hook")
+BAD = ("wrong", "crash", "changed", "hook", "broken")
 ROUNDS = 4  # of calls by each of two threads
 NAMES = {"awq": awq, "gptq": gptq, "mquant": mquant, "quarot": quarot, "resq": resq, "rotate": rotate, "rtn": rtn}
 
@@ -43,7 +43,7 @@ class Outcome:
 
     Attributes:
         kind: "equal", "refused", "guarded", "rewrite_error" (the net caught what the analysis let through), "wrong", "crash",
-            "changed", "hook", or "invalid": the float model itself fails.
+            "changed", "hook", "broken": the fuzzer's own error, or "invalid": the float model itself fails.
         detail: what is said of it.
         key: failures of one kind and key are taken for one defect while shrinking.
         rewritten: whether a space was rotated or a gain folded; quantized: how many linears are.
@@ -306,7 +306,10 @@ def snapshot(model: nn.Module) -> Data:
     for name, module in model.named_modules(remove_duplicate=False):
         hooks = (module._forward_hooks, module._forward_pre_hooks)
         found[f"module: {name}"] = (id(module), type(module), module.training, [list(map(id, h.values())) for h in hooks])
+    own = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding) and m.max_norm}  # its forward writes to it
     for name, tensor in [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]:
+        if id(tensor) in own:
+            continue
         found[f"tensor: {name}"] = (id(tensor), tensor.requires_grad, tensor.detach().clone())
     return found
 

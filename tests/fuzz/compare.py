@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 from torch.utils import _pytree as pytree
 from transformers.pytorch_utils import Conv1D
 
@@ -139,6 +140,14 @@ class Oracle:
         return worst
 
 
+def unparametrized(linear: Any) -> nn.Linear:
+    """A plain linear with the same bias and hooks; torch's own way would take the class of all copies apart."""
+    made = nn.Linear(linear.in_features, linear.out_features, linear.bias is not None)
+    made.bias, made._forward_hooks, made._forward_pre_hooks = linear.bias, linear._forward_hooks, linear._forward_pre_hooks
+    made._forward_hooks_with_kwargs = linear._forward_hooks_with_kwargs
+    return made.eval()
+
+
 @torch.no_grad()
 def dequantized(model: nn.Module, reference: nn.Module) -> nn.Module | None:
     """The float model with the rounded weights; None where there is no such model: rounded inputs, other kinds of modules."""
@@ -152,5 +161,8 @@ def dequantized(model: nn.Module, reference: nn.Module) -> nn.Module | None:
             return None
         weight = module.weight.to(twin.weight)  # type: ignore[union-attr, arg-type]
         weight = weight.T if isinstance(twin, Conv1D) else weight
+        if is_parametrized(twin):  # type: ignore[arg-type]
+            twin = unparametrized(twin)  # type: ignore[arg-type]
+            made.set_submodule(name, twin)
         twin.weight = nn.Parameter(weight.contiguous(), requires_grad=False)  # type: ignore[union-attr]
     return made
