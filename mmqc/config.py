@@ -170,7 +170,7 @@ class QuantConfig(AOBaseConfig):
     language: Scheme | None = None
     rewrites: Rewrites = field(default_factory=Rewrites)
     keep: tuple[str, ...] = (HEAD,)
-    statistics: Mapping[str, Any] | None = field(default=None, hash=False)
+    statistics: Mapping[str, Any] | None = field(default=None, hash=False, repr=False)  # of every linear: far too long to print
     head: Scheme | None = None
     down: Scheme | None = None
     kv: KVSpec | None = None

@@ -23,6 +23,7 @@ from mmqc.calibration.observe import Output, observe
 from mmqc.errors import MmqcError
 from mmqc.experts.call import BATCHED, ROUTED, SORTED, ExpertCall, Rows
 from mmqc.experts.pointwise import ALONG_ROWS, WORDS, Pointwise, encoded
+from mmqc.graph.hooks import PATCHED, is_patched, saves
 from mmqc.graph.kinds import kind
 from mmqc.graph.linear import Contraction, contraction
 from mmqc.graph.program import Program
@@ -124,6 +125,7 @@ def find_experts(model: nn.Module, prog: Program, batch: Mapping[str, Any]) -> t
     owned = products(prog)
     for module, uses in owned.items():
         try:
+            _check_attached(model.get_submodule(module))
             readings[module] = _read(model, prog, module, uses)
         except NotExpertsError as why:
             readings[module] = why
@@ -136,6 +138,13 @@ def find_experts(model: nn.Module, prog: Program, batch: Mapping[str, Any]) -> t
             reason = str(outcome) if isinstance(outcome, NotExpertsError) else "no call of its module was seen"
             refused += [(fqn, nodes[0][0].name, reason) for fqn, nodes in uses.items()]
     return layers, refused
+
+
+def _check_attached(module: nn.Module) -> None:
+    """Raise a NotExpertsError for what a user hung on a module and would be lost; other hooks go over to the one in its place."""
+    what = PATCHED if is_patched(module) else saves(module)
+    if what:
+        raise NotExpertsError(f"its module has a {what}, of which quantized experts would know nothing")
 
 
 @dataclass(frozen=True)

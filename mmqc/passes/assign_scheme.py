@@ -105,7 +105,7 @@ class AssignScheme(Pass):
         if self.config.down is not None:
             behind = behind_operations(spaces)
             found |= {n: "down" for n, role in found.items() if role == "out" and weight_of(n) in behind}
-        return towers(prog, spaces), found
+        return towers(prog, spaces), found | {n: "head" for n in found if HEAD in n.meta}
 
     def rewrite(self, prog: Program, site: Site) -> None:
         """Note it on the nodes."""

@@ -257,9 +257,10 @@ def size_of(model: nn.Module) -> int:
 
 
 def first_bad_weight(model: nn.Module) -> str | None:
-    """Name of a floating-point parameter that holds NaN or infinity."""
+    """Name of a floating-point parameter that holds NaN or infinity; codes of other libraries are not looked into."""
     for name, p in model.named_parameters():
-        if p.is_floating_point() and not p.is_meta and p.numel():
+        floats = p.is_floating_point() and p.itemsize > 1 and type(p.detach()) is Tensor
+        if floats and not p.is_meta and p.numel():
             ends = torch.stack(torch.aminmax(p.detach()))  # NaN reaches both; no mask of the weight's size is made
             if not bool(torch.isfinite(ends).all()):
                 return name

@@ -22,8 +22,8 @@ from mmqc.graph.spaces.towers import towers
 
 
 def incoherence(weight: Tensor) -> float:
-    """μ of a matrix, the largest μ in a stack of matrices; 1 where all is zero, NaN where there are no values."""
-    if weight.is_meta or not weight.numel():
+    """μ of a matrix, the largest μ in a stack of matrices; 1 where all is zero, NaN where there are no values to look at."""
+    if weight.is_meta or not weight.numel() or type(weight.detach()) is not Tensor:
         return math.nan
     return max(_of_matrix(matrix) for matrix in weight.detach().reshape(-1, *weight.shape[-2:]))
 

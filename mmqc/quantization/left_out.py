@@ -66,10 +66,13 @@ def require_some(model: nn.Module, config: QuantConfig, layers: Iterable[object]
     if any(True for _ in layers) or not config.schemes:
         return
     modules, kinds = dict(model.named_modules()), {}
+    stacks = {name for name, p in model.named_parameters() if p.dim() == 3}
     for refusal in refused:
         fqn = refusal.fqn.removesuffix(".weight")
         if fqn in modules and looks_linear(modules[fqn]):
             kinds.setdefault((type(modules[fqn]).__name__, refusal.reason), []).append(fqn)
+        elif refusal.fqn in stacks:
+            kinds.setdefault(("stack of experts", refusal.reason), []).append(refusal.fqn)
     lines = [f"{len(names)} {kind}, e.g. {names[0]}: {why}" for (kind, why), names in kinds.items()][:KINDS]
     towers = ", ".join(config.schemes)
     lines = lines or [f"{type(model).__name__} has no module that computes x Wᵀ + b in what the config quantizes ({towers})"]

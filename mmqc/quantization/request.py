@@ -151,6 +151,12 @@ def _check_options(request: Request) -> None:
 def _check_model(model: nn.Module) -> None:
     if any(isinstance(m, IntegerWeight) for m in model.modules()):
         raise ValueError("this model is quantized already; load the original weights to quantize it anew")
+    empty = next((name for name, p in model.named_parameters() if p.is_meta), None)
+    if empty is not None:
+        raise ValueError(
+            f"{empty} is on the meta device, without values: load the model's weights, without offloading, and quantize then; "
+            "mmqc.plan tells what would be done with a model that has none"
+        )
     bad = convert.first_bad_weight(model)
     if bad is not None:
         raise ValueError(f"{bad} holds NaN or infinite values; repair the checkpoint before quantizing (nothing was changed)")

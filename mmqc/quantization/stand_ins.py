@@ -10,11 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import nn
 
 from mmqc.checkpoint.linear_like import NotLinearError, Read, computing_hooks, looks_linear, read_linear
+from mmqc.config import HEAD
 from mmqc.graph.hooks import carry_over, saves
+from mmqc.graph.linear import weight_of
 from mmqc.quantization.convert import Journal
 from mmqc.quantization.job import Job
 from mmqc.quantization.rewrite import Recorded, record_model
@@ -110,12 +113,36 @@ def record_linears(job: Job, found: StandIns) -> Recorded:
     recorded = record_model(job)
     hosts = recorded.program.hosts
     assert hosts is not None
+    for fqn, module in model.named_modules():
+        if isinstance(module, nn.TransformerEncoderLayer):
+            _keep_fused(fqn, module, recorded, found)
+    _mark_head(model, recorded)
     hosts["linear"] -= set(found.refused)
     for fqn in list(hosts["layer_norm"]):
         module = model.get_submodule(fqn)
         if "forward" in vars(module) or saves(module):
             hosts["layer_norm"].discard(fqn)
     return recorded
+
+
+def _mark_head(model: nn.Module, recorded: Recorded) -> None:
+    """Say which linear is the head where the model knows: a recorded ``generate`` leads from its logits to the next token."""
+    output_head: Any = getattr(model, "get_output_embeddings", None)
+    head = output_head() if output_head is not None else None
+    names = {f"{name}.weight" for name, module in model.named_modules() if module is head}
+    for node in recorded.program.nodes("linear"):
+        if weight_of(node) in names:
+            node.meta[HEAD] = True
+
+
+def _keep_fused(fqn: str, layer: nn.TransformerEncoderLayer, recorded: Recorded, found: StandIns) -> None:
+    """Leave a layer alone that reads its parameters in one fused operation whenever it is not recorded."""
+    why, hosts = "nn.TransformerEncoderLayer reads its weight in one fused operation", recorded.program.hosts
+    assert hosts is not None
+    prefix = f"{fqn}." if fqn else ""
+    recorded.program.unsure |= {prefix + name: why for name, _ in layer.named_parameters()}
+    hosts["layer_norm"] -= {prefix + name for name, _ in layer.named_modules()}
+    found.refused.update({prefix + name: why for name, module in layer.named_modules() if isinstance(module, nn.Linear)})
 
 
 def step_back(model: nn.Module, journal: Journal, found: StandIns, layers: Sequence[LayerReport]) -> list[Refusal]:

@@ -14,9 +14,21 @@ from typing import Any
 from mmqc.config import QuantConfig
 from mmqc.graph.program import Program
 from mmqc.report.score_histogram import CALIBRATED, ROUNDED, ScoreHistogram
-from mmqc.report.tables import MODALITIES, by_tower, count, decibels, text_table, totals, tower_rows
+from mmqc.report.tables import (
+    MODALITIES,
+    TOWER_HEAD,
+    by_tower,
+    count,
+    decibels,
+    html_lines,
+    html_table,
+    text_table,
+    totals,
+    tower_rows,
+)
 
 WORST = 5
+SHOWN = 10  # refusals in a notebook
 FOLDED = {"fold_norm_scale": "norm gain folded", "fold_layer_scale": "layer scale folded"}  # in words
 MEGABYTE = 1e6
 
@@ -72,7 +84,7 @@ class Refusal:
         return f"{self.fqn or 'the model'}{where}: {self.reason}"
 
 
-@dataclass
+@dataclass(repr=False)
 class QuantReport:
     """The record of one ``quantize_``.
 
@@ -118,6 +130,18 @@ class QuantReport:
         return "\n\n".join(block for block in blocks if block)
 
     __str__ = summary
+
+    def __repr__(self) -> str:
+        """One line; ``print(report)`` shows the page, ``report.layers`` and ``report.refused`` everything."""
+        return f"QuantReport({self.totals()})"
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: totals, a row for each tower, and the first refusals."""
+        more = len(self.refused) - SHOWN
+        refused = [*map(str, self.refused[:SHOWN]), *([f"... and {more} more in report.refused"] if more > 0 else [])]
+        rows = tower_rows([vars(layer) for layer in self.layers])
+        table = html_table(TOWER_HEAD, rows) if rows else ""
+        return "".join((html_lines(self._headline().splitlines()), table, html_lines(["refused", *refused]) if refused else ""))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON data: no tensors, no tuples, ``None`` for what was not measured."""
@@ -169,9 +193,8 @@ class QuantReport:
         return "\n".join(lines)
 
     def _towers(self) -> str:
-        head = ("tower", "layers", "scheme", "visual, dB", "text, dB", "clipped", "W error", "outliers")
         rows = tower_rows([vars(layer) for layer in self.layers])
-        return f"SQNR by modality, median (lowest) of the layers\n{text_table(head, rows)}" if rows else ""
+        return f"SQNR by modality, median (lowest) of the layers\n{text_table(TOWER_HEAD, rows)}" if rows else ""
 
     def by_tower(self) -> dict[str, list[LayerReport]]:
         """The layers of each tower that has some, towers in the order of the data flow."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from html import escape
 from typing import Any, TypeVar
 
 from mmqc.config import TOWERS
@@ -15,6 +16,7 @@ from mmqc.config import TOWERS
 T = TypeVar("T")
 Row = Mapping[str, Any]
 MODALITIES = ("visual", "text")
+TOWER_HEAD = ("tower", "layers", "scheme", "visual, dB", "text, dB", "clipped", "W error", "outliers")  # of ``tower_rows``
 
 
 def by_tower(layers: Sequence[T], tower_of: Callable[[T], str]) -> dict[str, list[T]]:
@@ -74,6 +76,18 @@ def text_table(head: Iterable[object], rows: Iterable[Iterable[object]]) -> str:
     pad = lambda cell, i: cell.rjust(widths[i]) if right[i] else cell.ljust(widths[i])  # noqa: E731
     lines = ["  ".join(pad(cell, i) for i, cell in enumerate(row)).rstrip() for row in cells]
     return "\n".join(lines)
+
+
+def html_table(head: Iterable[object], rows: Iterable[Iterable[object]]) -> str:
+    """The same as HTML, escaped, without styles: a notebook has its own."""
+    tags = [("th", head), *(("td", row) for row in rows)]
+    lines = ("".join(f"<{tag}>{escape(str(cell))}</{tag}>" for cell in row) for tag, row in tags)
+    return f"<table>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
+
+
+def html_lines(lines: Iterable[str]) -> str:
+    """Lines of text as a paragraph, escaped."""
+    return f"<p>{'<br>'.join(map(escape, lines))}</p>"
 
 
 def _is_number(cell: str) -> bool:

@@ -11,6 +11,7 @@ from tolerance import assert_close
 import mmqc
 from mmqc.config import PerGroup, PerRow, QuantConfig, Scheme, WeightSpec
 from mmqc.experts.modules import QuantStack
+from mmqc.quantization.left_out import NothingQuantizedError
 from mmqc.solvers import solve
 
 
@@ -103,3 +104,26 @@ def test_experts__beside_dynamic_activations_are_weight_only_and_said_to_be(make
     assert {r.scheme for r in rows} == {"W4A16"}
     assert all("weight-only: experts' inputs are not quantized token by token" in r.note for r in rows)
     assert all(s.activation_bits is None for s in model.modules() if isinstance(s, QuantStack))
+
+
+def test_experts__hooks_go_over_and_a_patched_forward_is_refused():
+    model, batch = mixture("routed"), tokens()
+    seen = []
+    model.experts.register_forward_hook(lambda module, args, y: seen.append(type(module).__name__))
+    _, report = quantized(model, QuantConfig(language=Scheme(WeightSpec(8)), keep=("router", "head")))
+    del seen[:]
+    logits(model, batch)
+    assert seen == ["QuantExperts"]
+    assert {row.fqn for row in report.layers} >= {"experts.up", "experts.down"}
+
+    model, plain = mixture("routed"), type(mixture("routed").experts).forward
+    model.experts.forward = lambda *args: seen.append("patched") or plain(model.experts, *args)
+    expected = logits(model, batch)
+    with pytest.raises(NothingQuantizedError, match=r"2 stack of experts, e\.g\. experts\.up: its module has a patched forward"):
+        quantized(model, QuantConfig(language=Scheme(WeightSpec(8)), keep=("router", "head")))
+    _, report = quantized(model, QuantConfig(language=Scheme(WeightSpec(8)), keep=("router",)))
+    reasons = {r.fqn: r.reason for r in report.refused}
+    assert "its module has a patched forward" in reasons["experts.up"]
+    del seen[:]
+    assert (logits(model, batch) - expected).norm() / expected.norm() < 0.05
+    assert seen == ["patched"]

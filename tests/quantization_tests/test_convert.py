@@ -159,3 +159,24 @@ def test_swap__a_failure_leaves_hooks_where_they_were() -> None:
         raise RuntimeError("undo")
     assert model[0] is before
     assert list(before._forward_hooks.values()) == [calls]
+
+
+class Layers(nn.Module):
+    """A LayerNorm whose mean a rewrite folds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm, self.head = nn.Embedding(20, 16), nn.LayerNorm(16), nn.Linear(16, 20)
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        return self.head(self.norm(x + self.down(torch.relu(self.up(self.norm(x))))))
+
+
+def test_write_exact__norms_and_linears_that_replace_others_keep_requires_grad() -> None:
+    for frozen in (False, True):
+        model = Layers().requires_grad_(not frozen)
+        mmqc.quantize_(model, mmqc.recipes.rotate(), [{"ids": torch.arange(12).view(2, 6)}], progress=False)
+        old = {n for n, _ in Layers().named_parameters()}
+        assert {p.requires_grad for n, p in model.named_parameters() if n in old} == {not frozen}

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+import torchao.quantization
 from small_vlm import Small, batches, check_unchanged, traces
 from torch import nn
 
@@ -11,6 +12,7 @@ import mmqc
 from mmqc import recipes
 from mmqc.config import QuantConfig
 from mmqc.errors import MmqcError
+from mmqc.nn.linear import HadamardLinear
 from mmqc.quantization.left_out import NothingQuantizedError
 
 
@@ -94,3 +96,26 @@ def test_left_out__each_is_named_once_with_its_reason(calibrated: bool) -> None:
     assert "Residual has a forward of its own that does more than" in reasons.pop("inner")
     assert "Router has a forward of its own that does more than" in reasons.pop("router")
     assert reasons == ({"unused": "no recorded batch reached it"} if calibrated else {})
+
+
+@pytest.mark.parametrize("calibrated", [False, True])
+def test_left_out__what_torchao_quantized_is_named_and_goes_on(calibrated: bool) -> None:
+    model, x = nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 32)), torch.randn(4, 32)
+    torchao.quantization.quantize_(model[0], torchao.quantization.Int8WeightOnlyConfig())
+    expected = model(x)
+    data = [{"input": x}] if calibrated else None
+    report = mmqc.quantize_(model, recipes.rtn(8).replace(keep=()), data, progress=False)
+    assert [layer.fqn for layer in report.layers] == ["2"]
+    assert [r.fqn for r in report.refused] == ["0"]
+    assert "not a plain tensor: quantized or sharded already" in report.refused[0].reason
+    assert (model(x) - expected).norm() / expected.norm() < 0.02
+
+
+@pytest.mark.parametrize("data", [None, batches()], ids=["without data", "calibrated"])
+def test_left_out__online_hadamards_of_an_earlier_call_are_named(data: Any) -> None:
+    model = Small()
+    mmqc.quantize_(model, recipes.rotate(), batches(), progress=False)
+    report = mmqc.quantize_(model, recipes.rtn(8), data, progress=False)
+    named = {r.fqn for r in report.refused if "an online Hadamard of an earlier call" in r.reason}
+    assert named == {n for n, m in model.named_modules() if isinstance(m, HadamardLinear)}
+    assert len(named) == 3

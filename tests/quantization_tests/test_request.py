@@ -112,3 +112,9 @@ def test_read__takes_what_processors_return() -> None:
     found = read(recipes.rtn(8, 8), [BatchEncoding(batches()[0])])
     assert found.batches is not None
     assert found.batches[0].keys() == batches()[0].keys()
+
+
+@pytest.mark.parametrize("data", [None, batches()], ids=["without data", "calibrated"])
+def test_read__a_model_without_values_is_refused(data: Any) -> None:
+    with pytest.raises(ValueError, match="is on the meta device, without values: load the model's weights"):
+        read(recipes.rtn(8), data, Small().to("meta"))

@@ -11,7 +11,15 @@ from small_vlm import Small, batches, logits
 from torch import nn
 from torch.nn.utils import parametrizations, prune, spectral_norm, weight_norm
 from torch.utils import _pytree as pytree
-from transformers import AutoModelForCausalLM, FalconConfig, FalconForCausalLM, GPT2Config, GPT2LMHeadModel
+from transformers import (
+    AutoModelForCausalLM,
+    FalconConfig,
+    FalconForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    WhisperConfig,
+    WhisperForConditionalGeneration,
+)
 
 import mmqc
 from mmqc import recipes
@@ -216,3 +224,50 @@ def test_record_linears__a_hook_that_changes_values_is_part_of_the_model() -> No
     mmqc.quantize_(model, recipes.rotate(), batches(), progress=False)
     after = logits(model, batches()[0])
     assert (after - expected).norm() / expected.norm() < 1e-5
+
+
+def whisper() -> nn.Module:
+    torch.manual_seed(0)
+    sizes = {"encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    widths = {"d_model": 32, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "num_mel_bins": 8, "max_source_positions": 16}
+    tokens = {"pad_token_id": 0, "decoder_start_token_id": 1, "max_target_positions": 32}
+    return WhisperForConditionalGeneration(WhisperConfig(**sizes, **widths, **tokens, **SIZE)).eval()
+
+
+def test_record_linears__whispers_head_is_kept_with_data_as_without() -> None:
+    batch = {"input_features": torch.randn(1, 8, 32), "decoder_input_ids": torch.tensor([[3, 4, 5]])}
+    done = []
+    for data in (None, [batch]):
+        report = mmqc.quantize_(whisper(), recipes.rtn(8), data, progress=False)
+        assert [r.fqn for r in report.refused if r.fqn] == ["proj_out"]
+        done.append({layer.fqn for layer in report.layers})
+    assert done[0] == done[1]
+    assert len(done[0]) == 16
+
+
+class Encoder(nn.Module):
+    """torch's own encoder layer, which has a fast path that no recording shows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(20, 16), nn.Linear(16, 20)
+        self.layer = nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.layer(self.embed(ids)))
+
+
+@pytest.mark.parametrize("recipe", [recipes.rotate(), recipes.mquant(8, msq=False), recipes.rtn(8, 8)])
+def test_record_linears__torchs_encoder_layers_stay_as_they_are(recipe: QuantConfig) -> None:
+    torch.manual_seed(0)
+    model, ids = Encoder().eval(), torch.arange(12).view(2, 6)
+    before = {n: p.detach().clone() for n, p in model.layer.named_parameters()}
+    with torch.no_grad():
+        expected = model(ids)
+        report = mmqc.quantize_(model, recipe.replace(keep=()), [{"ids": ids}], progress=False)
+        after = model(ids)
+    assert all(torch.equal(p, before[n]) for n, p in model.layer.named_parameters())
+    assert (after - expected).norm() / expected.norm() < 0.02
+    reasons = {r.fqn: r.reason for r in report.refused}
+    wanted = {f"layer.{n}" for n in ("self_attn.out_proj", "linear1", "linear2")} if recipe.schemes else set()
+    assert {n for n, why in reasons.items() if "in one fused operation" in why} >= wanted

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from types import SimpleNamespace
 
@@ -224,3 +225,27 @@ def test_plots__without_matplotlib_say_what_to_install(tmp_path, monkeypatch):
 def test_text__columns_line_up_and_nouns_agree():
     assert text_table(("name", "n"), [("a", 1), ("long", 20)]) == "name   n\na      1\nlong  20"
     assert [count(1, "pass"), count(2, "pass"), count(0, "layer")] == ["1 pass", "2 passes", "0 layers"]
+
+
+def long() -> QuantReport:
+    layers = [replace(layer, fqn=f"layers.{i}.<b>") for i in range(300) for layer in LAYERS]
+    statistics = {"linears": {layer.fqn: {"outliers": list(range(100))} for layer in layers}}
+    refused = [Refusal(f"<script>{i}", "", "x < y") for i in range(30)]
+    return QuantReport(recipes.mquant().replace(statistics=statistics), layers, refused, seconds=8.1, size_before=9, size_after=3)
+
+
+def test_report__repr_is_a_line() -> None:
+    assert repr(long()) == "QuantReport(1200 layers quantized, 30 refusals, 8.1 s)"
+    assert len(repr(long().config)) < 3000
+    assert "statistics" not in repr(long().config)
+
+
+def test_report__notebook_shows_a_small_table() -> None:
+    shown = long()._repr_html_()
+    assert len(shown) < 4000
+    assert shown.count("<tr>") == 4  # the head and three towers
+    assert "<td>projector</td><td>300</td>" in shown
+    assert "&lt;script&gt;9: x &lt; y" in shown
+    assert "... and 20 more in report.refused" in shown
+    assert "<script>" not in shown
+    assert QuantReport(recipes.rotate())._repr_html_() == "<p>0 layers quantized, 0 refusals, 0.0 s<br>nothing quantized</p>"
