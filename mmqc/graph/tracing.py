@@ -36,6 +36,8 @@ shape_config: Any = _shape_config  # a module that turns itself into an object w
 CAPTURE: dict[str, Any] = {"capture_scalar_outputs": True, "capture_dynamic_output_shape_ops": True}
 # Sizes that happen to be equal in one batch (three positions per token, three sequence ends) are not in the next.
 SHAPES: dict[str, Any] = {"use_duck_shape": False}
+# With ``dynamic=True`` a norm's epsilon would be a symbol, too, which no pass can read.
+FLOATS: dict[str, Any] = {"specialize_float": True}
 
 # Before 2.12 a traced torch._check_tensor_all leaves an unbacked symbol behind that nothing binds: transformers' checks of
 # placeholder counts are then left out of the trace.
@@ -91,13 +93,15 @@ class Tracing:
         converting = _converting()
         if converting is None or not _is_behind(converting[0], self.backend):
             return
+        self.flags = ExitStack()
+        if not torch._dynamo.config.assume_static_by_default:
+            self.flags.enter_context(torch._dynamo.config.patch(FLOATS))
         frame = _model_frame(converting[1])
         if frame is None:
             return
         self.model = frame.model
         with as_traced(False):
             capture, sizes = self.start(frame)
-        self.flags = ExitStack()
         if sizes:
             self.flags.enter_context(shape_config.patch(SHAPES))
         if not CHECKS_TRACE:
@@ -109,13 +113,12 @@ class Tracing:
         """After it, also when an error is on its way."""
         del args
         flags, model, self.flags, self.model = self.flags, self.model, None, None
-        if model is None:
-            return
         error = sys.exc_info()[1]
-        reason = ""
         if flags is not None:
             flags.close()
-            reason = _data_dependent(error)
+        if model is None:
+            return
+        reason = _data_dependent(error)
         self.end(model, reason)
         if reason:
             # Dynamo runs a frame that it cannot trace as it is, and compiles what it calls; it counts only callbacks that return
@@ -202,8 +205,8 @@ def _is_behind(wrapper: Any, backend: Any) -> bool:
 
 def _model_frame(frame: Any) -> Frame | None:
     """The frame as the forward of the outermost module that is being called, if it is that."""
-    values = frame.f_locals
-    model = values.get("self")
+    values, names = frame.f_locals, frame.f_code.co_varnames
+    model = values.get(names[0]) if names else None  # "self", as a rule
     if not isinstance(model, nn.Module) or outermost_module() is not model or not _is_called(model):
         return None
     if frame.f_code not in codes_of(type(model).forward):

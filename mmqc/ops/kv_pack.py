@@ -49,7 +49,7 @@ def ranges(x: Tensor, used: Tensor, by: str) -> tuple[Tensor, Tensor]:
     axes = {"channel": (2,), "token": (3,), "tensor": (1, 2, 3)}[by]
     low = torch.where(used, x, infinite).amin(axes, keepdim=True)
     high = torch.where(used, x, -infinite).amax(axes, keepdim=True)
-    some = low <= high
+    some = ~(low > high)  # a range of NaN is one: it comes back as the offset
     low, high = torch.where(some, low, 0.0), torch.where(some, high, 0.0)
     shape = (*x.shape[:3], 1) if by == "token" else (*x.shape[:2], 1, x.shape[3])
     return low.expand(shape), high.expand(shape)

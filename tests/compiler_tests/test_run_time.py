@@ -64,6 +64,10 @@ def test_where_equal__compares_once_and_says_so_where_it_cannot(monkeypatch: pyt
     assert said == [run_time.UNEQUAL]
     b.add_(1)
     assert call(a, b, 5) == "plain"
+    b.data.sub_(1)
+    assert call(a, b, 6) == "fused", "a write through .data leaves no version"
+    b.data = torch.zeros(2)
+    assert call(a, b, 7) == "plain"
 
 
 def test_rewrite_at_run_time__graph_without_our_ops_is_returned_as_it_is() -> None:

@@ -304,3 +304,37 @@ class Gated(nn.Module):
         x = self.embed(ids)
         h = self.norm(x) * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
         return self.head(x + self.down(nn.functional.silu(self.gate(h)) * self.up(h)))
+
+
+def test_self_quantize__parametrized_weights_are_computed_in_every_call() -> None:
+    class Lora(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Parameter(torch.randn(32, 4)), nn.Parameter(torch.randn(4, 64))
+
+        def forward(self, weight: Tensor) -> Tensor:
+            return weight + self.a @ self.b
+
+    model, ids, config = weights_only()
+    with torch.no_grad():
+        compiled = compile_with(model, config)
+        compiled(input_ids=ids)
+        nn.utils.parametrize.register_parametrization(model.down, "weight", Lora())
+        for _ in range(2):
+            assert relative_error(compiled(input_ids=ids), model(input_ids=ids)) < FLIPPED
+            model.down.parametrizations.weight[0].a.data.mul_(10)
+        nn.utils.parametrize.remove_parametrizations(model.down, "weight")
+        assert relative_error(compiled(input_ids=ids), quantized_output(model, ids, config)) < SAME
+
+
+def test_self_quantize__functional_call_brings_other_weights() -> None:
+    model, ids, config = weights_only()
+    with torch.no_grad():
+        compiled = compile_with(model, config)
+        compiled(input_ids=ids)
+        for factor in (1.0, 2.0):
+            others = {name: torch.randn_like(p) * factor for name, p in model.named_parameters()}
+            other = copy.deepcopy(model)
+            other.load_state_dict(others)
+            got = torch.func.functional_call(compiled, {f"_orig_mod.{k}": v for k, v in others.items()}, (ids,))
+            assert relative_error(got, quantized_output(other, ids, config)) < SAME

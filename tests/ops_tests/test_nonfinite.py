@@ -127,3 +127,14 @@ def test_explain__names_the_linears(without_inductor: None) -> None:
     explained = mmqc.explain(quantized, {"x": bad})
     assert explained.nonfinite == ["a", "b", "c"]
     assert "NaN or infinity meets static scales" in str(explained)
+
+
+@pytest.mark.parametrize("by", ["channel", "token", "tensor"])
+def test_packed_cache__nan_and_infinity_are_in_the_range(by: str) -> None:
+    x = torch.randn(1, 2, 16, 8)
+    x[0, 0, 3, 5], x[0, 1, 7, 2] = float("nan"), float("inf")
+    order, count = torch.arange(16)[None], torch.tensor([16])
+    _, scale, offset = torch.ops.mmqc.kv_pack(x, order, count, 4, by, 1.0, False)
+    lost = ~(scale + offset).isfinite()
+    assert lost.any(0).any(-1).any(-1).all()
+    assert lost.all() if by == "tensor" else not lost.all()
