@@ -388,7 +388,7 @@ def varies_together(ids: Tensor, cells: Tensor) -> bool:
     ids = compact(ids)[0]
     for axis in range(1, cells.dim() + 1):
         if cells.shape[-axis] > 1 and axis <= ids.dim() and ids.shape[-axis] > 1:
-            first = ids.select(-axis, 0).unsqueeze(-axis)
-            if bool(((ids != first) & (ids >= 0) & (first >= 0)).any()):
+            one = ids.amax(-axis, keepdim=True)  # any that is none of a constant
+            if bool(((ids != one) & (ids >= 0)).any()):
                 return True
     return False
