@@ -151,7 +151,7 @@ def _plan(model: nn.Module, inputs: Inputs) -> Plan:
         model(**inputs)
     finally:
         handle.remove()
-        RUNNING.pop(number, None)
+        RUNNING.table.pop(number, None)
     return plans[0]
 
 

@@ -12,7 +12,7 @@ Nothing recorded is replayed: the module is called with the arguments that the m
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -23,7 +23,6 @@ from mmqc.calibration.blocks import NotStreamableError, leaves_of
 from mmqc.calibration.calibrate import by_modality, weighted
 from mmqc.calibration.observe import Call, Output
 from mmqc.calibration.spool import Spool
-from mmqc.calibration.stream import during
 from mmqc.nn.modality import ModalityContext
 
 
@@ -89,7 +88,7 @@ class Calls:
         with _replaced(self.model, weights):
             for (tickets, spec, visual), wanted in zip(self.calls, self.wanted, strict=True):
                 args, kwargs = pytree.tree_unflatten([self.spool.get(t, self.device) for t in tickets], spec)
-                with during(self.context, visual):
+                with nullcontext() if self.context is None else self.context.during(visual):
                     error = _first(module(*args, **kwargs)) - self.spool.get(wanted, self.device)
                     parts = by_modality(error, self.language, self.context)
                 for weight, rows in weighted(parts, row_weights, error.reshape(-1, error.shape[-1])):

@@ -9,7 +9,7 @@ Nothing recorded is replayed: blocks are called as modules, with the arguments t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -71,7 +71,7 @@ class Feed:
         """Call the block ``number`` on its arguments, with the visual mask of the batch."""
         args, kwargs = self.arguments(number, batch)
         block = model.get_submodule(self.segment.blocks[number].name)
-        with during(self.context, self.visual.get(batch)):
+        with nullcontext() if self.context is None else self.context.during(self.visual.get(batch)):
             return block(*args, **kwargs)
 
     def outputs(self, output: Any) -> list[Any]:
@@ -87,19 +87,6 @@ class Feed:
         for kept in self.kept.values():
             for index in [i for i in kept if self.last_use[i] <= number]:
                 self.spool.drop(kept.pop(index))
-
-
-@contextmanager
-def during(context: ModalityContext | None, visual: Tensor | None) -> Any:
-    """As within a call of the model that has this visual mask."""
-    if context is None:
-        yield
-        return
-    context.visual, context.running = visual, True
-    try:
-        yield
-    finally:
-        context.visual, context.running = None, False
 
 
 def capture(

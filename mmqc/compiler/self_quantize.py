@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import re
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -34,6 +35,12 @@ from mmqc.pipeline import FACTS, exact_passes, quantizing_passes
 from mmqc.solvers import Quantized
 
 
+class _Call(threading.local):
+    """The visual mask of the thread's last call."""
+
+    visual: Tensor | None = None
+
+
 @dataclass
 class Session:
     """What the graphs of one compiled model share."""
@@ -43,7 +50,7 @@ class Session:
     weights: dict[tuple[str, tuple[str, ...]], Tensor] = field(default_factory=dict)
     solved: dict[tuple[str, tuple[str, ...]], Quantized] = field(default_factory=dict)
     centred: set[str] = field(default_factory=set)
-    visual: Tensor | None = None
+    call: _Call = field(default_factory=_Call)
     stamps: dict[str, tuple[int, Stamp]] = field(default_factory=dict)
 
     def forget_changed(self, prog: Program) -> None:
@@ -69,11 +76,11 @@ class Session:
     def find_visual(self) -> Tensor | None:
         """The visual mask of the call in progress, from what the model was given; None if that is not known."""
         front = attached(self.owner())
-        known = front is not None and front.inputs.keys() & {"input_ids", "mm_token_type_ids"}
+        known = front is not None and front.call.inputs.keys() & {"input_ids", "mm_token_type_ids"}
         if front is not None and known and self.config.statistics is not None:
             context = ModalityContext(self.config.statistics["visual_token_ids"])
-            self.visual = context.find(self.owner(), (), front.inputs)
-        return self.visual
+            self.call.visual = context.find(self.owner(), (), front.call.inputs)
+        return self.call.visual
 
     def owner(self) -> nn.Module:
         """The model whose call is being compiled."""
@@ -317,7 +324,7 @@ def _publisher(captured: Captured, token_ids: fx.Node | None, session: Session) 
         def publish(*args: Any) -> Any:
             ids = args[position]
             if attached(session.owner()) is None:
-                session.visual = torch.isin(ids, visual_ids.to(ids.device))
+                session.call.visual = torch.isin(ids, visual_ids.to(ids.device))
             return compiled(*args)
 
         return publish

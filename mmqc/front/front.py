@@ -2,12 +2,14 @@
 
 Attached to the outermost model when its first frame is about to be traced, so that nothing is asked of the user and a model
 that is never compiled is never touched.  Between ``begin`` and ``end`` readers stand in for the functions whose results are
-handed over; outside a call the model is as it was.
+handed over; outside a call the model is as it was.  The model has one place for each function, so calls of a compiled model
+take turns: a second thread waits for the first one's ``end``.
 """
 
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Mapping
 from types import FunctionType
 from typing import Any
@@ -27,24 +29,41 @@ run_eagerly(f for f in vars(ModalityContext).values() if isinstance(f, FunctionT
 Kind = tuple[tuple[str, int], ...]
 
 
+class _Call(threading.local):
+    """What a thread's call in progress has of a front.
+
+    Attributes:
+        depth: how many of its calls are in progress, one inside the other.
+        capture: whether Dynamo may trace values and data-dependent sizes as symbols in it.
+        inputs: the integer tensors that it was given, by name (of the first call until the second).
+        active: what was put in place for it.
+        early: whether it was prepared for a trace alone, its hooks not having run.
+    """
+
+    def __init__(self) -> None:
+        self.depth = 0
+        self.early = False
+        self.capture = False
+        self.inputs: dict[str, Any] = {}
+        self.active: tuple[Packed, Installed] | None = None
+
+
 class Front:
     """What runs in front of one model.
 
     Attributes:
         plans: by kind of call: names and ranks of its tensors.
-        capture: whether Dynamo may trace values and data-dependent sizes as symbols in the call in progress.
-        inputs: the integer tensors that the call in progress was given, by name (of the first call until the second).
+        call: the calling thread's call in progress.
+        turn: is held by the thread whose call it is.
     """
 
     def __init__(self) -> None:
         self.number = next(numbers)
         self.plans: dict[Kind, Plan] = {}
         self.installed: dict[Kind, Installed] = {}
-        self.active: tuple[Packed, Installed] | None = None
         self.kept: dict[tuple[Kind, Any], Kept] = {}
-        self.hooked = False
-        self.capture = False
-        self.inputs: dict[str, Any] = {}
+        self.call = _Call()
+        self.turn = threading.RLock()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Front:
         # plans hold modules of the original
@@ -54,7 +73,7 @@ class Front:
         return Front, ()
 
     def __del__(self) -> None:
-        RUNNING.pop(self.number, None)
+        RUNNING.table.pop(self.number, None)
 
     @classmethod
     def attach(cls, model: nn.Module) -> Front:
@@ -69,21 +88,24 @@ class Front:
 
     @torch.compiler.disable
     def begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Forward pre-hook."""
-        self.hooked = True
+        """Forward pre-hook: wait for this call's turn, and prepare it."""
+        self.turn.acquire()
+        self.call.depth += 1
         self.prepare(model, bound(model, args, kwargs))
 
     @torch.compiler.disable
     def end(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """Forward hook: put everything back."""
+        """Forward hook, called after an error too: put everything back."""
         del model, args, output
-        self.hooked = False
-        self.clear()
+        if self.call.depth:  # another hook may have raised in front of ``begin``
+            self.clear()
+            self.call.depth -= 1
+            self.turn.release()
 
     def prepare(self, model: nn.Module, inputs: Mapping[str, Any]) -> None:
         """Compute what this call needs, and put the readers in."""
         self.clear()
-        self.inputs = {k: v for k, v in inputs.items() if isinstance(v, Tensor) and not v.is_floating_point()}
+        self.call.inputs = {k: v for k, v in inputs.items() if isinstance(v, Tensor) and not v.is_floating_point()}
         kind = kind_of(inputs)
         if not brings_features(inputs):
             return
@@ -91,30 +113,30 @@ class Front:
             plan = self.plans[kind] = Finder(self.number, model, inputs).find()
             self.installed[kind] = Installed(self.number, plan.sites)
         plan = self.plans[kind]
-        self.capture = plan.capture
+        self.call.capture = plan.capture
         if not plan.sites and not plan.configs:
             return
         kept = self.kept.setdefault((kind, getattr(model, "dtype", None)), Kept(plan.sites))
-        handed = kept.get(self.inputs)
+        handed = kept.get(self.call.inputs)
         if handed is None:
             with torch.no_grad(), Packed(plan.configs):
                 compute(self.number, plan.sites, inputs)
-            handed = RUNNING[self.number]
+            handed = RUNNING.table[self.number]
             handed.values, handed.arguments = varying(handed.values), varying(handed.arguments)
-            kept.put(self.inputs, handed)
-        RUNNING[self.number] = handed
-        self.active = (Packed(plan.configs), self.installed[kind])
-        self.active[0].__enter__()
-        self.active[1].put()
+            kept.put(self.call.inputs, handed)
+        RUNNING.table[self.number] = handed
+        self.call.active = (Packed(plan.configs), self.installed[kind])
+        self.call.active[0].__enter__()
+        self.call.active[1].put()
 
     def clear(self) -> None:
         """The model as it was."""
-        self.inputs = {}
-        if self.active is not None:
-            packed, installed = self.active
+        self.call.inputs = {}
+        if self.call.active is not None:
+            packed, installed = self.call.active
             installed.remove()
             packed.__exit__()
-            self.active = None
+            self.call.active = None
 
     def refuse(self, reason: str) -> None:
         """Dynamo could not trace with symbolic values: it will not be asked again."""
@@ -122,7 +144,7 @@ class Front:
             if plan.capture:
                 plan.capture = False
                 plan.notes.append(f"not traced as one graph: {reason}")
-        self.capture = False
+        self.call.capture = False
 
     @property
     def notes(self) -> list[str]:
@@ -142,9 +164,12 @@ def before_trace(frame: Frame) -> tuple[bool, bool]:
         Whether values may be symbols, and whether sizes that happen to be equal may differ in the next call.
     """
     front = Front.attach(frame.model)
-    if not front.hooked:  # attached during this call, or called under torch.compiler.disable
+    # Attached during this call, or called under torch.compiler.disable: not in turn.  It cannot wait either, for whoever has
+    # the turn may be waiting to compile; then it is traced as it is.
+    if not front.call.depth and front.turn.acquire(blocking=False):
         front.prepare(frame.model, bound(frame.model, *frame.arguments))
-    return front.capture, front.active is not None
+        front.call.early = True
+    return front.call.capture, front.call.active is not None
 
 
 def after_trace(model: nn.Module, failed: str) -> None:
@@ -153,10 +178,12 @@ def after_trace(model: nn.Module, failed: str) -> None:
     if front is not None:
         if failed:
             front.refuse(failed)
-        if not front.hooked:
-            inputs = front.inputs
+        if front.call.early:
+            inputs = front.call.inputs
             front.clear()
-            front.inputs = inputs  # the first call goes on, perhaps in parts that are compiled one by one
+            front.call.inputs = inputs  # the first call goes on, perhaps in parts that are compiled one by one
+            front.call.early = False
+            front.turn.release()
 
 
 def attached(model: nn.Module) -> Front | None:

@@ -5,7 +5,7 @@
 
 A reader is in place only while a prepared model runs, and outside a traced region it calls the function that it stands for.
 What readers read is in a global table, by the number of the front: Dynamo would take a number that it reaches through a module
-for a constant and compile anew for each.
+for a constant and compile anew for each.  Every thread has a table of its own.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import math
+import threading
 import types
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -38,7 +39,12 @@ class Handed:
     arguments: list[Any] = field(default_factory=list)
 
 
-RUNNING: dict[int, Handed] = {}
+class _Running(threading.local):
+    def __init__(self) -> None:
+        self.table: dict[int, Handed] = {}
+
+
+RUNNING = _Running()
 
 
 @dataclass
@@ -59,8 +65,8 @@ class ValueSite:
         function = self.function
 
         def read(*args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling():
-                handed = RUNNING[number]
+            if torch.compiler.is_compiling() and number in RUNNING.table:
+                handed = RUNNING.table[number]
                 k = handed.taken[index]
                 if k < len(handed.values[index]):
                     handed.taken[index] = k + 1
@@ -106,8 +112,8 @@ class ArgumentSite:
         position = list(inspect.signature(function).parameters).index(argument)
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling():
-                handed = RUNNING[number].arguments[index]
+            if torch.compiler.is_compiling() and number in RUNNING.table:
+                handed = RUNNING.table[number].arguments[index]
                 if argument in kwargs or position >= len(args):
                     kwargs = {**kwargs, argument: handed}
                 else:
@@ -131,7 +137,7 @@ def compute(number: int, sites: list[Site], inputs: Mapping[str, Any]) -> None:
         handed.values.append(value if isinstance(site, ValueSite) else [])
         handed.arguments.append(None if isinstance(site, ValueSite) else value)
         handed.taken.append(0)
-    RUNNING[number] = handed
+    RUNNING.table[number] = handed
 
 
 _numpy_prod = numpy.prod

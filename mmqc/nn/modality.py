@@ -7,11 +7,15 @@ Why:     MSQ quantizes visual and text rows with different scales, and the decod
 
 A ``ModalityContext`` belongs to one model.  It is a plain object: not a submodule, not in the state dict.  The model's
 hooks are its bound methods, so ``copy.deepcopy(model)`` copies hooks, context and the linears' references to it together.
+What it holds of a call belongs to that call alone: threads have a mask each, and a call inside a call gives the outer one its
+mask back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -24,22 +28,67 @@ WHAT_TO_DO = (
 )
 
 
+class _Call(threading.local):
+    """What a thread's call in progress has found, and what the call around it had."""
+
+    visual: Tensor | None = None
+    running: bool = False
+    places: tuple[Tensor | None, tuple[Tensor, Tensor]] | None = None
+    outer: tuple[Any, ...] | None = None
+
+
 class ModalityContext:
     """The visual mask of the call in progress.
 
     Attributes:
         visual_token_ids: ids that stand for image or video features in ``input_ids``.
         text_only: the caller's promise that no call carries visual tokens; the mask is then not looked for.
-        visual: bool [B, L] during a call, None if all tokens are text.
-        running: whether a call is in progress.
     """
 
     def __init__(self, visual_token_ids: tuple[int, ...] = ()):
         self.visual_token_ids = tuple(int(i) for i in visual_token_ids)
         self.text_only = False
-        self.visual: Tensor | None = None
-        self.running = False
-        self._places: tuple[Tensor | None, tuple[Tensor, Tensor]] | None = None
+        self._call = _Call()
+
+    @property
+    def visual(self) -> Tensor | None:
+        """Bool [B, L] of this thread's call in progress, None if all tokens are text."""
+        return self._call.visual
+
+    @visual.setter
+    def visual(self, mask: Tensor | None) -> None:
+        self._call.visual = mask
+
+    @property
+    def running(self) -> bool:
+        """Whether this thread is in a call of the model."""
+        return self._call.running
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_call"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._call = _Call()
+
+    @contextmanager
+    def during(self, visual: Tensor | None) -> Iterator[None]:
+        """As within a call of the model that has this mask."""
+        self._enter()
+        self._call.visual = visual
+        try:
+            yield
+        finally:
+            self._leave()
+
+    def _enter(self) -> None:
+        call = self._call
+        call.outer = (call.visual, call.running, call.outer)
+        call.visual, call.running = None, True
+
+    def _leave(self) -> None:
+        call = self._call
+        call.visual, call.running, call.outer = (None, False, None) if call.outer is None else call.outer
 
     def __repr__(self) -> str:
         return f"ModalityContext(visual_token_ids={self.visual_token_ids}, text_only={self.text_only})"
@@ -56,45 +105,47 @@ class ModalityContext:
 
     def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Forward pre-hook: find the mask of this call."""
-        self.visual = None if self.text_only else self.find(module, args, kwargs)
+        self._enter()
+        visual = None if self.text_only else self.find(module, args, kwargs)
         # A text prompt: the text scale alone, and a graph without a mask (a trace cannot look).  Not for a decode step, whose one
         # row costs nothing to mask: to look means to wait for the device, once a token.
-        looks = self.visual is not None and self.visual.shape[-1] > 1 and not torch.compiler.is_compiling()
-        if looks and self.visual is not None and not self.visual.any():
-            self.visual = None
-        self.running = True
+        looks = visual is not None and visual.shape[-1] > 1 and not torch.compiler.is_compiling()
+        if looks and visual is not None and not visual.any():
+            visual = None
+        self._call.visual = visual
 
     def end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """Forward hook: forget the mask, so that a call that bypasses the model cannot use it."""
+        """Forward hook, called after an error too: forget the mask, so that a call that bypasses the model cannot use it."""
         del module, args, output
-        self.visual = None
-        self.running = False
+        self._leave()
 
     def rows(self, x: Tensor) -> Tensor | None:
         """The mask for the rows of x [B, L, K]; None where all rows are text."""
-        if not self.running:
+        visual = self._call.visual
+        if not self._call.running:
             if self.text_only:
                 return None
             raise RuntimeError(
                 "a linear with per-modality scales ran outside a call of the model that carries its ModalityContext, so the "
                 "visual tokens are unknown: call that model, or set text_only = True on the context"
             )
-        if self.visual is None or x.shape[:-1] == self.visual.shape:
-            return self.visual
-        if x.shape[:-1].numel() == self.visual.numel():  # [B L, K]: experts and routers flatten their tokens
-            return self.visual.reshape(x.shape[:-1])
+        if visual is None or x.shape[:-1] == visual.shape:
+            return visual
+        if x.shape[:-1].numel() == visual.numel():  # [B L, K]: experts and routers flatten their tokens
+            return visual.reshape(x.shape[:-1])
         raise ValueError(
             f"the input of a linear with per-modality scales has shape {tuple(x.shape)}, which does not fit the "
-            f"visual mask {tuple(self.visual.shape)} of this call (expected [batch, length, channels])"
+            f"visual mask {tuple(visual.shape)} of this call (expected [batch, length, channels])"
         )
 
     def places(self) -> tuple[Tensor, Tensor]:
         """Numbers of the visual and of the text rows, int64, counted once per mask, because counting waits for the device."""
-        assert self.visual is not None
-        if self._places is None or self._places[0] is not self.visual:
-            flat = self.visual.reshape(-1)
-            self._places = self.visual, (flat.nonzero()[:, 0], (~flat).nonzero()[:, 0])
-        return self._places[1]
+        call, visual = self._call, self._call.visual
+        assert visual is not None
+        if call.places is None or call.places[0] is not visual:
+            flat = visual.reshape(-1)
+            call.places = visual, (flat.nonzero()[:, 0], (~flat).nonzero()[:, 0])
+        return call.places[1]
 
     def find(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
         """The mask of a call with these arguments.

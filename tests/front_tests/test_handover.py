@@ -29,7 +29,7 @@ def sites(tower: Tower) -> list[Any]:
 def test_compute__fills_the_table_for_one_call() -> None:
     tower, grid, number = Tower(), torch.tensor([[1, 2, 2], [1, 1, 3]]), next(numbers)
     compute(number, sites(tower), {"grid": grid})
-    handed = RUNNING.pop(number)
+    handed = RUNNING.table.pop(number)
     assert handed.values == [[[4, 3], [12, 9]], []]
     assert handed.arguments[0] is None
     assert handed.arguments[1].tolist() == [[1, 1, 7]]
@@ -46,7 +46,7 @@ def test_readers__hand_over_while_compiling_only(monkeypatch: pytest.MonkeyPatch
     assert read(other) == [3], "outside a trace the function itself is called"
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     assert [read(other) for _ in range(3)] == [[4], [12], [3]], "what was handed over, and then the function"
-    RUNNING.pop(number)
+    RUNNING.table.pop(number)
 
 
 def test_installed__puts_readers_in_and_everything_back() -> None:

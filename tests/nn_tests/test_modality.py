@@ -1,4 +1,8 @@
+import concurrent.futures
+import contextlib
 import copy
+import pickle
+import threading
 
 import pytest
 import torch
@@ -115,3 +119,70 @@ def test_modality_context__attach_twice_and_detach(model: Model) -> None:
     assert attached(model) is None
     assert not model._forward_pre_hooks_with_kwargs
     ModalityContext.attach(model, (7,))
+
+
+def test_context__threads_have_a_mask_each(model: Model) -> None:
+    """Two calls at once: each linear reads the mask of its own call, whichever began or ended last."""
+    inside, results = threading.Barrier(2, timeout=30), {}
+
+    def wait(*call: object) -> None:
+        inside.wait()
+
+    model.decoder.register_forward_pre_hook(wait)
+    model.decoder.register_forward_hook(wait)
+
+    def call(name: str, ids: torch.Tensor) -> None:
+        results[name] = model(input_ids=ids)
+
+    other = torch.tensor([[7, 1, 1, 1], [1, 1, 1, 8]])
+    threads = [threading.Thread(target=call, args=pair) for pair in (("one", IDS), ("other", other))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert torch.equal(results["one"], VISUAL)
+    assert torch.equal(results["other"], other > 6)
+    assert not model.decoder.context.running
+
+
+def test_context__a_call_inside_a_call_gives_the_outer_one_its_mask_back(model: Model) -> None:
+    seen = []
+
+    class Twice(Model):
+        def forward(self, input_ids=None, inputs_embeds=None, mm_token_type_ids=None):
+            if input_ids.shape[1] == 4:
+                self(input_ids=torch.tensor([[7, 1]]))
+                with contextlib.suppress(ValueError):
+                    self()  # raises in front of the forward
+                seen.append(self.decoder.context.visual)
+            return super().forward(input_ids=input_ids)
+
+    twice = Twice()
+    twice.decoder.context = ModalityContext.attach(twice, (7, 8))
+    assert torch.equal(twice(input_ids=IDS), VISUAL)
+    assert torch.equal(seen[0], VISUAL)
+    assert not twice.decoder.context.running
+
+
+def test_context__replicas_and_copies_do_not_share_a_call(model: Model) -> None:
+    with model.decoder.context.during(VISUAL):
+        other = pickle.loads(pickle.dumps(model.decoder.context))
+        assert (other.visual_token_ids, other.visual, other.running) == ((7, 8), None, False)
+        assert copy.deepcopy(model).decoder.context.running is False
+        assert torch.equal(model.decoder(torch.zeros(2, 4, 3)), VISUAL)
+    replicas = [model._replicate_for_data_parallel() for _ in range(2)]
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        masks = list(pool.map(lambda replica, ids: replica(input_ids=ids), replicas, (IDS, IDS.flip(1))))
+    assert torch.equal(masks[0], VISUAL)
+    assert torch.equal(masks[1], VISUAL.flip(1))
+
+
+def test_context__compiled_once_for_all_threads(model: Model) -> None:
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    frames = torch._dynamo.utils.counters["frames"]
+    compiled(input_ids=IDS)
+    before = frames["ok"]
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        masks = list(pool.map(lambda i: compiled(input_ids=IDS.roll(i, 1)), range(12)))
+    assert all(torch.equal(mask, VISUAL.roll(i, 1)) for i, mask in enumerate(masks))
+    assert frames["ok"] == before

@@ -211,7 +211,9 @@ def test_record_linears__the_refusal_names_the_module_of_the_hook() -> None:
     model = Small()
     model.model.text.blocks[0].register_forward_hook(lambda *args: None)
     report = mmqc.quantize_(model, recipes.rotate(), batches(), progress=False)
-    assert any(r.fqn == "model.text.blocks.0.body.q.weight" and "hook of model.text.blocks.0 sees it" in r.reason for r in report.refused)
+    assert any(
+        r.fqn == "model.text.blocks.0.body.q.weight" and "hook of model.text.blocks.0 sees it" in r.reason for r in report.refused
+    )
     assert not model.model.text.blocks[1]._forward_hooks
     assert len(model.model.text.blocks[0]._forward_hooks) == 1
 
