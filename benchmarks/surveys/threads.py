@@ -1,6 +1,6 @@
 """Many threads on one quantized model: does every answer equal the one of a single thread?
 
-    python -m benchmarks.surveys.threads [--threads 8] [--calls 200] [--only mquant/eager ...]
+    python -m benchmarks.surveys.threads [--threads 8] [--calls 200] [--only mquant/eager ...] [--device cuda]
 
 The model of digits-vqa, quantized by mquant, by calibquant and by both; prompts with and without images, of equal and of other
 lengths, in batches of 1 and 2, drawn anew by each thread; called eagerly, through ``generate``, compiled, and through ``generate``
@@ -33,7 +33,7 @@ WAYS = ("eager", "generate", "compiled", "compiled_loop")
 Answer = Callable[[dict[str, Any]], torch.Tensor]
 
 
-def quantized(which: str) -> tuple[Any, list[dict[str, Any]]]:
+def quantized(which: str, device: str) -> tuple[Any, list[dict[str, Any]]]:
     """The model, and the prompts."""
     sample = mmqc.samples.load("digits-vqa")
     batches = sample.calibration(8)
@@ -44,7 +44,8 @@ def quantized(which: str) -> tuple[Any, list[dict[str, Any]]]:
     length = batches[0]["input_ids"].shape[1]
     draw = torch.Generator().manual_seed(0)
     text = [torch.randint(5, 12, shape, generator=draw) for shape in ((1, length), (2, 9), (1, 5))]
-    return sample.model, [*batches[:5], *({"input_ids": ids, "attention_mask": torch.ones_like(ids)} for ids in text)]
+    prompts = [*batches[:5], *({"input_ids": ids, "attention_mask": torch.ones_like(ids)} for ids in text)]
+    return sample.model.to(device), [{name: value.to(device) for name, value in prompt.items()} for prompt in prompts]
 
 
 def answers(model: Any, way: str) -> Answer:
@@ -68,9 +69,9 @@ def is_wrong(got: torch.Tensor, wanted: torch.Tensor) -> bool:
 
 
 @torch.no_grad()
-def survey(which: str, way: str, threads: int, calls: int) -> dict[str, Any]:
+def survey(which: str, way: str, threads: int, calls: int, device: str) -> dict[str, Any]:
     """Ask in one thread, then in all of them."""
-    model, prompts = quantized(which)
+    model, prompts = quantized(which, device)
     ask = answers(model, way)
     for _ in range(2):
         wanted = [ask(prompt) for prompt in prompts]
@@ -103,24 +104,30 @@ def survey(which: str, way: str, threads: int, calls: int) -> dict[str, Any]:
     }
 
 
+def _machine(device: str) -> str:
+    return torch.cuda.get_device_name() if device.startswith("cuda") else platform.processor() or platform.machine()
+
+
 def main() -> None:
     """Run and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=8)
     parser.add_argument("--calls", type=int, default=200)
     parser.add_argument("--only", nargs="*", default=[f"{model}/{way}" for model in MODELS for way in WAYS])
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "threads.json")
     options = parser.parse_args()
     sys.setswitchinterval(1e-4)
     torch.set_num_threads(1)
     rows = []
     for name in options.only:
+        which, way = name.split("/")
         torch._dynamo.reset()
-        rows.append(survey(*name.split("/"), options.threads, options.calls))
+        rows.append(survey(which, way, options.threads, options.calls, options.device))
         print(rows[-1], flush=True)
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
     facts = {"torch": torch.__version__, "transformers": transformers.__version__, "commit": commit.stdout.strip()}
-    facts |= {"machine": platform.processor() or platform.machine(), "threads": options.threads, "calls a thread": options.calls}
+    facts |= {"machine": _machine(options.device), "threads": options.threads, "calls a thread": options.calls}
     command = "python -m benchmarks.surveys.threads"
     options.out.write_text(json.dumps({**facts, "command": command, "rows": rows}, indent=1) + "\n")
 
