@@ -215,16 +215,21 @@ class Library(nn.Module):
 
 
 class Branch(nn.Module):
-    """Python that looks at a value, a flag or a size, and takes a way that other calls may not take."""
+    """Python that looks at a value, a flag or a size, and takes a way that other calls may not take.
+
+    Where the body's output takes the stream's place, the other way has a linear of its own: a way without modules cannot be seen
+    by a recording that took the other (docs/howto/calibrate.md).
+    """
 
     def __init__(self, data: Data, width: int, builder: Builder) -> None:
         super().__init__()
         self.test, self.over, self.add = data["test"], data["over"], data["add"]
         self.body = builder.op(data["body"], width)
+        self.other = None if self.add else builder.ties.linear("plain", width, width)
 
     def forward(self, x: Tensor, call: Call) -> Tensor:
         if not self.taken(x, call):
-            return x
+            return x if self.other is None else self.other(x)
         y = self.body(x, call)
         return x + y if self.add else y
 
