@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import platform
 import sys
+from importlib import metadata
 from pathlib import Path
 
+import mmqc
 from tests.fuzz.build import text
 from tests.fuzz.campaign import CASES, CHUNK, Found, State, campaign, outcome_of, smaller
 from tests.fuzz.check import BAD
@@ -31,8 +34,9 @@ def main() -> int:
         return replay(given.replay, given.shrink)
     options = {"folder": given.out, "cases": given.cases, "only": given.only, "compiled": given.compiled}
     tell = lambda each: print(described(each), flush=True)  # noqa: E731
+    given.out.mkdir(parents=True, exist_ok=True)
     state, found = campaign(given.seed, given.seconds, given.jobs, tell=tell, **options)
-    summary = summarised(state)
+    summary = {"versions": versions(), "jobs": given.jobs, **summarised(state), "classes": [said(each) for each in found]}
     (given.out / f"summary_{given.seed}.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
     print(json.dumps({k: v for k, v in summary.items() if k != "features"}, indent=1))
     return 1 if any(each.kind in BAD for each in found) else 0
@@ -52,6 +56,17 @@ def replay(what: str, smaller_too: bool) -> int:
     print({k: v for k, v in case.items() if k != "program"})
     print(outcome)
     return int(outcome.kind in BAD)
+
+
+def versions() -> dict[str, str]:
+    """Of what the programs ran on."""
+    numbers = {name: metadata.version(name) for name in ("torch", "transformers")}
+    return {"python": platform.python_version(), "machine": platform.machine(), "mmqc": mmqc.__version__, **numbers}
+
+
+def said(found: Found) -> Data:
+    """A failure in a summary; its program is the file of its name."""
+    return {name: getattr(found, name) for name in ("name", "seed", "kind", "key", "takes", "detail")}
 
 
 def described(found: Found) -> str:

@@ -223,6 +223,7 @@ def features(program: Data) -> set[str]:
     todo = [*program["steps"]]
     if program["image"]:
         found |= {f"image={program['image']['into']}"}
+        found |= {f"norm={program['image']['norm']}"} if program["image"]["norm"] != "none" else set()
         todo += program["image"]["steps"]
     while todo:
         op = todo.pop()

@@ -8,14 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-import multiprocessing
-import os
 import signal
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,10 +24,12 @@ from tests.fuzz.build import features
 from tests.fuzz.check import BAD, Outcome, run
 from tests.fuzz.draw import draw
 from tests.fuzz.grammar import Data
+from tests.fuzz.pool import LIMIT, Shared, pool
 from tests.fuzz.shrink import called, shrink, signature
 
 CASES = Path(__file__).parent / "cases"
-CHUNK, LIMIT = 8, 300  # seeds that a process takes at once; seconds for one case
+CHUNK = 8  # seeds that a process takes at once
+SHRINKS, SAVED, APART = 10, 60, 5.0  # failures made smaller, failures saved, seconds between two writes of the state
 STRIDE = 1 << 32  # seeds of a campaign
 Known = tuple[str, str, frozenset[str]]  # kind, key, and what its program has to have
 
@@ -127,12 +126,16 @@ def is_known(case: Data, outcome: Outcome, known: list[Known]) -> bool:
     return any(kind == outcome.kind and key == outcome.key and takes <= words for kind, key, takes in known)
 
 
+class Hang(BaseException):
+    """A case takes too long; nothing in between may catch it."""
+
+
 @contextmanager
 def at_most(seconds: int) -> Iterator[None]:
-    """Raises TimeoutError in what takes longer."""
+    """Raises Hang in what takes longer."""
 
     def stop(*_: Any) -> None:
-        raise TimeoutError(f"a case took more than {seconds} s")
+        raise Hang(f"a case took more than {seconds} s")
 
     old = signal.signal(signal.SIGALRM, stop)
     signal.alarm(seconds)
@@ -149,41 +152,56 @@ def outcome_of(case: Data) -> Outcome:
     try:
         with at_most(LIMIT):
             return run(case)
-    except TimeoutError as error:
-        return Outcome("crash", str(error), "hang")
+    except Hang as error:
+        return Outcome(hung(case), str(error), "hang")
     except Exception as error:
         place = traceback.extract_tb(error.__traceback__)[-1]
         return Outcome("broken", f"{type(error).__name__}: {error}", f"{Path(place.filename).name}:{place.lineno}")
 
 
-def smaller(seed: int, case: Data, outcome: Outcome, seconds: float = 30.0) -> Found:
-    """A failure, made smaller."""
+def hung(case: Data) -> str:
+    """The kind of outcome: Inductor's own compilations may take long on a busy machine."""
+    return "slow" if case["compile"].startswith("inductor") else "crash"
+
+
+def smaller(seed: int, case: Data, outcome: Outcome, seconds: float = 30.0, shared: Shared | None = None) -> Found:
+    """A failure, made smaller; ``shared`` is told of each run."""
 
     def fails(other: Data) -> bool:
+        if shared is not None:
+            shared.at(seed)
         now = outcome_of(other)
         return (now.kind, now.key) == (outcome.kind, outcome.key)
 
     case = shrink(case, fails, seconds)
-    outcome = outcome_of(case)
+    return found_of(seed, case, outcome_of(case) if seconds else outcome)
+
+
+def found_of(seed: int, case: Data, outcome: Outcome) -> Found:
+    """A failure as it is."""
     takes = {word for word in signature(case) if outcome.kind != "hook" or word.startswith("hook=")}
     return Found(seed, case, outcome.kind, outcome.key, outcome.detail, sorted(takes))
 
 
-def work(seeds: range, known: list[Known], options: Data) -> tuple[State, list[Found]]:
-    """Draws and checks the cases of these seeds."""
+def work(seeds: Iterable[int], known: list[Known], options: Data) -> tuple[State, list[Found]]:
+    """Draws and checks the cases of these seeds; ``options["shared"]`` is what other processes see of it."""
     torch.set_num_threads(1)
+    shared: Shared | None = options.get("shared")
     state, found, known = State(), [], list(known)
     for seed in seeds:
         case = draw(seed, options["compiled"])
         if options["only"] and not any(options["only"] in word for word in features(case["program"]) | {case["recipe"]}):
             continue
+        if shared is not None:
+            shared.at(seed)
         outcome = outcome_of(case)
         state.add(case, outcome)
         if outcome.kind in options["kinds"]:
             if is_known(case, outcome, known):
                 state.counts["known"] += 1
                 continue
-            found.append(smaller(seed, case, outcome))
+            small = outcome.key != "hang" and (shared is None or shared.may_shrink())
+            found.append(smaller(seed, case, outcome, shared=shared) if small else found_of(seed, case, outcome))
             known.append(known_by(vars(found[-1])))
     return state, found
 
@@ -216,7 +234,7 @@ def campaign(
     path = folder / f"state_{seed}.json" if folder is not None else None
     state, found, start = State.read(path) if path is not None else State(), [], time.monotonic()
     known = [known_by(c["found"]) for c in known_cases(cases).values()] if cases is not None else []
-    options, before = {"only": only, "compiled": compiled, "kinds": kinds}, state.seconds
+    options, before, written = {"only": only, "compiled": compiled, "kinds": kinds}, state.seconds, start
     for part, new in _parts(state, seed, seconds, jobs, known, options):
         state.merge(part)
         state.seconds = before + time.monotonic() - start
@@ -224,10 +242,14 @@ def campaign(
             if not any((each.kind, each.key) == (kind, key) and takes <= set(each.takes) for kind, key, takes in known):
                 known.append(known_by(vars(each)))
                 found.append(each)
-                save(each, cases)
-                tell(each)
-        if path is not None:
+                if len(found) <= SAVED:
+                    save(each, cases)
+                    tell(each)
+        if path is not None and time.monotonic() - written > APART:
             state.write(path)
+            written = time.monotonic()
+    if path is not None:
+        state.write(path)
     return state, found
 
 
@@ -242,20 +264,26 @@ def _parts(
     state: State, seed: int, seconds: float, jobs: int, known: list[Known], options: Data
 ) -> Iterator[tuple[State, list[Found]]]:
     """What comes of chunk after chunk; the state's ``next`` moves with them."""
-    end = time.monotonic() + seconds
-    chunk = lambda: range(seed * STRIDE + state.next, seed * STRIDE + state.next + CHUNK)  # noqa: E731
+
+    def chunk() -> list[int]:
+        first = seed * STRIDE + state.next
+        state.next += CHUNK
+        return list(range(first, first + CHUNK))
+
     if jobs == 1:
+        end = time.monotonic() + seconds
         while time.monotonic() < end:
-            done = work(chunk(), known, options)
-            state.next += CHUNK
-            yield done
+            yield work(chunk(), known, options)
         return
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
-        running: set[Future[Any]] = set()
-        while running or time.monotonic() < end:
-            while len(running) < 2 * jobs and time.monotonic() < end:
-                running.add(pool.submit(work, chunk(), list(known), options))
-                state.next += CHUNK
-            done, running = wait(running, return_when=FIRST_COMPLETED)
-            yield from (each.result() for each in done)
+    for done, lost in pool(work, jobs, seconds, chunk, known, options, SHRINKS):
+        yield done if lost is None else _lost(*lost, options)
+
+
+def _lost(seed: int, how: str, options: Data) -> tuple[State, list[Found]]:
+    """What is said of a program whose process died or hung."""
+    if seed < 0:  # at no program yet
+        return State(counts=Counter({f"process {how}": 1})), []
+    case, state = draw(seed, options["compiled"]), State()
+    outcome = Outcome(hung(case) if how == "hang" else "crash", f"its process {how}", how)
+    state.add(case, outcome)
+    return state, [found_of(seed, case, outcome)] if outcome.kind in options["kinds"] else []

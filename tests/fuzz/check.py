@@ -202,7 +202,7 @@ def state(model: nn.Module, given: Data) -> list[Any]:
     for tensor in other.state_dict().values():
         tensor.zero_()
     other.load_state_dict(model.state_dict())
-    return [other(**given)]
+    return [other(**given), model(**given)]  # the model too: a forward may write to its own weights
 
 
 def saved(model: nn.Module, given: Data) -> list[Any]:
@@ -211,7 +211,7 @@ def saved(model: nn.Module, given: Data) -> list[Any]:
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         loaded = Pretrained.from_pretrained(folder, dtype=model.net.dtype)
-    return [loaded.eval()(**given)]
+    return [loaded.eval()(**given), model(**given)]
 
 
 def threads(model: nn.Module, given: Data) -> list[Any]:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import os
+import time
+
 import pytest
 
 from tests.fuzz.build import text
@@ -9,6 +13,7 @@ from tests.fuzz.campaign import campaign, known_cases, outcome_of
 from tests.fuzz.check import GOOD
 from tests.fuzz.draw import draw
 from tests.fuzz.planted import PLANTED, hunt
+from tests.fuzz.pool import pool
 from tests.fuzz.shrink import candidates, shrink
 
 SECONDS = 60.0
@@ -37,6 +42,32 @@ def test_new__programs_are_equal_or_refused(request):
 def test_planted__is_found_in_a_minute(name):
     case, _ = hunt(name, 60.0)
     assert case is not None
+
+
+def perilous(seeds, known, options):
+    """Work that dies of one seed, hangs at another, and gives back the rest."""
+    for seed in seeds:
+        options["shared"].at(seed)
+        if seed == 3:
+            os._exit(7)
+        if seed == 5:
+            time.sleep(1000)
+    return seeds
+
+
+@pytest.mark.slow
+def test_pool__reports_what_a_process_dies_of_or_hangs_at(monkeypatch):
+    monkeypatch.setattr("tests.fuzz.pool.LIMIT", 5)
+    monkeypatch.setattr("tests.fuzz.pool.GRACE", 0)
+    monkeypatch.setattr("tests.fuzz.pool.DRAIN", 60)
+    monkeypatch.setattr("tests.fuzz.pool.STARTING", 40)
+    rows = itertools.chain([[0, 1], [2, 3], [4, 5], [6, 7]], ([n] for n in itertools.count(8)))
+    wanted, found = [[2], [4], (3, "died with exit code 7"), (5, "hang")], []
+    for done, lost in pool(perilous, 2, 40.0, lambda: next(rows), [], {}, 0):
+        found.append(lost or done)
+        if all(each in found for each in wanted):
+            break
+    assert all(each in found for each in wanted), found[:20]
 
 
 def test_draw__is_the_same_for_a_seed():
