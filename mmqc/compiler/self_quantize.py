@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+from mmqc.checkpoint.linear_like import NotLinearError, looks_linear, read_linear
 from mmqc.compiler.stamp import Stamp
 from mmqc.config import ConfigError, QuantConfig
 from mmqc.front.front import attached
@@ -105,6 +106,7 @@ def session_for(config: QuantConfig) -> Session:
     found = next((s for s in known if s.config is config or s.config == config), None)
     if found is None:
         check(config)
+        check_layouts(config, model)
         found = Session(config, weakref.ref(model))
         known.append(found)
     return found
@@ -128,6 +130,23 @@ def check(config: QuantConfig) -> None:
             f"this config needs calibration and {missing}: calibrate with mmqc.quantize_ (on a copy), then pass report.config, "
             "or compile the quantized model itself; rtn and mse_clip solvers work from report.config"
         )
+
+
+def check_layouts(config: QuantConfig, model: nn.Module) -> None:
+    """Raise where ``config`` was calibrated on a weight that lies the other way round in ``model``'s graphs (a Conv1D's)."""
+    for fqn, module in model.named_modules() if config.statistics is not None else ():
+        if looks_linear(module) and _is_transposed(module):
+            raise ConfigError(
+                f"{fqn} is a {type(module).__name__}, whose weight is stored as [K, N]; this config was calibrated on it as "
+                "[N, K]: quantize the model with mmqc.quantize_, and compile the result"
+            )
+
+
+def _is_transposed(module: nn.Module) -> bool:
+    try:
+        return read_linear(module).transposed
+    except NotLinearError:
+        return False
 
 
 def quantize_graph(gm: fx.GraphModule, example_inputs: Sequence[Any], session: Session) -> Rewritten | None:

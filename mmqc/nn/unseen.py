@@ -91,6 +91,12 @@ def unseen(model: nn.Module, reached: Reached) -> list[str]:
     return list(_unseen(model, "", names, reached, spared))
 
 
+def unreached(model: nn.Module, reached: Reached) -> list[str]:
+    """FQNs of all modules that did not run, siblings in lists included: another batch may reach them."""
+    names = reached.names(model)
+    return [n for n, m in model.named_modules() if n not in names and not isinstance(m, (*HARMLESS, *HELD, nn.ModuleList))]
+
+
 def _unseen(module: nn.Module, name: str, names: set[str], reached: Reached, spared: set[str]) -> Iterator[str]:
     prefix = f"{name}." if name else ""
     yield from (prefix + n for n, p in module.named_parameters(recurse=False) if id(p) not in reached.used)

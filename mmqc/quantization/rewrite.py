@@ -9,9 +9,11 @@ After it the model computes what it did, up to rounding (equivalence.py), in a f
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -24,7 +26,7 @@ from mmqc.graph.runner import run
 from mmqc.graph.spaces.frames import Axes, seen_from
 from mmqc.kv.rounding import observed, round_keys_and_values
 from mmqc.nn.modality import ModalityContext, attached, detach, visual_token_ids
-from mmqc.nn.unseen import Reached, unseen, unsure_weights
+from mmqc.nn.unseen import Reached, unreached, unseen, unsure_weights
 from mmqc.passes.assign_scheme import kept
 from mmqc.pipeline import FACTS, exact_passes
 from mmqc.quantization import convert
@@ -34,6 +36,9 @@ from mmqc.quantization.equivalence import Before, check, precision
 from mmqc.quantization.incoherence import incoherences, weight_towers
 from mmqc.quantization.job import Job, takes_cache
 from mmqc.quantization.pca_bases import rotate_to_bases
+from mmqc.quantization.request import Batch
+
+LOOKED_AT = 16
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,7 +76,7 @@ class Rewritten(Recorded):
 
 
 def record_model(job: Job) -> Recorded:
-    """Record the two batches that differ most.
+    """Record the two batches that differ most, and those that reach what these two do not.
 
     Raises:
         RecordError: the forward cannot be recorded.
@@ -81,13 +86,43 @@ def record_model(job: Job) -> Recorded:
         context = ModalityContext.attach(model, visual_token_ids(model))
         job.journal.note(lambda: detach(model))
     job.journal.attribute(context, "text_only", not context.visual_token_ids)
-    prog = record(model, *map(job.call, job.differing()), decode=takes_cache(model))
-    prog.work = job.residency.device if job.residency.offloads else None
+    batches, decode = job.differing(), takes_cache(model)
+    prog = record(model, *map(job.call, batches), decode=decode)
     reached = Reached.by(prog.called, prog.weights.values())
+    more = _reaching(job, batches, unreached(model, reached))
+    if more:
+        prog = record(model, *map(job.call, (*batches, *more)), decode=decode)
+        reached = Reached.by(prog.called, prog.weights.values())
+    prog.work = job.residency.device if job.residency.offloads else None
     prog.unsure = unsure_weights(model, reached)
     frames = {name: _frame(prog, name) for name in unseen(model, reached)}
     seen = seen_from(prog, set(frames.values()))
     return Recorded(prog, context, {name: seen[frame] for name, frame in frames.items()})
+
+
+def _reaching(job: Job, known: list[Batch], modules: list[str]) -> list[Batch]:
+    """Of the first ``LOOKED_AT`` other batches, those that run one of ``modules`` as the first."""
+    found: list[Batch] = []
+    left = set(modules)
+    for batch in [b for b in job.batches if not any(b is k for k in known)][:LOOKED_AT] if left else ():
+        ran: set[str] = set()
+        places = [(name, job.model.get_submodule(name)) for name in left]
+        handles = [module.register_forward_pre_hook(functools.partial(_note, ran, name)) for name, module in places]
+        try:
+            with torch.no_grad():
+                job.forward(batch)
+        finally:
+            for handle in handles:
+                handle.remove()
+        found += [batch] if ran else []
+        left -= ran
+        if not left:
+            break
+    return found
+
+
+def _note(ran: set[str], name: str, *call: Any) -> None:
+    ran.add(name)
 
 
 def rewrite(job: Job, recorded: Recorded) -> Rewritten:

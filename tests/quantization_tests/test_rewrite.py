@@ -8,6 +8,7 @@ import torch
 from float64 import EXACT, output_of, relative_error, to_float64
 from models import tiny_qwen2_vl
 from small_vlm import Small, batches, check_unchanged, quantize, request, traces
+from torch import nn
 
 from mmqc import recipes
 from mmqc.graph.linear import weight_of
@@ -74,3 +75,24 @@ def test_record__a_failure_leaves_the_context_that_was_there(monkeypatch: pytest
     assert attached(model) is context
     assert context.text_only
     assert torch.is_grad_enabled()
+
+
+def test_record__a_later_batch_reaches_what_the_two_recorded_do_not() -> None:
+    class Third(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.other, self.head = nn.Embedding(8, 16), nn.Linear(16, 16), nn.Linear(16, 8)
+
+        def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+            x = self.embed(input_ids)
+            return self.head(x + self.other(x) if input_ids.shape[1] == 5 else x)
+
+    model = Third().double()
+    given = [{"input_ids": torch.arange(n)[None]} for n in (3, 4, 6, 5, 7)]
+    with torch.no_grad():
+        expected = [model(**batch) for batch in given]
+    report = quantize(model, recipes.rotate(), given)
+    assert report.refused == []
+    with torch.no_grad():
+        for batch, before in zip(given, expected, strict=True):
+            assert relative_error(model(**batch), before) < EXACT

@@ -59,7 +59,9 @@ def row_scale(scale: Tensor, m: int, visual: Tensor | None = None) -> RowScale:
         raise ValueError(f"a scale per modality has 2 entries = (text, visual), not {scale.shape[0]}")
     if visual.dtype != torch.bool or visual.numel() != m:
         raise ValueError(f"visual is bool with M = {m} entries, not {visual.dtype} {list(visual.shape)}")
-    return RowScale(VISUAL.value, scale, visual.reshape(-1).contiguous().view(torch.uint8))
+    flat = visual.reshape(-1).contiguous()
+    # Inductor (2.11) cannot lower a view of bool as bytes; a call that is traced computes them.
+    return RowScale(VISUAL.value, scale, flat.view(torch.uint8) if type(flat) is torch.Tensor else flat.to(torch.uint8))
 
 
 @triton.jit
