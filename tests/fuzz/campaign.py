@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import signal
 import time
 import traceback
@@ -186,6 +187,7 @@ def found_of(seed: int, case: Data, outcome: Outcome) -> Found:
 def work(seeds: Iterable[int], known: list[Known], options: Data) -> tuple[State, list[Found]]:
     """Draws and checks the cases of these seeds; ``options["shared"]`` is what other processes see of it."""
     torch.set_num_threads(1)
+    torch._logging.set_logs(dynamo=logging.ERROR)  # it has a page of words for each graph break
     shared: Shared | None = options.get("shared")
     state, found, known = State(), [], list(known)
     for seed in seeds:

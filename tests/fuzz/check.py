@@ -20,6 +20,7 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from transformers.utils import logging
 
 import mmqc
@@ -240,6 +241,12 @@ def train(model: nn.Module, given: Data) -> list[Any]:
     return [model.train().eval()(**given)]
 
 
+def functional(model: nn.Module, given: Data) -> list[Any]:
+    """With its own parameters and buffers as arguments."""
+    own = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    return [functional_call(model, own, args=(), kwargs=given)]
+
+
 WAYS: dict[str, Callable[[nn.Module, Data], list[Any]]] = {
     "plain": plain,
     "again": again,
@@ -248,6 +255,7 @@ WAYS: dict[str, Callable[[nn.Module, Data], list[Any]]] = {
     "state": state,
     "saved": saved,
     "train": train,
+    "functional": functional,
 }
 
 

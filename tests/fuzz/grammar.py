@@ -221,7 +221,7 @@ IMAGE: Mapping[str, Choices] = {
     "norm": ("none", "none", *NORMS),
     "patches": ("linear", "linear", "conv"),
 }
-HOOKS = ("count", "count", "times", "before", "keyword")
+HOOKS = ("count", "count", "times", "before", "keyword", "in_place")
 
 RECIPES = (
     *("rotate()",) * 12,
@@ -245,4 +245,4 @@ RECIPES = (
 )
 DTYPES = ("float64", "float64", "float64", "float32", "float32", "bfloat16")
 CHANGES = ("in_place", "data", "assign", "parameter", "module")
-WAYS = (*("plain",) * 12, "again", "threads", "copied", "state", "saved", "train")
+WAYS = (*("plain",) * 12, "again", "threads", "copied", "state", "saved", "train", "functional")
