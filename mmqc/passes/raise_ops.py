@@ -80,6 +80,8 @@ def called_norm(node: fx.Node) -> CalledNorm:
     elif eps is None:
         dtype = node.meta.get("dtype") or getattr(node.meta.get("example_value"), "dtype", torch.float32)
         eps = torch.finfo(torch.promote_types(dtype, torch.float32)).eps
+    elif isinstance(eps, fx.Node):  # Dynamo made it an input after it had seen two values: this graph is for one
+        eps = eps.meta["example_value"]
     return CalledNorm(given["input"], len(given["normalized_shape"]), float(eps), given.get("weight"), given.get("bias"))
 
 

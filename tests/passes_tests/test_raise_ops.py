@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from mmqc.graph.kinds import kind
 from mmqc.graph.semantic import layer_norm, rms_norm
 from mmqc.passes.facts import ops_raised
-from mmqc.passes.raise_ops import RaiseOps
+from mmqc.passes.raise_ops import RaiseOps, called_norm
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -142,3 +142,24 @@ def test_raise_ops__later_passes_leave_a_refused_norm_alone() -> None:
     for item in EXACT_PASSES:
         check_exact(prog, item)
     assert all(n.target is F.layer_norm for n in prog.nodes("layer_norm"))
+
+
+def test_raise_ops__an_epsilon_that_dynamo_made_an_input() -> None:
+    """As of a block whose frame is compiled by itself, for the second value that it meets."""
+
+    def block(x: Tensor, eps: float) -> Tensor:
+        return F.layer_norm(x, (WIDTH,), eps=eps)
+
+    found: list[tuple[bool, float]] = []
+
+    def backend(gm: torch.fx.GraphModule, inputs: list[Tensor]) -> torch.fx.GraphModule:
+        del inputs
+        for node in gm.graph.nodes:
+            if kind(node) == "layer_norm":
+                found.append((isinstance(node.kwargs["eps"], torch.fx.Node), called_norm(node).eps))
+        return gm
+
+    x, compiled = torch.randn(2, 3, WIDTH), torch.compile(block, backend=backend)
+    for eps in (1e-5, 0.5, 2.0):
+        torch.testing.assert_close(compiled(x, eps), block(x, eps))
+    assert found == [(False, 1e-5), (True, 0.5), (True, 2.0)]
