@@ -16,6 +16,7 @@ from mmqc.kv.query_moment import QueryMoment
 from mmqc.kv.rounding import KVRounder
 from mmqc.nn.linear import HadamardLinear, QuantLinear, RMSNorm
 from mmqc.nn.mixed_linear import MixedLinear
+from mmqc.nn.plain_linear import PlainLinear
 from mmqc.nn.rotated_norm import RotatedNorm
 
 # By their names in saved configs: a class may move or be renamed, its kind may not.
@@ -28,6 +29,7 @@ KINDS: dict[str, Any] = {
     "rms_norm": RMSNorm,
     "rotated_norm": RotatedNorm,
     "hadamard_linear": HadamardLinear,
+    "plain_linear": PlainLinear,
 }
 
 

@@ -18,6 +18,7 @@ from mmqc.checkpoint.linear_like import NotLinearError, Read, computing_hooks, l
 from mmqc.config import HEAD
 from mmqc.graph.hooks import carry_over, saves
 from mmqc.graph.linear import weight_of
+from mmqc.nn.plain_linear import PlainLinear
 from mmqc.quantization.convert import Journal
 from mmqc.quantization.job import Job
 from mmqc.quantization.rewrite import Recorded, record_model
@@ -159,6 +160,7 @@ def step_back(model: nn.Module, journal: Journal, found: StandIns, layers: Seque
             _transpose(linear.get_parameter("weight"), journal)
         why = "" if same else _write_back(relative, journal)
         if why:
+            PlainLinear.of(linear)
             left.append(Refusal(fqn, "", f"it is an nn.Linear now and no {type(relative.module).__name__}: {why}"))
         else:
             relative.rehook()
