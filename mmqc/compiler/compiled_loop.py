@@ -15,6 +15,8 @@ transformers compiles the decode step of a static cache and nothing else.  Four 
 
 A quantized cache's prompt runs eagerly: how many of its tokens are visual decides what is allocated.
 
+What is kept belongs to the model: one call at a time uses it, and a second thread waits for its turn.
+
 The loop itself, and with it every token, logits processor, stopping criterion and output, stays transformers'.
 """
 
@@ -22,9 +24,13 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
+import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from types import FrameType
 from typing import Any
 
 import torch
@@ -39,6 +45,7 @@ from mmqc.kv.cache import QuantizedCache
 __all__ = ["compiled_loop"]
 
 PREFILL = ("compiled", "graphs", "eager")
+CALLERS = 8  # between the loop and ``generate``: wrappers of the caller's own
 
 
 class _State:
@@ -49,6 +56,7 @@ class _State:
         self.key: tuple[Any, ...] = ()
         self.prefills: dict[str, Callable[..., Any]] = {}
         self.guards: LayerGuards | None = None
+        self.turn = threading.RLock()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _State:
         return _State()
@@ -58,11 +66,7 @@ class _State:
 
     @classmethod
     def of(cls, model: Any) -> _State:
-        state = model.__dict__.get("_mmqc_loop")
-        if state is None:
-            state = cls()
-            object.__setattr__(model, "_mmqc_loop", state)
-        return state
+        return model.__dict__.setdefault("_mmqc_loop", cls())  # in one step: two threads may come first
 
 
 def compiled_loop(
@@ -77,7 +81,9 @@ def compiled_loop(
         prefill: an argument of ``generate`` too: "compiled", what None means with a static cache; "graphs", with CUDA graphs,
             for prompts of few different shapes (images of one size): the first two prompts of a shape are slow, and each
             shape keeps memory; or "eager", what None means with a quantized cache, which takes nothing else.
-        kwargs: what ``generate`` hands to its loop.  (A streamer is not among it: transformers keeps that back.)
+        kwargs: what ``generate`` hands to its loop.  A ``streamer`` is not among it; it is taken from ``generate`` itself.
+
+    Calls on one model take turns: each holds the model's compiled loop from its prompt to its last token.
 
     Returns:
         What ``generate`` returns, with the tokens of transformers' own loop as far as a compiled forward equals an eager one.
@@ -86,6 +92,19 @@ def compiled_loop(
         ValueError: the cache is neither static nor quantized, or cannot be compiled; the generation is neither greedy nor
             sampled; or ``prefill`` is unknown or not for this cache.
     """
+    streamer = _streamer()
+    if streamer is not None:
+        kwargs["streamer"] = streamer
+    try:
+        with _State.of(model).turn:
+            return _loop(model, input_ids, generation_config, prefill, kwargs)
+    except BaseException:
+        if streamer is not None:
+            streamer.end()  # whoever reads it would wait for ever
+        raise
+
+
+def _loop(model: Any, input_ids: Tensor, generation_config: GenerationConfig, prefill: str | None, kwargs: dict[str, Any]) -> Any:
     cache: Any = kwargs.get("past_key_values")
     how = _checked(cache, generation_config, prefill)
     config = copy.copy(generation_config)
@@ -106,6 +125,20 @@ def compiled_loop(
             assert guards is not None
             guards.renew()
             _empty(cache)
+
+
+def _streamer() -> Any:
+    """The streamer that ``generate`` was called with: transformers keeps it from loops that are not its own."""
+    frame: FrameType | None = sys._getframe(2)
+    generate: Any = generation.GenerationMixin.generate
+    code = inspect.unwrap(generate).__code__
+    for _ in range(CALLERS):
+        if frame is None:
+            return None
+        if frame.f_code is code:
+            return frame.f_locals.get("streamer")
+        frame = frame.f_back
+    return None
 
 
 def _checked(cache: Any, config: GenerationConfig, prefill: str | None) -> str:
@@ -221,7 +254,11 @@ def _compiled_once(
         prefills[key] = torch.compile(model._call_impl, backend=config.backend, fullgraph=config.fullgraph, options=options or None)
     call = model._call_impl if how == "eager" else prefills[key]
 
+    owner = threading.get_ident()
+
     def once(*args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() != owner:  # a call of the model that has nothing to do with this loop
+            return (before or model._call_impl)(*args, **kwargs)
         model._compiled_call_impl = before
         try:
             output = call(*args, **kwargs)

@@ -171,6 +171,7 @@ class FuseRotation(Pass):
             bias = bias_of(prog, touch.node) if touch.role == "writer" and touch.axis == 0 else ""
             if bias:
                 prog.derive(bias, "rotated bias", Touch(bias, 0, touch.groups, "writer", touch.node).apply(turn))
+        prog.touched |= {(gain, 0) for space in site.spaces for gain in space.gains}  # what these norms write is rotated online
         if site.edges.count and isinstance(turn, Rotation):
             wide = torch.promote_types(prog.weights[site.spaces[0].touches[0].fqn].dtype, torch.float32)
             note = (self.seed, site.keep_mean)

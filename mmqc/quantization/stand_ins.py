@@ -174,7 +174,7 @@ def _write_back(relative: Relative, journal: Journal) -> str:
     if relative.read.computed:
         return f"the rewrites changed its weight, which is no longer {relative.read.computed}"
     before = dict(own)
-    journal.note(lambda: own.update(before))
+    journal.note(lambda: (own.clear(), own.update(before)))
     if relative.read.transposed:
         grad = linear.weight.requires_grad
         own["weight"] = nn.Parameter(linear.weight.detach().t().contiguous(), requires_grad=grad)

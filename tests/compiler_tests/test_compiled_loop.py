@@ -1,6 +1,8 @@
 """mmqc.compiled_loop against transformers' own loop: the same tokens, a kept cache, no more graphs."""
 
 import copy
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ from models import tiny_qwen2_vl
 from quantized_vlm import quantized_vlm
 from tolerance import assert_close
 from transformers import CompileConfig
+from transformers.generation import BaseStreamer
 
 import mmqc
 from mmqc.compiler.record import collect_records
@@ -100,3 +103,62 @@ def test_compiled_loop__refuses_what_it_cannot_do() -> None:
         model.generate(**batch, max_new_tokens=2, cache_implementation="static", prefill="fast", **compiled())
     with pytest.raises(ValueError, match="2 beams"):
         model.generate(**batch, max_new_tokens=2, num_beams=2, cache_implementation="static", **compiled())
+
+
+class Tokens(BaseStreamer):
+    """Keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.ended = 0
+
+    def put(self, value: torch.Tensor) -> None:
+        self.tokens += value.reshape(-1).tolist()
+
+    def end(self) -> None:
+        self.ended += 1
+
+
+def test_compiled_loop__a_streamer_gets_every_token_and_is_ended() -> None:
+    model, batch = quantized_vlm()
+    one = {
+        name: value[:1] if name in ("input_ids", "attention_mask", "mm_token_type_ids") else value for name, value in batch.items()
+    }
+    one = batch if len(batch["input_ids"]) == 1 else one
+    more = {"max_new_tokens": 4, "do_sample": False, "cache_implementation": "static"}
+    expected, got = Tokens(), Tokens()
+    model.generate(**one, **more, streamer=expected)
+    model.generate(**one, **more, **compiled(), streamer=got)
+    assert got.tokens == expected.tokens
+    assert got.ended == expected.ended == 1
+    wrapped, through = Tokens(), {**compiled(), "custom_generate": lambda *args, **kwargs: mmqc.compiled_loop(*args, **kwargs)}
+    model.generate(**one, **more, **through, streamer=wrapped)
+    assert wrapped.tokens == expected.tokens
+    refused = Tokens()
+    with pytest.raises(ValueError, match="static or quantized cache"):
+        model.generate(**one, max_new_tokens=4, custom_generate=mmqc.compiled_loop, streamer=refused)
+    assert refused.ended == 1, "a reader of a stream that is not ended waits for ever"
+
+
+def test_compiled_loop__threads_take_turns() -> None:
+    model, _ = quantized_vlm()
+    draw = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(5, 20, shape, generator=draw) for shape in ((1, 6), (2, 6), (1, 9), (2, 3), (1, 6))]
+    more = {"max_new_tokens": 5, "do_sample": False, "cache_implementation": "static", **compiled()}
+    ask = lambda ids: model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **more)  # noqa: E731
+    for ids in prompts:
+        ask(ids)
+    expected = [ask(ids) for ids in prompts]
+    logits = model(input_ids=prompts[0]).logits
+
+    def work(number: int) -> bool:
+        right = all(torch.equal(ask(prompts[i % 5]), expected[i % 5]) for i in range(number, number + 4))
+        return right and torch.equal(model(input_ids=prompts[0]).logits, logits)  # nor does a plain call meet another's prompt
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            assert all(pool.map(work, range(8)))
+    finally:
+        sys.setswitchinterval(interval)
