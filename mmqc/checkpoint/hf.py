@@ -25,6 +25,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from mmqc.checkpoint.checksum import hashes, verify
 from mmqc.checkpoint.hf_load import LoadPlan, QuantizeOnLoad
+from mmqc.checkpoint.hf_staged import METHOD, REQUIRES
 from mmqc.checkpoint.module_spec import build_module, dtype_name, module_spec
 from mmqc.config import QuantConfig
 from mmqc.experts.modules import QuantExperts
@@ -38,7 +39,6 @@ from mmqc.report.report import plain
 
 __all__ = ["MmqcConfig", "MmqcQuantizer", "attach_config", "build_module", "module_spec"]
 
-METHOD = "mmqc"
 VERSION = 1
 logger = logging.getLogger(__name__)
 
@@ -73,7 +73,8 @@ class MmqcConfig(QuantizationConfigMixin):
         record: Mapping[str, Any] | None = None,
         hashes: Mapping[str, str] | None = None,
         modules_to_not_convert: Iterable[str] | None = None,
-        quant_method: str = METHOD,
+        quant_method: str | None = METHOD,
+        requires: str = REQUIRES,
         **unknown: Any,
     ) -> None:
         if version != VERSION:
@@ -83,7 +84,7 @@ class MmqcConfig(QuantizationConfigMixin):
             )
         if unknown:
             raise ValueError(f"quantization_config has an unknown key {sorted(unknown)[0]!r}; was it edited by hand?")
-        self.quant_method: Any = quant_method
+        self.quant_method: Any = quant_method or METHOD
         self.version = version
         self.config = config.to_dict() if isinstance(config, QuantConfig) else dict(config or QuantConfig().to_dict())
         if modules_to_not_convert:
@@ -95,6 +96,13 @@ class MmqcConfig(QuantizationConfigMixin):
         self.visual_token_ids = None if visual_token_ids is None else list(visual_token_ids)
         self.record = dict(record or {})
         self.hashes = dict(hashes or {})
+
+    def to_dict(self) -> dict[str, Any]:
+        """As config.json has it: no method's name, which transformers without mmqc refuses, and no times, which differ."""
+        record = dict(self.record)
+        if "passes" in record:
+            record["passes"] = [{k: v for k, v in entry.items() if k != "ms"} for entry in record["passes"]]
+        return {**super().to_dict(), "quant_method": None, "requires": REQUIRES, "record": record}
 
     @property
     def quant_config(self) -> QuantConfig:
@@ -110,6 +118,7 @@ class MmqcQuantizer(HfQuantizer):
     """
 
     quantization_config: MmqcConfig
+    stages_saves = True
 
     def __init__(self, quantization_config: MmqcConfig | QuantConfig, **kwargs: Any) -> None:
         if isinstance(quantization_config, QuantConfig):

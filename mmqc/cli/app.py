@@ -120,6 +120,7 @@ def quantize(
     float8: Annotated[bool, typer.Option("--float8", help="Static activations as float8, and weights of 8 bits too.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done and what it would take.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Start even if memory looks short.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a model that is in the directory.")] = False,
     sample: SampleName = "digits-vqa",
 ) -> None:
     """Quantize a model, save it, and write quantization.html and quantization.json beside it."""
@@ -130,7 +131,7 @@ def quantize(
     bits = [f"{key}={value}" for key, value in (("weight_bits", w), ("activation_bits", a)) if value is not None]
     config = config_of(recipe, [*bits, *(settings or [])], config_file)
     config = in_float8(config) if float8 else config
-    checks.folder(out, needed=not dry_run)
+    checks.folder(out, needed=not dry_run, overwrite=overwrite)
     jobs.check_format(save_format)
     checks.calibration(calibration, config)
     if not jobs.announce(model, config, calibration, console) and not force and not dry_run:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -25,14 +27,29 @@ def names(model: str, sample: str) -> None:
         raise typer.BadParameter(f"{model!r} is neither a sample ({', '.join(NAMES)}) nor a saved model's directory: {model} {why}")
 
 
-def folder(out: Path | None, needed: bool) -> None:
-    """Raise unless ``out`` can become, or is, a directory; or it is neither given nor needed."""
+def folder(out: Path | None, needed: bool, overwrite: bool = True) -> None:
+    """Raise unless ``out`` can become, or is, a directory; or it is neither given nor needed.
+
+    What is in it is replaced only with ``overwrite``, or if somebody at a terminal says so.
+    """
     if out is None:
         if needed:
             raise typer.BadParameter("a directory for the result is needed, or --dry-run", param_hint="--out")
         return
     if any(p.exists() and not p.is_dir() for p in (out, *out.parents)):
         raise typer.BadParameter(f"{str(out)!r} is, or lies below, a file; name a directory", param_hint="--out")
+    if not needed:
+        return
+    place = next(p for p in (out.absolute(), *out.absolute().parents) if p.exists())
+    try:
+        Path(tempfile.mkdtemp(prefix=".mmqc-", dir=place)).rmdir()
+    except OSError as error:
+        raise typer.BadParameter(f"{place} cannot be written ({error.strerror})", param_hint="--out") from error
+    if overwrite or not out.is_dir() or not any(out.iterdir()):
+        return
+    if not sys.stdin.isatty():
+        raise typer.BadParameter(f"{str(out)!r} is not empty; pass --overwrite to replace the model in it", param_hint="--out")
+    typer.confirm(f"{out} is not empty. Replace the model in it?", abort=True)
 
 
 def calibration(text: str, config: QuantConfig) -> None:

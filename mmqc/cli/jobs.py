@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 import mmqc
+from mmqc.checkpoint.staging import replacing, weight_files
 from mmqc.cli import checks, evaluation
 from mmqc.cli.chat_data import DataError, batches, encode, read_examples
 from mmqc.cli.memory_estimate import available, estimate
@@ -34,7 +35,7 @@ def load_model(directory: str | Path) -> Any:
     from safetensors import SafetensorError
 
     config = checks.read_json(Path(directory) / "config.json", "the config of a model")
-    method = (config.get("quantization_config") or {}).get("quant_method", "mmqc")
+    method = (config.get("quantization_config") or {}).get("quant_method") or "mmqc"
     load = mmqc.load_quantized if method != "mmqc" else model_class(config.get("architectures"), directory).from_pretrained
     try:
         return load(directory).eval()
@@ -143,11 +144,12 @@ def quantize(model: Any, sample: Sample, config: QuantConfig, target: Target, co
         checks.images(model, examples, target.calibration)
         data = list(batches(processor, examples))
     report = mmqc.quantize_(model, config, calibration=data)
-    mmqc.save_pretrained(model, target.out, format=target.format)
-    if hasattr(processor, "save_pretrained"):
-        processor.save_pretrained(target.out)
-    for name in ("quantization.html", "quantization.json"):
-        report.save(target.out / name)
+    with replacing(target.out, weight_files()) as stage:
+        mmqc.save_pretrained(model, stage, format=target.format)
+        if hasattr(processor, "save_pretrained"):
+            processor.save_pretrained(stage)
+        for name in ("quantization.html", "quantization.json"):
+            report.save(stage / name)
     console.print(report.summary(), markup=False, highlight=False, soft_wrap=True)
     console.print(f"saved in {target.out}")
 

@@ -1,5 +1,7 @@
 """What is looked at before any work, and the refusals."""
 
+from pathlib import Path
+
 import pytest
 import typer
 from PIL import Image
@@ -73,3 +75,18 @@ def test_read_json__names_the_file_and_what_it_should_be(tmp_path, content, word
         checks.read_json(path, "a config")
     path.write_text('{"a": 1}')
     assert checks.read_json(path, "a config") == {"a": 1}
+
+
+def test_folder__that_is_not_empty_needs_overwrite(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.stdin", open("/dev/null"))  # noqa: PTH123, SIM115
+    checks.folder(tmp_path, needed=True, overwrite=False)
+    (tmp_path / "config.json").touch()
+    with pytest.raises(typer.BadParameter, match="pass --overwrite"):
+        checks.folder(tmp_path, needed=True, overwrite=False)
+    checks.folder(tmp_path, needed=True, overwrite=True)
+    assert [p.name for p in tmp_path.iterdir()] == ["config.json"]
+
+
+def test_folder__that_cannot_be_written_is_refused_at_once():
+    with pytest.raises(typer.BadParameter, match="cannot be written"):
+        checks.folder(Path("/proc/mmqc"), needed=True)
