@@ -130,8 +130,8 @@ def _loop(model: Any, input_ids: Tensor, generation_config: GenerationConfig, pr
 def _streamer() -> Any:
     """The streamer that ``generate`` was called with: transformers keeps it from loops that are not its own."""
     frame: FrameType | None = sys._getframe(2)
-    generate: Any = generation.GenerationMixin.generate
-    code = inspect.unwrap(generate).__code__
+    loop: Any = generation.GenerationMixin
+    code = inspect.unwrap(loop.generate).__code__
     for _ in range(CALLERS):
         if frame is None:
             return None

@@ -121,22 +121,19 @@ class Tokens(BaseStreamer):
 
 def test_compiled_loop__a_streamer_gets_every_token_and_is_ended() -> None:
     model, batch = quantized_vlm()
-    one = {
-        name: value[:1] if name in ("input_ids", "attention_mask", "mm_token_type_ids") else value for name, value in batch.items()
-    }
-    one = batch if len(batch["input_ids"]) == 1 else one
+    assert len(batch["input_ids"]) == 1, "a stream is of one sequence"
     more = {"max_new_tokens": 4, "do_sample": False, "cache_implementation": "static"}
     expected, got = Tokens(), Tokens()
-    model.generate(**one, **more, streamer=expected)
-    model.generate(**one, **more, **compiled(), streamer=got)
+    model.generate(**batch, **more, streamer=expected)
+    model.generate(**batch, **more, **compiled(), streamer=got)
     assert got.tokens == expected.tokens
     assert got.ended == expected.ended == 1
     wrapped, through = Tokens(), {**compiled(), "custom_generate": lambda *args, **kwargs: mmqc.compiled_loop(*args, **kwargs)}
-    model.generate(**one, **more, **through, streamer=wrapped)
+    model.generate(**batch, **more, **through, streamer=wrapped)
     assert wrapped.tokens == expected.tokens
     refused = Tokens()
     with pytest.raises(ValueError, match="static or quantized cache"):
-        model.generate(**one, max_new_tokens=4, custom_generate=mmqc.compiled_loop, streamer=refused)
+        model.generate(**batch, max_new_tokens=4, custom_generate=mmqc.compiled_loop, streamer=refused)
     assert refused.ended == 1, "a reader of a stream that is not ended waits for ever"
 
 
