@@ -26,11 +26,10 @@ class PlainLinear(nn.Linear):
 
     def to_spec(self) -> dict[str, Any]:
         """What ``from_spec`` builds the module from, without its values."""
-        sizes = {"in_features": self.in_features, "out_features": self.out_features}
-        return {**sizes, "bias": self.bias is not None, "dtype": self.weight.dtype}
+        return {"in": self.in_features, "out": self.out_features, "bias": self.bias is not None, "dtype": self.weight.dtype}
 
     @classmethod
     def from_spec(cls, spec: Mapping[str, Any]) -> PlainLinear:
         """On the meta device."""
         dtype: torch.dtype = spec["dtype"]
-        return cls(spec["in_features"], spec["out_features"], spec["bias"], device="meta", dtype=dtype)
+        return cls(spec["in"], spec["out"], spec["bias"], device="meta", dtype=dtype)

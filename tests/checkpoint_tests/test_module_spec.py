@@ -49,6 +49,7 @@ WRITTEN = {
         **{"after": None, "dtype": "bfloat16"},
     },
     "Hadamard": {"kind": "hadamard_linear", "in": 12, "out": 5, "bias": False, "dtype": "float32"},
+    "plain": {"kind": "plain_linear", "in": 12, "out": 5, "bias": True, "dtype": "float32"},
 }
 
 
