@@ -50,7 +50,6 @@ class Session:
     model: weakref.ref[nn.Module]
     weights: dict[tuple[str, tuple[str, ...]], Tensor] = field(default_factory=dict)
     solved: dict[tuple[str, tuple[str, ...]], Quantized] = field(default_factory=dict)
-    centred: set[str] = field(default_factory=set)
     call: _Call = field(default_factory=_Call)
     stamps: dict[str, tuple[int, Stamp]] = field(default_factory=dict)
 
@@ -218,13 +217,12 @@ def _rewrite(captured: Captured, session: Session) -> _Variant:
     session.forget_changed(prog)
     place = nonfinite.propagating, session.model, tuple(prog.weights)
     prog.statistics = config.statistics
-    prog.plan, prog.centred = session.plan, session.centred
+    prog.plan = session.plan
     prog.outside = outside = Outside(session.owner())
     run(prog, exact_passes(config), FACTS, text=True)
     run(prog, quantizing_passes(cache=session.solved), FACTS, text=True)
     if nonfinite.propagating:
         _poison(prog)
-    session.centred.update(fqn for stream in prog.decided.streams for fqn in stream.writers)
     gm, names = to_graph_module(prog)
 
     def value(fqn: str) -> Tensor:

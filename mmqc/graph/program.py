@@ -90,7 +90,6 @@ class Program:
         statistics: calibration results by FQN, or None.
         solved: what the weight solvers returned, by FQN.
         outside: in a fragment, weights of the model that other graphs use, by FQN.
-        centred: in a fragment, weights from which other graphs have taken the mean.
         visual: bool [B, L], the visual tokens of the captured call, where that is known.
         records: one ``PassRecord`` per pass, in order.
         notes: what the capture could not do, in words.
@@ -124,7 +123,6 @@ class Program:
         self.solved: dict[str, Any] = {}
         self.visual: Tensor | None = None
         self.outside: Callable[[str], Tensor] | None = None
-        self.centred: set[str] = set()
         self.touched: set[tuple[str, int]] = set()
         self._derived: dict[str, list[Derived]] = {}
         self._values: dict[str, tuple[int, int, Tensor]] = {}  # address of the base, number of steps, value

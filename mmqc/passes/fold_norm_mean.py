@@ -60,7 +60,7 @@ class FoldNormMean(Pass):
                 continue
             reason = self.why_not(prog, space, stream)
             inputs: tuple[tuple[fx.Node, int], ...] = ()
-            if not reason and stream is not None and not prog.centred >= set(stream.roots):
+            if not reason and stream is not None:
                 try:
                     inputs = tuple(crossings(spaces, [space]).inputs)
                 except BoundaryError as error:
@@ -74,8 +74,7 @@ class FoldNormMean(Pass):
     def stream(self, prog: Program, space: Space) -> Stream | None:
         """In a fragment: the stream of the whole model's plan that this space is a part of.
 
-        Its roots start it in another graph.  Where that graph took their mean out, what comes in here has none; where it
-        did not (it ran outside of any graph), the mean is removed by an explicit op at the edge.
+        What comes in at an edge may have a mean, for some of its writers may run outside of any graph: an op removes it.
         """
         if prog.plan is None or space.readers:
             return None

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from mmqc.errors import MmqcError
+from mmqc.graph.kinds import mutates
 from mmqc.graph.program import Program, copy_meta
 from mmqc.graph.spaces.space import Space
 from mmqc.graph.spaces.spaces import Spaces
@@ -53,11 +54,14 @@ def crossings(spaces: Spaces, group: list[Space]) -> Crossings:
     """All edges of spaces that have one width and undergo the same change (the value heads of an attention, say).
 
     Raises:
-        BoundaryError: on some edge the last axis does not consist of whole, ordered copies of these spaces.
+        BoundaryError: on some edge the last axis does not consist of whole, ordered copies of these spaces, or the tensor
+            there is written in place.
     """
-    found, seats = Crossings(), _Seats(spaces, group)
+    found, seats, in_place = Crossings(), _Seats(spaces, group), spaces.written
     for node in dict.fromkeys(n for s in group for n in [*s.inputs, *(n for m in s.made for n in spaces.made_by(m))]):
         copies = seats.copies(spaces.found.shadows[node], node.name)
+        if copies and node in in_place:
+            raise BoundaryError(f"{node.name} is written in place, which whoever else holds it has to see", group)
         if copies:
             found.inputs.append((node, copies))
     for i, ids in enumerate(spaces.found.outputs):
@@ -68,6 +72,8 @@ def crossings(spaces: Spaces, group: list[Space]) -> Crossings:
         for operand in node.all_input_nodes:
             ids = spaces.found.shadows.get(operand)
             copies = seats.copies(ids, f"{operand.name} into {node.name}") if isinstance(ids, Tensor) else 0
+            if copies and mutates(node) and operand is node.args[0]:
+                raise BoundaryError(f"{node.name} writes to {operand.name} in place", group)
             if copies:
                 found.pins.append((node, operand, copies))
     return found

@@ -25,6 +25,7 @@ from mmqc.graph.spaces.coordinates import (
     weights_behind,
 )
 from mmqc.graph.spaces.rows import Rows
+from mmqc.graph.spaces.selections import chosen_axes, first, row_of
 
 
 def coordinates(prog: Program, through_norms: bool = True, copies: Tensor | None = None) -> Coordinates:
@@ -142,16 +143,11 @@ class Rules(Tracker):
         target, source = self.shadow(node.args[0]), self.shadow(node.args[3]) if len(node.args) > 3 else None
         if target is None or source is None or kwargs:
             return self.opaque(node, result, [n for n in node.all_input_nodes if self.shadow(n) is not None], kind(node))
-        dim, index = args[1], args[2].cpu()
-        row = _first(source, dim)
-        self.join(source, row.expand(source.shape))
-        self.freeze_beside_constants(source, row, node)
-        region = target.index_select(dim, index)
-        row = row.expand(region.shape)
-        self.join(region, row)
-        for one, other in ((region, row), (row, region)):
-            self.freeze(torch.where(other == CONSTANT, one, ZERO), node, "a constant is added")
-        joined = target.index_copy(dim, index, torch.where(region >= 0, region, torch.maximum(region, row)))
+        row = torch.maximum(row_of(self, target, [args[1]]), row_of(self, source, [args[1]]))
+        for ids in (target, source):
+            self.join(ids, row.expand(ids.shape))
+            self.freeze_beside_constants(ids, row, node)
+        joined = torch.where(target >= 0, target, row)
         return self.write(node, joined) if mutates(node) else joined
 
     def _see_read(self, node: fx.Node, result: Any, args: list[Any], kwargs: dict[str, Any]) -> None:
@@ -167,7 +163,7 @@ class Rules(Tracker):
             return self.opaque(node, result, [node.args[0]], kind(node))  # type: ignore[list-item]
         best = ids
         for dim in [dims] if isinstance(dims, int) else list(dims):
-            best = _first(best, dim)
+            best = first(best, dim)
         expanded = best.expand(ids.shape)
         channel = (ids != expanded) & (ids >= 0)
         if channel.any() and ids.shape[-1] > 1 and best.shape[-1] == 1:
@@ -203,7 +199,7 @@ class Rules(Tracker):
 
     def mix_tokens(self, ids: Tensor, result: Tensor, groups: torch.Size) -> Tensor:
         """Rows of V are averaged, head by head: channels stay channels, heads stay apart."""
-        row = _first(ids, -2)
+        row = first(ids, -2)
         self.join(ids, row.expand(ids.shape))
         self.freeze_beside_constants(ids, row, self.prog.graph._root)
         cells = torch.arange(max(1, groups.numel())).reshape(*groups, 1, 1) if groups else torch.zeros(1, 1, dtype=torch.long)
@@ -252,7 +248,7 @@ class Rules(Tracker):
     def columns(self, ids: Tensor) -> Tensor:
         """One id for each position of the last axis; the others found there are joined to it."""
         rows = ids.reshape(-1, ids.shape[-1])
-        best = _first(rows, 0)[0]
+        best = first(rows, 0)[0]
         self.join(rows, best.expand(rows.shape))
         self.freeze_beside_constants(rows, best, self.prog.graph._root)
         return best
@@ -320,14 +316,11 @@ class Rules(Tracker):
         if new is None:
             new = ZERO if is_zero(args[2]) else CONSTANT
         ids[self.ids_for(node.args[1], args[1])] = new
+        if axes := chosen_axes(node.args[1], args[1], ids.dim()):
+            row = row_of(self, ids, axes)
+            self.freeze_beside_constants(ids, row, node)
+            ids.copy_(torch.where(ids == ZERO, row, ids))
         return None
-
-
-def _first(ids: Tensor, dim: int) -> Tensor:
-    """One id for all that lie along an axis, which may be empty: no token went to some expert."""
-    if not ids.shape[dim]:
-        return ids.new_full([1 if d == dim % ids.dim() else n for d, n in enumerate(ids.shape)], ZERO)
-    return ids.amax(dim, keepdim=True)
 
 
 def _places(t: Tensor) -> Tensor:

@@ -28,8 +28,7 @@ from mmqc.graph.kinds import kind
 from mmqc.graph.linear import Contraction, contraction
 from mmqc.graph.memory import written
 from mmqc.graph.program import LOOSE, READ, Program, method_name
-
-ZERO, CONSTANT = -2, -1  # elements that hold zeros; elements that hold something no rotation may touch
+from mmqc.graph.spaces.selections import CONSTANT, ZERO, join_choices
 
 # fmt: off
 MOVES = frozenset((
@@ -203,6 +202,7 @@ class Tracker:
         if word in SAME and isinstance(result, Tensor) and result.is_floating_point():
             return self.shadow(node.args[0]) if sources else self.parameter(params[0])
         if self.is_move(word, args, kwargs):
+            join_choices(self, node, word, args, kwargs)
             return self.move(node, args, kwargs, self.ids_for)
         return self.opaque(node, result, sources, word)
 

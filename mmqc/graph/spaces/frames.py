@@ -30,6 +30,7 @@ def seen_from(prog: Program, frames: Set[str]) -> dict[str, Axes]:
     spaces = Spaces.of(prog, through_norms=False)
     for space, modules in zip(spaces, _modules(prog, spaces), strict=True):
         axes = {(t.fqn, t.axis) for t in space.touches} | {(gain, 0) for gain in space.gains}
+        axes |= {(str(w.target), 0) for made in space.made for w in made.node.all_input_nodes if w.op == "get_attr"}  # a norm's
         for frame in _between(modules) & frames:
             found[frame] |= axes
     return {frame: frozenset(axes) for frame, axes in found.items()}

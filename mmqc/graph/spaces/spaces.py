@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, fx
 
 from mmqc.graph.kinds import kind
+from mmqc.graph.memory import written
 from mmqc.graph.plan import Plan
 from mmqc.graph.program import Program
 from mmqc.graph.semantic import layer_norm, rms_norm
@@ -32,8 +33,8 @@ from mmqc.graph.spaces.uses import pin_other_uses
 class Spaces:
     """The channel spaces of a program, and where each weight axis lies; build with ``Spaces.of(prog)``."""
 
-    def __init__(self, found: Coordinates, classes: Tensor, spaces: list[Space]) -> None:
-        self.found, self.classes, self.spaces = found, classes, spaces
+    def __init__(self, found: Coordinates, classes: Tensor, spaces: list[Space], in_place: set[fx.Node]) -> None:
+        self.found, self.classes, self.spaces, self.written = found, classes, spaces, in_place
 
     def __iter__(self) -> Iterator[Space]:
         return iter(self.spaces)
@@ -76,7 +77,7 @@ class Spaces:
         found.frozen.clear()
         found.meetings.clear()
         pin_other_uses(prog, found, spaces)
-        return cls(found, collector.classes, spaces)
+        return cls(found, collector.classes, spaces, written(prog))
 
 
 @contextmanager
