@@ -25,7 +25,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 from mmqc.errors import MmqcError
-from mmqc.graph.hooks import FLAGS, PLACED, SEEING, is_patched, own_forward, saves
+from mmqc.graph.hooks import FLAGS, PLACED, SEEING, hooks_of, is_patched, own_forward, saves
 from mmqc.graph.kinds import kind
 from mmqc.graph.linear import operands
 from mmqc.graph.program import Program
@@ -110,6 +110,9 @@ def _attached(module: nn.Module) -> str:
         return "it has an online Hadamard of an earlier call: say both in one config, config.replace(rewrites=...)"
     if isinstance(module, NonDynamicallyQuantizableLinear):
         return "the module that holds it reads its weight (nn.MultiheadAttention)"
+    for name, part in list(module.named_modules())[1:]:  # a parametrization, which a plain linear has no more
+        if words := (*hooks_of(part), *filter(None, [saves(part)])):
+            return f"there is a {words[0]} on its {name}, which would run no more"
     offload = getattr(getattr(module, PLACED, None), "offload", False)
     return "accelerate offloads its weight: quantize before device_map places the model, or without offloading" if offload else ""
 

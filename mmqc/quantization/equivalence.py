@@ -28,7 +28,7 @@ from mmqc.errors import MmqcError
 from mmqc.graph.program import Program
 
 FLOORS = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
-TIMES = 4
+TIMES, DRAWS = 4, 8
 PART = 1 << 22
 MOVED = 1 << 24
 
@@ -71,12 +71,13 @@ def check(model: nn.Module, before: Before, dtype: torch.dtype) -> float:
     Raises:
         RewriteError: it is more than rounding to ``dtype`` explains.
     """
-    worst, bar, noisy = 0.0, FLOORS[dtype], False
+    worst, bar = 0.0, FLOORS[dtype]
     for call, known in zip(before.calls, before.outputs, strict=True):
         now = outputs(model, call)
         error, shape = _largest(known, now)
-        if error > bar and not noisy:
-            noisy, bar = True, max(bar, TIMES * _noise(model, call, now, dtype))
+        noises = _noises(model, call, now, dtype)
+        while error > bar and (noise := next(noises, None)) is not None:
+            bar = max(bar, TIMES * noise)
         if error > bar:
             raise RewriteError(
                 f"the exact rewrites changed the model's output by {error:.1e} (relative, an output of shape {shape}; rounding "
@@ -87,16 +88,18 @@ def check(model: nn.Module, before: Before, dtype: torch.dtype) -> float:
     return worst
 
 
-def _noise(model: nn.Module, call: Mapping[str, Any], now: Sequence[Tensor], dtype: torch.dtype) -> float:
-    """How far the output moves when parameters do by half a unit in their last place."""
-    with _moved(model, torch.finfo(dtype).eps / 2):
-        return _largest(now, outputs(model, call))[0]
+def _noises(model: nn.Module, call: Mapping[str, Any], now: Sequence[Tensor], dtype: torch.dtype) -> Iterator[float]:
+    """How far the output moves when parameters do by half a unit in their last place: each draw may send a token elsewhere."""
+    for seed in range(DRAWS):
+        with _moved(model, torch.finfo(dtype).eps / 2, seed):
+            moved = outputs(model, call)
+        yield _largest(now, moved)[0]
 
 
 @contextmanager
-def _moved(model: nn.Module, by: float) -> Iterator[None]:
+def _moved(model: nn.Module, by: float, seed: int) -> Iterator[None]:
     """Parameters, the smallest first and ``MOVED`` numbers at most, times 1 + N(0, by²) meanwhile; what is offloaded stays."""
-    draw = torch.Generator().manual_seed(0)
+    draw = torch.Generator().manual_seed(seed)
     floats = sorted((p for p in model.parameters() if p.is_floating_point() and not p.is_meta), key=Tensor.numel)
     ends = itertools.accumulate(p.numel() for p in floats)
     moved = [p for p, end in zip(floats, ends, strict=True) if end <= MOVED or p.dim() == 1]

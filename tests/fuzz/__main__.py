@@ -21,6 +21,7 @@ def main() -> int:
     """Exit code 1 if a failure was found that no saved case has."""
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
     parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--programs", type=int, help="ends it as well, whichever comes first")
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--seed", type=int, default=0, help="of the campaign; another seed, other programs")
     parser.add_argument("--only", default="", help="programs that have a feature with this in its name, e.g. branch or slice.how=")
@@ -32,7 +33,13 @@ def main() -> int:
     given = parser.parse_args()
     if given.replay:
         return replay(given.replay, given.shrink)
-    options = {"folder": given.out, "cases": given.cases, "only": given.only, "compiled": given.compiled}
+    options = {
+        "folder": given.out,
+        "cases": given.cases,
+        "only": given.only,
+        "compiled": given.compiled,
+        "programs": given.programs,
+    }
     tell = lambda each: print(described(each), flush=True)  # noqa: E731
     given.out.mkdir(parents=True, exist_ok=True)
     state, found = campaign(given.seed, given.seconds, given.jobs, tell=tell, **options)

@@ -1,7 +1,7 @@
 """Draws and checks cases for so many seconds, in so many processes; goes on where the last run stopped.
 
 State is one JSON file: how many seeds are done, what came of them, how many programs had each feature and how many of those
-were accepted.  A failure is made smaller and saved; one whose program has all that a known failure takes counts as known.
+were accepted.  A failure is made smaller and saved; one whose program has all that an earlier one of this run takes counts as known.
 """
 
 from __future__ import annotations
@@ -218,6 +218,7 @@ def campaign(
     only: str = "",
     compiled: float = 0.0,
     kinds: tuple[str, ...] = (*BAD, "rewrite_error"),
+    programs: int | None = None,
     tell: Callable[[Found], None] = lambda found: None,
 ) -> tuple[State, list[Found]]:
     """Goes on with the campaign ``seed`` for so many seconds.
@@ -225,9 +226,10 @@ def campaign(
     Args:
         seed: which of 2^31 rows of programs.
         seconds: of the clock; a case that has begun is ended.
+        programs: ends it as well; None: no limit.
         jobs: processes.
         folder: where the state is kept; None: nowhere, it begins anew.
-        cases: where failures are saved and known ones are read; None: nowhere.
+        cases: where failures are saved; None: nowhere.
         only: cases whose program has a feature with this in its name.
         compiled: share of cases that compile.
         kinds: of outcomes that are failures.
@@ -235,10 +237,13 @@ def campaign(
     """
     path = folder / f"state_{seed}.json" if folder is not None else None
     state, found, start = State.read(path) if path is not None else State(), [], time.monotonic()
-    known = [known_by(c["found"]) for c in known_cases(cases).values()] if cases is not None else []
+    known: list[Known] = []  # saved cases are mended: what fails as they did is new
     options, before, written = {"only": only, "compiled": compiled, "kinds": kinds}, state.seconds, start
-    for part, new in _parts(state, seed, seconds, jobs, known, options):
+    parts = _parts(state, seed, seconds, jobs, known, options)
+    for part, new in parts:
         state.merge(part)
+        if programs is not None and state.counts["programs"] >= programs:
+            parts.close()
         state.seconds = before + time.monotonic() - start
         for each in new:
             if not any((each.kind, each.key) == (kind, key) and takes <= set(each.takes) for kind, key, takes in known):

@@ -28,7 +28,12 @@ BARS = {torch.float64: 1e-9, torch.float32: 2e-5}
 NARROW = 2e-5  # in float64, of parts that compute in float32: norms with a cast, mmqc's quantized linears
 TIMES, FLOOR = 6.0, 0.02  # of what bfloat16 and of what rounding costs anyway
 MOVES, UNITS = 4, 8  # runs with moved weights, by so many units in the last place
-VALUES = (".numpy", "greater", "item", "float", "tolist", "test=int", "any", "equal", "test=mean", "test=norm", "argmax", "sort")
+# fmt: off
+VALUES = (
+    ".numpy", "test=numpy", "greater", "item", "float", "tolist", "test=int",
+    "any", "equal", "test=mean", "test=norm", "argmax", "sort",
+)
+# fmt: on
 
 
 def leaves(output: Any) -> list[Tensor]:
@@ -52,6 +57,11 @@ def distance(expected: list[Tensor], got: list[Tensor]) -> float:
         error = float((a - b).norm())
         worst = max(worst, error / size if size else error)
     return worst
+
+
+def decides(words: set[str]) -> bool:
+    """Whether Python or an order of values decides what is computed."""
+    return bool(words & {"value", "experts"}) or any(v in word for word in words for v in VALUES)
 
 
 class Oracle:
@@ -123,8 +133,7 @@ class Oracle:
 
     @property
     def decides(self) -> bool:
-        """Whether Python or an order of values decides what is computed."""
-        return bool(self.words & {"value", "experts"}) or any(v in word for word in self.words for v in VALUES)
+        return decides(self.words)
 
     def sensitivity(self, call: Data, reference: nn.Module, unit: float) -> float:
         """How far the float model's output moves when its weights and inputs do by so much."""

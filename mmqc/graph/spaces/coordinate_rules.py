@@ -25,7 +25,7 @@ from mmqc.graph.spaces.coordinates import (
     weights_behind,
 )
 from mmqc.graph.spaces.rows import Rows
-from mmqc.graph.spaces.selections import chosen_axes, first, row_of
+from mmqc.graph.spaces.selections import any_row, chosen_axes, first, row_of
 
 
 def coordinates(prog: Program, through_norms: bool = True, copies: Tensor | None = None) -> Coordinates:
@@ -143,11 +143,11 @@ class Rules(Tracker):
         target, source = self.shadow(node.args[0]), self.shadow(node.args[3]) if len(node.args) > 3 else None
         if target is None or source is None or kwargs:
             return self.opaque(node, result, [n for n in node.all_input_nodes if self.shadow(n) is not None], kind(node))
-        row = torch.maximum(row_of(self, target, [args[1]]), row_of(self, source, [args[1]]))
-        for ids in (target, source):
-            self.join(ids, row.expand(ids.shape))
-            self.freeze_beside_constants(ids, row, node)
-        joined = torch.where(target >= 0, target, row)
+        axis = args[1] % target.dim()
+        row = torch.maximum(row_of(self, target, [axis]), row_of(self, source, [axis]))
+        self.join(source, row.expand(source.shape))
+        self.freeze_beside_constants(source, row, node)
+        joined = any_row(self, node, torch.where(target == ZERO, row, target), [axis], source)
         return self.write(node, joined) if mutates(node) else joined
 
     def _see_read(self, node: fx.Node, result: Any, args: list[Any], kwargs: dict[str, Any]) -> None:
@@ -253,12 +253,6 @@ class Rules(Tracker):
         self.freeze_beside_constants(rows, best, self.prog.graph._root)
         return best
 
-    def freeze_beside_constants(self, ids: Tensor, best: Tensor, node: fx.Node) -> None:
-        """Where values with coordinates are mixed with constants, no rotation may touch them."""
-        if (compact(ids)[0] == CONSTANT).any():
-            mixed = ((ids == CONSTANT) & (best.expand(ids.shape) >= 0)).reshape(ids.shape)
-            self.freeze(torch.where(mixed, best.expand(ids.shape), ZERO), node, "it shares a column with a constant")
-
     def _see_contraction(self, node: fx.Node, result: Any, args: list[Any], kwargs: dict[str, Any]) -> Tensor:
         """A product with a stored weight reads one of its axes and writes the other; experts share both."""
         use = self.found.contractions[node]
@@ -316,10 +310,7 @@ class Rules(Tracker):
         if new is None:
             new = ZERO if is_zero(args[2]) else CONSTANT
         ids[self.ids_for(node.args[1], args[1])] = new
-        if axes := chosen_axes(node.args[1], args[1], ids.dim()):
-            row = row_of(self, ids, axes)
-            self.freeze_beside_constants(ids, row, node)
-            ids.copy_(torch.where(ids == ZERO, row, ids))
+        ids.copy_(any_row(self, node, ids, chosen_axes(node.args[1], args[1], ids.dim()), new))
         return None
 
 

@@ -28,7 +28,7 @@ from mmqc.graph.kinds import kind
 from mmqc.graph.linear import Contraction, contraction
 from mmqc.graph.memory import written
 from mmqc.graph.program import LOOSE, READ, Program, method_name
-from mmqc.graph.spaces.selections import CONSTANT, ZERO, join_choices
+from mmqc.graph.spaces.selections import CONSTANT, ZERO, join_choices, join_written
 
 # fmt: off
 MOVES = frozenset((
@@ -157,6 +157,12 @@ class Tracker:
             if known.numel():
                 self.found.frozen.append((known, node, reason))
 
+    def freeze_beside_constants(self, ids: Tensor, best: Tensor, node: fx.Node) -> None:
+        """Where values with coordinates are mixed with constants, no rotation may touch them."""
+        if (compact(ids)[0] == CONSTANT).any():
+            mixed = ((ids == CONSTANT) & (best.expand(ids.shape) >= 0)).reshape(ids.shape)
+            self.freeze(torch.where(mixed, best.expand(ids.shape), ZERO), node, "it shares a column with a constant")
+
     def join(self, a: Tensor, b: Tensor) -> None:
         """Elements at the same place are the same coordinate."""
         a, b = compact(a, b)
@@ -203,7 +209,7 @@ class Tracker:
             return self.shadow(node.args[0]) if sources else self.parameter(params[0])
         if self.is_move(word, args, kwargs):
             join_choices(self, node, word, args, kwargs)
-            return self.move(node, args, kwargs, self.ids_for)
+            return join_written(self, node, word, args, self.move(node, args, kwargs, self.ids_for))
         return self.opaque(node, result, sources, word)
 
     def is_channel_weight(self, node: fx.Node) -> bool:

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from mmqc.graph.spaces.coordinates import Tracker
 
 ZERO, CONSTANT = -2, -1  # elements that hold zeros; elements that hold something no rotation may touch
-ROWS = frozenset(("index_select", "gather", "take_along_dim", "index_copy", "scatter"))  # (x, dim, index, ...)
+READS = {"index_select": (1, 2), "gather": (1, 2), "take_along_dim": (2, 1)}  # where the axis stands, and the index
+NONE = "the recorded batch put no row into it"
+WRITES = {"index_copy": 3, "scatter": 3, "index_put": 2}  # where the rows stand that are put into x
 
 
 def computed(node: Any) -> bool:
@@ -43,10 +45,36 @@ def join_choices(tracker: Tracker, node: fx.Node, word: str, args: list[Any], kw
         ids = tracker.shadow(node.args[0])
         if isinstance(ids, Tensor):
             row_of(tracker, ids, chosen_axes(node.args[1], args[1], ids.dim()))
-    elif word in ROWS and len(args) > 2 and computed(node.args[2]):
+    elif word in READS and len(args) > 2 and computed(node.args[READS[word][1]]):
         ids = tracker.shadow(node.args[0])
-        if isinstance(ids, Tensor) and isinstance(args[1], int) and args[1] % ids.dim() != ids.dim() - 1:
-            row_of(tracker, ids, [args[1] % ids.dim()])
+        if isinstance(ids, Tensor):
+            row_of(tracker, ids, _one_axis(args[READS[word][0]], ids.dim()))
+
+
+def join_written(tracker: Tracker, node: fx.Node, word: str, args: list[Any], ids: Any) -> Any:
+    """The ids of what a move has written rows into: any row of it may be one of those that were put there."""
+    if word not in WRITES or len(args) <= WRITES[word] or not isinstance(ids, Tensor):
+        return ids
+    if word == "index_put":
+        axes = chosen_axes(node.args[1], args[1], ids.dim())
+    else:
+        axes = _one_axis(args[1], ids.dim()) if computed(node.args[2]) else []
+    return any_row(tracker, node, ids, axes, tracker.shadow(node.args[WRITES[word]]))
+
+
+def any_row(tracker: Tracker, node: fx.Node, ids: Tensor, axes: list[int], rows: Any) -> Tensor:
+    """``ids`` with ``rows`` anywhere along these axes, where there were zeros; new ones if anything changes."""
+    if not axes:
+        return ids
+    row = row_of(tracker, ids, axes)
+    if isinstance(rows, Tensor) and not rows.numel():
+        tracker.freeze(row, node, NONE)
+    elif isinstance(rows, Tensor) and rows.dim() and rows.shape[-1] == ids.shape[-1] and len(axes) == ids.dim() - 1:
+        new = row_of(tracker, rows, range(rows.dim() - 1)).reshape(-1)
+        tracker.join(row.reshape(-1), new)
+        row = torch.maximum(row, new)
+    tracker.freeze_beside_constants(ids, row, node)
+    return torch.where(ids == ZERO, row, ids)
 
 
 def chosen_axes(template: Any, index: Any, rank: int) -> list[int]:
@@ -82,6 +110,11 @@ def first(ids: Tensor, axis: int) -> Tensor:
     if not ids.shape[axis]:
         return ids.new_full([1 if a == axis % ids.dim() else n for a, n in enumerate(ids.shape)], ZERO)
     return ids.amax(axis, keepdim=True)
+
+
+def _one_axis(axis: Any, rank: int) -> list[int]:
+    """An axis that is not the channels'."""
+    return [axis % rank] if isinstance(axis, int) and axis % rank != rank - 1 else []
 
 
 def whole_rows(mask: Tensor) -> bool:
