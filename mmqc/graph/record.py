@@ -225,7 +225,8 @@ def _track_modules(model: nn.Module, recorder: Recorder) -> list[Any]:
     hooked = hooked_modules(model)
 
     def leave(name: str, output: Any) -> None:
-        recorder.modules.pop()
+        if recorder.modules[-1:] == [name]:  # not where an earlier hook raised, and the module was never entered
+            recorder.modules.pop()
         hand(name, output)
 
     def enter(name: str, *values: Any) -> None:

@@ -1,7 +1,7 @@
 """Draws and checks cases for so many seconds, in so many processes; goes on where the last run stopped.
 
 State is one JSON file: how many seeds are done, what came of them, how many programs had each feature and how many of those
-were accepted.  A failure is made smaller and saved; one whose program has all that an earlier one of this run takes counts as known.
+were accepted.  A failure is made smaller and saved; one whose program has all that an earlier one takes counts as known.
 """
 
 from __future__ import annotations

@@ -227,3 +227,17 @@ def test_record__a_hook_that_looks_sees_what_it_saw(kind: str) -> None:
     for now, was in zip(seen, before, strict=True):
         torch.testing.assert_close(now, was)
     assert any("hook of" in r.reason for r in report.refused)
+
+
+@pytest.mark.filterwarnings("error")
+def test_record__an_error_of_a_hook_in_front_comes_out_alone() -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+
+    def refuse(module: nn.Module, args: Any) -> None:
+        raise KeyError("mine")
+
+    handle = model[0].register_forward_pre_hook(refuse)
+    with pytest.raises(KeyError, match="mine"):
+        record(model, {"input": torch.randn(2, WIDTH)})
+    handle.remove()
+    record(model, {"input": torch.randn(2, WIDTH)})
