@@ -25,7 +25,7 @@ import torch
 from sympy import Integer
 
 from mmqc.lowering import few_rows_cpp
-from mmqc.lowering.inductor import FloorDiv, ModularIndexing, TensorBox, convert, lowerings, ops, row_sums, static_int
+from mmqc.lowering.inductor import FloorDiv, ModularIndexing, TensorBox, concat, convert, lowerings, ops, row_sums, static_int
 from mmqc.lowering.pack import field
 from mmqc.ops.pack import STRETCHES, offset, stretch
 
@@ -107,7 +107,7 @@ def multiply(
         return inner
 
     sums = [row_sums(x, wide, term(m), n, [length // chunk, chunk]) for m in range(rows)]
-    y = lowerings[aten.cat.default]([lowerings[aten.view.default](s, [1, n]) for s in sums], 0)
+    y = concat([lowerings[aten.view.default](s, [1, n]) for s in sums], 0)
     return scaled(y, w_scale, bias, group_size, wide, dtype)
 
 

@@ -102,6 +102,22 @@ def assert_like_dense(linears: list[Linear], rows: tuple[int, ...], dtype: torch
     return record
 
 
+@pytest.mark.parametrize(("bits", "dtype"), [(3, torch.float32), (3, torch.bfloat16), (8, torch.float64)])
+def test_few_rows__of_linears_with_one_input(bits: int, dtype: torch.dtype) -> None:
+    """Fused into one op of several results, and written by loops, not by the C++ function."""
+    weights = [stored(Linear(n, 256, bits, 64)) for n in (24, 8, 8)]
+    x = torch.randn(2, 2, 256).to(dtype)
+
+    def function(x: torch.Tensor) -> list[torch.Tensor]:
+        return [weight_only_matmul(x, w, scale, bias, bits, 64) for w, scale, bias, _ in weights]
+
+    with collect_records() as records, torch.no_grad():
+        got = torch.compile(function, backend=backend, fullgraph=True)(x)
+    assert [list(record.ops) for record in records] == [["weight_only_matmuls"]]
+    for y, (*_, dense) in zip(got, weights, strict=True):
+        assert_product(y, x, dense, None)
+
+
 @pytest.mark.parametrize(
     ("rows", "dtype"), [*(((1,), dtype) for dtype in DTYPES), ((1, 3), torch.float32), ((2, 8), torch.bfloat16)]
 )
