@@ -1,7 +1,8 @@
 """Writes a directory beside the one it replaces, and exchanges the two in one step (ADR 22).
 
 A save that is killed, or finds the disk full, leaves the old directory as it was.  Files that the save does not write,
-such as a README, are linked into the new one.
+such as a README, are linked into the new one.  What a killed save leaves beside it (``.NAME.saving-...``) goes with the next
+save: a directory that is being written is locked, and the lock ends with its process.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import fcntl
+import glob
 import os
 import re
 import shutil
@@ -55,17 +58,47 @@ def replacing(directory: str | os.PathLike[str], stale: re.Pattern[str]) -> Iter
         _refuse_full(target, f"{target.parent} cannot be written")
         stage, inside = _beside(target, target), True
     try:
-        yield stage
-        _sync(stage)
-        if inside:
-            _move(stage, target)
-        else:
-            _exchange(stage, target, stale)
+        with _locked(stage), _locked(target):
+            yield stage
+            _sync(stage)
+            if inside:
+                _move(stage, target)
+            else:
+                _exchange(stage, target, stale)
     finally:
         shutil.rmtree(stage, ignore_errors=True)
 
 
+@contextlib.contextmanager
+def _locked(directory: Path) -> Iterator[bool]:
+    """Whether the directory is there and could be locked, until the block or the process ends."""
+    try:
+        descriptor = os.open(directory, os.O_RDONLY)
+    except FileNotFoundError:
+        yield False
+        return
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:  # somebody has it, or this filesystem has no locks
+        locked = False
+    else:
+        locked = True
+    try:
+        yield locked
+    finally:
+        os.close(descriptor)
+
+
+def _remove_left(target: Path, parent: Path) -> None:
+    """Remove what killed saves of ``target`` have left."""
+    for path in parent.glob(f".{glob.escape(target.name)}.saving-*"):
+        with _locked(path) as dead:
+            if dead:
+                shutil.rmtree(path, ignore_errors=True)
+
+
 def _beside(target: Path, parent: Path) -> Path:
+    _remove_left(target, parent)
     stage = Path(tempfile.mkdtemp(prefix=f".{target.name}.saving-", dir=parent))
     if target.is_dir():
         shutil.copymode(target, stage)

@@ -20,11 +20,15 @@ from torch import Tensor, nn
 from mmqc.front.find import Finder, Packed, Plan
 from mmqc.front.handover import RUNNING, Installed, compute, numbers
 from mmqc.front.kept import Kept
+from mmqc.front.turn import Turn, caller
 from mmqc.graph.tracing import Frame, run_eagerly, varying
 from mmqc.nn.modality import ModalityContext, hook_owner, unhook
 
 # Its hooks run in front of the graph, too: compiled, they would be graphs of their own.
 run_eagerly(f for f in vars(ModalityContext).values() if isinstance(f, FunctionType))
+
+# What stands between a hook and the call that it belongs to, and between the start of a trace and whoever traces.
+DYNAMO, CALLBACKS = "/torch/_dynamo/", ("/mmqc/graph/tracing.py", "/torch/_dynamo/callback.py", "/contextlib.py")
 
 Kind = tuple[tuple[str, int], ...]
 
@@ -33,19 +37,15 @@ class _Call(threading.local):
     """What a thread's call in progress has of a front.
 
     Attributes:
-        depth: how many of its calls are in progress, one inside the other.
         capture: whether Dynamo may trace values and data-dependent sizes as symbols in it.
         inputs: the integer tensors that it was given, by name (of the first call until the second).
-        active: what was put in place for it.
         early: whether it was prepared for a trace alone, its hooks not having run.
     """
 
     def __init__(self) -> None:
-        self.depth = 0
         self.early = False
         self.capture = False
         self.inputs: dict[str, Any] = {}
-        self.active: tuple[Packed, Installed] | None = None
 
 
 class Front:
@@ -55,6 +55,7 @@ class Front:
         plans: by kind of call: names and ranks of its tensors.
         call: the calling thread's call in progress.
         turn: is held by the thread whose call it is.
+        active: what was put in place for that call.
     """
 
     def __init__(self) -> None:
@@ -63,7 +64,8 @@ class Front:
         self.installed: dict[Kind, Installed] = {}
         self.kept: dict[tuple[Kind, Any], Kept] = {}
         self.call = _Call()
-        self.turn = threading.RLock()
+        self.turn = Turn()
+        self.active: tuple[Packed, Installed] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Front:
         # plans hold modules of the original
@@ -89,18 +91,16 @@ class Front:
     @torch.compiler.disable
     def begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Forward pre-hook: wait for this call's turn, and prepare it."""
-        self.turn.acquire()
-        self.call.depth += 1
+        self.turn.take(caller(DYNAMO))
         self.prepare(model, bound(model, args, kwargs))
 
     @torch.compiler.disable
     def end(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Forward hook, called after an error too: put everything back."""
         del model, args, output
-        if self.call.depth:  # another hook may have raised in front of ``begin``
+        if self.turn.is_mine():  # another hook may have raised in front of ``begin``
             self.clear()
-            self.call.depth -= 1
-            self.turn.release()
+            self.turn.give()
 
     def prepare(self, model: nn.Module, inputs: Mapping[str, Any]) -> None:
         """Compute what this call needs, and put the readers in."""
@@ -125,18 +125,18 @@ class Front:
             handed.values, handed.arguments = varying(handed.values), varying(handed.arguments)
             kept.put(self.call.inputs, handed)
         RUNNING.table[self.number] = handed
-        self.call.active = (Packed(plan.configs), self.installed[kind])
-        self.call.active[0].__enter__()
-        self.call.active[1].put()
+        self.active = (Packed(plan.configs), self.installed[kind])
+        self.active[0].__enter__()
+        self.active[1].put()
 
     def clear(self) -> None:
         """The model as it was."""
         self.call.inputs = {}
-        if self.call.active is not None:
-            packed, installed = self.call.active
+        if self.active is not None:
+            packed, installed = self.active
             installed.remove()
             packed.__exit__()
-            self.call.active = None
+            self.active = None
 
     def refuse(self, reason: str) -> None:
         """Dynamo could not trace with symbolic values: it will not be asked again."""
@@ -166,10 +166,10 @@ def before_trace(frame: Frame) -> tuple[bool, bool]:
     front = Front.attach(frame.model)
     # Attached during this call, or called under torch.compiler.disable: not in turn.  It cannot wait either, for whoever has
     # the turn may be waiting to compile; then it is traced as it is.
-    if not front.call.depth and front.turn.acquire(blocking=False):
+    if not front.turn.is_mine() and front.turn.take(caller(*CALLBACKS), wait=False):
         front.prepare(frame.model, bound(frame.model, *frame.arguments))
         front.call.early = True
-    return front.call.capture, front.call.active is not None
+    return front.call.capture, front.active is not None and front.turn.is_mine()
 
 
 def after_trace(model: nn.Module, failed: str) -> None:
@@ -183,7 +183,7 @@ def after_trace(model: nn.Module, failed: str) -> None:
             front.clear()
             front.call.inputs = inputs  # the first call goes on, perhaps in parts that are compiled one by one
             front.call.early = False
-            front.turn.release()
+            front.turn.give()
 
 
 def attached(model: nn.Module) -> Front | None:

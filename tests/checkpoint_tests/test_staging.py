@@ -23,6 +23,14 @@ for n in itertools.count(1):
         for name in sys.argv[2:]:
             (stage / name).write_text(str(n) * 100000)
 """
+STUCK = """
+import sys, time
+from mmqc.checkpoint.staging import replacing, weight_files
+with replacing(sys.argv[1], weight_files()) as stage:
+    (stage / "config.json").write_text("half")
+    print(flush=True)
+    time.sleep(100)
+"""
 
 
 def write(directory, text):
@@ -52,6 +60,22 @@ def test_kill__leaves_one_whole_directory(tmp_path):
         child.wait()
         child.stdout.close()
         assert len(contents(target)) == 1
+
+
+def test_next_save__removes_what_a_killed_one_left_and_nothing_of_a_live_one(tmp_path):
+    target = tmp_path / "out"
+    write(target, "0")
+    child = subprocess.Popen([sys.executable, "-c", STUCK, str(target)], stdout=subprocess.PIPE)
+    child.stdout.readline()
+    (tmp_path / ".out.mine").mkdir()
+    write(target, "1")
+    assert len(list(tmp_path.glob(".out.saving-*"))) == 1
+    child.kill()
+    child.wait()
+    child.stdout.close()
+    write(target, "2")
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".out.mine", "out"]
+    assert contents(target) == {"2"}
 
 
 def test_error_while_writing__leaves_the_old_one(tmp_path):
