@@ -20,6 +20,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from safetensors import SafetensorError
+
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of renameat2(2)
 
 
@@ -65,6 +67,12 @@ def replacing(directory: str | os.PathLike[str], stale: re.Pattern[str]) -> Iter
                 _move(stage, target)
             else:
                 _exchange(stage, target, stale)
+    except SafetensorError as error:
+        code = re.search(r"os error (\d+)", str(error))  # what the system said, in the words of another language
+        if code is None:
+            raise
+        number = int(code[1])
+        raise OSError(number, f"{os.strerror(number)}, and nothing was saved; what was there is as it was", str(target)) from error
     finally:
         shutil.rmtree(stage, ignore_errors=True)
 

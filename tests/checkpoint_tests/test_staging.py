@@ -8,6 +8,7 @@ import sys
 import time
 
 import pytest
+from safetensors import SafetensorError
 
 from mmqc.checkpoint import staging
 from mmqc.checkpoint.staging import replacing, weight_files
@@ -84,6 +85,18 @@ def test_error_while_writing__leaves_the_old_one(tmp_path):
         fail(tmp_path / "out")
     assert contents(tmp_path / "out") == {"old"}
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+def test_full_disk__is_an_error_of_the_system(tmp_path):
+    """As safetensors has it, which is written in another language."""
+    write(tmp_path / "out", "old")
+    words = "Error while serializing: I/O error: No space left on device (os error 28)"
+    with pytest.raises(OSError, match="device, and nothing was saved") as caught, replacing(tmp_path / "out", STALE):
+        raise SafetensorError(words)
+    assert (caught.value.errno, caught.value.filename) == (28, str(tmp_path / "out"))
+    with pytest.raises(SafetensorError, match="another"), replacing(tmp_path / "out", STALE):
+        raise SafetensorError("another")
+    assert contents(tmp_path / "out") == {"old"}
 
 
 @pytest.mark.parametrize("exchange", [True, False])
