@@ -269,7 +269,7 @@ class PackedLayer(StaticLayer):
         self.used += tokens
         window = 0 if self.older is None else self.spec.text_window
         room = self.keys.shape[2] - 1 if self.older is None else self.older.room + window
-        if self.used > room:
+        if self.used + later > room:
             more = self.used + (later if self.limit is not None else max(ROOM, room)) - room
             if self.older is None:
                 self.keys, self.values = (
