@@ -48,7 +48,7 @@ def test_compiled_loop__a_kept_cache_has_room_for_more_text_than_the_last_prompt
     model, batch = tiny_qwen2_vl()
     attach(model, SPECS[name])
     backend, _ = counting()
-    ids = torch.arange(6, 16)[None].expand(len(batch["input_ids"]), -1)
+    ids = torch.randint(5, 20, batch["input_ids"].shape, generator=torch.Generator().manual_seed(0))
     text = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     for prompt in (batch, text, batch, text):
         want = model.generate(**prompt, **EAGER, max_new_tokens=24)
