@@ -24,6 +24,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from mmqc.report.whole_file import whole_file
+
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
 
@@ -76,8 +78,9 @@ def export(
             job.whole()
         if set(wanted) - {WHOLE}:
             job.steps([name for name in wanted if name != WHOLE], required=programs is not None)
-        job.write(path)
-        job.compare(path)
+        with whole_file(path) as rough:
+            job.write(rough)
+            job.compare(rough)
     return path
 
 

@@ -306,8 +306,9 @@ def passes(recipe: Recipe = "mquant", settings: Set = None, config_file: ConfigF
 def write_json(path: Path | None, figures: dict[str, Any]) -> None:
     """Figures to a file, if one was asked for."""
     if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+        from mmqc.report.whole_file import write_text
+
+        write_text(path, json.dumps(figures, indent=1) + "\n")
 
 
 def config_of(recipe: str | None, settings: list[str] | None, file: Path | None) -> QuantConfig:

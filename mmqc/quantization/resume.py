@@ -14,8 +14,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from mmqc.calibration.calibrate import InputStatistics, Range
 from mmqc.calibration.measure import Loss
 from mmqc.checkpoint.checksum import hashes
 from mmqc.errors import MmqcError
+from mmqc.report.whole_file import whole_file, write_text
 from mmqc.solvers import Quantized
 from mmqc.solvers.mixed import MixedQuantized, Part
 
@@ -55,20 +55,6 @@ def fingerprint(model: nn.Module, config: Mapping[str, Any], batches: Sequence[M
 
 def _text(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
-
-
-def write(path: Path, fill: Callable[[Path], Any]) -> None:
-    """Write a file so that it is there whole or not at all, even if the machine stops."""
-    rough = path.with_name(f".{path.name}.part")
-    fill(rough)
-    with rough.open("rb+") as file:
-        os.fsync(file.fileno())
-    rough.replace(path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
 
 
 @dataclasses.dataclass
@@ -123,7 +109,8 @@ class Store:
             about["seen"][fqn] = {"ranges": ranges, "rows": seen.rows, "row_weights": dict(seen.row_weights)}
         about["losses"] = {name: dataclasses.asdict(loss) for name, loss in unit.losses.items()}
         path = self._path(linears, "safetensors")
-        write(path, lambda p: save_file({k: v.cpu().contiguous() for k, v in tensors.items()}, p))
+        with whole_file(path) as rough:
+            save_file({k: v.cpu().contiguous() for k, v in tensors.items()}, rough)
         about["sha256"] = _digest(path)
         _write_json(self._path(linears, "json"), about)
 
@@ -156,7 +143,7 @@ class Store:
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:
     plain = json.loads(json.dumps(content))
-    write(path, lambda p: p.write_text(json.dumps({**plain, DIGEST: _text(plain)}, indent=1)))
+    write_text(path, json.dumps({**plain, DIGEST: _text(plain)}, indent=1))
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -18,6 +18,7 @@ import numpy as np
 from mmqc.report import plots, scores
 from mmqc.report.score_histogram import CALIBRATED, ScoreHistogram
 from mmqc.report.tables import MODALITIES, Row, count, decibels, totals, tower_rows
+from mmqc.report.whole_file import write_text
 
 HERE = Path(__file__).parent
 PARTS: dict[str, Any] = {
@@ -41,8 +42,7 @@ def write_html(path: str | Path, data: Mapping[str, Any]) -> Path:
         ImportError: jinja2 or matplotlib is not installed.
     """
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(page(data), encoding="utf-8")
+    write_text(path, page(data))
     return path
 
 

@@ -26,6 +26,7 @@ from mmqc.report.tables import (
     totals,
     tower_rows,
 )
+from mmqc.report.whole_file import write_text
 
 WORST = 5
 SHOWN = 10  # refusals in a notebook
@@ -168,13 +169,12 @@ class QuantReport:
         path = Path(path)
         if path.suffix not in (".html", ".json", ".txt"):
             raise ValueError(f"report.save({str(path)!r}): the suffix {path.suffix!r} is not one of .html, .json, .txt")
-        path.parent.mkdir(parents=True, exist_ok=True)
         if path.suffix == ".html":
             from mmqc.report.html import write_html
 
             return write_html(path, {"title": "Quantization report", "reports": {"report": self}})
         text = json.dumps(self.to_dict(), indent=1) if path.suffix == ".json" else self.summary()
-        path.write_text(text + "\n", encoding="utf-8")
+        write_text(path, text + "\n")
         return path
 
     def totals(self) -> str:

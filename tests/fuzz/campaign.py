@@ -32,6 +32,7 @@ CASES = Path(__file__).parent / "cases"
 CHUNK = 8  # seeds that a process takes at once
 SHRINKS, SAVED, APART = 10, 60, 5.0  # failures made smaller, failures saved, seconds between two writes of the state
 STRIDE = 1 << 32  # seeds of a campaign
+SAID = 300  # characters of what is said of a failure
 Known = tuple[str, str, frozenset[str]]  # kind, key, and what its program has to have
 
 
@@ -53,7 +54,7 @@ class Found:
 
     def data(self) -> Data:
         """As it is saved."""
-        found = {"kind": self.kind, "key": self.key, "detail": self.detail, "takes": self.takes, "seed": self.seed}
+        found = {"kind": self.kind, "key": self.key, "detail": self.detail[:SAID], "takes": self.takes, "seed": self.seed}
         return {"found": found, "case": self.case}
 
 

@@ -25,7 +25,7 @@ from mmqc.graph.spaces.coordinates import (
     weights_behind,
 )
 from mmqc.graph.spaces.rows import Rows
-from mmqc.graph.spaces.selections import any_row, chosen_axes, first, row_of
+from mmqc.graph.spaces.selections import any_row, chosen_axes, first, join_choices, join_written, row_of
 
 
 def coordinates(prog: Program, through_norms: bool = True, copies: Tensor | None = None) -> Coordinates:
@@ -47,6 +47,11 @@ class Rules(Tracker):
         """Coordinates first, then the rows that they come in."""
         super().see(node, result, args, kwargs)
         self.rows.see(node, result, args, kwargs, self.shadow(node))
+
+    def moved(self, node: fx.Node, word: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        """And those of what an index or a mask might have put there instead."""
+        join_choices(self, node, word, args, kwargs)
+        return join_written(self, node, word, args, super().moved(node, word, args, kwargs))
 
     # -- element-wise ----------------------------------------------------------------------------------------------
     def _see_add(self, node: fx.Node, result: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:

@@ -28,7 +28,8 @@ from mmqc.graph.kinds import kind
 from mmqc.graph.linear import Contraction, contraction
 from mmqc.graph.memory import written
 from mmqc.graph.program import LOOSE, READ, Program, method_name
-from mmqc.graph.spaces.selections import CONSTANT, ZERO, join_choices, join_written
+
+ZERO, CONSTANT = -2, -1  # elements that hold zeros; elements that hold something no rotation may touch
 
 # fmt: off
 MOVES = frozenset((
@@ -208,9 +209,13 @@ class Tracker:
         if word in SAME and isinstance(result, Tensor) and result.is_floating_point():
             return self.shadow(node.args[0]) if sources else self.parameter(params[0])
         if self.is_move(word, args, kwargs):
-            join_choices(self, node, word, args, kwargs)
-            return join_written(self, node, word, args, self.move(node, args, kwargs, self.ids_for))
+            return self.moved(node, word, args, kwargs)
         return self.opaque(node, result, sources, word)
+
+    def moved(self, node: fx.Node, word: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        """The ids of a move's result."""
+        del word
+        return self.move(node, args, kwargs, self.ids_for)
 
     def is_channel_weight(self, node: fx.Node) -> bool:
         """Whether a weight, used as data, has channels."""

@@ -8,17 +8,14 @@ the rows that an index could reach are one coordinate per channel, and what a ma
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from mmqc.graph.program import LOOSE
+from mmqc.graph.spaces.coordinates import CONSTANT, ZERO, Tracker
 
-if TYPE_CHECKING:
-    from mmqc.graph.spaces.coordinates import Tracker
-
-ZERO, CONSTANT = -2, -1  # elements that hold zeros; elements that hold something no rotation may touch
 READS = {"index_select": (1, 2), "gather": (1, 2), "take_along_dim": (2, 1)}  # where the axis stands, and the index
 NONE = "the recorded batch put no row into it"
 WRITES = {"index_copy": 3, "scatter": 3, "index_put": 2}  # where the rows stand that are put into x
