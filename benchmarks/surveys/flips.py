@@ -6,7 +6,7 @@ A tiny Qwen2-VL, saved four ways; in each copy of a checkpoint one bit of one fi
 safetensors (a third of those in the header, which is small), half in the JSON files, evenly.  Loaded in this process; what loads
 runs a forward and samples four tokens as generation_config.json says, and both must equal the undamaged checkpoint's, bit for bit.
 
-    noticed   an error; ``unclear`` counts those that are a bare KeyError, TypeError, AttributeError, ... of whoever read the file
+    noticed   an error; ``unclear`` counts those that are a bare KeyError, TypeError, JSONDecodeError, ... of whoever read the file
     equal     loads, and the outputs are equal (white space, a version number, a name that nothing reads)
     wrong     loads, and the outputs differ: what must not be
 
@@ -41,7 +41,7 @@ from tests.support.models import tiny_qwen2_vl
 
 ROOT = Path(__file__).resolve().parents[2]
 NEW_TOKENS, IN_HEADER = 4, 1 / 3
-BARE = (KeyError, TypeError, AttributeError, IndexError, UnicodeError, AssertionError, RecursionError, ArithmeticError)
+BARE = (LookupError, TypeError, AttributeError, UnicodeError, json.JSONDecodeError, AssertionError, RecursionError, ArithmeticError)
 STATIC = recipes.mquant(4, vision_weight_bits=8, msq=False, rotate=False, suppress=False, solver="rtn")
 CHECKPOINTS: dict[str, tuple[Any, dict[str, Any]]] = {
     "mquant": (recipes.mquant(4, solver="rtn"), {}),
@@ -115,7 +115,7 @@ def outcome(load: Callable[[], Any], inputs: dict[str, Any], wanted: Answer) -> 
         model = load()
         found = ask(model, inputs)
     except Exception as error:
-        return ("unclear" if type(error) in BARE else "noticed"), error
+        return ("unclear" if isinstance(error, BARE) else "noticed"), error
     same = all(a.shape == b.shape and torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
     return ("equal" if same else "wrong"), None
 

@@ -28,11 +28,12 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from mmqc.checkpoint.checksum import CheckpointError, check_set, inventory, verify
 from mmqc.checkpoint.field_types import check_fields
+from mmqc.checkpoint.files import CONFIG, GENERATION, read_json
 from mmqc.checkpoint.hf_load import LoadPlan, QuantizeOnLoad
 from mmqc.checkpoint.hf_signed import signing
 from mmqc.checkpoint.hf_staged import METHOD, REQUIRES
 from mmqc.checkpoint.module_spec import build_module, dtype_name, dtype_of, module_spec
-from mmqc.checkpoint.signature import CONFIG, GENERATION, SIGNED, check_config, check_generation, read_json
+from mmqc.checkpoint.signature import SIGNED, check_config, check_generation
 from mmqc.config import QuantConfig
 from mmqc.experts.modules import QuantExperts
 from mmqc.kv import query_moment
@@ -245,12 +246,16 @@ class MmqcQuantizer(HfQuantizer):
                 f"{self._directory} has no hashes in quantization_config; copy or download it again, or save the model with "
                 "save_pretrained"
             )
+        if self._directory is not None:  # otherwise from tensors that the caller passed
+            self._check_set(model, state)
+            self._check_json(model, required=True)
         unknown = verify(config.hashes, state, lambda name: local(name, model, state))
         if unknown:
             logger.info("%d tensors were cast or offloaded and could not be compared with what was saved", unknown)
-        if self._directory is None:  # from tensors that the caller passed
-            return
-        keys, self._keys = self._keys, None
+
+    def _check_set(self, model: PreTrainedModel, state: Mapping[str, Any]) -> None:
+        """Whether model and files have the same tensors."""
+        config, keys, self._keys = self.quantization_config, self._keys, None
         del model.__dict__["_adjust_missing_and_unexpected_keys"]
         missing = [] if keys is None else [name for name in keys.missing_keys if _is_saved(name, model)]
         extra, unlisted = (), ()
@@ -259,7 +264,6 @@ class MmqcQuantizer(HfQuantizer):
             unlisted = [name for name in state if name not in known and _is_saved(name, model)]
             extra = keys.unexpected_keys if keys is not None and _saved_class(model) else ()
         check_set(missing, extra, unlisted)
-        self._check_json(model, required=True)
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
         config = self.quantization_config

@@ -14,8 +14,9 @@ from typing import Any
 
 from transformers.configuration_utils import PreTrainedConfig
 
+from mmqc.checkpoint.files import CONFIG, read_json
 from mmqc.checkpoint.sign import sign_config
-from mmqc.checkpoint.signature import CONFIG, check_config, is_signed, read_json
+from mmqc.checkpoint.signature import check_config, is_signed
 
 
 def _checked(read: Callable[..., Any]) -> classmethod[Any, ..., Any]:

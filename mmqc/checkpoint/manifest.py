@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from pathlib import Path, PurePosixPath, PureWindowsPath
+from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
@@ -18,47 +18,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from mmqc.checkpoint.checksum import AGAIN, CheckpointError, digest, hashes, json_digest
-from mmqc.checkpoint.signature import CONFIG, REWRITTEN, read_json
+from mmqc.checkpoint.files import CONFIG, read_json, weight_names
+from mmqc.checkpoint.signature import REWRITTEN
 
 NAME, VERSION = "mmqc_manifest.json", 1
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-
-
-def weight_names(directory: Path) -> list[str]:
-    """The safetensors files of a checkpoint, relative to its directory.
-
-    Raises:
-        CheckpointError: a damaged index, or one that leads out of the directory.
-        FileNotFoundError: no safetensors there.
-    """
-    index = directory / INDEX
-    if index.exists():
-        places = read_json(index).get("weight_map")
-        if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
-            raise CheckpointError(f"{index} is damaged: 'weight_map' is no table of file names; {AGAIN}")
-        names = sorted(set(places.values()))
-        for name in names:
-            _check_inside(directory, name, index)
-    elif (directory / SINGLE).exists():
-        names = [SINGLE]
-    else:
-        names = sorted(path.name for path in directory.glob("*.safetensors"))
-    if not names:
-        raise FileNotFoundError(f"{directory} has no safetensors; convert the checkpoint first (pickles are not read)")
-    return names
-
-
-def _check_inside(directory: Path, name: str, index: Path) -> None:
-    """The name is what counts: in the Hub's cache the files are symlinks to blobs elsewhere, but no folder is one."""
-    pure, windows = PurePosixPath(name), PureWindowsPath(name)
-    plain = name and not pure.is_absolute() and not windows.drive and "\\" not in name and ".." not in pure.parts
-    if not plain or not (directory / pure).parent.resolve().is_relative_to(directory.resolve()):
-        raise CheckpointError(
-            f"{index} names {name!r}, which is outside of the directory; a checkpoint's files lie in its own directory: "
-            f"do not trust this one, or move the file there and name it in the index"
-        )
-    if not (directory / pure).is_file():
-        raise CheckpointError(f"{index} names {name!r}, which is not there: the checkpoint is damaged; {AGAIN}")
 
 
 def read_tensors(directory: Path) -> dict[str, Tensor]:

@@ -13,7 +13,8 @@ from typing import Any
 
 from mmqc.checkpoint import manifest
 from mmqc.checkpoint.checksum import CheckpointError
-from mmqc.checkpoint.signature import CONFIG, KEY, SIGNATURE, is_signed, read_json, signature
+from mmqc.checkpoint.files import CONFIG, read_json
+from mmqc.checkpoint.signature import KEY, SIGNATURE, is_signed, signature
 
 
 def sign(directory: str | os.PathLike[str]) -> None:

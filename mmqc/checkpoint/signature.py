@@ -11,32 +11,15 @@ Layout version 2 has it; version 1, which older mmqc wrote, does not.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from mmqc.checkpoint.checksum import AGAIN, CheckpointError, json_digest
+from mmqc.checkpoint.files import GENERATION, indexed, read_json
 
 KEY, SIGNATURE, SIGNED = "quantization_config", "signature", 2  # SIGNED: the first layout version that has a signature
-CONFIG, GENERATION = "config.json", "generation_config.json"
 REWRITTEN = ("transformers_version", "_name_or_path", "_commit_hash")  # by transformers, whatever the model
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON file that holds an object.
-
-    Raises:
-        CheckpointError: it holds no such thing.
-        OSError: it cannot be read.
-    """
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise CheckpointError(f"{path} is damaged: no JSON ({error}); {AGAIN}") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path} is damaged: a {type(content).__name__} where an object is expected; {AGAIN}")
-    return content
 
 
 def config_digest(raw: Mapping[str, Any]) -> str:
@@ -78,7 +61,7 @@ def check_config(raw: Mapping[str, Any], path: Path) -> None:
     """Whether a config.json is as mmqc left it.  One that is not mmqc's, or of an older mmqc's, passes.
 
     Raises:
-        CheckpointError: it is not, or has no signature.
+        CheckpointError: it is not, or has no signature; the index of shards beside it is damaged or leads out of the directory.
     """
     astray = [key for key, value in raw.items() if key != KEY and is_ours(value)]
     if astray:
@@ -98,6 +81,7 @@ def check_config(raw: Mapping[str, Any], path: Path) -> None:
     for name, what in ((KEY, KEY), ("config", f"something outside {KEY}")):
         if found.get(name) != wanted[name]:
             raise CheckpointError(f"{path} is damaged or was edited: {what} differs from what was saved; {AGAIN}{_or_sign(path)}")
+    indexed(path.parent)  # transformers reads it next, and says little about damage
 
 
 def check_generation(raw: Mapping[str, Any], directory: Path, *, required: bool) -> None:
