@@ -139,6 +139,7 @@ class MmqcQuantizer(HfQuantizer):
         self._dtype = torch.float32
         self._plan = None if self.pre_quantized else LoadPlan(quantization_config.quant_config)
         self._directory: Path | None = None  # that is loaded from
+        self._raw: dict[str, Any] = {}  # its config.json
         self._keys: Any = None  # what transformers found missing and unexpected there
 
     def is_serializable(self) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -214,20 +215,20 @@ class MmqcQuantizer(HfQuantizer):
         files: Sequence[str] = kwargs.get("checkpoint_files") or ()
         if files:
             self._directory = Path(files[0]).parent
-            self._check_json(model, required=False)
+            self._raw = self._checked_config()
+            check_generation(self._raw, self._directory, required=False)
             self._listen(model)
         rebuild(model, self.quantization_config, self._dtype)
 
-    def _check_json(self, model: PreTrainedModel, *, required: bool) -> None:
-        """config.json as it lies on the disk, for who read it before mmqc was imported; and generation_config.json."""
+    def _checked_config(self) -> dict[str, Any]:
+        """config.json as it lies on the disk, for who read it before mmqc was imported; {} without one."""
         assert self._directory is not None
         path = self._directory / CONFIG
-        if path.exists():
-            raw = read_json(path)
-            check_config(raw, path)
-            # from the Hub, transformers fetches only what it reads: with a generation_config passed there is no file
-            fetched = getattr(model.config, "_commit_hash", None) is not None
-            check_generation(raw, self._directory, required=required and model.can_generate() and not fetched)
+        if not path.exists():
+            return {}
+        raw = read_json(path)
+        check_config(raw, path)
+        return raw
 
     def _listen(self, model: PreTrainedModel) -> None:
         """Keeps what transformers finds missing in the files; a quantizer is not told."""
@@ -248,7 +249,10 @@ class MmqcQuantizer(HfQuantizer):
             )
         if self._directory is not None:  # otherwise from tensors that the caller passed
             self._check_set(model, state)
-            self._check_json(model, required=True)
+            # from the Hub, transformers fetches only what it reads: with a generation_config passed there is no file
+            fetched = getattr(model.config, "_commit_hash", None) is not None
+            check_generation(self._raw, self._directory, required=model.can_generate() and not fetched)
+            self._raw = {}
         unknown = verify(config.hashes, state, lambda name: local(name, model, state))
         if unknown:
             logger.info("%d tensors were cast or offloaded and could not be compared with what was saved", unknown)
