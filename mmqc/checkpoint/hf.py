@@ -242,7 +242,7 @@ class MmqcQuantizer(HfQuantizer):
 
     def _check_tensors(self, model: PreTrainedModel) -> None:
         config, state = self.quantization_config, model.state_dict()
-        if self._directory is not None and config.version == VERSION and not config.hashes:
+        if self._directory is not None and not config.hashes:
             raise CheckpointError(
                 f"{self._directory} has no hashes in quantization_config; copy or download it again, or save the model with "
                 "save_pretrained"

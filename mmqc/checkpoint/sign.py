@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +41,11 @@ def sign_config(directory: Path, raw: dict[str, Any]) -> None:
     """Writes ``raw`` with its signature as config.json; replaced in one step, so that no reader finds half of it."""
     settings = {**raw[KEY], SIGNATURE: signature(raw, directory)}
     text = json.dumps({**raw, KEY: settings}, indent=2, sort_keys=True) + "\n"
-    rough = directory / f".{CONFIG}.{os.getpid()}.part"
+    place = (directory / CONFIG).resolve()  # through a link, as transformers writes
+    rough = place.with_name(f".{CONFIG}.{os.getpid()}.part")
     rough.write_text(text, encoding="utf-8")
-    rough.replace(directory / CONFIG)
+    shutil.copymode(place, rough)
+    rough.replace(place)
 
 
 def main() -> None:

@@ -35,6 +35,19 @@ def test_sign__of_the_compressed_tensors_format_renews_the_manifest(tmp_path):
     assert mmqc.load_quantized(tmp_path).model.language_model.norm.variance_epsilon == 0.25
 
 
+def test_sign__keeps_links_and_modes(tmp_path):
+    saved(tmp_path / "model")
+    real, link = tmp_path / "shared.json", tmp_path / "model" / "config.json"
+    link.rename(real)
+    real.chmod(0o640)
+    link.symlink_to(real)
+    edit_json(link, lambda c: c["text_config"].update(rms_norm_eps=0.25))
+    sign(tmp_path / "model")
+    assert link.is_symlink()
+    assert real.stat().st_mode & 0o777 == 0o640
+    assert AutoModelForImageTextToText.from_pretrained(tmp_path / "model").model.language_model.norm.variance_epsilon == 0.25
+
+
 def test_sign__refuses_what_mmqc_does_not_sign(tmp_path):
     with pytest.raises(FileNotFoundError):
         sign(tmp_path)

@@ -119,6 +119,16 @@ def test_tensors__one_without_a_hash_is_named_even_if_that_is_signed(copy):
         load(copy)
 
 
+def test_older_checkpoint__without_hashes_is_not_loaded_unchecked(copy):
+    def age(settings):
+        settings["version"] = 1
+        del settings["signature"], settings["hashes"]
+
+    edit_json(copy / "config.json", quantization(age))
+    with pytest.raises(CheckpointError, match="has no hashes in quantization_config"):
+        load(copy)
+
+
 def test_tensors__another_dtype_of_codes_is_damage_not_a_cast():
     from mmqc.checkpoint.checksum import hashes, verify
 
