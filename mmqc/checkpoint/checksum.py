@@ -3,11 +3,27 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from mmqc.errors import MmqcError
+
+OFFLOADED = "offloaded"  # in place of a digest: the tensor was not in memory when it was saved
+AGAIN = "copy or download it again"
+
+
+class CheckpointError(MmqcError, ValueError):
+    """A checkpoint that is not as it was saved, or cannot be read: says which file and what in it, and what to do."""
+
+
+def json_digest(value: Any) -> str:
+    """The SHA-256 of plain data, whatever the order of keys and the white space of its file."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def digest(tensor: Tensor) -> str:
@@ -24,6 +40,12 @@ def hashes(state: Mapping[str, Tensor]) -> dict[str, str]:
         return dict(zip(names, pool.map(lambda name: digest(state[name]), names), strict=True))
 
 
+def inventory(state: Mapping[str, Tensor]) -> dict[str, str]:
+    """Every tensor's name with its digest, ``OFFLOADED`` for those that are not in memory: the set, and what is in it."""
+    known = hashes(state)
+    return {name: known.get(name, OFFLOADED) for name, tensor in state.items() if isinstance(tensor, Tensor)}
+
+
 def verify(expected: Mapping[str, str], state: Mapping[str, Tensor], local: Callable[[str], str | None]) -> int:
     """Compares what was loaded with what was saved.
 
@@ -36,17 +58,47 @@ def verify(expected: Mapping[str, str], state: Mapping[str, Tensor], local: Call
         The number of tensors that could not be compared: cast on the way, or offloaded and not in memory.
 
     Raises:
-        ValueError: a tensor differs or is missing; names it.
+        CheckpointError: a tensor differs or is missing; names it.
     """
     names = {fqn: name for fqn in expected if (name := local(fqn)) is not None}
     missing = [fqn for fqn, name in names.items() if name not in state]
-    found = hashes({fqn: state[name] for fqn, name in names.items() if name in state})
-    cast = {fqn for fqn, value in found.items() if value.split(":")[0] != expected[fqn].split(":")[0]}
+    found = hashes({fqn: state[name] for fqn, name in names.items() if name in state and expected[fqn] != OFFLOADED})
+    cast = {fqn for fqn, value in found.items() if _is_cast(expected[fqn], value)}
     damaged = [fqn for fqn, value in found.items() if fqn not in cast and value != expected[fqn]]
     if damaged or missing:
         what = f"{damaged[0]} differs from what was saved" if damaged else f"{missing[0]} is missing"
-        raise ValueError(
-            f"the checkpoint is damaged: {what} ({len(damaged)} tensors differ, {len(missing)} are missing); "
-            f"copy or download it again"
+        raise CheckpointError(
+            f"the checkpoint is damaged: {what} ({len(damaged)} tensors differ, {len(missing)} are missing); {AGAIN}"
         )
-    return len(cast) + sum(state[name].is_meta for name in names.values())
+    return len(names) - len(found) + len(cast)
+
+
+def _is_cast(saved: str, found: str) -> bool:
+    """Whether a tensor came in another floating-point dtype, as ``from_pretrained(dtype=...)`` makes it; codes never do."""
+    dtypes = [getattr(torch, value.split(":")[0], None) for value in (saved, found)]
+    return dtypes[0] != dtypes[1] and all(isinstance(dtype, torch.dtype) and dtype.is_floating_point for dtype in dtypes)
+
+
+def check_set(missing: Collection[str], extra: Collection[str], unlisted: Collection[str]) -> None:
+    """Whether model and files have the same tensors, all of them known.
+
+    Args:
+        missing: what the model has and the files do not: transformers gave it random values.
+        extra: what the files have and the model does not.
+        unlisted: what the model has and the ``hashes`` of config.json do not.
+
+    Raises:
+        CheckpointError: one of them is not empty; names a tensor.
+    """
+    kinds = (
+        (missing, "the model has {}, and the checkpoint does not: it would run with random values"),
+        (extra, "its files have {}, which was not saved"),
+        (unlisted, "{} has no hash in quantization_config"),
+    )
+    for names, words in kinds:
+        if names:
+            more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+            raise CheckpointError(
+                f"the checkpoint is damaged or does not fit its config: {words.format(min(names) + more)}; {AGAIN}, "
+                "or take back what was changed in config.json or passed to from_pretrained"
+            )

@@ -4,7 +4,8 @@
 spec for each module of ours, whether the head was untied, which token ids are visual, and the record of the rewrites.
 Importing this module registers the quantizer; ``mmqc.checkpoint.hf_hook`` does that when transformers is imported.
 
-The tensors themselves are plain safetensors; each is saved with its SHA-256 and checked against it after loading.
+The tensors themselves are plain safetensors; each is saved with its SHA-256 and checked against it after loading.  The rest
+of config.json, and generation_config.json, are signed (``mmqc.checkpoint.signature``).
 """
 
 from __future__ import annotations
@@ -12,21 +13,27 @@ from __future__ import annotations
 import fnmatch
 import logging
 import re
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from transformers.generation.configuration_utils import GenerationConfig
 from transformers.modeling_utils import PreTrainedModel
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from mmqc.checkpoint.checksum import hashes, verify
+from mmqc.checkpoint.checksum import CheckpointError, check_set, inventory, verify
+from mmqc.checkpoint.field_types import check_fields
+from mmqc.checkpoint.files import CONFIG, GENERATION, read_json
 from mmqc.checkpoint.hf_load import LoadPlan, QuantizeOnLoad
+from mmqc.checkpoint.hf_signed import signing
 from mmqc.checkpoint.hf_staged import METHOD, REQUIRES
-from mmqc.checkpoint.module_spec import build_module, dtype_name, module_spec
+from mmqc.checkpoint.module_spec import build_module, dtype_name, dtype_of, module_spec
+from mmqc.checkpoint.signature import SIGNED, check_config, check_generation
 from mmqc.config import QuantConfig
 from mmqc.experts.modules import QuantExperts
 from mmqc.kv import query_moment
@@ -39,7 +46,7 @@ from mmqc.report.report import plain
 
 __all__ = ["MmqcConfig", "MmqcQuantizer", "attach_config", "build_module", "module_spec"]
 
-VERSION = 1
+VERSION = SIGNED  # 1: without a signature, as older mmqc wrote it
 logger = logging.getLogger(__name__)
 
 
@@ -56,7 +63,7 @@ class MmqcConfig(QuantizationConfigMixin):
         untied: whether the output head was separated from the input embedding.
         visual_token_ids: ids that stand for visual tokens; None for a model that does not tell modalities apart.
         record: what the rewrites did, for ``mmqc.explain``.
-        hashes: "dtype:sha256" by tensor name.
+        hashes: "dtype:sha256" by tensor name, of every tensor of the model; "offloaded" where it was not in memory.
 
     ``modules_to_not_convert``, which transformers' own quantizers take, adds to the config's ``keep``.
     """
@@ -75,20 +82,25 @@ class MmqcConfig(QuantizationConfigMixin):
         modules_to_not_convert: Iterable[str] | None = None,
         quant_method: str | None = METHOD,
         requires: str = REQUIRES,
+        signature: Mapping[str, Any] | None = None,
         **unknown: Any,
     ) -> None:
-        if version != VERSION:
-            raise ValueError(
-                f"quantization_config.version = {version!r}, but this mmqc reads version {VERSION}; "
+        if isinstance(version, bool) or version not in (1, VERSION):
+            raise CheckpointError(
+                f"quantization_config.version = {version!r}, but this mmqc reads versions 1 and {VERSION}; "
                 f"load the model with the mmqc that saved it, or update mmqc"
             )
         if unknown:
-            raise ValueError(f"quantization_config has an unknown key {sorted(unknown)[0]!r}; was it edited by hand?")
+            raise CheckpointError(f"quantization_config has an unknown key {sorted(unknown)[0]!r}; was it edited by hand?")
+        given = config.to_dict() if isinstance(config, QuantConfig) else config
+        parts = {"config": given, "modules": modules, "parameters": parameters, "dtype": dtype, "untied": untied}
+        parts |= {"visual_token_ids": visual_token_ids, "record": record, "hashes": hashes}
+        check_fields(parts)
         self.quant_method: Any = quant_method or METHOD
         self.version = version
-        self.config = config.to_dict() if isinstance(config, QuantConfig) else dict(config or QuantConfig().to_dict())
+        self.config = dict(given or QuantConfig().to_dict())
         if modules_to_not_convert:
-            self.config["keep"] = list(dict.fromkeys((*self.config["keep"], *modules_to_not_convert)))
+            self.config["keep"] = list(dict.fromkeys((*self.quant_config.keep, *modules_to_not_convert)))
         self.modules = dict(modules or {})
         self.parameters = dict(parameters or {})
         self.dtype = dtype
@@ -126,6 +138,9 @@ class MmqcQuantizer(HfQuantizer):
         super().__init__(quantization_config, **kwargs)
         self._dtype = torch.float32
         self._plan = None if self.pre_quantized else LoadPlan(quantization_config.quant_config)
+        self._directory: Path | None = None  # that is loaded from
+        self._raw: dict[str, Any] = {}  # its config.json
+        self._keys: Any = None  # what transformers found missing and unexpected there
 
     def is_serializable(self) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Always: the state dict is plain tensors."""
@@ -158,11 +173,15 @@ class MmqcQuantizer(HfQuantizer):
         """The state dict as it is; transformers asks for it before it writes config.json, which is completed here."""
         state = model.state_dict()
         config = self.quantization_config
+        config.version = VERSION
         config.modules = {name: spec for name, module in model.named_modules() if (spec := module_spec(module))}
         config.dtype = dtype_name(model.dtype)
         config.parameters = self.differences(model)
-        config.hashes = hashes(state)
+        config.hashes = inventory(state)
         return state, {}
+
+    def seal(self, directory: Path) -> None:
+        """What is left to do in a directory that was just written: nothing, config.json is signed as it is written."""
 
     def differences(self, model: PreTrainedModel) -> dict[str, Any]:
         """The parameters in which ``model`` differs from what its class builds and the specs complete."""
@@ -193,7 +212,62 @@ class MmqcQuantizer(HfQuantizer):
         if self._plan is not None:
             self._plan.prepare(model)
             return
+        files: Sequence[str] = kwargs.get("checkpoint_files") or ()
+        if files:
+            self._directory = Path(files[0]).parent
+            self._raw = self._checked_config()
+            check_generation(self._raw, self._directory, required=False)
+            self._listen(model)
         rebuild(model, self.quantization_config, self._dtype)
+
+    def _checked_config(self) -> dict[str, Any]:
+        """config.json as it lies on the disk, for who read it before mmqc was imported; {} without one."""
+        assert self._directory is not None
+        path = self._directory / CONFIG
+        if not path.exists():
+            return {}
+        raw = read_json(path)
+        check_config(raw, path)
+        return raw
+
+    def _listen(self, model: PreTrainedModel) -> None:
+        """Keeps what transformers finds missing in the files; a quantizer is not told."""
+        adjust = model._adjust_missing_and_unexpected_keys
+
+        def remember(loading_info: Any) -> None:
+            adjust(loading_info)
+            self._keys = loading_info
+
+        model.__dict__["_adjust_missing_and_unexpected_keys"] = remember
+
+    def _check_tensors(self, model: PreTrainedModel) -> None:
+        config, state = self.quantization_config, model.state_dict()
+        if self._directory is not None and not config.hashes:
+            raise CheckpointError(
+                f"{self._directory} has no hashes in quantization_config; copy or download it again, or save the model with "
+                "save_pretrained"
+            )
+        if self._directory is not None:  # otherwise from tensors that the caller passed
+            self._check_set(model, state)
+            # from the Hub, transformers fetches only what it reads: with a generation_config passed there is no file
+            fetched = getattr(model.config, "_commit_hash", None) is not None
+            check_generation(self._raw, self._directory, required=model.can_generate() and not fetched)
+            self._raw = {}
+        unknown = verify(config.hashes, state, lambda name: local(name, model, state))
+        if unknown:
+            logger.info("%d tensors were cast or offloaded and could not be compared with what was saved", unknown)
+
+    def _check_set(self, model: PreTrainedModel, state: Mapping[str, Any]) -> None:
+        """Whether model and files have the same tensors."""
+        config, keys, self._keys = self.quantization_config, self._keys, None
+        del model.__dict__["_adjust_missing_and_unexpected_keys"]
+        missing = [] if keys is None else [name for name in keys.missing_keys if _is_saved(name, model)]
+        extra, unlisted = (), ()
+        if config.version == VERSION:
+            known = {local(name, model, state) for name in config.hashes}
+            unlisted = [name for name in state if name not in known and _is_saved(name, model)]
+            extra = keys.unexpected_keys if keys is not None and _saved_class(model) else ()
+        check_set(missing, extra, unlisted)
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
         config = self.quantization_config
@@ -202,11 +276,8 @@ class MmqcQuantizer(HfQuantizer):
             attach_config(model, config.quant_config, {"passes": [], "untied": []})
             return model
         rebuild_factors(model)
-        state = model.state_dict()
-        unknown = verify(config.hashes, state, lambda name: local(name, model, state))
+        self._check_tensors(model)
         cast_floats(model, self.quantization_config.dtype, self._dtype)
-        if unknown:
-            logger.info("%d tensors were cast or offloaded and could not be compared with what was saved", unknown)
         if config.visual_token_ids is not None:
             self._attach_modality(model)
         if (kv := config.quant_config.kv) is not None:
@@ -247,11 +318,20 @@ def local(fqn: str, model: PreTrainedModel, names: Container[str]) -> str | None
     ``AutoModel`` loads the base model alone: "model.visual.x" is "visual.x" there, and there is no head.  The class
     that saved the checkpoint must have everything, so ``fqn`` comes back as it is even if it is not among ``names``.
     """
-    saved = getattr(model.config, "architectures", None) or [type(model).__name__]
-    if fqn in names or type(model).__name__ in saved:
+    if fqn in names or _saved_class(model):
         return fqn
     bare = fqn.removeprefix(model.base_model_prefix + ".")
     return bare if bare in names else None
+
+
+def _saved_class(model: PreTrainedModel) -> bool:
+    """Whether ``model`` is of the class that was saved."""
+    return type(model).__name__ in (getattr(model.config, "architectures", None) or [type(model).__name__])
+
+
+def _is_saved(name: str, model: PreTrainedModel) -> bool:
+    """Whether a tensor of ``model`` must come from the checkpoint: all but those of a head that another class put on the base."""
+    return _saved_class(model) or model.base_model is model or name.startswith(model.base_model_prefix + ".")
 
 
 def rebuild(model: PreTrainedModel, config: MmqcConfig, dtype: torch.dtype) -> None:
@@ -276,13 +356,13 @@ def rebuild(model: PreTrainedModel, config: MmqcConfig, dtype: torch.dtype) -> N
         raise ValueError(f"quantization_config has {lost[0]}, but {type(model).__name__} has no such module; load it with {saved}")
     for fqn, spec in config.modules.items():
         if (name := places[fqn]) is not None:
-            model.set_submodule(name, build_module(spec, dtypes))
+            model.set_submodule(name, build_module(spec, dtypes, f"quantization_config.modules.{fqn}"))
     for fqn, spec in config.parameters.items():
         if (name := places[_parent(fqn)]) is None:
             continue
         parameter = None
         if spec is not None:
-            kind = dtypes.get(spec["dtype"]) or getattr(torch, spec["dtype"])
+            kind = dtypes.get(spec["dtype"]) or dtype_of(spec["dtype"], f"parameters.{fqn}.dtype")
             parameter = nn.Parameter(torch.empty(spec["shape"], dtype=kind, device="meta"))
         model.get_submodule(name).register_parameter(fqn.rpartition(".")[2], parameter)
 
@@ -367,5 +447,6 @@ def _set_untied(config: Any) -> None:
             _set_untied(nested)
 
 
+GenerationConfig.to_json_file = signing(GenerationConfig.to_json_file, GENERATION)  # pyright: ignore[reportAttributeAccessIssue]
 AUTO_QUANTIZATION_CONFIG_MAPPING[METHOD] = MmqcConfig
 AUTO_QUANTIZER_MAPPING[METHOD] = MmqcQuantizer

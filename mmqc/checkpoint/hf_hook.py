@@ -4,6 +4,8 @@
 seconds that most uses of mmqc do not need.  So if transformers' models are there already, the quantizer is registered
 at once; otherwise a finder waits in ``sys.meta_path`` for the one module that ``from_pretrained`` lives in, lets the
 ordinary import machinery load it, registers right after it ran, and is gone.  It never answers for any other module.
+A second one waits likewise for the module that reads config.json, which is checked there: the first ``from_pretrained`` of
+a process reads it before it imports any model.
 (The table of quantizers itself, ``transformers.quantizers.auto``, is loaded halfway through that module, when nothing
 that a quantizer needs can be imported yet.)
 """
@@ -18,24 +20,30 @@ from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-TARGET = "transformers.modeling_utils"
+TARGETS = {
+    "transformers.configuration_utils": "mmqc.checkpoint.hf_signed",
+    "transformers.modeling_utils": "mmqc.checkpoint.hf",
+}  # by module of transformers': what to import once it is there
 
 
 class _RegisterAfterImport(MetaPathFinder):
-    """Finds ``TARGET`` the way everybody else does, with one more step after it has run."""
+    """Finds ``target`` the way everybody else does, with one more step after it has run."""
+
+    def __init__(self, target: str) -> None:
+        self.target = target
 
     def find_spec(self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if fullname != TARGET:
+        if fullname != self.target:
             return None
         if self in sys.meta_path:
             sys.meta_path.remove(self)
         spec = importlib.util.find_spec(fullname)
         if spec is not None and spec.loader is not None:
-            _after(spec)
+            _after(spec, fullname)
         return spec
 
 
-def _after(spec: ModuleSpec) -> None:
+def _after(spec: ModuleSpec, target: str) -> None:
     loader = spec.loader
     assert loader is not None
     run = loader.exec_module
@@ -48,19 +56,21 @@ def _after(spec: ModuleSpec) -> None:
         except BaseException:
             install()
             raise
-        register()
+        register(target)
 
     loader.exec_module = exec_module
 
 
-def register() -> None:
-    """Puts the quantizer and its config into transformers' tables, which importing ``mmqc.checkpoint.hf`` does."""
-    importlib.import_module("mmqc.checkpoint.hf")
+def register(target: str) -> None:
+    """Puts the quantizer and its config into transformers' tables, or the check in front of its reader: by importing them."""
+    importlib.import_module(TARGETS[target])
 
 
 def install() -> None:
-    """Registers now if transformers' models are imported, otherwise once they are; may be called again."""
-    if TARGET in sys.modules:
-        register()
-    elif not any(isinstance(finder, _RegisterAfterImport) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _RegisterAfterImport())
+    """Registers now what transformers has imported, the rest once it is; may be called again."""
+    waiting = {finder.target for finder in sys.meta_path if isinstance(finder, _RegisterAfterImport)}
+    for target in TARGETS:
+        if target in sys.modules:
+            register(target)
+        elif target not in waiting:
+            sys.meta_path.insert(0, _RegisterAfterImport(target))

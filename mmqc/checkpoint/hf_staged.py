@@ -49,7 +49,9 @@ def staged(save: Callable[..., Any]) -> Callable[..., Any]:
         if kwargs.get("push_to_hub"):
             kwargs.setdefault("repo_id", Path(save_directory).name)
         with replacing(save_directory, weight_files(kwargs.get("variant"))) as stage:
-            return save(self, stage, **kwargs)
+            done = save(self, stage, **kwargs)
+            self.hf_quantizer.seal(stage)  # pyright: ignore[reportOptionalMemberAccess, reportCallIssue, reportAttributeAccessIssue]
+            return done
 
     return save_pretrained
 

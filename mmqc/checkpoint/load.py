@@ -6,20 +6,19 @@ compiles, saves and exports like any other.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoConfig
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.modeling_utils import PreTrainedModel
 
+from mmqc.checkpoint import manifest
 from mmqc.checkpoint.foreign_weights import READERS, Foreign, ForeignError
 from mmqc.checkpoint.hf import MmqcConfig, model_init
 from mmqc.checkpoint.module_spec import dtype_name, module_spec
@@ -40,11 +39,16 @@ def load_quantized(directory: str | Path, *, leave: Collection[str] = (), **opti
 
     Raises:
         ForeignError: a format or a layer that mmqc's modules cannot represent.
+        CheckpointError: a damaged file, an index that leads out of the directory, or, where mmqc wrote the checkpoint (it has a
+            mmqc_manifest.json), anything that differs from what was saved.
         FileNotFoundError: no config.json or no safetensors there.
     """
     directory = Path(directory)
     if unknown := set(leave) - set(LEFT):
         raise ValueError(f"leave = {sorted(unknown)}: allowed are {', '.join(LEFT)}")
+    saved_by_us = manifest.read(directory) if manifest.exists(directory) else None
+    if saved_by_us is not None:
+        manifest.check_config(saved_by_us, directory)
     config: Any = AutoConfig.from_pretrained(directory)
     settings = getattr(config, "quantization_config", None) or {}
     method = settings.get("quant_method")
@@ -57,25 +61,17 @@ def load_quantized(directory: str | Path, *, leave: Collection[str] = (), **opti
             f"{directory} quantizes the KV cache with static scales, which mmqc does not: load_quantized(..., "
             "leave=('kv_cache',)) leaves it in floating point"
         )
+    tensors = manifest.read_tensors(directory)
+    if saved_by_us is not None:
+        manifest.check_tensors(saved_by_us, tensors, directory)
     del config.quantization_config
     cls: type[PreTrainedModel] = getattr(transformers, config.architectures[0])
     saved = config.dtype or torch.float16
     with model_init(cls, saved):
         skeleton = cls(config)
-    state, specs = _converted(skeleton, _tensors(directory), {**settings, "leave": tuple(leave)}, saved)
+    state, specs = _converted(skeleton, tensors, {**settings, "leave": tuple(leave)}, saved)
     config.quantization_config = MmqcConfig(modules=specs, dtype=dtype_name(saved), record={"passes": [], "read": method}).to_dict()
     return cls.from_pretrained(None, config=config, state_dict=state, **{"dtype": saved, **options})
-
-
-def _tensors(directory: Path) -> dict[str, Tensor]:
-    index = directory / "model.safetensors.index.json"
-    if index.exists():
-        files = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    else:
-        files = sorted(path.name for path in directory.glob("*.safetensors"))
-    if not files:
-        raise FileNotFoundError(f"{directory} has no safetensors; convert the checkpoint first (pickles are not read)")
-    return {name: tensor for file in files for name, tensor in load_file(directory / file).items()}
 
 
 def _converted(

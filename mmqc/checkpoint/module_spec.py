@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from mmqc.checkpoint.checksum import CheckpointError
+from mmqc.checkpoint.field_types import check_spec
 from mmqc.experts.modules import QuantExperts
 from mmqc.kv.query_moment import QueryMoment
 from mmqc.kv.rounding import KVRounder
@@ -47,22 +49,44 @@ def module_spec(module: nn.Module) -> dict[str, Any] | None:
     return {"kind": kind} | {n: dtype_name(v) if isinstance(v, torch.dtype) else v for n, v in spec.items()}
 
 
-def build_module(spec: Mapping[str, Any], dtypes: Mapping[str, torch.dtype] | None = None) -> nn.Module:
+def dtype_of(name: Any, where: str) -> torch.dtype:
+    """The dtype that ``dtype_name`` gave that name.
+
+    Raises:
+        CheckpointError: torch has none of that name; ``where`` is what it was read from.
+    """
+    dtype = getattr(torch, name, None) if isinstance(name, str) else name
+    if not isinstance(dtype, torch.dtype):
+        raise CheckpointError(f"{where} = {name!r} is no dtype of torch's; was the checkpoint damaged or edited by hand?")
+    return dtype
+
+
+def build_module(
+    spec: Mapping[str, Any], dtypes: Mapping[str, torch.dtype] | None = None, where: str = "the spec of a module"
+) -> nn.Module:
     """The module that ``spec`` describes, without values, on the meta device.
 
     Args:
         spec: what ``module_spec`` returned.
         dtypes: other dtypes to use in place of the ones that the spec names.
+        where: what errors call it.
 
     Raises:
-        ValueError: an unknown kind or a missing key, as a newer version may have written.
+        CheckpointError: an unknown kind, a key that is missing or unknown, as a newer version may have written, or a wrong value.
     """
+    check_spec(where, spec)
     if spec.get("kind") not in KINDS:
-        raise ValueError(f"unknown kind of module {spec.get('kind')!r}; this mmqc knows {sorted(KINDS)}, update it")
+        raise CheckpointError(f"{where}: unknown kind of module {spec.get('kind')!r}; this mmqc knows {sorted(KINDS)}, update it")
+    kind: str = spec["kind"]
     name: str = spec.get("dtype") or "float32"
-    dtype: torch.dtype = (dtypes or {}).get(name) or getattr(torch, name)
+    dtype = (dtypes or {}).get(name) or dtype_of(name, f"{where}.dtype")
     options = {key: value for key, value in spec.items() if key != "kind"} | {"dtype": dtype}
     try:
-        return KINDS[spec["kind"]].from_spec(options)
+        module: nn.Module = KINDS[kind].from_spec(options)
     except KeyError as e:
-        raise ValueError(f"the spec of a {spec['kind']} lacks {e}; it was saved by another version of mmqc") from e
+        raise CheckpointError(f"{where}: the spec of a {kind} lacks {e}; it was saved by another version of mmqc") from e
+    except (TypeError, ValueError, RuntimeError, AttributeError, ArithmeticError, AssertionError) as e:
+        raise CheckpointError(f"{where}: no {kind} can be built: {e}; was the checkpoint damaged or edited by hand?") from e
+    if unknown := sorted(set(spec) - set(module_spec(module) or ())):
+        raise CheckpointError(f"{where}: the spec of a {kind} has an unknown key {unknown[0]!r}; was it edited by hand?")
+    return module

@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers.modeling_utils import PreTrainedModel
 
-from mmqc.checkpoint import compressed_tensors
+from mmqc.checkpoint import compressed_tensors, manifest
 from mmqc.checkpoint.hf import MmqcQuantizer
 from mmqc.errors import MmqcError
 from mmqc.nn.integer_weight import PackedLinear
@@ -29,7 +29,8 @@ def save_pretrained(model: PreTrainedModel, directory: str | os.PathLike[str], *
         model: one of transformers', quantized by ``quantize_``.
         directory: made if it is not there.
         format: ``mmqc``: everything, loaded once mmqc is imported, the same as ``model.save_pretrained(directory)``; or
-            ``compressed-tensors``: for vLLM, and for transformers without mmqc (see mmqc/checkpoint/compressed_tensors.py).
+            ``compressed-tensors``: for vLLM, and for transformers without mmqc (see mmqc/checkpoint/compressed_tensors.py), with
+            a mmqc_manifest.json that only ``load_quantized`` reads.
         options: of transformers' ``save_pretrained``, e.g. ``max_shard_size``.
 
     Returns:
@@ -55,8 +56,10 @@ def save_pretrained(model: PreTrainedModel, directory: str | os.PathLike[str], *
             + more
             + "\nor keep everything: format='mmqc'"
         )
-    with _speaking(model):
+    with _speaking(model) as quantizer:
         model.save_pretrained(directory, **options)
+    if not quantizer.sealed and options.get("is_main_process", True):  # a save in place, as of several ranks
+        manifest.write(Path(directory))
     return Path(directory)
 
 
@@ -73,18 +76,26 @@ def _added(model: PreTrainedModel) -> Iterator[str]:
 class _CompressedTensors(MmqcQuantizer):
     """Gives transformers' ``save_pretrained`` the format's tensors."""
 
+    sealed = False
+
     def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[Any, dict[str, Any]]:
         return compressed_tensors.state_dict(model), {}
 
+    def seal(self, directory: Path) -> None:
+        """Leaves the manifest in a directory that was just written and is not yet in its place."""
+        manifest.write(directory)
+        self.sealed = True
+
 
 @contextmanager
-def _speaking(model: PreTrainedModel) -> Iterator[None]:
+def _speaking(model: PreTrainedModel) -> Iterator[_CompressedTensors]:
     """For as long as it saves, the model's config and quantizer are those of the format."""
     config, quantizer = model.config.quantization_config, model.hf_quantizer
     model.config.quantization_config = compressed_tensors.quantization_config(model)
-    object.__setattr__(model, "hf_quantizer", _CompressedTensors(config))
+    speaking = _CompressedTensors(config)
+    object.__setattr__(model, "hf_quantizer", speaking)
     try:
-        yield
+        yield speaking
     finally:
         model.config.quantization_config = config
         object.__setattr__(model, "hf_quantizer", quantizer)

@@ -14,6 +14,7 @@ from transformers import AutoModel, AutoModelForImageTextToText, Qwen2VLForCondi
 
 from mmqc import recipes
 from mmqc.checkpoint.hf import MmqcConfig, MmqcQuantizer, attach_config, build_module, module_spec
+from mmqc.checkpoint.sign import sign
 from mmqc.config import WeightSpec
 from mmqc.nn.linear import HadamardLinear, QuantLinear, RMSNorm
 from mmqc.nn.modality import ModalityContext, attached
@@ -226,16 +227,19 @@ def test_flipped_bit__is_noticed_by_name(tmp_path):
 
 
 def edit(directory, **changes):
+    """Changes quantization_config, and says that it is meant, if this mmqc signs such a version."""
     path = directory / "config.json"
     config = json.loads(path.read_text())
     config["quantization_config"] |= changes
     path.write_text(json.dumps(config))
+    if "version" not in changes:
+        sign(directory)
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"version": 99}, "version = 99.*reads version 1.*update mmqc"),
+        ({"version": 99}, "version = 99.*reads versions 1 and 2.*update mmqc"),
         ({"surprise": 1}, "unknown key 'surprise'"),
         ({"modules": {"model.visual.blocks.0.norm1": {"kind": "layer_norm"}}}, "unknown kind of module 'layer_norm'"),
         ({"modules": {"model.visual.blocks.0.norm1": {"kind": "rms_norm"}}}, "spec of a rms_norm lacks 'weight'"),

@@ -5,6 +5,8 @@ import json
 import pytest
 import torch
 
+from mmqc.checkpoint.checksum import CheckpointError
+from mmqc.checkpoint.field_types import SPEC
 from mmqc.checkpoint.module_spec import KINDS, build_module, module_spec
 
 WEIGHT = {"in": 12, "out": 5, "weight_bits": 4, "group_size": 4, "hadamard": True, "bias": True}
@@ -63,6 +65,16 @@ def test_build_module__describes_itself_as_it_was_saved(name):
 
 def test_written__has_every_kind():
     assert {spec["kind"] for spec in WRITTEN.values()} == set(KINDS)
+
+
+def test_written__every_key_has_a_type():
+    assert {key for spec in WRITTEN.values() for key in spec} <= SPEC.keys()
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_build_module__an_unknown_key_is_refused(name):
+    with pytest.raises(CheckpointError, match=r"here: .*surprise"):
+        build_module(WRITTEN[name] | {"surprise": 1}, where="here")
 
 
 def test_build_module__models_saved_before_there_were_such_linears():
