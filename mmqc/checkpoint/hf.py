@@ -175,7 +175,7 @@ class MmqcQuantizer(HfQuantizer):
         config = self.quantization_config
         config.version = VERSION
         config.modules = {name: spec for name, module in model.named_modules() if (spec := module_spec(module))}
-        config.dtype = dtype_name(model.dtype)
+        config.dtype = dtype_name(float_dtype(model))
         config.parameters = self.differences(model)
         config.hashes = inventory(state)
         return state, {}
@@ -186,9 +186,9 @@ class MmqcQuantizer(HfQuantizer):
     def differences(self, model: PreTrainedModel) -> dict[str, Any]:
         """The parameters in which ``model`` differs from what its class builds and the specs complete."""
         self.quantization_config.parameters = {}
-        with model_init(type(model), model.dtype):
+        with model_init(type(model), float_dtype(model)):
             skeleton = type(model)(model.config)
-        rebuild(skeleton, self.quantization_config, model.dtype)
+        rebuild(skeleton, self.quantization_config, float_dtype(model))
         built, here = (dict(m.named_parameters(remove_duplicate=False)) for m in (skeleton, model))
         changed: dict[str, Any] = {
             name: {"shape": list(p.shape), "dtype": dtype_name(p.dtype)}
@@ -367,6 +367,12 @@ def rebuild(model: PreTrainedModel, config: MmqcConfig, dtype: torch.dtype) -> N
         model.get_submodule(name).register_parameter(fqn.rpartition(".")[2], parameter)
 
 
+def float_dtype(model: PreTrainedModel) -> torch.dtype:
+    """``model.dtype``; of a model all of whose parameters were quantized, its config's."""
+    own = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
+    return own or getattr(model.config, "dtype", None) or torch.get_default_dtype()
+
+
 def _parent(fqn: str) -> str:
     return fqn.rpartition(".")[0]
 
@@ -403,7 +409,7 @@ def attach_config(model: nn.Module, config: QuantConfig, record: Mapping[str, An
     quantization = MmqcConfig(
         config=plain(config.to_dict()),
         modules={name: spec for name, module in model.named_modules() if (spec := module_spec(module))},
-        dtype=dtype_name(model.dtype),
+        dtype=dtype_name(float_dtype(model)),
         untied=untie(model),
         visual_token_ids=context.visual_token_ids if context else None,
         record=plain(record or {}),

@@ -121,6 +121,9 @@ def quantize(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done and what it would take.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Start even if memory looks short.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a model that is in the directory.")] = False,
+    device: Annotated[str | None, typer.Option(help="Where blocks are computed, e.g. cuda; the model stays in memory.")] = None,
+    resume_dir: Annotated[Path | None, typer.Option(help="Keeps finished blocks: the same command goes on there.")] = None,
+    spool: Annotated[Path | None, typer.Option(help="A folder for activations that memory has no room for.")] = None,
     sample: SampleName = "digits-vqa",
 ) -> None:
     """Quantize a model, save it, and write quantization.html and quantization.json beside it."""
@@ -132,6 +135,7 @@ def quantize(
     config = config_of(recipe, [*bits, *(settings or [])], config_file)
     config = in_float8(config) if float8 else config
     checks.folder(out, needed=not dry_run, overwrite=overwrite)
+    checks.work(device, resume_dir, spool)
     jobs.check_format(save_format)
     checks.calibration(calibration, config)
     if not jobs.announce(model, config, calibration, console) and not force and not dry_run:
@@ -140,7 +144,8 @@ def quantize(
         return
     assert out is not None
     loaded, data = load(model, sample)
-    jobs.quantize(loaded, data, config, jobs.Target(model, out, save_format, calibration, limit), console)
+    target = jobs.Target(model, out, save_format, calibration, limit, device, resume_dir, spool)
+    jobs.quantize(loaded, data, config, target, console)
 
 
 @app.command("eval")

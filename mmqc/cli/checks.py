@@ -36,20 +36,45 @@ def folder(out: Path | None, needed: bool, overwrite: bool = True) -> None:
         if needed:
             raise typer.BadParameter("a directory for the result is needed, or --dry-run", param_hint="--out")
         return
-    if any(p.exists() and not p.is_dir() for p in (out, *out.parents)):
-        raise typer.BadParameter(f"{str(out)!r} is, or lies below, a file; name a directory", param_hint="--out")
+    _no_file(out, "--out")
     if not needed:
         return
-    place = next(p for p in (out.absolute(), *out.absolute().parents) if p.exists())
-    try:
-        Path(tempfile.mkdtemp(prefix=".mmqc-", dir=place)).rmdir()
-    except OSError as error:
-        raise typer.BadParameter(f"{place} cannot be written ({error.strerror})", param_hint="--out") from error
+    _writable(out, "--out")
     if overwrite or not out.is_dir() or not any(out.iterdir()):
         return
     if not sys.stdin.isatty():
         raise typer.BadParameter(f"{str(out)!r} is not empty; pass --overwrite to replace the model in it", param_hint="--out")
     typer.confirm(f"{out} is not empty. Replace the model in it?", abort=True)
+
+
+def _no_file(path: Path, option: str) -> None:
+    if any(p.exists() and not p.is_dir() for p in (path, *path.parents)):
+        raise typer.BadParameter(f"{str(path)!r} is, or lies below, a file; name a directory", param_hint=option)
+
+
+def _writable(path: Path, option: str) -> None:
+    """Raise unless a directory can be made or written there."""
+    _no_file(path, option)
+    place = next(p for p in (path.absolute(), *path.absolute().parents) if p.exists())
+    try:
+        Path(tempfile.mkdtemp(prefix=".mmqc-", dir=place)).rmdir()
+    except OSError as error:
+        raise typer.BadParameter(f"{place} cannot be written ({error.strerror})", param_hint=option) from error
+
+
+def work(device: str | None, resume_dir: Path | None, spool: Path | None) -> None:
+    """Raise where there is no such device here, or a folder for the work cannot be written."""
+    if device is not None:
+        import torch  # takes seconds: the other checks do without
+
+        try:
+            torch.empty(0, device=device)
+        except (RuntimeError, AssertionError) as error:
+            why = str(error).splitlines()[0]
+            raise typer.BadParameter(f"{device!r} cannot be used here: {why}", param_hint="--device") from error
+    for path, option in ((resume_dir, "--resume-dir"), (spool, "--spool")):
+        if path is not None:
+            _writable(path, option)
 
 
 def calibration(text: str, config: QuantConfig) -> None:

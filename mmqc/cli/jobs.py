@@ -95,13 +95,16 @@ def processor_of(model: str, sample: Sample) -> Any:
 
 @dataclass(frozen=True)
 class Target:
-    """Where a quantized model comes from and goes to, in which format, and the calibration data."""
+    """Where a quantized model comes from and goes to, in which format, the calibration data, and where the work is done."""
 
     model: str
     out: Path
     format: str
     calibration: str
     limit: int | None
+    device: str | None = None
+    resume_dir: Path | None = None
+    spool: Path | None = None
 
 
 def bytes_of(number: float) -> str:
@@ -143,7 +146,9 @@ def quantize(model: Any, sample: Sample, config: QuantConfig, target: Target, co
         examples = read_examples(target.calibration, target.limit)
         checks.images(model, examples, target.calibration)
         data = list(batches(processor, examples))
-    report = mmqc.quantize_(model, config, calibration=data)
+    folders = {"resume_dir": target.resume_dir, "spool": target.spool}
+    given = {name: str(path) for name, path in folders.items() if path is not None}
+    report = mmqc.quantize_(model, config, calibration=data, device=target.device, **given)
     with replacing(target.out, weight_files()) as stage:
         mmqc.save_pretrained(model, stage, format=target.format)
         if hasattr(processor, "save_pretrained"):

@@ -52,6 +52,33 @@ def test_quantize__from_a_folder_says_first_what_it_takes(quantized):
     assert all(layer["sqnr"] for layer in saved["layers"])
 
 
+def test_quantize__goes_on_from_its_resume_dir(data, quantized, tmp_path, monkeypatch):
+    folders = {"--out": tmp_path / "out", "--resume-dir": tmp_path / "blocks", "--spool": tmp_path / "spool"}
+    arguments = ["digits-vqa", "--recipe", "rtn", "--w", "8", "--a", "8", "--calibration", str(data), "--limit", "2"]
+    arguments += ["--device", "cpu", *(str(part) for pair in folders.items() for part in pair)]
+    save = mmqc.save_pretrained
+    monkeypatch.setattr(mmqc, "save_pretrained", lambda *args, **kwargs: (_ for _ in ()).throw(OSError(28, "disk full")))
+    assert invoke("quantize", *arguments).exit_code != 0
+    blocks = sorted(p.name for p in folders["--resume-dir"].iterdir())
+    assert len(blocks) > 10
+    monkeypatch.setattr(mmqc, "save_pretrained", save)
+    solved = []
+    monkeypatch.setattr("mmqc.quantization.resume.Store.save", lambda self, linears, unit: solved.append(linears))
+    result = invoke("quantize", *arguments)
+    assert result.exit_code == 0, result.output
+    assert not solved, "all blocks come from the folder"
+    name = "model.safetensors"
+    assert (folders["--out"] / name).read_bytes() == (quantized[0] / name).read_bytes()
+
+
+@pytest.mark.parametrize(("option", "value"), [("--device", "nowhere"), ("--resume-dir", "/proc/a"), ("--spool", "/proc/a")])
+def test_quantize__refuses_a_place_where_it_cannot_work(option, value, tmp_path):
+    result = invoke("quantize", "digits-vqa", "--out", str(tmp_path / "out"), option, value)
+    assert result.exit_code == 2
+    assert option in result.output
+    assert not (tmp_path / "out").exists()
+
+
 def test_quantize__refuses_data_without_an_image(tmp_path):
     (tmp_path / "data.jsonl").write_text('{"question": "read image 1.", "answer": "1"}\n')
     out = tmp_path / "out"
