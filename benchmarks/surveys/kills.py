@@ -22,6 +22,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -211,6 +212,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "kills.json")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    tqdm.set_lock(threading.RLock())  # its own is shared between processes, and a killed child may hold it
     draw, models = random.Random(options.seed), (model_of(8), model_of(4))
     killed, full = [], []
     with tempfile.TemporaryDirectory() as folder:

@@ -52,8 +52,7 @@ def attend_and_store(
     """The output of one of the three cases; the new tokens are then in the cache."""
     if layer.empty:
         y, _ = sdpa_attention_forward(module, query, k, v, mask, scaling=scaling, **kwargs)
-        came = arrival(layer, mask, k)
-        layer.store(k, v, came, moment_of(module))
+        came = keep(module, layer, mask, k, v)
         if layer.shared.cut is not None:
             y = as_if_decoded(layer, came, y, query, k, v, mask, scaling, layer.shared.cut)
         return y
@@ -62,8 +61,19 @@ def attend_and_store(
         return over_cache(layer, query, scaling)[0].transpose(1, 2)
     seen = visible(mask, query.shape[2], k)
     parts = (over_cache(layer, query, scaling), attend(query, k, v, seen, scaling))
-    layer.store(k, v, arrival(layer, mask, k), moment_of(module))
+    keep(module, layer, mask, k, v)
     return merge(*parts)[0].transpose(1, 2)
+
+
+@torch.compiler.disable
+def keep(module: nn.Module, layer: PackedLayer, mask: Tensor | None, k: Tensor, v: Tensor) -> Arrival:
+    """Store a prompt, never in a graph: it depends on the tokens what is allocated, and a compiler makes one of equal tensors.
+
+    Counters of all layers are alike, and each layer writes to its own later.
+    """
+    came = arrival(layer, mask, k)
+    layer.store(k, v, came, moment_of(module))
+    return came
 
 
 def arrival(layer: PackedLayer, mask: Tensor | None, k: Tensor) -> Arrival:

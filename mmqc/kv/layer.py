@@ -124,6 +124,7 @@ class PackedLayer(StaticLayer):
 
     # --- what transformers asks ---------------------------------------------------------------------------------------
 
+    @torch.compiler.disable
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Take over shapes, dtype and device; the room for text is allocated when its length is known."""
         self.dtype, self.device = key_states.dtype, key_states.device

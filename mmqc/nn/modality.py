@@ -28,13 +28,21 @@ WHAT_TO_DO = (
 )
 
 
-class _Call(threading.local):
+class _Call:
     """What a thread's call in progress has found, and what the call around it had."""
 
-    visual: Tensor | None = None
-    running: bool = False
-    places: tuple[Tensor | None, tuple[Tensor, Tensor]] | None = None
-    outer: tuple[Any, ...] | None = None
+    def __init__(self) -> None:
+        self.visual: Tensor | None = None
+        self.running = False
+        self.places: tuple[Tensor | None, tuple[Tensor, Tensor]] | None = None
+        self.outer: tuple[Any, ...] | None = None
+
+
+class _Calls(threading.local):
+    """One for each thread; an object of its own, because Dynamo loses what a traced hook writes to a ``threading.local``."""
+
+    def __init__(self) -> None:
+        self.mine = _Call()
 
 
 class ModalityContext:
@@ -48,7 +56,11 @@ class ModalityContext:
     def __init__(self, visual_token_ids: tuple[int, ...] = ()):
         self.visual_token_ids = tuple(int(i) for i in visual_token_ids)
         self.text_only = False
-        self._call = _Call()
+        self._calls = _Calls()
+
+    @property
+    def _call(self) -> _Call:
+        return self._calls.mine
 
     @property
     def visual(self) -> Tensor | None:
@@ -65,11 +77,11 @@ class ModalityContext:
         return self._call.running
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_call"}
+        return {name: value for name, value in self.__dict__.items() if name != "_calls"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._call = _Call()
+        self._calls = _Calls()
 
     @contextmanager
     def during(self, visual: Tensor | None) -> Iterator[None]:

@@ -36,3 +36,21 @@ def test_generate__through_the_backend() -> None:
         got = sample.model.generate(**prompt, **compiled("mmqc"), max_new_tokens=30)
     assert torch.equal(got, expected)
     assert len(records) == 1
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_generate__of_a_compiled_model_packs_the_prompt(backend: str) -> None:
+    """The whole model is compiled, by whatever backend: visual tokens are found, and every layer counts its own tokens."""
+    torch._dynamo.reset()
+    model, batch = tiny_qwen2_vl()
+    attach(model, KVSpec(2, tau=((1, 2),)))
+    options = {"do_sample": False, "max_new_tokens": 6, "return_dict_in_generate": True}
+    expected = model.generate(**batch, **options, disable_compile=True)
+    model.compile(backend=backend)
+    got = model.generate(**batch, **options)
+    assert torch.equal(got.sequences, expected.sequences)
+    for ours, theirs in zip(got.past_key_values.packed, expected.past_key_values.packed, strict=True):
+        assert torch.equal(ours.text_count, theirs.text_count)
+        assert int(ours.cumulative_length) == int(theirs.cumulative_length)
+        assert [s.count.tolist() for s in ours.segments] == [s.count.tolist() for s in theirs.segments]
+    assert len({layer.text_count.data_ptr() for layer in got.past_key_values.packed}) == len(got.past_key_values.packed)

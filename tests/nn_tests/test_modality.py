@@ -186,3 +186,23 @@ def test_context__compiled_once_for_all_threads(model: Model) -> None:
         masks = list(pool.map(lambda i: compiled(input_ids=IDS.roll(i, 1)), range(12)))
     assert all(torch.equal(mask, VISUAL.roll(i, 1)) for i, mask in enumerate(masks))
     assert frames["ok"] == before
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_context__under_another_compiler_that_breaks_the_graph(backend: str) -> None:
+    """The hook is traced then, and what it writes must be there behind the break."""
+
+    class Breaks(Decoder):
+        def forward(self, x: torch.Tensor) -> torch.Tensor | None:
+            torch._dynamo.graph_break()
+            return super().forward(x)
+
+    torch._dynamo.reset()
+    model = Model()
+    model.decoder = Breaks()
+    model.decoder.context = ModalityContext.attach(model, (7, 8))
+    compiled = torch.compile(model, backend=backend)
+    for ids in ([[1, 7, 2]], [[8, 8, 1]], [[7, 1, 1]]):
+        ids = torch.tensor(ids)
+        assert torch.equal(compiled(input_ids=ids), (ids == 7) | (ids == 8))
+        assert not model.decoder.context.running
