@@ -9,6 +9,7 @@ another way, of the token ids that one of its graphs looks up.
 from __future__ import annotations
 
 import functools
+import logging
 import re
 import threading
 import weakref
@@ -34,6 +35,8 @@ from mmqc.nn.modality import ModalityContext
 from mmqc.ops import nonfinite
 from mmqc.pipeline import FACTS, exact_passes, quantizing_passes
 from mmqc.solvers import Quantized
+
+logger = logging.getLogger(__name__)
 
 
 class _Call(threading.local):
@@ -156,6 +159,9 @@ def quantize_graph(gm: fx.GraphModule, example_inputs: Sequence[Any], session: S
     if _computes_nothing(gm):
         return None
     if not any(kind(n) in ("linear", "conv", "embedding", "add", "layer_norm") for n in gm.graph.nodes):
+        return None
+    if (inner := _inner_graphs(gm)) is not None:
+        logger.warning("a graph is compiled as it is, unquantized: it calls %s, whose body mmqc does not look into", inner)
         return None
     captured = from_dynamo(gm, example_inputs, session.owner())
     publish = _publisher(captured, _token_ids(captured.program, config), session)
@@ -309,6 +315,12 @@ def _anything_to_do(prog: Program, session: Session) -> bool:
     assert session.plan is not None
     ours = {fqn for stream in session.plan.streams for fqn in (*stream.roots, *stream.norms)}
     return any(weight_of(n) in session.config.statistics["linears"] for n in prog.nodes("linear")) or bool(ours & set(prog.weights))
+
+
+def _inner_graphs(gm: fx.GraphModule) -> str | None:
+    """An operation that is given a function (checkpointing, a condition), if the graph has one."""
+    inner = {n for n in gm.graph.find_nodes(op="get_attr") if isinstance(getattr(gm, str(n.target), None), fx.GraphModule)}
+    return next((str(user.target) for n in inner for user in n.users), None)
 
 
 def _computes_nothing(gm: fx.GraphModule) -> bool:

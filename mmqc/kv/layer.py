@@ -124,7 +124,6 @@ class PackedLayer(StaticLayer):
 
     # --- what transformers asks ---------------------------------------------------------------------------------------
 
-    @torch.compiler.disable
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Take over shapes, dtype and device; the room for text is allocated when its length is known."""
         self.dtype, self.device = key_states.dtype, key_states.device
@@ -145,7 +144,7 @@ class PackedLayer(StaticLayer):
         """Handles for the attention function of cache_attention.py, which stores the tokens when it has attended to them."""
         del args, kwargs
         if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
+            _initialize(self, key_states, value_states)
         return Cached(self, key_states), Cached(self, value_states)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -314,6 +313,12 @@ class PackedLayer(StaticLayer):
             for name, tensor in part.tensors().items():
                 setattr(part, name, keep_address(change(tensor)))
         self.batch_size = self.keys.shape[0]
+
+
+@torch.compiler.disable
+def _initialize(layer: PackedLayer, keys: Tensor, values: Tensor) -> None:
+    """Never in a graph: a compiler makes one of tensors that are equal at first."""
+    layer.lazy_initialization(keys, values)
 
 
 class Cached:

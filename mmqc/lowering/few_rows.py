@@ -25,7 +25,7 @@ import torch
 from sympy import Integer
 
 from mmqc.lowering import few_rows_cpp
-from mmqc.lowering.inductor import FloorDiv, ModularIndexing, TensorBox, concat, convert, lowerings, ops, row_sums, static_int
+from mmqc.lowering.inductor import FloorDiv, ModularIndexing, Pointwise, TensorBox, convert, lowerings, ops, row_sums, static_int
 from mmqc.lowering.pack import field
 from mmqc.ops.pack import STRETCHES, offset, stretch
 
@@ -107,8 +107,22 @@ def multiply(
         return inner
 
     sums = [row_sums(x, wide, term(m), n, [length // chunk, chunk]) for m in range(rows)]
-    y = concat([lowerings[aten.view.default](s, [1, n]) for s in sums], 0)
-    return scaled(y, w_scale, bias, group_size, wide, dtype)
+    return scaled(_rows(sums, n), w_scale, bias, group_size, wide, dtype)
+
+
+def _rows(sums: Sequence[TensorBox], n: int) -> TensorBox:
+    """[M, N] of M sums [N]; Inductor's own ``cat`` may ask for the value of the node, which is a list where linears are fused."""
+    loaders = [s.make_loader() for s in sums]
+
+    def inner(index: Sequence[Any]) -> Any:
+        row, channel = index
+        value = loaders[-1]([channel])
+        for number, load in reversed(list(enumerate(loaders[:-1]))):
+            here = ops.eq(ops.index_expr(row, torch.int32), ops.constant(number, torch.int32))
+            value = ops.where(here, load([channel]), value)
+        return value
+
+    return Pointwise.create(device=sums[0].get_device(), dtype=sums[0].get_dtype(), inner_fn=inner, ranges=[len(sums), n])
 
 
 def scaled(

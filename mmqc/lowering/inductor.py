@@ -32,7 +32,6 @@ from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.cpu_vec_isa import pick_vec_isa
 from torch._inductor.decomposition import decompositions, fast_random_decomps
 from torch._inductor.ir import (
-    ConcatKernel,
     ExternKernel,
     FixedLayout,
     InputsKernel,
@@ -268,11 +267,6 @@ def sums(
     )
     total.realize()
     return total
-
-
-def concat(parts: Sequence[TensorBox], axis: int) -> TensorBox:
-    """``cat``, each part written to its place: Inductor's own lowering of it may ask for the value of the node, which is a list."""
-    return TensorBox(ConcatKernel.create(list(parts), axis))  # pyright: ignore[reportArgumentType]
 
 
 def batched_matmul(a: TensorBox, b: TensorBox) -> TensorBox:

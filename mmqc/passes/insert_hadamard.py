@@ -25,6 +25,7 @@ from mmqc.graph.linear import operands, weight_of
 from mmqc.graph.program import Miss, Program, copy_meta
 from mmqc.graph.runner import Pass
 from mmqc.graph.spaces.spaces import Spaces
+from mmqc.graph.spaces.uses import RESCALED, rescaled
 from mmqc.ops.hadamard import apply_factors
 from mmqc.ops.hadamard_matrix import hadamard_cost, hadamard_factors, hadamard_kind
 
@@ -93,6 +94,8 @@ class InsertHadamard(Pass):
             return "only some of its columns read an operation's result"
         if not all(prog.hosted(n, "linear") for n in users):
             return "it is no nn.Linear module, so an online transform has no place"
+        if fqn in rescaled(prog):
+            return RESCALED
         if set(prog.users_of(fqn)) != set(users):
             return "something else reads its weight"
         return ""

@@ -29,6 +29,8 @@ class Network(nn.Module):
         self.dtype = torch.float32  # of the floating-point model
         self.embed = embedding(program.get("embed", "plain"), width) if program["input"] == "ids" else nn.Linear(FEATURES, width)
         self.second = nn.Embedding(VOCAB, width) if program["streams"] > 1 else None
+        # Somebody reads the second stream, but in programs of before: what is computed for nobody counts as reached.
+        self.side = nn.Linear(width, VOCAB) if program["streams"] > 1 and program.get("side") else None
         self.vision = Vision(program["image"], width, builder) if program["image"] else None
         self.steps = nn.ModuleList([builder.step(step, width) for step in program["steps"]])
         self.norm, self.head = norm(program["norm"], width), builder.ties.linear(program["head"], width, VOCAB)
@@ -50,6 +52,7 @@ class Network(nn.Module):
             streams = [step(s, call) if i == call.on else s for i, s in enumerate(streams)]
         x = streams[0]
         y = self.head(self.norm(x))
+        y = y if self.side is None else y + self.side(streams[1])
         outputs = {"tensor": y, "logits": {"logits": y, "hidden": x}, "tuple": (y, x.shape[1]), "list": [y, y * 2]}
         return outputs.get(self.program["output"], x)
 

@@ -89,7 +89,8 @@ class Oracle:
             return self.rounding(call, leaves(self.exact(**given)), have, self.exact, NARROW)
         if self.quantizes:
             return self.bounded(call, want, have)
-        return self.rounding(call, want, have, self.reference, NARROW if self.narrow else 0.0)
+        loose = self.narrow or self.case.get("compile", "").startswith("inductor")  # whose float64 is off by 1e-8 by itself
+        return self.rounding(call, want, have, self.reference, NARROW if loose else 0.0)
 
     @property
     def narrow(self) -> bool:

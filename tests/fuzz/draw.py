@@ -42,6 +42,7 @@ def draw_program(rng: random.Random) -> Data:
     """A program of one to five steps."""
     program: Data = {name: rng.choice(values) for name, values in SHELL.items()}
     names = ("residual",) if rng.random() < PLAIN_SHARE else STEPS
+    program["side"] = program["streams"] > 1
     program["steps"] = [draw_step(rng, names, program["streams"]) for _ in range(rng.choice((1, 2, 2, 3, 3, 4, 5)))]
     program["image"] = None
     if rng.random() < 0.25:

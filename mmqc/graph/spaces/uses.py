@@ -13,6 +13,7 @@ from mmqc.graph.spaces.coordinates import MOVES, SAME, Coordinates, weights_behi
 from mmqc.graph.spaces.space import Space, Touch
 
 WEIGHT = "weight"
+RESCALED = "an embedding with max_norm rescales it whenever it is read"
 
 
 def pin_other_uses(prog: Program, found: Coordinates, spaces: list[Space]) -> None:
@@ -21,20 +22,20 @@ def pin_other_uses(prog: Program, found: Coordinates, spaces: list[Space]) -> No
     for node in prog.nodes("get_attr"):
         getters.setdefault(str(node.target), []).append(node)
     uses = {name: [use for n in nodes for use in _uses(n, found)] for name, nodes in getters.items()}
-    rescaled = _rescaled(prog)
+    moving = rescaled(prog)
     columns = {(r.node, r.axis): r.ids for r in found.readers}
     for space in spaces:
         for touch in space.touches:
             places = uses.get(touch.fqn, [])
             for node in [*_strays(prog, touch.fqn, places, uses), *_other_columns(touch, places, columns, found.idle)]:
                 space.pins.append((node, f"it uses {touch.fqn} in another way"))
-            if touch.fqn in rescaled:
-                space.pins.append((touch.node, "an embedding with max_norm rescales it whenever it is read"))
+            if touch.fqn in moving:
+                space.pins.append((touch.node, RESCALED))
             if touch.fqn in prog.unsure:
                 space.pins.append((touch.node, prog.unsure[touch.fqn]))
 
 
-def _rescaled(prog: Program) -> set[str]:
+def rescaled(prog: Program) -> set[str]:
     """Weights that reading changes, by all their names."""
     found: set[str] = set()
     for node in prog.nodes("embedding"):
