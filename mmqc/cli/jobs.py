@@ -147,7 +147,7 @@ def quantize(model: Any, sample: Sample, config: QuantConfig, target: Target, co
         checks.images(model, examples, target.calibration)
         data = list(batches(processor, examples))
     folders = {"resume_dir": target.resume_dir, "spool": target.spool}
-    given = {name: str(path) for name, path in folders.items() if path is not None}
+    given: dict[str, Any] = {name: str(path) for name, path in folders.items() if path is not None}
     report = mmqc.quantize_(model, config, calibration=data, device=target.device, **given)
     with replacing(target.out, weight_files()) as stage:
         mmqc.save_pretrained(model, stage, format=target.format)

@@ -65,15 +65,16 @@ def attend_and_store(
     return merge(*parts)[0].transpose(1, 2)
 
 
-@torch.compiler.disable
-def keep(module: nn.Module, layer: PackedLayer, mask: Tensor | None, k: Tensor, v: Tensor) -> Arrival:
-    """Store a prompt, never in a graph: it depends on the tokens what is allocated, and a compiler makes one of equal tensors.
-
-    Counters of all layers are alike, and each layer writes to its own later.
-    """
+def _keep(module: nn.Module, layer: PackedLayer, mask: Tensor | None, k: Tensor, v: Tensor) -> Arrival:
+    """Store a prompt; returns what it brought."""
     came = arrival(layer, mask, k)
     layer.store(k, v, came, moment_of(module))
     return came
+
+
+# Never in a graph: it depends on the tokens what is allocated, and a compiler makes one of tensors that are equal at first,
+# such as the counters of all layers, each of which is written to later.
+keep: Any = torch.compiler.disable(_keep)
 
 
 def arrival(layer: PackedLayer, mask: Tensor | None, k: Tensor) -> Arrival:

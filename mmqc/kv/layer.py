@@ -315,10 +315,8 @@ class PackedLayer(StaticLayer):
         self.batch_size = self.keys.shape[0]
 
 
-@torch.compiler.disable
-def _initialize(layer: PackedLayer, keys: Tensor, values: Tensor) -> None:
-    """Never in a graph: a compiler makes one of tensors that are equal at first."""
-    layer.lazy_initialization(keys, values)
+# Never in a graph: a compiler makes one of tensors that are equal at first.
+_initialize: Any = torch.compiler.disable(PackedLayer.lazy_initialization)
 
 
 class Cached:
