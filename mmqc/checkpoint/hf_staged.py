@@ -7,6 +7,7 @@ One that is not named it refuses, so config.json names none and says ``requires`
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -39,13 +40,15 @@ def _named(function: Callable[..., Any]) -> staticmethod[..., Any]:
 
 def staged(save: Callable[..., Any]) -> Callable[..., Any]:
     """transformers' ``save_pretrained``, which replaces the directory in one step if the model is one of mmqc's."""
+    names = list(inspect.signature(save).parameters)[2:]  # behind self and save_directory
 
     @functools.wraps(save)
     def save_pretrained(self: PreTrainedModel, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Any:
         method = getattr(getattr(self, "hf_quantizer", None), "stages_saves", False)
         distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-        if not method or distributed or args or not kwargs.get("is_main_process", True):
-            return save(self, save_directory, *args, **kwargs)
+        kwargs |= dict(zip(names, args, strict=False))
+        if not method or distributed or not kwargs.get("is_main_process", True):
+            return save(self, save_directory, **kwargs)
         if kwargs.get("push_to_hub"):
             kwargs.setdefault("repo_id", Path(save_directory).name)
         with replacing(save_directory, weight_files(kwargs.get("variant"))) as stage:
