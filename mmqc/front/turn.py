@@ -1,8 +1,8 @@
 """Whose call of a model it is: one thread's at a time, until the frame that took the turn has ended, however it ended.
 
 A hook that gives the turn back would do, were it always called: while another thread compiles, torch leaves out the hooks of a
-call that fails (``_call_impl`` asks ``torch.compiler.is_compiling()``, a flag of the process).  So whoever waits looks whether
-the frame is still on its thread's stack.
+call that fails (``_call_impl`` asks ``torch.compiler.is_compiling()``, a flag of the process).  So whoever waits asks the frame
+itself: one that is running cannot be cleared.  (The stack of another thread is not looked at: Dynamo's frames make that unsafe.)
 """
 
 from __future__ import annotations
@@ -50,8 +50,7 @@ class Turn:
 
     def _forget_ended(self) -> None:
         if self.frames:
-            running = set(_stack(self.owner))
-            self.frames = [frame for frame in self.frames if frame in running]
+            self.frames = [frame for frame in self.frames if _is_running(frame)]
             self._free()
 
     def _free(self) -> None:
@@ -60,12 +59,12 @@ class Turn:
             self.changed.notify_all()
 
 
-def _stack(thread: int) -> list[FrameType]:
-    found, frame = [], sys._current_frames().get(thread)
-    while frame is not None:
-        found.append(frame)
-        frame = frame.f_back
-    return found
+def _is_running(frame: FrameType) -> bool:
+    try:
+        frame.clear()
+    except RuntimeError:
+        return True
+    return False
 
 
 def caller(*behind: str) -> FrameType:
