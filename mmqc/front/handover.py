@@ -15,6 +15,7 @@ import itertools
 import math
 import threading
 import types
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -145,7 +146,32 @@ _numpy_prod = numpy.prod
 
 def shape_product(a: Any, *args: Any, **kwargs: Any) -> Any:
     """``numpy.prod``; Dynamo takes its result for a value that it does not know, even where ``a`` is a shape."""
-    return math.prod(a) if isinstance(a, tuple) and not args and not kwargs else _numpy_prod(a, *args, **kwargs)
+    if isinstance(a, tuple) and not args and not kwargs:
+        if torch.compiler.is_dynamo_compiling() or any(type(n) is not int for n in a):
+            return math.prod(a)
+    return _numpy_prod(a, *args, **kwargs)
+
+
+class _ShapeProducts:
+    """``shape_product`` in numpy's place while any front of the process needs it there; other threads see no difference."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.holders: weakref.WeakSet[Installed] = weakref.WeakSet()
+
+    def hold(self, holder: Installed) -> None:
+        with self.lock:
+            self.holders.add(holder)
+            setattr(numpy, "prod", shape_product)  # noqa: B010  (numpy's own type is another)
+
+    def release(self, holder: Installed) -> None:
+        with self.lock:
+            self.holders.discard(holder)
+            if not self.holders:
+                setattr(numpy, "prod", _numpy_prod)  # noqa: B010
+
+
+SHAPE_PRODUCTS = _ShapeProducts()
 
 
 class Installed:
@@ -159,7 +185,6 @@ class Installed:
             function: Any = reader.__func__ if isinstance(reader, types.MethodType) else reader
             function.mmqc_stands_for = site.function
             self.places.append((site.owner if isinstance(site.owner, dict) else site.owner.__dict__, site.name, reader))
-        self.places.append((vars(numpy), "prod", shape_product))
 
     def put(self) -> None:
         """Put the readers in."""
@@ -168,6 +193,7 @@ class Installed:
         for place, name, reader in self.places:
             self.undo.append((place, name, plain(place[name]) if name in place else None, name in place))
             place[name] = reader
+        SHAPE_PRODUCTS.hold(self)
 
     def remove(self) -> None:
         """Take them out again."""
@@ -177,6 +203,7 @@ class Installed:
             else:
                 place.pop(name, None)
         self.undo.clear()
+        SHAPE_PRODUCTS.release(self)
 
 
 def plain(function: Any) -> Any:

@@ -64,6 +64,22 @@ def test_installed__puts_readers_in_and_everything_back() -> None:
     assert (shape_product((2, 3)), shape_product(numpy.array([2, 5]))) == (6, 10)
 
 
+def test_shape_product__others_see_what_numpy_gives() -> None:
+    prod, (first, second) = numpy.prod, [Installed(next(numbers), sites(Tower())) for _ in range(2)]
+    first.put()
+    second.put()
+    values = [torch.Size([]), torch.Size([4]), (2, 3), numpy.array([2, 5])]
+    assert [type(numpy.prod(v)) for v in values] == [type(prod(v)) for v in values], "safetensors asks for .item() of it"
+    first.remove()
+    assert numpy.prod is shape_product, "the second model's call goes on"
+    second.remove()
+    assert numpy.prod is prod
+    first.put()
+    del first, second  # a call that ended without a word
+    Installed(next(numbers), sites(Tower())).remove()
+    assert numpy.prod is prod
+
+
 def test_leaves__are_the_inputs_that_a_recipe_names() -> None:
     site = sites(Tower())[0]
     assert list(leaves({"a": [Input("x"), 3], "b": (Input("y"),)})) == [Input("x"), Input("y")]
