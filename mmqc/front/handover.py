@@ -146,9 +146,9 @@ _numpy_prod = numpy.prod
 
 def shape_product(a: Any, *args: Any, **kwargs: Any) -> Any:
     """``numpy.prod``; Dynamo takes its result for a value that it does not know, even where ``a`` is a shape."""
-    if isinstance(a, tuple) and not args and not kwargs:
-        if torch.compiler.is_dynamo_compiling() or any(type(n) is not int for n in a):
-            return math.prod(a)
+    is_shape = isinstance(a, tuple) and not args and not kwargs
+    if is_shape and (torch.compiler.is_dynamo_compiling() or any(type(n) is not int for n in a)):
+        return math.prod(a)
     return _numpy_prod(a, *args, **kwargs)
 
 
