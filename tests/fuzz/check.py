@@ -134,7 +134,7 @@ def compare(case: Data, call: Data, model: nn.Module, reference: nn.Module, orac
     if call["how"] in ("plain", "again", "train") and not case.get("compile"):
         fired = [hook.calls - count for hook, count in zip(hooks, counts, strict=True)]
         wanted = [(2 if call["how"] == "again" else 1) * n for n in counted(reference, given)]
-        if fired != wanted:
+        if fired != wanted and not oracle.takes_other_ways:
             return "hook", f"hooks ran {fired} times, with the float model {wanted}: {call}", "hook"
     for result in got:
         what = oracle.objection(call, given, expected, result)

@@ -136,6 +136,11 @@ class Oracle:
     def decides(self) -> bool:
         return decides(self.words)
 
+    @property
+    def takes_other_ways(self) -> bool:
+        """Whether rounding alone may send a row to another expert, or Python into another branch."""
+        return self.decides and (self.quantizes or self.wide is not None)
+
     def sensitivity(self, call: Data, reference: nn.Module, unit: float) -> float:
         """How far the float model's output moves when its weights and inputs do by so much."""
         dtype = next(reference.parameters()).dtype
