@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from tests.fuzz.build import features
-from tests.fuzz.check import BAD, Outcome, run
+from tests.fuzz.check import BAD, GOOD, Outcome, run
 from tests.fuzz.draw import draw
 from tests.fuzz.grammar import Data
 from tests.fuzz.pool import LIMIT, Shared, pool
@@ -176,7 +176,8 @@ def smaller(seed: int, case: Data, outcome: Outcome, seconds: float = 30.0, shar
         return (now.kind, now.key) == (outcome.kind, outcome.key)
 
     case = shrink(case, fails, seconds)
-    return found_of(seed, case, outcome_of(case) if seconds else outcome)
+    again = outcome_of(case) if seconds else outcome
+    return found_of(seed, case, outcome if again.kind in GOOD else again)  # what fails now and then is told as it was first seen
 
 
 def found_of(seed: int, case: Data, outcome: Outcome) -> Found:

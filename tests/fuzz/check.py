@@ -221,8 +221,8 @@ def saved(model: nn.Module, given: Data) -> list[Any]:
 
 
 def way_of(case: Data, call: Data) -> str:
-    """How the model is called; an embedding with max_norm writes to its own weights, so threads would race in the float model, too."""
-    races = call["how"] == "threads" and case["program"]["embed"] == "max_norm"
+    """How the model is called: not by threads, where they race in the float model too, whose embedding writes to its own weights."""
+    races = call["how"] == "threads" and case["program"].get("embed") == "max_norm"
     return "plain" if races else call["how"]
 
 
