@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +26,7 @@ from torch.utils import _pytree as pytree
 
 from mmqc.errors import MmqcError
 from mmqc.graph.program import Program
+from mmqc.quantization.handed import Handed
 
 FLOORS = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 TIMES, DRAWS = 4, 8
@@ -39,15 +40,18 @@ class RewriteError(MmqcError, RuntimeError):
 
 @dataclass(frozen=True)
 class Before:
-    """What a model answered: its calls, and the floats of each call's output."""
+    """What a model answered: its calls, the floats of each call's output, and what some of its modules were handed."""
 
     calls: Sequence[Mapping[str, Any]]
     outputs: Sequence[Sequence[Tensor]]
+    handed: Handed
 
     @classmethod
-    def of(cls, model: nn.Module, calls: Sequence[Mapping[str, Any]]) -> Before:
+    def of(cls, model: nn.Module, calls: Sequence[Mapping[str, Any]], frames: Iterable[str] = ()) -> Before:
         """Call the model."""
-        return cls(calls, [outputs(model, call) for call in calls])
+        handed = Handed(model, frames)
+        with handed.watched(after=False):
+            return cls(calls, [outputs(model, call) for call in calls], handed)
 
 
 @torch.no_grad()
@@ -73,7 +77,8 @@ def check(model: nn.Module, before: Before, dtype: torch.dtype) -> float:
     """
     worst, bar = 0.0, FLOORS[dtype]
     for call, known in zip(before.calls, before.outputs, strict=True):
-        now = outputs(model, call)
+        with before.handed.watched(after=True):
+            now = outputs(model, call)
         error, shape = _largest(known, now)
         noises = _noises(model, call, now, dtype)
         while error > bar and (noise := next(noises, None)) is not None:

@@ -139,7 +139,8 @@ def rewrite(job: Job, recorded: Recorded) -> Rewritten:
     before, towers = incoherences(prog), weight_towers(prog)
     scales, smoothed = config.rewrites.scales, config.rewrites.smooth
     changes, dtype = bool(prog.changed) or scales is not None or smoothed is not None, precision(prog)
-    answers = Before.of(model, [job.call(batch) for batch in job.compared()] if changes else [])
+    frames = {name: _frame(prog, name) for name in recorded.unseen}
+    answers = Before.of(model, [job.call(batch) for batch in job.compared()] if changes else [], frames.values())
     untied = convert.write_exact(model, prog, job.journal)
     if scales is not None:
         job.bar.say("scaling channels")
@@ -160,7 +161,8 @@ def rewrite(job: Job, recorded: Recorded) -> Rewritten:
     after = incoherences(prog)
     both = {fqn: (before[fqn], after[fqn]) for fqn in before}
     known = (prog, recorded.context, recorded.unseen)
-    misfits = tuple(name for name, axes in recorded.unseen.items() if axes & prog.touched)
+    moved = answers.handed.changed(dtype)
+    misfits = tuple(name for name, axes in recorded.unseen.items() if axes & prog.touched or frames[name] in moved)
     return Rewritten(*known, misfits, towers, both, error, tuple(untied))
 
 

@@ -221,7 +221,7 @@ def saved(model: nn.Module, given: Data) -> list[Any]:
 
 
 def way_of(case: Data, call: Data) -> str:
-    """How the model is called: not by threads, where they race in the float model too, whose embedding writes to its own weights."""
+    """How the model is called: not by threads where they race in the float model, too, whose embedding writes to its weights."""
     races = call["how"] == "threads" and case["program"].get("embed") == "max_norm"
     return "plain" if races else call["how"]
 

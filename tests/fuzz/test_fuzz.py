@@ -39,8 +39,8 @@ def test_new__programs_are_equal_or_refused(request):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PLANTED)
-def test_planted__is_found_in_a_minute(name):
-    case, _ = hunt(name, 60.0)
+def test_planted__is_found_in_minutes(name):
+    case, _ = hunt(name, 240.0)
     assert case is not None
 
 

@@ -53,7 +53,7 @@ def test_rewrite__a_moved_output_is_an_error_and_undone(monkeypatch: pytest.Monk
 
     def moved(*args: Any) -> equivalence.Before:
         known = real(*args)
-        return equivalence.Before(known.calls, [[t + 10 for t in tensors] for tensors in known.outputs])
+        return equivalence.Before(known.calls, [[t + 10 for t in tensors] for tensors in known.outputs], known.handed)
 
     monkeypatch.setattr(equivalence.Before, "of", moved)
     with pytest.raises(RewriteError, match="the model is as it was"):
