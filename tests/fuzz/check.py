@@ -199,8 +199,17 @@ def again(model: nn.Module, given: Data) -> list[Any]:
     return [model(**given), model(**given)]
 
 
+def both(other: nn.Module, model: nn.Module, given: Data) -> list[Any]:
+    """Of another model and of this one, also where the other raises: a forward may write to its own weights."""
+    try:
+        first = other(**given)
+    finally:
+        own = model(**given)
+    return [first, own]
+
+
 def copied(model: nn.Module, given: Data) -> list[Any]:
-    return [copy.deepcopy(model)(**given), model(**given)]
+    return both(copy.deepcopy(model), model, given)
 
 
 def state(model: nn.Module, given: Data) -> list[Any]:
@@ -208,7 +217,7 @@ def state(model: nn.Module, given: Data) -> list[Any]:
     for tensor in other.state_dict().values():
         tensor.zero_()
     other.load_state_dict(model.state_dict())
-    return [other(**given), model(**given)]  # the model too: a forward may write to its own weights
+    return both(other, model, given)
 
 
 def saved(model: nn.Module, given: Data) -> list[Any]:
@@ -217,7 +226,7 @@ def saved(model: nn.Module, given: Data) -> list[Any]:
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         loaded = Pretrained.from_pretrained(folder, dtype=model.net.dtype)
-    return [loaded.eval()(**given), model(**given)]
+    return both(loaded.eval(), model, given)
 
 
 def way_of(case: Data, call: Data) -> str:
