@@ -20,8 +20,10 @@ from torch import Tensor, nn
 from mmqc.front.find import Finder, Packed, Plan
 from mmqc.front.handover import RUNNING, Installed, compute, numbers
 from mmqc.front.kept import Kept
+from mmqc.front.sizes import Marked
 from mmqc.front.turn import Turn, caller
 from mmqc.graph.tracing import Frame, run_eagerly, varying
+from mmqc.nn import modality
 from mmqc.nn.modality import ModalityContext, hook_owner, unhook
 
 # Its hooks run in front of the graph, too: compiled, they would be graphs of their own.
@@ -40,10 +42,12 @@ class _Call(threading.local):
         capture: whether Dynamo may trace values and data-dependent sizes as symbols in it.
         inputs: the integer tensors that it was given, by name (of the first call until the second).
         early: whether it was prepared for a trace alone, its hooks not having run.
+        marked: what has sizes that are symbols in the trace in progress.
     """
 
     def __init__(self) -> None:
         self.early = False
+        self.marked = Marked()
         self.capture = False
         self.inputs: dict[str, Any] = {}
 
@@ -163,19 +167,24 @@ def before_trace(frame: Frame) -> tuple[bool, bool]:
     Returns:
         Whether values may be symbols, and whether sizes that happen to be equal may differ in the next call.
     """
-    front = Front.attach(frame.model)
+    front, inputs = Front.attach(frame.model), bound(frame.model, *frame.arguments)
     # Attached during this call, or called under torch.compiler.disable: not in turn.  It cannot wait either, for whoever has
     # the turn may be waiting to compile; then it is traced as it is.
     if not front.turn.is_mine() and front.turn.take(caller(*CALLBACKS), wait=False):
-        front.prepare(frame.model, bound(frame.model, *frame.arguments))
+        front.prepare(frame.model, inputs)
         front.call.early = True
-    return front.call.capture, front.active is not None and front.turn.is_mine()
+    varying = brings_features(inputs) and front.turn.is_mine()
+    if varying:
+        handed = RUNNING.table[front.number] if front.active is not None else None
+        front.call.marked.mark(frame.model, inputs | visual_mask(frame.model), handed)
+    return front.call.capture, varying
 
 
 def after_trace(model: nn.Module, failed: str) -> None:
     """The trace is done: ``failed`` says why it had to do without symbols."""
     front = attached(model)
     if front is not None:
+        front.call.marked.clear()
         if failed:
             front.refuse(failed)
         if front.call.early:
@@ -201,6 +210,12 @@ def bound(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
         if p.kind is p.VAR_KEYWORD:
             given.update(given.pop(name, {}))
     return dict(given)
+
+
+def visual_mask(model: nn.Module) -> dict[str, Any]:
+    """What a quantized model's hook found in front, as if it had been given."""
+    context = modality.attached(model)
+    return {} if context is None else {"the visual mask": context.visual}
 
 
 def kind_of(inputs: Mapping[str, Any]) -> Kind:

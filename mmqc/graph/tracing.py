@@ -7,10 +7,11 @@ Dynamo announces every compilation to its callbacks; the backend that asked for 
 
 from __future__ import annotations
 
+import copy
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import CodeType, FrameType
@@ -19,12 +20,15 @@ from unittest import mock
 
 import torch
 import torch._dynamo
-from torch import nn
+from torch import Tensor, nn
 from torch._dynamo.callback import callback_handler
 from torch._dynamo.convert_frame import ConvertFrame
 from torch._dynamo.eval_frame import skip_code
 from torch._dynamo.exc import Unsupported
+from torch._dynamo.symbolic_convert import InstructionTranslatorBase as Translator
 from torch._dynamo.utils import graph_break_reasons
+from torch._dynamo.variables import SymNodeVariable
+from torch._dynamo.variables.misc import StringFormatVariable
 from torch.fx.experimental import _config as _shape_config
 from torch.fx.experimental.sym_node import DynamicInt
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
@@ -34,8 +38,9 @@ from mmqc.graph.capture import outermost_module
 shape_config: Any = _shape_config  # a module that turns itself into an object with ``patch``
 
 CAPTURE: dict[str, Any] = {"capture_scalar_outputs": True, "capture_dynamic_output_shape_ops": True}
-# Sizes that happen to be equal in one batch (three positions per token, three sequence ends) are not in the next.
-SHAPES: dict[str, Any] = {"use_duck_shape": False}
+# Sizes that happen to be equal in one batch (three positions per token, three sequence ends) are not in the next; one image is as
+# good as two.
+SHAPES: dict[str, Any] = {"use_duck_shape": False, "backed_size_oblivious": True}
 # With ``dynamic=True`` a norm's epsilon would be a symbol, too, which no pass can read.
 FLOATS: dict[str, Any] = {"specialize_float": True}
 
@@ -44,6 +49,7 @@ FLOATS: dict[str, Any] = {"specialize_float": True}
 CHECKS_TRACE: bool = torch.__version__ >= (2, 12)  # type: ignore[operator]
 NO_CHECKS = {"TRANSFORMERS_DISABLE_TORCH_CHECK": "1"}
 
+MARKS = ("_dynamo_weak_dynamic_indices", "_has_dynamo_dim_marking")  # what Dynamo hangs on a tensor
 PENDING = "_CompilationCallbackHandler__pending_callbacks_counter"
 
 
@@ -104,6 +110,7 @@ class Tracing:
             capture, sizes = self.start(frame)
         if sizes:
             self.flags.enter_context(shape_config.patch(SHAPES))
+            self.flags.enter_context(mock.patch.object(Translator, "_format_value", _format_later))
         if not CHECKS_TRACE:
             self.flags.enter_context(mock.patch.dict(os.environ, NO_CHECKS))
         if capture:
@@ -135,6 +142,36 @@ def _data_dependent(error: BaseException | None) -> str:
             return str(error).strip().splitlines()[0]
         error = error.__cause__ or error.__context__
     return ""
+
+
+_format_now = Translator._format_value
+
+
+def _format_later(translator: Any, form: Any, flags: int) -> None:
+    """A size in an f-string is written where the string is needed, if ever: Dynamo would take the size for a constant.
+
+    transformers writes how many features there are into the message of a check that holds.
+    """
+    if isinstance(translator.stack[-1], SymNodeVariable):
+        words = "{:" + form.as_python_constant() + "}"
+        translator.push(StringFormatVariable.create(words, [translator.pop()], {}))
+    else:
+        _format_now(translator, form, flags)
+
+
+def may_vary(tensor: Tensor, sizes: Sequence[int]) -> Callable[[], None]:
+    """Mark these sizes as ones that another call changes; returns what takes the marks back."""
+    known = {name: copy.copy(vars(tensor).get(name)) for name in MARKS}
+    torch._dynamo.maybe_mark_dynamic(tensor, list(sizes))
+
+    def undo() -> None:
+        for name, value in known.items():
+            if value is not None:
+                setattr(tensor, name, value)
+            elif name in vars(tensor):
+                delattr(tensor, name)
+
+    return undo
 
 
 def traced_place() -> str:

@@ -1,6 +1,7 @@
 """One graph for the whole forward: what runs in front of it, and that nothing is left behind.  Inductor is left out."""
 
 import copy
+import random
 from typing import Any
 
 import numpy
@@ -112,7 +113,6 @@ def test_front__too_few_placeholders_are_an_error() -> None:
         logits(compiled, {**batch, "input_ids": ids})
 
 
-@pytest.mark.skipif(OLD, reason="this dynamic trace breaks before torch 2.12")
 def test_front__other_grids_and_image_counts_do_not_recompile() -> None:
     model, _ = tiny_qwen2_vl()
     compiled = torch.compile(model, backend="mmqc", dynamic=True)
@@ -124,6 +124,33 @@ def test_front__other_grids_and_image_counts_do_not_recompile() -> None:
             if i == 1:
                 first = len(records)
     assert len(records) == first <= 2
+
+
+def drawn(draw: random.Random, prompts: int) -> dict[str, Tensor]:
+    """One to three images of any sizes for each prompt, padded on the left."""
+    sides = lambda: (1, 2 * draw.randint(1, 5), 2 * draw.randint(1, 5))  # noqa: E731
+    parts = [batch_of(*[sides() for _ in range(draw.randint(1, 3))]) for _ in range(prompts)]
+    length = max(p["input_ids"].shape[1] for p in parts)
+    padded = lambda t: nn.functional.pad(t, (length - t.shape[1], 0))  # noqa: E731
+    images = ("pixel_values", "image_grid_thw")
+    return {n: torch.cat([p[n] if n in images else padded(p[n]) for p in parts]) for n in parts[0]}
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize("first", [1, 3])
+def test_front__one_program_for_all_sizes_and_one_for_a_batch_of_one(quantized: bool, first: int) -> None:
+    """Sizes of images, how many there are, lengths and batches, in any order: no third program, whichever comes first."""
+    model, _ = quantized_vlm() if quantized else tiny_qwen2_vl()
+    draw, compiled = random.Random(first), torch.compile(copy.deepcopy(model), backend="mmqc")
+    prompts = [1, 1, 1, 1, 2, 2, 2, 3, 3, 4, 5]
+    draw.shuffle(prompts)
+    with collect_records() as records:
+        for count in (first, *prompts):
+            batch = drawn(draw, count)
+            known = {name: dict(vars(tensor)) for name, tensor in batch.items()}
+            assert relative_error(logits(compiled, batch), logits(model, batch)) < SAME
+            assert {name: vars(tensor) for name, tensor in batch.items()} == known
+    assert len(records) == 2
 
 
 @torch.no_grad()
