@@ -23,6 +23,7 @@ Watch = Callable[[fx.Node, Any, list[Any], dict[str, Any]], None]
 SLICE = 1 << 23  # elements of a weight that are in float64 at a time
 KEPT = "kept"  # meta: the node does something besides its result
 READ = "read"  # meta: somebody looked at the values of its operands, and who; the node has no result
+LOOKS = "Python looks at its values, and may decide by them"  # who, if it was nobody's hook
 VISUAL = "mmqc_visual"  # the placeholder of the visual mask
 LOOSE = "_constant_"  # tensors that are no parameter or buffer: they cannot be written back
 

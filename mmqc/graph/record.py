@@ -25,7 +25,7 @@ from mmqc.graph import meta
 from mmqc.graph.hooks import hooked_modules
 from mmqc.graph.kinds import kind
 from mmqc.graph.memory import written
-from mmqc.graph.program import KEPT, LOOSE, READ, Program
+from mmqc.graph.program import KEPT, LOOKS, LOOSE, READ, Program
 from mmqc.graph.runner import check_trace
 
 # What Python may ask of a tensor without learning anything of its values.
@@ -141,7 +141,7 @@ class Recorder(TorchFunctionMode):
         writes = writes or kwargs.get("inplace") is True or kwargs.get("out") is not None
         if not outputs and not writes:
             if name not in _ABOUT:
-                self.looked_at(func, args, kwargs, "Python looks at its values, and may decide by them")
+                self.looked_at(func, args, kwargs, LOOKS)
             return result
         operands = [a for a in pytree.tree_leaves((args, kwargs)) if isinstance(a, Tensor)]
         if not writes and outputs and all(any(o is a for a in operands) for o in outputs):

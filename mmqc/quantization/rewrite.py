@@ -23,7 +23,7 @@ from mmqc.graph.linear import weight_of
 from mmqc.graph.program import Program
 from mmqc.graph.record import record
 from mmqc.graph.runner import run
-from mmqc.graph.spaces.frames import Axes, seen_from
+from mmqc.graph.spaces.frames import Axes, deciding, seen_from
 from mmqc.kv.rounding import observed, round_keys_and_values
 from mmqc.nn.modality import ModalityContext, attached, detach, visual_token_ids
 from mmqc.nn.unseen import Reached, unreached, unseen, unsure_weights
@@ -39,6 +39,7 @@ from mmqc.quantization.pca_bases import rotate_to_bases
 from mmqc.quantization.request import Batch
 
 LOOKED_AT = 16
+DECIDES = "Python looks at values in {}, which sees what this weight reads or writes, and may go another way by them"
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,8 +96,12 @@ def record_model(job: Job) -> Recorded:
         reached = Reached.by(prog.called, prog.weights.values())
     prog.work = job.residency.device if job.residency.offloads else None
     prog.unsure = unsure_weights(model, reached)
-    frames = {name: _frame(prog, name) for name in unseen(model, reached)}
-    seen = seen_from(prog, set(frames.values()))
+    frames, decide = {name: _frame(prog, name) for name in unseen(model, reached)}, deciding(prog)
+    seen = seen_from(prog, {*frames.values(), *decide})
+    if decide:
+        # Whatever way its Python goes, it is handed the model's own values and gives them back.
+        prog.unsure |= {fqn: DECIDES.format(frame or "the model") for frame in sorted(decide) for fqn, _ in seen[frame]}
+        prog.analysis = None
     return Recorded(prog, context, {name: seen[frame] for name, frame in frames.items()})
 
 

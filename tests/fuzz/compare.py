@@ -121,9 +121,13 @@ class Oracle:
         return "" if error <= allowed else f"off by {error:.2g} in bfloat16, where the float model is off by {own:.2g}"
 
     def bounded(self, call: Data, want: list[Tensor], have: list[Tensor]) -> str:
-        """Not much further off than rounding weights and inputs alone; inputs are static, so on calibration batches alone."""
-        static = any(word in self.case["recipe"] for word in ("rtn(8, 8)", "mquant"))
-        if self.decides or "experts" in self.words or (static and self.fingerprint(call) not in self.known):
+        """Not much further off than rounding weights and inputs alone, on batches that were seen where that decides.
+
+        Static scales are those of what was seen; a unit that was never active weighs nothing in AWQ's search.
+        """
+        recipe = self.case["recipe"]
+        seen = any(word in recipe for word in ("rtn(8, 8)", "mquant")) or ("awq" in recipe and "mlp.act=relu" in self.words)
+        if self.decides or "experts" in self.words or (seen and self.fingerprint(call) not in self.known):
             return ""
         error = distance(want, have)
         allowed = 3 * FLOOR

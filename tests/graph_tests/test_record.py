@@ -241,3 +241,35 @@ def test_record__an_error_of_a_hook_in_front_comes_out_alone() -> None:
         record(model, {"input": torch.randn(2, WIDTH)})
     handle.remove()
     record(model, {"input": torch.randn(2, WIDTH)})
+
+
+class Chooses(nn.Module):
+    """Takes one of two linears by a value that it looks at."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(x) if x[0, 0, 0].item() > 0 else self.b(x)
+
+
+class Twice(nn.Module):
+    """The same choice twice: which linear is the first and which the second is another thing in every call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.choose, self.head = nn.Embedding(VOCAB, WIDTH), Chooses(), nn.Linear(WIDTH, VOCAB)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return self.head(self.choose(self.choose(self.embed(input_ids))))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_record__what_a_deciding_module_sees_stays_as_it_is(seed: int) -> None:
+    """Every linear was reached, but not in every place."""
+    model = randomise(Twice(), seed).double()
+    plain = copy.deepcopy(model)
+    mmqc.quantize_(model, recipes.rotate(), [ids()], progress=False)
+    for other in range(20):
+        assert relative_error(output_of(model, ids(seed=other)), output_of(plain, ids(seed=other))) < EXACT

@@ -9,9 +9,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Set
 
+import torch
 from torch import Tensor, fx
 
-from mmqc.graph.program import Program
+from mmqc.graph.program import LOOKS, READ, Program
 from mmqc.graph.spaces.coordinates import compact, distinct, leaves
 from mmqc.graph.spaces.factors import owners
 from mmqc.graph.spaces.spaces import Spaces
@@ -34,6 +35,19 @@ def seen_from(prog: Program, frames: Set[str]) -> dict[str, Axes]:
         for frame in _between(modules) & frames:
             found[frame] |= axes
     return {frame: frozenset(axes) for frame, axes in found.items()}
+
+
+def deciding(prog: Program) -> set[str]:
+    """The modules in whose forward Python takes values of activations and may go another way by them; hooks go no other way.
+
+    Integers are left out: tokens that a router sends to an expert are analysed for every choice.
+    """
+    looks = (node for node in prog.graph.nodes if node.meta.get(READ) == LOOKS)
+    return {node.meta["module"] for node in looks if any(_is_number(a.meta.get("dtype")) for a in node.all_input_nodes)}
+
+
+def _is_number(dtype: torch.dtype | None) -> bool:
+    return dtype is not None and (dtype.is_floating_point or dtype is torch.bool)
 
 
 def _modules(prog: Program, spaces: Spaces) -> list[set[str]]:
