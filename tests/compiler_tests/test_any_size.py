@@ -52,7 +52,7 @@ def test_sizes__in_any_order(how: str, dynamic: bool | None, seed: int, without_
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("how", ["static", "weights config"])
+@pytest.mark.parametrize("how", ["static", pytest.param("weights config", marks=pytest.mark.slow)])
 def test_sizes__through_inductor(how: str) -> None:
     torch._dynamo.reset()
     check(how, None, 2)

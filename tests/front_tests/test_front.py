@@ -136,8 +136,7 @@ def drawn(draw: random.Random, prompts: int) -> dict[str, Tensor]:
     return {n: torch.cat([p[n] if n in images else padded(p[n]) for p in parts]) for n in parts[0]}
 
 
-@pytest.mark.parametrize("quantized", [False, True])
-@pytest.mark.parametrize("first", [1, 3])
+@pytest.mark.parametrize(("quantized", "first"), [(False, 3), (True, 1)])
 def test_front__one_program_for_all_sizes_and_one_for_a_batch_of_one(quantized: bool, first: int) -> None:
     """Sizes of images, how many there are, lengths and batches, in any order: no third program, whichever comes first."""
     model, _ = quantized_vlm() if quantized else tiny_qwen2_vl()

@@ -119,10 +119,16 @@ def test_few_rows__of_linears_with_one_input(bits: int, dtype: torch.dtype) -> N
 
 
 @pytest.mark.parametrize(
-    ("rows", "dtype"), [*(((1,), dtype) for dtype in DTYPES), ((1, 3), torch.float32), ((2, 8), torch.bfloat16)]
+    ("rows", "dtype", "every"),
+    [
+        *(((1,), dtype, 1 if dtype is torch.float32 else 3) for dtype in DTYPES),
+        ((1, 3), torch.float32, 3),
+        ((2, 8), torch.bfloat16, 2),
+    ],
 )
-def test_few_rows__is_the_dequantized_linear(rows: tuple[int, ...], dtype: torch.dtype) -> None:
-    record = assert_like_dense(TAKEN, rows, dtype)
+def test_few_rows__is_the_dequantized_linear(rows: tuple[int, ...], dtype: torch.dtype, every: int) -> None:
+    """All linears in float32, each second or third one in the others: a kernel takes the compiler most of a second."""
+    record = assert_like_dense(TAKEN[every - 1 :: every], rows, dtype)
     assert record.fallbacks == []
     assert not any(kernel.startswith("extern") for kernel in record.kernels)
 
@@ -138,7 +144,7 @@ def test_few_rows__one_vector() -> None:
         assert_product(compiled(x)[None], x[None], dense, None)
 
 
-@pytest.mark.parametrize("m", [1, 3, 4, 6, 13, 16])
+@pytest.mark.parametrize("m", [1, 6, 13])
 def test_few_rows__in_blocks_and_by_themselves(m: int, monkeypatch: pytest.MonkeyPatch) -> None:
     real, called = few_rows_cpp.multiply, []
     monkeypatch.setattr(few_rows_cpp, "multiply", lambda *args: called.append(args) or real(*args))
