@@ -62,11 +62,10 @@ def test_backend__vlm_compiled_equals_eager_and_runs_integers(case: Case) -> Non
     assert not [s for s in operands if s in shapes or s[::-1] in shapes]
 
 
-@pytest.mark.parametrize(
-    "how",
-    [{"max_new_tokens": 6}, pytest.param({"max_new_tokens": 3, "num_beams": 2}, marks=pytest.mark.slow)],
-    ids=["greedy", "beams"],
-)
+BEAMS = {"max_new_tokens": 3, "num_beams": 2}
+
+
+@pytest.mark.parametrize("how", [{"max_new_tokens": 6}, pytest.param(BEAMS, marks=pytest.mark.slow)], ids=["greedy", "beams"])
 def test_backend__vlm_generates_the_same_tokens(case: Case, how: dict[str, int]) -> None:
     expected = case.model.generate(**case.inputs, do_sample=False, **how)
     assert torch.equal(case.compiled.generate(**case.inputs, do_sample=False, **how), expected)
