@@ -236,7 +236,8 @@ def _track_modules(model: nn.Module, recorder: Recorder) -> list[Any]:
         hand(name, values)
 
     def hand(name: str, values: Any) -> None:
-        tensors = (t for t in pytree.tree_leaves(values) if isinstance(t, Tensor) and t.is_floating_point())
+        with torch._C.DisableTorchFunction():  # it is the recorder that asks, not the model
+            tensors = [t for t in pytree.tree_leaves(values) if isinstance(t, Tensor) and t.is_floating_point()]
         recorder.handed.setdefault(name, set()).update(recorder.nodes[t] for t in tensors if t in recorder.nodes)
 
     def show(name: str, *values: Any) -> None:
