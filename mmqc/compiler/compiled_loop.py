@@ -40,6 +40,7 @@ from transformers.cache_utils import StaticCache, StaticLayer
 from transformers.generation import utils as generation
 
 from mmqc.compiler.layer_guards import LayerGuards
+from mmqc.front.sizes import constant_sizes
 from mmqc.kv.cache import QuantizedCache
 
 __all__ = ["compiled_loop"]
@@ -261,7 +262,8 @@ def _compiled_once(
             return (before or model._call_impl)(*args, **kwargs)
         model._compiled_call_impl = before
         try:
-            output = call(*args, **kwargs)
+            with constant_sizes(how == "graphs"):
+                output = call(*args, **kwargs)
         except Exception:
             if guards is None or guards.same():
                 raise

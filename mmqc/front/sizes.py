@@ -7,11 +7,14 @@
 
 Why:     Dynamo compiles the first sizes as constants, the second ones with symbols, and anew for each that is one.
 Weakly:  what the model's code compares with a constant becomes that constant, without an error.
+Not:     where ``constant_sizes`` says that few shapes will come, each recorded as a CUDA graph: constants make faster kernels.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 from torch import Tensor, nn
@@ -19,6 +22,18 @@ from torch import Tensor, nn
 from mmqc.front.handover import Handed
 from mmqc.front.observe import tensors_in
 from mmqc.graph.tracing import may_vary
+
+_constant: ContextVar[bool] = ContextVar("sizes are constants", default=False)
+
+
+@contextmanager
+def constant_sizes(constant: bool = True) -> Iterator[None]:
+    """Calls that are compiled meanwhile are of few shapes."""
+    token = _constant.set(constant)
+    try:
+        yield
+    finally:
+        _constant.reset(token)
 
 
 class Marked:
@@ -29,6 +44,8 @@ class Marked:
 
     def mark(self, model: nn.Module, inputs: Mapping[str, Any], handed: Handed | None) -> None:
         """Mark the sizes of a call that may be others in the next one."""
+        if _constant.get():
+            return
         batch = tokens_shape(model, inputs)
         for tensor in tensors_in(dict(inputs), depth=0):
             self._mark(tensor, one=tuple(tensor.shape[: len(batch)]) != batch)
