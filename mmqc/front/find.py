@@ -4,6 +4,7 @@
 2. towers that split their attention by values: one variable-length call, kept if the output stays the same
 3. functions of integer inputs: their results are handed over, kept if the output stays the same
 4. methods that still read numbers out of an input: the numbers are handed over, kept if the output stays the same
+5. what the last forward left on a module: forgotten, if the output stays the same and this forward leaves it anew
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from mmqc.front import attention
 from mmqc.front.handover import ArgumentSite, Installed, Site, compute, place_of, value_sites
 from mmqc.front.observe import Call, Observation, Read, is_metadata, observe, tensors_in
+from mmqc.front.sizes import left_on
 from mmqc.graph.tracing import as_traced
 
 CHECKS = frozenset(("torch_compilable_check",))  # transformers' placeholder check: it traces as an assertion
@@ -33,12 +35,14 @@ class Plan:
     Attributes:
         sites: functions whose results, and methods whose arguments, are handed over.
         configs: of towers that make one variable-length attention call.
+        forgets: attributes that a forward leaves on its modules and does not read.
         capture: whether what is left can be traced with symbolic values.
         notes: for the record: what is prepared, what was tried and dropped, what is left.
     """
 
     sites: list[Site] = field(default_factory=list)
     configs: list[Any] = field(default_factory=list)
+    forgets: list[tuple[nn.Module, str]] = field(default_factory=list)
     capture: bool = False
     notes: list[str] = field(default_factory=list)
 
@@ -53,17 +57,18 @@ class Finder:
         self.expected: list[Tensor] = []
 
     def find(self) -> Plan:
-        """Run the four steps."""
+        """Run the five steps."""
         with attention.check():
             return self.search()
 
     def search(self) -> Plan:
-        """The four steps."""
+        """The five steps."""
         seen = self.observed()
         self.expected = list(floats(seen.output))
         seen = self.pack_attention(seen)
         self.hand_over_results(seen)
         left = self.hand_over_arguments(self.left(seen))
+        self.forget()
         self.plan.capture = True
         self.plan.notes += sorted({f"left to the trace: {read}" for read in left})
         return self.plan
@@ -184,6 +189,18 @@ class Finder:
                     self.plan.notes.append(f"computed in front: {sites[0]}")
                     return True
         return False
+
+    def forget(self) -> None:
+        """Attributes that are of the last call: their sizes would be compared with this one's."""
+        for module, name in left_on(self.model):
+            known = vars(module)[name]
+            vars(module)[name] = None
+            with self.packed():
+                reason = self.exact(self.plan.sites)
+            if reason or vars(module).get(name) is None:
+                vars(module)[name] = known
+            else:
+                self.plan.forgets.append((module, name))
 
     def packed(self) -> Packed:
         """The towers' attention as the plan has it."""

@@ -118,6 +118,8 @@ class Front:
             self.installed[kind] = Installed(self.number, plan.sites)
         plan = self.plans[kind]
         self.call.capture = plan.capture
+        for module, name in plan.forgets:
+            vars(module)[name] = None
         if not plan.sites and not plan.configs:
             return
         kept = self.kept.setdefault((kind, getattr(model, "dtype", None)), Kept(plan.sites))
@@ -176,7 +178,7 @@ def before_trace(frame: Frame) -> tuple[bool, bool]:
     varying = brings_features(inputs) and front.turn.is_mine()
     if varying:
         handed = RUNNING.table[front.number] if front.active is not None else None
-        front.call.marked.mark(frame.model, inputs | visual_mask(frame.model), handed)
+        front.call.marked.mark(inputs | visual_mask(frame.model), handed)
     return front.call.capture, varying
 
 

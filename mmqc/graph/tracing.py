@@ -38,9 +38,8 @@ from mmqc.graph.capture import outermost_module
 shape_config: Any = _shape_config  # a module that turns itself into an object with ``patch``
 
 CAPTURE: dict[str, Any] = {"capture_scalar_outputs": True, "capture_dynamic_output_shape_ops": True}
-# Sizes that happen to be equal in one batch (three positions per token, three sequence ends) are not in the next; one image is as
-# good as two.
-SHAPES: dict[str, Any] = {"use_duck_shape": False, "backed_size_oblivious": True}
+# Sizes that happen to be equal in one batch (three positions per token, three sequence ends) are not in the next.
+SHAPES: dict[str, Any] = {"use_duck_shape": False}
 # With ``dynamic=True`` a norm's epsilon would be a symbol, too, which no pass can read.
 FLOATS: dict[str, Any] = {"specialize_float": True}
 
@@ -49,7 +48,7 @@ FLOATS: dict[str, Any] = {"specialize_float": True}
 CHECKS_TRACE: bool = torch.__version__ >= (2, 12)  # type: ignore[operator]
 NO_CHECKS = {"TRANSFORMERS_DISABLE_TORCH_CHECK": "1"}
 
-MARKS = ("_dynamo_weak_dynamic_indices", "_has_dynamo_dim_marking")  # what Dynamo hangs on a tensor
+MARKS = ("_dynamo", "_has_dynamo", "_specialize_on")  # what Dynamo hangs on a tensor begins with one of these
 PENDING = "_CompilationCallbackHandler__pending_callbacks_counter"
 
 
@@ -161,15 +160,14 @@ def _format_later(translator: Any, form: Any, flags: int) -> None:
 
 def may_vary(tensor: Tensor, sizes: Sequence[int]) -> Callable[[], None]:
     """Mark these sizes as ones that another call changes; returns what takes the marks back."""
-    known = {name: copy.copy(vars(tensor).get(name)) for name in MARKS}
+    before = {name: copy.copy(mark) for name, mark in vars(tensor).items() if name.startswith(MARKS)}
     torch._dynamo.maybe_mark_dynamic(tensor, list(sizes))
 
     def undo() -> None:
-        for name, value in known.items():
-            if value is not None:
-                setattr(tensor, name, value)
-            elif name in vars(tensor):
-                delattr(tensor, name)
+        for name in [name for name in vars(tensor) if name.startswith(MARKS)]:
+            delattr(tensor, name)
+        for name, mark in before.items():
+            setattr(tensor, name, mark)
 
     return undo
 

@@ -6,14 +6,12 @@ import torch
 from torch import nn
 
 from mmqc.front.handover import Handed
-from mmqc.front.sizes import Marked, constant_sizes, tokens_shape
+from mmqc.front.sizes import Marked, constant_sizes, left_on
 
 WEAK = "_dynamo_weak_dynamic_indices"
 
 
 class Named(nn.Module):
-    main_input_name = "ids"
-
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(2, 2)
@@ -33,26 +31,24 @@ def marked(given: dict[str, torch.Tensor]) -> dict[str, list[int]]:
     return {name: sorted(getattr(t, WEAK, ())) for name, t in given.items()}
 
 
-def test_mark__sizes_of_images_and_more_than_one_prompt() -> None:
-    model, given = Named(), inputs(2, 5, 1)
-    handed = Handed([[torch.ones(1, 4), torch.ones(1)]], [0], [[3, torch.ones(2, 1)]])
-    Marked().mark(model, given, handed)
-    assert marked(given) == {"grid": [0, 1], "ids": [0, 1], "mask": [0, 1], "pixels": [0, 1, 2]}
-    assert [sorted(getattr(t, WEAK)) for t in (*handed.values[0], handed.arguments[0][1], model.deltas)] == [[1], [0], [0], [0]]
-    assert not hasattr(model.linear.weight, WEAK)
+def test_mark__sizes_above_one() -> None:
+    given = inputs(2, 5, 1)
+    handed = Handed([[torch.ones(1, 4), torch.ones(3)]], [0], [[3, torch.ones(2, 1)]])
+    Marked().mark(given, handed)
+    assert marked(given) == {"grid": [1], "ids": [0, 1], "mask": [0, 1], "pixels": [1, 2]}
+    assert [sorted(getattr(t, WEAK)) for t in (*handed.values[0], handed.arguments[0][1])] == [[1], [0], [0]]
 
 
-def test_mark__one_prompt_and_one_token_are_constants() -> None:
-    given = inputs(1, 1, 1)
-    Marked().mark(Named(), given, None)
-    assert marked(given) == {"grid": [0, 1], "ids": [], "mask": [], "pixels": [0, 1, 2]}
+def test_left_on__what_a_forward_left() -> None:
+    model = Named()
+    assert left_on(model) == [(model, "deltas")]
 
 
 def test_clear__leaves_the_callers_own_marks() -> None:
     given, call = inputs(2, 5, 2), Marked()
     torch._dynamo.maybe_mark_dynamic(given["ids"], 1)
     before = {name: copy.deepcopy(vars(t)) for name, t in given.items()}
-    call.mark(Named(), given, None)
+    call.mark(given, None)
     call.clear()
     assert {name: vars(t) for name, t in given.items()} == before
     assert marked(given)["ids"] == [1]
@@ -61,12 +57,5 @@ def test_clear__leaves_the_callers_own_marks() -> None:
 def test_constant_sizes__marks_nothing() -> None:
     given = inputs(2, 5, 2)
     with constant_sizes():
-        Marked().mark(Named(), given, None)
+        Marked().mark(given, None)
     assert not any(marked(given).values())
-
-
-def test_tokens_shape__is_of_the_main_input_or_the_first_integers() -> None:
-    given = inputs(2, 5, 7)
-    assert tokens_shape(Named(), given) == (2, 5)
-    assert tokens_shape(nn.Linear(1, 1), given) == (7, 3)
-    assert tokens_shape(nn.Linear(1, 1), {"x": torch.ones(2, 2)}) == ()
