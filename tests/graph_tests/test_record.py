@@ -190,6 +190,12 @@ LOOKS: dict[str, Callable[[Tensor], object]] = {
     "equal": lambda x: torch.equal(x[0, 0], x[0, 1]),
     "contains": lambda x: 0.5 in x,
     "norm": lambda x: x.norm().item() > 10,
+    "rows of a mask": lambda x: len(x[0, :, 0][x[0, :, 0] > 0.5]) > 2,
+    "nonzero": lambda x: (x[0, -1, :1] > 0.5).nonzero().numel() > 0,
+    "where": lambda x: torch.where(x[0, :, 0] > 0.5)[0].numel() > 2,
+    "argwhere": lambda x: torch.argwhere(x[0, :, 0] > 0.5).size(0) > 2,
+    "masked_select": lambda x: torch.masked_select(x[0, :, 0], x[0, :, 0] > 0.5).shape[0] > 2,
+    "unique": lambda x: len(torch.unique(x[0, :2, 0] > 0.5)) > 1,
 }
 
 

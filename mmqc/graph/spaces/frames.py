@@ -43,11 +43,23 @@ def deciding(prog: Program) -> set[str]:
     Integers are left out: tokens that a router sends to an expert are analysed for every choice.
     """
     looks = (node for node in prog.graph.nodes if node.meta.get(READ) == LOOKS)
-    return {node.meta["module"] for node in looks if any(_is_number(a.meta.get("dtype")) for a in node.all_input_nodes)}
+    return {node.meta["module"] for node in looks if any(map(_is_number, node.all_input_nodes))}
 
 
-def _is_number(dtype: torch.dtype | None) -> bool:
-    return dtype is not None and (dtype.is_floating_point or dtype is torch.bool)
+def _is_number(node: fx.Node) -> bool:
+    """A number that was computed from activations, or what was found by comparing such; sizes in a fraction are none."""
+    seen, todo = set[fx.Node](), [node]
+    while todo:
+        node = todo.pop()
+        dtype = node.meta.get("dtype")
+        counted = node.op.startswith("call") and dtype is not None and not (dtype.is_floating_point or dtype is torch.bool)
+        if node in seen or counted:
+            continue
+        seen.add(node)
+        if node.op == "get_attr" or (node.op == "placeholder" and dtype is not None and dtype.is_floating_point):
+            return True
+        todo += node.all_input_nodes
+    return False
 
 
 def _modules(prog: Program, spaces: Spaces) -> list[set[str]]:
