@@ -6,7 +6,7 @@
                    tensor that got the id of one that is gone
     samples        some of its values, on the CPU alone: a write through ``.data`` leaves no trace, not even in the version
 
-Cost:     0.5 us for a tensor on the CPU, 0.2 us on another device, where reading values would make the host wait.
+Cost:     0.4 us for a tensor on the CPU, 0.2 us on another device, where reading values would make the host wait.
 Keeps:    a weak reference to the storage, so that what was replaced is freed, and none to the tensor, which swap_tensors would
           refuse; on the CPU, the storage itself, until the next call.
 Misses:   a write through ``.data``, or by another library, to a tensor of another device, or to so few values of one on the CPU

@@ -89,3 +89,15 @@ def test_stamp__zeros_hide_no_scaling() -> None:
     stamp = Stamp([tensor])
     tensor.data.mul_(1.5)
     assert not stamp.same([tensor])
+
+
+def test_stamp__a_tensor_of_zeros_and_half_of_one_are_noticed_through_data() -> None:
+    zeros, weight = torch.zeros(64, 32), torch.randn(66, 32)
+    stamp = Stamp([zeros, weight])
+    assert stamp.same([zeros, weight])
+    zeros.data.copy_(torch.randn(64, 32))
+    assert not stamp.same([zeros, weight])
+    for half in (weight[:33], weight[33:]):
+        stamp = Stamp([weight])
+        half.data.mul_(-9)
+        assert not stamp.same([weight])
