@@ -175,10 +175,9 @@ def before_trace(frame: Frame) -> tuple[bool, bool]:
     if not front.turn.is_mine() and front.turn.take(caller(*CALLBACKS), wait=False):
         front.prepare(frame.model, inputs)
         front.call.early = True
-    varying = brings_features(inputs) and front.turn.is_mine()
+    varying = front.active is not None and front.turn.is_mine()  # only such a model takes images of any size
     if varying:
-        handed = RUNNING.table[front.number] if front.active is not None else None
-        front.call.marked.mark(inputs | visual_mask(frame.model), handed)
+        front.call.marked.mark(inputs | visual_mask(frame.model), RUNNING.table[front.number])
     return front.call.capture, varying
 
 
