@@ -60,6 +60,7 @@ class Front:
         call: the calling thread's call in progress.
         turn: is held by the thread whose call it is.
         active: what was put in place for that call.
+        forgotten: what the last call left on modules, until this one leaves it anew.
     """
 
     def __init__(self) -> None:
@@ -70,6 +71,7 @@ class Front:
         self.call = _Call()
         self.turn = Turn()
         self.active: tuple[Packed, Installed] | None = None
+        self.forgotten: list[tuple[nn.Module, str, Any]] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Front:
         # plans hold modules of the original
@@ -102,7 +104,9 @@ class Front:
     def end(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Forward hook, called after an error too: put everything back."""
         del model, args, output
-        if self.turn.is_mine():  # another hook may have raised in front of ``begin``
+        # Not mine any more where the call failed, whose frame has ended, or where another hook raised in front of ``begin``; if
+        # another thread has it, that one put everything back.
+        if self.turn.is_mine() or self.turn.take(caller(DYNAMO), wait=False):
             self.clear()
             self.turn.give()
 
@@ -118,8 +122,6 @@ class Front:
             self.installed[kind] = Installed(self.number, plan.sites)
         plan = self.plans[kind]
         self.call.capture = plan.capture
-        for module, name in plan.forgets:
-            vars(module)[name] = None
         if not plan.sites and not plan.configs:
             return
         kept = self.kept.setdefault((kind, getattr(model, "dtype", None)), Kept(plan.sites))
@@ -134,10 +136,17 @@ class Front:
         self.active = (Packed(plan.configs), self.installed[kind])
         self.active[0].__enter__()
         self.active[1].put()
+        self.forgotten = [(module, name, vars(module).get(name)) for module, name in plan.forgets]
+        for module, name, _ in self.forgotten:
+            vars(module)[name] = None
 
     def clear(self) -> None:
-        """The model as it was."""
+        """The model as it was; a call that failed leaves what the one before it left."""
         self.call.inputs = {}
+        for module, name, value in self.forgotten:
+            if vars(module).get(name) is None:
+                vars(module)[name] = value
+        self.forgotten = []
         if self.active is not None:
             packed, installed = self.active
             installed.remove()

@@ -19,8 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from mmqc.graph.reads import SIZE_READS, sizing
+
 SCALAR_READS = frozenset(("tolist", "item", "__bool__", "__int__", "__index__", "__float__", "numpy", "__contains__"))
-SIZE_READS = frozenset(("nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "repeat_interleave"))
 _TORCH = str(Path(torch.__file__).parent)
 
 
@@ -175,17 +176,7 @@ def _scopes(frame: FrameType | None, depth: int = 3) -> tuple[dict[str, Any], ..
 
 def is_read(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether calling the torch function ``name`` takes values out of a tensor."""
-    if name in SCALAR_READS:
-        return True
-    if name == "repeat_interleave":
-        repeats = kwargs.get("repeats", args[1] if len(args) > 1 else args[0])
-        return isinstance(repeats, Tensor) and "output_size" not in kwargs
-    if name in SIZE_READS or (name == "where" and len(args) == 1):
-        return True
-    if name in ("__getitem__", "index"):
-        keys = args[1] if isinstance(args[1], tuple) else (args[1],)
-        return any(isinstance(k, Tensor) and k.dtype in (torch.bool, torch.uint8) and k.dim() for k in keys)
-    return name in ("arange", "linspace") and any(isinstance(a, Tensor) for a in args)
+    return name in SCALAR_READS or bool(sizing(name, args, kwargs))
 
 
 def observe(forward: Callable[[], Any], ignored: frozenset[str]) -> Observation:

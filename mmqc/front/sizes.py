@@ -41,12 +41,11 @@ class Marked:
     def __init__(self) -> None:
         self.undo: list[Callable[[], None]] = []
 
-    def mark(self, inputs: Mapping[str, Any], handed: Handed | None) -> None:
+    def mark(self, inputs: Mapping[str, Any], handed: Handed) -> None:
         """Mark the sizes of a call that may be others in the next one."""
         if _constant.get():
             return
-        shown = [dict(inputs), *((handed.values, handed.arguments) if handed is not None else ())]
-        for tensor in tensors_in(shown, depth=0):
+        for tensor in tensors_in([dict(inputs), handed.values, handed.arguments], depth=0):
             self.undo.append(may_vary(tensor, [d for d, size in enumerate(tensor.shape) if size > 1]))
 
     def clear(self) -> None:

@@ -26,6 +26,7 @@ from mmqc.graph.hooks import hooked_modules
 from mmqc.graph.kinds import kind
 from mmqc.graph.memory import written
 from mmqc.graph.program import KEPT, LOOKS, LOOSE, READ, Program
+from mmqc.graph.reads import sizing
 from mmqc.graph.runner import check_trace
 
 # What Python may ask of a tensor without learning anything of its values.
@@ -39,9 +40,6 @@ _ABOUT = frozenset((
 ))
 # fmt: on
 _METHODS = (types.MethodDescriptorType, types.WrapperDescriptorType, types.MethodType, types.BuiltinMethodType)
-
-
-SIZED = frozenset(("nonzero", "argwhere", "masked_select", "unique", "unique_consecutive"))
 
 
 class RecordError(MmqcError, RuntimeError):
@@ -153,7 +151,7 @@ class Recorder(TorchFunctionMode):
             return result
         node = self.call(func, args, kwargs)
         node.meta.update(self.frame())
-        self.looked_at(_hook, sizing(name, args), {}, LOOKS)
+        self.looked_at(_hook, sizing(name, args, kwargs), {}, LOOKS)
         if not any(is_batchedtensor(t) for t in (*operands, *outputs)):  # inside a vmap
             memory = {a.untyped_storage()._cdata for a in operands}
             node.meta["view"] = any(o.untyped_storage()._cdata in memory for o in outputs)
@@ -197,19 +195,6 @@ class Recorder(TorchFunctionMode):
                 part.meta.update(shape=tuple(item.shape), dtype=item.dtype, module=node.meta["module"])
                 part.meta["view"] = node.meta.get("view", True)
                 self.bind(item, part)
-
-
-def sizing(name: str, args: Any) -> list[Tensor]:
-    """The operands whose values decide how large the result of a call is: Python may decide by that size."""
-    if name in SIZED or (name == "where" and len(args) == 1):
-        return (
-            [a for a in args[-1:] if isinstance(a, Tensor)]
-            if name == "masked_select"
-            else [a for a in args[:1] if isinstance(a, Tensor)]
-        )
-    keys = args[1] if name == "__getitem__" else ()
-    keys = keys if isinstance(keys, tuple | list) else (keys,)
-    return [k for k in keys if isinstance(k, Tensor) and k.dtype in (torch.bool, torch.uint8)]
 
 
 def _comes_of_floats(node: fx.Node) -> bool:

@@ -82,6 +82,10 @@ def test_front__model_is_as_it_was_between_calls() -> None:
     with pytest.raises(StopIteration):  # from the model's own code, in front
         logits(compiled, broken)
     assert state(model) == before
+    left = model.model.rope_deltas.clone()
+    with pytest.raises((RuntimeError, ValueError, AssertionError)):
+        logits(compiled, {**batch, "pixel_values": batch["pixel_values"][:, :-1]})  # in the graph, before it leaves its own
+    assert torch.equal(model.model.rope_deltas, left)
 
 
 def test_front__survives_a_reset_of_dynamo() -> None:

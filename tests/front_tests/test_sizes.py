@@ -48,7 +48,7 @@ def test_clear__leaves_the_callers_own_marks() -> None:
     given, call = inputs(2, 5, 2), Marked()
     torch._dynamo.maybe_mark_dynamic(given["ids"], 1)
     before = {name: copy.deepcopy(vars(t)) for name, t in given.items()}
-    call.mark(given, None)
+    call.mark(given, Handed())
     call.clear()
     assert {name: vars(t) for name, t in given.items()} == before
     assert marked(given)["ids"] == [1]
@@ -57,5 +57,5 @@ def test_clear__leaves_the_callers_own_marks() -> None:
 def test_constant_sizes__marks_nothing() -> None:
     given = inputs(2, 5, 2)
     with constant_sizes():
-        Marked().mark(given, None)
+        Marked().mark(given, Handed())
     assert not any(marked(given).values())

@@ -39,8 +39,9 @@ def test_new__programs_are_equal_or_refused(request):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PLANTED)
-def test_planted__is_found_in_minutes(name):
-    case, _ = hunt(name, 240.0)
+def test_planted__is_found_in_a_minute(name):
+    """The last one takes a weight that is used twice beside a rotated stream, which few programs have."""
+    case, _ = hunt(name, 240.0 if name == "unread weights" else 60.0)
     assert case is not None
 
 

@@ -52,8 +52,8 @@ def _is_number(node: fx.Node) -> bool:
     while todo:
         node = todo.pop()
         dtype = node.meta.get("dtype")
-        counted = node.op.startswith("call") and dtype is not None and not (dtype.is_floating_point or dtype is torch.bool)
-        if node in seen or counted:
+        whole = node.op.startswith("call") and dtype is not None and not (dtype.is_floating_point or dtype is torch.bool)
+        if node in seen or whole:
             continue
         seen.add(node)
         if node.op == "get_attr" or (node.op == "placeholder" and dtype is not None and dtype.is_floating_point):
