@@ -15,6 +15,7 @@ from transformers.generation import BaseStreamer
 
 import mmqc
 from mmqc.compiler.record import collect_records
+from mmqc.front import sizes
 
 
 def compiled(backend: Any = "eager") -> dict[str, Any]:
@@ -55,6 +56,19 @@ def test_compiled_loop__eager_prefill(without_inductor: None) -> None:
         got = model.generate(**batch, **more, custom_generate=mmqc.compiled_loop, prefill="eager")
     assert len(records) == 1, "the step"
     assert torch.equal(got, model.generate(**batch, **more))
+
+
+@pytest.mark.parametrize(("prefill", "varying"), [("graphs", False), (None, True)])
+def test_compiled_loop__sizes_of_few_shapes_are_constants(
+    prefill: str | None, varying: bool, monkeypatch: pytest.MonkeyPatch, without_inductor: None
+) -> None:
+    model, batch = quantized_vlm()
+    marked: list[torch.Tensor] = []
+    monkeypatch.setattr(sizes, "may_vary", lambda tensor, _: marked.append(tensor) or (lambda: None))
+    more = {"max_new_tokens": 3, "do_sample": False, "cache_implementation": "static"}
+    got = model.generate(**batch, **more, custom_generate=mmqc.compiled_loop, prefill=prefill)
+    assert torch.equal(got, model.generate(**batch, **more))
+    assert bool(marked) == varying
 
 
 def test_compiled_loop__left_padded_batch() -> None:
