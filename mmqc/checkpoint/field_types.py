@@ -140,7 +140,11 @@ def _ids(key: str, value: Any) -> None:
 
 def _record(key: str, value: Any) -> None:
     record = dict(_table(key, value))
-    for name, of, what in (("passes", Mapping, "list of tables"), ("unseen", str, "list of names")):
+    for name, of, what in (
+        ("passes", Mapping, "list of tables"),
+        ("unseen", str, "list of names"),
+        ("inside", str, "list of names"),
+    ):
         part = record.get(name, [])
         need(isinstance(part, list | tuple) and all(isinstance(entry, of) for entry in part), f"{key}.{name}", part, what)
 

@@ -38,6 +38,7 @@ from mmqc.config import QuantConfig
 from mmqc.experts.modules import QuantExperts
 from mmqc.kv import query_moment
 from mmqc.kv import rounding as kv_rounding
+from mmqc.nn.inside import watch
 from mmqc.nn.integer_weight import SCALES
 from mmqc.nn.linear import QuantLinear, rebuild_factors
 from mmqc.nn.modality import ModalityContext, attached
@@ -287,8 +288,9 @@ class MmqcQuantizer(HfQuantizer):
         if any(isinstance(module, kv_rounding.KVRounder) for module in model.modules()):
             kv_rounding.decoder_config(model)._attn_implementation = kv_rounding.NAME
         names = {name for name, _ in (*model.named_modules(), *model.named_parameters(remove_duplicate=False))}
-        places = (local(fqn, model, names) for fqn in config.record.get("unseen", ()))
-        guard(model, [name for name in places if name])
+        for key, leave in (("inside", watch), ("unseen", guard)):
+            places = (local(fqn, model, names) for fqn in config.record.get(key, ()))
+            leave(model, [name for name in places if name])
         return model
 
     def _attach_modality(self, model: PreTrainedModel) -> None:

@@ -104,8 +104,9 @@ def _attached(module: nn.Module) -> str:
         return f"it has a {word}, and the state dict of a quantized linear is another"
     if module._compiled_call_impl is not None:
         return "it is compiled by itself (module.compile()); quantize first, then compile"
-    if type(module).__call__ is not nn.Module.__call__:
-        return f"{type(module).__name__} has a __call__ of its own"
+    for name in ("__call__", "_wrapped_call_impl", "_call_impl"):
+        if getattr(type(module), name) is not getattr(nn.Module, name) or name in vars(module):
+            return f"{type(module).__name__} has a {name} of its own"
     if isinstance(module, HadamardLinear):
         return "it has an online Hadamard of an earlier call: say both in one config, config.replace(rewrites=...)"
     if isinstance(module, NonDynamicallyQuantizableLinear):

@@ -39,9 +39,13 @@ def hooked_modules(model: nn.Module) -> dict[str, tuple[str, ...]]:
     A module that is registered under several names is listed under each.  The model itself has the name "".  torch's global
     hooks are on every module.
     """
-    everywhere = tuple(f"global {word}" for name, word in SEEING.items() if any(map(by_user, _global(name).values())))
-    found = {name: (*hooks_of(module), *everywhere) for name, module in model.named_modules(remove_duplicate=False)}
+    found = {name: (*hooks_of(module), *global_hooks()) for name, module in model.named_modules(remove_duplicate=False)}
     return {name: words for name, words in found.items() if words}
+
+
+def global_hooks() -> tuple[str, ...]:
+    """What users hung on all modules of all models, in words."""
+    return tuple(f"global {word}" for name, word in SEEING.items() if any(map(by_user, _global(name).values())))
 
 
 def hooks_of(module: nn.Module) -> tuple[str, ...]:

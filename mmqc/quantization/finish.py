@@ -10,6 +10,7 @@ from mmqc.checkpoint.hf import MmqcConfig, attach_config
 from mmqc.config import QuantConfig
 from mmqc.experts.modules import QuantExperts
 from mmqc.kv.cache import prepare
+from mmqc.nn.inside import watch
 from mmqc.nn.linear import QuantLinear
 from mmqc.nn.modality import detach
 from mmqc.nn.unseen import guard
@@ -33,9 +34,11 @@ def finish(job: Job, quantized: Quantized, kv: QuantizedKV) -> QuantReport:
         report.incoherence, report.rewrite_error = exact.incoherence, exact.error
         if kv.spec is None and not _reads_modality(model):
             detach(model)
-        guard(model, exact.misfits)
     _attach(job, config, exact)
     report.size_after = size_of(model) if job.request.changes_weights else 0
+    if exact is not None:  # last, for nothing takes hooks back if something fails
+        watch(model, exact.inside)
+        guard(model, exact.misfits)
     return report
 
 
@@ -53,7 +56,7 @@ def _attach(job: Job, config: QuantConfig, exact: Rewritten | None) -> None:
         saved.visual_token_ids = list(prepare(model).visual_token_ids)
     elif exact is not None:
         passes = [_pass(record) for record in exact.program.records]
-        attach_config(model, config, {"passes": passes, "untied": exact.untied, "unseen": exact.misfits})
+        attach_config(model, config, {"passes": passes, "untied": exact.untied, "unseen": exact.misfits, "inside": exact.inside})
     else:
         attach_config(model, config, {"passes": [], "untied": []} if job.request.changes_weights else None)
 

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from mmqc.nn.inside import outward
+
 BARS = {torch.float64: 1e-4, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 0.2}
 COLUMNS = 2
 
@@ -34,12 +36,17 @@ class Handed:
         self.model, self.frames = model, frozenset(frames)
         self.before: Sketches = {frame: [] for frame in self.frames}
         self.after: Sketches = {frame: [] for frame in self.frames}
+        self.given: tuple[Sketches, Sketches] = ({}, {})  # what modules gave, before and after
 
     @contextmanager
     def watched(self, after: bool) -> Iterator[None]:
         """Look at one more call of the model."""
         into = self.after if after else self.before
+        given, first = self.given[after], not self.given[after]
         with ExitStack() as hooks:
+            for name, module in outward(self.model) if first else ():
+                handle = module.register_forward_hook(_Looking(given.setdefault(name, []), outputs_only=True), with_kwargs=True)
+                hooks.callback(handle.remove)
             for frame in self.frames:
                 for module in _with_children(self.model.get_submodule(frame)):
                     handle = module.register_forward_hook(_Looking(into[frame]), with_kwargs=True)
@@ -50,6 +57,11 @@ class Handed:
         """The modules of which something changed."""
         return {frame for frame in self.frames if self._differ(self.before[frame], self.after[frame], BARS[dtype])}
 
+    def inside(self, dtype: torch.dtype) -> list[str]:
+        """The modules that give something else than they did, of those that hold others (nn/inside.py), in a call of the model."""
+        before, after = self.given
+        return [name for name in before if self._differ(before[name], after.get(name, []), BARS[dtype])]
+
     def _differ(self, before: list[Tensor], after: list[Tensor], bar: float) -> bool:
         if [y.shape for y in before] != [y.shape for y in after]:
             return True
@@ -59,12 +71,13 @@ class Handed:
 class _Looking:
     """Forward hook."""
 
-    def __init__(self, into: list[Tensor]) -> None:
-        self.into = into
+    def __init__(self, into: list[Tensor], outputs_only: bool = False) -> None:
+        self.into, self.outputs_only = into, outputs_only
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         del module
-        leaves = pytree.tree_leaves((args, kwargs, output), is_leaf=_is_cache)
+        looked_at = output if self.outputs_only else (args, kwargs, output)
+        leaves = pytree.tree_leaves(looked_at, is_leaf=_is_cache)
         self.into += [_sketch(t) for t in leaves if isinstance(t, Tensor) and t.is_floating_point()]
 
 

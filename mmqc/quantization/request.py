@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, get_args
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from mmqc.calibration.calibrate import EQUAL, TEXT, VISUAL, CalibrationError
 from mmqc.calibration.sequential import Inputs
 from mmqc.config import ConfigError, KVSpec, QuantConfig, Rewrites
+from mmqc.graph.hooks import global_hooks
 from mmqc.graph.runner import check_trace
 from mmqc.kv.cache import check_spec, decoder_config
 from mmqc.nn.integer_weight import IntegerWeight
@@ -104,6 +106,7 @@ class Request:
                 )
         if self.changes_weights:
             _check_model(self.model)
+            _warn_of_global_hooks()
         _check_options(self)
         check_trace()
         if self.needs_batches or self.records:
@@ -160,6 +163,17 @@ def _check_model(model: nn.Module) -> None:
     bad = convert.first_bad_weight(model)
     if bad is not None:
         raise ValueError(f"{bad} holds NaN or infinite values; repair the checkpoint before quantizing (nothing was changed)")
+
+
+def _warn_of_global_hooks() -> None:
+    """They run for our modules as well, but may ask for a class by ``isinstance``, which says no from now on."""
+    if words := global_hooks():
+        warnings.warn(
+            f"there is a {words[0]} (torch.nn.modules.module.register_module_...): it goes on for every module, and linears are "
+            "mmqc.nn.linear.QuantLinear from now on, which is no nn.Linear; remove it, or let it ask for both",
+            UserWarning,
+            stacklevel=4,
+        )
 
 
 def _check_batches(request: Request) -> None:

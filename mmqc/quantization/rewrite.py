@@ -63,6 +63,7 @@ class Rewritten(Recorded):
 
     Attributes:
         misfits: those of the unseen that must not run any more, for what they would read or write is not what it was.
+        inside: modules that hold others and give something else than they did.
         towers: the tower of every linear weight.
         incoherence: μ of each of these weights before and after.
         error: how far the rewrites moved the model's output, relative.
@@ -70,6 +71,7 @@ class Rewritten(Recorded):
     """
 
     misfits: tuple[str, ...]
+    inside: tuple[str, ...]
     towers: dict[str, str]
     incoherence: dict[str, tuple[float, float]]
     error: float
@@ -168,7 +170,7 @@ def rewrite(job: Job, recorded: Recorded) -> Rewritten:
     known = (prog, recorded.context, recorded.unseen)
     moved = answers.handed.changed(dtype)
     misfits = tuple(name for name, axes in recorded.unseen.items() if axes & prog.touched or frames[name] in moved)
-    return Rewritten(*known, misfits, towers, both, error, tuple(untied))
+    return Rewritten(*known, misfits, tuple(answers.handed.inside(dtype)), towers, both, error, tuple(untied))
 
 
 def _frame(prog: Program, name: str) -> str:

@@ -96,6 +96,11 @@ class Called(nn.Linear):
         return super().__call__(x) * 2
 
 
+class CalledInside(nn.Linear):
+    def _call_impl(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        return super()._call_impl(x) * 2
+
+
 OTHERS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "residual": (lambda: Own(lambda m, x: F.linear(x, m.weight, m.bias) + x), "does more than x W"),
     "scaled": (lambda: Own(lambda m, x: F.linear(x, m.weight, m.bias) * 1.0001), "does more"),
@@ -107,6 +112,8 @@ OTHERS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "input turned": (lambda: Own(lambda m, x: (F.linear(x.transpose(0, 1), m.weight, m.bias)).transpose(0, 1)), "does more"),
     "patched": (lambda: with_attribute("forward", lambda x: x), "its forward was replaced"),
     "called": (lambda: Called(K, N), "__call__ of its own"),
+    "called inside": (lambda: CalledInside(K, N), "_call_impl of its own"),
+    "call replaced": (lambda: with_attribute("_call_impl", lambda x: x), "_call_impl of its own"),
     "state dict": (lambda: hooked("register_state_dict_post_hook"), "state-dict hook"),
     "state dict, loaded": (lambda: hooked("register_load_state_dict_post_hook"), "load-state-dict hook"),
     "another parameter": (lambda: with_attribute("lora", nn.Parameter(torch.ones(1))), "it holds lora beside weight and bias"),

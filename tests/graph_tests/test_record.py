@@ -1,4 +1,5 @@
 import copy
+import ctypes
 from collections.abc import Callable
 from typing import Any
 
@@ -196,6 +197,10 @@ LOOKS: dict[str, Callable[[Tensor], object]] = {
     "argwhere": lambda x: torch.argwhere(x[0, :, 0] > 0.5).size(0) > 2,
     "masked_select": lambda x: torch.masked_select(x[0, :, 0], x[0, :, 0] > 0.5).shape[0] > 2,
     "unique": lambda x: len(torch.unique(x[0, :2, 0] > 0.5)) > 1,
+    "format": lambda x: f"{x[0, -1, 0]:.1f}" > "0.5",
+    "repr": lambda x: "-" in repr(x[0, -1, :1]),
+    "storage": lambda x: bytes(x.untyped_storage())[3] < 128,
+    "pointer": lambda x: ctypes.c_float.from_address(x.data_ptr()).value > 0,
 }
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 
 import mmqc
 from mmqc.nn.linear import QuantLinear
@@ -103,6 +104,16 @@ def test_swap__hooks_of_a_quantized_linear_go_on(kind: str, calibrated: bool) ->
         handle.remove()  # type: ignore[attr-defined]
     hooks = (model[0]._forward_hooks, model[0]._forward_pre_hooks, model[0]._backward_hooks)
     assert not any(hooks)
+
+
+def test_swap__global_hook_may_ask_for_a_class() -> None:
+    model = nn.Sequential(nn.Linear(32, 32), nn.Tanh())
+    handle = register_module_forward_hook(lambda m, x, y: 2 * y if isinstance(m, nn.Linear) else y)
+    try:
+        with pytest.warns(UserWarning, match=r"there is a global forward hook .* linears are mmqc\.nn\.linear\.QuantLinear"):
+            mmqc.quantize_(model, mmqc.recipes.rtn(8).replace(keep=()), progress=False)
+    finally:
+        handle.remove()
 
 
 def test_swap__hook_that_is_always_called_is_called_when_the_forward_fails() -> None:

@@ -243,7 +243,8 @@ class Tracker:
 
     def is_move(self, word: str, args: list[Any], kwargs: dict[str, Any]) -> bool:
         """Whether an operation does nothing but put elements elsewhere, constants beside them."""
-        return word in MOVES and not (word == "pad" and _pad_mode(args, kwargs) != "constant")
+        as_bits = word == "view" and any(isinstance(a, torch.dtype) for a in (*args, *kwargs.values()))
+        return word in MOVES and not as_bits and not (word == "pad" and _pad_mode(args, kwargs) != "constant")
 
     def move(self, node: fx.Node, args: list[Any], kwargs: dict[str, Any], stands_for: Callable[[Any, Any], Any]) -> Any:
         """Run the operation itself on what stands for its operands; index and mask operands keep their values."""

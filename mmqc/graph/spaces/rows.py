@@ -183,7 +183,8 @@ class Rows:
     def written(self, node: fx.Node, rows: Tensor) -> Tensor:
         """An in-place operation: views of the written tensor see the new numbers too."""
         target = self.of.get(node.args[0]) if node.args and isinstance(node.args[0], fx.Node) else None
-        if isinstance(target, Tensor) and target.shape == rows.shape:
+        apart = isinstance(target, Tensor) and 0 not in target.stride()  # else its numbers are its own, and no view of others
+        if isinstance(target, Tensor) and target.shape == rows.shape and apart:
             return target.copy_(rows)
         return rows
 

@@ -58,6 +58,16 @@ ALONE: dict[str, Middle] = {
     "behind_a_transpose": lambda x: torch.cat((x.mT[:, :2] * 3, x.mT[:, 2:]), 1).mT,
     "gathered": lambda x: x.gather(1, torch.stack([torch.arange(x.shape[1]).roll(c % 2) for c in range(WIDTH)], -1).expand_as(x)),
 }
+MEMORY: dict[str, Middle] = {  # views by other ways than the channels
+    "as_strided": lambda x: written(x, lambda x: x.as_strided((len(x), x.shape[1], HALF), x.stride()).mul_(2)),
+    "as_strided_across_rows": lambda x: written(x, lambda x: x.as_strided((len(x), 3, WIDTH + 8), x.stride()).mul_(2)),
+    "bits": lambda x: (x.view(torch.int64) & -8).view(torch.float64),
+    "halves_of_numbers": lambda x: x.view(torch.int32).view(torch.float64),
+    "written_as_bits": lambda x: written(x, lambda x: x.view(torch.int64)[..., :HALF].zero_()),
+    "diagonal": lambda x: written(x, lambda x: x.diagonal(0, 1, 2).mul_(2)),
+    "unfolded": lambda x: written(x, lambda x: x.unfold(-1, 4, 4)[..., 0].mul_(2)),
+    "complex": lambda x: written(x, lambda x: torch.view_as_complex(x.unflatten(-1, (-1, 2))).mul_(1j)),
+}
 ALIKE: dict[str, Middle] = {
     "scaled": lambda x: x * 2,
     "rows_scaled": lambda x: x * torch.arange(1, x.shape[1] + 1, dtype=x.dtype)[None, :, None],
@@ -85,6 +95,13 @@ def test_rows__a_part_by_itself_pins_the_stream(how: str) -> None:
     assert error < EXACT
     assert not any(f"space of {WIDTH}" in site for site in sites)
     assert any(APART in reason for reason in refused)
+
+
+@pytest.mark.parametrize("how", MEMORY)
+def test_rows__other_views_of_the_memory_pin_the_stream_too(how: str) -> None:
+    error, sites, _ = quantized(MEMORY[how])
+    assert error < EXACT
+    assert not any(f"space of {WIDTH}" in site for site in sites)
 
 
 @pytest.mark.parametrize("how", ALIKE)
