@@ -38,6 +38,7 @@ MAY_IMPORT = {
         "mmqc/cli/",
         "mmqc/samples/",
         "mmqc/compiler/compiled_loop.py",
+        "mmqc/compiler/kept_cache.py",
         "mmqc/front/attention.py",
     ),
     "kernels": (),

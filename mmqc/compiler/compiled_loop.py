@@ -8,8 +8,8 @@ transformers compiles the decode step of a static cache and nothing else.  Four 
     prefill     runs eagerly, hundreds of small launches   ->  compiled as well: one graph for any length, or, with
                                                                prefill="graphs", a CUDA graph for every length that comes
     stop check  asks the device after every token          ->  one step late, transformers' ``DeferredStopCheck``
-    the cache   is new in every call, so CUDA graphs are   ->  kept, emptied and used again while its shape fits
-                recorded again
+    the cache   is new in every call, so CUDA graphs are   ->  kept, emptied and used again while it has room
+                recorded again, and as long as the call        (kept_cache.py)
     guards      ask the same of every layer for every      ->  asked once per call, ``layer_guards``, with this backend
                 token, some milliseconds
 
@@ -36,11 +36,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import CompileConfig, GenerationConfig
-from transformers.cache_utils import StaticCache, StaticLayer
+from transformers.cache_utils import StaticCache
 from transformers.generation import utils as generation
 
+from mmqc.compiler.kept_cache import KeptCaches, empty, longest
 from mmqc.compiler.layer_guards import LayerGuards
-from mmqc.front.sizes import constant_sizes
+from mmqc.front.sizes import sizes_vary
 from mmqc.kv.cache import QuantizedCache
 
 __all__ = ["compiled_loop"]
@@ -53,7 +54,8 @@ class _State:
     """What a model keeps from one call to the next; a copy of the model starts afresh."""
 
     def __init__(self) -> None:
-        self.cache: StaticCache | QuantizedCache | None = None
+        self.caches = KeptCaches()
+        self.packed: QuantizedCache | None = None
         self.key: tuple[Any, ...] = ()
         self.prefills: dict[str, Callable[..., Any]] = {}
         self.guards: LayerGuards | None = None
@@ -111,8 +113,12 @@ def _loop(model: Any, input_ids: Tensor, generation_config: GenerationConfig, pr
     config = copy.copy(generation_config)
     config.compile_config = _compile_config(generation_config.compile_config)
     outlives = config.return_dict_in_generate or getattr(cache, "_is_user_defined", False)
-    ready: Any = _ready_packed if isinstance(cache, QuantizedCache) else _ready
-    cache = kwargs["past_key_values"] = ready(model, cache, input_ids.shape[0], keep=not outlives)
+    if isinstance(cache, QuantizedCache):
+        cache = _ready_packed(model, cache, input_ids.shape[0], keep=not outlives)
+    else:
+        tokens, varies = _tokens(cache, input_ids, config, kwargs), how != "graphs"
+        cache = _State.of(model).caches.ready(model, cache, input_ids.shape[0], tokens, keep=not outlives, varies=varies)
+    kwargs["past_key_values"] = cache
     possible = config.prefill_chunk_size is None and all(c.is_initialized for c in cache.layers)
     how = how if possible else "eager"  # transformers compiles the chunks of a prompt itself
     loop: Any = generation.GenerationMixin
@@ -120,12 +126,23 @@ def _loop(model: Any, input_ids: Tensor, generation_config: GenerationConfig, pr
     while True:
         config.compile_config, options = _without_guards(compile_config, guards)
         try:
-            with _compiled_once(model, config.compile_config, options, how, guards), _deferred_stop_check():
+            once = _compiled_once(model, config.compile_config, options, how, guards)
+            with sizes_vary(how != "graphs"), once, _deferred_stop_check():
                 return loop._sample(model, input_ids, generation_config=config, **kwargs)
         except _LayersChanged:
             assert guards is not None
             guards.renew()
-            _empty(cache)
+            empty(cache)
+
+
+def _tokens(cache: StaticCache, input_ids: Tensor, config: GenerationConfig, kwargs: dict[str, Any]) -> int:
+    """How many tokens a sequence may have at the end; always more than the prompt, so that no size equals another by chance.
+
+    transformers makes a cache as long as that of the longest call so far.
+    """
+    if "inputs_embeds" in kwargs:  # then max_length counts what comes behind them
+        return longest(cache) + 1
+    return max(config.max_length, input_ids.shape[1] + 1)
 
 
 def _streamer() -> Any:
@@ -196,36 +213,6 @@ def _without_guards(config: CompileConfig, guards: LayerGuards | None) -> tuple[
     return step, options
 
 
-def _ready(model: Any, new: Any, batch: int, *, keep: bool) -> Any:
-    """The last call's cache, emptied, if it is like ``new``, because CUDA graphs hold its addresses; else ``new`` with its memory.
-
-    What a compiled prefill allocates by itself has no address that CUDA graphs may rely on.
-    """
-    shape = model._get_static_cache_init_shape()
-    if shape is None:
-        return new
-    state = _State.of(model)
-    layers = [(type(layer), layer.max_cache_len) for layer in new.layers]
-    key = (layers, batch, *shape, model.dtype, model.device)
-    if keep and state.cache is not None and state.key == key:
-        _empty(state.cache)
-        return state.cache
-    new.early_initialization(batch, *shape, model.dtype, model.device)
-    if keep:
-        state.cache, state.key = new, key
-    return new
-
-
-def _empty(cache: StaticCache | QuantizedCache) -> None:
-    """``cache.reset()`` with one launch per dtype instead of three per layer."""
-    if any(type(layer) is not StaticLayer for layer in cache.layers):
-        cache.reset()
-        return
-    tensors = [t for layer in cache.layers for t in vars(layer).values() if isinstance(t, Tensor)]
-    for dtype in {t.dtype for t in tensors}:
-        torch._foreach_zero_([t for t in tensors if t.dtype == dtype])
-
-
 def _ready_packed(model: Any, new: QuantizedCache, batch: int, *, keep: bool) -> QuantizedCache:
     """The last call's cache, emptied, if it stores what ``new`` would and has its room; else ``new``.
 
@@ -233,13 +220,13 @@ def _ready_packed(model: Any, new: QuantizedCache, batch: int, *, keep: bool) ->
     """
     state = _State.of(model)
     key = (new.spec, new.shared.context, batch, model.dtype, model.device)
-    kept: Any = state.cache
+    kept: Any = state.packed
     same = keep and isinstance(kept, QuantizedCache) and state.key == key
     if same and kept.get_max_length() >= new.get_max_length():
         kept.reset()
         return kept
     if keep:
-        state.cache, state.key = new, key
+        state.packed, state.key = new, key
     return new
 
 
@@ -262,8 +249,7 @@ def _compiled_once(
             return (before or model._call_impl)(*args, **kwargs)
         model._compiled_call_impl = before
         try:
-            with constant_sizes(how == "graphs"):
-                output = call(*args, **kwargs)
+            output = call(*args, **kwargs)
         except Exception:
             if guards is None or guards.same():
                 raise

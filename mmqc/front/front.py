@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from mmqc.front.find import Finder, Packed, Plan
 from mmqc.front.handover import RUNNING, Installed, compute, numbers
 from mmqc.front.kept import Kept
-from mmqc.front.sizes import Marked
+from mmqc.front.sizes import Marked, known_to_vary
 from mmqc.front.turn import Turn, caller
 from mmqc.graph.tracing import Frame, run_eagerly, varying
 from mmqc.nn import modality
@@ -184,9 +184,11 @@ def before_trace(frame: Frame) -> tuple[bool, bool]:
     if not front.turn.is_mine() and front.turn.take(caller(*CALLBACKS), wait=False):
         front.prepare(frame.model, inputs)
         front.call.early = True
-    varying = front.active is not None and front.turn.is_mine()  # only such a model takes images of any size
+    # A front at work says that the model takes images of any size.
+    varying = front.turn.is_mine() and (front.active is not None or known_to_vary())
     if varying:
-        front.call.marked.mark(inputs | visual_mask(frame.model), RUNNING.table[front.number])
+        handed = RUNNING.table[front.number] if front.active is not None else None
+        front.call.marked.mark(inputs | visual_mask(frame.model), handed)
     return front.call.capture, varying
 
 

@@ -1,12 +1,12 @@
 """Sizes that another call changes are symbols from the first trace on: one program for all that are more than one.
 
-    a size above one of an input, or of what is handed over       may change
+    a size above one of an input, or of what is handed over       may change: where images of any size come, or ``sizes_vary``
     what the last forward left on a module (``rope_deltas``)      is of that call's batch: forgotten in front, where nobody reads it
     a batch of one, one image                                     are constants: programs of their own
 
 Why:     Dynamo compiles the first sizes as constants, and those that differ in the second call with symbols.
 Weakly:  what the model's code compares with a constant becomes that constant, without an error.
-Not:     where ``constant_sizes`` says that few shapes will come, each recorded as a CUDA graph: constants make faster kernels.
+Not:     where ``sizes_vary(False)`` says that few shapes will come, each recorded as a CUDA graph: constants make faster kernels.
 """
 
 from __future__ import annotations
@@ -22,17 +22,22 @@ from mmqc.front.handover import Handed
 from mmqc.front.observe import tensors_in
 from mmqc.graph.tracing import may_vary
 
-_constant: ContextVar[bool] = ContextVar("sizes are constants", default=False)
+_vary: ContextVar[bool | None] = ContextVar("sizes vary", default=None)
 
 
 @contextmanager
-def constant_sizes(constant: bool = True) -> Iterator[None]:
-    """Calls that are compiled meanwhile are of few shapes."""
-    token = _constant.set(constant)
+def sizes_vary(vary: bool) -> Iterator[None]:
+    """Calls that are compiled meanwhile are of any shape, or of few shapes."""
+    token = _vary.set(vary)
     try:
         yield
     finally:
-        _constant.reset(token)
+        _vary.reset(token)
+
+
+def known_to_vary() -> bool:
+    """Whether calls are of any shape, with images or without."""
+    return bool(_vary.get())
 
 
 class Marked:
@@ -41,12 +46,15 @@ class Marked:
     def __init__(self) -> None:
         self.undo: list[Callable[[], None]] = []
 
-    def mark(self, inputs: Mapping[str, Any], handed: Handed) -> None:
+    def mark(self, inputs: Mapping[str, Any], handed: Handed | None) -> None:
         """Mark the sizes of a call that may be others in the next one."""
-        if _constant.get():
+        if _vary.get() is False:
             return
-        for tensor in tensors_in([dict(inputs), handed.values, handed.arguments], depth=0):
-            self.undo.append(may_vary(tensor, [d for d, size in enumerate(tensor.shape) if size > 1]))
+        given = [dict(inputs), *([handed.values, handed.arguments] if handed is not None else [])]
+        for view in tensors_in(given, depth=0):
+            for tensor in (view, view._base):  # Dynamo follows a view to its base, and its sizes
+                if tensor is not None:
+                    self.undo.append(may_vary(tensor, [d for d, size in enumerate(tensor.shape) if size > 1]))
 
     def clear(self) -> None:
         """Take the marks back: the tensors are the caller's, and may go to another model."""

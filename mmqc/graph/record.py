@@ -33,7 +33,7 @@ from mmqc.graph.runner import check_trace
 # fmt: off
 _ABOUT = frozenset((
     "__get__", "__len__", "__hash__", "size", "dim", "ndimension", "numel", "nelement", "stride",
-    "storage_offset", "element_size", "get_device", "type", "storage_type",
+    "storage_offset", "element_size", "get_device", "type", "data_ptr", "untyped_storage", "storage", "storage_type",
     "is_contiguous", "is_floating_point", "is_complex", "is_signed", "is_conj", "is_neg", "is_inference", "is_pinned", "is_shared",
     "is_same_size", "is_set_to", "is_storage", "is_tensor", "is_distributed", "is_coalesced", "has_names", "result_type",
     "requires_grad_", "retain_grad", "register_hook", "register_post_accumulate_grad_hook", "__dlpack_device__", "__set__",

@@ -1,7 +1,14 @@
 """A checkpoint is never loaded with random weights, and a save that fails leaves the old one."""
 
+import contextlib
+import copy
+import itertools
+import os
+import random
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -55,6 +62,32 @@ def test_fewer_shards__leave_no_stale_file_and_keep_foreign_ones(tmp_path, quant
     assert not [p for p in tmp_path.parent.iterdir() if ".saving-" in p.name]
 
 
+def test_killed_save__leaves_the_old_one_or_the_new_one(tmp_path, quantized):
+    """A child process saves another model over the first again and again, and is killed."""
+    model, inputs = quantized
+    target = tmp_path / "model"
+    model.save_pretrained(target)
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        other.model.language_model.norm.weight.mul_(2)
+        wanted = [m(**inputs).logits for m in (model, other)]
+    found = set()
+    for kill in range(8):
+        child = os.fork()
+        if not child:
+            with contextlib.suppress(BaseException):
+                for saved in itertools.cycle((other, model)):
+                    saved.save_pretrained(target, max_shard_size="50KB" if kill % 2 else "5GB")
+            os._exit(1)
+        time.sleep(random.uniform(0.02, 0.3))
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        with torch.no_grad():
+            got = AutoModelForImageTextToText.from_pretrained(target)(**inputs).logits
+        found |= {i for i, logits in enumerate(wanted) if torch.equal(got, logits)} or {f"neither, kill {kill}"}
+    assert found <= {0, 1}
+
+
 def test_config_without_times__is_the_same_in_two_runs(tmp_path, quantized):
     model, _ = quantized
     config = model.config.quantization_config
@@ -75,11 +108,12 @@ def test_positional_arguments__are_staged_too(tmp_path, quantized, monkeypatch):
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == before
 
 
-def test_two_saves__are_equal_byte_by_byte(tmp_path):
+@pytest.mark.parametrize("recipe", [recipes.rtn(4), recipes.mquant(8, solver="rtn")], ids=["rtn", "mquant"])
+def test_two_saves__are_equal_byte_by_byte(tmp_path, recipe):
     """Of two runs of all that makes a checkpoint."""
     for name in ("one", "two"):
-        model, _ = tiny_qwen2_vl()
-        quantize_(model, recipes.rtn(4), progress=False)
+        model, inputs = tiny_qwen2_vl()
+        quantize_(model, recipe, [inputs] if recipe.needs_calibration else None, progress=False)
         model.save_pretrained(tmp_path / name)
     one, two = ({p.name: p.read_bytes() for p in (tmp_path / name).iterdir()} for name in ("one", "two"))
     assert one == two

@@ -82,28 +82,52 @@ def test_compiled_loop__left_padded_batch() -> None:
 def test_compiled_loop__prefill_and_step_are_one_graph_each(without_inductor: None) -> None:
     model, batch = quantized_vlm()
     more = {"max_new_tokens": 4, "do_sample": False, "cache_implementation": "static", "custom_generate": mmqc.compiled_loop}
-    text = torch.randint(1, 30, (1, 40), generator=torch.Generator().manual_seed(1))
+    text = torch.randint(1, 30, (1, 60), generator=torch.Generator().manual_seed(1))
     seen = []
     with collect_records() as records:
-        for length in (30, 12, 21, 17):  # the longest first: transformers sizes the cache by the longest so far
+        for length in (12, 30, 60, 40, 17):
             assert model.generate(input_ids=text[:, :length], **more).shape[1] == length + 4
             seen.append(len(records))
-        assert seen == [2, 3, 3, 3], "prefill and step; then a prefill for every length"
+        assert seen == [2] * 5, "a prefill and a step for every length"
         with_images = [model.generate(**batch, **more) for _ in range(2)]
-        assert len(records) <= 5, "a prefill with images, and a step with the larger cache"
+        assert len(records) == 4, "a prefill with images, and a step that is given the kinds of tokens"
     assert all(record.quantized for record in records)
     del more["custom_generate"]
     assert all(torch.equal(model.generate(**batch, **more), got) for got in with_images)
+
+
+def test_compiled_loop__batches_in_any_order_compile_twice(without_inductor: None) -> None:
+    """One prompt, several prompts: a prefill and a step each, whatever their number, lengths and images."""
+    model, _ = tiny_qwen2_vl()
+    more = {"do_sample": False, "cache_implementation": "static"}
+    draw = torch.Generator().manual_seed(3)
+
+    def batch(rows: int, length: int) -> dict[str, torch.Tensor]:
+        ids = torch.randint(5, 30, (rows, length), generator=draw)
+        mask = torch.ones_like(ids)
+        mask[: rows // 2, :3] = 0
+        return {"input_ids": ids.masked_fill(mask == 0, 0), "attention_mask": mask}
+
+    calls = [
+        (batch(rows, length), new)
+        for rows, length, new in ((1, 20, 3), (3, 12, 5), (16, 90, 2), (2, 30, 4), (1, 200, 9), (5, 33, 7))
+    ]
+    with collect_records() as records:
+        got = [model.generate(**b, **more, max_new_tokens=n, custom_generate=mmqc.compiled_loop) for b, n in calls]
+    assert len(records) == 4, "for one prompt and for several"
+    assert all(
+        torch.equal(model.generate(**b, **more, max_new_tokens=n), tokens) for (b, n), tokens in zip(calls, got, strict=True)
+    )
 
 
 def test_compiled_loop__keeps_the_cache_and_a_copy_of_the_model_does_not() -> None:
     model, batch = tiny_qwen2_vl()
     more = {"max_new_tokens": 3, "do_sample": False, "cache_implementation": "static", **compiled()}
     first = model.generate(**batch, **more)
-    kept = model._mmqc_loop.cache
+    (kept,) = (k.cache for k in model._mmqc_loop.caches.caches.values())
     assert torch.equal(model.generate(**batch, **more), first)
-    assert model._mmqc_loop.cache is kept
-    assert copy.deepcopy(model)._mmqc_loop.cache is None
+    assert [k.cache for k in model._mmqc_loop.caches.caches.values()] == [kept]
+    assert not copy.deepcopy(model)._mmqc_loop.caches.caches
     returned = model.generate(**batch, **more, return_dict_in_generate=True)
     assert returned.past_key_values is not kept, "a cache that the caller gets is the caller's"
     assert model._compiled_call_impl is None

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from mmqc.front.handover import Handed
-from mmqc.front.sizes import Marked, constant_sizes, left_on
+from mmqc.front.sizes import Marked, left_on, sizes_vary
 
 WEAK = "_dynamo_weak_dynamic_indices"
 
@@ -54,8 +54,8 @@ def test_clear__leaves_the_callers_own_marks() -> None:
     assert marked(given)["ids"] == [1]
 
 
-def test_constant_sizes__marks_nothing() -> None:
+def test_sizes_vary__marks_nothing() -> None:
     given = inputs(2, 5, 2)
-    with constant_sizes():
+    with sizes_vary(False):
         Marked().mark(given, Handed())
     assert not any(marked(given).values())

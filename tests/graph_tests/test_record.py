@@ -1,5 +1,4 @@
 import copy
-import ctypes
 from collections.abc import Callable
 from typing import Any
 
@@ -199,8 +198,6 @@ LOOKS: dict[str, Callable[[Tensor], object]] = {
     "unique": lambda x: len(torch.unique(x[0, :2, 0] > 0.5)) > 1,
     "format": lambda x: f"{x[0, -1, 0]:.1f}" > "0.5",
     "repr": lambda x: "-" in repr(x[0, -1, :1]),
-    "storage": lambda x: bytes(x.untyped_storage())[3] < 128,
-    "pointer": lambda x: ctypes.c_float.from_address(x.data_ptr()).value > 0,
 }
 
 

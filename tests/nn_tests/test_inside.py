@@ -71,7 +71,7 @@ def test_inside__the_whole_model_warns_of_nothing(one):
     with warnings.catch_warnings():
         warnings.simplefilter("error", InsideWarning)
         model(**inputs)
-        model.generate(**inputs, max_new_tokens=3)
+        assert model.generate(**inputs, max_new_tokens=3).shape[1] > inputs["input_ids"].shape[1]
         torch.compile(model, backend="eager")(**inputs)
 
 

@@ -151,3 +151,17 @@ def test_unseen__a_second_batch_reaches_what_the_first_does_not() -> None:
     assert not any("no recorded batch" in r.reason for r in report.refused)
     for batch, before in zip(batches, expected, strict=True):
         assert relative_error(output_of(model, batch), before) < EXACT
+
+
+def test_unseen__is_refused_after_loading_too(tmp_path) -> None:
+    """Quantized with text alone, saved, loaded: an image meets a rotated stream."""
+    model, inputs = tiny_qwen2_vl()
+    text = {"input_ids": torch.arange(5, 15)[None], "attention_mask": torch.ones(1, 10, dtype=torch.long)}
+    mmqc.quantize_(model, mmqc.recipes.rotate(), [text], progress=False)
+    model.save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path)
+    with torch.no_grad():
+        assert torch.equal(again(**text).logits, model(**text).logits)
+    for one in (model, again):
+        with pytest.raises(UnseenError, match=r"model\.visual ran, but no batch"):
+            one(**inputs)

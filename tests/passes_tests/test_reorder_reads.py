@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch._inductor.utils import run_and_get_code
 
 from mmqc.compiler.record import collect_records
-from mmqc.front.sizes import constant_sizes
+from mmqc.front.sizes import sizes_vary
 from mmqc.graph.program import PassRecord
 from mmqc.graph.text import text_diff
 
@@ -191,7 +191,7 @@ def test_reorder_reads__a_step_without_reads_is_left_alone(without_inductor: Non
 def test_reorder_reads__a_whole_model(without_inductor: None, quantized: bool) -> None:
     """Of sizes that stay as they are: in a graph for any size the number that is read is no constant."""
     model, inputs = quantized_vlm() if quantized else tiny_qwen2_vl()
-    with torch.no_grad(), collect_records() as records, constant_sizes():
+    with torch.no_grad(), collect_records() as records, sizes_vary(False):
         expected = logits(model, inputs)
         got = logits(torch.compile(model, backend="mmqc"), inputs)
     (record,) = (p for r in records for p in r.passes if p.name == "reorder_reads")

@@ -7,6 +7,7 @@ import torch
 from blocks import VOCAB, WIDTH, Mlp, RMSNorm, ids
 from float64 import EXACT, output_of, relative_error
 from models import randomise
+from tolerance import TOLERANCE
 from torch import Tensor, nn
 
 import mmqc
@@ -81,18 +82,29 @@ ALIKE: dict[str, Middle] = {
 }
 
 
-def quantized(middle: Middle) -> tuple[float, list[str], list[str]]:
-    model = randomise(Stream(middle)).double()
-    expected = output_of(model, ids())
+def quantized(middle: Middle, dtype: torch.dtype = torch.float64) -> tuple[float, list[str], list[str]]:
+    model = randomise(Stream(middle)).to(dtype)
+    answer = output_of if dtype is torch.float64 else torch.no_grad()(lambda model, batch: model(**batch))
+    expected = answer(model, ids())
     report = mmqc.quantize_(model, mmqc.recipes.rotate(), [ids()], progress=False)
     sites = [site for record in report.passes if record.name == "fuse_rotation" for site in record.sites]
-    return relative_error(output_of(model, ids()), expected), sites, [r.reason for r in report.refused]
+    return relative_error(answer(model, ids()), expected), sites, [r.reason for r in report.refused]
 
 
 @pytest.mark.parametrize("how", ALONE)
 def test_rows__a_part_by_itself_pins_the_stream(how: str) -> None:
     error, sites, refused = quantized(ALONE[how])
     assert error < EXACT
+    assert not any(f"space of {WIDTH}" in site for site in sites)
+    assert any(APART in reason for reason in refused)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("how", ["scaled", "in_place_one_row", "rolled"])
+def test_rows__pins_in_coarser_types_too(how: str, dtype: torch.dtype) -> None:
+    """A factor of 1.00001 is below what a comparison of outputs in bfloat16 can see."""
+    error, sites, refused = quantized(ALONE[how], dtype)
+    assert error < TOLERANCE[dtype][0]
     assert not any(f"space of {WIDTH}" in site for site in sites)
     assert any(APART in reason for reason in refused)
 

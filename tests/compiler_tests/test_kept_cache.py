@@ -1,0 +1,73 @@
+import pytest
+import torch
+from models import tiny_qwen2_vl
+from torch import nn
+from transformers.cache_utils import StaticCache
+
+from mmqc.compiler import kept_cache
+from mmqc.compiler.kept_cache import TIMES, KeptCaches, room_for, tensors
+
+
+def test_room_for__a_quarter_too_much_at_most_and_never_too_little() -> None:
+    rooms = [room_for(n) for n in range(1, 20000)]
+    assert rooms == sorted(rooms)
+    assert all(n <= room <= max(n + 63, 1.25 * n) for n, room in enumerate(rooms, 1))
+    assert len(set(rooms)) < 40, "few sizes, so that few are compiled or recorded"
+
+
+def ready(caches: KeptCaches, model: nn.Module, tokens: int, batch: int = 1, **more: bool) -> StaticCache:
+    config = model.config.get_text_config(decoder=True)
+    return caches.ready(
+        model, StaticCache(config=config, max_cache_len=tokens), batch, tokens, **{"keep": True, "varies": True, **more}
+    )
+
+
+def test_kept__is_used_again_while_it_has_room_and_not_too_much() -> None:
+    (model, _), caches = tiny_qwen2_vl(), KeptCaches()
+    first = ready(caches, model, 300)
+    assert first.get_max_length() == room_for(300)
+    first.layers[0].keys.fill_(1)
+    for tokens in (20, room_for(300) // TIMES, room_for(300)):
+        again = ready(caches, model, tokens)
+        assert (again is first) == (room_for(300) <= TIMES * room_for(tokens)), tokens
+        if again is first:
+            assert not again.layers[0].keys.any(), "empty"
+        first = ready(caches, model, 300)
+    longer = ready(caches, model, room_for(300) + 1)
+    assert longer is not first
+    assert len(caches.caches) == 1
+
+
+def test_kept__one_for_each_number_of_prompts_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    (model, _), caches = tiny_qwen2_vl(), KeptCaches()
+    found = [ready(caches, model, 100, batch) for batch in (1, 2, 3)]
+    assert all(ready(caches, model, 100, batch) is cache for batch, cache in enumerate(found, 1))
+    assert [cache.layers[0].keys.shape[0] for cache in found] == [1, 2, 3]
+    monkeypatch.setattr(kept_cache, "KEPT", sum(t.nbytes for t in tensors(found[0])))
+    last = ready(caches, model, 100, 4)
+    assert [kept.cache for kept in caches.caches.values()] == [last]
+
+
+def test_kept__not_what_the_caller_gets() -> None:
+    (model, _), caches = tiny_qwen2_vl(), KeptCaches()
+    assert ready(caches, model, 100, keep=False) is not ready(caches, model, 100, keep=False)
+    assert not caches.caches
+
+
+def test_sizes__that_change_are_marked_and_those_of_few_shapes_are_not() -> None:
+    (model, _), caches = tiny_qwen2_vl(), KeptCaches()
+    marks = lambda cache: getattr(cache.layers[0].keys, "_dynamo_weak_dynamic_indices", set())  # noqa: E731
+    assert marks(ready(caches, model, 100)) == {2}
+    assert marks(ready(caches, model, 100, batch=3)) == {0, 2}
+    assert marks(ready(caches, model, 100, varies=False)) == set()
+
+
+def test_layers_that_slide__keep_their_window() -> None:
+    (model, _), caches = tiny_qwen2_vl(), KeptCaches()
+    config = model.config.get_text_config(decoder=True)
+    config.layer_types = ["sliding_attention", *["full_attention"] * (config.num_hidden_layers - 1)]
+    config.sliding_window, config.use_sliding_window = 16, True
+    cache = ready(caches, model, 200)
+    assert [layer.keys.shape[2] for layer in cache.layers][:2] == [16, room_for(200)]
+    assert ready(caches, model, 190) is cache, "its room is that of the layers that do not slide"
+    assert torch.equal(cache.layers[0].keys, torch.zeros_like(cache.layers[0].keys))
