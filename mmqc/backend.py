@@ -20,6 +20,7 @@ from mmqc.compiler import graph_content
 from mmqc.compiler import record as compile_record
 from mmqc.compiler.options import CompileOptions
 from mmqc.compiler.record import GraphRecord, collect_records
+from mmqc.compiler.regions import compile_by_regions
 from mmqc.compiler.run_time import reading_first, rewrite_at_run_time, where_equal
 from mmqc.compiler.torchao_graph import adopt_torchao
 from mmqc.front.front import after_trace, before_trace
@@ -74,16 +75,25 @@ def _lower(gm: fx.GraphModule, example_inputs: Sequence[Any], request: CompileOp
     request.check_inductor_keys(inductor.config_keys())
     patches.update(request.inductor)
 
+    kernels: list[list[str]] = []
+
     def observe(graph: fx.GraphModule, source: str) -> None:
-        record.kernels += inductor.kernel_names(source)
+        kernels[-1] += inductor.kernel_names(source)
         record.fallbacks += mmqc.lowering.fallbacks(graph)
+
+    def compile_(part: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        kernels.append([])
+        return inductor.compile_graph(part, inputs, patches, observe if compile_record.collecting() else None)
 
     started = time.perf_counter()
     on_cpu = all(x.device.type == "cpu" for x in example_inputs if isinstance(x, Tensor))
     # a sum in another order moves a value across a tie now and then: what rounds is compiled with torch's kernels
     as_eager = on_cpu and any("quantize" in name for name in record.ops)
     with torch_kernels() if as_eager else nullcontext():
-        compiled = inductor.compile_graph(gm, example_inputs, patches, observe if compile_record.collecting() else None)
+        whole = not on_cpu and patches.get("triton.cudagraphs")
+        regions = None if whole else compile_by_regions(gm, example_inputs, compile_, inductor.depends)
+        compiled = compile_(gm, example_inputs) if regions is None else regions.forward
+    record.kernels = [name for part in (regions.order if regions is not None else (0,)) for name in kernels[part]]
     record.compile_seconds = time.perf_counter() - started
     return compiled
 

@@ -63,6 +63,7 @@ class Finder:
 
     def search(self) -> Plan:
         """The five steps."""
+        self.warm()
         seen = self.observed()
         self.expected = list(floats(seen.output))
         seen = self.pack_attention(seen)
@@ -80,6 +81,12 @@ class Finder:
         inputs = {k: v if isinstance(v, Tensor) else _private(v) for k, v in self.inputs.items()}
         with torch.no_grad(), torch.random.fork_rng(enabled=self.model.training):
             return self.model.forward(**inputs)
+
+    def warm(self) -> None:
+        """On a GPU, compile what a first forward compiles: watched, that would take several times as long."""
+        if any(isinstance(v, Tensor) and v.is_cuda for v in self.inputs.values()):
+            with as_traced():
+                self.forward()
 
     def observed(self) -> Observation:
         """The forward with every read."""
@@ -109,6 +116,7 @@ class Finder:
             return seen
         try:
             with Packed(configs), attention.check() as calls:
+                self.warm()
                 packed = self.observed()
             reason = difference(list(floats(packed.output)), self.expected)
             if calls.other or not calls.packed:

@@ -79,6 +79,7 @@ __all__ = [
     "counters",
     "current_node",
     "decompositions",
+    "depends",
     "empty",
     "fallback_handler",
     "fallbacks",
@@ -153,8 +154,7 @@ def compile_graph(
     ``observe`` sees every graph that reaches code generation, forward or backward, with the generated wrapper's source;
     AOTAutograd's cache would skip it, so that cache is off while somebody observes.
     """
-    on_cuda = any(isinstance(x, torch.Tensor) and x.is_cuda for x in example_inputs) and kernels.install()
-    known = known_transforms(gm, example_inputs) if on_cuda else frozenset[int]()
+    known = depends(gm, example_inputs)
     own = "-".join((_TAG, *map(str, sorted(known))))
 
     def tagged() -> Any:
@@ -173,6 +173,12 @@ def compile_graph(
     compile_: Any = compile_fx  # returns a callable for a GraphModule
     with tagged(), trusted_transforms(known), functorch_config.patch(enable_autograd_cache=cached):
         return compile_(gm, list(example_inputs), inner_compile=inner_compile, config_patches=dict(patches))
+
+
+def depends(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> frozenset[int]:
+    """What else the compilation of a graph goes by: the widths whose transforms are known, by their factors' values."""
+    on_cuda = any(isinstance(x, torch.Tensor) and x.is_cuda for x in example_inputs) and kernels.install()
+    return known_transforms(gm, example_inputs) if on_cuda else frozenset()
 
 
 def aot_files(module: Any, args: Any, kwargs: Any, options: Mapping[str, Any]) -> list[Any]:

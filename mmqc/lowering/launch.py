@@ -5,8 +5,9 @@
     emit        a launch in the generated code
 
 Why:     a launch in the generated code does without the checks and choices that a call of a Python op makes each time, and a
-         package compiled ahead of time has no Python.  A graph whose number of rows is symbolic holds one launch for each
-         regime of rows; all but one of them have an empty grid then, which is skipped.
+         package compiled ahead of time has no Python.
+Not:     where the number of rows is symbolic, and tiles differ by it: the op is called, which sees the rows that come
+         (``chosen_at_run_time``).  A package holds one launch for each regime of rows there; all but one have an empty grid.
 """
 
 from __future__ import annotations
@@ -78,6 +79,11 @@ def workspace(device: torch.device, tiles: int, tile_elements: int, split: int, 
 def count_rows(x: TensorBox) -> Any:
     """M of [..., K], an int if it is known."""
     return as_int(math.prod(x.get_size()[:-1]))
+
+
+def chosen_at_run_time(rows: Any) -> bool:
+    """Whether the op itself is called, for it chooses its launch by the rows that come, and has Gluon's kernels among them."""
+    return not isinstance(rows, int) and not for_package() and sum(1 for _ in regimes(rows)) > 1
 
 
 def matmul_caller(rows: Any, runs: Any = None) -> Caller:

@@ -1,0 +1,228 @@
+"""Layers that are alike are compiled once: the graph is cut at them, and one compiled function is called for each.
+
+    ...patches | layer 0 | layer 1 | ... | layer 27 | norm, head          ->  4 compilations instead of one of all that
+
+A layer is a module that has siblings of its class, at least ``LEAST`` of them together; Dynamo says of every node which modules it
+was traced in, outermost first.  Two parts are alike if their nodes, with the shapes and dtypes of what goes in, read the same.
+
+    why     most of a compilation's time goes by the number of nodes: tracing, scheduling, code generation
+    cost    a call of Python for each layer, and no fusion across the cut, where the residual stream passes in one tensor
+    not     where CUDA graphs are recorded: a graph per layer costs more at run time than it saves
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from sympy import Symbol
+from torch import Tensor, fx, nn
+from torch.fx.passes.split_module import split_module
+
+from mmqc.graph.kinds import kind
+
+LEAST = 4
+
+Compile = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
+Depends = Callable[[fx.GraphModule, Sequence[Any]], object]
+
+
+@dataclass(frozen=True)
+class Regions:
+    """A graph that was compiled in parts.
+
+    Attributes:
+        forward: takes the graph's inputs.
+        order: of the parts as they are called, each by its number among those that were compiled.
+    """
+
+    forward: Callable[..., Any]
+    order: tuple[int, ...]
+
+
+def compile_by_regions(gm: fx.GraphModule, inputs: Sequence[Any], compile_: Compile, depends: Depends) -> Regions | None:
+    """The graph compiled part by part, like parts once; None where too little is alike, or it cannot be cut.
+
+    Args:
+        gm: a graph of Dynamo; left as it is.
+        inputs: its example inputs.
+        compile_: compiles a part for its example inputs.
+        depends: what else the compilation of a part goes by.
+    """
+    if any(isinstance(x, Tensor) and x.requires_grad for x in inputs) and torch.is_grad_enabled():
+        return None
+    part = _parts(gm)
+    if part is None or not _known_between(gm, part):
+        return None
+    split = split_module(gm, gm, part.__getitem__, keep_original_order=True)  # type: ignore[arg-type]
+    calls = split.graph.find_nodes(op="call_module")
+    known = dict(zip(split.graph.find_nodes(op="placeholder"), inputs, strict=True))
+    parts = [_Part.of(split.get_submodule(str(node.target)), node, known, depends) for node in calls]  # type: ignore[arg-type]
+    if 3 * len({p.text for p in parts}) > 2 * len(parts):
+        return None
+    done: dict[str, _Compiled] = {}
+    order, count = [], 0
+    for p, node in zip(parts, calls, strict=True):
+        first = done.get(p.text)
+        if first is None or not first.holds_for(p):
+            first = done[p.text] = _Compiled.of(p, compile_, count)
+            count += 1
+        order.append(first.number)
+        setattr(split, str(node.target), _Call(first.function))
+    split.recompile()
+    return Regions(split.forward, tuple(order))
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A part of a graph.
+
+    Attributes:
+        module: its graph.
+        inputs: examples of what it takes.
+        sizes: where the guards of its inputs' sizes are, if any is a symbol.
+        symbols: in the sizes of its inputs, in order; ``text`` has their places in it.
+        text: two with the same are compiled alike, whatever their symbols, if the same guards hold.
+    """
+
+    module: fx.GraphModule
+    inputs: list[Any]
+    sizes: Any
+    symbols: tuple[Any, ...]
+    text: str
+
+    @classmethod
+    def of(cls, module: fx.GraphModule, call: fx.Node, known: dict[fx.Node, Any], depends: Depends) -> _Part:
+        """A module that ``call`` calls; ``known`` has the graph's own inputs, with their values."""
+        traced = [n.meta["example_value"] for n in module.graph.find_nodes(op="placeholder")]
+        inputs = [known.get(node, value) for node, value in zip(call.args, traced, strict=True)]  # type: ignore[call-overload]
+        words = _Words()
+        lines = [words.of(*pair) for pair in zip(traced, inputs, strict=True)]
+        text = [*lines, *words.ranges(), *_nodes(module), str(depends(module, inputs))]
+        return cls(module, inputs, words.sizes, tuple(words.symbols), "\n".join(text))
+
+
+@dataclass(frozen=True)
+class _Compiled:
+    """The first of parts that are alike, its number, and what its compilation took for granted."""
+
+    part: _Part
+    number: int
+    function: Callable[..., Any]
+    guards: list[Any]
+
+    @classmethod
+    def of(cls, part: _Part, compile_: Compile, number: int) -> _Compiled:
+        before = len(part.sizes.guards) if part.sizes is not None else 0
+        function = compile_(part.module, part.inputs)
+        return cls(part, number, function, [g.expr for g in part.sizes.guards[before:]] if part.sizes is not None else [])
+
+    def holds_for(self, other: _Part) -> bool:
+        """Guard the sizes of another part as this one's were guarded; whether they hold now."""
+        same = dict(zip(self.part.symbols, other.symbols, strict=True))
+        return all(bool(other.sizes.evaluate_expr(guard.xreplace(same))) for guard in self.guards if guard.free_symbols & {*same})
+
+
+class _Call(nn.Module):
+    """A compiled part in its module's place."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args: Any) -> Any:
+        """Run it."""
+        return self.function(*args)
+
+
+def _parts(gm: fx.GraphModule) -> dict[fx.Node, int] | None:
+    """The number of the part of each node that is computed, in order; None without layers enough."""
+    calls = [n for n in gm.graph.nodes if n.op not in ("placeholder", "get_attr", "output")]
+    layers = _layers(calls)
+    if not layers:
+        return None
+    part: dict[fx.Node, int] = {}
+    number, here = 0, None
+    for node in calls:
+        source = node.args[0] if kind(node) == "getitem" else None
+        if source in part and isinstance(source.meta.get("example_value"), tuple | list):  # a tuple cannot cross a cut
+            part[node] = part[source]
+            continue
+        stack = _stack(node)
+        layer = next((path for path in stack if path in layers), None) if stack else here
+        if layer != here:
+            number, here = number + 1, layer
+        part[node] = number
+    return part if number <= 2 * len(layers) + LEAST else None
+
+
+def _layers(calls: Sequence[fx.Node]) -> set[str]:
+    """The outermost modules that have siblings of their class."""
+    members: dict[tuple[str, Any], set[str]] = {}
+    for node in calls:
+        outer = ""
+        for path, cls in (node.meta.get("nn_module_stack") or {}).values():
+            members.setdefault((outer, cls), set()).add(path)
+            outer = path
+    found: set[str] = set()
+    for (outer, _), paths in sorted(members.items(), key=lambda item: len(item[0][0])):
+        if len(paths) >= LEAST and outer not in found:
+            found |= paths
+    return found
+
+
+def _stack(node: fx.Node) -> list[str]:
+    return [path for path, _ in (node.meta.get("nn_module_stack") or {}).values()]
+
+
+def _known_between(gm: fx.GraphModule, part: dict[fx.Node, int]) -> bool:
+    """Whether an example is known of everything that crosses a cut, and all of that is tensors and sizes."""
+    return all(
+        isinstance(node.meta.get("example_value"), Tensor | torch.SymInt | int)
+        for node in gm.graph.nodes
+        if any(user.op != "output" and part.get(user) != part.get(node) for user in node.users)
+    )
+
+
+def _nodes(module: fx.GraphModule) -> list[str]:
+    """What a part computes, in words."""
+    number = {node: f"%{i}" for i, node in enumerate(module.graph.nodes)}
+    lines = []
+    for node in module.graph.nodes:
+        what = id(getattr(module, node.target, None)) if node.op == "get_attr" else node.target
+        what = what if isinstance(what, str | int) else f"{what} {id(what)}"
+        given = fx.map_arg((node.args, node.kwargs), number.__getitem__)
+        lines.append(node.op if node.op == "placeholder" else f"{node.op} {what} {given}")
+    return lines
+
+
+class _Words:
+    """Says of inputs what a compilation depends on: symbols and shared memory by their order of appearance."""
+
+    def __init__(self) -> None:
+        self.symbols: dict[Any, str] = {}
+        self.memory: dict[int, int] = {}
+        self.sizes: Any = None
+
+    def of(self, traced: Any, value: Any) -> str:
+        """One input, by what stood for it in the trace; ``value`` is the input itself, if it is there."""
+        if not isinstance(traced, Tensor):
+            return f"{type(traced).__name__} {self.size(traced)}"
+        shared = self.memory.setdefault(value.untyped_storage()._cdata, len(self.memory))
+        layout = [self.size(n) for n in (*traced.shape, *traced.stride(), traced.storage_offset())]
+        return f"{type(value).__name__} {traced.dtype} {traced.device} {layout} in {shared} {traced.requires_grad}"
+
+    def size(self, value: Any) -> str:
+        """A number, or an expression in numbered symbols."""
+        if not isinstance(value, torch.SymInt):
+            return str(value)
+        self.sizes, expr = value.node.shape_env, value.node.expr
+        for symbol in sorted(expr.free_symbols, key=str):
+            self.symbols.setdefault(symbol, f"z{len(self.symbols)}")
+        return str(expr.xreplace({s: Symbol(name) for s, name in self.symbols.items()}))
+
+    def ranges(self) -> list[str]:
+        """What is known of the symbols."""
+        return [f"{name} {self.sizes.var_to_range.get(symbol)}" for symbol, name in self.symbols.items()]

@@ -1,0 +1,182 @@
+"""Layers that are alike are compiled once, and everything computes what it did."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from tolerance import assert_close
+from torch import Tensor, fx, nn
+
+import mmqc
+from mmqc.compiler import regions
+from mmqc.compiler.record import collect_records
+from mmqc.compiler.regions import LEAST, Regions, compile_by_regions
+
+WIDTH, LAYERS = 16, 6
+
+
+class Layer(nn.Module):
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, width), nn.Linear(width, WIDTH)
+        self.seen: Tensor
+        self.register_buffer("seen", torch.zeros(1))
+
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        self.seen.add_(1)
+        return x + self.down(torch.relu(self.up(self.norm(x)))) * scale
+
+
+class Tower(nn.Module):
+    def __init__(self, widths: Sequence[int] = (32,) * LAYERS) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(50, WIDTH), nn.Linear(WIDTH, 7)
+        self.layers = nn.ModuleList(Layer(width) for width in widths)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        scale = x.mean(-1, keepdim=True)
+        for layer in self.layers:
+            x = layer(x, scale)
+        return self.head(x)
+
+
+def cut(model: nn.Module, *inputs: Tensor, depends: Callable[..., object] = lambda *_: None) -> tuple[list[Any], list[int], Any]:
+    """What was compiled (left as it is), the order of the parts, and the model compiled so."""
+    parts: list[Any] = []
+    found: list[Regions | None] = []
+
+    def backend(gm: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
+        def keep(part: fx.GraphModule, given: Sequence[Any]) -> Callable[..., Any]:
+            parts.append((part, given))
+            return part.forward
+
+        found.append(compile_by_regions(gm, examples, keep, depends))
+        return gm.forward if found[-1] is None else found[-1].forward
+
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend=backend)
+    compiled(*inputs)
+    return parts, [] if found[0] is None else list(found[0].order), compiled
+
+
+IDS = torch.arange(12).reshape(2, 6)
+
+
+@torch.no_grad()
+def test_regions__like_layers_once_and_each_with_its_own_weights() -> None:
+    model = Tower()
+    parts, order, compiled = cut(model, IDS)
+    assert len(parts) == 3
+    assert order == [0, *[1] * LAYERS, 2]
+    model.layers[3].seen.zero_()
+    assert torch.equal(compiled(IDS), model(IDS))
+    assert [float(layer.seen) for layer in model.layers] == [3, 3, 3, 2, 3, 3], "buffers that are written are each layer's own"
+
+
+@torch.no_grad()
+def test_regions__a_layer_of_another_size_is_compiled_by_itself() -> None:
+    model = Tower((32, 32, 40, 32, 32, 32))
+    parts, order, compiled = cut(model, IDS)
+    assert order == [0, 1, 1, 2, 1, 1, 1, 3]
+    assert len(parts) == 4
+    assert torch.equal(compiled(IDS), model(IDS))
+
+
+@torch.no_grad()
+def test_regions__what_else_a_compilation_depends_on() -> None:
+    model = Tower()
+    odd = model.layers[2].up.weight
+    parts, order, _ = cut(model, IDS, depends=lambda _, inputs: any(x is odd for x in inputs))
+    assert order == [0, 1, 1, 2, 1, 1, 1, 3]
+    assert all(len(part.graph.find_nodes(op="placeholder")) == len(given) for part, given in parts)
+
+
+@torch.no_grad()
+def test_regions__none_for_few_layers_or_where_gradients_are_wanted() -> None:
+    parts, order, _ = cut(Tower((32,) * (LEAST - 1)), IDS)
+    assert (parts, order) == ([], [])
+    with torch.enable_grad():
+        parts, order, _ = cut(Tower(), IDS)
+    assert (parts, order) == ([], [])
+
+
+class Own(nn.Module):
+    """Layers that each write a table of their own length, which is a symbol of its own."""
+
+    def __init__(self, lengths: Sequence[int]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in lengths)
+        self.tables = [torch.zeros(n, WIDTH) for n in lengths]
+
+    def forward(self, x: Tensor, tables: list[Tensor]) -> Tensor:
+        for layer, table in zip(self.layers, tables, strict=True):
+            table[: x.shape[0]].copy_(x)
+            x = layer(x, table.sum(0))
+        return x
+
+
+@torch.no_grad()
+def test_regions__sizes_that_are_symbols_of_their_own() -> None:
+    model = Own([7, 9, 8, 11, 6, 10])
+    x = torch.randn(5, WIDTH)
+    for table in model.tables:
+        torch._dynamo.maybe_mark_dynamic(table, 0)
+    parts, order, compiled = cut(model, x, model.tables)
+    assert order == [0, 1, 2, 2, 2, 2, 3], "the last one has no table behind it, the first one's table was written before"
+    assert len(parts) == 4
+    for lengths in ((7, 9, 8, 11, 6, 10), (20, 9, 15, 6, 7, 30)):
+        got, want = ([torch.zeros(n, WIDTH) for n in lengths] for _ in range(2))
+        assert torch.equal(compiled(x, got), model(x, want))
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+@torch.no_grad()
+def test_regions__a_guard_of_the_first_part_is_one_of_all() -> None:
+    """A compilation that takes a size for granted is not used where that does not hold."""
+    model = Own([7, 9, 8, 11, 6, 10])
+    for table in model.tables:
+        torch._dynamo.maybe_mark_dynamic(table, 0)
+    seen: list[int] = []
+
+    def backend(gm: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
+        def keep(part: fx.GraphModule, given: Sequence[Any]) -> Callable[..., Any]:
+            del given
+            traced = [node.meta["example_value"] for node in part.graph.find_nodes(op="placeholder")]
+            lengths = [value for value in traced if isinstance(value, torch.SymInt)]
+            seen.append(int(bool(lengths) and bool(lengths[0] > 7)))  # a guard
+            return part.forward
+
+        found = compile_by_regions(gm, examples, keep, lambda *_: None)
+        assert found is not None
+        return found.forward
+
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend=backend)
+    x = torch.randn(5, WIDTH)
+    got, want = ([torch.zeros(len(t), WIDTH) for t in model.tables] for _ in range(2))
+    for t in got:
+        torch._dynamo.maybe_mark_dynamic(t, 0)
+    assert torch.equal(compiled(x, got), model(x, want))
+    assert set(seen) == {0, 1}, "compiled for at most seven, and for more"
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("bits", [(8, 8), (4, None)], ids=["w8a8", "w4"])
+def test_backend__records_the_kernels_of_every_layer(bits: tuple[int, int | None], monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Tower()
+    mmqc.quantize_(model, mmqc.recipes.rtn(*bits), [{"ids": IDS}], progress=False)
+    answers = []
+    for least in (LEAST, 100):
+        monkeypatch.setattr(regions, "LEAST", least)
+        torch._dynamo.reset()
+        with collect_records() as records:
+            answers.append((torch.compile(model, backend="mmqc")(IDS), records[0]))
+    (got, by_parts), (want, whole) = answers
+    assert_close(got, want)
+    assert_close(got, model(IDS))
+    assert by_parts.ops == whole.ops
+    assert by_parts.fallbacks == whole.fallbacks or not whole.fallbacks
+    products = [sum("mm" in name for name in r.kernels) for r in (by_parts, whole)]
+    assert products[0] == products[1] > 0 or bits == (4, None)
