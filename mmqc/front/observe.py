@@ -7,6 +7,7 @@ arguments are all integer inputs of the forward: what it returns can be computed
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,7 +23,15 @@ from torch.overrides import TorchFunctionMode
 from mmqc.graph.reads import SIZE_READS, sizing
 
 SCALAR_READS = frozenset(("tolist", "item", "__bool__", "__int__", "__index__", "__float__", "numpy", "__contains__"))
-_TORCH = str(Path(torch.__file__).parent)
+# Whose functions are no part of the model's code.  Those of kernels have dozens of arguments, and there are many of them.
+_triton = importlib.util.find_spec("triton")
+FOREIGN = (
+    str(Path(torch.__file__).parent),
+    *([str(Path(_triton.origin).parent)] if _triton is not None and _triton.origin else []),
+    *(str(Path(__file__).parents[1] / room) for room in ("kernels", "ops")),
+    "<frozen",
+    __file__,
+)
 
 
 @dataclass(frozen=True)
@@ -115,7 +124,7 @@ class _Watch(TorchFunctionMode):
 
     def _is_foreign(self, code: CodeType) -> bool:
         if code not in self.foreign:
-            self.foreign[code] = code.co_filename.startswith((_TORCH, "<frozen")) or code.co_filename == __file__
+            self.foreign[code] = code.co_filename.startswith(FOREIGN)
         return self.foreign[code]
 
     def _call(self, frame: FrameType) -> Call:

@@ -50,8 +50,6 @@ def lower_weight_only_matmuls(
     x: TensorBox, w_q: list[TensorBox], w_scale: list[TensorBox], bias: list[TensorBox | None], weight_bits: int, group_size: int
 ) -> Any:
     """A list of tensors."""
-    if takes_kernel(x) and on_cuda().weight_only_is_called(x):
-        return call_kernel(mmqc_ops.weight_only_matmuls.default, x, w_q, w_scale, bias, weight_bits, group_size)
     if takes_kernel(x):
         return on_cuda().weight_only(x, w_q, w_scale, bias, weight_bits, group_size)
     return [lower_weight_only_matmul(x, w, s, b, weight_bits, group_size) for w, s, b in zip(w_q, w_scale, bias, strict=True)]

@@ -15,6 +15,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
 from torch._inductor import config as inductor_config
 from torch._inductor.codegen.cpp import get_export_declaration
 from torch._inductor.codegen.cpp_template import CppTemplate
+from torch._inductor.codegen.wrapper import WrapperLine
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.cpu_vec_isa import pick_vec_isa
 from torch._inductor.decomposition import decompositions, fast_random_decomps
@@ -329,7 +331,9 @@ class _KnownLaunch(UserDefinedTritonKernel):
         args: Mapping[str, Any],
         outputs: Sequence[str],
         descriptors: Mapping[str, tuple[int, ...]],
+        runs: Any,
     ) -> None:
+        self.runs = runs
         inputs, kwargs = [], {}
         for name, value in args.items():
             if isinstance(value, IRNode):
@@ -351,6 +355,29 @@ class _KnownLaunch(UserDefinedTritonKernel):
     def can_fuse_epilogue(self) -> bool:
         return False
 
+    def codegen(self, wrapper: Any) -> None:
+        """The launch; in Python, which takes as long for an empty grid as for another, only where it runs."""
+        if self.runs is None or V.graph.cpp_wrapper:
+            super().codegen(wrapper)
+            return
+        wrapper.writeline(_Indent(f"if {wrapper.codegen_python_sizevar(self.runs)}:", 1))
+        super().codegen(wrapper)
+        wrapper.writeline(_Indent("", -1))
+
+
+@dataclass
+class _Indent(WrapperLine):
+    """A line of the generated wrapper, if any, and a change of indentation behind it."""
+
+    line: str
+    by: int
+
+    def codegen(self, code: Any) -> None:
+        """Write it."""
+        if self.line:
+            code.writeline(self.line)
+        code.do_indent(self.by)
+
 
 @functools.cache
 def _with_options(kernel: Any, num_warps: int, num_stages: int) -> Any:
@@ -359,10 +386,13 @@ def _with_options(kernel: Any, num_warps: int, num_stages: int) -> Any:
     return triton.autotune([triton.Config({}, num_warps=num_warps, num_stages=num_stages)], key=[])(kernel)
 
 
-def launch_kernel(launch: Any, grid: tuple[Any, ...], args: Mapping[str, Any]) -> None:
-    """A launch (kernels/launch.py) in the generated code, with this grid and these args in place of its own."""
+def launch_kernel(launch: Any, grid: tuple[Any, ...], args: Mapping[str, Any], runs: Any = None) -> None:
+    """A launch (kernels/launch.py) in the generated code, with this grid and these args in place of its own.
+
+    It runs where ``runs`` is not 0; where it is 0, the grid is empty.
+    """
     kernel = _with_options(launch.kernel, launch.num_warps, launch.num_stages)
-    _KnownLaunch(kernel, grid, {**args, **launch.constants}, launch.outputs, launch.descriptors)
+    _KnownLaunch(kernel, grid, {**args, **launch.constants}, launch.outputs, launch.descriptors, runs)
 
 
 def current_node() -> fx.Node:

@@ -5,9 +5,8 @@
     emit        a launch in the generated code
 
 Why:     a launch in the generated code does without the checks and choices that a call of a Python op makes each time, and a
-         package compiled ahead of time has no Python.
-Not:     where the number of rows is symbolic, and tiles differ by it: the op is called, which sees the rows that come
-         (``chosen_at_run_time``).  A package holds one launch for each regime of rows there; all but one have an empty grid.
+         package compiled ahead of time has no Python.  A graph whose number of rows is symbolic holds one launch for each
+         regime of rows; the one that is meant runs (in a package, the others have an empty grid).
 """
 
 from __future__ import annotations
@@ -81,11 +80,6 @@ def count_rows(x: TensorBox) -> Any:
     return as_int(math.prod(x.get_size()[:-1]))
 
 
-def chosen_at_run_time(rows: Any) -> bool:
-    """Whether the op itself is called, for it chooses its launch by the rows that come, and has Gluon's kernels among them."""
-    return not isinstance(rows, int) and not for_package() and sum(1 for _ in regimes(rows)) > 1
-
-
 def matmul_caller(rows: Any, runs: Any = None) -> Caller:
     """A graph as the plans of the matmul kernels know it: it may call an op on Hopper, of a number of rows that is known."""
     return Caller(gluon=isinstance(rows, int) and not for_package(), always=runs is None, graph=True)
@@ -131,7 +125,7 @@ def emit(launch: Launch, rows: Any, planned: int, runs: Any = None) -> None:
         first = -FloorDiv(-rows, Integer(launch.block_rows)) * (first // ceil_div(planned, launch.block_rows))
     if runs is not None:
         first = first * runs
-    launch_kernel(launch, (first, *more, *[1] * (2 - len(more))), args)
+    launch_kernel(launch, (first, *more, *[1] * (2 - len(more))), args, runs)
 
 
 def emit_all(launches: Iterable[Launch], rows: Any, planned: int, runs: Any = None) -> None:

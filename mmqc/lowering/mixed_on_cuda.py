@@ -15,7 +15,7 @@ from mmqc.kernels.matmul.unpack_weight import unpack_launch
 from mmqc.kernels.shared.launch import Shape
 from mmqc.kernels.shared.row_scale import Rows
 from mmqc.lowering.inductor import TensorBox, lowerings, size_hint, static_int
-from mmqc.lowering.launch import MANY, Operand, chosen_at_run_time, count_rows, emit, emit_all, matmul_caller, workspace
+from mmqc.lowering.launch import MANY, Operand, count_rows, emit, emit_all, matmul_caller, workspace
 from mmqc.ops.pack import packed_width
 
 aten = torch.ops.aten
@@ -50,7 +50,7 @@ def is_called(
     m, n = count_rows(x_q), static_int(w_scale.get_size()[0])
     caller = matmul_caller(m)
     if not caller.gluon:
-        return chosen_at_run_time(m)
+        return False
     x, w, y = _shapes(m, n, widths, weight_bits, out_dtype, x_q.get_device_or_error())
     return any(product.is_gluon for product in mixed_kernel.plan(x, w, y, caller))
 

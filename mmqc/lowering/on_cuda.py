@@ -4,8 +4,7 @@
     with_epilogue     scaled_matmul_epilogue
     weight_only       weight_only_matmul(s)
 
-Where a plan has kernels in Gluon, which generated code cannot launch, or the number of rows decides between tiles and is not known,
-the op is called: ``scaled_is_called`` and its like.
+Where a plan has kernels in Gluon, which generated code cannot launch, the op is called: ``scaled_is_called`` and its like.
 Each returns None where no kernel takes the operands: then the op is lowered as on any device, and ``why_not`` says why.
 """
 
@@ -25,18 +24,7 @@ from mmqc.kernels.matmul.unpack_weight import unpack_launch
 from mmqc.kernels.shared.launch import Shape
 from mmqc.kernels.shared.row_scale import ONE, VISUAL, RowScale
 from mmqc.lowering.inductor import TensorBox, convert, lowerings
-from mmqc.lowering.launch import (
-    Operand,
-    chosen_at_run_time,
-    count_rows,
-    emit,
-    emit_all,
-    matmul_caller,
-    regimes,
-    rows_of,
-    shape_of,
-    workspace,
-)
+from mmqc.lowering.launch import Operand, emit, emit_all, matmul_caller, regimes, rows_of, shape_of, workspace
 
 aten = torch.ops.aten
 
@@ -88,8 +76,6 @@ def scaled_is_called(
 ) -> bool:
     """Whether ``scaled_matmuls`` itself is called."""
     x = rows_of(x_q)
-    if chosen_at_run_time(x.shape[0]):
-        return True
     caller = matmul_caller(x.shape[0])
     linears = _shapes(x.shape[0], w_q, w_scale, bias, out_dtype) if caller.gluon else []
     return caller.gluon and any(product.is_gluon for product in scaled_kernel.plan(x, linears, caller))
@@ -128,8 +114,6 @@ def epilogue_is_called(
 ) -> bool:
     """Whether ``scaled_matmul_epilogue`` itself is called."""
     x = rows_of(x_q)
-    if chosen_at_run_time(x.shape[0]):
-        return True
     caller = matmul_caller(x.shape[0])
     if not caller.gluon:
         return False
@@ -171,11 +155,6 @@ def with_epilogue(
         launches = epilogue_kernel.launches(given, linears, scales, epilogue, products, new=Operand.new, work=workspace)  # type: ignore[arg-type]
         emit_all(launches, m, planned, runs)
     return lowerings[aten.view.default](y.box, [*rows, first.shape[0]])
-
-
-def weight_only_is_called(x: TensorBox) -> bool:
-    """Whether ``weight_only_matmul`` or ``weight_only_matmuls`` itself is called."""
-    return chosen_at_run_time(count_rows(x))
 
 
 def weight_only(

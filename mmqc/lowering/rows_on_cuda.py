@@ -31,7 +31,7 @@ from mmqc.kernels.rows.norm_quantize import Norm
 from mmqc.kernels.shared.launch import Shape
 from mmqc.kernels.shared.plan import Plan, Refusal
 from mmqc.lowering.inductor import TensorBox, as_int, constant, for_package, is_known_transform, lowerings, size_hint, static_int
-from mmqc.lowering.launch import MANY, Operand, chosen_at_run_time, emit
+from mmqc.lowering.launch import MANY, Operand, emit
 from mmqc.lowering.on_cuda import row_scale
 
 aten = torch.ops.aten
@@ -175,9 +175,8 @@ def is_called(x: TensorBox) -> bool:
     """Whether the op itself is called to transform x: by a kernel of Gluon's, which no launch in generated code has."""
     *rows, width = x.get_size()
     m: Any = as_int(math.prod(rows))
-    if for_package() or not (isinstance(m, int) or chosen_at_run_time(m)):
+    if not isinstance(m, int) or for_package():
         return False
-    m = m if isinstance(m, int) else MANY
     return hadamard_wgmma.why_not(Shape((m, static_int(width)), x.get_dtype(), x.get_device_or_error())) is None  # type: ignore[arg-type]
 
 

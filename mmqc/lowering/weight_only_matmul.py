@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from mmqc.lowering import few_rows
-from mmqc.lowering.inductor import Pointwise, TensorBox, call_kernel, convert, lowerings, ops, register_lowering, static_int
+from mmqc.lowering.inductor import Pointwise, TensorBox, convert, lowerings, ops, register_lowering, static_int
 from mmqc.lowering.pack import unpack
 from mmqc.lowering.scaled_matmul import NO_CUDA, on_cuda, takes_kernel, traced_operands, why_no_kernel
 
@@ -76,9 +76,6 @@ def lower_weight_only_matmul(
     w_zero: TensorBox | None = None,
 ) -> TensorBox:
     """A kernel, one pass over the stored weight, or a dequantization in front of ``mm``; what follows fuses with the bias."""
-    if takes_kernel(x) and on_cuda().weight_only_is_called(x):
-        op = torch.ops.mmqc.weight_only_matmul.default
-        return call_kernel(op, x, w_q, w_scale, bias, weight_bits, group_size, w_zero)
     if takes_kernel(x):
         return on_cuda().weight_only(x, [w_q], [w_scale], [bias], weight_bits, group_size, w_zero)[0]
     rows, k = list(x.get_size()[:-1]), static_int(x.get_size()[-1])

@@ -8,8 +8,10 @@ from sympy import Integer
 from torch import fx
 from torch._inductor.graph import GraphLowering
 from torch._inductor.ir import FixedLayout, InputBuffer, ReinterpretView, StorageBox
+from torch._inductor.utils import IndentedBuffer
 from torch._inductor.virtualized import V
 
+from mmqc.lowering import inductor
 from mmqc.lowering.inductor import _described
 
 DEVICE = torch.device("cpu")
@@ -58,3 +60,11 @@ def test_described__python_gets_the_view_itself() -> None:
     with V.set_graph_handler(graph(cpp_wrapper=False)):
         given = view(torch.int8, [3, 32], 64)
         assert _described(given) is given
+
+
+def test_indent__a_launch_stands_below_its_condition() -> None:
+    code = IndentedBuffer()
+    for line in (inductor._Indent("if min(1, rows):", 1), "kernel.run()", inductor._Indent("", -1), "return y"):
+        line.codegen(code) if isinstance(line, inductor._Indent) else code.writeline(line)
+    assert code.getvalue().splitlines() == ["if min(1, rows):", "    kernel.run()", "return y"]
+    assert inductor.kernel_names("    if rows:\n        scaled_matmul_kernel_3.run(x)\n") == ["mmqc scaled_matmul_kernel"]

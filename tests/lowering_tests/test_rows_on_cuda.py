@@ -111,7 +111,8 @@ class Launched:
     def __init__(self) -> None:
         self.found: list[Any] = []
 
-    def put(self, launch: Launch, grid: tuple[Any, ...], args: dict[str, Any]) -> None:
+    def put(self, launch: Launch, grid: tuple[Any, ...], args: dict[str, Any], runs: Any = None) -> None:
+        assert runs is None, "a kernel of rows has one launch for any number of them"
         grid = tuple(int(size) for size in (*grid, 1, 1)[:3])
         how = launch.kernel.fn.__name__, grid, launch.num_warps, launch.num_stages, launch.outputs, launch.descriptors
         self.found.append((*how, launch.constants, {name: shown(value) for name, value in args.items()}))
