@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
-from sympy import Integer
+from sympy import Integer, Max, Min
+from tolerance import assert_close
 from torch import fx
 from torch._inductor.graph import GraphLowering
-from torch._inductor.ir import FixedLayout, InputBuffer, ReinterpretView, StorageBox
-from torch._inductor.utils import IndentedBuffer
+from torch._inductor.ir import ExternKernelOut, FixedLayout, InputBuffer, ReinterpretView, StorageBox
+from torch._inductor.utils import IndentedBuffer, fresh_inductor_cache
 from torch._inductor.virtualized import V
 
 from mmqc.lowering import inductor
@@ -68,3 +71,27 @@ def test_indent__a_launch_stands_below_its_condition() -> None:
         line.codegen(code) if isinstance(line, inductor._Indent) else code.writeline(line)
     assert code.getvalue().splitlines() == ["if min(1, rows):", "    kernel.run()", "return y"]
     assert inductor.kernel_names("    if rows:\n        scaled_matmul_kernel_3.run(x)\n") == ["mmqc scaled_matmul_kernel"]
+
+
+@torch.no_grad()
+def test_indent__in_the_wrapper_that_inductor_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a launch under a condition, in a graph for any number of rows: the product is computed for more than two of them."""
+    write = ExternKernelOut.codegen
+    rows: list[object] = []
+
+    def guarded(kernel: ExternKernelOut, wrapper: Any) -> None:
+        rows.append(kernel.get_size()[0])
+        wrapper.writeline(inductor._Indent(f"if {wrapper.codegen_python_sizevar(Min(1, Max(0, kernel.get_size()[0] - 2)))}:", 1))
+        write(kernel, wrapper)
+        wrapper.writeline(inductor._Indent("", -1))
+
+    monkeypatch.setattr(ExternKernelOut, "codegen", guarded)
+    torch._dynamo.reset()
+    w = torch.randn(4, 4)
+    with fresh_inductor_cache():
+        compiled = torch.compile(lambda x: torch.relu((x + 1) @ w) + 1, backend="inductor", dynamic=True)
+        for m in (5, 3):
+            x = torch.randn(m, 4)
+            assert_close(compiled(x), torch.relu((x + 1) @ w) + 1)
+    assert len(rows) == 1
+    assert not isinstance(rows[0], int | Integer)
