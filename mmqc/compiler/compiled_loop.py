@@ -116,8 +116,8 @@ def _loop(model: Any, input_ids: Tensor, generation_config: GenerationConfig, pr
     if isinstance(cache, QuantizedCache):
         cache = _ready_packed(model, cache, input_ids.shape[0], keep=not outlives)
     else:
-        tokens, varies = _tokens(cache, input_ids, config, kwargs), how != "graphs"
-        cache = _State.of(model).caches.ready(model, cache, input_ids.shape[0], tokens, keep=not outlives, varies=varies)
+        tokens = _tokens(cache, input_ids, config, kwargs)
+        cache = _State.of(model).caches.ready(model, cache, input_ids.shape[0], tokens, keep=not outlives)
     kwargs["past_key_values"] = cache
     possible = config.prefill_chunk_size is None and all(c.is_initialized for c in cache.layers)
     how = how if possible else "eager"  # transformers compiles the chunks of a prompt itself
@@ -127,7 +127,7 @@ def _loop(model: Any, input_ids: Tensor, generation_config: GenerationConfig, pr
         config.compile_config, options = _without_guards(compile_config, guards)
         try:
             once = _compiled_once(model, config.compile_config, options, how, guards)
-            with sizes_vary(how != "graphs"), once, _deferred_stop_check():
+            with once, _deferred_stop_check():
                 return loop._sample(model, input_ids, generation_config=config, **kwargs)
         except _LayersChanged:
             assert guards is not None
@@ -249,7 +249,8 @@ def _compiled_once(
             return (before or model._call_impl)(*args, **kwargs)
         model._compiled_call_impl = before
         try:
-            output = call(*args, **kwargs)
+            with sizes_vary(how != "graphs", kwargs.get("past_key_values")):
+                output = call(*args, **kwargs)
         except Exception:
             if guards is None or guards.same():
                 raise

@@ -1,9 +1,11 @@
 """The static caches that ``compiled_loop`` keeps: they come in chunks of tokens, and a call takes one that has room.
 
 A compiled forward depends on a cache in two ways.  CUDA graphs hold its addresses, so it must outlive the call.  And its length is
-a size of its inputs: it is marked as one that changes, and is the same for most calls anyway.
+a size of its inputs: for a prompt it is marked as one that changes (front/sizes.py); a step, whose time the host decides, is
+compiled for the length that it finds, so most calls should find the same.
 
-    room        the next multiple of 64 tokens, or of a quarter of the power of two below: at most a quarter is left empty
+    room        the next multiple of 64 tokens, or of a quarter of the power of two below: at most a quarter is left empty;
+                on a GPU at least ``LEAST`` tokens as far as ``SMALL`` bytes go
     used again  while it is at most four times what the call would get: attention reads all of it
     kept        one for each number of prompts, the last ones used, up to ``KEPT`` bytes
 """
@@ -18,14 +20,14 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import StaticCache, StaticLayer
 
-from mmqc.graph.tracing import may_vary
-
 CHUNK, QUARTERS, TIMES = 64, 4, 4
+LEAST, SMALL = 2048, 1 << 29
 KEPT = 1 << 30
 
 
-def room_for(tokens: int) -> int:
-    """How many tokens a cache for ``tokens`` of them holds."""
+def room_for(tokens: int, least: int = 0) -> int:
+    """How many tokens a cache for ``tokens`` of them holds, or for ``least`` of them if that is more."""
+    tokens = max(tokens, least)
     step = max(CHUNK, (1 << tokens.bit_length() - 1) // QUARTERS)
     return -(-tokens // step) * step
 
@@ -44,7 +46,7 @@ class KeptCaches:
     def __init__(self) -> None:
         self.caches: OrderedDict[str, Kept] = OrderedDict()
 
-    def ready(self, model: Any, new: StaticCache, batch: int, tokens: int, *, keep: bool, varies: bool) -> StaticCache:
+    def ready(self, model: Any, new: StaticCache, batch: int, tokens: int, *, keep: bool) -> StaticCache:
         """An empty cache with its memory: what a compiled prefill allocates has no address that CUDA graphs may rely on.
 
         Args:
@@ -53,13 +55,15 @@ class KeptCaches:
             batch: how many sequences there are.
             tokens: how long each of them may become.
             keep: whether later calls may have it; not if this call hands it out.
-            varies: whether its sizes are marked as ones that change.
         """
         shape = model._get_static_cache_init_shape()
         if shape is None:
             return new
-        key = repr(([type(layer) for layer in new.layers], batch, *shape, model.dtype, model.device, varies))
-        room, kept = room_for(tokens), self.caches.get(key) if keep else None
+        heads, width = shape
+        key = repr(([type(layer) for layer in new.layers], batch, heads, width, model.dtype, model.device))
+        bytes_each = 2 * len(new.layers) * batch * heads * width * model.dtype.itemsize
+        least = min(LEAST, SMALL // bytes_each // CHUNK * CHUNK) if model.device.type == "cuda" else 0
+        room, kept = room_for(tokens, least), self.caches.get(key) if keep else None
         if kept is not None and tokens <= kept.room <= TIMES * room:
             self.caches.move_to_end(key)
             empty(kept.cache)
@@ -70,10 +74,7 @@ class KeptCaches:
             room = longest(new)
         if keep:
             self.caches.pop(key, None)  # before its successor is allocated
-        heads, width = shape
         new.early_initialization(batch, heads, width, model.dtype, model.device)
-        for tensor in tensors(new) if varies else ():
-            may_vary(tensor, [d for d in (0, 2) if tensor.dim() == 4 and tensor.shape[d] > 1])
         if keep:
             self.caches[key] = Kept(new, room)
             self._forget()

@@ -23,16 +23,18 @@ from mmqc.front.observe import tensors_in
 from mmqc.graph.tracing import may_vary
 
 _vary: ContextVar[bool | None] = ContextVar("sizes vary", default=None)
+_cache: ContextVar[Any] = ContextVar("a cache whose sizes vary, too", default=None)
 
 
 @contextmanager
-def sizes_vary(vary: bool) -> Iterator[None]:
-    """Calls that are compiled meanwhile are of any shape, or of few shapes."""
-    token = _vary.set(vary)
+def sizes_vary(vary: bool, cache: Any = None) -> Iterator[None]:
+    """Calls that are compiled meanwhile are of any shape, or of few shapes; those with ``cache`` have it of any length."""
+    tokens = _vary.set(vary), _cache.set(cache)
     try:
         yield
     finally:
-        _vary.reset(token)
+        _vary.reset(tokens[0])
+        _cache.reset(tokens[1])
 
 
 def known_to_vary() -> bool:
@@ -55,6 +57,9 @@ class Marked:
             for tensor in (view, view._base):  # Dynamo follows a view to its base, and its sizes
                 if tensor is not None:
                     self.undo.append(may_vary(tensor, [d for d, size in enumerate(tensor.shape) if size > 1]))
+        for tensor in tensors_in(_cache.get()):
+            if tensor.dim() == 4:  # keys, values [B, H, T, D]
+                self.undo.append(may_vary(tensor, [d for d in (0, 2) if tensor.shape[d] > 1]))
 
     def clear(self) -> None:
         """Take the marks back: the tensors are the caller's, and may go to another model."""
