@@ -1,0 +1,151 @@
+"""The first calls of a process: seconds to a first token, cold and for sizes that never came, and where they went.
+
+    python -m benchmarks.end_to_end.cold_start [--config w4a8] [--dry] --out benchmarks/results/cold_start.json
+
+Qwen2-VL-7B's shape with random weights, through ``generate`` and ``mmqc.compiled_loop``, on a GPU; ``--dry``: a small model of
+as many layers as it takes to compile like ones once, on the CPU.  Adds a run to the file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch._dynamo.utils import compilation_time_metrics, counters
+from transformers import CompileConfig, GenerationConfig, Qwen2VLConfig, Qwen2VLForConditionalGeneration
+
+import mmqc
+from benchmarks.end_to_end.rewrites import batch_of, model_of
+from mmqc import recipes
+from mmqc.front.find import Finder
+
+ROOT = Path(__file__).resolve().parents[2]
+IMAGE = 151655
+PHASES = ("_compile.compile_inner", "bytecode_tracing", "build_guards", "create_aot_dispatcher_function", "compile_fx_inner")
+CONFIGS = {
+    "w4a8": lambda: recipes.rtn(4, 8, head_bits=8),
+    "w8a8": lambda: recipes.rtn(8, 8, head_bits=8),
+    "w4a16": lambda: recipes.rtn(4, group_size=128, head_bits=8),
+    "mquant-w4a8": lambda: recipes.mquant(4, solver="rtn", head_bits=8),
+}
+Grid = tuple[int, int]
+
+
+def prompt(model: Any, grid: Grid, text: int = 17) -> dict[str, torch.Tensor]:
+    """An image of ``grid`` patches of 14 pixels, and some words."""
+    (h, w), device, image = grid, model.device, model.config.image_token_id
+    ids = torch.cat((torch.full((h * w // 4,), image), torch.arange(100, 100 + text)))[None].to(device)
+    return {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "pixel_values": torch.randn(h * w, 1176).to(device, model.dtype),
+        "image_grid_thw": torch.tensor([[1, h, w]]).to(device),
+        "mm_token_type_ids": (ids == image).long(),
+    }
+
+
+def small_model() -> Any:
+    """Six layers and six blocks."""
+    text = dict(hidden_size=128, intermediate_size=256, num_hidden_layers=6, num_attention_heads=4, num_key_value_heads=2)
+    rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [4, 6, 6]}
+    none = dict.fromkeys(("eos_token_id", "bos_token_id", "pad_token_id"))
+    vision = dict(depth=6, embed_dim=64, hidden_size=128, num_heads=4, mlp_ratio=2, patch_size=14)
+    config = Qwen2VLConfig(
+        text_config={**text, "vocab_size": 1000, "rope_parameters": rope, **none}, vision_config=vision, image_token_id=999
+    )
+    return Qwen2VLForConditionalGeneration(config).eval()
+
+
+def measure(model: Any, grids: list[Grid], large: Grid, tokens: int) -> dict[str, Any]:
+    """Every figure of a process that has compiled nothing."""
+    device = model.device.type
+    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
+    config = GenerationConfig(
+        do_sample=False,
+        pad_token_id=0,
+        cache_implementation="static",
+        compile_config=CompileConfig(backend="mmqc", mode="reduce-overhead", fullgraph=False),
+    )
+    trials: list[float] = []
+    find = Finder.find
+
+    def timed_find(finder: Finder) -> Any:
+        start = time.perf_counter()
+        try:
+            return find(finder)
+        finally:
+            trials.append(time.perf_counter() - start)
+
+    setattr(Finder, "find", timed_find)  # noqa: B010
+
+    def seconds(inputs: dict[str, torch.Tensor], new: int = 1) -> float:
+        wait()
+        start = time.perf_counter()
+        config.max_new_tokens = config.min_new_tokens = new
+        model.generate(**inputs, generation_config=config, custom_generate=mmqc.compiled_loop)
+        wait()
+        return round(time.perf_counter() - start, 4)
+
+    def spent() -> dict[str, float]:
+        found = {phase: round(sum(compilation_time_metrics.get(phase, ())), 2) for phase in PHASES}
+        compilation_time_metrics.clear()
+        return found
+
+    first, *others = (prompt(model, grid) for grid in grids)
+    figures: dict[str, Any] = {"first_prompt_s": seconds(first), "of which": spent(), "trial_forwards_s": round(sum(trials), 2)}
+    figures["first calls of other sizes"] = {f"{h}x{w}": seconds(p) for (h, w), p in zip(grids[1:], others, strict=True)}
+    figures["first_step_s"] = seconds(others[0], tokens // 4)
+    figures["of the step"] = spent()
+    figures["first_token_s"] = min(seconds(others[0]) for _ in range(5))
+    if device == "cuda":
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+            seconds(others[0])
+        figures["on the device_s"] = sum(e.self_device_time_total for e in profiler.key_averages()) / 1e6
+    few, many = (min(seconds(others[0], n) for _ in range(3)) for n in (tokens // 8, tokens))
+    figures["tokens_per_second"] = round((tokens - tokens // 8) / (many - few), 1)
+    figures["largest, first and then"] = [seconds(prompt(model, large)) for _ in range(3)]
+    figures["graphs"] = counters["stats"].get("unique_graphs")
+    return figures
+
+
+def main() -> None:
+    """Run and write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", choices=CONFIGS, default="w4a8")
+    parser.add_argument("--dry", action="store_true")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "cold_start.json")
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    config: Any = CONFIGS[options.config]()
+    model: Any = small_model() if options.dry else model_of("qwen2_vl_7b", "cuda").eval()
+    batch = prompt(model, (8, 8)) if options.dry else batch_of("qwen2_vl_7b", model, "cuda")
+    mmqc.quantize_(model, config, [batch] if config.needs_calibration else None, progress=False)
+    grids = (
+        [(12, 8), (8, 8), (20, 10), (6, 4)]
+        if options.dry
+        else [(30, 30), (60, 60), (40, 80), (44, 30), (20, 34), (110, 98), (16, 16)]
+    )
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
+    run = {
+        "command": f"python -m benchmarks.end_to_end.cold_start --config {options.config}",
+        "device": "cpu" if options.dry else torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "commit": commit.stdout.strip(),
+        "machine": platform.machine(),
+        "figures": measure(model, grids, (40, 40) if options.dry else (160, 160), 32 if options.dry else 144),
+    }
+    runs = json.loads(options.out.read_text())["runs"] if options.out.exists() else []
+    options.out.write_text(json.dumps({"runs": [*runs, run]}, indent=1) + "\n")
+    print(json.dumps(run, indent=1))
+
+
+if __name__ == "__main__":
+    main()
