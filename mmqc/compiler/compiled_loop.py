@@ -42,11 +42,13 @@ from transformers.generation import utils as generation
 from mmqc.compiler.kept_cache import KeptCaches, empty, longest
 from mmqc.compiler.layer_guards import LayerGuards
 from mmqc.front.sizes import sizes_vary
+from mmqc.graph.tracing import at_least_programs
 from mmqc.kv.cache import QuantizedCache
 
 __all__ = ["compiled_loop"]
 
 PREFILL = ("compiled", "graphs", "eager")
+PROGRAMS = 32  # of prompts and steps, with and without images, of one sequence and of several, of any length or of one
 CALLERS = 8  # between the loop and ``generate``: wrappers of the caller's own
 
 
@@ -123,11 +125,12 @@ def _loop(model: Any, input_ids: Tensor, generation_config: GenerationConfig, pr
     how = how if possible else "eager"  # transformers compiles the chunks of a prompt itself
     loop: Any = generation.GenerationMixin
     guards, compile_config = _guards_of(model, config.compile_config), config.compile_config
+    step: Any = "batch" if how != "graphs" else False
     while True:
         config.compile_config, options = _without_guards(compile_config, guards)
         try:
             once = _compiled_once(model, config.compile_config, options, how, guards)
-            with once, _deferred_stop_check():
+            with at_least_programs(PROGRAMS), sizes_vary(step, cache), once, _deferred_stop_check():
                 return loop._sample(model, input_ids, generation_config=config, **kwargs)
         except _LayersChanged:
             assert guards is not None
@@ -249,7 +252,7 @@ def _compiled_once(
             return (before or model._call_impl)(*args, **kwargs)
         model._compiled_call_impl = before
         try:
-            with sizes_vary(how != "graphs", kwargs.get("past_key_values")):
+            with sizes_vary("all" if how != "graphs" else False, kwargs.get("past_key_values")):
                 output = call(*args, **kwargs)
         except Exception:
             if guards is None or guards.same():

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from mmqc.front.find import Finder, Packed, Plan
 from mmqc.front.handover import RUNNING, Installed, compute, numbers
 from mmqc.front.kept import Kept
-from mmqc.front.sizes import Marked, known_to_vary
+from mmqc.front.sizes import Marked, known_to_vary, left_on
 from mmqc.front.turn import Turn, caller
 from mmqc.graph.tracing import Frame, run_eagerly, varying
 from mmqc.nn import modality
@@ -188,7 +188,7 @@ def before_trace(frame: Frame) -> tuple[bool, bool]:
     varying = front.turn.is_mine() and (front.active is not None or known_to_vary())
     if varying:
         handed = RUNNING.table[front.number] if front.active is not None else None
-        front.call.marked.mark(inputs | visual_mask(frame.model), handed)
+        front.call.marked.mark(inputs | visual_mask(frame.model) | left_behind(frame.model), handed)
     return front.call.capture, varying
 
 
@@ -228,6 +228,11 @@ def visual_mask(model: nn.Module) -> dict[str, Any]:
     """What a quantized model's hook found in front, as if it had been given."""
     context = modality.attached(model)
     return {} if context is None else {"the visual mask": context.visual}
+
+
+def left_behind(model: nn.Module) -> dict[str, Any]:
+    """What the last forward left on modules (``rope_deltas``), as if it had been given."""
+    return {f"left {i}": vars(module)[name] for i, (module, name) in enumerate(left_on(model))}
 
 
 def kind_of(inputs: Mapping[str, Any]) -> Kind:

@@ -11,10 +11,10 @@ Not:     where ``sizes_vary(False)`` says that few shapes will come, each record
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor, nn
 
@@ -22,14 +22,15 @@ from mmqc.front.handover import Handed
 from mmqc.front.observe import tensors_in
 from mmqc.graph.tracing import may_vary
 
-_vary: ContextVar[bool | None] = ContextVar("sizes vary", default=None)
+Vary = Literal["all", "batch", False] | None
+_vary: ContextVar[Vary] = ContextVar("which sizes vary", default=None)
 _cache: ContextVar[Any] = ContextVar("a cache whose sizes vary, too", default=None)
 
 
 @contextmanager
-def sizes_vary(vary: bool, cache: Any = None) -> Iterator[None]:
-    """Calls that are compiled meanwhile are of any shape, or of few shapes; those with ``cache`` have it of any length."""
-    tokens = _vary.set(vary), _cache.set(cache)
+def sizes_vary(which: Vary, cache: Any = None) -> Iterator[None]:
+    """Calls that are compiled meanwhile are of any shape, of any number of sequences, or (False) of few shapes; so is ``cache``."""
+    tokens = _vary.set(which), _cache.set(cache)
     try:
         yield
     finally:
@@ -38,7 +39,7 @@ def sizes_vary(vary: bool, cache: Any = None) -> Iterator[None]:
 
 
 def known_to_vary() -> bool:
-    """Whether calls are of any shape, with images or without."""
+    """Whether calls are of any shape, or number of sequences, with images or without."""
     return bool(_vary.get())
 
 
@@ -50,16 +51,20 @@ class Marked:
 
     def mark(self, inputs: Mapping[str, Any], handed: Handed | None) -> None:
         """Mark the sizes of a call that may be others in the next one."""
-        if _vary.get() is False:
+        which = _vary.get()
+        if which is False:
             return
         given = [dict(inputs), *([handed.values, handed.arguments] if handed is not None else [])]
         for view in tensors_in(given, depth=0):
             for tensor in (view, view._base):  # Dynamo follows a view to its base, and its sizes
                 if tensor is not None:
-                    self.undo.append(may_vary(tensor, [d for d, size in enumerate(tensor.shape) if size > 1]))
+                    self._mark(tensor, range(1 if which == "batch" else tensor.dim()))
         for tensor in tensors_in(_cache.get()):
             if tensor.dim() == 4:  # keys, values [B, H, T, D]
-                self.undo.append(may_vary(tensor, [d for d in (0, 2) if tensor.shape[d] > 1]))
+                self._mark(tensor, (0,) if which == "batch" else (0, 2))
+
+    def _mark(self, tensor: Tensor, dims: Iterable[int]) -> None:
+        self.undo.append(may_vary(tensor, [d for d in dims if d < tensor.dim() and tensor.shape[d] > 1]))
 
     def clear(self) -> None:
         """Take the marks back: the tensors are the caller's, and may go to another model."""

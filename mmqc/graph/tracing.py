@@ -172,6 +172,14 @@ def may_vary(tensor: Tensor, sizes: Sequence[int]) -> Callable[[], None]:
     return undo
 
 
+@contextmanager
+def at_least_programs(count: int) -> Iterator[None]:
+    """A function may be compiled so often meanwhile: beyond its limit Dynamo runs it eagerly, with a warning."""
+    limit = max(count, torch._dynamo.config.recompile_limit)
+    with torch._dynamo.config.patch(recompile_limit=limit):
+        yield
+
+
 def traced_place() -> str:
     """The function whose frame is being traced, with its file and line; empty outside a trace."""
     converting = _converting()
