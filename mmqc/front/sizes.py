@@ -54,17 +54,18 @@ class Marked:
         which = _vary.get()
         if which is False:
             return
+        stored = [t for t in tensors_in(_cache.get()) if t.dim() == 4]  # keys, values [B, H, T, D]
+        batch = stored[0].shape[0] if stored else -1
         given = [dict(inputs), *([handed.values, handed.arguments] if handed is not None else [])]
         for view in tensors_in(given, depth=0):
             for tensor in (view, view._base):  # Dynamo follows a view to its base, and its sizes
                 if tensor is not None:
-                    self._mark(tensor, range(1 if which == "batch" else tensor.dim()))
-        for tensor in tensors_in(_cache.get()):
-            if tensor.dim() == 4:  # keys, values [B, H, T, D]
-                self._mark(tensor, (0,) if which == "batch" else (0, 2))
+                    self._mark(tensor, [d for d, n in enumerate(tensor.shape) if which != "batch" or n == batch])
+        for tensor in stored:
+            self._mark(tensor, (0,) if which == "batch" else (0, 2))
 
     def _mark(self, tensor: Tensor, dims: Iterable[int]) -> None:
-        self.undo.append(may_vary(tensor, [d for d in dims if d < tensor.dim() and tensor.shape[d] > 1]))
+        self.undo.append(may_vary(tensor, [d for d in dims if tensor.shape[d] > 1]))
 
     def clear(self) -> None:
         """Take the marks back: the tensors are the caller's, and may go to another model."""
