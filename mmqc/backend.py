@@ -90,7 +90,7 @@ def _lower(gm: fx.GraphModule, example_inputs: Sequence[Any], request: CompileOp
     # a sum in another order moves a value across a tie now and then: what rounds is compiled with torch's kernels
     as_eager = on_cpu and any("quantize" in name for name in record.ops)
     with torch_kernels() if as_eager else nullcontext():
-        whole = not on_cpu and patches.get("triton.cudagraphs")
+        whole = not request.regions or (not on_cpu and patches.get("triton.cudagraphs"))
         regions = None if whole else compile_by_regions(gm, example_inputs, compile_, inductor.depends)
         compiled = compile_(gm, example_inputs) if regions is None else regions.forward
     record.kernels = [name for part in (regions.order if regions is not None else (0,)) for name in kernels[part]]

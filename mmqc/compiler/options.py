@@ -5,6 +5,7 @@ token_order      "sequence": rows stay where they are and each has the scale of 
                  front of all text; "auto": pipeline.py says which
 attention_order  in modality order, how rows pass attention: "gather" (q, k, v go back to sequence order) or "unified" (the
                  mask and the positions travel with the queries)
+regions          True: layers that are alike compile once (regions.py)
 layers           a number that tells apart what was compiled before and after a model's layers changed (layer_guards.py)
 mode             as torch.compile's mode, for use together with other options (torch.compile takes one or the other)
 anything in torch._inductor.config, dotted: passed through
@@ -17,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 CHOICES = {"token_order": ("auto", "sequence", "modality"), "attention_order": ("gather", "unified")}
-OWN_KEYS = ("attention_order", "config", "mode", "token_order")
+OWN_KEYS = ("attention_order", "config", "mode", "regions", "token_order")
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class CompileOptions:
     config: Any = None
     token_order: str = "auto"
     attention_order: str = "gather"
+    regions: bool = False
     inductor: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -40,13 +42,14 @@ class CompileOptions:
             if value not in CHOICES[key]:
                 raise ValueError(f"{key} = {value!r} is unknown; allowed: {', '.join(map(repr, CHOICES[key]))}")
         given.pop("layers", None)  # Dynamo has compared it with that of other graphs
+        regions = bool(given.pop("regions", False))
         config = given.pop("config", None)
         if isinstance(config, Mapping):
             from mmqc.config import QuantConfig
 
             config = QuantConfig.from_dict(dict(config))
         inductor = {key.replace("-", "_"): value for key, value in given.items()}
-        return cls(None if mode == "default" else mode, config, **chosen, inductor=inductor)
+        return cls(None if mode == "default" else mode, config, **chosen, regions=regions, inductor=inductor)
 
     def check_inductor_keys(self, known: set[str]) -> None:
         """Raise on a key that neither mmqc nor Inductor knows."""

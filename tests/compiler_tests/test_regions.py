@@ -9,7 +9,6 @@ from tolerance import assert_close
 from torch import Tensor, fx, nn
 
 import mmqc
-from mmqc.compiler import regions
 from mmqc.compiler.record import collect_records
 from mmqc.compiler.regions import LEAST, Regions, compile_by_regions
 
@@ -164,19 +163,18 @@ def test_regions__a_guard_of_the_first_part_is_one_of_all() -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("bits", [(8, 8), (4, None)], ids=["w8a8", "w4"])
-def test_backend__records_the_kernels_of_every_layer(bits: tuple[int, int | None], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_backend__records_the_kernels_of_every_layer(bits: tuple[int, int | None]) -> None:
     model = Tower()
     mmqc.quantize_(model, mmqc.recipes.rtn(*bits), [{"ids": IDS}], progress=False)
     answers = []
-    for least in (LEAST, 100):
-        monkeypatch.setattr(regions, "LEAST", least)
+    for by_parts in (True, False):
         torch._dynamo.reset()
         with collect_records() as records:
-            answers.append((torch.compile(model, backend="mmqc")(IDS), records[0]))
-    (got, by_parts), (want, whole) = answers
+            answers.append((torch.compile(model, backend="mmqc", options={"regions": by_parts})(IDS), records[0]))
+    (got, in_parts), (want, whole) = answers
     assert_close(got, want)
     assert_close(got, model(IDS))
-    assert by_parts.ops == whole.ops
-    assert by_parts.fallbacks == whole.fallbacks or not whole.fallbacks
-    products = [sum("mm" in name for name in r.kernels) for r in (by_parts, whole)]
+    assert in_parts.ops == whole.ops
+    assert in_parts.fallbacks == whole.fallbacks or not whole.fallbacks
+    products = [sum("mm" in name for name in r.kernels) for r in (in_parts, whole)]
     assert products[0] == products[1] > 0 or bits == (4, None)
