@@ -1,8 +1,8 @@
 """The static caches that ``compiled_loop`` keeps: they come in chunks of tokens, and a call takes one that has room.
 
 A compiled forward depends on a cache in two ways.  CUDA graphs hold its addresses, so it must outlive the call.  And its length is
-a size of its inputs: for a prompt it is marked as one that changes (front/sizes.py); a step, whose time the host decides, is
-compiled for the length that it finds, so most calls should find the same.
+a size of its inputs: for a prompt it is marked as one that changes (front/sizes.py); a step is compiled for
+the length that it finds, so most calls should find the same.
 
     room        the next multiple of 64 tokens, or of a quarter of the power of two below: at most a quarter is left empty;
                 on a GPU at least ``LEAST`` tokens as far as ``SMALL`` bytes go
@@ -71,7 +71,7 @@ class KeptCaches:
         if type(new) is StaticCache and not getattr(new, "_is_user_defined", False):
             new = StaticCache(config=model.config.get_text_config(decoder=True), max_cache_len=room)
         else:
-            room = longest(new)
+            room = longest(new) + 1  # the last token of a sequence is not stored
         if keep:
             self.caches.pop(key, None)  # before its successor is allocated
         new.early_initialization(batch, heads, width, model.dtype, model.device)

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import pytest
 import torch
 from tolerance import assert_close
 from torch import Tensor, fx, nn
@@ -162,10 +161,9 @@ def test_regions__a_guard_of_the_first_part_is_one_of_all() -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("bits", [(8, 8), (4, None)], ids=["w8a8", "w4"])
-def test_backend__records_the_kernels_of_every_layer(bits: tuple[int, int | None]) -> None:
+def test_backend__records_the_kernels_of_every_layer() -> None:
     model = Tower()
-    mmqc.quantize_(model, mmqc.recipes.rtn(*bits), [{"ids": IDS}], progress=False)
+    mmqc.quantize_(model, mmqc.recipes.rtn(8, 8), [{"ids": IDS}], progress=False)
     answers = []
     for by_parts in (True, False):
         torch._dynamo.reset()
@@ -175,6 +173,6 @@ def test_backend__records_the_kernels_of_every_layer(bits: tuple[int, int | None
     assert_close(got, want)
     assert_close(got, model(IDS))
     assert in_parts.ops == whole.ops
-    assert in_parts.fallbacks == whole.fallbacks or not whole.fallbacks
-    products = [sum("mm" in name for name in r.kernels) for r in (in_parts, whole)]
-    assert products[0] == products[1] > 0 or bits == (4, None)
+    assert in_parts.fallbacks == whole.fallbacks
+    products = [sum("mm" in name for name in record.kernels) for record in (in_parts, whole)]
+    assert products[0] == products[1] > LAYERS
