@@ -1,3 +1,4 @@
+import contextlib
 import copy
 import os
 import subprocess
@@ -136,6 +137,24 @@ def test_backend__heavy_float_graphs_go_to_inductor(function: Callable[[torch.Te
     assert records[0].kernels
 
 
+@pytest.mark.skipif(torch.__version__ < (2, 13), reason="there is one limit, of the process")
+@pytest.mark.parametrize(("limit", "programs"), [(None, 10), (3, 3)])
+def test_backend__more_kinds_of_calls_than_dynamo_allows_by_itself(limit: int | None, programs: int) -> None:
+    """Beyond its limit Dynamo runs a model eagerly; a limit that the caller has set stays."""
+    layer = linear(16, 32)
+
+    class Kinds(nn.Module):
+        def forward(self, x: torch.Tensor, kind: int) -> torch.Tensor:
+            return layer(x) * (kind, 1)[0]
+
+    model, x = torch.compile(Kinds(), backend="mmqc", dynamic=False), torch.randn(3, 32)
+    config: Any = torch._dynamo.config
+    with collect_records() as records, config.patch(recompile_limit=limit) if limit else contextlib.nullcontext():
+        for kind in range(10):
+            assert_close(model(x, kind), layer(x) * kind)
+    assert len(records) == programs
+
+
 def test_collect_records__nests_and_belongs_to_its_thread() -> None:
     seen: list[int] = []
 
@@ -179,7 +198,7 @@ def test_backend__modes_and_options_are_accepted(arguments: dict[str, Any]) -> N
     [
         ({"attention_order": "other"}, "allowed: 'gather', 'unified'"),
         ({"token_order": "random"}, "allowed: 'auto', 'sequence', 'modality'"),
-        ({"no_such_key": 1}, r"unknown option 'no_such_key'.*valid keys: attention_order, config, mode, token_order.*max_autotune"),
+        ({"no_such_key": 1}, r"unknown option 'no_such_key'.*valid keys: attention_order, config, mode, regions, .*max_autotune"),
         ({"mode": "fastest"}, "mode = 'fastest' is unknown"),
     ],
 )

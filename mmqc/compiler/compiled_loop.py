@@ -48,7 +48,6 @@ from mmqc.kv.cache import QuantizedCache
 __all__ = ["compiled_loop"]
 
 PREFILL = ("compiled", "graphs", "eager")
-PROGRAMS = 32  # of prompts and steps, with and without images, of one sequence and of several, of any length or of one
 CALLERS = 8  # between the loop and ``generate``: wrappers of the caller's own
 
 
@@ -125,12 +124,13 @@ def _loop(model: Any, input_ids: Tensor, generation_config: GenerationConfig, pr
     how = how if possible else "eager"  # transformers compiles the chunks of a prompt itself
     loop: Any = generation.GenerationMixin
     guards, compile_config = _guards_of(model, config.compile_config), config.compile_config
-    step: Any = "batch" if how != "graphs" else False
+    # The length of the cache is a size that attention on a GPU is planned for; on a CPU another one is no reason to compile.
+    step: Any = False if how == "graphs" else "batch" if model.device.type == "cuda" else "all"
     while True:
         config.compile_config, options = _without_guards(compile_config, guards)
         try:
             once = _compiled_once(model, config.compile_config, options, how, guards)
-            with at_least_programs(PROGRAMS), sizes_vary(step, cache), once, _deferred_stop_check():
+            with at_least_programs(), sizes_vary(step, cache), once, _deferred_stop_check():
                 return loop._sample(model, input_ids, generation_config=config, **kwargs)
         except _LayersChanged:
             assert guards is not None

@@ -54,15 +54,16 @@ class Marked:
         which = _vary.get()
         if which is False:
             return
-        stored = [t for t in tensors_in(_cache.get()) if t.dim() == 4]  # keys, values [B, H, T, D]
-        batch = stored[0].shape[0] if stored else -1
+        stored = [t for t in tensors_in(_cache.get()) if t.dim()]  # keys, values [B, H, T, D], counts [B]
+        batch = next((t.shape[0] for t in stored if t.dim() == 4), -1)
         given = [dict(inputs), *([handed.values, handed.arguments] if handed is not None else [])]
         for view in tensors_in(given, depth=0):
             for tensor in (view, view._base):  # Dynamo follows a view to its base, and its sizes
                 if tensor is not None:
                     self._mark(tensor, [d for d, n in enumerate(tensor.shape) if which != "batch" or n == batch])
         for tensor in stored:
-            self._mark(tensor, (0,) if which == "batch" else (0, 2))
+            lengths = (2, 3) if which == "all" and tensor.dim() == 4 else ()  # words lie along either
+            self._mark(tensor, (0, *lengths) if tensor.shape[0] == batch else lengths)
 
     def _mark(self, tensor: Tensor, dims: Iterable[int]) -> None:
         self.undo.append(may_vary(tensor, [d for d in dims if tensor.shape[d] > 1]))

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from types import CodeType, FrameType
 from typing import Any
 from unittest import mock
+from weakref import WeakSet
 
 import torch
 import torch._dynamo
@@ -40,6 +41,10 @@ shape_config: Any = _shape_config  # a module that turns itself into an object w
 CAPTURE: dict[str, Any] = {"capture_scalar_outputs": True, "capture_dynamic_output_shape_ops": True}
 # Sizes that happen to be equal in one batch (three positions per token, three sequence ends) are not in the next.
 SHAPES: dict[str, Any] = {"use_duck_shape": False}
+# Prompts and steps, with and without images, of one sequence and of several, padded or not: Dynamo's own limit of 8 is met in
+# five calls, and what comes behind it runs eagerly.
+PROGRAMS = 32
+DYNAMOS: int = vars(torch._dynamo.config)["_config"]["recompile_limit"].default
 # With ``dynamic=True`` a norm's epsilon would be a symbol, too, which no pass can read.
 FLOATS: dict[str, Any] = {"specialize_float": True}
 
@@ -86,6 +91,7 @@ class Tracing:
         self.backend, self.start, self.end = backend, start, end
         self.flags: ExitStack | None = None
         self.model: nn.Module | None = None
+        self.broken: WeakSet[Any] = WeakSet()
 
     def install(self) -> None:
         """Register with Dynamo, for good."""
@@ -102,6 +108,7 @@ class Tracing:
         if not torch._dynamo.config.assume_static_by_default:
             self.flags.enter_context(torch._dynamo.config.patch(FLOATS))
         frame = _model_frame(converting[1])
+        self.allow_programs(converting[0], whole=frame is not None)
         if frame is None:
             return
         self.model = frame.model
@@ -114,6 +121,18 @@ class Tracing:
             self.flags.enter_context(mock.patch.dict(os.environ, NO_CHECKS))
         if capture:
             self.flags.enter_context(torch._dynamo.config.patch(CAPTURE))
+
+    def allow_programs(self, converter: Any, whole: bool) -> None:
+        """Of a model that is one graph, from the next trace of this torch.compile on; a limit that the caller has set stays.
+
+        The parts of one that breaks keep Dynamo's limit, each its own.  Before torch 2.13 there is one limit for the whole
+        process, which is left alone.
+        """
+        if not whole:
+            self.broken.add(converter)
+        default = torch._dynamo.config.recompile_limit in (DYNAMOS, PROGRAMS)
+        if default and getattr(converter, "_recompile_limit", DYNAMOS) is None:
+            converter._inner_convert._recompile_limit = None if converter in self.broken else PROGRAMS
 
     def on_end(self, args: Any) -> None:
         """After it, also when an error is on its way."""
@@ -173,7 +192,7 @@ def may_vary(tensor: Tensor, sizes: Sequence[int]) -> Callable[[], None]:
 
 
 @contextmanager
-def at_least_programs(count: int) -> Iterator[None]:
+def at_least_programs(count: int = PROGRAMS) -> Iterator[None]:
     """A function may be compiled so often meanwhile: beyond its limit Dynamo runs it eagerly, with a warning."""
     limit = max(count, torch._dynamo.config.recompile_limit)
     with torch._dynamo.config.patch(recompile_limit=limit):

@@ -136,7 +136,7 @@ def over_older(layer: PackedLayer, query: Tensor, scaling: float) -> Attended:
 
 def nothing(layer: PackedLayer) -> Segment:
     """A segment without tokens."""
-    shape, device = (layer.batch_size, layer.num_heads), layer.keys.device
+    shape, device = layer.keys.shape[:2], layer.keys.device  # in a compiled step, ``batch_size`` would be a constant
     k_words = torch.empty((*shape, 0, layer.k_head_dim), dtype=torch.int16, device=device)
     v_words = torch.empty((*shape, layer.v_head_dim, 0), dtype=torch.int16, device=device)
     k_one, v_one = (torch.ones((*shape, 1, d), device=device) for d in (layer.k_head_dim, layer.v_head_dim))

@@ -97,7 +97,7 @@ def test_compiled_loop__prefill_and_step_are_one_graph_each(without_inductor: No
 
 
 def test_compiled_loop__batches_in_any_order_compile_a_few_times(without_inductor: None) -> None:
-    """A prefill for one prompt and one for several, of any number and lengths; a step for a length of the cache, then for any."""
+    """A prefill and a step for one prompt and for several, of any number and lengths, in a cache of any length."""
     model, _ = tiny_qwen2_vl()
     more = {"do_sample": False, "cache_implementation": "static"}
     draw = torch.Generator().manual_seed(3)
@@ -114,7 +114,7 @@ def test_compiled_loop__batches_in_any_order_compile_a_few_times(without_inducto
     ]
     with collect_records() as records:
         got = [model.generate(**b, **more, max_new_tokens=n, custom_generate=mmqc.compiled_loop) for b, n in calls]
-    assert len(records) <= 6, "a prompt, several prompts; and the steps, of one length and of any"
+    assert len(records) == 4
     assert all(
         torch.equal(model.generate(**b, **more, max_new_tokens=n), tokens) for (b, n), tokens in zip(calls, got, strict=True)
     )

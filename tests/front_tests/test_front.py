@@ -8,7 +8,8 @@ import numpy
 import pytest
 import torch
 from float64 import relative_error
-from models import IMAGE, MERGE, PATCH, text_with_images, tiny_qwen2_vl
+from models import IMAGE, tiny_qwen2_vl
+from prompts import batch_of, drawn
 from quantized_vlm import quantized_vlm
 from torch import Tensor, nn
 
@@ -28,13 +29,6 @@ pytestmark = pytest.mark.usefixtures("without_inductor")
 @torch.no_grad()
 def logits(model: nn.Module, batch: dict[str, Any]) -> Tensor:
     return model(**batch, use_cache=False).logits
-
-
-def batch_of(*grids: tuple[int, int, int]) -> dict[str, Tensor]:
-    grid = torch.tensor(grids)
-    pixels = torch.randn(int(grid.prod(-1).sum()), 3 * 2 * PATCH * PATCH, generator=torch.Generator().manual_seed(1))
-    text = text_with_images([int(g.prod()) // MERGE**2 for g in grid])
-    return {**text, "pixel_values": pixels, "image_grid_thw": grid}
 
 
 def state(model: nn.Module) -> dict[str, Any]:
@@ -128,16 +122,6 @@ def test_front__other_grids_and_image_counts_do_not_recompile() -> None:
             if i == 1:
                 first = len(records)
     assert len(records) == first <= 2
-
-
-def drawn(draw: random.Random, prompts: int) -> dict[str, Tensor]:
-    """One to three images of any sizes for each prompt, padded on the left."""
-    sides = lambda: (1, 2 * draw.randint(1, 5), 2 * draw.randint(1, 5))  # noqa: E731
-    parts = [batch_of(*[sides() for _ in range(draw.randint(1, 3))]) for _ in range(prompts)]
-    length = max(p["input_ids"].shape[1] for p in parts)
-    padded = lambda t: nn.functional.pad(t, (length - t.shape[1], 0))  # noqa: E731
-    images = ("pixel_values", "image_grid_thw")
-    return {n: torch.cat([p[n] if n in images else padded(p[n]) for p in parts]) for n in parts[0]}
 
 
 @torch.no_grad()

@@ -1,11 +1,13 @@
 """mmqc.compiled_loop with a quantized cache: eager tokens, one graph of a step, a cache that is used again."""
 
+import random
 from typing import Any
 
 import pytest
 import torch
 from counted_graphs import counting
 from models import tiny_qwen2_vl
+from prompts import drawn
 from transformers import CompileConfig
 
 import mmqc
@@ -53,6 +55,25 @@ def test_compiled_loop__a_kept_cache_has_room_for_more_text_than_the_last_prompt
     for prompt in (batch, text, batch, text):
         want = model.generate(**prompt, **EAGER, max_new_tokens=24)
         assert torch.equal(model.generate(**prompt, **loop(backend), max_new_tokens=24), want)
+
+
+@pytest.mark.parametrize("images", [True, False])
+def test_compiled_loop__a_step_for_any_number_of_prompts_and_of_tokens(without_inductor: None, images: bool) -> None:
+    """Two programs, of one prompt and of several: rows, lengths, images and with them the packed words differ in every call."""
+    torch._dynamo.reset()
+    model, _ = tiny_qwen2_vl()
+    attach(model, KVSpec(8))  # with few bits, all words of a small image are one, which is a size of its own
+    draw, more = random.Random(7), {"do_sample": False, "custom_generate": mmqc.compiled_loop}
+    with collect_records() as records:
+        for prompts in (3, 1, 5, 2, 1, 4):
+            batch = drawn(draw, prompts)
+            if not images:
+                ids = batch["input_ids"] % 64 + 5
+                batch = {"input_ids": ids, "attention_mask": batch["attention_mask"]}
+            tokens = draw.randint(4, 9)
+            want = model.generate(**batch, **EAGER, max_new_tokens=tokens)
+            assert torch.equal(model.generate(**batch, **more, max_new_tokens=tokens), want)
+    assert len(records) == 2
 
 
 def test_compiled_loop__a_cache_of_the_caller(without_inductor: None) -> None:
