@@ -5,7 +5,7 @@ token_order      "sequence": rows stay where they are and each has the scale of 
                  front of all text; "auto": pipeline.py says which
 attention_order  in modality order, how rows pass attention: "gather" (q, k, v go back to sequence order) or "unified" (the
                  mask and the positions travel with the queries)
-regions          True: layers that are alike compile once (regions.py)
+regions          False: each layer is compiled by itself, together with its neighbours; else alike ones once (regions.py)
 layers           a number that tells apart what was compiled before and after a model's layers changed (layer_guards.py)
 mode             as torch.compile's mode, for use together with other options (torch.compile takes one or the other)
 anything in torch._inductor.config, dotted: passed through
@@ -29,7 +29,7 @@ class CompileOptions:
     config: Any = None
     token_order: str = "auto"
     attention_order: str = "gather"
-    regions: bool = False
+    regions: bool = True
     inductor: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -42,7 +42,7 @@ class CompileOptions:
             if value not in CHOICES[key]:
                 raise ValueError(f"{key} = {value!r} is unknown; allowed: {', '.join(map(repr, CHOICES[key]))}")
         given.pop("layers", None)  # Dynamo has compared it with that of other graphs
-        regions = bool(given.pop("regions", False))
+        regions = bool(given.pop("regions", True))
         config = given.pop("config", None)
         if isinstance(config, Mapping):
             from mmqc.config import QuantConfig

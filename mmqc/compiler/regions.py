@@ -24,6 +24,7 @@ from torch.fx.passes.split_module import split_module
 from mmqc.graph.kinds import kind
 
 LEAST = 4
+EXAMPLE = "example_value"
 
 Compile = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 Depends = Callable[[fx.GraphModule, Sequence[Any]], object]
@@ -53,8 +54,9 @@ def compile_by_regions(gm: fx.GraphModule, inputs: Sequence[Any], compile_: Comp
     """
     if any(isinstance(x, Tensor) and x.requires_grad for x in inputs) and torch.is_grad_enabled():
         return None
+    gm = fx.GraphModule(gm, _copied(gm.graph))
     part = _parts(gm)
-    if part is None or not _known_between(gm, part):
+    if part is None or not _lie_alike_between(gm, part):
         return None
     split = split_module(gm, gm, part.__getitem__, keep_original_order=True)  # type: ignore[arg-type]
     calls = split.graph.find_nodes(op="call_module")
@@ -96,7 +98,7 @@ class _Part:
     @classmethod
     def of(cls, module: fx.GraphModule, call: fx.Node, known: dict[fx.Node, Any], depends: Depends) -> _Part:
         """A module that ``call`` calls; ``known`` has the graph's own inputs, with their values."""
-        traced = [n.meta["example_value"] for n in module.graph.find_nodes(op="placeholder")]
+        traced = [n.meta[EXAMPLE] for n in module.graph.find_nodes(op="placeholder")]
         inputs = [known.get(node, value) for node, value in zip(call.args, traced, strict=True)]  # type: ignore[call-overload]
         words = _Words()
         lines = [words.of(*pair) for pair in zip(traced, inputs, strict=True)]
@@ -147,7 +149,7 @@ def _parts(gm: fx.GraphModule) -> dict[fx.Node, int] | None:
     number, here = 0, None
     for node in calls:
         source = node.args[0] if kind(node) == "getitem" else None
-        if source in part and isinstance(source.meta.get("example_value"), tuple | list):  # a tuple cannot cross a cut
+        if source in part and isinstance(source.meta.get(EXAMPLE), tuple | list):  # a tuple cannot cross a cut
             part[node] = part[source]
             continue
         stack = _stack(node)
@@ -177,13 +179,52 @@ def _stack(node: fx.Node) -> list[str]:
     return [path for path, _ in (node.meta.get("nn_module_stack") or {}).values()]
 
 
-def _known_between(gm: fx.GraphModule, part: dict[fx.Node, int]) -> bool:
-    """Whether an example is known of everything that crosses a cut, and all of that is tensors and sizes."""
-    return all(
-        isinstance(node.meta.get("example_value"), Tensor | torch.SymInt | int)
-        for node in gm.graph.nodes
-        if any(user.op != "output" and part.get(user) != part.get(node) for user in node.users)
-    )
+def _copied(graph: fx.Graph) -> fx.Graph:
+    new = fx.Graph()
+    new.output(new.graph_copy(graph, {}))  # type: ignore[arg-type]
+    return new
+
+
+def _lie_alike_between(gm: fx.GraphModule, part: dict[fx.Node, int]) -> bool:
+    """Make every tensor that crosses a cut contiguous; False where something else crosses, or two that share memory.
+
+    A part is compiled for strides, and what the part in front gives has those that Inductor's trace gives it: not always those
+    of the trace by Dynamo (a ``cat`` with nothing, for one).  Views of the graph's inputs are the exception, which AOTAutograd
+    makes from the inputs themselves: a copy would hide what is written to them.
+    """
+    given = {_memory(n.meta.get(EXAMPLE)) for n in gm.graph.find_nodes(op="placeholder")}
+    shared: set[int] = set()
+    for node in [*gm.graph.nodes]:
+        users = [u for u in node.users if u.op != "output" and part.get(u) != part.get(node)]
+        value = node.meta.get(EXAMPLE)
+        if not users or (node.op == "placeholder" and isinstance(value, Tensor)):
+            continue
+        if not isinstance(value, Tensor):
+            if not isinstance(value, torch.SymInt | int):
+                return False
+            continue
+        memory = _memory(value)
+        if memory in given:
+            continue
+        if memory in shared:
+            return False
+        shared.add(memory)
+        with gm.graph.inserting_after(node):
+            even = gm.graph.call_method("contiguous", (node,))
+        even.meta = {**node.meta, EXAMPLE: _contiguous(value)}
+        part[even] = part[node]
+        for user in users:
+            user.replace_input_with(node, even)
+    return True
+
+
+def _memory(value: Any) -> int:
+    return value.untyped_storage()._cdata if isinstance(value, Tensor) else 0
+
+
+def _contiguous(value: Any) -> Tensor:
+    with value.fake_mode:
+        return value.contiguous()
 
 
 def _nodes(module: fx.GraphModule) -> list[str]:

@@ -160,6 +160,28 @@ def test_regions__a_guard_of_the_first_part_is_one_of_all() -> None:
     assert set(seen) == {0, 1}, "compiled for at most seven, and for more"
 
 
+class Joined(nn.Module):
+    """What goes from layer to layer lies one way when each operation runs alone, another when Inductor has traced it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(LAYERS))
+
+    def forward(self, x: Tensor, seen: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.cat([x.new_empty(0), layer(x).transpose(0, 1)])  # as a cache's first tokens are joined to none
+            seen[:, 1:].copy_(x[:, 1:])  # a view of an input is written, in every layer
+        return x
+
+
+@torch.no_grad()
+def test_regions__what_crosses_a_cut_lies_as_the_next_part_expects() -> None:
+    model, x = Joined(), torch.randn(4, 4, 4)
+    got, want = torch.zeros(4, 4, 4).transpose(0, 2), torch.zeros(4, 4, 4)
+    assert torch.equal(torch.compile(model, backend="mmqc")(x, got), model(x, want))
+    assert torch.equal(got, want)
+
+
 @torch.no_grad()
 def test_backend__records_the_kernels_of_every_layer() -> None:
     model = Tower()
