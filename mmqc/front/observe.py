@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import CodeType, FrameType
@@ -24,6 +26,7 @@ from mmqc.graph.reads import SIZE_READS, sizing
 
 SCALAR_READS = frozenset(("tolist", "item", "__bool__", "__int__", "__index__", "__float__", "numpy", "__contains__"))
 # Whose functions are no part of the model's code.  Those of kernels have dozens of arguments, and there are many of them.
+logger = logging.getLogger(__name__)
 _triton = importlib.util.find_spec("triton")
 FOREIGN = (
     str(Path(torch.__file__).parent),
@@ -191,14 +194,25 @@ def is_read(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 def observe(forward: Callable[[], Any], ignored: frozenset[str]) -> Observation:
     """Run ``forward`` and tell what it read; reads inside functions called ``ignored`` do not count."""
     watch = _Watch(ignored)
-    before = sys.getprofile()
-    with watch:
-        sys.setprofile(watch.profile)
-        try:
-            output = forward()
-        finally:
-            sys.setprofile(before)
+    with watch, _profiled(watch.profile):
+        output = forward()
     return Observation(output, watch.reads, watch.calls)
+
+
+@contextmanager
+def _profiled(function: Callable[..., Any]) -> Iterator[None]:
+    """``sys.setprofile`` for a while; a profiler that was on goes on behind it, also cProfile's, which is no function."""
+    before: Any = sys.getprofile()
+    sys.setprofile(function)
+    try:
+        yield
+    finally:
+        enable = getattr(before, "enable", None)
+        sys.setprofile(before if callable(before) else None)
+        if enable is not None:
+            enable()
+        elif before is not None and not callable(before):
+            logger.warning("a profiler of %s cannot be turned on again: its record ends here", type(before))
 
 
 def is_metadata(call: Call, inputs: Mapping[int, str]) -> bool:

@@ -57,6 +57,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._sympy import functions as _sympy
 
 from mmqc import kernels
+from mmqc.lowering.joined_cpp import joined_kernels
 from mmqc.lowering.known_transforms import known_transforms
 
 __all__ = [
@@ -173,7 +174,7 @@ def compile_graph(
     cached = functorch_config.enable_autograd_cache and observe is None
     patches = {**_WORKAROUNDS, **patches}
     compile_: Any = compile_fx  # returns a callable for a GraphModule
-    with tagged(), trusted_transforms(known), functorch_config.patch(enable_autograd_cache=cached):
+    with joined_kernels(), tagged(), trusted_transforms(known), functorch_config.patch(enable_autograd_cache=cached):
         return compile_(gm, list(example_inputs), inner_compile=inner_compile, config_patches=dict(patches))
 
 

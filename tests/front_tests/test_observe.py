@@ -1,5 +1,8 @@
 """What an observed forward reads, and which of its calls could run in front of it."""
 
+import cProfile
+import pstats
+
 import torch
 from torch import Tensor, nn
 
@@ -51,3 +54,24 @@ def test_is_read__sizes_that_depend_on_values() -> None:
     assert not is_read("arange", (3,), {})
     assert is_read("where", (mask,), {})
     assert not is_read("where", (mask, IDS, IDS), {})
+
+
+def behind() -> int:
+    return sum(range(9))
+
+
+def test_observe__a_profiler_that_was_on_goes_on() -> None:
+    """cProfile hands out itself as the profile function, and cannot be called."""
+    profiler = cProfile.Profile()
+    profiler.enable()
+    seen = observe(lambda: Packs().forward(X, SIZES), frozenset())
+    behind()
+    profiler.disable()
+    assert [r.op for r in seen.reads] == ["__bool__", "tolist"]
+    assert behind.__name__ in {name for _, _, name in pstats.Stats(profiler).stats}  # type: ignore[attr-defined]
+
+
+def test_observe__beside_torchs_profiler() -> None:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], with_stack=True):
+        seen = observe(lambda: Packs().forward(X, SIZES), frozenset())
+    assert [r.op for r in seen.reads] == ["__bool__", "tolist"]
