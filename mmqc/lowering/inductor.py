@@ -57,6 +57,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._sympy import functions as _sympy
 
 from mmqc import kernels
+from mmqc.lowering.instruction_set import find_instruction_sets
 from mmqc.lowering.joined_cpp import joined_kernels
 from mmqc.lowering.known_transforms import known_transforms
 
@@ -157,6 +158,7 @@ def compile_graph(
     ``observe`` sees every graph that reaches code generation, forward or backward, with the generated wrapper's source;
     AOTAutograd's cache would skip it, so that cache is off while somebody observes.
     """
+    find_instruction_sets()
     known = depends(gm, example_inputs)
     own = "-".join((_TAG, *map(str, sorted(known))))
 
