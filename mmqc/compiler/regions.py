@@ -194,7 +194,8 @@ def _lie_alike_between(gm: fx.GraphModule, part: dict[fx.Node, int]) -> bool:
     """
     given = {_memory(n.meta.get(EXAMPLE)) for n in gm.graph.find_nodes(op="placeholder")}
     shared: set[int] = set()
-    for node in [*gm.graph.nodes]:
+    order = {node: i for i, node in enumerate(gm.graph.nodes)}
+    for node in order:
         users = [u for u in node.users if u.op != "output" and part.get(u) != part.get(node)]
         value = node.meta.get(EXAMPLE)
         if not users or (node.op == "placeholder" and isinstance(value, Tensor)):
@@ -209,11 +210,11 @@ def _lie_alike_between(gm: fx.GraphModule, part: dict[fx.Node, int]) -> bool:
         if memory in shared:
             return False
         shared.add(memory)
-        with gm.graph.inserting_after(node):
+        with gm.graph.inserting_before(min(users, key=order.__getitem__)):  # behind what its own part writes to it
             even = gm.graph.call_method("contiguous", (node,))
         even.meta = {**node.meta, EXAMPLE: _contiguous(value)}
         part[even] = part[node]
-        for user in users:
+        for user in [*users, *(u for u in node.users if u.op == "output")]:  # other parts may write to it
             user.replace_input_with(node, even)
     return True
 

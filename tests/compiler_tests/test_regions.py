@@ -160,6 +160,31 @@ def test_regions__a_guard_of_the_first_part_is_one_of_all() -> None:
     assert set(seen) == {0, 1}, "compiled for at most seven, and for more"
 
 
+class Written(nn.Module):
+    """A tensor that does not lie contiguously is written by its own layer and by all behind it, and handed out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        kept = (x * 2).transpose(0, 1)
+        for layer in self.layers:
+            x = layer(x, kept.mean())
+            kept.add_(1)
+        return x, kept
+
+
+@torch.no_grad()
+def test_regions__what_crosses_a_cut_may_be_written_on_either_side() -> None:
+    model, x = Written(), torch.randn(3, 5, WIDTH)
+    parts, order, compiled = cut(model, x)
+    assert len(parts) < len(order)
+    (got, kept), (want, same) = compiled(x), model(x)
+    assert_close(got, want)  # a mean of what lies in another order
+    assert torch.equal(kept, same)
+
+
 class Joined(nn.Module):
     """What goes from layer to layer lies one way when each operation runs alone, another when Inductor has traced it."""
 
