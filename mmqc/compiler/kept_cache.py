@@ -1,8 +1,8 @@
 """The static caches that ``compiled_loop`` keeps: they come in chunks of tokens, and a call takes one that has room.
 
 A compiled forward depends on a cache in two ways.  CUDA graphs hold its addresses, so it must outlive the call.  And its length is
-a size of its inputs: for a prompt it is marked as one that changes (front/sizes.py); a step is compiled for
-the length that it finds, so most calls should find the same.
+a size of its inputs: it is marked as one that changes (front/sizes.py), but for a step on a GPU, which is compiled for the length
+that it finds, so most calls should find the same.
 
     room        the next multiple of 64 tokens, or of a quarter of the power of two below: at most a quarter is left empty;
                 on a GPU at least ``LEAST`` tokens as far as ``SMALL`` bytes go

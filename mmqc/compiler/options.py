@@ -5,7 +5,7 @@ token_order      "sequence": rows stay where they are and each has the scale of 
                  front of all text; "auto": pipeline.py says which
 attention_order  in modality order, how rows pass attention: "gather" (q, k, v go back to sequence order) or "unified" (the
                  mask and the positions travel with the queries)
-regions          False: each layer is compiled by itself, together with its neighbours; else alike ones once (regions.py)
+regions          False: a graph is compiled as a whole; else layers that are alike are compiled once (regions.py)
 layers           a number that tells apart what was compiled before and after a model's layers changed (layer_guards.py)
 mode             as torch.compile's mode, for use together with other options (torch.compile takes one or the other)
 anything in torch._inductor.config, dotted: passed through

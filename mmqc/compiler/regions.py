@@ -12,6 +12,7 @@ was traced in, outermost first.  Two parts are alike if their nodes, with the sh
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -56,7 +57,7 @@ def compile_by_regions(gm: fx.GraphModule, inputs: Sequence[Any], compile_: Comp
         return None
     gm = fx.GraphModule(gm, _copied(gm.graph))
     part = _parts(gm)
-    if part is None or not _lie_alike_between(gm, part):
+    if part is None or not _make_contiguous(gm, part):
         return None
     split = split_module(gm, gm, part.__getitem__, keep_original_order=True)  # type: ignore[arg-type]
     calls = split.graph.find_nodes(op="call_module")
@@ -185,36 +186,31 @@ def _copied(graph: fx.Graph) -> fx.Graph:
     return new
 
 
-def _lie_alike_between(gm: fx.GraphModule, part: dict[fx.Node, int]) -> bool:
-    """Make every tensor that crosses a cut contiguous; False where something else crosses, or two that share memory.
+def _make_contiguous(gm: fx.GraphModule, part: dict[fx.Node, int]) -> bool:
+    """Make every tensor that crosses a cut contiguous; False where something else crosses, or what shares memory with it leaves.
 
     A part is compiled for strides, and what the part in front gives has those that Inductor's trace gives it: not always those
     of the trace by Dynamo (a ``cat`` with nothing, for one).  Views of the graph's inputs are the exception, which AOTAutograd
     makes from the inputs themselves: a copy would hide what is written to them.
     """
-    given = {_memory(n.meta.get(EXAMPLE)) for n in gm.graph.find_nodes(op="placeholder")}
-    shared: set[int] = set()
+    given = {_memory(n.meta.get(EXAMPLE)) for n in gm.graph.nodes if n not in part and n.op != "output"}
     order = {node: i for i, node in enumerate(gm.graph.nodes)}
-    for node in order:
-        users = [u for u in node.users if u.op != "output" and part.get(u) != part.get(node)]
+    leaving = {n: [u for u in n.users if part.get(u) != part.get(n)] for n in order}  # the output is in no part
+    shared = Counter(_memory(n.meta.get(EXAMPLE)) for n, users in leaving.items() if users)
+    for node, outside in leaving.items():
+        users = [u for u in outside if u.op != "output"]
         value = node.meta.get(EXAMPLE)
-        if not users or (node.op == "placeholder" and isinstance(value, Tensor)):
-            continue
-        if not isinstance(value, Tensor):
-            if not isinstance(value, torch.SymInt | int):
-                return False
-            continue
-        memory = _memory(value)
-        if memory in given:
-            continue
-        if memory in shared:
+        if users and not isinstance(value, Tensor | torch.SymInt | int):
             return False
-        shared.add(memory)
+        if not users or not isinstance(value, Tensor) or _memory(value) in given:
+            continue
+        if shared[_memory(value)] > 1:
+            return False
         with gm.graph.inserting_before(min(users, key=order.__getitem__)):  # behind what its own part writes to it
             even = gm.graph.call_method("contiguous", (node,))
         even.meta = {**node.meta, EXAMPLE: _contiguous(value)}
         part[even] = part[node]
-        for user in [*users, *(u for u in node.users if u.op == "output")]:  # other parts may write to it
+        for user in outside:  # the output too: other parts may write to it
             user.replace_input_with(node, even)
     return True
 

@@ -24,9 +24,10 @@ from torch.overrides import TorchFunctionMode
 
 from mmqc.graph.reads import SIZE_READS, sizing
 
+logger = logging.getLogger(__name__)
+
 SCALAR_READS = frozenset(("tolist", "item", "__bool__", "__int__", "__index__", "__float__", "numpy", "__contains__"))
 # Whose functions are no part of the model's code.  Those of kernels have dozens of arguments, and there are many of them.
-logger = logging.getLogger(__name__)
 _triton = importlib.util.find_spec("triton")
 FOREIGN = (
     str(Path(torch.__file__).parent),

@@ -192,9 +192,9 @@ def may_vary(tensor: Tensor, sizes: Sequence[int]) -> Callable[[], None]:
 
 
 @contextmanager
-def at_least_programs(count: int = PROGRAMS) -> Iterator[None]:
-    """A function may be compiled so often meanwhile: beyond its limit Dynamo runs it eagerly, with a warning."""
-    limit = max(count, torch._dynamo.config.recompile_limit)
+def at_least_programs() -> Iterator[None]:
+    """A function may be compiled ``PROGRAMS`` times meanwhile: beyond its limit Dynamo runs it eagerly, with a warning."""
+    limit = max(PROGRAMS, torch._dynamo.config.recompile_limit)
     with torch._dynamo.config.patch(recompile_limit=limit):
         yield
 

@@ -158,7 +158,8 @@ def compile_graph(
     ``observe`` sees every graph that reaches code generation, forward or backward, with the generated wrapper's source;
     AOTAutograd's cache would skip it, so that cache is off while somebody observes.
     """
-    find_instruction_sets()
+    if not any(isinstance(x, torch.Tensor) and x.is_cuda for x in example_inputs):
+        find_instruction_sets()
     known = depends(gm, example_inputs)
     own = "-".join((_TAG, *map(str, sorted(known))))
 

@@ -20,6 +20,7 @@ from unittest import mock
 
 from torch._inductor.async_compile import AsyncCompile, get_compile_threads
 from torch._inductor.codecache import CppPythonBindingsCodeCache
+from torch._inductor.compile_worker.subproc_pool import SubprocException
 from torch._inductor.exc import CppCompileError
 from torch._inductor.utils import clear_on_fresh_cache
 
@@ -118,7 +119,7 @@ def compiled(kernels: Sequence[Kernel], files: int, submit: Callable[..., Any] |
         try:
             loaded = file()
             functions.update({k: loaded.kernel(i) for i, k in enumerate(share)})
-        except CppCompileError as error:
+        except (CppCompileError, SubprocException) as error:  # the second is the first, of another process
             logger.info("%d kernels do not compile together, and are compiled one by one: %s", len(share), error)
             functions.update({k: k.alone() for k in share})
     return functions

@@ -185,6 +185,53 @@ def test_regions__what_crosses_a_cut_may_be_written_on_either_side() -> None:
     assert torch.equal(kept, same)
 
 
+class Seen(Written):
+    """Two views of one tensor: one goes from layer to layer, the other is handed out."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        kept = (x * 2).transpose(0, 1)
+        first = kept[0]
+        for layer in self.layers:
+            x = layer(x, kept.mean())
+            kept.add_(1)
+        return x, first
+
+
+@torch.no_grad()
+def test_regions__none_where_a_copy_would_part_two_views() -> None:
+    model, x = Seen(), torch.randn(3, 5, WIDTH)
+    parts, _, compiled = cut(model, x)
+    assert parts == []
+    for got, want in zip(compiled(x), model(x), strict=True):
+        assert_close(got, want)
+
+
+@torch.no_grad()
+def test_regions__constants_of_the_graph() -> None:
+    """A tensor that is an attribute of the graph belongs to no part."""
+    model, orders = Tower(), []
+
+    def backend(gm: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
+        scale = next(n for n in gm.graph.nodes if n.target == "mean")
+        gm.register_buffer("halves", torch.full((2, 6, 1), 0.5))
+        with gm.graph.inserting_before(scale):
+            half = gm.graph.get_attr("halves")
+        half.meta = {**scale.meta}
+        scale.replace_all_uses_with(half)
+        found = compile_by_regions(gm, examples, lambda part, _: part.forward, lambda *_: None)
+        assert found is not None
+        orders.append(found.order)
+        return found.forward
+
+    torch._dynamo.reset()
+    got = torch.compile(model, backend=backend)(IDS)
+    x = model.embed(IDS)
+    for layer in model.layers:
+        x = layer(x, torch.tensor(0.5))
+    assert torch.equal(got, model.head(x))
+    assert len(set(orders[0])) < len(orders[0])
+
+
 class Joined(nn.Module):
     """What goes from layer to layer lies one way when each operation runs alone, another when Inductor has traced it."""
 

@@ -1,11 +1,14 @@
 """C++ kernels that are compiled together compute what they do alone, and are told apart."""
 
-from concurrent.futures import ThreadPoolExecutor
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._inductor.compile_worker.subproc_pool import SubprocException
 from torch._inductor.utils import fresh_cache
 
 from mmqc.lowering import joined_cpp
@@ -39,6 +42,18 @@ def test_compiled__what_does_not_compile_together_is_compiled_alone(caplog: pyte
         out = torch.zeros(3)
         functions[k](out, 3)
         assert torch.equal(out, torch.full((3,), value))
+
+
+def test_compiled__an_error_of_another_process() -> None:
+    def submit(work: Callable[[], Any]) -> Future[Any]:
+        del work
+        failed: Future[Any] = Future()
+        failed.set_exception(SubprocException("C++ compile error"))
+        return failed
+
+    k, out = kernel(f"float({time.time_ns()})"), torch.zeros(1)  # never compiled before
+    compiled([k], 1, submit)[k](out, 1)
+    assert out.item() > 0
 
 
 def test_shared__evenly() -> None:
