@@ -42,6 +42,7 @@ from mmqc.passes.rewrite_mask import RewriteMask
 from mmqc.passes.rewrite_rope_index import RewriteRopeIndex
 from mmqc.passes.share_angles import ShareAngles
 from mmqc.passes.share_quantize import ShareQuantize
+from mmqc.passes.split_attention import SplitAttention
 from mmqc.passes.suppress_magnitude import SuppressMagnitude
 
 
@@ -143,7 +144,7 @@ def run_time_passes(
             else ()
         ),
         # 9 attention
-        *((FoldQueryGroups(),) if queries else ()),
+        *((FoldQueryGroups(), SplitAttention()) if queries else ()),
         # 10 fusion
         *(
             (ShareQuantize(), FuseEpilogues(), FuseMatmuls(), FuseHadamardQuantize(), FuseNormQuantize(), ShareAngles())

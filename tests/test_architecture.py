@@ -43,7 +43,7 @@ MAY_IMPORT = {
     ),
     "kernels": (),
 }
-VERBS = {"raise", "fold", "fuse", "insert", "reorder", "rewrite", "assign", "quantize", "suppress", "share"}
+VERBS = {"raise", "fold", "fuse", "insert", "reorder", "rewrite", "assign", "quantize", "suppress", "share", "split"}
 VAGUE = {"utils", "util", "common", "helpers", "base", "manager", "registry", "factory", "misc"}
 MODEL_NAMES = re.compile(
     r"\b[a-z_]*_proj\b|\bfc[12]\b|\blm_head\b|\bself_attn\b|\binput_layernorm\b|\bln_q\b|\bmerger\b|\bvision_tower\b"

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, fx
 
 Sizes = tuple[Any, ...]  # of int or sympy expressions
+EXAMPLE = "example_value"
 GUESS = 4096  # elements along an axis whose size nobody knows when the graph is compiled
 
 
@@ -24,7 +25,7 @@ def expression(size: Any) -> Any:
 
 def value_of(node: Any) -> Any:
     """The example value that a capture left: a tensor, a sequence of tensors, a number, or None."""
-    return node.meta.get("example_value") if isinstance(node, fx.Node) else None
+    return node.meta.get(EXAMPLE) if isinstance(node, fx.Node) else None
 
 
 def is_sequence(node: fx.Node) -> bool:

@@ -1,6 +1,6 @@
-"""The ops of quantized caches on CUDA: importing this file registers the kernels; what they cannot take goes to the reference.
+"""The ops of caches on CUDA: importing this file registers the kernels; what they cannot take goes to the reference.
 
-    mmqc::kv_pack, kv_attention, kv_round_keys, kv_token_attention, kv_rows_attention
+    mmqc::kv_pack, kv_attention, kv_round_keys, kv_token_attention, kv_rows_attention, decode_attention
 
 ``why_not_rounded`` and ``why_not_text`` say of a model, before it has a cache, whether ``kv_round_keys`` and
 ``kv_token_attention`` have kernels for it.
@@ -13,12 +13,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from mmqc.kernels.kv import decode_attention as decode
 from mmqc.kernels.kv import kv_attention as attention
 from mmqc.kernels.kv import kv_pack as packing
 from mmqc.kernels.kv import kv_round_keys as rounding
 from mmqc.kernels.kv import kv_rows_attention as rows
 from mmqc.kernels.kv import kv_token_attention as tokens
 from mmqc.kernels.shared.plan import Refusal
+from mmqc.ops import decode_attention as decode_op
 from mmqc.ops import kv_attention as attention_op
 from mmqc.ops import kv_pack as packing_op
 from mmqc.ops import kv_round_keys as rounding_op
@@ -93,5 +95,11 @@ def kv_rows_attention(
     return rows_op.reference(*given) if isinstance(found, Refusal) else found
 
 
-for implementation in (kv_pack, kv_attention, kv_round_keys, kv_token_attention, kv_rows_attention):
+def decode_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """``mmqc::decode_attention`` on CUDA."""
+    found = decode.decode_attention(q, k, v, mask, scale)
+    return decode_op.reference(q, k, v, mask, scale) if isinstance(found, Refusal) else found
+
+
+for implementation in (kv_pack, kv_attention, kv_round_keys, kv_token_attention, kv_rows_attention, decode_attention):
     torch.library.impl(f"mmqc::{implementation.__name__}", "CUDA", implementation)

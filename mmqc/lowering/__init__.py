@@ -12,6 +12,7 @@ from torch import fx
 from mmqc import kernels
 from mmqc.lowering import (
     causal_mask,
+    decode_attention,
     fused,
     fused_per_token,
     gather_rows,
@@ -33,6 +34,7 @@ from mmqc.lowering import (
 
 __all__ = [
     "causal_mask",
+    "decode_attention",
     "fallbacks",
     "fused",
     "fused_per_token",
@@ -62,6 +64,7 @@ WHY_NOT = {
     torch.ops.mmqc.weight_only_matmuls.default: weight_only_matmul.why_not,
     torch.ops.mmqc.grouped_matmul.default: grouped_matmul.why_not,
     torch.ops.mmqc.mixed_matmul.default: mixed_matmul.why_not,
+    torch.ops.mmqc.decode_attention.default: decode_attention.why_not,
     torch.ops.mmqc.hadamard.default: hadamard.why_not,
     torch.ops.mmqc.hadamard_quantize.default: hadamard.why_not,
     torch.ops.mmqc.hadamard_quantize_per_token.default: hadamard.why_not,

@@ -64,6 +64,14 @@ class Operand(Shape):
         return cls(lowerings[aten.view.default](box, [math.prod(box.get_size())]), symbolic=True)
 
     @classmethod
+    def sized(cls, box: TensorBox) -> Operand:
+        """Any of its sizes may be a symbol."""
+        found = cls.__new__(cls)
+        found.box = contiguous(box)
+        Shape.__init__(found, tuple(map(as_int, found.box.get_size())), found.box.get_dtype(), found.box.get_device_or_error())
+        return found
+
+    @classmethod
     def new(cls, shape: tuple[Any, ...], dtype: torch.dtype, device: torch.device) -> Operand:
         """Memory that a kernel fills."""
         return cls(empty(shape, dtype, device), symbolic=True)

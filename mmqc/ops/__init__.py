@@ -7,6 +7,7 @@ runs in eager mode) and its fake kernel.  Passes name ops, lowerings and kernels
 from mmqc.ops import (
     basis_quantize_per_token,
     causal_mask,
+    decode_attention,
     gather_rows,
     gather_tokens,
     gptq_block,
@@ -38,6 +39,7 @@ from mmqc.ops import (
 __all__ = [
     "basis_quantize_per_token",
     "causal_mask",
+    "decode_attention",
     "gather_rows",
     "gather_tokens",
     "gptq_block",

@@ -16,12 +16,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from torch import fx
+from torch import Tensor, fx
 
 from mmqc.graph.kinds import kind
 from mmqc.graph.program import Miss, Program, copy_meta
 from mmqc.graph.runner import Pass
-from mmqc.graph.sizes import sizes
+from mmqc.graph.sizes import EXAMPLE, sizes, value_of
 
 ATTENTION = "scaled_dot_product_attention"
 
@@ -70,6 +70,9 @@ class FoldQueryGroups(Pass):
             back = prog.graph.call_method("reshape", (y, -1, site.heads * site.group, 1, out))
         for new in (rows, y, back):
             copy_meta(new, node, self.name, 0)
+        for new, old, channels in ((rows, node.args[0], width), (y, node, out)):
+            if isinstance(value := value_of(old), Tensor):
+                new.meta[EXAMPLE] = value.reshape(value.shape[0], site.heads, site.group, channels)
         node.replace_all_uses_with(back)
 
 

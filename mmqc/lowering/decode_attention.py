@@ -1,0 +1,65 @@
+"""decode_attention: on CUDA one launch over all parts of all heads; elsewhere the op as it is.
+
+Shapes:  those of ops/decode_attention.py; any of them may be a symbol but for the number of rows and of channels
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import torch
+from torch import fx
+
+from mmqc import kernels
+from mmqc.lowering.inductor import TensorBox, at_most, call_kernel, has_kernel, lowerings, register_lowering
+
+aten = torch.ops.aten
+
+
+def why_not(node: fx.Node) -> str | None:
+    """None, or why the CUDA kernel cannot take this node of an ATen graph."""
+    given: list[Any] = [a.meta["val"] if isinstance(a, fx.Node) else a for a in node.args[:4]]
+    q, k, _, mask = given
+    if q.device.type != "cuda" or not kernels.install():
+        return None
+    return _kernel().why_not(q, k, mask)
+
+
+def _kernel() -> Any:
+    return importlib.import_module("mmqc.kernels.kv.decode_attention")
+
+
+@register_lowering(torch.ops.mmqc.decode_attention.default, type_promotion_kind=None)
+def lower_decode_attention(q: TensorBox, k: TensorBox, v: TensorBox, mask: TensorBox | None, scale: float) -> TensorBox:
+    """A launch, as large as the cache needs if its size is known, and as the device has room for if it is not."""
+    if not has_kernel(q):
+        return call_kernel(torch.ops.mmqc.decode_attention.default, q, k, v, mask, scale)
+    launch, kernel = importlib.import_module("mmqc.lowering.launch"), _kernel()
+    operands = [launch.Operand.sized(x) for x in (q, k, v)]
+    seen = None if mask is None else launch.Operand.sized(mask)
+    (batch, heads, rows, width), device = operands[0].shape, operands[0].device
+    if kernel.why_not(operands[0], operands[1], seen):
+        return call_kernel(torch.ops.mmqc.decode_attention.default, q, k, v, mask, scale)
+    y = launch.Operand.sized(lowerings[aten.empty_strided.default](
+        [batch, heads, rows, width], None, dtype=operands[0].dtype, device=device
+    ))  # fmt: skip
+    config, tokens = kernel.Config(), operands[1].shape[2]
+    programs = config.per_sm * kernel.multiprocessors(device)
+    part = launch.Operand.new((kernel.room(programs, batch * heads, rows, width),), torch.float32, device)
+    made = kernel.launch(
+        *operands, seen, y, part, _zeros(launch, batch * heads, device), scale, heads=(batch, heads), tokens=tokens,
+        most=min(programs, kernel.ceil_div(tokens, config.tokens)) if isinstance(tokens, int) else programs, programs=programs,
+        config=config,
+    )  # fmt: skip
+    launch.emit(made, rows, rows)
+    return y.box
+
+
+def _zeros(launch: Any, heads: Any, device: torch.device) -> Any:
+    """A counter for each head: those of the graph, or, where there may be more heads, zeros for this launch."""
+    if at_most(heads, launch.COUNTERS):
+        return launch.Operand(launch.counters(launch.COUNTERS, device))
+    zeros = lowerings[aten.full.default]([heads], 0, dtype=torch.int32, device=device)
+    zeros.realize()
+    return launch.Operand.sized(zeros)

@@ -1,0 +1,103 @@
+"""The decode attention kernel against the op's reference, in float64; outside of a mask's span is NaN, and in unwritten memory."""
+
+import pytest
+import torch
+from tolerance import assert_close
+
+from mmqc.kernels.shared.plan import Refusal
+from mmqc.ops import decode_attention as op
+
+kernel = pytest.importorskip("mmqc.kernels.kv.decode_attention")
+pytestmark = pytest.mark.usefixtures("nan_memory")
+
+
+def outside(mask):
+    """What lies in front of the first token that a mask shows, or behind the last."""
+    return (mask.cumsum(-1) == 0) | (mask.flip(-1).cumsum(-1).flip(-1) == 0)
+
+
+FEW = kernel.Config(per_sm=1, tokens=16)
+
+
+def operands(batch, heads, rows, tokens, width, dtype, device, *, masks=0):
+    """``masks``: none, one for the batch, or one for each sequence."""
+    g = torch.Generator().manual_seed(hash((batch, heads, rows, tokens, width, masks)) % 2**31)
+    q = torch.randn(batch, heads, rows, width, generator=g)
+    k, v = (torch.randn(batch, heads, tokens, width, generator=g) for _ in range(2))
+    mask = None
+    if masks:
+        mask = torch.rand(masks, 1, 1, tokens, generator=g) < 0.6
+        hidden = outside(mask).transpose(2, 3)
+        k, v = k.masked_fill(hidden, torch.nan), v.masked_fill(hidden, torch.nan)
+        mask = mask.to(device)
+    return *(x.to(device, dtype) for x in (q, k, v)), mask, width**-0.5
+
+
+def assert_like_op(given, config=FEW):
+    y = kernel.decode_attention(*given, config=config)
+    want = op.reference(*(x.double() for x in given[:3]), *given[3:])
+    assert y.dtype == given[0].dtype
+    assert_close(y, want, given[0].dtype)
+
+
+@pytest.mark.parametrize("width", [16, 64, 80, 96, 128, 256])
+@pytest.mark.parametrize("rows", [1, 4, 7, 16, 33])
+def test_decode_attention__rows_and_widths(rows, width, device):
+    assert_like_op(operands(2, 2, rows, 67, width, torch.float16, device, masks=2))
+
+
+@pytest.mark.parametrize("tokens", [1, 15, 16, 17, 129, 515])
+@pytest.mark.parametrize("masks", [0, 1, 3])
+def test_decode_attention__one_to_hundreds_of_tokens(tokens, masks, device):
+    for config in (None, FEW):
+        assert_like_op(operands(3, 2, 7, tokens, 32, torch.float16, device, masks=masks), config)
+
+
+@pytest.mark.parametrize("tokens", [40, 700])
+def test_decode_attention__nothing_seen_is_zeros(tokens, device):
+    q, k, v, _, scale = operands(1, 2, 3, tokens, 32, torch.float16, device)
+    mask = torch.zeros(1, 1, 1, tokens, dtype=torch.bool, device=device)
+    y = kernel.decode_attention(q, torch.full_like(k, torch.nan), v, mask, scale, config=FEW)
+    assert y.eq(0).all()
+
+
+def test_decode_attention__one_stretch_seen(device):
+    """Whole parts that see nothing, in front of and behind those that do."""
+    given = operands(1, 2, 7, 700, 64, torch.float16, device)
+    mask = torch.zeros(1, 1, 1, 700, dtype=torch.bool, device=device)
+    mask[..., 333:340] = True
+    hidden = outside(mask).transpose(2, 3)
+    assert_like_op((given[0], *(x.masked_fill(hidden, torch.nan) for x in given[1:3]), mask, given[4]))
+
+
+def test_decode_attention__large_scores(device):
+    q, k, v, mask, scale = operands(1, 1, 4, 300, 64, torch.float16, device, masks=1)
+    assert_like_op((q * 40, k, v, mask, scale))
+
+
+def test_decode_attention__counters_are_left_at_zero(device):
+    given = operands(2, 2, 7, 515, 32, torch.float16, device, masks=2)
+    first = kernel.decode_attention(*given, config=FEW)
+    assert torch.equal(kernel.decode_attention(*given, config=FEW), first)
+
+
+def test_decode_attention__refuses_what_it_has_no_tiles_for(device):
+    q, k, v, mask, scale = operands(1, 1, 65, 20, 32, torch.float16, device, masks=1)
+    assert isinstance(kernel.decode_attention(q, k, v, mask, scale), Refusal)
+    q, k, v, mask, scale = operands(1, 1, 1, 20, 288, torch.float16, device, masks=1)
+    assert isinstance(kernel.decode_attention(q, k, v, mask, scale), Refusal)
+
+
+def test_decode_attention__no_tokens_and_no_batch(device):
+    assert kernel.decode_attention(*operands(2, 1, 3, 0, 32, torch.float16, device)).eq(0).all()
+    assert kernel.decode_attention(*operands(0, 1, 3, 5, 32, torch.float16, device)).shape == (0, 1, 3, 32)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("batch", [1, 5, 64])
+@pytest.mark.parametrize("tokens", [300, 2048])
+def test_decode_attention__heads_of_real_models(batch, tokens, device):
+    for heads, rows, width in ((4, 7, 128), (32, 1, 128), (8, 4, 80)):
+        given = operands(batch, heads, rows, tokens, width, torch.bfloat16, device, masks=batch)
+        assert_like_op(given, None)
+        assert torch.equal(kernel.decode_attention(*given), kernel.decode_attention(*given))
