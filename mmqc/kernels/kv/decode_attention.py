@@ -37,8 +37,8 @@ class Config(NamedTuple):
     """Programs of a multiprocessor, and tokens of a tile."""
 
     per_sm: int = 2
-    tokens: int = 128
-    warps: int = 4
+    tokens: int = 64
+    warps: int = 2
     stages: int = 2
 
 
