@@ -184,8 +184,8 @@ def before_trace(frame: Frame) -> tuple[bool, bool]:
     if not front.turn.is_mine() and front.turn.take(caller(*CALLBACKS), wait=False):
         front.prepare(frame.model, inputs)
         front.call.early = True
-    # A front at work says that the model takes images of any size.
-    varying = front.turn.is_mine() and (front.active is not None or known_to_vary())
+    # A front that has work says that the model takes images of any size, and texts of any length and number.
+    varying = front.turn.is_mine() and (any(plan.sites for plan in front.plans.values()) or known_to_vary())
     if varying:
         handed = RUNNING.table[front.number] if front.active is not None else None
         front.call.marked.mark(inputs | visual_mask(frame.model) | left_behind(frame.model), handed)

@@ -44,6 +44,18 @@ def sizes(node: Any) -> Sizes | None:
     return None if shape is None else tuple(expression(s) for s in shape)
 
 
+def agree(one: Sequence[Any], other: Sequence[Any]) -> bool:
+    """Whether sizes of two tensors are the same; two symbols are if the traced call's are, which whoever relies on it guards."""
+    return len(one) == len(other) and all(
+        expression(a) == expression(b) or _same_hint(a, b) for a, b in zip(one, other, strict=True)
+    )
+
+
+def _same_hint(a: Any, b: Any) -> bool:
+    both = isinstance(a, torch.SymInt) and isinstance(b, torch.SymInt)
+    return both and a.node.hint is not None and a.node.hint == b.node.hint
+
+
 def product(parts: Sequence[Any]) -> Any:
     """The product of sizes."""
     return math.prod(parts)

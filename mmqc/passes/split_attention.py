@@ -23,7 +23,7 @@ from torch import Tensor, fx
 from mmqc.graph.kinds import kind
 from mmqc.graph.program import Miss, Program, copy_meta
 from mmqc.graph.runner import Pass
-from mmqc.graph.sizes import sizes, value_of
+from mmqc.graph.sizes import agree, expression, sizes, value_of
 from mmqc.passes.fold_query_groups import ATTENTION
 
 NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
@@ -55,17 +55,16 @@ class SplitAttention(Pass):
                 continue
             given = dict(zip(NAMES, node.args, strict=False)) | node.kwargs
             query, key, value, mask = (given.get(name) for name in NAMES[:4])
-            q, k, seen = value_of(query), value_of(key), value_of(mask)
-            if not isinstance(q, Tensor) or not isinstance(k, Tensor) or q.device.type not in self.devices:
+            q, k, v, seen = map(value_of, (query, key, value, mask))
+            if not all(isinstance(x, Tensor) for x in (q, k, v)) or q.device.type not in self.devices:
                 continue
-            rows, tokens = sizes(query), sizes(key)
-            if rows is None or tokens is None or len(rows) != 4 or not (rows[2] == 1 or _is_one_row(sizes(mask))):
+            if q.dim() != 4 or not (expression(q.shape[2]) == 1 or _is_one_row(seen)):
                 continue
-            if reason := _why_not(q, k, mask, seen, given) or _why_not_sizes(rows, tokens, sizes(value), sizes(mask)):
+            if reason := _why_not(q, k, mask, seen, given) or _why_not_sizes(q, k, v, seen):
                 yield Miss(node.name, reason)
                 continue
             scale = given.get("scale")
-            yield Site(node, (query, key, value, mask), float(rows[3] ** -0.5 if scale is None else scale))
+            yield Site(node, (query, key, value, mask), float(q.shape[3] ** -0.5 if scale is None else scale))
 
     def rewrite(self, prog: Program, site: Site) -> None:
         """The op in its place."""
@@ -75,8 +74,8 @@ class SplitAttention(Pass):
         site.node.replace_all_uses_with(new)
 
 
-def _is_one_row(mask: tuple[Any, ...] | None) -> bool:
-    return mask is not None and len(mask) == 4 and mask[2] == 1
+def _is_one_row(mask: Any) -> bool:
+    return isinstance(mask, Tensor) and mask.dim() == 4 and expression(mask.shape[2]) == 1
 
 
 def _why_not(q: Tensor, k: Tensor, mask: Any, seen: Any, given: dict[str, Any]) -> str | None:
@@ -93,13 +92,19 @@ def _why_not(q: Tensor, k: Tensor, mask: Any, seen: Any, given: dict[str, Any]) 
     return next((why for ok, why in checks if not ok), None)
 
 
-def _why_not_sizes(q: tuple[Any, ...], k: tuple[Any, ...], v: tuple[Any, ...] | None, mask: tuple[Any, ...] | None) -> str | None:
+def _why_not_sizes(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> str | None:
     """The same of its sizes."""
+    rows, width = q.shape[2:]
     checks = (
-        (k == v, "values are not like keys"),
-        (len(k) == 4 and q[:2] == k[:2] and q[3] == k[3], "its keys are of other heads"),
-        (isinstance(q[2], int) and q[2] <= 64, "it has more than 64 rows"),
-        (isinstance(q[3], int) and q[3] <= 256, "its heads have more than 256 channels"),
-        (mask is None or (mask[0] in (1, q[0]) and mask[1:] == (1, 1, k[2])), "its mask is not one for all rows"),
+        (agree(k.shape, v.shape), "values are not like keys"),
+        (k.dim() == 4 and agree((*q.shape[:2], width), (*k.shape[:2], k.shape[3])), "its keys are of other heads"),
+        (isinstance(rows, int) and rows <= 64, "it has more than 64 rows"),
+        (isinstance(width, int) and width <= 256, "its heads have more than 256 channels"),
+        (mask is None or _is_one_for_all(mask, q, k), "its mask is not one for all rows"),
     )
     return next((why for ok, why in checks if not ok), None)
+
+
+def _is_one_for_all(mask: Tensor, q: Tensor, k: Tensor) -> bool:
+    batch, tokens = expression(mask.shape[0]), (1, 1, k.shape[2])
+    return mask.dim() == 4 and agree(mask.shape[1:], tokens) and (batch == 1 or agree(mask.shape[:1], q.shape[:1]))

@@ -143,6 +143,21 @@ def test_front__a_program_for_all_sizes_and_others_for_one_prompt_and_one_image(
 
 
 @torch.no_grad()
+def test_front__texts_alone_vary_too_once_images_came() -> None:
+    model, _ = tiny_qwen2_vl()
+    compiled = torch.compile(model, backend="mmqc")
+    logits(compiled, batch_of((1, 4, 6)))
+    with collect_records() as records:
+        for rows, length in ((3, 7), (2, 9), (4, 5)):
+            batch = {
+                "input_ids": torch.randint(10, 20, (rows, length)),
+                "attention_mask": torch.ones(rows, length, dtype=torch.long),
+            }
+            assert relative_error(logits(compiled, batch), logits(model, batch)) < SAME
+    assert len(records) == 1
+
+
+@torch.no_grad()
 def test_front__generate_gives_the_same_tokens() -> None:
     model, batch = tiny_qwen2_vl()
     expected = model.generate(**batch, max_new_tokens=5, do_sample=False)
