@@ -39,6 +39,7 @@ MAY_IMPORT = {
         "mmqc/samples/",
         "mmqc/compiler/compiled_loop.py",
         "mmqc/compiler/kept_cache.py",
+        "mmqc/compiler/step_mask.py",
         "mmqc/front/attention.py",
     ),
     "kernels": (),

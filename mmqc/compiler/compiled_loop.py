@@ -41,6 +41,7 @@ from transformers.generation import utils as generation
 
 from mmqc.compiler.kept_cache import KeptCaches, empty, longest
 from mmqc.compiler.layer_guards import LayerGuards
+from mmqc.compiler.step_mask import masks_go_on
 from mmqc.front.sizes import sizes_vary
 from mmqc.graph.tracing import at_least_programs
 from mmqc.kv.cache import QuantizedCache
@@ -130,7 +131,7 @@ def _loop(model: Any, input_ids: Tensor, generation_config: GenerationConfig, pr
         config.compile_config, options = _without_guards(compile_config, guards)
         try:
             once = _compiled_once(model, config.compile_config, options, how, guards)
-            with at_least_programs(), sizes_vary(step, cache), once, _deferred_stop_check():
+            with at_least_programs(), sizes_vary(step, cache), once, masks_go_on(cache), _deferred_stop_check():
                 return loop._sample(model, input_ids, generation_config=config, **kwargs)
         except _LayersChanged:
             assert guards is not None

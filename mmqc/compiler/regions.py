@@ -100,7 +100,7 @@ class _Part:
     def of(cls, module: fx.GraphModule, call: fx.Node, known: dict[fx.Node, Any], depends: Depends) -> _Part:
         """A module that ``call`` calls; ``known`` has the graph's own inputs, with their values."""
         traced = [n.meta[EXAMPLE] for n in module.graph.find_nodes(op="placeholder")]
-        inputs = [known.get(node, value) for node, value in zip(call.args, traced, strict=True)]  # type: ignore[call-overload]
+        inputs = [_by_its_symbol(known.get(node, value)) for node, value in zip(call.args, traced, strict=True)]  # type: ignore[call-overload]
         words = _Words()
         lines = [words.of(*pair) for pair in zip(traced, inputs, strict=True)]
         text = [*lines, *words.ranges(), *_nodes(module), str(depends(module, inputs))]
@@ -222,6 +222,13 @@ def _memory(value: Any) -> int:
 def _contiguous(value: Any) -> Tensor:
     with value.fake_mode:
         return value.contiguous()
+
+
+def _by_its_symbol(value: Any) -> Any:
+    """A size that was found to equal another, as that one: generated code names it so, and a part may not know it otherwise."""
+    if not isinstance(value, torch.SymInt) or not isinstance(value.node.expr, Symbol) or value.node._expr == value.node.expr:
+        return value
+    return value.node.shape_env.create_symintnode(value.node.expr, hint=value.node.hint)
 
 
 def _nodes(module: fx.GraphModule) -> list[str]:

@@ -6,8 +6,11 @@ from typing import Any
 import torch
 from tolerance import assert_close
 from torch import Tensor, fx, nn
+from torch._dynamo.source import ConstantSource
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 import mmqc
+from mmqc.compiler import regions
 from mmqc.compiler.record import collect_records
 from mmqc.compiler.regions import LEAST, Regions, compile_by_regions
 
@@ -252,6 +255,16 @@ def test_regions__what_crosses_a_cut_lies_as_the_next_part_expects() -> None:
     got, want = torch.zeros(4, 4, 4).transpose(0, 2), torch.zeros(4, 4, 4)
     assert torch.equal(torch.compile(model, backend="mmqc")(x, got), model(x, want))
     assert torch.equal(got, want)
+
+
+def test_regions__a_size_goes_by_the_symbol_that_stands_for_it() -> None:
+    """Where two sizes were found to be equal, a part may have only the one whose name generated code does not use."""
+    env = ShapeEnv()
+    one, other = (env.create_unspecified_symint_and_symbol(7, ConstantSource(name), DimDynamic.DYNAMIC) for name in "ab")
+    assert bool(one == other)
+    names = {str(regions._by_its_symbol(size).node._expr) for size in (one, other)}
+    assert names == {str(one.node.expr)}
+    assert regions._by_its_symbol(3) == 3
 
 
 @torch.no_grad()

@@ -1,0 +1,102 @@
+"""A step's attention mask is the last step's with one token more, where transformers makes it anew in front of every step.
+
+    transformers    2D mask [B, n] ── some 25 operations ──► bool [B, 1, 1, S]
+    here            the last step's bool [B, 1, 1, S] ── one operation: its column n - 1 is shown ──► the same
+
+Why:     each of those operations is a launch of its own between two tokens, and the device waits for the host meanwhile.
+Exact:   token n - 1 lies in column n - 1 of the cache, causality shows what is in front of it, and padding is never new.
+Not:     models with layers other than full attention, or with a mask of their own making; attention other than sdpa.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import StaticCache
+from transformers.generation import utils as generation
+
+NAME = "create_masks_for_generate"
+_loop: ContextVar[_Loop | None] = ContextVar("the loop whose steps go on with a mask", default=None)
+
+
+class _Loop:
+    """The mask of one loop's steps, by kind of layer where transformers gives several."""
+
+    def __init__(self, cache: StaticCache) -> None:
+        self.cache = cache
+        self.seen = 0
+        self.last: Any = None
+
+    def mask(self, seen: int, make: Callable[[], Any]) -> Any:
+        """That of the step which is the ``seen``-th token of its sequences; ``make`` makes one anew."""
+        masks = list(self.last.values()) if isinstance(self.last, dict) else [self.last]
+        if seen != self.seen + 1 or not all(isinstance(m, Tensor) and m.dtype == torch.bool for m in masks):
+            self.last = make()
+        else:
+            for mask in masks:
+                mask[..., seen - 1] = True
+        self.seen = seen
+        return self.last
+
+
+@contextmanager
+def masks_go_on(cache: Any) -> Iterator[None]:
+    """Steps of this thread that write to ``cache`` go on with the last one's mask, where that is the same."""
+    _teach()
+    token = _loop.set(_Loop(cache) if isinstance(cache, StaticCache) else None)
+    try:
+        yield
+    finally:
+        _loop.reset(token)
+
+
+@functools.cache
+def _teach() -> None:
+    """Ask us first wherever ``generate`` makes a mask."""
+    original = getattr(generation, NAME, None)
+    if original is None:  # a transformers that makes them elsewhere: as correct, and slower
+        return
+
+    @functools.wraps(original)
+    def create(*args: Any, **kwargs: Any) -> Any:
+        loop = _loop.get()
+        if loop is None or args or not _is_plain_step(loop, **kwargs):
+            return original(*args, **kwargs)
+        return loop.mask(kwargs["attention_mask"].shape[1], lambda: original(*args, **kwargs))
+
+    setattr(generation, NAME, create)
+
+
+def _is_plain_step(
+    loop: _Loop, config: Any = None, inputs_embeds: Any = None, attention_mask: Any = None, past_key_values: Any = None,
+    is_first_iteration: bool = False, **more: Any,
+) -> bool:  # fmt: skip
+    """Whether a mask is that of one new token a sequence, of which causality and padding say all."""
+    text = config.get_text_config()
+    kinds = getattr(text, "layer_types", None)
+    full = {*kinds} == {"full_attention"} if kinds else not (_of(text, "sliding_window") or _of(text, "attention_chunk_size"))
+    known = {"position_ids", "block_sequence_ids", "token_type_ids", "mm_token_type_ids"} >= more.keys() and more.get(
+        "block_sequence_ids"
+    ) is None
+    return (
+        full
+        and known
+        and more.get("block_sequence_ids") is None
+        and past_key_values is loop.cache
+        and getattr(text, "_attn_implementation", None) == "sdpa"
+        and not is_first_iteration
+        and isinstance(attention_mask, Tensor)
+        and attention_mask.dim() == 2
+        and inputs_embeds.shape[1] == 1
+        and attention_mask.shape[1] <= loop.cache.layers[0].max_cache_len  # type: ignore[attr-defined]
+    )
+
+
+def _of(config: Any, name: str) -> Any:
+    return getattr(config, name, None)
