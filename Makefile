@@ -1,10 +1,13 @@
 # make venv | demo | test | test-slow | fuzz | lint | gpu | docs        Needs Python 3.11 or newer, pip, make and g++; nothing else.
 # make TORCH_INDEX=<url> <target>                      takes torch from that index (a CPU-only one, for example).
+# make TORCH=2.11.0 test                               the same in .venv-2.11.0, with the pins of constraints-2.11.0.txt.
 # make PY=python3 gpu                                  runs the GPU tests in an interpreter that has everything already.
 
 SHELL := /bin/bash
 PYTHON ?= $(shell python3.11 -c 'print("python3.11")' 2>/dev/null || echo python3)
-VENV := .venv
+TORCH ?=
+VENV := .venv$(if $(TORCH),-$(TORCH))
+PINS := $(if $(TORCH),constraints-$(TORCH).txt) constraints.txt
 BIN := $(VENV)/bin
 PY ?= $(BIN)/python
 PIP := $(BIN)/python -m pip --disable-pip-version-check
@@ -27,16 +30,18 @@ export OMP_WAIT_POLICY := passive
 
 .PHONY: help venv demo test test-slow fuzz lint gpu docs clean
 help:
-	@sed -n '1,3s/^# //p' Makefile
+	@sed -n '1,4s/^# //p' Makefile
 
 venv: $(STAMP)
 
 # torch comes alone, so that TORCH_INDEX holds for nothing else; the last line brings what torch itself needs.
-$(STAMP): constraints.txt pyproject.toml
+# Of two pins of one name, the first file's counts.
+$(STAMP): $(PINS) pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) install -q -c constraints.txt setuptools
-	$(PIP) install -q -c constraints.txt --no-deps $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
-	$(PIP) install -q -c constraints.txt --no-build-isolation -e '.[dev,demo,report]'
+	awk -F== '!seen[$$1]++' $(PINS) > $(VENV)/constraints.txt
+	$(PIP) install -q -c $(VENV)/constraints.txt setuptools
+	$(PIP) install -q -c $(VENV)/constraints.txt --no-deps $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
+	$(PIP) install -q -c $(VENV)/constraints.txt --no-build-isolation -e '.[dev,demo,report]'
 	touch $@
 
 demo: $(READY)

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from mmqc.checkpoint.load import load_quantized
     from mmqc.checkpoint.save import FormatError, save_pretrained
     from mmqc.compiler.compiled_loop import compiled_loop
+    from mmqc.compiler.warm import WarmCall, warm
     from mmqc.config import ActivationSpec, ConfigError, KVSpec, QuantConfig, Rewrites, Scheme, WeightSpec
     from mmqc.errors import MmqcError
     from mmqc.explain import Explanation, explain
@@ -44,6 +45,8 @@ _HOMES = {
     "plan": "plan",
     "Planned": "plan",
     "compiled_loop": "compiler.compiled_loop",
+    "warm": "compiler.warm",
+    "WarmCall": "compiler.warm",
     "QuantizedCache": "kv.cache",
     "RoundedCache": "kv.rounded",
     "RewriteError": "quantization.equivalence",
@@ -80,6 +83,7 @@ __all__ = [
     "Rewrites",
     "RoundedCache",
     "Scheme",
+    "WarmCall",
     "WeightSpec",
     "compiled_loop",
     "explain",
@@ -90,6 +94,7 @@ __all__ = [
     "recipes",
     "samples",
     "save_pretrained",
+    "warm",
 ]
 
 

@@ -40,6 +40,7 @@ MAY_IMPORT = {
         "mmqc/compiler/compiled_loop.py",
         "mmqc/compiler/kept_cache.py",
         "mmqc/compiler/step_mask.py",
+        "mmqc/compiler/warm.py",
         "mmqc/front/attention.py",
     ),
     "kernels": (),

@@ -1,4 +1,4 @@
-"""The command line: `mmqc demo | quantize | eval | bench | explain | export | report | doctor | passes`.
+"""The command line: `mmqc demo | quantize | eval | bench | warm | explain | export | report | doctor | passes`.
 
 Exit codes: 0 done; 1 done, and found wanting (`doctor`, `eval --min-recovery`); 2 a wrong option; 3 refused: the model, the
 config or the data cannot be used, and why; 4 not enough memory; 5 an unexpected error, which may be a bug; 130 interrupted.
@@ -197,6 +197,21 @@ def bench(
     prompt = jobs.prompts(loaded, model, source, data, 1)[0]
     rows = jobs.bench(loaded, prompt, new_tokens, repeats, compiled, console)
     write_json(json_file, {"bench": rows})
+
+
+@app.command("warm")
+def warm_up(
+    model: Model,
+    data: Data = "8",
+    json_file: Json = None,
+    sample: SampleName = "digits-vqa",
+) -> None:
+    """Compile ahead for generate with mmqc.compiled_loop: one call of each kind, into Inductor's cache on disk."""
+    from mmqc.cli import jobs
+
+    loaded, source = load(model, sample)
+    count = int(data) if data.isdigit() else 64
+    write_json(json_file, {"warm": jobs.warm(loaded, jobs.prompts(loaded, model, source, data, count), console)})
 
 
 @app.command()

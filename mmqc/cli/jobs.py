@@ -314,6 +314,25 @@ def timed(model: Any, prompt: Mapping[str, Any], new_tokens: int, repeats: int) 
     return {"first_token_seconds": first, "tokens_per_s": (new_tokens - 1) / max(whole - first, 1e-9)}
 
 
+def warm(model: Any, given: list[Any], console: Console) -> list[dict[str, Any]]:
+    """Compile one call of each kind among these prompts, printed as a table, and where that is kept."""
+    from dataclasses import asdict
+
+    from mmqc.lowering.inductor import cache_directory
+
+    rows = [asdict(call) for call in mmqc.warm(model, given)]
+    table = Table("", "first call, s", "again, s", title="compiled ahead", title_justify="left")
+    for row in rows:
+        table.add_row(row["kind"], f"{row['first_seconds']:.1f}", f"{row['again_seconds']:.2f}")
+    console.print(table)
+    console.print(
+        f"kept in {cache_directory()}: the next process with these versions and this model finds it there; "
+        "TORCHINDUCTOR_CACHE_DIR names another place (one under /tmp may not outlive the machine)",
+        markup=False, highlight=False, soft_wrap=True,
+    )  # fmt: skip
+    return rows
+
+
 # --- report -----------------------------------------------------------------------------------------------------------
 
 

@@ -50,6 +50,7 @@ from torch._inductor.ir import (
 from torch._inductor.kernel.bmm import aten_bmm
 from torch._inductor.lowering import fallback_handler, fallbacks, lowerings, register_lowering
 from torch._inductor.package import load_package, package_aoti
+from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._inductor.utils import parallel_num_threads
 from torch._inductor.virtualized import V, ops
 from torch.compiler import config as _compiler_config
@@ -179,6 +180,11 @@ def compile_graph(
     compile_: Any = compile_fx  # returns a callable for a GraphModule
     with joined_kernels(), tagged(), trusted_transforms(known), functorch_config.patch(enable_autograd_cache=cached):
         return compile_(gm, list(example_inputs), inner_compile=inner_compile, config_patches=dict(patches))
+
+
+def cache_directory() -> str:
+    """Where Inductor keeps what it compiled, for later processes."""
+    return cache_dir()
 
 
 def depends(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> frozenset[int]:

@@ -173,3 +173,11 @@ def test_report__refuses_a_file_of_something_else(tmp_path):
     result = invoke("report", str(tmp_path / "x.json"), "--out", str(tmp_path / "page.html"))
     assert result.exit_code == 3, result.output
     assert "is no report of mmqc; pass a quantization.json" in " ".join(result.output.split())
+
+
+def test_warm__a_row_for_each_kind_and_where_it_is_kept(tmp_path, without_inductor):
+    result = invoke("warm", "digits-vqa", "--data", "1", "--json", str(tmp_path / "w.json"))
+    assert result.exit_code == 0, result.output
+    rows = json.loads((tmp_path / "w.json").read_text())["warm"]
+    assert {r["kind"].split(", ")[0] for r in rows} == {"1 prompt", "2 prompts", "2 prompts of unlike lengths"}
+    assert "TORCHINDUCTOR_CACHE_DIR" in result.output

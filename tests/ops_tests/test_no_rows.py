@@ -39,6 +39,7 @@ F32 = torch.float32
 CALLS: dict[str, Callable[[], tuple[Any, ...]]] = {
     "basis_quantize_per_token": lambda: (x(), torch.eye(K), *PARTS),
     "causal_mask": lambda: (torch.zeros(2, 0, dtype=torch.long), None, torch.randn(2, 0, 4)),
+    "decode_attention": lambda: (torch.randn(0, 2, 3, 4), *torch.randn(2, 0, 2, 5, 4), None, 0.5),
     "gather_rows": lambda: (x()[None], torch.zeros(1, 0, dtype=torch.long)),
     "gather_tokens": lambda: (x()[None], torch.zeros(1, 0, dtype=torch.long), 1),
     "grouped_matmul": lambda: (
