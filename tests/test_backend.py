@@ -139,7 +139,9 @@ def test_backend__heavy_float_graphs_go_to_inductor(function: Callable[[torch.Te
 
 @pytest.mark.skipif(torch.__version__ < (2, 13), reason="there is one limit, of the process")
 @pytest.mark.parametrize(("limit", "programs"), [(None, 10), (3, 3)])
-def test_backend__more_kinds_of_calls_than_dynamo_allows_by_itself(limit: int | None, programs: int) -> None:
+def test_backend__more_kinds_of_calls_than_dynamo_allows_by_itself(
+    limit: int | None, programs: int, without_inductor: None
+) -> None:
     """Beyond its limit Dynamo runs a model eagerly; a limit that the caller has set stays."""
     layer = linear(16, 32)
 

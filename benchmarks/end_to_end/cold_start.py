@@ -99,19 +99,24 @@ def measure(model: Any, grids: list[Grid], large: Grid, tokens: int) -> dict[str
         return found
 
     first, *others = (prompt(model, grid) for grid in grids)
-    figures: dict[str, Any] = {"first_prompt_s": seconds(first), "of which": spent(), "trial_forwards_s": round(sum(trials), 2)}
-    figures["first calls of other sizes"] = {f"{h}x{w}": seconds(p) for (h, w), p in zip(grids[1:], others, strict=True)}
-    figures["first_step_s"] = seconds(others[0], tokens // 4)
-    figures["of the step"] = spent()
-    figures["first_token_s"] = min(seconds(others[0]) for _ in range(5))
+    figures: dict[str, Any] = {}
+
+    def note(**found: Any) -> None:  # at once: a run that is cut off has said what it found
+        figures.update(found)
+        print(json.dumps(found), flush=True)
+
+    note(first_prompt_s=seconds(first), spent=spent(), trial_forwards_s=round(sum(trials), 2))
+    note(first_calls_of_other_sizes={f"{h}x{w}": seconds(p) for (h, w), p in zip(grids[1:], others, strict=True)})
+    note(first_step_s=seconds(others[0], tokens // 4), spent_on_the_step=spent())
+    note(first_token_s=min(seconds(others[0]) for _ in range(5)))
     if device == "cuda":
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
             seconds(others[0])
-        figures["on the device_s"] = sum(e.self_device_time_total for e in profiler.key_averages()) / 1e6
+        note(on_the_device_s=sum(e.self_device_time_total for e in profiler.key_averages()) / 1e6)
     few, many = (min(seconds(others[0], n) for _ in range(3)) for n in (tokens // 8, tokens))
-    figures["tokens_per_second"] = round((tokens - tokens // 8) / (many - few), 1)
-    figures["largest, first and then"] = [seconds(prompt(model, large)) for _ in range(3)]
-    figures["graphs"] = counters["stats"].get("unique_graphs")
+    note(tokens_per_second=round((tokens - tokens // 8) / (many - few), 1))
+    note(largest_first_and_then=[seconds(prompt(model, large)) for _ in range(3)])
+    note(graphs=counters["stats"].get("unique_graphs"))
     return figures
 
 
