@@ -22,7 +22,7 @@ from torch._dynamo.utils import compilation_time_metrics, counters
 from transformers import CompileConfig, GenerationConfig, Qwen2VLConfig, Qwen2VLForConditionalGeneration
 
 import mmqc
-from benchmarks.end_to_end.rewrites import batch_of, model_of
+from benchmarks.rewrites import batch_of, model_of
 from mmqc import recipes
 from mmqc.front.find import Finder
 

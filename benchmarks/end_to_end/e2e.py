@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.end_to_end.rewrites import batch_of, model_of
+from benchmarks.rewrites import batch_of, model_of
 
 GRID, TEXT, IMAGE = (1, 60, 60), 17, 151655
 FEW, MANY = 16, 144

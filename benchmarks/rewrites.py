@@ -1,6 +1,6 @@
 """Planning and applying the exact rewrites at the size of real models: seconds and memory.
 
-    python -m benchmarks.end_to_end.rewrites --out benchmarks/results/rewrites.json [--plan-only]
+    python -m benchmarks.rewrites --out benchmarks/results/rewrites.json [--plan-only]
 
 Plans Qwen2-VL-7B and Llama-3-8B without weights on the CPU, each in a process of its own; then builds Qwen2-VL-7B with
 random bfloat16 weights on the GPU and applies ``recipes.rotate()``.  Figures: wall seconds, peak resident memory of the
@@ -126,7 +126,7 @@ def main() -> None:
         print(json.dumps(plan(given.case)))
         return
     results: dict[str, Any] = {
-        "command": "python -m benchmarks.end_to_end.rewrites",
+        "command": "python -m benchmarks.rewrites",
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "python": platform.python_version(),
@@ -135,7 +135,7 @@ def main() -> None:
     }
     for case in CASES:
         run = subprocess.run(
-            [sys.executable, "-m", "benchmarks.end_to_end.rewrites", "--case", case], capture_output=True, text=True, check=False
+            [sys.executable, "-m", "benchmarks.rewrites", "--case", case], capture_output=True, text=True, check=False
         )
         if run.returncode:
             sys.exit(run.stderr)
