@@ -24,8 +24,8 @@ from transformers import CompileConfig, GenerationConfig, Qwen2VLConfig
 
 import mmqc
 from benchmarks.end_to_end.cold_start import CONFIGS, prompt, small_model
-from benchmarks.rewrites import batch_of, model_of
 from benchmarks.gpu_run import Run, facts
+from benchmarks.rewrites import batch_of, model_of
 
 GRIDS = {"400 patches": (20, 20), "3,600 patches": (60, 60), "25,600 patches": (160, 160)}
 Kernels = dict[str, tuple[float, int]]  # microseconds and launches by name
