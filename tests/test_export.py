@@ -190,7 +190,7 @@ def test_package__an_op_of_another_library_is_named() -> None:
 
 def test_package__an_op_that_its_library_takes_apart_for_inductor_is_code() -> None:
     model = nn.Sequential(nn.Linear(8, 8))
-    torchao_quantize_(model, Int8DynamicActivationInt8WeightConfig())
+    torchao_quantize_(model, Int8DynamicActivationInt8WeightConfig(version=2))
     program = torch.export.export(model, (torch.ones(3, 8),)).run_decompositions({})
     assert any("torchao" in str(n.target) for n in program.graph.nodes)
     assert python_ops(program) == []
@@ -300,7 +300,7 @@ def test_export__quantized_package_has_the_models_codes(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore")  # torchao's tensors announce that AOTAutograd cannot cache them
 @pytest.mark.parametrize(
     "config",
-    [Float8WeightOnlyConfig(), Int8DynamicActivationInt8WeightConfig(), IntxWeightOnlyConfig(torch.int4, PerGroup(4))],
+    [Float8WeightOnlyConfig(), Int8DynamicActivationInt8WeightConfig(version=2), IntxWeightOnlyConfig(torch.int4, PerGroup(4))],
     ids=["float8", "int8 dynamic", "int4 groups"],
 )
 def test_export__weights_of_torchao(tmp_path: Path, config: Any) -> None:

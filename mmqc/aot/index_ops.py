@@ -34,6 +34,11 @@ class Places:
     size: tuple[Tensor, Tensor, Tensor]
 
 
+def _divisor(size: Tensor) -> Tensor:
+    """A size as a divisor: the lanes of a vector behind the last element hold zeros, and Inductor 2.11 divides by them as well."""
+    return size.clamp(min=1)
+
+
 def places(grid: Tensor, patches: int, merge: int = 1) -> Places:
     """The place of each patch, where the patches of merge x merge neighbours follow one another (1: row by row)."""
     grid = grid.long()
@@ -43,9 +48,9 @@ def places(grid: Tensor, patches: int, merge: int = 1) -> Places:
     image = _image_of(ends, number)
     t, h, w = grid[image].unbind(-1)
     within = number - (ends - counts)[image]
-    frame, within = within // (h * w), within % (h * w)
+    area, across = _divisor(h * w), _divisor(w // merge)
+    frame, within = within // area, within % area
     block, inner = within // merge**2, within % merge**2
-    across = w // merge
     row = block // across * merge + inner // merge
     column = block % across * merge + inner % merge
     return Places(image, frame, row, column, (t, h, w))
@@ -135,10 +140,11 @@ def _in_image(here: Tensor, grid: Tensor, merge: int, by_frame: bool, interval: 
     image = _image_of(ends, number)
     within = number - (ends - counts)[image]
     t, h, w, wide = (v[image] for v in (t, h, w, grid[:, 1:].amax(-1) // merge))
-    frame, rest = within // (h * w), within % (h * w)
+    area, across = _divisor(h * w), _divisor(w)
+    frame, rest = within // area, within % area
     last = (rest == h * w - 1) & ((frame == t - 1) | by_frame)
     frame = frame * 0 if by_frame else frame * interval
-    return torch.stack([frame, rest // w, rest % w]), torch.where(last, wide, 0)
+    return torch.stack([frame, rest // across, rest % across]), torch.where(last, wide, 0)
 
 
 def _image_of(ends: Tensor, number: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from mmqc import kernels
-from mmqc.lowering.inductor import TensorBox, at_most, call_kernel, has_kernel, lowerings, register_lowering
+from mmqc.lowering.inductor import FloorDiv, TensorBox, at_most, call_kernel, has_kernel, lowerings, register_lowering
 
 aten = torch.ops.aten
 
@@ -32,7 +32,7 @@ def _kernel() -> Any:
 
 @register_lowering(torch.ops.mmqc.decode_attention.default, type_promotion_kind=None)
 def lower_decode_attention(q: TensorBox, k: TensorBox, v: TensorBox, mask: TensorBox | None, scale: float) -> TensorBox:
-    """A launch, as large as the cache needs if its size is known, and as the device has room for if it is not."""
+    """A launch of as many programs as the device has room for, or fewer if the cache is known to be short."""
     if not has_kernel(q):
         return call_kernel(torch.ops.mmqc.decode_attention.default, q, k, v, mask, scale)
     launch, kernel = importlib.import_module("mmqc.lowering.launch"), _kernel()
@@ -47,10 +47,12 @@ def lower_decode_attention(q: TensorBox, k: TensorBox, v: TensorBox, mask: Tenso
     config, tokens = kernel.Config(), operands[1].shape[2]
     programs = config.per_sm * kernel.multiprocessors(device)
     part = launch.Operand.new((kernel.room(programs, batch * heads, rows, width),), torch.float32, device)
+    most = FloorDiv(programs + batch * heads - 1, batch * heads)  # of a head, as the kernel shares them out
+    if isinstance(batch, int):
+        most = min(int(most), kernel.ceil_div(tokens, config.tokens)) if isinstance(tokens, int) else int(most)
     made = kernel.launch(
-        *operands, seen, y, part, _zeros(launch, batch * heads, device), scale, heads=(batch, heads), tokens=tokens,
-        most=min(programs, kernel.ceil_div(tokens, config.tokens)) if isinstance(tokens, int) else programs, programs=programs,
-        config=config,
+        *operands, seen, y, part, _zeros(launch, batch * heads, device), scale, heads=(batch, heads), tokens=tokens, most=most,
+        programs=programs, config=config,
     )  # fmt: skip
     launch.emit(made, rows, rows)
     return y.box

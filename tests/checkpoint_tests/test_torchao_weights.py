@@ -58,8 +58,8 @@ def test_our_config__that_torchao_cannot_apply_is_refused_before_anything_change
 
 
 THEIRS = {
-    "int8": Int8WeightOnlyConfig(),
-    "int8 dynamic": Int8DynamicActivationInt8WeightConfig(),
+    "int8": Int8WeightOnlyConfig(version=2),
+    "int8 dynamic": Int8DynamicActivationInt8WeightConfig(version=2),
     "int4 groups": IntxWeightOnlyConfig(torch.int4, PerGroup(2)),
     "float8": Float8WeightOnlyConfig(),
 }
@@ -90,7 +90,7 @@ def test_their_weights__compile_under_our_backend_as_they_are(config):
 @pytest.mark.filterwarnings("ignore")
 def test_their_weights__in_a_whole_model_get_our_kernel():
     model, inputs = tiny_qwen2_vl()
-    torchao_quantize_(model, Int8WeightOnlyConfig(), lambda m, fqn: isinstance(m, nn.Linear) and fqn != "lm_head")
+    torchao_quantize_(model, Int8WeightOnlyConfig(version=2), lambda m, fqn: isinstance(m, nn.Linear) and fqn != "lm_head")
     torch._dynamo.reset()
     with torch.no_grad(), collect_records() as records:
         want = model(**inputs).logits
@@ -102,7 +102,7 @@ def test_their_weights__in_a_whole_model_get_our_kernel():
 @pytest.mark.parametrize(
     ("config", "bits", "group"),
     [
-        (Int8WeightOnlyConfig(), 8, 0),
+        (Int8WeightOnlyConfig(version=2), 8, 0),
         (IntxWeightOnlyConfig(torch.int4, PerGroup(2)), 4, 2),
         (IntxWeightOnlyConfig(torch.int2, PerAxis(0)), 2, 0),
     ],

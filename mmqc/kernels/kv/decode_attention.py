@@ -210,8 +210,8 @@ def decode_attention(
     programs, tiles = c.per_sm * multiprocessors(q.device), ceil_div(tokens, c.tokens)
     _, counter = workspace(q.device, batch * heads, 0, 2, torch.float32)
     part = q.new_empty(room(programs, batch * heads, rows, width), dtype=torch.float32)
+    most = min(tiles, ceil_div(programs, batch * heads))
     launch(
-        q, k, v, mask, y, part, counter, scale, heads=(batch, heads), tokens=tokens, most=min(tiles, programs), programs=programs,
-        config=c,
+        q, k, v, mask, y, part, counter, scale, heads=(batch, heads), tokens=tokens, most=most, programs=programs, config=c
     ).run()
     return y
