@@ -131,7 +131,13 @@ def _loop(model: Any, input_ids: Tensor, generation_config: GenerationConfig, pr
         config.compile_config, options = _without_guards(compile_config, guards)
         try:
             once = _compiled_once(model, config.compile_config, options, how, guards)
-            with at_least_programs(), sizes_vary(step, cache), once, masks_go_on(cache), _deferred_stop_check():
+            with (
+                at_least_programs(),
+                sizes_vary(step, cache),
+                once,
+                masks_go_on(cache if possible else None),
+                _deferred_stop_check(),
+            ):
                 return loop._sample(model, input_ids, generation_config=config, **kwargs)
         except _LayersChanged:
             assert guards is not None

@@ -4,8 +4,9 @@
     here            the last step's bool [B, 1, 1, S] ── one operation: its column n - 1 is shown ──► the same
 
 Why:     each of those operations is a launch of its own between two tokens, and the device waits for the host meanwhile.
-Exact:   token n - 1 lies in column n - 1 of the cache, causality shows what is in front of it, and padding is never new.
-Not:     models with layers other than full attention, or with a mask of their own making; attention other than sdpa.
+Exact:   token n - 1 lies in column n - 1 of the cache, causality shows what is in front of it, and ``generate`` pads no new token.
+Not:     a prompt in chunks, whose tokens may be padding; models with layers other than full attention, or with a mask of their own
+         making; attention other than sdpa.
 """
 
 from __future__ import annotations
@@ -81,9 +82,7 @@ def _is_plain_step(
     text = config.get_text_config()
     kinds = getattr(text, "layer_types", None)
     full = {*kinds} == {"full_attention"} if kinds else not (_of(text, "sliding_window") or _of(text, "attention_chunk_size"))
-    known = {"position_ids", "block_sequence_ids", "token_type_ids", "mm_token_type_ids"} >= more.keys() and more.get(
-        "block_sequence_ids"
-    ) is None
+    known = more.keys() <= {"position_ids", "block_sequence_ids", "token_type_ids", "mm_token_type_ids"}
     return (
         full
         and known

@@ -8,6 +8,8 @@ A call compiles where its kind comes for the first time; sizes, lengths and numb
 
 from __future__ import annotations
 
+import copy
+import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -48,6 +50,7 @@ def warm(
     generation_config: GenerationConfig | None = None,
     *,
     batches: Sequence[int] = (1, 2),
+    prefill: str | None = None,
     progress: bool = True,
 ) -> list[WarmCall]:
     """Compile what ``generate(..., custom_generate=mmqc.compiled_loop)`` needs for prompts like these.
@@ -59,6 +62,7 @@ def warm(
         generation_config: as the service will pass it; its number of tokens is left out.  Default: greedy, in a static cache,
             or in the model's quantized one.
         batches: how many prompts a call has: 1 is a program of its own, 2 stands for all other numbers.
+        prefill: that of ``compiled_loop``.
         progress: show a bar.
 
     Returns:
@@ -74,15 +78,18 @@ def warm(
     with tqdm(calls.items(), disable=not progress, unit=" kinds") as bar:
         for kind, call in bar:
             bar.set_description(kind)
-            done.append(WarmCall(kind, *(_seconds(model, call, config) for _ in range(2))))
+            done.append(WarmCall(kind, *(_seconds(model, call, config, prefill) for _ in range(2))))
     return done
 
 
 def _short(model: Any, given: GenerationConfig | None) -> GenerationConfig:
     if given is None:
         given = GenerationConfig(do_sample=False, cache_implementation=None if hasattr(model, SPEC) else "static", pad_token_id=0)
-    # A copy without the end of sequence: an answer that stops at its first token would compile no step.
-    return GenerationConfig.from_dict({**given.to_dict(), "max_new_tokens": TOKENS, "max_length": None, "eos_token_id": None})
+    config = copy.deepcopy(given)
+    config.max_length = config.max_time = config.stop_strings = config.min_length = None
+    # An answer that stops at its first token would compile no step.
+    config.max_new_tokens = config.min_new_tokens = TOKENS
+    return config
 
 
 def _calls(model: Any, prompts: Sequence[Mapping[str, Any]], batches: Sequence[int]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -94,34 +101,43 @@ def _calls(model: Any, prompts: Sequence[Mapping[str, Any]], batches: Sequence[i
             raise ValueError(f"prompts[{i}] has {prompt['input_ids'].shape[0]} sequences: pass one each, {batches=} joins them")
     kinds: dict[str, dict[str, Any]] = {}
     for prompt in (*prompts, *filter(None, [_text_of(model, prompts[0])])):
-        kinds.setdefault(_images(prompt), dict(prompt))
+        kinds.setdefault(_images(prompt), {name: v for name, v in prompt.items() if name != "position_ids"})
     for count in sorted(set(batches)):
         for images, prompt in kinds.items():
             yield f"{count} prompt{'s' * (count > 1)}, {images}", _joined(prompt, count)
-            if count > 1:  # transformers masks a batch with padding otherwise than one without
-                yield f"{count} prompts of unlike lengths, {images}", _joined(prompt, count, padding=1)
+            words = (~_placeholders(model, prompt)).nonzero()
+            if count > 1 and len(words):  # transformers masks a batch with padding otherwise than one without
+                yield f"{count} prompts of unlike lengths, {images}", _joined(prompt, count, twice=int(words[-1]))
 
 
 def _images(prompt: Mapping[str, Any]) -> str:
-    features = [v for v in prompt.values() if isinstance(v, Tensor) and v.is_floating_point() and v.dim() > 1]
+    features = {name: v for name, v in prompt.items() if isinstance(v, Tensor) and v.is_floating_point() and v.dim() > 1}
     if not features:
         return "text alone"
-    rows = next((len(prompt[name]) for name in GRIDS if name in prompt), features[0].shape[0])
-    return "1 image" if rows == 1 else "several images"
+    if any("video" in name for name in features):
+        return "video"
+    first = next(iter(features.values()))
+    rows = math.prod(first.shape[:-3]) if first.dim() > 3 else first.shape[0]  # [images, 3, H, W], [1, images, 3, H, W], or patches
+    rows = next((len(prompt[name]) for name in GRIDS if name in prompt), rows)
+    return "1 image" if rows == 1 else "several images or tiles"
 
 
 def _text_of(model: Any, prompt: Mapping[str, Any]) -> dict[str, Any] | None:
     """What stands behind the last placeholder, if that is two tokens or more."""
-    ids = prompt["input_ids"]
-    marks = [getattr(model.config, name, None) for name in PLACEHOLDERS]
-    marked = torch.isin(ids[0], ids.new_tensor([m for m in marks if m is not None]))
+    ids, marked = prompt["input_ids"], _placeholders(model, prompt)
     last = int(marked.nonzero()[-1]) if marked.any() else -1
     text = ids[:, last + 1 :]
     return {"input_ids": text, "attention_mask": torch.ones_like(text)} if text.shape[1] > 1 else None
 
 
-def _joined(prompt: Mapping[str, Any], count: int, padding: int = 0) -> dict[str, Any]:
-    """The same prompt so many times, all but the first padded on the left by so many tokens.
+def _placeholders(model: Any, prompt: Mapping[str, Any]) -> Tensor:
+    """[T]: which tokens stand for an image, or around one."""
+    ids, marks = prompt["input_ids"][0], [getattr(model.config, name, None) for name in PLACEHOLDERS]
+    return torch.isin(ids, ids.new_tensor([m for m in marks if m is not None]))
+
+
+def _joined(prompt: Mapping[str, Any], count: int, twice: int | None = None) -> dict[str, Any]:
+    """The same prompt so many times; with token ``twice`` of the first one twice, and the others padded on the left.
 
     Whatever belongs to sequences or to images stands in their order along the first axis.
     """
@@ -130,17 +146,18 @@ def _joined(prompt: Mapping[str, Any], count: int, padding: int = 0) -> dict[str
     def joined(v: Tensor) -> Tensor:
         if v.shape != shape:
             return torch.cat([v] * count)
-        # The first one's last token comes again behind it, so that it is as long as the others with their padding.
-        first = torch.cat((v, *[v[:, -1:]] * padding), 1)
-        return torch.cat((first, *[functional.pad(v, (padding, 0))] * (count - 1)))
+        if twice is None:
+            return torch.cat([v] * count)
+        first = torch.cat((v[:, : twice + 1], v[:, twice:]), 1)
+        return torch.cat((first, *[functional.pad(v, (1, 0))] * (count - 1)))
 
     return {name: joined(v) if isinstance(v, Tensor) and v.dim() else v for name, v in given.items()}
 
 
-def _seconds(model: Any, call: Mapping[str, Any], config: GenerationConfig) -> float:
+def _seconds(model: Any, call: Mapping[str, Any], config: GenerationConfig, prefill: str | None) -> float:
     start = time.perf_counter()
     with torch.no_grad():
-        model.generate(**call, generation_config=config, custom_generate=compiled_loop)
+        model.generate(**call, generation_config=config, custom_generate=compiled_loop, prefill=prefill)
     if model.device.type == "cuda":
         torch.cuda.synchronize(model.device)
     return time.perf_counter() - start

@@ -47,8 +47,9 @@ def lower_decode_attention(q: TensorBox, k: TensorBox, v: TensorBox, mask: Tenso
     config, tokens = kernel.Config(), operands[1].shape[2]
     programs = config.per_sm * kernel.multiprocessors(device)
     part = launch.Operand.new((kernel.room(programs, batch * heads, rows, width),), torch.float32, device)
-    most = FloorDiv(programs + batch * heads - 1, batch * heads)  # of a head, as the kernel shares them out
-    if isinstance(batch, int):
+    all_heads = batch * heads
+    most = FloorDiv(programs + all_heads - 1, all_heads)  # of a head, as the kernel shares them out
+    if isinstance(all_heads, int):
         most = min(int(most), kernel.ceil_div(tokens, config.tokens)) if isinstance(tokens, int) else int(most)
     made = kernel.launch(
         *operands, seen, y, part, _zeros(launch, batch * heads, device), scale, heads=(batch, heads), tokens=tokens, most=most,

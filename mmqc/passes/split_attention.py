@@ -60,7 +60,7 @@ class SplitAttention(Pass):
                 continue
             if q.dim() != 4 or not (expression(q.shape[2]) == 1 or _is_one_row(seen)):
                 continue
-            if reason := _why_not(q, k, mask, seen, given) or _why_not_sizes(q, k, v, seen):
+            if reason := _why_not(q, k, v, mask, seen, given) or _why_not_sizes(q, k, v, seen):
                 yield Miss(node.name, reason)
                 continue
             scale = given.get("scale")
@@ -78,7 +78,7 @@ def _is_one_row(mask: Any) -> bool:
     return isinstance(mask, Tensor) and mask.dim() == 4 and expression(mask.shape[2]) == 1
 
 
-def _why_not(q: Tensor, k: Tensor, mask: Any, seen: Any, given: dict[str, Any]) -> str | None:
+def _why_not(q: Tensor, k: Tensor, v: Tensor, mask: Any, seen: Any, given: dict[str, Any]) -> str | None:
     """None, or what about an attention the op does not know."""
     checks = (
         (not given.get("dropout_p"), "it drops probabilities"),
@@ -87,7 +87,7 @@ def _why_not(q: Tensor, k: Tensor, mask: Any, seen: Any, given: dict[str, Any]) 
         (isinstance(given.get("scale", 1.0), float | int | None), "its scale is computed"),
         (q.device.type == "cpu" or q.dtype in (torch.float16, torch.bfloat16), f"it is in {q.dtype}"),
         (q.dtype == k.dtype, "queries and keys are of two dtypes"),
-        (not (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad)), "it wants gradients"),
+        (not (torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))), "it wants gradients"),
     )
     return next((why for ok, why in checks if not ok), None)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from models import tiny_qwen2_vl
 from quantized_vlm import quantized_vlm
-from transformers import StaticCache
+from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
 from transformers.generation import utils as generation
 
 import mmqc
@@ -56,6 +56,17 @@ def test_step_mask__padding_on_the_left(made: list[Any]) -> None:
     text = {"input_ids": ids, "attention_mask": (ids != 0).long()}
     assert torch.equal(model.generate(**text, **MORE, custom_generate=mmqc.compiled_loop), model.generate(**text, **MORE))
     assert_same(made, 5)
+
+
+def test_step_mask__chunks_of_a_padded_prompt(made: list[Any]) -> None:
+    """One token at a time may be padding: those masks are transformers'."""
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 40}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, eos_token_id=None, bos_token_id=None)).eval()
+    ids = torch.tensor([[0, 0, 0, 11, 12, 13], [14, 15, 16, 17, 18, 19]])
+    text = {"input_ids": ids, "attention_mask": (ids != 0).long(), "pad_token_id": 0, "prefill_chunk_size": 1}
+    expected = model.generate(**text, **MORE)
+    assert torch.equal(model.generate(**text, **MORE, custom_generate=mmqc.compiled_loop), expected)
+    assert not made
 
 
 def test_step_mask__is_made_once_a_loop(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ def test_warm__nothing_is_left_to_compile() -> None:
     model, _ = tiny_qwen2_vl()
     with collect_records() as records:
         calls = mmqc.warm(model, PROMPTS, progress=False)
-        kinds = ["several images", "1 image", "text alone"]
+        kinds = ["several images or tiles", "1 image", "text alone"]
         batches = [f"2 prompts{lengths}, {k}" for k in kinds for lengths in ("", " of unlike lengths")]
         assert [c.kind for c in calls] == [f"1 prompt, {k}" for k in kinds] + batches
         assert all(c.first_seconds > 0 and c.again_seconds > 0 for c in calls)
@@ -43,6 +43,7 @@ def test_warm__goes_on_behind_an_end_of_sequence() -> None:
     model, _ = tiny_qwen2_vl()
     ends = list(range(40))
     config = GenerationConfig(do_sample=False, cache_implementation="static", eos_token_id=ends, pad_token_id=0, max_length=9)
+    model.generation_config.eos_token_id = ends  # which stands in where a config says none
     with collect_records() as records:
         mmqc.warm(model, PROMPTS[1], config, batches=(1,), progress=False)
     assert len(records) == 4, "a prompt and a step, with an image and without"
@@ -65,3 +66,18 @@ def test_warm__says_what_is_wrong_with_the_prompts() -> None:
         mmqc.warm(model, [])
     with pytest.raises(ValueError, match="has 2 sequences"):
         mmqc.warm(model, [drawn(random.Random(1), 2)])
+
+
+@pytest.mark.parametrize(
+    ("features", "kind"),
+    [
+        ({"pixel_values": torch.zeros(1, 3, 8, 8)}, "1 image"),
+        ({"pixel_values": torch.zeros(1, 4, 3, 8, 8)}, "several images or tiles"),
+        ({"pixel_values": torch.zeros(1, 1, 3, 8, 8)}, "1 image"),
+        ({"pixel_values": torch.zeros(16, 12), "image_grid_thw": torch.ones(1, 3)}, "1 image"),
+        ({"pixel_values_videos": torch.zeros(16, 12)}, "video"),
+        ({}, "text alone"),
+    ],
+)
+def test_warm__kinds_by_what_comes_with_the_tokens(features: dict[str, Any], kind: str) -> None:
+    assert warming._images({"input_ids": torch.zeros(1, 4, dtype=torch.long), **features}) == kind
