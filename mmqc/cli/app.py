@@ -203,15 +203,20 @@ def bench(
 def warm_up(
     model: Model,
     data: Data = "8",
+    device: Annotated[str | None, typer.Option(help="What to compile for. Default: a GPU, where there is one.")] = None,
     json_file: Json = None,
     sample: SampleName = "digits-vqa",
 ) -> None:
     """Compile ahead for generate with mmqc.compiled_loop: one call of each kind, into Inductor's cache on disk."""
-    from mmqc.cli import jobs
+    import torch
+
+    from mmqc.cli import evaluation, jobs
 
     loaded, source = load(model, sample)
+    loaded.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     count = int(data) if data.isdigit() else 64
-    write_json(json_file, {"warm": jobs.warm(loaded, jobs.prompts(loaded, model, source, data, count), console)})
+    given = [evaluation.to_device(p, loaded) for p in jobs.prompts(loaded, model, source, data, count)]
+    write_json(json_file, {"warm": jobs.warm(loaded, given, console)})
 
 
 @app.command()

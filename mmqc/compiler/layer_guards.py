@@ -18,7 +18,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Sequence
-from operator import attrgetter, eq, is_, methodcaller
+from operator import attrgetter, eq, is_
 from typing import Any
 
 import torch
@@ -33,7 +33,6 @@ LEAF = re.compile(r"(?:\.(_parameters|_buffers)\['([^']+)'\]|\.(\w+))?")
 CONSTANTS = (type(None), bool, int, float, str, torch.dtype, torch.device)
 # What can change in a tensor that stays the same object: ``Module.to`` sets a parameter's ``data``.
 FORM = attrgetter("dtype", "device", "shape")
-ENTRIES = methodcaller("values")
 TABLES = ("_parameters", "_buffers", "_modules")
 _numbers = itertools.count(1)
 
@@ -55,7 +54,6 @@ class LayerGuards:
         self.tables: dict[int, tuple[dict[str, Any], tuple[Any, ...]]] = {}
         self.values: dict[tuple[int, str], tuple[dict[str, Any], str, Any]] = {}
         self.forms: dict[int, tuple[Tensor, Any]] = {}
-        self.flat: tuple[tuple[Any, ...], ...] | None = None
         # A function, for transformers makes deep copies of options, and a copied method would bring a copied model.
         self.options: dict[str, Any] = {KEY: self.number, "guard_filter_fn": lambda guards: self.keep(guards)}
         if self.count > self.enough:
@@ -84,7 +82,6 @@ class LayerGuards:
         for step in path:
             module = self._watch(module, "_modules", step)
         self.kinds[id(module)] = (module, type(module))
-        self.flat = None
         for each in TABLES:
             self._watch(module, None, each)
         if table is not None:
@@ -99,29 +96,16 @@ class LayerGuards:
         """Remember an attribute of a module, or an entry of one of its tables, and which others there are."""
         place = vars(module) if table is None else vars(module)[table]
         self.tables.setdefault(id(place), (place, tuple(place.values())))
-        self.flat = None
         return self.values.setdefault((id(place), name), (place, name, place[name]))[2]
 
     def same(self) -> bool:
         """Whether everything is as it was traced; loops in C, for thousands of entries."""
         if not self.values:
             return True
-        if self.flat is None:
-            self.flat = self._flattened()
-        modules, kinds, tensors, forms, places, lengths, values = self.flat
-        if not (all(map(is_, map(type, modules), kinds)) and all(map(eq, map(FORM, tensors), forms))):
-            return False
-        entries = itertools.chain.from_iterable(map(ENTRIES, places))
-        if all(map(eq, map(len, places), lengths)) and all(map(is_, entries, values)):
-            return True
-        return all(self._same_table(*table) for table in list(self.tables.values()))
-
-    def _flattened(self) -> tuple[tuple[Any, ...], ...]:
-        """What ``same`` compares, in columns."""
         modules, kinds = zip(*self.kinds.values(), strict=True)
         tensors, forms = zip(*self.forms.values(), strict=True) if self.forms else ((), ())
-        places, entries = zip(*self.tables.values(), strict=True)
-        return modules, kinds, tensors, forms, places, tuple(map(len, entries)), tuple(itertools.chain.from_iterable(entries))
+        alike = all(map(is_, map(type, modules), kinds)) and all(map(eq, map(FORM, tensors), forms))
+        return alike and all(self._same_table(*table) for table in self.tables.values())
 
     def _same_table(self, place: dict[str, Any], values: tuple[Any, ...]) -> bool:
         """Whether everything that was checked in it is unchanged; its size too, because an attribute may hide a method."""
@@ -133,5 +117,4 @@ class LayerGuards:
         if not all(place.get(name, self) is value for name, value in watched):
             return False
         self.tables[id(place)] = (place, tuple(place.values()))
-        self.flat = None
         return True

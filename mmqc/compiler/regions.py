@@ -23,9 +23,9 @@ from torch import Tensor, fx, nn
 from torch.fx.passes.split_module import split_module
 
 from mmqc.graph.kinds import kind
+from mmqc.graph.sizes import EXAMPLE
 
 LEAST = 4
-EXAMPLE = "example_value"
 
 Compile = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 Depends = Callable[[fx.GraphModule, Sequence[Any]], object]

@@ -48,17 +48,17 @@ def cases(how: str) -> tuple[nn.Module, nn.Module, dict[str, Any]]:
 @pytest.mark.parametrize("dynamic", [None, True])
 @pytest.mark.parametrize("how", ["float", "static", "weights", "static config", "weights config"])
 def test_sizes__in_any_order(how: str, dynamic: bool | None, seed: int, without_inductor: None) -> None:
-    check(how, dynamic, seed)
+    assert_each_size_as_in_eager_mode(how, dynamic, seed)
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("how", ["static", pytest.param("weights config", marks=pytest.mark.slow)])
 def test_sizes__through_inductor(how: str) -> None:
     torch._dynamo.reset()
-    check(how, None, 2)
+    assert_each_size_as_in_eager_mode(how, None, 2)
 
 
-def check(how: str, dynamic: bool | None, seed: int) -> None:
+def assert_each_size_as_in_eager_mode(how: str, dynamic: bool | None, seed: int) -> None:
     """All shapes in an order of their own."""
     model, reference, options = cases(how)
     compiled = torch.compile(model, backend="mmqc", dynamic=dynamic, options=options)
