@@ -12,6 +12,7 @@ How:     one op, opaque to the trace, which attends sequence by sequence as the 
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,6 +27,8 @@ from torch.nn import functional as F
 
 NAME = "mmqc_flash_varlen"
 HALF = (torch.float16, torch.bfloat16)
+MANY = 8192  # rows, from which on our kernel's launch, made in Python, is hidden behind its work
+LONG = 1024  # rows of the longest segment: shorter ones leave most of a tile of scores unused
 
 
 @dataclass
@@ -121,6 +124,8 @@ def reference(
     q: Tensor, k: Tensor, v: Tensor, ends_q: Tensor, ends_k: Tensor, scale: float | None, causal: bool, longest: int
 ) -> Tensor:
     """The op, eagerly: [1, H, T, D] in and out; the result lies in memory as [1, T, H, D], as its reader wants it."""
+    if q.is_cuda and (y := _segments(q, k, v, ends_q, ends_k, scale, causal, longest)) is not None:
+        return y
     if q.shape[1] != k.shape[1]:
         k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
     if len(ends_q) == len(ends_k) == 2:  # one sequence: torch has faster kernels for that, and nothing has to be read
@@ -136,6 +141,20 @@ def reference(
     for (a, b), (c, d) in zip(pairwise(edges_q), pairwise(edges_k), strict=True):
         y[:, :, a:b] = F.scaled_dot_product_attention(q[:, :, a:b], k[:, :, c:d], v[:, :, c:d], is_causal=causal, scale=scale)
     return y
+
+
+def _segments(
+    q: Tensor, k: Tensor, v: Tensor, ends_q: Tensor, ends_k: Tensor, scale: float | None, causal: bool, longest: int
+) -> Tensor | None:
+    """By our kernel, for many rows on Hopper; None elsewhere."""
+    if q.shape[2] < MANY or longest < LONG or _CHECK.get() is not None or ends_q.data_ptr() != ends_k.data_ptr():
+        return None
+    from mmqc import kernels
+
+    if not kernels.install():
+        return None
+    kernel = importlib.import_module("mmqc.kernels.attention.segment_attention")
+    return None if kernel.why_not(q, k, v) else kernel.segment_attention(q, k, v, ends_q, scale, causal=causal)
 
 
 def _kernel(

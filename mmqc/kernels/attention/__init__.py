@@ -1,0 +1,1 @@
+"""Attention of many rows of queries at once."""

@@ -1,0 +1,97 @@
+"""Attention within segments against the same in float64, segment by segment, on a Hopper GPU; what needs none of it anywhere."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from tolerance import assert_close
+
+from mmqc.front import attention as op
+
+kernel = pytest.importorskip("mmqc.kernels.attention.segment_attention")
+hopper = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="warpgroup products are Hopper's"
+)
+
+
+@pytest.mark.parametrize(
+    ("d", "want"),
+    [
+        (16, (16, 0)),
+        (64, (64, 0)),
+        (72, (64, 16)),
+        (80, (64, 16)),
+        (88, (64, 32)),
+        (96, (64, 32)),
+        (112, (128, 0)),
+        (128, (128, 0)),
+    ],
+)
+def test_widths__cover_a_head(d, want):
+    assert kernel.widths(d) == want
+
+
+def test_why_not__a_cpu_has_no_such_kernels():
+    q = torch.zeros(1, 2, 8, 64, dtype=torch.bfloat16)
+    assert kernel.why_not(q, q, q) == "warpgroup products are Hopper's"
+    with pytest.raises(ValueError, match="segment_attention: warpgroup products"):
+        kernel.segment_attention(q, q, q, torch.tensor([0, 8]))
+
+
+def exact(q, k, v, ends, *, causal):
+    """In float64."""
+    k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
+    q, k, v = q.double(), k.double(), v.double()
+    y = torch.zeros_like(q)
+    for a, b in pairwise(ends):
+        s = q[:, :, a:b] @ k[:, :, a:b].transpose(2, 3) * q.shape[3] ** -0.5
+        s = s.masked_fill(~torch.ones_like(s, dtype=torch.bool).tril(), -torch.inf) if causal else s
+        y[:, :, a:b] = s.softmax(-1) @ v[:, :, a:b]
+    return y
+
+
+@hopper
+@pytest.mark.gpu
+@pytest.mark.usefixtures("nan_memory")
+@pytest.mark.parametrize("keys", [64, 128])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("heads", "of_keys", "d", "ends", "causal"),
+    [
+        (2, 2, 80, [0, 1], False),
+        (2, 2, 80, [0, 300], False),
+        (3, 3, 72, [0, 257, 515], False),
+        (2, 2, 64, [0, 1, 2, 900], False),
+        (2, 2, 80, [0, 64, 128, 129, 400, 400, 1000], False),
+        (1, 1, 80, list(range(0, 1025, 64)), False),
+        (1, 1, 96, [0, 100], False),
+        (2, 2, 128, [0, 700, 1300], False),
+        (4, 2, 128, [0, 700, 1300], True),
+        (40, 8, 64, [0, 1111], True),
+    ],
+)
+def test_segment_attention__is_attention_of_each_segment(heads, of_keys, d, ends, causal, dtype, keys):
+    g = torch.Generator("cuda").manual_seed(len(ends) + d)
+    packed = torch.randn(ends[-1], heads + 2 * of_keys, d, generator=g, device="cuda", dtype=dtype)  # as a tower projects them
+    q, k, v = packed.split((heads, of_keys, of_keys), dim=1)
+    q, k, v = (t.transpose(0, 1)[None] for t in (3 * q, k, v))
+    config = kernel.Config(keys=keys)
+    y = kernel.segment_attention(q, k, v, torch.tensor(ends, device="cuda", dtype=torch.int32), causal=causal, config=config)
+    assert y.dtype == dtype
+    assert_close(y, exact(q, k, v, ends, causal=causal), dtype)
+
+
+@hopper
+@pytest.mark.gpu
+def test_segment_attention__is_what_the_op_runs_for_many_rows(monkeypatch):
+    calls = []
+    original = kernel.segment_attention
+    monkeypatch.setattr(kernel, "segment_attention", lambda *a, **kw: calls.append(a) or original(*a, **kw))
+    q, k, v = (torch.randn(1, 2, op.MANY, 80, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    ends = torch.tensor([0, 3000, op.MANY], device="cuda", dtype=torch.int32)
+    y = torch.ops.mmqc_front.scaled_dot_product_attention(q, k, v, ends, ends, None, False, op.MANY - 3000)
+    assert len(calls) == 1
+    assert_close(y, exact(q, k, v, [0, 3000, op.MANY], causal=False), torch.bfloat16)
+    with op.check():
+        torch.ops.mmqc_front.scaled_dot_product_attention(q, k, v, ends, ends, None, False, op.MANY - 3000)
+    assert len(calls) == 1
