@@ -5,6 +5,7 @@
 Shapes:  q [1, H, T, D]   k, v [1, H_kv, T, D] fp16 | bf16, channels contiguous   ends int [n + 1], from 0 to T   y [1, T, H, D]
 Why:     one launch for all images of a batch, and for windows; a head of 72 or 80 channels is not padded to 128, as the kernels
          of cuDNN and FlashAttention do.
+Apart:   what one segment holds, NaN too, does not reach another.
 Exact:   scores, softmax and sums in float32, weights rounded to the dtype of v, as those do.
 Arch:    Hopper (wgmma, TMA).  Not in the interpreter, which runs the warps of a program one after the other.
 Source:  Shah et al., FlashAttention-3, arXiv:2407.08608, algorithm 2 (softmax of a tile under the products of the one before).
@@ -18,24 +19,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mmqc.kernels.shared.device_facts import ceil_div, has_warpgroup_products, multiprocessors
+from mmqc.kernels.shared.device_facts import CONSUMER_REGISTERS, has_warpgroup_products, multiprocessors
 from mmqc.kernels.shared.launch import Launch
 
 HALF = (torch.float16, torch.bfloat16)
 LOG2_E = 1 / math.log(2)
+ROWS = 128  # of a tile of queries: two warpgroups of 64
 
 
 class Config(NamedTuple):
-    """``consumers`` warpgroups of 64 rows each, tiles of ``keys`` keys, ``stages`` of them in shared memory."""
+    """Tiles of ``keys`` keys, ``stages`` of them in shared memory."""
 
-    consumers: int = 2
     keys: int = 128
     stages: int = 2
-
-    @property
-    def registers(self) -> int:
-        """Of a thread of a consumer: what the copying warp leaves."""
-        return 240 if self.consumers == 2 else 160
 
 
 def widths(d: int) -> tuple[int, int]:
@@ -45,16 +41,18 @@ def widths(d: int) -> tuple[int, int]:
     return (2 * main, 0) if rest == main else (main, rest)
 
 
-def why_not(q: Any, k: Any, v: Any) -> str | None:
+def why_not(q: Any, k: Any, v: Any, ends: Any) -> str | None:
     """None, or why these operands are not attended to in this way."""
     if not has_warpgroup_products(q.device):
         return "warpgroup products are Hopper's"
     if q.dtype not in HALF or k.dtype != q.dtype or v.dtype != q.dtype:
         return f"q, k and v are of one type, float16 or bfloat16, not {q.dtype}, {k.dtype} and {v.dtype}"
-    if q.dim() != 4 or q.shape[0] != 1 or k.shape != v.shape:
+    if q.dim() != 4 or q.shape[0] != 1 or k.shape != v.shape or k.shape != (1, k.shape[1], *q.shape[2:]) or q.shape[1] % k.shape[1]:
         return f"one packed sequence [1, H, T, D], not {tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}"
-    if not 16 <= q.shape[3] <= 128 or q.shape[3] % 8 or k.shape[3] != q.shape[3]:
+    if not 16 <= q.shape[3] <= 128 or q.shape[3] % 8:
         return f"heads of 16 to 128 channels, a multiple of 8, not {q.shape[3]}"
+    if ends.dtype not in (torch.int32, torch.int64) or ends.dim() != 1 or ends.stride(0) != 1 or ends.shape[0] < 2:
+        return f"ends of segments int [n + 1], not {ends.dtype} {tuple(ends.shape)}"
     return next((why for why in map(_why_not_copied, (q, k, v)) if why), None)
 
 
@@ -73,20 +71,21 @@ def launch(
     _, heads, rows, d = q.shape
     main, rest = widths(d)
     c = config or Config()
-    items = ceil_div(rows, 64 * c.consumers) * heads
+    segments = ends.shape[0] - 1
+    tiles = rows // ROWS + segments  # of a head; some may be empty
     small = rest or 16
     blocks = {f"{n}{of}_desc": (1, 64 if n == "q" else c.keys, width)
               for n in "qkv" for of, width in (("", main), ("_rest", small))}  # fmt: skip
     of = {n: t[0] for n, t in (("q", q), ("k", k), ("v", v))}
     args: dict[str, Any] = {name: of[name[0]] for name in blocks} | dict(
-        y_ptr=y, ends_ptr=ends, segments=ends.shape[0] - 1, T=rows, items=items,
+        y_ptr=y, ends_ptr=ends, segments=segments, T=rows, tiles=tiles, items=tiles * heads,
         factor=(d**-0.5 if scale is None else scale) * LOG2_E, stride_y=heads * d,
     )
     constants = dict(
-        GROUP=heads // k.shape[1], D=d, MAIN=main, REST=rest, KEYS=c.keys, STAGES=c.stages, CONSUMERS=c.consumers,
-        CAUSAL=causal, REGISTERS=c.registers,
+        GROUP=heads // k.shape[1], D=d, MAIN=main, REST=rest, ROWS=ROWS, KEYS=c.keys, STAGES=c.stages,
+        CAUSAL=causal, REGISTERS=CONSUMER_REGISTERS,
     )
-    programs = min(items, multiprocessors(q.device))
+    programs = min(tiles * heads, multiprocessors(q.device))
     return Launch(segment_attention_kernel, (programs,), args, constants, ("y_ptr",), 4, 1, 0, blocks)
 
 
@@ -98,7 +97,7 @@ def segment_attention(
     Raises:
         ValueError: if the operands are not what ``why_not`` asks for.
     """
-    if why := why_not(q, k, v):
+    if why := why_not(q, k, v, ends):
         raise ValueError(f"segment_attention: {why}")
     _, heads, rows, d = q.shape
     y = q.new_empty((1, rows, heads, d))

@@ -5,9 +5,10 @@
 
 Widths:  a head of D channels is a MAIN block, the greatest power of two in it, and a REST of 16, 32 or 64 or none: 80 = 64 + 16.
          72 is 64 + 16 too; TMA fills what lies outside the head with zeros.
-Rows:    a tile of queries is ROWS neighbours of the packed sequence, whatever segments they belong to.  Its keys are those from
-         the start of the first row's segment to the end of the last one's; only if these are two segments, or for the last tile
-         of keys, or near the diagonal of a causal one, scores are masked.
+Rows:    a tile of queries lies in one segment.  Segment i has the tiles from ends[i] // ROWS + i on, of which its last may be
+         empty: so the number of tiles is known without its lengths, and a tile's segment is found by bisection.
+Masked:  scores of the last tile of keys, and those near the diagonal of a causal segment.  Values behind the segment's end are
+         another segment's, and zero times a NaN is a NaN: they are made zeros in shared memory.
 """
 
 # Gluon is known when it is compiled.
@@ -25,49 +26,40 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-LOWEST = gl.constexpr(-1e30)  # of a score that does not count: finite, so that a row which has none yet stays a number
+LOWEST = gl.constexpr(-1e30)  # of a score that does not count: finite, for the difference of two infinities is no number
 
 
 @gluon.jit
-def segment_of(ends_ptr, segments, row):
-    """Which segment a row lies in: the first one that ends behind it."""
+def find_item(item, ends_ptr, segments, tiles, ROWS: gl.constexpr, KEYS: gl.constexpr, CAUSAL: gl.constexpr):
+    """(Head, first row, start and end of its segment, tiles of keys, how many of them, from the last on, are masked).
+
+    There are no tiles of keys for an empty tile of queries.
+    """
+    head = item // tiles
+    tile = item - head * tiles
+    if CAUSAL:
+        tile = tiles - 1 - tile  # long ones first
     low = 0
     high = segments - 1
     while low < high:
-        middle = (low + high) // 2
-        if gl.load(ends_ptr + middle + 1).to(gl.int32) <= row:
-            low = middle + 1
+        middle = (low + high + 1) // 2
+        if gl.load(ends_ptr + middle).to(gl.int32) // ROWS + middle <= tile:
+            low = middle
         else:
-            high = middle
-    return low
-
-
-@gluon.jit
-def find_item(item, ends_ptr, segments, T, ROWS: gl.constexpr, KEYS: gl.constexpr, CAUSAL: gl.constexpr):
-    """(Head, first row, first segment, last one, first key, tiles of keys, how many of them, from the last on, are masked)."""
-    tiles = gl.cdiv(T, ROWS)
-    head = item // tiles
-    row = (item - head * tiles) * ROWS
-    if CAUSAL:
-        row = (tiles - 1) * ROWS - row  # long ones first
-    last_row = gl.minimum(row + ROWS, T) - 1
-    first = segment_of(ends_ptr, segments, row)
-    last = segment_of(ends_ptr, segments, last_row)
-    start = gl.load(ends_ptr + first).to(gl.int32)
-    end = gl.load(ends_ptr + last + 1).to(gl.int32)
-    if CAUSAL:
-        end = gl.minimum(end, last_row + 1)
-    count = gl.cdiv(end - start, KEYS)
-    masked = gl.where(first == last, 1, count)
-    if CAUSAL:
-        masked = gl.where(first == last, gl.minimum(count, count - (row - start) // KEYS), count)
-    return head, row, first, last, start, count, masked
+            high = middle - 1
+    start = gl.load(ends_ptr + low).to(gl.int32)
+    end = gl.load(ends_ptr + low + 1).to(gl.int32)
+    row = start + (tile - start // ROWS - low) * ROWS
+    seen = gl.minimum(end, row + ROWS) if CAUSAL else end
+    count = gl.where(row < end, gl.cdiv(seen - start, KEYS), 0)
+    masked = count - (row - start) // KEYS if CAUSAL else 1
+    return head, row, start, end, count, masked
 
 
 @gluon.jit
 def fill(
-    q, k, v, ring, ends_ptr, segments, T, items, GROUP: gl.constexpr, MAIN: gl.constexpr, REST: gl.constexpr,
-    ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, CAUSAL: gl.constexpr,
+    q, k, v, ring, ends_ptr, segments, tiles, items, GROUP: gl.constexpr, MAIN: gl.constexpr, REST: gl.constexpr,
+    ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
 ):
     """The warp that copies."""
     q_main, q_rest, k_main, k_rest, v_main, v_rest, q_full, q_empty, k_full, k_empty, v_full, v_empty = ring
@@ -76,15 +68,16 @@ def fill(
     phase = 1
     turn = 1
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        head, row, _first, _last, start, count, _masked = find_item(item, ends_ptr, segments, T, ROWS, KEYS, CAUSAL)
+        head, row, start, _end, count, _masked = find_item(item, ends_ptr, segments, tiles, ROWS, KEYS, CAUSAL)
         of_k = head // GROUP
-        for c in gl.static_range(CONSUMERS):
-            mbarrier.wait(q_empty.index(c), turn)
-            mbarrier.expect(q_full.index(c), 64 * (MAIN + REST) * ITEM)
-            copy(q[0], head, row + 64 * c, 0, q_full.index(c), q_main.index(c))
-            if REST > 0:
-                copy(q[1], head, row + 64 * c, MAIN, q_full.index(c), q_rest.index(c))
-        turn ^= 1
+        if count > 0:
+            for c in gl.static_range(2):
+                mbarrier.wait(q_empty.index(c), turn)
+                mbarrier.expect(q_full.index(c), 64 * (MAIN + REST) * ITEM)
+                copy(q[0], head, row + 64 * c, 0, q_full.index(c), q_main.index(c))
+                if REST > 0:
+                    copy(q[1], head, row + 64 * c, MAIN, q_full.index(c), q_rest.index(c))
+            turn ^= 1
         for i in range(count):
             key = start + (count - 1 - i) * KEYS
             mbarrier.wait(k_empty.index(slot), phase)
@@ -120,14 +113,14 @@ def scores(q_main, q_rest, k_main, k_rest, slot, s, REST: gl.constexpr):
 
 
 @gluon.jit
-def softmax(s, m, total, factor, columns, low, high, MASKED: gl.constexpr):
+def softmax(s, m, total, factor, columns, high, MASKED: gl.constexpr):
     """(p, m, total, what to multiply the sums with): one more tile of scores of each row."""
     if MASKED:
-        counts = (columns[None, :] >= low[:, None]) & (columns[None, :] < high[:, None])
+        counts = columns[None, :] < high[:, None]
         s = gl.where(counts, s, LOWEST)
     m_new = gl.maximum(m, gl.max(s, axis=1) * factor)
     p = gl.exp2(s * factor - m_new[:, None])
-    if MASKED:  # a row with none so far has the lowest one as its greatest, less a rounding error that is no small number
+    if MASKED:  # a row in front of the whole tile has LOWEST as its greatest, and what rounding makes of their difference is large
         p = gl.where(counts, p, 0.0)
     alpha = gl.exp2(m - m_new)
     return p, m_new, total * alpha + gl.sum(p, axis=1), alpha
@@ -163,7 +156,7 @@ def hold(total):
 
 @gluon.jit
 def step(
-    q, ring, p, o, o_rest, m, total, seen, factor, columns, low, high,
+    q, ring, p, o, o_rest, m, total, seen, factor, columns, high,
     REST: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, MASKED: gl.constexpr, S: gl.constexpr,
 ):
     """Scores of tile ``seen`` of the ring, sums of the one before: the products of both are under way at the same time."""
@@ -176,7 +169,7 @@ def step(
     o, o_rest = add(o, o_rest, p, v_main, v_rest, last, REST)
     s = warpgroup_mma_wait(2 if REST > 0 else 1, deps=(s,))
     mbarrier.arrive(k_empty.index(slot), count=1)
-    p_new, m, total, alpha = softmax(s, m, total, factor, columns, low, high, MASKED)
+    p_new, m, total, alpha = softmax(s, m, total, factor, columns, high, MASKED)
     total = hold(total)
     p_new = gl.convert_layout(p_new.to(p.dtype), p.type.layout)
     o, o_rest, p, total, p_new = warpgroup_mma_wait(0, deps=(o, o_rest, p, total, p_new))
@@ -185,8 +178,18 @@ def step(
 
 
 @gluon.jit
+def clear(tile, valid):
+    """Make zeros of all rows but the first ``valid`` of a tile in shared memory; others may do the same at the same time."""
+    LANES: gl.constexpr = min(32, tile.shape[1] // 8)
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
+    rows = gl.arange(0, tile.shape[0], gl.SliceLayout(1, layout))
+    values = tile.load(layout)
+    tile.store(gl.where((rows < valid)[:, None], values, gl.zeros_like(values)))
+
+
+@gluon.jit
 def attend(
-    which: gl.constexpr, y_ptr, ring, ends_ptr, segments, T, items, factor, stride_y, D: gl.constexpr,
+    which: gl.constexpr, y_ptr, ring, ends_ptr, segments, T, tiles, items, factor, stride_y, D: gl.constexpr,
     MAIN: gl.constexpr, REST: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
     CAUSAL: gl.constexpr,
 ):
@@ -201,110 +204,104 @@ def attend(
     seen = 0
     turn = 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        head, row, first, last, start, count, masked = find_item(item, ends_ptr, segments, T, ROWS, KEYS, CAUSAL)
-        rows = row + 64 * which + gl.arange(0, 64, gl.SliceLayout(1, S))
-        low = gl.full((64,), start, gl.int32, gl.SliceLayout(1, S))
-        high = gl.full((64,), gl.load(ends_ptr + first + 1).to(gl.int32), gl.int32, gl.SliceLayout(1, S))
-        for segment in range(first + 1, last + 1):
-            edge = gl.load(ends_ptr + segment).to(gl.int32)
-            low = gl.where(rows >= edge, edge, low)
-            high = gl.where(rows >= edge, gl.load(ends_ptr + segment + 1).to(gl.int32), high)
-        if CAUSAL:
-            high = gl.minimum(high, rows + 1)
-        columns = start + (count - 1) * KEYS + gl.arange(0, KEYS, gl.SliceLayout(0, S))
-        m = gl.full((64,), LOWEST, gl.float32, gl.SliceLayout(1, S))
-        total = gl.zeros((64,), gl.float32, gl.SliceLayout(1, S))
-        o = gl.zeros((64, MAIN), gl.float32, SUMS)
-        o_rest = gl.zeros((64, REST if REST > 0 else 16), gl.float32, R)
-        mbarrier.wait(q_full.index(which), turn)
-        mbarrier.wait(k_full.index(seen % STAGES), (seen // STAGES) & 1)
-        s = gl.zeros((64, KEYS), gl.float32, S)
-        s = scores(q[0], q[1], k_main, k_rest, seen % STAGES, s, REST)
-        s = warpgroup_mma_wait(0, deps=(s,))
-        mbarrier.arrive(k_empty.index(seen % STAGES), count=1)
-        p_new, m, total, _alpha = softmax(s, m, total, factor, columns, low, high, True)
-        p = gl.convert_layout(p_new.to(v_main.dtype), P)
-        for i in range(1, masked):
-            columns -= KEYS
-            p, o, o_rest, m, total = step(
-                q, keys, p, o, o_rest, m, total, seen + i, factor, columns, low, high, REST, KEYS, STAGES, True, S
-            )
-        for i in range(masked, count):
-            p, o, o_rest, m, total = step(
-                q, keys, p, o, o_rest, m, total, seen + i, factor, columns, low, high, REST, KEYS, STAGES, False, S
-            )
-        mbarrier.arrive(q_empty.index(which), count=1)
-        seen += count
-        turn ^= 1
-        slot = (seen - 1) % STAGES
-        mbarrier.wait(v_full.index(slot), ((seen - 1) // STAGES) & 1)
-        o, o_rest = add(o, o_rest, p, v_main, v_rest, slot, REST)
-        o, o_rest, p = warpgroup_mma_wait(0, deps=(o, o_rest, p))
-        mbarrier.arrive(v_empty.index(slot), count=1)
-        o, o_rest = scale_rows(o, 1 / total), scale_rows(o_rest, 1 / total)
-        write(o, y_ptr, row + 64 * which, head, T, stride_y, 0, D, MAIN)
-        if REST > 0:
-            write(o_rest, y_ptr, row + 64 * which, head, T, stride_y, MAIN, D, REST)
+        head, row, start, end, count, masked = find_item(item, ends_ptr, segments, tiles, ROWS, KEYS, CAUSAL)
+        if count > 0:
+            last = start + (count - 1) * KEYS  # first key of the last tile, which comes first
+            columns = last + gl.arange(0, KEYS, gl.SliceLayout(0, S))
+            rows = row + 64 * which + gl.arange(0, 64, gl.SliceLayout(1, S))
+            high = gl.minimum(end, rows + 1) if CAUSAL else end + 0 * rows
+            slot, phase = seen % STAGES, (seen // STAGES) & 1
+            mbarrier.wait(q_full.index(which), turn)
+            mbarrier.wait(k_full.index(slot), phase)
+            s = scores(q[0], q[1], k_main, k_rest, slot, gl.zeros((64, KEYS), gl.float32, S), REST)
+            s = warpgroup_mma_wait(0, deps=(s,))
+            mbarrier.arrive(k_empty.index(slot), count=1)
+            if (last + KEYS > end) & (end < T):
+                mbarrier.wait(v_full.index(slot), phase)
+                clear(v_main.index(slot), end - last)
+                if REST > 0:
+                    clear(v_rest.index(slot), end - last)
+                fence_async_shared()
+            m = gl.full((64,), LOWEST, gl.float32, gl.SliceLayout(1, S))
+            total = gl.zeros((64,), gl.float32, gl.SliceLayout(1, S))
+            p_new, m, total, _alpha = softmax(s, m, total, factor, columns, high, True)
+            p = gl.convert_layout(p_new.to(v_main.dtype), P)
+            o = gl.zeros((64, MAIN), gl.float32, SUMS)
+            o_rest = gl.zeros((64, REST if REST > 0 else 16), gl.float32, R)
+            for i in range(1, masked):
+                columns -= KEYS
+                p, o, o_rest, m, total = step(
+                    q, keys, p, o, o_rest, m, total, seen + i, factor, columns, high, REST, KEYS, STAGES, True, S
+                )
+            for i in range(masked, count):
+                p, o, o_rest, m, total = step(
+                    q, keys, p, o, o_rest, m, total, seen + i, factor, columns, high, REST, KEYS, STAGES, False, S
+                )
+            mbarrier.arrive(q_empty.index(which), count=1)
+            seen += count
+            turn ^= 1
+            slot = (seen - 1) % STAGES
+            mbarrier.wait(v_full.index(slot), ((seen - 1) // STAGES) & 1)
+            o, o_rest = add(o, o_rest, p, v_main, v_rest, slot, REST)
+            o, o_rest, p = warpgroup_mma_wait(0, deps=(o, o_rest, p))
+            mbarrier.arrive(v_empty.index(slot), count=1)
+            o, o_rest = scale_rows(o, 1 / total), scale_rows(o_rest, 1 / total)
+            write(o, y_ptr, row + 64 * which, end, head, stride_y, 0, D, MAIN)
+            if REST > 0:
+                write(o_rest, y_ptr, row + 64 * which, end, head, stride_y, MAIN, D, REST)
 
 
 @gluon.jit
-def write(o, y_ptr, row, head, T, stride_y, START: gl.constexpr, D: gl.constexpr, WIDTH: gl.constexpr):
+def write(o, y_ptr, row, end, head, stride_y, START: gl.constexpr, D: gl.constexpr, WIDTH: gl.constexpr):
     """y [T, H, D] of this tile and block of channels."""
     layout: gl.constexpr = o.type.layout
     rows = row + gl.arange(0, 64, gl.SliceLayout(1, layout))
     channels = START + gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
     at = rows.to(gl.int64)[:, None] * stride_y + head * D + channels[None, :]
-    gl.store(y_ptr + at, o.to(y_ptr.dtype.element_ty), mask=(rows < T)[:, None] & (channels < D)[None, :])
+    gl.store(y_ptr + at, o.to(y_ptr.dtype.element_ty), mask=(rows < end)[:, None] & (channels < D)[None, :])
 
 
 @gluon.jit
 def segment_attention_kernel(
-    q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, v_rest_desc, y_ptr, ends_ptr, segments, T, items, factor, stride_y,
-    GROUP: gl.constexpr, D: gl.constexpr, MAIN: gl.constexpr, REST: gl.constexpr, KEYS: gl.constexpr,
-    STAGES: gl.constexpr, CONSUMERS: gl.constexpr, CAUSAL: gl.constexpr, REGISTERS: gl.constexpr,
+    q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, v_rest_desc, y_ptr, ends_ptr, segments, T, tiles, items, factor,
+    stride_y, GROUP: gl.constexpr, D: gl.constexpr, MAIN: gl.constexpr, REST: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr,
+    STAGES: gl.constexpr, CAUSAL: gl.constexpr, REGISTERS: gl.constexpr,
 ):
     """y = softmax(factor q kᵀ within segments) v."""
-    ROWS: gl.constexpr = 64 * CONSUMERS
     SMALL: gl.constexpr = REST if REST > 0 else 16
     dtype: gl.constexpr = q_desc.dtype
     main: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, MAIN], dtype)
     small: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, SMALL], dtype)
     some: gl.constexpr = STAGES if REST > 0 else 1
-    q_main = gl.allocate_shared_memory(dtype, [CONSUMERS, 64, MAIN], main)
-    q_rest = gl.allocate_shared_memory(dtype, [CONSUMERS, 64, SMALL], small)
+    q_main = gl.allocate_shared_memory(dtype, [2, 64, MAIN], main)
+    q_rest = gl.allocate_shared_memory(dtype, [2, 64, SMALL], small)
     k_main = gl.allocate_shared_memory(dtype, [STAGES, KEYS, MAIN], main)
     k_rest = gl.allocate_shared_memory(dtype, [some, KEYS, SMALL], small)
     v_main = gl.allocate_shared_memory(dtype, [STAGES, KEYS, MAIN], main)
     v_rest = gl.allocate_shared_memory(dtype, [some, KEYS, SMALL], small)
-    q_full = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
-    q_empty = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
+    q_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    q_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(CONSUMERS):
+    for i in gl.static_range(2):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(q_empty.index(i), count=1)
     for i in gl.static_range(STAGES):
         mbarrier.init(k_full.index(i), count=1)
-        mbarrier.init(k_empty.index(i), count=CONSUMERS)
+        mbarrier.init(k_empty.index(i), count=2)
         mbarrier.init(v_full.index(i), count=1)
-        mbarrier.init(v_empty.index(i), count=CONSUMERS)
+        mbarrier.init(v_empty.index(i), count=2)
     fence_async_shared()
     ring = (q_main, q_rest, k_main, k_rest, v_main, v_rest, q_full, q_empty, k_full, k_empty, v_full, v_empty)
     q = (q_desc, q_rest_desc)
     k = (k_desc, k_rest_desc)
     v = (v_desc, v_rest_desc)
-    if CONSUMERS == 2:
-        gl.warp_specialize([
-            (attend, (0, y_ptr, ring, ends_ptr, segments, T, items, factor, stride_y, D, MAIN, REST, ROWS, KEYS, STAGES, CAUSAL)),
-            (attend, (1, y_ptr, ring, ends_ptr, segments, T, items, factor, stride_y, D, MAIN, REST, ROWS, KEYS, STAGES, CAUSAL)),
-            (fill, (q, k, v, ring, ends_ptr, segments, T, items, GROUP, MAIN, REST, ROWS, KEYS, STAGES, CONSUMERS, CAUSAL)),
-        ], [4, 1], [REGISTERS, 24])
-    else:
-        gl.warp_specialize([
-            (attend, (0, y_ptr, ring, ends_ptr, segments, T, items, factor, stride_y, D, MAIN, REST, ROWS, KEYS, STAGES, CAUSAL)),
-            (attend, (1, y_ptr, ring, ends_ptr, segments, T, items, factor, stride_y, D, MAIN, REST, ROWS, KEYS, STAGES, CAUSAL)),
-            (attend, (2, y_ptr, ring, ends_ptr, segments, T, items, factor, stride_y, D, MAIN, REST, ROWS, KEYS, STAGES, CAUSAL)),
-            (fill, (q, k, v, ring, ends_ptr, segments, T, items, GROUP, MAIN, REST, ROWS, KEYS, STAGES, CONSUMERS, CAUSAL)),
-        ], [4, 4, 1], [REGISTERS, REGISTERS, 24])
+    gl.warp_specialize([
+        (attend, (
+            0, y_ptr, ring, ends_ptr, segments, T, tiles, items, factor, stride_y, D, MAIN, REST, ROWS, KEYS, STAGES, CAUSAL)),
+        (attend, (
+            1, y_ptr, ring, ends_ptr, segments, T, tiles, items, factor, stride_y, D, MAIN, REST, ROWS, KEYS, STAGES, CAUSAL)),
+        (fill, (q, k, v, ring, ends_ptr, segments, tiles, items, GROUP, MAIN, REST, ROWS, KEYS, STAGES, CAUSAL)),
+    ], [4, 1], [REGISTERS, 24])

@@ -33,7 +33,7 @@ def test_widths__cover_a_head(d, want):
 
 def test_why_not__a_cpu_has_no_such_kernels():
     q = torch.zeros(1, 2, 8, 64, dtype=torch.bfloat16)
-    assert kernel.why_not(q, q, q) == "warpgroup products are Hopper's"
+    assert kernel.why_not(q, q, q, torch.tensor([0, 8])) == "warpgroup products are Hopper's"
     with pytest.raises(ValueError, match="segment_attention: warpgroup products"):
         kernel.segment_attention(q, q, q, torch.tensor([0, 8]))
 
@@ -79,6 +79,41 @@ def test_segment_attention__is_attention_of_each_segment(heads, of_keys, d, ends
     y = kernel.segment_attention(q, k, v, torch.tensor(ends, device="cuda", dtype=torch.int32), causal=causal, config=config)
     assert y.dtype == dtype
     assert_close(y, exact(q, k, v, ends, causal=causal), dtype)
+
+
+@hopper
+@pytest.mark.gpu
+@pytest.mark.parametrize("ends", [[0, 1, 300, 301, 700], [0, 64, 128, 192, 256, 320], [0, 256, 1000]])
+def test_segment_attention__keeps_segments_apart(ends):
+    """NaN in every second segment leaves the others as they were, to the bit."""
+    q, k, v = (torch.randn(1, 2, ends[-1], 80, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    edges = torch.tensor(ends, device="cuda")
+    want = kernel.segment_attention(q, k, v, edges)
+    for of in (0, 1):
+        bad = torch.zeros(ends[-1], 1, dtype=torch.bool, device="cuda")
+        for a, b in list(pairwise(ends))[of::2]:
+            bad[a:b] = True
+        y = kernel.segment_attention(*(t.masked_fill(bad, torch.nan) for t in (q, k, v)), edges)
+        assert y.isnan().all(-1).eq(bad[:, 0]).all()
+        assert torch.equal(y.masked_fill(bad, 0), want.masked_fill(bad, 0))
+
+
+@hopper
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda q, k, v, e: (q.float(), k, v, e), "of one type"),
+        (lambda q, k, v, e: (q, k[:, :, :7], v[:, :, :7], e), "one packed sequence"),
+        (lambda q, k, v, e: (q[..., :20], k[..., :20], v[..., :20], e), "a multiple of 8"),
+        (lambda q, k, v, e: (q.mT.contiguous().mT, k, v, e), "multiples of 16 bytes"),
+        (lambda q, k, v, e: (q, k, v, e.float()), "ends of segments"),
+    ],
+)
+def test_segment_attention__says_why_not(change, why):
+    q = torch.zeros(1, 2, 8, 64, dtype=torch.bfloat16, device="cuda")
+    with pytest.raises(ValueError, match=why):
+        kernel.segment_attention(*change(q, q, q, torch.tensor([0, 8], device="cuda")))
 
 
 @hopper
