@@ -38,6 +38,7 @@ from mmqc.passes.raise_linear import RaiseLinear
 from mmqc.passes.raise_ops import RaiseOps
 from mmqc.passes.reorder_reads import ReorderReads
 from mmqc.passes.reorder_tokens import ReorderTokens
+from mmqc.passes.rewrite_empty_cat import RewriteEmptyCat
 from mmqc.passes.rewrite_mask import RewriteMask
 from mmqc.passes.rewrite_rope_index import RewriteRopeIndex
 from mmqc.passes.share_angles import ShareAngles
@@ -124,7 +125,13 @@ def activation_passes() -> tuple[Pass, ...]:
 
 
 def run_time_passes(
-    token_order: str, attention_order: str = "gather", *, queries: bool = True, quantized: bool = True, reads: bool = True
+    token_order: str,
+    attention_order: str = "gather",
+    *,
+    caches: bool = True,
+    queries: bool = True,
+    quantized: bool = True,
+    reads: bool = True,
 ) -> tuple[Pass, ...]:
     """Change where rows lie and what is computed together in a compiled graph, never what is stored.
 
@@ -132,7 +139,8 @@ def run_time_passes(
         token_order: "auto" is "sequence", which measured faster: a scale by split index saves a product half a percent over one
             by mask, and a gather of the rows costs more than that (docs/explanation/token_order.md).
         attention_order: how rows in modality order pass attention.
-        queries: the graph has attention of one new token.
+        caches: the graph puts the first tokens into a cache.
+        queries: it has attention of one new token.
         quantized: it has quantized linears.
         reads: it has reads of the host.
     """
@@ -144,6 +152,7 @@ def run_time_passes(
             else ()
         ),
         # 9 attention
+        *((RewriteEmptyCat(),) if caches else ()),
         *((FoldQueryGroups(), SplitAttention()) if queries else ()),
         # 10 fusion
         *(
