@@ -94,6 +94,7 @@ def awq(
     duo: bool = False,
     shared_heads: Literal["average", "skip"] = "average",
     loss: Literal["layer", "block"] = "layer",
+    clip_scores: bool = False,
     head_bits: int | None = None,
     activation_bits: int | None = None,
 ) -> QuantConfig:
@@ -110,12 +111,13 @@ def awq(
         shared_heads: ``average`` over the query heads that share a value head, or ``skip``, as in the authors' code.
         loss: ``layer``, the scaled linears' own output error, or ``block``, the attention's or the MLP's, as in the authors'
             code: every exponent is then tried by running it.
+        clip_scores: ``awq_clip`` clips linears that make queries and keys as well, which the authors' code leaves as they are.
         head_bits: of the output head's weight; None leaves the head in floating point.
         activation_bits: static, one scale a tensor, beside symmetric weights, not seen by the search; None, weight-only.
     """
     granularity = PerGroup(group_size) if group_size else PerRow()
     activation = ActivationSpec(activation_bits) if activation_bits else None
-    scheme = Scheme(WeightSpec(weight_bits, granularity, solver, symmetric), activation)
+    scheme = Scheme(WeightSpec(weight_bits, granularity, solver, symmetric, clip_scores=clip_scores), activation)
     rewrites = Rewrites(scales=ChannelScales(duo=duo, shared_heads=shared_heads, loss=loss))
     return QuantConfig(vision=scheme, projector=scheme, language=scheme, head=_head(head_bits), rewrites=rewrites)
 

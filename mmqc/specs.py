@@ -13,6 +13,7 @@ from torchao.quantization.granularity import Granularity, PerGroup, PerRow, PerT
 from mmqc.errors import MmqcError
 
 Solver = Literal["rtn", "mse_clip", "awq_clip", "gptq"]
+Clip = Literal["inputs", "weights", "none"]
 Observer = Literal["minmax", "percentile"]
 Amplifier = int | Literal["heuristic", "progressive"]
 Search = Literal["none", "model", "layer"]
@@ -49,6 +50,9 @@ class WeightSpec:
             so that codes times integer scales are 8-bit integers and a product needs no pass per group (QServe,
             arXiv:2405.04532, section 4.1); to 4 bits.  None: float scales.
         type: "int", or "float": float8_e4m3fn, 8 bits, rounded to nearest with one scale per output channel.
+        clip: gptq's, of grids: ``inputs``, by what each rounding costs in its sweep; ``weights``, by the weights' own error,
+            as QuaRot and MQuant; ``none`` (solvers/gptq.py).
+        clip_scores: awq_clip clips linears that make queries and keys as well, which the authors' code leaves as they are.
     """
 
     bits: int = 4
@@ -60,6 +64,8 @@ class WeightSpec:
     damping: float = 0.01
     amplifier: Amplifier | None = None
     type: Number = "int"
+    clip: Clip = "inputs"
+    clip_scores: bool = False
 
     def __post_init__(self) -> None:
         require(self.bits in (2, 3, 4, 8), "WeightSpec.bits", self.bits, (2, 3, 4, 8))
@@ -73,6 +79,7 @@ class WeightSpec:
         require(self.solver in get_args(Solver), "WeightSpec.solver", self.solver, get_args(Solver))
         ordered = self.act_order and not self.static_groups and self.group_size and self.solver == "gptq"
         require(not ordered, "WeightSpec.act_order", self.act_order, "False for groups that are not static")
+        require(self.clip in get_args(Clip), "WeightSpec.clip", self.clip, get_args(Clip))
         require(0 < self.damping < 1, "WeightSpec.damping", self.damping, "(0, 1)")
         if self.amplifier is not None:
             power = type(self.amplifier) is int and self.amplifier > 0 and not self.amplifier & (self.amplifier - 1)

@@ -10,7 +10,7 @@ Refuses: the output head and whatever else ``keep`` names; a linear whose weight
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 from torch import fx
@@ -20,6 +20,7 @@ from mmqc.graph.kinds import kind
 from mmqc.graph.linear import contraction, weight_of
 from mmqc.graph.program import Miss, Program
 from mmqc.graph.runner import Pass
+from mmqc.graph.scores import score_weights
 from mmqc.graph.spaces.spaces import Spaces
 from mmqc.graph.spaces.towers import behind_operations, roles, towers
 
@@ -31,6 +32,12 @@ def kept(pattern: str, fqn: str, role: str) -> bool:
     if pattern == HEAD and role == "head":
         return True
     return any(fnmatchcase(fqn, p) for p in (pattern, f"*.{pattern}", f"{pattern}.*", f"*.{pattern}.*"))
+
+
+def _spares_scores(scheme: Scheme) -> bool:
+    """Whether what makes queries and keys is rounded without the scheme's clip, as AWQ's authors do: scores are sums of products
+    of both, in which a clipped weight costs more than the linear's own output shows."""
+    return scheme.weight.solver == "awq_clip" and not scheme.weight.clip_scores
 
 
 @dataclass(frozen=True)
@@ -58,6 +65,7 @@ class AssignScheme(Pass):
         if not self.config.schemes:
             return
         place, role = self.places(prog)
+        scores = score_weights(prog) if any(_spares_scores(s) for s in self.config.schemes.values()) else set()
         by_weight: dict[str, list[fx.Node]] = {}
         for node in prog.nodes("linear"):
             fqn = weight_of(node)
@@ -75,6 +83,8 @@ class AssignScheme(Pass):
             if reason and (scheme is not None or reason.startswith(KEPT)):
                 yield Miss(nodes[0].name, reason, fqn.removesuffix(".weight") if weight_of(nodes[0]) else fqn)
             elif scheme is not None:
+                if fqn in scores and _spares_scores(scheme):
+                    scheme = replace(scheme, weight=replace(scheme.weight, solver="rtn"))
                 yield Site(tuple(nodes), fqn, place[nodes[0]], role.get(nodes[0], "inner"), scheme)
 
     def why_not(self, prog: Program, nodes: list[fx.Node], role: str) -> str:

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from mmqc.config import WeightSpec
-from mmqc.solvers import rtn
-from mmqc.solvers.grid import grouped
+from mmqc.solvers.grid import grouped, widest
+from mmqc.solvers.quantized import checked
 from mmqc.solvers.second_moment import check_hessian
 
 CHUNK = 1 << 24  # elements of a weight that are rounded at a time: what is in flight beside H
@@ -124,13 +124,15 @@ def reader_loss(reader: Reader, scale: Tensor) -> float:
 
 
 def rounded_behind(reader: Reader, scale: Tensor) -> Tensor:
-    """Q(W diag(s)) diag(1/s), in float32 at least: a reader's weight, rounded behind the factors ``scale`` [n]."""
+    """Q(W diag(s)) diag(1/s), in float32 at least: a reader's weight, rounded behind the factors ``scale`` [n].
+
+    To the widest grid, as in the authors' search: what clips it comes later.
+    """
     w = reader.weight.detach()
     w = w if w.dtype == torch.float64 else w.float()
     channel = reader.channel.to(w.device)
     s = torch.where(channel >= 0, scale[channel.clamp(min=0)], 1.0).to(w)
-    rounded = rtn.solve(w * s, replace(reader.spec, solver="rtn"), name=reader.name)
-    return rounded.dequantize().to(w) / s
+    return widest(checked(w * s, reader.name), reader.spec).dequantize().to(w) / s
 
 
 def _relative(weight: Tensor, spec: WeightSpec) -> Tensor:

@@ -32,12 +32,18 @@ def best_clip(w: Tensor, grid: Grid, shrinks: Iterable[float], loss: Callable[[T
             the weights' magnitude: no under- or overflow.
     """
     shrinks = list(shrinks)
+    blocks, scales = row_blocks(w, grid.scale)
+    zeros = [None] * len(blocks) if grid.zero is None else row_blocks(w, grid.zero)[1]
+    parts = zip(blocks, scales, zeros, strict=True)
+    factors = [_search(block, Grid(s, grid.bits, z), shrinks, loss) for block, s, z in parts]
+    return grid.shrunk(torch.cat(factors)) if factors else grid
+
+
+def row_blocks(w: Tensor, beside: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """W [N, G, g] and what goes with its rows, in blocks of rows that stay in the cache; none for N = 0."""
     size = BLOCK if w.device.type == "cpu" else LARGE_BLOCK
     rows = max(1, size // max(1, w[0].numel())) if len(w) else 1
-    zeros = [None] * len(w) if grid.zero is None else grid.zero.split(rows)
-    blocks = zip(w.split(rows), grid.scale.split(rows), zeros, strict=False)
-    factors = [_search(block, Grid(s, grid.bits, z), shrinks, loss) for block, s, z in blocks]
-    return grid.shrunk(torch.cat(factors)) if factors else grid
+    return (w.split(rows), beside.split(rows)) if len(w) else ((), ())
 
 
 def _search(w: Tensor, grid: Grid, shrinks: list[float], loss: Callable[[Tensor], Tensor]) -> Tensor:

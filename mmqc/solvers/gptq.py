@@ -8,24 +8,26 @@
 Shapes:  W [N, K]    H [K, K]    s [N] or [N, ceil(K/g)]    q int8 [N, K]
 Groups:  static, their grids from the untouched weight before the sweep, so that channels may be taken in any order; or
          dynamic, from what a group has become when its turn comes, in the order of the channels.
+Clips:   of a row's or group's grid, steps p s of the widest one, p = 1, 0.99, ..., 0.21:
+         inputs     argmin over p of  sum_i |w_i - q_i|^2.4 / U_ii²: e_i² is what the sweep pays for a rounding
+         weights    argmin over p of  sum_i |w_i - q_i|^2.4, whatever the inputs (mse_clip.py)
+         none       p = 1
 Source:  Frantar et al., arXiv:2210.17323, with QuaRot's settings, which are MQuant's (arXiv:2502.00425, Algorithm 1):
-         blocks of 128, λ = 1 % of H's mean diagonal, channels in order of falling diagonal (act_order),
-         scales by the mse clip of the untouched weight.
+         blocks of 128, λ = 1 % of H's mean diagonal, channels in order of falling diagonal (act_order).  They clip by the
+         weights, which behind AWQ's factors are large just where they count: 2 bits need the other (docs/results/solvers.md).
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable
-from functools import partial
 
 import torch
 from torch import Tensor
 
 import mmqc.ops  # noqa: F401  (defines torch.ops.mmqc)
-from mmqc.config import WeightSpec
+from mmqc.config import Clip, WeightSpec
+from mmqc.solvers import mse_clip
+from mmqc.solvers.clip import best_clip
 from mmqc.solvers.factor import inverse_factor_
 from mmqc.solvers.grid import Grid, grouped, packed
-from mmqc.solvers.mse_clip import clipped
 from mmqc.solvers.quantized import Quantized, checked
 from mmqc.solvers.second_moment import checked_hessian
 
@@ -39,7 +41,6 @@ def solve(
     *,
     skip: Tensor | None = None,
     name: str = "weight",
-    clip: bool = True,
     block: int = BLOCK,
     overwrite: bool = False,
 ) -> Quantized:
@@ -49,12 +50,11 @@ def solve(
 
     Args:
         weight: floating point [N, K].
-        spec: bits, granularity, symmetry, ``act_order``, ``static_groups`` and ``damping`` are read.
+        spec: bits, granularity, symmetry, ``act_order``, ``static_groups``, ``damping`` and ``clip`` are read.
         hessian: XᵀX [K, K] of the layer's inputs, up to any positive factor.
         skip: int64 indices of input channels that something else computes: zero before solving, values 0, and taken
             out of H, so that the other channels are solved as if these did not exist.
         name: FQN for error messages.
-        clip: scales by the mse clip; False means absmax.
         block: channels between two updates of the rest; changes speed only.
         overwrite: a float64 ``hessian`` on the weight's device may be used up: 2.9 GB less for 18,944 channels.
 
@@ -67,15 +67,17 @@ def solve(
     out, notes = _unused(h, skip)
     # an input that is always zero says nothing about its weights: zero is the value that costs nothing (QuaRot)
     w = w.masked_fill(out, 0)
-    sweep = _Sweep(w, spec, partial(clipped if clip else Grid.of, bits=spec.bits, symmetric=spec.symmetric))
-    codes = torch.empty_like(w, dtype=torch.int8)
-    if not out.all():
+    codes, sweep = torch.empty_like(w, dtype=torch.int8), _Sweep(w, spec)
+    if out.all():
+        sweep.fit(torch.ones_like(w[0]))
+    else:
         _decouple_(h, out)
         first = h.diagonal() if spec.act_order else torch.zeros_like(h[0])
         order = torch.argsort(first, descending=True, stable=True)
         u, used = inverse_factor_(h, order, spec.damping, name)
         if used != spec.damping:
             notes += [f"damping {used:g} of the mean diagonal, not {spec.damping:g}: the inputs are nearly dependent"]
+        sweep.fit(costs(u, order, w.dtype))
         codes[:, order] = sweep.run(w.T[order].contiguous(), order, u, block).T
     codes = torch.where(out, _zeros(sweep.grid, w, spec.group_size), codes)
     return packed(codes, sweep.grid, spec.group_size, "; ".join(notes))
@@ -103,13 +105,40 @@ def _decouple_(h: Tensor, out: Tensor) -> None:
     h.diagonal().masked_fill_(out, mean)
 
 
+def costs(u: Tensor, order: Tensor, dtype: torch.dtype) -> Tensor:
+    """What the sweep pays for the square of a channel's rounding error, 1 / U_ii² [K], relative to the mean; in w's order."""
+    cost = torch.empty_like(u[0])
+    cost[order] = u.diagonal() ** -2
+    return (cost / cost.mean()).to(dtype)
+
+
+def clipped(groups: Tensor, cost: Tensor, clip: Clip, bits: int, symmetric: bool = True) -> Grid:
+    """The grid of each group of [N, G, g] whose channels cost [G, g]."""
+    if clip == "weights":
+        return mse_clip.clipped(groups, bits, symmetric)
+    widest = Grid.of(groups, bits, symmetric)
+    if clip == "none":
+        return widest
+    return best_clip(groups, widest, mse_clip.SHRINKS, lambda e: e.abs_().pow_(mse_clip.NORM).mul_(cost).sum(-1))
+
+
 class _Sweep:
     """The sweep over the channels of w [N, K], and the grids that it used: [N, G, 1]."""
 
-    def __init__(self, w: Tensor, spec: WeightSpec, find: Callable[[Tensor], Grid]) -> None:
-        self.size, self.find = spec.group_size, find
+    grid: Grid
+
+    def __init__(self, w: Tensor, spec: WeightSpec) -> None:
+        self.w, self.spec, self.size = w, spec, spec.group_size
         self.dynamic = bool(spec.group_size) and not spec.static_groups
-        self.grid = find(grouped(w, spec.group_size))
+
+    def fit(self, cost: Tensor) -> None:
+        """Find the grids of the untouched weight; an error of channel i costs ``cost`` [K] times its square."""
+        self.cost = grouped(cost[None], self.size)[0]
+        self.grid = self.find(grouped(self.w, self.size), self.cost)
+
+    def find(self, groups: Tensor, cost: Tensor) -> Grid:
+        """The grids of groups [N, G, g] whose channels cost [G, g]."""
+        return clipped(groups, cost, self.spec.clip, self.spec.bits, self.spec.symmetric)
 
     def run(self, w_KN: Tensor, order: Tensor, u: Tensor, block: int) -> Tensor:
         """The codes int8 [K, N]; ``w_KN`` is used up.  Transposed, so that a channel is one contiguous row."""
@@ -136,7 +165,7 @@ class _Sweep:
 
     def refit(self, group: int, w_gN: Tensor) -> None:
         """Fit a group's grids to what it has become."""
-        found = self.find(w_gN.T[:, None])
+        found = self.find(w_gN.T[:, None], self.cost[group, None, : len(w_gN)])
         self.grid.scale[:, group] = found.scale[:, 0]
         if self.grid.zero is not None and found.zero is not None:
             self.grid.zero[:, group] = found.zero[:, 0]

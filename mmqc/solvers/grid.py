@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from mmqc.config import WeightSpec
 from mmqc.ops.divide import divided
 from mmqc.solvers.quantized import Quantized, levels, positive, rounded
 
@@ -76,6 +77,12 @@ def grouped(w: Tensor, group_size: int) -> Tensor:
 def on_grid(groups: Tensor, grid: Grid, width: int, group_size: int, note: str = "") -> Quantized:
     """Round ``groups`` [N, G, g] to their grids."""
     return packed(grid.codes(groups).to(torch.int8).flatten(1)[:, :width], grid, group_size, note)
+
+
+def widest(w: Tensor, spec: WeightSpec) -> Quantized:
+    """W [N, K] rounded to the grids that reach every value."""
+    groups = grouped(w, spec.group_size)
+    return on_grid(groups, Grid.of(groups, spec.bits, spec.symmetric), w.shape[1], spec.group_size)
 
 
 def packed(codes: Tensor, grid: Grid, group_size: int, note: str = "") -> Quantized:

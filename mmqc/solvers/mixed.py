@@ -119,17 +119,19 @@ def _together(w: Tensor, parts: tuple[Part, ...], spec: WeightSpec, h: Tensor, n
     columns = [part.columns.to(w.device) for part in parts]
     if spec.act_order:
         columns = [c[h.diagonal()[c].argsort(descending=True, stable=True)] for c in columns]
-    grids = [mse_clip.clipped(w[:, c][:, None], part.bits) for c, part in zip(columns, parts, strict=True)]
-    scale = not_too_fine([grid.scale[:, 0, 0] for grid in grids], [w[:, c] for c in columns], parts)
-    grids = [replace(grid, scale=scale[:, p, None, None]) for p, grid in enumerate(grids)]
-    order = torch.cat(columns)
-    codes = torch.zeros_like(w, dtype=torch.int8)
+    order, cost, u = torch.cat(columns), torch.ones_like(w[0]), None
     if not out.all():
         h = h.clone()
         gptq._decouple_(h, out)
         u, used = inverse_factor_(h, order, spec.damping, name)
+        cost = gptq.costs(u, order, w.dtype)
         if used != spec.damping:
             notes += [f"damping {used:g} of the mean diagonal, not {spec.damping:g}: the inputs are nearly dependent"]
+    grids = [gptq.clipped(w[:, c][:, None], cost[c], spec.clip, p.bits) for c, p in zip(columns, parts, strict=True)]
+    scale = not_too_fine([grid.scale[:, 0, 0] for grid in grids], [w[:, c] for c in columns], parts)
+    grids = [replace(grid, scale=scale[:, p, None, None]) for p, grid in enumerate(grids)]
+    codes = torch.zeros_like(w, dtype=torch.int8)
+    if u is not None:
         codes[:, order] = _sweep(w.T[order].contiguous(), grids, [len(c) for c in columns], u).T
     return MixedQuantized(codes.masked_fill(out, 0), scale, "; ".join(notes), parts=parts)
 

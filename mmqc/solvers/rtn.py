@@ -1,18 +1,27 @@
-"""Round to nearest: the largest magnitude of a row, or of a group, becomes the largest code.
+"""Round to nearest: a step that no value of a row, or of a group, misses by more than half of it.
 
-    s = max|w| / (2^(b-1) - 1)        q = round(w / s)             asymmetric: see grid.py
+    asymmetric    see grid.py
+    symmetric     q = round(w / s), the best of three steps by sum_k (w_k - s q_k)²; the first one of equals, and for 8 bits
+
+        s = max|w| / (2^(b-1) - 1)                              the largest magnitude becomes the largest code
+        s = 2 max|w| / (2^b - 1)                                it lies half a step behind the last code on one side
+        s = max(max w / (2^(b-1) - 1), -min w / 2^(b-1))        both ends become the last codes of their sides
 
 Shapes:  w [N, K]    s [N] or [N, ceil(K/g)]    q int8 [N, K]
 Error:   |w - q s| <= s/2 for every element
+Why:     the second step is torchao's and LLM Compressor's "symmetric", the third torchao's "symmetric, no clipping error".  At 2
+         and 3 bits the lowest code of the first is never used; which step is best differs from group to group.
 """
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from mmqc.config import WeightSpec
+from mmqc.solvers.clip import row_blocks
 from mmqc.solvers.grid import Grid, grouped, on_grid
-from mmqc.solvers.quantized import Quantized, checked
+from mmqc.solvers.quantized import Quantized, checked, levels
 
 
 def solve(
@@ -32,4 +41,24 @@ def solve(
     """
     w = checked(weight, name, skip)
     groups = grouped(w, spec.group_size)
-    return on_grid(groups, Grid.of(groups, spec.bits, spec.symmetric), w.shape[1], spec.group_size)
+    grid = Grid.of(groups, spec.bits, spec.symmetric)
+    grid = best_step(groups, grid) if spec.symmetric and spec.bits < 8 else grid
+    return on_grid(groups, grid, w.shape[1], spec.group_size)
+
+
+def best_step(groups: Tensor, grid: Grid) -> Grid:
+    """``grid``, of the first step, with the best of the three for each group of [N, G, g]."""
+    parts = [_best(block, Grid(scale, grid.bits)) for block, scale in zip(*row_blocks(groups, grid.scale), strict=True)]
+    return grid.shrunk(torch.cat(parts)) if parts else grid
+
+
+def _best(w: Tensor, grid: Grid) -> Tensor:
+    lowest, highest = levels(grid.bits)
+    unit = w / grid.scale.to(w)
+    last = torch.maximum(unit.amax(-1, keepdim=True) / highest, unit.amin(-1, keepdim=True) / lowest)
+    best = (torch.round(unit).clamp_(lowest, highest) - unit).square_().sum(-1, keepdim=True)
+    factor = torch.ones_like(best)
+    for p in (torch.full_like(best, 2 * highest / (highest - lowest)), torch.where(last > 0, last, 1)):
+        error = (torch.round(unit / p).clamp_(lowest, highest).mul_(p) - unit).square_().sum(-1, keepdim=True)
+        factor, best = torch.where(error < best, p, factor), torch.minimum(error, best)
+    return factor

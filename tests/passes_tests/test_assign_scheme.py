@@ -14,7 +14,7 @@ from mmqc.graph.linear import weight_of
 from mmqc.passes.assign_scheme import AssignScheme, kept
 from mmqc.passes.raise_linear import RaiseLinear
 from mmqc.passes.raise_ops import RaiseOps
-from mmqc.recipes import rtn
+from mmqc.recipes import awq, rtn
 
 W8A8 = Scheme(WeightSpec(8), ActivationSpec())
 
@@ -151,3 +151,18 @@ def test_assign_scheme__refuses(how: str, name: str, reason: str) -> None:
 def test_assign_scheme__tower_without_scheme_has_no_site() -> None:
     model = randomise(Text(Branch(RMSNorm(), Mlp())))
     assert misses(model, ids(), AssignScheme(QuantConfig(vision=W8A8, keep=()))) == {}
+
+
+@pytest.mark.parametrize("clip_scores", [False, True])
+def test_assign_scheme__awqs_clip_spares_queries_and_keys(clip_scores: bool) -> None:
+    clip = AssignScheme(awq(3, 8, clip_scores=clip_scores))
+    prog = passed(program("vlm", clip), (clip,))
+    solvers = {weight_of(n): n.meta["scheme"].weight.solver for n in prog.nodes("linear") if "scheme" in n.meta}
+    spared = {fqn for fqn, solver in solvers.items() if solver == "rtn"}
+    assert set(solvers.values()) == ({"awq_clip"} if clip_scores else {"awq_clip", "rtn"})
+    assert clip_scores or spared == {fqn for fqn in solvers if fqn.split(".")[-2] in ("q", "k", "qkv")}
+
+
+def test_assign_scheme__other_solvers_take_queries_and_keys_too() -> None:
+    prog = passed(program("vlm", AssignScheme(awq(3, 8, solver="gptq"))), (AssignScheme(awq(3, 8, solver="gptq")),))
+    assert {n.meta["scheme"].weight.solver for n in prog.nodes("linear") if "scheme" in n.meta} == {"gptq"}

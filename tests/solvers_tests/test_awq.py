@@ -7,8 +7,9 @@ from torch import Tensor
 from torchao.quantization.granularity import PerGroup, PerRow
 
 from mmqc.config import WeightSpec
-from mmqc.solvers import awq, rtn, solve
+from mmqc.solvers import awq, solve
 from mmqc.solvers.awq import Reader, reader_loss, search
+from mmqc.solvers.grid import widest
 
 SPECS = {
     "W4": WeightSpec(4),
@@ -100,7 +101,7 @@ def test_channels__several_columns_have_the_mean_and_others_are_left_alone() -> 
     s = magnitude.pow(found.alpha)
     assert_close(found.scale, s / (s.max() * s.min()).sqrt())
     whole = torch.cat((found.scale, found.scale, torch.ones(4, dtype=torch.float64)))
-    d = rtn.solve(w * whole, spec).dequantize().double() / whole - w
+    d = widest(w * whole, spec).dequantize().double() / whole - w
     assert_close(torch.tensor(found.loss), (x @ d.T).square().sum(), torch.float32)
 
 
@@ -135,7 +136,8 @@ def test_awq_clip__codes_are_the_references(bits: int, group: int, symmetric: bo
 
 def test_awq_clip__never_worse_than_rounding_within_a_group() -> None:
     x, w = inputs(32, 1), weight(8, 32, 2)
-    q, plain = (solve(w, WeightSpec(3, solver=s), x.T @ x).dequantize().double() for s in ("awq_clip", "rtn"))
+    q = solve(w, WeightSpec(3, solver="awq_clip"), x.T @ x).dequantize().double()
+    plain = widest(w, WeightSpec(3)).dequantize().double()
     assert ((x @ (q - w).T).square().sum(0) <= (x @ (plain - w).T).square().sum(0) * (1 + 1e-6)).all()
 
 

@@ -1,5 +1,7 @@
 """GPTQ: equal to optimal brain surgery with explicit inverses, and better than rounding where inputs correlate."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,6 +11,7 @@ from torchao.quantization.granularity import PerGroup, PerRow
 
 from mmqc.config import WeightSpec
 from mmqc.solvers import gptq, rtn, solve
+from mmqc.solvers.grid import widest
 from mmqc.solvers.mse_clip import clipped
 
 SPEC = WeightSpec(4, solver="gptq")
@@ -51,7 +54,7 @@ def loss(w, q, h):
 @pytest.mark.parametrize("block", [1, 5, 128])
 def test_codes__equal_optimal_brain_surgery(act_order, block):
     w, h = problem(6, 37, seed=0)
-    q = gptq.solve(w, SPEC if act_order else IN_ORDER, h, block=block)
+    q = gptq.solve(w, replace(SPEC, act_order=act_order, clip="weights"), h, block=block)
     scale = clipped(w[:, None], 4).scale[:, 0, 0]
     assert torch.equal(q.scale, scale)
     assert torch.equal(q.codes.double(), surgery(w, h, scale.double(), act_order))
@@ -62,8 +65,8 @@ def test_codes__equal_optimal_brain_surgery(act_order, block):
 @given(seed=st.integers(0, 10_000), n=st.integers(1, 8), k=st.integers(8, 48))
 def test_output_error__at_most_that_of_rounding_with_the_same_scales(seed, n, k):
     w, h = problem(n + 16, k, seed)
-    q = gptq.solve(w, SPEC, h, clip=False)
-    assert loss(w, q, h) <= loss(w, rtn.solve(w, SPEC), h)
+    q = gptq.solve(w, replace(SPEC, clip="none"), h)
+    assert loss(w, q, h) <= loss(w, widest(w, SPEC), h)
     assert q.codes.min() >= -8
     assert q.codes.max() <= 7
 
@@ -75,8 +78,8 @@ def test_dispatch__by_the_name_in_the_spec():
 
 def test_diagonal_inputs__are_plain_rounding():
     w, _ = problem(5, 24, seed=2)
-    q = gptq.solve(w, SPEC, torch.diag(torch.rand(24) + 0.1), clip=False)
-    assert torch.equal(q.codes, rtn.solve(w, SPEC).codes)
+    q = gptq.solve(w, replace(SPEC, clip="none"), torch.diag(torch.rand(24) + 0.1))
+    assert torch.equal(q.codes, widest(w, SPEC).codes)
 
 
 def test_grid__weights_that_are_on_it_come_back():
@@ -140,17 +143,18 @@ def test_hessian__that_cannot_be_used_is_refused_by_name(hessian, words):
         solve(torch.randn(4, 8), SPEC, hessian, name="layers.3.fc2")
 
 
-def fit(part, bits, symmetric):
-    """Scale and zero point [N] of a group [N, g] by QuaRot's search over 80 clips, in float64."""
+def fit(part, bits, symmetric, cost, clip):
+    """Scale and zero point [N] of a group [N, g] by QuaRot's search over 80 clips, or weighed by what channels cost; in float64."""
     low, high = part.amin(1).clamp(max=0), part.amax(1).clamp(min=0)
     top, bottom = 2 ** (bits - 1) - 1, -(2 ** (bits - 1))
     widest = part.abs().amax(1) / top if symmetric else (high - low) / (2**bits - 1)
     zero = torch.zeros_like(widest) if symmetric else bottom - (low / widest).round()
     best, scale = torch.full_like(widest, torch.inf), widest.clone()
-    for i in range(80):
+    weigh = cost if clip == "inputs" else torch.ones_like(cost)
+    for i in range(1 if clip == "none" else 80):
         s = (widest * (1 - i / 100))[:, None]
         values = (((part / s).round() + zero[:, None]).clamp(bottom, top) - zero[:, None]) * s
-        error = (values - part).abs().pow(2.4).sum(1)
+        error = ((values - part).abs().pow(2.4) * weigh).sum(1)
         better = error < best * (1 - 1e-9)
         best, scale = torch.where(better, error, best), torch.where(better, s[:, 0], scale)
     return scale, zero
@@ -160,13 +164,15 @@ def textbook(w, h, spec):
     """GPTQ as in the paper's Algorithm 1, in float64 and without blocks; returns the quantized weight."""
     k, g = w.shape[1], spec.group_size or w.shape[1]
     order = h.diagonal().argsort(descending=True, stable=True) if spec.act_order else torch.arange(k)
-    grids = [fit(w[:, c : c + g], spec.bits, spec.symmetric) for c in range(0, k, g)]
     h = h + spec.damping * h.diagonal().mean() * torch.eye(k, dtype=h.dtype)
     u = torch.linalg.cholesky(torch.linalg.inv(h[order][:, order]), upper=True)
+    cost = torch.empty_like(u[0]).scatter_(0, order, u.diagonal().square().reciprocal())
+    how = spec.bits, spec.symmetric
+    grids = [fit(w[:, c : c + g], *how, cost[c : c + g], spec.clip) for c in range(0, k, g)]
     left, values = w[:, order].clone(), torch.zeros_like(w)
     for i, column in enumerate(order.tolist()):
         if spec.group_size and not spec.static_groups and i % g == 0:
-            grids[i // g] = fit(left[:, i : i + g], spec.bits, spec.symmetric)
+            grids[i // g] = fit(left[:, i : i + g], *how, cost[i : i + g], spec.clip)
         s, z = grids[column // g]
         q = ((left[:, i] / s).round() + z).clamp(-(2 ** (spec.bits - 1)), 2 ** (spec.bits - 1) - 1)
         values[:, column] = (q - z) * s
@@ -181,10 +187,12 @@ ROUTES = {"act_order": (True, True), "in order": (False, True), "dynamic groups"
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize(("bits", "group"), [(4, 0), (4, 32), (3, 64), (2, 24)])
 @pytest.mark.parametrize("route", ROUTES)
-def test_layer_error__within_one_percent_of_the_textbook(route, bits, group, symmetric, dtype):
+@pytest.mark.parametrize("clip", ["inputs", "weights", "none"])
+def test_layer_error__within_one_percent_of_the_textbook(clip, route, bits, group, symmetric, dtype):
     act_order, static = ROUTES[route]
     granularity = PerGroup(group) if group else PerRow()
     spec = WeightSpec(bits, granularity, "gptq", symmetric=symmetric, act_order=act_order, static_groups=static)
+    spec = replace(spec, clip=clip)
     w, h = problem(12, 150, seed=8)
     q, values = gptq.solve(w.to(dtype), spec, h), textbook(w, h, spec)
     d = w - values
@@ -208,3 +216,13 @@ def test_asymmetric__dead_and_skipped_channels_are_zero():
     assert not q.dequantize()[:, [3, 11]].any()
     assert q.zero is not None
     assert q.zero.any()
+
+
+def test_clip__by_the_inputs_keeps_large_weights_that_count():
+    w, h = torch.randn(16, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(12)) * 0.1, torch.eye(64).double()
+    w[:, 7], h[7, 7] = 1.0, 1e4
+    by = {clip: gptq.solve(w, WeightSpec(3, solver="gptq", clip=clip), h) for clip in ("inputs", "weights", "none")}
+    missed = {clip: float((q.dequantize().double() - w)[:, 7].abs().max()) for clip, q in by.items()}
+    assert missed["inputs"] < 0.01 < missed["weights"]
+    assert loss(w, by["inputs"], h) < 0.01 * loss(w, by["weights"], h)
+    assert loss(w, by["inputs"], h) <= loss(w, by["none"], h)

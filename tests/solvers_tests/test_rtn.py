@@ -12,20 +12,28 @@ from mmqc.solvers import solve
 
 
 def by_hand(row, bits):
-    """One row at a time, with Python floats."""
-    top = 2 ** (bits - 1) - 1
-    scale = torch.tensor(max(abs(v) for v in row.tolist()) / top, dtype=torch.float32).item() or 1.0
-    return [max(-top - 1, min(top, round(v / scale))) for v in row.tolist()], scale
+    """One row at a time, with Python floats; of 8 bits, by the first step."""
+    row, top = row.tolist(), 2 ** (bits - 1) - 1
+    largest, ends = max(abs(v) for v in row), (max(row) / top, -min(row) / (top + 1))
+    found = []
+    for i, step in enumerate((largest / top, 2 * largest / (2 * top + 1), max(ends))[: 1 if bits == 8 else 3]):
+        codes = [max(-top - 1, min(top, round(v / step))) for v in row]
+        found.append((sum((v - step * q) ** 2 for v, q in zip(row, codes, strict=True)), i, codes, step))
+    return min(found)
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
 def test_codes__equal_a_plain_loop(bits):
-    w = torch.randn(7, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    q = solve(w, WeightSpec(bits, solver="rtn"))
+    w = torch.randn(60, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    q, steps = solve(w, WeightSpec(bits, solver="rtn")), set()
     for row, codes, scale in zip(w, q.codes, q.scale, strict=True):
-        want, s = by_hand(row, bits)
-        assert codes.tolist() == want
-        assert scale.item() == s
+        _, step, want, s = by_hand(row, bits)
+        steps.add(step)
+        # by the second step the largest magnitude lies half a step behind a code, on either side but for rounding
+        equal = [a == b or abs(abs(v / s) % 1 - 0.5) < 1e-5 for a, b, v in zip(codes.tolist(), want, row.tolist(), strict=True)]
+        assert all(equal)
+        assert scale.item() == pytest.approx(s, rel=1e-6)
+    assert steps == ({0} if bits == 8 else {1, 2} if bits == 2 else {0, 1, 2})
 
 
 def test_groups__each_is_a_row_of_its_own():
