@@ -35,8 +35,10 @@ def kept(pattern: str, fqn: str, role: str) -> bool:
 
 
 def _spares_scores(scheme: Scheme) -> bool:
-    """Whether what makes queries and keys is rounded without the scheme's clip, as AWQ's authors do: scores are sums of products
-    of both, in which a clipped weight costs more than the linear's own output shows."""
+    """Whether what makes queries and keys is rounded without the scheme's clip, as AWQ's authors do.
+
+    Scores are sums of products of both, in which a clipped weight costs more than the linear's own output shows.
+    """
     return scheme.weight.solver == "awq_clip" and not scheme.weight.clip_scores
 
 
