@@ -149,8 +149,8 @@ def mquant(
     """
     activation = ActivationSpec(activation_bits, per_modality=msq)
     granularity = PerGroup(group_size) if group_size else PerRow()
-    language = Scheme(WeightSpec(weight_bits, granularity, solver), activation)
-    vision = Scheme(WeightSpec(vision_weight_bits or weight_bits, granularity, solver), activation)
+    language = Scheme(WeightSpec(weight_bits, granularity, solver, clip="weights"), activation)
+    vision = Scheme(WeightSpec(vision_weight_bits or weight_bits, granularity, solver, clip="weights"), activation)
     rewrites = Rewrites(fold_norms=rotate, rotate=rotate, hadamard=rotate, suppress=suppress and rotate)
     return QuantConfig(vision=vision, projector=vision, language=language, head=_head(head_bits), rewrites=rewrites)
 
@@ -415,7 +415,7 @@ def _kv(
 
 def _dynamic(bits: int, dynamic: DynamicSpec, solver: Solver, rewrites: Rewrites, kv: KVRounding | None) -> QuantConfig:
     """All three towers; channels in their own order, as the authors of ResQ have it."""
-    scheme = Scheme(WeightSpec(bits, PerRow(), solver, act_order=False), dynamic=dynamic)
+    scheme = Scheme(WeightSpec(bits, PerRow(), solver, act_order=False, clip="weights"), dynamic=dynamic)
     return QuantConfig(vision=scheme, projector=scheme, language=scheme, rewrites=rewrites, kv_rounding=kv)
 
 

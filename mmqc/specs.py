@@ -50,8 +50,8 @@ class WeightSpec:
             so that codes times integer scales are 8-bit integers and a product needs no pass per group (QServe,
             arXiv:2405.04532, section 4.1); to 4 bits.  None: float scales.
         type: "int", or "float": float8_e4m3fn, 8 bits, rounded to nearest with one scale per output channel.
-        clip: gptq's, of grids: ``inputs``, by what each rounding costs in its sweep; ``weights``, by the weights' own error,
-            as QuaRot and MQuant; ``none`` (solvers/gptq.py).
+        clip: gptq's, of grids: ``inputs``, by what each rounding costs in its sweep; ``weights``, by the weights' own error, as
+            QuaRot, MQuant and ResQ do behind rotations; ``none`` (solvers/gptq.py).
         clip_scores: awq_clip clips linears that make queries and keys as well, which the authors' code leaves as they are.
     """
 

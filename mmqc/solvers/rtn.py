@@ -23,6 +23,8 @@ from mmqc.solvers.clip import row_blocks
 from mmqc.solvers.grid import Grid, grouped, on_grid
 from mmqc.solvers.quantized import Quantized, checked, levels
 
+NO_TIE = 1 + 2**-20  # the second step is longer by this: its largest magnitude would lie just between two codes
+
 
 def solve(
     weight: Tensor, spec: WeightSpec, hessian: Tensor | None = None, *, skip: Tensor | None = None, name: str = "weight"
@@ -58,7 +60,7 @@ def _best(w: Tensor, grid: Grid) -> Tensor:
     last = torch.maximum(unit.amax(-1, keepdim=True) / highest, unit.amin(-1, keepdim=True) / lowest)
     best = (torch.round(unit).clamp_(lowest, highest) - unit).square_().sum(-1, keepdim=True)
     factor = torch.ones_like(best)
-    for p in (torch.full_like(best, 2 * highest / (highest - lowest)), torch.where(last > 0, last, 1)):
+    for p in (torch.full_like(best, 2 * highest / (highest - lowest) * NO_TIE), torch.where(last > 0, last, 1)):
         error = (torch.round(unit / p).clamp_(lowest, highest).mul_(p) - unit).square_().sum(-1, keepdim=True)
         factor, best = torch.where(error < best, p, factor), torch.minimum(error, best)
     return factor

@@ -2,6 +2,7 @@ import pytest
 import torch
 from float64 import passed, relative_error, replayed
 from pass_cases import CASES, check_golden, check_once, program
+from rounding import nearest
 from torch import Tensor
 from torchao.quantization.granularity import PerGroup
 
@@ -23,13 +24,10 @@ def assigned(case: str, bits: int = 8, group: int = 0, suppress: bool = False) -
 def reference(w: Tensor, bits: int, group: int) -> tuple[Tensor, Tensor]:
     """Codes and the dequantized weight, group by group with plain loops."""
     codes, values = torch.zeros_like(w), torch.zeros_like(w)
-    top = 2 ** (bits - 1) - 1
     step = group or w.shape[1]
     for n in range(w.shape[0]):
         for k in range(0, w.shape[1], step):
-            part = w[n, k : k + step]
-            scale = (part.abs().max() / top).float()
-            codes[n, k : k + step] = torch.round(part / scale).clamp(-top - 1, top)
+            codes[n, k : k + step], scale = nearest(w[n, k : k + step], bits)
             values[n, k : k + step] = codes[n, k : k + step] * scale
     return codes, values
 
