@@ -211,7 +211,7 @@ def test_quantize__every_recipe_runs(name: str) -> None:
     report = quantize(model, config)
     assert bool(report.layers) == (name != "rotate")
     error = relative_error(logits(model, batches()[0]), before)
-    assert error < {"rtn_w4": 0.3, "rtn_w3": 0.6, "rtn_w2": 1.2, "rotate": 1e-5}.get(name, SMALL)
+    assert error < {"rtn_w4": 0.4, "rtn_w3": 0.6, "rtn_w2": 1.2, "rotate": 1e-5}.get(name, SMALL)
 
 
 @pytest.mark.parametrize("calibrated", [False, True])
