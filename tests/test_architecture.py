@@ -43,6 +43,7 @@ MAY_IMPORT = {
         "mmqc/compiler/warm.py",
         "mmqc/front/attention.py",
     ),
+    "peft": ("mmqc/adapters/peft_layers.py",),
     "kernels": (),
 }
 VERBS = {"raise", "fold", "fuse", "insert", "reorder", "rewrite", "assign", "quantize", "suppress", "share", "split"}

@@ -8,6 +8,7 @@ import re
 from source_tree import PACKAGE, ROOT, TESTS, imports, is_below, relative, sources
 
 COVERS: dict[str, str] = {
+    "adapters_tests/test_peft_layers.py": "adapters/errors",
     "aot_tests/test_cpp_runner.py": "aot/static_cache",
     "aot_tests/test_exportable.py": "aot/index_draw",
     "aot_tests/test_packed_programs.py": "aot/step_batches",

@@ -149,8 +149,8 @@ class MmqcQuantizer(HfQuantizer):
 
     @property
     def is_trainable(self) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Rounding has no gradient."""
-        return False
+        """With adapters: codes stay as they are, and gradients go through them to what lies in front."""
+        return True
 
     @property
     def is_compileable(self) -> bool:

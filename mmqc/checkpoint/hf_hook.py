@@ -6,6 +6,7 @@ at once; otherwise a finder waits in ``sys.meta_path`` for the one module that `
 ordinary import machinery load it, registers right after it ran, and is gone.  It never answers for any other module.
 A second one waits likewise for the module that reads config.json, which is checked there: the first ``from_pretrained`` of
 a process reads it before it imports any model.
+A third one waits for ``peft``'s LoRA, to which mmqc's linears are made known.
 (The table of quantizers itself, ``transformers.quantizers.auto``, is loaded halfway through that module, when nothing
 that a quantizer needs can be imported yet.)
 """
@@ -23,7 +24,8 @@ from types import ModuleType
 TARGETS = {
     "transformers.configuration_utils": "mmqc.checkpoint.hf_signed",
     "transformers.modeling_utils": "mmqc.checkpoint.hf",
-}  # by module of transformers': what to import once it is there
+    "peft.tuners.lora.model": "mmqc.adapters.peft_layers",
+}  # what to import once a module of theirs is there
 
 
 class _RegisterAfterImport(MetaPathFinder):

@@ -24,6 +24,7 @@ from mmqc.nn.integer_weight import IntegerWeight
 from mmqc.nn.modality import ModalityContext
 from mmqc.ops import nonfinite, quantize
 from mmqc.ops.pack import packed_width, unpack
+from mmqc.ops.straight_through import gradient_of
 
 
 class QuantStack(IntegerWeight):
@@ -99,6 +100,9 @@ class QuantStack(IntegerWeight):
             dtype,
             self.weight_zero,
         )
+        if row_scale is not None and torch.is_grad_enabled() and given.requires_grad:
+            stored = (self.qweight, self.weight_scale, rows.offsets, None, None, self.storage_bits, self.group_size)
+            y = gradient_of(y, torch.ops.mmqc.grouped_matmul(given, *stored, dtype))
         return nonfinite.poisoned(y, given) if row_scale is not None and nonfinite.propagating else y
 
     def to_spec(self) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from mmqc.calibration.observe import observe
 from mmqc.config import ConfigError, KVRounding
 from mmqc.kv.attention_calls import AttentionCalls
 from mmqc.ops.rotate import random_hadamard, rotation_matrix
+from mmqc.ops.straight_through import gradient_of
 from mmqc.solvers.principal_basis import high_width, peak_basis, principal_basis
 
 NAME, CHILD = "mmqc_kv_rounding", "kv_rounding"
@@ -85,7 +86,10 @@ class KVRounder(nn.Module):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(q', k', v')."""
-        return self.turned(q), self.values(*self.key_codes(k), k.dtype), self.rounded(v)
+        keys, values = self.values(*self.key_codes(k), k.dtype), self.rounded(v)
+        if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):
+            keys, values = gradient_of(keys, self.turned(k)), gradient_of(values, v)
+        return self.turned(q), keys, values
 
 
 class Arriving(NamedTuple):

@@ -27,7 +27,7 @@ from mmqc.nn.integer_weight import PackedLinear
 from mmqc.nn.modality import ModalityContext
 from mmqc.nn.norm import RMSNorm
 from mmqc.nn.online_hadamard import HadamardLinear, rebuild_factors
-from mmqc.ops import nonfinite
+from mmqc.ops import nonfinite, straight_through
 from mmqc.ops.pack import pack, packed_width, unpack
 from mmqc.ops.weight_only_matmul import dequantize
 from mmqc.solvers.quantized import Quantized
@@ -182,8 +182,9 @@ class QuantLinear(PackedLinear):
     @property
     def weight(self) -> Tensor:
         """The float weight [N, K] that the codes stand for, computed at every access."""
-        scale = self.weight_scale if self.group_scale is None else self.weight_scale[:, None] * self.group_scale
-        w = dequantize(self.qweight, scale, self.in_features, self.storage_bits, self.group_size, torch.float32, self.weight_zero)
+        w = dequantize(
+            self.qweight, self._scales(), self.in_features, self.storage_bits, self.group_size, torch.float32, self.weight_zero
+        )
         if self.outlier_index is not None and self.outlier_weight is not None:
             w = w.index_copy(-1, self.outlier_index, self.outlier_weight.float())
         return self._unrotated(w)
@@ -203,11 +204,18 @@ class QuantLinear(PackedLinear):
             y = torch.ops.mmqc.scaled_matmul(
                 x_q, self.qweight, scale, self.weight_scale, self.bias, visual, self.storage_bits, x.dtype, *grouped
             )
+            y = straight_through.linear(
+                x, y, [self.qweight], [self._scales()], [self.in_features], [self.storage_bits], self.group_size
+            )
             if nonfinite.propagating:
                 y = nonfinite.poisoned(y, x)
         if self.outlier_index is not None and self.outlier_weight is not None:
             y = y + F.linear(x.index_select(-1, self.outlier_index), self.outlier_weight.to(x.dtype))
         return y
+
+    def _scales(self) -> Tensor:
+        """The scales as floats, [N] or [N, ceil(K/g)]."""
+        return self.weight_scale if self.group_scale is None else self.weight_scale[:, None] * self.group_scale
 
     def _row_scales(self, x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor | None]:
         if scale.shape[0] == 1:

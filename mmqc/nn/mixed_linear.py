@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from mmqc.nn.integer_weight import PackedLinear
+from mmqc.ops import straight_through
 from mmqc.ops.pack import packed_width, unpack
 from mmqc.ops.quantize_per_token import check_parts
 
@@ -133,9 +134,11 @@ class MixedLinear(PackedLinear):
         """The formula at the top of the file."""
         x = self.rotated(x)
         x_q, scale, offset = torch.ops.mmqc.quantize_per_token(x, self.order, self.widths, self.activation)
-        return torch.ops.mmqc.mixed_matmul(
+        y = torch.ops.mmqc.mixed_matmul(
             x_q, scale, offset, self.qweights, self.weight_scale, self.weight_sum, self.bias, self.widths, self.stored, x.dtype
         )
+        scales = self.weight_scale.unbind(1)
+        return straight_through.linear(x, y, self.qweights, scales, self.widths, self.stored, order=self.order)
 
     def extra_repr(self) -> str:
         """Sizes and precisions."""

@@ -8,11 +8,13 @@ Why:     MSQ quantizes visual and text rows with different scales, and the decod
 A ``ModalityContext`` belongs to one model.  It is a plain object: not a submodule, not in the state dict.  The model's
 hooks are its bound methods, so ``copy.deepcopy(model)`` copies hooks, context and the linears' references to it together.
 What it holds of a call belongs to that call alone: threads have a mask each, and a call inside a call gives the outer one its
-mask back.
+mask back.  Layers that a backward pass computes again (gradient checkpointing) get the mask of the call whose output the pass
+comes from: that output's gradient hook has left it.
 """
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -36,6 +38,7 @@ class _Call:
         self.running = False
         self.places: tuple[Tensor | None, tuple[Tensor, Tensor]] | None = None
         self.outer: tuple[Any, ...] | None = None
+        self.again: tuple[Tensor | None] | None = None  # the mask of the call that a backward pass has reached
 
 
 class _Calls(threading.local):
@@ -65,7 +68,7 @@ class ModalityContext:
     @property
     def visual(self) -> Tensor | None:
         """Bool [B, L] of this thread's call in progress, None if all tokens are text."""
-        return self._call.visual
+        return self._found()[1]
 
     @visual.setter
     def visual(self, mask: Tensor | None) -> None:
@@ -128,13 +131,30 @@ class ModalityContext:
 
     def end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Forward hook, called after an error too: forget the mask, so that a call that bypasses the model cannot use it."""
-        del module, args, output
+        del module, args
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            visual = self._call.visual
+            for tensor in _tensors(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(functools.partial(self._reached, visual))
         self._leave()
+
+    def _reached(self, visual: Tensor | None, grad: Tensor) -> None:
+        """Gradient hook of an output: what lies behind it is of this call, until the pass reaches an earlier call's output."""
+        del grad
+        self._call.again = (visual,)
+
+    def _found(self) -> tuple[bool, Tensor | None]:
+        """(whether this thread is in a call or a backward pass through one, its mask)."""
+        call = self._call
+        if call.running or call.again is None or torch._C._current_graph_task_id() < 0:
+            return call.running, call.visual
+        return True, call.again[0]
 
     def rows(self, x: Tensor) -> Tensor | None:
         """The mask for the rows of x [B, L, K]; None where all rows are text."""
-        visual = self._call.visual
-        if not self._call.running:
+        running, visual = self._found()
+        if not running:
             if self.text_only:
                 return None
             raise RuntimeError(
@@ -152,7 +172,7 @@ class ModalityContext:
 
     def places(self) -> tuple[Tensor, Tensor]:
         """Numbers of the visual and of the text rows, int64, counted once per mask, because counting waits for the device."""
-        call, visual = self._call, self._call.visual
+        call, visual = self._call, self.visual
         assert visual is not None
         if call.places is None or call.places[0] is not visual:
             flat = visual.reshape(-1)
@@ -180,6 +200,15 @@ class ModalityContext:
         for token in self.visual_token_ids:
             visual = visual | (ids == token)
         return visual
+
+
+def _tensors(output: Any) -> Iterator[Tensor]:
+    """Those of a forward's result."""
+    if isinstance(output, Tensor):
+        yield output
+    elif isinstance(output, Mapping | list | tuple):
+        for part in output.values() if isinstance(output, Mapping) else output:
+            yield from _tensors(part)
 
 
 def visual_token_ids(model: nn.Module) -> tuple[int, ...]:

@@ -94,3 +94,16 @@ def test_kv_rounding__refuses_what_does_not_attend_through_transformers() -> Non
     with pytest.raises(ConfigError, match="no decoder config"):
         quantize(model, resq())
     assert not rounders(model)
+
+
+def test_kv_rounding__gradients_are_those_without_rounding() -> None:
+    rounder = KVRounder(16, KVRounding(4, 8, 1 / 8, "hadamard"), "sdpa")
+    rounder.basis = basis_of(torch.eye(16, dtype=torch.float64), KVRounding(4, 8, 1 / 8, "hadamard"), 0).float()
+    states = [torch.randn(1, 2, 5, 16, requires_grad=True) for _ in range(3)]
+    upstream = [torch.randn(1, 2, 5, 16) for _ in range(3)]
+    out = rounder(*states)
+    with torch.no_grad():
+        assert all(torch.equal(a, b) for a, b in zip(out, rounder(*states), strict=True))
+    grads = torch.autograd.grad(out, states, upstream)
+    for grad, expected in zip(grads, [upstream[0] @ rounder.basis.T, upstream[1] @ rounder.basis.T, upstream[2]], strict=True):
+        assert_close(grad, expected)

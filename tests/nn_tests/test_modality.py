@@ -6,7 +6,9 @@ import threading
 
 import pytest
 import torch
-from torch import nn
+from tolerance import assert_close
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from mmqc.nn.modality import ModalityContext, attached, detach
 
@@ -206,3 +208,37 @@ def test_context__under_another_compiler_that_breaks_the_graph(backend: str) -> 
         ids = torch.tensor(ids)
         assert torch.equal(compiled(input_ids=ids), (ids == 7) | (ids == 8))
         assert not model.decoder.context.running
+
+
+class Checkpointed(nn.Module):
+    """A linear of two scales that a backward pass computes again."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.reentrant = reentrant
+        self.seen: list[Tensor | None] = []
+
+    def layer(self, x: Tensor) -> Tensor:
+        visual = self.context.rows(x)
+        self.seen.append(visual)
+        return x * torch.where(visual, 2.0, 3.0).unsqueeze(-1)
+
+    def forward(self, input_ids: Tensor, x: Tensor) -> Tensor:
+        return checkpoint(self.layer, x, use_reentrant=self.reentrant).sin()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_rows__of_layers_that_a_backward_pass_computes_again(reentrant: bool) -> None:
+    model = Checkpointed(reentrant)
+    model.context = ModalityContext.attach(model, (9,))
+    ids = [torch.tensor([[9, 1, 9]]), torch.tensor([[1, 9, 1]])]
+    xs = [torch.randn(1, 3, 2, requires_grad=True) for _ in ids]
+    outputs = [model(i, x) for i, x in zip(ids, xs, strict=True)]
+    del model.seen[:]
+    sum(y.sum() for y in outputs).backward()
+    assert [m.tolist() for m in model.seen] == [(i == 9).tolist() for i in reversed(ids)]
+    for i, x in zip(ids, xs, strict=True):
+        factor = torch.where(i == 9, 2.0, 3.0).unsqueeze(-1)
+        assert_close(x.grad, (x * factor).cos() * factor)
+    with pytest.raises(RuntimeError, match="outside a call of the model"):
+        model.layer(xs[0])
