@@ -18,6 +18,8 @@ from mmqc.compiler import discovery
 
 if TYPE_CHECKING:
     from mmqc import recipes, samples
+    from mmqc.adapters.errors import AdapterError
+    from mmqc.adapters.load import fold_adapter, load_adapter, unload_adapter
     from mmqc.checkpoint.load import load_quantized
     from mmqc.checkpoint.save import FormatError, save_pretrained
     from mmqc.compiler.compiled_loop import compiled_loop
@@ -56,6 +58,10 @@ _HOMES = {
     "save_pretrained": "checkpoint.save",
     "FormatError": "checkpoint.save",
     "load_quantized": "checkpoint.load",
+    "load_adapter": "adapters.load",
+    "unload_adapter": "adapters.load",
+    "fold_adapter": "adapters.load",
+    "AdapterError": "adapters.errors",
     "QuantReport": "report.report",
     "LayerReport": "report.report",
     "Refusal": "report.report",
@@ -66,6 +72,7 @@ _MODULES = ("recipes", "samples")
 
 __all__ = [
     "ActivationSpec",
+    "AdapterError",
     "ConfigError",
     "Explanation",
     "FormatError",
@@ -88,12 +95,15 @@ __all__ = [
     "compiled_loop",
     "explain",
     "export",
+    "fold_adapter",
+    "load_adapter",
     "load_quantized",
     "plan",
     "quantize_",
     "recipes",
     "samples",
     "save_pretrained",
+    "unload_adapter",
     "warm",
 ]
 

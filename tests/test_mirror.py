@@ -8,7 +8,7 @@ import re
 from source_tree import PACKAGE, ROOT, TESTS, imports, is_below, relative, sources
 
 COVERS: dict[str, str] = {
-    "adapters_tests/test_peft_layers.py": "adapters/errors",
+    "adapters_tests/test_load.py": "adapters/errors adapters/fold adapters/match adapters/merge adapters/read nn/adapted_linear",
     "aot_tests/test_cpp_runner.py": "aot/static_cache",
     "aot_tests/test_exportable.py": "aot/index_draw",
     "aot_tests/test_packed_programs.py": "aot/step_batches",
@@ -23,6 +23,7 @@ COVERS: dict[str, str] = {
     "graph_tests/spaces/test_spaces.py": (
         "graph/spaces/coordinate_rules graph/spaces/coordinates graph/spaces/factors graph/spaces/towers graph/spaces/uses"
     ),
+    "graph_tests/test_changes.py": "graph/change_data",
     "graph_tests/test_plan.py": "graph/spaces/boundary graph/spaces/space",
     "graph_tests/test_program.py": "graph/text",
     "graph_tests/test_record.py": "graph/spaces/text",

@@ -18,7 +18,7 @@ SPEC: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("input_scales", "outliers", "seed"), (int,)),
     **dict.fromkeys(("hadamard", "bias", "modality", "zero", "float8", "order", "centre", "weight"), (bool,)),
     **dict.fromkeys(("kind", "form", "inner"), (str,)),
-    **dict.fromkeys(("widths", "stored", "names", "roles", "up", "activation"), (list, tuple)),
+    **dict.fromkeys(("widths", "stored", "names", "roles", "up", "activation", "biases"), (list, tuple)),
     **dict.fromkeys(("before", "after"), (bool, NoneType)),
     "activation_bits": (int, NoneType),
     "integer_scales": (bool, str),
@@ -147,6 +147,12 @@ def _record(key: str, value: Any) -> None:
     ):
         part = record.get(name, [])
         need(isinstance(part, list | tuple) and all(isinstance(entry, of) for entry in part), f"{key}.{name}", part, what)
+
+    if "changes" in record:
+        changes = dict(_table(f"{key}.changes", record["changes"]))
+        tables, weights = changes.get("tables"), changes.get("weights")
+        fits = isinstance(tables, list | tuple) and isinstance(weights, Mapping)
+        need(fits, f"{key}.changes", sorted(changes), "history of weights")
 
 
 def _hashes(key: str, value: Any) -> None:

@@ -38,6 +38,7 @@ from mmqc.config import QuantConfig
 from mmqc.experts.modules import QuantExperts
 from mmqc.kv import query_moment
 from mmqc.kv import rounding as kv_rounding
+from mmqc.nn.adapted_linear import BASE, AdaptedLinear
 from mmqc.nn.inside import watch
 from mmqc.nn.integer_weight import SCALES
 from mmqc.nn.linear import QuantLinear, rebuild_factors
@@ -349,7 +350,7 @@ def rebuild(model: PreTrainedModel, config: MmqcConfig, dtype: torch.dtype) -> N
     """
     dtypes = {config.dtype: dtype} if config.dtype else {}
     names = {name for name, _ in model.named_modules()}
-    children = (kv_rounding.CHILD, query_moment.CHILD)  # that an attention module may have got
+    children = (kv_rounding.CHILD, query_moment.CHILD, BASE)  # that an attention module or a linear may have got
     names |= {f"{name}.{child}" for name in names for child in children}
     places = {fqn: local(fqn, model, names) for fqn in (*config.modules, *map(_parent, config.parameters))}
     lost = [fqn for fqn, name in places.items() if name not in names]
@@ -358,7 +359,10 @@ def rebuild(model: PreTrainedModel, config: MmqcConfig, dtype: torch.dtype) -> N
         raise ValueError(f"quantization_config has {lost[0]}, but {type(model).__name__} has no such module; load it with {saved}")
     for fqn, spec in config.modules.items():
         if (name := places[fqn]) is not None:
-            model.set_submodule(name, build_module(spec, dtypes, f"quantization_config.modules.{fqn}"))
+            module = build_module(spec, dtypes, f"quantization_config.modules.{fqn}")
+            if isinstance(module, AdaptedLinear):
+                module.base = model.get_submodule(name)
+            model.set_submodule(name, module)
     for fqn, spec in config.parameters.items():
         if (name := places[_parent(fqn)]) is None:
             continue

@@ -16,6 +16,7 @@ from mmqc.checkpoint.field_types import check_spec
 from mmqc.experts.modules import QuantExperts
 from mmqc.kv.query_moment import QueryMoment
 from mmqc.kv.rounding import KVRounder
+from mmqc.nn.adapted_linear import AdaptedLinear
 from mmqc.nn.linear import HadamardLinear, QuantLinear, RMSNorm
 from mmqc.nn.mixed_linear import MixedLinear
 from mmqc.nn.plain_linear import PlainLinear
@@ -32,6 +33,7 @@ KINDS: dict[str, Any] = {
     "rotated_norm": RotatedNorm,
     "hadamard_linear": HadamardLinear,
     "plain_linear": PlainLinear,
+    "adapted_linear": AdaptedLinear,
 }
 
 

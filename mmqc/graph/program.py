@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from mmqc.graph import meta
+from mmqc.graph.changes import Placed, Step, Unknown
 from mmqc.graph.kinds import kind, mutates
 from mmqc.graph.plan import Plan
 
@@ -99,6 +100,7 @@ class Program:
         unsure: weights that must stay as they are, and why (see mmqc/nn/unseen.py).
         work: the device that derived weights are computed on; None means where each weight is.
         touched: weights that a pass has changed, each with the axis that it worked on.
+        history: by weight, everything that passes did to it, and to the bias behind it, written back or not.
         traced: the folder of this program's trace, once there is one (trace.py).
     """
 
@@ -125,6 +127,7 @@ class Program:
         self.visual: Tensor | None = None
         self.outside: Callable[[str], Tensor] | None = None
         self.touched: set[tuple[str, int]] = set()
+        self.history: dict[str, list[Step]] = {}
         self._derived: dict[str, list[Derived]] = {}
         self._values: dict[str, tuple[int, int, Tensor]] = {}  # address of the base, number of steps, value
 
@@ -134,6 +137,7 @@ class Program:
         if name not in self.weights:
             raise KeyError(f"{name} is no weight of this program")
         self._derived.setdefault(name, []).append(Derived(formula, compute, axis))
+        self.history.setdefault(name, []).append(compute if isinstance(compute, Placed) else Unknown(formula))
         self.touched |= {(name, a) for a in (range(self.weights[name].dim()) if axis is None else (axis,))}
 
     def add_weight(self, name: str, value: Tensor) -> None:

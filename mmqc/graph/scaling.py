@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mmqc.graph.changes import Placed, Times
+
 
 @dataclass(frozen=True)
 class Part:
@@ -43,6 +45,9 @@ class Part:
 
     def step(self, scale: Tensor) -> Callable[[Tensor], Tensor]:
         """The function of a whole weight that scales this part of it."""
+        if not self.shift:
+            s = scale.double()[self.channel.to(scale.device)]
+            return Placed(self.axis, self.index[None], Times(s if self.reads else 1 / s))
 
         def scaled(w: Tensor) -> Tensor:
             last = w.movedim(self.axis, -1)
@@ -66,17 +71,17 @@ class Scaling:
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON data; the scale in base64, being as many numbers as there are channels in the model."""
         raw = base64.b64encode(self.scale.detach().cpu().double().numpy().tobytes()).decode("ascii")
-        parts = [[p.fqn, p.axis, _runs(p.index), _runs(p.channel), p.reads, p.shift] for p in self.parts]
+        parts = [[p.fqn, p.axis, runs(p.index), runs(p.channel), p.reads, p.shift] for p in self.parts]
         return {"scale": raw, "parts": parts}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Scaling:
         """What ``to_dict`` wrote."""
         scale = torch.frombuffer(bytearray(base64.b64decode(data["scale"])), dtype=torch.float64).clone()
-        return cls(scale, tuple(Part(f, a, _listed(i), _listed(c), reads, shift) for f, a, i, c, reads, shift in data["parts"]))
+        return cls(scale, tuple(Part(f, a, listed(i), listed(c), reads, shift) for f, a, i, c, reads, shift in data["parts"]))
 
 
-def _runs(index: Tensor) -> list[list[int]]:
+def runs(index: Tensor) -> list[list[int]]:
     """[start, length] of every stretch that ascends by one."""
     if not index.numel():
         return []
@@ -85,5 +90,6 @@ def _runs(index: Tensor) -> list[list[int]]:
     return [[int(piece[0]), len(piece)] for piece in pieces]
 
 
-def _listed(runs: list[list[int]]) -> Tensor:
-    return torch.cat([torch.arange(start, start + length) for start, length in runs] or [torch.zeros(0, dtype=torch.long)])
+def listed(stretches: list[list[int]]) -> Tensor:
+    """What ``runs`` was made of."""
+    return torch.cat([torch.arange(start, start + length) for start, length in stretches] or [torch.zeros(0, dtype=torch.long)])

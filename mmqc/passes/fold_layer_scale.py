@@ -14,13 +14,14 @@ Refuses: a gain behind anything but a linear of its own; a linear whose result s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
+from mmqc.graph.changes import Placed, Times
 from mmqc.graph.kinds import kind, mutates
 from mmqc.graph.linear import bias_of, weight_of
 from mmqc.graph.memory import written
@@ -100,9 +101,9 @@ class FoldLayerScale(Pass):
     def rewrite(self, prog: Program, site: Site) -> None:
         """W <- diag(λ) W, b <- λ b, λ <- 1; drop the multiplications."""
         scale = prog.constant(site.muls[0].factor, {site.gain: prog.snapshot(site.gain)()}).reshape(-1)
-        prog.derive(site.weight, f"diag({site.gain}) W", _rows_times(scale), axis=0)
+        prog.derive(site.weight, f"diag({site.gain}) W", Placed(0, None, Times(scale)), axis=0)
         if site.bias:
-            prog.derive(site.bias, f"{site.gain} b", _rows_times(scale))
+            prog.derive(site.bias, f"{site.gain} b", Placed(0, None, Times(scale)))
         prog.derive(site.gain, f"{site.neutral:g}", lambda w: torch.full_like(w, site.neutral))
         for gain in site.muls:
             gain.node.replace_all_uses_with(as_wide(prog, gain, self.name))
@@ -127,7 +128,3 @@ def _read_elsewhere(gain: Gain) -> bool:
 def _has_another_bias(prog: Program, node: fx.Node) -> bool:
     bias = node.kwargs.get("bias", node.args[2] if len(node.args) > 2 else None)
     return bias is not None and not bias_of(prog, node)
-
-
-def _rows_times(scale: Tensor) -> Callable[[Tensor], Tensor]:
-    return lambda w: w * scale.to(w).reshape(-1, *[1] * (w.dim() - 1))

@@ -17,8 +17,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from torch import Tensor, fx
+from torch import fx
 
+from mmqc.graph.changes import Centred
 from mmqc.graph.kinds import kind
 from mmqc.graph.linear import bias_of
 from mmqc.graph.plan import Stream
@@ -109,10 +110,10 @@ class FoldNormMean(Pass):
         norms = tuple(n.meta["gain"] for n in site.norms if "gain" in n.meta)
         prog.decided.streams.append(Stream(tuple(t.fqn for t in site.writers), roots, norms))
         for touch in site.writers:
-            prog.derive(touch.fqn, "W - mean(W)", touch.apply(_centre), touch.axis)
+            prog.derive(touch.fqn, "W - mean(W)", touch.apply(Centred()), touch.axis)
             bias = bias_of(prog, touch.node)
             if bias:
-                prog.derive(bias, "b - mean(b)", Touch(bias, 0, touch.groups, "writer", touch.node).apply(_centre))
+                prog.derive(bias, "b - mean(b)", Touch(bias, 0, touch.groups, "writer", touch.node).apply(Centred()))
         for node in site.norms:  # in place: to the folds the graph stays what it was
             node.target = rms_norm
             node._rename("rms_norm")
@@ -126,7 +127,3 @@ def _centre_input(prog: Program, x: fx.Node, copies: int, width: int) -> fx.Node
         return prog.graph.call_function(remove_mean, (y, mean))
 
     return by_copy(prog, x, copies, width, body, FoldNormMean.name)
-
-
-def _centre(v: Tensor) -> Tensor:
-    return v - v.mean(-1, keepdim=True)

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx
 
+from mmqc.graph.changes import Moved, Times
 from mmqc.graph.kinds import kind
 from mmqc.graph.linear import bias_of, set_bias
 from mmqc.graph.program import Miss, Program, copy_meta, dtype_of
@@ -190,7 +191,7 @@ class FoldNormScale(Pass):
                 site.neutral,
                 _by_column(prog.weights[touch.fqn].shape[touch.axis], touch, site.index),
             )
-            prog.derive(touch.fqn, f"W diag({site.gain})", touch.apply(_times(g)), touch.axis)
+            prog.derive(touch.fqn, f"W diag({site.gain})", touch.apply(Times(g)), touch.axis)
         prog.derive(site.gain, f"{site.neutral:g}", _fill(site.neutral))
         if site.bias:
             prog.derive(site.bias, "0", _fill(0.0))
@@ -207,7 +208,7 @@ class FoldNormScale(Pass):
         for touch in site.readers:
             if beta is not None:
                 _move_bias(prog, touch, beta)
-            prog.derive(touch.fqn, f"W diag({site.gain})", touch.apply(_times(g)), touch.axis)
+            prog.derive(touch.fqn, f"W diag({site.gain})", touch.apply(Times(g)), touch.axis)
 
         dtype = prog.weights[site.readers[0].fqn].dtype
 
@@ -286,10 +287,6 @@ def _pads(node: fx.Node) -> bool:
     return padding not in ("valid", 0) and any(padding if isinstance(padding, tuple | list) else (1,))
 
 
-def _times(g: Tensor) -> Callable[[Tensor], Tensor]:
-    return lambda w: w * g.to(w)
-
-
 def _fill(value: float) -> Callable[[Tensor], Tensor]:
     return lambda w: torch.full_like(w, value)
 
@@ -300,8 +297,6 @@ def _move_bias(prog: Program, touch: Touch, beta: Tensor) -> None:
     if not into:
         into = set_bias(prog, touch.node)
 
-    def step(b: Tensor) -> Tensor:
-        columns = weight().movedim(touch.axis, -1)[..., touch.groups.to(b.device)]
-        return b + (columns * beta.to(b)).flatten(1).sum(1)
-
-    prog.derive(into, f"b + {touch.fqn} β", step)
+    moved = Moved(touch.axis, touch.groups, beta)
+    prog.history.setdefault(touch.fqn, []).append(moved)
+    prog.derive(into, f"b + {touch.fqn} β", lambda b: b + moved(weight().to(b)))

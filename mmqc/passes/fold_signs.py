@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, fx
 
+from mmqc.graph.changes import Times
 from mmqc.graph.kinds import kind
 from mmqc.graph.linear import bias_of
 from mmqc.graph.program import Program
@@ -87,16 +88,8 @@ class FoldSigns(Pass):
     def flip(self, prog: Program, touch: Touch, signs: Tensor) -> None:
         """Multiply one axis of a weight by signs."""
         prog.decided.flipped.add((touch.fqn, touch.axis))
-        prog.derive(touch.fqn, f"signs on axis {touch.axis}", touch.apply(_Times(signs)), touch.axis)
+        prog.derive(touch.fqn, f"signs on axis {touch.axis}", touch.apply(Times(signs)), touch.axis)
 
 
 def _is_done(prog: Program, space: Space) -> bool:
     return any((t.fqn, t.axis) in prog.decided.flipped for t in space.readers)
-
-
-@dataclass(frozen=True)
-class _Times:
-    signs: Tensor
-
-    def __call__(self, v: Tensor) -> Tensor:
-        return v * self.signs.to(v)

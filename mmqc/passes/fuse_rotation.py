@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, fx
 
+from mmqc.graph.changes import Based, Turned
 from mmqc.graph.kinds import kind
 from mmqc.graph.linear import bias_of
 from mmqc.graph.program import Miss, Program, copy_meta
@@ -30,8 +31,7 @@ from mmqc.graph.spaces.boundary import BoundaryError, Change, Crossings, by_copy
 from mmqc.graph.spaces.coordinates import Source
 from mmqc.graph.spaces.spaces import Space, Spaces, Touch
 from mmqc.ops.hadamard_matrix import hadamard_cost
-from mmqc.ops.rotate import mean_reflection, random_hadamard, reflect
-from mmqc.ops.rotate import reference as rotated
+from mmqc.ops.rotate import reflect
 from mmqc.passes.fold_norm_scale import is_norm
 
 LINEARS = 4
@@ -158,9 +158,9 @@ class FuseRotation(Pass):
     def rewrite(self, prog: Program, site: Site) -> None:
         """Multiply R into every touch; at a fragment's edges put rotate ops."""
         if self.given is None:
-            turn = Rotation.of(site.spaces[0].width, self.seed, site.keep_mean)
+            turn = Turned.of(site.spaces[0].width, self.seed, site.keep_mean)
         else:
-            turn = Given(self.given[place(site.spaces[0])])
+            turn = Based(self.given[place(site.spaces[0])])
             prog.decided.based.add(place(site.spaces[0]))
         for touch in (t for space in site.spaces for t in space.touches):
             if not prog.decided.is_rotated(touch.fqn, touch.axis, touch.groups):
@@ -172,7 +172,7 @@ class FuseRotation(Pass):
             if bias:
                 prog.derive(bias, "rotated bias", Touch(bias, 0, touch.groups, "writer", touch.node).apply(turn))
         prog.touched |= {(gain, 0) for space in site.spaces for gain in space.gains}  # what these norms write is rotated online
-        if site.edges.count and isinstance(turn, Rotation):
+        if site.edges.count and isinstance(turn, Turned):
             wide = torch.promote_types(prog.weights[site.spaces[0].touches[0].fqn].dtype, torch.float32)
             note = (self.seed, site.keep_mean)
             change_outputs(prog, site.edges, _explicit(prog, turn, wide, note, inverse=True))
@@ -228,38 +228,7 @@ def _keeps_mean(prog: Program, space: Space) -> bool:
     return any((t.fqn, t.axis) in prog.plan.mean_kept for t in space.touches)
 
 
-@dataclass(frozen=True)
-class Rotation:
-    """R = diag(signs) H, with a reflection behind it if it has to keep means; calling it gives v R."""
-
-    factors: list[Tensor]
-    signs: Tensor
-    mirror: Tensor | None
-
-    @classmethod
-    def of(cls, width: int, seed: int, keep_mean: bool) -> Rotation:
-        """That of all spaces of one width and seed."""
-        factors, signs = random_hadamard(width, seed)
-        return cls(factors, signs, mean_reflection(factors, signs) if keep_mean else None)
-
-    def __call__(self, v: Tensor) -> Tensor:
-        """V R along the last axis, in v's dtype."""
-        y = rotated(v, [f.to(v) for f in self.factors], self.signs.to(v), inverse=False)
-        return y if self.mirror is None else reflect(y, self.mirror.to(v))
-
-
-@dataclass(frozen=True, eq=False)
-class Given:
-    """A matrix that was computed elsewhere; calling it gives v R."""
-
-    matrix: Tensor
-
-    def __call__(self, v: Tensor) -> Tensor:
-        """V R along the last axis, in v's dtype."""
-        return v @ self.matrix.to(v)
-
-
-def _explicit(prog: Program, turn: Rotation, wide: torch.dtype, note: tuple[int, bool], inverse: bool) -> Change:
+def _explicit(prog: Program, turn: Turned, wide: torch.dtype, note: tuple[int, bool], inverse: bool) -> Change:
     """Rotate ops at a graph's edge, or behind a norm."""
     n = len(turn.signs)
 

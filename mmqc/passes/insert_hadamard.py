@@ -18,15 +18,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
+from mmqc.graph.changes import Placed, Spread
 from mmqc.graph.kinds import kind
 from mmqc.graph.linear import operands, weight_of
 from mmqc.graph.program import Miss, Program, copy_meta
 from mmqc.graph.runner import Pass
 from mmqc.graph.spaces.spaces import Spaces
 from mmqc.graph.spaces.uses import RESCALED, rescaled
-from mmqc.ops.hadamard import apply_factors
 from mmqc.ops.hadamard_matrix import hadamard_cost, hadamard_factors, hadamard_kind
 
 
@@ -105,7 +105,7 @@ class InsertHadamard(Pass):
         factors = hadamard_factors(site.width)
         wide = torch.promote_types(prog.weights[site.fqn].dtype, torch.float32)
         prog.decided.hadamards.add(site.fqn)
-        prog.derive(site.fqn, f"W Hᵀ, H = {hadamard_kind(site.width)}", _AfterHadamard(factors), 1)
+        prog.derive(site.fqn, f"W Hᵀ, H = {hadamard_kind(site.width)}", Placed(1, None, Spread(site.width, factors)), 1)
         for linear in site.linears:
             x = operands(linear)["input"]
             with prog.graph.inserting_before(linear):
@@ -113,11 +113,3 @@ class InsertHadamard(Pass):
                 new = prog.graph.call_function(torch.ops.mmqc.hadamard.default, (x, nodes))
             copy_meta(new, linear, self.name, 0)
             linear.replace_input_with(x, new)
-
-
-@dataclass(frozen=True)
-class _AfterHadamard:
-    factors: list[Tensor]
-
-    def __call__(self, w: Tensor) -> Tensor:
-        return apply_factors(w, [f.to(w) for f in self.factors])

@@ -9,6 +9,7 @@ from torch import nn
 from mmqc.checkpoint.hf import MmqcConfig, attach_config
 from mmqc.config import QuantConfig
 from mmqc.experts.modules import QuantExperts
+from mmqc.graph.change_data import to_data
 from mmqc.kv.cache import prepare
 from mmqc.nn.inside import watch
 from mmqc.nn.linear import QuantLinear
@@ -56,7 +57,9 @@ def _attach(job: Job, config: QuantConfig, exact: Rewritten | None) -> None:
         saved.visual_token_ids = list(prepare(model).visual_token_ids)
     elif exact is not None:
         passes = [_pass(record) for record in exact.program.records]
-        attach_config(model, config, {"passes": passes, "untied": exact.untied, "unseen": exact.misfits, "inside": exact.inside})
+        changes = to_data({fqn: steps for fqn, steps in exact.program.history.items() if exact.program.weights[fqn].dim() > 1})
+        record = {"passes": passes, "untied": exact.untied, "unseen": exact.misfits, "inside": exact.inside, "changes": changes}
+        attach_config(model, config, record)
     else:
         attach_config(model, config, {"passes": [], "untied": []} if job.request.changes_weights else None)
 

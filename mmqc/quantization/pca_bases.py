@@ -22,11 +22,12 @@ from torch import Tensor, fx, nn
 from mmqc.calibration.moments import add_second_moment, mirror_
 from mmqc.calibration.observe import Output, observe
 from mmqc.config import Bases, QuantConfig
+from mmqc.graph.changes import Turned
 from mmqc.graph.linear import operands, weight_of
 from mmqc.graph.program import Program
 from mmqc.graph.runner import run
 from mmqc.graph.spaces.spaces import Space, Spaces, Touch
-from mmqc.passes.fuse_rotation import Rotation, place
+from mmqc.passes.fuse_rotation import place
 from mmqc.passes.quantize_mixed import HIGH, LOWEST
 from mmqc.pipeline import FACTS, measured_passes
 from mmqc.solvers.principal_basis import high_width, peak_basis, principal_basis
@@ -122,7 +123,7 @@ def _eligible(prog: Program, linears: Mapping[str, fx.Node], options: Bases, see
             high, lowest = (max(getattr(d, f"{part}_fraction") for d in wanted) for part in ("high", "lowest"))
             turned = None
             if all(prog.decided.is_rotated(t.fqn, t.axis, t.groups) for t in space.touches):
-                turned = Rotation.of(space.width, seed, False)(torch.eye(space.width, dtype=torch.float64))
+                turned = Turned.of(space.width, seed, False)(torch.eye(space.width, dtype=torch.float64))
             high = high_width(space.width, high)
             lowest = min(high_width(space.width, lowest), space.width - high - 1)
             yield Found(space, high, lowest, options.by, turned)

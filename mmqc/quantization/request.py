@@ -16,6 +16,7 @@ from mmqc.config import ConfigError, KVSpec, QuantConfig, Rewrites
 from mmqc.graph.hooks import global_hooks
 from mmqc.graph.runner import check_trace
 from mmqc.kv.cache import check_spec, decoder_config
+from mmqc.nn.adapted_linear import AdaptedLinear
 from mmqc.nn.integer_weight import IntegerWeight
 from mmqc.nn.modality import visual_token_ids
 from mmqc.quantization import convert
@@ -154,6 +155,9 @@ def _check_options(request: Request) -> None:
 def _check_model(model: nn.Module) -> None:
     if any(isinstance(m, IntegerWeight) for m in model.modules()):
         raise ValueError("this model is quantized already; load the original weights to quantize it anew")
+    adapted = next((name for name, m in model.named_modules() if isinstance(m, AdaptedLinear)), None)
+    if adapted is not None:
+        raise ValueError(f"{adapted} has an adapter beside it: mmqc.unload_adapter(model), or merge it into the float model first")
     empty = next((name for name, p in model.named_parameters() if p.is_meta), None)
     if empty is not None:
         raise ValueError(

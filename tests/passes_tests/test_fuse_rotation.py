@@ -7,10 +7,11 @@ from pass_cases import CASES, check_exact, check_golden, check_once, misses, pre
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from mmqc.graph.changes import Turned
 from mmqc.graph.plan import Plan
 from mmqc.graph.program import Program
 from mmqc.ops.rotate import random_hadamard, rotation_matrix
-from mmqc.passes.fuse_rotation import FuseRotation, Rotation
+from mmqc.passes.fuse_rotation import FuseRotation
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -141,7 +142,7 @@ class Unfoldable(nn.Module):
 
 @pytest.mark.parametrize("n", [1, 2, 12, 16, 60, 296])
 def test_fuse_rotation__keeps_means(n: int) -> None:
-    turn = Rotation.of(n, 3, keep_mean=True)
+    turn = Turned.of(n, 3, keep_mean=True)
     r = turn(torch.eye(n, dtype=torch.float64))
     torch.testing.assert_close(r @ r.T, torch.eye(n, dtype=torch.float64))
     torch.testing.assert_close(r.sum(0), torch.ones(n, dtype=torch.float64))

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, fx
 
+from mmqc.graph.changes import Placed
 from mmqc.graph.spaces.coordinates import Source
 
 
@@ -25,19 +26,9 @@ class Touch:
         copies, n = self.groups.shape
         return f"{self.role} {self.fqn} axis {self.axis}: {copies} x {n}"
 
-    def apply(self, change: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    def apply(self, change: Callable[[Tensor], Tensor]) -> Placed:
         """The function of a whole weight that applies ``change`` ([..., copies, n] to the same) on this axis."""
-
-        def step(weight: Tensor) -> Tensor:
-            last = weight.movedim(self.axis, -1)
-            if len(self.groups) == 1 and torch.equal(self.groups[0], torch.arange(last.shape[-1])):
-                return change(last[..., None, :]).squeeze(-2).movedim(-1, self.axis)
-            groups = self.groups.to(weight.device)
-            out = last.clone()
-            out[..., groups.reshape(-1)] = change(last[..., groups]).flatten(-2)
-            return out.movedim(-1, self.axis)
-
-        return step
+        return Placed(self.axis, self.groups, change)
 
 
 @dataclass(eq=False)
