@@ -1,4 +1,4 @@
-"""The command line: `mmqc demo | quantize | eval | bench | warm | explain | export | report | doctor | passes`.
+"""The command line: `mmqc demo | quantize | ask | eval | bench | warm | explain | export | report | doctor | passes`.
 
 Exit codes: 0 done; 1 done, and found wanting (`doctor`, `eval --min-recovery`); 2 a wrong option; 3 refused: the model, the
 config or the data cannot be used, and why; 4 not enough memory; 5 an unexpected error, which may be a bug; 130 interrupted.
@@ -51,12 +51,18 @@ Model = Annotated[
 ]
 Recipe = Annotated[str, typer.Option("--recipe", "-r", help="A function of mmqc.recipes.", autocompletion=recipe_names)]
 Set = Annotated[list[str] | None, typer.Option("--set", "-s", metavar="KEY=VALUE", help="An argument of the recipe.")]
+Calibration = Annotated[
+    str | None,
+    typer.Option("--calibration", help="A folder with data.jsonl and images; of a sample, a number of its prompts; 0: data-free."),
+]
 ConfigFile = Annotated[Path | None, typer.Option("--config", exists=True, help="A QuantConfig as JSON, not a recipe.")]
 Data = Annotated[
-    str, typer.Option("--data", help="A number: so many prompts of the sample. A path: a folder with data.jsonl and images.")
+    str | None, typer.Option("--data", help="A folder with data.jsonl and images; of a sample, a number: so many of its prompts.")
 ]
 Json = Annotated[Path | None, typer.Option("--json", help="Write the figures there, for `mmqc report`.")]
-SampleName = Annotated[str, typer.Option("--sample", help="The sample whose data is used with a model directory.")]
+SampleName = Annotated[
+    str | None, typer.Option("--sample", help="Use this sample's data with a model directory.", autocompletion=sample_names)
+]
 
 
 def show_version(wanted: bool) -> None:
@@ -80,6 +86,13 @@ def main(
     """A quantizing compiler for multimodal LLMs."""
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch is imported; see Makefile
+
+
+def wake() -> None:
+    """Import what takes seconds, and say so first; what can be refused without it has been."""
+    if "torch" in sys.modules:
+        return
+    Console(stderr=True).print("loading torch", style="dim", highlight=False)
     if "TORCH_LOGS" not in os.environ:
         import torch  # noqa: F401  (sets the levels of its loggers when it is imported)
 
@@ -97,9 +110,12 @@ def demo(
     compiled: Annotated[bool, typer.Option("--compile/--no-compile", help="Compile one model and ask it.")] = True,
 ) -> None:
     """Quantize a shipped model three ways, compare, ask, and write out/report.html."""
-    from mmqc.cli import checks, demo
+    from mmqc.cli import checks
 
     checks.folder(out, needed=True)
+    wake()
+    from mmqc.cli import demo
+
     demo.run(demo.Options(out, questions, calibration, ablation, compiled), console)
 
 
@@ -112,9 +128,7 @@ def quantize(
     a: Annotated[int | None, typer.Option("--a", help="Activation bits: the recipe's activation_bits.")] = None,
     settings: Set = None,
     config_file: ConfigFile = None,
-    calibration: Annotated[
-        str, typer.Option(help="A number of the sample's prompts, 0: data-free; or a folder with data.jsonl.")
-    ] = "32",
+    calibration: Calibration = None,
     limit: Annotated[int | None, typer.Option(min=1, help="At most so many examples of the folder.")] = None,
     save_format: Annotated[str, typer.Option("--format", help="mmqc or compressed-tensors.")] = "mmqc",
     float8: Annotated[bool, typer.Option("--float8", help="Static activations as float8, and weights of 8 bits too.")] = False,
@@ -124,19 +138,26 @@ def quantize(
     device: Annotated[str | None, typer.Option(help="Where blocks are computed, e.g. cuda; the model stays in memory.")] = None,
     resume_dir: Annotated[Path | None, typer.Option(help="Keeps finished blocks: the same command goes on there.")] = None,
     spool: Annotated[Path | None, typer.Option(help="A folder for activations that memory has no room for.")] = None,
-    sample: SampleName = "digits-vqa",
+    sample: SampleName = None,
 ) -> None:
     """Quantize a model, save it, and write quantization.html and quantization.json beside it."""
-    from mmqc.cli import checks, jobs
-    from mmqc.cli.config import in_float8
+    from mmqc.cli import checks, source
 
     checks.names(model, sample)
+    if calibration is not None:
+        calibration = source.data_of(model, sample, calibration, "--calibration", 0)
     bits = [f"{key}={value}" for key, value in (("weight_bits", w), ("activation_bits", a)) if value is not None]
     config = config_of(recipe, [*bits, *(settings or [])], config_file)
+    from mmqc.cli import jobs
+    from mmqc.cli.config import in_float8
+
     config = in_float8(config) if float8 else config
     checks.folder(out, needed=not dry_run, overwrite=overwrite)
     checks.work(device, resume_dir, spool)
     jobs.check_format(save_format)
+    if calibration is None:
+        free = source.sample_of(model, sample) is None and not checks.needs_data(config)
+        calibration = "0" if free else source.data_of(model, sample, None, "--calibration", 32)
     checks.calibration(calibration, config)
     if not jobs.announce(model, config, calibration, console) and not force and not dry_run:
         raise MemoryError("memory is short for this; free some, quantize on a larger machine, or pass --force")
@@ -146,6 +167,37 @@ def quantize(
     loaded, data = load(model, sample)
     target = jobs.Target(model, out, save_format, calibration, limit, device, resume_dir, spool)
     jobs.quantize(loaded, data, config, target, console)
+
+
+@app.command()
+def ask(
+    model: Model,
+    question: Annotated[str, typer.Argument(help="What to ask.")],
+    image: Annotated[list[Path] | None, typer.Option("--image", "-i", help="An image that it is about; several in order.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Of the answer.")] = 128,
+    compiled: Annotated[bool, typer.Option("--compile/--no-compile", help="Through mmqc.compiled_loop, asked twice.")] = False,
+    device: Annotated[str | None, typer.Option(help="What to compute on. Default: a GPU, where there is one.")] = None,
+) -> None:
+    """Ask a model one question: the answer, tokens/s, and what ran."""
+    from mmqc.cli import chat_data, checks
+
+    checks.names(model)
+    for path in image or ():
+        chat_data.open_image(path)
+    checks.work(device, None, None)
+    loaded, source = load(model, None)
+    import torch
+
+    from mmqc.cli import ask, jobs
+
+    loaded.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    processor = jobs.processor_of(model, source)
+    said = ask.ask(loaded, processor, ask.example(question, image or ()), max_new_tokens, compiled)
+    console.print(said.text, markup=False, highlight=False, soft_wrap=True)
+    speed = "" if said.tokens_per_s is None else f", then {said.tokens_per_s:.1f} tokens/s"
+    times = f"{said.tokens} tokens: the first after {1e3 * said.first_seconds:.0f} ms{speed}"
+    for line in (times, ask.ran(loaded, compiled)):
+        console.print(line, style="dim", markup=False, highlight=False, soft_wrap=True)
 
 
 @app.command("eval")
@@ -159,15 +211,22 @@ def evaluate(
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Of an answer.")] = 64,
     min_recovery: Annotated[float | None, typer.Option(help="Exit with 1 below this share of the float model.")] = None,
     json_file: Json = None,
-    sample: SampleName = "digits-vqa",
+    sample: SampleName = None,
 ) -> None:
     """Accuracy, answer NLL, perplexity and noise of a model, on a sample, your own questions or text."""
-    from mmqc.cli import jobs
+    from mmqc.cli import checks, source
 
     if tasks and (against or data or text or min_recovery is not None):
         raise typer.BadParameter("the harness evaluates one model by itself", param_hint="--tasks")
     if min_recovery is not None and against is None:
         raise typer.BadParameter("recovery needs the float model: --against", param_hint="--min-recovery")
+    if not tasks:  # the harness takes names of the Hub too
+        checks.names(model, sample)
+    if data is not None or not (text or tasks):
+        source.data_of(model, sample, None if data is None else str(data), "--data", 0)
+    wake()
+    from mmqc.cli import jobs
+
     if tasks:
         figures = jobs.benchmarks(model, tasks.split(","), questions, console)
         write_json(json_file, {"eval": figures})
@@ -186,15 +245,16 @@ def bench(
     new_tokens: Annotated[int, typer.Option(min=2, help="Decoded in each run.")] = 32,
     repeats: Annotated[int, typer.Option(min=1, help="The median is reported.")] = 3,
     compiled: Annotated[bool, typer.Option("--compile/--no-compile", help="Time the compiled model too.")] = True,
-    data: Data = "1",
+    data: Data = None,
     json_file: Json = None,
-    sample: SampleName = "digits-vqa",
+    sample: SampleName = None,
 ) -> None:
     """Time to first token, decoding speed and size, eager and compiled by the backend."""
+    given = data_of(model, sample, data, 1)
+    loaded, source = load(model, sample)
     from mmqc.cli import jobs
 
-    loaded, source = load(model, sample)
-    prompt = jobs.prompts(loaded, model, source, data, 1)[0]
+    prompt = jobs.prompts(loaded, model, source, given, 1)[0]
     rows = jobs.bench(loaded, prompt, new_tokens, repeats, compiled, console)
     write_json(json_file, {"bench": rows})
 
@@ -202,20 +262,21 @@ def bench(
 @app.command("warm")
 def warm_up(
     model: Model,
-    data: Data = "8",
+    data: Data = None,
     device: Annotated[str | None, typer.Option(help="What to compile for. Default: a GPU, where there is one.")] = None,
     json_file: Json = None,
-    sample: SampleName = "digits-vqa",
+    sample: SampleName = None,
 ) -> None:
     """Compile ahead for generate with mmqc.compiled_loop: one call of each kind, into Inductor's cache on disk."""
+    chosen = data_of(model, sample, data, 8)
+    loaded, source = load(model, sample)
     import torch
 
     from mmqc.cli import evaluation, jobs
 
-    loaded, source = load(model, sample)
     loaded.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    count = int(data) if data.isdigit() else 64
-    given = [evaluation.to_device(p, loaded) for p in jobs.prompts(loaded, model, source, data, count)]
+    count = int(chosen) if chosen.isdigit() else 64
+    given = [evaluation.to_device(p, loaded) for p in jobs.prompts(loaded, model, source, chosen, count)]
     write_json(json_file, {"warm": jobs.warm(loaded, given, console)})
 
 
@@ -225,6 +286,7 @@ def report(
     out: Annotated[Path, typer.Option("--out", "-o", help="The page.")] = Path("out/report.html"),
 ) -> None:
     """One self-contained page about one or several runs: quantization, evaluation, speed."""
+    wake()
     from mmqc.cli import jobs
 
     console.print(f"{jobs.report(runs, out)} written")
@@ -236,21 +298,26 @@ def explain(
     recipe: Annotated[str | None, typer.Option("--recipe", "-r", help="Let the backend quantize with it.")] = None,
     settings: Set = None,
     config_file: ConfigFile = None,
-    sample: SampleName = "digits-vqa",
+    data: Data = None,
+    sample: SampleName = None,
     json_file: Json = None,
     spaces: Annotated[bool, typer.Option("--spaces", help="The channel spaces and what becomes of them, only.")] = False,
 ) -> None:
-    """What every pass and the lowering do with this model, on one prompt of a sample."""
+    """What every pass and the lowering do with this model, on one prompt."""
     import mmqc
 
-    loaded, data = load(model, sample)
+    given = data_of(model, sample, data, 1)
     config = config_of(recipe, settings, config_file) if recipe or config_file else None
+    loaded, source = load(model, sample)
+    from mmqc.cli import jobs
+
+    batch = jobs.batch_of(model, source, given)
     if spaces:
-        planned = mmqc.plan(loaded, config or mmqc.recipes.rotate(), data.calibration(1)[0])
+        planned = mmqc.plan(loaded, config or mmqc.recipes.rotate(), batch)
         console.print(str(planned), markup=False, highlight=False, soft_wrap=True)
         return
     options = {"config": config} if config else None
-    explanation = mmqc.explain(loaded, data.calibration(1)[0], options=options)
+    explanation = mmqc.explain(loaded, batch, options=options)
     console.print(str(explanation), markup=False, highlight=False, soft_wrap=True)
     write_json(json_file, {"explain": explanation.to_dict()})
 
@@ -265,21 +332,25 @@ def export(
     recipe: Annotated[str | None, typer.Option("--recipe", "-r", help="Quantize with it first.")] = None,
     settings: Set = None,
     config_file: ConfigFile = None,
-    calibration: Annotated[int, typer.Option(min=0, help="Calibration prompts of the sample; 0: data-free.")] = 32,
-    data: Data = "1",
-    sample: SampleName = "digits-vqa",
+    calibration: Calibration = None,
+    data: Data = None,
+    sample: SampleName = None,
 ) -> None:
     """Compile a model into one package that runs without Python, and compare it with the model."""
     import mmqc
-    from mmqc.cli import jobs
+    from mmqc.cli import source
 
     if out.suffix != ".pt2":
         raise typer.BadParameter(f"{str(out)!r}: the name of a package ends in .pt2", param_hint="OUT")
-    loaded, source = load(model, sample)
-    example = jobs.prompts(loaded, model, source, data, 1)[0]
+    chosen = data_of(model, sample, data, 1)
     config = config_of(recipe, settings, config_file) if recipe or config_file else None
+    count = "0" if config is None else source.data_of(model, sample, calibration, "--calibration", 32)
+    loaded, samples = load(model, sample)
+    from mmqc.cli import jobs
+
+    example = jobs.prompts(loaded, model, samples, chosen, 1)[0]
     if config:
-        mmqc.quantize_(loaded, config, calibration=source.calibration(calibration) if calibration else None)
+        mmqc.quantize_(loaded, config, calibration=jobs.calibration_of(loaded, model, samples, count))
     start = time.perf_counter()
     with console.status("exporting") as status:
 
@@ -297,6 +368,7 @@ def doctor(
     smoke: Annotated[bool, typer.Option(help="Compile a quantized linear and compare it with eager.")] = True,
 ) -> None:
     """Check this environment: versions, devices, compiler, and what would fall back."""
+    wake()
     from mmqc.cli import doctor
 
     checks = doctor.examine(smoke)
@@ -316,6 +388,7 @@ def doctor(
 @app.command()
 def passes(recipe: Recipe = "mquant", settings: Set = None, config_file: ConfigFile = None) -> None:
     """The passes that a recipe runs, in order, with what each needs and gives."""
+    wake()
     from mmqc.pipeline import phases
 
     table = Table("", "phase", "pass", "exact", "needs", "gives", header_style="bold")
@@ -338,24 +411,34 @@ def write_json(path: Path | None, figures: dict[str, Any]) -> None:
 
 def config_of(recipe: str | None, settings: list[str] | None, file: Path | None) -> QuantConfig:
     """The config of a file, else of a recipe; imported late, so that ``--help`` waits for neither torch nor its warnings."""
+    wake()
     from mmqc.cli.config import make_config, read_config
 
     return read_config(file) if file else make_config(recipe or "", settings or [])
 
 
-def load(model: str, sample: str) -> tuple[Any, Sample]:
-    """The model of that name or directory, and the sample whose questions and calibration data go with it."""
-    import mmqc
-    from mmqc.cli.checks import names
-    from mmqc.samples import NAMES
+def data_of(model: str, sample: str | None, given: str | None, default: int) -> str:
+    """What --data means, before anything that takes seconds."""
+    from mmqc.cli import checks, source
 
-    names(model, sample)
-    if model in NAMES:
-        data = mmqc.samples.load(model)
-        return data.model, data
+    checks.names(model, sample)
+    return source.data_of(model, sample, given, "--data", default)
+
+
+def load(model: str, sample: str | None) -> tuple[Any, Sample | None]:
+    """The model of that name or directory, and the sample that was asked for, if one was."""
+    import mmqc
+    from mmqc.cli import checks, source
+
+    checks.names(model, sample)
+    name = source.sample_of(model, sample)
+    wake()
+    if model in mmqc.samples.NAMES:
+        own = mmqc.samples.load(model)
+        return own.model, own if name == model else mmqc.samples.load(name or model)
     from mmqc.cli.jobs import load_model
 
-    return load_model(model), mmqc.samples.load(sample)
+    return load_model(model), mmqc.samples.load(name) if name else None
 
 
 if __name__ == "__main__":

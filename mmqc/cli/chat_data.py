@@ -16,13 +16,12 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from mmqc.errors import MmqcError
 
-Batch = dict[str, torch.Tensor]
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class DataError(MmqcError, ValueError):
@@ -100,10 +99,17 @@ def _parts(content: Any, folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def _image(folder: Path, part: Mapping[str, Any]) -> Any:
+    return open_image(folder / str(part.get("image") or part.get("path") or part.get("url")))
+
+
+def open_image(path: Path) -> Any:
+    """An image file, in RGB.
+
+    Raises:
+        DataError: there is none, or PIL cannot read it.
+    """
     from PIL import Image, UnidentifiedImageError
 
-    name = part.get("image") or part.get("path") or part.get("url")
-    path = folder / str(name)
     if not path.is_file():
         raise DataError(f"the image {path} does not exist")
     try:
@@ -114,7 +120,7 @@ def _image(folder: Path, part: Mapping[str, Any]) -> Any:
         raise DataError(f"{path} is {why}") from e
 
 
-def encode(processor: Any, example: Example, *, answer: bool) -> Batch:
+def encode(processor: Any, example: Example, *, answer: bool) -> dict[str, Tensor]:
     """One batch for ``model.forward`` (``answer=True``: prompt and answer) or ``model.generate``.
 
     Args:
@@ -136,6 +142,8 @@ def encode(processor: Any, example: Example, *, answer: bool) -> Batch:
     batch = processor.apply_chat_template(
         messages, tokenize=True, return_dict=True, return_tensors="pt", add_generation_prompt=not answer or not example.answer
     )
+    import torch  # takes seconds; reading and checking examples does without
+
     return {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
 
 
@@ -145,7 +153,7 @@ def _plain(part: Mapping[str, Any]) -> str:
     return part["text"] if part["type"] == "text" else PLACEHOLDER
 
 
-def batches(processor: Any, examples: Sequence[Example]) -> Iterator[Batch]:
+def batches(processor: Any, examples: Sequence[Example]) -> Iterator[dict[str, Tensor]]:
     """Calibration batches of one example each, answers included, made one at a time."""
     for example in examples:
         yield encode(processor, example, answer=True)

@@ -7,20 +7,20 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from mmqc.cli.chat_data import DataError, Example, read_examples
-from mmqc.config import ConfigError, QuantConfig, Rewrites
-from mmqc.nn.modality import visual_token_ids
+from mmqc.samples import NAMES
+
+if TYPE_CHECKING:
+    from mmqc.config import QuantConfig
 
 
-def names(model: str, sample: str) -> None:
+def names(model: str, sample: str | None = None) -> None:
     """Raise unless ``model`` is a sample or a model's directory, and ``sample`` a sample."""
-    from mmqc.samples import NAMES
-
-    if sample not in NAMES:
+    if sample is not None and sample not in NAMES:
         raise typer.BadParameter(f"{sample!r}: the samples are {', '.join(NAMES)}", param_hint="--sample")
     if model not in NAMES and not (Path(model) / "config.json").is_file():
         why = "has no config.json" if Path(model).is_dir() else "does not exist"
@@ -78,17 +78,23 @@ def work(device: str | None, resume_dir: Path | None, spool: Path | None) -> Non
 
 
 def calibration(text: str, config: QuantConfig) -> None:
-    """Raise where there is no such calibration data, or none at all for a config that needs some."""
-    if text.lstrip("-").isdigit():
-        if int(text) < 0:
-            raise typer.BadParameter(f"{text}: a number of prompts, 0 or more; or a folder", param_hint="--calibration")
-        if int(text) == 0 and (config.needs_calibration or config.rewrites != Rewrites()):
-            raise ConfigError(
-                "--calibration 0, but this config needs data: rewrites need one prompt, static scales and gptq some dozens; "
-                "pass --calibration 32, or a folder with data.jsonl, or take a data-free recipe such as rtn"
-            )
-        return
-    read_examples(text)
+    """Raise where the calibration data cannot be read, or there is none at all for a config that needs some."""
+    from mmqc.config import ConfigError
+
+    if text == "0" and needs_data(config):
+        raise ConfigError(
+            "--calibration 0, but this config needs data: rewrites need one prompt, static scales and gptq some dozens; "
+            "pass --calibration and a folder with data.jsonl (of a sample, a number), or take a data-free recipe such as rtn"
+        )
+    if not text.isdigit():
+        read_examples(text)
+
+
+def needs_data(config: QuantConfig) -> bool:
+    """Whether a config takes calibration data: to round by, or to record what it rewrites."""
+    from mmqc.config import Rewrites
+
+    return config.needs_calibration or config.rewrites != Rewrites()
 
 
 def images(model: Any, examples: Sequence[Example], where: str) -> None:
@@ -97,6 +103,8 @@ def images(model: Any, examples: Sequence[Example], where: str) -> None:
     Raises:
         DataError: its vision tower would be left alone and its visual tokens have no scale, which nobody asked for.
     """
+    from mmqc.nn.modality import visual_token_ids
+
     if visual_token_ids(model) and not any(example.images for example in examples):
         raise DataError(
             f"{where}: no example has an image, but {type(model).__name__} reads images: its vision tower would stay in "

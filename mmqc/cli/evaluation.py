@@ -21,11 +21,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from mmqc.cli.chat_data import Batch, Example, encode
+from mmqc.cli.chat_data import Example, encode
 from mmqc.nn.modality import attached, visual_token_ids
 from mmqc.ops.nonfinite import propagate_nonfinite
 from mmqc.samples.scoring import Interval, bootstrap, recovery, tail_nll
 
+Batch = dict[str, Tensor]
 NEVER_RIGHT = "recovery: the model to compare with has no answer right, so there is nothing to recover"
 ANOTHER_PROMPT = "nll: the chat template writes a prompt otherwise once its answer follows, so the answer's NLL is not known"
 NOT_FINITE = "NaN: the model's outputs are not finite; `mmqc quantize` names a weight that is not"

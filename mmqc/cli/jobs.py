@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import statistics
 import time
@@ -76,8 +77,12 @@ def skeleton(model: str) -> Any:
         torch.set_default_dtype(before)
 
 
-def processor_of(model: str, sample: Sample) -> Any:
-    """The processor that was saved with the model, else its tokenizer; the sample's for a sample, or where there is none."""
+def processor_of(model: str, sample: Sample | None) -> Any:
+    """The processor that was saved with the model, else its tokenizer; the sample's where a sample was asked for.
+
+    Raises:
+        DataError: there is none of them.
+    """
     folder = Path(model)
     if any((folder / name).exists() for name in ("processor_config.json", "preprocessor_config.json")):
         from transformers import AutoProcessor
@@ -87,6 +92,11 @@ def processor_of(model: str, sample: Sample) -> Any:
         from transformers import AutoTokenizer
 
         return AutoTokenizer.from_pretrained(folder)
+    if sample is None:
+        raise DataError(
+            f"{model} has no processor and no tokenizer, so nothing can be asked of it: copy processor_config.json, "
+            "preprocessor_config.json, tokenizer.json and the like from the original model's directory"
+        )
     return sample.processor
 
 
@@ -136,27 +146,40 @@ def announce(model: str, config: QuantConfig, calibration: str, console: Console
     return free is None or guess.peak < free
 
 
-def quantize(model: Any, sample: Sample, config: QuantConfig, target: Target, console: Console) -> None:
+def quantize(model: Any, sample: Sample | None, config: QuantConfig, target: Target, console: Console) -> None:
     """Quantize, save, and print the summary."""
-    processor = processor_of(target.model, sample)
-    if target.calibration.isdigit():
-        count = int(target.calibration)
-        data = sample.calibration(count) if count else None
-    else:
-        examples = read_examples(target.calibration, target.limit)
-        checks.images(model, examples, target.calibration)
-        data = list(batches(processor, examples))
+    processor = None if target.calibration == "0" and sample is None else processor_of(target.model, sample)
+    data = calibration_of(model, target.model, sample, target.calibration, target.limit)
     folders = {"resume_dir": target.resume_dir, "spool": target.spool}
     given: dict[str, Any] = {name: str(path) for name, path in folders.items() if path is not None}
     report = mmqc.quantize_(model, config, calibration=data, device=target.device, **given)
     with replacing(target.out, weight_files()) as stage:
         mmqc.save_pretrained(model, stage, format=target.format)
-        if hasattr(processor, "save_pretrained"):
-            processor.save_pretrained(stage)
+        _save_processor(processor, target.model, stage)
         for name in ("quantization.html", "quantization.json"):
             report.save(stage / name)
     console.print(report.summary(), markup=False, highlight=False, soft_wrap=True)
     console.print(f"saved in {target.out}")
+
+
+def calibration_of(model: Any, name: str, sample: Sample | None, given: str, limit: int | None = None) -> list[Any] | None:
+    """Calibration batches: so many of the sample's, or those of a folder; None for 0."""
+    if given.isdigit() and sample is not None:
+        return sample.calibration(int(given)) if int(given) else None
+    if given == "0":
+        return None
+    examples = read_examples(given, limit)
+    checks.images(model, examples, given)
+    return list(batches(processor_of(name, sample), examples))
+
+
+def _save_processor(processor: Any, model: str, stage: Path) -> None:
+    """The processor beside the quantized model; without data, what there is of one in the model's directory."""
+    if processor is None:
+        with contextlib.suppress(DataError):
+            processor = processor_of(model, None)
+    if processor is not None and hasattr(processor, "save_pretrained"):
+        processor.save_pretrained(stage)
 
 
 # --- eval -------------------------------------------------------------------------------------------------------------
@@ -174,7 +197,7 @@ class Evaluation:
     max_new_tokens: int
 
 
-Loader = Callable[[str], "tuple[Any, Sample]"]
+Loader = Callable[[str], "tuple[Any, Sample | None]"]
 
 
 def evaluate(job: Evaluation, load: Loader, console: Console) -> dict[str, float]:
@@ -193,13 +216,14 @@ def evaluate(job: Evaluation, load: Loader, console: Console) -> dict[str, float
             figures |= evaluation.compared(evaluation.ask(other, processor, examples, job.max_new_tokens), answers)
             figures |= _noise(other, model, [encode(processor, e, answer=True) for e in examples[:NOISE_EXAMPLES]])
     elif not job.text:
+        assert sample is not None  # the command has looked
         figures |= _sample(model, other, sample, job.questions)
     if job.text:
         tokenizer = getattr(processor, "tokenizer", processor)
         figures["perplexity"] = evaluation.perplexity(model, tokenizer, job.text)
         if other is not None:
             figures["perplexity of the other"] = evaluation.perplexity(other, tokenizer, job.text)
-    name = job.data or (", ".join(map(str, job.text)) if job.text else sample.name)
+    name = job.data or ", ".join(map(str, job.text)) or (sample.name if sample else "")
     table = Table("", "value", title=f"{job.model} on {name}, {time.perf_counter() - start:.1f} s", title_justify="left")
     for key, value in figures.items():
         table.add_row(key, shown(key, value))
@@ -268,9 +292,16 @@ def benchmarks(model: str, tasks: list[str], limit: int | None, console: Console
 # --- bench ------------------------------------------------------------------------------------------------------------
 
 
-def prompts(model: Any, name: str, sample: Sample, data: str, count: int) -> list[Any]:
+def batch_of(name: str, sample: Sample | None, data: str) -> Any:
+    """One prompt with its answer, for ``model.forward``: the sample's of that number, or the first of a folder."""
+    if data.isdigit() and sample is not None:
+        return sample.calibration(max(1, int(data)))[-1]
+    return encode(processor_of(name, sample), read_examples(data, 1)[0], answer=True)
+
+
+def prompts(model: Any, name: str, sample: Sample | None, data: str, count: int) -> list[Any]:
     """Prompts for ``generate``: the sample's, or those of a folder."""
-    if data.isdigit():
+    if data.isdigit() and sample is not None:
         return sample.prompts(max(count, int(data)))[-count:]
     processor = processor_of(name, sample)
     found = [encode(processor, example, answer=False) for example in read_examples(data, count)]

@@ -9,12 +9,20 @@
 | digits-vqa        | a Qwen2-VL of 7 million parameters that answers questions about handwritten digits |
 | digits-vqa-stress | the same function in coordinates that are hard to quantize (`samples/stress.py`)   |
 
-Nothing here touches the network. transformers and scikit-learn are imported when a sample is loaded, not before.
+Nothing here touches the network. torch, transformers and scikit-learn are imported when a sample is loaded, not before.
 """
 
-from mmqc.samples.sample import NAMES, Sample
+from __future__ import annotations
 
-__all__ = ["NAMES", "Sample", "load"]
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mmqc.samples.sample import Sample
+
+NAMES = ("digits-vqa", "digits-vqa-stress")
+MARK = "mmqc_sample"  # a sample's name in its model's config, and so in the config.json of whatever is made from it
+
+__all__ = ["MARK", "NAMES", "Sample", "load"]
 
 
 def load(name: str) -> Sample:
@@ -26,6 +34,18 @@ def load(name: str) -> Sample:
     Raises:
         ValueError: no sample has that name.
     """
+    from mmqc.samples.sample import Sample
+
     if name not in NAMES:
         raise ValueError(f"no sample named {name!r}; the shipped samples are {', '.join(map(repr, NAMES))}")
-    return Sample.load(name)
+    sample = Sample.load(name)
+    setattr(sample.model.config, MARK, name)
+    return sample
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Sample":
+        from mmqc.samples.sample import Sample
+
+        return Sample
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

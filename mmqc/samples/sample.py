@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     import torch
     from transformers import Qwen2VLForConditionalGeneration
 
-NAMES = ("digits-vqa", "digits-vqa-stress")
 QUESTIONS = 640
 _CALIBRATION_SEED, _TEST_SEED = 1, 2
 

@@ -52,6 +52,10 @@ WRITTEN = {
     },
     "Hadamard": {"kind": "hadamard_linear", "in": 12, "out": 5, "bias": False, "dtype": "float32"},
     "plain": {"kind": "plain_linear", "in": 12, "out": 5, "bias": True, "dtype": "float32"},
+    "adapters": {
+        **{"kind": "adapted_linear", "in": 12, "out": 5, "names": ["a", "b"], "widths": [2, 3], "biases": [True, False]},
+        "dtype": "bfloat16",
+    },
 }
 
 

@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -140,3 +142,30 @@ def test_export__gives_the_chosen_prompt_and_programs_to_the_exporter(monkeypatc
     assert calls == [("digits-vqa", "prompt 2", ["prefill", "decode"])]
     assert "prefill: tracing" in done.output
     assert "m.pt2: 1.0 MiB" in done.output
+
+
+def test_main__is_the_package_and_says_what_is_wrong_within_a_second(tmp_path):
+    """Of the process, however busy the machine is; torch alone would take longer."""
+    code = "import runpy, sys, time; sys.argv = ['mmqc', *{}]\ntry:\n    runpy.run_module('mmqc', run_name='__main__')\n"
+    code += "finally:\n    print(time.process_time(), 'torch' in sys.modules)"
+    (tmp_path / "config.json").write_text("{}")
+    for arguments, words in (
+        (("quantize", "nowhere", "--out", "x"), "neither a sample"),
+        (("explain", str(tmp_path)), "pass --data"),
+        (("ask", "digits-vqa", "what?", "--image", "none.png"), "none.png does not exist"),
+        (("--help",), "Ask a model one question"),
+    ):
+        done = subprocess.run(
+            [sys.executable, "-c", code.format(list(arguments))], capture_output=True, text=True, check=False, cwd=ROOT
+        )
+        assert words in " ".join((done.stdout + done.stderr).split()), done.stderr
+        seconds, torch = done.stdout.splitlines()[-1].split()
+        assert torch == "False"
+        assert float(seconds) < 1, arguments
+
+
+def test_wake__says_first_that_torch_is_loaded():
+    code = "from mmqc.cli.app import app; app(['passes', '--recipe', 'rotate'])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.splitlines()[0] == "loading torch"

@@ -226,7 +226,7 @@ def damaged(tmp_path_factory):
 
 
 def test_process__a_damaged_checkpoint(damaged):
-    words = [sys.executable, "-m", "mmqc.cli", "eval", str(damaged)]
+    words = [sys.executable, "-m", "mmqc.cli", "eval", str(damaged), "--sample", "digits-vqa"]
     environment = {k: v for k, v in os.environ.items() if k != "MMQC_DEBUG"} | {"PYTHONPATH": str(PACKAGE.parent)}
     done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == REFUSED, done.stderr
@@ -237,7 +237,7 @@ def test_process__a_damaged_checkpoint(damaged):
 
 
 def test_debug__a_damaged_checkpoint(damaged, capsys):
-    code, told = run(capsys, "--debug", "eval", str(damaged))
+    code, told = run(capsys, "--debug", "eval", str(damaged), "--sample", "digits-vqa")
     assert code == REFUSED
     assert "SafetensorError: Error while deserializing" in told.err
     assert "in load_model" in told.err

@@ -90,12 +90,13 @@ def test_quantize__refuses_data_without_an_image(tmp_path):
 
 def test_load__a_class_that_transformers_does_not_have(tmp_path):
     (tmp_path / "config.json").write_text('{"architectures": ["NoSuchModel"], "model_type": "qwen2_vl"}')
-    for arguments in (("bench", str(tmp_path)), ("quantize", str(tmp_path), "-r", "rtn", "--calibration", "0", "--dry-run")):
+    bench = ("bench", str(tmp_path), "--sample", "digits-vqa")
+    for arguments in (bench, ("quantize", str(tmp_path), "-r", "rtn", "--calibration", "0", "--dry-run")):
         result = invoke(*arguments)
         assert result.exit_code == 3
         assert re.search(r"config\.json: transformers \S+ has no model class 'NoSuchModel'", result.output)
     (tmp_path / "config.json").write_text("{")
-    result = invoke("bench", str(tmp_path))
+    result = invoke(*bench)
     assert result.exit_code == 3
     assert "config.json is no JSON" in result.output
 
@@ -110,7 +111,7 @@ def test_skeleton__of_a_config_that_names_no_class(tmp_path):
 
 def test_load__a_folder_without_weights_is_refused_in_one_line(tmp_path):
     shutil.copy(Path(mmqc.samples.__file__).parent / "digits_vqa" / "config.json", tmp_path)
-    result = invoke("bench", str(tmp_path))
+    result = invoke("bench", str(tmp_path), "--sample", "digits-vqa")
     assert result.exit_code == 3
     assert str(tmp_path) in result.output
     assert "Traceback" not in result.output

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 import mmqc
 from mmqc import recipes
+from mmqc.graph.changes import Turned
 from mmqc.graph.record import record
-from mmqc.passes import fuse_rotation
 from mmqc.quantization.equivalence import Before, RewriteError, check, outputs, precision
 
 
@@ -23,9 +23,9 @@ def test_equivalence__is_in_the_report() -> None:
 
 
 def test_equivalence__a_wrong_rewrite_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = fuse_rotation.Rotation.__call__
+    right = Turned.__call__
     wrong = lambda self, v: right(self, v) if v.shape[0] % 3 else v  # noqa: E731
-    monkeypatch.setattr(fuse_rotation.Rotation, "__call__", wrong)
+    monkeypatch.setattr(Turned, "__call__", wrong)
     model = Small()
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(RewriteError, match="the exact rewrites changed the model's output by"):
