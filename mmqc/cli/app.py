@@ -179,19 +179,20 @@ def ask(
     device: Annotated[str | None, typer.Option(help="What to compute on. Default: a GPU, where there is one.")] = None,
 ) -> None:
     """Ask a model one question: the answer, tokens/s, and what ran."""
-    from mmqc.cli import chat_data, checks
+    from mmqc.cli import chat_data, checks, source
 
     checks.names(model)
+    source.check_processor(model, None)
     for path in image or ():
         chat_data.open_image(path)
     checks.work(device, None, None)
-    loaded, source = load(model, None)
+    loaded, own = load(model, None)
     import torch
 
     from mmqc.cli import ask, jobs
 
     loaded.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    processor = jobs.processor_of(model, source)
+    processor = jobs.processor_of(model, own)
     said = ask.ask(loaded, processor, ask.example(question, image or ()), max_new_tokens, compiled)
     console.print(said.text, markup=False, highlight=False, soft_wrap=True)
     speed = "" if said.tokens_per_s is None else f", then {said.tokens_per_s:.1f} tokens/s"
@@ -222,6 +223,7 @@ def evaluate(
         raise typer.BadParameter("recovery needs the float model: --against", param_hint="--min-recovery")
     if not tasks:  # the harness takes names of the Hub too
         checks.names(model, sample)
+        source.check_processor(model, sample)
     if data is not None or not (text or tasks):
         source.data_of(model, sample, None if data is None else str(data), "--data", 0)
     wake()

@@ -17,7 +17,7 @@ from rich.table import Table
 
 import mmqc
 from mmqc.checkpoint.staging import replacing, weight_files
-from mmqc.cli import checks, evaluation
+from mmqc.cli import checks, evaluation, source
 from mmqc.cli.chat_data import DataError, batches, encode, read_examples
 from mmqc.cli.memory_estimate import available, estimate
 from mmqc.quantization.convert import size_of
@@ -83,20 +83,12 @@ def processor_of(model: str, sample: Sample | None) -> Any:
     Raises:
         DataError: there is none of them.
     """
-    folder = Path(model)
-    if any((folder / name).exists() for name in ("processor_config.json", "preprocessor_config.json")):
-        from transformers import AutoProcessor
+    if (name := source.processor_class(model)) is not None:
+        import transformers
 
-        return AutoProcessor.from_pretrained(folder)
-    if (folder / "tokenizer_config.json").exists():
-        from transformers import AutoTokenizer
-
-        return AutoTokenizer.from_pretrained(folder)
+        return getattr(transformers, name).from_pretrained(model)
     if sample is None:
-        raise DataError(
-            f"{model} has no processor and no tokenizer, so nothing can be asked of it: copy processor_config.json, "
-            "preprocessor_config.json, tokenizer.json and the like from the original model's directory"
-        )
+        raise source.no_processor(model)
     return sample.processor
 
 

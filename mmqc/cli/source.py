@@ -37,11 +37,12 @@ def data_of(model: str, asked: str | None, given: str | None, option: str, defau
         default: how many prompts of a sample.
 
     Raises:
-        DataError: a model of the user's own without data, or no such data.
+        DataError: a model of the user's own without data, or no such data, or nothing that makes tensors of it.
         BadParameter: a number below 0.
     """
     if given is not None and not _is_number(given):
         read_examples(given, 1)
+        check_processor(model, asked)
         return given
     if given is not None and int(given) < 0:
         raise typer.BadParameter(f"{given}: a number of prompts, 0 or more; or a folder", param_hint=option)
@@ -52,6 +53,31 @@ def data_of(model: str, asked: str | None, given: str | None, option: str, defau
             f"--sample {NAMES[0]}"
         )
     return given or str(default)
+
+
+def processor_class(folder: str) -> str | None:
+    """The Auto class of transformers that reads what turns questions into tensors, by the files of a model's directory."""
+    if any((Path(folder) / name).exists() for name in ("processor_config.json", "preprocessor_config.json")):
+        return "AutoProcessor"
+    return "AutoTokenizer" if (Path(folder) / "tokenizer_config.json").exists() else None
+
+
+def check_processor(model: str, asked: str | None) -> None:
+    """Raise where nothing could turn a question into tensors.
+
+    Raises:
+        DataError: a model of the user's own has neither processor nor tokenizer.
+    """
+    if processor_class(model) is None and sample_of(model, asked) is None:
+        raise no_processor(model)
+
+
+def no_processor(model: str) -> DataError:
+    """What is wrong with a model's directory that has none, and what to do."""
+    return DataError(
+        f"{model} has no processor and no tokenizer, so nothing can be asked of it: copy processor_config.json, "
+        "preprocessor_config.json, tokenizer.json and the like from the original model's directory"
+    )
 
 
 def _is_number(text: str) -> bool:
