@@ -1,5 +1,6 @@
 import pytest
 import torch
+from fusion_cases import linear as static
 from tolerance import assert_close
 from torch.nn import functional as F
 
@@ -60,6 +61,16 @@ def test_straight_through__refuses_parts_that_are_not_the_inputs() -> None:
         op(torch.randn(3, 13), torch.randn(3, 5), *operands)
     with pytest.raises(ValueError, match=r"y has shape \[3, 5\], not \[4, 5\]"):
         op(torch.randn(3, 12), torch.randn(4, 5), *operands)
+
+
+def test_straight_through__compiled_gradients_are_the_eager_ones() -> None:
+    model = torch.nn.Sequential(static(64), torch.nn.SiLU(), torch.nn.Linear(64, 32), static(48, hadamard=True))
+    compiled = torch.compile(model, backend="mmqc")
+    x, upstream = torch.randn(5, 32, requires_grad=True), torch.randn(5, 48)
+    (expected,) = torch.autograd.grad(model(x), x, upstream)
+    (grad,) = torch.autograd.grad(compiled(x), x, upstream)
+    assert expected.abs().max() > 0
+    assert_close(grad, expected)
 
 
 def test_gradient_of__has_the_value_of_one_and_the_gradient_of_the_other() -> None:
