@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 from torch import nn
 from torchao.core.config import AOBaseConfig
-from torchao.quantization.granularity import Granularity, PerGroup, PerRow, PerTensor
+from torchao.quantization.granularity import Granularity, PerGroup, PerRow, PerTensor, PerToken
 from torchao.quantization.transform_module import register_quantize_module_handler
 
 from mmqc.specs import (
@@ -83,13 +83,14 @@ class Scheme:
         allowed = "'float' beside activations of type 'float', and there only 'int' to 4 bits, whose codes are exact as floats"
         require(alike, "WeightSpec.type", self.weight.type, allowed)
         grouped = self.weight.granularity
-        require(not floats or not self.weight.group_size, "WeightSpec.granularity", grouped, "PerRow() beside floats")
+        apart = not floats or not self.weight.group_size or self.by_token
+        require(apart, "WeightSpec.granularity", grouped, "PerRow() beside static activations of type 'float'")
         integer = self.weight.amplifier is not None
         require(
-            not integer or self.activation is not None,
+            not integer or self.static,
             "Scheme.activation",
             self.activation,
-            "an ActivationSpec where weight.amplifier is set: integer scales multiply sums of integer products",
+            "a static ActivationSpec where weight.amplifier is set: integer scales multiply sums of integer products",
         )
 
     @property
@@ -97,8 +98,18 @@ class Scheme:
         """Whether activations are float8 codes, and weights of 8 bits with them."""
         return self.activation is not None and self.activation.type == "float"
 
+    @property
+    def static(self) -> bool:
+        """Whether activations have scales that calibration finds."""
+        return self.activation is not None and self.activation.static
+
+    @property
+    def by_token(self) -> bool:
+        """Whether activations have symmetric scales that are found token by token."""
+        return self.activation is not None and not self.activation.static
+
     def __str__(self) -> str:
-        """The field's shorthand, e.g. W4A8, W4A16-g128-asym or, with integer scales, W4A8-g128-i1024."""
+        """The field's shorthand, e.g. W4A8, W8A8-token, W4A16-g128-asym or, with integer scales, W4A8-g128-i1024."""
         if (d := self.dynamic) is not None:
             share = f" + {d.high_fraction:g} at {d.high_bits}" if d.high_fraction else ""
             share += f" + {d.lowest_fraction:g} at {d.lowest_bits}" if d.lowest_fraction else ""
@@ -107,6 +118,7 @@ class Scheme:
         group += f"-i{self.weight.amplifier}" if self.weight.amplifier is not None else ""
         group += "" if self.weight.symmetric else "-asym"
         group += "-fp8" if self.float8 else ""
+        group += "-token" if self.by_token else ""
         return f"W{self.weight.bits}A{self.activation.bits if self.activation else 16}{group}"
 
 
@@ -116,6 +128,7 @@ class Rewrites:
 
     Attributes:
         fold_norms: norm gains, biases and means go into the neighbouring weights (LayerNorm becomes RMSNorm).
+        keep_means: means stay, and with them LayerNorms, whose streams are rotated by matrices that keep the mean.
         rotate: residual streams and V/O spaces are rotated by a randomized Hadamard matrix.
         hadamard: an online Hadamard in front of linears that read a non-linearity (down_proj, fc2).
         hadamard_everywhere: also in front of linears that read a stream which no rotation passes (sandwich and post norms);
@@ -136,8 +149,11 @@ class Rewrites:
     scales: ChannelScales | None = None
     bases: Bases | None = None
     smooth: float | None = None
+    keep_means: bool = False
 
     def __post_init__(self) -> None:
+        require(self.fold_norms or not self.keep_means, "Rewrites.keep_means", self.keep_means, "False where fold_norms is False")
+        require(self.bases is None or not self.keep_means, "Rewrites.keep_means", self.keep_means, "False beside bases")
         require(self.rotate or self.bases is None, "Rewrites.rotate", self.rotate, "True where there are bases")
         require(self.smooth is None or 0 < self.smooth < 1, "Rewrites.smooth", self.smooth, "in (0, 1), or None")
         both = self.scales is not None and self.smooth is not None
@@ -220,7 +236,7 @@ class QuantConfig(AOBaseConfig):
         if self.statistics is not None:
             return any(s.weight.needs_hessian for s in self.schemes.values())
         places = self.schemes.values()
-        measured = any(s.activation is not None or s.dynamic is not None or s.weight.needs_hessian for s in places)
+        measured = any(s.static or s.dynamic is not None or s.weight.needs_hessian for s in places)
         return measured or (self.rewrites.scales is not None and bool(self.schemes))
 
     def replace(self, **changes: Any) -> QuantConfig:
@@ -236,14 +252,14 @@ class QuantConfig(AOBaseConfig):
         changed = {
             place: dataclasses.replace(s, weight=dataclasses.replace(s.weight, amplifier=amplifier))
             for place, s in self.schemes.items()
-            if s.weight.group_size and s.activation is not None
+            if s.weight.group_size and s.static
         }
-        allowed = "schemes with PerGroup(g) weights and quantized activations"
+        allowed = "schemes with PerGroup(g) weights and static activations"
         require(bool(changed), "QuantConfig", list(map(str, self.schemes.values())), allowed)
         return self.replace(**changed)
 
     def with_float8(self) -> QuantConfig:
-        """A copy that computes in float8_e4m3fn wherever activations are static.
+        """A copy that computes in float8_e4m3fn wherever activations are static, or symmetric by token.
 
         8-bit weights become floats too, rounded to nearest whatever the solver was; integers to 4 bits stay what they are, for
         their codes are exact as floats.  Ada and Hopper multiply both.
@@ -259,6 +275,26 @@ class QuantConfig(AOBaseConfig):
             )
             for place, s in self.schemes.items()
             if s.activation is not None
+        }
+        require(bool(changed), "QuantConfig", list(map(str, self.schemes.values())), "schemes with quantized activations")
+        return self.replace(**changed)
+
+    def with_token_scales(self) -> QuantConfig:
+        """A copy with one activation scale per token, found as it comes, wherever calibration would find scales.
+
+        A scale per token follows a token as closely as a scale per modality does all tokens of its kind.  Integer group scales
+        become floats.
+
+        Raises:
+            ConfigError: no scheme has static activations.
+        """
+        changed = {
+            place: Scheme(
+                dataclasses.replace(s.weight, amplifier=None),
+                ActivationSpec(s.activation.bits, PerToken(), type=s.activation.type),
+            )
+            for place, s in self.schemes.items()
+            if s.activation is not None and s.static
         }
         require(bool(changed), "QuantConfig", list(map(str, self.schemes.values())), "schemes with static activations")
         return self.replace(**changed)
@@ -293,7 +329,7 @@ class QuantConfig(AOBaseConfig):
         return _decode(cls, data, "QuantConfig")
 
 
-_GRANULARITIES = {"per_row": PerRow, "per_tensor": PerTensor, "per_group": PerGroup}
+_GRANULARITIES = {"per_row": PerRow, "per_tensor": PerTensor, "per_token": PerToken, "per_group": PerGroup}
 
 
 def _encode(value: Any) -> Any:
@@ -313,7 +349,8 @@ _NESTED = {"weight": WeightSpec, "activation": ActivationSpec, "dynamic": Dynami
 def _granularity(value: Any) -> Granularity:
     if isinstance(value, dict) and set(value) == {"per_group"}:
         return PerGroup(value["per_group"])
-    require(value in ("per_row", "per_tensor"), "granularity", value, ("per_row", "per_tensor", {"per_group": "g"}))
+    named = ("per_row", "per_tensor", "per_token")
+    require(value in named, "granularity", value, (*named, {"per_group": "g"}))
     return _GRANULARITIES[str(value)]()
 
 

@@ -59,7 +59,9 @@ def folding_passes(config: QuantConfig) -> tuple[Pass, ...]:
         RaiseOps(),
         RaiseLinear(),
         # 2 fold what pins channels
-        *((FoldLayerScale(), FoldNormMean(), FoldNormScale()) if config.rewrites.fold_norms else ()),
+        *((FoldLayerScale(),) if config.rewrites.fold_norms else ()),
+        *((FoldNormMean(),) if config.rewrites.fold_norms and not config.rewrites.keep_means else ()),
+        *((FoldNormScale(),) if config.rewrites.fold_norms else ()),
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-from torchao.quantization.granularity import Granularity, PerGroup, PerRow, PerTensor
+from torchao.quantization.granularity import Granularity, PerGroup, PerRow, PerTensor, PerToken
 
 from mmqc.errors import MmqcError
 
@@ -104,11 +104,11 @@ class WeightSpec:
 
 @dataclass(frozen=True)
 class ActivationSpec:
-    """Static symmetric activations, one scale per tensor or, with ``per_modality``, one per tensor and modality (MSQ).
+    """Symmetric activations: static, one scale per tensor or, with ``per_modality``, one per tensor and modality (MSQ); or dynamic.
 
     Attributes:
         bits: 8.
-        granularity: ``PerTensor()``.
+        granularity: ``PerTensor()``, static, or ``PerToken()``: one scale per token, found as it comes (ops/token_matmul.py).
         per_modality: MQuant's modality-specific quantization (section 4.1): visual and text rows have their own scale.
         observer: ``minmax``: s = max(|min| / 128, |max| / 127); ``percentile``: the same of a percentile of |x|.
         percentile: in (0, 1], used by the percentile observer.
@@ -125,9 +125,17 @@ class ActivationSpec:
     def __post_init__(self) -> None:
         require(self.type in get_args(Number), "ActivationSpec.type", self.type, get_args(Number))
         require(self.bits == 8, "ActivationSpec.bits", self.bits, (8,))
-        require(isinstance(self.granularity, PerTensor), "ActivationSpec.granularity", self.granularity, "PerTensor()")
+        allowed = "PerTensor(), PerToken()"
+        require(isinstance(self.granularity, PerTensor | PerToken), "ActivationSpec.granularity", self.granularity, allowed)
+        static = isinstance(self.granularity, PerTensor)
+        require(static or not self.per_modality, "ActivationSpec.per_modality", self.per_modality, "False beside PerToken()")
         require(self.observer in get_args(Observer), "ActivationSpec.observer", self.observer, get_args(Observer))
         require(0 < self.percentile <= 1, "ActivationSpec.percentile", self.percentile, "(0, 1]")
+
+    @property
+    def static(self) -> bool:
+        """Whether calibration finds the scale."""
+        return isinstance(self.granularity, PerTensor)
 
 
 @dataclass(frozen=True)

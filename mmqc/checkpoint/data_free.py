@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from mmqc.checkpoint.linear_like import NotLinearError, looks_linear, read_linear
 from mmqc.config import HEAD, ConfigError, QuantConfig, Rewrites, Scheme
 from mmqc.nn.linear import QuantLinear
+from mmqc.nn.token_linear import TokenLinear
 from mmqc.passes.assign_scheme import kept
 from mmqc.report.report import Refusal
 from mmqc.solvers import Quantized, solve
@@ -96,17 +97,18 @@ def select(
     return found
 
 
-def quantized_linear(weight: Tensor, bias: Tensor | None, scheme: Scheme, fqn: str = "weight") -> tuple[QuantLinear, Quantized]:
+def quantized_linear(weight: Tensor, bias: Tensor | None, scheme: Scheme, fqn: str = "weight") -> tuple[QuantLinear | TokenLinear, Quantized]:
     """The module for a float weight [N, K] and bias [N], and what the solver found.
 
     Raises:
         ValueError: the weight holds NaN or infinity.
     """
     solved = solve(weight.detach().float(), scheme.weight, name=fqn)
-    module = QuantLinear.from_parts(
-        solved,
-        weight_bits=scheme.weight.bits,
-        bias=None if bias is None else bias.detach(),
-        dtype=weight.dtype,
-    )
-    return module, solved
+    options: Any = {
+        "weight_bits": scheme.weight.bits,
+        "bias": None if bias is None else bias.detach(),
+        "dtype": weight.dtype,
+    }
+    if scheme.by_token:
+        return TokenLinear.from_parts(solved, float8=scheme.float8, **options), solved
+    return QuantLinear.from_parts(solved, **options), solved

@@ -21,12 +21,14 @@ from mmqc.nn.linear import HadamardLinear, QuantLinear, RMSNorm
 from mmqc.nn.mixed_linear import MixedLinear
 from mmqc.nn.plain_linear import PlainLinear
 from mmqc.nn.rotated_norm import RotatedNorm
+from mmqc.nn.token_linear import TokenLinear
 
 # By their names in saved configs: a class may move or be renamed, its kind may not.
 KINDS: dict[str, Any] = {
     "quant_linear": QuantLinear,
     "quant_experts": QuantExperts,
     "mixed_linear": MixedLinear,
+    "token_linear": TokenLinear,
     "kv_rounder": KVRounder,
     "query_moment": QueryMoment,
     "rms_norm": RMSNorm,

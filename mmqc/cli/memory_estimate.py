@@ -47,7 +47,7 @@ def stored(linear: nn.Linear, scheme: Scheme) -> int:
     static = scheme.activation is not None
     width = packed_width(linear.in_features, stored_bits(scheme.weight.bits, static))
     groups = -(-linear.in_features // scheme.weight.group_size) if scheme.weight.group_size else 1
-    inputs = 4 * (2 if scheme.activation is not None and scheme.activation.per_modality else 1) if static else 0
+    inputs = 4 * (2 if scheme.activation is not None and scheme.activation.per_modality else 1) if scheme.static else 0
     return linear.out_features * (width + 4 * groups) + inputs
 
 

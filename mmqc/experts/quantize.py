@@ -116,7 +116,7 @@ def _factors(config: QuantConfig, words: tuple[str, ...]) -> str:
 def _unlike_linears(config: QuantConfig, tower: str) -> str:
     """What is said of stacks whose linears beside them have dynamic activations, or float8 codes."""
     scheme = config.scheme(tower)
-    if scheme is not None and scheme.dynamic is not None:
+    if scheme is not None and (scheme.dynamic is not None or scheme.by_token):
         return "weight-only: experts' inputs are not quantized token by token, and all channels have the same bits"
     return "integers: grouped_matmul has no float8 form" if scheme is not None and scheme.float8 else ""
 
@@ -124,7 +124,7 @@ def _unlike_linears(config: QuantConfig, tower: str) -> str:
 def _for_experts(scheme: Scheme) -> Scheme:
     """The same, as far as experts have it."""
     weight, activation = dataclasses.replace(scheme.weight, type="int"), scheme.activation
-    return Scheme(weight, None if activation is None else dataclasses.replace(activation, type="int"))
+    return Scheme(weight, None if activation is None or scheme.by_token else dataclasses.replace(activation, type="int"))
 
 
 def _rotations(prog: Program, fqn: str, layers: Iterable[ExpertLayer]) -> Iterator[str]:

@@ -33,6 +33,7 @@ from mmqc.ops import (
     scaled_matmuls,
     straight_through,
     tag_modality,
+    token_matmul,
     weight_only_matmul,
     weight_only_matmuls,
 )
@@ -66,6 +67,7 @@ __all__ = [
     "scaled_matmuls",
     "straight_through",
     "tag_modality",
+    "token_matmul",
     "weight_only_matmul",
     "weight_only_matmuls",
 ]

@@ -1,6 +1,7 @@
-"""Quantize linears' inputs with static scales, one per tensor or one per tensor and modality (MSQ).
+"""Quantize linears' inputs: with static scales, one per tensor or one per tensor and modality (MSQ), or token by token.
 
     weight_only_matmul(x, W_q, s_W, b, g)  ->  scaled_matmul(quantize(x, s_x), W_q, s_x, s_W, b, t, g)
+    or, by token             ->  token_matmul(x, W_q, s_W, b, g)
     row r of x uses s_x[visual[r]]: s_text or s_visual      (MQuant, arXiv:2502.00425, section 4.1)
 
 Shapes:  x [*, K]   s_x [1] or [2] = (text, visual)   visual bool [*]   t int32 [N, ceil(K/g)], integer group scales, or None
@@ -31,9 +32,11 @@ class Site:
     """One integer matmul and its input scales."""
 
     node: fx.Node
-    scale: Tensor
+    scale: Tensor | None  # None: found token by token
 
     def __str__(self) -> str:
+        if self.scale is None:
+            return f"{self.node.meta['fqn']}: a scale per token"
         return f"{self.node.meta['fqn']}: s = {', '.join(f'{s:.3g}' for s in self.scale.tolist())}"
 
 
@@ -47,7 +50,9 @@ class QuantizeActivations(Pass):
         """Integer weights whose scheme quantizes activations too."""
         known = prog.statistics["linears"] if prog.statistics is not None else {}
         for node in prog.graph.nodes:
-            if kind(node) == "weight_only_matmul" and node.meta["scheme"].activation is not None:
+            if kind(node) == "weight_only_matmul" and node.meta["scheme"].by_token:
+                yield Site(node, None)
+            elif kind(node) == "weight_only_matmul" and node.meta["scheme"].activation is not None:
                 scale = known.get(node.meta["fqn"], {}).get("input_scale")
                 if scale is None:
                     yield Miss(node.name, "calibration saw no input of it, so it has no static scale", node.meta["fqn"])
@@ -55,7 +60,10 @@ class QuantizeActivations(Pass):
                     yield Site(node, torch.tensor(scale, dtype=torch.float32))
 
     def rewrite(self, prog: Program, site: Site) -> None:
-        """Replace the node by quantize and scaled_matmul."""
+        """Replace the node by quantize and scaled_matmul, or by token_matmul."""
+        if site.scale is None:
+            self.by_token(prog, site.node)
+            return
         x, codes, scale, bias, bits, group = site.node.args[:6]
         fqn, spec = site.node.meta["fqn"], site.node.meta["scheme"].activation
         visual = prog.visual_node() if site.scale.numel() == 2 else None
@@ -75,6 +83,15 @@ class QuantizeActivations(Pass):
             copy_meta(made, site.node, self.name, 0)
         new.meta.update({k: site.node.meta[k] for k in ("tower", "role", "scheme", "fqn")})
         site.node.replace_all_uses_with(new)
+
+    def by_token(self, prog: Program, node: fx.Node) -> None:
+        """Replace the node by token_matmul."""
+        code = (FLOAT8,) if node.meta["scheme"].float8 else ()
+        with prog.graph.inserting_before(node):
+            new = prog.graph.call_function(torch.ops.mmqc.token_matmul.default, (*node.args[:6], *code))
+        copy_meta(new, node, self.name, 0)
+        new.meta.update({k: node.meta[k] for k in ("tower", "role", "scheme", "fqn")})
+        node.replace_all_uses_with(new)
 
     def weight_scales(self, prog: Program, fqn: str, scale: Any) -> tuple[Any, fx.Node | None]:
         """The weight's scales as they are, or where they are integers the two factors that they are made of."""

@@ -72,7 +72,7 @@ class QuantizeWeights(Pass):
         """Solve, add the parts as weights of their own, replace the nodes."""
         start = time.perf_counter()
         spec = site.scheme.weight
-        if spec.type == "float" and not self.has_input_scale(prog, site.fqn):
+        if spec.type == "float" and not site.scheme.by_token and not self.has_input_scale(prog, site.fqn):
             spec = replace(spec, type="int")  # beside floating-point inputs, which float8 codes have no kernel for
         outliers = site.nodes[0].meta.get("outliers")
         value = prog.value(site.fqn)

@@ -21,6 +21,7 @@ from mmqc.nn.linear import HadamardLinear, QuantLinear, RMSNorm
 from mmqc.nn.mixed_linear import MixedLinear
 from mmqc.nn.modality import ModalityContext
 from mmqc.nn.rotated_norm import RotatedNorm
+from mmqc.nn.token_linear import TokenLinear
 from mmqc.passes.quantize_mixed import Stored
 
 QUANTIZED = ("weight_only_matmul", "scaled_matmul", "mixed_matmul")
@@ -195,7 +196,7 @@ def _copy(parameter: Tensor) -> Tensor:
 def build_quantized(
     model: nn.Module, prog: Program, context: ModalityContext | None, only: Container[str]
 ) -> dict[str, PackedLinear]:
-    """A QuantLinear for every quantized weight of the program in ``only``, by module FQN; the model is not touched."""
+    """A QuantLinear or TokenLinear for every quantized weight of the program in ``only``, by module FQN; the model is not touched."""
     built: dict[str, PackedLinear] = {}
     known: Any = {} if prog.statistics is None else prog.statistics["linears"]
     for node in prog.nodes("weight_only_matmul"):
@@ -205,11 +206,21 @@ def build_quantized(
             continue
         old = model.get_submodule(module)
         scheme, solved = node.meta["scheme"], prog.solved[fqn]
-        found = known.get(fqn, {}).get("input_scale") if scheme.activation is not None else None
+        found = known.get(fqn, {}).get("input_scale") if scheme.static else None
         static = found is not None
         weight = old.get_parameter("weight")
         device = weight.device
         bias = getattr(old, "bias", None)
+        if scheme.by_token:
+            built[module] = TokenLinear.from_parts(
+                solved.to(device),
+                weight_bits=scheme.weight.bits,
+                bias=None if bias is None else bias.detach(),
+                hadamard=isinstance(old, HadamardLinear),
+                float8=scheme.float8,
+                dtype=weight.dtype,
+            )
+            continue
         index, columns = (prog.weights.get(f"{fqn}.{part}") for part in ("outliers", "outlier_weight"))
         scale = torch.tensor(found, dtype=torch.float32) if static else None
         built[module] = QuantLinear.from_parts(

@@ -49,7 +49,7 @@ class Target:
         return {
             "tower": self.tower,
             "role": self.role,
-            "input_scale": seen.scales(spec, self.language) if spec is not None else None,
+            "input_scale": seen.scales(spec, self.language) if spec is not None and spec.static else None,
             "outliers": [] if self.outliers is None else self.outliers.tolist(),
         }
 
@@ -80,13 +80,13 @@ def find_targets(job: Job, rewritten: Rewritten) -> Targets:
     watches = {
         target.module: Watch(
             target.language,
-            target.scheme.activation,
+            target.scheme.activation if target.scheme.static else None,
             target.scheme.weight.needs_hessian,
             target.outliers,
             job.request.row_weights,
         )
         for target in linears.values()
-        if target.scheme.activation is not None or target.scheme.weight.needs_hessian
+        if target.scheme.static or target.scheme.weight.needs_hessian
     }
     return Targets(linears, watches, tuple(_token_embeddings(prog)))
 
