@@ -1,4 +1,4 @@
-# make venv | demo | test | test-slow | fuzz | lint | gpu | docs        Needs Python 3.11 or newer, pip, make and g++; nothing else.
+# make venv | demo | test | test-slow | test-vllm | fuzz | lint | gpu | docs        Needs Python 3.11 or newer, pip, make and g++; nothing else.
 # make TORCH_INDEX=<url> <target>                      takes torch from that index (a CPU-only one, for example).
 # make TORCH=2.11.0 test                               the same in .venv-2.11.0, with the pins of constraints-2.11.0.txt.
 # make PY=python3 gpu                                  runs the GPU tests in an interpreter that has everything already.
@@ -28,7 +28,7 @@ export TOKENIZERS_PARALLELISM := false
 # Threads that wait sleep: with anything else on the cores, spinning ones cost a factor of two to five.
 export OMP_WAIT_POLICY := passive
 
-.PHONY: help venv demo test test-slow fuzz lint gpu docs clean
+.PHONY: help venv demo test test-slow test-vllm vllm engine-tables fuzz lint gpu docs clean
 help:
 	@sed -n '1,4s/^# //p' Makefile
 
@@ -56,6 +56,26 @@ test: $(READY)
 
 test-slow: $(READY)
 	$(RUN_TESTS) -m 'not gpu and slow' $(PYTEST_ARGS)
+
+# vLLM's Python, without the GPU that its kernels need, on top of this environment: constraints-vllm.txt says what of its requirements.
+VLLM ?= 0.32.0 0.33.0
+VLLM_PYTHONS := $(foreach version,$(VLLM),.venv-vllm-$(version)/bin/python)
+vllm: $(VLLM_PYTHONS:/bin/python=/.stamp)
+
+.venv-vllm-%/.stamp: constraints-vllm.txt $(STAMP)
+	$(BIN)/python -m venv --without-pip .venv-vllm-$*
+	$(PIP) install -q --no-deps --upgrade --target $$(.venv-vllm-$*/bin/python -c $(PURELIB)) vllm==$* -r constraints-vllm.txt
+	$(BIN)/python -c $(PURELIB) > $$(.venv-vllm-$*/bin/python -c $(PURELIB))/below.pth
+	touch $@
+PURELIB := 'import sysconfig; print(sysconfig.get_path("purelib"))'
+
+# The engine's own config classes, linears and model classes against the tables and against what save_pretrained(engine=...) writes.
+test-vllm: $(READY) vllm
+	MMQC_VLLM="$(VLLM_PYTHONS)" OMP_NUM_THREADS=1 $(PY) -m pytest -q tests/engines_tests/test_real_vllm.py $(PYTEST_ARGS)
+
+# Their tables anew, where a version was added or the questions changed.
+engine-tables: $(READY) vllm
+	$(PY) -m benchmarks.engines.make_tables $(VLLM_PYTHONS)
 
 # Random programs against the float model; goes on where the last run of this SEED stopped, and saves what fails in tests/fuzz/cases.
 fuzz: $(READY)

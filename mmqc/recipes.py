@@ -23,6 +23,7 @@ from mmqc.config import (
     Solver,
     WeightSpec,
 )
+from mmqc.engines.limits import for_engine as for_engine
 
 
 def rotate(*, online: bool = True, everywhere: bool = False, seed: int = 0) -> QuantConfig:

@@ -97,7 +97,9 @@ def select(
     return found
 
 
-def quantized_linear(weight: Tensor, bias: Tensor | None, scheme: Scheme, fqn: str = "weight") -> tuple[QuantLinear | TokenLinear, Quantized]:
+def quantized_linear(
+    weight: Tensor, bias: Tensor | None, scheme: Scheme, fqn: str = "weight"
+) -> tuple[QuantLinear | TokenLinear, Quantized]:
     """The module for a float weight [N, K] and bias [N], and what the solver found.
 
     Raises:

@@ -1,4 +1,4 @@
-"""``mmqc.save_pretrained(model, directory, format=...)``: mmqc's own checkpoint, or one that other engines read."""
+"""``mmqc.save_pretrained(model, directory, format=..., engine=...)``: mmqc's own checkpoint, or one that other engines read."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from typing import Any
 
 from transformers.modeling_utils import PreTrainedModel
 
-from mmqc.checkpoint import compressed_tensors, manifest
+from mmqc.checkpoint import compressed_tensors, engine_export, manifest
 from mmqc.checkpoint.hf import MmqcQuantizer
+from mmqc.engines.table import rules
 from mmqc.errors import MmqcError
 from mmqc.nn.integer_weight import PackedLinear
 
@@ -22,15 +23,27 @@ class FormatError(MmqcError, ValueError):
     """A format that cannot say what the model holds; names the modules and what to do instead."""
 
 
-def save_pretrained(model: PreTrainedModel, directory: str | os.PathLike[str], *, format: str = "mmqc", **options: Any) -> Path:
+def save_pretrained(
+    model: PreTrainedModel,
+    directory: str | os.PathLike[str],
+    *,
+    format: str | None = None,
+    engine: str | None = None,
+    gpu: str = "h100",
+    **options: Any,
+) -> Path:
     """Saves a quantized model for ``from_pretrained``.
 
     Args:
         model: one of transformers', quantized by ``quantize_``.
         directory: made if it is not there.
-        format: ``mmqc``: everything, loaded once mmqc is imported, the same as ``model.save_pretrained(directory)``; or
-            ``compressed-tensors``: for vLLM, and for transformers without mmqc (see mmqc/checkpoint/compressed_tensors.py), with
-            a mmqc_manifest.json that only ``load_quantized`` reads.
+        format: ``mmqc``, the default without an engine: everything, loaded once mmqc is imported, the same as
+            ``model.save_pretrained(directory)``; or ``compressed-tensors``: for vLLM, and for transformers without mmqc (see
+            mmqc/checkpoint/compressed_tensors.py), with a mmqc_manifest.json that only ``load_quantized`` reads.
+        engine: "vllm==0.32" or "vllm==0.33": compressed-tensors as that version takes it on ``gpu``, asked of it linear by linear
+            (``recipes.for_engine`` plans for it); a scale per modality becomes one per token.  mmqc_engine.json beside the
+            checkpoint names the kernels and the command that serves it.
+        gpu: "a100", "l40s", "h100", or a capability like "9.0".
         options: of transformers' ``save_pretrained``, e.g. ``max_shard_size``.
 
     Returns:
@@ -38,8 +51,13 @@ def save_pretrained(model: PreTrainedModel, directory: str | os.PathLike[str], *
 
     Raises:
         ValueError: another format, or a model that mmqc did not quantize.
-        FormatError: the format cannot express the model; nothing is written.
+        EngineError: an engine or a GPU of which nothing is known.
+        FormatError: the format cannot express the model, or the engine does not take it; nothing is written.
     """
+    known = rules(engine, gpu) if engine is not None else None
+    format = format or ("mmqc" if engine is None else "compressed-tensors")
+    if known is not None and format != "compressed-tensors":
+        raise ValueError(f"format = {format!r}: engine = {engine!r} reads 'compressed-tensors'")
     if format not in FORMATS:
         raise ValueError(f"format = {format!r}: {' or '.join(map(repr, FORMATS))}")
     if not any(isinstance(m, PackedLinear) for m in model.modules()):
@@ -47,20 +65,23 @@ def save_pretrained(model: PreTrainedModel, directory: str | os.PathLike[str], *
     if format == "mmqc":
         model.save_pretrained(directory, **options)
         return Path(directory)
-    found = [*compressed_tensors.objections(model), *_added(model)]
-    if found:
-        more = f"\n  and {len(found) - 3} more" if len(found) > 3 else ""
-        raise FormatError(
-            "compressed-tensors cannot express this model:\n  "
-            + "\n  ".join(found[:3])
-            + more
-            + "\nor keep everything: format='mmqc'"
-        )
-    with _speaking(model) as quantizer:
+    _refuse(
+        "compressed-tensors cannot express this model", [*compressed_tensors.objections(model, known is not None), *_added(model)]
+    )
+    planned = None if known is None else engine_export.plan(model, known, str(engine), gpu)
+    if planned is not None:
+        _refuse(f"{engine} on {gpu} does not take this model", planned.objections)
+    with _speaking(model, planned) as quantizer:
         model.save_pretrained(directory, **options)
     if not quantizer.sealed and options.get("is_main_process", True):  # a save in place, as of several ranks
-        manifest.write(Path(directory))
+        quantizer.seal(Path(directory))
     return Path(directory)
+
+
+def _refuse(what: str, found: list[str]) -> None:
+    if found:
+        more = f"\n  and {len(found) - 3} more" if len(found) > 3 else ""
+        raise FormatError(f"{what}:\n  " + "\n  ".join(found[:3]) + more + "\nor keep everything: format='mmqc'")
 
 
 def _added(model: PreTrainedModel) -> Iterator[str]:
@@ -77,22 +98,26 @@ class _CompressedTensors(MmqcQuantizer):
     """Gives transformers' ``save_pretrained`` the format's tensors."""
 
     sealed = False
+    planned: engine_export.Plan | None = None
 
     def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[Any, dict[str, Any]]:
-        return compressed_tensors.state_dict(model), {}
+        return compressed_tensors.state_dict(model, self.planned is not None), {}
 
     def seal(self, directory: Path) -> None:
-        """Leaves the manifest in a directory that was just written and is not yet in its place."""
+        """Leaves the manifest, and what an engine will do, in a directory that was just written and is not yet in its place."""
         manifest.write(directory)
+        if self.planned is not None:
+            self.planned.write(directory)
         self.sealed = True
 
 
 @contextmanager
-def _speaking(model: PreTrainedModel) -> Iterator[_CompressedTensors]:
+def _speaking(model: PreTrainedModel, planned: engine_export.Plan | None) -> Iterator[_CompressedTensors]:
     """For as long as it saves, the model's config and quantizer are those of the format."""
     config, quantizer = model.config.quantization_config, model.hf_quantizer
-    model.config.quantization_config = compressed_tensors.quantization_config(model)
+    model.config.quantization_config = compressed_tensors.quantization_config(model, planned is not None)
     speaking = _CompressedTensors(config)
+    speaking.planned = planned
     object.__setattr__(model, "hf_quantizer", speaking)
     try:
         yield speaking

@@ -1,7 +1,7 @@
-"""The command line: `mmqc demo | quantize | ask | eval | bench | warm | explain | export | report | doctor | passes`.
+"""The command line: `mmqc demo | quantize | check | ask | eval | bench | warm | explain | export | report | doctor | passes`.
 
-Exit codes: 0 done; 1 done, and found wanting (`doctor`, `eval --min-recovery`); 2 a wrong option; 3 refused: the model, the
-config or the data cannot be used, and why; 4 not enough memory; 5 an unexpected error, which may be a bug; 130 interrupted.
+Exit codes: 0 done; 1 done, and found wanting (`check`, `doctor`, `eval --min-recovery`); 2 a wrong option; 3 refused: the model,
+the config or the data cannot be used, and why; 4 not enough memory; 5 an unexpected error, which may be a bug; 130 interrupted.
 An error is one line; `mmqc --debug COMMAND` shows the traceback as well.
 """
 
@@ -199,6 +199,33 @@ def ask(
     times = f"{said.tokens} tokens: the first after {1e3 * said.first_seconds:.0f} ms{speed}"
     for line in (times, ask.ran(loaded, compiled)):
         console.print(line, style="dim", markup=False, highlight=False, soft_wrap=True)
+
+
+@app.command()
+def check(
+    directory: Annotated[Path, typer.Argument(help="A checkpoint of compressed-tensors, AWQ or GPTQ.")],
+    engine: Annotated[str, typer.Option(help="vllm==0.32 or vllm==0.33.")],
+    gpu: Annotated[str, typer.Option(help="a100, l40s, h100, or a capability like 9.0.")] = "h100",
+    tensor_parallel: Annotated[int, typer.Option(min=1, help="GPUs that a linear is split over.")] = 1,
+    linear_backend: Annotated[str, typer.Option(help="auto, or humming where the engine is started with it.")] = "auto",
+    python: Annotated[str | None, typer.Option(help="Of an environment that has the engine: it is asked, not its table.")] = None,
+    json_file: Json = None,
+) -> None:
+    """What an engine will make of a checkpoint: refused, weight-only in silence, slow, or as its config says."""
+    from mmqc.check.run import check as run
+
+    given: dict[str, Any] = {"gpu": gpu, "tensor_parallel": tensor_parallel, "linear_backend": linear_backend, "python": python}
+    found = run(directory, engine, **given)
+    say: dict[str, Any] = {"markup": False, "highlight": False, "soft_wrap": True}
+    for finding in found.findings:
+        console.print(str(finding), **say)
+    for kernel, count in sorted(found.kernels.items()):
+        console.print(f"{count:5} linears  {kernel}", **say)
+    start = f", start it with {found.flag}" if found.flag else ""
+    console.print(f"{found.share:.1%} of linear weights quantized; {engine} on {gpu}, by {found.source}{start}", **say)
+    write_json(json_file, {"check": found.to_dict()})
+    if not found.good:
+        raise typer.Exit(WANTING)
 
 
 @app.command("eval")

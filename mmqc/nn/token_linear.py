@@ -2,7 +2,7 @@
 
     y = token_matmul(x', w_q, s_w, b)        x' = H x or x, as in nn/linear.py
 
-Shapes:  x [..., K]   w_q int8 or float8 [N, K] or packed uint8 (ops/pack.py)   s_w [N] or [N, K/g]   b [N]   y [..., N] in x's dtype
+Shapes:  x [..., K]   w_q int8 or float8 [N, K] or packed uint8 (ops/pack.py)   s_w [N] or [N, K/g]   b [N]   y [..., N] as x
 
 It is what vLLM's linears with dynamic activations compute; mmqc has no kernel of its own for it, so it runs as the op's reference.
 """

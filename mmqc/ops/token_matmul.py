@@ -3,8 +3,8 @@
     y[m, n] = s_m sum_k q[m, k] W[n, k] + b[n]        W[n, k] = w_q[n, k] s_w[n]   or   w_q[n, k] s_w[n, k // g]
     s_m = max_k |x[m, k]| / t     q = round(x / s_m), t = 127     or, with ``code`` float8_e4m3fn, q = float8(x / s_m), t = 448
 
-Shapes:  x [..., K]   w_q int8 or float8_e4m3fn [N, K] or, 4 bits, uint8 [N, ceil(K/2)] (pack.py)   s_w [N] or, g > 0, [N, ceil(K/g)]
-         b [N]   y [..., N] in x's dtype
+Shapes:  x [..., K]   w_q int8 or float8_e4m3fn [N, K] or, 4 bits, uint8 [N, ceil(K/2)] (pack.py)
+         s_w [N] or, g > 0, [N, ceil(K/g)]   b [N]   y [..., N] in x's dtype
 Error:   |x - s q| <= s / 2 for integers, |x| / 16 for float8; a token of zeros has none.
 Exact:   integer sums are int32 and exact, of a group as of a row; float8 products are added in float64 without groups, in float32
          with them.  All else is in float32 (float64 for a float64 x).

@@ -196,7 +196,7 @@ def _copy(parameter: Tensor) -> Tensor:
 def build_quantized(
     model: nn.Module, prog: Program, context: ModalityContext | None, only: Container[str]
 ) -> dict[str, PackedLinear]:
-    """A QuantLinear or TokenLinear for every quantized weight of the program in ``only``, by module FQN; the model is not touched."""
+    """A QuantLinear or TokenLinear for every quantized weight in ``only``, by module FQN; the model is not touched."""
     built: dict[str, PackedLinear] = {}
     known: Any = {} if prog.statistics is None else prog.statistics["linears"]
     for node in prog.nodes("weight_only_matmul"):

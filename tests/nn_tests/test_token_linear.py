@@ -1,4 +1,4 @@
-"""A linear whose inputs are quantized token by token: the op's arithmetic, its spec, and what quantize_, saving and the backend do."""
+"""A linear whose inputs are quantized token by token: its spec, and what quantize_, saving and the backend do with it."""
 
 import copy
 import json

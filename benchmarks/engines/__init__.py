@@ -1,0 +1,1 @@
+"""What other engines do with mmqc's checkpoints."""

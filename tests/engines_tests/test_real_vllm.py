@@ -1,0 +1,196 @@
+"""The real vLLM, on a machine without a GPU (``make test-vllm``): its answers are the tables', and it loads what mmqc writes.
+
+MMQC_VLLM names the Pythons that have a vLLM; without it nothing here runs.
+"""
+
+import copy
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import mmqc
+from benchmarks.engines.make_tables import _general, forms
+from mmqc import recipes
+from mmqc.checkpoint import compressed_tensors
+from mmqc.checkpoint.compressed_tensors import unpack_words
+from mmqc.engines import ask_vllm
+from mmqc.engines.names import joined, renamed, split_by_rows
+from mmqc.engines.table import BACKENDS, Answer, Case, Tabled, ask, read_table
+from mmqc.nn.token_linear import TokenLinear
+from mmqc.solvers import Quantized
+
+PYTHONS = os.environ.get("MMQC_VLLM", "").split()
+needs_vllm = pytest.mark.skipif(not PYTHONS, reason="make test-vllm sets it up")
+LAYERS = Path(__file__).parents[1] / "support" / "vllm_layers.py"
+QUESTIONS = 300
+
+
+def test_asking__needs_nothing_but_python_where_it_runs():
+    """The file is run by its path in the engine's environment, which has no mmqc."""
+    code = Path(ask_vllm.__file__).read_text()
+    assert "mmqc" not in code.partition('"""\n')[2].replace('"mmqc"', "").replace("mmqc.engines.ask_vllm", "")
+
+
+@pytest.fixture(scope="module", params=PYTHONS or ["none"])
+def python(request):
+    """One that has a vLLM, and that vLLM's version as tables name it."""
+    version = ask(request.param, {})["version"]
+    return request.param, ".".join(version.split(".")[:2])
+
+
+@needs_vllm
+@pytest.mark.parametrize("capability", [80, 89, 90])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_tables__answer_as_the_engine_at_other_widths(python, capability, backend):
+    draw, configs = random.Random(f"{capability} {backend}"), forms()
+    rules, questions = Tabled(python[1], capability), []
+    taken = [f for f in configs if not rules.answers([Case(f, {}, 2048, 2048)], backend)[0].refused]
+    for _ in range(QUESTIONS):
+        k, n = (draw.randrange(256, 8192, 2 ** draw.randrange(9)) for _ in range(2))  # of every class; a group at least
+        questions.append((draw.choice(taken if draw.random() < 0.8 else list(configs)), k, n))
+    asked = [{"config": configs[form], "inputs": k, "outputs": n} for form, k, n in questions]
+    given = ask(python[0], {"capability": capability, "backend": backend, "questions": asked})["answers"]
+    differ = []
+    for (form, k, n), answer in zip(questions, given, strict=True):
+        (tabled,) = rules.answers([Case(form, {}, k, n)], backend)
+        if tabled != Answer(**_general(answer)):
+            differ.append((form, k, n, tabled, answer))
+    assert differ == []
+
+
+@needs_vllm
+def test_tables__name_modules_as_the_classes_do(python):
+    models = read_table(python[1])["models"]
+    assert ask(python[0], {"models": list(models)})["models"] == models
+
+
+STATIC8 = recipes.rtn(8, activation_bits=8)
+RECIPES = {
+    "W8A8 static": (STATIC8, "CompressedTensorsW8A8Int8", "CutlassInt8ScaledMMLinearKernel"),
+    "W8A8 by token": (STATIC8.with_token_scales(), "CompressedTensorsW8A8Int8", "CutlassInt8ScaledMMLinearKernel"),
+    "W8A8-fp8 static": (STATIC8.with_float8(), "CompressedTensorsW8A8Fp8", "CutlassFP8ScaledMMLinearKernel"),
+    "W8A8-fp8 by token": (STATIC8.with_token_scales().with_float8(), "CompressedTensorsW8A8Fp8", "CutlassFP8ScaledMMLinearKernel"),
+    "W4A8-fp8": (recipes.rtn(4, activation_bits=8), "CompressedTensorsW4A8Fp8", "CutlassW4A8LinearKernel"),
+    "W4A16": (recipes.rtn(4, group_size=128), "CompressedTensorsWNA16", "MacheteLinearKernel"),
+    "W4A16 asym": (recipes.awq(4, symmetric=False, solver="rtn"), "CompressedTensorsWNA16", "MacheteLinearKernel"),
+    "W8A16": (recipes.rtn(8), "CompressedTensorsWNA16", "MacheteLinearKernel"),
+}
+
+
+@pytest.fixture(scope="module")
+def exports(tmp_path_factory):
+    """By recipe: our model in bfloat16's scales, and its checkpoint."""
+    sample, made = mmqc.samples.load("digits-vqa"), {}
+    for name, (recipe, _, _) in RECIPES.items():
+        model = copy.deepcopy(sample.model).to(torch.bfloat16)
+        for part in (model.config, model.config.text_config, model.config.vision_config):
+            part.dtype = torch.bfloat16  # as from_pretrained(dtype=...) leaves it
+        config = recipes.for_engine(recipe, "vllm==0.33")
+        mmqc.quantize_(model, config, _bfloat16(sample.calibration(2)), progress=False)
+        folder = tmp_path_factory.mktemp("export")
+        mmqc.save_pretrained(model, folder, engine="vllm==0.33")
+        made[name] = model, folder
+    return made
+
+
+def _bfloat16(batches):
+    return [{k: v.bfloat16() if v.is_floating_point() else v for k, v in b.items()} for b in batches]
+
+
+def loaded(python, folder, ranks, where):
+    """What vLLM's linears hold, rank by rank."""
+    store, outs = where / f"store{ranks}", [where / f"{ranks}-{rank}.pt" for rank in range(ranks)]
+    commands = [[python, str(LAYERS), str(folder), str(ranks), str(rank), str(store), str(outs[rank])] for rank in range(ranks)]
+    running = [subprocess.Popen(c, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}) for c in commands]
+    for process in running:
+        errors = process.communicate(timeout=300)[1]
+        assert process.returncode == 0, errors[-3000:]
+    return [torch.load(out) for out in outs]
+
+
+def expected(model):
+    """By the engine's name: our linears that it joins, in its order."""
+    names = read_table("0.33")["models"][type(model).__name__]
+    here = {renamed(name, names): linear for name, linear in compressed_tensors.written_linears(model).items()}
+    return {whole: [here[name] for name in of] for whole, of in joined(here, names).items()}
+
+
+def codes_of(layer, bits, inputs):
+    """The codes [N, K] that a loaded layer holds."""
+    return unpack_words(layer["weight_packed"], inputs, bits) if "weight_packed" in layer else layer["weight"]
+
+
+@needs_vllm
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("name", RECIPES)
+def test_exports__the_engines_own_linears_hold_our_codes_and_compute_our_outputs(name, ranks, python, exports, tmp_path):
+    model, folder = exports[name]
+    _, scheme, kernel = RECIPES[name]
+    shards, checked = loaded(python[0], folder, ranks, tmp_path), 0
+    for whole, parts in expected(model).items():
+        if whole not in shards[0]:
+            continue
+        by_rows, first = split_by_rows(whole), parts[0]
+        for rank, shard in enumerate(shards):
+            layer = shard[whole]
+            assert (layer["scheme"], layer["kernel"]) == (scheme, kernel), whole
+            mine = [_shard(part, rank, ranks, by_rows) for part in parts]
+            codes = codes_of(layer, first.weight_bits, mine[0][0].shape[1])
+            assert torch.equal(codes, torch.cat([c for c, _, _ in mine])), whole
+            assert torch.equal(layer["weight_scale"].float(), torch.cat([s for _, s, _ in mine]).bfloat16().float()), whole
+            if mine[0][2] is not None:
+                zeros = unpack_words(layer["weight_zero_point"].T.contiguous(), len(codes), first.weight_bits).T
+                assert torch.equal(zeros, torch.cat([z for _, _, z in mine])), whole
+            if first.input_scale is not None:
+                assert (layer["input_scale"].float() == first.input_scale.bfloat16().float()).all(), whole
+            _same_outputs(layer, codes, parts, rank, ranks, by_rows)
+            checked += 1
+    assert checked >= 20 * ranks
+
+
+def _shard(linear, rank, ranks, by_rows):
+    """Codes, scales [N, 1 or groups] and zero points of a rank."""
+    codes = linear.codes()
+    scale = linear.weight_scale if linear.group_size else linear.weight_scale[:, None]
+    zero = getattr(linear, "weight_zero", None)
+    zero = None if zero is None else zero.reshape(len(codes), -1)
+    if not by_rows:
+        return tuple(None if t is None else t.chunk(ranks)[rank] for t in (codes, scale, zero))
+    whole = scale.shape[1] == 1
+    cut = [None if t is None else t if whole else t.chunk(ranks, 1)[rank] for t in (scale, zero)]
+    return codes.chunk(ranks, 1)[rank], cut[0], cut[1]
+
+
+def _same_outputs(layer, codes, parts, rank, ranks, by_rows):
+    """What a linear of the loaded tensors computes by mmqc's reference is what our modules compute, to the bit."""
+    if not isinstance(parts[0], TokenLinear) or by_rows:
+        return
+    first, scale = parts[0], layer["weight_scale"].float()
+    solved = Quantized(codes, scale if first.group_size else scale[:, 0], group_size=first.group_size)
+    bias = layer.get("bias")
+    again = TokenLinear.from_parts(solved, weight_bits=first.weight_bits, bias=bias, float8=first.float8, dtype=torch.bfloat16)
+    x = torch.randn(5, first.in_features, generator=torch.Generator().manual_seed(0)).bfloat16()
+    want = []
+    for part in parts:
+        ours = copy.deepcopy(part)
+        ours.weight_scale = ours.weight_scale.bfloat16().float()
+        want.append(ours(x).chunk(ranks, 1)[rank])
+    assert torch.equal(again(x), torch.cat(want, 1))
+
+
+@needs_vllm
+def test_checks__asked_of_the_engine_say_what_the_table_says(python, exports):
+    from mmqc.check.run import check
+
+    for _, folder in exports.values():
+        engine = f"vllm=={python[1]}"
+        asked, tabled = check(folder, engine, python=python[0]), check(folder, engine)
+        assert asked.good, list(map(str, asked.findings))
+        assert asked.linears == tabled.linears
+        assert "own Python" in asked.source
+    assert sys.executable != python[0]
