@@ -32,6 +32,7 @@ from mmqc.nn.token_linear import TokenLinear
 
 Scheme = dict[str, Any]
 BITS = (4, 8)
+FOR_ENGINE = "by recipes.for_engine(config, 'vllm==0.33')"  # what an objection names as the way around
 WRITTEN = {
     "qweight",
     "weight_scale",
@@ -68,13 +69,14 @@ def objections(model: nn.Module, engine: bool = False) -> Iterator[str]:
         if spec is not None and spec["kind"] == "kv_rounder":
             yield f"{fqn} rounds keys and values per head and token: quantize without kv_rounding"
         elif spec is not None and spec["kind"] == "mixed_linear":
-            yield f"{fqn} has asymmetric activations quantized at run time: quantize by recipes.for_engine(config, 'vllm==0.33')"
+            yield f"{fqn} has asymmetric activations quantized at run time: quantize {FOR_ENGINE}"
         elif spec is not None and spec["kind"] not in ("quant_linear", "token_linear"):
             kind = {"rms_norm": "an RMSNorm that was a LayerNorm", "hadamard_linear": "an online Hadamard"}
-            around = (
-                "by recipes.for_engine(config, 'vllm==0.33'), whose rotations keep LayerNorms" if kind.get(spec["kind"]) else ""
+            keeps = (
+                "by recipes.for_engine(config, 'vllm==0.33'), whose rotations keep LayerNorms, or " if spec["kind"] in kind else ""
             )
-            yield f"{fqn} is {kind.get(spec['kind'], 'a module of mmqc')}: quantize {around or 'without rewrites (rotate=False)'}"
+            what = kind.get(spec["kind"], "a module of mmqc")
+            yield f"{fqn} is {what}: quantize {keeps}without rewrites (rotate=False)"
     for fqn, linear in written_linears(model).items():
         yield from (f"{fqn} {why}" for why in _linear_objections(linear, engine))
 
