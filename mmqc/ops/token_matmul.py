@@ -6,8 +6,8 @@
 Shapes:  x [..., K]   w_q int8 or float8_e4m3fn [N, K] or, 4 bits, uint8 [N, ceil(K/2)] (pack.py)
          s_w [N] or, g > 0, [N, ceil(K/g)]   b [N]   y [..., N] in x's dtype
 Error:   |x - s q| <= s / 2 for integers, |x| / 16 for float8; a token of zeros has none.
-Exact:   integer sums are int32 and exact, of a group as of a row; float8 products are added in float64 without groups, in float32
-         with them.  All else is in float32 (float64 for a float64 x).
+Exact:   integer sums are int32 and exact, of a group as of a row, and so are sums of float8 products in float64; all else, groups
+         added in their order among it, is in float32 (float64 for a float64 x).
 Why:     vLLM computes this one (``dynamic_scaled_int8_quant``, ``QuantFP8`` per token), so that a model is judged as it will run.
 """
 
@@ -15,14 +15,12 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from mmqc.ops.define import define
 from mmqc.ops.divide import divided
-from mmqc.ops.pack import FLOAT8, check_packed
+from mmqc.ops.pack import FLOAT8, check_packed, unpack
 from mmqc.ops.quantize import LARGEST, code_dtype, codes
 from mmqc.ops.scaled_matmul import check_weight_scales, multiply
-from mmqc.ops.weight_only_matmul import dequantize
 
 LEAST = 1e-12  # a token's scale, so that zeros are divided by something
 
@@ -62,9 +60,18 @@ def reference(
     x_q = codes(x, scale, 8, dtype)
     if dtype == torch.int8 or (not group_size and w_q.dtype in (torch.uint8, FLOAT8)):
         return multiply(x_q, w_q, scale, w_scale, bias, weight_bits, x.dtype, None, group_size)
-    w = dequantize(w_q, w_scale, x.shape[-1], weight_bits, group_size, scale.dtype)
-    y = F.linear(x_q.to(scale.dtype), w) * scale
+    y = _sum_groups(x_q, unpack(w_q, x.shape[-1], weight_bits), w_scale.to(scale.dtype), group_size) * scale
     return (y if bias is None else y + bias.to(scale.dtype)).to(x.dtype)
+
+
+def _sum_groups(x_q: Tensor, w: Tensor, w_scale: Tensor, group_size: int) -> Tensor:
+    """sum_j (x_j w_jT) s[:, j] of float8 inputs [..., K] and codes [N, K]; one group, where there are none."""
+    parts = group_size or w.shape[1]
+    scales = w_scale if group_size else w_scale[:, None]
+    total = scales.new_zeros(*x_q.shape[:-1], w.shape[0])
+    for j, (x_j, w_j) in enumerate(zip(x_q.double().split(parts, -1), w.double().split(parts, 1), strict=True)):
+        total += (x_j @ w_j.T).to(total.dtype) * scales[:, j]
+    return total
 
 
 def fake(
