@@ -74,7 +74,9 @@ def build(whole, parts, names, quantization, text):
     )
 
     sizes = [_shape(part) for part in parts]
-    options = {"bias": "bias" in parts[0], "quant_config": quantization, "prefix": whole}
+    import torch
+
+    options = {"bias": "bias" in parts[0], "quant_config": quantization, "prefix": whole, "params_dtype": torch.bfloat16}
     if whole.endswith("qkv_proj"):
         heads = text["num_attention_heads"]
         return QKVParallelLinear(sizes[0][1], sizes[0][0] // heads, heads, text["num_key_value_heads"], **options)
