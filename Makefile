@@ -1,4 +1,4 @@
-# make venv | demo | test | test-slow | test-vllm | fuzz | lint | gpu | docs        Needs Python 3.11 or newer, pip, make and g++; nothing else.
+# make venv | demo | test | test-slow | test-vllm | fuzz | lint | gpu | docs | matrix | release      Needs Python 3.11 or newer, pip, make and g++; nothing else.
 # make TORCH_INDEX=<url> <target>                      takes torch from that index (a CPU-only one, for example).
 # make TORCH=2.11.0 test                               the same in .venv-2.11.0, with the pins of constraints-2.11.0.txt.
 # make PY=python3 gpu                                  runs the GPU tests in an interpreter that has everything already.
@@ -22,13 +22,14 @@ SECONDS ?= 600
 SEED ?= 0
 JOBS ?= $(shell nproc)
 FUZZ_ARGS ?=
+MATRIX_ARGS ?=
 
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 # Threads that wait sleep: with anything else on the cores, spinning ones cost a factor of two to five.
 export OMP_WAIT_POLICY := passive
 
-.PHONY: help venv demo test test-slow test-vllm vllm engine-tables fuzz lint gpu docs clean
+.PHONY: help venv demo test test-slow test-vllm vllm engine-tables fuzz lint gpu docs matrix release clean
 help:
 	@sed -n '1,4s/^# //p' Makefile
 
@@ -41,7 +42,7 @@ $(STAMP): $(PINS) pyproject.toml
 	awk -F== '!seen[$$1]++' $(PINS) > $(VENV)/constraints.txt
 	$(PIP) install -q -c $(VENV)/constraints.txt setuptools
 	$(PIP) install -q -c $(VENV)/constraints.txt --no-deps $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
-	$(PIP) install -q -c $(VENV)/constraints.txt --no-build-isolation -e '.[dev,demo,report]'
+	$(PIP) install -q -c $(VENV)/constraints.txt --no-build-isolation -e '.[dev,demo,report,serve]'
 	touch $@
 
 demo: $(READY)
@@ -99,5 +100,22 @@ $(DOCS_STAMP): $(STAMP)
 docs: $(DOCS_STAMP)
 	$(BIN)/mkdocs build --strict
 
+# The tests in one environment after the other, each built and deleted (gigabytes of CUDA builds, hours): docs/results/versions.md.
+matrix:
+	$(PYTHON) -m benchmarks.surveys.versions $(MATRIX_ARGS)
+
+# Built, checked, installed where nothing else is, and run there; uploads nothing.
+release: $(READY)
+	$(PIP) install -q -c constraints.txt --no-build-isolation -e '.[release]'
+	rm -rf dist out/release
+	$(PY) -m build --no-isolation --outdir dist
+	$(PY) -m twine check --strict dist/*
+	@size=$$(stat -c %s dist/*.whl); echo "wheel: $$size bytes"; test $$size -lt 12000000
+	$(PYTHON) -m venv out/release
+	$(if $(TORCH_INDEX),out/release/bin/python -m pip install -q --no-deps --index-url $(TORCH_INDEX) torch)
+	out/release/bin/python -m pip install -q -c constraints.txt "$$(ls dist/*.whl)[demo,report]"
+	out/release/bin/python -m pip check
+	cd out/release && bin/mmqc --version && bin/mmqc demo --questions 20 --out report
+
 clean:
-	rm -rf out site build .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf out site build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache

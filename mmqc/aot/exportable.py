@@ -30,6 +30,7 @@ from mmqc.front.find import Finder, Packed, Plan, floats
 from mmqc.front.front import bound, detach, kind_of
 from mmqc.front.handover import RUNNING, Installed, ValueSite, numbers
 from mmqc.graph.tracing import CHECKS_TRACE, NO_CHECKS
+from mmqc.versions import ENCODERS
 
 EXACT = {torch.float64: 1e-10, torch.float32: 1e-5}
 ROUNDED = 3e-2  # of half precision: another order of the same sums; one flipped code of a quantized model
@@ -269,11 +270,11 @@ def _one_mask(
 
 
 def plain_output(output: Any) -> Any:
-    """The tensors of an output in plain containers: by name if it has names, and without caches."""
+    """The tensors of an output in plain containers: by name if it has names, and without caches and the outputs of encoders."""
     if isinstance(output, Tensor):
         return output
     if isinstance(output, Mapping):
-        kept = {str(k): plain_output(v) for k, v in output.items()}
+        kept = {str(k): plain_output(v) for k, v in output.items() if k not in ENCODERS}
         return {k: v for k, v in kept.items() if v is not None}
     if isinstance(output, (tuple, list)):
         return tuple(v for v in map(plain_output, output) if v is not None)

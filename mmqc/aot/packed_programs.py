@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache, get_layer_types_and_kwargs
+from transformers.cache_utils import Cache
 
 from mmqc.aot.programs import (
     SHORT,
@@ -38,7 +38,9 @@ from mmqc.aot.step_batches import STEPS, Steps, next_token
 from mmqc.config import KVSpec
 from mmqc.kv.cache import SPEC, QuantizedCache, check_spec, decoder_config
 from mmqc.kv.layer import PADDING, TEXT, VISUAL, Arrival, PackedLayer, Segment, Shared
+from mmqc.kv.layer_types import kinds_of
 from mmqc.nn.modality import attached
+from mmqc.versions import cache_name
 
 COUNT = "visual_count"
 PARTS = tuple(f.name for f in fields(Segment) if f.name != "count")
@@ -177,7 +179,7 @@ class PackedSteps(Steps):
 
     def __post_init__(self) -> None:
         text = decoder_config(self.model)
-        kinds = get_layer_types_and_kwargs(text)[0]
+        kinds = kinds_of(text)
         if set(kinds) != {"full_attention"}:
             raise StepError(f"a packed cache has full attention in every layer, this one has {sorted(set(kinds))}")
         if self.spec.text_bits < 16:
@@ -204,16 +206,16 @@ class PackedSteps(Steps):
         """By the model, a step at a time."""
         cache, mask = QuantizedCache(self.model, self.spec), batch["attention_mask"]
         with watched_positions(self.told) as positions:
-            out = self.model(**batch, past_key_values=cache, use_cache=True)
-        logits, deltas = [logits_of(out)[:, -1]], deltas_of(out, positions, mask)
+            out = self.model(**batch, **{cache_name(): cache}, use_cache=True)
+        logits, deltas = [logits_of(out)[:, -1]], deltas_of(self.model, out, positions, mask)
         for step in range(STEPS):
             mask = torch.cat([mask, torch.ones_like(mask[:, :1])], 1)
             out = self.model(
                 input_ids=next_token(batch, step),
                 attention_mask=mask,
                 position_ids=place_of(mask, deltas, self.told is None),
-                past_key_values=cache,
                 use_cache=True,
+                **{cache_name(): cache},
             )
             logits.append(logits_of(out)[:, -1])
         return logits

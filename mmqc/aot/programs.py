@@ -28,6 +28,7 @@ from torch.export import ExportedProgram
 
 from mmqc.aot.static_cache import cached_tensors, static_cache
 from mmqc.errors import MmqcError
+from mmqc.versions import cache_name, cache_of
 
 SEAM = "get_image_features"
 POOLED = "pooler_output"
@@ -215,9 +216,9 @@ class Prefill(nn.Module):
             cache = self.cache(keys, values, given)
             positions = stack.enter_context(watched_positions(self.told[0]))
             more = _accepted(self.model, logits_to_keep=1)
-            out = self.model(**given, past_key_values=cache, use_cache=True, **more)
+            out = self.model(**given, **{cache_name(): cache}, use_cache=True, **more)
         found = {"logits": logits_of(out)[:, -1], **self.stored(cache)}
-        deltas = deltas_of(out, positions, given["attention_mask"])
+        deltas = deltas_of(self.model, out, positions, given["attention_mask"])
         return found if deltas is None else {**found, DELTAS: deltas}
 
     def cache(self, keys: Sequence[Tensor], values: Sequence[Tensor], given: Inputs) -> Any:
@@ -253,8 +254,8 @@ class Decode(nn.Module):
             input_ids=inputs["input_ids"],
             attention_mask=inputs["attention_mask"],
             position_ids=place_of(inputs["attention_mask"], inputs.get(DELTAS), self.axes),
-            past_key_values=self.cache(*taken(inputs, self.layers), inputs),
             use_cache=True,
+            **{cache_name(): self.cache(*taken(inputs, self.layers), inputs)},
         )
         return {"logits": logits_of(out)[:, -1]}
 
@@ -315,9 +316,13 @@ def watched_positions(module: nn.Module | None) -> Iterator[list[Tensor]]:
         yield seen
 
 
-def deltas_of(output: Any, positions: Sequence[Tensor], mask: Tensor) -> Tensor | None:
-    """[B, 1]: the model's own, or the position behind the prompt less the tokens that the mask admits; None of neither."""
+def deltas_of(model: nn.Module, output: Any, positions: Sequence[Tensor], mask: Tensor) -> Tensor | None:
+    """[B, 1]: the model's own, or the position behind the prompt less the tokens that the mask admits; None of neither.
+
+    To transformers 5.19 the model's own is part of its output; from then on the forward leaves it on the base model alone.
+    """
     own = getattr(output, DELTAS, None)
+    own = getattr(getattr(model, "base_model", None), DELTAS, None) if own is None else own
     return own if own is not None or not positions else positions[0][:, -1:] + 1 - mask.sum(-1, keepdim=True)
 
 
@@ -366,7 +371,7 @@ def cache_shape(model: nn.Module, inputs: Inputs) -> CacheShape:
     if "input_ids" not in inputs or "attention_mask" not in inputs:
         raise StepError("prefill and decode need input_ids and attention_mask among the example inputs")
     out = model(**inputs, **_accepted(model, use_cache=True))
-    found = cached_tensors(getattr(out, "past_key_values", None))
+    found = cached_tensors(cache_of(out))
     if isinstance(found, str):
         raise StepError(found)
     keys, values = found

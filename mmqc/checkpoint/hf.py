@@ -139,6 +139,7 @@ class MmqcQuantizer(HfQuantizer):
             quantization_config = MmqcConfig(config=quantization_config)
         super().__init__(quantization_config, **kwargs)
         self._dtype = torch.float32
+        self._asked: torch.dtype | None = None
         self._plan = None if self.pre_quantized else LoadPlan(quantization_config.quant_config)
         self._directory: Path | None = None  # that is loaded from
         self._raw: dict[str, Any] = {}  # its config.json
@@ -208,9 +209,14 @@ class MmqcQuantizer(HfQuantizer):
             )
         return changed
 
+    def preprocess_model(self, model: PreTrainedModel, dtype: torch.dtype | None = None, **kwargs: Any) -> Any:
+        """As transformers', whose newer versions say the dtype here; to 5.17 it is the default one meanwhile."""
+        self._asked = dtype
+        parent: Any = super()
+        return parent.preprocess_model(model, **({} if dtype is None else {"dtype": dtype}), **kwargs)
+
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
-        # inside from_pretrained the default dtype is the one that was asked for
-        self._dtype = torch.get_default_dtype()
+        self._dtype = self._asked or torch.get_default_dtype()
         if self._plan is not None:
             self._plan.prepare(model)
             return
@@ -220,7 +226,8 @@ class MmqcQuantizer(HfQuantizer):
             self._raw = self._checked_config()
             check_generation(self._raw, self._directory, required=False)
             self._listen(model)
-        rebuild(model, self.quantization_config, self._dtype)
+        with default_dtype(self._dtype):  # newer versions of transformers set it back before they come here
+            rebuild(model, self.quantization_config, self._dtype)
 
     def _checked_config(self) -> dict[str, Any]:
         """config.json as it lies on the disk, for who read it before mmqc was imported; {} without one."""
@@ -335,6 +342,17 @@ def _saved_class(model: PreTrainedModel) -> bool:
 def _is_saved(name: str, model: PreTrainedModel) -> bool:
     """Whether a tensor of ``model`` must come from the checkpoint: all but those of a head that another class put on the base."""
     return _saved_class(model) or model.base_model is model or name.startswith(model.base_model_prefix + ".")
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """What tensors are made with where nobody says."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def rebuild(model: PreTrainedModel, config: MmqcConfig, dtype: torch.dtype) -> None:

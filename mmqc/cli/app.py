@@ -1,4 +1,4 @@
-"""The command line: `mmqc demo | quantize | check | ask | eval | bench | warm | explain | export | report | doctor | passes`.
+"""The command line: `mmqc demo | quantize | check | ask | eval | bench | warm | serve | explain | export | report | doctor | ...`.
 
 Exit codes: 0 done; 1 done, and found wanting (`check`, `doctor`, `eval --min-recovery`); 2 a wrong option; 3 refused: the model,
 the config or the data cannot be used, and why; 4 not enough memory; 5 an unexpected error, which may be a bug; 130 interrupted.
@@ -68,7 +68,7 @@ SampleName = Annotated[
 def show_version(wanted: bool) -> None:
     """Print the version and stop."""
     if wanted:
-        from mmqc.cli.doctor import installed
+        from mmqc.versions import installed
 
         console.print(f"mmqc {installed('mmqc') or 'not installed as a distribution'}", highlight=False)
         raise typer.Exit
@@ -307,6 +307,34 @@ def warm_up(
     count = int(chosen) if chosen.isdigit() else 64
     given = [evaluation.to_device(p, loaded) for p in jobs.prompts(loaded, model, source, chosen, count)]
     write_json(json_file, {"warm": jobs.warm(loaded, given, console)})
+
+
+@app.command()
+def serve(
+    model: Model,
+    host: Annotated[str, typer.Option(help="Address to listen at; any but this machine's own needs a token.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 8000,
+    token: Annotated[str | None, typer.Option(envvar="MMQC_TOKEN", help="What clients have to know: their api_key.")] = None,
+    name: Annotated[str | None, typer.Option(help="What clients call the model. Default: the directory's name.")] = None,
+    warm: Annotated[bool, typer.Option("--warm", help="Compile before the first request.")] = False,
+    kv_bits: Annotated[int | None, typer.Option(help="Visual tokens of the KV cache in 8 or 4 bits.")] = None,
+    compiled: Annotated[bool, typer.Option("--compile/--no-compile", help="Decode by mmqc.compiled_loop.")] = True,
+    device: Annotated[str | None, typer.Option(help="Default: a GPU, where there is one.")] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="New tokens of an answer.")] = 4096,
+    max_images: Annotated[int, typer.Option(min=0, help="Images of a request.")] = 16,
+    max_pixels: Annotated[int, typer.Option(min=1, help="Pixels of all images of a request.")] = 32_000_000,
+    max_bytes: Annotated[int, typer.Option(min=1024, help="Of a request.")] = 32 * 2**20,
+    max_waiting: Annotated[int, typer.Option(min=1, help="Requests at a time; more are told to come back.")] = 64,
+) -> None:
+    """Answer OpenAI's clients: transformers' server around one model (`pip install 'mmqc[serve]'`)."""
+    from mmqc.cli import checks
+    from mmqc.cli.serving import command
+    from mmqc.cli.serving.limits import Limits
+
+    checks.names(model, "digits-vqa")
+    checks.work(device, None, None)
+    limits = Limits(body=max_bytes, images=max_images, pixels=max_pixels, new_tokens=max_tokens, waiting=max_waiting)
+    command.serve(model, command.Options(host, port, token, name, warm, kv_bits, compiled, device, limits), console)
 
 
 @app.command()

@@ -10,15 +10,17 @@ import sysconfig
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, entry_points, version
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Literal
+
+from mmqc.versions import installed, numbers
 
 Status = Literal["ok", "note", "problem"]
 
 SUPPORTED = {  # as in pyproject.toml: the first version that works, and the first that nobody tried
     "torch": ((2, 11), (2, 14)),
-    "transformers": ((5, 17), (5, 18)),
+    "transformers": ((5, 17), (5, 25)),
     "torchao": ((0, 17), (0, 19)),
 }
 TRITON_OF_TORCH = {"2.11": "3.6", "2.13": "3.7"}  # what the CUDA builds of torch name
@@ -51,14 +53,6 @@ def sound(checks: list[Check]) -> bool:
     return all(c.status != "problem" for c in checks)
 
 
-def installed(package: str) -> str | None:
-    """The version of an installed distribution, without importing it."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
 def environment() -> dict[str, str]:
     """What a page of figures says about where they come from: versions, processor, accelerators, day."""
     import torch
@@ -74,17 +68,6 @@ def environment() -> dict[str, str]:
         **({"gpu": ", ".join(dict.fromkeys(devices))} if devices else {}),
         "date": time.strftime("%Y-%m-%d"),
     }
-
-
-def numbers(text: str) -> tuple[int, ...]:
-    """Leading numbers of a version: "2.13.0+cpu" is (2, 13, 0)."""
-    parts: list[int] = []
-    for part in text.split("+")[0].split("."):
-        digits = "".join(c for c in part if c.isdigit())
-        if not digits:
-            break
-        parts.append(int(digits))
-    return tuple(parts)
 
 
 def _python() -> Check:

@@ -45,10 +45,12 @@ from mmqc.compiler.step_mask import masks_go_on
 from mmqc.front.sizes import sizes_vary
 from mmqc.graph.tracing import at_least_programs
 from mmqc.kv.cache import QuantizedCache
+from mmqc.versions import cache_name, cache_of
 
 __all__ = ["compiled_loop"]
 
 PREFILL = ("compiled", "graphs", "eager")
+ENCODES = "_prepare_multimodal_encoder_kwargs_for_generation"
 CALLERS = 8  # between the loop and ``generate``: wrappers of the caller's own
 
 
@@ -110,7 +112,7 @@ def compiled_loop(
 
 
 def _loop(model: Any, input_ids: Tensor, generation_config: GenerationConfig, prefill: str | None, kwargs: dict[str, Any]) -> Any:
-    cache: Any = kwargs.get("past_key_values")
+    cache: Any = cache_of(kwargs)
     how = _checked(cache, generation_config, prefill)
     config = copy.copy(generation_config)
     config.compile_config = _compile_config(generation_config.compile_config)
@@ -120,7 +122,7 @@ def _loop(model: Any, input_ids: Tensor, generation_config: GenerationConfig, pr
     else:
         tokens = _tokens(cache, input_ids, config, kwargs)
         cache = _State.of(model).caches.ready(model, cache, input_ids.shape[0], tokens, keep=not outlives)
-    kwargs["past_key_values"] = cache
+    kwargs[cache_name()] = cache
     possible = config.prefill_chunk_size is None and all(c.is_initialized for c in cache.layers)
     how = how if possible else "eager"  # transformers compiles the chunks of a prompt itself
     loop: Any = generation.GenerationMixin
@@ -135,7 +137,7 @@ def _loop(model: Any, input_ids: Tensor, generation_config: GenerationConfig, pr
                 at_least_programs(),
                 sizes_vary(step, cache),
                 once,
-                masks_go_on(cache if possible else None),
+                masks_go_on(cache if possible else None, None if "inputs_embeds" in kwargs else input_ids.shape[1]),
                 _deferred_stop_check(),
             ):
                 return loop._sample(model, input_ids, generation_config=config, **kwargs)
@@ -157,14 +159,18 @@ def _tokens(cache: StaticCache, input_ids: Tensor, config: GenerationConfig, kwa
 
 def _streamer() -> Any:
     """The streamer that ``generate`` was called with: transformers keeps it from loops that are not its own."""
-    frame: FrameType | None = sys._getframe(2)
+    frame = _generate_frame(2)
+    return None if frame is None else frame.f_locals.get("streamer")
+
+
+def _generate_frame(above: int) -> FrameType | None:
+    """That of the ``generate`` which called, so many frames above the caller or a few more; None without one."""
+    frame: FrameType | None = sys._getframe(above + 1)
     loop: Any = generation.GenerationMixin
     code = inspect.unwrap(loop.generate).__code__
     for _ in range(CALLERS):
-        if frame is None:
-            return None
-        if frame.f_code is code:
-            return frame.f_locals.get("streamer")
+        if frame is None or frame.f_code is code:
+            return frame
         frame = frame.f_back
     return None
 
@@ -259,7 +265,7 @@ def _compiled_once(
             return (before or model._call_impl)(*args, **kwargs)
         model._compiled_call_impl = before
         try:
-            with sizes_vary("all" if how != "graphs" else False, kwargs.get("past_key_values")):
+            with sizes_vary("all" if how != "graphs" else False, cache_of(kwargs)):
                 output = call(*args, **kwargs)
         except Exception:
             if guards is None or guards.same():
@@ -274,6 +280,28 @@ def _compiled_once(
         yield
     finally:
         model._compiled_call_impl = before
+
+
+def _leave_encoders_to_the_forward() -> None:
+    """From transformers 5.23 on ``generate`` runs the towers in front of its loop, eagerly; in front of ours it leaves them alone.
+
+    A prompt is compiled here with its tower in it, as ``forward`` takes it: the images themselves, not what a tower makes of them.
+    """
+    mixin: Any = generation.GenerationMixin
+    original = getattr(mixin, ENCODES, None)
+    if original is None:  # a transformers that runs them in the forward anyway
+        return
+
+    @functools.wraps(original)
+    def prepare(self: Any, model_kwargs: dict[str, Any]) -> Any:
+        frame = _generate_frame(1)
+        ours = frame is not None and frame.f_locals.get("custom_generate") is compiled_loop
+        return model_kwargs if ours else original(self, model_kwargs)
+
+    setattr(mixin, ENCODES, prepare)
+
+
+_leave_encoders_to_the_forward()
 
 
 _defer: ContextVar[bool] = ContextVar("defer the stop check", default=False)

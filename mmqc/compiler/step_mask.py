@@ -22,6 +22,8 @@ from torch import Tensor
 from transformers import StaticCache
 from transformers.generation import utils as generation
 
+from mmqc.versions import cache_name
+
 NAME = "create_masks_for_generate"
 _loop: ContextVar[_Loop | None] = ContextVar("the loop whose steps go on with a mask", default=None)
 
@@ -29,16 +31,21 @@ _loop: ContextVar[_Loop | None] = ContextVar("the loop whose steps go on with a 
 class _Loop:
     """The mask of one loop's steps, by kind of layer where transformers gives several."""
 
-    def __init__(self, cache: StaticCache) -> None:
-        self.cache = cache
+    def __init__(self, cache: StaticCache, prompt: int | None = None) -> None:
+        self.cache, self.prompt = cache, prompt
         self.seen = 0
         self.last: Any = None
+
+    def place(self, attention_mask: Tensor | None) -> int:
+        """Which token of its sequences a step's is: as long as the mask of padding, else one more than the last."""
+        return attention_mask.shape[1] if attention_mask is not None else (self.seen or self.prompt or 0) + 1
 
     def mask(self, seen: int, make: Callable[[], Any]) -> Any:
         """That of the step which is the ``seen``-th token of its sequences; ``make`` makes one anew."""
         masks = list(self.last.values()) if isinstance(self.last, dict) else [self.last]
         if seen != self.seen + 1 or not all(isinstance(m, Tensor) and m.dtype == torch.bool for m in masks):
-            self.last = make()
+            made = make()  # of one piece of memory: without padding, the rows of some versions are one row, expanded
+            self.last = {kind: _whole(m) for kind, m in made.items()} if isinstance(made, dict) else _whole(made)
         else:
             for mask in masks:
                 mask[..., seen - 1] = True
@@ -47,10 +54,15 @@ class _Loop:
 
 
 @contextmanager
-def masks_go_on(cache: Any) -> Iterator[None]:
-    """Steps of this thread that write to ``cache`` go on with the last one's mask, where that is the same."""
+def masks_go_on(cache: Any, prompt: int | None = None) -> Iterator[None]:
+    """Steps of this thread that write to ``cache`` go on with the last one's mask, where that is the same.
+
+    Args:
+        cache: the loop's.
+        prompt: tokens of the prompt, if known; newer versions of transformers tell a step's place only where something is padded.
+    """
     _teach()
-    token = _loop.set(_Loop(cache) if isinstance(cache, StaticCache) else None)
+    token = _loop.set(_Loop(cache, prompt) if isinstance(cache, StaticCache) else None)
     try:
         yield
     finally:
@@ -69,32 +81,37 @@ def _teach() -> None:
         loop = _loop.get()
         if loop is None or args or not _is_plain_step(loop, **kwargs):
             return original(*args, **kwargs)
-        return loop.mask(kwargs["attention_mask"].shape[1], lambda: original(*args, **kwargs))
+        return loop.mask(loop.place(kwargs["attention_mask"]), lambda: original(*args, **kwargs))
 
     setattr(generation, NAME, create)
 
 
 def _is_plain_step(
-    loop: _Loop, config: Any = None, inputs_embeds: Any = None, attention_mask: Any = None, past_key_values: Any = None,
+    loop: _Loop, config: Any = None, inputs_embeds: Any = None, attention_mask: Any = None,
     is_first_iteration: bool = False, **more: Any,
 ) -> bool:  # fmt: skip
     """Whether a mask is that of one new token a sequence, of which causality and padding say all."""
     text = config.get_text_config()
     kinds = getattr(text, "layer_types", None)
     full = {*kinds} == {"full_attention"} if kinds else not (_of(text, "sliding_window") or _of(text, "attention_chunk_size"))
+    cache = more.pop(cache_name(), None)
     known = more.keys() <= {"position_ids", "block_sequence_ids", "token_type_ids", "mm_token_type_ids"}
+    padded = isinstance(attention_mask, Tensor) and attention_mask.dim() == 2
     return (
         full
         and known
         and more.get("block_sequence_ids") is None
-        and past_key_values is loop.cache
+        and cache is loop.cache
         and getattr(text, "_attn_implementation", None) == "sdpa"
         and not is_first_iteration
-        and isinstance(attention_mask, Tensor)
-        and attention_mask.dim() == 2
+        and (padded or (attention_mask is None and bool(loop.prompt)))
         and inputs_embeds.shape[1] == 1
-        and attention_mask.shape[1] <= loop.cache.layers[0].max_cache_len  # type: ignore[attr-defined]
+        and loop.place(attention_mask) <= loop.cache.layers[0].max_cache_len  # type: ignore[attr-defined]
     )
+
+
+def _whole(mask: Any) -> Any:
+    return mask.contiguous() if isinstance(mask, Tensor) else mask
 
 
 def _of(config: Any, name: str) -> Any:

@@ -28,6 +28,7 @@ from mmqc.graph.memory import written
 from mmqc.graph.program import KEPT, LOOKS, LOOSE, READ, Program
 from mmqc.graph.reads import sizing
 from mmqc.graph.runner import check_trace
+from mmqc.versions import cache_name, cache_of
 
 # What Python may ask of a tensor without learning anything of its values.
 # fmt: off
@@ -280,11 +281,11 @@ def _decode(
     Returns:
         A note if the model takes neither; it is analysed without a decode step then.
     """
-    cache = output.get("past_key_values") if isinstance(output, Mapping) else None
+    cache = cache_of(output)
     ids, mask = batch.get("input_ids"), batch.get("attention_mask")
     reasons = ["its call returns no cache"] if cache is None else []
     if cache is not None and ids is not None:
-        step = {"input_ids": ids[:, -1:].clone(), "past_key_values": cache, "use_cache": True}
+        step = {"input_ids": ids[:, -1:].clone(), cache_name(): cache, "use_cache": True}
         if mask is not None and not bool(mask.all()):  # padded: without a mask the padding would be attended to
             step["attention_mask"] = torch.cat((mask, mask.new_ones(len(mask), 1)), -1)
         reason = _attempt(recorder, inputs, shown, lambda: _run(model, recorder, step, inputs, shown))

@@ -17,11 +17,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import STATIC_LAYER_TYPE_MAPPING, Cache, get_layer_types_and_kwargs
+from transformers.cache_utils import STATIC_LAYER_TYPE_MAPPING, Cache
 
 from mmqc.config import ConfigError, KVSpec
 from mmqc.kv import attention as _registers  # noqa: F401
 from mmqc.kv.layer import ATTENTION, TEXT, VISUAL, PackedLayer, Shared
+from mmqc.kv.layer_types import kinds_of, layer_types
 from mmqc.nn.modality import ModalityContext, attached, visual_token_ids
 from mmqc.ops.kv_token_attention import check_tokens
 
@@ -53,7 +54,7 @@ def decoder_config(model: nn.Module) -> Any:
     if getattr(config, "is_encoder_decoder", False):
         raise ConfigError(f"{type(model).__name__} is an encoder-decoder: its KV cache cannot be quantized")
     text = config.get_text_config(decoder=True)
-    kinds = set(get_layer_types_and_kwargs(text)[0])
+    kinds = set(kinds_of(text))
     if "full_attention" not in kinds:
         raise ConfigError(f"{type(model).__name__} has no layer with full attention but {sorted(kinds)}: nothing to pack")
     return text
@@ -83,17 +84,17 @@ class QuantizedCache(Cache):
         if spec is None:
             raise ConfigError("this model has no kv config: pass spec=mmqc.KVSpec(...), or quantize_ it with calibquant()")
         text = decoder_config(model)
-        kinds, kwargs = get_layer_types_and_kwargs(text)
+        kinds = layer_types(text)
         check_spec(spec, text)
         self.shared = Shared(prepare(model), offloads=offloading)
         self.spec = spec
-        first = kinds.index("full_attention")
-        kwargs["max_cache_len"] = max_cache_len or getattr(text, "max_position_embeddings", 4096)
+        first = kinds_of(text).index("full_attention")
+        room = max_cache_len or getattr(text, "max_position_embeddings", 4096)
         layers = [
             PackedLayer(spec, spec.tau_of(i), self.shared, i == first, max_cache_len)
             if kind == "full_attention"
-            else STATIC_LAYER_TYPE_MAPPING[kind](**kwargs)
-            for i, kind in enumerate(kinds)
+            else STATIC_LAYER_TYPE_MAPPING[kind](**kwargs, max_cache_len=room)
+            for i, (kind, kwargs) in enumerate(kinds)
         ]
         super().__init__(layers=layers)
         self.offloading = offloading

@@ -29,6 +29,7 @@ from mmqc.kv.cache import QuantizedCache
 from mmqc.kv.layer import ATTENTION, Cached
 from mmqc.kv.query_moment import CHILD, QueryMoment, forget
 from mmqc.nn.modality import ModalityContext
+from mmqc.versions import cache_name
 
 Pair = tuple[float, float]
 GRID: tuple[Pair, ...] = tuple((a, b) for a in (0.0, 1.0, 2.0, 3.0) for b in (0.0, 1.0, 2.0, 3.0))
@@ -85,7 +86,7 @@ def observe_queries(
             queries.weight = queries.weight * mask.to(queries.weight)
         cache = QuantizedCache(model, dataclasses.replace(spec, rounding="nearest", tau=()))
         with observe(model, {AttentionCalls(ATTENTION): queries}):
-            model(**{**batch, "use_cache": True}, past_key_values=cache)
+            model(**{**batch, "use_cache": True, cache_name(): cache})
         done()
     queries.attach()
 
@@ -162,6 +163,6 @@ def divergences(model: nn.Module, spec: KVSpec, batch: Batch, cut: int, candidat
     for tau in candidates:
         cache = QuantizedCache(model, dataclasses.replace(spec, tau=tau))
         cache.shared.cut = cut
-        got = model(**{**batch, "use_cache": True}, past_key_values=cache).logits[:, cut:].float().log_softmax(-1)
+        got = model(**{**batch, "use_cache": True, cache_name(): cache}).logits[:, cut:].float().log_softmax(-1)
         out.append(float(((exact.exp() * (exact - got)).sum(-1) * weight).sum() / weight.sum()))
     return torch.tensor(out, dtype=torch.float64)

@@ -15,6 +15,7 @@ from torch import nn
 
 from mmqc.config import KVSpec
 from mmqc.kv.cache import SPEC, QuantizedCache, prepare
+from mmqc.versions import cache_name
 
 METHOD = "_prepare_cache_for_generation"
 
@@ -24,8 +25,8 @@ def prepare_cache(
 ) -> Any:
     """In place of the method of transformers' GenerationMixin."""
     asked = generation_config.cache_implementation not in (None, "dynamic") or generation_config.use_cache is False
-    if not asked and model_kwargs.get("past_key_values") is None:
-        model_kwargs["past_key_values"] = QuantizedCache(self, max_cache_len=max_cache_length)
+    if not asked and model_kwargs.get(cache_name()) is None:
+        model_kwargs[cache_name()] = QuantizedCache(self, max_cache_len=max_cache_length)
         return None
     return getattr(type(self), METHOD)(self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
 

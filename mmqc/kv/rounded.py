@@ -19,9 +19,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, Cache, DynamicLayer, get_layer_types_and_kwargs
+from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, Cache, DynamicLayer
 
 from mmqc.config import ConfigError
+from mmqc.kv.layer_types import kinds_of, layer_types
 from mmqc.kv.rounding import NAME, Arriving, KVRounder, decoder_config
 from mmqc.ops.kv_rows import from_rows, to_rows
 
@@ -79,10 +80,10 @@ class RoundedCache(Cache):
             raise ConfigError(
                 f"this model attends by {text._attn_implementation!r}, which cannot read rounded tokens; set {NAME!r} back"
             )
-        kinds, kwargs = get_layer_types_and_kwargs(text)
-        if "full_attention" not in kinds:
-            raise ConfigError(f"{type(model).__name__} has no layer with full attention but {sorted(set(kinds))}")
-        layers = [RowsLayer() if kind == "full_attention" else DYNAMIC_LAYER_TYPE_MAPPING[kind](**kwargs) for kind in kinds]
+        kinds = layer_types(text)
+        if "full_attention" not in kinds_of(text):
+            raise ConfigError(f"{type(model).__name__} has no layer with full attention but {sorted(set(kinds_of(text)))}")
+        layers = [RowsLayer() if kind == "full_attention" else DYNAMIC_LAYER_TYPE_MAPPING[kind](**kw) for kind, kw in kinds]
         super().__init__(layers=layers)
 
     def sizes(self) -> dict[str, int]:

@@ -16,13 +16,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import get_layer_types_and_kwargs
 
 from mmqc import ops as _ops  # noqa: F401
 from mmqc.calibration import observe as observation
 from mmqc.config import KVSpec
 from mmqc.kv.attention_calls import AttentionCalls
 from mmqc.kv.cache import decoder_config
+from mmqc.kv.layer_types import kinds_of
 from mmqc.nn.eval_mode import evaluating
 from mmqc.nn.modality import ModalityContext, attached, visual_token_ids
 from mmqc.ops.kv_attention import calibrate
@@ -76,7 +76,7 @@ def observe(model: nn.Module, batches: Iterable[Batch]) -> Seen:
         return Seen({})
     with evaluating(model), observation.observe(model, {AttentionCalls("sdpa"): seen}):
         model(**{**batch, "use_cache": False})
-    kinds = get_layer_types_and_kwargs(text)[0]
+    kinds = kinds_of(text)
     return Seen(seen.rows, {i: found for i, found in sorted(seen.layers.items()) if kinds[i : i + 1] == ["full_attention"]})
 
 

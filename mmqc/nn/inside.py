@@ -1,7 +1,8 @@
 """What lies inside a rewritten model is in other coordinates than the original's: right for its other parts, for nobody else.
 
-``output_hidden_states=True`` is refused.  A module that is called by itself, outside the model's forward and ``generate`` (the
-base model for its ``last_hidden_state``, a tower by ``get_image_features``), gives an ``InsideWarning``.
+``output_hidden_states=True`` is refused; what newer versions of transformers return of encoders (``image_outputs``) is left out.
+A module that is called by itself, outside the model's forward and ``generate`` (the base model for its ``last_hidden_state``, a
+tower by ``get_image_features``), gives an ``InsideWarning``.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 from torch import nn
 
 from mmqc.errors import MmqcError
+from mmqc.versions import without_encoders
 
 STATES = "output_hidden_states"
 OTHER = "was rewritten (its channels are rotated, scaled or permuted; what reads them undoes it)"
@@ -50,6 +52,7 @@ def watch(model: nn.Module, names: Iterable[str]) -> None:
     names = list(names)
     if names:
         model.register_forward_pre_hook(functools.partial(_refuse_states, names[0]), with_kwargs=True)
+        model.register_forward_hook(_leave_out_encoders)
     for name in names:
         if not _in_list(model, name):
             model.get_submodule(name).register_forward_pre_hook(functools.partial(_warn_alone, name))
@@ -61,6 +64,11 @@ def _refuse_states(name: str, module: nn.Module, args: Any, kwargs: Mapping[str,
     if asked or (asked is None and getattr(getattr(module, "config", None), STATES, False)):
         given = f"the stream that {name} gives {OTHER}"
         raise InsideError(f"{STATES}: {given}, so hidden states are not the original model's; {WHAT_TO_DO}")
+
+
+def _leave_out_encoders(module: nn.Module, args: Any, output: Any) -> Any:
+    del module, args
+    return without_encoders(output)
 
 
 def _warn_alone(name: str, module: nn.Module, args: Any) -> None:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
 
 FOLDER = Path(__file__).parent / "digits_vqa"
+BYTES = "weights.safetensors"
 
 
 def new_config() -> Qwen2VLConfig:
@@ -67,17 +68,37 @@ def new_model() -> Qwen2VLForConditionalGeneration:
 
 
 def save(model: Qwen2VLForConditionalGeneration, folder: Path = FOLDER) -> None:
-    """Write the model's weights in bfloat16 with its configurations."""
-    import copy
+    """Write the model's weights in bfloat16, byte by byte, with its configurations.
 
+    A weight [...] is uint8 [2, ...]: its upper bytes (sign and exponent, of which few occur) in one piece, the lower in another.
+    That compresses in a wheel, where the two in turn do not.
+    """
     import torch
+    from safetensors.torch import save_file
 
-    copy.deepcopy(model).to("cpu", torch.bfloat16).save_pretrained(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    weights = dict(model.state_dict())
+    if model.config.tie_word_embeddings:
+        del weights["lm_head.weight"]
+    halves = {name: w.detach().cpu().to(torch.bfloat16).contiguous().view(torch.uint8) for name, w in weights.items()}
+    shapes = {name: weights[name].shape for name in halves}
+    save_file({n: torch.stack((h[..., 1::2], h[..., ::2])).reshape(2, *shapes[n]) for n, h in halves.items()}, folder / BYTES)
+    model.config.save_pretrained(folder)
+    model.generation_config.save_pretrained(folder)
 
 
 def load(folder: Path = FOLDER) -> Qwen2VLForConditionalGeneration:
     """The stored model in float32, ready for inference."""
     import torch
-    from transformers import Qwen2VLForConditionalGeneration
+    from safetensors.torch import load_file
+    from transformers import GenerationConfig, Qwen2VLConfig, Qwen2VLForConditionalGeneration
 
-    return Qwen2VLForConditionalGeneration.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
+    weights = {}
+    for name, (upper, lower) in load_file(folder / BYTES).items():
+        weights[name] = torch.stack((lower, upper), -1).view(torch.bfloat16).squeeze(-1)
+    model = Qwen2VLForConditionalGeneration.from_pretrained(
+        None, config=Qwen2VLConfig.from_pretrained(folder), state_dict=weights, dtype=torch.float32
+    )
+    model.generation_config = GenerationConfig.from_pretrained(folder)
+    model.config.name_or_path = model.name_or_path = str(folder)
+    return model.eval()

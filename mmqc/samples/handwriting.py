@@ -14,6 +14,8 @@ from functools import cache
 
 import numpy as np
 
+from mmqc.errors import MmqcError
+
 SPLITS = {"train": 1297, "calibration": 100, "test": 400}
 _SPLIT_SEED = 2024
 CELL = 8
@@ -28,10 +30,21 @@ class Handwriting:
     index: np.ndarray
 
 
+class ScansMissingError(MmqcError, ImportError):
+    """What the samples' questions are drawn from is not installed: says what to install."""
+
+
 @cache
 def load_split(name: str) -> Handwriting:
-    """One of the disjoint parts "train", "calibration" and "test"."""
-    from sklearn.datasets import load_digits
+    """One of the disjoint parts "train", "calibration" and "test".
+
+    Raises:
+        ScansMissingError: scikit-learn, which ships the scans, is not installed.
+    """
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError as error:
+        raise ScansMissingError("the samples' handwriting comes with scikit-learn: pip install 'mmqc[demo]'") from error
 
     if name not in SPLITS:
         raise ValueError(f"no split named {name!r}; the splits are {', '.join(SPLITS)}")

@@ -48,6 +48,7 @@ def quantized(linear, spec, *, static=False, context=None, hadamard=False, outli
         outliers=(skip, weight[:, skip]) if outliers else None,
         hadamard=hadamard,
         modality=context,
+        dtype=linear.weight.dtype,
     )
 
 

@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_help__lists_every_command():
     result = invoke("--help")
     assert result.exit_code == 0
-    commands = ("demo", "quantize", "eval", "bench", "warm", "report", "explain", "export", "doctor", "passes")
+    commands = ("demo", "quantize", "eval", "bench", "warm", "serve", "report", "explain", "export", "doctor", "passes")
     assert all(name in result.output for name in commands)
 
 

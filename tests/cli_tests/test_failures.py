@@ -28,6 +28,7 @@ from mmqc.cli import failures
 from mmqc.errors import MEMORY, REFUSED, UNEXPECTED, USAGE, MmqcError
 from mmqc.graph.record import RecordError
 from mmqc.graph.runner import PassError
+from mmqc.samples.checkpoint import BYTES
 
 PACKAGE = Path(mmqc.__file__).parent
 GROUP = typer.main.get_command(cli.app)
@@ -219,7 +220,7 @@ def damaged(tmp_path_factory):
     """The shipped sample with half of its weights' file."""
     folder = tmp_path_factory.mktemp("damaged")
     sample = PACKAGE / "samples" / "digits_vqa"
-    weights = (sample / "model.safetensors").read_bytes()
+    weights = (sample / BYTES).read_bytes()
     (folder / "config.json").write_bytes((sample / "config.json").read_bytes())
     (folder / "model.safetensors").write_bytes(weights[: len(weights) // 2])
     return folder

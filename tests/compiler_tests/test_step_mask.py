@@ -14,6 +14,7 @@ from transformers.generation import utils as generation
 import mmqc
 from mmqc.compiler import step_mask
 from mmqc.compiler.step_mask import masks_go_on
+from mmqc.versions import cache_name
 
 MORE: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "cache_implementation": "static"}
 pytestmark = pytest.mark.usefixtures("without_inductor")
@@ -88,7 +89,7 @@ def asked(model: Any, cache: StaticCache, **more: Any) -> dict[str, Any]:
         "config": model.config,
         "inputs_embeds": torch.empty(1, 1, 0),
         "attention_mask": torch.ones(1, 4, dtype=torch.long),
-        "past_key_values": cache,
+        cache_name(): cache,
         "position_ids": torch.full((1, 1), 3),
         "is_first_iteration": False,
     }
@@ -100,7 +101,7 @@ def asked(model: Any, cache: StaticCache, **more: Any) -> dict[str, Any]:
     [
         ({"inputs_embeds": torch.empty(1, 2, 0)}, {}),
         ({"block_sequence_ids": torch.zeros(1, 1)}, {}),
-        ({"past_key_values": None}, {}),
+        ({cache_name(): None}, {}),
         ({}, {"layer_types": ["full_attention", "sliding_attention"]}),
         ({}, {"layer_types": None, "sliding_window": 4}),
         ({}, {"_attn_implementation": "eager"}),
@@ -116,6 +117,19 @@ def test_step_mask__leaves_other_calls_to_transformers(more: dict[str, Any], tex
     plain.pop("is_first_iteration")
     assert step_mask._is_plain_step(step_mask._Loop(cache), **plain)
     assert not step_mask._is_plain_step(step_mask._Loop(cache), **{**plain, "config": config, **more})
+
+
+def test_step_mask__places_of_steps_without_a_mask_of_padding() -> None:
+    model, _ = tiny_qwen2_vl()
+    cache = StaticCache(config=model.config, max_cache_len=8)
+    plain = asked(model, cache, attention_mask=None)
+    assert not step_mask._is_plain_step(step_mask._Loop(cache), **plain)
+    loop = step_mask._Loop(cache, prompt=6)
+    first = torch.arange(8).lt(7)[None, None, None]
+    assert step_mask._is_plain_step(loop, **plain)
+    assert loop.mask(loop.place(None), lambda: first.clone()).sum() == 7
+    assert loop.mask(loop.place(None), lambda: first.clone()).sum() == 8
+    assert not step_mask._is_plain_step(loop, **plain), "the cache is full"
 
 
 def test_step_mask__only_inside_a_loop() -> None:

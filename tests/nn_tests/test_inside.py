@@ -8,6 +8,7 @@ from models import randomise, tiny_qwen2_vl
 
 import mmqc
 from mmqc.nn.inside import InsideError, InsideWarning, outward
+from mmqc.versions import ENCODERS
 
 BASE, TOWER = "model", "model.visual"
 
@@ -53,6 +54,17 @@ def test_inside__refused_when_compiled_too(rotated):
     compiled = torch.compile(model, backend="eager")
     with pytest.raises(InsideError):
         compiled(**inputs, output_hidden_states=True)
+
+
+@torch.no_grad()
+def test_inside__what_encoders_made_is_left_out(one):
+    """transformers 5.23 and newer return it; of a rewritten model it would be in other coordinates."""
+    before, model, inputs = one
+    out, plain = model(**inputs), before(**inputs)
+    assert type(out) is type(plain)
+    assert not set(ENCODERS) & set(out)
+    assert set(out) == set(plain) - set(ENCODERS)
+    assert all(getattr(out, name, None) is None for name in ENCODERS)
 
 
 @torch.no_grad()

@@ -1,6 +1,7 @@
 """The shipped samples: their data, their processor, their checkpoint, and that the stress sample is the same function."""
 
 import socket
+import sys
 
 import numpy as np
 import pytest
@@ -30,6 +31,13 @@ def test_handwriting__splits_are_disjoint_and_cover_the_data():
         assert s.scans.max() == 1
     with pytest.raises(ValueError, match="no split named 'dev'"):
         handwriting.load_split("dev")
+
+
+def test_handwriting__says_what_to_install(monkeypatch):
+    handwriting.load_split.cache_clear()
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    with pytest.raises(handwriting.ScansMissingError, match=r"pip install 'mmqc\[demo\]'"):
+        handwriting.load_split("test")
 
 
 def test_questions__answers_follow_from_the_labels():
@@ -161,6 +169,15 @@ def test_load__needs_no_network_and_names_the_samples(monkeypatch):
         samples.load("digits")
 
 
+def test_checkpoint__comes_back_to_the_bit(sample, tmp_path):
+    checkpoint.save(sample.model, tmp_path)
+    again, before = checkpoint.load(tmp_path), sample.model.state_dict()
+    assert again.state_dict().keys() == before.keys()
+    assert all(torch.equal(w, before[name]) and w.dtype == before[name].dtype for name, w in again.state_dict().items())
+    assert again.generation_config.to_dict() == sample.model.generation_config.to_dict()
+    assert again.lm_head.weight is again.model.language_model.embed_tokens.weight
+
+
 def test_checkpoint__is_small_and_of_the_promised_dimensions(sample):
     stored = sum(f.stat().st_size for f in checkpoint.FOLDER.glob("*.safetensors"))
     assert stored <= MEGABYTES * 2**20
@@ -171,6 +188,7 @@ def test_checkpoint__is_small_and_of_the_promised_dimensions(sample):
     assert min(text.num_hidden_layers, vision.depth) >= 4
     assert sample.model.lm_head.weight is sample.model.model.language_model.embed_tokens.weight
     assert all(p.dtype == torch.float32 for p in sample.model.parameters())
+    assert all(torch.equal(p, p.bfloat16().float()) for p in sample.model.parameters())
     assert not sample.model.training
 
 

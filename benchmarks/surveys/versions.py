@@ -1,0 +1,206 @@
+"""The tests in one environment after the other: which versions of torch, transformers, torchao and Python does mmqc work with?
+
+    make matrix                                            all of ENVIRONMENTS, built one after the other and deleted behind it
+    python -m benchmarks.surveys.versions --only newest    one of them
+    python -m benchmarks.surveys.versions --python .venv/bin/python --name "the pins"      an interpreter that has everything
+
+An environment is a venv with the pins of constraints.txt, but for the versions that it is about; CUDA builds of torch run on the
+CPU, and are some gigabytes each. The tests are those of `make test`; `--tests PATH ...` takes fewer, and the table says which.
+
+Writes benchmarks/results/versions.json, an entry an environment, and the page docs/results/versions.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import json
+import os
+import re
+import shutil
+import subprocess
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS, PAGE = ROOT / "benchmarks/results/versions.json", ROOT / "docs/results/versions.md"
+WHERE = ROOT / "out/matrix"
+PACKAGES = ("torch", "transformers", "torchao", "triton", "numpy")
+ASK = """import json, sys
+from importlib.metadata import version
+print(json.dumps([sys.version.split()[0], {package: version(package) for package in sys.argv[1:]}]))"""
+INTRODUCTION = """# Versions
+
+Every row is an environment in which the tests that need no GPU were run (`make matrix`; of CUDA builds of torch too, on the CPU),
+all of them or those of the rooms that touch other packages most. The bounds in `pyproject.toml` are the first and the last versions
+of this table. A private name of another package that a version keeps elsewhere is refused by name (`mmqc.versions.MovedError`);
+`mmqc doctor` says whether what is installed is in these bounds.
+"""
+
+
+@dataclass(frozen=True)
+class Environment:
+    """What differs from the pins."""
+
+    name: str
+    torch: str
+    transformers: str
+    torchao: str
+    python: str = "3.11"
+    pins: tuple[str, ...] = ()
+
+
+ENVIRONMENTS = (
+    Environment("oldest", "2.11.0", "5.17.0", "0.17.0", pins=("numpy==2.3.5", "setuptools==80.10.2", "triton==3.6.0")),
+    Environment("torch 2.12", "2.12.0", "5.17.0", "0.17.0"),
+    Environment("the pins", "2.13.0", "5.17.0", "0.18.0"),
+    Environment("transformers 5.20", "2.13.0", "5.20.2", "0.18.0"),
+    Environment("transformers 5.23", "2.13.0", "5.23.0", "0.18.0"),
+    Environment("transformers 5.24", "2.13.0", "5.24.0", "0.18.0"),
+    Environment("torch 2.14", "2.14.1", "5.24.0", "0.18.0"),
+    Environment("Python 3.12", "2.13.0", "5.24.0", "0.18.0", python="3.12"),
+    Environment("newest", "2.14.1", "5.24.0", "0.18.0", python="3.13"),
+)
+
+
+def main() -> None:
+    """Build, test, write."""
+    arguments = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    arguments.add_argument("--only", nargs="*", help="names of environments")
+    arguments.add_argument("--python", type=Path, help="an interpreter that has everything, and no environment to build")
+    arguments.add_argument("--name", help="of that interpreter's row")
+    arguments.add_argument("--tests", nargs="*", default=[], help="paths; all by default")
+    arguments.add_argument("--jobs", default="auto")
+    arguments.add_argument("--keep", action="store_true", help="keep the environments")
+    arguments.add_argument("--page", action="store_true", help="write the page alone")
+    options = arguments.parse_args()
+    if options.page:
+        write(read())
+    elif options.python:
+        add(tested(options.name or str(options.python), options.python, options))
+    else:
+        several(options)
+
+
+def several(options: argparse.Namespace) -> None:
+    """Build, test and delete each environment."""
+    for environment in ENVIRONMENTS:
+        if options.only and environment.name not in options.only:
+            continue
+        folder = WHERE / re.sub(r"\W+", "-", environment.name)
+        try:
+            add(tested(environment.name, build(environment, folder), options))
+        except subprocess.CalledProcessError as error:
+            add({"name": environment.name, "failed_to_build": (error.stderr or str(error)).strip().splitlines()[-1]})
+        finally:
+            if not options.keep:
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def build(environment: Environment, folder: Path) -> Path:
+    """The interpreter of a new venv with these versions."""
+    own = [
+        f"torch=={environment.torch}",
+        f"transformers=={environment.transformers}",
+        f"torchao=={environment.torchao}",
+        *environment.pins,
+    ]
+    taken = {pin.partition("==")[0] for pin in own} | {"triton"}
+    pins = [
+        line for line in (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines() if line and not line.startswith("#")
+    ]
+    run(f"python{environment.python}", "-m", "venv", "--clear", str(folder))
+    constraints = folder / "constraints.txt"
+    constraints.write_text("\n".join([*own, *(p for p in pins if p.partition("==")[0] not in taken)]) + "\n", encoding="utf-8")
+    python = folder / "bin/python"
+    for what in (["setuptools"], ["--no-deps", "torch"], ["--no-build-isolation", "-e", ".[dev,demo,report,serve]"]):
+        run(str(python), "-m", "pip", "install", "-q", "--disable-pip-version-check", "-c", str(constraints), *what)
+    return python
+
+
+def run(*command: str) -> None:
+    """Raise with what it said on stderr."""
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
+
+
+def tested(name: str, python: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """The row of an interpreter."""
+    asked = subprocess.run([str(python), "-c", ASK, *PACKAGES], check=True, capture_output=True, text=True, cwd=ROOT)
+    version, packages = json.loads(asked.stdout)
+    report = WHERE / f"{os.getpid()}.xml"
+    report.parent.mkdir(parents=True, exist_ok=True)
+    start = time.perf_counter()
+    parallel = [] if options.jobs == "0" else ["-n", options.jobs, "--dist", "worksteal"]
+    marks = ["-m", "not gpu and not slow", "-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
+    subprocess.run([str(python), "-m", "pytest", *marks, *parallel, *options.tests], cwd=ROOT, env=environment, check=False)
+    row = {"name": name, "python": version, **packages, "tests": options.tests or "all", **counted(report)}
+    report.unlink()
+    return row | {"seconds": round(time.perf_counter() - start), "commit": commit(), "date": time.strftime("%Y-%m-%d")}
+
+
+def counted(report: Path) -> dict[str, Any]:
+    """Numbers of a JUnit report, the names of what failed, and the reasons of what was skipped."""
+    failed, skipped, count = [], collections.Counter[str](), 0
+    for case in ElementTree.parse(report).getroot().iter("testcase"):
+        count += 1
+        if case.find("failure") is not None or case.find("error") is not None:
+            failed.append(f"{case.get('classname', '')}::{case.get('name', '')}")
+        elif (skip := case.find("skipped")) is not None:
+            skipped[skip.get("message", "")] += 1
+    passed = count - len(failed) - sum(skipped.values())
+    return {"passed": passed, "failed": len(failed), "skipped": sum(skipped.values()), "failures": failed, "reasons": dict(skipped)}
+
+
+def commit() -> str:
+    """The short hash of what was tested."""
+    found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
+    return found.stdout.strip()
+
+
+def read() -> list[dict[str, Any]]:
+    """The rows so far."""
+    return json.loads(RESULTS.read_text(encoding="utf-8"))["environments"] if RESULTS.exists() else []
+
+
+def add(row: dict[str, Any]) -> None:
+    """Write a row in the place of the one of its name."""
+    rows = read()
+    names = [old["name"] for old in rows]
+    if row["name"] in names:
+        rows[names.index(row["name"])] = row
+    else:
+        rows.append(row)
+    write(rows)
+    print(json.dumps({name: value for name, value in row.items() if name not in ("reasons",)}, indent=1), flush=True)
+
+
+def write(rows: list[dict[str, Any]]) -> None:
+    """The JSON and the page."""
+    found = {"command": "make matrix", "environments": rows}
+    RESULTS.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    PAGE.write_text(page(rows), encoding="utf-8")
+
+
+def page(rows: list[dict[str, Any]]) -> str:
+    """docs/results/versions.md."""
+    lines = ["| | Python | torch | transformers | torchao | tests | passed | failed | skipped | commit |", "|" + "---|" * 10]
+    details: list[str] = []
+    for row in rows:
+        if "failed_to_build" in row:
+            lines.append(f"| {row['name']} | | | | | not built: {row['failed_to_build']} | | | | |")
+            continue
+        tests = "all" if row["tests"] == "all" else ", ".join(f"`{path}`" for path in row["tests"])
+        versions = f"{row['python']} | {row['torch']} | {row['transformers']} | {row['torchao']}"
+        counts = f"{row['passed']:,} | {row['failed']} | {row['skipped']}"
+        lines.append(f"| {row['name']} | {versions} | {tests} | {counts} | {row['commit']} |")
+        details += [f"* {row['name']}: fails `{name}`" for name in row["failures"]]
+        details += [f"* {row['name']}: {count} skipped: {reason}" for reason, count in sorted(row["reasons"].items())]
+    return "\n".join([INTRODUCTION, *lines, "", "## What failed, and why tests were skipped", "", *details]) + "\n"
+
+
+if __name__ == "__main__":
+    main()
