@@ -496,7 +496,3 @@ def load(model: str, sample: str | None) -> tuple[Any, Sample | None]:
     from mmqc.cli.jobs import load_model
 
     return load_model(model), mmqc.samples.load(name) if name else None
-
-
-if __name__ == "__main__":
-    app()
