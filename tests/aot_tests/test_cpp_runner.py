@@ -14,6 +14,7 @@ from mmqc import samples
 from mmqc.aot.programs import described
 from mmqc.lowering.package import compile_program, write_package
 from mmqc.samples.processor import END
+from mmqc.samples.sample import Sample
 
 QUESTIONS = 20
 
@@ -26,7 +27,7 @@ def ask(runner: Path, package: Path, file: Path, longest: int, stop: int) -> lis
     return [int(t) for t in done.stdout.split()]
 
 
-def answers(runner: Path, package: Path, model: nn.Module, sample: samples.sample.Sample) -> list[tuple[list[int], list[int]]]:
+def answers(runner: Path, package: Path, model: nn.Module, sample: Sample) -> list[tuple[list[int], list[int]]]:
     """Tokens of the program and of the model."""
     found = []
     for number, question in enumerate(sample.questions(QUESTIONS)):

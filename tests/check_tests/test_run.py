@@ -14,7 +14,7 @@ from mmqc.cli.app import app
 from mmqc.engines.table import versions
 
 needs_presets = pytest.importorskip("compressed_tensors", reason="pip install 'mmqc[formats]' for what its presets write")
-DOWN = "model.layers.1.mlp.down_proj"
+DOWN = "model.language_model.layers.1.mlp.down_proj"
 
 
 def groups(config):
@@ -80,7 +80,7 @@ def narrow(folder):
 
     def change(tensors):
         for own, width in (("fc1", 3420), ("fc2", 256)):
-            name = f"visual.blocks.0.mlp.{own}"
+            name = f"model.visual.blocks.0.mlp.{own}"
             inner = 256 if own == "fc1" else 3420
             tensors[f"{name}.weight"] = torch.zeros(width, inner, dtype=torch.int8)
             tensors[f"{name}.weight_scale"] = torch.ones(width, 1)
@@ -93,7 +93,7 @@ def experts(scale):
     def apply(folder):
         def change(tensors):
             for i in range(4):
-                name = f"model.layers.1.mlp.experts.{i}.down_proj"
+                name = f"model.language_model.layers.1.mlp.experts.{i}.down_proj"
                 tensors[f"{name}.weight"] = torch.zeros(256, 256, dtype=torch.int8)
                 tensors[f"{name}.weight_scale"] = torch.ones(256, 1)
                 tensors[f"{name}.input_scale"] = torch.tensor([0.02 if i else scale])
@@ -113,7 +113,7 @@ def class_target(folder):
 
 def float_tower(folder):
     def change(tensors):
-        for name in [n for n in tensors if n.startswith("visual.") and n.endswith(".weight_packed")]:
+        for name in [n for n in tensors if n.startswith("model.visual.") and n.endswith(".weight_packed")]:
             module = name.removesuffix(".weight_packed")
             rows, columns = (int(v) for v in tensors.pop(f"{module}.weight_shape"))
             del tensors[name], tensors[f"{module}.weight_scale"]
@@ -128,7 +128,9 @@ def float_language(folder):
 
     def change(tensors):
         for name in [
-            n for n in tensors if n.startswith("model.layers.") and n.endswith(".weight_packed") and ".layers.0." not in n
+            n
+            for n in tensors
+            if n.startswith("model.language_model.layers.") and n.endswith(".weight_packed") and ".layers.0." not in n
         ]:
             module = name.removesuffix(".weight_packed")
             rows, columns = (int(v) for v in tensors.pop(f"{module}.weight_shape"))

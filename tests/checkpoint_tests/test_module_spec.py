@@ -50,6 +50,10 @@ WRITTEN = {
         **{"kind": "rotated_norm", "size": 12, "eps": 1e-5, "centre": False, "bias": False, "seed": 3, "before": False},
         **{"after": None, "dtype": "bfloat16"},
     },
+    "by token": {
+        **{"kind": "token_linear", "in": 12, "out": 5, "weight_bits": 8, "group_size": 0, "bias": True, "hadamard": False},
+        **{"float8": True, "float8_weight": True, "dtype": "bfloat16"},
+    },
     "Hadamard": {"kind": "hadamard_linear", "in": 12, "out": 5, "bias": False, "dtype": "float32"},
     "plain": {"kind": "plain_linear", "in": 12, "out": 5, "bias": True, "dtype": "float32"},
     "adapters": {

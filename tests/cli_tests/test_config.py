@@ -47,7 +47,7 @@ def test_read_config__names_an_unknown_key(tmp_path):
 
 def test_in_float8__wants_static_activations():
     assert in_float8(mmqc.recipes.mquant(weight_bits=8)).language.activation.type == "float"
-    with pytest.raises(typer.BadParameter, match="static activations"):
+    with pytest.raises(typer.BadParameter, match="quantized activations"):
         in_float8(mmqc.recipes.rtn(8))
 
 

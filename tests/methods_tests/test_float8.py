@@ -118,8 +118,8 @@ def test_quant_linear__codes_survive_a_change_of_dtype(dtype: torch.dtype) -> No
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: recipes.rtn(4).with_float8(), "schemes with static activations"),
-        (lambda: recipes.rtn(4, 8, group_size=32).with_float8(), r"PerRow\(\) beside floats"),
+        (lambda: recipes.rtn(4).with_float8(), "schemes with quantized activations"),
+        (lambda: recipes.rtn(4, 8, group_size=32).with_float8(), r"PerRow\(\) beside static activations of type 'float'"),
         (lambda: mmqc.WeightSpec(4, type="float"), "'float' for 8 bits a channel"),
         (lambda: mmqc.WeightSpec(8, solver="gptq", type="float"), "'float' for 8 bits a channel"),
         (

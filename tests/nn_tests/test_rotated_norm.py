@@ -8,9 +8,9 @@ from models import randomise
 from torch import nn
 
 from mmqc.checkpoint.module_spec import build_module, module_spec
+from mmqc.graph.changes import Turned
 from mmqc.nn.norm import RMSNorm
 from mmqc.nn.rotated_norm import RotatedNorm
-from mmqc.passes.fuse_rotation import Rotation
 
 N = 24
 SIDES = [{"after": True}, {"after": False}, {"before": True}, {"before": False}, {"before": False, "after": True}]
@@ -18,7 +18,7 @@ SIDES = [{"after": True}, {"after": False}, {"before": True}, {"before": False},
 
 def matrix(keep_mean: bool | None) -> torch.Tensor:
     eye = torch.eye(N, dtype=torch.float64)
-    return eye if keep_mean is None else Rotation.of(N, 5, keep_mean)(eye)
+    return eye if keep_mean is None else Turned.of(N, 5, keep_mean)(eye)
 
 
 @pytest.mark.parametrize("sides", SIDES, ids=str)

@@ -4,6 +4,7 @@ import pytest
 import torch
 from float64 import Float64, passed, relative_error, replayed
 from pass_cases import CASES, check_once, program
+from rounding import nearest
 from torch import Tensor
 
 from mmqc.config import DynamicSpec, QuantConfig, Scheme, WeightSpec
@@ -36,7 +37,7 @@ def fake_linear(x: Tensor, w: Tensor, high: Tensor, bits: tuple[int, int], a_bit
         if not some.any():
             continue
         part, columns = x[..., some], w[:, some]
-        s_w = torch.maximum((columns.abs().amax(1, keepdim=True) / (2 ** (b - 1) - 1)).float(), least_w)
+        s_w = torch.maximum(nearest(columns.float(), b)[1], least_w)
         least_w, s_w = s_w * 2.0 ** (b - bits[1] - 1), s_w.double()
         w_q = torch.round(columns / s_w).clamp(-(2 ** (b - 1)), 2 ** (b - 1) - 1) * s_w
         low, top = part.amin(-1, keepdim=True), part.amax(-1, keepdim=True)
