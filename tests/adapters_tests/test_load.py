@@ -132,6 +132,7 @@ def test_load_adapter__on_a_quantized_model_saved_and_loaded(adapter, tmp_path: 
     assert relative_error(logits(half, batch), out) < 0.1
 
 
+@pytest.mark.slow
 def test_load_adapter__compiled_and_in_generate(adapter) -> None:
     directory, model, batch, _ = adapter
     q = quantized(model, batch)

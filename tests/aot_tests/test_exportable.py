@@ -72,6 +72,7 @@ def exported_sample() -> tuple[nn.Module, list[dict[str, Tensor]], ExportedProgr
     return sample.model, batches[3:], program
 
 
+@pytest.mark.slow
 def test_export__sample_on_other_shapes() -> None:
     model, batches, program = exported_sample()
     grids = [b["image_grid_thw"] for b in batches]

@@ -126,6 +126,7 @@ def test_save__transformers_without_mmqc_computes_the_same(name, exported):
     assert answers(theirs[name], batches) >= least * answers(floats, batches)
 
 
+@pytest.mark.slow
 def test_save__in_float64_nothing_falls_on_the_other_side(tmp_path, monkeypatch):
     monkeypatch.setattr("mmqc.ops.token_matmul.token_scales", their_scales)
     want, directories = {}, []

@@ -176,6 +176,7 @@ def test_report__refuses_a_file_of_something_else(tmp_path):
     assert "is no report of mmqc; pass a quantization.json" in " ".join(result.output.split())
 
 
+@pytest.mark.slow
 def test_warm__a_row_for_each_kind_and_where_it_is_kept(tmp_path, without_inductor):
     result = invoke("warm", "digits-vqa", "--data", "1", "--json", str(tmp_path / "w.json"))
     assert result.exit_code == 0, result.output

@@ -184,7 +184,10 @@ CASES: dict[str, Callable[[], tuple[nn.Module, dict[str, Any]]]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+RARE = ("image first", "right padding")
+
+
+@pytest.mark.parametrize("case", [pytest.param(c, marks=[pytest.mark.slow][: c in RARE]) for c in CASES])
 @torch.no_grad()
 def test_token_order__logits(case: str) -> None:
     model, batch = CASES[case]()

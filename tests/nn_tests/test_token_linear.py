@@ -48,6 +48,7 @@ def test_quantize__without_data_and_with_gives_the_same_linears(name, config, tm
     assert torch.equal(logits(again, inputs), want)
 
 
+@pytest.mark.slow
 def test_quantize__a_config_given_to_the_backend_quantizes_alike():
     model, inputs = tiny_qwen2_vl()
     compiled, config = copy.deepcopy(model), CONFIGS["W8A8-token"]

@@ -185,7 +185,7 @@ PLACES = [name for name, m in Small().named_modules() if name and not isinstance
 SEEN = {"rotate": recipes.rotate(), "mquant": recipes.mquant(8, msq=False), "smoothquant": recipes.smoothquant(8, 8)}
 
 
-@pytest.mark.parametrize("recipe", SEEN.values(), ids=SEEN)
+@pytest.mark.parametrize("recipe", [pytest.param(r, id=n, marks=[pytest.mark.slow][: n != "mquant"]) for n, r in SEEN.items()])
 def test_record_linears__hooks_see_what_they_saw(recipe: QuantConfig) -> None:
     """On each module in turn a hook that only reads: a linear, a norm, an embedding, a block, a tower."""
     for place in PLACES:
