@@ -51,7 +51,8 @@ class WeightSpec:
             arXiv:2405.04532, section 4.1); to 4 bits.  None: float scales.
         type: "int", or "float": float8_e4m3fn, 8 bits, rounded to nearest with one scale per output channel.
         clip: gptq's, of grids: ``inputs``, by what each rounding costs in its sweep; ``weights``, by the weights' own error, as
-            QuaRot, MQuant and ResQ do behind rotations; ``none`` (solvers/gptq.py).
+            QuaRot, MQuant and ResQ do behind rotations; ``none`` (solvers/gptq.py).  None: the first, but for groups with zero
+            points the last: their grids end where the weights do, and the sweep moves weights beyond.
         clip_scores: awq_clip clips linears that make queries and keys as well, which the authors' code leaves as they are.
     """
 
@@ -64,7 +65,7 @@ class WeightSpec:
     damping: float = 0.01
     amplifier: Amplifier | None = None
     type: Number = "int"
-    clip: Clip = "inputs"
+    clip: Clip | None = None
     clip_scores: bool = False
 
     def __post_init__(self) -> None:
@@ -79,7 +80,7 @@ class WeightSpec:
         require(self.solver in get_args(Solver), "WeightSpec.solver", self.solver, get_args(Solver))
         ordered = self.act_order and not self.static_groups and self.group_size and self.solver == "gptq"
         require(not ordered, "WeightSpec.act_order", self.act_order, "False for groups that are not static")
-        require(self.clip in get_args(Clip), "WeightSpec.clip", self.clip, get_args(Clip))
+        require(self.clip in (None, *get_args(Clip)), "WeightSpec.clip", self.clip, (*get_args(Clip), None))
         require(0 < self.damping < 1, "WeightSpec.damping", self.damping, "(0, 1)")
         if self.amplifier is not None:
             power = type(self.amplifier) is int and self.amplifier > 0 and not self.amplifier & (self.amplifier - 1)
@@ -95,6 +96,11 @@ class WeightSpec:
     def needs_hessian(self) -> bool:
         """Whether the solver wants the second moment of the layer's inputs."""
         return self.solver in ("gptq", "awq_clip")
+
+    @property
+    def how_to_clip(self) -> Clip:
+        """``clip``, or what None means."""
+        return self.clip or ("inputs" if self.symmetric or not self.group_size else "none")
 
     @property
     def group_size(self) -> int:

@@ -11,7 +11,7 @@ Groups:  static, their grids from the untouched weight before the sweep, so that
 Clips:   of a row's or group's grid, steps p s of the widest one, p = 1, 0.99, ..., 0.21:
          inputs     argmin over p of  sum_i |w_i - q_i|^2.4 / U_ii²: e_i² is what the sweep pays for a rounding
          weights    argmin over p of  sum_i |w_i - q_i|^2.4, whatever the inputs (mse_clip.py)
-         none       p = 1
+         none       p = 1, by default for groups with zero points (``WeightSpec.how_to_clip``)
 Source:  Frantar et al., arXiv:2210.17323, with QuaRot's settings, which are MQuant's (arXiv:2502.00425, Algorithm 1):
          blocks of 128, λ = 1 % of H's mean diagonal, channels in order of falling diagonal (act_order).  They clip by the
          weights, which behind AWQ's factors are large just where they count: 2 bits need the other (docs/results/solvers.md).
@@ -138,7 +138,7 @@ class _Sweep:
 
     def find(self, groups: Tensor, cost: Tensor) -> Grid:
         """The grids of groups [N, G, g] whose channels cost [G, g]."""
-        return clipped(groups, cost, self.spec.clip, self.spec.bits, self.spec.symmetric)
+        return clipped(groups, cost, self.spec.how_to_clip, self.spec.bits, self.spec.symmetric)
 
     def run(self, w_KN: Tensor, order: Tensor, u: Tensor, block: int) -> Tensor:
         """The codes int8 [K, N]; ``w_KN`` is used up.  Transposed, so that a channel is one contiguous row."""

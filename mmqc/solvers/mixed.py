@@ -127,7 +127,7 @@ def _together(w: Tensor, parts: tuple[Part, ...], spec: WeightSpec, h: Tensor, n
         cost = gptq.costs(u, order, w.dtype)
         if used != spec.damping:
             notes += [f"damping {used:g} of the mean diagonal, not {spec.damping:g}: the inputs are nearly dependent"]
-    grids = [gptq.clipped(w[:, c][:, None], cost[c], spec.clip, p.bits) for c, p in zip(columns, parts, strict=True)]
+    grids = [gptq.clipped(w[:, c][:, None], cost[c], spec.how_to_clip, p.bits) for c, p in zip(columns, parts, strict=True)]
     scale = not_too_fine([grid.scale[:, 0, 0] for grid in grids], [w[:, c] for c in columns], parts)
     grids = [replace(grid, scale=scale[:, p, None, None]) for p, grid in enumerate(grids)]
     codes = torch.zeros_like(w, dtype=torch.int8)

@@ -168,11 +168,11 @@ def textbook(w, h, spec):
     u = torch.linalg.cholesky(torch.linalg.inv(h[order][:, order]), upper=True)
     cost = torch.empty_like(u[0]).scatter_(0, order, u.diagonal().square().reciprocal())
     how = spec.bits, spec.symmetric
-    grids = [fit(w[:, c : c + g], *how, cost[c : c + g], spec.clip) for c in range(0, k, g)]
+    grids = [fit(w[:, c : c + g], *how, cost[c : c + g], spec.how_to_clip) for c in range(0, k, g)]
     left, values = w[:, order].clone(), torch.zeros_like(w)
     for i, column in enumerate(order.tolist()):
         if spec.group_size and not spec.static_groups and i % g == 0:
-            grids[i // g] = fit(left[:, i : i + g], *how, cost[i : i + g], spec.clip)
+            grids[i // g] = fit(left[:, i : i + g], *how, cost[i : i + g], spec.how_to_clip)
         s, z = grids[column // g]
         q = ((left[:, i] / s).round() + z).clamp(-(2 ** (spec.bits - 1)), 2 ** (spec.bits - 1) - 1)
         values[:, column] = (q - z) * s
@@ -226,3 +226,14 @@ def test_clip__by_the_inputs_keeps_large_weights_that_count():
     assert missed["inputs"] < 0.01 < missed["weights"]
     assert loss(w, by["inputs"], h) < 0.01 * loss(w, by["weights"], h)
     assert loss(w, by["inputs"], h) <= loss(w, by["none"], h)
+
+
+def test_clip__unless_it_is_said_depends_on_the_grid():
+    assert (
+        WeightSpec(4).how_to_clip
+        == WeightSpec(4, PerGroup(32)).how_to_clip
+        == WeightSpec(4, symmetric=False).how_to_clip
+        == "inputs"
+    )
+    assert WeightSpec(4, PerGroup(32), symmetric=False).how_to_clip == "none"
+    assert WeightSpec(4, PerGroup(32), symmetric=False, clip="weights").how_to_clip == "weights"
