@@ -81,6 +81,7 @@ def test_backend__vlm_decode_logits_equal_eager(case: Case) -> None:
         assert ((actual - wanted).norm() / wanted.norm()).item() < 1e-3, f"step {step}"
 
 
+@pytest.mark.slow
 def test_backend__vlm_breaks_no_more_than_the_float_model(case: Case) -> None:
     def breaks(model: nn.Module) -> tuple[int, set[str]]:
         with torch.no_grad():

@@ -28,7 +28,7 @@ ARCHIVE = 'case " $* " in *" -shared "*) exec {c} -L{folder} "$@" -lstdc++ -lm;;
 
 
 @pytest.mark.skipif(sys.platform != "linux" or shutil.which("g++") is None, reason="needs g++ on Linux")
-@pytest.mark.parametrize("how", [pytest.param(STATIC, marks=pytest.mark.slow), ARCHIVE])
+@pytest.mark.parametrize("how", [pytest.param(STATIC, marks=pytest.mark.slow), pytest.param(ARCHIVE, marks=pytest.mark.slow)])
 def test_compile_program__compiler_that_links_its_cpp_library_statically(how, tmp_path):
     """A second C++ library in the process breaks the loader: the package takes the one that torch has."""
     gcc, compiler, archives = shutil.which("g++"), tmp_path / "g++", tmp_path / "archives"

@@ -213,6 +213,7 @@ def test_token_order__text_only_and_one_token_are_left_alone(length: int) -> Non
     assert [record for record in compiled.records["gather"] if record.name not in OF_ONE_QUERY] == []
 
 
+@pytest.mark.slow
 def test_token_order__second_image_on_a_cache() -> None:
     model, batch = qwen()
     cut = int((batch["input_ids"][0] == VISION_END).nonzero()[0]) + 3
