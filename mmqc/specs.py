@@ -51,8 +51,8 @@ class WeightSpec:
             arXiv:2405.04532, section 4.1); to 4 bits.  None: float scales.
         type: "int", or "float": float8_e4m3fn, 8 bits, rounded to nearest with one scale per output channel.
         clip: gptq's, of grids: ``inputs``, by what each rounding costs in its sweep; ``weights``, by the weights' own error, as
-            QuaRot, MQuant and ResQ do behind rotations; ``none`` (solvers/gptq.py).  None: the first, but for groups with zero
-            points the last: their grids end where the weights do, and the sweep moves weights beyond.
+            QuaRot, MQuant and ResQ do behind rotations; ``none`` (solvers/gptq.py).  None: the first, but for groups of 2 bits
+            with zero points the last: their four levels end where the weights do, and the sweep moves weights beyond.
         clip_scores: awq_clip clips linears that make queries and keys as well, which the authors' code leaves as they are.
     """
 
@@ -100,7 +100,7 @@ class WeightSpec:
     @property
     def how_to_clip(self) -> Clip:
         """``clip``, or what None means."""
-        return self.clip or ("inputs" if self.symmetric or not self.group_size else "none")
+        return self.clip or ("none" if self.bits == 2 and self.group_size and not self.symmetric else "inputs")
 
     @property
     def group_size(self) -> int:

@@ -11,7 +11,7 @@ Groups:  static, their grids from the untouched weight before the sweep, so that
 Clips:   of a row's or group's grid, steps p s of the widest one, p = 1, 0.99, ..., 0.21:
          inputs     argmin over p of  sum_i |w_i - q_i|^2.4 / U_ii²: e_i² is what the sweep pays for a rounding
          weights    argmin over p of  sum_i |w_i - q_i|^2.4, whatever the inputs (mse_clip.py)
-         none       p = 1, by default for groups with zero points (``WeightSpec.how_to_clip``)
+         none       p = 1, by default for groups of 2 bits with zero points (``WeightSpec.how_to_clip``)
 Source:  Frantar et al., arXiv:2210.17323, with QuaRot's settings, which are MQuant's (arXiv:2502.00425, Algorithm 1):
          blocks of 128, λ = 1 % of H's mean diagonal, channels in order of falling diagonal (act_order).  They clip by the
          weights, which behind AWQ's factors are large just where they count: 2 bits need the other (docs/results/solvers.md).

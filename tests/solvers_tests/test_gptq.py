@@ -229,11 +229,8 @@ def test_clip__by_the_inputs_keeps_large_weights_that_count():
 
 
 def test_clip__unless_it_is_said_depends_on_the_grid():
-    assert (
-        WeightSpec(4).how_to_clip
-        == WeightSpec(4, PerGroup(32)).how_to_clip
-        == WeightSpec(4, symmetric=False).how_to_clip
-        == "inputs"
-    )
-    assert WeightSpec(4, PerGroup(32), symmetric=False).how_to_clip == "none"
-    assert WeightSpec(4, PerGroup(32), symmetric=False, clip="weights").how_to_clip == "weights"
+    grouped = WeightSpec(2, PerGroup(32), symmetric=False)
+    others = (WeightSpec(2), WeightSpec(2, PerGroup(32)), WeightSpec(2, symmetric=False), replace(grouped, bits=3))
+    assert {spec.how_to_clip for spec in others} == {"inputs"}
+    assert grouped.how_to_clip == "none"
+    assert replace(grouped, clip="weights").how_to_clip == "weights"
