@@ -10,7 +10,7 @@ from mmqc.check.finding import LEVELS, Finding, several
 from mmqc.check.kernels import choose
 from mmqc.check.linears import EXPERT, Whole, wholes
 from mmqc.check.settings import settings
-from mmqc.check.stored import Stored, read
+from mmqc.check.stored import read
 from mmqc.check.structure import structure
 from mmqc.check.values import values
 from mmqc.engines.table import Asked, Rules, capability_of, engine_version, rules
@@ -81,7 +81,7 @@ def check(
         made.findings.append(Finding("warning", "architecture", stored.architecture or "config.json", text))
     chosen = choose(stored, linears, given, tensor_parallel, linear_backend)
     made.findings += [*structure(stored, linears), *chosen.findings, *settings(stored, linears, tensor_parallel)]
-    made.findings += [*values(stored, linears), *_experts(stored, linears)]
+    made.findings += [*values(stored, linears), *_experts(linears)]
     made.findings.sort(key=lambda finding: LEVELS.index(finding.level))
     made.kernels, made.flag = dict(chosen.kernels()), chosen.flag
     made.linears = [
@@ -98,8 +98,7 @@ def _share(linears: list[Whole]) -> float:
     return sum(part.parameters for part in parts if part.stored) / total if total else 0.0
 
 
-def _experts(stored: Stored, linears: list[Whole]) -> list[Finding]:
+def _experts(linears: list[Whole]) -> list[Finding]:
     """That experts were not asked about."""
-    del stored
     names = [w.first.name for w in linears if w.first.stored and EXPERT.search(f"{w.first.name}.")]
     return several("note", "experts", names, "experts run by kernels of their own, of which the table says nothing")

@@ -15,6 +15,8 @@ from typing import Any
 from safetensors import safe_open
 from torch import Tensor
 
+from mmqc.checkpoint.checksum import CheckpointError
+from mmqc.checkpoint.files import CONFIG, indexed, read_json
 from mmqc.errors import MmqcError
 
 METHODS = ("compressed-tensors", "awq", "gptq")
@@ -82,13 +84,13 @@ def read(directory: str | Path) -> Stored:
         NoCheckpointError: no config.json, no safetensors, or none that AWQ, GPTQ or compressed-tensors quantized.
     """
     directory = Path(directory)
-    path = directory / "config.json"
+    path = directory / CONFIG
     if not path.is_file():
-        raise NoCheckpointError(f"{directory} has no config.json: name the directory of a checkpoint")
+        raise NoCheckpointError(f"{directory} has no {CONFIG}: name the directory of a checkpoint")
     try:
-        config = json.loads(path.read_text())
-    except ValueError as error:
-        raise NoCheckpointError(f"{path} is no JSON ({error}): copy or download it again") from error
+        config = read_json(path)
+    except CheckpointError as error:
+        raise NoCheckpointError(str(error)) from error
     nested = (config.get(part) or {} for part in ("text_config", "llm_config", "language_config"))
     quantization = config.get("quantization_config") or next((q for c in nested if (q := c.get("quantization_config"))), None)
     method = (quantization or {}).get("quant_method")
@@ -107,10 +109,13 @@ def read(directory: str | Path) -> Stored:
 
 
 def _files(stored: Stored) -> list[str]:
-    index = stored.directory / "model.safetensors.index.json"
-    if not index.is_file():
+    try:
+        names = indexed(stored.directory)
+    except CheckpointError as error:
+        stored.damage.append(str(error))
+        return []
+    if names is None:
         return sorted(p.name for p in stored.directory.glob("*.safetensors"))
-    names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
     missing = [name for name in names if not (stored.directory / name).is_file()]
     stored.damage += [f"{name}, which the index names, is not there" for name in missing]
     return [name for name in names if name not in missing]

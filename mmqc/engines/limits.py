@@ -44,7 +44,7 @@ def for_engine(config: QuantConfig, engine: str, *, activations: Literal["float8
 
 
 def _rewrites(rewrites: Rewrites) -> Rewrites:
-    """Nothing at run time, and  the kinds that the architecture has."""
+    """Nothing at run time, and norms of the kinds that the architecture has."""
     kept = rewrites.fold_norms or rewrites.keep_means
     return dataclasses.replace(rewrites, hadamard=False, hadamard_everywhere=False, suppress=False, keep_means=kept)
 

@@ -3,6 +3,7 @@
 Needs:   ops.raised
 Gives:   nothing in the graph: sets ``tower``, ``role`` and ``scheme`` in the meta of linear nodes
 Exact:   yes, it changes no computation
+Clips:   where the solver is AWQ's clip, linears of queries and keys are rounded to nearest (``WeightSpec.clip_scores``)
 Refuses: the output head and whatever else ``keep`` names; a linear whose weight is computed, or used by other operations;
          a linear that is no ``nn.Linear`` module (it could not be swapped).  A tower without a scheme has no sites.
 """

@@ -74,10 +74,9 @@ def solve(
         _decouple_(h, out)
         first = h.diagonal() if spec.act_order else torch.zeros_like(h[0])
         order = torch.argsort(first, descending=True, stable=True)
-        u, used = inverse_factor_(h, order, spec.damping, name)
-        if used != spec.damping:
-            notes += [f"damping {used:g} of the mean diagonal, not {spec.damping:g}: the inputs are nearly dependent"]
-        sweep.fit(costs(u, order, w.dtype))
+        u, cost, more = factored_(h, order, spec.damping, name)
+        notes += more
+        sweep.fit(cost.to(w.dtype))
         codes[:, order] = sweep.run(w.T[order].contiguous(), order, u, block).T
     codes = torch.where(out, _zeros(sweep.grid, w, spec.group_size), codes)
     return packed(codes, sweep.grid, spec.group_size, "; ".join(notes))
@@ -105,11 +104,16 @@ def _decouple_(h: Tensor, out: Tensor) -> None:
     h.diagonal().masked_fill_(out, mean)
 
 
-def costs(u: Tensor, order: Tensor, dtype: torch.dtype) -> Tensor:
-    """What the sweep pays for the square of a channel's rounding error, 1 / U_ii² [K], relative to the mean; in w's order."""
+def factored_(h: Tensor, order: Tensor, damping: float, name: str) -> tuple[Tensor, Tensor, list[str]]:
+    """(U; what the sweep pays for a channel's squared error, 1 / U_ii² [K] relative to the mean, in w's order; what to say).
+
+    ``h`` is used up.
+    """
+    u, used = inverse_factor_(h, order, damping, name)
     cost = torch.empty_like(u[0])
     cost[order] = u.diagonal() ** -2
-    return (cost / cost.mean()).to(dtype)
+    dependent = f"damping {used:g} of the mean diagonal, not {damping:g}: the inputs are nearly dependent"
+    return u, cost / cost.mean(), [dependent] if used != damping else []
 
 
 def clipped(groups: Tensor, cost: Tensor, clip: Clip, bits: int, symmetric: bool = True) -> Grid:

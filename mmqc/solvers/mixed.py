@@ -20,7 +20,6 @@ from torch import Tensor
 from mmqc.config import WeightSpec
 from mmqc.ops.quantize_per_token import finest
 from mmqc.solvers import awq_clip, gptq, mse_clip, rtn
-from mmqc.solvers.factor import inverse_factor_
 from mmqc.solvers.grid import Grid
 from mmqc.solvers.quantized import Quantized, checked, rounded
 from mmqc.solvers.second_moment import checked_hessian
@@ -123,10 +122,8 @@ def _together(w: Tensor, parts: tuple[Part, ...], spec: WeightSpec, h: Tensor, n
     if not out.all():
         h = h.clone()
         gptq._decouple_(h, out)
-        u, used = inverse_factor_(h, order, spec.damping, name)
-        cost = gptq.costs(u, order, w.dtype)
-        if used != spec.damping:
-            notes += [f"damping {used:g} of the mean diagonal, not {spec.damping:g}: the inputs are nearly dependent"]
+        u, cost, more = gptq.factored_(h, order, spec.damping, name)
+        cost, notes = cost.to(w.dtype), notes + more
     grids = [gptq.clipped(w[:, c][:, None], cost[c], spec.how_to_clip, p.bits) for c, p in zip(columns, parts, strict=True)]
     scale = not_too_fine([grid.scale[:, 0, 0] for grid in grids], [w[:, c] for c in columns], parts)
     grids = [replace(grid, scale=scale[:, p, None, None]) for p, grid in enumerate(grids)]

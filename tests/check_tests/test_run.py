@@ -185,6 +185,13 @@ FAULTS = {
     ),
     "codes in another format": ("W4AFP8", lambda folder: None, "error", "unloadable", "looks for weight_packed"),
     "a file that is cut off": ("w4a8", cut, "error", "unloadable", "cut off"),
+    "an index that is damaged": (
+        "w4a8",
+        lambda folder: (folder / "model.safetensors.index.json").write_text("{"),
+        "error",
+        "unloadable",
+        "index.json is damaged",
+    ),
     "NaN among the scales": (
         "w4a8",
         changed(f"{DOWN}.weight_scale", lambda s: s * float("nan")),
@@ -335,7 +342,7 @@ def test_check__a_directory_that_is_no_checkpoint(tmp_path):
     with pytest.raises(NoCheckpointError, match="has no safetensors"):
         check(tmp_path, ENGINE)
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(NoCheckpointError, match="is no JSON"):
+    with pytest.raises(NoCheckpointError, match="no JSON"):
         check(tmp_path, ENGINE)
 
 

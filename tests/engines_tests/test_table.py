@@ -66,18 +66,23 @@ def test_described__says_what_runs():
     assert described(Answer("S", "CutlassInt8ScaledMMLinearKernel", "triton"), words) == "CutlassInt8, by Triton for these widths"
 
 
-def test_asked__an_environment_without_the_engine_is_an_error(tmp_path):
-    python = tmp_path / "python"
-    python.write_text("#!/bin/sh\necho 'ModuleNotFoundError: no vllm here' >&2\nexit 1\n")
+def python_that(does, folder):
+    """An interpreter that runs a line of shell, whatever it is asked."""
+    python = folder / "python"
+    python.write_text(f"#!/bin/sh\n{does}\n")
     python.chmod(0o755)
+    return str(python)
+
+
+def test_asked__an_environment_without_the_engine_is_an_error(tmp_path):
+    python = python_that("echo 'ModuleNotFoundError: no vllm here' >&2; exit 1", tmp_path)
     with pytest.raises(EngineError, match=r"could not be asked.*no vllm here"):
-        Asked("0.33", 90, str(python)).names("X")
+        Asked("0.33", 90, python).names("X")
 
 
 def test_asked__another_version_is_an_error(tmp_path):
-    python = tmp_path / "python"
-    python.write_text('#!/bin/sh\ncat > /dev/null\necho \'{"version": "0.31.0", "models": {"X": null}, "answers": []}\'\n')
-    python.chmod(0o755)
+    answer = '{"version": "0.31.0", "models": {"X": null}, "answers": []}'
+    python = python_that(f"cat > /dev/null; echo '{answer}'", tmp_path)
     with pytest.raises(EngineError, match=r"has vLLM 0\.31\.0, not 0\.33"):
-        Asked("0.33", 90, str(python)).names("X")
-    assert Asked("0.31", 90, str(python)).names("X") is None
+        Asked("0.33", 90, python).names("X")
+    assert Asked("0.31", 90, python).names("X") is None
