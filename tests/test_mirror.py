@@ -20,6 +20,7 @@ COVERS: dict[str, str] = {
     "compiler_tests/test_self_quantize.py": "compiler/torchao_graph",
     "engines_tests/test_real_vllm.py": "engines/ask_vllm",
     "front_tests/test_front.py": "explain front/find graph/tracing",
+    "gpu_tests/test_early_start.py": "kernels/shared/early_start",
     "gpu_tests/test_launches.py": "kernels/mixed_on_cuda",
     "gpu_tests/test_mixed.py": "lowering/mixed_on_cuda",
     "graph_tests/spaces/test_spaces.py": (

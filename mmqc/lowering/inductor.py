@@ -13,7 +13,7 @@ import hashlib
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +29,7 @@ from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
 from torch._inductor import config as inductor_config
 from torch._inductor.codegen.cpp import get_export_declaration
 from torch._inductor.codegen.cpp_template import CppTemplate
+from torch._inductor.codegen.triton import TritonScheduling
 from torch._inductor.codegen.wrapper import WrapperLine
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.cpu_vec_isa import pick_vec_isa
@@ -58,6 +59,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._sympy import functions as _sympy
 
 from mmqc import kernels
+from mmqc.lowering.early_kernels import can_start_early, early_definitions, starting_early, starts_early
 from mmqc.lowering.instruction_set import find_instruction_sets
 from mmqc.lowering.joined_cpp import joined_kernels
 from mmqc.lowering.known_transforms import known_transforms
@@ -147,6 +149,9 @@ _TAG = f"mmqc-{fingerprint()}"
 # torch 2.11's C++ backend emits bounds checks of indirect indices that name a variable of another scope and do not compile.
 _WORKAROUNDS: dict[str, Any] = {"assert_indirect_indexing": False} if _version < (2, 12) else {}
 
+# Where the device waits for launches, what is independent shares one: a layer's rotated queries and the keys that go to the cache.
+_ONE_LAUNCH: dict[str, Any] = {"combo_kernels": True}
+
 
 def compile_graph(
     gm: fx.GraphModule,
@@ -162,7 +167,8 @@ def compile_graph(
     if not any(isinstance(x, torch.Tensor) and x.is_cuda for x in example_inputs):
         find_instruction_sets()
     known = depends(gm, example_inputs)
-    own = "-".join((_TAG, *map(str, sorted(known))))
+    early = bool(patches.get("triton.cudagraphs")) and any(map(can_start_early, example_inputs))
+    own = "-".join((_TAG, *map(str, sorted(known)), *(("early",) if early else ())))
 
     def tagged() -> Any:
         tag = compiler_config.cache_key_tag
@@ -176,9 +182,15 @@ def compile_graph(
         return code
 
     cached = functorch_config.enable_autograd_cache and observe is None
-    patches = {**_WORKAROUNDS, **patches}
+    patches = {**_WORKAROUNDS, **(_ONE_LAUNCH if early else {}), **patches}
     compile_: Any = compile_fx  # returns a callable for a GraphModule
-    with joined_kernels(), tagged(), trusted_transforms(known), functorch_config.patch(enable_autograd_cache=cached):
+    with (
+        joined_kernels(),
+        tagged(),
+        trusted_transforms(known),
+        starting_early(TritonScheduling, early),
+        functorch_config.patch(enable_autograd_cache=cached),
+    ):
         return compile_(gm, list(example_inputs), inner_compile=inner_compile, config_patches=dict(patches))
 
 
@@ -334,16 +346,9 @@ def _whole(view: Any) -> Any:
 class _KnownLaunch(UserDefinedTritonKernel):
     """A Triton kernel that says what it writes: Inductor's own class compiles the kernel once a launch to find that out."""
 
-    def __init__(
-        self,
-        kernel: Any,
-        grid: tuple[Any, ...],
-        args: Mapping[str, Any],
-        outputs: Sequence[str],
-        descriptors: Mapping[str, tuple[int, ...]],
-        runs: Any,
-    ) -> None:
-        self.runs = runs
+    def __init__(self, launch: Any, grid: tuple[Any, ...], args: Mapping[str, Any], runs: Any) -> None:
+        self.runs, self.early = runs, launch.early
+        kernel, descriptors = _with_options(launch.kernel, launch.num_warps, launch.num_stages), launch.descriptors
         inputs, kwargs = [], {}
         for name, value in args.items():
             if isinstance(value, IRNode):
@@ -358,7 +363,7 @@ class _KnownLaunch(UserDefinedTritonKernel):
         self.device, self.grid = device, [grid]
         self.kernel_idx = kernel_side_table.add_kernel(kernel)
         self.ordered_kwargs_for_cpp_kernel = [name for name in kernel.fn.arg_names if name in args]
-        self.mutable_args = list({id(args[name]): args[name] for name in outputs}.values())
+        self.mutable_args = list({id(args[name]): args[name] for name in launch.outputs}.values())
         self.mutation_outputs = [MutationOutput(NoneLayout(device=device), box, self) for box in self.mutable_args]
         V.graph.register_operation(self)
 
@@ -367,12 +372,13 @@ class _KnownLaunch(UserDefinedTritonKernel):
 
     def codegen(self, wrapper: Any) -> None:
         """The launch; in Python, which takes as long for an empty grid as for another, only where it runs."""
-        if self.runs is None or V.graph.cpp_wrapper:
+        conditional = self.runs is not None and not V.graph.cpp_wrapper
+        if conditional:
+            wrapper.writeline(_Indent(f"if {wrapper.codegen_python_sizevar(self.runs)}:", 1))
+        with early_definitions(wrapper) if self.early and starts_early() else nullcontext():
             super().codegen(wrapper)
-            return
-        wrapper.writeline(_Indent(f"if {wrapper.codegen_python_sizevar(self.runs)}:", 1))
-        super().codegen(wrapper)
-        wrapper.writeline(_Indent("", -1))
+        if conditional:
+            wrapper.writeline(_Indent("", -1))
 
 
 @dataclass
@@ -401,8 +407,7 @@ def launch_kernel(launch: Any, grid: tuple[Any, ...], args: Mapping[str, Any], r
 
     It runs where ``runs`` is not 0; where it is 0, the grid is empty.
     """
-    kernel = _with_options(launch.kernel, launch.num_warps, launch.num_stages)
-    _KnownLaunch(kernel, grid, {**args, **launch.constants}, launch.outputs, launch.descriptors, runs)
+    _KnownLaunch(launch, grid, {**args, **launch.constants}, runs)
 
 
 def current_node() -> fx.Node:

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from mmqc.kernels.kv.kv_words import LOG2E, LOWEST
 from mmqc.kernels.shared.device_facts import ceil_div, multiprocessors, power_of_two, why_not_here
+from mmqc.kernels.shared.early_start import await_inputs, early_lines
 from mmqc.kernels.shared.launch import Launch
 from mmqc.kernels.shared.plan import Refusal, first_reason
 from mmqc.kernels.shared.split_k import workspace
@@ -59,11 +60,13 @@ def span_of(mask_ptr, tokens, MB: tl.constexpr):
 def decode_attention_kernel(
     q_ptr, k_ptr, v_ptr, mask_ptr, y_ptr, part_ptr, counter_ptr, heads, tokens, programs, stride_m,
     SCALE: tl.constexpr, ROWS: tl.constexpr, RB: tl.constexpr, RC: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    BT: tl.constexpr, MB: tl.constexpr, SB: tl.constexpr, HAS_MASK: tl.constexpr,
+    BT: tl.constexpr, MB: tl.constexpr, SB: tl.constexpr, HAS_MASK: tl.constexpr, EARLY: tl.constexpr,
 ):
     """Part ``program_id(1)`` of head ``program_id(0)``; how many parts there are follows from the tokens that its mask shows."""
     head, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     all_heads = tl.num_programs(0)
+    if EARLY:
+        await_inputs()
     first, last = 0, tokens
     if HAS_MASK:
         mask_ptr += head // heads * stride_m
@@ -171,6 +174,7 @@ def launch(
     rows, width = q.shape[2], q.shape[3]
     padded = power_of_two(width, 16)
     few = power_of_two(rows)
+    early = early_lines(q.device, rows) > 0
     return Launch(
         kernel=decode_attention_kernel,
         grid=(heads[0] * heads[1], most),
@@ -182,10 +186,12 @@ def launch(
         constants=dict(
             SCALE=scale, ROWS=rows, RB=power_of_two(rows, 16), RC=few, D=width, DP=padded, BT=config.tokens,
             MB=MASK_TOKENS, SB=max(1, min(16, 16384 // (few * padded))), HAS_MASK=mask is not None,
+            EARLY=early,
         ),
         outputs=("y_ptr", "part_ptr", "counter_ptr"),
         num_warps=config.warps,
         num_stages=config.stages,
+        early=early,
     )  # fmt: skip
 
 

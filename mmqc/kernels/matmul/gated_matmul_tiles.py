@@ -11,6 +11,7 @@ import triton.language as tl
 from mmqc.kernels.matmul.epilogue_tiles import next_codes_tile, round_tile
 from mmqc.kernels.matmul.scaled_matmul_tiles import multiply_add_tile, scale_tile
 from mmqc.kernels.shared.activation_tiles import activation_tile
+from mmqc.kernels.shared.early_start import await_inputs, prefetch_lines
 from mmqc.kernels.shared.int4_codes import int4_as_int8
 from mmqc.kernels.shared.load_tile import load_w_tile, load_x_tile
 from mmqc.kernels.shared.program_order import grouped_tile
@@ -44,7 +45,7 @@ def gated_matmul_kernel(
     KIND: tl.constexpr, HAS_BIAS: tl.constexpr, FACTOR: tl.constexpr, PACKED: tl.constexpr, COLUMNS: tl.constexpr,
     EVEN_K: tl.constexpr, PTX: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr, SPLIT: tl.constexpr, ACTIVATION: tl.constexpr, NEXT: tl.constexpr, NEXT_KIND: tl.constexpr,
-    ROUND: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
+    ROUND: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, LINES: tl.constexpr,
 ):
     """One tile of y, or the sums of one part of K.  STORED: bytes in a row of each w (K, or ceil(K/2) packed)."""
     tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
@@ -59,6 +60,10 @@ def gated_matmul_kernel(
     split, splits = tl.program_id(1), tl.num_programs(1)
     steps = tl.cdiv(tl.cdiv(STORED, BLOCK_K), splits)
     first, last = split * steps * BLOCK_K, tl.minimum((split + 1) * steps * BLOCK_K, STORED)
+    if LINES:
+        prefetch_lines(w_ptr + w_row, first, last, LINES)
+        prefetch_lines(w1_ptr + w_row, first, last, LINES)
+        await_inputs()
     if COLUMNS:
         gate = tl.zeros((BLOCK_N, BLOCK_M), tl.int32)
     else:

@@ -38,6 +38,7 @@ from mmqc.kernels.matmul.product import (
 from mmqc.kernels.matmul.scaled_matmul_tiles import scaled_matmul_descriptor_kernel, scaled_matmul_kernel
 from mmqc.kernels.matmul.unpack_weight import unpack_launch
 from mmqc.kernels.shared.device_facts import WARPGROUP_ROWS, ceil_div, fp8_reason, has_inline_ptx, multiprocessors, why_not_here
+from mmqc.kernels.shared.early_start import early_lines
 from mmqc.kernels.shared.launch import Launch, Shape
 from mmqc.kernels.shared.row_scale import RowScale, row_scale
 from mmqc.kernels.shared.split_k import Workspace, workspace
@@ -200,15 +201,16 @@ def pointer_launch(
         stride_y=y0.stride(0), stride_y1=y1.stride(0), stride_y2=y2.stride(0),
         stride_r=0 if gate is None else gate.stride(0),
     )
+    lines = early_lines(x.device, c.block_m)
     constants = dict(
         LINEARS=len(linears), KIND=rows.kind, HAS_BIAS=biases[0] is not None, HAS_GATE=gate is not None,
         FACTOR=(1 / 16 if integer else 512.0) if packed else 1.0, PACKED=packed, COLUMNS=c.variant == "columns",
         EVEN_K=stored % c.block_k == 0 and not (packed and k % 2), PTX=has_inline_ptx(x.device),
         ACC=tl.int32 if integer else tl.float32, BLOCK_M=c.block_m, BLOCK_N=c.block_n, BLOCK_K=c.block_k,
-        GROUP_M=c.group_m, SPLIT=c.split_k > 1, **epilogue.constants(), **rank,
+        GROUP_M=c.group_m, SPLIT=c.split_k > 1, **epilogue.constants(), **rank, LINES=lines,
     )
     return Launch(scaled_matmul_kernel, (tiles, c.split_k), args, constants, OUTPUTS, c.num_warps, c.num_stages,
-                  c.block_m)
+                  c.block_m, early=lines > 0)
 
 
 def descriptor_launch(

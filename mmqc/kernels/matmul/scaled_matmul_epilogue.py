@@ -27,6 +27,7 @@ from mmqc.kernels.matmul.gated_matmul_tiles import gated_matmul_descriptor_kerne
 from mmqc.kernels.matmul.linears import Linear
 from mmqc.kernels.matmul.product import ANY_ROWS, EAGER, Caller, New, Product, kernel_of, new_tensor, why_not_tma
 from mmqc.kernels.shared.device_facts import WARPGROUP_ROWS, ceil_div, has_inline_ptx, has_warpgroup_products, multiprocessors
+from mmqc.kernels.shared.early_start import early_lines
 from mmqc.kernels.shared.launch import Launch, Shape
 from mmqc.kernels.shared.row_scale import RowScale
 from mmqc.kernels.shared.split_k import Workspace, workspace
@@ -184,15 +185,17 @@ def _pointer_launch(
         x_ptr=x, w_ptr=w0, w1_ptr=w1, part_ptr=parts, counter_ptr=counters, M=m, N=n, K=k, STORED=stored,
         stride_x=x.stride(0), stride_w=w0.stride(0),
     )
+    lines = early_lines(x.device, c.block_m)
     constants = dict(
         KIND=rows.kind, HAS_BIAS=linears[0].bias is not None, FACTOR=1 / 16 if packed else 1.0, PACKED=packed,
         COLUMNS=c.variant == "columns", EVEN_K=stored % c.block_k == 0 and not (packed and k % 2),
         PTX=has_inline_ptx(x.device), BLOCK_M=c.block_m, BLOCK_N=c.block_n, BLOCK_K=c.block_k, GROUP_M=c.group_m,
-        SPLIT=c.split_k > 1, **epilogue.constants(),
+        SPLIT=c.split_k > 1, **epilogue.constants(), LINES=lines,
     )
     outputs = ("y_ptr", "part_ptr", "counter_ptr")
     return Launch(
-        gated_matmul_kernel, (tiles, c.split_k), args, constants, outputs, c.num_warps, c.num_stages, c.block_m
+        gated_matmul_kernel, (tiles, c.split_k), args, constants, outputs, c.num_warps, c.num_stages, c.block_m,
+        early=lines > 0,
     )
 
 

@@ -14,6 +14,7 @@ import triton.language as tl
 from mmqc.kernels.matmul.epilogue_tiles import add_low_rank_tile, next_codes_tile, round_tile
 from mmqc.kernels.matmul.linears import count_tiles, find_linear, pick
 from mmqc.kernels.shared.activation_tiles import GATED, NONE, activation_tile
+from mmqc.kernels.shared.early_start import await_inputs, prefetch_lines
 from mmqc.kernels.shared.int4_codes import int4_as_fp8, int4_as_int8
 from mmqc.kernels.shared.load_tile import load_w_tile, load_x_tile
 from mmqc.kernels.shared.program_order import grouped_tile
@@ -102,7 +103,7 @@ def scaled_matmul_kernel(
     PACKED: tl.constexpr, COLUMNS: tl.constexpr, EVEN_K: tl.constexpr, PTX: tl.constexpr,
     ACC: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     SPLIT: tl.constexpr, ACTIVATION: tl.constexpr, NEXT: tl.constexpr, NEXT_KIND: tl.constexpr, ROUND: tl.constexpr,
-    LOW: tl.constexpr, HIGH: tl.constexpr, RANK: tl.constexpr,
+    LOW: tl.constexpr, HIGH: tl.constexpr, RANK: tl.constexpr, LINES: tl.constexpr,
 ):
     """One tile of y, or of one part of K.  STORED: bytes in a row of w (K, or ceil(K/2) packed)."""
     tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), count_tiles(N, N1, N2, BLOCK_N, LINEARS)
@@ -125,6 +126,9 @@ def scaled_matmul_kernel(
     split, splits = tl.program_id(1), tl.num_programs(1)
     steps = tl.cdiv(tl.cdiv(STORED, BLOCK_K), splits)
     first, last = split * steps * BLOCK_K, tl.minimum((split + 1) * steps * BLOCK_K, STORED)
+    if LINES:
+        prefetch_lines(w_rows, first, last, LINES)
+        await_inputs()
     if COLUMNS:
         acc = tl.zeros((BLOCK_N, BLOCK_M), ACC)
     else:

@@ -28,6 +28,7 @@ from mmqc.kernels.matmul.scaled_matmul import OUTPUTS
 from mmqc.kernels.matmul.unpack_weight import unpack_weight
 from mmqc.kernels.matmul.weight_only_matmul_tiles import weight_only_matmul_kernel
 from mmqc.kernels.shared.device_facts import ceil_div, has_inline_ptx, why_not_here
+from mmqc.kernels.shared.early_start import early_lines
 from mmqc.kernels.shared.launch import Launch
 from mmqc.kernels.shared.split_k import Workspace, workspace
 from mmqc.ops.pack import STRETCHES, packed_width, stretch
@@ -162,10 +163,11 @@ def launch(
         GROUPS=scale.shape[1] if group else 1, stride_x=x.stride(0), stride_w=w.stride(0), stride_y=y0.stride(0),
         stride_y1=y1.stride(0), stride_y2=y2.stride(0),
     )
+    lines = early_lines(x.device, c.block_m)
     constants = dict(
         LINEARS=len(linears), GROUP=group, ALIGNED=aligned, HAS_ZERO=zero is not None, HAS_BIAS=biases[0] is not None,
         BITS=bits, EVEN_K=whole_steps(k, bits, block_k), PTX=has_inline_ptx(x.device), DTYPE=DTYPES[x.dtype],
-        BLOCK_M=c.block_m, BLOCK_N=c.block_n, BLOCK_K=block_k, GROUP_M=c.group_m, SPLIT=c.split_k > 1,
+        BLOCK_M=c.block_m, BLOCK_N=c.block_n, BLOCK_K=block_k, GROUP_M=c.group_m, SPLIT=c.split_k > 1, LINES=lines,
     )
     return Launch(weight_only_matmul_kernel, (tiles, c.split_k), args, constants, OUTPUTS, c.num_warps, c.num_stages,
-                  c.block_m)
+                  c.block_m, early=lines > 0)

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from mmqc.kernels.matmul.linears import count_tiles, find_linear, pick
+from mmqc.kernels.shared.early_start import await_inputs, prefetch_lines
 from mmqc.kernels.shared.int4_codes import int4_as_float, int8_as_float, small_code_as_float
 from mmqc.kernels.shared.load_tile import load_w_tile, load_x_tile
 from mmqc.kernels.shared.program_order import grouped_tile
@@ -107,6 +108,7 @@ def weight_only_matmul_kernel(
     LINEARS: tl.constexpr, GROUP: tl.constexpr, ALIGNED: tl.constexpr, HAS_ZERO: tl.constexpr, HAS_BIAS: tl.constexpr,
     BITS: tl.constexpr, EVEN_K: tl.constexpr, PTX: tl.constexpr, DTYPE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, SPLIT: tl.constexpr,
+    LINES: tl.constexpr,
 ):
     """One tile of y, or of one part of K.  STORED: columns of a stretch, so bytes in a row of w (of its first plane)."""
     tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), count_tiles(N, N1, N2, BLOCK_N, LINEARS)
@@ -128,6 +130,9 @@ def weight_only_matmul_kernel(
     row_mask = rows[:, None] < M  # rows past M are not read: at M = 1 x would be as many bytes as w
     steps = tl.cdiv(tl.cdiv(STORED, BLOCK_K), splits)
     first, last = split * steps * BLOCK_K, tl.minimum((split + 1) * steps * BLOCK_K, STORED)
+    if LINES:
+        prefetch_lines(w_rows, first, last, LINES)
+        await_inputs()
     acc = sum_codes_tile(x_rows, w_rows, row_mask, scale_ptr, zero_ptr, scale_rows, first, last, K, STORED,
                          GROUP, ALIGNED, HAS_ZERO, BITS, EVEN_K, PTX, DTYPE, BLOCK_M, BLOCK_N, BLOCK_K)
     acc = tl.trans(acc)
