@@ -25,6 +25,7 @@ from mmqc.passes.fold_norm_mean import FoldNormMean
 from mmqc.passes.fold_norm_scale import FoldNormScale
 from mmqc.passes.fold_query_groups import FoldQueryGroups
 from mmqc.passes.fold_signs import FoldSigns
+from mmqc.passes.fuse_counters import FuseCounters
 from mmqc.passes.fuse_epilogues import FuseEpilogues
 from mmqc.passes.fuse_hadamard_quantize import FuseHadamardQuantize
 from mmqc.passes.fuse_matmuls import FuseMatmuls
@@ -131,6 +132,7 @@ def run_time_passes(
     attention_order: str = "gather",
     *,
     caches: bool = True,
+    counters: bool = True,
     queries: bool = True,
     quantized: bool = True,
     reads: bool = True,
@@ -142,6 +144,7 @@ def run_time_passes(
             by mask, and a gather of the rows costs more than that (docs/explanation/token_order.md).
         attention_order: how rows in modality order pass attention.
         caches: the graph puts the first tokens into a cache.
+        counters: it moves several counters.
         queries: it has attention of one new token.
         quantized: it has quantized linears.
         reads: it has reads of the host.
@@ -162,6 +165,7 @@ def run_time_passes(
             if quantized
             else ()
         ),
+        *((FuseCounters(),) if counters else ()),
         # 11 reads
         *((ReorderReads(),) if reads else ()),
     )

@@ -3,11 +3,13 @@
     model.generate(**inputs, cache_implementation="static", custom_generate=mmqc.compiled_loop)
     model.generate(**inputs, custom_generate=mmqc.compiled_loop)                    of a model whose KV cache is quantized
 
-transformers compiles the decode step of a static cache and nothing else.  Four things cost the time around it:
+transformers compiles the decode step of a static cache and nothing else.  Five things cost the time around it:
 
     prefill     runs eagerly, hundreds of small launches   ->  compiled as well: one graph for any length, or, with
                                                                prefill="graphs", a CUDA graph for every length that comes
     stop check  asks the device after every token          ->  one step late, transformers' ``DeferredStopCheck``
+    inputs      some thirty small operations make them     ->  the last step's, one token further (step_mask.py,
+                anew in front of every step                    step_inputs.py, step_stops.py)
     the cache   is new in every call, so CUDA graphs are   ->  kept, emptied and used again while it has room
                 recorded again, and as long as the call        (kept_cache.py)
     guards      ask the same of every layer for every      ->  asked once per call, ``layer_guards``, with this backend
@@ -41,7 +43,9 @@ from transformers.generation import utils as generation
 
 from mmqc.compiler.kept_cache import KeptCaches, empty, longest
 from mmqc.compiler.layer_guards import LayerGuards
+from mmqc.compiler.step_inputs import Rules, inputs_go_on
 from mmqc.compiler.step_mask import masks_go_on
+from mmqc.compiler.step_stops import plain_stops
 from mmqc.front.sizes import sizes_vary
 from mmqc.graph.tracing import at_least_programs
 from mmqc.kv.cache import QuantizedCache
@@ -63,6 +67,7 @@ class _State:
         self.key: tuple[Any, ...] = ()
         self.prefills: dict[str, Callable[..., Any]] = {}
         self.guards: LayerGuards | None = None
+        self.rules: set[Rules] = set()
         self.turn = threading.RLock()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _State:
@@ -123,6 +128,7 @@ def _loop(model: Any, input_ids: Tensor, generation_config: GenerationConfig, pr
         tokens = _tokens(cache, input_ids, config, kwargs)
         cache = _State.of(model).caches.ready(model, cache, input_ids.shape[0], tokens, keep=not outlives)
     kwargs[cache_name()] = cache
+    kwargs["stopping_criteria"] = plain_stops(kwargs["stopping_criteria"], input_ids.shape[0])
     possible = config.prefill_chunk_size is None and all(c.is_initialized for c in cache.layers)
     how = how if possible else "eager"  # transformers compiles the chunks of a prompt itself
     loop: Any = generation.GenerationMixin
@@ -138,6 +144,7 @@ def _loop(model: Any, input_ids: Tensor, generation_config: GenerationConfig, pr
                 sizes_vary(step, cache),
                 once,
                 masks_go_on(cache if possible else None, None if "inputs_embeds" in kwargs else input_ids.shape[1]),
+                inputs_go_on(model, _State.of(model).rules, config.max_length),
                 _deferred_stop_check(),
             ):
                 return loop._sample(model, input_ids, generation_config=config, **kwargs)

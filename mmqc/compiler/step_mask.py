@@ -42,8 +42,8 @@ class _Loop:
 
     def mask(self, seen: int, make: Callable[[], Any]) -> Any:
         """That of the step which is the ``seen``-th token of its sequences; ``make`` makes one anew."""
-        masks = list(self.last.values()) if isinstance(self.last, dict) else [self.last]
-        if seen != self.seen + 1 or not all(isinstance(m, Tensor) and m.dtype == torch.bool for m in masks):
+        masks = self.shown()
+        if seen != self.seen + 1 or not masks:
             made = make()  # of one piece of memory: without padding, the rows of some versions are one row, expanded
             self.last = {kind: _whole(m) for kind, m in made.items()} if isinstance(made, dict) else _whole(made)
         else:
@@ -51,6 +51,24 @@ class _Loop:
                 mask[..., seen - 1] = True
         self.seen = seen
         return self.last
+
+    def shown(self) -> list[Tensor]:
+        """The last step's masks, if each is one of booleans; else none."""
+        masks = list(self.last.values()) if isinstance(self.last, dict) else [self.last]
+        return masks if all(isinstance(m, Tensor) and m.dtype == torch.bool for m in masks) else []
+
+
+def is_mask_of_loop(value: Any) -> bool:
+    """Whether ``value`` is what ``next_mask`` moves on."""
+    loop = _loop.get()
+    return loop is not None and value is not None and value is loop.last and bool(loop.shown())
+
+
+def next_mask() -> None:
+    """Show one token more, as the next step's mask would, in the mask that the last step had."""
+    loop = _loop.get()
+    if loop is not None and loop.shown():
+        loop.mask(loop.seen + 1, lambda: loop.last)
 
 
 @contextmanager
