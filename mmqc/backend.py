@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
 from mmqc.compiler import graph_content
@@ -26,7 +27,7 @@ from mmqc.compiler.torchao_graph import adopt_torchao
 from mmqc.front.front import after_trace, before_trace
 from mmqc.front.tables import keep_tables
 from mmqc.graph.runner import check_trace
-from mmqc.graph.tracing import Tracing, traced_place
+from mmqc.graph.tracing import Frame, Tracing, traced_place
 
 __all__ = ["GraphRecord", "backend", "collect_records"]
 
@@ -69,6 +70,7 @@ def _lower(gm: fx.GraphModule, example_inputs: Sequence[Any], request: CompileOp
     # Inductor takes seconds to import: only for a graph that needs it.
     import mmqc.lowering
     from mmqc.lowering import inductor
+    from mmqc.lowering.joined_cpp import waiting_at_the_end
     from mmqc.lowering.torch_kernels import torch_kernels
 
     patches = inductor.mode_patches(request.mode) if request.mode else {}
@@ -91,12 +93,21 @@ def _lower(gm: fx.GraphModule, example_inputs: Sequence[Any], request: CompileOp
     as_eager = on_cpu and any("quantize" in name for name in record.ops)
     with torch_kernels() if as_eager else nullcontext():
         whole = not request.regions or (not on_cpu and patches.get("triton.cudagraphs"))
-        regions = None if whole else compile_by_regions(gm, example_inputs, compile_, inductor.depends)
+        with waiting_at_the_end():
+            regions = None if whole else compile_by_regions(gm, example_inputs, compile_, inductor.depends)
         compiled = compile_(gm, example_inputs) if regions is None else regions.forward
     record.kernels = [name for part in (regions.order if regions is not None else (0,)) for name in kernels[part]]
     record.compile_seconds = time.perf_counter() - started
     return compiled
 
 
+def _before_trace(frame: Frame) -> tuple[bool, bool]:
+    if not torch.cuda.is_available():  # generated code will be C++
+        import mmqc.lowering.early_compiler
+
+        mmqc.lowering.early_compiler.start()
+    return before_trace(frame)
+
+
 # Dynamo imports this module when torch.compile() is called, before anything is traced.
-Tracing(backend, before_trace, after_trace).install()
+Tracing(backend, _before_trace, after_trace).install()

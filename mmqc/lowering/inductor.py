@@ -59,8 +59,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._sympy import functions as _sympy
 
 from mmqc import kernels
+from mmqc.lowering import early_compiler
 from mmqc.lowering.early_kernels import can_start_early, early_definitions, starting_early, starts_early
-from mmqc.lowering.instruction_set import find_instruction_sets
 from mmqc.lowering.joined_cpp import joined_kernels
 from mmqc.lowering.known_transforms import known_transforms
 
@@ -165,7 +165,7 @@ def compile_graph(
     AOTAutograd's cache would skip it, so that cache is off while somebody observes.
     """
     if not any(isinstance(x, torch.Tensor) and x.is_cuda for x in example_inputs):
-        find_instruction_sets()
+        early_compiler.wait()
     known = depends(gm, example_inputs)
     early = bool(patches.get("triton.cudagraphs")) and any(map(can_start_early, example_inputs))
     own = "-".join((_TAG, *map(str, sorted(known)), *(("early",) if early else ())))

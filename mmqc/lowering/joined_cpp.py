@@ -5,6 +5,8 @@
 Why:     a file takes 0.6 s before its first line of code is read: the compiler loads 150 MB of precompiled headers, and links.
 How:     each kernel, with the binding that Inductor writes for it, stands in a namespace of its own, its two public names changed
          by macros.  They are collected while Inductor loads its module, and compiled when that waits for them.
+Parts:   with waiting_at_the_end():  compile_fx(...) for each part of a graph
+         A part's kernels are one file, compiled while the next part's code is generated.
 Else:    the kernels of a file that does not compile are compiled as Inductor would.
 """
 
@@ -14,6 +16,7 @@ import logging
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, ClassVar
 from unittest import mock
@@ -37,6 +40,22 @@ def joined_kernels() -> Iterator[None]:
     """What Inductor compiles for the CPU meanwhile is compiled together."""
     with mock.patch.multiple(AsyncCompile, cpp_pybinding=_collect, wait=_compile_and_wait):
         yield
+
+
+_later: ContextVar[list[Callable[[], None]] | None] = ContextVar("what waits for the kernels of parts", default=None)
+
+
+@contextmanager
+def waiting_at_the_end() -> Iterator[None]:
+    """Graphs that are compiled meanwhile may be called behind the block, where it waits for their kernels."""
+    token = _later.set([])
+    try:
+        yield
+        waits = _later.get() or []
+    finally:
+        _later.reset(token)
+    for wait in waits:
+        wait()
 
 
 @dataclass(frozen=True)
@@ -101,21 +120,36 @@ def _collect(self: AsyncCompile, argtypes: Sequence[str], source_code: str) -> K
 
 def _compile_and_wait(self: AsyncCompile, scope: dict[str, Any]) -> None:
     """In the place of ``AsyncCompile.wait``."""
-    kernels = dict.fromkeys(v for v in scope.values() if isinstance(v, Kernel))
-    threads = get_compile_threads()
-    functions = compiled([*kernels], threads, self.submit if threads > 1 else None)
-    for name, value in [*scope.items()]:
-        if isinstance(value, Kernel):
-            scope[name] = functions[value]
-    _wait(self, scope)
+    kernels = [*dict.fromkeys(v for v in scope.values() if isinstance(v, Kernel))]
+    threads, later = get_compile_threads(), _later.get()
+    files = begun(kernels, 1 if later is not None else threads, self.submit if threads > 1 else None)
+
+    def wait() -> None:
+        functions = ended(files)
+        for name, value in [*scope.items()]:
+            if isinstance(value, Kernel):
+                scope[name] = functions[value]
+        _wait(self, scope)
+
+    if later is None:
+        wait()
+    else:
+        later.append(wait)
 
 
-def compiled(kernels: Sequence[Kernel], files: int, submit: Callable[..., Any] | None) -> dict[Kernel, Callable[..., Any]]:
-    """The kernels as functions, compiled in at most so many files, side by side if there is something to submit them to."""
+Begun = list[tuple[list[Kernel], Callable[[], Any]]]
+
+
+def begun(kernels: Sequence[Kernel], files: int, submit: Callable[..., Any] | None) -> Begun:
+    """The kernels in at most so many files, each with what waits for it; compiled meanwhile if there is something to submit to."""
     shares = [share for share in shared(kernels, files) if share]
-    coming = [_Files.load_async(joined([k.text() for k in share]), submit_fn=submit) for share in shares]
+    return [(share, _Files.load_async(joined([k.text() for k in share]), submit_fn=submit)) for share in shares]
+
+
+def ended(files: Begun) -> dict[Kernel, Callable[..., Any]]:
+    """The kernels as functions."""
     functions: dict[Kernel, Callable[..., Any]] = {}
-    for share, file in zip(shares, coming, strict=True):
+    for share, file in files:
         try:
             loaded = file()
             functions.update({k: loaded.kernel(i) for i, k in enumerate(share)})

@@ -13,7 +13,8 @@ Gives:   nothing
 Exact:   yes: the op rounds where the norm does
 Refuses: a norm that something else reads; one with a reshape behind it, or that rounds elsewhere; a LayerNorm in front of a
          quantization by token.  A sum that is read in front
-         of the quantization, by something besides the norm, stays a sum.
+         of the quantization, by something besides the norm, stays a sum; so does one of another layer than its norm's on a
+         CPU, where its fusion saves nothing and layers that are alike, the last with them, are compiled once.
 """
 
 from __future__ import annotations
@@ -137,7 +138,18 @@ def sum_in_front(site: Site, place: dict[fx.Node, int]) -> fx.Node | None:
     alike = len({_form(n) for n in (x, *x.args)}) == 1 and bool(_form(x))
     alone = all(u in site.inside or u is site.quantize for node in site.inside for u in node.users)
     later = all(u in site.inside or place[u] > place[site.quantize] for u in x.users)
-    return x if alike and alone and later else None
+    return x if alike and alone and later and (_on_cuda(x) or _in_one_layer(x, site.core)) else None
+
+
+def _on_cuda(node: fx.Node) -> bool:
+    value = node.meta.get("example_value")
+    return isinstance(value, Tensor) and value.is_cuda
+
+
+def _in_one_layer(total: fx.Node, norm: fx.Node) -> bool:
+    """Whether the module that adds is one of those around the norm; where nothing says, it may be."""
+    outer, inner = ([path for path, _ in (n.meta.get("nn_module_stack") or {}).values()] for n in (total, norm))
+    return not outer or not inner or outer[-1] in inner
 
 
 def norm_of(quantize: fx.Node) -> Site | str | None:

@@ -12,7 +12,7 @@ from torch._inductor.compile_worker.subproc_pool import SubprocException
 from torch._inductor.utils import fresh_cache
 
 from mmqc.lowering import joined_cpp
-from mmqc.lowering.joined_cpp import Kernel, compiled, joined, joined_kernels, shared
+from mmqc.lowering.joined_cpp import Kernel, begun, ended, joined, joined_kernels, shared, waiting_at_the_end
 
 HEADER = "#include <torch/csrc/inductor/cpp_prefix.h>\n"
 BODY = 'extern "C" void kernel(float* out, const int64_t n) {{ for (int64_t i = 0; i < n; i++) out[i] = {value}; }}'
@@ -24,7 +24,7 @@ def kernel(value: str, extra: str = "") -> Kernel:
 
 def test_compiled__each_by_its_number() -> None:
     kernels = [kernel(f"{i}.5f * i") for i in range(5)] + [kernel("float(helper())", "static int helper() { return 7; }\n")]
-    functions = compiled(kernels, 2, None)
+    functions = ended(begun(kernels, 2, None))
     for i, k in enumerate(kernels):
         out = torch.full((4,), float("nan"))
         functions[k](out, 4)
@@ -36,7 +36,7 @@ def test_compiled__what_does_not_compile_together_is_compiled_alone(caplog: pyte
     odd = kernel("2.0f", "namespace c10 { struct Odd {}; }\ntemplate <> struct std::hash<int*[7]> { int x; };\n")
     kernels = [kernel("1.0f"), odd]
     with caplog.at_level("INFO", logger=joined_cpp.__name__):
-        functions = compiled(kernels, 1, None)
+        functions = ended(begun(kernels, 1, None))
     assert "do not compile together" in caplog.text
     for k, value in zip(kernels, (1.0, 2.0), strict=True):
         out = torch.zeros(3)
@@ -52,7 +52,7 @@ def test_compiled__an_error_of_another_process() -> None:
         return failed
 
     k, out = kernel(f"float({time.time_ns()})"), torch.zeros(1)  # never compiled before
-    compiled([k], 1, submit)[k](out, 1)
+    ended(begun([k], 1, submit))[k](out, 1)
     assert out.item() > 0
 
 
@@ -94,3 +94,32 @@ def test_joined_kernels__a_graph_is_a_file_for_each_process_that_compiles(thread
     assert len(files) == threads
     assert sum(files) > 1
     torch.testing.assert_close(got, function(x))
+
+
+def test_joined_cpp__parts_of_a_graph_wait_at_the_end() -> None:
+    x = torch.randn(7)
+    with fresh_cache(), ThreadPoolExecutor(2) as pool:
+        waits: list[Any] = []
+        scopes = [{"f": kernel(f"{value}"), "other": value} for value in (3, 4)]
+
+        class Async:
+            submit = staticmethod(pool.submit)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(joined_cpp, "_wait", lambda self, scope: waits.append(scope))
+            patch.setattr(joined_cpp, "get_compile_threads", lambda: 2)
+            with waiting_at_the_end():
+                for scope in scopes:
+                    joined_cpp._compile_and_wait(Async(), scope)  # type: ignore[arg-type]
+                assert not waits
+                assert all(isinstance(scope["f"], Kernel) for scope in scopes)
+        assert waits == scopes
+        for scope in scopes:
+            scope["f"](x, 7)
+            assert x.tolist() == [scope["other"]] * 7
+
+
+def test_joined_cpp__an_error_in_a_part_waits_for_nothing() -> None:
+    with pytest.raises(ValueError, match="of the caller"), waiting_at_the_end():
+        raise ValueError("of the caller")
+    assert joined_cpp._later.get() is None

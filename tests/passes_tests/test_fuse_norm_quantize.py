@@ -7,6 +7,7 @@ import torch
 from fusion_cases import compile_and_compare, linear
 from torch import Tensor, nn
 
+from mmqc.compiler.record import collect_records
 from mmqc.graph import semantic
 from mmqc.nn.mixed_linear import MixedLinear
 from mmqc.nn.norm import RMSNorm
@@ -259,3 +260,12 @@ def test_fuse_hadamard_quantize__by_token(without_inductor: None) -> None:
     torch._dynamo.reset()
     _, misses = compile_and_compare(Gated(reader(8, hadamard=True)), torch.randn(2, 3, WIDTH))
     assert "in several parts" in misses["fuse_hadamard_quantize"][0]
+
+
+def test_fuse_norm_quantize__on_a_cpu_a_sum_stays_in_its_layer(without_inductor: None) -> None:
+    layers = nn.Sequential(*(Block([norms("llama")] * 2, [reader(WIDTH), reader(WIDTH)]) for _ in range(3))).eval()
+    with torch.no_grad(), collect_records() as records:
+        torch.compile(layers, backend="mmqc", fullgraph=True)(torch.randn(5, WIDTH))
+    (found,) = [p for r in records for p in r.passes if p.name == "fuse_norm_quantize"]
+    # Of six norms three have their sum in the same layer; the others, if there is one, in the layer in front.
+    assert [site.count(",") for site in found.sites] == [1, 2, 1, 2, 1, 2]

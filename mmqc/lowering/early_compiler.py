@@ -1,0 +1,43 @@
+"""What the C++ compiler does once for a machine and a process is done while Dynamo traces the first graph.
+
+    trace ───────────────────────────────► generated code ─► files
+    └► thread: instruction sets, header ──►┘ waits here
+
+Why:     on a fresh machine Inductor precompiles its headers (6 s), in every process it asks for what they include and for the
+         processor's instruction sets (1 s and more), and all that time this process waits for other ones.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+from torch._inductor.async_compile import get_compile_threads
+from torch._inductor.codecache import CppPythonBindingsCodeCache
+
+from mmqc.lowering.instruction_set import find_instruction_sets
+
+logger = logging.getLogger(__name__)
+_started: list[threading.Thread] = []
+
+
+def start() -> None:
+    """Begin, once in a process and if it may use a second core; what fails is done again where it is needed."""
+    if not _started and get_compile_threads() > 1:
+        _started.append(threading.Thread(target=_prepare, name="mmqc-compiler", daemon=True))
+        _started[0].start()
+
+
+def wait() -> None:
+    """The instruction sets are known, and what was begun has ended."""
+    if _started:
+        _started[0].join()
+    find_instruction_sets()
+
+
+def _prepare() -> None:
+    try:
+        find_instruction_sets()
+        CppPythonBindingsCodeCache.load_async("int nothing;")  # precompiles the header, and compiles nothing until it is called
+    except Exception as error:
+        logger.info("the compiler was not prepared: %s", error)
