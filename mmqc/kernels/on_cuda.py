@@ -27,7 +27,10 @@ from mmqc.ops import grouped_matmul as grouped_op
 from mmqc.ops import scaled_matmul as scaled_op
 from mmqc.ops import scaled_matmul_epilogue as epilogue_op
 from mmqc.ops import weight_only_matmul as weight_only_op
+from mmqc.ops.define import in_plain_torch
 from mmqc.ops.quantize import check_scale
+
+PLAIN_ROWS = 2048
 
 
 def _matrix(x: Tensor) -> Tensor:
@@ -59,6 +62,10 @@ def scaled_matmul(
     weight_bits: int, out_dtype: torch.dtype, group_scale: Tensor | None = None, group_size: int = 0,
 ) -> Tensor:
     """``mmqc::scaled_matmul`` on CUDA."""
+    if in_plain_torch():
+        more = w_q, x_scale, w_scale, bias, visual, weight_bits, out_dtype, group_scale, group_size
+        parts = [x_q] if visual is not None else _matrix(x_q).split(PLAIN_ROWS)  # sums in 32 bits, some parts at a time
+        return torch.cat([scaled_op.reference(x, *more) for x in parts]).view(*x_q.shape[:-1], w_q.shape[0])
     integer = None if group_scale is None else [group_scale]
     return scaled_matmuls(x_q, [w_q], x_scale, [w_scale], [bias], visual, weight_bits, out_dtype, integer, group_size)[0]
 

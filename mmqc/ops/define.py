@@ -6,12 +6,30 @@ Python in every call.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 
 NAMESPACE = "mmqc"
+_plain: ContextVar[bool] = ContextVar("quantized linears run as their references", default=False)
+
+
+@contextmanager
+def plain_torch() -> Iterator[None]:
+    """Quantized linears run as their references on a GPU too: nothing has to be compiled for a few calls that only look."""
+    token = _plain.set(True)
+    try:
+        yield
+    finally:
+        _plain.reset(token)
+
+
+def in_plain_torch() -> bool:
+    """Whether a call is inside ``plain_torch``."""
+    return _plain.get()
 
 
 def define(schema: str, reference: Callable[..., Any], fake: Callable[..., Any]) -> None:

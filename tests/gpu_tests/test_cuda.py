@@ -10,6 +10,8 @@ from transformers import GenerationConfig
 
 import mmqc
 from mmqc.nn.linear import QuantLinear
+from mmqc.ops.define import plain_torch
+from mmqc.ops.pack import pack
 
 pytestmark = pytest.mark.gpu
 
@@ -101,3 +103,15 @@ def test_cuda__bfloat16_runs_in_kernels_alone() -> None:
     kernels = set(explanation.kernels)
     assert {"mmqc scaled_matmul_kernel", "mmqc hadamard_quantize_kernel"} <= kernels
     assert not any("mmqc." in kernel for kernel in kernels)  # no Python op is left
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("rows", [5, 3000])
+def test_cuda__references_give_what_kernels_give(rows: int, bits: int) -> None:
+    x, w = torch.randint(-128, 128, (rows, 512), dtype=torch.int8), torch.randint(-8, 8, (768, 512), dtype=torch.int8)
+    given = [x, pack(w, 4) if bits == 4 else w, torch.tensor([0.01]), torch.rand(768) * 0.01, torch.rand(768)]
+    given = [t.cuda() for t in given]
+    kernel = torch.ops.mmqc.scaled_matmul(*given, None, bits, torch.float32)
+    with plain_torch():
+        plain = torch.ops.mmqc.scaled_matmul(*given, None, bits, torch.float32)
+    torch.testing.assert_close(kernel, plain, rtol=1e-5, atol=1e-5)
