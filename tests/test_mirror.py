@@ -14,6 +14,7 @@ COVERS: dict[str, str] = {
     "aot_tests/test_packed_programs.py": "aot/step_batches",
     "check_tests/test_run.py": "check/finding check/kernels check/linears check/settings check/stored check/structure check/values",
     "checkpoint_tests/test_hf.py": "checkpoint/checksum checkpoint/data_free checkpoint/hf_hook checkpoint/torchao_handler",
+    "checkpoint_tests/test_hf_named.py": "checkpoint/method_name",
     "checkpoint_tests/test_load.py": "checkpoint/foreign_weights",
     "compiler_tests/test_compiled_loop.py": "compiler/record",
     "compiler_tests/test_run_time.py": "compiler/graph_content compiler/options graph/capture",
@@ -87,6 +88,7 @@ COVERS: dict[str, str] = {
     "test_config.py": "recipes specs",
     "test_export.py": "aot/index_find aot/programs aot/variants",
     "test_quantize_errors.py": "errors",
+    "vllm_tests/test_method.py": "vllm/config vllm/parameters",
 }
 
 

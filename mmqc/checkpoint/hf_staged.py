@@ -1,15 +1,11 @@
-"""What mmqc adds to transformers' own functions: a save in one step, and checkpoints that need mmqc.
-
-Without mmqc transformers skips a quantization method that it does not know, with a warning, and loads random weights.
-One that is not named it refuses, so config.json names none and says ``requires`` instead; here the name is put back.
-"""
+"""What mmqc adds to transformers' own functions: a save in one step, and checkpoints that need mmqc."""
 
 from __future__ import annotations
 
 import functools
 import inspect
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +13,8 @@ import torch
 from transformers.modeling_utils import PreTrainedModel
 from transformers.quantizers.auto import AutoHfQuantizer, AutoQuantizationConfig
 
+from mmqc.checkpoint.method_name import with_method
 from mmqc.checkpoint.staging import replacing, weight_files
-
-METHOD = "mmqc"
-REQUIRES = "mmqc: run `import mmqc` before transformers loads this model"
-
-
-def with_method(settings: Any) -> Any:
-    """The ``quantization_config`` of a config.json with the method that it stands for."""
-    if isinstance(settings, Mapping) and not settings.get("quant_method") and str(settings.get("requires")).startswith(METHOD):
-        return {**settings, "quant_method": METHOD}
-    return settings
 
 
 def _named(function: Callable[..., Any]) -> staticmethod[..., Any]:
