@@ -1,6 +1,6 @@
 """The ops' implementation on CUDA: importing this file registers it; what a kernel cannot take goes to the reference.
 
-    mmqc::scaled_matmul(s), scaled_matmul_epilogue, weight_only_matmul(s), grouped_matmul, gptq_block
+    mmqc::scaled_matmul(s), scaled_matmul_epilogue, token_matmul, weight_only_matmul(s), grouped_matmul, gptq_block
                                                        on CUDA   ->  the Triton kernels, rows flattened
 
 ``why_not_scaled`` and its like say what a kernel cannot take; a compiled graph's record repeats it.
@@ -21,11 +21,14 @@ from mmqc.kernels.matmul import scaled_matmul_epilogue as epilogue_kernel
 from mmqc.kernels.matmul import weight_only_matmul as weight_only_kernel
 from mmqc.kernels.matmul.epilogue_tiles import Epilogue
 from mmqc.kernels.matmul.linears import Linear
+from mmqc.kernels.rows import quantize_by_token as by_token_kernel
+from mmqc.kernels.shared.plan import Refusal
 from mmqc.kernels.shared.row_scale import row_scale
 from mmqc.ops import gptq_block as gptq_op
 from mmqc.ops import grouped_matmul as grouped_op
 from mmqc.ops import scaled_matmul as scaled_op
 from mmqc.ops import scaled_matmul_epilogue as epilogue_op
+from mmqc.ops import token_matmul as token_op
 from mmqc.ops import weight_only_matmul as weight_only_op
 from mmqc.ops.define import in_plain_torch
 from mmqc.ops.quantize import check_scale
@@ -93,6 +96,39 @@ def scaled_matmuls(
     else:
         scaled_kernel.multiply(x_rows, linears, rows)
     return ys
+
+
+def why_not_token(
+    x: Tensor, w_q: Tensor, w_scale: Tensor, bias: Tensor | None, weight_bits: int, group_size: int,
+    code: torch.dtype | None = None,
+) -> str | None:
+    """None, or why the kernels cannot take these operands."""
+    rows, dtype = _matrix(x), code or torch.int8
+    codes = torch.empty_strided(rows.shape, (rows.shape[1], 1), dtype=dtype, device=x.device)
+    return by_token_kernel.why_not(rows, dtype) or why_not_scaled(
+        codes, w_q, w_scale, bias, weight_bits, x.dtype, None, group_size
+    )
+
+
+def token_matmul(
+    x: Tensor, w_q: Tensor, w_scale: Tensor, bias: Tensor | None, weight_bits: int, group_size: int,
+    code: torch.dtype | None = None,
+) -> Tensor:
+    """``mmqc::token_matmul`` on CUDA: a pass over the rows, and the product that static scales have."""
+    dtype = token_op.check(x, w_q, w_scale, weight_bits, group_size, code)
+    plan = by_token_kernel.plan(_matrix(x), dtype)
+    if isinstance(plan, Refusal):
+        return token_op.reference(x, w_q, w_scale, bias, weight_bits, group_size, code)
+    x_q, scale = plan.run()
+    if why_not_scaled(x_q, w_q, w_scale, bias, weight_bits, x.dtype, None, group_size) is not None:
+        return token_op.reference(x, w_q, w_scale, bias, weight_bits, group_size, code)
+    (y,), (flat,) = _results(x, [w_q], x.dtype)
+    linears, rows = [Linear(w_q, w_scale, bias, flat, None)], row_scale(scale.view(-1), len(flat))
+    if group_size:
+        group_scaled_kernel.multiply(x_q, linears, rows, group_size)
+    else:
+        scaled_kernel.multiply(x_q, linears, rows)
+    return y
 
 
 def _mask(visual: Tensor | None, x: Tensor) -> Tensor | None:
@@ -215,7 +251,7 @@ def gptq_block(w: Tensor, u: Tensor, scale: Tensor, zero: Tensor | None, bits: i
 
 
 for implementation in (
-    scaled_matmul, scaled_matmuls, scaled_matmul_epilogue, weight_only_matmul, weight_only_matmuls, grouped_matmul,
-    gptq_block,
+    scaled_matmul, scaled_matmuls, scaled_matmul_epilogue, token_matmul, weight_only_matmul, weight_only_matmuls,
+    grouped_matmul, gptq_block,
 ):
     torch.library.impl(f"mmqc::{implementation.__name__}", "CUDA", implementation)

@@ -4,7 +4,8 @@
 
 Shapes:  x [..., K]   w_q int8 or float8 [N, K] or packed uint8 (ops/pack.py)   s_w [N] or [N, K/g]   b [N]   y [..., N] as x
 
-It is what vLLM's linears with dynamic activations compute; mmqc has no kernel of its own for it, so it runs as the op's reference.
+It is what vLLM's linears with dynamic activations compute.  On CUDA a pass over the rows quantizes, and the product is that of
+static scales; float8 inputs beside weights in groups, or beside int8 ones, have no kernel and run as the op's reference.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from mmqc.nn.integer_weight import PackedLinear
+from mmqc.ops import straight_through
 from mmqc.ops.pack import pack, packed_width, unpack
 from mmqc.ops.weight_only_matmul import dequantize
 from mmqc.solvers.quantized import Quantized
@@ -127,10 +129,9 @@ class TokenLinear(PackedLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """The formula at the top of the file."""
-        code = self.code_dtype if self.float8 else None
-        return torch.ops.mmqc.token_matmul(
-            self.rotated(x), self.qweight, self.weight_scale, self.bias, self.storage_bits, self.group_size, code
-        )
+        x, bits, code = self.rotated(x), self.storage_bits, self.code_dtype if self.float8 else None
+        y = torch.ops.mmqc.token_matmul(x, self.qweight, self.weight_scale, self.bias, bits, self.group_size, code)
+        return straight_through.linear(x, y, [self.qweight], [self.weight_scale], [self.in_features], [bits], self.group_size)
 
     def extra_repr(self) -> str:
         """Sizes and scheme."""

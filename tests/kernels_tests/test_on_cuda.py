@@ -6,6 +6,7 @@ from tolerance import assert_close
 
 from mmqc.ops import scaled_matmul as scaled_op
 from mmqc.ops import scaled_matmuls as scaled_matmuls_op
+from mmqc.ops import token_matmul as token_op
 from mmqc.ops import weight_only_matmul as weight_only_op
 from mmqc.ops.pack import pack
 
@@ -31,6 +32,43 @@ def test_scaled_matmul__any_leading_axes(shape, bits, masked, device):
     args = (x, weight(bits, device), x_scale, torch.rand(N, device=device), torch.randn(N, device=device), visual, bits)
     assert on_cuda.why_not_scaled(args[0], args[1], args[3], args[4], bits, torch.float32) is None
     assert_close(on_cuda.scaled_matmul(*args, torch.float32), scaled_op.reference(*args, torch.float32))
+
+
+@pytest.mark.parametrize("group", [0, 32])
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("shape", [(3, 5), (1, 1), (7,), (2, 1, 3)])
+def test_token_matmul__any_leading_axes(shape, bits, group, device):
+    x = torch.randn(*shape, K, device=device) * torch.rand(*shape, 1, device=device)
+    scale = torch.rand(*((N, K // group) if group else (N,)), device=device)
+    args = (x, weight(bits, device), scale, torch.randn(N, device=device), bits, group)
+    assert on_cuda.why_not_token(*args) is None
+    assert_close(on_cuda.token_matmul(*args), token_op.reference(*args))
+
+
+def test_token_matmul__what_has_no_kernel_is_the_reference(device):
+    """Float8 inputs beside groups: the sum of a group is one of floats."""
+    x, scale = torch.randn(3, K, device=device), torch.rand(N, K // 32, device=device)
+    args = (x, weight(4, device), scale, None, 4, 32, torch.float8_e4m3fn)
+    assert "float8" in on_cuda.why_not_token(*args)
+    assert torch.equal(on_cuda.token_matmul(*args), token_op.reference(*args))
+    args = (x.double(), weight(4, device), scale, None, 4, 32)
+    assert "float64" in on_cuda.why_not_token(*args)
+    assert torch.equal(on_cuda.token_matmul(*args), token_op.reference(*args))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("code", [torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("rows", [1, 16, 300, 4000])
+def test_token_matmul__sizes_of_models(rows, bits, code):
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    x = torch.randn(rows, 3584, device="cuda").bfloat16()
+    w = torch.randint(-8, 8, (1280, 3584), dtype=torch.int8, device="cuda")
+    w = pack(w, 4) if bits == 4 else w.to(code)
+    args = (x, w, torch.rand(1280, device="cuda"), torch.randn(1280, device="cuda").bfloat16(), bits, 0, code)
+    assert on_cuda.why_not_token(*args) is None
+    assert_close(on_cuda.token_matmul(*args), token_op.reference(*args))
 
 
 def in_float64(x, w, scale, bias, *rest):

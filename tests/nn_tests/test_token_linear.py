@@ -85,3 +85,19 @@ def test_config__says_what_cannot_be():
         recipes.rtn(8).with_token_scales()
     with pytest.raises(mmqc.ConfigError, match="keep_means"):
         mmqc.Rewrites(keep_means=True)
+
+
+@pytest.mark.parametrize("hadamard", [False, True])
+@pytest.mark.parametrize(("bits", "group", "float8"), [(8, 0, False), (4, 16, False), (4, 16, True), (8, 0, True)])
+def test_gradient__is_that_of_the_dequantized_linear(bits, group, float8, hadamard):
+    """Adapters in front of the linear learn: the rounding of inputs passes a gradient on."""
+    codes = torch.randint(-8, 8, (24, 32), dtype=torch.int8)
+    codes = codes.to(torch.float8_e4m3fn) if float8 and bits == 8 else codes
+    solved = Quantized(codes, torch.rand(24, 2) if group else torch.rand(24), group_size=group)
+    linear = TokenLinear.from_parts(solved, weight_bits=bits, bias=torch.randn(24), float8=float8, hadamard=hadamard)
+    x, grad = torch.randn(2, 3, 32, requires_grad=True), torch.randn(2, 3, 24)
+    y = linear(x)
+    y.backward(grad)
+    assert_close(x.grad, grad @ linear.weight)
+    with torch.no_grad():
+        assert torch.equal(linear(x), y)
