@@ -130,7 +130,9 @@ def quantize(
     config_file: ConfigFile = None,
     calibration: Calibration = None,
     limit: Annotated[int | None, typer.Option(min=1, help="At most so many examples of the folder.")] = None,
-    save_format: Annotated[str, typer.Option("--format", help="mmqc or compressed-tensors.")] = "mmqc",
+    save_format: Annotated[str | None, typer.Option("--format", help="mmqc (default) or compressed-tensors.")] = None,
+    engine: Annotated[str | None, typer.Option(help="vllm==0.32 or vllm==0.33: what it takes, in its format.")] = None,
+    gpu: Annotated[str, typer.Option(help="Of the engine: a100, l40s, h100, or a capability like 9.0.")] = "h100",
     float8: Annotated[bool, typer.Option("--float8", help="Static activations as float8, and weights of 8 bits too.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done and what it would take.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Start even if memory looks short.")] = False,
@@ -149,12 +151,12 @@ def quantize(
     bits = [f"{key}={value}" for key, value in (("weight_bits", w), ("activation_bits", a)) if value is not None]
     config = config_of(recipe, [*bits, *(settings or [])], config_file)
     from mmqc.cli import jobs
-    from mmqc.cli.config import in_float8
+    from mmqc.cli.config import fitted
 
-    config = in_float8(config) if float8 else config
+    config = fitted(config, float8, engine, gpu)
     checks.folder(out, needed=not dry_run, overwrite=overwrite)
     checks.work(device, resume_dir, spool)
-    jobs.check_format(save_format)
+    to = jobs.written_as(save_format, engine, gpu)
     if calibration is None:
         free = source.sample_of(model, sample) is None and not checks.needs_data(config)
         calibration = "0" if free else source.data_of(model, sample, None, "--calibration", 32)
@@ -165,8 +167,7 @@ def quantize(
         return
     assert out is not None
     loaded, data = load(model, sample)
-    target = jobs.Target(model, out, save_format, calibration, limit, device, resume_dir, spool)
-    jobs.quantize(loaded, data, config, target, console)
+    jobs.quantize(loaded, data, config, jobs.Target(model, out, to, calibration, limit, device, resume_dir, spool), console)
 
 
 @app.command()

@@ -34,6 +34,22 @@ def make_config(recipe: str, settings: list[str]) -> QuantConfig:
         raise typer.BadParameter(str(error), param_hint="--w, --a or --set" if settings else "--recipe") from error
 
 
+def fitted(config: QuantConfig, float8: bool, engine: str | None, gpu: str) -> QuantConfig:
+    """As ``--float8`` and ``--engine`` want it."""
+    config = in_float8(config) if float8 else config
+    if engine is None:
+        return config
+    from mmqc.engines.limits import for_engine
+    from mmqc.engines.table import capability_of
+    from mmqc.specs import ConfigError
+
+    capability_of(gpu)
+    try:
+        return for_engine(config, engine)
+    except ConfigError as error:
+        raise typer.BadParameter(str(error), param_hint="--engine") from error
+
+
 def in_float8(config: QuantConfig) -> QuantConfig:
     """``--float8``."""
     try:

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 import mmqc
+from mmqc.checkpoint.engine_export import RECORD
 from mmqc.checkpoint.staging import replacing, weight_files
 from mmqc.cli import checks, evaluation, source
 from mmqc.cli.chat_data import DataError, batches, encode, read_examples
@@ -97,11 +98,11 @@ def processor_of(model: str, sample: Sample | None) -> Any:
 
 @dataclass(frozen=True)
 class Target:
-    """Where a quantized model comes from and goes to, in which format, the calibration data, and where the work is done."""
+    """Where a quantized model comes from and goes to, ``save_pretrained``'s words for how, the data, and where the work is done."""
 
     model: str
     out: Path
-    format: str
+    written: Mapping[str, str]
     calibration: str
     limit: int | None
     device: str | None = None
@@ -114,10 +115,15 @@ def bytes_of(number: float) -> str:
     return f"{number / GIGABYTE:.1f} GB" if number >= GIGABYTE else f"{number / 1e6:.0f} MB"
 
 
-def check_format(name: str) -> None:
-    """Raise for a format that is not known, before any work."""
-    if name not in FORMATS:
+def written_as(name: str | None, engine: str | None, gpu: str) -> dict[str, str]:
+    """What ``save_pretrained`` is told of the format; raises for one that is not known, before any work."""
+    if name is not None and name not in FORMATS:
         raise typer.BadParameter(f"{name!r}: {' or '.join(FORMATS)}", param_hint="--format")
+    if engine is None:
+        return {"format": name or "mmqc"}
+    if name == "mmqc":
+        raise typer.BadParameter("'mmqc': with --engine it is compressed-tensors, which may be left out", param_hint="--format")
+    return {"engine": engine, "gpu": gpu}
 
 
 def announce(model: str, config: QuantConfig, calibration: str, console: Console) -> bool:
@@ -146,12 +152,15 @@ def quantize(model: Any, sample: Sample | None, config: QuantConfig, target: Tar
     given: dict[str, Any] = {name: str(path) for name, path in folders.items() if path is not None}
     report = mmqc.quantize_(model, config, calibration=data, device=target.device, **given)
     with replacing(target.out, weight_files()) as stage:
-        mmqc.save_pretrained(model, stage, format=target.format)
+        mmqc.save_pretrained(model, stage, **target.written)
         _save_processor(processor, target.model, stage)
         for name in ("quantization.html", "quantization.json"):
             report.save(stage / name)
     console.print(report.summary(), markup=False, highlight=False, soft_wrap=True)
     console.print(f"saved in {target.out}")
+    if "engine" in target.written:
+        serve = checks.read_json(target.out / RECORD, "what an engine runs")["serve"]
+        console.print(f"serve it there with: {serve}", markup=False, highlight=False, soft_wrap=True)
 
 
 def calibration_of(model: Any, name: str, sample: Sample | None, given: str, limit: int | None = None) -> list[Any] | None:

@@ -106,6 +106,36 @@ def test_quantize__dry_run_writes_nothing(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def test_quantize__for_an_engine_is_planned_written_and_checked(tmp_path):
+    """The recipe's scale per modality becomes one per token; the checkpoint is the engine's, and says how it is served."""
+    given = ("quantize", "digits-vqa", "--w", "8", "--set", "solver=rtn", "--engine", "vllm==0.33", "--calibration", "2")
+    result = invoke(*given, "--out", str(tmp_path))
+    assert result.exit_code == 0, result.output
+    assert "language W8A8-token" in result.stdout
+    assert "serve it there with: vllm serve ." in result.stdout
+    saved = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    assert saved["quant_method"] == "compressed-tensors"
+    result = invoke("check", str(tmp_path), "--engine", "vllm==0.33")
+    assert result.exit_code == 0, result.output
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--engine", "vllm==0.1"), "known are"),
+        (("--engine", "vllm==0.33", "--gpu", "abacus"), "abacus"),
+        (("--engine", "vllm==0.33", "--format", "mmqc"), "may be left out"),
+        (("--engine", "vllm==0.33", "-r", "resq"), "QuantConfig.kv_rounding"),
+        (("--format", "onnx"), "compressed-tensors"),
+    ],
+)
+def test_quantize__what_no_engine_takes_is_refused_before_any_work(options, words, tmp_path):
+    result = invoke("quantize", "digits-vqa", "--out", str(tmp_path / "out"), *options)
+    assert result.exit_code != 0
+    assert words in f"{result.output} {result.exception}"
+    assert not (tmp_path / "out").exists()
+
+
 def test_quantize__short_memory_is_code_4_before_any_work(tmp_path, monkeypatch):
     monkeypatch.setattr(jobs, "available", lambda: 1000)
     result = invoke("quantize", "digits-vqa", "-r", "rtn", "--calibration", "0", "--out", str(tmp_path / "out"))
