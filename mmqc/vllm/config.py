@@ -77,7 +77,7 @@ class MmqcVllmConfig(QuantizationConfig):
         """
         if isinstance(layer, VocabParallelEmbedding) and not isinstance(layer, ParallelLMHead):
             if self._by_modality():
-                self._rows().watch(layer, layer.org_vocab_size)
+                self._rows().watch(layer, layer.org_vocab_size, _special_ids())
             return None
         if not isinstance(layer, LinearBase | ParallelLMHead):
             return None
@@ -124,6 +124,13 @@ class MmqcVllmConfig(QuantizationConfig):
             most = max(int(config.scheduler_config.max_num_batched_tokens), int(graphs))
             self.visual = VisualRows(most, self.settings.get("visual_token_ids") or ())
         return self.visual
+
+
+def _special_ids() -> list[int]:
+    """Ids that the model's config gives a meaning."""
+    config: Any = get_current_vllm_config()  # pyright: ignore[reportCallIssue]  (it takes this package for vLLM)
+    values = vars(getattr(config.model_config, "hf_config", None) or object).items()
+    return [value for name, value in values if name.endswith(("_token_id", "_token_index")) and isinstance(value, int)]
 
 
 def register(name: str) -> None:

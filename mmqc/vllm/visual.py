@@ -31,16 +31,22 @@ class VisualRows(nn.Module):
         self.noted = False
         self.register_buffer("mask", torch.zeros(rows, dtype=torch.bool), persistent=False)
 
-    def watch(self, embedding: nn.Module, vocabulary: int) -> None:
+    def watch(self, embedding: nn.Module, vocabulary: int, others: Sequence[int] = ()) -> None:
         """Note the ids that ``embedding`` is called with.
 
+        Args:
+            embedding: the language model's.
+            vocabulary: how many ids it has.
+            others: what else stands for something in the model: where one is none of the vocabulary's, vLLM hides all.
+
         Raises:
-            PluginError: an id of visual tokens is none of the vocabulary's, and vLLM does not hand on such ids.
+            PluginError: vLLM does not hand on the ids of images.
         """
-        if max(self.ids, default=0) >= vocabulary:
+        largest = max((*self.ids, *others), default=0)
+        if largest >= vocabulary:
             raise PluginError(
-                f"token {max(self.ids)} stands for images and is not among the {vocabulary} that are embedded, so that vLLM hides "
-                "it from the embedding: quantize without a scale per modality (mquant(msq=False))"
+                f"token {largest} stands for an input and is not among the {vocabulary} that are embedded, so that vLLM hides such "
+                "tokens from the embedding: quantize without a scale per modality (mquant(msq=False))"
             )
         embedding.register_forward_pre_hook(self.note, with_kwargs=True)
         self.noted = True

@@ -4,12 +4,15 @@ import pytest
 import torch
 from tolerance import assert_close
 
+import mmqc
+from mmqc import recipes
 from mmqc.checkpoint.module_spec import module_spec
 from mmqc.nn.linear import QuantLinear
 from mmqc.nn.modality import ModalityContext
 from mmqc.solvers import Quantized
 from mmqc.vllm.shard import Stored, build, layout, local_spec
-from mmqc.vllm.specs import PluginError, joined
+from mmqc.vllm.specs import LINEARS, PluginError, joined
+from mmqc.vllm.visual import VisualRows
 
 K, N = 96, 48
 
@@ -111,3 +114,33 @@ def test_codes__of_a_rank_are_unpacked_cut_and_packed_again():
 def test_split__that_cuts_a_group_or_a_channel_is_refused(group, ranks, words):
     with pytest.raises(PluginError, match=rf"down: 96 channels.*{words}"):
         local_spec("down", spec_of(linear(group=group)), N, ranks)
+
+
+RECIPES = {
+    "mquant": recipes.mquant(4, solver="rtn"),
+    "resq": recipes.resq(4, kv_bits=None, solver="rtn"),
+    "integer scales": recipes.integer_scale(group_size=64),
+    "by token": recipes.rtn(8, activation_bits=8).with_token_scales(),
+    "float8": recipes.rtn(8, activation_bits=8).with_float8(),
+    "weights": recipes.rtn(3),
+    "Hadamards": recipes.rotate(),
+}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_graph__of_a_rank_is_one_for_every_number_of_rows(name):
+    """vLLM traces a decoder without a break, its rows a symbol."""
+    sample, rows = mmqc.samples.load("digits-vqa"), VisualRows(16, (4,))
+    mmqc.quantize_(sample.model, RECIPES[name], sample.calibration(1), progress=False)
+    rows.note(rows, (torch.tensor([4, 1] * 8),), {})
+    found = {str(spec_of(m)): (spec_of(m), m) for m in sample.model.modules() if (module_spec(m) or {}).get("kind") in LINEARS}
+    for spec, module in found.values():
+        tensors = {own: t for own, t in module.state_dict().items() if own != "bias"}
+        shard = build("x", spec, tensors, [module.out_features], bias=module.bias, visual=rows)
+        torch._dynamo.reset()
+        compiled = torch.compile(shard, backend="aot_eager", fullgraph=True, dynamic=True)
+        with torch.no_grad():
+            for n in (5, 7, 16):
+                x = torch.randn(n, module.in_features)
+                assert torch.equal(compiled(x), shard(x))
+    assert len(found) > 1

@@ -39,8 +39,10 @@ def test_rows__more_than_there_is_room_for_are_refused():
 
 def test_watch__ids_that_are_hidden_from_the_embedding_are_refused():
     rows = VisualRows(2, (4, 16))
-    with pytest.raises(PluginError, match="token 16 stands for images"):
+    with pytest.raises(PluginError, match="token 16 stands for an input"):
         rows.watch(nn.Embedding(16, 2), 16)
+    with pytest.raises(PluginError, match="token 20 stands for an input"):
+        VisualRows(2, (4,)).watch(nn.Embedding(16, 2), 16, others=[3, 20])
     assert not rows.noted
 
 

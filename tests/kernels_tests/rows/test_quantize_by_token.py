@@ -12,7 +12,7 @@ kernel = pytest.importorskip("mmqc.kernels.rows.quantize_by_token")
 CODES = [torch.int8, torch.float8_e4m3fn]
 
 
-def same(x, code):
+def assert_same(x, code):
     scale = token_scales(x, code)
     got = kernel.plan(x, code, poisoned(x)).run()
     assert torch.equal(got.scale, scale)
@@ -23,7 +23,7 @@ def same(x, code):
 @pytest.mark.parametrize("width", [1, 17, 64, 100, 257])
 def test_quantize_by_token_kernel__codes_are_the_formulas(width, dtype, device):
     rows = torch.tensor([1.0, 0.01, 30.0, 0.0, 1.0], device=device)[:, None]
-    same((torch.randn(5, width, device=device) * rows).to(dtype), torch.int8)
+    assert_same((torch.randn(5, width, device=device) * rows).to(dtype), torch.int8)
 
 
 @pytest.mark.parametrize("step", [1.0, 0.25])
@@ -31,11 +31,11 @@ def test_quantize_by_token_kernel__float8_numbers_are_their_own_codes(step, devi
     """Others are rounded on a GPU alone: Triton's interpreter loses the carry from mantissa to exponent."""
     x = torch.randn(4, 100, device=device).mul(100).to(torch.float8_e4m3fn).float()
     x[:, 7] = 448.0
-    same(x * step, torch.float8_e4m3fn)
+    assert_same(x * step, torch.float8_e4m3fn)
 
 
 def test_quantize_by_token_kernel__rows_may_be_far_apart(device):
-    same(torch.randn(4, 96, device=device)[:, :48], torch.int8)
+    assert_same(torch.randn(4, 96, device=device)[:, :48], torch.int8)
 
 
 def test_quantize_by_token_kernel__says_what_it_cannot_take(device):
@@ -57,4 +57,4 @@ def test_quantize_by_token_kernel__says_what_it_cannot_take(device):
 def test_quantize_by_token_kernel__sizes_of_models(width, dtype, code):
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
-    same((torch.randn(70, width, device="cuda") + 0.1).to(dtype), code)
+    assert_same((torch.randn(70, width, device="cuda") + 0.1).to(dtype), code)
