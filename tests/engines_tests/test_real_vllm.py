@@ -102,15 +102,19 @@ def _bfloat16(batches):
     return [{k: v.bfloat16() if v.is_floating_point() else v for k, v in b.items()} for b in batches]
 
 
-def loaded(python, folder, ranks, where):
-    """What vLLM's linears hold, rank by rank."""
-    store, outs = where / f"store{ranks}", [where / f"{ranks}-{rank}.pt" for rank in range(ranks)]
-    commands = [[python, str(LAYERS), str(folder), str(ranks), str(rank), str(store), str(outs[rank])] for rank in range(ranks)]
+@pytest.fixture(scope="module", params=[1, 2])
+def loaded(request, python, exports, tmp_path_factory):
+    """How many ranks there are, and by recipe what their linears hold: one process a rank, for all recipes."""
+    ranks, where = request.param, tmp_path_factory.mktemp("loaded")
+    folders = [str(folder) for _, folder in exports.values()]
+    store, outs = str(where / "store"), [where / f"{rank}.pt" for rank in range(ranks)]
+    commands = [[python[0], str(LAYERS), str(ranks), str(r), store, str(outs[r]), *folders] for r in range(ranks)]
     running = [subprocess.Popen(c, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}) for c in commands]
     for process in running:
-        errors = process.communicate(timeout=300)[1]
+        errors = process.communicate(timeout=600)[1]
         assert process.returncode == 0, errors[-3000:]
-    return [torch.load(out) for out in outs]
+    shards = [torch.load(out) for out in outs]
+    return ranks, {name: [shard[str(folder)] for shard in shards] for name, (_, folder) in exports.items()}
 
 
 def expected(model):
@@ -126,12 +130,12 @@ def codes_of(layer, bits, inputs):
 
 
 @needs_vllm
-@pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("name", RECIPES)
-def test_exports__the_engines_own_linears_hold_our_codes_and_compute_our_outputs(name, ranks, python, exports, tmp_path):
-    model, folder = exports[name]
+def test_exports__the_engines_own_linears_hold_our_codes_and_compute_our_outputs(name, loaded, exports):
+    model, _ = exports[name]
     _, scheme, kernel = RECIPES[name]
-    shards, checked = loaded(python[0], folder, ranks, tmp_path), 0
+    (ranks, by_recipe), checked = loaded, 0
+    shards = by_recipe[name]
     for whole, parts in expected(model).items():
         if whole not in shards[0]:
             continue
@@ -187,7 +191,8 @@ def _same_outputs(layer, codes, parts, rank, ranks, by_rows):
 def test_checks__asked_of_the_engine_say_what_the_table_says(python, exports):
     from mmqc.check.run import check
 
-    for _, folder in exports.values():
+    for name in ("W8A8 by token", "W4A8-fp8", "W4A16 asym"):  # every question is a start of the engine
+        _, folder = exports[name]
         engine = f"vllm=={python[1]}"
         asked, tabled = check(folder, engine, python=python[0]), check(folder, engine)
         assert asked.good, list(map(str, asked.findings))

@@ -1,6 +1,6 @@
 """Runs in vLLM's Python: its own parallel linears, built from a checkpoint's config and filled by its own loaders.
 
-python vllm_layers.py CHECKPOINT WORLD RANK STORE OUT        OUT: {engine's name: {tensor: values}} of one rank
+python vllm_layers.py WORLD RANK STORE OUT CHECKPOINT...     OUT: {checkpoint: {engine's name: {tensor: values}}} of one rank
 """
 
 import contextlib
@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 
-def main(checkpoint, world, rank, store, out):
+def main(world, rank, store, out, *checkpoints):
     root = Path(__file__).parents[2]
     asking = runpy.run_path(str(root / "mmqc" / "engines" / "ask_vllm.py"))
     names = runpy.run_path(str(root / "mmqc" / "engines" / "names.py"))
@@ -18,7 +18,7 @@ def main(checkpoint, world, rank, store, out):
     with contextlib.redirect_stdout(sys.stderr):
         asking["prepare"](90)
         with asking["configured"]("auto"):
-            found = layers(Path(checkpoint), asking, names)
+            found = {each: layers(Path(each), asking, names) for each in checkpoints}
     import torch
 
     torch.save(found, out)
