@@ -13,7 +13,7 @@ more of the GPU than that and are not asked.
 vLLM is patched for good, so it is asked in a process of its own (engines/table.py).
 """
 
-# pyright: reportMissingImports=false
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 from __future__ import annotations
 
 import contextlib
