@@ -12,6 +12,7 @@ from mmqc.config import (
     Amplifier,
     Bases,
     ChannelScales,
+    Clip,
     ConfigError,
     DynamicSpec,
     KVRounding,
@@ -65,6 +66,7 @@ def gptq(
     act_order: bool = True,
     static_groups: bool = True,
     damping: float = 0.01,
+    clip: Clip | None = None,
     head_bits: int | None = None,
     activation_bits: int | None = None,
 ) -> QuantConfig:
@@ -77,11 +79,12 @@ def gptq(
         act_order: input channels in order of falling magnitude.
         static_groups: groups' scales are fitted before the sweep; False, when their turn comes, needs ``act_order=False``.
         damping: this part of its mean diagonal is added to the inputs' second moment.
+        clip: of grids, see ``WeightSpec``; None: the best of several sweeps. ``weights`` is QuaRot's, ``none`` the paper's.
         head_bits: of the output head's weight; None leaves the head in floating point.
         activation_bits: static, one scale a tensor, beside symmetric weights; None, weight-only.
     """
     granularity = PerGroup(group_size) if group_size else PerRow()
-    weight = WeightSpec(weight_bits, granularity, "gptq", symmetric, act_order, static_groups, damping)
+    weight = WeightSpec(weight_bits, granularity, "gptq", symmetric, act_order, static_groups, damping, clip=clip)
     scheme = Scheme(weight, ActivationSpec(activation_bits) if activation_bits else None)
     return QuantConfig(vision=scheme, projector=scheme, language=scheme, head=_head(head_bits))
 

@@ -13,7 +13,7 @@ from torchao.quantization.granularity import Granularity, PerGroup, PerRow, PerT
 from mmqc.errors import MmqcError
 
 Solver = Literal["rtn", "mse_clip", "awq_clip", "gptq"]
-Clip = Literal["inputs", "weights", "none"]
+Clip = Literal["best", "inputs", "weights", "none"]
 Observer = Literal["minmax", "percentile"]
 Amplifier = int | Literal["heuristic", "progressive"]
 Search = Literal["none", "model", "layer"]
@@ -50,9 +50,10 @@ class WeightSpec:
             so that codes times integer scales are 8-bit integers and a product needs no pass per group (QServe,
             arXiv:2405.04532, section 4.1); to 4 bits.  None: float scales.
         type: "int", or "float": float8_e4m3fn, 8 bits, rounded to nearest with one scale per output channel.
-        clip: gptq's, of grids: ``inputs``, by what each rounding costs in its sweep; ``weights``, by the weights' own error, as
-            QuaRot, MQuant and ResQ do behind rotations; ``none`` (solvers/gptq.py).  None: the first, but for groups of 2 bits
-            with zero points the last: their four levels end where the weights do, and the sweep moves weights beyond.
+        clip: gptq's, of grids.  ``best``: of several sweeps each row keeps the one whose output error is least, and its codes and
+            scales then descend on that error.  ``inputs``: one sweep, by what each rounding costs in it; ``weights``: by the
+            weights' own error, as QuaRot, MQuant and ResQ do behind rotations; ``none`` (solvers/gptq.py).  None: the first, but
+            for 8 bits, which lose nothing, the second.
         clip_scores: awq_clip clips linears that make queries and keys as well, which the authors' code leaves as they are.
     """
 
@@ -100,7 +101,7 @@ class WeightSpec:
     @property
     def how_to_clip(self) -> Clip:
         """``clip``, or what None means."""
-        return self.clip or ("none" if self.bits == 2 and self.group_size and not self.symmetric else "inputs")
+        return self.clip or ("inputs" if self.bits == 8 else "best")
 
     @property
     def group_size(self) -> int:

@@ -9,12 +9,15 @@ Shapes:  W [N, K]    H [K, K]    s [N] or [N, ceil(K/g)]    q int8 [N, K]
 Groups:  static, their grids from the untouched weight before the sweep, so that channels may be taken in any order; or
          dynamic, from what a group has become when its turn comes, in the order of the channels.
 Clips:   of a row's or group's grid, steps p s of the widest one, p = 1, 0.99, ..., 0.21:
+         best       a sweep for each of ``CANDIDATES``: ``inputs``, and p = 1, 0.9, ..., 0.5 for all groups.  Each row keeps the
+                    sweep that loses least, sum_i e_i² = (w - q)(H + λ I)(w - q)ᵀ, then descends from there (descent.py)
          inputs     argmin over p of  sum_i |w_i - q_i|^2.4 / U_ii²: e_i² is what the sweep pays for a rounding
          weights    argmin over p of  sum_i |w_i - q_i|^2.4, whatever the inputs (mse_clip.py)
-         none       p = 1, by default for groups of 2 bits with zero points (``WeightSpec.how_to_clip``)
+         none       p = 1
+Memory:  ``best`` keeps H once more, in the dtype of the sweep.
 Source:  Frantar et al., arXiv:2210.17323, with QuaRot's settings, which are MQuant's (arXiv:2502.00425, Algorithm 1):
          blocks of 128, λ = 1 % of H's mean diagonal, channels in order of falling diagonal (act_order).  They clip by the
-         weights, which behind AWQ's factors are large just where they count: 2 bits need the other (docs/results/solvers.md).
+         weights, which behind AWQ's factors are large just where they count; no single clip is good for all weights.
 """
 
 from __future__ import annotations
@@ -26,12 +29,15 @@ import mmqc.ops  # noqa: F401  (defines torch.ops.mmqc)
 from mmqc.config import Clip, WeightSpec
 from mmqc.solvers import mse_clip
 from mmqc.solvers.clip import best_clip
+from mmqc.solvers.descent import descend
 from mmqc.solvers.factor import inverse_factor_
 from mmqc.solvers.grid import Grid, grouped, packed
 from mmqc.solvers.quantized import Quantized, checked
 from mmqc.solvers.second_moment import checked_hessian
 
 BLOCK = 128
+CANDIDATES: tuple[Clip | float, ...] = ("inputs", 1.0, 0.9, 0.8, 0.7, 0.6, 0.5)
+ROUNDS = 2
 
 
 def solve(
@@ -67,19 +73,36 @@ def solve(
     out, notes = _unused(h, skip)
     # an input that is always zero says nothing about its weights: zero is the value that costs nothing (QuaRot)
     w = w.masked_fill(out, 0)
-    codes, sweep = torch.empty_like(w, dtype=torch.int8), _Sweep(w, spec)
     if out.all():
-        sweep.fit(torch.ones_like(w[0]))
+        grid = Grid.of(grouped(w, spec.group_size), spec.bits, spec.symmetric)
+        codes = _zeros(grid, w, spec.group_size)
     else:
         _decouple_(h, out)
         first = h.diagonal() if spec.act_order else torch.zeros_like(h[0])
         order = torch.argsort(first, descending=True, stable=True)
+        kept = h.to(w.dtype, copy=True) if spec.how_to_clip == "best" else None
         u, cost, more = factored_(h, order, spec.damping, name)
         notes += more
-        sweep.fit(cost.to(w.dtype))
-        codes[:, order] = sweep.run(w.T[order].contiguous(), order, u, block).T
-    codes = torch.where(out, _zeros(sweep.grid, w, spec.group_size), codes)
-    return packed(codes, sweep.grid, spec.group_size, "; ".join(notes))
+        codes, grid = _best(w, spec, order, u, cost.to(w.dtype), block)
+        if kept is not None:
+            codes, grid = descend(w, kept, codes, grid, spec.group_size, ROUNDS)
+        codes = torch.where(out, _zeros(grid, w, spec.group_size), codes)
+    return packed(codes, grid, spec.group_size, "; ".join(notes))
+
+
+def _best(w: Tensor, spec: WeightSpec, order: Tensor, u: Tensor, cost: Tensor, block: int) -> tuple[Tensor, Grid]:
+    """Codes int8 [N, K] and grids: of each row those of the sweep that loses least, the first one of equals."""
+    codes, grid, least = torch.empty_like(w, dtype=torch.int8), None, w.new_full((len(w),), torch.inf)
+    for clip in CANDIDATES if spec.how_to_clip == "best" else (spec.how_to_clip,):
+        sweep = _Sweep(w, spec, clip)
+        sweep.fit(cost)
+        found, loss = sweep.run(w.T[order].contiguous(), order, u, block)
+        better = loss < least if grid is not None else torch.ones_like(loss, dtype=torch.bool)
+        codes[better] = codes[better].index_copy(1, order, found.T[better])
+        grid = sweep.grid if grid is None else sweep.grid.where(better, grid)
+        least = torch.minimum(least, loss)
+    assert grid is not None
+    return codes, grid
 
 
 def _unused(h: Tensor, skip: Tensor | None) -> tuple[Tensor, list[str]]:
@@ -116,11 +139,13 @@ def factored_(h: Tensor, order: Tensor, damping: float, name: str) -> tuple[Tens
     return u, cost / cost.mean(), [dependent] if used != damping else []
 
 
-def clipped(groups: Tensor, cost: Tensor, clip: Clip, bits: int, symmetric: bool = True) -> Grid:
-    """The grid of each group of [N, G, g] whose channels cost [G, g]."""
+def clipped(groups: Tensor, cost: Tensor, clip: Clip | float, bits: int, symmetric: bool = True) -> Grid:
+    """The grid of each group of [N, G, g] whose channels cost [G, g]; a number: that part of the widest one."""
     if clip == "weights":
         return mse_clip.clipped(groups, bits, symmetric)
     widest = Grid.of(groups, bits, symmetric)
+    if isinstance(clip, float):
+        return widest.shrunk(torch.full_like(widest.scale, clip))
     if clip == "none":
         return widest
     return best_clip(groups, widest, mse_clip.SHRINKS, lambda e: e.abs_().pow_(mse_clip.NORM).mul_(cost).sum(-1))
@@ -131,8 +156,9 @@ class _Sweep:
 
     grid: Grid
 
-    def __init__(self, w: Tensor, spec: WeightSpec) -> None:
+    def __init__(self, w: Tensor, spec: WeightSpec, clip: Clip | float) -> None:
         self.w, self.spec, self.size = w, spec, spec.group_size
+        self.clip: Clip | float = clip
         self.dynamic = bool(spec.group_size) and not spec.static_groups
 
     def fit(self, cost: Tensor) -> None:
@@ -142,11 +168,11 @@ class _Sweep:
 
     def find(self, groups: Tensor, cost: Tensor) -> Grid:
         """The grids of groups [N, G, g] whose channels cost [G, g]."""
-        return clipped(groups, cost, self.spec.how_to_clip, self.spec.bits, self.spec.symmetric)
+        return clipped(groups, cost, self.clip, self.spec.bits, self.spec.symmetric)
 
-    def run(self, w_KN: Tensor, order: Tensor, u: Tensor, block: int) -> Tensor:
-        """The codes int8 [K, N]; ``w_KN`` is used up.  Transposed, so that a channel is one contiguous row."""
-        codes = torch.empty_like(w_KN, dtype=torch.int8)
+    def run(self, w_KN: Tensor, order: Tensor, u: Tensor, block: int) -> tuple[Tensor, Tensor]:
+        """The codes int8 [K, N], and what they lose [N]; ``w_KN`` is used up.  Transposed: a channel is one contiguous row."""
+        codes, loss = torch.empty_like(w_KN, dtype=torch.int8), torch.zeros_like(w_KN[0])
         groups = order // self.size if self.size else torch.zeros_like(order)
         block = self.size if self.dynamic else block  # all errors in front of a group must have reached it whole
         for start in range(0, len(w_KN), block):
@@ -159,7 +185,8 @@ class _Sweep:
                 w_KN[start:stop], rows[:, start:stop], scale, zero, self.grid.bits
             )
             w_KN[stop:].addmm_(rows[:, stop:].T, errors, alpha=-1)
-        return codes
+            loss += errors.square().sum(0)
+        return codes, loss
 
     def of(self, groups: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
         """Scales and zero points [B, N] of B channels."""

@@ -70,7 +70,7 @@ def solve(
     Args:
         weight: floating point [N, K].
         parts: disjoint, together all K channels; the last is solved last.
-        spec: solver, ``act_order`` and ``damping`` are read.
+        spec: solver, ``act_order``, ``damping`` and ``clip`` are read; ``best`` is ``inputs`` here.
         hessian: XᵀX [K, K] of the layer's inputs; gptq and awq_clip need it.
         name: FQN for error messages.
 
@@ -124,7 +124,8 @@ def _together(w: Tensor, parts: tuple[Part, ...], spec: WeightSpec, h: Tensor, n
         gptq._decouple_(h, out)
         u, cost, more = gptq.factored_(h, order, spec.damping, name)
         cost, notes = cost.to(w.dtype), notes + more
-    grids = [gptq.clipped(w[:, c][:, None], cost[c], spec.how_to_clip, p.bits) for c, p in zip(columns, parts, strict=True)]
+    clip = "inputs" if spec.how_to_clip == "best" else spec.how_to_clip  # the parts' scales bound each other: one sweep
+    grids = [gptq.clipped(w[:, c][:, None], cost[c], clip, p.bits) for c, p in zip(columns, parts, strict=True)]
     scale = not_too_fine([grid.scale[:, 0, 0] for grid in grids], [w[:, c] for c in columns], parts)
     grids = [replace(grid, scale=scale[:, p, None, None]) for p, grid in enumerate(grids)]
     codes = torch.zeros_like(w, dtype=torch.int8)

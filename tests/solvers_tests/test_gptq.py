@@ -203,9 +203,9 @@ def test_layer_error__within_one_percent_of_the_textbook(clip, route, bits, grou
 
 def test_damping__is_the_specs():
     w, h = problem(6, 30, seed=9)
-    spec = WeightSpec(3, solver="gptq", damping=0.5)
+    spec = WeightSpec(3, solver="gptq", damping=0.5, clip="inputs")
     assert_close(gptq.solve(w, spec, h).dequantize().double(), textbook(w, h, spec), torch.float32)
-    assert not torch.equal(gptq.solve(w, spec, h).codes, gptq.solve(w, WeightSpec(3, solver="gptq"), h).codes)
+    assert not torch.equal(gptq.solve(w, spec, h).codes, gptq.solve(w, replace(spec, damping=0.01), h).codes)
 
 
 def test_asymmetric__dead_and_skipped_channels_are_zero():
@@ -228,9 +228,42 @@ def test_clip__by_the_inputs_keeps_large_weights_that_count():
     assert loss(w, by["inputs"], h) <= loss(w, by["none"], h)
 
 
-def test_clip__unless_it_is_said_depends_on_the_grid():
-    grouped = WeightSpec(2, PerGroup(32), symmetric=False)
-    others = (WeightSpec(2), WeightSpec(2, PerGroup(32)), WeightSpec(2, symmetric=False), replace(grouped, bits=3))
-    assert {spec.how_to_clip for spec in others} == {"inputs"}
-    assert grouped.how_to_clip == "none"
-    assert replace(grouped, clip="weights").how_to_clip == "weights"
+def test_clip__unless_it_is_said_is_the_best_of_several_but_for_8_bits():
+    assert {WeightSpec(bits, PerGroup(32), symmetric=s).how_to_clip for bits in (2, 3, 4) for s in (True, False)} == {"best"}
+    assert WeightSpec(8).how_to_clip == "inputs"
+    assert WeightSpec(2, clip="weights").how_to_clip == "weights"
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("group", [0, 32])
+def test_best__each_row_has_the_codes_of_the_sweep_that_loses_least(route, group, monkeypatch):
+    monkeypatch.setattr(gptq, "ROUNDS", 0)
+    act_order, static = ROUTES[route]
+    spec = WeightSpec(2, PerGroup(group) if group else PerRow(), "gptq", act_order=act_order, static_groups=static)
+    w, h = problem(40, 100, seed=13)
+    damped = h + spec.damping * h.diagonal().mean() * torch.eye(100, dtype=h.dtype)
+    each = []
+    for clip in gptq.CANDIDATES:
+        monkeypatch.setattr(gptq, "CANDIDATES", (clip,))
+        q = gptq.solve(w, spec, h)
+        d = q.dequantize().double() - w
+        each.append((((d @ damped) * d).sum(1), q))
+    monkeypatch.undo()
+    monkeypatch.setattr(gptq, "ROUNDS", 0)
+    best = torch.stack([lost for lost, _ in each]).argmin(0)
+    q = gptq.solve(w, spec, h)
+    assert len(best.unique()) > 1
+    assert torch.equal(q.codes, torch.stack([each[i][1].codes[n] for n, i in enumerate(best.tolist())]))
+    assert torch.equal(q.scale, torch.stack([each[i][1].scale[n] for n, i in enumerate(best.tolist())]))
+
+
+def test_best__loss_of_a_sweep_is_the_damped_output_error():
+    w, h = problem(7, 50, seed=14)
+    order = torch.arange(50)
+    u, _, _ = gptq.factored_(h.clone(), order, 0.01, "weight")
+    sweep = gptq._Sweep(w, IN_ORDER, 0.7)
+    sweep.fit(torch.ones_like(w[0]))
+    codes, lost = sweep.run(w.T.contiguous(), order, u, 16)
+    d = sweep.grid.values(codes.T.double()[:, None])[:, 0] - w
+    damped = h + 0.01 * h.diagonal().mean() * torch.eye(50, dtype=h.dtype)
+    assert_close(lost, ((d @ damped) * d).sum(1), torch.float64)

@@ -7,7 +7,7 @@ from mmqc.config import WeightSpec
 from mmqc.solvers import Quantized, gptq, mse_clip, rtn
 from mmqc.solvers.mixed import Part, parts_of, solve
 
-IN_ORDER = WeightSpec(4, solver="gptq", act_order=False)
+IN_ORDER = WeightSpec(4, solver="gptq", act_order=False, clip="inputs")
 HIGH = torch.tensor([2, 7, 11])
 
 

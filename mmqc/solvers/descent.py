@@ -1,0 +1,102 @@
+"""Descent from a rounded weight: each code, then each scale, becomes the best one beside all the others.
+
+    minimise  tr D H Dᵀ        D = (q - z) s - w        G = D H, the loss's gradient, kept up to date
+
+    codes of a block B      x = v_B - G_B T⁻ᵀ        for i in B: q_i = round(x_i / s) + z, e_i = x_i - (q_i - z) s
+                                                                 x_j <- x_j - e_i U_ij   for all j > i
+                            v = (q - z) s before        T: H_BB's lower triangle        U = (T⁻¹ diag T)ᵀ
+    the scale of a group g  s <- s - c·G_g / c·H_gg·c        c = q_g - z
+
+Shapes:  W [N, K]    H [K, K]    q int8 [N, K]    s, z [N, G, 1]
+Why:     GPTQ's sweep cannot come back to a channel, and its grids are chosen before it; no step here makes a row's loss larger.
+Exact:   a block is one Gauss-Seidel pass over its channels, each rounded to its best code.  Unrounded, that pass is a triangular
+         solve, and what rounding one channel changes for the later ones is linear in e: the sweep's own inner loop, with another U.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+import mmqc.ops  # noqa: F401  (defines torch.ops.mmqc)
+from mmqc.solvers.grid import Grid
+
+BLOCK = 128
+FARTHEST = (
+    1.1  # a scale moves by at most this factor at a time: the loss is mostly that of the largest inputs, others have theirs too
+)
+
+
+def descend(w: Tensor, h: Tensor, codes: Tensor, grid: Grid, group_size: int, rounds: int) -> tuple[Tensor, Grid]:
+    """Codes int8 [N, K] and scales that lose no more than those given.
+
+    Args:
+        w: [N, K] in float32 or float64.
+        h: [K, K] in w's dtype, its diagonal positive.
+        codes: int8 [N, K].
+        grid: of each group, [N, G, 1]; zero points stay as they are.
+        group_size: g; 0 for whole rows.  The last group may be short.
+        rounds: over all groups.
+    """
+    state = _State(w, h, codes, grid, group_size or len(h))
+    for _ in range(rounds):
+        for group in range(grid.scale.shape[1]):
+            state.improve(group)
+    return state.codes.T, replace(grid, scale=state.scale.T[..., None].float().contiguous())
+
+
+class _State:
+    """Everything transposed, a channel a row: codes, values and gradient [K, N], scales and zero points [G, N]."""
+
+    def __init__(self, w: Tensor, h: Tensor, codes: Tensor, grid: Grid, size: int) -> None:
+        self.h, self.bits, self.size, self.codes = h, grid.bits, size, codes.T.contiguous()
+        self.scale = grid.scale[..., 0].T.to(w.dtype).contiguous()
+        self.zero = None if grid.zero is None else grid.zero[..., 0].T.to(w.dtype).contiguous()
+        self.values = torch.cat([self.centred(g) * self.scale[g] for g in range(len(self.scale))])
+        self.gradient = h @ (self.values - w.T)
+
+    def span(self, group: int) -> slice:
+        """The channels of a group."""
+        return slice(group * self.size, min((group + 1) * self.size, len(self.h)))
+
+    def centred(self, group: int) -> Tensor:
+        """Codes minus zero points [g, N]."""
+        codes = self.codes[self.span(group)].to(self.scale.dtype)
+        return codes if self.zero is None else codes - self.zero[group]
+
+    def improve(self, group: int) -> None:
+        """The codes of a group, block by block, then its scales, then what the other groups see of it."""
+        at = self.span(group)
+        before = self.values[at].clone()
+        for start in range(at.start, at.stop, BLOCK):
+            self.recode(group, at, slice(start, min(start + BLOCK, at.stop)))
+        self.rescale(group, at)
+        change = self.values[at] - before
+        for rest in (slice(0, at.start), slice(at.stop, len(self.h))):
+            self.gradient[rest].addmm_(self.h[rest, at], change)
+
+    def recode(self, group: int, at: slice, block: slice) -> None:
+        """One pass over the channels of a block; the gradient follows within the group ``at``."""
+        square = self.h[block, block].double()
+        inverse = torch.linalg.solve_triangular(square.tril(), torch.eye(len(square)).to(square), upper=False)
+        x = self.values[block] - inverse.to(self.h) @ self.gradient[block]
+        u = (inverse * square.diagonal()).T.to(self.h).contiguous()
+        scale, zero = (None if t is None else t[group].expand(len(x), -1) for t in (self.scale, self.zero))
+        codes, _ = torch.ops.mmqc.gptq_block(x, u, scale, zero, self.bits)
+        values = (codes.to(x) if zero is None else codes.to(x) - zero) * scale
+        self.gradient[at].addmm_(self.h[at, block], values - self.values[block])
+        self.codes[block], self.values[block] = codes, values
+
+    def rescale(self, group: int, at: slice) -> None:
+        """The scales of a group that are best for its codes."""
+        c = self.centred(group)
+        along = self.h[at, at] @ c
+        s, curvature = self.scale[group], (c * along).sum(0)
+        wanted = s - (c * self.gradient[at]).sum(0) / curvature
+        near = (curvature > 0) & (wanted > s / FARTHEST) & (wanted < s * FARTHEST)
+        step = torch.where(near, wanted, s).float().to(s) - s  # float32, as it is stored
+        self.scale[group] += step
+        self.values[at] = c * self.scale[group]
+        self.gradient[at].addcmul_(along, step)
