@@ -76,6 +76,7 @@ class Scheme:
         if self.dynamic is not None:
             plain = self.activation is None and self.weight.symmetric and not self.weight.group_size
             require(plain, "Scheme.dynamic", self.dynamic, "None beside static activations, zero points or groups")
+            require(self.weight.solver != "learned", "WeightSpec.solver", "learned", "another one beside dynamic activations")
         symmetric = self.weight.symmetric or self.activation is None
         require(symmetric, "WeightSpec.symmetric", self.weight.symmetric, "True beside quantized activations")
         floats = self.float8

@@ -89,6 +89,30 @@ def gptq(
     return QuantConfig(vision=scheme, projector=scheme, language=scheme, head=_head(head_bits))
 
 
+def learned(
+    weight_bits: int = 2,
+    group_size: int | None = 64,
+    *,
+    symmetric: bool = True,
+    steps: int = 200,
+    head_bits: int | None = None,
+) -> QuantConfig:
+    """GPTQ, then gradients: rounding and scales of each block, learned from the block's output (AutoRound, arXiv:2309.05516).
+
+    For 2 and 3 bits.  Behind AWQ's factors it is ``awq(..., solver="learned")``.
+
+    Args:
+        weight_bits: 2, 3, 4 or 8.
+        group_size: input channels per weight scale; None means one scale per output channel.
+        symmetric: False: a zero point beside every scale.
+        steps: of gradients for each block, each of 8 calibration batches.
+        head_bits: of the output head's weight, rounded by gptq; None leaves the head in floating point.
+    """
+    granularity = PerGroup(group_size) if group_size else PerRow()
+    scheme = Scheme(WeightSpec(weight_bits, granularity, "learned", symmetric, steps=steps))
+    return QuantConfig(vision=scheme, projector=scheme, language=scheme, head=_head(head_bits))
+
+
 def awq(
     weight_bits: int = 4,
     group_size: int | None = 128,

@@ -12,7 +12,7 @@ from torchao.quantization.granularity import Granularity, PerGroup, PerRow, PerT
 
 from mmqc.errors import MmqcError
 
-Solver = Literal["rtn", "mse_clip", "awq_clip", "gptq"]
+Solver = Literal["rtn", "mse_clip", "awq_clip", "gptq", "learned"]
 Clip = Literal["best", "inputs", "weights", "none"]
 Observer = Literal["minmax", "percentile"]
 Amplifier = int | Literal["heuristic", "progressive"]
@@ -39,7 +39,9 @@ class WeightSpec:
         granularity: ``PerRow()``, one scale per output channel, or ``PerGroup(g)``, one per g input channels (the last
             group is short where g does not divide the width).
         solver: ``rtn``, ``mse_clip`` (clip that minimises the error's 2.4-norm), ``awq_clip`` (clip that minimises the
-            output's error, AWQ's) or ``gptq``; the last two need calibration.
+            output's error, AWQ's), ``gptq``, or ``learned``: gptq's codes and scales, then gradients of the output of each
+            block that can be run by itself (calibration/learn.py); elsewhere, and in stacked experts, gptq.  The last three
+            need calibration.
         symmetric: False: every scale has a zero point beside it (weight-only schemes).
         act_order: gptq takes input channels in order of falling magnitude.
         static_groups: gptq fits the groups' scales to the untouched weight; False: when their turn comes, which takes the
@@ -54,6 +56,7 @@ class WeightSpec:
             scales then descend on that error.  ``inputs``: one sweep, by what each rounding costs in it; ``weights``: by the
             weights' own error, as QuaRot, MQuant and ResQ do behind rotations; ``none`` (solvers/gptq.py).  None: the first, but
             for 8 bits, which lose nothing, the second.
+        steps: learned's, of gradients for each block.
         clip_scores: awq_clip clips linears that make queries and keys as well, which the authors' code leaves as they are.
     """
 
@@ -68,6 +71,7 @@ class WeightSpec:
     type: Number = "int"
     clip: Clip | None = None
     clip_scores: bool = False
+    steps: int = 200
 
     def __post_init__(self) -> None:
         require(self.bits in (2, 3, 4, 8), "WeightSpec.bits", self.bits, (2, 3, 4, 8))
@@ -79,10 +83,13 @@ class WeightSpec:
             isinstance(self.granularity, PerRow | PerGroup), "WeightSpec.granularity", self.granularity, "PerRow(), PerGroup(g)"
         )
         require(self.solver in get_args(Solver), "WeightSpec.solver", self.solver, get_args(Solver))
-        ordered = self.act_order and not self.static_groups and self.group_size and self.solver == "gptq"
+        ordered = self.act_order and not self.static_groups and self.group_size and self.solver in ("gptq", "learned")
         require(not ordered, "WeightSpec.act_order", self.act_order, "False for groups that are not static")
         require(self.clip in (None, *get_args(Clip)), "WeightSpec.clip", self.clip, (*get_args(Clip), None))
         require(0 < self.damping < 1, "WeightSpec.damping", self.damping, "(0, 1)")
+        require(type(self.steps) is int and self.steps >= 0, "WeightSpec.steps", self.steps, "an integer of at least 0")
+        floats = self.amplifier is None or self.solver != "learned"
+        require(floats, "WeightSpec.amplifier", self.amplifier, "None where solver is 'learned'")
         if self.amplifier is not None:
             power = type(self.amplifier) is int and self.amplifier > 0 and not self.amplifier & (self.amplifier - 1)
             allowed = "a power of two, 'heuristic', 'progressive', None"
@@ -96,7 +103,7 @@ class WeightSpec:
     @property
     def needs_hessian(self) -> bool:
         """Whether the solver wants the second moment of the layer's inputs."""
-        return self.solver in ("gptq", "awq_clip")
+        return self.solver in ("gptq", "awq_clip", "learned")
 
     @property
     def how_to_clip(self) -> Clip:

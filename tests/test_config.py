@@ -20,6 +20,7 @@ RECIPES = {
     "mquant_plain": recipes.mquant(rotate=False, solver="mse_clip"),
     "mquant_fp8": recipes.mquant(8).with_float8(),
     "mquant_grouped": recipes.mquant(solver="rtn", group_size=32).with_integer_scales(512),
+    "learned": recipes.learned(steps=50),
     "integer_scale": recipes.integer_scale(),
     "integer_scale_llama3": recipes.integer_scale(preset="llama3"),
     "integer_scale_heuristic": recipes.integer_scale(amplifier="heuristic", per_modality=True),

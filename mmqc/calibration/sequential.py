@@ -15,10 +15,11 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from mmqc.calibration.blocks import Layout, Outside, Segment
-from mmqc.calibration.calibrate import InputStatistics, Observer, Watch
+from mmqc.calibration.calibrate import InputStatistics, Observer, Watch, by_modality, weighted
 from mmqc.calibration.measure import Loss, Meter
 from mmqc.calibration.observe import Call, observe
 from mmqc.calibration.residency import Residency
@@ -28,6 +29,7 @@ from mmqc.nn.integer_weight import PackedLinear
 from mmqc.nn.modality import ModalityContext
 
 Inputs = Literal["float", "quantized"]
+BlockLoss = Callable[[int, Mapping[str, Tensor]], Tensor]  # of a batch and weights
 
 
 class Worker(Protocol):
@@ -43,6 +45,14 @@ class Worker(Protocol):
 
     def solve(self, linears: Sequence[str], seen: Mapping[str, InputStatistics]) -> dict[str, PackedLinear]:
         """Quantize the weights; the model stays as it is."""
+        ...
+
+    def learns(self, linears: Sequence[str]) -> list[str]:
+        """Those whose rounding is learned from their block's output, once they are solved."""
+        ...
+
+    def learn(self, linears: Sequence[str], block: str, loss: BlockLoss, batches: Sequence[int]) -> dict[str, PackedLinear]:
+        """Learn the rounding of a unit that is solved; ``loss`` takes weights by their names within the ``block``."""
         ...
 
     def swap(self, built: Mapping[str, PackedLinear], losses: Mapping[str, Loss]) -> None:
@@ -173,6 +183,8 @@ class Sequential:
             if observers or not (last or after):
                 new = dict(self._outputs(feed, number, keep=not (last or after)))
         built = self.worker.solve(inside, {fqn: o.seen.finish() for fqn, o in observers.items()}) if inside else {}
+        if self.worker.learns(inside):
+            built = self._learn(feed, number, inside)
         with self._measuring(built) as meters:
             for batch in [b for b in feed.batches if b in self.measured] if meters else ():
                 feed.call(self.model, number, batch)
@@ -180,6 +192,25 @@ class Sequential:
         if after and not last:
             new = dict(self._outputs(feed, number))
         feed.advance(number, new)
+
+    def _learn(self, feed: Feed, number: int, inside: list[str]) -> dict[str, PackedLinear]:
+        """The block's linears, rounded by what the block returns; it is still in floating point."""
+        learned = self.worker.learns(inside)
+        language, row_weights = self.language[learned[0]], self.watches[learned[0]].row_weights
+        wanted = {batch: self.store.put(_result(feed.call(self.model, number, batch))) for batch in feed.batches}
+
+        def loss(batch: int, weights: Mapping[str, Tensor]) -> Tensor:
+            result = _result(feed.call(self.model, number, batch, weights))
+            error = result.float() - self.store.get(wanted[batch], self.residency.device).float()
+            with feed.during(batch):
+                parts = by_modality(error, language, self.context)
+            rows = weighted(parts, row_weights, error.reshape(-1, error.shape[-1]))
+            return torch.stack([weight * part.square().sum() for weight, part in rows]).sum()
+
+        built = self.worker.learn(inside, feed.segment.blocks[number].name, loss, feed.batches)
+        for ticket in wanted.values():
+            self.store.drop(ticket)
+        return built
 
     def _outputs(self, feed: Feed, number: int, keep: bool = True) -> Iterator[tuple[int, list[Any]]]:
         for batch in feed.batches:
@@ -189,6 +220,11 @@ class Sequential:
     def _measuring(self, built: Mapping[str, PackedLinear]) -> Any:
         linears = {name: self.model.get_submodule(name) for name in built}
         return observe(self.model, {Call(n): Meter(linears[n], q, self.language[n], self.context) for n, q in built.items()})
+
+
+def _result(output: Any) -> Tensor:
+    """What a block returns: attention weights, if any, are behind it."""
+    return next(leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor))
 
 
 def _losses(meters: Mapping[Call, Meter]) -> dict[str, Loss]:

@@ -9,12 +9,13 @@ Nothing recorded is replayed: blocks are called as modules, with the arguments t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
 from mmqc.calibration.blocks import KEPT, PLAIN, STREAM, Block, NotStreamableError, Segment, leaves_of
@@ -67,12 +68,19 @@ class Feed:
         leaves = [s.value if s.kind == PLAIN else self.spool.get(stores[s.kind][s.value], self.device) for s in block.sources]
         return pytree.tree_unflatten(leaves, block.spec)
 
-    def call(self, model: nn.Module, number: int, batch: int) -> Any:
-        """Call the block ``number`` on its arguments, with the visual mask of the batch."""
+    def call(self, model: nn.Module, number: int, batch: int, weights: Mapping[str, Tensor] | None = None) -> Any:
+        """Call the block ``number`` on its arguments, with the visual mask of the batch.
+
+        ``weights`` take the place of its parameters, whose names within the block they have.
+        """
         args, kwargs = self.arguments(number, batch)
         block = model.get_submodule(self.segment.blocks[number].name)
-        with nullcontext() if self.context is None else self.context.during(self.visual.get(batch)):
-            return block(*args, **kwargs)
+        with self.during(batch):
+            return functional_call(block, dict(weights), args, kwargs) if weights else block(*args, **kwargs)
+
+    def during(self, batch: int) -> AbstractContextManager[None]:
+        """As within a call of the model with this batch: its visual mask is the current one."""
+        return nullcontext() if self.context is None else self.context.during(self.visual.get(batch))
 
     def outputs(self, output: Any) -> list[Any]:
         """Tickets of a block's output."""

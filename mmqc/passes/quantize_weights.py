@@ -83,7 +83,7 @@ class QuantizeWeights(Pass):
             solved = solve(value.float(), spec, moment, skip=outliers, name=site.fqn, overwrite=True)
             del moment
             self.cache[key] = solved
-        self.done(site.fqn, solved, _error(value, solved, outliers), time.perf_counter() - start)
+        self.done(site.fqn, solved, relative_error(value, solved, outliers), time.perf_counter() - start)
         prog.solved[site.fqn] = solved
         if spec.amplifier is not None and not solved.integer:
             prog.notes.append(f"{site.fqn}: {solved.note}")
@@ -122,7 +122,8 @@ class QuantizeWeights(Pass):
         return prog.graph.call_method("add", (y, prog.graph.call_function(torch.nn.functional.linear, (picked, columns))))
 
 
-def _error(value: Tensor, solved: Quantized, outliers: Tensor | None) -> float:
+def relative_error(value: Tensor, solved: Quantized, outliers: Tensor | None) -> float:
+    """|Q - W| / |W| without the columns ``outliers``; NaN for W = 0."""
     difference = value.float() - solved.dequantize()
     if outliers is not None:
         difference[:, outliers] = 0

@@ -6,8 +6,9 @@ which no linear module holds, are quantized first, in the floating-point model, 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,12 +16,14 @@ from torch import Tensor, nn
 
 from mmqc.calibration.blocks import NotStreamableError, survey
 from mmqc.calibration.calibrate import MIXED, InputStatistics
+from mmqc.calibration.learn import Start, learn
 from mmqc.calibration.measure import Loss
-from mmqc.calibration.sequential import Sequential
+from mmqc.calibration.sequential import BlockLoss, Sequential
 from mmqc.config import QuantConfig
 from mmqc.experts.quantize import BuiltExperts, quantize_experts
 from mmqc.graph.runner import Steps, run
 from mmqc.nn.integer_weight import PackedLinear
+from mmqc.passes.quantize_weights import relative_error
 from mmqc.pipeline import FACTS, activation_passes, weight_passes
 from mmqc.quantization import convert
 from mmqc.quantization.job import Job
@@ -30,6 +33,7 @@ from mmqc.quantization.targets import Target, Targets
 from mmqc.report.report import LayerReport, Refusal, refusals, transforms
 
 MEASURED_BATCHES = 4
+LEARNED, NOT_LEARNED = "by learning", "in no block that can be run by itself: not learned, but rounded by gptq"
 
 
 @dataclass(frozen=True, eq=False)
@@ -199,6 +203,38 @@ class UnitWorker:
             steps.rewrite(lambda site: site.fqn in wanted)
         return convert.build_quantized(self.job.model, self.program, self.context, wanted)
 
+    def learns(self, linears: Sequence[str]) -> list[str]:
+        """Those that the solver ``learned`` rounds."""
+        return [name for name in linears if self.targets[f"{name}.weight"].scheme.weight.solver == "learned"]
+
+    def learn(self, linears: Sequence[str], block: str, loss: BlockLoss, batches: Sequence[int]) -> dict[str, PackedLinear]:
+        """Go on from what ``solve`` found."""
+        began, wanted = time.perf_counter(), [f"{name}.weight" for name in self.learns(linears)]
+        starts, parameters = {}, {fqn: self.job.model.get_parameter(fqn).detach() for fqn in wanted}
+        for fqn, weight in parameters.items():
+            outliers = self.targets[fqn].outliers
+            kept = None if outliers is None else outliers.to(weight.device)
+            start = Start(
+                self.solved[fqn].result.to(weight.device),
+                self.targets[fqn].scheme.weight.bits,
+                None if kept is None else (kept, weight[:, kept].float()),
+            )
+            starts[fqn.removeprefix(f"{block}.")] = start
+
+        def cast(batch: int, weights: Mapping[str, Tensor]) -> Tensor:
+            return loss(batch, {name: w.to(parameters[f"{block}.{name}"].dtype) for name, w in weights.items()})
+
+        steps = max(self.targets[fqn].scheme.weight.steps for fqn in wanted)
+        found, before, after = learn(starts, cast, batches, steps)
+        seconds = (time.perf_counter() - began) / len(wanted)
+        for name, solved in found.items():
+            fqn, note = f"{block}.{name}", f"the block's error x {after / before if before else 1:.3f} {LEARNED}"
+            result = replace(solved, note="; ".join(filter(None, (solved.note, note))))
+            self.program.solved[fqn] = result
+            error = relative_error(parameters[fqn], result, self.targets[fqn].outliers)
+            self.solved[fqn] = Solved(result, error, self.solved[fqn].seconds + seconds)
+        return convert.build_quantized(self.job.model, self.program, self.context, [f"{name}.weight" for name in linears])
+
     def swap(self, built: Mapping[str, PackedLinear], losses: Mapping[str, Loss]) -> None:
         """Store a unit that was just quantized, and put it into the model."""
         fqns = [f"{name}.weight" for name in built]
@@ -235,6 +271,8 @@ class UnitWorker:
         """What the report says of a linear."""
         mixed = linear.input_scale is not None and seen.ranges[MIXED].count
         one_scale = "its rows are not the tokens of the call: one scale for both modalities" if mixed else ""
+        note = solved.result.note
+        learned = target.scheme.weight.solver != "learned" or LEARNED in note
         return LayerReport(
             target.module,
             target.tower,
@@ -247,7 +285,7 @@ class UnitWorker:
             solved.error,
             0 if linear.outlier_index is None else linear.outlier_index.numel(),
             seconds,
-            "; ".join(filter(None, (solved.result.note, one_scale))),
+            "; ".join(filter(None, (note, "" if learned else NOT_LEARNED, one_scale))),
         )
 
     def finish(self) -> None:

@@ -12,8 +12,14 @@ from mmqc.solvers.quantized import Quantized
 
 __all__ = ["SOLVERS", "Quantized", "solve"]
 
-OVERWRITING = ("gptq",)
-SOLVERS: dict[str, Any] = {"rtn": rtn.solve, "mse_clip": mse_clip.solve, "awq_clip": awq_clip.solve, "gptq": gptq.solve}
+OVERWRITING = ("gptq", "learned")
+SOLVERS: dict[str, Any] = {
+    "rtn": rtn.solve,
+    "mse_clip": mse_clip.solve,
+    "awq_clip": awq_clip.solve,
+    "gptq": gptq.solve,
+    "learned": gptq.solve,  # what learning starts from, block by block (calibration/learn.py)
+}
 
 
 def solve(

@@ -4,14 +4,15 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from small_vlm import Small, batches, request
+import torch
+from small_vlm import Small, batches, quantize, request
 
 from mmqc import recipes
 from mmqc.nn.linear import QuantLinear
 from mmqc.quantization.job import Job, working
 from mmqc.quantization.rewrite import Rewritten, record_model, rewrite
 from mmqc.quantization.targets import find_targets
-from mmqc.quantization.units import UnitWorker, quantize_units
+from mmqc.quantization.units import LEARNED, NOT_LEARNED, UnitWorker, quantize_units
 
 
 @pytest.fixture
@@ -36,3 +37,46 @@ def test_units__leave_shapes_and_rows_only(started: tuple[Job, Rewritten], monke
     assert all(weights[fqn].untyped_storage().nbytes() == weights[fqn].element_size() for fqn in targets.linears)
     assert quantized.config.statistics is not None
     assert list(quantized.config.statistics["linears"]) == list(targets.linears)
+
+
+LEARN = recipes.learned(2, 8, steps=40)
+
+
+@pytest.mark.parametrize("inputs", ["float", "quantized"])
+def test_learned__blocks_lose_less_than_gptqs_and_the_rest_is_said(inputs: str) -> None:
+    torch.manual_seed(0)
+    model, other = Small(), Small()
+    other.load_state_dict(model.state_dict())
+    report = quantize(model, LEARN, inputs=inputs)
+    plain = quantize(other, recipes.gptq(2, 8), inputs=inputs)
+    learned = {layer.fqn for layer in report.layers if LEARNED in layer.note}
+    assert learned
+    assert {layer.fqn for layer in report.layers if NOT_LEARNED in layer.note} == {layer.fqn for layer in report.layers} - learned
+    ratios = [float(layer.note.split(" x ")[1].split()[0]) for layer in report.layers if layer.fqn in learned]
+    assert min(ratios) < 0.95
+    assert max(ratios) <= 1
+    moved = {a.fqn for a, b in zip(report.layers, plain.layers, strict=True) if a.weight_error != b.weight_error}
+    assert moved & learned
+
+
+def test_learned__resumes_to_the_same_model(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    whole, cut = Small(), Small()
+    cut.load_state_dict(whole.state_dict())
+    again = Small()
+    again.load_state_dict(whole.state_dict())
+    quantize(whole, LEARN)
+    first, done = UnitWorker.learn, []
+
+    def once(self: Any, *args: Any) -> Any:
+        if done:
+            raise RuntimeError("stopped")
+        done.append(args)
+        return first(self, *args)
+
+    monkeypatch.setattr(UnitWorker, "learn", once)
+    with pytest.raises(RuntimeError, match="stopped"):
+        quantize(cut, LEARN, resume_dir=str(tmp_path))
+    monkeypatch.setattr(UnitWorker, "learn", first)
+    quantize(again, LEARN, resume_dir=str(tmp_path))
+    assert all(torch.equal(a, b) for a, b in zip(whole.state_dict().values(), again.state_dict().values(), strict=True))
