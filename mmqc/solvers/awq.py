@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from mmqc.config import WeightSpec
+from mmqc.solvers import rtn
 from mmqc.solvers.grid import grouped, widest
 from mmqc.solvers.quantized import checked
 from mmqc.solvers.second_moment import check_hessian
@@ -126,13 +127,15 @@ def reader_loss(reader: Reader, scale: Tensor) -> float:
 def rounded_behind(reader: Reader, scale: Tensor) -> Tensor:
     """Q(W diag(s)) diag(1/s), in float32 at least: a reader's weight, rounded behind the factors ``scale`` [n].
 
-    To the widest grid, as in the authors' search: what clips it comes later.
+    To the widest grid, as in the authors' search: what clips it comes later.  Symmetric weights of 2 bits are rounded as by rtn:
+    the widest grid has three levels for them, not four, which is another weight than any solver makes.
     """
     w = reader.weight.detach()
     w = w if w.dtype == torch.float64 else w.float()
     channel = reader.channel.to(w.device)
     s = torch.where(channel >= 0, scale[channel.clamp(min=0)], 1.0).to(w)
-    return widest(checked(w * s, reader.name), reader.spec).dequantize().to(w) / s
+    nearest = rtn.solve if reader.spec.bits == 2 and reader.spec.symmetric else widest
+    return nearest(checked(w * s, reader.name), reader.spec).dequantize().to(w) / s
 
 
 def _relative(weight: Tensor, spec: WeightSpec) -> Tensor:

@@ -144,3 +144,13 @@ def test_awq_clip__never_worse_than_rounding_within_a_group() -> None:
 def test_candidates__magnitude_zero_is_no_division_by_zero() -> None:
     x = torch.tensor([0.0, 1e-8, 3.0], dtype=torch.float64)
     assert all(torch.isfinite(s).all() and (s > 0).all() for _, s in awq.candidates(x, None, 20))
+
+
+@pytest.mark.parametrize(("bits", "symmetric"), [(2, True), (2, False), (3, True)])
+def test_rounded_behind__is_round_to_nearest_where_the_widest_grid_wastes_a_level(bits: int, symmetric: bool) -> None:
+    spec = WeightSpec(bits, PerGroup(8), symmetric=symmetric)
+    w, scale = weight(5, 24, seed=4), torch.rand(24, dtype=torch.float64) + 0.5
+    found = awq.rounded_behind(reader(w, inputs(24, seed=5), spec), scale)
+    plain, nearest = (f(w * scale, spec).dequantize().to(w) / scale for f in (widest, solve))
+    assert torch.equal(plain, nearest) == (not symmetric)
+    assert torch.equal(found, nearest if (bits, symmetric) == (2, True) else plain)
