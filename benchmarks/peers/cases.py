@@ -1,0 +1,62 @@
+"""What is compared: mmqc's recipe and a peer's method at the same bits, groups and symmetry, on one sample."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from mmqc.config import QuantConfig
+from mmqc.recipes import awq, gptq, learned, rtn
+
+
+@dataclass(frozen=True)
+class Case:
+    """``ours`` against ``peer``: names of RECIPES and of a script's methods."""
+
+    sample: str
+    ours: str
+    peer: str
+    bits: int
+    group: int
+    symmetric: bool
+
+    @property
+    def form(self) -> str:
+        """E.g. "W2 g64 sym"."""
+        return f"W{self.bits} {f'g{self.group}' if self.group else 'row'} {'sym' if self.symmetric else 'asym'}"
+
+
+RECIPES: dict[str, Callable[[int, int | None, bool], QuantConfig]] = {
+    "rtn": lambda bits, group, symmetric: rtn(bits, group_size=group),
+    "gptq": lambda bits, group, symmetric: gptq(bits, group, symmetric=symmetric),
+    "awq": lambda bits, group, symmetric: awq(bits, group, symmetric=symmetric),
+    "awq+gptq": lambda bits, group, symmetric: awq(bits, group, symmetric=symmetric, solver="gptq"),
+    "learned": lambda bits, group, symmetric: learned(bits, group, symmetric=symmetric),
+    "awq+learned": lambda bits, group, symmetric: awq(bits, group, symmetric=symmetric, solver="learned"),
+}
+SAMPLES = ("digits-vqa", "digits-vqa-stress")
+FORMS = {
+    "rtn": ((4, 128, True), (3, 128, True), (2, 32, True)),
+    "gptq": ((4, 128, True), (4, 128, False), (3, 128, True), (2, 64, True), (2, 32, False), (2, 32, True)),
+    "awq": ((4, 128, False), (3, 128, False), (2, 32, False)),
+    "awq+gptq": ((4, 128, True), (3, 128, True), (2, 64, True), (2, 32, False)),
+}
+LEARNED = ("gptq", "awq+gptq", "autoround")
+CASES = (
+    *(
+        Case(sample, method, f"llmcompressor {method}", *form)
+        for method, forms in FORMS.items()
+        for form in forms
+        for sample in SAMPLES
+    ),
+    *(
+        Case(sample, ours, f"llmcompressor {peer}", 2, 64, True)
+        for ours in ("learned", "awq+learned")
+        for peer in LEARNED
+        for sample in SAMPLES
+    ),
+)
+UNRUN = {
+    "torchao, HQQ, optimum-quanto": "there is no script for them here yet",
+    "GPTQModel": "it asks for another torch than this comparison's",
+}

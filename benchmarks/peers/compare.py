@@ -1,0 +1,159 @@
+"""mmqc against other libraries: the same checkpoint, batches, linears and questions; writes docs/results/peers.md.
+
+    python -m benchmarks.peers.compare                  everything that is not on file
+    python -m benchmarks.peers.compare --again mmqc     measure mmqc's side anew, the peers' from the file; `--draw` the page alone
+
+Weights alone, of the linears of the language model; 64 batches of calibration, 300 questions, float32, one thread.  Peers run in
+environments of their own, which are built here from the pinned requirements beside this file.  NLL and KL are of the right
+answers' tokens under teacher forcing; an interval is of the paired difference over questions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import venv
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import mmqc
+from benchmarks.peers.answers import answers, scores
+from benchmarks.peers.cases import CASES, RECIPES, UNRUN, Case
+from benchmarks.peers.export import export
+from examples.studies.study import about, table
+from mmqc.samples.scoring import bootstrap
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+RESULTS = ROOT / "benchmarks/results/peers.json"
+PAGE = ROOT / "docs/results/peers.md"
+CALIBRATION, QUESTIONS = 64, 300
+
+
+def environment(peer: str, folder: Path) -> Path:
+    """The Python of the environment that ``peer`` runs in; made if it is not there."""
+    python = folder / peer / "bin/python"
+    if not python.exists():
+        venv.create(folder / peer, with_pip=True)
+        subprocess.run([python, "-m", "pip", "install", "--quiet", "-r", HERE / f"{peer}.txt"], check=True)
+    return python
+
+
+def theirs(case: Case, data: Path, environments: Path) -> dict[str, list[float]]:
+    """A peer's NLL and KL, question by question."""
+    peer, method = case.peer.split()
+    symmetry = "sym" if case.symmetric else "asym"
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "scores.json"
+        script = [HERE / f"run_{peer}.py", data / case.sample, method, case.bits, case.group, symmetry, out]
+        command = [str(part) for part in (environment(peer, environments), *script)]
+        done = subprocess.run(command, cwd=folder, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr[-2000:]}")
+        return json.loads(out.read_text())
+
+
+def ours(case: Case, data: Path) -> dict[str, list[float]]:
+    """The same of mmqc."""
+    config = RECIPES[case.ours](case.bits, case.group or None, case.symmetric).replace(vision=None, projector=None)
+    sample = mmqc.samples.load(case.sample)
+    mmqc.quantize_(sample.model, config, sample.calibration(CALIBRATION), progress=False, inputs="quantized")
+    questions = torch.load(data / case.sample / "questions.pt", weights_only=True)
+    return scores(answers(sample.model, questions["batches"]), questions["exact"], questions["ids"])
+
+
+def measure(options: argparse.Namespace) -> None:
+    """Every run that is not on file, each of which goes there as soon as it is done."""
+    found: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"about": {}, "runs": {}}
+    runs, done = found["runs"], set()
+    for case in CASES:
+        export(case.sample, options.data, CALIBRATION, QUESTIONS)
+        for library, key in zip(("mmqc", "peers"), keys(case), strict=True):
+            if key in done or (key in runs and library not in options.again):
+                continue
+            run = ours(case, options.data) if library == "mmqc" else theirs(case, options.data, options.environments)
+            runs[key] = {measured: [float(f"{value:.4g}") for value in values] for measured, values in run.items()}
+            done.add(key)
+            print(key, {measured: round(float(np.mean(values)), 5) for measured, values in run.items()}, flush=True)
+            found["about"] = about("python -m benchmarks.peers.compare")
+            RESULTS.write_text(json.dumps(found) + "\n")
+
+
+def verdict(low: float, high: float) -> str:
+    """Of the interval of KL, mmqc minus peer."""
+    return "better" if high < 0 else "worse" if low > 0 else "tie"
+
+
+def keys(case: Case) -> tuple[str, str]:
+    """Under which mmqc's and the peer's run are on file."""
+    return f"{case.sample} {case.form} mmqc {case.ours}", f"{case.sample} {case.form} {case.peer}"
+
+
+def rows(runs: dict[str, Any]) -> list[tuple[str, ...]]:
+    """One row a case that is on file."""
+    made = []
+    for case in CASES:
+        a, b = (runs.get(key) for key in keys(case))
+        if a is None or b is None:
+            continue
+        cells = []
+        for kind, digits in (("nll", 4), ("kl", 5)):
+            difference = bootstrap(np.subtract(a[kind], b[kind]))
+            cells.append(f"{np.mean(a[kind]):.{digits}f} / {np.mean(b[kind]):.{digits}f}")
+            cells.append(f"{difference.mean:+.{digits}f} [{difference.low:+.{digits}f}, {difference.high:+.{digits}f}]")
+        ends = bootstrap(np.subtract(a["kl"], b["kl"]))
+        sample = case.sample.removeprefix("digits-vqa").lstrip("-") or "digits"
+        made.append((case.form, sample, case.ours, case.peer, *cells, verdict(ends.low, ends.high)))
+    return made
+
+
+def page(found: dict[str, Any]) -> str:
+    """The page's text."""
+    head = ("form", "sample", "mmqc", "peer", "NLL", "difference", "KL", "difference", "mmqc is")
+    pins = [f"`{line}`" for path in sorted(HERE.glob("*.txt")) for line in path.read_text().splitlines() if "==" in line]
+    unrun = "\n".join(f"- {name}: {why}." for name, why in UNRUN.items())
+    made = rows(found["runs"])
+    stamp = ", ".join(f"{key} {value}" for key, value in found["about"].items())
+    return f"""# mmqc and other libraries on the samples
+
+The same float checkpoint, {CALIBRATION} batches of calibration and {QUESTIONS} questions for everyone; weights alone, of the
+language model's 28 linears. NLL is of the right answers' tokens, KL the mean divergence from the float model's distribution
+at them; differences are mmqc minus peer with the 95 % interval of a paired bootstrap over questions. The last column is by
+the interval of KL. mmqc calibrates on quantized inputs (`inputs="quantized"`), as the peers do.
+`python -m benchmarks.peers.compare` builds the environments, measures and writes this page.
+
+{table(head, made)}
+
+Of {len(CASES)} comparisons {len(made)} are measured; the command measures the others.
+
+Peers: {", ".join(pins)}. Not run:
+
+{unrun}
+
+{stamp}
+"""
+
+
+def main() -> None:
+    """Measure, and draw."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--again", nargs="*", choices=("mmqc", "peers"), default=(), help="measure anew what is on file")
+    parser.add_argument("--data", type=Path, default=ROOT / "build/peers/data", help="where exported models and questions go")
+    parser.add_argument("--environments", type=Path, default=ROOT / "build/peers", help="where environments go")
+    parser.add_argument("--draw", action="store_true", help="redraw the page from the figures on file")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    if not options.draw:
+        measure(options)
+    PAGE.write_text(page(json.loads(RESULTS.read_text(encoding="utf-8"))), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,49 @@
+"""The comparison with other libraries: its page is what its figures say, and scores are what they are called."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from benchmarks.peers import compare
+from benchmarks.peers.answers import answers, scores
+from benchmarks.peers.cases import CASES, RECIPES
+
+
+def test_page__is_what_the_figures_say() -> None:
+    found = json.loads(compare.RESULTS.read_text(encoding="utf-8"))
+    assert compare.PAGE.read_text(encoding="utf-8") == compare.page(found)
+    assert len(compare.rows(found["runs"])) >= 8
+    assert {key for case in CASES for key in compare.keys(case)} >= found["runs"].keys()
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "said"), [(-2.0, -1.0, "better"), (1.0, 2.0, "worse"), (-1.0, 1.0, "tie"), (0.0, 0.0, "tie")]
+)
+def test_verdict__is_by_the_interval(low: float, high: float, said: str) -> None:
+    assert compare.verdict(low, high) == said
+
+
+def test_recipes__give_the_form_that_a_case_names() -> None:
+    for case in CASES:
+        weight = RECIPES[case.ours](case.bits, case.group or None, case.symmetric).language.weight
+        assert (weight.bits, weight.group_size, weight.symmetric) == (case.bits, case.group, case.symmetric)
+
+
+def test_scores__of_the_answers_tokens_in_the_questions_order() -> None:
+    g = torch.Generator().manual_seed(0)
+    logits = {length: torch.randn(2, 6, 5, generator=g) for length in (1, 2)}
+    batches = [
+        {"inputs": {"which": 2}, "numbers": [3, 0], "size": 2},
+        {"inputs": {"which": 1}, "numbers": [1, 2], "size": 1},
+    ]
+    model = lambda which, use_cache: SimpleNamespace(logits=logits[which])  # noqa: E731
+    found = answers(model, batches)
+    assert [len(f) for f in found] == [2, 1, 1, 2]
+    assert torch.equal(found[0], logits[2][1, 3:5].double().log_softmax(-1))
+    ids = [torch.zeros(len(f), dtype=torch.int64) for f in found]
+    same = scores(found, found, ids)
+    assert same["kl"] == [0.0] * 4
+    assert same["nll"][1] == pytest.approx(-float(found[1][0, 0]))
+    assert min(scores(found, found[::-1], ids[::-1])["kl"][1:3]) > 0
