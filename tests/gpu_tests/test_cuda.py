@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from float64 import relative_error
+from tolerance import assert_close
 from torch import Tensor, nn
 from transformers import GenerationConfig
 
@@ -114,4 +115,4 @@ def test_cuda__references_give_what_kernels_give(rows: int, bits: int) -> None:
     kernel = torch.ops.mmqc.scaled_matmul(*given, None, bits, torch.float32)
     with plain_torch():
         plain = torch.ops.mmqc.scaled_matmul(*given, None, bits, torch.float32)
-    torch.testing.assert_close(kernel, plain, rtol=1e-5, atol=1e-5)
+    assert_close(kernel, plain)
