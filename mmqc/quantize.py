@@ -21,6 +21,7 @@ from torch import nn
 
 from mmqc.calibration.sequential import Inputs
 from mmqc.config import QuantConfig
+from mmqc.distributed.group import together
 from mmqc.quantization.finish import finish
 from mmqc.quantization.job import working
 from mmqc.quantization.kv import quantize_kv
@@ -78,12 +79,12 @@ def quantize_(
         RecordError: the forward cannot be recorded.
         RewriteError: the exact rewrites changed the output of the first batch by more than rounding.
 
-    Whatever is raised, the model is as it was.
+    Whatever is raised, the model is as it was.  In a process group every rank makes this call (docs/howto/many_gpus.md).
     """
     start = time.perf_counter()
     given = (filter_fn, progress, resume_dir, inputs, device, spool, generate_tokens, modality_weights, allow_nothing)
-    request = Request.read(model, config, calibration, *given)
-    with working(request) as job:
+    with together() as ranks, working(Request.read(model, config, calibration, *given), ranks) as job:
+        request = job.request
         if request.records:
             linears = stand_in(model, job.journal)
             rewritten = rewrite(job, record_linears(job, linears))

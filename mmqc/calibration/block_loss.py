@@ -23,6 +23,7 @@ from mmqc.calibration.blocks import NotStreamableError, leaves_of
 from mmqc.calibration.calibrate import by_modality, weighted
 from mmqc.calibration.observe import Call, Output
 from mmqc.calibration.spool import Spool
+from mmqc.distributed.ranks import ALONE, Ranks
 from mmqc.nn.modality import ModalityContext
 
 
@@ -52,11 +53,20 @@ class Calls:
     Attributes:
         name: FQN of the module.
         reason: why they cannot be repeated; empty if they can.
+        ranks: each repeats its own.
     """
 
     def __init__(
-        self, model: nn.Module, name: str, spool: Spool, device: torch.device, context: ModalityContext | None, language: bool
+        self,
+        model: nn.Module,
+        name: str,
+        spool: Spool,
+        device: torch.device,
+        context: ModalityContext | None,
+        language: bool,
+        ranks: Ranks = ALONE,
     ) -> None:
+        self.ranks = ranks
         self.model, self.name, self.spool, self.device = model, name, spool, device
         self.context, self.language = context, language
         self.reason = ""
@@ -82,9 +92,9 @@ class Calls:
             self.wanted.append(self.spool.put(_first(output)))
 
     def error(self, weights: Mapping[str, Tensor], row_weights: Mapping[str, float]) -> float:
-        """The loss, over all calls, with ``weights`` (by parameter FQN) in place of the module's own."""
+        """The loss, over all calls of all ranks, with ``weights`` (by parameter FQN) in place of the module's own."""
         module = self.model.get_submodule(self.name)
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        terms = [torch.zeros((), dtype=torch.float64, device=self.device)]
         with _replaced(self.model, weights):
             for (tickets, spec, visual), wanted in zip(self.calls, self.wanted, strict=True):
                 args, kwargs = pytree.tree_unflatten([self.spool.get(t, self.device) for t in tickets], spec)
@@ -92,8 +102,12 @@ class Calls:
                     error = _first(module(*args, **kwargs)) - self.spool.get(wanted, self.device)
                     parts = by_modality(error, self.language, self.context)
                 for weight, rows in weighted(parts, row_weights, error.reshape(-1, error.shape[-1])):
-                    total += weight * torch.linalg.vector_norm(rows, dtype=_wide(rows)).double().square()
-        return float(total)
+                    terms.append(weight * torch.linalg.vector_norm(rows, dtype=_wide(rows)).double().square())
+        return sum(self.ranks.collected(torch.stack(terms).tolist()))  # in the batches' order, whoever has them
+
+    def agree(self) -> None:
+        """A reason of one rank is everyone's: all judge by the same loss."""
+        self.reason = next(filter(None, self.ranks.collected([self.reason])), "")
 
 
 def _first(output: Any) -> Tensor:

@@ -5,6 +5,7 @@
     quantized   ... on what the already quantized units in front feed it: two forwards a block, as GPTQ's own code does it
 
 Memory:  the statistics of one block, and the activations between two blocks, in host memory or in files (spool.py).
+Ranks:   each runs its part of the batches; what they saw is put together (joined.py) before a unit is solved.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from mmqc.calibration import joined
 from mmqc.calibration.blocks import Layout, Outside, Segment
 from mmqc.calibration.calibrate import InputStatistics, Observer, Watch, by_modality, weighted
 from mmqc.calibration.measure import Loss, Meter
@@ -25,6 +27,7 @@ from mmqc.calibration.observe import Call, observe
 from mmqc.calibration.residency import Residency
 from mmqc.calibration.spool import Spool
 from mmqc.calibration.stream import Feed, capture
+from mmqc.distributed.ranks import ALONE, Ranks
 from mmqc.nn.integer_weight import PackedLinear
 from mmqc.nn.modality import ModalityContext
 
@@ -41,6 +44,10 @@ class Worker(Protocol):
 
     def restore(self, linears: Sequence[str]) -> None:
         """Swap in what that run found; nothing to do for what this run did."""
+        ...
+
+    def owners(self, linears: Sequence[str]) -> Mapping[str, int]:
+        """The rank that needs a linear's second moment, because it is the one that solves it."""
         ...
 
     def solve(self, linears: Sequence[str], seen: Mapping[str, InputStatistics]) -> dict[str, PackedLinear]:
@@ -77,6 +84,7 @@ class Sequential:
         inputs: see the top of the file.
         spool: folder for activations; None keeps them in host memory.
         say: called with a line about what is being done.
+        ranks: the processes that share the batches.
     """
 
     model: nn.Module
@@ -91,11 +99,13 @@ class Sequential:
     inputs: Inputs = "float"
     spool: str | None = None
     say: Callable[[str], Any] = print
+    ranks: Ranks = ALONE
 
     @property
-    def used(self) -> list[int]:
-        """Numbers of the batches that have to be run at all."""
-        return list(range(len(self.calls))) if self.watches else list(self.measured)
+    def used(self) -> Sequence[int]:
+        """Numbers of the batches that this rank has to run at all."""
+        numbers = self.ranks.mine(range(len(self.calls)))
+        return numbers if self.watches else [number for number in self.measured if number in numbers]
 
     @torch.no_grad()
     def run(self, layout: Layout) -> None:
@@ -119,8 +129,8 @@ class Sequential:
             until = layout.until(outside) if any(fqn in self.watches for fqn in observed) else None
             with self._observing(observed) as seen:
                 calls = ((number, self.calls[number]) for number in self.used)
-                capture(self.model, list(feeds.values()), calls, until)
-            found = {fqn: observer.seen.finish() for fqn, observer in seen.items()}
+                capture(self.model, list(feeds.values()), calls, until, self.ranks)
+            found = self._joined(observed, seen)
         else:
             found = {}
         # all of them before the first is swapped: forwards of the whole model see it as it was
@@ -146,13 +156,18 @@ class Sequential:
     def _observing(self, linears: Iterable[str]) -> Any:
         return observe(self.model, {f: Observer(self.watches[f], self.context) for f in linears if f in self.watches})
 
+    def _joined(self, linears: Sequence[str], seen: Mapping[str, Observer]) -> dict[str, InputStatistics]:
+        """What all ranks saw."""
+        return joined.statistics(self.ranks, {f: o.seen for f, o in seen.items()}, self.worker.owners(linears) if seen else {})
+
     def _outside(self, unit: Outside, seen: Mapping[str, InputStatistics]) -> tuple[dict[str, PackedLinear], dict[str, Loss]]:
         self.say(unit.linears[0])
         built = self.worker.solve(unit.linears, seen)
         with self._measuring(built) as meters:
             for number in self.measured if meters else ():
-                self.calls[number]()
-        return built, _losses(meters)
+                if number in self.used:
+                    self.calls[number]()
+        return built, self._losses(meters)
 
     def _segment(self, segment: Segment, feed: Feed | None) -> None:
         for number, block in enumerate(segment.blocks):
@@ -182,13 +197,13 @@ class Sequential:
         with self._observing(inside) as observers:
             if observers or not (last or after):
                 new = dict(self._outputs(feed, number, keep=not (last or after)))
-        built = self.worker.solve(inside, {fqn: o.seen.finish() for fqn, o in observers.items()}) if inside else {}
+        built = self.worker.solve(inside, self._joined(inside, observers)) if inside else {}
         if self.worker.learns(inside):
             built = self._learn(feed, number, inside)
         with self._measuring(built) as meters:
             for batch in [b for b in feed.batches if b in self.measured] if meters else ():
                 feed.call(self.model, number, batch)
-        self.worker.swap(built, _losses(meters))
+        self.worker.swap(built, self._losses(meters))
         if after and not last:
             new = dict(self._outputs(feed, number))
         feed.advance(number, new)
@@ -221,11 +236,10 @@ class Sequential:
         linears = {name: self.model.get_submodule(name) for name in built}
         return observe(self.model, {Call(n): Meter(linears[n], q, self.language[n], self.context) for n, q in built.items()})
 
+    def _losses(self, meters: Mapping[Call, Meter]) -> dict[str, Loss]:
+        return joined.losses(self.ranks, {place.module: meter.loss for place, meter in meters.items()})
+
 
 def _result(output: Any) -> Tensor:
     """What a block returns: attention weights, if any, are behind it."""
     return next(leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor))
-
-
-def _losses(meters: Mapping[Call, Meter]) -> dict[str, Loss]:
-    return {place.module: meter.loss for place, meter in meters.items()}

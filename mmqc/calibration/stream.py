@@ -19,8 +19,10 @@ from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
 from mmqc.calibration.blocks import KEPT, PLAIN, STREAM, Block, NotStreamableError, Segment, leaves_of
+from mmqc.calibration.joined import agree
 from mmqc.calibration.observe import Call, observe
 from mmqc.calibration.spool import Spool
+from mmqc.distributed.ranks import ALONE, Ranks
 from mmqc.nn.modality import ModalityContext
 
 
@@ -98,15 +100,20 @@ class Feed:
 
 
 def capture(
-    model: nn.Module, feeds: Sequence[Feed], calls: Iterable[tuple[int, Callable[[], Any]]], until: str | None = None
+    model: nn.Module,
+    feeds: Sequence[Feed],
+    calls: Iterable[tuple[int, Callable[[], Any]]],
+    until: str | None = None,
+    ranks: Ranks = ALONE,
 ) -> None:
     """Fill ``feeds`` from forwards of the model.
 
     Args:
         model: whose blocks are observed.
         feeds: of the segments to start.
-        calls: (number of the batch, its forward).
+        calls: (number of the batch, its forward), those of this rank.
         until: FQN of a block before whose call no forward is stopped, because hooks of others need that; empty: not at all.
+        ranks: all raise if one of them does.
 
     Raises:
         NotStreamableError: a batch calls a block differently from the recorded batches.
@@ -123,8 +130,13 @@ def capture(
         if not left:
             raise _Enough
 
+    error = None
     with observe(model, {Call(name): partial(take, name) for name in awaited if name}):
-        for number, call in calls:
-            batch, left = number, set(awaited)
-            with suppress(_Enough):
-                call()
+        try:
+            for number, call in calls:
+                batch, left = number, set(awaited)
+                with suppress(_Enough):
+                    call()
+        except NotStreamableError as unlike:
+            error = unlike
+    agree(ranks, error)

@@ -98,14 +98,14 @@ def select(
 
 
 def quantized_linear(
-    weight: Tensor, bias: Tensor | None, scheme: Scheme, fqn: str = "weight"
+    weight: Tensor, bias: Tensor | None, scheme: Scheme, fqn: str = "weight", solved: Quantized | None = None
 ) -> tuple[QuantLinear | TokenLinear, Quantized]:
-    """The module for a float weight [N, K] and bias [N], and what the solver found.
+    """The module for a float weight [N, K] and bias [N], and what the solver found, or another process's has.
 
     Raises:
         ValueError: the weight holds NaN or infinity.
     """
-    solved = solve(weight.detach().float(), scheme.weight, name=fqn)
+    solved = solved or solve(weight.detach().float(), scheme.weight, name=fqn)
     options: Any = {
         "weight_bits": scheme.weight.bits,
         "bias": None if bias is None else bias.detach(),

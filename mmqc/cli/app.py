@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from mmqc.cli.failures import OneLineErrors
+from mmqc.distributed.torchrun import first
 from mmqc.errors import WANTING
 
 if TYPE_CHECKING:
@@ -92,7 +93,7 @@ def wake() -> None:
     """Import what takes seconds, and say so first; what can be refused without it has been."""
     if "torch" in sys.modules:
         return
-    Console(stderr=True).print("loading torch", style="dim", highlight=False)
+    Console(stderr=True, quiet=not first()).print("loading torch", style="dim", highlight=False)
     if "TORCH_LOGS" not in os.environ:
         import torch  # noqa: F401  (sets the levels of its loggers when it is imported)
 

@@ -12,6 +12,7 @@ With ``--debug`` the traceback comes before the line, whatever the exception is.
 
 from __future__ import annotations
 
+import os
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ from rich.console import Console
 from rich.markup import escape
 from typer.core import TyperGroup
 
+from mmqc.distributed import torchrun
 from mmqc.errors import MEMORY, REFUSED, UNEXPECTED, USAGE, MmqcError
 
 REFUSALS = (ValueError, OSError, ImportError)
@@ -58,7 +60,9 @@ def one_line_errors(ctx: Any) -> Iterator[None]:
             traceback.print_exception(error)
         error = meant(error)
         text = f"{line(error)}; see `{_command(error, ctx)} --help`" if isinstance(error, CLICK_ERROR) else line(error)
-        Console(stderr=True, soft_wrap=True, emoji=False).print(f"[red]error:[/red] {escape(text)}")
+        if torchrun.first() or exit_code(error) != USAGE:  # what was typed wrong was typed wrong for all of them
+            where = f"rank {os.environ['RANK']}: " if torchrun.started() else ""
+            Console(stderr=True, soft_wrap=True, emoji=False).print(f"{where}[red]error:[/red] {escape(text)}")
         raise typer.Exit(exit_code(error)) from error
 
 

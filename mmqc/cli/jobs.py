@@ -21,6 +21,7 @@ from mmqc.checkpoint.staging import replacing, weight_files
 from mmqc.cli import checks, evaluation, source
 from mmqc.cli.chat_data import DataError, batches, encode, read_examples
 from mmqc.cli.memory_estimate import available, estimate
+from mmqc.distributed import torchrun
 from mmqc.quantization.convert import size_of
 
 if TYPE_CHECKING:
@@ -127,7 +128,8 @@ def written_as(name: str | None, engine: str | None, gpu: str) -> dict[str, str]
 
 
 def announce(model: str, config: QuantConfig, calibration: str, console: Console) -> bool:
-    """Print what will be done and what memory it takes; whether that is there."""
+    """Print what will be done and what memory it takes; whether that is there for all processes of this machine."""
+    console.quiet, together = not torchrun.first(), torchrun.here()
     guess, free = estimate(skeleton(model), config), available()
     schemes = ", ".join(f"{tower} {scheme}" for tower, scheme in config.schemes.items()) or "nothing is quantized"
     data = f"{calibration} prompts of the sample" if calibration.isdigit() else f"the examples of {calibration}"
@@ -137,20 +139,25 @@ def announce(model: str, config: QuantConfig, calibration: str, console: Console
         "linears": f"up to {guess.linears}",
         "weights": f"{bytes_of(guess.weights)}, quantized {bytes_of(guess.quantized)}",
         "memory": f"about {bytes_of(guess.peak)} and the activations of one prompt"
+        + (f", {together} times on this machine" if together > 1 else "")
         + (f"; {bytes_of(free)} are free" if free else ""),
     }
     for name, value in rows.items():
         console.print(f"{name:12s} {value}", markup=False, highlight=False, soft_wrap=True)
-    return free is None or guess.peak < free
+    return free is None or together * guess.peak < free
 
 
 def quantize(model: Any, sample: Sample | None, config: QuantConfig, target: Target, console: Console) -> None:
-    """Quantize, save, and print the summary."""
+    """Quantize, save, and print the summary; of several processes that torchrun has started, the first one saves and prints."""
+    console.quiet = not torchrun.first()
     processor = None if target.calibration == "0" and sample is None else processor_of(target.model, sample)
     data = calibration_of(model, target.model, sample, target.calibration, target.limit)
     folders = {"resume_dir": target.resume_dir, "spool": target.spool}
     given: dict[str, Any] = {name: str(path) for name, path in folders.items() if path is not None}
-    report = mmqc.quantize_(model, config, calibration=data, device=target.device, **given)
+    with torchrun.process_group():
+        report = mmqc.quantize_(model, config, calibration=data, device=torchrun.own_device(target.device), **given)
+    if not torchrun.first():
+        return
     with replacing(target.out, weight_files()) as stage:
         mmqc.save_pretrained(model, stage, **target.written)
         _save_processor(processor, target.model, stage)

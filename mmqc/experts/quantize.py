@@ -3,6 +3,7 @@
     per expert e and stack:  (codes, scale, zero)[e] = solve(W_e [Hᵀ], hessian = H_e),  s_x[e] from the rows routed to e
 
 Experts that saw no token are rounded to nearest where the solver needs data, and take the input scale of all experts.
+Of several ranks each runs its part of the batches, and solves its part of a stack's experts.
 """
 
 from __future__ import annotations
@@ -18,10 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mmqc.calibration import joined
 from mmqc.calibration.calibrate import EQUAL, by_modality
 from mmqc.calibration.measure import Loss
 from mmqc.calibration.observe import Output, observe
 from mmqc.config import QuantConfig, Scheme, WeightSpec
+from mmqc.distributed.ranks import ALONE, Ranks
 from mmqc.experts.find import ExpertLayer, Stack, dense, find_experts, products
 from mmqc.experts.modules import QuantExperts, QuantStack
 from mmqc.experts.statistics import Observed, StackStatistics, expert_statistics
@@ -35,6 +38,7 @@ from mmqc.report.report import LayerReport, Refusal, transforms
 from mmqc.solvers import solve
 
 MEMORY = 16e9  # bytes of second moments that are held at once; with more, the calibration data run through the model again
+TOGETHER = 8  # experts of a rank that are solved before the ranks exchange them
 Batches = Callable[[], Iterable[Mapping[str, Any]]]
 
 
@@ -66,6 +70,7 @@ def quantize_experts(
     context: ModalityContext | None,
     wanted: Callable[[nn.Module, str], bool] | None = None,
     row_weights: Mapping[str, float] = EQUAL,
+    ranks: Ranks = ALONE,
 ) -> BuiltExperts:
     """Quantized experts for ``model``, which is not changed.
 
@@ -73,12 +78,13 @@ def quantize_experts(
         model: in floating point, exact rewrites written.
         prog: its recording; linears carry their tower.
         config: the recipe.
-        batches: calibration data as keyword arguments of a forward; called once, or more often where the second
+        batches: this rank's calibration data as keyword arguments of a forward; called once, or more often where the second
             moments of all experts, which GPTQ and AWQ's clip need, would take more than ``MEMORY``.
-        measured: the data that the result is measured on.
+        measured: the data that the result is measured on, all of them on every rank.
         context: tells visual from text rows; attached to ``model``.
         wanted: torchao's ``filter_fn``.
         row_weights: what a row of each modality counts in second moments.
+        ranks: the processes that share the batches and the experts.
     """
     words = transforms(prog)
     built = BuiltExperts(known={fqn for uses in products(prog).values() for fqn in uses})
@@ -92,10 +98,11 @@ def quantize_experts(
     transform = _Transform(behind)
     for part in _parts(model, chosen):
         needed = [each for each in part if each.needs_data]
-        seen = expert_statistics(model, batches(), needed, context, transform, row_weights) if needed else {}
+        seen = expert_statistics(model, batches(), needed, context, transform, row_weights, ranks) if needed else {}
         for each in part:
-            _build(model, each, seen, transform, context, built)
-    losses = _measure(model, measured(), built.modules, {e.layer.module: e.language for e in chosen}, context)
+            _build(model, each, seen, transform, context, built, ranks)
+    own = ranks.mine(list(measured())) if built.modules else []
+    losses = joined.losses(ranks, _measure(model, own, built.modules, {e.layer.module: e.language for e in chosen}, context))
     for row in built.layers:
         folded = tuple(w for w in words.get(row.fqn, ()) if not w.startswith("rotated"))
         row.transforms = (*folded, *_rotations(prog, row.fqn, layers), *row.transforms)
@@ -211,6 +218,7 @@ def _build(
     transform: _Transform,
     context: ModalityContext | None,
     built: BuiltExperts,
+    ranks: Ranks,
 ) -> None:
     """One module: solve, or say why not."""
     scales: dict[str, Tensor | None] = {}
@@ -225,7 +233,7 @@ def _build(
     for stack in each.layer.stacks:
         start = time.perf_counter()
         statistics, scale = seen.get(stack.fqn), scales[stack.fqn]
-        module, error, note = _solved(model, stack, each.scheme, statistics, scale, transform)
+        module, error, note = _solved(model, stack, each.scheme, statistics, scale, transform, ranks)
         if statistics is not None:
             note = "; ".join(filter(None, (statistics.note(spec is not None), note)))
         stacks.append(module)
@@ -259,6 +267,7 @@ def _solved(
     statistics: StackStatistics | None,
     input_scale: Tensor | None,
     transform: _Transform,
+    ranks: Ranks,
 ) -> tuple[QuantStack, float, str]:
     """One stack: (module, |W - Q| / |W|, the solver's notes)."""
     weights = dense(model, stack)
@@ -285,17 +294,25 @@ def _solved(
     lost, size, notes = 0.0, 0.0, set[str]()
     if scheme.weight.amplifier is not None:
         notes.add("integer scales are computed with as floats: grouped_matmul has no integer form")
-    for e in range(experts):
+
+    def solution(e: int) -> tuple[Tensor, Tensor, Tensor | None, float, float, str]:
         w = transform(stack, weights[e].double() if weights.dtype == torch.float64 else weights[e].float())
         hessian = None if statistics is None or statistics.hessian is None else statistics.hessian[e]
         saw = statistics is not None and int(statistics.seen()[e]) > 0
         solved = solve(w, _spec(scheme.weight, saw), hessian if saw else None, name=f"{stack.fqn}[{e}]")
-        made.qweight[e] = solved.codes if made.storage_bits == 8 else pack(solved.codes, made.storage_bits)
-        made.weight_scale[e] = solved.scale
-        if solved.zero is not None and made.weight_zero is not None:
-            made.weight_zero[e] = solved.zero
-        lost, size = lost + float((w - solved.dequantize()).norm() ** 2), size + float(w.norm() ** 2)
-        notes.add(solved.note)
+        codes = solved.codes if made.storage_bits == 8 else pack(solved.codes, made.storage_bits)
+        error, power = float((w - solved.dequantize()).norm() ** 2), float(w.norm() ** 2)
+        return codes, solved.scale, solved.zero, error, power, solved.note
+
+    step = TOGETHER * ranks.size
+    for start in range(0, experts, step):
+        mine = ranks.mine(range(start, min(start + step, experts)))
+        for e, (codes, scale, zero, error, power, note) in ranks.collected([(e, solution(e)) for e in mine]):
+            made.qweight[e], made.weight_scale[e] = codes, scale
+            if zero is not None and made.weight_zero is not None:
+                made.weight_zero[e] = zero
+            lost, size = lost + error, size + power
+            notes.add(note)
     return made, math.sqrt(lost / size) if size else math.nan, "; ".join(sorted(filter(None, notes)))
 
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from mmqc.calibration.calibrate import _BINS, _BINS_PER_OCTAVE, _LOWEST, EQUAL, MIXED, TEXT, VISUAL, Range
 from mmqc.calibration.observe import Call, observe
 from mmqc.config import ActivationSpec, Scheme
+from mmqc.distributed.ranks import ALONE, Ranks
 from mmqc.experts.call import BATCHED, Rows
 from mmqc.experts.find import ExpertLayer, Stack, multiplier
 from mmqc.nn.modality import ModalityContext
@@ -75,6 +76,14 @@ class StackStatistics:
             if start < end:
                 part = x[start:end].double()
                 self.hessian[e] += part.T @ (part * weight[start:end])
+
+    def join(self, ranks: Ranks) -> None:
+        """Take in what the other ranks saw."""
+        sums = {"rows": self.rows, "histogram": self.histogram, "hessian": self.hessian}
+        found = ranks.summed({name: part for name, part in sums.items() if part is not None})
+        self.rows, self.histogram, self.hessian = found["rows"], found.get("histogram"), found.get("hessian")
+        ends = ranks.largest({"low": -self.low, "high": self.high})
+        self.low, self.high = -ends["low"], ends["high"]
 
     def seen(self) -> Tensor:
         """Rows of each expert, int64 [E]."""
@@ -164,16 +173,18 @@ def expert_statistics(
     context: ModalityContext | None,
     transform: Transform,
     row_weights: Mapping[str, float] = EQUAL,
+    ranks: Ranks = ALONE,
 ) -> dict[str, StackStatistics]:
     """Run the batches and return what every stack's inputs looked like, by the parameter's name.
 
     Args:
         model: in floating point.
-        batches: keyword batches.
+        batches: keyword batches, those of this rank.
         watched: the modules to observe.
         context: tells visual from text rows; attached to ``model``.
         transform: what a stack's weight multiplies, of what it is given (an online Hadamard's output).
         row_weights: what a row of each modality counts in second moments.
+        ranks: who sees the other batches.
     """
     found: dict[str, StackStatistics] = {}
     multiply = multiplier(model)
@@ -198,4 +209,6 @@ def expert_statistics(
     with observe(model, places):
         for batch in batches:
             model(**batch)
+    for statistics in found.values():
+        statistics.join(ranks)
     return found

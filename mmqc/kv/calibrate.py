@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from mmqc.calibration.calibrate import CalibrationError
 from mmqc.calibration.observe import observe
 from mmqc.config import KVSpec
+from mmqc.distributed.ranks import ALONE, Ranks
 from mmqc.kv.attention_calls import AttentionCalls
 from mmqc.kv.cache import QuantizedCache
 from mmqc.kv.layer import ATTENTION, Cached
@@ -39,7 +40,12 @@ Batch = Mapping[str, Any]
 
 @torch.no_grad()
 def search_tau(
-    model: nn.Module, spec: KVSpec, batches: Sequence[Batch], context: ModalityContext, done: Callable[[], Any] = int
+    model: nn.Module,
+    spec: KVSpec,
+    batches: Sequence[Batch],
+    context: ModalityContext,
+    done: Callable[[], Any] = int,
+    ranks: Ranks = ALONE,
 ) -> KVSpec:
     """``spec`` with the tau that its ``search`` asks for.
 
@@ -49,6 +55,7 @@ def search_tau(
         batches: keyword batches for ``model.forward``, of one or more sequences.
         context: of the model.
         done: called after every batch.
+        ranks: the processes that share the batches; each is given all of them.
 
     Raises:
         CalibrationError: no batch has visual tokens with text behind them.
@@ -57,18 +64,23 @@ def search_tau(
         return spec
     cases = cut_batches(model, batches, context)
     cases = cases[:: max(1, len(cases) // SEARCHED)][:SEARCHED]
-    found = best(model, spec, cases, [(pair,) for pair in GRID], done)
+    found = best(model, spec, cases, [(pair,) for pair in GRID], done, ranks)
     layers = len(QuantizedCache(model, spec).layers)
     if spec.search == "layer":
         found = found * layers
         for i in range(layers):
-            found = best(model, spec, cases, [(*found[:i], pair, *found[i + 1 :]) for pair in GRID], done)
+            found = best(model, spec, cases, [(*found[:i], pair, *found[i + 1 :]) for pair in GRID], done, ranks)
     return dataclasses.replace(spec, tau=found)
 
 
 @torch.no_grad()
 def observe_queries(
-    model: nn.Module, spec: KVSpec, batches: Sequence[Batch], context: ModalityContext, done: Callable[[], Any] = int
+    model: nn.Module,
+    spec: KVSpec,
+    batches: Sequence[Batch],
+    context: ModalityContext,
+    done: Callable[[], Any] = int,
+    ranks: Ranks = ALONE,
 ) -> None:
     """Give the layers the second moments of the queries of text behind visual tokens, if ``spec`` rounds keys by them.
 
@@ -78,7 +90,7 @@ def observe_queries(
     if spec.rounding == "nearest":
         return
     queries = QueryMoments()
-    for batch, _ in cut_batches(model, batches, context):
+    for batch, _ in ranks.mine(cut_batches(model, batches, context)):
         visual, mask = context.find(model, (), batch), batch.get("attention_mask")
         behind = visual.flip(1).cumsum(1).flip(1) == 0
         queries.weight = (behind & visual.any(1, keepdim=True)).float()
@@ -88,6 +100,7 @@ def observe_queries(
         with observe(model, {AttentionCalls(ATTENTION): queries}):
             model(**{**batch, "use_cache": True, cache_name(): cache})
         done()
+    queries.join(model, ranks)
     queries.attach()
 
 
@@ -109,6 +122,15 @@ class QueryMoments:
         found = rows.mT @ q.transpose(0, 1).reshape(heads, -1, width)
         self.sums[module] = self.sums.get(module, 0) + found.double()
         self.counts[module] = self.counts.get(module, 0.0) + float(self.weight.sum()) * (q_heads // heads)
+
+    def join(self, model: nn.Module, ranks: Ranks) -> None:
+        """Take in what the other ranks saw of ``model``."""
+        names = {module: name for name, module in model.named_modules() if module in self.sums}
+        sums = ranks.summed({name: self.sums[module] for module, name in names.items()})
+        counts = ranks.collected([{name: self.counts[module] for module, name in names.items()}])
+        modules = {name: model.get_submodule(name) for name in sums}
+        self.sums = {modules[name]: total for name, total in sums.items()}
+        self.counts = {module: sum(there.get(name, 0.0) for there in counts) for name, module in modules.items()}
 
     def attach(self) -> None:
         """Give every module that was seen its moment."""
@@ -136,12 +158,16 @@ def best(
     cases: Sequence[tuple[Batch, int]],
     candidates: Sequence[tuple[Pair, ...]],
     done: Callable[[], Any],
+    ranks: Ranks = ALONE,
 ) -> tuple[Pair, ...]:
     """The candidate of the smallest divergence; the first of equals."""
-    totals = torch.zeros(len(candidates), dtype=torch.float64)
-    for batch, cut in cases:
-        totals += divergences(model, spec, batch, cut, candidates)
+    found = []
+    for batch, cut in ranks.mine(cases):
+        found.append(divergences(model, spec, batch, cut, candidates))
         done()
+    totals = torch.zeros(len(candidates), dtype=torch.float64)
+    for each in ranks.collected(found):
+        totals += each
     return candidates[int(totals.argmin())]
 
 

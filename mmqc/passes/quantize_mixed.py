@@ -78,11 +78,7 @@ class QuantizeMixed(Pass):
         start = time.perf_counter()
         value = prog.value(site.fqn)
         wide = value if value.dtype == torch.float64 else value.float()
-        key = (site.fqn, tuple(step.formula for step in prog.derived(site.fqn)))
-        solved = self.cache.get(key)
-        if solved is None:
-            solved = solve(wide, site.parts, site.scheme.weight, self.hessian(site.fqn), name=site.fqn)
-            self.cache[key] = solved
+        solved = self.solution(prog, site)
         size = wide.norm()
         error = float((wide - solved.dequantize().to(wide)).norm() / size) if size else math.nan
         self.done(site.fqn, solved, error, time.perf_counter() - start)
@@ -92,6 +88,15 @@ class QuantizeMixed(Pass):
             prog.add_weight(f"{site.fqn}.{name}", tensor)
         for node in site.nodes:
             self.replace(prog, site, node, stored)
+
+    def solution(self, prog: Program, site: Site) -> MixedQuantized:
+        """The rounded weight of a site: solved, or found in the cache."""
+        key = (site.fqn, tuple(step.formula for step in prog.derived(site.fqn)))
+        if key not in self.cache:
+            value = prog.value(site.fqn)
+            wide = value if value.dtype == torch.float64 else value.float()
+            self.cache[key] = solve(wide, site.parts, site.scheme.weight, self.hessian(site.fqn), name=site.fqn)
+        return self.cache[key]
 
     def replace(self, prog: Program, site: Site, node: fx.Node, stored: Stored) -> None:
         """Put quantize_per_token and mixed_matmul in a linear's place."""

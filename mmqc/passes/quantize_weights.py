@@ -72,17 +72,9 @@ class QuantizeWeights(Pass):
         """Solve, add the parts as weights of their own, replace the nodes."""
         start = time.perf_counter()
         spec = site.scheme.weight
-        if spec.type == "float" and not site.scheme.by_token and not self.has_input_scale(prog, site.fqn):
-            spec = replace(spec, type="int")  # beside floating-point inputs, which float8 codes have no kernel for
         outliers = site.nodes[0].meta.get("outliers")
         value = prog.value(site.fqn)
-        key = (site.fqn, tuple(step.formula for step in prog.derived(site.fqn)))
-        solved = self.cache.get(key)
-        if solved is None:
-            moment = self.hessian(site.fqn)
-            solved = solve(value.float(), spec, moment, skip=outliers, name=site.fqn, overwrite=True)
-            del moment
-            self.cache[key] = solved
+        solved = self.solution(prog, site)
         self.done(site.fqn, solved, relative_error(value, solved, outliers), time.perf_counter() - start)
         prog.solved[site.fqn] = solved
         if spec.amplifier is not None and not solved.integer:
@@ -106,6 +98,16 @@ class QuantizeWeights(Pass):
             copy_meta(new, node, self.name, 0)
             new.meta.update({k: node.meta[k] for k in ("tower", "role", "scheme")}, fqn=site.fqn)
             node.replace_all_uses_with(total)
+
+    def solution(self, prog: Program, site: Site) -> Quantized:
+        """The rounded weight of a site: solved, or found in the cache."""
+        key = (site.fqn, tuple(step.formula for step in prog.derived(site.fqn)))
+        if key not in self.cache:
+            spec, value, outliers = site.scheme.weight, prog.value(site.fqn).float(), site.nodes[0].meta.get("outliers")
+            if spec.type == "float" and not site.scheme.by_token and not self.has_input_scale(prog, site.fqn):
+                spec = replace(spec, type="int")  # beside floating-point inputs, which float8 codes have no kernel for
+            self.cache[key] = solve(value, spec, self.hessian(site.fqn), skip=outliers, name=site.fqn, overwrite=True)
+        return self.cache[key]
 
     def has_input_scale(self, prog: Program, fqn: str) -> bool:
         """Whether calibration saw the linear's input."""

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from mmqc.calibration.observe import observe
+from mmqc.distributed.ranks import ALONE, Ranks
 from mmqc.graph.linear import weight_of
 from mmqc.graph.program import Program
 from mmqc.graph.runner import run
@@ -40,22 +41,29 @@ class Peak:
 
 
 @torch.no_grad()
-def channel_peaks(model: nn.Module, weights: Iterable[str], batches: Batches) -> dict[str, Tensor]:
-    """P float64 [K] of the linears with these weights, by FQN; without those that no row reached."""
+def channel_peaks(model: nn.Module, weights: Iterable[str], batches: Batches, ranks: Ranks = ALONE) -> dict[str, Tensor]:
+    """P float64 [K] of the linears with these weights, by FQN; without those that no row reached.
+
+    Args:
+        model: runs the batches.
+        weights: FQNs.
+        batches: those of this rank.
+        ranks: who sees the others.
+    """
     with observe(model, {fqn.removesuffix(".weight"): Peak() for fqn in weights}) as peaks:
         for batch in batches():
             model(**batch)
-    return {f"{name}.weight": peak.value for name, peak in peaks.items() if peak.value is not None}
+    return ranks.largest({f"{name}.weight": peak.value for name, peak in peaks.items() if peak.value is not None})
 
 
 def _linears(prog: Program) -> dict[str, fx.Node]:
     return {weight_of(n): n for n in prog.nodes("linear") if "scheme" in n.meta}
 
 
-def mark_outliers(model: nn.Module, prog: Program, batches: Batches) -> None:
+def mark_outliers(model: nn.Module, prog: Program, batches: Batches, ranks: Ranks = ALONE) -> None:
     """Say on every linear whose scheme has outlier channels which of its inputs they are."""
     wanted = {f: d for f, n in _linears(prog).items() if (d := n.meta["scheme"].dynamic) is not None and d.high == "outliers"}
-    peaks = channel_peaks(model, [f for f, d in wanted.items() if d.high_fraction], batches)
+    peaks = channel_peaks(model, [f for f, d in wanted.items() if d.high_fraction], batches, ranks)
     for node in prog.nodes("linear"):
         peak = peaks.get(weight_of(node))
         if peak is not None:
@@ -63,9 +71,9 @@ def mark_outliers(model: nn.Module, prog: Program, batches: Batches) -> None:
             node.meta["high"] = peak.argsort(descending=True, stable=True)[:high].sort()[0].cpu()
 
 
-def smooth(model: nn.Module, prog: Program, alpha: float, batches: Batches) -> None:
+def smooth(model: nn.Module, prog: Program, alpha: float, batches: Batches, ranks: Ranks = ALONE) -> None:
     """Run ``fold_channel_scale`` on ``prog`` with SmoothQuant's factors of strength ``alpha``."""
-    peaks = channel_peaks(model, _linears(prog), batches)
+    peaks = channel_peaks(model, _linears(prog), batches, ranks)
 
     def scale(site: Site) -> Chosen | None:
         x, w = (torch.zeros(site.width, dtype=torch.float64, device=prog.device) for _ in "xw")

@@ -8,6 +8,9 @@ loss     layer   the readers' own output error, from XᵀX; nothing is run again
 Blocks are run one after the other on what the block in front returned (stream.py): one pass through the model, because the
 factors of one block change no other's inputs.  What is in no block is measured by forwards of the whole model, in rounds whose
 moments fit ``MOMENT_BYTES``.  Linears that read one tensor (q, k and v) share one second moment.
+
+Of several ranks each runs its part of the batches.  What is judged by a module's output they search together, candidate by
+candidate; what is judged by XᵀX, one rank each.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ from mmqc.calibration.residency import Residency
 from mmqc.calibration.spool import Spool
 from mmqc.calibration.stream import Feed, capture
 from mmqc.config import ChannelScales
+from mmqc.distributed.ranks import ALONE, Ranks
 from mmqc.graph.linear import operands, weight_of
 from mmqc.graph.program import Program
 from mmqc.graph.runner import run
@@ -52,6 +56,7 @@ class Forwards:
         row_weights: what a row of each modality counts in every loss and mean.
         spool: folder for activations; None keeps them in host memory.
         say: called with a line about what is being done.
+        ranks: the processes that share the batches.
     """
 
     calls: Sequence[Callable[[], Any]]
@@ -61,6 +66,11 @@ class Forwards:
     row_weights: Mapping[str, float] = field(default_factory=lambda: dict(EQUAL))
     spool: str | None = None
     say: Callable[[str], Any] = lambda line: None
+    ranks: Ranks = ALONE
+
+    def mine(self) -> list[tuple[int, Callable[[], Any]]]:
+        """(number of the batch, its forward) of this rank."""
+        return [(number, self.calls[number]) for number in self.ranks.mine(range(len(self.calls)))]
 
 
 @torch.no_grad()
@@ -98,7 +108,11 @@ class Moments:
             self.rows += weight * len(rows)
 
     def finish(self) -> None:
-        """All batches are in; in float32 from here on, unless the model is in float64."""
+        """All batches of all ranks are in; in float32 from here on, unless the model is in float64."""
+        parts = {"square": self.square, "magnitude": self.magnitude}
+        total = self.how.ranks.summed({name: part for name, part in parts.items() if part is not None})
+        self.square, self.magnitude = total.get("square"), total.get("magnitude")
+        self.rows = sum(self.how.ranks.collected([self.rows]))
         if self.square is not None:
             self.square = narrowed_(mirror_(self.square))
 
@@ -135,7 +149,7 @@ class _Search:
         with closing(Spool(self.how.spool)) as store:
             feeds = [Feed(s, self.how.context, store, self.how.residency.device) for s in segments]
             if feeds:
-                capture(self.model, feeds, enumerate(self.how.calls))
+                capture(self.model, feeds, self.how.mine(), ranks=self.how.ranks)
             for feed in feeds:
                 self.segment(feed, inside, store)
 
@@ -159,7 +173,7 @@ class _Search:
         for part in _rounds(sites, self.shared, self.prog):
             with closing(Spool(self.how.spool)) as store:
                 with self.observing(part, store) as seen:
-                    for call in self.how.calls:
+                    for _, call in self.how.mine():
                         call()
                 for site in part:
                     with self.how.residency.around(_modules(site)[0]):
@@ -177,13 +191,16 @@ class _Search:
                 if name and not any(b.startswith(f"{name}.") for b in self.how.residency.blocks):
                     seen.holders[_key(site)] = name
                     language = self.language[next(iter(site.schemes))]
-                    calls = Calls(self.model, name, store, self.how.residency.device, self.how.context, language)
+                    place = (store, self.how.residency.device, self.how.context)
+                    calls = Calls(self.model, name, *place, language, self.how.ranks)
                     seen.calls.setdefault(name, calls)
         places: dict[Any, Any] = {fqn.removesuffix(".weight"): seen.moments[key] for key, fqn in names.items()}
         for calls in seen.calls.values():
             places |= calls.places
         with observe(self.model, places):
             yield seen
+        for calls in seen.calls.values():
+            calls.agree()
         for moments in seen.moments.values():
             moments.finish()
 
@@ -193,14 +210,18 @@ class _Search:
 
     def choose(self, sites: list[Site], seen: _Seen) -> None:
         """The best factors of each site."""
-        for site in sites:
+        owners = self.how.ranks.owners([float(sum(self.prog.weights[f].numel() for f in site.schemes)) for site in sites])
+        own = []
+        for site, owner in zip(sites, owners, strict=True):
             self.done.add(_key(site))
-            readers = [r for f in site.schemes if (r := self.reader(site, f, seen.moments[self.shared[f]])) is not None]
-            if not readers:
-                continue
             calls, note = seen.calls.get(seen.holders.get(_key(site), "")), ""
             if calls is not None and calls.reason:
                 calls, note = None, f"; by the layers' own outputs: {calls.reason}"
+            if calls is None and owner != self.how.ranks.rank:
+                continue
+            readers = [r for f in site.schemes if (r := self.reader(site, f, seen.moments[self.shared[f]])) is not None]
+            if not readers:
+                continue
             loss = None
             if calls is not None:
                 note = f" of {calls.name}"
@@ -208,7 +229,9 @@ class _Search:
                     {r.name: awq.rounded_behind(r, s) for r in readers}, self.how.row_weights
                 )
             found = awq.search(readers, site.width, duo=self.options.duo, grid=self.options.grid, loss=loss)
-            self.chosen[_key(site)] = (found.scale, f"{found}{note}")
+            if owner == self.how.ranks.rank:
+                own.append((_key(site), (found.scale, f"{found}{note}")))
+        self.chosen.update(self.how.ranks.collected(own))
 
     def reader(self, site: Site, fqn: str, seen: Moments) -> awq.Reader | None:
         """A reader with its statistics; None if no row reached it."""

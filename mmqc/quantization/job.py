@@ -15,6 +15,7 @@ from mmqc.calibration.blocks import block_lists
 from mmqc.calibration.generated import with_generated
 from mmqc.calibration.residency import Residency
 from mmqc.checkpoint.linear_like import looks_linear
+from mmqc.distributed.ranks import ALONE, Ranks
 from mmqc.kv import scores
 from mmqc.nn.eval_mode import evaluating
 from mmqc.nn.modality import visual_token_ids
@@ -40,6 +41,7 @@ class Job:
         store: keeps finished units, if they are kept.
         size: bytes of the model before.
         seen: by the model's attention before anything changed, if the cache is to be packed.
+        ranks: the processes that share the batches and the linears.
     """
 
     request: Request
@@ -50,6 +52,7 @@ class Job:
     store: Store | None
     size: int
     seen: scores.Seen | None
+    ranks: Ranks = ALONE
 
     @property
     def model(self) -> nn.Module:
@@ -87,7 +90,7 @@ class Job:
 
 
 @contextmanager
-def working(request: Request) -> Iterator[Job]:
+def working(request: Request, ranks: Ranks = ALONE) -> Iterator[Job]:
     """The job of a request; what an error leaves behind is the model as it was."""
     model, batches, journal = request.model, request.batches or (), Journal(request.model)
     size = size_of(model) if request.changes_weights else 0
@@ -99,27 +102,43 @@ def working(request: Request) -> Iterator[Job]:
             stack.enter_context(evaluating(model))
         if not request.records:
             bar = stack.enter_context(Progress(False))
-            yield Job(request, batches, stack.enter_context(journal), bar, Residency(model), None, size, seen)
+            job = Job(request, batches, stack.enter_context(journal), bar, Residency(model), None, size, seen, ranks)
+            with _telling(ranks):
+                yield job
             return
-        bar = stack.enter_context(Progress(request.progress, request.device or next(model.parameters()).device))
+        bar = stack.enter_context(Progress(request.progress and ranks.first, request.device or next(model.parameters()).device))
         stack.enter_context(explained(bar))
-        store = _store(request)
+        store = _store(request, ranks)
         linears = [name for name, module in model.named_modules() if looks_linear(module)]
         blocks = [child for children in block_lists(model, linears).values() for child in children]
         residency = stack.enter_context(Residency(model, blocks, request.device))
         if request.generate_tokens:
             bar.say("generating")
             ids, count = visual_token_ids(model), request.generate_tokens
-            batches = tuple(with_generated(model, residency.batch(dict(b)), count, ids) for b in batches)
-        yield Job(request, batches, stack.enter_context(journal), bar, residency, store, size, seen)
+            mine = [with_generated(model, residency.batch(dict(b)), count, ids) for b in ranks.mine(batches)]
+            batches = tuple(ranks.collected(mine))
+        job = Job(request, batches, stack.enter_context(journal), bar, residency, store, size, seen, ranks)
+        with _telling(ranks):
+            yield job
 
 
-def _store(request: Request) -> Store | None:
+@contextmanager
+def _telling(ranks: Ranks) -> Iterator[None]:
+    """The others learn of an error before the model is taken back, which takes a while."""
+    try:
+        yield
+    except BaseException as error:
+        ranks.tell(error)
+        raise
+
+
+def _store(request: Request, ranks: Ranks) -> Store | None:
     """Where finished units are kept, if anywhere."""
     if request.resume_dir is None:
         return None
     asked = (request.inputs, request.generate_tokens, dict(request.row_weights))
-    return Store(request.resume_dir, fingerprint(request.model, request.config.to_dict(), request.batches or (), asked))
+    digests = lambda: fingerprint(request.model, request.config.to_dict(), request.batches or (), asked)  # noqa: E731
+    return Store(request.resume_dir, digests, ranks)
 
 
 def takes_cache(model: nn.Module) -> bool:

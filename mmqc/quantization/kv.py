@@ -54,8 +54,8 @@ def quantize_kv(job: Job) -> QuantizedKV:
     job.bar.say("searching")
     _note(model, job.journal)
     batches, context = [job.place(batch) for batch in job.request.batches or ()], prepare(model)
-    observe_queries(model, spec, batches, context)
-    found = search_tau(model, spec, batches, context)
+    observe_queries(model, spec, batches, context, ranks=job.ranks)
+    found = search_tau(model, spec, batches, context, ranks=job.ranks)
     attach(model, found)
     embedding = model.get_input_embeddings().weight  # type: ignore[operator]
     home = job.residency.home if job.residency.offloads else embedding.device

@@ -22,6 +22,7 @@ from torch import Tensor, fx, nn
 from mmqc.calibration.moments import add_second_moment, mirror_
 from mmqc.calibration.observe import Output, observe
 from mmqc.config import Bases, QuantConfig
+from mmqc.distributed.ranks import ALONE, Ranks
 from mmqc.graph.changes import Turned
 from mmqc.graph.linear import operands, weight_of
 from mmqc.graph.program import Program
@@ -85,14 +86,15 @@ class _Shared(list[tuple[Found, Tensor]]):
 
 
 @torch.no_grad()
-def rotate_to_bases(model: nn.Module, prog: Program, config: QuantConfig, batches: Batches) -> None:
+def rotate_to_bases(model: nn.Module, prog: Program, config: QuantConfig, batches: Batches, ranks: Ranks = ALONE) -> None:
     """Run ``fuse_rotation`` on ``prog`` with ResQ's bases, and say on the linears which of their inputs are high.
 
     Args:
         model: runs the batches; its weights are those of ``prog``.
         prog: after the exact passes; its linears have schemes.
         config: ``rewrites.bases``, and each scheme's high fraction.
-        batches: gives the calibration batches.
+        batches: gives the calibration batches of this rank.
+        ranks: who sees the others.
     """
     options = config.rewrites.bases
     assert options is not None
@@ -102,9 +104,12 @@ def rotate_to_bases(model: nn.Module, prog: Program, config: QuantConfig, batche
         for batch in batches():
             model(**batch)
     seed, given = config.rewrites.seed, {}
-    for found in all_found:
-        if found.seen is not None:
-            given[place(found.space)] = found.basis(seed, options.random)
+    seen = {number: found.seen for number, found in enumerate(all_found) if found.seen is not None}
+    seen = ranks.summed(seen) if options.by == "variance" else ranks.largest(seen)
+    for number in sorted(seen):
+        found = all_found[number]
+        found.seen = seen[number]
+        given[place(found.space)] = ranks.shared(lambda found=found: found.basis(seed, options.random))
     run(prog, measured_passes(seed=seed, given=given), FACTS, text=True)
     for found in all_found:
         if found.high and place(found.space) in prog.decided.based:

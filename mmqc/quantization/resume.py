@@ -6,7 +6,7 @@
 
 Each JSON file also holds the SHA-256 of its own content.  Every file is written under another name, flushed, and renamed: a file
 that is there is whole.  Units are small enough that a kill costs one block; activations are not stored, finished blocks run again
-to make them.
+to make them.  Of several ranks the first alone has the folder, and tells the others what is in it: how many there were is not kept.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from mmqc.calibration.calibrate import InputStatistics, Range
 from mmqc.calibration.measure import Loss
 from mmqc.checkpoint.checksum import hashes
+from mmqc.distributed.ranks import ALONE, Ranks
 from mmqc.errors import MmqcError
 from mmqc.report.whole_file import whole_file, write_text
 from mmqc.solvers import Quantized
@@ -72,14 +73,19 @@ class Store:
 
     Args:
         folder: made if it is not there.
-        job: see ``fingerprint``.
+        job: see ``fingerprint``; called on the first rank.
+        ranks: who shares the work.
 
     Raises:
         ResumeError: the folder holds units of another job.
     """
 
-    def __init__(self, folder: str | Path, job: Mapping[str, str]) -> None:
-        self.folder = Path(folder)
+    def __init__(self, folder: str | Path, job: Callable[[], Mapping[str, str]], ranks: Ranks = ALONE) -> None:
+        self.folder, self.ranks = Path(folder), ranks
+        if ranks.first:
+            self._open(job())
+
+    def _open(self, job: Mapping[str, str]) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / "job.json"
         if not path.exists():
@@ -94,10 +100,14 @@ class Store:
 
     def has(self, linears: Sequence[str]) -> bool:
         """Whether this unit is finished."""
-        return self._path(linears, "json").exists()
+        return self.ranks.shared(lambda: self._path(linears, "json").exists())
 
     def save(self, linears: Sequence[str], unit: Unit) -> None:
         """Make a unit finished."""
+        if self.ranks.first:
+            self._save(linears, unit)
+
+    def _save(self, linears: Sequence[str], unit: Unit) -> None:
         from safetensors.torch import save_file
 
         tensors: dict[str, Tensor] = {}
@@ -120,6 +130,9 @@ class Store:
         Raises:
             ResumeError: a file was changed since it was written.
         """
+        return self.ranks.shared(lambda: self._load(linears, device))
+
+    def _load(self, linears: Sequence[str], device: torch.device) -> Unit:
         from safetensors.torch import load_file
 
         path = self._path(linears, "safetensors")

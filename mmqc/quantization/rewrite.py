@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from mmqc.config import HEAD, ConfigError, QuantConfig
 from mmqc.experts.find import products
@@ -157,20 +158,29 @@ def rewrite(job: Job, recorded: Recorded) -> Rewritten:
         kv = config.kv_rounding
         keys = stack.enter_context(observed(model, kv)) if kv is not None else {}
         untied += _measured_rewrites(job, prog)
+        counted = kv is not None and kv.basis in ("principal", "peaks")
         # The forwards that find bases went through the keys too, which no basis changes.
         if kv is not None and config.rewrites.bases is None:
             with torch.no_grad():
-                for batch in job.batches if kv.basis in ("principal", "peaks") else job.batches[:1]:
+                for batch in job.ranks.mine(job.batches) if counted else job.batches[:1]:
                     job.forward(batch)
     error = check(model, answers, dtype)
     if kv is not None:
-        round_keys_and_values(model, kv, keys, config.rewrites.seed, job.journal)
+        round_keys_and_values(model, kv, _of_all(job, keys, kv.basis == "peaks"), config.rewrites.seed, job.journal)
     after = incoherences(prog)
     both = {fqn: (before[fqn], after[fqn]) for fqn in before}
     known = (prog, recorded.context, recorded.unseen)
     moved = answers.handed.changed(dtype)
     misfits = tuple(name for name, axes in recorded.unseen.items() if axes & prog.touched or frames[name] in moved)
     return Rewritten(*known, misfits, tuple(answers.handed.inside(dtype)), towers, both, error, tuple(untied))
+
+
+def _of_all(job: Job, keys: Mapping[nn.Module, Tensor], peaks: bool) -> dict[nn.Module, Tensor]:
+    """What all ranks saw of the keys, in the model's order."""
+    names = {module: name for name, module in job.model.named_modules() if module in keys}
+    named = {name: keys[module] for module, name in names.items()}
+    found = job.ranks.largest(named) if peaks else job.ranks.summed(named)
+    return {job.model.get_submodule(name): found[name] for name in found}
 
 
 def _frame(prog: Program, name: str) -> str:
@@ -182,15 +192,15 @@ def _frame(prog: Program, name: str) -> str:
 def _measured_rewrites(job: Job, prog: Program) -> list[str]:
     """Those rewrites that look at data first and are written back at once; returns as ``convert.write_weights``."""
     model, config, untied = job.model, job.request.config, []
-    batches = lambda: map(job.call, job.batches)  # noqa: E731
+    batches, ranks = lambda: map(job.call, job.ranks.mine(job.batches)), job.ranks
     if config.rewrites.smooth is not None:
-        smooth(model, prog, config.rewrites.smooth, batches)
+        smooth(model, prog, config.rewrites.smooth, batches, ranks)
         untied += convert.write_weights(model, prog, job.journal)
     if config.rewrites.bases is not None:
-        rotate_to_bases(model, prog, config, batches)
+        rotate_to_bases(model, prog, config, batches, ranks)
         untied += convert.write_weights(model, prog, job.journal)
     if any(s.dynamic is not None and s.dynamic.high == "outliers" for s in config.schemes.values()):
-        mark_outliers(model, prog, batches)
+        mark_outliers(model, prog, batches, ranks)
     return untied
 
 
@@ -198,7 +208,7 @@ def _forwards(job: Job, recorded: Recorded) -> Forwards:
     """How the search for channel scales runs the model."""
     calls, differing = job.forwards(job.batches), job.forwards(job.differing())
     request = job.request
-    return Forwards(calls, differing, recorded.context, job.residency, request.row_weights, request.spool, job.bar.say)
+    return Forwards(calls, differing, recorded.context, job.residency, request.row_weights, request.spool, job.bar.say, job.ranks)
 
 
 def _check_keep(prog: Program, config: QuantConfig) -> None:

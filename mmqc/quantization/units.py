@@ -78,11 +78,12 @@ def _experts(job: Job, rewritten: Rewritten) -> BuiltExperts:
         job.model,
         rewritten.program,
         job.request.config,
-        lambda: map(job.call, job.batches),
+        lambda: map(job.call, job.ranks.mine(job.batches)),
         lambda: map(job.call, measured),
         context=rewritten.context,
         wanted=job.request.filter_fn,
         row_weights=job.request.row_weights,
+        ranks=job.ranks,
     )
     if job.request.inputs == "quantized":
         for layer in built.layers:
@@ -112,6 +113,7 @@ def _run(job: Job, rewritten: Rewritten, targets: Targets, worker: UnitWorker) -
         request.inputs,
         request.spool,
         job.bar.say,
+        job.ranks,
     )
     refused: dict[str, str] = {}
     while True:
@@ -163,7 +165,8 @@ class UnitWorker:
         self.seen: dict[str, InputStatistics] = {}
         self.moments: dict[str, Tensor | None] = {}
         self.statistics: dict[str, dict[str, Any]] = {}
-        self.earlier: dict[Any, Any] = {}  # results of an earlier run, by the passes' keys
+        self.earlier: dict[Any, Any] = {}  # results of an earlier run, or of other ranks, by the passes' keys
+        self.took: dict[str, float] = {}  # seconds of the owner, by weight FQN
         passes = weight_passes(hessian=lambda fqn: self.moments.pop(fqn, None), done=self.rounded, cache=self.earlier)
         self.steps = [Steps(self.program, item, FACTS, text=True) for item in passes]
         self.program.statistics = {
@@ -175,7 +178,7 @@ class UnitWorker:
 
     def rounded(self, fqn: str, result: Any, error: float, seconds: float) -> None:
         """The pass has rounded one weight."""
-        self.solved[fqn] = Solved(result, error, seconds)
+        self.solved[fqn] = Solved(result, error, seconds + self.took.pop(fqn, 0.0))
 
     def finished(self, linears: Sequence[str]) -> bool:
         """Whether a unit is done: in this run or in an earlier one."""
@@ -199,6 +202,8 @@ class UnitWorker:
             statistics = self.seen[fqn] = seen.get(name, InputStatistics())
             self.moments[fqn], statistics.hessian = statistics.hessian, None
             self.statistics[fqn] = self.targets[fqn].statistics(statistics)
+        if self.job.ranks.size > 1 and not any((fqn, ()) in self.earlier for fqn in wanted):
+            self.solve_together(linears)
         for steps in self.steps:
             steps.rewrite(lambda site: site.fqn in wanted)
         return convert.build_quantized(self.job.model, self.program, self.context, wanted)
@@ -234,6 +239,29 @@ class UnitWorker:
             error = relative_error(parameters[fqn], result, self.targets[fqn].outliers)
             self.solved[fqn] = Solved(result, error, self.solved[fqn].seconds + seconds)
         return convert.build_quantized(self.job.model, self.program, self.context, [f"{name}.weight" for name in linears])
+
+    def owners(self, linears: Sequence[str]) -> Mapping[str, int]:
+        """Who solves which linear of a unit: N K² products with a second moment, N K without."""
+        costs = []
+        for name in linears:
+            outputs, inputs = self.job.model.get_submodule(name).get_parameter("weight").shape
+            moment = self.targets[f"{name}.weight"].scheme.weight.needs_hessian
+            costs.append(float(outputs * inputs * (inputs if moment else 1)))
+        return dict(zip(linears, self.job.ranks.owners(costs), strict=True))
+
+    def solve_together(self, linears: Sequence[str]) -> None:
+        """Solve those of a unit that are this rank's, and get the others' results where the passes look for them."""
+        owners, found = self.owners(linears), []
+        mine = {f"{name}.weight" for name, rank in owners.items() if rank == self.job.ranks.rank}
+        for steps in self.steps:
+            item: Any = steps.item
+            for site in steps.sites.values():
+                if site.fqn in mine:
+                    start = time.perf_counter()
+                    found.append((site.fqn, item.solution(self.program, site), time.perf_counter() - start))
+        for fqn, result, seconds in self.job.ranks.collected(found):
+            self.earlier[fqn, ()] = result
+            self.took[fqn] = seconds
 
     def swap(self, built: Mapping[str, PackedLinear], losses: Mapping[str, Loss]) -> None:
         """Store a unit that was just quantized, and put it into the model."""
