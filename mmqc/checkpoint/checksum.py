@@ -28,16 +28,31 @@ def json_digest(value: Any) -> str:
 
 def digest(tensor: Tensor) -> str:
     """E.g. "int8:9f86d0...": the dtype and the SHA-256 of the tensor's bytes in memory order."""
-    data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    data = whole(tensor).detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     return f"{str(tensor.dtype).removeprefix('torch.')}:{hashlib.sha256(data.data).hexdigest()}"
 
 
 def hashes(state: Mapping[str, Tensor]) -> dict[str, str]:
-    """The digest of every tensor that is in memory; those on the meta device (offloaded) have none."""
+    """The digest of every tensor that is in memory; those on the meta device (offloaded) have none.
+
+    What ranks share is put together on each of them, one tensor after the other, in the order of the state.
+    """
     names = [name for name, tensor in state.items() if isinstance(tensor, Tensor) and not tensor.is_meta]
+    shared = {name: digest(state[name]) for name in names if is_shared(state[name])}
     # hashlib lets go of the interpreter while it hashes
     with ThreadPoolExecutor() as pool:
-        return dict(zip(names, pool.map(lambda name: digest(state[name]), names), strict=True))
+        found = pool.map(lambda name: shared.get(name) or digest(state[name]), names)
+        return dict(zip(names, found, strict=True))
+
+
+def is_shared(tensor: Tensor) -> bool:
+    """Whether ranks have a part of it each (a DTensor, whose module takes most of a second to import)."""
+    return hasattr(tensor, "full_tensor")
+
+
+def whole(tensor: Any) -> Tensor:
+    """The tensor; of one that ranks share, all of it, for which all of them have to ask."""
+    return tensor.full_tensor() if is_shared(tensor) else tensor
 
 
 def inventory(state: Mapping[str, Tensor]) -> dict[str, str]:

@@ -26,7 +26,10 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from mmqc.checkpoint import hf_staged  # noqa: F401  (wraps functions of transformers)
+from mmqc.checkpoint import (
+    hf_parallel,
+    hf_staged,  # noqa: F401  (wraps functions of transformers)
+)
 from mmqc.checkpoint.checksum import CheckpointError, check_set, inventory, verify
 from mmqc.checkpoint.field_types import check_fields
 from mmqc.checkpoint.files import CONFIG, GENERATION, read_json
@@ -175,6 +178,8 @@ class MmqcQuantizer(HfQuantizer):
 
     def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[Any, dict[str, Any]]:
         """The state dict as it is; transformers asks for it before it writes config.json, which is completed here."""
+        if hf_parallel.is_split(model):
+            raise hf_parallel.SplitError("this rank has a part of the model only: load it without tp_plan to save it again")
         state = model.state_dict()
         config = self.quantization_config
         config.version = VERSION
@@ -219,6 +224,10 @@ class MmqcQuantizer(HfQuantizer):
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
         self._dtype = self._asked or torch.get_default_dtype()
         if self._plan is not None:
+            if hf_parallel.ranks_of(model) > 1:
+                raise hf_parallel.SplitError(
+                    "a float checkpoint is not quantized while ranks share it: quantize it, save it, and load that with tp_plan"
+                )
             self._plan.prepare(model)
             return
         files: Sequence[str] = kwargs.get("checkpoint_files") or ()
@@ -229,6 +238,7 @@ class MmqcQuantizer(HfQuantizer):
             self._listen(model)
         with default_dtype(self._dtype):  # newer versions of transformers set it back before they come here
             rebuild(model, self.quantization_config, self._dtype)
+        hf_parallel.check(model)
 
     def _checked_config(self) -> dict[str, Any]:
         """config.json as it lies on the disk, for who read it before mmqc was imported; {} without one."""
@@ -288,6 +298,7 @@ class MmqcQuantizer(HfQuantizer):
         rebuild_factors(model)
         self._check_tensors(model)
         cast_floats(model, self.quantization_config.dtype, self._dtype)
+        hf_parallel.split(model)
         if config.visual_token_ids is not None:
             self._attach_modality(model)
         if (kv := config.quant_config.kv) is not None:

@@ -90,6 +90,7 @@ def rebuild_factors(model: nn.Module) -> None:
 class HadamardLinear(OnlineHadamard):
     """A float linear behind an online Hadamard; its parameters keep ``nn.Linear``'s names."""
 
+    _hf_quantized_needs_local_tp = True  # of ranks that share it each computes with plain tensors: our op knows no DTensor
     weight: nn.Parameter
     bias: nn.Parameter | None
 

@@ -1,6 +1,5 @@
 """Ranks of which one fails: ``python failing_ranks.py <how> <case> <resume folder> <result>``, started as many_ranks.py is.
 
-    raise           the last rank's forward raises on its last batch
     kill.7.1        rank 1 kills itself in its 7th message
     none            nobody fails
 
@@ -47,10 +46,6 @@ def main(how: str, case: str, folder: str, out: str) -> int:
     torch.distributed.init_process_group("gloo")
     rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     model, batches, config, more = many_ranks._cases()[case]()
-    if how == "raise":
-        ids = batches[-1]["input_ids"].clone()
-        ids[..., -1] = model.fail_on = next(i for i in range(1, 99) if not (ids == i).any())
-        batches[-1] = {**batches[-1], "input_ids": ids}
     if how.startswith("kill") and how.endswith(f".{rank}"):
         kill_at(int(how.split(".")[1]))
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}

@@ -1,0 +1,120 @@
+"""``from_pretrained(directory, tp_plan="auto")`` under torchrun: transformers' plan for the model, done with our modules.
+
+transformers shards parameters as it reads them, by the style that its plan names for a module.  Ours have buffers, which it
+reads whole; so every tensor is compared with its hash first, and then each rank keeps its part (nn/split.py).  A packed row cannot
+be cut by bytes anyway.  Floats of the plan stay transformers' DTensors; what it does not name is whole on every rank: vision
+towers, projectors, norms, stacked experts.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from torch import nn
+from transformers.modeling_utils import PreTrainedModel
+
+from mmqc.kv.query_moment import QueryMoment
+from mmqc.nn.adapted_linear import AdaptedLinear
+from mmqc.nn.integer_weight import PackedLinear
+from mmqc.nn.linear import HadamardLinear
+from mmqc.nn.split import SplitError, part_of
+from mmqc.nn.split_calls import Split, share
+
+# By style: whether it adds up, whether it is given whole inputs, whether it gives whole outputs.
+STYLES = {
+    "colwise": (False, True, False),
+    "colwise_rep": (False, True, True),
+    "colwise_gather_output": (False, True, True),
+    "rowwise": (True, False, True),
+    "rowwise_rep": (True, True, True),
+    "rowwise_split_input": (True, True, True),
+}
+HEADS = ("num_attention_heads", "num_key_value_heads")
+
+
+def ranks_of(model: PreTrainedModel) -> int:
+    """How many ranks are to share the model, which may not have its weights yet."""
+    asked: Any = getattr(model.config, "distributed_config", None)
+    return int(getattr(asked, "tp_size", None) or 1)
+
+
+def check(model: PreTrainedModel) -> None:
+    """Raise before anything is read for what cannot be shared.
+
+    Raises:
+        SplitError: names the module, or the width, and says why.
+    """
+    ranks, text = ranks_of(model), model.config.get_text_config()
+    if ranks == 1:
+        return
+    if not _plan(model):
+        raise SplitError(
+            f"transformers has no plan by which ranks share a {type(model).__name__}; pass one, e.g. "
+            "tp_plan={'model.layers.*.mlp.up_proj': 'colwise', 'model.layers.*.mlp.down_proj': 'rowwise', ...}"
+        )
+    for key in HEADS:
+        heads = getattr(text, key, None)
+        if isinstance(heads, int) and heads % ranks:
+            raise SplitError(f"{key} = {heads} cannot be shared evenly by {ranks} ranks; start as many as divide it")
+    for name, module in model.named_modules():
+        style = _style(model, name)
+        if style is None:
+            continue
+        if isinstance(module, AdaptedLinear):
+            raise SplitError(f"{name} has an adapter beside it: merge it, or load the model without it, to share it among ranks")
+        if isinstance(module, HadamardLinear) and style.startswith("row"):
+            raise SplitError(
+                f"{name} is a float linear behind an online Hadamard, which mixes all its inputs, and a plan that cuts them "
+                "('rowwise'): quantize it too, or rewrite with hadamard=False"
+            )
+        if isinstance(module, PackedLinear) and style not in STYLES:
+            raise SplitError(f"{name}: no quantized linear is cut as {style!r}; supported: {', '.join(STYLES)}")
+
+
+def split(model: PreTrainedModel) -> dict[str, Split]:
+    """Leave this rank its part of every linear of ours that the plan names; how, by FQN.
+
+    Raises:
+        SplitError: a width cannot be shared evenly.
+    """
+    mesh: Any = getattr(model, "_device_mesh", None)
+    if mesh is None or ranks_of(model) == 1:
+        return {}
+    group = mesh.get_group() if mesh.ndim == 1 else mesh.get_group("tp")
+    found: dict[str, Split] = {}
+    for name, module in model.named_modules():
+        style = _style(model, name)
+        if isinstance(module, PackedLinear) and style is not None:
+            module.__dict__.pop("forward", None)  # transformers' own, around DTensors
+            found[name] = share(module, name, *STYLES[style], group)
+    for name, module in model.named_modules():
+        _cut_heads(model, name, module, mesh.get_local_rank(), ranks_of(model))
+    return found
+
+
+def _cut_heads(model: PreTrainedModel, name: str, module: nn.Module, rank: int, ranks: int) -> None:
+    """The moments of this rank's KV heads, where its keys are."""
+    if isinstance(module, QueryMoment) and any(_style(model, f"{name.rpartition('.')[0]}.{n}") for n, _ in _siblings(model, name)):
+        module.moment = module.moment[part_of(len(module.moment), rank, ranks, name)].clone()
+
+
+def _siblings(model: PreTrainedModel, name: str) -> list[tuple[str, nn.Module]]:
+    return list(model.get_submodule(name.rpartition(".")[0]).named_children())
+
+
+def is_split(model: nn.Module) -> bool:
+    """Whether a rank has parts of its linears only."""
+    return any(isinstance(getattr(module, "split", None), Split) for module in model.modules())
+
+
+def _plan(model: PreTrainedModel) -> dict[str, str]:
+    """The caller's, else the model's own."""
+    asked: Any = getattr(model.config, "distributed_config", None)
+    given = getattr(asked, "tp_plan", None)
+    return given if isinstance(given, dict) else model.tp_plan or {}
+
+
+def _style(model: PreTrainedModel, name: str) -> str | None:
+    """The plan's word for a module; its numbers between dots are stars there."""
+    return _plan(model).get(re.sub(r"\.\d+(?=\.|$)", ".*", name))

@@ -1,0 +1,54 @@
+"""What is refused before ranks share a model; what they answer is in distributed_tests/test_many_ranks.py."""
+
+from __future__ import annotations
+
+import pytest
+from models import tiny_qwen2_vl
+from transformers.distributed import DistributedConfig
+
+import mmqc
+from mmqc import recipes
+from mmqc.checkpoint import hf_parallel
+from mmqc.checkpoint.hf import MmqcQuantizer
+from mmqc.nn.split import SplitError
+
+
+def shared(recipe=None, ranks=2, plan="auto"):
+    """A model that so many ranks are about to share."""
+    model, batch = tiny_qwen2_vl()
+    if recipe is not None:
+        mmqc.quantize_(model, recipe, [batch], progress=False)
+    model.config.distributed_config = DistributedConfig(tp_size=ranks, tp_plan=plan)
+    return model
+
+
+def test_check__takes_what_can_be_shared():
+    model = shared(recipes.mquant(4, solver="rtn"))
+    hf_parallel.check(model)
+    assert not hf_parallel.is_split(model)
+    assert hf_parallel.split(model) == {}, "no mesh: transformers has not distributed it"
+
+
+def test_check__heads_have_to_be_shared_evenly():
+    with pytest.raises(SplitError, match="num_attention_heads = 6 cannot be shared evenly by 4 ranks"):
+        hf_parallel.check(shared(ranks=4))
+
+
+def test_check__a_float_linear_behind_an_online_hadamard():
+    with pytest.raises(SplitError, match=r"layers.0.mlp.down_proj is a float linear behind an online Hadamard"):
+        hf_parallel.check(shared(recipes.rotate()))
+
+
+def test_check__a_plan_is_needed_and_its_styles_are_known():
+    model = shared()
+    model._tp_plan = {}
+    with pytest.raises(SplitError, match="transformers has no plan by which ranks share a Qwen2VLForConditionalGeneration"):
+        hf_parallel.check(model)
+    plan = {"model.language_model.layers.*.mlp.up_proj": "packed_colwise"}
+    with pytest.raises(SplitError, match=r"layers.0.mlp.up_proj: no quantized linear is cut as 'packed_colwise'"):
+        hf_parallel.check(shared(recipes.rtn(8), plan=plan))
+
+
+def test_quantizing_on_load__is_refused():
+    with pytest.raises(SplitError, match="quantize it, save it, and load that with tp_plan"):
+        MmqcQuantizer(recipes.rtn(8), pre_quantized=False)._process_model_before_weight_loading(shared())
