@@ -21,9 +21,10 @@ from torch import Tensor
 
 from mmqc.distributed import packing, values
 from mmqc.distributed.ranks import ALONE, K, Ranks, T
-from mmqc.distributed.watch import Watch, serve
+from mmqc.distributed.watch import RankError, Watch, serve
 
 PART = 1 << 24  # elements of a tensor that are gathered at a time
+MEET = timedelta(minutes=30)  # from the first rank that calls to the last
 LONG = timedelta(days=7)  # a rank may solve for hours: that it lives is seen otherwise
 PAUSE = 0.002
 
@@ -33,12 +34,25 @@ class Group(Ranks):
 
     def __init__(self) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self._meet()
         self.groups: dict[str, Any] = {"cpu": dist.new_group(backend="gloo", timeout=LONG)}
         served = serve() if self.rank == 0 else None
         place: list[Any] = [None, None] if served is None else [_address(), served.port]
         dist.broadcast_object_list(place, src=0, group=self.groups["cpu"])
         host, port = place
         self.watch = Watch(host, port, self.rank, self.size, served)
+
+    def _meet(self) -> None:
+        """Wait until all ranks are here, in a group that does not wait for ever.
+
+        Raises:
+            RankError: somebody does not come.
+        """
+        try:
+            dist.destroy_process_group(dist.new_group(backend="gloo", timeout=MEET))
+        except RuntimeError as error:
+            minutes = MEET.total_seconds() / 60
+            raise RankError(f"not all {self.size} ranks came within {minutes:g} minutes: each has to make the same call") from error
 
     def mine(self, items: Sequence[T]) -> Sequence[T]:
         """Neighbours, as many as any other rank's or one more."""

@@ -23,6 +23,7 @@ from mmqc.quantization.convert import Journal, size_of
 from mmqc.quantization.progress import Progress, explained
 from mmqc.quantization.request import Batch, Request
 from mmqc.quantization.resume import Store, fingerprint
+from mmqc.quantization.same_request import check_device, check_same
 from mmqc.quantization.untouched import untouched
 
 COMPARED = 4
@@ -92,6 +93,7 @@ class Job:
 @contextmanager
 def working(request: Request, ranks: Ranks = ALONE) -> Iterator[Job]:
     """The job of a request; what an error leaves behind is the model as it was."""
+    check_same(request, ranks)
     model, batches, journal = request.model, request.batches or (), Journal(request.model)
     size = size_of(model) if request.changes_weights else 0
     with ExitStack() as stack:
@@ -112,6 +114,7 @@ def working(request: Request, ranks: Ranks = ALONE) -> Iterator[Job]:
         linears = [name for name, module in model.named_modules() if looks_linear(module)]
         blocks = [child for children in block_lists(model, linears).values() for child in children]
         residency = stack.enter_context(Residency(model, blocks, request.device))
+        check_device(residency.device, ranks)
         if request.generate_tokens:
             bar.say("generating")
             ids, count = visual_token_ids(model), request.generate_tokens

@@ -241,12 +241,12 @@ class UnitWorker:
         return convert.build_quantized(self.job.model, self.program, self.context, [f"{name}.weight" for name in linears])
 
     def owners(self, linears: Sequence[str]) -> Mapping[str, int]:
-        """Who solves which linear of a unit: N K² products with a second moment, N K without."""
+        """Who solves which linear of a unit: N K² products and K³ of a factor with a second moment, N K without."""
         costs = []
         for name in linears:
             outputs, inputs = self.job.model.get_submodule(name).get_parameter("weight").shape
             moment = self.targets[f"{name}.weight"].scheme.weight.needs_hessian
-            costs.append(float(outputs * inputs * (inputs if moment else 1)))
+            costs.append(float((outputs + inputs) * inputs**2 if moment else outputs * inputs))
         return dict(zip(linears, self.job.ranks.owners(costs), strict=True))
 
     def solve_together(self, linears: Sequence[str]) -> None:

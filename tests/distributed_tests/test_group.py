@@ -71,3 +71,11 @@ def test_together__a_killed_rank_ends_the_others():
     assert code == -9
     assert words == "another rank has ended: was it killed?; the model is as it was"
     assert float(seconds) < 60
+
+
+@pytest.mark.slow
+def test_together__does_not_wait_for_ever_for_a_rank_that_does_not_call():
+    (_, other, _), _ = ended(started(2, ["absent"], SCRIPT))
+    seconds, words = other.strip().split("|")
+    assert words == "not all 2 ranks came within 0.05 minutes: each has to make the same call; the model is as it was"
+    assert float(seconds) < 20

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import re
 from pathlib import Path
@@ -12,8 +13,6 @@ import torch
 from many_ranks import BROKEN, CASES, ON_THE_SAMPLE, ended, result, started
 from split_ranks import save
 from tolerance import assert_close
-
-from mmqc.checkpoint.checksum import hashes
 
 FAILING = str(Path(__file__).parents[1] / "support" / "failing_ranks.py")
 FAST = [
@@ -132,13 +131,11 @@ def test_from_pretrained__four_ranks_answer_what_one_answers(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(3))
 def test_quantize__goes_on_where_a_killed_rank_stopped_with_other_ranks(seed, tmp_path):
     """One of 4 ranks ends at a random point; 2 go on, and this process alone, to the same bits."""
-    from safetensors.torch import load_file
-
     draw = random.Random(seed)
-    at, who = draw.randrange(1, 240), draw.randrange(4)
+    at, who = draw.randrange(1, 110), draw.randrange(4)
     done = ended(started(4, [f"kill.{at}.{who}", "gptq", str(tmp_path / "resume"), str(tmp_path / "out")], FAILING))
     killed = done.pop(who)
     assert killed[0] in (-9, 0), "the work may be over before its message of that number"
@@ -149,6 +146,6 @@ def test_quantize__goes_on_where_a_killed_rank_stopped_with_other_ranks(seed, tm
         assert not (tmp_path / "out.4").exists()
     again = ended(started(2, ["none", "gptq", str(tmp_path / "resume"), str(tmp_path / "out")], FAILING))
     assert [code for code, _, _ in again] == [0, 0], again
-    wanted, found = result("gptq")["tensors"], hashes(load_file(tmp_path / "out.2"))
-    assert found == wanted
+    wanted = result("gptq")["tensors"]
+    assert json.loads((tmp_path / "out.2").read_text()) == wanted
     assert result("gptq", resume_dir=str(tmp_path / "resume"))["tensors"] == wanted

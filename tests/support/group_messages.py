@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -51,6 +52,13 @@ def main(how: str) -> int:
         print(json.dumps(values(rank, size)))
         return 0
     start = time.monotonic()
+    if how == "absent":
+        import mmqc.distributed.group as module
+
+        module.MEET = timedelta(seconds=3)
+        if rank == 1:
+            time.sleep(20)
+            return 0
     try:
         with together() as ranks:
             ranks.collected([rank])
