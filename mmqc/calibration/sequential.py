@@ -5,7 +5,8 @@
     quantized   ... on what the already quantized units in front feed it: two forwards a block, as GPTQ's own code does it
 
 Memory:  the statistics of one block, and the activations between two blocks, in host memory or in files (spool.py).
-Ranks:   each runs its part of the batches; what they saw is put together (joined.py) before a unit is solved.
+Ranks:   each runs its part of the batches; what they saw is put together (joined.py) before a unit is solved.  Of N ranks with
+         float inputs N blocks are solved side by side, for most of a block's work may be one linear's.
 """
 
 from __future__ import annotations
@@ -46,8 +47,16 @@ class Worker(Protocol):
         """Swap in what that run found; nothing to do for what this run did."""
         ...
 
-    def owners(self, linears: Sequence[str]) -> Mapping[str, int]:
-        """The rank that needs a linear's second moment, because it is the one that solves it."""
+    def owners(self, linears: Sequence[str], first: int = 0) -> Mapping[str, int]:
+        """The rank that needs a linear's second moment, because it is the one that solves it; ``first`` gets the dearest."""
+        ...
+
+    def solve_mine(self, linears: Sequence[str], seen: Mapping[str, InputStatistics]) -> None:
+        """Solve this rank's linears of a unit; ``exchange`` gives all ranks what they have solved so far."""
+        ...
+
+    def exchange(self) -> None:
+        """See ``solve_mine``; ``solve`` finds the results."""
         ...
 
     def solve(self, linears: Sequence[str], seen: Mapping[str, InputStatistics]) -> dict[str, PackedLinear]:
@@ -65,6 +74,16 @@ class Worker(Protocol):
     def swap(self, built: Mapping[str, PackedLinear], losses: Mapping[str, Loss]) -> None:
         """Put the linears into the model; the unit is finished."""
         ...
+
+
+@dataclass(frozen=True)
+class _Waiting:
+    """A block whose inputs are known: its linears, their statistics, and the calls that losses are measured on."""
+
+    name: str
+    linears: Sequence[str]
+    seen: Mapping[str, InputStatistics]
+    measured: Sequence[Callable[[nn.Module], Any]]
 
 
 @dataclass
@@ -156,9 +175,10 @@ class Sequential:
     def _observing(self, linears: Iterable[str]) -> Any:
         return observe(self.model, {f: Observer(self.watches[f], self.context) for f in linears if f in self.watches})
 
-    def _joined(self, linears: Sequence[str], seen: Mapping[str, Observer]) -> dict[str, InputStatistics]:
+    def _joined(self, linears: Sequence[str], seen: Mapping[str, Observer], first: int = 0) -> dict[str, InputStatistics]:
         """What all ranks saw."""
-        return joined.statistics(self.ranks, {f: o.seen for f, o in seen.items()}, self.worker.owners(linears) if seen else {})
+        owners = self.worker.owners(linears, first) if seen else {}
+        return joined.statistics(self.ranks, {f: o.seen for f, o in seen.items()}, owners)
 
     def _outside(self, unit: Outside, seen: Mapping[str, InputStatistics]) -> tuple[dict[str, PackedLinear], dict[str, Loss]]:
         self.say(unit.linears[0])
@@ -170,6 +190,8 @@ class Sequential:
         return built, self._losses(meters)
 
     def _segment(self, segment: Segment, feed: Feed | None) -> None:
+        together = self.ranks.size if self.inputs == "float" else 1
+        waiting: list[_Waiting] = []
         for number, block in enumerate(segment.blocks):
             inside = self._inside(block.name)
             last = number == len(segment.blocks) - 1
@@ -178,7 +200,40 @@ class Sequential:
                 continue
             self.say(block.name)
             with self.residency.resident(block.name):
-                self._block(feed, number, inside, last)
+                if together == 1:
+                    self._block(feed, number, inside, last)
+                else:
+                    waiting.append(self._observed(feed, number, inside, last, len(waiting)))
+            if len(waiting) == together:
+                self._side_by_side(waiting)
+                waiting = []
+        self._side_by_side(waiting)
+
+    def _observed(self, feed: Feed, number: int, inside: list[str], last: bool, place: int) -> _Waiting:
+        """A block that is solved later: what is known of it when the stream goes on."""
+        new: dict[int, list[Any]] = {}
+        with self._observing(inside) as observers:
+            if observers or not last:
+                new = dict(self._outputs(feed, number, keep=not last))
+        measured = [feed.later(number, batch) for batch in feed.batches if batch in self.measured] if inside else []
+        feed.advance(number, new)
+        return _Waiting(feed.segment.blocks[number].name, inside, self._joined(inside, observers, place), measured)
+
+    def _side_by_side(self, waiting: Sequence[_Waiting]) -> None:
+        """Solve blocks, each rank its linears of all of them; measure and swap one after the other."""
+        for block in waiting:
+            self.say(block.name)
+            with self.residency.resident(block.name):
+                self.worker.solve_mine(block.linears, block.seen)
+        if waiting:
+            self.worker.exchange()
+        for block in waiting:
+            with self.residency.resident(block.name):
+                built = self.worker.solve(block.linears, block.seen) if block.linears else {}
+                with self._measuring(built) as meters:
+                    for call in block.measured if meters else ():
+                        call(self.model)
+                self.worker.swap(built, self._losses(meters))
 
     def _repeat(self, number: int, inside: list[str], feed: Feed | None, last: bool) -> None:
         """A block that an earlier run has finished: swap, and run it for the next one's inputs."""

@@ -84,6 +84,20 @@ class Feed:
         """As within a call of the model with this batch: its visual mask is the current one."""
         return nullcontext() if self.context is None else self.context.during(self.visual.get(batch))
 
+    def later(self, number: int, batch: int) -> Callable[[nn.Module], Any]:
+        """``call`` on what the arguments are now, once, however far the stream has advanced by then."""
+        leaves, spec = pytree.tree_flatten(self.arguments(number, batch))
+        tickets, visual = [self.spool.put(leaf) for leaf in leaves], self.visual.get(batch)
+
+        def call(model: nn.Module) -> Any:
+            args, kwargs = pytree.tree_unflatten([self.spool.get(t, self.device) for t in tickets], spec)
+            for ticket in tickets:
+                self.spool.drop(ticket)
+            with nullcontext() if self.context is None else self.context.during(visual):
+                return model.get_submodule(self.segment.blocks[number].name)(*args, **kwargs)
+
+        return call
+
     def outputs(self, output: Any) -> list[Any]:
         """Tickets of a block's output."""
         return [self.spool.put(t) for t in pytree.tree_leaves(output) if isinstance(t, Tensor)]

@@ -49,7 +49,8 @@ class Group(Ranks):
             RankError: somebody does not come.
         """
         try:
-            dist.destroy_process_group(dist.new_group(backend="gloo", timeout=MEET))
+            group: Any = dist.new_group(backend="gloo", timeout=MEET)
+            dist.destroy_process_group(group)
         except RuntimeError as error:
             minutes = MEET.total_seconds() / 60
             raise RankError(f"not all {self.size} ranks came within {minutes:g} minutes: each has to make the same call") from error

@@ -167,6 +167,8 @@ class UnitWorker:
         self.statistics: dict[str, dict[str, Any]] = {}
         self.earlier: dict[Any, Any] = {}  # results of an earlier run, or of other ranks, by the passes' keys
         self.took: dict[str, float] = {}  # seconds of the owner, by weight FQN
+        self.owned: dict[str, int] = {}  # the rank that solves a linear, by module FQN
+        self.mine: list[tuple[str, Any, float]] = []  # that this rank has solved and the others do not know
         passes = weight_passes(hessian=lambda fqn: self.moments.pop(fqn, None), done=self.rounded, cache=self.earlier)
         self.steps = [Steps(self.program, item, FACTS, text=True) for item in passes]
         self.program.statistics = {
@@ -197,13 +199,10 @@ class UnitWorker:
     def solve(self, linears: Sequence[str], seen: Mapping[str, InputStatistics]) -> dict[str, PackedLinear]:
         """Quantize the weights of a unit."""
         wanted = [f"{name}.weight" for name in linears]
-        for name, fqn in zip(linears, wanted, strict=True):
-            self.program.weights[fqn] = self.job.model.get_submodule(name).get_parameter("weight").detach()
-            statistics = self.seen[fqn] = seen.get(name, InputStatistics())
-            self.moments[fqn], statistics.hessian = statistics.hessian, None
-            self.statistics[fqn] = self.targets[fqn].statistics(statistics)
         if self.job.ranks.size > 1 and not any((fqn, ()) in self.earlier for fqn in wanted):
-            self.solve_together(linears)
+            self.solve_mine(linears, seen)
+            self.exchange()
+        self.prepare(linears, seen)
         for steps in self.steps:
             steps.rewrite(lambda site: site.fqn in wanted)
         return convert.build_quantized(self.job.model, self.program, self.context, wanted)
@@ -240,28 +239,48 @@ class UnitWorker:
             self.solved[fqn] = Solved(result, error, self.solved[fqn].seconds + seconds)
         return convert.build_quantized(self.job.model, self.program, self.context, [f"{name}.weight" for name in linears])
 
-    def owners(self, linears: Sequence[str]) -> Mapping[str, int]:
+    def prepare(self, linears: Sequence[str], seen: Mapping[str, InputStatistics]) -> None:
+        """Give the passes what they need of a unit."""
+        for name in linears:
+            fqn = f"{name}.weight"
+            self.program.weights[fqn] = self.job.model.get_submodule(name).get_parameter("weight").detach()
+            statistics = self.seen[fqn] = seen.get(name, InputStatistics())
+            self.moments[fqn], statistics.hessian = statistics.hessian, None
+            self.statistics[fqn] = self.targets[fqn].statistics(statistics)
+
+    def owners(self, linears: Sequence[str], first: int = 0) -> Mapping[str, int]:
         """Who solves which linear of a unit: N K² products and K³ of a factor with a second moment, N K without."""
         costs = []
         for name in linears:
             outputs, inputs = self.job.model.get_submodule(name).get_parameter("weight").shape
             moment = self.targets[f"{name}.weight"].scheme.weight.needs_hessian
             costs.append(float((outputs + inputs) * inputs**2 if moment else outputs * inputs))
-        return dict(zip(linears, self.job.ranks.owners(costs), strict=True))
+        ranks = self.job.ranks
+        found = {name: (rank + first) % ranks.size for name, rank in zip(linears, ranks.owners(costs), strict=True)}
+        self.owned |= found
+        return found
 
-    def solve_together(self, linears: Sequence[str]) -> None:
-        """Solve those of a unit that are this rank's, and get the others' results where the passes look for them."""
-        owners, found = self.owners(linears), []
-        mine = {f"{name}.weight" for name, rank in owners.items() if rank == self.job.ranks.rank}
+    def solve_mine(self, linears: Sequence[str], seen: Mapping[str, InputStatistics]) -> None:
+        """Solve those of a unit that are this rank's."""
+        if not self.owned.keys() >= set(linears):
+            self.owners(linears)
+        self.prepare(linears, seen)
+        mine = {f"{name}.weight" for name in linears if self.owned[name] == self.job.ranks.rank}
         for steps in self.steps:
             item: Any = steps.item
             for site in steps.sites.values():
                 if site.fqn in mine:
                     start = time.perf_counter()
-                    found.append((site.fqn, item.solution(self.program, site), time.perf_counter() - start))
-        for fqn, result, seconds in self.job.ranks.collected(found):
+                    self.mine.append((site.fqn, item.solution(self.program, site), time.perf_counter() - start))
+        for name in linears:  # until the unit's turn comes
+            self.hide(f"{name}.weight")
+
+    def exchange(self) -> None:
+        """Put all ranks' results where the passes look for them."""
+        for fqn, result, seconds in self.job.ranks.collected(self.mine):
             self.earlier[fqn, ()] = result
             self.took[fqn] = seconds
+        self.mine = []
 
     def swap(self, built: Mapping[str, PackedLinear], losses: Mapping[str, Loss]) -> None:
         """Store a unit that was just quantized, and put it into the model."""
@@ -276,7 +295,8 @@ class UnitWorker:
 
     def put(self, built: Mapping[str, PackedLinear], losses: Mapping[str, Loss], seconds: Mapping[str, float]) -> None:
         """Swap, and let go of everything of the unit that takes memory."""
-        self.earlier.clear()
+        for key in [key for key in self.earlier if key[0].removesuffix(".weight") in built]:
+            del self.earlier[key]
         for name, linear in built.items():
             self.job.journal.swap(name, linear)
             target = self.targets[f"{name}.weight"]
@@ -289,6 +309,10 @@ class UnitWorker:
         """Leave only shapes of a weight in the program; integer scales are written into the graph at the end."""
         if not integer:
             self.program.solved.pop(fqn, None)
+        self.hide(fqn)
+
+    def hide(self, fqn: str) -> None:
+        """Leave the shapes of a weight in the program, and no values."""
         for name in [n for n in self.program.weights if n == fqn or n.startswith(f"{fqn}.")]:
             weight = self.program.weights[name]
             self.program.weights[name] = weight.new_zeros(()).expand(weight.shape)
