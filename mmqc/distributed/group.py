@@ -34,23 +34,21 @@ class Group(Ranks):
 
     def __init__(self) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self._meet()
-        self.groups: dict[str, Any] = {"cpu": dist.new_group(backend="gloo", timeout=LONG)}
+        self.groups: dict[str, Any] = {"meeting": self._meet(), "cpu": dist.new_group(backend="gloo", timeout=LONG)}
         served = serve() if self.rank == 0 else None
         place: list[Any] = [None, None] if served is None else [_address(), served.port]
         dist.broadcast_object_list(place, src=0, group=self.groups["cpu"])
         host, port = place
         self.watch = Watch(host, port, self.rank, self.size, served)
 
-    def _meet(self) -> None:
-        """Wait until all ranks are here, in a group that does not wait for ever.
+    def _meet(self) -> Any:
+        """Wait until all ranks are here, in a group that does not wait for ever; it stays, for others may still be coming in.
 
         Raises:
             RankError: somebody does not come.
         """
         try:
-            group: Any = dist.new_group(backend="gloo", timeout=MEET)
-            dist.destroy_process_group(group)
+            return dist.new_group(backend="gloo", timeout=MEET)
         except RuntimeError as error:
             minutes = MEET.total_seconds() / 60
             raise RankError(f"not all {self.size} ranks came within {minutes:g} minutes: each has to make the same call") from error

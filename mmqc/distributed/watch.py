@@ -2,6 +2,7 @@
 
     rank 0 serves a store:    "failed"    the words of the first rank that failed
                               "told"      how many ranks have read them: rank 0 serves until all have
+                              "left"      how many have ended their work
                               "alive 2"   a number that rank 2 raises every ``SIGN`` seconds
 
 A rank whose process was stopped dead closes its connections, which the others notice at once on the CPU; on accelerators, whose
@@ -20,7 +21,7 @@ from mmqc.errors import MmqcError
 
 SIGN, SILENCE = 3.0, 30.0  # seconds
 LOOK = 0.5
-WORDS, TOLD, ALIVE = "failed", "told", "alive"
+WORDS, TOLD, LEFT, ALIVE = "failed", "told", "left", "alive"
 
 
 class RankError(MmqcError, RuntimeError):
@@ -124,11 +125,14 @@ class Watch:
         raise RankError("another rank has ended: was it killed?") from error
 
     def leave(self, failed: bool) -> None:
-        """No more signs; rank 0 serves on until the others know of an error, a few seconds at most."""
+        """No more signs; rank 0 serves on until the others have left too, or know of an error (a few seconds at most)."""
         self.over.set()
-        end = time.monotonic() + 10 * LOOK
-        while failed and self.rank == 0 and time.monotonic() < end and self.store.add(TOLD, 0) < self.size - 1:
-            time.sleep(LOOK / 5)
+        key, end = (TOLD, 10 * LOOK) if failed else (LEFT, SILENCE)
+        if self.rank and not failed:
+            self.store.add(LEFT, 1)
+        end += time.monotonic()
+        while self.rank == 0 and time.monotonic() < end and self.store.add(key, 0) < self.size - 1:
+            time.sleep(LOOK / 25)
 
 
 def serve() -> TCPStore:

@@ -17,8 +17,19 @@ def pair(monkeypatch: pytest.MonkeyPatch):
     served = watch.serve()
     both = [Watch("localhost", served.port, rank, 2, served if rank == 0 else None) for rank in range(2)]
     yield both
-    for one in both:
+    for one in reversed(both):
         one.leave(failed=False)
+
+
+def test_leave__rank_0_serves_until_the_others_have_left(pair, monkeypatch):
+    monkeypatch.setattr(watch, "SILENCE", 0.2)
+    start = time.monotonic()
+    pair[0].leave(failed=False)
+    assert time.monotonic() - start >= 0.2
+    pair[1].leave(failed=False)
+    start = time.monotonic()
+    pair[0].leave(failed=False)
+    assert time.monotonic() - start < 0.2
 
 
 def test_look__is_silent_while_all_is_well(pair, monkeypatch):
