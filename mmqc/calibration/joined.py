@@ -2,7 +2,7 @@
 
 low, high    minimum, maximum        exact
 rows, counts, histograms             exact
-H            Σ over ranks, in their order, of float64 sums: equal to one process's unless a sum rounds (docs/adr/0030)
+H            Σ over ranks, in their order, of float64 sums: equal to one process's unless a sum rounds (docs/adr/0031)
 losses       Σ over ranks of float64 powers: within n 2^-53
 """
 
