@@ -26,10 +26,7 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from mmqc.checkpoint import (
-    hf_parallel,
-    hf_staged,  # noqa: F401  (wraps functions of transformers)
-)
+from mmqc.checkpoint import hf_staged  # noqa: F401  (wraps functions of transformers)
 from mmqc.checkpoint.checksum import CheckpointError, check_set, inventory, verify
 from mmqc.checkpoint.field_types import check_fields
 from mmqc.checkpoint.files import CONFIG, GENERATION, read_json
@@ -37,6 +34,7 @@ from mmqc.checkpoint.hf_load import LoadPlan, QuantizeOnLoad
 from mmqc.checkpoint.hf_signed import signing
 from mmqc.checkpoint.method_name import METHOD, REQUIRES
 from mmqc.checkpoint.module_spec import build_module, dtype_name, dtype_of, module_spec
+from mmqc.checkpoint.parallel import hf_parallel
 from mmqc.checkpoint.signature import SIGNED, check_config, check_generation
 from mmqc.config import QuantConfig
 from mmqc.experts.modules import QuantExperts

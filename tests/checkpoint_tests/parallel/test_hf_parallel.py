@@ -8,8 +8,8 @@ from transformers.distributed import DistributedConfig
 
 import mmqc
 from mmqc import recipes
-from mmqc.checkpoint import hf_parallel
 from mmqc.checkpoint.hf import MmqcQuantizer
+from mmqc.checkpoint.parallel import hf_parallel
 from mmqc.nn.split import SplitError
 
 
