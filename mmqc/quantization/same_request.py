@@ -26,10 +26,16 @@ def check_same(request: Request, ranks: Ranks) -> None:
     """Compare what each rank was given with what the first one was.
 
     Raises:
-        ConfigError: names the rank, what differs, and what to do.
+        ConfigError: names the rank, what differs, and what to do; or the solver that one process has to run.
     """
     if ranks.size == 1:
         return
+    learned = [place for place, scheme in request.config.schemes.items() if scheme.weight.solver == "learned"]
+    if learned:
+        raise ConfigError(
+            f'{learned[0]}: the solver "learned" takes the gradients of all batches, which ranks do not share yet: '
+            'quantize in one process, or with solver="gptq"'
+        )
     known = ranks.collected([_digests(request)])
     for rank, digests in enumerate(known):
         differing = next((name for name in PARTS if digests[name] != known[0][name]), None)
