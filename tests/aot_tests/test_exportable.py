@@ -90,6 +90,7 @@ def test_export__grid_that_does_not_fit_is_refused() -> None:
         program.module()(**batch)
 
 
+@pytest.mark.slow
 def test_export__quantized_model_with_padding() -> None:
     model, _ = quantized_vlm()
     program = export_program(model, padded((1, 4, 6), (1, 8, 4)), more=[padded((1, 8, 8)), padded((2, 4, 6), (1, 2, 4))])

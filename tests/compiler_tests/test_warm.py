@@ -38,6 +38,7 @@ def test_warm__nothing_is_left_to_compile() -> None:
         assert len(records) == done > 0
 
 
+@pytest.mark.slow
 def test_warm__goes_on_behind_an_end_of_sequence() -> None:
     """Whatever token comes first, a step is compiled."""
     model, _ = tiny_qwen2_vl()

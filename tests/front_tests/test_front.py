@@ -126,7 +126,7 @@ def test_front__other_grids_and_image_counts_do_not_recompile() -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("quantized", "first"), [(False, 3), (True, 1)])
+@pytest.mark.parametrize(("quantized", "first"), [pytest.param(False, 3, marks=pytest.mark.slow), (True, 1)])
 def test_front__a_program_for_all_sizes_and_others_for_one_prompt_and_one_image(quantized: bool, first: int) -> None:
     """Sizes of images, how many there are, lengths and batches, in any order; ``generate`` asks for one row of logits."""
     model, _ = quantized_vlm() if quantized else tiny_qwen2_vl()

@@ -244,6 +244,7 @@ def test_token_order__second_image_on_a_cache() -> None:
             assert len(compiled.sites("reorder_tokens", attention)) >= 2
 
 
+@pytest.mark.slow
 def test_token_order__quantized_model_generates_the_same_tokens() -> None:
     model, batch = quantized_vlm()
     compiled = Compiled(model)

@@ -62,5 +62,5 @@ def test_check_device__each_rank_has_its_own(monkeypatch):
 def test_check_same__learned_rounding_is_of_one_process():
     first = _digests(request(Small(), recipes.learned(4), batches()))
     check_same(request(Small(), recipes.learned(4), batches()), ALONE)
-    with pytest.raises(ConfigError, match='solver "learned" takes the gradients of all batches, .* in one process'):
+    with pytest.raises(ConfigError, match=r'solver "learned" takes the gradients of all batches, .* in one process'):
         check_same(request(Small(), recipes.learned(4), batches()), Second(first))
