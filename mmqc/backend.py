@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from itertools import chain
 from typing import Any
 
 import torch
@@ -102,7 +103,8 @@ def _lower(gm: fx.GraphModule, example_inputs: Sequence[Any], request: CompileOp
 
 
 def _before_trace(frame: Frame) -> tuple[bool, bool]:
-    if not torch.cuda.is_available():  # generated code will be C++
+    weights = (t.dim() > 1 for t in chain(frame.model.parameters(), frame.model.buffers()))
+    if not torch.cuda.is_available() and any(weights):  # generated code will be C++, if there is a product to generate it for
         import mmqc.lowering.early_compiler
 
         mmqc.lowering.early_compiler.start()

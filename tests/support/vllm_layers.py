@@ -34,8 +34,11 @@ def groups(world, rank, store):
         initialize_model_parallel(world)
 
 
-def layers(checkpoint, asking, names):
-    """Every quantized linear of the language model and one block of the tower."""
+def opened(checkpoint, asking, names, read):
+    """A checkpoint's config, its model's names, vLLM's quantization config for it (``read`` makes it), and tensors by module.
+
+    Modules and what vLLM joins are named as the model's class in vLLM names them.
+    """
     from safetensors.torch import load_file
     from vllm.model_executor.models import ModelRegistry
 
@@ -43,13 +46,19 @@ def layers(checkpoint, asking, names):
     architecture = config["architectures"][0]
     cls = asking["load"](ModelRegistry.models[architecture].load_model_cls)
     model = asking["model_names"](architecture)
-    quantization = asking["quantization"](config["quantization_config"])
+    quantization = read(config["quantization_config"])
     quantization.apply_vllm_mapper(cls.hf_to_vllm_mapper.get_rename_mapper())
     quantization.packed_modules_mapping = {k: list(v) for k, v in {**names["LANGUAGE"], **model["joined"]}.items()}
     tensors = {}
     for name, tensor in load_file(checkpoint / "model.safetensors").items():
         module, _, own = name.rpartition(".")
         tensors.setdefault(names["renamed"](module, model), {})[own] = tensor
+    return config, model, quantization, tensors
+
+
+def layers(checkpoint, asking, names):
+    """Every quantized linear of the language model and one block of the tower."""
+    config, model, quantization, tensors = opened(checkpoint, asking, names, asking["quantization"])
     found = {}
     linears = [n for n in tensors if tensors[n].keys() & {"weight_packed", "weight_scale"}]
     for whole, parts in names["joined"](linears, model).items():

@@ -5,7 +5,6 @@ the engine's layer returns}}} of one rank
 """
 
 import contextlib
-import json
 import os
 import runpy
 import sys
@@ -46,25 +45,14 @@ def token_ids(visual):
 def run(checkpoint, world, rank, layers, asking, names):
     """The outputs of every linear of the language model, of one block of the tower and of its merger."""
     import torch
-    from safetensors.torch import load_file
     from vllm.model_executor.layers.quantization import get_quantization_config
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
-    from vllm.model_executor.models import ModelRegistry
 
     import mmqc.vllm
 
     mmqc.vllm.register()
-    config = json.loads((checkpoint / "config.json").read_text())
-    architecture = config["architectures"][0]
-    cls = asking["load"](ModelRegistry.models[architecture].load_model_cls)
-    model = asking["model_names"](architecture)
-    quantization = get_quantization_config("mmqc").from_config(config["quantization_config"])
-    quantization.apply_vllm_mapper(cls.hf_to_vllm_mapper.get_rename_mapper())
-    quantization.packed_modules_mapping = {k: list(v) for k, v in {**names["LANGUAGE"], **model["joined"]}.items()}
-    tensors = {}
-    for name, tensor in load_file(checkpoint / "model.safetensors").items():
-        module, _, own = name.rpartition(".")
-        tensors.setdefault(names["renamed"](module, model), {})[own] = tensor
+    read = get_quantization_config("mmqc").from_config
+    config, model, quantization, tensors = layers["opened"](checkpoint, asking, names, read)
     text = config.get("text_config", config)
     embedding = VocabParallelEmbedding(text["vocab_size"], 8, quant_config=quantization, prefix="language_model.model.embed_tokens")
     kinds = [n for n, spec in quantization.modules.items() if spec["kind"] in mmqc.vllm.specs.LINEARS]
