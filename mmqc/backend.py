@@ -72,6 +72,7 @@ def _lower(gm: fx.GraphModule, example_inputs: Sequence[Any], request: CompileOp
     import mmqc.lowering
     from mmqc.lowering import inductor
     from mmqc.lowering.joined_cpp import waiting_at_the_end
+    from mmqc.lowering.kernel_names import kernel_names
     from mmqc.lowering.torch_kernels import torch_kernels
 
     patches = inductor.mode_patches(request.mode) if request.mode else {}
@@ -81,7 +82,7 @@ def _lower(gm: fx.GraphModule, example_inputs: Sequence[Any], request: CompileOp
     kernels: list[list[str]] = []
 
     def observe(graph: fx.GraphModule, source: str) -> None:
-        kernels[-1] += inductor.kernel_names(source)
+        kernels[-1] += kernel_names(source)
         record.fallbacks += mmqc.lowering.fallbacks(graph)
 
     def compile_(part: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:

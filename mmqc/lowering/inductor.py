@@ -1,7 +1,6 @@
 """The quarantine: every import of Inductor's private names, every version check, every use of its entry points.
 
     compile_graph(gm, inputs, patches, observe)  ->  callable          observe(graph, source) per compiled graph
-    kernel_names(source)                         ->  names in call order
 
 Tested with torch 2.11 to 2.13.  The other files of this package import from here and from nowhere else in torch._inductor.
 """
@@ -11,7 +10,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
@@ -93,8 +91,8 @@ __all__ = [
     "for_package",
     "get_export_declaration",
     "has_kernel",
+    "indented",
     "is_known_transform",
-    "kernel_names",
     "launch_kernel",
     "load_package",
     "lowerings",
@@ -125,11 +123,6 @@ if not SUPPORTED[0] <= _version <= SUPPORTED[1]:
     raise ImportError(f"mmqc lowers through Inductor's internals of torch {low} to {high}; this is {torch.__version__}")
 
 _known: ContextVar[frozenset[int]] = ContextVar("widths of trusted Hadamard transforms", default=frozenset())
-_CALL = re.compile(
-    r"^[ \t]+(?:\w+ = )?(?:(?P<extern>extern_kernels\.\w+|torch\.ops\.\w+\.\w+)|(?P<fused>(?:cpp|triton)_\w+)"
-    r"|(?P<own>\w+_kernel)_\d+)(?:\.\w+)?\(",
-    re.MULTILINE,
-)
 
 
 def fingerprint() -> str:
@@ -372,13 +365,19 @@ class _KnownLaunch(UserDefinedTritonKernel):
 
     def codegen(self, wrapper: Any) -> None:
         """The launch; in Python, which takes as long for an empty grid as for another, only where it runs."""
-        conditional = self.runs is not None and not V.graph.cpp_wrapper
-        if conditional:
-            wrapper.writeline(_Indent(f"if {wrapper.codegen_python_sizevar(self.runs)}:", 1))
-        with early_definitions(wrapper) if self.early and starts_early() else nullcontext():
+        early = early_definitions(wrapper) if self.early and starts_early() else nullcontext()
+        with indented(wrapper, None if V.graph.cpp_wrapper else self.runs), early:
             super().codegen(wrapper)
-        if conditional:
-            wrapper.writeline(_Indent("", -1))
+
+
+@contextmanager
+def indented(wrapper: Any, runs: Any) -> Iterator[None]:
+    """What is written to a wrapper in Python meanwhile, under the condition that ``runs`` is not 0; None: always."""
+    if runs is not None:
+        wrapper.writeline(_Indent(f"if {wrapper.codegen_python_sizevar(runs)}:", 1))
+    yield
+    if runs is not None:
+        wrapper.writeline(_Indent("", -1))
 
 
 @dataclass
@@ -469,18 +468,6 @@ def for_package() -> bool:
 def call_kernel(op: Any, *args: Any) -> TensorBox:
     """The op as an extern call in the generated code."""
     return fallback_handler(op, add_to_fallback_set=False)(*args)
-
-
-def kernel_names(source: str) -> list[str]:
-    """Names of the kernels that a generated wrapper calls, in order: "triton_…", "extern _int_mm", "mmqc scaled_matmul_kernel"."""
-    found = []
-    for match in _CALL.finditer(source):
-        extern = match["extern"]
-        if extern:
-            found.append(f"extern {extern.removeprefix('extern_kernels.').removeprefix('torch.ops.')}")
-        else:
-            found.append(match["fused"] or f"mmqc {match['own']}")
-    return found
 
 
 def mode_patches(mode: str) -> dict[str, Any]:

@@ -103,20 +103,29 @@ def rows_of(x: TensorBox) -> Any:
     return Shape((count_rows(x), static_int(x.get_size()[-1])), x.get_dtype(), x.get_device_or_error())
 
 
-def regimes(rows: Any) -> Iterator[tuple[int, Any]]:
-    """(Rows to choose a tile for; 1 where the number of rows is of this regime, else 0, or None where it always is)."""
+def regimes(rows: Any, up_to: int | None = None) -> Iterator[tuple[int, Any]]:
+    """(Rows to choose a tile for; 1 where the number of rows is of this regime, else 0, or None where it always is).
+
+    ``up_to``: more rows than that are not for launches of the graph.
+    """
     if isinstance(rows, int):
         yield rows, None
         return
     above = 0
-    for last in REGIMES:
+    for last in REGIMES if up_to is None else (*REGIMES, up_to):
         if at_most(rows, last):
             yield last, (_from(rows, above) if above and not at_least(rows, above + 1) else None)
             return
         if not at_least(rows, last + 1):
             yield last, _from(rows, above) * Min(1, Max(0, last + 1 - rows))
             above = last
-    yield max(size_hint(rows, MANY), REGIMES[-1] + 1), (_from(rows, above) if above else None)
+    if up_to is None:
+        yield max(size_hint(rows, MANY), REGIMES[-1] + 1), (_from(rows, above) if above else None)
+
+
+def more_than(rows: Any, bound: int) -> Any:
+    """1 where there are more rows, else 0; None where there always are."""
+    return None if at_least(rows, bound + 1) else _from(rows, bound)
 
 
 def _from(rows: Any, above: int) -> Any:

@@ -4,7 +4,8 @@
     with_epilogue     scaled_matmul_epilogue
     weight_only       weight_only_matmul(s)
 
-Where a plan has kernels in Gluon, which generated code cannot launch, the op is called: ``scaled_is_called`` and its like.
+Where a plan has kernels in Gluon, which generated code cannot launch, the op is called: ``scaled_is_called`` and its like; where
+the number of rows is not known, a function that chooses by it when it is (by_rows.py).
 Each returns None where no kernel takes the operands: then the op is lowered as on any device, and ``why_not`` says why.
 """
 
@@ -23,6 +24,7 @@ from mmqc.kernels.matmul.linears import Linear
 from mmqc.kernels.matmul.unpack_weight import unpack_launch
 from mmqc.kernels.shared.launch import Shape
 from mmqc.kernels.shared.row_scale import ONE, VISUAL, RowScale
+from mmqc.lowering import by_rows
 from mmqc.lowering.inductor import TensorBox, convert, lowerings
 from mmqc.lowering.launch import Operand, emit, emit_all, matmul_caller, regimes, rows_of, shape_of, workspace
 
@@ -96,11 +98,14 @@ def scaled(
     m = x.shape[0]
     linears = _linears(m, w_q, w_scale, bias, out_dtype)
     scales = row_scale(x_scale, visual, rows)
-    for planned, runs in regimes(m):
+    up_to = by_rows.bound(m, x.device)
+    for planned, runs in regimes(m, up_to):
         given: Any = x.of(planned)
         products = scaled_kernel.plan(given, linears, matmul_caller(m, runs))
         launches = scaled_kernel.launches(given, linears, scales, products, new=Operand.new, work=workspace)  # type: ignore[arg-type]
         emit_all(launches, m, planned, runs)
+    if up_to is not None:
+        by_rows.scaled(x, linears, scales, visual if visual is None else scales.rows)  # type: ignore[arg-type]
     return _shaped(linears, rows)
 
 
@@ -149,11 +154,15 @@ def with_epilogue(
         Linear(Operand(w), Operand(s), None if b is None else Operand(b), y)  # type: ignore[arg-type]
         for w, s, b in zip(w_q, w_scale, bias, strict=True)
     ]
-    for planned, runs in regimes(m):
+    up_to = by_rows.bound(m, x.device)
+    for planned, runs in regimes(m, up_to):
         given: Any = x.of(planned)
         products = epilogue_kernel.plan(given, linears, out_dtype, matmul_caller(m, runs))
         launches = epilogue_kernel.launches(given, linears, scales, epilogue, products, new=Operand.new, work=workspace)  # type: ignore[arg-type]
         emit_all(launches, m, planned, runs)
+    if up_to is not None:
+        masks: Any = [None if mask is None else s.rows for mask, s in ((visual, scales), (next_visual, codes or scales))]
+        by_rows.with_epilogue(x, linears, scales, masks[0], epilogue, masks[1])
     return lowerings[aten.view.default](y.box, [*rows, first.shape[0]])
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from mmqc import kernels
 from mmqc.lowering.inductor import TensorBox, call_kernel, register_decomposition, register_lowering
+from mmqc.lowering.launch import MANY
 from mmqc.lowering.scaled_matmul import on_cuda
 from mmqc.ops.scaled_matmul_epilogue import activated
 
@@ -40,8 +41,10 @@ def better_apart(x_q: Tensor, w_q: list[Tensor], w_scale: list[Tensor], out_dtyp
     from mmqc.kernels.shared.launch import Shape
 
     m, k = math.prod(x_q.shape[:-1]), x_q.shape[-1]
-    if not all(isinstance(size, int) for size in (m, k, *(w.shape[0] for w in w_q))):
+    if not all(isinstance(size, int) for size in (k, *(w.shape[0] for w in w_q))):
         return False  # a tile is tuned for sizes that are known
+    if not isinstance(m, int):
+        m = MANY  # what is chosen when they are
     x: Any = Shape((m, k), x_q.dtype, x_q.device)
     linears = []
     for w, s in zip(w_q, w_scale, strict=True):

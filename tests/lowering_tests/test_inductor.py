@@ -16,6 +16,7 @@ from torch._inductor.virtualized import V
 
 from mmqc.lowering import inductor
 from mmqc.lowering.inductor import _described
+from mmqc.lowering.kernel_names import kernel_names
 
 DEVICE = torch.device("cpu")
 
@@ -70,7 +71,7 @@ def test_indent__a_launch_stands_below_its_condition() -> None:
     for line in (inductor._Indent("if min(1, rows):", 1), "kernel.run()", inductor._Indent("", -1), "return y"):
         line.codegen(code) if isinstance(line, inductor._Indent) else code.writeline(line)
     assert code.getvalue().splitlines() == ["if min(1, rows):", "    kernel.run()", "return y"]
-    assert inductor.kernel_names("    if rows:\n        scaled_matmul_kernel_3.run(x)\n") == ["mmqc scaled_matmul_kernel"]
+    assert kernel_names("    if rows:\n        scaled_matmul_kernel_3.run(x)\n") == ["mmqc scaled_matmul_kernel"]
 
 
 @torch.no_grad()

@@ -21,9 +21,10 @@ from mmqc.ops.pack import packed_width
 
 on_cuda = pytest.importorskip("mmqc.kernels.on_cuda")
 from mmqc.kernels import mixed_on_cuda as mixed_eager  # noqa: E402
-from mmqc.kernels.matmul import configs, mixed_matmul, product  # noqa: E402
-from mmqc.kernels.shared import device_facts  # noqa: E402
+from mmqc.kernels.matmul import by_rows, configs, mixed_matmul, product  # noqa: E402
+from mmqc.kernels.shared import compile_ahead, device_facts  # noqa: E402
 from mmqc.kernels.shared.launch import Launch  # noqa: E402
+from mmqc.lowering import by_rows as lowered_by_rows  # noqa: E402
 from mmqc.lowering import launch as graph_launch  # noqa: E402
 from mmqc.lowering import mixed_on_cuda  # noqa: E402
 from mmqc.lowering import on_cuda as lowered  # noqa: E402
@@ -78,8 +79,11 @@ INDUCTOR = {
     "counters": lambda count, device: Box([count], torch.int32),
     "convert": lambda box, dtype: Box(box.size, dtype),
     "for_package": lambda: False,
+    "has_python": lambda: True,
     "lowerings": Lowerings(),
 }
+MODULES = (graph_launch, lowered, lowered_by_rows, mixed_on_cuda)
+CALLS_ABOVE = device_facts.WARPGROUP_ROWS
 
 
 def described(launch: Launch) -> tuple[Any, ...]:
@@ -99,13 +103,16 @@ def found(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, Any]]]:
             if getattr(sys.modules[name], fact, None) is real[fact]:
                 monkeypatch.setattr(sys.modules[name], fact, value)
     monkeypatch.setattr(device_facts, "INTERPRETED", False)
-    for module in (graph_launch, lowered, mixed_on_cuda):
+    for module in MODULES:
         for name, value in INDUCTOR.items():
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, value)
     emit = lambda launch, rows, planned, runs=None: recorded.append((planned, described(launch)))  # noqa: E731
     for module in (graph_launch, lowered, mixed_on_cuda):
         monkeypatch.setattr(module, "emit", emit)
+    call = lambda function, args, outputs, runs: recorded.append((CALLS_ABOVE, (function, args)))  # noqa: E731
+    monkeypatch.setattr(lowered_by_rows, "call", call)
+    monkeypatch.setattr(compile_ahead, "ahead", lambda launches, device: recorded.append(("ahead", launches)))
     monkeypatch.setattr(Launch, "run", lambda self: recorded.append((None, described(self))))
     for cache in CACHES:
         cache.cache_clear()
@@ -252,18 +259,55 @@ def test_plans__a_graph_launches_what_an_eager_call_does(name: str, found: list[
 
 @pytest.mark.parametrize("name", NAMES)
 def test_plans__any_number_of_rows_has_the_launches_of_every_regime(name: str, found: list[tuple[Any, Any]]) -> None:
-    """Few rows as eager calls; many without what a graph cannot have: kernels in Gluon, weights written out for some calls."""
-    for n, k in sorted({(n, k) for _, n, k in shapes_of(name)[0]}):
+    """Few rows as eager calls; many too, where a call knows them, else without what a graph cannot have: weights written out."""
+    for i, (n, k) in enumerate(sorted({(n, k) for _, n, k in shapes_of(name)[0]})):
         for case in shapes_of(name)[1](n, k):
             graph = case.run(found, ROWS, True)
+            calls = [
+                told for planned, told in graph if planned == CALLS_ABOVE and told[0] in (by_rows.scaled, by_rows.with_epilogue)
+            ]
+            ahead = [launches for planned, launches in graph if planned == "ahead"] if i % 6 == 0 else []
+            graph = [found for found in graph if found[0] != "ahead" and found[1] not in calls]
             assert not in_gluon(graph)
             if name == "mixed":  # one launch, whatever the rows
                 continue
-            assert {planned for planned, _ in graph} == {*graph_launch.REGIMES, graph_launch.MANY}
+            regimes = (*graph_launch.REGIMES, *([CALLS_ABOVE] if calls else []))
+            assert {planned for planned, _ in graph} == {*regimes, *([] if calls else [graph_launch.MANY])}
             assert not any(launch[0].startswith("unpack") for _, launch in graph)
-            for last in graph_launch.REGIMES:
+            for last in regimes:
                 eager = [normal(launch, last) for _, launch in case.run(found, last, False)]
                 assert [normal(launch, last) for planned, launch in graph if planned == last] == eager
+            assert len(calls) == (0 if name.startswith("weight") else 1)
+            for function, args in calls:
+                compare_call(case, function, args, found)
+            for launches in ahead:
+                compare_kernels(case, {launch.specialisation() for launch in launches}, found)
+
+
+def compare_kernels(case: Case, compiled: set[Any], found: list[tuple[Any, Any]]) -> None:
+    """No kernel is launched of many rows that was not compiled ahead."""
+    wanted: list[Any] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Launch, "run", lambda self: wanted.append(self.specialisation()))
+        for rows in (CALLS_ABOVE + 1, 917, 1999, 3600, 6417, 9000):
+            case.run(found, rows, False)
+    assert wanted
+    assert set(wanted) <= compiled
+
+
+def compare_call(case: Case, function: Any, args: Any, found: list[tuple[Any, Any]]) -> None:
+    """The call launches of many rows what the op launches."""
+    for rows in (CALLS_ABOVE + 1, 917, 3600, 6417):
+        eager = case.run(found, rows, False)
+        found.clear()
+        function(*on_meta(args, rows))
+        assert found == eager, (rows, args[0])
+
+
+def on_meta(arg: Any, rows: int) -> Any:
+    if isinstance(arg, (list, tuple)):
+        return [on_meta(a, rows) for a in arg]
+    return meta(tuple(rows if size == ROWS else size for size in arg.size), arg.dtype) if isinstance(arg, Box) else arg
 
 
 def normal(launch: tuple[Any, ...], rows: int) -> tuple[Any, ...]:

@@ -104,7 +104,7 @@ def gated_matmul_kernel(
                              ACTIVATION, NEXT, NEXT_KIND, ROUND, LOW, HIGH, PTX)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def gated_matmul_descriptor_kernel(
     x_desc, w_desc, w1_desc, y_ptr, x_scale_ptr, row_ptr, w_scale_ptr, w_scale1_ptr, bias_ptr, bias1_ptr, next_scale_ptr,
     next_row_ptr, M, N, K, stride_y,

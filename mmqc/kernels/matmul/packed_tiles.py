@@ -210,7 +210,7 @@ def finish_kept_tile(acc, tokens, columns, HAS_BIAS: gl.constexpr, LAYOUT: gl.co
     return y
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["M"])
 def packed_scaled_kernel(
     x_desc, upper_desc, w_desc, y_desc, x_scale_ptr, row_ptr, w_scale_ptr, bias_ptr, gate_ptr, next_scale_ptr, next_row_ptr,
     low_x_ptr, low_w_ptr, part_ptr, counter_ptr, M, N, STORED, stride_r,
@@ -254,7 +254,7 @@ def packed_scaled_kernel(
     tma.store_wait(0)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["M"])
 def packed_mixed_kernel(
     x_desc, upper_desc, high_x_desc, w_desc, high_desc, y_desc, x_scale_ptr, x_offset_ptr, w_scale_ptr, w_sum_ptr, bias_ptr,
     part_ptr, counter_ptr, M, N, STORED, HIGH, HAS_BIAS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,

@@ -174,7 +174,7 @@ def fill_turns(
                                  BLOCK_K, STAGES)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["M"])
 def mixed_pingpong_kernel(
     x_desc, w_desc, y_desc, x_scale_ptr, x_offset_ptr, column_ptr, bias_ptr, part_ptr, counter_ptr, M, N, LOW, START, END,
     HAS_BIAS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr,

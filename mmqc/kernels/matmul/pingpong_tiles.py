@@ -250,7 +250,7 @@ def make_ring(
     return x_ring, w_ring, y_ring, full, empty, turn
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["M"])
 def scaled_pingpong_kernel(
     x_desc, w_desc, y_desc, x_scale_ptr, row_ptr, w_scale_ptr, bias_ptr, gate_ptr, next_scale_ptr, next_row_ptr, low_x_ptr,
     low_w_ptr, part_ptr, counter_ptr, M, N, K, stride_r,

@@ -201,7 +201,7 @@ def _pointer_launch(
 
 def _descriptor_launch(x: Tensor, linears: Sequence[Linear], rows: RowScale, c: MatmulConfig, epilogue: Epilogue) -> Launch:
     (m, k), n = x.shape, linears[0].w.shape[0]
-    programs = min(c.per_sm * multiprocessors(x.device), ceil_div(m, c.block_m) * ceil_div(n, c.block_n))
+    programs = c.per_sm * multiprocessors(x.device)
     args = _operands(linears, rows, epilogue) | dict(x_desc=x, w_desc=linears[0].w, w1_desc=linears[1].w, M=m, N=n, K=k)
     constants = dict(
         KIND=rows.kind, HAS_BIAS=linears[0].bias is not None, BLOCK_M=c.block_m, BLOCK_N=c.block_n, BLOCK_K=c.block_k,

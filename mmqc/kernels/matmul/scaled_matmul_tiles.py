@@ -163,7 +163,7 @@ def scaled_matmul_kernel(
                               HAS_GATE, FACTOR, ACTIVATION, NEXT, NEXT_KIND, ROUND, LOW, HIGH, PTX, RANK)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def scaled_matmul_descriptor_kernel(
     x_desc, w_desc, w_tail_desc, y_ptr, x_scale_ptr, row_ptr, w_scale_ptr, bias_ptr, gate_ptr, next_scale_ptr,
     next_row_ptr, low_x_ptr, low_w_ptr, M, N, K, stride_y, stride_r,

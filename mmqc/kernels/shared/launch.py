@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
+from triton.runtime.jit import MockTensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from mmqc.kernels.shared.gluon_tiles import describe, is_gluon
@@ -25,6 +27,7 @@ class Shape:
 
     def __init__(self, shape: tuple[Any, ...], dtype: torch.dtype, device: torch.device) -> None:
         self.shape, self.dtype, self.device = shape, dtype, device
+        self._strides: tuple[Any, ...] | None = None
 
     def dim(self) -> int:
         """Number of axes."""
@@ -32,7 +35,7 @@ class Shape:
 
     def stride(self, axis: int | None = None) -> Any:
         """Elements between two neighbours, as ``Tensor.stride``."""
-        strides = tuple(math.prod(self.shape[i + 1 :]) for i in range(len(self.shape)))
+        strides = self._strides or tuple(math.prod(self.shape[i + 1 :]) for i in range(len(self.shape)))
         return strides if axis is None else strides[axis]
 
     def is_contiguous(self) -> bool:
@@ -42,6 +45,12 @@ class Shape:
     def data_ptr(self) -> int:
         """An address like that of every allocation: a multiple of what TMA needs."""
         return 0
+
+    def __getitem__(self, index: tuple[slice, slice]) -> Any:
+        """Some columns of a matrix, in their places."""
+        other = copy.copy(self)
+        other.shape, other._strides = (self.shape[0], len(range(*index[1].indices(self.shape[1])))), self.stride()
+        return other
 
     def of(self, rows: int) -> Any:
         """The same, as if it had so many rows."""
@@ -78,14 +87,30 @@ class Launch(NamedTuple):
     descriptors: Mapping[str, tuple[int, ...]] = MappingProxyType({})
     early: bool = False
 
-    def run(self) -> None:
-        """On tensors, now."""
-        args = self.args
-        if self.descriptors:
-            make = describe if is_gluon(self.kernel) else TensorDescriptor.from_tensor
-            made = {k: make(args[k], list(block)) for k, block in self.descriptors.items()}
-            args = {**args, **made}
+    def run(self) -> Any:
+        """On tensors, now; Triton's compiled kernel, or None in its interpreter."""
+        described = {name: self.described(name) for name in self.descriptors}
+        return self.kernel[self.grid](**{**self.args, **described}, **self.constants, **self._options())
+
+    def compile(self) -> None:
+        """Without running it; its tensors may be ``Shape``s, which begin where wide loads may."""
+        described = {name: self.described(name) for name in self.descriptors}
+        args = {name: MockTensor(v.dtype) if isinstance(v, (Shape, Tensor)) else v for name, v in self.args.items()}
+        self.kernel.warmup(grid=self.grid, **{**args, **described}, **self.constants, **self._options())
+
+    def described(self, name: str) -> Any:
+        """The descriptor of an arg that TMA reads or writes."""
+        make = describe if is_gluon(self.kernel) else TensorDescriptor.from_tensor
+        return make(self.args[name], list(self.descriptors[name]))
+
+    def specialisation(self) -> Hashable:
+        """What its kernel is compiled for, of tensors that begin where wide loads may."""
+        options = getattr(self.kernel, "kwargs", {})  # the interpreter's
+        any_size = getattr(self.kernel, "do_not_specialize", None) or options.get("do_not_specialize") or ()
+        sizes = {k: (v == 1, v % 16 == 0) if isinstance(v, int) else v.dtype for k, v in self.args.items() if k not in any_size}
+        chosen = repr((self.constants, self._options()))
+        return self.kernel.__name__, chosen, *(tuple(sorted(d.items())) for d in (sizes, self.descriptors))
+
+    def _options(self) -> dict[str, Any]:
         options: dict[str, Any] = {"num_warps": self.num_warps, "num_stages": self.num_stages}
-        if self.early:
-            options["launch_pdl"] = True
-        self.kernel[self.grid](**args, **self.constants, **options)
+        return options | ({"launch_pdl": True} if self.early else {})

@@ -1,0 +1,90 @@
+"""Linears of a number of rows that is known when they run: what the ops would launch, without the way through PyTorch's dispatcher.
+
+    scaled, with_epilogue     called by generated code for any number of rows, where there are many (lowering/by_rows.py)
+    kernels_of                the launches that may come, for compile_ahead.py
+
+The choice is the eager one (``plan``), so a compiled graph gives what the ops give, to the bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmqc.kernels.matmul import scaled_matmul as scaled_kernel
+from mmqc.kernels.matmul import scaled_matmul_epilogue as epilogue_kernel
+from mmqc.kernels.matmul.epilogue_tiles import Epilogue
+from mmqc.kernels.matmul.linears import Linear
+from mmqc.kernels.shared.device_facts import WARPGROUP_ROWS
+from mmqc.kernels.shared.launch import Launch, Shape
+from mmqc.kernels.shared.repeated_launch import repeat
+from mmqc.kernels.shared.row_scale import RowScale, row_scale
+from mmqc.kernels.shared.split_k import Workspace
+
+# Rows that stand for all: tiles have 64 of them or 128, those of more than 8,192 differ in their last round alone, and kernels that
+# are compiled for a multiple of 16 differ by the tuned number of rows.
+SAMPLE = (*range(WARPGROUP_ROWS + 64, 8193, 64), *range(8192 + 128, 16385, 128), 1023, 2047, 4095, 8191, 16383)
+
+
+def scaled(
+    site: str, x: Tensor, x_scale: Tensor, visual: Tensor | None, w: Sequence[Tensor], w_scale: Sequence[Tensor],
+    bias: Sequence[Tensor | None], y: Sequence[Tensor],
+) -> None:
+    """Fill every y; ``site`` says everything that the choice depends on, but for the rows of x [M, K]."""
+
+    def choose(new: Any, work: Workspace) -> Iterable[Launch]:
+        linears = [Linear(*parts) for parts in zip(w, w_scale, bias, y, strict=True)]
+        rows = row_scale(x_scale, x.shape[0], visual)
+        return scaled_kernel.launches(x, linears, rows, scaled_kernel.plan(x, linears), new=new, work=work)
+
+    repeat((site, x.shape[0]), _present(x, x_scale, visual, *w, *w_scale, *bias, *y), choose)
+
+
+def with_epilogue(
+    site: str, x: Tensor, x_scale: Tensor, visual: Tensor | None, w: Sequence[Tensor], w_scale: Sequence[Tensor],
+    bias: Sequence[Tensor | None], y: Tensor, activation: str, dtype: torch.dtype, next_scale: Tensor | None,
+    next_visual: Tensor | None, next_bits: int, low_x: Tensor | None, low_w: Tensor | None,
+) -> None:
+    """Fill y."""
+
+    def choose(new: Any, work: Workspace) -> Iterable[Launch]:
+        m = x.shape[0]
+        codes = None if next_scale is None else row_scale(next_scale, m, next_visual)
+        low = None if low_x is None or low_w is None else (low_x, low_w)
+        epilogue = Epilogue(activation, dtype, codes, next_bits, low)
+        linears = [Linear(*parts, y) for parts in zip(w, w_scale, bias, strict=True)]
+        products = epilogue_kernel.plan(x, linears, dtype)
+        rows = row_scale(x_scale, m, visual)
+        return epilogue_kernel.launches(x, linears, rows, epilogue, products, new=new, work=work)
+
+    operands = _present(x, x_scale, visual, *w, *w_scale, *bias, y, next_scale, next_visual, low_x, low_w)
+    repeat((site, x.shape[0]), operands, choose)
+
+
+def _present(*tensors: Tensor | None) -> list[Tensor]:
+    return [t for t in tensors if t is not None]
+
+
+def kernels_of(
+    x: Any, linears: Sequence[Linear], rows: RowScale, epilogue: Epilogue | None, products: Callable[..., Any]
+) -> Iterator[Launch]:
+    """Every launch for the rows of SAMPLE, of ``Shape``s; ``products`` is the op's plan of x and linears."""
+    for m in SAMPLE:
+        given, some = x.of(m), [linear._replace(y=linear.y.of(m)) for linear in linears]  # type: ignore[attr-defined]
+        planned = products(given, some)
+        if epilogue is None:
+            yield from scaled_kernel.launches(given, some, rows, planned, new=_shape, work=_shapes)
+        else:
+            yield from epilogue_kernel.launches(given, some, rows, epilogue, planned, new=_shape, work=_shapes)
+
+
+def _shape(shape: tuple[Any, ...], dtype: torch.dtype, device: torch.device) -> Any:
+    return Shape(shape, dtype, device)
+
+
+def _shapes(device: torch.device, tiles: int, tile_elements: int, split: int, dtype: torch.dtype) -> tuple[Any, Any]:
+    parts = Shape((split * tiles * tile_elements,), dtype, device)
+    return parts, Shape((tiles,), torch.int32, device)

@@ -1,0 +1,53 @@
+"""Kernels that will be wanted, compiled while something else is being done.
+
+    ahead(launches)      compile the kernels of launches, of tensors or of ``Shape``s, each once
+    wait()               until all of them are
+
+Why:     which kernel a number of rows takes is known when it comes, and compiling one takes seconds.  Triton's passes and ptxas
+         run outside of Python's lock.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Hashable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+
+from mmqc.kernels.shared.launch import Launch
+
+_lock = threading.Lock()
+_known: set[Hashable] = set()
+_running: list[Future[None]] = []
+_pool: list[ThreadPoolExecutor] = []
+
+
+def ahead(launches: Iterable[Launch], device: torch.device) -> None:
+    """Begin to compile what was not asked for before."""
+    with _lock:
+        for launch in launches:
+            key = launch.specialisation()
+            if key not in _known:
+                _known.add(key)
+                _running.append(_workers().submit(_compile, launch, device))
+
+
+def wait() -> None:
+    """Until nothing is being compiled; an error comes again where the kernel is launched."""
+    with _lock:
+        running, _running[:] = list(_running), []
+    for one in running:
+        one.exception()
+
+
+def _workers() -> ThreadPoolExecutor:
+    if not _pool:
+        _pool.append(ThreadPoolExecutor(max_workers=min(16, os.cpu_count() or 1), thread_name_prefix="mmqc-compile"))
+    return _pool[0]
+
+
+def _compile(launch: Launch, device: torch.device) -> None:
+    with torch.cuda.device(device):
+        launch.compile()
