@@ -43,6 +43,7 @@ class Check:
     other: int = 0
 
 
+_prepared: set[tuple[Any, ...]] = set()
 _CHECK: ContextVar[Check | None] = ContextVar("check", default=None)  # the innermost of this thread
 
 
@@ -148,14 +149,34 @@ def _segments(
 ) -> Tensor | None:
     """By our kernel, for many rows on Hopper; None elsewhere."""
     same = ends_q.data_ptr() == ends_k.data_ptr() and ends_q.shape == ends_k.shape  # known without reading them
-    if not same or q.shape[2] < MANY or longest < LONG or _CHECK.get() is not None:
+    if not same or _CHECK.get() is not None:
         return None
+    if q.shape[2] < MANY or longest < LONG:
+        _prepare(q, k, v, ends_q, causal)
+        return None
+    kernel = _kernels()
+    return (
+        None
+        if kernel is None or kernel.why_not(q, k, v, ends_q)
+        else kernel.segment_attention(q, k, v, ends_q, scale, causal=causal)
+    )
+
+
+def _prepare(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, causal: bool) -> None:
+    """A larger image will not wait for the kernel."""
+    heads = q.device, q.dtype, q.shape[1], k.shape[1], q.shape[3], causal
+    if heads not in _prepared:
+        _prepared.add(heads)
+        kernel = _kernels()
+        if kernel is not None and kernel.why_not(q, k, v, ends) is None:
+            kernel.prepare(q, k, ends, causal=causal)
+
+
+def _kernels() -> Any:
+    """Our kernels for this; None where there are none."""
     from mmqc import kernels
 
-    if not kernels.install():
-        return None
-    kernel = importlib.import_module("mmqc.kernels.attention.segment_attention")
-    return None if kernel.why_not(q, k, v, ends_q) else kernel.segment_attention(q, k, v, ends_q, scale, causal=causal)
+    return importlib.import_module("mmqc.kernels.attention.segment_attention") if kernels.install() else None
 
 
 def _kernel(

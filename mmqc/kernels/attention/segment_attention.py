@@ -13,14 +13,17 @@ Source:  Shah et al., FlashAttention-3, arXiv:2407.08608, algorithm 2 (softmax o
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from mmqc.kernels.shared.compile_ahead import ahead
 from mmqc.kernels.shared.device_facts import CONSUMER_REGISTERS, has_warpgroup_products, multiprocessors
 from mmqc.kernels.shared.launch import Launch
+from mmqc.kernels.shared.repeated_launch import repeat
 
 HALF = (torch.float16, torch.bfloat16)
 LOG2_E = 1 / math.log(2)
@@ -102,5 +105,21 @@ def segment_attention(
     _, heads, rows, d = q.shape
     y = q.new_empty((1, rows, heads, d))
     if rows:
-        launch(q, k, v, ends, y, scale, causal=causal, config=config).run()
+        layout = *(t.shape for t in (q, k, ends)), *(t.stride() for t in (q, k, v))
+        key = "segment_attention", layout, q.dtype, ends.dtype, scale, causal, config
+        repeat(key, (q, k, v, ends, y), lambda new, work: [launch(q, k, v, ends, y, scale, causal=causal, config=config)])
     return y.transpose(1, 2)
+
+
+def prepare(q: Tensor, k: Tensor, ends: Tensor, *, causal: bool = False) -> None:
+    """Begin to compile the kernel for heads like these, which larger images will want."""
+    _prepare(q.shape[1], k.shape[1], q.shape[3], q.dtype, ends.dtype, causal, q.device)
+
+
+@functools.cache
+def _prepare(
+    heads: int, kv_heads: int, d: int, dtype: torch.dtype, of_ends: torch.dtype, causal: bool, device: torch.device
+) -> None:
+    q, k = (torch.empty((1, count, ROWS, d), dtype=dtype, device="meta") for count in (heads, kv_heads))
+    ends = torch.empty(2, dtype=of_ends, device="meta")
+    ahead([launch(q, k, k, ends, q, None, causal=causal)], device)

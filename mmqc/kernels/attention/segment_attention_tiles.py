@@ -261,7 +261,7 @@ def write(o, y_ptr, row, end, head, stride_y, START: gl.constexpr, D: gl.constex
     gl.store(y_ptr + at, o.to(y_ptr.dtype.element_ty), mask=(rows < end)[:, None] & (channels < D)[None, :])
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["segments", "T", "tiles", "items"])
 def segment_attention_kernel(
     q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, v_rest_desc, y_ptr, ends_ptr, segments, T, tiles, items, factor,
     stride_y, GROUP: gl.constexpr, D: gl.constexpr, MAIN: gl.constexpr, REST: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr,

@@ -50,4 +50,5 @@ def _workers() -> ThreadPoolExecutor:
 
 def _compile(launch: Launch, device: torch.device) -> None:
     with torch.cuda.device(device):
-        launch.compile()
+        compiled = launch.compile()
+        getattr(compiled, "run", None)  # which loads it

@@ -92,11 +92,11 @@ class Launch(NamedTuple):
         described = {name: self.described(name) for name in self.descriptors}
         return self.kernel[self.grid](**{**self.args, **described}, **self.constants, **self._options())
 
-    def compile(self) -> None:
-        """Without running it; its tensors may be ``Shape``s, which begin where wide loads may."""
+    def compile(self) -> Any:
+        """Triton's compiled kernel, without running it; its tensors may be ``Shape``s, which begin where wide loads may."""
         described = {name: self.described(name) for name in self.descriptors}
         args = {name: MockTensor(v.dtype) if isinstance(v, (Shape, Tensor)) else v for name, v in self.args.items()}
-        self.kernel.warmup(grid=self.grid, **{**args, **described}, **self.constants, **self._options())
+        return self.kernel.warmup(grid=self.grid, **{**args, **described}, **self.constants, **self._options())
 
     def described(self, name: str) -> Any:
         """The descriptor of an arg that TMA reads or writes."""
@@ -107,10 +107,17 @@ class Launch(NamedTuple):
         """What its kernel is compiled for, of tensors that begin where wide loads may."""
         options = getattr(self.kernel, "kwargs", {})  # the interpreter's
         any_size = getattr(self.kernel, "do_not_specialize", None) or options.get("do_not_specialize") or ()
-        sizes = {k: (v == 1, v % 16 == 0) if isinstance(v, int) else v.dtype for k, v in self.args.items() if k not in any_size}
+        sizes = {k: _kind(v) for k, v in self.args.items() if k not in any_size}
         chosen = repr((self.constants, self._options()))
         return self.kernel.__name__, chosen, *(tuple(sorted(d.items())) for d in (sizes, self.descriptors))
 
     def _options(self) -> dict[str, Any]:
         options: dict[str, Any] = {"num_warps": self.num_warps, "num_stages": self.num_stages}
         return options | ({"launch_pdl": True} if self.early else {})
+
+
+def _kind(arg: Any) -> Hashable:
+    """What a kernel is compiled for of an argument."""
+    if isinstance(arg, int):
+        return arg == 1, arg % 16 == 0
+    return "float" if isinstance(arg, float) else arg.dtype

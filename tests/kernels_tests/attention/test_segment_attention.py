@@ -38,6 +38,22 @@ def test_why_not__a_cpu_has_no_such_kernels():
         kernel.segment_attention(q, q, q, torch.tensor([0, 8]))
 
 
+def test_prepare__compiles_what_any_image_takes(monkeypatch):
+    """One kernel for every number of rows and of segments, asked for once."""
+    asked = []
+    monkeypatch.setattr(kernel, "ahead", lambda launches, device: asked.extend(launches))
+    kernel._prepare.cache_clear()
+    for rows in (400, 3600):
+        q = torch.zeros(1, 4, rows, 80, dtype=torch.bfloat16)
+        kernel.prepare(q, q[:, :2], torch.tensor([0, rows]))
+    kernel._prepare.cache_clear()
+    assert len(asked) == 1
+    for rows, segments in ((8192, 1), (8200, 2), (25_600, 16), (9001, 17)):
+        q, k = (torch.empty(1, heads, rows, 80, dtype=torch.bfloat16, device="meta") for heads in (4, 2))
+        ends = torch.empty(segments + 1, dtype=torch.int64, device="meta")
+        assert kernel.launch(q, k, k, ends, q.transpose(1, 2), None).specialisation() == asked[0].specialisation()
+
+
 def exact(q, k, v, ends, *, causal):
     """In float64."""
     k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
