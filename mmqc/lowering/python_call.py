@@ -25,15 +25,19 @@ def has_python() -> bool:
     return not (V.graph.aot_mode or V.graph.cpp_wrapper)
 
 
-def call(function: Callable[..., None], args: Sequence[Any], outputs: Sequence[TensorBox], runs: Any = None) -> None:
-    """Put it into the graph: it writes ``outputs``, which are among its args."""
-    _PythonCall(function, args, outputs, runs)
+def call(
+    function: Callable[..., None], args: Sequence[Any], outputs: Sequence[TensorBox], runs: Any = None, once: str | None = None
+) -> None:
+    """Put it into the graph: it writes ``outputs``, which are among its args.  ``once``: a line for when the code is loaded."""
+    _PythonCall(function, args, outputs, runs, once)
 
 
 class _PythonCall(ExternKernel):
     """The call, as an operation that changes its outputs."""
 
-    def __init__(self, function: Callable[..., None], args: Sequence[Any], outputs: Sequence[TensorBox], runs: Any) -> None:
+    def __init__(
+        self, function: Callable[..., None], args: Sequence[Any], outputs: Sequence[TensorBox], runs: Any, once: str | None
+    ) -> None:
         inputs: list[IRNode] = []
 
         def realized(arg: Any) -> Any:
@@ -45,7 +49,7 @@ class _PythonCall(ExternKernel):
             inputs.append(value)
             return value
 
-        self.args, self.function, self.runs = realized(args), function, runs
+        self.args, self.function, self.runs, self.once = realized(args), function, runs, once
         self.device: Any = inputs[0].get_device()
         super().__init__(None, NoneLayout(device=self.device), inputs)
         self.mutation_outputs = [MutationOutput(NoneLayout(device=self.device), box, self) for box in outputs]
@@ -55,6 +59,8 @@ class _PythonCall(ExternKernel):
         """The line, under its condition."""
         module = self.function.__module__.rpartition(".")
         wrapper.add_import_once(f"from {module[0]} import {module[2]} as mmqc_{module[2]}")
+        if self.once is not None:
+            wrapper.add_import_once(self.once)
         with indented(wrapper, self.runs):
             wrapper.writeline(f"mmqc_{module[2]}.{self.function.__name__}({', '.join(map(_written, self.args))})")
 

@@ -1,15 +1,15 @@
 """Linears of a number of rows that is known when they run: what the ops would launch, without the way through PyTorch's dispatcher.
 
     scaled, with_epilogue     called by generated code for any number of rows, where there are many (lowering/by_rows.py)
-    kernels_of                the launches that may come, for compile_ahead.py
+    expect                    called where that code is loaded: the kernels that may come are compiled, or loaded, meanwhile
 
 The choice is the eager one (``plan``), so a compiled graph gives what the ops give, to the bit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from mmqc.kernels.matmul import scaled_matmul as scaled_kernel
 from mmqc.kernels.matmul import scaled_matmul_epilogue as epilogue_kernel
 from mmqc.kernels.matmul.epilogue_tiles import Epilogue
 from mmqc.kernels.matmul.linears import Linear
+from mmqc.kernels.shared import compile_ahead
 from mmqc.kernels.shared.device_facts import WARPGROUP_ROWS
 from mmqc.kernels.shared.launch import Launch, Shape
 from mmqc.kernels.shared.repeated_launch import repeat
@@ -68,17 +69,59 @@ def _present(*tensors: Tensor | None) -> list[Tensor]:
     return [t for t in tensors if t is not None]
 
 
+class Part(NamedTuple):
+    """A linear of a call, as far as its kernels depend on it: w [N, stored], and the dtypes of w, bias and y."""
+
+    n: int
+    stored: int
+    w: torch.dtype
+    bias: torch.dtype | None
+    y: torch.dtype
+
+
+class After(NamedTuple):
+    """An epilogue, likewise; ``codes``: the kind of scale of the codes that it ends in."""
+
+    activation: str
+    dtype: torch.dtype
+    codes: int | None
+    bits: int
+
+
+def expect(device: int, x: tuple[torch.dtype, int], scale: int, parts: Sequence[Part], after: After | None = None) -> None:
+    """Begin to compile what calls with x [*, K] of a dtype, with a kind of scale, may launch."""
+    known = device, x, scale, tuple(parts), after
+    if known not in _expected:
+        _expected.add(known)
+        on = torch.device("cuda", device)
+        compile_ahead.ahead(kernels_of(on, x, scale, parts, after), on)
+
+
+_expected: set[tuple[Any, ...]] = set()
+
+
 def kernels_of(
-    x: Any, linears: Sequence[Linear], rows: RowScale, epilogue: Epilogue | None, products: Callable[..., Any]
+    device: torch.device, x: tuple[torch.dtype, int], scale: int, parts: Sequence[Part], after: After | None
 ) -> Iterator[Launch]:
-    """Every launch for the rows of SAMPLE, of ``Shape``s; ``products`` is the op's plan of x and linears."""
+    """Every launch for the rows of SAMPLE, of ``Shape``s."""
+    (dtype, k), of = x, Shape((2,), torch.float32, device)
+    scales: Any = RowScale(scale, of, of)  # type: ignore[arg-type]
+    codes = None if after is None or after.codes is None else scales._replace(kind=after.codes)
+    epilogue = None if after is None else Epilogue(after.activation, after.dtype, codes, after.bits)
     for m in SAMPLE:
-        given, some = x.of(m), [linear._replace(y=linear.y.of(m)) for linear in linears]  # type: ignore[attr-defined]
-        planned = products(given, some)
+        given: Any = Shape((m, k), dtype, device)
+        some = [_linear(part, m, device) for part in parts]
         if epilogue is None:
-            yield from scaled_kernel.launches(given, some, rows, planned, new=_shape, work=_shapes)
+            yield from scaled_kernel.launches(given, some, scales, scaled_kernel.plan(given, some), new=_shape, work=_shapes)
         else:
-            yield from epilogue_kernel.launches(given, some, rows, epilogue, planned, new=_shape, work=_shapes)
+            products = epilogue_kernel.plan(given, some, epilogue.dtype)
+            yield from epilogue_kernel.launches(given, some, scales, epilogue, products, new=_shape, work=_shapes)
+
+
+def _linear(part: Part, m: int, device: torch.device) -> Any:
+    bias = None if part.bias is None else Shape((part.n,), part.bias, device)
+    w, scale = Shape((part.n, part.stored), part.w, device), Shape((part.n,), torch.float32, device)
+    return Linear(w, scale, bias, Shape((m, part.n), part.y, device))  # type: ignore[arg-type]
 
 
 def _shape(shape: tuple[Any, ...], dtype: torch.dtype, device: torch.device) -> Any:

@@ -25,21 +25,29 @@ _pool: list[ThreadPoolExecutor] = []
 
 
 def ahead(launches: Iterable[Launch], device: torch.device) -> None:
-    """Begin to compile what was not asked for before."""
+    """Begin to compile what was not asked for before; the launches are made by a worker, too."""
     with _lock:
-        for launch in launches:
-            key = launch.specialisation()
-            if key not in _known:
-                _known.add(key)
-                _running.append(_workers().submit(_compile, launch, device))
+        _running.append(_workers().submit(_find, launches, device))
 
 
 def wait() -> None:
     """Until nothing is being compiled; an error comes again where the kernel is launched."""
-    with _lock:
-        running, _running[:] = list(_running), []
-    for one in running:
-        one.exception()
+    while True:
+        with _lock:
+            running, _running[:] = list(_running), []
+        if not running:
+            return
+        for one in running:
+            one.exception()
+
+
+def _find(launches: Iterable[Launch], device: torch.device) -> None:
+    for launch in launches:
+        key = launch.specialisation()
+        with _lock:
+            if key not in _known:
+                _known.add(key)
+                _running.append(_workers().submit(_compile, launch, device))
 
 
 def _workers() -> ThreadPoolExecutor:
