@@ -58,12 +58,6 @@ class Grid:
         """With steps ``factor`` [..., 1] times as long: the ends are clipped, zero stays where it is."""
         return replace(self, scale=positive(self.scale * factor.float()))
 
-    def where(self, rows: Tensor, other: Grid) -> Grid:
-        """This grid in the rows [N] that are marked, ``other`` in the rest."""
-        mark = rows[:, None, None]
-        zero = None if self.zero is None or other.zero is None else torch.where(mark, self.zero, other.zero)
-        return replace(self, scale=torch.where(mark, self.scale, other.scale), zero=zero)
-
     def clipped(self, unit: Tensor, p: float) -> Tensor:
         """Weights in units of the step -> their nearest values on a grid of steps p, in the same units."""
         if self.zero is None:

@@ -255,15 +255,3 @@ def test_best__each_row_has_the_codes_of_the_sweep_that_loses_least(route, group
     assert len(best.unique()) > 1
     assert torch.equal(q.codes, torch.stack([each[i][1].codes[n] for n, i in enumerate(best.tolist())]))
     assert torch.equal(q.scale, torch.stack([each[i][1].scale[n] for n, i in enumerate(best.tolist())]))
-
-
-def test_best__loss_of_a_sweep_is_the_damped_output_error():
-    w, h = problem(7, 50, seed=14)
-    order = torch.arange(50)
-    u, _, _ = gptq.factored_(h.clone(), order, 0.01, "weight")
-    sweep = gptq._Sweep(w, IN_ORDER, 0.7)
-    sweep.fit(torch.ones_like(w[0]))
-    codes, lost = sweep.run(w.T.contiguous(), order, u, 16)
-    d = sweep.grid.values(codes.T.double()[:, None])[:, 0] - w
-    damped = h + 0.01 * h.diagonal().mean() * torch.eye(50, dtype=h.dtype)
-    assert_close(lost, ((d @ damped) * d).sum(1), torch.float64)
