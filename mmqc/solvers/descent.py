@@ -15,6 +15,7 @@ Exact:   a block is one Gauss-Seidel pass over its channels, each rounded to its
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -41,9 +42,9 @@ def descend(w: Tensor, h: Tensor, codes: Tensor, grid: Grid, group_size: int, ro
         rounds: over all groups.
     """
     state = _State(w, h, codes, grid, group_size or len(h))
-    for _ in range(rounds):
+    for left in reversed(range(rounds)):
         for group in range(grid.scale.shape[1]):
-            state.improve(group)
+            state.improve(group, last=not left)
     return state.codes.T, replace(grid, scale=state.scale.T[..., None].float().contiguous())
 
 
@@ -56,6 +57,8 @@ class _State:
         self.zero = None if grid.zero is None else grid.zero[..., 0].T.to(w.dtype).contiguous()
         self.values = torch.cat([self.centred(g) * self.scale[g] for g in range(len(self.scale))])
         self.gradient = h @ (self.values - w.T)
+        starts = [start for group in range(len(self.scale)) for start in self.starts(group)]
+        self.factors = dict(zip(starts, _factors(h, starts, min(BLOCK, size)), strict=True))
 
     def span(self, group: int) -> slice:
         """The channels of a group."""
@@ -66,23 +69,30 @@ class _State:
         codes = self.codes[self.span(group)].to(self.scale.dtype)
         return codes if self.zero is None else codes - self.zero[group]
 
-    def improve(self, group: int) -> None:
-        """The codes of a group, block by block, then its scales, then what the other groups see of it."""
+    def starts(self, group: int) -> range:
+        """Where the blocks of a group start."""
+        return range(self.span(group).start, self.span(group).stop, BLOCK)
+
+    def improve(self, group: int, last: bool) -> None:
+        """The codes of a group, block by block, then its scales, then what the other groups see of it.
+
+        In the ``last`` round the groups in front of it see nothing of it any more.
+        """
         at = self.span(group)
-        before = self.values[at].clone()
-        for start in range(at.start, at.stop, BLOCK):
+        others = [part for part in (slice(0, 0 if last else at.start), slice(at.stop, len(self.h))) if part.start < part.stop]
+        before = self.values[at].clone() if others else None
+        for start in self.starts(group):
             self.recode(group, at, slice(start, min(start + BLOCK, at.stop)))
         self.rescale(group, at)
-        change = self.values[at] - before
-        for rest in (slice(0, at.start), slice(at.stop, len(self.h))):
-            self.gradient[rest].addmm_(self.h[rest, at], change)
+        if before is not None:
+            change = self.values[at] - before
+            for rest in others:
+                self.gradient[rest].addmm_(self.h[rest, at], change)
 
     def recode(self, group: int, at: slice, block: slice) -> None:
         """One pass over the channels of a block; the gradient follows within the group ``at``."""
-        square = self.h[block, block].double()
-        inverse = torch.linalg.solve_triangular(square.tril(), torch.eye(len(square)).to(square), upper=False)
-        x = self.values[block] - inverse.to(self.h) @ self.gradient[block]
-        u = (inverse * square.diagonal()).T.to(self.h).contiguous()
+        inverse, u = (factor[: block.stop - block.start, : block.stop - block.start] for factor in self.factors[block.start])
+        x = self.values[block] - inverse @ self.gradient[block]
         scale, zero = (None if t is None else t[group].expand(len(x), -1) for t in (self.scale, self.zero))
         codes, _ = torch.ops.mmqc.gptq_block(x, u, scale, zero, self.bits)
         values = (codes.to(x) if zero is None else codes.to(x) - zero) * scale
@@ -100,3 +110,15 @@ class _State:
         self.scale[group] += step
         self.values[at] = c * self.scale[group]
         self.gradient[at].addcmul_(along, step)
+
+
+def _factors(h: Tensor, starts: list[int], size: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """(T⁻¹, U) [size, size] of the block at each of ``starts``, which may reach over the end of its group, or of H."""
+    channels = torch.tensor(starts, device=h.device)[:, None] + torch.arange(size, device=h.device)
+    squares = h[channels.clamp(max=len(h) - 1)[:, :, None], channels.clamp(max=len(h) - 1)[:, None]].double()
+    beyond = channels >= len(h)  # the same channel again, which would be singular
+    squares = torch.where(beyond[:, :, None] | beyond[:, None], torch.eye(size).to(squares), squares)
+    eye = torch.eye(size).to(squares).expand_as(squares)
+    inverses = torch.linalg.solve_triangular(squares.tril(), eye, upper=False)
+    u = (inverses * squares.diagonal(dim1=1, dim2=2)[:, None]).mT.to(h.dtype).contiguous()
+    return zip(inverses.to(h.dtype), u, strict=True)
