@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 
 from mmqc.calibration import joined
 from mmqc.calibration.blocks import Layout, Outside, Segment
-from mmqc.calibration.calibrate import InputStatistics, Observer, Watch, by_modality, weighted
+from mmqc.calibration.calibrate import InputStatistics, Observer, Watch, weighted_rows
 from mmqc.calibration.measure import Loss, Meter
 from mmqc.calibration.observe import Call, observe
 from mmqc.calibration.residency import Residency
@@ -273,8 +273,7 @@ class Sequential:
             result = _result(feed.call(self.model, number, batch, weights))
             error = result.float() - self.store.get(wanted[batch], self.residency.device).float()
             with feed.during(batch):
-                parts = by_modality(error, language, self.context)
-            rows = weighted(parts, row_weights, error.reshape(-1, error.shape[-1]))
+                rows = weighted_rows(error, language, self.context, row_weights)
             return torch.stack([weight * part.square().sum() for weight, part in rows]).sum()
 
         built = self.worker.learn(inside, feed.segment.blocks[number].name, loss, feed.batches)

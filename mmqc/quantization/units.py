@@ -222,14 +222,12 @@ class UnitWorker:
                 self.solved[fqn].result.to(weight.device),
                 self.targets[fqn].scheme.weight.bits,
                 None if kept is None else (kept, weight[:, kept].float()),
+                weight.dtype,
             )
             starts[fqn.removeprefix(f"{block}.")] = start
 
-        def cast(batch: int, weights: Mapping[str, Tensor]) -> Tensor:
-            return loss(batch, {name: w.to(parameters[f"{block}.{name}"].dtype) for name, w in weights.items()})
-
         steps = max(self.targets[fqn].scheme.weight.steps for fqn in wanted)
-        found, before, after = learn(starts, cast, batches, steps)
+        found, before, after = learn(starts, loss, batches, steps)
         seconds = (time.perf_counter() - began) / len(wanted)
         for name, solved in found.items():
             fqn, note = f"{block}.{name}", f"the block's error x {after / before if before else 1:.3f} {LEARNED}"

@@ -1,5 +1,7 @@
 """Learned rounding: gradients reach codes and scales, what is kept is never worse, and a block's own output decides."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from tolerance import assert_close
@@ -68,6 +70,22 @@ def test_learn__never_ends_worse_than_it_began(steps, monkeypatch):
     assert all(found[name] is begun[name].solved for name in begun)
 
 
+def test_learn__the_start_is_kept_where_what_was_looked_at_says_nothing_of_the_rest(monkeypatch):
+    monkeypatch.setattr(learning, "LOOKED_AT", 1)
+    begun = starts(4)
+    moved = {name: s.weight() for name, s in begun.items()}
+
+    def only_the_first(batch, weights):
+        away = sum((weights[name] - moved[name]).detach().abs().sum() for name in weights)
+        return loss(0, weights) * (batch == 0) + 1e6 * away * (batch > 0)
+
+    found, before, after = learn(begun, only_the_first, range(3), 20)
+    assert after == before
+    assert all(found[name] is begun[name].solved for name in begun)
+    found, before, after = learn(begun, only_the_first, range(1), 20)
+    assert after < before
+
+
 def test_learn__twice_is_the_same():
     one, two = (learn(starts(), loss, range(3), 10)[0] for _ in range(2))
     assert all(torch.equal(one[name].codes, two[name].codes) and torch.equal(one[name].scale, two[name].scale) for name in one)
@@ -77,23 +95,35 @@ def test_rounding__begins_as_the_weight_that_was_solved():
     for symmetric in (True, False):
         start = starts(3, symmetric)["up"]
         rounding = Rounding(start)
-        assert torch.equal(rounding.weight().detach(), start.solved.dequantize())
+        assert torch.equal(rounding.weight(), start.solved.dequantize())
         assert torch.equal(rounding.solved().codes, start.solved.codes)
 
 
-def test_rounding__gradients_are_those_of_what_is_rounded():
-    rounding = Rounding(starts()["up"])
-    wanted = torch.randn(UP.shape, generator=G)
-    rounding.weight().backward(wanted)
-    solved = rounding.start.solved
-    assert_close(rounding.offset.grad, wanted * solved.by_channel(solved.scale))
-    by_group = (wanted * solved.dequantize()).unflatten(1, (-1, 4)).sum(-1)
-    assert_close(rounding.stretch.grad, by_group)
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("group", [4, 5])
+def test_rounding__gradients_are_those_of_what_is_rounded(symmetric, group):
+    columns, values = torch.tensor([2, 7]), torch.randn(16, 2, generator=G)
+    rounding = Rounding(replace(starts(2, symmetric, group)["up"], kept=(columns, values)))
+    with torch.no_grad():
+        rounding.offset.normal_(std=1.5, generator=G)
+        rounding.stretch.normal_(std=0.1, generator=G)
+    solved, wanted = rounding.start.solved, torch.randn(UP.shape, generator=G)
+    offset = rounding.offset.detach().flatten(1)[:, :12].clone().requires_grad_()
+    stretch = rounding.stretch.detach()[..., 0].clone().requires_grad_()
+    wide = (solved.codes + offset).clamp(-2.5, 1.5)
+    codes = wide + (wide.round().clamp(-2, 1) - wide).detach() - (0 if solved.zero is None else solved.by_channel(solved.zero))
+    weight = (codes * solved.by_channel(solved.scale * stretch.exp())).index_copy(1, columns, values)
+    weight.backward(wanted)
+    rounding.take(wanted)
+    assert_close(rounding.weight(), weight.detach())
+    assert_close(rounding.offset.grad.flatten(1)[:, :12], offset.grad)
+    assert_close(rounding.stretch.grad[..., 0], stretch.grad)
+    assert (rounding.offset.grad.flatten(1)[:, :12] == 0).any(1).all()
 
 
 def test_rounding__columns_that_are_kept_stay():
     columns, values = torch.tensor([2, 5]), torch.randn(16, 2, generator=G)
     start = starts()["up"]
-    weight = Rounding(Start(start.solved, 2, (columns, values))).weight()
-    assert torch.equal(weight[:, columns].detach(), values)
-    assert torch.equal(weight[:, :2].detach(), start.solved.dequantize()[:, :2])
+    weight = Rounding(Start(start.solved, 2, (columns, values), torch.bfloat16)).weight()
+    assert torch.equal(weight[:, columns], values.bfloat16())
+    assert torch.equal(weight[:, :2], start.solved.dequantize()[:, :2].bfloat16())
