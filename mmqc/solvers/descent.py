@@ -23,6 +23,7 @@ from torch import Tensor
 
 import mmqc.ops  # noqa: F401  (defines torch.ops.mmqc)
 from mmqc.solvers.grid import Grid
+from mmqc.solvers.sweep import PANEL, PANELS
 
 BLOCK = 128
 FARTHEST = (
@@ -43,13 +44,16 @@ def descend(w: Tensor, h: Tensor, codes: Tensor, grid: Grid, group_size: int, ro
     """
     state = _State(w, h, codes, grid, group_size or len(h))
     for left in reversed(range(rounds)):
-        for group in range(grid.scale.shape[1]):
-            state.improve(group, last=not left)
+        state.improve(slice(0, len(h)), 0, last=not left)
     return state.codes.T, replace(grid, scale=state.scale.T[..., None].float().contiguous())
 
 
 class _State:
-    """Everything transposed, a channel a row: codes, values and gradient [K, N], scales and zero points [G, N]."""
+    """Everything transposed, a channel a row: codes, values and gradient [K, N], scales and zero points [G, N].
+
+    Channels are nested spans: all, panels or groups, whichever are larger, the other ones, blocks.  What a span has changed reaches
+    the rest of the span around it in one product.
+    """
 
     def __init__(self, w: Tensor, h: Tensor, codes: Tensor, grid: Grid, size: int) -> None:
         self.h, self.bits, self.size, self.codes = h, grid.bits, size, codes.T.contiguous()
@@ -57,7 +61,10 @@ class _State:
         self.zero = None if grid.zero is None else grid.zero[..., 0].T.to(w.dtype).contiguous()
         self.values = torch.cat([self.centred(g) * self.scale[g] for g in range(len(self.scale))])
         self.gradient = h @ (self.values - w.T)
-        starts = [start for group in range(len(self.scale)) for start in self.starts(group)]
+        panel = PANELS.get(h.device.type, PANEL) // min(size, BLOCK) * min(size, BLOCK)
+        panel = panel // size * size if panel > size else panel  # whole groups, or a part of one
+        self.widths = sorted({size, *({panel} if panel else ()), min(size, BLOCK)}, reverse=True)
+        starts = [start for g in range(len(self.scale)) for start in range(self.span(g).start, self.span(g).stop, BLOCK)]
         self.factors = dict(zip(starts, _factors(h, starts, min(BLOCK, size)), strict=True))
 
     def span(self, group: int) -> slice:
@@ -69,34 +76,37 @@ class _State:
         codes = self.codes[self.span(group)].to(self.scale.dtype)
         return codes if self.zero is None else codes - self.zero[group]
 
-    def starts(self, group: int) -> range:
-        """Where the blocks of a group start."""
-        return range(self.span(group).start, self.span(group).stop, BLOCK)
+    def improve(self, at: slice, level: int, last: bool) -> None:
+        """The codes and scales of a span, from one of the spans in it to the next; the gradient follows within it.
 
-    def improve(self, group: int, last: bool) -> None:
-        """The codes of a group, block by block, then its scales, then what the other groups see of it.
-
-        In the ``last`` round the groups in front of it see nothing of it any more.
+        In the ``last`` round the groups in front see nothing of it any more.
         """
-        at = self.span(group)
-        others = [part for part in (slice(0, 0 if last else at.start), slice(at.stop, len(self.h))) if part.start < part.stop]
-        before = self.values[at].clone() if others else None
-        for start in self.starts(group):
-            self.recode(group, at, slice(start, min(start + BLOCK, at.stop)))
-        self.rescale(group, at)
-        if before is not None:
-            change = self.values[at] - before
-            for rest in others:
-                self.gradient[rest].addmm_(self.h[rest, at], change)
+        if level == len(self.widths):
+            self.recode(at)
+            return
+        width = self.widths[level]
+        for start in range(at.start, at.stop, width):
+            part = slice(start, min(start + width, at.stop))
+            front = slice(at.start, at.start if last and width >= self.size else start)
+            rest = [other for other in (front, slice(part.stop, at.stop)) if other.start < other.stop]
+            before = self.values[part].clone() if rest else None
+            self.improve(part, level + 1, last)
+            if width == self.size:
+                self.rescale(start // width, part)
+            if before is not None:
+                change = self.values[part] - before
+                for other in rest:
+                    self.gradient[other].addmm_(self.h[other, part], change)
 
-    def recode(self, group: int, at: slice, block: slice) -> None:
-        """One pass over the channels of a block; the gradient follows within the group ``at``."""
-        inverse, u = (factor[: block.stop - block.start, : block.stop - block.start] for factor in self.factors[block.start])
+    def recode(self, block: slice) -> None:
+        """One pass over the channels of a block."""
+        group, size = block.start // self.size, block.stop - block.start
+        inverse, u = (factor[:size, :size] for factor in self.factors[block.start])
         x = self.values[block] - inverse @ self.gradient[block]
-        scale, zero = (None if t is None else t[group].expand(len(x), -1) for t in (self.scale, self.zero))
+        scale, zero = (None if t is None else t[group].expand(size, -1) for t in (self.scale, self.zero))
         codes, _ = torch.ops.mmqc.gptq_block(x, u, scale, zero, self.bits)
         values = (codes.to(x) if zero is None else codes.to(x) - zero) * scale
-        self.gradient[at].addmm_(self.h[at, block], values - self.values[block])
+        self.gradient[block].addmm_(self.h[block, block], values - self.values[block])
         self.codes[block], self.values[block] = codes, values
 
     def rescale(self, group: int, at: slice) -> None:

@@ -4,6 +4,7 @@
 
 Shapes:  W [N, K]    C clips    w, q [K, C, N] in the order of the sweep    s, z [G, C, N]    loss [C, N]
 Why:     Channels wait for each other, rows do not: C sweeps of N rows take as many steps as one sweep of C N rows.
+Order:   on an accelerator a block's errors reach the channels of its panel at once, those behind it with the whole panel's.
 Memory:  w, q and what is picked of them: at most ``STACK`` bytes of w at a time, in parts of the rows.
 """
 
@@ -17,10 +18,11 @@ from torch import Tensor
 import mmqc.ops  # noqa: F401  (defines torch.ops.mmqc)
 from mmqc.config import Clip, WeightSpec
 from mmqc.solvers import mse_clip
-from mmqc.solvers.clip import best_clip
 from mmqc.solvers.grid import Grid, grouped
 
 STACK = 1 << 30
+PANELS = {"cpu": 0}  # channels between two updates of all the rest; accelerators' products of 128 are bound by their memory
+PANEL = 512
 
 
 def sweep(
@@ -47,14 +49,10 @@ def sweep(
 
 def clipped(groups: Tensor, cost: Tensor, clip: Clip | float, bits: int, symmetric: bool = True) -> Grid:
     """The grid of each group of [N, G, g] whose channels cost [G, g]; a number: that part of the widest one."""
-    if clip == "weights":
-        return mse_clip.clipped(groups, bits, symmetric)
+    if clip in ("weights", "inputs"):
+        return mse_clip.clipped(groups, bits, symmetric, cost if clip == "inputs" else None)
     widest = Grid.of(groups, bits, symmetric)
-    if isinstance(clip, float):
-        return widest.shrunk(torch.full_like(widest.scale, clip))
-    if clip == "none":
-        return widest
-    return best_clip(groups, widest, mse_clip.SHRINKS, lambda e: e.abs_().pow_(mse_clip.NORM).mul_(cost).sum(-1))
+    return widest.shrunk(torch.full_like(widest.scale, clip)) if isinstance(clip, float) else widest
 
 
 class Sweeps:
@@ -86,17 +84,24 @@ class Sweeps:
         wide, codes, loss = w.flatten(1), self.codes.flatten(1), self.loss.view(-1)
         groups = self.order // self.size if self.size else torch.zeros_like(self.order)
         block = self.size if self.dynamic else block  # all errors in front of a group must have reached it whole
-        for start in range(0, len(w), block):
-            stop = min(start + block, len(w))
-            if self.dynamic:
-                self.refit(start // self.size, w[start:stop])
-            rows = u[start:stop, start:].to(w.dtype)  # in float32 the whole of U would be half as large as H again
-            scale, zero = (None if part is None else self.of(part, groups[start:stop]) for part in (self.scale, self.zero))
-            codes[start:stop], errors = torch.ops.mmqc.gptq_block(
-                wide[start:stop], rows[:, : stop - start], scale, zero, self.spec.bits
-            )
-            wide[stop:].addmm_(rows[:, stop - start :].T, errors, alpha=-1)
-            loss += errors.square().sum(0)
+        panel = block * max(1, PANELS.get(w.device.type, PANEL) // block)
+        for first in range(0, len(w), panel):
+            last, errors = min(first + panel, len(w)), []
+            rows = u[first:last, first:].to(w.dtype)  # in float32 the whole of U would be half as large as H again
+            for start in range(first, last, block):
+                stop = min(start + block, last)
+                if self.dynamic:
+                    self.refit(start // self.size, w[start:stop])
+                scale, zero = (None if part is None else self.of(part, groups[start:stop]) for part in (self.scale, self.zero))
+                own = rows[start - first : stop - first, start - first : last - first]
+                codes[start:stop], found = torch.ops.mmqc.gptq_block(
+                    wide[start:stop], own[:, : stop - start], scale, zero, self.spec.bits
+                )
+                wide[stop:last].addmm_(own[:, stop - start :].T, found, alpha=-1)
+                errors.append(found)
+            lost = errors[0] if len(errors) == 1 else torch.cat(errors)
+            wide[last:].addmm_(rows[:, last - first :].T, lost, alpha=-1)
+            loss += lost.square().sum(0)
         return self
 
     def of(self, part: Tensor, groups: Tensor) -> Tensor:
