@@ -19,11 +19,12 @@ from torch import Tensor
 
 from mmqc.config import WeightSpec
 from mmqc.solvers import rtn
-from mmqc.solvers.grid import grouped, widest
+from mmqc.solvers.grid import Grid, grouped
 from mmqc.solvers.quantized import checked
 from mmqc.solvers.second_moment import check_hessian
 
 CHUNK = 1 << 24  # elements of a weight that are rounded at a time: what is in flight beside H
+PANEL = 1024  # channels of H that are multiplied at a time
 GRID = 20
 LEAST = 1e-4
 
@@ -115,12 +116,20 @@ def candidates(x: Tensor, w: Tensor | None, grid: int) -> Iterator[tuple[float, 
 
 
 def reader_loss(reader: Reader, scale: Tensor) -> float:
-    """tr(D H Dᵀ): the squared error of a reader's output if its weight is rounded behind the factors ``scale`` [n]."""
+    """tr(D H Dᵀ): the squared error of a reader's output if its weight is rounded behind the factors ``scale`` [n].
+
+    H is symmetric: of its products with D those above the diagonal blocks count twice, and those below are not made.
+    """
     total = torch.zeros((), dtype=torch.float64, device=reader.weight.device)
     for w in reader.weight.detach().split(max(1, CHUNK // reader.weight.shape[1])):
         rounded = rounded_behind(replace(reader, weight=w), scale)
-        d = rounded - w.to(rounded)
-        total += ((d @ reader.hessian.to(d)) * d).sum(dtype=torch.float64)
+        d = rounded.sub_(w)
+        h, out = reader.hessian.to(d), torch.zeros_like(d)
+        for start in range(0, len(h), PANEL):
+            at, behind = slice(start, start + PANEL), slice(start + PANEL, None)
+            out[:, at].addmm_(d[:, at], h[at, at])
+            out[:, behind].addmm_(d[:, at], h[at, behind], alpha=2)
+        total += out.mul_(d).sum(dtype=torch.float64)
     return float(total)
 
 
@@ -134,8 +143,12 @@ def rounded_behind(reader: Reader, scale: Tensor) -> Tensor:
     w = w if w.dtype == torch.float64 else w.float()
     channel = reader.channel.to(w.device)
     s = torch.where(channel >= 0, scale[channel.clamp(min=0)], 1.0).to(w)
-    nearest = rtn.solve if reader.spec.bits == 2 and reader.spec.symmetric else widest
-    return nearest(checked(w * s, reader.name), reader.spec).dequantize().to(w) / s
+    scaled = checked(w * s, reader.name)
+    if reader.spec.bits == 2 and reader.spec.symmetric:
+        return rtn.solve(scaled, reader.spec).dequantize().to(w) / s
+    groups = grouped(scaled, reader.spec.group_size)
+    grid = Grid.of(groups, reader.spec.bits, reader.spec.symmetric)
+    return grid.values(grid.codes(groups).float()).flatten(1)[:, : w.shape[1]].to(w) / s
 
 
 def _relative(weight: Tensor, spec: WeightSpec) -> Tensor:

@@ -73,7 +73,9 @@ def test_alpha__is_the_references(spec: str, duo: bool, seed: int) -> None:
     assert_close((found.scale.max() * found.scale.min())[None], torch.ones(1, dtype=torch.float64))
 
 
-def test_loss__is_the_squared_error_of_the_output() -> None:
+@pytest.mark.parametrize("panel", [13, 1024])
+def test_loss__is_the_squared_error_of_the_output(panel: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(awq, "PANEL", panel)
     x, w, spec = inputs(32, 3), weight(9, 32, 4), SPECS["W3 g16"]
     s = torch.rand(32, dtype=torch.float64) + 0.5
     want = ((x / s) @ rounded(w * s, spec).T - x @ w.T).square().sum()
