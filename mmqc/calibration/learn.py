@@ -15,17 +15,26 @@ Source:  AutoRound's learned rounding and ranges (Cheng et al., arXiv:2309.05516
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import copy_context
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mmqc.solvers.grid import grouped
 from mmqc.solvers.quantized import Quantized, levels
 
 BATCHES = 8  # of a step
+THREADS = 2  # that run batches of a step on an accelerator
 LOOKS, LOOKED_AT = 8, 32  # how often the loss is measured, of how many batches
+T = TypeVar("T")
+BatchLoss = Callable[[int], Tensor]
+Held = Callable[[Mapping[str, Tensor]], AbstractContextManager[None]]
 OFFSET_RATE, STRETCH_RATE = 1e-2, 2e-3  # Adam's, falling to zero
 
 
@@ -107,14 +116,30 @@ class Rounding:
         return replace(solved, codes=codes.contiguous(), scale=self.step().reshape(solved.scale.shape))
 
 
+@contextmanager
+def holding(module: nn.Module, weights: Mapping[str, Tensor]) -> Iterator[None]:
+    """A module whose parameters are ``weights``, by their names within it, for the length of a ``with`` block; tied ones too."""
+    places = [(owner, name, p) for owner in module.modules() for name, p in owner._parameters.items()]
+    given = {id(module.get_parameter(name)): weight for name, weight in weights.items()}
+    try:
+        for owner, name, p in places:
+            if id(p) in given:
+                owner._parameters[name] = given[id(p)]  # pyright: ignore[reportArgumentType]
+        yield
+    finally:
+        for owner, name, p in places:
+            owner._parameters[name] = p
+
+
 def learn(
-    starts: Mapping[str, Start], loss: Callable[[int, Mapping[str, Tensor]], Tensor], batches: Sequence[int], steps: int
+    starts: Mapping[str, Start], held: Held, loss: BatchLoss, batches: Sequence[int], steps: int
 ) -> tuple[dict[str, Quantized], float, float]:
     """The weights, the loss that they started with, and the one that they ended with.
 
     Args:
         starts: by a name of each weight.
-        loss: of (number of a batch, weights by these names in their dtypes), differentiable; summed over batches.
+        held: of weights by these names, each in its dtype: in its ``with`` block ``loss`` is theirs.
+        loss: of the batch of a number, differentiable; summed over batches.  Threads call it.
         batches: their numbers.
         steps: of gradient descent; 0 changes nothing.
     """
@@ -123,40 +148,74 @@ def learn(
     rates = [{"params": offsets, "lr": OFFSET_RATE}, {"params": stretches, "lr": STRETCH_RATE}]
     optimizer = torch.optim.Adam(rates, fused=offsets[0].is_cuda or None)
     slower = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, max(steps, 1))
-    best, first = None, _total({name: start.weight() for name, start in starts.items()}, loss, batches)
+    best, first = None, _total({name: start.weight() for name, start in starts.items()}, held, loss, batches)
     least, watched = torch.inf, list(batches)[:: max(1, -(-len(batches) // LOOKED_AT))]
     draw, every = random.Random(0), max(1, steps // LOOKS)
     for step in range(1, steps + 1):
         chosen = draw.sample(list(batches), min(BATCHES, len(batches)))
-        for rounding, of_weight in zip(roundings.values(), _gradients(roundings, loss, chosen), strict=True):
+        for rounding, of_weight in zip(roundings.values(), _gradients(roundings, held, loss, chosen), strict=True):
             rounding.take(of_weight)
         optimizer.step()
         optimizer.zero_grad()
         slower.step()
         if step % every == 0 or step == steps:
-            found = _total({name: r.weight() for name, r in roundings.items()}, loss, watched)
+            found = _total({name: r.weight() for name, r in roundings.items()}, held, loss, watched)
             if found < least:
                 least, best = found, {name: r.solved() for name, r in roundings.items()}
     if best is not None:
-        last = _total({name: replace(start, solved=best[name]).weight() for name, start in starts.items()}, loss, batches)
+        weights = {name: replace(start, solved=best[name]).weight() for name, start in starts.items()}
+        last = _total(weights, held, loss, batches)
         if last < first:
             return best, first, last
     return {name: start.solved for name, start in starts.items()}, first, first
 
 
-def _gradients(roundings: Mapping[str, Rounding], loss: Callable[..., Tensor], batches: Sequence[int]) -> list[Tensor]:
-    """The loss's gradients by the weights, in float32: one batch at a time, for its activations are what is in flight."""
+def _gradients(roundings: Mapping[str, Rounding], held: Held, loss: BatchLoss, batches: Sequence[int]) -> list[Tensor]:
+    """The loss's gradients by the weights, in float32."""
     weights = {name: r.weight().requires_grad_() for name, r in roundings.items()}
-    totals: list[Tensor] = []
-    for batch in batches:
+    leaves = list(weights.values())
+    totals = [torch.zeros_like(leaf, dtype=torch.float32) for leaf in leaves]
+
+    def gradients(batch: int) -> tuple[Tensor, ...]:
         with torch.enable_grad():
-            parts = torch.autograd.grad(loss(batch, weights), list(weights.values()))
-        totals = totals or [torch.zeros_like(part, dtype=torch.float32) for part in parts]
-        for total, part in zip(totals, parts, strict=True):
-            total += part
+            return torch.autograd.grad(loss(batch), leaves)
+
+    with held(weights):
+        for parts in _each(gradients, batches, leaves[0].device):
+            for total, part in zip(totals, parts, strict=True):
+                total += part
     return totals
 
 
-@torch.no_grad()
-def _total(weights: Mapping[str, Tensor], loss: Callable[..., Tensor], batches: Sequence[int]) -> float:
-    return float(sum(loss(batch, weights).double() for batch in batches))
+def _total(weights: Mapping[str, Tensor], held: Held, loss: BatchLoss, batches: Sequence[int]) -> float:
+    def plain(batch: int) -> Tensor:
+        with torch.no_grad():
+            return loss(batch).double()
+
+    with held(weights):
+        return float(sum(_each(plain, batches, next(iter(weights.values())).device)))
+
+
+def _each(work: Callable[[int], T], batches: Sequence[int], device: torch.device) -> Iterator[T]:
+    """What ``work`` makes of each batch, in order.
+
+    A block is a hundred small launches: on an accelerator several threads make them, so that one batch's forward is Python's
+    while another's backward is autograd's.  One more than there are threads are in flight, all on the caller's stream.
+    """
+    if device.type != "cuda" or THREADS < 2:
+        yield from map(work, batches)
+        return
+    stream = torch.cuda.current_stream(device)
+
+    def there(batch: int) -> T:
+        with torch.cuda.stream(stream):
+            return work(batch)
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        waiting: deque[Future[T]] = deque()
+        for batch in batches:
+            waiting.append(pool.submit(copy_context().run, there, batch))
+            if len(waiting) > THREADS:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()

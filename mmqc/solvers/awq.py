@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mmqc.config import WeightSpec
 from mmqc.solvers import rtn
-from mmqc.solvers.grid import Grid, grouped
+from mmqc.solvers.grid import grouped, widest
 from mmqc.solvers.quantized import checked
 from mmqc.solvers.second_moment import check_hessian
 
@@ -143,12 +143,8 @@ def rounded_behind(reader: Reader, scale: Tensor) -> Tensor:
     w = w if w.dtype == torch.float64 else w.float()
     channel = reader.channel.to(w.device)
     s = torch.where(channel >= 0, scale[channel.clamp(min=0)], 1.0).to(w)
-    scaled = checked(w * s, reader.name)
-    if reader.spec.bits == 2 and reader.spec.symmetric:
-        return rtn.solve(scaled, reader.spec).dequantize().to(w) / s
-    groups = grouped(scaled, reader.spec.group_size)
-    grid = Grid.of(groups, reader.spec.bits, reader.spec.symmetric)
-    return grid.values(grid.codes(groups).float()).flatten(1)[:, : w.shape[1]].to(w) / s
+    scaled, as_rtn = checked(w * s, reader.name), reader.spec.bits == 2 and reader.spec.symmetric
+    return (rtn.solve(scaled, reader.spec).dequantize() if as_rtn else widest(scaled, reader.spec)).to(w) / s
 
 
 def _relative(weight: Tensor, spec: WeightSpec) -> Tensor:

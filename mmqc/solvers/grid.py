@@ -79,10 +79,11 @@ def on_grid(groups: Tensor, grid: Grid, width: int, group_size: int, note: str =
     return packed(grid.codes(groups).to(torch.int8).flatten(1)[:, :width], grid, group_size, note)
 
 
-def widest(w: Tensor, spec: WeightSpec) -> Quantized:
-    """W [N, K] rounded to the grids that reach every value."""
+def widest(w: Tensor, spec: WeightSpec) -> Tensor:
+    """The values float32 that W [N, K] is rounded to on the grids that reach all of it."""
     groups = grouped(w, spec.group_size)
-    return on_grid(groups, Grid.of(groups, spec.bits, spec.symmetric), w.shape[1], spec.group_size)
+    grid = Grid.of(groups, spec.bits, spec.symmetric)
+    return grid.values(grid.codes(groups).float()).flatten(1)[:, : w.shape[1]]
 
 
 def packed(codes: Tensor, grid: Grid, group_size: int, note: str = "") -> Quantized:

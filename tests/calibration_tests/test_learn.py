@@ -1,6 +1,9 @@
 """Learned rounding: gradients reach codes and scales, what is kept is never worse, and a block's own output decides."""
 
+import threading
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,7 +12,7 @@ from torch.nn import functional as F
 from torchao.quantization.granularity import PerGroup
 
 import mmqc.calibration.learn as learning
-from mmqc.calibration.learn import Rounding, Start, learn
+from mmqc.calibration.learn import Rounding, Start, holding, learn
 from mmqc.config import WeightSpec
 from mmqc.solvers import rtn
 
@@ -27,6 +30,19 @@ def loss(batch, weights):
     return (block(INPUTS[batch], weights) - block(INPUTS[batch], {"up": UP, "down": DOWN})).square().sum()
 
 
+def learned(begun, batches, steps, of=None):
+    """``learn`` with the loss of a batch and the weights that are held."""
+    now = {}
+
+    @contextmanager
+    def held(weights):
+        now.update(weights)
+        yield
+        now.clear()
+
+    return learn(begun, held, lambda batch: (of or loss)(batch, now), batches, steps)
+
+
 def starts(bits=2, symmetric=True, group=4):
     spec = WeightSpec(bits, PerGroup(group), symmetric=symmetric)
     return {name: Start(rtn.solve(w, spec), bits) for name, w in (("up", UP), ("down", DOWN))}
@@ -40,7 +56,7 @@ def total(found):
 @pytest.mark.parametrize("bits", [2, 4])
 def test_learn__lowers_the_blocks_error_and_says_by_how_much(bits, symmetric):
     begun = starts(bits, symmetric)
-    found, before, after = learn(begun, loss, range(3), 80)
+    found, before, after = learned(begun, range(3), 80)
     assert_close(torch.tensor(before), torch.tensor(total({name: s.solved for name, s in begun.items()})))
     assert_close(torch.tensor(after), torch.tensor(total(found)))
     assert after < 0.8 * before
@@ -55,7 +71,7 @@ def test_learn__lowers_the_blocks_error_and_says_by_how_much(bits, symmetric):
 def test_learn__codes_move_too(monkeypatch):
     monkeypatch.setattr(learning, "STRETCH_RATE", 0.0)
     begun = starts()
-    found, before, after = learn(begun, loss, range(3), 150)
+    found, before, after = learned(begun, range(3), 150)
     assert after < before
     assert any((q.codes != begun[name].solved.codes).any() for name, q in found.items())
     assert all(torch.equal(q.scale, begun[name].solved.scale) for name, q in found.items())
@@ -65,7 +81,7 @@ def test_learn__codes_move_too(monkeypatch):
 def test_learn__never_ends_worse_than_it_began(steps, monkeypatch):
     monkeypatch.setattr(learning, "STRETCH_RATE", 5.0)
     begun = starts(4)
-    found, before, after = learn(begun, loss, range(3), steps)
+    found, before, after = learned(begun, range(3), steps)
     assert after == before
     assert all(found[name] is begun[name].solved for name in begun)
 
@@ -79,15 +95,15 @@ def test_learn__the_start_is_kept_where_what_was_looked_at_says_nothing_of_the_r
         away = sum((weights[name] - moved[name]).detach().abs().sum() for name in weights)
         return loss(0, weights) * (batch == 0) + 1e6 * away * (batch > 0)
 
-    found, before, after = learn(begun, only_the_first, range(3), 20)
+    found, before, after = learned(begun, range(3), 20, only_the_first)
     assert after == before
     assert all(found[name] is begun[name].solved for name in begun)
-    found, before, after = learn(begun, only_the_first, range(1), 20)
+    found, before, after = learned(begun, range(1), 20, only_the_first)
     assert after < before
 
 
 def test_learn__twice_is_the_same():
-    one, two = (learn(starts(), loss, range(3), 10)[0] for _ in range(2))
+    one, two = (learned(starts(), range(3), 10)[0] for _ in range(2))
     assert all(torch.equal(one[name].codes, two[name].codes) and torch.equal(one[name].scale, two[name].scale) for name in one)
 
 
@@ -127,3 +143,33 @@ def test_rounding__columns_that_are_kept_stay():
     weight = Rounding(Start(start.solved, 2, (columns, values), torch.bfloat16)).weight()
     assert torch.equal(weight[:, columns], values.bfloat16())
     assert torch.equal(weight[:, :2], start.solved.dequantize()[:, :2].bfloat16())
+
+
+def test_holding__a_module_has_other_weights_tied_ones_too_and_gets_its_own_back():
+    module = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    module[1].weight = module[0].weight
+    before, other = dict(module.named_parameters(remove_duplicate=False)), torch.randn(4, 4, requires_grad=True)
+    with holding(module, {"0.weight": other}):
+        (found,) = torch.autograd.grad(module(torch.ones(1, 4)).sum(), other)
+        wanted = F.linear(F.linear(torch.ones(1, 4), other, module[0].bias), other, module[1].bias)
+        assert torch.equal(found, torch.autograd.grad(wanted.sum(), other)[0])
+    assert all(p is before[name] for name, p in module.named_parameters(remove_duplicate=False))
+
+
+def test_each__threads_change_nothing(monkeypatch):
+    seen = set()
+
+    def work(batch):
+        seen.add(threading.get_ident())
+        if batch == 7:
+            raise ValueError("batch 7")
+        return batch * 2
+
+    stream = nullcontext()
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
+    place = SimpleNamespace(type="cuda")
+    assert list(learning._each(work, range(5), place)) == [0, 2, 4, 6, 8]
+    assert threading.get_ident() not in seen
+    with pytest.raises(ValueError, match="batch 7"):
+        list(learning._each(work, range(9), place))
