@@ -174,7 +174,7 @@ def _gradients(roundings: Mapping[str, Rounding], held: Held, loss: BatchLoss, b
     """The loss's gradients by the weights, in float32."""
     weights = {name: r.weight().requires_grad_() for name, r in roundings.items()}
     leaves = list(weights.values())
-    totals = [torch.zeros_like(leaf, dtype=torch.float32) for leaf in leaves]
+    totals: list[Tensor] = []
 
     def gradients(batch: int) -> tuple[Tensor, ...]:
         with torch.enable_grad():
@@ -182,8 +182,11 @@ def _gradients(roundings: Mapping[str, Rounding], held: Held, loss: BatchLoss, b
 
     with held(weights):
         for parts in _each(gradients, batches, leaves[0].device):
-            for total, part in zip(totals, parts, strict=True):
-                total += part
+            if not totals:
+                totals = [part.to(torch.float32, copy=True) for part in parts]
+            else:
+                for total, part in zip(totals, parts, strict=True):
+                    total += part
     return totals
 
 
