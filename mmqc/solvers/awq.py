@@ -21,10 +21,9 @@ from mmqc.config import WeightSpec
 from mmqc.solvers import rtn
 from mmqc.solvers.grid import grouped, widest
 from mmqc.solvers.quantized import checked
-from mmqc.solvers.second_moment import check_hessian
+from mmqc.solvers.second_moment import check_hessian, quadratic
 
 CHUNK = 1 << 24  # elements of a weight that are rounded at a time: what is in flight beside H
-PANEL = 1024  # channels of H that are multiplied at a time
 GRID = 20
 LEAST = 1e-4
 
@@ -116,20 +115,12 @@ def candidates(x: Tensor, w: Tensor | None, grid: int) -> Iterator[tuple[float, 
 
 
 def reader_loss(reader: Reader, scale: Tensor) -> float:
-    """tr(D H Dᵀ): the squared error of a reader's output if its weight is rounded behind the factors ``scale`` [n].
-
-    H is symmetric: of its products with D those above the diagonal blocks count twice, and those below are not made.
-    """
+    """tr(D H Dᵀ): the squared error of a reader's output if its weight is rounded behind the factors ``scale`` [n]."""
     total = torch.zeros((), dtype=torch.float64, device=reader.weight.device)
     for w in reader.weight.detach().split(max(1, CHUNK // reader.weight.shape[1])):
         rounded = rounded_behind(replace(reader, weight=w), scale)
         d = rounded.sub_(w)
-        h, out = reader.hessian.to(d), torch.zeros_like(d)
-        for start in range(0, len(h), PANEL):
-            at, behind = slice(start, start + PANEL), slice(start + PANEL, None)
-            out[:, at].addmm_(d[:, at], h[at, at])
-            out[:, behind].addmm_(d[:, at], h[at, behind], alpha=2)
-        total += out.mul_(d).sum(dtype=torch.float64)
+        total += quadratic(reader.hessian.to(d), d.T).sum(dtype=torch.float64)
     return float(total)
 
 

@@ -23,6 +23,7 @@ from torch import Tensor
 
 import mmqc.ops  # noqa: F401  (defines torch.ops.mmqc)
 from mmqc.solvers.grid import Grid
+from mmqc.solvers.second_moment import quadratic
 from mmqc.solvers.sweep import PANEL, PANELS
 
 BLOCK = 128
@@ -92,7 +93,7 @@ class _State:
             before = self.values[part].clone() if rest else None
             self.improve(part, level + 1, last)
             if width == self.size:
-                self.rescale(start // width, part)
+                self.rescale(start // width, part, last)
             if before is not None:
                 change = self.values[part] - before
                 for other in rest:
@@ -109,17 +110,18 @@ class _State:
         self.gradient[block].addmm_(self.h[block, block], values - self.values[block])
         self.codes[block], self.values[block] = codes, values
 
-    def rescale(self, group: int, at: slice) -> None:
-        """The scales of a group that are best for its codes."""
+    def rescale(self, group: int, at: slice, last: bool) -> None:
+        """The scales of a group that are best for its codes; the gradient follows, unless nobody reads it any more."""
         c = self.centred(group)
-        along = self.h[at, at] @ c
-        s, curvature = self.scale[group], (c * along).sum(0)
+        along = None if last else self.h[at, at] @ c
+        s, curvature = self.scale[group], (quadratic(self.h[at, at], c) if along is None else c * along).sum(0)
         wanted = s - (c * self.gradient[at]).sum(0) / curvature
         near = (curvature > 0) & (wanted > s / FARTHEST) & (wanted < s * FARTHEST)
         step = torch.where(near, wanted, s).float().to(s) - s  # float32, as it is stored
         self.scale[group] += step
         self.values[at] = c * self.scale[group]
-        self.gradient[at].addcmul_(along, step)
+        if along is not None:
+            self.gradient[at].addcmul_(along, step)
 
 
 def _factors(h: Tensor, starts: list[int], size: int) -> Iterator[tuple[Tensor, Tensor]]:

@@ -7,7 +7,7 @@ from torch import Tensor
 from torchao.quantization.granularity import PerGroup, PerRow
 
 from mmqc.config import WeightSpec
-from mmqc.solvers import awq, solve
+from mmqc.solvers import awq, second_moment, solve
 from mmqc.solvers.awq import Reader, reader_loss, search
 from mmqc.solvers.grid import widest
 
@@ -75,7 +75,7 @@ def test_alpha__is_the_references(spec: str, duo: bool, seed: int) -> None:
 
 @pytest.mark.parametrize("panel", [13, 1024])
 def test_loss__is_the_squared_error_of_the_output(panel: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(awq, "PANEL", panel)
+    monkeypatch.setattr(second_moment, "PANEL", panel)
     x, w, spec = inputs(32, 3), weight(9, 32, 4), SPECS["W3 g16"]
     s = torch.rand(32, dtype=torch.float64) + 0.5
     want = ((x / s) @ rounded(w * s, spec).T - x @ w.T).square().sum()
