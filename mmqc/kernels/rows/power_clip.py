@@ -55,10 +55,10 @@ def power_clip_kernel(
             u = divide_tile(tl.load(w_ptr + rows[:, None] * g + k[None, :], inside, other=0.0), s)  # [BR, BK]
             q = tl.minimum(tl.maximum(divide_tile(u, p + tl.zeros_like(s)), -4194304.0), 4194304.0)
             q = tl.minimum(tl.maximum((q + 12582912.0) - 12582912.0, low), high)  # half to even
-            loss = tl.where(inside, power_tile(q * p - u, power), 0.0)
+            part = tl.where(inside, power_tile(q * p - u, power), 0.0)
             if HAS_COST:
-                loss *= tl.load(c_ptr + (rows % G)[:, None] * g + k[None, :], inside, other=0.0)
-            total += loss
+                part *= tl.load(c_ptr + (rows % G)[:, None] * g + k[None, :], inside, other=0.0)
+            total += part
         loss = tl.sum(total, 1)  # [BR]
         best, least = tl.where(loss < least, p, best), tl.minimum(loss, least)
     tl.store(best_ptr + rows, best, there)
