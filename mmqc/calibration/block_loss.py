@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from mmqc.calibration.blocks import NotStreamableError, leaves_of
-from mmqc.calibration.calibrate import by_modality, weighted
+from mmqc.calibration.calibrate import weighted_rows
 from mmqc.calibration.observe import Call, Output
 from mmqc.calibration.spool import Spool
 from mmqc.distributed.ranks import ALONE, Ranks
@@ -100,8 +100,8 @@ class Calls:
                 args, kwargs = pytree.tree_unflatten([self.spool.get(t, self.device) for t in tickets], spec)
                 with nullcontext() if self.context is None else self.context.during(visual):
                     error = _first(module(*args, **kwargs)) - self.spool.get(wanted, self.device)
-                    parts = by_modality(error, self.language, self.context)
-                for weight, rows in weighted(parts, row_weights, error.reshape(-1, error.shape[-1])):
+                    parts = weighted_rows(error, self.language, self.context, row_weights)
+                for weight, rows in parts:
                     terms.append(weight * torch.linalg.vector_norm(rows, dtype=_wide(rows)).double().square())
         return sum(self.ranks.collected(torch.stack(terms).tolist()))  # in the batches' order, whoever has them
 

@@ -154,6 +154,14 @@ def weighted(parts: Mapping[str, Tensor], row_weights: Mapping[str, float], rows
     return [(row_weights.get(name, 1.0), part) for name, part in parts.items()]
 
 
+def weighted_rows(
+    x: Tensor, language: bool, context: ModalityContext | None, row_weights: Mapping[str, float]
+) -> list[tuple[float, Tensor]]:
+    """(weight, rows) of x [*, K], told apart only if weights differ: to find the visual rows is to wait for the device."""
+    rows, weights = x.reshape(-1, x.shape[-1]), {row_weights.get(name, 1.0) for name in EQUAL}
+    return [(weights.pop(), rows)] if len(weights) == 1 else weighted(by_modality(x, language, context), row_weights, rows)
+
+
 class Observer:
     """One linear's statistics, gathered in ``seen``."""
 

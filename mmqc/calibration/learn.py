@@ -5,7 +5,8 @@
     Ŵ = (clamp(round(q + v)) - z) s exp(t)        v [N, K], t like s: learned, 0 at first        round passes gradients on
 
 Shapes:  W [N, K]    q int8 [N, K]    s, z, t [N] or [N, ceil(K/g)]
-Start:   any solver's codes and scales (GPTQ's).  What is kept is the best that was seen on all batches: never worse than the start.
+Start:   any solver's codes and scales (GPTQ's).  What is kept is the best of several looks at a part of the batches; if it is not
+         better than the start on all of them, the start is kept.
 Why:     a linear's own error does not say what it does behind a softmax or a non-linearity, nor what other linears make up for.
 Source:  AutoRound's learned rounding and ranges (Cheng et al., arXiv:2309.05516), with Adam in place of signed gradients and
          GPTQ's codes in place of the nearest ones.
@@ -14,16 +15,26 @@ Source:  AutoRound's learned rounding and ranges (Cheng et al., arXiv:2309.05516
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import copy_context
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from mmqc.solvers.grid import grouped
 from mmqc.solvers.quantized import Quantized, levels
 
 BATCHES = 8  # of a step
-LOOKS = 8  # how often the loss of all batches is measured
+THREADS = 2  # that run batches of a step on an accelerator
+LOOKS, LOOKED_AT = 8, 32  # how often the loss is measured, of how many batches
+T = TypeVar("T")
+BatchLoss = Callable[[int], Tensor]
+Held = Callable[[Mapping[str, Tensor]], AbstractContextManager[None]]
 OFFSET_RATE, STRETCH_RATE = 1e-2, 2e-3  # Adam's, falling to zero
 
 
@@ -35,80 +46,179 @@ class Start:
         solved: its codes and scales.
         bits: of a code.
         kept: (columns int64 [r], values [N, r]) that stay in floating point; None if there are none.
+        dtype: that the block takes it in.
     """
 
     solved: Quantized
     bits: int
     kept: tuple[Tensor, Tensor] | None = None
+    dtype: torch.dtype = torch.float32
+
+    def weight(self) -> Tensor:
+        """What the block takes for these codes [N, K]."""
+        weight = self.solved.dequantize()
+        return (weight if self.kept is None else weight.index_copy(1, *self.kept)).to(self.dtype)
 
 
 class Rounding:
-    """One weight's offsets and stretches."""
+    """One weight's offsets and stretches, and what depends on them: by hand, for autograd keeps every step of it.
+
+    Everything is [N, G, g] inside, the last group filled up.
+    """
 
     def __init__(self, start: Start) -> None:
-        self.start = start
-        self.offset = torch.zeros(start.solved.codes.shape, device=start.solved.codes.device, requires_grad=True)
-        self.stretch = torch.zeros_like(start.solved.scale, requires_grad=True)
+        self.start, solved = start, start.solved
+        self.begun = grouped(solved.codes, solved.group_size)
+        self.scale = solved.scale.reshape(len(solved.codes), -1, 1)
+        self.zero = None if solved.zero is None else solved.zero.float().reshape(self.scale.shape)
+        self.offset = torch.zeros(self.begun.shape, device=solved.codes.device, requires_grad=True)
+        self.stretch = torch.zeros_like(self.scale, requires_grad=True)
 
+    @torch.no_grad()
+    def wide(self) -> Tensor:
+        """q + v."""
+        return self.begun + self.offset
+
+    @torch.no_grad()
     def codes(self) -> Tensor:
-        """Integers in float32, with the gradient of what they are rounded from, where that is within the grid."""
-        low, high = levels(self.start.bits)
-        wide = (self.start.solved.codes + self.offset).clamp(low - 0.5, high + 0.5)
-        return wide + (wide.round().clamp(low, high) - wide).detach()
+        """Integers in float32."""
+        return self.wide().round_().clamp_(*levels(self.start.bits))
 
+    @torch.no_grad()
+    def step(self) -> Tensor:
+        """The scales [N, G, 1] as they are now."""
+        return self.scale * self.stretch.exp()
+
+    @torch.no_grad()
     def weight(self) -> Tensor:
-        """Ŵ float32 [N, K]."""
-        solved = self.start.solved
-        codes = self.codes() if solved.zero is None else self.codes() - solved.by_channel(solved.zero)
-        weight = codes * solved.by_channel(solved.scale * self.stretch.exp())
-        return weight if self.start.kept is None else weight.index_copy(1, *self.start.kept)
+        """Ŵ [N, K], as the block takes it."""
+        codes = self.codes() if self.zero is None else self.codes().sub_(self.zero)
+        weight = codes.mul_(self.step()).flatten(1)[:, : self.start.solved.codes.shape[1]]
+        return (weight if self.start.kept is None else weight.index_copy(1, *self.start.kept)).to(self.start.dtype)
+
+    @torch.no_grad()
+    def take(self, of_weight: Tensor) -> None:
+        """The gradients of what is learned from that of Ŵ, float32 [N, K]; an offset's is zero where it leaves the grid."""
+        if self.start.kept is not None:
+            of_weight = of_weight.index_fill(1, self.start.kept[0], 0)
+        rest, step = grouped(of_weight, self.start.solved.group_size), self.step()
+        codes = self.codes() if self.zero is None else self.codes().sub_(self.zero)
+        self.stretch.grad = codes.mul_(rest).sum(-1, keepdim=True).mul_(step)
+        low, high = levels(self.start.bits)
+        wide = self.wide()
+        self.offset.grad = torch.ops.aten.hardtanh_backward(rest * step, wide, low - 0.5, high + 0.5)
 
     @torch.no_grad()
     def solved(self) -> Quantized:
         """Codes and scales as they are now."""
         solved = self.start.solved
-        return replace(solved, codes=self.codes().to(torch.int8), scale=solved.scale * self.stretch.exp())
+        codes = self.codes().flatten(1)[:, : solved.codes.shape[1]].to(torch.int8)
+        return replace(solved, codes=codes.contiguous(), scale=self.step().reshape(solved.scale.shape))
+
+
+@contextmanager
+def holding(module: nn.Module, weights: Mapping[str, Tensor]) -> Iterator[None]:
+    """A module whose parameters are ``weights``, by their names within it, for the length of a ``with`` block; tied ones too."""
+    places = [(owner, name, p) for owner in module.modules() for name, p in owner._parameters.items()]
+    given = {id(module.get_parameter(name)): weight for name, weight in weights.items()}
+    try:
+        for owner, name, p in places:
+            if id(p) in given:
+                owner._parameters[name] = given[id(p)]  # pyright: ignore[reportArgumentType]
+        yield
+    finally:
+        for owner, name, p in places:
+            owner._parameters[name] = p
 
 
 def learn(
-    starts: Mapping[str, Start], loss: Callable[[int, Mapping[str, Tensor]], Tensor], batches: Sequence[int], steps: int
+    starts: Mapping[str, Start], held: Held, loss: BatchLoss, batches: Sequence[int], steps: int
 ) -> tuple[dict[str, Quantized], float, float]:
     """The weights, the loss that they started with, and the one that they ended with.
 
     Args:
         starts: by a name of each weight.
-        loss: of (number of a batch, weights float32 by these names), differentiable; summed over batches.
+        held: of weights by these names, each in its dtype: in its ``with`` block ``loss`` is theirs.
+        loss: of the batch of a number, differentiable; summed over batches.  Threads call it.
         batches: their numbers.
         steps: of gradient descent; 0 changes nothing.
     """
     roundings = {name: Rounding(start) for name, start in starts.items()}
     offsets, stretches = ([getattr(r, part) for r in roundings.values()] for part in ("offset", "stretch"))
-    optimizer = torch.optim.Adam([{"params": offsets, "lr": OFFSET_RATE}, {"params": stretches, "lr": STRETCH_RATE}])
+    rates = [{"params": offsets, "lr": OFFSET_RATE}, {"params": stretches, "lr": STRETCH_RATE}]
+    optimizer = torch.optim.Adam(rates, fused=offsets[0].is_cuda or None)
     slower = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, max(steps, 1))
-    best = {name: start.solved for name, start in starts.items()}
-    first = least = _total(roundings, loss, batches)
+    best, first = None, _total({name: start.weight() for name, start in starts.items()}, held, loss, batches)
+    least, watched = torch.inf, list(batches)[:: max(1, -(-len(batches) // LOOKED_AT))]
     draw, every = random.Random(0), max(1, steps // LOOKS)
     for step in range(1, steps + 1):
-        with torch.enable_grad():
-            weights = {name: r.weight() for name, r in roundings.items()}
-            chosen = draw.sample(list(batches), min(BATCHES, len(batches)))
-            of_weights = [torch.zeros_like(w) for w in weights.values()]
-            for batch in chosen:  # one at a time: the activations of one batch are what is in flight
-                leaves = {name: w.detach().requires_grad_() for name, w in weights.items()}
-                for total, part in zip(of_weights, torch.autograd.grad(loss(batch, leaves), list(leaves.values())), strict=True):
-                    total += part
-            torch.autograd.backward(list(weights.values()), of_weights)
+        chosen = draw.sample(list(batches), min(BATCHES, len(batches)))
+        for rounding, of_weight in zip(roundings.values(), _gradients(roundings, held, loss, chosen), strict=True):
+            rounding.take(of_weight)
         optimizer.step()
         optimizer.zero_grad()
         slower.step()
         if step % every == 0 or step == steps:
-            found = _total(roundings, loss, batches)
+            found = _total({name: r.weight() for name, r in roundings.items()}, held, loss, watched)
             if found < least:
                 least, best = found, {name: r.solved() for name, r in roundings.items()}
-    return best, first, least
+    if best is not None:
+        weights = {name: replace(start, solved=best[name]).weight() for name, start in starts.items()}
+        last = _total(weights, held, loss, batches)
+        if last < first:
+            return best, first, last
+    return {name: start.solved for name, start in starts.items()}, first, first
 
 
-@torch.no_grad()
-def _total(roundings: Mapping[str, Rounding], loss: Callable[..., Tensor], batches: Sequence[int]) -> float:
-    weights = {name: r.weight() for name, r in roundings.items()}
-    return float(sum(loss(batch, weights).double() for batch in batches))
+def _gradients(roundings: Mapping[str, Rounding], held: Held, loss: BatchLoss, batches: Sequence[int]) -> list[Tensor]:
+    """The loss's gradients by the weights, in float32."""
+    weights = {name: r.weight().requires_grad_() for name, r in roundings.items()}
+    leaves = list(weights.values())
+    totals: list[Tensor] = []
+
+    def gradients(batch: int) -> tuple[Tensor, ...]:
+        with torch.enable_grad():
+            return torch.autograd.grad(loss(batch), leaves)
+
+    with held(weights):
+        for parts in _each(gradients, batches, leaves[0].device):
+            if not totals:
+                totals = [part.to(torch.float32, copy=True) for part in parts]
+            else:
+                for total, part in zip(totals, parts, strict=True):
+                    total += part
+    return totals
+
+
+def _total(weights: Mapping[str, Tensor], held: Held, loss: BatchLoss, batches: Sequence[int]) -> float:
+    def plain(batch: int) -> Tensor:
+        with torch.no_grad():
+            return loss(batch).double()
+
+    with held(weights):
+        return float(sum(_each(plain, batches, next(iter(weights.values())).device)))
+
+
+def _each(work: Callable[[int], T], batches: Sequence[int], device: torch.device) -> Iterator[T]:
+    """What ``work`` makes of each batch, in order.
+
+    A block is a hundred small launches: on an accelerator several threads make them, so that one batch's forward is Python's
+    while another's backward is autograd's.  One more than there are threads are in flight, all on the caller's stream.
+    """
+    if device.type != "cuda" or THREADS < 2:
+        yield from map(work, batches)
+        return
+    stream = torch.cuda.current_stream(device)
+
+    def there(batch: int) -> T:
+        with torch.cuda.stream(stream):
+            return work(batch)
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        waiting: deque[Future[T]] = deque()
+        for batch in batches:
+            waiting.append(pool.submit(copy_context().run, there, batch))
+            if len(waiting) > THREADS:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()

@@ -22,7 +22,8 @@ from torch.utils import _pytree as pytree
 
 from mmqc.calibration import joined
 from mmqc.calibration.blocks import Layout, Outside, Segment
-from mmqc.calibration.calibrate import InputStatistics, Observer, Watch, by_modality, weighted
+from mmqc.calibration.calibrate import InputStatistics, Observer, Watch, weighted_rows
+from mmqc.calibration.learn import BatchLoss
 from mmqc.calibration.measure import Loss, Meter
 from mmqc.calibration.observe import Call, observe
 from mmqc.calibration.residency import Residency
@@ -33,7 +34,6 @@ from mmqc.nn.integer_weight import PackedLinear
 from mmqc.nn.modality import ModalityContext
 
 Inputs = Literal["float", "quantized"]
-BlockLoss = Callable[[int, Mapping[str, Tensor]], Tensor]  # of a batch and weights
 
 
 class Worker(Protocol):
@@ -67,8 +67,8 @@ class Worker(Protocol):
         """Those whose rounding is learned from their block's output, once they are solved."""
         ...
 
-    def learn(self, linears: Sequence[str], block: str, loss: BlockLoss, batches: Sequence[int]) -> dict[str, PackedLinear]:
-        """Learn the rounding of a unit that is solved; ``loss`` takes weights by their names within the ``block``."""
+    def learn(self, linears: Sequence[str], block: str, loss: BatchLoss, batches: Sequence[int]) -> dict[str, PackedLinear]:
+        """Learn the rounding of a unit that is solved; ``loss`` is that of a batch, with the weights that the ``block`` has."""
         ...
 
     def swap(self, built: Mapping[str, PackedLinear], losses: Mapping[str, Loss]) -> None:
@@ -269,13 +269,14 @@ class Sequential:
         language, row_weights = self.language[learned[0]], self.watches[learned[0]].row_weights
         wanted = {batch: self.store.put(_result(feed.call(self.model, number, batch))) for batch in feed.batches}
 
-        def loss(batch: int, weights: Mapping[str, Tensor]) -> Tensor:
-            result = _result(feed.call(self.model, number, batch, weights))
-            error = result.float() - self.store.get(wanted[batch], self.residency.device).float()
+        def loss(batch: int) -> Tensor:
+            result = _result(feed.call(self.model, number, batch))
+            wide = result.to(torch.promote_types(result.dtype, torch.float32))
+            error = wide - self.store.get(wanted[batch], self.residency.device)
             with feed.during(batch):
-                parts = by_modality(error, language, self.context)
-            rows = weighted(parts, row_weights, error.reshape(-1, error.shape[-1]))
-            return torch.stack([weight * part.square().sum() for weight, part in rows]).sum()
+                rows = weighted_rows(error, language, self.context, row_weights)
+            losses = [weight * part.square().sum() for weight, part in rows]
+            return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
 
         built = self.worker.learn(inside, feed.segment.blocks[number].name, loss, feed.batches)
         for ticket in wanted.values():

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
 from mmqc.calibration.blocks import KEPT, PLAIN, STREAM, Block, NotStreamableError, Segment, leaves_of
@@ -70,15 +69,12 @@ class Feed:
         leaves = [s.value if s.kind == PLAIN else self.spool.get(stores[s.kind][s.value], self.device) for s in block.sources]
         return pytree.tree_unflatten(leaves, block.spec)
 
-    def call(self, model: nn.Module, number: int, batch: int, weights: Mapping[str, Tensor] | None = None) -> Any:
-        """Call the block ``number`` on its arguments, with the visual mask of the batch.
-
-        ``weights`` take the place of its parameters, whose names within the block they have.
-        """
+    def call(self, model: nn.Module, number: int, batch: int) -> Any:
+        """Call the block ``number`` on its arguments, with the visual mask of the batch."""
         args, kwargs = self.arguments(number, batch)
         block = model.get_submodule(self.segment.blocks[number].name)
         with self.during(batch):
-            return functional_call(block, dict(weights), args, kwargs) if weights else block(*args, **kwargs)
+            return block(*args, **kwargs)
 
     def during(self, batch: int) -> AbstractContextManager[None]:
         """As within a call of the model with this batch: its visual mask is the current one."""

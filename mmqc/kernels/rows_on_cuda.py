@@ -1,7 +1,7 @@
 """What is done to every row, on CUDA: importing this file registers the kernels as the ops' implementation.
 
     mmqc::norm_quantize, norm_quantize_per_token, quantize_per_token, hadamard, hadamard_quantize, hadamard_quantize_per_token,
-          basis_quantize_per_token        on CUDA   ->  the Triton kernels, rows flattened
+          basis_quantize_per_token, power_clip        on CUDA   ->  the Triton kernels, rows flattened
 
 What a kernel cannot take goes to the reference.
 """
@@ -19,6 +19,7 @@ from mmqc.kernels.hadamard import hadamard_quantize_per_token as hadamard_per_to
 from mmqc.kernels.hadamard.hadamard_plan import matrices_of
 from mmqc.kernels.rows import norm_quantize as norm_kernel
 from mmqc.kernels.rows import norm_quantize_per_token as norm_per_token_kernel
+from mmqc.kernels.rows import power_clip as clip_kernel
 from mmqc.kernels.rows import quantize_per_token as per_token_kernel
 from mmqc.kernels.rows.norm_quantize import Norm
 from mmqc.kernels.shared.plan import Refusal
@@ -29,6 +30,7 @@ from mmqc.ops import hadamard_quantize as hadamard_quantize_op
 from mmqc.ops import hadamard_quantize_per_token as hadamard_per_token_op
 from mmqc.ops import norm_quantize as norm_op
 from mmqc.ops import norm_quantize_per_token as norm_per_token_op
+from mmqc.ops import power_clip as clip_op
 from mmqc.ops import quantize_per_token as per_token_op
 from mmqc.ops.quantize import check_scale, code_dtype
 
@@ -131,8 +133,18 @@ def basis_quantize_per_token(
     return basis_op.reference(x, basis, widths, bits) if isinstance(plan, Refusal) else _shaped(plan.run(), x)
 
 
+def power_clip(
+    w: Tensor, scale: Tensor, zero: Tensor | None, cost: Tensor | None, shrinks: Sequence[float], power: float, bits: int
+) -> Tensor:
+    """``mmqc::power_clip`` on CUDA."""
+    clip_op.check(w, scale, zero, cost, shrinks, bits)
+    if clip_kernel.supports(w, scale, zero, cost) is not None:
+        return clip_op.reference(w, scale, zero, cost, shrinks, power, bits)
+    return clip_kernel.power_clip(w, scale, zero, cost, shrinks, power, bits)
+
+
 for implementation in (
     norm_quantize, norm_quantize_per_token, quantize_per_token, hadamard, hadamard_quantize, hadamard_quantize_per_token,
-    basis_quantize_per_token,
+    basis_quantize_per_token, power_clip,
 ):
     torch.library.impl(f"mmqc::{implementation.__name__}", "CUDA", implementation)

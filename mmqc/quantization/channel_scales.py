@@ -25,7 +25,7 @@ from torch import Tensor, fx, nn
 
 from mmqc.calibration.block_loss import Calls, holder
 from mmqc.calibration.blocks import NotStreamableError, Segment, survey
-from mmqc.calibration.calibrate import EQUAL, by_modality, weighted
+from mmqc.calibration.calibrate import EQUAL, weighted_rows
 from mmqc.calibration.moments import add_second_moment, mirror_, narrowed_
 from mmqc.calibration.observe import observe
 from mmqc.calibration.residency import Residency
@@ -100,8 +100,7 @@ class Moments:
 
     def update(self, x: Tensor) -> None:
         """Take in a forward's input."""
-        parts = by_modality(x, self.language, self.how.context)
-        for weight, rows in weighted(parts, self.how.row_weights, x.reshape(-1, x.shape[-1])):
+        for weight, rows in weighted_rows(x, self.language, self.how.context, self.how.row_weights):
             self.square = add_second_moment(self.square, rows, weight)
             magnitude = rows.abs().sum(0, dtype=torch.float64) * weight
             self.magnitude = magnitude if self.magnitude is None else self.magnitude.add_(magnitude)

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from mmqc.calibration.blocks import NotStreamableError, survey
 from mmqc.calibration.calibrate import MIXED, InputStatistics
-from mmqc.calibration.learn import Start, learn
+from mmqc.calibration.learn import BatchLoss, Start, holding, learn
 from mmqc.calibration.measure import Loss
-from mmqc.calibration.sequential import BlockLoss, Sequential
+from mmqc.calibration.sequential import Sequential
 from mmqc.config import QuantConfig
 from mmqc.experts.quantize import BuiltExperts, quantize_experts
 from mmqc.graph.runner import Steps, run
@@ -211,7 +211,7 @@ class UnitWorker:
         """Those that the solver ``learned`` rounds."""
         return [name for name in linears if self.targets[f"{name}.weight"].scheme.weight.solver == "learned"]
 
-    def learn(self, linears: Sequence[str], block: str, loss: BlockLoss, batches: Sequence[int]) -> dict[str, PackedLinear]:
+    def learn(self, linears: Sequence[str], block: str, loss: BatchLoss, batches: Sequence[int]) -> dict[str, PackedLinear]:
         """Go on from what ``solve`` found."""
         began, wanted = time.perf_counter(), [f"{name}.weight" for name in self.learns(linears)]
         starts, parameters = {}, {fqn: self.job.model.get_parameter(fqn).detach() for fqn in wanted}
@@ -222,14 +222,13 @@ class UnitWorker:
                 self.solved[fqn].result.to(weight.device),
                 self.targets[fqn].scheme.weight.bits,
                 None if kept is None else (kept, weight[:, kept].float()),
+                weight.dtype,
             )
             starts[fqn.removeprefix(f"{block}.")] = start
 
-        def cast(batch: int, weights: Mapping[str, Tensor]) -> Tensor:
-            return loss(batch, {name: w.to(parameters[f"{block}.{name}"].dtype) for name, w in weights.items()})
-
         steps = max(self.targets[fqn].scheme.weight.steps for fqn in wanted)
-        found, before, after = learn(starts, cast, batches, steps)
+        module = self.job.model.get_submodule(block)
+        found, before, after = learn(starts, lambda weights: holding(module, weights), loss, batches, steps)
         seconds = (time.perf_counter() - began) / len(wanted)
         for name, solved in found.items():
             fqn, note = f"{block}.{name}", f"the block's error x {after / before if before else 1:.3f} {LEARNED}"

@@ -21,7 +21,7 @@ from mmqc.config import WeightSpec
 from mmqc.solvers import rtn
 from mmqc.solvers.grid import grouped, widest
 from mmqc.solvers.quantized import checked
-from mmqc.solvers.second_moment import check_hessian
+from mmqc.solvers.second_moment import check_hessian, quadratic
 
 CHUNK = 1 << 24  # elements of a weight that are rounded at a time: what is in flight beside H
 GRID = 20
@@ -119,8 +119,8 @@ def reader_loss(reader: Reader, scale: Tensor) -> float:
     total = torch.zeros((), dtype=torch.float64, device=reader.weight.device)
     for w in reader.weight.detach().split(max(1, CHUNK // reader.weight.shape[1])):
         rounded = rounded_behind(replace(reader, weight=w), scale)
-        d = rounded - w.to(rounded)
-        total += ((d @ reader.hessian.to(d)) * d).sum(dtype=torch.float64)
+        d = rounded.sub_(w)
+        total += quadratic(reader.hessian.to(d), d.T).sum(dtype=torch.float64)
     return float(total)
 
 
@@ -134,8 +134,8 @@ def rounded_behind(reader: Reader, scale: Tensor) -> Tensor:
     w = w if w.dtype == torch.float64 else w.float()
     channel = reader.channel.to(w.device)
     s = torch.where(channel >= 0, scale[channel.clamp(min=0)], 1.0).to(w)
-    nearest = rtn.solve if reader.spec.bits == 2 and reader.spec.symmetric else widest
-    return nearest(checked(w * s, reader.name), reader.spec).dequantize().to(w) / s
+    scaled, as_rtn = checked(w * s, reader.name), reader.spec.bits == 2 and reader.spec.symmetric
+    return (rtn.solve(scaled, reader.spec).dequantize() if as_rtn else widest(scaled, reader.spec)).to(w) / s
 
 
 def _relative(weight: Tensor, spec: WeightSpec) -> Tensor:

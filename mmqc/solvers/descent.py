@@ -15,6 +15,7 @@ Exact:   a block is one Gauss-Seidel pass over its channels, each rounded to its
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -22,6 +23,8 @@ from torch import Tensor
 
 import mmqc.ops  # noqa: F401  (defines torch.ops.mmqc)
 from mmqc.solvers.grid import Grid
+from mmqc.solvers.second_moment import quadratic
+from mmqc.solvers.sweep import PANEL, PANELS
 
 BLOCK = 128
 FARTHEST = (
@@ -41,14 +44,17 @@ def descend(w: Tensor, h: Tensor, codes: Tensor, grid: Grid, group_size: int, ro
         rounds: over all groups.
     """
     state = _State(w, h, codes, grid, group_size or len(h))
-    for _ in range(rounds):
-        for group in range(grid.scale.shape[1]):
-            state.improve(group)
+    for left in reversed(range(rounds)):
+        state.improve(slice(0, len(h)), 0, last=not left)
     return state.codes.T, replace(grid, scale=state.scale.T[..., None].float().contiguous())
 
 
 class _State:
-    """Everything transposed, a channel a row: codes, values and gradient [K, N], scales and zero points [G, N]."""
+    """Everything transposed, a channel a row: codes, values and gradient [K, N], scales and zero points [G, N].
+
+    Channels are nested spans: all, panels or groups, whichever are larger, the other ones, blocks.  What a span has changed reaches
+    the rest of the span around it in one product.
+    """
 
     def __init__(self, w: Tensor, h: Tensor, codes: Tensor, grid: Grid, size: int) -> None:
         self.h, self.bits, self.size, self.codes = h, grid.bits, size, codes.T.contiguous()
@@ -56,6 +62,11 @@ class _State:
         self.zero = None if grid.zero is None else grid.zero[..., 0].T.to(w.dtype).contiguous()
         self.values = torch.cat([self.centred(g) * self.scale[g] for g in range(len(self.scale))])
         self.gradient = h @ (self.values - w.T)
+        panel = PANELS.get(h.device.type, PANEL) // min(size, BLOCK) * min(size, BLOCK)
+        panel = panel // size * size if panel > size else panel  # whole groups, or a part of one
+        self.widths = sorted({size, *({panel} if panel else ()), min(size, BLOCK)}, reverse=True)
+        starts = [start for g in range(len(self.scale)) for start in range(self.span(g).start, self.span(g).stop, BLOCK)]
+        self.factors = dict(zip(starts, _factors(h, starts, min(BLOCK, size)), strict=True))
 
     def span(self, group: int) -> slice:
         """The channels of a group."""
@@ -66,37 +77,60 @@ class _State:
         codes = self.codes[self.span(group)].to(self.scale.dtype)
         return codes if self.zero is None else codes - self.zero[group]
 
-    def improve(self, group: int) -> None:
-        """The codes of a group, block by block, then its scales, then what the other groups see of it."""
-        at = self.span(group)
-        before = self.values[at].clone()
-        for start in range(at.start, at.stop, BLOCK):
-            self.recode(group, at, slice(start, min(start + BLOCK, at.stop)))
-        self.rescale(group, at)
-        change = self.values[at] - before
-        for rest in (slice(0, at.start), slice(at.stop, len(self.h))):
-            self.gradient[rest].addmm_(self.h[rest, at], change)
+    def improve(self, at: slice, level: int, last: bool) -> None:
+        """The codes and scales of a span, from one of the spans in it to the next; the gradient follows within it.
 
-    def recode(self, group: int, at: slice, block: slice) -> None:
-        """One pass over the channels of a block; the gradient follows within the group ``at``."""
-        square = self.h[block, block].double()
-        inverse = torch.linalg.solve_triangular(square.tril(), torch.eye(len(square)).to(square), upper=False)
-        x = self.values[block] - inverse.to(self.h) @ self.gradient[block]
-        u = (inverse * square.diagonal()).T.to(self.h).contiguous()
-        scale, zero = (None if t is None else t[group].expand(len(x), -1) for t in (self.scale, self.zero))
+        In the ``last`` round the groups in front see nothing of it any more.
+        """
+        if level == len(self.widths):
+            self.recode(at)
+            return
+        width = self.widths[level]
+        for start in range(at.start, at.stop, width):
+            part = slice(start, min(start + width, at.stop))
+            front = slice(at.start, at.start if last and width >= self.size else start)
+            rest = [other for other in (front, slice(part.stop, at.stop)) if other.start < other.stop]
+            before = self.values[part].clone() if rest else None
+            self.improve(part, level + 1, last)
+            if width == self.size:
+                self.rescale(start // width, part, last)
+            if before is not None:
+                change = self.values[part] - before
+                for other in rest:
+                    self.gradient[other].addmm_(self.h[other, part], change)
+
+    def recode(self, block: slice) -> None:
+        """One pass over the channels of a block."""
+        group, size = block.start // self.size, block.stop - block.start
+        inverse, u = (factor[:size, :size] for factor in self.factors[block.start])
+        x = self.values[block] - inverse @ self.gradient[block]
+        scale, zero = (None if t is None else t[group].expand(size, -1) for t in (self.scale, self.zero))
         codes, _ = torch.ops.mmqc.gptq_block(x, u, scale, zero, self.bits)
         values = (codes.to(x) if zero is None else codes.to(x) - zero) * scale
-        self.gradient[at].addmm_(self.h[at, block], values - self.values[block])
+        self.gradient[block].addmm_(self.h[block, block], values - self.values[block])
         self.codes[block], self.values[block] = codes, values
 
-    def rescale(self, group: int, at: slice) -> None:
-        """The scales of a group that are best for its codes."""
+    def rescale(self, group: int, at: slice, last: bool) -> None:
+        """The scales of a group that are best for its codes; the gradient follows, unless nobody reads it any more."""
         c = self.centred(group)
-        along = self.h[at, at] @ c
-        s, curvature = self.scale[group], (c * along).sum(0)
+        along = None if last else self.h[at, at] @ c
+        s, curvature = self.scale[group], (quadratic(self.h[at, at], c) if along is None else c * along).sum(0)
         wanted = s - (c * self.gradient[at]).sum(0) / curvature
         near = (curvature > 0) & (wanted > s / FARTHEST) & (wanted < s * FARTHEST)
         step = torch.where(near, wanted, s).float().to(s) - s  # float32, as it is stored
         self.scale[group] += step
         self.values[at] = c * self.scale[group]
-        self.gradient[at].addcmul_(along, step)
+        if along is not None:
+            self.gradient[at].addcmul_(along, step)
+
+
+def _factors(h: Tensor, starts: list[int], size: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """(T⁻¹, U) [size, size] of the block at each of ``starts``, which may reach over the end of its group, or of H."""
+    channels = torch.tensor(starts, device=h.device)[:, None] + torch.arange(size, device=h.device)
+    squares = h[channels.clamp(max=len(h) - 1)[:, :, None], channels.clamp(max=len(h) - 1)[:, None]].double()
+    beyond = channels >= len(h)  # the same channel again, which would be singular
+    squares = torch.where(beyond[:, :, None] | beyond[:, None], torch.eye(size).to(squares), squares)
+    eye = torch.eye(size).to(squares).expand_as(squares)
+    inverses = torch.linalg.solve_triangular(squares.tril(), eye, upper=False)
+    u = (inverses * squares.diagonal(dim1=1, dim2=2)[:, None]).mT.to(h.dtype).contiguous()
+    return zip(inverses.to(h.dtype), u, strict=True)

@@ -58,12 +58,6 @@ class Grid:
         """With steps ``factor`` [..., 1] times as long: the ends are clipped, zero stays where it is."""
         return replace(self, scale=positive(self.scale * factor.float()))
 
-    def where(self, rows: Tensor, other: Grid) -> Grid:
-        """This grid in the rows [N] that are marked, ``other`` in the rest."""
-        mark = rows[:, None, None]
-        zero = None if self.zero is None or other.zero is None else torch.where(mark, self.zero, other.zero)
-        return replace(self, scale=torch.where(mark, self.scale, other.scale), zero=zero)
-
     def clipped(self, unit: Tensor, p: float) -> Tensor:
         """Weights in units of the step -> their nearest values on a grid of steps p, in the same units."""
         if self.zero is None:
@@ -85,10 +79,11 @@ def on_grid(groups: Tensor, grid: Grid, width: int, group_size: int, note: str =
     return packed(grid.codes(groups).to(torch.int8).flatten(1)[:, :width], grid, group_size, note)
 
 
-def widest(w: Tensor, spec: WeightSpec) -> Quantized:
-    """W [N, K] rounded to the grids that reach every value."""
+def widest(w: Tensor, spec: WeightSpec) -> Tensor:
+    """The values float32 that W [N, K] is rounded to on the grids that reach all of it."""
     groups = grouped(w, spec.group_size)
-    return on_grid(groups, Grid.of(groups, spec.bits, spec.symmetric), w.shape[1], spec.group_size)
+    grid = Grid.of(groups, spec.bits, spec.symmetric)
+    return grid.values(grid.codes(groups).float()).flatten(1)[:, : w.shape[1]]
 
 
 def packed(codes: Tensor, grid: Grid, group_size: int, note: str = "") -> Quantized:

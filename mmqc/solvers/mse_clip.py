@@ -9,12 +9,12 @@ Source:  QuaRot's weight quantizer, which MQuant uses unchanged: norm 2.4, grid 
 
 from __future__ import annotations
 
-from functools import partial
-
+import torch
 from torch import Tensor
 
+import mmqc.ops  # noqa: F401  (defines torch.ops.mmqc)
 from mmqc.config import WeightSpec
-from mmqc.solvers.clip import best_clip
+from mmqc.solvers.clip import row_blocks
 from mmqc.solvers.grid import Grid, grouped, on_grid
 from mmqc.solvers.quantized import Quantized, checked
 
@@ -22,13 +22,16 @@ NORM = 2.4
 SHRINKS = tuple(1 - step / 100 for step in range(80))
 
 
-def clipped(groups: Tensor, bits: int, symmetric: bool = True) -> Grid:
-    """The grid of each group of [N, G, g] that minimises the 2.4th power of the rounding error."""
-    return best_clip(groups, Grid.of(groups, bits, symmetric), SHRINKS, partial(_power, norm=NORM))
-
-
-def _power(error: Tensor, norm: float) -> Tensor:
-    return error.abs_().pow_(norm).sum(-1)
+def clipped(groups: Tensor, bits: int, symmetric: bool = True, cost: Tensor | None = None) -> Grid:
+    """The grid of each group of [N, G, g] that minimises the 2.4th power of the rounding error, times ``cost`` [G, g]."""
+    widest = Grid.of(groups, bits, symmetric)
+    blocks, scales = row_blocks(groups, widest.scale)
+    zeros = [None] * len(blocks) if widest.zero is None else row_blocks(groups, widest.zero)[1]
+    factors = [
+        torch.ops.mmqc.power_clip(block, scale, zero, cost, SHRINKS, NORM, bits)
+        for block, scale, zero in zip(blocks, scales, zeros, strict=True)
+    ]
+    return widest.shrunk(torch.cat(factors)) if factors else widest
 
 
 def solve(

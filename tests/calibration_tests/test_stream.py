@@ -74,19 +74,3 @@ def test_feed__has_the_visual_mask_of_its_batch_during_a_call() -> None:
     assert torch.equal(seen[0][0], masks[0])
     assert seen[1] == (None, True)
     assert (context.visual, context.running) == (None, False)
-
-
-@torch.no_grad()
-def test_feed__calls_a_block_with_other_weights() -> None:
-    model, batch = Masked(), ids(6, 0)
-    (feed,) = feeds_of(model, batch)
-    capture(model, [feed], [(0, lambda: model(**batch))])
-    block = model.get_submodule(feed.segment.blocks[0].name)
-    before = {name: p.clone() for name, p in block.named_parameters()}
-    plain, zeros = feed.call(model, 0, 0), {name: torch.zeros_like(p) for name, p in before.items()}
-    other = feed.call(model, 0, 0, zeros)
-    assert not torch.equal(feed.outputs(other)[0], feed.outputs(plain)[0])
-    assert all(torch.equal(p, before[name]) for name, p in block.named_parameters())
-    for p in block.parameters():
-        p.zero_()
-    assert torch.equal(feed.outputs(feed.call(model, 0, 0))[0], feed.outputs(other)[0])

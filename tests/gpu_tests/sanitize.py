@@ -31,6 +31,7 @@ from row_scales import KINDS, row_scales  # noqa: E402
 from sanitize_tokens import (  # noqa: E402
     Place,
     assert_codes,
+    clips,
     fused,
     integers,
     mixed,
@@ -293,6 +294,8 @@ def cases(place: Place) -> Iterator[Case]:
     yield "unpack_weight int8", functools.partial(unpack, place, 8, True)
     yield "gptq_block", functools.partial(sweep, place, (17, 101), False)
     yield "gptq_block asymmetric", functools.partial(sweep, place, (128, 33), True)
+    yield "power_clip", functools.partial(clips, place, (9, 1, 1100), False)
+    yield "power_clip asymmetric", functools.partial(clips, place, (5, 7, 33), True)
     if has_tensor_descriptors(place.device):
         yield "mixed_matmul, quantize_per_token", functools.partial(mixed, place, [208, 48], True)
         yield "mixed_matmul, one part", functools.partial(mixed, place, [176], False)

@@ -25,6 +25,7 @@ from mmqc.kernels.matmul.gptq_block import gptq_block  # noqa: E402
 from mmqc.kernels.matmul.mixed_matmul import Weight, mixed_matmul  # noqa: E402
 from mmqc.kernels.rows import norm_quantize_per_token, quantize_per_token  # noqa: E402
 from mmqc.kernels.rows.norm_quantize import Norm  # noqa: E402
+from mmqc.kernels.rows.power_clip import power_clip  # noqa: E402
 from mmqc.kernels.shared.plan import rows_like  # noqa: E402
 from mmqc.kernels.shared.row_scale import Rows  # noqa: E402
 from mmqc.ops import gptq_block as gptq_block_op  # noqa: E402
@@ -33,6 +34,7 @@ from mmqc.ops import kv_rows_attention as rows_op  # noqa: E402
 from mmqc.ops import kv_token_attention as text_op  # noqa: E402
 from mmqc.ops import mixed_matmul as mixed_op  # noqa: E402
 from mmqc.ops import norm_quantize_per_token as norm_op  # noqa: E402
+from mmqc.ops import power_clip as power_clip_op  # noqa: E402
 from mmqc.ops import quantize_per_token as per_token_op  # noqa: E402
 from mmqc.ops.kv_rows import to_rows  # noqa: E402
 from mmqc.ops.kv_words import unpack_words  # noqa: E402
@@ -119,6 +121,14 @@ def sweep(place: Place, shape: tuple[int, int], asymmetric: bool) -> None:
     want = gptq_block_op.reference(w, u, scale, zero, 4)
     assert torch.equal(codes.cpu(), want[0])
     assert_close(errors.cpu(), want[1])
+
+
+def clips(place: Place, shape: tuple[int, int, int], asymmetric: bool) -> None:
+    w, scale = torch.randn(shape), torch.rand(*shape[:2], 1) + 0.2
+    zero = integers(-3, 4, *shape[:2], 1).float() if asymmetric else None
+    given = (w, scale, zero, torch.rand(shape[1:]) if asymmetric else None)
+    found = power_clip(*(None if t is None else t.to(place.device) for t in given), [1.0, 0.8, 0.4], 2.4, 4)
+    assert (found.cpu() == power_clip_op.reference(*given, [1.0, 0.8, 0.4], 2.4, 4)).float().mean() > 0.9, "clips differ"
 
 
 def rounded_text(place: Place, bits: int, width: int, block: int) -> None:

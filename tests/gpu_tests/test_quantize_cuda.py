@@ -9,9 +9,12 @@ from models import tiny_qwen2_vl
 from torch import nn
 
 import mmqc
+import mmqc.calibration.learn as learning
 from mmqc import recipes
 from mmqc.ops import gptq_block as op
+from mmqc.ops import power_clip as clip_op
 from mmqc.quantization.progress import OutOfMemoryError
+from mmqc.quantization.units import LEARNED
 
 pytestmark = pytest.mark.gpu
 
@@ -90,3 +93,24 @@ def test_gptq_block__on_cuda_agrees_with_the_reference(shape: tuple[int, int], a
     found = torch.ops.mmqc.gptq_block(w, u, scale, zero, 4)
     expected = op.reference(w, u, scale, zero, 4)
     assert (found[0] != expected[0]).any(0).float().mean() <= 0.01  # one code on a boundary changes all behind it
+
+
+@pytest.mark.parametrize("costly", [False, True])
+@pytest.mark.parametrize("shape", [(64, 1, 3584), (40, 56, 64)])
+def test_power_clip__on_cuda_agrees_with_the_reference(shape: tuple[int, int, int], costly: bool) -> None:
+    g = torch.Generator().manual_seed(1)
+    w = torch.randn(shape, generator=g).cuda()
+    scale, cost = w.abs().amax(-1, keepdim=True) / 7, torch.rand(shape[1:], generator=g).cuda() if costly else None
+    given = (w, scale, None, cost, [1 - i / 100 for i in range(80)], 2.4, 4)
+    assert (torch.ops.mmqc.power_clip(*given) != clip_op.reference(*given)).float().mean() <= 0.01  # clips that are alike
+
+
+def test_learned__threads_find_what_one_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batch = tiny_qwen2_vl()
+    there, ratios = model.cuda(), []
+    for threads in (1, 2):
+        monkeypatch.setattr(learning, "THREADS", threads)
+        report = mmqc.quantize_(copy.deepcopy(there), recipes.learned(2, 8, steps=24), [batch] * 4, progress=False)
+        ratios.append([float(r.note.split(" x ")[1].split()[0]) for r in report.layers if LEARNED in r.note])
+    assert max(ratios[0]) < 1
+    assert ratios[1] == pytest.approx(ratios[0], rel=0.05)  # backward passes add up in any order

@@ -7,7 +7,7 @@ from torch import Tensor
 from torchao.quantization.granularity import PerGroup, PerRow
 
 from mmqc.config import WeightSpec
-from mmqc.solvers import awq, solve
+from mmqc.solvers import awq, second_moment, solve
 from mmqc.solvers.awq import Reader, reader_loss, search
 from mmqc.solvers.grid import widest
 
@@ -73,7 +73,9 @@ def test_alpha__is_the_references(spec: str, duo: bool, seed: int) -> None:
     assert_close((found.scale.max() * found.scale.min())[None], torch.ones(1, dtype=torch.float64))
 
 
-def test_loss__is_the_squared_error_of_the_output() -> None:
+@pytest.mark.parametrize("panel", [13, 1024])
+def test_loss__is_the_squared_error_of_the_output(panel: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(second_moment, "PANEL", panel)
     x, w, spec = inputs(32, 3), weight(9, 32, 4), SPECS["W3 g16"]
     s = torch.rand(32, dtype=torch.float64) + 0.5
     want = ((x / s) @ rounded(w * s, spec).T - x @ w.T).square().sum()
@@ -101,7 +103,7 @@ def test_channels__several_columns_have_the_mean_and_others_are_left_alone() -> 
     s = magnitude.pow(found.alpha)
     assert_close(found.scale, s / (s.max() * s.min()).sqrt())
     whole = torch.cat((found.scale, found.scale, torch.ones(4, dtype=torch.float64)))
-    d = widest(w * whole, spec).dequantize().double() / whole - w
+    d = widest(w * whole, spec).double() / whole - w
     assert_close(torch.tensor(found.loss), (x @ d.T).square().sum(), torch.float32)
 
 
@@ -137,7 +139,7 @@ def test_awq_clip__codes_are_the_references(bits: int, group: int, symmetric: bo
 def test_awq_clip__never_worse_than_rounding_within_a_group() -> None:
     x, w = inputs(32, 1), weight(8, 32, 2)
     q = solve(w, WeightSpec(3, solver="awq_clip"), x.T @ x).dequantize().double()
-    plain = widest(w, WeightSpec(3)).dequantize().double()
+    plain = widest(w, WeightSpec(3)).double()
     assert ((x @ (q - w).T).square().sum(0) <= (x @ (plain - w).T).square().sum(0) * (1 + 1e-6)).all()
 
 
@@ -151,6 +153,6 @@ def test_rounded_behind__is_round_to_nearest_where_the_widest_grid_wastes_a_leve
     spec = WeightSpec(bits, PerGroup(8), symmetric=symmetric)
     w, scale = weight(5, 24, seed=4), torch.rand(24, dtype=torch.float64) + 0.5
     found = awq.rounded_behind(reader(w, inputs(24, seed=5), spec), scale)
-    plain, nearest = (f(w * scale, spec).dequantize().to(w) / scale for f in (widest, solve))
+    plain, nearest = (f.to(w) / scale for f in (widest(w * scale, spec), solve(w * scale, spec).dequantize()))
     assert torch.equal(plain, nearest) == (not symmetric)
     assert torch.equal(found, nearest if (bits, symmetric) == (2, True) else plain)

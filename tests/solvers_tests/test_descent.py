@@ -85,10 +85,11 @@ def textbook(w, h, codes, grid, group):
     return codes, scale
 
 
-@pytest.mark.parametrize("block", [1, 5, 128])
+@pytest.mark.parametrize(("block", "panel"), [(1, 0), (5, 17), (128, 0), (4, 35)])
 @pytest.mark.parametrize(("bits", "group", "symmetric"), [(2, 16, True), (3, 0, False), (4, 7, False)])
-def test_descend__equals_coordinate_descent_by_hand(bits, group, symmetric, block, monkeypatch):
+def test_descend__equals_coordinate_descent_by_hand(bits, group, symmetric, block, panel, monkeypatch):
     monkeypatch.setattr(descent, "BLOCK", block)
+    monkeypatch.setattr(descent, "PANELS", {"cpu": panel})
     w, h = problem(6, 40, seed=3)
     codes, grid = start(w, bits, group, symmetric)
     found, better = descent.descend(w, h, codes, grid, group, 1)

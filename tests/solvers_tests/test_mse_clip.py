@@ -9,7 +9,7 @@ from torchao.quantization.granularity import PerGroup, PerRow
 
 from mmqc.config import WeightSpec
 from mmqc.solvers import Quantized, clip, solve
-from mmqc.solvers.grid import widest
+from mmqc.solvers.grid import Grid, on_grid
 from mmqc.solvers.mse_clip import clipped
 
 
@@ -51,7 +51,7 @@ def test_error__never_above_round_to_nearest(seed, bits, tail):
     w = torch.randn(6, 32, generator=torch.Generator().manual_seed(seed))
     w[:, 0] *= tail
     clipped = solve(w, WeightSpec(bits, solver="mse_clip"))
-    plain = widest(w, WeightSpec(bits))
+    plain = on_grid(w[:, None], Grid.of(w[:, None], bits), 32, 0)
     assert (norm(w, clipped) <= norm(w, plain) * (1 + 1e-5)).all()
     assert (clipped.scale <= plain.scale).all()
 
