@@ -30,7 +30,7 @@ from mmqc.solvers.grid import grouped
 from mmqc.solvers.quantized import Quantized, levels
 
 BATCHES = 8  # of a step
-THREADS = 2  # that run batches of a step on an accelerator
+THREADS = 1  # that run batches of a step on an accelerator; two have not been timed on one
 LOOKS, LOOKED_AT = 8, 32  # how often the loss is measured, of how many batches
 T = TypeVar("T")
 BatchLoss = Callable[[int], Tensor]

@@ -165,6 +165,7 @@ def test_each__threads_change_nothing(monkeypatch):
             raise ValueError("batch 7")
         return batch * 2
 
+    monkeypatch.setattr(learning, "THREADS", 2)
     stream = nullcontext()
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
