@@ -19,6 +19,7 @@ from torchao.quantization.granularity import Granularity, PerGroup, PerRow, PerT
 from torchao.quantization.transform_module import register_quantize_module_handler
 
 from mmqc.specs import (
+    BLOCKS,
     ActivationSpec,
     Amplifier,
     Bases,
@@ -26,6 +27,7 @@ from mmqc.specs import (
     Clip,
     ConfigError,
     DynamicSpec,
+    Float4,
     KVRounding,
     KVSpec,
     Observer,
@@ -77,10 +79,12 @@ class Scheme:
             plain = self.activation is None and self.weight.symmetric and not self.weight.group_size
             require(plain, "Scheme.dynamic", self.dynamic, "None beside static activations, zero points or groups")
             require(self.weight.solver != "learned", "WeightSpec.solver", "learned", "another one beside dynamic activations")
+        alone = not self.weight.float4 or (self.activation is None and self.dynamic is None)
+        require(alone, "WeightSpec.type", self.weight.type, "'int' or 'float' beside quantized activations")
         symmetric = self.weight.symmetric or self.activation is None
         require(symmetric, "WeightSpec.symmetric", self.weight.symmetric, "True beside quantized activations")
         floats = self.float8
-        alike = self.weight.type == "int" if not floats else self.weight.bits <= 4 or self.weight.type == "float"
+        alike = self.weight.type != "float" if not floats else self.weight.bits <= 4 or self.weight.type == "float"
         allowed = "'float' beside activations of type 'float', and there only 'int' to 4 bits, whose codes are exact as floats"
         require(alike, "WeightSpec.type", self.weight.type, allowed)
         grouped = self.weight.granularity
@@ -115,6 +119,8 @@ class Scheme:
             share = f" + {d.high_fraction:g} at {d.high_bits}" if d.high_fraction else ""
             share += f" + {d.lowest_fraction:g} at {d.lowest_bits}" if d.lowest_fraction else ""
             return f"W{self.weight.bits}A{d.bits}{share}{'' if d.packed else ', weights in int8'}"
+        if self.weight.float4:
+            return f"W4A16-{self.weight.type}"
         group = f"-g{self.weight.group_size}" if self.weight.group_size else ""
         group += f"-i{self.weight.amplifier}" if self.weight.amplifier is not None else ""
         group += "" if self.weight.symmetric else "-asym"
@@ -278,6 +284,33 @@ class QuantConfig(AOBaseConfig):
             if s.activation is not None
         }
         require(bool(changed), "QuantConfig", list(map(str, self.schemes.values())), "schemes with quantized activations")
+        return self.replace(**changed)
+
+    def with_float4(self, form: Float4) -> QuantConfig:
+        """A copy whose weights are floats of 4 bits (e2m1) wherever schemes are weight-only and of 4 bits.
+
+        Solvers stay what they are.  A block's scale is the best of those that the format has, by what the solver minimises.
+
+        Args:
+            form: "mxfp4", a power of two per 32 input channels (OCP Microscaling Formats 1.0): 4.25 bits a weight; "nvfp4", a
+                float8_e4m3fn per 16 and a float32 for the tensor: 4.5 bits, and the smaller error.
+
+        Raises:
+            ConfigError: no scheme has weights of 4 bits and floating-point activations, or one's solver is "learned".
+        """
+        require(form in BLOCKS, "form", form, tuple(BLOCKS))
+        changed = {
+            place: dataclasses.replace(
+                s,
+                weight=dataclasses.replace(
+                    s.weight, type=form, granularity=PerGroup(BLOCKS[form]), symmetric=True, static_groups=True
+                ),
+            )
+            for place, s in self.schemes.items()
+            if s.weight.bits == 4 and s.activation is None and s.dynamic is None
+        }
+        allowed = "schemes with weights of 4 bits alone, e.g. recipes.gptq()"
+        require(bool(changed), "QuantConfig", list(map(str, self.schemes.values())), allowed)
         return self.replace(**changed)
 
     def with_token_scales(self) -> QuantConfig:

@@ -18,6 +18,9 @@ Observer = Literal["minmax", "percentile"]
 Amplifier = int | Literal["heuristic", "progressive"]
 Search = Literal["none", "model", "layer"]
 Number = Literal["int", "float"]
+Float4 = Literal["mxfp4", "nvfp4"]
+WeightType = Literal[Number, Float4]
+BLOCKS: dict[str, int] = {"mxfp4": 32, "nvfp4": 16}  # weights of 4 bits that are floats: input channels per scale
 
 
 class ConfigError(MmqcError, ValueError):
@@ -51,7 +54,8 @@ class WeightSpec:
             scale of a layer to 1 (Integer Scale, arXiv:2405.14597, section 4.1).  "progressive": a step for every output channel,
             so that codes times integer scales are 8-bit integers and a product needs no pass per group (QServe,
             arXiv:2405.04532, section 4.1); to 4 bits.  None: float scales.
-        type: "int", or "float": float8_e4m3fn, 8 bits, rounded to nearest with one scale per output channel.
+        type: "int"; "float": float8_e4m3fn, 8 bits, rounded to nearest with one scale per output channel; "mxfp4" or "nvfp4":
+            e2m1, 4 bits, with a scale of 8 bits per 32 or 16 input channels (ops/float4.py), weight-only.
         clip: gptq's, of grids.  ``best``: of several sweeps each row keeps the one whose output error is least, and its codes and
             scales then descend on that error.  ``inputs``: one sweep, by what each rounding costs in it; ``weights``: by the
             weights' own error, as QuaRot, MQuant and ResQ do behind rotations; ``none`` (solvers/gptq.py).  None: the first, but
@@ -68,17 +72,19 @@ class WeightSpec:
     static_groups: bool = True
     damping: float = 0.01
     amplifier: Amplifier | None = None
-    type: Number = "int"
+    type: WeightType = "int"
     clip: Clip | None = None
     clip_scores: bool = False
     steps: int = 200
 
     def __post_init__(self) -> None:
         require(self.bits in (2, 3, 4, 8), "WeightSpec.bits", self.bits, (2, 3, 4, 8))
-        require(self.type in get_args(Number), "WeightSpec.type", self.type, get_args(Number))
+        types = ("int", "float", *BLOCKS)
+        require(self.type in types, "WeightSpec.type", self.type, types)
         plain = self.bits == 8 and self.solver == "rtn" and self.symmetric and not self.group_size
         allowed = "'int', or 'float' for 8 bits a channel, symmetric, by rtn"
-        require(plain or self.type == "int", "WeightSpec.type", self.type, allowed)
+        require(plain or self.type != "float", "WeightSpec.type", self.type, allowed)
+        self._check_float4()
         require(
             isinstance(self.granularity, PerRow | PerGroup), "WeightSpec.granularity", self.granularity, "PerRow(), PerGroup(g)"
         )
@@ -99,6 +105,31 @@ class WeightSpec:
             require(fits, "WeightSpec.bits", self.bits, "2, 3 or 4 where amplifier is 'progressive'")
             grouped = isinstance(self.granularity, PerGroup)
             require(grouped, "WeightSpec.granularity", self.granularity, "PerGroup(g) where amplifier is set")
+
+    def _check_float4(self) -> None:
+        if self.type not in BLOCKS:
+            return
+        require(self.bits == 4, "WeightSpec.bits", self.bits, f"4 where type is {self.type!r}")
+        block = BLOCKS[self.type]
+        fits = self.group_size == block
+        require(fits, "WeightSpec.granularity", self.granularity, f"PerGroup({block}) where type is {self.type!r}")
+        require(self.symmetric, "WeightSpec.symmetric", self.symmetric, f"True where type is {self.type!r}")
+        require(self.amplifier is None, "WeightSpec.amplifier", self.amplifier, f"None where type is {self.type!r}")
+        known = self.solver != "learned"
+        require(known, "WeightSpec.solver", self.solver, f"rtn, mse_clip, awq_clip or gptq where type is {self.type!r}")
+        require(self.static_groups, "WeightSpec.static_groups", self.static_groups, f"True where type is {self.type!r}")
+
+    @property
+    def float4(self) -> bool:
+        """Whether weights are floats of 4 bits."""
+        return self.type in BLOCKS
+
+    @property
+    def bits_with_scales(self) -> float:
+        """Bits that a weight takes with its part of its group's scale and zero point; what rows and tensors have is not counted."""
+        if not self.group_size:
+            return self.bits
+        return self.bits + (8 if self.float4 else 32 if self.symmetric else 40) / self.group_size
 
     @property
     def needs_hessian(self) -> bool:

@@ -38,6 +38,7 @@ COVERS: dict[str, str] = {
     "kernels_tests/hadamard/test_hadamard_wgmma.py": "kernels/hadamard/hadamard_tiles",
     "kernels_tests/kv/test_kv_attention.py": "kernels/kv/kv_combine kernels/kv/kv_words",
     "kernels_tests/kv/test_kv_round_keys.py": "kernels/kv_on_cuda",
+    "kernels_tests/matmul/test_float4_matmul.py": "kernels/shared/float4_codes",
     "kernels_tests/matmul/test_group_scaled_matmul.py": "kernels/matmul/unpack_weight",
     "kernels_tests/matmul/test_grouped_matmul.py": "lowering/grouped_matmul",
     "kernels_tests/matmul/test_packed_matmul.py": (
@@ -65,6 +66,7 @@ COVERS: dict[str, str] = {
     "nn_tests/test_linear.py": "nn/integer_weight nn/online_hadamard",
     "nn_tests/test_rotated_norm.py": "nn/norm",
     "ops_tests/test_causal_mask.py": "lowering/causal_mask",
+    "ops_tests/test_float4_matmul.py": "lowering/float4_matmul ops/float4",
     "ops_tests/test_gather_rows.py": "lowering/gather_rows",
     "ops_tests/test_gather_tokens.py": "lowering/gather_tokens",
     "ops_tests/test_hadamard.py": "ops/define",
@@ -84,6 +86,7 @@ COVERS: dict[str, str] = {
         "samples/checkpoint samples/handwriting samples/processor samples/questions samples/sample samples/scoring samples/stress"
     ),
     "solvers_tests/test_awq.py": "solvers/awq_clip solvers/second_moment",
+    "solvers_tests/test_float4_grid.py": "solvers/widest",
     "solvers_tests/test_gptq.py": "solvers/quantized",
     "solvers_tests/test_mse_clip.py": "solvers/clip",
     "solvers_tests/test_rtn.py": "solvers/grid",

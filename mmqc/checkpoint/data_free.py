@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from mmqc.checkpoint.linear_like import NotLinearError, looks_linear, read_linear
 from mmqc.config import HEAD, ConfigError, QuantConfig, Rewrites, Scheme
+from mmqc.nn.float4_linear import Float4Linear
 from mmqc.nn.linear import QuantLinear
 from mmqc.nn.token_linear import TokenLinear
 from mmqc.passes.assign_scheme import kept
@@ -99,18 +100,17 @@ def select(
 
 def quantized_linear(
     weight: Tensor, bias: Tensor | None, scheme: Scheme, fqn: str = "weight", solved: Quantized | None = None
-) -> tuple[QuantLinear | TokenLinear, Quantized]:
+) -> tuple[QuantLinear | TokenLinear | Float4Linear, Quantized]:
     """The module for a float weight [N, K] and bias [N], and what the solver found, or another process's has.
 
     Raises:
         ValueError: the weight holds NaN or infinity.
     """
     solved = solved or solve(weight.detach().float(), scheme.weight, name=fqn)
-    options: Any = {
-        "weight_bits": scheme.weight.bits,
-        "bias": None if bias is None else bias.detach(),
-        "dtype": weight.dtype,
-    }
+    options: Any = {"bias": None if bias is None else bias.detach(), "dtype": weight.dtype}
+    if scheme.weight.float4:
+        return Float4Linear.from_parts(solved, **options), solved
+    options["weight_bits"] = scheme.weight.bits
     if scheme.by_token:
         return TokenLinear.from_parts(solved, float8=scheme.float8, **options), solved
     return QuantLinear.from_parts(solved, **options), solved

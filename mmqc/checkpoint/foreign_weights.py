@@ -3,7 +3,8 @@
     AWQ (gemm)   qweight int32 [K, N b/32], eight outputs a word in the order 0 2 4 6 1 3 5 7; qzeros [K/g, N b/32] alike
     GPTQ         qweight int32 [K b/32, N], inputs of a word in order; qzeros [K/g, N b/32], outputs in order, less one in v1
     both         scales [K/g, N]       w[k, n] = (u[k, n] - z[g, n]) s[g, n]
-    compressed   weight_packed int32 [N, K b/32] or weight int8 or float8 [N, K]; weight_scale [N, 1] or [N, K/g]; input_scale [1];
+    compressed   weight_packed int32 [N, K b/32] or weight int8 or float8 [N, K]; weight_scale [N, 1] or [N, K/g]; input_scale [1]
+                 where inputs are static; floats of 4 bits: compressed_tensors.py;
                  weight_zero_point like the scales, or int32 [N b/32, K/g] where the weight is packed
 
 Codes and zero points are kept less 2^(b-1), as signed numbers; zero points that then are all zero are none.  Groups that are no
@@ -21,9 +22,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmqc.checkpoint.compressed_tensors import unpack_words
+from mmqc.checkpoint.compressed_tensors import float4_form, read_float4, unpack_words
 from mmqc.errors import MmqcError
+from mmqc.nn.integer_weight import PackedLinear
+from mmqc.nn.linear import QuantLinear
+from mmqc.nn.token_linear import TokenLinear
 from mmqc.ops.pack import FLOAT8
+from mmqc.solvers import Quantized
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 Tensors = Mapping[str, Tensor]
@@ -45,7 +50,7 @@ class ForeignError(MmqcError, ValueError):
 class Foreign:
     """One linear: int8 or float8 codes [N, K], float32 scale [N] or [N, K/g], bits of a code, g or 0, input scale, int8 zeros.
 
-    ``float8``: activations are float8 codes.
+    ``float8``: activations are float8 codes.  ``by_token``: their scales are found token by token.
     """
 
     codes: Tensor
@@ -55,6 +60,29 @@ class Foreign:
     input_scale: Tensor | None = None
     zero: Tensor | None = None
     float8: bool = False
+    by_token: bool = False
+
+    def linear(self, bias: Tensor | None, dtype: torch.dtype) -> PackedLinear:
+        """The module of mmqc's for a model of that dtype."""
+        solved = Quantized(self.codes, self.scale, zero=self.zero, group_size=self.group_size)
+        options: Any = {"weight_bits": self.bits, "bias": None if bias is None else bias.to(dtype), "dtype": dtype}
+        if self.by_token:
+            return TokenLinear.from_parts(solved, float8=self.float8, **options)
+        bits = 8 if self.input_scale is not None else None
+        return QuantLinear.from_parts(solved, activation_bits=bits, input_scale=self.input_scale, float8=self.float8, **options)
+
+
+@dataclass(frozen=True)
+class ForeignFloat4:
+    """One linear whose weights are floats of 4 bits: the file's own tensors, and the form that they have."""
+
+    tensors: Tensors
+    form: str
+
+    def linear(self, bias: Tensor | None, dtype: torch.dtype) -> PackedLinear:
+        """As ``Foreign.linear``; the bias is among the tensors."""
+        del bias
+        return read_float4(self.tensors, self.form, dtype)
 
 
 def _words(packed: Tensor, bits: int) -> Tensor:
@@ -124,24 +152,32 @@ def read_gptq(tensors: Tensors, settings: Settings, fqn: str) -> Foreign:
     return _built(u, zero[:, : scale.shape[1]], scale, bits, fqn)
 
 
-def read_compressed(tensors: Tensors, settings: Settings, fqn: str) -> Foreign:
+def read_compressed(tensors: Tensors, settings: Settings, fqn: str) -> Foreign | ForeignFloat4:
     """A linear of compressed-tensors.
 
-    Integer weights with or without zero points, alone or with one static input scale; or float8 weights with a scale an output
-    or one in all, and static float8 activations.
+    Integer weights with or without zero points, alone, with one static input scale, or with one a token; float8 weights with a
+    scale an output or one in all, and float8 activations of either kind; floats of 4 bits alone, as mxfp4 or nvfp4.
 
-    ``settings["leave"]`` may hold "activations": inputs then stay in floating point.
+    ``settings["leave"]`` may hold "activations": inputs then stay in floating point.  ``settings["module"]`` is the linear's name
+    in the model, where that is not the file's: a description may have either.
 
     Raises:
-        ForeignError: float weights of other kinds, activations quantized at run time, or groups that are no stretches.
+        ForeignError: float weights of other kinds, other activations, or groups that are no stretches.
     """
-    scheme = _scheme_of(settings, fqn)
+    scheme = _scheme_of(settings, {fqn, settings.get("module", fqn)})
     weights, inputs = scheme.get("weights") or {}, scheme.get("input_activations")
+    left = "activations" in settings.get("leave", ())
+    inputs = {} if left else inputs or {}
+    if form := float4_form(weights):
+        if inputs:
+            raise ForeignError(f"{fqn}: quantized activations beside weights as floats of 4 bits are not mmqc's; {LEAVE}")
+        return ForeignFloat4(tensors, form)
     if weights.get("type", "int") != "int":
-        return _read_float8(tensors, weights, inputs or {}, settings, fqn)
-    float8 = bool(inputs) and inputs.get("type") == "float" and int(weights.get("num_bits", 8)) <= 4
-    if inputs and "activations" not in settings.get("leave", ()):
+        return _read_float8(tensors, weights, inputs, fqn)
+    float8 = inputs.get("type") == "float" and int(weights.get("num_bits", 8)) <= 4
+    if inputs:
         _check_inputs({**inputs, "type": "int"} if float8 else inputs, fqn)
+    by_token = bool(inputs.get("dynamic"))
     if "weight_g_idx" in tensors:
         raise ForeignError(f"{fqn}: groups in the order of activations are not mmqc's; {WAY_AROUND}")
     scale, zero = tensors["weight_scale"].float(), tensors.get("weight_zero_point")
@@ -155,14 +191,15 @@ def read_compressed(tensors: Tensors, settings: Settings, fqn: str) -> Foreign:
     else:
         codes = tensors["weight"]
         n, k = codes.shape
-        bits = 4 if int(codes.min()) >= -8 and int(codes.max()) <= 7 and zero is None else 8
+        small = int(codes.min()) >= -8 and int(codes.max()) <= 7 and zero is None
+        bits = int(weights.get("num_bits", 8)) if by_token else 4 if small else 8
     groups = 1 if scale.numel() == 1 else scale.numel() // n
     scale, zero = (None if t is None else t.reshape(-1, groups).expand(n, groups).squeeze(1) for t in (scale, zero))
     assert scale is not None
-    static = tensors.get("input_scale") if "activations" not in settings.get("leave", ()) else None
+    static = None if left or by_token else tensors.get("input_scale")
     if static is not None and float8 and groups > 1:
         raise ForeignError(f"{fqn}: groups of weights beside float8 activations are not mmqc's; {LEAVE}")
-    if static is not None and zero is not None:
+    if (static is not None or by_token) and zero is not None:
         raise ForeignError(f"{fqn}: zero points of weights beside quantized activations are not mmqc's; {LEAVE}")
     return Foreign(
         codes,
@@ -171,31 +208,35 @@ def read_compressed(tensors: Tensors, settings: Settings, fqn: str) -> Foreign:
         0 if groups == 1 else k // groups,
         None if static is None else static.float().reshape(1),
         None if zero is None else zero.to(torch.int8),
-        float8 and static is not None,
+        float8 and (static is not None or by_token),
+        by_token,
     )
 
 
-def _read_float8(tensors: Tensors, weights: Settings, inputs: Settings, settings: Settings, fqn: str) -> Foreign:
-    """Weights and static activations in float8_e4m3fn."""
+def _read_float8(tensors: Tensors, weights: Settings, inputs: Settings, fqn: str) -> Foreign:
+    """Weights and activations in float8_e4m3fn."""
     codes, scale, static = tensors.get("weight"), tensors["weight_scale"].float(), tensors.get("input_scale")
     if codes is None or codes.dtype != FLOAT8 or scale.numel() not in (1, codes.shape[0]):
         raise ForeignError(
             f"{fqn}: weights of {weights.get('num_bits', 8)} bits that are neither integers nor float8 with a scale per "
             f"output are not mmqc's; {WAY_AROUND}"
         )
-    if inputs.get("type") != "float" or static is None or "activations" in settings.get("leave", ()):
-        raise ForeignError(f"{fqn}: float8 weights without static float8 activations are not mmqc's; {WAY_AROUND}")
+    by_token = bool(inputs.get("dynamic"))
+    if inputs.get("type") != "float" or (static is None and not by_token):
+        raise ForeignError(f"{fqn}: float8 weights without float8 activations are not mmqc's; {WAY_AROUND}")
     _check_inputs({**inputs, "type": "int"}, fqn)
-    scale = scale.reshape(-1).expand(codes.shape[0])
+    scale = scale.reshape(-1).expand(codes.shape[0]).contiguous()
+    if static is None or by_token:
+        return Foreign(codes, scale, 8, 0, float8=True, by_token=True)
     return Foreign(codes, scale, 8, 0, static.float().reshape(1), float8=True)
 
 
-def _scheme_of(settings: Settings, fqn: str) -> Mapping[str, Any]:
+def _scheme_of(settings: Settings, names: set[str]) -> Mapping[str, Any]:
     """What the checkpoint says of a linear: by name, by a pattern on its name, or as any linear."""
     groups = list((settings.get("config_groups") or {}).values())
 
     def named(target: str) -> bool:
-        return target == fqn or (target.startswith("re:") and re.match(target[3:], fqn) is not None)
+        return target in names or (target.startswith("re:") and any(re.match(target[3:], name) for name in names))
 
     by_name = (g for g in groups if any(named(t) for t in g.get("targets", ())))
     by_kind = (g for g in groups if "Linear" in g.get("targets", ()))
@@ -203,15 +244,19 @@ def _scheme_of(settings: Settings, fqn: str) -> Mapping[str, Any]:
 
 
 def _check_inputs(inputs: Mapping[str, Any], fqn: str) -> None:
-    if inputs.get("dynamic"):
-        raise ForeignError(f"{fqn}: symmetric activations quantized at run time are not mmqc's; {LEAVE}")
     if inputs.get("type", "int") != "int" or inputs.get("num_bits", 8) != 8:
         raise ForeignError(f"{fqn}: activations that are no integers of 8 bits are not mmqc's; {LEAVE}")
-    if inputs.get("strategy") != "tensor" or not inputs.get("symmetric", True):
-        raise ForeignError(f"{fqn}: activations with zero points or several scales are not mmqc's; {LEAVE}")
+    one = "token" if inputs.get("dynamic") else "tensor"  # scale
+    if inputs.get("strategy") != one or not inputs.get("symmetric", True):
+        raise ForeignError(
+            f"{fqn}: activations with zero points, or with scales that are neither one for all tokens, static, nor one a token, "
+            f"dynamic, are not mmqc's; {LEAVE}"
+        )
 
 
-READERS: dict[str, tuple[str, Callable[[Tensors, Settings, str], Foreign]]] = {  # by quant_method: a tensor's name, reader
+READERS: dict[
+    str, tuple[str, Callable[[Tensors, Settings, str], Foreign | ForeignFloat4]]
+] = {  # by quant_method: a tensor's name, reader
     "awq": ("qweight", read_awq),
     "gptq": ("qweight", read_gptq),
     "compressed-tensors": ("weight_scale", read_compressed),

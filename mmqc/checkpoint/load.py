@@ -19,11 +19,9 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 from transformers.modeling_utils import PreTrainedModel
 
 from mmqc.checkpoint import manifest
-from mmqc.checkpoint.foreign_weights import READERS, Foreign, ForeignError
+from mmqc.checkpoint.foreign_weights import READERS, ForeignError
 from mmqc.checkpoint.hf import MmqcConfig, model_init
 from mmqc.checkpoint.module_spec import dtype_name, module_spec
-from mmqc.nn.linear import QuantLinear
-from mmqc.solvers import Quantized
 
 LEFT = ("activations", "kv_cache")
 CACHE_SCALES = (".q_scale", ".k_scale", ".v_scale", ".k_zero_point", ".v_zero_point")
@@ -85,7 +83,7 @@ def _converted(
     for prefix in [name.removesuffix(f".{marker}") for name in tensors if name.endswith(f".{marker}")]:
         own = {n.rpartition(".")[2]: state.pop(n) for n in list(state) if n.rpartition(".")[0] == prefix}
         fqn = _local(skeleton, prefix)
-        linear = _linear(read(own, settings, prefix), own.get("bias"), dtype)
+        linear = read(own, {**settings, "module": fqn}, prefix).linear(own.get("bias"), dtype)
         spec = module_spec(linear)
         assert spec is not None
         specs[fqn] = spec
@@ -93,19 +91,6 @@ def _converted(
     if not specs:
         raise ForeignError(f"no tensor of the checkpoint is called *.{marker}; is it quantized at all?")
     return state, specs
-
-
-def _linear(foreign: Foreign, bias: Tensor | None, dtype: torch.dtype) -> QuantLinear:
-    static = foreign.input_scale is not None
-    return QuantLinear.from_parts(
-        Quantized(foreign.codes, foreign.scale, zero=foreign.zero, group_size=foreign.group_size),
-        weight_bits=foreign.bits,
-        activation_bits=8 if static else None,
-        bias=None if bias is None else bias.to(dtype),
-        input_scale=foreign.input_scale,
-        dtype=dtype,
-        float8=foreign.float8,
-    )
 
 
 def _local(skeleton: PreTrainedModel, prefix: str) -> str:

@@ -17,6 +17,7 @@ from mmqc.experts.modules import QuantExperts
 from mmqc.kv.query_moment import QueryMoment
 from mmqc.kv.rounding import KVRounder
 from mmqc.nn.adapted_linear import AdaptedLinear
+from mmqc.nn.float4_linear import Float4Linear
 from mmqc.nn.linear import HadamardLinear, QuantLinear, RMSNorm
 from mmqc.nn.mixed_linear import MixedLinear
 from mmqc.nn.plain_linear import PlainLinear
@@ -29,6 +30,7 @@ KINDS: dict[str, Any] = {
     "quant_experts": QuantExperts,
     "mixed_linear": MixedLinear,
     "token_linear": TokenLinear,
+    "float4_linear": Float4Linear,
     "kv_rounder": KVRounder,
     "query_moment": QueryMoment,
     "rms_norm": RMSNorm,

@@ -135,6 +135,7 @@ def quantize(
     engine: Annotated[str | None, typer.Option(help="vllm==0.32 or vllm==0.33: what it takes, in its format.")] = None,
     gpu: Annotated[str, typer.Option(help="Of the engine: a100, l40s, h100, or a capability like 9.0.")] = "h100",
     float8: Annotated[bool, typer.Option("--float8", help="Static activations as float8, and weights of 8 bits too.")] = False,
+    float4: Annotated[str | None, typer.Option(help="mxfp4 or nvfp4: weights of 4 bits alone as floats.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done and what it would take.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Start even if memory looks short.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a model that is in the directory.")] = False,
@@ -154,7 +155,7 @@ def quantize(
     from mmqc.cli import jobs
     from mmqc.cli.config import fitted
 
-    config = fitted(config, float8, engine, gpu)
+    config = fitted(config, float8, float4, engine, gpu)
     checks.folder(out, needed=not dry_run, overwrite=overwrite)
     checks.work(device, resume_dir, spool)
     to = jobs.written_as(save_format, engine, gpu)
@@ -164,9 +165,8 @@ def quantize(
     checks.calibration(calibration, config)
     if not jobs.announce(model, config, calibration, console) and not force and not dry_run:
         raise MemoryError("memory is short for this; free some, quantize on a larger machine, or pass --force")
-    if dry_run:
+    if dry_run or out is None:  # which is needed for all else
         return
-    assert out is not None
     loaded, data = load(model, sample)
     jobs.quantize(loaded, data, config, jobs.Target(model, out, to, calibration, limit, device, resume_dir, spool), console)
 

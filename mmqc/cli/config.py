@@ -34,9 +34,10 @@ def make_config(recipe: str, settings: list[str]) -> QuantConfig:
         raise typer.BadParameter(str(error), param_hint="--w, --a or --set" if settings else "--recipe") from error
 
 
-def fitted(config: QuantConfig, float8: bool, engine: str | None, gpu: str) -> QuantConfig:
-    """As ``--float8`` and ``--engine`` want it."""
+def fitted(config: QuantConfig, float8: bool, float4: str | None, engine: str | None, gpu: str) -> QuantConfig:
+    """As ``--float8``, ``--float4`` and ``--engine`` want it."""
     config = in_float8(config) if float8 else config
+    config = in_float4(config, float4) if float4 is not None else config
     if engine is None:
         return config
     from mmqc.engines.limits import for_engine
@@ -56,6 +57,14 @@ def in_float8(config: QuantConfig) -> QuantConfig:
         return config.with_float8()
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--float8") from error
+
+
+def in_float4(config: QuantConfig, form: str) -> QuantConfig:
+    """``--float4``."""
+    try:
+        return config.with_float4(form)  # pyright: ignore[reportArgumentType]  # checked there
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--float4") from error
 
 
 def recipes() -> dict[str, Callable[..., QuantConfig]]:

@@ -136,7 +136,7 @@ def announce(model: str, config: QuantConfig, calibration: str, console: Console
     rows = {
         "schemes": schemes,
         "calibration": "none" if calibration == "0" else data,
-        "linears": f"up to {guess.linears}",
+        "linears": f"up to {guess.linears}" + (f", {guess.bits:.2f} bits a weight with its scales" if guess.linears else ""),
         "weights": f"{bytes_of(guess.weights)}, quantized {bytes_of(guess.quantized)}",
         "memory": f"about {bytes_of(guess.peak)} and the activations of one prompt"
         + (f", {together} times on this machine" if together > 1 else "")

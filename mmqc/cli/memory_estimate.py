@@ -28,6 +28,7 @@ class Estimate:
         moments: second moments that GPTQ and its like collect.
         largest: the largest linear weight in float32.
         linears: how many linears would be quantized.
+        bits: that a weight of these takes, its part of scales and zero points with it; 0 without any.
     """
 
     weights: int
@@ -35,6 +36,7 @@ class Estimate:
     moments: int
     largest: int
     linears: int
+    bits: float = 0.0
 
     @property
     def peak(self) -> int:
@@ -47,6 +49,8 @@ def stored(linear: nn.Linear, scheme: Scheme) -> int:
     static = scheme.activation is not None
     width = packed_width(linear.in_features, stored_bits(scheme.weight.bits, static))
     groups = -(-linear.in_features // scheme.weight.group_size) if scheme.weight.group_size else 1
+    if scheme.weight.float4:
+        return linear.out_features * (width + groups) + (4 if scheme.weight.type == "nvfp4" else 0)
     inputs = 4 * (2 if scheme.activation is not None and scheme.activation.per_modality else 1) if scheme.static else 0
     return linear.out_features * (width + 4 * groups) + inputs
 
@@ -59,7 +63,7 @@ def estimate(model: nn.Module, config: QuantConfig) -> Estimate:
     """
     scheme = config.language or config.projector or config.vision
     weights = size_of(model)
-    saved = moments = largest = count = 0
+    saved = moments = largest = count = elements = bits = 0
     get_head = getattr(model, "get_output_embeddings", None)
     head = get_head() if get_head is not None else None
     for fqn, linear in model.named_modules():
@@ -70,11 +74,12 @@ def estimate(model: nn.Module, config: QuantConfig) -> Estimate:
         if own is None or any(kept(p, fqn, role) for p in config.keeps(role) if p != HEAD or role):
             continue
         count += 1
+        elements, bits = elements + linear.weight.numel(), bits + 8 * stored(linear, own)
         shared = role and any(p is linear.weight for m in model.modules() if m is not linear for p in m.parameters(False))
         saved += (0 if shared else linear.weight.numel() * linear.weight.element_size()) - stored(linear, own)
         largest = max(largest, 4 * linear.weight.numel())
         moments += 4 * linear.in_features**2 if own.weight.needs_hessian else 0
-    return Estimate(weights, weights - saved, moments, largest, count)
+    return Estimate(weights, weights - saved, moments, largest, count, bits / elements if elements else 0.0)
 
 
 def available() -> int | None:

@@ -121,10 +121,12 @@ def _factors(config: QuantConfig, words: tuple[str, ...]) -> str:
 
 
 def _unlike_linears(config: QuantConfig, tower: str) -> str:
-    """What is said of stacks whose linears beside them have dynamic activations, or float8 codes."""
+    """What is said of stacks whose linears beside them have dynamic activations, or float codes."""
     scheme = config.scheme(tower)
     if scheme is not None and (scheme.dynamic is not None or scheme.by_token):
         return "weight-only: experts' inputs are not quantized token by token, and all channels have the same bits"
+    if scheme is not None and scheme.weight.float4:
+        return f"integers in the same groups: grouped_matmul has no {scheme.weight.type} form"
     return "integers: grouped_matmul has no float8 form" if scheme is not None and scheme.float8 else ""
 
 

@@ -1,6 +1,7 @@
 """The ops' implementation on CUDA: importing this file registers it; what a kernel cannot take goes to the reference.
 
-    mmqc::scaled_matmul(s), scaled_matmul_epilogue, token_matmul, weight_only_matmul(s), grouped_matmul, gptq_block
+    mmqc::scaled_matmul(s), scaled_matmul_epilogue, token_matmul, weight_only_matmul(s), float4_matmul, grouped_matmul,
+    gptq_block
                                                        on CUDA   ->  the Triton kernels, rows flattened
 
 ``why_not_scaled`` and its like say what a kernel cannot take; a compiled graph's record repeats it.
@@ -13,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from mmqc.kernels.matmul import gptq_block as gptq_kernel
+from mmqc.kernels.matmul import float4_matmul as float4_kernel
 from mmqc.kernels.matmul import group_scaled_matmul as group_scaled_kernel
 from mmqc.kernels.matmul import grouped_matmul as grouped_kernel
 from mmqc.kernels.matmul import scaled_matmul as scaled_kernel
@@ -24,6 +25,8 @@ from mmqc.kernels.matmul.linears import Linear
 from mmqc.kernels.rows import quantize_by_token as by_token_kernel
 from mmqc.kernels.shared.plan import Refusal
 from mmqc.kernels.shared.row_scale import row_scale
+from mmqc.kernels.solvers import gptq_block as gptq_kernel
+from mmqc.ops import float4_matmul as float4_op
 from mmqc.ops import gptq_block as gptq_op
 from mmqc.ops import grouped_matmul as grouped_op
 from mmqc.ops import scaled_matmul as scaled_op
@@ -220,6 +223,27 @@ def weight_only_matmuls(
     return ys
 
 
+def why_not_float4(
+    x: Tensor, w_q: Tensor, w_scale: Tensor, divisor: Tensor | None, bias: Tensor | None, form: str
+) -> str | None:
+    """None, or why the kernel cannot take these operands."""
+    if x.dtype == torch.float32:
+        return "float32 activations are multiplied in float32"
+    return float4_kernel.supports(_matrix(x), w_q, w_scale, divisor, bias, form)
+
+
+def float4_matmul(
+    x: Tensor, w_q: Tensor, w_scale: Tensor, divisor: Tensor | None, bias: Tensor | None, form: str
+) -> Tensor:
+    """``mmqc::float4_matmul`` on CUDA."""
+    float4_op.check(x, w_q, w_scale, divisor, form)
+    if why_not_float4(x, w_q, w_scale, divisor, bias, form) is not None:
+        return float4_op.reference(x, w_q, w_scale, divisor, bias, form)
+    (y,), flat = _results(x, [w_q], x.dtype)
+    float4_kernel.float4_matmul(_matrix(x), w_q, w_scale, divisor, bias, form=form, out=flat[0])
+    return y
+
+
 def why_not_grouped(
     x: Tensor, w_q: Tensor, w_scale: Tensor, offsets: Tensor, bias: Tensor | None, row_scale: Tensor | None,
     weight_bits: int, group_size: int, out_dtype: torch.dtype, w_zero: Tensor | None = None,
@@ -242,16 +266,18 @@ def grouped_matmul(
     )
 
 
-def gptq_block(w: Tensor, u: Tensor, scale: Tensor, zero: Tensor | None, bits: int) -> tuple[Tensor, Tensor]:
+def gptq_block(
+    w: Tensor, u: Tensor, scale: Tensor, zero: Tensor | None, bits: int, float4: bool = False
+) -> tuple[Tensor, Tensor]:
     """``mmqc::gptq_block`` on CUDA."""
-    gptq_op.check(w, u, scale, zero, bits)
+    gptq_op.check(w, u, scale, zero, bits, float4)
     if gptq_kernel.supports(w, u, scale, zero) is not None:
-        return gptq_op.reference(w, u, scale, zero, bits)
-    return gptq_kernel.gptq_block(w, u, scale, zero, bits)
+        return gptq_op.reference(w, u, scale, zero, bits, float4)
+    return gptq_kernel.gptq_block(w, u, scale, zero, bits, float4=float4)
 
 
 for implementation in (
     scaled_matmul, scaled_matmuls, scaled_matmul_epilogue, token_matmul, weight_only_matmul, weight_only_matmuls,
-    grouped_matmul, gptq_block,
+    float4_matmul, grouped_matmul, gptq_block,
 ):
     torch.library.impl(f"mmqc::{implementation.__name__}", "CUDA", implementation)

@@ -13,6 +13,7 @@ from mmqc import kernels
 from mmqc.lowering import (
     causal_mask,
     decode_attention,
+    float4_matmul,
     fused,
     fused_per_token,
     gather_rows,
@@ -36,6 +37,7 @@ __all__ = [
     "causal_mask",
     "decode_attention",
     "fallbacks",
+    "float4_matmul",
     "fused",
     "fused_per_token",
     "gather_rows",
@@ -62,6 +64,7 @@ WHY_NOT = {
     torch.ops.mmqc.scaled_matmuls.default: scaled_matmul.why_not,
     torch.ops.mmqc.weight_only_matmul.default: weight_only_matmul.why_not,
     torch.ops.mmqc.weight_only_matmuls.default: weight_only_matmul.why_not,
+    torch.ops.mmqc.float4_matmul.default: float4_matmul.why_not,
     torch.ops.mmqc.grouped_matmul.default: grouped_matmul.why_not,
     torch.ops.mmqc.mixed_matmul.default: mixed_matmul.why_not,
     torch.ops.mmqc.decode_attention.default: decode_attention.why_not,

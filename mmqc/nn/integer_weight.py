@@ -11,7 +11,7 @@ from torch import Tensor
 from mmqc.nn.online_hadamard import OnlineHadamard
 from mmqc.ops.pack import FLOAT8, stored_bits
 
-SCALES = ("weight_scale", "input_scale")  # float32 whatever the model's dtype
+SCALES = ("weight_scale", "weight_divisor", "input_scale")  # float32 whatever the model's dtype
 
 
 class IntegerWeight(OnlineHadamard):

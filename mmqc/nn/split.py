@@ -18,12 +18,14 @@ import torch
 from torch import Tensor
 
 from mmqc.errors import MmqcError
+from mmqc.nn.float4_linear import Float4Linear
 from mmqc.nn.integer_weight import PackedLinear
 from mmqc.nn.linear import QuantLinear
+from mmqc.ops.float4 import pack_float4
 from mmqc.ops.pack import pack
 
 BY_ROW = re.compile(r"qweight(_\d+)?|weight_scale|weight_zero|weight_sum|group_scale|bias|outlier_weight")
-WHOLE = re.compile(r"input_scale|outlier_index|order|factor_\d+")
+WHOLE = re.compile(r"input_scale|weight_divisor|outlier_index|order|factor_\d+")
 
 
 class SplitError(MmqcError, ValueError):
@@ -45,7 +47,7 @@ def why_not_by_inputs(linear: PackedLinear, ranks: int) -> str:
     """Why a part of the inputs is not enough for a part of the product; empty if it is."""
     if linear.hadamard:
         return "its online Hadamard mixes all its inputs"
-    if not isinstance(linear, QuantLinear):
+    if not isinstance(linear, QuantLinear | Float4Linear):
         return "a token's scale is that of all its inputs"
     width = linear.in_features // ranks
     if linear.group_size and width % linear.group_size:
@@ -77,10 +79,13 @@ def cut_inputs(linear: PackedLinear, rank: int, ranks: int, name: str = "a linea
     """
     part = part_of(linear.in_features, rank, ranks, f"the input of {name}")
     reason = why_not_by_inputs(linear, ranks)
-    if reason or not isinstance(linear, QuantLinear):
+    if reason or not isinstance(linear, QuantLinear | Float4Linear):
         raise SplitError(f"{name} cannot be cut by inputs: {reason}")
     codes, buffers = linear.codes()[:, part], linear._buffers
-    buffers["qweight"] = codes.contiguous() if linear.storage_bits == 8 else pack(codes, linear.storage_bits)
+    if isinstance(linear, Float4Linear):
+        buffers["qweight"] = pack_float4(codes)
+    else:
+        buffers["qweight"] = codes.contiguous() if linear.storage_bits == 8 else pack(codes, linear.storage_bits)
     if linear.group_size:
         groups = slice(part.start // linear.group_size, part.stop // linear.group_size)
         for key in ("weight_scale", "weight_zero", "group_scale"):

@@ -16,7 +16,7 @@ def ops_raised(prog: Program) -> list[str]:
 
 
 def linears_quantized(prog: Program) -> list[str]:
-    """Every linear that has a scheme runs on integer codes."""
+    """Every linear that has a scheme runs on codes."""
     return [n.name for n in prog.graph.nodes if kind(n) == "linear" and n.meta.get("scheme") is not None]
 
 

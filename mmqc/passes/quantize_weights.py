@@ -1,11 +1,12 @@
-"""Round weights to integers with the scheme's solver.
+"""Round weights to integers, or to floats of 4 bits, with the scheme's solver.
 
     linear(x, W, b)  ->  weight_only_matmul(x, W_q, s_W, b[, z_W]) [+ W[:, S] x[S]]
+                         float4_matmul(x, W_q, s_W, d, b)          [+ W[:, S] x[S]]     where weights are floats of 4 bits
 
 Shapes:  x [*, K]   W [N, K]   W_q int8 [N, K] or packed uint8 [N, packed_width]   s_W, z_W [N] or [N, ceil(K/g)]
 Needs:   ops.raised
 Gives:   linears.quantized
-Exact:   no: |W - s_W W_q| <= s_W / 2 per element inside the range, for round-to-nearest
+Exact:   no: |W - s_W W_q| <= s_W / 2 per element inside the range, for round-to-nearest (floats: half a step of e2m1's)
 Refuses: nothing; where a group size does not divide K, the last group is short.
 """
 
@@ -24,6 +25,7 @@ from mmqc.config import Scheme
 from mmqc.graph.linear import operands, weight_of
 from mmqc.graph.program import Program, copy_meta
 from mmqc.graph.runner import Pass
+from mmqc.ops.float4 import pack_float4
 from mmqc.ops.pack import pack, stored_bits
 from mmqc.solvers import Quantized, solve
 
@@ -80,20 +82,20 @@ class QuantizeWeights(Pass):
         if spec.amplifier is not None and not solved.integer:
             prog.notes.append(f"{site.fqn}: {solved.note}")
         bits = stored_bits(spec.bits, site.scheme.activation is not None)
-        prog.add_weight(f"{site.fqn}.codes", solved.codes if bits == 8 else pack(solved.codes, bits))
-        prog.add_weight(f"{site.fqn}.scale", solved.scale)
-        parts = ["codes", "scale"]
-        if solved.zero is not None:
-            prog.add_weight(f"{site.fqn}.zero", solved.zero)
-            parts.append("zero")
+        parts = stored_parts(solved, bits)
+        for part, tensor in parts.items():
+            prog.add_weight(f"{site.fqn}.{part}", tensor)
         for node in site.nodes:
             named = operands(node)
             with prog.graph.inserting_before(node):
-                codes, scale, *zero = (prog.constant_node(f"{site.fqn}.{p}", prog.weights[f"{site.fqn}.{p}"]) for p in parts)
-                new = prog.graph.call_function(
-                    torch.ops.mmqc.weight_only_matmul.default,
-                    (named["input"], codes, scale, named["bias"], bits, spec.group_size, *zero),
-                )
+                codes, scale, *more = (prog.constant_node(f"{site.fqn}.{p}", prog.weights[f"{site.fqn}.{p}"]) for p in parts)
+                if spec.float4:
+                    divisor = more[0] if more else None
+                    args = (named["input"], codes, scale, divisor, named["bias"], spec.type)
+                    new = prog.graph.call_function(torch.ops.mmqc.float4_matmul.default, args)
+                else:
+                    args = (named["input"], codes, scale, named["bias"], bits, spec.group_size, *more)
+                    new = prog.graph.call_function(torch.ops.mmqc.weight_only_matmul.default, args)
                 total = self.with_outliers(prog, new, named["input"], site.fqn, value, outliers)
             copy_meta(new, node, self.name, 0)
             new.meta.update({k: node.meta[k] for k in ("tower", "role", "scheme")}, fqn=site.fqn)
@@ -122,6 +124,15 @@ class QuantizeWeights(Pass):
         columns = prog.constant_node(f"{fqn}.outlier_weight", value[:, outliers].contiguous())
         picked = prog.graph.call_method("index_select", (x, -1, index))
         return prog.graph.call_method("add", (y, prog.graph.call_function(torch.nn.functional.linear, (picked, columns))))
+
+
+def stored_parts(solved: Quantized, bits: int) -> dict[str, Tensor]:
+    """Codes, scales and what else a weight's op reads, as they are stored."""
+    if solved.form:
+        parts = {"codes": pack_float4(solved.codes), "scale": solved.stored_scale()}
+        return parts if solved.divisor is None else parts | {"divisor": solved.divisor}
+    parts = {"codes": solved.codes if bits == 8 else pack(solved.codes, bits), "scale": solved.scale}
+    return parts if solved.zero is None else parts | {"zero": solved.zero}
 
 
 def relative_error(value: Tensor, solved: Quantized, outliers: Tensor | None) -> float:

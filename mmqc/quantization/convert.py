@@ -16,6 +16,7 @@ from mmqc.graph.hooks import carry_over
 from mmqc.graph.kinds import kind
 from mmqc.graph.linear import operands, weight_of
 from mmqc.graph.program import Program
+from mmqc.nn.float4_linear import Float4Linear
 from mmqc.nn.integer_weight import PackedLinear
 from mmqc.nn.linear import HadamardLinear, QuantLinear, RMSNorm
 from mmqc.nn.mixed_linear import MixedLinear
@@ -24,7 +25,7 @@ from mmqc.nn.rotated_norm import RotatedNorm
 from mmqc.nn.token_linear import TokenLinear
 from mmqc.passes.quantize_mixed import Stored
 
-QUANTIZED = ("weight_only_matmul", "scaled_matmul", "mixed_matmul")
+QUANTIZED = ("weight_only_matmul", "float4_matmul", "scaled_matmul", "mixed_matmul")
 
 
 class Journal:
@@ -142,7 +143,7 @@ def write_exact(model: nn.Module, prog: Program, journal: Journal) -> list[str]:
             _to_rms_norm(model, node.meta["module"], prog, journal)
     for module, (seed, sides) in _rotations(prog).items():
         journal.swap(module, RotatedNorm(model.get_submodule(module), seed=seed, **sides))  # type: ignore[arg-type]
-    for node in prog.nodes("linear", "weight_only_matmul"):
+    for node in prog.nodes("linear", "weight_only_matmul", "float4_matmul"):
         x = operands(node)["input"]
         if kind(node) == "linear" and kind(x) == "hadamard":
             module = weight_of(node).removesuffix(".weight")
@@ -196,10 +197,10 @@ def _copy(parameter: Tensor) -> Tensor:
 def build_quantized(
     model: nn.Module, prog: Program, context: ModalityContext | None, only: Container[str]
 ) -> dict[str, PackedLinear]:
-    """A QuantLinear or TokenLinear for every quantized weight in ``only``, by module FQN; the model is not touched."""
+    """A module of ours for every quantized weight in ``only``, by module FQN; the model is not touched."""
     built: dict[str, PackedLinear] = {}
     known: Any = {} if prog.statistics is None else prog.statistics["linears"]
-    for node in prog.nodes("weight_only_matmul"):
+    for node in prog.nodes("weight_only_matmul", "float4_matmul"):
         fqn = node.meta["fqn"]
         module = fqn.removesuffix(".weight")
         if module in built or fqn not in only:
@@ -222,6 +223,16 @@ def build_quantized(
             )
             continue
         index, columns = (prog.weights.get(f"{fqn}.{part}") for part in ("outliers", "outlier_weight"))
+        outliers = None if index is None or columns is None else (index.to(device), columns.to(device))
+        if scheme.weight.float4:
+            built[module] = Float4Linear.from_parts(
+                solved.to(device),
+                bias=None if bias is None else bias.detach(),
+                hadamard=isinstance(old, HadamardLinear),
+                outliers=outliers,
+                dtype=weight.dtype,
+            )
+            continue
         scale = torch.tensor(found, dtype=torch.float32) if static else None
         built[module] = QuantLinear.from_parts(
             solved.to(device),
@@ -229,7 +240,7 @@ def build_quantized(
             activation_bits=scheme.activation.bits if static and scheme.activation is not None else None,
             bias=None if bias is None else bias.detach(),
             input_scale=None if scale is None else scale.to(device),
-            outliers=None if index is None or columns is None else (index.to(device), columns.to(device)),
+            outliers=outliers,
             hadamard=isinstance(old, HadamardLinear),
             modality=context if scale is not None and scale.numel() == 2 else None,
             dtype=weight.dtype,

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mmqc.config import QuantConfig
+from mmqc.config import QuantConfig, Scheme
 from mmqc.graph.program import Program
 from mmqc.report.score_histogram import CALIBRATED, ROUNDED, ScoreHistogram
 from mmqc.report.tables import (
@@ -182,7 +182,7 @@ class QuantReport:
         return totals(len(self.layers), len(self.refused), self.seconds, self.config.kv.bits if self.config.kv else None)
 
     def _headline(self) -> str:
-        schemes = "  ".join(f"{tower} {scheme}" for tower, scheme in self.config.schemes.items())
+        schemes = "  ".join(f"{tower} {_worded(scheme)}" for tower, scheme in self.config.schemes.items())
         if not schemes:
             schemes = "no weight quantized" if self.config.kv else "nothing quantized"
         lines = [self.totals(), schemes]
@@ -253,6 +253,11 @@ class QuantReport:
 
     def _refusals(self) -> str:
         return "\n".join(["refused", *(f"  {refusal}" for refusal in self.refused)]) if self.refused else ""
+
+
+def _worded(scheme: Scheme) -> str:
+    """The scheme, with the bits that its name does not tell."""
+    return f"{scheme} ({scheme.weight.bits_with_scales:g} bits a weight)" if scheme.weight.float4 else str(scheme)
 
 
 def plain(value: Any) -> Any:

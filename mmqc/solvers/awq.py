@@ -19,9 +19,10 @@ from torch import Tensor
 
 from mmqc.config import WeightSpec
 from mmqc.solvers import rtn
-from mmqc.solvers.grid import grouped, widest
+from mmqc.solvers.grid import grouped
 from mmqc.solvers.quantized import checked
 from mmqc.solvers.second_moment import check_hessian, quadratic
+from mmqc.solvers.widest import widest
 
 CHUNK = 1 << 24  # elements of a weight that are rounded at a time: what is in flight beside H
 GRID = 20

@@ -15,9 +15,10 @@ from torch import Tensor
 
 from mmqc.config import WeightSpec
 from mmqc.solvers.clip import best_clip
-from mmqc.solvers.grid import Grid, grouped, on_grid
+from mmqc.solvers.grid import grouped, on_grid
 from mmqc.solvers.quantized import Quantized, checked
 from mmqc.solvers.second_moment import checked_hessian
+from mmqc.solvers.widest import widest_grid
 
 SHRINKS = tuple(1 - step / 20 for step in range(10))
 
@@ -47,7 +48,7 @@ def solve(
         by_group = error.transpose(0, 1)
         return (by_group @ blocks).mul_(by_group).sum(-1).T
 
-    grid = best_clip(groups, Grid.of(groups, spec.bits, spec.symmetric), SHRINKS, loss)
+    grid = best_clip(groups, widest_grid(groups, spec), SHRINKS, loss)
     return on_grid(groups, grid, w.shape[1], spec.group_size)
 
 

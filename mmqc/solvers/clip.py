@@ -7,7 +7,8 @@ Shapes:  w [N, G, g]    s, p [N, G, 1]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -27,15 +28,15 @@ def best_clip(w: Tensor, grid: Grid, shrinks: Iterable[float], loss: Callable[[T
     Args:
         w: weights in groups.
         grid: the widest grid of each.
-        shrinks: candidates, falling from 1.
+        shrinks: candidates, falling from 1; a grid of floats of 4 bits has its own.
         loss: of errors [n, G, g] in units of the grid's step, to [n, G].  Units make powers of the error independent of
             the weights' magnitude: no under- or overflow.
     """
-    shrinks = list(shrinks)
+    shrinks = grid.shrinks(shrinks)
     blocks, scales = row_blocks(w, grid.scale)
     zeros = [None] * len(blocks) if grid.zero is None else row_blocks(w, grid.zero)[1]
     parts = zip(blocks, scales, zeros, strict=True)
-    factors = [_search(block, Grid(s, grid.bits, z), shrinks, loss) for block, s, z in parts]
+    factors = [_search(block, replace(grid, scale=s, zero=z), shrinks, loss) for block, s, z in parts]
     return grid.shrunk(torch.cat(factors)) if factors else grid
 
 
@@ -46,7 +47,7 @@ def row_blocks(w: Tensor, beside: Tensor) -> tuple[tuple[Tensor, ...], tuple[Ten
     return (w.split(rows), beside.split(rows)) if len(w) else ((), ())
 
 
-def _search(w: Tensor, grid: Grid, shrinks: list[float], loss: Callable[[Tensor], Tensor]) -> Tensor:
+def _search(w: Tensor, grid: Grid, shrinks: Sequence[float], loss: Callable[[Tensor], Tensor]) -> Tensor:
     unit = w / grid.scale.to(w)
     best = torch.full_like(unit[..., 0], torch.inf)
     shrink = torch.ones_like(best)

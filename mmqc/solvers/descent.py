@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 import mmqc.ops  # noqa: F401  (defines torch.ops.mmqc)
+from mmqc.solvers.float4_grid import Float4Grid
 from mmqc.solvers.grid import Grid
 from mmqc.solvers.second_moment import quadratic
 from mmqc.solvers.sweep import PANEL, PANELS
@@ -57,7 +58,7 @@ class _State:
     """
 
     def __init__(self, w: Tensor, h: Tensor, codes: Tensor, grid: Grid, size: int) -> None:
-        self.h, self.bits, self.size, self.codes = h, grid.bits, size, codes.T.contiguous()
+        self.h, self.grid, self.size, self.codes = h, grid, size, codes.T.contiguous()
         self.scale = grid.scale[..., 0].T.to(w.dtype).contiguous()
         self.zero = None if grid.zero is None else grid.zero[..., 0].T.to(w.dtype).contiguous()
         self.values = torch.cat([self.centred(g) * self.scale[g] for g in range(len(self.scale))])
@@ -105,7 +106,7 @@ class _State:
         inverse, u = (factor[:size, :size] for factor in self.factors[block.start])
         x = self.values[block] - inverse @ self.gradient[block]
         scale, zero = (None if t is None else t[group].expand(size, -1) for t in (self.scale, self.zero))
-        codes, _ = torch.ops.mmqc.gptq_block(x, u, scale, zero, self.bits)
+        codes, _ = torch.ops.mmqc.gptq_block(x, u, scale, zero, self.grid.bits, isinstance(self.grid, Float4Grid))
         values = (codes.to(x) if zero is None else codes.to(x) - zero) * scale
         self.gradient[block].addmm_(self.h[block, block], values - self.values[block])
         self.codes[block], self.values[block] = codes, values
@@ -115,9 +116,11 @@ class _State:
         c = self.centred(group)
         along = None if last else self.h[at, at] @ c
         s, curvature = self.scale[group], (quadratic(self.h[at, at], c) if along is None else c * along).sum(0)
-        wanted = s - (c * self.gradient[at]).sum(0) / curvature
+        slope = (c * self.gradient[at]).sum(0)
+        wanted = s - slope / curvature
         near = (curvature > 0) & (wanted > s / FARTHEST) & (wanted < s * FARTHEST)
-        step = torch.where(near, wanted, s).float().to(s) - s  # float32, as it is stored
+        step = self.grid.representable(torch.where(near, wanted, s)).to(s) - s
+        step = torch.where(step * (2 * slope + step * curvature) < 0, step, 0)  # the nearest that can be stored may be worse
         self.scale[group] += step
         self.values[at] = c * self.scale[group]
         if along is not None:

@@ -9,8 +9,9 @@ Shapes:  W [N, K]    H [K, K]    s [N] or [N, ceil(K/g)]    q int8 [N, K]
 Groups:  static, their grids from the untouched weight before the sweep, so that channels may be taken in any order; or
          dynamic, from what a group has become when its turn comes, in the order of the channels.
 Clips:   of a row's or group's grid, steps p s of the widest one, p = 1, 0.99, ..., 0.21:
-         best       a sweep for each of ``CANDIDATES``: ``inputs``, and p = 1, 0.9, ..., 0.5 for all groups.  Each row keeps the
-                    sweep that loses least, sum_i e_i² = (w - q)(H + λ I)(w - q)ᵀ, then descends from there (descent.py)
+         best       a sweep for each of ``CANDIDATES``: ``inputs``, and p = 1, 0.9, ..., 0.5 for all groups; for floats of 4 bits
+                    ``inputs``, ``weights`` and p = 1.  Each row keeps the sweep that loses least, sum_i e_i² =
+                    (w - q)(H + λ I)(w - q)ᵀ, then descends from there (descent.py)
          inputs     argmin over p of  sum_i |w_i - q_i|^2.4 / U_ii²: e_i² is what the sweep pays for a rounding
          weights    argmin over p of  sum_i |w_i - q_i|^2.4, whatever the inputs (mse_clip.py)
          none       p = 1
@@ -32,9 +33,11 @@ from mmqc.solvers.grid import Grid, grouped, packed
 from mmqc.solvers.quantized import Quantized, checked
 from mmqc.solvers.second_moment import checked_hessian
 from mmqc.solvers.sweep import sweep
+from mmqc.solvers.widest import widest_grid
 
 BLOCK = 128
 CANDIDATES: tuple[Clip | float, ...] = ("inputs", 1.0, 0.9, 0.8, 0.7, 0.6, 0.5)
+FLOAT4_CANDIDATES: tuple[Clip | float, ...] = ("inputs", "weights", 1.0)
 ROUNDS = 2
 
 
@@ -72,7 +75,7 @@ def solve(
     # an input that is always zero says nothing about its weights: zero is the value that costs nothing (QuaRot)
     w = w.masked_fill(out, 0)
     if out.all():
-        grid = Grid.of(grouped(w, spec.group_size), spec.bits, spec.symmetric)
+        grid = widest_grid(grouped(w, spec.group_size), spec)
         codes = _zeros(grid, w, spec.group_size)
     else:
         _decouple_(h, out)
@@ -81,7 +84,8 @@ def solve(
         kept = h.to(w.dtype, copy=True) if spec.how_to_clip == "best" else None
         u, cost, more = factored_(h, order, spec.damping, name)
         notes += more
-        clips = CANDIDATES if spec.how_to_clip == "best" else (spec.how_to_clip,)
+        several = FLOAT4_CANDIDATES if spec.float4 else CANDIDATES
+        clips = several if spec.how_to_clip == "best" else (spec.how_to_clip,)
         codes, grid, _ = sweep(w, spec, clips, order, u, cost.to(w.dtype), block)
         if kept is not None:
             codes, grid = descend(w, kept, codes, grid, spec.group_size, ROUNDS)

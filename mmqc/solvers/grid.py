@@ -10,12 +10,13 @@ Zero is always on the grid, so that padding and pruned channels cost nothing (GP
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from mmqc.config import WeightSpec
 from mmqc.ops.divide import divided
 from mmqc.solvers.quantized import Quantized, levels, positive, rounded
 
@@ -49,10 +50,22 @@ class Grid:
             return rounded(w, self.scale, self.bits)
         return (torch.round(w / self.scale.to(w)) + self.zero.to(w)).clamp_(*levels(self.bits))
 
+    def extras(self) -> dict[str, Any]:
+        """What ``Quantized`` has to know beside steps and zero points."""
+        return {}
+
     def values(self, codes: Tensor) -> Tensor:
         """What codes stand for."""
         centred = codes if self.zero is None else codes - self.zero.to(codes)
         return centred * self.scale.to(codes)
+
+    def representable(self, scale: Tensor) -> Tensor:
+        """Steps that can be stored: float32."""
+        return scale.float()
+
+    def shrinks(self, wanted: Iterable[float]) -> tuple[float, ...]:
+        """The factors for ``shrunk`` that a search is to try."""
+        return tuple(wanted)
 
     def shrunk(self, factor: Tensor) -> Grid:
         """With steps ``factor`` [..., 1] times as long: the ends are clipped, zero stays where it is."""
@@ -79,13 +92,6 @@ def on_grid(groups: Tensor, grid: Grid, width: int, group_size: int, note: str =
     return packed(grid.codes(groups).to(torch.int8).flatten(1)[:, :width], grid, group_size, note)
 
 
-def widest(w: Tensor, spec: WeightSpec) -> Tensor:
-    """The values float32 that W [N, K] is rounded to on the grids that reach all of it."""
-    groups = grouped(w, spec.group_size)
-    grid = Grid.of(groups, spec.bits, spec.symmetric)
-    return grid.values(grid.codes(groups).float()).flatten(1)[:, : w.shape[1]]
-
-
 def packed(codes: Tensor, grid: Grid, group_size: int, note: str = "") -> Quantized:
     """Codes [N, K] and a grid for each of [N, G, 1], as every solver returns them."""
     scale, zero = grid.scale[..., 0], None if grid.zero is None else grid.zero[..., 0].to(torch.int8)
@@ -93,4 +99,4 @@ def packed(codes: Tensor, grid: Grid, group_size: int, note: str = "") -> Quanti
         scale, zero = scale[:, 0], None if zero is None else zero[:, 0]
     short = codes.shape[1] % group_size if group_size else 0
     notes = filter(None, (note, f"the last group has {short} of {group_size} input channels" if short else ""))
-    return Quantized(codes.contiguous(), scale.contiguous(), "; ".join(notes), zero, group_size)
+    return Quantized(codes.contiguous(), scale.contiguous(), "; ".join(notes), zero, group_size, **grid.extras())

@@ -126,7 +126,7 @@ def _together(w: Tensor, parts: tuple[Part, ...], spec: WeightSpec, h: Tensor, n
         u, cost, more = gptq.factored_(h, order, spec.damping, name)
         cost, notes = cost.to(w.dtype), notes + more
     clip = "inputs" if spec.how_to_clip == "best" else spec.how_to_clip  # the parts' scales bound each other: one sweep
-    grids = [clipped(w[:, c][:, None], cost[None, c], clip, p.bits) for c, p in zip(columns, parts, strict=True)]
+    grids = [clipped(w[:, c][:, None], cost[None, c], clip, WeightSpec(p.bits)) for c, p in zip(columns, parts, strict=True)]
     scale = not_too_fine([grid.scale[:, 0, 0] for grid in grids], [w[:, c] for c in columns], parts)
     grids = [replace(grid, scale=scale[:, p, None, None]) for p, grid in enumerate(grids)]
     codes = torch.zeros_like(w, dtype=torch.int8)

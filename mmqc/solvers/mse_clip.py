@@ -9,29 +9,41 @@ Source:  QuaRot's weight quantizer, which MQuant uses unchanged: norm 2.4, grid 
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
 import mmqc.ops  # noqa: F401  (defines torch.ops.mmqc)
 from mmqc.config import WeightSpec
-from mmqc.solvers.clip import row_blocks
+from mmqc.solvers.clip import best_clip, row_blocks
 from mmqc.solvers.grid import Grid, grouped, on_grid
 from mmqc.solvers.quantized import Quantized, checked
+from mmqc.solvers.widest import widest_grid
 
 NORM = 2.4
 SHRINKS = tuple(1 - step / 100 for step in range(80))
 
 
-def clipped(groups: Tensor, bits: int, symmetric: bool = True, cost: Tensor | None = None) -> Grid:
-    """The grid of each group of [N, G, g] that minimises the 2.4th power of the rounding error, times ``cost`` [G, g]."""
-    widest = Grid.of(groups, bits, symmetric)
+def clipped(groups: Tensor, spec: WeightSpec, cost: Tensor | None = None, divisor: Tensor | None = None) -> Grid:
+    """The grid of each group of [N, G, g] that minimises the 2.4th power of the rounding error, times ``cost`` [G, g].
+
+    ``divisor``: as of ``widest_grid``.
+    """
+    widest = widest_grid(groups, spec, divisor)
+    if spec.float4:
+        return best_clip(groups, widest, SHRINKS, partial(_power, cost=1.0 if cost is None else cost))
     blocks, scales = row_blocks(groups, widest.scale)
     zeros = [None] * len(blocks) if widest.zero is None else row_blocks(groups, widest.zero)[1]
     factors = [
-        torch.ops.mmqc.power_clip(block, scale, zero, cost, SHRINKS, NORM, bits)
+        torch.ops.mmqc.power_clip(block, scale, zero, cost, SHRINKS, NORM, spec.bits)
         for block, scale, zero in zip(blocks, scales, zeros, strict=True)
     ]
     return widest.shrunk(torch.cat(factors)) if factors else widest
+
+
+def _power(error: Tensor, cost: Tensor | float) -> Tensor:
+    return error.abs_().pow_(NORM).mul_(cost).sum(-1)
 
 
 def solve(
@@ -43,4 +55,4 @@ def solve(
     """
     w = checked(weight, name, skip)
     groups = grouped(w, spec.group_size)
-    return on_grid(groups, clipped(groups, spec.bits, spec.symmetric), w.shape[1], spec.group_size)
+    return on_grid(groups, clipped(groups, spec), w.shape[1], spec.group_size)

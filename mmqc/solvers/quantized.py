@@ -1,6 +1,6 @@
 """What every weight solver returns, and the conditions that every weight must meet.
 
-w ≈ (codes - zero) · scale        codes, zero integer in [-2^(b-1), 2^(b-1) - 1], or codes float8_e4m3fn
+w ≈ (codes - zero) · scale        codes, zero integer in [-2^(b-1), 2^(b-1) - 1], or codes float8_e4m3fn, or twice e2m1's numbers
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from typing import Self
 
 import torch
 from torch import Tensor
+
+from mmqc.ops.float4 import store_scale
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,8 @@ class Quantized:
         amplifier: a power of two of which the scales are integer multiples of 1 / amplifier; 0: any floats.
         step: float32 [N], positive, of which a row's scales are small integer multiples: codes times these are 8-bit integers;
             None: there is no such step.
+        form: "mxfp4" or "nvfp4": codes are twice e2m1's numbers and scales half of what such a format stores (ops/float4.py).
+        divisor: float32 [1], nvfp4's for the tensor.
     """
 
     codes: Tensor
@@ -34,6 +38,8 @@ class Quantized:
     group_size: int = 0
     amplifier: int = 0
     step: Tensor | None = None
+    form: str = ""
+    divisor: Tensor | None = None
 
     @property
     def integer(self) -> bool:
@@ -46,6 +52,10 @@ class Quantized:
             return (self.scale.double() / self.step.double()[:, None]).round().to(torch.int8), self.step
         rows = self.scale.new_full((self.scale.shape[0],), 1 / self.amplifier)
         return (self.scale.double() * self.amplifier).round().to(torch.int32), rows
+
+    def stored_scale(self) -> Tensor:
+        """The bytes uint8 [N, ceil(K/g)] of the scales of a ``form``; exact."""
+        return store_scale(self.scale * (2 if self.divisor is None else 2 * self.divisor), self.form)
 
     def to(self, device: torch.device) -> Self:
         """The same on another device."""

@@ -1,6 +1,7 @@
 """Round to nearest: a step that no value of a row, or of a group, misses by more than half of it.
 
     asymmetric    see grid.py
+    floats        of 4 bits: the best of the steps of float4_grid.py by sum_k (w_k - s q_k)²
     symmetric     q = round(w / s), the best of three steps by sum_k (w_k - s q_k)²; the first one of equals, and for 8 bits
 
         s = max|w| / (2^(b-1) - 1)                              the largest magnitude becomes the largest code
@@ -19,9 +20,10 @@ import torch
 from torch import Tensor
 
 from mmqc.config import WeightSpec
-from mmqc.solvers.clip import row_blocks
+from mmqc.solvers.clip import best_clip, row_blocks
 from mmqc.solvers.grid import Grid, grouped, on_grid
 from mmqc.solvers.quantized import Quantized, checked, levels
+from mmqc.solvers.widest import widest_grid
 
 NO_TIE = 1 + 2**-20  # the second step is longer by this: its largest magnitude would lie just between two codes
 
@@ -43,8 +45,11 @@ def solve(
     """
     w = checked(weight, name, skip)
     groups = grouped(w, spec.group_size)
-    grid = Grid.of(groups, spec.bits, spec.symmetric)
-    grid = best_step(groups, grid) if spec.symmetric and spec.bits < 8 else grid
+    grid = widest_grid(groups, spec)
+    if spec.float4:
+        grid = best_clip(groups, grid, (), lambda error: error.square_().sum(-1))
+    elif spec.symmetric and spec.bits < 8:
+        grid = best_step(groups, grid)
     return on_grid(groups, grid, w.shape[1], spec.group_size)
 
 

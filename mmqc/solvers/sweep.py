@@ -11,6 +11,7 @@ Memory:  w, q and what is picked of them: at most ``STACK`` bytes of w at a time
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -18,7 +19,9 @@ from torch import Tensor
 import mmqc.ops  # noqa: F401  (defines torch.ops.mmqc)
 from mmqc.config import Clip, WeightSpec
 from mmqc.solvers import mse_clip
+from mmqc.solvers.float4_grid import Float4Grid
 from mmqc.solvers.grid import Grid, grouped
+from mmqc.solvers.widest import widest_grid
 
 STACK = 1 << 30
 PANELS = {"cpu": 0}  # channels between two updates of all the rest; accelerators' products of 128 are bound by their memory
@@ -32,7 +35,7 @@ def sweep(
 
     Args:
         w: float32 or float64 [N, K].
-        spec: bits, symmetry, group size and ``static_groups`` are read.
+        spec: type, bits, symmetry, group size and ``static_groups`` are read.
         clips: one at least; see ``clipped``.
         order: int64 [K], the channel that comes first, second, ...
         u: float64 [K, K], upper triangular, in that order.
@@ -41,17 +44,22 @@ def sweep(
     """
     rows = max(1, STACK // (len(clips) * max(1, w[0].numel()) * w.element_size())) if len(w) else 1
     parts = w.chunk(-(-len(w) // rows)) if len(w) else (w,)
-    found = [Sweeps(part, spec, clips, order, cost).run(u, block).best() for part in parts]
+    base = widest_grid(grouped(w, spec.group_size), spec)
+    divisor = base.divisor if isinstance(base, Float4Grid) else None
+    found = [Sweeps(part, spec, clips, order, cost, divisor).run(u, block).best() for part in parts]
     codes, scales, zeros, losses = zip(*found, strict=True)
     zero = None if zeros[0] is None else torch.cat(zeros)
-    return torch.cat(codes), Grid(torch.cat(scales), spec.bits, zero), torch.cat(losses)
+    return torch.cat(codes), replace(base, scale=torch.cat(scales), zero=zero), torch.cat(losses)
 
 
-def clipped(groups: Tensor, cost: Tensor, clip: Clip | float, bits: int, symmetric: bool = True) -> Grid:
-    """The grid of each group of [N, G, g] whose channels cost [G, g]; a number: that part of the widest one."""
+def clipped(groups: Tensor, cost: Tensor, clip: Clip | float, spec: WeightSpec, divisor: Tensor | None = None) -> Grid:
+    """The grid of each group of [N, G, g] whose channels cost [G, g]; a number: that part of the widest one.
+
+    ``divisor``: as of ``widest_grid``.
+    """
     if clip in ("weights", "inputs"):
-        return mse_clip.clipped(groups, bits, symmetric, cost if clip == "inputs" else None)
-    widest = Grid.of(groups, bits, symmetric)
+        return mse_clip.clipped(groups, spec, cost if clip == "inputs" else None, divisor)
+    widest = widest_grid(groups, spec, divisor)
     return widest.shrunk(torch.full_like(widest.scale, clip)) if isinstance(clip, float) else widest
 
 
@@ -63,7 +71,10 @@ class Sweeps:
         loss: [C, N].
     """
 
-    def __init__(self, w: Tensor, spec: WeightSpec, clips: Sequence[Clip | float], order: Tensor, cost: Tensor) -> None:
+    def __init__(
+        self, w: Tensor, spec: WeightSpec, clips: Sequence[Clip | float], order: Tensor, cost: Tensor, divisor: Tensor | None = None
+    ) -> None:
+        self.divisor = divisor
         self.w, self.spec, self.clips, self.order, self.size = w, spec, clips, order, spec.group_size
         self.dynamic = bool(spec.group_size) and not spec.static_groups
         self.cost = grouped(cost[None], self.size)[0]
@@ -76,7 +87,7 @@ class Sweeps:
 
     def fit(self, groups: Tensor, cost: Tensor, clip: Clip | float) -> Grid:
         """The grids of groups [N, G, g] whose channels cost [G, g]."""
-        return clipped(groups, cost, clip, self.spec.bits, self.spec.symmetric)
+        return clipped(groups, cost, clip, self.spec, self.divisor)
 
     def run(self, u: Tensor, block: int) -> Sweeps:
         """All channels.  Transposed: a channel is one contiguous row."""
@@ -95,7 +106,7 @@ class Sweeps:
                 scale, zero = (None if part is None else self.of(part, groups[start:stop]) for part in (self.scale, self.zero))
                 own = rows[start - first : stop - first, start - first : last - first]
                 codes[start:stop], found = torch.ops.mmqc.gptq_block(
-                    wide[start:stop], own[:, : stop - start], scale, zero, self.spec.bits
+                    wide[start:stop], own[:, : stop - start], scale, zero, self.spec.bits, self.spec.float4
                 )
                 wide[stop:last].addmm_(own[:, stop - start :].T, found, alpha=-1)
                 errors.append(found)

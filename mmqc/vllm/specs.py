@@ -15,6 +15,7 @@ NORMS = ("rms_norm", "rotated_norm")
 LEFT_ALONE = ("plain_linear",)  # a float linear under nn.Linear's names
 REFUSED = {
     "quant_experts": "mmqc has no experts for vLLM yet: quantize with keep=[...] for them, or serve with `mmqc serve`",
+    "float4_linear": "vLLM has kernels of its own for it: save with format='compressed-tensors'",
     "kv_rounder": "vLLM's attention rounds no keys by head and token: quantize without kv_bits (kv_rounding=None)",
     "query_moment": "vLLM's cache knows no modalities: quantize without `| calibquant(...)`, or serve with `mmqc serve`",
     "adapted_linear": "its adapter is still beside the weight: merge it before saving (mmqc.load_adapter folds it in)",

@@ -15,6 +15,7 @@ from transformers import AutoModelForImageTextToText
 import mmqc
 from mmqc import recipes
 from mmqc.checkpoint.compressed_tensors import pack_words, unpack_words
+from mmqc.nn.integer_weight import PackedLinear
 from mmqc.nn.linear import QuantLinear
 
 theirs = pytest.importorskip("compressed_tensors", reason="pip install 'mmqc[formats]' to read what mmqc writes")
@@ -73,13 +74,21 @@ def test_save__transformers_computes_the_same_logits(tmp_path, config):
     assert_close(logits(again, inputs), want)
 
 
-@pytest.mark.parametrize("name", ["W4A16-g8", "W8A8", "W8A8-fp8", "W4A8-fp8"])
+BY_TOKEN = {
+    "W8A8-token": recipes.rtn(8, activation_bits=8).with_token_scales(),
+    "W8A8-fp8-token": recipes.rtn(8, activation_bits=8).with_token_scales().with_float8(),
+    "W4A8-g8-token": recipes.rtn(4, activation_bits=8, group_size=8).with_token_scales(),
+    "W4A8-g8-fp8-token": recipes.rtn(4, activation_bits=8, group_size=8).with_token_scales().with_float8(),
+}
+
+
+@pytest.mark.parametrize("name", ["W4A16-g8", "W8A8", "W8A8-fp8", "W4A8-fp8", *BY_TOKEN])
 def test_save__comes_back_by_our_own_reader(tmp_path, name):
     model, inputs = tiny_qwen2_vl()
-    mmqc.quantize_(model, SCHEMES[name], [inputs], progress=False)
+    mmqc.quantize_(model, (SCHEMES | BY_TOKEN)[name], [inputs], progress=False)
     mmqc.save_pretrained(model, tmp_path, format="compressed-tensors")
     again = mmqc.load_quantized(tmp_path)
-    assert {m.scheme for m in again.modules() if isinstance(m, QuantLinear)} == {name}
+    assert {m.scheme for m in again.modules() if isinstance(m, PackedLinear)} == {name}
     assert torch.equal(logits(again, inputs), logits(model, inputs))
 
 

@@ -54,6 +54,10 @@ WRITTEN = {
         **{"kind": "token_linear", "in": 12, "out": 5, "weight_bits": 8, "group_size": 0, "bias": True, "hadamard": False},
         **{"float8": True, "float8_weight": True, "dtype": "bfloat16"},
     },
+    "floats of 4 bits": {
+        **{"kind": "float4_linear", "in": 40, "out": 5, "form": "nvfp4", "bias": True, "hadamard": True, "outliers": 2},
+        "dtype": "bfloat16",
+    },
     "Hadamard": {"kind": "hadamard_linear", "in": 12, "out": 5, "bias": False, "dtype": "float32"},
     "plain": {"kind": "plain_linear", "in": 12, "out": 5, "bias": True, "dtype": "float32"},
     "adapters": {

@@ -116,8 +116,9 @@ def test_load__asymmetric_models_save_and_load_like_any_other(tmp_path: Path) ->
 
 
 REFUSED = {
-    "fp8, dynamic": ("float-quantized", FLOAT8, {**DYNAMIC, "type": "float"}, "without static float8.*load it with from_pre"),
-    "dynamic": ("int-quantized", INT8, DYNAMIC, r"quantized at run time.*leave=\('activations',\)"),
+    "fp8 weights alone": ("float-quantized", FLOAT8, None, "without float8 activations.*load it with from_pre"),
+    "dynamic, one scale": ("int-quantized", INT8, {**DYNAMIC, "strategy": "tensor"}, r"one a token.*leave=\('activations',\)"),
+    "zero points, dynamic": ("pack-quantized", {**INT4, "symmetric": False}, DYNAMIC, r"zero points of weights.*leave="),
     "groups beside fp8": ("pack-quantized", INT4, {**STATIC, "type": "float"}, r"groups of weights beside float8.*leave="),
     "static, asymmetric": ("int-quantized", INT8, {**STATIC, "symmetric": False}, r"zero points.*leave=\('activations',\)"),
 }
@@ -141,7 +142,7 @@ def test_load__leaves_activations_in_floating_point_if_told_so(tmp_path: Path) -
 
 def test_load__fp8_by_the_way_that_the_error_names(tmp_path: Path) -> None:
     model, inputs = tiny_qwen2_vl()
-    expected = write(model, tmp_path, "float-quantized", FLOAT8, {**DYNAMIC, "type": "float"})
+    expected = write(model, tmp_path, "float-quantized", FLOAT8, None)
     there = AutoModelForImageTextToText.from_pretrained(tmp_path, quantization_config=CompressedTensorsConfig(dequantize=True))
     name = next(iter(expected))
     assert torch.equal(there.get_submodule(name).weight, expected[name])
@@ -172,8 +173,8 @@ def test_load__each_linear_by_its_own_scheme(tmp_path: Path) -> None:
     write(model, tmp_path, *READ["W4A16"])
     config = json.loads((tmp_path / "config.json").read_text())
     groups = config["quantization_config"]["config_groups"]
-    dynamic = {"targets": ["re:.*self_attn.*"], "weights": INT8, "input_activations": DYNAMIC}
+    dynamic = {"targets": ["re:.*self_attn.*"], "weights": INT8, "input_activations": {**DYNAMIC, "strategy": "tensor"}}
     config["quantization_config"]["config_groups"] = {"a": groups["group_0"], "b": dynamic}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ForeignError, match=r"self_attn\..*quantized at run time"):
+    with pytest.raises(ForeignError, match=r"self_attn\..*one a token"):
         mmqc.load_quantized(tmp_path)

@@ -64,6 +64,7 @@ def test_load__names_the_samples_for_an_unknown_model(tmp_path):
         (("quantize", "digits-vqa", "--dry-run", "--calibration", "no/folder"), 3, "no/folder"),
         (("quantize", "digits-vqa", "--dry-run", "--calibration", "-3"), 2, "0 or more"),
         (("quantize", "digits-vqa", "--dry-run", "--recipe", "rtn", "--float8"), 2, "quantized activations"),
+        (("quantize", "digits-vqa", "--dry-run", "--recipe", "gptq", "--float4", "fp4"), 2, "mxfp4"),
         (("quantize", "digits-vqa", "-r", "rtn", "--calibration", "0", "--out", __file__), 2, "a file"),
         (("report", __file__), 3, "is no JSON"),
         (("passes", "--config", __file__), 3, "is no JSON"),

@@ -7,7 +7,7 @@ import pytest
 import typer
 
 import mmqc
-from mmqc.cli.config import in_float8, make_config, plain_value, read_config
+from mmqc.cli.config import in_float4, in_float8, make_config, plain_value, read_config
 
 
 def test_make_config__passes_settings_to_the_recipe():
@@ -49,6 +49,14 @@ def test_in_float8__wants_static_activations():
     assert in_float8(mmqc.recipes.mquant(weight_bits=8)).language.activation.type == "float"
     with pytest.raises(typer.BadParameter, match="quantized activations"):
         in_float8(mmqc.recipes.rtn(8))
+
+
+def test_in_float4__wants_weights_of_4_bits_alone():
+    assert str(in_float4(mmqc.recipes.gptq(4), "mxfp4").language) == "W4A16-mxfp4"
+    with pytest.raises(typer.BadParameter, match="weights of 4 bits alone"):
+        in_float4(mmqc.recipes.mquant(4), "nvfp4")
+    with pytest.raises(typer.BadParameter, match="form = 'fp4'"):
+        in_float4(mmqc.recipes.gptq(4), "fp4")
 
 
 def test_plain_value__json_pythons_words_or_a_string():

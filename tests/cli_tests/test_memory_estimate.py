@@ -15,6 +15,8 @@ CONFIGS = {
     "w8": recipes.rtn(8),
     "w4-g8": recipes.rtn(4, group_size=8),
     "w8a8": recipes.rtn(8, activation_bits=8),
+    "mxfp4": recipes.rtn(4).with_float4("mxfp4"),
+    "nvfp4": recipes.rtn(4).with_float4("nvfp4"),
     "head": recipes.rtn(4, head_bits=8),
     "keep": recipes.rtn(8).replace(keep=("lm_head", "fc1")),
 }
@@ -42,6 +44,14 @@ def test_estimate__second_moments_and_the_largest_weight():
     assert guess.largest == 4 * 640
     assert guess.peak == guess.weights + guess.quantized + guess.moments + guess.largest
     assert estimate(model, recipes.mquant(4, solver="rtn")).moments == 0
+
+
+@pytest.mark.parametrize(("form", "bits"), [("mxfp4", 4.25), ("nvfp4", 4.5)])
+def test_estimate__bits_of_a_weight(form, bits):
+    config = recipes.rtn(4).with_float4(form)
+    found = estimate(torch.nn.Sequential(torch.nn.Linear(256, 512)), config).bits
+    assert bits <= found < bits + 0.001
+    assert config.language.weight.bits_with_scales == bits
 
 
 def test_size_of__counts_shared_tensors_once():

@@ -127,3 +127,13 @@ def test_experts__hooks_go_over_and_a_patched_forward_is_refused():
     del seen[:]
     assert (logits(model, batch) - expected).norm() / expected.norm() < 0.05
     assert seen == ["patched"]
+
+
+def test_experts__of_4_bit_floats_are_integers_in_their_blocks():
+    model = mixture()
+    scheme = mmqc.recipes.rtn(4).with_float4("mxfp4").language
+    _, report = quantized(model, QuantConfig(language=scheme, keep=("router", "head")))
+    rows = [row for row in report.layers if row.fqn.startswith("experts.")]
+    assert rows
+    assert {row.scheme for row in rows} == {"W4A16-g32"}
+    assert all("integers in the same groups: grouped_matmul has no mxfp4 form" in row.note for row in rows)

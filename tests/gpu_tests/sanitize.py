@@ -49,6 +49,7 @@ from mmqc.kernels.hadamard.hadamard_plan import hadamard_plan  # noqa: E402
 from mmqc.kernels.hadamard.hadamard_tiles import Written  # noqa: E402
 from mmqc.kernels.matmul.configs import MatmulConfig as Tile  # noqa: E402
 from mmqc.kernels.matmul.epilogue_tiles import Epilogue  # noqa: E402
+from mmqc.kernels.matmul.float4_matmul import float4_matmul  # noqa: E402
 from mmqc.kernels.matmul.scaled_matmul import Linear, scaled_matmul  # noqa: E402
 from mmqc.kernels.matmul.scaled_matmul_epilogue import scaled_matmul_epilogue  # noqa: E402
 from mmqc.kernels.matmul.unpack_weight import unpack_weight  # noqa: E402
@@ -64,10 +65,12 @@ from mmqc.kernels.shared.device_facts import (  # noqa: E402
 )
 from mmqc.kernels.shared.row_scale import row_scale  # noqa: E402
 from mmqc.nn.norm import RMSNorm  # noqa: E402
+from mmqc.ops import float4_matmul as float4_op  # noqa: E402
 from mmqc.ops import hadamard  # noqa: E402
 from mmqc.ops import quantize_per_token as per_token_op  # noqa: E402
 from mmqc.ops import scaled_matmul_epilogue as epilogue_op  # noqa: E402
 from mmqc.ops.pack import pack_int4  # noqa: E402
+from mmqc.specs import BLOCKS  # noqa: E402
 
 FP8 = torch.float8_e4m3fn
 MANY = 0  # in a shape: as many columns as give every program of a persistent grid a second tile
@@ -223,6 +226,23 @@ def weight_only(place: Place, bits: int, group: int, zeros: bool, shape: tuple[i
     assert_close(out.cpu(), x.double() @ weight.t() + bias.double())
 
 
+FLOAT4 = {  # name: (form, (M, N, K), tile)
+    "float4_matmul mxfp4": ("mxfp4", (17, 101, 256), Tile(16, 64, 64, 2, 4, variant="columns")),
+    "float4_matmul nvfp4, odd K, split K": ("nvfp4", (1, 101, 403), Tile(16, 64, 32, 4, 3, split_k=3, variant="columns")),
+    "float4_matmul nvfp4 written out": ("nvfp4", (70, 101, 203), Tile(16, 64, 64, 4, 3, variant="unpack")),
+}
+
+
+def float4(place: Place, form: str, shape: tuple[int, int, int], tile: Tile) -> None:
+    m, n, k = shape
+    w = torch.randint(0, 256, (n, -(-k // 2)), dtype=torch.uint8), torch.randint(112, 122, (n, -(-k // BLOCKS[form]))).byte()
+    divisor = torch.full((1,), 300.0) if form == "nvfp4" else None
+    x, bias, out = torch.randn(m, k).to(place.dtype), torch.randn(n), poison(place, m, n)
+    given = [None if t is None else t.to(place.device) for t in (x, *w, divisor, bias)]
+    float4_matmul(*given, form=form, out=out, config=tile)
+    assert_close(out.cpu(), float4_op.reference(x.double(), *w, divisor, bias.double(), form), place.dtype)
+
+
 def unpack(place: Place, bits: int, numbers: bool) -> None:
     codes, scale, zero, weight = grouped(bits, 48, True, 37, 203)
     stored = (pack_int4(codes) if bits == 4 else codes).to(place.device)
@@ -289,6 +309,8 @@ def cases(place: Place) -> Iterator[Case]:
         yield name, functools.partial(epilogue, place, *case)
     for name, weights in WEIGHT_ONLY.items():
         yield name, functools.partial(weight_only, place, *weights)
+    for name, weights in FLOAT4.items():
+        yield name, functools.partial(float4, place, *weights)
     yield "unpack_weight int4 codes", functools.partial(unpack, place, 4, False)
     yield "unpack_weight int4", functools.partial(unpack, place, 4, True)
     yield "unpack_weight int8", functools.partial(unpack, place, 8, True)

@@ -21,13 +21,13 @@ from mmqc.kernels.kv.kv_round_keys import kv_round_keys  # noqa: E402
 from mmqc.kernels.kv.kv_rows_attention import kv_rows_attention  # noqa: E402
 from mmqc.kernels.kv.kv_token_attention import TokenConfig, kv_token_attention  # noqa: E402
 from mmqc.kernels.matmul.configs import MatmulConfig as Tile  # noqa: E402
-from mmqc.kernels.matmul.gptq_block import gptq_block  # noqa: E402
 from mmqc.kernels.matmul.mixed_matmul import Weight, mixed_matmul  # noqa: E402
 from mmqc.kernels.rows import norm_quantize_per_token, quantize_per_token  # noqa: E402
 from mmqc.kernels.rows.norm_quantize import Norm  # noqa: E402
 from mmqc.kernels.rows.power_clip import power_clip  # noqa: E402
 from mmqc.kernels.shared.plan import rows_like  # noqa: E402
 from mmqc.kernels.shared.row_scale import Rows  # noqa: E402
+from mmqc.kernels.solvers.gptq_block import gptq_block  # noqa: E402
 from mmqc.ops import gptq_block as gptq_block_op  # noqa: E402
 from mmqc.ops import kv_round_keys as keys_op  # noqa: E402
 from mmqc.ops import kv_rows_attention as rows_op  # noqa: E402

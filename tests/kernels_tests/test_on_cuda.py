@@ -4,6 +4,7 @@ import pytest
 import torch
 from tolerance import assert_close
 
+from mmqc.ops import float4_matmul as float4_op
 from mmqc.ops import scaled_matmul as scaled_op
 from mmqc.ops import scaled_matmuls as scaled_matmuls_op
 from mmqc.ops import token_matmul as token_op
@@ -85,6 +86,19 @@ def test_weight_only_matmul__any_leading_axes(shape, bits, group, device):
     args = (x, weight(bits, device), scale, torch.randn(N, device=device), bits, group)
     assert on_cuda.why_not_weight_only(*args) is None
     assert_close(on_cuda.weight_only_matmul(*args), in_float64(*args), x.dtype)
+
+
+@pytest.mark.parametrize("form", ["mxfp4", "nvfp4"])
+@pytest.mark.parametrize("shape", [(3, 5), (7,)])
+def test_float4_matmul__any_leading_axes(shape, form, device):
+    x = torch.randn(*shape, K, device=device, dtype=torch.float16)
+    packed = torch.randint(0, 256, (N, K // 2), dtype=torch.uint8, device=device)
+    scale = torch.randint(110, 120, (N, K // (32 if form == "mxfp4" else 16)), dtype=torch.uint8, device=device)
+    args = (packed, scale, torch.full((1,), 300.0, device=device) if form == "nvfp4" else None, torch.randn(N, device=device), form)
+    assert on_cuda.why_not_float4(x, *args) is None
+    assert_close(on_cuda.float4_matmul(x, *args), float4_op.reference(x.double(), *args), x.dtype)
+    assert "float32" in on_cuda.why_not_float4(x.float(), *args)
+    assert torch.equal(on_cuda.float4_matmul(x.float(), *args), float4_op.reference(x.float(), *args))
 
 
 @pytest.mark.parametrize("bits", [8, 4, 2])

@@ -29,6 +29,10 @@ def x_q() -> Tensor:
     return torch.zeros(0, K, dtype=torch.int8)
 
 
+def float4() -> tuple[Tensor, Tensor, Tensor]:
+    return torch.zeros(N, K // 2, dtype=torch.uint8), torch.full((N, K // 16), 56, dtype=torch.uint8), ONE
+
+
 def factors() -> list[Tensor]:
     return [f.float() for f in hadamard_factors(K)]
 
@@ -69,6 +73,7 @@ CALLS: dict[str, Callable[[], tuple[Any, ...]]] = {
         [8, 8],
         F32,
     ),
+    "float4_matmul": lambda: (x(), *float4(), SCALE, "nvfp4"),
     "modality_order": lambda: (MASK[None], False),
     "norm_quantize": lambda: (x(), x(), torch.rand(K), None, 1e-6, False, False, ONE, None, 8),
     "norm_quantize_per_token": lambda: (x(), None, torch.rand(K), None, 1e-6, False, None, *PARTS),

@@ -84,6 +84,15 @@ def test_resume__after_every_unit(recipe: str, inputs: str, tmp_path: Path, monk
         ]
 
 
+def test_resume__floats_of_4_bits(tmp_path: Path) -> None:
+    model, other = Small(), Small()
+    config = mmqc.recipes.gptq(4).with_float4("nvfp4")
+    quantize(model, config, resume_dir=str(tmp_path))
+    quantize(other, config, resume_dir=str(tmp_path))
+    assert any("weight_divisor" in name for name in state(model))
+    assert same(state(model), state(other))
+
+
 @pytest.mark.parametrize(("recipe", "solver"), [("mquant", "quantize_weights"), ("quik", "quantize_mixed")])
 def test_resume__a_finished_job_is_loaded_without_solving(
     recipe: str, solver: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

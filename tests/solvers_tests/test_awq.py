@@ -9,7 +9,7 @@ from torchao.quantization.granularity import PerGroup, PerRow
 from mmqc.config import WeightSpec
 from mmqc.solvers import awq, second_moment, solve
 from mmqc.solvers.awq import Reader, reader_loss, search
-from mmqc.solvers.grid import widest
+from mmqc.solvers.widest import widest
 
 SPECS = {
     "W4": WeightSpec(4),

@@ -11,8 +11,8 @@ from torchao.quantization.granularity import PerGroup, PerRow
 
 from mmqc.config import WeightSpec
 from mmqc.solvers import gptq, rtn, solve
-from mmqc.solvers.grid import widest
 from mmqc.solvers.mse_clip import clipped
+from mmqc.solvers.widest import widest
 
 SPEC = WeightSpec(4, solver="gptq")
 IN_ORDER = WeightSpec(4, solver="gptq", act_order=False)
@@ -55,7 +55,7 @@ def loss(w, q, h):
 def test_codes__equal_optimal_brain_surgery(act_order, block):
     w, h = problem(6, 37, seed=0)
     q = gptq.solve(w, replace(SPEC, act_order=act_order, clip="weights"), h, block=block)
-    scale = clipped(w[:, None], 4).scale[:, 0, 0]
+    scale = clipped(w[:, None], WeightSpec(4)).scale[:, 0, 0]
     assert torch.equal(q.scale, scale)
     assert torch.equal(q.codes.double(), surgery(w, h, scale.double(), act_order))
     assert q.note == ""

@@ -48,7 +48,7 @@ def test_mixed_gptq__is_optimal_brain_surgery_with_the_high_part_last(act_order:
     bits = [8 if k in HIGH.tolist() else 4 for k in range(17)]
     codes = surgery(w, h, torch.cat(columns).tolist(), solved.by_channel(solved.scale).double(), bits)
     assert torch.equal(solved.codes, codes)
-    low, high = (mse_clip.clipped(w[:, p.columns][:, None], p.bits).scale[:, 0, 0] for p in parts)
+    low, high = (mse_clip.clipped(w[:, p.columns][:, None], WeightSpec(p.bits)).scale[:, 0, 0] for p in parts)
     assert torch.equal(solved.scale, torch.stack((low, torch.maximum(high, low / 32)), 1))
 
 

@@ -27,7 +27,7 @@ def test_scale__is_the_best_of_the_80_candidates(bits):
     w = torch.randn(12, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     w[:, 0] *= torch.linspace(1, 12, 12)
     want = torch.stack([search(row, bits) for row in w])
-    torch.testing.assert_close(clipped(w[:, None], bits).scale[:, 0, 0].double(), want)
+    torch.testing.assert_close(clipped(w[:, None], WeightSpec(bits)).scale[:, 0, 0].double(), want)
     q = solve(w, WeightSpec(bits, solver="mse_clip"))
     assert torch.equal(
         q.codes, (w / q.scale.double()[:, None]).round().clamp(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1).to(torch.int8)
@@ -36,9 +36,9 @@ def test_scale__is_the_best_of_the_80_candidates(bits):
 
 def test_blocks_of_rows__change_nothing(monkeypatch):
     w = torch.randn(9, 33, generator=torch.Generator().manual_seed(3))
-    whole = clipped(w[:, None], 4).scale
+    whole = clipped(w[:, None], WeightSpec(4)).scale
     monkeypatch.setattr(clip, "BLOCK", 70)
-    assert torch.equal(clipped(w[:, None], 4).scale, whole)
+    assert torch.equal(clipped(w[:, None], WeightSpec(4)).scale, whole)
 
 
 def norm(w: torch.Tensor, q: Quantized) -> torch.Tensor:

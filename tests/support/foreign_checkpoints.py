@@ -77,10 +77,10 @@ def write(model, directory, settings, pack, *, bits, group, symmetric, wanted):
     (directory / "config.json").write_text(json.dumps(config))
 
 
-def loaded_by_transformers(directory):
+def loaded_by_transformers(directory, **options):
     """The model as transformers loads it, or a skipped test where it cannot: packed zero points, from 5.23 on."""
     try:
-        return transformers.AutoModelForImageTextToText.from_pretrained(directory)
+        return transformers.AutoModelForImageTextToText.from_pretrained(directory, **options)
     except RuntimeError as error:
         if "ignore_mismatched_sizes" not in str(error):
             raise

@@ -40,16 +40,18 @@ def text_with_images(counts: list[int], seed: int = 2) -> dict[str, torch.Tensor
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "mm_token_type_ids": (ids == IMAGE).int()}
 
 
-def tiny_qwen2_vl(*, tied: bool = True, grids: tuple = ((1, 4, 6), (1, 8, 4))) -> tuple[nn.Module, dict]:
+def tiny_qwen2_vl(
+    *, tied: bool = True, grids: tuple = ((1, 4, 6), (1, 8, 4)), width: int = 96, inner: int = 296
+) -> tuple[nn.Module, dict]:
     """A two-layer Qwen2-VL and a batch with one image for each (t, h, w) of ``grids``."""
-    vision = {"depth": 2, "embed_dim": 64, "hidden_size": 96, "num_heads": 4, "mlp_ratio": 4, "patch_size": PATCH}
+    vision = {"depth": 2, "embed_dim": 64, "hidden_size": width, "num_heads": 4, "mlp_ratio": 4, "patch_size": PATCH}
     rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]}
     text = {
         "vocab_size": 512,
-        "hidden_size": 96,
-        "intermediate_size": 296,
+        "hidden_size": width,
+        "intermediate_size": inner,
         "num_hidden_layers": 2,
-        "num_attention_heads": 6,
+        "num_attention_heads": width // 16,
         "num_key_value_heads": 2,
         "max_position_embeddings": 512,
         "pad_token_id": 0,

@@ -29,7 +29,7 @@ SHAPE_ONLY = frozenset((
     "is_floating_point", "stride",
 ))
 RESHAPES = frozenset(("view", "reshape", "flatten", "unflatten", "unsqueeze", "squeeze"))
-OURS = frozenset(("weight_only_matmul", "hadamard", "rotate", "quantize_per_token"))  # of mmqc: rows in, rows out
+OURS = frozenset(("weight_only_matmul", "float4_matmul", "hadamard", "rotate", "quantize_per_token"))  # of mmqc: rows in, rows out
 # fmt: on
 
 

@@ -3,6 +3,8 @@
     for i = 0 ... B-1:   q_i = clamp(round(w_i / s_i) + z_i)        e_i = (w_i - (q_i - z_i) s_i) / U_ii
                          w_j <- w_j - U_ij e_i   for all j > i
 
+With ``float4`` q_i is twice the nearest e2m1 number, whatever bits say (ops/float4.py).
+
 Shapes:  w, s, z [B, N] fp32, w a channel a row   U [B, B] fp32   q int8 [B, N]   e fp32 [B, N]   B <= 128
 Why:     Channels depend on each other, outputs do not: a program keeps [B, BLOCK_N] of w and walks down the channels.  As
          tensor calls the same loop is ten launches a channel, a million channels in a model of 8B weights.
@@ -32,10 +34,20 @@ def round_tile(x):
 
 
 @triton.jit
+def round_float4_tile(x):
+    """Twice the nearest e2m1 number: steps of 1 to 4, of 2 to 8, of 4 to 12."""
+    size = tl.abs(x)
+    step = tl.where(size >= 8.0, 4.0, tl.where(size >= 4.0, 2.0, 1.0))
+    inverse = tl.where(size >= 8.0, 0.25, tl.where(size >= 4.0, 0.5, 1.0))  # exact, as a division here need not be
+    return tl.minimum(tl.maximum(round_tile(x * inverse) * step, -12.0), 12.0)
+
+
+@triton.jit
 def gptq_block_kernel(
     w_ptr, u_ptr, s_ptr, z_ptr, q_ptr, e_ptr, B, N,
     stride_w, stride_u, stride_s, stride_sn, stride_z, stride_zn,
-    HAS_ZERO: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_N: tl.constexpr,
+    HAS_ZERO: tl.constexpr, FLOAT4: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, BLOCK_B: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):
     """BLOCK_N outputs."""
     rows, at = tl.arange(0, BLOCK_B), tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -47,13 +59,15 @@ def gptq_block_kernel(
         x = tl.sum(tl.where(rows[:, None] == i, w, 0.0), 0)  # [BN]
         s = tl.load(s_ptr + i * stride_s + wide * stride_sn, inside, other=1.0)
         u = tl.load(u_ptr + i * stride_u + rows, (rows >= i) & (rows < B), other=0.0)  # [BB]
-        q = round_tile(divide_tile(x, s))
+        unit = divide_tile(x, s)
+        q = round_float4_tile(unit) if FLOAT4 else round_tile(unit)
         if HAS_ZERO:
             z = tl.load(z_ptr + i * stride_z + wide * stride_zn, inside, other=0.0)
             q = tl.minimum(tl.maximum(q + z, LOW), HIGH)
             value = (q - z) * s
         else:
-            q = tl.minimum(tl.maximum(q, LOW), HIGH)
+            if not FLOAT4:
+                q = tl.minimum(tl.maximum(q, LOW), HIGH)
             value = q * s
         e = tl.div_rn(x - value, tl.zeros_like(x) + tl.load(u_ptr + i * stride_u + i))
         tl.store(q_ptr + i * N + wide, q.to(tl.int8), inside)
@@ -73,7 +87,8 @@ def supports(w: Tensor, u: Tensor, scale: Tensor, zero: Tensor | None) -> str | 
 
 
 def gptq_block(
-    w: Tensor, u: Tensor, scale: Tensor, zero: Tensor | None, bits: int, out: tuple[Tensor, Tensor] | None = None
+    w: Tensor, u: Tensor, scale: Tensor, zero: Tensor | None, bits: int, out: tuple[Tensor, Tensor] | None = None,
+    float4: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Codes and errors; see the top of the file.  ``scale`` and ``zero`` may have strides of zero."""
     reason = supports(w, u, scale, zero)
@@ -88,7 +103,7 @@ def gptq_block(
     z = scale if zero is None else zero
     gptq_block_kernel[(triton.cdiv(n, BLOCK_N),)](
         w, u, scale, z, codes, errors, size, n, w.stride(0), u.stride(0), *scale.stride(), *z.stride(),
-        HAS_ZERO=zero is not None, LOW=-(2.0 ** (bits - 1)), HIGH=2.0 ** (bits - 1) - 1,
+        HAS_ZERO=zero is not None, FLOAT4=float4, LOW=-(2.0 ** (bits - 1)), HIGH=2.0 ** (bits - 1) - 1,
         BLOCK_B=max(16, triton.next_power_of_2(size)), BLOCK_N=BLOCK_N, num_warps=1,  # of one warp: no step waits for others
     )
     return codes, errors

@@ -5,7 +5,7 @@ import torch
 
 from mmqc.ops import gptq_block as op
 
-kernel = pytest.importorskip("mmqc.kernels.matmul.gptq_block")
+kernel = pytest.importorskip("mmqc.kernels.solvers.gptq_block")
 SHAPES = [(1, 1), (3, 5), (16, 33), (17, 40)]
 LARGE = [pytest.param((128, 40), marks=pytest.mark.slow), pytest.param((37, 100), marks=pytest.mark.slow)]
 
@@ -33,6 +33,16 @@ def test_gptq_block__equals_the_reference(shape, asymmetric, bits, device):
     out = torch.full(shape, 77, dtype=torch.int8, device=device), torch.full(shape, torch.nan, device=device)
     codes, errors = kernel.gptq_block(w, u, scale, zero, bits, out)
     expected = op.reference(w, u, scale, zero, bits)
+    assert torch.equal(codes, expected[0])
+    assert torch.equal(errors, expected[1])
+
+
+@pytest.mark.parametrize("shape", [(17, 40), (128, 3)])
+def test_gptq_block__floats_of_4_bits(shape, device):
+    w, u, scale, _ = problem(*shape, device, exact=True)
+    codes, errors = kernel.gptq_block(w, u, scale, None, 4, float4=True)
+    expected = op.reference(w, u, scale, None, 4, float4=True)
+    assert {*codes.abs().unique().tolist()} <= {0, 1, 2, 3, 4, 6, 8, 12}
     assert torch.equal(codes, expected[0])
     assert torch.equal(errors, expected[1])
 

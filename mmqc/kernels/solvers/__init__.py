@@ -1,0 +1,1 @@
+"""Kernels that solvers call, not models."""
