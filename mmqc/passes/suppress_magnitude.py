@@ -8,7 +8,8 @@ Why:     rows of H with a non-zero sum add up all of W's columns, so some channe
 Needs:   ops.raised
 Gives:   nothing in the graph: sets ``meta["outliers"]`` on linear nodes
 Exact:   yes before quantization: S only says which columns stay in higher precision
-Refuses: nothing; linears in which no channel outgrows the maximum have no site.
+Refuses: linears whose inputs are quantized by token, which have no place for such channels; those in which no channel outgrows the
+         maximum have no site.
 S is measured, not taken to be channel 0: for many widths the first row of H is not the one that sums up (11008, 18944).
 """
 
@@ -52,6 +53,9 @@ class SuppressMagnitude(Pass):
         for node in prog.nodes("linear"):
             x = operands(node)["input"]
             if "scheme" not in node.meta or kind(x) != "hadamard":
+                continue
+            if node.meta["scheme"].by_token:
+                yield Miss(node.name, "a linear whose inputs are quantized by token keeps no channels apart", weight_of(node))
                 continue
             if prog.fragment and prog.is_quantized(weight_of(node)):
                 known = torch.tensor(prog.statistics["linears"][weight_of(node)]["outliers"], dtype=torch.long)  # type: ignore[index]

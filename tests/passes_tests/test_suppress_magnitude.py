@@ -3,6 +3,7 @@ import torch
 from float64 import passed
 from pass_cases import CASES, check_exact, check_golden, program
 
+from mmqc.graph.kinds import kind
 from mmqc.graph.linear import operands, weight_of
 from mmqc.graph.program import Program
 from mmqc.ops.hadamard_matrix import hadamard_factors
@@ -12,8 +13,8 @@ from mmqc.passes.suppress_magnitude import SuppressMagnitude
 from mmqc.recipes import rtn
 
 
-def assigned(case: str) -> Program:
-    item = AssignScheme(rtn(8, 8))
+def assigned(case: str, *, by_token: bool = False) -> Program:
+    item = AssignScheme(rtn(8, 8).with_token_scales() if by_token else rtn(8, 8))
     return passed(program(case, item), [item])
 
 
@@ -75,3 +76,12 @@ def test_suppress_magnitude__golden() -> None:
     fqn = "blocks.1.body.down.weight"
     prog.weights[fqn] = torch.ones_like(prog.weights[fqn])
     check_golden(prog, SuppressMagnitude(), "rms_gqa")
+
+
+def test_suppress_magnitude__leaves_linears_alone_that_would_lose_the_channels() -> None:
+    """A module that quantizes its inputs by token has no weights beside its codes."""
+    prog = assigned("vlm", by_token=True)
+    check_exact(prog, SuppressMagnitude())
+    assert prog.records[-1].sites == []
+    assert len(prog.records[-1].misses) == len([n for n in prog.nodes("linear") if kind(operands(n)["input"]) == "hadamard"]) > 0
+    assert not [n for n in prog.nodes("linear") if "outliers" in n.meta]
