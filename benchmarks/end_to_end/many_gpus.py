@@ -6,10 +6,10 @@
     python -m benchmarks.end_to_end.many_gpus run --shape 72b --layers 4 12 --ways w4a8     two depths: 80 layers by a line
     python -m benchmarks.end_to_end.many_gpus messages                                      all-reduce and all-gather alone
 
-A line of JSON is added to ``--out`` as soon as it is known, with what failed among them; ``--seconds`` ends all of it.  Ranks are
-processes of their own that this one starts; groups of fewer ranks than GPUs go side by side, each on its GPUs.  ``run`` saves the models
-in ``--folder`` once, compiles all groups side by side, and times them in turn; ``quantize`` times one-rank groups of different recipes
-at the same time, each on its own GPU.  ``--repeat`` quantizes one layer and copies it, for models that are too large to be made whole.
+A line of JSON is added to ``--out`` as soon as it is known, with what failed among them; ``--seconds`` ends all of it.
+Ranks are processes that this one starts; groups of fewer ranks than GPUs go side by side, each on its own GPUs.  ``run`` saves
+the models in ``--folder`` once, compiles all groups side by side, and times them in turn; ``quantize`` times one-rank groups of
+different recipes at the same time.  ``--repeat`` quantizes one layer and copies it, for models too large to be made whole.
 ``--shape tiny`` needs no GPU.
 """
 
@@ -35,7 +35,7 @@ import torch
 from benchmarks.end_to_end import many_gpus_rank
 from benchmarks.end_to_end.many_gpus_model import LAYERS
 
-THREADS = "8"  # of every rank, whether it is alone or not
+THREADS = COMPILERS = "6"  # of every rank, whether it is alone or not
 WAYS = ("bf16", "w4a8", "w8a8", "w4a16", "mquant")
 
 
@@ -77,15 +77,20 @@ class Group:
         common = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         common |= {"CUDA_VISIBLE_DEVICES": ",".join(gpus[first : first + ranks])} if torch.cuda.is_available() else {}
         common |= {"OMP_NUM_THREADS": THREADS if torch.cuda.is_available() else "1", "OMP_WAIT_POLICY": "passive"}
+        common |= {"TORCHINDUCTOR_COMPILE_THREADS": COMPILERS}
         command = [sys.executable, "-m", "benchmarks.end_to_end.many_gpus", *arguments, "--child"]
-        self.errors = tempfile.TemporaryFile("w+")
+        self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  (lives as long as the ranks)
         self.processes = []
         for rank in range(ranks):
             env = {**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-            pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE} if rank == 0 else {"stdin": subprocess.DEVNULL}
+            pipes: dict[str, Any] = (
+                {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE} if rank == 0 else {"stdin": subprocess.DEVNULL}
+            )
             if rank:
                 pipes["stdout"] = subprocess.DEVNULL
-            self.processes.append(subprocess.Popen(command, env=env, text=True, stderr=self.errors, start_new_session=True, **pipes))
+            self.processes.append(
+                subprocess.Popen(command, env=env, text=True, stderr=self.errors, start_new_session=True, **pipes)
+            )
         self.limit = threading.Timer(max(1.0, seconds), self.kill)
         self.limit.daemon = True
         self.limit.start()
@@ -211,7 +216,7 @@ def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=("quantize", "run", "messages", "make"))
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/many_gpus.jsonl"))
-    parser.add_argument("--seconds", type=float, default=460, help="time limit for all of it")
+    parser.add_argument("--seconds", type=float, default=470, help="time limit for all of it")
     parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2])
     parser.add_argument("--shape", choices=LAYERS, default="8b")
     parser.add_argument("--layers", nargs="+", type=int, help="of the decoder; several for an extrapolation")

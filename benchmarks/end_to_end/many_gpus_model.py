@@ -1,8 +1,8 @@
 """The shapes of ``benchmarks.end_to_end.many_gpus``: Qwen2-VL with random weights, and what it is asked.
 
-    8b      Qwen2-VL-7B, as in quantize_speed.py; 28 layers of 3,584 / 18,944
-    72b     Qwen2-VL-72B: 80 layers of 8,192 / 29,568, of which as many as ``layers`` says
-    tiny    for CPUs
+8b      Qwen2-VL-7B, as in quantize_speed.py; 28 layers of 3,584 / 18,944
+72b     Qwen2-VL-72B: 80 layers of 8,192 / 29,568, of which as many as ``layers`` says
+tiny    for CPUs
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ def config_of(shape: str, layers: int) -> Any:
 def build(shape: str, layers: int, device: str) -> Any:
     """The same weights in every process on the same kind of device."""
     torch.manual_seed(0)
-    dtype = torch.float32 if shape == "tiny" else torch.bfloat16
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
     with torch.device(device):
         return transformers.AutoModelForImageTextToText.from_config(config_of(shape, layers), dtype=dtype).eval()
 
 
 def repeat_layers(model: Any, layers: int) -> None:
-    """Copies of the last decoder layer, with memory of their own, until there are so many; for models too large to be made whole."""
+    """Copies of the last decoder layer, with memory of their own, until there are so many."""
     text, known = model.model.language_model, model.config.get_text_config()
     while len(text.layers) < layers:
         layer = copy.deepcopy(text.layers[-1])

@@ -174,7 +174,7 @@ def _loaded(args: Any, held: list[Any]) -> dict[str, Any]:
     held.append(model.eval())
     here = [*model.parameters(), *model.buffers()]
     local = [getattr(t, "_local_tensor", t) for t in here]
-    splits = [m.split for m in model.modules() if hasattr(m, "split")]
+    splits: list[Any] = [m.split for m in model.modules() if hasattr(m, "split")]
     return {
         "seconds": time.perf_counter() - start,
         "gb": sum(t.numel() * t.element_size() for t in local) / 1e9,
@@ -196,7 +196,10 @@ def _compared(model: Any, args: Any) -> dict[str, Any]:
     if not path.exists():
         return {"difference": None}
     one = torch.load(path)
-    return {"difference": float((logits - one).abs().max() / one.abs().max()), "same_token": bool((logits.argmax() == one.argmax()))}
+    return {
+        "difference": float((logits - one).abs().max() / one.abs().max()),
+        "same_token": bool(logits.argmax() == one.argmax()),
+    }
 
 
 class Loop:
@@ -209,10 +212,14 @@ class Loop:
 
         self.model, self.args, self.compiled = model, args, loop == "compiled"
         backend = "inductor" if args.way == "bf16" else "mmqc"
-        mode = "reduce-overhead" if GPU and not args.no_graphs else None
+        mode: Any = "reduce-overhead" if GPU and not args.no_graphs else None
         compile_config = CompileConfig(backend=backend, mode=mode, fullgraph=False) if self.compiled else None
         self.config = GenerationConfig(
-            do_sample=False, pad_token_id=0, cache_implementation="static", disable_compile=not self.compiled, compile_config=compile_config
+            do_sample=False,
+            pad_token_id=0,
+            cache_implementation="static",
+            disable_compile=not self.compiled,
+            compile_config=compile_config,
         )
         self.more: dict[str, Any] = {"custom_generate": mmqc.compiled_loop} if self.compiled else {}
         self.lengths = COMPILED if self.compiled else EAGER
@@ -274,9 +281,10 @@ def _times(width: int, tokens: int) -> dict[str, Any]:
     if GPU:
         import torch.distributed._symmetric_memory as symmetric
 
-        shared = symmetric.empty(tokens * width, dtype=dtype, device=DEVICE).view(tokens, width)
-        symmetric.rendezvous(shared, dist.group.WORLD)
-        name = dist.group.WORLD.group_name  # type: ignore[union-attr]
+        world: Any = dist.group.WORLD
+        shared = symmetric.empty(tokens * width, dtype=dtype, device=torch.device(DEVICE)).view(tokens, width)
+        symmetric.rendezvous(shared, world)
+        name = world.group_name
         calls["one_shot"] = lambda: torch.ops.symm_mem.one_shot_all_reduce(shared, "sum", name)
         calls["two_shot"] = lambda: torch.ops.symm_mem.two_shot_all_reduce_(shared, "sum", name)
     found: dict[str, Any] = {"kib": x.numel() * x.element_size() / 1024}
@@ -314,6 +322,7 @@ def main(args: Any) -> None:
         torch.cuda.set_device(DEVICE)
     if RANKS > 1:
         dist.init_process_group("cpu:gloo,cuda:nccl" if GPU else "gloo")
+        dist.all_reduce(torch.zeros(1, device=DEVICE))  # NCCL meets here, and not in what is timed
     {"quantize": quantize, "make": make, "run": run, "messages": messages}[args.part](args)
     sys.stdout.flush()
     sys.stderr.flush()
