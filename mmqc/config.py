@@ -140,6 +140,8 @@ class Rewrites:
         hadamard: an online Hadamard in front of linears that read a non-linearity (down_proj, fc2).
         hadamard_everywhere: also in front of linears that read a stream which no rotation passes (sandwich and post norms);
             about two more online transforms a layer.
+        tensor_parallel: in how many blocks along the diagonal the online Hadamards of the language model are, so that ranks
+            that share its linears each transform their own channels: as many ranks as divide it.
         suppress: MQuant's rotation magnitude suppression (section 4.3) behind each online Hadamard.
         seed: of the random signs.
         scales: AWQ's factors per channel go from norms and linears into the linears behind them; needs calibration.
@@ -157,8 +159,12 @@ class Rewrites:
     bases: Bases | None = None
     smooth: float | None = None
     keep_means: bool = False
+    tensor_parallel: int = 1
 
     def __post_init__(self) -> None:
+        require(self.tensor_parallel >= 1, "Rewrites.tensor_parallel", self.tensor_parallel, "at least 1")
+        blocks = self.hadamard or self.tensor_parallel == 1
+        require(blocks, "Rewrites.tensor_parallel", self.tensor_parallel, "1 where hadamard is False")
         require(self.fold_norms or not self.keep_means, "Rewrites.keep_means", self.keep_means, "False where fold_norms is False")
         require(self.bases is None or not self.keep_means, "Rewrites.keep_means", self.keep_means, "False beside bases")
         require(self.rotate or self.bases is None, "Rewrites.rotate", self.rotate, "True where there are bases")

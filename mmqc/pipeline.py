@@ -72,7 +72,8 @@ def rotating_passes(config: QuantConfig) -> tuple[Pass, ...]:
     return (
         # 3 rotate
         *((FuseRotation(rewrites.seed, rewrites.hadamard, rewrites.hadamard_everywhere),) if rewrites.rotate else ()),
-        *((FoldSigns(rewrites.seed), InsertHadamard(rewrites.hadamard_everywhere)) if rewrites.hadamard else ()),
+        *((FoldSigns(rewrites.seed),) if rewrites.hadamard else ()),
+        *((InsertHadamard(rewrites.hadamard_everywhere, rewrites.tensor_parallel),) if rewrites.hadamard else ()),
         # 4 decide
         AssignScheme(config),
         *((SuppressMagnitude(),) if rewrites.suppress else ()),

@@ -27,7 +27,7 @@ from mmqc.config import (
 from mmqc.engines.limits import for_engine as for_engine
 
 
-def rotate(*, online: bool = True, everywhere: bool = False, seed: int = 0) -> QuantConfig:
+def rotate(*, online: bool = True, everywhere: bool = False, seed: int = 0, tensor_parallel: int = 1) -> QuantConfig:
     """Exact rewrites only: norms folded, residual streams and V/O rotated, Hadamards inserted; nothing is quantized.
 
     The model computes the same function and its parameters keep their names (QuaRot, arXiv:2404.00456, section 4).
@@ -36,8 +36,11 @@ def rotate(*, online: bool = True, everywhere: bool = False, seed: int = 0) -> Q
         online: transforms at run time in front of linears that read a non-linearity; without them rotations cost nothing.
         everywhere: transforms also in front of linears whose stream cannot be rotated (Gemma 3, GLM-4, OLMo 2).
         seed: of the random signs.
+        tensor_parallel: as in ``mquant``.
     """
-    rewrites = Rewrites(fold_norms=True, rotate=True, hadamard=online, hadamard_everywhere=everywhere, seed=seed)
+    rewrites = Rewrites(
+        fold_norms=True, rotate=True, hadamard=online, hadamard_everywhere=everywhere, seed=seed, tensor_parallel=tensor_parallel
+    )
     return QuantConfig(rewrites=rewrites)
 
 
@@ -161,6 +164,7 @@ def mquant(
     solver: Solver = "gptq",
     head_bits: int | None = None,
     group_size: int | None = None,
+    tensor_parallel: int = 1,
 ) -> QuantConfig:
     """MQuant (arXiv:2502.00425): static per-modality activation scales and rotations for both towers and the projector.
 
@@ -174,12 +178,16 @@ def mquant(
         solver: ``gptq`` as in the paper's Algorithm 1, ``mse_clip`` or ``rtn``.
         head_bits: of the output head's weight; None leaves the head in floating point, as the paper does.
         group_size: input channels per weight scale; None means one scale per output channel, as the paper does.
+        tensor_parallel: how many ranks may share the model: each online Hadamard of the language model is in so many blocks,
+            one rank's channels in each, which spreads an outlier over fewer channels; with 1 ranks gather in front of it.
     """
     activation = ActivationSpec(activation_bits, per_modality=msq)
     granularity = PerGroup(group_size) if group_size else PerRow()
     language = Scheme(WeightSpec(weight_bits, granularity, solver, clip="weights"), activation)
     vision = Scheme(WeightSpec(vision_weight_bits or weight_bits, granularity, solver, clip="weights"), activation)
-    rewrites = Rewrites(fold_norms=rotate, rotate=rotate, hadamard=rotate, suppress=suppress and rotate)
+    rewrites = Rewrites(
+        fold_norms=rotate, rotate=rotate, hadamard=rotate, suppress=suppress and rotate, tensor_parallel=tensor_parallel
+    )
     return QuantConfig(vision=vision, projector=vision, language=language, head=_head(head_bits), rewrites=rewrites)
 
 

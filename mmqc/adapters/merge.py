@@ -31,7 +31,8 @@ def merge(model: nn.Module, layers: Mapping[str, Layer]) -> None:
             raise AdapterError(f"{fqn}: the adapter cannot be merged: {problem}")
     for fqn, layer in layers.items():
         linear: Any = model.get_submodule(fqn)
-        down = Spread.of(linear.in_features)(layer.down) if isinstance(linear, HadamardLinear) else layer.down
+        spread = Spread.of(linear.in_features, int(linear.hadamard)) if isinstance(linear, HadamardLinear) else None
+        down = layer.down if spread is None else spread(layer.down)
         pairs: list[Any] = [(linear.weight, layer.up @ down), (linear.bias, layer.bias)]
         for parameter, more in pairs:
             if more is not None:

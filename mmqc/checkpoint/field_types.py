@@ -16,7 +16,8 @@ PLAIN: dict[str, tuple[type, ...]] = {"bool": (bool,), "int": (int,), "float": (
 SPEC: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("in", "out", "size", "experts", "heads", "width", "weight_bits", "group_size"), (int,)),
     **dict.fromkeys(("input_scales", "outliers", "seed"), (int,)),
-    **dict.fromkeys(("hadamard", "bias", "modality", "zero", "float8", "float8_weight", "order", "centre", "weight"), (bool,)),
+    "hadamard": (bool, int),
+    **dict.fromkeys(("bias", "modality", "zero", "float8", "float8_weight", "order", "centre", "weight"), (bool,)),
     **dict.fromkeys(("kind", "form", "inner"), (str,)),
     **dict.fromkeys(("widths", "stored", "names", "roles", "up", "activation", "biases"), (list, tuple)),
     **dict.fromkeys(("before", "after"), (bool, NoneType)),

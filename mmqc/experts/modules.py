@@ -51,7 +51,7 @@ class QuantStack(IntegerWeight):
         group_size: int = 0,
         bias: bool = False,
         input_scales: int = 0,
-        hadamard: bool = False,
+        hadamard: int = False,
         zero: bool = False,
         dtype: torch.dtype = torch.float32,
         device: Any = None,

@@ -87,7 +87,7 @@ def _step(step: Step, tables: _Tables) -> list[Any]:
     if isinstance(change, Based):
         return ["based", *where, tables.add(change.matrix)]
     if isinstance(change, Spread):
-        return ["spread", step.axis, change.width]
+        return ["spread", step.axis, change.width, *((change.blocks,) if change.blocks > 1 else ())]
     return ["unknown", repr(change)]
 
 
@@ -98,7 +98,7 @@ _READ: dict[str, Callable[..., Step]] = {
     "centred": lambda tables, axis, groups: Placed(axis, _grown(groups), Centred()),
     "turned": lambda tables, axis, groups, *of: Placed(axis, _grown(groups), Turned.of(*of)),
     "based": lambda tables, axis, groups, table: Placed(axis, _grown(groups), Based(_table(tables, table))),
-    "spread": lambda tables, axis, width: Placed(axis, None, Spread.of(width)),
+    "spread": lambda tables, axis, width, blocks=1: Placed(axis, None, Spread.of(width, blocks)),
 }
 
 

@@ -75,15 +75,16 @@ class Based:
 
 @dataclass(frozen=True, eq=False)
 class Spread:
-    """v Hᵀ, for a linear that multiplies its input by H first; H follows from the width."""
+    """v Hᵀ, for a linear that multiplies its input by H first; H follows from the width and the number of blocks."""
 
     width: int
     factors: list[Tensor]
+    blocks: int = 1
 
     @classmethod
-    def of(cls, width: int) -> Spread:
+    def of(cls, width: int, blocks: int = 1) -> Spread:
         """That of every linear of one width."""
-        return cls(width, hadamard_factors(width))
+        return cls(width, hadamard_factors(width, blocks), blocks)
 
     def __call__(self, v: Tensor) -> Tensor:
         """In v's dtype."""

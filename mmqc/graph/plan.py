@@ -44,6 +44,7 @@ class Plan:
         flipped: (name, axis) of weights some of whose channels have the other sign.
         streams: residual streams without mean.
         hadamards: linears behind an online Hadamard.
+        blocks: in how many blocks, of those that have several.
         gains: linears that took in a norm's gain and bias: name -> (gain, bias or nothing,
             the value of the gain's weight that means 1, index of the gain element per column or -1).
         scalings: factors per channel that were moved from writers to readers.
@@ -58,6 +59,7 @@ class Plan:
     gains: dict[str, tuple[str, str, float, Tensor]] = field(default_factory=dict)
     scalings: list[Scaling] = field(default_factory=list)
     based: set[str] = field(default_factory=set)
+    blocks: dict[str, int] = field(default_factory=dict)
 
     def rotate(self, fqn: str, axis: int, groups: Tensor) -> None:
         """Note that ``groups`` of an axis were rotated."""
@@ -93,6 +95,7 @@ class Plan:
             "flipped": [list(place) for place in sorted(self.flipped)],
             "streams": [[list(part) for part in (s.writers, s.roots, s.norms)] for s in self.streams],
             "hadamards": sorted(self.hadamards),
+            **({"blocks": dict(sorted(self.blocks.items()))} if self.blocks else {}),
             "gains": gains,
             "scalings": [s.to_dict() for s in self.scalings],
         }
@@ -105,7 +108,8 @@ class Plan:
         kept, flipped = ({(f, a) for f, a in data.get(key, ())} for key in ("mean_kept", "flipped"))
         streams = [Stream(*map(tuple, s)) for s in data["streams"]]
         scalings = [Scaling.from_dict(s) for s in data.get("scalings", ())]
-        return cls(rotated, kept, flipped, streams, set(data["hadamards"]), gains, scalings)
+        hadamards, blocks = set(data["hadamards"]), dict(data.get("blocks", {}))
+        return cls(rotated, kept, flipped, streams, hadamards, gains, scalings, blocks=blocks)
 
 
 def _shrink(groups: Tensor) -> Any:

@@ -40,7 +40,7 @@ class Float4Linear(PackedLinear):
         *,
         form: str,
         bias: bool = False,
-        hadamard: bool = False,
+        hadamard: int = False,
         outliers: int = 0,
         dtype: torch.dtype = torch.float32,
         device: Any = None,
@@ -75,7 +75,7 @@ class Float4Linear(PackedLinear):
         quantized: Quantized,
         *,
         bias: Tensor | None = None,
-        hadamard: bool = False,
+        hadamard: int = False,
         outliers: tuple[Tensor, Tensor] | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> Float4Linear:

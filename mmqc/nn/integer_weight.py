@@ -100,7 +100,7 @@ class PackedLinear(IntegerWeight):
         weight_bits: int,
         activation_bits: int | None,
         group_size: int,
-        hadamard: bool,
+        hadamard: int,
         dtype: torch.dtype,
         device: Any,
     ) -> None:

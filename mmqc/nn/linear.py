@@ -60,7 +60,7 @@ class QuantLinear(PackedLinear):
         bias: bool = False,
         input_scales: int = 0,
         outliers: int = 0,
-        hadamard: bool = False,
+        hadamard: int = False,
         zero: bool = False,
         integer_scales: bool | Literal["int8"] = False,
         float8: bool = False,
@@ -111,7 +111,7 @@ class QuantLinear(PackedLinear):
         bias: Tensor | None = None,
         input_scale: Tensor | None = None,
         outliers: tuple[Tensor, Tensor] | None = None,
-        hadamard: bool = False,
+        hadamard: int = False,
         modality: ModalityContext | None = None,
         dtype: torch.dtype = torch.float32,
         float8: bool = False,
@@ -232,7 +232,7 @@ class QuantLinear(PackedLinear):
         if self.input_scale is not None:
             extras.append(f"input_scales={self.input_scale.shape[0]}")
         if self.hadamard:
-            extras.append("hadamard=True")
+            extras.append(f"hadamard={self.hadamard}")
         if self.outlier_index is not None:
             extras.append(f"outliers={self.outlier_index.shape[0]}")
         return f"{self.in_features}, {self.out_features}, {scheme}, {', '.join(extras)}"

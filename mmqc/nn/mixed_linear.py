@@ -38,7 +38,7 @@ class MixedLinear(PackedLinear):
         stored: Sequence[int],
         activation: Sequence[int],
         weight_bits: int,
-        hadamard: bool = False,
+        hadamard: int = False,
         order: bool = False,
         bias: bool = False,
         dtype: torch.dtype = torch.float32,

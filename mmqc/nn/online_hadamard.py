@@ -1,6 +1,8 @@
 """A linear that multiplies its input by a Hadamard matrix first: y = W (H x) + b.
 
-The factors of H are buffers that no checkpoint holds: they follow from the width.  They are rebuilt, never rounded, when
+H is one matrix, or the same one in several blocks along the diagonal, of which ranks that share the linear have some each.
+
+The factors of a block are buffers that no checkpoint holds: they follow from the width.  They are rebuilt, never rounded, when
 the module changes dtype (float32, or float64 in a float64 model), and when weights are loaded over the meta device.
 """
 
@@ -13,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmqc.ops.hadamard_matrix import hadamard_factors
+from mmqc.ops.hadamard_matrix import hadamard_factors, part
 
 
 @functools.lru_cache(maxsize=64)
@@ -23,16 +25,20 @@ def _shared(n: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, .
 
 
 class OnlineHadamard(nn.Module):
-    """Base class: the factors, and what keeps them right."""
+    """Base class: the factors, and what keeps them right.
 
-    hadamard: bool
+    Attributes:
+        hadamard: in how many blocks it is; True is one, and False none.
+    """
+
+    hadamard: int
     in_features: int
     _n_factors: int
 
-    def _init_hadamard(self, enabled: bool, device: Any = None, dtype: torch.dtype = torch.float32) -> None:
-        self.hadamard = enabled
+    def _init_hadamard(self, blocks: int, device: Any = None, dtype: torch.dtype = torch.float32) -> None:
+        self.hadamard = blocks if blocks > 1 else bool(blocks)
         self._n_factors = 0
-        if enabled:
+        if blocks:
             self.rebuild_factors(device or torch.empty(0).device, dtype)
 
     def rebuild_factors(self, device: Any = None, dtype: torch.dtype | None = None) -> None:
@@ -43,7 +49,7 @@ class OnlineHadamard(nn.Module):
             old: Tensor = self.get_buffer("factor_0")
             device, dtype = device or old.device, dtype or old.dtype
         wide = torch.float64 if dtype == torch.float64 else torch.float32
-        factors = _shared(self.in_features, torch.device(device), wide)
+        factors = _shared(part(self.in_features, int(self.hadamard)), torch.device(device), wide)
         self._n_factors = len(factors)
         for i, factor in enumerate(factors):
             if factor.is_meta:  # one of its own: a loader gives every tensor values, but only once
@@ -54,7 +60,14 @@ class OnlineHadamard(nn.Module):
         """H x, or x where the module has no online Hadamard."""
         if not self.hadamard:
             return x
-        return torch.ops.mmqc.hadamard(x, [getattr(self, f"factor_{i}") for i in range(self._n_factors)])
+        factors, blocks = [getattr(self, f"factor_{i}") for i in range(self._n_factors)], int(self.hadamard)
+        if blocks == 1:
+            return torch.ops.mmqc.hadamard(x, factors)
+        return torch.ops.mmqc.hadamard(x.unflatten(-1, (blocks, -1)), factors).flatten(-2)
+
+    def keep_blocks(self, ranks: int) -> None:
+        """Leave the blocks of one of so many ranks; the width is the caller's affair."""
+        self.hadamard = self.hadamard // ranks if self.hadamard > ranks else True
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> OnlineHadamard:
         before = self.get_buffer("factor_0") if self._n_factors else None
@@ -94,18 +107,20 @@ class HadamardLinear(OnlineHadamard):
     weight: nn.Parameter
     bias: nn.Parameter | None
 
-    def __init__(self, in_features: int, out_features: int, bias: bool = True, device: Any = None, dtype: Any = None):
+    def __init__(
+        self, in_features: int, out_features: int, bias: bool = True, device: Any = None, dtype: Any = None, blocks: int = 1
+    ) -> None:
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
         self.weight = nn.Parameter(torch.empty(out_features, in_features, device=device, dtype=dtype))
         self.register_parameter("bias", nn.Parameter(torch.empty(out_features, device=device, dtype=dtype)) if bias else None)
-        self._init_hadamard(True, self.weight.device, self.weight.dtype)
+        self._init_hadamard(blocks, self.weight.device, self.weight.dtype)
 
     @classmethod
-    def from_parts(cls, weight: Tensor, bias: Tensor | None) -> HadamardLinear:
-        """From W Hᵀ [N, K] and b [N]."""
+    def from_parts(cls, weight: Tensor, bias: Tensor | None, blocks: int = 1) -> HadamardLinear:
+        """From W Hᵀ [N, K] and b [N], H in so many blocks."""
         out_features, in_features = weight.shape
-        module = cls(in_features, out_features, bias=bias is not None, device="meta", dtype=weight.dtype)
+        module = cls(in_features, out_features, bias=bias is not None, device="meta", dtype=weight.dtype, blocks=blocks)
         module.weight = nn.Parameter(weight, requires_grad=weight.requires_grad)
         if bias is not None:
             module.bias = nn.Parameter(bias, requires_grad=bias.requires_grad)
@@ -118,13 +133,21 @@ class HadamardLinear(OnlineHadamard):
 
     def to_spec(self) -> dict[str, Any]:
         """What ``from_spec`` builds the module from, without its values."""
-        return {"in": self.in_features, "out": self.out_features, "bias": self.bias is not None, "dtype": self.weight.dtype}
+        spec = {"in": self.in_features, "out": self.out_features, "bias": self.bias is not None, "dtype": self.weight.dtype}
+        return spec | ({"hadamard": self.hadamard} if self.hadamard > 1 else {})
 
     @classmethod
     def from_spec(cls, spec: Mapping[str, Any]) -> HadamardLinear:
         """On the meta device."""
-        return cls(spec["in"], spec["out"], bias=spec["bias"], dtype=spec["dtype"], device="meta")
+        blocks = spec.get("hadamard", 1)
+        return cls(spec["in"], spec["out"], bias=spec["bias"], dtype=spec["dtype"], device="meta", blocks=blocks)
 
     def extra_repr(self) -> str:
         """nn.Linear's."""
-        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+        blocks = f", blocks={self.hadamard}" if self.hadamard > 1 else ""
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}{blocks}"
+
+
+def hadamard_of(linear: nn.Module) -> int:
+    """What a linear that takes the place of this one has: its blocks, or False."""
+    return linear.hadamard if isinstance(linear, HadamardLinear) else False

@@ -6,7 +6,8 @@
 Shapes:  codes, sums, biases, outlier columns, and scales by output channel, go with the rows; group scales [N, K/g] with both;
          input scales, orders and Hadamard factors are whole on every rank
 Why two: by inputs takes one sum, and only where a part of the inputs is enough for a part of the product.  It is not where an
-         online Hadamard mixes all of them, where a token's scale is that of all of them, or where a cut would go through a group.
+         online Hadamard mixes more than a part (planned ones are in blocks: Rewrites.tensor_parallel), where a token's scale is
+         that of all inputs, or where a cut would go through a group.
 Packed codes of a row are a stretch apart in its bytes (ops/pack.py), so that columns are unpacked, cut and packed again.
 """
 
@@ -45,8 +46,11 @@ def part_of(width: int, rank: int, ranks: int, what: str) -> slice:
 
 def why_not_by_inputs(linear: PackedLinear, ranks: int) -> str:
     """Why a part of the inputs is not enough for a part of the product; empty if it is."""
-    if linear.hadamard:
-        return "its online Hadamard mixes all its inputs"
+    if linear.hadamard % ranks:
+        mixed = (
+            "all its inputs" if linear.hadamard == 1 else f"inputs in {linear.hadamard} blocks, which {ranks} ranks cannot share"
+        )
+        return f"its online Hadamard mixes {mixed}"
     if not isinstance(linear, QuantLinear | Float4Linear):
         return "a token's scale is that of all its inputs"
     width = linear.in_features // ranks
@@ -100,6 +104,8 @@ def cut_inputs(linear: PackedLinear, rank: int, ranks: int, name: str = "a linea
     if rank:
         buffers["bias"] = None
     linear.in_features = part.stop - part.start
+    if linear.hadamard:
+        linear.keep_blocks(ranks)
 
 
 def columns_of(x: Tensor, rank: int, ranks: int) -> Tensor:

@@ -15,10 +15,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 from torch import Tensor
 
 from mmqc.nn.integer_weight import PackedLinear
 from mmqc.nn.split import SplitError, columns_of, cut_inputs, cut_outputs, joined, why_not_by_inputs
+
+# torch 2.13 has a new name for it, and warns of the old one
+gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,14 +60,23 @@ class Split:
         if y.requires_grad:
             raise SplitError("a linear that ranks share has no gradient: call the model under torch.no_grad()")
         if self.by == "inputs":
-            y = y.contiguous()
-            dist.all_reduce(y, group=self.group)
-            return y
+            return self._added(y.contiguous())
         return self._gathered(y) if self.whole_output else y
 
+    def _added(self, y: Tensor) -> Tensor:
+        """In place; in a trace as a new value, for passes look at what a node gives and not at what is written later."""
+        if torch.compiler.is_compiling():
+            return functional.all_reduce(y, "sum", self.group)
+        dist.all_reduce(y, group=self.group)
+        return y
+
     def _gathered(self, x: Tensor) -> Tensor:
-        parts = x.new_empty(dist.get_world_size(self.group) * x.numel())
-        dist.all_gather_into_tensor(parts, x.contiguous().view(-1), group=self.group)
+        flat = x.contiguous().view(-1)
+        if torch.compiler.is_compiling():
+            parts = functional.all_gather_tensor(flat, 0, self.group)
+        else:
+            parts = x.new_empty(dist.get_world_size(self.group) * x.numel())
+            gather(parts, flat, group=self.group)
         return joined(parts.view(-1, *x.shape))
 
     def __deepcopy__(self, memo: Any) -> Split:

@@ -37,7 +37,7 @@ class TokenLinear(PackedLinear):
         weight_bits: int,
         group_size: int = 0,
         bias: bool = False,
-        hadamard: bool = False,
+        hadamard: int = False,
         float8: bool = False,
         float8_weight: bool = False,
         dtype: torch.dtype = torch.float32,
@@ -75,7 +75,7 @@ class TokenLinear(PackedLinear):
         *,
         weight_bits: int,
         bias: Tensor | None = None,
-        hadamard: bool = False,
+        hadamard: int = False,
         float8: bool = False,
         dtype: torch.dtype = torch.float32,
     ) -> TokenLinear:

@@ -8,6 +8,7 @@ Paley I    q ≡ 3 (mod 4):  I + [[0, 1ᵀ], [-1, Q]],                          
 Paley II   q ≡ 1 (mod 4):  S ⊗ [[1, 1], [1, -1]] + I ⊗ [[1, -1], [-1, -1]],         order 2 (q + 1), S = [[0, 1ᵀ], [1, Q]]
 Williamson four symmetric circulants with A² + B² + C² + D² = 4m I,                 order 4m
 Shapes:    factors [a, a] in float64; at most 64 where the factor is a power of two
+blocks    I_t ⊗ H_{n/t}, for t ranks that each have an n/t of the channels
 A width is never padded.  Cores above ``MAX_CORE`` are not used: a factor of size a costs a multiply-adds an element.
 """
 
@@ -152,8 +153,17 @@ def _factor(kind: str, n: int) -> Tensor:
         return build(n) / math.sqrt(n)
 
 
-def hadamard_factors(n: int) -> list[Tensor]:
-    """Float64 factors whose Kronecker product is an orthogonal n x n matrix (a Hadamard matrix where one is known)."""
+def hadamard_factors(n: int, blocks: int = 1) -> list[Tensor]:
+    """Float64 factors whose Kronecker product is an orthogonal n x n matrix (a Hadamard matrix where one is known).
+
+    With ``blocks`` it is that of n / blocks, so many times along the diagonal.
+
+    Raises:
+        ValueError: n is no multiple of ``blocks``.
+    """
+    if blocks > 1:
+        with torch.device("cpu"), _disable_current_modes():
+            return [torch.eye(blocks, dtype=torch.float64), *hadamard_factors(part(n, blocks))]
     m, cores, power = plan(n)
     factors = [_factor("DHT", m)] if m > 1 else []
     factors += [_factor("core", c) for c in cores]
@@ -161,8 +171,21 @@ def hadamard_factors(n: int) -> list[Tensor]:
     return [f.clone() for f in factors]
 
 
-def hadamard_kind(n: int) -> str:
-    """What ``hadamard_factors`` used, e.g. "H12 x H64" or "DHT269 x H16"."""
+def part(n: int, blocks: int) -> int:
+    """The width of a block.
+
+    Raises:
+        ValueError: n is no multiple of ``blocks``.
+    """
+    if n % blocks:
+        raise ValueError(f"a width of {n} has no {blocks} equal blocks")
+    return n // blocks
+
+
+def hadamard_kind(n: int, blocks: int = 1) -> str:
+    """What ``hadamard_factors`` used, e.g. "H12 x H64", "DHT269 x H16" or "I8 x H4 x H512"."""
+    if blocks > 1:
+        return f"I{blocks} x {hadamard_kind(part(n, blocks))}"
     m, cores, power = plan(n)
     names = [f"DHT{m}"] if m > 1 else []
     names += [f"H{c}" for c in cores]
@@ -170,7 +193,9 @@ def hadamard_kind(n: int) -> str:
     return " x ".join(names)
 
 
-def hadamard_cost(n: int) -> int:
+def hadamard_cost(n: int, blocks: int = 1) -> int:
     """Multiply-adds of one transform of width n, factor by factor: n (a1 + ... + ar)."""
+    if blocks > 1:
+        return blocks * hadamard_cost(part(n, blocks))
     m, cores, power = plan(n)
     return n * sum((*((m,) if m > 1 else ()), *cores, *_split_sylvester(power)))

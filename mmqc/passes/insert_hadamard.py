@@ -8,7 +8,8 @@ Why:     a non-linearity pins its channels, so outliers in front of down_proj an
 Needs:   ops.raised
 Gives:   nothing
 Exact:   yes, up to reassociation (fp64 1e-12)
-Refuses: a weight that something else reads too.
+Refuses: a weight that something else reads too; one whose width has no equal blocks, where there are to be some.
+Blocks:  I_t ⊗ H_{K/t} in the language model, so that t ranks that share its linears transform their own channels each.
 Cost:    K (a1 + ... + ar) multiply-adds a row, where the ai are the factors' sizes; each site states it.
 """
 
@@ -26,6 +27,7 @@ from mmqc.graph.linear import operands, weight_of
 from mmqc.graph.program import Miss, Program, copy_meta
 from mmqc.graph.runner import Pass
 from mmqc.graph.spaces.spaces import Spaces
+from mmqc.graph.spaces.towers import towers
 from mmqc.graph.spaces.uses import RESCALED, rescaled
 from mmqc.ops.hadamard_matrix import hadamard_cost, hadamard_factors, hadamard_kind
 
@@ -38,17 +40,20 @@ class Site:
     fqn: str
     width: int
     outputs: int
+    blocks: int = 1
 
     def __str__(self) -> str:
-        online, share = hadamard_cost(self.width), hadamard_cost(self.width) / (self.width * self.outputs)
-        return f"{self.fqn}: {hadamard_kind(self.width)}, {online:,} multiply-adds a row ({share:.1%} of the linear's)"
+        online = hadamard_cost(self.width, self.blocks)
+        share = online / (self.width * self.outputs)
+        return f"{self.fqn}: {hadamard_kind(self.width, self.blocks)}, {online:,} multiply-adds a row ({share:.1%} of the linear's)"
 
 
 @dataclass(frozen=True)
 class InsertHadamard(Pass):
-    """``everywhere`` takes in the linears that read a stream which cannot be rotated."""
+    """``everywhere`` takes in the linears that read a stream which cannot be rotated; ``blocks`` are the language model's."""
 
     everywhere: bool = False
+    blocks: int = 1
     name = "insert_hadamard"
     needs = frozenset({"ops.raised"})
 
@@ -57,16 +62,19 @@ class InsertHadamard(Pass):
         users: dict[str, list[fx.Node]] = {}
         for node in prog.nodes("linear"):
             users.setdefault(weight_of(node), []).append(node)
+        places = towers(prog, Spaces.of(prog)) if self.blocks > 1 and prog.plan is None else {}
         for fqn, columns in self.candidates(prog, users).items():
             if fqn in prog.decided.hadamards:
                 continue
-            reason = self.why_not(prog, fqn, columns, users.get(fqn, []))
+            blocks = self.blocks if any(places.get(n) == "language" for n in users.get(fqn, ())) else 1
+            blocks = blocks if prog.plan is None else prog.plan.blocks.get(fqn, 1)
+            reason = self.why_not(prog, fqn, columns, users.get(fqn, []), blocks)
             if reason:
                 node = users[fqn][0] if fqn in users else prog.nodes("get_attr")[0]
                 yield Miss(node.name, reason, fqn)
             else:
                 outputs, width = prog.weights[fqn].shape
-                yield Site(tuple(users[fqn]), fqn, width, outputs)
+                yield Site(tuple(users[fqn]), fqn, width, outputs, blocks)
 
     def candidates(self, prog: Program, users: Mapping[str, list[fx.Node]]) -> dict[str, int]:
         """Weights whose inputs should be spread, and how many of their columns ask for it."""
@@ -85,13 +93,15 @@ class InsertHadamard(Pass):
                     made[touch.fqn] = made.get(touch.fqn, 0) + touch.groups.numel()
         return made
 
-    def why_not(self, prog: Program, fqn: str, columns: int, users: list[fx.Node]) -> str:
+    def why_not(self, prog: Program, fqn: str, columns: int, users: list[fx.Node], blocks: int) -> str:
         """The reason to refuse, or nothing."""
         width = prog.weights[fqn].shape[-1]
         if not users:
             return "no linear of its own reads with it, so an online transform has no place"
         if columns != width or width < 2:
             return "only some of its columns read an operation's result"
+        if width % blocks or width == blocks:
+            return f"its width of {width} has no {blocks} equal blocks, one for each rank of tensor_parallel"
         if not all(prog.hosted(n, "linear") for n in users):
             return "it is no nn.Linear module, so an online transform has no place"
         if fqn in rescaled(prog):
@@ -102,14 +112,18 @@ class InsertHadamard(Pass):
 
     def rewrite(self, prog: Program, site: Site) -> None:
         """Insert the op, multiply its inverse into the weight."""
-        factors = hadamard_factors(site.width)
+        factors = hadamard_factors(site.width, site.blocks)
         wide = torch.promote_types(prog.weights[site.fqn].dtype, torch.float32)
         prog.decided.hadamards.add(site.fqn)
-        prog.derive(site.fqn, f"W Hᵀ, H = {hadamard_kind(site.width)}", Placed(1, None, Spread(site.width, factors)), 1)
+        if site.blocks > 1:
+            prog.decided.blocks[site.fqn] = site.blocks
+        spread = Spread(site.width, factors, site.blocks)
+        prog.derive(site.fqn, f"W Hᵀ, H = {hadamard_kind(site.width, site.blocks)}", Placed(1, None, spread), 1)
+        name = f"hadamard_{site.width}" if site.blocks == 1 else f"hadamard_{site.blocks}x{site.width // site.blocks}"
         for linear in site.linears:
             x = operands(linear)["input"]
             with prog.graph.inserting_before(linear):
-                nodes = [prog.constant_node(f"hadamard_{site.width}_{i}", f.to(wide)) for i, f in enumerate(factors)]
+                nodes = [prog.constant_node(f"{name}_{i}", f.to(wide)) for i, f in enumerate(factors)]
                 new = prog.graph.call_function(torch.ops.mmqc.hadamard.default, (x, nodes))
             copy_meta(new, linear, self.name, 0)
             linear.replace_input_with(x, new)

@@ -21,6 +21,7 @@ from mmqc.nn.integer_weight import PackedLinear
 from mmqc.nn.linear import HadamardLinear, QuantLinear, RMSNorm
 from mmqc.nn.mixed_linear import MixedLinear
 from mmqc.nn.modality import ModalityContext
+from mmqc.nn.online_hadamard import hadamard_of
 from mmqc.nn.rotated_norm import RotatedNorm
 from mmqc.nn.token_linear import TokenLinear
 from mmqc.passes.quantize_mixed import Stored
@@ -149,7 +150,8 @@ def write_exact(model: nn.Module, prog: Program, journal: Journal) -> list[str]:
             module = weight_of(node).removesuffix(".weight")
             linear = model.get_submodule(module)
             if not isinstance(linear, HadamardLinear):
-                journal.swap(module, HadamardLinear.from_parts(linear.weight, linear.bias))  # type: ignore[arg-type]
+                blocks = prog.decided.blocks.get(weight_of(node), 1)
+                journal.swap(module, HadamardLinear.from_parts(linear.weight, linear.bias, blocks))  # type: ignore[arg-type]
     return untied
 
 
@@ -217,7 +219,7 @@ def build_quantized(
                 solved.to(device),
                 weight_bits=scheme.weight.bits,
                 bias=None if bias is None else bias.detach(),
-                hadamard=isinstance(old, HadamardLinear),
+                hadamard=hadamard_of(old),
                 float8=scheme.float8,
                 dtype=weight.dtype,
             )
@@ -228,7 +230,7 @@ def build_quantized(
             built[module] = Float4Linear.from_parts(
                 solved.to(device),
                 bias=None if bias is None else bias.detach(),
-                hadamard=isinstance(old, HadamardLinear),
+                hadamard=hadamard_of(old),
                 outliers=outliers,
                 dtype=weight.dtype,
             )
@@ -241,7 +243,7 @@ def build_quantized(
             bias=None if bias is None else bias.detach(),
             input_scale=None if scale is None else scale.to(device),
             outliers=outliers,
-            hadamard=isinstance(old, HadamardLinear),
+            hadamard=hadamard_of(old),
             modality=context if scale is not None and scale.numel() == 2 else None,
             dtype=weight.dtype,
             float8=static and scheme.float8,
@@ -266,7 +268,7 @@ def _build_mixed(model: nn.Module, prog: Program, only: Container[str]) -> dict[
             weight_bits=scheme.weight.bits,
             order=None if stored.order is None else stored.order.to(weight.device),
             bias=None if bias is None else bias.detach(),
-            hadamard=isinstance(old, HadamardLinear),
+            hadamard=hadamard_of(old),
             dtype=weight.dtype,
         )
     return built

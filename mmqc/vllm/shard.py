@@ -119,7 +119,7 @@ def _columns(module: nn.Module, own: str, tensor: Tensor, grouped: bool) -> tupl
 class Gathered(OnlineHadamard):
     """H x of the whole x, and of that the channels of a rank: what a linear behind a Hadamard reads where its inputs are split."""
 
-    def __init__(self, inputs: int, hadamard: bool, channels: Tensor, gather: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, inputs: int, hadamard: int, channels: Tensor, gather: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
         self.in_features, self.gather = inputs, gather
         self._init_hadamard(hadamard, channels.device)
@@ -196,7 +196,7 @@ def _before(
 ) -> Gathered | None:
     """What is computed of the whole input for the channels that the rank reads; None where they are those it is given."""
     widths = list(spec.get("widths", ())) or [spec["in"]]
-    hadamard = spec["kind"] == "hadamard_linear" or spec["hadamard"]
+    hadamard = spec.get("hadamard", spec["kind"] == "hadamard_linear")
     if not hadamard and order is None and len(widths) == 1:
         return None
     assert gather is not None
@@ -228,7 +228,7 @@ def _of_rank(
 def _linear(local: Mapping[str, Any], own: Mapping[str, Tensor], bias: Tensor | None, visual: Any) -> nn.Module:
     """One of ours that holds these tensors."""
     if local["kind"] == "hadamard_linear":
-        return HadamardLinear.from_parts(own["weight"], bias)
+        return HadamardLinear.from_parts(own["weight"], bias, local.get("hadamard", 1))
     module: Any = build_module(local)
     if local["kind"] == "plain_linear":
         module.weight = nn.Parameter(own["weight"], requires_grad=False)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from tolerance import assert_close
 
 from mmqc.config import WeightSpec
+from mmqc.nn import split_calls
 from mmqc.nn.linear import QuantLinear
 from mmqc.nn.split import SplitError, columns_of
 from mmqc.nn.split_calls import Split, share
@@ -25,7 +26,7 @@ class Talk:
     def __init__(self, rank: int, heard: list[list[torch.Tensor]]) -> None:
         self.rank, self.heard, self.said = rank, heard, []
 
-    def all_gather_into_tensor(self, out: torch.Tensor, x: torch.Tensor, group: Any) -> None:
+    def all_gather(self, out: torch.Tensor, x: torch.Tensor, group: Any) -> None:
         number = len(self.said)
         self.said.append(x.clone())
         out.copy_(torch.cat([x if rank == self.rank else self.heard[rank][number] for rank in range(RANKS)]))
@@ -52,8 +53,8 @@ def run(whole, xs, monkeypatch, *how):
             talk, part = Talk(rank, heard), copy.deepcopy(whole)
             monkeypatch.setattr(dist, "get_rank", lambda group, rank=rank: rank)
             monkeypatch.setattr(dist, "get_world_size", lambda group: RANKS)
-            for name in ("all_gather_into_tensor", "all_reduce"):
-                monkeypatch.setattr(dist, name, getattr(talk, name))
+            monkeypatch.setattr(split_calls, "gather", talk.all_gather)
+            monkeypatch.setattr(dist, "all_reduce", talk.all_reduce)
             splits.append(share(part, "up", *how, None))
             try:
                 given.append(part(xs[rank]))

@@ -65,10 +65,11 @@ def check(model: PreTrainedModel) -> None:
             continue
         if isinstance(module, AdaptedLinear):
             raise SplitError(f"{name} has an adapter beside it: merge it, or load the model without it, to share it among ranks")
-        if isinstance(module, HadamardLinear) and style.startswith("row"):
+        if isinstance(module, HadamardLinear) and style.startswith("row") and module.hadamard % ranks:
             raise SplitError(
-                f"{name} is a float linear behind an online Hadamard, which mixes all its inputs, and a plan that cuts them "
-                "('rowwise'): quantize it too, or rewrite with hadamard=False"
+                f"{name} is a float linear behind an online Hadamard in {int(module.hadamard)} block(s), which {ranks} ranks "
+                f"cannot share, and a plan that cuts its inputs ('rowwise'): rewrite with tensor_parallel={ranks}, quantize it too, or "
+                "rewrite with hadamard=False"
             )
         if isinstance(module, PackedLinear) and style not in STYLES:
             raise SplitError(f"{name}: no quantized linear is cut as {style!r}; supported: {', '.join(STYLES)}")
@@ -90,6 +91,9 @@ def split(model: PreTrainedModel) -> dict[str, Split]:
         if isinstance(module, PackedLinear) and style is not None:
             module.__dict__.pop("forward", None)  # transformers' own, around DTensors
             found[name] = share(module, name, *STYLES[style], group)
+        elif isinstance(module, HadamardLinear) and style is not None and style.startswith("row"):
+            module.in_features //= ranks_of(model)  # its weight's columns are transformers' affair
+            module.keep_blocks(ranks_of(model))
     for name, module in model.named_modules():
         _cut_heads(model, name, module, mesh.get_local_rank(), ranks_of(model))
     return found
