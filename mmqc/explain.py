@@ -15,6 +15,7 @@ from mmqc.backend import GraphRecord, backend, collect_records
 from mmqc.front.front import Front, attached, detach
 from mmqc.graph.text import text_diff
 from mmqc.graph.tracing import collect_breaks
+from mmqc.nn.split_calls import shared_linears
 from mmqc.ops.nonfinite import propagate_nonfinite
 
 LIMIT = 1 << 16
@@ -57,6 +58,7 @@ class Explanation:
         breaks: reason and source line of each graph break, and how often.
         prepared: what runs in front of the compiled region, and what could not be prepared.
         nonfinite: the linears whose static scale met NaN or infinity, of which it makes finite numbers.
+        shared: how ranks share which linears, and what they send.
     """
 
     graphs: list[GraphRecord] = field(default_factory=list)
@@ -64,6 +66,7 @@ class Explanation:
     breaks: dict[str, int] = field(default_factory=dict)
     prepared: list[str] = field(default_factory=list)
     nonfinite: list[str] = field(default_factory=list)
+    shared: list[str] = field(default_factory=list)
 
     @property
     def quantized_graphs(self) -> int:
@@ -89,6 +92,7 @@ class Explanation:
             "kernels": self.kernels,
             "fallbacks": fallbacks,
             "breaks": self.breaks,
+            **({"shared": self.shared} if self.shared else {}),
         }
 
     def __str__(self) -> str:
@@ -100,6 +104,8 @@ class Explanation:
             parts.append("passes\n" + "\n".join(map(str, self.passes)))
         if self.prepared:
             parts.append("in front of the compiled region\n" + "\n".join(f"  {note}" for note in self.prepared))
+        if self.shared:
+            parts.append("shared by ranks\n" + "\n".join(f"  {line}" for line in self.shared))
         if self.nonfinite:
             parts.append("NaN or infinity meets static scales, which make finite numbers of it\n  " + "\n  ".join(self.nonfinite))
         parts.append("graphs\n" + "\n".join(map(str, self.graphs)))
@@ -148,7 +154,9 @@ def explain(model: nn.Module, inputs: Mapping[str, Any], *, options: Mapping[str
     passes = [*_recorded(model), *(note for g in graphs for note in _notes(g))]
     lines = Counter(f"{b.reason} at {b.where}" for b in breaks)
     nonfinite = _nonfinite(model, inputs)
-    return Explanation(graphs, passes, dict(lines) | ({} if graphs else {NOTHING: 1}), front.notes, nonfinite)
+    return Explanation(
+        graphs, passes, dict(lines) | ({} if graphs else {NOTHING: 1}), front.notes, nonfinite, shared_linears(model)
+    )
 
 
 def _nonfinite(model: nn.Module, inputs: Mapping[str, Any]) -> list[str]:

@@ -284,9 +284,9 @@ def _times(width: int, tokens: int) -> dict[str, Any]:
         world: Any = dist.group.WORLD
         shared = symmetric.empty(tokens * width, dtype=dtype, device=torch.device(DEVICE)).view(tokens, width)
         symmetric.rendezvous(shared, world)
-        name = world.group_name
-        calls["one_shot"] = lambda: torch.ops.symm_mem.one_shot_all_reduce(shared, "sum", name)
-        calls["two_shot"] = lambda: torch.ops.symm_mem.two_shot_all_reduce_(shared, "sum", name)
+        group = world.group_name
+        calls["one_shot"] = lambda: torch.ops.symm_mem.one_shot_all_reduce(shared, "sum", group)
+        calls["two_shot"] = lambda: torch.ops.symm_mem.two_shot_all_reduce_(shared, "sum", group)
     found: dict[str, Any] = {"kib": x.numel() * x.element_size() / 1024}
     for name, call in calls.items():
         try:

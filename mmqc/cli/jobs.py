@@ -20,7 +20,7 @@ from mmqc.checkpoint.engine_export import RECORD
 from mmqc.checkpoint.staging import replacing, weight_files
 from mmqc.cli import checks, evaluation, source
 from mmqc.cli.chat_data import DataError, batches, encode, read_examples
-from mmqc.cli.memory_estimate import available, estimate
+from mmqc.cli.memory_estimate import available, estimate, per_rank
 from mmqc.distributed import torchrun
 from mmqc.quantization.convert import size_of
 
@@ -130,7 +130,9 @@ def written_as(name: str | None, engine: str | None, gpu: str) -> dict[str, str]
 def announce(model: str, config: QuantConfig, calibration: str, console: Console) -> bool:
     """Print what will be done and what memory it takes; whether that is there for all processes of this machine."""
     console.quiet, together = not torchrun.first(), torchrun.here()
-    guess, free = estimate(skeleton(model), config), available()
+    bare = skeleton(model)
+    guess, free = estimate(bare, config), available()
+    shared = {ranks: per_rank(bare, config, ranks) for ranks in (2, 4, 8)}
     schemes = ", ".join(f"{tower} {scheme}" for tower, scheme in config.schemes.items()) or "nothing is quantized"
     data = f"{calibration} prompts of the sample" if calibration.isdigit() else f"the examples of {calibration}"
     rows = {
@@ -142,6 +144,8 @@ def announce(model: str, config: QuantConfig, calibration: str, console: Console
         + (f", {together} times on this machine" if together > 1 else "")
         + (f"; {bytes_of(free)} are free" if free else ""),
     }
+    each = [f"about {bytes_of(size)} on each of {ranks}" for ranks, size in shared.items() if size is not None]
+    rows |= {"tp_plan": ", ".join(each)} if each else {}
     for name, value in rows.items():
         console.print(f"{name:12s} {value}", markup=False, highlight=False, soft_wrap=True)
     return free is None or together * guess.peak < free

@@ -4,11 +4,17 @@
            + one float32 copy of the largest weight
 
 Activations and the calibration data come on top; they depend on the prompts.
+
+    on each of n ranks that share the result ≈ quantized weights - (n - 1) / n of those that transformers' plan names
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
 
 from torch import nn
 
@@ -44,7 +50,7 @@ class Estimate:
         return self.weights + self.quantized + self.moments + self.largest
 
 
-def stored(linear: nn.Linear, scheme: Scheme) -> int:
+def stored(linear: Any, scheme: Scheme) -> int:
     """Bytes of codes and scales of a quantized linear; its bias is unchanged."""
     static = scheme.activation is not None
     width = packed_width(linear.in_features, stored_bits(scheme.weight.bits, static))
@@ -61,17 +67,10 @@ def estimate(model: nn.Module, config: QuantConfig) -> Estimate:
     Towers are known by recording only, so every linear counts with the scheme of the language model, or with another tower's
     where that has none.
     """
-    scheme = config.language or config.projector or config.vision
     weights = size_of(model)
     saved = moments = largest = count = elements = bits = 0
-    get_head = getattr(model, "get_output_embeddings", None)
-    head = get_head() if get_head is not None else None
-    for fqn, linear in model.named_modules():
-        if type(linear) is not nn.Linear:
-            continue
-        role = "head" if linear is head else ""
-        own = config.head if role and config.head is not None else scheme
-        if own is None or any(kept(p, fqn, role) for p in config.keeps(role) if p != HEAD or role):
+    for _, linear, role, own in _linears(model, config):
+        if own is None:
             continue
         count += 1
         elements, bits = elements + linear.weight.numel(), bits + 8 * stored(linear, own)
@@ -80,6 +79,48 @@ def estimate(model: nn.Module, config: QuantConfig) -> Estimate:
         largest = max(largest, 4 * linear.weight.numel())
         moments += 4 * linear.in_features**2 if own.weight.needs_hessian else 0
     return Estimate(weights, weights - saved, moments, largest, count, bits / elements if elements else 0.0)
+
+
+def _linears(model: nn.Module, config: QuantConfig) -> Iterator[tuple[str, nn.Linear, str, Scheme | None]]:
+    """FQN, linear, role, scheme; no scheme where it stays in floating point."""
+    scheme = config.language or config.projector or config.vision
+    get_head = getattr(model, "get_output_embeddings", None)
+    head = get_head() if get_head is not None else None
+    for fqn, linear in model.named_modules():
+        if type(linear) is not nn.Linear:
+            continue
+        role = "head" if linear is head else ""
+        own = config.head if role and config.head is not None else scheme
+        keeps = any(kept(p, fqn, role) for p in config.keeps(role) if p != HEAD or role)
+        yield fqn, linear, role, None if keeps else own
+
+
+def per_rank(model: nn.Module, config: QuantConfig, ranks: int) -> int | None:
+    """Bytes of the quantized model on the first of ``ranks`` that share it; None where transformers has no plan, or they cannot.
+
+    What a rank needs while it loads is the whole of it.
+    """
+    from mmqc.checkpoint.parallel import hf_parallel
+
+    plan, whole = getattr(model, "tp_plan", None), estimate(model, config).quantized
+    if not plan or not hf_parallel.heads_divide(model, ranks):
+        return None
+    for fqn, linear, role, own in _linears(model, config):
+        style = plan.get(hf_parallel.starred(fqn)) or (hf_parallel.HEAD if role and own is not None else None)
+        if style is None:
+            continue
+        adds_up = style.startswith("row") and not linear.in_features % ranks
+        k, n = (linear.in_features // ranks, linear.out_features) if adds_up else (linear.in_features, linear.out_features / ranks)
+        if n != int(n):
+            continue
+        each = linear.weight.element_size()
+        if own is None:
+            whole -= each * (linear.weight.numel() - k * int(n))
+        else:
+            whole -= stored(linear, own) - stored(SimpleNamespace(in_features=k, out_features=int(n)), own)
+        if linear.bias is not None and not adds_up:
+            whole -= each * (linear.out_features - int(n))
+    return math.ceil(whole)
 
 
 def available() -> int | None:

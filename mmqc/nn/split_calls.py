@@ -10,6 +10,8 @@ The last way adds nothing up, so integer products keep every bit, and sends more
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,8 +81,26 @@ class Split:
             gather(parts, flat, group=self.group)
         return joined(parts.view(-1, *x.shape))
 
+    def __str__(self) -> str:
+        ranks = dist.get_world_size(self.group)
+        if self.by == "inputs":
+            return f"{ranks} parts of the inputs, outputs added up"
+        sent = [what for what, whole in (("inputs", not self.whole_input), ("outputs", self.whole_output)) if whole]
+        return f"{ranks} parts of the outputs, {' and '.join(sent) + ' gathered' if sent else 'nothing sent'}"
+
     def __deepcopy__(self, memo: Any) -> Split:
         return self  # a process group has no copy
+
+
+def shared_linears(model: torch.nn.Module) -> list[str]:
+    """By kind of linear: how many there are, their names with stars for numbers, what is sent, and why if more than has to be."""
+    found: Counter[str] = Counter()
+    for name, module in model.named_modules():
+        split = getattr(module, "split", None)
+        if isinstance(split, Split):
+            why = f" ({split.reason})" if split.reason else ""
+            found[f"{re.sub(r'(?<=[.])[0-9]+(?=[.]|$)', '*', name)}: {split}{why}"] += 1
+    return [f"{count} x {text}" for text, count in found.items()]
 
 
 def share(linear: PackedLinear, name: str, adds_up: bool, whole_input: bool, whole_output: bool, group: Any) -> Split:

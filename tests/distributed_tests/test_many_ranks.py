@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from many_ranks import BROKEN, CASES, ON_THE_SAMPLE, ended, result, started
+from many_ranks import BRANCHES, BROKEN, CASES, ON_THE_SAMPLE, ended, result, started
 from split_ranks import save
 from tolerance import assert_close
 
@@ -22,7 +22,11 @@ SHARED = ["qwen2_vl/w8a8", "qwen2_vl/mquant", "mixtral/w4a16"]
 SLOW = [
     *("sample/mquant", "sample/w4a8", "qwen2_vl/w4a16", "qwen2_vl/w4a8", "qwen2_vl/asymmetric", "qwen2_vl/w3a16", "qwen2_vl/awq"),
     *("qwen2_vl/integer scale", "qwen2_vl/resq", "qwen2_vl/kv", "qwen2_vl/rotate", "llava/w4a8", "internvl/mquant"),
-    *("gemma3_text/w4a16", "olmo2/w8a8", "mixtral/mquant"),
+    *("gemma3_text/w4a16", "olmo2/w8a8", "mixtral/mquant", "qwen2_vl/blocks", "qwen2_vl/rotate in blocks"),
+]
+COMPILED = [
+    *("qwen2_vl/w8a8/compiled", "qwen2_vl/blocks/compiled", "qwen2_vl/mquant/compiled", "qwen2_vl/kv/compiled"),
+    *("gemma3_text/w4a16/compiled", "mixtral/w4a16/compiled", "olmo2/resq/compiled"),
 ]
 Found = dict[str, list[dict[str, Any]]]
 
@@ -31,7 +35,7 @@ def run(size: int, names: list[str], folder: Path) -> tuple[Found, dict[str, Any
     """By case, what each of ``size`` ranks found, and what this process alone does."""
     alone = {name: save(folder, name) for name in names if "/" in name}
     processes = started(size, [str(folder), *names])
-    alone |= {name: result(name) for name in names if "/" not in name and name != BROKEN}
+    alone |= {name: result(name) for name in names if "/" not in name and name not in (BROKEN, BRANCHES)}
     for code, _, err in ended(processes):
         assert code == 0, err[-3000:]
     ranks = {name: [torch.load(folder / f"{i}.{rank}.pt") for rank in range(size)] for i, name in enumerate(names)}
@@ -52,12 +56,16 @@ def check_answers(ranks: Found, alone: dict[str, Any]) -> None:
         for found in ranks[name]:
             assert_close(found["logits"], alone[name]["logits"])
             assert torch.equal(found["tokens"], alone[name]["tokens"]), name
-            assert found["bytes"] < alone[name]["bytes"] or name.endswith("rotate"), "a rank holds a part"
+            assert found["bytes"] < alone[name]["bytes"] or "/rotate" in name, "a rank holds a part"
+            for logits in found.get("compiled", {}).get("logits", ()):
+                assert_close(logits, alone[name]["logits"])
+            for tokens in found.get("compiled", {}).get("tokens", ()):
+                assert torch.equal(tokens, alone[name]["tokens"]), name
 
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> tuple[Found, dict[str, Any]]:
-    return run(2, [*FAST, *SHARED, BROKEN], tmp_path_factory.mktemp("ranks"))
+    return run(2, [*FAST, *SHARED, BROKEN, BRANCHES], tmp_path_factory.mktemp("ranks"))
 
 
 def test_quantize__two_ranks_give_what_one_gives(two):
@@ -102,6 +110,19 @@ def test_from_pretrained__a_part_is_not_saved_and_has_no_gradient(two):
         ]
 
 
+def test_compile__two_ranks_answer_what_one_answers(two):
+    for found in two[0][BRANCHES]:
+        for whole, eager, compiled, by in found.values():
+            assert_close(eager, whole)
+            assert_close(compiled, whole)
+            assert by == ["inputs", "inputs"], "blocks of a Hadamard are a rank's own"
+
+
+@pytest.mark.slow
+def test_compile__two_ranks_answer_what_one_answers__models(tmp_path):
+    check_answers(*run(2, COMPILED, tmp_path))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
 def test_quantize__ranks_give_what_one_gives(size, tmp_path):
@@ -121,7 +142,8 @@ def test_from_pretrained__two_ranks_answer_what_one_answers__all(tmp_path):
 
 @pytest.mark.slow
 def test_from_pretrained__four_ranks_answer_what_one_answers(tmp_path):
-    ranks, alone = run(4, ["olmo2 of 4/w8a8", "olmo2 of 4/mquant", "mixtral of 4/w4a16", "olmo2/w8a8"], tmp_path)
+    names = [f"olmo2 of 4/{recipe}" for recipe in ("w8a8", "mquant", "blocks", "blocks/compiled")]
+    ranks, alone = run(4, [*names, "mixtral of 4/w4a16", "olmo2/w8a8"], tmp_path)
     refused = ranks.pop("olmo2/w8a8")
     assert {found["error"] for found in refused} == {
         "num_key_value_heads = 2 cannot be shared evenly by 4 ranks; start as many as divide it"

@@ -18,6 +18,7 @@ CHANGES = {
     "mean kept": Turned.of(N, 3, True),
     "based": Based(torch.linalg.qr(torch.randn(N, N, generator=G, dtype=torch.float64))[0]),
     "spread": Spread.of(N),
+    "spread in blocks": Spread.of(N, 3),
 }
 
 
@@ -30,7 +31,7 @@ def written(step):
 def test_placed__is_its_matrix_and_is_read_again(name: str, axis: int) -> None:
     change = CHANGES[name]
     matrix = change(torch.eye(N, dtype=torch.float64))  # [N, N], rows: v -> v M
-    groups = torch.stack([torch.arange(1, 2 * N, 2), torch.randperm(N) + 2 * N]) if name != "spread" else None
+    groups = torch.stack([torch.arange(1, 2 * N, 2), torch.randperm(N) + 2 * N]) if "spread" not in name else None
     size = 3 * N if groups is not None else N
     whole = torch.eye(size, dtype=torch.float64)
     for group in groups if groups is not None else [torch.arange(N)]:

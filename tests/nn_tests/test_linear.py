@@ -53,14 +53,14 @@ def dense(factors: list[torch.Tensor]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("hadamard", [False, True])
+@pytest.mark.parametrize("hadamard", [False, True, 4])
 @pytest.mark.parametrize("outliers", [0, 2])
 def test_quant_linear__is_fake_quantization(bits: int, hadamard: bool, outliers: int) -> None:
     p = parts(bits, outliers=outliers)
     scale = torch.tensor([0.03])
     linear = built(**p, weight_bits=bits, activation_bits=8, input_scale=scale, hadamard=hadamard)
     x = torch.randn(2, 5, K)
-    rotated = (x.double() @ dense(hadamard_factors(K)).T).float() if hadamard else x
+    rotated = (x.double() @ dense(hadamard_factors(K, int(hadamard))).T).float() if hadamard else x
     q = torch.clamp(torch.round(rotated / scale), -128, 127)
     assert torch.equal(torch.ops.mmqc.quantize(linear.rotated(x), scale, None, 8), q.to(torch.int8))
     w = p["codes"].double() * p["weight_scale"].double()[:, None]

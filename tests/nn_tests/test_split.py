@@ -61,19 +61,24 @@ FORMS = {
     "outliers of one part": dict(static=True, outliers=(40, 41)),
     "integer scales": dict(static=True, group=8, amplifier=1024),
 }
+BLOCKS = {
+    "4 blocks of a Hadamard": dict(static=True, hadamard=4),
+    "8 blocks, outliers": dict(static=True, hadamard=8, outliers=(3, 40)),
+}
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", [*FORMS, *BLOCKS])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_cut_inputs__parts_add_up(form, ranks):
-    whole, x = linear(**FORMS[form]), torch.randn(3, 5, K)
-    if FORMS[form].get("group") and K // ranks % FORMS[form]["group"]:
+    whole, x = linear(**(FORMS | BLOCKS)[form]), torch.randn(3, 5, K)
+    if form in FORMS and FORMS[form].get("group") and K // ranks % FORMS[form]["group"]:
         pytest.skip("groups are not cut")
     total = 0
     for rank in range(ranks):
         part = copy.deepcopy(whole)
         cut_inputs(part, rank, ranks)
         assert part.in_features == K // ranks
+        assert int(part.hadamard) == int(whole.hadamard) // ranks
         total = total + part(columns_of(x, rank, ranks))
     assert_close(total, whole(x))
 
@@ -120,6 +125,7 @@ def test_cut__refuses_by_name():
     assert why_not_by_inputs(linear(), 2) == ""
     for one, why in (
         (linear(hadamard=True), "its online Hadamard mixes all its inputs"),
+        (linear(hadamard=3), "its online Hadamard mixes inputs in 3 blocks, which 2 ranks cannot share"),
         (linear(group=16), "a part of 24 inputs would cut through its groups of 16"),
         (mixed(), "a token's scale is that of all its inputs"),
     ):

@@ -8,9 +8,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from split_ranks import branches
 from tolerance import assert_close
 
+from mmqc.compiler.options import CompileOptions
+from mmqc.compiler.run_time import AtRunTime, rewrite_at_run_time
 from mmqc.config import WeightSpec
+from mmqc.graph.kinds import kind, mutates
 from mmqc.nn import split_calls
 from mmqc.nn.linear import QuantLinear
 from mmqc.nn.split import SplitError, columns_of
@@ -87,3 +91,32 @@ def test_share__outputs_are_gathered_where_they_are_wanted_whole(whole_output, m
 def test_after__has_no_gradient():
     with pytest.raises(SplitError, match=r"call the model under torch.no_grad\(\)"):
         Split("outputs", True, False, None).after(torch.nn.Identity(), (), torch.ones(1, requires_grad=True))
+
+
+@pytest.fixture
+def group():
+    """A process group of this process alone: what is sent is traced as with others."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("recipe", ["w8a8", "mquant"])
+def test_share__a_trace_has_one_sum_and_is_fused_behind_it(recipe, group):
+    seen: list[AtRunTime] = []
+
+    def look(gm: torch.fx.GraphModule, inputs: Any) -> Any:
+        seen.append(rewrite_at_run_time(gm, inputs, CompileOptions.read(None, None)))
+        return seen[-1].gm.forward
+
+    whole, part, batch = branches(group, recipe)
+    assert_close(torch.compile(part, backend=look, fullgraph=True)(**batch), whole(**batch))
+    (found,) = (f for f in seen if any(kind(n) == "all_reduce" for n in f.gm.graph.nodes))
+    names = [kind(n) for n in found.gm.graph.nodes]
+    assert names.count("all_reduce") == 2, "one for each of the linears that are cut by inputs"
+    assert not any(mutates(n) for n in found.gm.graph.nodes)
+    (norm,) = (n for n in found.gm.graph.nodes if kind(n) == "norm_quantize" and n.args[1] is not None)
+    assert kind(norm.args[1]) == "wait_tensor", "the sum over ranks is the residual's branch, added, normed and quantized at once"
+    behind = [n for n in found.gm.graph.nodes if kind(n) in ("scaled_matmul_epilogue", "hadamard_quantize")]
+    assert len(behind) == 2, "nothing is sent between the gated product and down"

@@ -4,7 +4,7 @@ import pytest
 import torch
 from tolerance import assert_close
 
-from mmqc.ops.hadamard_matrix import hadamard_factors, hadamard_kind, plan
+from mmqc.ops.hadamard_matrix import hadamard_cost, hadamard_factors, hadamard_kind, plan
 
 CORES = (12, 20, 28, 36, 40, 44, 52, 60, 68, 76, 92, 108, 116, 140, 148, 172)
 MODELS = {  # widths of residual streams, heads and MLPs of published models
@@ -33,6 +33,19 @@ def test_hadamard_factors__orthogonal_and_flat(n: int) -> None:
     matrix = dense(hadamard_factors(n))
     assert_close(matrix @ matrix.T, torch.eye(n, dtype=torch.float64))
     assert matrix.abs().max() <= math.sqrt(2 / n) + 1e-12
+
+
+@pytest.mark.parametrize(("n", "blocks"), [(24, 2), (24, 3), (40, 8)])
+def test_hadamard_factors__blocks_along_the_diagonal(n: int, blocks: int) -> None:
+    one = dense(hadamard_factors(n // blocks))
+    assert_close(dense(hadamard_factors(n, blocks)), torch.block_diag(*[one] * blocks))
+    assert hadamard_kind(n, blocks) == f"I{blocks} x {hadamard_kind(n // blocks)}"
+    assert hadamard_cost(n, blocks) == blocks * hadamard_cost(n // blocks)
+
+
+def test_hadamard_factors__blocks_are_equal() -> None:
+    with pytest.raises(ValueError, match="a width of 24 has no 5 equal blocks"):
+        hadamard_factors(24, 5)
 
 
 @pytest.mark.parametrize("core", CORES)

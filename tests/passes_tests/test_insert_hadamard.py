@@ -73,6 +73,21 @@ def test_insert_hadamard__refuses(how: str, fqn: str, reason: str) -> None:
     assert misses(randomise(Text(Odd(how))), ids(), InsertHadamard()) == {fqn: reason}
 
 
+@pytest.mark.parametrize("blocks", [2, 4])
+def test_insert_hadamard__blocks_are_the_language_models(blocks: int) -> None:
+    prog = program("vlm", InsertHadamard(blocks=blocks))
+    check_exact(prog, InsertHadamard(blocks=blocks))
+    has = {fqn: prog.decided.blocks.get(fqn, 1) for fqn in prog.decided.hadamards}
+    assert {fqn for fqn, n in has.items() if n == blocks} == {fqn for fqn in has if fqn.startswith("text.")}
+    assert set(has.values()) == {1, blocks}
+
+
+def test_insert_hadamard__refuses_a_width_without_such_blocks() -> None:
+    model = randomise(Text(Branch(RMSNorm(), Mlp(hidden=30))))
+    reason = "its width of 30 has no 4 equal blocks, one for each rank of tensor_parallel"
+    assert misses(model, ids(), InsertHadamard(blocks=4)) == {"blocks.0.body.down.weight": reason}
+
+
 def test_insert_hadamard__values_of_attention_need_none() -> None:
     model = randomise(Text(Branch(RMSNorm(), Attention())))
     assert misses(model, ids(), InsertHadamard()) == {}

@@ -91,7 +91,7 @@ CASES = [
     *("rtn", "rtn without data", "gptq", "gptq, quantized inputs", "gptq, few batches", "awq", "awq, block", "awq + gptq"),
     *("mquant", "smoothquant", "quik", "integer scale", "weighted", "resq", "unlike", "tau", "experts"),
 ]
-BROKEN = "broken"
+BROKEN, BRANCHES = "broken", "compiled branches"
 ON_THE_SAMPLE = ["sample mquant", "sample awq + gptq"]
 
 
@@ -166,7 +166,8 @@ def main(folder: Path, names: list[str]) -> None:
     torch.distributed.init_process_group("gloo")
     rank = torch.distributed.get_rank()
     for number, name in enumerate(names):
-        found = broken() if name == BROKEN else split_ranks.loaded(folder, name) if "/" in name else result(name)
+        others = {BROKEN: broken, BRANCHES: split_ranks.compiled_branches}
+        found = others[name]() if name in others else split_ranks.loaded(folder, name) if "/" in name else result(name)
         torch.save(found, folder / f"{number}.{rank}.pt")
 
 

@@ -33,6 +33,8 @@ def config(name: str) -> Any:
         "asymmetric": lambda: r.gptq(4, 16, symmetric=False),
         "w3a16": lambda: r.rtn(3, group_size=9),
         "mquant": lambda: r.mquant(4, solver="rtn"),
+        "blocks": lambda: r.mquant(4, solver="rtn", tensor_parallel=4),
+        "rotate in blocks": lambda: r.rotate(tensor_parallel=4),
         "integer scale": lambda: r.integer_scale(4, 8, 4),
         "resq": lambda: r.resq(solver="rtn"),
         "awq": lambda: r.awq(4, 16),
@@ -45,7 +47,7 @@ def save(folder: Path, case: str) -> dict[str, Any]:
     """Quantize and save "family/recipe"; what one process answers."""
     import mmqc
 
-    kind, recipe = case.split("/")
+    kind, recipe, *_ = case.split("/")
     model, batches = family(kind)
     mmqc.quantize_(model, config(recipe), batches, progress=False)
     model.save_pretrained(folder / case)
@@ -59,6 +61,62 @@ def answer(model: Any, batch: dict[str, Any]) -> dict[str, Any]:
     logits = model(**batch).logits.float()
     tokens = model.generate(**batch, max_new_tokens=TOKENS, min_new_tokens=TOKENS, do_sample=False)
     return {"logits": logits, "tokens": tokens[:, -TOKENS:]}
+
+
+@torch.no_grad()
+def compiled(model: Any, batch: dict[str, Any], **cache: Any) -> dict[str, Any]:
+    """Logits of the compiled model, called twice, and tokens of ``compiled_loop``; how often graphs could not be recorded."""
+    from torch._dynamo.utils import counters
+
+    import mmqc
+
+    mode = {"mode": "reduce-overhead"} if model.device.type == "cuda" else {}
+    call = torch.compile(model, backend="mmqc", **mode)
+    logits = [call(**batch).logits.float().clone() for _ in range(2)]
+    how = {"max_new_tokens": TOKENS, "min_new_tokens": TOKENS, "do_sample": False, "custom_generate": mmqc.compiled_loop}
+    tokens = [model.generate(**batch, **how, **cache)[:, -TOKENS:] for _ in range(2)]
+    return {"logits": logits, "tokens": tokens, "skips": counters["inductor"]["cudagraph_skips"]}
+
+
+def branches(group: Any, recipe: str = "w8a8") -> tuple[Any, Any, dict[str, Any]]:
+    """(whole, this rank's part, batch) of one layer with two residual branches of gated products."""
+    import copy
+
+    from blocks import Mlp, RMSNorm, Text, ids
+    from models import randomise
+
+    import mmqc
+    from mmqc.nn.split_calls import share
+
+    class Layer(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norms, self.bodies = (torch.nn.ModuleList(make() for _ in range(2)) for make in (RMSNorm, lambda: Mlp(gated=True)))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for norm, body in zip(self.norms, self.bodies, strict=True):
+                x = x + body(norm(x))
+            return x
+
+    torch.manual_seed(0)
+    whole, batch = randomise(Text(Layer())).eval(), ids()
+    mmqc.quantize_(whole, config(recipe), [batch], progress=False)
+    part = copy.deepcopy(whole)
+    for body in part.blocks[0].bodies:
+        for name, how in (("gate", (False, True, False)), ("up", (False, True, False)), ("down", (True, False, True))):
+            share(body.get_submodule(name), name, *how, group)
+    return whole, part, batch
+
+
+@torch.no_grad()
+def compiled_branches() -> dict[str, Any]:
+    """What the ranks answer together, compiled; and what one answers alone."""
+    found = {}
+    for recipe in ("w8a8", "blocks"):
+        whole, part, batch = branches(torch.distributed.group.WORLD, recipe)
+        call = torch.compile(part, backend="mmqc", fullgraph=True)
+        found[recipe] = (whole(**batch), part(**batch), call(**batch), [b.down.split.by for b in part.blocks[0].bodies])
+    return found
 
 
 def size_of(model: Any) -> int:
@@ -89,6 +147,9 @@ def loaded(folder: Path, case: str) -> dict[str, Any]:
         return {"error": str(error)}
     batch = torch.load(folder / case / "batch.pt")
     found = answer(model, batch)
+    if case.endswith("/compiled"):
+        cache = {} if "/kv/" in case else {"cache_implementation": "static"}
+        return {**found, "compiled": compiled(model, batch, **cache), "bytes": size_of(model)}
     splits = {n: (m.split.by, m.split.reason) for n, m in model.named_modules() if hasattr(m, "split")}
     refused = []
     for what in (lambda: model.save_pretrained(folder / "again"), lambda: model(**batch)):

@@ -57,7 +57,7 @@ def check(model: PreTrainedModel) -> None:
         )
     for key in HEADS:
         heads = getattr(text, key, None)
-        if isinstance(heads, int) and heads % ranks:
+        if not _divides(heads, ranks):
             raise SplitError(f"{key} = {heads} cannot be shared evenly by {ranks} ranks; start as many as divide it")
     for name, module in model.named_modules():
         style = _style(model, name)
@@ -68,11 +68,21 @@ def check(model: PreTrainedModel) -> None:
         if isinstance(module, HadamardLinear) and style.startswith("row") and module.hadamard % ranks:
             raise SplitError(
                 f"{name} is a float linear behind an online Hadamard in {int(module.hadamard)} block(s), which {ranks} ranks "
-                f"cannot share, and a plan that cuts its inputs ('rowwise'): rewrite with tensor_parallel={ranks}, quantize it too, or "
-                "rewrite with hadamard=False"
+                f"cannot share, and a plan that cuts its inputs ('rowwise'): rewrite with tensor_parallel={ranks}, quantize it "
+                "too, or rewrite with hadamard=False"
             )
         if isinstance(module, PackedLinear) and style not in STYLES:
             raise SplitError(f"{name}: no quantized linear is cut as {style!r}; supported: {', '.join(STYLES)}")
+
+
+def heads_divide(model: nn.Module, ranks: int) -> bool:
+    """Whether so many ranks can share the heads of its attention evenly."""
+    text: Any = model.config.get_text_config()  # type: ignore[operator,union-attr]
+    return all(_divides(getattr(text, key, None), ranks) for key in HEADS)
+
+
+def _divides(heads: Any, ranks: int) -> bool:
+    return not isinstance(heads, int) or heads % ranks == 0
 
 
 def split(model: PreTrainedModel) -> dict[str, Split]:
@@ -96,6 +106,7 @@ def split(model: PreTrainedModel) -> dict[str, Split]:
             module.keep_blocks(ranks_of(model))
     for name, module in model.named_modules():
         _cut_heads(model, name, module, mesh.get_local_rank(), ranks_of(model))
+    _size_static_caches(model)
     return found
 
 
@@ -103,6 +114,15 @@ def _cut_heads(model: PreTrainedModel, name: str, module: nn.Module, rank: int, 
     """The moments of this rank's KV heads, where its keys are."""
     if isinstance(module, QueryMoment) and any(_style(model, f"{name.rpartition('.')[0]}.{n}") for n, _ in _siblings(model, name)):
         module.moment = module.moment[part_of(len(module.moment), rank, ranks, name)].clone()
+
+
+def _size_static_caches(model: PreTrainedModel) -> None:
+    """Room for all heads where a plan puts keys together again (OLMo 2 norms them as a whole): transformers counts a rank's share."""
+    styles = {_style(model, name) for name, _ in model.named_modules() if name.endswith("k_proj")}
+    shape = model._get_static_cache_init_shape()  # type: ignore[operator]
+    if shape is not None and any(style in STYLES and STYLES[style][2] for style in styles):
+        heads, width = shape[0] * ranks_of(model), shape[1]
+        model.__dict__["_get_static_cache_init_shape"] = lambda: (heads, width)
 
 
 def _siblings(model: PreTrainedModel, name: str) -> list[tuple[str, nn.Module]]:
@@ -121,9 +141,14 @@ def _plan(model: PreTrainedModel) -> dict[str, str]:
     return given if isinstance(given, dict) else model.tp_plan or {}
 
 
+def starred(name: str) -> str:
+    """A name as plans write it: its numbers between dots are stars."""
+    return re.sub(r"\.\d+(?=\.|$)", ".*", name)
+
+
 def _style(model: PreTrainedModel, name: str) -> str | None:
-    """The plan's word for a module; its numbers between dots are stars there.  A head that no plan names is our affair."""
-    word = _plan(model).get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
+    """The plan's word for a module.  A head that no plan names is our affair."""
+    word = _plan(model).get(starred(name))
     return HEAD if word is None and _is_head(model, model.get_submodule(name)) else word
 
 

@@ -21,7 +21,7 @@ ELEMENTWISE = frozenset((
 ))
 FIRST_ONLY = frozenset((
     "to", "type", "type_as", "float", "double", "half", "bfloat16", "int", "long", "bool", "contiguous", "clone", "detach",
-    "alias", "identity",
+    "alias", "identity", "all_reduce", "wait_tensor",  # ranks that share a model have its tokens in one order
 ))
 SHAPE_ONLY = frozenset((
     "size", "dim", "numel", "ndimension", "device", "getattr:device", "getattr:dtype", "getattr:shape", "getattr:ndim",
@@ -56,7 +56,7 @@ def is_ours_or_torchs(node: fx.Node) -> bool:
     space = getattr(node.target, "namespace", None)
     space = space or str(getattr(node.target, "_qualified_op_name", "")).partition("::")[0]
     if space:
-        return space in ("aten", "prims", "mmqc")
+        return space in ("aten", "prims", "mmqc", "_c10d_functional")
     module = getattr(node.target, "__module__", None) or "torch"
     return module.partition(".")[0] in ("torch", "_operator", "operator", "builtins", "math", "mmqc")
 
