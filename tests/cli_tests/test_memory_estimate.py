@@ -8,7 +8,10 @@ from models import tiny_qwen2_vl
 
 import mmqc
 from mmqc import recipes
-from mmqc.cli.memory_estimate import available, estimate
+from mmqc.checkpoint.parallel.hf_parallel import starred
+from mmqc.cli.memory_estimate import available, estimate, per_rank
+from mmqc.nn.integer_weight import PackedLinear
+from mmqc.nn.split import cut_inputs, cut_outputs
 from mmqc.quantization.convert import size_of
 
 CONFIGS = {
@@ -52,6 +55,24 @@ def test_estimate__bits_of_a_weight(form, bits):
     found = estimate(torch.nn.Sequential(torch.nn.Linear(256, 512)), config).bits
     assert bits <= found < bits + 0.001
     assert config.language.weight.bits_with_scales == bits
+
+
+@pytest.mark.parametrize("config", [CONFIGS["w4-g8"], CONFIGS["head"]], ids=["w4-g8", "head"])
+def test_per_rank__bytes_of_a_rank(config):
+    model, _ = tiny_qwen2_vl(tied=False)
+    guess = per_rank(copy.deepcopy(model).to("meta"), config, 2)
+    mmqc.quantize_(model, config, None, progress=False)
+    for name, module in model.named_modules():
+        style = model.tp_plan.get(starred(name)) or ("colwise" if name == "lm_head" else None)
+        if style is not None and isinstance(module, PackedLinear):
+            (cut_inputs if style == "rowwise" else cut_outputs)(module, 0, 2, name)
+    assert guess == size_of(model)
+
+
+def test_per_rank__is_of_models_that_ranks_can_share():
+    model, _ = tiny_qwen2_vl()
+    assert per_rank(model, recipes.rtn(8), 4) is None, "6 heads"
+    assert per_rank(torch.nn.Sequential(torch.nn.Linear(16, 40)), recipes.rtn(8), 2) is None
 
 
 def test_size_of__counts_shared_tensors_once():

@@ -18,7 +18,7 @@ from mmqc.graph.kinds import kind, mutates
 from mmqc.nn import split_calls
 from mmqc.nn.linear import QuantLinear
 from mmqc.nn.split import SplitError, columns_of
-from mmqc.nn.split_calls import Split, share
+from mmqc.nn.split_calls import Split, share, shared_linears
 from mmqc.solvers import solve
 
 K, N, RANKS = 48, 20, 2
@@ -120,3 +120,16 @@ def test_share__a_trace_has_one_sum_and_is_fused_behind_it(recipe, group):
     assert kind(norm.args[1]) == "wait_tensor", "the sum over ranks is the residual's branch, added, normed and quantized at once"
     behind = [n for n in found.gm.graph.nodes if kind(n) in ("scaled_matmul_epilogue", "hadamard_quantize")]
     assert len(behind) == 2, "nothing is sent between the gated product and down"
+
+
+def test_shared_linears__says_who_has_what_and_what_is_sent(group):
+    _, part, _ = branches(group)
+    assert shared_linears(part) == [
+        "2 x blocks.*.bodies.*.up: 1 parts of the outputs, nothing sent",
+        "2 x blocks.*.bodies.*.down: 1 parts of the inputs, outputs added up",
+        "2 x blocks.*.bodies.*.gate: 1 parts of the outputs, nothing sent",
+    ]
+    reason = "its online Hadamard mixes all its inputs"
+    part.head = torch.nn.Linear(2, 2)
+    part.head.split = Split("outputs", False, True, group, reason)
+    assert shared_linears(part)[-1] == f"1 x head: 1 parts of the outputs, inputs and outputs gathered ({reason})"

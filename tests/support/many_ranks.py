@@ -163,7 +163,10 @@ def main(folder: Path, names: list[str]) -> None:
     """Each rank writes what it has; a name with a slash is a saved model of split_ranks.py."""
     import split_ranks
 
-    torch.distributed.init_process_group("gloo")
+    many = torch.cuda.device_count() >= int(os.environ["WORLD_SIZE"])
+    if many:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if many else "gloo")
     rank = torch.distributed.get_rank()
     for number, name in enumerate(names):
         others = {BROKEN: broken, BRANCHES: split_ranks.compiled_branches}

@@ -145,7 +145,7 @@ def loaded(folder: Path, case: str) -> dict[str, Any]:
         model = load(folder, case)
     except ValueError as error:
         return {"error": str(error)}
-    batch = torch.load(folder / case / "batch.pt")
+    batch = {name: value.to(model.device) for name, value in torch.load(folder / case / "batch.pt").items()}
     found = answer(model, batch)
     if case.endswith("/compiled"):
         cache = {} if "/kv/" in case else {"cache_implementation": "static"}

@@ -117,7 +117,7 @@ def _cut_heads(model: PreTrainedModel, name: str, module: nn.Module, rank: int, 
 
 
 def _size_static_caches(model: PreTrainedModel) -> None:
-    """Room for all heads where a plan puts keys together again (OLMo 2 norms them as a whole): transformers counts a rank's share."""
+    """Room for all heads where a plan gathers keys, as OLMo 2's, which norms them whole: transformers counts a rank's share."""
     styles = {_style(model, name) for name, _ in model.named_modules() if name.endswith("k_proj")}
     shape = model._get_static_cache_init_shape()  # type: ignore[operator]
     if shape is not None and any(style in STYLES and STYLES[style][2] for style in styles):
