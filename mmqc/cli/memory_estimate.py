@@ -109,7 +109,8 @@ def per_rank(model: nn.Module, config: QuantConfig, ranks: int) -> int | None:
         style = plan.get(hf_parallel.starred(fqn)) or (hf_parallel.HEAD if role and own is not None else None)
         if style is None:
             continue
-        adds_up = style.startswith("row") and not linear.in_features % ranks
+        unit = ranks * (own.weight.group_size or 1) if own is not None else ranks
+        adds_up = style.startswith("row") and not linear.in_features % unit
         k, n = (linear.in_features // ranks, linear.out_features) if adds_up else (linear.in_features, linear.out_features / ranks)
         if n != int(n):
             continue

@@ -11,7 +11,7 @@ from mmqc import recipes
 from mmqc.checkpoint.parallel.hf_parallel import starred
 from mmqc.cli.memory_estimate import available, estimate, per_rank
 from mmqc.nn.integer_weight import PackedLinear
-from mmqc.nn.split import cut_inputs, cut_outputs
+from mmqc.nn.split import cut_inputs, cut_outputs, why_not_by_inputs
 from mmqc.quantization.convert import size_of
 
 CONFIGS = {
@@ -65,7 +65,8 @@ def test_per_rank__bytes_of_a_rank(config):
     for name, module in model.named_modules():
         style = model.tp_plan.get(starred(name)) or ("colwise" if name == "lm_head" else None)
         if style is not None and isinstance(module, PackedLinear):
-            (cut_inputs if style == "rowwise" else cut_outputs)(module, 0, 2, name)
+            adds_up = style == "rowwise" and not why_not_by_inputs(module, 2)
+            (cut_inputs if adds_up else cut_outputs)(module, 0, 2, name)
     assert guess == size_of(model)
 
 
