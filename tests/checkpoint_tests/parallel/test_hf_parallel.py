@@ -52,3 +52,23 @@ def test_check__a_plan_is_needed_and_its_styles_are_known():
 def test_quantizing_on_load__is_refused():
     with pytest.raises(SplitError, match="quantize it, save it, and load that with tp_plan"):
         MmqcQuantizer(recipes.rtn(8), pre_quantized=False)._process_model_before_weight_loading(shared())
+
+
+def test_static_caches__have_room_for_keys_that_are_gathered():
+    model = shared(plan={"model.language_model.layers.*.self_attn.k_proj": "colwise_gather_output"})
+    model._tp_size = 2
+    heads, width = model._get_static_cache_init_shape()
+    hf_parallel._size_static_caches(model)
+    assert model._get_static_cache_init_shape() == (2 * heads, width)
+
+
+def test_check__a_float_linear_behind_blocks_of_a_hadamard():
+    hf_parallel.check(shared(recipes.rotate(tensor_parallel=2)))
+
+
+def test_style__a_quantized_head_is_shared_unless_the_caller_has_a_plan():
+    model = shared(recipes.rtn(8, head_bits=8))
+    assert hf_parallel._style(model, "lm_head") == "colwise_gather_output"
+    model.config.distributed_config = DistributedConfig(tp_size=2, tp_plan=dict(model.tp_plan))
+    assert hf_parallel._style(model, "lm_head") is None
+    assert hf_parallel._style(shared(), "lm_head") is None, "a float head is transformers' affair"
