@@ -63,8 +63,9 @@ def test_ranks__add_up_to_the_linear(group):
     assert_close(total, module(x))
 
 
-def test_ranks__behind_a_hadamard_read_their_channels_of_the_whole_transform():
-    module, x = linear(hadamard=True), inputs().double()
+@pytest.mark.parametrize("hadamard", [True, 4])
+def test_ranks__behind_a_hadamard_read_their_channels_of_the_whole_transform(hadamard):
+    module, x = linear(hadamard=hadamard), inputs().double()
     module.double()
 
     def gather(part):
