@@ -102,6 +102,8 @@ def test_config__any_config_survives_json(config: QuantConfig) -> None:
         (lambda: ActivationSpec(percentile=1.5), "ActivationSpec.percentile = 1.5"),
         (lambda: Rewrites(rotate=True), "Rewrites.fold_norms = False is not supported; allowed: True where rotate is True"),
         (lambda: Rewrites(suppress=True), "Rewrites.hadamard = False"),
+        (lambda: Rewrites(tensor_parallel=2), "Rewrites.tensor_parallel = 2 is not supported; allowed: 1 where hadamard is False"),
+        (lambda: Rewrites(tensor_parallel=0), "Rewrites.tensor_parallel = 0 is not supported; allowed: at least 1"),
         (lambda: QuantConfig.from_dict({"visoin": None}), "unknown key 'visoin' in QuantConfig; known keys:"),
         (lambda: QuantConfig.from_dict({"vision": {"wieght": {}}}), "unknown key 'wieght' in vision"),
         (lambda: QuantConfig.from_dict({"vision": {"weight": {"bit": 4}}}), "unknown key 'bit' in vision.weight"),
@@ -141,6 +143,7 @@ def test_config__shorthand() -> None:
 
 def test_config__mquant_without_rotation_suppresses_nothing() -> None:
     assert recipes.mquant(rotate=False).rewrites == Rewrites()
+    assert recipes.for_engine(recipes.mquant(tensor_parallel=8), "vllm==0.33").rewrites.tensor_parallel == 1
 
 
 def test_config__values_do_not_change() -> None:

@@ -46,7 +46,9 @@ def for_engine(config: QuantConfig, engine: str, *, activations: Literal["float8
 def _rewrites(rewrites: Rewrites) -> Rewrites:
     """Nothing at run time, and norms of the kinds that the architecture has."""
     kept = rewrites.fold_norms or rewrites.keep_means
-    return dataclasses.replace(rewrites, hadamard=False, hadamard_everywhere=False, suppress=False, keep_means=kept)
+    return dataclasses.replace(
+        rewrites, hadamard=False, hadamard_everywhere=False, suppress=False, keep_means=kept, tensor_parallel=1
+    )
 
 
 def _scheme(place: str, scheme: Scheme, engine: str, float8: bool) -> Scheme:
