@@ -144,8 +144,8 @@ def announce(model: str, config: QuantConfig, calibration: str, console: Console
         + (f", {together} times on this machine" if together > 1 else "")
         + (f"; {bytes_of(free)} are free" if free else ""),
     }
-    each = [f"about {bytes_of(size)} on each of {ranks}" for ranks, size in shared.items() if size is not None]
-    rows |= {"tp_plan": ", ".join(each)} if each else {}
+    each = [f"about {bytes_of(size)} on each of {ranks} ranks" for ranks, size in shared.items() if size is not None]
+    rows |= {"shared": ", ".join(each)} if each else {}
     for name, value in rows.items():
         console.print(f"{name:12s} {value}", markup=False, highlight=False, soft_wrap=True)
     return free is None or together * guess.peak < free

@@ -46,6 +46,7 @@ def quantized(data, tmp_path_factory):
 def test_quantize__from_a_folder_says_first_what_it_takes(quantized):
     out, output = quantized
     assert re.search(r"memory +about \d+ MB.*\n", output)
+    assert re.search(r"shared +about \d+ MB on each of 2 ranks\n", output)
     assert output.index("memory ") < output.index("layers quantized")
     saved = json.loads((out / "quantization.json").read_text())
     assert saved["config"]["language"]["weight"]["bits"] == saved["config"]["language"]["activation"]["bits"] == 8

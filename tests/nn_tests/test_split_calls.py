@@ -14,6 +14,7 @@ from tolerance import assert_close
 from mmqc.compiler.options import CompileOptions
 from mmqc.compiler.run_time import AtRunTime, rewrite_at_run_time
 from mmqc.config import WeightSpec
+from mmqc.explain import Explanation
 from mmqc.graph.kinds import kind, mutates
 from mmqc.nn import split_calls
 from mmqc.nn.linear import QuantLinear
@@ -129,6 +130,7 @@ def test_shared_linears__says_who_has_what_and_what_is_sent(group):
         "2 x blocks.*.bodies.*.down: 1 parts of the inputs, outputs added up",
         "2 x blocks.*.bodies.*.gate: 1 parts of the outputs, nothing sent",
     ]
+    assert "shared by ranks\n  2 x blocks.*.bodies.*.up" in str(Explanation(shared=shared_linears(part)))
     reason = "its online Hadamard mixes all its inputs"
     part.head = torch.nn.Linear(2, 2)
     part.head.split = Split("outputs", False, True, group, reason)
