@@ -179,7 +179,7 @@ def _loaded(args: Any, held: list[Any]) -> dict[str, Any]:
     held.append(model.eval())
     here = [*model.parameters(), *model.buffers()]
     local = [getattr(t, "_local_tensor", t) for t in here]
-    splits: list[Any] = [m.split for m in model.modules() if hasattr(m, "split")]
+    splits: list[Any] = [m.split for m in model.modules() if getattr(m, "split", None)]
     return {
         "seconds": time.perf_counter() - start,
         "gb": sum(t.numel() * t.element_size() for t in local) / 1e9,

@@ -55,12 +55,14 @@ class ExpertCall:
         names: of all its arguments, in order.
         roles: the arguments that are used: x, then index and weights, or counts.
         experts: E.
+        first: of the experts that this rank has, E of them; rows of others belong to none.  None: it has all.
     """
 
     form: str
     names: tuple[str, ...]
     roles: tuple[str, ...]
     experts: int
+    first: int | None = None
 
     def rows(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Rows:
         """The rows of a call with these arguments."""
@@ -83,6 +85,9 @@ class ExpertCall:
     def _routed(self, x: Tensor, flat: Tensor, index: Tensor, weights: Tensor) -> Rows:
         chosen = index.shape[-1]
         ids = index.reshape(-1)
+        if self.first is not None:
+            ids = ids - self.first
+            ids = torch.where((ids < 0) | (ids >= self.experts), self.experts, ids)
         ids, order = torch.sort(ids, stable=True)
         bounds = torch.arange(self.experts + 1, device=ids.device, dtype=ids.dtype)
         offsets = torch.searchsorted(ids, bounds, out_int32=True)

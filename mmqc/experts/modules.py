@@ -22,6 +22,7 @@ from mmqc.experts.call import ExpertCall, Rows
 from mmqc.experts.pointwise import Pointwise
 from mmqc.nn.integer_weight import IntegerWeight
 from mmqc.nn.modality import ModalityContext
+from mmqc.nn.split_calls import Split
 from mmqc.ops import nonfinite, quantize
 from mmqc.ops.pack import packed_width, unpack
 from mmqc.ops.straight_through import gradient_of
@@ -131,6 +132,7 @@ class QuantExperts(nn.Module):
         up: the stacked linears that read the module's input.
         down: the one that reads the gate; None where the module is a single stack.
         modality: the model's ModalityContext, needed iff the stacks have two input scales an expert.
+        split: of the experts among ranks, of which this one has some; None where it has all.
     """
 
     def __init__(
@@ -142,9 +144,14 @@ class QuantExperts(nn.Module):
         self.call, self.gate = call, gate
         self.up, self.down = nn.ModuleList(up), down
         self.modality: ModalityContext | None = None
+        self.split: Split | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """The formula at the top of the file."""
+        """The formula at the top of the file; ranks that have some of the experts each add up what these give."""
+        y = self._of_experts(*args, **kwargs)
+        return y if self.split is None else self.split.added_up(y)
+
+    def _of_experts(self, *args: Any, **kwargs: Any) -> Tensor:
         rows = self.call.rows(args, kwargs)
         visual = self.call.visual(rows, self.call.x(args, kwargs), self.modality)
         y = [stack(rows.x, rows, visual) for stack in self.up]

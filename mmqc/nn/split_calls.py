@@ -23,6 +23,7 @@ from torch import Tensor
 from mmqc.nn.integer_weight import PackedLinear
 from mmqc.nn.split import SplitError, columns_of, cut_inputs, cut_outputs, joined, why_not_by_inputs
 
+NO_GRADIENT = "a linear that ranks share has no gradient: call the model under torch.no_grad()"
 # torch 2.13 has a new name for it, and warns of the old one
 gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
@@ -32,7 +33,7 @@ class Split:
     """How a linear is shared; it is the linear's attribute ``split``.
 
     Attributes:
-        by: "outputs" or "inputs".
+        by: "outputs" or "inputs"; of a mixture "experts".
         whole_input, whole_output: whether every rank is given, and gives, all channels.
         group: of torch.distributed.
         reason: why a linear that could add up gathers; empty otherwise.
@@ -59,14 +60,21 @@ class Split:
         Raises:
             SplitError: a gradient is asked for.
         """
-        if y.requires_grad:
-            raise SplitError("a linear that ranks share has no gradient: call the model under torch.no_grad()")
         if self.by == "inputs":
-            return self._added(y.contiguous())
+            return self.added_up(y)
+        if y.requires_grad:
+            raise SplitError(NO_GRADIENT)
         return self._gathered(y) if self.whole_output else y
 
-    def _added(self, y: Tensor) -> Tensor:
-        """In place; in a trace as a new value, for passes look at what a node gives and not at what is written later."""
+    def added_up(self, y: Tensor) -> Tensor:
+        """The sum over ranks: in place; in a trace a new value, for passes look at what nodes give, not at what is written later.
+
+        Raises:
+            SplitError: a gradient is asked for.
+        """
+        if y.requires_grad:
+            raise SplitError(NO_GRADIENT)
+        y = y.contiguous()
         if torch.compiler.is_compiling():
             return functional.all_reduce(y, "sum", self.group)
         dist.all_reduce(y, group=self.group)
@@ -83,8 +91,8 @@ class Split:
 
     def __str__(self) -> str:
         ranks = dist.get_world_size(self.group)
-        if self.by == "inputs":
-            return f"{ranks} parts of the inputs, outputs added up"
+        if self.by != "outputs":
+            return f"{ranks} parts of the {self.by}, outputs added up"
         sent = [what for what, whole in (("inputs", not self.whole_input), ("outputs", self.whole_output)) if whole]
         return f"{ranks} parts of the outputs, {' and '.join(sent) + ' gathered' if sent else 'nothing sent'}"
 

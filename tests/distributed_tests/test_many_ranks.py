@@ -99,6 +99,8 @@ def test_from_pretrained__inputs_are_cut_where_a_part_is_enough(two):
     }
     assert hadamard[f"{layer}mlp.down_proj"] == ("outputs", "its online Hadamard mixes all its inputs")
     assert not any("visual" in name for name in plain)
+    mixture = two[0][SHARED[2]][1]["splits"]
+    assert [how for name, how in mixture.items() if name.endswith("experts")] == [("experts", "")] * 2
 
 
 def test_from_pretrained__a_part_is_not_saved_and_has_no_gradient(two):

@@ -150,7 +150,7 @@ def loaded(folder: Path, case: str) -> dict[str, Any]:
     if case.endswith("/compiled"):
         cache = {} if "/kv/" in case else {"cache_implementation": "static"}
         return {**found, "compiled": compiled(model, batch, **cache), "bytes": size_of(model)}
-    splits = {n: (m.split.by, m.split.reason) for n, m in model.named_modules() if hasattr(m, "split")}
+    splits = {n: (m.split.by, m.split.reason) for n, m in model.named_modules() if getattr(m, "split", None)}
     refused = []
     for what in (lambda: model.save_pretrained(folder / "again"), lambda: model(**batch)):
         try:

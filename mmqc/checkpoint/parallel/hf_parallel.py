@@ -3,8 +3,8 @@
 transformers shards parameters as it reads them, by the style that its plan names for a module.  Ours have buffers, which it
 reads whole; so every tensor is compared with its hash first, and then each rank keeps its part (nn/split.py).  A packed row cannot
 be cut by bytes anyway.  Floats of the plan stay transformers' DTensors; what it does not name is whole on every rank: vision
-towers, projectors, norms, stacked experts.  Plans of vision-language models leave out the head, a seventh of what a 4-bit 7B reads
-for a token; a quantized one is cut all the same, by its rows, and its outputs are gathered.
+towers, projectors, norms.  Of stacked experts each rank has a run.  Plans of vision-language models leave out the head, a seventh
+of what a 4-bit 7B reads for a token; a quantized one is cut all the same, by its rows, and its outputs are gathered.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from typing import Any
 from torch import nn
 from transformers.modeling_utils import PreTrainedModel
 
+from mmqc.experts.modules import QuantExperts
+from mmqc.experts.share import can_share, share_experts
 from mmqc.kv.query_moment import QueryMoment
 from mmqc.nn.adapted_linear import AdaptedLinear
 from mmqc.nn.integer_weight import PackedLinear
@@ -101,6 +103,9 @@ def split(model: PreTrainedModel) -> dict[str, Split]:
         if isinstance(module, PackedLinear) and style is not None:
             module.__dict__.pop("forward", None)  # transformers' own, around DTensors
             found[name] = share(module, name, *STYLES[style], group)
+        elif isinstance(module, QuantExperts) and style is not None and can_share(module, ranks_of(model)):
+            module.__dict__.pop("forward", None)
+            found[name] = share_experts(module, name, group)
         elif isinstance(module, HadamardLinear) and style is not None and style.startswith("row"):
             module.in_features //= ranks_of(model)  # its weight's columns are transformers' affair
             module.keep_blocks(ranks_of(model))
