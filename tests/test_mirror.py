@@ -81,6 +81,7 @@ COVERS: dict[str, str] = {
     "passes_tests/test_quantize_mixed.py": "graph/linear",
     "passes_tests/test_raise_ops.py": "graph/semantic passes/facts",
     "quantization_tests/test_resume.py": "checkpoint/save",
+    "report_tests/test_headline.py": "report/recipe_words",
     "report_tests/test_report.py": "report/html report/plots report/scores report/tables",
     "samples_tests/test_samples.py": (
         "samples/checkpoint samples/handwriting samples/processor samples/questions samples/sample samples/scoring samples/stress"
