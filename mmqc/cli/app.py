@@ -150,13 +150,13 @@ def quantize(
     checks.names(model, sample)
     if calibration is not None:
         calibration = source.data_of(model, sample, calibration, "--calibration", 0)
+    checks.folder(out, needed=not dry_run, overwrite=overwrite)
     bits = [f"{key}={value}" for key, value in (("weight_bits", w), ("activation_bits", a)) if value is not None]
     config = config_of(recipe, [*bits, *(settings or [])], config_file)
     from mmqc.cli import jobs
     from mmqc.cli.config import fitted
 
     config = fitted(config, float8, float4, engine, gpu)
-    checks.folder(out, needed=not dry_run, overwrite=overwrite)
     checks.work(device, resume_dir, spool)
     to = jobs.written_as(save_format, engine, gpu)
     if calibration is None:
