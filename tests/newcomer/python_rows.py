@@ -36,7 +36,7 @@ ROWS = (
     program(
         "from_pretrained without import mmqc is refused, not random weights",
         "from transformers import AutoModelForImageTextToText as M\nM.from_pretrained('w4a8')",
-        "mmqc",
+        "quant_method",  # transformers' own words for a checkpoint of whose quantizer it knows nothing
         head="",
         refused=True,
     ),

@@ -72,5 +72,5 @@ ROWS = (
     Row("export", "export w4a8 m.pt2 --program model --data data", ("m.pt2: ",)),
     Row("passes", "passes", ("fuse_rotation",)),
     Row("doctor", "doctor", ("torchvision", "transformers")),
-    Row("demo", "demo --questions 4 --calibration 4 --no-ablation --no-compile --out demo", ("mquant w4a8", "report.html written")),
+    Row("demo", "demo --questions 5 --calibration 4 --no-ablation --no-compile --out demo", ("mquant w4a8", "report.html written")),
 )
