@@ -67,6 +67,7 @@ def test_blocks__every_one_is_found_and_its_comment_means_something():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)  # an export on a busy machine
 @pytest.mark.parametrize(
     ("block", "code"),
     [pair for pair in ALL if pair[0].how not in ("preamble", "asks a server")],

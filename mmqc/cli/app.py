@@ -168,7 +168,8 @@ def quantize(
     if dry_run or out is None:  # which is needed for all else
         return
     loaded, data = load(model, sample)
-    called = config_file.name if config_file else f"{recipe}({', '.join([*bits, *(settings or [])])})"
+    given = ", ".join([*bits, *(settings or [])])
+    called = config_file.name if config_file else f"{recipe}({given})" if given else recipe
     to_do = jobs.Target(model, out, to, calibration, limit, device, resume_dir, spool, called)
     jobs.quantize(loaded, data, config, to_do, console)
 

@@ -68,6 +68,7 @@ def with_intervals(figures: Mapping[str, Any]) -> dict[str, Any]:
         if f"{name}{END[0]}" not in figures:
             cells[name] = value
             continue
-        ends = [100 * v if "accuracy" in name or "contains" in name else v for v in (value, *(figures[name + e] for e in END))]
-        cells[f"{name} [95 %]"] = "{:+.3g} [{:+.3g}, {:+.3g}]".format(*ends)
+        points = "accuracy" in name or "contains" in name
+        ends = [100 * v if points else v for v in (value, *(figures[name + e] for e in END))]
+        cells[f"{name}{', points' if points else ''} [95 %]"] = "{:+.3g} [{:+.3g}, {:+.3g}]".format(*ends)
     return cells

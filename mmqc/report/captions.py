@@ -33,7 +33,7 @@ def _ranges(layers: Sequence[Row]) -> str:
     apart = sum(not 1 / TWICE <= ratio <= TWICE for ratio, _ in ratios)
     said = f"visual inputs reach {median:.1f} times as far as text inputs (median), at most {largest:.1f} times, in {short(place)}"
     if not apart:
-        return said + "nowhere do the two differ by more than a factor of two, so that one scale would serve both"
+        return said + "; nowhere do the two differ by more than a factor of two, so that one scale would serve both"
     return said + (
         f"; in {apart} of {count(len(ratios), 'input')} one reaches more than twice as far as the other: one static scale for both "
         "would leave the smaller one less than half of the codes"

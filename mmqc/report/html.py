@@ -128,7 +128,7 @@ def _cell(key: str, value: Any) -> str:
         return "undefined"
     if isinstance(value, bool) or not isinstance(value, int | float):
         return str(value)
-    if any(word in key for word in ("recovery", "accuracy", "share")):
+    if any(word in key for word in ("recovery", "accuracy", "share", "contains")):
         text = f"{100 * value:.1f} %"
         return _markup('<span class="bad">{}</span>', text) if "recovery" in key and value < 0.9 else text
     if any(word in key for word in ("size", "bytes")) and value > 1e4:

@@ -13,7 +13,7 @@ def test_intervals__are_one_cell():
     figures |= {"nll/row": 1.0, "yields low": 3.0, "nll difference": -0.1, "nll difference low": -0.2, "nll difference high": 0.0}
     assert runs.with_intervals(figures) == {
         "accuracy": 0.5,
-        "accuracy difference [95 %]": "+1.2 [-0.5, +2.9]",
+        "accuracy difference, points [95 %]": "+1.2 [-0.5, +2.9]",
         "yields low": 3.0,
         "nll difference [95 %]": "-0.1 [-0.2, +0]",
     }
