@@ -23,7 +23,11 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted((ROOT / "docs/howto").glob("*.md"))
 BLOCK = re.compile(r"(?:<!-- block: ([^\n]*) -->\n\n)?^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 NOT_RUN = ("needs several GPUs", "part of a file")
-ENVIRONMENT = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}", "HF_HUB_OFFLINE": "1"}
+ENVIRONMENT = os.environ | {
+    "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
+    "HF_HUB_OFFLINE": "1",
+    "OMP_WAIT_POLICY": "passive",  # read when torch is imported; see Makefile
+}
 
 
 @dataclass(frozen=True)

@@ -68,7 +68,14 @@ def run(row: Row, folder: Path) -> Verdict:
         return Verdict(row, "not here", f"{', '.join(missing)} not installed", 0.0)
     command = [sys.executable, "-c", row.line] if row.code else [sys.executable, "-m", "mmqc", *shlex.split(row.line)]
     paths = [str(ROOT), str(ROOT / "tests/support"), os.environ.get("PYTHONPATH", "")]
-    own = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "HF_HUB_OFFLINE": "1", "COLUMNS": "150", "TERM": "dumb"}
+    own = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "COLUMNS": "150", "TERM": "dumb"}
+    own |= {"HF_HUB_OFFLINE": "1", "OMP_WAIT_POLICY": "passive"}
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        "HF_HUB_OFFLINE": "1",
+        "OMP_WAIT_POLICY": "passive",
+        "COLUMNS": "150",
+        "TERM": "dumb",
+    }
     start, before = time.perf_counter(), os.times()
     pipe = subprocess.PIPE
     with subprocess.Popen(command, cwd=folder, env=os.environ | own, stdout=pipe, stderr=pipe, text=True) as child:
