@@ -70,12 +70,6 @@ def run(row: Row, folder: Path) -> Verdict:
     paths = [str(ROOT), str(ROOT / "tests/support"), os.environ.get("PYTHONPATH", "")]
     own = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "COLUMNS": "150", "TERM": "dumb"}
     own |= {"HF_HUB_OFFLINE": "1", "OMP_WAIT_POLICY": "passive"}
-        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-        "HF_HUB_OFFLINE": "1",
-        "OMP_WAIT_POLICY": "passive",
-        "COLUMNS": "150",
-        "TERM": "dumb",
-    }
     start, before = time.perf_counter(), os.times()
     pipe = subprocess.PIPE
     with subprocess.Popen(command, cwd=folder, env=os.environ | own, stdout=pipe, stderr=pipe, text=True) as child:
