@@ -95,6 +95,8 @@ def judge(row: Row, code: int, out: str, err: str) -> str:
         return "" if code == wanted and "Traceback" not in err else f"exit code {code}, not {wanted}: {err[-300:]}"
     if (code != 0) != row.refused:
         return f"exit code {code}: {last_line(err)}"
+    if row.refused and not row.code and err.count("error:") != 1:
+        return f"{err.count('error:')} lines of errors: {err[-400:]}"
     text = refusal(row, err) if row.refused else out + err
     lost = [word for word in row.words if word not in " ".join(text.split())]
     if lost:
@@ -104,11 +106,8 @@ def judge(row: Row, code: int, out: str, err: str) -> str:
 
 
 def refusal(row: Row, err: str) -> str:
-    """The line that says no; all of the output where there is not exactly one."""
-    if row.code:
-        return last_line(err)
-    lines = [line for line in err.splitlines() if line.startswith("error:")]
-    return lines[0] if len(lines) == 1 else f"{len(lines)} lines of errors: {err[-400:]}"
+    """The line that says no."""
+    return last_line(err) if row.code else next((line for line in err.splitlines() if line.startswith("error:")), "")
 
 
 def said(row: Row, out: str, err: str) -> str:

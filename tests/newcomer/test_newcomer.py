@@ -18,7 +18,7 @@ REFUSED = Row("x", "x", ("missing",), refused=True)
         (WORKS, 0, "done", "Traceback (most recent call last)", "'Traceback (most recent call last)' is in the output"),
         (REFUSED, 3, "", "loading torch\nerror: missing\n", ""),
         (REFUSED, 0, "", "error: missing", "exit code 0: error: missing"),
-        (REFUSED, 3, "", "error: a\nerror: missing", "'missing' is not in: 2 lines"),
+        (REFUSED, 3, "", "error: a\nerror: missing", "2 lines of errors: "),
         (Row("x", "x", interrupted=1.0), 130, "", "", ""),
         (Row("x", "x", interrupted=1.0), 0, "", "", "exit code 0, not 130: "),
     ],
