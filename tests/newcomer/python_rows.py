@@ -20,7 +20,7 @@ LORA = """
 from peft import LoraConfig, get_peft_model
 lora = get_peft_model(load(), LoraConfig(target_modules={targets}))
 batch = ask(); out = lora(**batch, labels=batch["input_ids"]); out.loss.backward()
-norms = [p.grad.norm() for n, p in lora.named_parameters() if "lora_B" in n]
+norms = [p.grad.norm() for n, p in lora.named_parameters() if "lora_B" in n and p.grad is not None]
 assert norms and max(norms) > 0
 print("gradients of", len(norms), "adapters")
 """
