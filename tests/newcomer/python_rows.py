@@ -119,7 +119,7 @@ ROWS = (
     program(
         "compressed-tensors of mquant",
         "mmqc.save_pretrained(load(), 'ct', format='compressed-tensors')",
-        "msq=False",
+        "or keep everything: format='mmqc'",
         refused=True,
         packages=("compressed_tensors",),
     ),
