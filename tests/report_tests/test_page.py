@@ -59,7 +59,7 @@ def several() -> dict:
             "reports": {
                 "w4": make_report(8, 4, 1),
                 "w8": make_report(8, 4, 2),
-                "kv1": QuantReport(recipes.calibquant(1), kv_scores=cache),
+                "kv1": cache,
             },
             "shown": "w4",
             "ablation": [{"step": "static", "recovery": 0.61, "nll": 1.0}, {"step": "+ MSQ", "recovery": 0.99, "nll": 0.1}],
