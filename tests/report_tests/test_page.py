@@ -51,43 +51,37 @@ def several() -> dict:
     cache = QuantReport(recipes.calibquant(1), kv_scores=scores)
     kinds = {f"accuracy/{kind}": 0.9 for kind in ("row", "cell", "yes or no", "two pages", "words", "digits", "sum", "order")}
     rows = [{"model": "float", "accuracy": 0.97, "recovery": 1.0}, {"model": "w4", "accuracy": 0.5, "recovery": 0.52, **kinds}]
-    return (
-        {
-            "title": "mmqc demo: digits-vqa",
-            "table": [*rows, {"model": "w8", "recovery": float("nan"), "accuracy difference [95 %]": "+1.2 [-0.5, +2.9]"}],
-            "speed": [{"model": "w4", "how": "backend mmqc", "first_token_seconds": 0.011, "tokens_per_s": 1424.0, "size": 4e6}],
-            "reports": {
-                "w4": make_report(8, 4, 1),
-                "w8": make_report(8, 4, 2),
-                "kv1": cache,
-            },
-            "shown": "w4",
-            "ablation": [{"step": "static", "recovery": 0.61, "nll": 1.0}, {"step": "+ MSQ", "recovery": 0.99, "nll": 0.1}],
-            "examples": [
-                {
-                    "images": [Image.new("L", (900, 90), 200)],
-                    "question": "What is here? " * 9,
-                    "answer": "12",
-                    "float": "12",
-                    "quantized": "1" * 80,
-                }
-            ],
-            "kernels": {
-                "w4": {
-                    "graphs": 2,
-                    "quantized_graphs": 1,
-                    "kernels": {"mmqc::scaled_matmul_with_a_very_long_name_of_its_own": 46},
-                    "breaks": {"Tensor.tolist(), transformers/models/llava/modeling_llava.py:123 in get_image_features": 1},
-                    "fallbacks": [
-                        {"graph": 0, "op": "mmqc::hadamard", "reason": "width 11008 is no power of two times 12, 20 or 28"}
-                    ],
-                }
-            },
-            "environment": {"torch": "2.13.0+cpu", "cpu": "Intel(R) Xeon(R) Platinum 8481C CPU @ 2.70GHz" * 2},
-        }
-        | {"cache": None}
-        | {"reports": {"w4": make_report(8, 4, 1), "kv1": cache}}
-    )
+    return {
+        "title": "mmqc demo: digits-vqa",
+        "table": [*rows, {"model": "w8", "recovery": float("nan"), "accuracy difference [95 %]": "+1.2 [-0.5, +2.9]"}],
+        "speed": [{"model": "w4", "how": "backend mmqc", "first_token_seconds": 0.011, "tokens_per_s": 1424.0, "size": 4e6}],
+        "reports": {
+            "w4": make_report(8, 4, 1),
+            "w8": make_report(8, 4, 2),
+            "kv1": cache,
+        },
+        "shown": "w4",
+        "ablation": [{"step": "static", "recovery": 0.61, "nll": 1.0}, {"step": "+ MSQ", "recovery": 0.99, "nll": 0.1}],
+        "examples": [
+            {
+                "images": [Image.new("L", (900, 90), 200)],
+                "question": "What is here? " * 9,
+                "answer": "12",
+                "float": "12",
+                "quantized": "1" * 80,
+            }
+        ],
+        "kernels": {
+            "w4": {
+                "graphs": 2,
+                "quantized_graphs": 1,
+                "kernels": {"mmqc::scaled_matmul_with_a_very_long_name_of_its_own": 46},
+                "breaks": {"Tensor.tolist(), transformers/models/llava/modeling_llava.py:123 in get_image_features": 1},
+                "fallbacks": [{"graph": 0, "op": "mmqc::hadamard", "reason": "width 11008 is no power of two times 12, 20 or 28"}],
+            }
+        },
+        "environment": {"torch": "2.13.0+cpu", "cpu": "Intel(R) Xeon(R) Platinum 8481C CPU @ 2.70GHz" * 2},
+    }
 
 
 @pytest.fixture(scope="module", params=["one layer", "80 blocks", "several"])
