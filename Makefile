@@ -1,4 +1,4 @@
-# make venv | demo | test | test-slow | test-vllm | fuzz | lint | gpu | docs | matrix | release      Needs Python 3.11 or newer, pip, make and g++; nothing else.
+# make venv | demo | test | test-slow | test-vllm | newcomer | fuzz | lint | gpu | docs | matrix | release      Needs Python 3.11 or newer, pip, make and g++; nothing else.
 # make TORCH_INDEX=<url> <target>                      takes torch from that index (a CPU-only one, for example).
 # make TORCH=2.11.0 test                               the same in .venv-2.11.0, with the pins of constraints-2.11.0.txt.
 # make PY=python3 gpu                                  runs the GPU tests in an interpreter that has everything already.
@@ -29,7 +29,7 @@ export TOKENIZERS_PARALLELISM := false
 # Threads that wait sleep: with anything else on the cores, spinning ones cost a factor of two to five.
 export OMP_WAIT_POLICY := passive
 
-.PHONY: help venv demo test test-slow test-vllm vllm engine-tables fuzz lint gpu docs matrix release clean
+.PHONY: help venv demo test test-slow test-vllm vllm engine-tables newcomer fuzz lint gpu docs matrix release clean
 help:
 	@sed -n '1,4s/^# //p' Makefile
 
@@ -79,6 +79,10 @@ test-vllm: $(READY) vllm
 # Their tables anew, where a version was added or the questions changed.
 engine-tables: $(READY) vllm
 	$(PY) -m benchmarks.engines.make_tables $(VLLM_PYTHONS)
+
+# What somebody tries who has just installed it, on a model of their own: every row works, or is refused in one clear line.
+newcomer: $(READY)
+	$(PY) -m tests.newcomer
 
 # Random programs against the float model; goes on where the last run of this SEED stopped, and saves what fails in tests/fuzz/cases.
 fuzz: $(READY)

@@ -128,6 +128,31 @@ def test_import__every_module_has_a_layer():
     assert present - {"__init__"} == placed, "the layers of pyproject.toml name every room and every module of the root"
 
 
+def on_import(tree):
+    """Nodes that run when a module is imported: no bodies of functions, of ``if TYPE_CHECKING``, or of ``try``."""
+    for child in ast.iter_child_nodes(tree):
+        unread = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.Try)
+        if unread or (isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)):
+            continue
+        yield child
+        yield from on_import(child)
+
+
+def test_import__a_graph_is_lowered_where_there_is_no_triton():
+    """Builds of torch for the CPU come without: what the backend imports to compile a graph does, too."""
+    files = {module_name(path): path for path in sources(PACKAGE)}
+    waiting, chains = ["mmqc.backend", "mmqc.lowering", "mmqc.lowering.early_compiler"], {}
+    while waiting:
+        name = waiting.pop()
+        for module, line in imports(files[name], on_import):
+            assert not is_below(module, "triton"), f"{name}:{line} imports triton, by way of {chains.get(name, 'nothing')}"
+            known = next((m for m in (module, module.rpartition(".")[0]) if m in files), None)
+            if known is not None and known not in chains:
+                chains[known] = f"{chains.get(name, '')} > {name}"
+                waiting.append(known)
+    assert "mmqc.kernels.hadamard.hadamard_plan" in chains
+
+
 def test_import__mmqc_is_lazy():
     script = """if True:
         import json, sys, time

@@ -35,7 +35,7 @@ COVERS: dict[str, str] = {
     "graph_tests/test_program.py": "graph/text",
     "graph_tests/test_record.py": "graph/spaces/text",
     "graph_tests/tokens/test_rules.py": "graph/memory graph/meta graph/sizes graph/tokens/uses",
-    "kernels_tests/hadamard/test_hadamard_wgmma.py": "kernels/hadamard/hadamard_tiles",
+    "kernels_tests/hadamard/test_hadamard_wgmma.py": "kernels/hadamard/hadamard_tiles kernels/shared/gluon_tiles",
     "kernels_tests/kv/test_kv_attention.py": "kernels/kv/kv_combine kernels/kv/kv_words",
     "kernels_tests/kv/test_kv_round_keys.py": "kernels/kv_on_cuda",
     "kernels_tests/matmul/test_float4_matmul.py": "kernels/shared/float4_codes",
@@ -54,7 +54,7 @@ COVERS: dict[str, str] = {
     "kernels_tests/rows/test_norm_quantize.py": "lowering/norm_quantize",
     "kernels_tests/rows/test_norm_quantize_per_token.py": "graph/tokens/moves",
     "kernels_tests/test_on_cuda.py": "lowering/on_cuda",
-    "kernels_tests/test_rows_on_cuda.py": "kernels/shared/gluon_tiles kernels/shared/plan",
+    "kernels_tests/test_rows_on_cuda.py": "kernels/shared/plan",
     "kv_tests/test_cache_loop.py": "kv/generate",
     "kv_tests/test_cache_offload.py": "kv/layer",
     "kv_tests/test_cache_sliding.py": "kv/attention",
@@ -81,6 +81,7 @@ COVERS: dict[str, str] = {
     "passes_tests/test_quantize_mixed.py": "graph/linear",
     "passes_tests/test_raise_ops.py": "graph/semantic passes/facts",
     "quantization_tests/test_resume.py": "checkpoint/save",
+    "report_tests/test_headline.py": "report/recipe_words",
     "report_tests/test_report.py": "report/html report/plots report/scores report/tables",
     "samples_tests/test_samples.py": (
         "samples/checkpoint samples/handwriting samples/processor samples/questions samples/sample samples/scoring samples/stress"

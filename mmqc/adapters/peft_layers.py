@@ -9,6 +9,7 @@ peft chooses its layer by the class of the module that it wraps, and "all-linear
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from peft.tuners.lora.layer import Linear  # pyright: ignore[reportMissingImport
 from torch import Tensor, nn
 
 from mmqc.adapters.errors import AdapterError
+from mmqc.checkpoint.linear_like import NotLinearError, read_linear
 from mmqc.nn.integer_weight import PackedLinear
 from mmqc.nn.linear import HadamardLinear
 
@@ -90,13 +92,22 @@ def dispatch(target: nn.Module, adapter_name: str, config: Any, **kwargs: Any) -
 
 
 def include_all_linear(peft_config: Any, model: nn.Module) -> Any:
-    """peft's meaning of "all-linear", with ours among them; the head, and what lies in an adapter, stay out as for peft."""
+    """peft's meaning of "all-linear", with ours among them; the head, and what lies in an adapter, stay out as for peft.
+
+    So does a subclass of ``nn.Linear`` in a model with ours that computes something else: peft adds to what it returns.
+    """
     asked = getattr(peft_config, "target_modules", None)
     if not isinstance(asked, str) or asked.lower() != "all-linear" or getattr(peft_config, "peft_type", None) != "LORA":
         return _include(peft_config, model)
     peft_config = _include(peft_config, model)
     get_head: Any = getattr(model, "get_output_embeddings", None)
     head = get_head() if get_head is not None else None
+    modules = dict(model.named_modules())
+    if any(isinstance(module, OURS) for module in modules.values()):
+        others = {name: why for name in peft_config.target_modules if (why := _why_not(modules.get(name)))}
+        for name, why in others.items():
+            warnings.warn(f"no adapter for {name}, a {type(modules[name]).__name__}: {why}", stacklevel=2)
+        peft_config.target_modules = set(peft_config.target_modules) - set(others)
     wrapped = [f"{name}." for name, module in model.named_modules() if isinstance(module, tuners_utils.BaseTunerLayer)]
     peft_config.target_modules = set(peft_config.target_modules) | {
         name
@@ -104,6 +115,17 @@ def include_all_linear(peft_config: Any, model: nn.Module) -> Any:
         if isinstance(module, OURS) and module is not head and not name.startswith(tuple(wrapped))
     }
     return peft_config
+
+
+def _why_not(module: nn.Module | None) -> str:
+    """Why a linear with a forward of its own is none, e.g. Llama4's router, which returns a pair; "" for all others."""
+    if not isinstance(module, nn.Linear) or type(module).forward is nn.Linear.forward or isinstance(module, OURS):
+        return ""
+    try:
+        read_linear(module)
+    except NotLinearError as error:
+        return str(error)
+    return ""
 
 
 _default, _include = lora_model.dispatch_default, tuners_utils._maybe_include_all_linear_layers

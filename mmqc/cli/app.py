@@ -7,7 +7,6 @@ An error is one line; `mmqc --debug COMMAND` shows the traceback as well.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import sys
@@ -21,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from mmqc.cli.failures import OneLineErrors
+from mmqc.cli.runs import write_json
 from mmqc.distributed.torchrun import first
 from mmqc.errors import WANTING
 
@@ -150,13 +150,13 @@ def quantize(
     checks.names(model, sample)
     if calibration is not None:
         calibration = source.data_of(model, sample, calibration, "--calibration", 0)
+    checks.folder(out, needed=not dry_run, overwrite=overwrite)
     bits = [f"{key}={value}" for key, value in (("weight_bits", w), ("activation_bits", a)) if value is not None]
     config = config_of(recipe, [*bits, *(settings or [])], config_file)
     from mmqc.cli import jobs
     from mmqc.cli.config import fitted
 
     config = fitted(config, float8, float4, engine, gpu)
-    checks.folder(out, needed=not dry_run, overwrite=overwrite)
     checks.work(device, resume_dir, spool)
     to = jobs.written_as(save_format, engine, gpu)
     if calibration is None:
@@ -168,7 +168,10 @@ def quantize(
     if dry_run or out is None:  # which is needed for all else
         return
     loaded, data = load(model, sample)
-    jobs.quantize(loaded, data, config, jobs.Target(model, out, to, calibration, limit, device, resume_dir, spool), console)
+    given = ", ".join([*bits, *(settings or [])])
+    called = config_file.name if config_file else f"{recipe}({given})" if given else recipe
+    to_do = jobs.Target(model, out, to, calibration, limit, device, resume_dir, spool, called)
+    jobs.quantize(loaded, data, config, to_do, console)
 
 
 @app.command()
@@ -260,11 +263,11 @@ def evaluate(
 
     if tasks:
         figures = jobs.benchmarks(model, tasks.split(","), questions, console)
-        write_json(json_file, {"eval": figures})
+        write_json(json_file, {"model": model, "data": tasks, "eval": figures})
         return
     job = jobs.Evaluation(model, against, data, tuple(text or ()), questions, max_new_tokens)
     figures = jobs.evaluate(job, lambda name: load(name, sample), console)
-    write_json(json_file, {"eval": figures})
+    write_json(json_file, {"model": model, "data": str(data or ""), "eval": figures})
     recovery = figures.get("recovery")
     if min_recovery is not None and not (isinstance(recovery, float) and recovery >= min_recovery):
         raise typer.Exit(WANTING)
@@ -287,7 +290,7 @@ def bench(
 
     prompt = jobs.prompts(loaded, model, source, given, 1)[0]
     rows = jobs.bench(loaded, prompt, new_tokens, repeats, compiled, console)
-    write_json(json_file, {"bench": rows})
+    write_json(json_file, {"model": model, "bench": rows})
 
 
 @app.command("warm")
@@ -346,9 +349,9 @@ def report(
 ) -> None:
     """One self-contained page about one or several runs: quantization, evaluation, speed."""
     wake()
-    from mmqc.cli import jobs
+    from mmqc.cli.runs import page
 
-    console.print(f"{jobs.report(runs, out)} written")
+    console.print(f"{page(runs, out)} written")
 
 
 @app.command()
@@ -378,7 +381,7 @@ def explain(
     options = {"config": config} if config else None
     explanation = mmqc.explain(loaded, batch, options=options)
     console.print(str(explanation), markup=False, highlight=False, soft_wrap=True)
-    write_json(json_file, {"explain": explanation.to_dict()})
+    write_json(json_file, {"model": model, "explain": explanation.to_dict()})
 
 
 @app.command()
@@ -458,14 +461,6 @@ def passes(recipe: Recipe = "mquant", settings: Set = None, config_file: ConfigF
         exact, facts = "yes" if step.exact else "no", ("\n".join(sorted(each)) for each in (step.needs, step.gives))
         table.add_row(str(number), phase, step.name, exact, *facts)
     console.print(table)
-
-
-def write_json(path: Path | None, figures: dict[str, Any]) -> None:
-    """Figures to a file, if one was asked for."""
-    if path is not None:
-        from mmqc.report.whole_file import write_text
-
-        write_text(path, json.dumps(figures, indent=1) + "\n")
 
 
 def config_of(recipe: str | None, settings: list[str] | None, file: Path | None) -> QuantConfig:

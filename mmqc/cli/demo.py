@@ -261,6 +261,7 @@ def write(path: Path, result: Result) -> Path:
         "table": result.table,
         "ablation": result.ablation,
         "reports": result.reports,
+        "shown": list(configs())[-1],
         "examples": result.examples,
         "answers": result.answers,
         "kernels": result.kernels,

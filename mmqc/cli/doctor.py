@@ -150,6 +150,7 @@ def _backend() -> Check:
 def _extras() -> Iterator[Check]:
     needs = {
         "scikit-learn": "the samples need it (extra: demo)",
+        "torchvision": "processors of Qwen2-VL, InternVL and others need it: the one that goes with this torch",
         "matplotlib": "reports have no plots without it (extra: report)",
         "compressed-tensors": "transformers needs it to load what save_pretrained(format=...) wrote (extra: formats)",
     }

@@ -109,6 +109,7 @@ class Target:
     device: str | None = None
     resume_dir: Path | None = None
     spool: Path | None = None
+    recipe: str = ""
 
 
 def bytes_of(number: float) -> str:
@@ -162,6 +163,7 @@ def quantize(model: Any, sample: Sample | None, config: QuantConfig, target: Tar
         report = mmqc.quantize_(model, config, calibration=data, device=torchrun.own_device(target.device), **given)
     if not torchrun.first():
         return
+    report.recipe = target.recipe
     with replacing(target.out, weight_files()) as stage:
         mmqc.save_pretrained(model, stage, **target.written)
         _save_processor(processor, target.model, stage)
@@ -374,43 +376,3 @@ def warm(model: Any, given: list[Any], console: Console) -> list[dict[str, Any]]
         markup=False, highlight=False, soft_wrap=True,
     )  # fmt: skip
     return rows
-
-
-# --- report -----------------------------------------------------------------------------------------------------------
-
-
-def report(runs: list[Path], out: Path) -> Path:
-    """The page about these runs."""
-    from mmqc.cli.doctor import environment
-    from mmqc.report.html import write_html
-
-    reports: dict[str, Any] = {}
-    table: list[dict[str, Any]] = []
-    speed: list[dict[str, Any]] = []
-    kernels: dict[str, Any] = {}
-    for run in runs:
-        file = run / "quantization.json" if run.is_dir() else run
-        if not file.is_file():
-            raise DataError(
-                f"{file} does not exist; pass output directories of `mmqc quantize` or JSON of `eval`, `bench`, `explain`"
-            )
-        data = checks.read_json(file, "a quantization.json, or what `eval`, `bench` or `explain` wrote with --json,")
-        if "eval" in data:
-            table.append({"model": run.stem, **{k: v for k, v in data["eval"].items() if not k.startswith("nll/")}})
-        elif "bench" in data:
-            speed += [{"model": run.stem, **row} for row in data["bench"]]
-        elif "explain" in data:
-            kernels[run.stem] = data["explain"]
-        elif "layers" in data and "passes" in data:
-            reports[run.name if run.is_dir() else run.stem] = data
-        else:
-            raise DataError(f"{file} is no report of mmqc; pass a quantization.json")
-    data = {
-        "title": "Quantization report",
-        "table": table,
-        "speed": speed,
-        "kernels": kernels,
-        "reports": reports,
-        "environment": environment(),
-    }
-    return write_html(out, data)

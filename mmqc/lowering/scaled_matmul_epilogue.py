@@ -16,7 +16,6 @@ from torch import Tensor
 
 from mmqc import kernels
 from mmqc.lowering.inductor import TensorBox, call_kernel, register_decomposition, register_lowering
-from mmqc.lowering.launch import MANY
 from mmqc.lowering.scaled_matmul import on_cuda
 from mmqc.ops.scaled_matmul_epilogue import activated
 
@@ -39,6 +38,7 @@ def better_apart(x_q: Tensor, w_q: list[Tensor], w_scale: list[Tensor], out_dtyp
     from mmqc.kernels.matmul.linears import Linear
     from mmqc.kernels.matmul.scaled_matmul_epilogue import are_better_apart
     from mmqc.kernels.shared.launch import Shape
+    from mmqc.lowering.launch import MANY
 
     m, k = math.prod(x_q.shape[:-1]), x_q.shape[-1]
     if not all(isinstance(size, int) for size in (k, *(w.shape[0] for w in w_q))):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -27,9 +29,9 @@ def finish(job: Job, quantized: Quantized, kv: QuantizedKV) -> QuantReport:
     """Leave the config on the model, and its modality context and guards where something needs them; report."""
     model, exact = job.model, quantized.rewritten
     config = quantized.config.replace(kv=kv.spec)
-    report = QuantReport(
-        config, [*quantized.layers], [*quantized.refused, *kv.refused], size_before=job.size, kv_scores=[*kv.scores]
-    )
+    refused, date = [*quantized.refused, *kv.refused], f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
+    report = QuantReport(config, [*quantized.layers], refused, size_before=job.size, model=name_of(model), date=date)
+    report.kv_scores = [*kv.scores]
     if exact is not None:
         report.passes, report.towers = exact.program.records, exact.towers
         report.incoherence, report.rewrite_error = exact.incoherence, exact.error
@@ -41,6 +43,13 @@ def finish(job: Job, quantized: Quantized, kv: QuantizedKV) -> QuantReport:
         watch(model, exact.inside)
         guard(model, exact.misfits)
     return report
+
+
+def name_of(model: nn.Module) -> str:
+    """Its class, and what it was loaded from: a name on the hub as it is, of a folder the last part."""
+    source = str(getattr(getattr(model, "config", None), "name_or_path", "") or "")
+    name = Path(source).name if Path(source).is_absolute() or Path(source).exists() else source
+    return f"{name} ({type(model).__name__})" if name else type(model).__name__
 
 
 def _reads_modality(model: nn.Module) -> bool:

@@ -15,16 +15,29 @@ from typing import Any
 
 import numpy as np
 
-from mmqc.report import plots, scores
-from mmqc.report.score_histogram import CALIBRATED, ScoreHistogram
-from mmqc.report.tables import MODALITIES, Row, count, decibels, totals, tower_rows
+from mmqc.report import captions, plots, scores
+from mmqc.report.headline import comparison, headline
+from mmqc.report.score_histogram import ScoreHistogram
+from mmqc.report.tables import MODALITIES, Row, count, decibels, megabytes, totals, tower_rows
 from mmqc.report.whole_file import write_text
 
 HERE = Path(__file__).parent
+COLUMNS = 10  # of a table as wide as the page
 PARTS: dict[str, Any] = {
     **{"results": [], "speed": [], "ablation": [], "answers": [], "examples": []},
     **{"reports": {}, "kernels": {}, "environment": {}},
 }
+MEANINGS = {
+    "accuracy": "accuracy is the share of right answers to questions that calibration has not seen",
+    "recovery": "recovery is accuracy as a share of the float model's",
+    "nll": "nll is the negative log-likelihood of the right answer, in nats a token",
+    "perplexity": "perplexity is that of the given text",
+    "SQNR": "SQNR is the ratio of signal to quantization noise in the logits",
+    "[": "brackets hold 95 % intervals",
+    "size": "size is that of parameters and buffers",
+    "seconds": "seconds are those of quantization",
+}
+HEADS = {"first_token_seconds": "first token", "tokens_per_s": "tokens/s", "recovery": "recovery"}
 
 
 def write_html(path: str | Path, data: Mapping[str, Any]) -> Path:
@@ -33,7 +46,8 @@ def write_html(path: str | Path, data: Mapping[str, Any]) -> Path:
     Args:
         path: of the file.
         data: any of "title"; "table": one dict per model, the columns in order ("recovery" is also drawn as bars);
-            "ablation": the same for the steps of an ablation; "speed": one dict per measurement; "reports": QuantReport,
+            "ablation": the same for the steps of an ablation; "speed": one dict per measurement (rows whose "model" is the
+            name of a report are in its headline); "shown": the report whose numbers stand on top; "reports": QuantReport,
             or what its ``to_dict`` gave, by name; "kernels": ``Explanation.to_dict()`` by name; "examples": dicts with
             images, question, answer, float, quantized; "answers": dicts of what a compiled model was asked;
             "environment": names and versions.
@@ -55,14 +69,19 @@ def page(data: Mapping[str, Any]) -> str:
     jinja = Environment(
         loader=FileSystemLoader(HERE), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
+    jinja.filters["capitalize_first"] = lambda text: text[:1].upper() + text[1:]
     jinja.globals |= {function.__name__: function for function in CALLED}
     given = {"results" if name == "table" else name: value for name, value in data.items() if value}
     reports = {
         name: _prepared(report if isinstance(report, Mapping) else report.to_dict())
         for name, report in given.pop("reports", {}).items()
     }
-    title = str(given.pop("title", "Quantization report"))
-    return jinja.get_template("page.html.jinja").render(PARTS | given, title=title, reports=reports, several=len(reports) > 1)
+    parts = PARTS | given
+    lines = {name: headline(name, report, parts["results"], parts["speed"]) for name, report in reports.items()}
+    shown = parts.pop("shown", next(iter(lines), None) if len(lines) == 1 else None)
+    parts["title"] = str(parts.pop("title", "Quantization report"))
+    several = len(reports) > 1
+    return jinja.get_template("page.html.jinja").render(parts, reports=reports, lines=lines, shown=shown, several=several)
 
 
 def _prepared(report: Row) -> Row:
@@ -91,23 +110,29 @@ def _numeric(cell: str) -> bool:
 
 
 def by_key(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
-    """Head and cells of dicts: a column for every key that one of them has."""
+    """Head and cells of dicts: a column for every key that one of them has, or a line where a page has no room for columns."""
     keys = list(dict.fromkeys(key for row in rows for key in row))
-    head = [key.replace("accuracy/", "").replace("_", " ") for key in keys]
-    return head, [[_cell(key, row.get(key)) for key in keys] for row in rows]
+    head = [HEADS.get(key, key.replace("accuracy/", "").replace("_", " ")) for key in keys]
+    cells = [[_cell(key, row.get(key)) for key in keys] for row in rows]
+    if len(keys) <= COLUMNS or len(rows) >= len(keys):
+        return head, cells
+    turned = [list(line) for line in zip(head, *cells, strict=True)]
+    return turned[0], turned[1:]
 
 
 def _cell(key: str, value: Any) -> str:
     """A value by what its column's name says it is: a share, a size, a time."""
     if value is None:
         return "-"
+    if isinstance(value, float) and math.isnan(value):
+        return "undefined"
     if isinstance(value, bool) or not isinstance(value, int | float):
         return str(value)
-    if any(word in key for word in ("recovery", "accuracy", "share")):
+    if any(word in key for word in ("recovery", "accuracy", "share", "contains")):
         text = f"{100 * value:.1f} %"
         return _markup('<span class="bad">{}</span>', text) if "recovery" in key and value < 0.9 else text
     if any(word in key for word in ("size", "bytes")) and value > 1e4:
-        return f"{value / 1e6:.2f} MB"
+        return f"{value / 1e6:.2f} MB" if value < 1e9 else megabytes(value)
     if any(word in key for word in ("second", "time")) or key == "s":
         return f"{value:.1f} s" if value >= 1 else f"{1e3 * value:.0f} ms" if value else "-"
     if any(word in key for word in ("nll", "perplexity")):
@@ -129,12 +154,18 @@ def _code(value: Any) -> str:
 def recovery(rows: Sequence[Row]) -> list[tuple[str, float]]:
     """The rows that have it, by the first text in them."""
     named = [(next((v for v in row.values() if isinstance(v, str)), ""), row.get("recovery")) for row in rows]
-    return [(name, float(value)) for name, value in named if isinstance(value, int | float)]
+    return [(name, float(value)) for name, value in named if isinstance(value, int | float) and math.isfinite(value)]
 
 
-def calibrated(layers: Iterable[ScoreHistogram]) -> bool:
-    """Whether any layer was."""
-    return any(CALIBRATED in layer.counts for layer in layers)
+def meanings(rows: Sequence[Row]) -> str:
+    """What the columns of these rows are."""
+    return captions.columns_caption(rows, MEANINGS)
+
+
+def drawn(plot: Callable[..., str | None], *data: Any) -> tuple[str, str] | None:
+    """The plot for a wide and for a narrow window; None where it has nothing to show."""
+    wide = plot(*data, width=plots.WIDE)
+    return None if wide is None else (wide, plot(*data, width=plots.NARROW) or wide)
 
 
 def models(example: Row) -> dict[str, str]:
@@ -164,11 +195,6 @@ def image_uri(image: Any) -> str:
     buffer = io.BytesIO()
     image.save(buffer, "PNG")
     return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
-
-
-def megabytes(size: float) -> str:
-    """E.g. "28.0 MB"."""
-    return f"{size / 1e6:.1f} MB"
 
 
 def pass_rows(passes: Iterable[Row]) -> list[list[str]]:
@@ -222,7 +248,8 @@ def break_rows(found: Row) -> list[list[str]]:
 
 
 CALLED: tuple[Callable[..., Any], ...] = (
-    *(alignment, by_key, calibrated, count, image_uri, megabytes, models, recovery, runs, totals),
+    *(alignment, by_key, comparison, count, drawn, image_uri, meanings, megabytes, models, recovery, runs, totals),
+    *(captions.noise_caption, captions.ranges_caption, captions.scores_caption, captions.spread_caption, captions.steps_caption),
     *(tower_rows, pass_rows, reason_rows, refusal_rows, layer_rows, kernel_rows, fallback_rows, break_rows),
     *(plots.incoherence_plot, plots.ranges_plot, plots.recovery_plot, plots.sqnr_plot, scores.error_plot, scores.scores_plot),
 )

@@ -1,4 +1,7 @@
-"""The report's plots, as PNG data URIs; matplotlib is imported only when one is drawn."""
+"""The report's plots, as PNG data URIs; matplotlib is imported only when one is drawn.
+
+Each is drawn as wide as a page or as wide as a telephone; what it says in words is in captions.py.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ import re
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from mmqc.report.tables import MODALITIES, Row
@@ -38,11 +42,13 @@ STYLE: Any = {
     "grid.color": RULE,
     "legend.frameon": False,
 }
-WIDTH = 11.2
+WIDE, NARROW = 11.2, 4.6  # inches; 95 and 80 pixels of the page each
+LABELS = 5.2  # of layers, an inch: more would overlap
+FEW = 8  # so few layers are drawn as wide as if they were 8
 
 
 @contextmanager
-def figure(height: float, rows: int = 1, columns: int = 1, **options: Any) -> Iterator[tuple[Figure, list[Any]]]:
+def figure(height: float, rows: int = 1, columns: int = 1, *, width: float, **options: Any) -> Iterator[tuple[Figure, list[Any]]]:
     """A figure of ``rows`` axes above each other, or ``columns`` side by side, without pyplot's global state."""
     try:
         import matplotlib
@@ -53,7 +59,7 @@ def figure(height: float, rows: int = 1, columns: int = 1, **options: Any) -> It
             "an HTML report needs matplotlib for its plots: pip install 'mmqc[report]', or save to a .json or .txt file"
         ) from e
     with matplotlib.rc_context(STYLE):
-        fig = Figure(figsize=(WIDTH, height), layout="constrained")
+        fig = Figure(figsize=(width, height), layout="constrained")
         FigureCanvasAgg(fig)
         yield fig, list(fig.subplots(rows, columns, squeeze=False, **options).flat)
 
@@ -72,6 +78,12 @@ def short(fqn: str) -> str:
     return f"{number[-1]} {name}" if number else name
 
 
+def block(layer: Row) -> tuple[str, str]:
+    """The tower and the number of the block that a layer is in; no number outside of blocks."""
+    number = re.search(r"\.(\d+)\.", layer["fqn"])
+    return layer["tower"], number[1] if number else ""
+
+
 def distinct_inputs(layers: Sequence[Row]) -> list[Row]:
     """One layer for each input: q, k and v read the same tensor, so only the first is drawn."""
     kept: list[Row] = []
@@ -81,33 +93,46 @@ def distinct_inputs(layers: Sequence[Row]) -> list[Row]:
     return kept
 
 
-def ranges_plot(reports: Mapping[str, Row], towers: Sequence[str]) -> str | None:
-    """Smallest and largest input of every layer in ``towers``, visual rows against text rows; None without data."""
+def ranges_plot(reports: Mapping[str, Row], towers: Sequence[str], *, width: float = WIDE) -> str | None:
+    """Smallest and largest input of every layer in ``towers``, or block if there are many, visual rows against text rows.
+
+    None without data.
+    """
     panels = {
-        name: kept
+        name: kept if len(kept) <= width * LABELS else _widest_of_blocks(kept)
         for name, report in reports.items()
         if (kept := distinct_inputs([x for x in report["layers"] if x["tower"] in towers and x["ranges"]]))
     }
     if not panels:
         return None
     widest = max(abs(v) for kept in panels.values() for layer in kept for r in layer["ranges"].values() for v in r)
-    with figure(0.6 + 2.35 * len(panels), len(panels)) as (fig, axes):
+    with figure(0.6 + 2.35 * len(panels), len(panels), width=width) as (fig, axes):
         for axis, (name, layers) in zip(axes, panels.items(), strict=True):
             _range_bars(axis, layers)
-            axis.set_title(name + _spread(layers))
+            axis.set_title(name if len(reports) > 1 else "")
             axis.set_yscale("symlog", linthresh=1, linscale=0.7)
             axis.set_ylim(-1.3 * widest, 1.3 * widest)
-            _layer_axis(axis, layers)
-        axes[0].legend(ncols=2, loc="upper right", bbox_to_anchor=(1, 1.18))
+            _layer_axis(axis, layers, width)
+        _legend(fig, axes[0])
         fig.supylabel("input values", color=MUTED, fontsize=9)
         return png(fig)
 
 
-def _spread(layers: Sequence[Row]) -> str:
-    """How much further visual inputs reach than text inputs, for a panel's title."""
-    reach = [{m: max(map(abs, ends)) for m, ends in layer["ranges"].items()} for layer in layers]
-    ratios = [r["visual"] / r["text"] for r in reach if r.get("visual") and r.get("text")]
-    return f"   (visual / text: median {statistics.median(ratios):.1f}, largest {max(ratios):.1f})" if ratios else ""
+def _widest_of_blocks(layers: Sequence[Row]) -> list[Row]:
+    """A line a block: the first layer's, with the smallest and the largest of all inputs."""
+    lines: list[Row] = []
+    for _, run in groupby(layers, key=block):
+        own = list(run)
+        ends = {m: [x["ranges"][m] for x in own if m in x["ranges"]] for m in MODALITIES}
+        ranges = {m: (min(low for low, _ in found), max(high for _, high in found)) for m, found in ends.items() if found}
+        lines.append({**own[0], "ranges": ranges, "block": True})
+    return lines
+
+
+def _legend(fig: Any, axis: Any) -> None:
+    """Above the panels, where no value can be under it."""
+    handles, names = axis.get_legend_handles_labels()
+    fig.legend(handles, names, ncols=2 if fig.get_figwidth() <= NARROW else 4, loc="outside upper right", markerscale=2)
 
 
 def _range_bars(axis: Any, layers: Sequence[Row]) -> None:
@@ -122,70 +147,104 @@ def _range_bars(axis: Any, layers: Sequence[Row]) -> None:
         axis.bar([i + offset for i in at], height, 0.36, low, color=COLOURS[modality], label=f"{modality} tokens")
 
 
-def _layer_axis(axis: Any, layers: Sequence[Row]) -> None:
-    axis.set_xlim(-0.7, len(layers) - 0.3)
-    # beyond this many the labels would overlap; the table on the page has every name
-    step = -(-len(layers) // 60)
-    axis.set_xticks(range(0, len(layers), step), [short(layer["fqn"]) for layer in layers[::step]], rotation=60, ha="right")
+def _layer_axis(axis: Any, layers: Sequence[Row], width: float) -> None:
+    """Names below, as many as there is room for: every layer's, else the numbers of blocks; a line between towers."""
+    most, n = int(width * LABELS), len(layers)
+    beside = max(0.7, (FEW - n) / 2)
+    axis.set_xlim(-beside, n - 1 + beside)
     axis.tick_params(axis="x", length=0, pad=1)
+    if n <= most and not any(layer.get("block") for layer in layers):
+        axis.set_xticks(range(n), [short(layer["fqn"]) for layer in layers], rotation=60, ha="right")
+    else:
+        ticks: list[tuple[int, str]] = []
+        for i, run in ((next(run)[0], key) for key, run in groupby(enumerate(layers), key=lambda pair: block(pair[1]))):
+            if run[1] and (not ticks or i - ticks[-1][0] >= n / most):
+                ticks.append((i, run[1]))
+        axis.set_xticks([i for i, _ in ticks], [number for _, number in ticks])
+        axis.set_xlabel("block")
     towers = [layer["tower"] for layer in layers]
-    for i in range(1, len(towers)):
+    for i in range(1, n):
         if towers[i] != towers[i - 1]:
             axis.axvline(i - 0.5, color=MUTED, linewidth=0.8, linestyle=(0, (2, 2)))
 
 
-def sqnr_plot(reports: Mapping[str, Row]) -> str | None:
-    """SQNR of every layer's output, one panel for each modality, one line for each report; None without data."""
+def sqnr_plot(reports: Mapping[str, Row], *, width: float = WIDE) -> str | None:
+    """SQNR of every layer's output, one panel for each modality, one colour for each report; None without data."""
     order = list({layer["fqn"]: layer for report in reports.values() for layer in report["layers"] if layer["sqnr"]}.values())
     towers = {tower: i for i, tower in enumerate(dict.fromkeys(layer["tower"] for layer in order))}
     modalities = [m for m in MODALITIES if any(m in layer["sqnr"] for layer in order)]
     if not modalities:
         return None
-    with figure(0.7 + 2.5 * len(modalities), len(modalities), sharey=True) as (fig, axes):
+    with figure(0.7 + 2.5 * len(modalities), len(modalities), width=width, sharey=True) as (fig, axes):
         for axis, modality in zip(axes, modalities, strict=True):
             known = {x["fqn"] for report in reports.values() for x in report["layers"] if modality in x["sqnr"]}
-            seen = [x for x in order if x["fqn"] in known]
-            seen.sort(key=lambda layer: towers[layer["tower"]])
-            at = {layer["fqn"]: i for i, layer in enumerate(seen)}
+            seen = sorted((x for x in order if x["fqn"] in known), key=lambda layer: towers[layer["tower"]])
             for (name, report), colour in zip(reports.items(), _cycle(len(reports)), strict=True):
-                points = sorted((at[x["fqn"]], x["sqnr"][modality]) for x in report["layers"] if modality in x["sqnr"])
-                axis.plot(*zip(*points, strict=True), "o-", color=colour, markersize=3, linewidth=1, label=name) if points else None
+                values = {x["fqn"]: x["sqnr"][modality] for x in report["layers"] if modality in x["sqnr"]}
+                _noise_points(axis, seen, [values.get(x["fqn"], math.nan) for x in seen], colour, name, width)
             axis.set_title(f"{modality} rows")
             axis.grid(axis="y", linewidth=0.6)
             axis.set_ylabel("SQNR, dB")
-            _layer_axis(axis, seen)
+            _layer_axis(axis, seen, width)
         if len(reports) > 1:
-            axes[0].legend(ncols=len(reports), loc="upper right", bbox_to_anchor=(1, 1.2))
+            _legend(fig, axes[0])
         return png(fig)
+
+
+def _noise_points(axis: Any, layers: Sequence[Row], values: Sequence[float], colour: str, name: str, width: float) -> None:
+    """A dot a layer.  A line joins neighbours of one tower; of many layers, the medians of blocks."""
+    if all(map(math.isnan, values)):
+        return
+    many = len(layers) > width * LABELS
+    axis.plot(range(len(layers)), values, "o", color=colour, markersize=1.5 if many else 3, label=name, alpha=0.6 if many else 1)
+    for _, run in groupby(enumerate(layers), key=lambda pair: pair[1]["tower"]):
+        at = [i for i, _ in run]
+        x, y = _medians(at, layers, values) if many else (at, [values[i] for i in at])
+        axis.plot(x, y, "-", color=colour, linewidth=1.4 if many else 1)
+
+
+def _medians(at: Sequence[int], layers: Sequence[Row], values: Sequence[float]) -> tuple[list[float], list[float]]:
+    """Of each block: its middle and the median of its layers."""
+    x: list[float] = []
+    y: list[float] = []
+    for _, run in groupby(at, key=lambda i: block(layers[i])):
+        own = [i for i in run if not math.isnan(values[i])]
+        x.append(statistics.mean(own) if own else math.nan)
+        y.append(statistics.median(values[i] for i in own) if own else math.nan)
+    return x, y
 
 
 def _cycle(n: int) -> list[str]:
     return [SERIES[i % len(SERIES)] for i in range(n)] if n > 1 else [SERIES[1]]
 
 
-def incoherence_plot(reports: Mapping[str, Row]) -> str | None:
+def incoherence_plot(reports: Mapping[str, Row], *, width: float = WIDE) -> str | None:
     """μ of every linear weight after the rewrites against before, one panel for each report; None without data."""
     panels = {name: report for name, report in reports.items() if report["incoherence"]}
     if not panels:
         return None
     ends = [v for report in panels.values() for pair in report["incoherence"].values() for v in pair if math.isfinite(v)]
     low, high = 0.85 * min(ends, default=1.0), 1.2 * max(ends, default=10.0)
-    with figure(0.5 + WIDTH / 3, columns=max(3, len(panels))) as (fig, axes):
+    columns = 3 if width > NARROW else 1
+    rows = -(-len(panels) // columns)
+    with figure(0.5 + rows * min(width / columns, 3.7), rows, columns, width=width) as (fig, axes):
         for axis in axes[len(panels) :]:
             axis.set_visible(False)
         for axis, (name, report) in zip(axes, panels.items(), strict=False):
             _incoherence_points(axis, report)
             axis.plot((low, high), (low, high), color=MUTED, linewidth=0.8, linestyle=(0, (2, 2)), zorder=1)
-            axis.set(xscale="log", yscale="log", xlim=(low, high), ylim=(low, high), aspect="equal", title=name)
+            axis.set(xscale="log", yscale="log", xlim=(low, high), ylim=(low, high), aspect="equal")
+            axis.set_title(name if len(reports) > 1 else "")
             for scale in (axis.xaxis, axis.yaxis):
                 ticks = [v for v in (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000) if low <= v <= high]
                 scale.set_ticks(ticks, [f"{v}" for v in ticks])
                 scale.set_ticks([], minor=True)
             axis.set_xlabel("μ before")
+            axis.set_ylabel("μ after")
             axis.grid(linewidth=0.6)
             axis.set_axisbelow(True)
-        axes[0].set_ylabel("μ after")
-        axes[len(panels) - 1].legend(loc="upper left", bbox_to_anchor=(1.02, 1))
+        named = {name: handle for axis in axes for handle, name in zip(*axis.get_legend_handles_labels(), strict=True)}
+        fig.legend(named.values(), named.keys(), ncols=3, loc="outside lower left")
         return png(fig)
 
 
@@ -198,15 +257,18 @@ def _incoherence_points(axis: Any, report: Row) -> None:
             x, y = zip(*points, strict=True)
             axis.scatter(x, y, s=16, color=colour, alpha=0.75, linewidths=0, label=f"{tower} ({len(points)})")
     for fqn in sorted(known, key=lambda fqn: -known[fqn][1])[:1]:
+        low, high = axis.get_xlim()
+        right = math.log(known[fqn][0]) > (math.log(low) + math.log(high)) / 2 if low > 0 else True
+        side: Any = {"xytext": (-6, 0), "ha": "right"} if right else {"xytext": (6, 0), "ha": "left"}
         name = short(fqn.removesuffix(".weight"))
-        axis.annotate(name, known[fqn], (-6, 0), textcoords="offset points", fontsize=8, ha="right", va="center")
+        axis.annotate(name, known[fqn], textcoords="offset points", fontsize=8, va="center", **side)
 
 
-def recovery_plot(rows: Sequence[tuple[str, float]]) -> str | None:
+def recovery_plot(rows: Sequence[tuple[str, float]], *, width: float = WIDE) -> str | None:
     """Horizontal bars of accuracy kept, in per cent of the float model; None without rows."""
     if not rows:
         return None
-    with figure(0.55 + 0.36 * len(rows)) as (fig, (axis,)):
+    with figure(0.55 + 0.36 * len(rows), width=width) as (fig, (axis,)):
         names, values = zip(*rows, strict=True)
         colours = ["#c0392b" if v < 0.9 else "#d9a22b" if v < 0.98 else "#2a9d6e" for v in values]
         axis.barh(range(len(rows)), [100 * v for v in values], 0.62, color=colours)
@@ -214,7 +276,7 @@ def recovery_plot(rows: Sequence[tuple[str, float]]) -> str | None:
             axis.text(100 * v + 0.6, i, f"{100 * v:.1f} %", va="center", fontsize=9)
         axis.set_yticks(range(len(rows)), names, fontsize=9, color=INK)
         axis.invert_yaxis()
-        axis.set_xlim(0, 112)
+        axis.set_xlim(0, 112 if width > NARROW else 125)
         axis.axvline(100, color=MUTED, linewidth=0.8, linestyle=(0, (2, 2)))
         axis.tick_params(length=0)
         axis.spines["left"].set_visible(False)

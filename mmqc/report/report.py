@@ -102,6 +102,9 @@ class QuantReport:
             mmqc/quantization/incoherence.py.
         towers: the tower of each of these weights.
         kv_scores: for a packed cache, the scores of visual tokens in each of the decoder's layers, on one calibration batch.
+        model: where it was loaded from, if from anywhere, and its class.
+        recipe: what the config is called, where somebody has given it a name.
+        date: when it was quantized.
     """
 
     config: QuantConfig
@@ -115,6 +118,9 @@ class QuantReport:
     rewrite_error: float = 0.0
     towers: dict[str, str] = field(default_factory=dict)
     kv_scores: list[ScoreHistogram] = field(default_factory=list)
+    model: str = ""
+    recipe: str = ""
+    date: str = ""
 
     def summary(self) -> str:
         """A page of plain text: totals per tower, the layers that lose most, the passes, the refusals."""
@@ -147,6 +153,9 @@ class QuantReport:
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON data: no tensors, no tuples, ``None`` for what was not measured."""
         return {
+            "model": self.model,
+            "recipe": self.recipe,
+            "date": self.date,
             "config": plain(self.config.to_dict()),
             "layers": [plain(dataclasses.asdict(layer)) for layer in self.layers],
             "refused": [plain(dataclasses.asdict(refusal)) for refusal in self.refused],
@@ -172,7 +181,7 @@ class QuantReport:
         if path.suffix == ".html":
             from mmqc.report.html import write_html
 
-            return write_html(path, {"title": "Quantization report", "reports": {"report": self}})
+            return write_html(path, {"title": "Quantization report", "reports": {self.model or "the model": self}})
         text = json.dumps(self.to_dict(), indent=1) if path.suffix == ".json" else self.summary()
         write_text(path, text + "\n")
         return path

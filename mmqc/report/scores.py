@@ -7,22 +7,23 @@ from typing import Any
 
 import numpy as np
 
-from mmqc.report.plots import MUTED, figure, png
+from mmqc.report.plots import MUTED, NARROW, WIDE, figure, png
 from mmqc.report.score_histogram import CALIBRATED, EXACT, ROUNDED, ScoreHistogram
 
 COLOURS = {EXACT: "#b9bec6", ROUNDED: "#2f6db5", CALIBRATED: "#c0392b"}
 COLUMNS, PANELS = 4, 8
 
 
-def scores_plot(layers: Sequence[ScoreHistogram]) -> str | None:
+def scores_plot(layers: Sequence[ScoreHistogram], *, width: float = WIDE) -> str | None:
     """Densities of the scores, a panel a layer; of more than 8 layers, 8 evenly spread; None without any."""
     if not layers:
         return None
     chosen = layers
     if len(layers) > PANELS:
         chosen = [layers[round(i * (len(layers) - 1) / (PANELS - 1))] for i in range(PANELS)]
-    rows = -(-len(chosen) // COLUMNS)
-    with figure(0.4 + 1.9 * rows, rows, COLUMNS) as (fig, axes):
+    columns = COLUMNS if width > NARROW else 2
+    rows = -(-len(chosen) // columns)
+    with figure(0.4 + 1.9 * rows, rows, columns, width=width) as (fig, axes):
         for axis in axes[len(chosen) :]:
             axis.set_visible(False)
         for axis, layer in zip(axes, chosen, strict=False):
@@ -41,18 +42,18 @@ def _densities(axis: Any, layer: ScoreHistogram) -> None:
         density = np.asarray(counts) / (max(sum(counts), 1) * width)
         filled = kind == EXACT
         axis.stairs(density, edges, fill=filled, color=COLOURS[kind], linewidth=1.3, label=kind)
-    tau = f"   τ = ({layer.tau[0]:g}, {layer.tau[1]:g})" if any(layer.tau) else ""
+    tau = f"  τ = {layer.tau[0]:g}, {layer.tau[1]:g}" if any(layer.tau) else ""
     axis.set_title(f"layer {layer.layer}{tau}")
     axis.set_yticks([])
     axis.spines["left"].set_visible(False)
     axis.tick_params(axis="x", length=0)
 
 
-def error_plot(layers: Sequence[ScoreHistogram]) -> str | None:
+def error_plot(layers: Sequence[ScoreHistogram], *, width: float = WIDE) -> str | None:
     """Mean squared error of the softmax over the visual tokens by layer; None for fewer than two layers."""
     if len(layers) < 2:
         return None
-    with figure(2.3) as (fig, (axis,)):
+    with figure(2.3, width=width) as (fig, (axis,)):
         kinds = (ROUNDED, CALIBRATED) if any(CALIBRATED in layer.error for layer in layers) else (ROUNDED,)
         for kind in kinds:
             points = [(layer.layer, layer.error_of(kind)) for layer in layers]

@@ -58,6 +58,11 @@ def count(n: int, what: str) -> str:
     return f"{n} {what}" if n == 1 else f"{n} {what}{'es' if what.endswith('s') else 's'}"
 
 
+def megabytes(size: float) -> str:
+    """E.g. "28.0 MB", "14.2 GB"."""
+    return f"{size / 1e6:.1f} MB" if size < 1e9 else f"{size / 1e9:.1f} GB"
+
+
 def decibels(value: float | None, unit: str = " dB") -> str:
     """E.g. "31.4 dB"; a dash for what was not measured."""
     return "-" if value is None or math.isnan(value) else f"{value:.1f}{unit}"

@@ -223,6 +223,23 @@ def test_sft_trainer__ten_steps(tmp_path) -> None:
     assert losses[-1] < losses[0]
 
 
+class Router(nn.Linear):
+    """As Llama4's: peft would add to the pair."""
+
+    def forward(self, x: Tensor) -> Any:
+        scores = super().forward(x)
+        return scores.sigmoid(), scores
+
+
+def test_peft__all_linear_leaves_out_what_returns_more_than_a_linear() -> None:
+    model, _ = quantized("rtn8")
+    model.router = Router(8, 4)
+    with pytest.warns(UserWarning, match=r"no adapter for router, a Router: "):
+        lora = adapted(model)
+    assert type(lora.base_model.model.router) is Router
+    assert any("lora_A" in name for name, _ in lora.named_parameters())
+
+
 def tokenizer() -> Any:
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast

@@ -56,7 +56,9 @@ def test_demo__measures_prints_and_writes(monkeypatch, tmp_path):
     assert [row["recovery"] for row in result.table] == [1.0, 0.5, 0.9, 0.9]
     assert [row["size"] for row in result.table] == [80, 40, 40, 40]
     assert len(result.ablation) == 1 + len(demo.ablation_configs())
-    assert set(written) == {"title", "table", "ablation", "reports", "examples", "answers", "kernels", "environment"}
+    parts = ("title", "table", "ablation", "reports", "shown", "examples", "answers", "kernels", "environment")
+    assert set(written) == set(parts)
+    assert written["shown"] in written["reports"]
     text = out.export_text()
     assert all(word in text for word in ("recov.", "90.0", "step by step", "report.html"))
 

@@ -6,10 +6,14 @@ import functools
 
 import torch
 from torch import Tensor
-from triton import knobs
+
+try:
+    from triton import knobs
+except ImportError:  # builds of torch for the CPU come without; what plans a launch is asked there too, and launches nothing
+    knobs = None
 
 # Decided when the kernels are decorated, so once, at import; inline assembly does not exist in the interpreter.
-INTERPRETED = bool(knobs.runtime.interpret)
+INTERPRETED = knobs is not None and bool(knobs.runtime.interpret)
 
 # Hopper's kernels with warps for copies, products and epilogues (pingpong_matmul.py, packed_matmul.py, hadamard_wgmma.py)
 WARPGROUP_ROWS = 512  # more have been measured, and are faster by these kernels

@@ -11,12 +11,13 @@ Operands are tensors, or what stands for tensors that a compiled graph will have
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
 
-from mmqc.kernels.shared.launch import Launch
+if TYPE_CHECKING:  # launches need triton, plans do not
+    from mmqc.kernels.shared.launch import Launch
 
 ROW_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_ROW = 65_536  # entries that a program holds in registers

@@ -1,0 +1,68 @@
+"""``python -m tests.newcomer``: everything that a newcomer tries, one after the other, as a table; ``make newcomer`` calls it.
+
+Exit code 1 if a row neither works nor fails in one clear line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+
+from tests.newcomer import python_rows, shell_rows
+from tests.newcomer.row import ROOT, Row, Verdict, run
+
+ROWS: tuple[Row, ...] = (*shell_rows.ROWS, *python_rows.ROWS)
+
+
+def prepare(folder: Path) -> None:
+    """A model and data of nobody's, and some that are broken."""
+    sys.path.insert(0, str(ROOT / "tests/support"))
+    from own_model import write_data, write_model
+
+    write_model(folder / "model")
+    write_model(folder / "bare", with_processor=False)
+    write_model(folder / "cut")
+    weights = folder / "cut" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:20_000])
+    write_data(folder / "data")
+    for name in ("empty", "broken", "missing", "noimage"):
+        write_data(folder / name)
+    (folder / "empty" / "data.jsonl").write_text("")
+    good = (folder / "data" / "data.jsonl").read_text().splitlines()
+    (folder / "broken" / "data.jsonl").write_text("\n".join([good[0], "{'question':", good[1]]))
+    (folder / "missing" / "data.jsonl").write_text(good[0].replace("0.png", "none.png"))
+    (folder / "noimage" / "0.png").write_bytes(b"this is no image")
+
+
+def try_all(only: str = "") -> list[Verdict]:
+    """Every row, or those with ``only`` in what they are about (rows that they need must be among them)."""
+    with tempfile.TemporaryDirectory(prefix="newcomer-") as name:
+        folder = Path(name)
+        prepare(folder)
+        verdicts = []
+        for row in ROWS:
+            if only in row.what:
+                verdicts.append(run(row, folder))
+                print(line(verdicts[-1]), flush=True)
+        return verdicts
+
+
+def line(verdict: Verdict) -> str:
+    """A line of the table."""
+    return f"{verdict.state:8s}  {verdict.seconds:5.1f} s  {verdict.row.what:66s}  {verdict.text[:150]}"
+
+
+def main() -> int:
+    """See above."""
+    parser = argparse.ArgumentParser(prog="python -m tests.newcomer", description=__doc__)
+    parser.add_argument("--only", default="", help="rows with this in their name")
+    verdicts = try_all(parser.parse_args().only)
+    states = [verdict.state for verdict in verdicts]
+    print(", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states)))
+    return int("WRONG" in states)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
