@@ -26,17 +26,22 @@ PATCH, MERGE, TEMPORAL = 4, 2, 2
 
 
 class CharTokenizer:
-    """One token per character: the newline and printable ASCII, after six special tokens."""
+    """One token per character, after six special tokens: the newline and printable ASCII, or those of another sample."""
 
-    pad_token_id, eos_token_id, vocab_size = PAD, END, VOCAB_SIZE
+    pad_token_id, eos_token_id = PAD, END
+
+    def __init__(self, characters: str = CHARACTERS, vocab_size: int = VOCAB_SIZE) -> None:
+        self.characters, self.vocab_size = characters, vocab_size
+        self.index = {character: len(SPECIAL) + i for i, character in enumerate(characters)}
 
     def encode(self, text: str) -> list[int]:
         """Token ids of plain text, without special tokens."""
         try:
-            return [len(SPECIAL) + CHARACTERS.index(c) for c in text]
-        except ValueError:
-            odd = sorted({c for c in text if c not in CHARACTERS})
-            raise ValueError(f"characters outside printable ASCII cannot be encoded: {odd}") from None
+            return [self.index[c] for c in text]
+        except KeyError:
+            odd = sorted({c for c in text if c not in self.index})
+            held = "printable ASCII" if self.characters == CHARACTERS else f"the sample's {len(self.characters)}"
+            raise ValueError(f"characters outside {held} cannot be encoded: {odd}") from None
 
     def decode(self, ids: Sequence[int] | torch.Tensor, skip_special_tokens: bool = True) -> str:
         """Text of token ids; ids beyond the characters decode to U+FFFD."""
@@ -46,15 +51,20 @@ class CharTokenizer:
                 pieces.append("" if skip_special_tokens else SPECIAL[i])
             else:
                 i -= len(SPECIAL)
-                pieces.append(CHARACTERS[i] if i < len(CHARACTERS) else "\ufffd")
+                pieces.append(self.characters[i] if i < len(self.characters) else "\ufffd")
         return "".join(pieces)
 
 
 class DigitsProcessor:
-    """Callable like a Hugging Face processor: `processor(text, images)` gives one batch-1 dict of tensors."""
+    """Callable like a Hugging Face processor: `processor(text, images)` gives one batch-1 dict of tensors.
 
-    def __init__(self) -> None:
-        self.tokenizer = CharTokenizer()
+    Args:
+        tokenizer: Characters to ids; the digits samples' own by default.
+        patch: A patch's side in pixels.
+    """
+
+    def __init__(self, tokenizer: CharTokenizer | None = None, patch: int = PATCH) -> None:
+        self.tokenizer, self.patch = tokenizer or CharTokenizer(), patch
 
     def __call__(
         self, text: str, images: Sequence[np.ndarray | Image] = (), answer: str | None = None, **_: Any
@@ -63,7 +73,7 @@ class DigitsProcessor:
 
         Args:
             text: The prompt, with as many `<image>` placeholders as there are images.
-            images: RGB pages as PIL images or uint8 arrays [H, W, 3]; sides are multiples of 8 pixels.
+            images: RGB pages as PIL images or uint8 arrays [H, W, 3]; sides are multiples of two patches (8 pixels).
             answer: Where given, it follows the prompt and is closed by the end token.
         """
         patches, grids = zip(*map(self.patches, images), strict=True) if len(images) else ((), ())
@@ -91,18 +101,17 @@ class DigitsProcessor:
             ids += [VISION_START, *[IMAGE] * (rows * columns), VISION_END, *self.tokenizer.encode(piece)]
         return ids
 
-    @staticmethod
-    def patches(image: np.ndarray | Image) -> tuple[np.ndarray, tuple[int, int, int]]:
-        """Flattened patches [h*w, 3*2*4*4] in -1..1 and the grid (1, h, w)."""
-        pixels = np.asarray(image)
-        cell = PATCH * MERGE
+    def patches(self, image: np.ndarray | Image) -> tuple[np.ndarray, tuple[int, int, int]]:
+        """Flattened patches [h*w, 3*2*patch*patch] in -1..1 and the grid (1, h, w)."""
+        pixels, patch = np.asarray(image), self.patch
+        cell = patch * MERGE
         if pixels.ndim != 3 or pixels.shape[2] != 3 or pixels.dtype != np.uint8:
             raise ValueError(f"an image must be RGB uint8 [H, W, 3], got {pixels.dtype} {list(pixels.shape)}")
         if pixels.shape[0] % cell or pixels.shape[1] % cell or 0 in pixels.shape:
             raise ValueError(f"an image's sides must be multiples of {cell} pixels, got {list(pixels.shape[:2])}")
-        h, w = pixels.shape[0] // PATCH, pixels.shape[1] // PATCH
+        h, w = pixels.shape[0] // patch, pixels.shape[1] // patch
         x = pixels.astype(np.float32) / 127.5 - 1
-        x = x.reshape(h // MERGE, MERGE, PATCH, w // MERGE, MERGE, PATCH, 3).transpose(0, 3, 1, 4, 6, 2, 5)
+        x = x.reshape(h // MERGE, MERGE, patch, w // MERGE, MERGE, patch, 3).transpose(0, 3, 1, 4, 6, 2, 5)
         x = np.repeat(x[:, :, :, :, :, None], TEMPORAL, axis=5)
         return x.reshape(h * w, -1), (1, h, w)
 
