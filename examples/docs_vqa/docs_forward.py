@@ -66,10 +66,10 @@ class Forward:
         """Pages in -1..1 [n, H, W, 3] to visual tokens [n, N/4, width]."""
         visual, (n, height, width, _) = self.model.model.visual, images.shape
         rows, columns = height // PATCH, width // PATCH
-        device = images.device
-        place = torch.stack(torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij"), -1)
+        rows_, columns_ = (torch.arange(n, device=images.device, dtype=torch.float32) for n in (rows, columns))
+        place = torch.stack(torch.meshgrid(rows_, columns_, indexing="ij"), -1)
         place = place.view(rows // MERGE, MERGE, columns // MERGE, MERGE, 2).transpose(1, 2).reshape(-1, 2)
-        angle = (place.to(device)[:, :, None].float() * visual.rotary_pos_emb.inv_freq).flatten(1)
+        angle = (place[:, :, None] * visual.rotary_pos_emb.inv_freq).flatten(1)
         angle = torch.cat([angle, angle], -1)
         # A still image fills both frames of the temporal patch.
         h = F.linear(patches(images), visual.patch_embed.proj.weight.sum(2).flatten(1)).float()
