@@ -20,6 +20,12 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     return x * cos + torch.cat([-b, a], -1) * sin
 
 
+def computed_in(x: torch.Tensor) -> torch.dtype:
+    """What linears compute in: autocast's type where that is on."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+
 def patches(images: torch.Tensor) -> torch.Tensor:
     """Pages in -1..1 [n, H, W, 3] to patches [n, N, 3*8*8], the four of a visual token next to each other."""
     n, height, width, _ = images.shape
@@ -73,7 +79,7 @@ class Forward:
         angle = torch.cat([angle, angle], -1)
         # A still image fills both frames of the temporal patch.
         h = F.linear(patches(images), visual.patch_embed.proj.weight.sum(2).flatten(1)).float()
-        dtype = torch.bfloat16 if h.is_cuda else h.dtype
+        dtype = computed_in(h)
         cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
         for block in visual.blocks:
             h = self.vision_block(block, h, cos, sin)
@@ -86,7 +92,7 @@ class Forward:
         language = self.model.model.language_model
         h = language.embed_tokens(tokens).float().index_copy(1, visual, seen.float())
         cos, sin = language.rotary_emb(h, positions[:, None])
-        dtype = torch.bfloat16 if h.is_cuda else h.dtype
+        dtype = computed_in(h)
         cos, sin = cos[:, None].to(dtype), sin[:, None].to(dtype)
         pointers = []
         for i, layer in enumerate(language.layers):

@@ -106,7 +106,7 @@ class Trainer:
         ]
         self.optimizer = torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.98), fused=device == "cuda")
         self.forward = Forward(self.model, compiled=args.compile and device == "cuda")
-        self.warm_from = 0
+        self.warm_from, self.bf16 = 0, device == "cuda"
         if args.resume:
             self.load(args.resume)
 

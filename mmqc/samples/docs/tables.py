@@ -7,7 +7,7 @@ from random import Random
 import numpy as np
 
 from mmqc.samples.docs.canvas import Canvas, Run
-from mmqc.samples.docs.glyphs import MONO, SANS, SERIF, font
+from mmqc.samples.docs.glyphs import MONO, SANS, SERIF, Font, font
 from mmqc.samples.docs.page import Fact, Page, colors, finish, read, read_all
 from mmqc.samples.docs.words import LANGUAGES, word
 from mmqc.samples.handwriting import Handwriting
@@ -47,7 +47,7 @@ def table(rnd: Random, height: int, width: int) -> Page:
     return finish("table", canvas, facts)
 
 
-def _names(rnd: Random, language: str, count: int, room: int, face) -> list[str]:  # noqa: ANN001
+def _names(rnd: Random, language: str, count: int, room: int, face: Font) -> list[str]:
     found: list[str] = []
     for _ in range(20 * max(count, 1)):
         name = word(rnd, language)
@@ -56,10 +56,10 @@ def _names(rnd: Random, language: str, count: int, room: int, face) -> list[str]
     return found or ["x"]
 
 
-def _write_by_hand(rnd: Random, canvas: Canvas, x: int, y: int, text: str, hand: Handwriting, by_digit: list) -> Run:  # noqa: ANN001
+def _write_by_hand(rnd: Random, canvas: Canvas, x: int, y: int, text: str, hand: Handwriting, digits: list) -> Run:
     first, start = len(canvas.characters), x
     for digit in text:
-        scan = hand.scans[rnd.choice(by_digit[int(digit)])]
+        scan = hand.scans[rnd.choice(digits[int(digit)])]
         big = np.rint(np.kron(scan, np.ones((2, 2), np.float32)) * 255).astype(np.uint8)
         canvas.stamp(x, y, big, digit)
         x += 13 + rnd.randint(0, 2)

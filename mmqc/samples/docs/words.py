@@ -16,16 +16,16 @@ LEXICON = {
     "de": "der die und mit nach unter zwischen Wasser Haus Garten Brief Nummer Morgen Abend Winter Sommer Markt Straße Fenster "
     "Küche Papier Fluss Gebirge Insel Brücke Bahnhof Reise Fahrkarte Wetter Silber Kupfer Schlüssel Tasche Decke Kerze Butter Käse "
     "Brot Apfel Pfeffer Zucker Kaffee Zwiebel Möhre Zitrone Flasche Glas Tisch Stuhl Rechnung Zahlung Kunde Lieferung Menge Betrag "
-    "jährlich Dienst Vertrag Größe Prüfung Maschine Muster Fläche Druck Strom Schatten Wald Feder über für können müssen schön grün",
+    "Dienst Vertrag Größe Prüfung Maschine Muster Fläche Druck Strom Schatten Wald Feder über für können müssen schön grün",
     "fr": "le la et avec après sous entre eau maison jardin lettre numéro matin soir hiver été marché rue fenêtre cuisine papier "
     "rivière montagne île pont gare voyage billet temps argent cuivre clé poche couverture bougie beurre fromage pain pomme poivre "
     "sucre café oignon carotte citron bouteille verre table chaise facture paiement client livraison quantité solde mensuel année "
     "service contrat qualité mesure compte machine réseau surface pression forêt plume château garçon français où déjà tête hôtel",
     "es": "el la y con después bajo entre agua casa jardín carta número mañana tarde invierno verano mercado calle ventana cocina "
-    "papel río montaña isla puente estación viaje billete tiempo plata cobre llave bolsillo manta vela mantequilla queso pan manzana "
+    "papel río isla puente estación viaje billete tiempo plata cobre llave bolsillo manta vela mantequilla queso pan manzana "
     "pimienta azúcar café cebolla zanahoria limón botella vaso mesa silla factura pago cliente entrega cantidad saldo mensual año "
     "servicio contrato calidad medida cuenta máquina señal red presión bosque pluma niño pequeño también corazón",
-    "pl": "i z po pod między woda dom ogród list numer rano wieczór zima lato rynek ulica okno kuchnia papier rzeka góra wyspa most "
+    "pl": "i z po pod między woda dom ogród list numer rano wieczór zima lato rynek ulica okno kuchnia papier rzeka góra most "
     "dworzec podróż bilet pogoda srebro miedź klucz kieszeń koc świeca masło ser chleb jabłko pieprz cukier kawa cebula marchew "
     "cytryna butelka szklanka stół krzesło rachunek płatność klient dostawa ilość saldo roczny usługa umowa jakość miara maszyna "
     "sygnał sieć ciśnienie prąd cień las pióro źródło łąka ćma żółty święto część dzień być żeby książka",
