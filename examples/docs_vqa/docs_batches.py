@@ -24,6 +24,7 @@ SLOTS = 4  # characters of a visual token that the probe reads
 # Cost of a visual token in the vision tower and of any token in the decoder (million FLOPs, forward and backward), and of
 # a pair of visual tokens of one page in the vision tower's attention, which runs nearer to the device's peak.
 SEE, READ, PAIR = 160, 60, 0.25
+TAIL = 80  # tokens of a question and its answer
 
 
 @dataclass(frozen=True)
@@ -39,9 +40,9 @@ class Bucket:
 
 BUCKETS = (
     Bucket("line", ("line",), 2, 0.6, 0.12),
-    Bucket("card", questions.CARDS, 4, 0.4, 0.5),
-    Bucket("several", questions.CARDS, 4, 0.0, 0.18),
-    Bucket("page", ("page",), 4, 0.0, 0.2),
+    Bucket("card", questions.CARDS, 6, 0.4, 0.5),
+    Bucket("several", questions.CARDS, 8, 0.0, 0.18),
+    Bucket("page", ("page",), 12, 0.0, 0.2),
 )
 WORDS = ("text", "receipt", "receipt", "table", "chart", "chart", "form", "photo")  # how often a card is of which kind
 
@@ -78,10 +79,10 @@ def in_cells(page: Page, rows: int, columns: int) -> tuple[np.ndarray, np.ndarra
 class Batches(IterableDataset):
     """Dictionaries of tensors:
 
-    images [B, P, H, W, 3] uint8    positions [3, T]    visual [P*V]: where in a row the visual tokens stand
-    tokens [B*Q, T]    start [B*Q]: where the prompt's last token stands
+    images [B, N, H, W, 3] uint8    cells [B, N*V, 4]: the characters that the visual tokens show, 0 none
+    head [P]: the tokens in front of every question    visual [N*V]: where in it the visual tokens stand
+    tokens [B*Q, T]: question and answer    positions [3, P+T]    start [B*Q]: where the question's last token stands
     answer [B*Q, A]: the tokens that follow, 0 behind the end    source [B*Q, A]: the visual token of each, or -1
-    cells [B, P*V, 4]: the characters that the visual tokens show, 0 none
     """
 
     def __init__(self, seed: int, budget: float, split: str = "train", done: Synchronized | None = None) -> None:
@@ -104,7 +105,7 @@ def make(rnd: Random, bucket: Bucket, budget: float, hand: handwriting.Handwriti
     count = rnd.randint(2, 3) if bucket.name == "several" else 1
     rows, columns = height // CELL, width // CELL
     seen = rows * columns * count
-    cost = seen * (SEE + rows * columns * PAIR) + bucket.asked * (seen + 80) * READ
+    cost = seen * (SEE + READ + rows * columns * PAIR) + bucket.asked * TAIL * (READ + seen * PAIR / 8)
     size = max(1, round(budget / cost))
     kinds = ("line",) if bucket.name == "line" else ("page",) if bucket.name == "page" else WORDS
     drawn = [[questions.draw(rnd, rnd.choice(kinds), height, width, hand) for _ in range(count)] for _ in range(size)]
@@ -112,9 +113,10 @@ def make(rnd: Random, bucket: Bucket, budget: float, hand: handwriting.Handwriti
     for pages in drawn:
         places = [in_cells(page, rows, columns) for page in pages]
         cells.append(np.concatenate([c for _, c in places]))
-        for _ in range(bucket.asked):
+        facts = rnd.sample(pages[0].facts, len(pages[0].facts))
+        for i in range(bucket.asked):
             image = rnd.randrange(count)
-            fact = questions.about_several(rnd, pages, image) if count > 1 else rnd.choice(pages[0].facts)
+            fact = questions.about_several(rnd, pages, image) if count > 1 else facts[i % len(facts)]
             asked.append((fact, places[image][0], image * rows * columns))
     out = rows_of(asked, count, (rows, columns))
     out["cells"] = torch.from_numpy(np.stack(cells).astype(np.int16))
@@ -136,18 +138,16 @@ def rows_of(asked: list[tuple[Fact, np.ndarray, int]], count: int, grid: tuple[i
     longest = max(len(q) + len(a) - 1 for q, a in zip(questions_, answers, strict=True))
     tail, window = -(-longest // 16) * 16, -(-max(map(len, answers)) // 8) * 8
     # A window may reach over the row's end: its last places repeat the last token and have no answer.
-    tokens = np.full((len(asked), len(head) + tail), PAD, np.int64)
-    tokens[:, : len(head)] = head
+    tokens = np.full((len(asked), tail), PAD, np.int64)
     answer = np.zeros((len(asked), window), np.int64)
     source = np.full((len(asked), window), -1, np.int64)
     start = np.zeros(len(asked), np.int64)
     for i, ((fact, at, offset), q, a) in enumerate(zip(asked, questions_, answers, strict=True)):
-        tokens[i, len(head) : len(head) + len(q) + len(a) - 1] = q + a[:-1]
-        start[i] = len(head) + len(q) - 1
+        tokens[i, : len(q) + len(a) - 1] = q + a[:-1]
+        start[i] = len(q) - 1
         answer[i, : len(a)] = a
         source[i, : len(a) - 1] = [at[w] + offset if w >= 0 else -1 for w in fact.where]
     # VISION_END and what follows it count on from the page.
-    positions = mrope([*pieces, 1 + tail])
-    assert positions.shape[1] == tokens.shape[1], (positions.shape, tokens.shape)
-    found = dict(tokens=tokens, answer=answer, source=source, start=start, positions=positions, visual=np.array(visual))
+    found = dict(tokens=tokens, answer=answer, source=source, start=start, positions=mrope([*pieces, 1 + tail]))
+    found |= dict(head=np.array(head), visual=np.array(visual))
     return {name: torch.from_numpy(value) for name, value in found.items()}

@@ -1,7 +1,7 @@
 """Qwen2-VL's forward for batches of one shape: no mask, no padding but at the rows' ends; `check` compares with transformers.
 
-Visual tokens are `[pages, N, width]`, four patches each in the processor's order; a row of the decoder holds its pages' tokens
-at the same places as every other row.
+Visual tokens are `[pages, N, width]`, four patches each in the processor's order. What comes before the questions (the pages) is
+read once; the questions about it are rows of their own that attend to it.
 """
 
 from __future__ import annotations
@@ -41,20 +41,52 @@ def vision_block(block: nn.Module, h: torch.Tensor, cos: torch.Tensor, sin: torc
     return h + block.mlp(block.norm2(h))
 
 
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Causal attention of the last queries [n, heads, T, 64] to all keys [n, heads, P+T, 64]."""
+    if q.is_cuda:
+        # The kernel aligns the mask at the lower right, which torch's own front refuses to say (`aligned` asks it).
+        return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[0]
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=lower_right(q.shape[2], k.shape[2]))
+
+
+def lower_right(queries: int, keys: int) -> torch.Tensor:
+    return torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
+
+
+def aligned(device: str) -> bool:
+    """Whether `attend` is what it says on this device."""
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 2, n, 64, generator=g).to(device, torch.bfloat16) for n in (16, 40, 40))
+    wanted = F.scaled_dot_product_attention(q.float(), k.float(), v.float(), attn_mask=lower_right(16, 40).to(device))
+    return bool((attend(q, k, v).float() - wanted).abs().max() < 0.05)
+
+
 def text_layer(
-    layer: nn.Module, h: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    layer: nn.Module, h: torch.Tensor, angles: tuple[torch.Tensor, ...], pages: int, rows: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The next hidden states, and the first head's queries and keys."""
-    size, n, width = h.shape
-    attention, x = layer.self_attn, layer.input_layernorm(h)
-    q = rotate(attention.q_proj(x).view(size, n, -1, 64).transpose(1, 2), cos, sin)
-    k = rotate(attention.k_proj(x).view(size, n, -1, 64).transpose(1, 2), cos, sin)
-    v = attention.v_proj(x).view(size, n, -1, 64).transpose(1, 2)
+    """The next hidden states, the first head's queries of the tails and keys of the pages.
+
+    h [pages*P + rows*T, width]: what comes before the questions, once a page, then the questions, rows/pages to each page.
+    angles: cosine and sine of the first P positions, and of the T that follow.
+    """
+    cos, sin, cos_after, sin_after = angles
+    attention, x, n = layer.self_attn, layer.input_layernorm(h), pages * len(cos)
+    before, after = (pages, len(cos), -1, 64), (rows, len(cos_after), -1, 64)
+
+    def split(y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return y[:n].view(before).transpose(1, 2), y[n:].view(after).transpose(1, 2)
+
+    (q, q_after), (k, k_after), (v, v_after) = map(split, (attention.q_proj(x), attention.k_proj(x), attention.v_proj(x)))
+    q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+    q_after, k_after = rotate(q_after, cos_after, sin_after), rotate(k_after, cos_after, sin_after)
     groups = q.shape[1] // k.shape[1]
-    keys, values = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-    a = F.scaled_dot_product_attention(q, keys, values, is_causal=True)
-    h = h + attention.o_proj(a.transpose(1, 2).reshape(size, n, width))
-    return h + layer.mlp(layer.post_attention_layernorm(h)), q[:, 0], k[:, 0]
+    first = F.scaled_dot_product_attention(q, k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1), is_causal=True)
+    keys = torch.cat([k.repeat_interleave(rows // pages, 0), k_after], 2).repeat_interleave(groups, 1)
+    values = torch.cat([v.repeat_interleave(rows // pages, 0), v_after], 2).repeat_interleave(groups, 1)
+    second = attend(q_after, keys, values)
+    a = torch.cat([y.transpose(1, 2).reshape(-1, h.shape[1]) for y in (first, second)])
+    h = h + attention.o_proj(a)
+    return h + layer.mlp(layer.post_attention_layernorm(h)), q_after[:, 0], k[:, 0]
 
 
 class Forward:
@@ -85,21 +117,23 @@ class Forward:
             h = self.vision_block(block, h, cos, sin)
         return visual.merger.mlp(visual.merger.ln_q(h).view(n, h.shape[1] // 4, -1))
 
-    def read(
-        self, tokens: torch.Tensor, positions: torch.Tensor, visual: torch.Tensor, seen: torch.Tensor
-    ) -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]:
-        """Last hidden states [R, T, width] and the pointers' queries and keys; `seen` [R, P*V, width]."""
-        language = self.model.model.language_model
-        h = language.embed_tokens(tokens).float().index_copy(1, visual, seen.float())
-        cos, sin = language.rotary_emb(h, positions[:, None])
-        dtype = computed_in(h)
-        cos, sin = cos[:, None].to(dtype), sin[:, None].to(dtype)
+    def read(self, b: dict[str, torch.Tensor], seen: torch.Tensor) -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]:
+        """Last hidden states of the questions [R, T, width], and the pointers' queries [R, T, 64] and keys [pages, P, 64].
+
+        `seen` [pages, P*V, width]; the batch's head [P], tokens [R, T], positions [3, P+T] and visual.
+        """
+        language, (pages, _, width), (rows, tail) = self.model.model.language_model, seen.shape, b["tokens"].shape
+        embed, front = language.embed_tokens, len(b["head"])
+        head = embed(b["head"]).float().expand(pages, -1, -1).index_copy(1, b["visual"], seen.float())
+        h = torch.cat([head.reshape(-1, width), embed(b["tokens"]).float().view(-1, width)])
+        cos, sin = (x[0].to(computed_in(h)) for x in language.rotary_emb(h, b["positions"][:, None]))
+        angles = (cos[:front], sin[:front], cos[front:], sin[front:])
         pointers = []
         for i, layer in enumerate(language.layers):
-            h, q, k = self.text_layer(layer, h, cos, sin)
+            h, q, k = self.text_layer(layer, h, angles, pages, rows)
             if i in POINTERS:
                 pointers.append((q, k))
-        return language.norm(h), pointers
+        return language.norm(h[pages * front :].view(rows, tail, width)), pointers
 
 
 @torch.no_grad()
@@ -107,17 +141,16 @@ def check(model: nn.Module, batch: dict[str, torch.Tensor]) -> float:
     """Largest relative difference of this forward's logits from transformers', over three rows of a batch."""
     forward = Forward(model, compiled=False)
     images = batch["images"].flatten(0, 1).float() / 127.5 - 1
-    asked = len(batch["tokens"]) // len(batch["images"])
+    asked, worst = len(batch["tokens"]) // len(batch["images"]), 0.0
     seen = forward.see(images).view(len(batch["images"]), -1, model.config.text_config.hidden_size)
-    hidden, _ = forward.read(batch["tokens"], batch["positions"], batch["visual"], seen.repeat_interleave(asked, 0))
-    ours, worst = model.lm_head(hidden), 0.0
+    ours = model.lm_head(forward.read(batch, seen)[0])
     for row in (0, len(ours) // 2, len(ours) - 1):
         n = int((batch["tokens"][row] != PAD).sum())
-        ids, pages = batch["tokens"][row : row + 1, :n], batch["images"][row // asked]
+        ids, pages = torch.cat([batch["head"], batch["tokens"][row, :n]])[None], batch["images"][row // asked]
         inputs = dict(input_ids=ids, attention_mask=torch.ones_like(ids))
         inputs["mm_token_type_ids"] = torch.zeros_like(ids).index_fill(1, batch["visual"], 1)
         x = patches(pages.float() / 127.5 - 1).view(-1, 3, 1, PATCH * PATCH).expand(-1, -1, 2, -1)
         grid = torch.tensor([[1, pages.shape[1] // PATCH, pages.shape[2] // PATCH]]).expand(len(pages), -1)
-        theirs = model(**inputs, pixel_values=x.reshape(len(x), -1), image_grid_thw=grid).logits
+        theirs = model(**inputs, pixel_values=x.reshape(len(x), -1), image_grid_thw=grid).logits[:, -n:]
         worst = max(worst, ((ours[row : row + 1, :n] - theirs).norm() / theirs.norm()).item())
     return worst
