@@ -14,7 +14,8 @@ from matplotlib.ft2font import FT2Font
 from PIL import Image, ImageDraw, ImageFont
 from safetensors.torch import save_file
 
-from mmqc.samples.docs import alphabet, glyphs
+import mmqc
+from mmqc.samples.docs import alphabet, glyphs, place
 
 # Computer Modern's text fonts have their own encoding outside of these.
 PLAIN = set("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789.,:;-/()!?+=' ")
@@ -46,9 +47,10 @@ def main() -> None:
                 table[f, s, c] = offset, *bitmap.shape, left, top, advance
                 pieces.append(bitmap.ravel())
                 offset += bitmap.size
-    glyphs.PATH.parent.mkdir(parents=True, exist_ok=True)
-    save_file({"table": torch.from_numpy(table), "coverage": torch.from_numpy(np.concatenate(pieces))}, glyphs.PATH)
-    print(f"{glyphs.PATH}: {glyphs.PATH.stat().st_size / 1e6:.1f} MB")
+    path = Path(mmqc.samples.__file__ or "").parent / place.NAME / glyphs.FILE
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_file({"table": torch.from_numpy(table), "coverage": torch.from_numpy(np.concatenate(pieces))}, path)
+    print(f"{path}: {path.stat().st_size / 1e6:.1f} MB")
 
 
 if __name__ == "__main__":

@@ -13,9 +13,9 @@ import torch
 
 from mmqc.samples import handwriting
 from mmqc.samples.docs import questions
-from mmqc.samples.docs.alphabet import CHARACTERS, END, PATCH, VOCAB_SIZE
-from mmqc.samples.processor import CharTokenizer, DigitsProcessor
+from mmqc.samples.docs.alphabet import END
 from mmqc.samples.questions import Question
+from mmqc.samples.sample import docs_processor
 
 DEV_SEED = 3  # neither calibration's nor evaluation's
 
@@ -23,7 +23,7 @@ DEV_SEED = 3  # neither calibration's nor evaluation's
 @torch.no_grad()
 def answers(model: Any, batch: Sequence[Question], device: str) -> list[str]:
     """The model's own answers, up to their end token."""
-    processor = DigitsProcessor(CharTokenizer(CHARACTERS, VOCAB_SIZE), PATCH)
+    processor = docs_processor()
     inputs = processor.collate([processor(q.prompt, q.images) for q in batch], multiple_of=16)
     inputs = {name: x.to(device) for name, x in inputs.items()}
     with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):

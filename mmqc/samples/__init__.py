@@ -8,6 +8,7 @@
 |-------------------|-----------------------------------------------------------------------------------|
 | digits-vqa        | a Qwen2-VL of 7 million parameters that answers questions about handwritten digits |
 | digits-vqa-stress | the same function in coordinates that are hard to quantize (`samples/stress.py`)   |
+| docs-vqa          | a Qwen2-VL of 19 million parameters that reads documents; its 40 MB are not in the wheel |
 
 Nothing here touches the network. torch, transformers and scikit-learn are imported when a sample is loaded, not before.
 """
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from mmqc.samples.sample import Sample
 
-NAMES = ("digits-vqa", "digits-vqa-stress")
+NAMES = ("digits-vqa", "digits-vqa-stress", "docs-vqa")
 MARK = "mmqc_sample"  # a sample's name in its model's config, and so in the config.json of whatever is made from it
 
 __all__ = ["MARK", "NAMES", "Sample", "load"]
@@ -29,10 +30,11 @@ def load(name: str) -> Sample:
     """Load a shipped sample: `.model .processor .calibration(n) .prompts(n) .evaluate(model, n)`.
 
     Args:
-        name: "digits-vqa" or "digits-vqa-stress".
+        name: "digits-vqa", "digits-vqa-stress" or "docs-vqa".
 
     Raises:
         ValueError: no sample has that name.
+        SampleMissingError: the files of docs-vqa are not here; says where to get them.
     """
     from mmqc.samples.sample import Sample
 

@@ -6,15 +6,19 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from mmqc.samples import checkpoint, handwriting, scoring, stress
-from mmqc.samples.processor import DigitsProcessor
+from mmqc.samples import checkpoint, handwriting, pairs, scoring, stress
+from mmqc.samples.docs import alphabet, place
+from mmqc.samples.docs import checkpoint as docs_checkpoint
+from mmqc.samples.docs import questions as docs_questions
+from mmqc.samples.processor import CharTokenizer, DigitsProcessor
 from mmqc.samples.questions import Question, questions
 
 if TYPE_CHECKING:
     import torch
     from transformers import Qwen2VLForConditionalGeneration
 
-QUESTIONS = 640
+QUESTIONS = {"digits-vqa": 640, "digits-vqa-stress": 640, "docs-vqa": 450}
+DOCS = "docs-vqa"
 _CALIBRATION_SEED, _TEST_SEED = 1, 2
 
 
@@ -29,6 +33,8 @@ class Sample:
     @classmethod
     def load(cls, name: str) -> Sample:
         """The sample of that name; `mmqc.samples.load` checks the name."""
+        if name == DOCS:
+            return cls(name, docs_checkpoint.load(place.folder()), docs_processor())
         model = checkpoint.load()
         if name == "digits-vqa-stress":
             model = stress.stress(model).float()
@@ -43,8 +49,8 @@ class Sample:
         return [self.processor(q.prompt, q.images) for q in self._calibration_questions(n)]
 
     def questions(self, n: int | None = None) -> list[Question]:
-        """The first `n` questions of the evaluation (all: 640); every prefix holds the kinds in equal numbers."""
-        return list(islice(questions(handwriting.load_split("test"), _TEST_SEED), QUESTIONS if n is None else n))
+        """The first `n` questions of the evaluation (all: 640; of docs-vqa 450); every prefix holds the kinds in equal numbers."""
+        return self._asked("test", _TEST_SEED, QUESTIONS[self.name] if n is None else n)
 
     def scores(self, model: Any, n: int | None = None) -> list[scoring.Score]:
         """What `model` answers to each of `questions(n)`, with that question's accuracy and NLL."""
@@ -61,6 +67,28 @@ class Sample:
         """Accuracy of `model_b` minus that of `model_a` on the same questions, with a bootstrap 95 % interval."""
         return scoring.compare(self.scores(model_a, n), self.scores(model_b, n))
 
-    @staticmethod
-    def _calibration_questions(n: int) -> list[Question]:
-        return list(islice(questions(handwriting.load_split("calibration"), _CALIBRATION_SEED), n))
+    def pairs(self, first: Any, second: Any, n: int | None = None, scores: list[scoring.Score] | None = None) -> list[pairs.Pair]:
+        """What `second` changed on each of `questions(n)`; `scores`: those of `second`, where they are known."""
+        asked = self.questions(n)
+        before, after = self.scores(first, n), scores or self.scores(second, n)
+        apart: dict[int, tuple[float, float]] = {}
+        for index in scoring.groups(asked, self.processor.patch):
+            batch = [asked[i] for i in index]
+            both = (scoring.answer_log_probs(model, self.processor, batch) for model in (first, second))
+            apart |= zip(index, map(pairs.divergence, *both), strict=True)
+        rows = zip(before, after, strict=True)
+        return [pairs.Pair(a.kind, (a.accuracy, b.accuracy), (a.nll, b.nll), *apart[i]) for i, (a, b) in enumerate(rows)]
+
+    def _calibration_questions(self, n: int) -> list[Question]:
+        return self._asked("calibration", _CALIBRATION_SEED, n)
+
+    def _asked(self, split: str, seed: int, n: int) -> list[Question]:
+        hand = handwriting.load_split(split)
+        if self.name == DOCS:
+            return [docs_questions.question(seed, i, hand) for i in range(n)]
+        return list(islice(questions(hand, seed), n))
+
+
+def docs_processor() -> DigitsProcessor:
+    """The processor of docs-vqa: its own characters, patches of 8 pixels."""
+    return DigitsProcessor(CharTokenizer(alphabet.CHARACTERS, alphabet.VOCAB_SIZE), alphabet.PATCH)

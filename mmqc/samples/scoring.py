@@ -15,9 +15,10 @@ import numpy as np
 import torch
 
 from mmqc.samples.processor import END, DigitsProcessor
-from mmqc.samples.questions import KINDS, TRANSCRIPTIONS, Question
+from mmqc.samples.questions import TRANSCRIPTIONS, Question
 
-BATCH = 32
+BATCH, BATCH_TOKENS = 32, 8192
+READINGS = ("line", "text", "page", "photo")  # of docs-vqa
 DRAWS, SEED = 2000, 0
 
 
@@ -80,17 +81,47 @@ class Comparison:
 
 
 def accuracy(kind: str, answer: str, right: str) -> float:
-    """Exact match; for transcriptions the fraction of digits that stand where they should."""
+    """Exact match; for digits that were copied the share that stands where it should, for text that was read `anls`."""
+    if kind in READINGS:
+        return anls(answer, right)
     if kind not in TRANSCRIPTIONS:
         return float(answer == right)
     hits = [i < len(answer) and answer[i] == c for i, c in enumerate(right) if c.isdigit()]
     return sum(hits) / len(hits)
 
 
+def anls(answer: str, right: str) -> float:
+    """1 less the edit distance over the longer text's length; 0 where half of it or more is wrong (Biten et al. 2019, eq. 1)."""
+    row = list(range(len(right) + 1))
+    for i, c in enumerate(answer, 1):
+        last, row = row, [i]
+        for j, d in enumerate(right, 1):
+            row.append(min(last[j] + 1, row[-1] + 1, last[j - 1] + (c != d)))
+    similar = 1 - row[-1] / max(len(answer), len(right), 1)
+    return similar if similar > 0.5 else 0.0
+
+
+@torch.no_grad()
+def answer_log_probs(model: Any, processor: DigitsProcessor, batch: Sequence[Question]) -> list[torch.Tensor]:
+    """log p [T, V] at each right answer's tokens, its end included, under teacher forcing."""
+    inputs = processor.collate([processor(q.prompt, q.images, answer=q.answer) for q in batch], multiple_of=16)
+    logits = model(**to_device(inputs, model), use_cache=False).logits
+    rows = zip(logits, (len(q.answer) + 1 for q in batch), strict=True)
+    return [row[-size - 1 : -1].double().log_softmax(-1).float().cpu() for row, size in rows]
+
+
+def to_device(batch: dict[str, torch.Tensor], model: Any) -> dict[str, torch.Tensor]:
+    """The batch where the model's first parameter or buffer is."""
+    held = next(iter(model.parameters()), None)
+    device = held.device if held is not None else next(iter(model.buffers())).device
+    return {name: value.to(device) for name, value in batch.items()}
+
+
 @torch.no_grad()
 def answer_nll(model: Any, processor: DigitsProcessor, batch: Sequence[Question]) -> list[float]:
     """Mean NLL of each right answer's tokens under teacher forcing."""
     inputs = processor.collate([processor(q.prompt, q.images, answer=q.answer) for q in batch], multiple_of=16)
+    inputs = to_device(inputs, model)
     logits = model(**inputs, use_cache=False).logits
     sizes = [len(q.answer) + 1 for q in batch]
     return [tail_nll(*row) for row in zip(logits, inputs["input_ids"], sizes, strict=True)]
@@ -99,7 +130,7 @@ def answer_nll(model: Any, processor: DigitsProcessor, batch: Sequence[Question]
 @torch.no_grad()
 def greedy_answers(model: Any, processor: DigitsProcessor, batch: Sequence[Question]) -> list[str]:
     """The model's own answers, up to their end token."""
-    inputs = processor.collate([processor(q.prompt, q.images) for q in batch], multiple_of=16)
+    inputs = to_device(processor.collate([processor(q.prompt, q.images) for q in batch], multiple_of=16), model)
     longest = max(len(q.answer) for q in batch) + 1
     tokens = model.generate(**inputs, max_new_tokens=longest, do_sample=False)[:, inputs["input_ids"].shape[1] :]
     answers = []
@@ -108,24 +139,40 @@ def greedy_answers(model: Any, processor: DigitsProcessor, batch: Sequence[Quest
     return answers
 
 
+def _length(q: Question, patch: int) -> int:
+    """About how many tokens a question has with its answer."""
+    return len(q.prompt) + len(q.answer) + sum(image.shape[0] * image.shape[1] for image in q.images) // (2 * patch) ** 2
+
+
+def groups(asked: Sequence[Question], patch: int, batch_size: int = BATCH) -> list[list[int]]:
+    """Which questions share a batch: of one kind, with answers of similar length, of at most `BATCH_TOKENS` tokens with padding."""
+    kinds = list(dict.fromkeys(q.kind for q in asked))
+    found: list[list[int]] = []
+    for i in sorted(range(len(asked)), key=lambda i: (kinds.index(asked[i].kind), len(asked[i].answer), i)):
+        last = found[-1] if found else []
+        longest = max(_length(asked[j], patch) for j in [*last, i])
+        room = len(last) < batch_size and (len(last) + 1) * longest <= BATCH_TOKENS
+        if last and room and asked[last[0]].kind == asked[i].kind:
+            last.append(i)
+        else:
+            found.append([i])
+    return found
+
+
 def score(model: Any, processor: DigitsProcessor, asked: Sequence[Question], batch_size: int = BATCH) -> list[Score]:
     """Score every question; the order of the result is that of the questions."""
-    order = sorted(range(len(asked)), key=lambda i: (KINDS.index(asked[i].kind), len(asked[i].answer), i))
-    groups = [[i for i in order if asked[i].kind == kind] for kind in KINDS]
     scores: dict[int, Score] = {}
-    for group in groups:
-        for start in range(0, len(group), batch_size):
-            index = group[start : start + batch_size]
-            batch = [asked[i] for i in index]
-            answers = greedy_answers(model, processor, batch)
-            nlls = answer_nll(model, processor, batch)
-            for i, q, answer, nll in zip(index, batch, answers, nlls, strict=True):
-                scores[i] = Score(q.kind, answer, q.answer, accuracy(q.kind, answer, q.answer), nll)
+    for index in groups(asked, processor.patch, batch_size):
+        batch = [asked[i] for i in index]
+        answers = greedy_answers(model, processor, batch)
+        nlls = answer_nll(model, processor, batch)
+        for i, q, answer, nll in zip(index, batch, answers, nlls, strict=True):
+            scores[i] = Score(q.kind, answer, q.answer, accuracy(q.kind, answer, q.answer), nll)
     return [scores[i] for i in range(len(asked))]
 
 
 def _by_kind(scores: Sequence[Score], values: Sequence[float]) -> dict[str, np.ndarray]:
-    kinds = [kind for kind in KINDS if any(s.kind == kind for s in scores)]
+    kinds = dict.fromkeys(s.kind for s in scores)
     return {kind: np.array([v for s, v in zip(scores, values, strict=True) if s.kind == kind]) for kind in kinds}
 
 

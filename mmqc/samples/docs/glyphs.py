@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 
 import numpy as np
 
+from mmqc.samples.docs import place
 from mmqc.samples.docs.alphabet import CHARACTERS
 
 SANS = ("DejaVuSans", "DejaVuSans-Bold", "DejaVuSans-Oblique")
@@ -16,7 +16,7 @@ SERIF = ("DejaVuSerif", "DejaVuSerif-Bold", "STIXGeneral", "STIXGeneralItalic", 
 LATIN = ("cmr10", "cmss10", "cmtt10")  # English alone
 FONTS = (*SANS, *MONO, *SERIF, *LATIN)
 SIZES = (12, 13, 14, 16, 18, 20)  # of the em square, in pixels
-PATH = Path(__file__).parent / "glyphs.safetensors"
+FILE = "glyphs.safetensors"
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Font:
 def _tensors() -> tuple[np.ndarray, np.ndarray]:
     from safetensors.numpy import load_file
 
-    held = load_file(PATH)
+    held = load_file(place.folder() / FILE)
     return held["table"], held["coverage"]
 
 
