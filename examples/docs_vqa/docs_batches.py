@@ -85,7 +85,7 @@ class Batches(IterableDataset):
     answer [B*Q, A]: the tokens that follow, 0 behind the end    source [B*Q, A]: the visual token of each, or -1
     """
 
-    def __init__(self, seed: int, budget: float, split: str = "train", done: Synchronized | None = None) -> None:
+    def __init__(self, seed: str, budget: float, split: str = "train", done: Synchronized | None = None) -> None:
         self.seed, self.budget, self.split, self.done = seed, budget, split, done
 
     def __iter__(self):

@@ -93,7 +93,7 @@ class Forward:
     """The two halves of the model; `compiled` compiles a layer of each once, for all sizes."""
 
     def __init__(self, model: nn.Module, compiled: bool) -> None:
-        self.model = model
+        self.model, self.compiled = model, compiled
         if compiled:
             self.vision_block = torch.compile(vision_block, dynamic=True)
             self.text_layer = torch.compile(text_layer, dynamic=True)

@@ -189,7 +189,9 @@ class Trainer:
             self.optimizer.zero_grad(set_to_none=True)
             try:
                 found = self.losses(batch)
-            except torch._dynamo.exc.TorchDynamoException as error:  # a run is short: rather slow than none
+            except Exception as error:  # a run is short: rather slow than none
+                if not self.forward.compiled:
+                    raise
                 print(f"goes on uncompiled: {error!s:.2000}", flush=True)
                 self.forward = Forward(self.model, compiled=False)
                 found = self.losses(batch)
