@@ -40,11 +40,12 @@ class Bucket:
 
 BUCKETS = (
     Bucket("line", ("line",), 2, 0.6, 0.12),
-    Bucket("card", questions.CARDS, 6, 0.4, 0.5),
-    Bucket("several", questions.CARDS, 8, 0.0, 0.18),
-    Bucket("page", ("page",), 12, 0.0, 0.2),
+    Bucket("card", questions.CARDS, 6, 0.4, 0.45),
+    Bucket("several", questions.CARDS, 8, 0.0, 0.15),
+    Bucket("page", ("page",), 12, 0.0, 0.28),
 )
-WORDS = ("text", "receipt", "receipt", "table", "chart", "chart", "form", "photo")  # how often a card is of which kind
+# How often a card is of which kind.
+WORDS = tuple("text text receipt table table table chart chart chart form form photo".split())
 
 
 def mrope(pieces: list[int | tuple[int, int]]) -> np.ndarray:

@@ -22,6 +22,7 @@ import time
 from pathlib import Path
 
 import torch
+import torch.fx.experimental._config
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader
@@ -99,6 +100,8 @@ class Trainer:
             self.model.load_state_dict(checkpoint.load(args.resume / "model").state_dict())
         self.model.to(device).train()
         self.probe = Probe(args.width).to(device)
+        if args.resume:  # where there is no state, what the probe does not know yet does not disturb the rest
+            nn.init.zeros_(self.probe.head.weight)
         self.parameters = [*self.model.parameters(), *self.probe.parameters()]
         groups = [
             dict(params=[p for p in self.parameters if (p.dim() >= 2) == wide], weight_decay=0.05 if wide else 0.0)
@@ -240,7 +243,7 @@ def main() -> None:
     parser.add_argument("--state", type=Path, help="where state.pt goes (260 MB; a copy of log.json too); by default to --out")
     parser.add_argument("--minutes", type=float, default=8.5, help="of this run, scoring included")
     parser.add_argument("--total", type=float, help="minutes of all runs, over which the learning rate falls; as --minutes")
-    parser.add_argument("--reserve", type=float, default=60, help="seconds of --minutes left for saving and scoring")
+    parser.add_argument("--reserve", type=float, default=30, help="seconds of --minutes left for saving and scoring")
     parser.add_argument("--steps", type=int, default=10**9)
     parser.add_argument("--rate", type=float, default=1e-3)
     parser.add_argument("--budget", type=float, default=5.2e6, help="cost of a step in million FLOPs")
@@ -259,6 +262,7 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     torch.set_float32_matmul_precision("high")
     torch.backends.cuda.enable_cudnn_sdp(False)  # it plans anew for every size
+    torch.fx.experimental._config.use_duck_shape = False  # sizes that happen to be equal in the first batch stay apart
     trainer = Trainer(args, "cuda" if torch.cuda.is_available() else "cpu")
     if args.check:
         from random import Random

@@ -237,7 +237,7 @@ def check(
 def evaluate(
     model: Model,
     questions: Annotated[int | None, typer.Option("--questions", "-n", min=1, help="Default: all.")] = None,
-    against: Annotated[str | None, typer.Option(help="The float model: paired differences, recovery, SQNR.")] = None,
+    against: Annotated[list[str] | None, typer.Option(help="The float model, or others: what MODEL changed, paired.")] = None,
     data: Annotated[Path | None, typer.Option("--data", help="A folder with data.jsonl, or a jsonl file.")] = None,
     text: Annotated[list[Path] | None, typer.Option("--text", exists=True, help="Text files: perplexity.")] = None,
     tasks: Annotated[str | None, typer.Option(help="Tasks of lm-evaluation-harness, e.g. mmmu_val,chartqa.")] = None,
@@ -251,7 +251,7 @@ def evaluate(
 
     if tasks and (against or data or text or min_recovery is not None):
         raise typer.BadParameter("the harness evaluates one model by itself", param_hint="--tasks")
-    if min_recovery is not None and against is None:
+    if min_recovery is not None and not against:
         raise typer.BadParameter("recovery needs the float model: --against", param_hint="--min-recovery")
     if not tasks:  # the harness takes names of the Hub too
         checks.names(model, sample)
@@ -259,17 +259,16 @@ def evaluate(
     if data is not None or not (text or tasks):
         source.data_of(model, sample, None if data is None else str(data), "--data", 0)
     wake()
-    from mmqc.cli import jobs
+    from mmqc.cli import eval_job, jobs
 
     if tasks:
         figures = jobs.benchmarks(model, tasks.split(","), questions, console)
         write_json(json_file, {"model": model, "data": tasks, "eval": figures})
         return
-    job = jobs.Evaluation(model, against, data, tuple(text or ()), questions, max_new_tokens)
-    figures = jobs.evaluate(job, lambda name: load(name, sample), console)
-    write_json(json_file, {"model": model, "data": str(data or ""), "eval": figures})
-    recovery = figures.get("recovery")
-    if min_recovery is not None and not (isinstance(recovery, float) and recovery >= min_recovery):
+    job = eval_job.Evaluation(model, tuple(against or ()), data, tuple(text or ()), questions, max_new_tokens)
+    result = eval_job.evaluate(job, lambda name: load(name, sample), console)
+    write_json(json_file, {"model": model, "data": str(data or ""), **result.to_dict()})
+    if min_recovery is not None and not result.recovery >= min_recovery:  # NaN is not enough
         raise typer.Exit(WANTING)
 
 

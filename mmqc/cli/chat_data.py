@@ -7,7 +7,7 @@ One JSON object a line; paths are relative to the folder:
     {"question": "What is this?", "images": ["a.png"], "answer": "A cat."}
 
 The second form is short for one user message, images first.  The last assistant message is the answer: calibration reads it
-with the prompt, evaluation asks for it.
+with the prompt, evaluation asks for it.  A line's "kind", where it has one, is what evaluation tells results apart by.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ class DataError(MmqcError, ValueError):
 
 @dataclass(frozen=True)
 class Example:
-    """A prompt as chat messages, images opened, and the answer to it (empty if the data has none)."""
+    """A prompt as chat messages, images opened, the answer to it (empty if the data has none), and what kind it is of."""
 
     messages: tuple[Mapping[str, Any], ...]
     answer: str = ""
+    kind: str = ""
 
     @property
     def images(self) -> list[Any]:
@@ -80,7 +81,7 @@ def _example(line: str, file: Path, number: int) -> Example:
         answer = "".join(p["text"] for p in parsed.pop()["content"] if p["type"] == "text")
     if not parsed or parsed[-1]["role"] != "user":
         raise DataError(f"{file}:{number}: no user message that the answer could follow")
-    return Example(tuple(parsed), answer)
+    return Example(tuple(parsed), answer, str(row.get("kind", "")))
 
 
 def _short(row: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -24,7 +24,8 @@ from torch import Tensor, nn
 from mmqc.cli.chat_data import Example, encode
 from mmqc.nn.modality import attached, visual_token_ids
 from mmqc.ops.nonfinite import propagate_nonfinite
-from mmqc.samples.scoring import Interval, bootstrap, recovery, tail_nll
+from mmqc.samples.pairs import Pair, divergence
+from mmqc.samples.scoring import Interval, bootstrap, recovery
 
 Batch = dict[str, Tensor]
 NEVER_RIGHT = "recovery: the model to compare with has no answer right, so there is nothing to recover"
@@ -82,14 +83,37 @@ def ask(model: Any, processor: Any, examples: Iterable[Example], max_new_tokens:
     return answers
 
 
-def _answer_nll(model: Any, processor: Any, example: Example, prompt: Tensor) -> float | None:
-    """Of the tokens behind the prompt, the answer and what the template closes it with; None behind another prompt."""
+def _answer_logits(model: Any, processor: Any, example: Example, prompt: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Logits [T, V] that predict the tokens behind the prompt [T]: the answer and what the template closes it with.
+
+    None where the template writes another prompt once the answer follows.
+    """
     whole = to_device(encode(processor, example, answer=True), model)
-    size = len(prompt)
-    if not torch.equal(whole["input_ids"][0, :size], prompt):
+    ids, size = whole["input_ids"][0], len(prompt)
+    if not torch.equal(ids[:size], prompt):
         return None
-    ids = whole["input_ids"][0]
-    return tail_nll(model(**whole, use_cache=False).logits[0], ids, len(ids) - size)
+    return model(**whole, use_cache=False).logits[0, size - 1 : -1], ids[size:]
+
+
+def _answer_nll(model: Any, processor: Any, example: Example, prompt: Tensor) -> float | None:
+    found = _answer_logits(model, processor, example, prompt)
+    return None if found is None else nn.functional.cross_entropy(found[0].double(), found[1]).item()
+
+
+@torch.no_grad()
+@propagate_nonfinite()
+def pairs(
+    first: Any, second: Any, processor: Any, examples: Sequence[Example], before: Sequence[Answer], after: Sequence[Answer]
+) -> list[Pair]:
+    """What the second model changed on each example, whose answers by both are known; KL is NaN where the NLL is."""
+    found = []
+    for example, a, b in zip(examples, before, after, strict=True):
+        prompt = encode(processor, example, answer=False)["input_ids"][0]
+        logits = [_answer_logits(model, processor, example, to_device({"": prompt}, model)[""]) for model in (first, second)]
+        rows = [row[0].double().log_softmax(-1).cpu() for row in logits if row is not None]
+        apart = divergence(*rows) if len(rows) == 2 else (math.nan, math.nan)
+        found.append(Pair(example.kind, (a.accuracy, b.accuracy), (a.nll, b.nll), *apart))
+    return found
 
 
 def to_device(batch: Batch, model: nn.Module) -> Batch:
@@ -119,7 +143,7 @@ def reasons(figures: Mapping[str, Any], answers: Iterable[Answer]) -> list[str]:
     unknown = {name for name, value in values.items() if isinstance(value, float) and math.isnan(value)}
     causes = {NEVER_RIGHT: {"recovery"}}
     if any(answer.another_prompt for answer in answers):
-        causes[ANOTHER_PROMPT] = {"nll", "nll difference"}
+        causes[ANOTHER_PROMPT] = {"nll", "nll difference", "KL", "agreement"}
     found = [text for text, names in causes.items() if names & unknown]
     return found + ([NOT_FINITE] if unknown.difference(*causes.values()) else [])
 

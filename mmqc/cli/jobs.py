@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
     from mmqc.samples.sample import Sample
 
 FORMATS = ("mmqc", "compressed-tensors")
-NOISE_EXAMPLES = 8
 GIGABYTE = 1e9
 
 
@@ -197,98 +195,6 @@ def _save_processor(processor: Any, model: str, stage: Path) -> None:
 
 
 # --- eval -------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """What to evaluate: a model, another to compare with, and the data (none: the sample's questions)."""
-
-    model: str
-    against: str | None
-    data: Path | None
-    text: tuple[Path, ...]
-    questions: int | None
-    max_new_tokens: int
-
-
-Loader = Callable[[str], "tuple[Any, Sample | None]"]
-
-
-def evaluate(job: Evaluation, load: Loader, console: Console) -> dict[str, float]:
-    """Evaluate, print the table, and return its figures; a difference's interval is "... low" and "... high"."""
-    start = time.perf_counter()
-    model, sample = load(job.model)
-    other = load(job.against)[0] if job.against else None
-    processor = processor_of(job.model, sample)
-    figures: dict[str, Any] = {}
-    answers: list[evaluation.Answer] = []
-    if job.data is not None:
-        examples = read_examples(job.data, job.questions)
-        answers = evaluation.ask(model, processor, examples, job.max_new_tokens)
-        figures |= evaluation.summary(answers)
-        if other is not None:
-            figures |= evaluation.compared(evaluation.ask(other, processor, examples, job.max_new_tokens), answers)
-            figures |= _noise(other, model, [encode(processor, e, answer=True) for e in examples[:NOISE_EXAMPLES]])
-    elif not job.text:
-        assert sample is not None  # the command has looked
-        figures |= _sample(model, other, sample, job.questions)
-    if job.text:
-        tokenizer = getattr(processor, "tokenizer", processor)
-        figures["perplexity"] = evaluation.perplexity(model, tokenizer, job.text)
-        if other is not None:
-            figures["perplexity of the other"] = evaluation.perplexity(other, tokenizer, job.text)
-    name = job.data or ", ".join(map(str, job.text)) or (sample.name if sample else "")
-    table = Table("", "value", title=f"{job.model} on {name}, {time.perf_counter() - start:.1f} s", title_justify="left")
-    for key, value in figures.items():
-        table.add_row(key, shown(key, value))
-    console.print(table)
-    for reason in evaluation.reasons(figures, answers):
-        console.print(reason, style="red", markup=False, highlight=False, soft_wrap=True)
-    return _flat(figures)
-
-
-def shown(key: str, value: Any) -> str:
-    """A figure with its unit: shares in percent, noise in dB (as its name says), NLL in nats a token."""
-    if isinstance(value, evaluation.Interval):
-        points = "accuracy" in key or "contains" in key
-        a, b, c = (100 * v if points else v for v in (value.mean, value.low, value.high))
-        return f"{a:+.1f} points [{b:+.1f}, {c:+.1f}]" if points else str(value)
-    if key.endswith(", dB"):
-        return f"{value:.1f}"
-    if key == "recovery" and math.isnan(value):
-        return "undefined"
-    if any(word in key for word in ("accuracy", "contains", "recovery")):
-        return f"{100 * value:.1f} %"
-    if key.startswith("nll"):
-        return f"{value:.4f} nats a token"
-    return f"{value:.4f}" if isinstance(value, float) else str(value)
-
-
-def _sample(model: Any, other: Any, sample: Sample, questions: int | None) -> dict[str, Any]:
-    from mmqc.samples.scoring import compare, recovery, summarize
-
-    scores = sample.scores(model, questions)
-    figures: dict[str, Any] = summarize(scores)
-    if other is not None:
-        c = compare(sample.scores(other, questions), scores)
-        figures["accuracy difference"] = evaluation.Interval(c.difference, c.low, c.high)
-        figures["recovery"] = recovery(c.a, c.b)
-        figures |= _noise(other, model, sample.calibration(NOISE_EXAMPLES))
-    return figures
-
-
-def _noise(reference: Any, model: Any, data: list[Any]) -> dict[str, float]:
-    return {f"SQNR {name}, dB": value for name, value in evaluation.logit_sqnr(reference, model, data).items()}
-
-
-def _flat(figures: Mapping[str, Any]) -> dict[str, float]:
-    flat: dict[str, float] = {}
-    for name, value in figures.items():
-        if isinstance(value, evaluation.Interval):
-            flat |= {name: value.mean, f"{name} low": value.low, f"{name} high": value.high}
-        else:
-            flat[name] = value
-    return flat
 
 
 def benchmarks(model: str, tasks: list[str], limit: int | None, console: Console) -> dict[str, float]:

@@ -6,7 +6,7 @@
     flips        questions that one model has right and the other wrong, either way (Dutta et al. 2024, arXiv:2407.09141), and the
                  p-value of McNemar's exact test, that a flip is as likely one way as the other (McNemar 1947)
 
-A question is right where its accuracy is 1. Means weigh the kinds of question alike.
+A question is right where its accuracy is 1.
 """
 
 from __future__ import annotations
@@ -64,9 +64,14 @@ def flips(pairs: Sequence[Pair]) -> Flips:
     return Flips(right.count((True, False)), right.count((False, True)))
 
 
-def compared(pairs: Sequence[Pair]) -> dict[str, Any]:
-    """ "accuracy difference", "nll difference", "KL", "agreement" as `Interval`, and "flips" as `Flips`."""
-    kinds = list(dict.fromkeys(pair.kind for pair in pairs))
+def compared(pairs: Sequence[Pair], alike: bool = True) -> dict[str, Any]:
+    """The figures "accuracy difference", "nll difference", "KL" and "agreement" as `Interval`, and "flips" as `Flips`.
+
+    Args:
+        pairs: At least one.
+        alike: Kinds of question weigh the same, however many there are of each (as in a sample's accuracy); else questions do.
+    """
+    kinds = list(dict.fromkeys(pair.kind if alike else "" for pair in pairs))
     values = {
         "accuracy difference": [pair.accuracy[1] - pair.accuracy[0] for pair in pairs],
         "nll difference": [pair.nll[1] - pair.nll[0] for pair in pairs],
@@ -75,7 +80,7 @@ def compared(pairs: Sequence[Pair]) -> dict[str, Any]:
     }
     out: dict[str, Any] = {}
     for name, row in values.items():
-        groups = [np.array([v for v, pair in zip(row, pairs, strict=True) if pair.kind == kind]) for kind in kinds]
+        groups = [np.array([v for v, pair in zip(row, pairs, strict=True) if not alike or pair.kind == kind]) for kind in kinds]
         out[name] = bootstrap(*groups)
     return out | {"flips": flips(pairs)}
 

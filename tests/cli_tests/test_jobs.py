@@ -5,16 +5,13 @@ import math
 import re
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from commands import invoke
 from PIL import Image
-from rich.console import Console
 
 import mmqc
-from mmqc.cli import evaluation, jobs
-from mmqc.samples.scoring import Score
+from mmqc.cli import jobs
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +25,7 @@ def data(tmp_path_factory):
         for j, (page, text) in enumerate(zip(q.images, parts[1:], strict=True)):
             Image.fromarray(page).save(folder / f"{i}-{j}.png")
             content += [{"type": "image", "image": f"{i}-{j}.png"}, {"type": "text", "text": text}]
-        rows.append({"messages": [{"role": "user", "content": content}], "answer": q.answer})
+        rows.append({"messages": [{"role": "user", "content": content}], "answer": q.answer, "kind": q.kind})
     (folder / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
     return folder
 
@@ -125,7 +122,13 @@ def test_eval__questions_of_a_folder_against_the_float_model(data, quantized, tm
     arguments = ("--data", str(data), "-n", "2", "--against", "digits-vqa", "--text", str(text), "--max-new-tokens", "8")
     result = invoke("eval", str(out), *arguments, "--min-recovery", "0.99", "--json", str(tmp_path / "e.json"))
     assert result.exit_code == 0, result.output
-    figures = json.loads((tmp_path / "e.json").read_text())["eval"]
+    written = json.loads((tmp_path / "e.json").read_text())
+    figures, kinds = written["eval"], written["against"]["digits-vqa"]["by kind"]
+    assert list(kinds) == ["cell", "count"]  # of the first two questions
+    assert figures["KL"] == pytest.approx((kinds["cell"]["KL"] + kinds["count"]["KL"]) / 2)
+    assert 0 < figures["KL"] < 0.1
+    assert figures["agreement"] == 1
+    assert figures["flips lost"] == figures["flips won"] == 0
     assert figures["accuracy"] == figures["recovery"] == 1
     assert figures["nll difference low"] <= figures["nll difference"] <= figures["nll difference high"]
     assert 10 < figures["SQNR visual, dB"] < 80
@@ -134,20 +137,6 @@ def test_eval__questions_of_a_folder_against_the_float_model(data, quantized, tm
     assert nll == pytest.approx(other, rel=0.1)  # of a text that neither was trained on
     result = invoke("eval", str(out), *arguments[:-4], "--max-new-tokens", "8", "--min-recovery", "1.5")
     assert result.exit_code == 1, result.output
-
-
-def test_eval__two_models_that_are_never_right():
-    scores = [Score("cell", "?", "7", 0.0, 1.0), Score("row", "?", "8", 0.0, 2.0)]
-    sample = SimpleNamespace(name="digits", processor=None, scores=lambda model, n: scores, calibration=lambda n: [])
-    console = Console(record=True, width=160)
-    job = jobs.Evaluation("a", "b", None, (), 2, 8)
-    figures = jobs.evaluate(job, lambda name: (object(), sample), console)
-    text = console.export_text()
-    assert math.isnan(figures["recovery"])
-    assert re.search(r"recovery\W+undefined", text)
-    assert evaluation.NEVER_RIGHT in text
-    assert "finite" not in text
-    assert "nan" not in text.lower()
 
 
 def test_bench_and_report__one_page_of_all_runs(quantized, tmp_path):
