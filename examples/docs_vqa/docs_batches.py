@@ -44,8 +44,8 @@ BUCKETS = (
     Bucket("several", questions.CARDS, 8, 0.0, 0.15),
     Bucket("page", ("page",), 12, 0.0, 0.28),
 )
-# How often a card is of which kind.
-WORDS = tuple("text text receipt table table table chart chart chart form form photo".split())
+OFTEN = {"text": 2, "receipt": 1, "table": 3, "chart": 3, "form": 2, "photo": 1}  # how often a card is of which kind
+WORDS = tuple(kind for kind, count in OFTEN.items() for _ in range(count))
 
 
 def mrope(pieces: list[int | tuple[int, int]]) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""The command line: `mmqc demo | quantize | check | ask | eval | bench | warm | serve | explain | export | report | doctor | ...`.
+"""The command line: `mmqc demo | quantize | check | ask | eval | compare | bench | serve | explain | export | report | ...`.
 
 Exit codes: 0 done; 1 done, and found wanting (`check`, `doctor`, `eval --min-recovery`); 2 a wrong option; 3 refused: the model,
 the config or the data cannot be used, and why; 4 not enough memory; 5 an unexpected error, which may be a bug; 130 interrupted.
@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from mmqc.cli.failures import OneLineErrors
+from mmqc.cli.options import Calibration, ConfigFile, Data, Json, Model, Recipe, SampleName, Set
 from mmqc.cli.runs import write_json
 from mmqc.distributed.torchrun import first
 from mmqc.errors import WANTING
@@ -31,39 +32,6 @@ if TYPE_CHECKING:
 EXIT_CODES = (__doc__ or "").partition("\n\n")[2].replace("\n", " ").strip()
 app = typer.Typer(cls=OneLineErrors, no_args_is_help=True, epilog=EXIT_CODES)
 console = Console(width=None if sys.stdout.isatty() else 100)  # tables keep their columns in a log
-
-
-def recipe_names() -> list[str]:
-    """For the shell's completion."""
-    from mmqc.cli.config import recipes
-
-    return sorted(recipes())
-
-
-def sample_names() -> list[str]:
-    """For the shell's completion."""
-    from mmqc.samples import NAMES
-
-    return list(NAMES)
-
-
-Model = Annotated[
-    str, typer.Argument(help="A shipped sample (digits-vqa, digits-vqa-stress) or a model directory.", autocompletion=sample_names)
-]
-Recipe = Annotated[str, typer.Option("--recipe", "-r", help="A function of mmqc.recipes.", autocompletion=recipe_names)]
-Set = Annotated[list[str] | None, typer.Option("--set", "-s", metavar="KEY=VALUE", help="An argument of the recipe.")]
-Calibration = Annotated[
-    str | None,
-    typer.Option("--calibration", help="A folder with data.jsonl and images; of a sample, a number of its prompts; 0: data-free."),
-]
-ConfigFile = Annotated[Path | None, typer.Option("--config", exists=True, help="A QuantConfig as JSON, not a recipe.")]
-Data = Annotated[
-    str | None, typer.Option("--data", help="A folder with data.jsonl and images; of a sample, a number: so many of its prompts.")
-]
-Json = Annotated[Path | None, typer.Option("--json", help="Write the figures there, for `mmqc report`.")]
-SampleName = Annotated[
-    str | None, typer.Option("--sample", help="Use this sample's data with a model directory.", autocompletion=sample_names)
-]
 
 
 def show_version(wanted: bool) -> None:
@@ -270,6 +238,34 @@ def evaluate(
     write_json(json_file, {"model": model, "data": str(data or ""), **result.to_dict()})
     if min_recovery is not None and not result.recovery >= min_recovery:  # NaN is not enough
         raise typer.Exit(WANTING)
+
+
+@app.command()
+def compare(
+    model: Model,
+    recipes: Annotated[str, typer.Option(help="E.g. rtn:weight_bits=8,awq,mquant:weight_bits=4.")],
+    calibration: Calibration = None,
+    data: Annotated[Path | None, typer.Option("--data", help="Questions: a folder with data.jsonl, or a jsonl file.")] = None,
+    questions: Annotated[int | None, typer.Option("--questions", "-n", min=1, help="Default: all.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Of an answer.")] = 64,
+    speed: Annotated[bool, typer.Option(help="Time decoding too, compiled by the backend.")] = False,
+    picture: Annotated[Path | None, typer.Option(help="Draw KL over bytes there, and over speed.")] = None,
+    json_file: Json = None,
+    sample: SampleName = None,
+) -> None:
+    """One model by several recipes: what each costs against the float model, and which are on the front."""
+    from mmqc.cli import checks, source
+
+    checks.names(model, sample)
+    source.check_processor(model, sample)
+    given = source.data_of(model, sample, calibration, "--calibration", 32)
+    source.data_of(model, sample, None if data is None else str(data), "--data", 0)
+    wake()
+    from mmqc.cli import compare
+
+    found = compare.recipes_of(recipes)
+    contest = compare.Contest(model, found, given, data, questions, max_new_tokens, speed, picture)
+    write_json(json_file, {"compare": compare.run(contest, *load(model, sample), console)})
 
 
 @app.command()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,15 +13,14 @@ from rich.console import Console
 from rich.table import Table
 
 from mmqc.cli import evaluation
-from mmqc.cli.chat_data import Example, encode, read_examples
+from mmqc.cli.asked import Asked
 from mmqc.cli.jobs import processor_of
 from mmqc.samples import pairs
-from mmqc.samples.scoring import Interval, Score, recovery, summarize
+from mmqc.samples.scoring import Interval
 
 if TYPE_CHECKING:
     from mmqc.samples.sample import Sample
 
-NOISE_EXAMPLES = 8
 Loader = Callable[[str], "tuple[Any, Sample | None]"]
 
 
@@ -67,64 +66,29 @@ def evaluate(job: Evaluation, load: Loader, console: Console) -> Result:
     start = time.perf_counter()
     model, sample = load(job.model)
     processor = processor_of(job.model, sample)
-    asked = _Asked(job, model, processor, sample)
-    result = Result(asked.figures())
     tokenizer = getattr(processor, "tokenizer", processor)
+    asked = Asked(processor, sample, job.data, job.questions, job.max_new_tokens) if job.data or not job.text else None
+    answers = asked.ask(model) if asked else []
+    result = Result(dict(asked.summary(answers)) if asked else {})
     if job.text:
         result.figures["perplexity"] = evaluation.perplexity(model, tokenizer, job.text)
     for name in job.against:
-        other = load(name)[0]  # one at a time: two models are in memory
-        figures, found = asked.against(other)
+        other, figures = load(name)[0], {}  # one at a time: two models are in memory
+        if asked:
+            before = asked.ask(other)
+            found = asked.pairs(other, model, before, answers)
+            figures |= asked.compared(found, before, answers) | asked.noise(other, model)
+            if len({pair.kind for pair in found}) > 1:
+                result.kinds[name] = pairs.by_kind(found)
         if job.text:
             figures["perplexity of the other"] = evaluation.perplexity(other, tokenizer, job.text)
         result.against[name] = figures
-        if len({pair.kind for pair in found}) > 1:
-            result.kinds[name] = pairs.by_kind(found)
-        result.reasons += evaluation.reasons(result.figures | figures, asked.answers)
+        result.reasons += evaluation.reasons(result.figures | figures, answers)
     if not job.against:
-        result.reasons += evaluation.reasons(result.figures, asked.answers)
+        result.reasons += evaluation.reasons(result.figures, answers)
     name = job.data or ", ".join(map(str, job.text)) or (sample.name if sample else "")
     _print(job, result, f"{job.model} on {name}, {time.perf_counter() - start:.1f} s", console)
     return result
-
-
-class _Asked:
-    """The questions with the model's answers: of data, of a sample, or none where only text is read."""
-
-    def __init__(self, job: Evaluation, model: Any, processor: Any, sample: Sample | None) -> None:
-        self.job, self.model, self.processor = job, model, processor
-        self.examples: Sequence[Example] = []
-        self.answers: list[evaluation.Answer] = []
-        self.scores: list[Score] = []
-        self.sample = None if job.data is not None or job.text else sample
-        if job.data is not None:
-            self.examples = read_examples(job.data, job.questions)
-            self.answers = evaluation.ask(model, processor, self.examples, job.max_new_tokens)
-        elif self.sample is not None:
-            self.scores = self.sample.scores(model, job.questions)
-
-    def figures(self) -> dict[str, Any]:
-        if self.examples:
-            return dict(evaluation.summary(self.answers))
-        return dict(summarize(self.scores)) if self.scores else {}
-
-    def against(self, other: Any) -> tuple[dict[str, Any], list[pairs.Pair]]:
-        """The paired figures, and the pairs that they are of."""
-        if self.examples:
-            before = evaluation.ask(other, self.processor, self.examples, self.job.max_new_tokens)
-            found = evaluation.pairs(other, self.model, self.processor, self.examples, before, self.answers)
-            figures: dict[str, Any] = dict(evaluation.compared(before, self.answers))
-            batches = [encode(self.processor, e, answer=True) for e in self.examples[:NOISE_EXAMPLES]]
-        elif self.sample is not None:
-            found = self.sample.pairs(other, self.model, self.job.questions, self.scores)
-            before_mean = summarize([Score(p.kind, "", "", p.accuracy[0], p.nll[0]) for p in found])["accuracy"]
-            figures = {"recovery": recovery(before_mean, summarize(self.scores)["accuracy"])}
-            batches = self.sample.calibration(NOISE_EXAMPLES)
-        else:
-            return {}, []
-        figures |= pairs.compared(found, alike=self.sample is not None)
-        noise = evaluation.logit_sqnr(other, self.model, batches)
-        return figures | {f"SQNR {name}, dB": value for name, value in noise.items()}, found
 
 
 def _print(job: Evaluation, result: Result, title: str, console: Console) -> None:

@@ -137,12 +137,12 @@ def compared(reference: Sequence[Answer], answers: Sequence[Answer]) -> dict[str
     return out
 
 
-def reasons(figures: Mapping[str, Any], answers: Iterable[Answer]) -> list[str]:
+def reasons(figures: Mapping[str, Any], answers: Iterable[Any]) -> list[str]:
     """Why some of the figures are NaN, if they are: one sentence for each cause."""
     values = {name: value.mean if isinstance(value, Interval) else value for name, value in figures.items()}
     unknown = {name for name, value in values.items() if isinstance(value, float) and math.isnan(value)}
     causes = {NEVER_RIGHT: {"recovery"}}
-    if any(answer.another_prompt for answer in answers):
+    if any(getattr(answer, "another_prompt", False) for answer in answers):
         causes[ANOTHER_PROMPT] = {"nll", "nll difference", "KL", "agreement"}
     found = [text for text, names in causes.items() if names & unknown]
     return found + ([NOT_FINITE] if unknown.difference(*causes.values()) else [])

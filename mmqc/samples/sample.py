@@ -67,17 +67,19 @@ class Sample:
         """Accuracy of `model_b` minus that of `model_a` on the same questions, with a bootstrap 95 % interval."""
         return scoring.compare(self.scores(model_a, n), self.scores(model_b, n))
 
-    def pairs(self, first: Any, second: Any, n: int | None = None, scores: list[scoring.Score] | None = None) -> list[pairs.Pair]:
-        """What `second` changed on each of `questions(n)`; `scores`: those of `second`, where they are known."""
+    def pairs(
+        self, first: Any, second: Any, n: int | None = None, scores: tuple[list[scoring.Score], list[scoring.Score]] | None = None
+    ) -> list[pairs.Pair]:
+        """What `second` changed on each of `questions(n)`; `scores`: those of both models, where they are known."""
         asked = self.questions(n)
-        before, after = self.scores(first, n), scores or self.scores(second, n)
+        before, after = scores or (self.scores(first, n), self.scores(second, n))
         apart: dict[int, tuple[float, float]] = {}
         for index in scoring.groups(asked, self.processor.patch):
             batch = [asked[i] for i in index]
             both = (scoring.answer_log_probs(model, self.processor, batch) for model in (first, second))
             apart |= zip(index, map(pairs.divergence, *both), strict=True)
-        rows = zip(before, after, strict=True)
-        return [pairs.Pair(a.kind, (a.accuracy, b.accuracy), (a.nll, b.nll), *apart[i]) for i, (a, b) in enumerate(rows)]
+        rows = enumerate(zip(before, after, strict=True))
+        return [pairs.Pair(a.kind, (a.accuracy, b.accuracy), (a.nll, b.nll), *apart[i]) for i, (a, b) in rows]
 
     def _calibration_questions(self, n: int) -> list[Question]:
         return self._asked("calibration", _CALIBRATION_SEED, n)

@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_help__lists_every_command():
     result = invoke("--help")
     assert result.exit_code == 0
-    commands = ("demo", "quantize", "eval", "bench", "warm", "serve", "report", "explain", "export", "doctor", "passes")
+    commands = ("demo", "quantize", "eval", "compare", "bench", "warm", "serve", "report", "explain", "export", "doctor", "passes")
     assert all(name in result.output for name in commands)
 
 
@@ -57,6 +57,8 @@ def test_load__names_the_samples_for_an_unknown_model(tmp_path):
         (("quantize", "digits-vqa", "--out", "x", "--calibration", "no/folder"), 3, "no/folder"),
         (("quantize", "digits-vqa", "--out", "x", "--calibration", "0"), 3, "this config needs data"),
         (("eval", "digits-vqa", "--min-recovery", "0.9"), 2, "--against"),
+        (("compare", "digits-vqa", "--recipes", "rtn:bits=4"), 2, "rtn takes weight_bits"),
+        (("compare", "digits-vqa", "--recipes", ","), 2, "name at least one"),
         (("eval", "digits-vqa", "--data", "no/file.jsonl"), 3, "does not exist"),
         (("report", "no/run"), 3, "does not exist"),
         (("quantize", "nowhere", "--dry-run"), 2, "nowhere does not exist"),
