@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from mmqc.cli import evaluation
 from mmqc.cli.chat_data import Example, encode, read_examples
+from mmqc.kv.cache import SPEC
 from mmqc.samples import pairs
 from mmqc.samples.scoring import Score, recovery, summarize
 
@@ -49,7 +50,8 @@ class Asked:
     def pairs(self, first: Any, second: Any, before: Any, after: Any) -> list[pairs.Pair]:
         """What the second model changed, whose outcomes by both are known."""
         if self.sample is not None:
-            return self.sample.pairs(first, second, self.count, (before, after))
+            packed = any(SPEC in vars(model) for model in (first, second) if hasattr(model, "__dict__"))
+            return self.sample.pairs(first, second, self.count, (before, after), cached=packed)
         return evaluation.pairs(first, second, self.processor, self.examples, before, after)
 
     def compared(self, found: list[pairs.Pair], before: Any, after: Any) -> dict[str, Any]:

@@ -107,6 +107,7 @@ def _speed(contest: Contest, model: Any, sample: Sample | None) -> dict[str, flo
 def _print(contest: Contest, rows: list[dict[str, Any]], figures: list[dict[str, Any]], ahead: list[str], console: Console) -> None:
     heads = ["MB", "accuracy", *COLUMNS, *(["tokens/s"] if contest.speed else []), "front"]
     table = Table("recipe", *heads, title=f"{contest.model} by recipe", title_justify="left")
+    table.columns[0].no_wrap = True
     for row, found in zip(rows, figures, strict=True):
         cells = [f"{row['bytes'] / 1e6:.1f}", shown("accuracy", row["accuracy"])]
         cells += [shown(key, found[key]) if found else "" for key in COLUMNS]

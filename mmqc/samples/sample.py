@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from mmqc.samples import checkpoint, handwriting, pairs, scoring, stress
 from mmqc.samples.docs import alphabet, place
 from mmqc.samples.docs import checkpoint as docs_checkpoint
@@ -14,7 +16,6 @@ from mmqc.samples.processor import CharTokenizer, DigitsProcessor
 from mmqc.samples.questions import Question, questions
 
 if TYPE_CHECKING:
-    import torch
     from transformers import Qwen2VLForConditionalGeneration
 
 QUESTIONS = {"digits-vqa": 640, "digits-vqa-stress": 640, "docs-vqa": 450}
@@ -68,18 +69,33 @@ class Sample:
         return scoring.compare(self.scores(model_a, n), self.scores(model_b, n))
 
     def pairs(
-        self, first: Any, second: Any, n: int | None = None, scores: tuple[list[scoring.Score], list[scoring.Score]] | None = None
+        self,
+        first: Any,
+        second: Any,
+        n: int | None = None,
+        scores: tuple[list[scoring.Score], list[scoring.Score]] | None = None,
+        cached: bool = False,
     ) -> list[pairs.Pair]:
-        """What `second` changed on each of `questions(n)`; `scores`: those of both models, where they are known."""
+        """What `second` changed on each of `questions(n)`.
+
+        Args:
+            first: The model to compare with.
+            second: Another of the sample's.
+            n: How many questions; all by default.
+            scores: Those of both models, where they are known.
+            cached: NLL and KL by decoding through the cache, where `second` packs it (`scoring.answer_log_probs`).
+        """
         asked = self.questions(n)
         before, after = scores or (self.scores(first, n), self.scores(second, n))
-        apart: dict[int, tuple[float, float]] = {}
+        found: dict[int, pairs.Pair] = {}
         for index in scoring.groups(asked, self.processor.patch):
             batch = [asked[i] for i in index]
-            both = (scoring.answer_log_probs(model, self.processor, batch) for model in (first, second))
-            apart |= zip(index, map(pairs.divergence, *both), strict=True)
-        rows = enumerate(zip(before, after, strict=True))
-        return [pairs.Pair(a.kind, (a.accuracy, b.accuracy), (a.nll, b.nll), *apart[i]) for i, (a, b) in rows]
+            both = (scoring.answer_log_probs(model, self.processor, batch, cached) for model in (first, second))
+            for i, q, p1, p2 in zip(index, batch, *both, strict=True):
+                ids = torch.tensor([*self.processor.tokenizer.encode(q.answer), alphabet.END])[:, None]
+                nll = tuple(-float(p.gather(1, ids).double().mean()) for p in (p1, p2))
+                found[i] = pairs.Pair(q.kind, (before[i].accuracy, after[i].accuracy), nll, *pairs.divergence(p1, p2))
+        return [found[i] for i in range(len(asked))]
 
     def _calibration_questions(self, n: int) -> list[Question]:
         return self._asked("calibration", _CALIBRATION_SEED, n)

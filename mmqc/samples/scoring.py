@@ -102,12 +102,49 @@ def anls(answer: str, right: str) -> float:
 
 
 @torch.no_grad()
-def answer_log_probs(model: Any, processor: DigitsProcessor, batch: Sequence[Question]) -> list[torch.Tensor]:
-    """log p [T, V] at each right answer's tokens, its end included, under teacher forcing."""
-    inputs = processor.collate([processor(q.prompt, q.images, answer=q.answer) for q in batch], multiple_of=16)
-    logits = model(**to_device(inputs, model), use_cache=False).logits
-    rows = zip(logits, (len(q.answer) + 1 for q in batch), strict=True)
-    return [row[-size - 1 : -1].double().log_softmax(-1).float().cpu() for row, size in rows]
+def answer_log_probs(model: Any, processor: DigitsProcessor, batch: Sequence[Question], cached: bool = False) -> list[torch.Tensor]:
+    """log p [T, V] at each right answer's tokens, its end included, in float32 on the CPU.
+
+    Args:
+        model: Of the sample, or made of it.
+        processor: The sample's.
+        batch: Questions that fit into one batch.
+        cached: Decode token by token through the model's own cache, as `generate` does, where that cache is what is measured;
+            else all tokens in one pass.
+    """
+    sizes = [len(q.answer) + 1 for q in batch]
+    if cached:
+        inputs = to_device(processor.collate([processor(q.prompt, q.images) for q in batch], multiple_of=16), model)
+        wanted = torch.full((len(batch), max(sizes)), END)
+        for row, q in zip(wanted, batch, strict=True):
+            row[: len(q.answer)] = torch.tensor(processor.tokenizer.encode(q.answer))
+        rows = [logits[:size] for logits, size in zip(forced_logits(model, inputs, wanted), sizes, strict=True)]
+    else:
+        inputs = processor.collate([processor(q.prompt, q.images, answer=q.answer) for q in batch], multiple_of=16)
+        logits = model(**to_device(inputs, model), use_cache=False).logits
+        rows = [row[-size - 1 : -1] for row, size in zip(logits, sizes, strict=True)]
+    return [row.double().log_softmax(-1).float().cpu() for row in rows]
+
+
+@torch.no_grad()
+def forced_logits(model: Any, inputs: dict[str, torch.Tensor], wanted: torch.Tensor) -> torch.Tensor:
+    """Logits [B, T, V] of `generate` on its way through the tokens `wanted` [B, T]; fewer, where all rows end before T."""
+    from transformers import LogitsProcessorList
+
+    def force(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        now = wanted[:, input_ids.shape[1] - start, None].to(scores.device)
+        return torch.full_like(scores, -math.inf).scatter(1, now, 0.0)
+
+    start = inputs["input_ids"].shape[1]
+    made = model.generate(
+        **inputs,
+        max_new_tokens=wanted.shape[1],
+        do_sample=False,
+        logits_processor=LogitsProcessorList([force]),
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    return torch.stack(made.logits, 1)
 
 
 def to_device(batch: dict[str, torch.Tensor], model: Any) -> dict[str, torch.Tensor]:

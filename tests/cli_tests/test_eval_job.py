@@ -19,7 +19,7 @@ def load():
     def scores(model, n):
         return [Score("cell", "?", "7", model, 1.0), Score("row", "?", "8", model, 2.0)]
 
-    def pairs(first, second, n, known):
+    def pairs(first, second, n, known, cached):
         return [Pair(s.kind, (first, second), (s.nll, s.nll), 0.25 * (1 + i), 0.5) for i, s in enumerate(known[1])]
 
     sample = SimpleNamespace(name="digits", processor=None, scores=scores, pairs=pairs, calibration=lambda n: [])
