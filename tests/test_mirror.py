@@ -16,6 +16,9 @@ COVERS: dict[str, str] = {
     "checkpoint_tests/test_hf.py": "checkpoint/checksum checkpoint/data_free checkpoint/hf_hook checkpoint/torchao_handler",
     "checkpoint_tests/test_hf_named.py": "checkpoint/method_name",
     "checkpoint_tests/test_load.py": "checkpoint/foreign_weights",
+    "cli_tests/test_app.py": "cli/options",
+    "cli_tests/test_compare.py": "report/fronts",
+    "cli_tests/test_eval_job.py": "cli/asked",
     "compiler_tests/test_compiled_loop.py": "compiler/record",
     "compiler_tests/test_run_time.py": "compiler/graph_content compiler/options graph/capture",
     "compiler_tests/test_self_quantize.py": "compiler/torchao_graph",
@@ -85,6 +88,11 @@ COVERS: dict[str, str] = {
     "report_tests/test_report.py": "report/html report/plots report/scores report/tables",
     "samples_tests/test_samples.py": (
         "samples/checkpoint samples/handwriting samples/processor samples/questions samples/sample samples/scoring samples/stress"
+    ),
+    "samples_tests/test_docs_vqa.py": (
+        "samples/docs/alphabet samples/docs/canvas samples/docs/charts samples/docs/checkpoint samples/docs/glyphs samples/docs/page "
+        "samples/docs/photos samples/docs/place samples/docs/questions samples/docs/receipts samples/docs/tables samples/docs/texts "
+        "samples/docs/words"
     ),
     "solvers_tests/test_awq.py": "solvers/awq_clip solvers/second_moment",
     "solvers_tests/test_float4_grid.py": "solvers/widest",
