@@ -90,9 +90,9 @@ COVERS: dict[str, str] = {
         "samples/checkpoint samples/handwriting samples/processor samples/questions samples/sample samples/scoring samples/stress"
     ),
     "samples_tests/test_docs_vqa.py": (
-        "samples/docs/alphabet samples/docs/canvas samples/docs/charts samples/docs/checkpoint samples/docs/glyphs samples/docs/page "
-        "samples/docs/photos samples/docs/place samples/docs/questions samples/docs/receipts samples/docs/tables samples/docs/texts "
-        "samples/docs/words"
+        "samples/docs/alphabet samples/docs/canvas samples/docs/charts samples/docs/checkpoint samples/docs/glyphs "
+        "samples/docs/page samples/docs/photos samples/docs/place samples/docs/questions samples/docs/receipts "
+        "samples/docs/tables samples/docs/texts samples/docs/words"
     ),
     "solvers_tests/test_awq.py": "solvers/awq_clip solvers/second_moment",
     "solvers_tests/test_float4_grid.py": "solvers/widest",

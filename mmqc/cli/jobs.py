@@ -65,11 +65,11 @@ def skeleton(model: str) -> Any:
 
     folder = Path(model)
     if not (folder / "config.json").exists():
-        folder = Path(mmqc.samples.__file__ or "").parent / "digits_vqa"
+        folder = mmqc.samples.folder(model)
     config: Any = AutoConfig.from_pretrained(folder)
     cls = model_class(config.architectures, folder)
     before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float32 if folder.name == "digits_vqa" else config.dtype or torch.float32)
+    torch.set_default_dtype(torch.float32 if model in mmqc.samples.NAMES else config.dtype or torch.float32)
     try:
         with torch.device("meta"):
             return getattr(cls, "from_config", cls)(config)  # one of the Auto classes, where the config names no other

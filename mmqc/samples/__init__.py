@@ -15,6 +15,7 @@ Nothing here touches the network. torch, transformers and scikit-learn are impor
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 NAMES = ("digits-vqa", "digits-vqa-stress", "docs-vqa")
 MARK = "mmqc_sample"  # a sample's name in its model's config, and so in the config.json of whatever is made from it
 
-__all__ = ["MARK", "NAMES", "Sample", "load"]
+__all__ = ["MARK", "NAMES", "Sample", "folder", "load"]
 
 
 def load(name: str) -> Sample:
@@ -43,6 +44,19 @@ def load(name: str) -> Sample:
     sample = Sample.load(name)
     setattr(sample.model.config, MARK, name)
     return sample
+
+
+def folder(name: str) -> Path:
+    """Where a sample's config and weights are.
+
+    Raises:
+        SampleMissingError: the files of docs-vqa are not here; says where to get them.
+    """
+    from mmqc.samples.docs import place
+
+    if name == "docs-vqa":
+        return place.folder("config.json")
+    return Path(__file__).parent / "digits_vqa"
 
 
 def __getattr__(name: str) -> Any:

@@ -44,7 +44,7 @@ class Font:
 def _tensors() -> tuple[np.ndarray, np.ndarray]:
     from safetensors.numpy import load_file
 
-    held = load_file(place.folder() / FILE)
+    held = load_file(place.folder(FILE) / FILE)
     return held["table"], held["coverage"]
 
 

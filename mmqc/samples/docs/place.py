@@ -15,19 +15,22 @@ class SampleMissingError(MmqcError, FileNotFoundError):
     """A sample's files are not installed: says where they are and where to put them."""
 
 
-def folder() -> Path:
+def folder(holds: str) -> Path:
     """The folder of the sample's files.
 
+    Args:
+        holds: A file that is needed of it.
+
     Raises:
-        SampleMissingError: it is neither beside the package nor where the variable MMQC_SAMPLES says.
+        SampleMissingError: that is neither beside the package nor where the variable MMQC_SAMPLES says.
     """
     places = [Path(__file__).parents[1] / NAME]
     if os.environ.get(VARIABLE):
         places.insert(0, Path(os.environ[VARIABLE]) / NAME)
     for place in places:
-        if (place / "glyphs.safetensors").exists():
+        if (place / holds).exists():
             return place
     raise SampleMissingError(
         f"the files of 'docs-vqa' (40 MB) are in mmqc's repository and not in its wheel: copy mmqc/samples/{NAME} from there to a "
-        f"folder and set {VARIABLE} to that folder (looked in {', '.join(map(str, places))})"
+        f"folder and set {VARIABLE} to that folder (looked for {holds} in {', '.join(map(str, places))})"
     )
