@@ -35,7 +35,7 @@ class Sample:
     def load(cls, name: str) -> Sample:
         """The sample of that name; `mmqc.samples.load` checks the name."""
         if name == DOCS:
-            return cls(name, docs_checkpoint.load(place.folder("model.safetensors.index.json")), docs_processor())
+            return cls(name, docs_checkpoint.load(place.folder("config.json")), docs_processor())
         model = checkpoint.load()
         if name == "digits-vqa-stress":
             model = stress.stress(model).float()

@@ -131,6 +131,10 @@ def test_checkpoint__files_are_small_and_hold_the_model(tmp_path, monkeypatch):
     again = checkpoint.load(tmp_path)
     for name, weight in model.state_dict().items():
         assert torch.equal(again.state_dict()[name], weight.bfloat16().float()), name
+    for file in files:
+        file.unlink()
+    with pytest.raises(place.SampleMissingError, match="holds no model"):
+        checkpoint.load(tmp_path)
 
 
 def test_load__says_where_the_files_are(monkeypatch, tmp_path):

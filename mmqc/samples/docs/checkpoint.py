@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mmqc.samples.docs import alphabet as ids
+from mmqc.samples.docs.place import SampleMissingError
 
 if TYPE_CHECKING:
     import torch
@@ -95,7 +96,11 @@ def save(model: Qwen2VLForConditionalGeneration, folder: Path) -> None:
 
 
 def load(folder: Path) -> Qwen2VLForConditionalGeneration:
-    """The stored model in float32, ready for inference."""
+    """The stored model in float32, ready for inference.
+
+    Raises:
+        SampleMissingError: the folder holds no weights.
+    """
     import torch
     from safetensors.torch import load_file
     from transformers import GenerationConfig, Qwen2VLConfig, Qwen2VLForConditionalGeneration
@@ -103,6 +108,8 @@ def load(folder: Path) -> Qwen2VLForConditionalGeneration:
     weights = {}
     for file in sorted(folder.glob("model-*.safetensors")):
         weights |= load_file(file)
+    if not weights:
+        raise SampleMissingError(f"{folder} holds no model-*.safetensors: copy them there from mmqc's repository")
     model = Qwen2VLForConditionalGeneration.from_pretrained(
         None, config=Qwen2VLConfig.from_pretrained(folder), state_dict=weights, dtype=torch.float32
     )
