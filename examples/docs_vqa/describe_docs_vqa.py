@@ -16,7 +16,7 @@ from torch import nn
 
 import mmqc
 from examples.studies.study import ROOT, about, store
-from mmqc.report.plots import COLOURS, MUTED, figure
+from mmqc.report.plots import COLOURS, MUTED, WIDE, figure
 
 FIGURES = ROOT / "docs/results/docs_vqa_model.json"
 PICTURE = FIGURES.with_suffix(".png")
@@ -57,7 +57,7 @@ def ranges(sample: Any, count: int = PROMPTS) -> dict[str, dict[str, float]]:
 
 def draw(data: dict[str, Any]) -> None:
     """Curves on the left; on the right the inputs of the linears, in order."""
-    with figure(3.6, columns=2) as (fig, (left, right)):
+    with figure(3.6, columns=2, width=WIDE) as (fig, (left, right)):
         curve, of = data["curve"], {name: i for i, name in enumerate(CURVES)}
         minutes = [row[0] / 60 for row in curve]
         for name, style in (("tokens", "-"), ("exact", "--"), ("characters", ":")):

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mmqc.report.plots import COLOURS, INK, MUTED, figure
+from mmqc.report.plots import COLOURS, INK, MUTED, WIDE, figure
 
 Row = Mapping[str, Any]
 
@@ -24,7 +24,7 @@ def write_front(path: Path, rows: Sequence[Row], ahead: Sequence[str]) -> None:
     """
     quantized = [row for row in rows if "KL" in row]
     timed = all("tokens_per_s" in row for row in quantized)
-    with figure(4.2, columns=2 if timed else 1) as (fig, axes):
+    with figure(4.2, columns=2 if timed else 1, width=WIDE) as (fig, axes):
         for axis, key, unit in zip(axes, ("bytes", "tokens_per_s"), (1e6, 1), strict=False):
             for row in quantized:
                 _point(axis, row, row[key] / unit, row["recipe"] in ahead)
