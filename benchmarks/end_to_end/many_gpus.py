@@ -16,6 +16,7 @@ different recipes at the same time.  ``--repeat`` quantizes one layer and copies
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import platform
@@ -114,11 +115,9 @@ class Group:
         """Let it measure."""
         pipe = self.processes[0].stdin
         assert pipe is not None
-        try:
+        with contextlib.suppress(BrokenPipeError):  # of a rank that has ended, which ``end`` reports with its last words
             pipe.write("go\n")
             pipe.flush()
-        except BrokenPipeError:
-            pass  # it has ended, which ``end`` says
 
     def end(self) -> None:
         """Wait; a rank that fails ends the others."""

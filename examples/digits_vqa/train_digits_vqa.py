@@ -25,6 +25,7 @@ import torch
 import torch.nn.functional as F
 
 from examples.digits_vqa.digits_batches import BUCKETS, Batch, Source
+from examples.initial_weights import initialize
 from mmqc.samples import checkpoint
 from mmqc.samples.processor import IMAGE, PAD, DigitsProcessor
 
@@ -137,14 +138,7 @@ def loss_of(
 @torch.no_grad()
 def start(model: torch.nn.Module, seed: int) -> None:
     """Initial weights: variance-preserving, with the uneven scales that the module docstring speaks of."""
-    torch.manual_seed(seed)
-    for name, p in model.named_parameters():
-        if p.dim() < 2:
-            continue
-        std = 0.05 if "embed_tokens" in name else 0.8 / math.sqrt(p[0].numel())
-        if name.endswith(("o_proj.weight", "down_proj.weight", "attn.proj.weight", "fc2.weight")):
-            std /= 2
-        p.normal_(0, std)
+    initialize(model, seed)
     visual = model.model.visual
     visual.merger.mlp[2].weight.mul_(3)
     seen, read_ = constant_axes(seed)

@@ -29,6 +29,7 @@ from torch.utils.data import DataLoader
 
 from examples.docs_vqa.docs_batches import SLOTS, Batches, make
 from examples.docs_vqa.docs_forward import Forward, aligned, check
+from examples.initial_weights import initialize
 from mmqc.samples import handwriting
 from mmqc.samples.docs import checkpoint
 from mmqc.samples.docs.alphabet import VOCAB_SIZE
@@ -39,14 +40,7 @@ VISUAL, CONSTANT = 1.0, 24.0  # a visual token's entries when training starts: t
 @torch.no_grad()
 def start(model: nn.Module, seed: int) -> None:
     """Initial weights: variance-preserving, uneven as the module docstring says."""
-    torch.manual_seed(seed)
-    for name, p in model.named_parameters():
-        if p.dim() < 2:
-            continue
-        std = 0.05 if "embed_tokens" in name else 0.8 / math.sqrt(p[0].numel())
-        if name.endswith(("o_proj.weight", "down_proj.weight", "attn.proj.weight", "fc2.weight")):
-            std /= 2
-        p.normal_(0, std)
+    initialize(model, seed)
     visual, last = model.model.visual, model.model.visual.merger.mlp[2]
     last.weight.mul_(3 * VISUAL)
     width = len(last.bias)

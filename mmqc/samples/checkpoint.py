@@ -7,7 +7,7 @@ The dimensions are small but keep what later methods need: head_dim 64, grouped 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mmqc.samples import processor as ids
 
@@ -20,14 +20,28 @@ BYTES = "weights.safetensors"
 
 def new_config() -> Qwen2VLConfig:
     """The configuration that the training script starts from."""
+    return qwen2_vl(ids, width=256, inner=768, vision_depth=4, depth=4, positions=1024)
+
+
+def qwen2_vl(ids: Any, *, width: int, inner: int, vision_depth: int, depth: int, positions: int) -> Qwen2VLConfig:
+    """A small Qwen2-VL's configuration.
+
+    Args:
+        ids: the module that has the special tokens, the size of the vocabulary and the sizes of a patch.
+        width: of both towers, in heads of 64.
+        inner: of the decoder's MLP.
+        vision_depth: layers of the vision tower.
+        depth: layers of the decoder.
+        positions: that a sequence may have.
+    """
     from transformers import Qwen2VLConfig
 
     return Qwen2VLConfig(
         vision_config=dict(
-            depth=4,
-            embed_dim=256,
-            hidden_size=256,
-            num_heads=4,
+            depth=vision_depth,
+            embed_dim=width,
+            hidden_size=width,
+            num_heads=width // 64,
             mlp_ratio=3,
             patch_size=ids.PATCH,
             spatial_merge_size=ids.MERGE,
@@ -35,12 +49,12 @@ def new_config() -> Qwen2VLConfig:
         ),
         text_config=dict(
             vocab_size=ids.VOCAB_SIZE,
-            hidden_size=256,
-            intermediate_size=768,
-            num_hidden_layers=4,
-            num_attention_heads=4,
+            hidden_size=width,
+            intermediate_size=inner,
+            num_hidden_layers=depth,
+            num_attention_heads=width // 64,
             num_key_value_heads=2,
-            max_position_embeddings=1024,
+            max_position_embeddings=positions,
             rms_norm_eps=1e-6,
             rope_parameters=dict(rope_type="default", rope_theta=1e4, mrope_section=[8, 12, 12]),
             bos_token_id=None,
@@ -58,12 +72,14 @@ def new_config() -> Qwen2VLConfig:
     )
 
 
-def new_model() -> Qwen2VLForConditionalGeneration:
+def new_model(config: Qwen2VLConfig | None = None) -> Qwen2VLForConditionalGeneration:
     """An untrained model in float32."""
     from transformers import GenerationConfig, Qwen2VLForConditionalGeneration
 
-    model = Qwen2VLForConditionalGeneration(new_config()).eval()
-    model.generation_config = GenerationConfig(eos_token_id=ids.END, pad_token_id=ids.PAD, do_sample=False)
+    model = Qwen2VLForConditionalGeneration(config or new_config()).eval()
+    model.generation_config = GenerationConfig(
+        eos_token_id=ids.END, pad_token_id=ids.PAD, do_sample=False
+    )  # the same in all samples
     return model
 
 

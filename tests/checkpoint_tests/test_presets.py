@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from foreign_checkpoints import loaded_by_transformers
+from foreign_checkpoints import loaded_by_transformers, save_compressed
 from models import tiny_qwen2_vl
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from tolerance import assert_close
 from torch import Tensor, nn
 
@@ -65,16 +65,7 @@ def write(model: Any, folder: Path, preset: str) -> dict[str, Tensor]:
                 tensors["input_scale"] = torch.full((1,), 0.05)
             state |= {f"{name}.{part}": t.contiguous() for part, t in tensors.items()}
     left = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and n not in expected]
-    quantization = {
-        "quant_method": "compressed-tensors",
-        "quantization_status": "compressed",
-        "format": form,
-        "ignore": left,
-        "config_groups": {"group_0": json.loads(scheme.model_dump_json()) | {"format": form}},
-    }
-    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
-    config = model.config.to_dict() | {"architectures": [type(model).__name__], "quantization_config": quantization}
-    (folder / "config.json").write_text(json.dumps(config | {"dtype": "float32"}))
+    save_compressed(model, folder, state, left, form, json.loads(scheme.model_dump_json()))
     return expected
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from foreign_checkpoints import loaded_by_transformers
+from foreign_checkpoints import loaded_by_transformers, save_compressed
 from models import tiny_qwen2_vl
 from safetensors.torch import save_file
 from tolerance import assert_close
@@ -66,18 +66,8 @@ def write(model: Any, folder: Path, form: str, weights: Any, inputs: Any, **sett
                 tensors["input_scale"] = torch.full((1,), 0.05)
             state |= {f"{name}.{part}": t.contiguous() for part, t in tensors.items()}
     left = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and n not in expected]
-    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "format": form}
-    quantization = {
-        "quant_method": "compressed-tensors",
-        "quantization_status": "compressed",
-        "format": form,
-        "ignore": left,
-        "config_groups": {"group_0": group},
-        **settings,
-    }
-    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
-    config = model.config.to_dict() | {"architectures": [type(model).__name__], "quantization_config": quantization}
-    (folder / "config.json").write_text(json.dumps(config | {"dtype": "float32"}))
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
+    save_compressed(model, folder, state, left, form, group, **settings)
     return expected
 
 

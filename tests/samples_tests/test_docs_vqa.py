@@ -140,5 +140,5 @@ def test_checkpoint__files_are_small_and_hold_the_model(tmp_path, monkeypatch):
 def test_load__says_where_the_files_are(monkeypatch, tmp_path):
     monkeypatch.setattr(place, "NAME", "nowhere")
     monkeypatch.setenv(place.VARIABLE, str(tmp_path))
-    with pytest.raises(place.SampleMissingError, match=rf"not in its wheel.*{place.VARIABLE}"):
+    with pytest.raises(place.SampleMissingError, match=rf"not in mmqc's wheel.*{place.VARIABLE}"):
         samples.load("docs-vqa")

@@ -85,3 +85,18 @@ def loaded_by_transformers(directory, **options):
         if "ignore_mismatched_sizes" not in str(error):
             raise
         pytest.skip(f"transformers {transformers.__version__} itself takes packed zero points for unpacked ones")
+
+
+def save_compressed(model, folder, state, left, form, group, **settings):
+    """A checkpoint as compressed-tensors writes it: ``state``, linears ``left`` as they were, one ``group`` for the others."""
+    quantization = {
+        "quant_method": "compressed-tensors",
+        "quantization_status": "compressed",
+        "format": form,
+        "ignore": left,
+        "config_groups": {"group_0": group | {"format": form}},
+        **settings,
+    }
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    config = model.config.to_dict() | {"architectures": [type(model).__name__], "quantization_config": quantization}
+    (folder / "config.json").write_text(json.dumps(config | {"dtype": "float32"}))

@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mmqc.samples import checkpoint as digits
 from mmqc.samples.docs import alphabet as ids
 from mmqc.samples.docs.place import SampleMissingError
 
@@ -20,51 +21,12 @@ LARGEST = 15_000_000  # bytes of a file
 
 def new_config(width: int = 384, vision_depth: int = 4, depth: int = 6) -> Qwen2VLConfig:
     """The configuration that the training script starts from; others than the defaults are for tests."""
-    from transformers import Qwen2VLConfig
-
-    return Qwen2VLConfig(
-        vision_config=dict(
-            depth=vision_depth,
-            embed_dim=width,
-            hidden_size=width,
-            num_heads=width // 64,
-            mlp_ratio=3,
-            patch_size=ids.PATCH,
-            spatial_merge_size=ids.MERGE,
-            temporal_patch_size=ids.TEMPORAL,
-        ),
-        text_config=dict(
-            vocab_size=ids.VOCAB_SIZE,
-            hidden_size=width,
-            intermediate_size=width * 8 // 3,
-            num_hidden_layers=depth,
-            num_attention_heads=width // 64,
-            num_key_value_heads=2,
-            max_position_embeddings=4096,
-            rms_norm_eps=1e-6,
-            rope_parameters=dict(rope_type="default", rope_theta=1e4, mrope_section=[8, 12, 12]),
-            bos_token_id=None,
-            eos_token_id=ids.END,
-            pad_token_id=ids.PAD,
-            tie_word_embeddings=True,
-        ),
-        image_token_id=ids.IMAGE,
-        video_token_id=ids.VIDEO,
-        vision_start_token_id=ids.VISION_START,
-        vision_end_token_id=ids.VISION_END,
-        tie_word_embeddings=True,
-        eos_token_id=ids.END,
-        pad_token_id=ids.PAD,
-    )
+    return digits.qwen2_vl(ids, width=width, inner=width * 8 // 3, vision_depth=vision_depth, depth=depth, positions=4096)
 
 
 def new_model(config: Qwen2VLConfig | None = None) -> Qwen2VLForConditionalGeneration:
     """An untrained model in float32."""
-    from transformers import GenerationConfig, Qwen2VLForConditionalGeneration
-
-    model = Qwen2VLForConditionalGeneration(config or new_config()).eval()
-    model.generation_config = GenerationConfig(eos_token_id=ids.END, pad_token_id=ids.PAD, do_sample=False)
-    return model
+    return digits.new_model(config or new_config())
 
 
 def save(model: Qwen2VLForConditionalGeneration, folder: Path) -> None:

@@ -31,7 +31,7 @@ def folder(holds: str) -> Path:
         if (place / holds).exists():
             return place
     raise SampleMissingError(
-        f"the files of 'docs-vqa' (40 MB) are not in its wheel: copy mmqc/samples/{NAME} from mmqc's repository to a folder, with "
+        f"the files of 'docs-vqa' (40 MB) are not in mmqc's wheel: copy mmqc/samples/{NAME} from the repository to a folder, with "
         "weights that you trained (docs/reference/samples.md), "
         f"and set {VARIABLE} to that folder (looked for {holds} in {', '.join(map(str, places))})"
     )
