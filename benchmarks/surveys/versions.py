@@ -5,7 +5,8 @@
     python -m benchmarks.surveys.versions --python .venv/bin/python --name "the pins"      an interpreter that has everything
 
 An environment is a venv with the pins of constraints.txt, but for the versions that it is about; CUDA builds of torch run on the
-CPU, and are some gigabytes each. The tests are those of `make test`; `--tests PATH ...` takes fewer, and the table says which.
+CPU, and are some gigabytes each. The tests are those of ``BORDER``; `--all` takes all of `make test`, `--tests PATH ...` others,
+and the table says which. pythonX.Y has to be found for every X.Y in ENVIRONMENTS.
 
 Writes benchmarks/results/versions.json, an entry an environment, and the page docs/results/versions.md.
 """
@@ -32,12 +33,40 @@ PACKAGES = ("torch", "transformers", "torchao", "triton", "numpy")
 ASK = """import json, sys
 from importlib.metadata import version
 print(json.dumps([sys.version.split()[0], {package: version(package) for package in sys.argv[1:]}]))"""
+# What touches private names and formats of other packages: one test file or test for each, as cheap as it can be.
+BORDER = {
+    "names that moved": ("tests/test_versions.py",),
+    "transformers' caches and masks, `generate` compiled": (
+        "tests/kv_tests/test_layer_types.py",
+        "tests/compiler_tests/test_step_mask.py",
+    ),
+    "transformers' outputs, decoders and hooks": ("tests/nn_tests/test_inside.py",),
+    "transformers' quantizers: saved, loaded, registered": ("tests/checkpoint_tests/test_hf.py",),
+    "compressed-tensors' checkpoints": ("tests/checkpoint_tests/test_read_compressed_tensors.py",),
+    "peft": (
+        "tests/adapters_tests/test_peft_layers.py::test_all_linear__is_every_linear_but_the_head",
+        "tests/adapters_tests/test_peft_layers.py::test_adapter__is_saved_and_loaded_again",
+        "tests/adapters_tests/test_peft_layers.py::test_trainer__ten_steps",
+    ),
+    "Dynamo: the backend, with and without rotations": (
+        "tests/test_backend.py::test_backend__compiled_equals_eager",
+        "tests/test_backend.py::test_discovery__found_by_name_without_importing_dynamo",
+        "tests/front_tests/test_front.py::test_front__backend_quantizes_in_one_graph_without_rotations",
+    ),
+    "Inductor": (
+        "tests/lowering_tests/test_inductor.py",
+        "tests/lowering_tests/test_lowering.py::test_lowerings__dynamic_rows_compile_once",
+    ),
+    "AOTInductor: a model exported and run": ("tests/aot_tests/test_exportable.py::test_export__sample_on_other_shapes",),
+    "transformers' server": ("tests/cli_tests/serving/test_peer.py", "tests/cli_tests/serving/test_server.py"),
+    "the command line": ("tests/cli_tests/test_doctor.py", "tests/cli_tests/test_failures.py"),
+}
 INTRODUCTION = """# Versions
 
-Every row is an environment in which the tests that need no GPU were run (`make matrix`; of CUDA builds of torch too, on the CPU),
-all of them or those of the rooms that touch other packages most. The bounds in `pyproject.toml` are the first and the last versions
-of this table. A private name of another package that a version keeps elsewhere is refused by name (`mmqc.versions.MovedError`);
-`mmqc doctor` says whether what is installed is in these bounds.
+Every row is an environment in which tests that need no GPU were run (`make matrix`; of CUDA builds of torch too, on the CPU): where
+it says "border", those of what touches other packages, listed below; `make matrix MATRIX_ARGS=--all` takes all. The bounds in
+`pyproject.toml` are the first and the last versions of this table. A private name of another package that a version keeps elsewhere
+is refused by name (`mmqc.versions.MovedError`); `mmqc doctor` says whether what is installed is in these bounds.
 """
 
 
@@ -55,14 +84,14 @@ class Environment:
 
 ENVIRONMENTS = (
     Environment("oldest", "2.11.0", "5.17.0", "0.17.0", pins=("numpy==2.3.5", "setuptools==80.10.2", "triton==3.6.0")),
-    Environment("torch 2.12", "2.12.0", "5.17.0", "0.17.0"),
+    Environment("torch 2.12", "2.12.1", "5.18.0", "0.17.0"),
     Environment("the pins", "2.13.0", "5.17.0", "0.18.0"),
-    Environment("transformers 5.20", "2.13.0", "5.20.2", "0.18.0"),
-    Environment("transformers 5.23", "2.13.0", "5.23.0", "0.18.0"),
-    Environment("transformers 5.24", "2.13.0", "5.24.0", "0.18.0"),
-    Environment("torch 2.14", "2.14.1", "5.24.0", "0.18.0"),
-    Environment("Python 3.12", "2.13.0", "5.24.0", "0.18.0", python="3.12"),
-    Environment("newest", "2.14.1", "5.24.0", "0.18.0", python="3.13"),
+    Environment("transformers 5.19", "2.13.0", "5.19.0", "0.17.0"),
+    Environment("Python 3.12", "2.13.0", "5.20.2", "0.18.0", python="3.12"),
+    Environment("torch 2.14", "2.14.1", "5.21.1", "0.18.0"),
+    Environment("Python 3.13", "2.13.0", "5.22.2", "0.18.0", python="3.13"),
+    Environment("transformers 5.23", "2.14.1", "5.23.0", "0.18.0", python="3.12"),
+    Environment("newest", "2.15.0", "5.24.0", "0.18.0", python="3.13"),
 )
 
 
@@ -72,7 +101,8 @@ def main() -> None:
     arguments.add_argument("--only", nargs="*", help="names of environments")
     arguments.add_argument("--python", type=Path, help="an interpreter that has everything, and no environment to build")
     arguments.add_argument("--name", help="of that interpreter's row")
-    arguments.add_argument("--tests", nargs="*", default=[], help="paths; all by default")
+    arguments.add_argument("--tests", nargs="*", help="paths; those of BORDER by default")
+    arguments.add_argument("--all", dest="tests", action="store_const", const=[], help="all tests")
     arguments.add_argument("--jobs", default="auto")
     arguments.add_argument("--keep", action="store_true", help="keep the environments")
     arguments.add_argument("--page", action="store_true", help="write the page alone")
@@ -117,7 +147,7 @@ def build(environment: Environment, folder: Path) -> Path:
     constraints.write_text("\n".join([*own, *(p for p in pins if p.partition("==")[0] not in taken)]) + "\n", encoding="utf-8")
     python = folder / "bin/python"
     for what in (["setuptools"], ["--no-deps", "torch"], ["--no-build-isolation", "-e", ".[dev,demo,report,serve]"]):
-        run(str(python), "-m", "pip", "install", "-q", "--disable-pip-version-check", "-c", str(constraints), *what)
+        run(str(python), "-m", "pip", "install", "-q", "--no-compile", "--disable-pip-version-check", "-c", str(constraints), *what)
     return python
 
 
@@ -136,8 +166,11 @@ def tested(name: str, python: Path, options: argparse.Namespace) -> dict[str, An
     parallel = [] if options.jobs == "0" else ["-n", options.jobs, "--dist", "worksteal"]
     marks = ["-m", "not gpu and not slow", "-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
-    subprocess.run([str(python), "-m", "pytest", *marks, *parallel, *options.tests], cwd=ROOT, env=environment, check=False)
-    row = {"name": name, "python": version, **packages, "tests": options.tests or "all", **counted(report)}
+    border = [path for paths in BORDER.values() for path in paths]
+    chosen = border if options.tests is None else options.tests
+    subprocess.run([str(python), "-m", "pytest", *marks, *parallel, *chosen], cwd=ROOT, env=environment, check=False)
+    what = "border" if options.tests is None else options.tests or "all"
+    row = {"name": name, "python": version, **packages, "tests": what, **counted(report)}
     report.unlink()
     return row | {"seconds": round(time.perf_counter() - start), "commit": commit(), "date": time.strftime("%Y-%m-%d")}
 
@@ -193,13 +226,15 @@ def page(rows: list[dict[str, Any]]) -> str:
         if "failed_to_build" in row:
             lines.append(f"| {row['name']} | | | | | not built: {row['failed_to_build']} | | | | |")
             continue
-        tests = "all" if row["tests"] == "all" else ", ".join(f"`{path}`" for path in row["tests"])
+        tests = row["tests"] if isinstance(row["tests"], str) else ", ".join(f"`{path}`" for path in row["tests"])
         versions = f"{row['python']} | {row['torch']} | {row['transformers']} | {row['torchao']}"
         counts = f"{row['passed']:,} | {row['failed']} | {row['skipped']}"
         lines.append(f"| {row['name']} | {versions} | {tests} | {counts} | {row['commit']} |")
         details += [f"* {row['name']}: fails `{name}`" for name in row["failures"]]
         details += [f"* {row['name']}: {count} skipped: {reason}" for reason, count in sorted(row["reasons"].items())]
-    return "\n".join([INTRODUCTION, *lines, "", "## What failed, and why tests were skipped", "", *details]) + "\n"
+    border = [f"* {what}: {', '.join(f'`{path}`' for path in paths)}" for what, paths in BORDER.items()]
+    more = ["", "## The border", "", *border, "", "## What failed, and why tests were skipped", "", *(details or ["Nothing."])]
+    return "\n".join([INTRODUCTION, *lines, *more]) + "\n"
 
 
 if __name__ == "__main__":

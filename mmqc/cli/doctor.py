@@ -19,7 +19,7 @@ from mmqc.versions import installed, numbers
 Status = Literal["ok", "note", "problem"]
 
 SUPPORTED = {  # as in pyproject.toml: the first version that works, and the first that nobody tried
-    "torch": ((2, 11), (2, 14)),
+    "torch": ((2, 11), (2, 16)),
     "transformers": ((5, 17), (5, 25)),
     "torchao": ((0, 17), (0, 19)),
 }

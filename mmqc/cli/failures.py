@@ -6,6 +6,7 @@
     one of mmqc's                                                        its ``exit_code``
     a value, a file or a package, refused by Python or by a library      REFUSED
     anything else: a bug of mmqc, of a library or of the model's code    UNEXPECTED, and the line names its class
+    anything, after Ctrl-C                                               130: some libraries' imports make an ImportError of it
 
 With ``--debug`` the traceback comes before the line, whatever the exception is.
 """
@@ -13,6 +14,8 @@ With ``--debug`` the traceback comes before the line, whatever the exception is.
 from __future__ import annotations
 
 import os
+import signal
+import threading
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -50,10 +53,13 @@ class OneLineErrors(TyperGroup):
 def one_line_errors(ctx: Any) -> Iterator[None]:
     """Print what is raised, and exit with its code."""
     try:
-        yield
+        with _interrupts() as interrupted:
+            yield
     except (typer.Exit, typer.Abort):
         raise
     except Exception as error:
+        if interrupted.is_set():
+            raise KeyboardInterrupt from error
         if type(error).__name__ == "NoArgsIsHelpError":  # typer prints the help
             raise
         if ctx.params.get("debug"):
@@ -64,6 +70,27 @@ def one_line_errors(ctx: Any) -> Iterator[None]:
             where = f"rank {os.environ['RANK']}: " if torchrun.started() else ""
             Console(stderr=True, soft_wrap=True, emoji=False).print(f"{where}[red]error:[/red] {escape(text)}")
         raise typer.Exit(exit_code(error)) from error
+
+
+@contextmanager
+def _interrupts() -> Iterator[threading.Event]:
+    """Set by Ctrl-C, which goes on to be what it was: a KeyboardInterrupt, unless somebody has a handler."""
+    seen, before = threading.Event(), signal.getsignal(signal.SIGINT)
+
+    def note(number: int, frame: Any) -> None:
+        seen.set()
+        assert callable(before)
+        before(number, frame)
+
+    if not callable(before) or threading.current_thread() is not threading.main_thread():  # ignored, or not ours to hear
+        yield seen
+        return
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield seen
+    finally:
+        if signal.getsignal(signal.SIGINT) is note:
+            signal.signal(signal.SIGINT, before)
 
 
 def _command(error: Any, ctx: Any) -> str:

@@ -172,7 +172,7 @@ def _format_later(translator: Any, form: Any, flags: int) -> None:
     """
     if isinstance(translator.stack[-1], SymNodeVariable):
         words = "{:" + form.as_python_constant() + "}"
-        translator.push(StringFormatVariable.create(words, [translator.pop()], {}))
+        translator.push(StringFormatVariable(words, [translator.pop()], {}))
     else:
         _format_now(translator, form, flags)
 

@@ -2,7 +2,7 @@
 
     compile_graph(gm, inputs, patches, observe)  ->  callable          observe(graph, source) per compiled graph
 
-Tested with torch 2.11 to 2.13.  The other files of this package import from here and from nowhere else in torch._inductor.
+Tested with torch 2.11 to 2.15.  The other files of this package import from here and from nowhere else in torch._inductor.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ __all__ = [
     "trusted_transforms",
 ]
 
-SUPPORTED = ((2, 11), (2, 13))
+SUPPORTED = ((2, 11), (2, 15))
 
 FloorDiv: Any = _sympy.FloorDiv
 ModularIndexing: Any = _sympy.ModularIndexing

@@ -1,11 +1,13 @@
 """Every kind of error, raised by every command: one line on stderr, its exit code, and the traceback with --debug only."""
 
 import ast
+import contextlib
 import functools
 import importlib
 import os
 import pickle
 import re
+import signal
 import subprocess
 import sys
 import zipfile
@@ -150,6 +152,21 @@ def test_command__is_interrupted_without_a_word(path, monkeypatch, capsys):
     monkeypatch.setattr(LEAVES[path], "callback", interrupt)
     code, told = run(capsys, "--debug", *path)
     assert (code, told.out, told.err) == (130, "", "")
+
+
+def test_command__is_interrupted_where_a_library_makes_another_error_of_it(monkeypatch, capsys):
+    def interrupt():
+        with contextlib.suppress(BaseException):  # as packages do that are imported by halves
+            signal.raise_signal(signal.SIGINT)
+        raise ImportError("cannot import name 'PreTrainedModel' from partially initialized module")
+
+    path = next(iter(LEAVES))
+    monkeypatch.setattr(LEAVES[path], "params", [])
+    monkeypatch.setattr(LEAVES[path], "callback", interrupt)
+    before = signal.getsignal(signal.SIGINT)
+    code, told = run(capsys, *path)
+    assert (code, told.out, told.err) == (130, "", "")
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_group__its_own_callback_and_options_fail_in_one_line(monkeypatch, capsys):
