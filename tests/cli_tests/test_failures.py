@@ -163,10 +163,13 @@ def test_command__is_interrupted_where_a_library_makes_another_error_of_it(monke
     path = next(iter(LEAVES))
     monkeypatch.setattr(LEAVES[path], "params", [])
     monkeypatch.setattr(LEAVES[path], "callback", interrupt)
-    before = signal.getsignal(signal.SIGINT)
-    code, told = run(capsys, *path)
-    assert (code, told.out, told.err) == (130, "", "")
-    assert signal.getsignal(signal.SIGINT) is before
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's job in the background would ignore it
+    try:
+        code, told = run(capsys, *path)
+        assert (code, told.out, told.err) == (130, "", "")
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_group__its_own_callback_and_options_fail_in_one_line(monkeypatch, capsys):
