@@ -84,7 +84,7 @@ class Environment:
 
 ENVIRONMENTS = (
     Environment("oldest", "2.11.0", "5.17.0", "0.17.0", pins=("numpy==2.3.5", "setuptools==80.10.2", "triton==3.6.0")),
-    Environment("torch 2.12", "2.12.1", "5.18.0", "0.17.0"),
+    Environment("torch 2.12", "2.12.1", "5.18.0", "0.17.0", pins=("setuptools==80.10.2",)),
     Environment("the pins", "2.13.0", "5.17.0", "0.18.0"),
     Environment("transformers 5.19", "2.13.0", "5.19.0", "0.17.0"),
     Environment("Python 3.12", "2.13.0", "5.20.2", "0.18.0", python="3.12"),

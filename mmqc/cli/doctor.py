@@ -23,7 +23,7 @@ SUPPORTED = {  # as in pyproject.toml: the first version that works, and the fir
     "transformers": ((5, 17), (5, 25)),
     "torchao": ((0, 17), (0, 19)),
 }
-TRITON_OF_TORCH = {"2.11": "3.6", "2.13": "3.7"}  # what the CUDA builds of torch name
+TRITON_OF_TORCH = {"2.11": "3.6", "2.12": "3.7", "2.13": "3.7", "2.14": "3.8", "2.15": "3.9"}  # what the CUDA builds of torch name
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,8 @@
 """``python -m tests.newcomer``: everything that a newcomer tries, one after the other, as a table; ``make newcomer`` calls it.
 
+    python -m tests.newcomer --write                the table of docs/results/newcomer.md, too, and benchmarks/results/newcomer.json
+    python -m tests.newcomer --write --only demo    of these rows alone; the others stay as they are
+
 Exit code 1 if a row neither works nor fails in one clear line.
 """
 
@@ -10,7 +13,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.newcomer import python_rows, shell_rows
+from tests.newcomer import python_rows, shell_rows, table
 from tests.newcomer.row import ROOT, Row, Verdict, run
 
 ROWS: tuple[Row, ...] = (*shell_rows.ROWS, *python_rows.ROWS)
@@ -58,7 +61,11 @@ def main() -> int:
     """See above."""
     parser = argparse.ArgumentParser(prog="python -m tests.newcomer", description=__doc__)
     parser.add_argument("--only", default="", help="rows with this in their name")
-    verdicts = try_all(parser.parse_args().only)
+    parser.add_argument("--write", action="store_true", help="the table")
+    options = parser.parse_args()
+    verdicts = try_all(options.only)
+    if options.write:
+        table.write([row.what for row in ROWS], verdicts)
     states = [verdict.state for verdict in verdicts]
     print(", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states)))
     return int("WRONG" in states)

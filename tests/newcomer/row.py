@@ -14,13 +14,12 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-SECONDS = 600
+SECONDS = 1800  # on a busy machine
 NOISE = ("Traceback (most recent call last)", "not finite", "Exception ignored")
 
 
@@ -53,7 +52,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What came of a row: "works", "refused" or "not here"; or "WRONG", and what is."""
+    """What came of a row: "works", "refused" or "not here"; or "WRONG", and what is; and its seconds of a processor."""
 
     row: Row
     state: str
@@ -70,7 +69,7 @@ def run(row: Row, folder: Path) -> Verdict:
     paths = [str(ROOT), str(ROOT / "tests/support"), os.environ.get("PYTHONPATH", "")]
     own = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "COLUMNS": "150", "TERM": "dumb"}
     own |= {"HF_HUB_OFFLINE": "1", "OMP_WAIT_POLICY": "passive"}
-    start, before = time.perf_counter(), os.times()
+    before = os.times()
     pipe = subprocess.PIPE
     with subprocess.Popen(command, cwd=folder, env=os.environ | own, stdout=pipe, stderr=pipe, text=True) as child:
         try:
@@ -78,14 +77,14 @@ def run(row: Row, folder: Path) -> Verdict:
         except subprocess.TimeoutExpired:
             child.send_signal(signal.SIGINT if row.interrupted > 0 else signal.SIGKILL)
             out, err = child.communicate()
-    took, after = time.perf_counter() - start, os.times()
+    after = os.times()
     processor = after.children_user + after.children_system - before.children_user - before.children_system
     wrong = judge(row, child.returncode, out, err) or row.then(folder)
     if not wrong and row.within and processor > row.within:
         wrong = f"took {processor:.1f} s of a processor, not {row.within:g}"
     if wrong:
-        return Verdict(row, "WRONG", wrong, took)
-    return Verdict(row, "refused" if row.refused else "works", said(row, out, err), took)
+        return Verdict(row, "WRONG", wrong, processor)
+    return Verdict(row, "refused" if row.refused else "works", said(row, out, err), processor)
 
 
 def judge(row: Row, code: int, out: str, err: str) -> str:

@@ -1,8 +1,11 @@
 """What a newcomer tries works, or fails in one clear line."""
 
+import json
+
 import pytest
 
-from tests.newcomer.__main__ import try_all
+from tests.newcomer import table
+from tests.newcomer.__main__ import ROWS, try_all
 from tests.newcomer.row import Row, judge
 
 WORKS = Row("x", "x", ("done",))
@@ -27,6 +30,13 @@ def test_judge__what_is_wrong(row, code, out, err, wrong):
     found = judge(row, code, out, err)
     assert found.startswith(wrong)
     assert bool(found) == bool(wrong)
+
+
+def test_page__is_what_the_figures_say_and_nothing_in_it_is_wrong():
+    found = json.loads(table.RESULTS.read_text(encoding="utf-8"))
+    assert table.PAGE.read_text(encoding="utf-8") == table.page(found)
+    assert list(found["rows"]) == [row.what for row in ROWS]
+    assert {row["state"] for row in found["rows"].values()} <= {"works", "refused", "not here"}
 
 
 @pytest.mark.slow
