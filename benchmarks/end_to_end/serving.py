@@ -2,10 +2,12 @@
 
     python -m benchmarks.end_to_end.serving [--requests 1000] [--parallel 8] [--no-compile] [--model DIRECTORY]
 
-The sample digits-vqa, greedy, its test questions in turn with images as data URLs; a quarter of the requests stream. The server is
-a process of its own (`mmqc serve digits-vqa --warm`); right is what `generate` with the same loop answers to the prompt in the
-client's process, which also gives the time of a direct call: 200 times a direct call and a request in turns. Then all requests, so
-many at a time; resident memory of the server is read every 50 of them.
+The sample digits-vqa, greedy, its test questions in turn with images as data URLs; a quarter of the requests stream.
+
+First what a request costs: in one process, so that both see the same load of the machine, the server answers in a thread, and each
+question is asked twice in turns, by `generate` itself in the server's generating thread and by the client. What `generate` answers
+is right. Then `mmqc serve digits-vqa --warm` in a process of its own gets all requests, so many at a time; its resident memory is
+read every 50 of them.
 
 Writes benchmarks/results/serving.json.
 """
@@ -22,13 +24,16 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import mmqc
 from mmqc.cli.doctor import environment
+from mmqc.cli.serving.command import Options, load
+from mmqc.cli.serving.limits import Limits
+from mmqc.cli.serving.server import application, listen
 from mmqc.samples.chat import as_messages
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -43,18 +48,43 @@ def main() -> None:
     arguments.add_argument("--no-compile", action="store_true")
     arguments.add_argument("--model", default="digits-vqa", help="the sample, or a directory that it was quantized to")
     options = arguments.parse_args()
+    questions = mmqc.samples.load("digits-vqa").questions(QUESTIONS)
+    asked = [as_messages(q.prompt, q.images) for q in questions]
+    found, right = in_turns(options, questions, asked)
+    print(json.dumps(found, indent=1), flush=True)
     with subprocess.Popen(command(options), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT) as server:
         log: list[str] = []
         threading.Thread(target=lambda: log.extend(server.stderr or ()), daemon=True).start()
         try:
-            found = measure(options, server, address_of(server))
+            found |= together(options, server.pid, Client(address_of(server), asked), right)
         finally:
             server.send_signal(signal.SIGINT)
             server.wait(60)
+    found["wrong_to_the_question"] = sum(text != q.answer for text, q in zip(right, questions, strict=True))
     found["log_lines"] = sum(" POST /v1/chat/completions 200" in line for line in log)
     found |= {"command": "python -m benchmarks.end_to_end.serving", **environment(), "exit_code": server.returncode}
     (ROOT / "benchmarks/results/serving.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     print(json.dumps({name: value for name, value in found.items() if name != "memory_mb"}, indent=1))
+
+
+class Client:
+    """OpenAI's, that asks the questions."""
+
+    def __init__(self, address: str, asked: Sequence[Any]) -> None:
+        import openai
+
+        self.chat = openai.OpenAI(base_url=address, api_key="none", max_retries=0, timeout=600).chat
+        self.asked = asked
+
+    def __call__(self, i: int, stream: bool) -> tuple[str, float]:
+        """The answer to question i, and its seconds."""
+        start = time.perf_counter()
+        given: Any = {"model": "digits", "messages": self.asked[i % QUESTIONS], "temperature": 0, "max_tokens": NEW_TOKENS}
+        if stream:
+            text = "".join(c.choices[0].delta.content or "" for c in self.chat.completions.create(stream=True, **given))
+        else:
+            text = self.chat.completions.create(**given).choices[0].message.content or ""
+        return text, time.perf_counter() - start
 
 
 def command(options: argparse.Namespace) -> list[str]:
@@ -73,82 +103,78 @@ def address_of(server: subprocess.Popen[str]) -> str:
     raise RuntimeError("the server ended before it listened")
 
 
-def measure(options: argparse.Namespace, server: subprocess.Popen[str], address: str) -> dict[str, Any]:
-    """Requests alone, requests in parallel, and direct calls, all over the same questions."""
-    import openai
+def in_turns(options: argparse.Namespace, questions: Sequence[Any], asked: Sequence[Any]) -> tuple[dict[str, Any], list[str]]:
+    """What direct calls and requests take, and what the direct ones answer."""
+    import torch
+    import uvicorn
+    from transformers import GenerationConfig
 
-    sample = mmqc.samples.load("digits-vqa")
-    questions = sample.questions(QUESTIONS)
-    asked = [as_messages(q.prompt, q.images) for q in questions]
-    client = openai.OpenAI(base_url=address, api_key="none", max_retries=0, timeout=600)
+    torch.set_num_threads(1)
+    served = load(options.model, Options(compiled=not options.no_compile, name="digits"))
+    app = application(served, Limits(), None)
+    listening = listen("127.0.0.1", 0)
+    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off"))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
+    thread.start()
+    client = Client(f"http://127.0.0.1:{listening.getsockname()[1]}/v1", asked)
+    config = GenerationConfig(
+        do_sample=False,
+        max_new_tokens=NEW_TOKENS,
+        eos_token_id=served.processor.tokenizer.eos_token_id,
+        cache_implementation="static" if served.compiled else None,
+    )
+    how: dict[str, Any] = {"custom_generate": mmqc.compiled_loop} if served.compiled else {}
+    prompts = [served.processor.processor(q.prompt, q.images) for q in questions]
+    right, calls, alone, wrong = [], [], [], 0
+    try:
+        for i in range(-WARM, QUESTIONS):
+            start, busy = time.perf_counter(), time.process_time()
+            ids = app.generation.submit(served.model.generate, **prompts[i], generation_config=config, **how).result()
+            direct = time.perf_counter() - start, time.process_time() - busy
+            text = served.processor.decode(ids[0, prompts[i]["input_ids"].shape[1] :])
+            busy = time.process_time()
+            said, took = client(i, stream=False)
+            if i >= 0:
+                right.append(text)
+                calls.append(direct)
+                alone.append((took, time.process_time() - busy))
+                wrong += said != text
+    finally:
+        server.should_exit = True
+        thread.join()
+    found: dict[str, Any] = {"asked_alone": len(right), "wrong_alone": wrong}
+    for name, index in (("", 0), ("processor_", 1)):
+        of_calls, of_requests = ([each[index] for each in times] for times in (calls, alone))
+        found[f"p50_{name}direct_ms"] = 1e3 * statistics.median(of_calls)
+        found[f"p50_{name}alone_ms"] = 1e3 * statistics.median(of_requests)
+        found[f"p50_{name}ratio_by_question"] = statistics.median(r / c for r, c in zip(of_requests, of_calls, strict=True))
+    return found, right
 
-    def ask(i: int, stream: bool) -> tuple[int, str, float]:
-        start = time.perf_counter()
-        given: Any = {"model": "digits", "messages": asked[i % QUESTIONS], "temperature": 0, "max_tokens": NEW_TOKENS}
-        if stream:
-            text = "".join(c.choices[0].delta.content or "" for c in client.chat.completions.create(stream=True, **given))
-        else:
-            text = client.chat.completions.create(**given).choices[0].message.content or ""
-        return i % QUESTIONS, text, time.perf_counter() - start
 
-    answer = direct(options, sample)
-    prompts = [sample.processor(q.prompt, q.images) for q in questions]
-    right, calls, alone = {}, [], []
-    for i in range(-WARM, QUESTIONS):  # in turns, so that both see the same load of the machine
-        text, took = answer(prompts[i])
-        asking = ask(i, stream=False)
-        if i >= 0:
-            right[i] = text
-            calls.append(took)
-            alone.append(asking)
-    memory, done = [resident(server.pid)], 0
+def together(options: argparse.Namespace, pid: int, client: Client, right: Sequence[str]) -> dict[str, Any]:
+    """All requests, so many at a time."""
+    for i in range(WARM):
+        client(i, stream=i % 4 == 0)
+    memory, answers = [resident(pid)], []
     start = time.perf_counter()
-    together: list[tuple[int, str, float]] = []
     with ThreadPoolExecutor(options.parallel) as pool:
-        for answered in pool.map(lambda i: ask(i, stream=i % 4 == 0), range(options.requests)):
-            together.append(answered)
-            done += 1
-            if done % EVERY == 0:
-                memory.append(resident(server.pid))
+        for answer in pool.map(lambda i: client(i, stream=i % 4 == 0), range(options.requests)):
+            answers.append(answer)
+            if len(answers) % EVERY == 0:
+                memory.append(resident(pid))
     seconds = time.perf_counter() - start
     return {
         "requests": options.requests,
         "parallel": options.parallel,
         "model": options.model,
         "compiled": not options.no_compile,
-        "wrong": sum(text != right[i] for i, text, _ in (*alone, *together)),
-        "wrong_to_the_question": sum(text != questions[i].answer for i, text in right.items()),
-        "p50_direct_ms": 1e3 * statistics.median(calls),
-        "p50_alone_ms": 1e3 * statistics.median(took for *_, took in alone),
-        "mean_direct_ms": 1e3 * statistics.mean(calls),
-        "mean_alone_ms": 1e3 * statistics.mean(took for *_, took in alone),
-        "p50_parallel_ms": 1e3 * statistics.median(took for *_, took in together),
+        "wrong": sum(text != right[i % QUESTIONS] for i, (text, _) in enumerate(answers)),
+        "p50_parallel_ms": 1e3 * statistics.median(took for _, took in answers),
         "requests_per_second": options.requests / seconds,
         "ms_per_request_parallel": 1e3 * seconds / options.requests,
         "memory_mb": memory,
         "memory_growth": max(memory) / memory[0] - 1,
     }
-
-
-def direct(options: argparse.Namespace, sample: Any) -> Callable[[Any], tuple[str, float]]:
-    """Asks ``generate`` itself, with the server's loop: the answer, and its seconds."""
-    from transformers import GenerationConfig
-
-    from mmqc.cli.jobs import load_model
-
-    model = sample.model if options.model == "digits-vqa" else load_model(options.model)
-    config = GenerationConfig(do_sample=False, max_new_tokens=NEW_TOKENS, eos_token_id=sample.processor.tokenizer.eos_token_id)
-    loop: dict[str, Any] = {}
-    if not options.no_compile:
-        config.cache_implementation, loop = "static", {"custom_generate": mmqc.compiled_loop}
-
-    def answer(prompt: Any) -> tuple[str, float]:
-        start = time.perf_counter()
-        ids = model.generate(**prompt, generation_config=config, **loop)[0, prompt["input_ids"].shape[1] :]
-        took = time.perf_counter() - start
-        return sample.processor.decode(ids), took
-
-    return answer
 
 
 def resident(pid: int) -> float:
