@@ -3,6 +3,7 @@
     make matrix                                            all of ENVIRONMENTS, built one after the other and deleted behind it
     python -m benchmarks.surveys.versions --only newest    one of them
     python -m benchmarks.surveys.versions --python .venv/bin/python --name "the pins"      an interpreter that has everything
+    ... --python PYTHON --name NAME --again                what failed in that row, which the page then says
 
 An environment is a venv with the pins of constraints.txt, but for the versions that it is about; CUDA builds of torch run on the
 CPU, and are some gigabytes each. The tests are those of ``BORDER``; `--all` takes all of `make test`, `--tests PATH ...` others,
@@ -66,7 +67,8 @@ INTRODUCTION = """# Versions
 Every row is an environment in which tests that need no GPU were run (`make matrix`; of CUDA builds of torch too, on the CPU): where
 it says "border", those of what touches other packages, listed below; `make matrix MATRIX_ARGS=--all` takes all. The bounds in
 `pyproject.toml` are the first and the last versions of this table. A private name of another package that a version keeps elsewhere
-is refused by name (`mmqc.versions.MovedError`); `mmqc doctor` says whether what is installed is in these bounds.
+is refused by name (`mmqc.versions.MovedError`); `mmqc doctor` says whether what is installed is in these bounds. A test that failed
+and was mended, or that a busy machine failed, is run again alone: the last column then has both commits.
 """
 
 
@@ -103,12 +105,15 @@ def main() -> None:
     arguments.add_argument("--name", help="of that interpreter's row")
     arguments.add_argument("--tests", nargs="*", help="paths; those of BORDER by default")
     arguments.add_argument("--all", dest="tests", action="store_const", const=[], help="all tests")
+    arguments.add_argument("--again", action="store_true", help="the failed tests of the row alone, once they are mended")
     arguments.add_argument("--jobs", default="auto")
     arguments.add_argument("--keep", action="store_true", help="keep the environments")
     arguments.add_argument("--page", action="store_true", help="write the page alone")
     options = arguments.parse_args()
     if options.page:
         write(read())
+    elif options.again:
+        add(again(next(row for row in read() if row["name"] == options.name), options))
     elif options.python:
         add(tested(options.name or str(options.python), options.python, options))
     else:
@@ -175,6 +180,21 @@ def tested(name: str, python: Path, options: argparse.Namespace) -> dict[str, An
     return row | {"seconds": round(time.perf_counter() - start), "commit": commit(), "date": time.strftime("%Y-%m-%d")}
 
 
+def again(row: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
+    """A row whose failed tests were run once more."""
+    names = [name.partition("::") for name in row["failures"]]
+    options.tests = [f"{module.replace('.', '/')}.py::{test}" for module, _, test in names]
+    new = tested(row["name"], options.python, options)
+    return merged(row, new)
+
+
+def merged(row: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+    """A row, and another of what had failed in it."""
+    passed = row["passed"] + new["passed"]
+    mended = [*row.get("again", []), {name: new[name] for name in ("passed", "commit", "date")}]
+    return row | {"passed": passed, "failed": new["failed"], "failures": new["failures"], "again": mended}
+
+
 def counted(report: Path) -> dict[str, Any]:
     """Numbers of a JUnit report, the names of what failed, and the reasons of what was skipped."""
     failed, skipped, count = [], collections.Counter[str](), 0
@@ -229,7 +249,8 @@ def page(rows: list[dict[str, Any]]) -> str:
         tests = row["tests"] if isinstance(row["tests"], str) else ", ".join(f"`{path}`" for path in row["tests"])
         versions = f"{row['python']} | {row['torch']} | {row['transformers']} | {row['torchao']}"
         counts = f"{row['passed']:,} | {row['failed']} | {row['skipped']}"
-        lines.append(f"| {row['name']} | {versions} | {tests} | {counts} | {row['commit']} |")
+        commits = [row["commit"], *(f"{new['passed']} of them {new['commit']}" for new in row.get("again", ()))]
+        lines.append(f"| {row['name']} | {versions} | {tests} | {counts} | {', '.join(commits)} |")
         details += [f"* {row['name']}: fails `{name}`" for name in row["failures"]]
         details += [f"* {row['name']}: {count} skipped: {reason}" for reason, count in sorted(row["reasons"].items())]
     border = [f"* {what}: {', '.join(f'`{path}`' for path in paths)}" for what, paths in BORDER.items()]

@@ -50,3 +50,12 @@ def test_add__takes_the_place_of_the_row_of_its_name(tmp_path, monkeypatch):
         versions.add(row)
     assert [(row["name"], row["failed_to_build"]) for row in versions.read()] == [("a", "no room"), ("b", "no such version")]
     assert "| a | | | | | not built: no room |" in versions.PAGE.read_text()
+
+
+def test_merged__what_had_failed_and_passes_now():
+    row = {"name": "a", "passed": 2, "failed": 2, "skipped": 0, "failures": ["a::c", "a::d"], "commit": "old", "tests": "border"}
+    new = {"passed": 1, "failed": 1, "failures": ["a::d"], "commit": "new", "date": "today"}
+    found = versions.merged(row, new)
+    assert (found["passed"], found["failed"], found["failures"], found["commit"]) == (3, 1, ["a::d"], "old")
+    packages = dict.fromkeys(("python", "torch", "transformers", "torchao"), "1")
+    assert "| border | 3 | 1 | 0 | old, 1 of them new |" in versions.page([found | packages | {"reasons": {}}])
