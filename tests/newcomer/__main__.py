@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from tests.newcomer import python_rows, shell_rows, table
@@ -39,14 +40,14 @@ def prepare(folder: Path) -> None:
     (folder / "noimage" / "0.png").write_bytes(b"this is no image")
 
 
-def try_all(only: str = "") -> list[Verdict]:
-    """Every row, or those with ``only`` in what they are about (rows that they need must be among them)."""
+def try_all(only: Sequence[str] = ()) -> list[Verdict]:
+    """Every row, or those with one of ``only`` in what they are about (rows that they need must be among them)."""
     with tempfile.TemporaryDirectory(prefix="newcomer-") as name:
         folder = Path(name)
         prepare(folder)
         verdicts = []
         for row in ROWS:
-            if only in row.what:
+            if not only or any(words in row.what for words in only):
                 verdicts.append(run(row, folder))
                 print(line(verdicts[-1]), flush=True)
         return verdicts
@@ -60,7 +61,7 @@ def line(verdict: Verdict) -> str:
 def main() -> int:
     """See above."""
     parser = argparse.ArgumentParser(prog="python -m tests.newcomer", description=__doc__)
-    parser.add_argument("--only", default="", help="rows with this in their name")
+    parser.add_argument("--only", nargs="*", default=(), help="rows with one of these in their name")
     parser.add_argument("--write", action="store_true", help="the table")
     options = parser.parse_args()
     verdicts = try_all(options.only)

@@ -33,7 +33,7 @@ def write(order: Sequence[str], verdicts: Sequence[Verdict]) -> None:
     for verdict in verdicts:
         rows[verdict.row.what] = {"state": verdict.state, "seconds": round(verdict.seconds, 1), "text": verdict.text, **about}
     rows = {what: rows[what] for what in order if what in rows}
-    found = {"command": "make newcomer", **environment(), "rows": rows}
+    found = {"command": "python -m tests.newcomer --write", **environment(), "of": len(order), "rows": rows}
     RESULTS.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     PAGE.write_text(page(found), encoding="utf-8")
 
@@ -46,7 +46,7 @@ def page(found: dict[str, Any]) -> str:
     lines = ["| | | s | its last line, or its refusal | commit | date |", "|---|---|---|---|---|---|"]
     for what, row in found["rows"].items():
         text = row["text"].replace("|", "\\|").replace("`", "'")[:150]
-        lines.append(
-            f"| {what} | {row['state']} | {row['seconds']} | {f'`{text}`' if text else ''} | {row['commit']} | {row['date']} |"
-        )
-    return "\n".join([HEAD, f"{len(states)} rows: {counts} ({found['cpu']}; {packages}).", "", *lines]) + "\n"
+        cells = (what, row["state"], row.get("seconds", ""), f"`{text}`" if text else "", row["commit"], row["date"])
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    tried = f"{len(states)} of {found['of']} rows" if len(states) < found["of"] else f"{len(states)} rows"
+    return "\n".join([HEAD, f"{tried}: {counts} ({found['cpu']}; {packages}).", "", *lines]) + "\n"
