@@ -48,9 +48,9 @@ DYNAMOS: int = vars(torch._dynamo.config)["_config"]["recompile_limit"].default
 # With ``dynamic=True`` a norm's epsilon would be a symbol, too, which no pass can read.
 FLOATS: dict[str, Any] = {"specialize_float": True}
 
-# Before 2.12 a traced torch._check_tensor_all leaves an unbacked symbol behind that nothing binds: transformers' checks of
+# Before 2.13 a traced torch._check_tensor_all leaves an unbacked symbol behind that nothing binds: transformers' checks of
 # placeholder counts are then left out of the trace.
-CHECKS_TRACE: bool = torch.__version__ >= (2, 12)  # type: ignore[operator]
+CHECKS_TRACE: bool = torch.__version__ >= (2, 13)  # type: ignore[operator]
 NO_CHECKS = {"TRANSFORMERS_DISABLE_TORCH_CHECK": "1"}
 
 MARKS = ("_dynamo", "_has_dynamo", "_specialize_on")  # what Dynamo hangs on a tensor begins with one of these
