@@ -58,6 +58,15 @@ def waiting_at_the_end() -> Iterator[None]:
         wait()
 
 
+def when_waited(then: Callable[[], None]) -> None:
+    """Call it now, or where the kernels of a part that is being loaded have been waited for."""
+    later = _later.get()
+    if later is None:
+        then()
+    else:
+        later.append(then)
+
+
 @dataclass(frozen=True)
 class Kernel:
     """One that is not compiled yet; stands in a generated module until that waits for its kernels."""

@@ -18,21 +18,27 @@ from contextvars import ContextVar
 from types import FunctionType
 from typing import Any
 
+import torch
 from torch._C._profiler import _RecordFunctionFast
 from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 from torch._inductor.virtualized import V
 from torch.autograd import profiler
 
 from mmqc.kernels.shared.direct_launch import options_of
+from mmqc.lowering.joined_cpp import when_waited
 
 _quick: ContextVar[bool] = ContextVar("kernels of the graph that is being compiled are launched quickly", default=False)
 
 
 def quicken(names: Mapping[str, Any]) -> None:
-    """From its second launch on, each kernel among these values is launched quickly."""
-    for kernel in names.values():
-        if type(kernel) is CachingAutotuner and not kernel.inductor_meta.get("coordinate_descent_tuning"):
-            _after_first(kernel)
+    """From its second launch on, each kernel among these values is launched quickly, those included that are still compiled."""
+
+    def all_of_them() -> None:
+        for kernel in names.values():
+            if type(kernel) is CachingAutotuner and not kernel.inductor_meta.get("coordinate_descent_tuning"):
+                _after_first(kernel)
+
+    when_waited(all_of_them)
 
 
 def _after_first(kernel: Any) -> None:
@@ -74,20 +80,20 @@ def _static(runner: Any, name: str) -> Callable[..., None] | None:
     """By the function of Inductor's own launcher; ``runner``: a bound method of its kernel."""
     kernel = getattr(runner, "__self__", None)
     needed = ("C_impl", "function", "num_warps", "shared", "arg_tys", "has_global_scratch", "has_profile_scratch")
-    if not all(hasattr(kernel, each) for each in needed):
+    if kernel is None or torch.version.hip or not all(hasattr(kernel, each) for each in needed):
         return None
-    assert kernel is not None
-    if kernel.has_global_scratch or kernel.has_profile_scratch or not hasattr(kernel.C_impl, "_launch_kernel"):
+    launch, function = getattr(kernel.C_impl, "_launch_kernel", None), kernel.function
+    if launch is None or function is None:
         return None
-    launch, function = kernel.C_impl._launch_kernel, kernel.function
-    warps, shared, kinds = kernel.num_warps, kernel.shared, kernel.arg_tys
+    scratch = kernel.has_global_scratch + kernel.has_profile_scratch  # arguments of Triton's own, for which no memory is needed
+    warps, shared, kinds, none = kernel.num_warps, kernel.shared, kernel.arg_tys + "O" * scratch, (None,) * scratch
 
     def run(x: int, y: int, z: int, stream: int, *args: Any) -> None:
         if profiler._is_profiler_enabled:  # type: ignore[attr-defined]
             with _RecordFunctionFast(name, args, {}):
-                launch(function, x, y, z, warps, shared, kinds, args, stream)
+                launch(function, x, y, z, warps, shared, kinds, (*args, *none), stream)
         else:
-            launch(function, x, y, z, warps, shared, kinds, args, stream)
+            launch(function, x, y, z, warps, shared, kinds, (*args, *none), stream)
 
     return run
 
@@ -95,7 +101,7 @@ def _static(runner: Any, name: str) -> Callable[..., None] | None:
 def _by_triton(compiled: Any, name: str) -> Callable[..., None] | None:
     """By Triton's function, as direct_launch.py knows it; a tensor descriptor is made into what that takes on the way."""
     options = None if compiled is None else options_of(compiled)
-    if options is None:
+    if compiled is None or options is None:
         return None
     launch = compiled.run.launch
 

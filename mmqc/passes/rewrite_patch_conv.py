@@ -86,8 +86,13 @@ def site_of(node: fx.Node) -> Site | None:
     if not isinstance(kernel, Tensor) or not isinstance(patch, Tensor) or patch.device.type not in DEVICES:
         return None
     sizes = list(patch.shape[1:]) if patch.dim() == kernel.dim() else []
-    covers = all(type(size) is int for size in sizes) and sizes == list(kernel.shape[1:])
+    covers = bool(sizes) and all(map(_is, sizes, kernel.shape[1:]))
     return Site(node, x, weight, bias) if covers and isinstance(node.meta.get("example_value"), Tensor) else None
+
+
+def _is(size: Any, known: int) -> bool:
+    """Whether a size is this number; one that may vary and is now, stays so: the graph is compiled anew where it is not."""
+    return size == known if type(size) is int else size.node.hint == known and bool(size == known)
 
 
 def _numbers(given: Any) -> tuple[Any, ...]:

@@ -39,7 +39,7 @@ def test_quick_launch__no_kernel_is_launched_slowly(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(CachingAutotuner, "run", counted)
     model = Block().eval().cuda().bfloat16()
     rows = {n: torch.randn(n, 1176, device="cuda", dtype=torch.bfloat16) for n in (40, 400, 1000, 37, 3600)}
-    mmqc.quantize_(model, mmqc.recipes.rtn(8, activation_bits=8), [rows[400]], progress=False)
+    mmqc.quantize_(model, mmqc.recipes.rtn(8, activation_bits=8), [{"x": rows[400]}], progress=False)
     compiled: Any = torch.compile(model, backend="mmqc", dynamic=True)
     for x in rows.values():
         torch._dynamo.mark_dynamic(x, 0)

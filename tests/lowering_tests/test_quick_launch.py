@@ -11,6 +11,7 @@ from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 
 from mmqc.lowering import quick_launch
 from mmqc.lowering.inductor import compile_graph
+from mmqc.lowering.joined_cpp import waiting_at_the_end
 
 LAUNCHER = """
 def launcher(in_ptr0, out_ptr0, xnumel, stream):
@@ -59,10 +60,11 @@ def by_triton(launched: list[Any], **other: Any) -> Any:
     return launcher(TRITON, bin=compiled, runner=run, function=5, metadata="packed", enter=1, exit=2)
 
 
-def test_quick__static() -> None:
-    kernel = Static()
+@pytest.mark.parametrize("scratch", [0, 1, 2])
+def test_quick__static(scratch: int) -> None:
+    kernel = Static(has_global_scratch=scratch > 0, has_profile_scratch=scratch > 1)
     quick_launch.quick(static(kernel), "name")("x", "y", 2049, stream=7)
-    assert kernel.launched == [(5, 3, 1, 1, 4, 64, "OOi", ("x", "y", 2049), 7)]
+    assert kernel.launched == [(5, 3, 1, 1, 4, 64, "OOi" + "O" * scratch, ("x", "y", 2049, *[None] * scratch), 7)]
 
 
 def test_quick__by_triton() -> None:
@@ -74,7 +76,7 @@ def test_quick__by_triton() -> None:
 @pytest.mark.parametrize(
     "unknown",
     [
-        static(Static(has_global_scratch=True)),
+        static(Static(function=None)),
         static(Static(C_impl=object())),
         by_triton([], global_scratch_size=128),
         by_triton([], arg_annotations=()),
@@ -105,6 +107,15 @@ def test_quicken__from_the_second_launch_on() -> None:
     for numel in (1024, 4096):
         kernel.run("x", "y", numel, stream=7)
     assert slow.launched == [("first", 7), (5, 4, 1, 1, 4, 64, "OOi", ("x", "y", 4096), 7)]
+
+
+def test_quicken__kernels_of_parts_that_are_compiled_meanwhile() -> None:
+    kernel = CachingAutotuner.__new__(CachingAutotuner)
+    kernel.inductor_meta, names = {}, {"kernel": object()}
+    with waiting_at_the_end():
+        quick_launch.quicken(names)
+        names["kernel"] = kernel
+    assert "run" in vars(kernel)
 
 
 def test_launching_quickly__generated_code_asks_for_it() -> None:

@@ -22,11 +22,11 @@ class Patches(nn.Module):
         return self.conv(x.view(-1, *self.size)).flatten(1).relu()
 
 
-def sites(conv: nn.Module, size: tuple[int, ...], x: Tensor) -> list[str]:
+def sites(conv: nn.Module, size: tuple[int, ...], x: Tensor, sizes: tuple[int, ...] = (0,)) -> list[str]:
     """Of the pass; the compiled module equals the module."""
     model, x = Patches(conv, size).double().eval(), x.double()
     torch.compiler.reset()
-    torch._dynamo.mark_dynamic(x, 0)
+    torch._dynamo.maybe_mark_dynamic(x, list(sizes))
     with torch.no_grad(), collect_records() as records:
         got: Any = torch.compile(model, backend="mmqc", fullgraph=True)(x)
         assert_close(got, model(x))
@@ -44,7 +44,7 @@ def test_rewrite_patch_conv__one_place_is_a_linear(bias: bool) -> None:
     conv = nn.Conv3d(3, 8, (2, 4, 4), stride=(2, 4, 4), bias=bias)
     assert len(sites(conv, (3, 2, 4, 4), torch.randn(7, 96))) == 1
     flat = nn.Conv2d(3, 8, 4, bias=bias)
-    assert len(sites(flat, (3, 4, 4), torch.randn(5, 48))) == 1
+    assert len(sites(flat, (3, 4, 4), torch.randn(5, 48), (0, 1))) == 1
 
 
 @pytest.mark.usefixtures("on_cpu")

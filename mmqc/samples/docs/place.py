@@ -31,6 +31,6 @@ def folder(holds: str) -> Path:
         if (place / holds).exists():
             return place
     raise SampleMissingError(
-        f"the files of 'docs-vqa' (40 MB) are in mmqc's repository and not in mmqc's wheel: copy mmqc/samples/{NAME} from there to a "
-        f"folder and set {VARIABLE} to that folder (looked for {holds} in {', '.join(map(str, places))})"
+        f"the files of 'docs-vqa' (40 MB) are in mmqc's repository, not in mmqc's wheel: copy mmqc/samples/{NAME} from there to "
+        f"a folder and set {VARIABLE} to that folder (looked for {holds} in {', '.join(map(str, places))})"
     )
