@@ -15,9 +15,9 @@ Safe:    only guards on elements of module lists are left out, only in a frame o
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Sequence
-from itertools import chain, count
 from operator import attrgetter, eq, is_
 from typing import Any
 
@@ -34,7 +34,7 @@ CONSTANTS = (type(None), bool, int, float, str, torch.dtype, torch.device)
 # What can change in a tensor that stays the same object: ``Module.to`` sets a parameter's ``data``.
 FORM = attrgetter("dtype", "device", "shape")
 TABLES = ("_parameters", "_buffers", "_modules")
-_numbers = count(1)
+_numbers = itertools.count(1)
 
 
 class LayerGuards:
@@ -104,14 +104,8 @@ class LayerGuards:
             return True
         modules, kinds = zip(*self.kinds.values(), strict=True)
         tensors, forms = zip(*self.forms.values(), strict=True) if self.forms else ((), ())
-        if not (all(map(is_, map(type, modules), kinds)) and all(map(eq, map(FORM, tensors), forms))):
-            return False
-        places, values = zip(*self.tables.values(), strict=True)
-        if [*map(len, places)] == [*map(len, values)]:
-            now = chain.from_iterable(place.values() for place in places)
-            if all(map(is_, now, chain.from_iterable(values))):
-                return True
-        return all(self._same_table(*table) for table in [*self.tables.values()])
+        alike = all(map(is_, map(type, modules), kinds)) and all(map(eq, map(FORM, tensors), forms))
+        return alike and all(self._same_table(*table) for table in self.tables.values())
 
     def _same_table(self, place: dict[str, Any], values: tuple[Any, ...]) -> bool:
         """Whether everything that was checked in it is unchanged; its size too, because an attribute may hide a method."""
