@@ -158,7 +158,7 @@ def test_with_towers__the_others_stay_floats():
     config = recipes.resq(4).replace(head=recipes.rtn(8).language)
     text, page = config.with_towers("language"), config.with_towers("vision", "projector")
     assert text == config.replace(vision=None, projector=None)
-    assert {*text.schemes} == {"language", "head", "down"}
+    assert {*text.schemes} == {"language", "head"}
     assert {*page.schemes} == {"vision", "projector"}
     assert page.kv_rounding is None
     assert page.rewrites == text.rewrites == config.rewrites
