@@ -104,6 +104,7 @@ COVERS: dict[str, str] = {
     "test_config.py": "recipes specs",
     "test_export.py": "aot/index_find aot/programs aot/variants",
     "test_quantize_errors.py": "errors",
+    "vllm_tests/test_lent.py": "vllm/encoder_attention vllm/linear_kernel",
     "vllm_tests/test_method.py": "vllm/config vllm/parameters",
 }
 

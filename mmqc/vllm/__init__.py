@@ -22,9 +22,11 @@ def register() -> None:
         return
     from mmqc.checkpoint.hf_named import name_methods
     from mmqc.checkpoint.method_name import METHOD  # of quantization, and the load format
-    from mmqc.vllm import config, loader
+    from mmqc.vllm import config, encoder_attention, linear_kernel, loader
 
     name_methods()
     config.register(METHOD)
     loader.register(METHOD)
+    linear_kernel.register()
+    encoder_attention.register()
     _registered.append(METHOD)
