@@ -4,29 +4,26 @@ MMQC_VLLM names the Pythons that have a vLLM; without it nothing here runs.
 """
 
 import copy
-import os
+import json
 import random
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from vllm_process import PYTHONS, needs_vllm, run
 
 import mmqc
 from benchmarks.engines.make_tables import _general, forms
 from mmqc import recipes
 from mmqc.checkpoint import compressed_tensors
 from mmqc.checkpoint.compressed_tensors import unpack_words
-from mmqc.engines import ask_vllm
+from mmqc.engines import ask_vllm, table
 from mmqc.engines.names import joined, renamed, split_by_rows
 from mmqc.engines.table import BACKENDS, Answer, Case, Tabled, ask, read_table
 from mmqc.nn.token_linear import TokenLinear
 from mmqc.solvers import Quantized
 
-PYTHONS = os.environ.get("MMQC_VLLM", "").split()
-needs_vllm = pytest.mark.skipif(not PYTHONS, reason="make test-vllm sets it up")
-LAYERS = Path(__file__).parents[1] / "support" / "vllm_layers.py"
 QUESTIONS = 300
 
 
@@ -43,18 +40,31 @@ def python(request):
     return request.param, ".".join(version.split(".")[:2])
 
 
+@pytest.fixture(scope="module")
+def asked(tmp_path_factory):
+    """As ``table.ask``, in a fork of a process that has imported vLLM already."""
+    folder = tmp_path_factory.mktemp("asked")
+
+    def ask_fork(python, questions):
+        (folder / "questions.json").write_text(json.dumps(questions))
+        run(python, ["vllm_asked.py", folder / "questions.json", folder / "answers.json"])
+        return json.loads((folder / "answers.json").read_text())
+
+    return ask_fork
+
+
 @needs_vllm
 @pytest.mark.parametrize("capability", [80, 89, 90])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_tables__answer_as_the_engine_at_other_widths(python, capability, backend):
+def test_tables__answer_as_the_engine_at_other_widths(python, asked, capability, backend):
     draw, configs = random.Random(f"{capability} {backend}"), forms()
     rules, questions = Tabled(python[1], capability), []
     taken = [f for f in configs if not rules.answers([Case(f, {}, 2048, 2048)], backend)[0].refused]
     for _ in range(QUESTIONS):
         k, n = (draw.randrange(256, 8192, 2 ** draw.randrange(9)) for _ in range(2))  # of every class; a group at least
         questions.append((draw.choice(taken if draw.random() < 0.8 else list(configs)), k, n))
-    asked = [{"config": configs[form], "inputs": k, "outputs": n} for form, k, n in questions]
-    given = ask(python[0], {"capability": capability, "backend": backend, "questions": asked})["answers"]
+    linears = [{"config": configs[form], "inputs": k, "outputs": n} for form, k, n in questions]
+    given = asked(python[0], {"capability": capability, "backend": backend, "questions": linears})["answers"]
     differ = []
     for (form, k, n), answer in zip(questions, given, strict=True):
         (tabled,) = rules.answers([Case(form, {}, k, n)], backend)
@@ -64,9 +74,9 @@ def test_tables__answer_as_the_engine_at_other_widths(python, capability, backen
 
 
 @needs_vllm
-def test_tables__name_modules_as_the_classes_do(python):
+def test_tables__name_modules_as_the_classes_do(python, asked):
     models = read_table(python[1])["models"]
-    assert ask(python[0], {"models": list(models)})["models"] == models
+    assert asked(python[0], {"models": list(models)})["models"] == models
 
 
 STATIC8 = recipes.rtn(8, activation_bits=8)
@@ -107,12 +117,8 @@ def loaded(request, python, exports, tmp_path_factory):
     """How many ranks there are, and by recipe what their linears hold: one process a rank, for all recipes."""
     ranks, where = request.param, tmp_path_factory.mktemp("loaded")
     folders = [str(folder) for _, folder in exports.values()]
-    store, outs = str(where / "store"), [where / f"{rank}.pt" for rank in range(ranks)]
-    commands = [[python[0], str(LAYERS), str(ranks), str(r), store, str(outs[r]), *folders] for r in range(ranks)]
-    running = [subprocess.Popen(c, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}) for c in commands]
-    for process in running:
-        errors = process.communicate(timeout=600)[1]
-        assert process.returncode == 0, errors[-3000:]
+    outs = [where / f"{rank}.pt" for rank in range(ranks)]
+    run(python[0], *(["vllm_layers.py", ranks, rank, where / "store", outs[rank], *folders] for rank in range(ranks)))
     shards = [torch.load(out) for out in outs]
     return ranks, {name: [shard[str(folder)] for shard in shards] for name, (_, folder) in exports.items()}
 
@@ -188,14 +194,15 @@ def _same_outputs(layer, codes, parts, rank, ranks, by_rows):
 
 
 @needs_vllm
-def test_checks__asked_of_the_engine_say_what_the_table_says(python, exports):
+def test_checks__asked_of_the_engine_say_what_the_table_says(python, asked, exports, monkeypatch):
     from mmqc.check.run import check
 
-    for name in ("W8A8 by token", "W4A8-fp8", "W4A16 asym"):  # every question is a start of the engine
+    monkeypatch.setattr(table, "ask", asked)
+    for name in ("W8A8 by token", "W4A8-fp8", "W4A16 asym"):
         _, folder = exports[name]
         engine = f"vllm=={python[1]}"
-        asked, tabled = check(folder, engine, python=python[0]), check(folder, engine)
-        assert asked.good, list(map(str, asked.findings))
-        assert asked.linears == tabled.linears
-        assert "own Python" in asked.source
+        found, tabled = check(folder, engine, python=python[0]), check(folder, engine)
+        assert found.good, list(map(str, found.findings))
+        assert found.linears == tabled.linears
+        assert "own Python" in found.source
     assert sys.executable != python[0]

@@ -1,13 +1,10 @@
 """mmqc's linear kernel and attention in vLLM's own layers, for checkpoints of other projects (``make test-vllm``)."""
 
-import os
-import subprocess
-from pathlib import Path
-
 import pytest
 import torch
 from foreign_checkpoints import awq, gptq, pack_rows, quantized
 from tolerance import assert_close
+from vllm_process import PYTHONS, needs_vllm, run
 
 from mmqc.kernels.matmul.weight_only_matmul import weight_only_matmul
 from mmqc.nn.token_linear import TokenLinear
@@ -16,9 +13,6 @@ from mmqc.solvers import Quantized
 from mmqc.vllm.lent import lent
 from mmqc.vllm.specs import PluginError
 
-PYTHONS = os.environ.get("MMQC_VLLM", "").split()
-needs_vllm = pytest.mark.skipif(not PYTHONS, reason="make test-vllm sets it up")
-WORKER = Path(__file__).parents[1] / "support" / "vllm_lent.py"
 K, N, ROWS = 256, 128, 3
 TOKEN = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True, "symmetric": True}
 
@@ -83,10 +77,7 @@ def found(request, given, tmp_path_factory):
     """What one vLLM made of it."""
     where = tmp_path_factory.mktemp("lent")
     torch.save(given[0], where / "given.pt")
-    command = [request.param, str(WORKER), str(where / "store"), str(where / "given.pt"), str(where / "out.pt")]
-    changes = {"OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "0", "PYTHONPATH": str(WORKER.parents[2])}
-    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, env={**os.environ, **changes}, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
+    run(request.param, ["vllm_lent.py", where / "store", where / "given.pt", where / "out.pt"])
     return torch.load(where / "out.pt")
 
 
