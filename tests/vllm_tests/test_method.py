@@ -47,6 +47,7 @@ RECIPES = {
     "W4A8-fp8 groups by token": _grouped(recipes.rtn(4, activation_bits=8).with_token_scales().with_float8(), 64),
     "integer scales": recipes.integer_scale(group_size=64),
     "mquant": recipes.mquant(4, solver="rtn"),
+    "mquant in blocks": recipes.mquant(4, solver="rtn", tensor_parallel=2),
     "quarot": recipes.quarot(4, kv_bits=None, solver="rtn"),
     "resq": recipes.resq(4, kv_bits=None, solver="rtn"),
     "Hadamards": recipes.rotate(),
