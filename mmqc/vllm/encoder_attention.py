@@ -91,13 +91,13 @@ class SegmentEncoderAttention(MMEncoderAttention):
 
     def why_not(self) -> str | None:
         """None, or why the layer is vLLM's own."""
-        from mmqc.kernels.attention.segment_attention import why_not_heads
-        from mmqc.kernels.shared.device_facts import has_warpgroup_products
-
         if "attention" not in lent_here():
             return "it was not asked for"
         if self.attn_backend != AttentionBackendEnum.FLASH_ATTN or self.fp8_enabled:
             return f"it is {self.attn_backend.name}{' in float8' if self.fp8_enabled else ''} here, not FlashAttention"
+        from mmqc.kernels.attention.segment_attention import why_not_heads  # with Triton, which a GPU's vLLM has
+        from mmqc.kernels.shared.device_facts import has_warpgroup_products
+
         if not has_warpgroup_products(torch.device("cuda")):
             return "warpgroup products are Hopper's"
         return why_not_heads(self.dtype, self.head_size)

@@ -121,6 +121,7 @@ def refusals():
 def attention(given):
     """What vLLM's layer computes with mmqc's kernel and without, and what the kernel was called with."""
     import torch
+    from vllm.config import get_current_vllm_config
     from vllm.model_executor.layers.attention import mm_encoder_attention as engines
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
@@ -156,7 +157,10 @@ def attention(given):
         torch.set_default_dtype(torch.float32)
         return made
 
-    asked()
+    config = get_current_vllm_config()
+    config.additional_config, config.quant_config = {}, SimpleNamespace(get_name=lambda: "mmqc")
+    found["own"] = layer().reason
+    config.quant_config = SimpleNamespace(get_name=lambda: "awq")
     found["not asked"] = layer().reason
     asked("attention")
     found["float32"], found["heads"] = layer(torch.float32).reason, layer(head_size=136).reason

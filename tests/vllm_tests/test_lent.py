@@ -151,6 +151,7 @@ def test_attention__kernel_is_for_many_rows_of_long_segments(found):
 @needs_vllm
 def test_attention__is_vllms_where_the_kernel_has_no_place(found):
     y = found["attention"]
+    assert y["own"] is None
     assert "not asked" in y["not asked"]
     assert "float32" in y["float32"]
     assert "not 136" in y["heads"]

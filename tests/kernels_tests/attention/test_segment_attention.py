@@ -38,6 +38,12 @@ def test_why_not__a_cpu_has_no_such_kernels():
         kernel.segment_attention(q, q, q, torch.tensor([0, 8]))
 
 
+def test_heads__that_the_kernel_takes_are_known_without_operands():
+    assert [kernel.why_not_heads(torch.bfloat16, d) for d in (16, 72, 80, 128)] == [None] * 4
+    assert "not torch.float32" in kernel.why_not_heads(torch.float32, 80)
+    assert all("a multiple of 8" in kernel.why_not_heads(torch.float16, d) for d in (8, 84, 136))
+
+
 def test_prepare__compiles_what_any_image_takes(monkeypatch):
     """One kernel for every number of rows and of segments, asked for once."""
     asked = []
