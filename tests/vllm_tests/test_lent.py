@@ -1,4 +1,4 @@
-"""mmqc's linear kernel and attention in vLLM's own layers, for checkpoints of other projects (``make test-vllm``)."""
+"""mmqc's linear_kernel and encoder_attention in vLLM's own layers, for checkpoints of other projects (``make test-vllm``)."""
 
 import pytest
 import torch
