@@ -1,11 +1,15 @@
 """mmqc's linear_kernel and encoder_attention in vLLM's own layers, for checkpoints of other projects (``make test-vllm``)."""
 
+import sys
+from types import SimpleNamespace
+
 import pytest
 import torch
 from foreign_checkpoints import awq, gptq, pack_rows, quantized
 from tolerance import assert_close
 from vllm_process import PYTHONS, needs_vllm, run
 
+import mmqc.vllm
 from mmqc.kernels.matmul.weight_only_matmul import weight_only_matmul
 from mmqc.nn.token_linear import TokenLinear
 from mmqc.ops.pack import unpack
@@ -89,6 +93,18 @@ def test_lent__is_nothing_by_default_but_attention_to_models_of_ours():
     for wrong in ("linears", ["linears", "norms"], {"linears": 1}):
         with pytest.raises(PluginError, match=r"--additional-config: 'mmqc' = .* is no part of it"):
             lent({"mmqc": wrong})
+
+
+def test_register__names_what_another_vllm_has_no_place_for(monkeypatch, caplog):
+    """That vLLM goes on: it serves models that are not mmqc's."""
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__="0.99"))
+    monkeypatch.setattr(mmqc.vllm, "_registered", [])
+    monkeypatch.setattr("mmqc.checkpoint.hf_named.name_methods", lambda: None)  # for good, in a process of vLLM's
+    mmqc.vllm.register()
+    mmqc.vllm.register()
+    assert len(caplog.records) == len(mmqc.vllm.PARTS)
+    assert "mmqc: vLLM 0.99 has no place for checkpoints of mmqc's" in caplog.text
+    assert "mmqc knows 0.32 and 0.33" in caplog.text
 
 
 @needs_vllm
