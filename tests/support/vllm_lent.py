@@ -1,8 +1,9 @@
 """Runs in vLLM's Python: mmqc's linear kernel and its attention in vLLM's own layers, for models of other projects, on the CPU.
 
-python vllm_lent.py STORE GIVEN OUT      GIVEN: {"linears": {name: {"config", "tensors", "outputs", "x"}}, "q", "k", "v", "ends"}
-                                         OUT: {"linears": {name: {tensor: values, "kernel", "y"}}, "refused": {form: reason},
-                                         "without": the kernel that vLLM takes unasked, "attention": {case: values}}
+python vllm_lent.py WORLD RANK STORE GIVEN OUT
+    GIVEN   {"linears": {name: {"config", "tensors", "outputs", "x"}}, "q", "k", "v", "ends"}
+    OUT     {"linears": {name: {tensor: values, "kernel", "y"}}, "refused": {form: reason}, "without": the kernel that vLLM takes
+            unasked, "attention": {case: values}}; of ranks that split the inputs, the linears alone
 
 The platform is an emulated Hopper, vLLM's FlashAttention is torch's, and so is mmqc's kernel, which no CPU runs.
 """
@@ -14,11 +15,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 
-def main(store, given, out):
+def main(world, rank, store, given, out):
+    world, rank = int(world), int(rank)
     support = Path(__file__).parent
     asking = runpy.run_path(str(support.parents[1] / "mmqc" / "engines" / "ask_vllm.py"))
     layers = runpy.run_path(str(support / "vllm_layers.py"))
-    asking["prepare"].__globals__["one_rank"] = lambda: layers["groups"](1, 0, store)
+    asking["prepare"].__globals__["one_rank"] = lambda: layers["groups"](world, rank, store)
     import torch
 
     given = torch.load(given)
@@ -28,13 +30,14 @@ def main(store, given, out):
 
         mmqc.vllm.register()
         with asking["configured"]("auto"), torch.no_grad():
-            found = {
-                "without": kernel_of(asking, *built(asking, next(iter(given["linears"].values())))),
-                "unknown": refused_part(),
-                "linears": {name: linear(asking, layers, each) for name, each in given["linears"].items()},
-                "refused": refusals(),
-                "attention": attention(given),
-            }
+            found = {}
+            if world == 1:
+                found["without"] = kernel_of(asking, built(asking, next(iter(given["linears"].values())), 1))
+                found["unknown"] = refused_part()
+            alone = {name: each for name, each in given["linears"].items() if world == 1 or len(each["outputs"]) == 1}
+            found["linears"] = {name: linear(asking, layers, each, world, rank) for name, each in alone.items()}
+            if world == 1:
+                found |= {"refused": refusals(), "attention": attention(given)}
     torch.save(found, out)
 
 
@@ -57,10 +60,10 @@ def refused_part():
     return ""
 
 
-def built(asking, each):
-    """A linear of vLLM's, of one part or of three that it joins."""
+def built(asking, each, world):
+    """A linear of vLLM's: of one part, of several that it joins, or of one whose inputs ranks split."""
     import torch
-    from vllm.model_executor.layers.linear import MergedColumnParallelLinear, ReplicatedLinear
+    from vllm.model_executor.layers.linear import MergedColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 
     options = {
         "quant_config": asking["quantization"](each["config"]),
@@ -70,18 +73,18 @@ def built(asking, each):
     }
     inputs, outputs = each["x"].shape[-1], each["outputs"]
     if len(outputs) > 1:
-        return (MergedColumnParallelLinear(inputs, outputs, **options),)
-    return (ReplicatedLinear(inputs, outputs[0], **options),)
+        return MergedColumnParallelLinear(inputs, outputs, **options)
+    return (ReplicatedLinear if world == 1 else RowParallelLinear)(inputs, outputs[0], **options)
 
 
 def kernel_of(asking, layer):
     return type(asking["kernel_of"](layer)).__name__
 
 
-def linear(asking, layers, each):
+def linear(asking, layers, each, world, rank):
     """What the layer holds once it is loaded, and what it computes."""
     asked("linears")
-    (layer,) = built(asking, each)
+    layer = built(asking, each, world)
     for shard, tensors in enumerate(each["tensors"]):
         for own, tensor in tensors.items():
             parameter = getattr(layer, own, None)
@@ -90,7 +93,8 @@ def linear(asking, layers, each):
                 parameter.weight_loader(parameter, tensor, *([shard] if len(each["tensors"]) > 1 else []))
     (getattr(layer, "scheme", None) or layer.quant_method).process_weights_after_loading(layer)
     held = {name: value.data.clone() for name, value in layer._parameters.items() if value is not None}
-    return {"kernel": kernel_of(asking, layer), "y": layer(each["x"])[0], **held}
+    y = layer.quant_method.apply(layer, each["x"].chunk(world, -1)[rank])
+    return {"kernel": kernel_of(asking, layer), "y": y, **held}
 
 
 def refusals():

@@ -81,8 +81,12 @@ def found(request, given, tmp_path_factory):
     """What one vLLM made of it."""
     where = tmp_path_factory.mktemp("lent")
     torch.save(given[0], where / "given.pt")
-    run(request.param, ["vllm_lent.py", where / "store", where / "given.pt", where / "out.pt"])
-    return torch.load(where / "out.pt")
+    outs = [where / f"{i}.pt" for i in range(3)]  # of one rank, and of the first and the second of two
+    jobs = [(1, 0), (2, 0), (2, 1)]
+    named = [["vllm_lent.py", *job, where / f"store{job[0]}", where / "given.pt", out] for job, out in zip(jobs, outs, strict=True)]
+    run(request.param, *named)
+    whole, *halves = map(torch.load, outs)
+    return whole | {"halves": [half["linears"] for half in halves]}
 
 
 def test_lent__is_nothing_by_default_but_attention_to_models_of_ours():
@@ -127,6 +131,17 @@ def test_linears__of_other_projects_are_mmqcs_with_their_codes(name, found, give
     assert_close(layer["y"], (x.double() @ weight).half())
     zero = None if symmetric else layer[zeros]  # the kernel itself, in Triton's interpreter
     assert_close(weight_only_matmul(x, layer[words], layer[scales], group_size=group, zero=zero, bits=bits), layer["y"])
+
+
+@needs_vllm
+@pytest.mark.parametrize("name", [name for name, form in FORMS.items() if form[-1] == 1])
+def test_linears__whose_inputs_ranks_split_add_up(name, found):
+    pack, bits, *_ = FORMS[name]
+    whole, halves = found["linears"][name], [half[name] for half in found["halves"]]
+    codes = [unpack(half[NAMES[pack][0]], K // 2, bits) for half in halves]
+    assert torch.equal(torch.cat(codes, 1), unpack(whole[NAMES[pack][0]], K, bits))
+    if "by token" not in name:  # whose scales are those of the channels that a rank has
+        assert_close(sum(half["y"].double() for half in halves), whole["y"], torch.float16)
 
 
 @needs_vllm
