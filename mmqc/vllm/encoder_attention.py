@@ -3,8 +3,9 @@
     y_i = softmax(s q_i Kᵀ + m_i) V,   m_ij = 0 if segment(i) = segment(j), else −∞
 
 Shapes:  q [B, S, H, D]   k, v [B, S, H_kv, D]   cu_seqlens int [n + 1], from 0 to B S, or none: B segments of S   y as q
-Where:   vLLM's own choice is FlashAttention, heads have 16 to 128 channels in float16 or bfloat16; for 8,192 rows and more with a
-         segment of 1,024 and more.  All else is vLLM's own, and so is what is captured in a CUDA graph.
+Where:   vLLM's own choice is FlashAttention, heads have 16 to 128 channels in float16 or bfloat16, and there are as many rows, with
+         a segment as long, as in a model of ours (front/attention.py: MANY, LONG).  All else is vLLM's own, and so is what is
+         captured in a CUDA graph.
 Why:     one launch for all images of a batch, without padding heads of 72 or 80 channels (ADR 28).
 
 The op is opaque to torch.compile, and chooses by the rows that it is called with.
