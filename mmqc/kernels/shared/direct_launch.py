@@ -63,8 +63,7 @@ class _InC(DirectLaunch):
 
     def __init__(self, compiled: Any, function: Callable[..., None], maps: Sequence[Any]) -> None:
         super().__init__(compiled)
-        self.function, self.maps = function, list(maps)
-        self.options = options_of(compiled)
+        self.function, self.maps, self.options = function, list(maps), options_of(compiled) or ()
 
     def launch(self, grid: tuple[int, int, int], stream: int, values: list[Any]) -> None:
         self.function(*grid, stream, *self.options, *values)
