@@ -73,8 +73,9 @@ PURELIB := 'import sysconfig; print(sysconfig.get_path("purelib"))'
 # The engine's own config classes, linears and model classes against the tables, against what save_pretrained(engine=...) writes,
 # and with mmqc's linears in them.
 test-vllm: $(READY) vllm
-	MMQC_VLLM="$(abspath $(VLLM_PYTHONS))" OMP_NUM_THREADS=1 $(PY) -m pytest -q tests/engines_tests/test_real_vllm.py \
-	    tests/vllm_tests/test_method.py tests/vllm_tests/test_loader.py $(PYTEST_ARGS)
+	MMQC_VLLM="$(abspath $(VLLM_PYTHONS))" TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 --dist loadfile \
+	    tests/engines_tests/test_real_vllm.py tests/vllm_tests/test_method.py tests/vllm_tests/test_loader.py \
+	    tests/vllm_tests/test_lent.py $(PYTEST_ARGS)
 
 # Their tables anew, where a version was added or the questions changed.
 engine-tables: $(READY) vllm

@@ -271,6 +271,28 @@ class QuantConfig(AOBaseConfig):
         require(bool(changed), "QuantConfig", list(map(str, self.schemes.values())), allowed)
         return self.replace(**changed)
 
+    def with_towers(self, *towers: str) -> QuantConfig:
+        """A copy that quantizes these towers alone; the rewrites stay, which leave what the others compute as it was.
+
+        Without the language model the output head and the down projections stay in floating point too, and so do keys and values.
+
+        Args:
+            towers: "vision", "projector", "language".
+
+        Raises:
+            ConfigError: there is no such tower, or nothing would be quantized.
+        """
+        require(bool(towers) and {*towers} <= {*TOWERS}, "towers", towers, f"some of {TOWERS}")
+        gone: dict[str, Any] = {place: None for place in TOWERS if place not in towers}
+        if "language" in gone:
+            gone |= {"head": None, "down": None, "kv": None, "kv_rounding": None}
+        new = self.replace(**gone)
+        quantizes = bool(new.schemes) or new.kv is not None or new.kv_rounding is not None
+        require(
+            quantizes, "towers", towers, f"some of {tuple(p for p in TOWERS if getattr(self, p) is not None)}, which this quantizes"
+        )
+        return new
+
     def with_float8(self) -> QuantConfig:
         """A copy that computes in float8_e4m3fn wherever activations are static, or symmetric by token.
 

@@ -41,6 +41,7 @@ from mmqc.passes.reorder_reads import ReorderReads
 from mmqc.passes.reorder_tokens import ReorderTokens
 from mmqc.passes.rewrite_empty_cat import RewriteEmptyCat
 from mmqc.passes.rewrite_mask import RewriteMask
+from mmqc.passes.rewrite_patch_conv import RewritePatchConv
 from mmqc.passes.rewrite_rope_index import RewriteRopeIndex
 from mmqc.passes.share_angles import ShareAngles
 from mmqc.passes.share_quantize import ShareQuantize
@@ -134,6 +135,7 @@ def run_time_passes(
     *,
     caches: bool = True,
     counters: bool = True,
+    patches: bool = True,
     queries: bool = True,
     quantized: bool = True,
     reads: bool = True,
@@ -146,6 +148,7 @@ def run_time_passes(
         attention_order: how rows in modality order pass attention.
         caches: the graph puts the first tokens into a cache.
         counters: it moves several counters.
+        patches: it embeds patches by a convolution.
         queries: it has attention of one new token.
         quantized: it has quantized linears.
         reads: it has reads of the host.
@@ -160,14 +163,16 @@ def run_time_passes(
         # 9 attention
         *((RewriteEmptyCat(),) if caches else ()),
         *((FoldQueryGroups(), SplitAttention()) if queries else ()),
-        # 10 fusion
+        # 10 products
+        *((RewritePatchConv(),) if patches else ()),
+        # 11 fusion
         *(
             (ShareQuantize(), FuseEpilogues(), FuseMatmuls(), FuseHadamardQuantize(), FuseNormQuantize(), ShareAngles())
             if quantized
             else ()
         ),
         *((FuseCounters(),) if counters else ()),
-        # 11 reads
+        # 12 reads
         *((ReorderReads(),) if reads else ()),
     )
 

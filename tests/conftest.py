@@ -4,6 +4,7 @@ One thread, because the models are so small that a second one only waits, ten ti
 of processes stays away for the same reason: it is one per worker of pytest-xdist, each of whose processes imports torch.
 """
 
+import gc
 import os
 import time
 import zlib
@@ -28,7 +29,9 @@ else:  # how long an example takes says how busy the machine is
     hypothesis.settings.load_profile("mmqc")
 
 pytest_plugins = ["gpu_run"]
+LONGEST = {"test_backend_vlm", "test_cpp_runner", "test_export", "test_many_ranks", "test_run_time", "test_warm"}
 torch.set_num_threads(1)
+gc.disable()  # which would take a tenth of the run; until all tests are collected
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -38,6 +41,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("seed") == "fresh":  # before the workers of pytest-xdist start, which get the number
         config.option.seed = str(time.time_ns() % 2**32)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest first: a worker that comes to one when the others are done would be alone with it."""
+    items.sort(key=lambda item: item.path.stem not in LONGEST)
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays, a million objects that the collector need not look at again."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
+    gc.enable()
 
 
 def pytest_report_header(config: pytest.Config) -> str:

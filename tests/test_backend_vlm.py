@@ -32,7 +32,7 @@ def case() -> Iterator[Case]:
     threads = torch.get_num_threads()
     # Hundreds of tiny parallel regions: on a busy machine their barriers cost more than the work.
     torch.set_num_threads(1)
-    model, inputs = quantized_vlm()
+    model, inputs = quantized_vlm(depth=1)
     compiled = copy.deepcopy(model)
     compiled.compile(backend=backend)
     yield Case(model, compiled, inputs)
@@ -92,7 +92,7 @@ def test_backend__vlm_breaks_no_more_than_the_float_model(case: Case) -> None:
     # ``forward`` alone does not run the hook that finds the mask.
     context = attached(model)
     context.begin(model, (), case.inputs)
-    assert breaks(model) == breaks(tiny_qwen2_vl()[0])
+    assert breaks(model) == breaks(tiny_qwen2_vl(depth=1)[0])
 
 
 def test_explain__says_that_nothing_was_compiled() -> None:

@@ -152,3 +152,19 @@ def test_config__values_do_not_change() -> None:
         config.keep = ()
     assert config.replace(keep=("a",)).keep == ("a",)
     assert config.keep == ("lm_head",)
+
+
+def test_with_towers__the_others_stay_floats():
+    config = recipes.resq(4).replace(head=recipes.rtn(8).language)
+    text, page = config.with_towers("language"), config.with_towers("vision", "projector")
+    assert text == config.replace(vision=None, projector=None)
+    assert {*text.schemes} == {"language", "head"}
+    assert {*page.schemes} == {"vision", "projector"}
+    assert page.kv_rounding is None
+    assert page.rewrites == text.rewrites == config.rewrites
+    assert (recipes.rtn(8) | recipes.calibquant(2)).with_towers("vision").kv is None
+    for towers in ((), ("text",), ("vision", "text")):
+        with pytest.raises(ConfigError, match="'vision', 'projector', 'language'"):
+            config.with_towers(*towers)
+    with pytest.raises(ConfigError, match="which this quantizes"):
+        text.with_towers("vision")

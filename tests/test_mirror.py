@@ -18,6 +18,7 @@ COVERS: dict[str, str] = {
     "checkpoint_tests/test_load.py": "checkpoint/foreign_weights",
     "cli_tests/test_app.py": "cli/options",
     "cli_tests/test_compare.py": "report/fronts",
+    "cli_tests/test_lmms_model.py": "cli/lmms cli/lmms_tasks",
     "cli_tests/test_eval_job.py": "cli/asked",
     "compiler_tests/test_compiled_loop.py": "compiler/record",
     "compiler_tests/test_run_time.py": "compiler/graph_content compiler/options graph/capture",
@@ -103,6 +104,7 @@ COVERS: dict[str, str] = {
     "test_config.py": "recipes specs",
     "test_export.py": "aot/index_find aot/programs aot/variants",
     "test_quantize_errors.py": "errors",
+    "vllm_tests/test_lent.py": "vllm/encoder_attention vllm/linear_kernel",
     "vllm_tests/test_method.py": "vllm/config vllm/parameters",
 }
 

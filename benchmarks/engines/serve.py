@@ -2,6 +2,7 @@
 
     python -m benchmarks.engines.serve FLOAT_DIR DATA --out out/float.json
     python -m benchmarks.engines.serve DIR DATA --load-format mmqc --ranks 2 --out out/w4a8.json
+    python -m benchmarks.engines.serve AWQ_DIR DATA --lend linears attention --out out/lent.json
 
 DIR is what ``model.save_pretrained`` or ``mmqc.save_pretrained(model, DIR, engine=...)`` wrote, without --load-format then; DATA a
 folder with data.jsonl (docs/howto/command_line.md).  Greedy.  Seconds are of the second of two runs: the first one captures graphs.
@@ -56,6 +57,7 @@ def main() -> None:
     parser.add_argument("checkpoint")
     parser.add_argument("data", type=Path)
     parser.add_argument("--load-format", default="auto")
+    parser.add_argument("--lend", nargs="*", choices=["linears", "attention"], help="what is mmqc's of a model that is not")
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--out", type=Path)
@@ -69,6 +71,7 @@ def main() -> None:
         load_format=args.load_format,
         tensor_parallel_size=args.ranks,
         mm_encoder_tp_mode="data",
+        additional_config={} if args.lend is None else {"mmqc": args.lend},
         enable_prefix_caching=False,
         limit_mm_per_prompt={"image": most},
     )
@@ -80,6 +83,7 @@ def main() -> None:
         "vllm": __version__,
         "checkpoint": args.checkpoint,
         "ranks": args.ranks,
+        "lent": args.lend,
         "right": sum(a == example.answer.strip() for a, example in zip(answers, examples, strict=True)),
         "questions": len(examples),
         "first_seconds": first,

@@ -65,7 +65,7 @@ def draw(data: dict[str, Any]) -> None:
             left.plot(minutes, right_share, style, label=name, color=MUTED if style == ":" else COLOURS["text"])
         left.set_xlabel("minutes of training, starts included")
         left.set_ylabel("right, %")
-        left.legend()
+        left.legend(loc="lower center")
         loss = left.twinx()
         loss.plot(minutes, [row[of["answer"]] for row in curve], color=COLOURS["visual"])
         loss.set_yscale("log")

@@ -208,6 +208,13 @@ def apart(data: dict[str, Any], names: list[str]) -> str:
     return f"By the intervals of KL, {len(alone)} of {len(order)} recipes overlap with no other: {', '.join(alone) or 'none'}."
 
 
+def missing(data: dict[str, Any]) -> str:
+    """The runs that are not on file."""
+    names = [name for part in PARTS.values() for name in part] + [f"{recipe}, {name}" for recipe in SETS_RECIPES for name in SETS]
+    absent = [name for name in dict.fromkeys(names) if name not in data["runs"]]
+    return f" Not measured: {'; '.join(absent)}." if absent else ""
+
+
 def by_kind(data: dict[str, Any], names: list[str]) -> str:
     kinds = list(dict.fromkeys(data["kinds"]))
     rows = []
@@ -224,7 +231,7 @@ def draw() -> None:
     data = json.loads(RESULTS.read_text(encoding="utf-8"))
     front_rows = []
     for name in data["runs"]:
-        if name != FLOAT and "KV" not in name and any(name in part for part in PARTS.values()):
+        if any(name in PARTS[part] for part in ("table", "weights")) and "KV" not in name:
             kl = pairs.compared(pairs_of(data, name))["KL"]
             ends = {"KL": kl.mean, "KL low": kl.low, "KL high": kl.high}
             front_rows.append({"recipe": name, "bytes": data["runs"][name]["bytes"], **ends})
@@ -264,7 +271,7 @@ Accuracy in percent: ANLS for what is read (line, text, page, photo), exact matc
 {more}{measured_sets}
 
 `python -m examples.studies.docs_study --device cuda --only table ingredients order cache amplifier weights sets` measures,
-`--draw` writes this page. {stamp}
+`--draw` writes this page.{missing(data)} {stamp}
 """
     PAGE.write_text(text, encoding="utf-8")
 

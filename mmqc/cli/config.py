@@ -16,8 +16,11 @@ if TYPE_CHECKING:
     from mmqc.config import QuantConfig
 
 
+TOWERS = "towers"  # joined by + where there are several: a comma stands between recipes
+
+
 def make_config(recipe: str, settings: list[str]) -> QuantConfig:
-    """The config of a recipe of `mmqc.recipes`, called with `key=value` settings."""
+    """The config of a recipe of `mmqc.recipes`, called with `key=value` settings; all take `towers=language` and the like."""
     known = recipes()
     if recipe not in known:
         raise typer.BadParameter(f"{recipe!r}: the recipes are {', '.join(sorted(known))}", param_hint="--recipe")
@@ -25,11 +28,13 @@ def make_config(recipe: str, settings: list[str]) -> QuantConfig:
     arguments: dict[str, Any] = {}
     for setting in settings:
         key, equals, value = setting.partition("=")
-        if not equals or key not in allowed:
-            raise typer.BadParameter(f"{setting!r}: {recipe} takes {', '.join(allowed)}, as key=value")
+        if not equals or key not in (*allowed, TOWERS):
+            raise typer.BadParameter(f"{setting!r}: {recipe} takes {', '.join((*allowed, TOWERS))}, as key=value")
         arguments[key] = plain_value(value)
+    towers = arguments.pop(TOWERS, None)
     try:
-        return known[recipe](**arguments)
+        config = known[recipe](**arguments)
+        return config if towers is None else config.with_towers(*str(towers).split("+"))
     except (TypeError, ValueError) as error:
         raise typer.BadParameter(str(error), param_hint="--w, --a or --set" if settings else "--recipe") from error
 

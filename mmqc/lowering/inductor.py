@@ -28,7 +28,7 @@ from torch._inductor import config as inductor_config
 from torch._inductor.codegen.cpp import get_export_declaration
 from torch._inductor.codegen.cpp_template import CppTemplate
 from torch._inductor.codegen.triton import TritonScheduling
-from torch._inductor.codegen.wrapper import WrapperLine
+from torch._inductor.codegen.wrapper import PythonWrapperCodegen, WrapperLine
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.cpu_vec_isa import pick_vec_isa
 from torch._inductor.decomposition import decompositions, fast_random_decomps
@@ -61,6 +61,7 @@ from mmqc.lowering import early_compiler
 from mmqc.lowering.early_kernels import can_start_early, early_definitions, starting_early, starts_early
 from mmqc.lowering.joined_cpp import joined_kernels
 from mmqc.lowering.known_transforms import known_transforms
+from mmqc.lowering.quick_launch import launching_quickly
 
 __all__ = [
     "CppTemplate",
@@ -182,6 +183,7 @@ def compile_graph(
         tagged(),
         trusted_transforms(known),
         starting_early(TritonScheduling, early),
+        launching_quickly(PythonWrapperCodegen),
         functorch_config.patch(enable_autograd_cache=cached),
     ):
         return compile_(gm, list(example_inputs), inner_compile=inner_compile, config_patches=dict(patches))

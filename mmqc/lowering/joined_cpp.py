@@ -30,6 +30,7 @@ from torch._inductor.utils import clear_on_fresh_cache
 logger = logging.getLogger(__name__)
 
 INCLUDE = re.compile(r"^[ \t]*#[ \t]*include\b.*$", re.MULTILINE)
+DEFINE = re.compile(r"^[ \t]*#[ \t]*define[ \t]+(\w+)", re.MULTILINE)
 ENTRY = CppPythonBindingsCodeCache.entry_function
 
 _wait = AsyncCompile.wait
@@ -56,6 +57,15 @@ def waiting_at_the_end() -> Iterator[None]:
         _later.reset(token)
     for wait in waits:
         wait()
+
+
+def when_waited(then: Callable[[], None]) -> None:
+    """Call it now, or where the kernels of a part that is being loaded have been waited for."""
+    later = _later.get()
+    if later is None:
+        then()
+    else:
+        later.append(then)
 
 
 @dataclass(frozen=True)
@@ -176,5 +186,6 @@ def joined(texts: Sequence[str]) -> str:
     for i, text in enumerate(texts):
         names = (ENTRY, f"PyInit_{ENTRY}")
         lines += [f"namespace number_{i} {{", *(f"#define {name} {name}_{i}" for name in names)]
-        lines += [INCLUDE.sub("", text), *(f"#undef {name}" for name in names), "}"]
+        # What a kernel guards against being there twice has to be in every namespace.
+        lines += [INCLUDE.sub("", text), *(f"#undef {name}" for name in dict.fromkeys([*names, *DEFINE.findall(text)])), "}"]
     return "\n".join(lines) + "\n"

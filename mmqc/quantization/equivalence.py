@@ -26,6 +26,7 @@ from torch.utils import _pytree as pytree
 
 from mmqc.errors import MmqcError
 from mmqc.graph.program import Program
+from mmqc.quantization.full_precision import full_float32
 from mmqc.quantization.handed import Handed
 
 FLOORS = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
@@ -57,7 +58,8 @@ class Before:
 @torch.no_grad()
 def outputs(model: nn.Module, batch: Mapping[str, Any]) -> list[Tensor]:
     """The logits, or the floating-point tensors of a model's output that has none (others beside logits may be rotated)."""
-    output = model(**batch)
+    with full_float32():
+        output = model(**batch)
     if isinstance(output, Mapping):
         output = output["logits"] if "logits" in output else dict(output)
     return [t.detach().clone() for t in pytree.tree_leaves(output) if isinstance(t, Tensor) and t.is_floating_point()]

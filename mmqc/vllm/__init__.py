@@ -9,22 +9,36 @@ imported before that, and nothing of mmqc's that is slow to import before a chec
 
 from __future__ import annotations
 
+import importlib
+import logging
+
+PARTS = {  # modules that register something, and what a server does not have without them
+    "config": "checkpoints of mmqc's",
+    "loader": "--load-format mmqc",
+    "linear_kernel": "mmqc's kernels for other checkpoints",
+    "encoder_attention": "mmqc's attention within images",
+}
 _registered: list[str] = []
 
 
 def register() -> None:
-    """Makes vLLM know mmqc's checkpoints; a second call does nothing.
+    """Makes vLLM know mmqc's checkpoints and kernels; a second call does nothing.
+
+    A part that this vLLM has no place for is named in a warning: vLLM calls this for every model that it serves.
 
     Raises:
         ImportError: there is no vLLM.
     """
     if _registered:
         return
+    version = importlib.import_module("vllm").__version__
     from mmqc.checkpoint.hf_named import name_methods
-    from mmqc.checkpoint.method_name import METHOD  # of quantization, and the load format
-    from mmqc.vllm import config, loader
 
     name_methods()
-    config.register(METHOD)
-    loader.register(METHOD)
-    _registered.append(METHOD)
+    for part, what in PARTS.items():
+        try:
+            importlib.import_module(f"mmqc.vllm.{part}").register()
+        except (ImportError, AttributeError) as error:
+            text = "mmqc: vLLM %s has no place for %s (%s); mmqc knows 0.32 and 0.33"
+            logging.getLogger("vllm.mmqc").warning(text, version, what, error)
+        _registered.append(part)

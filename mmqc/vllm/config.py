@@ -133,6 +133,6 @@ def _special_ids() -> list[int]:
     return [value for name, value in values if name.endswith(("_token_id", "_token_index")) and isinstance(value, int)]
 
 
-def register(name: str) -> None:
+def register(name: str = METHOD) -> None:
     """Under the name that config.json gives the method."""
     register_quantization_config(name)(MmqcVllmConfig)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
+from mmqc.checkpoint.method_name import METHOD
 from mmqc.vllm.specs import NORMS, PluginError
 
 
@@ -92,6 +93,6 @@ def compared(weights: Iterator[tuple[str, Tensor]], hashes: dict[str, str]) -> I
         yield name, tensor
 
 
-def register(name: str) -> None:
+def register(name: str = METHOD) -> None:
     """Under a name for ``--load-format``."""
     register_model_loader(name)(MmqcModelLoader)

@@ -3,6 +3,7 @@
     split by outputs    rows of w_q, s_w, b; the inputs' scales whole              y_r = linear_r(x)
     split by inputs     columns of w_q, group scales; all else whole               y   = sum_r linear_r(x_r)
                         behind a Hadamard or an order of channels                  x_r = (H x)[channels of r], x gathered first
+                        behind a Hadamard whose blocks the ranks can share         x_r = H_r x_r, nothing is gathered
 
 Shapes:  x [..., K], or [..., K/R] of R ranks where the inputs are split   y [..., N], [..., N/R] where the outputs are
 Exact:   a linear of ours, of the rank's size: to the bit what it would compute in a model of mmqc's.
@@ -68,9 +69,11 @@ def local_spec(name: str, spec: Mapping[str, Any], outputs: int, ranks: int) -> 
     local = {**spec, "out": outputs, "bias": False}
     if ranks == 1:
         return local
-    if spec["kind"] == "hadamard_linear":
-        local["kind"] = "plain_linear"
-    local |= {key: False for key in ("hadamard", "order") if key in spec}
+    own = own_blocks(spec, ranks)
+    local |= {key: False for key in ("hadamard", "order") if key in spec} | ({"hadamard": own} if own else {})
+    if spec["kind"] == "hadamard_linear" and own <= 1:  # whose spec has a number of blocks, or no such key
+        local |= {"kind": "hadamard_linear" if own else "plain_linear"}
+        local.pop("hadamard", None)
     split: dict[str, int] = {f"part {p}": width for p, width in enumerate(spec.get("widths", ()))} or {"its inputs": spec["in"]}
     for what, width in split.items():
         unit = ranks * max(spec.get("group_size", 0), 1)
@@ -80,6 +83,12 @@ def local_spec(name: str, spec: Mapping[str, Any], outputs: int, ranks: int) -> 
     if "widths" in spec:
         return {**local, "widths": [width // ranks for width in spec["widths"]]}
     return {**local, "in": spec["in"] // ranks}
+
+
+def own_blocks(spec: Mapping[str, Any], ranks: int) -> int:
+    """Blocks of the Hadamard in front of a linear that are a rank's own; 0 where they reach over ranks, or there are none."""
+    blocks = int(spec.get("hadamard", 0))
+    return blocks // ranks if blocks > 1 and blocks % ranks == 0 and not spec.get("order") and "widths" not in spec else 0
 
 
 def layout(name: str, spec: Mapping[str, Any], outputs: Sequence[int], ranks: int) -> dict[str, Stored]:
@@ -197,6 +206,8 @@ def _before(
     """What is computed of the whole input for the channels that the rank reads; None where they are those it is given."""
     widths = list(spec.get("widths", ())) or [spec["in"]]
     hadamard = spec.get("hadamard", spec["kind"] == "hadamard_linear")
+    if own_blocks(spec, ranks):
+        return None
     if not hadamard and order is None and len(widths) == 1:
         return None
     assert gather is not None

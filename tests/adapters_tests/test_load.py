@@ -32,8 +32,11 @@ def rewritten(model: nn.Module, batch: dict[str, Tensor], recipe: Any) -> nn.Mod
     return model
 
 
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("family", FAMILIES)
+# Terms with a bias for every second family, and both for one.
+PAIRS = [("qwen2_vl", False), *((family, i % 2 == 0) for i, family in enumerate(FAMILIES))]
+
+
+@pytest.mark.parametrize(("family", "bias"), dict.fromkeys(PAIRS))
 def test_load_adapter__is_exact_in_rewritten_models(family: str, bias: bool, tmp_path: Path) -> None:
     model, batch = to_float64(*FAMILIES[family]())
     tensors = write_adapter(model, tmp_path, targets(model), biased=bias)

@@ -197,9 +197,9 @@ def test_save__a_quantized_head_is_targeted_by_a_pattern(sample, tmp_path):
     ],
     ids=["hadamard", "asymmetric", "bits", "float8 per channel", "integer scales"],
 )
-def test_save__refuses_before_anything_is_written(config, words, sample, tmp_path):
-    model = copy.deepcopy(sample.model)
-    mmqc.quantize_(model, config, sample.calibration(2), progress=False)
+def test_save__refuses_before_anything_is_written(config, words, tmp_path):
+    model, inputs = tiny_qwen2_vl(width=128, inner=256, depth=1)
+    mmqc.quantize_(model, config, [inputs], progress=False)
     with pytest.raises(mmqc.FormatError, match=words):
         mmqc.save_pretrained(model, tmp_path / "out", engine=ENGINES[-1])
     assert not (tmp_path / "out").exists()
@@ -281,8 +281,9 @@ def test_plan__float16_has_no_4_bit_cutlass_kernel():
     assert engine_export._objection(linear, answer, torch.bfloat16) == ""
 
 
-def test_rotations__keep_layer_norms_and_the_model_is_saved_exactly(sample, tmp_path):
-    model, batch = copy.deepcopy(sample.model), sample.calibration(1)
+def test_rotations__keep_layer_norms_and_the_model_is_saved_exactly(tmp_path):
+    model, inputs = tiny_qwen2_vl(width=128, inner=256)
+    batch = [inputs]
     norms = [n for n, m in model.named_modules() if isinstance(m, nn.LayerNorm)]
     config = recipes.for_engine(recipes.mquant(8, solver="rtn"), ENGINES[-1])
     report = mmqc.quantize_(model, config, batch, progress=False)

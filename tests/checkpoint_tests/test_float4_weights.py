@@ -1,9 +1,8 @@
 """Floats of 4 bits in compressed-tensors: what mmqc writes is read by transformers where mmqc is not, and by mmqc itself."""
 
 import json
-import subprocess
-import sys
 
+import forked
 import pytest
 import torch
 from models import tiny_qwen2_vl
@@ -59,7 +58,7 @@ def test_save__transformers_reads_the_same_weights_without_mmqc(tmp_path):
     saved = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
     assert {g["format"] for g in saved["config_groups"].values()} == {"nvfp4-pack-quantized", "mxfp4-pack-quantized"}
     save_file(inputs, tmp_path / "inputs.safetensors")
-    subprocess.run([sys.executable, "-c", THERE, str(tmp_path)], check=True, timeout=300)
+    forked.run("-c", THERE, str(tmp_path)).check_returncode()
     there, again = load_file(tmp_path / "there.safetensors"), mmqc.load_quantized(tmp_path)
     assert torch.equal(there.pop("logits"), again(**inputs, use_cache=False).logits)
     linears = {n: m for n, m in model.named_modules() if isinstance(m, Float4Linear)}

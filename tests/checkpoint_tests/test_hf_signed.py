@@ -3,6 +3,7 @@
 import subprocess
 import sys
 
+import forked
 import pytest
 from saved_checkpoint import edit_json, saved
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedConfig
@@ -60,17 +61,21 @@ except mmqc.MmqcError as error:
 """
 
 
+def by_itself(*words):
+    return subprocess.run([sys.executable, *words], capture_output=True, text=True)
+
+
 @pytest.mark.parametrize(
-    ("code", "change"),
+    ("run", "code", "change"),
     [
-        (FIRST, lambda c: c.update(quantization_confih=c.pop("quantization_config"))),
-        (LATE, lambda c: c["text_config"].update(rms_norm_eps=0.25)),
+        (by_itself, FIRST, lambda c: c.update(quantization_confih=c.pop("quantization_config"))),
+        (forked.run, LATE, lambda c: c["text_config"].update(rms_norm_eps=0.25)),
     ],
     ids=["first load of a process", "mmqc imported after the config was read"],
 )
-def test_first_load__is_checked_too(tmp_path, code, change):
+def test_first_load__is_checked_too(tmp_path, run, code, change):
     saved(tmp_path)
     edit_json(tmp_path / "config.json", change)
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True)
+    done = run("-c", code, str(tmp_path))
     assert "told: " in done.stderr, done.stderr
     assert "config.json is damaged" in done.stderr

@@ -6,10 +6,9 @@ import itertools
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 
+import forked
 import pytest
 import torch
 from models import tiny_qwen2_vl
@@ -37,7 +36,7 @@ LOADERS = {
 def test_without_mmqc__is_refused(tmp_path, quantized, loader):
     quantized[0].save_pretrained(tmp_path)
     code = f"import sys; sys.modules['mmqc'] = None; {LOADERS[loader]}; C.from_pretrained(sys.argv[1])"
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True)
+    done = forked.run("-c", code, str(tmp_path))
     assert done.returncode != 0
     assert "quant_method" in done.stderr.splitlines()[-1]
 
@@ -122,6 +121,6 @@ def test_two_saves__are_equal_byte_by_byte(tmp_path, recipe):
 def test_a_pipeline_without_mmqc__is_refused(tmp_path, quantized):
     quantized[0].save_pretrained(tmp_path)
     code = "import sys; sys.modules['mmqc'] = None; from transformers import pipeline; pipeline('image-text-to-text', sys.argv[1])"
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True)
+    done = forked.run("-c", code, str(tmp_path))
     assert done.returncode != 0
     assert "quant_method" in done.stderr

@@ -1,8 +1,6 @@
 """Who edits config.json on purpose says so with one command."""
 
-import subprocess
-import sys
-
+import forked
 import pytest
 from saved_checkpoint import edit_json, saved
 from transformers import AutoModelForImageTextToText
@@ -18,7 +16,7 @@ def test_sign__the_edited_checkpoint_loads(tmp_path):
     edit_json(tmp_path / "generation_config.json", lambda g: g.update(max_new_tokens=3))
     with pytest.raises(CheckpointError, match=r"run `python -m mmqc\.checkpoint\.sign "):
         AutoModelForImageTextToText.from_pretrained(tmp_path)
-    done = subprocess.run([sys.executable, "-m", "mmqc.checkpoint.sign", str(tmp_path)], capture_output=True, text=True)
+    done = forked.run("-m", "mmqc.checkpoint.sign", str(tmp_path))
     assert done.returncode == 0, done.stderr
     model = AutoModelForImageTextToText.from_pretrained(tmp_path)
     assert model.model.language_model.norm.variance_epsilon == 0.25
@@ -54,6 +52,6 @@ def test_sign__refuses_what_mmqc_does_not_sign(tmp_path):
     (tmp_path / "config.json").write_text('{"quantization_config": {"quant_method": "awq"}}')
     with pytest.raises(CheckpointError, match="no checkpoint that mmqc signs"):
         sign(tmp_path)
-    done = subprocess.run([sys.executable, "-m", "mmqc.checkpoint.sign", str(tmp_path)], capture_output=True, text=True)
+    done = forked.run("-m", "mmqc.checkpoint.sign", str(tmp_path))
     assert done.returncode == 1
     assert "no checkpoint that mmqc signs" in done.stderr

@@ -15,6 +15,11 @@ def test_make_config__passes_settings_to_the_recipe():
     assert config == mmqc.recipes.mquant(weight_bits=8, msq=False, solver="rtn")
 
 
+def test_make_config__some_towers_of_any_recipe():
+    assert make_config("awq", ["towers=language"]) == mmqc.recipes.awq().with_towers("language")
+    assert make_config("mquant", ["towers=vision+projector"]) == mmqc.recipes.mquant().with_towers("vision", "projector")
+
+
 @pytest.mark.parametrize(
     ("recipe", "settings", "names"),
     [
@@ -22,6 +27,7 @@ def test_make_config__passes_settings_to_the_recipe():
         ("mquant", ["bits=4"], "weight_bits"),
         ("mquant", ["weight_bits"], "key=value"),
         ("rtn", ["weight_bits=5"], "WeightSpec.bits"),
+        ("rtn", ["towers=text"], "projector"),
     ],
 )
 def test_make_config__says_what_is_allowed(recipe, settings, names):

@@ -8,11 +8,10 @@ import os
 import pickle
 import re
 import signal
-import subprocess
-import sys
 import zipfile
 from pathlib import Path
 
+import forked
 import jinja2
 import pytest
 import torch
@@ -247,9 +246,9 @@ def damaged(tmp_path_factory):
 
 
 def test_process__a_damaged_checkpoint(damaged):
-    words = [sys.executable, "-m", "mmqc.cli", "eval", str(damaged), "--sample", "digits-vqa"]
+    words = ["-m", "mmqc.cli", "eval", str(damaged), "--sample", "digits-vqa"]
     environment = {k: v for k, v in os.environ.items() if k != "MMQC_DEBUG"} | {"PYTHONPATH": str(PACKAGE.parent)}
-    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=300)
+    done = forked.run(*words, env=environment)
     assert done.returncode == REFUSED, done.stderr
     assert done.stdout == ""
     assert re.match(DAMAGED.format(re.escape(str(damaged))), done.stderr.splitlines()[-1])

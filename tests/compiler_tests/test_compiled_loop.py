@@ -34,7 +34,7 @@ HOW = {
 
 @pytest.mark.parametrize("how", HOW)
 def test_compiled_loop__gives_the_same_tokens_as_transformers(how: str) -> None:
-    model, batch = quantized_vlm()
+    model, batch = quantized_vlm(depth=1)
     more = {"max_new_tokens": 6, "cache_implementation": "static", **HOW[how]}
     torch.manual_seed(3)
     expected = model.generate(**batch, **more)
@@ -50,7 +50,7 @@ def test_compiled_loop__gives_the_same_tokens_as_transformers(how: str) -> None:
 
 
 def test_compiled_loop__eager_prefill(without_inductor: None) -> None:
-    model, batch = quantized_vlm()
+    model, batch = quantized_vlm(depth=1)
     more = {"max_new_tokens": 4, "do_sample": False, "cache_implementation": "static"}
     with collect_records() as records:
         got = model.generate(**batch, **more, custom_generate=mmqc.compiled_loop, prefill="eager")
@@ -62,7 +62,7 @@ def test_compiled_loop__eager_prefill(without_inductor: None) -> None:
 def test_compiled_loop__sizes_of_few_shapes_are_constants(
     prefill: str | None, varying: bool, monkeypatch: pytest.MonkeyPatch, without_inductor: None
 ) -> None:
-    model, batch = quantized_vlm()
+    model, batch = quantized_vlm(depth=1)
     marked: list[torch.Tensor] = []
     monkeypatch.setattr(sizes, "may_vary", lambda tensor, _: marked.append(tensor) or (lambda: None))
     more = {"max_new_tokens": 3, "do_sample": False, "cache_implementation": "static"}
@@ -72,7 +72,7 @@ def test_compiled_loop__sizes_of_few_shapes_are_constants(
 
 
 def test_compiled_loop__left_padded_batch() -> None:
-    model, _ = tiny_qwen2_vl()
+    model, _ = tiny_qwen2_vl(depth=1)
     ids = torch.tensor([[0, 0, 0, 11, 12, 13], [14, 15, 16, 17, 18, 19]])
     text = {"input_ids": ids, "attention_mask": (ids != 0).long()}
     more = {"max_new_tokens": 5, "do_sample": False, "cache_implementation": "static"}
@@ -80,7 +80,7 @@ def test_compiled_loop__left_padded_batch() -> None:
 
 
 def test_compiled_loop__prefill_and_step_are_one_graph_each(without_inductor: None) -> None:
-    model, batch = quantized_vlm()
+    model, batch = quantized_vlm(depth=1)
     more = {"max_new_tokens": 4, "do_sample": False, "cache_implementation": "static", "custom_generate": mmqc.compiled_loop}
     text = torch.randint(1, 30, (1, 60), generator=torch.Generator().manual_seed(1))
     seen = []
@@ -98,7 +98,7 @@ def test_compiled_loop__prefill_and_step_are_one_graph_each(without_inductor: No
 
 def test_compiled_loop__batches_in_any_order_compile_a_few_times(without_inductor: None) -> None:
     """A prefill and a step for one prompt and for several, of any number and lengths, in a cache of any length."""
-    model, _ = tiny_qwen2_vl()
+    model, _ = tiny_qwen2_vl(depth=1)
     more = {"do_sample": False, "cache_implementation": "static"}
     draw = torch.Generator().manual_seed(3)
 
@@ -121,7 +121,7 @@ def test_compiled_loop__batches_in_any_order_compile_a_few_times(without_inducto
 
 
 def test_compiled_loop__keeps_the_cache_and_a_copy_of_the_model_does_not() -> None:
-    model, batch = tiny_qwen2_vl()
+    model, batch = tiny_qwen2_vl(depth=1)
     more = {"max_new_tokens": 3, "do_sample": False, "cache_implementation": "static", **compiled()}
     first = model.generate(**batch, **more)
     (kept,) = (k.cache for k in model._mmqc_loop.caches.caches.values())
@@ -134,7 +134,7 @@ def test_compiled_loop__keeps_the_cache_and_a_copy_of_the_model_does_not() -> No
 
 
 def test_compiled_loop__refuses_what_it_cannot_do() -> None:
-    model, batch = tiny_qwen2_vl()
+    model, batch = tiny_qwen2_vl(depth=1)
     with pytest.raises(ValueError, match="cache_implementation"):
         model.generate(**batch, max_new_tokens=2, custom_generate=mmqc.compiled_loop)
     with pytest.raises(ValueError, match="'compiled', 'graphs', 'eager'"):
@@ -158,7 +158,7 @@ class Tokens(BaseStreamer):
 
 
 def test_compiled_loop__a_streamer_gets_every_token_and_is_ended() -> None:
-    model, batch = quantized_vlm()
+    model, batch = quantized_vlm(depth=1)
     assert len(batch["input_ids"]) == 1, "a stream is of one sequence"
     more = {"max_new_tokens": 4, "do_sample": False, "cache_implementation": "static"}
     expected, got = Tokens(), Tokens()
@@ -176,7 +176,7 @@ def test_compiled_loop__a_streamer_gets_every_token_and_is_ended() -> None:
 
 
 def test_compiled_loop__threads_take_turns() -> None:
-    model, _ = quantized_vlm()
+    model, _ = quantized_vlm(depth=1)
     draw = torch.Generator().manual_seed(0)
     prompts = [torch.randint(5, 20, shape, generator=draw) for shape in ((1, 6), (2, 6), (1, 9), (2, 3), (1, 6))]
     more = {"max_new_tokens": 5, "do_sample": False, "cache_implementation": "static", **compiled()}

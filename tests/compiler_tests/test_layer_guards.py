@@ -53,7 +53,7 @@ CHANGES: list[Callable[[Any], None]] = [scale, data, module, method, kind]
 
 @torch._dynamo.config.patch(recompile_limit=2 * len(CHANGES))  # type: ignore[attr-defined]
 def test_layer_guards__a_change_is_seen(without_inductor: None) -> None:
-    model: Any = quantized_vlm()[0]
+    model: Any = quantized_vlm(depth=1)[0]
     before = scores(model)
     guards = model._mmqc_loop.guards
     number = guards.number

@@ -46,12 +46,12 @@ def test_fusion__static_inputs_stay_static(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_fusion__through_inductor_equals_eager() -> None:
-    model, batch = quantized_vlm(4)
+    model, batch = quantized_vlm(4, depth=1)
     with torch.no_grad(), collect_records() as records:
         expected = logits(model, batch)
         got = logits(torch.compile(model, backend="mmqc"), batch)
     assert records[-1].ops["scaled_matmuls"] == 2, "q, k and v of two layers"
-    assert records[-1].ops["scaled_matmul_epilogue"] == 5, "two MLPs of the tower, the merger's, two gated ones"
+    assert records[-1].ops["scaled_matmul_epilogue"] == 4, "the tower's MLP, the merger's, two gated ones"
     assert ((got - expected).norm() / expected.norm()).item() < 1e-5
 
 

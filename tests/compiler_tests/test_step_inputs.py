@@ -72,7 +72,7 @@ def compare(model: Any, inputs: dict[str, Any]) -> set[Rules]:
 
 @pytest.mark.parametrize("prompts", [1, 3])
 def test_step_inputs__are_those_of_transformers(prompts: int) -> None:
-    model, _ = tiny_qwen2_vl()
+    model, _ = tiny_qwen2_vl(depth=1)
     for seed in range(3):
         batch = drawn(random.Random(seed), prompts)
         batch["mm_token_type_ids"] = (batch["input_ids"] == model.config.image_token_id).long()
@@ -130,7 +130,7 @@ def test_step_inputs__leave_models_with_an_update_of_their_own_alone() -> None:
 
 
 def test_step_inputs__of_another_thread_are_its_own() -> None:
-    model, batch = tiny_qwen2_vl()
+    model, batch = tiny_qwen2_vl(depth=1)
     batch["attention_mask"] = torch.ones_like(batch["input_ids"])
     expected = generated(model, batch, goes_on=False)[0]
     got: list[Tensor] = []

@@ -4,29 +4,27 @@ MMQC_VLLM names the Pythons that have a vLLM; without it nothing here runs.
 """
 
 import copy
-import os
+import functools
+import json
 import random
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from vllm_process import PYTHONS, needs_vllm, run
 
 import mmqc
 from benchmarks.engines.make_tables import _general, forms
 from mmqc import recipes
 from mmqc.checkpoint import compressed_tensors
 from mmqc.checkpoint.compressed_tensors import unpack_words
-from mmqc.engines import ask_vllm
+from mmqc.engines import ask_vllm, table
 from mmqc.engines.names import joined, renamed, split_by_rows
 from mmqc.engines.table import BACKENDS, Answer, Case, Tabled, ask, read_table
 from mmqc.nn.token_linear import TokenLinear
 from mmqc.solvers import Quantized
 
-PYTHONS = os.environ.get("MMQC_VLLM", "").split()
-needs_vllm = pytest.mark.skipif(not PYTHONS, reason="make test-vllm sets it up")
-LAYERS = Path(__file__).parents[1] / "support" / "vllm_layers.py"
 QUESTIONS = 300
 
 
@@ -36,25 +34,43 @@ def test_asking__needs_nothing_but_python_where_it_runs():
     assert "mmqc" not in code.partition('"""\n')[2].replace('"mmqc"', "").replace("mmqc.engines.ask_vllm", "")
 
 
+@functools.cache
+def version_of(python):
+    """As tables name it."""
+    return ".".join(ask(python, {})["version"].split(".")[:2])
+
+
 @pytest.fixture(scope="module", params=PYTHONS or ["none"])
 def python(request):
-    """One that has a vLLM, and that vLLM's version as tables name it."""
-    version = ask(request.param, {})["version"]
-    return request.param, ".".join(version.split(".")[:2])
+    """One that has a vLLM, and that vLLM's version."""
+    return request.param, version_of(request.param)
+
+
+@pytest.fixture(scope="module")
+def asked(tmp_path_factory):
+    """As ``table.ask``, in a fork of a process that has imported vLLM already."""
+    folder = tmp_path_factory.mktemp("asked")
+
+    def ask_fork(python, questions):
+        (folder / "questions.json").write_text(json.dumps(questions))
+        run(python, ["vllm_asked.py", folder / "questions.json", folder / "answers.json"])
+        return json.loads((folder / "answers.json").read_text())
+
+    return ask_fork
 
 
 @needs_vllm
 @pytest.mark.parametrize("capability", [80, 89, 90])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_tables__answer_as_the_engine_at_other_widths(python, capability, backend):
+def test_tables__answer_as_the_engine_at_other_widths(python, asked, capability, backend):
     draw, configs = random.Random(f"{capability} {backend}"), forms()
     rules, questions = Tabled(python[1], capability), []
     taken = [f for f in configs if not rules.answers([Case(f, {}, 2048, 2048)], backend)[0].refused]
     for _ in range(QUESTIONS):
         k, n = (draw.randrange(256, 8192, 2 ** draw.randrange(9)) for _ in range(2))  # of every class; a group at least
         questions.append((draw.choice(taken if draw.random() < 0.8 else list(configs)), k, n))
-    asked = [{"config": configs[form], "inputs": k, "outputs": n} for form, k, n in questions]
-    given = ask(python[0], {"capability": capability, "backend": backend, "questions": asked})["answers"]
+    linears = [{"config": configs[form], "inputs": k, "outputs": n} for form, k, n in questions]
+    given = asked(python[0], {"capability": capability, "backend": backend, "questions": linears})["answers"]
     differ = []
     for (form, k, n), answer in zip(questions, given, strict=True):
         (tabled,) = rules.answers([Case(form, {}, k, n)], backend)
@@ -64,22 +80,27 @@ def test_tables__answer_as_the_engine_at_other_widths(python, capability, backen
 
 
 @needs_vllm
-def test_tables__name_modules_as_the_classes_do(python):
+def test_tables__name_modules_as_the_classes_do(python, asked):
     models = read_table(python[1])["models"]
-    assert ask(python[0], {"models": list(models)})["models"] == models
+    assert asked(python[0], {"models": list(models)})["models"] == models
 
 
 STATIC8 = recipes.rtn(8, activation_bits=8)
-RECIPES = {
-    "W8A8 static": (STATIC8, "CompressedTensorsW8A8Int8", "CutlassInt8ScaledMMLinearKernel"),
-    "W8A8 by token": (STATIC8.with_token_scales(), "CompressedTensorsW8A8Int8", "CutlassInt8ScaledMMLinearKernel"),
+INT8 = ("CompressedTensorsW8A8Int8", "CutlassInt8ScaledMMLinearKernel")
+W4A8 = ("CompressedTensorsW4A8Fp8", "CutlassW4A8LinearKernel")
+RECIPES = {  # as for_engine has it but for the last, whose 4-bit weights are beside int8; scheme and kernel, of towers others
+    "W8A8 static": (STATIC8, *INT8),
+    "W8A8 by token": (STATIC8.with_token_scales(), *INT8),
     "W8A8-fp8 static": (STATIC8.with_float8(), "CompressedTensorsW8A8Fp8", "CutlassFP8ScaledMMLinearKernel"),
     "W8A8-fp8 by token": (STATIC8.with_token_scales().with_float8(), "CompressedTensorsW8A8Fp8", "CutlassFP8ScaledMMLinearKernel"),
-    "W4A8-fp8": (recipes.rtn(4, activation_bits=8), "CompressedTensorsW4A8Fp8", "CutlassW4A8LinearKernel"),
+    "W4A8-fp8": (recipes.rtn(4, activation_bits=8), *W4A8),
+    "two towers": (recipes.mquant(4, vision_weight_bits=8, msq=False, rotate=False, solver="rtn"), *W4A8),
     "W4A16": (recipes.rtn(4, group_size=128), "CompressedTensorsWNA16", "MacheteLinearKernel"),
     "W4A16 asym": (recipes.awq(4, symmetric=False, solver="rtn"), "CompressedTensorsWNA16", "MacheteLinearKernel"),
     "W8A16": (recipes.rtn(8), "CompressedTensorsWNA16", "MacheteLinearKernel"),
+    "W4A8-int8": (recipes.rtn(4, activation_bits=8), "CompressedTensorsWNA8Int", "HummingLinearKernel"),
 }
+TOWER = {"two towers": INT8}
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +111,7 @@ def exports(tmp_path_factory):
         model = copy.deepcopy(sample.model).to(torch.bfloat16)
         for part in (model.config, model.config.text_config, model.config.vision_config):
             part.dtype = torch.bfloat16  # as from_pretrained(dtype=...) leaves it
-        config = recipes.for_engine(recipe, "vllm==0.33")
+        config = recipes.for_engine(recipe, "vllm==0.33", activations="int8" if name == "W4A8-int8" else "float8")
         mmqc.quantize_(model, config, _bfloat16(sample.calibration(2)), progress=False)
         folder = tmp_path_factory.mktemp("export")
         mmqc.save_pretrained(model, folder, engine="vllm==0.33")
@@ -107,12 +128,8 @@ def loaded(request, python, exports, tmp_path_factory):
     """How many ranks there are, and by recipe what their linears hold: one process a rank, for all recipes."""
     ranks, where = request.param, tmp_path_factory.mktemp("loaded")
     folders = [str(folder) for _, folder in exports.values()]
-    store, outs = str(where / "store"), [where / f"{rank}.pt" for rank in range(ranks)]
-    commands = [[python[0], str(LAYERS), str(ranks), str(r), store, str(outs[r]), *folders] for r in range(ranks)]
-    running = [subprocess.Popen(c, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}) for c in commands]
-    for process in running:
-        errors = process.communicate(timeout=600)[1]
-        assert process.returncode == 0, errors[-3000:]
+    outs = [where / f"{rank}.pt" for rank in range(ranks)]
+    run(python[0], *(["vllm_layers.py", ranks, rank, where / "store", outs[rank], *folders] for rank in range(ranks)))
     shards = [torch.load(out) for out in outs]
     return ranks, {name: [shard[str(folder)] for shard in shards] for name, (_, folder) in exports.items()}
 
@@ -142,7 +159,8 @@ def test_exports__the_engines_own_linears_hold_our_codes_and_compute_our_outputs
         by_rows, first = split_by_rows(whole), parts[0]
         for rank, shard in enumerate(shards):
             layer = shard[whole]
-            assert (layer["scheme"], layer["kernel"]) == (scheme, kernel), whole
+            want = TOWER.get(name, (scheme, kernel)) if whole.startswith("visual.") else (scheme, kernel)
+            assert (layer["scheme"], layer["kernel"]) == want, whole
             mine = [_shard(part, rank, ranks, by_rows) for part in parts]
             codes = codes_of(layer, first.weight_bits, mine[0][0].shape[1])
             assert torch.equal(codes, torch.cat([c for c, _, _ in mine])), whole
@@ -188,14 +206,15 @@ def _same_outputs(layer, codes, parts, rank, ranks, by_rows):
 
 
 @needs_vllm
-def test_checks__asked_of_the_engine_say_what_the_table_says(python, exports):
+def test_checks__asked_of_the_engine_say_what_the_table_says(python, asked, exports, monkeypatch):
     from mmqc.check.run import check
 
-    for name in ("W8A8 by token", "W4A8-fp8", "W4A16 asym"):  # every question is a start of the engine
+    monkeypatch.setattr(table, "ask", asked)
+    for name in ("W8A8 by token", "W4A8-fp8", "W4A16 asym"):
         _, folder = exports[name]
         engine = f"vllm=={python[1]}"
-        asked, tabled = check(folder, engine, python=python[0]), check(folder, engine)
-        assert asked.good, list(map(str, asked.findings))
-        assert asked.linears == tabled.linears
-        assert "own Python" in asked.source
+        found, tabled = check(folder, engine, python=python[0]), check(folder, engine)
+        assert found.good, list(map(str, found.findings))
+        assert found.linears == tabled.linears
+        assert "own Python" in found.source
     assert sys.executable != python[0]

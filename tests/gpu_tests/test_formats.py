@@ -18,6 +18,7 @@ from transformers import AutoModelForImageTextToText
 import mmqc
 from mmqc import recipes
 from mmqc.backend import collect_records
+from mmqc.ops.pack import pack
 
 pytestmark = pytest.mark.gpu
 
@@ -47,6 +48,20 @@ def test_awq__on_the_device(tmp_path):
     settings = {"quant_method": "awq", "bits": 4, "group_size": 8}
     write(model, tmp_path, settings, awq, bits=4, group=8, symmetric=True, wanted=lambda n: "language_model" in n)
     assert_close(logits(mmqc.load_quantized(tmp_path, device_map="cuda"), inputs), logits(model, inputs))
+
+
+@pytest.mark.parametrize("rows", [1, 64, 4096])
+@pytest.mark.parametrize(("group", "zeros"), [(128, True), (128, False), (0, False)])
+def test_weight_only__takes_scales_in_the_models_dtype(rows, group, zeros):
+    """As linears of other projects have them in vLLM (vllm/linear_kernel.py)."""
+    g = torch.Generator().manual_seed(0)
+    codes = pack(torch.randint(-8, 8, (384, 512), generator=g, dtype=torch.int8), 4)
+    shape = (384, 4) if group else (384,)
+    scale = (torch.rand(shape, generator=g) / 16).bfloat16()
+    zero = torch.randint(-8, 8, shape, generator=g, dtype=torch.int8) if zeros else None
+    given = torch.randn(rows, 512, generator=g).bfloat16(), codes, scale, None, 4, group, zero
+    there = [part.cuda() if isinstance(part, torch.Tensor) else part for part in given]
+    assert_close(torch.ops.mmqc.weight_only_matmul(*there).cpu(), torch.ops.mmqc.weight_only_matmul(*given))
 
 
 THEIRS = {

@@ -14,7 +14,7 @@ GREEDY = {"do_sample": False, "disable_compile": True}
 
 def test_generate__decode_is_one_graph_at_any_length() -> None:
     torch._dynamo.reset()
-    model, batch = tiny_qwen2_vl()
+    model, batch = tiny_qwen2_vl(depth=1)
     attach(model, KVSpec(1, tau=((1, 2),)))
     expected = model.generate(**batch, **GREEDY, max_new_tokens=12)
     backend, graphs = counting()
@@ -42,7 +42,7 @@ def test_generate__through_the_backend() -> None:
 def test_generate__of_a_compiled_model_packs_the_prompt(backend: str) -> None:
     """The whole model is compiled, by whatever backend: visual tokens are found, and every layer counts its own tokens."""
     torch._dynamo.reset()
-    model, batch = tiny_qwen2_vl()
+    model, batch = tiny_qwen2_vl(depth=1)
     attach(model, KVSpec(2, tau=((1, 2),)))
     options = {"do_sample": False, "max_new_tokens": 6, "return_dict_in_generate": True}
     expected = model.generate(**batch, **options, disable_compile=True)

@@ -27,7 +27,7 @@ def loop(backend: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("name", SPECS)
 def test_compiled_loop__one_graph_at_any_length_and_in_every_call(name: str) -> None:
     torch._dynamo.reset()
-    model, batch = tiny_qwen2_vl()
+    model, batch = tiny_qwen2_vl(depth=1)
     attach(model, SPECS[name])
     backend, graphs = counting()
     for tokens in (12, 12, 7):
@@ -47,7 +47,7 @@ def test_compiled_loop__one_graph_at_any_length_and_in_every_call(name: str) -> 
 def test_compiled_loop__a_kept_cache_has_room_for_more_text_than_the_last_prompt_had(name: str) -> None:
     """Fewer of the tokens are visual, so the same length takes more room for text: without it a step writes beside the cache."""
     torch._dynamo.reset()
-    model, batch = tiny_qwen2_vl()
+    model, batch = tiny_qwen2_vl(depth=1)
     attach(model, SPECS[name])
     backend, _ = counting()
     ids = torch.randint(5, 20, batch["input_ids"].shape, generator=torch.Generator().manual_seed(0))
@@ -61,7 +61,7 @@ def test_compiled_loop__a_kept_cache_has_room_for_more_text_than_the_last_prompt
 def test_compiled_loop__a_step_for_any_number_of_prompts_and_of_tokens(without_inductor: None, images: bool) -> None:
     """Two programs, of one prompt and of several: rows, lengths, images and with them the packed words differ in every call."""
     torch._dynamo.reset()
-    model, _ = tiny_qwen2_vl()
+    model, _ = tiny_qwen2_vl(depth=1)
     attach(model, KVSpec(8))  # with few bits, all words of a small image are one, which is a size of its own
     draw, more = random.Random(7), {"do_sample": False, "custom_generate": mmqc.compiled_loop}
     with collect_records() as records:
@@ -78,7 +78,7 @@ def test_compiled_loop__a_step_for_any_number_of_prompts_and_of_tokens(without_i
 
 def test_compiled_loop__a_cache_of_the_caller(without_inductor: None) -> None:
     torch._dynamo.reset()
-    model, batch = tiny_qwen2_vl()
+    model, batch = tiny_qwen2_vl(depth=1)
     spec, length = KVSpec(8), batch["input_ids"].shape[1] + 5
     want = model.generate(**batch, **EAGER, max_new_tokens=5, past_key_values=QuantizedCache(model, spec))
     cache = QuantizedCache(model, spec, max_cache_len=length)
@@ -91,7 +91,7 @@ def test_compiled_loop__a_cache_of_the_caller(without_inductor: None) -> None:
 
 
 def test_compiled_loop__refuses_what_it_cannot_do() -> None:
-    model, batch = tiny_qwen2_vl()
+    model, batch = tiny_qwen2_vl(depth=1)
     spec, more = KVSpec(8), {"max_new_tokens": 2, "do_sample": False, "custom_generate": mmqc.compiled_loop}
     for options, cache, message in (
         ({}, QuantizedCache(model, spec), "give it a max_cache_len"),
@@ -105,7 +105,7 @@ def test_compiled_loop__refuses_what_it_cannot_do() -> None:
 
 def test_generate__a_cache_that_grows_is_not_compiled() -> None:
     torch._dynamo.reset()
-    model, batch = tiny_qwen2_vl()
+    model, batch = tiny_qwen2_vl(depth=1)
     backend, graphs = counting()
     config = CompileConfig(backend=backend, mode=None)
     config._compile_all_devices = True  # type: ignore[assignment]

@@ -31,13 +31,26 @@ def test_compiled__each_by_its_number() -> None:
         assert torch.equal(out, torch.full((4,), 7.0) if i == 5 else (i + 0.5) * torch.arange(4.0))
 
 
-def test_compiled__what_does_not_compile_together_is_compiled_alone(caplog: pytest.LogCaptureFixture) -> None:
+def test_compiled__together_with_a_helper_behind_a_guard(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(Kernel, "alone")
+    guarded = "#ifndef HELPER\n#define HELPER\nstatic int helper() { return 7; }\n#endif\n"
+    kernels = [kernel(f"float(helper()) + {i}", guarded) for i in range(3)]
+    functions = ended(begun(kernels, 1, None))
+    for i, k in enumerate(kernels):
+        out = torch.zeros(2)
+        functions[k](out, 2)
+        assert torch.equal(out, torch.full((2,), 7.0 + i))
+
+
+def test_compiled__what_does_not_compile_together_is_compiled_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """A specialization of a template of torch's cannot stand in a namespace."""
     odd = kernel("2.0f", "namespace c10 { struct Odd {}; }\ntemplate <> struct std::hash<int*[7]> { int x; };\n")
     kernels = [kernel("1.0f"), odd]
-    with caplog.at_level("INFO", logger=joined_cpp.__name__):
-        functions = ended(begun(kernels, 1, None))
-    assert "do not compile together" in caplog.text
+    said: list[str] = []
+    monkeypatch.setattr(joined_cpp.logger, "info", lambda *words: said.append(words[0]))
+    functions = ended(begun(kernels, 1, None))
+    assert len(said) == 1
+    assert "do not compile together" in said[0]
     for k, value in zip(kernels, (1.0, 2.0), strict=True):
         out = torch.zeros(3)
         functions[k](out, 3)

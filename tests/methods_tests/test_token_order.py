@@ -64,7 +64,7 @@ def tagged(model: nn.Module, decoder: nn.Module, ids: tuple[int, ...]) -> nn.Mod
 
 @functools.cache
 def qwen(grids: tuple = ((1, 4, 6), (1, 8, 4))) -> tuple[nn.Module, dict[str, Any]]:
-    model, batch = tiny_qwen2_vl(grids=grids)
+    model, batch = tiny_qwen2_vl(grids=grids, depth=1)
     return tagged(model, model.model.language_model, (IMAGE, VIDEO)), batch
 
 
@@ -246,7 +246,7 @@ def test_token_order__second_image_on_a_cache() -> None:
 
 @pytest.mark.slow
 def test_token_order__quantized_model_generates_the_same_tokens() -> None:
-    model, batch = quantized_vlm()
+    model, batch = quantized_vlm(depth=1)
     compiled = Compiled(model)
     for how in ({}, {"num_beams": 2}, {"cache_implementation": "static"}):
         expected = model.generate(**batch, max_new_tokens=4, do_sample=False, **how)

@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import forked
 import killed
 import pytest
 import torch
@@ -198,8 +199,7 @@ def killed_run(case: str, folder: Path, after: float) -> bool:
 def test_resume__killed_in_the_middle(tmp_path: Path) -> None:
     folder = tmp_path / "job"
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, killed.__file__, "small/float", str(folder), str(tmp_path / "x.safetensors")]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=environment)
+    process = forked.started(killed.__file__, "small/float", str(folder), str(tmp_path / "x.safetensors"), env=environment)
     while process.poll() is None and not list(folder.glob("[!j]*.json")):
         time.sleep(0.002)
     process.send_signal(signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""The pages and questions of docs-vqa: what is asked stands where the page says; nothing here needs the weights."""
+"""The pages and questions of docs-vqa: what is asked stands where the page says; its weights read some."""
 
 from random import Random
 
@@ -142,3 +142,11 @@ def test_load__says_where_the_files_are(monkeypatch, tmp_path):
     monkeypatch.setenv(place.VARIABLE, str(tmp_path))
     with pytest.raises(place.SampleMissingError, match=rf"not in mmqc's wheel.*{place.VARIABLE}"):
         samples.load("docs-vqa")
+
+
+def test_load__reads_documents_that_it_has_not_seen():
+    sample = samples.load("docs-vqa")
+    asked = [q for q in sample.questions(9) if q.kind in ("line", "receipt", "form", "photo")]
+    found = scoring.score(sample.model, sample.processor, asked)
+    assert len(found) == 4
+    assert sum(score.accuracy for score in found) > 3.9

@@ -7,13 +7,13 @@ import json
 import os
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import forked
 import torch
 from torch import nn
 
@@ -110,7 +110,7 @@ def result(name: str, **options: Any) -> dict[str, Any]:
     return json.loads(json.dumps(dict(zip(("tensors", "config", "layers", "sqnr", "passes", "refused"), found, strict=True))))
 
 
-def started(size: int, arguments: list[str], script: str = __file__) -> list[subprocess.Popen[str]]:
+def started(size: int, arguments: list[str], script: str = __file__) -> list[forked.Child]:
     """``size`` ranks at work, which end by themselves."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -120,18 +120,17 @@ def started(size: int, arguments: list[str], script: str = __file__) -> list[sub
     found = []
     for rank in range(size):
         env = {**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank), "PYTHONPATH": path}
-        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        found.append(subprocess.Popen([sys.executable, script, *arguments], env=env, text=True, **pipes))
+        found.append(forked.started(script, *arguments, env=env))
     return found
 
 
-def ended(processes: list[subprocess.Popen[str]], seconds: float = 300) -> list[tuple[int, str, str]]:
+def ended(processes: list[forked.Child], seconds: float = 300) -> list[tuple[int | None, str, str]]:
     """(exit code, stdout, stderr) of each; all of them are killed if one takes longer."""
     end, found = time.monotonic() + seconds, []
     try:
         for process in processes:
             out, err = process.communicate(timeout=max(0.1, end - time.monotonic()))
-            found.append((process.returncode, out, err))
+            found.append((process.poll(), out, err))
     finally:
         for process in processes:
             if process.poll() is None:

@@ -1,20 +1,15 @@
 """The sample as a whole through vLLM's own Qwen2-VL class and mmqc's loader, on the CPU, against our model (``make test-vllm``)."""
 
 import copy
-import os
-import subprocess
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from vllm_process import PYTHONS, needs_vllm, run
 
 import mmqc
 from mmqc import recipes
 
-PYTHONS = os.environ.get("MMQC_VLLM", "").split()
-needs_vllm = pytest.mark.skipif(not PYTHONS, reason="make test-vllm sets it up")
-WORKER = Path(__file__).parents[1] / "support" / "vllm_model.py"
 STATIC8 = recipes.rtn(8, activation_bits=8)
 RECIPES = {  # and the least agreement of logits in decibels: where their float32 differs, codes of inputs round elsewhere
     "Hadamards": (recipes.rotate(), 80.0),
@@ -73,10 +68,7 @@ def answers(request, saved, prompts, tmp_path_factory):
     ]
     torch.save(given, where / "given.pt")
     folders = {name: str(folder) for name, (_, folder) in saved.items()}
-    command = [request.param, str(WORKER), str(where / "store"), str(where / "given.pt"), str(where / "out.pt"), *folders.values()]
-    settings = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(WORKER.parents[2])}
-    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, env=settings, timeout=900)
-    assert done.returncode == 0, done.stderr[-3000:]
+    run(request.param, ["vllm_model.py", where / "store", where / "given.pt", where / "out.pt", *folders.values()])
     found = torch.load(where / "out.pt")
     return {name: found[folder] for name, folder in folders.items()}
 

@@ -4,16 +4,14 @@ Their parameters are made by mmqc's config for vLLM and filled by vLLM's loaders
 """
 
 import copy
-import os
-import subprocess
 from contextlib import nullcontext
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 from torchao.quantization.granularity import PerGroup
 from vllm_linears import inputs, token_ids
+from vllm_process import PYTHONS, needs_vllm, run
 
 import mmqc
 from mmqc import recipes
@@ -27,9 +25,6 @@ from mmqc.nn.token_linear import TokenLinear
 from mmqc.ops.pack import pack
 from mmqc.solvers import Quantized
 
-PYTHONS = os.environ.get("MMQC_VLLM", "").split()
-needs_vllm = pytest.mark.skipif(not PYTHONS, reason="make test-vllm sets it up")
-WORKER = Path(__file__).parents[1] / "support" / "vllm_linears.py"
 LEAST_SQNR = 15.0  # of a sum over two ranks next to the whole linear, in bfloat16, 4-bit inputs by rank and token among them
 
 
@@ -52,6 +47,7 @@ RECIPES = {
     "W4A8-fp8 groups by token": _grouped(recipes.rtn(4, activation_bits=8).with_token_scales().with_float8(), 64),
     "integer scales": recipes.integer_scale(group_size=64),
     "mquant": recipes.mquant(4, solver="rtn"),
+    "mquant in blocks": recipes.mquant(4, solver="rtn", tensor_parallel=2),
     "quarot": recipes.quarot(4, kv_bits=None, solver="rtn"),
     "resq": recipes.resq(4, kv_bits=None, solver="rtn"),
     "Hadamards": recipes.rotate(),
@@ -81,14 +77,7 @@ def computed(request, saved, tmp_path_factory):
     where = tmp_path_factory.mktemp("computed")
     folders = [folder for _, folder in saved.values()]
     outs = [where / f"{rank}.pt" for rank in range(ranks)]
-    commands = [
-        [python, str(WORKER), str(ranks), str(rank), str(where / "store"), str(outs[rank]), *folders] for rank in range(ranks)
-    ]
-    settings = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(WORKER.parents[2])}
-    running = [subprocess.Popen(c, stderr=subprocess.PIPE, text=True, env=settings) for c in commands]
-    for process in running:
-        errors = process.communicate(timeout=600)[1]
-        assert process.returncode == 0, errors[-3000:]
+    run(python, *(["vllm_linears.py", ranks, rank, where / "store", outs[rank], *folders] for rank in range(ranks)))
     shards = [torch.load(out) for out in outs]
     return {name: [shard[folder] for shard in shards] for name, (_, folder) in saved.items()}
 

@@ -7,7 +7,7 @@ from tolerance import assert_close
 import mmqc
 from mmqc import recipes
 from mmqc.checkpoint.module_spec import module_spec
-from mmqc.nn.linear import QuantLinear
+from mmqc.nn.linear import HadamardLinear, QuantLinear
 from mmqc.nn.modality import ModalityContext
 from mmqc.solvers import Quantized
 from mmqc.vllm.shard import Stored, build, layout, local_spec
@@ -63,8 +63,9 @@ def test_ranks__add_up_to_the_linear(group):
     assert_close(total, module(x))
 
 
-@pytest.mark.parametrize("hadamard", [True, 4])
+@pytest.mark.parametrize("hadamard", [True, 3, 4])
 def test_ranks__behind_a_hadamard_read_their_channels_of_the_whole_transform(hadamard):
+    """Which is gathered first, unless its blocks are each in one rank's channels."""
     module, x = linear(hadamard=hadamard), inputs().double()
     module.double()
 
@@ -72,11 +73,21 @@ def test_ranks__behind_a_hadamard_read_their_channels_of_the_whole_transform(had
         del part
         return x
 
-    ranks = [build("x", spec_of(module), cut(module, r, 2), [N], rank=r, ranks=2, gather=gather) for r in range(2)]
+    apart = None if hadamard == 4 else gather
+    ranks = [build("x", spec_of(module), cut(module, r, 2), [N], rank=r, ranks=2, gather=apart) for r in range(2)]
     for shard in ranks:
         shard.double()
     total = sum(shard(part) for shard, part in zip(ranks, x.chunk(2, -1), strict=True))
     assert_close(total, module(x))
+
+
+@pytest.mark.parametrize("blocks", [2, 3, 4])
+def test_ranks__of_a_float_linear_behind_blocks_have_blocks_of_their_own(blocks):
+    torch.manual_seed(0)
+    module, x = HadamardLinear.from_parts(torch.randn(N, K).double(), None, blocks), inputs().double()
+    gather = None if blocks % 2 == 0 else lambda part: x
+    ranks = [build("x", spec_of(module), cut(module, r, 2), [N], rank=r, ranks=2, gather=gather) for r in range(2)]
+    assert_close(sum(shard.double()(part) for shard, part in zip(ranks, x.chunk(2, -1), strict=True)), module(x))
 
 
 def test_ranks__keep_the_outliers_of_their_channels():

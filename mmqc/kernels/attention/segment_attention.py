@@ -48,15 +48,22 @@ def why_not(q: Any, k: Any, v: Any, ends: Any) -> str | None:
     """None, or why these operands are not attended to in this way."""
     if not has_warpgroup_products(q.device):
         return "warpgroup products are Hopper's"
-    if q.dtype not in HALF or k.dtype != q.dtype or v.dtype != q.dtype:
-        return f"q, k and v are of one type, float16 or bfloat16, not {q.dtype}, {k.dtype} and {v.dtype}"
+    if k.dtype != q.dtype or v.dtype != q.dtype:
+        return f"q, k and v are of one type, not {q.dtype}, {k.dtype} and {v.dtype}"
     if q.dim() != 4 or q.shape[0] != 1 or k.shape != v.shape or k.shape != (1, k.shape[1], *q.shape[2:]) or q.shape[1] % k.shape[1]:
         return f"one packed sequence [1, H, T, D], not {tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}"
-    if not 16 <= q.shape[3] <= 128 or q.shape[3] % 8:
-        return f"heads of 16 to 128 channels, a multiple of 8, not {q.shape[3]}"
+    if why := why_not_heads(q.dtype, q.shape[3]):
+        return why
     if ends.dtype not in (torch.int32, torch.int64) or ends.dim() != 1 or ends.stride(0) != 1 or ends.shape[0] < 2:
         return f"ends of segments int [n + 1], not {ends.dtype} {tuple(ends.shape)}"
     return next((why for why in map(_why_not_copied, (q, k, v)) if why), None)
+
+
+def why_not_heads(dtype: torch.dtype, d: int) -> str | None:
+    """None, or why heads of ``d`` channels are not attended to in this way, whatever their rows."""
+    if dtype not in HALF:
+        return f"queries in float16 or bfloat16, not {dtype}"
+    return None if 16 <= d <= 128 and d % 8 == 0 else f"heads of 16 to 128 channels, a multiple of 8, not {d}"
 
 
 def _why_not_copied(t: Any) -> str | None:

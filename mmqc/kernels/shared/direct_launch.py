@@ -63,9 +63,7 @@ class _InC(DirectLaunch):
 
     def __init__(self, compiled: Any, function: Callable[..., None], maps: Sequence[Any]) -> None:
         super().__init__(compiled)
-        run, self.function, self.maps = compiled.run, function, list(maps)
-        asked, scratch, hooks = (run.launch_cooperative_grid, run.launch_pdl), (None, None), (None, None, None)
-        self.options = (compiled.function, *asked, *scratch, compiled.packed_metadata, *hooks)
+        self.function, self.maps, self.options = function, list(maps), options_of(compiled) or ()
 
     def launch(self, grid: tuple[int, int, int], stream: int, values: list[Any]) -> None:
         self.function(*grid, stream, *self.options, *values)
@@ -86,11 +84,25 @@ class _InC(DirectLaunch):
         return (*descriptor.shape, *descriptor.strides), at
 
 
+def options_of(compiled: Any) -> tuple[Any, ...] | None:
+    """What Triton 3.6's function takes between the stream and the kernel's arguments; None where it is not that one."""
+    run = compiled.run
+    if not _is_known(run):
+        return None
+    asked, scratch, hooks = (run.launch_cooperative_grid, run.launch_pdl), (None, None), (None, None, None)
+    return (compiled.function, *asked, *scratch, compiled.packed_metadata, *hooks)
+
+
+def _is_known(run: Any) -> bool:
+    """Whether a launcher is Triton 3.6's and asks for no memory."""
+    known = hasattr(run, "launch_pdl") and not hasattr(run, "arg_annotations")
+    return known and not (run.global_scratch_size or run.profile_scratch_size)
+
+
 def _function_of(run: Any) -> tuple[Callable[..., None], Sequence[Any]] | None:
     """Triton 3.6's launcher in C and what it knows of descriptors; None for another one's, or one that allocates."""
     launch = getattr(run, "launch", None)
-    known = hasattr(run, "launch_pdl") and not hasattr(run, "arg_annotations")
-    if not known or run.global_scratch_size or run.profile_scratch_size:
+    if not _is_known(run):
         return None
     if inspect.isbuiltin(launch):
         return launch, ()

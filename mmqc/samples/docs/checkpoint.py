@@ -71,7 +71,7 @@ def load(folder: Path) -> Qwen2VLForConditionalGeneration:
     for file in sorted(folder.glob("model-*.safetensors")):
         weights |= load_file(file)
     if not weights:
-        raise SampleMissingError(f"{folder} holds no model-*.safetensors: docs/reference/samples.md says how to train them")
+        raise SampleMissingError(f"{folder} holds no model-*.safetensors: copy them there from mmqc's repository")
     model = Qwen2VLForConditionalGeneration.from_pretrained(
         None, config=Qwen2VLConfig.from_pretrained(folder), state_dict=weights, dtype=torch.float32
     )

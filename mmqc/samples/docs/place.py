@@ -1,4 +1,4 @@
-"""Where docs-vqa's weights and glyphs are: not in the wheel, for which they are too large."""
+"""Where docs-vqa's weights and glyphs are: in the repository, not in the wheel, for which they are too large."""
 
 from __future__ import annotations
 
@@ -31,7 +31,6 @@ def folder(holds: str) -> Path:
         if (place / holds).exists():
             return place
     raise SampleMissingError(
-        f"the files of 'docs-vqa' (40 MB) are not in mmqc's wheel: copy mmqc/samples/{NAME} from the repository to a folder, with "
-        "weights that you trained (docs/reference/samples.md), "
-        f"and set {VARIABLE} to that folder (looked for {holds} in {', '.join(map(str, places))})"
+        f"the files of 'docs-vqa' (40 MB) are in mmqc's repository, not in mmqc's wheel: copy mmqc/samples/{NAME} from there to "
+        f"a folder and set {VARIABLE} to that folder (looked for {holds} in {', '.join(map(str, places))})"
     )

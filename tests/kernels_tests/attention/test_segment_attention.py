@@ -38,6 +38,12 @@ def test_why_not__a_cpu_has_no_such_kernels():
         kernel.segment_attention(q, q, q, torch.tensor([0, 8]))
 
 
+def test_heads__that_the_kernel_takes_are_known_without_operands():
+    assert [kernel.why_not_heads(torch.bfloat16, d) for d in (16, 72, 80, 128)] == [None] * 4
+    assert "not torch.float32" in kernel.why_not_heads(torch.float32, 80)
+    assert all("a multiple of 8" in kernel.why_not_heads(torch.float16, d) for d in (8, 84, 136))
+
+
 def test_prepare__compiles_what_any_image_takes(monkeypatch):
     """One kernel for every number of rows and of segments, asked for once."""
     asked = []
@@ -139,10 +145,10 @@ def test_segment_attention__is_what_the_op_runs_for_many_rows(monkeypatch):
     original = kernel.segment_attention
     monkeypatch.setattr(kernel, "segment_attention", lambda *a, **kw: calls.append(a) or original(*a, **kw))
     q, k, v = (torch.randn(1, 2, op.MANY, 80, device="cuda", dtype=torch.bfloat16) for _ in range(3))
-    ends = torch.tensor([0, 3000, op.MANY], device="cuda", dtype=torch.int32)
-    y = torch.ops.mmqc_front.scaled_dot_product_attention(q, k, v, ends, ends, None, False, op.MANY - 3000)
+    ends = torch.tensor([0, 700, op.MANY], device="cuda", dtype=torch.int32)
+    y = torch.ops.mmqc_front.scaled_dot_product_attention(q, k, v, ends, ends, None, False, op.MANY - 700)
     assert len(calls) == 1
-    assert_close(y, exact(q, k, v, [0, 3000, op.MANY], causal=False), torch.bfloat16)
+    assert_close(y, exact(q, k, v, [0, 700, op.MANY], causal=False), torch.bfloat16)
     with op.check():
-        torch.ops.mmqc_front.scaled_dot_product_attention(q, k, v, ends, ends, None, False, op.MANY - 3000)
+        torch.ops.mmqc_front.scaled_dot_product_attention(q, k, v, ends, ends, None, False, op.MANY - 700)
     assert len(calls) == 1
