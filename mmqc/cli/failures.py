@@ -52,24 +52,24 @@ class OneLineErrors(TyperGroup):
 @contextmanager
 def one_line_errors(ctx: Any) -> Iterator[None]:
     """Print what is raised, and exit with its code."""
-    try:
-        with _interrupts() as interrupted:
+    with _interrupts() as interrupted:
+        try:
             yield
-    except (typer.Exit, typer.Abort):
-        raise
-    except Exception as error:
-        if interrupted.is_set():
-            raise KeyboardInterrupt from error
-        if type(error).__name__ == "NoArgsIsHelpError":  # typer prints the help
+        except (typer.Exit, typer.Abort):
             raise
-        if ctx.params.get("debug"):
-            traceback.print_exception(error)
-        error = meant(error)
-        text = f"{line(error)}; see `{_command(error, ctx)} --help`" if isinstance(error, CLICK_ERROR) else line(error)
-        if torchrun.first() or exit_code(error) != USAGE:  # what was typed wrong was typed wrong for all of them
-            where = f"rank {os.environ['RANK']}: " if torchrun.started() else ""
-            Console(stderr=True, soft_wrap=True, emoji=False).print(f"{where}[red]error:[/red] {escape(text)}")
-        raise typer.Exit(exit_code(error)) from error
+        except Exception as error:
+            if interrupted.is_set():
+                raise KeyboardInterrupt from error
+            if type(error).__name__ == "NoArgsIsHelpError":  # typer prints the help
+                raise
+            if ctx.params.get("debug"):
+                traceback.print_exception(error)
+            error = meant(error)
+            text = f"{line(error)}; see `{_command(error, ctx)} --help`" if isinstance(error, CLICK_ERROR) else line(error)
+            if torchrun.first() or exit_code(error) != USAGE:  # what was typed wrong was typed wrong for all of them
+                where = f"rank {os.environ['RANK']}: " if torchrun.started() else ""
+                Console(stderr=True, soft_wrap=True, emoji=False).print(f"{where}[red]error:[/red] {escape(text)}")
+            raise typer.Exit(exit_code(error)) from error
 
 
 @contextmanager
