@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -80,12 +79,10 @@ class LmmsModel(lmms):
         if self.compiled and not options.get("do_sample") and options["num_beams"] == 1:
             options |= {"custom_generate": mmqc.compiled_loop, "cache_implementation": "static"}
         prompt = to_device(encode(self.processor, example(to_messages(doc)), answer=False), self.model)
-        begin = time.perf_counter()
         new = self.model.generate(**prompt, **options)[0, prompt["input_ids"].shape[1] :]
         text = getattr(self.processor, "tokenizer", self.processor).decode(new, skip_special_tokens=True)
         for stop in [stops] if isinstance(stops, str) else stops:
             text = text.split(stop)[0] if stop else text
-        self.seconds = time.perf_counter() - begin
         return GenerationResult(text=text.strip(), token_counts=TokenCounts(output_tokens=len(new)))
 
     def loglikelihood(self, requests: Sequence[Any]) -> list[Any]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mmqc.samples import NAMES, load, scoring
-from mmqc.samples.processor import PLACEHOLDER
+from mmqc.samples.chat import message_of
 
 TASK = """task: {name}
 dataset_path: {data}
@@ -89,11 +89,7 @@ def question(doc: Mapping[str, Any], _specific: Any = None) -> str:
 
 def messages(doc: Mapping[str, Any]) -> list[dict[str, Any]]:
     """One message, with the pages where the sample's prompt has them."""
-    first, *pieces = doc["prompt"].removesuffix("\n").split(PLACEHOLDER)
-    parts: list[dict[str, Any]] = [{"type": "text", "text": first}]
-    for page, piece in zip(images(doc), pieces, strict=True):
-        parts += [{"type": "image", "url": page}, {"type": "text", "text": piece}]
-    return [{"role": "user", "content": [part for part in parts if part.get("text") != ""]}]
+    return message_of(doc["prompt"], [{"type": "image", "url": page} for page in images(doc)])
 
 
 def results(doc: Mapping[str, Any], answers: Sequence[str]) -> dict[str, Any]:

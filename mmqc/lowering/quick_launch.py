@@ -13,7 +13,7 @@ Else:    a kernel that is tuned by its launches, that asks for memory of Triton'
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from types import FunctionType
 from typing import Any
@@ -76,6 +76,14 @@ class _NoMetadata:
         return None
 
 
+def _recorded(name: str, args: tuple[Any, ...]) -> AbstractContextManager[Any]:
+    """A launch as a profiler's record has it, while one runs."""
+    return _RecordFunctionFast(name, args, {}) if profiler._is_profiler_enabled else _NOBODY  # type: ignore[attr-defined]
+
+
+_NOBODY = nullcontext()
+
+
 def _static(runner: Any, name: str) -> Callable[..., None] | None:
     """By the function of Inductor's own launcher; ``runner``: a bound method of its kernel."""
     kernel = getattr(runner, "__self__", None)
@@ -89,10 +97,7 @@ def _static(runner: Any, name: str) -> Callable[..., None] | None:
     warps, shared, kinds, none = kernel.num_warps, kernel.shared, kernel.arg_tys + "O" * scratch, (None,) * scratch
 
     def run(x: int, y: int, z: int, stream: int, *args: Any) -> None:
-        if profiler._is_profiler_enabled:  # type: ignore[attr-defined]
-            with _RecordFunctionFast(name, args, {}):
-                launch(function, x, y, z, warps, shared, kinds, (*args, *none), stream)
-        else:
+        with _recorded(name, args):
             launch(function, x, y, z, warps, shared, kinds, (*args, *none), stream)
 
     return run
@@ -108,10 +113,7 @@ def _by_triton(compiled: Any, name: str) -> Callable[..., None] | None:
     def run(
         x: int, y: int, z: int, stream: int, _function: Any, _packed: Any, _metadata: Any, _enter: Any, _exit: Any, *args: Any
     ) -> None:
-        if profiler._is_profiler_enabled:  # type: ignore[attr-defined]
-            with _RecordFunctionFast(name, args, {}):
-                launch(x, y, z, stream, *options, *args)
-        else:
+        with _recorded(name, args):
             launch(x, y, z, stream, *options, *args)
 
     return run

@@ -9,6 +9,7 @@ All parts of all messages follow each other, as the sample's questions have them
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 from mmqc.samples.processor import CHARACTERS, END, PAD, PLACEHOLDER, SPECIAL, DigitsProcessor
@@ -27,6 +28,13 @@ def fast_tokenizer() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=SPECIAL[PAD], eos_token=SPECIAL[END])
 
 
+def message_of(prompt: str, parts: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """A sample's prompt as one message, each page's part where the prompt has the page."""
+    first, *pieces = ({"type": "text", "text": text} for text in prompt.removesuffix("\n").split(PLACEHOLDER))
+    pairs = zip(parts, pieces, strict=True)
+    return [{"role": "user", "content": [part for part in (first, *chain.from_iterable(pairs)) if part.get("text") != ""]}]
+
+
 def as_messages(prompt: str, images: Sequence[Any]) -> list[dict[str, Any]]:
     """A question of a sample as a client of OpenAI's sends it: one message, its pages (uint8 [H, W, 3]) as data URLs."""
     import base64
@@ -34,14 +42,13 @@ def as_messages(prompt: str, images: Sequence[Any]) -> list[dict[str, Any]]:
 
     from PIL import Image
 
-    first, *pieces = prompt.removesuffix("\n").split(PLACEHOLDER)
-    parts: list[dict[str, Any]] = [{"type": "text", "text": first}]
-    for page, text in zip(images, pieces, strict=True):
+    parts = []
+    for page in images:
         buffer = BytesIO()
         Image.fromarray(page).save(buffer, "PNG")
         url = "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
-        parts += [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": text}]
-    return [{"role": "user", "content": parts}]
+        parts.append({"type": "image_url", "image_url": {"url": url}})
+    return message_of(prompt, parts)
 
 
 class ChatProcessor:
