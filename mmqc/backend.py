@@ -22,6 +22,7 @@ from mmqc.compiler import graph_content
 from mmqc.compiler import record as compile_record
 from mmqc.compiler.options import CompileOptions
 from mmqc.compiler.record import GraphRecord, collect_records
+from mmqc.compiler.recorded_sizes import recorded
 from mmqc.compiler.regions import compile_by_regions
 from mmqc.compiler.run_time import reading_first, rewrite_at_run_time, where_equal
 from mmqc.compiler.torchao_graph import adopt_torchao
@@ -100,7 +101,8 @@ def _lower(gm: fx.GraphModule, example_inputs: Sequence[Any], request: CompileOp
         compiled = compile_(gm, example_inputs) if regions is None else regions.forward
     record.kernels = [name for part in (regions.order if regions is not None else (0,)) for name in kernels[part]]
     record.compile_seconds = time.perf_counter() - started
-    return compiled
+    # CUDA graphs of Inductor's own are others, recorded at once
+    return compiled if patches.get("triton.cudagraphs") else recorded(compiled, request.recorded_sizes, example_inputs)
 
 
 def _before_trace(frame: Frame) -> tuple[bool, bool]:

@@ -43,6 +43,7 @@ from transformers.generation import utils as generation
 
 from mmqc.compiler.kept_cache import KeptCaches, empty, longest
 from mmqc.compiler.layer_guards import LayerGuards
+from mmqc.compiler.recorded_sizes import LIMIT
 from mmqc.compiler.step_inputs import Rules, inputs_go_on
 from mmqc.compiler.step_mask import masks_go_on
 from mmqc.compiler.step_stops import plain_stops
@@ -259,7 +260,11 @@ def _compiled_once(
 ) -> Iterator[None]:
     """The next call of ``model``, its prefill, is compiled, and only that one."""
     before, prefills = model._compiled_call_impl, _State.of(model).prefills
-    options = {**given, **({"triton.cudagraphs": True} if how == "graphs" else {})}
+    options = dict(given)
+    if how == "graphs":
+        options["triton.cudagraphs"] = True
+    elif config.backend == "mmqc":
+        options.setdefault("recorded_sizes", LIMIT)
     key = repr((config.backend, config.fullgraph, options))
     if key not in prefills and how != "eager":
         prefills[key] = torch.compile(model._call_impl, backend=config.backend, fullgraph=config.fullgraph, options=options or None)

@@ -6,6 +6,7 @@ token_order      "sequence": rows stay where they are and each has the scale of 
 attention_order  in modality order, how rows pass attention: "gather" (q, k, v go back to sequence order) or "unified" (the
                  mask and the positions travel with the queries)
 regions          False: a graph is compiled as a whole; else layers that are alike are compiled once (regions.py)
+recorded_sizes   how many sizes of a graph that runs on a GPU are kept as CUDA graphs when they come again (recorded_sizes.py)
 layers           a number that tells apart what was compiled before and after a model's layers changed (layer_guards.py)
 mode             as torch.compile's mode, for use together with other options (torch.compile takes one or the other)
 anything in torch._inductor.config, dotted: passed through
@@ -18,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 CHOICES = {"token_order": ("auto", "sequence", "modality"), "attention_order": ("gather", "unified")}
-OWN_KEYS = ("attention_order", "config", "mode", "regions", "token_order")
+OWN_KEYS = ("attention_order", "config", "mode", "recorded_sizes", "regions", "token_order")
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class CompileOptions:
     token_order: str = "auto"
     attention_order: str = "gather"
     regions: bool = True
+    recorded_sizes: int = 0
     inductor: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -43,13 +45,17 @@ class CompileOptions:
                 raise ValueError(f"{key} = {value!r} is unknown; allowed: {', '.join(map(repr, CHOICES[key]))}")
         given.pop("layers", None)  # Dynamo has compared it with that of other graphs
         regions = bool(given.pop("regions", True))
+        recorded_sizes = given.pop("recorded_sizes", 0)
+        if type(recorded_sizes) is not int or recorded_sizes < 0:
+            raise ValueError(f"recorded_sizes = {recorded_sizes!r}: a number of sizes to keep, or 0")
         config = given.pop("config", None)
         if isinstance(config, Mapping):
             from mmqc.config import QuantConfig
 
             config = QuantConfig.from_dict(dict(config))
         inductor = {key.replace("-", "_"): value for key, value in given.items()}
-        return cls(None if mode == "default" else mode, config, **chosen, regions=regions, inductor=inductor)
+        mode = None if mode == "default" else mode
+        return cls(mode, config, **chosen, regions=regions, recorded_sizes=recorded_sizes, inductor=inductor)
 
     def check_inductor_keys(self, known: set[str]) -> None:
         """Raise on a key that neither mmqc nor Inductor knows."""

@@ -1,0 +1,328 @@
+"""Sizes that come again are recorded: a compiled graph of any size, replayed as a CUDA graph where the host would be waited for.
+
+    1st call of a size    runs
+    2nd                   runs, and is timed by the clock and on the device
+    3rd                   is recorded, if the host took about as long to launch it as the device to run it; and replayed
+    later                 what goes in is copied, one launch, what comes out is copied
+
+A size is everything that a recording takes for granted: shapes, strides and dtypes of the tensors that are others in every call,
+numbers (those of other tensors' shapes among them), and the addresses of the tensors that stay (weights, static caches).
+
+    why     a prompt has hundreds of launches, each 10 to 50 us of the host; services send images of few sizes
+    memory  recordings share one pool, as large as the largest of them needs; the last ``limit`` sizes used are kept
+    not     under autograd, in a capture or a process group, on another stream, while another thread is in here, or with values
+            on the CPU: that call runs as if this were not here; nor, from then on, a size whose recording fails, or writes to an
+            input that is another tensor in every call
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from mmqc.compiler.stamp import address, versions
+
+LIMIT = 16  # sizes, by default
+SEEN = 8  # times as many are counted
+WAITING = 1.5  # the device ran for less than so many times what the host took: it waited for launches
+COPIED = 1 << 28  # bytes that may be copied in front of a replay
+
+Graph = Callable[..., Sequence[Any]]
+Replay = Callable[[], None]
+
+
+class Device(Protocol):
+    """What records; the tests have one that needs no GPU.
+
+    Attributes:
+        kind: of the device, as torch.device has it: tensors of another have values that a recording would take for granted.
+    """
+
+    kind: str
+
+    def usable(self) -> bool:
+        """Whether this call may be timed, recorded or replayed."""
+        ...
+
+    def timed(self, run: Callable[[], Any]) -> tuple[Any, Callable[[], bool | None]]:
+        """What ``run`` gives, and who says later whether the device waited for the host in it; None: not known yet."""
+        ...
+
+    def record(self, run: Callable[[], Any]) -> tuple[Any, Replay]:
+        """What ``run`` gives, in memory that a replay writes anew; nothing has been computed in it yet."""
+        ...
+
+
+@dataclass
+class _Size:
+    """What is known of a size."""
+
+    calls: int = 0
+    waited: Callable[[], bool | None] | None = None
+    recording: _Recording | None = None
+    refused: str = ""
+
+
+@dataclass(frozen=True)
+class _Recording:
+    """A recorded call.
+
+    Attributes:
+        inputs: (place, what a call's tensor is copied to).
+        replay: runs it on them.
+        outputs: of each the place of the argument that it is, or None; itself; and whether the next replay writes to it.
+        written: places of the arguments that it writes to.
+    """
+
+    inputs: list[tuple[int, Tensor]]
+    replay: Replay
+    outputs: list[tuple[int | None, Any, bool]]
+    written: list[int]
+
+
+@dataclass
+class RecordedSizes:
+    """Calls a compiled graph.
+
+    Attributes:
+        graph: takes and gives flat tuples.
+        limit: how many sizes are recorded at once.
+        device: records.
+        moving: places of tensors that are others in every call.
+        replays: how many calls were replays.
+    """
+
+    graph: Graph
+    limit: int
+    device: Device
+    moving: set[int] = field(default_factory=set)
+    replays: int = 0
+    _sizes: OrderedDict[Hashable, _Size] = field(default_factory=OrderedDict)
+    _last: list[int] = field(default_factory=list)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def __call__(self, *args: Any) -> Any:
+        """Run the graph, or the recording of its size."""
+        if torch.is_grad_enabled() or not self.device.usable() or not self._lock.acquire(blocking=False):
+            return self.graph(*args)
+        try:
+            return self._call(args)
+        finally:
+            self._lock.release()
+
+    def refusals(self) -> list[str]:
+        """Why sizes are not recorded."""
+        return sorted({size.refused for size in self._sizes.values() if size.refused})
+
+    def _call(self, args: tuple[Any, ...]) -> Any:
+        self._learn(args)
+        key = self._key(args)
+        if key is None:
+            return self.graph(*args)
+        size = self._sizes.setdefault(key, _Size())
+        self._sizes.move_to_end(key)
+        size.calls += 1
+        if size.recording is None and not size.refused:
+            if size.calls == 2:
+                result, size.waited = self.device.timed(lambda: self.graph(*args))
+                return result
+            if size.calls > 2 and (waited := size.waited()) is not None:  # type: ignore[misc]
+                self._record(size, args) if waited else self._refuse(size, "the device takes longer than its launches")
+        if size.recording is not None and not _overlap(size.recording.written, self.moving, args):
+            return self._replay(size.recording, args)
+        self._forget()
+        return self.graph(*args)
+
+    def _learn(self, args: Sequence[Any]) -> None:
+        """Tensors that are elsewhere than in the last call; what is known to stay is told apart by its address instead."""
+        now = [address(a) if isinstance(a, Tensor) else 0 for a in args]
+        if self._last:
+            moved = {
+                i
+                for i, (a, b) in enumerate(zip(now, self._last, strict=True))
+                if a != b and i not in self.moving and not _stays(args[i])
+            }
+            if moved:
+                self.moving |= moved
+                self._sizes.clear()  # their keys had addresses of these
+        self._last = now
+
+    def _key(self, args: Sequence[Any]) -> Hashable | None:
+        """The size of a call; None if it cannot be recorded."""
+        parts: list[Hashable] = [tuple(a for i, a in enumerate(self._last) if i not in self.moving)]
+        copied = 0
+        for i, a in enumerate(args):
+            if isinstance(a, Tensor):
+                if type(a) not in (Tensor, nn.Parameter):
+                    return None  # what it holds may be elsewhere without its saying so
+                if a.device.type != self.device.kind:
+                    if a.dim():
+                        return None
+                    parts.append(a.item())
+                elif i in self.moving:
+                    if a.is_inference():
+                        return None  # what is written to it could not be seen
+                    copied += a.nbytes
+                    parts.append((a.shape, a.stride(), a.dtype))
+            elif a is None or isinstance(a, bool | int | float | str):
+                parts.append(a)
+            else:
+                return None
+        return None if copied > COPIED else tuple(parts)
+
+    def _record(self, size: _Size, args: Sequence[Any]) -> None:
+        inputs = [(i, _place_for(args[i])) for i in sorted(self.moving) if args[i].device.type == self.device.kind]
+        given = list(args)
+        for i, place in inputs:
+            given[i] = place
+        tensors = [a for a in given if isinstance(a, Tensor)]
+        before = versions(tensors)
+        try:
+            outputs, replay = self.device.record(lambda: self.graph(*given))
+        except RuntimeError as error:  # out of memory, or what a capture does not allow
+            self._refuse(size, str(error).partition("\n")[0])
+            return
+        places = [i for i, a in enumerate(given) if isinstance(a, Tensor)]
+        written = [i for i, a, b in zip(places, before, versions(tensors), strict=True) if a != b]
+        if self.moving.intersection(written) or _overlap(written, self.moving, args):
+            self._refuse(size, "it writes to an input that is another tensor in every call")
+            return
+        at = {id(given[i]): i for i in places}
+        staying = {_storage(given[i]) for i in places if i not in self.moving}
+        kept = [(at.get(id(o)), o, isinstance(o, Tensor) and _storage(o) not in staying) for o in outputs]
+        size.recording = _Recording(inputs, replay, kept, written)
+        self._forget()
+
+    def _refuse(self, size: _Size, reason: str) -> None:
+        size.refused, size.waited = reason, None
+
+    def _replay(self, recording: _Recording, args: Sequence[Any]) -> tuple[Any, ...]:
+        self.replays += 1
+        for i, place in recording.inputs:
+            _dense(place).copy_(_dense(args[i]))
+        recording.replay()
+        torch.autograd.graph.increment_version([args[i] for i in recording.written])
+        outputs = recording.outputs
+        return tuple(args[i] if i is not None else _copied(o) if passes else o for i, o, passes in outputs)
+
+    def _forget(self) -> None:
+        recorded = [key for key, size in self._sizes.items() if size.recording is not None]
+        for key in recorded[: max(0, len(recorded) - self.limit)]:
+            del self._sizes[key]
+        while len(self._sizes) > SEEN * self.limit:
+            self._sizes.popitem(last=False)
+
+
+def _overlap(written: Iterable[int], moving: Iterable[int], args: Sequence[Any]) -> bool:
+    """Whether what is copied in front of a replay shares memory with what the replay writes to."""
+    there = {_storage(args[i]) for i in written}
+    return any(_storage(args[i]) in there for i in moving)
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    copy = _place_for(tensor)
+    _dense(copy).copy_(_dense(tensor))
+    return copy
+
+
+def _stays(tensor: Tensor) -> bool:
+    """Whether it is known as one that others than this call write to, where it is."""
+    return isinstance(tensor, nn.Parameter) or hasattr(tensor, "_dynamo_static_input_type")
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _place_for(tensor: Tensor) -> Tensor:
+    """Memory with the same strides."""
+    dense = _dense(tensor)
+    return torch.empty_strided(dense.shape, dense.stride(), dtype=tensor.dtype, device=tensor.device).as_strided(
+        tensor.shape, tensor.stride()
+    )
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    """The tensor with one index along each dimension that is expanded."""
+    if 0 not in tensor.stride():
+        return tensor
+    sizes = [1 if step == 0 else size for size, step in zip(tensor.shape, tensor.stride(), strict=True)]
+    return tensor.as_strided(sizes, tensor.stride())
+
+
+class Cuda:
+    """CUDA graphs of one pool, on the stream of the first call."""
+
+    kind = "cuda"
+
+    def __init__(self) -> None:
+        self.stream: Any = None
+        self.pool: Any = None
+
+    def usable(self) -> bool:
+        """On the first call's stream, outside of captures; ranks would not agree on what to record."""
+        if torch.cuda.is_current_stream_capturing() or (torch.distributed.is_available() and torch.distributed.is_initialized()):
+            return False
+        now = torch.cuda.current_stream()
+        if self.stream is None:
+            self.stream = now
+        return bool(now == self.stream)
+
+    def timed(self, run: Callable[[], Any]) -> tuple[Any, Callable[[], bool | None]]:
+        """By events, which are looked at later."""
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        begin = time.perf_counter()
+        result = run()
+        host = 1e3 * (time.perf_counter() - begin)
+        end.record()
+        return result, lambda: start.elapsed_time(end) < WAITING * host if end.query() else None
+
+    def record(self, run: Callable[[], Any]) -> tuple[Any, Replay]:
+        """On a stream of its own, for the usual one is never captured."""
+        self.pool = self.pool or torch.cuda.graph_pool_handle()
+        graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side), _no_collection(), _captured(graph, self.pool):
+            result = run()
+        torch.cuda.current_stream().wait_stream(side)
+        return result, graph.replay
+
+
+@contextmanager
+def _captured(graph: Any, pool: Any) -> Iterator[None]:
+    graph.capture_begin(pool=pool, capture_error_mode="thread_local")  # other threads go on with what they do
+    try:
+        yield
+    except BaseException:
+        with suppress(RuntimeError):  # says again what ended it
+            graph.capture_end()
+        raise
+    graph.capture_end()
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Nothing is freed by chance in the block that a capture must not free."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def recorded(graph: Graph, limit: int, example_inputs: Iterable[Any]) -> Graph:
+    """``graph``, its sizes recorded where that is possible: on one CUDA device."""
+    devices = {a.device for a in example_inputs if isinstance(a, Tensor) and a.device.type != "cpu"}
+    return RecordedSizes(graph, limit, Cuda()) if limit and len(devices) == 1 and devices.pop().type == "cuda" else graph
