@@ -180,7 +180,8 @@ class ReorderReads(Pass):
                 args, kwargs = fx.map_arg((node.args, node.kwargs), inner.__getitem__)
                 new = made[node] = prog.graph.create_node(node.op, node.target, args, kwargs)  # type: ignore[arg-type]
                 copy_meta(new, node, self.name, 0)
-                new.meta.update({EARLY: True, EXAMPLE: value_of(node)})
+                given, more = fx.map_arg((args, kwargs), value_of)
+                new.meta.update({EARLY: True, EXAMPLE: node.target(*given, **more)})  # type: ignore[operator]
         return made[node]
 
 
@@ -236,7 +237,7 @@ def has_other(node: fx.Node) -> bool:
     """Whether the graph can do without this number, which a read gave or which is computed from one."""
     if number(node) is not None or equal_by_check(node) is not None:
         return True
-    again = word(node) not in READS and is_number(node) and word(node) in ARITHMETIC
+    again = node.op == "call_function" and word(node) not in READS and is_number(node) and word(node) in ARITHMETIC
     return again and all(of_sizes(n) or has_other(n) for n in node.all_input_nodes)
 
 
