@@ -140,8 +140,7 @@ def test_compiled_loop__refuses_what_it_cannot_do() -> None:
     with pytest.raises(ValueError, match="'compiled', 'recorded', 'graphs', 'eager'"):
         model.generate(**batch, max_new_tokens=2, cache_implementation="static", prefill="fast", **compiled())
     with pytest.raises(ValueError, match="of backend 'mmqc', not of 'inductor'"):
-        more = {"compile_config": CompileConfig(backend="inductor"), "custom_generate": mmqc.compiled_loop, "prefill": "recorded"}
-        model.generate(**batch, max_new_tokens=2, cache_implementation="static", **more)
+        model.generate(**batch, max_new_tokens=2, cache_implementation="static", prefill="recorded", **compiled("inductor"))
     with pytest.raises(ValueError, match="2 beams"):
         model.generate(**batch, max_new_tokens=2, num_beams=2, cache_implementation="static", **compiled())
 
