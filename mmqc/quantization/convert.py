@@ -6,6 +6,7 @@ through a ``Journal``; leaving its ``with`` block by an exception puts every ten
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Container
 from typing import Any
 
@@ -25,16 +26,18 @@ from mmqc.nn.online_hadamard import hadamard_of
 from mmqc.nn.rotated_norm import RotatedNorm
 from mmqc.nn.token_linear import TokenLinear
 from mmqc.passes.quantize_mixed import Stored
+from mmqc.quantization.eviction import Evicted, Eviction
 
 QUANTIZED = ("weight_only_matmul", "float4_matmul", "scaled_matmul", "mixed_matmul")
 
 
 class Journal:
-    """Edits of a model that can be undone; what an accelerator held is kept in host memory meanwhile."""
+    """Edits of a model that can be undone; what an accelerator held is kept in host memory meanwhile (eviction.py)."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.undo: list[Any] = []
+        self.eviction = Eviction()
         self.buffers: set[tuple[int, str]] = set()  # that were replaced: the id of the module, and the name
         self.ours: dict[int, Any] = {}  # parameters that were put in place of others: undoing brings those back
 
@@ -42,6 +45,7 @@ class Journal:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: Any, trace: Any) -> None:
+        self.eviction.close()
         if kind is not None:
             for step in reversed(self.undo):
                 step()
@@ -59,23 +63,25 @@ class Journal:
         store: dict[str, Any] = module._buffers if name in module._buffers else module._parameters
         old = store.get(name)
         new = value.detach().contiguous()
-        grad = old.requires_grad if old is not None else False
-        store[name] = new if store is module._buffers else nn.Parameter(new, requires_grad=grad)
-        self.ours[id(store[name])] = store[name]
         if store is module._buffers:
             self.buffers.add((id(module), name))
-        if self.ours.pop(id(old), None) is not None:
-            return  # undoing brings back what that one had replaced; kept any longer, it would be a second model in memory
-        if old is None or shared or old.device.type in ("cpu", "meta"):
+        else:
+            new = nn.Parameter(new, requires_grad=old is not None and old.requires_grad)
+        if self.ours.pop(id(old), None) is None:
+            self._keep(store, name, shared)
+        # else undoing brings back what that one had replaced; kept any longer, it would be a second model in memory
+        store[name] = new
+        self.ours[id(new)] = new
+
+    def _keep(self, store: dict[str, Any], name: str, shared: bool) -> None:
+        """Undoing brings back what a module's store has now; that is, until then, where ``Journal`` says."""
+        old = store.get(name)
+        if old is None or shared or not _evictable(old):
             self.undo.append(lambda: store.__setitem__(name, old))
             return
-        device, kept = old.device, old.detach().to("cpu")
-
-        def restore() -> None:
-            back = kept.to(device)
-            store[name] = back if store is module._buffers else nn.Parameter(back, requires_grad=grad)
-
-        self.undo.append(restore)
+        remade = functools.partial(nn.Parameter, requires_grad=old.requires_grad) if isinstance(old, nn.Parameter) else lambda t: t
+        restore = lambda evicted: store.__setitem__(name, remade(evicted.back()))  # noqa: E731
+        self.eviction.evict(old.detach(), lambda evicted: self.undo.append(lambda: restore(evicted)))
 
     def swap(self, fqn: str, new: nn.Module) -> None:
         """Replace a submodule by one of ours, which takes over its hooks and its attributes."""
@@ -84,8 +90,8 @@ class Journal:
         self.place(fqn, new)
         left = {id(p) for p in self.model.parameters()}
         for part in old._parameters.values():
-            if part is not None and id(part) not in left and part.device.type not in ("cpu", "meta"):
-                self.undo.append(self._evict(part))
+            if part is not None and id(part) not in left and _evictable(part):
+                self._evict(part)
 
     def place(self, fqn: str, new: nn.Module) -> None:
         """Put a module in a submodule's place wherever that is registered; the new one takes over the training flag."""
@@ -96,16 +102,17 @@ class Journal:
             modules[name] = new
             self.undo.append(lambda modules=modules, name=name: modules.__setitem__(name, old))
 
-    def _evict(self, part: nn.Parameter) -> Any:
-        """Take a parameter that no module uses any more off its accelerator; how to bring it back."""
-        device = part.device
-        # one that replaced another is never needed again: undoing goes back to the one before
-        part.data = torch.empty(0, dtype=part.dtype) if id(part) in self.ours else part.data.to("cpu")
+    def _evict(self, part: nn.Parameter) -> None:
+        """Take a parameter that no module uses any more off its accelerator."""
+        if id(part) in self.ours:  # that replaced another is never needed again: undoing goes back to the one before
+            part.data = torch.empty(0, dtype=part.dtype)
+            return
 
-        def restore() -> None:
-            part.data = part.data.to(device)
+        def left(evicted: Evicted) -> None:
+            self.undo.append(lambda: setattr(part, "data", evicted.back()))
+            part.data = evicted.host
 
-        return restore
+        self.eviction.evict(part.data, left)
 
     def child(self, fqn: str, name: str, new: nn.Module) -> None:
         """Add a submodule to a module."""
@@ -123,6 +130,10 @@ class Journal:
     def note(self, undo: Callable[[], Any]) -> None:
         """An edit of another kind (hooks, say), which ``undo`` takes back."""
         self.undo.append(undo)
+
+
+def _evictable(tensor: Tensor) -> bool:
+    return tensor.device.type not in ("cpu", "meta")
 
 
 def _aliases(model: nn.Module) -> dict[int, list[str]]:
