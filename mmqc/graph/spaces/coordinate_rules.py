@@ -202,11 +202,13 @@ class Rules(Tracker):
             return None
         return self.along_last(self.new("op", node, result.shape[-1]), result)
 
-    def mix_tokens(self, ids: Tensor, result: Tensor, groups: torch.Size) -> Tensor:
-        """Rows of V are averaged, head by head: channels stay channels, heads stay apart."""
+    def mix_tokens(self, ids: Tensor, result: Tensor, groups: torch.Size, grouped: bool = False) -> Tensor:
+        """Rows of V are averaged, head by head: channels stay channels, heads stay apart; ``grouped`` queries share V's."""
         row = first(ids, -2)
         self.join(ids, row.expand(ids.shape))
         self.freeze_beside_constants(ids, row, self.prog.graph._root)
+        if grouped:
+            row = row.repeat_interleave(result.shape[-3] // row.shape[-3], -3)
         cells = torch.arange(max(1, groups.numel())).reshape(*groups, 1, 1) if groups else torch.zeros(1, 1, dtype=torch.long)
         row = row.expand(*result.shape[:-2], 1, result.shape[-1])
         if varies_together(row, cells):
@@ -220,9 +222,7 @@ class Rules(Tracker):
         ids = self.shadow(named["value"])
         if ids is None:
             return None
-        if kwargs.get("enable_gqa"):
-            ids = ids.repeat_interleave(result.shape[-3] // ids.shape[-3], -3)
-        return self.mix_tokens(ids, result, result.shape[:-2])
+        return self.mix_tokens(ids, result, result.shape[:-2], grouped=bool(kwargs.get("enable_gqa")))
 
     def _see_rms_norm(self, node: fx.Node, result: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
         ids = self.shadow(node.args[0])

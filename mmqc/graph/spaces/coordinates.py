@@ -50,6 +50,7 @@ SHAPE_ONLY = frozenset((
 ))
 # fmt: on
 KEEPS_ZERO = frozenset(("relu", "relu6", "gelu", "silu", "mish", "tanh", "hardswish", "leaky_relu", "elu", "abs", "square"))
+SPREAD = 16  # to mark as many numbers costs less than to sort one
 MEAN = "layer_norm subtracts its mean"
 
 
@@ -332,15 +333,19 @@ def compact(*tensors: Tensor) -> list[Tensor]:
 
 
 def _cat(parts: Sequence[Tensor], dim: int) -> Tensor:
-    """``torch.cat``, expanded along the axes along which no part varies."""
-    if any(p.dim() != parts[-1].dim() for p in parts):  # an empty cache is a tensor of no numbers and one axis
-        return torch.cat(tuple(parts), dim)
-    shape = list(parts[0].shape)
-    for axis in (a for a in range(len(shape)) if a != dim % len(shape) and shape[a]):
+    """``torch.cat``, expanded along the axes along which no part varies, and along ``dim`` if all are alike there."""
+    parts = [p for p in parts if p.numel() or p.dim() > 1] or parts  # an empty cache is a tensor of no numbers and one axis
+    shape, dim = list(parts[0].shape), dim % max(1, parts[0].dim())
+    for axis in (a for a in range(len(shape)) if a != dim and shape[a]):
         if all(p.stride(axis) == 0 for p in parts):
             parts = [p.narrow(axis, 0, 1) for p in parts]
+    if all(p.shape[dim] == 1 or (p.numel() and not p.stride(dim)) for p in parts):
+        firsts = [p.narrow(dim, 0, 1) for p in parts]
+        if all(torch.equal(first, firsts[0]) for first in firsts[1:]):
+            whole, shape[dim] = firsts[0].clone(), sum(p.shape[dim] for p in parts)
+            return whole.expand(shape)
     whole = torch.cat(tuple(parts), dim)
-    return whole.expand([n if a == dim % len(shape) else shape[a] for a, n in enumerate(whole.shape)])
+    return whole.expand([n if a == dim else shape[a] for a, n in enumerate(whole.shape)])
 
 
 def _ascends(ids: Tensor) -> bool:
@@ -348,8 +353,15 @@ def _ascends(ids: Tensor) -> bool:
 
 
 def distinct(ids: Tensor) -> Tensor:
-    """Each id once; most of the time they come in order, and there is nothing to sort."""
-    return ids if _ascends(ids) else ids.unique()
+    """Each id once, in order; most of the time they come so, and where many are few numbers there is nothing to sort."""
+    if _ascends(ids):
+        return ids
+    low, high = (int(end) for end in torch.aminmax(ids))
+    if high - low >= SPREAD * ids.numel():
+        return ids.unique()
+    there = torch.zeros(high - low + 1, dtype=torch.bool)
+    there[ids - low] = True
+    return there.nonzero()[:, 0] + low
 
 
 def thin(ids: Tensor) -> Tensor:

@@ -119,12 +119,11 @@ class Rows:
     def mixed(self, *rows: Tensor) -> Tensor:
         """New numbers, made of these and of the node."""
         few = compact(*rows)
-        total = few[0] * ODD[0] + self.count
+        shape = rows[0].shape if len(rows) == 1 else torch.broadcast_shapes(*(r.shape for r in rows))
+        total = torch.mul(few[0], ODD[0]).add_(self.count).expand(torch.broadcast_shapes(*(r.shape for r in few))).contiguous()
         for numbers in few[1:]:
-            total = (total ^ (total >> 29)) * ODD[1] + numbers
-        return ((total ^ (total >> 29)) * ODD[1]).expand(
-            rows[0].shape if len(rows) == 1 else torch.broadcast_shapes(*(r.shape for r in rows))
-        )
+            total.bitwise_xor_(total >> 29).mul_(ODD[1]).add_(numbers)
+        return total.bitwise_xor_(total >> 29).mul_(ODD[1]).expand(shape)
 
     def reduced(self, rows: Tensor, result: Tensor, args: list[Any], kwargs: dict[str, Any]) -> Tensor:
         """A mean or sum over tokens: one number for all that went in."""

@@ -106,7 +106,7 @@ def first(ids: Tensor, axis: int) -> Tensor:
     """One id for all that lie along an axis, which may be empty: no token went to some expert."""
     if not ids.shape[axis]:
         return ids.new_full([1 if a == axis % ids.dim() else n for a, n in enumerate(ids.shape)], ZERO)
-    return ids.amax(axis, keepdim=True)
+    return ids.amax(axis, keepdim=True) if ids.stride(axis) or ids.shape[axis] == 1 else ids.narrow(axis, 0, 1)
 
 
 def _one_axis(axis: Any, rank: int) -> list[int]:
