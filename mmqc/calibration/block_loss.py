@@ -11,7 +11,7 @@ Nothing recorded is replayed: the module is called with the arguments that the m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -48,7 +48,7 @@ def holder(model: nn.Module, linears: Sequence[str], normed: bool, block: str = 
 
 
 class Calls:
-    """The calls of one module, and what it returned; ``error`` repeats them with other weights.
+    """The calls of one module, and what it returned; ``errors`` repeats them with other weights.
 
     Attributes:
         name: FQN of the module.
@@ -91,8 +91,14 @@ class Calls:
         if not self.reason:
             self.wanted.append(self.spool.put(_first(output)))
 
-    def error(self, weights: Mapping[str, Tensor], row_weights: Mapping[str, float]) -> float:
-        """The loss, over all calls of all ranks, with ``weights`` (by parameter FQN) in place of the module's own."""
+    def errors(self, tried: Iterable[Mapping[str, Tensor]], row_weights: Mapping[str, float]) -> list[float]:
+        """The loss over all calls of all ranks, with each of several ``weights`` (by parameter FQN) for the module's own."""
+        known = self.ranks.collected([[self._terms(weights, row_weights) for weights in tried]])
+        # of each the terms in the batches' order, whoever has them
+        return [sum(term for terms in parts for term in terms) for parts in zip(*known, strict=True)]
+
+    def _terms(self, weights: Mapping[str, Tensor], row_weights: Mapping[str, float]) -> list[float]:
+        """What this rank's calls lose, one by one."""
         module = self.model.get_submodule(self.name)
         terms = [torch.zeros((), dtype=torch.float64, device=self.device)]
         with _replaced(self.model, weights):
@@ -103,7 +109,7 @@ class Calls:
                     parts = weighted_rows(error, self.language, self.context, row_weights)
                 for weight, rows in parts:
                     terms.append(weight * torch.linalg.vector_norm(rows, dtype=_wide(rows)).double().square())
-        return sum(self.ranks.collected(torch.stack(terms).tolist()))  # in the batches' order, whoever has them
+        return torch.stack(terms).tolist()
 
     def agree(self) -> None:
         """A reason of one rank is everyone's: all judge by the same loss."""

@@ -23,6 +23,7 @@ from mmqc.distributed import packing, values
 from mmqc.distributed.ranks import ALONE, K, Ranks, T
 from mmqc.distributed.watch import RankError, Watch, serve
 
+HEAD = 1 << 12  # bytes of the first message of a value: most are smaller, and need no other one
 PART = 1 << 24  # elements of a tensor that are gathered at a time
 MEET = timedelta(minutes=30)  # from the first rank that calls to the last
 LONG = timedelta(days=7)  # a rank may solve for hours: that it lives is seen otherwise
@@ -63,17 +64,20 @@ class Group(Ranks):
         return [item for part in self._all(list(own)) for item in part]
 
     def shared(self, make: Callable[[], T], owner: int = 0) -> T:
-        """A message of three parts: how many bytes, the bytes, the tensors."""
+        """A message: how many bytes, the first of them, the others if there are more, the tensors."""
         made = make() if self.rank == owner else None
         content, tensors = values.taken_apart(made) if self.rank == owner else (b"", [])
-        size = torch.tensor([len(content)])
-        self._wait("cpu", dist.broadcast, size, owner)
-        sent = torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else torch.empty(int(size), dtype=torch.uint8)
-        self._wait("cpu", dist.broadcast, sent, owner)
+        head = torch.frombuffer(bytearray(len(content).to_bytes(8, "big") + content).ljust(HEAD, b"\0"), dtype=torch.uint8)
+        head, rest = head[:HEAD].clone(), head[HEAD:]
+        self._wait("cpu", dist.broadcast, head, owner)
+        size = int.from_bytes(head[:8].numpy().tobytes(), "big")
+        if size > HEAD - 8:
+            rest = rest if self.rank == owner else torch.empty(size + 8 - HEAD, dtype=torch.uint8)
+            self._wait("cpu", dist.broadcast, rest, owner)
         if self.rank == owner:
             self._send(tensors, owner)
             return made  # type: ignore[return-value]
-        content = sent.numpy().tobytes()
+        content = (head[8:].numpy().tobytes() + rest.numpy().tobytes())[:size]
         tensors = [torch.empty(shape, dtype=dtype, device=kind) for shape, dtype, kind in values.places(content)]
         self._send(tensors, owner)
         return values.put_together(content, tensors)

@@ -9,8 +9,8 @@ Blocks are run one after the other on what the block in front returned (stream.p
 factors of one block change no other's inputs.  What is in no block is measured by forwards of the whole model, in rounds whose
 moments fit ``MOMENT_BYTES``.  Linears that read one tensor (q, k and v) share one second moment.
 
-Of several ranks each runs its part of the batches.  What is judged by a module's output they search together, candidate by
-candidate; what is judged by XᵀX, one rank each.
+Of several ranks each runs its part of the batches.  They search together: what is judged by a module's output, each on its
+batches; what is judged by XᵀX, each its part of the exponents, because one linear of a block is dearer than all others.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -106,14 +107,22 @@ class Moments:
             self.magnitude = magnitude if self.magnitude is None else self.magnitude.add_(magnitude)
             self.rows += weight * len(rows)
 
-    def finish(self) -> None:
-        """All batches of all ranks are in; in float32 from here on, unless the model is in float64."""
-        parts = {"square": self.square, "magnitude": self.magnitude}
-        total = self.how.ranks.summed({name: part for name, part in parts.items() if part is not None})
-        self.square, self.magnitude = total.get("square"), total.get("magnitude")
-        self.rows = sum(self.how.ranks.collected([self.rows]))
-        if self.square is not None:
-            self.square = narrowed_(mirror_(self.square))
+    def parts(self) -> dict[str, Tensor]:
+        """What there is of both, to be added to other ranks'."""
+        known = {"square": self.square, "magnitude": self.magnitude}
+        return {name: part for name, part in known.items() if part is not None}
+
+
+def _finish(moments: Sequence[Moments], ranks: Ranks) -> None:
+    """All batches of all ranks are in; in float32 from here on, unless the model is in float64."""
+    parts = {(i, name): part for i, m in enumerate(moments) for name, part in m.parts().items()}
+    rows = ranks.collected([[m.rows for m in moments]])
+    total = ranks.summed(parts)
+    for i, m in enumerate(moments):
+        m.rows = sum(there[i] for there in rows)
+        m.square, m.magnitude = total.pop((i, "square"), None), total.pop((i, "magnitude"), None)
+        if m.square is not None:
+            m.square = narrowed_(mirror_(m.square))
 
 
 class _Search:
@@ -200,37 +209,36 @@ class _Search:
             yield seen
         for calls in seen.calls.values():
             calls.agree()
-        for moments in seen.moments.values():
-            moments.finish()
+        _finish(list(seen.moments.values()), self.how.ranks)
 
     def behind_a_norm(self, site: Site) -> bool:
         """Whether only vectors write the channels: a norm's gain, and its bias."""
         return all(self.prog.weights[p.fqn].dim() == 1 for p in site.parts if not p.reads)
 
     def choose(self, sites: list[Site], seen: _Seen) -> None:
-        """The best factors of each site."""
-        owners = self.how.ranks.owners([float(sum(self.prog.weights[f].numel() for f in site.schemes)) for site in sites])
-        own = []
-        for site, owner in zip(sites, owners, strict=True):
+        """The best factors of each site; all ranks know the same losses, and take the factors of the first."""
+        own = {}
+        for site in sites:
             self.done.add(_key(site))
             calls, note = seen.calls.get(seen.holders.get(_key(site), "")), ""
             if calls is not None and calls.reason:
                 calls, note = None, f"; by the layers' own outputs: {calls.reason}"
-            if calls is None and owner != self.how.ranks.rank:
-                continue
             readers = [r for f in site.schemes if (r := self.reader(site, f, seen.moments[self.shared[f]])) is not None]
             if not readers:
                 continue
-            loss = None
             if calls is not None:
                 note = f" of {calls.name}"
-                loss = lambda s, calls=calls, readers=readers: calls.error(  # noqa: E731
-                    {r.name: awq.rounded_behind(r, s) for r in readers}, self.how.row_weights
-                )
-            found = awq.search(readers, site.width, duo=self.options.duo, grid=self.options.grid, loss=loss)
-            if owner == self.how.ranks.rank:
-                own.append((_key(site), (found.scale, f"{found}{note}")))
-        self.chosen.update(self.how.ranks.collected(own))
+            losses = partial(self.losses, readers, calls)
+            found = awq.search(readers, site.width, duo=self.options.duo, grid=self.options.grid, losses=losses)
+            own[_key(site)] = found.scale, f"{found}{note}"
+        self.chosen.update(self.how.ranks.shared(lambda: own))
+
+    def losses(self, readers: list[awq.Reader], calls: Calls | None, scales: Sequence[Tensor]) -> Sequence[float]:
+        """What each of some factors loses."""
+        if calls is not None:
+            weights = ({r.name: awq.rounded_behind(r, scale) for r in readers} for scale in scales)
+            return calls.errors(weights, self.how.row_weights)
+        return self.how.ranks.collected(awq.losses_of(readers, self.how.ranks.mine(scales)))
 
     def reader(self, site: Site, fqn: str, seen: Moments) -> awq.Reader | None:
         """A reader with its statistics; None if no row reached it."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -72,7 +73,12 @@ class Found:
 
 
 def search(
-    readers: Sequence[Reader], width: int, *, duo: bool = False, grid: int = GRID, loss: Callable[[Tensor], float] | None = None
+    readers: Sequence[Reader],
+    width: int,
+    *,
+    duo: bool = False,
+    grid: int = GRID,
+    losses: Callable[[Sequence[Tensor]], Sequence[float]] | None = None,
 ) -> Found:
     """The best factors for ``width`` channels that ``readers`` read.
 
@@ -82,7 +88,7 @@ def search(
         width: n.
         duo: weigh the inputs' magnitudes against the weights'.
         grid: how many exponents.
-        loss: of factors float64 [n]; None: the sum of ``reader_loss`` over the readers.
+        losses: of several factors float64 [n]; None: the sum of ``reader_loss`` over the readers, for each.
 
     Raises:
         ValueError: a reader without usable statistics, or weights that are NaN or infinite.
@@ -95,15 +101,21 @@ def search(
     if duo:  # every row counts the same, whichever reader it is of
         w = _by_channel([(_relative(r.weight, r.spec), r.channel, len(r.weight)) for r in readers], width, device)
     one = torch.ones(width, dtype=torch.float64, device=device)
-    measure = loss or (lambda scale: sum(reader_loss(r, scale) for r in readers))
-    plain = measure(one)
+    tried = list(candidates(x, w, grid))
+    measured = [scale for _, scale in tried if not bool((scale == 1).all())]  # without duo scaling the first one is s = 1
+    plain, *others = (losses or partial(losses_of, readers))([one, *measured])
+    known = dict(zip(map(id, measured), others, strict=True))
     best = Found(one, None, plain, plain)
-    for alpha, scale in candidates(x, w, grid):
-        # without duo scaling the first candidate is s = 1
-        error = plain if bool((scale == 1).all()) else measure(scale)
+    for alpha, scale in tried:
+        error = known.get(id(scale), plain)
         if error < best.loss or (best.alpha is None and not duo):
             best = Found(scale, alpha, error, plain)
     return best
+
+
+def losses_of(readers: Sequence[Reader], scales: Sequence[Tensor]) -> list[float]:
+    """The sum of ``reader_loss`` over the readers, for each of several factors."""
+    return [sum(reader_loss(r, scale) for r in readers) for scale in scales]
 
 
 def candidates(x: Tensor, w: Tensor | None, grid: int) -> Iterator[tuple[float, Tensor]]:

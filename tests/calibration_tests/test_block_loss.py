@@ -61,7 +61,7 @@ def test_error__is_that_of_the_modules_output_over_all_calls(weights: dict[str, 
             model["mlp"](x.clone(), factor=2.0)
     before = model["mlp"].up.weight.clone()
     other = before + 0.1 * torch.randn_like(before)
-    found = calls.error({"mlp.up.weight": other}, weights)
+    found = calls.errors([{"mlp.up.weight": other}], weights)[0]
     assert torch.equal(model["mlp"].up.weight, before)
     expected = torch.zeros((), dtype=torch.float64)
     for x, mask in zip(inputs, masks, strict=True):
@@ -69,7 +69,7 @@ def test_error__is_that_of_the_modules_output_over_all_calls(weights: dict[str, 
         row_weight = torch.where(mask, weights[VISUAL], weights[TEXT])[..., None]
         expected += (row_weight * error.square()).sum()
     assert_close(torch.tensor(found, dtype=torch.float64), expected)
-    assert calls.error({}, weights) == 0.0
+    assert calls.errors([{}], weights) == [0.0]
 
 
 def test_calls__that_cannot_be_repeated_say_why() -> None:
