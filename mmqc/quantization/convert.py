@@ -7,7 +7,7 @@ through a ``Journal``; leaving its ``with`` block by an exception puts every ten
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterator
 from typing import Any
 
 import torch
@@ -45,13 +45,17 @@ class Journal:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: Any, trace: Any) -> None:
-        self.eviction.close()
-        if kind is not None:
-            for step in reversed(self.undo):
-                step()
-            self.buffers.clear()
-        self.undo.clear()
-        self.ours.clear()
+        failed = True
+        try:
+            self.eviction.close()
+            failed = kind is not None
+        finally:  # an interrupt may come while the last copies end
+            if failed:
+                for step in reversed(self.undo):
+                    step()
+                self.buffers.clear()
+            self.undo.clear()
+            self.ours.clear()
 
     def parameter(self, fqn: str, value: Tensor, shared: bool = False) -> None:
         """Replace or add a parameter or a buffer, keeping device and requires_grad of what was there.
@@ -88,16 +92,17 @@ class Journal:
         old = self.model.get_submodule(fqn)
         carry_over(old, new)
         self.place(fqn, new)
-        left = {id(p) for p in self.model.parameters()}
-        for part in old._parameters.values():
-            if part is not None and id(part) not in left and _evictable(part):
+        own = {id(part): part for part in old._parameters.values() if part is not None and _evictable(part)}
+        left = {id(part) for module in _modules(self.model) for part in module._parameters.values()} if own else set()
+        for part in own.values():
+            if id(part) not in left:
                 self._evict(part)
 
     def place(self, fqn: str, new: nn.Module) -> None:
         """Put a module in a submodule's place wherever that is registered; the new one takes over the training flag."""
         old = self.model.get_submodule(fqn)
         new.train(old.training)
-        places = [(m._modules, name) for m in self.model.modules() for name, child in m._modules.items() if child is old]
+        places = [(m._modules, name) for m in _modules(self.model) for name, child in m._modules.items() if child is old]
         for modules, name in places:
             modules[name] = new
             self.undo.append(lambda modules=modules, name=name: modules.__setitem__(name, old))
@@ -130,6 +135,18 @@ class Journal:
     def note(self, undo: Callable[[], Any]) -> None:
         """An edit of another kind (hooks, say), which ``undo`` takes back."""
         self.undo.append(undo)
+
+
+def _modules(model: nn.Module) -> Iterator[nn.Module]:
+    """As ``model.modules()``, in any order and without their names, which is most of its time: once for every edit."""
+    seen, waiting = {id(model)}, [model]
+    while waiting:
+        module = waiting.pop()
+        yield module
+        for child in module._modules.values():
+            if child is not None and id(child) not in seen:
+                seen.add(id(child))
+                waiting.append(child)
 
 
 def _evictable(tensor: Tensor) -> bool:

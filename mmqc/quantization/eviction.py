@@ -42,8 +42,9 @@ class Evicted:
         self.host = torch.empty_like(source, device="cpu")
 
     def back(self) -> Tensor:
-        """The tensor on its accelerator again; after ``Eviction.close``."""
-        return self.host.to(self.device) if self.source is None else self.source
+        """The tensor on its accelerator again."""
+        source = self.source  # a worker may let go of it meanwhile
+        return self.host.to(self.device) if source is None else source
 
 
 class Eviction:
@@ -51,7 +52,7 @@ class Eviction:
 
     def __init__(self) -> None:
         self.workers: ThreadPoolExecutor | None = None  # the first eviction starts them: models in host memory never do
-        self.own = threading.local()  # of each worker: its stream, its piece of pinned memory
+        self.own = threading.local()  # of each worker: its piece of pinned memory, its streams by device
         self.under_way: deque[tuple[Future[None], int]] = deque()
         self.closed = False
 
@@ -101,14 +102,15 @@ class Eviction:
             host.copy_(source)
             return True
         with torch.cuda.device(source.device):
-            if not hasattr(self.own, "stream"):
-                self.own.stream = torch.cuda.Stream()
-                self.own.piece = torch.empty(PIECE, dtype=torch.uint8, pin_memory=True)
-            with torch.cuda.stream(self.own.stream):
-                self.own.stream.wait_event(written)
-                return self._by_pieces(source, host)
+            if not hasattr(self.own, "piece"):
+                self.own.piece, self.own.streams = torch.empty(PIECE, dtype=torch.uint8, pin_memory=True), {}
+            stream = self.own.streams.get(source.device) or torch.cuda.Stream()
+            self.own.streams[source.device] = stream
+            with torch.cuda.stream(stream):
+                stream.wait_event(written)
+                return self._by_pieces(source, host, stream)
 
-    def _by_pieces(self, source: Tensor, host: Tensor) -> bool:
+    def _by_pieces(self, source: Tensor, host: Tensor, stream: torch.cuda.Stream) -> bool:
         if not (source.is_contiguous() and host.is_contiguous()):
             host.copy_(source)
             return True
@@ -117,6 +119,6 @@ class Eviction:
             if self.closed:
                 return False
             piece = self.own.piece[: part.numel()].copy_(part, non_blocking=True)
-            self.own.stream.synchronize()
+            stream.synchronize()
             place.copy_(piece)
         return True
