@@ -158,11 +158,11 @@ class Group(Ranks):
             self.groups[kind] = dist.new_group(backend=dist.get_default_backend_for_device(kind), timeout=LONG)
         try:
             work = operation(*args, group=self.groups[kind], async_op=True)
-            pause = PAUSE / 64
+            start = time.monotonic()
             while not work.is_completed():
                 self.watch.look()
-                time.sleep(pause)
-                pause = min(2 * pause, PAUSE)
+                waited = time.monotonic() - start
+                time.sleep(min(max(waited / 16, PAUSE / 64), PAUSE))  # to see the end late costs a sixteenth of it at most
             work.wait()
         except RuntimeError as error:
             self.watch.lost(error)

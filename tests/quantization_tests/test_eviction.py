@@ -4,7 +4,8 @@ import gc
 import threading
 import weakref
 from contextlib import suppress
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -124,3 +125,14 @@ def test_eviction__lets_go_of_a_source_when_its_copy_is_there() -> None:
     evicting.close()
     assert evicted.source is None
     assert torch.equal(evicted.back(), torch.arange(6.0).view(2, 3).T)
+
+
+@pytest.mark.parametrize("closed", [False, True])
+def test_eviction__copies_by_pieces_until_it_is_closed(monkeypatch: pytest.MonkeyPatch, closed: bool) -> None:
+    monkeypatch.setattr(eviction, "PIECE", 1000)
+    evicting, stream = Eviction(), cast(Any, SimpleNamespace(synchronize=lambda: None))
+    evicting.own.piece, evicting.closed = torch.empty(1000, dtype=torch.uint8), closed
+    for source in (torch.randn(37, 41).bfloat16(), torch.randn(()), torch.randint(0, 9, (1001,), dtype=torch.int8)):
+        host = torch.zeros_like(source)
+        assert evicting._by_pieces(source, host, stream) is not closed
+        assert torch.equal(host, source) is not closed
