@@ -25,6 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 1800  # on a busy machine
 HIDDEN = "import sys; sys.modules.update(dict.fromkeys({}))\n"  # what is None there cannot be imported
 MMQC = "import runpy; runpy.run_module('mmqc', run_name='__main__', alter_sys=True)"
+FRAME = " \t│┃"  # around a table's lines
 NOISE = ("Traceback (most recent call last)", "not finite", "Exception ignored")
 
 
@@ -164,5 +165,5 @@ def said(row: Row, out: str, err: str) -> str:
 
 
 def last_line(text: str) -> str:
-    """The last one that is not empty."""
-    return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")
+    """The last one with a word in it: not a frame's."""
+    return next((line.strip(FRAME) for line in reversed(text.splitlines()) if re.search(r"\w", line)), "")

@@ -7,7 +7,7 @@ import pytest
 
 from tests.newcomer import table
 from tests.newcomer.__main__ import ROWS, try_all
-from tests.newcomer.row import Row, chosen, judge, run
+from tests.newcomer.row import Row, chosen, judge, last_line, run
 
 WORKS = Row("x", "x", ("done",))
 REFUSED = Row("x", "x", ("missing",), refused=True)
@@ -31,6 +31,11 @@ def test_judge__what_is_wrong(row, code, out, err, wrong):
     found = judge(row, code, out, err)
     assert found.startswith(wrong)
     assert bool(found) == bool(wrong)
+
+
+def test_last_line__is_no_frame_of_a_table():
+    assert last_line("first\n┌───┐\n│ a 1 │\n└───┘\n\n") == "a 1"
+    assert last_line("└───┘") == ""
 
 
 def test_chosen__are_the_rows_that_make_what_a_row_reads_too():
