@@ -16,13 +16,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tests.newcomer import python_rows, shell_rows, table
-from tests.newcomer.row import ROOT, Row, Verdict, chosen, run
+from tests.newcomer.row import CACHES, ROOT, Row, Verdict, chosen, run
 
 ROWS: tuple[Row, ...] = (*shell_rows.ROWS, *python_rows.ROWS)
 
 
 def prepare(folder: Path) -> None:
-    """A model and data of nobody's, and some that are broken."""
+    """A model and data of nobody's, and some that are broken; empty caches."""
+    for name in CACHES:
+        (folder / name.lower()).mkdir(exist_ok=True)
     sys.path.insert(0, str(ROOT / "tests/support"))
     from own_model import write_data, write_model, write_task
 

@@ -25,6 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 1800  # on a busy machine
 HIDDEN = "import sys; sys.modules.update(dict.fromkeys({}))\n"  # what is None there cannot be imported
 MMQC = "import runpy; runpy.run_module('mmqc', run_name='__main__', alter_sys=True)"
+CACHES = ("HOME", "TMPDIR", "HF_HOME", "TORCHINDUCTOR_CACHE_DIR")  # empty, as a newcomer's are
 FRAME = " \t│┃"  # around a table's lines
 NOISE = ("Traceback (most recent call last)", "not finite", "Exception ignored")
 
@@ -104,7 +105,8 @@ def run(row: Row, folder: Path) -> Verdict:
         return Verdict(row, "not here", f"{', '.join(missing)} not installed", 0.0)
     paths = [str(ROOT), str(ROOT / "tests/support"), os.environ.get("PYTHONPATH", "")]
     own = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "COLUMNS": "150", "TERM": "dumb"}
-    own |= {"HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "hub"), "OMP_WAIT_POLICY": "passive"}  # nothing is on this machine
+    own |= {name: str(folder / name.lower()) for name in CACHES}
+    own |= {"HF_HUB_OFFLINE": "1", "OMP_WAIT_POLICY": "passive"}
     before = os.times()
     with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
         with subprocess.Popen(command(row), cwd=folder, env=os.environ | own, stdout=stdout, stderr=stderr) as child:
