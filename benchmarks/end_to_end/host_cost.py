@@ -1,6 +1,6 @@
 """By the clock and on the device: prompts of several sizes and a step, with launches, kernels and a profile of the host.
 
-    python -m benchmarks.end_to_end.host_cost [--layers 4] [--profile] [--dry] --out results.json
+    python -m benchmarks.end_to_end.host_cost [--layers 4] [--profile] [--prefill recorded] [--dry] --out results.json
 
 Qwen2-VL-7B's shape with random weights in W4A8, through ``generate`` and ``mmqc.compiled_loop``, on a GPU; ``--layers``: so many
 layers and so many blocks of the tower, which leaves what does not grow with depth; ``--dry``: cold_start's small model, on the CPU.
@@ -45,7 +45,8 @@ def shallow(layers: int) -> None:
 class Calls:
     """Calls of one model."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, prefill: str) -> None:
+        self.more = {"custom_generate": mmqc.compiled_loop, "prefill": prefill}
         self.model, self.wait = model, torch.cuda.synchronize if model.device.type == "cuda" else lambda: None
         compiled = CompileConfig(backend="mmqc", mode="reduce-overhead", fullgraph=False)
         self.config = GenerationConfig(do_sample=False, pad_token_id=0, cache_implementation="static", compile_config=compiled)
@@ -55,7 +56,7 @@ class Calls:
         self.wait()
         start = time.perf_counter()
         self.config.max_new_tokens = self.config.min_new_tokens = new
-        self.model.generate(**inputs, generation_config=self.config, custom_generate=mmqc.compiled_loop)
+        self.model.generate(**inputs, generation_config=self.config, **self.more)
         self.wait()
         return time.perf_counter() - start
 
@@ -85,9 +86,9 @@ def summary(found: Kernels) -> dict[str, Any]:
     }
 
 
-def measure(model: Any, grids: dict[str, tuple[int, int]], watched: bool) -> dict[str, Any]:
+def measure(model: Any, grids: dict[str, tuple[int, int]], prefill: str, watched: bool) -> dict[str, Any]:
     """Every figure; the prompts come first, so that a step finds the cache of the largest."""
-    calls, figures = Calls(model), dict[str, Any]()
+    calls, figures = Calls(model, prefill), dict[str, Any]()
     inputs = {name: prompt(model, grid) for name, grid in grids.items()}
     for name, given in inputs.items():
         figures[name] = {"first_s": round(calls.seconds(given), 2)}
@@ -109,6 +110,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int)
     parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--prefill", default="compiled", help="compiled_loop's")
     parser.add_argument("--dry", action="store_true")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
@@ -119,7 +121,7 @@ def main() -> None:
     batch = prompt(model, (8, 8)) if args.dry else batch_of("qwen2_vl_7b", model, "cuda")
     mmqc.quantize_(model, CONFIGS["w4a8"](), [batch], progress=False)
     grids = {name: (4 + 2 * i, 4) for i, name in enumerate(GRIDS)} if args.dry else GRIDS
-    found = {**facts(Run(args.dry, 0)), "figures": measure(model, grids, args.profile)}
+    found = {**facts(Run(args.dry, 0)), "figures": measure(model, grids, args.prefill, args.profile)}
     text = json.dumps(found, indent=1)
     print(text)
     if args.out:

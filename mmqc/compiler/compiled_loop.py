@@ -6,7 +6,7 @@
 transformers compiles the decode step of a static cache and nothing else.  Five things cost the time around it:
 
     prefill     runs eagerly, hundreds of small launches   ->  compiled as well: one graph for any length, or, with
-                                                               prefill="graphs", a CUDA graph for every length that comes
+                                                               prefill="recorded", CUDA graphs of sizes that come again
     stop check  asks the device after every token          ->  one step late, transformers' ``DeferredStopCheck``
     inputs      some thirty small operations make them     ->  the last step's, one token further (step_mask.py,
                 anew in front of every step                    step_inputs.py, step_stops.py)
@@ -54,7 +54,7 @@ from mmqc.versions import cache_name, cache_of
 
 __all__ = ["compiled_loop"]
 
-PREFILL = ("compiled", "graphs", "eager")
+PREFILL = ("compiled", "recorded", "graphs", "eager")
 ENCODES = "_prepare_multimodal_encoder_kwargs_for_generation"
 CALLERS = 8  # between the loop and ``generate``: wrappers of the caller's own
 
@@ -91,9 +91,10 @@ def compiled_loop(
         model: the model whose ``generate`` was called.
         input_ids: [B, L] int64, the prompt.
         generation_config: its ``compile_config`` says how to compile; by default ``backend="mmqc"`` with CUDA graphs.
-        prefill: an argument of ``generate`` too: "compiled", what None means with a static cache; "graphs", with CUDA graphs,
-            for prompts of few different shapes (images of one size): the first two prompts of a shape are slow, and each
-            shape keeps memory; or "eager", what None means with a quantized cache, which takes nothing else.
+        prefill: an argument of ``generate`` too: "compiled", what None means with a static cache; "recorded", the same, and
+            replayed as a CUDA graph where a size comes again and the host is what takes time (``recorded_sizes.py``);
+            "graphs", compiled for each shape with Inductor's CUDA graphs, for few different ones: the first two prompts of a
+            shape are slow, and each keeps memory; or "eager", what None means with a quantized cache, which takes nothing else.
         kwargs: what ``generate`` hands to its loop.  A ``streamer`` is not among it; it is taken from ``generate`` itself.
 
     Calls on one model take turns: each holds the model's compiled loop from its prompt to its last token.
@@ -202,6 +203,10 @@ def _checked(cache: Any, config: GenerationConfig, prefill: str | None) -> str:
             f"prefill = {prefill!r} with a quantized cache: how many tokens of the prompt are visual decides what is allocated, "
             'which a graph cannot know; pass prefill="eager" or nothing'
         )
+    if prefill == "recorded" and (config.compile_config or CompileConfig(backend="mmqc")).backend != "mmqc":
+        raise ValueError(
+            f"prefill = {prefill!r} with backend = {config.compile_config.backend!r}: recordings are of backend 'mmqc'"
+        )
     return prefill or ("eager" if packed else "compiled")
 
 
@@ -260,11 +265,8 @@ def _compiled_once(
 ) -> Iterator[None]:
     """The next call of ``model``, its prefill, is compiled, and only that one."""
     before, prefills = model._compiled_call_impl, _State.of(model).prefills
-    options = dict(given)
-    if how == "graphs":
-        options["triton.cudagraphs"] = True
-    elif config.backend == "mmqc":
-        options.setdefault("recorded_sizes", LIMIT)
+    more: dict[str, Any] = {"graphs": {"triton.cudagraphs": True}, "recorded": {"recorded_sizes": LIMIT}}
+    options = {**given, **more.get(how, {})}
     key = repr((config.backend, config.fullgraph, options))
     if key not in prefills and how != "eager":
         prefills[key] = torch.compile(model._call_impl, backend=config.backend, fullgraph=config.fullgraph, options=options or None)

@@ -187,11 +187,29 @@ def test_reorder_reads__a_step_without_reads_is_left_alone(without_inductor: Non
     assert records[0].passes == []
 
 
+def test_reorder_reads__a_graph_for_any_size_uses_what_its_checks_compare(without_inductor: None) -> None:
+    model, (ids, grid, patches) = Merge().double(), batch()
+    with torch.no_grad(), collect_records() as records:
+        fast = torch.compile(model, backend="mmqc", fullgraph=True, dynamic=True)
+        got = fast(ids, grid, patches)
+    (record,) = (p for p in records[0].passes if p.name == "reorder_reads")
+    assert [str(site).partition(",")[0] for site in record.sites] == ["item", "item_1"]
+    assert "item = " in str(record.sites[0])
+    assert torch.equal(got, model(ids, grid, patches))
+    ids[0, 9:13] = IMAGE
+    larger = ids, torch.tensor([[1, 4, 10]]), torch.randn(10, 16, dtype=torch.float64)
+    assert torch.equal(fast(*larger), model(*larger))
+    assert len(records) == 1
+    for wrong in ((ids, grid, larger[2]), (ids.roll(1).fill_(0), larger[1], larger[2])):  # rows of the split, placeholders
+        with pytest.raises(RuntimeError, match="assertion failed"):
+            fast(*wrong)
+
+
+@pytest.mark.parametrize("vary", [False, "all"])
 @pytest.mark.parametrize("quantized", [False, True])
-def test_reorder_reads__a_whole_model(without_inductor: None, quantized: bool) -> None:
-    """Of sizes that stay as they are: in a graph for any size the number that is read is no constant."""
+def test_reorder_reads__a_whole_model(without_inductor: None, quantized: bool, vary: bool | str) -> None:
     model, inputs = quantized_vlm() if quantized else tiny_qwen2_vl()
-    with torch.no_grad(), collect_records() as records, sizes_vary(False):
+    with torch.no_grad(), collect_records() as records, sizes_vary(vary):
         expected = logits(model, inputs)
         got = logits(torch.compile(model, backend="mmqc"), inputs)
     (record,) = (p for r in records for p in r.passes if p.name == "reorder_reads")
