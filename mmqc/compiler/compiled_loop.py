@@ -204,9 +204,7 @@ def _checked(cache: Any, config: GenerationConfig, prefill: str | None) -> str:
             'which a graph cannot know; pass prefill="eager" or nothing'
         )
     if prefill == "recorded" and (config.compile_config or CompileConfig(backend="mmqc")).backend != "mmqc":
-        raise ValueError(
-            f"prefill = {prefill!r} with backend = {config.compile_config.backend!r}: recordings are of backend 'mmqc'"
-        )
+        raise ValueError(f"prefill = {prefill!r} is of backend 'mmqc', not of {config.compile_config.backend!r}")
     return prefill or ("eager" if packed else "compiled")
 
 

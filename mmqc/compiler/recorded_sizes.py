@@ -29,7 +29,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from mmqc.compiler.stamp import address, versions
+from mmqc.compiler.stamp import addresses, versions
 
 LIMIT = 16  # sizes, by default
 SEEN = 8  # times as many are counted
@@ -89,6 +89,33 @@ class _Recording:
     written: list[int]
 
 
+@dataclass(frozen=True)
+class _Kinds:
+    """Places of arguments by what they are; a compiled graph is guarded for that.
+
+    Attributes:
+        tensors: all tensors.
+        away: those that are numbers on another device.
+        numbers: what is no tensor.
+        usable: whether nothing else is among them.
+    """
+
+    tensors: list[int]
+    away: list[int]
+    numbers: list[int]
+    usable: bool
+
+    @classmethod
+    def of(cls, args: Sequence[Any], device: str) -> _Kinds:
+        """Of a call's arguments."""
+        tensors = [i for i, a in enumerate(args) if isinstance(a, Tensor)]
+        away = [i for i in tensors if args[i].device.type != device]
+        numbers = [i for i, a in enumerate(args) if not isinstance(a, Tensor)]
+        plain = all(type(args[i]) in (Tensor, nn.Parameter) for i in tensors)  # others say nothing of what they hold
+        known = all(args[i] is None or isinstance(args[i], bool | int | float | str) for i in numbers)
+        return cls(tensors, away, numbers, plain and known and not any(args[i].dim() for i in away))
+
+
 @dataclass
 class RecordedSizes:
     """Calls a compiled graph.
@@ -107,6 +134,7 @@ class RecordedSizes:
     moving: set[int] = field(default_factory=set)
     replays: int = 0
     _sizes: OrderedDict[Hashable, _Size] = field(default_factory=OrderedDict)
+    _kinds: _Kinds | None = None
     _last: list[int] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -121,12 +149,15 @@ class RecordedSizes:
 
     def refusals(self) -> list[str]:
         """Why sizes are not recorded."""
+        if self._kinds is not None and not self._kinds.usable:
+            return ["an input is neither a number nor a plain tensor of the device"]
         return sorted({size.refused for size in self._sizes.values() if size.refused})
 
     def _call(self, args: tuple[Any, ...]) -> Any:
-        self._learn(args)
-        key = self._key(args)
-        if key is None:
+        self._kinds = self._kinds or _Kinds.of(args, self.device.kind)
+        if self._kinds.usable:
+            self._learn(args)
+        if not self._kinds.usable or (key := self._key(args)) is None:
             return self.graph(*args)
         size = self._sizes.setdefault(key, _Size())
         self._sizes.move_to_end(key)
@@ -144,13 +175,11 @@ class RecordedSizes:
 
     def _learn(self, args: Sequence[Any]) -> None:
         """Tensors that are elsewhere than in the last call; what is known to stay is told apart by its address instead."""
-        now = [address(a) if isinstance(a, Tensor) else 0 for a in args]
-        if self._last:
-            moved = {
-                i
-                for i, (a, b) in enumerate(zip(now, self._last, strict=True))
-                if a != b and i not in self.moving and not _stays(args[i])
-            }
+        places = self._kinds.tensors  # type: ignore[union-attr]
+        now = addresses([args[i] for i in places])
+        if self._last and now != self._last:
+            pairs = zip(places, now, self._last, strict=True)
+            moved = {i for i, a, b in pairs if a != b and i not in self.moving and not _stays(args[i])}
             if moved:
                 self.moving |= moved
                 self._sizes.clear()  # their keys had addresses of these
@@ -158,26 +187,17 @@ class RecordedSizes:
 
     def _key(self, args: Sequence[Any]) -> Hashable | None:
         """The size of a call; None if it cannot be recorded."""
-        parts: list[Hashable] = [tuple(a for i, a in enumerate(self._last) if i not in self.moving)]
-        copied = 0
-        for i, a in enumerate(args):
-            if isinstance(a, Tensor):
-                if type(a) not in (Tensor, nn.Parameter):
-                    return None  # what it holds may be elsewhere without its saying so
-                if a.device.type != self.device.kind:
-                    if a.dim():
-                        return None
-                    parts.append(a.item())
-                elif i in self.moving:
-                    if a.is_inference():
-                        return None  # what is written to it could not be seen
-                    copied += a.nbytes
-                    parts.append((a.shape, a.stride(), a.dtype))
-            elif a is None or isinstance(a, bool | int | float | str):
-                parts.append(a)
-            else:
-                return None
-        return None if copied > COPIED else tuple(parts)
+        kinds = self._kinds
+        assert kinds is not None
+        moving = [args[i] for i in sorted(self.moving.difference(kinds.away))]
+        if any(a.is_inference() for a in moving) or sum(a.nbytes for a in moving) > COPIED:
+            return None  # what is written to the former could not be seen
+        return (
+            tuple(a for i, a in zip(kinds.tensors, self._last, strict=True) if i not in self.moving),
+            tuple((a.shape, a.stride(), a.dtype) for a in moving),
+            tuple(args[i].item() for i in kinds.away),
+            tuple(args[i] for i in kinds.numbers),
+        )
 
     def _record(self, size: _Size, args: Sequence[Any]) -> None:
         inputs = [(i, _place_for(args[i])) for i in sorted(self.moving) if args[i].device.type == self.device.kind]

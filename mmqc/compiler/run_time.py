@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
+from torch._dispatch.python import enable_python_dispatcher
 
 from mmqc.compiler.graph_content import has_heavy_op, mmqc_ops
 from mmqc.compiler.options import CompileOptions
@@ -163,6 +164,6 @@ def _compute(node: fx.Node, mode: Any) -> None:
     if any("example_value" not in n.meta for n in node.all_input_nodes):
         return
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["example_value"])
-    with mode, torch.no_grad():
+    with mode, enable_python_dispatcher(), torch.no_grad():  # in C++ alone, what a linear is made of knows no symbols in torch 2.11
         call = getattr(args[0], str(node.target)) if node.op == "call_method" else node.target
         node.meta["example_value"] = call(*(args[1:] if node.op == "call_method" else args), **kwargs)  # type: ignore[operator]

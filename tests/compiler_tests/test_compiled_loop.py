@@ -137,8 +137,10 @@ def test_compiled_loop__refuses_what_it_cannot_do() -> None:
     model, batch = tiny_qwen2_vl(depth=1)
     with pytest.raises(ValueError, match="cache_implementation"):
         model.generate(**batch, max_new_tokens=2, custom_generate=mmqc.compiled_loop)
-    with pytest.raises(ValueError, match="'compiled', 'graphs', 'eager'"):
+    with pytest.raises(ValueError, match="'compiled', 'recorded', 'graphs', 'eager'"):
         model.generate(**batch, max_new_tokens=2, cache_implementation="static", prefill="fast", **compiled())
+    with pytest.raises(ValueError, match="of backend 'mmqc', not of 'inductor'"):
+        model.generate(**batch, max_new_tokens=2, cache_implementation="static", prefill="recorded", **compiled("inductor"))
     with pytest.raises(ValueError, match="2 beams"):
         model.generate(**batch, max_new_tokens=2, num_beams=2, cache_implementation="static", **compiled())
 

@@ -184,6 +184,17 @@ def test_recorded__expanded_inputs_keep_their_strides() -> None:
     assert set(strides) == {(2, 0, 1)}
 
 
+def test_recorded__values_elsewhere_are_part_of_the_size_if_they_are_numbers() -> None:
+    recorder = Recorder()
+    recorder.kind = "meta"  # so that tensors here are on another device
+    call = RecordedSizes(lambda x: (x + 1,), 4, recorder)
+    assert [float(call(torch.tensor(float(i % 2)))[0]) for i in range(12)] == [1.0, 2.0] * 6
+    call = RecordedSizes(lambda x: (x + 1,), 4, recorder)
+    assert [call(torch.tensor([i]))[0].item() for i in range(5)] == [1, 2, 3, 4, 5]
+    assert not call.replays
+    assert call.refusals() == ["an input is neither a number nor a plain tensor of the device"]
+
+
 def test_recorded__not_under_autograd_nor_by_two_threads() -> None:
     cache = cache_of()
     call = RecordedSizes(graph, 4, Recorder([cache]))
