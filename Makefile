@@ -13,6 +13,7 @@ PY ?= $(BIN)/python
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 STAMP := $(VENV)/.stamp-venv
 DOCS_STAMP := $(VENV)/.stamp-docs
+NEWCOMER_STAMP := $(VENV)/.stamp-newcomer
 READY := $(if $(filter $(BIN)/python,$(PY)),$(STAMP))
 TORCH_INDEX ?=
 PYTEST_ARGS ?=
@@ -23,6 +24,7 @@ SEED ?= 0
 JOBS ?= $(shell nproc)
 FUZZ_ARGS ?=
 MATRIX_ARGS ?=
+NEWCOMER_ARGS ?=
 
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
@@ -82,8 +84,13 @@ engine-tables: $(READY) vllm
 	$(PY) -m benchmarks.engines.make_tables $(VLLM_PYTHONS)
 
 # What somebody tries who has just installed it, on a model of their own: every row works, or is refused in one clear line.
-newcomer: $(READY)
-	$(PY) -m tests.newcomer
+# NEWCOMER_ARGS=--write puts them on the page.
+newcomer: $(READY) $(if $(READY),$(NEWCOMER_STAMP))
+	$(PY) -m tests.newcomer $(NEWCOMER_ARGS)
+
+$(NEWCOMER_STAMP): $(STAMP)
+	$(PIP) install -q -c $(VENV)/constraints.txt --no-build-isolation -e '.[eval,formats,lora,newcomer]'
+	touch $@
 
 # Random programs against the float model; goes on where the last run of this SEED stopped, and saves what fails in tests/fuzz/cases.
 fuzz: $(READY)

@@ -100,7 +100,7 @@ ENVIRONMENTS = (
 def main() -> None:
     """Build, test, write."""
     arguments = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    arguments.add_argument("--only", nargs="*", help="names of environments")
+    arguments.add_argument("--only", nargs="*", choices=[e.name for e in ENVIRONMENTS], help="names of environments")
     arguments.add_argument("--python", type=Path, help="an interpreter that has everything, and no environment to build")
     arguments.add_argument("--name", help="of that interpreter's row")
     arguments.add_argument("--tests", nargs="*", help="paths; those of BORDER by default")

@@ -5,6 +5,7 @@ The harness is an extra (``pip install 'mmqc[eval]'``); tasks, prompts and metri
 
 from __future__ import annotations
 
+import difflib
 import importlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -28,7 +29,7 @@ def harness(
 
     Args:
         directory: a model with its processor.
-        tasks: names of the harness.
+        tasks: names of the harness, or paths of YAML files that define one.
         limit: questions of each task.
         batch_size: of the harness.
         device: of the model; default: cuda, if there is one.
@@ -36,21 +37,35 @@ def harness(
 
     Raises:
         ImportError: the harness is not installed.
+        ValueError: it does not know a task; said before the model is loaded.
     """
     try:
         lm_eval: Any = importlib.import_module("lm_eval")
+        manager: Any = importlib.import_module("lm_eval.tasks").TaskManager(metadata={"pretrained": str(directory), **model_args})
     except ImportError as e:
         raise ImportError("evaluation on benchmarks needs lm-evaluation-harness: pip install 'mmqc[eval]'") from e
+    for task in tasks:
+        require(task, manager.all_tasks)
     hf_hook.install()
     found = lm_eval.simple_evaluate(
         model="hf-multimodal",
         model_args={"pretrained": str(directory), **model_args},
         tasks=list(tasks),
+        task_manager=manager,
         limit=limit,
         batch_size=batch_size,
         device=device or ("cuda" if torch.cuda.is_available() else "cpu"),  # the harness takes "cuda" for granted
     )
     return flat(found["results"])
+
+
+def require(task: str, known: Sequence[str]) -> None:
+    """Raises a ValueError unless ``task`` is one of ``known`` or a file."""
+    if task in known or Path(task).is_file():
+        return
+    near = difflib.get_close_matches(task, known)
+    hint = f"did you mean {', '.join(near)}?" if near else "`lm-eval ls tasks` lists them"
+    raise ValueError(f"lm-evaluation-harness has no task {task!r}, nor is that a YAML file: {hint}")
 
 
 def flat(results: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from tests.newcomer.row import Row
 
 HEAD = """
@@ -26,9 +28,9 @@ print("gradients of", len(norms), "adapters")
 """
 
 
-def program(what: str, code: str, *words: str, head: str = HEAD, refused: bool = False, packages: tuple[str, ...] = ()) -> Row:
+def program(what: str, code: str, *words: str, head: str = HEAD, **more: Any) -> Row:
     """A row of a program behind ``HEAD``."""
-    return Row(what, head + code, words, code=True, refused=refused, packages=packages)
+    return Row(what, head + code, words, code=True, **more)
 
 
 ROWS = (
@@ -104,9 +106,9 @@ ROWS = (
         "SFTTrainer and LoRA",
         "import trl, datasets\nfrom peft import LoraConfig\n"
         "rows = datasets.Dataset.from_list([{'text': 'w10 w20 w30 w40'}] * 4)\n"
-        "a = trl.SFTConfig('sft', max_steps=3, per_device_train_batch_size=1, report_to=[])\n"
-        "trl.SFTTrainer(load(), a, train_dataset=rows, processing_class=processor.tokenizer,\n"
-        "               peft_config=LoraConfig(target_modules=['q_proj'])).train()",
+        "a = trl.SFTConfig('sft', max_steps=3, per_device_train_batch_size=1, report_to=[], use_cpu=True)\n"
+        "print(trl.SFTTrainer(load(), a, train_dataset=rows, processing_class=processor.tokenizer,\n"
+        "                     peft_config=LoraConfig(target_modules=['q_proj'])).train().training_loss)",
         packages=("peft", "trl", "datasets"),
     ),
     program(
@@ -134,10 +136,11 @@ ROWS = (
     ),
     program(
         "without scikit-learn the sample says what to install",
-        "import sys\nsys.modules['sklearn'] = None\nimport mmqc\nmmqc.samples.load('digits-vqa').prompts(1)",
+        "import mmqc\nmmqc.samples.load('digits-vqa').prompts(1)",
         "mmqc[demo]",
         head="",
         refused=True,
+        without=("sklearn",),
     ),
     program(
         "mmqc serve, asked by OpenAI's client",

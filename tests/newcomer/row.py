@@ -10,16 +10,23 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+import tempfile
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 1800  # on a busy machine
+HIDDEN = "import sys; sys.modules.update(dict.fromkeys({}))\n"  # what is None there cannot be imported
+MMQC = "import runpy; runpy.run_module('mmqc', run_name='__main__', alter_sys=True)"
+CACHES = ("HOME", "TMPDIR", "HF_HOME", "TORCHINDUCTOR_CACHE_DIR")  # empty, as a newcomer's are
+FRAME = " \t│┃"  # around a table's lines
 NOISE = ("Traceback (most recent call last)", "not finite", "Exception ignored")
 
 
@@ -34,9 +41,13 @@ class Row:
         code: ``line`` is a program.
         refused: it has to be.
         packages: that it is about.
+        without: packages that it does not see, installed or not.
+        makes: a file or directory that later rows read, whose lines name it.
+        after: more of what other rows make, that ``then`` looks at.
         within: seconds of processor time that a refusal may take.
         then: looks at the folder afterwards, and gives what is wrong there, or "".
-        interrupted: seconds after which it gets a SIGINT (> 0) or, with a minus, a SIGKILL.
+        interrupted: the signal that it gets.
+        at: words on stderr at which it gets it.
     """
 
     what: str
@@ -45,9 +56,13 @@ class Row:
     code: bool = False
     refused: bool = False
     packages: tuple[str, ...] = ()
+    without: tuple[str, ...] = ()
+    makes: str = ""
+    after: tuple[str, ...] = ()
     within: float = 0.0
     then: Callable[[Path], str] = lambda folder: ""
-    interrupted: float = 0.0
+    interrupted: int = 0
+    at: str = ""
 
 
 @dataclass(frozen=True)
@@ -60,23 +75,43 @@ class Verdict:
     seconds: float
 
 
+def chosen(rows: Sequence[Row], only: Sequence[str]) -> list[Row]:
+    """Those with one of ``only`` in what they are about, and before them those that make what they read; without ``only`` all."""
+    found: list[Row] = []
+    for row in reversed(rows):
+        read = row.makes and any(reads(later, row.makes) for later in found)
+        if not only or read or any(words in row.what for words in only):
+            found.insert(0, row)
+    return found
+
+
+def reads(row: Row, name: str) -> bool:
+    """Whether what another row makes is in its line, as a word of its own."""
+    return name in row.after or bool(re.search(rf"(?<![\w.-]){re.escape(name)}(?![\w.-])", row.line))
+
+
+def command(row: Row) -> list[str]:
+    """Of its process."""
+    hidden = HIDDEN.format(row.without) if row.without else ""
+    if row.code:
+        return [sys.executable, "-c", hidden + row.line]
+    return [sys.executable, *(["-c", hidden + MMQC] if hidden else ["-m", "mmqc"]), *shlex.split(row.line)]
+
+
 def run(row: Row, folder: Path) -> Verdict:
     """Run it in ``folder``, in a process of its own."""
     missing = [name for name in row.packages if importlib.util.find_spec(name) is None]
     if missing:
         return Verdict(row, "not here", f"{', '.join(missing)} not installed", 0.0)
-    command = [sys.executable, "-c", row.line] if row.code else [sys.executable, "-m", "mmqc", *shlex.split(row.line)]
     paths = [str(ROOT), str(ROOT / "tests/support"), os.environ.get("PYTHONPATH", "")]
     own = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "COLUMNS": "150", "TERM": "dumb"}
+    own |= {name: str(folder / name.lower()) for name in CACHES}
     own |= {"HF_HUB_OFFLINE": "1", "OMP_WAIT_POLICY": "passive"}
     before = os.times()
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, cwd=folder, env=os.environ | own, stdout=pipe, stderr=pipe, text=True) as child:
-        try:
-            out, err = child.communicate(timeout=abs(row.interrupted) or SECONDS)
-        except subprocess.TimeoutExpired:
-            child.send_signal(signal.SIGINT if row.interrupted > 0 else signal.SIGKILL)
-            out, err = child.communicate()
+    with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
+        with subprocess.Popen(command(row), cwd=folder, env=os.environ | own, stdout=stdout, stderr=stderr) as child:
+            watch(child, row, stderr.fileno())
+        out, err = written(stdout.fileno()), written(stderr.fileno())
     after = os.times()
     processor = after.children_user + after.children_system - before.children_user - before.children_system
     wrong = judge(row, child.returncode, out, err) or row.then(folder)
@@ -87,10 +122,27 @@ def run(row: Row, folder: Path) -> Verdict:
     return Verdict(row, "refused" if row.refused else "works", said(row, out, err), processor)
 
 
+def watch(child: subprocess.Popen[bytes], row: Row, stderr: int) -> None:
+    """Wait for its end, and interrupt it once the row's words are there."""
+    end, interrupted = time.monotonic() + SECONDS, not row.interrupted
+    while child.poll() is None:
+        if not interrupted and row.at in written(stderr):
+            child.send_signal(row.interrupted)
+            interrupted = True
+        if time.monotonic() > end:
+            child.kill()
+        time.sleep(0.02)
+
+
+def written(file: int) -> str:
+    """What is in it; the place where the process goes on writing, which is shared, stays."""
+    return os.pread(file, os.fstat(file).st_size, 0).decode("utf-8", "replace")
+
+
 def judge(row: Row, code: int, out: str, err: str) -> str:
     """What is wrong with an exit code and an output; "" if nothing is."""
     if row.interrupted:
-        wanted = 130 if row.interrupted > 0 else -signal.SIGKILL
+        wanted = 130 if row.interrupted == signal.SIGINT else -row.interrupted
         return "" if code == wanted and "Traceback" not in err else f"exit code {code}, not {wanted}: {err[-300:]}"
     if (code != 0) != row.refused:
         return f"exit code {code}: {last_line(err)}"
@@ -115,5 +167,5 @@ def said(row: Row, out: str, err: str) -> str:
 
 
 def last_line(text: str) -> str:
-    """The last one that is not empty."""
-    return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")
+    """The last one with a word in it: not a frame's."""
+    return next((line.strip(FRAME) for line in reversed(text.splitlines()) if re.search(r"\w", line)), "")

@@ -4,36 +4,39 @@ from __future__ import annotations
 
 import json
 import subprocess
-import time
 from collections.abc import Sequence
 from typing import Any
 
 from mmqc.cli.doctor import environment
+from mmqc.versions import installed
 from tests.newcomer.row import ROOT, Verdict
 
 RESULTS, PAGE = ROOT / "benchmarks/results/newcomer.json", ROOT / "docs/results/newcomer.md"
 HEAD = """# What a newcomer tries
 
 `make newcomer` tries everything below on a small model that is nobody's, one process a row; `tests/newcomer` has each row's command
-line or program, and what has to come of it. A row works, or is refused in one line that says why; "not here": a package is missing.
+line or program, and what has to come of it. A row works, or is refused in one line that says why.
 Seconds are of a processor, most of them for the imports of torch and transformers.
 """
 
 
-def read() -> dict[str, dict[str, Any]]:
-    """The rows so far, by what they are about."""
-    return json.loads(RESULTS.read_text(encoding="utf-8"))["rows"] if RESULTS.exists() else {}
+def commit() -> str:
+    """That the rows are run at: its short hash, with "-dirty" where files differ from it."""
+    asked = ["git", "describe", "--always", "--dirty", "--exclude", "*"]
+    return subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
 
 
-def write(order: Sequence[str], verdicts: Sequence[Verdict]) -> None:
-    """Figures and page, with these verdicts in the place of older ones; rows that are no more are left out."""
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
-    about = {"commit": commit.stdout.strip(), "date": time.strftime("%Y-%m-%d")}
-    rows = read()
-    for verdict in verdicts:
-        rows[verdict.row.what] = {"state": verdict.state, "seconds": round(verdict.seconds, 1), "text": verdict.text, **about}
-    rows = {what: rows[what] for what in order if what in rows}
-    found = {"command": "python -m tests.newcomer --write", **environment(), "of": len(order), "rows": rows}
+def write(verdicts: Sequence[Verdict], commit: str) -> None:
+    """Figures and page of one run."""
+    packages = sorted({name for verdict in verdicts for name in verdict.row.packages})
+    rows = {v.row.what: {"state": v.state, "seconds": round(v.seconds, 1), "text": v.text} for v in verdicts}
+    found = {
+        "command": "python -m tests.newcomer --write",
+        "commit": commit,
+        **environment(),
+        "packages": {name: installed(name) for name in packages},
+        "rows": rows,
+    }
     RESULTS.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     PAGE.write_text(page(found), encoding="utf-8")
 
@@ -42,11 +45,16 @@ def page(found: dict[str, Any]) -> str:
     """docs/results/newcomer.md."""
     states = [row["state"] for row in found["rows"].values()]
     counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
-    packages = ", ".join(f"{name} {found[name]}" for name in ("torch", "transformers", "torchao", "python"))
-    lines = ["| | | s | its last line, or its refusal | commit | date |", "|---|---|---|---|---|---|"]
+    versions = {name: found[name] for name in ("torch", "transformers", "torchao", "python")} | found["packages"]
+    packages = ", ".join(f"{name} {version}" for name, version in versions.items())
+    ran = f"One run of `{found['command']}`, commit {found['commit']}, {found['date']}; {found['cpu']}; {packages}."
+    lines = [
+        f"{len(states)} rows: {counts}. {ran}",
+        "",
+        "| | | s | its last line, or its refusal |",
+        "|---|---|---|---|",
+    ]
     for what, row in found["rows"].items():
         text = row["text"].replace("|", "\\|").replace("`", "'")[:150]
-        cells = (what, row["state"], row.get("seconds", ""), f"`{text}`" if text else "", row["commit"], row["date"])
-        lines.append(f"| {' | '.join(map(str, cells))} |")
-    tried = f"{len(states)} of {found['of']} rows" if len(states) < found["of"] else f"{len(states)} rows"
-    return "\n".join([HEAD, f"{tried}: {counts} ({found['cpu']}; {packages}).", "", *lines]) + "\n"
+        lines.append(f"| {what} | {row['state']} | {row['seconds']} | {f'`{text}`' if text else ''} |")
+    return "\n".join([HEAD, *lines]) + "\n"
