@@ -23,6 +23,7 @@ from mmqc.nn.integer_weight import PackedLinear
 from mmqc.nn.linear import HadamardLinear
 from mmqc.nn.split import SplitError, part_of
 from mmqc.nn.split_calls import Split, share
+from mmqc.versions import find
 
 # By style: whether it adds up, whether it is given whole inputs, whether it gives whole outputs.
 STYLES = {
@@ -109,10 +110,25 @@ def split(model: PreTrainedModel) -> dict[str, Split]:
         elif isinstance(module, HadamardLinear) and style is not None and style.startswith("row"):
             module.in_features //= ranks_of(model)  # its weight's columns are transformers' affair
             module.keep_blocks(ranks_of(model))
+    _gather_tied_head(model, mesh)
     for name, module in model.named_modules():
         _cut_heads(model, name, module, mesh.get_local_rank(), ranks_of(model))
     _size_static_caches(model)
     return found
+
+
+def _gather_tied_head(model: PreTrainedModel, mesh: Any) -> None:
+    """A float head that shares an embedding's weight has a rank's rows of it where the plan names the embedding alone.
+
+    transformers (5.17) hands it inputs that are no DTensors all the same, and torch refuses to multiply them.
+    """
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    names = {id(module): name for name, module in model.named_modules()}
+    tied = type(head) is nn.Linear and model.config.get_text_config().tie_word_embeddings
+    if not tied or "forward" in head.__dict__ or _plan(model).get(names.get(id(embedding), "")) != "embedding_rowwise":
+        return
+    styles = find("transformers.distributed.tensor_parallel:ALL_PARALLEL_STYLES", needed="to share a tied head among ranks")
+    styles[HEAD].install_forward(head, mesh)
 
 
 def _cut_heads(model: PreTrainedModel, name: str, module: nn.Module, rank: int, ranks: int) -> None:
