@@ -124,8 +124,13 @@ def _gather_tied_head(model: PreTrainedModel, mesh: Any) -> None:
     """
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     names = {id(module): name for name, module in model.named_modules()}
-    tied = type(head) is nn.Linear and model.config.get_text_config().tie_word_embeddings
-    if not tied or "forward" in head.__dict__ or _plan(model).get(names.get(id(embedding), "")) != "embedding_rowwise":
+    tied = any(getattr(config, "tie_word_embeddings", False) for config in (model.config, model.config.get_text_config()))
+    if (
+        not tied
+        or type(head) is not nn.Linear
+        or "forward" in head.__dict__
+        or _plan(model).get(names.get(id(embedding), "")) != "embedding_rowwise"
+    ):
         return
     styles = find("transformers.distributed.tensor_parallel:ALL_PARALLEL_STYLES", needed="to share a tied head among ranks")
     styles[HEAD].install_forward(head, mesh)
