@@ -174,7 +174,10 @@ def shape_of_floats(value: Any) -> Any:
     if type(value) in (list, tuple):
         return type(value)(shape_of_floats(v) for v in value)
     if isinstance(value, Mapping) and not isinstance(value, type):  # a ModelOutput
-        return {k: shape_of_floats(v) for k, v in value.items()} if value else value
+        try:
+            return {k: shape_of_floats(v) for k, v in value.items()} if value else value
+        except AttributeError:  # half made: it is in its own ``__init__``
+            return value
     return value
 
 

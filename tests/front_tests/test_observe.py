@@ -2,6 +2,7 @@
 
 import cProfile
 import pstats
+from collections import UserDict
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +43,17 @@ def test_observe__a_derived_tensor_is_no_input() -> None:
     model = Packs()
     seen = observe(lambda: model.forward(X, SIZES * 1), frozenset({"allowed"}))
     assert not any(is_metadata(c, {id(SIZES): "sizes"}) for c in seen.reads[0].call.around())
+
+
+def test_observe__a_mapping_that_is_being_made() -> None:
+    def forward() -> Tensor:
+        shared = UserDict()  # a function in Python, as Gemma 4 calls it: its own ``self`` has no data yet
+        shared["length"] = int(torch.ones(3).sum())
+        return torch.zeros(shared["length"])
+
+    found = observe(forward, frozenset())
+    assert found.output.shape == (3,)
+    assert len(found.reads) == 1
 
 
 def test_is_read__sizes_that_depend_on_values() -> None:
