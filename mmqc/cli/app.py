@@ -209,6 +209,7 @@ def evaluate(
     data: Annotated[Path | None, typer.Option("--data", help="A folder with data.jsonl, or a jsonl file.")] = None,
     text: Annotated[list[Path] | None, typer.Option("--text", exists=True, help="Text files: perplexity.")] = None,
     tasks: Annotated[str | None, typer.Option(help="Tasks of lm-evaluation-harness, e.g. mmmu_val,chartqa.")] = None,
+    chat_template: Annotated[bool, typer.Option("--chat-template", help="Their prompts in the model's chat template.")] = False,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Of an answer.")] = 64,
     min_recovery: Annotated[float | None, typer.Option(help="Exit with 1 below this share of the float model.")] = None,
     json_file: Json = None,
@@ -230,8 +231,8 @@ def evaluate(
     from mmqc.cli import eval_job, jobs
 
     if tasks:
-        figures = jobs.benchmarks(model, tasks.split(","), questions, console)
-        write_json(json_file, {"model": model, "data": tasks, "eval": figures})
+        figures = jobs.benchmarks(model, tasks.split(","), questions, chat_template, console)
+        write_json(json_file, {"model": model, "data": tasks, "chat_template": chat_template, "eval": figures})
         return
     job = eval_job.Evaluation(model, tuple(against or ()), data, tuple(text or ()), questions, max_new_tokens)
     result = eval_job.evaluate(job, lambda name: load(name, sample), console)

@@ -23,6 +23,7 @@ def harness(
     limit: int | None = None,
     batch_size: int = 1,
     device: str | None = None,
+    chat_template: bool = False,
     **model_args: Any,
 ) -> dict[str, float]:
     """Runs tasks and returns their metrics, e.g. {"mmmu_val/acc": 0.41, "mmmu_val/acc_stderr": 0.02}.
@@ -33,6 +34,7 @@ def harness(
         limit: questions of each task.
         batch_size: of the harness.
         device: of the model; default: cuda, if there is one.
+        chat_template: whether prompts are put into the model's chat template, as for most published scores of chat models.
         model_args: more arguments of ``hf-multimodal``, e.g. ``max_images=2``.
 
     Raises:
@@ -55,6 +57,7 @@ def harness(
         limit=limit,
         batch_size=batch_size,
         device=device or ("cuda" if torch.cuda.is_available() else "cpu"),  # the harness takes "cuda" for granted
+        apply_chat_template=chat_template,
     )
     return flat(found["results"])
 

@@ -197,11 +197,11 @@ def _save_processor(processor: Any, model: str, stage: Path) -> None:
 # --- eval -------------------------------------------------------------------------------------------------------------
 
 
-def benchmarks(model: str, tasks: list[str], limit: int | None, console: Console) -> dict[str, float]:
+def benchmarks(model: str, tasks: list[str], limit: int | None, chat_template: bool, console: Console) -> dict[str, float]:
     """Metrics of lm-evaluation-harness's tasks, printed as a table."""
     from mmqc.cli.harness import harness
 
-    figures = harness(model, tasks, limit=limit)
+    figures = harness(model, tasks, limit=limit, chat_template=chat_template)
     table = Table("", "value", title=f"{model}, lm-evaluation-harness", title_justify="left")
     for name, value in figures.items():
         table.add_row(name, f"{value:.4f}")

@@ -29,13 +29,14 @@ def test_harness__asks_for_hf_multimodal_and_flattens_the_metrics(monkeypatch, t
     assert asked["model"] == "hf-multimodal"
     assert asked["model_args"] == {"pretrained": "dir", "max_images": 2}
     assert (asked["tasks"], asked["limit"], asked["batch_size"]) == (["mmmu_val", "chartqa"], 3, 1)
+    assert not asked["apply_chat_template"]
     assert asked["task_manager"].metadata == asked["model_args"]
     assert asked["device"] == ("cuda" if torch.cuda.is_available() else "cpu")
     harness("dir", ["chartqa"], device="cuda:1")
     assert (asked["device"], asked["model_args"]) == ("cuda:1", {"pretrained": "dir"})
-    result = invoke("eval", "dir", "--tasks", "chartqa", "-n", "7", "--json", str(tmp_path / "e.json"))
+    result = invoke("eval", "dir", "--tasks", "chartqa", "-n", "7", "--chat-template", "--json", str(tmp_path / "e.json"))
     assert result.exit_code == 0, result.output
-    assert (asked["tasks"], asked["limit"]) == (["chartqa"], 7)
+    assert (asked["tasks"], asked["limit"], asked["apply_chat_template"]) == (["chartqa"], 7, True)
     assert "0.8000" in result.output
 
 
@@ -64,4 +65,4 @@ def test_harness__takes_the_arguments_that_the_real_one_has():
     import inspect
 
     names = inspect.signature(lm_eval.simple_evaluate).parameters
-    assert {"model", "model_args", "tasks", "task_manager", "limit", "batch_size", "device"} <= set(names)
+    assert {"model", "model_args", "tasks", "task_manager", "limit", "batch_size", "device", "apply_chat_template"} <= set(names)
