@@ -200,7 +200,8 @@ def test_backend__modes_and_options_are_accepted(arguments: dict[str, Any]) -> N
     [
         ({"attention_order": "other"}, "allowed: 'gather', 'unified'"),
         ({"token_order": "random"}, "allowed: 'auto', 'sequence', 'modality'"),
-        ({"no_such_key": 1}, r"unknown option 'no_such_key'.*valid keys: attention_order, config, mode, regions, .*max_autotune"),
+        ({"no_such_key": 1}, r"'no_such_key'.*valid keys: attention_order, config, mode, recorded_sizes, regions, .*max_autotune"),
+        ({"recorded_sizes": -1}, "recorded_sizes = -1: a number of sizes to keep, or 0"),
         ({"mode": "fastest"}, "mode = 'fastest' is unknown"),
     ],
 )
