@@ -137,7 +137,7 @@ def awq(
         weight_bits: 2, 3, 4 or 8.
         group_size: input channels per weight scale; None means one scale per output channel.
         symmetric: False: a zero point beside every scale, as in the authors' code.
-        solver: ``awq_clip``, the authors' clip; ``gptq``: AWQ and GPTQ together, for 2 bits (Table 9); ``rtn``: no clip.
+        solver: ``awq_clip``, the authors' clip; ``gptq``: AWQ and GPTQ together, for 2 bits (Table 9); ``rtn``: no search.
         duo: weigh the inputs' magnitudes against the weights'.
         shared_heads: ``average`` over the query heads that share a value head, or ``skip``, as in the authors' code.
         loss: ``layer``, the scaled linears' own output error, or ``block``, the attention's or the MLP's, as in the authors'

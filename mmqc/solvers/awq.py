@@ -140,15 +140,15 @@ def reader_loss(reader: Reader, scale: Tensor) -> float:
 def rounded_behind(reader: Reader, scale: Tensor) -> Tensor:
     """Q(W diag(s)) diag(1/s), in float32 at least: a reader's weight, rounded behind the factors ``scale`` [n].
 
-    To the widest grid, as in the authors' search: what clips it comes later.  Symmetric weights of 2 bits are rounded as by rtn:
-    the widest grid has three levels for them, not four, which is another weight than any solver makes.
+    To the widest grid, as in the authors' search: what clips it comes later.  Symmetric weights of 2 bits are rounded as by rtn
+    without its clip: the widest grid has three levels for them, not four, which is another weight than any solver makes.
     """
     w = reader.weight.detach()
     w = w if w.dtype == torch.float64 else w.float()
     channel = reader.channel.to(w.device)
     s = torch.where(channel >= 0, scale[channel.clamp(min=0)], 1.0).to(w)
     scaled, as_rtn = checked(w * s, reader.name), reader.spec.bits == 2 and reader.spec.symmetric
-    return (rtn.solve(scaled, reader.spec).dequantize() if as_rtn else widest(scaled, reader.spec)).to(w) / s
+    return (rtn.solve(scaled, reader.spec, clip=False).dequantize() if as_rtn else widest(scaled, reader.spec)).to(w) / s
 
 
 def _relative(weight: Tensor, spec: WeightSpec) -> Tensor:

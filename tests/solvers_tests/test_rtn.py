@@ -9,6 +9,7 @@ from torchao.quantization.granularity import PerGroup
 
 from mmqc.config import WeightSpec
 from mmqc.solvers import solve
+from mmqc.solvers.rtn import solve as solve_rtn
 
 
 def by_hand(row, bits):
@@ -16,7 +17,8 @@ def by_hand(row, bits):
     row, top = row.tolist(), 2 ** (bits - 1) - 1
     largest, ends = max(abs(v) for v in row), (max(row) / top, -min(row) / (top + 1))
     found = []
-    for i, step in enumerate((largest / top, 2 * largest / (2 * top + 1) * (1 + 2**-20), max(ends))[: 1 if bits == 8 else 3]):
+    steps = (largest / top, 2 * largest / (2 * top + 1) * (1 + 2**-20), max(ends), largest / (top + 1))
+    for i, step in enumerate(steps[: {2: 4, 8: 1}.get(bits, 3)]):
         codes = [max(-top - 1, min(top, round(v / step))) for v in row]
         found.append((sum((v - step * q) ** 2 for v, q in zip(row, codes, strict=True)), i, codes, step))
     return min(found)
@@ -31,7 +33,19 @@ def test_codes__equal_a_plain_loop(bits):
         steps.add(step)
         assert codes.tolist() == want
         assert scale.item() == pytest.approx(s, rel=1e-6)
-    assert steps == ({0} if bits == 8 else {1, 2} if bits == 2 else {0, 1, 2})
+    assert steps == ({0} if bits == 8 else {1, 2, 3} if bits == 2 else {0, 1, 2})
+
+
+def test_two_bits__clipping_loses_less_than_half_steps_do():
+    w = torch.randn(64, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    clipped, kept = (solve_rtn(w, WeightSpec(2, solver="rtn"), clip=clip) for clip in (True, False))
+    errors = [(q.dequantize() - w).abs() for q in (clipped, kept)]
+    bounds = [q.scale.double()[:, None] * (1 + 1e-5) for q in (clipped, kept)]
+    assert (errors[0] <= bounds[0]).all()
+    assert (errors[1] <= bounds[1] / 2).all()
+    lost = [error.square().sum(1) for error in errors]
+    assert (lost[0] <= lost[1]).all()
+    assert lost[0].sum() < 0.8 * lost[1].sum()
 
 
 def test_groups__each_is_a_row_of_its_own():

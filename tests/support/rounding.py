@@ -5,7 +5,7 @@ from torch import Tensor
 
 
 def nearest(w: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Codes like w [..., g] and float32 scales [..., 1]: the first step for 8 bits, else the best of three."""
+    """Codes like w [..., g] and float32 scales [..., 1]: the first step for 8 bits, else the best of three, for 2 bits of four."""
     top = 2 ** (bits - 1) - 1
     high, low = w.amax(-1, keepdim=True), w.amin(-1, keepdim=True)
     widest = torch.maximum(high, -low) / top
@@ -13,6 +13,8 @@ def nearest(w: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     factors = [torch.ones_like(high)]
     if bits < 8:
         factors += [factors[0] * (2 * top / (2 * top + 1) * (1 + 2**-20)), torch.maximum(high / top, -low / (top + 1)) / widest]
+    if bits == 2:
+        factors += [factors[0] / 2]
     best, codes, scales = torch.full_like(high, torch.inf), torch.zeros_like(w), torch.ones_like(high)
     for factor in factors:
         step = (widest * torch.where(factor > 0, factor, 1).float()).to(w)
