@@ -60,11 +60,11 @@ def theirs(case: Case, data: Path, environments: Path) -> dict[str, list[float]]
         return json.loads(out.read_text())
 
 
-def ours(case: Case, data: Path) -> dict[str, list[float]]:
-    """The same of mmqc."""
+def ours(case: Case, data: Path, calibration: int = CALIBRATION) -> dict[str, list[float]]:
+    """The same of mmqc, after so many batches of calibration."""
     config = RECIPES[case.ours](case.bits, case.group or None, case.symmetric).replace(vision=None, projector=None)
     sample = mmqc.samples.load(case.sample)
-    mmqc.quantize_(sample.model, config, sample.calibration(CALIBRATION), progress=False, inputs="quantized")
+    mmqc.quantize_(sample.model, config, sample.calibration(calibration), progress=False, inputs="quantized")
     questions = torch.load(data / case.sample / "questions.pt", weights_only=True)
     return scores(answers(sample.model, questions["batches"]), questions["exact"], questions["ids"])
 
@@ -72,9 +72,9 @@ def ours(case: Case, data: Path) -> dict[str, list[float]]:
 def measure(options: argparse.Namespace) -> None:
     """Every run that is not on file, each of which goes there as soon as it is done."""
     found: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"about": {}, "runs": {}}
-    runs, done = found["runs"], set()
+    runs, done, stamp = found["runs"], set(), about("python -m benchmarks.peers.compare")
     for case in CASES:
-        export(case.sample, options.data, CALIBRATION, QUESTIONS)
+        export(case.sample, options.data / case.sample, CALIBRATION, QUESTIONS)
         for library, key in zip(("mmqc", "peers"), keys(case), strict=True):
             if key in done or (key in runs and library not in options.again):
                 continue
@@ -82,7 +82,7 @@ def measure(options: argparse.Namespace) -> None:
             runs[key] = {measured: [float(f"{value:.4g}") for value in values] for measured, values in run.items()}
             done.add(key)
             print(key, {measured: round(float(np.mean(values)), 5) for measured, values in run.items()}, flush=True)
-            found["about"] = about("python -m benchmarks.peers.compare")
+            found["about"] = stamp
             RESULTS.write_text(json.dumps(found) + "\n")
 
 
