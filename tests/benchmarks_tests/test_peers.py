@@ -5,16 +5,24 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tolerance import assert_close
+from torchao.quantization.granularity import PerGroup
 
 from benchmarks.peers import compare
 from benchmarks.peers.answers import answers, scores
 from benchmarks.peers.cases import CASES, RECIPES
+from benchmarks.peers.reasons import REASONS
+from benchmarks.peers.spread import BITS, GROUP, as_the_peer
+from mmqc.config import WeightSpec
+from mmqc.solvers import solve
 
 
 def test_page__is_what_the_figures_say() -> None:
     found = json.loads(compare.RESULTS.read_text(encoding="utf-8"))
     assert compare.PAGE.read_text(encoding="utf-8") == compare.page(found)
-    assert len(compare.rows(found["runs"])) >= 8
+    made = compare.rows(found["runs"])
+    assert len(made) >= 8
+    assert set(compare.worse(made)) == REASONS.keys()
     assert {key for case in CASES for key in compare.keys(case)} >= found["runs"].keys()
 
 
@@ -47,3 +55,15 @@ def test_scores__of_the_answers_tokens_in_the_questions_order() -> None:
     assert same["kl"] == [0.0] * 4
     assert same["nll"][1] == pytest.approx(-float(found[1][0, 0]))
     assert min(scores(found, found[::-1], ids[::-1])["kl"][1:3]) > 0
+
+
+def test_as_the_peer__every_step_is_the_peers_and_ends_with_the_block() -> None:
+    g = torch.Generator().manual_seed(1)
+    w, x = torch.randn(8, 64, generator=g), torch.randn(200, 64, generator=g)
+    spec, h = WeightSpec(BITS, PerGroup(GROUP), "gptq"), x.T @ x
+    shipped = solve(w, spec, h)
+    with as_the_peer():
+        found = solve(w, spec, h)
+    assert_close(found.scale, w.unflatten(1, (-1, GROUP)).abs().amax(-1) * 2 / (2**BITS - 1))
+    assert not torch.equal(shipped.scale, found.scale)
+    assert torch.equal(solve(w, spec, h).codes, shipped.codes)
