@@ -127,14 +127,15 @@ def reasons(made: list[tuple[str, ...]]) -> str:
     )
 
 
-def spread(found: dict[str, dict[str, float]]) -> str:
+def spread(found: list[dict[str, Any]]) -> str:
     """What spread.py measured."""
-    lines: dict[tuple[str, str], dict[str, str]] = {}
-    for key, run in found.items():
-        sample, batches, way = key.split(" ", 2)
-        lines.setdefault((sample, batches), {})[way] = f"{run['nll']:.4f}, {run['kl']:.5f}"
+    lines: dict[tuple[str, ...], dict[str, str]] = {}
+    for run in found:
+        key = run["form"], run["sample"].removeprefix("digits-vqa").lstrip("-") or "digits", run["mmqc"], str(run["batches"])
+        lines.setdefault(key, {})[run["way"]] = f"{run['nll']:.4f}, {run['kl']:.5f}"
     ways = list(dict.fromkeys(way for line in lines.values() for way in line))
-    return table(("sample", "batches", *ways), ((*key, *(line[way] for way in ways)) for key, line in lines.items()))
+    head = ("form", "sample", "mmqc", "batches", *(way.replace("mmqc", "as it is") for way in ways))
+    return table(head, ((*key, *(line[way] for way in ways)) for key, line in lines.items()))
 
 
 def page(found: dict[str, Any]) -> str:
@@ -160,9 +161,9 @@ Of {len(CASES)} comparisons {len(made)} are measured; the command measures the o
 
 {reasons(made)}
 
-The interval is over questions: another draw of batches, or another order of sums, is not in it. GPTQ W2 g32 sym on fewer batches,
-NLL and KL (`python -m benchmarks.peers.spread`); the column on the right is the peer's algorithm in mmqc, of whose codes 99.9 % and
-more are the peer's in the first block's queries, keys and values, and 82 % in the last block's `down_proj`:
+The intervals are over questions: another draw of batches, or another order of sums, is not in them. NLL and KL on fewer batches
+(`python -m benchmarks.peers.spread`); the column on the right is the peer's rounding in mmqc, one sweep on the step
+2 max|w| / (2^b - 1), which in the first block's queries, keys and values makes the peer's codes but for ties:
 
 {spread(found["spread"])}
 

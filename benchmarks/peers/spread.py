@@ -1,9 +1,9 @@
 """How far figures move with the batches that are read: GPTQ by mmqc, as it is and as LLM Compressor's algorithm.
 
-    python -m benchmarks.peers.spread                   both, on every sample and number of batches that is not on file
+    python -m benchmarks.peers.spread                   both, of every case and number of batches that is not on file
 
 The peer's algorithm is one sweep on its own step, 2 max|w| / (2^b - 1), without a search for clips and without descent: in the
-first block's queries, keys and values mmqc then makes 99.9 % of the peer's codes.  ``compare.py`` draws the table.
+first block's queries, keys and values mmqc then makes the peer's codes but for ties.  ``compare.py`` draws the table.
 """
 
 from __future__ import annotations
@@ -11,20 +11,26 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from itertools import product
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 import torch
 
-from benchmarks.peers.cases import SAMPLES, Case
+from benchmarks.peers.cases import Case
 from benchmarks.peers.compare import CALIBRATION, QUESTIONS, RESULTS, ROOT, ours
 from benchmarks.peers.export import export
 from mmqc.solvers import gptq
 
-BITS, GROUP = 2, 32
-BATCHES = {"digits-vqa": (64, 60, 56, 52, 48), "digits-vqa-stress": (64, 56, 48)}
+BITS = 2
+CASES = {  # and the numbers of batches
+    Case("digits-vqa", "gptq", "llmcompressor gptq", BITS, 32, symmetric=True): (64, 60, 56, 52, 48),
+    Case("digits-vqa-stress", "gptq", "llmcompressor gptq", BITS, 32, symmetric=True): (64, 56, 48),
+    Case("digits-vqa", "awq+gptq", "llmcompressor awq+gptq", BITS, 64, symmetric=True): (64, 56, 48),
+    Case("digits-vqa-stress", "awq+gptq", "llmcompressor awq+gptq", BITS, 64, symmetric=True): (64, 56, 48),
+}
 WAYS = ("mmqc", "one sweep on the peer's step")
 
 
@@ -41,23 +47,18 @@ def main() -> None:
     """Measure what is not on file."""
     torch.set_num_threads(1)
     data = ROOT / "build/peers/data"
-    for sample in SAMPLES:
-        export(sample, data / sample, CALIBRATION, QUESTIONS)
-        for batches in BATCHES[sample]:
-            for way in WAYS:
-                found: dict[str, Any] = json.loads(RESULTS.read_text(encoding="utf-8"))
-                spread, key = found.setdefault("spread", {}), f"{sample} {batches} {way}"
-                if key in spread:
-                    continue
-                case = Case(sample, "gptq", "llmcompressor gptq", BITS, GROUP, symmetric=True)
-                if way == WAYS[0]:
-                    run = ours(case, data, batches)
-                else:
-                    with as_the_peer():
-                        run = ours(case, data, batches)
-                spread[key] = {measured: float(f"{np.mean(values):.4g}") for measured, values in run.items()}
-                print(key, spread[key], flush=True)
-                RESULTS.write_text(json.dumps(found) + "\n")
+    for case, numbers in CASES.items():
+        export(case.sample, data / case.sample, CALIBRATION, QUESTIONS)
+        for batches, way in product(numbers, WAYS):
+            found: dict[str, Any] = json.loads(RESULTS.read_text(encoding="utf-8"))
+            about = {"sample": case.sample, "form": case.form, "mmqc": case.ours, "batches": batches, "way": way}
+            if any(about.items() <= row.items() for row in found.setdefault("spread", [])):
+                continue
+            with nullcontext() if way == WAYS[0] else as_the_peer():
+                run = ours(case, data, batches)
+            found["spread"].append({**about, **{kind: float(f"{np.mean(values):.4g}") for kind, values in run.items()}})
+            print(found["spread"][-1], flush=True)
+            RESULTS.write_text(json.dumps(found) + "\n")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from benchmarks.peers import compare
 from benchmarks.peers.answers import answers, scores
 from benchmarks.peers.cases import CASES, RECIPES
 from benchmarks.peers.reasons import REASONS
-from benchmarks.peers.spread import BITS, GROUP, as_the_peer
+from benchmarks.peers.spread import BITS, as_the_peer
 from mmqc.config import WeightSpec
 from mmqc.solvers import solve
 
@@ -60,10 +60,10 @@ def test_scores__of_the_answers_tokens_in_the_questions_order() -> None:
 def test_as_the_peer__every_step_is_the_peers_and_ends_with_the_block() -> None:
     g = torch.Generator().manual_seed(1)
     w, x = torch.randn(8, 64, generator=g), torch.randn(200, 64, generator=g)
-    spec, h = WeightSpec(BITS, PerGroup(GROUP), "gptq"), x.T @ x
+    spec, h = WeightSpec(BITS, PerGroup(32), "gptq"), x.T @ x
     shipped = solve(w, spec, h)
     with as_the_peer():
         found = solve(w, spec, h)
-    assert_close(found.scale, w.unflatten(1, (-1, GROUP)).abs().amax(-1) * 2 / (2**BITS - 1))
+    assert_close(found.scale, w.unflatten(1, (-1, 32)).abs().amax(-1) * 2 / (2**BITS - 1))
     assert not torch.equal(shipped.scale, found.scale)
     assert torch.equal(solve(w, spec, h).codes, shipped.codes)
