@@ -357,7 +357,7 @@ def distinct(ids: Tensor) -> Tensor:
     if _ascends(ids):
         return ids
     low, high = (int(end) for end in torch.aminmax(ids))
-    if high - low >= SPREAD * ids.numel():
+    if high - low >= SPREAD * ids.numel() or ids.dtype == torch.bool:  # of truths there are two
         return ids.unique()
     there = torch.zeros(high - low + 1, dtype=torch.bool)
     there[ids - low] = True

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from mmqc.graph.program import Program
 from mmqc.graph.spaces.coordinate_rules import coordinates
-from mmqc.graph.spaces.coordinates import compact
+from mmqc.graph.spaces.coordinates import compact, distinct
 from mmqc.graph.spaces.spaces import Space, Spaces
 from mmqc.graph.spaces.towers import roles, towers
 from mmqc.passes.raise_ops import RaiseOps
@@ -222,3 +222,18 @@ def test_coordinates__stop_at(name: str) -> None:
     first = [s for s in spaces if any(t.fqn == "first.weight" for t in s.writers)]
     assert all(s.pins or s.width == 1 for s in first)
     assert not reason or all(s.why_pinned.endswith(reason) for s in first)
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [
+        torch.tensor([3, 5, 9]),
+        torch.tensor([9, -4, 9, 3, -4]),
+        torch.tensor([1 << 40, 7, 7]),
+        torch.tensor([True, False, True]),
+        torch.empty(0, dtype=torch.long),
+    ],
+    ids=["in order", "few numbers", "far apart", "truths", "none"],
+)
+def test_distinct__is_unique(ids: Tensor) -> None:
+    assert torch.equal(distinct(ids), ids.unique())
