@@ -186,7 +186,7 @@ def test_collect_records__nests_and_belongs_to_its_thread() -> None:
         {"mode": "reduce-overhead"},
         {"mode": "max-autotune-no-cudagraphs"},
         {"options": {"mode": "max-autotune", "token_order": "sequence", "epilogue_fusion": True}},
-        {"options": {"token_order": "auto", "cpp.simdlen": 256}},
+        {"options": {"token_order": "auto", "cpp.simdlen": 256, "recorded_sizes": 4}},
     ],
 )
 def test_backend__modes_and_options_are_accepted(arguments: dict[str, Any]) -> None:

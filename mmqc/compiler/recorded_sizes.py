@@ -17,7 +17,6 @@ numbers (those of other tensors' shapes among them), and the addresses of the te
 
 from __future__ import annotations
 
-import gc
 import threading
 import time
 from collections import OrderedDict
@@ -30,8 +29,9 @@ import torch
 from torch import Tensor, nn
 
 from mmqc.compiler.stamp import addresses, versions
+from mmqc.graph.collections_off import without_collections
 
-LIMIT = 16  # sizes, by default
+LIMIT = 16  # sizes, where only ``recorded`` is asked for
 SEEN = 8  # times as many are counted
 WAITING = 1.5  # the device ran for less than so many times what the host took: it waited for launches
 COPIED = 1 << 28  # bytes that may be copied in front of a replay
@@ -312,7 +312,7 @@ class Cuda:
         self.pool = self.pool or torch.cuda.graph_pool_handle()
         graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side), _no_collection(), _captured(graph, self.pool):
+        with torch.cuda.stream(side), without_collections(), _captured(graph, self.pool):
             result = run()
         torch.cuda.current_stream().wait_stream(side)
         return result, graph.replay
@@ -328,18 +328,6 @@ def _captured(graph: Any, pool: Any) -> Iterator[None]:
             graph.capture_end()
         raise
     graph.capture_end()
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Nothing is freed by chance in the block that a capture must not free."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def recorded(graph: Graph, limit: int, example_inputs: Iterable[Any]) -> Graph:

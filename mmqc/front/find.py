@@ -13,9 +13,7 @@ their split is handed over.
 from __future__ import annotations
 
 import copy
-import gc
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +24,7 @@ from mmqc.front import attention
 from mmqc.front.handover import ArgumentSite, Installed, Site, compute, place_of, value_sites
 from mmqc.front.observe import Call, Observation, Read, is_metadata, observe, tensors_in
 from mmqc.front.sizes import left_on
+from mmqc.graph.collections_off import without_collections
 from mmqc.graph.tracing import as_traced
 from mmqc.ops.define import plain_torch
 from mmqc.versions import without_encoders
@@ -65,7 +64,7 @@ class Finder:
 
     def find(self) -> Plan:
         """Run the five steps."""
-        with attention.check(), plain_torch(), _without_collections():
+        with attention.check(), plain_torch(), without_collections():
             return self.search()
 
     def search(self) -> Plan:
@@ -284,19 +283,6 @@ def _activates(call: Call) -> bool:
     """Whether floating-point tensors come out of a module that has weights: an embedding of the token ids, say."""
     owner = call.owner
     return owner is not None and any(True for _ in owner.parameters()) and any(True for _ in floats(call.returned))
-
-
-@contextmanager
-def _without_collections() -> Iterator[None]:
-    """Every forward makes objects enough for some searches for garbage among all that a large model has, and leaves none."""
-    if not gc.isenabled():
-        yield
-        return
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 def _private(value: Any) -> Any:

@@ -10,14 +10,13 @@ and readers W R along theirs, so one function serves both:  W[..., groups] <- W[
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
+from mmqc.graph.collections_off import without_collections
 from mmqc.graph.kinds import kind
 from mmqc.graph.memory import written
 from mmqc.graph.plan import Plan
@@ -63,7 +62,7 @@ class Spaces:
         fingerprint = hash((id(plan), through_norms, *what))
         if prog.analysis is None or prog.analysis[0] != fingerprint:
             prog.analysis = None  # a large model's takes a gigabyte: never hold two
-            with _no_collection():
+            with without_collections():
                 prog.analysis = (fingerprint, cls._analysed(prog, plan, through_norms))
         return prog.analysis[1]
 
@@ -78,18 +77,6 @@ class Spaces:
         found.meetings.clear()
         pin_other_uses(prog, found, spaces)
         return cls(found, collector.classes, spaces, written(prog))
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """No search for garbage cycles meanwhile: hundreds of thousands of small objects are made, none in a cycle."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _classes(found: Coordinates) -> Tensor:
