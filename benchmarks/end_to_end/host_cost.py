@@ -1,9 +1,10 @@
 """By the clock and on the device: prompts of several sizes and a step, with launches, kernels and a profile of the host.
 
-    python -m benchmarks.end_to_end.host_cost [--layers 4] [--profile] [--prefill recorded] [--dry] --out results.json
+    python -m benchmarks.end_to_end.host_cost [--layers 4] [--profile] [--prefill compiled recorded] [--dry] --out results.json
 
 Qwen2-VL-7B's shape with random weights in W4A8, through ``generate`` and ``mmqc.compiled_loop``, on a GPU; ``--layers``: so many
-layers and so many blocks of the tower, which leaves what does not grow with depth; ``--dry``: cold_start's small model, on the CPU.
+layers and so many blocks of the tower, which leaves what does not grow with depth; ``--dry``: cold_start's small model, on the CPU;
+several ways of a prompt are measured on one model, and their tokens compared.
 """
 
 from __future__ import annotations
@@ -51,6 +52,11 @@ class Calls:
         compiled = CompileConfig(backend="mmqc", mode="reduce-overhead", fullgraph=False)
         self.config = GenerationConfig(do_sample=False, pad_token_id=0, cache_implementation="static", compile_config=compiled)
 
+    def tokens(self, inputs: dict[str, torch.Tensor], new: int) -> list[int]:
+        """Greedy ones."""
+        self.config.max_new_tokens = self.config.min_new_tokens = new
+        return self.model.generate(**inputs, generation_config=self.config, **self.more)[0, -new:].tolist()
+
     def seconds(self, inputs: dict[str, torch.Tensor], new: int = 1) -> float:
         """Of one call of ``generate``."""
         self.wait()
@@ -89,6 +95,7 @@ def summary(found: Kernels) -> dict[str, Any]:
 def measure(model: Any, grids: dict[str, tuple[int, int]], prefill: str, watched: bool) -> dict[str, Any]:
     """Every figure; the prompts come first, so that a step finds the cache of the largest."""
     calls, figures = Calls(model, prefill), dict[str, Any]()
+    torch.manual_seed(0)  # every way is asked the same
     inputs = {name: prompt(model, grid) for name, grid in grids.items()}
     for name, given in inputs.items():
         figures[name] = {"first_s": round(calls.seconds(given), 2)}
@@ -100,6 +107,7 @@ def measure(model: Any, grids: dict[str, tuple[int, int]], prefill: str, watched
     before, behind = calls.kernels(given, 4), calls.kernels(given, 68)
     each = {k: ((us - before.get(k, (0, 0))[0]) / 64, (n - before.get(k, (0, 0))[1]) // 64) for k, (us, n) in behind.items()}
     figures["step"] |= {"clock_ms": round(1e3 * (many - few) / 128, 3), **summary(each)}
+    figures["tokens"] = {name: calls.tokens(given, 12) for name, given in reversed(inputs.items())}
     if watched:
         figures["host of a prompt"] = calls.host(lambda: calls.seconds(next(iter(inputs.values()))))
         figures["host of 100 steps"] = calls.host(lambda: calls.seconds(given, 101))
@@ -110,7 +118,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int)
     parser.add_argument("--profile", action="store_true")
-    parser.add_argument("--prefill", default="compiled", help="compiled_loop's")
+    parser.add_argument("--prefill", nargs="+", default=["compiled"], help="compiled_loop's, one after the other")
     parser.add_argument("--dry", action="store_true")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
@@ -121,7 +129,8 @@ def main() -> None:
     batch = prompt(model, (8, 8)) if args.dry else batch_of("qwen2_vl_7b", model, "cuda")
     mmqc.quantize_(model, CONFIGS["w4a8"](), [batch], progress=False)
     grids = {name: (4 + 2 * i, 4) for i, name in enumerate(GRIDS)} if args.dry else GRIDS
-    found = {**facts(Run(args.dry, 0)), "figures": measure(model, grids, args.prefill, args.profile)}
+    ways = {prefill: measure(model, grids, prefill, args.profile) for prefill in args.prefill}
+    found = {**facts(Run(args.dry, 0)), "figures": ways, "same tokens": len({str(way["tokens"]) for way in ways.values()}) == 1}
     text = json.dumps(found, indent=1)
     print(text)
     if args.out:
