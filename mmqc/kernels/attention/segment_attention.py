@@ -6,9 +6,10 @@ Shapes:  q [1, H, T, D]   k, v [1, H_kv, T, D] fp16 | bf16, channels contiguous 
 Why:     one launch for all images of a batch, and for windows; a head of 72 or 80 channels is not padded to 128, as the kernels
          of cuDNN and FlashAttention do.
 Apart:   what one segment holds, NaN too, does not reach another.
-Exact:   scores, softmax and sums in float32, weights rounded to the dtype of v, as those do.
+Exact:   scores, softmax and sums in float32, weights rounded to the dtype of v, as those do.  What is subtracted from the scores
+         is a row's greatest one of a tile, not of all (why that is the same: segment_attention_tiles.py).
 Arch:    Hopper (wgmma, TMA).  Not in the interpreter, which runs the warps of a program one after the other.
-Source:  Shah et al., FlashAttention-3, arXiv:2407.08608, algorithm 2 (softmax of a tile under the products of the one before).
+Source:  Shah et al., FlashAttention-3, arXiv:2407.08608, section 3.1 (softmax of one warpgroup under the products of another).
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from mmqc.kernels.shared.compile_ahead import ahead
 from mmqc.kernels.shared.device_facts import CONSUMER_REGISTERS, has_warpgroup_products, multiprocessors
 from mmqc.kernels.shared.launch import Launch
 from mmqc.kernels.shared.repeated_launch import repeat
+from mmqc.kernels.shared.split_k import Workspace, workspace
 
 HALF = (torch.float16, torch.bfloat16)
 LOG2_E = 1 / math.log(2)
@@ -73,7 +75,8 @@ def _why_not_copied(t: Any) -> str | None:
 
 
 def launch(
-    q: Any, k: Any, v: Any, ends: Any, y: Any, scale: float | None, *, causal: bool = False, config: Config | None = None
+    q: Any, k: Any, v: Any, ends: Any, y: Any, scale: float | None, work: Workspace, *, causal: bool = False,
+    config: Config | None = None,
 ) -> Launch:
     """Fill y [1, T, H, D], contiguous; ``why_not`` has found nothing."""
     from mmqc.kernels.attention.segment_attention_tiles import segment_attention_kernel
@@ -83,19 +86,21 @@ def launch(
     c = config or Config()
     segments = ends.shape[0] - 1
     tiles = rows // ROWS + segments  # of a head; some may be empty
+    programs = min(tiles * heads, multiprocessors(q.device))
+    # For each item the one before it, and for each program its last one, of those that a warpgroup does again.
+    again, counter = work(q.device, 1, tiles * heads + programs, 2, torch.int32)
     small = rest or 16
     blocks = {f"{n}{of}_desc": (1, 64 if n == "q" else c.keys, width)
               for n in "qkv" for of, width in (("", main), ("_rest", small))}  # fmt: skip
     of = {n: t[0] for n, t in (("q", q), ("k", k), ("v", v))}
     args: dict[str, Any] = {name: of[name[0]] for name in blocks} | dict(
-        y_ptr=y, ends_ptr=ends, segments=segments, T=rows, tiles=tiles, items=tiles * heads,
+        y_ptr=y, counter_ptr=counter, again_ptr=again, ends_ptr=ends, segments=segments, T=rows, tiles=tiles, items=tiles * heads,
         factor=(d**-0.5 if scale is None else scale) * LOG2_E, stride_y=heads * d,
     )
     constants = dict(
         GROUP=heads // k.shape[1], D=d, MAIN=main, REST=rest, ROWS=ROWS, KEYS=c.keys, STAGES=c.stages,
         CAUSAL=causal, REGISTERS=CONSUMER_REGISTERS,
     )
-    programs = min(tiles * heads, multiprocessors(q.device))
     return Launch(segment_attention_kernel, (programs,), args, constants, ("y_ptr",), 4, 1, 0, blocks)
 
 
@@ -114,7 +119,7 @@ def segment_attention(
     if rows:
         layout = *(t.shape for t in (q, k, ends)), *(t.stride() for t in (q, k, v))
         key = "segment_attention", layout, q.dtype, ends.dtype, scale, causal, config
-        repeat(key, (q, k, v, ends, y), lambda new, work: [launch(q, k, v, ends, y, scale, causal=causal, config=config)])
+        repeat(key, (q, k, v, ends, y), lambda new, work: [launch(q, k, v, ends, y, scale, work, causal=causal, config=config)])
     return y.transpose(1, 2)
 
 
@@ -129,4 +134,4 @@ def _prepare(
 ) -> None:
     q, k = (torch.empty((1, count, ROWS, d), dtype=dtype, device="meta") for count in (heads, kv_heads))
     ends = torch.empty(2, dtype=of_ends, device="meta")
-    ahead([launch(q, k, k, ends, q, None, causal=causal)], device)
+    ahead([launch(q, k, k, ends, q, None, workspace, causal=causal)], device)

@@ -1,5 +1,6 @@
 """Attention within segments against the same in float64, segment by segment, on a Hopper GPU; what needs none of it anywhere."""
 
+import math
 from itertools import pairwise
 
 import pytest
@@ -57,7 +58,7 @@ def test_prepare__compiles_what_any_image_takes(monkeypatch):
     for rows, segments in ((8192, 1), (8200, 2), (25_600, 16), (9001, 17)):
         q, k = (torch.empty(1, heads, rows, 80, dtype=torch.bfloat16, device="meta") for heads in (4, 2))
         ends = torch.empty(segments + 1, dtype=torch.int64, device="meta")
-        assert kernel.launch(q, k, k, ends, q.transpose(1, 2), None).specialisation() == asked[0].specialisation()
+        assert kernel.launch(q, k, k, ends, q.transpose(1, 2), None, kernel.workspace).specialisation() == asked[0].specialisation()
 
 
 def exact(q, k, v, ends, *, causal):
@@ -101,6 +102,44 @@ def test_segment_attention__is_attention_of_each_segment(heads, of_keys, d, ends
     y = kernel.segment_attention(q, k, v, torch.tensor(ends, device="cuda", dtype=torch.int32), causal=causal, config=config)
     assert y.dtype == dtype
     assert_close(y, exact(q, k, v, ends, causal=causal), dtype)
+
+
+@hopper
+@pytest.mark.gpu
+@pytest.mark.usefixtures("nan_memory")
+@pytest.mark.parametrize(
+    ("dtype", "above"), [(torch.bfloat16, 200), (torch.bfloat16, 90), (torch.float16, 30), (torch.float16, 12)]
+)
+@pytest.mark.parametrize(("ends", "causal"), [([0, 1300], False), ([0, 300, 5000, 5064], False), ([0, 1300], True)])
+def test_segment_attention__where_scores_rise_far_above_those_that_come_first(ends, causal, dtype, above):
+    """The first key of every segment, which comes last, has a score so many powers of two above all others, in some rows."""
+    q, k, v = (torch.randn(1, 8, ends[-1], 80, device="cuda", dtype=dtype) for _ in range(3))
+    rise = torch.zeros(8, ends[-1], 1, device="cuda", dtype=torch.bool)
+    rise[1, 100:103] = rise[3, ::200] = rise[6, 140:] = True
+    q = torch.where(rise, torch.full_like(q, 2.0), q)
+    for start in ends[:-1]:
+        k[:, :, start] = above * math.log(2) * 80**0.5 / 160
+    y = kernel.segment_attention(q, k, v, torch.tensor(ends, device="cuda"), causal=causal)
+    assert_close(y, exact(q, k, v, ends, causal=causal), dtype)
+
+
+@hopper
+@pytest.mark.gpu
+def test_segment_attention__items_are_handed_out_in_every_launch_and_replay():
+    """More of them than programs; what hands them out is at its beginning again behind each."""
+    ends = [0, 3000, 3100, 9000]
+    edges = torch.tensor(ends, device="cuda")
+    q, k, v = (torch.randn(1, 16, ends[-1], 80, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    want = kernel.segment_attention(q, k, v, edges)
+    assert_close(want[:, :2], exact(q[:, :2], k[:, :2], v[:, :2], ends, causal=False), torch.bfloat16)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = kernel.segment_attention(q, k, v, edges)
+    for _ in range(20):
+        y.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(y, want)
+        assert torch.equal(kernel.segment_attention(q, k, v, edges), want)
 
 
 @hopper
