@@ -91,10 +91,11 @@ def compiled_loop(
         model: the model whose ``generate`` was called.
         input_ids: [B, L] int64, the prompt.
         generation_config: its ``compile_config`` says how to compile; by default ``backend="mmqc"`` with CUDA graphs.
-        prefill: an argument of ``generate`` too: "compiled", what None means with a static cache; "recorded", the same, and
-            replayed as a CUDA graph where a size comes again and the host is what takes time (``recorded_sizes.py``);
-            "graphs", compiled for each shape with Inductor's CUDA graphs, for few different ones: the first two prompts of a
-            shape are slow, and each keeps memory; or "eager", what None means with a quantized cache, which takes nothing else.
+        prefill: an argument of ``generate`` too: "recorded", what None means with a static cache and backend "mmqc": compiled
+            once, and replayed as a CUDA graph where a size comes again and the host is what takes time
+            (``recorded_sizes.py``); "compiled", without the replays, what None means with other backends; "graphs", compiled
+            for each shape with Inductor's CUDA graphs, for few different ones: the first two prompts of a shape are slow, and
+            each keeps memory; or "eager", what None means with a quantized cache, which takes nothing else.
         kwargs: what ``generate`` hands to its loop.  A ``streamer`` is not among it; it is taken from ``generate`` itself.
 
     Calls on one model take turns: each holds the model's compiled loop from its prompt to its last token.
@@ -203,9 +204,10 @@ def _checked(cache: Any, config: GenerationConfig, prefill: str | None) -> str:
             f"prefill = {prefill!r} with a quantized cache: how many tokens of the prompt are visual decides what is allocated, "
             'which a graph cannot know; pass prefill="eager" or nothing'
         )
-    if prefill == "recorded" and (config.compile_config or CompileConfig(backend="mmqc")).backend != "mmqc":
+    ours = config.compile_config is None or config.compile_config.backend == "mmqc"
+    if prefill == "recorded" and not ours:
         raise ValueError(f"prefill = {prefill!r} is of backend 'mmqc', not of {config.compile_config.backend!r}")
-    return prefill or ("eager" if packed else "compiled")
+    return prefill or ("eager" if packed else "recorded" if ours else "compiled")
 
 
 def _compile_config(given: CompileConfig | None) -> CompileConfig:

@@ -9,6 +9,7 @@ Why:     a second launch to add the parts costs more than a skinny matmul has to
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 import triton
@@ -16,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 RING = 1 << 20
+ALIGNED = 4  # counters in 16 bytes, so that a kernel is compiled for one kind of address
 Workspace = Callable[[torch.device, int, int, int, torch.dtype], tuple[Tensor, Tensor]]  # as ``workspace`` below
 _counters: dict[torch.device, Tensor] = {}
 _next: dict[torch.device, int] = {}
@@ -36,11 +38,24 @@ def workspace(
         # Memory that a capture hands out is filled at replay only: such a buffer must not be shared.
         return parts, torch.zeros(tiles, dtype=torch.int32, device=device)
     if device not in _counters:
-        _counters[device] = torch.zeros(RING, dtype=torch.int32, device=device)
+        _counters[device] = _ring(device)
     start = _next.get(device, 0)
     start = 0 if start + tiles > RING else start
-    _next[device] = start + tiles
+    _next[device] = start + -(-tiles // ALIGNED) * ALIGNED
     return parts, _counters[device][start : start + tiles]
+
+
+def _ring(device: torch.device) -> Tensor:
+    """Zeros that stay, made by another thread: a call before a capture gives its thread memory that the graph will have for itself."""
+
+    def make() -> Tensor:
+        ring = torch.zeros(RING, dtype=torch.int32, device=device)
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
+        return ring
+
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(make).result()
 
 
 @triton.jit

@@ -191,3 +191,19 @@ def test_segment_attention__is_what_the_op_runs_for_many_rows(monkeypatch):
     with op.check():
         torch.ops.mmqc_front.scaled_dot_product_attention(q, k, v, ends, ends, None, False, op.MANY - 700)
     assert len(calls) == 1
+
+
+@hopper
+@pytest.mark.gpu
+def test_segment_attention__first_called_in_front_of_a_capture(monkeypatch):
+    """What hands its items out is not of the memory that a graph of Inductor's has for itself."""
+    monkeypatch.setattr("mmqc.kernels.shared.split_k._counters", {})
+    q, k, v = (torch.randn(1, 2, op.MANY, 80, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    ends = torch.tensor([0, op.MANY], device="cuda", dtype=torch.int32)
+    attend = torch.ops.mmqc_front.scaled_dot_product_attention
+    compiled = torch.compile(lambda q: attend(q * 2, k, v, ends, ends, None, False, op.MANY) + 1, mode="reduce-overhead")
+    want = attend(q * 2, k, v, ends, ends, None, False, op.MANY) + 1
+    monkeypatch.setattr("mmqc.kernels.shared.split_k._counters", {})
+    for _ in range(4):
+        torch.compiler.cudagraph_mark_step_begin()
+        assert_close(compiled(q), want, torch.bfloat16)
