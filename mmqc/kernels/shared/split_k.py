@@ -46,7 +46,7 @@ def workspace(
 
 
 def _ring(device: torch.device) -> Tensor:
-    """Zeros that stay, made by another thread: a call before a capture gives its thread memory that the graph will have for itself."""
+    """Zeros that stay, made by another thread: what this one allocates in front of a capture belongs to the graph."""
 
     def make() -> Tensor:
         ring = torch.zeros(RING, dtype=torch.int32, device=device)
