@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from mmqc.config import Float4
+from mmqc.ops.divide import divided
 from mmqc.ops.float4 import LARGEST, read_scale, round_float4, store_scale
 from mmqc.solvers.grid import Grid
 from mmqc.solvers.quantized import positive
@@ -59,7 +60,7 @@ class Float4Grid(Grid):
         peak = largest.max() if largest.numel() else largest.new_ones(())
         _, exponent = torch.frexp(ROOM / torch.where(peak > 0, peak, 1).clamp(min=2.0**-100))
         divisor = torch.exp2((exponent - 1).float()).reshape(1) if divisor is None else divisor
-        plain = cls(positive(largest / LARGEST), 4, None, form, divisor)
+        plain = cls(positive(divided(largest, LARGEST)), 4, None, form, divisor)
         return replace(plain, scale=plain.representable(plain.scale))
 
     def representable(self, scale: Tensor) -> Tensor:

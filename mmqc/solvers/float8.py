@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from mmqc.ops.divide import divided
 from mmqc.ops.pack import FLOAT8
 from mmqc.ops.quantize import LARGEST
 from mmqc.solvers.quantized import Quantized, checked, positive
@@ -22,5 +23,5 @@ def solve(weight: Tensor, *, skip: Tensor | None = None, name: str = "weight") -
         ValueError: NaN or infinite values.
     """
     w = checked(weight, name, skip)
-    scale = positive(w.abs().amax(1) / LARGEST)
+    scale = positive(divided(w.abs().amax(1), LARGEST))
     return Quantized((w / scale[:, None]).float().clamp(-LARGEST, LARGEST).to(FLOAT8), scale)

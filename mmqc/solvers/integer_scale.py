@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from mmqc.config import WeightSpec
+from mmqc.ops.divide import divided
 from mmqc.solvers.quantized import Quantized, levels, positive
 
 LIMIT = 2**31  # of |acc|, exclusive
@@ -109,7 +110,7 @@ def with_integer_scales(solved: Quantized, spec: WeightSpec, *, name: str = "wei
 def _progressive(solved: Quantized, scale: Tensor, spec: WeightSpec) -> Quantized:
     """Integer scales up to T over a step of each row; rows of zeros have the step 1."""
     largest = HIGHEST // 2 ** (spec.bits - 1)
-    step = positive(scale.abs().amax(1) / largest)
+    step = positive(divided(scale.abs().amax(1), largest))
     wanted = (scale / step.double()[:, None]).clamp(-largest, largest)  # step is rounded to float32
     codes, integer = _best_steps(solved.codes, wanted, spec)
     bound = overflow_bound(codes, integer, spec.group_size)

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from mmqc.config import WeightSpec
+from mmqc.ops.divide import divided
 from mmqc.solvers.clip import best_clip, row_blocks
 from mmqc.solvers.grid import Grid, grouped, on_grid
 from mmqc.solvers.quantized import Quantized, checked, levels
@@ -71,7 +72,7 @@ def best_step(groups: Tensor, grid: Grid, clip: bool) -> Grid:
 def _best(w: Tensor, grid: Grid, clip: bool) -> Tensor:
     lowest, highest = levels(grid.bits)
     unit = w / grid.scale.to(w)
-    last = torch.maximum(unit.amax(-1, keepdim=True) / highest, unit.amin(-1, keepdim=True) / lowest)
+    last = torch.maximum(divided(unit.amax(-1, keepdim=True), highest), divided(unit.amin(-1, keepdim=True), lowest))
     best = (torch.round(unit).clamp_(lowest, highest) - unit).square_().sum(-1, keepdim=True)
     factor = torch.ones_like(best)
     factors = [torch.full_like(best, 2 * highest / (highest - lowest) * NO_TIE), torch.where(last > 0, last, 1)]
