@@ -5,8 +5,8 @@
 
 transformers compiles the decode step of a static cache and nothing else.  Five things cost the time around it:
 
-    prefill     runs eagerly, hundreds of small launches   ->  compiled as well: one graph for any length, or, with
-                                                               prefill="recorded", CUDA graphs of sizes that come again
+    prefill     runs eagerly, hundreds of small launches   ->  compiled as well: one graph for any length, and CUDA
+                                                               graphs of sizes that come again (recorded_sizes.py)
     stop check  asks the device after every token          ->  one step late, transformers' ``DeferredStopCheck``
     inputs      some thirty small operations make them     ->  the last step's, one token further (step_mask.py,
                 anew in front of every step                    step_inputs.py, step_stops.py)
