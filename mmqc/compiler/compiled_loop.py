@@ -204,10 +204,10 @@ def _checked(cache: Any, config: GenerationConfig, prefill: str | None) -> str:
             f"prefill = {prefill!r} with a quantized cache: how many tokens of the prompt are visual decides what is allocated, "
             'which a graph cannot know; pass prefill="eager" or nothing'
         )
-    ours = config.compile_config is None or config.compile_config.backend == "mmqc"
-    if prefill == "recorded" and not ours:
-        raise ValueError(f"prefill = {prefill!r} is of backend 'mmqc', not of {config.compile_config.backend!r}")
-    return prefill or ("eager" if packed else "recorded" if ours else "compiled")
+    backend = config.compile_config.backend if config.compile_config else "mmqc"
+    if prefill == "recorded" and backend != "mmqc":
+        raise ValueError(f"prefill = {prefill!r} is of backend 'mmqc', not of {backend!r}")
+    return prefill or ("eager" if packed else "recorded" if backend == "mmqc" else "compiled")
 
 
 def _compile_config(given: CompileConfig | None) -> CompileConfig:
