@@ -26,7 +26,7 @@ from examples.studies.study import ROOT, about, read, store, table
 from mmqc.kv.generate import detach
 from mmqc.kv.query_moment import moment_of
 from mmqc.ops.kv_round_keys import DAMPING, SWEEPS
-from mmqc.ops.kv_words import unpack_words
+from mmqc.ops.kv_words import BITS, unpack_words
 from mmqc.recipes import calibquant
 from mmqc.samples import scoring
 
@@ -161,6 +161,10 @@ def calibrated(sample: Any, bits: int, batches: list[Any]) -> tuple[tuple[int, .
 def schemes(bits: int, found: tuple[int, ...]) -> Iterator[tuple[str, Scheme]]:
     """By name."""
     alike = (bits,) * len(found)
+    yield "bits by layer", Scheme(found, queries=True)
+    yield "bits by layer, a range for 64 tokens", Scheme(found, 64, queries=True)
+    if bits not in BITS:
+        return
     yield "one range a channel", Scheme(alike)
     yield "one range a channel, keys alone", Scheme(alike, keys_only=True)
     for tokens in (128, 64, 32):
@@ -169,8 +173,6 @@ def schemes(bits: int, found: tuple[int, ...]) -> Iterator[tuple[str, Scheme]]:
     if bits <= 2:
         yield "keys for queries", Scheme(alike, queries=True)
         yield "a range for 64 tokens, keys for queries", Scheme(alike, 64, queries=True)
-    yield "bits by layer", Scheme(found, queries=True)
-    yield "bits by layer, a range for 64 tokens", Scheme(found, 64, queries=True)
 
 
 def measure(options: argparse.Namespace) -> None:
@@ -180,7 +182,7 @@ def measure(options: argparse.Namespace) -> None:
     tokens = sum(float(p.visual.sum()) for p in prompts) / len(prompts)
     width, batches = prompts[0].layers[0][0].shape[-1], sample.calibration(options.calibration)
     rows = []
-    for bits in (2, 4):
+    for bits in options.bits:
         found, moments = calibrated(sample, bits, batches)
         for name, scheme in schemes(bits, found):
             seen = [p.outcome(sample.model, scheme, moments) for p in prompts]
@@ -191,12 +193,13 @@ def measure(options: argparse.Namespace) -> None:
             })  # fmt: skip
             print(bits, name, f"KL {scoring.bootstrap(kl)}  right {sum(right)}", flush=True)
     data = read(RESULTS) if RESULTS.exists() else {}
+    rows += [row for row in data.get(options.sample, {"rows": []})["rows"] if row["bits"] not in options.bits]
     data[options.sample] = {
         "about": about(f"python -m examples.studies.kv_ranges_study {options.sample} {options.arguments}"),
         "kind": options.kind,
         "visual": round(tokens),
         "right": sum(p.right(p.exact) for p in prompts),
-        "rows": rows,
+        "rows": sorted(rows, key=lambda row: row["bits"]),
     }
     store(RESULTS, data, indent=None)
 
@@ -209,7 +212,7 @@ def section(name: str, data: dict[str, Any]) -> str:
         kl = scoring.bootstrap(row["kl"])
         layers = f" ({' '.join(map(str, row['layers']))})" if len(set(row["layers"])) > 1 else ""
         rows.append((
-            str(row["bits"]), row["scheme"] + layers, f"{row['average']:.2f}", f"{kl.mean:.4f} [{kl.low:.4f}, {kl.high:.4f}]",
+            str(row["bits"]), row["scheme"] + layers, f"{row['average']:.2f}", f"{kl.mean:.2g} [{max(kl.low, 0):.2g}, {kl.high:.2g}]",
             f"{100 * row['agreement']:.1f}", str(row["right"]),
         ))  # fmt: skip
     count = len(data["rows"][0]["kl"])
@@ -239,6 +242,7 @@ def main() -> None:
     parser.add_argument("--kind", help="questions of this kind alone")
     parser.add_argument("--questions", type=int, default=50)
     parser.add_argument("--calibration", type=int, default=36)
+    parser.add_argument("--bits", type=int, nargs="*", default=[2, 3, 4], help="on average; others stay on file")
     parser.add_argument("--draw", action="store_true", help="only make the page")
     options = parser.parse_args()
     kind = f"--kind {options.kind} " if options.kind else ""
