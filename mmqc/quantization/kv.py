@@ -85,7 +85,8 @@ def _note(model: nn.Module, journal: Journal) -> None:
 def unfused(spec: KVSpec, device: torch.device, dtype: torch.dtype, width: int) -> Iterator[str]:
     """What of the cache of a decoder with heads of ``width`` channels runs in many launches, for want of a kernel, and why."""
     why = why_plain(spec, device, dtype, width)
-    if spec.rounding == "queries" and why[0]:
+    few = min(spec.layer_bits, default=1) <= 2  # of a layer that rounds by queries
+    if spec.rounding == "queries" and few and why[0]:
         yield f"KV cache: keys are rounded by plain torch code (kv_round_keys), once for each image's tokens: {why[0]}"
     if spec.text_bits < 16 and why[1]:
         yield f"KV cache: text older than the window is read by plain torch code (kv_token_attention) in every step: {why[1]}"
