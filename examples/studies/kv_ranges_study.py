@@ -211,9 +211,10 @@ def section(name: str, data: dict[str, Any]) -> str:
     for row in data["rows"]:
         kl = scoring.bootstrap(row["kl"])
         layers = f" ({' '.join(map(str, row['layers']))})" if len(set(row["layers"])) > 1 else ""
+        interval = f"{kl.mean:.2g} [{max(kl.low, 0):.2g}, {kl.high:.2g}]"
         rows.append((
-            str(row["bits"]), row["scheme"] + layers, f"{row['average']:.2f}", f"{kl.mean:.2g} [{max(kl.low, 0):.2g}, {kl.high:.2g}]",
-            f"{100 * row['agreement']:.1f}", str(row["right"]),
+            str(row["bits"]), row["scheme"] + layers, f"{row['average']:.2f}", interval, f"{100 * row['agreement']:.1f}",
+            str(row["right"]),
         ))  # fmt: skip
     count = len(data["rows"][0]["kl"])
     what = f"{count} questions{' of kind ' + data['kind'] if data['kind'] else ''}, {data['visual']} visual tokens on average"
