@@ -240,7 +240,7 @@ class QuantConfig(AOBaseConfig):
     @property
     def needs_calibration(self) -> bool:
         """Whether some scale, solver or tau depends on data that ``statistics`` and ``kv`` do not already hold."""
-        if self.kv_rounding is not None or (self.kv is not None and (self.kv.searches or self.kv.rounding == "queries")):
+        if self.kv_rounding is not None or (self.kv is not None and self.kv.needs_data):
             return True
         if self.rewrites.bases is not None or self.rewrites.smooth is not None:
             return bool(self.schemes)  # no statistics hold what these measure

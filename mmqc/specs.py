@@ -5,8 +5,9 @@ Each is a value: frozen, comparable, checked when it is made.  ``config.py`` put
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from torchao.quantization.granularity import Granularity, PerGroup, PerRow, PerTensor, PerToken
 
@@ -18,6 +19,7 @@ Observer = Literal["minmax", "percentile"]
 Amplifier = int | Literal["heuristic", "progressive"]
 Search = Literal["none", "model", "layer"]
 Number = Literal["int", "float"]
+KV_BITS = (1, 2, 4, 8)  # of packed keys and values
 Float4 = Literal["mxfp4", "nvfp4"]
 WeightType = Literal[Number, Float4]
 BLOCKS: dict[str, int] = {"mxfp4": 32, "nvfp4": 16}  # weights of 4 bits that are floats: input channels per scale
@@ -299,12 +301,16 @@ class KVSpec:
     """How the KV cache is stored: visual tokens packed (ops/kv_pack.py), text and generated tokens in the model's dtype or rounded.
 
     Attributes:
-        bits: 1, 2, 4 or 8.
+        bits: 1, 2, 4 or 8; where layers differ, at most so many on average, from 1 to 8.
+        by_layer: calibration gives each layer 1, 2, 4 or 8 bits of its own (kv/layer_bits.py).
+        layer_bits: them, one for each of the decoder's layers; those of layers that are not packed are not read.  Filled in by
+            ``quantize_`` where ``by_layer`` asks for it.
         keys: "channel", one range per KV head and channel, or "tensor", one range for the sequence.
         values: "channel", "token", one range per KV head and token, or "tensor".
-        shrink_keys, shrink_values: in (0, 1], the range is narrowed about its centre by this factor.
+        shrink_keys, shrink_values: in (0, 1], the range is narrowed about its centre by this factor; where layers differ, that of
+            layers of 1 bit.
         rounding: of keys: "nearest" codes, or those that keep the scores of the "queries" that calibration saw
-            (ops/kv_round_keys.py), with ranges by channel.
+            (ops/kv_round_keys.py), with ranges by channel; where layers differ, in layers of 1 and 2 bits.
         search: what chooses ``tau``: "none" leaves it, "model" searches one pair for all layers, "layer" one for each.
         tau: pairs (tau1, tau2) of CalibQuant's score calibration, one for all layers or one for each; () is none of it.
             Filled in by ``quantize_`` where ``search`` asks for it.
@@ -325,12 +331,17 @@ class KVSpec:
     text_bits: int = 16
     text_window: int = 128
     text_block: int = 32
+    by_layer: bool = False
+    layer_bits: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         require(self.text_bits in (16, 8, 4), "KVSpec.text_bits", self.text_bits, (16, 8, 4))
         for name in ("text_window", "text_block"):
             require(getattr(self, name) >= 1, f"KVSpec.{name}", getattr(self, name), "1 or more")
-        require(self.bits in (1, 2, 4, 8), "KVSpec.bits", self.bits, (1, 2, 4, 8))
+        fits = self.bits in range(1, 9) if self.layers_differ else self.bits in KV_BITS
+        require(fits, "KVSpec.bits", self.bits, "1 to 8, the mean of layers that differ" if self.layers_differ else KV_BITS)
+        object.__setattr__(self, "layer_bits", tuple(self.layer_bits))
+        require(all(b in KV_BITS for b in self.layer_bits), "KVSpec.layer_bits", self.layer_bits, f"each one of {KV_BITS}")
         require(self.keys in ("channel", "tensor"), "KVSpec.keys", self.keys, ("channel", "tensor"))
         allowed = ("channel", "token", "tensor")
         require(self.values in allowed, "KVSpec.values", self.values, allowed)
@@ -349,6 +360,38 @@ class KVSpec:
     def searches(self) -> bool:
         """Whether tau is still to be found."""
         return self.search != "none" and not self.tau
+
+    @property
+    def layers_differ(self) -> bool:
+        """Whether each layer has bits of its own, known or not."""
+        return self.by_layer or bool(self.layer_bits)
+
+    @property
+    def searches_bits(self) -> bool:
+        """Whether the layers' bits are still to be found."""
+        return self.by_layer and not self.layer_bits
+
+    @property
+    def needs_data(self) -> bool:
+        """Whether calibration batches have something to say."""
+        return self.searches or self.searches_bits or self.rounding == "queries"
+
+    def of_layer(self, layer: int) -> KVSpec:
+        """How one layer is stored, as if all were stored so; ``tau_of`` says what its tau is.
+
+        Raises:
+            ConfigError: the layers' bits are still to be found.
+        """
+        if not self.layers_differ:
+            return self
+        require(not self.searches_bits, "KVSpec.layer_bits", self.layer_bits, "found: quantize_ the model with calibration=...")
+        bits = self.layer_bits[layer]
+        changes: dict[str, Any] = {"bits": bits, "by_layer": False, "layer_bits": ()}
+        if bits > 1:
+            changes |= {"shrink_keys": 1.0, "shrink_values": 1.0}
+        if bits > 2:
+            changes["rounding"] = "nearest"
+        return dataclasses.replace(self, **changes)
 
     def tau_of(self, layer: int) -> tuple[float, float]:
         """The pair of one layer."""

@@ -39,6 +39,10 @@ TABLE: dict[str, Callable[[], QuantConfig]] = {
     "calibquant KV2": lambda: R.calibquant(2),
     "resq W4A4KV4": lambda: R.resq(4),
 }
+BY_LAYER: dict[str, Callable[[], QuantConfig]] = {  # bits where they count, so many on average
+    "calibquant KV4, by layer": lambda: R.calibquant(4, by_layer=True),
+    "calibquant KV2, by layer": lambda: R.calibquant(2, by_layer=True),
+}
 OFF = {"msq": False, "rotate": False, "suppress": False}
 PARTS: dict[str, dict[str, Callable[[], QuantConfig]]] = {
     "table": TABLE,
@@ -56,6 +60,7 @@ PARTS: dict[str, dict[str, Callable[[], QuantConfig]]] = {
         "outlier + rotation W4A4KV4": lambda: R.outlier_rotation(4),
         "resq W4A4KV4": lambda: R.resq(4),
     },
+    "layers": BY_LAYER,
     "cache": {  # CalibQuant's calibration of scores
         "1 bit, no tau": lambda: R.calibquant(1, shrink_keys=1.0, shrink_values=1.0),
         "1 bit": lambda: R.calibquant(1),
@@ -120,7 +125,7 @@ class Study:
             return
         model, start = copy.deepcopy(self.sample.model), time.perf_counter()
         try:
-            mmqc.quantize_(model, config, calibration=to(batches, self.options.device), progress=False)
+            report = mmqc.quantize_(model, config, calibration=to(batches, self.options.device), progress=False)
         except (ValueError, RuntimeError) as error:
             if self.options.strict:
                 raise
@@ -128,11 +133,11 @@ class Study:
             return
         seconds = time.perf_counter() - start
         scores = self.sample.scores(model, self.options.questions)
-        packed = config.kv is not None
-        rows = self.sample.pairs(self.sample.model, model, self.options.questions, (self.scores, scores), cached=packed)
-        self.keep(name, rows, size_of(model), seconds)
+        packed = report.config.kv
+        rows = self.sample.pairs(self.sample.model, model, self.options.questions, (self.scores, scores), cached=packed is not None)
+        self.keep(name, rows, size_of(model), seconds, packed.layer_bits if packed else ())
 
-    def keep(self, name: str, rows: list[pairs.Pair], size: int, seconds: float) -> None:
+    def keep(self, name: str, rows: list[pairs.Pair], size: int, seconds: float, layer_bits: tuple[int, ...] = ()) -> None:
         self.data["runs"][name] = {
             "bytes": size,
             "seconds": round(seconds, 1),
@@ -140,6 +145,7 @@ class Study:
             "nll": [float(f"{row.nll[1]:.5g}") for row in rows],
             "kl": [float(f"{row.kl:.4g}") for row in rows],
             "agreement": [round(row.agreement, 4) for row in rows],
+            **({"layer_bits": layer_bits} if layer_bits else {}),
         }
         self.data["kinds"] = [row.kind for row in rows]
         self.data["about"] = about("python -m examples.studies.docs_study") | {"device": device(self.options.device)}
@@ -215,6 +221,16 @@ def missing(data: dict[str, Any]) -> str:
     return f" Not measured: {'; '.join(absent)}." if absent else ""
 
 
+def bits_of_layers(data: dict[str, Any]) -> str:
+    """What each layer of the decoder was given."""
+    found = {name: data["runs"][name]["layer_bits"] for name in BY_LAYER if name in data["runs"]}
+    return (
+        " Bits of the decoder's layers: " + "; ".join(f"{name}: {' '.join(map(str, bits))}" for name, bits in found.items()) + "."
+        if found
+        else ""
+    )
+
+
 def by_kind(data: dict[str, Any], names: list[str]) -> str:
     kinds = list(dict.fromkeys(data["kinds"]))
     rows = []
@@ -242,6 +258,7 @@ def draw() -> None:
     titles = {
         "ingredients": "MQuant's ingredients, W4A8 (its table 5)",
         "order": "W4A4KV4, the methods that ResQ compares (its table 1)",
+        "layers": "The packed cache with bits by layer: as many on average",
         "cache": "The packed cache, with and without calibrated scores (CalibQuant)",
         "amplifier": "Integer Scale's amplifier, W4A8 g128",
         "weights": "Weights alone",
@@ -266,12 +283,12 @@ with 95 % intervals of a bootstrap in which every kind weighs the same; KL of pa
 
 Accuracy in percent: ANLS for what is read (line, text, page, photo), exact match for the others.
 
-{by_kind(data, list(TABLE))}
+{by_kind(data, [*TABLE, *BY_LAYER])}
 
 {more}{measured_sets}
 
-`python -m examples.studies.docs_study --device cuda --only table ingredients order cache amplifier weights sets` measures,
-`--draw` writes this page.{missing(data)} {stamp}
+`python -m examples.studies.docs_study --device cuda --only table ingredients order layers cache amplifier weights sets` measures,
+`--draw` writes this page.{bits_of_layers(data)}{missing(data)} {stamp}
 """
     PAGE.write_text(text, encoding="utf-8")
 

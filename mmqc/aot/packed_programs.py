@@ -126,7 +126,7 @@ class PackedPrefill(Prefill):
         kinds, layers = _kinds(self.model, given), []
         torch._assert_async(((kinds == TEXT).sum(1) < keys[0].shape[2]).all(), SHORT)
         for i, (k, v) in enumerate(zip(keys, values, strict=True)):
-            layer = PromptLayer(self.spec, self.spec.tau_of(i), self.model, k, v)
+            layer = PromptLayer(self.spec.of_layer(i), self.spec.tau_of(i), self.model, k, v)
             layer.kinds = kinds
             layer.shared.arrival = NOTHING  # already looked at
             layers.append(layer)
@@ -153,7 +153,7 @@ class PackedDecode(Decode):
         torch._assert_async((text < keys[0].shape[2]).all(), SHORT)
         layers = []
         for i, (k, v) in enumerate(zip(keys, values, strict=True)):
-            layer = TokenLayer(self.spec, self.spec.tau_of(i), self.model, k, v)
+            layer = TokenLayer(self.spec.of_layer(i), self.spec.tau_of(i), self.model, k, v)
             layer.text_count, layer.position, layer.empty = text, inputs["cache_position"], False
             layer.segments = [Segment(**{name: inputs[f"{name}_{i}"] for name in PARTS}, count=count)]
             layers.append(layer)

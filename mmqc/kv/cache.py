@@ -91,7 +91,7 @@ class QuantizedCache(Cache):
         first = kinds_of(text).index("full_attention")
         room = max_cache_len or getattr(text, "max_position_embeddings", 4096)
         layers = [
-            PackedLayer(spec, spec.tau_of(i), self.shared, i == first, max_cache_len)
+            PackedLayer(spec.of_layer(i), spec.tau_of(i), self.shared, i == first, max_cache_len)
             if kind == "full_attention"
             else STATIC_LAYER_TYPE_MAPPING[kind](**kwargs, max_cache_len=room)
             for i, (kind, kwargs) in enumerate(kinds)
@@ -222,6 +222,14 @@ def check_spec(spec: KVSpec, text: Any) -> None:
     layers = text.num_hidden_layers
     if len(spec.tau) > 1 and len(spec.tau) != layers:
         raise ConfigError(f"KVSpec.tau has {len(spec.tau)} pairs for a model of {layers} layers: one, or one for each")
+    if spec.layer_bits:
+        if len(spec.layer_bits) != layers:
+            raise ConfigError(f"KVSpec.layer_bits has {len(spec.layer_bits)} numbers for a model of {layers} layers: one for each")
+        packed = [bits for bits, kind in zip(spec.layer_bits, kinds_of(text), strict=False) if kind == "full_attention"]
+        if sum(packed) > spec.bits * len(packed):
+            raise ConfigError(
+                f"KVSpec.layer_bits {spec.layer_bits} are more than bits = {spec.bits} on average of the packed layers"
+            )
     if spec.text_bits < 16:
         try:
             check_tokens(head_width(text), spec.text_bits, spec.text_block)

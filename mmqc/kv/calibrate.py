@@ -36,6 +36,7 @@ Pair = tuple[float, float]
 GRID: tuple[Pair, ...] = tuple((a, b) for a in (0.0, 1.0, 2.0, 3.0) for b in (0.0, 1.0, 2.0, 3.0))
 SEARCHED = 16  # batches, evenly chosen, that the search for tau runs on, once for each candidate
 Batch = Mapping[str, Any]
+Case = tuple[Batch, int]
 
 
 @torch.no_grad()
@@ -62,15 +63,19 @@ def search_tau(
     """
     if not spec.searches:
         return spec
-    cases = cut_batches(model, batches, context)
-    cases = cases[:: max(1, len(cases) // SEARCHED)][:SEARCHED]
-    found = best(model, spec, cases, [(pair,) for pair in GRID], done, ranks)
+    cases = searched(cut_batches(model, batches, context))
+
+    def best_of(candidates: Sequence[tuple[Pair, ...]]) -> KVSpec:
+        return best(model, [dataclasses.replace(spec, tau=tau) for tau in candidates], cases, done, ranks)
+
+    found = best_of([(pair,) for pair in GRID])
     layers = len(QuantizedCache(model, spec).layers)
     if spec.search == "layer":
-        found = found * layers
+        tau = found.tau * layers
         for i in range(layers):
-            found = best(model, spec, cases, [(*found[:i], pair, *found[i + 1 :]) for pair in GRID], done, ranks)
-    return dataclasses.replace(spec, tau=found)
+            found = best_of([(*tau[:i], pair, *tau[i + 1 :]) for pair in GRID])
+            tau = found.tau
+    return found
 
 
 @torch.no_grad()
@@ -96,7 +101,7 @@ def observe_queries(
         queries.weight = (behind & visual.any(1, keepdim=True)).float()
         if mask is not None:
             queries.weight = queries.weight * mask.to(queries.weight)
-        cache = QuantizedCache(model, dataclasses.replace(spec, rounding="nearest", tau=()))
+        cache = QuantizedCache(model, KVSpec(8))  # of the prompt, whose queries are the same whatever is stored
         with observe(model, {AttentionCalls(ATTENTION): queries}):
             model(**{**batch, "use_cache": True, cache_name(): cache})
         done()
@@ -141,7 +146,7 @@ class QueryMoments:
             module.add_module(CHILD, child)
 
 
-def cut_batches(model: nn.Module, batches: Sequence[Batch], context: ModalityContext) -> list[tuple[Batch, int]]:
+def cut_batches(model: nn.Module, batches: Sequence[Batch], context: ModalityContext) -> list[Case]:
     """The batches that have visual tokens with text behind them, and where to cut them."""
     cases = [(batch, cut) for batch in batches if (cut := where_to_cut(model, batch, context)) is not None]
     if not cases:
@@ -152,23 +157,30 @@ def cut_batches(model: nn.Module, batches: Sequence[Batch], context: ModalityCon
     return cases
 
 
+def searched(cases: Sequence[Case]) -> Sequence[Case]:
+    """At most 16 of the batches, evenly chosen."""
+    return cases[:: max(1, len(cases) // SEARCHED)][:SEARCHED]
+
+
 def best(
-    model: nn.Module,
-    spec: KVSpec,
-    cases: Sequence[tuple[Batch, int]],
-    candidates: Sequence[tuple[Pair, ...]],
-    done: Callable[[], Any],
-    ranks: Ranks = ALONE,
-) -> tuple[Pair, ...]:
+    model: nn.Module, candidates: Sequence[KVSpec], cases: Sequence[Case], done: Callable[[], Any] = int, ranks: Ranks = ALONE
+) -> KVSpec:
     """The candidate of the smallest divergence; the first of equals."""
+    return candidates[int(total_divergences(model, candidates, cases, done, ranks).argmin())]
+
+
+def total_divergences(
+    model: nn.Module, candidates: Sequence[KVSpec], cases: Sequence[Case], done: Callable[[], Any] = int, ranks: Ranks = ALONE
+) -> Tensor:
+    """float64 [len(candidates)]: the sums of ``divergences`` over the batches of all ranks."""
     found = []
     for batch, cut in ranks.mine(cases):
-        found.append(divergences(model, spec, batch, cut, candidates))
+        found.append(divergences(model, candidates, batch, cut))
         done()
     totals = torch.zeros(len(candidates), dtype=torch.float64)
     for each in ranks.collected(found):
         totals += each
-    return candidates[int(totals.argmin())]
+    return totals
 
 
 def where_to_cut(model: nn.Module, batch: Batch, context: ModalityContext) -> int | None:
@@ -180,14 +192,14 @@ def where_to_cut(model: nn.Module, batch: Batch, context: ModalityContext) -> in
     return (last + length) // 2 if last < length else None
 
 
-def divergences(model: nn.Module, spec: KVSpec, batch: Batch, cut: int, candidates: Sequence[tuple[Pair, ...]]) -> Tensor:
+def divergences(model: nn.Module, candidates: Sequence[KVSpec], batch: Batch, cut: int) -> Tensor:
     """float64 [len(candidates)]: KL from the plain to the packed cache, averaged over the tokens from ``cut`` on."""
     exact = model(**{**batch, "use_cache": False}).logits[:, cut:].float().log_softmax(-1)
     mask = batch.get("attention_mask")
     weight = torch.ones(exact.shape[:2], device=exact.device) if mask is None else mask[:, cut:].to(exact.device)
     out = []
-    for tau in candidates:
-        cache = QuantizedCache(model, dataclasses.replace(spec, tau=tau))
+    for spec in candidates:
+        cache = QuantizedCache(model, spec)
         cache.shared.cut = cut
         got = model(**{**batch, "use_cache": True, cache_name(): cache}).logits[:, cut:].float().log_softmax(-1)
         out.append(float(((exact.exp() * (exact - got)).sum(-1) * weight).sum() / weight.sum()))

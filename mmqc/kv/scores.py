@@ -102,6 +102,7 @@ def histograms(seen: Seen, spec: KVSpec) -> list[ScoreHistogram]:
 def histogram(layer: int, spec: KVSpec, operands: Sequence[Operands]) -> ScoreHistogram:
     """The scores of all sequences of a layer."""
     tau = spec.tau_of(layer)
+    spec = spec.of_layer(layer)
     found = [scores(q, k, t, spec, tau) for q, k, t in operands]
     kinds = (EXACT, ROUNDED, CALIBRATED) if tau != (0.0, 0.0) else (EXACT, ROUNDED)
     flat = {kind: torch.cat([s[kind].flatten() for s in found]) for kind in kinds}

@@ -1,7 +1,7 @@
-"""The cache part of ``quantize_``: the search for tau on the quantized weights, then a packed cache for ``generate``.
+"""The cache part of ``quantize_``: the search for the layers' bits and for tau, then a packed cache for ``generate``.
 
-What can be refused beforehand is refused before a weight has changed (request.py).  The search runs while the weights can still be
-taken back: if it fails, the model is as it was.
+What can be refused beforehand is refused before a weight has changed (request.py).  The search runs on the quantized weights while
+they can still be taken back: if it fails, the model is as it was.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from mmqc.config import KVSpec
 from mmqc.kv.cache import SPEC, decoder_config, head_width, prepare
 from mmqc.kv.calibrate import observe_queries, search_tau
 from mmqc.kv.generate import METHOD, attach, detach
+from mmqc.kv.layer_bits import search_bits
 from mmqc.kv.query_moment import restorer
 from mmqc.kv.scores import histograms
 from mmqc.nn.modality import attached
@@ -32,7 +33,7 @@ class QuantizedKV:
     """How ``generate`` packs its cache.
 
     Attributes:
-        spec: with the tau that was found; None for a cache of the model's dtype.
+        spec: with the tau and the layers' bits that were found; None for a cache of the model's dtype.
         scores: by layer, of visual tokens on one calibration batch.
         refused: what runs without a kernel, and why.
     """
@@ -55,6 +56,7 @@ def quantize_kv(job: Job) -> QuantizedKV:
     _note(model, job.journal)
     batches, context = [job.place(batch) for batch in job.request.batches or ()], prepare(model)
     observe_queries(model, spec, batches, context, ranks=job.ranks)
+    spec = search_bits(model, spec, batches, context, ranks=job.ranks)
     found = search_tau(model, spec, batches, context, ranks=job.ranks)
     attach(model, found)
     embedding = model.get_input_embeddings().weight  # type: ignore[operator]
@@ -83,7 +85,8 @@ def _note(model: nn.Module, journal: Journal) -> None:
 def unfused(spec: KVSpec, device: torch.device, dtype: torch.dtype, width: int) -> Iterator[str]:
     """What of the cache of a decoder with heads of ``width`` channels runs in many launches, for want of a kernel, and why."""
     why = why_plain(spec, device, dtype, width)
-    if spec.rounding == "queries" and why[0]:
+    few = min(spec.layer_bits, default=1) <= 2  # of a layer that rounds by queries
+    if spec.rounding == "queries" and few and why[0]:
         yield f"KV cache: keys are rounded by plain torch code (kv_round_keys), once for each image's tokens: {why[0]}"
     if spec.text_bits < 16 and why[1]:
         yield f"KV cache: text older than the window is read by plain torch code (kv_token_attention) in every step: {why[1]}"

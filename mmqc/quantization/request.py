@@ -100,10 +100,10 @@ class Request:
         """Raise for what cannot be done, before anything is touched."""
         if self.kv is not None:
             check_spec(self.kv, decoder_config(self.model))
-            if (self.kv.searches or self.kv.rounding == "queries") and not self.batches:
+            if self.kv.needs_data and not self.batches:
                 raise CalibrationError(
-                    "calibration is empty, but this kv config searches for tau or rounds keys by queries: pass batches with images "
-                    "and answers, or search='none', rounding='nearest'"
+                    "calibration is empty, but this kv config searches for tau or the layers' bits, or rounds keys by queries: "
+                    "pass batches with images and answers, or search='none', rounding='nearest' and no by_layer"
                 )
         if self.changes_weights:
             _check_model(self.model)

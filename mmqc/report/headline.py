@@ -12,8 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mmqc.config import KVSpec
 from mmqc.report.recipe_words import recipe_words
-from mmqc.report.tables import MODALITIES, Row, count, megabytes, totals
+from mmqc.report.tables import MODALITIES, Row, cache_bits, megabytes, totals
 
 
 @dataclass(frozen=True)
@@ -45,12 +46,18 @@ def headline(name: str, report: Row, results: Sequence[Row], speed: Sequence[Row
 
 
 def _size(report: Row) -> Number:
-    before, after, kv = report["size_before"], report["size_after"], report["config"].get("kv")
+    before, after = report["size_before"], report["size_after"]
     if before and after:
         return Number(f"{before / after:.1f}× smaller", f"{megabytes(before)} → {megabytes(after)}")
-    if kv:
-        return Number(count(kv["bits"], "bit"), "each value of the visual KV cache")
+    if cache := cache_of(report):
+        return Number(cache, "each value of the visual KV cache")
     return Number("-", "size was not measured")
+
+
+def cache_of(report: Row) -> str | None:
+    """The bits of the packed cache that a report's config asks for, in words."""
+    kv = report["config"].get("kv")
+    return cache_bits(KVSpec(**kv) if kv else None)
 
 
 def _accuracy(report: Row, rows: Sequence[Row]) -> Number:
@@ -75,8 +82,7 @@ def _speed(report: Row, rows: Sequence[Row]) -> Number:
     if fastest is not None and "tokens_per_s" in fastest:
         first = f"{fastest['how']}; the first after {1e3 * fastest['first_token_seconds']:,.0f} ms"
         return Number(f"{fastest['tokens_per_s']:,.0f} tokens/s", first)
-    kv = report["config"].get("kv")
-    words = totals(len(report["layers"]), len(report["refused"]), report["seconds"], kv["bits"] if kv else None).split(", ")
+    words = totals(len(report["layers"]), len(report["refused"]), report["seconds"], cache_of(report)).split(", ")
     return Number(words[0].removesuffix(" quantized"), ", ".join(["quantized" if report["layers"] else "", *words[1:]]).strip(", "))
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from mmqc.report import captions, plots, scores
-from mmqc.report.headline import comparison, headline
+from mmqc.report.headline import cache_of, comparison, headline
 from mmqc.report.score_histogram import ScoreHistogram
 from mmqc.report.tables import MODALITIES, Row, count, decibels, megabytes, totals, tower_rows
 from mmqc.report.whole_file import write_text
@@ -248,7 +248,7 @@ def break_rows(found: Row) -> list[list[str]]:
 
 
 CALLED: tuple[Callable[..., Any], ...] = (
-    *(alignment, by_key, comparison, count, drawn, image_uri, meanings, megabytes, models, recovery, runs, totals),
+    *(alignment, by_key, cache_of, comparison, count, drawn, image_uri, meanings, megabytes, models, recovery, runs, totals),
     *(captions.noise_caption, captions.ranges_caption, captions.scores_caption, captions.spread_caption, captions.steps_caption),
     *(tower_rows, pass_rows, reason_rows, refusal_rows, layer_rows, kernel_rows, fallback_rows, break_rows),
     *(plots.incoherence_plot, plots.ranges_plot, plots.recovery_plot, plots.sqnr_plot, scores.error_plot, scores.scores_plot),

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from mmqc.config import QuantConfig, Scheme
-from mmqc.report.tables import count
+from mmqc.report.tables import cache_bits
 
 
 def recipe_words(config: QuantConfig | Mapping[str, Any]) -> str:
@@ -60,7 +60,7 @@ def _rewrites(config: QuantConfig) -> Iterator[str]:
 
 def _cache(config: QuantConfig) -> Iterator[str]:
     if config.kv is not None:
-        yield f"visual KV cache in {count(config.kv.bits, 'bit')}"
+        yield f"visual KV cache in {cache_bits(config.kv)}"
         if config.kv.text_bits < 16:
             yield f"the rest of it in {config.kv.text_bits}"
     if config.kv_rounding is not None:

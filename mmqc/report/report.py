@@ -18,6 +18,7 @@ from mmqc.report.tables import (
     MODALITIES,
     TOWER_HEAD,
     by_tower,
+    cache_bits,
     count,
     decibels,
     html_lines,
@@ -188,7 +189,7 @@ class QuantReport:
 
     def totals(self) -> str:
         """E.g. "46 layers quantized, 1 refusal, 8.1 s"."""
-        return totals(len(self.layers), len(self.refused), self.seconds, self.config.kv.bits if self.config.kv else None)
+        return totals(len(self.layers), len(self.refused), self.seconds, cache_bits(self.config.kv))
 
     def _headline(self) -> str:
         schemes = "  ".join(f"{tower} {_worded(scheme)}" for tower, scheme in self.config.schemes.items())
@@ -243,9 +244,11 @@ class QuantReport:
 
     def _scores(self) -> str:
         """How far rounded keys spread the visual scores, and what calibration does about it; medians over the layers."""
+        bits = self.config.kv.layer_bits if self.config.kv else ()
+        own = [f"bits of the cache's layers: {' '.join(map(str, bits))}"] if bits else []
         if not self.kv_scores:
-            return ""
-        lines = [f"scores of visual tokens in {count(len(self.kv_scores), 'layer')}, one calibration batch (medians)"]
+            return "\n".join(own)
+        lines = [*own, f"scores of visual tokens in {count(len(self.kv_scores), 'layer')}, one calibration batch (medians)"]
         calibrated = any(CALIBRATED in layer.error for layer in self.kv_scores)
         for kind in (ROUNDED, CALIBRATED) if calibrated else (ROUNDED,):
             outside = statistics.median(layer.outside(kind) for layer in self.kv_scores)

@@ -9,6 +9,7 @@ import numpy as np
 
 from mmqc.report.plots import MUTED, NARROW, WIDE, figure, png
 from mmqc.report.score_histogram import CALIBRATED, EXACT, ROUNDED, ScoreHistogram
+from mmqc.report.tables import count
 
 COLOURS = {EXACT: "#b9bec6", ROUNDED: "#2f6db5", CALIBRATED: "#c0392b"}
 COLUMNS, PANELS = 4, 8
@@ -43,7 +44,7 @@ def _densities(axis: Any, layer: ScoreHistogram) -> None:
         filled = kind == EXACT
         axis.stairs(density, edges, fill=filled, color=COLOURS[kind], linewidth=1.3, label=kind)
     tau = f"  τ = {layer.tau[0]:g}, {layer.tau[1]:g}" if any(layer.tau) else ""
-    axis.set_title(f"layer {layer.layer}{tau}")
+    axis.set_title(f"layer {layer.layer}  {count(layer.bits, 'bit')}{tau}")
     axis.set_yticks([])
     axis.spines["left"].set_visible(False)
     axis.tick_params(axis="x", length=0)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
 from typing import Any, TypeVar
 
-from mmqc.config import TOWERS
+from mmqc.config import TOWERS, KVSpec
 
 T = TypeVar("T")
 Row = Mapping[str, Any]
@@ -46,11 +46,18 @@ def _tower_row(tower: str, layers: Sequence[Row]) -> tuple[str, ...]:
     )
 
 
-def totals(layers: int, refusals: int, seconds: float, cache_bits: int | None) -> str:
+def totals(layers: int, refusals: int, seconds: float, cache: str | None) -> str:
     """E.g. "46 layers quantized, visual KV cache in 2 bits, 1 refusal, 8.1 s"."""
-    cache = [f"visual KV cache in {count(cache_bits, 'bit')}"] if cache_bits else []
-    parts = [f"{count(layers, 'layer')} quantized"] if layers or not cache else []
-    return ", ".join([*parts, *cache, count(refusals, "refusal"), f"{seconds:.1f} s"])
+    packed = [f"visual KV cache in {cache}"] if cache else []
+    parts = [f"{count(layers, 'layer')} quantized"] if layers or not packed else []
+    return ", ".join([*parts, *packed, count(refusals, "refusal"), f"{seconds:.1f} s"])
+
+
+def cache_bits(kv: KVSpec | None) -> str | None:
+    """E.g. "2 bits", "2 bits on average"; None without a packed cache."""
+    if kv is None:
+        return None
+    return count(kv.bits, "bit") + (" on average" if kv.layers_differ else "")
 
 
 def count(n: int, what: str) -> str:

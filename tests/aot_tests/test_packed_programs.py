@@ -22,7 +22,7 @@ from mmqc.kv.cache import QuantizedCache
 
 SPECS = {
     "1 bit": mmqc.KVSpec(1, shrink_keys=0.6, shrink_values=0.6, tau=((1, 0), (0, 2))),
-    "2 bits": mmqc.KVSpec(2, tau=((1, 1),)),
+    "by layer": mmqc.KVSpec(2, layer_bits=(1, 2), shrink_keys=0.6, tau=((1, 1),)),
     "by token": mmqc.KVSpec(4, values="token"),
     "one range": mmqc.KVSpec(8, keys="tensor", values="tensor"),
 }
@@ -74,7 +74,7 @@ def test_programs__one_bit_is_not_the_plain_cache() -> None:
 
 @torch.no_grad()
 def test_programs__text_that_does_not_fit_is_an_error() -> None:
-    split, batch = packed("2 bits")
+    split, batch = packed("by layer")
     text = int((batch["input_ids"] != split.model.config.image_token_id).sum(1).max())
     inputs = split.batches(batch)["prefill"]
 
@@ -101,7 +101,7 @@ def test_programs__sliding_windows_are_refused() -> None:
     config.layer_types = ["sliding_attention", "full_attention"]
     model = MistralForCausalLM(config).eval()
     with pytest.raises(StepError, match=r"full attention in every layer, this one has .'full_attention', 'sliding"):
-        PackedSteps(model, None, None, None, SPECS["2 bits"])  # type: ignore[arg-type]
+        PackedSteps(model, None, None, None, SPECS["by layer"])  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

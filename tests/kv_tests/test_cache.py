@@ -27,6 +27,7 @@ SPECS = {
     "2 bits, values by token": KVSpec(2, values="token"),
     "4 bits": KVSpec(4),
     "8 bits": KVSpec(8),
+    "1 and 4 bits": KVSpec(3, layer_bits=(1, 4), shrink_keys=0.5, shrink_values=0.3),
 }
 
 

@@ -29,7 +29,7 @@ def test_generate__through_the_backend() -> None:
 
     torch._dynamo.reset()
     sample = mmqc.samples.load("digits-vqa")
-    mmqc.quantize_(sample.model, mmqc.recipes.calibquant(2, search="none"), progress=False)
+    mmqc.quantize_(sample.model, mmqc.recipes.calibquant(2, layer_bits=(1, 1, 4, 2)), progress=False)
     prompt = sample.prompts(5)[4]
     expected = sample.model.generate(**prompt, **GREEDY, max_new_tokens=30)
     with collect_records() as records:

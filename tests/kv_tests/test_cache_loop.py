@@ -16,7 +16,10 @@ from mmqc.compiler.record import collect_records
 from mmqc.kv.generate import attach
 
 EAGER = {"do_sample": False, "disable_compile": True}
-SPECS = {"packed": KVSpec(1, tau=((1, 2),)), "text rounded, too": KVSpec(2, text_bits=4, text_window=3, text_block=8)}
+SPECS = {
+    "packed": KVSpec(2, tau=((1, 2),), layer_bits=(1, 2)),
+    "text rounded, too": KVSpec(2, text_bits=4, text_window=3, text_block=8),
+}
 
 
 def loop(backend: Any) -> dict[str, Any]:

@@ -36,10 +36,10 @@ def test_where_to_cut__the_middle_of_what_follows_the_last_visual_token() -> Non
 
 def test_best__takes_the_first_of_equals(monkeypatch: pytest.MonkeyPatch) -> None:
     losses = {1: [3.0, 1.0, 2.0], 2: [1.0, 2.0, 1.0]}
-    monkeypatch.setattr(calibrate_kv, "divergences", lambda model, spec, batch, cut, _: torch.tensor(losses[cut]).double())
-    candidates = [((float(i), 0.0),) for i in range(3)]
+    monkeypatch.setattr(calibrate_kv, "divergences", lambda model, specs, batch, cut: torch.tensor(losses[cut]).double())
+    candidates = [KVSpec(1, tau=((float(i), 0.0),)) for i in range(3)]
     done: list[int] = []
-    found = calibrate_kv.best(torch.nn.Module(), KVSpec(1), [({}, 1), ({}, 2)], candidates, lambda: done.append(1))
+    found = calibrate_kv.best(torch.nn.Module(), candidates, [({}, 1), ({}, 2)], lambda: done.append(1))
     assert found == candidates[1], "4, 3 and 3 in the sum"
     assert len(done) == 2
 
@@ -47,19 +47,18 @@ def test_best__takes_the_first_of_equals(monkeypatch: pytest.MonkeyPatch) -> Non
 @torch.no_grad()
 def test_search__takes_the_smallest_divergence(vlm) -> None:
     model, batch = vlm
-    spec = KVSpec(1, search="model")
     context = mmqc.kv.cache.prepare(model)
     cut = calibrate_kv.where_to_cut(model, batch, context)
     length = batch["input_ids"].shape[1]
     last = int((batch["input_ids"][0] == IMAGE).nonzero().max())
     assert last < cut < length
-    candidates = [(pair,) for pair in calibrate_kv.GRID]
-    losses = calibrate_kv.divergences(model, spec, batch, cut, candidates)
-    found = calibrate_kv.search_tau(model, spec, [batch], context)
-    assert found.tau == candidates[int(losses.argmin())]
-    by_layer = calibrate_kv.search_tau(model, KVSpec(1, search="layer"), [batch], context).tau
-    assert len(by_layer) == 2
-    assert float(calibrate_kv.divergences(model, spec, batch, cut, [by_layer])) <= float(losses.min())
+    candidates = [KVSpec(1, search="model", tau=(pair,)) for pair in calibrate_kv.GRID]
+    losses = calibrate_kv.divergences(model, candidates, batch, cut)
+    found = calibrate_kv.search_tau(model, KVSpec(1, search="model"), [batch], context)
+    assert found == candidates[int(losses.argmin())]
+    by_layer = calibrate_kv.search_tau(model, KVSpec(1, search="layer"), [batch], context)
+    assert len(by_layer.tau) == 2
+    assert float(calibrate_kv.divergences(model, [by_layer], batch, cut)) <= float(losses.min())
 
 
 @torch.no_grad()

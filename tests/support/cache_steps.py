@@ -21,12 +21,13 @@ def rounded(x: Tensor, spec: KVSpec, shrink: float, by_token: bool = False) -> T
 
 def round_visual(cache: DynamicCache, visual: Tensor, spec: KVSpec, start: int = 0) -> None:
     """Round what a call with this mask [B, L] stored from ``start`` on."""
-    for layer in cache.layers:
+    for i, layer in enumerate(cache.layers):
+        own = spec.of_layer(i)
         for b in range(visual.shape[0]):
             at = start + visual[b].nonzero()[:, 0]
             for h in range(layer.keys.shape[1]) if len(at) else ():
-                layer.keys[b, h, at] = rounded(layer.keys[b, h, at], spec, spec.shrink_keys)
-                layer.values[b, h, at] = rounded(layer.values[b, h, at], spec, spec.shrink_values, spec.values == "token")
+                layer.keys[b, h, at] = rounded(layer.keys[b, h, at], own, own.shrink_keys)
+                layer.values[b, h, at] = rounded(layer.values[b, h, at], own, own.shrink_values, own.values == "token")
 
 
 def steps(model: Any, cache: Any, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
