@@ -2,8 +2,8 @@
 
     python -m benchmarks.end_to_end.host_cost [--layers 4] [--profile] [--prefill compiled recorded] [--dry] --out results.json
 
-Qwen2-VL-7B's shape with random weights in W4A8, through ``generate`` and ``mmqc.compiled_loop``, on a GPU; ``--layers``: so many
-layers and so many blocks of the tower, which leaves what does not grow with depth; ``--dry``: cold_start's small model, on the CPU;
+Qwen2-VL-7B's shape with random weights in W4A8, or another of cold_start's configs, through ``generate`` and
+``mmqc.compiled_loop``, on a GPU; ``--layers``: so many layers and so many blocks of the tower, which leaves what does not grow with depth; ``--dry``: cold_start's small model, on the CPU;
 several ways of a prompt are measured on one model, and their tokens compared.
 """
 
@@ -118,6 +118,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int)
     parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--config", default="w4a8", choices=CONFIGS)
     parser.add_argument("--prefill", nargs="+", default=["compiled"], help="compiled_loop's, one after the other")
     parser.add_argument("--dry", action="store_true")
     parser.add_argument("--out", type=Path)
@@ -127,10 +128,11 @@ def main() -> None:
         shallow(args.layers)
     model = small_model() if args.dry else model_of("qwen2_vl_7b", "cuda").eval()
     batch = prompt(model, (8, 8)) if args.dry else batch_of("qwen2_vl_7b", model, "cuda")
-    mmqc.quantize_(model, CONFIGS["w4a8"](), [batch], progress=False)
+    mmqc.quantize_(model, CONFIGS[args.config](), [batch], progress=False)
     grids = {name: (4 + 2 * i, 4) for i, name in enumerate(GRIDS)} if args.dry else GRIDS
     ways = {prefill: measure(model, grids, prefill, args.profile) for prefill in args.prefill}
-    found = {**facts(Run(args.dry, 0)), "figures": ways, "same tokens": len({str(way["tokens"]) for way in ways.values()}) == 1}
+    found = {**facts(Run(args.dry, 0)), "config": args.config, "figures": ways}
+    found["same tokens"] = len({str(way["tokens"]) for way in ways.values()}) == 1
     text = json.dumps(found, indent=1)
     print(text)
     if args.out:
