@@ -3,8 +3,9 @@
     python -m benchmarks.end_to_end.host_cost [--layers 4] [--profile] [--prefill compiled recorded] [--dry] --out results.json
 
 Qwen2-VL-7B's shape with random weights in W4A8, or another of cold_start's configs, through ``generate`` and
-``mmqc.compiled_loop``, on a GPU; ``--layers``: so many layers and so many blocks of the tower, which leaves what does not grow with depth; ``--dry``: cold_start's small model, on the CPU;
-several ways of a prompt are measured on one model, and their tokens compared.
+``mmqc.compiled_loop``, on a GPU; ``--layers``: so many layers and so many blocks of the tower, which leaves what does not grow
+with depth; ``--dry``: cold_start's small model, on the CPU; several ways of a prompt are measured on one model, and their tokens
+compared.
 """
 
 from __future__ import annotations
