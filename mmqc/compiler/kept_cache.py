@@ -13,6 +13,7 @@ that it finds, so most calls should find the same.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,7 +45,7 @@ class KeptCaches:
     """The caches of one model."""
 
     def __init__(self) -> None:
-        self.caches: OrderedDict[str, Kept] = OrderedDict()
+        self.caches: OrderedDict[Hashable, Kept] = OrderedDict()
 
     def ready(self, model: Any, new: StaticCache, batch: int, tokens: int, *, keep: bool) -> StaticCache:
         """An empty cache with its memory: what a compiled prefill allocates has no address that CUDA graphs may rely on.
@@ -60,9 +61,10 @@ class KeptCaches:
         if shape is None:
             return new
         heads, width = shape
-        key = repr(([type(layer) for layer in new.layers], batch, heads, width, model.dtype, model.device))
-        bytes_each = 2 * len(new.layers) * batch * heads * width * model.dtype.itemsize
-        least = min(LEAST, SMALL // bytes_each // CHUNK * CHUNK) if model.device.type == "cuda" else 0
+        dtype, device = model.dtype, model.device  # each looks through the parameters
+        key = (*map(type, new.layers), batch, heads, width, dtype, device)
+        bytes_each = 2 * len(new.layers) * batch * heads * width * dtype.itemsize
+        least = min(LEAST, SMALL // bytes_each // CHUNK * CHUNK) if device.type == "cuda" else 0
         room, kept = room_for(tokens, least), self.caches.get(key) if keep else None
         if kept is not None and tokens <= kept.room <= TIMES * room:
             self.caches.move_to_end(key)
@@ -74,7 +76,7 @@ class KeptCaches:
             room = longest(new) + 1  # the last token of a sequence is not stored
         if keep:
             self.caches.pop(key, None)  # before its successor is allocated
-        new.early_initialization(batch, heads, width, model.dtype, model.device)
+        new.early_initialization(batch, heads, width, dtype, device)
         if keep:
             self.caches[key] = Kept(new, room)
             self._forget()

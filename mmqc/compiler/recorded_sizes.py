@@ -23,6 +23,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any, Protocol
 
 import torch
@@ -81,12 +82,14 @@ class _Recording:
         replay: runs it on them.
         outputs: of each the place of the argument that it is, or None; itself; and whether the next replay writes to it.
         written: places of the arguments that it writes to.
+        storages: where the memory of these begins.
     """
 
     inputs: list[tuple[int, Tensor]]
     replay: Replay
     outputs: list[tuple[int | None, Any, bool]]
     written: list[int]
+    storages: set[int]
 
 
 @dataclass(frozen=True)
@@ -116,6 +119,26 @@ class _Kinds:
         return cls(tensors, away, numbers, plain and known and not any(args[i].dim() for i in away))
 
 
+class _Places:
+    """Places of tensors that are others in every call, and of those that stay; a change makes new ones.
+
+    Attributes:
+        moving: in order.
+        sized: those among them whose sizes tell calls apart: not the numbers on another device.
+        staying: places of all other tensors.
+        pick: takes the latter out of a call's arguments; there are more than a thousand of them.
+    """
+
+    def __init__(self, kinds: _Kinds, moving: Iterable[int] = ()) -> None:
+        self.moving = sorted(moving)
+        known, away = set(self.moving), set(kinds.away)
+        self.sized = [i for i in self.moving if i not in away]
+        self.staying = [i for i in kinds.tensors if i not in known]
+        self.pick: Callable[[Sequence[Any]], Sequence[Any]] = lambda args: [args[i] for i in self.staying]
+        if len(self.staying) > 1:  # of one place it gives no tuple
+            self.pick = itemgetter(*self.staying)
+
+
 @dataclass
 class RecordedSizes:
     """Calls a compiled graph.
@@ -124,18 +147,17 @@ class RecordedSizes:
         graph: takes and gives flat tuples.
         limit: how many sizes are recorded at once.
         device: records.
-        moving: places of tensors that are others in every call.
         replays: how many calls were replays.
     """
 
     graph: Graph
     limit: int
     device: Device
-    moving: set[int] = field(default_factory=set)
     replays: int = 0
     _sizes: OrderedDict[Hashable, _Size] = field(default_factory=OrderedDict)
     _kinds: _Kinds | None = None
-    _last: list[int] = field(default_factory=list)
+    _places: _Places | None = None
+    _last: tuple[int, ...] | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __call__(self, *args: Any) -> Any:
@@ -153,11 +175,17 @@ class RecordedSizes:
             return ["an input is neither a number nor a plain tensor of the device"]
         return sorted({size.refused for size in self._sizes.values() if size.refused})
 
+    @property
+    def moving(self) -> set[int]:
+        """Places of tensors that are others in every call."""
+        return set(self._places.moving) if self._places is not None else set()
+
     def _call(self, args: tuple[Any, ...]) -> Any:
-        self._kinds = self._kinds or _Kinds.of(args, self.device.kind)
-        if self._kinds.usable:
-            self._learn(args)
-        if not self._kinds.usable or (key := self._key(args)) is None:
+        kinds = self._kinds = self._kinds or _Kinds.of(args, self.device.kind)
+        if not kinds.usable:
+            return self.graph(*args)
+        places = self._places = self._learn(args, kinds)
+        if (key := self._key(args, kinds, places)) is None:
             return self.graph(*args)
         size = self._sizes.setdefault(key, _Size())
         self._sizes.move_to_end(key)
@@ -167,40 +195,42 @@ class RecordedSizes:
                 result, size.waited = self.device.timed(lambda: self.graph(*args))
                 return result
             if size.calls > 2 and (waited := size.waited()) is not None:  # type: ignore[misc]
-                self._record(size, args) if waited else self._refuse(size, "the device takes longer than its launches")
-        if size.recording is not None and not _overlap(size.recording.written, self.moving, args):
+                self._record(size, args, places) if waited else self._refuse(size, "the device takes longer than its launches")
+        if size.recording is not None and not _overlap(size.recording.storages, places.moving, args):
             return self._replay(size.recording, args)
         self._forget()
         return self.graph(*args)
 
-    def _learn(self, args: Sequence[Any]) -> None:
+    def _learn(self, args: Sequence[Any], kinds: _Kinds) -> _Places:
         """Tensors that are elsewhere than in the last call; what is known to stay is told apart by its address instead."""
-        places = self._kinds.tensors  # type: ignore[union-attr]
-        now = addresses([args[i] for i in places])
-        if self._last and now != self._last:
-            pairs = zip(places, now, self._last, strict=True)
-            moved = {i for i, a, b in pairs if a != b and i not in self.moving and not _stays(args[i])}
+        places = self._places or _Places(kinds)
+        now = tuple(addresses(places.pick(args)))
+        if now == self._last:  # which stays the same object: two keys are compared at once
+            return places
+        if self._last is not None:
+            pairs = zip(places.staying, now, self._last, strict=True)
+            moved = {i for i, a, b in pairs if a != b and not _stays(args[i])}
             if moved:
-                self.moving |= moved
+                places = _Places(kinds, moved.union(places.moving))
+                now = tuple(addresses(places.pick(args)))
                 self._sizes.clear()  # their keys had addresses of these
         self._last = now
+        return places
 
-    def _key(self, args: Sequence[Any]) -> Hashable | None:
+    def _key(self, args: Sequence[Any], kinds: _Kinds, places: _Places) -> Hashable | None:
         """The size of a call; None if it cannot be recorded."""
-        kinds = self._kinds
-        assert kinds is not None
-        moving = [args[i] for i in sorted(self.moving.difference(kinds.away))]
+        moving = [args[i] for i in places.sized]
         if any(a.is_inference() for a in moving) or sum(a.nbytes for a in moving) > COPIED:
             return None  # what is written to the former could not be seen
         return (
-            tuple(a for i, a in zip(kinds.tensors, self._last, strict=True) if i not in self.moving),
+            self._last,
             tuple((a.shape, a.stride(), a.dtype) for a in moving),
             tuple(args[i].item() for i in kinds.away),
             tuple(args[i] for i in kinds.numbers),
         )
 
-    def _record(self, size: _Size, args: Sequence[Any]) -> None:
-        inputs = [(i, _place_for(args[i])) for i in sorted(self.moving) if args[i].device.type == self.device.kind]
+    def _record(self, size: _Size, args: Sequence[Any], known: _Places) -> None:
+        inputs = [(i, _place_for(args[i])) for i in known.moving if args[i].device.type == self.device.kind]
         given = list(args)
         for i, place in inputs:
             given[i] = place
@@ -213,13 +243,14 @@ class RecordedSizes:
             return
         places = [i for i, a in enumerate(given) if isinstance(a, Tensor)]
         written = [i for i, a, b in zip(places, before, versions(tensors), strict=True) if a != b]
-        if self.moving.intersection(written) or _overlap(written, self.moving, args):
+        moving, storages = set(known.moving), {_storage(args[i]) for i in written}
+        if moving.intersection(written) or _overlap(storages, moving, args):
             self._refuse(size, "it writes to an input that is another tensor in every call")
             return
         at = {id(given[i]): i for i in places}
-        staying = {_storage(given[i]) for i in places if i not in self.moving}
+        staying = {_storage(given[i]) for i in known.staying}
         kept = [(at.get(id(o)), o, isinstance(o, Tensor) and _storage(o) not in staying) for o in outputs]
-        size.recording = _Recording(inputs, replay, kept, written)
+        size.recording = _Recording(inputs, replay, kept, written, storages)
         self._forget()
 
     def _refuse(self, size: _Size, reason: str) -> None:
@@ -242,10 +273,9 @@ class RecordedSizes:
             self._sizes.popitem(last=False)
 
 
-def _overlap(written: Iterable[int], moving: Iterable[int], args: Sequence[Any]) -> bool:
-    """Whether what is copied in front of a replay shares memory with what the replay writes to."""
-    there = {_storage(args[i]) for i in written}
-    return any(_storage(args[i]) in there for i in moving)
+def _overlap(storages: set[int], moving: Iterable[int], args: Sequence[Any]) -> bool:
+    """Whether what is copied in front of a replay lies in one of the storages that the replay writes to."""
+    return any(_storage(args[i]) in storages for i in moving)
 
 
 def _copied(tensor: Tensor) -> Tensor:
