@@ -35,6 +35,7 @@ from torch.fx.experimental.sym_node import DynamicInt
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from mmqc.graph.capture import outermost_module
+from mmqc.graph.collections_off import without_collections
 
 shape_config: Any = _shape_config  # a module that turns itself into an object with ``patch``
 
@@ -105,6 +106,9 @@ class Tracing:
         if converting is None or not _is_behind(converting[0], self.backend):
             return
         self.flags = ExitStack()
+        # A trace makes millions of objects and keeps most: looking through them for garbage took a tenth of a compilation.
+        # Dynamo looks once, when it is done.
+        self.flags.enter_context(without_collections())
         if not torch._dynamo.config.assume_static_by_default:
             self.flags.enter_context(torch._dynamo.config.patch(FLOATS))
         frame = _model_frame(converting[1])

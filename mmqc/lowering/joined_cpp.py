@@ -6,7 +6,8 @@ Why:     a file takes 0.6 s before its first line of code is read: the compiler 
 How:     each kernel, with the binding that Inductor writes for it, stands in a namespace of its own, its two public names changed
          by macros.  They are collected while Inductor loads its module, and compiled when that waits for them.
 Parts:   with waiting_at_the_end():  compile_fx(...) for each part of a graph
-         A part's kernels are one file, compiled while the next part's code is generated.
+         A part's kernels are one file, compiled while the next part's code is generated: from the first of them that comes
+         when the header is compiled (early_compiler.py), for which nobody waits before the end.
 Else:    the kernels of a file that does not compile are compiled as Inductor would.
 """
 
@@ -21,11 +22,14 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 from unittest import mock
 
+from torch._inductor import config
 from torch._inductor.async_compile import AsyncCompile, get_compile_threads
 from torch._inductor.codecache import CppPythonBindingsCodeCache
 from torch._inductor.compile_worker.subproc_pool import SubprocException
 from torch._inductor.exc import CppCompileError
 from torch._inductor.utils import clear_on_fresh_cache
+
+from mmqc.lowering import early_compiler
 
 logger = logging.getLogger(__name__)
 
@@ -43,19 +47,33 @@ def joined_kernels() -> Iterator[None]:
         yield
 
 
-_later: ContextVar[list[Callable[[], None]] | None] = ContextVar("what waits for the kernels of parts", default=None)
+class _Parts:
+    """What waits for the kernels of a graph's parts, and their files, begun or not."""
+
+    def __init__(self) -> None:
+        self.waits: list[Callable[[], None]] = []
+        self.files: list[_Share] = []
+
+    def begin(self) -> None:
+        """Have everything compiled that is not yet."""
+        for file in self.files:
+            file.begin()
+
+
+_later: ContextVar[_Parts | None] = ContextVar("the parts of a graph that is compiled", default=None)
 
 
 @contextmanager
 def waiting_at_the_end() -> Iterator[None]:
     """Graphs that are compiled meanwhile may be called behind the block, where it waits for their kernels."""
-    token = _later.set([])
+    parts = _Parts()
+    token = _later.set(parts)
     try:
         yield
-        waits = _later.get() or []
     finally:
         _later.reset(token)
-    for wait in waits:
+    parts.begin()  # all of them, before one is waited for
+    for wait in parts.waits:
         wait()
 
 
@@ -65,7 +83,7 @@ def when_waited(then: Callable[[], None]) -> None:
     if later is None:
         then()
     else:
-        later.append(then)
+        later.waits.append(then)
 
 
 @dataclass(frozen=True)
@@ -132,7 +150,13 @@ def _compile_and_wait(self: AsyncCompile, scope: dict[str, Any]) -> None:
     """In the place of ``AsyncCompile.wait``."""
     kernels = [*dict.fromkeys(v for v in scope.values() if isinstance(v, Kernel))]
     threads, later = get_compile_threads(), _later.get()
-    files = begun(kernels, 1 if later is not None else threads, self.submit if threads > 1 else None)
+    submit = self.submit if threads > 1 else None
+    files = shares_of(kernels, threads, submit) if later is None else shares_of(kernels, 1, submit)
+    if later is not None:
+        later.files += files
+    if later is None or early_compiler.is_idle():
+        for file in files if later is None else later.files:
+            file.begin()
 
     def wait() -> None:
         functions = ended(files)
@@ -144,24 +168,41 @@ def _compile_and_wait(self: AsyncCompile, scope: dict[str, Any]) -> None:
     if later is None:
         wait()
     else:
-        later.append(wait)
+        later.waits.append(wait)
 
 
-Begun = list[tuple[list[Kernel], Callable[[], Any]]]
+class _Share:
+    """Kernels of one file."""
+
+    def __init__(self, kernels: list[Kernel], submit: Callable[..., Any] | None) -> None:
+        self.kernels = kernels
+        self.wait: Callable[[], Any] | None = None
+        text, settings = joined([k.text() for k in kernels]), config.get_config_copy()
+
+        def begin() -> Callable[[], Any]:
+            with config.patch(settings):  # the compiler's flags are those of now, whenever it begins
+                return _Files.load_async(text, submit_fn=submit)
+
+        self._begin = begin
+
+    def begin(self) -> Callable[[], Any]:
+        """Have it compiled, meanwhile if there is something to submit to; what waits for it."""
+        self.wait = self.wait or self._begin()
+        return self.wait
 
 
-def begun(kernels: Sequence[Kernel], files: int, submit: Callable[..., Any] | None) -> Begun:
-    """The kernels in at most so many files, each with what waits for it; compiled meanwhile if there is something to submit to."""
-    shares = [share for share in shared(kernels, files) if share]
-    return [(share, _Files.load_async(joined([k.text() for k in share]), submit_fn=submit)) for share in shares]
+def shares_of(kernels: Sequence[Kernel], files: int, submit: Callable[..., Any] | None) -> list[_Share]:
+    """The kernels in at most so many files, which are not begun."""
+    return [_Share(share, submit) for share in shared(kernels, files) if share]
 
 
-def ended(files: Begun) -> dict[Kernel, Callable[..., Any]]:
+def ended(files: Sequence[_Share]) -> dict[Kernel, Callable[..., Any]]:
     """The kernels as functions."""
     functions: dict[Kernel, Callable[..., Any]] = {}
-    for share, file in files:
+    for file in files:
+        share = file.kernels
         try:
-            loaded = file()
+            loaded = file.begin()()
             functions.update({k: loaded.kernel(i) for i, k in enumerate(share)})
         except (CppCompileError, SubprocException) as error:  # the second is the first, of another process
             logger.info("%d kernels do not compile together, and are compiled one by one: %s", len(share), error)

@@ -12,7 +12,7 @@ from torch._inductor.compile_worker.subproc_pool import SubprocException
 from torch._inductor.utils import fresh_cache
 
 from mmqc.lowering import joined_cpp
-from mmqc.lowering.joined_cpp import Kernel, begun, ended, joined, joined_kernels, shared, waiting_at_the_end
+from mmqc.lowering.joined_cpp import Kernel, ended, joined, joined_kernels, shared, shares_of, waiting_at_the_end
 
 HEADER = "#include <torch/csrc/inductor/cpp_prefix.h>\n"
 BODY = 'extern "C" void kernel(float* out, const int64_t n) {{ for (int64_t i = 0; i < n; i++) out[i] = {value}; }}'
@@ -24,7 +24,7 @@ def kernel(value: str, extra: str = "") -> Kernel:
 
 def test_compiled__each_by_its_number() -> None:
     kernels = [kernel(f"{i}.5f * i") for i in range(5)] + [kernel("float(helper())", "static int helper() { return 7; }\n")]
-    functions = ended(begun(kernels, 2, None))
+    functions = ended(shares_of(kernels, 2, None))
     for i, k in enumerate(kernels):
         out = torch.full((4,), float("nan"))
         functions[k](out, 4)
@@ -35,7 +35,7 @@ def test_compiled__together_with_a_helper_behind_a_guard(monkeypatch: pytest.Mon
     monkeypatch.delattr(Kernel, "alone")
     guarded = "#ifndef HELPER\n#define HELPER\nstatic int helper() { return 7; }\n#endif\n"
     kernels = [kernel(f"float(helper()) + {i}", guarded) for i in range(3)]
-    functions = ended(begun(kernels, 1, None))
+    functions = ended(shares_of(kernels, 1, None))
     for i, k in enumerate(kernels):
         out = torch.zeros(2)
         functions[k](out, 2)
@@ -48,7 +48,7 @@ def test_compiled__what_does_not_compile_together_is_compiled_alone(monkeypatch:
     kernels = [kernel("1.0f"), odd]
     said: list[str] = []
     monkeypatch.setattr(joined_cpp.logger, "info", lambda *words: said.append(words[0]))
-    functions = ended(begun(kernels, 1, None))
+    functions = ended(shares_of(kernels, 1, None))
     assert len(said) == 1
     assert "do not compile together" in said[0]
     for k, value in zip(kernels, (1.0, 2.0), strict=True):
@@ -65,7 +65,7 @@ def test_compiled__an_error_of_another_process() -> None:
         return failed
 
     k, out = kernel(f"float({time.time_ns()})"), torch.zeros(1)  # never compiled before
-    ended(begun([k], 1, submit))[k](out, 1)
+    ended(shares_of([k], 1, submit))[k](out, 1)
     assert out.item() > 0
 
 
@@ -109,7 +109,8 @@ def test_joined_kernels__a_graph_is_a_file_for_each_process_that_compiles(thread
     torch.testing.assert_close(got, function(x))
 
 
-def test_joined_cpp__parts_of_a_graph_wait_at_the_end() -> None:
+@pytest.mark.parametrize("header", [True, False], ids=["header", "no header yet"])
+def test_joined_cpp__parts_of_a_graph_wait_at_the_end(header: bool) -> None:
     x = torch.randn(7)
     with fresh_cache(), ThreadPoolExecutor(2) as pool:
         waits: list[Any] = []
@@ -121,10 +122,13 @@ def test_joined_cpp__parts_of_a_graph_wait_at_the_end() -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(joined_cpp, "_wait", lambda self, scope: waits.append(scope))
             patch.setattr(joined_cpp, "get_compile_threads", lambda: 2)
+            patch.setattr(joined_cpp.early_compiler, "is_idle", lambda: header)
             with waiting_at_the_end():
                 for scope in scopes:
                     joined_cpp._compile_and_wait(Async(), scope)  # type: ignore[arg-type]
                 assert not waits
+                parts: Any = joined_cpp._later.get()
+                assert [file.wait is not None for file in parts.files] == [header] * 2
                 assert all(isinstance(scope["f"], Kernel) for scope in scopes)
         assert waits == scopes
         for scope in scopes:
