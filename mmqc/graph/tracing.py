@@ -35,7 +35,7 @@ from torch.fx.experimental.sym_node import DynamicInt
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from mmqc.graph.capture import outermost_module
-from mmqc.graph.collections_off import without_collections
+from mmqc.graph.collections_off import count_as_old, without_collections
 
 shape_config: Any = _shape_config  # a module that turns itself into an object with ``patch``
 
@@ -107,7 +107,6 @@ class Tracing:
             return
         self.flags = ExitStack()
         # A trace makes millions of objects and keeps most: looking through them for garbage took a tenth of a compilation.
-        # Dynamo looks once, when it is done.
         self.flags.enter_context(without_collections())
         if not torch._dynamo.config.assume_static_by_default:
             self.flags.enter_context(torch._dynamo.config.patch(FLOATS))
@@ -145,6 +144,8 @@ class Tracing:
         error = sys.exc_info()[1]
         if flags is not None:
             flags.close()
+            if not torch.cuda.is_available():  # garbage that held memory of a GPU would be missed: there, Dynamo looks now
+                count_as_old()
         if model is None:
             return
         reason = _data_dependent(error)

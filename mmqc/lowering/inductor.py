@@ -61,6 +61,7 @@ from mmqc.lowering import early_compiler
 from mmqc.lowering.early_kernels import can_start_early, early_definitions, starting_early, starts_early
 from mmqc.lowering.joined_cpp import joined_kernels
 from mmqc.lowering.known_transforms import known_transforms
+from mmqc.lowering.plain_strides import plain_strides
 from mmqc.lowering.quick_launch import launching_quickly
 
 __all__ = [
@@ -180,6 +181,7 @@ def compile_graph(
     compile_: Any = compile_fx  # returns a callable for a GraphModule
     with (
         joined_kernels(),
+        plain_strides(),
         tagged(),
         trusted_transforms(known),
         starting_early(TritonScheduling, early),

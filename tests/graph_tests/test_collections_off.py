@@ -1,10 +1,11 @@
-"""The search for garbage is off in the block, and afterwards as it was before."""
+"""The search for garbage is off in the block, and afterwards as it was before; what is old waits for the next full one."""
 
 import gc
+import weakref
 
 import pytest
 
-from mmqc.graph.collections_off import without_collections
+from mmqc.graph.collections_off import count_as_old, without_collections
 
 
 @pytest.mark.parametrize("on", [True, False])
@@ -17,3 +18,20 @@ def test_without_collections__leaves_it_as_it_was(on: bool) -> None:
         assert gc.isenabled() is on
     finally:
         (gc.enable if before else gc.disable)()
+
+
+def test_count_as_old__the_next_full_search_finds_what_was_made() -> None:
+    class Cycle:
+        pass
+
+    gc.collect()
+    one = Cycle()
+    one.me = one  # type: ignore[attr-defined]
+    gone = weakref.ref(one)
+    del one
+    count_as_old()
+    gc.collect(1)
+    assert gone() is not None, "the young are looked through alone"
+    gc.collect()
+    assert gone() is None
+    assert not gc.get_freeze_count()
