@@ -20,18 +20,26 @@ def test_without_collections__leaves_it_as_it_was(on: bool) -> None:
         (gc.enable if before else gc.disable)()
 
 
-def test_count_as_old__the_next_full_search_finds_what_was_made() -> None:
+@pytest.mark.parametrize("frozen", [True, False], ids=["objects of the caller", "none"])
+def test_count_as_old__the_next_full_search_finds_what_was_made(frozen: bool) -> None:
     class Cycle:
         pass
 
-    gc.collect()
-    one = Cycle()
-    one.me = one  # type: ignore[attr-defined]
-    gone = weakref.ref(one)
-    del one
-    count_as_old()
-    gc.collect(1)
-    assert gone() is not None, "the young are looked through alone"
-    gc.collect()
-    assert gone() is None
-    assert not gc.get_freeze_count()
+    before = gc.get_freeze_count()
+    gc.unfreeze()
+    try:
+        if frozen:
+            gc.freeze()
+        gc.collect()
+        one = Cycle()
+        one.me = one  # type: ignore[attr-defined]
+        gone = weakref.ref(one)
+        del one
+        count_as_old()
+        gc.collect(1)
+        assert (gone() is None) is frozen, "the young are looked through alone"
+        gc.collect()
+        assert gone() is None
+        assert bool(gc.get_freeze_count()) is frozen
+    finally:
+        (gc.freeze if before else gc.unfreeze)()
