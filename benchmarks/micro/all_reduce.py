@@ -110,9 +110,16 @@ class Rank:
             torch.cuda.set_device(self.device)
         dist.init_process_group("gloo" if args.dry else "cpu:gloo,cuda:nccl", rank=rank, world_size=ranks)
         self.times: dict[str, dict[str, float | str]] = {}
+        self.boxes: dict[int, Inboxes] = {}
 
-    def inboxes(self, rows: int, width: int) -> Inboxes:
-        """This rank's, over symmetric memory or, without GPUs, shared memory of the host."""
+    def inboxes(self, width: int) -> Inboxes:
+        """This rank's, for all numbers of rows: over symmetric memory or, without GPUs, shared memory of the host."""
+        if width not in self.boxes:
+            self.boxes[width] = self.new_inboxes(max(self.args.rows), width)
+        return self.boxes[width]
+
+    def new_inboxes(self, rows: int, width: int) -> Inboxes:
+        """A pair of halves."""
         if not self.args.dry:
             return inboxes(dist.group.WORLD, rows, width, self.device)
         mine = self.shared.view(self.ranks, -1)
@@ -272,7 +279,7 @@ class Case:
         return self.behind(self.plain, sum_of, alone)
 
     def words(self, alone: bool = False, warps: int = 0) -> Way:
-        box = self.at.inboxes(self.rows, self.width)
+        box = self.at.inboxes(self.width)
 
         def sum_of(i: int) -> Tensor:
             return run_with(all_reduce.plan(self.plain[i], box, new=self.poisoned), warps)
@@ -280,7 +287,7 @@ class Case:
         return self.behind(self.plain, sum_of, alone)
 
     def fused(self, warps: int = 0) -> Way:
-        box = self.at.inboxes(self.rows, self.width)
+        box = self.at.inboxes(self.width)
 
         def call(i: int) -> Any:
             norm, scales = Norm(EPS, self.gain, None, self.residuals[i], True), row_scale(self.scale, self.rows)

@@ -21,11 +21,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mmqc.kernels.shared.device_facts import INTERPRETED, capability, has_inline_ptx
+from mmqc.kernels.shared.device_facts import INTERPRETED, capability, has_inline_ptx, why_not_here
 from mmqc.kernels.shared.early_start import await_inputs
-from mmqc.kernels.shared.inboxes import Inboxes
+from mmqc.kernels.shared.inboxes import MAX_RANKS, Inboxes
 from mmqc.kernels.shared.launch import Launch
-from mmqc.kernels.shared.plan import New, Plan, Refusal, rows_like
+from mmqc.kernels.shared.plan import New, Plan, Refusal, rows_like, why_not_rows
 
 
 @triton.jit
@@ -106,9 +106,20 @@ def starts_early(x: Tensor) -> bool:
     return capability(x.device) >= 90 and not INTERPRETED
 
 
+def why_not(x: Tensor, inboxes: Inboxes) -> str | None:
+    """None, or why the rows of x cannot be added up."""
+    ranks = inboxes.peers.shape[0]
+    return (
+        why_not_rows(x)
+        or inboxes.why_not(*x.shape, x.dtype, x.device)
+        or (None if 2 <= ranks <= MAX_RANKS else f"2 to {MAX_RANKS} ranks, not {ranks}")
+        or why_not_here(x, inboxes.peers, inboxes.counts)
+    )
+
+
 def plan(x: Tensor, inboxes: Inboxes, new: New | None = None) -> Plan[Tensor] | Refusal:
     """One launch, of a program a row."""
-    if reason := inboxes.why_not(x):
+    if reason := why_not(x, inboxes):
         return Refusal(reason)
     (m, width), new = x.shape, new or rows_like(x)
     y, block = new(width, x.dtype), triton.next_power_of_2(width)

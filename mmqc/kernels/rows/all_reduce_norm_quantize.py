@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mmqc.kernels.rows.all_reduce import send_tile, starts_early, sum_tile, warps_of
+from mmqc.kernels.rows.all_reduce import send_tile, starts_early, sum_tile, warps_of, why_not
 from mmqc.kernels.rows.norm_quantize import Norm, Normed, norm_tile
 from mmqc.kernels.rows.norm_quantize import why_not as why_no_norm
 from mmqc.kernels.shared.early_start import await_inputs
@@ -66,7 +66,7 @@ def plan(
     new: New | None = None,
 ) -> Plan[Normed] | Refusal:
     """One launch, of a program a row."""
-    if reason := inboxes.why_not(x) or why_no_norm(x, norm, bits, code):
+    if reason := why_not(x, inboxes) or why_no_norm(x, norm, bits, code):
         return Refusal(reason)
     (m, width), new = x.shape, new or rows_like(x)
     q, total, block = new(width, code), new(width, x.dtype), triton.next_power_of_2(width)
