@@ -140,7 +140,7 @@ def run_time_passes(
     queries: bool = True,
     quantized: bool = True,
     reads: bool = True,
-    sums: RewriteAllReduce | None = None,
+    why_not_shared: Callable[[str, Any], str | None] | None = None,
 ) -> tuple[Pass, ...]:
     """Change where rows lie and what is computed together in a compiled graph, never what is stored.
 
@@ -154,7 +154,7 @@ def run_time_passes(
         queries: it has attention of one new token.
         quantized: it has quantized linears.
         reads: it has reads of the host.
-        sums: what is done with its sums over ranks, if it has any.
+        why_not_shared: it has sums over ranks; why the group of a name does not add up a tensor through shared memory.
     """
     return (
         # 8 token order
@@ -174,7 +174,7 @@ def run_time_passes(
             if quantized
             else ()
         ),
-        *((sums,) if sums else ()),
+        *((RewriteAllReduce(why_not_shared),) if why_not_shared else ()),
         *((FuseCounters(),) if counters else ()),
         # 12 reads
         *((ReorderReads(),) if reads else ()),
@@ -192,5 +192,5 @@ def phases(config: QuantConfig) -> dict[str, tuple[Pass, ...]]:
             scale=(lambda site: None) if scaled else None, given={} if rewrites.bases is not None else None
         ),
         "quantize": quantizing_passes() if quantized else (),
-        "compiled graphs": run_time_passes("modality", quantized=quantized, sums=RewriteAllReduce()),
+        "compiled graphs": run_time_passes("modality", quantized=quantized, why_not_shared=lambda name, x: None),
     }

@@ -28,7 +28,6 @@ from mmqc.passes.fold_query_groups import one_query
 from mmqc.passes.fuse_counters import moves_counter
 from mmqc.passes.fuse_matmuls import FUSED
 from mmqc.passes.reorder_reads import EARLY, READS
-from mmqc.passes.rewrite_all_reduce import RewriteAllReduce
 from mmqc.passes.rewrite_empty_cat import only_operand
 from mmqc.passes.rewrite_patch_conv import site_of
 from mmqc.passes.share_quantize import EQUALS, equal
@@ -63,7 +62,7 @@ def rewrite_at_run_time(
         "queries": any(one_query(n) for n in gm.graph.nodes),
         "quantized": bool(names & {*FUSED, "quantize", "quantize_per_token"}),
         "reads": bool(names & READS) and (has_heavy_op(gm) or bool(mmqc_ops(gm))),
-        "sums": _sums(gm) if request.collectives == "auto" else None,
+        "why_not_shared": _why_not_shared(gm) if request.collectives == "auto" else None,
     }
     if not visual and not any(content.values()):
         return AtRunTime(gm, [], [])
@@ -85,13 +84,13 @@ def rewrite_at_run_time(
     return AtRunTime(new, prog.records, pairs, first)
 
 
-def _sums(gm: fx.GraphModule) -> RewriteAllReduce | None:
-    """What is done with sums over ranks; only a graph that has some asks which of them share memory."""
+def _why_not_shared(gm: fx.GraphModule) -> Callable[[str, Tensor], str | None] | None:
+    """What knows which groups share memory; None for a graph without sums over ranks."""
     if not any(kind(n) == "all_reduce" for n in gm.graph.nodes):
         return None
     from mmqc.kernels.shared.inboxes import OPENED
 
-    return RewriteAllReduce(OPENED.why_not)
+    return OPENED.why_not
 
 
 def _program(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Program:

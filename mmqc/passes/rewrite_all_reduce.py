@@ -8,14 +8,14 @@ Why:     of a row's sum NCCL's kernel takes 11 microseconds and a message's way 
          (docs/explanation/scale.md).
 Needs:   nothing
 Gives:   nothing
-Exact:   a sum of two ranks to the bit; of more, NCCL adds up in another order.
+Exact:   yes, the sum of two ranks to the bit; of more, NCCL adds up in another order.
 Refuses: as kernels/shared/inboxes.py says: groups without such memory, many rows, numbers of rows that are not known.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, fx
@@ -44,7 +44,7 @@ class RewriteAllReduce(Pass):
     """``why_not``: of a group's name and an example of what is added up; None where memory is shared."""
 
     name = "rewrite_all_reduce"
-    why_not: Callable[[str, Tensor], str | None] = field(default=lambda name, x: "no memory is shared", repr=False)
+    why_not: Callable[[str, Tensor], str | None]
 
     def match(self, prog: Program) -> Iterator[Site | Miss]:
         """Every sum that is waited for at once."""

@@ -5,21 +5,11 @@ from __future__ import annotations
 import re
 from typing import Any
 
-import pytest
 import torch
-import torch.distributed as dist
 from split_ranks import branches
 
 from mmqc.compiler.record import GraphRecord, collect_records
 from mmqc.kernels.shared.inboxes import OPENED
-
-
-@pytest.fixture
-def group():
-    """A process group of this process alone: what is sent is traced as with others."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield dist.group.WORLD
-    dist.destroy_process_group()
 
 
 @torch.no_grad()
