@@ -147,6 +147,8 @@ class Rank:
                 case = Case(self, rows, width)
                 found = self.times.setdefault(f"{rows} x {width}", {})
                 for name, make in case.ways().items():
+                    if self.args.ways and name not in self.args.ways:
+                        continue
                     found[name] = self.attempt(case, name, make)
                     self.write()
 
@@ -374,6 +376,7 @@ def main() -> int:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 16, 64])
     parser.add_argument("--widths", type=int, nargs="+", default=[3584, 8192])
     parser.add_argument("--warps", type=int, nargs="*", default=[])
+    parser.add_argument("--ways", nargs="*", default=[], help="some of them, by name")
     parser.add_argument("--dry", action="store_true")
     args = parser.parse_args()
     if args.dry:
