@@ -97,8 +97,8 @@ def all_reduce_kernel(
 
 
 def warps_of(block: int) -> int:
-    """A thread has about 16 channels: what a row waits for is latency."""
-    return max(1, min(16, block // 512))
+    """A thread has about 8 channels: what a row waits for is latency (3,584 channels: 3.3 us with 16 warps, 3.6 with 8; H200)."""
+    return max(1, min(16, block // 256))
 
 
 def starts_early(x: Tensor) -> bool:
