@@ -29,7 +29,6 @@ from mmqc.kernels.shared.inboxes import OPENED
 from mmqc.kernels.shared.plan import Refusal
 from mmqc.kernels.shared.row_scale import Rows, RowScale, row_scale
 from mmqc.ops import all_reduce as sum_op
-from mmqc.ops import all_reduce_norm_quantize as sum_norm_op
 from mmqc.ops import basis_quantize_per_token as basis_op
 from mmqc.ops import hadamard as hadamard_op
 from mmqc.ops import hadamard_quantize as hadamard_quantize_op
@@ -150,7 +149,7 @@ def power_clip(
 
 
 def all_reduce(x: Tensor, group: str) -> Tensor:
-    """``mmqc::all_reduce`` on CUDA."""
+    """``mmqc::all_reduce`` on CUDA; many rows, where their number was not known before, are the group's."""
     box = OPENED.of(group, x.shape[-1])
     plan = Refusal("no inboxes") if box is None else sum_kernel.plan(_rows(x), box)
     return sum_op.reference(x, group) if isinstance(plan, Refusal) else plan.run().view(x.shape)
@@ -167,7 +166,8 @@ def all_reduce_norm_quantize(
     scales, kind = _scales(scale, visual, x, rows.shape[0]), code_dtype(bits, code)
     plan = Refusal("no inboxes") if box is None else sum_norm_kernel.plan(rows, box, norm, scales, bits, kind)
     if isinstance(plan, Refusal):
-        return sum_norm_op.reference(x, group, residual, gain, bias, eps, center, round_first, scale, visual, bits, code)
+        total = all_reduce(x, group)
+        return norm_quantize(total, residual, gain, bias, eps, center, round_first, scale, visual, bits, code)
     q, total = plan.run()
     assert total is not None
     return q.view(x.shape), total.view(x.shape)

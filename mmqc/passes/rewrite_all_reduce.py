@@ -9,7 +9,7 @@ Why:     of a row's sum NCCL's kernel takes 11 microseconds and a message's way 
 Needs:   nothing
 Gives:   nothing
 Exact:   yes, the sum of two ranks to the bit; of more, NCCL adds up in another order.
-Refuses: as kernels/shared/inboxes.py says: groups without such memory, many rows, numbers of rows that are not known.
+Refuses: as kernels/shared/inboxes.py says: groups without such memory, many rows, a number of rows that data decides.
 """
 
 from __future__ import annotations

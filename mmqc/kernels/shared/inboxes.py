@@ -112,11 +112,15 @@ class Opened:
         return self.boxes.get((name, width))
 
     def why_not(self, name: str, x: Tensor) -> str | None:
-        """None, or why x [..., D], real or traced, is not added up through the inboxes of the group of a name."""
+        """None, or why x [..., D], real or traced, is not added up through the inboxes of the group of a name.
+
+        A number of rows that varies is judged by what it was when the graph was traced: the op looks at those that come.
+        """
         *sizes, width = x.shape
-        rows = math.prod(sizes)
-        if not isinstance(rows, int) or not isinstance(width, int):
-            return "how many rows come is known when they come, and many are NCCL's"
+        rows: Any = math.prod(sizes)
+        rows = rows if isinstance(rows, int) else rows.node.hint
+        if rows is None or not isinstance(width, int):
+            return "its size is decided by data"
         box = self.of(name, width)
         if box is None:
             return self.closed.get(name) or f"no memory is shared for rows of {width}"

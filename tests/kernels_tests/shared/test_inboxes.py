@@ -33,14 +33,18 @@ def test_why_not__few_rows_of_a_known_width(size, dtype, why):
     assert said == why if why is None else why in str(said)
 
 
-def test_why_not__a_number_of_rows_that_is_not_known():
+@pytest.mark.parametrize(("rows", "why"), [(2, None), (5, "5 rows of 32, more than 3")])
+def test_why_not__a_number_of_rows_that_varies_is_judged_by_the_first(rows, why):
     opened, said = Opened(), []
     opened.boxes["tp", 32] = inboxes(2, 32)[0]
 
     def look(gm, inputs):
         (product,) = (n.meta["example_value"] for n in gm.graph.nodes if n.op == "call_function")
+        assert isinstance(product.shape[0], torch.SymInt)
         said.append(opened.why_not("tp", product))
         return gm.forward
 
-    torch.compile(lambda x: x * 2, backend=look, dynamic=True)(torch.ones(2, 32).half())
-    assert "known when they come" in said[0]
+    x = torch.ones(rows, 32).half()
+    torch._dynamo.mark_dynamic(x, 0)
+    torch.compile(lambda x: x * 2, backend=look)(x)
+    assert said == [None] if why is None else why in said[0]
