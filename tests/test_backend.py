@@ -199,7 +199,7 @@ def test_backend__modes_and_options_are_accepted(arguments: dict[str, Any]) -> N
     ("options", "message"),
     [
         ({"attention_order": "other"}, "allowed: 'gather', 'unified'"),
-        ({"collectives": "nccl"}, "allowed: 'auto', 'backend'"),
+        ({"collectives": "nccl"}, "allowed: 'backend', 'shared'"),
         ({"token_order": "random"}, "allowed: 'auto', 'sequence', 'modality'"),
         (
             {"no_such_key": 1},

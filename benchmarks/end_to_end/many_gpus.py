@@ -231,7 +231,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 16])
     parser.add_argument("--prefill", choices=("graphs", "compiled", "eager"), default="graphs")
     parser.add_argument("--no-graphs", action="store_true", help="compiled, without CUDA graphs")
-    parser.add_argument("--collectives", nargs="+", choices=many_gpus_rank.OPTIONS, default=["fused"], help="how a step adds up")
+    parser.add_argument("--collectives", nargs="+", choices=many_gpus_rank.OPTIONS, default=["nccl"], help="how a step adds up")
     parser.add_argument("--repeat", action="store_true", help="quantize one layer, and copy it")
     parser.add_argument("--in-turn", action="store_true", help="one group of ranks at a time, also for compiling")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "many_gpus")

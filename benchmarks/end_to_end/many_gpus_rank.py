@@ -31,10 +31,10 @@ ROWS = (1, 16)
 EAGER, COMPILED = (4, 36), (16, 144)  # tokens of the two generations whose difference is timed
 TIMES = 3
 OPTIONS: dict[str, dict[str, Any]] = {  # of the backend: how a compiled step adds up over ranks
-    "fused": {},  # through memory that they share, with residual, norm and quantization in one kernel
-    "words": {},  # the same, the sum alone
-    "one_shot": {"collectives": "backend", "_collective.auto_select": True},  # Inductor's, over symmetric memory
-    "nccl": {"collectives": "backend"},
+    "fused": {"collectives": "shared"},  # through memory that they share, with residual, norm and quantization in one kernel
+    "words": {"collectives": "shared"},  # the same, the sum alone
+    "one_shot": {"_collective.auto_select": True},  # Inductor's, over symmetric memory
+    "nccl": {},
 }
 
 

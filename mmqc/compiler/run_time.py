@@ -62,7 +62,7 @@ def rewrite_at_run_time(
         "queries": any(one_query(n) for n in gm.graph.nodes),
         "quantized": bool(names & {*FUSED, "quantize", "quantize_per_token"}),
         "reads": bool(names & READS) and (has_heavy_op(gm) or bool(mmqc_ops(gm))),
-        "why_not_shared": _why_not_shared(gm) if request.collectives == "auto" else None,
+        "why_not_shared": _why_not_shared(gm) if request.collectives == "shared" else None,
     }
     if not visual and not any(content.values()):
         return AtRunTime(gm, [], [])
