@@ -39,6 +39,7 @@ from mmqc.passes.raise_linear import RaiseLinear
 from mmqc.passes.raise_ops import RaiseOps
 from mmqc.passes.reorder_reads import ReorderReads
 from mmqc.passes.reorder_tokens import ReorderTokens
+from mmqc.passes.rewrite_all_reduce import RewriteAllReduce
 from mmqc.passes.rewrite_empty_cat import RewriteEmptyCat
 from mmqc.passes.rewrite_mask import RewriteMask
 from mmqc.passes.rewrite_patch_conv import RewritePatchConv
@@ -139,6 +140,7 @@ def run_time_passes(
     queries: bool = True,
     quantized: bool = True,
     reads: bool = True,
+    why_not_shared: Callable[[str, Any], str | None] | None = None,
 ) -> tuple[Pass, ...]:
     """Change where rows lie and what is computed together in a compiled graph, never what is stored.
 
@@ -152,6 +154,7 @@ def run_time_passes(
         queries: it has attention of one new token.
         quantized: it has quantized linears.
         reads: it has reads of the host.
+        why_not_shared: it has sums over ranks; why the group of a name does not add up a tensor through shared memory.
     """
     return (
         # 8 token order
@@ -171,6 +174,7 @@ def run_time_passes(
             if quantized
             else ()
         ),
+        *((RewriteAllReduce(why_not_shared),) if why_not_shared else ()),
         *((FuseCounters(),) if counters else ()),
         # 12 reads
         *((ReorderReads(),) if reads else ()),
@@ -188,5 +192,5 @@ def phases(config: QuantConfig) -> dict[str, tuple[Pass, ...]]:
             scale=(lambda site: None) if scaled else None, given={} if rewrites.bases is not None else None
         ),
         "quantize": quantizing_passes() if quantized else (),
-        "compiled graphs": run_time_passes("modality", quantized=quantized),
+        "compiled graphs": run_time_passes("modality", quantized=quantized, why_not_shared=lambda name, x: None),
     }

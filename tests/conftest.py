@@ -9,6 +9,7 @@ import os
 import time
 import zlib
 from collections.abc import Iterator
+from typing import Any
 
 # Before torch is imported, for subprocesses too.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
@@ -16,6 +17,7 @@ os.environ.setdefault("AOT_INDUCTOR_COMPILE_WRAPPER_OPT_LEVEL", "O0")  # of what
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import mmqc.backend
 from mmqc.ops import integer_matmul
@@ -70,6 +72,14 @@ def seeded(request: pytest.FixtureRequest) -> None:
 def integer_products(monkeypatch: pytest.MonkeyPatch) -> None:
     """Products of codes are ``_int_mm`` on CPUs too where that is slower than float64."""
     monkeypatch.setattr(integer_matmul, "cpu_int_mm_is_a_loop", lambda: False)
+
+
+@pytest.fixture
+def group() -> Iterator[Any]:
+    """A process group of this process alone: what is sent is traced as with others."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
 
 
 @pytest.fixture

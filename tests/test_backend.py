@@ -199,8 +199,12 @@ def test_backend__modes_and_options_are_accepted(arguments: dict[str, Any]) -> N
     ("options", "message"),
     [
         ({"attention_order": "other"}, "allowed: 'gather', 'unified'"),
+        ({"collectives": "nccl"}, "allowed: 'backend', 'shared'"),
         ({"token_order": "random"}, "allowed: 'auto', 'sequence', 'modality'"),
-        ({"no_such_key": 1}, r"'no_such_key'.*valid keys: attention_order, config, mode, recorded_sizes, regions, .*max_autotune"),
+        (
+            {"no_such_key": 1},
+            r"'no_such_key'.*valid keys: attention_order, collectives, config, .*regions, .*max_autotune",
+        ),
         ({"recorded_sizes": -1}, "recorded_sizes = -1: a number of sizes to keep, or 0"),
         ({"mode": "fastest"}, "mode = 'fastest' is unknown"),
     ],

@@ -4,6 +4,7 @@
     python -m benchmarks.end_to_end.many_gpus quantize --shape 72b --layers 1 3 --offload --samples 32
     python -m benchmarks.end_to_end.many_gpus run --shape 8b --ways w4a8 bf16               decode, first token
     python -m benchmarks.end_to_end.many_gpus run --shape 72b --layers 4 12 --ways w4a8     two depths: 80 layers by a line
+    python -m benchmarks.end_to_end.many_gpus run --shape 8b --ways w4a8 --loops compiled --collectives fused words one_shot nccl
     python -m benchmarks.end_to_end.many_gpus messages                                      all-reduce and all-gather alone
 
 A line of JSON is added to ``--out`` as soon as it is known, with what failed among them; ``--seconds`` ends all of it.
@@ -156,9 +157,9 @@ class Run:
         words = [args["part"] if "part" not in more else more["part"]]
         for name in ("shape", "samples", "tokens", "way", "model", "prefill"):
             words += [f"--{name}", str(args[name])] if args.get(name) is not None else []
-        for name in ("layers", "recipes", "rows", "loops"):
+        for name in ("layers", "recipes", "rows", "loops", "collectives"):
             words += [f"--{name}", *map(str, args[name])]
-        words += [f"--{name.replace('_', '-')}" for name in ("offload", "repeat", "no_graphs", "one_shot") if args[name]]
+        words += [f"--{name.replace('_', '-')}" for name in ("offload", "repeat", "no_graphs") if args[name]]
         return Group(self.log, ranks, first, words, self.left())
 
     def side_by_side(self, jobs: list[dict[str, Any]]) -> None:
@@ -190,9 +191,11 @@ class Run:
             for number, (way, layers) in enumerate(cases):
                 if (places[way, layers] / "config.json").exists():
                     first = number % max(1, torch.cuda.device_count()) if ranks == 1 else 0
-                    groups.append(self.group(ranks, first, way=way, layers=[layers], model=places[way, layers]))
-                    if args.in_turn:
-                        self.measure(groups[-1:])
+                    for how in args.collectives[: 1 if ranks == 1 or way == "bf16" else None]:
+                        more: dict[str, Any] = {"way": way, "layers": [layers], "model": places[way, layers]}
+                        groups.append(self.group(ranks, first, **more, collectives=[how]))
+                        if args.in_turn:
+                            self.measure(groups[-1:])
         if not args.in_turn:
             for group in groups:
                 group.ready.wait()
@@ -228,7 +231,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 16])
     parser.add_argument("--prefill", choices=("graphs", "compiled", "eager"), default="graphs")
     parser.add_argument("--no-graphs", action="store_true", help="compiled, without CUDA graphs")
-    parser.add_argument("--one-shot", action="store_true", help="small sums through symmetric memory, by Inductor")
+    parser.add_argument("--collectives", nargs="+", choices=many_gpus_rank.OPTIONS, default=["nccl"], help="how a step adds up")
     parser.add_argument("--repeat", action="store_true", help="quantize one layer, and copy it")
     parser.add_argument("--in-turn", action="store_true", help="one group of ranks at a time, also for compiling")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "many_gpus")

@@ -13,6 +13,7 @@ import statistics
 import sys
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,12 @@ DEVICE = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if GPU else "cpu"
 ROWS = (1, 16)
 EAGER, COMPILED = (4, 36), (16, 144)  # tokens of the two generations whose difference is timed
 TIMES = 3
+OPTIONS: dict[str, dict[str, Any]] = {  # of the backend: how a compiled step adds up over ranks
+    "fused": {"collectives": "shared"},  # through memory that they share, with residual, norm and quantization in one kernel
+    "words": {"collectives": "shared"},  # the same, the sum alone
+    "one_shot": {"_collective.auto_select": True},  # Inductor's, over symmetric memory
+    "nccl": {},
+}
 
 
 def say(**figures: Any) -> None:
@@ -142,15 +149,13 @@ def make(args: Any) -> None:
 def run(args: Any) -> None:
     """Load, compile, wait for the turn, measure."""
     what = {"part": "run", "way": args.way, "shape": args.shape, "layers": args.layers[0], "ranks": RANKS}
-    what |= {"one_shot": True} if args.one_shot else {}
+    what |= {"collectives": args.collectives[0]} if RANKS > 1 else {}
     held: list[Any] = []
     if not attempt({**what, "step": "load"}, lambda: _loaded(args, held)):
         return
     model = held[0]
-    if args.one_shot and RANKS > 1:
-        from torch.distributed._symmetric_memory import enable_symm_mem_for_group
-
-        enable_symm_mem_for_group(model._device_mesh.get_group().group_name)
+    if RANKS > 1:
+        add_up_by(args.collectives[0], model)
     loops = {}
     for loop in args.loops:
         prepare = Loop(model, args, loop)
@@ -165,6 +170,18 @@ def run(args: Any) -> None:
             attempt({**what, "loop": loop, "rows": rows}, lambda prepared=prepared, rows=rows: prepared.measured(rows))
     attempt({**what, "step": "logits"}, lambda: _compared(model, args))
     together()
+
+
+def add_up_by(collectives: str, model: Any) -> None:
+    """What ``OPTIONS`` do not say."""
+    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+
+    from mmqc.passes import rewrite_all_reduce
+
+    if collectives == "one_shot":
+        enable_symm_mem_for_group(model._device_mesh.get_group().group_name)
+    if collectives == "words":
+        rewrite_all_reduce.norm_behind = lambda wait: None
 
 
 def _loaded(args: Any, held: list[Any]) -> dict[str, Any]:
@@ -218,12 +235,10 @@ class Loop:
         self.model, self.args, self.compiled = model, args, loop == "compiled"
         backend: Any = "inductor" if args.way == "bf16" else "mmqc"
         mode: Any = "reduce-overhead" if GPU and not args.no_graphs else None
-        if args.one_shot:  # Inductor sums small tensors by reading the other ranks' memory
-            mode, options = None, {"_collective.auto_select": True, **({"triton.cudagraphs": True} if mode else {})}
-            compile_config = CompileConfig(backend=backend, options=options, fullgraph=False)
-        else:
-            compile_config = CompileConfig(backend=backend, mode=mode, fullgraph=False)
-        compile_config = compile_config if self.compiled else None
+        more = OPTIONS[args.collectives[0]] if RANKS > 1 and backend == "mmqc" else {}
+        if more:  # torch.compile takes a mode or options
+            mode, more = None, {**more, **({"triton.cudagraphs": True} if mode else {})}
+        compile_config = CompileConfig(backend=backend, mode=mode, options=more or None, fullgraph=False) if self.compiled else None
         self.config = GenerationConfig(
             do_sample=False,
             pad_token_id=0,
@@ -247,11 +262,16 @@ class Loop:
             return self.model.generate(**inputs, generation_config=config, **self.more, **how)[:, inputs["input_ids"].shape[1] :]
 
     def warm(self) -> dict[str, Any]:
-        """Everything once, and once more where CUDA graphs are recorded."""
-        found = {}
-        for rows in self.args.rows:
-            found[f"first_{rows}"] = seconds_of(lambda rows=rows: self.generate(rows, self.lengths[1]))
-            found[f"second_{rows}"] = seconds_of(lambda rows=rows: self.generate(rows, self.lengths[0]))
+        """Everything once, and once more where CUDA graphs are recorded; how many sums of a graph are made how."""
+        from mmqc.compiler.record import collect_records
+
+        found: dict[str, Any] = {}
+        with collect_records() as records:
+            for rows in self.args.rows:
+                found[f"first_{rows}"] = seconds_of(lambda rows=rows: self.generate(rows, self.lengths[1]))
+                found[f"second_{rows}"] = seconds_of(lambda rows=rows: self.generate(rows, self.lengths[0]))
+        sums = [p for r in records for p in r.passes if p.name == "rewrite_all_reduce"]
+        found["sums"] = [{"rewritten": len(p.sites), **Counter(m.reason for m in p.misses)} for p in sums]
         return {**found, "peak_gpu_gb": torch.cuda.max_memory_allocated() / 1e9 if GPU else 0.0}
 
     def measured(self, rows: int) -> dict[str, Any]:

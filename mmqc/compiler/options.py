@@ -5,6 +5,8 @@ token_order      "sequence": rows stay where they are and each has the scale of 
                  front of all text; "auto": pipeline.py says which
 attention_order  in modality order, how rows pass attention: "gather" (q, k, v go back to sequence order) or "unified" (the
                  mask and the positions travel with the queries)
+collectives      "backend": sums over ranks are the process group's; "shared": those of few rows go through memory that GPUs of one
+                 host share, where there is such memory (docs/adr/0039-sums-through-shared-memory.md)
 regions          False: a graph is compiled as a whole; else layers that are alike are compiled once (regions.py)
 recorded_sizes   how many sizes of a graph that runs on a GPU are kept as CUDA graphs when they come again (recorded_sizes.py)
 layers           a number that tells apart what was compiled before and after a model's layers changed (layer_guards.py)
@@ -18,8 +20,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-CHOICES = {"token_order": ("auto", "sequence", "modality"), "attention_order": ("gather", "unified")}
-OWN_KEYS = ("attention_order", "config", "mode", "recorded_sizes", "regions", "token_order")
+CHOICES = {
+    "token_order": ("auto", "sequence", "modality"),
+    "attention_order": ("gather", "unified"),
+    "collectives": ("backend", "shared"),
+}
+OWN_KEYS = ("attention_order", "collectives", "config", "mode", "recorded_sizes", "regions", "token_order")
 
 
 @dataclass(frozen=True)
@@ -30,6 +36,7 @@ class CompileOptions:
     config: Any = None
     token_order: str = "auto"
     attention_order: str = "gather"
+    collectives: str = "backend"
     regions: bool = True
     recorded_sizes: int = 0
     inductor: Mapping[str, Any] = field(default_factory=dict)

@@ -19,6 +19,7 @@ from mmqc.compiler.graph_content import has_heavy_op, mmqc_ops
 from mmqc.compiler.options import CompileOptions
 from mmqc.compiler.stamp import Stamp
 from mmqc.graph.capture import keep_notes
+from mmqc.graph.kinds import kind
 from mmqc.graph.program import KEPT, PassRecord, Program
 from mmqc.graph.runner import run
 from mmqc.graph.sizes import sizes
@@ -54,13 +55,14 @@ def rewrite_at_run_time(
     """Run them; a graph in which they find nothing is returned as it is."""
     visual = request.token_order == "modality" and any(visual_operand(n) for n in gm.graph.nodes)
     names = {str(n.target).removeprefix("mmqc.").removeprefix("aten.").removesuffix(".default") for n in gm.graph.nodes}
-    content = {
+    content: dict[str, Any] = {
         "caches": any(only_operand(n) is not None for n in gm.graph.nodes),
         "counters": sum(map(moves_counter, gm.graph.nodes)) > 1,
         "patches": any(site_of(n) is not None for n in gm.graph.nodes),
         "queries": any(one_query(n) for n in gm.graph.nodes),
         "quantized": bool(names & {*FUSED, "quantize", "quantize_per_token"}),
         "reads": bool(names & READS) and (has_heavy_op(gm) or bool(mmqc_ops(gm))),
+        "why_not_shared": _why_not_shared(gm) if request.collectives == "shared" else None,
     }
     if not visual and not any(content.values()):
         return AtRunTime(gm, [], [])
@@ -80,6 +82,15 @@ def rewrite_at_run_time(
     new = fx.GraphModule(gm, prog.graph)
     keep_notes(new, gm, range(len(holders)))
     return AtRunTime(new, prog.records, pairs, first)
+
+
+def _why_not_shared(gm: fx.GraphModule) -> Callable[[str, Tensor], str | None] | None:
+    """What knows which groups share memory; None for a graph without sums over ranks."""
+    if not any(kind(n) == "all_reduce" for n in gm.graph.nodes):
+        return None
+    from mmqc.kernels.shared.inboxes import OPENED
+
+    return OPENED.why_not
 
 
 def _program(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Program:

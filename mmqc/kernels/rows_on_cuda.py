@@ -1,7 +1,8 @@
 """What is done to every row, on CUDA: importing this file registers the kernels as the ops' implementation.
 
     mmqc::norm_quantize, norm_quantize_per_token, quantize_per_token, hadamard, hadamard_quantize, hadamard_quantize_per_token,
-          basis_quantize_per_token, power_clip        on CUDA   ->  the Triton kernels, rows flattened
+          basis_quantize_per_token, power_clip, all_reduce,
+          all_reduce_norm_quantize                    on CUDA   ->  the Triton kernels, rows flattened
 
 What a kernel cannot take goes to the reference.
 """
@@ -17,13 +18,17 @@ from mmqc.kernels.hadamard import basis_quantize_per_token as basis_kernel
 from mmqc.kernels.hadamard import hadamard_quantize as hadamard_kernel
 from mmqc.kernels.hadamard import hadamard_quantize_per_token as hadamard_per_token_kernel
 from mmqc.kernels.hadamard.hadamard_plan import matrices_of
+from mmqc.kernels.rows import all_reduce as sum_kernel
+from mmqc.kernels.rows import all_reduce_norm_quantize as sum_norm_kernel
 from mmqc.kernels.rows import norm_quantize as norm_kernel
 from mmqc.kernels.rows import norm_quantize_per_token as norm_per_token_kernel
 from mmqc.kernels.rows import power_clip as clip_kernel
 from mmqc.kernels.rows import quantize_per_token as per_token_kernel
 from mmqc.kernels.rows.norm_quantize import Norm
+from mmqc.kernels.shared.inboxes import OPENED
 from mmqc.kernels.shared.plan import Refusal
 from mmqc.kernels.shared.row_scale import Rows, RowScale, row_scale
+from mmqc.ops import all_reduce as sum_op
 from mmqc.ops import basis_quantize_per_token as basis_op
 from mmqc.ops import hadamard as hadamard_op
 from mmqc.ops import hadamard_quantize as hadamard_quantize_op
@@ -143,8 +148,33 @@ def power_clip(
     return clip_kernel.power_clip(w, scale, zero, cost, shrinks, power, bits)
 
 
+def all_reduce(x: Tensor, group: str) -> Tensor:
+    """``mmqc::all_reduce`` on CUDA; many rows, where their number was not known before, are the group's."""
+    box = OPENED.of(group, x.shape[-1])
+    plan = Refusal("no inboxes") if box is None else sum_kernel.plan(_rows(x), box)
+    return sum_op.reference(x, group) if isinstance(plan, Refusal) else plan.run().view(x.shape)
+
+
+def all_reduce_norm_quantize(
+    x: Tensor, group: str, residual: Tensor, gain: Tensor | None, bias: Tensor | None, eps: float, center: bool,
+    round_first: bool, scale: Tensor, visual: Tensor | None, bits: int, code: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    """``mmqc::all_reduce_norm_quantize`` on CUDA."""
+    norm_op.check(x, residual, gain, bias)
+    norm = Norm(eps, gain, bias, _rows(residual), round_first, center)
+    rows, box = _rows(x), OPENED.of(group, x.shape[-1])
+    scales, kind = _scales(scale, visual, x, rows.shape[0]), code_dtype(bits, code)
+    plan = Refusal("no inboxes") if box is None else sum_norm_kernel.plan(rows, box, norm, scales, bits, kind)
+    if isinstance(plan, Refusal):
+        total = all_reduce(x, group)
+        return norm_quantize(total, residual, gain, bias, eps, center, round_first, scale, visual, bits, code)
+    q, total = plan.run()
+    assert total is not None
+    return q.view(x.shape), total.view(x.shape)
+
+
 for implementation in (
     norm_quantize, norm_quantize_per_token, quantize_per_token, hadamard, hadamard_quantize, hadamard_quantize_per_token,
-    basis_quantize_per_token, power_clip,
+    basis_quantize_per_token, power_clip, all_reduce, all_reduce_norm_quantize,
 ):
     torch.library.impl(f"mmqc::{implementation.__name__}", "CUDA", implementation)

@@ -5,6 +5,8 @@ runs in eager mode) and its fake kernel.  Passes name ops, lowerings and kernels
 """
 
 from mmqc.ops import (
+    all_reduce,
+    all_reduce_norm_quantize,
     basis_quantize_per_token,
     causal_mask,
     decode_attention,
@@ -41,6 +43,8 @@ from mmqc.ops import (
 )
 
 __all__ = [
+    "all_reduce",
+    "all_reduce_norm_quantize",
     "basis_quantize_per_token",
     "causal_mask",
     "decode_attention",

@@ -94,14 +94,6 @@ def test_after__has_no_gradient():
         Split("outputs", True, False, None).after(torch.nn.Identity(), (), torch.ones(1, requires_grad=True))
 
 
-@pytest.fixture
-def group():
-    """A process group of this process alone: what is sent is traced as with others."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield dist.group.WORLD
-    dist.destroy_process_group()
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("recipe", ["w8a8", "mquant"])
 def test_share__a_trace_has_one_sum_and_is_fused_behind_it(recipe, group):

@@ -64,7 +64,8 @@ def compile_to(ptx: str, module: str, *what: str) -> int:
     from mmqc.kernels.shared.gluon_tiles import is_gluon
 
     launch = importlib.import_module(module).made(*what)
-    names = {torch.int8: "i8", torch.uint8: "u8", torch.int32: "i32", torch.float32: "fp32", torch.bfloat16: "bf16"}
+    names = {torch.int8: "i8", torch.uint8: "u8", torch.int32: "i32", torch.int64: "i64"}
+    names |= {torch.float32: "fp32", torch.bfloat16: "bf16"}
     kinds = {torch.int8: gl.int8, torch.uint8: gl.uint8, torch.bfloat16: gl.bfloat16}
     constants = launch.constants | ({"PTX": True} if "PTX" in launch.constants else {})
 

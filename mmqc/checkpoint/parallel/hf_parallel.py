@@ -17,6 +17,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from mmqc.experts.modules import QuantExperts
 from mmqc.experts.share import can_share, share_experts
+from mmqc.kernels.shared.inboxes import OPENED
 from mmqc.kv.query_moment import QueryMoment
 from mmqc.nn.adapted_linear import AdaptedLinear
 from mmqc.nn.integer_weight import PackedLinear
@@ -114,7 +115,16 @@ def split(model: PreTrainedModel) -> dict[str, Split]:
     for name, module in model.named_modules():
         _cut_heads(model, name, module, mesh.get_local_rank(), ranks_of(model))
     _size_static_caches(model)
+    _share_memory(model, found, group)
     return found
+
+
+def _share_memory(model: PreTrainedModel, found: dict[str, Split], group: Any) -> None:
+    """What sums of few rows go through, on GPUs of one host."""
+    adding = [model.get_submodule(name) for name, how in found.items() if how.by != "outputs"]
+    last: list[Any] = [(m.down or m.up[0]) if isinstance(m, QuantExperts) else m for m in adding]
+    if last:
+        OPENED.open(group, (m.out_features for m in last), last[0].qweight.device)
 
 
 def _gather_tied_head(model: PreTrainedModel, mesh: Any) -> None:
