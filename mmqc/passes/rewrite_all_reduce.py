@@ -4,7 +4,7 @@
     Σ_r y_r, read by something else                             ->  all_reduce(y, group)
 
 Shapes:  those of ops/all_reduce.py and ops/all_reduce_norm_quantize.py
-Why:     of a row's sum NCCL's kernel takes 11 microseconds and a message's way two; a step has two sums a layer
+Why:     a step has two sums a layer, each of which takes NCCL 7 to 11 microseconds and shared memory 1 to 3
          (docs/explanation/scale.md).
 Needs:   nothing
 Gives:   nothing
