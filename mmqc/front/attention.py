@@ -27,7 +27,7 @@ from torch.nn import functional as F
 
 NAME = "mmqc_flash_varlen"
 HALF = (torch.float16, torch.bfloat16)
-MANY = 2048  # rows from which on our kernel is the faster one on Hopper: 183 us for 202 at 3,600 (results/segment_attention.json)
+MANY = 2048  # rows from which on our kernel is the faster one on Hopper: 139 us for 204 at 3,600 (results/segment_attention.json)
 LONG = 1024  # rows of the longest segment: shorter ones leave most of a tile of scores unused
 
 
