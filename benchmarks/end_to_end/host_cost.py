@@ -15,6 +15,7 @@ import cProfile
 import io
 import json
 import pstats
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -26,7 +27,7 @@ from transformers import CompileConfig, GenerationConfig, Qwen2VLConfig
 
 import mmqc
 from benchmarks.end_to_end.cold_start import CONFIGS, prompt, small_model
-from benchmarks.gpu_run import Run, facts
+from benchmarks.gpu_run import ROOT, Run, facts
 from benchmarks.rewrites import batch_of, model_of
 
 GRIDS = {"400 patches": (20, 20), "3,600 patches": (60, 60), "25,600 patches": (160, 160)}
@@ -80,7 +81,8 @@ class Calls:
         watch, out = cProfile.Profile(), io.StringIO()
         watch.runcall(work)
         pstats.Stats(watch, stream=out).sort_stats("tottime").print_stats(40)
-        return [line.strip() for line in out.getvalue().splitlines() if line.strip()]
+        text = re.sub(r"/\S*site-packages/", "", out.getvalue().replace(f"{ROOT}/", ""))
+        return [line.strip() for line in text.splitlines() if line.strip()]
 
 
 def summary(found: Kernels) -> dict[str, Any]:
