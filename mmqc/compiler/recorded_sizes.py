@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from mmqc.compiler.stamp import addresses, versions
 from mmqc.graph.collections_off import without_collections
 
-LIMIT = 16  # sizes, where only ``recorded`` is asked for
+LIMIT = 16  # sizes, where no other number is asked for
 SEEN = 8  # times as many are counted
 WAITING = 1.5  # the device ran for less than so many times what the host took: it waited for launches
 COPIED = 1 << 28  # bytes that may be copied in front of a replay

@@ -44,13 +44,7 @@ def search_bits(
 ) -> KVSpec:
     """``spec`` with the layers' bits, if it asks for them.
 
-    Args:
-        model: prepared for packed caches; in eval mode, and with the queries' moments, if ``spec`` rounds by them.
-        spec: what to search for; one that asks for nothing comes back as it is.
-        batches: keyword batches for ``model.forward``, of one or more sequences.
-        context: of the model.
-        done: called after every batch.
-        ranks: the processes that share the batches; each is given all of them.
+    Arguments are those of ``search_tau``; the model has the queries' moments, if ``spec`` rounds by them.
 
     Raises:
         CalibrationError: no batch has visual tokens with text behind them, or the model's probabilities are no numbers.

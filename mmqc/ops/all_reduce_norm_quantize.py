@@ -8,49 +8,23 @@ Exact:   as norm_quantize and all_reduce, one after the other.
 
 from __future__ import annotations
 
-import torch
+from typing import Any
+
 from torch import Tensor
 
 from mmqc.ops import all_reduce, norm_quantize
 from mmqc.ops.define import define
 
 
-def reference(
-    x: Tensor,
-    group: str,
-    residual: Tensor,
-    gain: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    center: bool,
-    round_first: bool,
-    scale: Tensor,
-    visual: Tensor | None,
-    bits: int,
-    code: torch.dtype | None = None,
-) -> tuple[Tensor, Tensor]:
+def reference(x: Tensor, group: str, *of_norm: Any) -> tuple[Tensor, Tensor]:
     """One after the other."""
-    total = all_reduce.reference(x, group)
-    return norm_quantize.reference(total, residual, gain, bias, eps, center, round_first, scale, visual, bits, code)
+    return norm_quantize.reference(all_reduce.reference(x, group), *of_norm)
 
 
-def fake(
-    x: Tensor,
-    group: str,
-    residual: Tensor,
-    gain: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    center: bool,
-    round_first: bool,
-    scale: Tensor,
-    visual: Tensor | None,
-    bits: int,
-    code: torch.dtype | None = None,
-) -> tuple[Tensor, Tensor]:
+def fake(x: Tensor, group: str, *of_norm: Any) -> tuple[Tensor, Tensor]:
     """Codes, and x + r."""
     del group
-    return norm_quantize.fake(x, residual, gain, bias, eps, center, round_first, scale, visual, bits, code)
+    return norm_quantize.fake(x, *of_norm)
 
 
 define(
