@@ -4,7 +4,7 @@
     Σ_r y_r, read by something else                             ->  all_reduce(y, group)
 
 Shapes:  those of ops/all_reduce.py and ops/all_reduce_norm_quantize.py
-Why:     a step has two sums a layer, each of which takes NCCL 7 to 11 microseconds and shared memory 1 to 3
+Why:     a step has two sums a layer, each of which takes NCCL 7 to 8 microseconds and shared memory 1 to 4
          (docs/explanation/scale.md).
 Needs:   nothing
 Gives:   nothing
