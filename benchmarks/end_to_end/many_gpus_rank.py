@@ -7,8 +7,13 @@ timed in turn.  Nobody waits on the device meanwhile, which another group may be
 from __future__ import annotations
 
 import copy
+import cProfile
+import io
+import itertools
 import json
 import os
+import pstats
+import re
 import statistics
 import sys
 import time
@@ -20,6 +25,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.end_to_end import many_gpus_model as models
 from benchmarks.end_to_end.quantize_speed import batch_of, config_of
@@ -102,7 +108,9 @@ def _quantized(mmqc: Any, args: Any, recipe: str, layers: int) -> dict[str, Any]
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     report: list[Any] = []
-    seconds = seconds_of(lambda: report.append(mmqc.quantize_(model, config, batches, progress=False, **more)))
+    watch = cProfile.Profile()
+    run: Callable[..., Any] = watch.runcall if args.profile else lambda work: work()
+    seconds = seconds_of(lambda: run(lambda: report.append(mmqc.quantize_(model, config, batches, progress=False, **more))))
     peak = torch.cuda.max_memory_allocated() / 1e9 if GPU else 0.0
     state = model.state_dict()
     if args.offload and GPU:
@@ -118,7 +126,16 @@ def _quantized(mmqc: Any, args: Any, recipe: str, layers: int) -> dict[str, Any]
         "codes": models.fingerprint({n: t for n, t in state.items() if not t.is_floating_point()}),
         "floats": models.fingerprint({n: t for n, t in state.items() if t.is_floating_point()}),
         "passes": {p.name: round(p.ms / 1e3, 2) for p in report[0].passes if p.ms > 500},
+        **({"host": _slowest(watch, "tottime", 24), "calls": _slowest(watch, "cumulative", 80)} if args.profile else {}),
     }
+
+
+def _slowest(watch: cProfile.Profile, by: str, lines: int) -> list[str]:
+    """The functions that took most of the host's time, waiting for the device among it."""
+    out = io.StringIO()
+    pstats.Stats(watch, stream=out).sort_stats(by).print_stats(lines)
+    text = re.sub(r"/\S*site-packages/", "", out.getvalue())
+    return [line.strip() for line in text.splitlines() if line.strip()][2:]
 
 
 def make(args: Any) -> None:
@@ -290,7 +307,35 @@ class Loop:
         if rows == 1:
             self.generate(1, 1)
             found["first_token_ms"] = 1e3 * min(seconds_of(lambda: self.generate(1, 1)) for _ in range(times + 2))
-        return found
+        return {**found, **(self.profiled(rows) if self.args.profile else {})}
+
+    def profiled(self, rows: int) -> dict[str, Any]:
+        """Where a step's time goes on rank 0: on the device by kernel, idle between kernels, and on the host."""
+        few, many = self.lengths
+        device: list[dict[str, tuple[float, int]]] = []
+        for tokens in (few, many):
+            with profile(activities=[ProfilerActivity.CUDA if GPU else ProfilerActivity.CPU]) as run:
+                seconds_of(lambda tokens=tokens: self.generate(rows, tokens))
+            device.append({e.key: (e.self_device_time_total, e.count) for e in run.key_averages()})
+        steps, before = many - few, device[0]
+        each = {
+            k: ((us - before.get(k, (0, 0))[0]) / steps, (n - before.get(k, (0, 0))[1]) / steps) for k, (us, n) in device[1].items()
+        }
+        spans = sorted(
+            (e.time_range.start, e.time_range.end) for e in run.events() if e.device_type == torch.autograd.DeviceType.CUDA
+        )
+        spans = spans[-int(len(spans) * steps / many) :]
+        gaps = sorted((max(0.0, b[0] - a[1]) for a, b in itertools.pairwise(spans)), reverse=True)
+        first = sorted(each.items(), key=lambda item: -item[1][0])[:16]
+        watch = cProfile.Profile()
+        watch.runcall(lambda: self.generate(rows, many))
+        return {
+            "device_us": sum(us for us, _ in each.values()),
+            "idle_us": sum(gaps) / steps,
+            "long_gaps_us": gaps[:: max(1, steps // 2)][:12],
+            "kernels": {name[:70]: [round(us, 1), round(n, 1)] for name, (us, n) in first},
+            "host": _slowest(watch, "tottime", 24),
+        }
 
 
 def messages(args: Any) -> None:

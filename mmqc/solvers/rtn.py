@@ -29,6 +29,7 @@ from mmqc.solvers.quantized import Quantized, checked, levels
 from mmqc.solvers.widest import widest_grid
 
 NO_TIE = 1 + 2**-20  # the second step is longer by this: its largest magnitude would lie just between two codes
+SHORTER = 1 - 2**-20  # what the third step is at most: where it is the first one, rounding alone would tell them apart
 
 
 def solve(
@@ -75,7 +76,7 @@ def _best(w: Tensor, grid: Grid, clip: bool) -> Tensor:
     last = torch.maximum(divided(unit.amax(-1, keepdim=True), highest), divided(unit.amin(-1, keepdim=True), lowest))
     best = (torch.round(unit).clamp_(lowest, highest) - unit).square_().sum(-1, keepdim=True)
     factor = torch.ones_like(best)
-    factors = [torch.full_like(best, 2 * highest / (highest - lowest) * NO_TIE), torch.where(last > 0, last, 1)]
+    factors = [torch.full_like(best, 2 * highest / (highest - lowest) * NO_TIE), torch.where((last > 0) & (last < SHORTER), last, 1)]
     if clip:
         factors.append(torch.full_like(best, highest / -lowest))
     for p in factors:
