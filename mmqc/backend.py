@@ -102,7 +102,9 @@ def _lower(gm: fx.GraphModule, example_inputs: Sequence[Any], request: CompileOp
     record.kernels = [name for part in (regions.order if regions is not None else (0,)) for name in kernels[part]]
     record.compile_seconds = time.perf_counter() - started
     # CUDA graphs of Inductor's own are others, recorded at once
-    return compiled if patches.get("triton.cudagraphs") else recorded(compiled, request.recorded_sizes, example_inputs)
+    if patches.get("triton.cudagraphs"):
+        return compiled
+    return recorded(compiled, request.recorded_sizes, example_inputs, regions.halves if regions is not None else None)
 
 
 def _before_trace(frame: Frame) -> tuple[bool, bool]:

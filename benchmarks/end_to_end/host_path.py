@@ -29,6 +29,7 @@ from benchmarks.gpu_run import Run, facts
 from benchmarks.rewrites import batch_of, model_of
 from mmqc import backend
 from mmqc.compiler import compiled_loop, recorded_sizes
+from mmqc.compiler.head_start import Head
 from mmqc.compiler.layer_guards import LayerGuards
 from mmqc.compiler.recorded_sizes import RecordedSizes
 from mmqc.front.front import Front
@@ -83,6 +84,12 @@ class NoDevice:
     def record(self, run: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
         return run(), lambda: None
 
+    def beside(self, run: Callable[[], Any]) -> None:
+        run()
+
+    def joined(self) -> None:
+        pass
+
 
 def deep_model() -> Any:
     """The depth of Qwen2-VL-7B: 28 layers and 32 blocks."""
@@ -110,6 +117,7 @@ def measure(model: Any, inputs: dict[str, torch.Tensor], calls: int) -> dict[str
     places.around(RecordedSizes, "_call", "compiled graph")
     places.around(RecordedSizes, "_replay", "replay")
     places.around(LayerGuards, "same", "guards of layers")
+    places.around(Head, "start", "tower ahead")
     found = list[list[tuple[str, float, float | None]]]()
     for _ in range(calls):
         places.passed.clear()
@@ -149,10 +157,10 @@ def main() -> None:
         args.out.write_text(text + "\n")
 
 
-def _without_device(graph: Any, limit: int, example_inputs: Any) -> Any:
+def _without_device(graph: Any, limit: int, example_inputs: Any, halves: Any = None) -> Any:
     del example_inputs
     setattr(recorded_sizes, "_place_for", torch.clone)  # noqa: B010  (a run that records has to read what was given)
-    return RecordedSizes(graph, limit, NoDevice()) if limit else graph
+    return RecordedSizes(graph, limit, NoDevice(), halves) if limit else graph
 
 
 if __name__ == "__main__":

@@ -41,6 +41,7 @@ from transformers import CompileConfig, GenerationConfig
 from transformers.cache_utils import StaticCache
 from transformers.generation import utils as generation
 
+from mmqc.compiler.head_start import HeadStart
 from mmqc.compiler.kept_cache import KeptCaches, empty, longest
 from mmqc.compiler.layer_guards import LayerGuards
 from mmqc.compiler.recorded_sizes import LIMIT
@@ -68,6 +69,7 @@ class _State:
         self.key: tuple[Any, ...] = ()
         self.prefills: dict[str, Callable[..., Any]] = {}
         self.guards: LayerGuards | None = None
+        self.ahead = HeadStart()
         self.rules: set[Rules] = set()
         self.turn = threading.RLock()
 
@@ -122,6 +124,15 @@ def compiled_loop(
 def _loop(model: Any, input_ids: Tensor, generation_config: GenerationConfig, prefill: str | None, kwargs: dict[str, Any]) -> Any:
     cache: Any = cache_of(kwargs)
     how = _checked(cache, generation_config, prefill)
+    if how != "recorded":
+        return _generated(model, input_ids, generation_config, how, cache, kwargs)
+    with _State.of(model).ahead.call(input_ids, kwargs, lambda: cache_of(kwargs)):
+        return _generated(model, input_ids, generation_config, how, cache, kwargs)
+
+
+def _generated(
+    model: Any, input_ids: Tensor, generation_config: GenerationConfig, how: str, cache: Any, kwargs: dict[str, Any]
+) -> Any:
     config = copy.copy(generation_config)
     config.compile_config = _compile_config(generation_config.compile_config)
     outlives = config.return_dict_in_generate or getattr(cache, "_is_user_defined", False)

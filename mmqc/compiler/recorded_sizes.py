@@ -29,7 +29,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from mmqc.compiler.dense import dense
+from mmqc.compiler.head_start import CURRENT, Head, Memory
+from mmqc.compiler.regions import Halves
 from mmqc.compiler.stamp import addresses, versions
+from mmqc.front.handover import handed_over
 from mmqc.graph.collections_off import without_collections
 
 LIMIT = 16  # sizes, where no other number is asked for
@@ -62,6 +66,14 @@ class Device(Protocol):
         """What ``run`` gives, in memory that a replay writes anew; nothing has been computed in it yet."""
         ...
 
+    def beside(self, run: Callable[[], Any]) -> None:
+        """Run it behind what has been launched, and let what comes next go on."""
+        ...
+
+    def joined(self) -> None:
+        """What comes next runs behind it."""
+        ...
+
 
 @dataclass
 class _Size:
@@ -83,6 +95,7 @@ class _Recording:
         outputs: of each the place of the argument that it is, or None; itself; and whether the next replay writes to it.
         written: places of the arguments that it writes to.
         storages: where the memory of these begins.
+        head: its first part, which may run ahead of the call; then ``replay`` is the rest.
     """
 
     inputs: list[tuple[int, Tensor]]
@@ -90,6 +103,7 @@ class _Recording:
     outputs: list[tuple[int | None, Any, bool]]
     written: list[int]
     storages: set[int]
+    head: Head | None = None
 
 
 @dataclass(frozen=True)
@@ -147,12 +161,14 @@ class RecordedSizes:
         graph: takes and gives flat tuples.
         limit: how many sizes are recorded at once.
         device: records.
+        halves: cuts the graph in front of what needs the inputs at some places.
         replays: how many calls were replays.
     """
 
     graph: Graph
     limit: int
     device: Device
+    halves: Callable[[set[int]], Halves | None] | None = None
     replays: int = 0
     _sizes: OrderedDict[Hashable, _Size] = field(default_factory=OrderedDict)
     _kinds: _Kinds | None = None
@@ -230,14 +246,17 @@ class RecordedSizes:
         )
 
     def _record(self, size: _Size, args: Sequence[Any], known: _Places) -> None:
-        inputs = [(i, _place_for(args[i])) for i in known.moving if args[i].device.type == self.device.kind]
+        current, handed = CURRENT.get(), handed_over()
+        brought = [i for i in known.staying if id(args[i]) in handed or (current is not None and current.has(args[i]))]
+        inputs = [(i, _place_for(args[i])) for i in (*known.moving, *brought) if args[i].device.type == self.device.kind]
         given = list(args)
         for i, place in inputs:
             given[i] = place
         tensors = [a for a in given if isinstance(a, Tensor)]
         before = versions(tensors)
         try:
-            outputs, replay = self.device.record(lambda: self.graph(*given))
+            head, run = self._head(args, given, inputs, handed, known)
+            outputs, replay = self.device.record(run)
         except RuntimeError as error:  # out of memory, or what a capture does not allow
             self._refuse(size, str(error).partition("\n")[0])
             return
@@ -250,17 +269,48 @@ class RecordedSizes:
         at = {id(given[i]): i for i in places}
         staying = {_storage(given[i]) for i in known.staying}
         kept = [(at.get(id(o)), o, isinstance(o, Tensor) and _storage(o) not in staying) for o in outputs]
-        size.recording = _Recording(inputs, replay, kept, written, storages)
+        size.recording = _Recording(inputs, replay, kept, written, storages, head)
         self._forget()
+
+    def _head(
+        self, args: Sequence[Any], given: Sequence[Any], inputs: Sequence[tuple[int, Tensor]], handed: set[int], known: _Places
+    ) -> tuple[Head | None, Callable[[], Any]]:
+        """The first part, recorded, if it needs only what the loop was given and the front handed over; and what is left to do."""
+        current, whole = CURRENT.get(), lambda: self.graph(*given)
+        if current is None or self.halves is None:
+            return None, whole
+        names = current.names(args, [i for i, _ in inputs])
+        late = {i for i, _ in inputs if i not in names and id(args[i]) not in handed}
+        halves = self.halves(late.union(i for i in known.staying if id(args[i]) in current.state))
+        if halves is None or not any(given[i].is_floating_point() for i in halves.reads.intersection(names)):
+            return None, whole
+        places = {i for i, _ in inputs}
+        staying = sorted(i for i in halves.reads if i not in places and isinstance(given[i], Tensor))
+        tensors = [a for a in given if isinstance(a, Tensor)]
+        before = versions(tensors)
+        crossing, replay = self.device.record(lambda: halves.head(*given))
+        if versions(tensors) != before:  # ahead of its call it must not write to what others read
+            return None, whole
+        reads = [(i, slot, names.get(i)) for i, slot in inputs if i in halves.reads]
+        head = Head(self.device, replay, reads, Memory.of(staying, given))
+        return head, lambda: halves.tail(*crossing, *given)
 
     def _refuse(self, size: _Size, reason: str) -> None:
         size.refused, size.waited = reason, None
 
     def _replay(self, recording: _Recording, args: Sequence[Any]) -> tuple[Any, ...]:
         self.replays += 1
+        head, current = recording.head, CURRENT.get()
+        ahead = current is not None and current.take(self.device, head, args)
+        known = {i for i, _, _ in head.inputs} if head is not None and ahead else ()
         for i, place in recording.inputs:
-            _dense(place).copy_(_dense(args[i]))
+            if i not in known:
+                dense(place).copy_(dense(args[i]))
+        if head is not None and not ahead:
+            head.replay()
         recording.replay()
+        if head is not None and current is not None:
+            current.remember(head)
         torch.autograd.graph.increment_version([args[i] for i in recording.written])
         outputs = recording.outputs
         return tuple(args[i] if i is not None else _copied(o) if passes else o for i, o, passes in outputs)
@@ -280,7 +330,7 @@ def _overlap(storages: set[int], moving: Iterable[int], args: Sequence[Any]) -> 
 
 def _copied(tensor: Tensor) -> Tensor:
     copy = _place_for(tensor)
-    _dense(copy).copy_(_dense(tensor))
+    dense(copy).copy_(dense(tensor))
     return copy
 
 
@@ -295,18 +345,10 @@ def _storage(tensor: Tensor) -> int:
 
 def _place_for(tensor: Tensor) -> Tensor:
     """Memory with the same strides."""
-    dense = _dense(tensor)
-    return torch.empty_strided(dense.shape, dense.stride(), dtype=tensor.dtype, device=tensor.device).as_strided(
+    least = dense(tensor)
+    return torch.empty_strided(least.shape, least.stride(), dtype=tensor.dtype, device=tensor.device).as_strided(
         tensor.shape, tensor.stride()
     )
-
-
-def _dense(tensor: Tensor) -> Tensor:
-    """The tensor with one index along each dimension that is expanded."""
-    if 0 not in tensor.stride():
-        return tensor
-    sizes = [1 if step == 0 else size for size, step in zip(tensor.shape, tensor.stride(), strict=True)]
-    return tensor.as_strided(sizes, tensor.stride())
 
 
 class Cuda:
@@ -317,6 +359,7 @@ class Cuda:
     def __init__(self) -> None:
         self.stream: Any = None
         self.pool: Any = None
+        self.side: Any = None
 
     def usable(self) -> bool:
         """On the first call's stream, outside of captures; ranks would not agree on what to record."""
@@ -347,6 +390,17 @@ class Cuda:
         torch.cuda.current_stream().wait_stream(side)
         return result, graph.replay
 
+    def beside(self, run: Callable[[], Any]) -> None:
+        """On another stream: what the host asks of the usual one is not kept waiting."""
+        self.side = self.side or torch.cuda.Stream()
+        self.side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.side):
+            run()
+
+    def joined(self) -> None:
+        """What comes next on the usual stream waits."""
+        torch.cuda.current_stream().wait_stream(self.side)
+
 
 @contextmanager
 def _captured(graph: Any, pool: Any) -> Iterator[None]:
@@ -360,7 +414,10 @@ def _captured(graph: Any, pool: Any) -> Iterator[None]:
     graph.capture_end()
 
 
-def recorded(graph: Graph, limit: int, example_inputs: Iterable[Any]) -> Graph:
-    """``graph``, its sizes recorded where that is possible: on one CUDA device."""
+def recorded(
+    graph: Graph, limit: int, example_inputs: Iterable[Any], halves: Callable[[set[int]], Halves | None] | None = None
+) -> Graph:
+    """``graph``, its sizes recorded where that is possible: on one CUDA device; ``halves`` cuts it."""
     devices = {a.device for a in example_inputs if isinstance(a, Tensor) and a.device.type != "cpu"}
-    return RecordedSizes(graph, limit, Cuda()) if limit and len(devices) == 1 and devices.pop().type == "cuda" else graph
+    possible = limit and len(devices) == 1 and devices.pop().type == "cuda"
+    return RecordedSizes(graph, limit, Cuda(), halves) if possible else graph

@@ -13,7 +13,7 @@ was traced in, outermost first.  Two parts are alike if their nodes, with the sh
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,10 +38,65 @@ class Regions:
     Attributes:
         forward: takes the graph's inputs.
         order: of the parts as they are called, each by its number among those that were compiled.
+        calls: the graph of their calls.
     """
 
     forward: Callable[..., Any]
     order: tuple[int, ...]
+    calls: fx.GraphModule
+
+    def halves(self, late: Collection[int]) -> Halves | None:
+        """Cut in front of the first part that needs an input of ``late``; None where fewer than ``LEAST`` parts are before it."""
+        nodes = list(self.calls.graph.nodes)
+        holders = [n for n in nodes if n.op == "placeholder"]
+        known = {holder for i, holder in enumerate(holders) if i not in late}
+        first: list[fx.Node] = []
+        for node in (n for n in nodes if n.op != "placeholder"):
+            if node.op == "output" or not known.issuperset(node.all_input_nodes):
+                break
+            first.append(node)
+            known.add(node)
+        inside = set(first)
+        crossing = [n for n in first if any(u not in inside for u in n.users)]
+        if sum(n.op == "call_module" for n in first) < LEAST or len(first) + len(holders) + 1 >= len(nodes):
+            return None
+        reads = {i for i, holder in enumerate(holders) if any(u in inside for u in holder.users)}
+        return Halves(_extracted(self.calls, holders, first, crossing), _rest(self.calls, holders, first, crossing), reads)
+
+
+@dataclass(frozen=True)
+class Halves:
+    """A graph in two.
+
+    Attributes:
+        head: takes the graph's inputs, gives what crosses the cut.
+        tail: takes what crosses the cut, then the graph's inputs; gives the graph's results.
+        reads: places of the inputs that the head reads.
+    """
+
+    head: Callable[..., Any]
+    tail: Callable[..., Any]
+    reads: set[int]
+
+
+def _extracted(gm: fx.GraphModule, holders: Sequence[fx.Node], nodes: Sequence[fx.Node], results: Sequence[fx.Node]) -> Any:
+    """Some nodes, with all inputs, as a function of its own."""
+    graph, known = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in (*holders, *nodes):
+        known[node] = graph.node_copy(node, known.__getitem__)
+    graph.output(tuple(known[n] for n in results))
+    return fx.GraphModule(gm, graph).forward
+
+
+def _rest(gm: fx.GraphModule, holders: Sequence[fx.Node], done: Sequence[fx.Node], crossing: Sequence[fx.Node]) -> Any:
+    """All other nodes, as a function of what crosses and of all inputs."""
+    graph, known = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in crossing:
+        known[node] = graph.placeholder(f"crossing_{node.name}")
+    skipped = {*holders, *done}
+    for node in (*holders, *(n for n in gm.graph.nodes if n not in skipped)):
+        known[node] = graph.node_copy(node, known.__getitem__)
+    return fx.GraphModule(gm, graph).forward
 
 
 def compile_by_regions(gm: fx.GraphModule, inputs: Sequence[Any], compile_: Compile, depends: Depends) -> Regions | None:
@@ -75,7 +130,7 @@ def compile_by_regions(gm: fx.GraphModule, inputs: Sequence[Any], compile_: Comp
         order.append(first.number)
         setattr(split, str(node.target), _Call(first.function))
     split.recompile()
-    return Regions(split.forward, tuple(order))
+    return Regions(split.forward, tuple(order), split)
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from typing import Any
 import numpy
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from mmqc.front.observe import Call, Input
 from mmqc.graph.tracing import codes_of
@@ -46,6 +47,12 @@ class _Running(threading.local):
 
 
 RUNNING = _Running()
+
+
+def handed_over() -> set[int]:
+    """The ids of the tensors that the calls in progress are given beside their own."""
+    given = (part for handed in RUNNING.table.values() for part in (handed.values, handed.arguments))
+    return {id(leaf) for part in given for leaf in pytree.tree_leaves(part) if isinstance(leaf, Tensor)}
 
 
 @dataclass

@@ -76,7 +76,10 @@ def _best(w: Tensor, grid: Grid, clip: bool) -> Tensor:
     last = torch.maximum(divided(unit.amax(-1, keepdim=True), highest), divided(unit.amin(-1, keepdim=True), lowest))
     best = (torch.round(unit).clamp_(lowest, highest) - unit).square_().sum(-1, keepdim=True)
     factor = torch.ones_like(best)
-    factors = [torch.full_like(best, 2 * highest / (highest - lowest) * NO_TIE), torch.where((last > 0) & (last < SHORTER), last, 1)]
+    factors = [
+        torch.full_like(best, 2 * highest / (highest - lowest) * NO_TIE),
+        torch.where((last > 0) & (last < SHORTER), last, 1),
+    ]
     if clip:
         factors.append(torch.full_like(best, highest / -lowest))
     for p in factors:

@@ -77,6 +77,36 @@ def test_regions__like_layers_once_and_each_with_its_own_weights() -> None:
 
 
 @torch.no_grad()
+def test_halves__compute_what_the_whole_does_and_are_cut_in_front_of_what_is_late() -> None:
+    model, found = Tower(), list[Regions]()
+
+    def backend(gm: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
+        regions = compile_by_regions(gm, examples, lambda part, _: part.forward, lambda *_: None)
+        assert regions is not None
+        found.append(regions)
+
+        def call(*args: Any) -> Any:
+            holders = gm.graph.find_nodes(op="placeholder")
+            (late,) = (i for i, a in enumerate(args) if a is model.layers[LEAST].up.weight)
+            assert regions.halves({i for i, _ in enumerate(holders)}) is None
+            assert regions.halves({late - 12 * LEAST}) is None, "one layer alone is not worth it"
+            assert regions.halves(set()) is None, "nothing is left for the tail"
+            halves = regions.halves({late})
+            assert halves is not None
+            assert late not in halves.reads
+            assert {i for i, a in enumerate(args) if a is IDS or a is model.layers[LEAST - 1].up.weight} <= halves.reads
+            return halves.tail(*halves.head(*args), *args)
+
+        return call
+
+    torch._dynamo.reset()
+    want = model(IDS)
+    assert torch.equal(torch.compile(model, backend=backend)(IDS), want)
+    assert [float(layer.seen) for layer in model.layers] == [2] * LAYERS
+    assert len(found) == 1
+
+
+@torch.no_grad()
 def test_regions__a_layer_of_another_size_is_compiled_by_itself() -> None:
     model = Tower((32, 32, 40, 32, 32, 32))
     parts, order, compiled = cut(model, IDS)

@@ -61,7 +61,7 @@ def test_replays__equal_the_calls_before_them_for_sizes_in_any_order() -> None:
 def test_compiled_loop__replays_give_are_those_of_the_first_calls() -> None:
     torch.manual_seed(0)
     model: Any = small_model().eval().cuda().bfloat16()
-    prompts = [prompt(model, grid) for grid in ((8, 8), (12, 8), (8, 8), (12, 8))]
+    prompts = [prompt(model, grid) for grid in ((8, 8), (12, 8), (8, 8), (12, 8), (8, 12))]
     mmqc.quantize_(model, mmqc.recipes.rtn(8, activation_bits=8), prompts[:2], progress=False)
     config = GenerationConfig(
         do_sample=False, max_new_tokens=8, min_new_tokens=8, pad_token_id=0, cache_implementation="static",
@@ -74,7 +74,11 @@ def test_compiled_loop__replays_give_are_those_of_the_first_calls() -> None:
             0
         ].tolist()
 
-    want = [answer(i) for i in range(4)]
+    want = [answer(i) for i in range(5)]
     for _ in range(4):
         assert [answer(i) for i in (3, 0, 1, 2)] == [want[i] for i in (3, 0, 1, 2)]
     assert sum(r.replays for r in recorders() if all(r is not k for k in kept)) >= 8
+    assert model._mmqc_loop.ahead.right >= 6  # towers that were launched while the rest was prepared
+    # the same recording's tower with other positions: what was guessed is wrong, and is seen
+    for _ in range(3):
+        assert [answer(i) for i in (4, 1)] == [want[i] for i in (4, 1)]

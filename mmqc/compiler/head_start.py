@@ -1,0 +1,208 @@
+"""What images alone decide of a recorded prompt is launched before the rest of the call is prepared.
+
+    compiled_loop      the tower's recording, beside the usual stream, on the images just given
+    transformers       positions, masks, the cache      }  some milliseconds of the host,
+    Dynamo, the front  guards, reads, addresses         }  in which the device has the tower to do
+    RecordedSizes      waits for it if it was the right one on the right values, else runs it again; then the rest
+
+A guess: a call of inputs with these shapes, and these numbers in its small ones, runs what the last such call ran.  Whether it does
+is known when its graph is called, and asked there.  A wrong guess costs the device's time, never a result: what was started writes
+to nothing but its recording's own memory.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from mmqc.compiler.dense import dense
+from mmqc.compiler.stamp import versions
+
+SMALL = 64  # numbers of an integer input that tell calls apart: sizes of images, not their tokens
+COMPARED = 1 << 20  # bytes of a value that is compared with the one that was guessed
+KEPT = 16  # kinds of calls
+
+
+class Beside(Protocol):
+    """A device that runs something beside what comes next."""
+
+    def usable(self) -> bool:
+        """Whether this call may replay."""
+        ...
+
+    def beside(self, run: Callable[[], Any]) -> None:
+        """Run it behind what has been launched, and let what comes next go on."""
+        ...
+
+    def joined(self) -> None:
+        """What comes next runs behind it."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Memory:
+    """What a recording reads where it lies: weights, most of it.
+
+    Attributes:
+        places: among the graph's arguments.
+        versions: how often each had been written to.
+        storages: as long as one is alive, its address is no other tensor's.
+    """
+
+    places: list[int]
+    versions: list[int]
+    storages: list[StorageWeakRef]
+
+    @classmethod
+    def of(cls, places: Sequence[int], args: Sequence[Any]) -> Memory:
+        """That of some of a graph's arguments."""
+        tensors = [args[i] for i in places]
+        return cls(list(places), versions(tensors), [StorageWeakRef(t.untyped_storage()) for t in tensors])
+
+    def alive(self) -> bool:
+        """Whether it may be read."""
+        return not any(ref.expired() for ref in self.storages)
+
+    def same(self, args: Sequence[Any]) -> bool:
+        """Whether nothing was written to it since; that it is where it was, the recording's key says."""
+        return versions([args[i] for i in self.places]) == self.versions
+
+
+@dataclass(frozen=True, eq=False)
+class Head:
+    """The first part of a recording.
+
+    Attributes:
+        device: of the recording.
+        replay: runs it on its inputs.
+        inputs: (place among the graph's arguments, what a call's tensor is copied to, the name of the one that was given to the
+            loop, or None: then it is guessed that its values are the last call's).
+        memory: what else it reads.
+    """
+
+    device: Beside
+    replay: Callable[[], None]
+    inputs: list[tuple[int, Tensor, str | None]]
+    memory: Memory
+
+    def start(self, given: Mapping[str, Tensor]) -> bool:
+        """Launch it, if it can be."""
+        named = [(slot, given.get(name)) for _, slot, name in self.inputs if name is not None]
+        if not self.device.usable() or not self.memory.alive():
+            return False
+        if not all(t is not None and _layout(t) == _layout(slot) for slot, t in named):
+            return False
+
+        def run() -> None:
+            for slot, tensor in named:
+                dense(slot).copy_(dense(tensor))  # type: ignore[arg-type]
+            self.replay()
+
+        self.device.beside(run)
+        return True
+
+    def holds(self, args: Sequence[Any], given: Mapping[str, Tensor], writes: Mapping[str, int]) -> bool:
+        """Whether it ran on the values of this call's arguments."""
+        if not self.memory.same(args):
+            return False
+        for place, slot, name in self.inputs:
+            tensor = args[place]
+            if name is not None and tensor is given[name] and tensor._version == writes[name]:
+                continue
+            if tensor.nbytes > COMPARED or not torch.equal(dense(slot), dense(tensor)):
+                return False
+        return True
+
+
+class HeadStart:
+    """Of one model: by kind of call, what to launch ahead."""
+
+    def __init__(self) -> None:
+        self.known: OrderedDict[Hashable, Head] = OrderedDict()
+        self.given: dict[str, Tensor] = {}
+        self.writes: dict[str, int] = {}
+        self.kind: Hashable = None
+        self.cache: Callable[[], Any] | None = None
+        self.started: Head | None = None
+        self.right = 0  # heads that were what was needed
+
+    @contextmanager
+    def call(self, input_ids: Tensor, given: Mapping[str, Any], cache: Callable[[], Any]) -> Iterator[None]:
+        """One call of the loop with these inputs, which writes to a cache of transformers."""
+        tensors = {name: t for name, t in {"input_ids": input_ids, **given}.items() if isinstance(t, Tensor)}
+        self.given = {name: t for name, t in tensors.items() if not t.is_inference()}
+        self.writes = {name: t._version for name, t in self.given.items()}
+        self.kind = tuple((name, *_layout(t), _numbers(t)) for name, t in sorted(self.given.items()))
+        self.cache, head = cache, self.known.get(self.kind)
+        self.started = head if head is not None and head.start(self.given) else None
+        token = CURRENT.set(self)
+        try:
+            yield
+        finally:
+            CURRENT.reset(token)
+            self.join()
+            self.given, self.cache = {}, None
+
+    @property
+    def state(self) -> set[int]:
+        """The ids of the cache's tensors."""
+        layers = self.cache().layers if self.cache is not None else ()
+        return {id(t) for layer in layers for t in vars(layer).values() if isinstance(t, Tensor)}
+
+    def has(self, tensor: Tensor) -> bool:
+        """Whether it is one of those that the loop was given."""
+        return any(tensor is t for t in self.given.values())
+
+    def names(self, args: Sequence[Any], places: Collection[int]) -> dict[int, str]:
+        """Of those arguments at ``places`` that the loop was given, as they are or copied, the names."""
+        found = {}
+        for place in places:
+            tensor = args[place]
+            for name, t in self.given.items():
+                if tensor is t or (_layout(tensor) == _layout(t) and tensor.nbytes <= COMPARED and torch.equal(tensor, t)):
+                    found[place] = name
+                    break
+        return found
+
+    def take(self, device: Beside, head: Head | None, args: Sequence[Any]) -> bool:
+        """Whether ``head`` runs already, for these arguments; what was started on ``device`` is waited for by what comes next."""
+        started = self.started
+        if started is None or started.device is not device:
+            return False
+        right = started is head and started.holds(args, self.given, self.writes)
+        self.join()
+        self.right += right
+        return right
+
+    def join(self) -> None:
+        """What comes next runs behind what was started."""
+        started, self.started = self.started, None
+        if started is not None:
+            started.device.joined()
+
+    def remember(self, head: Head) -> None:
+        """The next call of this kind starts with it."""
+        self.known[self.kind] = head
+        self.known.move_to_end(self.kind)
+        while len(self.known) > KEPT:
+            self.known.popitem(last=False)
+
+
+CURRENT: ContextVar[HeadStart | None] = ContextVar("what was launched ahead of this call", default=None)
+
+
+def _layout(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+
+
+def _numbers(tensor: Tensor) -> Hashable:
+    small = not tensor.is_floating_point() and tensor.numel() <= SMALL
+    return tuple(tensor.flatten().tolist()) if small else None

@@ -1,0 +1,206 @@
+"""What was launched ahead of a call serves it if the guess was right, and changes nothing if it was wrong.
+
+The recorder here needs no GPU: its recording runs its part again on the memory of the first run, as a CUDA graph would.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mmqc.compiler.head_start import KEPT, HeadStart, Memory
+from mmqc.compiler.recorded_sizes import RecordedSizes, Replay
+from mmqc.compiler.regions import Halves
+
+
+class Recorder:
+    """Records by running again; says in ``log`` what it did."""
+
+    kind = "cpu"
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+
+    def usable(self) -> bool:
+        return True
+
+    def timed(self, run: Callable[[], Any]) -> tuple[Any, Callable[[], bool | None]]:
+        return run(), lambda: True
+
+    def record(self, run: Callable[[], Any]) -> tuple[Any, Replay]:
+        outputs = run()
+        for output in outputs:
+            output.fill_(torch.nan)  # nothing is computed in a capture
+
+        def replay() -> None:
+            for kept, new in zip(outputs, run(), strict=True):
+                kept.copy_(new)
+
+        return outputs, replay
+
+    def beside(self, run: Callable[[], Any]) -> None:
+        self.log.append("beside")
+        run()
+
+    def joined(self) -> None:
+        self.log.append("joined")
+
+
+class Model:
+    """A tower of its weight and the images, and layers that need the positions."""
+
+    def __init__(self, *, writes: bool = False) -> None:
+        self.weight, self.cache, self.towers = torch.arange(1.0, 13).view(3, 4), torch.zeros(8, 4), 0
+        self.writes, self.device = writes, Recorder()
+        self.call = RecordedSizes(self.graph, 4, self.device, self.halves)
+        self.ahead = HeadStart()
+
+    def tower(self, weight: Tensor, x: Tensor) -> Tensor:
+        self.towers += 1
+        if self.writes:
+            weight.add_(0)
+        return x @ weight
+
+    def graph(self, weight: Tensor, x: Tensor, places: Tensor, cache: Tensor) -> tuple[Tensor, ...]:
+        return self.tail(self.tower(weight, x), weight, x, places, cache)
+
+    def tail(self, seen: Tensor, weight: Tensor, x: Tensor, places: Tensor, cache: Tensor) -> tuple[Tensor, ...]:
+        del weight, x
+        cache[: len(seen)] = seen
+        return (seen * places[:, None],)
+
+    def halves(self, late: set[int]) -> Halves | None:
+        assert {2, 3} <= late  # nobody was given the positions, and the cache is written to
+        return None if 1 in late else Halves(lambda weight, x, *_: (self.tower(weight, x),), self.tail, {0, 1})
+
+    def generate(self, x: Tensor, places: Tensor, between: Callable[[], object] = lambda: None, copied: bool = False) -> Tensor:
+        """As compiled_loop does."""
+        cache = SimpleNamespace(layers=[SimpleNamespace(keys=self.cache)])
+        with torch.no_grad(), self.ahead.call(torch.tensor([[1, 2]]), {"pixel_values": x, "other": "no tensor"}, lambda: cache):
+            between()
+            return self.call(self.weight, x.clone() if copied else x, places.clone(), self.cache)[0]
+
+    def right(self, x: Tensor, places: Tensor) -> Tensor:
+        return (x @ self.weight) * places[:, None]
+
+
+def calls(model: Model, count: int, rows: int = 2, **how: Any) -> None:
+    for i in range(count):
+        x, places = torch.randn(rows, 3), torch.arange(rows) + float(i)
+        assert torch.equal(model.generate(x, places, **how), model.right(x, places))
+
+
+@pytest.mark.parametrize("copied", [False, True])
+def test_head__runs_before_the_call_and_once(copied: bool) -> None:
+    model = Model()
+    calls(model, 8, copied=copied)
+    started = model.device.log.count("beside")
+    assert started >= 4
+    assert model.ahead.right == started
+    assert model.device.log == ["beside", "joined"] * started
+    before = model.towers
+    calls(model, 1, copied=copied)
+    assert model.towers == before + 1  # not once more in the call
+
+
+def test_head__sizes_in_any_order() -> None:
+    model = Model()
+    for rows in (2, 3, 2, 2, 3, 3, 2, 3, 2, 3, 4, 2, 3):
+        calls(model, 1, rows)
+    assert model.ahead.right >= 4
+
+
+def test_head__of_an_input_that_is_written_to_meanwhile_runs_again() -> None:
+    model = Model()
+    calls(model, 6)
+    right, x, places = model.ahead.right, torch.randn(2, 3), torch.ones(2)
+    got = model.generate(x, places, lambda: x.mul_(3))
+    assert torch.equal(got, model.right(x, places))
+    assert model.ahead.right == right
+    assert model.device.log[-2:] == ["beside", "joined"]
+
+
+def test_head__of_a_weight_that_is_written_to_meanwhile_runs_again() -> None:
+    model = Model()
+    calls(model, 6)
+    right, x, places = model.ahead.right, torch.randn(2, 3), torch.ones(2)
+    got = model.generate(x, places, lambda: model.weight.add_(1))
+    assert torch.equal(got, model.right(x, places))
+    assert model.ahead.right == right
+
+
+def test_head__of_a_weight_that_was_replaced_runs_again() -> None:
+    model = Model()
+    calls(model, 6)
+    right, model.weight = model.ahead.right, model.weight * 2
+    calls(model, 1)
+    assert model.ahead.right == right
+    calls(model, 8)
+    assert model.ahead.right > right  # recorded anew
+
+
+def test_memory__is_gone_with_its_storage() -> None:
+    weight = torch.zeros(3)
+    view, memory = weight[1:], Memory.of([1], [None, weight])
+    del weight
+    assert memory.alive()
+    del view
+    gc.collect()
+    assert not memory.alive()
+
+
+def test_head__that_writes_to_its_weights_is_none() -> None:
+    model = Model(writes=True)
+    calls(model, 8)
+    assert model.call.replays >= 4
+    assert not model.device.log
+
+
+def test_head__a_call_that_fails_leaves_nothing_running() -> None:
+    model = Model()
+    calls(model, 6)
+
+    def fails() -> None:
+        raise RuntimeError("no memory")
+
+    with pytest.raises(RuntimeError, match="no memory"):
+        model.generate(torch.randn(2, 3), torch.ones(2), fails)
+    assert model.device.log[-2:] == ["beside", "joined"]
+    assert model.ahead.started is None
+    calls(model, 3)
+
+
+def test_head__is_none_without_the_loop_or_of_inference_tensors() -> None:
+    model = Model()
+    x, places = torch.randn(2, 3), torch.ones(2)
+    with torch.no_grad():
+        for _ in range(6):
+            assert torch.equal(model.call(model.weight, x, places.clone(), model.cache)[0], model.right(x, places))
+    assert model.call.replays
+    model = Model()
+    with torch.inference_mode():
+        x = torch.randn(2, 3)
+    for _ in range(6):
+        assert torch.equal(model.generate(x, places), model.right(x, places))
+    assert not model.device.log
+
+
+def test_kinds__are_told_apart_by_small_numbers_and_the_oldest_is_forgotten() -> None:
+    ahead = HeadStart()
+    kinds = []
+    for grid in ([[1, 8, 4]], [[1, 4, 8]], [[1, 8, 4]]):
+        with ahead.call(torch.zeros(1, 100), {"grid": torch.tensor(grid)}, lambda: None):
+            kinds.append(ahead.kind)
+    assert kinds[0] == kinds[2] != kinds[1]
+    head: Any = SimpleNamespace()
+    for i in range(KEPT + 3):
+        with ahead.call(torch.tensor([i]), {}, lambda: None) if i else nullcontext():
+            ahead.remember(head)
+    assert len(ahead.known) == KEPT
