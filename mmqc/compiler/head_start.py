@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from mmqc.compiler.dense import dense
-from mmqc.compiler.stamp import versions
+from mmqc.compiler.stamp import expired, versions
 
 SMALL = 64  # numbers of an integer input that tell calls apart: sizes of images, not their tokens
 COMPARED = 1 << 20  # bytes of a value that is compared with the one that was guessed
@@ -55,21 +55,24 @@ class Memory:
         places: among the graph's arguments.
         versions: how often each had been written to.
         storages: as long as one is alive, its address is no other tensor's.
+        numbers: of the storages, as torch knows them.
     """
 
     places: list[int]
     versions: list[int]
     storages: list[StorageWeakRef]
+    numbers: list[int]
 
     @classmethod
     def of(cls, places: Sequence[int], args: Sequence[Any]) -> Memory:
         """That of some of a graph's arguments."""
         tensors = [args[i] for i in places]
-        return cls(list(places), versions(tensors), [StorageWeakRef(t.untyped_storage()) for t in tensors])
+        storages = [StorageWeakRef(t.untyped_storage()) for t in tensors]
+        return cls(list(places), versions(tensors), storages, [s.cdata for s in storages])
 
     def alive(self) -> bool:
         """Whether it may be read."""
-        return not any(ref.expired() for ref in self.storages)
+        return not any(map(expired, self.numbers))
 
     def same(self, args: Sequence[Any]) -> bool:
         """Whether nothing was written to it since; that it is where it was, the recording's key says."""

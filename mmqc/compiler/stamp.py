@@ -29,7 +29,7 @@ SAMPLES = 4  # the first and the last among them
 CANDIDATES = 64  # zeros stay zeros when a weight is scaled: other values are looked for
 _version = operator.attrgetter("_version")
 _value = operator.attrgetter("value")
-_expired = torch.UntypedStorage._expired  # type: ignore[attr-defined]
+expired = torch.UntypedStorage._expired  # type: ignore[attr-defined]
 
 
 class Stamp:
@@ -50,7 +50,7 @@ class Stamp:
             versions(tensors) == self.versions
             and addresses(tensors) == self.addresses
             and list(map(_value, self.words)) == self.values
-            and not any(map(_expired, self.storage_ids))
+            and not any(map(expired, self.storage_ids))
         )
 
 
