@@ -3,7 +3,8 @@
     1st call of a size    runs
     2nd                   runs, and is timed by the clock and on the device
     3rd                   is recorded, if the host took about as long to launch it as the device to run it; and replayed
-    later                 what goes in is copied, one launch, what comes out is copied
+    later                 what goes in is copied, one launch, what comes out is copied; two launches, where the first half needs so
+                          little that compiled_loop begins with it (head_start.py)
 
 A size is everything that a recording takes for granted: shapes, strides and dtypes of the tensors that are others in every call,
 numbers (those of other tensors' shapes among them), and the addresses of the tensors that stay (weights, static caches).
