@@ -13,7 +13,7 @@ their split is handed over.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -84,9 +84,17 @@ class Finder:
 
     def forward(self) -> Any:
         """The forward, without a trace on the caller's cache or random state."""
+        return self.ready()()
+
+    def ready(self) -> Callable[[], Any]:
+        """``forward`` with its copies made: watched, a cache of many layers would take longer to copy than the model to run."""
         inputs = {k: v if isinstance(v, Tensor) else _private(v) for k, v in self.inputs.items()}
-        with torch.no_grad(), torch.random.fork_rng(enabled=self.model.training):
-            return self.model.forward(**inputs)
+
+        def run() -> Any:
+            with torch.no_grad(), torch.random.fork_rng(enabled=self.model.training):
+                return self.model.forward(**inputs)
+
+        return run
 
     def warm(self) -> None:
         """On a GPU, compile what a first forward compiles: watched, that would take several times as long."""
@@ -96,8 +104,9 @@ class Finder:
 
     def observed(self) -> Observation:
         """The forward with every read."""
+        forward = self.ready()
         with as_traced():
-            return observe(self.forward, CHECKS)
+            return observe(forward, CHECKS)
 
     def exact(self, sites: list[Site]) -> str:
         """Why these sites cannot be used; empty if the output stays the same."""

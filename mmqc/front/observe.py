@@ -35,6 +35,7 @@ FOREIGN = (
     *(str(Path(__file__).parents[1] / room) for room in ("kernels", "ops")),
     "<frozen",
     __file__,
+    sizing.__code__.co_filename,
 )
 
 

@@ -12,11 +12,13 @@ from models import IMAGE, tiny_qwen2_vl
 from prompts import batch_of, drawn
 from quantized_vlm import quantized_vlm
 from torch import Tensor, nn
+from transformers.cache_utils import StaticCache
 
 import mmqc
 import mmqc.backend
 from mmqc import recipes
 from mmqc.backend import collect_records
+from mmqc.front.find import Finder
 from mmqc.front.front import attached
 from mmqc.versions import ENCODERS
 
@@ -48,6 +50,17 @@ def test_front__whole_forward_is_one_graph(quantized: bool) -> None:
         actual = [logits(compiled, batch) for _ in range(3)]
     assert len(records) == 1
     assert max(relative_error(a, expected) for a in actual) < SAME
+
+
+def test_find__copies_the_cache_before_it_watches() -> None:
+    """Watched, ``deepcopy`` takes time by the square of what it copies: seconds for a cache of some layers."""
+    model, batch = tiny_qwen2_vl(depth=1)
+    cache = StaticCache(config=model.config.get_text_config(), max_cache_len=64)
+    seen = Finder(0, model, {**batch, "past_key_values": cache}).observed()
+    names = {call.code.co_name for call in seen.calls}
+    assert "get_rope_index" in names
+    assert not any("copy" in name for name in names)
+    assert cache.get_seq_length() == 0
 
 
 def test_front__numpy_prod_of_a_shape_is_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
