@@ -87,7 +87,7 @@ class Head:
         device: of the recording.
         replay: runs it on its inputs.
         inputs: (place among the graph's arguments, what a call's tensor is copied to, the name of the one that was given to the
-            loop, or None: then it is guessed that its values are the last call's).
+            loop, or None: then it is guessed that its values are those of the last call of its kind).
         memory: what else it reads.
     """
 
@@ -96,9 +96,13 @@ class Head:
     inputs: list[tuple[int, Tensor, str | None]]
     memory: Memory
 
-    def start(self, given: Mapping[str, Tensor]) -> bool:
+    def guessed(self, args: Sequence[Any]) -> dict[int, Tensor]:
+        """Copies of what is not given to the loop, by place."""
+        return {place: args[place].clone() for place, _, name in self.inputs if name is None}
+
+    def start(self, given: Mapping[str, Tensor], guessed: Mapping[int, Tensor]) -> bool:
         """Launch it, if it can be."""
-        named = [(slot, given.get(name)) for _, slot, name in self.inputs if name is not None]
+        named = [(slot, guessed[place] if name is None else given.get(name)) for place, slot, name in self.inputs]
         if not self.device.usable() or not self.memory.alive():
             return False
         if not all(t is not None and _layout(t) == _layout(slot) for slot, t in named):
@@ -129,7 +133,7 @@ class HeadStart:
     """Of one model: by kind of call, what to launch ahead."""
 
     def __init__(self) -> None:
-        self.known: OrderedDict[Hashable, Head] = OrderedDict()
+        self.known: OrderedDict[Hashable, tuple[Head, dict[int, Tensor]]] = OrderedDict()
         self.given: dict[str, Tensor] = {}
         self.writes: dict[str, int] = {}
         self.kind: Hashable = None
@@ -144,8 +148,8 @@ class HeadStart:
         self.given = {name: t for name, t in tensors.items() if not t.is_inference()}
         self.writes = {name: t._version for name, t in self.given.items()}
         self.kind = tuple((name, *_layout(t), _numbers(t)) for name, t in sorted(self.given.items()))
-        self.cache, head = cache, self.known.get(self.kind)
-        self.started = head if head is not None and head.start(self.given) else None
+        self.cache, (head, guessed) = cache, self.known.get(self.kind, (None, {}))
+        self.started = head if head is not None and head.start(self.given, guessed) else None
         token = CURRENT.set(self)
         try:
             yield
@@ -191,9 +195,10 @@ class HeadStart:
         if started is not None:
             started.device.joined()
 
-    def remember(self, head: Head) -> None:
-        """The next call of this kind starts with it."""
-        self.known[self.kind] = head
+    def remember(self, head: Head, args: Sequence[Any], right: bool) -> None:
+        """The next call of this kind starts with it, on the same values unless they were ``right`` already."""
+        if not right:
+            self.known[self.kind] = head, head.guessed(args)
         self.known.move_to_end(self.kind)
         while len(self.known) > KEPT:
             self.known.popitem(last=False)

@@ -311,7 +311,7 @@ class RecordedSizes:
             head.replay()
         recording.replay()
         if head is not None and current is not None:
-            current.remember(head)
+            current.remember(head, args, ahead)
         torch.autograd.graph.increment_version([args[i] for i in recording.written])
         outputs = recording.outputs
         return tuple(args[i] if i is not None else _copied(o) if passes else o for i, o, passes in outputs)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -199,8 +198,38 @@ def test_kinds__are_told_apart_by_small_numbers_and_the_oldest_is_forgotten() ->
         with ahead.call(torch.zeros(1, 100), {"grid": torch.tensor(grid)}, lambda: None):
             kinds.append(ahead.kind)
     assert kinds[0] == kinds[2] != kinds[1]
-    head: Any = SimpleNamespace()
+    head: Any = SimpleNamespace(guessed=lambda args: {}, start=lambda given, guessed: False)
     for i in range(KEPT + 3):
-        with ahead.call(torch.tensor([i]), {}, lambda: None) if i else nullcontext():
-            ahead.remember(head)
+        with ahead.call(torch.tensor([i]), {}, lambda: None):
+            ahead.remember(head, [], right=False)
     assert len(ahead.known) == KEPT
+
+
+def test_guesses__are_each_kinds_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Images of as many patches, 8 x 4 and 4 x 8, share a recording whose tower gets other positions from the front."""
+    model = Model()
+    positions: list[Tensor] = []
+    monkeypatch.setattr("mmqc.compiler.recorded_sizes.handed_over", lambda: {id(p) for p in positions})
+    model.call = RecordedSizes(
+        lambda weight, x, place, places, cache: model.graph(weight, x * place, places, cache), 4, model.device,
+        lambda late: Halves(
+            lambda weight, x, place, *_: (model.tower(weight, x * place),),
+            lambda seen, weight, x, place, places, cache: model.tail(seen, weight, x, places, cache),
+            {0, 1, 2},
+        ) if late == {3, 4} else None,
+    )  # fmt: skip
+
+    def generate(x: Tensor, grid: tuple[int, int]) -> Tensor:
+        cache = SimpleNamespace(layers=[SimpleNamespace(keys=model.cache)])
+        given = {"pixel_values": x, "grid": torch.tensor([grid])}
+        with torch.no_grad(), model.ahead.call(torch.tensor([[1, 2]]), given, lambda: cache):
+            positions[:] = [torch.full((2, 1), float(grid[0]))]
+            return model.call(model.weight, x, positions[0], torch.ones(2), model.cache)[0]
+
+    right = []
+    for i in range(12):
+        grid = ((8, 4), (4, 8))[i % 2]
+        x = torch.randn(2, 3)
+        assert torch.equal(generate(x, grid), (x * grid[0]) @ model.weight)
+        right.append(model.ahead.right)
+    assert right[-1] - right[6] == 5, "every call's guess, not that of the last call of the other kind"
