@@ -53,7 +53,6 @@ COVERS: dict[str, str] = {
     ),
     "kernels_tests/matmul/test_pingpong_matmul.py": "kernels/matmul/pingpong_tiles",
     "kernels_tests/matmul/test_pingpong_ring.py": "kernels/matmul/pingpong_mixed_tiles",
-    "kernels_tests/matmul/test_scaled_matmul.py": "kernels/shared/split_k",
     "kernels_tests/matmul/test_scaled_matmul_epilogue.py": ("kernels/shared/device_facts lowering/scaled_matmul_epilogue"),
     "kernels_tests/rows/test_norm_quantize.py": "lowering/norm_quantize",
     "kernels_tests/rows/test_norm_quantize_per_token.py": "graph/tokens/moves",

@@ -81,7 +81,7 @@ class NoDevice:
     def timed(self, run: Callable[[], Any]) -> tuple[Any, Callable[[], bool | None]]:
         return run(), lambda: True
 
-    def record(self, run: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
+    def record(self, run: Callable[[], Any], beside: bool = False) -> tuple[Any, Callable[[], None]]:
         return run(), lambda: None
 
     def beside(self, run: Callable[[], Any]) -> None:

@@ -22,7 +22,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any, Protocol
@@ -63,8 +63,11 @@ class Device(Protocol):
         """What ``run`` gives, and who says later whether the device waited for the host in it; None: not known yet."""
         ...
 
-    def record(self, run: Callable[[], Any]) -> tuple[Any, Replay]:
-        """What ``run`` gives, in memory that a replay writes anew; nothing has been computed in it yet."""
+    def record(self, run: Callable[[], Any], beside: bool = False) -> tuple[Any, Replay]:
+        """What ``run`` gives, in memory that a replay writes anew; nothing has been computed in it yet.
+
+        ``beside``: replays may run at the same time as anything else but other such replays.
+        """
         ...
 
     def beside(self, run: Callable[[], Any]) -> None:
@@ -289,7 +292,7 @@ class RecordedSizes:
         staying = sorted(i for i in halves.reads if i not in places and isinstance(given[i], Tensor))
         tensors = [a for a in given if isinstance(a, Tensor)]
         before = versions(tensors)
-        crossing, replay = self.device.record(lambda: halves.head(*given))
+        crossing, replay = self.device.record(lambda: halves.head(*given), beside=True)
         if versions(tensors) != before:  # ahead of its call it must not write to what others read
             return None, whole
         reads = [(i, slot, names.get(i)) for i, slot in inputs if i in halves.reads]
@@ -360,7 +363,7 @@ class Cuda:
     def __init__(self) -> None:
         self.stream: Any = None
         self.pool: Any = None
-        self.side: Any = None
+        self.ran: Any = None
 
     def usable(self) -> bool:
         """On the first call's stream, outside of captures; ranks would not agree on what to record."""
@@ -381,26 +384,42 @@ class Cuda:
         end.record()
         return result, lambda: start.elapsed_time(end) < WAITING * host if end.query() else None
 
-    def record(self, run: Callable[[], Any]) -> tuple[Any, Replay]:
+    def record(self, run: Callable[[], Any], beside: bool = False) -> tuple[Any, Replay]:
         """On a stream of its own, for the usual one is never captured."""
         self.pool = self.pool or torch.cuda.graph_pool_handle()
         graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side), without_collections(), _captured(graph, self.pool):
+        own = _counters_beside() if beside else nullcontext()
+        with own, torch.cuda.stream(side), without_collections(), _captured(graph, self.pool):
             result = run()
         torch.cuda.current_stream().wait_stream(side)
         return result, graph.replay
 
     def beside(self, run: Callable[[], Any]) -> None:
-        """On another stream: what the host asks of the usual one is not kept waiting."""
-        self.side = self.side or torch.cuda.Stream()
-        self.side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.side):
+        """On another stream, one for all such: what the host asks of the usual one is not kept waiting."""
+        device = torch.cuda.current_device()
+        side = _BESIDE[device] if device in _BESIDE else _BESIDE.setdefault(device, torch.cuda.Stream())
+        self.ran = self.ran or torch.cuda.Event()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
             run()
+            self.ran.record()
 
     def joined(self) -> None:
         """What comes next on the usual stream waits."""
-        torch.cuda.current_stream().wait_stream(self.side)
+        torch.cuda.current_stream().wait_event(self.ran)
+
+
+_BESIDE: dict[int, Any] = {}  # a stream for each device: what runs on it shares counters
+
+
+def _counters_beside() -> Any:
+    """Counters of their own for launches that are recorded; without triton there are none."""
+    try:
+        from mmqc.kernels.shared.split_k import counters_beside
+    except ImportError:
+        return nullcontext()
+    return counters_beside(torch.device("cuda", torch.cuda.current_device()))
 
 
 @contextmanager

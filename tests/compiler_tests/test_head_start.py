@@ -26,6 +26,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self.log: list[str] = []
+        self.recorded: list[bool] = []
 
     def usable(self) -> bool:
         return True
@@ -33,7 +34,8 @@ class Recorder:
     def timed(self, run: Callable[[], Any]) -> tuple[Any, Callable[[], bool | None]]:
         return run(), lambda: True
 
-    def record(self, run: Callable[[], Any]) -> tuple[Any, Replay]:
+    def record(self, run: Callable[[], Any], beside: bool = False) -> tuple[Any, Replay]:
+        self.recorded.append(beside)
         outputs = run()
         for output in outputs:
             output.fill_(torch.nan)  # nothing is computed in a capture
@@ -104,6 +106,7 @@ def test_head__runs_before_the_call_and_once(copied: bool) -> None:
     assert started >= 4
     assert model.ahead.right == started
     assert model.device.log == ["beside", "joined"] * started
+    assert model.device.recorded == [True, False]
     before = model.towers
     calls(model, 1, copied=copied)
     assert model.towers == before + 1  # not once more in the call

@@ -35,7 +35,7 @@ class Recorder:
     def timed(self, run: Callable[[], Any]) -> tuple[Any, Callable[[], bool | None]]:
         return run(), lambda: self.waits
 
-    def record(self, run: Callable[[], Any]) -> tuple[Any, Replay]:
+    def record(self, run: Callable[[], Any], beside: bool = False) -> tuple[Any, Replay]:
         if self.fails:
             raise RuntimeError(f"{self.fails}\nand more lines")
         self.recorded += 1

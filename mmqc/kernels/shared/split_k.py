@@ -8,8 +8,10 @@ Why:     a second launch to add the parts costs more than a skinny matmul has to
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 import torch
 import triton
@@ -19,8 +21,24 @@ from torch import Tensor
 RING = 1 << 20
 ALIGNED = 4  # counters in 16 bytes, so that a kernel is compiled for one kind of address
 Workspace = Callable[[torch.device, int, int, int, torch.dtype], tuple[Tensor, Tensor]]  # as ``workspace`` below
-_counters: dict[torch.device, Tensor] = {}
-_next: dict[torch.device, int] = {}
+_counters: dict[tuple[torch.device, bool], Tensor] = {}
+_next: dict[tuple[torch.device, bool], int] = {}
+_beside: ContextVar[bool] = ContextVar("whether launches are recorded that will run beside others", default=False)
+
+
+@contextmanager
+def counters_beside(device: torch.device) -> Iterator[None]:
+    """Launches meanwhile take counters from a ring of their own: recorded, they may run while launches of the other ring do.
+
+    Recordings made so must not run at the same time as each other.
+    """
+    token = _beside.set(True)
+    try:
+        if (device, True) not in _counters:
+            _counters[device, True] = _ring(device)
+        yield
+    finally:
+        _beside.reset(token)
 
 
 def workspace(
@@ -34,15 +52,16 @@ def workspace(
     capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     if split == 1:
         return parts, parts.view(torch.int32)
-    if tiles > RING or (capturing and device not in _counters):
+    ring = device, _beside.get()
+    if tiles > RING or (capturing and ring not in _counters):
         # Memory that a capture hands out is filled at replay only: such a buffer must not be shared.
         return parts, torch.zeros(tiles, dtype=torch.int32, device=device)
-    if device not in _counters:
-        _counters[device] = _ring(device)
-    start = _next.get(device, 0)
+    if ring not in _counters:
+        _counters[ring] = _ring(device)
+    start = _next.get(ring, 0)
     start = 0 if start + tiles > RING else start
-    _next[device] = start + -(-tiles // ALIGNED) * ALIGNED
-    return parts, _counters[device][start : start + tiles]
+    _next[ring] = start + -(-tiles // ALIGNED) * ALIGNED
+    return parts, _counters[ring][start : start + tiles]
 
 
 def _ring(device: torch.device) -> Tensor:
