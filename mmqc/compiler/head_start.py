@@ -155,7 +155,9 @@ class HeadStart:
             yield
         finally:
             CURRENT.reset(token)
-            self.join()
+            if self.started is not None:  # nobody asked for it: its recording was forgotten, or the call failed
+                self.known.pop(self.kind, None)
+                self.join()
             self.given, self.cache = {}, None
 
     @property
@@ -185,6 +187,8 @@ class HeadStart:
         if started is None or started.device is not device:
             return False
         right = started is head and started.holds(args, self.given, self.writes)
+        if not right:
+            self.known.pop(self.kind, None)
         self.join()
         self.right += right
         return right

@@ -266,12 +266,12 @@ class RecordedSizes:
             return
         places = [i for i, a in enumerate(given) if isinstance(a, Tensor)]
         written = [i for i, a, b in zip(places, before, versions(tensors), strict=True) if a != b]
-        moving, storages = set(known.moving), {_storage(args[i]) for i in written}
+        moving, storages = {*known.moving, *brought}, {_storage(args[i]) for i in written}
         if moving.intersection(written) or _overlap(storages, moving, args):
             self._refuse(size, "it writes to an input that is another tensor in every call")
             return
         at = {id(given[i]): i for i in places}
-        staying = {_storage(given[i]) for i in known.staying}
+        staying = {_storage(given[i]) for i in known.staying if i not in moving}
         kept = [(at.get(id(o)), o, isinstance(o, Tensor) and _storage(o) not in staying) for o in outputs]
         size.recording = _Recording(inputs, replay, kept, written, storages, head)
         self._forget()

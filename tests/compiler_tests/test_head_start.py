@@ -165,6 +165,41 @@ def test_head__that_writes_to_its_weights_is_none() -> None:
     assert not model.device.log
 
 
+def test_head__of_a_recording_that_was_forgotten_is_started_once_more_at_most() -> None:
+    model = Model()
+    model.call.limit = 1
+    calls(model, 6)
+    calls(model, 6, 3)  # whose recording takes the place of the other
+    started, right = model.device.log.count("beside"), model.ahead.right
+    calls(model, 2)
+    assert model.device.log.count("beside") == started + 1
+    assert model.ahead.right == right
+    assert not model.ahead.started
+
+
+def test_recorded__an_input_of_the_loop_that_is_written_to_is_written_to() -> None:
+    """The same tensor in every call: it stays where it is, but is copied where the loop was given it."""
+    device, ahead, x = Recorder(), HeadStart(), torch.zeros(2)
+    call = RecordedSizes(lambda x: (x.add_(1).clone(),), 4, device)
+    for i in range(6):
+        with torch.no_grad(), ahead.call(torch.tensor([[1]]), {"x": x}, lambda: None):
+            assert torch.equal(call(x)[0], torch.full((2,), i + 1.0))
+        assert torch.equal(x, torch.full((2,), i + 1.0))
+
+
+def test_recorded__a_view_of_an_input_of_the_loop_is_a_copy() -> None:
+    device, ahead, x = Recorder(), HeadStart(), torch.zeros(2)
+    device.record = lambda run, beside=False: (run(), lambda: None)  # type: ignore[method-assign]  (a view needs no replay)
+    call, results = RecordedSizes(lambda x: (x[:1],), 4, device), []
+    for i in range(6):
+        x.fill_(i)
+        with torch.no_grad(), ahead.call(torch.tensor([[1]]), {"x": x}, lambda: None):
+            results.append((call(x)[0].clone(), call(x)[0]))
+    assert call.replays
+    assert [float(copied) for copied, _ in results] == [0, 1, 2, 3, 4, 5]
+    assert [float(kept) for _, kept in results[-2:]] == [4, 5], "the next replay does not write to it"
+
+
 def test_head__a_call_that_fails_leaves_nothing_running() -> None:
     model = Model()
     calls(model, 6)
