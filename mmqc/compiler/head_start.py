@@ -27,8 +27,9 @@ from mmqc.compiler.dense import dense
 from mmqc.compiler.stamp import expired, versions
 
 SMALL = 64  # numbers of an integer input that tell calls apart: sizes of images, not their tokens
-COMPARED = 1 << 20  # bytes of a value that is compared with the one that was guessed
+COMPARED = 1 << 24  # bytes of a value that is compared with the one that was guessed
 KEPT = 16  # kinds of calls
+TRIES = 4  # guesses in a row that may be wrong
 
 
 class Beside(Protocol):
@@ -79,7 +80,7 @@ class Memory:
         return versions([args[i] for i in self.places]) == self.versions
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Head:
     """The first part of a recording.
 
@@ -89,12 +90,14 @@ class Head:
         inputs: (place among the graph's arguments, what a call's tensor is copied to, the name of the one that was given to the
             loop, or None: then it is guessed that its values are those of the last call of its kind).
         memory: what else it reads.
+        wrong: how many guesses in a row were.
     """
 
     device: Beside
     replay: Callable[[], None]
     inputs: list[tuple[int, Tensor, str | None]]
     memory: Memory
+    wrong: int = 0
 
     def guessed(self, args: Sequence[Any]) -> dict[int, Tensor]:
         """Copies of what is not given to the loop, by place."""
@@ -187,6 +190,7 @@ class HeadStart:
         if started is None or started.device is not device:
             return False
         right = started is head and started.holds(args, self.given, self.writes)
+        started.wrong = 0 if right else started.wrong + 1
         if not right:
             self.known.pop(self.kind, None)
         self.join()
@@ -201,6 +205,8 @@ class HeadStart:
 
     def remember(self, head: Head, args: Sequence[Any], right: bool) -> None:
         """The next call of this kind starts with it, on the same values unless they were ``right`` already."""
+        if not right and head.wrong >= TRIES:
+            return
         if not right:
             self.known[self.kind] = head, head.guessed(args)
         self.known.move_to_end(self.kind)

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from mmqc.compiler.dense import dense
-from mmqc.compiler.head_start import CURRENT, Head, Memory
+from mmqc.compiler.head_start import COMPARED, CURRENT, Head, Memory
 from mmqc.compiler.regions import Halves
 from mmqc.compiler.stamp import addresses, versions
 from mmqc.front.handover import handed_over
@@ -288,6 +288,8 @@ class RecordedSizes:
         halves = self.halves(late.union(i for i in known.staying if id(args[i]) in current.state))
         if halves is None or not any(given[i].is_floating_point() for i in halves.reads.intersection(names)):
             return None, whole
+        if any(slot.nbytes > COMPARED for i, slot in inputs if i in halves.reads and i not in names):
+            return None, whole  # it could not be seen whether a guess was right
         places = {i for i, _ in inputs}
         staying = sorted(i for i in halves.reads if i not in places and isinstance(given[i], Tensor))
         tensors = [a for a in given if isinstance(a, Tensor)]

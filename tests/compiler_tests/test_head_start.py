@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mmqc.compiler.head_start import KEPT, HeadStart, Memory
+from mmqc.compiler.head_start import KEPT, TRIES, HeadStart, Memory
 from mmqc.compiler.recorded_sizes import RecordedSizes, Replay
 from mmqc.compiler.regions import Halves
 
@@ -59,7 +59,7 @@ class Model:
 
     def __init__(self, *, writes: bool = False) -> None:
         self.weight, self.cache, self.towers = torch.arange(1.0, 13).view(3, 4), torch.zeros(8, 4), 0
-        self.writes, self.device = writes, Recorder()
+        self.writes, self.device, self.handed = writes, Recorder(), torch.empty(0)
         self.call = RecordedSizes(self.graph, 4, self.device, self.halves)
         self.ahead = HeadStart()
 
@@ -165,6 +165,36 @@ def test_head__that_writes_to_its_weights_is_none() -> None:
     assert not model.device.log
 
 
+def test_head__that_is_always_wrong_is_not_started_for_ever() -> None:
+    model = Model()
+    calls(model, 4)
+    for _ in range(12):
+        x, places = torch.randn(2, 3), torch.ones(2)
+        got = model.generate(x, places, lambda x=x: x.mul_(2))
+        assert torch.equal(got, model.right(x, places))
+    assert model.device.log.count("beside") <= TRIES + 2
+    assert not model.ahead.known
+
+
+def test_head__of_what_is_too_large_to_compare_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Model()
+    monkeypatch.setattr("mmqc.compiler.recorded_sizes.COMPARED", 0)
+    monkeypatch.setattr("mmqc.compiler.recorded_sizes.handed_over", lambda: {id(model.handed)})
+    model.handed = torch.ones(2, 1)
+    model.call = RecordedSizes(
+        lambda weight, x, place, places, cache: model.graph(weight, x * place, places, cache), 4, model.device,
+        lambda late: Halves(lambda *_: (), lambda *_: (), {0, 1, 2}),
+    )  # fmt: skip
+    cache = SimpleNamespace(layers=[SimpleNamespace(keys=model.cache)])
+    for _ in range(6):
+        x = torch.randn(2, 3)
+        with torch.no_grad(), model.ahead.call(torch.tensor([[1, 2]]), {"pixel_values": x}, lambda: cache):
+            got = model.call(model.weight, x, model.handed, torch.ones(2), model.cache)[0]
+        assert torch.equal(got, x @ model.weight)
+    assert model.call.replays
+    assert not model.device.log
+
+
 def test_head__of_a_recording_that_was_forgotten_is_started_once_more_at_most() -> None:
     model = Model()
     model.call.limit = 1
@@ -236,7 +266,7 @@ def test_kinds__are_told_apart_by_small_numbers_and_the_oldest_is_forgotten() ->
         with ahead.call(torch.zeros(1, 100), {"grid": torch.tensor(grid)}, lambda: None):
             kinds.append(ahead.kind)
     assert kinds[0] == kinds[2] != kinds[1]
-    head: Any = SimpleNamespace(guessed=lambda args: {}, start=lambda given, guessed: False)
+    head: Any = SimpleNamespace(guessed=lambda args: {}, start=lambda given, guessed: False, wrong=0)
     for i in range(KEPT + 3):
         with ahead.call(torch.tensor([i]), {}, lambda: None):
             ahead.remember(head, [], right=False)
