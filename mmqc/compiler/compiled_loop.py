@@ -124,15 +124,6 @@ def compiled_loop(
 def _loop(model: Any, input_ids: Tensor, generation_config: GenerationConfig, prefill: str | None, kwargs: dict[str, Any]) -> Any:
     cache: Any = cache_of(kwargs)
     how = _checked(cache, generation_config, prefill)
-    if how != "recorded":
-        return _generated(model, input_ids, generation_config, how, cache, kwargs)
-    with _State.of(model).ahead.call(input_ids, kwargs, lambda: cache_of(kwargs)):
-        return _generated(model, input_ids, generation_config, how, cache, kwargs)
-
-
-def _generated(
-    model: Any, input_ids: Tensor, generation_config: GenerationConfig, how: str, cache: Any, kwargs: dict[str, Any]
-) -> Any:
     config = copy.copy(generation_config)
     config.compile_config = _compile_config(generation_config.compile_config)
     outlives = config.return_dict_in_generate or getattr(cache, "_is_user_defined", False)
@@ -141,7 +132,7 @@ def _generated(
     else:
         tokens = _tokens(cache, input_ids, config, kwargs)
         cache = _State.of(model).caches.ready(model, cache, input_ids.shape[0], tokens, keep=not outlives)
-    kwargs[cache_name()] = cache
+    kwargs[cache_name()] = _State.of(model).ahead.cache = cache
     kwargs["stopping_criteria"] = plain_stops(kwargs["stopping_criteria"], input_ids.shape[0])
     possible = config.prefill_chunk_size is None and all(c.is_initialized for c in cache.layers)
     how = how if possible else "eager"  # transformers compiles the chunks of a prompt itself
@@ -326,7 +317,24 @@ def _leave_encoders_to_the_forward() -> None:
     setattr(mixin, ENCODES, prepare)
 
 
+def _begin_with_generate() -> None:
+    """For our loop ``generate`` takes the model's turn, and launches what is known of the prompt, before it prepares anything."""
+    mixin: Any = generation.GenerationMixin
+    original = mixin.generate
+
+    @functools.wraps(original)
+    def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("custom_generate") is not compiled_loop:
+            return original(self, *args, **kwargs)
+        state, ids = _State.of(self), args[0] if args else kwargs.get("inputs")
+        with state.turn, state.ahead.call({"input_ids": ids, **kwargs}):
+            return original(self, *args, **kwargs)
+
+    mixin.generate = generate
+
+
 _leave_encoders_to_the_forward()
+_begin_with_generate()
 
 
 _defer: ContextVar[bool] = ContextVar("defer the stop check", default=False)

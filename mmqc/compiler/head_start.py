@@ -1,7 +1,7 @@
 """What images alone decide of a recorded prompt is launched before the rest of the call is prepared.
 
-    compiled_loop      the tower's recording, beside the usual stream, on the images just given
-    transformers       positions, masks, the cache      }  some milliseconds of the host,
+    generate           the tower's recording, beside the usual stream, on the images just given
+    transformers       arguments, positions, the cache  }  some milliseconds of the host,
     Dynamo, the front  guards, reads, addresses         }  in which the device has the tower to do
     RecordedSizes      waits for it if it was the right one on the right values, else runs it again; then the rest
 
@@ -87,8 +87,8 @@ class Head:
     Attributes:
         device: of the recording.
         replay: runs it on its inputs.
-        inputs: (place among the graph's arguments, what a call's tensor is copied to, the name of the one that was given to the
-            loop, or None: then it is guessed that its values are those of the last call of its kind).
+        inputs: (place among the graph's arguments, what a call's tensor is copied to, the name of the one that was given, or None:
+            then it is guessed that its values are those of the last call of its kind).
         memory: what else it reads.
         wrong: how many guesses in a row were.
     """
@@ -100,7 +100,7 @@ class Head:
     wrong: int = 0
 
     def guessed(self, args: Sequence[Any]) -> dict[int, Tensor]:
-        """Copies of what is not given to the loop, by place."""
+        """Copies of what is not given, by place."""
         return {place: args[place].clone() for place, _, name in self.inputs if name is None}
 
     def start(self, given: Mapping[str, Tensor], guessed: Mapping[int, Tensor]) -> bool:
@@ -140,19 +140,22 @@ class HeadStart:
         self.given: dict[str, Tensor] = {}
         self.writes: dict[str, int] = {}
         self.kind: Hashable = None
-        self.cache: Callable[[], Any] | None = None
+        self.cache: Any = None  # of transformers, which the call writes to
         self.started: Head | None = None
         self.right = 0  # heads that were what was needed
 
     @contextmanager
-    def call(self, input_ids: Tensor, given: Mapping[str, Any], cache: Callable[[], Any]) -> Iterator[None]:
-        """One call of the loop with these inputs, which writes to a cache of transformers."""
-        tensors = {name: t for name, t in {"input_ids": input_ids, **given}.items() if isinstance(t, Tensor)}
-        self.given = {name: t for name, t in tensors.items() if not t.is_inference()}
+    def call(self, given: Mapping[str, Any]) -> Iterator[None]:
+        """One call of ``generate`` with these inputs; one in it goes with it."""
+        if CURRENT.get() is self:
+            yield
+            return
+        self.given = {name: t for name, t in given.items() if isinstance(t, Tensor) and not t.is_inference()}
         self.writes = {name: t._version for name, t in self.given.items()}
         self.kind = tuple((name, *_layout(t), _numbers(t)) for name, t in sorted(self.given.items()))
-        self.cache, (head, guessed) = cache, self.known.get(self.kind, (None, {}))
-        self.started = head if head is not None and head.start(self.given, guessed) else None
+        head, guessed = self.known.get(self.kind, (None, {}))
+        with torch.no_grad():
+            self.started = head if head is not None and head.start(self.given, guessed) else None
         token = CURRENT.set(self)
         try:
             yield
@@ -166,15 +169,15 @@ class HeadStart:
     @property
     def state(self) -> set[int]:
         """The ids of the cache's tensors."""
-        layers = self.cache().layers if self.cache is not None else ()
+        layers = self.cache.layers if self.cache is not None else ()
         return {id(t) for layer in layers for t in vars(layer).values() if isinstance(t, Tensor)}
 
     def has(self, tensor: Tensor) -> bool:
-        """Whether it is one of those that the loop was given."""
+        """Whether it is one of those that were given."""
         return any(tensor is t for t in self.given.values())
 
     def names(self, args: Sequence[Any], places: Collection[int]) -> dict[int, str]:
-        """Of those arguments at ``places`` that the loop was given, as they are or copied, the names."""
+        """Of those arguments at ``places`` that were given, as they are or copied, the names."""
         found = {}
         for place in places:
             tensor = args[place]

@@ -84,7 +84,9 @@ class Model:
     def generate(self, x: Tensor, places: Tensor, between: Callable[[], object] = lambda: None, copied: bool = False) -> Tensor:
         """As compiled_loop does."""
         cache = SimpleNamespace(layers=[SimpleNamespace(keys=self.cache)])
-        with torch.no_grad(), self.ahead.call(torch.tensor([[1, 2]]), {"pixel_values": x, "other": "no tensor"}, lambda: cache):
+        given = {"input_ids": torch.tensor([[1, 2]]), "pixel_values": x, "other": "no tensor"}
+        with torch.no_grad(), self.ahead.call(given):
+            self.ahead.cache = cache
             between()
             return self.call(self.weight, x.clone() if copied else x, places.clone(), self.cache)[0]
 
@@ -188,7 +190,8 @@ def test_head__of_what_is_too_large_to_compare_is_none(monkeypatch: pytest.Monke
     cache = SimpleNamespace(layers=[SimpleNamespace(keys=model.cache)])
     for _ in range(6):
         x = torch.randn(2, 3)
-        with torch.no_grad(), model.ahead.call(torch.tensor([[1, 2]]), {"pixel_values": x}, lambda: cache):
+        with torch.no_grad(), model.ahead.call({"pixel_values": x}):
+            model.ahead.cache = cache
             got = model.call(model.weight, x, model.handed, torch.ones(2), model.cache)[0]
         assert torch.equal(got, x @ model.weight)
     assert model.call.replays
@@ -212,7 +215,7 @@ def test_recorded__an_input_of_the_loop_that_is_written_to_is_written_to() -> No
     device, ahead, x = Recorder(), HeadStart(), torch.zeros(2)
     call = RecordedSizes(lambda x: (x.add_(1).clone(),), 4, device)
     for i in range(6):
-        with torch.no_grad(), ahead.call(torch.tensor([[1]]), {"x": x}, lambda: None):
+        with torch.no_grad(), ahead.call({"x": x}):
             assert torch.equal(call(x)[0], torch.full((2,), i + 1.0))
         assert torch.equal(x, torch.full((2,), i + 1.0))
 
@@ -223,7 +226,7 @@ def test_recorded__a_view_of_an_input_of_the_loop_is_a_copy() -> None:
     call, results = RecordedSizes(lambda x: (x[:1],), 4, device), []
     for i in range(6):
         x.fill_(i)
-        with torch.no_grad(), ahead.call(torch.tensor([[1]]), {"x": x}, lambda: None):
+        with torch.no_grad(), ahead.call({"x": x}):
             results.append((call(x)[0].clone(), call(x)[0]))
     assert call.replays
     assert [float(copied) for copied, _ in results] == [0, 1, 2, 3, 4, 5]
@@ -263,12 +266,12 @@ def test_kinds__are_told_apart_by_small_numbers_and_the_oldest_is_forgotten() ->
     ahead = HeadStart()
     kinds = []
     for grid in ([[1, 8, 4]], [[1, 4, 8]], [[1, 8, 4]]):
-        with ahead.call(torch.zeros(1, 100), {"grid": torch.tensor(grid)}, lambda: None):
+        with ahead.call({"input_ids": torch.zeros(1, 100), "grid": torch.tensor(grid)}):
             kinds.append(ahead.kind)
     assert kinds[0] == kinds[2] != kinds[1]
     head: Any = SimpleNamespace(guessed=lambda args: {}, start=lambda given, guessed: False, wrong=0)
     for i in range(KEPT + 3):
-        with ahead.call(torch.tensor([i]), {}, lambda: None):
+        with ahead.call({"input_ids": torch.tensor([i])}):
             ahead.remember(head, [], right=False)
     assert len(ahead.known) == KEPT
 
@@ -289,8 +292,8 @@ def test_guesses__are_each_kinds_own(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def generate(x: Tensor, grid: tuple[int, int]) -> Tensor:
         cache = SimpleNamespace(layers=[SimpleNamespace(keys=model.cache)])
-        given = {"pixel_values": x, "grid": torch.tensor([grid])}
-        with torch.no_grad(), model.ahead.call(torch.tensor([[1, 2]]), given, lambda: cache):
+        with torch.no_grad(), model.ahead.call({"pixel_values": x, "grid": torch.tensor([grid])}):
+            model.ahead.cache = cache
             positions[:] = [torch.full((2, 1), float(grid[0]))]
             return model.call(model.weight, x, positions[0], torch.ones(2), model.cache)[0]
 
