@@ -14,6 +14,7 @@ from transformers import CompileConfig
 from transformers.generation import BaseStreamer
 
 import mmqc
+from mmqc.compiler import head_start
 from mmqc.compiler.record import collect_records
 from mmqc.front import sizes
 
@@ -69,6 +70,29 @@ def test_compiled_loop__sizes_of_few_shapes_are_constants(
     got = model.generate(**batch, **more, custom_generate=mmqc.compiled_loop, prefill=prefill)
     assert torch.equal(got, model.generate(**batch, **more))
     assert bool(marked) == varying
+
+
+def test_compiled_loop__knows_what_generate_was_given_before_anything_is_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batch = quantized_vlm(depth=1)
+    seen: list[Any] = []
+    prepare = type(model)._prepare_generation_config
+
+    def watched(self: Any, *args: Any, **kwargs: Any) -> Any:
+        current = head_start.CURRENT.get()
+        seen.append(current and ({*current.given}, all(current.given[k] is batch[k] for k in current.given if k in batch)))
+        return prepare(self, *args, **kwargs)
+
+    monkeypatch.setattr(type(model), "_prepare_generation_config", watched)
+    more = {"max_new_tokens": 2, "do_sample": False, "cache_implementation": "static"}
+    first, how = batch["input_ids"], compiled()  # which imports what watches ``generate``
+    rest = {k: v for k, v in batch.items() if k != "input_ids"}
+    got = model.generate(first, **rest, **more, **how)
+    assert torch.equal(got, model.generate(**batch, **more))
+    assert seen == [({*batch}, True), None]
+    assert head_start.CURRENT.get() is None
+    with pytest.raises(ValueError, match="prefill = 'no'"):
+        model.generate(**batch, **more, **compiled(), prefill="no")
+    assert head_start.CURRENT.get() is None
 
 
 def test_compiled_loop__left_padded_batch() -> None:
