@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import suppress
 from datetime import timedelta
 
 from torch.distributed import TCPStore
@@ -129,7 +130,8 @@ class Watch:
         self.over.set()
         key, end = (TOLD, 10 * LOOK) if failed else (LEFT, SILENCE)
         if self.rank and not failed:
-            self.store.add(LEFT, 1)
+            with suppress(RuntimeError):  # rank 0 is gone, and all is done
+                self.store.add(LEFT, 1)
         end += time.monotonic()
         while self.rank == 0 and time.monotonic() < end and self.store.add(key, 0) < self.size - 1:
             time.sleep(LOOK / 25)
