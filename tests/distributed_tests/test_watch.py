@@ -38,8 +38,9 @@ def test_leave__of_work_that_is_done_needs_no_rank_0(pair, monkeypatch):
     def gone(*_):
         raise RuntimeError("Connection reset by peer")
 
-    monkeypatch.setattr(type(pair[1].store), "add", gone)
-    pair[1].leave(failed=False)
+    with monkeypatch.context() as patch:
+        patch.setattr(type(pair[1].store), "add", gone)
+        pair[1].leave(failed=False)
     assert pair[1].over.is_set()
 
 
