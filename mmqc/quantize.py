@@ -91,8 +91,7 @@ def quantize_(
             quantized = complete(job, linears, quantize_units(job, rewritten, find_targets(job, rewritten)))
         else:
             quantized = quantize_without_data(job)
-        kv = quantize_kv(job)
-        report = finish(job, quantized, kv)
+        report = finish(job, quantized, quantize_kv(job))
         ranks.collected(())  # nobody keeps its model before all have theirs
     report.seconds = time.perf_counter() - start
     return report
