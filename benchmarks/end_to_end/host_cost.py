@@ -12,10 +12,7 @@ from __future__ import annotations
 
 import argparse
 import cProfile
-import io
 import json
-import pstats
-import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -27,7 +24,8 @@ from transformers import CompileConfig, GenerationConfig, Qwen2VLConfig
 
 import mmqc
 from benchmarks.end_to_end.cold_start import CONFIGS, prompt, small_model
-from benchmarks.gpu_run import ROOT, Run, facts
+from benchmarks.gpu_run import Run, facts
+from benchmarks.host_profile import slowest
 from benchmarks.rewrites import batch_of, model_of
 
 GRIDS = {"400 patches": (20, 20), "3,600 patches": (60, 60), "25,600 patches": (160, 160)}
@@ -78,11 +76,9 @@ class Calls:
 
     def host(self, work: Callable[[], object]) -> list[str]:
         """The functions that took most of the host's time."""
-        watch, out = cProfile.Profile(), io.StringIO()
+        watch = cProfile.Profile()
         watch.runcall(work)
-        pstats.Stats(watch, stream=out).sort_stats("tottime").print_stats(40)
-        text = re.sub(r"/\S*site-packages/", "", out.getvalue().replace(f"{ROOT}/", ""))
-        return [line.strip() for line in text.splitlines() if line.strip()]
+        return slowest(watch)
 
 
 def summary(found: Kernels) -> dict[str, Any]:
@@ -95,6 +91,15 @@ def summary(found: Kernels) -> dict[str, Any]:
     }
 
 
+def step(calls: Calls, given: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """Of one token: what is left of many behind a prompt without a few."""
+    first = calls.seconds(given, 8)
+    few, many = (min(calls.seconds(given, n) for _ in range(3)) for n in (16, 144))
+    before, behind = calls.kernels(given, 4), calls.kernels(given, 68)
+    each = {k: ((us - before.get(k, (0, 0))[0]) / 64, (n - before.get(k, (0, 0))[1]) // 64) for k, (us, n) in behind.items()}
+    return {"first_s": round(first, 2), "clock_ms": round(1e3 * (many - few) / 128, 3), **summary(each)}
+
+
 def measure(model: Any, grids: dict[str, tuple[int, int]], prefill: str, watched: bool) -> dict[str, Any]:
     """Every figure; the prompts come first, so that a step finds the cache of the largest."""
     calls, figures = Calls(model, prefill), dict[str, Any]()
@@ -105,11 +110,7 @@ def measure(model: Any, grids: dict[str, tuple[int, int]], prefill: str, watched
     for name, given in inputs.items():
         figures[name] |= {"clock_ms": round(1e3 * min(calls.seconds(given) for _ in range(5)), 2), **summary(calls.kernels(given))}
     given = list(inputs.values())[1]
-    figures["step"] = {"first_s": round(calls.seconds(given, 8), 2)}
-    few, many = (min(calls.seconds(given, n) for _ in range(3)) for n in (16, 144))
-    before, behind = calls.kernels(given, 4), calls.kernels(given, 68)
-    each = {k: ((us - before.get(k, (0, 0))[0]) / 64, (n - before.get(k, (0, 0))[1]) // 64) for k, (us, n) in behind.items()}
-    figures["step"] |= {"clock_ms": round(1e3 * (many - few) / 128, 3), **summary(each)}
+    figures["step"] = step(calls, given)
     figures["tokens"] = {name: calls.tokens(given, 12) for name, given in reversed(inputs.items())}
     if watched:
         figures["host of a prompt"] = calls.host(lambda: calls.seconds(next(iter(inputs.values()))))

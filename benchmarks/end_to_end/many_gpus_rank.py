@@ -8,12 +8,9 @@ from __future__ import annotations
 
 import copy
 import cProfile
-import io
 import itertools
 import json
 import os
-import pstats
-import re
 import statistics
 import sys
 import time
@@ -29,6 +26,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.end_to_end import many_gpus_model as models
 from benchmarks.end_to_end.quantize_speed import batch_of, config_of
+from benchmarks.host_profile import slowest
 
 RANK, RANKS = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 GPU = torch.cuda.is_available()
@@ -126,16 +124,8 @@ def _quantized(mmqc: Any, args: Any, recipe: str, layers: int) -> dict[str, Any]
         "codes": models.fingerprint({n: t for n, t in state.items() if not t.is_floating_point()}),
         "floats": models.fingerprint({n: t for n, t in state.items() if t.is_floating_point()}),
         "passes": {p.name: round(p.ms / 1e3, 2) for p in report[0].passes if p.ms > 500},
-        **({"host": _slowest(watch, "tottime", 24), "calls": _slowest(watch, "cumulative", 80)} if args.profile else {}),
+        **({"host": slowest(watch, "tottime", 24), "calls": slowest(watch, "cumulative", 80)} if args.profile else {}),
     }
-
-
-def _slowest(watch: cProfile.Profile, by: str, lines: int) -> list[str]:
-    """The functions that took most of the host's time, waiting for the device among it."""
-    out = io.StringIO()
-    pstats.Stats(watch, stream=out).sort_stats(by).print_stats(lines)
-    text = re.sub(r"/\S*site-packages/", "", out.getvalue())
-    return [line.strip() for line in text.splitlines() if line.strip()][2:]
 
 
 def make(args: Any) -> None:
@@ -334,7 +324,7 @@ class Loop:
             "idle_us": sum(gaps) / steps,
             "long_gaps_us": gaps[:: max(1, steps // 2)][:12],
             "kernels": {name[:70]: [round(us, 1), round(n, 1)] for name, (us, n) in first},
-            "host": _slowest(watch, "tottime", 24),
+            "host": slowest(watch, "tottime", 24),
         }
 
 

@@ -41,7 +41,7 @@ from transformers import CompileConfig, GenerationConfig
 from transformers.cache_utils import StaticCache
 from transformers.generation import utils as generation
 
-from mmqc.compiler.head_start import HeadStart
+from mmqc.compiler.head_start import CURRENT, HeadStart
 from mmqc.compiler.kept_cache import KeptCaches, empty, longest
 from mmqc.compiler.layer_guards import LayerGuards
 from mmqc.compiler.recorded_sizes import LIMIT
@@ -132,7 +132,9 @@ def _loop(model: Any, input_ids: Tensor, generation_config: GenerationConfig, pr
     else:
         tokens = _tokens(cache, input_ids, config, kwargs)
         cache = _State.of(model).caches.ready(model, cache, input_ids.shape[0], tokens, keep=not outlives)
-    kwargs[cache_name()] = _State.of(model).ahead.cache = cache
+    kwargs[cache_name()] = cache
+    if (ahead := CURRENT.get()) is not None:
+        ahead.cache = cache
     kwargs["stopping_criteria"] = plain_stops(kwargs["stopping_criteria"], input_ids.shape[0])
     possible = config.prefill_chunk_size is None and all(c.is_initialized for c in cache.layers)
     how = how if possible else "eager"  # transformers compiles the chunks of a prompt itself

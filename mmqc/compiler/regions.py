@@ -61,7 +61,9 @@ class Regions:
         if sum(n.op == "call_module" for n in first) < LEAST or len(first) + len(holders) + 1 >= len(nodes):
             return None
         reads = {i for i, holder in enumerate(holders) if any(u in inside for u in holder.users)}
-        return Halves(_extracted(self.calls, holders, first, crossing), _rest(self.calls, holders, first, crossing), reads)
+        head = _function(self.calls, (), (*holders, *first), crossing)
+        tail = _function(self.calls, crossing, [n for n in nodes if n not in inside])
+        return Halves(head, tail, reads)
 
 
 @dataclass(frozen=True)
@@ -79,23 +81,18 @@ class Halves:
     reads: set[int]
 
 
-def _extracted(gm: fx.GraphModule, holders: Sequence[fx.Node], nodes: Sequence[fx.Node], results: Sequence[fx.Node]) -> Any:
-    """Some nodes, with all inputs, as a function of its own."""
-    graph, known = fx.Graph(), dict[fx.Node, fx.Node]()
-    for node in (*holders, *nodes):
-        known[node] = graph.node_copy(node, known.__getitem__)
-    graph.output(tuple(known[n] for n in results))
-    return fx.GraphModule(gm, graph).forward
+def _function(gm: fx.GraphModule, given: Sequence[fx.Node], nodes: Sequence[fx.Node], results: Sequence[fx.Node] = ()) -> Any:
+    """Some nodes of a graph as a function of what others gave, and of the inputs among them.
 
-
-def _rest(gm: fx.GraphModule, holders: Sequence[fx.Node], done: Sequence[fx.Node], crossing: Sequence[fx.Node]) -> Any:
-    """All other nodes, as a function of what crosses and of all inputs."""
+    It returns ``results``, unless the graph's output is among the nodes.
+    """
     graph, known = fx.Graph(), dict[fx.Node, fx.Node]()
-    for node in crossing:
-        known[node] = graph.placeholder(f"crossing_{node.name}")
-    skipped = {*holders, *done}
-    for node in (*holders, *(n for n in gm.graph.nodes if n not in skipped)):
+    for node in given:
+        known[node] = graph.placeholder(f"given_{node.name}")
+    for node in nodes:
         known[node] = graph.node_copy(node, known.__getitem__)
+    if nodes[-1].op != "output":
+        graph.output(tuple(known[n] for n in results))
     return fx.GraphModule(gm, graph).forward
 
 
