@@ -1,6 +1,7 @@
 """What Dynamo asks of a model's layers before every step, asked once per call of ``generate``, while the device computes.
 
-    guards of a layer    its modules, parameters, buffers and plain attributes are those that were traced
+    guards of a layer    its modules, parameters, buffers and plain attributes are those that were traced, and its class has,
+                         or has not, what was looked up there
     here                 the same objects in the same places, tensors of the same dtype, shape and device
 
 Why:     Dynamo looks at some twenty things in every module before every call, so its time grows with depth, and all of it comes
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from operator import attrgetter, eq, is_
 from typing import Any
 
@@ -29,11 +30,16 @@ KEY = "layers"  # of the number in torch.compile's options
 ENOUGH = 4  # changes: a model that changes in every call of generate keeps all of Dynamo's guards
 LAYER = re.compile(r"self((?:\._modules\['[^']+'\])*\._modules\['\d+'\](?:\._modules\['[^']+'\])*)(.*)")
 STEP = re.compile(r"\._modules\['([^']+)'\]")
-LEAF = re.compile(r"(?:\.(_parameters|_buffers)\['([^']+)'\]|\.(\w+))?")
+LEAF = re.compile(r"(?:\.(_parameters|_buffers)\['([^']+)'\]|\.(\w+)(\[\d+\])?)?")
+# What Dynamo looks up in a class: an entry of its namespace, or a method as it is inherited; and the code of either.
+CLASS = re.compile(
+    r"(?:dict\()?type\((.+)\)\.__mro__\[(\d+)\](?:\.__dict__\)(?:\['([^']+)'\])?|\.(__call__))(\.fget)?(?:\.__code__)?"
+)
 CONSTANTS = (type(None), bool, int, float, str, torch.dtype, torch.device)
 # What can change in a tensor that stays the same object: ``Module.to`` sets a parameter's ``data``.
 FORM = attrgetter("dtype", "device", "shape")
 TABLES = ("_parameters", "_buffers", "_modules")
+ABSENT = object()
 _numbers = itertools.count(1)
 
 
@@ -51,9 +57,11 @@ class LayerGuards:
         self.count += 1
         self.number = next(_numbers)
         self.kinds: dict[int, tuple[nn.Module, type]] = {}
-        self.tables: dict[int, tuple[dict[str, Any], tuple[Any, ...]]] = {}
-        self.values: dict[tuple[int, str], tuple[dict[str, Any], str, Any]] = {}
+        self.tables: dict[int, tuple[Mapping[str, Any], tuple[Any, ...]]] = {}
+        self.values: dict[tuple[int, str], tuple[Mapping[str, Any], str, Any]] = {}
         self.forms: dict[int, tuple[Tensor, Any]] = {}
+        self.namespaces: dict[type, Any] = {}
+        self.codes: dict[int, tuple[Any, Any]] = {}
         # A function, for transformers makes deep copies of options, and a copied method would bring a copied model.
         self.options: dict[str, Any] = {KEY: self.number, "guard_filter_fn": lambda guards: self.keep(guards)}
         if self.count > self.enough:
@@ -68,35 +76,65 @@ class LayerGuards:
 
     def _take(self, guard: Any) -> bool:
         """Take over what this guard checks, if that can be checked here."""
+        if (of_class := CLASS.fullmatch(guard.name)) is not None:
+            return self._take_class(guard, *of_class.groups())
         found = LAYER.fullmatch(guard.name)
         leaf = found and LEAF.fullmatch(found[2])
         if not (found and leaf and guard.has_value):
             return False
-        module, path = self.model, STEP.findall(found[1])
-        table, name, attribute = leaf.groups()
+        path = STEP.findall(found[1])
+        table, name, attribute, index = leaf.groups()
         owner = self.model.get_submodule(".".join(path))
         if table is None and attribute is not None and attribute not in TABLES:
             value = vars(owner).get(attribute, self)
-            if value is not guard.value or not (isinstance(value, CONSTANTS) or guard.guard_type in STATED):
+            stated = guard.guard_type in STATED and index is None
+            if not (_constant(value) or stated) or (index is None and value is not guard.value):
                 return False
-        for step in path:
-            module = self._watch(module, "_modules", step)
-        self.kinds[id(module)] = (module, type(module))
+        module = self._watch_path(path)
         for each in TABLES:
-            self._watch(module, None, each)
+            self._watch(vars(module), each)
         if table is not None:
-            value = self._watch(module, table, name)
+            value = self._watch(vars(module)[table], name)
             if isinstance(value, Tensor):
                 self.forms[id(value)] = (value, FORM(value))
         elif attribute is not None:
-            self._watch(module, None, attribute)
+            self._watch(vars(module), attribute)
         return True
 
-    def _watch(self, module: nn.Module, table: str | None, name: str) -> Any:
-        """Remember an attribute of a module, or an entry of one of its tables, and which others there are."""
-        place = vars(module) if table is None else vars(module)[table]
+    def _take_class(self, guard: Any, path: str, place: str, name: str | None, method: str | None, getter: str | None) -> bool:
+        """Take over what it checks in the class of a layer, or in a base of it."""
+        found = LAYER.fullmatch(path)
+        if not found or found[2] or not guard.has_value:
+            return False
+        steps = STEP.findall(found[1])
+        base = type(self.model.get_submodule(".".join(steps))).__mro__[int(place)]
+        if name is None and method is None:
+            name = _asked_for(guard)
+        elif not (method or getter or _constant(guard.value) or guard.guard_type in STATED):
+            return False
+        if (key := name or method) is None:
+            return False
+        self._watch_path(steps)
+        for each in base.__mro__ if method else (base,):
+            found_there = self._watch(self.namespaces.setdefault(each, vars(each)), key)
+            if found_there is not ABSENT:
+                function = getattr(found_there, "fget", found_there)
+                self.codes[id(function)] = (function, _code(function))
+                break
+        return True
+
+    def _watch_path(self, path: Sequence[str]) -> nn.Module:
+        """Remember the modules on the way to one, and its class."""
+        module = self.model
+        for step in path:
+            module = self._watch(vars(module)["_modules"], step)
+        self.kinds[id(module)] = (module, type(module))
+        return module
+
+    def _watch(self, place: Mapping[str, Any], name: str) -> Any:
+        """Remember an entry of a namespace or of a table of a module, and which others there are."""
         self.tables.setdefault(id(place), (place, tuple(place.values())))
-        return self.values.setdefault((id(place), name), (place, name, place[name]))[2]
+        return self.values.setdefault((id(place), name), (place, name, place.get(name, ABSENT)))[2]
 
     def same(self) -> bool:
         """Whether everything is as it was traced; loops in C, for thousands of entries."""
@@ -104,17 +142,38 @@ class LayerGuards:
             return True
         modules, kinds = zip(*self.kinds.values(), strict=True)
         tensors, forms = zip(*self.forms.values(), strict=True) if self.forms else ((), ())
+        functions, codes = zip(*self.codes.values(), strict=True) if self.codes else ((), ())
         alike = all(map(is_, map(type, modules), kinds)) and all(map(eq, map(FORM, tensors), forms))
-        return alike and all(self._same_table(*table) for table in self.tables.values())
+        return (
+            alike
+            and all(map(is_, map(_code, functions), codes))
+            and all(self._same_table(*table) for table in self.tables.values())
+        )
 
-    def _same_table(self, place: dict[str, Any], values: tuple[Any, ...]) -> bool:
+    def _same_table(self, place: Mapping[str, Any], values: tuple[Any, ...]) -> bool:
         """Whether everything that was checked in it is unchanged; its size too, because an attribute may hide a method."""
         if len(place) != len(values):
             return False
         if all(map(is_, place.values(), values)):
             return True
         watched = [(name, value) for other, name, value in self.values.values() if other is place]
-        if not all(place.get(name, self) is value for name, value in watched):
+        if not all(place.get(name, ABSENT) is value for name, value in watched):
             return False
         self.tables[id(place)] = (place, tuple(place.values()))
         return True
+
+
+def _constant(value: Any) -> bool:
+    """Whether to be the same object is to be the same."""
+    return isinstance(value, CONSTANTS) or (isinstance(value, tuple) and all(isinstance(v, CONSTANTS) for v in value))
+
+
+def _code(function: Any) -> Any:
+    return getattr(function, "__code__", None)
+
+
+def _asked_for(guard: Any) -> str | None:
+    """The name that a class has, or has not, by a guard on its namespace; None where that is not what it asks."""
+    given = getattr(getattr(getattr(guard, "orig_guard", None), "create_fn", None), "keywords", None)
+    key = (given or {}).get("key")
+    return key if guard.guard_type == "DICT_CONTAINS" and isinstance(key, str) else None

@@ -1,7 +1,9 @@
 """Guards of layers that the compiled loop leaves out: whatever changes in a layer is seen by the next call all the same."""
 
 import copy
+import types
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -129,6 +131,76 @@ def test_layer_guards__leaves_out_what_it_looks_after_and_nothing_else() -> None
     assert guards.keep([guard(model, "self"), guard(model, f"{LAYER}.table", "TYPE_MATCH")]) == [True, False]
     asked[0].has_value = False
     assert guards.keep(asked)[0], "a guard on what is not there"
+
+
+class Scaled(nn.Linear):
+    """A layer whose class is asked."""
+
+    factor = 2
+    unasked = 0
+
+    @property
+    def half(self) -> float:
+        return self.factor / 2
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return super().__call__(x)
+
+
+BASE = f"type({LAYER}).__mro__[1]"
+SPACE = f"dict({BASE}.__dict__)"
+NOT_THERE = SimpleNamespace(create_fn=partial(print, key="rotated", invert=True))
+
+
+def constant(cls: Any) -> None:
+    cls.factor = 3
+
+
+def getter(cls: Any) -> None:
+    cls.half = property(lambda self: 5)
+
+
+def code(cls: Any) -> None:
+    cls.half.fget.__code__ = (lambda self: 5).__code__
+
+
+def call(cls: Any) -> None:
+    cls.__call__ = lambda self, x: x
+
+
+def appears(cls: Any) -> None:
+    cls.rotated = None
+
+
+def of_no_matter(cls: Any) -> None:
+    cls.unasked = 1
+
+
+@pytest.mark.parametrize("change", [constant, getter, code, call, appears, of_no_matter])
+def test_layer_guards__what_is_looked_up_in_a_class(change: Callable[[Any], None]) -> None:
+    base = type("Scaled", (Scaled,), dict(vars(Scaled)))
+    base.half = property(types.FunctionType(Scaled.half.fget.__code__, {}))  # type: ignore[attr-defined]
+    model: Any = Stack()
+    model.layers[1].__class__ = type("Twice", (base,), {})
+    guards = LayerGuards(model)
+    asked = ["self", f"{SPACE}['factor']", f"{SPACE}['half'].fget", f"{SPACE}['half'].fget.__code__", f"{BASE}.__call__"]
+    absent = guard(model, SPACE, "DICT_CONTAINS")
+    absent.orig_guard = NOT_THERE
+    unknown = guard(model, SPACE, "DICT_CONTAINS")  # of a name that it does not tell
+    assert guards.keep([*(guard(model, n) for n in asked), absent, unknown]) == [True, *[False] * 5, True]
+    assert guards.same()
+    change(base)
+    assert guards.same() == (change is of_no_matter)
+
+
+def test_layer_guards__a_tuple_of_constants_by_its_parts() -> None:
+    model: Any = Stack()
+    model.layers[1] = nn.LayerNorm(2)
+    guards = LayerGuards(model)
+    asked = [guard(model, n) for n in ("self", f"{LAYER}.normalized_shape", f"{LAYER}.normalized_shape[0]")]
+    assert guards.keep(asked) == [True, False, False]
+    model.layers[1].normalized_shape = (3,)
+    assert not guards.same()
 
 
 def test_layer_guards__in_a_frame_of_another_module_all_are_kept() -> None:
