@@ -42,15 +42,13 @@ def with_epilogue(
 ) -> None:
     """``scaled_matmul_epilogue`` of more rows than ``bound``."""
     codes, (low_x, low_w) = epilogue.next, epilogue.low or (None, None)
-    site = _site(
-        x, linears, scales, After(epilogue.activation, epilogue.dtype, None if codes is None else codes.kind, epilogue.bits)
-    )
+    term = () if low_x is None or low_w is None else (low_w.shape[1], low_x.dtype, low_w.dtype)
+    after = After(epilogue.activation, epilogue.dtype, None if codes is None else codes.kind, epilogue.bits, *term)
+    site = _site(x, linears, scales, after)
     w, w_scale, bias, y = _columns(linears)
     last = (_box(None if codes is None else codes.scale), _box(next_mask), epilogue.bits, _box(low_x), _box(low_w))
-    key = f"{site}, rank {0 if low_w is None else low_w.shape[1]}"
-    args = (key, x.box, _box(scales.scale), _box(mask), w, w_scale, bias, y[0], epilogue.activation, epilogue.dtype, *last)
-    expected = _expected(site) if low_w is None else None  # the kernels of a term of low rank are not looked for
-    call(by_rows.with_epilogue, args, y[:1], more_than(x.shape[0], WARPGROUP_ROWS), expected)
+    args = (str(site), x.box, _box(scales.scale), _box(mask), w, w_scale, bias, y[0], epilogue.activation, epilogue.dtype, *last)
+    call(by_rows.with_epilogue, args, y[:1], more_than(x.shape[0], WARPGROUP_ROWS), _expected(site))
 
 
 def _site(x: Operand, linears: Sequence[Linear], scales: RowScale, *after: After) -> tuple[Any, ...]:

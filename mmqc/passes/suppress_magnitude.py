@@ -2,6 +2,8 @@
 
     y = W_q x_q + W[:, S] x[S]        S = { i : max_j |(W Hᵀ)_ji| > max |W| }
 
+    where S is not empty, the largest other channels are kept beside it, ``rank`` in all
+
 Shapes:  W [N, K]   S int64 [r]
 Why:     rows of H with a non-zero sum add up all of W's columns, so some channels of W Hᵀ outgrow W's own maximum and
          set the scale of every row (MQuant, arXiv:2502.00425, section 4.3, equations 11 to 13).
@@ -10,6 +12,7 @@ Gives:   nothing in the graph: sets ``meta["outliers"]`` on linear nodes
 Exact:   yes before quantization: S only says which columns stay in higher precision
 Refuses: linears whose inputs are quantized by token, which have no place for such channels; those in which no channel outgrows the
          maximum have no site.
+One r:   layers are compiled once where they are alike, and S differs in number from layer to layer; the others can only gain.
 S is measured, not taken to be channel 0: for many widths the first row of H is not the one that sums up (11008, 18944).
 """
 
@@ -30,7 +33,7 @@ from mmqc.ops.hadamard import apply_factors
 
 @dataclass(frozen=True)
 class Site:
-    """A linear and its channels S."""
+    """A linear and the channels that are kept; ``growth``: of the largest, over max |W|."""
 
     node: fx.Node
     outliers: Tensor
@@ -42,7 +45,7 @@ class Site:
 
 @dataclass(frozen=True)
 class SuppressMagnitude(Pass):
-    """At most ``rank`` channels a linear, the largest first."""
+    """``rank`` channels a linear, the largest, where one of them outgrows the maximum."""
 
     rank: int = 8
     name = "suppress_magnitude"
@@ -66,10 +69,9 @@ class SuppressMagnitude(Pass):
             factors = [prog.weights[str(f.target)].to(after) for f in x.args[1]]
             before = apply_factors(after, [f.t() for f in factors])
             peaks, limit = after.abs().amax(0), before.abs().max()
-            order = peaks.argsort(descending=True)[: self.rank]
-            outliers = order[peaks[order] > limit].sort()[0]
-            if outliers.numel():
-                yield Site(node, outliers, float(peaks.max() / limit))
+            if peaks.max() > limit:
+                largest = peaks.argsort(descending=True, stable=True)[: self.rank]
+                yield Site(node, largest.sort()[0], float(peaks.max() / limit))
 
     def rewrite(self, prog: Program, site: Site) -> None:
         """Note it on the node."""

@@ -88,9 +88,14 @@ CALLS_ABOVE = device_facts.WARPGROUP_ROWS
 
 def described(launch: Launch) -> tuple[Any, ...]:
     """All that a device would see of a launch, but for the room that split_k.py and a graph keep for parts of tiles."""
-    args = {k: (tuple(v.shape), v.dtype) if hasattr(v, "shape") else v for k, v in launch.args.items() if k not in WORKSPACE}
+    args = {k: (tuple(v.shape), stored(v)) if hasattr(v, "shape") else v for k, v in launch.args.items() if k not in WORKSPACE}
     kernel = getattr(launch.kernel, "__name__", None) or launch.kernel.fn.__name__
     return kernel, launch.grid, args, launch.constants, launch.num_warps, launch.num_stages, dict(launch.descriptors), launch.early
+
+
+def stored(tensor: Any) -> torch.dtype:
+    """What is read: a mask as bytes, as which eager calls hand it over."""
+    return UINT8 if tensor.dtype == torch.bool else tensor.dtype
 
 
 @pytest.fixture
@@ -158,14 +163,26 @@ def with_epilogue(
 ) -> Any:
     if lowered.epilogue_is_called(x, w, w_scale, bias, dtype, after[1]):
         return CALLED
-    return lowered.with_epilogue(x, w, x_scale, w_scale, bias, visual, dtype, *after, None, 8, None, None)
+    return lowered.with_epilogue(x, w, x_scale, w_scale, bias, visual, dtype, *after)
 
 
 def epilogue_case(n: int, k: int, bits: int, linears: int, ends_in_codes: bool) -> Case:
     plain = scaled_case(n, k, INT8, bits, (n,) * linears)
 
     def operands(new: Made, m: Any) -> list[Any]:
-        return [*plain.operands(new, m), "silu", new((1,), FLOAT) if ends_in_codes else None]
+        return [*plain.operands(new, m), "silu", new((1,), FLOAT) if ends_in_codes else None, None, 8, None, None]
+
+    return Case(on_cuda.scaled_matmul_epilogue, with_epilogue, operands)
+
+
+def low_rank_case(n: int, k: int, bits: int, rank: int) -> Case:
+    """With a term of low rank, and a scale for each modality."""
+    plain = scaled_case(n, k, INT8, bits, (n,))
+
+    def operands(new: Made, m: Any) -> list[Any]:
+        x, w, _, w_scale, bias, _, *rest = plain.operands(new, m)
+        by_modality = [x, w, new((2,), FLOAT), w_scale, bias, new((m,), torch.bool), *rest]
+        return [*by_modality, "none", None, None, 8, new((m, rank), BF16), new((n, rank), BF16)]
 
     return Case(on_cuda.scaled_matmul_epilogue, with_epilogue, operands)
 
@@ -212,7 +229,9 @@ def shapes_of(name: str) -> tuple[list[tuple[int, int, int]], Callable[[int, int
     if name.startswith("epilogue"):
         bits = int(name[-1])
         ways = [(1, False), (1, True), (2, False), (2, True)]
-        return tuned(f"scaled_int{bits}", "pingpong_int8"), lambda n, k: [epilogue_case(n, k, bits, *way) for way in ways]
+        term = lambda n, k: low_rank_case(n, k, bits, 8)  # noqa: E731
+        cases = lambda n, k: [*(epilogue_case(n, k, bits, *way) for way in ways), term(n, k)]  # noqa: E731
+        return tuned(f"scaled_int{bits}", "pingpong_int8"), cases
     if name.startswith("weight"):
         bits = int(name[-1])
         return tuned(f"weight_int{bits}", f"scaled_int{bits}"), lambda n, k: [weight_only_case(n, k, bits, (n,))]

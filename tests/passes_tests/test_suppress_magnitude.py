@@ -34,18 +34,23 @@ def test_suppress_magnitude__exact(case: str) -> None:
 
 
 @pytest.mark.parametrize("rank", [1, 3, 8])
-def test_suppress_magnitude__channels_are_those_of_the_equation(rank: int) -> None:
+def test_suppress_magnitude__the_largest_channels_where_the_equation_has_any(rank: int) -> None:
     prog = assigned("vlm")
-    check_exact(prog, SuppressMagnitude(rank))
     behind = [n for n in prog.nodes("linear") if operands(n)["input"].target == torch.ops.mmqc.hadamard.default]
-    assert behind
+    w, h = prog.weights[weight_of(behind[1])], dense(32)  # whose first row sums up: one channel outgrows the maximum
+    noise = torch.randn(w.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    prog.weights[weight_of(behind[1])] = (h[0].sign() + 0.1 * noise).to(w)
+    check_exact(prog, SuppressMagnitude(rank))
+    found = []
     for node in behind:
         after = prog.value(weight_of(node)).double()
         before = after @ dense(after.shape[1])  # (W Hᵀ) H
         peaks = after.abs().amax(0)
         channels = [i for i in range(len(peaks)) if peaks[i] > before.abs().max()]
-        largest = sorted(sorted(channels, key=lambda i: -peaks[i])[:rank])
-        assert node.meta.get("outliers", torch.tensor([])).tolist() == largest
+        largest = sorted(sorted(range(len(peaks)), key=lambda i: -peaks[i])[:rank])
+        assert node.meta.get("outliers", torch.tensor([])).tolist() == (largest if channels else [])
+        found.append(len(channels))
+    assert 0 in found and any(0 < n < 8 for n in found), "linears with none, and with fewer than are kept"
 
 
 def test_suppress_magnitude__column_of_equal_signs_grows() -> None:
@@ -55,8 +60,7 @@ def test_suppress_magnitude__column_of_equal_signs_grows() -> None:
     check_exact(prog, SuppressMagnitude())
     (node,) = [n for n in prog.nodes("linear") if weight_of(n) == fqn]
     expected = (torch.ones(24, dtype=torch.float64) @ dense(24).T).abs()
-    assert node.meta["outliers"].numel() >= 1
-    assert (expected[node.meta["outliers"]] > 1).all()
+    assert expected[node.meta["outliers"]].max() > 1
 
 
 def test_suppress_magnitude__twice_changes_nothing() -> None:

@@ -22,7 +22,7 @@ from mmqc.kernels.shared import compile_ahead
 from mmqc.kernels.shared.device_facts import WARPGROUP_ROWS
 from mmqc.kernels.shared.launch import Launch, Shape
 from mmqc.kernels.shared.repeated_launch import repeat
-from mmqc.kernels.shared.row_scale import RowScale, row_scale
+from mmqc.kernels.shared.row_scale import VISUAL, RowScale, row_scale
 from mmqc.kernels.shared.split_k import Workspace
 
 # Rows that stand for all: tiles have 64 of them or 128, those of more than 8,192 differ in their last round alone, and kernels that
@@ -80,12 +80,21 @@ class Part(NamedTuple):
 
 
 class After(NamedTuple):
-    """An epilogue, likewise; ``codes``: the kind of scale of the codes that it ends in."""
+    """An epilogue, likewise.
+
+    Attributes:
+        activation, dtype, bits: those of ``Epilogue``.
+        codes: the kind of scale of the codes that it ends in.
+        rank, low_x, low_w: of the term of low rank, and the dtypes of its factors; 0 without one.
+    """
 
     activation: str
     dtype: torch.dtype
     codes: int | None
     bits: int
+    rank: int = 0
+    low_x: torch.dtype | None = None
+    low_w: torch.dtype | None = None
 
 
 def expect(device: int, x: tuple[torch.dtype, int], scale: int, parts: Sequence[Part], after: After | None = None) -> None:
@@ -104,18 +113,29 @@ def kernels_of(
     device: torch.device, x: tuple[torch.dtype, int], scale: int, parts: Sequence[Part], after: After | None
 ) -> Iterator[Launch]:
     """Every launch for the rows of SAMPLE, of ``Shape``s."""
-    (dtype, k), of = x, Shape((2,), torch.float32, device)
-    scales: Any = RowScale(scale, of, of)  # type: ignore[arg-type]
-    codes = None if after is None or after.codes is None else scales._replace(kind=after.codes)
-    epilogue = None if after is None else Epilogue(after.activation, after.dtype, codes, after.bits)
+    (dtype, k), scales = x, _scales(scale, device)
+    codes = None if after is None or after.codes is None else _scales(after.codes, device)
     for m in SAMPLE:
         given: Any = Shape((m, k), dtype, device)
         some = [_linear(part, m, device) for part in parts]
-        if epilogue is None:
+        if after is None:
             yield from scaled_kernel.launches(given, some, scales, scaled_kernel.plan(given, some), new=_shape, work=_shapes)
         else:
+            low = _term(after, m, parts[0].n, device)
+            epilogue = Epilogue(after.activation, after.dtype, codes, after.bits, low)
             products = epilogue_kernel.plan(given, some, epilogue.dtype)
             yield from epilogue_kernel.launches(given, some, scales, epilogue, products, new=_shape, work=_shapes)
+
+
+def _scales(kind: int, device: torch.device) -> Any:
+    scale = Shape((2,), torch.float32, device)
+    return RowScale(kind, scale, Shape((2,), torch.uint8, device) if kind == VISUAL.value else scale)  # type: ignore[arg-type]
+
+
+def _term(after: After, m: int, n: int, device: torch.device) -> tuple[Any, Any] | None:
+    if after.low_x is None or after.low_w is None:
+        return None
+    return Shape((m, after.rank), after.low_x, device), Shape((n, after.rank), after.low_w, device)
 
 
 def _linear(part: Part, m: int, device: torch.device) -> Any:
