@@ -20,7 +20,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import CompileConfig, GenerationConfig, Qwen2VLForConditionalGeneration
 
 import mmqc
