@@ -87,7 +87,11 @@ def using(factors: Factors) -> Iterator[None]:
     def shared(n: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
         return tuple(f.to(device=device, dtype=dtype) for f in factors(n))
 
-    with mock.patch.object(insert_hadamard, "hadamard_factors", factors), mock.patch.object(online_hadamard, "_shared", shared):
+    def whole(n: int, blocks: int) -> list[Tensor]:
+        assert blocks == 1, "a study of one device's matrices"
+        return factors(n)
+
+    with mock.patch.object(insert_hadamard, "hadamard_factors", whole), mock.patch.object(online_hadamard, "_shared", shared):
         yield
 
 

@@ -8,8 +8,8 @@ Why:     Dynamo looks at some twenty things in every module before every call, s
          before the first kernel of a prompt and between two tokens.  Inside ``generate`` nothing changes the layers, so one look
          says what all of Dynamo's looks in it would; it is taken when the prompt is on the device, and if something has
          changed, the prompt is computed again.
-Safe:    only guards on elements of module lists are left out, only in a frame of the model itself, and only where an attribute
-         is a constant, or is asked which object it is.  What is left out was compared by value; here objects are compared by
+Safe:    only guards on elements of module lists and their classes are left out, only in a frame of the model itself, and only
+         where an attribute is a constant, or is asked which object it is.  What is left out was compared by value; here objects are compared by
          identity, which is stricter.  When one differs, the model gets a new number, which is part of torch.compile's
          options: nothing that was compiled before is used again.
 """
@@ -86,7 +86,7 @@ class LayerGuards:
         table, name, attribute, index = leaf.groups()
         owner = self.model.get_submodule(".".join(path))
         if table is None and attribute is not None and attribute not in TABLES:
-            value = vars(owner).get(attribute, self)
+            value = vars(owner).get(attribute, ABSENT)
             stated = guard.guard_type in STATED and index is None
             if not (_constant(value) or stated) or (index is None and value is not guard.value):
                 return False
@@ -151,11 +151,12 @@ class LayerGuards:
         )
 
     def _same_table(self, place: Mapping[str, Any], values: tuple[Any, ...]) -> bool:
-        """Whether everything that was checked in it is unchanged; its size too, because an attribute may hide a method."""
-        if len(place) != len(values):
+        """Whether everything that was checked in it is unchanged; a module's size too, because an attribute may hide a method."""
+        if len(place) == len(values):
+            if all(map(is_, place.values(), values)):
+                return True
+        elif isinstance(place, dict):  # of a class all names that are not there were asked for
             return False
-        if all(map(is_, place.values(), values)):
-            return True
         watched = [(name, value) for other, name, value in self.values.values() if other is place]
         if not all(place.get(name, ABSENT) is value for name, value in watched):
             return False

@@ -174,6 +174,7 @@ def appears(cls: Any) -> None:
 
 def of_no_matter(cls: Any) -> None:
     cls.unasked = 1
+    cls.new = 1
 
 
 @pytest.mark.parametrize("change", [constant, getter, code, call, appears, of_no_matter])
