@@ -8,10 +8,10 @@ Why:     Dynamo looks at some twenty things in every module before every call, s
          before the first kernel of a prompt and between two tokens.  Inside ``generate`` nothing changes the layers, so one look
          says what all of Dynamo's looks in it would; it is taken when the prompt is on the device, and if something has
          changed, the prompt is computed again.
-Safe:    only guards on elements of module lists and their classes are left out, only in a frame of the model itself, and only
-         where an attribute is a constant, or is asked which object it is.  What is left out was compared by value; here objects are compared by
-         identity, which is stricter.  When one differs, the model gets a new number, which is part of torch.compile's
-         options: nothing that was compiled before is used again.
+Safe:    only guards on elements of module lists and on their classes are left out, only in a frame of the model itself, and only
+         where an attribute is a constant, or is asked which object it is.  What is left out was compared by value; here objects
+         are compared by identity, which is stricter.  When one differs, the model gets a new number, which is part of
+         torch.compile's options: nothing that was compiled before is used again.
 """
 
 from __future__ import annotations
