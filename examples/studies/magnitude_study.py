@@ -229,10 +229,10 @@ def run_table(data: dict[str, Any]) -> str:
 
 def plot(data: dict[str, Any]) -> None:
     """Growth of each layer, and the SQNR of its output at W4A8."""
-    from mmqc.report.plots import MUTED, figure
+    from mmqc.report.plots import MUTED, WIDE, figure
 
     colours = {"plain": "#c0392b", "plain + suppression": "#d9a22b", "signs": "#7a4fb5", "product": "#2a9d6e"}
-    with figure(4.6, 2) as (fig, axes):
+    with figure(4.6, 2, width=WIDE) as (fig, axes):
         names = [(s, fqn) for s, here in data["samples"].items() for fqn in here["layers"]]
         for i, (name, colour) in enumerate(colours.items()):
             at = [x + 0.16 * (i - 1.5) for x in range(len(names))]

@@ -187,10 +187,10 @@ def page(data: dict[str, Any]) -> str:
 
 def plot(data: dict[str, Any]) -> None:
     """SQNR and NLL of every method, and over the rank."""
-    from mmqc.report.plots import figure
+    from mmqc.report.plots import WIDE, figure
 
     samples = [s for s in SAMPLES if "ResQ" in data["samples"].get(s, {})]
-    with figure(4.6, 2) as (fig, axes):
+    with figure(4.6, 2, width=WIDE) as (fig, axes):
         for sample, colour in zip(samples, ("#2a6f9d", "#c0392b"), strict=False):
             runs = data["samples"][sample]
             ranks = ["r = d/32", "r = d/16", "ResQ", "r = d/4", "r = d/2"]
