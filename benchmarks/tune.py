@@ -67,10 +67,10 @@ def write_tiles(run: Run, path: Path, best: dict[str, Tile]) -> None:
 
 
 def worth_tuning(op: str, m: int, shape: str) -> bool:
-    """Whether these rows come to this linear: images of 3,600 patches in prompts of 917 tokens, and 1 to 16 tokens a step."""
+    """Whether these rows come to this linear: images of 3,600 patches in prompts of 917 tokens, and up to 128 tokens a step."""
     if op.startswith("weight"):
         return m > 16 or shape.startswith("lm")
-    if m <= 16:
+    if m <= 128:
         return shape.startswith("lm")
     return {1024: not shape.startswith("vit"), 4096: shape.startswith("vit")}.get(m, True) and (
         m not in (1024, 4096) or not op.endswith("fp8")
@@ -129,8 +129,8 @@ def candidates(op: str, m: int, n: int, k: int) -> list[Tile]:
             )
         ]
         found += [Tile(128, 256, 64, 8, 3, variant="rows")]
-        return [*found, UNPACK]  # with the tile of the codes' op, tuned before
-    return [
+        return [*_split_tiles(m, n, -(-k // 2)), *found, UNPACK]  # with the tile of the codes' op, tuned before
+    return _split_tiles(m, n, k) + [
         Tile(bm, bn, 128, w, s, group_m=g, per_sm=per, variant=v, tail=tail)
         for v, bm, bn, tail, w, s, g, per in (
             ("nested", 128, 128, 0, 4, 3, 8, 2),
@@ -147,3 +147,23 @@ def candidates(op: str, m: int, n: int, k: int) -> list[Tile]:
             ("descriptors", 64, 128, 0, 4, 4, 8, 2),
         )
     ]
+
+
+def _split_tiles(m: int, n: int, stored: int) -> list[Tile]:
+    """Of some hundred rows: K in so many parts that the tiles go round once, twice or three times; of more rows none."""
+    found = []
+    for bm, bn, bk, warps, stages in (
+        (64, 64, 64, 4, 4),
+        (64, 64, 128, 4, 3),
+        (64, 128, 64, 4, 4),
+        (64, 128, 128, 4, 3),
+        (128, 64, 64, 4, 4),
+        (128, 64, 128, 4, 3),
+        (128, 128, 64, 4, 4),
+        (128, 128, 64, 8, 3),
+    ):
+        tiles = -(-m // bm) * -(-n // bn)
+        for split in sorted({1, *(round(132 * times / tiles) for times in (1, 2, 3))} - {0}):
+            if m <= 512 and split <= max(1, stored // bk // 4):
+                found.append(Tile(bm, bn, bk, warps, stages, split_k=split, variant="columns"))
+    return found

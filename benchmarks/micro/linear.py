@@ -14,8 +14,9 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.nn import functional as F
@@ -25,12 +26,18 @@ from benchmarks.micro import epilogues, group_scales
 from benchmarks.micro.chain import time_chain
 from benchmarks.micro.row_kernels import check_rows, time_one_row, time_rows
 from benchmarks.tune import candidates, fastest, worth_tuning, write_tiles
+from mmqc.kernels.matmul import by_rows
 from mmqc.kernels.matmul import configs as tiles
+from mmqc.kernels.matmul import scaled_matmul as scaled_kernel
+from mmqc.kernels.matmul.by_rows import Part
 from mmqc.kernels.matmul.configs import MatmulConfig as Tile
 from mmqc.kernels.matmul.pingpong_matmul import OPS as PINGPONG_OPS
 from mmqc.kernels.matmul.scaled_matmul import scaled_matmul
 from mmqc.kernels.matmul.weight_only_matmul import weight_only_matmul
+from mmqc.kernels.shared import compile_ahead
 from mmqc.kernels.shared.device_facts import gpu_name
+from mmqc.kernels.shared.launch import Launch, Shape
+from mmqc.kernels.shared.row_scale import ONE, RowScale
 from mmqc.ops.pack import pack_int4
 from mmqc.ops.weight_only_matmul import dequantize
 
@@ -57,6 +64,7 @@ LARGE = {
     "scaled_int4": "int4",
     "packed_int4": "int4",
 }
+SKINNY = {"weight_int4": 4, "weight_int8": 8, "scaled_int4": "int4", "scaled_int8": "int8"}
 PACKED = ("scaled_int4", "packed_int4")
 CLASSIC = {any_kernel: op for op, any_kernel in PINGPONG_OPS.items()}
 
@@ -199,7 +207,7 @@ def tune(run: Run, shapes: dict[str, tuple[int, int]], rows: tuple[int, ...], pa
     """Time every candidate, keep the fastest where it beats the table, write the file."""
     end = min(run.end - 60, time.monotonic() + args.tune_seconds)
     best: dict[str, Tile] = {}
-    skinny = {"weight_int4": 4, "weight_int8": 8, "scaled_int4": "int4", "scaled_int8": "int8"}
+    skinny = {op: kind for op, kind in SKINNY.items() if op in args.ops or args.ops == list(LARGE)}
     large = {op: kind for op, kind in LARGE.items() if op in args.ops}
     jobs = [
         (op, kind, m, shape)
@@ -208,7 +216,8 @@ def tune(run: Run, shapes: dict[str, tuple[int, int]], rows: tuple[int, ...], pa
         for shape in shapes
         if worth_tuning(op, m, shape)
     ]
-    jobs += [("weight_int4", 4, m, shape) for m in rows if 64 < m <= 256 for shape in shapes if shape.startswith("lm")]
+    if "weight_int4" in skinny:
+        jobs += [("weight_int4", 4, m, shape) for m in rows if 64 < m <= 256 for shape in shapes if shape.startswith("lm")]
     # A weight that is unpacked once takes the tile of its codes: int8 comes before int4, and is written before.  Then what
     # acceptance looks at: decode and prefill, the two large linears; rows that nobody asks for last.
     jobs.sort(
@@ -220,6 +229,7 @@ def tune(run: Run, shapes: dict[str, tuple[int, int]], rows: tuple[int, ...], pa
             j[2],
         )
     )
+    ahead(run, [(op, m, *shapes[shape]) for op, kind, m, shape in jobs if isinstance(kind, str)])
     for i, (op, kind, m, shape) in enumerate(jobs):
         if i and op in PACKED and jobs[i - 1][0] not in PACKED:
             write_tiles(run, path, best)
@@ -236,6 +246,35 @@ def tune(run: Run, shapes: dict[str, tuple[int, int]], rows: tuple[int, ...], pa
         if tile is not None:
             best[tiles.key(op, m, n, k)] = tile
     write_tiles(run, path, best)
+
+
+def ahead(run: Run, jobs: list[tuple[str, int, int, int]]) -> None:
+    """Compile the kernels of all tiles side by side; of products of int8 and int4 codes, of which there are most."""
+    if run.dry:
+        return
+    compile_ahead.ahead((launch for job in jobs if job[0] in SKINNY for launch in launches_of(run, *job)), run.device)
+    compile_ahead.wait()
+
+
+def launches_of(run: Run, op: str, m: int, n: int, k: int) -> Iterator[Launch]:
+    """Of every tile that is tried for an op."""
+    part = Part(
+        n, -(-k // 2) if op == "scaled_int4" else k, torch.uint8 if op == "scaled_int4" else torch.int8, run.dtype, run.dtype
+    )
+    for tile in candidates(op, m, n, k):
+        if tile.variant == "unpack":
+            continue
+        x: Any = Shape((m, k), torch.int8, run.device)
+        linear = by_rows.linear_of(part, m, run.device)
+        one: Any = Shape((1,), torch.float32, run.device)
+        yield from scaled_kernel.launches(
+            x,
+            [linear],
+            RowScale(ONE.value, one, one),
+            scaled_kernel.plan(x, [linear], config=tile),
+            new=by_rows.shape_of,
+            work=by_rows.shapes_of,
+        )
 
 
 # --- timings ----------------------------------------------------------------------------------------------------------
@@ -328,7 +367,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--tune", action="store_true")
     parser.add_argument("--tune-seconds", type=float, default=240)
-    parser.add_argument("--ops", nargs="+", default=list(LARGE), choices=list(LARGE), help="of many rows, whose tiles are tried")
+    parser.add_argument("--ops", nargs="+", default=list(LARGE), choices=list(LARGE | SKINNY), help="whose tiles are tried")
     parser.add_argument("--seconds", type=float, default=460)
     parser.add_argument("--rows", type=int, nargs="+", default=list(ROWS))
     parser.add_argument("--tune-rows", type=int, nargs="+", help="rows that tiles are tried for; by default the same")

@@ -117,14 +117,14 @@ def kernels_of(
     codes = None if after is None or after.codes is None else _scales(after.codes, device)
     for m in SAMPLE:
         given: Any = Shape((m, k), dtype, device)
-        some = [_linear(part, m, device) for part in parts]
+        some = [linear_of(part, m, device) for part in parts]
         if after is None:
-            yield from scaled_kernel.launches(given, some, scales, scaled_kernel.plan(given, some), new=_shape, work=_shapes)
+            yield from scaled_kernel.launches(given, some, scales, scaled_kernel.plan(given, some), new=shape_of, work=shapes_of)
         else:
             low = _term(after, m, parts[0].n, device)
             epilogue = Epilogue(after.activation, after.dtype, codes, after.bits, low)
             products = epilogue_kernel.plan(given, some, epilogue.dtype)
-            yield from epilogue_kernel.launches(given, some, scales, epilogue, products, new=_shape, work=_shapes)
+            yield from epilogue_kernel.launches(given, some, scales, epilogue, products, new=shape_of, work=shapes_of)
 
 
 def _scales(kind: int, device: torch.device) -> Any:
@@ -138,16 +138,19 @@ def _term(after: After, m: int, n: int, device: torch.device) -> tuple[Any, Any]
     return Shape((m, after.rank), after.low_x, device), Shape((n, after.rank), after.low_w, device)
 
 
-def _linear(part: Part, m: int, device: torch.device) -> Any:
+def linear_of(part: Part, m: int, device: torch.device) -> Any:
+    """A linear of ``Shape``s."""
     bias = None if part.bias is None else Shape((part.n,), part.bias, device)
     w, scale = Shape((part.n, part.stored), part.w, device), Shape((part.n,), torch.float32, device)
     return Linear(w, scale, bias, Shape((m, part.n), part.y, device))  # type: ignore[arg-type]
 
 
-def _shape(shape: tuple[Any, ...], dtype: torch.dtype, device: torch.device) -> Any:
+def shape_of(shape: tuple[Any, ...], dtype: torch.dtype, device: torch.device) -> Any:
+    """In a new tensor's place."""
     return Shape(shape, dtype, device)
 
 
-def _shapes(device: torch.device, tiles: int, tile_elements: int, split: int, dtype: torch.dtype) -> tuple[Any, Any]:
+def shapes_of(device: torch.device, tiles: int, tile_elements: int, split: int, dtype: torch.dtype) -> tuple[Any, Any]:
+    """In the place of ``workspace``'s."""
     parts = Shape((split * tiles * tile_elements,), dtype, device)
     return parts, Shape((tiles,), torch.int32, device)
