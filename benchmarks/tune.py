@@ -17,6 +17,16 @@ from mmqc.kernels.matmul import configs as tiles
 from mmqc.kernels.matmul.configs import MatmulConfig as Tile
 from mmqc.kernels.shared.device_facts import capability, gpu_name, multiprocessors
 
+SOME_HUNDRED = (  # of rows: BM, BN, BK, warps, stages
+    (64, 64, 64, 4, 4),
+    (64, 64, 128, 4, 3),
+    (64, 128, 64, 4, 4),
+    (64, 128, 128, 4, 3),
+    (128, 64, 64, 4, 4),
+    (128, 64, 128, 4, 3),
+    (128, 128, 64, 4, 4),
+    (128, 128, 64, 8, 3),
+)
 UNPACK = Tile(128, 128, 64, 8, 3, variant="unpack")  # the weight is written out; the product has the tile of its codes
 
 
@@ -80,10 +90,10 @@ def worth_tuning(op: str, m: int, shape: str) -> bool:
 def candidates(op: str, m: int, n: int, k: int) -> list[Tile]:
     """Tiles worth a try; those that do not fit the device fail and are skipped."""
     packed = "int4" in op
+    stored = -(-k // 2) if packed else k
     if m <= 64:
         block_m = 8 if m <= 8 else 16 if m <= 16 else 64
-        found = []
-        for bn, bk, warps, stages in (
+        sizes = (
             (64, 128, 4, 4),
             (64, 128, 2, 4),
             (32, 128, 2, 4),
@@ -91,11 +101,8 @@ def candidates(op: str, m: int, n: int, k: int) -> list[Tile]:
             (128, 128, 4, 3),
             (64, 256, 4, 3),
             (32, 256, 2, 3),
-        ):
-            for split in sorted({1, *(max(1, round(132 * per / -(-n // bn))) for per in (2, 4, 6))}):
-                if split <= max(1, (k // 2 if packed else k) // bk // 2):
-                    found.append(Tile(block_m, bn, bk, warps, stages, split_k=split, variant="columns"))
-        return found
+        )
+        return in_parts([(block_m, *size) for size in sizes], m, n, stored, rounds=(2, 4, 6), steps=2)
     if op.startswith("packed"):
         found = [Tile(128, 128, 64, 4, 4, group_m=g, split_k=4, per_sm=2, variant="registers") for g in (4, 8, 16)]
         return [*found, UNPACK]
@@ -115,6 +122,7 @@ def candidates(op: str, m: int, n: int, k: int) -> list[Tile]:
             )
             for sp in (1, 2, 4)
         ] + [UNPACK]
+    some_hundred = in_parts(SOME_HUNDRED, m, n, stored, rounds=(1, 2, 3), steps=4) if m <= 512 else []
     if packed:
         found = [
             Tile(bm, bn, bk, w, s, variant="columns")
@@ -129,8 +137,8 @@ def candidates(op: str, m: int, n: int, k: int) -> list[Tile]:
             )
         ]
         found += [Tile(128, 256, 64, 8, 3, variant="rows")]
-        return [*_split_tiles(m, n, -(-k // 2)), *found, UNPACK]  # with the tile of the codes' op, tuned before
-    return _split_tiles(m, n, k) + [
+        return [*some_hundred, *found, UNPACK]  # with the tile of the codes' op, tuned before
+    return some_hundred + [
         Tile(bm, bn, 128, w, s, group_m=g, per_sm=per, variant=v, tail=tail)
         for v, bm, bn, tail, w, s, g, per in (
             ("nested", 128, 128, 0, 4, 3, 8, 2),
@@ -149,21 +157,12 @@ def candidates(op: str, m: int, n: int, k: int) -> list[Tile]:
     ]
 
 
-def _split_tiles(m: int, n: int, stored: int) -> list[Tile]:
-    """Of some hundred rows: K in so many parts that the tiles go round once, twice or three times; of more rows none."""
+def in_parts(sizes: Iterable[tuple[int, ...]], m: int, n: int, stored: int, *, rounds: tuple[int, ...], steps: int) -> list[Tile]:
+    """Tiles (BM, BN, BK, warps, stages) with K whole, and in so many parts that they go round so often, of ``steps`` or more."""
     found = []
-    for bm, bn, bk, warps, stages in (
-        (64, 64, 64, 4, 4),
-        (64, 64, 128, 4, 3),
-        (64, 128, 64, 4, 4),
-        (64, 128, 128, 4, 3),
-        (128, 64, 64, 4, 4),
-        (128, 64, 128, 4, 3),
-        (128, 128, 64, 4, 4),
-        (128, 128, 64, 8, 3),
-    ):
+    for bm, bn, bk, warps, stages in sizes:
         tiles = -(-m // bm) * -(-n // bn)
-        for split in sorted({1, *(round(132 * times / tiles) for times in (1, 2, 3))} - {0}):
-            if m <= 512 and split <= max(1, stored // bk // 4):
+        for split in sorted({1, *(max(1, round(132 * times / tiles)) for times in rounds)}):
+            if split <= max(1, stored // bk // steps):
                 found.append(Tile(bm, bn, bk, warps, stages, split_k=split, variant="columns"))
     return found

@@ -18,28 +18,23 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch._dynamo.utils import counters
-from transformers import CompileConfig, GenerationConfig
 
 import mmqc
 from benchmarks.end_to_end.cold_start import CONFIGS, prompt, small_model
+from benchmarks.end_to_end.host_cost import GRIDS, Calls, step, summary
 from benchmarks.gpu_run import Run, facts
 from benchmarks.rewrites import batch_of, model_of
 
 Grid = tuple[int, int]
 WARM: list[Grid] = [(30, 30), (60, 60), (40, 80), (44, 30)]
-SMALL: Grid = (20, 20)
-MIDDLE: Grid = (60, 60)
-LARGE: Grid = (160, 160)
 EACH: Grid = (32, 32)  # of the prompts of a batch
-DRY: dict[Grid, Grid] = {g: (2 * (1 + g[0] // 40), 2 * (1 + g[1] // 40)) for g in [*WARM, SMALL, MIDDLE, LARGE, EACH]}
 FEW, MANY = 72, 136  # new tokens of two calls, of which the difference is the steps between them
-UNSEEN, SHOWN = 8, 12
+UNSEEN = 8
 
 
 class Way:
@@ -52,20 +47,19 @@ class Way:
 
     def __init__(self, name: str, dry: bool) -> None:
         torch.manual_seed(0)
-        self.dry, self.rows = dry, dict[int, dict[str, Any]]()
-        self.model: Any = small_model() if dry else model_of("qwen2_vl_7b", "cuda").eval()
+        self.dry, self.rows = dry, dict[int, dict[str, torch.Tensor]]()
+        model: Any = small_model() if dry else model_of("qwen2_vl_7b", "cuda").eval()
         config = CONFIGS[name]() if name in CONFIGS else None
         if config is not None:
-            seen = prompt(self.model, (8, 8)) if dry else batch_of("qwen2_vl_7b", self.model, "cuda")
-            mmqc.quantize_(self.model, config, [seen] if config.needs_calibration else None, progress=False)
+            seen = prompt(model, (8, 8)) if dry else batch_of("qwen2_vl_7b", model, "cuda")
+            mmqc.quantize_(model, config, [seen] if config.needs_calibration else None, progress=False)
         self.compiled = 0
         if not dry:
             self.count_kernels()
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
         self.held = 0 if dry else torch.cuda.memory_allocated()
-        mode = CompileConfig(backend="mmqc", mode="reduce-overhead", fullgraph=False)
-        self.how = GenerationConfig(do_sample=False, pad_token_id=0, cache_implementation="static", compile_config=mode)
+        self.calls = Calls(model, "recorded")
 
     def count_kernels(self) -> None:
         """Triton tells of every kernel that it compiles or loads."""
@@ -76,80 +70,53 @@ class Way:
 
         triton.knobs.runtime.jit_post_compile_hook = compiled
 
-    def wait(self) -> None:
-        if not self.dry:
-            torch.cuda.synchronize()
+    def best(self, inputs: dict[str, torch.Tensor], tokens: int = 1, times: int = 3) -> float:
+        """Seconds of the fastest call."""
+        return min(self.calls.seconds(inputs, tokens) for _ in range(times))
 
-    def timed(self, inputs: dict[str, Any], tokens: int) -> float:
-        """Seconds of one call."""
-        self.wait()
-        start = time.perf_counter()
-        self.how.max_new_tokens = self.how.min_new_tokens = tokens
-        self.model.generate(**inputs, generation_config=self.how, custom_generate=mmqc.compiled_loop)
-        self.wait()
-        return time.perf_counter() - start
-
-    def best(self, inputs: dict[str, Any], tokens: int, times: int = 3) -> float:
-        return min(self.timed(inputs, tokens) for _ in range(times))
-
-    def prompt(self, grid: Grid, rows: int = 1) -> dict[str, Any]:
-        one = prompt(self.model, DRY[grid] if self.dry else grid)
-        return {name: torch.cat([t] * rows) for name, t in one.items()}
-
-    def busy(self, inputs: dict[str, Any], tokens: int) -> dict[str, float]:
-        """Milliseconds of a call on the device, by kernel."""
-        activities = [torch.profiler.ProfilerActivity.CPU if self.dry else torch.profiler.ProfilerActivity.CUDA]
-        with torch.profiler.profile(activities=activities) as profiler:
-            self.timed(inputs, tokens)
-        events = profiler.key_averages()
-        return {e.key: (e.self_cpu_time_total if self.dry else e.self_device_time_total) / 1e3 for e in events}
+    def prompt(self, grid: Grid, rows: int = 1) -> dict[str, torch.Tensor]:
+        """So many prompts with an image each."""
+        h, w = (2 * (1 + n // 20) for n in grid) if self.dry else grid
+        return {name: torch.cat([t] * rows) for name, t in prompt(self.calls.model, (h, w)).items()}
 
     def compile(self, rows: list[int]) -> dict[str, float]:
         """Seconds of the first calls, in this order."""
         start, found = time.perf_counter(), dict[str, float]()
         for grid in WARM:
-            self.timed(self.prompt(grid), 1)
+            self.calls.seconds(self.prompt(grid))
         found["prompts"] = time.perf_counter() - start
         for n in rows:
             self.rows[n], start = self.prompt(EACH, n), time.perf_counter()
             for tokens in (FEW, MANY):
-                self.timed(self.rows[n], tokens)
+                self.calls.seconds(self.rows[n], tokens)
             found[f"batch of {n}"] = time.perf_counter() - start
         return {name: round(seconds, 1) for name, seconds in found.items()}
 
+    def unseen(self, seed: int) -> dict[str, Any]:
+        """Sizes that never came: the first call, and later ones; what was compiled for them."""
+        draw, sizes = random.Random(seed), dict[str, list[float]]()
+        graphs, kernels = counters["stats"]["unique_graphs"], self.compiled
+        for grid in [*((2 * draw.randint(8, 60), 2 * draw.randint(8, 60)) for _ in range(UNSEEN)), (160, 160)]:
+            inputs = self.prompt(grid)
+            sizes["x".join(map(str, grid))] = [self.calls.seconds(inputs), self.best(inputs)]
+        more = {"graphs": counters["stats"]["unique_graphs"] - graphs, "kernels": self.compiled - kernels}
+        return {"unseen sizes: seconds of the first call, and then": sizes, "compiled for unseen sizes": more}
+
     def measure(self, seed: int) -> dict[str, Any]:
         """Everything else; the device is this process's own."""
-        draw, found = random.Random(seed), dict[str, Any]()
-        graphs, kernels, sizes = counters["stats"]["unique_graphs"], self.compiled, dict[str, Any]()
-        for _ in range(UNSEEN):
-            grid = (2 * draw.randint(8, 60), 2 * draw.randint(8, 60))
-            DRY.setdefault(grid, (2 * (grid[0] // 10), 2 * (grid[1] // 10)))
+        found = self.unseen(seed)
+        for name, grid in GRIDS.items():
             inputs = self.prompt(grid)
-            sizes["x".join(map(str, grid))] = [self.timed(inputs, 1), self.best(inputs, 1)]
-        large = self.prompt(LARGE)
-        sizes["x".join(map(str, LARGE))] = [self.timed(large, 1), self.best(large, 1)]
-        found["unseen sizes: seconds of the first call, and then"] = sizes
-        more = {"graphs": counters["stats"]["unique_graphs"] - graphs, "kernels": self.compiled - kernels}
-        found["compiled for unseen sizes"] = more
-        for name, grid in (("400 patches", SMALL), ("3,600 patches", MIDDLE)):
-            inputs = self.prompt(grid)
-            clock = 1e3 * self.best(inputs, 1, 6)
-            found[f"first token, {name}"] = {"clock_ms": clock, "device_ms": sum(self.busy(inputs, 1).values())}
+            clock = 1e3 * self.best(inputs, times=6)
+            found[f"first token, {name}"] = {"clock_ms": clock, **summary(self.calls.kernels(inputs))}
         for n, inputs in self.rows.items():
             few, many = self.best(inputs, FEW), self.best(inputs, MANY)
-            found[f"batch of {n}"] = {"tokens_per_second": n * (MANY - FEW) / (many - few), "first_token_s": self.best(inputs, 1)}
+            found[f"batch of {n}"] = {"tokens_per_second": n * (MANY - FEW) / (many - few), "first_token_s": self.best(inputs)}
         if self.rows:
-            found[f"a step of {max(self.rows)}: ms on the device"] = self.step(self.rows[max(self.rows)])
+            found[f"a step of {max(self.rows)}"] = step(self.calls, self.rows[max(self.rows)])
         if not self.dry:
             found |= {"held_gib": self.held / 2**30, "peak_gib": torch.cuda.max_memory_allocated() / 2**30}
         return found
-
-    def step(self, inputs: dict[str, Any]) -> dict[str, float]:
-        """One decode step by kernel: the mean of those by which two calls differ, the longest kernels first."""
-        short, long = self.busy(inputs, FEW), self.busy(inputs, MANY)
-        each = {name: (ms - short.get(name, 0.0)) / (MANY - FEW) for name, ms in long.items()}
-        order = sorted(each, key=lambda name: -each[name])[:SHOWN]
-        return {"all": sum(each.values()), **{name[:100]: each[name] for name in order}}
 
 
 def rounded(value: Any) -> Any:
@@ -174,14 +141,16 @@ def child(name: str, args: argparse.Namespace) -> None:
     (folder / f"{name}.json").write_text(json.dumps(rounded(found)), encoding="utf-8")
 
 
-def measure(args: argparse.Namespace, call: Callable[..., Any] = subprocess.Popen) -> tuple[dict[str, Any], list[str]]:
+def measure(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     """The figures of every way, and which did not come to an end."""
     environment = {**os.environ, "OMP_NUM_THREADS": "4", "OMP_WAIT_POLICY": "passive"}
     end, failed = time.monotonic() + args.seconds, list[str]()
     with tempfile.TemporaryDirectory() as folder:
         here = [sys.executable, "-m", "benchmarks.end_to_end.any_size", "--child", folder, "--seed", str(args.seed)]
         here += ["--rows", *map(str, args.rows), *(["--dry"] if args.dry else []), "--ways"]
-        started = [(name, call([*here, name, *(w for w in args.ways if w != name)], env=environment)) for name in args.ways]
+        started = [
+            (name, subprocess.Popen([*here, name, *(w for w in args.ways if w != name)], env=environment)) for name in args.ways
+        ]
         for name, process in started:
             try:
                 process.wait(max(1.0, end - time.monotonic()))

@@ -207,7 +207,7 @@ def tune(run: Run, shapes: dict[str, tuple[int, int]], rows: tuple[int, ...], pa
     """Time every candidate, keep the fastest where it beats the table, write the file."""
     end = min(run.end - 60, time.monotonic() + args.tune_seconds)
     best: dict[str, Tile] = {}
-    skinny = {op: kind for op, kind in SKINNY.items() if op in args.ops or args.ops == list(LARGE)}
+    skinny = {op: kind for op, kind in SKINNY.items() if op in args.ops}
     large = {op: kind for op, kind in LARGE.items() if op in args.ops}
     jobs = [
         (op, kind, m, shape)
@@ -367,7 +367,9 @@ def main() -> int:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--tune", action="store_true")
     parser.add_argument("--tune-seconds", type=float, default=240)
-    parser.add_argument("--ops", nargs="+", default=list(LARGE), choices=list(LARGE | SKINNY), help="whose tiles are tried")
+    parser.add_argument(
+        "--ops", nargs="+", default=list(LARGE | SKINNY), choices=list(LARGE | SKINNY), help="whose tiles are tried"
+    )
     parser.add_argument("--seconds", type=float, default=460)
     parser.add_argument("--rows", type=int, nargs="+", default=list(ROWS))
     parser.add_argument("--tune-rows", type=int, nargs="+", help="rows that tiles are tried for; by default the same")
