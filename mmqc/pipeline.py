@@ -44,6 +44,7 @@ from mmqc.passes.rewrite_empty_cat import RewriteEmptyCat
 from mmqc.passes.rewrite_mask import RewriteMask
 from mmqc.passes.rewrite_patch_conv import RewritePatchConv
 from mmqc.passes.rewrite_rope_index import RewriteRopeIndex
+from mmqc.passes.rewrite_scatter import RewriteScatter
 from mmqc.passes.share_angles import ShareAngles
 from mmqc.passes.share_quantize import ShareQuantize
 from mmqc.passes.split_attention import SplitAttention
@@ -140,6 +141,7 @@ def run_time_passes(
     queries: bool = True,
     quantized: bool = True,
     reads: bool = True,
+    scatters: bool = True,
     why_not_shared: Callable[[str, Any], str | None] | None = None,
 ) -> tuple[Pass, ...]:
     """Change where rows lie and what is computed together in a compiled graph, never what is stored.
@@ -154,6 +156,7 @@ def run_time_passes(
         queries: it has attention of one new token.
         quantized: it has quantized linears.
         reads: it has reads of the host.
+        scatters: whole rows take the places of others.
         why_not_shared: it has sums over ranks; why the group of a name does not add up a tensor through shared memory.
     """
     return (
@@ -166,8 +169,9 @@ def run_time_passes(
         # 9 attention
         *((RewriteEmptyCat(),) if caches else ()),
         *((FoldQueryGroups(), SplitAttention()) if queries else ()),
-        # 10 products
+        # 10 products, rows
         *((RewritePatchConv(),) if patches else ()),
+        *((RewriteScatter(),) if scatters else ()),
         # 11 fusion
         *(
             (ShareQuantize(), FuseEpilogues(), FuseMatmuls(), FuseHadamardQuantize(), FuseNormQuantize(), ShareAngles())

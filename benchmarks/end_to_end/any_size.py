@@ -10,13 +10,8 @@ device, and ratios are of one run.  A kernel that is compiled while a prompt of 
 from __future__ import annotations
 
 import argparse
-import fcntl
 import json
-import os
 import random
-import subprocess
-import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -25,6 +20,7 @@ import torch
 from torch._dynamo.utils import counters
 
 import mmqc
+from benchmarks.end_to_end import side_by_side
 from benchmarks.end_to_end.cold_start import CONFIGS, prompt, small_model
 from benchmarks.end_to_end.host_cost import GRIDS, Calls, step, summary
 from benchmarks.gpu_run import Run, facts
@@ -125,47 +121,19 @@ class Way:
         return found
 
 
-def rounded(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {k: rounded(v) for k, v in value.items()}
-    if isinstance(value, list):
-        return [rounded(v) for v in value]
-    return float(f"{value:.5g}") if isinstance(value, float) else value
+def child(args: argparse.Namespace) -> None:
+    """One way."""
+    found: list[Any] = []
 
+    def prepare() -> None:
+        way = Way(args.ways[0], args.dry)
+        found.extend((way, way.compile(args.rows)))
 
-def child(name: str, args: argparse.Namespace) -> None:
-    """Compile, wait for the others, measure in turn."""
-    folder = Path(args.child)
-    way = Way(name, args.dry)
-    seconds = way.compile(args.rows)
-    (folder / f"{name}.ready").touch()
-    while len(list(folder.glob("*.ready"))) < len(args.ways):
-        time.sleep(0.1)
-    with (folder / "turn").open("w") as turn:
-        fcntl.flock(turn, fcntl.LOCK_EX)
-        found = {"seconds of the first calls, beside the other ways": seconds, **way.measure(args.seed)}
-    (folder / f"{name}.json").write_text(json.dumps(rounded(found)), encoding="utf-8")
+    def measure() -> dict[str, Any]:
+        way, seconds = found
+        return {"seconds of the first calls, beside the other ways": seconds, **way.measure(args.seed)}
 
-
-def measure(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
-    """The figures of every way, and which did not come to an end."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "4", "OMP_WAIT_POLICY": "passive"}
-    end, failed = time.monotonic() + args.seconds, list[str]()
-    with tempfile.TemporaryDirectory() as folder:
-        here = [sys.executable, "-m", "benchmarks.end_to_end.any_size", "--child", folder, "--seed", str(args.seed)]
-        here += ["--rows", *map(str, args.rows), *(["--dry"] if args.dry else []), "--ways"]
-        started = [
-            (name, subprocess.Popen([*here, name, *(w for w in args.ways if w != name)], env=environment)) for name in args.ways
-        ]
-        for name, process in started:
-            try:
-                process.wait(max(1.0, end - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                process.kill()
-            if process.returncode != 0:
-                failed.append(name)
-        files = {name: Path(folder, f"{name}.json") for name in args.ways}
-        return {name: json.loads(f.read_text(encoding="utf-8")) for name, f in files.items() if f.exists()}, failed
+    side_by_side.child(Path(args.child), args.ways, prepare, measure)
 
 
 def main() -> None:
@@ -179,9 +147,10 @@ def main() -> None:
     parser.add_argument("--child", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
-        child(args.ways[0], args)
+        child(args)
         return
-    found, failed = measure(args)
+    words = ["--seed", str(args.seed), "--rows", *map(str, args.rows), *(["--dry"] if args.dry else [])]
+    found, failed = side_by_side.run("benchmarks.end_to_end.any_size", args.ways, words, args.seconds)
     text = json.dumps({**facts(Run(args.dry, 0)), "figures": found, "not measured": failed}, indent=1)
     print(text)
     if args.out:

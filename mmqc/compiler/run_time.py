@@ -30,6 +30,7 @@ from mmqc.passes.fuse_matmuls import FUSED
 from mmqc.passes.reorder_reads import EARLY, READS
 from mmqc.passes.rewrite_empty_cat import only_operand
 from mmqc.passes.rewrite_patch_conv import site_of
+from mmqc.passes.rewrite_scatter import scatter_of
 from mmqc.passes.share_quantize import EQUALS, equal
 
 logger = logging.getLogger(__name__)
@@ -62,6 +63,7 @@ def rewrite_at_run_time(
         "queries": any(one_query(n) for n in gm.graph.nodes),
         "quantized": bool(names & {*FUSED, "quantize", "quantize_per_token"}),
         "reads": bool(names & READS) and (has_heavy_op(gm) or bool(mmqc_ops(gm))),
+        "scatters": any(scatter_of(n) is not None for n in gm.graph.nodes),
         "why_not_shared": _why_not_shared(gm) if request.collectives == "shared" else None,
     }
     if not visual and not any(content.values()):

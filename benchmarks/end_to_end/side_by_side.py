@@ -1,0 +1,74 @@
+"""Ways of one benchmark, each in a process: they compile side by side and then measure one after the other.
+
+So nothing else is on the device while one measures, and ratios are of one run.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+
+def run(module: str, ways: Sequence[str], words: Sequence[str], seconds: float) -> tuple[dict[str, Any], list[str]]:
+    """The figures of every way, and which did not come to an end.
+
+    Args:
+        module: is started for each way with ``--child FOLDER --ways WAY OTHERS``, and calls ``child``.
+        ways: their names.
+        words: more arguments.
+        seconds: from now until what still runs is ended.
+    """
+    environment = {**os.environ, "OMP_NUM_THREADS": "4", "OMP_WAIT_POLICY": "passive"}
+    end, failed = time.monotonic() + seconds, list[str]()
+    with tempfile.TemporaryDirectory() as folder:
+        here = [sys.executable, "-m", module, "--child", folder, *words, "--ways"]
+        started = [(name, subprocess.Popen([*here, name, *(w for w in ways if w != name)], env=environment)) for name in ways]
+        while any(process.poll() is None for _, process in started) and time.monotonic() < end:
+            for name, process in started:
+                if process.poll():
+                    (Path(folder) / f"{name}.ready").touch()  # the others do not wait for it
+            time.sleep(0.2)
+        for name, process in started:
+            if process.poll() is None:
+                process.kill()
+            if process.wait() != 0:
+                failed.append(name)
+        files = {name: Path(folder, f"{name}.json") for name in ways}
+        return {name: json.loads(f.read_text(encoding="utf-8")) for name, f in files.items() if f.exists()}, failed
+
+
+def child(folder: Path, ways: Sequence[str], prepare: Callable[[], Any], measure: Callable[[], dict[str, Any]]) -> None:
+    """In a way's process: prepare, wait for the others, measure in turn."""
+    prepare()
+    (folder / f"{ways[0]}.ready").touch()
+    while len(list(folder.glob("*.ready"))) < len(ways):
+        time.sleep(0.1)
+    with turn(folder):
+        found = measure()
+    (folder / f"{ways[0]}.json").write_text(json.dumps(rounded(found)), encoding="utf-8")
+
+
+@contextmanager
+def turn(folder: Path) -> Iterator[None]:
+    """This process's, among those that share a folder."""
+    with (folder / "turn").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def rounded(value: Any) -> Any:
+    """Five figures of every number."""
+    if isinstance(value, dict):
+        return {k: rounded(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [rounded(v) for v in value]
+    return float(f"{value:.5g}") if isinstance(value, float) else value
