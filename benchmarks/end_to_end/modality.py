@@ -1,6 +1,6 @@
 """Prompts with static scales by modality, in sequence order and in modality order, beside dynamic scales of tokens.
 
-    python -m benchmarks.end_to_end.modality [--bits 8 4] [--seconds 420] [--dry] --out benchmarks/results/modality.json
+    python -m benchmarks.end_to_end.modality [--bits 8 4] [--orders sequence dynamic] [--seconds 420] [--dry] --out modality.json
 
 The language model of Qwen2-VL-7B's shape with random weights, behind a tower of one block, whose patches it reads from one image
 or from four with words between them: MQuant's MSQ and AIFS (arXiv:2502.00425, section 4.1, Tables 3 and 4).  A way is a process
@@ -130,6 +130,7 @@ class Way:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--bits", nargs="+", type=int, default=[8, 4], choices=(4, 8))
+    parser.add_argument("--orders", nargs="+", default=list(ORDERS), choices=ORDERS)
     parser.add_argument("--seconds", type=float, default=420.0)
     parser.add_argument("--dry", action="store_true")
     parser.add_argument("--out", type=Path)
@@ -145,7 +146,7 @@ def main() -> None:
 
         side_by_side.child(args.child, args.ways, prepare, lambda: made[0].measure())
         return
-    ways = [f"W{bits} {order}" for bits in args.bits for order in ORDERS]
+    ways = [f"W{bits} {order}" for bits in args.bits for order in args.orders]
     found, failed = side_by_side.run("benchmarks.end_to_end.modality", ways, ["--dry"] if args.dry else [], args.seconds)
     text = json.dumps({**facts(Run(args.dry, 0)), "figures": found, "not measured": failed}, indent=1)
     print(text)

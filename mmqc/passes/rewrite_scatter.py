@@ -87,10 +87,11 @@ def scatter_of(node: fx.Node) -> Site | None:
     if not isinstance(x, fx.Node) or not isinstance(source, fx.Node):
         return None
     mask = _of_rows(mask)
-    values = [n.meta.get("example_value") for n in (x, mask, source) if n is not None]
-    if mask is None or not all(isinstance(v, Tensor) for v in values):
+    if mask is None:
         return None
-    a, b, c = values
+    a, b, c = (n.meta.get("example_value") for n in (x, mask, source))
+    if not isinstance(a, Tensor) or not isinstance(b, Tensor) or not isinstance(c, Tensor):
+        return None
     rows = b.dim() == a.dim() and all(map(_same, b.shape[:-1], a.shape[:-1]))
     fits = rows and c.dim() > 1 and type(a.shape[-1]) is int and _same(a.shape[-1], c.shape[-1])
     return Site(node, x, mask, source) if fits and a.dtype == c.dtype and b.dtype == torch.bool else None
