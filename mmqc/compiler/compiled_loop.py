@@ -237,11 +237,13 @@ def _guards_of(model: Any, config: CompileConfig) -> LayerGuards | None:
 def _without_guards(config: CompileConfig, guards: LayerGuards | None) -> tuple[CompileConfig, dict[str, Any]]:
     """How to compile the step, and the options for the prefill."""
     options = {**(config.options or {}), **(guards.options if guards else {})}
+    # torch.compile takes either a mode or options; this backend takes the mode among them.  It is the step's: a prompt of any
+    # length has graphs of its own, or none.
+    mode = options.pop("mode", None) or config.mode
     if guards is None or not guards.options:
         return config, options
-    # torch.compile takes either a mode or options; this backend takes the mode among them.
     step = copy.copy(config)
-    step.options = {**({"mode": config.mode} if config.mode else {}), **options}
+    step.options = {**({"mode": mode} if mode else {}), **options}
     step.mode = None  # type: ignore[assignment]
     return step, options
 

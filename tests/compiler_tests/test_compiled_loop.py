@@ -3,6 +3,7 @@
 import copy
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from transformers import CompileConfig
 from transformers.generation import BaseStreamer
 
 import mmqc
+from mmqc.compiler import compiled_loop as loop
 from mmqc.compiler import head_start
 from mmqc.compiler.record import collect_records
 from mmqc.front import sizes
@@ -181,6 +183,19 @@ class Tokens(BaseStreamer):
 
     def end(self) -> None:
         self.ended += 1
+
+
+@pytest.mark.parametrize("where", ["among the options", "beside them"])
+def test_compiled_loop__a_mode_is_the_steps_alone(where: str) -> None:
+    """Graphs of a size, for a prompt of any size, would take its replays away."""
+    options = {"token_order": "sequence"}
+    config = CompileConfig(backend="mmqc", mode=None, options={"mode": "reduce-overhead", **options})
+    if where == "beside them":
+        config = CompileConfig(backend="mmqc", mode="reduce-overhead", options=options)
+    step, prompt = loop._without_guards(config, SimpleNamespace(options={"layers": 3}))
+    assert step.options == {"mode": "reduce-overhead", "token_order": "sequence", "layers": 3}
+    assert step.mode is None
+    assert prompt == {"token_order": "sequence", "layers": 3}
 
 
 def test_compiled_loop__a_streamer_gets_every_token_and_is_ended() -> None:
