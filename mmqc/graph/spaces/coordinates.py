@@ -43,6 +43,7 @@ MOVES = frozenset((
 SAME = frozenset((
     "to", "float", "double", "half", "bfloat16", "type", "type_as", "dropout", "identity", "neg", "alias", "getattr:data",
 ))
+COPIES = frozenset(("contiguous", "clone"))
 FRESH_ZEROS = frozenset(("zeros", "zeros_like", "new_zeros"))
 SHAPE_ONLY = frozenset((
     "size", "dim", "numel", "ones_like", "empty_like", "full_like", "new_ones", "new_empty", "new_full", "rand_like",
@@ -51,6 +52,7 @@ SHAPE_ONLY = frozenset((
 # fmt: on
 KEEPS_ZERO = frozenset(("relu", "relu6", "gelu", "silu", "mish", "tanh", "hardswish", "leaky_relu", "elu", "abs", "square"))
 SPREAD = 16  # to mark as many numbers costs less than to sort one
+MANY = 1 << 16  # numbers from which on it pays to look for rows that are alike
 MEAN = "layer_norm subtracts its mean"
 
 
@@ -154,7 +156,7 @@ class Tracker:
     def freeze(self, ids: Tensor | None, node: fx.Node, reason: str) -> None:
         """No rotation may touch these coordinates."""
         if ids is not None:
-            ids = compact(ids)[0]
+            ids = unlike(ids)[0]
             known = distinct(ids[ids >= 0])
             if known.numel():
                 self.found.frozen.append((known, node, reason))
@@ -167,7 +169,7 @@ class Tracker:
 
     def join(self, a: Tensor, b: Tensor) -> None:
         """Elements at the same place are the same coordinate."""
-        a, b = compact(a, b)
+        a, b = unlike(a, b)
         differ = (a != b) & (a >= 0) & (b >= 0)
         if differ.any():
             pairs = distinct(a[differ].long() * self.found.total + b[differ])
@@ -252,6 +254,8 @@ class Tracker:
         new_args = [stands_for(t, v) for t, v in zip(node.args, args, strict=True)]
         new_kwargs = {k: stands_for(node.kwargs[k], v) for k, v in kwargs.items()}
         word = kind(node)
+        if word in COPIES and self.written.isdisjoint((node, node.args[0])):
+            return new_args[0]  # where nobody writes, a copy is what it is of; in full it would be as large as the activation
         if word == "masked_fill":
             new_args[2:] = [_filler(kwargs.get("value", args[2] if len(args) > 2 else 0))]
             new_kwargs.pop("value", None)
@@ -330,6 +334,25 @@ def compact(*tensors: Tensor) -> list[Tensor]:
         if size > 1 and not any(s[axis] for s in strides):
             full = [t.narrow(axis, 0, 1) for t in full]
     return list(full)
+
+
+def unlike(*tensors: Tensor) -> list[Tensor]:
+    """As ``compact``, and of rows that are alike in all tensors most are left out, [rows, K], for who asks what meets at all.
+
+    Among the tokens of text and images there are two kinds of rows: each round takes one and all that are like it.
+    """
+    full = compact(*tensors)
+    if full[0].dim() < 2 or full[0].numel() < MANY:
+        return full
+    left = [t.reshape(-1, t.shape[-1]) for t in full]
+    found: list[list[Tensor]] = []
+    while (count := len(left[0])) > 1:
+        found.append([t[:1] for t in left])
+        others = torch.stack([(t != t[:1]).any(1) for t in left]).any(0)
+        left = [t[others] for t in left]
+        if len(left[0]) > count // 2 + 1:
+            break
+    return [torch.cat(parts) for parts in zip(*found, left, strict=True)]
 
 
 def _cat(parts: Sequence[Tensor], dim: int) -> Tensor:
