@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from benchmarks.end_to_end.quantize_speed import synchronized
 
-REST = "between the parts"
+REST, LATER, MEASURED = "between the parts", "calls for losses", "losses"
 
 
 @dataclass
@@ -40,7 +40,8 @@ class Parts:
             self.inside.append(0.0)
             start = synchronized()
             try:
-                return real(*args, **kwargs)
+                result = real(*args, **kwargs)
+                return self.around(MEASURED, result) if name == LATER else result
             finally:
                 took = synchronized() - start
                 self.own[name] = self.own.get(name, 0.0) + took - self.inside.pop()
@@ -52,7 +53,7 @@ class Parts:
         return wrapped
 
     def of_all_ranks(self, least: float = 0.02) -> dict[str, Any]:
-        """By part, the dearest first: own seconds of each rank; calls and the longest call on the first.  Small ones are left out."""
+        """By part, the dearest first: own seconds of each rank, calls and the longest call on the first; no small ones."""
         ranks: list[Any] = [self]
         if dist.is_initialized():
             ranks = [None] * dist.get_world_size()
@@ -105,7 +106,7 @@ def places() -> list[tuple[str, Any, str]]:
         ("capture", channel_scales, "capture"),
         ("blocks", stream.Feed, "call"),
         ("activations", stream.Feed, "outputs"),
-        ("activations", stream.Feed, "later"),
+        (LATER, stream.Feed, "later"),
         ("statistics of ranks", joined, "statistics"),
         ("losses of ranks", joined, "losses"),
         ("solve", quantize_weights.QuantizeWeights, "solution"),

@@ -210,7 +210,7 @@ class Tracker:
         if not sources and not params:
             return None
         if word in SAME and isinstance(result, Tensor) and result.is_floating_point():
-            return self.shadow(node.args[0]) if sources else self.parameter(params[0])
+            return self.apart(node, self.shadow(node.args[0])) if sources else self.parameter(params[0])
         if self.is_move(word, args, kwargs):
             return self.moved(node, word, args, kwargs)
         return self.opaque(node, result, sources, word)
@@ -225,6 +225,11 @@ class Tracker:
         weight = self.prog.weights[str(node.target)]
         loose = str(node.target).startswith(LOOSE)
         return not loose and weight.is_floating_point() and weight.dim() >= 1 and weight.numel() > 1
+
+    def apart(self, node: fx.Node, ids: Any) -> Any:
+        """What stands for a copy: what stands for the operand, where nobody writes into that; in full it is as large as a value."""
+        writes = isinstance(ids, Tensor) and node not in self.written and node.args[0] in self.written
+        return ids.clone() if writes else ids
 
     def along_last(self, source: Source, like: Tensor) -> Tensor:
         """Ids of a source along the last axis of a tensor."""
@@ -254,8 +259,8 @@ class Tracker:
         new_args = [stands_for(t, v) for t, v in zip(node.args, args, strict=True)]
         new_kwargs = {k: stands_for(node.kwargs[k], v) for k, v in kwargs.items()}
         word = kind(node)
-        if word in COPIES and self.written.isdisjoint((node, node.args[0])):
-            return new_args[0]  # where nobody writes, a copy is what it is of; in full it would be as large as the activation
+        if word in COPIES and node not in self.written:
+            return self.apart(node, new_args[0])
         if word == "masked_fill":
             new_args[2:] = [_filler(kwargs.get("value", args[2] if len(args) > 2 else 0))]
             new_kwargs.pop("value", None)
@@ -339,7 +344,8 @@ def compact(*tensors: Tensor) -> list[Tensor]:
 def unlike(*tensors: Tensor) -> list[Tensor]:
     """As ``compact``, and of rows that are alike in all tensors most are left out, [rows, K], for who asks what meets at all.
 
-    Among the tokens of text and images there are two kinds of rows: each round takes one and all that are like it.
+    Among the tokens of text and images there are two kinds of rows.  Each round takes one and all that are like it, for as long
+    as these are an eighth of what is left.
     """
     full = compact(*tensors)
     if full[0].dim() < 2 or full[0].numel() < MANY:
@@ -350,7 +356,7 @@ def unlike(*tensors: Tensor) -> list[Tensor]:
         found.append([t[:1] for t in left])
         others = torch.stack([(t != t[:1]).any(1) for t in left]).any(0)
         left = [t[others] for t in left]
-        if len(left[0]) > count // 2 + 1:
+        if 8 * len(left[0]) > 7 * count:
             break
     return [torch.cat(parts) for parts in zip(*found, left, strict=True)]
 
