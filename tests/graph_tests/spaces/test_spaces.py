@@ -11,6 +11,7 @@ from pass_cases import CASES, EXACT_PASSES
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from mmqc.graph.kinds import kind
 from mmqc.graph.program import Program
 from mmqc.graph.spaces.coordinate_rules import coordinates
 from mmqc.graph.spaces.coordinates import MANY, compact, distinct, unlike
@@ -300,5 +301,5 @@ def test_coordinates__a_copy_stays_what_it_was(copied: Callable[[Tensor], Tensor
 def test_coordinates__a_copy_that_nobody_writes_to_is_none(copied: Callable[[Tensor], Tensor]) -> None:
     model = Between(lambda y: copied(y.transpose(0, 1)), WIDTH)
     shadows = spaces_of(recorded(model, {"x": torch.randn(2, 6, 4)})).found.shadows
-    (copy,) = [n for n in shadows if n.target == copied.__name__]
+    (copy,) = [n for n in shadows if kind(n) == copied.__name__]
     assert shadows[copy].data_ptr() == shadows[copy.args[0]].data_ptr()
