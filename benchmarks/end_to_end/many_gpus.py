@@ -159,7 +159,7 @@ class Run:
             words += [f"--{name}", str(args[name])] if args.get(name) is not None else []
         for name in ("layers", "recipes", "rows", "loops", "collectives"):
             words += [f"--{name}", *map(str, args[name])]
-        words += [f"--{name.replace('_', '-')}" for name in ("offload", "repeat", "no_graphs", "profile") if args[name]]
+        words += [f"--{name.replace('_', '-')}" for name in ("offload", "repeat", "no_graphs", "profile", "parts") if args[name]]
         return Group(self.log, ranks, first, words, self.left())
 
     def side_by_side(self, jobs: list[dict[str, Any]]) -> None:
@@ -234,6 +234,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--collectives", nargs="+", choices=many_gpus_rank.OPTIONS, default=["nccl"], help="how a step adds up")
     parser.add_argument("--repeat", action="store_true", help="quantize one layer, and copy it")
     parser.add_argument("--profile", action="store_true", help="where the time goes, on rank 0")
+    parser.add_argument("--parts", action="store_true", help="seconds of quantize_'s parts on every rank, nothing overlapping")
     parser.add_argument("--in-turn", action="store_true", help="one group of ranks at a time, also for compiling")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "many_gpus")
     parser.add_argument("--clean", action="store_true", help="remove the folder at the end")

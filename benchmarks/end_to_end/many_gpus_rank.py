@@ -6,6 +6,7 @@ timed in turn.  Nobody waits on the device meanwhile, which another group may be
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import cProfile
 import itertools
@@ -25,6 +26,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.end_to_end import many_gpus_model as models
+from benchmarks.end_to_end import many_gpus_parts
 from benchmarks.end_to_end.quantize_speed import batch_of, config_of
 from benchmarks.host_profile import slowest
 
@@ -108,7 +110,8 @@ def _quantized(mmqc: Any, args: Any, recipe: str, layers: int) -> dict[str, Any]
     report: list[Any] = []
     watch = cProfile.Profile()
     run: Callable[..., Any] = watch.runcall if args.profile else lambda work: work()
-    seconds = seconds_of(lambda: run(lambda: report.append(mmqc.quantize_(model, config, batches, progress=False, **more))))
+    with many_gpus_parts.timed() if args.parts else contextlib.nullcontext() as parts:
+        seconds = seconds_of(lambda: run(lambda: report.append(mmqc.quantize_(model, config, batches, progress=False, **more))))
     peak = torch.cuda.max_memory_allocated() / 1e9 if GPU else 0.0
     state = model.state_dict()
     if args.offload and GPU:
@@ -123,6 +126,7 @@ def _quantized(mmqc: Any, args: Any, recipe: str, layers: int) -> dict[str, Any]
         "weights": weights,
         "codes": models.fingerprint({n: t for n, t in state.items() if not t.is_floating_point()}),
         "floats": models.fingerprint({n: t for n, t in state.items() if t.is_floating_point()}),
+        **({} if parts is None else {"parts": parts.of_all_ranks()}),
         "passes": {p.name: round(p.ms / 1e3, 2) for p in report[0].passes if p.ms > 500},
         **({"host": slowest(watch, "tottime", 24), "calls": slowest(watch, "cumulative", 80)} if args.profile else {}),
     }

@@ -6,15 +6,42 @@ head) is moved there for the length of the call, and each block for the length o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
 from mmqc.nn.online_hadamard import OnlineHadamard
+
+
+@dataclass(frozen=True)
+class Left:
+    """Where a tensor was: ``tensor`` is the one that a module has now, ``data`` its data before it was moved.
+
+    ``memory`` tells the data since, and does not keep it: what is replaced meanwhile leaves the device.
+    """
+
+    tensor: Tensor
+    data: Tensor
+    memory: StorageWeakRef
+
+    @classmethod
+    def of(cls, tensor: Tensor, data: Tensor) -> Left:
+        """``tensor`` has been moved."""
+        return cls(tensor, data, StorageWeakRef(tensor.untyped_storage()))
+
+    def unchanged(self, tensor: Tensor) -> bool:
+        """Whether it is this tensor, and no other data was put into it."""
+        alike = (tensor.shape, tensor.stride()) == (self.data.shape, self.data.stride())
+        return self.tensor is tensor and alike and StorageWeakRef(tensor.untyped_storage()) == self.memory
+
+
+Moved = dict[int, Left]  # by identity of the tensor
 
 
 class Residency:
@@ -32,7 +59,8 @@ class Residency:
         self.offloads = self.device != home
         self.home = home
         self.held: nn.Module | None = None
-        self.kept: dict[int, dict[int, tuple[Tensor, Tensor]]] = {}
+        self.kept: dict[int, Moved] = {}  # by block
+        self.outer: Moved = {}  # of what is in no block
 
     def __enter__(self) -> Residency:
         self.handles: list[Any] = []
@@ -41,7 +69,7 @@ class Residency:
         inside = {id(m) for name in self.blocks for m in self.model.get_submodule(name).modules()}
         try:
             for module in [m for m in self.model.modules() if id(m) not in inside]:
-                _move(module, self.device)
+                self.outer |= _move(module, self.device)
         except BaseException:
             self.__exit__()
             raise
@@ -55,8 +83,9 @@ class Residency:
         for handle in self.handles:
             handle.remove()
         if self.offloads:
+            kept, self.outer = self.outer, {}
             for module in self.model.modules():
-                _move(module, self.home)
+                _move(module, self.home, kept)
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         self._bring(module)
@@ -100,27 +129,24 @@ class Residency:
         return pytree.tree_map(lambda v: v.to(self.device) if isinstance(v, Tensor) else v, batch)
 
 
-def _move(
-    module: nn.Module, device: torch.device, kept: Mapping[int, tuple[Tensor, Tensor]] | None = None
-) -> dict[int, tuple[Tensor, Tensor]]:
+def _move(module: nn.Module, device: torch.device, kept: Moved | None = None) -> Moved:
     """Move a module's own tensors; no mode that records torch calls sees it.
 
     Returns:
-        What was moved, by identity: (the tensor that the module has now, its data before).  Given back as ``kept`` it saves
-        the copy on the way home, where nothing has changed.
+        What was moved.  Given back as ``kept`` it saves the copy on the way home, where nothing has changed.
     """
-    before: dict[int, tuple[Tensor, Tensor]] = {}
+    before: Moved = {}
     with torch._C.DisableTorchFunction(), torch.no_grad():
         for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
             if tensor is None or tensor.device == device:
                 continue
-            mine, data = (kept or {}).get(id(tensor), (None, None))
-            moved = data if mine is tensor and data is not None else tensor.data.to(device)
+            left = (kept or {}).get(id(tensor))
+            moved = left.data if left is not None and left.unchanged(tensor) else tensor.data.to(device)
             # a recording knows tensors by identity; the factors of Hadamards are shared with other models
             if not isinstance(module, OnlineHadamard) or isinstance(tensor, nn.Parameter):
                 old, tensor.data = tensor.data, moved
-                before[id(tensor)] = (tensor, old)
+                before[id(tensor)] = Left.of(tensor, old)
             else:
                 module._buffers[name] = moved
-                before[id(moved)] = (moved, tensor)
+                before[id(moved)] = Left.of(moved, tensor)
     return before

@@ -223,8 +223,7 @@ class Sequential:
         """Solve blocks, each rank its linears of all of them; measure and swap one after the other."""
         for block in waiting:
             self.say(block.name)
-            with self.residency.resident(block.name):
-                self.worker.solve_mine(block.linears, block.seen)
+            self.worker.solve_mine(block.linears, block.seen)  # of an offloaded block these weights alone are moved
         if waiting:
             self.worker.exchange()
         for block in waiting:

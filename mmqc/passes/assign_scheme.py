@@ -113,7 +113,7 @@ class AssignScheme(Pass):
             known = prog.statistics["linears"]
             found = {n: known[f] for n in prog.nodes("linear") if (f := weight_of(n)) in known}
             return {n: e["tower"] for n, e in found.items()}, {n: e["role"] for n, e in found.items()}
-        spaces = Spaces.of(prog)
+        spaces = Spaces.of(prog, pins=False)
         found = roles(prog, spaces)
         if self.config.down is not None:
             behind = behind_operations(spaces)

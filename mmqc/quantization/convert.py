@@ -7,11 +7,11 @@ through a ``Journal``; leaving its ``with`` block by an exception puts every ten
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from mmqc.graph.hooks import carry_over
 from mmqc.graph.kinds import kind
@@ -87,25 +87,31 @@ class Journal:
         restore = lambda evicted: store.__setitem__(name, remade(evicted.back()))  # noqa: E731
         self.eviction.evict(old.detach(), lambda evicted: self.undo.append(lambda: restore(evicted)))
 
-    def swap(self, fqn: str, new: nn.Module) -> None:
-        """Replace a submodule by one of ours, which takes over its hooks and its attributes."""
-        old = self.model.get_submodule(fqn)
-        carry_over(old, new)
-        self.place(fqn, new)
-        own = {id(part): part for part in old._parameters.values() if part is not None and _evictable(part)}
+    def swap(self, modules: Mapping[str, nn.Module]) -> None:
+        """Replace submodules by ours, by FQN; each takes over the hooks and the attributes of the one whose place it takes."""
+        old = [self.model.get_submodule(fqn) for fqn in modules]
+        for before, new in zip(old, modules.values(), strict=True):
+            carry_over(before, new)
+        self.place(modules)
+        own = {id(part): part for module in old for part in module._parameters.values() if part is not None and _evictable(part)}
         left = {id(part) for module in _modules(self.model) for part in module._parameters.values()} if own else set()
         for part in own.values():
             if id(part) not in left:
                 self._evict(part)
 
-    def place(self, fqn: str, new: nn.Module) -> None:
-        """Put a module in a submodule's place wherever that is registered; the new one takes over the training flag."""
-        old = self.model.get_submodule(fqn)
-        new.train(old.training)
-        places = [(m._modules, name) for m in _modules(self.model) for name, child in m._modules.items() if child is old]
-        for modules, name in places:
-            modules[name] = new
-            self.undo.append(lambda modules=modules, name=name: modules.__setitem__(name, old))
+    def place(self, modules: Mapping[str, nn.Module]) -> None:
+        """Put modules in the submodules' places wherever those are registered; each takes over the training flag."""
+        known = [(self.model.get_submodule(fqn), new) for fqn, new in modules.items()]
+        places: dict[int, list[tuple[dict[str, nn.Module | None], str]]] = {id(old): [] for old, _ in known}
+        for module in _modules(self.model):
+            for name, child in module._modules.items():
+                if id(child) in places:
+                    places[id(child)].append((module._modules, name))
+        for old, new in known:
+            new.train(old.training)
+            for children, name in places[id(old)]:
+                children[name] = new
+                self.undo.append(lambda children=children, name=name, old=old: children.__setitem__(name, old))
 
     def _evict(self, part: nn.Parameter) -> None:
         """Take a parameter that no module uses any more off its accelerator."""
@@ -138,7 +144,7 @@ class Journal:
 
 
 def _modules(model: nn.Module) -> Iterator[nn.Module]:
-    """As ``model.modules()``, in any order and without their names, which is most of its time: once for every edit."""
+    """As ``model.modules()``, in any order and without their names, which is most of its time: twice for every edit."""
     seen, waiting = {id(model)}, [model]
     while waiting:
         module = waiting.pop()
@@ -171,7 +177,7 @@ def write_exact(model: nn.Module, prog: Program, journal: Journal) -> list[str]:
         if node.meta.get("was") == "layer_norm":
             _to_rms_norm(model, node.meta["module"], prog, journal)
     for module, (seed, sides) in _rotations(prog).items():
-        journal.swap(module, RotatedNorm(model.get_submodule(module), seed=seed, **sides))  # type: ignore[arg-type]
+        journal.swap({module: RotatedNorm(model.get_submodule(module), seed=seed, **sides)})  # type: ignore[arg-type]
     for node in prog.nodes("linear", "weight_only_matmul", "float4_matmul"):
         x = operands(node)["input"]
         if kind(node) == "linear" and kind(x) == "hadamard":
@@ -179,7 +185,7 @@ def write_exact(model: nn.Module, prog: Program, journal: Journal) -> list[str]:
             linear = model.get_submodule(module)
             if not isinstance(linear, HadamardLinear):
                 blocks = prog.decided.blocks.get(weight_of(node), 1)
-                journal.swap(module, HadamardLinear.from_parts(linear.weight, linear.bias, blocks))  # type: ignore[arg-type]
+                journal.swap({module: HadamardLinear.from_parts(linear.weight, linear.bias, blocks)})  # type: ignore[arg-type]
     return untied
 
 
@@ -217,7 +223,7 @@ def _to_rms_norm(model: nn.Module, fqn: str, prog: Program, journal: Journal) ->
         read = any(n.target == f"{fqn}.bias" and n.users for n in prog.nodes("get_attr"))
         weight, bias = norm.weight, norm.bias if read else None
         parts = {n: None if p is None else _copy(p) for n, p in (("weight", weight), ("bias", bias))}
-        journal.swap(fqn, RMSNorm(norm.normalized_shape[0], norm.eps, **parts))
+        journal.swap({fqn: RMSNorm(norm.normalized_shape[0], norm.eps, **parts)})
 
 
 def _copy(parameter: Tensor) -> Tensor:
@@ -230,10 +236,11 @@ def build_quantized(
     """A module of ours for every quantized weight in ``only``, by module FQN; the model is not touched."""
     built: dict[str, PackedLinear] = {}
     known: Any = {} if prog.statistics is None else prog.statistics["linears"]
-    for node in prog.nodes("weight_only_matmul", "float4_matmul"):
+    quantized = [node for node in prog.graph.nodes if node.meta.get("fqn") in only]
+    for node in (n for n in quantized if kind(n) in ("weight_only_matmul", "float4_matmul")):
         fqn = node.meta["fqn"]
         module = fqn.removesuffix(".weight")
-        if module in built or fqn not in only:
+        if module in built:
             continue
         old = model.get_submodule(module)
         scheme, solved = node.meta["scheme"], prog.solved[fqn]
@@ -276,13 +283,13 @@ def build_quantized(
             dtype=weight.dtype,
             float8=static and scheme.float8,
         )
-    return built | _build_mixed(model, prog, only)
+    return built | _build_mixed(model, prog, quantized)
 
 
-def _build_mixed(model: nn.Module, prog: Program, only: Container[str]) -> dict[str, PackedLinear]:
+def _build_mixed(model: nn.Module, prog: Program, nodes: Iterable[fx.Node]) -> dict[str, PackedLinear]:
     """A MixedLinear for every weight with dynamic activations."""
     built: dict[str, PackedLinear] = {}
-    for fqn, node in {n.meta["fqn"]: n for n in prog.nodes("mixed_matmul") if n.meta["fqn"] in only}.items():
+    for fqn, node in {n.meta["fqn"]: n for n in nodes if kind(n) == "mixed_matmul"}.items():
         old = model.get_submodule(fqn.removesuffix(".weight"))
         scheme, weight = node.meta["scheme"], old.get_parameter("weight")
         stored, bias = Stored.of(prog.solved[fqn], scheme), getattr(old, "bias", None)

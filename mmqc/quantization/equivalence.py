@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from mmqc.distributed.ranks import ALONE, Ranks
 from mmqc.errors import MmqcError
 from mmqc.graph.program import Program
 from mmqc.quantization.full_precision import full_float32
@@ -41,7 +42,7 @@ class RewriteError(MmqcError, RuntimeError):
 
 @dataclass(frozen=True)
 class Before:
-    """What a model answered: its calls, the floats of each call's output, and what some of its modules were handed."""
+    """What a model answered: a rank's calls, the floats of each call's output, and what some of its modules were handed."""
 
     calls: Sequence[Mapping[str, Any]]
     outputs: Sequence[Sequence[Tensor]]
@@ -71,19 +72,22 @@ def precision(prog: Program) -> torch.dtype:
     return max((d for d in FLOORS if d in found), key=lambda d: torch.finfo(d).eps, default=torch.float32)
 
 
-def check(model: nn.Module, before: Before, dtype: torch.dtype) -> float:
+def check(model: nn.Module, before: Before, dtype: torch.dtype, ranks: Ranks = ALONE) -> float:
     """The largest relative difference ‖a - b‖ / ‖b‖ of the model's outputs now from those ``before``, over all calls and tensors.
+
+    Each of several ranks makes its calls; all of them judge all calls, in one order.
 
     Raises:
         RewriteError: it is more than rounding to ``dtype`` explains.
     """
     worst, bar = 0.0, FLOORS[dtype]
+    own: list[tuple[float, tuple[int, ...], int, int]] = []
     for call, known in zip(before.calls, before.outputs, strict=True):
         with before.handed.watched(after=True):
-            now = outputs(model, call)
-        error, shape = _largest(known, now)
-        noises = _noises(model, call, now, dtype)
-        while error > bar and (noise := next(noises, None)) is not None:
+            own.append((*_largest(known, outputs(model, call)), ranks.rank, len(own)))
+    for error, shape, owner, number in ranks.collected(own):
+        noises = _noises(model, before.calls[number], dtype) if owner == ranks.rank else iter(())
+        while error > bar and (noise := ranks.shared(lambda noises=noises: next(noises, None), owner)) is not None:
             bar = max(bar, TIMES * noise)
         if error > bar:
             raise RewriteError(
@@ -95,8 +99,9 @@ def check(model: nn.Module, before: Before, dtype: torch.dtype) -> float:
     return worst
 
 
-def _noises(model: nn.Module, call: Mapping[str, Any], now: Sequence[Tensor], dtype: torch.dtype) -> Iterator[float]:
+def _noises(model: nn.Module, call: Mapping[str, Any], dtype: torch.dtype) -> Iterator[float]:
     """How far the output moves when parameters do by half a unit in their last place: each draw may send a token elsewhere."""
+    now = outputs(model, call)
     for seed in range(DRAWS):
         with _moved(model, torch.finfo(dtype).eps / 2, seed):
             moved = outputs(model, call)

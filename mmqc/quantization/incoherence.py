@@ -45,7 +45,7 @@ def incoherences(prog: Program) -> dict[str, float]:
 
 def weight_towers(prog: Program) -> dict[str, str]:
     """The tower of each of these weights."""
-    places = towers(prog, Spaces.of(prog))
+    places = towers(prog, Spaces.of(prog, pins=False))
     return {fqn: places.get(node, "language") for fqn, node in _linear_weights(prog).items()}
 
 

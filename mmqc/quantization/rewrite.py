@@ -148,7 +148,8 @@ def rewrite(job: Job, recorded: Recorded) -> Rewritten:
     scales, smoothed = config.rewrites.scales, config.rewrites.smooth
     changes, dtype = bool(prog.changed) or scales is not None or smoothed is not None, precision(prog)
     frames = {name: _frame(prog, name) for name in recorded.unseen}
-    answers = Before.of(model, [job.call(batch) for batch in job.compared()] if changes else [], frames.values())
+    compared = job.ranks.mine(job.compared()) if changes else []
+    answers = Before.of(model, [job.call(batch) for batch in compared], frames.values())
     untied = convert.write_exact(model, prog, job.journal)
     if scales is not None:
         job.bar.say("scaling channels")
@@ -164,16 +165,17 @@ def rewrite(job: Job, recorded: Recorded) -> Rewritten:
             with torch.no_grad():
                 for batch in job.ranks.mine(job.batches) if counted else job.batches[:1]:
                     job.forward(batch)
-    error = check(model, answers, dtype)
+    error = check(model, answers, dtype, job.ranks)
     if kv is not None:
         round_keys_and_values(model, kv, _of_all(job, keys, kv.basis == "peaks"), config.rewrites.seed, job.journal)
     # all weights are read for it: 9 s of two CPU cores for 3e9 of them
     after = incoherences(prog) if changes or config.rewrites.bases is not None else before
     both = {fqn: (before[fqn], after[fqn]) for fqn in before}
     known = (prog, recorded.context, recorded.unseen)
-    moved = answers.handed.changed(dtype)
+    moved = set(job.ranks.collected(sorted(answers.handed.changed(dtype))))
     misfits = tuple(name for name, axes in recorded.unseen.items() if axes & prog.touched or frames[name] in moved)
-    return Rewritten(*known, misfits, tuple(answers.handed.inside(dtype)), towers, both, error, tuple(untied))
+    inside = next(iter(job.ranks.collected([tuple(answers.handed.inside(dtype))] if compared else [])), ())  # in the first call
+    return Rewritten(*known, misfits, inside, towers, both, error, tuple(untied))
 
 
 def _of_all(job: Job, keys: Mapping[nn.Module, Tensor], peaks: bool) -> dict[nn.Module, Tensor]:

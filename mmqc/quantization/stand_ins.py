@@ -76,7 +76,7 @@ def _replace(fqn: str, module: nn.Module, read: Read, journal: Journal) -> Relat
         _transpose(linear.get_parameter("weight"), journal)
     rehook = drop_computing(module, journal)
     carry_over(module, linear)
-    journal.place(fqn, linear)
+    journal.place({fqn: linear})
     return Relative(module, read, linear, dict(linear._parameters), rehook)
 
 
@@ -164,7 +164,7 @@ def step_back(model: nn.Module, journal: Journal, found: StandIns, layers: Seque
             left.append(Refusal(fqn, "", f"it is an nn.Linear now and no {type(relative.module).__name__}: {why}"))
         else:
             relative.rehook()
-            journal.place(fqn, relative.module)
+            journal.place({fqn: relative.module})
     return left
 
 

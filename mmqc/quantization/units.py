@@ -59,8 +59,7 @@ def quantize_units(job: Job, rewritten: Rewritten, targets: Targets) -> Quantize
     worker = UnitWorker(job, rewritten, targets)
     experts = _experts(job, rewritten)
     whole = _run(job, rewritten, targets, worker)
-    for module, mixture in experts.modules.items():
-        job.journal.swap(module, mixture)
+    job.journal.swap(experts.modules)
     worker.finish()
     layers = [worker.rows[t.module] for t in targets.linears.values() if t.module in worker.rows]
     stale = [r for r in refusals(prog) if r.fqn not in experts.known]
@@ -296,8 +295,8 @@ class UnitWorker:
         """Swap, and let go of everything of the unit that takes memory."""
         for key in [key for key in self.earlier if key[0].removesuffix(".weight") in built]:
             del self.earlier[key]
+        self.job.journal.swap(built)
         for name, linear in built.items():
-            self.job.journal.swap(name, linear)
             target = self.targets[f"{name}.weight"]
             solved, seen = self.solved.pop(target.weight), self.seen.pop(target.weight)
             self.rows[name] = self.row(target, linear, solved, seen, losses.get(name, Loss()), seconds[target.weight])

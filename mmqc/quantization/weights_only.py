@@ -75,6 +75,6 @@ def _swap(journal: Journal, fqn: str, scheme: Scheme, device: Any, known: Soluti
     new, solved = quantized_linear(weight, read.bias, scheme, fqn, known[0] if known else None)
     error = float((weight.float() - solved.dequantize()).norm() / weight.float().norm())
     drop_computing(linear, journal)
-    journal.swap(fqn, new.to(home))
+    journal.swap({fqn: new.to(home)})
     note = "; ".join(filter(None, (solved.note, read.note)))
     return LayerReport(fqn, "", "", str(scheme), weight_error=error, seconds=time.perf_counter() - start, note=note)

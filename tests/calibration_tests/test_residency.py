@@ -8,7 +8,7 @@ from small_vlm import Small, batches
 from torch import nn
 
 from mmqc.calibration import residency
-from mmqc.calibration.residency import Residency
+from mmqc.calibration.residency import Left, Residency
 
 BLOCKS = ["model.vision.blocks.0", "model.vision.blocks.1", "model.text.blocks.0", "model.text.blocks.1"]
 
@@ -63,3 +63,44 @@ def test_residency__nothing_to_do_where_the_model_is(places: dict[int, str]) -> 
         assert batch["input_ids"] is not None
         model(**batch)
     assert places == {}
+
+
+def test_residency__what_left_is_known_when_it_comes_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, given = Small(), {}
+
+    def move(module: nn.Module, device: torch.device, kept: Any = None) -> dict[int, Any]:
+        given[id(module)] = kept
+        return {id(module): "as it was"}
+
+    monkeypatch.setattr(residency, "_move", move)
+    with Residency(model, BLOCKS, "meta"):
+        outer = given.keys() - {id(m) for name in BLOCKS for m in model.get_submodule(name).modules()}
+        assert all(kept is None for kept in given.values())
+    assert len(outer) > 4
+    assert all(given[id(m)] == dict.fromkeys(outer, "as it was") for m in model.modules())
+
+
+def test_left__tells_other_data_and_keeps_none() -> None:
+    weight, home = nn.Parameter(torch.ones(4, 4)), torch.ones(4, 4)
+    left = Left.of(weight, home)
+    assert left.unchanged(weight)
+    assert not left.unchanged(nn.Parameter(weight.data))
+    weight.data = weight.data.t()
+    assert not left.unchanged(weight), "transposed"
+    weight.data = torch.ones(4, 4)
+    assert not left.unchanged(weight)
+    assert left.memory.expired(), "what was replaced is gone"
+
+
+@pytest.mark.gpu
+def test_residency__what_nothing_changed_is_not_copied_home() -> None:
+    model = Small()
+    before = {name: p.data_ptr() for name, p in model.named_parameters()}
+    norm, other = model.get_submodule("model.text.norm"), torch.full((model.model.text.norm.weight.numel(),), 2.0)
+    with Residency(model, BLOCKS, "cuda") as resident, resident.resident(BLOCKS[1]):
+        away = {name for name, p in model.named_parameters() if p.is_cuda}
+        assert away == {name for name in before if not name.startswith((BLOCKS[0], BLOCKS[2], BLOCKS[3]))}
+        norm.weight.data = other.cuda()
+    moved = {name for name, p in model.named_parameters() if p.data_ptr() != before[name]}
+    assert moved == {"model.text.norm.weight"}
+    assert torch.equal(norm.weight.detach(), other)

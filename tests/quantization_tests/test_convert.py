@@ -165,7 +165,7 @@ def test_swap__a_failure_leaves_hooks_where_they_were() -> None:
     model[0].register_forward_hook(calls)
     before = model[0]
     with suppress(RuntimeError), Journal(model) as journal:
-        journal.swap("0", nn.Linear(8, 8))
+        journal.swap({"0": nn.Linear(8, 8)})
         assert list(model[0]._forward_hooks.values()) == [calls]
         raise RuntimeError("undo")
     assert model[0] is before

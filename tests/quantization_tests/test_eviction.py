@@ -35,7 +35,7 @@ def edit(model: Any, journal: Journal) -> None:
     for number in range(0, len(linears), 2):
         journal.parameter(f"{number}.weight", torch.zeros(64, 64))
     for number in range(len(linears)):
-        journal.swap(str(number), nn.Linear(64, 64, bias=False))
+        journal.swap({str(number): nn.Linear(64, 64, bias=False)})
 
 
 @pytest.mark.parametrize("copied", ["all", "none", "first"])
@@ -105,7 +105,7 @@ def test_journal__weights_of_a_gpu_leave_it_and_come_back_to_the_bit(fails: bool
         with Journal(model) as journal:
             for number in range(len(before)):
                 model[number].weight.data.mul_(1)  # the last write before it leaves is on this stream
-                journal.swap(str(number), nn.Linear(1, 1))
+                journal.swap({str(number): nn.Linear(1, 1)})
             if fails:
                 raise KeyboardInterrupt
     except KeyboardInterrupt:

@@ -106,8 +106,9 @@ def result(name: str, **options: Any) -> dict[str, Any]:
     sqnr = [round(db, 6) for x in report.layers for db in x.sqnr.values()]
     passes = [(p.name, p.sites, p.delta) for p in report.passes]
     refused = sorted(str(r) for r in report.refused)
-    found = (hashes(model.state_dict()), report.config.to_dict(), layers, sqnr, passes, refused)
-    return json.loads(json.dumps(dict(zip(("tensors", "config", "layers", "sqnr", "passes", "refused"), found, strict=True))))
+    found = (hashes(model.state_dict()), report.config.to_dict(), layers, sqnr, passes, refused, report.rewrite_error)
+    names = ("tensors", "config", "layers", "sqnr", "passes", "refused", "rewrite error")
+    return json.loads(json.dumps(dict(zip(names, found, strict=True))))
 
 
 def started(size: int, arguments: list[str], script: str = __file__) -> list[forked.Child]:

@@ -28,9 +28,12 @@ from mmqc.graph.spaces.rows import Rows
 from mmqc.graph.spaces.selections import any_row, chosen_axes, first, join_choices, join_written, row_of
 
 
-def coordinates(prog: Program, through_norms: bool = True, copies: Tensor | None = None) -> Coordinates:
-    """Replay ``prog`` and return the coordinates of all it computes; ``Spaces.of`` explains ``through_norms``, Rows ``copies``."""
-    tracker = Rules(prog, through_norms, copies)
+def coordinates(prog: Program, through_norms: bool = True, copies: Tensor | None = None, rows: bool = True) -> Coordinates:
+    """Replay ``prog`` and return the coordinates of all it computes.
+
+    ``Spaces.of`` explains ``through_norms``, ``Rows`` its ``copies``; without ``rows`` there are no ``meetings``.
+    """
+    tracker = Rules(prog, through_norms, copies, rows)
     with torch.no_grad():
         prog.replay(tracker.see, values=not prog.sketches)
     return tracker.found
@@ -39,14 +42,20 @@ def coordinates(prog: Program, through_norms: bool = True, copies: Tensor | None
 class Rules(Tracker):
     """One method per kind of operation that neither moves data nor is opaque."""
 
-    def __init__(self, prog: Program, through_norms: bool = True, copies: Tensor | None = None) -> None:
+    def __init__(self, prog: Program, through_norms: bool = True, copies: Tensor | None = None, rows: bool = True) -> None:
         super().__init__(prog, through_norms)
-        self.rows = Rows(self, copies)
+        self.rows = Rows(self, copies) if rows else None
 
     def see(self, node: fx.Node, result: Any, args: list[Any], kwargs: dict[str, Any]) -> None:
         """Coordinates first, then the rows that they come in."""
         super().see(node, result, args, kwargs)
-        self.rows.see(node, result, args, kwargs, self.shadow(node))
+        if self.rows is not None:
+            self.rows.see(node, result, args, kwargs, self.shadow(node))
+
+    def meet(self, node: fx.Node, x: Any, ids: Tensor, channel: int = -1) -> None:
+        """The channels of ``x`` meet in ``node``."""
+        if self.rows is not None:
+            self.rows.meet(node, x, ids, channel)
 
     def moved(self, node: fx.Node, word: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
         """And those of what an index or a mask might have put there instead."""
@@ -229,7 +238,7 @@ class Rules(Tracker):
         if ids is None or node.op != "call_function" or len(args) != 2:
             return self.opaque(node, result, [node.args[0]], "rms_norm") if ids is not None else None  # type: ignore[list-item]
         row = self.columns(ids)
-        self.rows.meet(node, node.args[0], row)
+        self.meet(node, node.args[0], row)
         self.found.norms.append((node, row))
         self.split(row, torch.zeros_like(row))
         return ids if self.through_norms else self.renamed(node, ids)
@@ -241,7 +250,7 @@ class Rules(Tracker):
         if node.target is not layer_norm:
             return self.opaque(node, result, [node.args[0]], "layer_norm")  # type: ignore[list-item]
         row = self.columns(ids)
-        self.rows.meet(node, node.args[0], row)
+        self.meet(node, node.args[0], row)
         self.found.norms.append((node, row))
         if self.through_norms:
             self.split(row, torch.zeros_like(row))
@@ -252,7 +261,8 @@ class Rules(Tracker):
     # -- weights ---------------------------------------------------------------------------------------------------
     def columns(self, ids: Tensor) -> Tensor:
         """One id for each position of the last axis; the others found there are joined to it."""
-        rows = ids.reshape(-1, ids.shape[-1])
+        few = compact(ids)[0]
+        rows = few.expand(*few.shape[:-1], ids.shape[-1]).reshape(-1, ids.shape[-1])
         best = first(rows, 0)[0]
         self.join(rows, best.expand(rows.shape))
         self.freeze_beside_constants(rows, best, self.prog.graph._root)
@@ -266,7 +276,7 @@ class Rules(Tracker):
             self.found.idle.add(node)
         elif isinstance(ids, Tensor):
             row = self.columns(ids.movedim(use.channel, -1))
-            self.rows.meet(node, use.x, row, use.channel)
+            self.meet(node, use.x, row, use.channel)
             self.split(row, torch.zeros_like(row))
             self.join(row, self.columns_of.setdefault((use.fqn, use.reads), row))
         if node not in self.found.idle:

@@ -43,6 +43,7 @@ MOVES = frozenset((
 SAME = frozenset((
     "to", "float", "double", "half", "bfloat16", "type", "type_as", "dropout", "identity", "neg", "alias", "getattr:data",
 ))
+COPIES = frozenset(("contiguous", "clone"))
 FRESH_ZEROS = frozenset(("zeros", "zeros_like", "new_zeros"))
 SHAPE_ONLY = frozenset((
     "size", "dim", "numel", "ones_like", "empty_like", "full_like", "new_ones", "new_empty", "new_full", "rand_like",
@@ -51,6 +52,7 @@ SHAPE_ONLY = frozenset((
 # fmt: on
 KEEPS_ZERO = frozenset(("relu", "relu6", "gelu", "silu", "mish", "tanh", "hardswish", "leaky_relu", "elu", "abs", "square"))
 SPREAD = 16  # to mark as many numbers costs less than to sort one
+MANY = 1 << 16  # numbers from which on it pays to look for rows that are alike
 MEAN = "layer_norm subtracts its mean"
 
 
@@ -154,7 +156,7 @@ class Tracker:
     def freeze(self, ids: Tensor | None, node: fx.Node, reason: str) -> None:
         """No rotation may touch these coordinates."""
         if ids is not None:
-            ids = compact(ids)[0]
+            ids = unlike(ids)[0]
             known = distinct(ids[ids >= 0])
             if known.numel():
                 self.found.frozen.append((known, node, reason))
@@ -167,7 +169,7 @@ class Tracker:
 
     def join(self, a: Tensor, b: Tensor) -> None:
         """Elements at the same place are the same coordinate."""
-        a, b = compact(a, b)
+        a, b = unlike(a, b)
         differ = (a != b) & (a >= 0) & (b >= 0)
         if differ.any():
             pairs = distinct(a[differ].long() * self.found.total + b[differ])
@@ -208,7 +210,7 @@ class Tracker:
         if not sources and not params:
             return None
         if word in SAME and isinstance(result, Tensor) and result.is_floating_point():
-            return self.shadow(node.args[0]) if sources else self.parameter(params[0])
+            return self.apart(node, self.shadow(node.args[0])) if sources else self.parameter(params[0])
         if self.is_move(word, args, kwargs):
             return self.moved(node, word, args, kwargs)
         return self.opaque(node, result, sources, word)
@@ -223,6 +225,11 @@ class Tracker:
         weight = self.prog.weights[str(node.target)]
         loose = str(node.target).startswith(LOOSE)
         return not loose and weight.is_floating_point() and weight.dim() >= 1 and weight.numel() > 1
+
+    def apart(self, node: fx.Node, ids: Any) -> Any:
+        """What stands for a copy: what stands for the operand, where nobody writes into that; in full it is as large as a value."""
+        writes = isinstance(ids, Tensor) and node not in self.written and node.args[0] in self.written
+        return ids.clone() if writes else ids
 
     def along_last(self, source: Source, like: Tensor) -> Tensor:
         """Ids of a source along the last axis of a tensor."""
@@ -252,6 +259,8 @@ class Tracker:
         new_args = [stands_for(t, v) for t, v in zip(node.args, args, strict=True)]
         new_kwargs = {k: stands_for(node.kwargs[k], v) for k, v in kwargs.items()}
         word = kind(node)
+        if word in COPIES and node not in self.written:
+            return self.apart(node, new_args[0])
         if word == "masked_fill":
             new_args[2:] = [_filler(kwargs.get("value", args[2] if len(args) > 2 else 0))]
             new_kwargs.pop("value", None)
@@ -330,6 +339,26 @@ def compact(*tensors: Tensor) -> list[Tensor]:
         if size > 1 and not any(s[axis] for s in strides):
             full = [t.narrow(axis, 0, 1) for t in full]
     return list(full)
+
+
+def unlike(*tensors: Tensor) -> list[Tensor]:
+    """As ``compact``, and of rows that are alike in all tensors most are left out, [rows, K], for who asks what meets at all.
+
+    Among the tokens of text and images there are two kinds of rows.  Each round takes one and all that are like it, for as long
+    as these are an eighth of what is left.
+    """
+    full = compact(*tensors)
+    if full[0].dim() < 2 or full[0].numel() < MANY:
+        return full
+    left = [t.reshape(-1, t.shape[-1]) for t in full]
+    found: list[list[Tensor]] = []
+    while (count := len(left[0])) > 1:
+        found.append([t[:1] for t in left])
+        others = torch.stack([(t != t[:1]).any(1) for t in left]).any(0)
+        left = [t[others] for t in left]
+        if 8 * len(left[0]) > 7 * count:
+            break
+    return [torch.cat(parts) for parts in zip(*found, left, strict=True)]
 
 
 def _cat(parts: Sequence[Tensor], dim: int) -> Tensor:

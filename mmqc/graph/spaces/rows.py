@@ -67,7 +67,7 @@ class Rows:
         word = "contraction" if node in self.tracker.found.contractions else kind(node)
         known = [r for n in node.all_input_nodes for r in leaves(self.rows_of(n, word))]
         if word in SAME and word != "neg" and known:
-            return known[0]
+            return self.tracker.apart(node, known[0])
         if self.tracker.is_move(word, args, kwargs):
             return self.tracker.move(node, args, kwargs, self.stands_for)
         if not isinstance(result, Tensor):

@@ -1,20 +1,22 @@
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from blocks import MODELS, WIDTH
 from float64 import passed, recorded, spaces_of
 from models import randomise, tiny_qwen2_vl
-from pass_cases import EXACT_PASSES
+from pass_cases import CASES, EXACT_PASSES
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from mmqc.graph.kinds import kind
 from mmqc.graph.program import Program
 from mmqc.graph.spaces.coordinate_rules import coordinates
-from mmqc.graph.spaces.coordinates import compact, distinct
+from mmqc.graph.spaces.coordinates import MANY, compact, distinct, unlike
 from mmqc.graph.spaces.spaces import Space, Spaces
-from mmqc.graph.spaces.towers import roles, towers
+from mmqc.graph.spaces.towers import behind_operations, roles, towers
 from mmqc.passes.raise_ops import RaiseOps
 
 TEXT, VISION = "model.language_model", "model.visual"
@@ -117,6 +119,28 @@ def test_towers__of_qwen2_vl() -> None:
     assert role["lm_head.weight"] == "head"
     assert role[f"{TEXT}.layers.0.self_attn.o_proj.weight"] == role[f"{VISION}.merger.mlp.2.weight"] == "out"
     assert role[f"{TEXT}.layers.0.self_attn.q_proj.weight"] == role[f"{VISION}.merger.mlp.0.weight"] == "in"
+
+
+def everything_but_pins(space: Space) -> tuple[Any, ...]:
+    touches = [(t.fqn, t.axis, t.role, t.node, t.groups.tolist()) for t in space.touches]
+    gains = {name: channels.tolist() for name, channels in space.gains.items()}
+    return space.width, touches, space.norms, space.mean_pins, space.inputs, space.outputs, space.made, gains
+
+
+@pytest.mark.parametrize("case", [*CASES, "qwen2_vl"])
+@pytest.mark.parametrize("passes", [2, 5])
+def test_spaces__without_pins_are_the_same(case: str, passes: int) -> None:
+    """What towers and roles are read off does not depend on what may be rotated."""
+    model, batch = tiny_qwen2_vl(grids=((1, 16, 24), (1, 32, 16))) if case == "qwen2_vl" else MODELS[case]()
+    prog = passed(recorded(model, {**batch, "use_cache": False} if case == "qwen2_vl" else batch), EXACT_PASSES[:passes])
+    few = Spaces.of(prog, pins=False)
+    read = towers(prog, few), roles(prog, few), behind_operations(few)
+    whole = Spaces.of(prog)
+    assert whole is not few
+    assert Spaces.of(prog, pins=False) is whole, "who asks for less takes what is there"
+    assert list(map(everything_but_pins, few)) == list(map(everything_but_pins, whole))
+    assert read == (towers(prog, whole), roles(prog, whole), behind_operations(whole))
+    assert set(read[0]) == set(prog.nodes("linear", "conv"))
 
 
 class Cached(nn.Module):
@@ -237,3 +261,45 @@ def test_coordinates__stop_at(name: str) -> None:
 )
 def test_distinct__is_unique(ids: Tensor) -> None:
     assert torch.equal(distinct(ids), ids.unique())
+
+
+@pytest.mark.parametrize("kinds", [1, 3, 300], ids=["alike", "few kinds", "all differ"])
+def test_unlike__what_meets_stays(kinds: int) -> None:
+    draw = torch.Generator().manual_seed(0)
+    kind = torch.randint(kinds, (300,), generator=draw) if kinds < 300 else torch.randperm(300, generator=draw)
+    a, b = (torch.randint(1 << 20, (kinds, 256), generator=draw)[kind].reshape(3, 100, 256) for _ in range(2))
+    assert a.numel() >= MANY
+    few = unlike(a, b.select(0, 0))
+    pairs = [(x << 20) + y for x, y in (torch.broadcast_tensors(a, b[0]), few)]
+    assert torch.equal(pairs[1].unique(), pairs[0].unique())
+    assert len(unlike(a)[0]) == kinds
+
+
+class Written(nn.Module):
+    """Writes into what it has a copy of."""
+
+    def __init__(self, copied: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.other, self.last = (nn.Linear(8, 8) for _ in range(3))
+        self.copied = copied
+
+    def forward(self, x: Tensor) -> Tensor:
+        a = self.first(x)
+        b = self.copied(a)
+        a[..., :4] = self.other(x)[..., :4]
+        return self.last(b.double()) + a.sum()
+
+
+@pytest.mark.parametrize("copied", [torch.clone, Tensor.half], ids=["clone", "half"])
+def test_coordinates__a_copy_stays_what_it_was(copied: Callable[[Tensor], Tensor]) -> None:
+    prog = passed(recorded(Written(copied), {"x": torch.randn(3, 8)}), [RaiseOps()])
+    read = [s for s in spaces_of(prog) if "last.weight" in names(s.readers)]
+    assert {fqn for s in read for fqn in names(s.writers)} == {"first.weight"}
+
+
+@pytest.mark.parametrize("copied", [torch.clone, Tensor.contiguous], ids=["clone", "contiguous"])
+def test_coordinates__a_copy_that_nobody_writes_to_is_none(copied: Callable[[Tensor], Tensor]) -> None:
+    model = Between(lambda y: copied(y.transpose(0, 1)), WIDTH)
+    shadows = spaces_of(recorded(model, {"x": torch.randn(2, 6, 4)})).found.shadows
+    (copy,) = [n for n in shadows if kind(n) == copied.__name__]
+    assert shadows[copy].data_ptr() == shadows[copy.args[0]].data_ptr()
