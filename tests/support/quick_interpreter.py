@@ -20,26 +20,33 @@ def install() -> None:
     if os.environ.get("TRITON_INTERPRET") != "1":
         return
     try:
-        import triton.language as tl
         from triton.runtime import interpreter
 
-        semantic = interpreter.interpreter_semantic
-        patch, run, dtype = interpreter._patch_lang, interpreter.GridExecutor.__call__, interpreter._get_np_dtype
-        check_overflow = semantic.binary_op_sanitize_overflow_impl
+        semantic, executor = interpreter.interpreter_semantic, interpreter.GridExecutor
+        replaced = once_a_kernel(interpreter._patch_lang, executor.__call__)
+        dtype, check = of_scalars(interpreter._get_np_dtype), if_heard(semantic, semantic.binary_op_sanitize_overflow_impl)
     except (ImportError, AttributeError):
         return
-    done: set[tuple[bool, bool]] | None = None  # in the kernel that runs: whose names of the language are replaced
+    interpreter._patch_lang, executor.__call__ = replaced
+    interpreter._get_np_dtype, semantic.binary_op_sanitize_overflow_impl = dtype, check
+
+
+def once_a_kernel(patch: Callable[[Any], Any], run: Callable[..., Any]) -> tuple[Callable[[Any], Any], Callable[..., Any]]:
+    """Both, so that a function finds the language as its kernel, or one that was called before, has left it."""
+    import triton.language as tl
+
+    done: set[tuple[bool, bool]] | None = None  # in the kernel that runs: under which names it has been replaced
 
     @functools.cache
-    def modules_of(fn: Callable[..., Any]) -> tuple[bool, bool]:
+    def names_of(fn: Callable[..., Any]) -> tuple[bool, bool]:
         seen = {id(value) for value in fn.__globals__.values()}
         return id(tl) in seen, id(tl.core) in seen
 
     def patch_once(fn: Callable[..., Any]) -> Any:
         if done is None:  # a function that a test calls without a kernel
             return patch(fn)
-        if (modules := modules_of(fn)) not in done:
-            done.add(modules)
+        if (names := names_of(fn)) not in done:
+            done.add(names)
             return patch(fn)
         return None  # which nobody reads: a kernel, which puts back what it replaced, is the first to ask
 
@@ -52,19 +59,17 @@ def install() -> None:
         finally:
             done = None
 
+    return patch_once, run_kernel
+
+
+def of_scalars(dtype: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """A block's dtype is its elements'; types of blocks and of pointers have no hash."""
     of_scalar = functools.cache(dtype)
+    return lambda kind: dtype(kind) if kind.scalar.is_ptr() else of_scalar(kind.scalar)
 
-    def numpy_dtype(kind: Any) -> Any:
-        return dtype(kind) if kind.scalar.is_ptr() else of_scalar(kind.scalar)  # types of blocks and pointers have no hash
 
-    def check_if_told(*args: Any) -> None:
-        if semantic.builder.options.debug:
-            check_overflow(*args)
-
-    interpreter._patch_lang = patch_once
-    interpreter.GridExecutor.__call__ = run_kernel
-    interpreter._get_np_dtype = numpy_dtype
-    semantic.binary_op_sanitize_overflow_impl = check_if_told
+def if_heard(semantic: Any, check: Callable[..., None]) -> Callable[..., None]:
+    return lambda *args: check(*args) if semantic.builder.options.debug else None
 
 
 install()
