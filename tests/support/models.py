@@ -45,8 +45,8 @@ def tiny_qwen2_vl(
 ) -> tuple[nn.Module, dict]:
     """A two-layer Qwen2-VL and a batch with one image for each (t, h, w) of ``grids``.
 
-    ``depth`` is the vision tower's, ``layers`` are the decoder's: what is compiled for the sake of one takes one block of the other,
-    and what is about the call as a whole one of both, which compiles in half the time.
+    ``depth`` is the vision tower's, ``layers`` are the decoder's: what is compiled for one of them takes one block of the other,
+    and what is about the call as a whole one of both, which takes half the time.
     """
     vision = {"depth": depth, "embed_dim": 64, "hidden_size": width, "num_heads": 4, "mlp_ratio": 4, "patch_size": PATCH}
     rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]}
