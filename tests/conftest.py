@@ -30,7 +30,7 @@ else:  # how long an example takes says how busy the machine is
     hypothesis.settings.register_profile("mmqc", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
     hypothesis.settings.load_profile("mmqc")
 
-pytest_plugins = ["gpu_run"]
+pytest_plugins = ["gpu_run", "quick_dynamo", "quick_interpreter"]
 LONGEST = {"test_backend_vlm", "test_cpp_runner", "test_export", "test_many_ranks", "test_run_time", "test_warm"}
 torch.set_num_threads(1)
 gc.disable()  # which would take a tenth of the run; until all tests are collected

@@ -58,8 +58,9 @@ def ids(batch: int, length: int) -> torch.Tensor:
 # --- what becomes of a graph ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("wrap", [lambda m: m.compile(backend=backend) or m, lambda m: torch.compile(m, backend=backend)])
-@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize(
+    ("wrap", "grad"), [(lambda m: m.compile(backend=backend) or m, False), (lambda m: torch.compile(m, backend=backend), True)]
+)
 def test_backend__compiled_equals_eager(wrap: Callable[[nn.Module], nn.Module], grad: bool) -> None:
     model = Block()
     compiled = wrap(copy.deepcopy(model))

@@ -3,6 +3,9 @@
 //   runner model.pt2 question.safetensors max_new_tokens end_token        prints the ids of the answer's tokens
 //
 // The file holds the model's inputs by name, one row: input_ids, attention_mask, pixel_values, image_grid_thw, ...
+#include <ATen/ops/cat.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/zeros.h>
 #include <torch/csrc/inductor/aoti_package/model_package_loader.h>
 
 #include <iostream>
@@ -34,7 +37,7 @@ int main(int count, char** arguments) {
   const auto cache = split(facts["cache"], ',');
   int64_t room = capacity;  // a quantized cache keeps visual tokens elsewhere
   for (const auto& id : split(facts["packed"], ','))
-    room -= (tensors["input_ids"] == std::stoll(id)).sum().item<int64_t>();
+    room -= tensors["input_ids"].eq(std::stoll(id)).sum().item<int64_t>();
   const auto type = cache[0] == "float32" ? at::kFloat : cache[0] == "bfloat16" ? at::kBFloat16 : at::kHalf;
   for (size_t i = 1; i < cache.size(); ++i) {
     const auto part = split(cache[i], ':');

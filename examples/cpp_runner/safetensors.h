@@ -1,6 +1,6 @@
 // Reading a safetensors file into tensors by name.
 #pragma once
-#include <ATen/ATen.h>
+#include <ATen/ops/from_blob.h>
 
 #include <fstream>
 #include <regex>

@@ -6,6 +6,8 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+_callers_own: bool = False  # whether the caller has frozen objects: known once it is true, for Python counts them one by one
+
 
 @contextmanager
 def without_collections() -> Iterator[None]:
@@ -22,8 +24,10 @@ def without_collections() -> Iterator[None]:
 def count_as_old() -> None:
     """Whatever is there is looked through for garbage when Python next looks through everything, and not before.
 
-    For many objects of which most stay; left out where the caller has objects that are never to be looked at.
+    For many objects of which most stay; left out where the caller has, or once had, objects that are never to be looked at.
     """
-    if gc.get_freeze_count() == 0:
+    global _callers_own
+    _callers_own = _callers_own or gc.get_freeze_count() > 0
+    if not _callers_own:
         gc.freeze()
         gc.unfreeze()

@@ -65,7 +65,7 @@ def test_compiled_loop__eager_prefill(without_inductor: None) -> None:
 def test_compiled_loop__sizes_of_few_shapes_are_constants(
     prefill: str | None, varying: bool, monkeypatch: pytest.MonkeyPatch, without_inductor: None
 ) -> None:
-    model, batch = quantized_vlm(depth=1)
+    model, batch = quantized_vlm(depth=1, layers=1)
     marked: list[torch.Tensor] = []
     monkeypatch.setattr(sizes, "may_vary", lambda tensor, _: marked.append(tensor) or (lambda: None))
     more = {"max_new_tokens": 3, "do_sample": False, "cache_implementation": "static"}
@@ -75,7 +75,7 @@ def test_compiled_loop__sizes_of_few_shapes_are_constants(
 
 
 def test_compiled_loop__knows_what_generate_was_given_before_anything_is_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, batch = quantized_vlm(depth=1)
+    model, batch = quantized_vlm(depth=1, layers=1)
     seen: list[Any] = []
     prepare = type(model)._prepare_generation_config
 
@@ -98,7 +98,7 @@ def test_compiled_loop__knows_what_generate_was_given_before_anything_is_prepare
 
 
 def test_compiled_loop__left_padded_batch() -> None:
-    model, _ = tiny_qwen2_vl(depth=1)
+    model, _ = tiny_qwen2_vl(depth=1, layers=1)
     ids = torch.tensor([[0, 0, 0, 11, 12, 13], [14, 15, 16, 17, 18, 19]])
     text = {"input_ids": ids, "attention_mask": (ids != 0).long()}
     more = {"max_new_tokens": 5, "do_sample": False, "cache_implementation": "static"}
@@ -124,7 +124,7 @@ def test_compiled_loop__prefill_and_step_are_one_graph_each(without_inductor: No
 
 def test_compiled_loop__batches_in_any_order_compile_a_few_times(without_inductor: None) -> None:
     """A prefill and a step for one prompt and for several, of any number and lengths, in a cache of any length."""
-    model, _ = tiny_qwen2_vl(depth=1)
+    model, _ = tiny_qwen2_vl(depth=1, layers=1)
     more = {"do_sample": False, "cache_implementation": "static"}
     draw = torch.Generator().manual_seed(3)
 
@@ -147,7 +147,7 @@ def test_compiled_loop__batches_in_any_order_compile_a_few_times(without_inducto
 
 
 def test_compiled_loop__keeps_the_cache_and_a_copy_of_the_model_does_not() -> None:
-    model, batch = tiny_qwen2_vl(depth=1)
+    model, batch = tiny_qwen2_vl(depth=1, layers=1)
     more = {"max_new_tokens": 3, "do_sample": False, "cache_implementation": "static", **compiled()}
     first = model.generate(**batch, **more)
     (kept,) = (k.cache for k in model._mmqc_loop.caches.caches.values())
@@ -199,7 +199,7 @@ def test_compiled_loop__a_mode_is_the_steps_alone(where: str) -> None:
 
 
 def test_compiled_loop__a_streamer_gets_every_token_and_is_ended() -> None:
-    model, batch = quantized_vlm(depth=1)
+    model, batch = quantized_vlm(depth=1, layers=1)
     assert len(batch["input_ids"]) == 1, "a stream is of one sequence"
     more = {"max_new_tokens": 4, "do_sample": False, "cache_implementation": "static"}
     expected, got = Tokens(), Tokens()
@@ -217,7 +217,7 @@ def test_compiled_loop__a_streamer_gets_every_token_and_is_ended() -> None:
 
 
 def test_compiled_loop__threads_take_turns() -> None:
-    model, _ = quantized_vlm(depth=1)
+    model, _ = quantized_vlm(depth=1, layers=1)
     draw = torch.Generator().manual_seed(0)
     prompts = [torch.randint(5, 20, shape, generator=draw) for shape in ((1, 6), (2, 6), (1, 9), (2, 3), (1, 6))]
     more = {"max_new_tokens": 5, "do_sample": False, "cache_implementation": "static", **compiled()}

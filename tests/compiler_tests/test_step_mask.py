@@ -55,7 +55,7 @@ def test_step_mask__is_the_one_of_transformers(made: list[Any]) -> None:
 
 
 def test_step_mask__padding_on_the_left(made: list[Any]) -> None:
-    model, _ = tiny_qwen2_vl(depth=1)
+    model, _ = tiny_qwen2_vl(depth=1, layers=1)
     ids = torch.tensor([[0, 0, 0, 11, 12, 13], [14, 15, 16, 17, 18, 19]])
     text = {"input_ids": ids, "attention_mask": (ids != 0).long()}
     assert torch.equal(model.generate(**text, **MORE, custom_generate=mmqc.compiled_loop), model.generate(**text, **MORE))
@@ -111,7 +111,7 @@ def asked(model: Any, cache: StaticCache, **more: Any) -> dict[str, Any]:
     ],
 )
 def test_step_mask__leaves_other_calls_to_transformers(more: dict[str, Any], text: dict[str, Any]) -> None:
-    model, _ = tiny_qwen2_vl(depth=1)
+    model, _ = tiny_qwen2_vl(depth=1, layers=1)
     cache = StaticCache(config=model.config, max_cache_len=8)
     names = ("layer_types", "sliding_window", "_attn_implementation")
     config = SimpleNamespace(**({n: getattr(model.config.get_text_config(), n, None) for n in names} | text))
@@ -123,7 +123,7 @@ def test_step_mask__leaves_other_calls_to_transformers(more: dict[str, Any], tex
 
 
 def test_step_mask__places_of_steps_without_a_mask_of_padding() -> None:
-    model, _ = tiny_qwen2_vl(depth=1)
+    model, _ = tiny_qwen2_vl(depth=1, layers=1)
     cache = StaticCache(config=model.config, max_cache_len=8)
     plain = asked(model, cache, attention_mask=None)
     assert not step_mask._is_plain_step(step_mask._Loop(cache), **plain)
@@ -136,7 +136,7 @@ def test_step_mask__places_of_steps_without_a_mask_of_padding() -> None:
 
 
 def test_step_mask__only_inside_a_loop() -> None:
-    model, _ = tiny_qwen2_vl(depth=1)
+    model, _ = tiny_qwen2_vl(depth=1, layers=1)
     cache = StaticCache(config=model.config, max_cache_len=8)
     cache.early_initialization(1, 2, 8, torch.float32, torch.device("cpu"))
     masks = []

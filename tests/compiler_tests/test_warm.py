@@ -18,7 +18,7 @@ PROMPTS = [batch_of((1, 4, 6), (1, 2, 4)), batch_of((1, 4, 4)), batch_of((1, 6, 
 
 
 def test_warm__nothing_is_left_to_compile() -> None:
-    model, _ = tiny_qwen2_vl(depth=1)
+    model, _ = tiny_qwen2_vl(depth=1, layers=1)
     with collect_records() as records:
         calls = mmqc.warm(model, PROMPTS, progress=False)
         kinds = ["several images or tiles", "1 image", "text alone"]
@@ -41,7 +41,7 @@ def test_warm__nothing_is_left_to_compile() -> None:
 @pytest.mark.slow
 def test_warm__goes_on_behind_an_end_of_sequence() -> None:
     """Whatever token comes first, a step is compiled."""
-    model, _ = tiny_qwen2_vl(depth=1)
+    model, _ = tiny_qwen2_vl(depth=1, layers=1)
     ends = list(range(40))
     config = GenerationConfig(do_sample=False, cache_implementation="static", eos_token_id=ends, pad_token_id=0, max_length=9)
     model.generation_config.eos_token_id = ends  # which stands in where a config says none

@@ -65,7 +65,7 @@ def test_find__copies_the_cache_before_it_watches() -> None:
 
 def test_front__numpy_prod_of_a_shape_is_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
     """LLaVA-Next decides by it; Dynamo takes it for a value that it does not know."""
-    model, batch = tiny_qwen2_vl(depth=1)
+    model, batch = tiny_qwen2_vl(depth=1, layers=1)
     merger, prod = type(model.model.visual.merger), numpy.prod
     plain = merger.forward
     monkeypatch.setattr(merger, "forward", lambda self, x: plain(self, x if numpy.prod(x.shape) % 2 == 0 else 2 * x))
@@ -79,7 +79,7 @@ def test_front__numpy_prod_of_a_shape_is_a_number(monkeypatch: pytest.MonkeyPatc
 
 
 def test_front__model_is_as_it_was_between_calls() -> None:
-    model, batch = tiny_qwen2_vl(depth=1)
+    model, batch = tiny_qwen2_vl(depth=1, layers=1)
     logits(model, batch)  # a forward leaves attributes of its own
     compiled = torch.compile(model, backend="mmqc")
     before = state(model)
@@ -98,7 +98,7 @@ def test_front__model_is_as_it_was_between_calls() -> None:
 
 def test_front__survives_a_reset_of_dynamo() -> None:
     for _ in range(2):
-        model, batch = tiny_qwen2_vl(depth=1)
+        model, batch = tiny_qwen2_vl(depth=1, layers=1)
         with collect_records() as records:
             logits(torch.compile(model, backend="mmqc"), batch)
         assert len(records) == 1
@@ -106,7 +106,7 @@ def test_front__survives_a_reset_of_dynamo() -> None:
 
 
 def test_front__copy_of_a_compiled_model_has_its_own() -> None:
-    model, batch = tiny_qwen2_vl(depth=1)
+    model, batch = tiny_qwen2_vl(depth=1, layers=1)
     model.compile(backend="mmqc")
     expected = logits(model, batch)
     copied = copy.deepcopy(model)
@@ -116,7 +116,7 @@ def test_front__copy_of_a_compiled_model_has_its_own() -> None:
 
 @pytest.mark.skipif(OLD, reason="a traced check leaves an unbound symbol behind before torch 2.12, see graph/tracing.py")
 def test_front__too_few_placeholders_are_an_error() -> None:
-    model, batch = tiny_qwen2_vl(depth=1)
+    model, batch = tiny_qwen2_vl(depth=1, layers=1)
     compiled = torch.compile(model, backend="mmqc")
     logits(compiled, batch)
     ids = batch["input_ids"].clone()
@@ -126,7 +126,7 @@ def test_front__too_few_placeholders_are_an_error() -> None:
 
 
 def test_front__other_grids_and_image_counts_do_not_recompile() -> None:
-    model, _ = tiny_qwen2_vl(depth=1)
+    model, _ = tiny_qwen2_vl(depth=1, layers=1)
     compiled = torch.compile(model, backend="mmqc", dynamic=True)
     shapes = [((1, 4, 6), (1, 8, 4)), ((1, 8, 8),), ((1, 4, 4), (1, 6, 4), (1, 2, 4)), ((1, 10, 4),), ((1, 6, 8), (1, 2, 2))]
     with collect_records() as records:
@@ -142,7 +142,7 @@ def test_front__other_grids_and_image_counts_do_not_recompile() -> None:
 @pytest.mark.parametrize(("quantized", "first"), [pytest.param(False, 3, marks=pytest.mark.slow), (True, 1)])
 def test_front__a_program_for_all_sizes_and_others_for_one_prompt_and_one_image(quantized: bool, first: int) -> None:
     """Sizes of images, how many there are, lengths and batches, in any order; ``generate`` asks for one row of logits."""
-    model, _ = quantized_vlm(depth=1) if quantized else tiny_qwen2_vl(depth=1)
+    model, _ = quantized_vlm(depth=1, layers=1) if quantized else tiny_qwen2_vl(depth=1, layers=1)
     draw, compiled = random.Random(first), torch.compile(copy.deepcopy(model), backend="mmqc")
     prompts = [1, 1, 1, 1, 2, 2, 2, 3, 3, 4, 5]
     draw.shuffle(prompts)
@@ -158,7 +158,7 @@ def test_front__a_program_for_all_sizes_and_others_for_one_prompt_and_one_image(
 
 @torch.no_grad()
 def test_front__texts_alone_vary_too_once_images_came() -> None:
-    model, _ = tiny_qwen2_vl(depth=1)
+    model, _ = tiny_qwen2_vl(depth=1, layers=1)
     compiled = torch.compile(model, backend="mmqc")
     logits(compiled, batch_of((1, 4, 6)))
     with collect_records() as records:
@@ -185,7 +185,7 @@ def test_front__generate_gives_the_same_tokens() -> None:
 
 @torch.no_grad()
 def test_front__decode_by_hand_uses_the_positions_of_its_own_prefill() -> None:
-    model, batch = tiny_qwen2_vl(depth=1)
+    model, batch = tiny_qwen2_vl(depth=1, layers=1)
     compiled = copy.deepcopy(model)
     compiled.compile(backend="mmqc")
 
@@ -215,7 +215,7 @@ def test_front__backend_quantizes_in_one_graph_without_rotations() -> None:
 
 
 def test_explain__tells_what_is_prepared_and_where_graphs_break() -> None:
-    model, batch = tiny_qwen2_vl(depth=1)
+    model, batch = tiny_qwen2_vl(depth=1, layers=1)
     explanation = mmqc.explain(model, {**batch, "use_cache": False})
     assert len(explanation.graphs) == 1
     assert not explanation.breaks

@@ -23,7 +23,7 @@ def batch_of(*grids: tuple[int, int, int]) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def test_kept__computed_again_only_for_other_values(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, _ = tiny_qwen2_vl(depth=1)
+    model, _ = tiny_qwen2_vl(depth=1, layers=1)
     eager = copy.deepcopy(model)  # the hooks are in front of every call of the compiled one
     computed: list[Any] = []
     original = fronts.compute
@@ -45,7 +45,7 @@ def test_kept__computed_again_only_for_other_values(monkeypatch: pytest.MonkeyPa
 
 @torch.inference_mode()
 def test_kept__inference_tensors_are_not() -> None:
-    model, _ = tiny_qwen2_vl(depth=1)
+    model, _ = tiny_qwen2_vl(depth=1, layers=1)
     compiled = torch.compile(model, backend="mmqc")
     batch = batch_of((1, 4, 4))
     compiled(**batch)

@@ -5,6 +5,7 @@ import weakref
 
 import pytest
 
+from mmqc.graph import collections_off
 from mmqc.graph.collections_off import count_as_old, without_collections
 
 
@@ -21,7 +22,9 @@ def test_without_collections__leaves_it_as_it_was(on: bool) -> None:
 
 
 @pytest.mark.parametrize("frozen", [True, False], ids=["objects of the caller", "none"])
-def test_count_as_old__the_next_full_search_finds_what_was_made(frozen: bool) -> None:
+def test_count_as_old__the_next_full_search_finds_what_was_made(frozen: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collections_off, "_callers_own", False)
+
     class Cycle:
         pass
 

@@ -32,7 +32,7 @@ def _small(config: Any, count: int = 5, **more: Any) -> Case:
 def _qwen(config: Any, count: int = 4, **more: Any) -> Case:
     from models import tiny_qwen2_vl
 
-    model, batch = tiny_qwen2_vl()
+    model, batch = tiny_qwen2_vl(depth=1)
     g = torch.Generator().manual_seed(3)
     others = [{**batch, "pixel_values": torch.randn(batch["pixel_values"].shape, generator=g)} for _ in range(count - 1)]
     return model, [batch, *others], config, more

@@ -41,11 +41,12 @@ def text_with_images(counts: list[int], seed: int = 2) -> dict[str, torch.Tensor
 
 
 def tiny_qwen2_vl(
-    *, tied: bool = True, grids: tuple = ((1, 4, 6), (1, 8, 4)), width: int = 96, inner: int = 296, depth: int = 2
+    *, tied: bool = True, grids: tuple = ((1, 4, 6), (1, 8, 4)), width: int = 96, inner: int = 296, depth: int = 2, layers: int = 2
 ) -> tuple[nn.Module, dict]:
     """A two-layer Qwen2-VL and a batch with one image for each (t, h, w) of ``grids``.
 
-    ``depth`` is the vision tower's: what is compiled for the decoder's sake takes one block there, which compiles in half the time.
+    ``depth`` is the vision tower's, ``layers`` are the decoder's: what is compiled for one of them takes one block of the other,
+    and what is about the call as a whole one of both, which takes half the time.
     """
     vision = {"depth": depth, "embed_dim": 64, "hidden_size": width, "num_heads": 4, "mlp_ratio": 4, "patch_size": PATCH}
     rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]}
@@ -53,7 +54,7 @@ def tiny_qwen2_vl(
         "vocab_size": 512,
         "hidden_size": width,
         "intermediate_size": inner,
-        "num_hidden_layers": 2,
+        "num_hidden_layers": layers,
         "num_attention_heads": width // 16,
         "num_key_value_heads": 2,
         "max_position_embeddings": 512,

@@ -28,9 +28,9 @@ def _ranges(model: nn.Module, inputs: dict[str, Any]) -> dict[str, float]:
     return ranges
 
 
-def quantized_vlm(weight_bits: int = 8, *, depth: int = 2) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+def quantized_vlm(weight_bits: int = 8, *, depth: int = 2, layers: int = 2) -> tuple[nn.Module, dict[str, torch.Tensor]]:
     """(model, a batch with two images): both towers in W{bits}A8, the decoder with one scale per modality."""
-    model, inputs = tiny_qwen2_vl(depth=depth)
+    model, inputs = tiny_qwen2_vl(depth=depth, layers=layers)
     ranges = _ranges(model, inputs)
     context = ModalityContext.attach(model, (IMAGE, VIDEO))
     for name, linear in list(model.named_modules()):

@@ -54,8 +54,13 @@ def module_name(path: Path) -> str:
     return relative(path).removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
 
-def imports(path: Path, nodes: Callable[[ast.AST], Iterator[ast.AST]] = run_time_nodes) -> Iterator[Import]:
+@functools.cache
+def imports(path: Path, nodes: Callable[[ast.AST], Iterator[ast.AST]] = run_time_nodes) -> tuple[Import, ...]:
     """What the file imports, anywhere in it: statements, `import_module("…")`, and `torch._x` reached by attribute."""
+    return tuple(_imports(path, nodes))
+
+
+def _imports(path: Path, nodes: Callable[[ast.AST], Iterator[ast.AST]]) -> Iterator[Import]:
     package = module_name(path).split(".")
     here = package if path.name == "__init__.py" else package[:-1]
     for node in nodes(parse(path)):
