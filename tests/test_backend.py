@@ -199,7 +199,7 @@ def test_backend__modes_and_options_are_accepted(arguments: dict[str, Any]) -> N
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"attention_order": "other"}, "allowed: 'gather', 'unified'"),
+        ({"attention_order": "other"}, "allowed: 'auto', 'gather', 'unified'"),
         ({"collectives": "nccl"}, "allowed: 'backend', 'shared'"),
         ({"token_order": "random"}, "allowed: 'auto', 'sequence', 'modality'"),
         (

@@ -13,7 +13,7 @@ import mmqc
 from mmqc import recipes
 from mmqc.config import Bases, ChannelScales, QuantConfig, Rewrites
 from mmqc.graph.runner import Pass
-from mmqc.pipeline import FACTS, phases
+from mmqc.pipeline import FACTS, phases, run_time_passes
 
 ROOT = Path(__file__).resolve().parents[1]
 REFERENCE = (ROOT / "docs/reference/passes.md").read_text(encoding="utf-8")
@@ -93,3 +93,9 @@ def test_pass__docstring_says_what_is_checked(name: str) -> None:
         assert facts <= FACTS.keys()
         assert facts or lines[word].startswith("nothing"), word
     assert re.match(r"\w+", lines["Exact"])[0] == ("yes" if item.exact else "no")  # type: ignore[index]
+
+
+def test_pipeline__auto_is_the_order_that_measured_faster() -> None:
+    assert run_time_passes("auto") == run_time_passes("sequence")
+    assert run_time_passes("modality", "auto") == run_time_passes("modality", "gather")
+    assert run_time_passes("modality", "gather") != run_time_passes("modality", "unified")

@@ -3,8 +3,8 @@
 config           a QuantConfig, or its dict: the backend quantizes the graphs itself
 token_order      "sequence": rows stay where they are and each has the scale of its modality; "modality": all visual rows in
                  front of all text; "auto": pipeline.py says which
-attention_order  in modality order, how rows pass attention: "gather" (q, k, v go back to sequence order) or "unified" (the
-                 mask and the positions travel with the queries)
+attention_order  in modality order, how rows pass attention: "gather" (q, k, v go back to sequence order), "unified" (the
+                 mask and the positions travel with the queries) or "auto": pipeline.py says which
 collectives      "backend": sums over ranks are the process group's; "shared": those of few rows go through memory that GPUs of one
                  host share, where there is such memory (docs/adr/0039-sums-through-shared-memory.md)
 regions          False: a graph is compiled as a whole; else layers that are alike are compiled once (regions.py)
@@ -22,7 +22,7 @@ from typing import Any
 
 CHOICES = {
     "token_order": ("auto", "sequence", "modality"),
-    "attention_order": ("gather", "unified"),
+    "attention_order": ("auto", "gather", "unified"),
     "collectives": ("backend", "shared"),
 }
 OWN_KEYS = ("attention_order", "collectives", "config", "mode", "recorded_sizes", "regions", "token_order")
@@ -35,7 +35,7 @@ class CompileOptions:
     mode: str | None = None
     config: Any = None
     token_order: str = "auto"
-    attention_order: str = "gather"
+    attention_order: str = "auto"
     collectives: str = "backend"
     regions: bool = True
     recorded_sizes: int = 0
