@@ -17,6 +17,7 @@ KERNELS = {
     "kv_tokens": ("kv_token_attention*", "kv_round_keys*", "kv_pack*", "int4_codes*"),
     "epilogues": ("scaled_matmul*", "gated_matmul*", "activation_*", "epilogue_*", "hadamard_*"),
     "mixed_linear": ("mixed_*", "pingpong_*", "packed_*", "quantize_per_token*", "unpack_weight*"),
+    "linear_few": ("matmul/scaled_matmul*", "matmul/product*"),
     "kv_rows": ("kv_rows_*", "kv_token_attention*", "int4_codes*"),
 }
 
@@ -180,7 +181,23 @@ def epilogues(data: dict[str, Any]) -> list[str]:
     ]
 
 
+def some_hundred(data: dict[str, Any]) -> list[str]:
+    """Rows between those of a step and those of a prompt with a large image."""
+    ways = ("bf16", "int8", "int_mm", "fp8", "scaled_mm", "int4")
+    rows = [[name, *(f"{t[way]:.1f}" if way in t else "–" for way in ways)] for name, t in by_rows(data["microseconds"])]
+    return [
+        "## Some hundred rows",
+        "",
+        "A batch of 64, a page of text, an image of 32 x 32 patches: microseconds, as above, with the tiles that were tuned in the "
+        f"same run; `{data['command']}`, {data['device']}, torch {data['torch']}, Triton {data['triton']}. "
+        f"{measured('linear_few', data)}",
+        "",
+        *table(("linear / rows", *ways), rows),
+    ]
+
+
 SECTIONS = {
+    "linear_few": some_hundred,
     "epilogues": epilogues,
     "w4a8_groups": group_scales,
     "kv_attention": packed_cache,

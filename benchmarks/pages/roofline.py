@@ -14,7 +14,7 @@ import statistics
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mmqc.report.plots import INK, MUTED, figure
+from mmqc.report.plots import INK, MUTED, WIDE, figure
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -155,7 +155,7 @@ def draw_weight_traffic(linear: dict[str, Any], copy: float | None, rows: tuple[
     if not found:
         return None
     order = by_size(linear, found)
-    with figure(6.2, len(rows), sharex=True) as (fig, axes):
+    with figure(6.2, len(rows), width=WIDE, sharex=True) as (fig, axes):
         who: set[str] = set()
         for axis, m in zip(axes, rows, strict=True):
             who |= set(strip(axis, [p for p in found if p.rows == m], order, lambda p: 1e-12 * p.bytes / p.seconds))
@@ -186,7 +186,7 @@ def draw_roofline(linear: dict[str, Any], copy: float | None, rows: tuple[int, .
         return None
     order = by_size(linear, many)
     top = 1.08 * max(at for at, *_ in [*roofs(linear), *((1e-12 * p.operations / p.seconds,) for p in many)])
-    with figure(9.8, 3, height_ratios=(1, 1, 1.25)) as (fig, axes):
+    with figure(9.8, 3, width=WIDE, height_ratios=(1, 1, 1.25)) as (fig, axes):
         for axis, m in zip(axes, rows, strict=False):
             strip(axis, [p for p in many if p.rows == m], order, lambda p: 1e-12 * p.operations / p.seconds)
             axis.set_title(f"{m:,} rows")
