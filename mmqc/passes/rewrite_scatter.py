@@ -94,7 +94,7 @@ def scatter_of(node: fx.Node) -> Site | None:
         return None
     rows = b.dim() == a.dim() and all(map(_same, b.shape[:-1], a.shape[:-1]))
     fits = rows and c.dim() > 1 and type(a.shape[-1]) is int and _same(a.shape[-1], c.shape[-1])
-    return Site(node, x, mask, source) if fits and a.dtype == c.dtype and b.dtype == torch.bool else None
+    return Site(node, x, mask, source) if fits and a.dtype == c.dtype and b.dtype == torch.bool and a.device == b.device else None
 
 
 def _of_rows(mask: Any) -> fx.Node | None:
