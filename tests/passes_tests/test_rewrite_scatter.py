@@ -8,6 +8,12 @@ from fusion_cases import linear
 from torch import Tensor, nn
 
 from mmqc.compiler.record import collect_records
+from mmqc.passes import rewrite_scatter
+
+
+@pytest.fixture
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rewrite_scatter, "DEVICES", ("cpu",))
 
 
 class Merge(nn.Module):
@@ -39,6 +45,7 @@ def sites(records: list[Any]) -> list[str]:
     return [site for r in records for p in r.passes if p.name == "rewrite_scatter" for site in p.sites]
 
 
+@pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize("how", ["rows", "expanded", "stacked"])
 def test_rewrite_scatter__rows_in_their_order(how: str) -> None:
     model = Merge(how).eval()
@@ -49,6 +56,7 @@ def test_rewrite_scatter__rows_in_their_order(how: str) -> None:
     assert len(sites(records)) == 1
 
 
+@pytest.mark.usefixtures("on_cpu")
 def test_rewrite_scatter__any_numbers_of_rows_are_one_program() -> None:
     model = Merge().eval()
     compiled: Any = torch.compile(model, backend="mmqc", fullgraph=True, dynamic=True)
@@ -60,6 +68,7 @@ def test_rewrite_scatter__any_numbers_of_rows_are_one_program() -> None:
     assert len(sites(records)) == 1
 
 
+@pytest.mark.usefixtures("on_cpu")
 def test_rewrite_scatter__a_row_that_is_not_taken_reaches_nothing() -> None:
     """More rows than places, NaN in those that are left."""
     model = Merge().eval()
@@ -71,10 +80,19 @@ def test_rewrite_scatter__a_row_that_is_not_taken_reaches_nothing() -> None:
     assert not got.isnan().any()
 
 
+@pytest.mark.usefixtures("on_cpu")
 def test_rewrite_scatter__a_mask_of_channels_stays() -> None:
     model = Merge("channels").eval()
     ids, patches = ids_of([7, 1, 7, 7, 2])
     with torch.no_grad(), collect_records() as records:
         expected, got = model(ids, patches), torch.compile(model, backend="mmqc", fullgraph=True)(ids, patches)
     assert torch.equal(got, expected)
+    assert not sites(records)
+
+
+def test_rewrite_scatter__a_cpu_does_so_already() -> None:
+    model = Merge().eval()
+    ids, patches = ids_of([7, 1, 7, 7, 2])
+    with torch.no_grad(), collect_records() as records:
+        torch.compile(model, backend="mmqc", fullgraph=True)(ids, patches)
     assert not sites(records)
