@@ -14,6 +14,7 @@ from many_ranks import BRANCHES, BROKEN, CASES, ON_THE_SAMPLE, ended, result, st
 from split_ranks import save
 from tolerance import assert_close
 
+LAST = 98  # of some hundred messages those behind it may be of the last exchange
 FAILING = str(Path(__file__).parents[1] / "support" / "failing_ranks.py")
 FAST = [
     *("rtn", "rtn without data", "gptq", "awq, block", "awq + gptq", "mquant", "integer scale", "resq", "unlike", "tau", "experts"),
@@ -162,7 +163,9 @@ def test_quantize__goes_on_where_a_killed_rank_stopped_with_other_ranks(seed, tm
     done = ended(started(4, [f"kill.{at}.{who}", "gptq", str(tmp_path / "resume"), str(tmp_path / "out")], FAILING))
     killed = done.pop(who)
     assert killed[0] in (-9, 0), "the work may be over before its message of that number"
-    assert [code for code, _, _ in done] == [8 if killed[0] else 0] * 3, done
+    codes = [code for code, _, _ in done]
+    # Who has heard of all ranks in the last exchange keeps its model; that the others have heard, too, it cannot know.
+    assert set(codes) <= ({0, 8} if at > LAST else {8}) if killed[0] else codes == [0] * 3, done
     seconds = [float(re.findall(r" after (\d+\.\d) s as it was$", err, re.MULTILINE)[0]) for code, _, err in done if code]
     assert all(s < 60 for s in seconds)
     if killed[0]:
