@@ -1,6 +1,6 @@
 """A model as a service uses it: images of sizes that never came, batches of many sizes, beside bf16 through the same loop.
 
-    python -m benchmarks.end_to_end.any_size [--ways w4a8 mquant-w4a8 bf16] [--rows 1 16 64] [--seconds 290] [--dry] --out any.json
+    python -m benchmarks.end_to_end.any_size [--ways w4a8 mquant-w4a8 bf16] [--rows 1 16 64] [--seconds 480] [--dry] --out any.json
 
 Qwen2-VL-7B's shape with random weights through ``generate`` and ``mmqc.compiled_loop``, on a GPU; ``--dry``: a small model on the
 CPU.  Every way is a process.  They compile side by side and then measure one after the other, so that nothing else is on the
@@ -10,10 +10,8 @@ device, and ratios are of one run.  A kernel that is compiled while a prompt of 
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +21,6 @@ import mmqc
 from benchmarks.end_to_end import side_by_side
 from benchmarks.end_to_end.cold_start import CONFIGS, prompt, small_model
 from benchmarks.end_to_end.host_cost import GRIDS, Calls, step, summary
-from benchmarks.gpu_run import Run, facts
 from benchmarks.rewrites import batch_of, model_of
 
 Grid = tuple[int, int]
@@ -121,42 +118,28 @@ class Way:
         return found
 
 
-def child(args: argparse.Namespace) -> None:
-    """One way."""
-    found: list[Any] = []
-
-    def prepare() -> None:
-        way = Way(args.ways[0], args.dry)
-        found.extend((way, way.compile(args.rows)))
-
-    def measure() -> dict[str, Any]:
-        way, seconds = found
-        return {"seconds of the first calls, beside the other ways": seconds, **way.measure(args.seed)}
-
-    side_by_side.child(Path(args.child), args.ways, prepare, measure)
+def compiled(args: argparse.Namespace) -> tuple[Way, dict[str, float]]:
+    """The first way, ready to be measured, and what that took."""
+    way = Way(args.ways[0], args.dry)
+    return way, way.compile(args.rows)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ways", nargs="+", default=["w4a8", "mquant-w4a8", "bf16"], choices=[*CONFIGS, "bf16"])
     parser.add_argument("--rows", type=int, nargs="*", default=[1, 16, 64])
-    parser.add_argument("--seconds", type=float, default=290.0)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--dry", action="store_true")
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--child", help=argparse.SUPPRESS)
+    side_by_side.add_arguments(parser, 480.0)
     args = parser.parse_args()
+
+    def measure(found: tuple[Way, dict[str, float]]) -> dict[str, Any]:
+        return {"seconds of the first calls, beside the other ways": found[1], **found[0].measure(args.seed)}
+
     if args.child:
-        child(args)
+        side_by_side.child(args.child, args.ways, lambda: compiled(args), measure)
         return
-    words = ["--seed", str(args.seed), "--rows", *map(str, args.rows), *(["--dry"] if args.dry else [])]
-    found, failed = side_by_side.run("benchmarks.end_to_end.any_size", args.ways, words, args.seconds)
-    text = json.dumps({**facts(Run(args.dry, 0)), "figures": found, "not measured": failed}, indent=1)
-    print(text)
-    if args.out:
-        args.out.write_text(text + "\n", encoding="utf-8")
-    if failed:
-        raise SystemExit(f"no figures of {', '.join(failed)}")
+    words = ["--seed", str(args.seed), "--rows", *map(str, args.rows)]
+    side_by_side.report("benchmarks.end_to_end.any_size", args.ways, words, args)
 
 
 if __name__ == "__main__":

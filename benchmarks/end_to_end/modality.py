@@ -10,7 +10,6 @@ and compiles its prompt once for all lengths; ``--dry``: a small model and short
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ import mmqc
 from benchmarks.end_to_end import side_by_side
 from benchmarks.end_to_end.cold_start import small_model
 from benchmarks.end_to_end.host_cost import Calls, summary
-from benchmarks.gpu_run import Run, facts
 from benchmarks.rewrites import model_of
 from mmqc import recipes
 from mmqc.specs import ActivationSpec, PerToken
@@ -127,33 +125,25 @@ class Way:
         return text.num_hidden_layers * each
 
 
+def compiled(args: argparse.Namespace) -> Way:
+    """The first way, ready to be measured."""
+    way = Way(args.ways[0], args.dry, args.child)
+    way.compile()
+    return way
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--bits", nargs="+", type=int, default=[8, 4], choices=(4, 8))
     parser.add_argument("--orders", nargs="+", default=list(ORDERS), choices=ORDERS)
-    parser.add_argument("--seconds", type=float, default=420.0)
-    parser.add_argument("--dry", action="store_true")
-    parser.add_argument("--out", type=Path)
     parser.add_argument("--ways", nargs="+", help=argparse.SUPPRESS)
-    parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
+    side_by_side.add_arguments(parser, 420.0)
     args = parser.parse_args()
     if args.child:
-        made: list[Way] = []
-
-        def prepare() -> None:
-            made.append(Way(args.ways[0], args.dry, args.child))
-            made[0].compile()
-
-        side_by_side.child(args.child, args.ways, prepare, lambda: made[0].measure())
+        side_by_side.child(args.child, args.ways, lambda: compiled(args), Way.measure)
         return
     ways = [f"W{bits} {order}" for bits in args.bits for order in args.orders]
-    found, failed = side_by_side.run("benchmarks.end_to_end.modality", ways, ["--dry"] if args.dry else [], args.seconds)
-    text = json.dumps({**facts(Run(args.dry, 0)), "figures": found, "not measured": failed}, indent=1)
-    print(text)
-    if args.out:
-        args.out.write_text(text + "\n", encoding="utf-8")
-    if failed:
-        raise SystemExit(f"no figures of {', '.join(failed)}")
+    side_by_side.report("benchmarks.end_to_end.modality", ways, [], args)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ So nothing else is on the device while one measures, and ratios are of one run.
 
 from __future__ import annotations
 
+import argparse
 import fcntl
 import json
 import os
@@ -15,7 +16,30 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+from benchmarks.gpu_run import Run, facts
+
+T = TypeVar("T")
+
+
+def add_arguments(parser: argparse.ArgumentParser, seconds: float) -> None:
+    """Those of every such benchmark."""
+    parser.add_argument("--seconds", type=float, default=seconds)
+    parser.add_argument("--dry", action="store_true")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
+
+
+def report(module: str, ways: Sequence[str], words: Sequence[str], args: argparse.Namespace) -> None:
+    """Print the figures of every way, write them, and end with an error if one is missing."""
+    found, failed = run(module, ways, [*words, *(["--dry"] if args.dry else [])], args.seconds)
+    text = json.dumps({**facts(Run(args.dry, 0)), "figures": found, "not measured": failed}, indent=1)
+    print(text)
+    if args.out:
+        args.out.write_text(text + "\n", encoding="utf-8")
+    if failed:
+        raise SystemExit(f"no figures of {', '.join(failed)}")
 
 
 def run(module: str, ways: Sequence[str], words: Sequence[str], seconds: float) -> tuple[dict[str, Any], list[str]]:
@@ -46,14 +70,14 @@ def run(module: str, ways: Sequence[str], words: Sequence[str], seconds: float) 
         return {name: json.loads(f.read_text(encoding="utf-8")) for name, f in files.items() if f.exists()}, failed
 
 
-def child(folder: Path, ways: Sequence[str], prepare: Callable[[], Any], measure: Callable[[], dict[str, Any]]) -> None:
+def child(folder: Path, ways: Sequence[str], prepare: Callable[[], T], measure: Callable[[T], dict[str, Any]]) -> None:
     """In a way's process: prepare, wait for the others, measure in turn."""
-    prepare()
+    way = prepare()
     (folder / f"{ways[0]}.ready").touch()
     while len(list(folder.glob("*.ready"))) < len(ways):
         time.sleep(0.1)
     with turn(folder):
-        found = measure()
+        found = measure(way)
     (folder / f"{ways[0]}.json").write_text(json.dumps(rounded(found)), encoding="utf-8")
 
 
