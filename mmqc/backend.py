@@ -25,6 +25,7 @@ from mmqc.compiler.record import GraphRecord, collect_records
 from mmqc.compiler.recorded_sizes import recorded
 from mmqc.compiler.regions import compile_by_regions
 from mmqc.compiler.run_time import reading_first, rewrite_at_run_time, where_equal
+from mmqc.compiler.step_replay import noted
 from mmqc.compiler.torchao_graph import adopt_torchao
 from mmqc.front.front import after_trace, before_trace
 from mmqc.front.tables import keep_tables
@@ -64,6 +65,7 @@ def backend(
         compiled = reading_first(first, compiled)
     if pairs:
         compiled = where_equal(compiled, pairs, before.forward)
+    compiled = noted(compiled, recordable=heavy and rewritten is None and bool(_patches(request).get("triton.cudagraphs")))
     compile_record.add(record)
     return compiled if rewritten is None else rewritten.wrap(compiled)
 
@@ -76,9 +78,8 @@ def _lower(gm: fx.GraphModule, example_inputs: Sequence[Any], request: CompileOp
     from mmqc.lowering.kernel_names import kernel_names
     from mmqc.lowering.torch_kernels import torch_kernels
 
-    patches = inductor.mode_patches(request.mode) if request.mode else {}
     request.check_inductor_keys(inductor.config_keys())
-    patches.update(request.inductor)
+    patches = _patches(request)
 
     kernels: list[list[str]] = []
 
@@ -105,6 +106,13 @@ def _lower(gm: fx.GraphModule, example_inputs: Sequence[Any], request: CompileOp
     if patches.get("triton.cudagraphs"):
         return compiled
     return recorded(compiled, request.recorded_sizes, example_inputs, regions.halves if regions is not None else None)
+
+
+def _patches(request: CompileOptions) -> dict[str, Any]:
+    """Inductor's options."""
+    from mmqc.lowering import inductor
+
+    return {**(inductor.mode_patches(request.mode) if request.mode else {}), **request.inductor}
 
 
 def _before_trace(frame: Frame) -> tuple[bool, bool]:

@@ -229,7 +229,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=["w4a8", "bf16"])
     parser.add_argument("--loops", nargs="+", choices=("eager", "compiled"), default=["eager", "compiled"])
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 16])
-    parser.add_argument("--prefill", choices=("graphs", "compiled", "eager"), default="graphs")
+    parser.add_argument("--prefill", choices=("recorded", "graphs", "compiled", "eager"), default="graphs")
     parser.add_argument("--no-graphs", action="store_true", help="compiled, without CUDA graphs")
     parser.add_argument("--collectives", nargs="+", choices=many_gpus_rank.OPTIONS, default=["nccl"], help="how a step adds up")
     parser.add_argument("--repeat", action="store_true", help="quantize one layer, and copy it")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import cProfile
-import itertools
 import json
 import os
 import statistics
@@ -301,35 +300,51 @@ class Loop:
         if rows == 1:
             self.generate(1, 1)
             found["first_token_ms"] = 1e3 * min(seconds_of(lambda: self.generate(1, 1)) for _ in range(times + 2))
+        kept = vars(self.model).get("_mmqc_loop")
+        if kept is not None:
+            found |= {"steps replayed": kept.steps.replays, "steps not recorded": kept.steps.refusals()}
         return {**found, **(self.profiled(rows) if self.args.profile else {})}
 
     def profiled(self, rows: int) -> dict[str, Any]:
         """Where a step's time goes on rank 0: on the device by kernel, idle between kernels, and on the host."""
-        few, many = self.lengths
-        device: list[dict[str, tuple[float, int]]] = []
-        for tokens in (few, many):
+        many = self.lengths[1]
+        device: list[list[Any]] = []
+        for tokens in (1, many):
             with profile(activities=[ProfilerActivity.CUDA if GPU else ProfilerActivity.CPU]) as run:
                 seconds_of(lambda tokens=tokens: self.generate(rows, tokens))
-            device.append({e.key: (e.self_device_time_total, e.count) for e in run.key_averages()})
-        steps, before = many - few, device[0]
-        each = {
-            k: ((us - before.get(k, (0, 0))[0]) / steps, (n - before.get(k, (0, 0))[1]) / steps) for k, (us, n) in device[1].items()
-        }
-        spans = sorted(
-            (e.time_range.start, e.time_range.end) for e in run.events() if e.device_type == torch.autograd.DeviceType.CUDA
-        )
-        spans = spans[-int(len(spans) * steps / many) :]
-        gaps = sorted((max(0.0, b[0] - a[1]) for a, b in itertools.pairwise(spans)), reverse=True)
-        first = sorted(each.items(), key=lambda item: -item[1][0])[:16]
+            events = [e for e in run.events() or () if e.device_type == torch.autograd.DeviceType.CUDA]
+            device.append(sorted(events, key=lambda e: e.time_range.start))
+        prompt, all_of_it = device
         watch = cProfile.Profile()
         watch.runcall(lambda: self.generate(rows, many))
         return {
-            "device_us": sum(us for us, _ in each.values()),
-            "idle_us": sum(gaps) / steps,
-            "long_gaps_us": gaps[:: max(1, steps // 2)][:12],
-            "kernels": {name[:70]: [round(us, 1), round(n, 1)] for name, (us, n) in first},
+            "first_token": _along(prompt, 1),
+            "step": _along(all_of_it[len(prompt) :], many - 1),
             "host": slowest(watch, "tottime", 24),
         }
+
+
+def _along(events: list[Any], steps: int) -> dict[str, Any]:
+    """Where the device's time goes, by kernel, in microseconds of one of ``steps``.
+
+    Kernels overlap: one that was launched ahead waits inside for the one before.  So a kernel counts for what it adds to the time
+    at which all before it had ended (``kernels``: that, its own length, its number), and ``idle`` is when none ran.
+    """
+    each: dict[str, list[float]] = {}
+    idle, front = 0.0, None
+    for event in sorted(events, key=lambda e: e.time_range.end):
+        start, end = event.time_range.start, event.time_range.end
+        found = each.setdefault(event.name[:70], [0.0, 0.0, 0.0])
+        since = start if front is None else max(start, front)
+        idle += 0.0 if front is None else max(0.0, start - front)
+        found[:] = found[0] + max(0.0, end - since), found[1] + end - start, found[2] + 1
+        front = end
+    first = sorted(each.items(), key=lambda item: -item[1][0])[:20]
+    return {
+        "idle": round(idle / steps, 1),
+        "busy": round(sum(added for added, _, _ in each.values()) / steps, 1),
+        "kernels": {name: [round(n / steps, 1) for n in numbers] for name, numbers in first},
+    }
 
 
 def messages(args: Any) -> None:

@@ -3,13 +3,14 @@
     model.generate(**inputs, cache_implementation="static", custom_generate=mmqc.compiled_loop)
     model.generate(**inputs, custom_generate=mmqc.compiled_loop)                    of a model whose KV cache is quantized
 
-transformers compiles the decode step of a static cache and nothing else.  Five things cost the time around it:
+transformers compiles the decode step of a static cache and nothing else.  Six things cost the time around it:
 
     prefill     runs eagerly, hundreds of small launches   ->  compiled as well: one graph for any length, and CUDA
                                                                graphs of sizes that come again (recorded_sizes.py)
     stop check  asks the device after every token          ->  one step late, transformers' ``DeferredStopCheck``
     inputs      some thirty small operations make them     ->  the last step's, one token further (step_mask.py,
                 anew in front of every step                    step_inputs.py, step_stops.py)
+    a step      asks guards, compares addresses, wraps     ->  one launch of all of it (step_replay.py)
     the cache   is new in every call, so CUDA graphs are   ->  kept, emptied and used again while it has room
                 recorded again, and as long as the call        (kept_cache.py)
     guards      ask the same of every layer for every      ->  asked once per call, ``layer_guards``, with this backend
@@ -44,9 +45,10 @@ from transformers.generation import utils as generation
 from mmqc.compiler.head_start import CURRENT, HeadStart
 from mmqc.compiler.kept_cache import KeptCaches, empty, longest
 from mmqc.compiler.layer_guards import LayerGuards
-from mmqc.compiler.recorded_sizes import LIMIT
+from mmqc.compiler.recorded_sizes import LIMIT, in_group
 from mmqc.compiler.step_inputs import Rules, inputs_go_on
 from mmqc.compiler.step_mask import masks_go_on
+from mmqc.compiler.step_replay import StepReplays
 from mmqc.compiler.step_stops import plain_stops
 from mmqc.front.sizes import sizes_vary
 from mmqc.graph.tracing import at_least_programs
@@ -71,6 +73,7 @@ class _State:
         self.guards: LayerGuards | None = None
         self.ahead = HeadStart()
         self.rules: set[Rules] = set()
+        self.steps = StepReplays()
         self.turn = threading.RLock()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _State:
@@ -93,8 +96,8 @@ def compiled_loop(
         model: the model whose ``generate`` was called.
         input_ids: [B, L] int64, the prompt.
         generation_config: its ``compile_config`` says how to compile; by default ``backend="mmqc"`` with CUDA graphs.
-        prefill: an argument of ``generate`` too: "recorded", what None means with a static cache and backend "mmqc": compiled
-            once, and replayed as a CUDA graph where a size comes again and the host is what takes time
+        prefill: an argument of ``generate`` too: "recorded", what None means with a static cache, backend "mmqc" and one process:
+            compiled once, and replayed as a CUDA graph where a size comes again and the host is what takes time
             (``recorded_sizes.py``); "compiled", without the replays, what None means with other backends; "graphs", compiled
             for each shape with Inductor's CUDA graphs, for few different ones: the first two prompts of a shape are slow, and
             each keeps memory; or "eager", what None means with a quantized cache, which takes nothing else.
@@ -142,6 +145,8 @@ def _loop(model: Any, input_ids: Tensor, generation_config: GenerationConfig, pr
     guards, compile_config = _guards_of(model, config.compile_config), config.compile_config
     # The length of the cache is a size that attention on a GPU is planned for; on a CPU another one is no reason to compile.
     step: Any = False if how == "graphs" else "batch" if model.device.type == "cuda" else "all"
+    # Elsewhere a step has no CUDA graph, and another backend's say nothing of what they are called with.
+    replays = _State.of(model).steps if guards is not None and model.device.type == _State.of(model).steps.device.kind else None
     while True:
         config.compile_config, options = _without_guards(compile_config, guards)
         try:
@@ -151,7 +156,7 @@ def _loop(model: Any, input_ids: Tensor, generation_config: GenerationConfig, pr
                 sizes_vary(step, cache),
                 once,
                 masks_go_on(cache if possible else None, None if "inputs_embeds" in kwargs else input_ids.shape[1]),
-                inputs_go_on(model, _State.of(model).rules, config.max_length),
+                inputs_go_on(model, _State.of(model).rules, config.max_length, replays),
                 _deferred_stop_check(),
             ):
                 return loop._sample(model, input_ids, generation_config=config, **kwargs)
@@ -211,7 +216,8 @@ def _checked(cache: Any, config: GenerationConfig, prefill: str | None) -> str:
     backend = config.compile_config.backend if config.compile_config else "mmqc"
     if prefill == "recorded" and backend != "mmqc":
         raise ValueError(f"prefill = {prefill!r} is of backend 'mmqc', not of {backend!r}")
-    return prefill or ("eager" if packed else "recorded" if backend == "mmqc" else "compiled")
+    # Ranks that share a model record if they are told to: what that saves on GPUs has not been measured.
+    return prefill or ("eager" if packed else "recorded" if backend == "mmqc" and not in_group() else "compiled")
 
 
 def _compile_config(given: CompileConfig | None) -> CompileConfig:

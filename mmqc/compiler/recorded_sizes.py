@@ -11,9 +11,10 @@ numbers (those of other tensors' shapes among them), and the addresses of the te
 
     why     a prompt has hundreds of launches, each 10 to 50 us of the host; services send images of few sizes
     memory  recordings share one pool, as large as the largest of them needs; the last ``limit`` sizes used are kept
-    not     under autograd, in a capture or a process group, on another stream, while another thread is in here, or with values
-            on the CPU: that call runs as if this were not here; nor, from then on, a size whose recording fails, or writes to an
-            input that is another tensor in every call
+    ranks   of a process group do not time: all of them record in the third call, for they see the same sizes
+    not     under autograd, in a capture, on another stream, while another thread is in here, or with values on the CPU: that call
+            runs as if this were not here; nor, from then on, a size whose recording fails, or writes to an input that is another
+            tensor in every call
 """
 
 from __future__ import annotations
@@ -252,7 +253,7 @@ class RecordedSizes:
     def _record(self, size: _Size, args: Sequence[Any], known: _Places) -> None:
         current, handed = CURRENT.get(), handed_over()
         brought = [i for i in known.staying if id(args[i]) in handed or (current is not None and current.has(args[i]))]
-        inputs = [(i, _place_for(args[i])) for i in (*known.moving, *brought) if args[i].device.type == self.device.kind]
+        inputs = [(i, place_for(args[i])) for i in (*known.moving, *brought) if args[i].device.type == self.device.kind]
         given = list(args)
         for i, place in inputs:
             given[i] = place
@@ -335,7 +336,7 @@ def _overlap(storages: set[int], moving: Iterable[int], args: Sequence[Any]) -> 
 
 
 def _copied(tensor: Tensor) -> Tensor:
-    copy = _place_for(tensor)
+    copy = place_for(tensor)
     dense(copy).copy_(dense(tensor))
     return copy
 
@@ -349,7 +350,7 @@ def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def _place_for(tensor: Tensor) -> Tensor:
+def place_for(tensor: Tensor) -> Tensor:
     """Memory with the same strides."""
     least = dense(tensor)
     return torch.empty_strided(least.shape, least.stride(), dtype=tensor.dtype, device=tensor.device).as_strided(
@@ -368,8 +369,8 @@ class Cuda:
         self.ran: Any = None
 
     def usable(self) -> bool:
-        """On the first call's stream, outside of captures; ranks would not agree on what to record."""
-        if torch.cuda.is_current_stream_capturing() or (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        """On the first call's stream, outside of captures."""
+        if torch.cuda.is_current_stream_capturing():
             return False
         now = torch.cuda.current_stream()
         if self.stream is None:
@@ -377,7 +378,9 @@ class Cuda:
         return bool(now == self.stream)
 
     def timed(self, run: Callable[[], Any]) -> tuple[Any, Callable[[], bool | None]]:
-        """By events, which are looked at later."""
+        """By events, which are looked at later; ranks, which might not agree on that, say that it waited."""
+        if in_group():
+            return run(), lambda: True
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         begin = time.perf_counter()
@@ -424,6 +427,12 @@ def _counters_beside() -> Any:
     return counters_beside(torch.device("cuda", torch.cuda.current_device()))
 
 
+def in_group() -> bool:
+    """Whether this process is one of several ranks."""
+    group = torch.distributed
+    return group.is_available() and group.is_initialized() and group.get_world_size() > 1
+
+
 @contextmanager
 def _captured(graph: Any, pool: Any) -> Iterator[None]:
     graph.capture_begin(pool=pool, capture_error_mode="thread_local")  # other threads go on with what they do
@@ -441,5 +450,7 @@ def recorded(
 ) -> Graph:
     """``graph``, its sizes recorded where that is possible: on one CUDA device; ``halves`` cuts it."""
     devices = {a.device for a in example_inputs if isinstance(a, Tensor) and a.device.type != "cpu"}
+    if in_group():  # what runs ahead of a call might meet other ranks' collectives in another order
+        halves = None
     possible = limit and len(devices) == 1 and devices.pop().type == "cuda"
     return RecordedSizes(graph, limit, Cuda(), halves) if possible else graph

@@ -20,11 +20,12 @@ import torch
 from torch import Tensor, nn
 from transformers.generation import utils as generation
 
-from mmqc.compiler.step_mask import is_mask_of_loop, next_mask
+from mmqc.compiler.step_mask import is_mask_of_loop, mask_lies_in, next_mask
+from mmqc.compiler.step_replay import TOKENS, Steady, StepReplays
 
 PREPARE = "prepare_inputs_for_generation"
 UPDATE = "_update_model_kwargs_for_generation"
-TOKENS = "input_ids"
+COMPILED = "get_compiled_call"
 
 
 class Rules(NamedTuple):
@@ -37,12 +38,15 @@ class Rules(NamedTuple):
 class _Steps:
     """The inputs of one loop's steps: transformers' own until they are known to go on."""
 
-    def __init__(self, prepare: Callable[..., Any], update: Callable[..., Any], known: set[Rules], most: int) -> None:
-        self.original_prepare, self.original_update, self.known, self.most = prepare, update, known, most
+    def __init__(self, model: Any, known: set[Rules], most: int, replays: StepReplays | None) -> None:
+        self.original_prepare, self.original_update = getattr(model, PREPARE), getattr(model, UPDATE)
+        self.original_compiled = getattr(model, COMPILED)
+        self.model, self.known, self.most, self.replays = model, known, most, replays
         self.owner = threading.get_ident()
         self.last: dict[str, Any] = {}
         self.rules: Rules | None = None
         self.room: dict[str, Tensor] = {}  # what grows, with zeros to its end
+        self.steady: Steady | None = None
 
     def prepare(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
         """In place of the model's method, for the thread that runs the loop."""
@@ -63,17 +67,39 @@ class _Steps:
             return model_kwargs
         return self.original_update(outputs, model_kwargs, *args, **kwargs)
 
+    def compiled(self, config: Any) -> Callable[..., Any]:
+        """In place of transformers' method: the compiled forward, or a recording of all of it."""
+        call = self.original_compiled(config)
+        if threading.get_ident() != self.owner:
+            return call
+        return lambda **inputs: call(**inputs) if self.steady is None else self.steady.run(call, inputs)
+
     def _next(self, input_ids: Tensor, rules: Rules) -> dict[str, Any]:
         next_mask()
-        self.last[TOKENS] = input_ids[:, -1:].clone(memory_format=torch.contiguous_format)
-        for name in rules.rising:
-            self.last[name] = self.last[name] + 1  # another tensor: whoever kept the last one's sees it as it was
+        if self.steady is not None:
+            self.steady.go_on(input_ids, self.last, rules.rising)
+            if self.steady.replaying:
+                return self.last
+        else:
+            self.last[TOKENS] = input_ids[:, -1:].clone(memory_format=torch.contiguous_format)
+            for name in rules.rising:
+                self.last[name] = self.last[name] + 1  # another tensor: whoever kept the last one's sees it as it was
         for name in rules.growing:
             length = self.last[name].shape[-1] + 1
             if name not in self.room:
                 self.room[name] = nn.functional.pad(self.last[name], (0, max(self.most, length) - length + 1))
             self.last[name] = _first(self.room[name], length)
+        if self.replays is not None:
+            self._begin(self.replays, rules)
         return dict(self.last)
+
+    def _begin(self, replays: StepReplays, rules: Rules) -> None:
+        """The first time that inputs go on."""
+        self.replays = None
+        masks = [name for name, value in self.last.items() if is_mask_of_loop(value)]
+        self.steady = replays.begin(self.model, self.last, rules.growing)
+        for name in masks:
+            mask_lies_in(self.last[name])
 
 
 def _first(room: Tensor, length: int) -> Tensor:
@@ -83,27 +109,28 @@ def _first(room: Tensor, length: int) -> Tensor:
 
 
 @contextmanager
-def inputs_go_on(model: Any, known: set[Rules], most: int) -> Iterator[None]:
+def inputs_go_on(model: Any, known: set[Rules], most: int, replays: StepReplays | None = None) -> Iterator[None]:
     """The steps of this thread's loop, inside ``masks_go_on``, go on with the last one's inputs.
 
     Args:
         model: the model that generates.
         known: how inputs of this model were seen to go on: added to, so that values are compared once.
         most: tokens that a sequence may have at the end.
+        replays: where steps that go on are recorded; None: they are not.
     """
     update: Any = getattr(type(model), UPDATE, None)
     if update is not getattr(generation.GenerationMixin, UPDATE, None) or UPDATE in vars(model) or PREPARE in vars(model):
         yield
         return
-    steps = _Steps(getattr(model, PREPARE), getattr(model, UPDATE), known, most)
-    # Of the instance: neither another model nor a copy of this one has them.
-    object.__setattr__(model, PREPARE, steps.prepare)
-    object.__setattr__(model, UPDATE, steps.update)
+    steps = _Steps(model, known, most, replays)
+    ours = {PREPARE: steps.prepare, UPDATE: steps.update, **({COMPILED: steps.compiled} if replays is not None else {})}
+    for name, method in ours.items():  # of the instance: neither another model nor a copy of this one has them
+        object.__setattr__(model, name, method)
     try:
         yield
     finally:
-        object.__delattr__(model, PREPARE)
-        object.__delattr__(model, UPDATE)
+        for name in ours:
+            object.__delattr__(model, name)
 
 
 def how_it_goes_on(last: Mapping[str, Any], made: Mapping[str, Any], known: set[Rules]) -> Rules | None:

@@ -71,6 +71,13 @@ def next_mask() -> None:
         loop.mask(loop.seen + 1, lambda: loop.last)
 
 
+def mask_lies_in(place: Any) -> None:
+    """From now on the mask that goes on is this one, which equals it."""
+    loop = _loop.get()
+    assert loop is not None
+    loop.last = place
+
+
 @contextmanager
 def masks_go_on(cache: Any, prompt: int | None = None) -> Iterator[None]:
     """Steps of this thread that write to ``cache`` go on with the last one's mask, where that is the same.
