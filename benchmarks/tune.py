@@ -27,6 +27,12 @@ SOME_HUNDRED = (  # of rows: BM, BN, BK, warps, stages
     (128, 128, 64, 4, 4),
     (128, 128, 64, 8, 3),
 )
+# Of x, then programs of a multiprocessor and slots: as many as its memory has room for.
+REGISTERS = {
+    16: ((1, 16), (2, 10), (3, 6), (4, 4)),
+    32: ((1, 14), (2, 8), (3, 5), (4, 3)),
+    64: ((1, 12), (2, 6), (2, 4), (3, 3)),
+}
 UNPACK = Tile(128, 128, 64, 8, 3, variant="unpack")  # the weight is written out; the product has the tile of its codes
 
 
@@ -91,6 +97,15 @@ def candidates(op: str, m: int, n: int, k: int) -> list[Tile]:
     """Tiles worth a try; those that do not fit the device fail and are skipped."""
     packed = "int4" in op
     stored = -(-k // 2) if packed else k
+    if op == "packed_int4" and m <= 512:  # kernels of scaled_int4 among them: what is written is the fastest of all
+        rows = next(n for n in REGISTERS if m <= n or n == 64)
+        found = [
+            Tile(rows, columns, 64, 4, slots, split_k=parts, per_sm=per_sm, variant="registers")
+            for columns in (128, 64)
+            for per_sm, slots in REGISTERS[rows]
+            for parts in (1, 4)
+        ]
+        return [*found, *candidates("scaled_int4", m, n, k)]
     if m <= 64:
         block_m = 8 if m <= 8 else 16 if m <= 16 else 64
         sizes = (

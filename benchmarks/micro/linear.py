@@ -46,6 +46,7 @@ SHAPES = {  # name: (N, K)
     "lm.qkv": (4608, 3584),
     "lm.o": (3584, 3584),
     "lm.gate_up": (37888, 3584),
+    "lm.gate": (18944, 3584),  # of a batch: gate and up are products of their own
     "lm.down": (3584, 18944),
     "vit.qkv": (3840, 1280),
     "vit.proj": (1280, 1280),
@@ -216,6 +217,8 @@ def tune(run: Run, shapes: dict[str, tuple[int, int]], rows: tuple[int, ...], pa
         for shape in shapes
         if worth_tuning(op, m, shape)
     ]
+    if "packed_int4" in large:  # of one linear: queries, keys and values share a launch of few rows
+        jobs += [("packed_int4", "int4", m, s) for m in rows if 8 < m <= 64 for s in ("lm.gate", "lm.o", "lm.down") if s in shapes]
     if "weight_int4" in skinny:
         jobs += [("weight_int4", 4, m, shape) for m in rows if 64 < m <= 256 for shape in shapes if shape.startswith("lm")]
     # A weight that is unpacked once takes the tile of its codes: int8 comes before int4, and is written before.  Then what
@@ -252,15 +255,15 @@ def ahead(run: Run, jobs: list[tuple[str, int, int, int]]) -> None:
     """Compile the kernels of all tiles side by side; of products of int8 and int4 codes, of which there are most."""
     if run.dry:
         return
-    compile_ahead.ahead((launch for job in jobs if job[0] in SKINNY for launch in launches_of(run, *job)), run.device)
+    few = [job for job in jobs if job[0] in SKINNY or job[1] <= 64]
+    compile_ahead.ahead((launch for job in few for launch in launches_of(run, *job)), run.device)
     compile_ahead.wait()
 
 
 def launches_of(run: Run, op: str, m: int, n: int, k: int) -> Iterator[Launch]:
     """Of every tile that is tried for an op."""
-    part = Part(
-        n, -(-k // 2) if op == "scaled_int4" else k, torch.uint8 if op == "scaled_int4" else torch.int8, run.dtype, run.dtype
-    )
+    packed = op in PACKED
+    part = Part(n, -(-k // 2) if packed else k, torch.uint8 if packed else torch.int8, run.dtype, run.dtype)
     for tile in candidates(op, m, n, k):
         if tile.variant == "unpack":
             continue

@@ -5,7 +5,7 @@ Shapes:  x [M, K] int8   w packed uint8 [N, K/2]   y [M, N] fp16 | bf16 | fp32, 
 Exact:   int8 sums; with two parts the low one's is rounded once, as in mixed_matmul.py.
 Arch:    Hopper (wgmma), as pingpong_matmul.py and for the same launches; K, or its low part, is a multiple of 32.
 Tiles:   variant "registers": 128 rows of w and ``block_m`` of x, ``per_sm`` programs a multiprocessor, which share its memory; each
-         has ``num_stages`` slots of ``block_k`` packed columns and room for a share of y.  Taken where a tuned file names it.
+         has ``num_stages`` slots of ``block_k`` packed columns and room for a share of y.  For few rows where a tuned file has it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from mmqc.kernels.shared.split_k import Workspace, workspace
 
 OP, MIXED = "packed_int4", "packed_mixed"  # in configs.py
 ALIGN = 32  # columns: half of them are whole 16 bytes, of w and of a half of x
-BLOCK_K, SLOTS, AHEAD = 64, 4, 2  # packed_tiles.py's
+BLOCK_K, BEHIND = 64, 2  # packed_tiles.py's
 BARRIERS = 128  # bytes
 
 
@@ -49,11 +49,11 @@ def fits(low: int) -> bool:
 
 def shares(c: MatmulConfig, item_bytes: int, kept: int) -> int:
     """Into how many shares a tile of y is cut: as few as leave room for the slots, and ``kept`` floats."""
-    if c.block_n % 64 or c.block_m % 64 or c.block_k != BLOCK_K or c.num_warps != 4 or c.num_stages != SLOTS:
+    if c.block_n % 64 or c.block_m % 16 or c.block_k != BLOCK_K or c.num_warps != 4 or c.num_stages <= BEHIND:
         raise ValueError(
-            f"packed_matmul: 4 warps have a multiple of 64 rows of w and of x, {SLOTS} slots of {BLOCK_K}, not {c}"
+            f"packed_matmul: 4 warps have a multiple of 64 rows of w and of 16 of x, more than {BEHIND} slots of {BLOCK_K}, not {c}"
         )
-    room = SHARED_BYTES // c.per_sm - BARRIERS - 4 * kept - SLOTS * (2 * c.block_m + c.block_n) * BLOCK_K
+    room = SHARED_BYTES // c.per_sm - BARRIERS - 4 * kept - c.num_stages * (2 * c.block_m + c.block_n) * BLOCK_K
     fit = [n for n in (1, 2, 4, 8) if c.block_m * c.block_n * item_bytes // n <= room]
     if not fit:
         raise ValueError(f"{c} with {item_bytes} bytes an output leaves no shared memory for its slots")
@@ -82,7 +82,8 @@ def launch(
     gate = epilogue.gate
     m, (n, stored) = x.shape[0], w.shape
     cut = shares(c, y.dtype.itemsize, c.block_m)
-    programs, whole, rest, count = pingpong.grid(c, m, n, max(ceil_div(stored, BLOCK_K), AHEAD), x.device, AHEAD)
+    ahead = c.num_stages - BEHIND
+    programs, whole, rest, count = pingpong.grid(c, m, n, max(ceil_div(stored, BLOCK_K), ahead), x.device, ahead)
     part, counter = work(x.device, rest, c.block_m * c.block_n, count, torch.int32)
     low, rank = epilogue.of_one(w_scale)
     args: dict[str, Any] = dict(
@@ -94,7 +95,7 @@ def launch(
     constants = dict(
         KIND=rows.kind, HAS_BIAS=bias is not None, HAS_GATE=gate is not None, PTX=has_inline_ptx(x.device),
         BLOCK_M=c.block_m, BLOCK_N=c.block_n, GROUP_M=c.group_m, PROGRAMS=whole, PARTS=count, SHARES=cut,
-        **epilogue.constants(), **rank,
+        SLOTS=c.num_stages, **epilogue.constants(), **rank,
     ) | {"ROUND": pingpong.ROUND[epilogue.dtype]}
     return Launch(
         packed_scaled_kernel, (programs,), args, constants, pingpong.OUTPUTS, 4, 1, 0, blocks(c, cut), early=True
@@ -111,7 +112,7 @@ def mixed_launch(
     (m, k), (n, stored) = x.q.shape, low.shape
     cut = shares(c, y.dtype.itemsize, 4 * c.block_m + 5 * c.block_n)
     steps = ceil_div(stored, BLOCK_K) + ceil_div(high.shape[1], BLOCK_K)
-    programs, whole, rest, count = pingpong.grid(c, m, n, steps, x.q.device, AHEAD)
+    programs, whole, rest, count = pingpong.grid(c, m, n, steps, x.q.device, c.num_stages - BEHIND)
     part, counter = work(x.q.device, rest, c.block_m * c.block_n, count, torch.int32)
     args: dict[str, Any] = dict(
         **halves(x.q, stored), high_x_desc=x.q[:, k - high.shape[1] :], w_desc=low, high_desc=high.view(torch.uint8), y_desc=y,
@@ -121,7 +122,7 @@ def mixed_launch(
     )
     constants = dict(
         HAS_BIAS=bias is not None, BLOCK_M=c.block_m, BLOCK_N=c.block_n, GROUP_M=c.group_m, PROGRAMS=whole, PARTS=count,
-        SHARES=cut,
+        SHARES=cut, SLOTS=c.num_stages,
     )
     copied = blocks(c, cut) | {"high_x_desc": (c.block_m, c.block_k), "high_desc": (c.block_n, c.block_k)}
     return Launch(packed_mixed_kernel, (programs,), args, constants, pingpong.OUTPUTS, 4, 1, 0, copied, early=True)

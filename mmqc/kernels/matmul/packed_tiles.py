@@ -7,8 +7,9 @@ Step:    packed columns k … of w, and the columns k … of both halves of x th
 Why:     a weight is read as it is stored, at half a byte an entry; and a product reads one operand from shared memory, not two.
 Order:   products read their registers while they run.  Two steps alternate, with registers of their own: one step's products run
          while the next one's codes are unpacked, and end before its registers are written again.
-Ahead:   four slots: a step fills that of the one before the last, which all warps have seen done, with what comes two steps later,
-         in this item or in the next: an item has two steps or more.  So no copy stands between two steps' products.
+Ahead:   a step fills the slot of the one before the last, which all warps have seen done, with what comes two steps less than
+         there are slots later, in this item or in the next: an item has so many steps or more.  So no copy stands between two
+         steps' products, and with few rows, whose steps are short, more slots are more bytes on their way.
 Hidden:  a program is one warpgroup, and two fit a multiprocessor: while one waits, unpacks or copies, the other multiplies.
 Short:   with 2/3 of the instructions and few spills two parts took 79 us for 125 (ADR 17).
 Scale:   codes are 16 q (int4_codes.py); the epilogue, or the change of units, takes it back.
@@ -39,12 +40,13 @@ from mmqc.kernels.shared.row_scale import row_scale_tile
 
 FACTOR = gl.constexpr(0.0625)
 COLUMNS = gl.constexpr(64)  # bytes of a row of a slot
-SLOTS = gl.constexpr(4)
-AHEAD = gl.constexpr(2)
+BEHIND = gl.constexpr(2)  # slots that are not filled: of the products that run, and of those before them
 
 
 @gluon.jit
-def make_slots(x_desc, w_desc, y_desc, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, SHARES: gl.constexpr):
+def make_slots(
+    x_desc, w_desc, y_desc, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, SHARES: gl.constexpr, SLOTS: gl.constexpr
+):
     """(x, w, full, y): slots with two tiles of x each, their barriers, a share of a tile of results."""
     x_ring = gl.allocate_shared_memory(x_desc.dtype, [2 * SLOTS, BLOCK_M, COLUMNS], x_desc.layout)
     w_ring = gl.allocate_shared_memory(w_desc.dtype, [SLOTS, BLOCK_N, COLUMNS], w_desc.layout)
@@ -97,7 +99,7 @@ def bytes_as_codes(w):
 @gluon.jit
 def take_step(
     acc, step, slot, phase, here, following, low_steps, descs, ring, PACKED: gl.constexpr, TWO: gl.constexpr,
-    OPERAND: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+    OPERAND: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, SLOTS: gl.constexpr,
 ):
     """Start a step's products, of both halves of its bytes, or of its bytes as codes, and copy ahead; the next slot, its phase."""
     x_ring, w_ring, full = ring[0], ring[1], ring[2]
@@ -109,12 +111,13 @@ def take_step(
         acc = warpgroup_mma(upper, x_ring.index(2 * slot + 1).permute((1, 0)), acc, is_async=True)
     else:
         acc = warpgroup_mma(bytes_as_codes(w), x_ring.index(2 * slot).permute((1, 0)), acc, is_async=True)
-    then = step + AHEAD
+    ahead: gl.constexpr = SLOTS - BEHIND
+    then = step + ahead
     inside = then < here[3]
     if inside | (following[2] < following[3]):
         tl.debug_barrier()  # all warps have waited for the step before the last
         fill_slot(
-            descs, ring, (slot + AHEAD) % SLOTS, gl.where(inside, here[0], following[0]), gl.where(inside, here[1], following[1]),
+            descs, ring, (slot + ahead) % SLOTS, gl.where(inside, here[0], following[0]), gl.where(inside, here[1], following[1]),
             gl.where(inside, then, following[2] + then - here[3]), low_steps, TWO, BLOCK_M, BLOCK_N,
         )
     acc = warpgroup_mma_wait(2 if PACKED else 1, deps=(acc,))
@@ -124,7 +127,7 @@ def take_step(
 @gluon.jit
 def multiply_steps(
     acc, first, last, slot, phase, here, following, low_steps, descs, ring, PACKED: gl.constexpr, TWO: gl.constexpr,
-    OPERAND: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+    OPERAND: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, SLOTS: gl.constexpr,
 ):
     """Add the products of steps of item ``here``; as ``take_step``."""
     count = gl.maximum(last - first, 0)
@@ -132,11 +135,11 @@ def multiply_steps(
         for half in gl.static_range(2):  # each with registers of its own
             acc, slot, phase = take_step(
                 acc, first + 2 * pair + half, slot, phase, here, following, low_steps, descs, ring, PACKED, TWO, OPERAND,
-                BLOCK_M, BLOCK_N,
+                BLOCK_M, BLOCK_N, SLOTS,
             )
     if count % 2 == 1:
         acc, slot, phase = take_step(
-            acc, last - 1, slot, phase, here, following, low_steps, descs, ring, PACKED, TWO, OPERAND, BLOCK_M, BLOCK_N
+            acc, last - 1, slot, phase, here, following, low_steps, descs, ring, PACKED, TWO, OPERAND, BLOCK_M, BLOCK_N, SLOTS
         )
     acc = warpgroup_mma_wait(0, deps=(acc,))
     return acc, slot, phase
@@ -217,19 +220,19 @@ def packed_scaled_kernel(
     KIND: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_GATE: gl.constexpr, ACTIVATION: gl.constexpr, NEXT: gl.constexpr,
     NEXT_KIND: gl.constexpr, ROUND: gl.constexpr, LOW: gl.constexpr, HIGH: gl.constexpr, PTX: gl.constexpr,
     RANK: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, GROUP_M: gl.constexpr, PROGRAMS: gl.constexpr,
-    PARTS: gl.constexpr, SHARES: gl.constexpr,
+    PARTS: gl.constexpr, SHARES: gl.constexpr, SLOTS: gl.constexpr,
 ):
     """Y = epilogue(x wᵀ), everything as in scaled_pingpong_kernel, of packed w [N, STORED]."""
-    ring = make_slots(x_desc, w_desc, y_desc, BLOCK_M, BLOCK_N, SHARES)
+    ring = make_slots(x_desc, w_desc, y_desc, BLOCK_M, BLOCK_N, SHARES, SLOTS)
     kept = gl.allocate_shared_memory(gl.float32, [BLOCK_M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     of_z: gl.constexpr = gl.bfloat16 if ROUND == 1 else gl.float16 if ROUND == 2 else gl.float32
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 32])
     operand: gl.constexpr = gl.DotOperandLayout(0, layout, 4)
     rounds, rest, items = count_items(M, N, BLOCK_M, BLOCK_N, PROGRAMS, PARTS)
-    steps = gl.maximum(gl.cdiv(STORED, COLUMNS), AHEAD)
+    steps = gl.maximum(gl.cdiv(STORED, COLUMNS), SLOTS - BEHIND)
     descs = (w_desc, x_desc, upper_desc)
     here = find_next(0, items, rounds, rest, steps, M, N, BLOCK_M, BLOCK_N, GROUP_M, PROGRAMS, PARTS)
-    for i in range(AHEAD):
+    for i in range(SLOTS - BEHIND):
         fill_slot(descs, ring, i, here[0], here[1], here[2] + i, steps, False, BLOCK_M, BLOCK_N)
     slot = 0
     phase = 0
@@ -239,6 +242,7 @@ def packed_scaled_kernel(
         acc = gl.zeros((BLOCK_N, BLOCK_M), gl.int32, layout)
         acc, slot, phase = multiply_steps(
             acc, here[2], here[3], slot, phase, here, following, steps, descs, ring, True, False, operand, BLOCK_M, BLOCK_N,
+            SLOTS,
         )
         acc, mine = meet(acc, part_ptr, counter_ptr, item == rounds, here[5], rest, here[4], PARTS, BLOCK_N, BLOCK_M, 4)
         if mine:
@@ -258,10 +262,10 @@ def packed_scaled_kernel(
 def packed_mixed_kernel(
     x_desc, upper_desc, high_x_desc, w_desc, high_desc, y_desc, x_scale_ptr, x_offset_ptr, w_scale_ptr, w_sum_ptr, bias_ptr,
     part_ptr, counter_ptr, M, N, STORED, HIGH, HAS_BIAS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-    GROUP_M: gl.constexpr, PROGRAMS: gl.constexpr, PARTS: gl.constexpr, SHARES: gl.constexpr,
+    GROUP_M: gl.constexpr, PROGRAMS: gl.constexpr, PARTS: gl.constexpr, SHARES: gl.constexpr, SLOTS: gl.constexpr,
 ):
     """As mixed_pingpong_kernel, of packed w [N, STORED] and bytes w_high [N, HIGH]."""
-    ring = make_slots(x_desc, w_desc, y_desc, BLOCK_M, BLOCK_N, SHARES)
+    ring = make_slots(x_desc, w_desc, y_desc, BLOCK_M, BLOCK_N, SHARES, SLOTS)
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     tokens = gl.allocate_shared_memory(gl.float32, [4, BLOCK_M], plain)
     columns = gl.allocate_shared_memory(gl.float32, [5, BLOCK_N], plain)
@@ -269,10 +273,10 @@ def packed_mixed_kernel(
     operand: gl.constexpr = gl.DotOperandLayout(0, layout, 4)
     rounds, rest, items = count_items(M, N, BLOCK_M, BLOCK_N, PROGRAMS, PARTS)
     low_steps = gl.cdiv(STORED, COLUMNS)
-    steps = gl.maximum(low_steps + gl.cdiv(HIGH, COLUMNS), AHEAD)
+    steps = gl.maximum(low_steps + gl.cdiv(HIGH, COLUMNS), SLOTS - BEHIND)
     descs = (w_desc, x_desc, upper_desc, high_desc, high_x_desc)
     here = find_next(0, items, rounds, rest, steps, M, N, BLOCK_M, BLOCK_N, GROUP_M, PROGRAMS, PARTS)
-    for i in range(AHEAD):
+    for i in range(SLOTS - BEHIND):
         fill_slot(descs, ring, i, here[0], here[1], here[2] + i, low_steps, True, BLOCK_M, BLOCK_N)
     slot = 0
     phase = 0
@@ -283,12 +287,12 @@ def packed_mixed_kernel(
         acc = gl.zeros((BLOCK_N, BLOCK_M), gl.int32, layout)
         acc, slot, phase = multiply_steps(
             acc, here[2], gl.minimum(here[3], low_steps), slot, phase, here, following, low_steps, descs, ring, True, True,
-            operand, BLOCK_M, BLOCK_N,
+            operand, BLOCK_M, BLOCK_N, SLOTS,
         )
         acc = change_kept_units(acc, tokens, columns, layout)
         acc, slot, phase = multiply_steps(
             acc, gl.maximum(here[2], low_steps), here[3], slot, phase, here, following, low_steps, descs, ring, False, True,
-            operand, BLOCK_M, BLOCK_N,
+            operand, BLOCK_M, BLOCK_N, SLOTS,
         )
         acc, mine = meet(acc, part_ptr, counter_ptr, item == rounds, here[5], rest, here[4], PARTS, BLOCK_N, BLOCK_M, 4)
         if mine:

@@ -101,14 +101,15 @@ def plan_in_two(
 def chosen(x: Tensor, linears: Sequence[Linear], caller: Caller) -> MatmulConfig:
     """The tile of one linear that has the columns of all.
 
-    Weights that would stay packed are written out as codes where the results are codes: those tiles lie across y.
+    Weights that would stay packed are written out as codes where the results of many rows are codes: those tiles lie across y.
     Fc1 of Qwen2-VL's tower with quick GELU, 8,192 x 1280 x 5120 on an H200: 168 us from registers, 116 and what the writing takes
     from codes; with a Hadamard transform behind, which reads bf16, 150 from registers.
     """
     (m, k), n = x.shape, linears[0].w.shape[0]
     if len(linears) == 1:
         c = scaled_matmul.tile_of(x, linears[0], n, caller)
-        return c.with_variant("unpack") if c.variant == "registers" and linears[0].y.dtype == torch.int8 else c
+        written_out = c.variant == "registers" and linears[0].y.dtype == torch.int8 and m > WARPGROUP_ROWS
+        return c.with_variant("unpack") if written_out else c
     op = scaled_matmul.op_name(x.dtype, linears[0].w.dtype)
     return configs.config(op, m, len(linears) * n, k, x.device)
 

@@ -1,5 +1,6 @@
 """Launches of packed_matmul.py, as far as they are decided without a device; the order of its kernels: test_pingpong_ring.py."""
 
+import dataclasses
 import types
 
 import offline
@@ -8,6 +9,7 @@ import torch
 
 packed = pytest.importorskip("mmqc.kernels.matmul.packed_matmul")
 pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
+from mmqc.kernels.matmul import configs  # noqa: E402
 from mmqc.kernels.matmul import mixed_matmul as mixed  # noqa: E402
 from mmqc.kernels.matmul import scaled_matmul as scaled  # noqa: E402
 from mmqc.kernels.matmul import scaled_matmul_epilogue as epilogues  # noqa: E402
@@ -36,10 +38,10 @@ def check_launch(launch) -> None:
         assert columns in (LOW // 2, HIGH, N)
 
 
-def one_part():
+def one_part(tile=TILE):
     x, w, scale = torch.zeros(M, LOW, dtype=torch.int8), torch.zeros(N, LOW // 2, dtype=torch.uint8), torch.ones(N)
     y = torch.zeros(M, N, dtype=torch.bfloat16)
-    return packed.launch(x, Linear(w, scale, None, y), row_scale(torch.ones(1), M), TILE, Epilogue(dtype=y.dtype), no_work)
+    return packed.launch(x, Linear(w, scale, None, y), row_scale(torch.ones(1), M), tile, Epilogue(dtype=y.dtype), no_work)
 
 
 def two_parts():
@@ -49,7 +51,17 @@ def two_parts():
     return packed.mixed_launch(x, low, high, scale, sums, None, y, TILE, no_work)
 
 
-MADE = {"one part": one_part, "two parts": two_parts}
+def few_rows(rows: int, slots: int):
+    return one_part(dataclasses.replace(TILE, block_m=rows, num_stages=slots))
+
+
+MADE = {
+    "one part": one_part,
+    "two parts": two_parts,
+    "64 rows": lambda: few_rows(64, 6),
+    "32 rows": lambda: few_rows(32, 8),
+    "16 rows": lambda: few_rows(16, 9),
+}
 
 
 def made(what: str):
@@ -90,13 +102,26 @@ def test_epilogue__weights_are_written_out_in_front_of_codes(monkeypatch):
     monkeypatch.setattr(
         scaled, "tile_of", lambda x, linear, *_: TILE.with_variant("pingpong" if linear.w.dtype == torch.int8 else "registers")
     )
-    x, rows = torch.zeros(M, LOW, dtype=torch.int8), row_scale(torch.ones(1), M)
-    for y, following in ((torch.bfloat16, None), (torch.int8, rows)):
-        linear = Linear(w, torch.ones(N), None, torch.zeros(M, N, dtype=y))
-        epilogues.scaled_matmul_epilogue(x, [linear], rows, Epilogue("relu", torch.bfloat16, following))
-    assert [name for name, _ in launches] == ["registers", "pingpong"]
-    assert launches[0][1] is w
+    for m, y, codes in ((600, torch.bfloat16, False), (600, torch.int8, True), (M, torch.int8, False)):
+        x, rows = torch.zeros(m, LOW, dtype=torch.int8), row_scale(torch.ones(1), m)
+        linear = Linear(w, torch.ones(N), None, torch.zeros(m, N, dtype=y))
+        epilogues.scaled_matmul_epilogue(x, [linear], rows, Epilogue("relu", torch.bfloat16, rows if codes else None))
+    assert [name for name, _ in launches] == ["registers", "pingpong", "registers"]
+    assert launches[0][1] is launches[2][1] is w
     assert torch.equal(launches[1][1], torch.full((N, LOW), -8, dtype=torch.int8))
+
+
+def test_tile__of_few_rows_is_theirs_where_it_is_tuned(monkeypatch):
+    device = torch.device("cpu")
+    monkeypatch.setattr(packed, "why_not", lambda *_: None)
+    monkeypatch.setattr(configs, "measured", lambda _: {configs.key("packed_int4", 64, N, LOW): TILE})
+    linear = Linear(torch.zeros(N, LOW // 2, dtype=torch.uint8), torch.ones(N), None, torch.zeros(0, N))
+
+    def variant(m, caller=scaled.EAGER):
+        return scaled.tile_of(torch.zeros(m, LOW, dtype=torch.int8, device=device), linear, N, caller).variant
+
+    assert [variant(m) for m in (64, 33, 16, 200)] == ["registers", "registers", "columns", "columns"]
+    assert variant(64, scaled.EAGER._replace(gluon=False)) == "columns"
 
 
 @pytest.mark.parametrize("what", MADE)
@@ -114,7 +139,7 @@ def test_shares__as_few_as_fit(item_bytes, kept, count):
 
 
 def test_shares__refuses_tiles_of_other_kernels():
-    with pytest.raises(ValueError, match="4 slots of 64"):
+    with pytest.raises(ValueError, match="more than 2 slots of 64"):
         packed.shares(MatmulConfig(128, 128, 128, 4, 2, variant="registers"), 2, 0)
     with pytest.raises(ValueError, match="no shared memory"):
         packed.shares(MatmulConfig(256, 128, 64, 4, 4, per_sm=2, variant="registers"), 2, 0)

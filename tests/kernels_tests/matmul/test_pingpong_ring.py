@@ -161,14 +161,14 @@ def unpack(packed, _ptx):
     return ((wide & 15) - 8) * 16, ((wide >> 4) - 8) * 16
 
 
-def assert_packed(m: int, n: int, stored: int, high: int, programs: int, parts: int, shares: int) -> None:
+def assert_packed(m: int, n: int, stored: int, high: int, programs: int, parts: int, shares: int, slots: int = 4) -> None:
     """That the kernel's result is x wᵀ of w with 2 ``stored`` columns; with ``high`` others, 3 times that and theirs."""
     low = 2 * stored
     x = torch.randint(-8, 8, (m, low + high), dtype=torch.int8)
     codes, more = torch.randint(-8, 8, (n, low)), torch.randint(-8, 8, (n, high), dtype=torch.int8)
     packed = (codes[:, :stored] + 8 + (codes[:, stored:] + 8) * 16).to(torch.uint8)
     sizes = {"STORED": stored, "upper_desc": simulator.Described(x[:, stored:low], (16, STEP))}
-    constants = {"SHARES": shares}
+    constants = {"SHARES": shares, "SLOTS": slots}
     if high:
         sizes |= {
             "high_x_desc": simulator.Described(x[:, low:], (16, STEP)),
@@ -182,8 +182,7 @@ def assert_packed(m: int, n: int, stored: int, high: int, programs: int, parts: 
         kernel = packed_tiles.packed_scaled_kernel
     tile = {
         "COLUMNS": STEP,
-        "SLOTS": 4,
-        "AHEAD": 2,
+        "BEHIND": 2,
         "int4_as_int8": unpack,
         "bytes_as_codes": lambda w: w.view(torch.int8),
         "keep_scales": lambda *_: None,
@@ -206,11 +205,13 @@ def assert_packed(m: int, n: int, stored: int, high: int, programs: int, parts: 
     st.integers(1, 3),
     st.sampled_from([1, 2, 4]),
     st.sampled_from([1, 2, 4]),
+    st.integers(3, 9),
 )
-def test_packed_ring__every_size(m, n, stored, high, programs, parts, shares):
-    steps = max(-(-stored // STEP) + -(-high // STEP), 2)
-    parts = parts if steps - (parts - 1) * -(-steps // parts) > 1 else 1  # what is copied ahead is in the next item
-    assert_packed(m, n, stored, high, programs, cut(m, n, steps, programs, 16, parts, 64), shares)
+def test_packed_ring__every_size(m, n, stored, high, programs, parts, shares, slots):
+    ahead = slots - 2
+    steps = max(-(-stored // STEP) + -(-high // STEP), ahead)
+    parts = parts if steps - (parts - 1) * -(-steps // parts) >= ahead else 1  # what is copied ahead is in the next item
+    assert_packed(m, n, stored, high, programs, cut(m, n, steps, programs, 16, parts, 64), shares, slots)
 
 
 def test_simulator__finds_a_consumer_that_does_not_wait_for_its_turn(monkeypatch):
