@@ -132,12 +132,9 @@ class StepReplays:
             return None
         if kept is None:
             kept = self.kept[key] = _Kept({n: _like(v) for n, v in places.items()})
-            kept.refused = "" if not (theirs := _hooks(model)) else f"it would not call the hook {theirs}"
         self.kept.move_to_end(key)
         while len(self.kept) > LIMIT:
             self.kept.popitem(last=False)
-        if kept.refused:
-            return None
         for name, value in places.items():
             for slot, tensor in zip(_tensors(kept.slots[name]), _tensors(value), strict=True):
                 dense(slot).copy_(dense(tensor))
@@ -194,6 +191,9 @@ class Steady:
         from mmqc.lowering.plain_calls import plain_calls
 
         kept = self.kept
+        if theirs := _hook_of_others(self.model):
+            kept.refused = f"it would not call the hook {theirs}"
+            return
         try:
             with _noting(self.model) as calls, plain_calls():
                 output, replay = self.replays.device.record(lambda: call(**inputs))
@@ -238,8 +238,8 @@ def _like(value: Any) -> Any:
     return place_for(value)
 
 
-def _hooks(model: nn.Module) -> str:
-    """The first hook of whoever else."""
+def _hook_of_others(model: nn.Module) -> str:
+    """The first hook that may do more than compute; "" if there is none."""
     for module in model.modules():
         for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
             if str(getattr(hook, "__module__", "")).partition(".")[0] not in KNOWN:
