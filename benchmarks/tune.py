@@ -27,11 +27,10 @@ SOME_HUNDRED = (  # of rows: BM, BN, BK, warps, stages
     (128, 128, 64, 4, 4),
     (128, 128, 64, 8, 3),
 )
-# Of x, then programs of a multiprocessor and slots: as many as its memory has room for.
-REGISTERS = {
-    16: ((1, 16), (2, 10), (3, 6), (4, 4)),
-    32: ((1, 14), (2, 8), (3, 5), (4, 3)),
-    64: ((1, 12), (2, 6), (2, 4), (3, 3)),
+REGISTERS = {  # rows of x: programs of a multiprocessor, and slots
+    16: ((1, 16), (1, 8), (2, 10), (2, 6), (3, 6), (4, 4)),
+    32: ((1, 14), (1, 8), (2, 8), (2, 6), (3, 5), (4, 3)),
+    64: ((1, 12), (1, 8), (2, 6), (2, 4), (3, 3)),
 }
 UNPACK = Tile(128, 128, 64, 8, 3, variant="unpack")  # the weight is written out; the product has the tile of its codes
 
@@ -103,7 +102,7 @@ def candidates(op: str, m: int, n: int, k: int) -> list[Tile]:
             Tile(rows, columns, 64, 4, slots, split_k=parts, per_sm=per_sm, variant="registers")
             for columns in (128, 64)
             for per_sm, slots in REGISTERS[rows]
-            for parts in (1, 4)
+            for parts in (1, 4, 16)
         ]
         return [*found, *candidates("scaled_int4", m, n, k)]
     if m <= 64:

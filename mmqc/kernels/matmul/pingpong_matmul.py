@@ -61,12 +61,12 @@ def slots(c: MatmulConfig, item_bytes: int) -> int:
 
 
 def parts(tiles: int, steps: int, programs: int, most: int, least: int = 1) -> int:
-    """Into how many parts the tiles of the last round are cut along K: 1, 2 or 4.
+    """Into how many parts the tiles of the last round are cut along K: 1, or a power of two up to ``most``.
 
     Each has a program and ``least`` steps, and cutting saves LEAST_SAVED.
     """
     rest = tiles % programs
-    fit = [p for p in (2, 4) if p <= most and rest and rest * p <= programs and steps - ceil_div(steps, p) >= LEAST_SAVED
+    fit = [p for p in (2, 4, 8, 16) if p <= most and rest and rest * p <= programs and steps - ceil_div(steps, p) >= LEAST_SAVED
            and steps - (p - 1) * ceil_div(steps, p) >= least]
     return max(fit, default=1)
 

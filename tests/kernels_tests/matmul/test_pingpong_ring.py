@@ -202,8 +202,8 @@ def assert_packed(m: int, n: int, stored: int, high: int, programs: int, parts: 
     st.integers(1, 200),
     st.integers(1, 90),
     st.integers(0, 30),
-    st.integers(1, 3),
-    st.sampled_from([1, 2, 4]),
+    st.integers(1, 8),
+    st.sampled_from([1, 2, 4, 8]),
     st.sampled_from([1, 2, 4]),
     st.integers(3, 9),
 )
