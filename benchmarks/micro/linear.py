@@ -55,6 +55,29 @@ SHAPES = {  # name: (N, K)
     "merger.0": (5120, 5120),
     "merger.2": (3584, 5120),
 }
+OTHERS = {  # decoders of other models, and halves of two that ranks share; by name alone
+    "lm_2b.qkv": (2048, 1536),
+    "lm_2b.gate_up": (17920, 1536),
+    "lm_2b.down": (1536, 8960),
+    "lm_llava_7b.qkv": (12288, 4096),
+    "lm_llava_7b.o": (4096, 4096),
+    "lm_llava_7b.gate_up": (22016, 4096),
+    "lm_llava_7b.down": (4096, 11008),
+    "lm_72b.qkv": (10240, 8192),
+    "lm_72b.o": (8192, 8192),
+    "lm_72b.gate_up": (59136, 8192),
+    "lm_72b.gate": (29568, 8192),
+    "lm_72b.down": (8192, 29568),
+    "lm_half.qkv": (2304, 3584),
+    "lm_half.o": (3584, 1792),
+    "lm_half.gate_up": (18944, 3584),
+    "lm_half.gate": (9472, 3584),
+    "lm_half.down": (3584, 9472),
+    "lm_72b_half.qkv": (5120, 8192),
+    "lm_72b_half.o": (8192, 4096),
+    "lm_72b_half.gate": (14784, 8192),
+    "lm_72b_half.down": (8192, 14784),
+}
 ROWS = (1, 16, 256, 917, 2048, 8192)
 GROUP = 128
 LARGE = {
@@ -218,7 +241,8 @@ def tune(run: Run, shapes: dict[str, tuple[int, int]], rows: tuple[int, ...], pa
         if worth_tuning(op, m, shape)
     ]
     if "packed_int4" in large:  # of one linear: queries, keys and values share a launch of few rows
-        jobs += [("packed_int4", "int4", m, s) for m in rows if 8 < m <= 64 for s in ("lm.gate", "lm.o", "lm.down") if s in shapes]
+        single = [s for s in shapes if s.startswith("lm") and s.endswith((".gate", ".o", ".down"))]
+        jobs += [("packed_int4", "int4", m, shape) for m in rows if 8 < m <= 64 for shape in single]
     if "weight_int4" in skinny:
         jobs += [("weight_int4", 4, m, shape) for m in rows if 64 < m <= 256 for shape in shapes if shape.startswith("lm")]
     # A weight that is unpacked once takes the tile of its codes: int8 comes before int4, and is written before.  Then what
@@ -376,12 +400,12 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=460)
     parser.add_argument("--rows", type=int, nargs="+", default=list(ROWS))
     parser.add_argument("--tune-rows", type=int, nargs="+", help="rows that tiles are tried for; by default the same")
-    parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=list(SHAPES))
+    parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=list(SHAPES | OTHERS))
     parser.add_argument("--only", choices=("check", "linears", "rows", "chain", "w4a8_groups", "epilogues"), action="append")
     parser.add_argument("--dry", action="store_true")
     args = parser.parse_args()
     run = Run(args.dry, args.seconds)
-    shapes, rows = {name: SHAPES[name] for name in args.shapes}, tuple(args.rows)
+    shapes, rows = {name: (SHAPES | OTHERS)[name] for name in args.shapes}, tuple(args.rows)
     if args.dry:
         shapes, rows = {"lm.o": (48, 256), "lm.down": (32, 320)}, (1, 20)
     only = args.only or ("check", "linears", "rows", "chain")
@@ -413,7 +437,7 @@ def main() -> int:
     if args.out:
         result = {
             **facts(run),
-            "shapes": SHAPES,
+            "shapes": shapes,
             "group_size": GROUP,
             "microseconds": run.times,
             "tb_per_s": run.bandwidth,
