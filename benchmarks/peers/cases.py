@@ -34,7 +34,7 @@ RECIPES: dict[str, Callable[[int, int | None, bool], QuantConfig]] = {
     "learned": lambda bits, group, symmetric: learned(bits, group, symmetric=symmetric),
     "awq+learned": lambda bits, group, symmetric: awq(bits, group, symmetric=symmetric, solver="learned"),
 }
-SAMPLES = ("digits-vqa", "digits-vqa-stress")
+SAMPLES = ("digits-vqa", "digits-vqa-stress", "docs-vqa")
 FORMS = {
     "rtn": ((4, 128, True), (3, 128, True), (2, 32, True)),
     "gptq": ((4, 128, True), (4, 128, False), (3, 128, True), (2, 64, True), (2, 32, False), (2, 32, True)),

@@ -36,6 +36,7 @@ ROOT = HERE.parents[1]
 RESULTS = ROOT / "benchmarks/results/peers.json"
 PAGE = ROOT / "docs/results/peers.md"
 CALIBRATION, QUESTIONS = 64, 300
+SIDES = ("mmqc", "peers")
 
 
 def environment(peer: str, folder: Path) -> Path:
@@ -75,15 +76,16 @@ def measure(options: argparse.Namespace) -> None:
     found: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"about": {}, "runs": {}}
     runs, done, stamp = found["runs"], set(), about("python -m benchmarks.peers.compare")
     for case in CASES:
-        export(case.sample, options.data / case.sample, CALIBRATION, QUESTIONS)
-        for library, key in zip(("mmqc", "peers"), keys(case), strict=True):
-            if key in done or (key in runs and library not in options.again):
+        for library, key in zip(SIDES, keys(case), strict=True):
+            if library not in options.sides or key in done or (key in runs and library not in options.again):
                 continue
+            export(case.sample, options.data / case.sample, CALIBRATION, QUESTIONS)
             run = ours(case, options.data) if library == "mmqc" else theirs(case, options.data, options.environments)
             runs[key] = {measured: [float(f"{value:.4g}") for value in values] for measured, values in run.items()}
             done.add(key)
             print(key, {measured: round(float(np.mean(values)), 5) for measured, values in run.items()}, flush=True)
-            found["about"] = stamp
+            found = {**(json.loads(RESULTS.read_text()) if RESULTS.exists() else found), "about": stamp}
+            found["runs"][key] = runs[key]  # the other side's may be measured at the same time
             RESULTS.write_text(json.dumps(found) + "\n")
 
 
@@ -148,7 +150,7 @@ def page(found: dict[str, Any]) -> str:
     return f"""# mmqc and other libraries on the samples
 
 The same float checkpoint, {CALIBRATION} batches of calibration and {QUESTIONS} questions for everyone; weights alone, of the
-language model's 28 linears. NLL is of the right answers' tokens, KL the mean divergence from the float model's distribution
+language model's linears. NLL is of the right answers' tokens, KL the mean divergence from the float model's distribution
 at them; differences are mmqc minus peer with the 95 % interval of a paired bootstrap over questions, by which the last
 two columns are. mmqc calibrates on quantized inputs (`inputs="quantized"`), as the peers do.
 `python -m benchmarks.peers.compare` builds the environments, measures and writes this page.
@@ -178,7 +180,8 @@ Peers: {", ".join(pins)}. Not run:
 def main() -> None:
     """Measure, and draw."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--again", nargs="*", choices=("mmqc", "peers"), default=(), help="measure anew what is on file")
+    parser.add_argument("--again", nargs="*", choices=SIDES, default=(), help="measure anew what is on file")
+    parser.add_argument("--sides", nargs="+", choices=SIDES, default=SIDES, help="whose runs are measured, each on a core")
     parser.add_argument("--data", type=Path, default=ROOT / "build/peers/data", help="where exported models and questions go")
     parser.add_argument("--environments", type=Path, default=ROOT / "build/peers", help="where environments go")
     parser.add_argument("--draw", action="store_true", help="redraw the page from the figures on file")

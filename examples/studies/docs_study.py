@@ -60,6 +60,11 @@ PARTS: dict[str, dict[str, Callable[[], QuantConfig]]] = {
         "outlier + rotation W4A4KV4": lambda: R.outlier_rotation(4),
         "resq W4A4KV4": lambda: R.resq(4),
     },
+    "towers": {  # ResQ's published code leaves a vision tower in 16 bits
+        "resq W4A4KV4": lambda: R.resq(4),
+        "resq W4A4KV4, towers W8A8": lambda: R.resq(4).replace(vision=R.resq(8).vision, projector=R.resq(8).projector),
+        "resq W4A4KV4, towers in float": lambda: R.resq(4).replace(vision=None, projector=None),
+    },
     "layers": BY_LAYER,
     "cache": {  # CalibQuant's calibration of scores
         "1 bit, no tau": lambda: R.calibquant(1, shrink_keys=1.0, shrink_values=1.0),
@@ -264,6 +269,7 @@ def draw() -> None:
     titles = {
         "ingredients": "MQuant's ingredients, W4A8 (its table 5)",
         "order": "W4A4KV4, the methods that ResQ compares (its table 1)",
+        "towers": "ResQ, the decoder alone",
         "layers": "The packed cache with bits by layer: as many on average",
         "cache": "The packed cache, with and without calibrated scores (CalibQuant)",
         "amplifier": "Integer Scale's amplifier, W4A8 g128",
@@ -293,8 +299,8 @@ Accuracy in percent: ANLS for what is read (line, text, page, photo), exact matc
 
 {more}{measured_sets}
 
-`python -m examples.studies.docs_study --device cuda --only table ingredients order layers cache amplifier weights sets` measures,
-`--draw` writes this page.{bits_of_layers(data)}{missing(data)} {stamp}
+`python -m examples.studies.docs_study --device cuda --only table ingredients order towers layers cache amplifier weights sets`
+measures, `--draw` writes this page.{bits_of_layers(data)}{missing(data)} {stamp}
 """
     PAGE.write_text(text, encoding="utf-8")
 
