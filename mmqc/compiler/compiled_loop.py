@@ -139,7 +139,8 @@ def _loop(model: Any, input_ids: Tensor, generation_config: GenerationConfig, pr
     if (ahead := CURRENT.get()) is not None:
         ahead.cache = cache
     kwargs["stopping_criteria"] = plain_stops(kwargs["stopping_criteria"], input_ids.shape[0])
-    possible = config.prefill_chunk_size is None and all(c.is_initialized for c in cache.layers)
+    whole, packed = config.prefill_chunk_size is None, isinstance(cache, QuantizedCache)
+    possible = whole and all(c.is_initialized for c in cache.layers)
     how = how if possible else "eager"  # transformers compiles the chunks of a prompt itself
     loop: Any = generation.GenerationMixin
     guards, compile_config = _guards_of(model, config.compile_config), config.compile_config
@@ -155,7 +156,9 @@ def _loop(model: Any, input_ids: Tensor, generation_config: GenerationConfig, pr
                 at_least_programs(),
                 sizes_vary(step, cache),
                 once,
-                masks_go_on(cache if possible else None, None if "inputs_embeds" in kwargs else input_ids.shape[1]),
+                masks_go_on(
+                    cache if possible or (whole and packed) else None, None if "inputs_embeds" in kwargs else input_ids.shape[1]
+                ),
                 inputs_go_on(model, _State.of(model).rules, config.max_length, replays),
                 _deferred_stop_check(),
             ):

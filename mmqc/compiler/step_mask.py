@@ -5,8 +5,10 @@
 
 Why:     each of those operations is a launch of its own between two tokens, and the device waits for the host meanwhile.
 Exact:   token n - 1 lies in column n - 1 of the cache, causality shows what is in front of it, and ``generate`` pads no new token.
+Packed:  a quantized cache (kv/cache.py) knows by itself what its tokens may see; a step's mask is of the new token alone,
+         [B, 1, 1, 1], and stays.
 Not:     a prompt in chunks, whose tokens may be padding; models with layers other than full attention, or with a mask of their own
-         making; attention other than sdpa.
+         making; attention other than sdpa, or that of a quantized cache.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from torch import Tensor
 from transformers import StaticCache
 from transformers.generation import utils as generation
 
+from mmqc.kv.cache import QuantizedCache
 from mmqc.versions import cache_name
 
 NAME = "create_masks_for_generate"
@@ -31,8 +34,9 @@ _loop: ContextVar[_Loop | None] = ContextVar("the loop whose steps go on with a 
 class _Loop:
     """The mask of one loop's steps, by kind of layer where transformers gives several."""
 
-    def __init__(self, cache: StaticCache, prompt: int | None = None) -> None:
+    def __init__(self, cache: StaticCache | QuantizedCache, prompt: int | None = None) -> None:
         self.cache, self.prompt = cache, prompt
+        self.packed = isinstance(cache, QuantizedCache)
         self.seen = 0
         self.last: Any = None
 
@@ -43,10 +47,10 @@ class _Loop:
     def mask(self, seen: int, make: Callable[[], Any]) -> Any:
         """That of the step which is the ``seen``-th token of its sequences; ``make`` makes one anew."""
         masks = self.shown()
-        if seen != self.seen + 1 or not masks:
+        if seen != self.seen + 1 or not masks or (self.packed and any(m.shape[-1] > 1 for m in masks)):
             made = make()  # of one piece of memory: without padding, the rows of some versions are one row, expanded
             self.last = {kind: _whole(m) for kind, m in made.items()} if isinstance(made, dict) else _whole(made)
-        else:
+        elif not self.packed:
             for mask in masks:
                 mask[..., seen - 1] = True
         self.seen = seen
@@ -87,7 +91,7 @@ def masks_go_on(cache: Any, prompt: int | None = None) -> Iterator[None]:
         prompt: tokens of the prompt, if known; newer versions of transformers tell a step's place only where something is padded.
     """
     _teach()
-    token = _loop.set(_Loop(cache, prompt) if isinstance(cache, StaticCache) else None)
+    token = _loop.set(_Loop(cache, prompt) if isinstance(cache, StaticCache | QuantizedCache) else None)
     try:
         yield
     finally:
@@ -127,11 +131,11 @@ def _is_plain_step(
         and known
         and more.get("block_sequence_ids") is None
         and cache is loop.cache
-        and getattr(text, "_attn_implementation", None) == "sdpa"
+        and (loop.packed or getattr(text, "_attn_implementation", None) == "sdpa")
         and not is_first_iteration
         and (padded or (attention_mask is None and bool(loop.prompt)))
         and inputs_embeds.shape[1] == 1
-        and loop.place(attention_mask) <= loop.cache.layers[0].max_cache_len  # type: ignore[attr-defined]
+        and (loop.packed or loop.place(attention_mask) <= loop.cache.layers[0].max_cache_len)  # type: ignore[attr-defined]
     )
 
 

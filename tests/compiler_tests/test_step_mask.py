@@ -54,6 +54,18 @@ def test_step_mask__is_the_one_of_transformers(made: list[Any]) -> None:
     assert_same(made, 2 * 5)
 
 
+def test_step_mask__of_a_quantized_cache_stays(made: list[Any]) -> None:
+    _, batch = quantized_vlm(depth=1)
+    model, _ = tiny_qwen2_vl(depth=1)
+    mmqc.quantize_(model, mmqc.recipes.calibquant(4), [batch], progress=False)
+    more = {name: value for name, value in MORE.items() if name != "cache_implementation"}
+    expected = model.generate(**batch, **more)
+    for _ in range(2):
+        assert torch.equal(model.generate(**batch, **more, custom_generate=mmqc.compiled_loop), expected)
+    assert_same(made, 2 * 5)
+    assert all(next(iter(got.values())).shape[-1] == 1 for _, got in made)
+
+
 def test_step_mask__padding_on_the_left(made: list[Any]) -> None:
     model, _ = tiny_qwen2_vl(depth=1, layers=1)
     ids = torch.tensor([[0, 0, 0, 11, 12, 13], [14, 15, 16, 17, 18, 19]])

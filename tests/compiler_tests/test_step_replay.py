@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from models import tiny_qwen2_vl
 from quantized_vlm import quantized_vlm
 from torch import Tensor
 from transformers import CompileConfig
-from transformers.cache_utils import StaticCache
+from transformers.cache_utils import Cache, StaticCache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import mmqc
@@ -22,6 +23,7 @@ from mmqc.compiler import step_replay
 from mmqc.compiler.compiled_loop import _State
 from mmqc.compiler.recorded_sizes import Replay
 from mmqc.compiler.step_replay import StepReplays, noted
+from mmqc.kv.cache import QuantizedCache
 
 MORE: dict[str, Any] = {"do_sample": False, "cache_implementation": "static", "max_new_tokens": 9, "min_new_tokens": 9}
 GRAPHS = {"custom_generate": mmqc.compiled_loop, "compile_config": CompileConfig(backend="mmqc", mode="reduce-overhead")}
@@ -49,7 +51,7 @@ class Recorder:
             raise RuntimeError(f"{self.fails}\nand more lines")
         self.recorded += 1
         caches = [c for c in run.__closure__ or () if isinstance(c.cell_contents, dict)]
-        written = [t for c in caches for v in c.cell_contents.values() if isinstance(v, StaticCache) for t in tensors_of(v)]
+        written = [t for c in caches for v in c.cell_contents.values() if isinstance(v, Cache) for t in tensors_of(v)]
         before = [t.clone() for t in written]
         output = run()
         for tensor, value in zip(written, before, strict=True):
@@ -58,7 +60,9 @@ class Recorder:
         return output, lambda: output.logits.copy_(run().logits)
 
 
-def tensors_of(cache: StaticCache) -> list[Tensor]:
+def tensors_of(cache: Cache) -> list[Tensor]:
+    if isinstance(cache, QuantizedCache):
+        return [t for layer in cache.packed for t in layer.tensors()]
     return [t for layer in cache.layers for t in vars(layer).values() if isinstance(t, Tensor)]
 
 
@@ -93,6 +97,21 @@ def test_step_replay__tokens_of_sizes_and_batches_in_mixed_order(without_inducto
         assert steps.replays == before + 5 - i % 3
     assert not steps.refusals()
     assert recorder.recorded <= 6, "kept from call to call while the cache stays"
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_step_replay__quantized_cache(rows: int, without_inductor: None) -> None:
+    _, batch = quantized_vlm(depth=1, layers=1)
+    model, _ = tiny_qwen2_vl(depth=1, layers=1)
+    mmqc.quantize_(model, mmqc.recipes.calibquant(4), [batch], progress=False)
+    batch = {name: torch.cat([t] * rows) for name, t in batch.items()}
+    steps = _State.of(model).steps = StepReplays(Recorder())
+    more: dict[str, Any] = {name: value for name, value in MORE.items() if name != "cache_implementation"}
+    want = model.generate(**batch, **more)
+    for _ in range(3):
+        assert torch.equal(model.generate(**batch, **more, **GRAPHS), want)
+    assert steps.replays == 3 * 5
+    assert steps.device.recorded == 1, "in the kept cache"  # type: ignore[attr-defined]
 
 
 def test_step_replay__a_call_whose_tensors_lie_elsewhere_is_recorded_anew(

@@ -15,9 +15,9 @@ from mmqc.compiler import step_replay
 pytestmark = pytest.mark.gpu
 
 
-def config_of(new: int) -> GenerationConfig:
+def config_of(new: int, cache: str | None = "static") -> GenerationConfig:
     return GenerationConfig(
-        do_sample=False, max_new_tokens=new, min_new_tokens=new, pad_token_id=0, cache_implementation="static",
+        do_sample=False, max_new_tokens=new, min_new_tokens=new, pad_token_id=0, cache_implementation=cache,
         compile_config=CompileConfig(backend="mmqc", mode="reduce-overhead", fullgraph=False),
     )  # fmt: skip
 
@@ -49,3 +49,24 @@ def test_steps__replayed_and_not(bits: int, monkeypatch: pytest.MonkeyPatch) -> 
     before = steps.replays
     assert answers() == want
     assert steps.replays == before + sum(new - 1 - 3 for _, new in calls), "all steps of a call but three"
+
+
+@torch.no_grad()
+def test_steps__over_a_quantized_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model: Any = small_model().eval().cuda().bfloat16()
+    mmqc.quantize_(model, mmqc.recipes.calibquant(4), [prompt(model, (8, 8))], progress=False)
+    calls = [({name: torch.cat([t] * rows) for name, t in prompt(model, (8, 8)).items()}, new) for rows, new in ((1, 20), (2, 30))]
+
+    def answers() -> list[list[list[int]]]:
+        how: Any = {"custom_generate": mmqc.compiled_loop}
+        return [model.generate(**inputs, generation_config=config_of(new, None), **how).tolist() for inputs, new in calls]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(step_replay.StepReplays, "begin", lambda *_: None)
+        want = answers()
+    for _ in range(3):
+        assert answers() == want
+    steps = model._mmqc_loop.steps
+    assert not steps.refusals()
+    assert steps.replays >= 2 * sum(new - 1 - 3 for _, new in calls)
