@@ -53,6 +53,7 @@ from mmqc.compiler.step_stops import plain_stops
 from mmqc.front.sizes import sizes_vary
 from mmqc.graph.tracing import at_least_programs
 from mmqc.kv.cache import QuantizedCache
+from mmqc.kv.room import room_for
 from mmqc.versions import cache_name, cache_of
 
 __all__ = ["compiled_loop"]
@@ -258,9 +259,9 @@ def _without_guards(config: CompileConfig, guards: LayerGuards | None) -> tuple[
 
 
 def _ready_packed(model: Any, new: QuantizedCache, batch: int, *, keep: bool) -> QuantizedCache:
-    """The last call's cache, emptied, if it stores what ``new`` would and has its room; else ``new``.
+    """The last call's cache, emptied, if it stores what ``new`` would and has its room; else ``new``, with room for some more.
 
-    Emptied, it stores a prompt with as many visual tokens as the last one's where CUDA graphs know that they are.
+    Emptied, it stores a prompt where CUDA graphs know that the last one's tokens are, as far as these have room for it.
     """
     state = _State.of(model)
     key = (new.spec, new.shared.context, batch, model.dtype, model.device)
@@ -271,6 +272,8 @@ def _ready_packed(model: Any, new: QuantizedCache, batch: int, *, keep: bool) ->
         return kept
     if keep:
         state.packed, state.key = new, key
+        for layer in new.packed:
+            layer.limit = room_for(layer.limit)
     return new
 
 

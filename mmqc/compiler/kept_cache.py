@@ -21,16 +21,10 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import StaticCache, StaticLayer
 
-CHUNK, QUARTERS, TIMES = 64, 4, 4
+from mmqc.kv.room import CHUNK, TIMES, room_for
+
 LEAST, SMALL = 2048, 1 << 29
 KEPT = 1 << 30
-
-
-def room_for(tokens: int, least: int = 0) -> int:
-    """How many tokens a cache for ``tokens`` of them holds, or for ``least`` of them if that is more."""
-    tokens = max(tokens, least)
-    step = max(CHUNK, (1 << tokens.bit_length() - 1) // QUARTERS)
-    return -(-tokens // step) * step
 
 
 @dataclass(frozen=True)
@@ -65,7 +59,7 @@ class KeptCaches:
         key = (*map(type, new.layers), batch, heads, width, dtype, device)
         bytes_each = 2 * len(new.layers) * batch * heads * width * dtype.itemsize
         least = min(LEAST, SMALL // bytes_each // CHUNK * CHUNK) if device.type == "cuda" else 0
-        room, kept = room_for(tokens, least), self.caches.get(key) if keep else None
+        room, kept = room_for(max(tokens, least)), self.caches.get(key) if keep else None
         if kept is not None and tokens <= kept.room <= TIMES * room:
             self.caches.move_to_end(key)
             empty(kept.cache)

@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers.cache_utils import StaticLayer
 
 from mmqc.config import KVSpec
+from mmqc.kv.room import TIMES, room_for
 from mmqc.kv.text import OlderText, push, refill
 from mmqc.ops.kv_round_keys import DAMPING, SWEEPS
 
@@ -116,6 +117,7 @@ class PackedLayer(StaticLayer):
         self.spare: list[Segment] = []
         self.older: OlderText | None = None
         self.used = 0
+        self.rooms: list[int] = []  # tokens that a segment has room for
 
     @property
     def is_compileable(self) -> bool:
@@ -216,7 +218,7 @@ class PackedLayer(StaticLayer):
         """
         spec = self.spec
         if arrival.most_visual:
-            where = (arrival.order, arrival.visual_count, spec.bits)
+            where = (self.with_room(arrival.order), arrival.visual_count, spec.bits)
             packed = (*self.pack_keys(k, where, moment), *torch.ops.mmqc.kv_pack(v, *where, spec.values, spec.shrink_values, True))
             self.segments = [*self.segments, self.kept(Segment(*packed, count=arrival.visual_count.clone()))]
         if not torch.compiler.is_compiling():
@@ -249,6 +251,19 @@ class PackedLayer(StaticLayer):
         self.keys.scatter_(2, at.expand_as(k), k)
         self.values.scatter_(2, at.expand_as(v), v)
 
+    def with_room(self, order: Tensor) -> Tensor:
+        """[B, N]; in a cache of a fixed length with more columns, which no count reaches.
+
+        As many as the segment had that was here before ``reset``, if that has room: compiled steps know its shape and its place.
+        """
+        if self.limit is None or torch.compiler.is_compiling():
+            return order
+        number, tokens = len(self.segments), order.shape[1]
+        before, room = self.rooms[number] if number < len(self.rooms) else 0, room_for(tokens)
+        room = before if tokens <= before <= TIMES * room else room
+        self.rooms[number:] = [room, *self.rooms[number + 1 :]]
+        return torch.nn.functional.pad(order, (0, room - tokens))
+
     def kept(self, segment: Segment) -> Segment:
         """The segment, where the one of before ``reset`` was if that was like it: CUDA graphs know the place."""
         number, new = len(self.segments), segment.tensors()
@@ -270,7 +285,8 @@ class PackedLayer(StaticLayer):
         window = 0 if self.older is None else self.spec.text_window
         room = self.keys.shape[2] - 1 if self.older is None else self.older.room + window
         if self.used + later > room:
-            more = self.used + (later if self.limit is not None else max(ROOM, room)) - room
+            need = self.used + (later if self.limit is not None else max(ROOM, room))
+            more = (room_for(need) if self.limit is not None and room > window else need) - room  # not only as much a second time
             if self.older is None:
                 self.keys, self.values = (
                     keep_address(torch.nn.functional.pad(t, (0, 0, 0, more))) for t in (self.keys, self.values)

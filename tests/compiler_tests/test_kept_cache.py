@@ -5,14 +5,8 @@ from torch import nn
 from transformers.cache_utils import StaticCache
 
 from mmqc.compiler import kept_cache
-from mmqc.compiler.kept_cache import TIMES, KeptCaches, room_for, tensors
-
-
-def test_room_for__a_quarter_too_much_at_most_and_never_too_little() -> None:
-    rooms = [room_for(n) for n in range(1, 20000)]
-    assert rooms == sorted(rooms)
-    assert all(n <= room <= max(n + 63, 1.25 * n) for n, room in enumerate(rooms, 1))
-    assert len(set(rooms)) < 40, "few sizes, so that few are compiled or recorded"
+from mmqc.compiler.kept_cache import KeptCaches, tensors
+from mmqc.kv.room import TIMES, room_for
 
 
 def ready(caches: KeptCaches, model: nn.Module, tokens: int, batch: int = 1, **more: bool) -> StaticCache:
@@ -50,11 +44,6 @@ def test_kept__not_what_the_caller_gets() -> None:
     (model, _), caches = tiny_qwen2_vl(), KeptCaches()
     assert ready(caches, model, 100, keep=False) is not ready(caches, model, 100, keep=False)
     assert not caches.caches
-
-
-def test_room_for__at_least_what_is_small() -> None:
-    assert room_for(100, 2048) == 2048
-    assert room_for(3000, 2048) == room_for(3000)
 
 
 def test_layers_that_slide__keep_their_window() -> None:
