@@ -30,6 +30,7 @@ import functools
 import inspect
 import sys
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -60,6 +61,7 @@ __all__ = ["compiled_loop"]
 
 PREFILL = ("compiled", "recorded", "graphs", "eager")
 ENCODES = "_prepare_multimodal_encoder_kwargs_for_generation"
+PACKED = 4  # quantized caches, of as many numbers of prompts
 CALLERS = 8  # between the loop and ``generate``: wrappers of the caller's own
 
 
@@ -68,8 +70,7 @@ class _State:
 
     def __init__(self) -> None:
         self.caches = KeptCaches()
-        self.packed: QuantizedCache | None = None
-        self.key: tuple[Any, ...] = ()
+        self.packed: OrderedDict[tuple[Any, ...], QuantizedCache] = OrderedDict()
         self.prefills: dict[str, Callable[..., Any]] = {}
         self.guards: LayerGuards | None = None
         self.ahead = HeadStart()
@@ -259,21 +260,24 @@ def _without_guards(config: CompileConfig, guards: LayerGuards | None) -> tuple[
 
 
 def _ready_packed(model: Any, new: QuantizedCache, batch: int, *, keep: bool) -> QuantizedCache:
-    """The last call's cache, emptied, if it stores what ``new`` would and has its room; else ``new``, with room for some more.
+    """An earlier call's cache, emptied, if it stores what ``new`` would and has its room; else ``new``, with room for some more.
 
-    Emptied, it stores a prompt where CUDA graphs know that the last one's tokens are, as far as these have room for it.
+    Emptied, it stores a prompt where CUDA graphs know that its last one's tokens are, as far as these have room for it.
     """
-    state = _State.of(model)
+    caches = _State.of(model).packed
     key = (new.spec, new.shared.context, batch, model.dtype, model.device)
-    kept: Any = state.packed
-    same = keep and isinstance(kept, QuantizedCache) and state.key == key
-    if same and kept.get_max_length() >= new.get_max_length():
+    kept = caches.get(key) if keep else None
+    if kept is not None and kept.get_max_length() >= new.get_max_length():
+        caches.move_to_end(key)
         kept.reset()
         return kept
     if keep:
-        state.packed, state.key = new, key
+        caches[key] = new
+        caches.move_to_end(key)
+        while len(caches) > PACKED:
+            caches.popitem(last=False)
         for layer in new.packed:
-            layer.limit = room_for(layer.limit)
+            layer.limit = room_for(layer.limit or 0)  # one that grows has been refused
     return new
 
 

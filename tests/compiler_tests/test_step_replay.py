@@ -114,6 +114,18 @@ def test_step_replay__quantized_cache(rows: int, without_inductor: None) -> None
     assert steps.device.recorded == 1, "in the kept cache"  # type: ignore[attr-defined]
 
 
+def test_step_replay__quantized_caches_of_several_batches_are_kept(without_inductor: None) -> None:
+    model, _ = tiny_qwen2_vl(depth=1, layers=1)
+    _, batch = quantized_vlm(depth=1, layers=1)
+    mmqc.quantize_(model, mmqc.recipes.calibquant(4), [batch], progress=False)
+    steps = _State.of(model).steps = StepReplays(Recorder())
+    more: dict[str, Any] = {name: value for name, value in MORE.items() if name != "cache_implementation"}
+    batches = [{name: torch.cat([t] * rows) for name, t in batch.items()} for rows in (1, 2)]
+    for inputs in (*batches, *batches, *batches):
+        assert torch.equal(model.generate(**inputs, **more, **GRAPHS), model.generate(**inputs, **more))
+    assert steps.device.recorded == 2  # type: ignore[attr-defined]
+
+
 def test_step_replay__a_call_whose_tensors_lie_elsewhere_is_recorded_anew(
     without_inductor: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
