@@ -28,6 +28,7 @@ BITS = 2
 CASES = {  # and the numbers of batches
     Case("digits-vqa", "gptq", "llmcompressor gptq", BITS, 32, symmetric=True): (64, 60, 56, 52, 48),
     Case("digits-vqa-stress", "gptq", "llmcompressor gptq", BITS, 32, symmetric=True): (64, 56, 48),
+    Case("docs-vqa", "gptq", "llmcompressor gptq", BITS, 32, symmetric=True): (64,),
     Case("digits-vqa", "awq+gptq", "llmcompressor awq+gptq", BITS, 64, symmetric=True): (64, 56, 48),
     Case("digits-vqa-stress", "awq+gptq", "llmcompressor awq+gptq", BITS, 64, symmetric=True): (64, 56, 48),
 }

@@ -37,12 +37,12 @@ def test_compiled_loop__one_graph_at_any_length_and_in_every_call(name: str) -> 
         want = model.generate(**batch, **EAGER, max_new_tokens=tokens)
         assert torch.equal(model.generate(**batch, **loop(backend), max_new_tokens=tokens), want)
         assert len(graphs) == 1, "no graph break (fullgraph), and none for another length or call"
-    kept = model._mmqc_loop.packed
+    (kept,) = model._mmqc_loop.packed.values()
     places = [t.data_ptr() for layer in kept.packed for t in layer.tensors()]
     other = {**batch, "pixel_values": batch["pixel_values"].flip(0)}
     want = model.generate(**other, **EAGER, max_new_tokens=12)
     assert torch.equal(model.generate(**other, **loop(backend), max_new_tokens=12), want)
-    assert model._mmqc_loop.packed is kept
+    assert [*model._mmqc_loop.packed.values()] == [kept]
     assert [t.data_ptr() for layer in kept.packed for t in layer.tensors()] == places, "as CUDA graphs need it"
 
 
