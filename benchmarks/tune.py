@@ -17,6 +17,15 @@ from mmqc.kernels.matmul import configs as tiles
 from mmqc.kernels.matmul.configs import MatmulConfig as Tile
 from mmqc.kernels.shared.device_facts import capability, gpu_name, multiprocessors
 
+FEW = (  # rows, up to 64: BN, BK, warps, stages
+    (64, 128, 4, 4),
+    (64, 128, 2, 4),
+    (32, 128, 2, 4),
+    (128, 64, 4, 5),
+    (128, 128, 4, 3),
+    (64, 256, 4, 3),
+    (32, 256, 2, 3),
+)
 SOME_HUNDRED = (  # of rows: BM, BN, BK, warps, stages
     (64, 64, 64, 4, 4),
     (64, 64, 128, 4, 3),
@@ -26,6 +35,31 @@ SOME_HUNDRED = (  # of rows: BM, BN, BK, warps, stages
     (128, 64, 128, 4, 3),
     (128, 128, 64, 4, 4),
     (128, 128, 64, 8, 3),
+)
+# Of more rows, as SOME_HUNDRED.
+WEIGHTS_ALONE = ((64, 128, 64, 4, 4), (64, 128, 64, 8, 3), (128, 128, 64, 8, 3), (64, 64, 128, 4, 3), (128, 64, 64, 4, 4))
+PACKED = (
+    (128, 128, 64, 4, 4),
+    (128, 128, 64, 4, 3),
+    (256, 64, 64, 4, 3),
+    (256, 128, 64, 8, 3),
+    (128, 128, 64, 8, 4),
+    (256, 128, 128, 8, 2),
+    (128, 128, 32, 4, 6),
+)
+CODES = (  # variant, BM, BN, tail, warps, stages, group, programs of a multiprocessor
+    ("nested", 128, 128, 0, 4, 3, 8, 2),
+    ("descriptors", 128, 128, 0, 4, 3, 8, 2),
+    ("nested", 128, 256, 0, 8, 4, 8, 1),
+    ("descriptors", 128, 256, 0, 8, 3, 8, 1),
+    ("descriptors", 128, 256, 0, 8, 3, 16, 1),
+    ("descriptors", 256, 128, 0, 8, 3, 8, 1),
+    ("nested", 128, 128, 32, 4, 3, 8, 2),
+    ("nested", 128, 128, 64, 4, 2, 8, 2),
+    ("descriptors", 128, 128, 32, 8, 5, 8, 1),
+    ("descriptors", 128, 128, 64, 8, 4, 8, 1),
+    ("descriptors", 64, 128, 32, 4, 3, 8, 2),
+    ("descriptors", 64, 128, 0, 4, 4, 8, 2),
 )
 REGISTERS = {  # rows of x: programs of a multiprocessor, and slots
     16: ((1, 16), (1, 8), (2, 10), (2, 6), (3, 6), (4, 4)),
@@ -97,26 +131,10 @@ def candidates(op: str, m: int, n: int, k: int) -> list[Tile]:
     packed = "int4" in op
     stored = -(-k // 2) if packed else k
     if op == "packed_int4" and m <= 512:  # kernels of scaled_int4 among them: what is written is the fastest of all
-        rows = next(n for n in REGISTERS if m <= n or n == 64)
-        found = [
-            Tile(rows, columns, 64, 4, slots, split_k=parts, per_sm=per_sm, variant="registers")
-            for columns in (128, 64)
-            for per_sm, slots in REGISTERS[rows]
-            for parts in (1, 4, 16)
-        ]
-        return [*found, *candidates("scaled_int4", m, n, k)]
+        return [*from_registers(m), *candidates("scaled_int4", m, n, k)]
     if m <= 64:
         block_m = 8 if m <= 8 else 16 if m <= 16 else 64
-        sizes = (
-            (64, 128, 4, 4),
-            (64, 128, 2, 4),
-            (32, 128, 2, 4),
-            (128, 64, 4, 5),
-            (128, 128, 4, 3),
-            (64, 256, 4, 3),
-            (32, 256, 2, 3),
-        )
-        return in_parts([(block_m, *size) for size in sizes], m, n, stored, rounds=(2, 4, 6), steps=2)
+        return in_parts([(block_m, *size) for size in FEW], m, n, stored, rounds=(2, 4, 6), steps=2)
     if op.startswith("packed"):
         found = [Tile(128, 128, 64, 4, 4, group_m=g, split_k=4, per_sm=2, variant="registers") for g in (4, 8, 16)]
         return [*found, UNPACK]
@@ -125,49 +143,25 @@ def candidates(op: str, m: int, n: int, k: int) -> list[Tile]:
         shapes += ((128, 256, 8, 8), (256, 128, 8, 8)) if op != "pingpong_mixed" else ()  # which takes turns
         return [Tile(bm, bn, 128, w, 8, group_m=g, split_k=4, variant="pingpong") for bm, bn, w, g in shapes]
     if op.startswith("weight"):
-        return [
-            Tile(bm, bn, bk, w, s, split_k=sp, variant="columns")
-            for bm, bn, bk, w, s in (
-                (64, 128, 64, 4, 4),
-                (64, 128, 64, 8, 3),
-                (128, 128, 64, 8, 3),
-                (64, 64, 128, 4, 3),
-                (128, 64, 64, 4, 4),
-            )
-            for sp in (1, 2, 4)
-        ] + [UNPACK]
-    some_hundred = in_parts(SOME_HUNDRED, m, n, stored, rounds=(1, 2, 3), steps=4) if m <= 512 else []
+        return [*(Tile(*size, split_k=parts, variant="columns") for size in WEIGHTS_ALONE for parts in (1, 2, 4)), UNPACK]
+    found = in_parts(SOME_HUNDRED, m, n, stored, rounds=(1, 2, 3), steps=4) if m <= 512 else []
     if packed:
-        found = [
-            Tile(bm, bn, bk, w, s, variant="columns")
-            for bm, bn, bk, w, s in (
-                (128, 128, 64, 4, 4),
-                (128, 128, 64, 4, 3),
-                (256, 64, 64, 4, 3),
-                (256, 128, 64, 8, 3),
-                (128, 128, 64, 8, 4),
-                (256, 128, 128, 8, 2),
-                (128, 128, 32, 4, 6),
-            )
-        ]
-        found += [Tile(128, 256, 64, 8, 3, variant="rows")]
-        return [*some_hundred, *found, UNPACK]  # with the tile of the codes' op, tuned before
-    return some_hundred + [
-        Tile(bm, bn, 128, w, s, group_m=g, per_sm=per, variant=v, tail=tail)
-        for v, bm, bn, tail, w, s, g, per in (
-            ("nested", 128, 128, 0, 4, 3, 8, 2),
-            ("descriptors", 128, 128, 0, 4, 3, 8, 2),
-            ("nested", 128, 256, 0, 8, 4, 8, 1),
-            ("descriptors", 128, 256, 0, 8, 3, 8, 1),
-            ("descriptors", 128, 256, 0, 8, 3, 16, 1),
-            ("descriptors", 256, 128, 0, 8, 3, 8, 1),
-            ("nested", 128, 128, 32, 4, 3, 8, 2),
-            ("nested", 128, 128, 64, 4, 2, 8, 2),
-            ("descriptors", 128, 128, 32, 8, 5, 8, 1),
-            ("descriptors", 128, 128, 64, 8, 4, 8, 1),
-            ("descriptors", 64, 128, 32, 4, 3, 8, 2),
-            ("descriptors", 64, 128, 0, 4, 4, 8, 2),
-        )
+        found += [Tile(*size, variant="columns") for size in PACKED]
+        return [*found, Tile(128, 256, 64, 8, 3, variant="rows"), UNPACK]  # with the tile of the codes' op, tuned before
+    return found + [
+        Tile(bm, bn, 128, warps, stages, group_m=group, per_sm=per_sm, variant=variant, tail=tail)
+        for variant, bm, bn, tail, warps, stages, group, per_sm in CODES
+    ]
+
+
+def from_registers(m: int) -> list[Tile]:
+    """Of few rows, with 4-bit weights that are unpacked in registers."""
+    rows = next(n for n in REGISTERS if m <= n or n == 64)
+    return [
+        Tile(rows, columns, 64, 4, slots, split_k=parts, per_sm=per_sm, variant="registers")
+        for columns in (128, 64)
+        for per_sm, slots in REGISTERS[rows]
+        for parts in (1, 4, 16)
     ]
 
 

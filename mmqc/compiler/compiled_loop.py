@@ -46,11 +46,12 @@ from transformers.generation import utils as generation
 from mmqc.compiler.head_start import CURRENT, HeadStart
 from mmqc.compiler.kept_cache import KeptCaches, empty, longest
 from mmqc.compiler.layer_guards import LayerGuards
-from mmqc.compiler.recorded_sizes import LIMIT, in_group
+from mmqc.compiler.recorded_sizes import LIMIT
 from mmqc.compiler.step_inputs import Rules, inputs_go_on
 from mmqc.compiler.step_mask import masks_go_on
 from mmqc.compiler.step_replay import StepReplays
 from mmqc.compiler.step_stops import plain_stops
+from mmqc.distributed.group import in_group
 from mmqc.front.sizes import sizes_vary
 from mmqc.graph.tracing import at_least_programs
 from mmqc.kv.cache import QuantizedCache
@@ -142,14 +143,15 @@ def _loop(model: Any, input_ids: Tensor, generation_config: GenerationConfig, pr
         ahead.cache = cache
     kwargs["stopping_criteria"] = plain_stops(kwargs["stopping_criteria"], input_ids.shape[0])
     whole, packed = config.prefill_chunk_size is None, isinstance(cache, QuantizedCache)
-    possible = whole and all(c.is_initialized for c in cache.layers)
+    possible = whole and (packed or all(c.is_initialized for c in cache.layers))
     how = how if possible else "eager"  # transformers compiles the chunks of a prompt itself
     loop: Any = generation.GenerationMixin
     guards, compile_config = _guards_of(model, config.compile_config), config.compile_config
     # The length of the cache is a size that attention on a GPU is planned for; on a CPU another one is no reason to compile.
     step: Any = False if how == "graphs" else "batch" if model.device.type == "cuda" else "all"
     # Elsewhere a step has no CUDA graph, and another backend's say nothing of what they are called with.
-    replays = _State.of(model).steps if guards is not None and model.device.type == _State.of(model).steps.device.kind else None
+    steps = _State.of(model).steps
+    replays = steps if guards is not None and model.device.type == steps.device.kind else None
     while True:
         config.compile_config, options = _without_guards(compile_config, guards)
         try:
@@ -158,9 +160,7 @@ def _loop(model: Any, input_ids: Tensor, generation_config: GenerationConfig, pr
                 at_least_programs(),
                 sizes_vary(step, cache),
                 once,
-                masks_go_on(
-                    cache if possible or (whole and packed) else None, None if "inputs_embeds" in kwargs else input_ids.shape[1]
-                ),
+                masks_go_on(cache if possible else None, None if "inputs_embeds" in kwargs else input_ids.shape[1]),
                 inputs_go_on(model, _State.of(model).rules, config.max_length, replays),
                 _deferred_stop_check(),
             ):

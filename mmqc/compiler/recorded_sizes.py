@@ -35,6 +35,7 @@ from mmqc.compiler.dense import dense
 from mmqc.compiler.head_start import COMPARED, CURRENT, Head, Memory
 from mmqc.compiler.regions import Halves
 from mmqc.compiler.stamp import addresses, versions
+from mmqc.distributed.group import in_group
 from mmqc.front.handover import handed_over
 from mmqc.graph.collections_off import without_collections
 
@@ -425,12 +426,6 @@ def _counters_beside() -> Any:
     except ImportError:
         return nullcontext()
     return counters_beside(torch.device("cuda", torch.cuda.current_device()))
-
-
-def in_group() -> bool:
-    """Whether this process is one of several ranks."""
-    group = torch.distributed
-    return group.is_available() and group.is_initialized() and group.get_world_size() > 1
 
 
 @contextmanager

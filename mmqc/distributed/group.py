@@ -180,10 +180,15 @@ def _address() -> str:
     return os.environ.get("MASTER_ADDR") or socket.gethostname()
 
 
+def in_group() -> bool:
+    """Whether this process is one of several ranks of torch's default process group."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
 @contextmanager
 def together() -> Iterator[Ranks]:
     """The ranks that work together: those of torch's default process group, if there is one of two or more."""
-    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+    if not in_group():
         yield ALONE
         return
     group, failed = Group(), True
