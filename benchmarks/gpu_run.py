@@ -41,6 +41,7 @@ class Run:
         self.bandwidth: dict[str, float] = {}
         self.same_bytes: dict[str, float] = {}  # entry of bandwidth -> what a copy of the same bytes reaches
         self.errors: dict[str, float] = {}
+        self.tiles: dict[str, list[dict[str, object]]] = {}  # what was tuned -> every tile that was tried, the fastest first
 
     def left(self) -> float:
         return self.end - time.monotonic()

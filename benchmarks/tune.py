@@ -61,11 +61,6 @@ CODES = (  # variant, BM, BN, tail, warps, stages, group, programs of a multipro
     ("descriptors", 64, 128, 32, 4, 3, 8, 2),
     ("descriptors", 64, 128, 0, 4, 4, 8, 2),
 )
-REGISTERS = {  # rows of x: programs of a multiprocessor, and slots
-    16: ((1, 16), (1, 8), (2, 10), (2, 6), (3, 6), (4, 4)),
-    32: ((1, 14), (1, 8), (2, 8), (2, 6), (3, 5), (4, 3)),
-    64: ((1, 12), (1, 8), (2, 6), (2, 4), (3, 3)),
-}
 UNPACK = Tile(128, 128, 64, 8, 3, variant="unpack")  # the weight is written out; the product has the tile of its codes
 
 
@@ -96,6 +91,7 @@ def fastest(run: Run, case: Any, calls: Calls, tries: Iterable[Tile], where: str
         except Exception as error:  # a tile may not fit the device
             run.failures.append(f"{where} {tile}: {type(error).__name__}: {str(error)[:80]}")
     case.config = None
+    run.tiles[where] = [{"us": round(us, 2), **tile.to_dict()} for tile, us in sorted(times.items(), key=lambda item: item[1])]
     return min(times, key=times.__getitem__) if times else None
 
 
@@ -130,8 +126,6 @@ def candidates(op: str, m: int, n: int, k: int) -> list[Tile]:
     """Tiles worth a try; those that do not fit the device fail and are skipped."""
     packed = "int4" in op
     stored = -(-k // 2) if packed else k
-    if op == "packed_int4" and m <= 512:  # kernels of scaled_int4 among them: what is written is the fastest of all
-        return [*from_registers(m), *candidates("scaled_int4", m, n, k)]
     if m <= 64:
         block_m = 8 if m <= 8 else 16 if m <= 16 else 64
         return in_parts([(block_m, *size) for size in FEW], m, n, stored, rounds=(2, 4, 6), steps=2)
@@ -151,17 +145,6 @@ def candidates(op: str, m: int, n: int, k: int) -> list[Tile]:
     return found + [
         Tile(bm, bn, 128, warps, stages, group_m=group, per_sm=per_sm, variant=variant, tail=tail)
         for variant, bm, bn, tail, warps, stages, group, per_sm in CODES
-    ]
-
-
-def from_registers(m: int) -> list[Tile]:
-    """Of few rows, with 4-bit weights that are unpacked in registers."""
-    rows = next(n for n in REGISTERS if m <= n or n == 64)
-    return [
-        Tile(rows, columns, 64, 4, slots, split_k=parts, per_sm=per_sm, variant="registers")
-        for columns in (128, 64)
-        for per_sm, slots in REGISTERS[rows]
-        for parts in (1, 4, 16)
     ]
 
 

@@ -240,9 +240,6 @@ def tune(run: Run, shapes: dict[str, tuple[int, int]], rows: tuple[int, ...], pa
         for shape in shapes
         if worth_tuning(op, m, shape)
     ]
-    if "packed_int4" in large:  # of one linear: queries, keys and values share a launch of few rows
-        single = [s for s in shapes if s.startswith("lm") and s.endswith((".gate", ".o", ".down"))]
-        jobs += [("packed_int4", "int4", m, shape) for m in rows if 8 < m <= 64 for shape in single]
     if "weight_int4" in skinny:
         jobs += [("weight_int4", 4, m, shape) for m in rows if 64 < m <= 256 for shape in shapes if shape.startswith("lm")]
     # A weight that is unpacked once takes the tile of its codes: int8 comes before int4, and is written before.  Then what
@@ -444,6 +441,7 @@ def main() -> int:
             "same_bytes_tb_per_s": run.same_bytes,
             "summary": summary,
             "errors": run.errors,
+            "tiles": run.tiles,
             "failures": run.failures,
             "configs": json.loads(path.read_text()) if path.exists() else None,
         }

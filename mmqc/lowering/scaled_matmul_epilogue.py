@@ -71,12 +71,15 @@ def decompose(
     low_w: Tensor | None = None,
 ) -> Any:
     """The parts, as in the graph before fuse_epilogues."""
-    if takes_kernel(x_q, w_q, w_scale, bias, weight_bits, out_dtype) and not better_apart(x_q, w_q, w_scale, out_dtype):
+    by_kernel = takes_kernel(x_q, w_q, w_scale, bias, weight_bits, out_dtype)
+    if by_kernel and not better_apart(x_q, w_q, w_scale, out_dtype):
         return NotImplemented
     ops = torch.ops.mmqc
-    z = [
-        ops.scaled_matmul(x_q, w, x_scale, s, b, visual, weight_bits, out_dtype) for w, s, b in zip(w_q, w_scale, bias, strict=True)
-    ]
+    if by_kernel:  # few rows of both are one launch
+        z = ops.scaled_matmuls(x_q, w_q, x_scale, w_scale, bias, visual, weight_bits, out_dtype)
+    else:
+        own = zip(w_q, w_scale, bias, strict=True)
+        z = [ops.scaled_matmul(x_q, w, x_scale, s, b, visual, weight_bits, out_dtype) for w, s, b in own]
     h = activated(z, activation, low_x, low_w)
     return h if next_scale is None else ops.quantize(h, next_scale, next_visual, next_bits)
 

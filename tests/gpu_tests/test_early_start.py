@@ -39,7 +39,7 @@ class Layer(nn.Module):
         return x + y
 
 
-@pytest.mark.parametrize("rows", [1, 4, 16])
+@pytest.mark.parametrize("rows", [1, 4, 16, 60])
 def test_early_start__replays_are_what_launches_one_by_one_give(rows: int) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(Layer() for _ in range(LAYERS))).cuda()

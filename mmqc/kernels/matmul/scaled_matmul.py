@@ -134,16 +134,11 @@ def tile_of(x: Tensor, linear: Linear, width: int, caller: Caller = EAGER) -> Ma
     many = m > WARPGROUP_ROWS and caller.gluon
     if many and op in pingpong_matmul.OPS and pingpong_matmul.why_not(x, linear.w, linear.y) is None:
         return configs.config(pingpong_matmul.OPS[op], m, width, k, x.device)
-    if op == "scaled_int4" and (many or is_tuned(packed_matmul.OP, m, width, k, x.device, caller)):
+    if many and op == "scaled_int4":
         c = configs.config(packed_matmul.OP, m, width, k, x.device)
         if c.variant == "registers" and packed_matmul.why_not(x, linear.w, linear.y, k) is None:
             return c
     return configs.config(op, m, width, k, x.device)
-
-
-def is_tuned(op: str, m: int, n: int, k: int, device: torch.device, caller: Caller) -> bool:
-    """Whether Gluon's kernels, which have no rule for few rows, are known to be faster there."""
-    return caller.gluon and configs.key(op, m, n, k) in configs.measured(device)
 
 
 def as_codes(x: Tensor, linear: Linear) -> Linear:

@@ -18,7 +18,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from mmqc.kernels.shared.device_facts import INTERPRETED, capability
 
-FEW_ROWS = 16  # of a tile: with more, products take longer than what comes before them
+FEW_ROWS = 64  # of a tile: with more, products take longer than what comes before them
 LINES = 4  # of 128 bytes, of each row: more compete with the kernel in front (28 layers: 2.04 ms with 4, 2.25 with 16; H100)
 
 

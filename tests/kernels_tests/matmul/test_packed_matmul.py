@@ -9,7 +9,6 @@ import torch
 
 packed = pytest.importorskip("mmqc.kernels.matmul.packed_matmul")
 pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
-from mmqc.kernels.matmul import configs  # noqa: E402
 from mmqc.kernels.matmul import mixed_matmul as mixed  # noqa: E402
 from mmqc.kernels.matmul import scaled_matmul as scaled  # noqa: E402
 from mmqc.kernels.matmul import scaled_matmul_epilogue as epilogues  # noqa: E402
@@ -109,19 +108,6 @@ def test_epilogue__weights_are_written_out_in_front_of_codes(monkeypatch):
     assert [name for name, _ in launches] == ["registers", "pingpong", "registers"]
     assert launches[0][1] is launches[2][1] is w
     assert torch.equal(launches[1][1], torch.full((N, LOW), -8, dtype=torch.int8))
-
-
-def test_tile__of_few_rows_is_theirs_where_it_is_tuned(monkeypatch):
-    device = torch.device("cpu")
-    monkeypatch.setattr(packed, "why_not", lambda *_: None)
-    monkeypatch.setattr(configs, "measured", lambda _: {configs.key("packed_int4", 64, N, LOW): TILE})
-    linear = Linear(torch.zeros(N, LOW // 2, dtype=torch.uint8), torch.ones(N), None, torch.zeros(0, N))
-
-    def variant(m, caller=scaled.EAGER):
-        return scaled.tile_of(torch.zeros(m, LOW, dtype=torch.int8, device=device), linear, N, caller).variant
-
-    assert [variant(m) for m in (64, 33, 16, 200)] == ["registers", "registers", "columns", "columns"]
-    assert variant(64, scaled.EAGER._replace(gluon=False)) == "columns"
 
 
 @pytest.mark.parametrize("what", MADE)

@@ -122,6 +122,27 @@ def test_plan_in_two__equals_the_kernel_of_both(tile, activation, device):
         assert torch.equal(y, want)
 
 
+@pytest.mark.parametrize(("takes", "linears"), [(True, {"scaled_matmuls"}), (False, {"scaled_matmul"})])
+def test_decompose__parts_of_a_gate_share_a_launch_where_a_kernel_takes_them(takes, linears, monkeypatch):
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    from mmqc.lowering import scaled_matmul_epilogue as lowering
+
+    monkeypatch.setattr(lowering, "takes_kernel", lambda *_: takes)
+    monkeypatch.setattr(lowering, "better_apart", lambda *_: True)
+    x, w, scale = torch.randint(-128, 128, (5, 64), dtype=torch.int8), torch.zeros(48, 32, dtype=torch.uint8), torch.ones(48)
+    one = torch.ones(1)
+
+    def parts(x):
+        return lowering.decompose(x, [w, w], one, [scale, scale], [None, None], None, 4, torch.float32, "silu", one)
+
+    graph = make_fx(parts)(x)
+    names = [str(n.target).split(".")[1] for n in graph.graph.nodes if str(n.target).startswith("mmqc.scaled")]
+    assert set(names) == linears
+    assert len(names) == (1 if takes else 2)
+    assert torch.equal(graph(x), reference(x, [w, w], one, [scale, scale], [None, None], None, 4, torch.float32, "silu", one))
+
+
 def test_better_apart__a_gate_and_weights_that_stay_packed(monkeypatch):
     from mmqc.kernels.matmul import packed_matmul, pingpong_matmul
     from mmqc.lowering.scaled_matmul_epilogue import better_apart
