@@ -46,7 +46,7 @@ STATIC = recipes.mquant(4, vision_weight_bits=8, msq=False, rotate=False, suppre
 CHECKPOINTS: dict[str, tuple[Any, dict[str, Any]]] = {
     "mquant": (recipes.mquant(4, solver="rtn"), {}),
     "awq, shards": (recipes.awq(4, group_size=8), {"max_shard_size": "100KB"}),
-    "resq": (recipes.resq(4), {}),
+    "resq": (recipes.resq(4, vision_bits=4), {}),
     "compressed-tensors": (STATIC, {"format": "compressed-tensors"}),
 }
 Answer = tuple[torch.Tensor, torch.Tensor]

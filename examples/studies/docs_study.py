@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import argparse
 import copy
+import itertools
 import json
+import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -57,13 +59,13 @@ PARTS: dict[str, dict[str, Callable[[], QuantConfig]]] = {
         "smoothquant W4A4KV4": lambda: R.smoothquant(4, 4, kv_bits=4),
         "quik W4A4KV4": lambda: R.quik(4, kv_bits=4),
         "quarot W4A4KV4": lambda: R.quarot(4, 4, kv_bits=4),
-        "outlier + rotation W4A4KV4": lambda: R.outlier_rotation(4),
-        "resq W4A4KV4": lambda: R.resq(4),
+        "outlier + rotation W4A4KV4": lambda: R.outlier_rotation(4, vision_bits=4),
+        "resq W4A4KV4, vision tower too": lambda: R.resq(4, vision_bits=4),
     },
     "towers": {  # ResQ's published code leaves a vision tower in 16 bits
         "resq W4A4KV4": lambda: R.resq(4),
-        "resq W4A4KV4, towers W8A8": lambda: R.resq(4).replace(vision=R.resq(8).vision, projector=R.resq(8).projector),
-        "resq W4A4KV4, towers in float": lambda: R.resq(4).replace(vision=None, projector=None),
+        "resq W4A4KV4, vision tower too": lambda: R.resq(4, vision_bits=4),
+        "resq W4A4KV4, language alone": lambda: R.resq(4, vision_bits=None),
     },
     "layers": BY_LAYER,
     "cache": {  # CalibQuant's calibration of scores
@@ -218,11 +220,15 @@ def rows_of(data: dict[str, Any], names: list[str]) -> str:
 
 
 def apart(data: dict[str, Any], names: list[str]) -> str:
-    """Which pairs of recipes have intervals of KL that do not overlap."""
+    """Which recipes have intervals of KL that overlap with no other's, and how many pairs do not."""
     ends = {name: pairs.compared(pairs_of(data, name))["KL"] for name in names if name in data["runs"]}
     order = sorted(ends, key=lambda name: ends[name].mean)
     alone = [n for n in order if all(m == n or ends[m].high < ends[n].low or ends[n].high < ends[m].low for m in order)]
-    return f"By the intervals of KL, {len(alone)} of {len(order)} recipes overlap with no other: {', '.join(alone) or 'none'}."
+    pairs_apart = [(m, n) for m, n in itertools.combinations(order, 2) if ends[m].high < ends[n].low or ends[n].high < ends[m].low]
+    return (
+        f"By the intervals of KL, {len(pairs_apart)} of {math.comb(len(order), 2)} pairs do not overlap, and {len(alone)} of "
+        f"{len(order)} recipes overlap with no other: {', '.join(alone) or 'none'}."
+    )
 
 
 def missing(data: dict[str, Any]) -> str:
@@ -269,7 +275,7 @@ def draw() -> None:
     titles = {
         "ingredients": "MQuant's ingredients, W4A8 (its table 5)",
         "order": "W4A4KV4, the methods that ResQ compares (its table 1)",
-        "towers": "ResQ, the decoder alone",
+        "towers": "ResQ and the vision tower",
         "layers": "The packed cache with bits by layer: as many on average",
         "cache": "The packed cache, with and without calibrated scores (CalibQuant)",
         "amplifier": "Integer Scale's amplifier, W4A8 g128",

@@ -23,26 +23,34 @@ from mmqc.samples import scoring
 
 RESULTS = ROOT / "docs/results/resq.json"
 PAGE = ROOT / "docs/results/resq.md"
+
+
+def resq(*args: Any, **kwargs: Any) -> QuantConfig:
+    """ResQ, as all other methods here, in the vision tower too."""
+    config = r.resq(*args, **kwargs)
+    return config.replace(vision=config.language, projector=config.language)
+
+
 METHODS: dict[str, QuantConfig] = {
     "RTN": r.per_token(kv_bits=4, solver="rtn"),
     "GPTQ": r.per_token(kv_bits=4),
     "SmoothQuant+": r.smoothquant(kv_bits=4),
     "QUIK": r.quik(kv_bits=4),
     "QuaRot": r.quarot(kv_bits=4),
-    "ResQ": r.resq(),
+    "ResQ": resq(),
 }
 ABLATION: dict[str, QuantConfig] = {
-    "without U_A": r.resq(streams=False),
-    "without U_B": r.resq(heads=False),
-    "without U_C": r.resq(keys=False),
-    "without U_D": r.resq(hadamard=False),
-    "without U_B, U_C": r.resq(heads=False, keys=False),
+    "without U_A": resq(streams=False),
+    "without U_B": resq(heads=False),
+    "without U_C": resq(keys=False),
+    "without U_D": resq(hadamard=False),
+    "without U_B, U_C": resq(heads=False, keys=False),
 }
-RANKS: dict[str, QuantConfig] = {f"r = d/{d}": r.resq(high_fraction=1 / d) for d in (32, 16, 4, 2)}  # d/8 is ResQ itself
+RANKS: dict[str, QuantConfig] = {f"r = d/{d}": resq(high_fraction=1 / d) for d in (32, 16, 4, 2)}  # d/8 is ResQ itself
 BITS: dict[str, QuantConfig] = {
     f"{name} {w}/{a}/{kv}": config
     for w, a, kv in ((4, 8, 4), (3, 8, 3), (2, 8, 8), (3, 3, 3))
-    for name, config in (("QuaRot", r.quarot(w, a, kv_bits=kv)), ("ResQ", r.resq(w, kv_bits=kv, activation_bits=a)))
+    for name, config in (("QuaRot", r.quarot(w, a, kv_bits=kv)), ("ResQ", resq(w, kv_bits=kv, activation_bits=a)))
 }
 PARTS = {"methods": METHODS, "ablation": ABLATION, "rank": RANKS, "bits": BITS}
 ORDER = tuple(METHODS)

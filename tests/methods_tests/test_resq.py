@@ -117,21 +117,41 @@ def test_recipes__table_3_of_the_paper() -> None:
         resq(high_fraction=0.0, lowest_fraction=1 / 8)
 
 
+def everywhere(config: QuantConfig) -> QuantConfig:
+    """The language model's scheme in the vision tower and the projector too."""
+    return config.replace(vision=config.language, projector=config.language)
+
+
+def test_resq__has_more_bits_for_the_vision_tower_or_leaves_it_alone() -> None:
+    for recipe in (resq, outlier_rotation):
+        config = recipe(4)
+        assert config.vision is not None
+        assert config.vision == config.projector == recipe(8).language
+        assert recipe(4, vision_bits=4).vision == config.language
+        bare = recipe(4, vision_bits=None)
+        assert bare.vision is bare.projector is None
+        assert bare.language == config.language
+    model = Small().eval()
+    quantize(model, resq(kv_bits=None, solver="rtn"))
+    linears = {n: m.weight_bits for n, m in model.named_modules() if isinstance(m, MixedLinear)}
+    assert {("vision" in n or "merger" in n, bits) for n, bits in linears.items()} == {(True, 8), (False, 4)}
+
+
 RECIPES = {
-    "resq": resq(kv_bits=None),
-    "resq-rtn": resq(kv_bits=None, solver="rtn"),
+    "resq": everywhere(resq(kv_bits=None)),
+    "resq-rtn": everywhere(resq(kv_bits=None, solver="rtn")),
     "quik": quik(),
     "quarot": quarot(),
     "smooth": smoothquant(),
     "rtn": per_token(solver="rtn"),
-    "2/8": resq(2, kv_bits=None, activation_bits=8),
-    "no U_B, U_D": resq(kv_bits=None, heads=False, hadamard=False),
-    "3/8": resq(3, kv_bits=None, activation_bits=8),
-    "4/8": resq(4, kv_bits=None, activation_bits=8),
-    "3/3": resq(3, kv_bits=None),
-    "outlier + rotation": outlier_rotation(kv_bits=None),
-    "three levels": resq(kv_bits=None, lowest_fraction=1 / 4),
-    "rank 1/4": resq(kv_bits=None, high_fraction=1 / 4),
+    "2/8": everywhere(resq(2, kv_bits=None, activation_bits=8)),
+    "no U_B, U_D": everywhere(resq(kv_bits=None, heads=False, hadamard=False)),
+    "3/8": everywhere(resq(3, kv_bits=None, activation_bits=8)),
+    "4/8": everywhere(resq(4, kv_bits=None, activation_bits=8)),
+    "3/3": everywhere(resq(3, kv_bits=None)),
+    "outlier + rotation": everywhere(outlier_rotation(kv_bits=None)),
+    "three levels": everywhere(resq(kv_bits=None, lowest_fraction=1 / 4)),
+    "rank 1/4": everywhere(resq(kv_bits=None, high_fraction=1 / 4)),
 }
 
 
@@ -224,7 +244,7 @@ def test_quantize__in_int8_is_the_same_model_in_more_memory() -> None:
     found = []
     for packed in (True, False):
         model = Small().eval()
-        report = quantize(model, resq(kv_bits=None, solver="rtn", packed=packed))
+        report = quantize(model, everywhere(resq(kv_bits=None, solver="rtn", packed=packed)))
         found.append((logits(model, batches()[0]), report, model))
     assert torch.equal(found[0][0], found[1][0])
     assert all(("weights in int8" in str(layer.scheme)) == bool(i) for i, f in enumerate(found) for layer in f[1].layers)

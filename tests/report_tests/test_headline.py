@@ -27,7 +27,10 @@ LAYERS = [
         (recipes.rtn(8) | recipes.calibquant(2), "W8A16 rtn; visual KV cache in 2 bits"),
         (recipes.calibquant(3, by_layer=True), "visual KV cache in 3 bits on average"),
         (recipes.smoothquant(alpha=0.4), "W4A4 gptq; smoothed by 0.4"),
-        (recipes.resq(), "W4A4 + 0.125 at 8 gptq; rotated, principal bases, online Hadamards; keys and values rounded to 4 bits"),
+        (
+            recipes.resq(vision_bits=4),
+            "W4A4 + 0.125 at 8 gptq; rotated, principal bases, online Hadamards; keys and values rounded to 4 bits",
+        ),
         (recipes.rotate().replace(rewrites=recipes.rtn(4).rewrites), "nothing quantized"),
     ],
 )
