@@ -26,6 +26,7 @@ FEW = (  # rows, up to 64: BN, BK, warps, stages
     (64, 256, 4, 3),
     (32, 256, 2, 3),
 )
+WIDE = ((128, 128, 8, 3),)  # above 16 rows also this
 SOME_HUNDRED = (  # of rows: BM, BN, BK, warps, stages
     (64, 64, 64, 4, 4),
     (64, 64, 128, 4, 3),
@@ -128,7 +129,8 @@ def candidates(op: str, m: int, n: int, k: int) -> list[Tile]:
     stored = -(-k // 2) if packed else k
     if m <= 64:
         block_m = 8 if m <= 8 else 16 if m <= 16 else 64
-        return in_parts([(block_m, *size) for size in FEW], m, n, stored, rounds=(2, 4, 6), steps=2)
+        sizes = FEW if m <= 16 else FEW + WIDE
+        return in_parts([(block_m, *size) for size in sizes], m, n, stored, rounds=(2, 4, 6), steps=2)
     if op.startswith("packed"):
         found = [Tile(128, 128, 64, 4, 4, group_m=g, split_k=4, per_sm=2, variant="registers") for g in (4, 8, 16)]
         return [*found, UNPACK]
