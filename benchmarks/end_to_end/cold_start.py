@@ -13,6 +13,7 @@ import json
 import platform
 import subprocess
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,15 @@ def small_model() -> Any:
     return Qwen2VLForConditionalGeneration(config).eval()
 
 
+def kernels_made() -> list[str]:
+    """Names of kernels, as Triton compiles or loads them from here on."""
+    import triton
+
+    names: list[str] = []
+    triton.knobs.runtime.jit_post_compile_hook = lambda **told: names.append(told["fn"].name)
+    return names
+
+
 def measure(model: Any, grids: list[Grid], large: Grid, tokens: int) -> dict[str, Any]:
     """Every figure of a process that has compiled nothing."""
     device = model.device.type
@@ -106,7 +116,12 @@ def measure(model: Any, grids: list[Grid], large: Grid, tokens: int) -> dict[str
         print(json.dumps(found), flush=True)
 
     note(first_prompt_s=seconds(first), spent=spent(), trial_forwards_s=round(sum(trials), 2))
-    note(first_calls_of_other_sizes={f"{h}x{w}": seconds(p) for (h, w), p in zip(grids[1:], others, strict=True)})
+    made = kernels_made() if device == "cuda" else []
+    for (h, w), given in zip(grids[1:], others, strict=True):
+        took, names = seconds(given), dict(Counter(made))
+        made.clear()
+        sizes = figures.get("first_calls_of_other_sizes", {}) | {f"{h}x{w}": [took, names]}
+        note(first_calls_of_other_sizes=sizes)
     note(first_step_s=seconds(others[0], tokens // 4), spent_on_the_step=spent())
     note(first_token_s=min(seconds(others[0]) for _ in range(5)))
     if device == "cuda":

@@ -23,20 +23,24 @@ def test_table__answers_for_every_shape(op, capability, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("m", "n", "k", "tile"),
+    ("op", "m", "n", "k", "tile"),
     [
-        (1, 5120, 8192, (8, 32, 256, 2, 3, 3)),
-        (16, 8192, 14784, (16, 32, 256, 2, 3, 1)),
-        (16, 29568, 8192, (16, 64, 256, 4, 3, 1)),
-        (64, 8192, 14784, (64, 64, 128, 4, 4, 2)),
-        (64, 22016, 4096, (64, 64, 128, 4, 3, 1)),  # 344 tiles: three a multiprocessor
-        (64, 59136, 8192, (64, 128, 128, 4, 3, 1)),
+        ("scaled_int4", 1, 5120, 8192, (8, 32, 256, 2, 3, 3)),
+        ("scaled_int4", 16, 8192, 14784, (16, 32, 256, 2, 3, 1)),
+        ("scaled_int4", 16, 29568, 8192, (16, 64, 256, 4, 3, 1)),
+        ("scaled_int4", 64, 8192, 14784, (64, 64, 128, 4, 4, 2)),
+        ("scaled_int4", 64, 22016, 4096, (64, 64, 128, 4, 3, 1)),  # 344 tiles: three a multiprocessor
+        ("scaled_int4", 64, 59136, 8192, (64, 128, 128, 4, 3, 1)),
+        ("weight_int8", 1, 152064, 3584, (8, 32, 256, 2, 3, 1)),
+        ("weight_int8", 64, 152064, 3584, (64, 128, 128, 4, 3, 1)),
+        ("weight_int4", 16, 3584, 18944, (16, 32, 256, 2, 3, 7)),
+        ("weight_int4", 64, 3584, 18944, (64, 64, 128, 4, 3, 9)),
     ],
 )
-def test_table__few_rows_of_packed_weights(m, n, k, tile, monkeypatch):
+def test_table__few_rows(op, m, n, k, tile, monkeypatch):
     monkeypatch.setattr(configs, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(configs, "_table", configs._table.__wrapped__)
-    c = configs.table("scaled_int4", m, n, k, CPU)
+    c = configs.table(op, m, n, k, CPU)
     assert (c.block_m, c.block_n, c.block_k, c.num_warps, c.num_stages, c.split_k) == tile
 
 
