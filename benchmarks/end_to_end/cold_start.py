@@ -1,6 +1,6 @@
 """The first calls of a process: seconds to a first token, cold and for sizes that never came, and where they went.
 
-    python -m benchmarks.end_to_end.cold_start [--config w4a8] [--dry] --out benchmarks/results/cold_start.json
+    python -m benchmarks.end_to_end.cold_start [--config w4a8] [--profile] [--dry] --out benchmarks/results/cold_start.json
 
 Qwen2-VL-7B's shape with random weights, through ``generate`` and ``mmqc.compiled_loop``, on a GPU; ``--dry``: a small model of
 as many layers as it takes to compile like ones once, on the CPU.  Adds a run to the file.
@@ -9,11 +9,15 @@ as many layers as it takes to compile like ones once, on the CPU.  Adds a run to
 from __future__ import annotations
 
 import argparse
+import cProfile
 import json
 import platform
+import pstats
 import subprocess
 import time
 from collections import Counter
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +77,16 @@ def kernels_made() -> list[str]:
     return names
 
 
-def measure(model: Any, grids: list[Grid], large: Grid, tokens: int) -> dict[str, Any]:
+def watched(call: Callable[[], float]) -> tuple[float, dict[str, float]]:
+    """A call's seconds, and where the host spent most of them: functions by their own time, those of C++ too."""
+    profiler = cProfile.Profile()
+    took = profiler.runcall(call)
+    rows: dict[tuple[str, int, str], tuple[Any, ...]] = getattr(pstats.Stats(profiler), "stats")  # noqa: B009  not in its type
+    most = sorted(rows.items(), key=lambda row: -row[1][2])[:10]
+    return took, {f"{file.rpartition('/')[2]}:{line} {name}": round(row[2], 3) for (file, line, name), row in most}
+
+
+def measure(model: Any, grids: list[Grid], large: Grid, tokens: int, profiled: bool = False) -> dict[str, Any]:
     """Every figure of a process that has compiled nothing."""
     device = model.device.type
     wait = torch.cuda.synchronize if device == "cuda" else lambda: None
@@ -118,9 +131,9 @@ def measure(model: Any, grids: list[Grid], large: Grid, tokens: int) -> dict[str
     note(first_prompt_s=seconds(first), spent=spent(), trial_forwards_s=round(sum(trials), 2))
     made = kernels_made() if device == "cuda" else []
     for (h, w), given in zip(grids[1:], others, strict=True):
-        took, names = seconds(given), dict(Counter(made))
+        took, host = watched(partial(seconds, given)) if profiled else (seconds(given), {})
+        sizes = figures.get("first_calls_of_other_sizes", {}) | {f"{h}x{w}": [took, dict(Counter(made)), host]}
         made.clear()
-        sizes = figures.get("first_calls_of_other_sizes", {}) | {f"{h}x{w}": [took, names]}
         note(first_calls_of_other_sizes=sizes)
     note(first_step_s=seconds(others[0], tokens // 4), spent_on_the_step=spent())
     note(first_token_s=min(seconds(others[0]) for _ in range(5)))
@@ -139,6 +152,9 @@ def main() -> None:
     """Run and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", choices=CONFIGS, default="w4a8")
+    parser.add_argument(
+        "--profile", action="store_true", help="where the host spends the first calls of other sizes, which take longer"
+    )
     parser.add_argument("--dry", action="store_true")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "cold_start.json")
     options = parser.parse_args()
@@ -160,7 +176,7 @@ def main() -> None:
         "transformers": transformers.__version__,
         "commit": commit.stdout.strip(),
         "machine": platform.machine(),
-        "figures": measure(model, grids, (40, 40) if options.dry else (160, 160), 32 if options.dry else 144),
+        "figures": measure(model, grids, (40, 40) if options.dry else (160, 160), 32 if options.dry else 144, options.profile),
     }
     runs = json.loads(options.out.read_text())["runs"] if options.out.exists() else []
     options.out.write_text(json.dumps({"runs": [*runs, run]}, indent=1) + "\n")
