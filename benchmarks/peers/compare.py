@@ -18,7 +18,7 @@ import sys
 import tempfile
 import venv
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -62,11 +62,14 @@ def theirs(case: Case, data: Path, environments: Path) -> dict[str, list[float]]
         return json.loads(out.read_text())
 
 
-def ours(case: Case, data: Path, calibration: int = CALIBRATION) -> dict[str, list[float]]:
-    """The same of mmqc, after so many batches of calibration."""
+def ours(
+    case: Case, data: Path, calibration: int = CALIBRATION, weights: Literal["balanced"] | None = None
+) -> dict[str, list[float]]:
+    """The same of mmqc, after so many batches of calibration, with such weights of modalities."""
     config = RECIPES[case.ours](case.bits, case.group or None, case.symmetric).replace(vision=None, projector=None)
     sample = mmqc.samples.load(case.sample)
-    mmqc.quantize_(sample.model, config, sample.calibration(calibration), progress=False, inputs="quantized")
+    batches = sample.calibration(calibration)
+    mmqc.quantize_(sample.model, config, batches, progress=False, inputs="quantized", modality_weights=weights)
     questions = torch.load(data / case.sample / "questions.pt", weights_only=True)
     return scores(answers(sample.model, questions["batches"]), questions["exact"], questions["ids"])
 
@@ -137,7 +140,7 @@ def spread(found: list[dict[str, Any]]) -> str:
         lines.setdefault(key, {})[run["way"]] = f"{run['nll']:.4f}, {run['kl']:.5f}"
     ways = list(dict.fromkeys(way for line in lines.values() for way in line))
     head = ("form", "sample", "mmqc", "batches", *(way.replace("mmqc", "as it is") for way in ways))
-    return table(head, ((*key, *(line[way] for way in ways)) for key, line in lines.items()))
+    return table(head, ((*key, *(line.get(way, "–") for way in ways)) for key, line in lines.items()))
 
 
 def page(found: dict[str, Any]) -> str:
@@ -164,8 +167,9 @@ Of {len(CASES)} comparisons {len(made)} are measured; the command measures the o
 {reasons(made)}
 
 The intervals are over questions: another draw of batches, or another order of sums, is not in them. NLL and KL on fewer batches
-(`python -m benchmarks.peers.spread`); the column on the right is the peer's rounding in mmqc, one sweep on the step
-2 max|w| / (2^b - 1), which in the first block's queries, keys and values makes the peer's codes but for ties:
+(`python -m benchmarks.peers.spread`); the second column is the peer's rounding in mmqc, one sweep on the step
+2 max|w| / (2^b - 1), which in the first block's queries, keys and values makes the peer's codes but for ties; the third has
+`modality_weights="balanced"`, where one page is a thousand tokens and its question and answer are fifty:
 
 {spread(found["spread"])}
 

@@ -1,6 +1,7 @@
-"""How far figures move with the batches that are read: GPTQ by mmqc, as it is and as LLM Compressor's algorithm.
+"""How far figures move with the batches that are read: GPTQ by mmqc, as it is, as LLM Compressor's algorithm, and with text that
+counts as much as images.
 
-    python -m benchmarks.peers.spread                   both, of every case and number of batches that is not on file
+    python -m benchmarks.peers.spread [SAMPLE]          all ways, of every case and number of batches that is not on file
 
 The peer's algorithm is one sweep on its own step, 2 max|w| / (2^b - 1), without a search for clips and without descent: in the
 first block's queries, keys and values mmqc then makes the peer's codes but for ties.  ``compare.py`` draws the table.
@@ -32,7 +33,7 @@ CASES = {  # and the numbers of batches
     Case("digits-vqa", "awq+gptq", "llmcompressor awq+gptq", BITS, 64, symmetric=True): (64, 56, 48),
     Case("digits-vqa-stress", "awq+gptq", "llmcompressor awq+gptq", BITS, 64, symmetric=True): (64, 56, 48),
 }
-WAYS = ("mmqc", "one sweep on the peer's step")
+WAYS = ("mmqc", "one sweep on the peer's step", "text counts as much")
 
 
 @contextmanager
@@ -49,14 +50,16 @@ def main() -> None:
     torch.set_num_threads(1)
     data = ROOT / "build/peers/data"
     for case, numbers in CASES.items():
+        if sys.argv[1:] and case.sample not in sys.argv[1:]:
+            continue
         export(case.sample, data / case.sample, CALIBRATION, QUESTIONS)
         for batches, way in product(numbers, WAYS):
             found: dict[str, Any] = json.loads(RESULTS.read_text(encoding="utf-8"))
             about = {"sample": case.sample, "form": case.form, "mmqc": case.ours, "batches": batches, "way": way}
             if any(about.items() <= row.items() for row in found.setdefault("spread", [])):
                 continue
-            with nullcontext() if way == WAYS[0] else as_the_peer():
-                run = ours(case, data, batches)
+            with as_the_peer() if way == WAYS[1] else nullcontext():
+                run = ours(case, data, batches, "balanced" if way == WAYS[2] else None)
             found["spread"].append({**about, **{kind: float(f"{np.mean(values):.4g}") for kind, values in run.items()}})
             print(found["spread"][-1], flush=True)
             RESULTS.write_text(json.dumps(found) + "\n")

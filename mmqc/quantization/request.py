@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from mmqc.nn.adapted_linear import AdaptedLinear
 from mmqc.nn.integer_weight import IntegerWeight
 from mmqc.nn.modality import visual_token_ids
 from mmqc.quantization import convert
+from mmqc.quantization.balanced_weights import balanced_weights
 
 Batch = Mapping[str, Any]
 Filter = Callable[[nn.Module, str], bool]
@@ -63,7 +64,7 @@ class Request:
         device: Any,
         spool: str | None,
         generate_tokens: int,
-        modality_weights: Mapping[str, float] | None,
+        modality_weights: Mapping[str, float] | Literal["balanced"] | None,
         allow_nothing: bool = False,
     ) -> Request:
         """Take in the arguments; ``calibration`` is iterated once.
@@ -74,7 +75,8 @@ class Request:
         if not isinstance(config, QuantConfig):
             raise ConfigError(f"config is a {type(config).__name__}; pass a mmqc.QuantConfig, e.g. mmqc.recipes.mquant()")
         batches = None if calibration is None else _batches(calibration)
-        weights, kv, rows = config.replace(kv=None), config.kv, _row_weights(modality_weights)
+        weights, kv = config.replace(kv=None), config.kv
+        rows = _row_weights(balanced_weights(model, batches or ()) if modality_weights == "balanced" else modality_weights)
         given = (filter_fn, progress, resume_dir, inputs, device, spool, generate_tokens, rows, allow_nothing)
         request = cls(model, weights, kv, batches, *given)
         request.check()
@@ -134,7 +136,9 @@ def _batches(calibration: Any) -> tuple[Batch, ...]:
     return tuple(batches)
 
 
-def _row_weights(given: Mapping[str, float] | None) -> dict[str, float]:
+def _row_weights(given: Mapping[str, float] | str | None) -> dict[str, float]:
+    if isinstance(given, str):
+        raise ConfigError(f"modality_weights = {given!r}: 'balanced', or a dict")
     wrong = [m for m, w in (given or {}).items() if m not in (TEXT, VISUAL) or not 0 < w < float("inf")]
     if wrong:
         raise ConfigError(

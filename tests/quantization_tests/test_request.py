@@ -55,6 +55,13 @@ def test_read__weights_of_rows_are_one_where_none_are_given() -> None:
     assert read(recipes.rtn(8), modality_weights={"visual": 2.0}).row_weights == {"text": 1.0, "visual": 2.0, "mixed": 1.0}
 
 
+def test_read__weights_that_balance_are_numbers() -> None:
+    model, batch = tiny_qwen2_vl()
+    visual = int((batch["input_ids"] == model.config.image_token_id).sum())
+    weights = read(recipes.rtn(8), [batch], model, modality_weights="balanced").row_weights
+    assert weights == {"text": visual / (batch["input_ids"].numel() - visual), "visual": 1.0, "mixed": 1.0}
+
+
 @pytest.mark.parametrize(
     ("config", "more", "message"),
     [
@@ -62,6 +69,7 @@ def test_read__weights_of_rows_are_one_where_none_are_given() -> None:
         (recipes.rtn(8), {"generate_tokens": -1}, "generate_tokens = -1"),
         (recipes.rtn(8), {"modality_weights": {"audio": 1.0}}, "'audio' is no modality"),
         (recipes.rtn(8), {"modality_weights": {"text": 0.0}}, "its weight is not positive"),
+        (recipes.rtn(8), {"modality_weights": "even"}, "'balanced', or a dict"),
         (recipes.calibquant(4), {}, "is no transformers model"),
     ],
 )

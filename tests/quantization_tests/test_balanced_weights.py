@@ -1,0 +1,39 @@
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from small_vlm import IMAGE, Small
+
+from mmqc.calibration.calibrate import CalibrationError
+from mmqc.quantization.balanced_weights import balanced_weights
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9), st.integers(0, 4)), min_size=1, max_size=4))
+def test_balanced_weights__text_counts_as_much_all_in_all(batches: list[tuple[int, int, int]]) -> None:
+    """Of each batch: visual tokens, others, and hidden ones of either kind in front."""
+    made = []
+    for visual, text, hidden in batches:
+        ids = torch.tensor([[IMAGE, 1] * hidden + [IMAGE] * visual + [1] * text])
+        made.append({"input_ids": ids, "attention_mask": torch.ones_like(ids).index_fill(1, torch.arange(2 * hidden), 0)})
+    visual, text = (sum(b[i] for b in batches) for i in (0, 1))
+    if not visual or not text:
+        with pytest.raises(CalibrationError, match=f"no batch of calibration has a {'visual' if not visual else 'text'} token"):
+            balanced_weights(Small(), made)
+        return
+    assert balanced_weights(Small(), made)["text"] * text == pytest.approx(visual)
+
+
+@pytest.mark.parametrize(
+    ("batch", "ids", "message"),
+    [
+        ({"inputs_embeds": torch.zeros(1, 2, 4)}, IMAGE, "batch 0 has no input_ids"),
+        ({"input_ids": torch.ones(1, 2)}, None, "the config of Small names no image or video token"),
+    ],
+)
+def test_balanced_weights__says_what_it_cannot_count(batch: dict[str, Any], ids: int | None, message: str) -> None:
+    model = Small()
+    model.config.image_token_id = ids
+    with pytest.raises(CalibrationError, match=message):
+        balanced_weights(model, [batch])
