@@ -64,8 +64,7 @@ def quantize_(
         device: the accelerator that computes while the model stays in host memory, one block at a time.
         spool: a folder for the activations between two blocks; None keeps them in host memory.
         generate_tokens: so many tokens that the model itself writes are appended to each batch.
-        modality_weights: what a row counts in second moments, ``{"visual": a, "text": b}``; 1 if not given; ``"balanced"``: so
-            much that text counts as much as visual tokens, all in all.
+        modality_weights: what a row counts in second moments, ``{"visual": a, "text": b}``; ``"balanced"``: text as visual.
         allow_nothing: return where nothing could be quantized although the config has schemes; do not raise.
 
     Returns:
