@@ -62,7 +62,7 @@ def main() -> None:
     for run in runs:
         figures = {way: found for way, found in run["figures"].items() if SIZES in found}
         if figures:
-            head = f"{NAMES.get(run['device'], run['device'])}, torch {run['torch']}, commit {run['commit'][:7]}"
+            head = f"{NAMES.get(run['device'], run['device'])}, torch {run['torch']}, commit {run['commit']}"
             about = f" ({run['about']})" if run.get("about") else ""
             lines += [f"## {head}", "", f"`{run['command']}`{about}", "", *batches(figures), "", *prompts(figures), ""]
     (ROOT / "docs/results/any_size.md").write_text("\n".join(lines).rstrip() + "\n", encoding="utf-8")

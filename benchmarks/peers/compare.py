@@ -169,7 +169,7 @@ Of {len(CASES)} comparisons {len(made)} are measured; the command measures the o
 The intervals are over questions: another draw of batches, or another order of sums, is not in them. NLL and KL on fewer batches
 (`python -m benchmarks.peers.spread`); the second column is the peer's rounding in mmqc, one sweep on the step
 2 max|w| / (2^b - 1), which in the first block's queries, keys and values makes the peer's codes but for ties; the third has
-`modality_weights="balanced"`, where one page is a thousand tokens and its question and answer are fifty:
+`modality_weights="balanced"`; a prompt of docs-vqa's calibration has 288 visual tokens and 51 others on average:
 
 {spread(found["spread"])}
 

@@ -2,8 +2,8 @@
 
     weight of text = visual tokens / other tokens, of all batches         weight of visual = 1
 
-Why:     a page is a thousand tokens, its question and answer some fifty, so a solver that minimises the error of rows spends nearly
-         all of what it can choose on visual ones; what a model answers depends on the others.
+Why:     a picture has more tokens than what is asked and answered about it (docs-vqa: 288 and 51), so a solver that minimises the
+         error of all rows spends most of what it can choose on visual ones; what a model answers depends on the others.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from mmqc.nn.modality import visual_token_ids
 
 
 def balanced_weights(model: nn.Module, batches: Iterable[Mapping[str, Any]]) -> dict[str, float]:
-    """What rows of text count, those of visual tokens being 1; what ``attention_mask`` [B, T] hides is not counted.
+    """What rows of text count, those of visual tokens being 1.
+
+    What ``attention_mask`` [B, T] hides is not counted, nor what ``generate_tokens`` appends.
 
     Raises:
         CalibrationError: the model's config names no visual token, a batch has no ``input_ids``, or one of the two never comes.

@@ -22,7 +22,9 @@ def config_of(new: int, cache: str | None) -> GenerationConfig:
     )  # fmt: skip
 
 
-def check(model: Any, calls: list[tuple[dict[str, torch.Tensor], int]], patch: pytest.MonkeyPatch, **more: Any) -> None:
+def assert_recorded_or_not_alike(
+    model: Any, calls: list[tuple[dict[str, torch.Tensor], int]], patch: pytest.MonkeyPatch, **more: Any
+) -> None:
     """Tokens of steps that are recorded are those of steps that are not, and all steps of a call but three are replays."""
 
     def answers() -> list[list[list[int]]]:
@@ -53,7 +55,7 @@ def test_steps__replayed_and_not(bits: int, monkeypatch: pytest.MonkeyPatch) -> 
         ({name: torch.cat([t] * rows) for name, t in prompt(model, grid).items()}, new)
         for rows, grid, new in ((1, (8, 8), 20), (3, (12, 8), 9), (1, (12, 8), 40), (3, (8, 8), 30), (1, (8, 8), 12))
     ]
-    check(model, calls, monkeypatch, prefill="eager")
+    assert_recorded_or_not_alike(model, calls, monkeypatch, prefill="eager")
 
 
 @torch.no_grad()
@@ -62,4 +64,4 @@ def test_steps__over_a_quantized_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     model: Any = small_model().eval().cuda().bfloat16()
     mmqc.quantize_(model, mmqc.recipes.calibquant(4), [prompt(model, (8, 8))], progress=False)
     calls = [({name: torch.cat([t] * rows) for name, t in prompt(model, (8, 8)).items()}, new) for rows, new in ((1, 20), (2, 30))]
-    check(model, calls, monkeypatch)
+    assert_recorded_or_not_alike(model, calls, monkeypatch)

@@ -258,14 +258,14 @@ def _weight_only(op: str, m: int, n: int, k: int, device: torch.device) -> Matmu
             return MatmulConfig(64, 128, 32, 8, 2, split_k=split_for(tiles, stored // 32, slots, 4), variant="columns")
         tiles = -(-m // block_m) * -(-n // 128)
         return MatmulConfig(block_m, 128, 64, 8, 3, split_k=split_for(tiles, stored // 64, slots, 4), variant="columns")
-    return (_skinny if op in ("weight_int2", "weight_int3") else _weight_skinny)(m, n, stored, device)
+    return (_bytes_skinny if op == "weight_int8" else _skinny)(m, n, stored, device)
 
 
-def _weight_skinny(m: int, n: int, stored: int, device: torch.device) -> MatmulConfig:
-    """Up to 16 rows what was tuned for most linears of a 7B decoder, and what is fastest for heads of 92,553 to 152,064 columns.
+def _bytes_skinny(m: int, n: int, stored: int, device: torch.device) -> MatmulConfig:
+    """The rule for weights in 8 bits: up to 16 rows what was tuned for six of eight linears and rows of a 7B decoder.
 
-    Of those, in 8 bits: 186 us for 202, 417 for 455 and 137 for 168 at one row, 192 for 206 at 16, 305 for 329 and 631 for 736 at
-    64, each for what ``_skinny`` takes (H100; ``python -m benchmarks.micro.head``).
+    Heads of 92,553 to 152,064 columns take 186 us for the 202 of ``_skinny``, 417 for 455 and 137 for 168 at one row, 192 for 206
+    at 16, 305 for 329 and 631 for 736 at 64 (H100; ``python -m benchmarks.micro.head``).
     """
     units = multiprocessors(device)
     if m <= 16:

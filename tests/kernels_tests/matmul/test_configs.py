@@ -33,8 +33,8 @@ def test_table__answers_for_every_shape(op, capability, monkeypatch):
         ("scaled_int4", 64, 59136, 8192, (64, 128, 128, 4, 3, 1)),
         ("weight_int8", 1, 152064, 3584, (8, 32, 256, 2, 3, 1)),
         ("weight_int8", 64, 152064, 3584, (64, 128, 128, 4, 3, 1)),
-        ("weight_int4", 16, 3584, 18944, (16, 32, 256, 2, 3, 7)),
-        ("weight_int4", 64, 3584, 18944, (64, 64, 128, 4, 3, 9)),
+        ("weight_int8", 16, 3584, 18944, (16, 32, 256, 2, 3, 7)),
+        ("weight_int8", 64, 3584, 18944, (64, 64, 128, 4, 3, 9)),
     ],
 )
 def test_table__few_rows(op, m, n, k, tile, monkeypatch):
