@@ -32,6 +32,7 @@ from mmqc.passes.fuse_matmuls import FuseMatmuls
 from mmqc.passes.fuse_norm_quantize import FuseNormQuantize
 from mmqc.passes.fuse_rotation import FuseRotation
 from mmqc.passes.insert_hadamard import InsertHadamard
+from mmqc.passes.pack_attention import PackAttention
 from mmqc.passes.quantize_activations import QuantizeActivations
 from mmqc.passes.quantize_mixed import QuantizeMixed
 from mmqc.passes.quantize_weights import QuantizeWeights
@@ -138,6 +139,7 @@ def run_time_passes(
     caches: bool = True,
     counters: bool = True,
     patches: bool = True,
+    prompts: bool = True,
     queries: bool = True,
     quantized: bool = True,
     reads: bool = True,
@@ -154,6 +156,7 @@ def run_time_passes(
         caches: the graph puts the first tokens into a cache.
         counters: it moves several counters.
         patches: it embeds patches by a convolution.
+        prompts: it has causal attention without a mask.
         queries: it has attention of one new token.
         quantized: it has quantized linears.
         reads: it has reads of the host.
@@ -171,6 +174,7 @@ def run_time_passes(
         # 9 attention
         *((RewriteEmptyCat(),) if caches else ()),
         *((FoldQueryGroups(), SplitAttention()) if queries else ()),
+        *((PackAttention(),) if prompts else ()),
         # 10 products, rows
         *((RewritePatchConv(),) if patches else ()),
         *((RewriteScatter(),) if scatters else ()),

@@ -27,6 +27,7 @@ from mmqc.graph.tokens.tokens import visual_mask, visual_operand
 from mmqc.passes.fold_query_groups import one_query
 from mmqc.passes.fuse_counters import moves_counter
 from mmqc.passes.fuse_matmuls import FUSED
+from mmqc.passes.pack_attention import is_prompt
 from mmqc.passes.reorder_reads import EARLY, READS
 from mmqc.passes.rewrite_empty_cat import only_operand
 from mmqc.passes.rewrite_patch_conv import site_of
@@ -60,6 +61,7 @@ def rewrite_at_run_time(
         "caches": any(only_operand(n) is not None for n in gm.graph.nodes),
         "counters": sum(map(moves_counter, gm.graph.nodes)) > 1,
         "patches": any(site_of(n) is not None for n in gm.graph.nodes),
+        "prompts": any(is_prompt(n) for n in gm.graph.nodes),
         "queries": any(one_query(n) for n in gm.graph.nodes),
         "quantized": bool(names & {*FUSED, "quantize", "quantize_per_token"}),
         "reads": bool(names & READS) and (has_heavy_op(gm) or bool(mmqc_ops(gm))),

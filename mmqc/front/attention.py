@@ -27,6 +27,8 @@ from torch.nn import functional as F
 
 NAME = "mmqc_flash_varlen"
 HALF = (torch.float16, torch.bfloat16)
+# Of several segments.  One is our kernel's whatever its length: cuDNN makes a plan for each, in 75 ms, and in 1 s where that wants
+# a kernel which is not compiled yet (results/new_lengths.json).
 MANY = 2048  # rows from which on our kernel is the faster one on Hopper: 139 us for 204 at 3,600 (results/segment_attention.json)
 LONG = 1024  # rows of the longest segment: shorter ones leave most of a tile of scores unused
 
@@ -147,12 +149,12 @@ def reference(
 def by_segments(
     q: Tensor, k: Tensor, v: Tensor, ends_q: Tensor, ends_k: Tensor, scale: float | None, causal: bool, longest: int
 ) -> Tensor | None:
-    """By our kernel, for many rows on Hopper; None elsewhere.  Operands as the op's (``reference``)."""
+    """By our kernel on Hopper, for one segment, or many rows of several; None elsewhere.  Operands as the op's (``reference``)."""
     same = ends_q.data_ptr() == ends_k.data_ptr() and ends_q.shape == ends_k.shape  # known without reading them
     if not same or _CHECK.get() is not None:
         return None
-    if q.shape[2] < MANY or longest < LONG:
-        _prepare(q, k, v, ends_q, causal)
+    if ends_q.shape[0] != 2 and (q.shape[2] < MANY or longest < LONG):
+        _prepare(q, k, ends_q, causal)
         return None
     kernel = _kernels()
     return (
@@ -162,14 +164,20 @@ def by_segments(
     )
 
 
-def _prepare(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, causal: bool) -> None:
-    """A larger image will not wait for the kernel."""
-    heads = q.device, q.dtype, q.shape[1], k.shape[1], q.shape[3], causal
-    if heads not in _prepared:
+def _prepare(q: Tensor, k: Tensor, ends: Tensor, causal: bool) -> None:
+    """Whoever needs the kernel will not wait for it, or not for long."""
+    heads = q.device, q.dtype, q.shape[1], k.shape[1], q.shape[3], ends.dtype, causal
+    if q.is_cuda and all(type(size) is int for size in heads[2:5]) and heads not in _prepared:
         _prepared.add(heads)
         kernel = _kernels()
-        if kernel is not None and kernel.why_not(q, k, v, ends) is None:
+        if kernel is not None:
             kernel.prepare(q, k, ends, causal=causal)
+
+
+def has_kernel(q: Tensor) -> bool:
+    """Whether queries like these are attended to by our kernel, if nothing else is against it; they may be traced."""
+    kernel = _kernels() if q.is_cuda and q.dim() == 4 else None
+    return kernel is not None and kernel.has_warpgroup_products(q.device) and kernel.why_not_heads(q.dtype, q.shape[3]) is None
 
 
 def _kernels() -> Any:
@@ -195,7 +203,8 @@ def _kernel(
 def _fake(
     q: Tensor, k: Tensor, v: Tensor, ends_q: Tensor, ends_k: Tensor, scale: float | None, causal: bool, longest: int
 ) -> Tensor:
-    del k, ends_q, ends_k, scale, causal, longest
+    del ends_k, scale, longest
+    _prepare(q, k, ends_q, causal)  # while it is being traced
     batch, heads, length, _ = q.shape
     return q.new_empty((batch, length, heads, v.shape[-1])).transpose(1, 2)
 

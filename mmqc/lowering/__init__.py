@@ -29,6 +29,7 @@ from mmqc.lowering import (
     rotate,
     scaled_matmul,
     scaled_matmul_epilogue,
+    segment_attention,
     tag_modality,
     weight_only_matmul,
 )
@@ -53,6 +54,7 @@ __all__ = [
     "rotate",
     "scaled_matmul",
     "scaled_matmul_epilogue",
+    "segment_attention",
     "tag_modality",
     "weight_only_matmul",
 ]

@@ -47,7 +47,14 @@ from torch._inductor.ir import (
     UserDefinedTritonKernel,
 )
 from torch._inductor.kernel.bmm import aten_bmm
-from torch._inductor.lowering import fallback_handler, fallbacks, lowerings, register_lowering
+from torch._inductor.lowering import (
+    add_layout_constraint,
+    constrain_to_fx_strides,
+    fallback_handler,
+    fallbacks,
+    lowerings,
+    register_lowering,
+)
 from torch._inductor.package import load_package, package_aoti
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._inductor.utils import parallel_num_threads
@@ -472,6 +479,11 @@ def for_package() -> bool:
 def call_kernel(op: Any, *args: Any) -> TensorBox:
     """The op as an extern call in the generated code."""
     return fallback_handler(op, add_to_fallback_set=False)(*args)
+
+
+def as_traced(op: Any) -> None:
+    """Operands of this op lie in memory in the order of axes that they were traced in."""
+    add_layout_constraint(op, constrain_to_fx_strides)
 
 
 def mode_patches(mode: str) -> dict[str, Any]:

@@ -1,9 +1,10 @@
 """A call of a Python function in generated code, on buffers: what no launch of a graph can say, without PyTorch's dispatcher.
 
-    call(function, args, outputs, runs)        module.function(*args)      in the wrapper, where ``runs`` is not 0
+    call(function, args, outputs, runs)             module.function(*args)          in the wrapper, where ``runs`` is not 0
+    result(function, inputs, constants, layout)     y = module.function(*args)      args: inputs, then constants
 
-An arg is a tensor of the graph, a list of such or None, or a value that its ``repr`` says.  For wrappers in Python alone: a package
-and a C++ wrapper have none.
+An arg of ``call`` is a tensor of the graph, a list of such or None, or a value that its ``repr`` says.  For wrappers in Python: a
+package and a C++ wrapper have none.
 """
 
 from __future__ import annotations
@@ -14,7 +15,16 @@ from typing import Any
 import sympy
 import torch
 from sympy import Expr
-from torch._inductor.ir import ExternKernel, InputsKernel, IRNode, MutationOutput, NoneLayout
+from torch._inductor.ir import (
+    ExternKernel,
+    ExternKernelAlloc,
+    FixedLayout,
+    InputsKernel,
+    IRNode,
+    MutationOutput,
+    NoneLayout,
+    StorageBox,
+)
 from torch._inductor.virtualized import V
 
 from mmqc.lowering.inductor import TensorBox, indented
@@ -30,6 +40,26 @@ def call(
 ) -> None:
     """Put it into the graph: it writes ``outputs``, which are among its args.  ``once``: a line for when the code is loaded."""
     _PythonCall(function, args, outputs, runs, once)
+
+
+def result(function: Callable[..., Any], inputs: Sequence[TensorBox], constants: Sequence[Any], like: FixedLayout) -> TensorBox:
+    """Put it into the graph: it makes a tensor ``like`` that; constants are sizes and what Python can write."""
+    made: Any = _Result(function, [ExternKernel.realize_input(box) for box in inputs], constants, like)
+    return TensorBox(StorageBox(made))
+
+
+class _Result(ExternKernelAlloc):
+    """The call, as an operation that makes its output."""
+
+    def __init__(self, function: Callable[..., Any], inputs: Sequence[Any], constants: Sequence[Any], like: FixedLayout) -> None:
+        self.function = function
+        name = f"{_alias(function)}.{function.__name__}"
+        super().__init__(like, inputs, tuple(constants), python_kernel_name=name)
+
+    def codegen(self, wrapper: Any) -> None:
+        """The line."""
+        _import(wrapper, self.function)
+        super().codegen(wrapper)
 
 
 class _PythonCall(ExternKernel):
@@ -57,12 +87,11 @@ class _PythonCall(ExternKernel):
 
     def codegen(self, wrapper: Any) -> None:
         """The line, under its condition."""
-        module = self.function.__module__.rpartition(".")
-        wrapper.add_import_once(f"from {module[0]} import {module[2]} as mmqc_{module[2]}")
+        _import(wrapper, self.function)
         if self.once is not None:
             wrapper.add_import_once(self.once)
         with indented(wrapper, self.runs):
-            wrapper.writeline(f"mmqc_{module[2]}.{self.function.__name__}({', '.join(map(_written, self.args))})")
+            wrapper.writeline(f"{_alias(self.function)}.{self.function.__name__}({', '.join(map(_written, self.args))})")
 
     def get_outputs(self) -> list[Any]:
         return list(self.mutation_outputs)
@@ -78,6 +107,15 @@ class _PythonCall(ExternKernel):
         used = super().get_free_symbol_uses(unbacked_only)
         own = self.runs.free_symbols if isinstance(self.runs, Expr) and not unbacked_only else set[sympy.Symbol]()
         return used | own
+
+
+def _alias(function: Callable[..., Any]) -> str:
+    return "mmqc_" + function.__module__.rpartition(".")[2]
+
+
+def _import(wrapper: Any, function: Callable[..., Any]) -> None:
+    module = function.__module__.rpartition(".")
+    wrapper.add_import_once(f"from {module[0]} import {module[2]} as {_alias(function)}")
 
 
 def _written(arg: Any) -> str:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -124,14 +125,18 @@ def segment_attention(
 
 
 def prepare(q: Tensor, k: Tensor, ends: Tensor, *, causal: bool = False) -> None:
-    """Begin to compile the kernel for heads like these, which larger images will want."""
-    _prepare(q.shape[1], k.shape[1], q.shape[3], q.dtype, ends.dtype, causal, q.device)
+    """Begin to compile the kernel for heads like these, if there is one; the tensors may be traced ones."""
+    if has_warpgroup_products(q.device) and why_not_heads(q.dtype, q.shape[3]) is None:
+        _prepare(q.shape[1], k.shape[1], q.shape[3], q.dtype, ends.dtype, causal, q.device)
 
 
 @functools.cache
 def _prepare(
     heads: int, kv_heads: int, d: int, dtype: torch.dtype, of_ends: torch.dtype, causal: bool, device: torch.device
 ) -> None:
-    q, k = (torch.empty((1, count, ROWS, d), dtype=dtype, device="meta") for count in (heads, kv_heads))
-    ends = torch.empty(2, dtype=of_ends, device="meta")
-    ahead([launch(q, k, k, ends, q, None, workspace, causal=causal)], device)
+    def launches() -> Iterator[Launch]:  # made by a worker: here tensors may be traced
+        q, k = (torch.empty((1, count, ROWS, d), dtype=dtype, device="meta") for count in (heads, kv_heads))
+        ends = torch.empty(2, dtype=of_ends, device="meta")
+        yield launch(q, k, k, ends, q, None, workspace, causal=causal)
+
+    ahead(launches(), device)

@@ -48,6 +48,7 @@ def test_heads__that_the_kernel_takes_are_known_without_operands():
 def test_prepare__compiles_what_any_image_takes(monkeypatch):
     """One kernel for every number of rows and of segments, asked for once."""
     asked = []
+    monkeypatch.setattr(kernel, "has_warpgroup_products", lambda device: True)
     monkeypatch.setattr(kernel, "ahead", lambda launches, device: asked.extend(launches))
     kernel._prepare.cache_clear()
     for rows in (400, 3600):
