@@ -32,7 +32,6 @@ from mmqc.passes.fuse_matmuls import FuseMatmuls
 from mmqc.passes.fuse_norm_quantize import FuseNormQuantize
 from mmqc.passes.fuse_rotation import FuseRotation
 from mmqc.passes.insert_hadamard import InsertHadamard
-from mmqc.passes.pack_attention import PackAttention
 from mmqc.passes.quantize_activations import QuantizeActivations
 from mmqc.passes.quantize_mixed import QuantizeMixed
 from mmqc.passes.quantize_weights import QuantizeWeights
@@ -44,6 +43,7 @@ from mmqc.passes.rewrite_all_reduce import RewriteAllReduce
 from mmqc.passes.rewrite_empty_cat import RewriteEmptyCat
 from mmqc.passes.rewrite_mask import RewriteMask
 from mmqc.passes.rewrite_patch_conv import RewritePatchConv
+from mmqc.passes.rewrite_prompt_attention import RewritePromptAttention
 from mmqc.passes.rewrite_rope_index import RewriteRopeIndex
 from mmqc.passes.rewrite_scatter import RewriteScatter
 from mmqc.passes.share_angles import ShareAngles
@@ -174,7 +174,7 @@ def run_time_passes(
         # 9 attention
         *((RewriteEmptyCat(),) if caches else ()),
         *((FoldQueryGroups(), SplitAttention()) if queries else ()),
-        *((PackAttention(),) if prompts else ()),
+        *((RewritePromptAttention(),) if prompts else ()),
         # 10 products, rows
         *((RewritePatchConv(),) if patches else ()),
         *((RewriteScatter(),) if scatters else ()),

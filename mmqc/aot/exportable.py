@@ -25,11 +25,11 @@ from torch.export import Dim, ExportedProgram
 from torch.overrides import TorchFunctionMode
 
 from mmqc.aot.index_find import ExportError, Reading, find_lengths, find_readings
-from mmqc.front import attention
 from mmqc.front.find import Finder, Packed, Plan, floats
 from mmqc.front.front import bound, detach, kind_of
 from mmqc.front.handover import RUNNING, Installed, ValueSite, numbers
 from mmqc.graph.tracing import CHECKS_TRACE, NO_CHECKS
+from mmqc.kernels.attention import variable_length
 from mmqc.versions import ENCODERS
 
 EXACT = {torch.float64: 1e-10, torch.float32: 1e-5}
@@ -266,7 +266,7 @@ def _one_mask(
 ) -> Tensor:
     """Packed attention in torch's own ops."""
     del longest
-    return attention.masked(q, k, v, None, ends_q, ends_k, scale, 0.0, causal)
+    return variable_length.masked(q, k, v, None, ends_q, ends_k, scale, 0.0, causal)
 
 
 def plain_output(output: Any) -> Any:

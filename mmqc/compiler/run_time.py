@@ -27,10 +27,10 @@ from mmqc.graph.tokens.tokens import visual_mask, visual_operand
 from mmqc.passes.fold_query_groups import one_query
 from mmqc.passes.fuse_counters import moves_counter
 from mmqc.passes.fuse_matmuls import FUSED
-from mmqc.passes.pack_attention import is_prompt
 from mmqc.passes.reorder_reads import EARLY, READS
 from mmqc.passes.rewrite_empty_cat import only_operand
 from mmqc.passes.rewrite_patch_conv import site_of
+from mmqc.passes.rewrite_prompt_attention import is_prompt
 from mmqc.passes.rewrite_scatter import scatter_of
 from mmqc.passes.share_quantize import EQUALS, equal
 

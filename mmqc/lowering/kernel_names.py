@@ -6,7 +6,7 @@ import re
 
 _CALL = re.compile(
     r"^[ \t]+(?:\w+ = )?(?:(?P<extern>extern_kernels\.\w+|torch\.ops\.\w+\.\w+)|(?P<fused>(?:cpp|triton)_\w+)"
-    r"|(?P<own>\w+_kernel)_\d+|mmqc_(?P<called>(?:by_rows|attention)\.\w+))(?:\.\w+)?\(",
+    r"|(?P<own>\w+_kernel)_\d+|mmqc_(?P<called>(?:by_rows|variable_length)\.\w+))(?:\.\w+)?\(",
     re.MULTILINE,
 )
 

@@ -1,8 +1,8 @@
-"""The variable-length attention call of front/attention.py as a call of its kernels, without PyTorch's dispatcher.
+"""The variable-length attention call (kernels/attention/variable_length.py) as a call of its kernels, without PyTorch's dispatcher.
 
     y [1, H, T, D], in memory as [1, T, H, D]          where our kernel is (Hopper); elsewhere the op is called
 
-Shapes:  those of front/attention.py
+Shapes:  those of that op
 Why:     a prompt has one in every layer, and the dispatcher takes longer for each than the launch itself.
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 import sympy
 import torch
 
-from mmqc.front import attention
+from mmqc.kernels.attention import variable_length
 from mmqc.kernels.shared.device_facts import has_warpgroup_products
 from mmqc.lowering.inductor import FixedLayout, TensorBox, as_traced, call_kernel, current_node, register_lowering
 from mmqc.lowering.python_call import has_python, result
@@ -45,4 +45,4 @@ def lower_segment_attention(
     width = v.get_size()[3]
     size, strides = [batch, heads, rows, width], [rows * heads * width, width, heads * width, sympy.S.One]
     of_rows = FixedLayout(device, q.get_dtype(), size, strides)
-    return result(attention.reference, (q, k, v, ends_q, ends_k), (scale, is_causal, longest), of_rows)
+    return result(variable_length.reference, (q, k, v, ends_q, ends_k), (scale, is_causal, longest), of_rows)

@@ -3,9 +3,9 @@
     y_i = softmax(s q_i Kᵀ + m_i) V,   m_ij = 0 if segment(i) = segment(j), else −∞
 
 Shapes:  q [B, S, H, D]   k, v [B, S, H_kv, D]   cu_seqlens int [n + 1], from 0 to B S, or none: B segments of S   y as q
-Where:   vLLM's own choice is FlashAttention, heads have 16 to 128 channels in float16 or bfloat16, and there are as many rows, with
-         a segment as long, as in a model of ours (front/attention.py: MANY, LONG).  All else is vLLM's own, and so is what is
-         captured in a CUDA graph.
+Where:   vLLM's own choice is FlashAttention, heads have 16 to 128 channels in float16 or bfloat16, and there is one segment, or as
+         many rows, with a segment as long, as in a model of ours (kernels/attention/variable_length.py: MANY, LONG).  All else
+         is vLLM's own, and so is what is captured in a CUDA graph.
 Why:     one launch for all images of a batch, without padding heads of 72 or 80 channels (ADR 28).
 
 The op is opaque to torch.compile, and chooses by the rows that it is called with.
@@ -24,7 +24,7 @@ from vllm.model_executor.layers.attention.mm_encoder_attention import MMEncoderA
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.ops import vit_attn_wrappers
 
-from mmqc.front import attention
+from mmqc.kernels.attention import variable_length
 from mmqc.vllm.lent import lent_here
 
 NAME = "MMEncoderAttention"  # of vLLM's class, which a plug-in may take the place of
@@ -49,7 +49,7 @@ def by_reference(
     """The op by torch, segment by segment."""
     del longest, version
     q_p, k_p, v_p, ends = packed(q, k, v, ends)
-    y = attention.reference(q_p, k_p, v_p, ends, ends, scale, False, q_p.shape[2])
+    y = variable_length.reference(q_p, k_p, v_p, ends, ends, scale, False, q_p.shape[2])
     return y.transpose(1, 2).reshape(q.shape)
 
 
@@ -60,7 +60,7 @@ def on_cuda(
     if not (q.is_cuda and torch.cuda.is_current_stream_capturing()):
         most = q.shape[1] if longest is None or ends is None else int(longest)
         q_p, k_p, v_p, ends_p = packed(q, k, v, ends)
-        y = attention.by_segments(q_p, k_p, v_p, ends_p, ends_p, scale, False, most)
+        y = variable_length.by_segments(q_p, k_p, v_p, ends_p, ends_p, scale, False, most)
         if y is not None:
             return y.transpose(1, 2).reshape(q.shape)
     return vit_attn_wrappers.flash_attn_maxseqlen_wrapper(q, k, v, q.shape[0], False, version, scale, ends, longest)
@@ -86,7 +86,7 @@ class SegmentEncoderAttention(MMEncoderAttention):
         super().__init__(*args, **options)
         self.reason = self.why_not()
         if self.reason is None:
-            logger.info_once("mmqc: attention within images by mmqc's kernel, from %d rows on", attention.MANY)
+            logger.info_once("mmqc: attention within images by mmqc's kernel, of several from %d rows on", variable_length.MANY)
         elif "attention" in lent_here():
             logger.info_once("mmqc: attention within images is vLLM's own: %s", self.reason)
 

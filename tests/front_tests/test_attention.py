@@ -9,7 +9,7 @@ from float64 import EXACT, relative_error
 from torch import nn
 from torch.nn import functional as F
 
-from mmqc.front.attention import check, segments, varlen_attention
+from mmqc.front.attention import check, varlen_attention
 
 LENGTHS = (5, 1, 7, 3)
 
@@ -24,12 +24,6 @@ def one_by_one(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) 
     parts = [t.repeat_interleave(q.shape[1] // t.shape[1], 1).split(LENGTHS, 2) for t in (q, k, v)]
     outputs = [F.scaled_dot_product_attention(*part, is_causal=causal, scale=0.3) for part in zip(*parts, strict=True)]
     return torch.cat(outputs, 2).transpose(1, 2)
-
-
-def test_segments__number_the_sequences_of_every_position() -> None:
-    ends = torch.tensor((0, *LENGTHS)).cumsum(0)
-    expected = torch.repeat_interleave(torch.arange(1, 5), torch.tensor(LENGTHS))
-    assert torch.equal(segments(ends, sum(LENGTHS)), expected)
 
 
 @pytest.mark.parametrize("causal", [False, True])

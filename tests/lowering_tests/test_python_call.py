@@ -100,4 +100,4 @@ def test_result__is_what_the_function_made_as_it_lies_in_memory() -> None:
 
 def test_kernel_names__a_call_by_rows_is_a_kernel_of_ours() -> None:
     assert kernel_names("    if rows:\n        mmqc_by_rows.scaled('int8', buf0)\n") == ["mmqc by_rows.scaled"]
-    assert kernel_names("    buf3 = mmqc_attention.reference(buf0, 0.125)\n") == ["mmqc attention.reference"]
+    assert kernel_names("    buf3 = mmqc_variable_length.reference(buf0, 0.125)\n") == ["mmqc variable_length.reference"]

@@ -131,7 +131,7 @@ def attention(given):
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
     from vllm.v1.attention.ops import vit_attn_wrappers
 
-    from mmqc.front import attention as front
+    from mmqc.kernels.attention import variable_length as op
     from mmqc.kernels.shared import device_facts
     from mmqc.vllm import encoder_attention
 
@@ -142,13 +142,13 @@ def attention(given):
 
     def kernel(q, k, v, ends, scale, causal):
         calls.append(("mmqc", tuple(q.shape), ends.tolist()))
-        return front.reference(q, k, v, ends, ends, scale, causal, q.shape[2])
+        return op.reference(q, k, v, ends, ends, scale, causal, q.shape[2])
 
     def flash(q, k, v, batch, aiter, version, scale, ends, longest):
         calls.append(("vllm", tuple(q.shape), version))
         return encoder_attention.by_reference(q, k, v, ends, longest, scale, version)
 
-    front._kernels = lambda: SimpleNamespace(why_not=lambda *a: None, segment_attention=kernel, prepare=lambda *a, **k: None)
+    op._kernels = lambda: SimpleNamespace(why_not=lambda *a: None, segment_attention=kernel, prepare=lambda *a, **k: None)
     vit_attn_wrappers.flash_attn_maxseqlen_wrapper = flash
     q, k, v, ends = (given[name] for name in ("q", "k", "v", "ends"))
     longest = (ends[1:] - ends[:-1]).max()
@@ -175,7 +175,7 @@ def attention(given):
     found["flat"] = own(q.flatten(2), k.flatten(2), v.flatten(2), ends, longest)
     found["whole native"], found["whole"] = own.forward_native(q, k, v), own(q, k, v)
     torch.library.opcheck(torch.ops.mmqc_vllm.encoder_attention, (q, k, v, ends, longest, own.scale, 3))
-    for case, front.MANY, front.LONG in (("few", 8192, 1024), ("short", 8, 1024), ("many", 8, 4)):
+    for case, op.MANY, op.LONG in (("few", 8192, 1024), ("short", 8, 1024), ("many", 8, 4)):
         found[case] = encoder_attention.on_cuda(q, k, v, ends, longest, own.scale, 3)
     two = [t.view(2, -1, *t.shape[2:]) for t in (q, k, v)]
     found["batch"] = encoder_attention.on_cuda(*two, None, None, own.scale, 3)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from tolerance import assert_close
 
-from mmqc.front import attention as op
+from mmqc.kernels.attention import variable_length as op
 
 kernel = pytest.importorskip("mmqc.kernels.attention.segment_attention")
 hopper = pytest.mark.skipif(

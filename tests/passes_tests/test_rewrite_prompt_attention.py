@@ -10,15 +10,15 @@ from torch.nn import functional as F
 
 from mmqc.compiler import run_time
 from mmqc.compiler.record import collect_records
-from mmqc.front import attention
-from mmqc.passes import pack_attention
+from mmqc.kernels.attention import variable_length
+from mmqc.passes import rewrite_prompt_attention
 
 pytestmark = pytest.mark.usefixtures("without_inductor")
 
 
 @pytest.fixture(autouse=True)
 def _on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pack_attention, "has_kernel", lambda q: q.dim() == 4)
+    monkeypatch.setattr(rewrite_prompt_attention, "has_kernel", lambda q: q.dim() == 4)
 
 
 class Layers(nn.Module):
@@ -47,11 +47,11 @@ def compiled(module: nn.Module, x: Tensor, *, any_length: bool = False) -> tuple
     with collect_records() as records, torch.no_grad():
         run = torch.compile(module, backend="mmqc", fullgraph=True)
         y = run(x)
-    return run, y, next((p for p in records[0].passes if p.name == "pack_attention"), None)
+    return run, y, next((p for p in records[0].passes if p.name == "rewrite_prompt_attention"), None)
 
 
 @pytest.mark.parametrize(("kv_heads", "scale"), [(4, None), (2, 0.3), (1, None)])
-def test_pack_attention__is_exact_at_any_length_by_one_program(kv_heads: int, scale: float | None) -> None:
+def test_rewrite_prompt_attention__is_exact_at_any_length_by_one_program(kv_heads: int, scale: float | None) -> None:
     module, x = Layers(kv_heads=kv_heads, scale=scale, enable_gqa=True), tokens(7, kv_heads)
     run, y, record = compiled(module, x, any_length=True)
     assert len(record.sites) == 3
@@ -62,7 +62,7 @@ def test_pack_attention__is_exact_at_any_length_by_one_program(kv_heads: int, sc
             assert_close(run(x), module(x))
 
 
-def test_pack_attention__makes_the_ends_once_in_front_of_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rewrite_prompt_attention__makes_the_ends_once_in_front_of_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[torch.fx.Graph] = []
     rewritten = run_time.rewrite_at_run_time
 
@@ -85,26 +85,26 @@ def test_pack_attention__makes_the_ends_once_in_front_of_all_layers(monkeypatch:
 @pytest.mark.parametrize(
     ("batch", "more", "why"), [(2, {}, "several sequences"), (1, {"skip": 2}, "not as many"), (1, {"dropout_p": 0.5}, "drops")]
 )
-def test_pack_attention__leaves_others(batch: int, more: dict[str, Any], why: str) -> None:
+def test_rewrite_prompt_attention__leaves_others(batch: int, more: dict[str, Any], why: str) -> None:
     *_, record = compiled(Layers(1, **more), tokens(7, batch=batch))
     assert not record.sites
     assert [why in str(miss) for miss in record.misses] == [True]
 
 
 @pytest.mark.parametrize("more", [{"is_causal": False}, {"is_causal": False, "attn_mask": torch.ones(7, 7, dtype=torch.bool)}])
-def test_pack_attention__does_not_look_at_what_is_not_causal(more: dict[str, Any]) -> None:
+def test_rewrite_prompt_attention__does_not_look_at_what_is_not_causal(more: dict[str, Any]) -> None:
     *_, record = compiled(Layers(1, **more), tokens(7))
     assert record is None
 
 
-def test_pack_attention__leaves_what_wants_gradients() -> None:
+def test_rewrite_prompt_attention__leaves_what_wants_gradients() -> None:
     torch._dynamo.reset()
     with collect_records() as records:
         y = torch.compile(Layers(1), backend="mmqc", fullgraph=True)(tokens(7).requires_grad_())
     assert y.requires_grad
-    record = next(p for p in records[0].passes if p.name == "pack_attention")
+    record = next(p for p in records[0].passes if p.name == "rewrite_prompt_attention")
     assert "gradients" in str(record.misses[0])
 
 
 def test_has_kernel__is_not_on_a_cpu() -> None:
-    assert not attention.has_kernel(torch.empty(1, 2, 3, 64, dtype=torch.bfloat16))
+    assert not variable_length.has_kernel(torch.empty(1, 2, 3, 64, dtype=torch.bfloat16))

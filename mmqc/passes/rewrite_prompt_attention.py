@@ -2,7 +2,7 @@
 
     sdpa(q [1, H, T, D], k, v [1, H_kv, T, D], is_causal)  ->  scaled_dot_product_attention(q, k, v, ends, ends, ..)   ends = (0, T)
 
-Shapes:  those of front/attention.py
+Shapes:  those of kernels/attention/variable_length.py
 Why:     cuDNN, which PyTorch gives this to, plans for each length in each thread: 75 ms at the first prompt of that length, and 1 s
          where the plan wants a kernel that it has not compiled (results/new_lengths.json).  Ours is compiled once for all.
 Needs:   nothing
@@ -22,11 +22,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from mmqc.front.attention import has_kernel
 from mmqc.graph.kinds import kind
 from mmqc.graph.program import Miss, Program, copy_meta
 from mmqc.graph.runner import Pass
 from mmqc.graph.sizes import EXAMPLE, expression, sizes, value_of
+from mmqc.kernels.attention.variable_length import has_kernel
 from mmqc.passes.fold_query_groups import ATTENTION
 
 NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
@@ -46,10 +46,10 @@ class Site:
 
 
 @dataclass(frozen=True)
-class PackAttention(Pass):
+class RewritePromptAttention(Pass):
     """Where a device has the kernel."""
 
-    name = "pack_attention"
+    name = "rewrite_prompt_attention"
 
     def match(self, prog: Program) -> Iterator[Site | Miss]:
         """Causal attentions of one sequence."""
