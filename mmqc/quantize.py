@@ -47,7 +47,7 @@ def quantize_(
     device: Any = None,
     spool: str | None = None,
     generate_tokens: int = 0,
-    modality_weights: Mapping[str, float] | Literal["balanced"] | None = None,
+    modality_weights: Mapping[str, float] | Literal["auto", "balanced"] | None = "auto",
     allow_nothing: bool = False,
 ) -> QuantReport:
     """Quantize ``model`` in place by ``config``, one block after the other; docs/howto/calibrate.md says when to use what.
@@ -64,7 +64,8 @@ def quantize_(
         device: the accelerator that computes while the model stays in host memory, one block at a time.
         spool: a folder for the activations between two blocks; None keeps them in host memory.
         generate_tokens: so many tokens that the model itself writes are appended to each batch.
-        modality_weights: what a row counts in second moments, ``{"visual": a, "text": b}``; ``"balanced"``: text as visual.
+        modality_weights: what a row counts, ``{"visual": a, "text": b}``, ``"balanced"``: all text as all that is visual, or
+            ``"auto"``: that in GPTQ's second moments alone.
         allow_nothing: return where nothing could be quantized although the config has schemes; do not raise.
 
     Returns:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +24,20 @@ TEXT, VISUAL, MIXED = "text", "visual", "mixed"
 EQUAL = {TEXT: 1.0, VISUAL: 1.0, MIXED: 1.0}
 _BINS_PER_OCTAVE, _LOWEST = 64, -40
 _BINS = 80 * _BINS_PER_OCTAVE
+
+
+class RowWeights(NamedTuple):
+    """What a row of each modality counts: in the second moments that GPTQ minimises, and in every other sum over rows."""
+
+    gptq: Mapping[str, float] = EQUAL
+    others: Mapping[str, float] = EQUAL
+
+    def of(self, solver: str) -> Mapping[str, float]:
+        """In what a solver of weights is given."""
+        return self.gptq if solver == "gptq" else self.others
+
+
+ALIKE = RowWeights()
 
 
 class CalibrationError(MmqcError, ValueError):

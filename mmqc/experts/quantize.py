@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from mmqc.calibration import joined
-from mmqc.calibration.calibrate import EQUAL, by_modality
+from mmqc.calibration.calibrate import ALIKE, RowWeights, by_modality
 from mmqc.calibration.measure import Loss
 from mmqc.calibration.observe import Output, observe
 from mmqc.config import QuantConfig, Scheme, WeightSpec
@@ -69,7 +69,7 @@ def quantize_experts(
     *,
     context: ModalityContext | None,
     wanted: Callable[[nn.Module, str], bool] | None = None,
-    row_weights: Mapping[str, float] = EQUAL,
+    row_weights: RowWeights = ALIKE,
     ranks: Ranks = ALONE,
 ) -> BuiltExperts:
     """Quantized experts for ``model``, which is not changed.
@@ -83,7 +83,7 @@ def quantize_experts(
         measured: the data that the result is measured on, all of them on every rank.
         context: tells visual from text rows; attached to ``model``.
         wanted: torchao's ``filter_fn``.
-        row_weights: what a row of each modality counts in second moments.
+        row_weights: what a row of each modality counts.
         ranks: the processes that share the batches and the experts.
     """
     words = transforms(prog)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmqc.calibration.calibrate import _BINS, _BINS_PER_OCTAVE, _LOWEST, EQUAL, MIXED, TEXT, VISUAL, Range
+from mmqc.calibration.calibrate import _BINS, _BINS_PER_OCTAVE, _LOWEST, ALIKE, EQUAL, MIXED, TEXT, VISUAL, Range, RowWeights
 from mmqc.calibration.observe import Call, observe
 from mmqc.config import ActivationSpec, Scheme
 from mmqc.distributed.ranks import ALONE, Ranks
@@ -172,7 +172,7 @@ def expert_statistics(
     watched: Iterable[Observed],
     context: ModalityContext | None,
     transform: Transform,
-    row_weights: Mapping[str, float] = EQUAL,
+    row_weights: RowWeights = ALIKE,
     ranks: Ranks = ALONE,
 ) -> dict[str, StackStatistics]:
     """Run the batches and return what every stack's inputs looked like, by the parameter's name.
@@ -183,7 +183,7 @@ def expert_statistics(
         watched: the modules to observe.
         context: tells visual from text rows; attached to ``model``.
         transform: what a stack's weight multiplies, of what it is given (an online Hadamard's output).
-        row_weights: what a row of each modality counts in second moments.
+        row_weights: what a row of each modality counts.
         ranks: who sees the other batches.
     """
     found: dict[str, StackStatistics] = {}
@@ -202,9 +202,10 @@ def expert_statistics(
 
     places = {}
     for each in watched:
-        hessian = each.scheme.weight.needs_hessian
+        weight, experts = each.scheme.weight, each.layer.call.experts
         for stack in each.layer.stacks:
-            found[stack.fqn] = StackStatistics(each.layer.call.experts, each.scheme.activation, hessian, row_weights)
+            weights = row_weights.of(weight.solver)
+            found[stack.fqn] = StackStatistics(experts, each.scheme.activation, weight.needs_hessian, weights)
         places[Call(each.layer.module)] = partial(update, each)
     with observe(model, places):
         for batch in batches:

@@ -139,7 +139,7 @@ def _store(request: Request, ranks: Ranks) -> Store | None:
     """Where finished units are kept, if anywhere."""
     if request.resume_dir is None:
         return None
-    asked = (request.inputs, request.generate_tokens, dict(request.row_weights))
+    asked = (request.inputs, request.generate_tokens, [dict(weights) for weights in request.row_weights])
     digests = lambda: fingerprint(request.model, request.config.to_dict(), request.batches or (), asked)  # noqa: E731
     return Store(request.resume_dir, digests, ranks)
 

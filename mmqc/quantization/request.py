@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from mmqc.calibration.calibrate import EQUAL, TEXT, VISUAL, CalibrationError
+from mmqc.calibration.calibrate import EQUAL, TEXT, VISUAL, CalibrationError, RowWeights
 from mmqc.calibration.sequential import Inputs
 from mmqc.config import ConfigError, KVSpec, QuantConfig, Rewrites
 from mmqc.graph.hooks import global_hooks
@@ -34,7 +34,7 @@ class Request:
         config: what becomes of the weights; its ``kv`` is None.
         kv: what becomes of the cache, if anything.
         batches: the calibration batches; None if none were given.
-        row_weights: what a row of each modality counts, for all modalities.
+        row_weights: what a row of each modality counts.
     """
 
     model: nn.Module
@@ -48,7 +48,7 @@ class Request:
     device: Any
     spool: str | None
     generate_tokens: int
-    row_weights: Mapping[str, float]
+    row_weights: RowWeights
     allow_nothing: bool
 
     @classmethod
@@ -64,7 +64,7 @@ class Request:
         device: Any,
         spool: str | None,
         generate_tokens: int,
-        modality_weights: Mapping[str, float] | Literal["balanced"] | None,
+        modality_weights: Mapping[str, float] | Literal["auto", "balanced"] | None,
         allow_nothing: bool = False,
     ) -> Request:
         """Take in the arguments; ``calibration`` is iterated once.
@@ -76,7 +76,7 @@ class Request:
             raise ConfigError(f"config is a {type(config).__name__}; pass a mmqc.QuantConfig, e.g. mmqc.recipes.mquant()")
         batches = None if calibration is None else _batches(calibration)
         weights, kv = config.replace(kv=None), config.kv
-        rows = _row_weights(balanced_weights(model, batches or ()) if modality_weights == "balanced" else modality_weights)
+        rows = _row_weights(model, batches or (), modality_weights)
         given = (filter_fn, progress, resume_dir, inputs, device, spool, generate_tokens, rows, allow_nothing)
         request = cls(model, weights, kv, batches, *given)
         request.check()
@@ -136,16 +136,25 @@ def _batches(calibration: Any) -> tuple[Batch, ...]:
     return tuple(batches)
 
 
-def _row_weights(given: Mapping[str, float] | str | None) -> dict[str, float]:
+def _row_weights(model: nn.Module, batches: Iterable[Batch], given: Mapping[str, float] | str | None) -> RowWeights:
+    if given == "auto":
+        even = balanced_weights(model, batches)
+        return RowWeights(EQUAL if isinstance(even, str) else {**EQUAL, **even})
+    if given == "balanced":
+        even = balanced_weights(model, batches)
+        if isinstance(even, str):
+            raise CalibrationError(f"modality_weights='balanced': {even}; leave it out")
+        given = even
     if isinstance(given, str):
-        raise ConfigError(f"modality_weights = {given!r}: 'balanced', or a dict")
+        raise ConfigError(f"modality_weights = {given!r}: 'auto', 'balanced', or a dict")
     wrong = [m for m, w in (given or {}).items() if m not in (TEXT, VISUAL) or not 0 < w < float("inf")]
     if wrong:
         raise ConfigError(
             f"modality_weights = {dict(given or {})}: {wrong[0]!r} is no modality, or its weight is not positive; "
             f'pass {{"{VISUAL}": a, "{TEXT}": b}} with positive numbers'
         )
-    return {**EQUAL, **(given or {})}
+    weights = {**EQUAL, **(given or {})}
+    return RowWeights(weights, weights)
 
 
 def _check_options(request: Request) -> None:

@@ -211,7 +211,9 @@ def _forwards(job: Job, recorded: Recorded) -> Forwards:
     """How the search for channel scales runs the model."""
     calls, differing = job.forwards(job.batches), job.forwards(job.differing())
     request = job.request
-    return Forwards(calls, differing, recorded.context, job.residency, request.row_weights, request.spool, job.bar.say, job.ranks)
+    return Forwards(
+        calls, differing, recorded.context, job.residency, request.row_weights.others, request.spool, job.bar.say, job.ranks
+    )
 
 
 def _check_keep(prog: Program, config: QuantConfig) -> None:

@@ -65,7 +65,7 @@ def _digests(request: Request) -> dict[str, Any]:
     data = hashes({name: value for name, value in flat.items() if isinstance(value, Tensor)})
     others = {name: repr(value) for name, value in flat.items() if not isinstance(value, Tensor)}
     parameters = [(name, tuple(p.shape), str(p.dtype)) for name, p in request.model.named_parameters()]
-    options = (request.inputs, request.generate_tokens, dict(request.row_weights), request.allow_nothing)
+    options = (request.inputs, request.generate_tokens, [dict(weights) for weights in request.row_weights], request.allow_nothing)
     kept = (request.resume_dir is None, request.filter_fn is None)
     kv = None if request.kv is None else vars(request.kv)
     return {

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from mmqc.calibration.blocks import NotStreamableError, survey
-from mmqc.calibration.calibrate import MIXED, InputStatistics
+from mmqc.calibration.calibrate import MIXED, TEXT, VISUAL, InputStatistics
 from mmqc.calibration.learn import BatchLoss, Start, holding, learn
 from mmqc.calibration.measure import Loss
 from mmqc.calibration.sequential import Sequential
@@ -321,6 +321,8 @@ class UnitWorker:
         """What the report says of a linear."""
         mixed = linear.input_scale is not None and seen.ranges[MIXED].count
         one_scale = "its rows are not the tokens of the call: one scale for both modalities" if mixed else ""
+        text, visual = (seen.row_weights.get(name, 1.0) for name in (TEXT, VISUAL))
+        uneven = f"a row of text counted {text / visual:g} visual ones" if target.language and text != visual else ""
         note = solved.result.note
         learned = target.scheme.weight.solver != "learned" or LEARNED in note
         return LayerReport(
@@ -335,7 +337,7 @@ class UnitWorker:
             solved.error,
             0 if linear.outlier_index is None else linear.outlier_index.numel(),
             seconds,
-            "; ".join(filter(None, (note, "" if learned else NOT_LEARNED, one_scale))),
+            "; ".join(filter(None, (note, "" if learned else NOT_LEARNED, one_scale, uneven))),
         )
 
     def finish(self) -> None:

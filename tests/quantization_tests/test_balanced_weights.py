@@ -1,3 +1,4 @@
+import math
 from typing import Any
 
 import pytest
@@ -6,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from small_vlm import IMAGE, Small
 
-from mmqc.calibration.calibrate import CalibrationError
 from mmqc.quantization.balanced_weights import balanced_weights
 
 
@@ -19,10 +19,15 @@ def test_balanced_weights__text_counts_as_much_all_in_all(batches: list[tuple[in
         made.append({"input_ids": ids, "attention_mask": torch.ones_like(ids).index_fill(1, torch.arange(2 * hidden), 0)})
     visual, text = (sum(b[i] for b in batches) for i in (0, 1))
     if not visual or not text:
-        with pytest.raises(CalibrationError, match=f"no batch of calibration has a {'visual' if not visual else 'text'} token"):
-            balanced_weights(Small(), made)
+        absent = "visual" if not visual else "text"
+        assert balanced_weights(Small(), made) == f"no batch of calibration has a {absent} token"
         return
-    assert balanced_weights(Small(), made)["text"] * text == pytest.approx(visual)
+    weights = balanced_weights(Small(), made)
+    assert isinstance(weights, dict)
+    mantissa, _ = math.frexp(weights["text"])
+    assert mantissa == 0.5  # a power of two
+    assert weights["text"] >= 1
+    assert visual < text or abs(math.log2(weights["text"] * text / visual)) <= 0.5
 
 
 @pytest.mark.parametrize(
@@ -35,5 +40,6 @@ def test_balanced_weights__text_counts_as_much_all_in_all(batches: list[tuple[in
 def test_balanced_weights__says_what_it_cannot_count(batch: dict[str, Any], ids: int | None, message: str) -> None:
     model = Small()
     model.config.image_token_id = ids
-    with pytest.raises(CalibrationError, match=message):
-        balanced_weights(model, [batch])
+    said = balanced_weights(model, [batch])
+    assert isinstance(said, str)
+    assert message in said

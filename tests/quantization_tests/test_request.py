@@ -1,6 +1,7 @@
 """The arguments of ``quantize_``: read once, and refused before a forward has run."""
 
 import dataclasses
+import math
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from transformers import BatchEncoding
 
 import mmqc
 from mmqc import ConfigError, recipes
-from mmqc.calibration.calibrate import CalibrationError
+from mmqc.calibration.calibrate import CalibrationError, RowWeights
 from mmqc.config import QuantConfig
 from mmqc.quantization.request import Request
 
@@ -52,14 +53,30 @@ def test_read__says_which_phases_there_are(config: QuantConfig, calibrated: bool
 
 
 def test_read__weights_of_rows_are_one_where_none_are_given() -> None:
-    assert read(recipes.rtn(8), modality_weights={"visual": 2.0}).row_weights == {"text": 1.0, "visual": 2.0, "mixed": 1.0}
+    weights = read(recipes.rtn(8), modality_weights={"visual": 2.0}).row_weights
+    assert weights.gptq == weights.others == {"text": 1.0, "visual": 2.0, "mixed": 1.0}
 
 
-def test_read__weights_that_balance_are_numbers() -> None:
+def test_read__weights_that_balance_are_in_second_moments_of_gptq_alone_unless_they_are_asked_for() -> None:
     model, batch = tiny_qwen2_vl()
     visual = int((batch["input_ids"] == model.config.image_token_id).sum())
-    weights = read(recipes.rtn(8), [batch], model, modality_weights="balanced").row_weights
-    assert weights == {"text": visual / (batch["input_ids"].numel() - visual), "visual": 1.0, "mixed": 1.0}
+    batch["input_ids"] = batch["input_ids"].clone()
+    batch["input_ids"][0, 5:] = model.config.image_token_id
+    visual = int((batch["input_ids"] == model.config.image_token_id).sum())
+    even = {"text": 2.0 ** round(math.log2(visual / (batch["input_ids"].numel() - visual))), "visual": 1.0, "mixed": 1.0}
+    equal = {"text": 1.0, "visual": 1.0, "mixed": 1.0}
+    assert even["text"] > 1
+    for given, expected in (("auto", (even, equal)), ("balanced", (even, even)), (None, (equal, equal))):
+        weights = read(recipes.rtn(8), [batch], model, modality_weights=given).row_weights
+        assert (weights.gptq, weights.others) == (weights.of("gptq"), weights.of("awq_clip")) == expected
+
+
+def test_read__weights_are_one_where_there_is_nothing_to_balance() -> None:
+    model, batch = tiny_qwen2_vl()
+    text = {"input_ids": torch.ones_like(batch["input_ids"])}
+    assert read(recipes.rtn(8), [text], model, modality_weights="auto").row_weights == RowWeights()
+    with pytest.raises(CalibrationError, match="modality_weights='balanced': no batch of calibration has a visual token"):
+        read(recipes.rtn(8), [text], model, modality_weights="balanced")
 
 
 @pytest.mark.parametrize(
@@ -69,7 +86,7 @@ def test_read__weights_that_balance_are_numbers() -> None:
         (recipes.rtn(8), {"generate_tokens": -1}, "generate_tokens = -1"),
         (recipes.rtn(8), {"modality_weights": {"audio": 1.0}}, "'audio' is no modality"),
         (recipes.rtn(8), {"modality_weights": {"text": 0.0}}, "its weight is not positive"),
-        (recipes.rtn(8), {"modality_weights": "even"}, "'balanced', or a dict"),
+        (recipes.rtn(8), {"modality_weights": "even"}, "'auto', 'balanced', or a dict"),
         (recipes.calibquant(4), {}, "is no transformers model"),
     ],
 )
