@@ -6,6 +6,8 @@
 
 from __future__ import annotations
 
+import importlib
+
 import torch
 from torch import fx
 
@@ -20,6 +22,7 @@ from mmqc.lowering import (
     gather_tokens,
     grouped_matmul,
     hadamard,
+    inductor,
     materialize,
     mixed_matmul,
     modality_order,
@@ -59,7 +62,8 @@ __all__ = [
     "weight_only_matmul",
 ]
 
-kernels.install()
+if kernels.install():
+    importlib.import_module("mmqc.kernels.shared.compile_elsewhere").use(inductor.submit)
 
 WHY_NOT = {
     torch.ops.mmqc.scaled_matmul.default: scaled_matmul.why_not,

@@ -33,6 +33,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 LOWEST = gl.constexpr(-1e30)  # of a score that does not count: finite, for the difference of two infinities is no number
+barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # of the threads of a partition; Triton 3.7 renamed it
 NONE = gl.constexpr(-1)  # no item: the end of a list, or of what a warp that copies has to copy
 
 
@@ -108,7 +109,7 @@ def tell(item, mail, q_empty, turn):
         mbarrier.wait(q_empty.index(c), turn)
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     mail.store(gl.full([32], 0, gl.int32, LANES) + item)
-    gl.thread_barrier()
+    barrier()
 
 
 @gluon.jit
