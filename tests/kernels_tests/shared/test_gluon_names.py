@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-import mmqc.kernels  # noqa: E402
+import mmqc.kernels
 
 ROOT = Path(mmqc.kernels.__file__).parent
 GLUON = "triton.experimental.gluon"
