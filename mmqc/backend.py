@@ -121,8 +121,6 @@ def _before_trace(frame: Frame) -> tuple[bool, bool]:
         import mmqc.lowering.early_compiler
 
         mmqc.lowering.early_compiler.start()
-    elif torch.cuda.is_available():
-        import mmqc.lowering  # other processes compile kernels while this one traces
     return before_trace(frame)
 
 

@@ -6,8 +6,6 @@
 
 from __future__ import annotations
 
-import importlib
-
 import torch
 from torch import fx
 
@@ -22,7 +20,6 @@ from mmqc.lowering import (
     gather_tokens,
     grouped_matmul,
     hadamard,
-    inductor,
     materialize,
     mixed_matmul,
     modality_order,
@@ -62,8 +59,7 @@ __all__ = [
     "weight_only_matmul",
 ]
 
-if kernels.install():
-    importlib.import_module("mmqc.kernels.shared.compile_elsewhere").use(inductor.submit)
+kernels.install()
 
 WHY_NOT = {
     torch.ops.mmqc.scaled_matmul.default: scaled_matmul.why_not,

@@ -11,7 +11,6 @@ import functools
 import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -26,7 +25,6 @@ from torch import fx
 from torch._functorch import config as functorch_config
 from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
 from torch._inductor import config as inductor_config
-from torch._inductor.async_compile import AsyncCompile, get_compile_threads
 from torch._inductor.codegen.cpp import get_export_declaration
 from torch._inductor.codegen.cpp_template import CppTemplate
 from torch._inductor.codegen.triton import TritonScheduling
@@ -481,11 +479,6 @@ def for_package() -> bool:
 def call_kernel(op: Any, *args: Any) -> TensorBox:
     """The op as an extern call in the generated code."""
     return fallback_handler(op, add_to_fallback_set=False)(*args)
-
-
-def submit(function: Callable[..., Any], *args: Any) -> Future[Any] | None:
-    """Run it in one of the processes that compile Inductor's kernels; None where there are none."""
-    return AsyncCompile.process_pool().submit(function, *args) if get_compile_threads() > 1 else None
 
 
 def as_traced(op: Any) -> None:

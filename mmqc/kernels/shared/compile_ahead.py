@@ -3,8 +3,8 @@
     ahead(launches)      compile the kernels of launches, of tensors or of ``Shape``s, each once
     wait()               until all of them are
 
-Why:     which kernel a number of rows takes is known when it comes, and compiling one takes seconds: a thread waits for another
-         process (compile_elsewhere.py), or Triton's passes and ptxas run in it, outside of Python's lock.
+Why:     which kernel a number of rows takes is known when it comes, and compiling one takes seconds.  Triton's passes and ptxas
+         run outside of Python's lock.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
-from mmqc.kernels.shared.compile_elsewhere import elsewhere
 from mmqc.kernels.shared.launch import Launch
 
 _lock = threading.Lock()
@@ -58,6 +57,6 @@ def _workers() -> ThreadPoolExecutor:
 
 
 def _compile(launch: Launch, device: torch.device) -> None:
-    with torch.cuda.device(device), elsewhere(launch.kernel):
+    with torch.cuda.device(device):
         compiled = launch.compile()
         getattr(compiled, "run", None)  # which loads it
