@@ -14,7 +14,7 @@ import math
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -87,6 +87,17 @@ PARTS: dict[str, dict[str, Callable[[], QuantConfig]]] = {
         "gptq W2A16 g64": lambda: R.gptq(2, 64),
     },
 }
+# The default of quantize_; all other runs count a row of text like a visual one.
+AUTO: dict[str, Callable[[], QuantConfig]] = {
+    f"{name}, text as much as images": make
+    for name, make in {
+        "gptq W2A16 g64": lambda: R.gptq(2, 64),
+        "gptq W3A16 g128": lambda: R.gptq(3, 128),
+        "mquant W4A8": lambda: R.mquant(4),
+        "resq W4A4KV4": lambda: R.resq(4),
+        "gptq W4A16 g128": lambda: R.gptq(4, 128),
+    }.items()
+}
 # Which calibration prompts: (pages kept, questions and answers of which sort, how many).
 SETS = {
     **{f"{n} prompts": {"count": n} for n in (8, 32, 128, 512)},
@@ -127,19 +138,21 @@ class Study:
             rows = [pairs.Pair(s.kind, (s.accuracy,) * 2, (s.nll,) * 2, 0.0, 1.0) for s in self.scores]
             self.keep(FLOAT, rows, size_of(self.sample.model), 0.0)
 
-    def run(self, name: str, config: QuantConfig, batches: list[Any]) -> None:
+    def run(self, name: str, config: QuantConfig, batches: list[Any], weights: Literal["auto"] | None = None) -> None:
         """Quantize a copy, ask it, and put every question's outcome on file."""
         if name in self.data["runs"]:
             return
         known = {n: make for part in PARTS.values() for n, make in part.items() if n in self.data["runs"]}
-        twin = next((n for n, make in known.items() if batches is self.usual and make() == config), None)
+        usual = batches is self.usual and weights is None
+        twin = next((n for n, make in known.items() if usual and make() == config), None)
         if twin is not None:  # the last of MQuant's ingredients is MQuant
             self.data["runs"][name] = self.data["runs"][twin]
             store(RESULTS, self.data, indent=None)
             return
         model, start = copy.deepcopy(self.sample.model), time.perf_counter()
         try:
-            report = mmqc.quantize_(model, config, calibration=to(batches, self.options.device), progress=False)
+            given = to(batches, self.options.device)
+            report = mmqc.quantize_(model, config, calibration=given, progress=False, modality_weights=weights)
         except (ValueError, RuntimeError) as error:
             if self.options.strict:
                 raise
@@ -171,15 +184,17 @@ class Study:
 def measure(options: argparse.Namespace) -> None:
     study = Study(options)
     begin = time.time()
-    for part in options.only:
-        for name, config in PARTS.get(part, {}).items():
-            if time.time() - begin < options.seconds:
-                study.run(name, config(), study.usual)
+    asked: list[tuple[str, QuantConfig, list[Any], Literal["auto"] | None]] = [
+        (name, make(), study.usual, None) for part in options.only for name, make in PARTS.get(part, {}).items()
+    ]
+    if "auto" in options.only:
+        asked += [(name, make(), study.usual, "auto") for name, make in AUTO.items()]
     if "sets" in options.only:
-        for recipe, config in SETS_RECIPES.items():
-            for name, given in SETS.items():
-                if time.time() - begin < options.seconds:
-                    study.run(f"{recipe}, {name}", config(), calibration(study.sample, **given))
+        sets = {name: calibration(study.sample, **given) for name, given in SETS.items()}
+        asked += [(f"{recipe}, {name}", make(), sets[name], None) for recipe, make in SETS_RECIPES.items() for name in SETS]
+    for one in asked:
+        if time.time() - begin < options.seconds:
+            study.run(*one)
 
 
 # --- the page ---------------------------------------------------------------------------------------------------------
@@ -233,7 +248,7 @@ def apart(data: dict[str, Any], names: list[str]) -> str:
 
 def missing(data: dict[str, Any]) -> str:
     """The runs that are not on file."""
-    names = [name for part in PARTS.values() for name in part] + [f"{recipe}, {name}" for recipe in SETS_RECIPES for name in SETS]
+    names = [*itertools.chain(*PARTS.values()), *AUTO, *(f"{recipe}, {name}" for recipe in SETS_RECIPES for name in SETS)]
     absent = [name for name in dict.fromkeys(names) if name not in data["runs"]]
     return f" Not measured: {'; '.join(absent)}." if absent else ""
 
@@ -283,13 +298,16 @@ def draw() -> None:
     }
     measured = [(title, list(PARTS[part])) for part, title in titles.items() if any(n in data["runs"] for n in PARTS[part])]
     more = "\n\n".join(f"## {title}\n\n{rows_of(data, names)}" for title, names in measured)
+    even = [n for name in AUTO if name in data["runs"] for n in (name.rpartition(", ")[0], name)]
+    measured_auto = f"\n\n## Text as much as images\n\n{rows_of(data, even)}" if even else ""
     measured_sets = f"\n\n## Calibration sets\n\n{rows_of(data, sets)}" if any(n in data["runs"] for n in sets) else ""
     text = f"""# Recipes on docs-vqa
 
 A Qwen2-VL of 19 million parameters that reads rendered documents ([the sample](../reference/samples.md)), {len(data["kinds"])}
 questions of {len(set(data["kinds"]))} kinds. Differences, flips (right to wrong, wrong to right, McNemar's exact p), KL in nats a
 token and agreement (share of answer tokens with the same likeliest token, in percent) are against float32 on the same questions,
-with 95 % intervals of a bootstrap in which every kind weighs the same; KL of packed caches is by decoding through them.
+with 95 % intervals of a bootstrap in which every kind weighs the same; KL of packed caches is by decoding through them. A row
+of text counts like a visual one in GPTQ's second moments (`modality_weights=None`) but where it says that text counts as much as images (the default).
 
 {rows_of(data, list(TABLE))}
 
@@ -303,9 +321,9 @@ Accuracy in percent: ANLS for what is read (line, text, page, photo), exact matc
 
 {by_kind(data, [*TABLE, *BY_LAYER])}
 
-{more}{measured_sets}
+{more}{measured_auto}{measured_sets}
 
-`python -m examples.studies.docs_study --device cuda --only table ingredients order towers layers cache amplifier weights sets`
+`python -m examples.studies.docs_study --device cuda --only table ingredients order towers layers cache amplifier weights auto sets`
 measures, `--draw` writes this page.{bits_of_layers(data)}{missing(data)} {stamp}
 """
     PAGE.write_text(text, encoding="utf-8")
@@ -314,7 +332,7 @@ measures, `--draw` writes this page.{bits_of_layers(data)}{missing(data)} {stamp
 def main() -> None:
     """Measure, and draw."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="*", default=["table"], choices=[*PARTS, "sets"])
+    parser.add_argument("--only", nargs="*", default=["table"], choices=[*PARTS, "auto", "sets"])
     parser.add_argument("--questions", type=int, default=450)
     parser.add_argument("--calibration", type=int, default=64)
     parser.add_argument("--device", default="cpu")
