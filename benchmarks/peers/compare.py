@@ -63,7 +63,7 @@ def theirs(case: Case, data: Path, environments: Path) -> dict[str, list[float]]
 
 
 def ours(
-    case: Case, data: Path, calibration: int = CALIBRATION, weights: Literal["balanced"] | None = None
+    case: Case, data: Path, calibration: int = CALIBRATION, weights: Literal["auto", "balanced"] | None = "auto"
 ) -> dict[str, list[float]]:
     """The same of mmqc, after so many batches of calibration, with such weights of modalities."""
     config = RECIPES[case.ours](case.bits, case.group or None, case.symmetric).replace(vision=None, projector=None)
@@ -139,7 +139,7 @@ def spread(found: list[dict[str, Any]]) -> str:
         key = run["form"], run["sample"].removeprefix("digits-vqa").lstrip("-") or "digits", run["mmqc"], str(run["batches"])
         lines.setdefault(key, {})[run["way"]] = f"{run['nll']:.4f}, {run['kl']:.5f}"
     ways = list(dict.fromkeys(way for line in lines.values() for way in line))
-    head = ("form", "sample", "mmqc", "batches", *(way.replace("mmqc", "as it is") for way in ways))
+    head = ("form", "sample", "mmqc", "batches", *(way for way in ways))
     return table(head, ((*key, *(line.get(way, "–") for way in ways)) for key, line in lines.items()))
 
 
@@ -168,8 +168,8 @@ Of {len(CASES)} comparisons {len(made)} are measured; the command measures the o
 
 The intervals are over questions: another draw of batches, or another order of sums, is not in them. NLL and KL on fewer batches
 (`python -m benchmarks.peers.spread`); the second column is the peer's rounding in mmqc, one sweep on the step
-2 max|w| / (2^b - 1), which in the first block's queries, keys and values makes the peer's codes but for ties; the third has
-`modality_weights="balanced"`; a prompt of docs-vqa's calibration has 288 visual tokens and 51 others on average:
+2 max|w| / (2^b - 1), which in the first block's queries, keys and values makes the peer's codes but for ties; in the third
+text counts as much as images, which it does by itself on docs-vqa: a prompt there has 288 visual tokens and 51 others on average:
 
 {spread(found["spread"])}
 

@@ -87,8 +87,8 @@ PARTS: dict[str, dict[str, Callable[[], QuantConfig]]] = {
         "gptq W2A16 g64": lambda: R.gptq(2, 64),
     },
 }
-# The default of quantize_; all other runs count a row of text like a visual one.
-AUTO: dict[str, Callable[[], QuantConfig]] = {
+# GPTQ's default in 2 bits; all other runs count a row of text like a visual one.
+BALANCED: dict[str, Callable[[], QuantConfig]] = {
     f"{name}, text as much as images": make
     for name, make in {
         "gptq W2A16 g64": lambda: R.gptq(2, 64),
@@ -138,7 +138,7 @@ class Study:
             rows = [pairs.Pair(s.kind, (s.accuracy,) * 2, (s.nll,) * 2, 0.0, 1.0) for s in self.scores]
             self.keep(FLOAT, rows, size_of(self.sample.model), 0.0)
 
-    def run(self, name: str, config: QuantConfig, batches: list[Any], weights: Literal["auto"] | None = None) -> None:
+    def run(self, name: str, config: QuantConfig, batches: list[Any], weights: Literal["balanced"] | None = None) -> None:
         """Quantize a copy, ask it, and put every question's outcome on file."""
         if name in self.data["runs"]:
             return
@@ -184,11 +184,11 @@ class Study:
 def measure(options: argparse.Namespace) -> None:
     study = Study(options)
     begin = time.time()
-    asked: list[tuple[str, QuantConfig, list[Any], Literal["auto"] | None]] = [
+    asked: list[tuple[str, QuantConfig, list[Any], Literal["balanced"] | None]] = [
         (name, make(), study.usual, None) for part in options.only for name, make in PARTS.get(part, {}).items()
     ]
-    if "auto" in options.only:
-        asked += [(name, make(), study.usual, "auto") for name, make in AUTO.items()]
+    if "balanced" in options.only:
+        asked += [(name, make(), study.usual, "balanced") for name, make in BALANCED.items()]
     if "sets" in options.only:
         sets = {name: calibration(study.sample, **given) for name, given in SETS.items()}
         asked += [(f"{recipe}, {name}", make(), sets[name], None) for recipe, make in SETS_RECIPES.items() for name in SETS]
@@ -248,7 +248,7 @@ def apart(data: dict[str, Any], names: list[str]) -> str:
 
 def missing(data: dict[str, Any]) -> str:
     """The runs that are not on file."""
-    names = [*itertools.chain(*PARTS.values()), *AUTO, *(f"{recipe}, {name}" for recipe in SETS_RECIPES for name in SETS)]
+    names = [*itertools.chain(*PARTS.values()), *BALANCED, *(f"{recipe}, {name}" for recipe in SETS_RECIPES for name in SETS)]
     absent = [name for name in dict.fromkeys(names) if name not in data["runs"]]
     return f" Not measured: {'; '.join(absent)}." if absent else ""
 
@@ -298,16 +298,17 @@ def draw() -> None:
     }
     measured = [(title, list(PARTS[part])) for part, title in titles.items() if any(n in data["runs"] for n in PARTS[part])]
     more = "\n\n".join(f"## {title}\n\n{rows_of(data, names)}" for title, names in measured)
-    even = [n for name in AUTO if name in data["runs"] for n in (name.rpartition(", ")[0], name)]
-    measured_auto = f"\n\n## Text as much as images\n\n{rows_of(data, even)}" if even else ""
+    even = [n for name in BALANCED if name in data["runs"] for n in (name.rpartition(", ")[0], name)]
+    measured_balanced = f"\n\n## Text as much as images\n\n{rows_of(data, even)}" if even else ""
     measured_sets = f"\n\n## Calibration sets\n\n{rows_of(data, sets)}" if any(n in data["runs"] for n in sets) else ""
     text = f"""# Recipes on docs-vqa
 
 A Qwen2-VL of 19 million parameters that reads rendered documents ([the sample](../reference/samples.md)), {len(data["kinds"])}
 questions of {len(set(data["kinds"]))} kinds. Differences, flips (right to wrong, wrong to right, McNemar's exact p), KL in nats a
 token and agreement (share of answer tokens with the same likeliest token, in percent) are against float32 on the same questions,
-with 95 % intervals of a bootstrap in which every kind weighs the same; KL of packed caches is by decoding through them. A row
-of text counts like a visual one in GPTQ's second moments (`modality_weights=None`) but where it says that text counts as much as images (the default).
+with 95 % intervals of a bootstrap in which every kind weighs the same; KL of packed caches is by decoding through them. Rows of
+text and visual ones count alike (`modality_weights=None`) but where text is said to count as much as images, GPTQ's default in 2
+bits.
 
 {rows_of(data, list(TABLE))}
 
@@ -321,10 +322,10 @@ Accuracy in percent: ANLS for what is read (line, text, page, photo), exact matc
 
 {by_kind(data, [*TABLE, *BY_LAYER])}
 
-{more}{measured_auto}{measured_sets}
+{more}{measured_balanced}{measured_sets}
 
-`python -m examples.studies.docs_study --device cuda --only table ingredients order towers layers cache amplifier weights auto sets`
-measures, `--draw` writes this page.{bits_of_layers(data)}{missing(data)} {stamp}
+`python -m examples.studies.docs_study --device cuda --only table ingredients order towers layers cache amplifier weights balanced
+sets` measures, `--draw` writes this page.{bits_of_layers(data)}{missing(data)} {stamp}
 """
     PAGE.write_text(text, encoding="utf-8")
 
@@ -332,7 +333,7 @@ measures, `--draw` writes this page.{bits_of_layers(data)}{missing(data)} {stamp
 def main() -> None:
     """Measure, and draw."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="*", default=["table"], choices=[*PARTS, "auto", "sets"])
+    parser.add_argument("--only", nargs="*", default=["table"], choices=[*PARTS, "balanced", "sets"])
     parser.add_argument("--questions", type=int, default=450)
     parser.add_argument("--calibration", type=int, default=64)
     parser.add_argument("--device", default="cpu")

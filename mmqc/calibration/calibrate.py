@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from mmqc.calibration.moments import add_second_moment, mirror_
-from mmqc.config import ActivationSpec
+from mmqc.config import ActivationSpec, WeightSpec
 from mmqc.errors import MmqcError
 from mmqc.nn.modality import ModalityContext
 from mmqc.ops.quantize import LARGEST
@@ -24,17 +24,18 @@ TEXT, VISUAL, MIXED = "text", "visual", "mixed"
 EQUAL = {TEXT: 1.0, VISUAL: 1.0, MIXED: 1.0}
 _BINS_PER_OCTAVE, _LOWEST = 64, -40
 _BINS = 80 * _BINS_PER_OCTAVE
+FEW_BITS = 2
 
 
 class RowWeights(NamedTuple):
-    """What a row of each modality counts: in the second moments that GPTQ minimises, and in every other sum over rows."""
+    """What a row of each modality counts: in second moments for GPTQ in ``FEW_BITS``, and in every other sum over rows."""
 
-    gptq: Mapping[str, float] = EQUAL
+    few_bits: Mapping[str, float] = EQUAL
     others: Mapping[str, float] = EQUAL
 
-    def of(self, solver: str) -> Mapping[str, float]:
-        """In what a solver of weights is given."""
-        return self.gptq if solver == "gptq" else self.others
+    def of(self, weight: WeightSpec) -> Mapping[str, float]:
+        """In what the solver of such weights is given."""
+        return self.few_bits if weight.solver == "gptq" and weight.bits <= FEW_BITS else self.others
 
 
 ALIKE = RowWeights()

@@ -204,7 +204,7 @@ def expert_statistics(
     for each in watched:
         weight, experts = each.scheme.weight, each.layer.call.experts
         for stack in each.layer.stacks:
-            weights = row_weights.of(weight.solver)
+            weights = row_weights.of(weight)
             found[stack.fqn] = StackStatistics(experts, each.scheme.activation, weight.needs_hessian, weights)
         places[Call(each.layer.module)] = partial(update, each)
     with observe(model, places):

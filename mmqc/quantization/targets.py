@@ -83,7 +83,7 @@ def find_targets(job: Job, rewritten: Rewritten) -> Targets:
             target.scheme.activation if target.scheme.static else None,
             target.scheme.weight.needs_hessian,
             target.outliers,
-            job.request.row_weights.of(target.scheme.weight.solver),
+            job.request.row_weights.of(target.scheme.weight),
         )
         for target in linears.values()
         if target.scheme.static or target.scheme.weight.needs_hessian

@@ -14,7 +14,7 @@ from transformers import BatchEncoding
 import mmqc
 from mmqc import ConfigError, recipes
 from mmqc.calibration.calibrate import CalibrationError, RowWeights
-from mmqc.config import QuantConfig
+from mmqc.config import QuantConfig, WeightSpec
 from mmqc.quantization.request import Request
 
 
@@ -54,10 +54,10 @@ def test_read__says_which_phases_there_are(config: QuantConfig, calibrated: bool
 
 def test_read__weights_of_rows_are_one_where_none_are_given() -> None:
     weights = read(recipes.rtn(8), modality_weights={"visual": 2.0}).row_weights
-    assert weights.gptq == weights.others == {"text": 1.0, "visual": 2.0, "mixed": 1.0}
+    assert weights.few_bits == weights.others == {"text": 1.0, "visual": 2.0, "mixed": 1.0}
 
 
-def test_read__weights_that_balance_are_in_second_moments_of_gptq_alone_unless_they_are_asked_for() -> None:
+def test_read__weights_that_balance_are_gptqs_in_2_bits_alone_unless_they_are_asked_for() -> None:
     model, batch = tiny_qwen2_vl()
     visual = int((batch["input_ids"] == model.config.image_token_id).sum())
     batch["input_ids"] = batch["input_ids"].clone()
@@ -68,7 +68,9 @@ def test_read__weights_that_balance_are_in_second_moments_of_gptq_alone_unless_t
     assert even["text"] > 1
     for given, expected in (("auto", (even, equal)), ("balanced", (even, even)), (None, (equal, equal))):
         weights = read(recipes.rtn(8), [batch], model, modality_weights=given).row_weights
-        assert (weights.gptq, weights.others) == (weights.of("gptq"), weights.of("awq_clip")) == expected
+        assert (weights.few_bits, weights.others) == expected
+        kinds = [(2, "gptq"), (3, "gptq"), (2, "awq_clip")]
+        assert [weights.of(WeightSpec(bits, solver=solver)) for bits, solver in kinds] == [expected[0], expected[1], expected[1]]
 
 
 def test_read__weights_are_one_where_there_is_nothing_to_balance() -> None:
