@@ -60,3 +60,18 @@ UNRUN = {
     "torchao, HQQ, optimum-quanto": "there is no script for them here yet",
     "GPTQModel": "it asks for another torch than this comparison's",
 }
+
+
+def name_of(sample: str) -> str:
+    """On the page: digits, stress, docs-vqa."""
+    return sample.removeprefix("digits-vqa").lstrip("-") or "digits"
+
+
+def verdict(low: float, high: float) -> str:
+    """Of an interval, mmqc minus peer."""
+    return "better" if high < 0 else "worse" if low > 0 else "tie"
+
+
+def keys(case: Case) -> tuple[str, str]:
+    """Under which mmqc's and the peer's run are on file."""
+    return f"{case.sample} {case.form} mmqc {case.ours}", f"{case.sample} {case.form} {case.peer}"

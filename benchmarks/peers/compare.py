@@ -24,9 +24,10 @@ import numpy as np
 import torch
 
 import mmqc
+from benchmarks.peers import drawn
 from benchmarks.peers.answers import answers, scores
-from benchmarks.peers.cases import CASES, RECIPES, UNRUN, Case
-from benchmarks.peers.export import export
+from benchmarks.peers.cases import CASES, RECIPES, UNRUN, Case, keys, name_of, verdict
+from benchmarks.peers.export import calibration_of, export
 from benchmarks.peers.reasons import REASONS
 from examples.studies.study import about, table
 from mmqc.samples.scoring import bootstrap
@@ -49,7 +50,7 @@ def environment(peer: str, folder: Path) -> Path:
 
 
 def theirs(case: Case, data: Path, environments: Path) -> dict[str, list[float]]:
-    """A peer's NLL and KL, question by question."""
+    """A peer's NLL and KL, question by question, on what ``data`` holds of the sample."""
     peer, method = case.peer.split()
     symmetry = "sym" if case.symmetric else "asym"
     with tempfile.TemporaryDirectory() as folder:
@@ -63,12 +64,16 @@ def theirs(case: Case, data: Path, environments: Path) -> dict[str, list[float]]
 
 
 def ours(
-    case: Case, data: Path, calibration: int = CALIBRATION, weights: Literal["auto", "balanced"] | None = "auto"
+    case: Case,
+    data: Path,
+    calibration: int = CALIBRATION,
+    weights: Literal["auto", "balanced"] | None = "auto",
+    draw: int = 0,
 ) -> dict[str, list[float]]:
-    """The same of mmqc, after so many batches of calibration, with such weights of modalities."""
+    """The same of mmqc, after so many batches of a draw of calibration, with such weights of modalities."""
     config = RECIPES[case.ours](case.bits, case.group or None, case.symmetric).replace(vision=None, projector=None)
     sample = mmqc.samples.load(case.sample)
-    batches = sample.calibration(calibration)
+    batches = calibration_of(sample, calibration, draw)
     mmqc.quantize_(sample.model, config, batches, progress=False, inputs="quantized", modality_weights=weights)
     questions = torch.load(data / case.sample / "questions.pt", weights_only=True)
     return scores(answers(sample.model, questions["batches"]), questions["exact"], questions["ids"])
@@ -92,16 +97,6 @@ def measure(options: argparse.Namespace) -> None:
             RESULTS.write_text(json.dumps(found) + "\n")
 
 
-def verdict(low: float, high: float) -> str:
-    """Of an interval, mmqc minus peer."""
-    return "better" if high < 0 else "worse" if low > 0 else "tie"
-
-
-def keys(case: Case) -> tuple[str, str]:
-    """Under which mmqc's and the peer's run are on file."""
-    return f"{case.sample} {case.form} mmqc {case.ours}", f"{case.sample} {case.form} {case.peer}"
-
-
 def rows(runs: dict[str, Any]) -> list[tuple[str, ...]]:
     """One row a case that is on file."""
     made = []
@@ -115,8 +110,7 @@ def rows(runs: dict[str, Any]) -> list[tuple[str, ...]]:
             cells.append(f"{np.mean(a[kind]):.{digits}f} / {np.mean(b[kind]):.{digits}f}")
             cells.append(f"{difference.mean:+.{digits}f} [{difference.low:+.{digits}f}, {difference.high:+.{digits}f}]")
             said.append(verdict(difference.low, difference.high))
-        sample = case.sample.removeprefix("digits-vqa").lstrip("-") or "digits"
-        made.append((case.form, sample, case.ours, case.peer, *cells, *said))
+        made.append((case.form, name_of(case.sample), case.ours, case.peer, *cells, *said))
     return made
 
 
@@ -136,7 +130,7 @@ def spread(found: list[dict[str, Any]]) -> str:
     """What spread.py measured."""
     lines: dict[tuple[str, ...], dict[str, str]] = {}
     for run in found:
-        key = run["form"], run["sample"].removeprefix("digits-vqa").lstrip("-") or "digits", run["mmqc"], str(run["batches"])
+        key = run["form"], name_of(run["sample"]), run["mmqc"], str(run["batches"])
         lines.setdefault(key, {})[run["way"]] = f"{run['nll']:.4f}, {run['kl']:.5f}"
     ways = list(dict.fromkeys(way for line in lines.values() for way in line))
     head = ("form", "sample", "mmqc", "batches", *(way for way in ways))
@@ -166,8 +160,13 @@ Of {len(CASES)} comparisons {len(made)} are measured; the command measures the o
 
 {reasons(made)}
 
-The intervals are over questions: another draw of batches, or another order of sums, is not in them. NLL and KL on fewer batches
-(`python -m benchmarks.peers.spread`); the second column is the peer's rounding in mmqc, one sweep on the step
+The same rows on four other draws of 64 batches, which nobody had looked at when the rows were chosen; intervals are of a bootstrap
+over draws and questions (`python -m benchmarks.peers.draws`):
+
+{drawn.lines(drawn.read()["runs"])}
+
+The intervals above are over questions: another draw of batches, or another order of sums, is not in them. NLL and KL on fewer
+batches (`python -m benchmarks.peers.spread`); the second column is the peer's rounding in mmqc, one sweep on the step
 2 max|w| / (2^b - 1), which in the first block's queries, keys and values makes the peer's codes but for ties; in the third
 text counts as much as images, which it does by itself on docs-vqa: a prompt there has 288 visual tokens and 51 others on average:
 

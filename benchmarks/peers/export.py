@@ -32,7 +32,12 @@ def question_batches(sample: Any, n: int) -> tuple[list[dict[str, Any]], list[to
     return batches, [ids[number] for number in sorted(ids)]
 
 
-def export(name: str, folder: Path, calibration: int, questions: int) -> None:
+def calibration_of(sample: Any, count: int, draw: int = 0) -> list[Any]:
+    """So many batches; each draw has others."""
+    return sample.calibration(count * (draw + 1))[count * draw :]
+
+
+def export(name: str, folder: Path, calibration: int, questions: int, draw: int = 0) -> None:
     """Write the sample ``name`` into ``folder``; what is there already is kept."""
     if (folder / "questions.pt").exists():
         return
@@ -40,6 +45,6 @@ def export(name: str, folder: Path, calibration: int, questions: int) -> None:
     sample = mmqc.samples.load(name)
     sample.model.save_pretrained(folder / "model")
     Tokenizer(models.WordLevel({"?": 0}, unk_token="?")).save(str(folder / "tokenizer.json"))  # one is asked for, and never used
-    torch.save([dict(batch) for batch in sample.calibration(calibration)], folder / "calibration.pt")
+    torch.save([dict(batch) for batch in calibration_of(sample, calibration, draw)], folder / "calibration.pt")
     batches, ids = question_batches(sample, questions)
     torch.save({"batches": batches, "ids": ids, "exact": answers(sample.model, batches)}, folder / "questions.pt")
