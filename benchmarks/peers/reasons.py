@@ -7,18 +7,20 @@ REASONS: dict[tuple[str, str, str, str], str] = {
         "on other draws a tie; on this one without the descent (`mmqc.solvers.gptq.ROUNDS = 0`) as well"
     ),
     ("digits", "W2 g32 sym", "gptq", "llmcompressor gptq"): (
-        "on other draws a tie; on the same batches the peer's rounding in mmqc has mmqc's KL, not the peer's, but on others less: the"
-        " search for clips and the descent together cost 0.0015 there, on average, and save 0.8 on stress"
+        "on other draws a tie; the search for clips and the descent together cost 0.0015 of KL there, on average, and save 0.8 on"
+        " stress"
     ),
     ("digits", "W3 g128 asym", "awq", "llmcompressor awq"): (
-        'on other draws a tie; with the peer\'s options, `awq(3, 128, symmetric=False, solver="rtn", duo=True, loss="block")`, one on this draw, too'
+        'on other draws a tie; with the peer\'s options, `awq(3, 128, symmetric=False, solver="rtn", duo=True, loss="block")`,'
+        " one on this draw, too"
     ),
     ("digits", "W2 g64 sym", "awq+gptq", "llmcompressor awq+gptq"): (
-        "on other draws a tie; KL moves between 0.0013 and 0.0044 with the batches, and what costs it on digits takes it from 0.038 to"
-        " 0.012 on stress"
+        "on other draws a tie; KL moves between 0.0013 and 0.0044 with the batches, and what costs it on digits takes it from 0.038"
+        " to 0.012 on stress"
     ),
     ("digits", "W2 g32 asym", "awq+gptq", "llmcompressor awq+gptq"): (
-        "on other draws a tie; on this one AWQ's other losses, or GPTQ without its descent, leave KL at 0.003 to 0.004"
+        "on other draws by NLL a tie, and by KL worse, if barely, on digits alone: what GPTQ's search and descent cost there; AWQ's"
+        " other losses, or GPTQ without its descent, leave KL at 0.003 to 0.004"
     ),
     ("stress", "W2 g64 sym", "learned", "llmcompressor awq+gptq"): (
         "gradients alone against AWQ's factors, without which none of these methods comes near on this sample; mmqc's counterpart"
