@@ -64,8 +64,7 @@ def quantize_(
         device: the accelerator that computes while the model stays in host memory, one block at a time.
         spool: a folder for the activations between two blocks; None keeps them in host memory.
         generate_tokens: so many tokens that the model itself writes are appended to each batch.
-        modality_weights: what a row counts, ``{"visual": a, "text": b}``, ``"balanced"``: all text as all that is visual, or
-            ``"auto"``: that for GPTQ in 2 bits alone, which has more to lose than it can spread evenly.
+        modality_weights: of rows, ``{"visual": a, "text": b}``; ``"balanced"``: text as images; ``"auto"``: for GPTQ in 2 bits.
         allow_nothing: return where nothing could be quantized although the config has schemes; do not raise.
 
     Returns:

@@ -24,7 +24,7 @@ from mmqc.nn.integer_weight import IntegerWeight
 from mmqc.nn.modality import ModalityContext
 from mmqc.nn.split_calls import Split
 from mmqc.ops import nonfinite, quantize
-from mmqc.ops.pack import packed_width, unpack
+from mmqc.ops.pack import packed_width, stored_bits, unpack
 from mmqc.ops.straight_through import gradient_of
 
 
@@ -65,6 +65,7 @@ class QuantStack(IntegerWeight):
         self.float_dtype = dtype  # of the experts that these stand for
         self.experts, self.in_features, self.out_features = experts, in_features, out_features
         self.weight_bits, self.activation_bits, self.group_size = weight_bits, activation_bits, group_size
+        self.storage_bits = stored_bits(weight_bits, activation_bits is not None)
         stored = torch.int8 if self.storage_bits == 8 else torch.uint8
         groups = (-(-in_features // group_size),) if group_size else ()
         layout = {

@@ -21,14 +21,10 @@ class IntegerWeight(OnlineHadamard):
     weight_bits: int
     activation_bits: int | None
     group_size: int
+    storage_bits: int  # of a code; no property: a trace goes through one at each of a model's linears
     float_dtype: torch.dtype
     bias: Tensor | None
     float8 = False  # codes of 8 bits, activations' and weights', are float8_e4m3fn
-
-    @property
-    def storage_bits(self) -> int:
-        """In how many bits a code is stored."""
-        return stored_bits(self.weight_bits, self.activation_bits is not None)
 
     @property
     def code_dtype(self) -> torch.dtype:
@@ -114,6 +110,7 @@ class PackedLinear(IntegerWeight):
         self.float_dtype = dtype  # of the linear that this one stands for
         self.in_features, self.out_features = in_features, out_features
         self.weight_bits, self.activation_bits, self.group_size = weight_bits, activation_bits, group_size
+        self.storage_bits = stored_bits(weight_bits, activation_bits is not None)
         self._init_hadamard(hadamard, device)
 
     def _unrotated(self, weight: Tensor) -> Tensor:

@@ -190,23 +190,27 @@ class QuantLinear(PackedLinear):
         return self._unrotated(w)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The formula at the top of the file."""
-        x = self.rotated(x)
-        if self.input_scale is None:
-            y = torch.ops.mmqc.weight_only_matmul(
-                x, self.qweight, self.weight_scale, self.bias, self.storage_bits, self.group_size, self.weight_zero
-            )
+        """The formula at the top of the file.
+
+        Every line is traced for each of a model's linears: no more than it takes.
+        """
+        if self.hadamard:
+            x = self.rotated(x)
+        group_size, bits, scale = self.group_size, self.storage_bits, self.input_scale
+        if scale is None:
+            y = torch.ops.mmqc.weight_only_matmul(x, self.qweight, self.weight_scale, self.bias, bits, group_size, self.weight_zero)
         else:
-            scale, visual = self._row_scales(x, self.input_scale)
+            visual = None
+            if scale.shape[0] != 1:
+                scale, visual = self._row_scales(x, scale)
             code = (self.code_dtype,) if self.float8 else ()
             x_q = torch.ops.mmqc.quantize(x, scale, visual, self.activation_bits, *code)
-            grouped: Any = (self.group_scale, self.group_size) if self.group_size else ()
+            grouped: Any = (self.group_scale, group_size) if group_size else ()
             y = torch.ops.mmqc.scaled_matmul(
-                x_q, self.qweight, scale, self.weight_scale, self.bias, visual, self.storage_bits, x.dtype, *grouped
+                x_q, self.qweight, scale, self.weight_scale, self.bias, visual, bits, x.dtype, *grouped
             )
-            y = straight_through.linear(
-                x, y, [self.qweight], [self._scales()], [self.in_features], [self.storage_bits], self.group_size
-            )
+            if torch.is_grad_enabled() and x.requires_grad:
+                y = straight_through.linear(x, y, [self.qweight], [self._scales()], [self.in_features], [bits], group_size)
             if nonfinite.propagating:
                 y = nonfinite.poisoned(y, x)
         if self.outlier_index is not None and self.outlier_weight is not None:
@@ -218,8 +222,6 @@ class QuantLinear(PackedLinear):
         return self.weight_scale if self.group_scale is None else self.weight_scale[:, None] * self.group_scale
 
     def _row_scales(self, x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor | None]:
-        if scale.shape[0] == 1:
-            return scale, None
         if self.modality is None:
             raise RuntimeError("this linear has one input scale per modality and no ModalityContext: attach one to its model")
         visual = self.modality.rows(x)

@@ -153,6 +153,13 @@ class ModalityContext:
 
     def rows(self, x: Tensor) -> Tensor | None:
         """The mask for the rows of x [B, L, K]; None where all rows are text."""
+        call = self._calls.mine
+        visual = call.visual
+        if call.running and (visual is None or x.shape[:-1] == visual.shape):  # all that a trace of a linear goes through
+            return visual
+        return self._rows(x)
+
+    def _rows(self, x: Tensor) -> Tensor | None:
         running, visual = self._found()
         if not running:
             if self.text_only:
