@@ -27,6 +27,11 @@ _BINS = 80 * _BINS_PER_OCTAVE
 FEW_BITS = 2
 
 
+def is_few_bits(weight: WeightSpec) -> bool:
+    """Whether weights are rounded by GPTQ to so few bits that it matters for which rows."""
+    return weight.solver == "gptq" and weight.bits <= FEW_BITS
+
+
 class RowWeights(NamedTuple):
     """What a row of each modality counts: in second moments for GPTQ in ``FEW_BITS``, and in every other sum over rows."""
 
@@ -35,7 +40,7 @@ class RowWeights(NamedTuple):
 
     def of(self, weight: WeightSpec) -> Mapping[str, float]:
         """In what the solver of such weights is given."""
-        return self.few_bits if weight.solver == "gptq" and weight.bits <= FEW_BITS else self.others
+        return self.few_bits if is_few_bits(weight) else self.others
 
 
 ALIKE = RowWeights()

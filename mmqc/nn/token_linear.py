@@ -129,13 +129,9 @@ class TokenLinear(PackedLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """The formula at the top of the file."""
-        if self.hadamard:
-            x = self.rotated(x)
-        bits, code = self.storage_bits, self.code_dtype if self.float8 else None
+        x, bits, code = self.rotated(x), self.storage_bits, self.code_dtype if self.float8 else None
         y = torch.ops.mmqc.token_matmul(x, self.qweight, self.weight_scale, self.bias, bits, self.group_size, code)
-        if torch.is_grad_enabled() and x.requires_grad:
-            y = straight_through.linear(x, y, [self.qweight], [self.weight_scale], [self.in_features], [bits], self.group_size)
-        return y
+        return straight_through.linear(x, y, [self.qweight], [self.weight_scale], [self.in_features], [bits], self.group_size)
 
     def extra_repr(self) -> str:
         """Sizes and scheme."""

@@ -26,10 +26,11 @@ from mmqc.graph.kinds import kind
 from mmqc.graph.program import Miss, Program, copy_meta
 from mmqc.graph.runner import Pass
 from mmqc.graph.sizes import EXAMPLE, expression, sizes, value_of
+from mmqc.graph.tokens.uses import named
 from mmqc.kernels.attention.variable_length import has_kernel
 from mmqc.passes.fold_query_groups import ATTENTION
+from mmqc.passes.split_attention import NAMES
 
-NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 ENDS = "ends of one sequence"  # in the meta of their node: its length
 
 
@@ -56,7 +57,7 @@ class RewritePromptAttention(Pass):
         for node in prog.graph.nodes:
             if not is_prompt(node):
                 continue
-            given = dict(zip(NAMES, node.args, strict=False)) | node.kwargs
+            given = named(node, *NAMES)
             operands = tuple(given[name] for name in NAMES[:3])
             q, k, v = map(value_of, operands)
             if reason := _why_not(q, k, v, given):
@@ -82,7 +83,7 @@ def is_prompt(node: fx.Node) -> bool:
     """Whether a node is a causal attention without a mask on a device that has the kernel."""
     if kind(node) != ATTENTION or "mmqc" in str(node.target):
         return False
-    given = dict(zip(NAMES, node.args, strict=False)) | node.kwargs
+    given = named(node, *NAMES)
     q = value_of(given.get("query"))
     return given.get("is_causal") is True and given.get("attn_mask") is None and isinstance(q, Tensor) and has_kernel(q)
 

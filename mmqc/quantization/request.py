@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from mmqc.calibration.calibrate import EQUAL, TEXT, VISUAL, CalibrationError, RowWeights
+from mmqc.calibration.calibrate import EQUAL, TEXT, VISUAL, CalibrationError, RowWeights, is_few_bits
 from mmqc.calibration.sequential import Inputs
 from mmqc.config import ConfigError, KVSpec, QuantConfig, Rewrites
 from mmqc.graph.hooks import global_hooks
@@ -76,7 +76,8 @@ class Request:
             raise ConfigError(f"config is a {type(config).__name__}; pass a mmqc.QuantConfig, e.g. mmqc.recipes.mquant()")
         batches = None if calibration is None else _batches(calibration)
         weights, kv = config.replace(kv=None), config.kv
-        rows = _row_weights(model, batches or (), modality_weights)
+        few = any(is_few_bits(scheme.weight) for scheme in config.schemes.values())
+        rows = _row_weights(model, batches or (), None if modality_weights == "auto" and not few else modality_weights)
         given = (filter_fn, progress, resume_dir, inputs, device, spool, generate_tokens, rows, allow_nothing)
         request = cls(model, weights, kv, batches, *given)
         request.check()

@@ -67,7 +67,7 @@ def test_read__weights_that_balance_are_gptqs_in_2_bits_alone_unless_they_are_as
     equal = {"text": 1.0, "visual": 1.0, "mixed": 1.0}
     assert even["text"] > 1
     for given, expected in (("auto", (even, equal)), ("balanced", (even, even)), (None, (equal, equal))):
-        weights = read(recipes.rtn(8), [batch], model, modality_weights=given).row_weights
+        weights = read(recipes.gptq(2, 32), [batch], model, modality_weights=given).row_weights
         assert (weights.few_bits, weights.others) == expected
         kinds = [(2, "gptq"), (3, "gptq"), (2, "awq_clip")]
         assert [weights.of(WeightSpec(bits, solver=solver)) for bits, solver in kinds] == [expected[0], expected[1], expected[1]]
@@ -76,7 +76,8 @@ def test_read__weights_that_balance_are_gptqs_in_2_bits_alone_unless_they_are_as
 def test_read__weights_are_one_where_there_is_nothing_to_balance() -> None:
     model, batch = tiny_qwen2_vl()
     text = {"input_ids": torch.ones_like(batch["input_ids"])}
-    assert read(recipes.rtn(8), [text], model, modality_weights="auto").row_weights == RowWeights()
+    assert read(recipes.gptq(2, 32), [text], model, modality_weights="auto").row_weights == RowWeights()
+    assert read(recipes.gptq(4, 32), [batch], model, modality_weights="auto").row_weights == RowWeights()
     with pytest.raises(CalibrationError, match="modality_weights='balanced': no batch of calibration has a visual token"):
         read(recipes.rtn(8), [text], model, modality_weights="balanced")
 

@@ -41,7 +41,6 @@ class Check:
     other: int = 0
 
 
-_prepared: set[tuple[Any, ...]] = set()
 _CHECK: ContextVar[Check | None] = ContextVar("check", default=None)  # the innermost of this thread
 
 
@@ -137,12 +136,9 @@ def by_segments(
 
 def _prepare(q: Tensor, k: Tensor, ends: Tensor, causal: bool) -> None:
     """Whoever needs the kernel will not wait for it, or not for long."""
-    heads = q.device, q.dtype, q.shape[1], k.shape[1], q.shape[3], ends.dtype, causal
-    if q.is_cuda and all(type(size) is int for size in heads[2:5]) and heads not in _prepared:
-        _prepared.add(heads)
-        kernel = _kernels()
-        if kernel is not None:
-            kernel.prepare(q, k, ends, causal=causal)
+    kernel = _kernels() if q.is_cuda and all(type(size) is int for size in (q.shape[1], k.shape[1], q.shape[3])) else None
+    if kernel is not None:
+        kernel.prepare(q, k, ends, causal=causal)
 
 
 def has_kernel(q: Tensor) -> bool:

@@ -63,9 +63,8 @@ def test_by_segments__leaves_checks_and_keys_that_end_elsewhere(monkeypatch: pyt
     assert not kernel.attended
 
 
-def test_prepare__asks_once_for_heads_on_a_gpu_while_they_are_traced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prepare__asks_for_heads_on_a_gpu_while_they_are_traced(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = OurKernel(monkeypatch)
-    monkeypatch.setattr(op, "_prepared", set())
 
     def traced(heads: Any, is_cuda: bool = True) -> Any:
         return SimpleNamespace(device="gpu", dtype=torch.bfloat16, shape=(1, heads, 9, 64), is_cuda=is_cuda)
@@ -74,7 +73,7 @@ def test_prepare__asks_once_for_heads_on_a_gpu_while_they_are_traced(monkeypatch
     op._prepare(traced(4, is_cuda=False), traced(4), ends, True)
     op._prepare(traced(torch.tensor(4)), traced(4), ends, True)  # a number of heads that is not known
     assert not kernel.prepared
-    for causal in (True, True, False):
+    for causal in (True, False):
         op._prepare(traced(4), traced(2), ends, causal)
     assert kernel.prepared == [True, False]
 
