@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -28,6 +27,7 @@ from mmqc.aot.index_find import ExportError, Reading, find_lengths, find_reading
 from mmqc.front.find import Finder, Packed, Plan, floats
 from mmqc.front.front import bound, detach, kind_of
 from mmqc.front.handover import RUNNING, Installed, ValueSite, numbers
+from mmqc.graph.environment import environment
 from mmqc.graph.tracing import CHECKS_TRACE, NO_CHECKS
 from mmqc.kernels.attention import variable_length
 from mmqc.versions import ENCODERS
@@ -196,7 +196,7 @@ class _Trace:
     def export(self, inputs: dict[str, Tensor], shapes: dict[str, Any]) -> ExportedProgram:
         """Trace without Dynamo: what runs is the model's own Python, on tensors without values."""
         forward: Any = self.forward_of(list(inputs))
-        checks = mock.patch.dict(os.environ, {} if CHECKS_TRACE else NO_CHECKS)
+        checks = environment({} if CHECKS_TRACE else NO_CHECKS)
         try:
             with Packed(self.plan.configs), mock.patch.object(self.model, "forward", forward), checks:
                 return torch.export.export(self.model, (), inputs, dynamic_shapes=shapes, strict=False)

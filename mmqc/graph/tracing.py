@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -36,6 +35,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from mmqc.graph.capture import outermost_module
 from mmqc.graph.collections_off import count_as_old, without_collections
+from mmqc.graph.environment import environment
 
 shape_config: Any = _shape_config  # a module that turns itself into an object with ``patch``
 
@@ -121,7 +121,7 @@ class Tracing:
             self.flags.enter_context(shape_config.patch(SHAPES))
             self.flags.enter_context(mock.patch.object(Translator, "_format_value", _format_later))
         if not CHECKS_TRACE:
-            self.flags.enter_context(mock.patch.dict(os.environ, NO_CHECKS))
+            self.flags.enter_context(environment(NO_CHECKS))
         if capture:
             self.flags.enter_context(torch._dynamo.config.patch(CAPTURE))
 

@@ -1,7 +1,8 @@
 """Triton kernels, one op a file, with launchers: Ampere and newer, and Triton's interpreter on CPU tensors.
 
 Each file holds the formula, tile functions, the kernel, why it cannot take some operands, and which launches others become.
-Importing this package alone does not import Triton; its modules do.  ``install`` makes the ops use them on CUDA.
+Importing this package alone does not import Triton, its modules do, but says which assembler Triton is to use, before anything
+is compiled.  ``install`` makes the ops use them on CUDA.
 """
 
 from __future__ import annotations
@@ -11,6 +12,10 @@ import importlib
 import importlib.util
 
 import torch
+
+from mmqc.kernels.assembler import name_assembler
+
+name_assembler()
 
 
 @functools.cache

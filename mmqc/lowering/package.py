@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
 from torch.export import ExportedProgram
 
+from mmqc.graph.environment import environment
 from mmqc.lowering import inductor
 from mmqc.lowering.torch_kernels import torch_kernels
 from mmqc.ops import kv_attention, kv_pack
@@ -119,7 +119,7 @@ def one_cpp_library() -> Iterator[dict[str, Any]]:
     with tempfile.TemporaryDirectory(prefix="mmqc_") as folder:
         (Path(folder) / library.name).symlink_to(library)
         paths = os.pathsep.join(filter(None, (folder, os.environ.get("LIBRARY_PATH"))))
-        with mock.patch.dict(os.environ, LIBRARY_PATH=paths):
+        with environment({"LIBRARY_PATH": paths}):
             yield {LIBRARIES: [f":{library.name}"]}
 
 
