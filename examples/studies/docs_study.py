@@ -193,7 +193,7 @@ def measure(options: argparse.Namespace) -> None:
         sets = {name: calibration(study.sample, **given) for name, given in SETS.items()}
         asked += [(f"{recipe}, {name}", make(), sets[name], None) for recipe, make in SETS_RECIPES.items() for name in SETS]
     for one in asked:
-        if time.time() - begin < options.seconds:
+        if time.time() - begin < options.seconds and one[0] in (options.runs or [one[0]]):
             study.run(*one)
 
 
@@ -334,6 +334,7 @@ def main() -> None:
     """Measure, and draw."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", default=["table"], choices=[*PARTS, "balanced", "sets"])
+    parser.add_argument("--runs", nargs="*", help="only these of them, by their names on the page")
     parser.add_argument("--questions", type=int, default=450)
     parser.add_argument("--calibration", type=int, default=64)
     parser.add_argument("--device", default="cpu")
