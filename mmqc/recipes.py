@@ -98,22 +98,26 @@ def learned(
     *,
     symmetric: bool = True,
     steps: int = 200,
+    at_most: float | None = 0.5,
     head_bits: int | None = None,
 ) -> QuantConfig:
     """GPTQ, then gradients: rounding and scales of each block, learned from the block's output (AutoRound, arXiv:2309.05516).
 
-    For 2 and 3 bits.  Behind AWQ's factors it is ``awq(..., solver="learned")``.
+    For 2 and 3 bits.  Gradients cannot help a group whose largest weights are not the important ones: AWQ's factors
+    (arXiv:2306.00978) go in front where inputs have such outliers; everywhere, it is ``awq(..., solver="learned")``.
 
     Args:
         weight_bits: 2, 3, 4 or 8.
         group_size: input channels per weight scale; None means one scale per output channel.
         symmetric: False: a zero point beside every scale.
         steps: of gradients for each block, each of 8 calibration batches.
+        at_most: AWQ's factors are taken where they leave at most this part of the error of rounding to nearest; None: nowhere.
         head_bits: of the output head's weight, rounded by gptq; None leaves the head in floating point.
     """
     granularity = PerGroup(group_size) if group_size else PerRow()
     scheme = Scheme(WeightSpec(weight_bits, granularity, "learned", symmetric, steps=steps))
-    return QuantConfig(vision=scheme, projector=scheme, language=scheme, head=_head(head_bits))
+    rewrites = Rewrites(scales=ChannelScales(at_most=at_most) if at_most is not None else None)
+    return QuantConfig(vision=scheme, projector=scheme, language=scheme, head=_head(head_bits), rewrites=rewrites)
 
 
 def awq(

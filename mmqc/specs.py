@@ -231,18 +231,21 @@ class ChannelScales:
             as in the authors' code.
         loss: what the exponent is chosen by: ``layer``, the scaled linears' own output error; ``block``, that of the attention
             or the MLP around them, as in the authors' code, for linears behind a norm.
+        at_most: factors are folded in where they leave at most this part of the loss without any.
     """
 
     grid: int = 20
     duo: bool = False
     shared_heads: Literal["average", "skip"] = "average"
     loss: Literal["layer", "block"] = "layer"
+    at_most: float = 1.0
 
     def __post_init__(self) -> None:
         require(self.grid >= 1, "ChannelScales.grid", self.grid, "1 or more")
         allowed = ("average", "skip")
         require(self.shared_heads in allowed, "ChannelScales.shared_heads", self.shared_heads, allowed)
         require(self.loss in ("layer", "block"), "ChannelScales.loss", self.loss, ("layer", "block"))
+        require(0 < self.at_most <= 1, "ChannelScales.at_most", self.at_most, "a part: more than 0, at most 1")
 
 
 @dataclass(frozen=True)

@@ -82,6 +82,8 @@ def test_config__any_config_survives_json(config: QuantConfig) -> None:
         ),
         (lambda: recipes.awq(shared_heads="mean"), "ChannelScales.shared_heads = 'mean'"),
         (lambda: ChannelScales(grid=0), "ChannelScales.grid = 0"),
+        (lambda: ChannelScales(at_most=0.0), "ChannelScales.at_most = 0.0"),
+        (lambda: recipes.learned(at_most=2.0), "ChannelScales.at_most = 2.0"),
         (lambda: WeightSpec(damping=0.0), "WeightSpec.damping = 0.0"),
         (
             lambda: Scheme(WeightSpec(symmetric=False), ActivationSpec()),

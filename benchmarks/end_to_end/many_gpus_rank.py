@@ -17,6 +17,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -257,14 +258,18 @@ class Loop:
             compile_config=compile_config,
         )
         self.more: dict[str, Any] = {"custom_generate": mmqc.compiled_loop} if self.compiled else {}
+        self.inputs: dict[int, dict[str, torch.Tensor]] = {}
         self.lengths = COMPILED if self.compiled else EAGER
         if args.shape == "tiny":
             self.lengths = (2, 4)
 
     def generate(self, rows: int, tokens: int) -> torch.Tensor:
-        """The tokens."""
+        """The tokens; inputs are made once: drawing an image's numbers takes as long as a first token."""
         one = rows == 1
-        inputs = models.image_prompt(self.model, self.args.shape) if one else models.text_prompts(self.model, self.args.shape, rows)
+        if rows not in self.inputs:
+            make = models.image_prompt if one else partial(models.text_prompts, rows=rows)
+            self.inputs[rows] = make(self.model, self.args.shape)
+        inputs = self.inputs[rows]
         how = {"prefill": self.args.prefill if one else "eager"} if self.compiled else {}
         config = copy.copy(self.config)
         config.max_new_tokens = config.min_new_tokens = tokens
@@ -302,6 +307,11 @@ class Loop:
             found["first_token_ms"] = 1e3 * min(seconds_of(lambda: self.generate(1, 1)) for _ in range(times + 2))
         kept = vars(self.model).get("_mmqc_loop")
         if kept is not None:
+            from mmqc.compiler import recorded_sizes
+
+            prompts = [sizes for sizes in recorded_sizes.all_graphs() if sizes.replays or sizes.refusals()]
+            found["prompts replayed"] = sum(sizes.replays for sizes in prompts)
+            found["prompts not recorded"] = sorted({reason for sizes in prompts for reason in sizes.refusals()})
             found |= {"steps replayed": kept.steps.replays, "steps not recorded": kept.steps.refusals()}
         return {**found, **(self.profiled(rows) if self.args.profile else {})}
 

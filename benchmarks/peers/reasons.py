@@ -22,8 +22,4 @@ REASONS: dict[tuple[str, str, str, str], str] = {
         "on other draws by NLL a tie, and by KL worse, if barely, on digits alone: what GPTQ's search and descent cost there; AWQ's"
         " other losses, or GPTQ without its descent, leave KL at 0.003 to 0.004"
     ),
-    ("stress", "W2 g64 sym", "learned", "llmcompressor awq+gptq"): (
-        "gradients alone against AWQ's factors, without which none of these methods comes near on this sample; mmqc's counterpart"
-        " is awq+learned, a tie"
-    ),
 }

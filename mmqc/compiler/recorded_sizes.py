@@ -27,6 +27,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any, Protocol
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +44,8 @@ LIMIT = 16  # sizes, where no other number is asked for
 SEEN = 8  # times as many are counted
 WAITING = 1.5  # the device ran for less than so many times what the host took: it waited for launches
 COPIED = 1 << 28  # bytes that may be copied in front of a replay
+
+_GRAPHS: WeakSet[RecordedSizes] = WeakSet()
 
 Graph = Callable[..., Sequence[Any]]
 Replay = Callable[[], None]
@@ -159,7 +162,7 @@ class _Places:
             self.pick = itemgetter(*self.staying)
 
 
-@dataclass
+@dataclass(eq=False)
 class RecordedSizes:
     """Calls a compiled graph.
 
@@ -447,5 +450,13 @@ def recorded(
     devices = {a.device for a in example_inputs if isinstance(a, Tensor) and a.device.type != "cpu"}
     if in_group():  # what runs ahead of a call might meet other ranks' collectives in another order
         halves = None
-    possible = limit and len(devices) == 1 and devices.pop().type == "cuda"
-    return RecordedSizes(graph, limit, Cuda(), halves) if possible else graph
+    if not (limit and len(devices) == 1 and devices.pop().type == "cuda"):
+        return graph
+    made = RecordedSizes(graph, limit, Cuda(), halves)
+    _GRAPHS.add(made)
+    return made
+
+
+def all_graphs() -> list[RecordedSizes]:
+    """Those of this process that are still used: what they replayed, and why they did not."""
+    return list(_GRAPHS)

@@ -56,7 +56,7 @@ class Site:
         return " -> ".join(names) + (f": {self.note}" if self.note else "")
 
 
-Chosen = tuple[Tensor, str]
+Chosen = tuple[Tensor | None, str]
 
 
 @dataclass(frozen=True)
@@ -64,8 +64,8 @@ class FoldChannelScale(Pass):
     """Factors, and where they may go.
 
     Attributes:
-        scale: the factors [n] of a site and a word about them; None leaves a site as it is.  Without it the pass finds the
-            sites and changes nothing.
+        scale: the factors [n] of a site and a word about them; None for the factors, or for both, leaves a site as it is.
+            Without it the pass finds the sites and changes nothing.
         average: scale value heads that several query heads share, by one factor for all of them.
     """
 
@@ -84,7 +84,7 @@ class FoldChannelScale(Pass):
                 if isinstance(site, Miss):
                     yield site
                 elif chosen is not None:
-                    yield replace(site, scaling=Scaling(chosen[0], site.parts), note=chosen[1])
+                    yield from _decided(site, *chosen)
 
     def planned(self, prog: Program) -> Iterator[Site]:
         """The plan's scalings, of the weights that are here."""
@@ -101,6 +101,14 @@ class FoldChannelScale(Pass):
         for part in site.parts:
             word = "diag(s)" if part.reads else "diag(1/s)"
             prog.derive(part.fqn, f"{word} on axis {part.axis}", part.step(site.scaling.scale), part.axis)
+
+
+def _decided(site: Site, factors: Tensor | None, note: str) -> Iterator[Site | Miss]:
+    """The site with its factors, or its readers, which are left alone."""
+    if factors is not None:
+        yield replace(site, scaling=Scaling(factors, site.parts), note=note)
+    else:
+        yield from (Miss("", note, fqn) for fqn in site.schemes)
 
 
 def find_sites(prog: Program, average: bool = True) -> Iterator[Site | Miss]:

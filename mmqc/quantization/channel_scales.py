@@ -229,8 +229,9 @@ class _Search:
             if calls is not None:
                 note = f" of {calls.name}"
             losses = partial(self.losses, readers, calls)
-            found = awq.search(readers, site.width, duo=self.options.duo, grid=self.options.grid, losses=losses)
-            own[_key(site)] = found.scale, f"{found}{note}"
+            options: dict[str, Any] = {"duo": self.options.duo, "grid": self.options.grid, "at_most": self.options.at_most}
+            found = awq.search(readers, site.width, **options, losses=losses)
+            own[_key(site)] = (found.scale if found.alpha is not None else None), f"{found}{note}"
         self.chosen.update(self.how.ranks.shared(lambda: own))
 
     def losses(self, readers: list[awq.Reader], calls: Calls | None, scales: Sequence[Tensor]) -> Sequence[float]:

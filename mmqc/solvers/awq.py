@@ -57,17 +57,21 @@ class Found:
 
     Attributes:
         scale: float64 [n].
-        alpha: the exponent; None where no exponent beats s = 1.
+        alpha: the exponent; None where s = 1 stays.
         loss: the readers' squared output error with it.
         plain: the same without any scale.
+        refused: the part of ``plain`` that the best scale would have left, where that was too much.
     """
 
     scale: Tensor
     alpha: float | None
     loss: float
     plain: float
+    refused: float | None = None
 
     def __str__(self) -> str:
+        if self.refused is not None:
+            return f"no scale: the best one leaves output error x {self.refused:.3f}"
         ratio = self.loss / self.plain if self.plain else 1.0
         return f"alpha {self.alpha:g}, output error x {ratio:.3f}" if self.alpha is not None else "no scale is better"
 
@@ -78,6 +82,7 @@ def search(
     *,
     duo: bool = False,
     grid: int = GRID,
+    at_most: float = 1.0,
     losses: Callable[[Sequence[Tensor]], Sequence[float]] | None = None,
 ) -> Found:
     """The best factors for ``width`` channels that ``readers`` read.
@@ -88,6 +93,7 @@ def search(
         width: n.
         duo: weigh the inputs' magnitudes against the weights'.
         grid: how many exponents.
+        at_most: the part of the loss without any that factors may leave; those that leave more are not taken.
         losses: of several factors float64 [n]; None: the sum of ``reader_loss`` over the readers, for each.
 
     Raises:
@@ -110,6 +116,8 @@ def search(
         error = known.get(id(scale), plain)
         if error < best.loss or (best.alpha is None and not duo):
             best = Found(scale, alpha, error, plain)
+    if at_most < 1 and best.alpha is not None and best.loss > at_most * plain:
+        return Found(one, None, plain, plain, best.loss / plain)
     return best
 
 

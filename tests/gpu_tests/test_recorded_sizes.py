@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import random
 from typing import Any
 
@@ -13,7 +12,7 @@ from transformers import CompileConfig, GenerationConfig
 
 import mmqc
 from benchmarks.end_to_end.cold_start import prompt, small_model
-from mmqc.compiler.recorded_sizes import RecordedSizes
+from mmqc.compiler.recorded_sizes import all_graphs
 
 pytestmark = pytest.mark.gpu
 
@@ -30,10 +29,6 @@ class Block(nn.Module):
         return x + self.down(nn.functional.gelu(self.up(self.norm(x)), approximate="tanh")).sin() + cache[: x.shape[0]].mean()
 
 
-def recorders() -> list[RecordedSizes]:
-    return [o for o in gc.get_objects() if type(o) is RecordedSizes]
-
-
 @torch.no_grad()
 def test_replays__equal_the_calls_before_them_for_sizes_in_any_order() -> None:
     draw, model = random.Random(0), Block().eval().cuda().bfloat16()
@@ -45,7 +40,7 @@ def test_replays__equal_the_calls_before_them_for_sizes_in_any_order() -> None:
     torch._dynamo.mark_dynamic(inputs[400][0], 0)
     want = {(n, i): (plain(x, cache), cache[:n].clone()) for n, xs in inputs.items() for i, x in enumerate(xs)}
     torch._dynamo.reset()
-    kept = recorders()
+    kept = all_graphs()
     call: Any = torch.compile(model, backend="mmqc", dynamic=True, options={"recorded_sizes": 2})
     for _ in range(60):
         n, i = draw.choice([*want])
@@ -53,7 +48,7 @@ def test_replays__equal_the_calls_before_them_for_sizes_in_any_order() -> None:
         got = call(inputs[n][i].clone(), cache)
         assert torch.equal(got, want[n, i][0])
         assert torch.equal(cache[:n], want[n, i][1])
-    (mine,) = [r for r in recorders() if all(r is not k for k in kept)]
+    (mine,) = [r for r in all_graphs() if all(r is not k for k in kept)]
     assert mine.replays > 10
 
 
@@ -67,7 +62,7 @@ def test_compiled_loop__replays_give_are_those_of_the_first_calls() -> None:
         do_sample=False, max_new_tokens=8, min_new_tokens=8, pad_token_id=0, cache_implementation="static",
         compile_config=CompileConfig(backend="mmqc", mode="reduce-overhead", fullgraph=False),
     )  # fmt: skip
-    kept = recorders()
+    kept = all_graphs()
 
     def answer(which: int) -> list[int]:
         return model.generate(**prompts[which], generation_config=config, custom_generate=mmqc.compiled_loop, prefill="recorded")[
@@ -77,7 +72,7 @@ def test_compiled_loop__replays_give_are_those_of_the_first_calls() -> None:
     want = [answer(i) for i in range(5)]
     for _ in range(4):
         assert [answer(i) for i in (3, 0, 1, 2)] == [want[i] for i in (3, 0, 1, 2)]
-    assert sum(r.replays for r in recorders() if all(r is not k for k in kept)) >= 8
+    assert sum(r.replays for r in all_graphs() if all(r is not k for k in kept)) >= 8
     assert model._mmqc_loop.ahead.right >= 6  # towers that were launched while the rest was prepared
     # the same recording's tower with other positions: what was guessed is wrong, and is seen
     for _ in range(3):

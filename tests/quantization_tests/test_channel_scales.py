@@ -221,6 +221,24 @@ def test_recipes__run_and_beat_rounding(config: QuantConfig, tmp_path: Any) -> N
         assert torch.equal(logits(again, batch), logits(model, batch))
 
 
+def test_recipes__learned_scales_where_inputs_have_outliers_alone() -> None:
+    """In the second layer one channel between ``up_proj`` and ``down_proj`` is a hundred times larger than the others."""
+    model = tiny_qwen2_vl()[0]
+    with torch.no_grad():
+        model.get_parameter("model.language_model.layers.1.mlp.up_proj.weight")[5] *= 100
+    calibration, reports = batches(), {}
+    for at_most in (0.5, None):
+        quantized = copy.deepcopy(model)
+        reports[at_most] = mmqc.quantize_(quantized, recipes.learned(2, 8, steps=2, at_most=at_most), calibration, progress=False)
+    (record,) = [r for r in reports[0.5].passes if r.name == "fold_channel_scale" and (r.sites or r.misses)]
+    readers = {site.partition(" -> ")[2].partition(":")[0] for site in record.sites}
+    assert "model.language_model.layers.1.mlp.down_proj.weight" in readers
+    assert all("layers.1.mlp" in name for name in readers)
+    left = {miss.fqn for miss in record.misses if miss.reason.startswith("no scale: the best one leaves output error x 0.")}
+    assert "model.language_model.layers.0.mlp.down_proj.weight" in left
+    assert "fold_channel_scale" not in {r.name for r in reports[None].passes}
+
+
 def test_recipes__awq_and_gptq() -> None:
     config = recipes.awq()
     assert config.rewrites == Rewrites(scales=ChannelScales())

@@ -93,6 +93,22 @@ def test_search__without_large_channels_gains_nothing_and_says_so() -> None:
     assert str(duo) == "no scale is better"
 
 
+@pytest.mark.parametrize("duo", [False, True])
+def test_search__factors_that_leave_too_much_are_not_taken(duo: bool) -> None:
+    ones = torch.ones(48, dtype=torch.float64)
+    readers = [reader(weight(24, 48, 1), inputs(48, 2), SPECS["W3 g16"])]
+    best = search(readers, 48, duo=duo)
+    part = best.loss / best.plain
+    assert 0 < part < 1
+    taken = search(readers, 48, duo=duo, at_most=part * 1.01)
+    assert (taken.alpha, taken.loss) == (best.alpha, best.loss)
+    assert torch.equal(taken.scale, best.scale)
+    refused = search(readers, 48, duo=duo, at_most=part * 0.99)
+    assert (refused.alpha, refused.loss, refused.plain) == (None, best.plain, best.plain)
+    assert torch.equal(refused.scale, ones)
+    assert str(refused) == f"no scale: the best one leaves output error x {part:.3f}"
+
+
 def test_channels__several_columns_have_the_mean_and_others_are_left_alone() -> None:
     x, w, spec = inputs(20, 6), weight(5, 20, 7), WeightSpec(4)
     channel = torch.cat((torch.arange(8), torch.arange(8), torch.full((4,), -1)))
