@@ -1,12 +1,12 @@
 """What quantizing an 8B model costs: seconds and peak GPU memory of ``quantize_`` on the Qwen2-VL-7B shape, random weights.
 
     python -m benchmarks.end_to_end.quantize_speed --out benchmarks/results/quantize_speed.json
-        [--recipe rtn gptq awq mquant resq] [--samples 128] [--tokens 2048] [--offload] [--layers 28] [--dry]
+        [--recipe rtn gptq awq mquant resq learned] [--samples 128] [--tokens 2048] [--offload] [--layers 28] [--dry]
 
-Each recipe is a process of its own.  ``rtn`` needs no data; ``gptq`` is W4 per channel, no rewrites, ``mquant`` the whole
-method, and so is ``resq``, whose bases see all samples and whose solver a quarter of them (the paper: 512 and 128); half of a
-batch's tokens are one image's; batches wait in host memory.  Memory is the peak of the whole process beside the bytes of the
-weights.
+Each recipe is a process of its own.  ``rtn`` needs no data; ``gptq`` is W4 per channel, no rewrites, ``learned`` W2 g64,
+``mquant`` the whole method, and so is ``resq``, whose bases see all samples and whose solver a quarter of them (the paper: 512
+and 128); half of a batch's tokens are one image's; batches wait in host memory.  Memory is the peak of the whole process beside
+the bytes of the weights.
 ``--dry`` runs two narrow layers on the CPU.
 """
 
@@ -27,8 +27,15 @@ from typing import Any
 import torch
 import transformers
 
-RECIPES = ("rtn", "gptq", "awq", "mquant", "resq")
-DEFAULT = {"rtn": (0, 0), "gptq": (128, 2048), "awq": (128, 512), "mquant": (128, 2048), "resq": (512, 2048)}
+RECIPES = ("rtn", "gptq", "awq", "mquant", "resq", "learned")
+DEFAULT = {
+    "rtn": (0, 0),
+    "gptq": (128, 2048),
+    "awq": (128, 512),
+    "mquant": (128, 2048),
+    "resq": (512, 2048),
+    "learned": (128, 2048),  # AutoRound's
+}
 IMAGE = 151655
 
 
@@ -144,9 +151,7 @@ def config_of(recipe: str, samples: int) -> Any:
     scheme = mmqc.config.Scheme(mmqc.config.WeightSpec(4, solver="gptq"))
     if recipe == "gptq":
         return mmqc.QuantConfig(vision=scheme, projector=scheme, language=scheme)
-    return {"rtn": lambda: mmqc.recipes.rtn(4), "mquant": lambda: mmqc.recipes.mquant(4)}.get(
-        recipe, lambda: getattr(mmqc.recipes, recipe)(4)
-    )()
+    return getattr(mmqc.recipes, recipe)(2 if recipe == "learned" else 4)
 
 
 def child(args: argparse.Namespace) -> None:
