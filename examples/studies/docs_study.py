@@ -300,7 +300,8 @@ def draw() -> None:
     more = "\n\n".join(f"## {title}\n\n{rows_of(data, names)}" for title, names in measured)
     even = [n for name in BALANCED if name in data["runs"] for n in (name.rpartition(", ")[0], name)]
     measured_balanced = f"\n\n## Text as much as images\n\n{rows_of(data, even)}" if even else ""
-    measured_sets = f"\n\n## Calibration sets\n\n{rows_of(data, sets)}" if any(n in data["runs"] for n in sets) else ""
+    said = "Of text alone AWQ learns nothing of the vision tower, which stays in floating point; MQuant refuses it."
+    measured_sets = f"\n\n## Calibration sets\n\n{said}\n\n{rows_of(data, sets)}" if any(n in data["runs"] for n in sets) else ""
     text = f"""# Recipes on docs-vqa
 
 A Qwen2-VL of 19 million parameters that reads rendered documents ([the sample](../reference/samples.md)), {len(data["kinds"])}
