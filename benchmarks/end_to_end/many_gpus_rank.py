@@ -309,7 +309,7 @@ class Loop:
         if kept is not None:
             from mmqc.compiler import recorded_sizes
 
-            prompts = [sizes for sizes in recorded_sizes.all_graphs() if sizes.replays or sizes.refusals()]
+            prompts = recorded_sizes.all_graphs()
             found["prompts replayed"] = sum(sizes.replays for sizes in prompts)
             found["prompts not recorded"] = sorted({reason for sizes in prompts for reason in sizes.refusals()})
             found |= {"steps replayed": kept.steps.replays, "steps not recorded": kept.steps.refusals()}

@@ -229,8 +229,8 @@ class _Search:
             if calls is not None:
                 note = f" of {calls.name}"
             losses = partial(self.losses, readers, calls)
-            options: dict[str, Any] = {"duo": self.options.duo, "grid": self.options.grid, "at_most": self.options.at_most}
-            found = awq.search(readers, site.width, **options, losses=losses)
+            how = self.options
+            found = awq.search(readers, site.width, duo=how.duo, grid=how.grid, at_most=how.at_most, losses=losses)
             own[_key(site)] = (found.scale if found.alpha is not None else None), f"{found}{note}"
         self.chosen.update(self.how.ranks.shared(lambda: own))
 
