@@ -1,13 +1,14 @@
 """What quantizing an 8B model costs: seconds and peak GPU memory of ``quantize_`` on the Qwen2-VL-7B shape, random weights.
 
     python -m benchmarks.end_to_end.quantize_speed --out benchmarks/results/quantize_speed.json
-        [--recipe rtn gptq awq mquant resq learned] [--samples 128] [--tokens 2048] [--offload] [--layers 28] [--dry]
+        [--recipe rtn gptq awq mquant resq learned] [--samples 128] [--tokens 2048] [--offload] [--layers 28] [--blocks 32] [--dry]
 
 Each recipe is a process of its own.  ``rtn`` needs no data; ``gptq`` is W4 per channel, no rewrites, ``learned`` W2 g64,
 ``mquant`` the whole method, and so is ``resq``, whose bases see all samples and whose solver a quarter of them (the paper: 512
 and 128); half of a batch's tokens are one image's; batches wait in host memory.  Memory is the peak of the whole process beside
 the bytes of the weights.
-``--dry`` runs two narrow layers on the CPU.
+``--layers`` and ``--blocks`` make the language model and the tower shorter; all blocks of one kind do the same work, and "blocks"
+has the seconds of each kind, from which the whole is the sum.  ``--dry`` runs two narrow layers on the CPU.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ DEFAULT = {
 IMAGE = 151655
 
 
-def model_of(dry: bool, layers: int, device: str) -> Any:
+def model_of(dry: bool, layers: int, blocks: int, device: str) -> Any:
     """Qwen2-VL-7B in bfloat16 with random weights, made where that is fast, or a narrow one in float32."""
     heads = {"num_attention_heads": 28, "num_key_value_heads": 4}
     text: dict[str, Any] = {
@@ -50,7 +51,7 @@ def model_of(dry: bool, layers: int, device: str) -> Any:
         **heads,
         "rope_parameters": {"rope_type": "default", "mrope_section": [16, 24, 24], "rope_theta": 1e6},
     }
-    vision = {"depth": 32, "embed_dim": 1280, "hidden_size": 3584, "num_heads": 16, "mlp_ratio": 4, "patch_size": 14}
+    vision = {"depth": blocks, "embed_dim": 1280, "hidden_size": 3584, "num_heads": 16, "mlp_ratio": 4, "patch_size": 14}
     if dry:
         text |= {"hidden_size": 112, "intermediate_size": 592, "num_hidden_layers": 2, "num_attention_heads": 7}
         text |= {"num_key_value_heads": 1, "rope_parameters": {**text["rope_parameters"], "mrope_section": [2, 3, 3]}}
@@ -78,11 +79,12 @@ def batch_of(tokens: int, dtype: torch.dtype, seed: int) -> dict[str, torch.Tens
 
 
 @contextlib.contextmanager
-def timed(times: dict[str, float]) -> Iterator[None]:
-    """Seconds of the parts of quantize_, by wrapping its own functions."""
-    import mmqc.calibration.calibrate as calibrate
+def timed(times: dict[str, float], kinds: dict[str, dict[str, float]]) -> Iterator[None]:
+    """Seconds of the parts of quantize_, by wrapping its own functions; ``kinds`` gets those of each kind of block.
+
+    None that a batch calls: the accelerator is waited for before and after each.
+    """
     import mmqc.calibration.sequential as sequential
-    import mmqc.kv.rounding as kv_rounding
     import mmqc.quantization.pca_bases as pca_bases
     import mmqc.quantization.rewrite as rewrite
     import mmqc.quantization.units as units
@@ -98,10 +100,8 @@ def timed(times: dict[str, float]) -> Iterator[None]:
         (units, "survey"),
         (quantize, "quantize_units"),
         (sequential, "capture"),
-        (sequential.Feed, "call"),
-        (sequential.Feed, "outputs"),
-        (sequential.Feed, "arguments"),
         (units.UnitWorker, "solve"),
+        (units.UnitWorker, "learn"),
         (units.UnitWorker, "swap"),
         (gptq, "inverse_factor_"),
         (gptq, "sweep"),
@@ -110,12 +110,20 @@ def timed(times: dict[str, float]) -> Iterator[None]:
         (mixed, "_sweep"),
         (mse_clip, "clipped"),
         (pca_bases, "principal_basis"),
-        (pca_bases.Found, "add"),
         (pca_bases, "run"),
-        (kv_rounding, "add_second_moment"),
-        (calibrate, "add_second_moment"),
     ]
-    kept = []
+    real_block, where = sequential.Sequential._block, [""]
+
+    def block(run: Any, feed: Any, number: int, *args: Any) -> None:
+        where[0] = feed.segment.blocks[number].name.rsplit(".", 1)[0]
+        kind, start = kinds.setdefault(where[0], {"blocks": 0, "seconds": 0.0}), synchronized()
+        real_block(run, feed, number, *args)
+        kind["blocks"] += 1
+        kind["seconds"] += synchronized() - start
+        where[0] = ""
+
+    sequential.Sequential._block = block
+    kept: list[tuple[Any, str, Any]] = [(sequential.Sequential, "_block", real_block)]
     for owner, name in [p for p in places if hasattr(*p)]:
         real = getattr(owner, name)
 
@@ -124,7 +132,8 @@ def timed(times: dict[str, float]) -> Iterator[None]:
             try:
                 return real(*args, **kwargs)
             finally:
-                times[name] = times.get(name, 0.0) + synchronized() - start
+                for into in (times, *([kinds[where[0]]] if where[0] else [])):
+                    into[name] = into.get(name, 0.0) + synchronized() - start
 
         kept.append((owner, name, real))
         setattr(owner, name, wrapped)
@@ -161,7 +170,7 @@ def child(args: argparse.Namespace) -> None:
     recipe = args.recipe[0]
     samples, tokens = (g if g is not None else d for g, d in zip((args.samples, args.tokens), DEFAULT[recipe], strict=True))
     device = "cpu" if args.dry else "cuda"
-    model = model_of(args.dry, args.layers, device)
+    model = model_of(args.dry, args.layers, args.blocks, device)
     if args.offload:
         model = model.cpu()
         torch.cuda.empty_cache()
@@ -170,10 +179,11 @@ def child(args: argparse.Namespace) -> None:
     batches = [batch_of(tokens, model.dtype, i) for i in range(samples)] or None
     more = {"device": device} if args.offload else {}
     times: dict[str, float] = {}
+    kinds: dict[str, dict[str, float]] = {}
     if not args.dry:
         torch.cuda.reset_peak_memory_stats()
     start = synchronized()
-    with timed(times):
+    with timed(times, kinds):
         report = mmqc.quantize_(model, config, batches, progress=not args.dry, **more)
     seconds = synchronized() - start
     peak = 0 if args.dry else torch.cuda.max_memory_allocated()
@@ -188,6 +198,7 @@ def child(args: argparse.Namespace) -> None:
         "offload": args.offload,
         "peak_host_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9,
         "parts": {k: round(v, 2) for k, v in sorted(times.items(), key=lambda kv: -kv[1])},
+        "blocks": {kind: {k: round(v, 2) for k, v in of.items()} for kind, of in kinds.items()},
         "passes": {r.name: round(r.ms / 1e3, 2) for r in report.passes},
         "refused": len(report.refused),
     }
@@ -202,6 +213,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int)
     parser.add_argument("--tokens", type=int)
     parser.add_argument("--layers", type=int, default=28, help="of the language model; fewer for a quick look")
+    parser.add_argument("--blocks", type=int, default=32, help="of the tower")
     parser.add_argument("--offload", action="store_true", help="the model in host memory, one block on the GPU")
     parser.add_argument("--seconds", type=int, default=580, help="time limit for all of it")
     parser.add_argument("--dry", action="store_true")
@@ -219,8 +231,8 @@ def main() -> None:
             "--child",
             "--recipe",
             recipe,
-            "--layers",
-            str(args.layers),
+            f"--layers={args.layers}",
+            f"--blocks={args.blocks}",
         ]
         command += [f"--{n}={v}" for n in ("samples", "tokens") if (v := getattr(args, n)) is not None]
         command += [flag for flag in ("--dry", "--offload") if getattr(args, flag[2:])]

@@ -15,24 +15,19 @@ Source:  AutoRound's learned rounding and ranges (Cheng et al., arXiv:2309.05516
 from __future__ import annotations
 
 import random
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
-from contextvars import copy_context
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
+import mmqc.ops  # noqa: F401  (defines torch.ops.mmqc)
 from mmqc.solvers.grid import grouped
 from mmqc.solvers.quantized import Quantized, levels
 
 BATCHES = 8  # of a step
-THREADS = 1  # that run batches of a step on an accelerator; two have not been timed on one
 LOOKS, LOOKED_AT = 8, 32  # how often the loss is measured, of how many batches
-T = TypeVar("T")
 BatchLoss = Callable[[int], Tensor]
 Held = Callable[[Mapping[str, Tensor]], AbstractContextManager[None]]
 OFFSET_RATE, STRETCH_RATE = 1e-2, 2e-3  # Adam's, falling to zero
@@ -63,57 +58,50 @@ class Start:
 class Rounding:
     """One weight's offsets and stretches, and what depends on them: by hand, for autograd keeps every step of it.
 
-    Everything is [N, G, g] inside, the last group filled up.
+    Everything is [N G, g] inside, a group a row, the last of each N filled up.
     """
 
     def __init__(self, start: Start) -> None:
         self.start, solved = start, start.solved
-        self.begun = grouped(solved.codes, solved.group_size)
-        self.scale = solved.scale.reshape(len(solved.codes), -1, 1)
-        self.zero = None if solved.zero is None else solved.zero.float().reshape(self.scale.shape)
+        self.begun = grouped(solved.codes, solved.group_size).flatten(0, 1).contiguous()
+        self.scale = solved.scale.reshape(-1, 1).float().contiguous()
+        self.zero = None if solved.zero is None else solved.zero.reshape(-1, 1).float()
         self.offset = torch.zeros(self.begun.shape, device=solved.codes.device, requires_grad=True)
         self.stretch = torch.zeros_like(self.scale, requires_grad=True)
 
-    @torch.no_grad()
-    def wide(self) -> Tensor:
-        """q + v."""
-        return self.begun + self.offset
-
-    @torch.no_grad()
-    def codes(self) -> Tensor:
-        """Integers in float32."""
-        return self.wide().round_().clamp_(*levels(self.start.bits))
+    def whole(self, groups: Tensor) -> Tensor:
+        """[N G, g] -> [N, K]."""
+        rows, width = self.start.solved.codes.shape
+        return groups.view(rows, -1)[:, :width]
 
     @torch.no_grad()
     def step(self) -> Tensor:
-        """The scales [N, G, 1] as they are now."""
+        """The scales [N G, 1] as they are now."""
         return self.scale * self.stretch.exp()
 
     @torch.no_grad()
     def weight(self) -> Tensor:
         """Ŵ [N, K], as the block takes it."""
-        codes = self.codes() if self.zero is None else self.codes().sub_(self.zero)
-        weight = codes.mul_(self.step()).flatten(1)[:, : self.start.solved.codes.shape[1]]
-        return (weight if self.start.kept is None else weight.index_copy(1, *self.start.kept)).to(self.start.dtype)
+        begun, kept = self.begun, self.start.kept
+        rounded = torch.ops.mmqc.learned_round(begun, self.offset, self.step(), self.zero, self.start.bits, self.start.dtype)
+        weight = self.whole(rounded)
+        return weight if kept is None else weight.index_copy(1, kept[0], kept[1].to(weight.dtype))
 
     @torch.no_grad()
     def take(self, of_weight: Tensor) -> None:
         """The gradients of what is learned from that of Ŵ, float32 [N, K]; an offset's is zero where it leaves the grid."""
         if self.start.kept is not None:
             of_weight = of_weight.index_fill(1, self.start.kept[0], 0)
-        rest, step = grouped(of_weight, self.start.solved.group_size), self.step()
-        codes = self.codes() if self.zero is None else self.codes().sub_(self.zero)
-        self.stretch.grad = codes.mul_(rest).sum(-1, keepdim=True).mul_(step)
-        low, high = levels(self.start.bits)
-        wide = self.wide()
-        self.offset.grad = torch.ops.aten.hardtanh_backward(rest * step, wide, low - 0.5, high + 0.5)
+        rest = grouped(of_weight, self.start.solved.group_size).flatten(0, 1).contiguous()
+        operands = (self.begun, self.offset, self.step(), self.zero, rest)
+        self.offset.grad, self.stretch.grad = torch.ops.mmqc.learned_round_gradients(*operands, self.start.bits)
 
     @torch.no_grad()
     def solved(self) -> Quantized:
         """Codes and scales as they are now."""
         solved = self.start.solved
-        codes = self.codes().flatten(1)[:, : solved.codes.shape[1]].to(torch.int8)
-        return replace(solved, codes=codes.contiguous(), scale=self.step().reshape(solved.scale.shape))
+        codes = (self.begun + self.offset).round_().clamp_(*levels(self.start.bits))
+        return replace(solved, codes=self.whole(codes.to(torch.int8)).contiguous(), scale=self.step().reshape(solved.scale.shape))
 
 
 @contextmanager
@@ -139,7 +127,7 @@ def learn(
     Args:
         starts: by a name of each weight.
         held: of weights by these names, each in its dtype: in its ``with`` block ``loss`` is theirs.
-        loss: of the batch of a number, differentiable; summed over batches.  Threads call it.
+        loss: of the batch of a number, differentiable; summed over batches.
         batches: their numbers.
         steps: of gradient descent; 0 changes nothing.
     """
@@ -181,12 +169,11 @@ def _gradients(roundings: Mapping[str, Rounding], held: Held, loss: BatchLoss, b
             return torch.autograd.grad(loss(batch), leaves)
 
     with held(weights):
-        for parts in _each(gradients, batches, leaves[0].device):
-            if not totals:
-                totals = [part.to(torch.float32, copy=True) for part in parts]
+        for parts in map(gradients, batches):
+            if totals:
+                torch._foreach_add_(totals, parts)
             else:
-                for total, part in zip(totals, parts, strict=True):
-                    total += part
+                totals = [part.to(torch.float32, copy=True, memory_format=torch.contiguous_format) for part in parts]
     return totals
 
 
@@ -196,29 +183,4 @@ def _total(weights: Mapping[str, Tensor], held: Held, loss: BatchLoss, batches: 
             return loss(batch).double()
 
     with held(weights):
-        return float(sum(_each(plain, batches, next(iter(weights.values())).device)))
-
-
-def _each(work: Callable[[int], T], batches: Sequence[int], device: torch.device) -> Iterator[T]:
-    """What ``work`` makes of each batch, in order.
-
-    A block is a hundred small launches: on an accelerator several threads make them, so that one batch's forward is Python's
-    while another's backward is autograd's.  One more than there are threads are in flight, all on the caller's stream.
-    """
-    if device.type != "cuda" or THREADS < 2:
-        yield from map(work, batches)
-        return
-    stream = torch.cuda.current_stream(device)
-
-    def there(batch: int) -> T:
-        with torch.cuda.stream(stream):
-            return work(batch)
-
-    with ThreadPoolExecutor(THREADS) as pool:
-        waiting: deque[Future[T]] = deque()
-        for batch in batches:
-            waiting.append(pool.submit(copy_context().run, there, batch))
-            if len(waiting) > THREADS:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
+        return float(sum(map(plain, batches)))

@@ -246,41 +246,38 @@ class Sequential:
             self.worker.restore(inside)
 
     def _block(self, feed: Feed, number: int, inside: list[str], last: bool) -> None:
-        after = self.inputs == "quantized"
+        after, learns = self.inputs == "quantized", bool(self.worker.learns(inside))
         new: dict[int, list[Any]] = {}
         with self._observing(inside) as observers:
-            if observers or not (last or after):
-                new = dict(self._outputs(feed, number, keep=not (last or after)))
+            if observers or learns or not (last or after):
+                new = dict(self._outputs(feed, number, keep=learns or not (last or after)))
         built = self.worker.solve(inside, self._joined(inside, observers)) if inside else {}
-        if self.worker.learns(inside):
-            built = self._learn(feed, number, inside)
+        if learns:
+            built = self._learn(feed, number, inside, new)
         with self._measuring(built) as meters:
             for batch in [b for b in feed.batches if b in self.measured] if meters else ():
                 feed.call(self.model, number, batch)
         self.worker.swap(built, self._losses(meters))
-        if after and not last:
-            new = dict(self._outputs(feed, number))
+        if after or last:
+            feed.drop(new)
+            new = {} if last else dict(self._outputs(feed, number))
         feed.advance(number, new)
 
-    def _learn(self, feed: Feed, number: int, inside: list[str]) -> dict[str, PackedLinear]:
-        """The block's linears, rounded by what the block returns; it is still in floating point."""
+    def _learn(self, feed: Feed, number: int, inside: list[str], wanted: Mapping[int, list[Any]]) -> dict[str, PackedLinear]:
+        """The block's linears, rounded by what the block returns; it is still in floating point, and returned ``wanted``."""
         learned = self.worker.learns(inside)
         language, row_weights = self.language[learned[0]], self.watches[learned[0]].row_weights
-        wanted = {batch: self.store.put(_result(feed.call(self.model, number, batch))) for batch in feed.batches}
 
         def loss(batch: int) -> Tensor:
             result = _result(feed.call(self.model, number, batch))
             wide = result.to(torch.promote_types(result.dtype, torch.float32))
-            error = wide - self.store.get(wanted[batch], self.residency.device)
+            error = wide - self.store.get(wanted[batch][0], self.residency.device)
             with feed.during(batch):
                 rows = weighted_rows(error, language, self.context, row_weights)
             losses = [weight * part.square().sum() for weight, part in rows]
             return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
 
-        built = self.worker.learn(inside, feed.segment.blocks[number].name, loss, feed.batches)
-        for ticket in wanted.values():
-            self.store.drop(ticket)
-        return built
+        return self.worker.learn(inside, feed.segment.blocks[number].name, loss, feed.batches)
 
     def _outputs(self, feed: Feed, number: int, keep: bool = True) -> Iterator[tuple[int, list[Any]]]:
         for batch in feed.batches:

@@ -98,11 +98,15 @@ class Feed:
         """Tickets of a block's output."""
         return [self.spool.put(t) for t in pytree.tree_leaves(output) if isinstance(t, Tensor)]
 
-    def advance(self, number: int, new: Mapping[int, list[Any]]) -> None:
-        """``new`` are the outputs of block ``number``; what no later block reads is dropped."""
-        for tickets in self.stream.values():
+    def drop(self, outputs: Mapping[int, list[Any]]) -> None:
+        """Forget the outputs of all batches."""
+        for tickets in outputs.values():
             for ticket in tickets:
                 self.spool.drop(ticket)
+
+    def advance(self, number: int, new: Mapping[int, list[Any]]) -> None:
+        """``new`` are the outputs of block ``number``; what no later block reads is dropped."""
+        self.drop(self.stream)
         self.stream = dict(new)
         for kept in self.kept.values():
             for index in [i for i in kept if self.last_use[i] <= number]:

@@ -1,7 +1,7 @@
 """The ops' implementation on CUDA: importing this file registers it; what a kernel cannot take goes to the reference.
 
     mmqc::scaled_matmul(s), scaled_matmul_epilogue, token_matmul, weight_only_matmul(s), float4_matmul, grouped_matmul,
-    gptq_block
+    gptq_block, learned_round, learned_round_gradients
                                                        on CUDA   ->  the Triton kernels, rows flattened
 
 ``why_not_scaled`` and its like say what a kernel cannot take; a compiled graph's record repeats it.
@@ -26,9 +26,11 @@ from mmqc.kernels.rows import quantize_by_token as by_token_kernel
 from mmqc.kernels.shared.plan import Refusal
 from mmqc.kernels.shared.row_scale import row_scale
 from mmqc.kernels.solvers import gptq_block as gptq_kernel
+from mmqc.kernels.solvers import learned_rounding as rounding_kernel
 from mmqc.ops import float4_matmul as float4_op
 from mmqc.ops import gptq_block as gptq_op
 from mmqc.ops import grouped_matmul as grouped_op
+from mmqc.ops import learned_rounding as rounding_op
 from mmqc.ops import scaled_matmul as scaled_op
 from mmqc.ops import scaled_matmul_epilogue as epilogue_op
 from mmqc.ops import token_matmul as token_op
@@ -276,8 +278,28 @@ def gptq_block(
     return gptq_kernel.gptq_block(w, u, scale, zero, bits, float4=float4)
 
 
+def learned_round(
+    codes: Tensor, offset: Tensor, step: Tensor, zero: Tensor | None, bits: int, dtype: torch.dtype
+) -> Tensor:
+    """``mmqc::learned_round`` on CUDA."""
+    rounding_op.check(codes, offset, step, zero, bits)
+    if rounding_kernel.supports(codes, offset, step, zero) is not None:
+        return rounding_op.reference(codes, offset, step, zero, bits, dtype)
+    return rounding_kernel.learned_round(codes, offset, step, zero, bits, dtype)
+
+
+def learned_round_gradients(
+    codes: Tensor, offset: Tensor, step: Tensor, zero: Tensor | None, of_weight: Tensor, bits: int
+) -> tuple[Tensor, Tensor]:
+    """``mmqc::learned_round_gradients`` on CUDA."""
+    rounding_op.check(codes, offset, step, zero, bits, of_weight)
+    if rounding_kernel.supports(codes, offset, step, zero, of_weight) is not None:
+        return rounding_op.reference_gradients(codes, offset, step, zero, of_weight, bits)
+    return rounding_kernel.learned_round_gradients(codes, offset, step, zero, of_weight, bits)
+
+
 for implementation in (
     scaled_matmul, scaled_matmuls, scaled_matmul_epilogue, token_matmul, weight_only_matmul, weight_only_matmuls,
-    float4_matmul, grouped_matmul, gptq_block,
+    float4_matmul, grouped_matmul, gptq_block, learned_round, learned_round_gradients,
 ):
     torch.library.impl(f"mmqc::{implementation.__name__}", "CUDA", implementation)

@@ -1,9 +1,7 @@
 """Learned rounding: gradients reach codes and scales, what is kept is never worse, and a block's own output decides."""
 
-import threading
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -124,17 +122,18 @@ def test_rounding__gradients_are_those_of_what_is_rounded(symmetric, group):
         rounding.offset.normal_(std=1.5, generator=G)
         rounding.stretch.normal_(std=0.1, generator=G)
     solved, wanted = rounding.start.solved, torch.randn(UP.shape, generator=G)
-    offset = rounding.offset.detach().flatten(1)[:, :12].clone().requires_grad_()
-    stretch = rounding.stretch.detach()[..., 0].clone().requires_grad_()
+    offset = rounding.whole(rounding.offset.detach()).clone().requires_grad_()
+    stretch = rounding.stretch.detach().reshape(solved.scale.shape).clone().requires_grad_()
     wide = (solved.codes + offset).clamp(-2.5, 1.5)
     codes = wide + (wide.round().clamp(-2, 1) - wide).detach() - (0 if solved.zero is None else solved.by_channel(solved.zero))
     weight = (codes * solved.by_channel(solved.scale * stretch.exp())).index_copy(1, columns, values)
     weight.backward(wanted)
     rounding.take(wanted)
     assert_close(rounding.weight(), weight.detach())
-    assert_close(rounding.offset.grad.flatten(1)[:, :12], offset.grad)
-    assert_close(rounding.stretch.grad[..., 0], stretch.grad)
-    assert (rounding.offset.grad.flatten(1)[:, :12] == 0).any(1).all()
+    of_offset = rounding.whole(rounding.offset.grad)
+    assert_close(of_offset, offset.grad)
+    assert_close(rounding.stretch.grad.reshape(stretch.shape), stretch.grad)
+    assert (of_offset == 0).any(1).all()
 
 
 def test_rounding__columns_that_are_kept_stay():
@@ -154,23 +153,3 @@ def test_holding__a_module_has_other_weights_tied_ones_too_and_gets_its_own_back
         wanted = F.linear(F.linear(torch.ones(1, 4), other, module[0].bias), other, module[1].bias)
         assert torch.equal(found, torch.autograd.grad(wanted.sum(), other)[0])
     assert all(p is before[name] for name, p in module.named_parameters(remove_duplicate=False))
-
-
-def test_each__threads_change_nothing(monkeypatch):
-    seen = set()
-
-    def work(batch):
-        seen.add(threading.get_ident())
-        if batch == 7:
-            raise ValueError("batch 7")
-        return batch * 2
-
-    monkeypatch.setattr(learning, "THREADS", 2)
-    stream = nullcontext()
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
-    place = SimpleNamespace(type="cuda")
-    assert list(learning._each(work, range(5), place)) == [0, 2, 4, 6, 8]
-    assert threading.get_ident() not in seen
-    with pytest.raises(ValueError, match="batch 7"):
-        list(learning._each(work, range(9), place))

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mmqc.calibration.spool import Spool
+from mmqc.calibration.spool import AHEAD, Spool
 
 CPU = torch.device("cpu")
 
@@ -27,3 +27,20 @@ def test_spool__gives_copies_back(tmp_path: Path, files: bool) -> None:
     assert torch.equal(spool.get(other, CPU), x)
     spool.close()
     assert list(tmp_path.rglob("*")) == ([tmp_path / "there"] if files else [])
+
+
+@pytest.mark.gpu
+def test_spool__of_an_accelerator_gives_back_what_was_put_however_far_it_is_behind() -> None:
+    spool, device = Spool(), torch.device("cuda", torch.cuda.current_device())
+    busy, tickets, values = torch.randn(4096, 4096, device=device), [], []
+    for number in range(3 * AHEAD):
+        busy = (busy @ busy).clamp_(-1, 1)  # the accelerator is behind
+        values.append(busy[number] + number)
+        tickets.append(spool.put(values[-1]))
+    for _ in range(2):
+        for ticket, value in zip(tickets, values, strict=True):
+            got = spool.get(ticket, device)
+            assert torch.equal(got, value)
+            got.fill_(torch.nan)  # another's memory, later
+    assert torch.equal(spool.get(tickets[5], CPU), values[5].cpu())
+    spool.drop(tickets[5])
