@@ -1,14 +1,15 @@
 """What quantizing an 8B model costs: seconds and peak GPU memory of ``quantize_`` on the Qwen2-VL-7B shape, random weights.
 
     python -m benchmarks.end_to_end.quantize_speed --out benchmarks/results/quantize_speed.json
-        [--recipe rtn gptq awq mquant resq learned] [--samples 128] [--tokens 2048] [--offload] [--layers 28] [--blocks 32] [--dry]
+        [--recipe rtn gptq awq mquant resq learned] [--samples 128] [--tokens 2048] [--layers 28] [--blocks 32] [--offload] [--dry]
 
 Each recipe is a process of its own.  ``rtn`` needs no data; ``gptq`` is W4 per channel, no rewrites, ``learned`` W2 g64,
 ``mquant`` the whole method, and so is ``resq``, whose bases see all samples and whose solver a quarter of them (the paper: 512
 and 128); half of a batch's tokens are one image's; batches wait in host memory.  Memory is the peak of the whole process beside
 the bytes of the weights.
-``--layers`` and ``--blocks`` make the language model and the tower shorter; all blocks of one kind do the same work, and "blocks"
-has the seconds of each kind, from which the whole is the sum.  ``--dry`` runs two narrow layers on the CPU.
+``--layers`` and ``--blocks`` make the language model and the tower shorter; all blocks of one kind do the same work, "blocks" has
+the seconds of each kind, and "whole_seconds" adds those of the blocks that were left out.  ``--dry`` runs two narrow layers on
+the CPU.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ DEFAULT = {
     "learned": (128, 2048),  # AutoRound's
 }
 IMAGE = 151655
+LAYERS, BLOCKS = 28, 32
 
 
 def model_of(dry: bool, layers: int, blocks: int, device: str) -> Any:
@@ -85,6 +87,7 @@ def timed(times: dict[str, float], kinds: dict[str, dict[str, float]]) -> Iterat
     None that a batch calls: the accelerator is waited for before and after each.
     """
     import mmqc.calibration.sequential as sequential
+    import mmqc.quantization.channel_scales as channel_scales
     import mmqc.quantization.pca_bases as pca_bases
     import mmqc.quantization.rewrite as rewrite
     import mmqc.quantization.units as units
@@ -116,14 +119,24 @@ def timed(times: dict[str, float], kinds: dict[str, dict[str, float]]) -> Iterat
 
     def block(run: Any, feed: Any, number: int, *args: Any) -> None:
         where[0] = feed.segment.blocks[number].name.rsplit(".", 1)[0]
-        kind, start = kinds.setdefault(where[0], {"blocks": 0, "seconds": 0.0}), synchronized()
+        kind, start = kinds.setdefault(where[0], {"seconds": 0.0}), synchronized()
         real_block(run, feed, number, *args)
-        kind["blocks"] += 1
+        kind["blocks"] = kind.get("blocks", 0) + 1
         kind["seconds"] += synchronized() - start
         where[0] = ""
 
-    sequential.Sequential._block = block
-    kept: list[tuple[Any, str, Any]] = [(sequential.Sequential, "_block", real_block)]
+    real_segment = channel_scales._Search.segment
+
+    def segment(search: Any, feed: Any, *args: Any) -> None:
+        kind, start = kinds.setdefault(feed.segment.blocks[0].name.rsplit(".", 1)[0], {"seconds": 0.0}), synchronized()
+        real_segment(search, feed, *args)
+        kind["scales"] = kind.get("scales", 0.0) + synchronized() - start
+
+    sequential.Sequential._block, channel_scales._Search.segment = block, segment
+    kept: list[tuple[Any, str, Any]] = [
+        (sequential.Sequential, "_block", real_block),
+        (channel_scales._Search, "segment", real_segment),
+    ]
     for owner, name in [p for p in places if hasattr(*p)]:
         real = getattr(owner, name)
 
@@ -149,6 +162,14 @@ def synchronized() -> float:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter()
+
+
+def whole(seconds: float, kinds: dict[str, dict[str, float]]) -> float:
+    """Of all blocks, from some of each kind."""
+    for name, kind in kinds.items():
+        blocks = BLOCKS if "visual" in name else LAYERS
+        seconds += (blocks - kind["blocks"]) * (kind["seconds"] + kind.get("scales", 0.0)) / kind["blocks"]
+    return seconds
 
 
 def config_of(recipe: str, samples: int) -> Any:
@@ -189,6 +210,9 @@ def child(args: argparse.Namespace) -> None:
     peak = 0 if args.dry else torch.cuda.max_memory_allocated()
     figures = {
         "seconds": seconds,
+        "whole_seconds": whole(seconds, kinds),
+        "layers": args.layers,
+        "tower_blocks": args.blocks,
         "samples": samples,
         "tokens": tokens,
         "linears": len(report.layers),
@@ -212,8 +236,8 @@ def main() -> None:
     parser.add_argument("--recipe", nargs="*", choices=RECIPES, default=["rtn", "gptq"])
     parser.add_argument("--samples", type=int)
     parser.add_argument("--tokens", type=int)
-    parser.add_argument("--layers", type=int, default=28, help="of the language model; fewer for a quick look")
-    parser.add_argument("--blocks", type=int, default=32, help="of the tower")
+    parser.add_argument("--layers", type=int, default=LAYERS, help="of the language model; fewer for a quick look")
+    parser.add_argument("--blocks", type=int, default=BLOCKS, help="of the tower")
     parser.add_argument("--offload", action="store_true", help="the model in host memory, one block on the GPU")
     parser.add_argument("--seconds", type=int, default=580, help="time limit for all of it")
     parser.add_argument("--dry", action="store_true")

@@ -18,7 +18,14 @@ NAMES = {
     "awq": "AWQ, W4 g128",
     "mquant": "MQuant, W4A8",
     "resq": "ResQ, W4A4KV4",
+    "learned": "learned, W2 g64",
 }
+
+
+def _by_block(r: dict[str, Any]) -> dict[str, float]:
+    """Seconds of a block of either tower."""
+    seconds = {name: (kind["seconds"] + kind.get("scales", 0)) / kind["blocks"] for name, kind in r["blocks"].items()}
+    return {tower: next(s for name, s in seconds.items() if tower in name) for tower in ("visual", "language")}
 
 
 def quantizing(run: dict[str, Any]) -> list[str]:
@@ -27,7 +34,7 @@ def quantizing(run: dict[str, Any]) -> list[str]:
         [
             NAMES[name],
             f"{r['samples']} x {r['tokens']:,}" if r["samples"] else "none",
-            f"{r['seconds']:.0f}",
+            f"{r['seconds']:.0f}" if "tower_blocks" not in r else f"{r['whole_seconds']:.0f}*",
             f"{r['peak_gpu_gb']:.1f}",
             f"{r['peak_over_model']:.2f}",
             f"{r['peak_host_gb']:.1f}",
@@ -35,6 +42,12 @@ def quantizing(run: dict[str, Any]) -> list[str]:
         ]
         for name, r in run["recipes"].items()
         if "seconds" in r
+    ]
+    shortened = [
+        f"\\* {NAMES[name]}: the sum of its parts. {r['tower_blocks']} of the tower's blocks and {r['layers']} of the layers were "
+        f"run, in {r['seconds']:.0f} s; a block of the tower takes {of['visual']:.1f} s, a layer {of['language']:.1f}.\n"
+        for name, r in run["recipes"].items()
+        if "tower_blocks" in r and (of := _by_block(r))
     ]
     head = ("recipe", "samples x tokens", "seconds", "GPU, GB", "over the weights", "host, GB", "commit")
     return [
@@ -44,6 +57,7 @@ def quantizing(run: dict[str, Any]) -> list[str]:
         f"{run['torch']}; `{run['command']}`. Memory is the peak of the process.",
         "",
         *table(head, rows),
+        *shortened,
     ]
 
 
