@@ -19,6 +19,8 @@ NAMES = {
     "mquant": "MQuant, W4A8",
     "resq": "ResQ, W4A4KV4",
     "learned": "learned, W2 g64",
+    "gptq-part": "GPTQ again, in part",
+    "awq-part": "AWQ again, in part",
 }
 
 
@@ -28,25 +30,28 @@ def _by_block(r: dict[str, Any]) -> dict[str, float]:
     return {tower: next(s for name, s in seconds.items() if tower in name) for tower in ("visual", "language")}
 
 
+def _figures(r: dict[str, Any]) -> list[str]:
+    """Seconds and memory; of a part of the blocks only the seconds are those of the whole."""
+    if "tower_blocks" in r:
+        return [f"{r['whole_seconds']:.0f}*", "", "", ""]
+    return [f"{r['seconds']:.0f}", f"{r['peak_gpu_gb']:.1f}", f"{r['peak_over_model']:.2f}", f"{r['peak_host_gb']:.1f}"]
+
+
 def quantizing(run: dict[str, Any]) -> list[str]:
     """Seconds and memory of every recipe."""
     rows = [
         [
             NAMES[name],
             f"{r['samples']} x {r['tokens']:,}" if r["samples"] else "none",
-            f"{r['seconds']:.0f}" if "tower_blocks" not in r else f"{r['whole_seconds']:.0f}*",
-            f"{r['peak_gpu_gb']:.1f}",
-            f"{r['peak_over_model']:.2f}",
-            f"{r['peak_host_gb']:.1f}",
+            *_figures(r),
             r["commit"],
         ]
         for name, r in run["recipes"].items()
         if "seconds" in r
     ]
     shortened = [
-        f"\\* {NAMES[name]}: the sum of its parts. {r['tower_blocks']} of the tower's blocks and {r['layers']} of the layers were "
-        f"run, in {r['seconds']:.0f} s; a block of the tower takes {of['visual']:.1f} s, a layer {of['language']:.1f}.\n"
-        for name, r in run["recipes"].items()
+        f"    {r['command']}  # {r['seconds']:.0f} s, {of['visual']:.1f} a block of the tower, {of['language']:.1f} a layer"
+        for r in run["recipes"].values()
         if "tower_blocks" in r and (of := _by_block(r))
     ]
     head = ("recipe", "samples x tokens", "seconds", "GPU, GB", "over the weights", "host, GB", "commit")
@@ -57,7 +62,10 @@ def quantizing(run: dict[str, Any]) -> list[str]:
         f"{run['torch']}; `{run['command']}`. Memory is the peak of the process.",
         "",
         *table(head, rows),
+        "\\* the sum of its parts: some blocks of each tower were run, which all do the same work, and the others are added.",
+        "",
         *shortened,
+        "",
     ]
 
 
