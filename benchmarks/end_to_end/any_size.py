@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import random
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -102,20 +103,19 @@ class Way:
         more = {"graphs": counters["stats"]["unique_graphs"] - graphs, "kernels": self.compiled - kernels}
         return {"unseen sizes: seconds of the first call, and then": sizes, "compiled for unseen sizes": more}
 
-    def measure(self, seed: int) -> dict[str, Any]:
+    def measure(self, seed: int) -> Iterator[dict[str, Any]]:
         """Everything else; the device is this process's own."""
-        found = self.unseen(seed)
+        yield self.unseen(seed)
         for name, grid in GRIDS.items():
             inputs = self.prompt(grid)
             clock = 1e3 * self.best(inputs, times=6)
-            found[f"first token, {name}"] = {"clock_ms": clock, **summary(self.calls.kernels(inputs))}
+            yield {f"first token, {name}": {"clock_ms": clock, **summary(self.calls.kernels(inputs))}}
         for n, inputs in self.rows.items():
-            found[f"batch of {n}"] = {"tokens_per_second": n / self.step(inputs), "first_token_s": self.best(inputs)}
+            yield {f"batch of {n}": {"tokens_per_second": n / self.step(inputs), "first_token_s": self.best(inputs)}}
         if self.rows:
-            found[f"a step of {max(self.rows)}"] = step(self.calls, self.rows[max(self.rows)])
+            yield {f"a step of {max(self.rows)}": step(self.calls, self.rows[max(self.rows)])}
         if not self.dry:
-            found |= {"held_gib": self.held / 2**30, "peak_gib": torch.cuda.max_memory_allocated() / 2**30}
-        return found
+            yield {"held_gib": self.held / 2**30, "peak_gib": torch.cuda.max_memory_allocated() / 2**30}
 
 
 def compiled(args: argparse.Namespace) -> tuple[Way, dict[str, float]]:
@@ -132,8 +132,9 @@ def main() -> None:
     side_by_side.add_arguments(parser, 480.0)
     args = parser.parse_args()
 
-    def measure(found: tuple[Way, dict[str, float]]) -> dict[str, Any]:
-        return {"seconds of the first calls, beside the other ways": found[1], **found[0].measure(args.seed)}
+    def measure(found: tuple[Way, dict[str, float]]) -> Iterator[dict[str, Any]]:
+        yield {"seconds of the first calls, beside the other ways": found[1]}
+        yield from found[0].measure(args.seed)
 
     if args.child:
         side_by_side.child(args.child, args.ways, lambda: compiled(args), measure)

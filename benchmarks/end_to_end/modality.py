@@ -10,6 +10,7 @@ and compiles its prompt once for all lengths; ``--dry``: a small model and short
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -99,23 +100,22 @@ class Way:
         for inputs in self.prompts().values():
             self.calls.seconds(inputs)
 
-    def measure(self) -> dict[str, Any]:
+    def measure(self) -> Iterator[dict[str, Any]]:
         """Milliseconds of each prompt by the clock and on the device, and those of its products."""
-        found: dict[str, Any] = {}
         for name, inputs in self.prompts().items():
             clock = 1e3 * min(self.calls.seconds(inputs) for _ in range(5))
             kernels = self.calls.kernels(inputs)
             device = summary(kernels)
             products = sum(us for kernel, (us, _) in kernels.items() if any(p in kernel for p in PRODUCTS)) / 1e3
             tokens = inputs["input_ids"].shape[1]
-            found[name] = {
+            found: dict[str, Any] = {
                 "tokens": tokens, "clock_ms": clock, "device_ms": device["device_ms"], "products_ms": products,
                 "launches": device["launches"], "kernels": dict(list(device["kernels"].items())[:8]),
                 "answer": self.calls.tokens(inputs, 1),
             }  # fmt: skip
             if products:
-                found[name]["tera_operations_per_second"] = 2e-9 * tokens * self.weights() / products
-        return found
+                found["tera_operations_per_second"] = 2e-9 * tokens * self.weights() / products
+            yield {name: found}
 
     def weights(self) -> int:
         """Of the language model's linears in its layers."""

@@ -1,6 +1,7 @@
 """Ways of one benchmark, each in a process: they compile side by side and then measure one after the other.
 
-So nothing else is on the device while one measures, and ratios are of one run.
+So nothing else is on the device while one measures, and ratios are of one run.  What is known is kept: a run that is ended from
+outside, or by its limit, writes what each way has measured by then.
 """
 
 from __future__ import annotations
@@ -9,11 +10,12 @@ import argparse
 import fcntl
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -52,11 +54,12 @@ def run(module: str, ways: Sequence[str], words: Sequence[str], seconds: float) 
         seconds: from now until what still runs is ended.
     """
     environment = {**os.environ, "OMP_NUM_THREADS": "4", "OMP_WAIT_POLICY": "passive"}
-    end, failed = time.monotonic() + seconds, list[str]()
+    end, failed, ended = time.monotonic() + seconds, list[str](), list[int]()
+    signal.signal(signal.SIGTERM, lambda number, _: ended.append(number))
     with tempfile.TemporaryDirectory() as folder:
         here = [sys.executable, "-m", module, "--child", folder, *words, "--ways"]
         started = [(name, subprocess.Popen([*here, name, *(w for w in ways if w != name)], env=environment)) for name in ways]
-        while any(process.poll() is None for _, process in started) and time.monotonic() < end:
+        while any(process.poll() is None for _, process in started) and time.monotonic() < end and not ended:
             for name, process in started:
                 if process.poll():
                     (Path(folder) / f"{name}.ready").touch()  # the others do not wait for it
@@ -70,15 +73,19 @@ def run(module: str, ways: Sequence[str], words: Sequence[str], seconds: float) 
         return {name: json.loads(f.read_text(encoding="utf-8")) for name, f in files.items() if f.exists()}, failed
 
 
-def child(folder: Path, ways: Sequence[str], prepare: Callable[[], T], measure: Callable[[T], dict[str, Any]]) -> None:
-    """In a way's process: prepare, wait for the others, measure in turn."""
+def child(folder: Path, ways: Sequence[str], prepare: Callable[[], T], measure: Callable[[T], Iterable[dict[str, Any]]]) -> None:
+    """In a way's process: prepare, wait for the others, measure in turn; ``measure`` gives figures as they become known."""
     way = prepare()
     (folder / f"{ways[0]}.ready").touch()
     while len(list(folder.glob("*.ready"))) < len(ways):
         time.sleep(0.1)
+    found, whole = dict[str, Any](), folder / f"{ways[0]}.json"
     with turn(folder):
-        found = measure(way)
-    (folder / f"{ways[0]}.json").write_text(json.dumps(rounded(found)), encoding="utf-8")
+        for part in measure(way):
+            found |= part
+            unfinished = whole.with_suffix(".unfinished")
+            unfinished.write_text(json.dumps(rounded(found)), encoding="utf-8")
+            unfinished.replace(whole)
 
 
 @contextmanager
