@@ -30,7 +30,8 @@ from mmqc.kernels.solvers import learned_rounding as rounding_kernel
 from mmqc.ops import float4_matmul as float4_op
 from mmqc.ops import gptq_block as gptq_op
 from mmqc.ops import grouped_matmul as grouped_op
-from mmqc.ops import learned_rounding as rounding_op
+from mmqc.ops import learned_round as round_op
+from mmqc.ops import learned_round_gradients as round_gradients_op
 from mmqc.ops import scaled_matmul as scaled_op
 from mmqc.ops import scaled_matmul_epilogue as epilogue_op
 from mmqc.ops import token_matmul as token_op
@@ -282,9 +283,9 @@ def learned_round(
     codes: Tensor, offset: Tensor, step: Tensor, zero: Tensor | None, bits: int, dtype: torch.dtype
 ) -> Tensor:
     """``mmqc::learned_round`` on CUDA."""
-    rounding_op.check(codes, offset, step, zero, bits)
+    round_op.check(codes, offset, step, zero, bits)
     if rounding_kernel.supports(codes, offset, step, zero) is not None:
-        return rounding_op.reference(codes, offset, step, zero, bits, dtype)
+        return round_op.reference(codes, offset, step, zero, bits, dtype)
     return rounding_kernel.learned_round(codes, offset, step, zero, bits, dtype)
 
 
@@ -292,9 +293,9 @@ def learned_round_gradients(
     codes: Tensor, offset: Tensor, step: Tensor, zero: Tensor | None, of_weight: Tensor, bits: int
 ) -> tuple[Tensor, Tensor]:
     """``mmqc::learned_round_gradients`` on CUDA."""
-    rounding_op.check(codes, offset, step, zero, bits, of_weight)
+    round_op.check(codes, offset, step, zero, bits, of_weight)
     if rounding_kernel.supports(codes, offset, step, zero, of_weight) is not None:
-        return rounding_op.reference_gradients(codes, offset, step, zero, of_weight, bits)
+        return round_gradients_op.reference(codes, offset, step, zero, of_weight, bits)
     return rounding_kernel.learned_round_gradients(codes, offset, step, zero, of_weight, bits)
 
 

@@ -107,7 +107,7 @@ def forms(results: Any) -> list[tuple[list[int], torch.dtype]]:
 def test_table__names_every_op_with_rows() -> None:
     defined = {n.removeprefix("mmqc::") for n in torch._C._dispatch_get_all_op_names() if n.startswith("mmqc::")}
     caches = {n for n in defined if n.startswith("kv_")}  # of tokens, which a cache with none does not call
-    weights = {"gptq_block", "power_clip"}
+    weights = {"gptq_block", "power_clip", "learned_round", "learned_round_gradients"}
     sums = {"all_reduce", "all_reduce_norm_quantize"}  # over a process group, of a step's tokens
     assert {name.split(",")[0] for name in CALLS} == defined - caches - weights - sums
 

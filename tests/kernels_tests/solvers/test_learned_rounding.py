@@ -4,7 +4,7 @@ import pytest
 import torch
 from tolerance import assert_close
 
-from mmqc.ops import learned_rounding as op
+from mmqc.ops import learned_round, learned_round_gradients
 
 kernel = pytest.importorskip("mmqc.kernels.solvers.learned_rounding")
 SHAPES = [(1, 1), (5, 3), (37, 64), (70, 33), (2, 2048), (3, 2500)]
@@ -28,10 +28,10 @@ def test_learned_round__equals_the_reference(shape, bits, asymmetric, device):
     for dtype in (torch.float32, torch.float16 if device.type == "cpu" else torch.bfloat16):  # the interpreter cuts bfloat16 off
         out = torch.full(shape, torch.nan, dtype=dtype, device=device)
         weight = kernel.learned_round(codes, offset, step, zero, bits, dtype, out)
-        assert torch.equal(weight, op.reference(codes, offset, step, zero, bits, dtype))
+        assert torch.equal(weight, learned_round.reference(codes, offset, step, zero, bits, dtype))
     out = torch.full(shape, torch.nan, device=device), torch.full((shape[0], 1), torch.nan, device=device)
     of_offset, of_stretch = kernel.learned_round_gradients(codes, offset, step, zero, of_weight, bits, out)
-    wanted = op.reference_gradients(codes, offset, step, zero, of_weight, bits)
+    wanted = learned_round_gradients.reference(codes, offset, step, zero, of_weight, bits)
     assert torch.equal(of_offset, wanted[0])
     assert_close(of_stretch, wanted[1])
 
