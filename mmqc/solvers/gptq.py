@@ -12,7 +12,8 @@ Clips:   of a row's or group's grid, steps p s of the widest one, p = 1, 0.99, .
          best       a sweep for each of ``CANDIDATES``: ``inputs``, and p = 1, 0.9, ..., 0.5 for all groups; for floats of 4 bits
                     ``inputs``, ``weights`` and p = 1.  Each row keeps the sweep that loses least, sum_i e_i² =
                     (w - q)(H + λ I)(w - q)ᵀ, then descends from there (descent.py)
-         inputs     argmin over p of  sum_i |w_i - q_i|^2.4 / U_ii²: e_i² is what the sweep pays for a rounding
+         inputs     argmin over p of  sum_i |w_i - q_i|^2.4 / U_ii²: e_i² is what the sweep pays for a rounding; on asymmetric
+                    grids over the zero point as well (zero_point.py)
          weights    argmin over p of  sum_i |w_i - q_i|^2.4, whatever the inputs (mse_clip.py)
          none       p = 1
 Memory:  ``best`` keeps H once more, in the dtype of the sweep; its sweeps go side by side (sweep.py).

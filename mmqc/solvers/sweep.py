@@ -22,6 +22,7 @@ from mmqc.solvers import mse_clip
 from mmqc.solvers.float4_grid import Float4Grid
 from mmqc.solvers.grid import Grid, grouped
 from mmqc.solvers.widest import widest_grid
+from mmqc.solvers.zero_point import best_zero
 
 STACK = 1 << 30
 PANELS = {"cpu": 0}  # channels between two updates of all the rest; accelerators' products of 128 are bound by their memory
@@ -57,9 +58,11 @@ def clipped(groups: Tensor, cost: Tensor, clip: Clip | float, spec: WeightSpec, 
 
     ``divisor``: as of ``widest_grid``.
     """
-    if clip in ("weights", "inputs"):
+    if clip == "weights" or (clip == "inputs" and (spec.symmetric or spec.float4)):
         return mse_clip.clipped(groups, spec, cost if clip == "inputs" else None, divisor)
     widest = widest_grid(groups, spec, divisor)
+    if clip == "inputs":
+        return best_zero(groups, widest, cost)
     return widest.shrunk(torch.full_like(widest.scale, clip)) if isinstance(clip, float) else widest
 
 

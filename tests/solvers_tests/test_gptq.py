@@ -145,19 +145,25 @@ def test_hessian__that_cannot_be_used_is_refused_by_name(hessian, words):
 
 
 def fit(part, bits, symmetric, cost, clip):
-    """Scale and zero point [N] of a group [N, g] by QuaRot's search over 80 clips, or weighed by what channels cost; in float64."""
+    """Scale and zero point [N] of a group [N, g] by QuaRot's search over 80 clips; by what channels cost, over zeros too."""
     low, high = part.amin(1).clamp(max=0), part.amax(1).clamp(min=0)
     top, bottom = 2 ** (bits - 1) - 1, -(2 ** (bits - 1))
     widest = part.abs().amax(1) / top if symmetric else (high - low) / (2**bits - 1)
     zero = torch.zeros_like(widest) if symmetric else bottom - (low / widest).round()
+    starts = [(widest, zero)]
+    for moved in (-1, 1) if clip == "inputs" and not symmetric else ():  # zero_point.py
+        z = (zero + moved).clamp(bottom, top)
+        up, down = (high / (top - z)).nan_to_num(0, 0, 0), (-low / (z - bottom)).nan_to_num(0, 0, 0)
+        starts.append((torch.maximum(up, down), z))
     best, scale = torch.full_like(widest, torch.inf), widest.clone()
     weigh = cost if clip == "inputs" else torch.ones_like(cost)
-    for i in range(1 if clip == "none" else 80):
-        s = (widest * (1 - i / 100))[:, None]
-        values = (((part / s).round() + zero[:, None]).clamp(bottom, top) - zero[:, None]) * s
-        error = ((values - part).abs().pow(2.4) * weigh).sum(1)
-        better = error < best * (1 - 1e-9)
-        best, scale = torch.where(better, error, best), torch.where(better, s[:, 0], scale)
+    for start, z in starts:
+        for i in range(1 if clip == "none" else 80):
+            s = (start * (1 - i / 100))[:, None]
+            values = (((part / s).round() + z[:, None]).clamp(bottom, top) - z[:, None]) * s
+            error = ((values - part).abs().pow(2.4) * weigh).sum(1)
+            better = error < best * (1 - 1e-9)
+            best, scale, zero = (torch.where(better, *pair) for pair in ((error, best), (s[:, 0], scale), (z, zero)))
     return scale, zero
 
 
