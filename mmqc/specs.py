@@ -59,9 +59,9 @@ class WeightSpec:
         type: "int"; "float": float8_e4m3fn, 8 bits, rounded to nearest with one scale per output channel; "mxfp4" or "nvfp4":
             e2m1, 4 bits, with a scale of 8 bits per 32 or 16 input channels (ops/float4.py), weight-only.
         clip: gptq's, of grids.  ``best``: of several sweeps each row keeps the one whose output error is least, and its codes and
-            scales then descend on that error.  ``inputs``: one sweep, by what each rounding costs in it; ``weights``: by the
-            weights' own error, as QuaRot, MQuant and ResQ do behind rotations; ``none`` (solvers/gptq.py).  None: the first, but
-            for 8 bits, which lose nothing, the second.
+            scales then descend on that error.  ``inputs``: one sweep, by what each rounding costs in it, zero points with it;
+            ``weights``: by the weights' own error, as QuaRot, MQuant and ResQ do behind rotations; ``none`` (solvers/gptq.py).
+            None: the first, but for 8 bits, which lose nothing, the second.
         steps: learned's, of gradients for each block.
         clip_scores: awq_clip clips linears that make queries and keys as well, which the authors' code leaves as they are.
     """

@@ -8,7 +8,7 @@ Each recipe is a process of its own.  ``rtn`` needs no data; ``gptq`` is W4 per 
 and 128); half of a batch's tokens are one image's; batches wait in host memory.  Memory is the peak of the whole process beside
 the bytes of the weights.
 ``--layers`` and ``--blocks`` make the language model and the tower shorter; all blocks of one kind do the same work, "blocks" has
-the seconds of each kind, and "whole_seconds" adds those of the blocks that were left out.  ``--dry`` runs two narrow layers on
+the seconds of each kind, and "whole_seconds" adds those of blocks that were left out.  ``--dry`` runs two narrow layers on
 the CPU.
 """
 
@@ -22,9 +22,10 @@ import resource
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import transformers
@@ -80,12 +81,8 @@ def batch_of(tokens: int, dtype: torch.dtype, seed: int) -> dict[str, torch.Tens
     }
 
 
-@contextlib.contextmanager
-def timed(times: dict[str, float], kinds: dict[str, dict[str, float]]) -> Iterator[None]:
-    """Seconds of the parts of quantize_, by wrapping its own functions; ``kinds`` gets those of each kind of block.
-
-    None that a batch calls: the accelerator is waited for before and after each.
-    """
+def places() -> tuple[list[tuple[Any, str]], list[tuple[Any, str]]]:
+    """Functions that are timed, none that a batch calls; and methods of (feed, ...) that are timed by kind of block."""
     import mmqc.calibration.sequential as sequential
     import mmqc.quantization.channel_scales as channel_scales
     import mmqc.quantization.pca_bases as pca_bases
@@ -96,7 +93,7 @@ def timed(times: dict[str, float], kinds: dict[str, dict[str, float]]) -> Iterat
     import mmqc.solvers.mixed as mixed
     import mmqc.solvers.mse_clip as mse_clip
 
-    places = [
+    parts = [
         (rewrite, "record"),
         (quantize, "rewrite"),
         (rewrite, "_measured_rewrites"),
@@ -109,52 +106,51 @@ def timed(times: dict[str, float], kinds: dict[str, dict[str, float]]) -> Iterat
         (gptq, "inverse_factor_"),
         (gptq, "sweep"),
         (gptq, "descend"),
-        (mixed, "inverse_factor_"),
         (mixed, "_sweep"),
         (mse_clip, "clipped"),
         (pca_bases, "principal_basis"),
         (pca_bases, "run"),
     ]
-    real_block, where = sequential.Sequential._block, [""]
+    return parts, [(sequential.Sequential, "_block"), (channel_scales._Search, "segment")]
 
-    def block(run: Any, feed: Any, number: int, *args: Any) -> None:
-        where[0] = feed.segment.blocks[number].name.rsplit(".", 1)[0]
-        kind, start = kinds.setdefault(where[0], {"seconds": 0.0}), synchronized()
-        real_block(run, feed, number, *args)
-        kind["blocks"] = kind.get("blocks", 0) + 1
-        kind["seconds"] += synchronized() - start
-        where[0] = ""
 
-    real_segment = channel_scales._Search.segment
+KIND = {"_block": "seconds", "segment": "scales"}  # what the figures call the methods that are timed by kind
 
-    def segment(search: Any, feed: Any, *args: Any) -> None:
-        kind, start = kinds.setdefault(feed.segment.blocks[0].name.rsplit(".", 1)[0], {"seconds": 0.0}), synchronized()
-        real_segment(search, feed, *args)
-        kind["scales"] = kind.get("scales", 0.0) + synchronized() - start
 
-    sequential.Sequential._block, channel_scales._Search.segment = block, segment
-    kept: list[tuple[Any, str, Any]] = [
-        (sequential.Sequential, "_block", real_block),
-        (channel_scales._Search, "segment", real_segment),
-    ]
-    for owner, name in [p for p in places if hasattr(*p)]:
-        real = getattr(owner, name)
+@contextlib.contextmanager
+def timed(times: dict[str, float], kinds: dict[str, dict[str, float]]) -> Iterator[None]:
+    """Seconds of the parts of quantize_, by wrapping its own functions; ``kinds`` gets those of each kind of block."""
+    inside: list[dict[str, float]] = []  # the kind of block that is being worked on
 
-        def wrapped(*args: Any, real: Any = real, name: str = name, **kwargs: Any) -> Any:
-            start = synchronized()
+    def clocked(call: Callable[[], Any], name: str, into: Sequence[dict[str, float]]) -> Any:
+        start = synchronized()
+        try:
+            return call()
+        finally:
+            seconds = synchronized() - start
+            for one in into:
+                one[name] = one.get(name, 0.0) + seconds
+
+    def part(real: Any, name: str) -> Any:
+        return lambda *args, **kwargs: clocked(lambda: real(*args, **kwargs), name, (times, *inside))
+
+    def of_kind(real: Any, name: str) -> Any:
+        def call(self: Any, feed: Any, *args: Any) -> Any:
+            blocks = feed.segment.blocks
+            kind = kinds.setdefault(blocks[0].name.rsplit(".", 1)[0], {"blocks": len(blocks)})
+            inside.append(kind)
             try:
-                return real(*args, **kwargs)
+                return clocked(lambda: real(self, feed, *args), KIND[name], (kind,))
             finally:
-                for into in (times, *([kinds[where[0]]] if where[0] else [])):
-                    into[name] = into.get(name, 0.0) + synchronized() - start
+                inside.pop()
 
-        kept.append((owner, name, real))
-        setattr(owner, name, wrapped)
-    try:
+        return call
+
+    with contextlib.ExitStack() as patched:
+        for found, wrap in zip(places(), (part, of_kind), strict=True):
+            for owner, name in found:
+                patched.enter_context(mock.patch.object(owner, name, wrap(getattr(owner, name), name)))
         yield
-    finally:
-        for owner, name, real in kept:
-            setattr(owner, name, real)
 
 
 def synchronized() -> float:
@@ -168,7 +164,7 @@ def whole(seconds: float, kinds: dict[str, dict[str, float]]) -> float:
     """Of all blocks, from some of each kind."""
     for name, kind in kinds.items():
         blocks = BLOCKS if "visual" in name else LAYERS
-        seconds += (blocks - kind["blocks"]) * (kind["seconds"] + kind.get("scales", 0.0)) / kind["blocks"]
+        seconds += (blocks - kind["blocks"]) * (kind.get("seconds", 0.0) + kind.get("scales", 0.0)) / kind["blocks"]
     return seconds
 
 
@@ -208,11 +204,11 @@ def child(args: argparse.Namespace) -> None:
         report = mmqc.quantize_(model, config, batches, progress=not args.dry, **more)
     seconds = synchronized() - start
     peak = 0 if args.dry else torch.cuda.max_memory_allocated()
+    in_part = {"whole_seconds": whole(seconds, kinds), "layers": args.layers, "tower_blocks": args.blocks}
+    shortened = (args.layers, args.blocks) != (LAYERS, BLOCKS) and kinds and not args.dry
     figures = {
         "seconds": seconds,
-        "whole_seconds": whole(seconds, kinds),
-        "layers": args.layers,
-        "tower_blocks": args.blocks,
+        **(in_part if shortened else {}),
         "samples": samples,
         "tokens": tokens,
         "linears": len(report.layers),

@@ -19,7 +19,7 @@ REASONS: dict[tuple[str, str, str, str], str] = {
         " to 0.012 on stress"
     ),
     ("digits", "W2 g32 asym", "awq+gptq", "llmcompressor awq+gptq"): (
-        "on other draws by NLL a tie, and by KL worse, if barely, on digits alone: what GPTQ's search and descent cost there; AWQ's"
-        " other losses, or GPTQ without its descent, leave KL at 0.003 to 0.004"
+        "on other draws a tie; before zero points were searched AWQ's other losses, or GPTQ without its descent, left KL at 0.003"
+        " to 0.004 on this one"
     ),
 }

@@ -36,29 +36,29 @@ def best_zero(groups: Tensor, widest: Grid, cost: Tensor) -> Grid:
     assert widest.zero is not None, "a symmetric grid has its zero in the middle"
     zeros = row_blocks(groups, widest.zero)[1]
     found = [_best(w, replace(widest, scale=s, zero=z), cost) for w, s, z in zip(blocks, scales, zeros, strict=True)]
-    if not found:
-        return widest
-    return replace(widest, scale=torch.cat([g.scale for g in found]), zero=torch.cat([g.zero for g in found if g.zero is not None]))
+    scale, zero = (torch.cat(parts) for parts in zip(*found, strict=True)) if found else (widest.scale, widest.zero)
+    return replace(widest, scale=scale, zero=zero)
 
 
-def _best(w: Tensor, widest: Grid, cost: Tensor) -> Grid:
-    best, least = widest, torch.full_like(w[..., :1], torch.inf)
-    for moved in (0, -1, 1):
-        grid = widest if not moved else _around(w, widest, moved)
+def _best(w: Tensor, widest: Grid, cost: Tensor) -> tuple[Tensor, Tensor]:
+    """(Steps, zero points) of one block of rows."""
+    tried = []
+    for grid in (widest, _around(w, widest, -1), _around(w, widest, 1)):
         factor = torch.ops.mmqc.power_clip(w, grid.scale, grid.zero, cost, SHRINKS, NORM, grid.bits)
         grid = grid.shrunk(factor)
         error = (grid.values(grid.codes(w)) - w).div_(widest.scale.to(w)).abs_().pow_(NORM)  # in one unit for all zeros
-        loss = error.mul_(cost).sum(-1, keepdim=True)
+        tried.append((error.mul_(cost).sum(-1, keepdim=True), grid.scale, grid.zero))
+    least, scale, zero = tried[0]
+    for loss, s, z in tried[1:]:
         better = loss < least
-        zero = grid.zero if best.zero is None or grid.zero is None else torch.where(better, grid.zero, best.zero)
-        best, least = replace(best, scale=torch.where(better, grid.scale, best.scale), zero=zero), torch.where(better, loss, least)
-    return best
+        least, scale, zero = (torch.where(better, *pair) for pair in ((loss, least), (s, scale), (z, zero)))
+    return scale, zero
 
 
 def _around(w: Tensor, widest: Grid, moved: int) -> Grid:
     """The widest grid whose zero lies ``moved`` codes further; the same one at the end of the codes."""
-    low, high = levels(widest.bits)
     assert widest.zero is not None
+    low, high = levels(widest.bits)
     zero = (widest.zero + moved).clamp(low, high)
     above, below = w.amax(-1, keepdim=True).clamp(min=0), (-w.amin(-1, keepdim=True)).clamp(min=0)
     up, down = high - zero.to(w), zero.to(w) - low
