@@ -74,7 +74,6 @@ COVERS: dict[str, str] = {
     "ops_tests/test_gather_tokens.py": "lowering/gather_tokens",
     "ops_tests/test_hadamard.py": "ops/define",
     "ops_tests/test_kv_pack.py": "ops/kv_words",
-    "ops_tests/test_learned_round.py": "ops/learned_round_gradients",
     "ops_tests/test_materialize.py": "lowering/materialize",
     "ops_tests/test_mixed_matmul.py": "lowering/mixed_matmul",
     "ops_tests/test_modality_order.py": "lowering/modality_order",
