@@ -248,7 +248,7 @@ class Loop:
         mode: Any = "reduce-overhead" if GPU and not args.no_graphs else None
         more = OPTIONS[args.collectives[0]] if RANKS > 1 and backend == "mmqc" else {}
         if more:  # torch.compile takes a mode or options
-            mode, more = None, {**more, **({"triton.cudagraphs": True} if mode else {})}
+            mode, more = None, {**more, **({"mode": mode} if mode else {})}
         compile_config = CompileConfig(backend=backend, mode=mode, options=more or None, fullgraph=False) if self.compiled else None
         self.config = GenerationConfig(
             do_sample=False,

@@ -248,13 +248,14 @@ def _guards_of(model: Any, config: CompileConfig) -> LayerGuards | None:
 def _without_guards(config: CompileConfig, guards: LayerGuards | None) -> tuple[CompileConfig, dict[str, Any]]:
     """How to compile the step, and the options for the prefill."""
     options = {**(config.options or {}), **(guards.options if guards else {})}
-    # torch.compile takes either a mode or options; this backend takes the mode among them.  It is the step's: a prompt of any
-    # length has graphs of its own, or none.
+    # torch.compile takes either a mode or options; this backend takes the mode among them.  It is the step's, as CUDA graphs are
+    # by Inductor's own name: a prompt of any length has graphs of its own, or none.
     mode = options.pop("mode", None) or config.mode
+    graphs = {key: options.pop(key) for key in ("triton.cudagraphs",) if key in options}
     if guards is None or not guards.options:
         return config, options
     step = copy.copy(config)
-    step.options = {**({"mode": mode} if mode else {}), **options}
+    step.options = {**({"mode": mode} if mode else {}), **options, **graphs}
     step.mode = None  # type: ignore[assignment]
     return step, options
 

@@ -208,6 +208,14 @@ def test_compiled_loop__a_mode_is_the_steps_alone(where: str) -> None:
     assert prompt == {"token_order": "sequence", "layers": 3}
 
 
+def test_compiled_loop__graphs_by_inductors_name_are_the_steps_alone() -> None:
+    options = {"triton.cudagraphs": True, "token_order": "sequence"}
+    config = CompileConfig(backend="mmqc", mode=None, options=options)
+    step, prompt = loop._without_guards(config, SimpleNamespace(options={"layers": 3}))
+    assert step.options == {**options, "layers": 3}
+    assert prompt == {"token_order": "sequence", "layers": 3}
+
+
 def test_compiled_loop__a_streamer_gets_every_token_and_is_ended() -> None:
     model, batch = quantized_vlm(depth=1, layers=1)
     assert len(batch["input_ids"]) == 1, "a stream is of one sequence"
