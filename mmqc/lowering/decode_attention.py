@@ -44,15 +44,15 @@ def lower_decode_attention(q: TensorBox, k: TensorBox, v: TensorBox, mask: Tenso
     y = launch.Operand.sized(lowerings[aten.empty_strided.default](
         [batch, heads, rows, width], None, dtype=operands[0].dtype, device=device
     ))  # fmt: skip
-    config, tokens = kernel.Config(), operands[1].shape[2]
+    all_heads, tokens = batch * heads, operands[1].shape[2]
+    config = kernel.config_of(all_heads)
     programs = config.per_sm * kernel.multiprocessors(device)
-    part = launch.Operand.new((kernel.room(programs, batch * heads, rows, width),), torch.float32, device)
-    all_heads = batch * heads
+    part = launch.Operand.new((kernel.room(programs, all_heads, rows, width),), torch.float32, device)
     most = FloorDiv(programs + all_heads - 1, all_heads)  # of a head, as the kernel shares them out
     if isinstance(all_heads, int):
         most = min(int(most), kernel.ceil_div(tokens, config.tokens)) if isinstance(tokens, int) else int(most)
     made = kernel.launch(
-        *operands, seen, y, part, _zeros(launch, batch * heads, device), scale, heads=(batch, heads), tokens=tokens, most=most,
+        *operands, seen, y, part, _zeros(launch, all_heads, device), scale, heads=(batch, heads), tokens=tokens, most=most,
         programs=programs, config=config,
     )  # fmt: skip
     launch.emit(made, rows, rows)
