@@ -35,17 +35,17 @@ MASK_TOKENS = 2048  # of a mask, read at once
 
 
 class Config(NamedTuple):
-    """Programs of a multiprocessor, and tokens of a tile; ``counted``: whether a mask without holes is not read tile by tile."""
+    """Programs of a multiprocessor, and tokens of a tile; ``by_number``: whether few parts are added as few."""
 
     per_sm: int = 2
     tokens: int = 64
     warps: int = 2
     stages: int = 2
-    counted: bool = False
+    by_number: bool = False
 
 
-# Of few heads a program has a tile or two, and what comes before and behind counts; of many, that tiles follow each other.
-FEW_HEADS, FEW, MANY = 32, Config(), Config(warps=4, stages=3, counted=True)
+# Of few heads a program has a tile or two, and many parts are added; of many it has a row of tiles, and few parts are.
+FEW_HEADS, FEW, MANY = 32, Config(), Config(warps=4, stages=3, by_number=True)
 
 
 def config_of(heads: Any) -> Config:
@@ -54,35 +54,33 @@ def config_of(heads: Any) -> Config:
 
 
 @triton.jit
-def span_of(mask_ptr, tokens, MB: tl.constexpr, COUNTED: tl.constexpr):
-    """The first token that a mask shows, and the one behind the last, (tokens, 0) if it shows none; and how many, if COUNTED."""
-    first, last, number = tokens, 0, 0
+def span_of(mask_ptr, tokens, MB: tl.constexpr):
+    """The first token that a mask shows, and the one behind the last; (tokens, 0) if it shows none."""
+    first, last = tokens, 0
     m = tl.arange(0, MB)
     for start in range(0, tokens, MB):
         at = start + m
         shown = tl.load(mask_ptr + at, mask=at < tokens, other=0) != 0
         first = tl.minimum(first, tl.min(tl.where(shown, at, tokens), 0))
         last = tl.maximum(last, tl.max(tl.where(shown, at + 1, 0), 0))
-        if COUNTED:
-            number += tl.sum(shown.to(tl.int32), 0)
-    return first, last, number
+    return first, last
 
 
 @triton.jit(do_not_specialize=("tokens", "programs", "stride_m"))
 def decode_attention_kernel(
     q_ptr, k_ptr, v_ptr, mask_ptr, y_ptr, part_ptr, counter_ptr, heads, tokens, programs, stride_m,
     SCALE: tl.constexpr, ROWS: tl.constexpr, RB: tl.constexpr, RC: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    BT: tl.constexpr, MB: tl.constexpr, SB: tl.constexpr, HAS_MASK: tl.constexpr, COUNTED: tl.constexpr, EARLY: tl.constexpr,
+    BT: tl.constexpr, MB: tl.constexpr, SB: tl.constexpr, HAS_MASK: tl.constexpr, BY_NUMBER: tl.constexpr, EARLY: tl.constexpr,
 ):
     """Part ``program_id(1)`` of head ``program_id(0)``; how many parts there are follows from the tokens that its mask shows."""
     head, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     all_heads = tl.num_programs(0)
     if EARLY:
         await_inputs()
-    first, last, number = 0, tokens, tokens
+    first, last = 0, tokens
     if HAS_MASK:
         mask_ptr += head // heads * stride_m
-        first, last, number = span_of(mask_ptr, tokens, MB, COUNTED)
+        first, last = span_of(mask_ptr, tokens, MB)
     tiles = tl.maximum(tl.cdiv(last, BT) - first // BT, 1)
     steps = tl.cdiv(tiles * all_heads, programs)
     splits = tl.cdiv(tiles, steps)
@@ -105,8 +103,8 @@ def decode_attention_kernel(
         k = tl.load(k_ptr + there, mask=inside, other=0.0)
         v = tl.load(v_ptr + there, mask=inside, other=0.0)
         seen = (t >= first) & (t < last)
-        if HAS_MASK:  # of a mask without holes nothing is read, nor waited for
-            seen &= tl.load(mask_ptr + t, mask=seen & (number < last - first), other=1) != 0
+        if HAS_MASK:
+            seen = tl.load(mask_ptr + t, mask=seen, other=0) != 0
         x = tl.where(seen[None, :], tl.dot(q, tl.trans(k), input_precision="ieee") * (SCALE * LOG2E), float("-inf"))
         new = tl.maximum(top, tl.max(x, 1))
         p = tl.exp2(x - new[:, None])
@@ -129,12 +127,15 @@ def decode_attention_kernel(
     tl.debug_barrier()
     if tl.atomic_add(counter_ptr + head, 1, sem="acq_rel") == splits - 1:
         y_ptr += head * ROWS * D
-        if splits <= 2:  # each entry of a block costs, used or not
-            add_parts(part_ptr, facts, facts + room, y_ptr, head * most, splits, ROWS, RC, D, DP, 2 if SB > 2 else SB)
+        parts = head * most
+        if not BY_NUMBER:
+            add_parts(part_ptr, facts, facts + room, y_ptr, parts, splits, ROWS, RC, D, DP, SB)
+        elif splits <= 2:  # each entry of a block costs, used or not
+            add_parts(part_ptr, facts, facts + room, y_ptr, parts, splits, ROWS, RC, D, DP, 2 if SB > 2 else SB)
         elif splits <= 4:
-            add_parts(part_ptr, facts, facts + room, y_ptr, head * most, splits, ROWS, RC, D, DP, 4 if SB > 4 else SB)
+            add_parts(part_ptr, facts, facts + room, y_ptr, parts, splits, ROWS, RC, D, DP, 4 if SB > 4 else SB)
         else:
-            add_parts(part_ptr, facts, facts + room, y_ptr, head * most, splits, ROWS, RC, D, DP, SB)
+            add_parts(part_ptr, facts, facts + room, y_ptr, parts, splits, ROWS, RC, D, DP, SB)
         tl.store(counter_ptr + head, 0)
 
 
@@ -204,7 +205,7 @@ def launch(
         constants=dict(
             SCALE=scale, ROWS=rows, RB=power_of_two(rows, 16), RC=few, D=width, DP=padded, BT=config.tokens,
             MB=MASK_TOKENS, SB=max(1, min(16, 16384 // (few * padded))), HAS_MASK=mask is not None,
-            COUNTED=config.counted, EARLY=early,
+            BY_NUMBER=config.by_number, EARLY=early,
         ),
         outputs=("y_ptr", "part_ptr", "counter_ptr"),
         num_warps=config.warps,

@@ -49,7 +49,7 @@ def test_decode_attention__rows_and_widths(rows, width, device):
 @pytest.mark.parametrize("tokens", [1, 15, 16, 17, 129, 515])
 @pytest.mark.parametrize("masks", [0, 1, 3])
 def test_decode_attention__one_to_hundreds_of_tokens(tokens, masks, device):
-    for config in (kernel.FEW, kernel.MANY, FEW, FEW._replace(counted=True)):
+    for config in (kernel.FEW, kernel.MANY, FEW, FEW._replace(by_number=True)):
         assert_like_op(operands(3, 2, 7, tokens, 32, torch.float16, device, masks=masks), config)
 
 
@@ -73,14 +73,13 @@ def test_decode_attention__one_stretch_seen(device):
 @pytest.mark.parametrize("parts", [1, 2, 3, 4, 5, 9])
 @pytest.mark.parametrize("holes", [False, True])
 def test_decode_attention__any_number_of_parts_with_and_without_holes(parts, holes, device):
-    """A mask without holes is not read again, one with a hole is."""
     q, k, v, _, scale = operands(1, 1, 5, 16 * parts + 40, 48, torch.float16, device)
     mask = torch.zeros(1, 1, 1, k.shape[2], dtype=torch.bool, device=device)
     mask[..., 16 : 16 * parts + 16] = True
     mask[..., 24] = not holes
     k, v = (x.masked_fill(outside(mask).transpose(2, 3), torch.nan) for x in (k, v))
-    for counted in (False, True):
-        assert_like_op((q, k, v, mask, scale), kernel.Config(per_sm=16, tokens=16, counted=counted))
+    for by_number in (False, True):
+        assert_like_op((q, k, v, mask, scale), kernel.Config(per_sm=16, tokens=16, by_number=by_number))
 
 
 def test_decode_attention__a_number_of_heads_chooses_the_tiles():
