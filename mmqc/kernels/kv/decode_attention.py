@@ -128,15 +128,25 @@ def decode_attention_kernel(
     if tl.atomic_add(counter_ptr + head, 1, sem="acq_rel") == splits - 1:
         y_ptr += head * ROWS * D
         parts = head * most
-        if not BY_NUMBER:
-            add_parts(part_ptr, facts, facts + room, y_ptr, parts, splits, ROWS, RC, D, DP, SB)
-        elif splits <= 2:  # each entry of a block costs, used or not
-            add_parts(part_ptr, facts, facts + room, y_ptr, parts, splits, ROWS, RC, D, DP, 2 if SB > 2 else SB)
-        elif splits <= 4:
-            add_parts(part_ptr, facts, facts + room, y_ptr, parts, splits, ROWS, RC, D, DP, 4 if SB > 4 else SB)
+        if BY_NUMBER:
+            add_by_number(part_ptr, facts, facts + room, y_ptr, parts, splits, ROWS, RC, D, DP, SB)
         else:
             add_parts(part_ptr, facts, facts + room, y_ptr, parts, splits, ROWS, RC, D, DP, SB)
         tl.store(counter_ptr + head, 0)
+
+
+@triton.jit
+def add_by_number(
+    part_ptr, top_ptr, total_ptr, y_ptr, first, splits, ROWS: tl.constexpr, RC: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    SB: tl.constexpr,
+):
+    """``add_parts`` in blocks of 2 or 4 where there are no more: each entry of a block costs, used or not."""
+    if splits <= 2:
+        add_parts(part_ptr, top_ptr, total_ptr, y_ptr, first, splits, ROWS, RC, D, DP, 2 if SB > 2 else SB)
+    elif splits <= 4:
+        add_parts(part_ptr, top_ptr, total_ptr, y_ptr, first, splits, ROWS, RC, D, DP, 4 if SB > 4 else SB)
+    else:
+        add_parts(part_ptr, top_ptr, total_ptr, y_ptr, first, splits, ROWS, RC, D, DP, SB)
 
 
 @triton.jit
