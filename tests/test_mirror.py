@@ -24,7 +24,7 @@ COVERS: dict[str, str] = {
     "compiler_tests/test_run_time.py": "compiler/graph_content compiler/options graph/capture",
     "compiler_tests/test_self_quantize.py": "compiler/torchao_graph",
     "engines_tests/test_real_vllm.py": "engines/ask_vllm",
-    "front_tests/test_front.py": "explain front/find graph/tracing",
+    "front_tests/test_front.py": "explain front/find",
     "gpu_tests/test_early_start.py": "kernels/shared/early_start",
     "kernels_tests/shared/test_repeated_launch.py": "kernels/shared/compile_ahead",
     "lowering_tests/test_plans.py": "kernels/matmul/by_rows lowering/by_rows",

@@ -17,6 +17,7 @@ from contextvars import ContextVar
 from typing import Any, Literal
 
 from torch import Tensor, nn
+from transformers import StaticCache
 
 from mmqc.front.handover import Handed
 from mmqc.front.observe import tensors_in
@@ -61,18 +62,26 @@ class Marked:
             for tensor in (view, view._base):  # Dynamo follows a view to its base, and its sizes
                 if tensor is not None:
                     self._mark(tensor, [d for d, n in enumerate(tensor.shape) if which != "batch" or n == batch])
+        alike = _alike(_cache.get())
+        words = not isinstance(_cache.get(), StaticCache)  # lie along either; behind keys and values is a head's width
         for tensor in stored:
-            lengths = (2, 3) if which == "all" and tensor.dim() == 4 else ()  # words lie along either
-            self._mark(tensor, (0, *lengths) if tensor.shape[0] == batch else lengths)
+            lengths = ((2, 3) if words else (2,)) if which == "all" and tensor.dim() == 4 else ()
+            self._mark(tensor, (0, *lengths) if tensor.shape[0] == batch else lengths, alike.get(id(tensor), ""))
 
-    def _mark(self, tensor: Tensor, dims: Iterable[int]) -> None:
-        self.undo.append(may_vary(tensor, [d for d in dims if tensor.shape[d] > 1]))
+    def _mark(self, tensor: Tensor, dims: Iterable[int], alike: str = "") -> None:
+        self.undo.append(may_vary(tensor, [d for d in dims if tensor.shape[d] > 1], alike))
 
     def clear(self) -> None:
         """Take the marks back: the tensors are the caller's, and may go to another model."""
         for undo in reversed(self.undo):
             undo()
         self.undo = []
+
+
+def _alike(cache: Any) -> dict[int, str]:
+    """What each tensor of a cache is to its layer: those that are the same to layers of a kind have the same sizes."""
+    layers = [(type(layer).__name__, tensors_in(layer)) for layer in getattr(cache, "layers", ())]
+    return {id(tensor): f"{kind} {i}" for kind, tensors in layers for i, tensor in enumerate(tensors)}
 
 
 def left_on(model: nn.Module) -> list[tuple[nn.Module, str]]:

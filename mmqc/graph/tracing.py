@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from types import CodeType, FrameType
 from typing import Any
 from unittest import mock
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
+import sympy
 import torch
 import torch._dynamo
 from torch import Tensor, nn
@@ -25,13 +26,14 @@ from torch._dynamo.callback import callback_handler
 from torch._dynamo.convert_frame import ConvertFrame
 from torch._dynamo.eval_frame import skip_code
 from torch._dynamo.exc import Unsupported
+from torch._dynamo.source import TensorProperty
 from torch._dynamo.symbolic_convert import InstructionTranslatorBase as Translator
 from torch._dynamo.utils import graph_break_reasons
-from torch._dynamo.variables import SymNodeVariable
+from torch._dynamo.variables import SymNodeVariable, builder
 from torch._dynamo.variables.misc import StringFormatVariable
 from torch.fx.experimental import _config as _shape_config
 from torch.fx.experimental.sym_node import DynamicInt
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 
 from mmqc.graph.capture import outermost_module
 from mmqc.graph.collections_off import count_as_old, without_collections
@@ -54,7 +56,8 @@ FLOATS: dict[str, Any] = {"specialize_float": True}
 CHECKS_TRACE: bool = torch.__version__ >= (2, 13)  # type: ignore[operator]
 NO_CHECKS = {"TRANSFORMERS_DISABLE_TORCH_CHECK": "1"}
 
-MARKS = ("_dynamo", "_has_dynamo", "_specialize_on")  # what Dynamo hangs on a tensor begins with one of these
+ALIKE = "_mmqc_alike"
+MARKS = ("_dynamo", "_has_dynamo", "_specialize_on", ALIKE)  # what Dynamo, or we, hang on a tensor begins with one of these
 PENDING = "_CompilationCallbackHandler__pending_callbacks_counter"
 
 
@@ -122,6 +125,7 @@ class Tracing:
             self.flags.enter_context(mock.patch.object(Translator, "_format_value", _format_later))
         if not CHECKS_TRACE:
             self.flags.enter_context(environment(NO_CHECKS))
+        self.flags.enter_context(one_symbol_for_all())
         if capture:
             self.flags.enter_context(torch._dynamo.config.patch(CAPTURE))
 
@@ -182,10 +186,15 @@ def _format_later(translator: Any, form: Any, flags: int) -> None:
         _format_now(translator, form, flags)
 
 
-def may_vary(tensor: Tensor, sizes: Sequence[int]) -> Callable[[], None]:
-    """Mark these sizes as ones that another call changes; returns what takes the marks back."""
+def may_vary(tensor: Tensor, sizes: Sequence[int], alike: str = "") -> Callable[[], None]:
+    """Mark these sizes as ones that another call changes; returns what takes the marks back.
+
+    A size of tensors that are ``alike``, by this name, is one symbol for all that have as much of it (``one_symbol_for_all``).
+    """
     before = {name: copy.copy(mark) for name, mark in vars(tensor).items() if name.startswith(MARKS)}
     torch._dynamo.maybe_mark_dynamic(tensor, list(sizes))
+    if alike:
+        setattr(tensor, ALIKE, alike)
 
     def undo() -> None:
         for name in [name for name in vars(tensor) if name.startswith(MARKS)]:
@@ -194,6 +203,40 @@ def may_vary(tensor: Tensor, sizes: Sequence[int]) -> Callable[[], None]:
             setattr(tensor, name, mark)
 
     return undo
+
+
+@contextmanager
+def one_symbol_for_all() -> Iterator[None]:
+    """A size of tensors that are alike is one symbol: Dynamo has one for each, which it compares, replaces and guards one by one.
+
+    The 28 layers of a cache have 56 lengths and 56 numbers of sequences.  This is what Dynamo calls duck shaping, for those
+    tensors alone: that they agree is guarded, as there.
+    """
+    of_env: WeakKeyDictionary[ShapeEnv, dict[Any, Any]] = WeakKeyDictionary()
+    names: dict[int, tuple[Any, str]] = {}  # by the id of what is known of a tensor's sizes, which is kept
+    make, create = builder._automatic_dynamic, ShapeEnv.create_symbol
+
+    def context(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        known = make(tensor, *args, **kwargs)
+        if alike := getattr(tensor, ALIKE, ""):
+            names[id(known)] = known, alike
+        return known
+
+    def symbol(env: ShapeEnv, value: Any, source: Any, *args: Any, **kwargs: Any) -> Any:
+        known, alike = names.get(id(kwargs.get("symbolic_context")), (None, ""))
+        if known is None or getattr(source, "prop", None) is not TensorProperty.SIZE:
+            return create(env, value, source, *args, **kwargs)
+        ours = of_env.setdefault(env, {})
+        which, name, seen = (alike, source.idx, value), source.name, known.shape_env_to_source_to_symbol_cache.get(id(env), {})
+        if which not in ours or name in seen:
+            ours[which] = create(env, value, source, *args, **kwargs)
+        elif isinstance(ours[which], sympy.Symbol):
+            env.source_to_var[name] = ours[which]
+            env.var_to_sources[ours[which]].append(source)
+        return ours[which]
+
+    with mock.patch.object(builder, "_automatic_dynamic", context), mock.patch.object(ShapeEnv, "create_symbol", symbol):
+        yield
 
 
 @contextmanager

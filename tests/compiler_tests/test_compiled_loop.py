@@ -68,7 +68,7 @@ def test_compiled_loop__sizes_of_few_shapes_are_constants(
 ) -> None:
     model, batch = quantized_vlm(depth=1, layers=1)
     marked: list[torch.Tensor] = []
-    monkeypatch.setattr(sizes, "may_vary", lambda tensor, _: marked.append(tensor) or (lambda: None))
+    monkeypatch.setattr(sizes, "may_vary", lambda tensor, *_: marked.append(tensor) or (lambda: None))
     more = {"max_new_tokens": 3, "do_sample": False, "cache_implementation": "static"}
     got = model.generate(**batch, **more, custom_generate=mmqc.compiled_loop, prefill=prefill)
     assert torch.equal(got, model.generate(**batch, **more))
