@@ -1,9 +1,9 @@
 """The first calls of a process: seconds to a first token, cold and for sizes that never came, and where they went.
 
-    python -m benchmarks.end_to_end.cold_start [--config w4a8] [--profile] [--dry] --out benchmarks/results/cold_start.json
+    python -m benchmarks.end_to_end.cold_start [--config w4a8] [--profile] [--dry [--layers 28 32]] --out benchmarks/results/cold_start.json
 
 Qwen2-VL-7B's shape with random weights, through ``generate`` and ``mmqc.compiled_loop``, on a GPU; ``--dry``: a small model of
-as many layers as it takes to compile like ones once, on the CPU.  Adds a run to the file.
+as many layers as it takes to compile like ones once, or of ``--layers``, on the CPU.  Adds a run to the file.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ def prompt(model: Any, grid: Grid, text: int = 17) -> dict[str, torch.Tensor]:
     }
 
 
-def small_model() -> Any:
-    """Six layers and six blocks."""
-    text = dict(hidden_size=128, intermediate_size=256, num_hidden_layers=6, num_attention_heads=4, num_key_value_heads=2)
+def small_model(layers: int = 6, blocks: int = 6) -> Any:
+    """A narrow decoder and tower."""
+    text = dict(hidden_size=128, intermediate_size=256, num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2)
     rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [4, 6, 6]}
     none = dict.fromkeys(("eos_token_id", "bos_token_id", "pad_token_id"))
-    vision = dict(depth=6, embed_dim=64, hidden_size=128, num_heads=4, mlp_ratio=2, patch_size=14)
+    vision = dict(depth=blocks, embed_dim=64, hidden_size=128, num_heads=4, mlp_ratio=2, patch_size=14)
     config = Qwen2VLConfig(
         text_config={**text, "vocab_size": 1000, "rope_parameters": rope, **none}, vision_config=vision, image_token_id=999
     )
@@ -156,11 +156,12 @@ def main() -> None:
         "--profile", action="store_true", help="where the host spends the first calls of other sizes, which take longer"
     )
     parser.add_argument("--dry", action="store_true")
+    parser.add_argument("--layers", type=int, nargs=2, default=(6, 6), help="of the small model's decoder and of its tower")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "cold_start.json")
     options = parser.parse_args()
     torch.manual_seed(0)
     config: Any = CONFIGS[options.config]()
-    model: Any = small_model() if options.dry else model_of("qwen2_vl_7b", "cuda").eval()
+    model: Any = small_model(*options.layers) if options.dry else model_of("qwen2_vl_7b", "cuda").eval()
     batch = prompt(model, (8, 8)) if options.dry else batch_of("qwen2_vl_7b", model, "cuda")
     mmqc.quantize_(model, config, [batch] if config.needs_calibration else None, progress=False)
     grids = (
@@ -170,7 +171,8 @@ def main() -> None:
     )
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
     run = {
-        "command": f"python -m benchmarks.end_to_end.cold_start --config {options.config}",
+        "command": f"python -m benchmarks.end_to_end.cold_start --config {options.config}"
+        + (f" --dry --layers {options.layers[0]} {options.layers[1]}" if options.dry else ""),
         "device": "cpu" if options.dry else torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.gpu_run import Run, arguments, facts, relative_error
-from mmqc.kernels.kv.decode_attention import Config, decode_attention
+from mmqc.kernels.kv.decode_attention import FEW, MANY, Config, decode_attention
 from mmqc.ops import decode_attention as op
 
 # What it is: batch, KV heads, query heads of each, tokens that the cache has room for, tokens in it.
@@ -30,13 +30,19 @@ SHAPES = {
     "Qwen2-VL-7B, batch 1, long": (1, 4, 7, 8192, 6500),
     "Qwen2-VL-7B, batch 16": (16, 4, 7, 512, 400),
     "Qwen2-VL-7B, batch 64": (64, 4, 7, 512, 400),
+    "Qwen2-VL-7B, batch 64, long": (64, 4, 7, 1024, 1000),
+    "Qwen2-VL-72B, batch 16": (16, 8, 8, 1024, 1000),
+    "Qwen2-VL-72B, batch 16, one of two ranks": (16, 4, 8, 1024, 1000),
     "InternVL2.5-8B, batch 1": (1, 8, 4, 2048, 1000),
     "LLaVA-1.5-7B, batch 1": (1, 32, 1, 2048, 1000),
     "LLaVA-1.5-7B, batch 64": (64, 32, 1, 512, 400),
 }
 WIDTH = 128
-CONFIGS = [Config(*c) for c in itertools.product((1, 2, 4), (32, 64, 128), (4,), (2, 3, 4))] + [
-    Config(*c) for c in itertools.product((2, 4, 8), (32, 64, 128), (2,), (2, 3))
+CONFIGS = [
+    Config(*c, by_number=by_number)
+    for c in itertools.product((1, 2, 4), (32, 64, 128), (2, 4), (2, 3))
+    for by_number in (False, True)
+    if c[0] == 2 or not by_number
 ]
 PEERS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "efficient": SDPBackend.EFFICIENT_ATTENTION, "math": SDPBackend.MATH}
 
@@ -72,6 +78,7 @@ def measure(run: Run, name: str, shape: tuple[int, ...], tune: bool) -> None:
     run.attempt(f"{name}: check", lambda: check(run, name, layers[0]))
     ways: dict[str, Any] = {"mmqc": lambda p: decode_attention(*p)}
     ways |= {label: (lambda p, b=backend: peer(b, *p)) for label, backend in PEERS.items()}
+    ways |= {f"mmqc, {label} heads": (lambda p, c=c: decode_attention(*p, config=c)) for label, c in (("few", FEW), ("many", MANY))}
     ways |= {str(c): (lambda p, c=c: decode_attention(*p, config=c)) for c in CONFIGS if tune}
     for label, way in ways.items():
         found = run.attempt(f"{name}: {label}", lambda way=way: run.microseconds([lambda p=p: way(p) for p in layers], 8, 0.02), 30)
