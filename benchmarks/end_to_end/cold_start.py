@@ -1,6 +1,6 @@
 """The first calls of a process: seconds to a first token, cold and for sizes that never came, and where they went.
 
-    python -m benchmarks.end_to_end.cold_start [--config w4a8] [--profile] [--dry [--layers 28 32]] --out benchmarks/results/cold_start.json
+    python -m benchmarks.end_to_end.cold_start [--config w4a8] [--profile] [--dry [--layers 28 32]] [--out cold_start.json]
 
 Qwen2-VL-7B's shape with random weights, through ``generate`` and ``mmqc.compiled_loop``, on a GPU; ``--dry``: a small model of
 as many layers as it takes to compile like ones once, or of ``--layers``, on the CPU.  Adds a run to the file.
