@@ -17,7 +17,6 @@ from contextvars import ContextVar
 from typing import Any, Literal
 
 from torch import Tensor, nn
-from transformers import StaticCache
 
 from mmqc.front.handover import Handed
 from mmqc.front.observe import tensors_in
@@ -63,7 +62,7 @@ class Marked:
                 if tensor is not None:
                     self._mark(tensor, [d for d, n in enumerate(tensor.shape) if which != "batch" or n == batch])
         alike = _alike(_cache.get())
-        words = not isinstance(_cache.get(), StaticCache)  # lie along either; behind keys and values is a head's width
+        words = hasattr(_cache.get(), "packed")  # of a quantized cache, lie along either; keys and values end with a head's width
         for tensor in stored:
             lengths = ((2, 3) if words else (2,)) if which == "all" and tensor.dim() == 4 else ()
             self._mark(tensor, (0, *lengths) if tensor.shape[0] == batch else lengths, alike.get(id(tensor), ""))
