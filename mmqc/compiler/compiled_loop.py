@@ -60,6 +60,7 @@ from mmqc.versions import cache_name, cache_of
 
 __all__ = ["compiled_loop"]
 
+CUDA_GRAPHS = "triton.cudagraphs"  # Inductor's option, where ``mode`` says it by another name
 PREFILL = ("compiled", "recorded", "graphs", "eager")
 ENCODES = "_prepare_multimodal_encoder_kwargs_for_generation"
 PACKED = 4  # quantized caches, of as many numbers of prompts
@@ -251,7 +252,7 @@ def _without_guards(config: CompileConfig, guards: LayerGuards | None) -> tuple[
     # torch.compile takes either a mode or options; this backend takes the mode among them.  It is the step's, as CUDA graphs are
     # by Inductor's own name: a prompt of any length has graphs of its own, or none.
     mode = options.pop("mode", None) or config.mode
-    graphs = {key: options.pop(key) for key in ("triton.cudagraphs",) if key in options}
+    graphs = {CUDA_GRAPHS: options.pop(CUDA_GRAPHS)} if CUDA_GRAPHS in options else {}
     if guards is None or not guards.options:
         return config, options
     step = copy.copy(config)
@@ -288,7 +289,7 @@ def _compiled_once(
 ) -> Iterator[None]:
     """The next call of ``model``, its prefill, is compiled, and only that one."""
     before, prefills = model._compiled_call_impl, _State.of(model).prefills
-    more: dict[str, Any] = {"graphs": {"triton.cudagraphs": True}, "recorded": {"recorded_sizes": LIMIT}}
+    more: dict[str, Any] = {"graphs": {CUDA_GRAPHS: True}, "recorded": {"recorded_sizes": LIMIT}}
     options = {**given, **more.get(how, {})}
     key = repr((config.backend, config.fullgraph, options))
     if key not in prefills and how != "eager":
