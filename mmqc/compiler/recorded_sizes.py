@@ -370,6 +370,7 @@ class Cuda:
     def __init__(self) -> None:
         self.stream: Any = None
         self.pool: Any = None
+        self.kept: Any = None  # a graph of the pool that is never dropped
         self.ran: Any = None
 
     def usable(self) -> bool:
@@ -395,14 +396,22 @@ class Cuda:
 
     def record(self, run: Callable[[], Any], beside: bool = False) -> tuple[Any, Replay]:
         """On a stream of its own, for the usual one is never captured."""
-        self.pool = self.pool or torch.cuda.graph_pool_handle()
+        if self.pool is None:
+            self.pool = torch.cuda.graph_pool_handle()
+            # PyTorch refuses a pool whose graphs are all gone, as they are when what seemed to stay has moved.
+            _, self.kept = self._graph_of(lambda: torch.empty(1, device=self.kind).zero_())
+        own = _counters_beside() if beside else nullcontext()
+        with own:
+            result, graph = self._graph_of(run)
+        return result, graph.replay
+
+    def _graph_of(self, run: Callable[[], Any]) -> tuple[Any, Any]:
         graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
-        own = _counters_beside() if beside else nullcontext()
-        with own, torch.cuda.stream(side), without_collections(), _captured(graph, self.pool):
+        with torch.cuda.stream(side), without_collections(), _captured(graph, self.pool):
             result = run()
         torch.cuda.current_stream().wait_stream(side)
-        return result, graph.replay
+        return result, graph
 
     def beside(self, run: Callable[[], Any]) -> None:
         """On another stream, one for all such: what the host asks of the usual one is not kept waiting."""

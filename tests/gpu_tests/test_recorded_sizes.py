@@ -12,7 +12,7 @@ from transformers import CompileConfig, GenerationConfig
 
 import mmqc
 from benchmarks.end_to_end.cold_start import prompt, small_model
-from mmqc.compiler.recorded_sizes import all_graphs
+from mmqc.compiler.recorded_sizes import Cuda, all_graphs
 
 pytestmark = pytest.mark.gpu
 
@@ -50,6 +50,17 @@ def test_replays__equal_the_calls_before_them_for_sizes_in_any_order() -> None:
         assert torch.equal(cache[:n], want[n, i][1])
     (mine,) = [r for r in all_graphs() if all(r is not k for k in kept)]
     assert mine.replays > 10
+
+
+def test_record__needs_no_earlier_recording_to_be_there_still() -> None:
+    device, x = Cuda(), torch.arange(1000.0, device="cuda")
+    first, replay = device.record(lambda: x + 1)
+    del replay
+    second, replay = device.record(lambda: x + 2)
+    replay()
+    torch.cuda.synchronize()
+    assert torch.equal(second, x + 2)
+    assert first.shape == x.shape  # which holds memory of the pool until here
 
 
 @torch.no_grad()
