@@ -51,7 +51,6 @@ from mmqc.compiler.step_inputs import Rules, inputs_go_on
 from mmqc.compiler.step_mask import masks_go_on
 from mmqc.compiler.step_replay import StepReplays
 from mmqc.compiler.step_stops import plain_stops
-from mmqc.distributed.group import in_group
 from mmqc.front.sizes import sizes_vary
 from mmqc.graph.tracing import at_least_programs
 from mmqc.kv.cache import QuantizedCache
@@ -100,11 +99,11 @@ def compiled_loop(
         model: the model whose ``generate`` was called.
         input_ids: [B, L] int64, the prompt.
         generation_config: its ``compile_config`` says how to compile; by default ``backend="mmqc"`` with CUDA graphs.
-        prefill: an argument of ``generate`` too: "recorded", what None means with a static cache, backend "mmqc" and one process:
-            compiled once, and replayed as a CUDA graph where a size comes again and the host is what takes time
-            (``recorded_sizes.py``); "compiled", without the replays, what None means with other backends; "graphs", compiled
-            for each shape with Inductor's CUDA graphs, for few different ones: the first two prompts of a shape are slow, and
-            each keeps memory; or "eager", what None means with a quantized cache, which takes nothing else.
+        prefill: an argument of ``generate`` too: "recorded", what None means with a static cache and backend "mmqc": compiled once,
+            and replayed as a CUDA graph where a size comes again and the host is what takes time (``recorded_sizes.py``);
+            "compiled", without the replays, what None means with other backends; "graphs", compiled for each shape with
+            Inductor's CUDA graphs, for few different ones: the first two prompts of a shape are slow, and each keeps memory; or
+            "eager", what None means with a quantized cache, which takes nothing else.
         kwargs: what ``generate`` hands to its loop.  A ``streamer`` is not among it; it is taken from ``generate`` itself.
 
     Calls on one model take turns: each holds the model's compiled loop from its prompt to its last token.
@@ -222,8 +221,7 @@ def _checked(cache: Any, config: GenerationConfig, prefill: str | None) -> str:
     backend = config.compile_config.backend if config.compile_config else "mmqc"
     if prefill == "recorded" and backend != "mmqc":
         raise ValueError(f"prefill = {prefill!r} is of backend 'mmqc', not of {backend!r}")
-    # Ranks that share a model record if they are told to: what that saves on GPUs has not been measured.
-    return prefill or ("eager" if packed else "recorded" if backend == "mmqc" and not in_group() else "compiled")
+    return prefill or ("eager" if packed else "recorded" if backend == "mmqc" else "compiled")
 
 
 def _compile_config(given: CompileConfig | None) -> CompileConfig:

@@ -457,8 +457,6 @@ def recorded(
 ) -> Graph:
     """``graph``, its sizes recorded where that is possible: on one CUDA device; ``halves`` cuts it."""
     devices = {a.device for a in example_inputs if isinstance(a, Tensor) and a.device.type != "cpu"}
-    if in_group():  # what runs ahead of a call might meet other ranks' collectives in another order
-        halves = None
     if not (limit and len(devices) == 1 and devices.pop().type == "cuda"):
         return graph
     made = RecordedSizes(graph, limit, Cuda(), halves)

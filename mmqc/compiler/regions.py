@@ -26,6 +26,7 @@ from mmqc.graph.kinds import kind
 from mmqc.graph.sizes import EXAMPLE
 
 LEAST = 4
+GROUP = {("group", "str"), ("group_name", "str"), ("group_name", "Any")}  # how operations take the name of a group of ranks
 
 Compile = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 Depends = Callable[[fx.GraphModule, Sequence[Any]], object]
@@ -39,20 +40,25 @@ class Regions:
         forward: takes the graph's inputs.
         order: of the parts as they are called, each by its number among those that were compiled.
         calls: the graph of their calls.
+        meeting: the names of parts in which ranks of a process group wait for each other.
     """
 
     forward: Callable[..., Any]
     order: tuple[int, ...]
     calls: fx.GraphModule
+    meeting: frozenset[str] = frozenset()
 
     def halves(self, late: Collection[int]) -> Halves | None:
-        """Cut in front of the first part that needs an input of ``late``; None where fewer than ``LEAST`` parts are before it."""
+        """Cut in front of the first part that needs an input of ``late``; None where fewer than ``LEAST`` parts are before it.
+
+        Nor does the first half meet other ranks: run ahead of its call, it would meet them in another order than theirs.
+        """
         nodes = list(self.calls.graph.nodes)
         holders = [n for n in nodes if n.op == "placeholder"]
         known = {holder for i, holder in enumerate(holders) if i not in late}
         first: list[fx.Node] = []
         for node in (n for n in nodes if n.op != "placeholder"):
-            if node.op == "output" or not known.issuperset(node.all_input_nodes):
+            if node.op == "output" or node.target in self.meeting or not known.issuperset(node.all_input_nodes):
                 break
             first.append(node)
             known.add(node)
@@ -117,6 +123,7 @@ def compile_by_regions(gm: fx.GraphModule, inputs: Sequence[Any], compile_: Comp
     parts = [_Part.of(split.get_submodule(str(node.target)), node, known, depends) for node in calls]  # type: ignore[arg-type]
     if 3 * len({p.text for p in parts}) > 2 * len(parts):
         return None
+    meeting = frozenset(str(node.target) for p, node in zip(parts, calls, strict=True) if _meets(p.module))
     done: dict[str, _Compiled] = {}
     order, count = [], 0
     for p, node in zip(parts, calls, strict=True):
@@ -127,7 +134,7 @@ def compile_by_regions(gm: fx.GraphModule, inputs: Sequence[Any], compile_: Comp
         order.append(first.number)
         setattr(split, str(node.target), _Call(first.function))
     split.recompile()
-    return Regions(split.forward, tuple(order), split)
+    return Regions(split.forward, tuple(order), split, meeting)
 
 
 @dataclass(frozen=True)
@@ -190,6 +197,15 @@ class _Call(nn.Module):
     def forward(self, *args: Any) -> Any:
         """Run it."""
         return self.function(*args)
+
+
+def _meets(module: fx.GraphModule) -> bool:
+    """Whether an operation takes the name of a group of ranks."""
+    for node in (n for part in module.modules() if isinstance(part, fx.GraphModule) for n in part.graph.nodes):
+        schema = getattr(getattr(node.target, "default", node.target), "_schema", None)
+        if schema is not None and any((a.name, str(a.type)) in GROUP for a in schema.arguments):
+            return True
+    return False
 
 
 def _parts(gm: fx.GraphModule) -> dict[fx.Node, int] | None:

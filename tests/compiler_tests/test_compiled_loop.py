@@ -11,8 +11,7 @@ import torch
 from models import tiny_qwen2_vl
 from quantized_vlm import quantized_vlm
 from tolerance import assert_close
-from transformers import CompileConfig, GenerationConfig, LlamaConfig
-from transformers.cache_utils import StaticCache
+from transformers import CompileConfig
 from transformers.generation import BaseStreamer
 
 import mmqc
@@ -96,15 +95,6 @@ def test_compiled_loop__knows_what_generate_was_given_before_anything_is_prepare
     with pytest.raises(ValueError, match="prefill = 'no'"):
         model.generate(**batch, **more, **compiled(), prefill="no")
     assert head_start.CURRENT.get() is None
-
-
-def test_compiled_loop__ranks_record_a_prompt_if_they_are_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    cache: Any = StaticCache(LlamaConfig(num_hidden_layers=1), max_cache_len=8)
-    config = GenerationConfig(num_beams=1, compile_config=CompileConfig(backend="mmqc"))
-    assert loop._checked(cache, config, None) == "recorded"
-    monkeypatch.setattr(loop, "in_group", lambda: True)
-    assert loop._checked(cache, config, None) == "compiled"
-    assert loop._checked(cache, config, "recorded") == "recorded"
 
 
 def test_compiled_loop__left_padded_batch() -> None:

@@ -106,6 +106,32 @@ def test_halves__compute_what_the_whole_does_and_are_cut_in_front_of_what_is_lat
     assert len(found) == 1
 
 
+class Shared(Layer):
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        return torch.ops.mmqc.all_reduce(super().forward(x, scale), "everyone")
+
+
+@torch.no_grad()
+def test_halves__the_first_meets_no_other_rank() -> None:
+    model, reads = Tower([32] * 2 * LEAST), list[set[int] | None]()
+    for i in range(LEAST + 2, 2 * LEAST):
+        model.layers[i] = Shared()
+
+    def backend(gm: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
+        regions = compile_by_regions(gm, examples, lambda part, _: part.forward, lambda *_: None)
+        assert regions is not None
+        places = {p for p, _ in enumerate(examples)}
+        weights = [next(i for i in places if examples[i] is layer.up.weight) for layer in model.layers]
+        for late in (weights[-1], weights[LEAST + 2], weights[LEAST + 1]):
+            halves = regions.halves({late})
+            reads.append(None if halves is None else {n for n, i in enumerate(weights) if i in halves.reads})
+        return lambda *_: (torch.zeros(*IDS.shape, 7),)
+
+    torch._dynamo.reset()
+    torch.compile(model, backend=backend)(IDS)
+    assert reads == [{*range(LEAST + 2)}, {*range(LEAST + 2)}, {*range(LEAST + 1)}]
+
+
 @torch.no_grad()
 def test_regions__a_layer_of_another_size_is_compiled_by_itself() -> None:
     model = Tower((32, 32, 40, 32, 32, 32))
