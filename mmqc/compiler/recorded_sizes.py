@@ -2,7 +2,8 @@
 
     1st call of a size    runs
     2nd                   runs, and is timed by the clock and on the device
-    3rd                   is recorded, if the host took about as long to launch it as the device to run it; and replayed
+    3rd                   is recorded, if the host took about as long to launch it as the device to run it; and replayed; if not,
+                          it is timed again when twice as many have come, for the device may have been another's, too
     later                 what goes in is copied, one launch, what comes out is copied; two launches, where the first half needs so
                           little that compiled_loop begins with it (head_start.py)
 
@@ -86,12 +87,27 @@ class Device(Protocol):
 
 @dataclass
 class _Size:
-    """What is known of a size."""
+    """What is known of a size.
+
+    Attributes:
+        calls: that came.
+        next: the call that is timed next.
+        waited: says of a timed one whether the device waited for the host in it.
+        recording: of it.
+        refused: why there will be none.
+    """
 
     calls: int = 0
+    next: int = 2
     waited: Callable[[], bool | None] | None = None
     recording: _Recording | None = None
     refused: str = ""
+
+    @property
+    def why_not(self) -> str:
+        """Why it is not recorded; empty if it is, or may be in the next calls."""
+        timed = self.recording is None and self.next > 2
+        return self.refused or ("the device takes longer than its launches" if timed else "")
 
 
 @dataclass(frozen=True)
@@ -198,7 +214,7 @@ class RecordedSizes:
         """Why sizes are not recorded."""
         if self._kinds is not None and not self._kinds.usable:
             return ["an input is neither a number nor a plain tensor of the device"]
-        return sorted({size.refused for size in self._sizes.values() if size.refused})
+        return sorted({why for size in self._sizes.values() if (why := size.why_not)})
 
     @property
     def moving(self) -> set[int]:
@@ -216,11 +232,13 @@ class RecordedSizes:
         self._sizes.move_to_end(key)
         size.calls += 1
         if size.recording is None and not size.refused:
-            if size.calls == 2:
+            if size.waited is None and size.calls >= size.next:
                 result, size.waited = self.device.timed(lambda: self.graph(*args))
                 return result
-            if size.calls > 2 and (waited := size.waited()) is not None:  # type: ignore[misc]
-                self._record(size, args, places) if waited else self._refuse(size, "the device takes longer than its launches")
+            if size.waited is not None and (waited := size.waited()) is not None:
+                size.waited, size.next = None, 2 * size.calls
+                if waited:
+                    self._record(size, args, places)
         if size.recording is not None and not _overlap(size.recording.storages, places.moving, args):
             return self._replay(size.recording, args)
         self._forget()
@@ -267,13 +285,13 @@ class RecordedSizes:
             head, run = self._head(args, given, inputs, handed, known)
             outputs, replay = self.device.record(run)
         except RuntimeError as error:  # out of memory, or what a capture does not allow
-            self._refuse(size, str(error).partition("\n")[0])
+            size.refused = str(error).partition("\n")[0]
             return
         places = [i for i, a in enumerate(given) if isinstance(a, Tensor)]
         written = [i for i, a, b in zip(places, before, versions(tensors), strict=True) if a != b]
         moving, storages = {*known.moving, *brought}, {_storage(args[i]) for i in written}
         if moving.intersection(written) or _overlap(storages, moving, args):
-            self._refuse(size, "it writes to an input that is another tensor in every call")
+            size.refused = "it writes to an input that is another tensor in every call"
             return
         at = {id(given[i]): i for i in places}
         staying = {_storage(given[i]) for i in known.staying if i not in moving}
@@ -305,9 +323,6 @@ class RecordedSizes:
         reads = [(i, slot, names.get(i)) for i, slot in inputs if i in halves.reads]
         head = Head(self.device, replay, reads, Memory.of(staying, given))
         return head, lambda: halves.tail(*crossing, *given)
-
-    def _refuse(self, size: _Size, reason: str) -> None:
-        size.refused, size.waited = reason, None
 
     def _replay(self, recording: _Recording, args: Sequence[Any]) -> tuple[Any, ...]:
         self.replays += 1

@@ -146,6 +146,19 @@ def test_recorded__what_is_not_recorded_runs(recorder: Recorder, why: list[str])
     assert call.refusals() == why
 
 
+def test_recorded__a_device_that_took_longer_is_asked_again() -> None:
+    mine, recorder = cache_of(), Recorder(waits=False)
+    recorder.wrote = [mine]
+    call = RecordedSizes(graph, 4, recorder)
+    same_calls([2] * 6, [(mine, mine.clone())], call)
+    assert call.refusals() == ["the device takes longer than its launches"]
+    recorder.waits = True  # nothing else runs on it now
+    same_calls([2] * 20, [(mine, mine.clone())], call)
+    assert recorder.recorded == 1
+    assert call.replays > 5
+    assert not call.refusals()
+
+
 def test_recorded__an_input_that_is_written_to_is_refused() -> None:
     call = RecordedSizes(lambda x: (x.add_(1),), 4, Recorder())
     for i in range(6):
