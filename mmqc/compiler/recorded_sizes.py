@@ -21,10 +21,8 @@ numbers (those of other tensors' shapes among them), and the addresses of the te
 from __future__ import annotations
 
 import threading
-import time
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any, Protocol
@@ -33,23 +31,20 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
+from mmqc.compiler.cuda_recorder import Cuda, Replay
 from mmqc.compiler.dense import dense
 from mmqc.compiler.head_start import COMPARED, CURRENT, Head, Memory
 from mmqc.compiler.regions import Halves
 from mmqc.compiler.stamp import addresses, versions
-from mmqc.distributed.group import in_group
 from mmqc.front.handover import handed_over
-from mmqc.graph.collections_off import without_collections
 
 LIMIT = 16  # sizes, where no other number is asked for
 SEEN = 8  # times as many are counted
-WAITING = 1.5  # the device ran for less than so many times what the host took: it waited for launches
 COPIED = 1 << 28  # bytes that may be copied in front of a replay
 
 _GRAPHS: WeakSet[RecordedSizes] = WeakSet()
 
 Graph = Callable[..., Sequence[Any]]
-Replay = Callable[[], None]
 
 
 class Device(Protocol):
@@ -375,96 +370,6 @@ def place_for(tensor: Tensor) -> Tensor:
     return torch.empty_strided(least.shape, least.stride(), dtype=tensor.dtype, device=tensor.device).as_strided(
         tensor.shape, tensor.stride()
     )
-
-
-class Cuda:
-    """CUDA graphs of one pool, on the stream of the first call."""
-
-    kind = "cuda"
-
-    def __init__(self) -> None:
-        self.stream: Any = None
-        self.pool: Any = None
-        self.kept: Any = None  # a graph of the pool that is never dropped
-        self.ran: Any = None
-
-    def usable(self) -> bool:
-        """On the first call's stream, outside of captures."""
-        if torch.cuda.is_current_stream_capturing():
-            return False
-        now = torch.cuda.current_stream()
-        if self.stream is None:
-            self.stream = now
-        return bool(now == self.stream)
-
-    def timed(self, run: Callable[[], Any]) -> tuple[Any, Callable[[], bool | None]]:
-        """By events, which are looked at later; ranks, which might not agree on that, say that it waited."""
-        if in_group():
-            return run(), lambda: True
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        begin = time.perf_counter()
-        result = run()
-        host = 1e3 * (time.perf_counter() - begin)
-        end.record()
-        return result, lambda: start.elapsed_time(end) < WAITING * host if end.query() else None
-
-    def record(self, run: Callable[[], Any], beside: bool = False) -> tuple[Any, Replay]:
-        """On a stream of its own, for the usual one is never captured."""
-        if self.pool is None:
-            self.pool = torch.cuda.graph_pool_handle()
-            # PyTorch refuses a pool whose graphs are all gone, as they are when what seemed to stay has moved.
-            _, self.kept = self._graph_of(lambda: torch.empty(1, device=self.kind).zero_())
-        own = _counters_beside() if beside else nullcontext()
-        with own:
-            result, graph = self._graph_of(run)
-        return result, graph.replay
-
-    def _graph_of(self, run: Callable[[], Any]) -> tuple[Any, Any]:
-        graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side), without_collections(), _captured(graph, self.pool):
-            result = run()
-        torch.cuda.current_stream().wait_stream(side)
-        return result, graph
-
-    def beside(self, run: Callable[[], Any]) -> None:
-        """On another stream, one for all such: what the host asks of the usual one is not kept waiting."""
-        device = torch.cuda.current_device()
-        side = _BESIDE[device] if device in _BESIDE else _BESIDE.setdefault(device, torch.cuda.Stream())
-        self.ran = self.ran or torch.cuda.Event()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            run()
-            self.ran.record()
-
-    def joined(self) -> None:
-        """What comes next on the usual stream waits."""
-        torch.cuda.current_stream().wait_event(self.ran)
-
-
-_BESIDE: dict[int, Any] = {}  # a stream for each device: what runs on it shares counters
-
-
-def _counters_beside() -> Any:
-    """Counters of their own for launches that are recorded; without triton there are none."""
-    try:
-        from mmqc.kernels.shared.split_k import counters_beside
-    except ImportError:
-        return nullcontext()
-    return counters_beside(torch.device("cuda", torch.cuda.current_device()))
-
-
-@contextmanager
-def _captured(graph: Any, pool: Any) -> Iterator[None]:
-    graph.capture_begin(pool=pool, capture_error_mode="thread_local")  # other threads go on with what they do
-    try:
-        yield
-    except BaseException:
-        with suppress(RuntimeError):  # says again what ended it
-            graph.capture_end()
-        raise
-    graph.capture_end()
 
 
 def recorded(

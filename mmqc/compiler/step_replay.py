@@ -27,8 +27,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mmqc.compiler.cuda_recorder import Cuda, Replay
 from mmqc.compiler.dense import dense
-from mmqc.compiler.recorded_sizes import Cuda, Device, Replay, place_for
+from mmqc.compiler.recorded_sizes import Device, place_for
 from mmqc.compiler.stamp import addresses
 from mmqc.front.front import visual_mask
 from mmqc.front.handover import handed_over

@@ -14,8 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from mmqc.compiler.cuda_recorder import Replay
 from mmqc.compiler.head_start import KEPT, TRIES, HeadStart, Memory
-from mmqc.compiler.recorded_sizes import RecordedSizes, Replay
+from mmqc.compiler.recorded_sizes import RecordedSizes
 from mmqc.compiler.regions import Halves
 
 

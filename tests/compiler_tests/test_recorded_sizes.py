@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from mmqc.compiler import recorded_sizes
-from mmqc.compiler.recorded_sizes import RecordedSizes, Replay, recorded
+from mmqc.compiler.cuda_recorder import Replay
+from mmqc.compiler.recorded_sizes import RecordedSizes, recorded
 
 WEIGHT = torch.nn.Parameter(torch.arange(12.0).view(3, 4), requires_grad=False)
 
@@ -243,9 +243,3 @@ def test_recorded__not_under_autograd_nor_by_two_threads() -> None:
 
 def test_recorded__a_graph_without_a_gpu_is_left_alone() -> None:
     assert recorded(graph, 4, [WEIGHT]) is graph
-
-
-def test_cuda__ranks_do_not_time_what_they_might_not_agree_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recorded_sizes, "in_group", lambda: True)
-    result, waited = recorded_sizes.Cuda().timed(lambda: 5)
-    assert (result, waited()) == (5, True)

@@ -21,7 +21,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 import mmqc
 from mmqc.compiler import step_replay
 from mmqc.compiler.compiled_loop import _State
-from mmqc.compiler.recorded_sizes import Replay
+from mmqc.compiler.cuda_recorder import Replay
 from mmqc.compiler.step_replay import StepReplays, noted
 from mmqc.kv.cache import QuantizedCache
 

@@ -12,7 +12,8 @@ from transformers import CompileConfig, GenerationConfig
 
 import mmqc
 from benchmarks.end_to_end.cold_start import prompt, small_model
-from mmqc.compiler.recorded_sizes import Cuda, all_graphs
+from mmqc.compiler.cuda_recorder import Cuda
+from mmqc.compiler.recorded_sizes import all_graphs
 
 pytestmark = pytest.mark.gpu
 

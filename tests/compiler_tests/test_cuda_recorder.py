@@ -1,0 +1,39 @@
+"""CUDA graphs of one pool; what needs a GPU is in gpu_tests/test_recorded_sizes.py."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+import torch
+
+from mmqc.compiler import cuda_recorder
+from mmqc.compiler.cuda_recorder import Cuda
+
+
+def test_cuda__ranks_do_not_time_what_they_might_not_agree_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_recorder, "in_group", lambda: True)
+    result, waited = Cuda().timed(lambda: 5)
+    assert (result, waited()) == (5, True)
+
+
+@pytest.mark.parametrize("ranks", [False, True], ids=["alone", "ranks"])
+def test_cuda__ranks_let_their_recordings_go_before_the_group_ends(monkeypatch: pytest.MonkeyPatch, ranks: bool) -> None:
+    ends: list[Any] = []
+    made = [Mock(name=f"graph {i}") for i in range(3)]
+    graphs = iter(made)
+    for name in ("CUDAGraph", "Stream", "graph_pool_handle", "current_stream", "stream"):
+        monkeypatch.setattr(torch.cuda, name, Mock() if name != "stream" else lambda _: torch.no_grad())
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: next(graphs))
+    monkeypatch.setattr(torch.compiler, "reset", Mock())
+    monkeypatch.setattr(cuda_recorder, "in_group", lambda: ranks)
+    monkeypatch.setattr(cuda_recorder, "before_the_group_ends", ends.append)
+    monkeypatch.setattr(Cuda, "kind", "cpu")
+    device = Cuda()
+    assert [device.record(lambda i=i: i)[0] for i in range(2)] == [0, 1]
+    assert made[0].capture_begin.called, "one that keeps the pool"
+    assert {*ends} == ({cuda_recorder._let_go} if ranks else set())
+    cuda_recorder._let_go()
+    assert [m.reset.called for m in made] == [ranks] * 3
+    assert torch.compiler.reset.called  # type: ignore[attr-defined]
