@@ -36,6 +36,7 @@ DEVICE = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if GPU else "cpu"
 ROWS = (1, 16)
 EAGER, COMPILED = (4, 36), (16, 144)  # tokens of the two generations whose difference is timed
 TIMES = 3
+FAILED: list[Any] = []  # what did, on this rank
 OPTIONS: dict[str, dict[str, Any]] = {  # of the backend: how a compiled step adds up over ranks
     "fused": {"collectives": "shared"},  # through memory that they share, with residual, norm and quantization in one kernel
     "words": {"collectives": "shared"},  # the same, the sum alone
@@ -75,6 +76,7 @@ def attempt(what: dict[str, Any], work: Callable[[], dict[str, Any]]) -> bool:
         found = work()
     except Exception as error:  # open-ended: it is what is to be found out
         last = [f"{f.filename}:{f.lineno}" for f in traceback.extract_tb(error.__traceback__)[-3:]]
+        FAILED.append(what)
         say(**what, failed=f"{type(error).__name__}: {str(error)[-1500:]}", where=last, after=time.perf_counter() - start)
         traceback.print_exc()
         return False
@@ -418,6 +420,10 @@ def main(args: Any) -> None:
         dist.init_process_group("cpu:gloo,cuda:nccl" if GPU else "gloo")
         dist.all_reduce(torch.zeros(1, device=DEVICE))  # NCCL meets here, and not in what is timed
     {"quantize": quantize, "make": make, "run": run, "messages": messages}[args.part](args)
+    if RANKS > 1 and not FAILED:  # as a script would: it hangs where something still holds NCCL's communicators
+        start = time.perf_counter()
+        dist.destroy_process_group()
+        say(part=args.part, ranks=RANKS, step="end", seconds=time.perf_counter() - start)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # where an operation has failed, a group waits for it
