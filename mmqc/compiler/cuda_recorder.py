@@ -1,7 +1,8 @@
 """What records launches and replays them: CUDA graphs of one pool.
 
-pool    outlives the last of its graphs: PyTorch refuses one whose graphs are all gone
-ranks   of a process group let theirs go before it ends (distributed/ending.py)
+pool    outlives the last of what was recorded: PyTorch refuses one whose graphs are all gone, as they are when what seemed to
+        stay has moved
+ranks   of a process group let go what may hold its communicators before it ends (distributed/ending.py)
 """
 
 from __future__ import annotations
@@ -59,11 +60,12 @@ class Cuda:
         """On a stream of its own, for the usual one is never captured."""
         if self.pool is None:
             self.pool = torch.cuda.graph_pool_handle()
-            # PyTorch refuses a pool whose graphs are all gone, as they are when what seemed to stay has moved.
             _, self.kept = self._graph_of(lambda: torch.empty(1, device=self.kind).zero_())
-        own = _counters_beside() if beside else nullcontext()
-        with own:
+        with _counters_beside() if beside else nullcontext():
             result, graph = self._graph_of(run)
+        if in_group() and not beside:  # beside others it meets nobody (regions.py)
+            _WITH_RANKS.add(graph)
+            before_the_group_ends(_let_go)
         return result, graph.replay
 
     def _graph_of(self, run: Callable[[], Any]) -> tuple[Any, Any]:
@@ -72,9 +74,6 @@ class Cuda:
         with torch.cuda.stream(side), without_collections(), _captured(graph, self.pool):
             result = run()
         torch.cuda.current_stream().wait_stream(side)
-        if in_group():
-            _WITH_RANKS.add(graph)
-            before_the_group_ends(_let_go)
         return result, graph
 
     def beside(self, run: Callable[[], Any]) -> None:
@@ -92,17 +91,15 @@ class Cuda:
         torch.cuda.current_stream().wait_event(self.ran)
 
 
-_WITH_RANKS: WeakSet[Any] = WeakSet()  # CUDA graphs that were recorded in a process group
+_BESIDE: dict[int, Any] = {}  # a stream for each device: what runs on it shares counters
+_WITH_RANKS: WeakSet[Any] = WeakSet()  # CUDA graphs that may have collectives in them
 
 
 def _let_go() -> None:
-    """End the recordings of ranks, Inductor's too: what was compiled with them is compiled anew where it is called again."""
+    """End these, and Inductor's: what was compiled with them is compiled anew where it is called again."""
     for graph in list(_WITH_RANKS):
         graph.reset()
     torch.compiler.reset()
-
-
-_BESIDE: dict[int, Any] = {}  # a stream for each device: what runs on it shares counters
 
 
 def _counters_beside() -> Any:

@@ -46,7 +46,7 @@ class Regions:
     forward: Callable[..., Any]
     order: tuple[int, ...]
     calls: fx.GraphModule
-    meeting: frozenset[str] = frozenset()
+    meeting: frozenset[str]
 
     def halves(self, late: Collection[int]) -> Halves | None:
         """Cut in front of the first part that needs an input of ``late``; None where fewer than ``LEAST`` parts are before it.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 from unittest.mock import Mock
 
@@ -21,19 +22,22 @@ def test_cuda__ranks_do_not_time_what_they_might_not_agree_on(monkeypatch: pytes
 @pytest.mark.parametrize("ranks", [False, True], ids=["alone", "ranks"])
 def test_cuda__ranks_let_their_recordings_go_before_the_group_ends(monkeypatch: pytest.MonkeyPatch, ranks: bool) -> None:
     ends: list[Any] = []
-    made = [Mock(name=f"graph {i}") for i in range(3)]
+    made = [Mock(name=f"graph {i}") for i in range(4)]
     graphs = iter(made)
-    for name in ("CUDAGraph", "Stream", "graph_pool_handle", "current_stream", "stream"):
-        monkeypatch.setattr(torch.cuda, name, Mock() if name != "stream" else lambda _: torch.no_grad())
+    for name in ("Stream", "graph_pool_handle", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, Mock())
+    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: next(graphs))
     monkeypatch.setattr(torch.compiler, "reset", Mock())
     monkeypatch.setattr(cuda_recorder, "in_group", lambda: ranks)
     monkeypatch.setattr(cuda_recorder, "before_the_group_ends", ends.append)
     monkeypatch.setattr(Cuda, "kind", "cpu")
+    monkeypatch.setattr(cuda_recorder, "_counters_beside", nullcontext)
     device = Cuda()
     assert [device.record(lambda i=i: i)[0] for i in range(2)] == [0, 1]
+    assert device.record(lambda: 2, beside=True)[0] == 2
     assert made[0].capture_begin.called, "one that keeps the pool"
     assert {*ends} == ({cuda_recorder._let_go} if ranks else set())
     cuda_recorder._let_go()
-    assert [m.reset.called for m in made] == [ranks] * 3
+    assert [m.reset.called for m in made] == [False, ranks, ranks, False], "a tower that runs ahead is still known to its loop"
     assert torch.compiler.reset.called  # type: ignore[attr-defined]
