@@ -10,7 +10,8 @@ static quantization ("norm" is these alone), and of the sums alone ("..., alone"
     one_shot        torch's over symmetric memory, which the producer has written itself; "copied": which it has not
     two_shot        torch's, a part of the row a rank
     signal          a kernel of this file: barrier by flags, then everyone reads everyone's rows
-    words           kernels/rows/all_reduce.py: numbers and flags in one word
+    words           kernels/rows/all_reduce.py: numbers and flags in one word; of more than --few rows a flag each, behind them
+                    (kernels/rows/all_reduce_many.py)
     fused           the same with residual, norm and quantization: one kernel (kernels/rows/all_reduce_norm_quantize.py)
 
 ``--warps`` tries other numbers of warps of the last two.  Each way is checked with fresh numbers a hundred times, in a graph, with
@@ -42,12 +43,13 @@ from torch import Tensor
 from benchmarks.gpu_run import Run, facts
 from mmqc.kernels.rows import all_reduce, all_reduce_norm_quantize, norm_quantize
 from mmqc.kernels.rows.norm_quantize import Norm
-from mmqc.kernels.shared.inboxes import Inboxes, inboxes
+from mmqc.kernels.shared.inboxes import SLOTS, Inboxes, inboxes, parts
 from mmqc.kernels.shared.plan import Plan, Refusal
 from mmqc.kernels.shared.row_scale import row_scale
 from mmqc.ops.norm_quantize import reference
 
 CALLS, ROUNDS = 56, 100
+DRY_SLOTS = 3
 EPS, SCALE = 1e-6, 0.02
 
 
@@ -110,23 +112,26 @@ class Rank:
             torch.cuda.set_device(self.device)
         dist.init_process_group("gloo" if args.dry else "cpu:gloo,cuda:nccl", rank=rank, world_size=ranks)
         self.times: dict[str, dict[str, float | str]] = {}
-        self.boxes: dict[int, Inboxes] = {}
+        self.boxes: dict[tuple[int, int], Inboxes] = {}
 
-    def inboxes(self, width: int) -> Inboxes:
+    def inboxes(self, width: int, slots: int) -> Inboxes:
         """This rank's, for all numbers of rows: over symmetric memory or, without GPUs, shared memory of the host."""
-        if width not in self.boxes:
-            self.boxes[width] = self.new_inboxes(max(self.args.rows), width)
-        return self.boxes[width]
+        if (width, slots) not in self.boxes:
+            few = [rows for rows in self.args.rows if rows <= self.args.few]
+            self.boxes[width, slots] = self.new_inboxes(max(few, default=1), width, slots)
+        return self.boxes[width, slots]
 
-    def new_inboxes(self, rows: int, width: int) -> Inboxes:
+    def new_inboxes(self, rows: int, width: int, slots: int) -> Inboxes:
         """A pair of halves."""
         if not self.args.dry:
-            return inboxes(dist.group.WORLD, rows, width, self.device)
+            return inboxes(dist.group.WORLD, rows, width, self.device, slots)
         mine = self.shared.view(self.ranks, -1)
         mine[self.rank].zero_()
         dist.barrier()
         peers = torch.tensor([m.data_ptr() for m in mine])
-        return Inboxes(peers, torch.zeros(rows, dtype=torch.int32), self.rank, rows, width, mine[self.rank], 1 << 20)
+        slots = min(slots, DRY_SLOTS) if self.ranks == 2 else 0
+        counts = torch.zeros(rows + slots, dtype=torch.int32)
+        return Inboxes(peers, counts, self.rank, rows, width, slots, mine[self.rank], 1 << 20)
 
     def symmetric(self, *size: int, dtype: torch.dtype) -> tuple[Tensor, list[int]]:
         """Zeros, and where they are for each rank."""
@@ -233,6 +238,8 @@ class Case:
                 f"words, {warps} warps, alone": lambda w=warps: self.words(True, w),
                 f"fused, {warps} warps": lambda w=warps: self.fused(w),
             }
+        for slots in self.at.args.slots if self.rows > self.at.args.few else ():
+            found[f"fused, {slots} slots"] = lambda n=slots: self.fused(slots=n)
         return found
 
     def behind(self, xs: list[Tensor], sum_of: Callable[[int], Tensor], alone: bool) -> Way:
@@ -281,15 +288,15 @@ class Case:
         return self.behind(self.plain, sum_of, alone)
 
     def words(self, alone: bool = False, warps: int = 0) -> Way:
-        box = self.at.inboxes(self.width)
+        box = self.at.inboxes(self.width, SLOTS)
 
         def sum_of(i: int) -> Tensor:
             return run_with(all_reduce.plan(self.plain[i], box, new=self.poisoned), warps)
 
         return self.behind(self.plain, sum_of, alone)
 
-    def fused(self, warps: int = 0) -> Way:
-        box = self.at.inboxes(self.width)
+    def fused(self, warps: int = 0, slots: int = SLOTS) -> Way:
+        box = self.at.inboxes(self.width, slots)
 
         def call(i: int) -> Any:
             norm, scales = Norm(EPS, self.gain, None, self.residuals[i], True), row_scale(self.scale, self.rows)
@@ -375,16 +382,19 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 16, 64])
     parser.add_argument("--widths", type=int, nargs="+", default=[3584, 8192])
+    parser.add_argument("--few", type=int, default=64, help="the most rows that go as words; more with a flag a row")
+    parser.add_argument("--slots", type=int, nargs="*", default=[], help="other numbers of slots for many rows")
     parser.add_argument("--warps", type=int, nargs="*", default=[])
     parser.add_argument("--ways", nargs="*", default=[], help="some of them, by name")
     parser.add_argument("--dry", action="store_true")
     args = parser.parse_args()
     if args.dry:
-        args.rows, args.widths = [1, 3], [64]
+        args.rows, args.widths, args.few = [1, 3, 8], [64], 3
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    shared = torch.zeros(args.ranks * 2 * args.ranks * max(args.rows) * max(args.widths) if args.dry else 1, dtype=torch.int32)
+    memory = args.ranks * sum(parts(args.ranks, max(args.rows), max(args.widths), DRY_SLOTS)) if args.dry else 1
+    shared = torch.zeros(memory, dtype=torch.int32)
     end = time.monotonic() + args.seconds
     ranks = mp.spawn(one_rank, (args.ranks, port, shared.share_memory_(), args), args.ranks, join=False)
     assert ranks is not None

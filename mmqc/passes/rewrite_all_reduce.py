@@ -9,7 +9,8 @@ Why:     a step has two sums a layer, each of which takes NCCL 7 to 8 microsecon
 Needs:   nothing
 Gives:   nothing
 Exact:   yes, the sum of two ranks to the bit; of more, NCCL adds up in another order.
-Refuses: as kernels/shared/inboxes.py says: groups without such memory, many rows, a number of rows that data decides.
+Refuses: as kernels/shared/inboxes.py says: groups without such memory, many rows of more than two ranks, a number of rows that data
+         decides.
 """
 
 from __future__ import annotations

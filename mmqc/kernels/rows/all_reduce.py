@@ -2,7 +2,7 @@
 
     y = Σ_r x_r        float32, in the order of ranks, rounded to x's dtype once: all ranks get equal bits
 
-Shapes:  x, y [M, D] fp16 | bf16, M at most the inboxes' rows, D their width
+Shapes:  x, y [M, D] fp16 | bf16, M at most the inboxes' rows, D their width; more rows go by all_reduce_many.py
 How:     a word of 32 bits has a number in its low half and, in its high half, how often its row has been sent (modulo 65,536).
          Words arrive whole, so what waits for the count has the number too: there is no barrier, and no fence.  An inbox has two
          halves for odd and even counts.  Who sends for the third time has received the second message of all ranks, which they
@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mmqc.kernels.rows import all_reduce_many
 from mmqc.kernels.shared.device_facts import INTERPRETED, capability, has_inline_ptx, why_not_here
 from mmqc.kernels.shared.early_start import await_inputs
 from mmqc.kernels.shared.inboxes import MAX_RANKS, Inboxes
@@ -118,10 +119,13 @@ def why_not(x: Tensor, inboxes: Inboxes) -> str | None:
 
 
 def plan(x: Tensor, inboxes: Inboxes, new: New | None = None) -> Plan[Tensor] | Refusal:
-    """One launch, of a program a row."""
+    """One launch, of a program a row, or a slot."""
     if reason := why_not(x, inboxes):
         return Refusal(reason)
     (m, width), new = x.shape, new or rows_like(x)
+    if m > inboxes.rows:
+        launch, y = all_reduce_many.launch(x, inboxes, new)
+        return Plan((launch,), y)
     y, block = new(width, x.dtype), triton.next_power_of_2(width)
     early = starts_early(x)
     args = dict(x_ptr=x, y_ptr=y, D=width, stride_x=x.stride(0)) | inboxes.args()

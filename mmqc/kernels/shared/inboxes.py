@@ -1,7 +1,11 @@
-"""Memory in which the ranks of a host leave each other rows: what kernels/rows/all_reduce.py adds up by.
+"""Memory in which the ranks of a host leave each other rows: what kernels/rows/all_reduce.py and all_reduce_many.py add up by.
 
     OPENED.open(group, widths, device)     by all ranks, when a model is shared: "", or why not
     OPENED.of(name, width)                 what the op finds by the name of its group
+
+    words      int32 [2, ranks, rows, width]      of few rows: a number and a count in each word
+    numbers    16 bits [2, ranks, slots, width]   of many: as they are, with
+    flags      int32 [ranks, slots]               a count for each row
 
 Allocated by torch's symmetric memory: a GPU stores to the others' over NVLink or PCIe.
 """
@@ -22,18 +26,20 @@ from mmqc.kernels.shared.plan import MAX_ROW, first_reason
 
 DTYPES = (torch.float16, torch.bfloat16)
 MAX_RANKS = 8
-MOST_BYTES = 1 << 19  # of a message: NCCL is faster for more
+FEW_BYTES = 1 << 19  # of a message that goes as words
+SLOTS = 512  # for rows on their way at a time, where there are many: four for each multiprocessor of an H100
 
 
 class Inboxes(NamedTuple):
     """Memory for messages between the ranks of a host.
 
     Attributes:
-        peers: int64 [ranks], addresses of the ranks' inboxes, int32 [2, ranks, rows, width] and zero at first.
-        counts: int32 [rows], how often each row has been sent; zero at first.
+        peers: int64 [ranks], addresses of the ranks' memory, zero at first.
+        counts: int32 [rows + slots], how often each row, and each slot, has been sent; zero at first.
         rank: whose these are.
-        rows, width: of a message, at most, and exactly.
-        mine: this rank's memory, which lives as long as this does.
+        rows, width: of a message of few rows, at most, and exactly.
+        slots: for messages of many rows; 0 where these are NCCL's, which sends fewer bytes with more than two ranks.
+        mine: this rank's memory, int32, which lives as long as this does.
         patience: how often an inbox is looked at, about once a microsecond, before what is due is given up.
     """
 
@@ -42,6 +48,7 @@ class Inboxes(NamedTuple):
     rank: int
     rows: int
     width: int
+    slots: int
     mine: Tensor
     patience: int = 4 if INTERPRETED else 1 << 29
 
@@ -49,28 +56,40 @@ class Inboxes(NamedTuple):
         """None, or why so many rows cannot be added up through them."""
         return first_reason((
             (dtype in DTYPES, f"numbers are of {' or '.join(map(str, DTYPES))}, not {dtype}"),
-            (rows <= self.rows, f"{rows} rows of {width}, more than {self.rows}, are NCCL's"),
+            (rows <= self.rows or self.slots > 0, f"{rows} rows of {width}, more than {self.rows}, are NCCL's"),
             (width == self.width, f"rows of {width}: the inboxes are for {self.width}"),
             (device == self.peers.device, f"a tensor on {device}: the inboxes are on {self.peers.device}"),
         ))
 
     def args(self) -> dict[str, Any]:
-        """Of a kernel that adds up."""
+        """Of a kernel that adds up few rows."""
         return dict(peers_ptr=self.peers, count_ptr=self.counts, rank=self.rank)
 
     def constants(self) -> dict[str, Any]:
         """The same kernel's."""
         return dict(RANKS=self.peers.shape[0], ROWS=self.rows, PATIENCE=self.patience)
 
+    def constants_of_many(self) -> dict[str, Any]:
+        """Of a kernel that adds up many; places in bytes."""
+        words, numbers, _ = parts(self.peers.shape[0], self.rows, self.width, self.slots)
+        places = dict(COUNTS=self.rows, NUMBERS=4 * words, FLAGS=4 * (words + numbers))
+        return dict(RANKS=self.peers.shape[0], SLOTS=self.slots, PATIENCE=self.patience, **places)
 
-def inboxes(group: Any, rows: int, width: int, device: torch.device) -> Inboxes:
+
+def parts(ranks: int, rows: int, width: int, slots: int) -> tuple[int, int, int]:
+    """How many int32 words, numbers and flags take; numbers begin where 16 bytes do."""
+    return -(-2 * ranks * rows * width // 4) * 4, -(-ranks * slots * width // 4) * 4, ranks * slots
+
+
+def inboxes(group: Any, rows: int, width: int, device: torch.device, slots: int = SLOTS) -> Inboxes:
     """New ones; all ranks make them at the same place of their programs.
 
     Args:
         group: of torch.distributed, its ranks on GPUs of one host that reach each other's memory.
-        rows: of a message, at most.
+        rows: of a message that goes as words, at most.
         width: numbers in a row.
         device: this rank's.
+        slots: for messages of many rows, between two ranks.
 
     Raises:
         RuntimeError: torch's, where the GPUs do not reach each other, or the build has no symmetric memory.
@@ -78,13 +97,14 @@ def inboxes(group: Any, rows: int, width: int, device: torch.device) -> Inboxes:
     import torch.distributed._symmetric_memory as symmetric
 
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-    mine = symmetric.empty(2 * ranks * rows * width, dtype=torch.int32, device=device)
+    slots = slots if ranks == 2 else 0
+    mine = symmetric.empty(sum(parts(ranks, rows, width, slots)), dtype=torch.int32, device=device)
     handle = symmetric.rendezvous(mine, group)
     mine.zero_()
     peers = torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=device)
     torch.cuda.synchronize(device)
     dist.barrier(group)  # nobody sends before all are zero
-    return Inboxes(peers, torch.zeros(rows, dtype=torch.int32, device=device), rank, rows, width, mine)
+    return Inboxes(peers, torch.zeros(rows + slots, dtype=torch.int32, device=device), rank, rows, width, slots, mine)
 
 
 class Opened:
@@ -102,7 +122,7 @@ class Opened:
         for width in sorted({w for w in widths if w <= MAX_ROW}):
             if not self.closed[name] and (name, width) not in self.boxes:
                 try:
-                    self.boxes[name, width] = inboxes(group, max(1, MOST_BYTES // (2 * width)), width, device)
+                    self.boxes[name, width] = inboxes(group, max(1, FEW_BYTES // (2 * width)), width, device)
                 except RuntimeError as error:  # what a driver may say is open-ended; the report repeats it
                     self.closed[name] = f"no shared memory: {str(error).splitlines()[0][:200]}"
         return self.closed[name]

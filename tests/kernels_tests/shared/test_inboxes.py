@@ -28,7 +28,7 @@ def test_open__a_group_on_cpus_shares_no_memory_and_says_so(group):
 )
 def test_why_not__few_rows_of_a_known_width(size, dtype, why):
     opened = Opened()
-    opened.boxes["tp", 32] = inboxes(2, 32)[0]
+    opened.boxes["tp", 32] = inboxes(3, 32)[0]
     said = opened.why_not("tp", torch.ones(size, dtype=dtype))
     assert said == why if why is None else why in str(said)
 
@@ -36,7 +36,7 @@ def test_why_not__few_rows_of_a_known_width(size, dtype, why):
 @pytest.mark.parametrize(("rows", "why"), [(2, None), (5, "5 rows of 32, more than 3")])
 def test_why_not__a_number_of_rows_that_varies_is_judged_by_the_first(rows, why):
     opened, said = Opened(), []
-    opened.boxes["tp", 32] = inboxes(2, 32)[0]
+    opened.boxes["tp", 32] = inboxes(3, 32)[0]
 
     def look(gm, inputs):
         (product,) = (n.meta["example_value"] for n in gm.graph.nodes if n.op == "call_function")
