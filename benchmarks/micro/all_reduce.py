@@ -240,6 +240,8 @@ class Case:
             }
         for slots in self.at.args.slots if self.rows > self.at.args.few else ():
             found[f"fused, {slots} slots"] = lambda n=slots: self.fused(slots=n)
+            for warps in self.at.args.warps:
+                found[f"fused, {slots} slots, {warps} warps"] = lambda n=slots, w=warps: self.fused(w, n)
         return found
 
     def behind(self, xs: list[Tensor], sum_of: Callable[[int], Tensor], alone: bool) -> Way:
@@ -340,7 +342,8 @@ class Case:
                 off = (q.int() - codes.int()).abs()
                 worst = max(worst, (off > 0).float().mean().item())
                 wide = (h.float() - total.float()).abs().max().item()  # of two numbers there is one order
-                if not (off.max() <= 1 and worst < 0.02 and wide <= (0 if self.at.ranks == 2 else 0.05)):
+                # rounded the other way both in front of the gain and behind it, a large number is two codes off: one of millions
+                if not (off.max() <= 2 and (off > 1).sum() <= 4 and worst < 0.02 and wide <= (0 if self.at.ranks == 2 else 0.05)):
                     wrong = wrong or f"round {turn}, call {i}: codes {off.max()}, {worst:.3f} differ; sums {wide}"
         for q, h in () if wrong else found:
             for mine in (q.float(), h.float()):
