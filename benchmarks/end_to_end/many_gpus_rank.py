@@ -307,14 +307,8 @@ class Loop:
         if rows == 1:
             self.generate(1, 1)
             found["first_token_ms"] = 1e3 * min(seconds_of(lambda: self.generate(1, 1)) for _ in range(times + 2))
-        kept = vars(self.model).get("_mmqc_loop")
-        if kept is not None:
-            from mmqc.compiler import recorded_sizes
-
-            prompts = recorded_sizes.all_graphs()
-            found["prompts replayed"] = sum(sizes.replays for sizes in prompts)
-            found["prompts not recorded"] = sorted({reason for sizes in prompts for reason in sizes.refusals()})
-            found |= {"steps replayed": kept.steps.replays, "steps not recorded": kept.steps.refusals()}
+        if (kept := vars(self.model).get("_mmqc_loop")) is not None:
+            found |= _of_all_ranks(_recordings(kept))
         return {**found, **(self.profiled(rows) if self.args.profile else {})}
 
     def profiled(self, rows: int) -> dict[str, Any]:
@@ -334,6 +328,29 @@ class Loop:
             "step": _along(all_of_it[len(prompt) :], many - 1),
             "host": slowest(watch, "tottime", 24),
         }
+
+
+def _recordings(loop: Any) -> dict[str, Any]:
+    """What this rank replayed so far, and what it did not, with the reasons."""
+    from mmqc.compiler import recorded_sizes
+
+    prompts = recorded_sizes.all_graphs()
+    return {
+        "prompts replayed": sum(sizes.replays for sizes in prompts),
+        "prompts not recorded": sorted({reason for sizes in prompts for reason in sizes.refusals()}),
+        "towers ahead": loop.ahead.right,
+        "steps replayed": loop.steps.replays,
+        "steps not recorded": loop.steps.refusals(),
+    }
+
+
+def _of_all_ranks(found: dict[str, Any]) -> dict[str, Any]:
+    """Rank 0's, and the other ranks' where they differ."""
+    if RANKS == 1:
+        return found
+    said: list[Any] = [None] * RANKS
+    dist.all_gather_object(said, found)
+    return {**found, **{f"of rank {rank}": other for rank, other in enumerate(said) if other != found}}
 
 
 def _along(events: list[Any], steps: int) -> dict[str, Any]:
