@@ -5,8 +5,8 @@ token_order      "sequence": rows stay where they are and each has the scale of 
                  front of all text; "auto": pipeline.py says which
 attention_order  in modality order, how rows pass attention: "gather" (q, k, v go back to sequence order), "unified" (the
                  mask and the positions travel with the queries) or "auto": pipeline.py says which
-collectives      "backend": sums over ranks are the process group's; "shared": those of few rows go through memory that GPUs of one
-                 host share, where there is such memory (docs/adr/0039-sums-through-shared-memory.md)
+collectives      "backend": sums over ranks are the process group's; "shared": they go through memory that GPUs of one host share,
+                 where there is such memory, those of many rows between two (docs/adr/0039-sums-through-shared-memory.md)
 regions          False: a graph is compiled as a whole; else layers that are alike are compiled once (regions.py)
 recorded_sizes   how many sizes of a graph that runs on a GPU are kept as CUDA graphs when they come again (recorded_sizes.py)
 layers           a number that tells apart what was compiled before and after a model's layers changed (layer_guards.py)
