@@ -25,7 +25,7 @@ def pages() -> dict[str, str]:
     """Markdown by path under docs/."""
     return {
         "reference/api.md": api(),
-        "reference/recipes.md": module_page("Recipes", PACKAGE / "recipes.py"),
+        "reference/recipes.md": module_page("Recipes", PACKAGE / "recipes/__init__.py", PACKAGE / "recipes/cache.py"),
         "reference/ops.md": folder_page("Ops", PACKAGE / "ops", defined=True),
         "reference/kernels.md": folder_page("Kernels", PACKAGE / "kernels", defined=False),
         "reference/cli.md": command_line(),
@@ -91,12 +91,12 @@ def entry(node: ast.FunctionDef | ast.ClassDef, level: int = 2) -> Iterator[str]
             yield f"* `.{method.name if is_property else signature(method)}`: {first}"
 
 
-def module_page(title: str, path: Path) -> str:
-    """A module's docstring and every public function and class."""
-    tree = parsed(path)
-    nodes = [n for name, n in definitions(tree).items() if not name.startswith("_")]
+def module_page(title: str, *paths: Path) -> str:
+    """The first module's docstring, and every public function and class of all."""
+    trees = list(map(parsed, paths))
+    nodes = [n for tree in trees for name, n in definitions(tree).items() if not name.startswith("_")]
     body = [part for node in nodes for part in entry(node)]
-    return "\n\n".join([f"# {title}", described(ast.get_docstring(tree)), *body]) + "\n"
+    return "\n\n".join([f"# {title}", described(ast.get_docstring(trees[0])), *body]) + "\n"
 
 
 def folder_page(title: str, folder: Path, *, defined: bool) -> str:

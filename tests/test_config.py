@@ -13,6 +13,9 @@ RECIPES = {
     "rtn": recipes.rtn(),
     "rtn_w4a8": recipes.rtn(4, 8),
     "rtn_grouped": recipes.rtn(4, group_size=64),
+    "rtn_zero_points": recipes.rtn(3, group_size=64, symmetric=False, solver="mse_clip"),
+    "per_token": recipes.per_token(4, 8, symmetric=True, group_size=128, solver="rtn"),
+    "smoothquant": recipes.smoothquant(8, 8, symmetric=True),
     "awq": recipes.awq(duo=True),
     "gptq": recipes.gptq(group_size=64, symmetric=False),
     "mquant": recipes.mquant(),
@@ -112,6 +115,9 @@ def test_config__any_config_survives_json(config: QuantConfig) -> None:
         (lambda: QuantConfig.from_dict({"vision": {"weight": {"granularity": "per_x"}}}), "granularity = 'per_x'"),
         (lambda: QuantConfig.from_dict({"version": 99}), "version = 99"),
         (lambda: recipes.rtn(5), "WeightSpec.bits = 5"),
+        (lambda: recipes.rtn(8, 8, symmetric=False), "WeightSpec.symmetric = False is not supported; allowed: True beside"),
+        (lambda: recipes.per_token(4, 4, symmetric=True), "ActivationSpec.bits = 4"),
+        (lambda: recipes.per_token(4, 8, group_size=128), "Scheme.dynamic = .* allowed: None beside .* groups"),
         (lambda: recipes.mquant(activation_bits=4), "ActivationSpec.bits = 4"),
     ],
 )
@@ -121,7 +127,7 @@ def test_config__errors_name_field_value_and_what_is_allowed(make, message: str)
 
 
 def test_config__needs_calibration() -> None:
-    wanted = {"rotate", "rtn", "rtn_grouped", "statistics"}
+    wanted = {"rotate", "rtn", "rtn_grouped", "rtn_zero_points", "per_token", "statistics"}
     assert {name for name, config in RECIPES.items() if not config.needs_calibration} == wanted
     assert RECIPES["mquant"].replace(statistics={}).needs_calibration  # gptq solves from data, not from scales
 
@@ -132,6 +138,15 @@ def test_config__down_is_the_language_models() -> None:
     assert {str(config.scheme(t, r)) for t, r in (("vision", "down"), ("language", "out"))} == {"W4A8-g128-i8192"}
     assert config.replace(language=None).scheme("language", "down") is None
     assert recipes.integer_scale().scheme("language", "down") == recipes.integer_scale().language
+
+
+def test_recipes__a_symmetric_scale_per_token_is_that_of_static_recipes_made_dynamic() -> None:
+    for bits, group_size in ((8, None), (4, 128)):
+        made = recipes.per_token(bits, 8, symmetric=True, group_size=group_size, solver="rtn").schemes["language"]
+        static = recipes.rtn(bits, 8, group_size).with_token_scales().schemes["language"]
+        assert (made.activation, made.weight.granularity) == (static.activation, static.weight.granularity)
+        assert str(made) == str(static)
+    assert recipes.smoothquant(8, 8, symmetric=True).rewrites.smooth == 0.5
 
 
 def test_config__shorthand() -> None:

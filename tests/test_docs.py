@@ -116,7 +116,7 @@ def test_reference__has_every_public_name_command_op_and_kernel(pages):
     assert [n for n in GROUP.commands if f"## `mmqc {n}`" not in pages["reference/cli.md"]] == []
     defined = [p.stem for p in (ROOT / "mmqc/ops").glob("*.py") if re.search(r"^define\(", p.read_text(), re.MULTILINE)]
     assert [stem for stem in defined if f"## `{stem}`" not in pages["reference/ops.md"]] == []
-    assert "## `mquant`" in pages["reference/recipes.md"]
+    assert all(f"## `{name}`" in pages["reference/recipes.md"] for name in ("mquant", "calibquant"))
     assert "## `scaled_matmul`" in pages["reference/kernels.md"]
 
 

@@ -100,7 +100,7 @@ COVERS: dict[str, str] = {
     "solvers_tests/test_mse_clip.py": "solvers/clip",
     "solvers_tests/test_rtn.py": "solvers/grid",
     "test_backend.py": "compiler/discovery",
-    "test_config.py": "recipes specs",
+    "test_config.py": "recipes/cache specs",
     "test_export.py": "aot/index_find aot/programs aot/variants",
     "test_quantize_errors.py": "errors",
     "vllm_tests/test_lent.py": "vllm/encoder_attention vllm/linear_kernel",

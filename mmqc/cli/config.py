@@ -73,11 +73,11 @@ def in_float4(config: QuantConfig, form: str) -> QuantConfig:
 
 
 def recipes() -> dict[str, Callable[..., QuantConfig]]:
-    """The functions that mmqc.recipes defines itself, without leading underscore."""
+    """The functions of mmqc.recipes that make configurations, without leading underscore."""
     import mmqc
 
-    members = inspect.getmembers(mmqc.recipes, inspect.isfunction)
-    return {name: f for name, f in members if f.__module__ == mmqc.recipes.__name__ and not name.startswith("_")}
+    members, homes = inspect.getmembers(mmqc.recipes, inspect.isfunction), ("mmqc.recipes", "mmqc.recipes.cache")
+    return {name: f for name, f in members if f.__module__ in homes and not name.startswith("_")}
 
 
 def plain_value(text: str) -> Any:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal
+from typing import Literal
 
-from torchao.quantization.granularity import PerGroup, PerRow
+from torchao.quantization.granularity import PerGroup, PerRow, PerToken
 
 from mmqc.config import (
     ActivationSpec,
@@ -16,15 +16,16 @@ from mmqc.config import (
     ConfigError,
     DynamicSpec,
     KVRounding,
-    KVSpec,
     QuantConfig,
     Rewrites,
     Scheme,
-    Search,
     Solver,
     WeightSpec,
 )
 from mmqc.engines.limits import for_engine as for_engine
+from mmqc.recipes.cache import calibquant as calibquant
+from mmqc.recipes.cache import global_range as global_range
+from mmqc.recipes.cache import kivi as kivi
 
 
 def rotate(*, online: bool = True, everywhere: bool = False, seed: int = 0, tensor_parallel: int = 1) -> QuantConfig:
@@ -45,19 +46,30 @@ def rotate(*, online: bool = True, everywhere: bool = False, seed: int = 0, tens
 
 
 def rtn(
-    weight_bits: int = 8, activation_bits: int | None = None, group_size: int | None = None, *, head_bits: int | None = None
+    weight_bits: int = 8,
+    activation_bits: int | None = None,
+    group_size: int | None = None,
+    *,
+    symmetric: bool = True,
+    solver: Literal["rtn", "mse_clip"] = "rtn",
+    head_bits: int | None = None,
 ) -> QuantConfig:
-    """Round to nearest, no rewrites; activations, if any, with ONE static scale per tensor.
+    """Round to nearest, no rewrites, weights without calibration; activations, if any, with ONE static scale per tensor.
 
     Args:
         weight_bits: 2, 3, 4 or 8; few bits need groups (``group_size``).
         activation_bits: 8, or None for weight-only.
         group_size: input channels per weight scale; None means one scale per output channel.
+        symmetric: False: a zero point beside every weight scale (weight-only).
+        solver: of weights: ``rtn``, from the least to the largest, or ``mse_clip``, the range whose error is least.
         head_bits: of the output head's weight, the largest of a small model; None leaves the head in floating point.
+
+    Raises:
+        ConfigError: weights with zero points beside activations of few bits.
     """
     granularity = PerGroup(group_size) if group_size else PerRow()
     activation = ActivationSpec(bits=activation_bits) if activation_bits else None
-    scheme = Scheme(WeightSpec(weight_bits, granularity, "rtn"), activation)
+    scheme = Scheme(WeightSpec(weight_bits, granularity, solver, symmetric), activation)
     return QuantConfig(vision=scheme, projector=scheme, language=scheme, head=_head(head_bits))
 
 
@@ -232,86 +244,57 @@ def integer_scale(
     return QuantConfig(vision=scheme, projector=scheme, language=scheme, down=down, rewrites=rewrites)
 
 
-def calibquant(
-    bits: int = 1,
-    *,
-    values: str = "channel",
-    search: Search | None = None,
-    tau: tuple[tuple[float, float], ...] = (),
-    shrink_keys: float | None = None,
-    shrink_values: float | None = None,
-    rounding: str | None = None,
-    text_bits: int = 16,
-    text_window: int = 128,
-    by_layer: bool = False,
-    layer_bits: tuple[int, ...] = (),
-) -> QuantConfig:
-    """The visual part of the KV cache in 8 to 1 bits, by CalibQuant (arXiv:2502.14882); ``|`` composes it with a weight recipe.
-
-    Args:
-        bits: 1, 2, 4 or 8; with ``by_layer`` any number from 1 to 8.
-        values: "channel" as in section 4.1, or "token" or "tensor" for its ablation.
-        search: the grid search over {0, 1, 2, 3}^2 of section 4.2: one pair for the "model", one per "layer", or "none".
-            None is "model" for 1 and 2 bits, as in the authors' code, unless ``tau`` is given, and "none" above and where layers
-            differ.
-        tau: pairs (tau1, tau2), known beforehand.
-        shrink_keys: see ``KVSpec``; None is 0.6 at 1 bit, whose two levels would otherwise be the extremes, and 1 above.
-            (The authors' code has 0.5 for keys and 0.3 for values, towards zero instead of the centre.)
-        shrink_values: likewise.
-        rounding: of keys, "nearest" or by the calibration's "queries" (ops/kv_round_keys.py, not in the paper).  None is the
-            latter at 1 bit where there is a search, and so calibration data, and with ``by_layer``.
-        text_bits: of text and generated tokens: 16, the model's dtype, or 8 or 4 ...
-        text_window: ... but for the last so many.
-        by_layer: calibration gives each layer 1, 2, 4 or 8 bits, ``bits`` at most on average (kv/layer_bits.py, not in the paper).
-        layer_bits: those of each layer, known beforehand.
-    """
-    differ = by_layer or bool(layer_bits)
-    found: Search = search or ("none" if tau or bits > 2 or differ else "model")
-    shrink = [given or (0.6 if bits == 1 or differ else 1.0) for given in (shrink_keys, shrink_values)]
-    rounding = rounding or ("queries" if by_layer or (bits == 1 and found != "none") else "nearest")
-    ranges: dict[str, Any] = {"shrink_keys": shrink[0], "shrink_values": shrink[1], "rounding": rounding}
-    text: dict[str, Any] = {"text_bits": text_bits, "text_window": text_window}
-    text |= {"by_layer": by_layer, "layer_bits": layer_bits}
-    return QuantConfig(kv=KVSpec(bits, "channel", values, search=found, tau=tau, **ranges, **text))
-
-
-def kivi(bits: int = 2) -> QuantConfig:
-    """A baseline in the manner of KIVI (arXiv:2402.02750): visual keys per channel, values per token, no calibration."""
-    return QuantConfig(kv=KVSpec(bits, "channel", "token"))
-
-
-def global_range(bits: int = 2) -> QuantConfig:
-    """A baseline: visual keys and values with one range each a sequence (CalibQuant, section 4: "global statistics")."""
-    return QuantConfig(kv=KVSpec(bits, "tensor", "tensor"))
-
-
 def per_token(
-    weight_bits: int = 4, activation_bits: int = 4, *, kv_bits: int | None = None, solver: Solver = "gptq"
+    weight_bits: int = 4,
+    activation_bits: int = 4,
+    *,
+    symmetric: bool = False,
+    group_size: int | None = None,
+    kv_bits: int | None = None,
+    solver: Solver = "gptq",
 ) -> QuantConfig:
-    """Activations as they come, asymmetric, one scale per token; no rewrites: the baselines RTN and GPTQ of low-bit activations.
+    """Activations as they come, one scale per token; no rewrites: the baselines RTN and GPTQ of low-bit activations.
+
+    ``per_token(8, 8, symmetric=True, solver="rtn")`` is what compressed-tensors calls dynamic W8A8, and
+    ``per_token(4, 8, symmetric=True, group_size=128)`` its int4 with dynamic activations; vLLM runs both.
 
     Args:
-        weight_bits: 2, 3, 4 or 8, one scale per output channel.
-        activation_bits: 2 to 8.
+        weight_bits: 2, 3, 4 or 8.
+        activation_bits: 2 to 8; 8 where they are symmetric.
+        symmetric: of activations; False: a zero point beside each token's scale.
+        group_size: input channels per weight scale, beside symmetric activations; None means one scale per output channel.
         kv_bits: of the decoder's keys and values, rounded per head; None leaves them as they are.
         solver: ``rtn``, ``mse_clip`` or ``gptq``.
+
+    Raises:
+        ConfigError: symmetric activations of less than 8 bits, or groups beside asymmetric ones.
     """
-    return _dynamic(weight_bits, DynamicSpec(activation_bits), solver, Rewrites(), _kv(kv_bits))
+    return _dynamic(weight_bits, _activations(activation_bits, symmetric), solver, Rewrites(), _kv(kv_bits), group_size)
 
 
 def smoothquant(
-    weight_bits: int = 4, activation_bits: int = 4, *, alpha: float = 0.5, kv_bits: int | None = None, solver: Solver = "gptq"
+    weight_bits: int = 4,
+    activation_bits: int = 4,
+    *,
+    alpha: float = 0.5,
+    symmetric: bool = False,
+    kv_bits: int | None = None,
+    solver: Solver = "gptq",
 ) -> QuantConfig:
     """SmoothQuant (arXiv:2211.10438, equation 4) with dynamic activations; with GPTQ it is what ResQ calls SmoothQuant+.
 
     Args:
         weight_bits: 2, 3, 4 or 8, one scale per output channel.
-        activation_bits: 2 to 8.
+        activation_bits: 2 to 8; 8 where they are symmetric, as the authors' are.
         alpha: in (0, 1), how much of the inputs' range goes into the weights.
+        symmetric: of activations, as in ``per_token``.
         kv_bits: of the decoder's keys and values, rounded per head; None leaves them as they are.
         solver: as in ``per_token``.
+
+    Raises:
+        ConfigError: symmetric activations of less than 8 bits.
     """
-    return _dynamic(weight_bits, DynamicSpec(activation_bits), solver, Rewrites(smooth=alpha), _kv(kv_bits))
+    return _dynamic(weight_bits, _activations(activation_bits, symmetric), solver, Rewrites(smooth=alpha), _kv(kv_bits))
 
 
 def quarot(
@@ -474,9 +457,23 @@ def _kv(
     return None if bits is None else KVRounding(bits, high_bits, high_fraction, basis)
 
 
-def _dynamic(bits: int, dynamic: DynamicSpec, solver: Solver, rewrites: Rewrites, kv: KVRounding | None) -> QuantConfig:
+def _activations(bits: int, symmetric: bool) -> DynamicSpec | ActivationSpec:
+    """With a scale per token, found as it comes."""
+    return ActivationSpec(bits, PerToken()) if symmetric else DynamicSpec(bits)
+
+
+def _dynamic(
+    bits: int,
+    activations: DynamicSpec | ActivationSpec,
+    solver: Solver,
+    rewrites: Rewrites,
+    kv: KVRounding | None,
+    group_size: int | None = None,
+) -> QuantConfig:
     """All three towers; channels in their own order, as the authors of ResQ have it."""
-    scheme = Scheme(WeightSpec(bits, PerRow(), solver, act_order=False, clip="weights"), dynamic=dynamic)
+    weight = WeightSpec(bits, PerGroup(group_size) if group_size else PerRow(), solver, act_order=False, clip="weights")
+    each = isinstance(activations, DynamicSpec)
+    scheme = Scheme(weight, dynamic=activations) if each else Scheme(weight, activations)
     return QuantConfig(vision=scheme, projector=scheme, language=scheme, rewrites=rewrites, kv_rounding=kv)
 
 
