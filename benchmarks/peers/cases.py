@@ -27,7 +27,8 @@ class Case:
 
 
 RECIPES: dict[str, Callable[[int, int | None, bool], QuantConfig]] = {
-    "rtn": lambda bits, group, symmetric: rtn(bits, group_size=group),
+    "rtn": lambda bits, group, symmetric: rtn(bits, group_size=group, symmetric=symmetric),
+    "mse_clip": lambda bits, group, symmetric: rtn(bits, group_size=group, symmetric=symmetric, solver="mse_clip"),
     "gptq": lambda bits, group, symmetric: gptq(bits, group, symmetric=symmetric),
     "awq": lambda bits, group, symmetric: awq(bits, group, symmetric=symmetric),
     "awq+gptq": lambda bits, group, symmetric: awq(bits, group, symmetric=symmetric, solver="gptq"),
@@ -40,6 +41,11 @@ FORMS = {
     "gptq": ((4, 128, True), (4, 128, False), (3, 128, True), (2, 64, True), (2, 32, False), (2, 32, True)),
     "awq": ((4, 128, False), (3, 128, False), (2, 32, False)),
     "awq+gptq": ((4, 128, True), (3, 128, True), (2, 64, True), (2, 32, False)),
+}
+DATA_FREE = {  # (ours, its peer): with zero points
+    ("mse_clip", "hqq"): ((4, 128), (3, 128), (2, 32)),
+    ("rtn", "quanto"): ((4, 128), (2, 32)),
+    ("rtn", "torchao"): ((4, 128), (3, 128), (2, 32)),
 }
 LEARNED = ("gptq", "awq+gptq", "autoround")
 CASES = (
@@ -55,9 +61,14 @@ CASES = (
         for peer in LEARNED
         for sample in SAMPLES
     ),
+    *(
+        Case(sample, ours, f"data_free {peer}", *form, False)
+        for (ours, peer), forms in DATA_FREE.items()
+        for form in forms
+        for sample in SAMPLES
+    ),
 )
 UNRUN = {
-    "torchao, HQQ, optimum-quanto": "there is no script for them here yet",
     "GPTQModel": "it asks for another torch than this comparison's",
 }
 

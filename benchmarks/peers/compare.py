@@ -110,7 +110,7 @@ def rows(runs: dict[str, Any]) -> list[tuple[str, ...]]:
             cells.append(f"{np.mean(a[kind]):.{digits}f} / {np.mean(b[kind]):.{digits}f}")
             cells.append(f"{difference.mean:+.{digits}f} [{difference.low:+.{digits}f}, {difference.high:+.{digits}f}]")
             said.append(verdict(difference.low, difference.high))
-        made.append((case.form, name_of(case.sample), case.ours, case.peer, *cells, *said))
+        made.append((case.form, name_of(case.sample), case.ours, case.peer.removeprefix("data_free "), *cells, *said))
     return made
 
 
