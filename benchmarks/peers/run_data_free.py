@@ -1,6 +1,6 @@
 """Round the exported model's weights with HQQ, optimum-quanto or torchao, which look at no data; write what it answers.
 
-    python run_data_free.py FOLDER METHOD BITS GROUP sym|asym OUT        METHOD: hqq, quanto, torchao
+    python run_data_free.py FOLDER METHOD BITS GROUP asym OUT        METHOD: hqq, quanto, torchao
 
 FOLDER holds model/ and questions.pt, as ``compare.py`` writes them.  Every library as its documentation has it: HQQ's solver for
 zero points, quanto's default optimizer, torchao's integers by groups.  Zero points are theirs: HQQ and quanto have them at these

@@ -76,8 +76,8 @@ def recipes() -> dict[str, Callable[..., QuantConfig]]:
     """The functions of mmqc.recipes that make configurations, without leading underscore."""
     import mmqc
 
-    members, homes = inspect.getmembers(mmqc.recipes, inspect.isfunction), ("mmqc.recipes", "mmqc.recipes.cache")
-    return {name: f for name, f in members if f.__module__ in homes and not name.startswith("_")}
+    members = inspect.getmembers(mmqc.recipes, inspect.isfunction)
+    return {name: f for name, f in members if f.__module__.startswith(mmqc.recipes.__name__) and not name.startswith("_")}
 
 
 def plain_value(text: str) -> Any:

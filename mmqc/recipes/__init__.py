@@ -472,8 +472,8 @@ def _dynamic(
 ) -> QuantConfig:
     """All three towers; channels in their own order, as the authors of ResQ have it."""
     weight = WeightSpec(bits, PerGroup(group_size) if group_size else PerRow(), solver, act_order=False, clip="weights")
-    each = isinstance(activations, DynamicSpec)
-    scheme = Scheme(weight, dynamic=activations) if each else Scheme(weight, activations)
+    dynamic = isinstance(activations, DynamicSpec)
+    scheme = Scheme(weight, dynamic=activations) if dynamic else Scheme(weight, activations)
     return QuantConfig(vision=scheme, projector=scheme, language=scheme, rewrites=rewrites, kv_rounding=kv)
 
 
