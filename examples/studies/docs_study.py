@@ -62,10 +62,12 @@ PARTS: dict[str, dict[str, Callable[[], QuantConfig]]] = {
         "outlier + rotation W4A4KV4": lambda: R.outlier_rotation(4, vision_bits=4),
         "resq W4A4KV4, vision tower too": lambda: R.resq(4, vision_bits=4),
     },
-    "towers": {  # ResQ's published code leaves a vision tower in 16 bits
+    "towers": {  # the published code of both leaves a vision tower in 16 bits
         "resq W4A4KV4": lambda: R.resq(4),
         "resq W4A4KV4, vision tower too": lambda: R.resq(4, vision_bits=4),
         "resq W4A4KV4, language alone": lambda: R.resq(4, vision_bits=None),
+        "awq W4A16 g128": lambda: R.awq(4, 128),
+        "awq W4A16 g128, language alone": lambda: R.awq(4, 128).with_towers("language"),
     },
     "layers": BY_LAYER,
     "cache": {  # CalibQuant's calibration of scores
@@ -290,7 +292,7 @@ def draw() -> None:
     titles = {
         "ingredients": "MQuant's ingredients, W4A8 (its table 5)",
         "order": "W4A4KV4, the methods that ResQ compares (its table 1)",
-        "towers": "ResQ and the vision tower",
+        "towers": "ResQ, AWQ and the vision tower",
         "layers": "The packed cache with bits by layer: as many on average",
         "cache": "The packed cache, with and without calibrated scores (CalibQuant)",
         "amplifier": "Integer Scale's amplifier, W4A8 g128",
