@@ -116,11 +116,15 @@ def _patches(request: CompileOptions) -> dict[str, Any]:
 
 
 def _before_trace(frame: Frame) -> tuple[bool, bool]:
-    weights = (t.dim() > 1 for t in chain(frame.model.parameters(), frame.model.buffers()))
-    if not torch.cuda.is_available() and any(weights):  # generated code will be C++, if there is a product to generate it for
-        import mmqc.lowering.early_compiler
+    if any(t.dim() > 1 for t in chain(frame.model.parameters(), frame.model.buffers())):  # a product to generate code for
+        if torch.cuda.is_available():
+            import mmqc.lowering.compile_elsewhere
 
-        mmqc.lowering.early_compiler.start()
+            mmqc.lowering.compile_elsewhere.start()
+        else:  # the code will be C++
+            import mmqc.lowering.early_compiler
+
+            mmqc.lowering.early_compiler.start()
     return before_trace(frame)
 
 

@@ -26,6 +26,7 @@ COVERS: dict[str, str] = {
     "engines_tests/test_real_vllm.py": "engines/ask_vllm",
     "front_tests/test_front.py": "explain front/find",
     "gpu_tests/test_early_start.py": "kernels/shared/early_start",
+    "kernels_tests/shared/test_compile_elsewhere.py": "lowering/compile_elsewhere",
     "kernels_tests/shared/test_repeated_launch.py": "kernels/shared/compile_ahead",
     "lowering_tests/test_plans.py": "kernels/matmul/by_rows lowering/by_rows",
     "lowering_tests/test_python_call.py": "lowering/kernel_names",

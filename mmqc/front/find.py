@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -97,10 +98,22 @@ class Finder:
         return run
 
     def warm(self) -> None:
-        """On a GPU, compile what a first forward compiles: watched, that would take several times as long."""
-        if any(isinstance(v, Tensor) and v.is_cuda for v in self.inputs.values()):
-            with as_traced():
+        """On a GPU, compile what a first forward compiles: watched, that would take several times as long.
+
+        Its kernels are listed first, by a forward that runs none of them, and compiled together.
+        """
+        devices = [v.device for v in self.inputs.values() if isinstance(v, Tensor) and v.is_cuda]
+        if not devices:
+            return
+        from mmqc.kernels.shared.compile_ahead import ahead, wait  # and Triton with it
+        from mmqc.kernels.shared.launch import listed
+
+        with as_traced():
+            with suppress(Exception), listed() as launches:  # its values mean nothing
                 self.forward()
+            ahead(launches, devices[0])
+            wait()
+            self.forward()
 
     def observed(self) -> Observation:
         """The forward with every read."""

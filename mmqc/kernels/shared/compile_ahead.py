@@ -2,26 +2,38 @@
 
     ahead(launches)      compile the kernels of launches, of tensors or of ``Shape``s, each once
     wait()               until all of them are
+    hand_over(to)        let other processes compile; a thread then loads what they made
 
 Why:     which kernel a number of rows takes is known when it comes, and compiling one takes seconds.  Triton's passes and ptxas
-         run outside of Python's lock.
+         run outside of Python's lock, its walk through the source does not.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import torch
 
+from mmqc.kernels.shared.compile_elsewhere import Sent, sent
 from mmqc.kernels.shared.launch import Launch
+
+logger = logging.getLogger(__name__)
 
 _lock = threading.Lock()
 _known: set[Hashable] = set()
 _running: list[Future[None]] = []
 _pool: list[ThreadPoolExecutor] = []
+_elsewhere: list[Callable[[Sent], Future[Any]]] = []
+
+
+def hand_over(to: Callable[[Sent], Future[Any]]) -> None:
+    """``to`` has ``compile_sent`` called in another process."""
+    _elsewhere[:] = [to]
 
 
 def ahead(launches: Iterable[Launch], device: torch.device) -> None:
@@ -57,6 +69,11 @@ def _workers() -> ThreadPoolExecutor:
 
 
 def _compile(launch: Launch, device: torch.device) -> None:
+    if _elsewhere:
+        try:
+            _elsewhere[0](sent(launch, device)).result()
+        except Exception as error:  # it is compiled here, and an error of its own comes again
+            logger.info("%s was not compiled by another process: %s", launch.kernel.__name__, error)
     with torch.cuda.device(device):
         compiled = launch.compile()
         getattr(compiled, "run", None)  # which loads it

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -20,6 +22,7 @@ from triton.runtime.jit import MockTensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from mmqc.kernels.shared.gluon_tiles import describe, is_gluon
+from mmqc.kernels.shared.settled_key import settle
 
 
 class Shape:
@@ -88,12 +91,17 @@ class Launch(NamedTuple):
     early: bool = False
 
     def run(self) -> Any:
-        """On tensors, now; Triton's compiled kernel, or None in its interpreter."""
+        """On tensors, now; Triton's compiled kernel, or None in its interpreter, or where launches are ``listed``."""
+        if (listed := _listed.get()) is not None:
+            listed.append(self)
+            return None
+        settle(self.kernel)
         described = {name: self.described(name) for name in self.descriptors}
         return self.kernel[self.grid](**{**self.args, **described}, **self.constants, **self._options())
 
     def compile(self) -> Any:
         """Triton's compiled kernel, without running it; its tensors may be ``Shape``s, which begin where wide loads may."""
+        settle(self.kernel)
         described = {name: self.described(name) for name in self.descriptors}
         args = {name: MockTensor(v.dtype) if isinstance(v, (Shape, Tensor)) else v for name, v in self.args.items()}
         return self.kernel.warmup(grid=self.grid, **{**args, **described}, **self.constants, **self._options())
@@ -114,6 +122,20 @@ class Launch(NamedTuple):
     def _options(self) -> dict[str, Any]:
         options: dict[str, Any] = {"num_warps": self.num_warps, "num_stages": self.num_stages}
         return options | ({"launch_pdl": True} if self.early else {})
+
+
+_listed: ContextVar[list[Launch] | None] = ContextVar("where launches are listed", default=None)
+
+
+@contextmanager
+def listed() -> Iterator[list[Launch]]:
+    """The launches that would run, none of which does: what they should have filled is left as it was."""
+    launches: list[Launch] = []
+    token = _listed.set(launches)
+    try:
+        yield launches
+    finally:
+        _listed.reset(token)
 
 
 def _kind(arg: Any) -> Hashable:
