@@ -75,6 +75,10 @@ class Memory:
         """Whether it may be read."""
         return not any(map(expired, self.numbers))
 
+    def gone(self) -> set[int]:
+        """Places where another tensor is by now, even if it has the same address by chance."""
+        return {place for place, number in zip(self.places, self.numbers, strict=True) if expired(number)}
+
     def same(self, args: Sequence[Any]) -> bool:
         """Whether nothing was written to it since; that it is where it was, the recording's key says."""
         return versions([args[i] for i in self.places]) == self.versions

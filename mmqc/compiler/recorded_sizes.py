@@ -88,6 +88,7 @@ class _Size:
         calls: that came.
         next: the call that is timed next.
         waited: says of a timed one whether the device waited for the host in it.
+        stood: the memory of what seemed to stay, when it was timed.
         recording: of it.
         refused: why there will be none.
     """
@@ -95,6 +96,7 @@ class _Size:
     calls: int = 0
     next: int = 2
     waited: Callable[[], bool | None] | None = None
+    stood: Memory | None = None
     recording: _Recording | None = None
     refused: str = ""
 
@@ -229,6 +231,7 @@ class RecordedSizes:
         if size.recording is None and not size.refused:
             if size.waited is None and size.calls >= size.next:
                 result, size.waited = self.device.timed(lambda: self.graph(*args))
+                size.stood = Memory.of(places.staying, args)
                 return result
             if size.waited is not None and (waited := size.waited()) is not None:
                 size.waited, size.next = None, 2 * size.calls
@@ -269,7 +272,10 @@ class RecordedSizes:
 
     def _record(self, size: _Size, args: Sequence[Any], known: _Places) -> None:
         current, handed = CURRENT.get(), handed_over()
-        brought = [i for i in known.staying if id(args[i]) in handed or (current is not None and current.has(args[i]))]
+        gone = size.stood.gone() if size.stood is not None else set()
+        brought = [
+            i for i in known.staying if i in gone or id(args[i]) in handed or (current is not None and current.has(args[i]))
+        ]
         inputs = [(i, place_for(args[i])) for i in (*known.moving, *brought) if args[i].device.type == self.device.kind]
         given = list(args)
         for i, place in inputs:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor
@@ -82,14 +83,21 @@ class Model:
         assert {2, 3} <= late  # nobody was given the positions, and the cache is written to
         return None if 1 in late else Halves(lambda weight, x, *_: (self.tower(weight, x),), self.tail, {0, 1})
 
-    def generate(self, x: Tensor, places: Tensor, between: Callable[[], object] = lambda: None, copied: bool = False) -> Tensor:
+    def generate(
+        self,
+        x: Tensor,
+        places: Tensor,
+        between: Callable[[], object] = lambda: None,
+        copied: bool = False,
+        copy: Callable[[Tensor], Tensor] = torch.clone,
+    ) -> Tensor:
         """As compiled_loop does."""
         cache = SimpleNamespace(layers=[SimpleNamespace(keys=self.cache)])
         given = {"input_ids": torch.tensor([[1, 2]]), "pixel_values": x, "other": "no tensor"}
         with torch.no_grad(), self.ahead.call(given):
             self.ahead.cache = cache
             between()
-            return self.call(self.weight, x.clone() if copied else x, places.clone(), self.cache)[0]
+            return self.call(self.weight, copy(x) if copied else x, places.clone(), self.cache)[0]
 
     def right(self, x: Tensor, places: Tensor) -> Tensor:
         return (x @ self.weight) * places[:, None]
@@ -113,6 +121,13 @@ def test_head__runs_before_the_call_and_once(copied: bool) -> None:
     before = model.towers
     calls(model, 1, copied=copied)
     assert model.towers == before + 1  # not once more in the call
+
+
+def test_head__of_a_copy_that_comes_to_lie_where_the_last_one_did() -> None:
+    """Each is a tensor of its own, gone with its call; the memory is the same."""
+    model, memory = Model(), numpy.empty((2, 3), numpy.float32)
+    calls(model, 8, copied=True, copy=lambda x: torch.from_numpy(memory).copy_(x))
+    assert model.ahead.right >= 4
 
 
 def test_head__sizes_in_any_order() -> None:
