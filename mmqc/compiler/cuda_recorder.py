@@ -44,7 +44,7 @@ class Cuda:
             self.stream = now
         return bool(now == self.stream)
 
-    def timed(self, run: Callable[[], Any]) -> tuple[Any, Callable[[], bool | None]]:
+    def timed(self, run: Callable[[], Any], short: float = 0.0) -> tuple[Any, Callable[[], bool | None]]:
         """By events, which are looked at later; ranks, which might not agree on that, say that it waited."""
         if in_group():
             return run(), lambda: True
@@ -54,7 +54,7 @@ class Cuda:
         result = run()
         host = 1e3 * (time.perf_counter() - begin)
         end.record()
-        return result, lambda: start.elapsed_time(end) < WAITING * host if end.query() else None
+        return result, lambda: start.elapsed_time(end) < max(WAITING * host, short) if end.query() else None
 
     def record(self, run: Callable[[], Any], beside: bool = False) -> tuple[Any, Replay]:
         """On a stream of its own, for the usual one is never captured."""

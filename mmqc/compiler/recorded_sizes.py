@@ -2,8 +2,9 @@
 
     1st call of a size    runs
     2nd                   runs, and is timed by the clock and on the device
-    3rd                   is recorded, if the host took about as long to launch it as the device to run it; and replayed; if not,
-                          it is timed again when twice as many have come, for the device may have been another's, too
+    3rd                   is recorded, if the host took about as long to launch it as the device to run it, or if its first half
+                          may begin before the host is ready and the whole is short; and replayed; if not, it is timed again when
+                          twice as many have come, for the device may have been another's, too
     later                 what goes in is copied, one launch, what comes out is copied; two launches, where the first half needs so
                           little that compiled_loop begins with it (head_start.py)
 
@@ -41,6 +42,7 @@ from mmqc.front.handover import handed_over
 LIMIT = 16  # sizes, where no other number is asked for
 SEEN = 8  # times as many are counted
 COPIED = 1 << 28  # bytes that may be copied in front of a replay
+SHORT = 100.0  # ms: what a head start spares, some 10 to 20, is worth the memory of a recording
 
 _GRAPHS: WeakSet[RecordedSizes] = WeakSet()
 
@@ -60,8 +62,11 @@ class Device(Protocol):
         """Whether this call may be timed, recorded or replayed."""
         ...
 
-    def timed(self, run: Callable[[], Any]) -> tuple[Any, Callable[[], bool | None]]:
-        """What ``run`` gives, and who says later whether the device waited for the host in it; None: not known yet."""
+    def timed(self, run: Callable[[], Any], short: float = 0.0) -> tuple[Any, Callable[[], bool | None]]:
+        """What ``run`` gives, and who says later whether the device waited for the host in it; None: not known yet.
+
+        So is said of what took less than ``short`` milliseconds.
+        """
         ...
 
     def record(self, run: Callable[[], Any], beside: bool = False) -> tuple[Any, Replay]:
@@ -230,7 +235,8 @@ class RecordedSizes:
         size.calls += 1
         if size.recording is None and not size.refused:
             if size.waited is None and size.calls >= size.next:
-                result, size.waited = self.device.timed(lambda: self.graph(*args))
+                short = SHORT if self.halves is not None and CURRENT.get() is not None else 0.0
+                result, size.waited = self.device.timed(lambda: self.graph(*args), short)
                 size.stood = Memory.of(places.staying, args)
                 return result
             if size.waited is not None and (waited := size.waited()) is not None:
@@ -273,9 +279,7 @@ class RecordedSizes:
     def _record(self, size: _Size, args: Sequence[Any], known: _Places) -> None:
         current, handed = CURRENT.get(), handed_over()
         gone = size.stood.gone() if size.stood is not None else set()
-        brought = [
-            i for i in known.staying if i in gone or id(args[i]) in handed or (current is not None and current.has(args[i]))
-        ]
+        brought = [i for i in known.staying if i in gone or id(args[i]) in handed or (current is not None and current.has(args[i]))]
         inputs = [(i, place_for(args[i])) for i in (*known.moving, *brought) if args[i].device.type == self.device.kind]
         given = list(args)
         for i, place in inputs:

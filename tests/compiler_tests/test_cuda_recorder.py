@@ -19,6 +19,14 @@ def test_cuda__ranks_do_not_time_what_they_might_not_agree_on(monkeypatch: pytes
     assert (result, waited()) == (5, True)
 
 
+@pytest.mark.parametrize(("short", "waited"), [(0.0, False), (100.0, True)])
+def test_cuda__a_short_call_is_as_one_that_waited_if_asked(monkeypatch: pytest.MonkeyPatch, short: float, waited: bool) -> None:
+    event = Mock(elapsed_time=lambda end: 60.0, query=lambda: True)  # ms, which no host takes for nothing
+    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: event)
+    monkeypatch.setattr(cuda_recorder, "in_group", lambda: False)
+    assert Cuda().timed(lambda: 5, short)[1]() is waited
+
+
 @pytest.mark.parametrize("ranks", [False, True], ids=["alone", "ranks"])
 def test_cuda__ranks_let_their_recordings_go_before_the_group_ends(monkeypatch: pytest.MonkeyPatch, ranks: bool) -> None:
     ends: list[Any] = []

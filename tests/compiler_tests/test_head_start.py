@@ -29,12 +29,13 @@ class Recorder:
     def __init__(self) -> None:
         self.log: list[str] = []
         self.recorded: list[bool] = []
+        self.waits = True
 
     def usable(self) -> bool:
         return True
 
-    def timed(self, run: Callable[[], Any]) -> tuple[Any, Callable[[], bool | None]]:
-        return run(), lambda: True
+    def timed(self, run: Callable[[], Any], short: float = 0.0) -> tuple[Any, Callable[[], bool | None]]:
+        return run(), lambda: self.waits or short > 0
 
     def record(self, run: Callable[[], Any], beside: bool = False) -> tuple[Any, Replay]:
         self.recorded.append(beside)
@@ -127,6 +128,13 @@ def test_head__of_a_copy_that_comes_to_lie_where_the_last_one_did() -> None:
     """Each is a tensor of its own, gone with its call; the memory is the same."""
     model, memory = Model(), numpy.empty((2, 3), numpy.float32)
     calls(model, 8, copied=True, copy=lambda x: torch.from_numpy(memory).copy_(x))
+    assert model.ahead.right >= 4
+
+
+def test_head__is_worth_a_recording_where_the_device_does_not_wait_for_launches() -> None:
+    model = Model()
+    model.device.waits = False
+    calls(model, 8)
     assert model.ahead.right >= 4
 
 

@@ -33,7 +33,7 @@ class Recorder:
     def usable(self) -> bool:
         return True
 
-    def timed(self, run: Callable[[], Any]) -> tuple[Any, Callable[[], bool | None]]:
+    def timed(self, run: Callable[[], Any], short: float = 0.0) -> tuple[Any, Callable[[], bool | None]]:
         return run(), lambda: self.waits
 
     def record(self, run: Callable[[], Any], beside: bool = False) -> tuple[Any, Replay]:
