@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import functools
+from concurrent.futures import Future
+from typing import Any
 
-from torch._inductor import async_compile
+from torch._inductor.async_compile import AsyncCompile, get_compile_threads
 
 from mmqc.kernels.shared import compile_ahead
-from mmqc.kernels.shared.compile_elsewhere import compile_sent
+from mmqc.kernels.shared.compile_elsewhere import Sent, compile_sent
 
 
 @functools.cache
 def start() -> None:
-    """Let the processes begin, if Inductor has any; kernels are theirs from here on."""
-    if async_compile.get_compile_threads() <= 1:
-        return
-    async_compile.AsyncCompile.wakeup()
-    compile_ahead.hand_over(lambda known: async_compile.AsyncCompile.process_pool().submit(compile_sent, known))
+    """Let the processes begin, if Inductor has any; kernels are theirs as soon as they are there, some seconds from now."""
+    if get_compile_threads() > 1:
+        AsyncCompile.wakeup()
+        compile_ahead.hand_over(submit)
+
+
+def submit(known: Sent) -> Future[Any] | None:
+    """Let one of them compile it; None if they are not there yet."""
+    return AsyncCompile.process_pool().submit(compile_sent, known) if AsyncCompile.use_process_pool() else None

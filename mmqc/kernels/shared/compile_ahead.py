@@ -28,11 +28,11 @@ _lock = threading.Lock()
 _known: set[Hashable] = set()
 _running: list[Future[None]] = []
 _pool: list[ThreadPoolExecutor] = []
-_elsewhere: list[Callable[[Sent], Future[Any]]] = []
+_elsewhere: list[Callable[[Sent], Future[Any] | None]] = []
 
 
-def hand_over(to: Callable[[Sent], Future[Any]]) -> None:
-    """``to`` has ``compile_sent`` called in another process."""
+def hand_over(to: Callable[[Sent], Future[Any] | None]) -> None:
+    """``to`` has ``compile_sent`` called in another process, or gives None: then it is compiled here."""
     _elsewhere[:] = [to]
 
 
@@ -71,7 +71,9 @@ def _workers() -> ThreadPoolExecutor:
 def _compile(launch: Launch, device: torch.device) -> None:
     if _elsewhere:
         try:
-            _elsewhere[0](sent(launch, device)).result()
+            made = _elsewhere[0](sent(launch, device))
+            if made is not None:
+                made.result()
         except Exception as error:  # it is compiled here, and an error of its own comes again
             logger.info("%s was not compiled by another process: %s", launch.kernel.__name__, error)
     with torch.cuda.device(device):

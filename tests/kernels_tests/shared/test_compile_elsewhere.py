@@ -34,9 +34,18 @@ for stored, dtype in ((4096, torch.int8), (2048, torch.uint8)):
     part = by_rows.Part(4096, stored, dtype, None, torch.bfloat16)
     for launch in by_rows.kernels_of(device, (torch.int8, 4096), 1, [part], None):
         kernels.setdefault(launch.kernel.__name__, launch)
+if sys.argv[1] == "of Inductor":
+    from torch._inductor.async_compile import AsyncCompile
+    from mmqc.lowering import compile_elsewhere as pool
+
+    pool.start()
+    AsyncCompile.wait_pool_ready()
 for name, launch in kernels.items():
-    given = pickle.dumps(compile_elsewhere.sent(launch, device))
-    subprocess.run([sys.executable, "-c", sys.argv[1]], input=given, check=True)
+    known = compile_elsewhere.sent(launch, device)
+    if sys.argv[1] == "of Inductor":
+        pool.submit(known).result()
+    else:
+        subprocess.run([sys.executable, "-c", sys.argv[2]], input=pickle.dumps(known), check=True)
     made = len(os.listdir(os.environ["TRITON_CACHE_DIR"]))
     launch.compile()
     print(name, made, len(os.listdir(os.environ["TRITON_CACHE_DIR"])))
@@ -52,12 +61,13 @@ assert "TRITON_CACHE_DIR" not in os.environ
 
 
 @pytest.mark.slow
-def test_compile_sent__fills_the_cache_of_the_sender(tmp_path):
-    """Kernels one after the other: the sender has compiled those before, each other process has not."""
+@pytest.mark.parametrize("process", ["its own", "of Inductor"])
+def test_compile_sent__fills_the_cache_of_the_sender(tmp_path, process):
+    """Kernels one after the other: the sender has compiled those before, each other process of its own has not."""
     bare = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     run = subprocess.run(
-        [sys.executable, "-c", SENDER, OTHER], capture_output=True, text=True, cwd=Path(__file__).parents[3],
-        env=bare | {"TRITON_CACHE_DIR": str(tmp_path)},
+        [sys.executable, "-c", SENDER, process, OTHER], capture_output=True, text=True, cwd=Path(__file__).parents[3],
+        env=bare | {"TRITON_CACHE_DIR": str(tmp_path), "TORCHINDUCTOR_COMPILE_THREADS": "2"},
     )  # fmt: skip
     assert run.returncode == 0, run.stderr[-2000:]
     counts = [tuple(map(int, line.split()[1:])) for line in run.stdout.splitlines()]
@@ -81,15 +91,15 @@ class Kernel:
         self.compiled += 1
 
 
-@pytest.mark.parametrize("fails", [False, True])
-def test_hand_over__is_asked_first_and_a_failure_is_compiled_here(monkeypatch, fails):
+@pytest.mark.parametrize("how", ["there", "not there yet", "closed"])
+def test_hand_over__is_asked_first_and_what_it_does_not_do_is_done_here(monkeypatch, how):
     kernel, asked = Kernel(), []
 
     def submit(known):
         asked.append(known)
-        if fails:
+        if how == "closed":
             raise RuntimeError("the pool is closed")
-        return compile_ahead.Future()
+        return compile_ahead.Future() if how == "there" else None
 
     monkeypatch.setattr(compile_ahead, "_elsewhere", [submit])
     monkeypatch.setattr(compile_ahead, "sent", lambda launch, device: launch.kernel)
