@@ -92,8 +92,8 @@ class Launch(NamedTuple):
 
     def run(self) -> Any:
         """On tensors, now; Triton's compiled kernel, or None in its interpreter, or where launches are ``listed``."""
-        if (listed := _listed.get()) is not None:
-            listed.append(self)
+        if (launches := _listed.get()) is not None:
+            launches.append(self)
             return None
         settle(self.kernel)
         described = {name: self.described(name) for name in self.descriptors}

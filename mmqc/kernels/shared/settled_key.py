@@ -7,19 +7,27 @@ which kernels the process had compiled before, and what one process had made ano
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 from triton.runtime.jit import JITFunction
 
-_settled: set[int] = set()  # by address: a kernel's own hash is its key
+_settled: dict[int, Any] = {}  # by address, which stays theirs: a function's own hash is its key
+_lock = threading.Lock()  # threads compile, and share what their kernels call
 
 
 def settle(kernel: Any) -> None:
     """Give the functions that this one calls their keys, then itself."""
-    if id(kernel) in _settled or not isinstance(kernel, JITFunction):
+    if isinstance(kernel, JITFunction) and id(kernel) not in _settled:
+        with _lock:
+            _settle(kernel, set())
+
+
+def _settle(function: Any, begun: set[int]) -> None:
+    if not isinstance(function, JITFunction) or id(function) in _settled or id(function) in begun:
         return
-    _settled.add(id(kernel))
-    function = kernel.fn
-    for name in function.__code__.co_names:
-        settle(function.__globals__.get(name))
-    _ = kernel.cache_key
+    begun.add(id(function))
+    for name in function.fn.__code__.co_names:
+        _settle(function.fn.__globals__.get(name), begun)
+    _ = function.cache_key
+    _settled[id(function)] = function

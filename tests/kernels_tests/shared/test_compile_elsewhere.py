@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -104,7 +105,7 @@ def test_hand_over__is_asked_first_and_what_it_does_not_do_is_done_here(monkeypa
     monkeypatch.setattr(compile_ahead, "_elsewhere", [submit])
     monkeypatch.setattr(compile_ahead, "sent", lambda launch, device: launch.kernel)
     monkeypatch.setattr(compile_ahead.Future, "result", lambda future, timeout=None: None)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: __import__("contextlib").nullcontext())
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     x = Shape((4,), torch.float32, torch.device("cpu"))
     compile_ahead._compile(Launch(kernel, (1,), {"x_ptr": x}, {}, (), 4, 1), torch.device("cpu"))
     assert (asked, kernel.compiled) == ([kernel], 1)

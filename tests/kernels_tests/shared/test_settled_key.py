@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ pytest.importorskip("triton")
 import triton.language as tl
 from triton.runtime.jit import JITFunction
 
+from mmqc.kernels.shared import settled_key
 from mmqc.kernels.shared.settled_key import settle
 
 LIMIT = tl.constexpr(3.0)
@@ -37,6 +39,20 @@ def made(known_before: bool, settled: bool) -> str:
 
 def test_settle__the_key_is_the_same_whatever_came_before():
     assert made(True, True) == made(False, True)
+
+
+def test_settle__a_thread_waits_for_one_that_settles_the_same_helpers():
+    """Else it would take the key of a kernel whose helpers are under way."""
+    globals()["helper"] = JITFunction(plain_helper)
+    kernel = JITFunction(plain_kernel)
+    thread = threading.Thread(target=settle, args=(kernel,))
+    with settled_key._lock:
+        thread.start()
+        thread.join(0.2)
+        assert thread.is_alive()
+        assert kernel.hash is None
+    thread.join()
+    assert kernel.cache_key == made(True, True)
 
 
 def test_settle__triton_still_needs_it():
