@@ -99,6 +99,8 @@ def holds_integers(sketched: Any) -> bool:
 
 def copied(value: Any) -> Any:
     """A sketch whose integers may be written to."""
+    if isinstance(value, Tensor):  # nearly all
+        return value if value.is_meta else value.clone()
     return pytree.tree_map_only(Tensor, lambda t: t if t.is_meta else t.clone(), value)
 
 

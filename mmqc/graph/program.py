@@ -241,6 +241,11 @@ class Program:
         node.meta.update(shape=tuple(value.shape), dtype=value.dtype)
         return node
 
+    def sketch_as(self, new: fx.Node, old: Any) -> None:
+        """``new`` gives what ``old`` gives, as far as shapes and zeros go: an analysis need not compute it."""
+        if old in self.sketches:
+            self.sketches[new] = self.sketches[old]
+
     def visual_node(self) -> fx.Node:
         """The placeholder that carries the visual mask; made, as the last one, at the first request."""
         placeholders = [n for n in self.graph.nodes if n.op == "placeholder"]

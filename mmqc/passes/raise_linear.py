@@ -66,6 +66,7 @@ class RaiseLinear(Pass):
             weight = prog.graph.call_method("t", (site.weight,)) if kind(site.product) == "addmm" else site.weight
             new = prog.graph.call_function(torch.nn.functional.linear, (x, weight, site.bias))
         copy_meta(new, site.product, self.name, 0)
+        prog.sketch_as(new, site.node)
         for key in ("shape", "dtype", "example_value"):
             if key in site.node.meta:
                 new.meta[key] = site.node.meta[key]

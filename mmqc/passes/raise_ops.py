@@ -166,12 +166,14 @@ class RaiseOps(Pass):
         with prog.graph.inserting_before(site.node):
             new = prog.graph.call_function(site.norm, (x, site.eps))
             copy_meta(new, site.node, self.name, 0)
+            prog.sketch_as(new, x)
             if site.gain is not None and site.gain.op == "get_attr":
                 new.meta["gain"] = str(site.gain.target)
             for word, operand in (("mul", site.gain), ("add", site.bias)):
                 if operand is not None:
                     new = prog.graph.call_method(word, (new, operand))
                     copy_meta(new, site.node, self.name, 0)
+                    prog.sketch_as(new, site.node)
         for key in ("shape", "dtype", "example_value"):
             if key in site.node.meta:
                 new.meta[key] = site.node.meta[key]

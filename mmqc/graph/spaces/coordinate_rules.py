@@ -22,7 +22,6 @@ from mmqc.graph.spaces.coordinates import (
     compact,
     is_zero,
     varies_together,
-    weights_behind,
 )
 from mmqc.graph.spaces.rows import Rows
 from mmqc.graph.spaces.selections import any_row, chosen_axes, first, join_choices, join_written, row_of
@@ -76,7 +75,7 @@ class Rules(Tracker):
                 return ids
             if isinstance(other, Tensor) and is_zero(other):
                 return ids.expand(result.shape)
-            if _is_vector(result) and weights_behind(node):  # 1 + w: a gain
+            if _is_vector(result) and self.weights_of(node):  # 1 + w: a gain
                 return None
             self.freeze(ids, node, "something that is no channel of a weight is added")
             return self.renamed(node, ids.expand(result.shape))
@@ -106,9 +105,9 @@ class Rules(Tracker):
         if a is None and b is None:
             return None
         if a is not None and b is not None:
-            if _is_vector(args[1]) and weights_behind(node.args[1]):  # a weight behind a cast: a gain
+            if _is_vector(args[1]) and self.weights_of(node.args[1]):  # a weight behind a cast: a gain
                 b = self.freeze(b, node, "it is a gain")
-            elif _is_vector(args[0]) and weights_behind(node.args[0]):
+            elif _is_vector(args[0]) and self.weights_of(node.args[0]):
                 a = self.freeze(a, node, "it is a gain")
         if a is not None and b is not None:
             return self.product(node, a, b)
@@ -144,7 +143,7 @@ class Rules(Tracker):
             return ids
         if factor.numel() == ids.shape[-1] == factor.shape[-1]:
             self.freeze(ids, node, "a gain per channel is multiplied in")
-            names = weights_behind(origin)
+            names = self.weights_of(origin)
             source = self.new("gain", node, factor.numel(), fqn=",".join(names) if names else "")
             x = next(n for n in node.all_input_nodes if n is not origin)
             self.found.gains.append(Gain(node, x, origin, source))

@@ -120,6 +120,7 @@ class Tracker:
         self.columns_of: dict[tuple[str, int], Tensor] = {}
         self.made: dict[tuple[str, str, int, int], Source] = {}
         self.written = written(prog)
+        self.constant: set[fx.Node] = set()  # no input of the program goes into them
         self.found.contractions = {n: c for n in prog.graph.nodes if (c := contraction(prog, n)) is not None}
         self.on_the_way = {n for c in self.found.contractions.values() for n in c.chain}
 
@@ -130,6 +131,8 @@ class Tracker:
             flat = node.args[0] if isinstance(node.args[0], tuple | list) else (node.args[0],)
             self.found.outputs = [self.shadow(n) for n in flat]
             return
+        if node.op != "placeholder" and self.constant.issuperset(node.all_input_nodes):
+            self.constant.add(node)
         ids = self.rule(node, result, args, kwargs)
         if node in self.written:
             if isinstance(ids, Tensor) and isinstance(result, Tensor) and ids.shape == result.shape:
@@ -141,6 +144,10 @@ class Tracker:
     def shadow(self, node: Any) -> Any:
         """The ids of a node's value, if it is tracked."""
         return self.found.shadows.get(node) if isinstance(node, fx.Node) else None
+
+    def weights_of(self, node: Any) -> tuple[str, ...]:
+        """``weights_behind``, which would look at all that comes before for a node that does not."""
+        return weights_behind(node) if node in self.constant else ()
 
     def new(self, what: str, node: fx.Node, size: int, fqn: str = "", axis: int = 0) -> Source:
         """New coordinates; those of a weight's axis are made once."""
