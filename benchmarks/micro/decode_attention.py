@@ -21,12 +21,14 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.gpu_run import Run, arguments, facts, relative_error
-from mmqc.kernels.kv.decode_attention import FEW, MANY, Config, decode_attention
+from mmqc.kernels.kv.decode_attention import FEW, MANY, SOME, Config, decode_attention
 from mmqc.ops import decode_attention as op
 
 # What it is: batch, KV heads, query heads of each, tokens that the cache has room for, tokens in it.
 SHAPES = {
     "Qwen2-VL-7B, batch 1": (1, 4, 7, 2048, 1000),
+    "Qwen2-VL-7B, batch 1, nearly full": (1, 4, 7, 1024, 950),
+    "Qwen2-VL-7B, batch 1, one of two ranks": (1, 2, 7, 1024, 950),
     "Qwen2-VL-7B, batch 1, long": (1, 4, 7, 8192, 6500),
     "Qwen2-VL-7B, batch 16": (16, 4, 7, 512, 400),
     "Qwen2-VL-7B, batch 64": (64, 4, 7, 512, 400),
@@ -37,6 +39,7 @@ SHAPES = {
     "LLaVA-1.5-7B, batch 1": (1, 32, 1, 2048, 1000),
     "LLaVA-1.5-7B, batch 64": (64, 32, 1, 512, 400),
 }
+HEADS = (("few", FEW), ("some", SOME), ("many", MANY))
 WIDTH = 128
 CONFIGS = [
     Config(*c, by_number=by_number)
@@ -78,7 +81,7 @@ def measure(run: Run, name: str, shape: tuple[int, ...], tune: bool) -> None:
     run.attempt(f"{name}: check", lambda: check(run, name, layers[0]))
     ways: dict[str, Any] = {"mmqc": lambda p: decode_attention(*p)}
     ways |= {label: (lambda p, b=backend: peer(b, *p)) for label, backend in PEERS.items()}
-    ways |= {f"mmqc, {label} heads": (lambda p, c=c: decode_attention(*p, config=c)) for label, c in (("few", FEW), ("many", MANY))}
+    ways |= {f"mmqc, {label} heads": (lambda p, c=c: decode_attention(*p, config=c)) for label, c in HEADS}
     ways |= {str(c): (lambda p, c=c: decode_attention(*p, config=c)) for c in CONFIGS if tune}
     for label, way in ways.items():
         found = run.attempt(f"{name}: {label}", lambda way=way: run.microseconds([lambda p=p: way(p) for p in layers], 8, 0.02), 30)

@@ -1,4 +1,6 @@
-"""decode_attention: on CUDA one launch over all parts of all heads; elsewhere the op as it is.
+"""decode_attention: on CUDA a launch over all parts of all heads; elsewhere the op as it is.
+
+Where the number of sequences is a symbol there is a launch for few heads, for some and for many, and the one that is meant runs.
 
 Shapes:  those of ops/decode_attention.py; any of them may be a symbol but for the number of rows and of channels
 """
@@ -6,13 +8,15 @@ Shapes:  those of ops/decode_attention.py; any of them may be a symbol but for t
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+from sympy import Max, Min
 from torch import fx
 
 from mmqc import kernels
-from mmqc.lowering.inductor import FloorDiv, TensorBox, at_most, call_kernel, has_kernel, lowerings, register_lowering
+from mmqc.lowering.inductor import FloorDiv, TensorBox, at_least, at_most, call_kernel, has_kernel, lowerings, register_lowering
 
 aten = torch.ops.aten
 
@@ -45,23 +49,40 @@ def lower_decode_attention(q: TensorBox, k: TensorBox, v: TensorBox, mask: Tenso
         [batch, heads, rows, width], None, dtype=operands[0].dtype, device=device
     ))  # fmt: skip
     all_heads, tokens = batch * heads, operands[1].shape[2]
-    config = kernel.config_of(all_heads)
-    programs = config.per_sm * kernel.multiprocessors(device)
-    part = launch.Operand.new((kernel.room(programs, all_heads, rows, width),), torch.float32, device)
-    most = FloorDiv(programs + all_heads - 1, all_heads)  # of a head, as the kernel shares them out
-    if isinstance(all_heads, int):
-        most = min(int(most), kernel.ceil_div(tokens, config.tokens)) if isinstance(tokens, int) else int(most)
-    made = kernel.launch(
-        *operands, seen, y, part, _zeros(launch, all_heads, device), scale, heads=(batch, heads), tokens=tokens, most=most,
-        programs=programs, config=config,
-    )  # fmt: skip
-    launch.emit(made, rows, rows)
+    for config, last, runs in _configs(launch, kernel, all_heads):
+        programs = config.per_sm * kernel.multiprocessors(device)
+        part = launch.Operand.new((kernel.room(programs, all_heads, rows, width),), torch.float32, device)
+        most = FloorDiv(programs + all_heads - 1, all_heads)  # of a head, as the kernel shares them out
+        if isinstance(all_heads, int):
+            most = min(int(most), kernel.ceil_div(tokens, config.tokens)) if isinstance(tokens, int) else int(most)
+        made = kernel.launch(
+            *operands, seen, y, part, _zeros(launch, all_heads, last, device), scale, heads=(batch, heads), tokens=tokens,
+            most=most, programs=programs, config=config,
+        )  # fmt: skip
+        launch.emit(made, rows, rows, runs)
     return y.box
 
 
-def _zeros(launch: Any, heads: Any, device: torch.device) -> Any:
-    """A counter for each head: those of the graph, or, where there may be more heads, zeros for this launch."""
-    if at_most(heads, launch.COUNTERS):
+def _configs(launch: Any, kernel: Any, heads: Any) -> Iterator[tuple[Any, int | None, Any]]:
+    """Those that may be meant, for how many heads, and 1 where there are so many, else 0, or None where there always are."""
+    if isinstance(heads, int):
+        yield kernel.config_of(heads), heads, None
+        return
+    above = 0
+    for config, last in kernel.CONFIGS:
+        if last is not None and at_least(heads, last + 1):
+            continue
+        runs = launch.more_than(heads, above) if above else None
+        if last is None or at_most(heads, last):
+            yield config, last, runs
+            return
+        yield config, last, Min(1, Max(0, last + 1 - heads)) * (1 if runs is None else runs)
+        above = last
+
+
+def _zeros(launch: Any, heads: Any, last: int | None, device: torch.device) -> Any:
+    """A counter for each of at most ``last`` heads: those of the graph, or, where there may be more, zeros for this launch."""
+    if at_most(heads, launch.COUNTERS) if last is None else last <= launch.COUNTERS:
         return launch.Operand(launch.counters(launch.COUNTERS, device))
     zeros = lowerings[aten.full.default]([heads], 0, dtype=torch.int32, device=device)
     zeros.realize()

@@ -45,12 +45,13 @@ class Config(NamedTuple):
 
 
 # Of few heads a program has a tile or two, and many parts are added; of many it has a row of tiles, and few parts are.
-FEW_HEADS, FEW, MANY = 32, Config(), Config(warps=4, stages=3, by_number=True)
+FEW, SOME, MANY = Config(), Config(stages=3, by_number=True), Config(warps=4, stages=3, by_number=True)
+CONFIGS = ((FEW, 32), (SOME, 64), (MANY, None))  # each for up to so many heads of all sequences
 
 
-def config_of(heads: Any) -> Config:
-    """For so many heads of all sequences; a number that is a symbol is of several sequences."""
-    return FEW if isinstance(heads, int) and heads <= FEW_HEADS else MANY
+def config_of(heads: int) -> Config:
+    """For so many heads of all sequences."""
+    return next(config for config, last in CONFIGS if last is None or heads <= last)
 
 
 @triton.jit
@@ -66,52 +67,95 @@ def span_of(mask_ptr, tokens, MB: tl.constexpr):
     return first, last
 
 
+@triton.jit
+def shown(mask_ptr, t, inside, HAS_MASK: tl.constexpr):
+    """Which tokens ``t`` count, of those ``inside``."""
+    if HAS_MASK:
+        return tl.load(mask_ptr + t, mask=inside, other=0) != 0
+    return inside
+
+
+@triton.jit
+def add_tile(q, k, v, seen, top, total, acc, SCALE: tl.constexpr):
+    """The running sums with a tile of tokens [BT, D] added: relative to a power of two, which grows with the scores."""
+    x = tl.where(seen[None, :], tl.dot(q, tl.trans(k), input_precision="ieee") * (SCALE * LOG2E), float("-inf"))
+    new = tl.maximum(top, tl.max(x, 1))
+    p = tl.exp2(x - new[:, None])
+    fade = tl.exp2(top - new)
+    acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None], input_precision="ieee")
+    return new, total * fade + tl.sum(p, 1), acc
+
+
 @triton.jit(do_not_specialize=("tokens", "programs", "stride_m"))
 def decode_attention_kernel(
-    q_ptr, k_ptr, v_ptr, mask_ptr, y_ptr, part_ptr, counter_ptr, heads, tokens, programs, stride_m,
-    SCALE: tl.constexpr, ROWS: tl.constexpr, RB: tl.constexpr, RC: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    BT: tl.constexpr, MB: tl.constexpr, SB: tl.constexpr, HAS_MASK: tl.constexpr, BY_NUMBER: tl.constexpr, EARLY: tl.constexpr,
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    mask_ptr,
+    y_ptr,
+    part_ptr,
+    counter_ptr,
+    heads,
+    tokens,
+    programs,
+    stride_m,
+    SCALE: tl.constexpr,
+    ROWS: tl.constexpr,
+    RB: tl.constexpr,
+    RC: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    BT: tl.constexpr,
+    MB: tl.constexpr,
+    SB: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    BY_NUMBER: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Part ``program_id(1)`` of head ``program_id(0)``; how many parts there are follows from the tokens that its mask shows."""
     head, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     all_heads = tl.num_programs(0)
     if EARLY:
         await_inputs()
-    first, last = 0, tokens
+    r, c = tl.arange(0, RB), tl.arange(0, DP)
+    rows = (r < ROWS)[:, None] & (c < D)[None, :]
+    at = r[:, None] * D + c[None, :]
+    q = tl.load(q_ptr + head * ROWS * D + at, mask=rows, other=0.0)  # on its way while the mask is read
+    first, last = tokens * 0, tokens
+    a_tile_each = (tl.cdiv(tokens, BT) <= SB) & (tl.cdiv(tokens, BT) * all_heads <= programs)
     if HAS_MASK:
         mask_ptr += head // heads * stride_m
-        first, last = span_of(mask_ptr, tokens, MB)
+        if not a_tile_each:
+            first, last = span_of(mask_ptr, tokens, MB)
     tiles = tl.maximum(tl.cdiv(last, BT) - first // BT, 1)
     steps = tl.cdiv(tiles * all_heads, programs)
     splits = tl.cdiv(tiles, steps)
     if split >= splits:
         return
-    r, c = tl.arange(0, RB), tl.arange(0, DP)
-    rows = (r < ROWS)[:, None] & (c < D)[None, :]
-    at = r[:, None] * D + c[None, :]
-    q = tl.load(q_ptr + head * ROWS * D + at, mask=rows, other=0.0)
     top = tl.full([RB], LOWEST, tl.float32)
     total = tl.zeros([RB], tl.float32)
     acc = tl.zeros([RB, DP], tl.float32)
     k_ptr += head * tokens * D
     v_ptr += head * tokens * D
     begin = (first // BT + split * steps) * BT
-    for start in range(begin, tl.minimum(begin + steps * BT, last), BT):
-        t = start + tl.arange(0, BT)
-        inside = ((t >= first) & (t < last))[:, None] & (c < D)[None, :]
+    t = begin + tl.arange(0, BT)
+    if HAS_MASK and a_tile_each:
+        # All loads at once, of the mask too: a token that is not shown may be anything, and 0 times that a NaN.
+        inside = (t < tokens)[:, None] & (c < D)[None, :]
         there = t[:, None].to(tl.int64) * D + c[None, :]
+        seen = shown(mask_ptr, t, t < tokens, HAS_MASK)
         k = tl.load(k_ptr + there, mask=inside, other=0.0)
         v = tl.load(v_ptr + there, mask=inside, other=0.0)
-        seen = (t >= first) & (t < last)
-        if HAS_MASK:
-            seen = tl.load(mask_ptr + t, mask=seen, other=0) != 0
-        x = tl.where(seen[None, :], tl.dot(q, tl.trans(k), input_precision="ieee") * (SCALE * LOG2E), float("-inf"))
-        new = tl.maximum(top, tl.max(x, 1))
-        p = tl.exp2(x - new[:, None])
-        fade = tl.exp2(top - new)
-        total = total * fade + tl.sum(p, 1)
-        acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None], input_precision="ieee")
-        top = new
+        top, total, acc = add_tile(q, k, tl.where(seen[:, None], v, 0.0), seen, top, total, acc, SCALE)
+    else:
+        for start in range(begin, tl.minimum(begin + steps * BT, last), BT):
+            t = start + tl.arange(0, BT)
+            seen = (t >= first) & (t < last)
+            inside = seen[:, None] & (c < D)[None, :]
+            there = t[:, None].to(tl.int64) * D + c[None, :]
+            k = tl.load(k_ptr + there, mask=inside, other=0.0)
+            v = tl.load(v_ptr + there, mask=inside, other=0.0)
+            top, total, acc = add_tile(q, k, v, shown(mask_ptr, t, seen, HAS_MASK), top, total, acc, SCALE)
     if splits == 1:
         y = acc / tl.where(total > 0, total, 1.0)[:, None]
         tl.store(y_ptr + head * ROWS * D + at, y.to(y_ptr.dtype.element_ty), mask=rows)
@@ -137,7 +181,16 @@ def decode_attention_kernel(
 
 @triton.jit
 def add_by_number(
-    part_ptr, top_ptr, total_ptr, y_ptr, first, splits, ROWS: tl.constexpr, RC: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    part_ptr,
+    top_ptr,
+    total_ptr,
+    y_ptr,
+    first,
+    splits,
+    ROWS: tl.constexpr,
+    RC: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
     SB: tl.constexpr,
 ):
     """``add_parts`` in blocks of 2 or 4 where there are no more: each entry of a block costs, used or not."""
@@ -151,7 +204,16 @@ def add_by_number(
 
 @triton.jit
 def add_parts(
-    part_ptr, top_ptr, total_ptr, y_ptr, first, splits, ROWS: tl.constexpr, RC: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    part_ptr,
+    top_ptr,
+    total_ptr,
+    y_ptr,
+    first,
+    splits,
+    ROWS: tl.constexpr,
+    RC: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
     SB: tl.constexpr,
 ):
     """Y of a head from its parts, each relative to a power of two of its own: SB of them at a time, in order."""
@@ -167,7 +229,9 @@ def add_parts(
         tops = tl.load(top_ptr + row, mask=known, other=LOWEST, cache_modifier=".cg")
         totals = tl.load(total_ptr + row, mask=known, other=0.0, cache_modifier=".cg")
         parts = tl.load(
-            part_ptr + row[:, :, None] * D + c[None, None, :], mask=here[:, :, None] & inside[None, :, :], other=0.0,
+            part_ptr + row[:, :, None] * D + c[None, None, :],
+            mask=here[:, :, None] & inside[None, :, :],
+            other=0.0,
             cache_modifier=".cg",
         )
         new = tl.maximum(top, tl.max(tops, 0))
@@ -182,18 +246,35 @@ def add_parts(
 def why_not(q: Any, k: Any, mask: Any) -> str | None:
     """None, or why these rows cannot be attended with here: of shapes and dtypes, of tensors or what stands for them."""
     (_, _, rows, width), counted = q.shape, (q.shape[2], q.shape[3])
-    return first_reason((
-        (q.dtype == k.dtype and (q.dtype in DTYPES or q.device.type == "cpu"), f"q, k and v are one of {DTYPES}, not {q.dtype}"),
-        (all(isinstance(n, int) for n in counted), "the numbers of rows and channels are known"),
-        (not isinstance(rows, int) or rows <= MOST_ROWS, f"at most {MOST_ROWS} rows are one product, not {rows}"),
-        (not isinstance(width, int) or width <= 256, f"heads have 256 channels at most, not {width}"),
-        (mask is None or mask.dtype == torch.bool, "a mask is bool"),
-    )) or why_not_here(q, k)
+    return first_reason(
+        (
+            (
+                q.dtype == k.dtype and (q.dtype in DTYPES or q.device.type == "cpu"),
+                f"q, k and v are one of {DTYPES}, not {q.dtype}",
+            ),
+            (all(isinstance(n, int) for n in counted), "the numbers of rows and channels are known"),
+            (not isinstance(rows, int) or rows <= MOST_ROWS, f"at most {MOST_ROWS} rows are one product, not {rows}"),
+            (not isinstance(width, int) or width <= 256, f"heads have 256 channels at most, not {width}"),
+            (mask is None or mask.dtype == torch.bool, "a mask is bool"),
+        )
+    ) or why_not_here(q, k)
 
 
 def launch(
-    q: Any, k: Any, v: Any, mask: Any, y: Any, part: Any, counter: Any, scale: float, *, heads: tuple[Any, Any], tokens: Any,
-    most: int, programs: int, config: Config,
+    q: Any,
+    k: Any,
+    v: Any,
+    mask: Any,
+    y: Any,
+    part: Any,
+    counter: Any,
+    scale: float,
+    *,
+    heads: tuple[Any, Any],
+    tokens: Any,
+    most: int,
+    programs: int,
+    config: Config,
 ) -> Launch:
     """The kernel over all parts of all heads; sizes may be symbols of a graph.
 

@@ -70,6 +70,19 @@ def test_decode_attention__one_stretch_seen(device):
     assert_like_op((given[0], *(x.masked_fill(hidden, torch.nan) for x in given[1:3]), mask, given[4]))
 
 
+@pytest.mark.parametrize("tokens", [15, 250, 256, 257, 290])
+def test_decode_attention__a_tile_for_each_program_or_some(tokens, device):
+    """A tile that is all of a program's is read as it is, hidden tokens too; with more of them than are added at once, not."""
+    q, k, v, _, scale = operands(1, 2, 5, tokens, 48, torch.float16, device)
+    mask = torch.arange(tokens, device=device).sub(tokens // 3).remainder(tokens) < tokens // 2
+    hidden = ~mask[:, None]
+    given = (q, *(x.masked_fill(hidden, torch.nan) for x in (k, v)), mask[None, None, None], scale)
+    want = op.reference(*(x.masked_fill(hidden, 0).double() if x is not q else q.double() for x in (q, k, v)), *given[3:])
+    for per_sm in (1, 64):
+        y = kernel.decode_attention(*given, config=kernel.Config(per_sm=per_sm, tokens=16))
+        assert_close(y, want, torch.float16)
+
+
 @pytest.mark.parametrize("parts", [1, 2, 3, 4, 5, 9])
 @pytest.mark.parametrize("holes", [False, True])
 def test_decode_attention__any_number_of_parts_with_and_without_holes(parts, holes, device):
@@ -83,9 +96,9 @@ def test_decode_attention__any_number_of_parts_with_and_without_holes(parts, hol
 
 
 def test_decode_attention__a_number_of_heads_chooses_the_tiles():
-    assert kernel.config_of(4) == kernel.FEW
-    assert kernel.config_of(64) == kernel.MANY
-    assert kernel.config_of(object()) == kernel.MANY, "a symbol stands for several sequences"
+    assert [kernel.config_of(n) for n in (4, 32)] == [kernel.FEW] * 2
+    assert [kernel.config_of(n) for n in (33, 64)] == [kernel.SOME] * 2
+    assert kernel.config_of(65) == kernel.MANY
 
 
 def test_decode_attention__large_scores(device):
