@@ -79,16 +79,22 @@ def _positions(index: Any) -> Any:
 
 def sketch(value: Any) -> Any:
     """What an analysis needs to know of a call's result: integers as they are, of floats the shape, and whether all are 0."""
-    return pytree.tree_map_only(Tensor, _sketch, value)
+    return _sketch(value) if isinstance(value, Tensor) else pytree.tree_map_only(Tensor, _sketch, value)
 
 
 def _sketch(tensor: Tensor) -> Tensor:
     tensor = tensor.detach()
     if not (tensor.is_floating_point() or tensor.is_complex()):
         return tensor.cpu().clone() if not tensor.is_meta else tensor
-    zero = not tensor.is_meta and tensor.numel() > 0 and not bool(tensor.any())
+    zero = not tensor.is_meta and tensor.numel() > 0 and _is_zero(tensor)
     shape, stride = tensor.shape, tensor.stride()
     return torch.empty_strided(shape, stride, dtype=tensor.dtype, device="cpu" if zero else META).zero_()
+
+
+def _is_zero(tensor: Tensor) -> bool:
+    """Whether there is nothing but zeros; most tensors say no in their first row."""
+    row = tensor[(0,) * (tensor.dim() - 1)] if tensor.dim() > 1 else tensor
+    return not bool(row.any()) and not bool(tensor.any())
 
 
 def holds_integers(sketched: Any) -> bool:
