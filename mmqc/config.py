@@ -34,6 +34,7 @@ from mmqc.specs import (
     Search,
     Solver,
     WeightSpec,
+    ZeroPoint,
     require,
 )
 
@@ -58,6 +59,7 @@ __all__ = [
     "Search",
     "Solver",
     "WeightSpec",
+    "ZeroPoint",
 ]
 
 VERSION = 1
@@ -114,7 +116,10 @@ class Scheme:
         return self.activation is not None and not self.activation.static
 
     def __str__(self) -> str:
-        """The field's shorthand, e.g. W4A8, W8A8-token, W4A16-g128-asym or, with integer scales, W4A8-g128-i1024."""
+        """The field's shorthand, e.g. W4A8, W8A8-token, W4A16-g128-asym or, with integer scales, W4A8-g128-i1024.
+
+        ``-asym-float``: zero points between the codes.
+        """
         if (d := self.dynamic) is not None:
             share = f" + {d.high_fraction:g} at {d.high_bits}" if d.high_fraction else ""
             share += f" + {d.lowest_fraction:g} at {d.lowest_bits}" if d.lowest_fraction else ""
@@ -123,7 +128,7 @@ class Scheme:
             return f"W4A16-{self.weight.type}"
         group = f"-g{self.weight.group_size}" if self.weight.group_size else ""
         group += f"-i{self.weight.amplifier}" if self.weight.amplifier is not None else ""
-        group += "" if self.weight.symmetric else "-asym"
+        group += "" if self.weight.symmetric else "-asym-float" if self.weight.float_zero else "-asym"
         group += "-fp8" if self.float8 else ""
         group += "-token" if self.by_token else ""
         return f"W{self.weight.bits}A{self.activation.bits if self.activation else 16}{group}"
@@ -210,6 +215,9 @@ class QuantConfig(AOBaseConfig):
     def __post_init__(self) -> None:
         both = self.kv is not None and self.kv_rounding is not None
         require(not both, "QuantConfig.kv_rounding", self.kv_rounding, "None beside kv: one attention function reads the cache")
+        exact = not self.rewrites.suppress or not any(s.weight.float_zero for s in self.schemes.values())
+        allowed = "False beside zero points of type 'float': weights of channels that are kept apart have to be exactly 0"
+        require(exact, "Rewrites.suppress", self.rewrites.suppress, allowed)
 
     def __or__(self, other: QuantConfig) -> QuantConfig:
         """A recipe for the weights and one for the KV cache, as one config.
@@ -331,7 +339,12 @@ class QuantConfig(AOBaseConfig):
             place: dataclasses.replace(
                 s,
                 weight=dataclasses.replace(
-                    s.weight, type=form, granularity=PerGroup(BLOCKS[form]), symmetric=True, static_groups=True
+                    s.weight,
+                    type=form,
+                    granularity=PerGroup(BLOCKS[form]),
+                    symmetric=True,
+                    zero_point="int",
+                    static_groups=True,
                 ),
             )
             for place, s in self.schemes.items()

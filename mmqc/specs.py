@@ -19,6 +19,7 @@ Observer = Literal["minmax", "percentile"]
 Amplifier = int | Literal["heuristic", "progressive"]
 Search = Literal["none", "model", "layer"]
 Number = Literal["int", "float"]
+ZeroPoint = Literal["int", "float"]
 KV_BITS = (1, 2, 4, 8)  # of packed keys and values
 Float4 = Literal["mxfp4", "nvfp4"]
 WeightType = Literal[Number, Float4]
@@ -64,6 +65,9 @@ class WeightSpec:
             None: the first, but for 8 bits, which lose nothing, the second.
         steps: learned's, of gradients for each block.
         clip_scores: awq_clip clips linears that make queries and keys as well, which the authors' code leaves as they are.
+        zero_point: where zero lies on a grid that is not symmetric.  "int": on a code, stored as int8.  "float": between the codes
+            or outside of them, stored as float16 (HQQ, Badri & Shaji 2023): a grid fits both ends of its group, and no weight is
+            exactly 0 but by chance.
     """
 
     bits: int = 4
@@ -78,6 +82,7 @@ class WeightSpec:
     clip: Clip | None = None
     clip_scores: bool = False
     steps: int = 200
+    zero_point: ZeroPoint = "int"
 
     def __post_init__(self) -> None:
         require(self.bits in (2, 3, 4, 8), "WeightSpec.bits", self.bits, (2, 3, 4, 8))
@@ -87,6 +92,7 @@ class WeightSpec:
         allowed = "'int', or 'float' for 8 bits a channel, symmetric, by rtn"
         require(plain or self.type != "float", "WeightSpec.type", self.type, allowed)
         self._check_float4()
+        self._check_zero_point()
         require(
             isinstance(self.granularity, PerRow | PerGroup), "WeightSpec.granularity", self.granularity, "PerRow(), PerGroup(g)"
         )
@@ -121,6 +127,12 @@ class WeightSpec:
         require(known, "WeightSpec.solver", self.solver, f"rtn, mse_clip, awq_clip or gptq where type is {self.type!r}")
         require(self.static_groups, "WeightSpec.static_groups", self.static_groups, f"True where type is {self.type!r}")
 
+    def _check_zero_point(self) -> None:
+        require(self.zero_point in get_args(ZeroPoint), "WeightSpec.zero_point", self.zero_point, get_args(ZeroPoint))
+        plain = not self.symmetric and self.type == "int" and self.amplifier is None
+        allowed = "'int', or 'float' where symmetric is False, type is 'int' and amplifier is None"
+        require(plain or self.zero_point == "int", "WeightSpec.zero_point", self.zero_point, allowed)
+
     @property
     def float4(self) -> bool:
         """Whether weights are floats of 4 bits."""
@@ -131,7 +143,17 @@ class WeightSpec:
         """Bits that a weight takes with its part of its group's scale and zero point; what rows and tensors have is not counted."""
         if not self.group_size:
             return self.bits
-        return self.bits + (8 if self.float4 else 32 if self.symmetric else 40) / self.group_size
+        return self.bits + (8 if self.float4 else 32 + self.zero_bits) / self.group_size
+
+    @property
+    def zero_bits(self) -> int:
+        """Bits of a zero point; 0 where there is none."""
+        return 0 if self.symmetric else 16 if self.float_zero else 8
+
+    @property
+    def float_zero(self) -> bool:
+        """Whether zero may lie between the codes."""
+        return self.zero_point == "float"
 
     @property
     def needs_hessian(self) -> bool:

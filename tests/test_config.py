@@ -8,12 +8,15 @@ from torchao.quantization.granularity import PerGroup, PerRow, PerTensor
 from mmqc import recipes
 from mmqc.config import ActivationSpec, ChannelScales, ConfigError, QuantConfig, Rewrites, Scheme, WeightSpec
 
+ON_CODES = recipes.rtn(4, group_size=8, symmetric=False)
+BETWEEN = Scheme(WeightSpec(4, PerGroup(8), symmetric=False, zero_point="float"))
 RECIPES = {
     "rotate": recipes.rotate(seed=3),
     "rtn": recipes.rtn(),
     "rtn_w4a8": recipes.rtn(4, 8),
     "rtn_grouped": recipes.rtn(4, group_size=64),
     "rtn_zero_points": recipes.rtn(3, group_size=64, symmetric=False, solver="mse_clip"),
+    "rtn_float_zero_points": recipes.rtn(2, group_size=64, symmetric=False, solver="mse_clip", zero_point="float"),
     "per_token": recipes.per_token(4, 8, symmetric=True, group_size=128, solver="rtn"),
     "smoothquant": recipes.smoothquant(8, 8, symmetric=True),
     "awq": recipes.awq(duo=True),
@@ -92,6 +95,20 @@ def test_config__any_config_survives_json(config: QuantConfig) -> None:
             lambda: Scheme(WeightSpec(symmetric=False), ActivationSpec()),
             "WeightSpec.symmetric = False is not supported; allowed: True beside quantized activations",
         ),
+        (lambda: WeightSpec(zero_point="half"), r"WeightSpec.zero_point = 'half' .* \('int', 'float'\)"),
+        (lambda: WeightSpec(zero_point="float"), "WeightSpec.zero_point = 'float' .* 'float' where symmetric is False"),
+        (
+            lambda: WeightSpec(4, PerGroup(8), symmetric=False, amplifier=2, zero_point="float"),
+            "WeightSpec.zero_point = 'float' .* amplifier is None",
+        ),
+        (
+            lambda: recipes.rtn(4, 8, symmetric=False, zero_point="float"),
+            "WeightSpec.symmetric = False is not supported; allowed: True beside quantized activations",
+        ),
+        (
+            lambda: recipes.mquant().replace(language=BETWEEN),
+            "Rewrites.suppress = True is not supported; allowed: False beside zero points of type 'float'",
+        ),
         (lambda: WeightSpec(4, PerGroup(8), amplifier=1000), "WeightSpec.amplifier = 1000 .* a power of two"),
         (lambda: WeightSpec(4, PerGroup(8), amplifier=0), "WeightSpec.amplifier = 0"),
         (lambda: WeightSpec(4, PerGroup(8), amplifier=True), "WeightSpec.amplifier = True"),
@@ -127,7 +144,7 @@ def test_config__errors_name_field_value_and_what_is_allowed(make, message: str)
 
 
 def test_config__needs_calibration() -> None:
-    wanted = {"rotate", "rtn", "rtn_grouped", "rtn_zero_points", "per_token", "statistics"}
+    wanted = {"rotate", "rtn", "rtn_grouped", "rtn_zero_points", "rtn_float_zero_points", "per_token", "statistics"}
     assert {name for name, config in RECIPES.items() if not config.needs_calibration} == wanted
     assert RECIPES["mquant"].replace(statistics={}).needs_calibration  # gptq solves from data, not from scales
 
@@ -147,6 +164,21 @@ def test_recipes__a_symmetric_scale_per_token_is_that_of_static_recipes_made_dyn
         assert (made.activation, made.weight.granularity) == (static.activation, static.weight.granularity)
         assert str(made) == str(static)
     assert recipes.smoothquant(8, 8, symmetric=True).rewrites.smooth == 0.5
+
+
+def test_config__where_zero_lies_says_what_a_weight_takes() -> None:
+    kinds = {"symmetric": {}, "int": {"symmetric": False}, "float": {"symmetric": False, "zero_point": "float"}}
+    specs = {kind: WeightSpec(2, PerGroup(32), **options) for kind, options in kinds.items()}
+    assert {kind: spec.bits_with_scales for kind, spec in specs.items()} == {"symmetric": 3.0, "int": 3.25, "float": 3.5}
+    assert str(BETWEEN) == "W4A16-g8-asym-float"
+    made = recipes.gptq(4, 128, symmetric=False, zero_point="float").with_float4("mxfp4")
+    assert (made.language.weight.symmetric, made.language.weight.zero_point) == (True, "int")
+    for recipe in (recipes.rtn, recipes.gptq, recipes.awq, recipes.learned):
+        assert recipe(2, group_size=64, symmetric=False, zero_point="float").language.weight.zero_point == "float"
+    old = ON_CODES.to_dict()
+    for place in ("vision", "language"):
+        del old[place]["weight"]["zero_point"]
+    assert QuantConfig.from_dict(old) == ON_CODES  # as it was saved before there was a choice
 
 
 def test_config__shorthand() -> None:

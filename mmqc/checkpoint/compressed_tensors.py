@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from mmqc.checkpoint.module_spec import module_spec
 from mmqc.nn.float4_linear import Float4Linear
-from mmqc.nn.integer_weight import PackedLinear
+from mmqc.nn.integer_weight import PackedLinear, kind_of_zero
 from mmqc.nn.linear import QuantLinear
 from mmqc.nn.token_linear import TokenLinear
 from mmqc.ops.pack import FLOAT8, pack, unpack
@@ -99,6 +99,8 @@ def _linear_objections(linear: Written, engine: bool) -> Iterator[str]:
         yield "has one input scale per modality: quantize with msq=False, or save with engine='vllm==0.33', as one per token"
     if linear.outlier_index is not None:
         yield "keeps input channels in higher precision: quantize with suppress=False"
+    if kind_of_zero(getattr(linear, "weight_zero", None)) == "float":
+        yield "has zero points between the codes, where the format has them on the codes: quantize with zero_point='int'"
     other = [n for n, b in linear.named_buffers() if n not in WRITTEN and not n.startswith(("factor_", "outlier_"))]
     if other:
         yield f"holds {', '.join(other)}, which mmqc does not write in this format: quantize with float scales"

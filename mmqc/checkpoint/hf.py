@@ -42,7 +42,7 @@ from mmqc.kv import query_moment
 from mmqc.kv import rounding as kv_rounding
 from mmqc.nn.adapted_linear import BASE, AdaptedLinear
 from mmqc.nn.inside import watch
-from mmqc.nn.integer_weight import SCALES
+from mmqc.nn.integer_weight import CODES, SCALES
 from mmqc.nn.linear import QuantLinear, rebuild_factors
 from mmqc.nn.modality import ModalityContext, attached
 from mmqc.nn.unseen import guard
@@ -420,8 +420,8 @@ def cast_floats(model: PreTrainedModel, saved: str | None, dtype: torch.dtype) -
         return
     patterns = [re.compile(fnmatch.translate(f"*{pattern}*")) for pattern in model._get_dtype_plan(dtype)]
     for name, tensor in model.state_dict(keep_vars=True).items():
-        is_scale = name.rpartition(".")[2] in SCALES
-        if dtype_name(tensor.dtype) == saved and not is_scale and not any(p.match(name) for p in patterns):
+        kept = name.rpartition(".")[2] in (*SCALES, *CODES)
+        if dtype_name(tensor.dtype) == saved and not kept and not any(p.match(name) for p in patterns):
             tensor.data = tensor.data.to(dtype)
 
 

@@ -58,7 +58,7 @@ def stored(linear: Any, scheme: Scheme) -> int:
     if scheme.weight.float4:
         return linear.out_features * (width + groups) + (4 if scheme.weight.type == "nvfp4" else 0)
     inputs = 4 * (2 if scheme.activation is not None and scheme.activation.per_modality else 1) if scheme.static else 0
-    return linear.out_features * (width + 4 * groups) + inputs
+    return linear.out_features * (width + (4 + scheme.weight.zero_bits // 8) * groups) + inputs
 
 
 def estimate(model: nn.Module, config: QuantConfig) -> Estimate:

@@ -55,6 +55,9 @@ def _scheme(place: str, scheme: Scheme, engine: str, float8: bool) -> Scheme:
     weight, dynamic = dataclasses.replace(scheme.weight, amplifier=None), scheme.dynamic
     allowed = f"4 or 8 for {engine}, whose checkpoints mmqc writes in these"
     require(weight.bits in (4, 8), f"{place}.weight.bits", weight.bits, allowed)
+    require(
+        not weight.float_zero, f"{place}.weight.zero_point", weight.zero_point, f"'int' for {engine}, whose zero points are codes"
+    )
     if dynamic is not None:
         plain = dynamic.bits == 8 and not dynamic.high_fraction and not dynamic.lowest_fraction
         require(plain, f"{place}.dynamic", dynamic, f"8 bits in one part for {engine}")

@@ -5,14 +5,14 @@
     static:  x_q = quantize(x', s_x[e, modality]),  one scale per expert, or one per expert and modality     x' = H x or x
 
 Shapes:  w_q [E, N, K] int8 or packed uint8 (ops/pack.py)   s_w [E, N] or [E, N, K/g]   s_x [E, 1] or [E, 2] = (text, visual)
-         z_w int8 like s_w, or none; of weight-only stacks   b [E, N]
+         z_w int8 or float16 like s_w, or none; of weight-only stacks   b [E, N]
 A mixture whose two linears are modules of their own is two of these, without gate and down.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import mmqc.ops  # noqa: F401  (defines torch.ops.mmqc)
 from mmqc.experts.call import ExpertCall, Rows
 from mmqc.experts.pointwise import Pointwise
-from mmqc.nn.integer_weight import IntegerWeight
+from mmqc.nn.integer_weight import IntegerWeight, kind_of_zero, zero_dtype
 from mmqc.nn.modality import ModalityContext
 from mmqc.nn.split_calls import Split
 from mmqc.ops import nonfinite, quantize
@@ -53,7 +53,7 @@ class QuantStack(IntegerWeight):
         bias: bool = False,
         input_scales: int = 0,
         hadamard: int = False,
-        zero: bool = False,
+        zero: bool | Literal["float"] = False,
         dtype: torch.dtype = torch.float32,
         device: Any = None,
     ) -> None:
@@ -71,7 +71,7 @@ class QuantStack(IntegerWeight):
         layout = {
             "qweight": ((experts, out_features, packed_width(in_features, self.storage_bits)), stored),
             "weight_scale": ((experts, out_features, *groups), torch.float32),
-            "weight_zero": ((experts, out_features, *groups), torch.int8) if zero else None,
+            "weight_zero": ((experts, out_features, *groups), zero_dtype(zero)) if zero else None,
             "bias": ((experts, out_features), dtype) if bias else None,
             "input_scale": ((experts, input_scales), torch.float32) if input_scales else None,
         }
@@ -110,7 +110,7 @@ class QuantStack(IntegerWeight):
     def to_spec(self) -> dict[str, Any]:
         """What ``from_spec`` builds the stack from, without its values."""
         scales = 0 if self.input_scale is None else self.input_scale.shape[1]
-        return {**super().to_spec(), "input_scales": scales, "zero": self.weight_zero is not None}
+        return {**super().to_spec(), "input_scales": scales, "zero": kind_of_zero(self.weight_zero)}
 
     @classmethod
     def from_spec(cls, spec: Mapping[str, Any], experts: int, dtype: torch.dtype) -> QuantStack:

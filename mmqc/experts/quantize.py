@@ -285,7 +285,7 @@ def _solved(
         input_scales=0 if input_scale is None else input_scale.shape[1],
         bias=bias is not None,
         hadamard=stack.fqn in transform.stacks,
-        zero=not scheme.weight.symmetric,
+        zero="float" if scheme.weight.float_zero else not scheme.weight.symmetric,
         dtype=weights.dtype,
         device=weights.device,
     )

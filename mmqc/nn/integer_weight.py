@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from mmqc.nn.online_hadamard import OnlineHadamard
 from mmqc.ops.pack import FLOAT8, stored_bits
 
 SCALES = ("weight_scale", "weight_divisor", "input_scale")  # float32 whatever the model's dtype
+CODES = ("qweight", "weight_zero")  # in the dtype that they were made in
 
 
 class IntegerWeight(OnlineHadamard):
@@ -33,9 +34,9 @@ class IntegerWeight(OnlineHadamard):
 
     @property
     def scheme(self) -> str:
-        """E.g. W4A16-g128, W4A16-g128-asym with zero points, W8A8-fp8."""
+        """E.g. W4A16-g128, W4A16-g128-asym with zero points (-asym-float: between the codes), W8A8-fp8."""
         group = f"-g{self.group_size}" if self.group_size else ""
-        group += "" if self._buffers.get("weight_zero") is None else "-asym"
+        group += {False: "", True: "-asym", "float": "-asym-float"}[kind_of_zero(self._buffers.get("weight_zero"))]
         group += "-fp8" if self.float8 else ""
         return f"W{self.weight_bits}A{self.activation_bits or 16}{group}"
 
@@ -63,17 +64,34 @@ class IntegerWeight(OnlineHadamard):
         self.rebuild_factors(self.get_buffer("qweight").device)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        scales, codes = {name: self._buffers.get(name) for name in SCALES}, self._buffers.get("qweight")
+        scales, codes = ({name: self._buffers.get(name) for name in names} for names in (SCALES, CODES))
         super()._apply(fn, recurse)
-        moved = self._buffers.get("qweight")
-        if codes is not None and moved is not None and moved.dtype != codes.dtype:  # float8 is no number of the model's
-            self._buffers["qweight"] = codes.to(moved.device)
+        for name, old in codes.items():  # float8 codes, and float16 zero points, are no numbers of the model's
+            moved = self._buffers.get(name)
+            if old is not None and moved is not None and moved.dtype != old.dtype:
+                self._buffers[name] = old.to(moved.device)
         self.float_dtype = fn(torch.empty(0, dtype=self.float_dtype)).dtype
         for name, old in scales.items():  # half() means the arithmetic around a linear, not its scales
             new = self._buffers.get(name)
             if old is not None and new is not None and new.dtype.itemsize < old.dtype.itemsize:
                 self._buffers[name] = old.to(device=new.device, dtype=torch.float32)
         return self
+
+
+def zero_dtype(zero: bool | Literal["float"]) -> torch.dtype:
+    """Of zero points, as a spec names them: True, on the codes; "float", between them.
+
+    Raises:
+        ValueError: there are no others.
+    """
+    if zero not in (False, True, "float"):
+        raise ValueError(f"zero = {zero!r}: False, True or 'float'")
+    return torch.float16 if zero == "float" else torch.int8
+
+
+def kind_of_zero(zero: Tensor | None) -> bool | Literal["float"]:
+    """What a spec says of zero points."""
+    return "float" if zero is not None and zero.is_floating_point() else zero is not None
 
 
 class PackedLinear(IntegerWeight):

@@ -6,7 +6,7 @@
 
 Shapes:  x [..., K]   w_q int8 (float8 beside such inputs) [N, K] or packed uint8 (ops/pack.py)
          s_w [N] or [N, K/g]   s_x [1] or [2] = (text, visual)
-         t int32 [N, K/g], integer group scales (s_w [N] then), or none   z_w int8 like s_w, or none
+         t int32 [N, K/g], integer group scales (s_w [N] then), or none   z_w int8 or float16 like s_w, or none
          S int64 [r]   w_S [N, r]   (w_q holds zeros in the columns S)   y [..., N] in x's dtype
 
 Model code that looks at ``linear.weight.dtype`` to cast its activations, or reads the matrix, sees the float weight.
@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 import mmqc.ops  # noqa: F401  (defines torch.ops.mmqc)
 from mmqc import kernels
-from mmqc.nn.integer_weight import PackedLinear
+from mmqc.nn.integer_weight import PackedLinear, kind_of_zero, zero_dtype
 from mmqc.nn.modality import ModalityContext
 from mmqc.nn.norm import RMSNorm
 from mmqc.nn.online_hadamard import HadamardLinear, rebuild_factors
@@ -61,7 +61,7 @@ class QuantLinear(PackedLinear):
         input_scales: int = 0,
         outliers: int = 0,
         hadamard: int = False,
-        zero: bool = False,
+        zero: bool | Literal["float"] = False,
         integer_scales: bool | Literal["int8"] = False,
         float8: bool = False,
         dtype: torch.dtype = torch.float32,
@@ -92,7 +92,7 @@ class QuantLinear(PackedLinear):
         layout = {
             "qweight": ((out_features, packed_width(in_features, self.storage_bits)), stored),
             "weight_scale": (rows if integer_scales else groups, torch.float32),
-            "weight_zero": (groups, torch.int8) if zero else None,
+            "weight_zero": (groups, zero_dtype(zero)) if zero else None,
             "group_scale": (groups, torch.int8 if integer_scales == "int8" else torch.int32) if integer_scales else None,
             "bias": (rows, dtype) if bias else None,
             "input_scale": ((input_scales,), torch.float32) if input_scales else None,
@@ -161,7 +161,7 @@ class QuantLinear(PackedLinear):
             "integer_scales": _integer_scales(self.group_scale),
             "input_scales": _length(self.input_scale),
             "outliers": _length(self.outlier_index),
-            "zero": self.weight_zero is not None,
+            "zero": kind_of_zero(self.weight_zero),
             "float8": self.float8,
             "modality": self.modality is not None,
             "dtype": self.float_dtype,

@@ -1,11 +1,11 @@
 """The inner loop of GPTQ: round the channels of one block one after the other, the later ones making up for each error.
 
-    for i = 0 ... B-1:   q_i = clamp(round(w_i / s_i) + z_i)        e_i = (w_i - (q_i - z_i) s_i) / U_ii
-                         w_j <- w_j - U_ij e_i   for all j > i
+    for i = 0 ... B-1:   q_i = clamp(round(w_i / s_i + z_i - z'_i) + z'_i)        e_i = (w_i - (q_i - z_i) s_i) / U_ii
+                         w_j <- w_j - U_ij e_i   for all j > i                    z' = round(z), which is z on most grids
 
 With ``float4`` the codes are twice the nearest e2m1 number (float4.py) instead, s is half its step, and z is none.
 
-Shapes:  w [B, N], a channel a row   U [B, B] upper triangular   s [B, N] positive   z [B, N] integers, or None for 0
+Shapes:  w [B, N], a channel a row   U [B, B] upper triangular   s [B, N] positive   z [B, N] any numbers, or None for 0
          q int8 [B, N]   e [B, N] in w's dtype
 Source:  Frantar et al., arXiv:2210.17323, Algorithm 1.
 """
@@ -38,13 +38,14 @@ def reference(w: Tensor, u: Tensor, scale: Tensor, zero: Tensor | None, bits: in
     check(w, u, scale, zero, bits, float4)
     w, codes, errors = w.clone(), torch.empty_like(w, dtype=torch.int8), torch.empty_like(w)
     low, high = -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
+    whole = None if zero is None else torch.round(zero)
     for i in range(len(w)):
         q = w[i] / scale[i]
         if float4:
             q = round_float4(q)
         else:
-            q = torch.round(q)
-            q = (q if zero is None else q + zero[i]).clamp_(low, high)
+            q = torch.round(q) if zero is None or whole is None else torch.round(q + (zero[i] - whole[i])) + whole[i]
+            q = q.clamp_(low, high)
         codes[i] = q.to(torch.int8)
         value = (q if zero is None else q - zero[i]) * scale[i]
         errors[i] = (w[i] - value) / u[i, i]

@@ -7,7 +7,7 @@
 Shapes:  x [S, K] floating point, or x_q int8 with s_x float32 [S], one scale a row   y [S, N] in ``out_dtype``
          w_q [E, N, K] int8, or uint8 [E, N, packed_width] (pack.py)   b [E, N]
          s_w [E, N] or, g > 0, [E, N, ceil(K/g)]: W_e[n, k] = (w_q[e, n, k] - z[e, n, k // g]) s_w[e, n, k // g]
-         z int8 like s_w, or None for 0; only for floating-point x
+         z int8 or float16 like s_w, or None for 0; only for floating-point x
          o int32 | int64 [E + 1], ascending, o[0] = 0; rows from o[E] on belong to no expert and come out as 0
 Exact:   per expert as weight_only_matmul.py (x is floating point) and scaled_matmul.py (integer) say; an expert without
          rows is not read.
@@ -51,8 +51,8 @@ def check(
     groups = [-(-width // group_size)] if group_size else []
     if list(w_scale.shape) != [experts, outputs, *groups]:
         raise ValueError(f"w_scale for group_size {group_size} has shape {[experts, outputs, *groups]}, not {list(w_scale.shape)}")
-    if w_zero is not None and (w_zero.shape != w_scale.shape or w_zero.dtype != torch.int8):
-        raise ValueError(f"w_zero is int8 {list(w_scale.shape)}, not {w_zero.dtype} {list(w_zero.shape)}")
+    if w_zero is not None and (w_zero.shape != w_scale.shape or w_zero.dtype not in weight_only_matmul.ZEROS):
+        raise ValueError(f"w_zero is int8 or float16 {list(w_scale.shape)}, not {w_zero.dtype} {list(w_zero.shape)}")
     if w_zero is not None and row_scale is not None:
         raise ValueError("zero points go with floating-point rows: the integer product has no term for them")
     if offsets.shape != (experts + 1,) or offsets.dtype not in (torch.int32, torch.int64):

@@ -3,7 +3,7 @@
     y = x Wᵀ + b        W[n, k] = (w_q[n, k] - z[n]) s[n]   or   (w_q[n, k] - z[n, k // g]) s[n, k // g]
 
 Shapes:  x [..., K]   w_q int8 [N, K] or, 2 to 4 bits, uint8 [N, packed_width] (pack.py)   s [N] or, g > 0, [N, ceil(K/g)]
-         z int8 like s, or None for 0   b [N]   y [..., N]
+         z int8 like s, float16 where zero lies between the codes, or None for 0   b [N]   y [..., N]
 Exact:   the weight is dequantized in float32 (float64 for float64 inputs), rounded to x's dtype and multiplied there.
 """
 
@@ -17,6 +17,8 @@ from torch.nn import functional as F
 
 from mmqc.ops.define import define
 from mmqc.ops.pack import check_packed, unpack
+
+ZEROS = (torch.int8, torch.float16)  # dtypes of zero points
 
 
 def dequantize(
@@ -42,8 +44,8 @@ def check(x: Tensor, w_q: Tensor, w_scale: Tensor, weight_bits: int, group_size:
     want = [w_q.shape[0], -(-width // group_size)] if group_size else [w_q.shape[0]]
     if list(w_scale.shape) != want:
         raise ValueError(f"w_scale for group_size {group_size} has shape {want}, not {list(w_scale.shape)}")
-    if w_zero is not None and (w_zero.shape != w_scale.shape or w_zero.dtype != torch.int8):
-        raise ValueError(f"w_zero is int8 {want}, not {w_zero.dtype} {list(w_zero.shape)}")
+    if w_zero is not None and (w_zero.shape != w_scale.shape or w_zero.dtype not in ZEROS):
+        raise ValueError(f"w_zero is int8 or float16 {want}, not {w_zero.dtype} {list(w_zero.shape)}")
 
 
 def reference(

@@ -4,6 +4,7 @@
                          float4_matmul(x, W_q, s_W, d, b)          [+ W[:, S] x[S]]     where weights are floats of 4 bits
 
 Shapes:  x [*, K]   W [N, K]   W_q int8 [N, K] or packed uint8 [N, packed_width]   s_W, z_W [N] or [N, ceil(K/g)]
+         z_W int8 or float16
 Needs:   ops.raised
 Gives:   linears.quantized
 Exact:   no: |W - s_W W_q| <= s_W / 2 per element inside the range, for round-to-nearest (floats: half a step of e2m1's)

@@ -21,6 +21,7 @@ from mmqc.config import (
     Scheme,
     Solver,
     WeightSpec,
+    ZeroPoint,
 )
 from mmqc.engines.limits import for_engine as for_engine
 from mmqc.recipes.cache import calibquant as calibquant
@@ -53,6 +54,7 @@ def rtn(
     symmetric: bool = True,
     solver: Literal["rtn", "mse_clip"] = "rtn",
     head_bits: int | None = None,
+    zero_point: ZeroPoint = "int",
 ) -> QuantConfig:
     """Round to nearest, no rewrites, weights without calibration; activations, if any, with ONE static scale per tensor.
 
@@ -63,13 +65,15 @@ def rtn(
         symmetric: False: a zero point beside every weight scale (weight-only).
         solver: of weights: ``rtn``, from the least to the largest, or ``mse_clip``, the range whose error is least.
         head_bits: of the output head's weight, the largest of a small model; None leaves the head in floating point.
+        zero_point: "float", beside ``symmetric=False``: between the codes, as HQQ has them (Badri & Shaji 2023); with
+            ``solver="mse_clip"`` each end of a group has a clip of its own.
 
     Raises:
         ConfigError: weights with zero points beside activations of few bits.
     """
     granularity = PerGroup(group_size) if group_size else PerRow()
     activation = ActivationSpec(bits=activation_bits) if activation_bits else None
-    scheme = Scheme(WeightSpec(weight_bits, granularity, solver, symmetric), activation)
+    scheme = Scheme(WeightSpec(weight_bits, granularity, solver, symmetric, zero_point=zero_point), activation)
     return QuantConfig(vision=scheme, projector=scheme, language=scheme, head=_head(head_bits))
 
 
@@ -84,6 +88,7 @@ def gptq(
     clip: Clip | None = None,
     head_bits: int | None = None,
     activation_bits: int | None = None,
+    zero_point: ZeroPoint = "int",
 ) -> QuantConfig:
     """GPTQ (arXiv:2210.17323, Algorithm 1): each rounding error of a weight is made up for by the channels after it.
 
@@ -97,9 +102,12 @@ def gptq(
         clip: of grids, see ``WeightSpec``; None: the best of several sweeps. ``weights`` is QuaRot's, ``none`` the paper's.
         head_bits: of the output head's weight; None leaves the head in floating point.
         activation_bits: static, one scale a tensor, beside symmetric weights; None, weight-only.
+        zero_point: "float", beside ``symmetric=False``: between the codes, as in ``rtn``.
     """
     granularity = PerGroup(group_size) if group_size else PerRow()
-    weight = WeightSpec(weight_bits, granularity, "gptq", symmetric, act_order, static_groups, damping, clip=clip)
+    weight = WeightSpec(
+        weight_bits, granularity, "gptq", symmetric, act_order, static_groups, damping, clip=clip, zero_point=zero_point
+    )
     scheme = Scheme(weight, ActivationSpec(activation_bits) if activation_bits else None)
     return QuantConfig(vision=scheme, projector=scheme, language=scheme, head=_head(head_bits))
 
@@ -112,6 +120,7 @@ def learned(
     steps: int = 200,
     at_most: float | None = 0.5,
     head_bits: int | None = None,
+    zero_point: ZeroPoint = "int",
 ) -> QuantConfig:
     """GPTQ, then gradients: rounding and scales of each block, learned from the block's output (AutoRound, arXiv:2309.05516).
 
@@ -125,9 +134,10 @@ def learned(
         steps: of gradients for each block, each of 8 calibration batches.
         at_most: AWQ's factors are taken where they leave at most this part of the error of rounding to nearest; None: nowhere.
         head_bits: of the output head's weight, rounded by gptq; None leaves the head in floating point.
+        zero_point: "float", beside ``symmetric=False``: between the codes, as in ``rtn``; gptq finds it, gradients leave it.
     """
     granularity = PerGroup(group_size) if group_size else PerRow()
-    scheme = Scheme(WeightSpec(weight_bits, granularity, "learned", symmetric, steps=steps))
+    scheme = Scheme(WeightSpec(weight_bits, granularity, "learned", symmetric, steps=steps, zero_point=zero_point))
     rewrites = Rewrites(scales=ChannelScales(at_most=at_most) if at_most is not None else None)
     return QuantConfig(vision=scheme, projector=scheme, language=scheme, head=_head(head_bits), rewrites=rewrites)
 
@@ -144,6 +154,7 @@ def awq(
     clip_scores: bool = False,
     head_bits: int | None = None,
     activation_bits: int | None = None,
+    zero_point: ZeroPoint = "int",
 ) -> QuantConfig:
     """AWQ (arXiv:2306.00978, section 3.2): channels of large inputs get large weights before rounding.
 
@@ -161,10 +172,12 @@ def awq(
         clip_scores: ``awq_clip`` clips linears that make queries and keys as well, which the authors' code leaves as they are.
         head_bits: of the output head's weight; None leaves the head in floating point.
         activation_bits: static, one scale a tensor, beside symmetric weights, not seen by the search; None, weight-only.
+        zero_point: "float", beside ``symmetric=False``: between the codes, as in ``rtn``.
     """
     granularity = PerGroup(group_size) if group_size else PerRow()
     activation = ActivationSpec(activation_bits) if activation_bits else None
-    scheme = Scheme(WeightSpec(weight_bits, granularity, solver, symmetric, clip_scores=clip_scores), activation)
+    weight = WeightSpec(weight_bits, granularity, solver, symmetric, clip_scores=clip_scores, zero_point=zero_point)
+    scheme = Scheme(weight, activation)
     rewrites = Rewrites(scales=ChannelScales(duo=duo, shared_heads=shared_heads, loss=loss))
     return QuantConfig(vision=scheme, projector=scheme, language=scheme, head=_head(head_bits), rewrites=rewrites)
 

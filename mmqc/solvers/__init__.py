@@ -46,6 +46,11 @@ def solve(
     """
     if spec.type == "float":
         return float8.solve(weight, skip=skip, name=name)
+    if spec.float_zero and skip is not None:
+        raise ValueError(
+            f"{name} keeps {len(skip)} input channels apart, whose weights here have to be exactly 0, and zero points of type "
+            f"'float' lie between the codes: zero_point='int', or no channels kept apart (suppress=False)"
+        )
     more = {"overwrite": True} if overwrite and spec.solver in OVERWRITING else {}
     solved = SOLVERS[spec.solver](weight, spec, hessian, skip=skip, name=name, **more)
     if spec.amplifier is None:

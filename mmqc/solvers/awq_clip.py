@@ -1,7 +1,7 @@
 """AWQ's clip: round to nearest with the clip that loses least in the layer's output.
 
     p* = argmin over p of  E |x_g · (ŵ_g(p) - w_g)|²  =  (ŵ_g(p) - w_g) H_gg (ŵ_g(p) - w_g)ᵀ        H = Xᵀ X
-    p  = 1, 0.95, ..., 0.55        for each output channel and group g by itself
+    p  = 1, 0.95, ..., 0.55        for each output channel and group g by itself; where zero lies between the codes, for each end
 
 Shapes:  w [N, K]    H [K, K], of which only the blocks H_gg [g, g] are read    q int8 [N, K]
 Source:  Lin et al., arXiv:2306.00978, as in their code: grid 20, maximal shrink 0.5 (10 steps).  The second moment gives the
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from mmqc.config import WeightSpec
+from mmqc.solvers.both_ends import best_ends
 from mmqc.solvers.clip import best_clip
 from mmqc.solvers.grid import grouped, on_grid
 from mmqc.solvers.quantized import Quantized, checked
@@ -48,7 +49,7 @@ def solve(
         by_group = error.transpose(0, 1)
         return (by_group @ blocks).mul_(by_group).sum(-1).T
 
-    grid = best_clip(groups, widest_grid(groups, spec), SHRINKS, loss)
+    grid = (best_ends if spec.float_zero else best_clip)(groups, widest_grid(groups, spec), SHRINKS, loss)
     return on_grid(groups, grid, w.shape[1], spec.group_size)
 
 

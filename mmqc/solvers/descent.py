@@ -2,7 +2,7 @@
 
     minimise  tr D H Dᵀ        D = (q - z) s - w        G = D H, the loss's gradient, kept up to date
 
-    codes of a block B      x = v_B - G_B T⁻ᵀ        for i in B: q_i = round(x_i / s) + z, e_i = x_i - (q_i - z) s
+    codes of a block B      x = v_B - G_B T⁻ᵀ        for i in B: q_i = round(x_i / s + z), e_i = x_i - (q_i - z) s
                                                                  x_j <- x_j - e_i U_ij   for all j > i
                             v = (q - z) s before        T: H_BB's lower triangle        U = (T⁻¹ diag T)ᵀ
     the scale of a group g  s <- s - c·G_g / c·H_gg·c        c = q_g - z

@@ -13,7 +13,7 @@ Clips:   of a row's or group's grid, steps p s of the widest one, p = 1, 0.99, .
                     ``inputs``, ``weights`` and p = 1.  Each row keeps the sweep that loses least, sum_i e_i² =
                     (w - q)(H + λ I)(w - q)ᵀ, then descends from there (descent.py)
          inputs     argmin over p of  sum_i |w_i - q_i|^2.4 / U_ii²: e_i² is what the sweep pays for a rounding; on asymmetric
-                    grids over the zero point as well (zero_point.py)
+                    grids over the zero point as well (zero_point.py, or both_ends.py)
          weights    argmin over p of  sum_i |w_i - q_i|^2.4, whatever the inputs (mse_clip.py)
          none       p = 1
 Memory:  ``best`` keeps H once more, in the dtype of the sweep; its sweeps go side by side (sweep.py).

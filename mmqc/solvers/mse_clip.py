@@ -3,6 +3,9 @@
     s = argmin over p of  sum_k |w_k - s_p round(w_k / s_p)|^2.4
     s_p = p s_1        p = 1, 0.99, ..., 0.21        s_1 reaches every value of the row, or of the group (grid.py)
 
+Where zero lies between the codes, each end has a clip of its own, of 1, 0.95, ..., 0.35 (both_ends.py).
+
+
 Shapes:  w [N, K]    s [N] or [N, ceil(K/g)]    q int8 [N, K]
 Source:  QuaRot's weight quantizer, which MQuant uses unchanged: norm 2.4, grid 100, maxshrink 0.8 (80 steps).
 """
@@ -16,6 +19,7 @@ from torch import Tensor
 
 import mmqc.ops  # noqa: F401  (defines torch.ops.mmqc)
 from mmqc.config import WeightSpec
+from mmqc.solvers.both_ends import best_ends
 from mmqc.solvers.clip import best_clip, row_blocks
 from mmqc.solvers.grid import Grid, grouped, on_grid
 from mmqc.solvers.quantized import Quantized, checked
@@ -23,6 +27,7 @@ from mmqc.solvers.widest import widest_grid
 
 NORM = 2.4
 SHRINKS = tuple(1 - step / 100 for step in range(80))
+ENDS = tuple(1 - step / 20 for step in range(14))
 
 
 def clipped(groups: Tensor, spec: WeightSpec, cost: Tensor | None = None, divisor: Tensor | None = None) -> Grid:
@@ -31,8 +36,11 @@ def clipped(groups: Tensor, spec: WeightSpec, cost: Tensor | None = None, diviso
     ``divisor``: as of ``widest_grid``.
     """
     widest = widest_grid(groups, spec, divisor)
+    power = partial(_power, cost=1.0 if cost is None else cost)
     if spec.float4:
-        return best_clip(groups, widest, SHRINKS, partial(_power, cost=1.0 if cost is None else cost))
+        return best_clip(groups, widest, SHRINKS, power)
+    if spec.float_zero:
+        return best_ends(groups, widest, ENDS, power)
     blocks, scales = row_blocks(groups, widest.scale)
     zeros = [None] * len(blocks) if widest.zero is None else row_blocks(groups, widest.zero)[1]
     factors = [

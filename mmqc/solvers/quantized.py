@@ -1,6 +1,7 @@
 """What every weight solver returns, and the conditions that every weight must meet.
 
-w ≈ (codes - zero) · scale        codes, zero integer in [-2^(b-1), 2^(b-1) - 1], or codes float8_e4m3fn, or twice e2m1's numbers
+w ≈ (codes - zero) · scale        codes, zero integer in [-2^(b-1), 2^(b-1) - 1], or zero float16, or codes float8_e4m3fn, or twice
+                                  e2m1's numbers
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ class Quantized:
         codes: int8 or float8_e4m3fn [N, K].
         scale: float32 [N], or [N, ceil(K/g)] with one scale per g input channels; positive and finite.
         note: what the solver had to do beyond its recipe (more damping, dead columns); empty if nothing.
-        zero: int8, shaped like ``scale``; None if all zero points are 0.
+        zero: int8, or float16 where zero may lie between the codes, shaped like ``scale``; None if all zero points are 0.
         group_size: g; 0 means the whole row.
         amplifier: a power of two of which the scales are integer multiples of 1 / amplifier; 0: any floats.
         step: float32 [N], positive, of which a row's scales are small integer multiples: codes times these are 8-bit integers;

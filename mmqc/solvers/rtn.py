@@ -1,6 +1,7 @@
 """Round to nearest: a step that no value of a row, or of a group, misses by more than half of it.
 
-    asymmetric    see grid.py
+    asymmetric    see grid.py; q = round(w (1 / s)) + z, as torchao multiplies: a weight halfway between two codes takes the one
+                  that it takes there.  Zero between the codes: q as in grid.py
     floats        of 4 bits: the best of the steps of float4_grid.py by sum_k (w_k - s q_k)²
     symmetric     q = round(w / s), the best of these steps by sum_k (w_k - s q_k)²; the first one of equals, and for 8 bits
 
@@ -24,7 +25,7 @@ from torch import Tensor
 from mmqc.config import WeightSpec
 from mmqc.ops.divide import divided
 from mmqc.solvers.clip import best_clip, row_blocks
-from mmqc.solvers.grid import Grid, grouped, on_grid
+from mmqc.solvers.grid import Grid, grouped, on_grid, packed
 from mmqc.solvers.quantized import Quantized, checked, levels
 from mmqc.solvers.widest import widest_grid
 
@@ -61,7 +62,15 @@ def solve(
         grid = best_clip(groups, grid, (), lambda error: error.square_().sum(-1))
     elif spec.symmetric and spec.bits < 8:
         grid = best_step(groups, grid, clip=clip and spec.bits == 2)
+    elif not spec.symmetric and not spec.float_zero:
+        return packed(by_inverse(groups, grid).to(torch.int8).flatten(1)[:, : w.shape[1]], grid, spec.group_size)
     return on_grid(groups, grid, w.shape[1], spec.group_size)
+
+
+def by_inverse(groups: Tensor, grid: Grid) -> Tensor:
+    """Codes of an asymmetric grid as torchao's ``quantize_affine`` has them in float32, to the bit."""
+    assert grid.zero is not None, "a symmetric grid's are by division"
+    return torch.round(groups * (1 / grid.scale.to(groups))).add_(grid.zero.to(groups)).clamp_(*levels(grid.bits))
 
 
 def best_step(groups: Tensor, grid: Grid, clip: bool) -> Grid:

@@ -49,7 +49,7 @@ def sweep(
     divisor = base.divisor if isinstance(base, Float4Grid) else None
     found = [Sweeps(part, spec, clips, order, cost, divisor).run(u, block).best() for part in parts]
     codes, scales, zeros, losses = zip(*found, strict=True)
-    zero = None if zeros[0] is None else torch.cat(zeros)
+    zero = None if base.zero is None else torch.cat(zeros).to(base.zero.dtype)
     return torch.cat(codes), replace(base, scale=torch.cat(scales), zero=zero), torch.cat(losses)
 
 
@@ -58,7 +58,7 @@ def clipped(groups: Tensor, cost: Tensor, clip: Clip | float, spec: WeightSpec, 
 
     ``divisor``: as of ``widest_grid``.
     """
-    if clip == "weights" or (clip == "inputs" and (spec.symmetric or spec.float4)):
+    if clip == "weights" or (clip == "inputs" and (spec.symmetric or spec.float4 or spec.float_zero)):
         return mse_clip.clipped(groups, spec, cost if clip == "inputs" else None, divisor)
     widest = widest_grid(groups, spec, divisor)
     if clip == "inputs":

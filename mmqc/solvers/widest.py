@@ -16,7 +16,7 @@ def widest_grid(groups: Tensor, spec: WeightSpec, divisor: Tensor | None = None)
     """
     if spec.type == "mxfp4" or spec.type == "nvfp4":
         return Float4Grid.widest(groups, spec.type, divisor)
-    return Grid.of(groups, spec.bits, spec.symmetric)
+    return Grid.of(groups, spec.bits, spec.symmetric, spec.float_zero)
 
 
 def widest(w: Tensor, spec: WeightSpec) -> Tensor:

@@ -128,6 +128,34 @@ def test_save__refuses_what_the_format_cannot_say(tmp_path, change, words):
     assert not (tmp_path / "out").exists()
 
 
+def test_save__zero_points_between_the_codes_go_into_our_own_format_alone(tmp_path):
+    model, inputs = tiny_qwen2_vl()
+    config = recipes.rtn(4, group_size=8, symmetric=False, solver="mse_clip", zero_point="float")
+    mmqc.quantize_(model, config, progress=False)
+    with pytest.raises(mmqc.FormatError, match=r"zero points between the codes.*zero_point='int'(.|\n)*format='mmqc'"):
+        mmqc.save_pretrained(model, tmp_path / "out", format="compressed-tensors")
+    assert not (tmp_path / "out").exists()
+    want = logits(model, inputs)
+    mmqc.save_pretrained(model, tmp_path)
+    assert torch.equal(logits(AutoModelForImageTextToText.from_pretrained(tmp_path), inputs), want)
+
+
+@pytest.mark.parametrize("saved", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("asked", [torch.float16, torch.bfloat16, torch.float32])
+def test_save__zero_points_between_the_codes_come_back_as_they_were(tmp_path, saved, asked):
+    model, _ = tiny_qwen2_vl()
+    mmqc.quantize_(model.to(saved), recipes.rtn(2, group_size=8, symmetric=False, zero_point="float"), progress=False)
+    mmqc.save_pretrained(model, tmp_path)
+    again = AutoModelForImageTextToText.from_pretrained(tmp_path, dtype=asked)
+    linears = {name: module for name, module in model.named_modules() if isinstance(module, QuantLinear)}
+    assert linears
+    for name, linear in linears.items():
+        other = again.get_submodule(name)
+        assert other.weight_zero.dtype == torch.float16, name
+        assert torch.equal(other.weight_zero, linear.weight_zero), name
+        assert torch.equal(other.weight_scale, linear.weight_scale), name
+
+
 def test_save__refuses_buffers_that_the_format_has_no_place_for(tmp_path):
     model, _ = tiny_qwen2_vl()
     mmqc.quantize_(model, recipes.rtn(8), progress=False)

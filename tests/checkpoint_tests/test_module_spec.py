@@ -94,6 +94,15 @@ def test_build_module__models_saved_before_there_were_such_linears():
     assert module_spec(build_module(old)) == WEIGHT_ONLY | {"zero": False}
 
 
+def test_build_module__where_zero_lies():
+    for zero, dtype in ((True, torch.int8), ("float", torch.float16)):
+        linear = build_module(WEIGHT_ONLY | {"zero": zero})
+        assert linear.weight_zero.dtype == dtype
+        assert module_spec(linear) == WEIGHT_ONLY | {"zero": zero}
+    with pytest.raises(CheckpointError, match="zero = 'somewhere'"):
+        build_module(WEIGHT_ONLY | {"zero": "somewhere"})
+
+
 def test_build_module__state():
     """Names, shapes and dtypes of what a checkpoint holds of a linear with every part."""
     state = {name: (tuple(t.shape), t.dtype) for name, t in build_module(STATIC, {"bfloat16": torch.float16}).state_dict().items()}

@@ -17,6 +17,8 @@ from mmqc.quantization.convert import size_of
 CONFIGS = {
     "w8": recipes.rtn(8),
     "w4-g8": recipes.rtn(4, group_size=8),
+    "w4-g8-asym": recipes.rtn(4, group_size=8, symmetric=False),
+    "w2-g8-asym-float": recipes.rtn(2, group_size=8, symmetric=False, zero_point="float"),
     "w8a8": recipes.rtn(8, activation_bits=8),
     "mxfp4": recipes.rtn(4).with_float4("mxfp4"),
     "nvfp4": recipes.rtn(4).with_float4("nvfp4"),

@@ -63,6 +63,10 @@ def test_for_engine__rotations_stay_and_what_runs_online_goes():
         (recipes.quarot(4, 8, kv_bits=4), r"kv_rounding"),
         (recipes.quik(4), r"vision\.dynamic .*8 bits in one part"),
         (recipes.rtn(2, group_size=32), r"vision\.weight\.bits = 2 .*4 or 8"),
+        (
+            recipes.awq(4, symmetric=False, zero_point="float"),
+            r"vision\.weight\.zero_point = 'float' .*'int' for vllm.*whose zero points are codes",
+        ),
     ],
 )
 def test_for_engine__refuses_by_name(config, words):

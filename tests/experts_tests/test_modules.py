@@ -14,6 +14,7 @@ RECIPES = {
     "W4A8": mmqc.recipes.rtn(4, 8),
     "W4A8 in groups": mmqc.recipes.integer_scale(group_size=5),
     "W3A16 with zero points": mmqc.recipes.gptq(3, 8, symmetric=False),
+    "W3A16 with zero points between the codes": mmqc.recipes.rtn(3, group_size=8, symmetric=False, zero_point="float"),
 }
 
 

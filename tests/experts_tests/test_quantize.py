@@ -17,23 +17,24 @@ from mmqc.solvers import solve
 
 @pytest.mark.parametrize("form", ["routed", "interleaved", "sorted"])
 @pytest.mark.parametrize("group", [None, 5])
-def test_experts__zero_points(form, group):
+@pytest.mark.parametrize("kind", ["int", "float"])
+def test_experts__zero_points(form, group, kind):
     """Codes, scales and zero points are the solver's, and the output that of a float model with the weights they stand for."""
     model, batch = mixture(form), tokens()
     rounded, transposed = copy.deepcopy(model), form in ("interleaved", "sorted")
-    scheme = Scheme(WeightSpec(4, PerGroup(group) if group else PerRow(), symmetric=False))
+    scheme = Scheme(WeightSpec(4, PerGroup(group) if group else PerRow(), symmetric=False, zero_point=kind))
     _, report = quantized(model, QuantConfig(language=scheme, keep=("router", "head")))
     rows = {row.fqn: row for row in report.layers}
     for owner in experts_of(model).values():
         for stack in (*owner.up, *([owner.down] if owner.down is not None else [])):
-            assert stack.weight_zero.dtype == torch.int8
+            assert stack.weight_zero.dtype == (torch.int8 if kind == "int" else torch.float16)
             assert stack.weight_zero.shape == stack.weight_scale.shape
             assert stack.weight_zero.any()
-            assert "-asym" in str(stack)
+            assert str(stack).endswith("-asym-float)" if kind == "float" else "-asym)")
     for name, p in rounded.experts.named_parameters():
         if p.dim() != 3 or "bias" in name:
             continue
-        assert rows[f"experts.{name}"].scheme == f"W4A16{'-g5' if group else ''}-asym"
+        assert rows[f"experts.{name}"].scheme == f"W4A16{'-g5' if group else ''}-asym{'-float' if kind == 'float' else ''}"
         w = p.data.mT if transposed else p.data
         parts = [solve(each, scheme.weight) for each in w]
         stack = next(s for m in experts_of(model).values() for s in m.modules() if is_stack_of(s, parts))

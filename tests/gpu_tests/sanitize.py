@@ -113,6 +113,7 @@ WEIGHT_ONLY = {  # name: (bits, group, zero points, (M, N, K), tile)
     "weight_only_matmul int4 split K": (4, 128, False, (1, 101, 1536), Tile(8, 64, 128, 4, 4, split_k=3, variant="columns")),
     "weight_only_matmul int4 asymmetric": (4, 64, True, (70, 101, 256), Tile(64, 128, 64, 8, 3, variant="columns")),
     "weight_only_matmul int4, odd K": (4, 32, True, (17, 101, 203), Tile(16, 64, 32, 4, 3, variant="columns")),
+    "weight_only_matmul int4, zero between codes": (4, 32, "between", (17, 101, 203), Tile(16, 64, 32, 4, 3, variant="columns")),
     "weight_only_matmul int8": (8, 64, False, (17, 101, 256), Tile(16, 64, 64, 2, 4, variant="columns")),
     "weight_only_matmul int8 asymmetric": (8, 64, True, (5, 101, 768), Tile(8, 64, 64, 4, 4, split_k=3, variant="columns")),
     "weight_only_matmul int8 per channel": (8, 0, True, (70, 101, 203), Tile(64, 128, 64, 8, 3, variant="columns")),
@@ -203,11 +204,12 @@ def epilogue(place: Place, bits: int, gated: bool, activation: str, form: str, s
         assert_codes(y, h.float() / rows[:, None], 0.02)
 
 
-def grouped(bits: int, group: int, zeros: bool, n: int, k: int) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+def grouped(bits: int, group: int, zeros: bool | str, n: int, k: int) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
     """Codes, scales, zero points and the float64 weight that they mean."""
     codes = integers(-8, 8, n, k) if bits == 4 else integers(-128, 128, n, k)
     shape = (n, -(-k // group)) if group else (n,)
     scale, zero = torch.rand(shape) * 0.01 + 0.001, integers(-8, 8, *shape) if zeros else None
+    zero = zero if zero is None or zeros != "between" else (zero + torch.rand(shape)).half()
     wide = [
         t.double().repeat_interleave(group, 1)[:, :k] if group else t.double()[:, None]
         for t in (scale, torch.zeros(shape) if zero is None else zero)
@@ -215,7 +217,7 @@ def grouped(bits: int, group: int, zeros: bool, n: int, k: int) -> tuple[Tensor,
     return codes, scale, zero, (codes.double() - wide[1]) * wide[0]
 
 
-def weight_only(place: Place, bits: int, group: int, zeros: bool, shape: tuple[int, int, int], tile: Tile) -> None:
+def weight_only(place: Place, bits: int, group: int, zeros: bool | str, shape: tuple[int, int, int], tile: Tile) -> None:
     m, n, k = shape
     codes, scale, zero, weight = grouped(bits, group, zeros, n, k)
     x, bias = torch.randn(m, k).to(place.dtype), torch.randn(n).to(place.dtype)

@@ -51,7 +51,7 @@ def test_awq__on_the_device(tmp_path):
 
 
 @pytest.mark.parametrize("rows", [1, 64, 4096])
-@pytest.mark.parametrize(("group", "zeros"), [(128, True), (128, False), (0, False)])
+@pytest.mark.parametrize(("group", "zeros"), [(128, torch.int8), (128, torch.float16), (128, None), (0, torch.float16), (0, None)])
 def test_weight_only__takes_scales_in_the_models_dtype(rows, group, zeros):
     """As linears of other projects have them in vLLM (vllm/linear_kernel.py)."""
     g = torch.Generator().manual_seed(0)
@@ -59,6 +59,7 @@ def test_weight_only__takes_scales_in_the_models_dtype(rows, group, zeros):
     shape = (384, 4) if group else (384,)
     scale = (torch.rand(shape, generator=g) / 16).bfloat16()
     zero = torch.randint(-8, 8, shape, generator=g, dtype=torch.int8) if zeros else None
+    zero = zero if zero is None or zeros == torch.int8 else (zero + torch.rand(shape, generator=g)).half()
     given = torch.randn(rows, 512, generator=g).bfloat16(), codes, scale, None, 4, group, zero
     there = [part.cuda() if isinstance(part, torch.Tensor) else part for part in given]
     assert_close(torch.ops.mmqc.weight_only_matmul(*there).cpu(), torch.ops.mmqc.weight_only_matmul(*given))

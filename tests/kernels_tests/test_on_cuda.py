@@ -103,10 +103,12 @@ def test_float4_matmul__any_leading_axes(shape, form, device):
 
 @pytest.mark.parametrize("bits", [8, 4, 2])
 @pytest.mark.parametrize("group", [0, 40])
-def test_weight_only_matmul__zero_points(bits, group, device):
+@pytest.mark.parametrize("between", [False, True])
+def test_weight_only_matmul__zero_points(between, bits, group, device):
     x = torch.randn(3, 5, K, device=device, dtype=torch.float16)
     scale = torch.rand(*((N, -(-K // group)) if group else (N,)), device=device)
     zero = torch.randint(-(2 ** (bits - 1)), 2 ** (bits - 1), scale.shape, dtype=torch.int8, device=device)
+    zero = (zero + torch.rand(scale.shape, device=device)).half() if between else zero
     args = (x, weight(bits, device), scale, torch.randn(N, device=device), bits, group, zero)
     assert on_cuda.why_not_weight_only(*args) is None
     assert_close(on_cuda.weight_only_matmul(*args), in_float64(*args), x.dtype)

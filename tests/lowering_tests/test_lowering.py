@@ -114,9 +114,11 @@ def test_lower_weight_only_matmul__all_storages(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("rows", [3, 40])
-def test_lower_weight_only_matmul__zero_points(rows: int) -> None:
+@pytest.mark.parametrize("between", [False, True])
+def test_lower_weight_only_matmul__zero_points(rows: int, between: bool) -> None:
     w4 = pack_int4(torch.randint(-8, 8, (17, 63), dtype=torch.int8))
     scale, zero = torch.rand(17, 4), torch.randint(-8, 8, (17, 4), dtype=torch.int8)
+    zero = (zero + torch.rand(17, 4)).half() if between else zero
 
     def function(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return (ops.weight_only_matmul(x, w4, scale, None, 4, 16, zero),)

@@ -82,10 +82,13 @@ def test_quant_linear__weight_only(group: int) -> None:
     assert torch.equal(linear.codes(), p["codes"])
 
 
-def test_quant_linear__zero_points() -> None:
+@pytest.mark.parametrize("between", [False, True])
+def test_quant_linear__zero_points(between: bool) -> None:
     p = parts(4)
     p["weight_scale"] = torch.rand(len(p["codes"]), -(-p["codes"].shape[1] // 8))
     p["weight_zero"] = torch.randint(-8, 8, p["weight_scale"].shape, dtype=torch.int8)
+    if between:
+        p["weight_zero"] = (p["weight_zero"] + torch.rand(p["weight_scale"].shape)).half()
     linear = built(**p, weight_bits=4, group_size=8)
     shifted, scale = (t.float().repeat_interleave(8, 1)[:, : linear.in_features] for t in (p["weight_zero"], p["weight_scale"]))
     w = (p["codes"] - shifted) * scale
@@ -95,6 +98,21 @@ def test_quant_linear__zero_points() -> None:
     again = build_module(module_spec(linear), {}).to_empty(device="cpu")
     again.load_state_dict(linear.state_dict())
     assert torch.equal(again(x), linear(x))
+    assert ("asym-float" in repr(linear)) == between
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_quant_linear__zero_points_between_the_codes_keep_their_dtype(dtype: torch.dtype) -> None:
+    p = parts(4) | {"weight_zero": (torch.rand(N) * 9 - 4).half()}
+    linear = built(**p, weight_bits=4).to(dtype)
+    assert linear.weight_zero is not None
+    assert linear.weight_zero.dtype == torch.float16
+    assert torch.equal(linear.weight_zero, p["weight_zero"])
+    assert linear.bias is not None
+    assert linear.bias.dtype == dtype
+    x = torch.randn(3, K).to(dtype)
+    wanted = (p["codes"] - p["weight_zero"].double()[:, None]) * p["weight_scale"].double()[:, None]
+    assert_close(linear(x), x.double() @ wanted.T + linear.bias.double(), dtype)
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -189,6 +207,7 @@ def test_quant_linear__repr() -> None:
         ({"weight_bits": 9}, "weight_bits = 9"),
         ({"weight_bits": 8, "activation_bits": 16, "input_scales": 1}, "activation_bits = 16"),
         ({"weight_bits": 4, "group_size": -1}, "group_size = -1"),
+        ({"weight_bits": 4, "zero": "int"}, "zero = 'int': False, True or 'float'"),
         ({"weight_bits": 4, "group_size": 32, "integer_scales": True}, "integer scales are those of groups"),
         ({"weight_bits": 4, "activation_bits": 8, "input_scales": 1, "integer_scales": True}, "integer scales are those of"),
         ({"weight_bits": 8, "activation_bits": 8}, "a static linear has input_scale"),

@@ -9,7 +9,7 @@ import mmqc.ops  # noqa: F401
 op = torch.ops.mmqc.gptq_block.default
 
 
-def problem(size: int, n: int, bits: int, asymmetric: bool, dtype: torch.dtype = torch.float64):
+def problem(size: int, n: int, bits: int, asymmetric: bool | str, dtype: torch.dtype = torch.float64):
     g = torch.Generator().manual_seed(size)
     x = torch.randn(4 * size, size, generator=g, dtype=torch.float64) + 0.5
     h = x.T @ x + torch.eye(size, dtype=torch.float64)
@@ -17,11 +17,12 @@ def problem(size: int, n: int, bits: int, asymmetric: bool, dtype: torch.dtype =
     w = torch.randn(size, n, generator=g, dtype=torch.float64)
     scale = (torch.rand(size, n, generator=g, dtype=torch.float64) + 0.5) / 2**bits
     zero = torch.randint(-2, 3, (size, n), generator=g).double() if asymmetric else None
+    zero = zero + torch.rand(size, n, generator=g, dtype=torch.float64) if zero is not None and asymmetric == "between" else zero
     return h, *(None if t is None else t.to(dtype) for t in (w, u, scale, zero))
 
 
 @pytest.mark.parametrize("bits", [2, 4, 8])
-@pytest.mark.parametrize("asymmetric", [False, True])
+@pytest.mark.parametrize("asymmetric", [False, True, "between"])
 @pytest.mark.parametrize("size", [1, 7, 20])
 def test_gptq_block__equals_surgery_with_explicit_inverses(size, asymmetric, bits):
     h, w, u, scale, zero = problem(size, 5, bits, asymmetric)
@@ -30,7 +31,7 @@ def test_gptq_block__equals_surgery_with_explicit_inverses(size, asymmetric, bit
     for i in range(size):
         inverse = torch.linalg.inv(h[left][:, left])
         z = 0 if zero is None else zero[i]
-        q = ((rest[i] / scale[i]).round() + z).clamp(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
+        q = (rest[i] / scale[i] + z).round().clamp(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
         assert torch.equal(codes[i].double(), q)
         off = rest[i] - (q - z) * scale[i]
         assert_close(errors[i], off / inverse[0, 0].sqrt())

@@ -29,8 +29,9 @@ def test_grouped_matmul__of_floating_point_rows(counts: list[int], bits: int, gr
 
 @pytest.mark.parametrize("counts", COUNTS.values(), ids=list(COUNTS))
 @pytest.mark.parametrize(("bits", "group"), [(4, 0), (4, 16), (8, 0), (8, 5), (3, 8), (2, 0)])
-def test_grouped_matmul__with_zero_points(counts: list[int], bits: int, group: int) -> None:
-    w, scale, bias, dense, zero = with_zeros(7, 35, bits, group)
+@pytest.mark.parametrize("between", [False, True])
+def test_grouped_matmul__with_zero_points(counts: list[int], bits: int, group: int, between: bool) -> None:
+    w, scale, bias, dense, zero = with_zeros(7, 35, bits, group, between)
     x = torch.randn(9, 35, dtype=torch.float64)
     y = grouped_matmul(x, w, scale, offsets(counts), bias.double(), None, bits, group, torch.float64, zero)
     assert_close(y, row_by_row(x, dense, bias, offsets(counts)))

@@ -20,6 +20,8 @@ CASES = [
     (4, 16, False, True),
     (2, 8, False, True),
     (8, 5, False, True),
+    (4, 16, False, "between"),
+    (3, 0, False, "between"),
 ]  # bits, group, integer inputs, zero points
 
 
@@ -29,7 +31,7 @@ class Several(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         for i, (bits, group, _, zeros) in enumerate(CASES):
-            w, scale, bias, _, zero = with_zeros(7, 35, bits, group)
+            w, scale, bias, _, zero = with_zeros(7, 35, bits, group, zeros == "between")
             for name, part in {"w": w, "scale": scale, "bias": bias, **({"zero": zero} if zeros else {})}.items():
                 self.register_buffer(f"{name}{i}", part)
 

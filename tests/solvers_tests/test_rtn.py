@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tolerance import assert_close
 from torchao.quantization.granularity import PerGroup
+from torchao.quantization.quant_primitives import MappingType, choose_qparams_affine, quantize_affine
 
 from mmqc.config import WeightSpec
 from mmqc.solvers import solve
@@ -81,6 +82,41 @@ def test_asymmetric__error_at_most_half_a_step_and_zero_exact(bits):
     assert q.dequantize()[1, 5] == 0
     low, high = w[:, :16].amin(1).clamp(max=0), w[:, :16].amax(1)
     assert_close(q.scale[:, 0].double(), (high - low) / (2**bits - 1), torch.float32)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    seed=st.integers(0, 10_000),
+    bits=st.sampled_from([2, 3, 4, 8]),
+    group=st.sampled_from([8, 32]),
+    exponent=st.integers(-30, 30),
+    kind=st.sampled_from(["any", "ties", "bfloat16", "one sign", "zero"]),
+)
+def test_asymmetric__has_torchaos_codes_and_zero_points(seed, bits, group, exponent, kind):
+    """Of float32, as IntxWeightOnlyConfig asks torchao for them; weights of bfloat16 are rounded as the float32 that they are."""
+    g = torch.Generator().manual_seed(seed)
+    w = torch.randn(16, 96, generator=g) * 10.0**exponent
+    if kind == "ties":
+        w = torch.randint(-9, 10, w.shape, generator=g) * 0.1 * 10.0**exponent
+    elif kind == "one sign":
+        w = w.abs()
+    elif kind == "zero":
+        w[:, :group] = 0
+    stored = w.bfloat16() if kind == "bfloat16" else w
+    ends = {"quant_min": -(2 ** (bits - 1)), "quant_max": 2 ** (bits - 1) - 1}
+    scale, zero = choose_qparams_affine(
+        stored.float(),
+        MappingType.ASYMMETRIC,
+        (1, group),
+        target_dtype=torch.int8,
+        zero_point_dtype=torch.int8,
+        keepdim=True,
+        **ends,
+    )
+    q = solve(stored, WeightSpec(bits, PerGroup(group), symmetric=False))
+    assert torch.equal(q.zero, zero)
+    assert torch.equal(q.codes, quantize_affine(stored.float(), (1, group), scale, zero, output_dtype=torch.int8, **ends))
+    assert torch.equal(q.scale, scale if kind != "zero" else torch.where(scale > 1e-37, scale, 1))
 
 
 @settings(max_examples=40)

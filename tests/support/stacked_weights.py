@@ -16,11 +16,12 @@ def stacked(n: int, k: int, bits: int, group: int) -> tuple[torch.Tensor, torch.
     return codes if bits == 8 else pack(codes, bits), scale, torch.randn(4, n), codes.double() * spread.double()
 
 
-def with_zeros(n: int, k: int, bits: int, group: int) -> tuple[torch.Tensor, ...]:
-    """Four experts with zero points: (stored weights, scales, bias, dense float64 weights, zero points)."""
+def with_zeros(n: int, k: int, bits: int, group: int, between: bool = False) -> tuple[torch.Tensor, ...]:
+    """Four experts with zero points, maybe ``between`` the codes: (stored weights, scales, bias, dense float64 weights, these)."""
     w, scale, bias, _ = stacked(n, k, bits, group)
     top = 2 ** (bits - 1)
     zero = torch.randint(-top, top, scale.shape, dtype=torch.int8)
+    zero = (zero + torch.rand(scale.shape)).half() if between else zero
     codes = w if bits == 8 else unpack(w, k, bits)
     spread = [t.repeat_interleave(group, -1)[..., :k] if group else t[..., None] for t in (zero, scale)]
     return w, scale, bias, (codes.double() - spread[0].double()) * spread[1].double(), zero

@@ -3,7 +3,7 @@
     y[s] = x[s] W_eᵀ + b[e]        y[s] = (x_q[s] w_q[e]ᵀ) s_x[s] s_w[e] + b[e]        o[e] <= s < o[e + 1]
 
 Shapes:  x [S, K] fp16 | bf16 | fp32 (interpreter), or x_q int8 and s_x float32 [S]   w_q int8 [E, N, K] or uint8 (ops/pack.py)
-         s_w float [E, N] or [E, N, ceil(K/g)]   z int8 like s_w, of weights that meet floating-point x
+         s_w float [E, N] or [E, N, ceil(K/g)]   z int8 or float16 like s_w, of weights that meet floating-point x
          b [E, N]   o int32 | int64 [E + 1]   y [S, N]
 Grid:    S // BM + min(E + 1, S) tiles of rows, the most that any distribution of S rows over the experts needs, times the tiles
          of columns: it follows from shapes, so the launch fits a CUDA graph.
@@ -25,6 +25,7 @@ from mmqc.kernels.matmul.scaled_matmul import MAX_K, OUT_DTYPES
 from mmqc.kernels.matmul.weight_only_matmul import DTYPES, one_group_a_step, whole_steps
 from mmqc.kernels.shared.device_facts import ceil_div, has_inline_ptx, why_not_here
 from mmqc.ops.pack import packed_width, stretch
+from mmqc.ops.weight_only_matmul import ZEROS
 
 MAX_EXPERTS = 4095  # offsets that a program reads at once
 
@@ -44,7 +45,7 @@ def supports(
         (w_q.shape[0] <= MAX_EXPERTS, f"{w_q.shape[0]} experts: at most {MAX_EXPERTS}"),
         (w_q.is_contiguous() and w_scale.is_contiguous() and offsets.is_contiguous(), "weights, scales, offsets are contiguous"),
         (w_scale.is_floating_point(), f"w_scale is floating point, not {w_scale.dtype}"),
-        (zero is None or zero.is_contiguous(), "zero points are contiguous"),
+        (zero is None or (zero.is_contiguous() and zero.dtype in ZEROS), "zero points are contiguous int8 or float16"),
         (bias is None or bias.is_contiguous(), "bias is contiguous"),
         (row_scale is None or (row_scale.is_contiguous() and row_scale.dtype == torch.float32),
          "row_scale is contiguous float32"),

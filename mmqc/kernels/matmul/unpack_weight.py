@@ -7,6 +7,7 @@
     columns[:, n] = s_l / s_h, s_h, s_l c_l, s_h c_h        float32, what its product needs of that row
 
 Shapes:  w_q uint8 [N, packed_width] or int8 [N, K]   s, z [N] or [N, ceil(K/g)]   t int8 [N, ceil(K/g)]   out [N, K]
+         z int8 or float16
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false

@@ -3,11 +3,11 @@
     y = x Wᵀ + b        W[n, k] = (w_q[n, k] - z[n, k // g]) s[n, k // g]       z = 0 in the symmetric case
 
 Shapes:  x [M, K] fp16 | bf16 | fp32 (interpreter)   w_q int8 [N, K] or uint8 (ops/pack.py: 2, 3, 4 bits)
-         s float [N] (g = 0) or [N, ceil(K/g)]   z int8 like s: zero points in code units   b [N]   y [M, N] in x's dtype
+         s float [N] (g = 0) or [N, ceil(K/g)]   z int8 or float16 like s: in code units   b [N]   y [M, N] in x's dtype
 M:       few rows: skinny tiles, K split over programs;  to some hundred: the same kernel, larger tiles, the weight unpacked
          in registers;  above: the weight is written out once in x's dtype and multiplied by torch.
 Exact:   where a step of K lies in one group, the scale multiplies a float32 sum of exact codes: closer to the formula than
-         the op, which rounds the weight to x's dtype first.
+         the op, which rounds the weight to x's dtype first.  Codes less a zero point between them are rounded to x's dtype.
 Arch:    Ampere and newer.
 """
 
@@ -32,6 +32,7 @@ from mmqc.kernels.shared.early_start import early_lines
 from mmqc.kernels.shared.launch import Launch
 from mmqc.kernels.shared.split_k import Workspace, workspace
 from mmqc.ops.pack import STRETCHES, packed_width, stretch
+from mmqc.ops.weight_only_matmul import ZEROS
 
 DTYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 
@@ -52,8 +53,8 @@ def supports(
         (group_size >= 0, f"group_size = {group_size}"),
         (w_scale.shape == scales, f"w_scale for group_size {group_size} is {list(scales)}, not {list(w_scale.shape)}"),
         (w_scale.is_contiguous() and w_scale.is_floating_point(), f"w_scale is contiguous and float, not {w_scale.dtype}"),
-        (zero is None or (zero.shape == scales and zero.dtype == torch.int8 and zero.is_contiguous()),
-         f"zero is contiguous int8 {list(scales)}"),
+        (zero is None or (zero.shape == scales and zero.dtype in ZEROS and zero.is_contiguous()),
+         f"zero is contiguous int8 or float16 {list(scales)}"),
         (bias is None or bias.shape == (n,), f"bias is [{n}]"),
         ((x.stride(1) == 1 and w_q.stride(1) == 1) or k == 1, "rows of x and w_q are contiguous"),
         (w_scale.numel() < 2**31, "scales are addressed with 32 bits"),

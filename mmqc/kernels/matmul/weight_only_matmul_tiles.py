@@ -4,7 +4,8 @@
 
 The weight is the first operand, which tensor cores take from registers, so it is unpacked where it was loaded; x is the
 second, zero-padded to 16 rows.  Codes are exact in fp16 and bf16 and are summed in float32; where a step of K lies in one group
-(ALIGNED), the scale multiplies the sum of the step, else every weight, which is then rounded to x's dtype as in the op.
+(ALIGNED), the scale multiplies the sum of the step, else every weight, which is then rounded to x's dtype as in the op.  Codes
+less an int8 zero point are exact in x's dtype; less one between them, they are rounded to it.
 """
 
 import triton
@@ -19,6 +20,16 @@ from mmqc.kernels.shared.split_k import add_parts, store_part
 
 
 @triton.jit
+def centred_tile(w, zero_ptr, at):
+    """Codes [BN, BK] less their rows' zero points, which lie at zero_ptr + at [BN]."""
+    if zero_ptr.dtype.element_ty == tl.int8:
+        w = w - tl.load(zero_ptr + at).to(w.dtype)[:, None]
+    else:
+        w = (w.to(tl.float32) - tl.load(zero_ptr + at).to(tl.float32)[:, None]).to(w.dtype)
+    return w
+
+
+@triton.jit
 def group_multiply_add_tile(
     w, x, acc, scale_ptr, zero_ptr, scale_rows, start, k, K,
     GROUP: tl.constexpr, ALIGNED: tl.constexpr, HAS_ZERO: tl.constexpr,
@@ -26,12 +37,12 @@ def group_multiply_add_tile(
     """Add the product of one step: w codes [BN, BK] at columns k = start …, x [BM, BK], acc [BN, BM]."""
     if GROUP == 0:
         if HAS_ZERO:
-            w = w - tl.load(zero_ptr + scale_rows).to(w.dtype)[:, None]
+            w = centred_tile(w, zero_ptr, scale_rows)
         acc = tl.dot(w, x.T, acc, input_precision="ieee")
     elif ALIGNED:
         at = scale_rows + start // GROUP
         if HAS_ZERO:
-            w = w - tl.load(zero_ptr + at).to(w.dtype)[:, None]
+            w = centred_tile(w, zero_ptr, at)
         part = tl.dot(w, x.T, input_precision="ieee")
         acc += part * tl.load(scale_ptr + at).to(tl.float32)[:, None]
     else:

@@ -1,7 +1,7 @@
 """The inner loop of GPTQ for one block of channels, in registers.
 
-    for i = 0 ... B-1:   q_i = clamp(round(w_i / s_i) + z_i)        e_i = (w_i - (q_i - z_i) s_i) / U_ii
-                         w_j <- w_j - U_ij e_i   for all j > i
+    for i = 0 ... B-1:   q_i = clamp(round(w_i / s_i + z_i - z'_i) + z'_i)        e_i = (w_i - (q_i - z_i) s_i) / U_ii
+                         w_j <- w_j - U_ij e_i   for all j > i                    z' = round(z)
 
 With ``float4`` q_i is twice the nearest e2m1 number, whatever bits say (ops/float4.py).
 
@@ -60,12 +60,13 @@ def gptq_block_kernel(
         s = tl.load(s_ptr + i * stride_s + wide * stride_sn, inside, other=1.0)
         u = tl.load(u_ptr + i * stride_u + rows, (rows >= i) & (rows < B), other=0.0)  # [BB]
         unit = divide_tile(x, s)
-        q = round_float4_tile(unit) if FLOAT4 else round_tile(unit)
         if HAS_ZERO:
             z = tl.load(z_ptr + i * stride_z + wide * stride_zn, inside, other=0.0)
-            q = tl.minimum(tl.maximum(q + z, LOW), HIGH)
+            whole = round_tile(z)
+            q = tl.minimum(tl.maximum(round_tile(unit + (z - whole)) + whole, LOW), HIGH)
             value = (q - z) * s
         else:
+            q = round_float4_tile(unit) if FLOAT4 else round_tile(unit)
             if not FLOAT4:
                 q = tl.minimum(tl.maximum(q, LOW), HIGH)
             value = q * s

@@ -48,9 +48,10 @@ def test_grouped_matmul__of_floating_point_rows(counts, n, k, bits, group, devic
     assert_close(y, wanted, torch.float16)
 
 
-def zeros(scale, bits):
+def zeros(scale, bits, between=False):
     top = 2 ** (bits - 1)
-    return torch.randint(-top, top, scale.shape, dtype=torch.int8, device=scale.device)
+    zero = torch.randint(-top, top, scale.shape, dtype=torch.int8, device=scale.device)
+    return (zero + torch.rand(scale.shape, device=scale.device)).half() if between else zero
 
 
 @pytest.mark.parametrize("counts", ["uneven", "nothing", "none_for_some_rows"])
@@ -58,9 +59,10 @@ def zeros(scale, bits):
     ("n", "k", "bits", "group"),
     [(33, 101, 4, 0), (33, 128, 4, 32), (17, 101, 4, 48), (7, 96, 8, 48), (33, 70, 8, 0), (19, 101, 2, 32), (19, 128, 3, 32)],
 )
-def test_grouped_matmul__with_zero_points(counts, n, k, bits, group, device):
+@pytest.mark.parametrize("between", [False, True])
+def test_grouped_matmul__with_zero_points(between, counts, n, k, bits, group, device):
     w, scale, bias = stacked(n, k, bits, group, device)
-    zero = zeros(scale, bits)
+    zero = zeros(scale, bits, between)
     x, o = torch.randn(ROWS, k, device=device).half(), offsets(COUNTS[counts], device)
     y = kernel.grouped_matmul(
         x, w, scale, o, bias, bits=bits, group_size=group, zero=zero, out=filled(n, x.dtype, device), config=SMALL
@@ -157,9 +159,10 @@ def test_grouped_matmul__with_zero_points_behind_the_op(rows, device):
 @pytest.mark.gpu
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 @pytest.mark.parametrize("rows", [8, 300, 3000])
-def test_grouped_matmul__bfloat16_with_zero_points(rows, bits, device):
+@pytest.mark.parametrize("between", [False, True])
+def test_grouped_matmul__bfloat16_with_zero_points(between, rows, bits, device):
     w, scale, _ = stacked(200, 512, bits, 128, device)
-    x, zero = torch.randn(rows, 512, device=device).bfloat16(), zeros(scale, bits)
+    x, zero = torch.randn(rows, 512, device=device).bfloat16(), zeros(scale, bits, between)
     o = torch.tensor([0, rows // 3, rows // 3, rows - 1, rows], device=device)
     y = kernel.grouped_matmul(x, w, scale, o, bits=bits, group_size=128, zero=zero)
     assert_close(y, reference(x.double(), w, scale, o, None, None, bits, 128, torch.float64, zero), torch.bfloat16)

@@ -61,14 +61,43 @@ def test_weight_only_matmul__bfloat16(m, bits, device):
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 @pytest.mark.parametrize("group", [0, 32, 48])
 @pytest.mark.parametrize("variant", SMALL)
-def test_weight_only_matmul__asymmetric(variant, group, bits, device):
+@pytest.mark.parametrize("between", [False, True])
+def test_weight_only_matmul__asymmetric(between, variant, group, bits, device):
     m, n, k = 3, 37, 192
     codes, w, scale = weights(n, k, bits, group, device)
-    zero = torch.randint(-8, 8, scale.shape, dtype=torch.int8, device=device)
-    x = torch.randn(m, k, device=device).half()
-    y = kernel.weight_only_matmul(x, w, scale, group_size=group, zero=zero, config=SMALL[variant], bits=bits)
+    zero = zeros(scale, between)
+    x, out = torch.randn(m, k, device=device).half(), torch.full((m, n), float("nan"), dtype=torch.float16, device=device)
+    y = kernel.weight_only_matmul(x, w, scale, group_size=group, zero=zero, out=out, config=SMALL[variant], bits=bits)
     wide = [t.double().repeat_interleave(group, 1) if group else t.double()[:, None] for t in (scale, zero)]
     assert_close(y, x.double() @ ((codes.double() - wide[1]) * wide[0]).t(), torch.float16)
+
+
+def zeros(scale, between):
+    """Zero points, on the codes or between and outside of them."""
+    zero = torch.randint(-8, 8, scale.shape, dtype=torch.int8, device=scale.device)
+    return (zero * 1.5 + torch.rand(scale.shape, device=scale.device)).half() if between else zero
+
+
+@pytest.mark.parametrize(("k", "group"), [(63, 0), (101, 32)])
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_weight_only_matmul__zero_between_the_codes_and_odd_sizes(bits, k, group, device):
+    m, n = 17, 19
+    _, w, scale = weights(n, k, bits, group, device)
+    zero, x = zeros(scale, True), torch.randn(m, k, device=device)
+    out = torch.full((m, n), float("nan"), device=device)
+    kernel.weight_only_matmul(x, w, scale, group_size=group, zero=zero, out=out, config=SMALL["whole"], bits=bits)
+    assert_close(out, reference(x.double(), w, scale, None, bits, group, zero), torch.float32)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("group", [0, 32, 48, 128])
+@pytest.mark.parametrize("m", [1, 16, 100, 3000])
+def test_weight_only_matmul__bfloat16_with_zero_between_the_codes(m, group, bits, device):
+    _, w, scale = weights(200, 1024, bits, group, device)
+    x, zero = torch.randn(m, 1024, device=device).bfloat16(), zeros(scale, True)
+    y = kernel.weight_only_matmul(x, w, scale, group_size=group, zero=zero, bits=bits)
+    assert_close(y, reference(x.double(), w, scale, None, bits, group, zero), torch.bfloat16)
 
 
 @pytest.mark.parametrize("shape", [(1, 100, 512), (40, 70, 256)])
@@ -87,5 +116,7 @@ def test_weight_only_matmul__names_what_is_wrong(device):
         kernel.weight_only_matmul(x, w, scale, group_size=64)
     with pytest.raises(ValueError, match="columns for inputs of width 62"):
         kernel.weight_only_matmul(x[:, :62], w, scale, group_size=32)
+    with pytest.raises(ValueError, match="zero is contiguous int8 or float16"):
+        kernel.weight_only_matmul(x, w, scale, group_size=32, zero=scale)
     with pytest.raises(ValueError, match="x is one of"):
         kernel.weight_only_matmul(x.double(), w, scale, group_size=32)

@@ -21,15 +21,16 @@ def problem(size, n, device, exact):
         u = torch.triu(torch.randn(size, size, generator=g) * 0.2, 1) + torch.diag(torch.rand(size, generator=g) + 0.5)
         w, scale = w + torch.randn(size, n, generator=g), torch.rand(size, n, generator=g) + 0.5
     zero = torch.randint(-3, 4, (size, n), generator=g).float()
-    return [t.to(device) for t in (w, u, scale, zero)]
+    between = (zero + torch.randint(0, 8, (size, n), generator=g) / 8).half().float()
+    return [t.to(device) for t in (w, u, scale, zero, between)]
 
 
 @pytest.mark.parametrize("bits", [2, 4, 8])
-@pytest.mark.parametrize("asymmetric", [False, True])
+@pytest.mark.parametrize("asymmetric", [False, True, "between"])
 @pytest.mark.parametrize("shape", SHAPES + LARGE)
 def test_gptq_block__equals_the_reference(shape, asymmetric, bits, device):
-    w, u, scale, zero = problem(*shape, device, exact=True)
-    zero = zero if asymmetric else None
+    w, u, scale, zero, between = problem(*shape, device, exact=True)
+    zero = between if asymmetric == "between" else zero if asymmetric else None
     out = torch.full(shape, 77, dtype=torch.int8, device=device), torch.full(shape, torch.nan, device=device)
     codes, errors = kernel.gptq_block(w, u, scale, zero, bits, out)
     expected = op.reference(w, u, scale, zero, bits)
@@ -39,7 +40,7 @@ def test_gptq_block__equals_the_reference(shape, asymmetric, bits, device):
 
 @pytest.mark.parametrize("shape", [(17, 40), (128, 3)])
 def test_gptq_block__floats_of_4_bits(shape, device):
-    w, u, scale, _ = problem(*shape, device, exact=True)
+    w, u, scale, *_ = problem(*shape, device, exact=True)
     codes, errors = kernel.gptq_block(w, u, scale, None, 4, float4=True)
     expected = op.reference(w, u, scale, None, 4, float4=True)
     assert {*codes.abs().unique().tolist()} <= {0, 1, 2, 3, 4, 6, 8, 12}
@@ -47,17 +48,17 @@ def test_gptq_block__floats_of_4_bits(shape, device):
     assert torch.equal(errors, expected[1])
 
 
-@pytest.mark.parametrize("asymmetric", [False, True])
+@pytest.mark.parametrize("asymmetric", [False, True, "between"])
 def test_gptq_block__random_numbers_agree_but_for_ties(asymmetric, device):
-    w, u, scale, zero = problem(24, 70, device, exact=False)
-    zero = zero if asymmetric else None
+    w, u, scale, zero, between = problem(24, 70, device, exact=False)
+    zero = between if asymmetric == "between" else zero if asymmetric else None
     codes, _ = kernel.gptq_block(w, u, scale, zero, 4)
     expected, _ = op.reference(w, u, scale, zero, 4)
     assert (codes != expected).any(0).float().mean() <= 2 / 70  # columns: one other code changes all that follow it
 
 
 def test_gptq_block__one_scale_for_all_channels_and_a_part_of_a_larger_matrix(device):
-    w, u, scale, _ = problem(17, 64, device, exact=True)
+    w, u, scale, *_ = problem(17, 64, device, exact=True)
     wide = torch.full((40, 40), torch.nan, device=device)
     wide[5:22, 5:22] = u
     row = scale[0] * 2
@@ -66,7 +67,7 @@ def test_gptq_block__one_scale_for_all_channels_and_a_part_of_a_larger_matrix(de
 
 
 def test_gptq_block__says_what_it_cannot_take(device):
-    w, u, scale, _ = problem(17, 64, device, exact=True)
+    w, u, scale, *_ = problem(17, 64, device, exact=True)
     assert "float32" in kernel.supports(w.double(), u.double(), scale.double(), None)
     assert "at most 128" in kernel.supports(w[:1].expand(200, -1), u, scale, None)
     with pytest.raises(ValueError, match="contiguous along"):
