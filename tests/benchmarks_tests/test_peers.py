@@ -13,6 +13,7 @@ from benchmarks.peers.answers import answers, scores
 from benchmarks.peers.cases import CASES, RECIPES
 from benchmarks.peers.reasons import REASONS
 from benchmarks.peers.spread import BITS, as_the_peer
+from benchmarks.peers.zero_points import ways
 from mmqc.config import WeightSpec
 from mmqc.solvers import solve
 
@@ -55,6 +56,15 @@ def test_scores__of_the_answers_tokens_in_the_questions_order() -> None:
     assert same["kl"] == [0.0] * 4
     assert same["nll"][1] == pytest.approx(-float(found[1][0, 0]))
     assert min(scores(found, found[::-1], ids[::-1])["kl"][1:3]) > 0
+
+
+def test_ways__between_the_codes_both_ends_lose_least() -> None:
+    w = torch.randn(40, 96, generator=torch.Generator().manual_seed(0))
+    lost = {name: float((way(w).dequantize() - w).abs().pow(2.4).sum()) for name, way in ways(2, 32).items()}
+    assert len(lost) == 5
+    every, found = lost.pop("every pair of ends, zero between codes"), lost.pop("mse_clip, zero between codes")
+    assert every * (1 - 1e-4) <= found < 1.01 * every
+    assert found < min(lost.values())
 
 
 def test_as_the_peer__every_step_is_the_peers_and_ends_with_the_block() -> None:
