@@ -119,7 +119,7 @@ def on_grid(groups: Tensor, grid: Grid, width: int, group_size: int, note: str =
 def packed(codes: Tensor, grid: Grid, group_size: int, note: str = "") -> Quantized:
     """Codes [N, K] and a grid for each of [N, G, 1], as every solver returns them."""
     scale, zero = grid.scale[..., 0], None if grid.zero is None else grid.zero[..., 0]
-    zero = zero if zero is None or zero.dtype == torch.float16 else zero.to(torch.int8)
+    zero = zero if zero is None else zero.to(zero.dtype if zero.dtype == torch.float16 else torch.int8).contiguous()
     if not group_size:
         scale, zero = scale[:, 0], None if zero is None else zero[:, 0]
     short = codes.shape[1] % group_size if group_size else 0

@@ -20,8 +20,8 @@ from mmqc.solvers import solve
 K, N = 48, 20
 
 
-def linear(bits=4, group=0, static=False, symmetric=True, outliers=(), hadamard=False, amplifier=None):
-    spec = WeightSpec(bits, PerGroup(group) if group else PerRow(), "rtn", symmetric, amplifier=amplifier)
+def linear(bits=4, group=0, static=False, symmetric=True, outliers=(), hadamard=False, amplifier=None, zero="int"):
+    spec = WeightSpec(bits, PerGroup(group) if group else PerRow(), "rtn", symmetric, amplifier=amplifier, zero_point=zero)
     w, skip = torch.randn(N, K), torch.tensor(outliers, dtype=torch.int64)
     return QuantLinear.from_parts(
         solve(w, spec, skip=skip if outliers else None),
@@ -54,6 +54,7 @@ FORMS = {
     "w4": dict(),
     "w2 in groups": dict(bits=2, group=6),
     "w3 in groups, asymmetric": dict(bits=3, group=12, symmetric=False),
+    "w3 in groups, zero between the codes": dict(bits=3, group=12, symmetric=False, zero="float"),
     "w8 static": dict(bits=8, static=True),
     "w4 static": dict(static=True),
     "asymmetric": dict(symmetric=False),
