@@ -7,7 +7,6 @@ Tested with torch 2.11 to 2.15.  The other files of this package import from her
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -67,6 +66,7 @@ from mmqc import kernels
 from mmqc.lowering import early_compiler
 from mmqc.lowering.early_kernels import can_start_early, early_definitions, starting_early, starts_early
 from mmqc.lowering.joined_cpp import joined_kernels
+from mmqc.lowering.kernel_options import with_options
 from mmqc.lowering.known_transforms import known_transforms
 from mmqc.lowering.plain_strides import plain_strides
 from mmqc.lowering.quick_launch import launching_quickly
@@ -352,7 +352,7 @@ class _KnownLaunch(UserDefinedTritonKernel):
 
     def __init__(self, launch: Any, grid: tuple[Any, ...], args: Mapping[str, Any], runs: Any) -> None:
         self.runs, self.early = runs, launch.early
-        kernel, descriptors = _with_options(launch.kernel, launch.num_warps, launch.num_stages), launch.descriptors
+        kernel, descriptors = with_options(launch.kernel, launch.num_warps, launch.num_stages), launch.descriptors
         inputs, kwargs = [], {}
         for name, value in args.items():
             if isinstance(value, IRNode):
@@ -403,13 +403,6 @@ class _Indent(WrapperLine):
         if self.line:
             code.writeline(self.line)
         code.do_indent(self.by)
-
-
-@functools.cache
-def _with_options(kernel: Any, num_warps: int, num_stages: int) -> Any:
-    import triton
-
-    return triton.autotune([triton.Config({}, num_warps=num_warps, num_stages=num_stages)], key=[])(kernel)
 
 
 def launch_kernel(launch: Any, grid: tuple[Any, ...], args: Mapping[str, Any], runs: Any = None) -> None:
