@@ -7,13 +7,16 @@ import pytest
 import torch
 from models import tiny_qwen2_vl
 from torch import nn
+from torchao.quantization.granularity import PerGroup
 
 import mmqc
 from mmqc import recipes
+from mmqc.config import WeightSpec
 from mmqc.ops import gptq_block as op
 from mmqc.ops import power_clip as clip_op
 from mmqc.quantization.progress import OutOfMemoryError
 from mmqc.quantization.units import LEARNED
+from mmqc.solvers import solve
 
 pytestmark = pytest.mark.gpu
 
@@ -81,17 +84,32 @@ def test_quantize__a_failed_call_leaves_everything_where_it_was() -> None:
     assert all(after[k].device == device and torch.equal(after[k].cpu(), v) for k, (_, device, v) in before.items())
 
 
-@pytest.mark.parametrize("asymmetric", [False, True])
+@pytest.mark.parametrize("asymmetric", [False, True, "between"])
 @pytest.mark.parametrize("shape", [(128, 3584), (128, 100), (17, 33)])
-def test_gptq_block__on_cuda_agrees_with_the_reference(shape: tuple[int, int], asymmetric: bool) -> None:
+def test_gptq_block__on_cuda_agrees_with_the_reference(shape: tuple[int, int], asymmetric: bool | str) -> None:
     size, n = shape
     g = torch.Generator().manual_seed(size)
     w, scale = torch.randn(size, n, generator=g).cuda(), (torch.rand(size, n, generator=g) / 4 + 0.25).cuda()
     u = (torch.triu(torch.randn(size, size, generator=g) * 0.05, 1) + torch.eye(size)).cuda()
     zero = torch.randint(-3, 4, (size, n), generator=g).float().cuda() if asymmetric else None
+    zero = zero + torch.rand(size, n, generator=g).half().float().cuda() if zero is not None and asymmetric == "between" else zero
     found = torch.ops.mmqc.gptq_block(w, u, scale, zero, 4)
     expected = op.reference(w, u, scale, zero, 4)
     assert (found[0] != expected[0]).any(0).float().mean() <= 0.01  # one code on a boundary changes all behind it
+
+
+@pytest.mark.parametrize("solver", ["rtn", "mse_clip", "awq_clip", "gptq"])
+@pytest.mark.parametrize("kind", ["int", "float"])
+def test_solve__asymmetric_on_cuda_loses_what_it_loses_on_the_cpu(solver: Any, kind: Any) -> None:
+    g = torch.Generator().manual_seed(2)
+    w, x = torch.randn(96, 256, generator=g), torch.randn(512, 256, generator=g, dtype=torch.float64)
+    spec, h = WeightSpec(2, PerGroup(32), solver, symmetric=False, zero_point=kind), x.T @ x
+    here, there = solve(w, spec, h), solve(w.cuda(), spec, h.cuda()).to(torch.device("cpu"))
+    assert here.zero is not None
+    assert there.zero is not None
+    assert there.zero.dtype == here.zero.dtype
+    lost = [float(((d := (q.dequantize() - w).double()) @ h * d).sum()) for q in (here, there)]
+    assert lost[1] == pytest.approx(lost[0], rel=0.03)
 
 
 @pytest.mark.parametrize("costly", [False, True])

@@ -40,6 +40,7 @@ RECIPES = {
     "W4A8 static": recipes.rtn(4, activation_bits=8),
     "W4A16 groups": recipes.rtn(4, group_size=64),
     "W4A16 groups asym": recipes.awq(4, group_size=64, symmetric=False, solver="rtn"),
+    "W2A16 groups, zero between codes": recipes.rtn(2, group_size=64, symmetric=False, solver="mse_clip", zero_point="float"),
     "W3A16": recipes.rtn(3),
     "W8A8 by token": STATIC8.with_token_scales(),
     "W8A8-fp8 static": STATIC8.with_float8(),
