@@ -32,6 +32,7 @@ _quick: ContextVar[bool] = ContextVar("kernels of the graph that is being compil
 
 def quicken(names: Mapping[str, Any]) -> None:
     """From its second launch on, each kernel among these values is launched quickly, those included that are still compiled."""
+    _store_as_made()
 
     def all_of_them() -> None:
         for kernel in names.values():
@@ -39,6 +40,19 @@ def quicken(names: Mapping[str, Any]) -> None:
                 _after_first(kernel)
 
     when_waited(all_of_them)
+
+
+def _store_as_made() -> None:
+    """Inductor's cache of graphs takes a kernel that an earlier graph of the process has launched already, and pickles it."""
+    state: Any = CachingAutotuner.__getstate__
+    if getattr(state, "as_made", False):
+        return
+
+    def as_made(self: Any) -> dict[str, Any]:
+        return {name: value for name, value in state(self).items() if name != "run"}
+
+    as_made.as_made = True  # type: ignore[attr-defined]
+    CachingAutotuner.__getstate__ = as_made
 
 
 def _after_first(kernel: Any) -> None:

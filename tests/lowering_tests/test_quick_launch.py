@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from types import SimpleNamespace
 from typing import Any
 
@@ -123,3 +124,14 @@ def test_launching_quickly__generated_code_asks_for_it() -> None:
     gm = torch.fx.symbolic_trace(lambda x: (x + 1,))
     compile_graph(gm, [torch.ones(8)], {}, lambda _graph, source: sources.append(source))(torch.ones(8))
     assert "mmqc_quick_launch.quicken(globals())" in sources[0]
+
+
+def test_quicken__a_kernel_that_has_been_launched_can_be_stored() -> None:
+    """Two graphs of a process share kernels of the same source; the second graph's are pickled for the next process."""
+    kernel: Any = CachingAutotuner.__new__(CachingAutotuner)
+    vars(kernel).update(launchers=[], inductor_meta={}, lock=None, run=lambda: None)
+    quick_launch.quicken({"kernel": kernel})
+    stored = pickle.loads(pickle.dumps(kernel))
+    assert "run" in vars(kernel)
+    assert "run" not in vars(stored)
+    assert stored.inductor_meta == {}
