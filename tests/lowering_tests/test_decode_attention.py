@@ -1,7 +1,10 @@
 """decode_attention in a compiled graph: the op itself without a GPU, one launch with it, at sizes that are symbols too."""
 
+import re
+
 import pytest
 import torch
+from cuda_source import Sizes, compiled_kernels, wrapper_of
 from tolerance import assert_close
 from torch._inductor.utils import run_and_get_code
 
@@ -35,6 +38,21 @@ def any_batch_and_length(q, k, v, mask):
 def test_decode_attention__is_the_op_without_a_gpu(dynamic):
     given = operands(2, 2, 3, 17, 16, torch.float32, "cpu")
     assert_close(compiled(dynamic)(*given), attend(*given))
+
+
+def test_decode_attention__a_kernel_for_few_heads_for_some_and_for_many():
+    """Read in the wrapper: three launches of which one runs, of kernels that differ in warps alone."""
+    compiled_kernels()
+    sizes = Sizes()
+    batch, tokens = sizes["b", 3], sizes["t", 300]
+    q = sizes.empty(batch, 4, 7, 128, dtype=torch.bfloat16)
+    k, v = (sizes.empty(batch, 4, tokens, 128, dtype=torch.bfloat16) for _ in range(2))
+    source = wrapper_of(attend, sizes, q, k, v, sizes.empty(batch, 1, 1, tokens, dtype=torch.bool))
+    runs = re.findall(r"if (.*):\n(?:.*\n){1,3}?\s+decode_attention_kernel_(\d)\.run\(", source)
+    assert [kernel for _, kernel in runs] == ["0", "1", "2"]
+    for heads in (4, 32, 36, 64, 68, 400):
+        meant = [bool(eval(condition, dict.fromkeys(re.findall(r"s\d+", condition), heads // 4))) for condition, _ in runs]
+        assert meant == [heads <= 32, 32 < heads <= 64, heads > 64]
 
 
 @pytest.mark.gpu
