@@ -28,7 +28,9 @@ class Case:
 
 RECIPES: dict[str, Callable[[int, int | None, bool], QuantConfig]] = {
     "rtn": lambda bits, group, symmetric: rtn(bits, group_size=group, symmetric=symmetric),
-    "mse_clip": lambda bits, group, symmetric: rtn(bits, group_size=group, symmetric=symmetric, solver="mse_clip"),
+    "mse_clip, float zero": lambda bits, group, symmetric: rtn(
+        bits, group_size=group, symmetric=symmetric, solver="mse_clip", zero_point="float"
+    ),
     "gptq": lambda bits, group, symmetric: gptq(bits, group, symmetric=symmetric),
     "awq": lambda bits, group, symmetric: awq(bits, group, symmetric=symmetric),
     "awq+gptq": lambda bits, group, symmetric: awq(bits, group, symmetric=symmetric, solver="gptq"),
@@ -43,7 +45,7 @@ FORMS = {
     "awq+gptq": ((4, 128, True), (3, 128, True), (2, 64, True), (2, 32, False)),
 }
 DATA_FREE = {  # (ours, its peer): with zero points
-    ("mse_clip", "hqq"): ((4, 128), (3, 128), (2, 32)),
+    ("mse_clip, float zero", "hqq"): ((4, 128), (3, 128), (2, 32)),
     ("rtn", "quanto"): ((4, 128), (2, 32)),
     ("rtn", "torchao"): ((4, 128), (3, 128), (2, 32)),
 }
