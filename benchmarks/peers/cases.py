@@ -28,6 +28,7 @@ class Case:
 
 RECIPES: dict[str, Callable[[int, int | None, bool], QuantConfig]] = {
     "rtn": lambda bits, group, symmetric: rtn(bits, group_size=group, symmetric=symmetric),
+    "mse_clip": lambda bits, group, symmetric: rtn(bits, group_size=group, symmetric=symmetric, solver="mse_clip"),
     "mse_clip, float zero": lambda bits, group, symmetric: rtn(
         bits, group_size=group, symmetric=symmetric, solver="mse_clip", zero_point="float"
     ),
@@ -44,8 +45,9 @@ FORMS = {
     "awq": ((4, 128, False), (3, 128, False), (2, 32, False)),
     "awq+gptq": ((4, 128, True), (3, 128, True), (2, 64, True), (2, 32, False)),
 }
-DATA_FREE = {  # (ours, its peer): with zero points
-    ("mse_clip, float zero", "hqq"): ((4, 128), (3, 128), (2, 32)),
+DATA_FREE = {  # (ours, its peer): with zero points, which the docs advise to have between the codes in 2 bits, and not above
+    ("mse_clip", "hqq"): ((4, 128), (3, 128)),
+    ("mse_clip, float zero", "hqq"): ((2, 32),),
     ("rtn", "quanto"): ((4, 128), (2, 32)),
     ("rtn", "torchao"): ((4, 128), (3, 128), (2, 32)),
 }

@@ -22,10 +22,4 @@ REASONS: dict[tuple[str, str, str, str], str] = {
         "on other draws a tie; before zero points were searched AWQ's other losses, or GPTQ without its descent, left KL at 0.003"
         " to 0.004 on this one"
     ),
-    ("digits", "W4 g128 asym", "mse_clip, float zero", "hqq"): ("by NLL alone; by KL a tie, where mmqc's mean is the smaller one"),
-    ("stress", "W3 g128 asym", "mse_clip, float zero", "hqq"): (
-        "both have zero between the codes, where the small weights of channels with large inputs are rounded away from 0, and"
-        ' neither looks at inputs; with zero on a code, `rtn(3, group_size=128, symmetric=False, solver="mse_clip")`, NLL was'
-        " 0.7161 at 503bf11. Who has data takes AWQ: 0.0101"
-    ),
 }
