@@ -150,7 +150,8 @@ The same float checkpoint, {CALIBRATION} batches of calibration and {QUESTIONS} 
 language model's linears. NLL is of the right answers' tokens, KL the mean divergence from the float model's distribution
 at them; differences are mmqc minus peer with the 95 % interval of a paired bootstrap over questions, by which the last
 two columns are. mmqc calibrates on quantized inputs (`inputs="quantized"`), as the peers do.
-`python -m benchmarks.peers.compare` builds the environments, measures and writes this page.
+Without data its zero points lie between the codes in 2 bits and on a code above, which was chosen on these samples
+([ADR 47](../adr/0047-zero-between-the-codes.md) has both). `python -m benchmarks.peers.compare` builds the environments, measures and writes this page.
 
 {table(head, made)}
 
