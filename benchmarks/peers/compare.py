@@ -151,7 +151,8 @@ language model's linears. NLL is of the right answers' tokens, KL the mean diver
 at them; differences are mmqc minus peer with the 95 % interval of a paired bootstrap over questions, by which the last
 two columns are. mmqc calibrates on quantized inputs (`inputs="quantized"`), as the peers do.
 Without data its zero points lie between the codes in 2 bits and on a code above, which was chosen on these samples
-([ADR 47](../adr/0047-zero-between-the-codes.md) has both). `python -m benchmarks.peers.compare` builds the environments, measures and writes this page.
+([ADR 47](../adr/0047-zero-between-the-codes.md) has both).
+`python -m benchmarks.peers.compare` builds the environments, measures and writes this page.
 
 {table(head, made)}
 
