@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from mmqc.checkpoint.linear_like import NotLinearError, looks_linear, read_linear
-from mmqc.config import HEAD, ConfigError, QuantConfig, Rewrites, Scheme
+from mmqc.config import HEAD, TOWERS, ConfigError, QuantConfig, Rewrites, Scheme
 from mmqc.nn.float4_linear import Float4Linear
 from mmqc.nn.linear import QuantLinear
 from mmqc.nn.token_linear import TokenLinear
@@ -31,15 +31,15 @@ class Selection:
     refused: list[Refusal] = field(default_factory=list)
 
 
-def only_scheme(config: QuantConfig) -> Scheme:
-    """The scheme of every tower of a config that needs no data.
+def only_scheme(config: QuantConfig, model: nn.Module | None = None) -> Scheme:
+    """The scheme of every tower of a config that needs no data; of the language model, where ``model`` is nothing else.
 
     Raises:
-        ConfigError: the config rewrites, needs calibration, or treats the towers differently.
+        ConfigError: the config rewrites, needs calibration, or treats the towers differently: None for one of them, too.
     """
-    towers = {scheme for place, scheme in config.schemes.items() if place != "head"}
+    towers = tower_schemes(config, model)
     cache = config.to_dict().get("kv")
-    if config.rewrites != Rewrites() or config.needs_calibration or len(towers) != 1 or cache:
+    if config.rewrites != Rewrites() or config.needs_calibration or None in towers or len(towers) != 1 or cache:
         why = (
             "it rewrites the model, for which it has to be recorded"
             if config.rewrites != Rewrites()
@@ -47,13 +47,25 @@ def only_scheme(config: QuantConfig) -> Scheme:
             if config.needs_calibration
             else "it quantizes the KV cache"
             if cache
-            else f"its towers have {len(towers)} different schemes, and only a recording tells towers apart"
+            else "it quantizes no linear"
+            if towers == {None}
+            else "its towers have different schemes, or one has none, and only a recording tells towers apart"
         )
         raise ConfigError(
             f"this config cannot be applied without data: {why}; load the floating-point model and call "
             f"mmqc.quantize_(model, config, calibration=batches), or use a weight-only config, e.g. mmqc.recipes.rtn(8)"
         )
-    return towers.pop()
+    (scheme,) = towers
+    assert scheme is not None, "refused above"
+    return scheme
+
+
+def tower_schemes(config: QuantConfig, model: nn.Module | None = None) -> set[Scheme | None]:
+    """Those of the towers, None of one that stays in floating point; of a ``model`` that reads text alone its language's."""
+    text = getattr(getattr(model, "config", None), "get_text_config", None)
+    if text is not None and text() is model.config and config.language is not None:  # type: ignore[union-attr]
+        return {config.language}
+    return {getattr(config, place) for place in TOWERS}
 
 
 def select(

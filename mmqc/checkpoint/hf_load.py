@@ -25,13 +25,17 @@ class LoadPlan:
     """
 
     def __init__(self, config: QuantConfig) -> None:
-        self.config, self.scheme = config, only_scheme(config)
+        self.config = config
         self.schemes: dict[str, Scheme] = {}
         self.transposed: set[str] = set()  # of those, the ones whose weight is stored as [K, N]
 
     def prepare(self, model: nn.Module) -> None:
-        """Chooses the linears; ``model`` has no values yet."""
-        chosen = select(model, self.config, self.scheme)
+        """Chooses the linears; ``model`` has no values yet.
+
+        Raises:
+            ConfigError: as ``only_scheme`` and ``select``.
+        """
+        chosen = select(model, self.config, only_scheme(self.config, model))
         self.schemes, self.transposed = chosen.schemes, chosen.transposed
 
     def wanted(self, name: str) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from mmqc.calibration.calibrate import CalibrationError
-from mmqc.checkpoint.data_free import quantized_linear, select
+from mmqc.checkpoint.data_free import quantized_linear, select, tower_schemes
 from mmqc.checkpoint.linear_like import read_linear
 from mmqc.config import Scheme
 from mmqc.quantization.convert import Journal
@@ -29,19 +29,21 @@ def quantize_without_data(job: Job) -> Quantized:
     Weights are rounded on the request's device; None means where they are.  Of several ranks each rounds its part.
 
     Raises:
-        CalibrationError: the towers have different schemes.
+        CalibrationError: the towers have different schemes, or one has none.
         ConfigError: a ``keep`` pattern that matches nothing.
         NothingQuantizedError: every linear is left out.
     """
     request, config = job.request, job.request.config
     if not request.changes_weights:
         return Quantized(config)
-    schemes = {scheme for place, scheme in config.schemes.items() if place != "head"}
-    if len(schemes) != 1:
+    schemes = tower_schemes(config, job.model)
+    scheme = schemes.pop()
+    if schemes or scheme is None:
         raise CalibrationError(
-            "the towers have different schemes: pass one calibration batch, so that the towers can be told apart"
+            "the towers have different schemes, or one is to stay in floating point, and without data nobody can tell: pass "
+            "calibration=[batch], one with an image"
         )
-    chosen = select(job.model, config, schemes.pop(), request.filter_fn)
+    chosen = select(job.model, config, scheme, request.filter_fn)
     if not request.allow_nothing:
         require_some(job.model, config, chosen.schemes, chosen.refused)
     return Quantized(config, tuple(_layers(job, chosen.schemes)), tuple(chosen.refused))

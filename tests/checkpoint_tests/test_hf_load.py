@@ -40,7 +40,7 @@ CONFIGS = {
     "int8": recipes.rtn(8),
     "int4-g8": recipes.rtn(4, group_size=8),
     "head": recipes.rtn(8, head_bits=8),
-    "mse": recipes.rtn(4).replace(language=None, vision=None, projector=mmqc.Scheme(mmqc.WeightSpec(4, solver="mse_clip"))),
+    "mse": recipes.rtn(4, solver="mse_clip"),
 }
 
 
@@ -89,10 +89,11 @@ def test_load__keeps_what_either_name_says(tmp_path):
     [
         (recipes.mquant(), r"recorded.*mmqc\.quantize_"),
         (recipes.rtn(8, activation_bits=8), r"needs calibration.*mmqc\.quantize_"),
-        (MmqcConfig(), r"0 different schemes.*mmqc\.quantize_"),
+        (MmqcConfig(), r"quantizes no linear.*mmqc\.quantize_"),
+        (recipes.rtn(8).replace(vision=None), r"or one has none.*mmqc\.quantize_"),
         (recipes.rtn(8).replace(keep=("nowhere",)), "'nowhere' matches no linear"),
     ],
-    ids=["rewrites", "static", "nothing", "keep"],
+    ids=["rewrites", "static", "nothing", "one tower", "keep"],
 )
 def test_load__refuses_what_needs_data(tmp_path, config, words):
     model, _ = example()

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import transformers
 from models import tiny_qwen2_vl
 from small_vlm import Small, check_unchanged, traces
 from torch import nn
@@ -9,7 +10,7 @@ from torch import nn
 import mmqc
 from mmqc import recipes
 from mmqc.calibration.calibrate import CalibrationError
-from mmqc.config import QuantConfig
+from mmqc.config import Scheme
 from mmqc.nn.linear import QuantLinear
 
 
@@ -37,12 +38,34 @@ def test_weights_only__on_a_device_of_its_own() -> None:
     assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), other.state_dict().values(), strict=True))
 
 
-def test_weights_only__towers_of_different_schemes_need_a_batch() -> None:
-    model, four = Small(), recipes.rtn(4, group_size=8)
+FOUR = recipes.rtn(4, group_size=8)
+
+
+@pytest.mark.parametrize("vision", [recipes.rtn(8).vision, None], ids=["other bits", "in floating point"])
+def test_weights_only__towers_of_different_schemes_need_a_batch(vision: Scheme | None) -> None:
+    model = Small()
     before = traces(model)
-    with pytest.raises(CalibrationError, match="pass one calibration batch, so that the towers can be told apart"):
-        mmqc.quantize_(model, QuantConfig(language=four.language, vision=recipes.rtn(8).vision), progress=False)
+    with pytest.raises(CalibrationError, match=r"different schemes, or one is to stay in floating point.*calibration=\[batch\]"):
+        mmqc.quantize_(model, FOUR.replace(vision=vision), progress=False)
     check_unchanged(model, before)
+
+
+def test_weights_only__a_batch_tells_which_tower_stays_in_floating_point() -> None:
+    model, inputs = tiny_qwen2_vl()
+    config = FOUR.replace(vision=None, projector=None)
+    with pytest.raises(CalibrationError, match="one is to stay in floating point"):
+        mmqc.quantize_(model, config, progress=False)
+    report = mmqc.quantize_(model, config, [inputs], progress=False)
+    assert {layer.tower for layer in report.layers} == {"language"}
+
+
+def test_weights_only__a_model_of_text_alone_has_one_tower() -> None:
+    config = transformers.LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2
+    )
+    model = transformers.LlamaForCausalLM(config)
+    report = mmqc.quantize_(model, FOUR.replace(vision=None, projector=None), progress=False)
+    assert len(report.layers) == 7
 
 
 def test_weights_only__a_failure_on_the_way_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
