@@ -77,7 +77,7 @@ def test_save__transformers_reads_the_same_weights_without_mmqc(tmp_path):
 
 
 def test_save__refuses_blocks_that_are_cut(tmp_path):
-    model, _ = tiny_qwen2_vl()
-    mmqc.quantize_(model, mmqc.QuantConfig(language=scheme("mxfp4")), progress=False)
+    model, inputs = tiny_qwen2_vl()
+    mmqc.quantize_(model, mmqc.QuantConfig(language=scheme("mxfp4")), [inputs], progress=False)
     with pytest.raises(mmqc.FormatError, match=r"down_proj has 296 input channels, no multiple of its group size 32"):
         mmqc.save_pretrained(model, tmp_path / "out", format="compressed-tensors")
