@@ -81,14 +81,16 @@ def _lower(gm: fx.GraphModule, example_inputs: Sequence[Any], request: CompileOp
     request.check_inductor_keys(inductor.config_keys())
     patches = _patches(request)
 
-    kernels: list[list[str]] = []
+    kernels: list[list[str]] = []  # of each part that is compiled, and what fell back there
+    fallbacks: list[list[tuple[str, str]]] = []
 
     def observe(graph: fx.GraphModule, source: str) -> None:
         kernels[-1] += kernel_names(source)
-        record.fallbacks += mmqc.lowering.fallbacks(graph)
+        fallbacks[-1] += mmqc.lowering.fallbacks(graph)
 
     def compile_(part: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         kernels.append([])
+        fallbacks.append([])
         return inductor.compile_graph(part, inputs, patches, observe if compile_record.collecting() else None)
 
     started = time.perf_counter()
@@ -100,7 +102,9 @@ def _lower(gm: fx.GraphModule, example_inputs: Sequence[Any], request: CompileOp
         with waiting_at_the_end():
             regions = None if whole else compile_by_regions(gm, example_inputs, compile_, inductor.depends)
         compiled = compile_(gm, example_inputs) if regions is None else regions.forward
-    record.kernels = [name for part in (regions.order if regions is not None else (0,)) for name in kernels[part]]
+    order = regions.order if regions is not None else (0,)
+    record.kernels = [name for part in order for name in kernels[part]]
+    record.fallbacks = [one for part in order for one in fallbacks[part]]
     record.compile_seconds = time.perf_counter() - started
     # CUDA graphs of Inductor's own are others, recorded at once
     if patches.get("triton.cudagraphs"):
