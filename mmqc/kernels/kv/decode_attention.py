@@ -88,29 +88,9 @@ def add_tile(q, k, v, seen, top, total, acc, SCALE: tl.constexpr):
 
 @triton.jit(do_not_specialize=("tokens", "programs", "stride_m"))
 def decode_attention_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    mask_ptr,
-    y_ptr,
-    part_ptr,
-    counter_ptr,
-    heads,
-    tokens,
-    programs,
-    stride_m,
-    SCALE: tl.constexpr,
-    ROWS: tl.constexpr,
-    RB: tl.constexpr,
-    RC: tl.constexpr,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    BT: tl.constexpr,
-    MB: tl.constexpr,
-    SB: tl.constexpr,
-    HAS_MASK: tl.constexpr,
-    BY_NUMBER: tl.constexpr,
-    EARLY: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, mask_ptr, y_ptr, part_ptr, counter_ptr, heads, tokens, programs, stride_m,
+    SCALE: tl.constexpr, ROWS: tl.constexpr, RB: tl.constexpr, RC: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    BT: tl.constexpr, MB: tl.constexpr, SB: tl.constexpr, HAS_MASK: tl.constexpr, BY_NUMBER: tl.constexpr, EARLY: tl.constexpr,
 ):
     """Part ``program_id(1)`` of head ``program_id(0)``; how many parts there are follows from the tokens that its mask shows."""
     head, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -138,9 +118,9 @@ def decode_attention_kernel(
     k_ptr += head * tokens * D
     v_ptr += head * tokens * D
     begin = (first // BT + split * steps) * BT
-    t = begin + tl.arange(0, BT)
     if HAS_MASK and a_tile_each:
         # All loads at once, of the mask too: a token that is not shown may be anything, and 0 times that a NaN.
+        t = begin + tl.arange(0, BT)
         inside = (t < tokens)[:, None] & (c < D)[None, :]
         there = t[:, None].to(tl.int64) * D + c[None, :]
         seen = shown(mask_ptr, t, t < tokens, HAS_MASK)
@@ -181,16 +161,7 @@ def decode_attention_kernel(
 
 @triton.jit
 def add_by_number(
-    part_ptr,
-    top_ptr,
-    total_ptr,
-    y_ptr,
-    first,
-    splits,
-    ROWS: tl.constexpr,
-    RC: tl.constexpr,
-    D: tl.constexpr,
-    DP: tl.constexpr,
+    part_ptr, top_ptr, total_ptr, y_ptr, first, splits, ROWS: tl.constexpr, RC: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     SB: tl.constexpr,
 ):
     """``add_parts`` in blocks of 2 or 4 where there are no more: each entry of a block costs, used or not."""
@@ -204,16 +175,7 @@ def add_by_number(
 
 @triton.jit
 def add_parts(
-    part_ptr,
-    top_ptr,
-    total_ptr,
-    y_ptr,
-    first,
-    splits,
-    ROWS: tl.constexpr,
-    RC: tl.constexpr,
-    D: tl.constexpr,
-    DP: tl.constexpr,
+    part_ptr, top_ptr, total_ptr, y_ptr, first, splits, ROWS: tl.constexpr, RC: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     SB: tl.constexpr,
 ):
     """Y of a head from its parts, each relative to a power of two of its own: SB of them at a time, in order."""
@@ -229,9 +191,7 @@ def add_parts(
         tops = tl.load(top_ptr + row, mask=known, other=LOWEST, cache_modifier=".cg")
         totals = tl.load(total_ptr + row, mask=known, other=0.0, cache_modifier=".cg")
         parts = tl.load(
-            part_ptr + row[:, :, None] * D + c[None, None, :],
-            mask=here[:, :, None] & inside[None, :, :],
-            other=0.0,
+            part_ptr + row[:, :, None] * D + c[None, None, :], mask=here[:, :, None] & inside[None, :, :], other=0.0,
             cache_modifier=".cg",
         )
         new = tl.maximum(top, tl.max(tops, 0))
@@ -246,35 +206,18 @@ def add_parts(
 def why_not(q: Any, k: Any, mask: Any) -> str | None:
     """None, or why these rows cannot be attended with here: of shapes and dtypes, of tensors or what stands for them."""
     (_, _, rows, width), counted = q.shape, (q.shape[2], q.shape[3])
-    return first_reason(
-        (
-            (
-                q.dtype == k.dtype and (q.dtype in DTYPES or q.device.type == "cpu"),
-                f"q, k and v are one of {DTYPES}, not {q.dtype}",
-            ),
-            (all(isinstance(n, int) for n in counted), "the numbers of rows and channels are known"),
-            (not isinstance(rows, int) or rows <= MOST_ROWS, f"at most {MOST_ROWS} rows are one product, not {rows}"),
-            (not isinstance(width, int) or width <= 256, f"heads have 256 channels at most, not {width}"),
-            (mask is None or mask.dtype == torch.bool, "a mask is bool"),
-        )
-    ) or why_not_here(q, k)
+    return first_reason((
+        (q.dtype == k.dtype and (q.dtype in DTYPES or q.device.type == "cpu"), f"q, k and v are one of {DTYPES}, not {q.dtype}"),
+        (all(isinstance(n, int) for n in counted), "the numbers of rows and channels are known"),
+        (not isinstance(rows, int) or rows <= MOST_ROWS, f"at most {MOST_ROWS} rows are one product, not {rows}"),
+        (not isinstance(width, int) or width <= 256, f"heads have 256 channels at most, not {width}"),
+        (mask is None or mask.dtype == torch.bool, "a mask is bool"),
+    )) or why_not_here(q, k)
 
 
 def launch(
-    q: Any,
-    k: Any,
-    v: Any,
-    mask: Any,
-    y: Any,
-    part: Any,
-    counter: Any,
-    scale: float,
-    *,
-    heads: tuple[Any, Any],
-    tokens: Any,
-    most: int,
-    programs: int,
-    config: Config,
+    q: Any, k: Any, v: Any, mask: Any, y: Any, part: Any, counter: Any, scale: float, *, heads: tuple[Any, Any], tokens: Any,
+    most: int, programs: int, config: Config,
 ) -> Launch:
     """The kernel over all parts of all heads; sizes may be symbols of a graph.
 
