@@ -224,7 +224,7 @@ class Program:
 
     def getters(self, fqn: str) -> list[fx.Node]:
         """The nodes that name a weight."""
-        return [n for n in self.graph.nodes if n.op == "get_attr" and n.target == fqn]
+        return list(self.graph.find_nodes(op="get_attr", target=fqn))
 
     def counts(self) -> dict[str, int]:
         """How many nodes there are of each kind."""

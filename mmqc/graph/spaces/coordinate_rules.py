@@ -82,10 +82,13 @@ class Rules(Tracker):
         a, b = torch.broadcast_tensors(a, b)
         self.join(a, b)
         for one, other in (compact(a, b), compact(b, a)):
-            self.freeze(torch.where(other == CONSTANT, one, ZERO), node, "a constant is added")
+            constant = other == CONSTANT
+            if constant.any():
+                self.freeze(torch.where(constant, one, ZERO), node, "a constant is added")
         # One name for what is the same now, that of fewer numbers: with images' rows among the text's, tokens differ in theirs.
         few, other = compact(*sorted((a, b), key=lambda ids: compact(ids)[0].numel()))
-        joined = torch.where(few >= 0, few, torch.maximum(few, other)).expand(a.shape)
+        known = few >= 0
+        joined = (few if known.all() else torch.where(known, few, torch.maximum(few, other))).expand(a.shape)
         return self.write(node, joined) if mutates(node) else joined
 
     _see_sub = _see_add
@@ -178,8 +181,8 @@ class Rules(Tracker):
         for dim in [dims] if isinstance(dims, int) else list(dims):
             best = first(best, dim)
         expanded = best.expand(ids.shape)
-        channel = (ids != expanded) & (ids >= 0)
-        if channel.any() and ids.shape[-1] > 1 and best.shape[-1] == 1:
+        few, other = compact(ids, expanded)
+        if ids.shape[-1] > 1 and best.shape[-1] == 1 and ((few != other) & (few >= 0)).any():  # channels meet
             return self.opaque(node, result, [node.args[0]], kind(node))  # type: ignore[list-item]
         self.join(ids, expanded)
         self.freeze_beside_constants(ids, best, node)

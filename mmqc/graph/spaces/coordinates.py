@@ -163,8 +163,8 @@ class Tracker:
     def freeze(self, ids: Tensor | None, node: fx.Node, reason: str) -> None:
         """No rotation may touch these coordinates."""
         if ids is not None:
-            ids = unlike(ids)[0]
-            known = distinct(ids[ids >= 0])
+            ids = unlike(ids)[0].reshape(-1)
+            known = distinct(ids[ids >= 0] if (ids < 0).any() else ids)
             if known.numel():
                 self.found.frozen.append((known, node, reason))
 
@@ -193,7 +193,11 @@ class Tracker:
             if ids.stride(axis) == 0 and ids.shape[axis] > 1:
                 ids, cells = ids.narrow(axis, 0, 1), cells.narrow(axis, 0, 1)
         keep = ids >= 0
-        self.found.splits.append((ids[keep], (cells[keep].long() * 0x9E3779B1 + 0x7F4A7C15) * 0x27D4EB2F % (1 << 61)))
+        if keep.all():  # nearly always
+            ids, cells = ids.reshape(-1), cells.reshape(-1)
+        else:
+            ids, cells = ids[keep], cells[keep]
+        self.found.splits.append((ids, (cells.long() * 0x9E3779B1 + 0x7F4A7C15) * 0x27D4EB2F % (1 << 61)))
 
     # -- the rules -------------------------------------------------------------------------------------------------
     def rule(self, node: fx.Node, result: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
@@ -318,8 +322,7 @@ class Tracker:
         if _ascends(few.reshape(-1)):
             where, count = torch.arange(few.numel()).reshape(few.shape), few.numel()
         else:
-            known, where = few.unique(return_inverse=True)
-            count = known.numel()
+            where, count = numbered(few)
         return torch.where(few >= 0, where + self.new("op", node, count).base, few).expand(ids.shape)
 
 
@@ -398,6 +401,18 @@ def distinct(ids: Tensor) -> Tensor:
     there = torch.zeros(high - low + 1, dtype=torch.bool)
     there[ids - low] = True
     return there.nonzero()[:, 0] + low
+
+
+def numbered(ids: Tensor) -> tuple[Tensor, int]:
+    """The place of every id among the distinct ones, and how many these are."""
+    known = distinct(unlike(ids)[0].reshape(-1))  # rows are mostly alike
+    low, count = int(known[0]), known.numel()
+    width = int(known[-1]) - low + 1
+    if width >= SPREAD * ids.numel():
+        return torch.searchsorted(known, ids), count
+    table = torch.empty(width, dtype=torch.long)
+    table[known - low] = torch.arange(count)
+    return table[ids - low], count
 
 
 def thin(ids: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from mmqc.graph.program import LOOSE
-from mmqc.graph.spaces.coordinates import CONSTANT, ZERO, Tracker
+from mmqc.graph.spaces.coordinates import CONSTANT, ZERO, Tracker, compact
 
 READS = {"index_select": (1, 2), "gather": (1, 2), "take_along_dim": (2, 1)}  # where the axis stands, and the index
 NONE = "the recorded batch put no row into it"
@@ -106,7 +106,10 @@ def first(ids: Tensor, axis: int) -> Tensor:
     """One id for all that lie along an axis, which may be empty: no token went to some expert."""
     if not ids.shape[axis]:
         return ids.new_full([1 if a == axis % ids.dim() else n for a, n in enumerate(ids.shape)], ZERO)
-    return ids.amax(axis, keepdim=True) if ids.stride(axis) or ids.shape[axis] == 1 else ids.narrow(axis, 0, 1)
+    if not ids.stride(axis) and ids.shape[axis] > 1:
+        return ids.narrow(axis, 0, 1)
+    best = compact(ids)[0].amax(axis, keepdim=True)
+    return best.expand([1 if a == axis % ids.dim() else n for a, n in enumerate(ids.shape)])
 
 
 def _one_axis(axis: Any, rank: int) -> list[int]:

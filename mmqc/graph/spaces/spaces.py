@@ -112,10 +112,9 @@ def _blocks(found: Coordinates, classes: Tensor, plan: Plan | None) -> Tensor:
             events.extend(plan.events(reader.fqn, reader.axis, reader.ids))
     for ids, _, _ in found.frozen:
         events.append((ids, torch.full(ids.shape, 5)))
-    draw = torch.Generator().manual_seed(0)
-    for ids, weight in events:
+    factors = torch.randint(1 << 61, (len(events),), generator=torch.Generator().manual_seed(0)) * 2 + 1
+    for (ids, weight), factor in zip(events, factors.tolist(), strict=True):
         # a random linear sketch, in wrapping arithmetic: equal sums everywhere, equal marks
-        factor = torch.randint(1 << 61, (1,), generator=draw) * 2 + 1
         mark.index_add_(0, classes[ids.long()], (weight + 1) * factor)
     number = mark.unique(return_inverse=True)[1]
     blocks = int(number.max()) + 1 if count else 0
@@ -147,8 +146,9 @@ class _Collector:
 
     def placed(self, ids: Tensor) -> Iterator[tuple[int, Tensor | None]]:
         """For each space on an axis with these ids, where its copies lie, [copies, n]; None if a copy is incomplete."""
-        index = (ids >= 0).nonzero().flatten()
-        classes = self.classes[ids[index].long()]
+        there = ids >= 0
+        index = torch.arange(len(ids)) if there.all() else there.nonzero().flatten()
+        classes = self.classes[ids[index].long() if len(index) < len(ids) else ids]
         blocks, position = self.blocks[classes], self.position[classes]
         if len(index) and bool((blocks == blocks[0]).all()):
             number = int(blocks[0])
