@@ -6,6 +6,7 @@ import pytest
 import torch
 from cuda_source import Sizes, compiled_kernels, wrapper_of
 from tolerance import assert_close
+from torch._dynamo.utils import counters
 from torch._inductor.utils import run_and_get_code
 
 from mmqc.ops import decode_attention as op
@@ -55,19 +56,33 @@ def test_decode_attention__a_kernel_for_few_heads_for_some_and_for_many():
         assert meant == [heads <= 32, 32 < heads <= 64, heads > 64]
 
 
+SIZES = ((3, 300), (1, 2048), (16, 515), (2, 40), (10, 70), (33, 90))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_decode_attention__is_a_launch_for_so_many_heads(dynamic):
-    call = compiled(False if not dynamic else None)
-    for batch, tokens in ((3, 300), (1, 2048), (16, 515), (2, 40), (10, 70), (33, 90)):
-        given = operands(batch, 4, 7, tokens, 128, torch.bfloat16, "cuda")
-        if dynamic:
-            any_batch_and_length(*given)
-        y, codes = run_and_get_code(call, *given)
-        q, k, v, mask = given
-        want = op.reference((q * 2).double(), k.double(), v.double(), mask, 0.25) + 1
-        assert_close(y, want, torch.bfloat16)
-        made = {f"decode_attention_kernel_{i}.run(" for i in range(3)}
-        found = [name for name in made for code in codes if name in code]
-        assert not codes or len(found) == 3 or (len(found) == 1 and not (dynamic and batch == 3))
-        assert not (dynamic and codes) or batch in (3, 1), "compiled again for another number of sequences"
+@pytest.mark.parametrize(("batch", "tokens"), SIZES)
+def test_decode_attention__is_a_launch_for_so_many_heads(batch, tokens, dynamic):
+    q, k, v, mask = given = operands(batch, 4, 7, tokens, 128, torch.bfloat16, "cuda")
+    if dynamic:
+        any_batch_and_length(*given)
+    y, codes = run_and_get_code(compiled(None if dynamic else False), *given)
+    assert_close(y, answer(q, k, v, mask), torch.bfloat16)
+    made = {f"decode_attention_kernel_{i}.run(" for i in range(3)}
+    found = [name for name in made for code in codes if name in code]
+    assert not codes or len(found) == (3 if dynamic and batch > 1 else 1)
+
+
+@pytest.mark.gpu
+def test_decode_attention__is_compiled_once_for_one_sequence_and_once_for_more():
+    call = compiled()
+    before = dict(counters["stats"])
+    for batch, tokens in SIZES:
+        q, k, v, mask = given = operands(batch, 4, 7, tokens, 128, torch.bfloat16, "cuda")
+        any_batch_and_length(*given)
+        assert_close(call(*given), answer(q, k, v, mask), torch.bfloat16)
+    assert counters["stats"]["unique_graphs"] - before.get("unique_graphs", 0) == 2
+
+
+def answer(q, k, v, mask):
+    return op.reference((q * 2).double(), k.double(), v.double(), mask, 0.25) + 1
