@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from models import tiny_qwen2_vl
+from often import often
 from tolerance import assert_close
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -87,7 +88,7 @@ def gradients(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", often(RECIPES, "mquant", "float8", "awq"))
 def test_gradients__are_the_dequantized_models(name: str) -> None:
     model, batch = quantized(name)
     reference = dequantized(model)

@@ -83,6 +83,7 @@ def test_export__sample_on_other_shapes() -> None:
     assert foreign(program) == set()
 
 
+@pytest.mark.slow
 def test_export__grid_that_does_not_fit_is_refused() -> None:
     _, batches, program = exported_sample()
     batch = {**batches[0], "image_grid_thw": batches[0]["image_grid_thw"] + 2}

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from float64 import relative_error
+from often import often
 from torch import Tensor, nn
 
 import mmqc
@@ -45,7 +46,7 @@ def cases(how: str) -> tuple[nn.Module, nn.Module, dict[str, Any]]:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("dynamic", often((None, True), None))
 @pytest.mark.parametrize("how", HOW)
 def test_sizes__in_any_order(how: str, dynamic: bool | None, without_inductor: None) -> None:
     """Each in an order of its own."""

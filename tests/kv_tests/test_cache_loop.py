@@ -7,6 +7,7 @@ import pytest
 import torch
 from counted_graphs import counting
 from models import tiny_qwen2_vl
+from often import often
 from prompts import drawn
 from transformers import CompileConfig
 
@@ -46,7 +47,7 @@ def test_compiled_loop__one_graph_at_any_length_and_in_every_call(name: str) -> 
     assert [t.data_ptr() for layer in kept.packed for t in layer.tensors()] == places, "as CUDA graphs need it"
 
 
-@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("name", often(SPECS, "text rounded, too"))
 def test_compiled_loop__a_kept_cache_has_room_for_more_text_than_the_last_prompt_had(name: str) -> None:
     """Fewer of the tokens are visual, so the same length takes more room for text: without it a step writes beside the cache."""
     torch._dynamo.reset()

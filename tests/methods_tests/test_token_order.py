@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from models import IMAGE, VIDEO, VISION_END, VISION_START, randomise, tiny_qwen2_vl
+from often import often
 from quantized_vlm import quantized_vlm
 from torch import Tensor, fx, nn
 from transformers import AutoModelForImageTextToText, DynamicCache, Gemma3Config, PaliGemmaConfig
@@ -184,10 +185,10 @@ CASES: dict[str, Callable[[], tuple[nn.Module, dict[str, Any]]]] = {
 }
 
 
-RARE = ("image first", "right padding")
+OFTEN = ("one image", "several images", "left padding")
 
 
-@pytest.mark.parametrize("case", [pytest.param(c, marks=[pytest.mark.slow][: c in RARE]) for c in CASES])
+@pytest.mark.parametrize("case", often(CASES, *OFTEN))
 @torch.no_grad()
 def test_token_order__logits(case: str) -> None:
     model, batch = CASES[case]()

@@ -172,6 +172,7 @@ def test_few_rows__weights_that_are_views() -> None:
         assert_product(compiled(x, w, scale), x, dense[8:], None)
 
 
+@pytest.mark.slow
 def test_few_rows__in_a_package(tmp_path: Path) -> None:
     from mmqc.lowering.package import compile_program, load_program, write_package
 

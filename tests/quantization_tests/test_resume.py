@@ -16,6 +16,7 @@ import forked
 import killed
 import pytest
 import torch
+from often import often
 from safetensors.torch import load_file
 from small_vlm import Small, batches, check_unchanged, quantize, traces
 from torch import nn
@@ -69,7 +70,7 @@ def stopped_after(units: int, monkeypatch: pytest.MonkeyPatch, folder: Path, con
 
 
 @pytest.mark.parametrize("inputs", ["float", "quantized"])
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", often(RECIPES, "quik", "resq"))
 def test_resume__after_every_unit(recipe: str, inputs: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config, expected = RECIPES[recipe], Small()
     report = quantize(expected, config, inputs=inputs)
