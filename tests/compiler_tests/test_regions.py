@@ -336,8 +336,7 @@ def test_backend__records_the_kernels_of_every_layer() -> None:
     assert_close(got, want)
     assert_close(got, model(IDS))
     assert in_parts.ops == whole.ops
-    assert [why for _, why in in_parts.fallbacks] == [
-        why for _, why in whole.fallbacks
-    ]  # each layer's, where the processor has no VNNI
+    reasons = [[why for _, why in record.fallbacks] for record in (in_parts, whole)]  # some where the processor has no VNNI
+    assert reasons[0] == reasons[1]
     products = [sum("mm" in name for name in record.kernels) for record in (in_parts, whole)]
     assert products[0] == products[1] > LAYERS

@@ -138,7 +138,7 @@ class Tracker:
             if isinstance(ids, Tensor) and isinstance(result, Tensor) and ids.shape == result.shape:
                 ids = laid_out_like(ids, result, args, node.meta.get("view"))
         elif isinstance(ids, Tensor):
-            ids = thin(ids)
+            ids = thin(apart(ids, [self.shadow(n) for n in node.all_input_nodes if n in self.written]))
         self.found.shadows[node] = ids
 
     def shadow(self, node: Any) -> Any:
@@ -164,7 +164,7 @@ class Tracker:
         """No rotation may touch these coordinates."""
         if ids is not None:
             ids = unlike(ids)[0].reshape(-1)
-            known = distinct(ids[ids >= 0] if (ids < 0).any() else ids)
+            known = distinct(ids[ids >= 0] if (ids < 0).any() else ids.clone())  # some are written into later
             if known.numel():
                 self.found.frozen.append((known, node, reason))
 
@@ -194,7 +194,7 @@ class Tracker:
                 ids, cells = ids.narrow(axis, 0, 1), cells.narrow(axis, 0, 1)
         keep = ids >= 0
         if keep.all():  # nearly always
-            ids, cells = ids.reshape(-1), cells.reshape(-1)
+            ids, cells = ids.reshape(-1).clone(), cells.reshape(-1)  # some are written into later
         else:
             ids, cells = ids[keep], cells[keep]
         self.found.splits.append((ids, (cells.long() * 0x9E3779B1 + 0x7F4A7C15) * 0x27D4EB2F % (1 << 61)))
@@ -221,7 +221,7 @@ class Tracker:
         if not sources and not params:
             return None
         if word in SAME and isinstance(result, Tensor) and result.is_floating_point():
-            return self.apart(node, self.shadow(node.args[0])) if sources else self.parameter(params[0])
+            return self.shadow(node.args[0]) if sources else self.parameter(params[0])
         if self.is_move(word, args, kwargs):
             return self.moved(node, word, args, kwargs)
         return self.opaque(node, result, sources, word)
@@ -236,11 +236,6 @@ class Tracker:
         weight = self.prog.weights[str(node.target)]
         loose = str(node.target).startswith(LOOSE)
         return not loose and weight.is_floating_point() and weight.dim() >= 1 and weight.numel() > 1
-
-    def apart(self, node: fx.Node, ids: Any) -> Any:
-        """What stands for a copy: what stands for the operand, where nobody writes into that; in full it is as large as a value."""
-        writes = isinstance(ids, Tensor) and node not in self.written and node.args[0] in self.written
-        return ids.clone() if writes else ids
 
     def along_last(self, source: Source, like: Tensor) -> Tensor:
         """Ids of a source along the last axis of a tensor."""
@@ -271,7 +266,7 @@ class Tracker:
         new_kwargs = {k: stands_for(node.kwargs[k], v) for k, v in kwargs.items()}
         word = kind(node)
         if word in COPIES and node not in self.written:
-            return self.apart(node, new_args[0])
+            return new_args[0]
         if word == "masked_fill":
             new_args[2:] = [_filler(kwargs.get("value", args[2] if len(args) > 2 else 0))]
             new_kwargs.pop("value", None)
@@ -423,6 +418,13 @@ def thin(ids: Tensor) -> Tensor:
             if torch.equal(*compact(ids, first.expand_as(ids))):
                 ids = first.expand_as(ids)
     return ids
+
+
+def apart(ids: Tensor, written: Sequence[Any]) -> Tensor:
+    """Ids of a value that nobody writes into, in no memory of those that somebody writes into."""
+    memory = ids.untyped_storage()._cdata
+    shares = any(memory == i.untyped_storage()._cdata for each in written for i in leaves(each))
+    return compact(ids)[0].clone().expand(ids.shape) if shares else ids
 
 
 def laid_out_like(ids: Tensor, result: Tensor, args: list[Any], view: bool | None) -> Tensor:

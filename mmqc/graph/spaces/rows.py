@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, fx
 
 from mmqc.graph.kinds import kind, mutates
-from mmqc.graph.spaces.coordinates import MOVES, SAME, compact, laid_out_like, leaves
+from mmqc.graph.spaces.coordinates import MOVES, SAME, apart, compact, laid_out_like, leaves
 
 if TYPE_CHECKING:
     from mmqc.graph.spaces.coordinates import Tracker
@@ -59,7 +59,7 @@ class Rows:
             if node in self.tracker.written:
                 rows = laid_out_like(rows, result, args, node.meta.get("view")) if isinstance(result, Tensor) else rows
             else:
-                rows = _thin(rows)
+                rows = _thin(apart(rows, [self.of.get(n) for n in node.all_input_nodes if n in self.tracker.written]))
         self.of[node] = rows
 
     def rule(self, node: fx.Node, result: Any, args: list[Any], kwargs: dict[str, Any], ids: Any) -> Any:
@@ -67,7 +67,7 @@ class Rows:
         word = "contraction" if node in self.tracker.found.contractions else kind(node)
         known = [r for n in node.all_input_nodes for r in leaves(self.rows_of(n, word))]
         if word in SAME and word != "neg" and known:
-            return self.tracker.apart(node, known[0])
+            return known[0]
         if self.tracker.is_move(word, args, kwargs):
             return self.tracker.move(node, args, kwargs, self.stands_for)
         if not isinstance(result, Tensor):

@@ -290,11 +290,26 @@ class Written(nn.Module):
         return self.last(b.double()) + a.sum()
 
 
-@pytest.mark.parametrize("copied", [torch.clone, Tensor.half], ids=["clone", "half"])
+COPIES = {
+    "clone": torch.clone,
+    "half": Tensor.half,
+    "sum": lambda a: a + a,
+    "multiple": lambda a: a * 2,
+    "quotient": lambda a: a / 2,
+}
+
+
+@pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
 def test_coordinates__a_copy_stays_what_it_was(copied: Callable[[Tensor], Tensor]) -> None:
     prog = passed(recorded(Written(copied), {"x": torch.randn(3, 8)}), [RaiseOps()])
     read = [s for s in spaces_of(prog) if "last.weight" in names(s.readers)]
     assert {fqn for s in read for fqn in names(s.writers)} == {"first.weight"}
+
+
+def test_coordinates__what_was_bent_before_a_write_stays_pinned() -> None:
+    prog = passed(recorded(Written(torch.sin), {"x": torch.randn(1, 8)}), [RaiseOps()])
+    pinned = [s for s in spaces_of(prog) if "first.weight" in names(s.writers) and any("sin" in str(why) for _, why in s.pins)]
+    assert sum(s.width for s in pinned) == 8
 
 
 @pytest.mark.parametrize("copied", [torch.clone, Tensor.contiguous], ids=["clone", "contiguous"])
