@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.utils import _pytree as pytree
 
 from mmqc.graph import meta
 from mmqc.graph.changes import Placed, Step, Unknown
@@ -242,9 +243,9 @@ class Program:
         return node
 
     def sketch_as(self, new: fx.Node, old: Any) -> None:
-        """``new`` gives what ``old`` gives, as far as shapes and zeros go: an analysis need not compute it."""
+        """``new`` gives what ``old`` gives, in memory of its own, as far as an analysis needs it: shapes and zeros."""
         if old in self.sketches:
-            self.sketches[new] = self.sketches[old]
+            self.sketches[new] = pytree.tree_map_only(Tensor, torch.clone, self.sketches[old])
 
     def visual_node(self) -> fx.Node:
         """The placeholder that carries the visual mask; made, as the last one, at the first request."""

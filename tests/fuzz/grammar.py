@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from tests.fuzz.scratch import CHOICES as SCRATCH
+
 Data = dict[str, Any]
 
 
@@ -55,8 +57,8 @@ LINEARS = (
 ACTS = ("relu", "silu", "gelu", "tanh", "square", "identity")
 WRITES = (*("add",) * 6, "in_place", "minus", "layer_scale", "half", "view", "where", "none")
 
-BODIES = (*("mlp",) * 5, *("attention",) * 5, *("linear",) * 3, "experts", "chain", "token_conv", "branch", "library")
-ODD = ("slice", "views", "reduce", "branch", "value", "other", "touch", "again", "softcap")
+BODIES = (*("mlp",) * 5, *("attention",) * 5, *("linear",) * 3, "experts", "chain", "token_conv", "branch", "library", "scratch")
+ODD = ("slice", "views", "reduce", "branch", "value", "other", "touch", "again", "softcap", *("scratch",) * 3)
 CHAINED = (*("linear",) * 4, "mlp", "slice", "views", "reduce", "softcap", "touch", "dropout")
 
 Choices = tuple[Any, ...]
@@ -198,6 +200,7 @@ OPS: Mapping[str, Mapping[str, Choices | Child]] = {
     },
     "again": {"step": (0, 1, 2), "registered": (False, True)},
     "softcap": {"cap": (5.0, 1.0)},
+    "scratch": SCRATCH,
     "dropout": {"p": (0.5,)},
 }
 

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from tests.fuzz import touches
 from tests.fuzz.grammar import Data
 from tests.fuzz.parts import Ties, norm
+from tests.fuzz.scratch import Scratch
 
 ACTS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
@@ -281,6 +282,7 @@ MODULES: dict[str, Callable[..., nn.Module]] = {
     "token_conv": TokenConv,
     "branch": Branch,
     "again": Again,
+    "scratch": Scratch,
     **touches.MODULES,
 }
 

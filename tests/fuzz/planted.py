@@ -13,11 +13,12 @@ from unittest.mock import patch
 
 import torch
 
-from mmqc.graph.spaces import spaces
+from mmqc.graph.spaces import coordinates, spaces
 from mmqc.graph.spaces.space import Touch
 from mmqc.graph.spaces.spaces import Spaces
 from mmqc.passes import fold_norm_scale, fuse_rotation
 from mmqc.quantization import rewrite
+from tests.fuzz.build import features
 from tests.fuzz.campaign import STRIDE, outcome_of
 from tests.fuzz.check import BAD
 from tests.fuzz.draw import draw
@@ -79,13 +80,24 @@ def unread_weights() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def shared_memory() -> Iterator[None]:
+    """What was computed before a write is taken for what was written."""
+    with patch.object(coordinates, "apart", lambda ids, _: ids):
+        yield
+
+
 PLANTED: dict[str, Callable[[], AbstractContextManager[None]]] = {
     "dropped reader": dropped_reader,
     "skipped bias": skipped_bias,
     "wrong slice": wrong_slice,
     "skipped gain": skipped_gain,
     "unread weights": unread_weights,
+    "shared memory": shared_memory,
 }
+
+
+ONLY = {"shared memory": "scratch"}  # what a program must have to show it at all
 
 
 def hunt(name: str, seconds: float, seed: int = 0) -> tuple[Data | None, float]:
@@ -94,6 +106,8 @@ def hunt(name: str, seconds: float, seed: int = 0) -> tuple[Data | None, float]:
     while time.monotonic() - start < seconds:
         case = draw(number)
         number += 1
+        if name in ONLY and ONLY[name] not in features(case["program"]):
+            continue
         with patch.object(rewrite, "check", lambda *_, **__: 0.0):
             with PLANTED[name]():
                 failed = outcome_of(case).kind in BAD
