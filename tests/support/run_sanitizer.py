@@ -91,7 +91,7 @@ def is_role(finding: str) -> bool:
         return False
     kernel, file, line = place.groups()
     text = next(iter((ROOT / "mmqc/kernels").rglob(file))).read_text(encoding="utf-8").splitlines()
-    return text[int(line) - 1].startswith(f"def {kernel}(") and text[int(line) - 2] == "@gluon.jit"
+    return text[int(line) - 1].startswith(f"def {kernel}(") and text[int(line) - 2].startswith("@gluon.jit")
 
 
 def parse(text: str) -> Log:

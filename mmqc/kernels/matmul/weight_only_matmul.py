@@ -35,6 +35,7 @@ from mmqc.ops.pack import STRETCHES, packed_width, stretch
 from mmqc.ops.weight_only_matmul import ZEROS
 
 DTYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
+CROSSING_STAGES = 2  # where a step crosses groups: 4-byte scales then pass through shared memory, a tile for each stretch
 
 
 def supports(
@@ -170,5 +171,7 @@ def launch(
         BITS=bits, EVEN_K=whole_steps(k, bits, block_k), PTX=has_inline_ptx(x.device), DTYPE=DTYPES[x.dtype],
         BLOCK_M=c.block_m, BLOCK_N=c.block_n, BLOCK_K=block_k, GROUP_M=c.group_m, SPLIT=c.split_k > 1, LINES=lines,
     )
-    return Launch(weight_only_matmul_kernel, (tiles, c.split_k), args, constants, OUTPUTS, c.num_warps, c.num_stages,
+    staged = group > 0 and not aligned and scale.element_size() >= 4
+    stages = min(c.num_stages, CROSSING_STAGES) if staged else c.num_stages
+    return Launch(weight_only_matmul_kernel, (tiles, c.split_k), args, constants, OUTPUTS, c.num_warps, stages,
                   c.block_m, early=lines > 0)

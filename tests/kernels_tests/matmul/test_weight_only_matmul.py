@@ -100,6 +100,15 @@ def test_weight_only_matmul__bfloat16_with_zero_between_the_codes(m, group, bits
     assert_close(y, reference(x.double(), w, scale, None, bits, group, zero), torch.bfloat16)
 
 
+@pytest.mark.parametrize(("group", "dtype", "stages"), [(0, torch.float32, 4), (48, torch.float32, 2), (48, torch.half, 4)])
+def test_launch__steps_that_cross_groups_have_a_shallow_pipeline(group, dtype, stages):
+    """Four stages of float32 scales of 2-bit weights were 233,472 bytes of an H100's 232,448, three of a wide tile 262,144."""
+    _, w, scale = weights(200, 1024, 2, group, "cpu", dtype)
+    x, deep = torch.randn(16, 1024).bfloat16(), Config(16, 64, 128, 2, 4, variant="columns")
+    linear = kernel.Linear(w, scale, None, torch.empty(16, 200).bfloat16())
+    assert kernel.launch(x, [linear], None, group, 2, deep).num_stages == stages
+
+
 @pytest.mark.parametrize("shape", [(1, 100, 512), (40, 70, 256)])
 def test_weight_only_matmul__config_of_the_table(shape, device):
     m, n, k = shape

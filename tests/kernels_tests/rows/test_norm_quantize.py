@@ -85,7 +85,7 @@ def test_norm_quantize__rounds_in_front_of_the_gain(device):
         # on a device product and sum round once (fma), in torch twice, and here a step is float16's own: 1 to 3 codes in 100
         assert_codes(got.q, quantize.reference(y, scale, None, 8), 6e-2 if x.is_cuda else 2e-3)
     other = quantize.reference(normed(x, gain, bias, 1e-6, False), scale, None, 8)
-    assert (got.q != other).float().mean() > 0.01, "codes of the two differ"
+    assert (got.q != other).float().mean() > 5e-3, "codes of the two differ by more than is allowed on a CPU"
 
 
 @pytest.mark.parametrize(
