@@ -24,7 +24,6 @@ from mmqc.distributed.ranks import ALONE, K, Ranks, T
 from mmqc.distributed.watch import RankError, Watch, serve
 
 HEAD = 1 << 12  # bytes of the first message of a value: most are smaller, and need no other one
-SMALL = 1 << 20  # bytes of a tensor that costs more to send by itself than to copy
 PART = 1 << 24  # elements of a tensor that are gathered at a time
 MEET = timedelta(minutes=30)  # from the first rank that calls to the last
 LONG = timedelta(days=7)  # a rank may solve for hours: that it lives is seen otherwise
@@ -111,17 +110,9 @@ class Group(Ranks):
         return [self.shared(lambda: value, owner) for owner in range(self.size)]
 
     def _send(self, tensors: Sequence[Tensor], owner: int) -> None:
-        """The owner's tensors into the others', which have the same shapes; small ones of a device in one operation."""
-        held = [values.raw(tensor) for tensor in tensors if tensor.numel()]
-        for large in (part for part in held if len(part) > SMALL):
-            self._wait(large.device.type, dist.broadcast, large, owner)
-        for kind in sorted({part.device.type for part in held}):
-            small = [part for part in held if len(part) <= SMALL and part.device.type == kind]
-            if small:
-                joined = torch.cat(small)
-                self._wait(kind, dist.broadcast, joined, owner)
-                if self.rank != owner:
-                    torch._foreach_copy_(small, list(joined.split([len(part) for part in small])))
+        for tensor in tensors:
+            if tensor.numel():
+                self._wait(tensor.device.type, dist.broadcast, values.raw(tensor), owner)
 
     def _reduced(self, parts: Mapping[K, Tensor], owners: Mapping[K, int] | None, how: Callable[..., Tensor]) -> dict[K, Tensor]:
         """Tensors over those ranks that have them."""

@@ -39,14 +39,9 @@ def test_shared__tensors_of_every_kind_arrive(two):
         "x": [x.tolist(), "torch.float32", [3, 2]],
         "codes": [[1.0, 1.0], "torch.float8_e4m3fn", [2]],
         "none": [[], "torch.float32", [0, 3]],
-        "last": [[7.0, 8.0], "torch.int64", [2]],
         "n": 3,
     }
     assert all(found["shared"] == wanted for found in two)
-
-
-def test_shared__large_tensors_go_one_by_one(two):
-    assert all(found["large"] == [300_000, True] for found in two)
 
 
 def test_summed__over_those_that_have_a_tensor(two):

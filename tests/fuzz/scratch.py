@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-Held = dict[str, Tensor]  # [B, L, W] each
-Step = Callable[[Tensor, Tensor, int], Tensor]  # the target's and the source's tensors and a place among the channels
+Step = Callable[[Tensor, Tensor, int], Tensor]  # the target's and the source's tensors [B, L, W] and a place among the channels
 
 
 def _assigned(target: Tensor, place: Any, value: Tensor) -> Tensor:
@@ -75,12 +74,15 @@ MAKES: dict[str, Step] = {
     "add(out={t})": lambda t, s, at: torch.add(s, 1, out=t),
 }
 PAIRS = tuple(permutations("abc", 2))
-STEPS: dict[str, tuple[str, str, Step]] = {
-    f"{t} = {how.format(t=t, s=s)}": (t, s, step) for how, step in MAKES.items() for t, s in PAIRS
-}
+
+
+def _said(how: str, t: str, s: str) -> str:
+    return f"{t} = {how.format(t=t, s=s)}"
+
+
+STEPS: dict[str, tuple[str, str, Step]] = {_said(how, t, s): (t, s, step) for how, step in MAKES.items() for t, s in PAIRS}
 OFTEN = ("2 * {s}", "{t} + {s}", "{s} / 3", "{t}[..., :at] = {s}", "{t}[..., at:] = {s} start", "{t} halves", "{t} heads")
-OFTEN_NAMES = tuple(f"{t} = {how.format(t=t, s=s)}" for how in OFTEN for t, s in PAIRS)
-NAMES = ("", *STEPS, *OFTEN_NAMES * 4)
+NAMES = ("", *STEPS, *(_said(how, t, s) for how in OFTEN * 4 for t, s in PAIRS))
 ENDS = ("b", "c", "a", "b + c", "a and b")
 
 

@@ -39,7 +39,7 @@ def test_new__programs_are_equal_or_refused(request):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PLANTED)
-def test_planted__is_found_in_a_minute(name):
+def test_planted__is_found(name):
     """Few programs use a weight twice beside a rotated stream, or read what was computed before a write of other channels."""
     case, _ = hunt(name, {"unread weights": 240.0, "shared memory": 480.0}.get(name, 60.0))
     assert case is not None
