@@ -273,8 +273,8 @@ def recovery_plot(rows: Sequence[tuple[str, float]], *, width: float = WIDE) -> 
         colours = ["#c0392b" if v < 0.9 else "#d9a22b" if v < 0.98 else "#2a9d6e" for v in values]
         axis.barh(range(len(rows)), [100 * v for v in values], 0.62, color=colours)
         for i, v in enumerate(values):
-            apart = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}  # from the line at 100, if that goes through it
-            axis.text(100 * v + 0.9, i, f"{100 * v:.1f} %", va="center", fontsize=9, bbox=apart)
+            end = 100 * v if v < 0.84 else max(100 * v, 100)  # no label stands on the line at 100
+            axis.text(end + 0.9, i, f"{100 * v:.1f} %", va="center", fontsize=9)
         axis.set_yticks(range(len(rows)), names, fontsize=9, color=INK)
         axis.invert_yaxis()
         axis.set_xlim(0, 112 if width > NARROW else 125)
