@@ -35,7 +35,7 @@ GPU = torch.cuda.is_available()
 DEVICE = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if GPU else "cpu"
 ROWS = (1, 16)
 EAGER, COMPILED = (4, 36), (16, 144)  # tokens of the two generations whose difference is timed
-TIMES = 3
+TIMES = 5
 FAILED: list[Any] = []  # what did, on this rank
 OPTIONS: dict[str, dict[str, Any]] = {  # of the backend: how a compiled step adds up over ranks
     "fused": {"collectives": "shared"},  # through memory that they share, with residual, norm and quantization in one kernel
@@ -292,13 +292,16 @@ class Loop:
         return {**found, "peak_gpu_gb": torch.cuda.max_memory_allocated() / 1e9 if GPU else 0.0}
 
     def measured(self, rows: int) -> dict[str, Any]:
-        """Decode is the difference of two lengths, so that the prompt drops out."""
+        """Decode is the difference of two lengths, by turns: a prompt whose tower began late once is in neither's best."""
         few, many = self.lengths
         tokens: list[torch.Tensor] = []
         self.generate(rows, few)
         times = TIMES if self.compiled else 2
-        short = min(seconds_of(lambda: self.generate(rows, few)) for _ in range(times))
-        long = min(seconds_of(lambda: tokens.append(self.generate(rows, many))) for _ in range(times))
+        pairs = [
+            (seconds_of(lambda: self.generate(rows, few)), seconds_of(lambda: tokens.append(self.generate(rows, many))))
+            for _ in range(times)
+        ]
+        short, long = (min(of) for of in zip(*pairs, strict=True))
         found = {
             "ms_per_step": 1e3 * (long - short) / (many - few),
             "tokens_per_second": rows * (many - few) / (long - short),
