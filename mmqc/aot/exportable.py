@@ -28,7 +28,7 @@ from mmqc.front.find import Finder, Packed, Plan, floats
 from mmqc.front.front import bound, detach, kind_of
 from mmqc.front.handover import RUNNING, Installed, ValueSite, numbers
 from mmqc.graph.environment import environment
-from mmqc.graph.tracing import CHECKS_TRACE, NO_CHECKS, without_dispatch_cache
+from mmqc.graph.tracing import CHECKS_TRACE, NO_CHECKS
 from mmqc.kernels.attention import variable_length
 from mmqc.versions import ENCODERS
 
@@ -198,7 +198,7 @@ class _Trace:
         forward: Any = self.forward_of(list(inputs))
         checks = environment({} if CHECKS_TRACE else NO_CHECKS)
         try:
-            with Packed(self.plan.configs), mock.patch.object(self.model, "forward", forward), checks, without_dispatch_cache():
+            with Packed(self.plan.configs), mock.patch.object(self.model, "forward", forward), checks:
                 return torch.export.export(self.model, (), inputs, dynamic_shapes=shapes, strict=False)
         except Exception as error:
             lines = [line for line in str(error).splitlines() if line.strip()]

@@ -11,7 +11,7 @@ import copy
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import CodeType, FrameType
 from typing import Any
@@ -50,9 +50,6 @@ PROGRAMS = 32
 DYNAMOS: int = vars(torch._dynamo.config)["_config"]["recompile_limit"].default
 # With ``dynamic=True`` a norm's epsilon would be a symbol, too, which no pass can read.
 FLOATS: dict[str, Any] = {"specialize_float": True}
-# What an operator does to sizes is found sooner than looked up: each entry is checked by making its tensor once more, and with
-# symbols that takes as long as the operator. Without, first calls take a sixth less, of 2 layers and of 16.
-DISPATCH: dict[str, Any] = {"fake_tensor_cache_enabled": False}
 
 # Before 2.13 a traced torch._check_tensor_all leaves an unbacked symbol behind that nothing binds: transformers' checks of
 # placeholder counts are then left out of the trace.
@@ -114,7 +111,6 @@ class Tracing:
         self.flags = ExitStack()
         # A trace makes millions of objects and keeps most: looking through them for garbage took a tenth of a compilation.
         self.flags.enter_context(without_collections())
-        self.flags.enter_context(without_dispatch_cache())
         if not torch._dynamo.config.assume_static_by_default:
             self.flags.enter_context(torch._dynamo.config.patch(FLOATS))
         frame = _model_frame(converting[1])
@@ -162,12 +158,6 @@ class Tracing:
             # Dynamo runs a frame that it cannot trace as it is, and compiles what it calls; it counts only callbacks that return
             setattr(callback_handler, PENDING, getattr(callback_handler, PENDING) - 1)
             raise Unsupported(f"mmqc: {reason}") from error
-
-
-def without_dispatch_cache() -> AbstractContextManager[Any]:
-    """Tensors without values that are made for a trace in it look none of their operators up."""
-    manager: AbstractContextManager[Any] = torch._dynamo.config.patch(DISPATCH)
-    return manager
 
 
 def _data_dependent(error: BaseException | None) -> str:

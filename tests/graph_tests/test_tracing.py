@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, fx
-from torch._dynamo.callback import callback_handler
 from transformers import LlamaConfig, StaticCache
 
 from mmqc.front.sizes import Marked, sizes_vary
-from mmqc.graph.tracing import Tracing, may_vary, one_symbol_for_all
+from mmqc.graph.tracing import may_vary, one_symbol_for_all
 
 Sums = Callable[[list[Tensor]], Tensor]
 
@@ -97,24 +96,3 @@ def test_marked__the_layers_of_a_cache_are_alike_and_a_heads_width_is_a_constant
     assert marks[0][1] == (0, 2)
     call.clear()
     assert not hasattr(cache.layers[0].keys, "_mmqc_alike")
-
-
-def test_tracing__looks_no_operator_up_where_the_backend_is_ours_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("start_callbacks", "end_callbacks"):
-        monkeypatch.setattr(callback_handler, name, [])
-    caches: list[bool] = []
-
-    def ours(graph: fx.GraphModule, _: Any) -> Any:
-        caches.append(torch._guards.detect_fake_mode().cache_enabled)
-        return graph.forward
-
-    def another(graph: fx.GraphModule, _: Any) -> Any:
-        caches.append(torch._guards.detect_fake_mode().cache_enabled)
-        return graph.forward
-
-    Tracing(ours, lambda frame: (False, False), lambda model, reason: None).install()
-    for backend in (ours, another):
-        torch._dynamo.reset()
-        torch.compile(sums, backend=backend)(rooms(2, 3))
-    assert caches == [False, True]
-    assert torch._dynamo.config.fake_tensor_cache_enabled
