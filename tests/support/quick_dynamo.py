@@ -1,10 +1,10 @@
 """Dynamo without what it does at the end of each compilation for people who study Dynamo: a seventh of a test that compiles.
 
-Nor is what an operator does to sizes kept for the next layer: models here have two, and an entry takes as long as the operator (with
-28 layers it is worth its time, so mmqc leaves it on; processes that a test starts do, too).
-
 It empties the processor's caches to measure how long the guards take (20 ms), and writes what it did as JSON for the handlers of a
 logger that has none elsewhere: those with which pytest collects what a failed test logged.
+
+Nor is what an operator does to sizes kept for the next layer: models here have two, and an entry takes as long as the operator.
+With 28 layers it is worth its time, so mmqc leaves it on, and so do the processes that a test starts.
 """
 
 from __future__ import annotations
