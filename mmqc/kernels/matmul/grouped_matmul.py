@@ -85,7 +85,9 @@ def grouped_matmul(
     while block_k > 32 and group_size and not one_group_a_step(k, bits, group_size, block_k):
         block_k //= 2
     aligned = one_group_a_step(k, bits, group_size, block_k)
-    block_k = block_k if aligned or not group_size else min(c.block_k, 64)
+    staged = group_size > 0 and not aligned and w_scale.element_size() >= 4  # scales pass through shared memory, a tile a stretch
+    stages = min(c.num_stages, 2) if staged else c.num_stages
+    block_k = block_k if aligned or not group_size else min(c.block_k, 32 if staged else 64)
     tiles = (rows // c.block_m + min(experts + 1, rows)) * ceil_div(n, c.block_n)
     grouped_matmul_kernel[(tiles,)](
         x, w_q, y, w_scale, w_scale if zero is None else zero, y if bias is None else bias,
@@ -95,6 +97,6 @@ def grouped_matmul(
         HAS_BIAS=bias is not None, BITS=bits, EVEN_K=whole_steps(k, bits, block_k),
         PTX=has_inline_ptx(x.device), DTYPE=DTYPES.get(x.dtype, tl.float16),
         BLOCK_E=triton.next_power_of_2(experts + 1), BLOCK_M=c.block_m, BLOCK_N=c.block_n, BLOCK_K=block_k,
-        num_warps=c.num_warps, num_stages=c.num_stages,
+        num_warps=c.num_warps, num_stages=stages,
     )
     return y
