@@ -22,7 +22,7 @@ from torch import Tensor
 from mmqc.kernels.matmul.configs import MatmulConfig
 from mmqc.kernels.matmul.grouped_matmul_tiles import grouped_matmul_kernel
 from mmqc.kernels.matmul.scaled_matmul import MAX_K, OUT_DTYPES
-from mmqc.kernels.matmul.weight_only_matmul import DTYPES, one_group_a_step, whole_steps
+from mmqc.kernels.matmul.weight_only_matmul import DTYPES, step, whole_steps
 from mmqc.kernels.shared.device_facts import ceil_div, has_inline_ptx, why_not_here
 from mmqc.ops.pack import packed_width, stretch
 from mmqc.ops.weight_only_matmul import ZEROS
@@ -81,13 +81,7 @@ def grouped_matmul(
     x = x if x.stride(1) == 1 or k == 1 else x.contiguous()
     integer = row_scale is not None
     c = config or table(rows, experts, bits, integer)
-    stored, block_k = stretch(k, bits), c.block_k
-    while block_k > 32 and group_size and not one_group_a_step(k, bits, group_size, block_k):
-        block_k //= 2
-    aligned = one_group_a_step(k, bits, group_size, block_k)
-    staged = group_size > 0 and not aligned and w_scale.element_size() >= 4  # scales pass through shared memory, a tile a stretch
-    stages = min(c.num_stages, 2) if staged else c.num_stages
-    block_k = block_k if aligned or not group_size else min(c.block_k, 32 if staged else 64)
+    stored, (block_k, aligned, stages) = stretch(k, bits), step(k, bits, group_size, w_scale, c, staged=32)
     tiles = (rows // c.block_m + min(experts + 1, rows)) * ceil_div(n, c.block_n)
     grouped_matmul_kernel[(tiles,)](
         x, w_q, y, w_scale, w_scale if zero is None else zero, y if bias is None else bias,

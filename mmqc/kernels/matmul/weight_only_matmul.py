@@ -141,6 +141,22 @@ def whole_steps(k: int, bits: int, block_k: int) -> bool:
     return length % block_k == 0 and length * count == k and not (bits == 3 and length // 2 % block_k)
 
 
+def step(k: int, bits: int, group: int, scale: Tensor, c: MatmulConfig, staged: int = 64) -> tuple[int, bool, int]:
+    """The columns of a step, whether all lie in one group, and how many steps are under way.
+
+    A step does not leave its group, if that can be had with a tile that tensor cores take.  Where it does, ``staged`` is the
+    most columns whose 4-byte scales find room in shared memory.
+    """
+    block_k = c.block_k
+    while block_k > 32 and group and not one_group_a_step(k, bits, group, block_k):
+        block_k //= 2
+    if not group or one_group_a_step(k, bits, group, block_k):
+        return block_k, group > 0, c.num_stages
+    if scale.element_size() < 4:
+        return min(c.block_k, 64), False, c.num_stages
+    return min(c.block_k, staged), False, min(c.num_stages, CROSSING_STAGES)
+
+
 def launch(
     x: Tensor, linears: Sequence[Linear], zero: Tensor | None, group: int, bits: int, c: MatmulConfig,
     work: Workspace = workspace,
@@ -148,12 +164,7 @@ def launch(
     """One launch for all linears."""
     (m, k), w, scale = x.shape, linears[0].w, linears[0].scale
     stored = stretch(k, bits)
-    # A step must not leave its group, if that can be had with a tile that tensor cores take.
-    block_k = c.block_k
-    while block_k > 32 and group and not one_group_a_step(k, bits, group, block_k):
-        block_k //= 2
-    aligned = one_group_a_step(k, bits, group, block_k)
-    block_k = block_k if aligned or not group else min(c.block_k, 64)
+    block_k, aligned, stages = step(k, bits, group, scale, c)
     (w0, w1, w2), (s0, s1, s2), biases, (y0, y1, y2), _ = zip(*three(linears), strict=True)
     b0, b1, b2 = (y if b is None else b for y, b in zip((y0, y1, y2), biases, strict=True))
     tiles = ceil_div(m, c.block_m) * sum(ceil_div(linear.w.shape[0], c.block_n) for linear in linears)
@@ -171,7 +182,5 @@ def launch(
         BITS=bits, EVEN_K=whole_steps(k, bits, block_k), PTX=has_inline_ptx(x.device), DTYPE=DTYPES[x.dtype],
         BLOCK_M=c.block_m, BLOCK_N=c.block_n, BLOCK_K=block_k, GROUP_M=c.group_m, SPLIT=c.split_k > 1, LINES=lines,
     )
-    staged = group > 0 and not aligned and scale.element_size() >= 4
-    stages = min(c.num_stages, CROSSING_STAGES) if staged else c.num_stages
     return Launch(weight_only_matmul_kernel, (tiles, c.split_k), args, constants, OUTPUTS, c.num_warps, stages,
                   c.block_m, early=lines > 0)
