@@ -8,6 +8,7 @@ import gc
 import os
 import time
 import zlib
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -31,6 +32,8 @@ else:  # how long an example takes says how busy the machine is
     hypothesis.settings.load_profile("mmqc")
 
 pytest_plugins = ["gpu_run", "quick_dynamo", "quick_interpreter"]
+GRIDS = {"kernels_tests", "ops_tests", "solvers_tests"}
+CASES = 6  # of a test in them
 LONGEST = {"test_backend_vlm", "test_cpp_runner", "test_export", "test_many_ranks", "test_run_time", "test_warm"}
 torch.set_num_threads(1)
 gc.disable()  # which would take a tenth of the run; until all tests are collected
@@ -45,8 +48,20 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.seed = str(time.time_ns() % 2**32)
 
 
+@pytest.hookimpl(tryfirst=True)  # before "-m 'not slow'" is looked at
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest first: a worker that comes to one when the others are done would be alone with it."""
+    """Of a grid of sizes and types a few cases, on CPUs, are left in ``make test``; and the longest tests come first.
+
+    A worker that comes to one of those when the others are done would be alone with it.
+    """
+    of_grids = [i for i in items if GRIDS & set(i.path.parts) and not i.get_closest_marker("gpu")]
+    of_grids.sort(key=lambda item: zlib.crc32(item.nodeid.encode()))  # as good as at random, and the same every time
+    met = Counter[str]()
+    for item in of_grids:
+        test = item.nodeid.partition("[")[0]
+        met[test] += 1
+        if met[test] > CASES:
+            item.add_marker(pytest.mark.slow)
     items.sort(key=lambda item: item.path.stem not in LONGEST)
 
 

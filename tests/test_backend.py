@@ -232,6 +232,7 @@ def test_discovery__found_by_name_without_importing_dynamo() -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_discovery__after_dynamo_has_read_the_entry_points() -> None:
     script = (
         "import torch, torch._dynamo; torch._dynamo.list_backends(); import mmqc\nassert 'mmqc' in torch._dynamo.list_backends()"

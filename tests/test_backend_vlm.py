@@ -65,6 +65,7 @@ def test_backend__vlm_compiled_equals_eager_and_runs_integers(case: Case) -> Non
 BEAMS = {"max_new_tokens": 3, "num_beams": 2}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [{"max_new_tokens": 6}, pytest.param(BEAMS, marks=pytest.mark.slow)], ids=["greedy", "beams"])
 def test_backend__vlm_generates_the_same_tokens(case: Case, how: dict[str, int]) -> None:
     expected = case.model.generate(**case.inputs, do_sample=False, **how)
@@ -74,6 +75,7 @@ def test_backend__vlm_generates_the_same_tokens(case: Case, how: dict[str, int])
     assert compiled_graphs(records) == [], "the second call compiles nothing"
 
 
+@pytest.mark.slow
 def test_backend__vlm_decode_logits_equal_eager(case: Case) -> None:
     how = {"max_new_tokens": 4, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
     expected, got = (m.generate(**case.inputs, **how).logits for m in (case.model, case.compiled))

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from gpu_run import halves
+from often import often
 
 SUPPORT = Path(__file__).parent / "support"
 TESTS = """
@@ -56,11 +57,13 @@ def last_line(suite: Path, *arguments: str, **more: str) -> str:
     return subprocess.run(command, cwd=suite, env=environment, capture_output=True, text=True).stdout.splitlines()[-1]
 
 
-@pytest.mark.parametrize("workers", ["0", "2"])
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", often(("0", "2"), "2"))
 def test_last_line__counts_what_ran(suite: Path, workers: str) -> None:
     assert last_line(suite, "-n", workers) == "gpu: 8 of 9 tests ran, 1 failed, 1 skipped, sanitizer 3 of 3 cases"
 
 
+@pytest.mark.slow
 def test_last_line__of_both_halves(suite: Path) -> None:
     assert [last_line(suite, "--half", half) for half in "12"] == [
         "gpu: 5 of 9 tests ran (half 1 has 5), 0 failed, sanitizer 0 of unknown cases",

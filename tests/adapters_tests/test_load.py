@@ -11,6 +11,7 @@ import torch
 from float64 import EXACT, Float64, output_of, relative_error, to_float64
 from lora_files import merged, targets, write_adapter
 from models import tiny_qwen2_vl
+from often import often
 from small_vlm import Small, batches
 from tiny_families import FAMILIES
 from tolerance import assert_close
@@ -36,7 +37,7 @@ def rewritten(model: nn.Module, batch: dict[str, Tensor], recipe: Any) -> nn.Mod
 PAIRS = [("qwen2_vl", False), *((family, i % 2 == 0) for i, family in enumerate(FAMILIES))]
 
 
-@pytest.mark.parametrize(("family", "bias"), dict.fromkeys(PAIRS))
+@pytest.mark.parametrize(("family", "bias"), often(dict.fromkeys(PAIRS), *PAIRS[:3]))
 def test_load_adapter__is_exact_in_rewritten_models(family: str, bias: bool, tmp_path: Path) -> None:
     model, batch = to_float64(*FAMILIES[family]())
     tensors = write_adapter(model, tmp_path, targets(model), biased=bias)
@@ -52,7 +53,7 @@ def test_load_adapter__is_exact_in_rewritten_models(family: str, bias: bool, tmp
     assert not any(isinstance(m, AdaptedLinear) for m in changed.modules())
 
 
-@pytest.mark.parametrize("recipe", [recipes.rotate(), recipes.rotate(online=False)])
+@pytest.mark.parametrize("recipe", [recipes.rotate(), pytest.param(recipes.rotate(online=False), marks=pytest.mark.slow)])
 def test_load_adapter__merges_exactly_before_and_behind_the_rewrites(recipe: Any, tmp_path: Path) -> None:
     model, batch = to_float64(*FAMILIES["internvl"]())
     reference = output_of(merged(model, write_adapter(model, tmp_path, targets(model))), batch)
@@ -74,7 +75,7 @@ MEASURED = {
 }
 
 
-@pytest.mark.parametrize("name", MEASURED)
+@pytest.mark.parametrize("name", often(MEASURED, "awq", "mquant"))
 def test_fold__what_was_done_to_a_weight_is_kept_in_the_files(name: str) -> None:
     """The float weight as a term of full rank, I W, comes out as the weight that the codes stand for, to 8 bits."""
     recipe, most = MEASURED[name]

@@ -127,6 +127,7 @@ def toy_answer(programs: dict[str, nn.Module], batch: dict[str, Tensor], longest
     return tokens
 
 
+@pytest.mark.slow
 def test_runner__feeds_and_carries_the_programs_tensors(tmp_path: Path) -> None:
     programs, package = toy(tmp_path)
     runner = build(tmp_path)

@@ -219,6 +219,7 @@ def test_export__batches_of_another_kind_are_refused() -> None:
         export_program(Tower(), TOWER[0], more=[batch])
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     torch.__version__ < (2, 12), reason="the check is left out of the trace before torch 2.12, see graph/tracing.py"
 )

@@ -35,6 +35,7 @@ def test_filled__decodes_from_where_it_says(bits: int) -> None:
         assert cache.sizes()["visual"] < plain / 8
 
 
+@pytest.mark.slow
 def test_bench__takes_the_largest_batch_that_fits() -> None:
     torch.manual_seed(0)
     bench = Bench(SHAPES["tiny"], TINY, CPU)
@@ -124,6 +125,7 @@ def test_bench__on_cuda_all_ways() -> None:
     assert all(0 < row.memory <= row.budget for row in rows)
 
 
+@pytest.mark.slow
 def test_bench__the_compiled_step_is_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     graphs: list[Any] = []
 

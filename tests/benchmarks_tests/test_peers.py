@@ -18,6 +18,7 @@ from mmqc.config import WeightSpec
 from mmqc.solvers import solve
 
 
+@pytest.mark.slow
 def test_page__is_what_the_figures_say() -> None:
     found = json.loads(compare.RESULTS.read_text(encoding="utf-8"))
     assert compare.PAGE.read_text(encoding="utf-8") == compare.page(found)

@@ -8,6 +8,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 WAYS = """
 import argparse, json, time
@@ -37,6 +39,7 @@ else:
 FAST, PART = {"first": 1.2346, "second": [2.0]}, {"first": 1.2346}
 
 
+@pytest.mark.slow
 def test_run__keeps_what_is_known_when_it_is_ended_from_outside(tmp_path: Path) -> None:
     (tmp_path / "ways.py").write_text(WAYS, encoding="utf-8")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(tmp_path), str(ROOT)))}

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from engine_checkpoints import ENGINE, WEIGHTS, edit, edit_tensors, made, packed
+from often import often
 from typer.testing import CliRunner
 
 from mmqc.check.finding import Finding, several
@@ -256,7 +257,10 @@ FAULTS = {
 PLANTED_BY_OTHERS = ("codes in another format",)  # as compressed-tensors writes this preset
 
 
-@pytest.mark.parametrize("engine", [f"vllm=={v}" for v in versions()])
+ENGINES = [f"vllm=={v}" for v in versions()]
+
+
+@pytest.mark.parametrize("engine", often(ENGINES, ENGINES[-1]))
 @pytest.mark.parametrize("name", FAULTS)
 def test_check__finds(name, engine, tmp_path):
     checkpoint, plant, level, code, words = FAULTS[name]

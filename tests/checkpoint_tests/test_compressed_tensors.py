@@ -7,6 +7,7 @@ import pytest
 import torch
 from foreign_checkpoints import loaded_by_transformers
 from models import tiny_qwen2_vl
+from often import often
 from tolerance import assert_close
 from torch import nn
 from torchao.quantization.granularity import PerGroup
@@ -52,7 +53,9 @@ SCHEMES = {
 }
 
 
-@pytest.mark.parametrize("config", SCHEMES.values(), ids=SCHEMES)
+@pytest.mark.parametrize(
+    "config", often(SCHEMES.values(), *map(SCHEMES.get, ("W4A16-g8 with zero points", "W8A8", "mixed"))), ids=SCHEMES
+)
 def test_save__transformers_computes_the_same_logits(tmp_path, config):
     # in float64 no activation comes to lie on the other side of a rounding boundary
     model, inputs = tiny_qwen2_vl()
@@ -83,7 +86,9 @@ BY_TOKEN = {
 }
 
 
-@pytest.mark.parametrize("name", ["W4A16-g8", "W8A8", "W8A8-fp8", "W4A8-fp8", *BY_TOKEN])
+@pytest.mark.parametrize(
+    "name", often(["W4A16-g8", "W8A8", "W8A8-fp8", "W4A8-fp8", *BY_TOKEN], "W4A16-g8", "W8A8", "W4A8-g8-fp8-token")
+)
 def test_save__comes_back_by_our_own_reader(tmp_path, name):
     model, inputs = tiny_qwen2_vl()
     mmqc.quantize_(model, (SCHEMES | BY_TOKEN)[name], [inputs], progress=False)

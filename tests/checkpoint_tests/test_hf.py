@@ -325,7 +325,7 @@ def test_import__registers_after_transformers():
     "code",
     [
         HOOK + LIGHT + "from transformers import AutoModelForImageTextToText\n" + CHECK,
-        HOOK + LIGHT + "import mmqc.checkpoint.hf\n" + CHECK,
+        pytest.param(HOOK + LIGHT + "import mmqc.checkpoint.hf\n" + CHECK, marks=pytest.mark.slow),
     ],
     ids=["mmqc first", "hf itself"],
 )

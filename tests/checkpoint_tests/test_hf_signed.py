@@ -68,7 +68,9 @@ def by_itself(*words):
 @pytest.mark.parametrize(
     ("run", "code", "change"),
     [
-        (by_itself, FIRST, lambda c: c.update(quantization_confih=c.pop("quantization_config"))),
+        pytest.param(
+            by_itself, FIRST, lambda c: c.update(quantization_confih=c.pop("quantization_config")), marks=pytest.mark.slow
+        ),
         (forked.run, LATE, lambda c: c["text_config"].update(rms_norm_eps=0.25)),
     ],
     ids=["first load of a process", "mmqc imported after the config was read"],

@@ -197,6 +197,7 @@ def test_main__is_the_package_and_says_what_is_wrong_within_a_second(tmp_path):
         assert float(seconds) < 1, arguments
 
 
+@pytest.mark.slow
 def test_wake__says_first_that_torch_is_loaded():
     code = "from mmqc.cli.app import app; app(['passes', '--recipe', 'rotate'])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT)

@@ -20,6 +20,7 @@ def test_recipes__with_arguments():
     assert [config.language.weight.bits for config in found.values()] == [8, 4]
 
 
+@pytest.mark.slow
 def test_compare__table_figures_and_picture(tmp_path):
     pytest.importorskip("matplotlib")
     out, picture = tmp_path / "c.json", tmp_path / "front.png"

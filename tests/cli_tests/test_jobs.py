@@ -50,6 +50,7 @@ def test_quantize__from_a_folder_says_first_what_it_takes(quantized):
     assert all(layer["sqnr"] for layer in saved["layers"])
 
 
+@pytest.mark.slow
 def test_quantize__goes_on_from_its_resume_dir(data, quantized, tmp_path, monkeypatch):
     folders = {"--out": tmp_path / "out", "--resume-dir": tmp_path / "blocks", "--spool": tmp_path / "spool"}
     arguments = ["digits-vqa", "--recipe", "rtn", "--w", "8", "--a", "8", "--calibration", str(data), "--limit", "2"]

@@ -65,6 +65,7 @@ def quantized(own, data, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.mark.slow
 def test_commands__run_on_their_own_data(own, data, quantized, tmp_path) -> None:
     given = (str(quantized), "--data", str(data))
     runs = {

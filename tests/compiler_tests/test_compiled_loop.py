@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from models import tiny_qwen2_vl
+from often import often
 from quantized_vlm import quantized_vlm
 from tolerance import assert_close
 from transformers import CompileConfig
@@ -35,7 +36,7 @@ HOW = {
 }
 
 
-@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("how", often(HOW, "greedy", "sampled"))
 def test_compiled_loop__gives_the_same_tokens_as_transformers(how: str) -> None:
     model, batch = quantized_vlm(depth=1)
     more = {"max_new_tokens": 6, "cache_implementation": "static", **HOW[how]}
@@ -61,6 +62,7 @@ def test_compiled_loop__eager_prefill(without_inductor: None) -> None:
     assert torch.equal(got, model.generate(**batch, **more))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("prefill", "varying"), [("graphs", False), (None, True)])
 def test_compiled_loop__sizes_of_few_shapes_are_constants(
     prefill: str | None, varying: bool, monkeypatch: pytest.MonkeyPatch, without_inductor: None
@@ -74,6 +76,7 @@ def test_compiled_loop__sizes_of_few_shapes_are_constants(
     assert bool(marked) == varying
 
 
+@pytest.mark.slow
 def test_compiled_loop__knows_what_generate_was_given_before_anything_is_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
     model, batch = quantized_vlm(depth=1, layers=1)
     seen: list[Any] = []
@@ -146,6 +149,7 @@ def test_compiled_loop__batches_in_any_order_compile_a_few_times(without_inducto
     )
 
 
+@pytest.mark.slow
 def test_compiled_loop__keeps_the_cache_and_a_copy_of_the_model_does_not() -> None:
     model, batch = tiny_qwen2_vl(depth=1, layers=1)
     more = {"max_new_tokens": 3, "do_sample": False, "cache_implementation": "static", **compiled()}
@@ -206,6 +210,7 @@ def test_compiled_loop__graphs_by_inductors_name_are_the_steps_alone() -> None:
     assert prompt == {"token_order": "sequence", "layers": 3}
 
 
+@pytest.mark.slow
 def test_compiled_loop__a_streamer_gets_every_token_and_is_ended() -> None:
     model, batch = quantized_vlm(depth=1, layers=1)
     assert len(batch["input_ids"]) == 1, "a stream is of one sequence"
@@ -224,6 +229,7 @@ def test_compiled_loop__a_streamer_gets_every_token_and_is_ended() -> None:
     assert refused.ended == 1, "a reader of a stream that is not ended waits for ever"
 
 
+@pytest.mark.slow
 def test_compiled_loop__threads_take_turns() -> None:
     model, _ = quantized_vlm(depth=1, layers=1)
     draw = torch.Generator().manual_seed(0)

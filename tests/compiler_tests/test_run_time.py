@@ -45,6 +45,7 @@ def test_fusion__static_inputs_stay_static(monkeypatch: pytest.MonkeyPatch) -> N
     assert static == inputs - 1, "all but x: CUDA graphs would copy them before every replay"
 
 
+@pytest.mark.slow
 def test_fusion__through_inductor_equals_eager() -> None:
     model, batch = quantized_vlm(4, depth=1)
     with torch.no_grad(), collect_records() as records:

@@ -35,6 +35,7 @@ def logits(model: nn.Module, batch: dict[str, Any]) -> Tensor:
     return model(**batch).logits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", often(sorted(FAMILIES), "internvl", "mixtral", "gpt_neox"))
 def test_self_quantize__equals_quantize_in_other_families(family: str) -> None:
     model, batch = FAMILIES[family]()

@@ -66,6 +66,7 @@ def test_step_mask__of_a_quantized_cache_stays(made: list[Any]) -> None:
     assert all(next(iter(got.values())).shape[-1] == 1 for _, got in made)
 
 
+@pytest.mark.slow
 def test_step_mask__padding_on_the_left(made: list[Any]) -> None:
     model, _ = tiny_qwen2_vl(depth=1, layers=1)
     ids = torch.tensor([[0, 0, 0, 11, 12, 13], [14, 15, 16, 17, 18, 19]])
@@ -74,6 +75,7 @@ def test_step_mask__padding_on_the_left(made: list[Any]) -> None:
     assert_same(made, 5)
 
 
+@pytest.mark.slow
 def test_step_mask__chunks_of_a_padded_prompt(made: list[Any]) -> None:
     """One token at a time may be padding: those masks are transformers'."""
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 40}
@@ -85,6 +87,7 @@ def test_step_mask__chunks_of_a_padded_prompt(made: list[Any]) -> None:
     assert not made
 
 
+@pytest.mark.slow
 def test_step_mask__is_made_once_a_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
     mask = step_mask._Loop.mask

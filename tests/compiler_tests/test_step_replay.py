@@ -115,6 +115,7 @@ def test_step_replay__quantized_cache(rows: int, without_inductor: None) -> None
     assert steps.device.recorded == 1, "in the kept cache"  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
 def test_step_replay__quantized_caches_of_several_batches_are_kept(without_inductor: None) -> None:
     model, _ = tiny_qwen2_vl(depth=1, layers=1)
     _, batch = quantized_vlm(depth=1, layers=1)
@@ -127,6 +128,7 @@ def test_step_replay__quantized_caches_of_several_batches_are_kept(without_induc
     assert steps.device.recorded == 2  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
 def test_step_replay__a_call_whose_tensors_lie_elsewhere_is_recorded_anew(
     without_inductor: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -148,6 +150,7 @@ def test_step_replay__a_call_whose_tensors_lie_elsewhere_is_recorded_anew(
     assert steps.refusals() == ["what it reads lies elsewhere in every call"]
 
 
+@pytest.mark.slow
 def test_step_replay__a_step_that_cannot_be_recorded_runs(without_inductor: None) -> None:
     model, batch, steps = vlm(Recorder("no memory"))
     for _ in range(2):
@@ -155,6 +158,7 @@ def test_step_replay__a_step_that_cannot_be_recorded_runs(without_inductor: None
     assert (steps.replays, steps.refusals()) == (0, ["no memory"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "reason"),
     [
@@ -171,6 +175,7 @@ def test_step_replay__who_is_left_alone(how: dict[str, Any], reason: str, withou
     assert (steps.replays, steps.refusals()) == (0, [reason])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("late", often((False, True), True))
 def test_step_replay__with_a_users_hook_no_step_is_recorded(late: bool, without_inductor: None) -> None:
     model, batch, steps = vlm()
@@ -186,6 +191,7 @@ def test_step_replay__with_a_users_hook_no_step_is_recorded(late: bool, without_
     assert "would not call the hook" in steps.refusals()[0]
 
 
+@pytest.mark.slow
 def test_step_replay__another_cache_is_not_kept_alive(without_inductor: None) -> None:
     model, batch, steps = vlm()
     check(model, batch)
@@ -216,6 +222,7 @@ def test_noted__what_a_graph_is_called_with() -> None:
     assert calls[3] != calls[4], "values on the CPU, which a recording would not see change"
 
 
+@pytest.mark.slow
 def test_step_replay__what_a_mode_of_inference_made_is_used_in_no_other(without_inductor: None) -> None:
     model, batch, steps = vlm()
     check(model, batch)

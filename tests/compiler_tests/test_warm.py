@@ -17,6 +17,7 @@ pytestmark = pytest.mark.usefixtures("without_inductor")
 PROMPTS = [batch_of((1, 4, 6), (1, 2, 4)), batch_of((1, 4, 4)), batch_of((1, 6, 4))]
 
 
+@pytest.mark.slow
 def test_warm__nothing_is_left_to_compile() -> None:
     model, _ = tiny_qwen2_vl(depth=1, layers=1)
     with collect_records() as records:

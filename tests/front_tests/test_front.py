@@ -9,6 +9,7 @@ import pytest
 import torch
 from float64 import relative_error
 from models import IMAGE, tiny_qwen2_vl
+from often import often
 from prompts import batch_of, drawn
 from quantized_vlm import quantized_vlm
 from torch import Tensor, nn
@@ -41,7 +42,7 @@ def state(model: nn.Module) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize("quantized", often((False, True), True))
 def test_front__whole_forward_is_one_graph(quantized: bool) -> None:
     model, batch = quantized_vlm(depth=1) if quantized else tiny_qwen2_vl(depth=1)
     expected = logits(model, batch)
@@ -63,6 +64,7 @@ def test_find__copies_the_cache_before_it_watches() -> None:
     assert cache.get_seq_length() == 0
 
 
+@pytest.mark.slow
 def test_front__numpy_prod_of_a_shape_is_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
     """LLaVA-Next decides by it; Dynamo takes it for a value that it does not know."""
     model, batch = tiny_qwen2_vl(depth=1, layers=1)
@@ -78,6 +80,7 @@ def test_front__numpy_prod_of_a_shape_is_a_number(monkeypatch: pytest.MonkeyPatc
     assert numpy.prod is prod
 
 
+@pytest.mark.slow
 def test_front__model_is_as_it_was_between_calls() -> None:
     model, batch = tiny_qwen2_vl(depth=1, layers=1)
     logits(model, batch)  # a forward leaves attributes of its own
@@ -96,6 +99,7 @@ def test_front__model_is_as_it_was_between_calls() -> None:
     assert torch.equal(model.model.rope_deltas, left)
 
 
+@pytest.mark.slow
 def test_front__survives_a_reset_of_dynamo() -> None:
     for _ in range(2):
         model, batch = tiny_qwen2_vl(depth=1, layers=1)
@@ -105,6 +109,7 @@ def test_front__survives_a_reset_of_dynamo() -> None:
         torch._dynamo.reset()
 
 
+@pytest.mark.slow
 def test_front__copy_of_a_compiled_model_has_its_own() -> None:
     model, batch = tiny_qwen2_vl(depth=1, layers=1)
     model.compile(backend="mmqc")
@@ -138,6 +143,7 @@ def test_front__other_grids_and_image_counts_do_not_recompile() -> None:
     assert len(records) == first <= 2
 
 
+@pytest.mark.slow
 @torch.no_grad()
 @pytest.mark.parametrize(("quantized", "first"), [pytest.param(False, 3, marks=pytest.mark.slow), (True, 1)])
 def test_front__a_program_for_all_sizes_and_others_for_one_prompt_and_one_image(quantized: bool, first: int) -> None:
@@ -156,6 +162,7 @@ def test_front__a_program_for_all_sizes_and_others_for_one_prompt_and_one_image(
     assert len(records) in (2, 3)  # one prompt; one prompt with one image
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_front__texts_alone_vary_too_once_images_came() -> None:
     model, _ = tiny_qwen2_vl(depth=1, layers=1)
@@ -183,6 +190,7 @@ def test_front__generate_gives_the_same_tokens() -> None:
     assert torch.equal(compiled.generate(**other, max_new_tokens=5, do_sample=False), expected)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_front__decode_by_hand_uses_the_positions_of_its_own_prefill() -> None:
     model, batch = tiny_qwen2_vl(depth=1, layers=1)
@@ -199,6 +207,7 @@ def test_front__decode_by_hand_uses_the_positions_of_its_own_prefill() -> None:
         assert relative_error(decoded(compiled), expected) < SAME
 
 
+@pytest.mark.slow
 def test_front__backend_quantizes_in_one_graph_without_rotations() -> None:
     model, batch = tiny_qwen2_vl(depth=1)
     quantized = copy.deepcopy(model)

@@ -43,6 +43,7 @@ def test_kept__computed_again_only_for_other_values(monkeypatch: pytest.MonkeyPa
     assert len(computed) == seen[-1]
 
 
+@pytest.mark.slow
 @torch.inference_mode()
 def test_kept__inference_tensors_are_not() -> None:
     model, _ = tiny_qwen2_vl(depth=1, layers=1)

@@ -25,6 +25,7 @@ def test_sanitizer__finds_no_error(part: str, record_property: Callable[[str, An
         pytest.skip(f"{len(skipped)} kernels have no verdict:\n{table(data)}")
 
 
+@pytest.mark.slow
 def test_sanitizer__calls_run_in_the_interpreter() -> None:
     kernels = sanitize(seconds=500, dry=True, part="8/16")["kernels"]
     assert len(kernels) >= 3

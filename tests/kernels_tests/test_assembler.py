@@ -35,6 +35,7 @@ def test_name_assembler__without_triton(monkeypatch: pytest.MonkeyPatch) -> None
     assert VARIABLE not in os.environ
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not OWN.exists(), reason="this build of Triton has no ptxas")
 def test_the_package__names_it_before_inductor_is_there() -> None:
     """Inductor's processes begin with its import, and keep the environment of that moment."""

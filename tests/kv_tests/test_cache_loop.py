@@ -28,7 +28,7 @@ def loop(backend: Any) -> dict[str, Any]:
     return {"do_sample": False, "compile_config": config, "custom_generate": mmqc.compiled_loop}
 
 
-@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("name", often(SPECS, next(iter(SPECS))))
 def test_compiled_loop__one_graph_at_any_length_and_in_every_call(name: str) -> None:
     torch._dynamo.reset()
     model, batch = tiny_qwen2_vl(depth=1)
@@ -47,6 +47,7 @@ def test_compiled_loop__one_graph_at_any_length_and_in_every_call(name: str) -> 
     assert [t.data_ptr() for layer in kept.packed for t in layer.tensors()] == places, "as CUDA graphs need it"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", often(SPECS, "text rounded, too"))
 def test_compiled_loop__a_kept_cache_has_room_for_more_text_than_the_last_prompt_had(name: str) -> None:
     """Fewer of the tokens are visual, so the same length takes more room for text: without it a step writes beside the cache."""
@@ -61,7 +62,7 @@ def test_compiled_loop__a_kept_cache_has_room_for_more_text_than_the_last_prompt
         assert torch.equal(model.generate(**prompt, **loop(backend), max_new_tokens=24), want)
 
 
-@pytest.mark.parametrize("images", [True, False])
+@pytest.mark.parametrize("images", often((True, False), True))
 def test_compiled_loop__a_step_for_any_number_of_prompts_and_of_tokens(without_inductor: None, images: bool) -> None:
     """Two programs, of one prompt and of several: rows, lengths, images and with them the packed words differ in every call."""
     torch._dynamo.reset()

@@ -84,6 +84,7 @@ def test_joined__headers_once_and_first() -> None:
     assert text.rindex("#include") < text.index("namespace number_0")
 
 
+@pytest.mark.slow
 @torch.no_grad()
 @pytest.mark.parametrize("threads", [1, 2])
 def test_joined_kernels__a_graph_is_a_file_for_each_process_that_compiles(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,6 +25,7 @@ def test_with_options__kernels_that_differ_in_them_are_of_different_functions():
     assert with_options(kernel, 2, 3) is two
 
 
+@pytest.mark.slow
 def test_wrappers__are_read_in_a_process_without_the_interpreter():
     triton = pytest.importorskip("triton")
     if not triton.knobs.runtime.interpret:

@@ -59,6 +59,7 @@ def lowered() -> Any:
     del inductor.lowerings[op]
 
 
+@pytest.mark.slow
 def test_call__runs_where_it_is_meant_to_between_other_kernels(lowered: Any) -> None:
     def f(x: Tensor, other: Tensor) -> Tensor:
         return twice_and(x + 1, other * 3) * 5

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from models import tiny_qwen2_vl
+from often import often
 from tolerance import assert_close
 from torch import nn
 
@@ -24,7 +25,7 @@ RECIPES = {
 }
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", often(RECIPES, "gptq", "awq"))
 def test_recipes__what_was_solved_is_what_is_computed(name: str) -> None:
     model, batch = tiny_qwen2_vl()
     mmqc.quantize_(model, RECIPES[name], [batch] if RECIPES[name].needs_calibration else None, progress=False)

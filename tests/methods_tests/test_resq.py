@@ -10,6 +10,7 @@ from float64 import EXACT, output_of, passed, recorded, relative_error, replayed
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from models import tiny_qwen2_vl
+from often import often
 from random_models import VOCAB, Network, networks
 from small_vlm import Small, batches, logits, quantize
 from tiny_families import FAMILIES
@@ -155,7 +156,7 @@ RECIPES = {
 }
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", often(RECIPES, "resq", "quik", "smooth", "2/8"))
 def test_quantize__every_recipe(name: str) -> None:
     model = Small().eval()
     expected = logits(model, batches()[0])

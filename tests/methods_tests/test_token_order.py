@@ -185,7 +185,7 @@ CASES: dict[str, Callable[[], tuple[nn.Module, dict[str, Any]]]] = {
 }
 
 
-OFTEN = ("one image", "several images", "left padding")
+OFTEN = ("several images",)
 
 
 @pytest.mark.parametrize("case", often(CASES, *OFTEN))

@@ -31,7 +31,14 @@ def linear(form, n=12, k=96, bias=True):
     return Float4Linear.from_parts(solve(torch.randn(n, k), spec), bias=torch.randn(n) if bias else None)
 
 
-@pytest.mark.parametrize(("form", "recipe"), [("mxfp4", recipes.rtn(4)), ("nvfp4", recipes.awq(4)), ("nvfp4", recipes.gptq(4))])
+@pytest.mark.parametrize(
+    ("form", "recipe"),
+    [
+        ("mxfp4", recipes.rtn(4)),
+        pytest.param("nvfp4", recipes.awq(4), marks=pytest.mark.slow),
+        pytest.param("nvfp4", recipes.gptq(4), marks=pytest.mark.slow),
+    ],
+)
 def test_quantize__saved_and_loaded(form, recipe, tmp_path):
     model, inputs = tiny_qwen2_vl()
     config = recipe.with_float4(form)

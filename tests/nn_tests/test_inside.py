@@ -5,6 +5,7 @@ import warnings
 import pytest
 import torch
 from models import randomise, tiny_qwen2_vl
+from often import often
 
 import mmqc
 from mmqc.nn.inside import InsideError, InsideWarning, outward
@@ -22,7 +23,7 @@ def rotated():
     return before, model, inputs
 
 
-@pytest.fixture(params=["quantized", "saved", "copied"])
+@pytest.fixture(params=often(("quantized", "saved", "copied"), "saved"))
 def one(request, rotated, tmp_path):
     """The float model, a rotated one, and what both take."""
     before, model, inputs = rotated
@@ -78,6 +79,7 @@ def test_inside__a_part_by_itself_warns_of_other_values(one):
         model.get_image_features(**image)
 
 
+@pytest.mark.slow
 def test_inside__the_whole_model_warns_of_nothing(one):
     _, model, inputs = one
     with warnings.catch_warnings():

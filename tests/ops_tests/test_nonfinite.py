@@ -89,6 +89,7 @@ def test_scales_by_token__need_no_switch(compiled: bool) -> None:
     assert rows((torch.compile(linear, backend="mmqc") if compiled else linear)(bad)) == DAMAGED
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_vlm__compiled_with_all_fusions(without_inductor: None) -> None:
     model, batch = quantized_vlm(8, depth=1)

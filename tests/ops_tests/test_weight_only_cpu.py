@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from often import often
 from tolerance import assert_close
 from torch._inductor import config as inductor_config
 
@@ -146,7 +147,7 @@ def test_few_rows__one_vector() -> None:
         assert_product(compiled(x)[None], x[None], dense, None)
 
 
-@pytest.mark.parametrize("m", [1, 6, 13])
+@pytest.mark.parametrize("m", often((1, 6, 13), 6))
 def test_few_rows__in_blocks_and_by_themselves(m: int, monkeypatch: pytest.MonkeyPatch) -> None:
     real, called = few_rows_cpp.multiply, []
     monkeypatch.setattr(few_rows_cpp, "multiply", lambda *args: called.append(args) or real(*args))

@@ -14,7 +14,7 @@ from mmqc.pipeline import exact_passes
 IDS = {"input_ids": torch.arange(12).reshape(2, 6) % VOCAB}
 
 
-@settings(max_examples=50, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=30, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(networks(), st.booleans())
 def test_exact_passes__random_network_computes_the_same(network: Network, everywhere: bool) -> None:
     prog = recorded(network, IDS)
@@ -35,7 +35,7 @@ class Called(nn.Module):
         return self.network(input_ids)
 
 
-@settings(max_examples=25, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=15, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(networks(), st.booleans())
 def test_exact_passes__random_network_written_back_computes_the_same(network: Network, everywhere: bool) -> None:
     model = Called(network).double()

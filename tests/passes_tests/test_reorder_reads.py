@@ -68,6 +68,7 @@ def names(text: str) -> list[str]:
     return [line.split(" = ")[1].split("(")[0] for line in text.splitlines() if " = " in line]
 
 
+@pytest.mark.slow
 def test_reorder_reads__nothing_is_read_behind_a_product() -> None:
     model, args = Merge().double(), batch()
     with torch.no_grad(), torch._inductor.config.patch(force_disable_caches=True):
@@ -207,6 +208,7 @@ def test_reorder_reads__a_graph_for_any_size_uses_what_its_checks_compare(withou
             fast(*wrong)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("quantized", "vary"), often(itertools.product((False, True), (False, "all")), (True, "all")))
 def test_reorder_reads__a_whole_model(without_inductor: None, quantized: bool, vary: bool | str) -> None:
     model, inputs = quantized_vlm() if quantized else tiny_qwen2_vl()

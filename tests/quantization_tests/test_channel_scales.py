@@ -147,6 +147,7 @@ def block_errors(before: nn.Module, norm: str, weights: dict[str, float], bits: 
     return errors
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("visual", often((1.0, 1e-3), 1e-3), ids=["equal", "text"])
 def test_quantize__awq_by_block_is_whole_forwards_choice(visual: float) -> None:
     weights = {"visual": visual, "text": 1.0}
@@ -166,6 +167,7 @@ def test_quantize__awq_by_block_is_whole_forwards_choice(visual: float) -> None:
     assert any(f"of model.visual.blocks.{i}.attn" in s for i in (0, 1) for s in written)  # a fused qkv by its attention
 
 
+@pytest.mark.slow
 def test_quantize__awq_without_blocks_chooses_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     before, _, _ = scaled()
     found = []
@@ -186,6 +188,7 @@ def test_quantize__rounds_of_little_memory_choose_the_same(monkeypatch: pytest.M
     assert sites[0] == sites[1]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("without_inductor")
 def test_self_quantize__follows_the_factors_of_the_report() -> None:
     before, after, report = scaled()
@@ -200,9 +203,9 @@ def test_self_quantize__follows_the_factors_of_the_report() -> None:
 @pytest.mark.parametrize(
     "config",
     [
-        recipes.awq(2, 32, solver="gptq"),
+        pytest.param(recipes.awq(2, 32, solver="gptq"), marks=pytest.mark.slow),
         recipes.awq(3, 40, symmetric=False, duo=True, shared_heads="skip"),
-        recipes.gptq(4, 32, act_order=False, static_groups=False, symmetric=False),
+        pytest.param(recipes.gptq(4, 32, act_order=False, static_groups=False, symmetric=False), marks=pytest.mark.slow),
     ],
     ids=["awq + gptq", "asymmetric", "dynamic gptq"],
 )
@@ -223,6 +226,7 @@ def test_recipes__run_and_beat_rounding(config: QuantConfig, tmp_path: Any) -> N
         assert torch.equal(logits(again, batch), logits(model, batch))
 
 
+@pytest.mark.slow
 def test_recipes__learned_scales_where_inputs_have_outliers_alone() -> None:
     """In the second layer one channel between ``up_proj`` and ``down_proj`` is a hundred times larger than the others."""
     model = tiny_qwen2_vl()[0]

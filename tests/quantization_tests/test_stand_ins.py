@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from often import often
 from small_vlm import Small, batches, logits
 from torch import nn
 from torch.nn.utils import parametrizations, prune, spectral_norm, weight_norm
@@ -63,8 +64,8 @@ CONFIGS: dict[str, tuple[QuantConfig, bool]] = {
 }
 
 
-@pytest.mark.parametrize("config", CONFIGS)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("config", often(CONFIGS, "rtn", "gptq", "mquant"))
+@pytest.mark.parametrize("name", often(MODELS, "GPT-2", "Falcon with biases"))
 def test_stand_ins__all_linears_of_the_model_and_loaded_bit_for_bit(name: str, config: str) -> None:
     model, (recipe, data) = MODELS[name](), CONFIGS[config]
     expected = logits(model, ids(1))
@@ -185,6 +186,7 @@ PLACES = [name for name, m in Small().named_modules() if name and not isinstance
 SEEN = {"rotate": recipes.rotate(), "mquant": recipes.mquant(8, msq=False, solver="rtn"), "smoothquant": recipes.smoothquant(8, 8)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", [pytest.param(r, id=n, marks=[pytest.mark.slow][: n != "mquant"]) for n, r in SEEN.items()])
 def test_record_linears__hooks_see_what_they_saw(recipe: QuantConfig) -> None:
     """On each module in turn a hook that only reads: a linear, a norm, an embedding, a block, a tower."""

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from often import often
 from small_vlm import Small, batches, quantize, request
 
 from mmqc import recipes
@@ -42,7 +43,7 @@ def test_units__leave_shapes_and_rows_only(started: tuple[Job, Rewritten], monke
 LEARN = recipes.learned(2, 8, steps=40)
 
 
-@pytest.mark.parametrize("inputs", ["float", "quantized"])
+@pytest.mark.parametrize("inputs", often(("float", "quantized"), "quantized"))
 def test_learned__blocks_lose_less_than_gptqs_and_the_rest_is_said(inputs: str) -> None:
     torch.manual_seed(0)
     model, other = Small(), Small()
@@ -59,6 +60,7 @@ def test_learned__blocks_lose_less_than_gptqs_and_the_rest_is_said(inputs: str) 
     assert moved & learned
 
 
+@pytest.mark.slow
 def test_learned__resumes_to_the_same_model(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     whole, cut = Small(), Small()

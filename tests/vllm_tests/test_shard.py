@@ -140,7 +140,7 @@ RECIPES = {
 }
 
 
-@pytest.mark.parametrize("name", often(RECIPES, "mquant", "weights", "integer scales"))
+@pytest.mark.parametrize("name", often(RECIPES, "mquant"))
 def test_graph__of_a_rank_is_one_for_every_number_of_rows(name):
     """vLLM traces a decoder without a break, its rows a symbol."""
     sample, rows = mmqc.samples.load("digits-vqa"), VisualRows(16, (4,))

@@ -96,6 +96,7 @@ def test_warm__makes_a_call_of_each_kind(monkeypatch, capsys):
     assert kinds == ["1 prompt, text alone", "1 prompt, 1 image", "1 prompt, several images or tiles"]
 
 
+@pytest.mark.slow
 def test_serve__lives_and_ends():
     for package in ("fastapi", "uvicorn"):
         pytest.importorskip(package, reason=WHY)
