@@ -33,7 +33,7 @@ else:  # how long an example takes says how busy the machine is
 
 pytest_plugins = ["gpu_run", "quick_dynamo", "quick_interpreter"]
 GRIDS = {"kernels_tests", "ops_tests", "solvers_tests"}
-CASES = 6  # of a test in them
+CASES = 4  # of a test in them
 LONGEST = {"test_backend_vlm", "test_cpp_runner", "test_export", "test_many_ranks", "test_run_time", "test_warm"}
 torch.set_num_threads(1)
 gc.disable()  # which would take a tenth of the run; until all tests are collected

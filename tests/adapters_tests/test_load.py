@@ -53,6 +53,7 @@ def test_load_adapter__is_exact_in_rewritten_models(family: str, bias: bool, tmp
     assert not any(isinstance(m, AdaptedLinear) for m in changed.modules())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", [recipes.rotate(), pytest.param(recipes.rotate(online=False), marks=pytest.mark.slow)])
 def test_load_adapter__merges_exactly_before_and_behind_the_rewrites(recipe: Any, tmp_path: Path) -> None:
     model, batch = to_float64(*FAMILIES["internvl"]())

@@ -42,6 +42,7 @@ def state(model: nn.Module) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quantized", often((False, True), True))
 def test_front__whole_forward_is_one_graph(quantized: bool) -> None:
     model, batch = quantized_vlm(depth=1) if quantized else tiny_qwen2_vl(depth=1)

@@ -62,6 +62,7 @@ def test_compiled_loop__a_kept_cache_has_room_for_more_text_than_the_last_prompt
         assert torch.equal(model.generate(**prompt, **loop(backend), max_new_tokens=24), want)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("images", often((True, False), True))
 def test_compiled_loop__a_step_for_any_number_of_prompts_and_of_tokens(without_inductor: None, images: bool) -> None:
     """Two programs, of one prompt and of several: rows, lengths, images and with them the packed words differ in every call."""

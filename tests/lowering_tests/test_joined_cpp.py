@@ -110,6 +110,7 @@ def test_joined_kernels__a_graph_is_a_file_for_each_process_that_compiles(thread
     torch.testing.assert_close(got, function(x))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("header", [True, False], ids=["header", "no header yet"])
 def test_joined_cpp__parts_of_a_graph_wait_at_the_end(header: bool) -> None:
     x = torch.randn(7)

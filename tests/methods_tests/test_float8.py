@@ -59,6 +59,7 @@ def test_quantize__float8_loses_less_than_int8_where_magnitudes_differ() -> None
     assert loss["float8"] < loss["int8"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param("W8A8-fp8, suppressed", marks=pytest.mark.slow), "W4A8-fp8"])
 def test_backend__compiled_equals_eager(name: str) -> None:
     torch._dynamo.reset()
