@@ -172,8 +172,8 @@ def group_scaled(d: Draw, told: Callable[..., None]) -> None:
     group = d.choice([16, 32, 48, 96, 128])
     whole = d.maybe(torch.randint(-300, 1000, (n, -(-k // group)), dtype=torch.int32, device="cuda"))
     told(m=m, n=n, k=k, bits=bits, group=group, out=out, integer=whole is not None)
-    scale = d.positive(n) if whole is not None else d.positive(n, -(-k // group))
-    operands = d.codes(8, m, k), stored(d.codes(bits, n, k), bits), d.positive(1), scale, d.normal(n), None, bits
+    scale = d.positive(n, -(-k // group)) if whole is None else d.positive(n) / 1000
+    operands = d.codes(8, m, k), stored(d.codes(bits, n, k), bits), d.positive(1) / 100, scale, d.normal(n), None, bits
     y = ops.scaled_matmul(*operands, out, whole, group)
     close(y, reference(scaled_matmul, *operands, torch.float64, whole, group), out)
 
@@ -199,7 +199,8 @@ def gated(d: Draw, told: Callable[..., None]) -> None:
     scale = [d.positive(n) / (100 * 2**bits * k**0.5) for _ in w]
     operands = x, w, x_scale, scale, [d.normal(n) for _ in w], None, bits
     y = ops.scaled_matmul_epilogue(*operands, out, activation)
-    close(y, reference(scaled_matmul_epilogue, *operands, torch.float64, activation), out)
+    # of two linears, gate and up are rounded, and what is computed from them
+    close(y, reference(scaled_matmul_epilogue, *operands, torch.float64 if count == 1 else out, activation), out)
 
 
 def dense_cache(d: Draw, told: Callable[..., None]) -> None:
