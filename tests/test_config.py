@@ -1,7 +1,7 @@
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torchao.quantization.granularity import PerGroup, PerRow, PerTensor
 
@@ -69,6 +69,7 @@ rewrites = st.builds(Rewrites, st.just(True), st.booleans(), st.just(True), st.b
 configs = st.builds(QuantConfig, schemes, schemes, schemes, rewrites, st.lists(st.text(max_size=5)).map(tuple))
 
 
+@settings(max_examples=40)
 @given(configs)
 def test_config__any_config_survives_json(config: QuantConfig) -> None:
     again = QuantConfig.from_dict(json.loads(json.dumps(config.to_dict())))

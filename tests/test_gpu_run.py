@@ -71,6 +71,7 @@ def test_last_line__of_both_halves(suite: Path) -> None:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", ["0", pytest.param("1", marks=pytest.mark.slow)])
 def test_last_line__of_a_run_that_was_stopped(suite: Path, workers: str) -> None:
     assert last_line(suite, "-n", workers, STOP="1") == "gpu: 7 of 9 tests ran, 1 failed, 1 skipped, sanitizer 3 of 3 cases"

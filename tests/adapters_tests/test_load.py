@@ -37,7 +37,7 @@ def rewritten(model: nn.Module, batch: dict[str, Tensor], recipe: Any) -> nn.Mod
 PAIRS = [("qwen2_vl", False), *((family, i % 2 == 0) for i, family in enumerate(FAMILIES))]
 
 
-@pytest.mark.parametrize(("family", "bias"), often(dict.fromkeys(PAIRS), *PAIRS[:3]))
+@pytest.mark.parametrize(("family", "bias"), often(dict.fromkeys(PAIRS), PAIRS[1]))
 def test_load_adapter__is_exact_in_rewritten_models(family: str, bias: bool, tmp_path: Path) -> None:
     model, batch = to_float64(*FAMILIES[family]())
     tensors = write_adapter(model, tmp_path, targets(model), biased=bias)
@@ -115,6 +115,7 @@ def quantized(model: nn.Module, batch: dict[str, Tensor], recipe: Any = None) ->
     return model
 
 
+@pytest.mark.slow
 def test_load_adapter__on_a_quantized_model_saved_and_loaded(adapter, tmp_path: Path) -> None:
     from transformers import AutoModelForImageTextToText
 

@@ -88,7 +88,7 @@ def gradients(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("name", often(RECIPES, "mquant", "awq"))
+@pytest.mark.parametrize("name", often(RECIPES, "mquant"))
 def test_gradients__are_the_dequantized_models(name: str) -> None:
     model, batch = quantized(name)
     reference = dequantized(model)

@@ -162,6 +162,7 @@ def test_save__writes_names_kernels_and_the_command(engine, sample, tmp_path):
     assert mmqc.load_quantized(tmp_path) is not None
 
 
+@pytest.mark.slow
 def test_save__a_scale_per_modality_becomes_one_per_token(sample, tmp_path):
     model = copy.deepcopy(sample.model)
     mmqc.quantize_(model, recipes.mquant(8, rotate=False, solver="rtn"), sample.calibration(4), progress=False)
@@ -171,6 +172,7 @@ def test_save__a_scale_per_modality_becomes_one_per_token(sample, tmp_path):
     assert kinds == {("token", True), ("tensor", False)}  # the tower has one modality, whose scale stays
 
 
+@pytest.mark.slow
 def test_save__names_the_flag_where_a_kernel_waits_for_one(sample, tmp_path):
     model = copy.deepcopy(sample.model)
     mmqc.quantize_(model, recipes.mquant(4, msq=False, rotate=False, solver="rtn"), sample.calibration(4), progress=False)

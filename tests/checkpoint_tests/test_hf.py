@@ -321,11 +321,12 @@ def test_import__registers_after_transformers():
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "code",
     [
         HOOK + LIGHT + "from transformers import AutoModelForImageTextToText\n" + CHECK,
-        pytest.param(HOOK + LIGHT + "import mmqc.checkpoint.hf\n" + CHECK, marks=pytest.mark.slow),
+        HOOK + LIGHT + "import mmqc.checkpoint.hf\n" + CHECK,
     ],
     ids=["mmqc first", "hf itself"],
 )

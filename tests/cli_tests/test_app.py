@@ -109,6 +109,7 @@ def test_quantize__dry_run_writes_nothing(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_quantize__for_an_engine_is_planned_written_and_checked(tmp_path):
     """The recipe's scale per modality becomes one per token; the checkpoint is the engine's, and says how it is served."""
     given = ("quantize", "digits-vqa", "--w", "8", "--set", "solver=rtn", "--engine", "vllm==0.33", "--calibration", "2")

@@ -140,6 +140,7 @@ def test_eval__questions_of_a_folder_against_the_float_model(data, quantized, tm
     assert result.exit_code == 1, result.output
 
 
+@pytest.mark.slow
 def test_bench_and_report__one_page_of_all_runs(quantized, tmp_path):
     out, _ = quantized
     result = invoke("bench", str(out), "--no-compile", "--new-tokens", "3", "--repeats", "1", "--json", str(tmp_path / "b.json"))

@@ -53,6 +53,7 @@ def kind(layers: Any) -> None:
 CHANGES: list[Callable[[Any], None]] = [scale, data, module, method, kind]
 
 
+@pytest.mark.slow
 @torch._dynamo.config.patch(recompile_limit=2 * len(CHANGES))  # type: ignore[attr-defined]
 def test_layer_guards__a_change_is_seen(without_inductor: None) -> None:
     model: Any = quantized_vlm(depth=1)[0]

@@ -100,6 +100,7 @@ def test_step_replay__tokens_of_sizes_and_batches_in_mixed_order(without_inducto
     assert recorder.recorded <= 6, "kept from call to call while the cache stays"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 2])
 def test_step_replay__quantized_cache(rows: int, without_inductor: None) -> None:
     _, batch = quantized_vlm(depth=1, layers=1)

@@ -16,7 +16,7 @@ from tests.fuzz.planted import PLANTED, hunt
 from tests.fuzz.pool import pool
 from tests.fuzz.shrink import candidates, shrink
 
-SECONDS, PROGRAMS = 60.0, 40  # whichever comes first: a fast machine sees no others than a slow one
+SECONDS, PROGRAMS = 60.0, 25  # whichever comes first: a fast machine sees no others than a slow one
 KNOWN = known_cases()
 
 

@@ -345,6 +345,6 @@ OPS = (
 
 
 @pytest.mark.parametrize("time", range(TIMES))
-@pytest.mark.parametrize("op", OPS, ids=lambda op: op.__name__)
-def test_op__equals_its_reference_at_any_size(op: Callable[..., None], time: int) -> None:
-    op(Draw(torch.initial_seed()), lambda **sizes: print(op.__name__, sizes))
+@pytest.mark.parametrize("assert_op", OPS, ids=lambda op: op.__name__)
+def test_op__equals_its_reference_at_any_size(assert_op: Callable[..., None], time: int) -> None:
+    assert_op(Draw(torch.initial_seed()), lambda **sizes: print(assert_op.__name__, sizes))

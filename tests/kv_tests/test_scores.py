@@ -91,6 +91,7 @@ def test_histogram__counts_every_score_once() -> None:
     assert same.error[ROUNDED] < 1e-5
 
 
+@pytest.mark.slow
 def test_quantize__reports_the_scores_and_its_page_draws_them(vlm, tmp_path) -> None:
     model, batch = vlm
     report = mmqc.quantize_(model, rtn(8) | calibquant(1, tau=((1, 0),)), calibration=iter([batch]), progress=False)

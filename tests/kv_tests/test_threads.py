@@ -5,7 +5,6 @@ import threading
 
 import pytest
 import torch
-from often import often
 
 import mmqc
 from mmqc import recipes
@@ -22,7 +21,8 @@ def sample():
     return mmqc.samples.load("digits-vqa")
 
 
-@pytest.mark.parametrize("recipe", often(RECIPES.values(), RECIPES["both"]), ids=RECIPES)
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 @torch.no_grad()
 def test_threads__get_the_tokens_of_one_thread(sample, recipe):
     model = mmqc.samples.load("digits-vqa").model

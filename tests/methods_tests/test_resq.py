@@ -192,6 +192,7 @@ def test_quantize__the_solver_sees_the_first_batches_and_bases_all(monkeypatch: 
         resq(solver_batches=0)
 
 
+@pytest.mark.slow
 def test_quantize__keys_are_seen_with_the_streams() -> None:
     """One walk over the batches for all bases finds the high subspace of the keys that a walk of its own finds."""
     found, calls = [], []

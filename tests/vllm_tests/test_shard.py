@@ -140,6 +140,7 @@ RECIPES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", often(RECIPES, "mquant"))
 def test_graph__of_a_rank_is_one_for_every_number_of_rows(name):
     """vLLM traces a decoder without a break, its rows a symbol."""
