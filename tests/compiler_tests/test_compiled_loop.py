@@ -125,6 +125,7 @@ def test_compiled_loop__prefill_and_step_are_one_graph_each(without_inductor: No
     assert all(torch.equal(model.generate(**batch, **more), got) for got in with_images)
 
 
+@pytest.mark.slow
 def test_compiled_loop__batches_in_any_order_compile_a_few_times(without_inductor: None) -> None:
     """A prefill and a step for one prompt and for several, of any number and lengths, in a cache of any length."""
     model, _ = tiny_qwen2_vl(depth=1, layers=1)

@@ -276,7 +276,7 @@ def test_plans__a_graph_launches_what_an_eager_call_does(name: str, found: list[
                     assert [launch for _, launch in graph if launch[0] != "mm"] == [launch for _, launch in eager], where
 
 
-@pytest.mark.parametrize("name", often(NAMES, "scaled int8", "weight_only int4"))
+@pytest.mark.parametrize("name", often(NAMES, "scaled int8"))
 def test_plans__any_number_of_rows_has_the_launches_of_every_regime(name: str, found: list[tuple[Any, Any]]) -> None:
     """Few rows as eager calls; many too, where a call knows them, else without what a graph cannot have: weights written out."""
     for i, (n, k) in enumerate(sorted({(n, k) for _, n, k in shapes_of(name)[0]})):

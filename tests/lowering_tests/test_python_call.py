@@ -75,6 +75,7 @@ def test_call__runs_where_it_is_meant_to_between_other_kernels(lowered: Any) -> 
         assert calls == [*loaded, ("all", rows, [True]), *([("many", rows, [False, True])] if rows > 3 else [])]
 
 
+@pytest.mark.slow
 def test_result__is_what_the_function_made_as_it_lies_in_memory() -> None:
     op = torch.ops.mmqc_tests.twice_and.default
 

@@ -25,7 +25,7 @@ RECIPES = {
 }
 
 
-@pytest.mark.parametrize("name", often(RECIPES, "gptq", "awq"))
+@pytest.mark.parametrize("name", often(RECIPES, "gptq"))
 def test_recipes__what_was_solved_is_what_is_computed(name: str) -> None:
     model, batch = tiny_qwen2_vl()
     mmqc.quantize_(model, RECIPES[name], [batch] if RECIPES[name].needs_calibration else None, progress=False)

@@ -203,7 +203,7 @@ def test_token_order__logits(case: str) -> None:
         assert sum(r.n_sites + len(r.misses) for r in masks) == (2 if attention == "unified" else 1)
 
 
-@pytest.mark.parametrize("length", [1, 10])
+@pytest.mark.parametrize("length", often((1, 10), 10))
 def test_token_order__text_only_and_one_token_are_left_alone(length: int) -> None:
     model, _ = qwen()
     compiled = Compiled(model)

@@ -6,7 +6,6 @@ import types
 import offline
 import pytest
 import torch
-from often import often
 
 packed = pytest.importorskip("mmqc.kernels.matmul.packed_matmul")
 pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
@@ -111,7 +110,8 @@ def test_epilogue__weights_are_written_out_in_front_of_codes(monkeypatch):
     assert torch.equal(launches[1][1], torch.full((N, LOW), -8, dtype=torch.int8))
 
 
-@pytest.mark.parametrize("what", often(MADE, "one part"))
+@pytest.mark.slow
+@pytest.mark.parametrize("what", MADE)
 def test_kernels__compile_to_products_that_queue_up(what):
     """Ptxas does not wait for each of them, hardly anything is spilled, and two programs fit the shared memory."""
     told, shared = offline.compiled("test_packed_matmul", what)

@@ -3,7 +3,6 @@
 import offline
 import pytest
 import torch
-from often import often
 from poison import poisoned
 from row_scales import KINDS, row_scales
 
@@ -148,8 +147,9 @@ def test_norm_quantize__names_what_is_wrong(device):
         norm_quantize(x, kernel.Norm(1e-6, torch.ones(64, device=device).half(), round_first=True), scale)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("center", [False, True])
-@pytest.mark.parametrize("width", often((1, 1280, 3584, 8192), 3584))
+@pytest.mark.parametrize("width", [1, 1280, 3584, 8192])
 def test_norm_quantize__compiles_for_a_device_without_spills(width, center):
     told, _ = offline.compiled("test_norm_quantize", width, center)
     assert offline.spilled(told) == 0
