@@ -199,17 +199,26 @@ def _generate_frame(above: int) -> FrameType | None:
     return None
 
 
+def _why_not_decoded(cache: Any, config: GenerationConfig) -> str | None:
+    """None, or what the loop cannot do, and what to leave out or to pass."""
+    if config.num_beams > 1:
+        return f"with {config.num_beams} beams: leave num_beams or custom_generate out"
+    if cache is None:
+        return "without a cache: leave use_cache=False or custom_generate out"
+    if not isinstance(cache, (QuantizedCache, StaticCache)) or cache.offloading:
+        offloaded = " in host memory" if getattr(cache, "offloading", False) else ""
+        return f'with {type(cache).__name__}{offloaded}: pass cache_implementation="static", or leave custom_generate out'
+    return None
+
+
 def _checked(cache: Any, config: GenerationConfig, prefill: str | None) -> str:
     """How to run the prompt; raises what ``compiled_loop`` says."""
     if prefill not in (None, *PREFILL):
         raise ValueError(f"prefill = {prefill!r}: one of {', '.join(map(repr, PREFILL))}")
     packed = isinstance(cache, QuantizedCache)
-    if config.num_beams > 1 or not (packed or isinstance(cache, StaticCache)) or cache.offloading:
-        offloaded = " in host memory" if getattr(cache, "offloading", False) else ""
-        what = f"{config.num_beams} beams" if config.num_beams > 1 else f"{type(cache).__name__}{offloaded}"
+    if why := _why_not_decoded(cache, config):
         raise ValueError(
-            f"mmqc.compiled_loop decodes greedily or by sampling with a static or quantized cache on the device, not with {what}: "
-            'pass cache_implementation="static", or leave custom_generate out'
+            f"mmqc.compiled_loop decodes greedily or by sampling with a static or quantized cache on the device, not {why}"
         )
     if packed and not cache.is_compileable:
         raise ValueError("this quantized cache grows, which a compiled step cannot: give it a max_cache_len")

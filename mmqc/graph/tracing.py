@@ -144,19 +144,27 @@ class Tracing:
     def on_end(self, args: Any) -> None:
         """After it, also when an error is on its way."""
         del args
+        try:
+            self._finish()
+        except BaseException:  # a Ctrl-C, too
+            # Dynamo counts only callbacks that return, and cannot be reset while one has not.
+            setattr(callback_handler, PENDING, getattr(callback_handler, PENDING) - 1)
+            raise
+
+    def _finish(self) -> None:
+        """What was set for the trace goes back, whatever comes between."""
         flags, model, self.flags, self.model = self.flags, self.model, None, None
         error = sys.exc_info()[1]
-        if flags is not None:
-            flags.close()
-            if not torch.cuda.is_available():  # garbage that held memory of a GPU would be missed: there, Dynamo looks now
-                count_as_old()
-        if model is None:
-            return
-        reason = _data_dependent(error)
-        self.end(model, reason)
-        if reason:
-            # Dynamo runs a frame that it cannot trace as it is, and compiles what it calls; it counts only callbacks that return
-            setattr(callback_handler, PENDING, getattr(callback_handler, PENDING) - 1)
+        reason = _data_dependent(error) if model is not None else ""
+        try:
+            if flags is not None:
+                flags.close()
+                if not torch.cuda.is_available():  # garbage that held memory of a GPU would be missed: there, Dynamo looks now
+                    count_as_old()
+        finally:
+            if model is not None:
+                self.end(model, reason)
+        if reason:  # Dynamo runs a frame that it cannot trace as it is, and compiles what it calls
             raise Unsupported(f"mmqc: {reason}") from error
 
 

@@ -172,8 +172,10 @@ def test_compiled_loop__refuses_what_it_cannot_do() -> None:
         model.generate(**batch, max_new_tokens=2, cache_implementation="static", prefill="fast", **compiled())
     with pytest.raises(ValueError, match="of backend 'mmqc', not of 'inductor'"):
         model.generate(**batch, max_new_tokens=2, cache_implementation="static", prefill="recorded", **compiled("inductor"))
-    with pytest.raises(ValueError, match="2 beams"):
+    with pytest.raises(ValueError, match="not with 2 beams: leave num_beams or custom_generate out"):
         model.generate(**batch, max_new_tokens=2, num_beams=2, cache_implementation="static", **compiled())
+    with pytest.raises(ValueError, match="not without a cache: leave use_cache=False or custom_generate out"):
+        model.generate(**batch, max_new_tokens=2, use_cache=False, cache_implementation="static", **compiled())
 
 
 class Tokens(BaseStreamer):

@@ -1,17 +1,19 @@
-"""Tensors that are alike: a size of theirs is one symbol for those that agree, and a guard for those that do not."""
+"""Tensors that are alike: a size of theirs is one symbol for those that agree, and a guard for those that do not; interruptions."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
+from torch._dynamo.callback import CallbackTrigger, callback_handler
 from transformers import LlamaConfig, StaticCache
 
 from mmqc.front.sizes import Marked, sizes_vary
-from mmqc.graph.tracing import may_vary, one_symbol_for_all
+from mmqc.graph.tracing import Tracing, may_vary, one_symbol_for_all
 
 Sums = Callable[[list[Tensor]], Tensor]
 
@@ -96,3 +98,26 @@ def test_marked__the_layers_of_a_cache_are_alike_and_a_heads_width_is_a_constant
     assert marks[0][1] == (0, 2)
     call.clear()
     assert not hasattr(cache.layers[0].keys, "_mmqc_alike")
+
+
+@pytest.mark.parametrize("where", ["what is told of the end", "what is set back"])
+def test_on_end__interrupted_leaves_nothing_pending(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    ended: list[str] = []
+
+    def stop(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    def end(model: nn.Module, reason: str) -> None:
+        ended.append(reason)
+        if where == "what is told of the end":
+            stop()
+
+    tracing = Tracing(None, lambda frame: (False, False), end)
+    tracing.model, tracing.flags = nn.Identity(), ExitStack()
+    if where == "what is set back":
+        tracing.flags.callback(stop)
+    monkeypatch.setattr(callback_handler, "end_callbacks", [tracing.on_end])
+    with pytest.raises(KeyboardInterrupt), callback_handler.install_callbacks(CallbackTrigger.DYNAMO, "0"):
+        pass
+    assert ended == [""]
+    torch._dynamo.reset()  # which refuses while a callback is pending
