@@ -10,6 +10,7 @@ import time
 import zlib
 from collections import Counter
 from collections.abc import Iterator
+from importlib.util import find_spec
 from typing import Any
 
 # Before torch is imported, for subprocesses too.
@@ -23,11 +24,10 @@ import torch.distributed as dist
 import mmqc.backend
 from mmqc.ops import integer_matmul
 
-try:
+if find_spec("hypothesis"):  # which tests on a GPU do without
     import hypothesis
-except ImportError:  # tests on a GPU need none
-    pass
-else:  # how long an example takes says how busy the machine is
+
+    # how long an example takes says how busy the machine is
     hypothesis.settings.register_profile("mmqc", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
     hypothesis.settings.load_profile("mmqc")
 
@@ -54,7 +54,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     A worker that comes to one of those when the others are done would be alone with it.
     """
-    of_grids = [i for i in items if GRIDS & set(i.path.parts) and not i.get_closest_marker("gpu")]
+    of_grids = [i for i in items if GRIDS & set(i.path.parts) and not any(map(i.get_closest_marker, ("gpu", "slow")))]
     of_grids.sort(key=lambda item: zlib.crc32(item.nodeid.encode()))  # as good as at random, and the same every time
     met = Counter[str]()
     for item in of_grids:

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 from gpu_run import halves
-from often import often
 
 SUPPORT = Path(__file__).parent / "support"
 TESTS = """
@@ -58,7 +57,7 @@ def last_line(suite: Path, *arguments: str, **more: str) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("workers", often(("0", "2"), "2"))
+@pytest.mark.parametrize("workers", ["0", "2"])
 def test_last_line__counts_what_ran(suite: Path, workers: str) -> None:
     assert last_line(suite, "-n", workers) == "gpu: 8 of 9 tests ran, 1 failed, 1 skipped, sanitizer 3 of 3 cases"
 
@@ -72,7 +71,7 @@ def test_last_line__of_both_halves(suite: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("workers", ["0", pytest.param("1", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("workers", ["0", "1"])
 def test_last_line__of_a_run_that_was_stopped(suite: Path, workers: str) -> None:
     assert last_line(suite, "-n", workers, STOP="1") == "gpu: 7 of 9 tests ran, 1 failed, 1 skipped, sanitizer 3 of 3 cases"
 

@@ -54,7 +54,7 @@ def test_load_adapter__is_exact_in_rewritten_models(family: str, bias: bool, tmp
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", [recipes.rotate(), pytest.param(recipes.rotate(online=False), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("recipe", [recipes.rotate(), recipes.rotate(online=False)])
 def test_load_adapter__merges_exactly_before_and_behind_the_rewrites(recipe: Any, tmp_path: Path) -> None:
     model, batch = to_float64(*FAMILIES["internvl"]())
     reference = output_of(merged(model, write_adapter(model, tmp_path, targets(model))), batch)

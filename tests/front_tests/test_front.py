@@ -9,7 +9,6 @@ import pytest
 import torch
 from float64 import relative_error
 from models import IMAGE, tiny_qwen2_vl
-from often import often
 from prompts import batch_of, drawn
 from quantized_vlm import quantized_vlm
 from torch import Tensor, nn
@@ -43,7 +42,7 @@ def state(model: nn.Module) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("quantized", often((False, True), True))
+@pytest.mark.parametrize("quantized", [False, True])
 def test_front__whole_forward_is_one_graph(quantized: bool) -> None:
     model, batch = quantized_vlm(depth=1) if quantized else tiny_qwen2_vl(depth=1)
     expected = logits(model, batch)
@@ -146,7 +145,7 @@ def test_front__other_grids_and_image_counts_do_not_recompile() -> None:
 
 @pytest.mark.slow
 @torch.no_grad()
-@pytest.mark.parametrize(("quantized", "first"), [pytest.param(False, 3, marks=pytest.mark.slow), (True, 1)])
+@pytest.mark.parametrize(("quantized", "first"), [(False, 3), (True, 1)])
 def test_front__a_program_for_all_sizes_and_others_for_one_prompt_and_one_image(quantized: bool, first: int) -> None:
     """Sizes of images, how many there are, lengths and batches, in any order; ``generate`` asks for one row of logits."""
     model, _ = quantized_vlm(depth=1, layers=1) if quantized else tiny_qwen2_vl(depth=1, layers=1)

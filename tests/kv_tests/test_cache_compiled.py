@@ -39,7 +39,7 @@ def test_generate__through_the_backend() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_generate__of_a_compiled_model_packs_the_prompt(backend: str) -> None:
     """The whole model is compiled, by whatever backend: visual tokens are found, and every layer counts its own tokens."""
     torch._dynamo.reset()

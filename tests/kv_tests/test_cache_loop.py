@@ -48,7 +48,7 @@ def test_compiled_loop__one_graph_at_any_length_and_in_every_call(name: str) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", often(SPECS, "text rounded, too"))
+@pytest.mark.parametrize("name", SPECS)
 def test_compiled_loop__a_kept_cache_has_room_for_more_text_than_the_last_prompt_had(name: str) -> None:
     """Fewer of the tokens are visual, so the same length takes more room for text: without it a step writes beside the cache."""
     torch._dynamo.reset()
@@ -63,7 +63,7 @@ def test_compiled_loop__a_kept_cache_has_room_for_more_text_than_the_last_prompt
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("images", often((True, False), True))
+@pytest.mark.parametrize("images", [True, False])
 def test_compiled_loop__a_step_for_any_number_of_prompts_and_of_tokens(without_inductor: None, images: bool) -> None:
     """Two programs, of one prompt and of several: rows, lengths, images and with them the packed words differ in every call."""
     torch._dynamo.reset()

@@ -60,7 +60,7 @@ def test_quantize__float8_loses_less_than_int8_where_magnitudes_differ() -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [pytest.param("W8A8-fp8, suppressed", marks=pytest.mark.slow), "W4A8-fp8"])
+@pytest.mark.parametrize("name", ["W8A8-fp8, suppressed", "W4A8-fp8"])
 def test_backend__compiled_equals_eager(name: str) -> None:
     torch._dynamo.reset()
     model = Small().eval()

@@ -8,7 +8,6 @@ import pytest
 import torch
 from float64 import relative_error
 from models import tiny_qwen2_vl
-from often import often
 from torch import Tensor, nn
 from torchao.quantization.granularity import PerGroup
 
@@ -148,7 +147,7 @@ def block_errors(before: nn.Module, norm: str, weights: dict[str, float], bits: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("visual", often((1.0, 1e-3), 1e-3), ids=["equal", "text"])
+@pytest.mark.parametrize("visual", [1.0, 1e-3], ids=["equal", "text"])
 def test_quantize__awq_by_block_is_whole_forwards_choice(visual: float) -> None:
     weights = {"visual": visual, "text": 1.0}
     before, _, _ = scaled()

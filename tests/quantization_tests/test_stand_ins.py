@@ -187,7 +187,7 @@ SEEN = {"rotate": recipes.rotate(), "mquant": recipes.mquant(8, msq=False, solve
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", [pytest.param(r, id=n, marks=[pytest.mark.slow][: n != "mquant"]) for n, r in SEEN.items()])
+@pytest.mark.parametrize("recipe", SEEN.values(), ids=SEEN)
 def test_record_linears__hooks_see_what_they_saw(recipe: QuantConfig) -> None:
     """On each module in turn a hook that only reads: a linear, a norm, an embedding, a block, a tower."""
     for place in PLACES:

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from often import often
 from tolerance import assert_close
 
 import mmqc
@@ -141,7 +140,7 @@ RECIPES = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", often(RECIPES, "mquant"))
+@pytest.mark.parametrize("name", RECIPES)
 def test_graph__of_a_rank_is_one_for_every_number_of_rows(name):
     """vLLM traces a decoder without a break, its rows a symbol."""
     sample, rows = mmqc.samples.load("digits-vqa"), VisualRows(16, (4,))
