@@ -46,14 +46,14 @@ COVERS: dict[str, str] = {
     "kernels_tests/matmul/test_float4_matmul.py": "kernels/shared/float4_codes",
     "kernels_tests/matmul/test_group_scaled_matmul.py": "kernels/matmul/unpack_weight",
     "kernels_tests/matmul/test_grouped_matmul.py": "lowering/grouped_matmul",
-    "kernels_tests/matmul/test_packed_matmul.py": (
+    "kernels_tests/warpgroup/test_packed_matmul.py": (
         "kernels/matmul/epilogue_tiles kernels/matmul/gated_matmul_tiles kernels/matmul/linears "
-        "kernels/matmul/packed_tiles kernels/matmul/product kernels/shared/activation_tiles kernels/shared/int4_codes "
+        "kernels/warpgroup/packed_tiles kernels/matmul/product kernels/shared/activation_tiles kernels/shared/int4_codes "
         "kernels/shared/launch kernels/shared/load_tile kernels/shared/program_order kernels/shared/quantize_codes "
         "kernels/shared/row_scale lowering/launch"
     ),
-    "kernels_tests/matmul/test_pingpong_matmul.py": "kernels/matmul/pingpong_tiles",
-    "kernels_tests/matmul/test_pingpong_ring.py": "kernels/matmul/pingpong_mixed_tiles",
+    "kernels_tests/warpgroup/test_pingpong_matmul.py": "kernels/warpgroup/pingpong_tiles",
+    "kernels_tests/warpgroup/test_pingpong_ring.py": "kernels/warpgroup/pingpong_mixed_tiles kernels/warpgroup/byte_tiles",
     "kernels_tests/matmul/test_scaled_matmul_epilogue.py": ("kernels/shared/device_facts lowering/scaled_matmul_epilogue"),
     "kernels_tests/rows/test_norm_quantize.py": "lowering/norm_quantize",
     "kernels_tests/rows/test_norm_quantize_per_token.py": "graph/tokens/moves",

@@ -31,13 +31,13 @@ from mmqc.kernels.matmul import configs as tiles
 from mmqc.kernels.matmul import scaled_matmul as scaled_kernel
 from mmqc.kernels.matmul.by_rows import Part
 from mmqc.kernels.matmul.configs import MatmulConfig as Tile
-from mmqc.kernels.matmul.pingpong_matmul import OPS as PINGPONG_OPS
 from mmqc.kernels.matmul.scaled_matmul import scaled_matmul
 from mmqc.kernels.matmul.weight_only_matmul import weight_only_matmul
 from mmqc.kernels.shared import compile_ahead
 from mmqc.kernels.shared.device_facts import gpu_name
 from mmqc.kernels.shared.launch import Launch, Shape
 from mmqc.kernels.shared.row_scale import ONE, RowScale
+from mmqc.kernels.warpgroup.pingpong_matmul import OPS as PINGPONG_OPS
 from mmqc.ops.pack import pack_int4
 from mmqc.ops.weight_only_matmul import dequantize
 

@@ -27,12 +27,12 @@ from benchmarks.gpu_run import Run, arguments, ceilings, facts, geomean, relativ
 from benchmarks.tune import UNPACK, candidates, write_tiles
 from mmqc.kernels.matmul import configs as tiles
 from mmqc.kernels.matmul import mixed_matmul as kernel
-from mmqc.kernels.matmul import packed_matmul as registers
 from mmqc.kernels.matmul.configs import MatmulConfig
 from mmqc.kernels.rows import norm_quantize_per_token
 from mmqc.kernels.rows.norm_quantize import Norm
 from mmqc.kernels.shared.device_facts import has_warpgroup_products
 from mmqc.kernels.shared.row_scale import Rows
+from mmqc.kernels.warpgroup import packed_matmul as registers
 from mmqc.ops.mixed_matmul import reference
 from mmqc.ops.pack import pack_int4
 

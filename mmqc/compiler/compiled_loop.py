@@ -9,7 +9,7 @@ transformers compiles the decode step of a static cache and nothing else.  Six t
                                                                graphs of sizes that come again (recorded_sizes.py)
     stop check  asks the device after every token          ->  one step late, transformers' ``DeferredStopCheck``
     inputs      some thirty small operations make them     ->  the last step's, one token further (step_mask.py,
-                anew in front of every step                    step_inputs.py, step_stops.py)
+                anew in front of every step                    step_inputs.py, step_stops.py, step_scores.py)
     a step      asks guards, compares addresses, wraps     ->  one launch of all of it (step_replay.py)
     the cache   is new in every call, so CUDA graphs are   ->  kept, emptied and used again while it has room
                 recorded again, and as long as the call        (kept_cache.py)
@@ -50,6 +50,7 @@ from mmqc.compiler.recorded_sizes import LIMIT
 from mmqc.compiler.step_inputs import Rules, inputs_go_on
 from mmqc.compiler.step_mask import masks_go_on
 from mmqc.compiler.step_replay import StepReplays
+from mmqc.compiler.step_scores import plain_scores
 from mmqc.compiler.step_stops import plain_stops
 from mmqc.front.sizes import sizes_vary
 from mmqc.graph.tracing import at_least_programs
@@ -142,6 +143,7 @@ def _loop(model: Any, input_ids: Tensor, generation_config: GenerationConfig, pr
     if (ahead := CURRENT.get()) is not None:
         ahead.cache = cache
     kwargs["stopping_criteria"] = plain_stops(kwargs["stopping_criteria"], input_ids.shape[0])
+    kwargs["logits_processor"] = plain_scores(kwargs["logits_processor"], config)
     whole, packed = config.prefill_chunk_size is None, isinstance(cache, QuantizedCache)
     possible = whole and (packed or all(c.is_initialized for c in cache.layers))
     how = how if possible else "eager"  # transformers compiles the chunks of a prompt itself

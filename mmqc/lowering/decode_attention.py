@@ -1,6 +1,7 @@
 """decode_attention: on CUDA a launch over all parts of all heads; elsewhere the op as it is.
 
 Where the number of sequences is a symbol there is a launch for few heads, for some and for many, and the one that is meant runs.
+They share the graph's counters: a head is in parts, which are counted, where there are fewer heads than programs.
 
 Shapes:  those of ops/decode_attention.py; any of them may be a symbol but for the number of rows and of channels
 """
@@ -49,24 +50,25 @@ def lower_decode_attention(q: TensorBox, k: TensorBox, v: TensorBox, mask: Tenso
         [batch, heads, rows, width], None, dtype=operands[0].dtype, device=device
     ))  # fmt: skip
     all_heads, tokens = batch * heads, operands[1].shape[2]
-    for config, last, runs in _configs(launch, kernel, all_heads):
+    counters = launch.Operand(launch.counters(launch.COUNTERS, device))
+    for config, runs in _configs(launch, kernel, all_heads):
         programs = config.per_sm * kernel.multiprocessors(device)
         part = launch.Operand.new((kernel.room(programs, all_heads, rows, width),), torch.float32, device)
         most = FloorDiv(programs + all_heads - 1, all_heads)  # of a head, as the kernel shares them out
         if isinstance(all_heads, int):
             most = min(int(most), kernel.ceil_div(tokens, config.tokens)) if isinstance(tokens, int) else int(most)
         made = kernel.launch(
-            *operands, seen, y, part, _zeros(launch, all_heads, last, device), scale, heads=(batch, heads), tokens=tokens,
+            *operands, seen, y, part, counters, scale, heads=(batch, heads), tokens=tokens,
             most=most, programs=programs, config=config,
         )  # fmt: skip
         launch.emit(made, rows, rows, runs)
     return y.box
 
 
-def _configs(launch: Any, kernel: Any, heads: Any) -> Iterator[tuple[Any, int | None, Any]]:
+def _configs(launch: Any, kernel: Any, heads: Any) -> Iterator[tuple[Any, Any]]:
     """Those that may be meant, for how many heads, and 1 where there are so many, else 0, or None where there always are."""
     if isinstance(heads, int):
-        yield kernel.config_of(heads), heads, None
+        yield kernel.config_of(heads), None
         return
     above = 0
     for config, last in kernel.CONFIGS:
@@ -74,16 +76,7 @@ def _configs(launch: Any, kernel: Any, heads: Any) -> Iterator[tuple[Any, int | 
             continue
         runs = launch.more_than(heads, above) if above else None
         if last is None or at_most(heads, last):
-            yield config, last, runs
+            yield config, runs
             return
-        yield config, last, Min(1, Max(0, last + 1 - heads)) * (1 if runs is None else runs)
+        yield config, Min(1, Max(0, last + 1 - heads)) * (1 if runs is None else runs)
         above = last
-
-
-def _zeros(launch: Any, heads: Any, last: int | None, device: torch.device) -> Any:
-    """A counter for each of at most ``last`` heads: those of the graph, or, where there may be more, zeros for this launch."""
-    if at_most(heads, launch.COUNTERS) if last is None else last <= launch.COUNTERS:
-        return launch.Operand(launch.counters(launch.COUNTERS, device))
-    zeros = lowerings[aten.full.default]([heads], 0, dtype=torch.int32, device=device)
-    zeros.realize()
-    return launch.Operand.sized(zeros)

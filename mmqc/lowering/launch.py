@@ -112,7 +112,7 @@ def regimes(rows: Any, up_to: int | None = None) -> Iterator[tuple[int, Any]]:
         yield rows, None
         return
     above = 0
-    for last in REGIMES if up_to is None else (*REGIMES, up_to):
+    for last in REGIMES if up_to is None else (*(last for last in REGIMES if last < up_to), up_to):
         if at_most(rows, last):
             yield last, (_from(rows, above) if above and not at_least(rows, above + 1) else None)
             return

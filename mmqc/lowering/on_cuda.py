@@ -98,14 +98,14 @@ def scaled(
     m = x.shape[0]
     linears = _linears(m, w_q, w_scale, bias, out_dtype)
     scales = row_scale(x_scale, visual, rows)
-    up_to = by_rows.bound(m, x.device)
+    up_to = by_rows.bound(x, linears)
     for planned, runs in regimes(m, up_to):
         given: Any = x.of(planned)
         products = scaled_kernel.plan(given, linears, matmul_caller(m, runs))
         launches = scaled_kernel.launches(given, linears, scales, products, new=Operand.new, work=workspace)  # type: ignore[arg-type]
         emit_all(launches, m, planned, runs)
     if up_to is not None:
-        by_rows.scaled(x, linears, scales, visual if visual is None else scales.rows)  # type: ignore[arg-type]
+        by_rows.scaled(x, linears, scales, visual if visual is None else scales.rows, up_to)  # type: ignore[arg-type]
     return _shaped(linears, rows)
 
 
@@ -154,7 +154,7 @@ def with_epilogue(
         Linear(Operand(w), Operand(s), None if b is None else Operand(b), y)  # type: ignore[arg-type]
         for w, s, b in zip(w_q, w_scale, bias, strict=True)
     ]
-    up_to = by_rows.bound(m, x.device)
+    up_to = by_rows.bound(x, linears)
     for planned, runs in regimes(m, up_to):
         given: Any = x.of(planned)
         products = epilogue_kernel.plan(given, linears, out_dtype, matmul_caller(m, runs))
@@ -162,7 +162,7 @@ def with_epilogue(
         emit_all(launches, m, planned, runs)
     if up_to is not None:
         masks: Any = [None if mask is None else s.rows for mask, s in ((visual, scales), (next_visual, codes or scales))]
-        by_rows.with_epilogue(x, linears, scales, masks[0], epilogue, masks[1])
+        by_rows.with_epilogue(x, linears, scales, masks[0], epilogue, masks[1], up_to)
     return lowerings[aten.view.default](y.box, [*rows, first.shape[0]])
 
 
@@ -180,18 +180,23 @@ def weight_only(
     matrix = Operand.matrix(x)
     m = matrix.shape[0]
     zeros: Any = None if zero is None else Operand(zero)
+    shapes = _shapes(m, w_q, w_scale, bias, dtype)
+    called = by_rows.between(matrix, shapes, bits, zeros, group_size)
     planned = [(matrix.of(count), count, runs, matmul_caller(m, runs)) for count, runs in regimes(m)]
     given, _, _, caller = planned[0]
-    shapes = _shapes(m, w_q, w_scale, bias, dtype)
     if any(product.written_out for product in weight_only_kernel.plan(given, shapes, bits, caller)):
         ys = [_written_out(matrix, *parts, zeros, bits, group_size) for parts in zip(w_q, w_scale, bias, strict=True)]
         return [lowerings[aten.view.default](y, [*rows, y.get_size()[1]]) for y in ys]
     linears = _linears(m, w_q, w_scale, bias, dtype)
     for given, count, runs, caller in planned:
-        for product in weight_only_kernel.plan(given, linears, bits, caller):
+        if called is not None and called[0] < count <= called[1]:
+            continue
+        for product in weight_only_kernel.plan(given, linears, bits, caller._replace(gluon=False)):
             some = [linears[i] for i in product.linears]
             launch = weight_only_kernel.launch(given, some, zeros, group_size, bits, product.tile, workspace)  # type: ignore[arg-type]
             emit(launch, m, count, runs)
+    if called is not None:
+        by_rows.weight_only(matrix, linears)
     return _shaped(linears, rows)
 
 

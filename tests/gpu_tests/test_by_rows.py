@@ -12,10 +12,10 @@ from torch import Tensor
 import mmqc.lowering  # noqa: F401  (registers the lowerings)
 from mmqc.kernels.shared import repeated_launch
 from mmqc.ops.pack import pack
-from tests.support.tolerance import few_differ
+from tests.support.tolerance import assert_close, few_differ
 
 pytestmark = pytest.mark.gpu
-ROWS = (917, 1, 300, 513, 3600, 2048, 917, 6417, 513)
+ROWS = (917, 1, 300, 17, 513, 3600, 64, 2048, 917, 6417, 200, 513, 16)
 K, N = 1280, 768
 ops = torch.ops.mmqc
 
@@ -63,6 +63,16 @@ def activated(bits: int) -> Callable[..., Any]:
     return f
 
 
+def weight_only(count: int, columns: int) -> Callable[..., Any]:
+    w = [codes(columns, K) for _ in range(count)]
+    s = [torch.rand(columns, device="cuda") for _ in w]
+
+    def f(x: Tensor, mask: Tensor) -> Any:
+        return ops.weight_only_matmuls(x.bfloat16(), w, s, [None] * count, 8, 0)
+
+    return f
+
+
 CASES = {
     "w8": lambda: scaled(8, False),
     "w4": lambda: scaled(4, False),
@@ -71,6 +81,8 @@ CASES = {
     "w4, gate": lambda: gated(4),
     "w8, codes": lambda: activated(8),
     "w4, codes": lambda: activated(4),
+    "bytes": lambda: weight_only(1, N),
+    "bytes, two": lambda: weight_only(2, 8192),
 }
 
 
@@ -86,7 +98,10 @@ def test_by_rows__equals_the_op(case: str) -> None:
             for a, b in zip(*([y] if isinstance(y, Tensor) else y for y in (got, want)), strict=True):
                 if case == "w4, gate":  # as parts, and what is behind them is Inductor's own
                     few_differ(a, b, 1e-3)
+                elif case.startswith("bytes") and rows > 256:  # the op writes the weight out
+                    assert_close(a, b, torch.bfloat16)
                 else:
                     assert torch.equal(a, b), (turn, rows)
     if torch.cuda.get_device_capability() == (9, 0):
-        assert {key[0][1] for key in repeated_launch._chosen} == {rows for rows in ROWS if rows > 512}
+        few, most = (16, 256) if case.startswith("bytes") else (512 if case.startswith("w8") else 16, max(ROWS))
+        assert {key[0][1] for key in repeated_launch._chosen} == {rows for rows in ROWS if few < rows <= most}

@@ -6,7 +6,6 @@ from row_scales import KINDS, row_scales
 from tolerance import assert_close
 
 from mmqc.backend import backend, collect_records
-from mmqc.kernels.matmul import pingpong_matmul as pingpong
 from mmqc.kernels.matmul.configs import MatmulConfig
 from mmqc.kernels.matmul.epilogue_tiles import Epilogue
 from mmqc.kernels.matmul.linears import Linear
@@ -16,6 +15,7 @@ from mmqc.kernels.matmul.scaled_matmul_epilogue import are_in_two, scaled_matmul
 from mmqc.kernels.rows import quantize_per_token
 from mmqc.kernels.shared.device_facts import has_warpgroup_products
 from mmqc.kernels.shared.row_scale import row_scale
+from mmqc.kernels.warpgroup import pingpong_matmul as pingpong
 from mmqc.ops.mixed_matmul import reference as mixed_reference
 from mmqc.ops.pack import pack_int4
 

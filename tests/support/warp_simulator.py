@@ -285,7 +285,9 @@ gl: Any = types.SimpleNamespace(
 )
 REPLACED: dict[str, Any] = {
     "gl": gl,
-    "tl": types.SimpleNamespace(debug_barrier=lambda: None, minimum=gl.minimum, constexpr=None),
+    "tl": types.SimpleNamespace(
+        debug_barrier=lambda: None, minimum=gl.minimum, constexpr=None, cdiv=gl.cdiv, where=gl.where, int32=torch.int32
+    ),
     "mbarrier": types.SimpleNamespace(expect=_expect, arrive=_arrive, wait=_wait, init=_init, MBarrierLayout=lambda: None),
     "tma": types.SimpleNamespace(
         async_copy_global_to_shared=_copy_in, async_copy_shared_to_global=_copy_out, store_wait=_store_wait
@@ -294,6 +296,7 @@ REPLACED: dict[str, Any] = {
     "warpgroup_mma_wait": warpgroup_mma_wait,
     "fence_async_shared": lambda: None,
     "gdc_wait": lambda: None,
+    "await_inputs": lambda: None,
 }
 
 

@@ -1,7 +1,8 @@
 """Linears of a number of rows that is known when they run: what the ops would launch, without the way through PyTorch's dispatcher.
 
-    scaled, with_epilogue     called by generated code for any number of rows, where there are many (lowering/by_rows.py)
-    expect                    called where that code is loaded: the kernels that may come are compiled, or loaded, meanwhile
+    scaled, with_epilogue,
+    weight_only               called by generated code for any number of rows, where there are more than a few (lowering/by_rows.py)
+    expect, expect_bytes      called where that code is loaded: the kernels that may come are compiled, or loaded, meanwhile
 
 The choice is the eager one (``plan``), so a compiled graph gives what the ops give, to the bit.
 """
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from mmqc.kernels.matmul import scaled_matmul as scaled_kernel
 from mmqc.kernels.matmul import scaled_matmul_epilogue as epilogue_kernel
+from mmqc.kernels.matmul import weight_only_matmul as weight_only_kernel
 from mmqc.kernels.matmul.epilogue_tiles import Epilogue
 from mmqc.kernels.matmul.linears import Linear
 from mmqc.kernels.shared import compile_ahead
@@ -28,6 +30,8 @@ from mmqc.kernels.shared.split_k import Workspace
 # Rows that stand for all: tiles have 64 of them or 128, those of more than 8,192 differ in their last round alone, and kernels that
 # are compiled for a multiple of 16 differ by the tuned number of rows.
 SAMPLE = (*range(WARPGROUP_ROWS + 64, 8193, 64), *range(8192 + 128, 16385, 128), 1023, 2047, 4095, 8191, 16383)
+SAMPLE_PACKED = (32, 64, 128, 256, 512)  # below those, of packed weights
+SAMPLE_BYTES = (32, 64, 128, 256)  # of all that come there
 
 
 def scaled(
@@ -67,6 +71,19 @@ def with_epilogue(
 
 def _present(*tensors: Tensor | None) -> list[Tensor]:
     return [t for t in tensors if t is not None]
+
+
+def weight_only(
+    site: str, x: Tensor, w: Sequence[Tensor], w_scale: Sequence[Tensor], bias: Sequence[Tensor | None], y: Sequence[Tensor]
+) -> None:
+    """Fill every y of bytes with a scale a row; byte_matmul.py takes so many rows."""
+
+    def choose(new: Any, work: Workspace) -> Iterable[Launch]:
+        linears = [Linear(*parts) for parts in zip(w, w_scale, bias, y, strict=True)]
+        for product in weight_only_kernel.plan(x, linears, 8):
+            yield weight_only_kernel.launch_of(product, x, [linears[i] for i in product.linears], None, 0, 8, work)
+
+    repeat((site, x.shape[0]), _present(x, *w, *w_scale, *bias, *y), choose)
 
 
 class Part(NamedTuple):
@@ -109,13 +126,35 @@ def expect(device: int, x: tuple[torch.dtype, int], scale: int, parts: Sequence[
 _expected: set[tuple[Any, ...]] = set()
 
 
+def expect_bytes(device: int, x: tuple[torch.dtype, int], parts: Sequence[Part], scale: torch.dtype) -> None:
+    """The same for ``weight_only``."""
+    known = device, x, tuple(parts), scale
+    if known not in _expected:
+        _expected.add(known)
+        on = torch.device("cuda", device)
+        compile_ahead.ahead(byte_kernels_of(on, x, parts, scale), on)
+
+
+def byte_kernels_of(
+    device: torch.device, x: tuple[torch.dtype, int], parts: Sequence[Part], scale: torch.dtype
+) -> Iterator[Launch]:
+    """Every launch for the rows of SAMPLE_BYTES, of ``Shape``s."""
+    for m in SAMPLE_BYTES:
+        given: Any = Shape((m, x[1]), x[0], device)
+        some = [linear_of(part, m, device, scale) for part in parts]
+        for product in weight_only_kernel.plan(given, some, 8):
+            linears = [some[i] for i in product.linears]
+            yield weight_only_kernel.launch_of(product, given, linears, None, 0, 8, shapes_of)
+
+
 def kernels_of(
     device: torch.device, x: tuple[torch.dtype, int], scale: int, parts: Sequence[Part], after: After | None
 ) -> Iterator[Launch]:
-    """Every launch for the rows of SAMPLE, of ``Shape``s."""
+    """Every launch for the rows of SAMPLE, and of SAMPLE_PACKED where those may come, of ``Shape``s."""
     (dtype, k), scales = x, _scales(scale, device)
     codes = None if after is None or after.codes is None else _scales(after.codes, device)
-    for m in SAMPLE:
+    packed = all(part.w == torch.uint8 for part in parts) and dtype == torch.int8
+    for m in (*SAMPLE_PACKED, *SAMPLE) if packed else SAMPLE:
         given: Any = Shape((m, k), dtype, device)
         some = [linear_of(part, m, device) for part in parts]
         if after is None:
@@ -138,10 +177,10 @@ def _term(after: After, m: int, n: int, device: torch.device) -> tuple[Any, Any]
     return Shape((m, after.rank), after.low_x, device), Shape((n, after.rank), after.low_w, device)
 
 
-def linear_of(part: Part, m: int, device: torch.device) -> Any:
+def linear_of(part: Part, m: int, device: torch.device, scale_dtype: torch.dtype = torch.float32) -> Any:
     """A linear of ``Shape``s."""
     bias = None if part.bias is None else Shape((part.n,), part.bias, device)
-    w, scale = Shape((part.n, part.stored), part.w, device), Shape((part.n,), torch.float32, device)
+    w, scale = Shape((part.n, part.stored), part.w, device), Shape((part.n,), scale_dtype, device)
     return Linear(w, scale, bias, Shape((m, part.n), part.y, device))  # type: ignore[arg-type]
 
 

@@ -20,8 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mmqc.kernels.matmul import configs, packed_matmul, scaled_matmul
-from mmqc.kernels.matmul import pingpong_matmul as pingpong
+from mmqc.kernels.matmul import configs, scaled_matmul
 from mmqc.kernels.matmul.configs import MatmulConfig
 from mmqc.kernels.matmul.epilogue_tiles import Epilogue
 from mmqc.kernels.matmul.linears import Linear
@@ -39,6 +38,8 @@ from mmqc.kernels.shared.device_facts import (
 from mmqc.kernels.shared.launch import Launch, Shape
 from mmqc.kernels.shared.row_scale import Rows, RowScale, row_scale
 from mmqc.kernels.shared.split_k import Workspace, workspace
+from mmqc.kernels.warpgroup import packed_matmul
+from mmqc.kernels.warpgroup import pingpong_matmul as pingpong
 
 OP = "mixed_int8"  # in configs.py, for Triton's kernels
 PINGPONG = {1: "pingpong_int8", 2: "pingpong_mixed"}  # for all kernels, by parts
@@ -198,7 +199,7 @@ def launches(
         yield packed_matmul.mixed_launch(x, w.low, w.high, w.scale, w.sum, bias, y, c, work)
     elif product.is_gluon and not w.joined:
         linear, rows, epilogue = as_scaled(x, w, bias, y)
-        yield scaled_matmul.GLUON[product.kernel](x.q, linear, rows, c, epilogue, work)
+        yield scaled_matmul.GLUON[product.kernel](x.q, [linear], rows, c, epilogue, work)
     elif product.is_gluon:
         yield pingpong_launch(x, w, bias, y, c, work)
     else:
@@ -239,7 +240,7 @@ def pingpong_launch(
     x: Rows, w: Weight, bias: Tensor | None, y: Tensor, c: MatmulConfig, work: Workspace = workspace
 ) -> Launch:
     """Fill ``y`` from two parts in one matrix by the kernel of pingpong_mixed_tiles.py."""
-    from mmqc.kernels.matmul.pingpong_mixed_tiles import mixed_pingpong_kernel
+    from mmqc.kernels.warpgroup.pingpong_mixed_tiles import mixed_pingpong_kernel
 
     if c.num_warps != 4:
         raise ValueError(f"mixed_matmul: two consumers of 4 warps take turns, not {c}")

@@ -18,8 +18,8 @@ from mmqc.kernels.matmul.configs import PERSISTENT, MatmulConfig
 from mmqc.kernels.matmul.linears import Linear, are_alike
 from mmqc.kernels.shared.device_facts import has_tensor_descriptors
 
-ONE_LAUNCH_ROWS = 64  # up to which several linears share a launch: beyond, each fills the machine
-BY_POINTERS = ("rows", "columns")  # variants whose kernels take several linears; TMA's and Gluon's take one
+# Variants whose kernels take several linears, and up to how many rows those share a launch: beyond, each fills the machine.
+ONE_LAUNCH_ROWS = {"rows": 64, "columns": 64, "registers": 512}
 STAGES = 3  # of a tile for TMA, where operands come by pointers: more of them do not fit
 ANY_ROWS = MatmulConfig(128, 128, 64, 8, 3, variant="columns")  # for any number of rows from packed weights
 
@@ -74,7 +74,7 @@ def new_tensor(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device)
 
 def share_a_launch(rows: int, tile: MatmulConfig, linears: Sequence[Linear]) -> bool:
     """Whether several linears of an input are one launch."""
-    return len(linears) > 1 and rows <= ONE_LAUNCH_ROWS and tile.variant in BY_POINTERS and are_alike(linears)
+    return len(linears) > 1 and rows <= ONE_LAUNCH_ROWS.get(tile.variant, 0) and are_alike(linears)
 
 
 def why_not_tma(*operands: Tensor) -> str | None:

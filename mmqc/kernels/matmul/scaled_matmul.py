@@ -19,7 +19,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from mmqc.kernels.matmul import configs, packed_matmul, pingpong_matmul
+from mmqc.kernels.matmul import configs
 from mmqc.kernels.matmul.configs import MatmulConfig
 from mmqc.kernels.matmul.epilogue_tiles import Epilogue
 from mmqc.kernels.matmul.linears import Linear, three
@@ -42,13 +42,14 @@ from mmqc.kernels.shared.early_start import early_lines
 from mmqc.kernels.shared.launch import Launch, Shape
 from mmqc.kernels.shared.row_scale import RowScale, row_scale
 from mmqc.kernels.shared.split_k import Workspace, workspace
+from mmqc.kernels.warpgroup import packed_matmul, pingpong_matmul
 
 FP8 = torch.float8_e4m3fn
 MAX_K = 131_071
 OUTPUTS = ("y_ptr", "y1_ptr", "y2_ptr", "part_ptr", "counter_ptr")
 OUT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 PLAIN = Epilogue()
-GLUON = {"pingpong": pingpong_matmul.launch, "registers": packed_matmul.launch}  # of one linear, by the product's kernel
+GLUON = {"pingpong": pingpong_matmul.launch, "registers": packed_matmul.launch}  # by the product's kernel
 
 
 def supports(x_q: Tensor, w_q: Tensor, w_scale: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> str | None:
@@ -118,6 +119,8 @@ def plan(
     if not x.shape[0] or not width:
         return []
     c = config or tile_of(x, linears[0], width, caller)
+    if c.variant == "registers" and config is None and not stays_packed(x, linears[1:]):
+        return each_alone(lambda linear: plan(x, [linear], caller), linears)
     if len(linears) > 1 and not share_a_launch(x.shape[0], c, linears):
         return each_alone(lambda linear: plan(x, [linear], caller, config=config), linears)
     everyone, (first, *_), written_out = tuple(range(len(linears))), linears, c.variant == "unpack" and caller.always
@@ -131,14 +134,18 @@ def plan(
 def tile_of(x: Tensor, linear: Linear, width: int, caller: Caller = EAGER) -> MatmulConfig:
     """The tile for so many columns: of all kernels that take the operands and that the caller can launch."""
     (m, k), op = x.shape, op_name(x.dtype, linear.w.dtype)
-    many = m > WARPGROUP_ROWS and caller.gluon
-    if many and op in pingpong_matmul.OPS and pingpong_matmul.why_not(x, linear.w, linear.y) is None:
+    if m > WARPGROUP_ROWS and caller.gluon and op in pingpong_matmul.OPS and pingpong_matmul.why_not(x, linear.w, linear.y) is None:
         return configs.config(pingpong_matmul.OPS[op], m, width, k, x.device)
-    if many and op == "scaled_int4":
+    if m > packed_matmul.FEW and caller.gluon and stays_packed(x, [linear]):
         c = configs.config(packed_matmul.OP, m, width, k, x.device)
-        if c.variant == "registers" and packed_matmul.why_not(x, linear.w, linear.y, k) is None:
+        if c.variant == "registers":
             return c
     return configs.config(op, m, width, k, x.device)
+
+
+def stays_packed(x: Tensor, linears: Sequence[Linear]) -> bool:
+    """Whether packed_matmul.py takes x and each of these weights."""
+    return all(packed_matmul.why_not(x, linear.w, linear.y, x.shape[1]) is None for linear in linears)
 
 
 def as_codes(x: Tensor, linear: Linear) -> Linear:
@@ -175,7 +182,7 @@ def launch(
 ) -> Launch:
     """The launch of a product, of linears whose weights are written out where it says so."""
     if product.is_gluon:
-        return GLUON[product.kernel](x, linears[0], rows, product.tile, epilogue, work)
+        return GLUON[product.kernel](x, linears, rows, product.tile, epilogue, work)
     if product.kernel == "descriptors":
         return descriptor_launch(x, linears[0], rows, product.tile, epilogue)
     return pointer_launch(x, linears, rows, product.tile, epilogue, work)

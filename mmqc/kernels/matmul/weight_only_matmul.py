@@ -5,7 +5,7 @@
 Shapes:  x [M, K] fp16 | bf16 | fp32 (interpreter)   w_q int8 [N, K] or uint8 (ops/pack.py: 2, 3, 4 bits)
          s float [N] (g = 0) or [N, ceil(K/g)]   z int8 or float16 like s: in code units   b [N]   y [M, N] in x's dtype
 M:       few rows: skinny tiles, K split over programs;  to some hundred: the same kernel, larger tiles, the weight unpacked
-         in registers;  above: the weight is written out once in x's dtype and multiplied by torch.
+         in registers, or byte_matmul.py;  above: the weight is written out once in x's dtype and multiplied by torch.
 Exact:   where a step of K lies in one group, the scale multiplies a float32 sum of exact codes: closer to the formula than
          the op, which rounds the weight to x's dtype first.  Codes less a zero point between them are rounded to x's dtype.
 Arch:    Ampere and newer.
@@ -31,10 +31,12 @@ from mmqc.kernels.shared.device_facts import ceil_div, has_inline_ptx, why_not_h
 from mmqc.kernels.shared.early_start import early_lines
 from mmqc.kernels.shared.launch import Launch
 from mmqc.kernels.shared.split_k import Workspace, workspace
+from mmqc.kernels.warpgroup import byte_matmul
 from mmqc.ops.pack import STRETCHES, packed_width, stretch
 from mmqc.ops.weight_only_matmul import ZEROS
 
 DTYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
+WIDE = 8192  # columns of a linear that fills the machine
 CROSSING_STAGES = 2  # where a step crosses groups: 4-byte scales then pass through shared memory, a tile for each stretch
 
 
@@ -92,16 +94,17 @@ def multiply(
     config: MatmulConfig | None = None,
 ) -> None:
     """Fill every linear's y, without a check."""
-    for product in plan(x, linears, bits, config=config):
+    for product in plan(x, linears, bits, config=config, zero=zero, group_size=group_size):
         some = [linears[i] for i in product.linears]
         if product.written_out:
             _multiply_written_out(x, some[0], zero, group_size, bits)
         else:
-            launch(x, some, zero, group_size, bits, product.tile).run()
+            launch_of(product, x, some, zero, group_size, bits).run()
 
 
 def plan(
-    x: Tensor, linears: Sequence[Linear], bits: int, caller: Caller = EAGER, *, config: MatmulConfig | None = None
+    x: Tensor, linears: Sequence[Linear], bits: int, caller: Caller = EAGER, *, config: MatmulConfig | None = None,
+    zero: Tensor | None = None, group_size: int = 0,
 ) -> list[Product]:
     """The products: several linears of few rows share one, else each has its own.
 
@@ -110,6 +113,9 @@ def plan(
     (m, k), op, width = x.shape, f"weight_int{bits}", sum(linear.w.shape[0] for linear in linears)
     if not m or not width:
         return []
+    if config is None and caller.gluon and stay_bytes(x, linears, zero, group_size):
+        tiles = [configs.config(byte_matmul.OP, m, linear.w.shape[0], k, x.device) for linear in linears]
+        return [Product("registers", tile, (i,)) for i, tile in enumerate(tiles)]
     c = config or configs.config(op, m, width, k, x.device)
     if c.variant == "unpack" and not caller.always:
         c = configs.config(op, configs.WRITTEN_OUT_ABOVE, width, k, x.device)
@@ -119,6 +125,24 @@ def plan(
         return each_alone(lambda linear: plan(x, [linear], bits, caller, config=given), linears)
     kernel = "torch" if c.variant == "unpack" else "pointers"
     return [Product(kernel, c, tuple(range(len(linears))), c.variant == "unpack")]
+
+
+def stay_bytes(x: Tensor, linears: Sequence[Linear], zero: Tensor | None, group_size: int) -> bool:
+    """Whether byte_matmul.py takes x and each of these weights, and is faster: several narrow ones share a launch of pointers."""
+    if not byte_matmul.FEW < x.shape[0] <= byte_matmul.SOME:
+        return False
+    wide = len(linears) == 1 or all(linear.w.shape[0] >= WIDE for linear in linears)
+    return wide and all(byte_matmul.why_not(x, linear, zero, group_size) is None for linear in linears)
+
+
+def launch_of(
+    product: Product, x: Tensor, linears: Sequence[Linear], zero: Tensor | None, group_size: int, bits: int,
+    work: Workspace = workspace,
+) -> Launch:
+    """The launch of a product that is not written out."""
+    if product.is_gluon:
+        return byte_matmul.launch(x, linears[0], product.tile, work)
+    return launch(x, linears, zero, group_size, bits, product.tile, work)
 
 
 def _multiply_written_out(x: Tensor, linear: Linear, zero: Tensor | None, group_size: int, bits: int) -> None:

@@ -131,15 +131,13 @@ def int8_as_float(codes, DTYPE: tl.constexpr, PTX: tl.constexpr):
             sub.f16x2 $0, a, o; sub.f16x2 $1, b, o; }""",
             "=r,=r,r", [codes], dtype=tl.float16, is_pure=True, pack=4)
     elif PTX and tl.bfloat16 == DTYPE:
-        # floats 2^23 + (code + 128), minus 8388736 = 0x4B000080
+        # 0x4300 | the lower seven bits is 128 + them; 0x4300 | the sign is 128, or 256 for what is less than 0: their difference
         wide = tl.inline_asm_elementwise(
-            """{ .reg .b32 t; .reg .f32 a, b, c, d, o; mov.f32 o, 0f4B000080; xor.b32 t, $2, 0x80808080;
-            .reg .b32 i, j, k, l;
-            prmt.b32 i, t, 0x4B000000, 0x7540; prmt.b32 j, t, 0x4B000000, 0x7541;
-            prmt.b32 k, t, 0x4B000000, 0x7542; prmt.b32 l, t, 0x4B000000, 0x7543;
-            mov.b32 a, i; mov.b32 b, j; mov.b32 c, k; mov.b32 d, l;
-            sub.f32 a, a, o; sub.f32 b, b, o; sub.f32 c, c, o; sub.f32 d, d, o;
-            cvt.rn.bf16x2.f32 $0, b, a; cvt.rn.bf16x2.f32 $1, d, c; }""",
+            """{ .reg .b32 a, b, i, j, m; mov.b32 m, 0x3F803F80;
+            prmt.b32 a, $2, 0x43434343, 0x4140; prmt.b32 b, $2, 0x43434343, 0x4342;
+            lop3.b32 i, a, 0xFF80FF80, 0x80008000, 0xEA; lop3.b32 j, b, 0xFF80FF80, 0x80008000, 0xEA;
+            and.b32 a, a, 0xFF7FFF7F; and.b32 b, b, 0xFF7FFF7F;
+            fma.rn.bf16x2 $0, a, m, i; fma.rn.bf16x2 $1, b, m, j; }""",
             "=r,=r,r", [codes], dtype=tl.bfloat16, is_pure=True, pack=4)
     else:
         wide = codes.to(tl.float32).to(DTYPE)

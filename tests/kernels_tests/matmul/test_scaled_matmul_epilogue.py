@@ -144,16 +144,17 @@ def test_decompose__parts_of_a_gate_share_a_launch_where_a_kernel_takes_them(tak
 
 
 def test_better_apart__a_gate_and_weights_that_stay_packed(monkeypatch):
-    from mmqc.kernels.matmul import packed_matmul, pingpong_matmul
+    from mmqc.kernels.warpgroup import packed_matmul, pingpong_matmul
     from mmqc.lowering.scaled_matmul_epilogue import better_apart
 
     codes, packed = torch.empty(48, 96, dtype=torch.int8), torch.empty(48, 48, dtype=torch.uint8)
-    x, few = torch.empty(2, 600, 96, dtype=torch.int8), torch.empty(512, 96, dtype=torch.int8)
+    x, few = torch.empty(2, 600, 96, dtype=torch.int8), torch.empty(16, 96, dtype=torch.int8)
     scale, dtype = [torch.empty(48)] * 2, torch.bfloat16
     assert not better_apart(x, [packed, packed], scale, dtype), "no Hopper"
     for module in (kernel, packed_matmul, pingpong_matmul):
         monkeypatch.setattr(module, "has_warpgroup_products", lambda device: True)
     assert better_apart(x, [packed, packed], scale, dtype)
+    assert better_apart(x[0, :17], [packed, packed], scale, dtype)
     for other in ((x, [packed]), (x, [codes, codes]), (few, [packed, packed]), (x[..., :90], [packed, packed])):
         assert not better_apart(*other, scale[: len(other[1])], dtype)
 

@@ -11,6 +11,7 @@ Tiles:   ``num_warps`` 4: two consumers, each with a tile; 8: one with a larger 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -94,13 +95,13 @@ def shape_constants(c: MatmulConfig, whole: int, count: int, item_bytes: int) ->
 
 
 def launch(
-    x: Tensor, linear: Linear, rows: RowScale, c: MatmulConfig, epilogue: Epilogue,
+    x: Tensor, linears: Sequence[Linear], rows: RowScale, c: MatmulConfig, epilogue: Epilogue,
     work: Workspace = workspace,
 ) -> Launch:
-    """Fill the linear's y; ``why_not`` has found nothing."""
-    from mmqc.kernels.matmul.pingpong_tiles import scaled_pingpong_kernel
+    """Fill the one linear's y; ``why_not`` has found nothing."""
+    from mmqc.kernels.warpgroup.pingpong_tiles import scaled_pingpong_kernel
 
-    w, w_scale, bias, y, _ = linear
+    [(w, w_scale, bias, y, _)] = linears
     gate = epilogue.gate
     (m, k), n = x.shape, w.shape[0]
     programs, whole, rest, count = grid(c, m, n, ceil_div(k, c.block_k), x.device)

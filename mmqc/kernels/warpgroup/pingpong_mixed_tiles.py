@@ -23,7 +23,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from mmqc.kernels.matmul.pingpong_tiles import (
+from mmqc.kernels.warpgroup.pingpong_tiles import (
     count_items,
     fill_steps,
     find_item,

@@ -33,29 +33,30 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_wait
 
-from mmqc.kernels.matmul.pingpong_tiles import count_items, find_item, meet, write_tile
+from mmqc.kernels.matmul.linears import count_tiles, find_linear, pick
 from mmqc.kernels.matmul.scaled_matmul_tiles import finish_scaled_tile
+from mmqc.kernels.shared.early_start import await_inputs
 from mmqc.kernels.shared.int4_codes import int4_as_int8
 from mmqc.kernels.shared.row_scale import row_scale_tile
+from mmqc.kernels.warpgroup.pingpong_tiles import count_items, find_item, meet, write_tile
 
 FACTOR = gl.constexpr(0.0625)
-COLUMNS = gl.constexpr(64)  # bytes of a row of a slot
 BEHIND = gl.constexpr(2)  # slots that are not filled: of the products that run, and of those before them
 
 
 @gluon.jit
 def make_slots(
-    x_desc, w_desc, y_desc, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, SHARES: gl.constexpr, SLOTS: gl.constexpr
+    x_desc, w_desc, y_desc, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, SHARES: gl.constexpr,
+    SLOTS: gl.constexpr,
 ):
     """(x, w, full, y): slots with two tiles of x each, their barriers, a share of a tile of results."""
-    x_ring = gl.allocate_shared_memory(x_desc.dtype, [2 * SLOTS, BLOCK_M, COLUMNS], x_desc.layout)
-    w_ring = gl.allocate_shared_memory(w_desc.dtype, [SLOTS, BLOCK_N, COLUMNS], w_desc.layout)
+    x_ring = gl.allocate_shared_memory(x_desc.dtype, [2 * SLOTS, BLOCK_M, BLOCK_K], x_desc.layout)
+    w_ring = gl.allocate_shared_memory(w_desc.dtype, [SLOTS, BLOCK_N, BLOCK_K], w_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     y_tile = gl.allocate_shared_memory(y_desc.dtype, [BLOCK_M // SHARES, BLOCK_N], y_desc.layout)
     for i in gl.static_range(SLOTS):
         mbarrier.init(full.index(i), count=1)
     fence_async_shared()
-    gdc_wait()
     return x_ring, w_ring, full, y_tile
 
 
@@ -72,20 +73,38 @@ def find_next(
 
 
 @gluon.jit
+def prefetch_rows(rows, first, stored, LINES: gl.constexpr):
+    """Ask for LINES lines of 128 bytes of each row, from byte ``first`` on."""
+    for line in gl.static_range(LINES):
+        at = rows + gl.minimum(first + 128 * line, stored - 1)
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [at.to(gl.int64, bitcast=True)], dtype=tl.int32, is_pure=False,
+            pack=1,
+        )
+
+
+@gluon.jit
 def fill_slot(
-    descs, ring, slot, row, col, step, low_steps, TWO: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr
+    descs, ring, slot, row, col, step, low_steps, N, N1, TWO: gl.constexpr, LINEARS: gl.constexpr, BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
 ):
-    """Start to copy a step."""
+    """Start to copy a step; ``col`` counts the columns of all linears, in whole tiles."""
     x_ring, w_ring, ready = ring[0], ring[1], ring[2].index(slot)
     if not TWO or step < low_steps:
-        k = step * COLUMNS
-        mbarrier.expect(ready, (2 * BLOCK_M + BLOCK_N) * COLUMNS)
-        tma.async_copy_global_to_shared(descs[0], [col, k], ready, w_ring.index(slot))
-        tma.async_copy_global_to_shared(descs[1], [row, k], ready, x_ring.index(2 * slot))
-        tma.async_copy_global_to_shared(descs[2], [row, k], ready, x_ring.index(2 * slot + 1))
+        k = step * BLOCK_K
+        which, own = find_linear(col // BLOCK_N, N, N1, BLOCK_N, LINEARS)
+        mbarrier.expect(ready, (2 * BLOCK_M + BLOCK_N) * BLOCK_K)
+        if which == 0:
+            tma.async_copy_global_to_shared(descs[2], [own * BLOCK_N, k], ready, w_ring.index(slot))
+        elif which == 1:
+            tma.async_copy_global_to_shared(descs[3], [own * BLOCK_N, k], ready, w_ring.index(slot))
+        else:
+            tma.async_copy_global_to_shared(descs[4], [own * BLOCK_N, k], ready, w_ring.index(slot))
+        tma.async_copy_global_to_shared(descs[0], [row, k], ready, x_ring.index(2 * slot))
+        tma.async_copy_global_to_shared(descs[1], [row, k], ready, x_ring.index(2 * slot + 1))
     else:
-        k = (step - low_steps) * COLUMNS
-        mbarrier.expect(ready, (BLOCK_M + BLOCK_N) * COLUMNS)
+        k = (step - low_steps) * BLOCK_K
+        mbarrier.expect(ready, (BLOCK_M + BLOCK_N) * BLOCK_K)
         tma.async_copy_global_to_shared(descs[3], [col, k], ready, w_ring.index(slot))
         tma.async_copy_global_to_shared(descs[4], [row, k], ready, x_ring.index(2 * slot))
 
@@ -98,8 +117,9 @@ def bytes_as_codes(w):
 
 @gluon.jit
 def take_step(
-    acc, step, slot, phase, here, following, low_steps, descs, ring, PACKED: gl.constexpr, TWO: gl.constexpr,
-    OPERAND: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, SLOTS: gl.constexpr,
+    acc, step, slot, phase, here, following, low_steps, descs, ring, N, N1, PACKED: gl.constexpr, TWO: gl.constexpr,
+    LINEARS: gl.constexpr, OPERAND: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
+    SLOTS: gl.constexpr,
 ):
     """Start a step's products, of both halves of its bytes, or of its bytes as codes, and copy ahead; the next slot, its phase."""
     x_ring, w_ring, full = ring[0], ring[1], ring[2]
@@ -118,7 +138,7 @@ def take_step(
         tl.debug_barrier()  # all warps have waited for the step before the last
         fill_slot(
             descs, ring, (slot + ahead) % SLOTS, gl.where(inside, here[0], following[0]), gl.where(inside, here[1], following[1]),
-            gl.where(inside, then, following[2] + then - here[3]), low_steps, TWO, BLOCK_M, BLOCK_N,
+            gl.where(inside, then, following[2] + then - here[3]), low_steps, N, N1, TWO, LINEARS, BLOCK_M, BLOCK_N, BLOCK_K,
         )
     acc = warpgroup_mma_wait(2 if PACKED else 1, deps=(acc,))
     return acc, (slot + 1) % SLOTS, phase ^ ((slot + 1) // SLOTS)
@@ -126,20 +146,22 @@ def take_step(
 
 @gluon.jit
 def multiply_steps(
-    acc, first, last, slot, phase, here, following, low_steps, descs, ring, PACKED: gl.constexpr, TWO: gl.constexpr,
-    OPERAND: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, SLOTS: gl.constexpr,
+    acc, first, last, slot, phase, here, following, low_steps, descs, ring, N, N1, PACKED: gl.constexpr, TWO: gl.constexpr,
+    LINEARS: gl.constexpr, OPERAND: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
+    SLOTS: gl.constexpr,
 ):
     """Add the products of steps of item ``here``; as ``take_step``."""
     count = gl.maximum(last - first, 0)
     for pair in range(count // 2):
         for half in gl.static_range(2):  # each with registers of its own
             acc, slot, phase = take_step(
-                acc, first + 2 * pair + half, slot, phase, here, following, low_steps, descs, ring, PACKED, TWO, OPERAND,
-                BLOCK_M, BLOCK_N, SLOTS,
+                acc, first + 2 * pair + half, slot, phase, here, following, low_steps, descs, ring, N, N1, PACKED, TWO, LINEARS,
+                OPERAND, BLOCK_M, BLOCK_N, BLOCK_K, SLOTS,
             )
     if count % 2 == 1:
         acc, slot, phase = take_step(
-            acc, last - 1, slot, phase, here, following, low_steps, descs, ring, PACKED, TWO, OPERAND, BLOCK_M, BLOCK_N, SLOTS
+            acc, last - 1, slot, phase, here, following, low_steps, descs, ring, N, N1, PACKED, TWO, LINEARS, OPERAND, BLOCK_M,
+            BLOCK_N, BLOCK_K, SLOTS,
         )
     acc = warpgroup_mma_wait(0, deps=(acc,))
     return acc, slot, phase
@@ -215,45 +237,64 @@ def finish_kept_tile(acc, tokens, columns, HAS_BIAS: gl.constexpr, LAYOUT: gl.co
 
 @gluon.jit(do_not_specialize=["M"])
 def packed_scaled_kernel(
-    x_desc, upper_desc, w_desc, y_desc, x_scale_ptr, row_ptr, w_scale_ptr, bias_ptr, gate_ptr, next_scale_ptr, next_row_ptr,
-    low_x_ptr, low_w_ptr, part_ptr, counter_ptr, M, N, STORED, stride_r,
-    KIND: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_GATE: gl.constexpr, ACTIVATION: gl.constexpr, NEXT: gl.constexpr,
-    NEXT_KIND: gl.constexpr, ROUND: gl.constexpr, LOW: gl.constexpr, HIGH: gl.constexpr, PTX: gl.constexpr,
-    RANK: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, GROUP_M: gl.constexpr, PROGRAMS: gl.constexpr,
-    PARTS: gl.constexpr, SHARES: gl.constexpr, SLOTS: gl.constexpr,
+    x_desc, upper_desc, w_desc, w1_desc, w2_desc, y_desc, y1_desc, y2_desc, w_ptr, w1_ptr, w2_ptr, x_scale_ptr, row_ptr,
+    w_scale_ptr, w_scale1_ptr, w_scale2_ptr, bias_ptr, bias1_ptr, bias2_ptr, gate_ptr, next_scale_ptr, next_row_ptr,
+    low_x_ptr, low_w_ptr, part_ptr, counter_ptr, M, N, N1, N2, STORED, stride_w, stride_r,
+    LINEARS: gl.constexpr, KIND: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_GATE: gl.constexpr, ACTIVATION: gl.constexpr,
+    NEXT: gl.constexpr, NEXT_KIND: gl.constexpr, ROUND: gl.constexpr, LOW: gl.constexpr, HIGH: gl.constexpr,
+    PTX: gl.constexpr, RANK: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
+    GROUP_M: gl.constexpr, PROGRAMS: gl.constexpr, PARTS: gl.constexpr, SHARES: gl.constexpr, SLOTS: gl.constexpr,
+    LINES: gl.constexpr,
 ):
-    """Y = epilogue(x wᵀ), everything as in scaled_pingpong_kernel, of packed w [N, STORED]."""
-    ring = make_slots(x_desc, w_desc, y_desc, BLOCK_M, BLOCK_N, SHARES, SLOTS)
+    """Every linear's y = epilogue(x wᵀ), everything as in scaled_pingpong_kernel, of packed w [N, STORED]."""
+    ring = make_slots(x_desc, w_desc, y_desc, BLOCK_M, BLOCK_N, BLOCK_K, SHARES, SLOTS)
     kept = gl.allocate_shared_memory(gl.float32, [BLOCK_M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     of_z: gl.constexpr = gl.bfloat16 if ROUND == 1 else gl.float16 if ROUND == 2 else gl.float32
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 32])
     operand: gl.constexpr = gl.DotOperandLayout(0, layout, 4)
-    rounds, rest, items = count_items(M, N, BLOCK_M, BLOCK_N, PROGRAMS, PARTS)
-    steps = gl.maximum(gl.cdiv(STORED, COLUMNS), SLOTS - BEHIND)
-    descs = (w_desc, x_desc, upper_desc)
-    here = find_next(0, items, rounds, rest, steps, M, N, BLOCK_M, BLOCK_N, GROUP_M, PROGRAMS, PARTS)
+    width = count_tiles(N, N1, N2, BLOCK_N, LINEARS) * BLOCK_N
+    rounds, rest, items = count_items(M, width, BLOCK_M, BLOCK_N, PROGRAMS, PARTS)
+    steps = gl.maximum(gl.cdiv(STORED, BLOCK_K), SLOTS - BEHIND)
+    descs = (x_desc, upper_desc, w_desc, w1_desc, w2_desc)
+    here = find_next(0, items, rounds, rest, steps, M, width, BLOCK_M, BLOCK_N, GROUP_M, PROGRAMS, PARTS)
+    if LINES:
+        each: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [4, 1], [1, 0])
+        which, own = find_linear(here[1] // BLOCK_N, N, N1, BLOCK_N, LINEARS)
+        last = pick(which, N, N1, N2, LINEARS) - 1
+        ahead = gl.minimum(own * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(1, each)), last)
+        prefetch_rows(pick(which, w_ptr, w1_ptr, w2_ptr, LINEARS) + ahead.to(gl.int64) * stride_w, here[2] * BLOCK_K, STORED, LINES)
+        await_inputs()
+    else:
+        gdc_wait()
     for i in range(SLOTS - BEHIND):
-        fill_slot(descs, ring, i, here[0], here[1], here[2] + i, steps, False, BLOCK_M, BLOCK_N)
+        fill_slot(descs, ring, i, here[0], here[1], here[2] + i, steps, N, N1, False, LINEARS, BLOCK_M, BLOCK_N, BLOCK_K)
     slot = 0
     phase = 0
     for item in range(items):
-        following = find_next(item + 1, items, rounds, rest, steps, M, N, BLOCK_M, BLOCK_N, GROUP_M, PROGRAMS, PARTS)
+        following = find_next(item + 1, items, rounds, rest, steps, M, width, BLOCK_M, BLOCK_N, GROUP_M, PROGRAMS, PARTS)
         keep_scales(kept, x_scale_ptr, row_ptr, here[0], M, KIND, BLOCK_M)
         acc = gl.zeros((BLOCK_N, BLOCK_M), gl.int32, layout)
         acc, slot, phase = multiply_steps(
-            acc, here[2], here[3], slot, phase, here, following, steps, descs, ring, True, False, operand, BLOCK_M, BLOCK_N,
-            SLOTS,
+            acc, here[2], here[3], slot, phase, here, following, steps, descs, ring, N, N1, True, False, LINEARS, operand, BLOCK_M,
+            BLOCK_N, BLOCK_K, SLOTS,
         )
         acc, mine = meet(acc, part_ptr, counter_ptr, item == rounds, here[5], rest, here[4], PARTS, BLOCK_N, BLOCK_M, 4)
         if mine:
             across: gl.constexpr = acc.permute((1, 0)).type.layout
+            which, own = find_linear(here[1] // BLOCK_N, N, N1, BLOCK_N, LINEARS)
             rows = here[0] + gl.arange(0, BLOCK_M, gl.SliceLayout(1, across))
-            cols = here[1] + gl.arange(0, BLOCK_N, gl.SliceLayout(0, across))
+            cols = own * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, across))
             s_x = kept.load(gl.SliceLayout(1, across))
-            y = finish_scaled_tile(acc.permute((1, 0)), s_x, w_scale_ptr, bias_ptr, gate_ptr, next_scale_ptr, next_row_ptr,
-                                   low_x_ptr, low_w_ptr, rows, cols, M, N, stride_r, HAS_BIAS, HAS_GATE, FACTOR, ACTIVATION,
-                                   NEXT, NEXT_KIND, of_z, LOW, HIGH, PTX, RANK)
-            write_shares(y.permute((1, 0)), y_desc, ring[3], here[0], here[1], SHARES)
+            y = finish_scaled_tile(acc.permute((1, 0)), s_x, pick(which, w_scale_ptr, w_scale1_ptr, w_scale2_ptr, LINEARS),
+                                   pick(which, bias_ptr, bias1_ptr, bias2_ptr, LINEARS), gate_ptr, next_scale_ptr, next_row_ptr,
+                                   low_x_ptr, low_w_ptr, rows, cols, M, pick(which, N, N1, N2, LINEARS), stride_r, HAS_BIAS,
+                                   HAS_GATE, FACTOR, ACTIVATION, NEXT, NEXT_KIND, of_z, LOW, HIGH, PTX, RANK)
+            if which == 0:
+                write_shares(y.permute((1, 0)), y_desc, ring[3], here[0], own * BLOCK_N, SHARES)
+            elif which == 1:
+                write_shares(y.permute((1, 0)), y1_desc, ring[3], here[0], own * BLOCK_N, SHARES)
+            else:
+                write_shares(y.permute((1, 0)), y2_desc, ring[3], here[0], own * BLOCK_N, SHARES)
         here = following
     tma.store_wait(0)
 
@@ -262,22 +303,24 @@ def packed_scaled_kernel(
 def packed_mixed_kernel(
     x_desc, upper_desc, high_x_desc, w_desc, high_desc, y_desc, x_scale_ptr, x_offset_ptr, w_scale_ptr, w_sum_ptr, bias_ptr,
     part_ptr, counter_ptr, M, N, STORED, HIGH, HAS_BIAS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-    GROUP_M: gl.constexpr, PROGRAMS: gl.constexpr, PARTS: gl.constexpr, SHARES: gl.constexpr, SLOTS: gl.constexpr,
+    BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, PROGRAMS: gl.constexpr, PARTS: gl.constexpr, SHARES: gl.constexpr,
+    SLOTS: gl.constexpr,
 ):
     """As mixed_pingpong_kernel, of packed w [N, STORED] and bytes w_high [N, HIGH]."""
-    ring = make_slots(x_desc, w_desc, y_desc, BLOCK_M, BLOCK_N, SHARES, SLOTS)
+    ring = make_slots(x_desc, w_desc, y_desc, BLOCK_M, BLOCK_N, BLOCK_K, SHARES, SLOTS)
+    gdc_wait()
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     tokens = gl.allocate_shared_memory(gl.float32, [4, BLOCK_M], plain)
     columns = gl.allocate_shared_memory(gl.float32, [5, BLOCK_N], plain)
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 32])
     operand: gl.constexpr = gl.DotOperandLayout(0, layout, 4)
     rounds, rest, items = count_items(M, N, BLOCK_M, BLOCK_N, PROGRAMS, PARTS)
-    low_steps = gl.cdiv(STORED, COLUMNS)
-    steps = gl.maximum(low_steps + gl.cdiv(HIGH, COLUMNS), SLOTS - BEHIND)
-    descs = (w_desc, x_desc, upper_desc, high_desc, high_x_desc)
+    low_steps = gl.cdiv(STORED, BLOCK_K)
+    steps = gl.maximum(low_steps + gl.cdiv(HIGH, BLOCK_K), SLOTS - BEHIND)
+    descs = (x_desc, upper_desc, w_desc, high_desc, high_x_desc)
     here = find_next(0, items, rounds, rest, steps, M, N, BLOCK_M, BLOCK_N, GROUP_M, PROGRAMS, PARTS)
     for i in range(SLOTS - BEHIND):
-        fill_slot(descs, ring, i, here[0], here[1], here[2] + i, low_steps, True, BLOCK_M, BLOCK_N)
+        fill_slot(descs, ring, i, here[0], here[1], here[2] + i, low_steps, N, N, True, 1, BLOCK_M, BLOCK_N, BLOCK_K)
     slot = 0
     phase = 0
     for item in range(items):
@@ -286,13 +329,13 @@ def packed_mixed_kernel(
                    BLOCK_M, BLOCK_N)
         acc = gl.zeros((BLOCK_N, BLOCK_M), gl.int32, layout)
         acc, slot, phase = multiply_steps(
-            acc, here[2], gl.minimum(here[3], low_steps), slot, phase, here, following, low_steps, descs, ring, True, True,
-            operand, BLOCK_M, BLOCK_N, SLOTS,
+            acc, here[2], gl.minimum(here[3], low_steps), slot, phase, here, following, low_steps, descs, ring, N, N, True, True,
+            1, operand, BLOCK_M, BLOCK_N, BLOCK_K, SLOTS,
         )
         acc = change_kept_units(acc, tokens, columns, layout)
         acc, slot, phase = multiply_steps(
-            acc, gl.maximum(here[2], low_steps), here[3], slot, phase, here, following, low_steps, descs, ring, False, True,
-            operand, BLOCK_M, BLOCK_N, SLOTS,
+            acc, gl.maximum(here[2], low_steps), here[3], slot, phase, here, following, low_steps, descs, ring, N, N, False, True,
+            1, operand, BLOCK_M, BLOCK_N, BLOCK_K, SLOTS,
         )
         acc, mine = meet(acc, part_ptr, counter_ptr, item == rounds, here[5], rest, here[4], PARTS, BLOCK_N, BLOCK_M, 4)
         if mine:

@@ -9,10 +9,11 @@ import warp_simulator as simulator
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-pingpong = pytest.importorskip("mmqc.kernels.matmul.pingpong_matmul")
-tiles = pytest.importorskip("mmqc.kernels.matmul.pingpong_tiles")
-mixed_tiles = pytest.importorskip("mmqc.kernels.matmul.pingpong_mixed_tiles")
-packed_tiles = pytest.importorskip("mmqc.kernels.matmul.packed_tiles")
+pingpong = pytest.importorskip("mmqc.kernels.warpgroup.pingpong_matmul")
+tiles = pytest.importorskip("mmqc.kernels.warpgroup.pingpong_tiles")
+mixed_tiles = pytest.importorskip("mmqc.kernels.warpgroup.pingpong_mixed_tiles")
+packed_tiles = pytest.importorskip("mmqc.kernels.warpgroup.packed_tiles")
+byte_tiles = pytest.importorskip("mmqc.kernels.warpgroup.byte_tiles")
 STEP, COLUMNS = 8, 16  # of a tile
 
 
@@ -26,7 +27,7 @@ def cut(m: int, n: int, steps: int, programs: int, block_m: int, parts: int, blo
 def run(
     kernel,
     x: torch.Tensor,
-    w: torch.Tensor,
+    weights: list[torch.Tensor],
     block_m: int,
     programs: int,
     parts: int,
@@ -35,27 +36,30 @@ def run(
     tile: dict,
     block_n: int = COLUMNS,
     shares: int = 1,
+    sums: torch.dtype = torch.int32,
 ) -> torch.Tensor:
-    """What the kernel makes of x and w by the tile code ``tile``; its counters are zero again."""
-    (m, _), n = x.shape, len(w)
-    y, count = torch.full((m, n), float("nan")), -(-m // block_m) * -(-n // block_n)
+    """What the kernel makes of x and the linears' w by the tile code ``tile``; its counters are zero again."""
+    m, three = len(x), [*weights, *weights[-1:] * 2][:3]
+    ys = [torch.full((m, len(w)), float("nan")) for w in weights]
+    count = -(-m // block_m) * sum(-(-len(w) // block_n) for w in weights)
     rest = count % programs
     counters = torch.zeros(max(rest, 1), dtype=torch.int32)
-    partial = torch.full((max(1, parts * rest * block_m * block_n),), 12345, dtype=torch.int32)
+    partial = torch.full((max(1, parts * rest * block_m * block_n),), 12345, dtype=sums)
     args = dict.fromkeys(name for name in kernel.arg_names if name.endswith("_ptr")) | dict(
         x_desc=simulator.Described(x, (block_m, STEP)),
-        w_desc=simulator.Described(w, (block_n, STEP)),
-        y_desc=simulator.Described(y, (block_m // shares, block_n)),
         part_ptr=simulator.Pointer(partial),
         counter_ptr=simulator.Pointer(counters),
         M=m,
-        N=n,
     )
+    for w, y, i in zip(three, [*ys, *ys[-1:] * 2], ("", "1", "2"), strict=False):
+        args |= {f"w{i}_desc": simulator.Described(w, (block_n, STEP)), f"N{i}": len(w)}
+        args[f"y{i}_desc"] = simulator.Described(y, (block_m // shares, block_n))
+    args = {name: value for name, value in args.items() if name in kernel.arg_names}
     shared = dict(HAS_BIAS=False, BLOCK_M=block_m, BLOCK_N=block_n, GROUP_M=2, PROGRAMS=programs, PARTS=parts)
     grid = programs if count >= programs else rest * parts
     simulator.run(kernel, grid, args | sizes, shared | constants, tile)
     assert not counters.any()
-    return y
+    return torch.cat(ys, 1)
 
 
 def assert_product(m: int, n: int, k: int, programs: int, stages: int, warps: int, parts: int) -> None:
@@ -79,7 +83,7 @@ def assert_product(m: int, n: int, k: int, programs: int, stages: int, warps: in
         REGISTERS=240,
     )
     tile = {"finish_scaled_tile": lambda acc, *_: acc, "row_scale_tile": lambda *_: None}
-    y = run(tiles.scaled_pingpong_kernel, x, w, 16 * warps, programs, parts, {"K": k, "stride_r": 0}, constants, tile)
+    y = run(tiles.scaled_pingpong_kernel, x, [w], 16 * warps, programs, parts, {"K": k, "stride_r": 0}, constants, tile)
     assert torch.equal(y, x.float() @ w.float().t())
 
 
@@ -120,7 +124,7 @@ def assert_mixed(m: int, n: int, low: int, high: int, programs: int, stages: int
     constants = dict(STAGES=stages, WARPS=4, CONSUMERS=2, BLOCK_K=STEP, REGISTERS=240)
     tile = {"finish_columns_tile": lambda acc, *_: acc, "change_units_tile": lambda acc, *_: 3 * acc}
     sizes = {"LOW": low, "START": start, "END": start + high}
-    y = run(mixed_tiles.mixed_pingpong_kernel, x, joined, 64, programs, parts, sizes, constants, tile)
+    y = run(mixed_tiles.mixed_pingpong_kernel, x, [joined], 64, programs, parts, sizes, constants, tile)
     wide = [t.float() for t in (x[:, :low], w[:, :low].t(), x[:, low:], w[:, low:].t())]
     assert torch.equal(y, 3 * (wide[0] @ wide[1]) + wide[2] @ wide[3])
 
@@ -161,14 +165,20 @@ def unpack(packed, _ptx):
     return ((wide & 15) - 8) * 16, ((wide >> 4) - 8) * 16
 
 
-def assert_packed(m: int, n: int, stored: int, high: int, programs: int, parts: int, shares: int, slots: int = 4) -> None:
-    """That the kernel's result is x wᵀ of w with 2 ``stored`` columns; with ``high`` others, 3 times that and theirs."""
+def assert_packed(
+    m: int, n: int, stored: int, high: int, programs: int, parts: int, shares: int, slots: int = 4, more_rows: tuple[int, ...] = ()
+) -> None:
+    """That the kernel's result is x wᵀ of w with 2 ``stored`` columns; with ``high`` others, 3 times that and theirs.
+
+    ``more_rows``: of other linears of the launch.
+    """
+    rows, n = (n, *more_rows), n + sum(more_rows)
     low = 2 * stored
     x = torch.randint(-8, 8, (m, low + high), dtype=torch.int8)
     codes, more = torch.randint(-8, 8, (n, low)), torch.randint(-8, 8, (n, high), dtype=torch.int8)
     packed = (codes[:, :stored] + 8 + (codes[:, stored:] + 8) * 16).to(torch.uint8)
     sizes = {"STORED": stored, "upper_desc": simulator.Described(x[:, stored:low], (16, STEP))}
-    constants = {"SHARES": shares, "SLOTS": slots}
+    constants = {"SHARES": shares, "SLOTS": slots, "BLOCK_K": STEP}
     if high:
         sizes |= {
             "high_x_desc": simulator.Described(x[:, low:], (16, STEP)),
@@ -177,11 +187,11 @@ def assert_packed(m: int, n: int, stored: int, high: int, programs: int, parts: 
         }
         kernel = packed_tiles.packed_mixed_kernel
     else:
-        sizes |= {"stride_r": 0}
+        sizes |= {"stride_r": 0, "stride_w": 0}
+        constants |= {"LINEARS": len(rows), "LINES": 0}
         constants |= dict(KIND=0, HAS_GATE=False, ACTIVATION=0, NEXT=False, NEXT_KIND=0, ROUND=0, LOW=0, HIGH=0, PTX=False, RANK=0)
         kernel = packed_tiles.packed_scaled_kernel
     tile = {
-        "COLUMNS": STEP,
         "BEHIND": 2,
         "int4_as_int8": unpack,
         "bytes_as_codes": lambda w: w.view(torch.int8),
@@ -191,7 +201,7 @@ def assert_packed(m: int, n: int, stored: int, high: int, programs: int, parts: 
         "change_kept_units": lambda acc, *_: (3 * acc // 16).as_subclass(simulator.Values),
         "finish_kept_tile": lambda acc, *_: acc,
     }
-    y = run(kernel, x[:, :stored], packed, 16, programs, parts, sizes, constants, tile, 64, shares)
+    y = run(kernel, x[:, :stored], list(packed.split(rows)), 16, programs, parts, sizes, constants, tile, 64, shares)
     want = x[:, :low].float() @ codes.float().t()
     assert torch.equal(y, 3 * want + x[:, low:].float() @ more.float().t() if high else want)
 
@@ -206,12 +216,39 @@ def assert_packed(m: int, n: int, stored: int, high: int, programs: int, parts: 
     st.sampled_from([1, 2, 4, 8]),
     st.sampled_from([1, 2, 4]),
     st.integers(3, 9),
+    st.lists(st.integers(1, 100), max_size=2),
 )
-def test_packed_ring__every_size(m, n, stored, high, programs, parts, shares, slots):
+def test_packed_ring__every_size(m, n, stored, high, programs, parts, shares, slots, more):
     ahead = slots - 2
     steps = max(-(-stored // STEP) + -(-high // STEP), ahead)
     parts = parts if steps - (parts - 1) * -(-steps // parts) >= ahead else 1  # what is copied ahead is in the next item
-    assert_packed(m, n, stored, high, programs, cut(m, n, steps, programs, 16, parts, 64), shares, slots)
+    more = () if high else tuple(more)
+    width = 64 * sum(-(-rows // 64) for rows in (n, *more))
+    assert_packed(m, n, stored, high, programs, cut(m, width, steps, programs, 16, parts, 64), shares, slots, more)
+
+
+@settings(max_examples=30)
+@given(
+    st.integers(1, 50),
+    st.integers(1, 300),
+    st.integers(1, 90),
+    st.integers(1, 8),
+    st.sampled_from([1, 2, 4, 8]),
+    st.sampled_from([1, 2, 4]),
+    st.sampled_from([4, 8]),
+    st.integers(3, 9),
+)
+def test_byte_ring__every_size(m, n, k, programs, parts, shares, warps, slots):
+    block_n, steps = 16 * warps, max(-(-k // STEP), slots - 2)
+    parts = parts if steps - (parts - 1) * -(-steps // parts) >= slots - 2 else 1
+    parts = cut(m, n, steps, programs, 16, parts, block_n)
+    x, w = torch.randint(-8, 8, (m, k)).bfloat16(), torch.randint(-8, 8, (n, k), dtype=torch.int8)
+    scale = simulator.Pointer(torch.ones(n + block_n))
+    constants = {"SHARES": shares, "SLOTS": slots, "BLOCK_K": STEP, "WARPS": warps}
+    tile = {"BEHIND": 2, "int8_as_float": lambda w, *_: w.bfloat16()}
+    sizes = {"K": k, "w_scale_ptr": scale}
+    y = run(byte_tiles.byte_kernel, x, [w], 16, programs, parts, sizes, constants, tile, block_n, shares, torch.float32)
+    assert torch.equal(y, x.float() @ w.float().t())
 
 
 def test_simulator__finds_a_consumer_that_does_not_wait_for_its_turn(monkeypatch):

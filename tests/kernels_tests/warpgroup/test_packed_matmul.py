@@ -7,7 +7,7 @@ import offline
 import pytest
 import torch
 
-packed = pytest.importorskip("mmqc.kernels.matmul.packed_matmul")
+packed = pytest.importorskip("mmqc.kernels.warpgroup.packed_matmul")
 pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 from mmqc.kernels.matmul import mixed_matmul as mixed  # noqa: E402
 from mmqc.kernels.matmul import scaled_matmul as scaled  # noqa: E402
@@ -37,10 +37,11 @@ def check_launch(launch) -> None:
         assert columns in (LOW // 2, HIGH, N)
 
 
-def one_part(tile=TILE):
+def one_part(tile=TILE, count=1):
     x, w, scale = torch.zeros(M, LOW, dtype=torch.int8), torch.zeros(N, LOW // 2, dtype=torch.uint8), torch.ones(N)
     y = torch.zeros(M, N, dtype=torch.bfloat16)
-    return packed.launch(x, Linear(w, scale, None, y), row_scale(torch.ones(1), M), tile, Epilogue(dtype=y.dtype), no_work)
+    linears = [Linear(w, scale, None, y)] * count
+    return packed.launch(x, linears, row_scale(torch.ones(1), M), tile, Epilogue(dtype=y.dtype), no_work)
 
 
 def two_parts():
@@ -50,8 +51,8 @@ def two_parts():
     return packed.mixed_launch(x, low, high, scale, sums, None, y, TILE, no_work)
 
 
-def few_rows(rows: int, slots: int):
-    return one_part(dataclasses.replace(TILE, block_m=rows, num_stages=slots))
+def few_rows(rows: int, slots: int, count: int = 1, **more: int):
+    return one_part(dataclasses.replace(TILE, block_m=rows, num_stages=slots, **more), count)
 
 
 MADE = {
@@ -60,6 +61,8 @@ MADE = {
     "64 rows": lambda: few_rows(64, 6),
     "32 rows": lambda: few_rows(32, 8),
     "16 rows": lambda: few_rows(16, 9),
+    "q, k, v": lambda: few_rows(64, 6, 3),
+    "gate, up; 128 columns": lambda: few_rows(64, 4, 2, block_n=64, block_k=128),
 }
 
 
@@ -78,7 +81,7 @@ def test_launch__gives_the_kernel_its_arguments(what):
 def test_launch__is_that_of_the_tile_for_every_product_of_one_linear(variant, monkeypatch):
     launches = []
     fake = types.SimpleNamespace(run=lambda: launches.append("run"))
-    monkeypatch.setitem(scaled.GLUON, variant, lambda x, linear, *_: launches.append(linear.w) or fake)
+    monkeypatch.setitem(scaled.GLUON, variant, lambda x, linears, *_: launches.append(linears[0].w) or fake)
     monkeypatch.setattr(mixed, "supports", lambda *_: None)
     x, y, tile = (torch.zeros(M, LOW, dtype=torch.int8), torch.zeros(M, N, dtype=torch.bfloat16), TILE.with_variant(variant))
     w = torch.zeros(N, LOW // 2, dtype=torch.uint8) if variant == "registers" else torch.zeros(N, LOW, dtype=torch.int8)
@@ -97,7 +100,9 @@ def test_epilogue__weights_are_written_out_in_front_of_codes(monkeypatch):
     fake = types.SimpleNamespace(run=lambda: None)
     w = torch.zeros(N, LOW // 2, dtype=torch.uint8)
     for variant in ("pingpong", "registers"):
-        monkeypatch.setitem(scaled.GLUON, variant, lambda x, linear, *_, name=variant: launches.append((name, linear.w)) or fake)
+        monkeypatch.setitem(
+            scaled.GLUON, variant, lambda x, linears, *_, name=variant: launches.append((name, linears[0].w)) or fake
+        )
     monkeypatch.setattr(
         scaled, "tile_of", lambda x, linear, *_: TILE.with_variant("pingpong" if linear.w.dtype == torch.int8 else "registers")
     )
@@ -126,7 +131,7 @@ def test_shares__as_few_as_fit(item_bytes, kept, count):
 
 
 def test_shares__refuses_tiles_of_other_kernels():
-    with pytest.raises(ValueError, match="more than 2 slots of 64"):
+    with pytest.raises(ValueError, match="more than 2 slots"):
         packed.shares(MatmulConfig(128, 128, 128, 4, 2, variant="registers"), 2, 0)
     with pytest.raises(ValueError, match="no shared memory"):
         packed.shares(MatmulConfig(256, 128, 64, 4, 4, per_sm=2, variant="registers"), 2, 0)

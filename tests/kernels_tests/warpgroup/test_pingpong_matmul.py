@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-pingpong = pytest.importorskip("mmqc.kernels.matmul.pingpong_matmul")
+pingpong = pytest.importorskip("mmqc.kernels.warpgroup.pingpong_matmul")
 configs = pytest.importorskip("mmqc.kernels.matmul.configs")
 Config = configs.MatmulConfig
 
@@ -62,7 +62,7 @@ import sys, triton
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
-from mmqc.kernels.matmul.pingpong_tiles import scaled_pingpong_kernel
+from mmqc.kernels.warpgroup.pingpong_tiles import scaled_pingpong_kernel
 
 what, rows, columns, warps, parts, stages = sys.argv[1], *map(int, sys.argv[2:])
 codes = "fp8e4nv" if what == "fp8" else "i8"

@@ -1,0 +1,1 @@
+"""Linears whose products are warpgroups' (Hopper), in Gluon: copies, products and epilogues of their own timing."""
