@@ -92,20 +92,18 @@ def test_bytes__equal_float64(m, n, k, name, dtype) -> None:
     assert_close(y, (x.double() @ w.double().t()) * scale.double() + bias.double(), dtype)
 
 
-def test_bytes__are_chosen_for_one_linear_and_for_wide_ones() -> None:
-    x = torch.randn(300, 64, device="cuda").bfloat16()
+def test_bytes__are_chosen_for_a_large_weight_and_beyond_64_rows_for_several() -> None:
+    x = torch.randn(300, 4096, device="cuda").bfloat16()
 
     def kernels(m: int, *columns: int) -> list[str]:
-        w = [torch.zeros(n, 64, dtype=torch.int8, device="cuda") for n in columns]
+        w = [torch.zeros(n, 4096, dtype=torch.int8, device="cuda") for n in columns]
         linears = [Linear(c, torch.ones(len(c), device="cuda"), None, nan(m, len(c), x.dtype)) for c in w]
         return [product.kernel for product in weight_only.plan(x[:m], linears, 8)]
 
-    assert kernels(16, 512) == ["pointers"]
-    assert kernels(17, 512) == kernels(256, 512) == ["registers"]
-    assert kernels(64, 512, 64) == ["pointers"]
-    assert kernels(64, 8192, 8192) == ["registers"] * 2
-    assert kernels(64, 513) == ["pointers"]
-    assert kernels(257, 512) == ["torch"]
+    assert kernels(16, 8192) == kernels(64, 4096) == kernels(64, 8193) == kernels(64, 8192, 8192) == ["pointers"]
+    assert kernels(17, 8192) == kernels(256, 8192) == ["registers"]
+    assert kernels(65, 8192, 8192) == ["registers"] * 2
+    assert kernels(257, 8192) == ["torch"]
 
 
 def test_tiles__of_every_shape_leave_room_for_their_slots() -> None:

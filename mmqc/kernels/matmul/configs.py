@@ -177,15 +177,18 @@ def _pingpong(m: int, n: int, device: torch.device) -> MatmulConfig:
     return MatmulConfig(block_m, 128, 128, 4, 8, split_k=4, variant="pingpong")
 
 
-def _packed_few(m: int, n: int, device: torch.device) -> MatmulConfig:
+def _packed_few(m: int, n: int, k: int, device: torch.device) -> MatmulConfig:
     """Tiles of all rows, up to 128 of them: of 64 columns where those of 128 would not go round.
 
     A decoder of 7B (H200; gate and up, down, qkv, o) takes 25, 15, 6 and 6 us at 32 rows where tiles of pointers take 33, 17, 8
     and 8; 29, 15, 7 and 6 for 31, 17, 8 and 7 at 64; 37, 21, 8 and 7 for 60, 34, 30 and 15 at 128; 58, 35, 14 and 11 for 101, 37,
-    28 and 11 at 256.
+    28 and 11 at 256.  Long rows whose tiles neither fill the machine nor can be cut stay with pointers: q, k, v of half of 72B
+    (5,120 x 8,192) take 12 us for 14 at 64 rows.
     """
     units = multiprocessors(device)
     few = -(-n // 64) <= units
+    if m <= 64 and few and 2 * -(-n // 64) > units and k > 6144:
+        return _packed_skinny(m, n, k // 2, device)
     if m <= 32:
         return MatmulConfig(m, 64, 128, 4, 8 if few else 5, split_k=16, per_sm=1 if few else 2, variant="registers")
     if m <= 64:
@@ -193,7 +196,7 @@ def _packed_few(m: int, n: int, device: torch.device) -> MatmulConfig:
         return MatmulConfig(64, block_n, block_k, 4, slots, split_k=16, per_sm=1 if few else 2, variant="registers")
     if m <= 128:
         return MatmulConfig(128, 64, 128, 4, 5, split_k=8, variant="registers")
-    wide = -(-n // 128) > units
+    wide = 10 * -(-m // 128) * -(-n // 128) >= 9 * units
     return MatmulConfig(128, 128 if wide else 64, 64, 4, 4 if wide else 5, split_k=8, per_sm=2, variant="registers")
 
 
@@ -224,7 +227,8 @@ def _scaled(op: str, m: int, n: int, k: int, device: torch.device) -> MatmulConf
     if op == "byte_int8":
         return _bytes_few(m)
     if op.startswith("packed"):
-        return _packed_few(m, n, device) if m <= 256 else MatmulConfig(128, 128, 64, 4, 4, split_k=4, per_sm=2, variant="registers")
+        many = MatmulConfig(128, 128, 64, 4, 4, split_k=4, per_sm=2, variant="registers")
+        return _packed_few(m, n, k, device) if m <= 256 else many
     slots = 2 * multiprocessors(device)
     packed = op.startswith("scaled_int4")
     if m > 256:

@@ -23,7 +23,7 @@ from torch import Tensor
 from mmqc.kernels.matmul import configs
 from mmqc.kernels.matmul.configs import MatmulConfig
 from mmqc.kernels.matmul.linears import Linear, three
-from mmqc.kernels.matmul.product import ANY_ROWS, EAGER, Caller, Product, each_alone, share_a_launch
+from mmqc.kernels.matmul.product import ANY_ROWS, EAGER, ONE_LAUNCH_ROWS, Caller, Product, each_alone, share_a_launch
 from mmqc.kernels.matmul.scaled_matmul import OUTPUTS
 from mmqc.kernels.matmul.unpack_weight import unpack_weight
 from mmqc.kernels.matmul.weight_only_matmul_tiles import weight_only_matmul_kernel
@@ -36,7 +36,7 @@ from mmqc.ops.pack import STRETCHES, packed_width, stretch
 from mmqc.ops.weight_only_matmul import ZEROS
 
 DTYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
-WIDE = 8192  # columns of a linear that fills the machine
+LARGE = 1 << 25  # entries of a weight that keeps the machine busy
 CROSSING_STAGES = 2  # where a step crosses groups: 4-byte scales then pass through shared memory, a tile for each stretch
 
 
@@ -128,11 +128,12 @@ def plan(
 
 
 def stay_bytes(x: Tensor, linears: Sequence[Linear], zero: Tensor | None, group_size: int) -> bool:
-    """Whether byte_matmul.py takes x and each of these weights, and is faster: several narrow ones share a launch of pointers."""
-    if not byte_matmul.FEW < x.shape[0] <= byte_matmul.SOME:
+    """Whether byte_matmul.py takes x and each of these weights, and is faster: of few rows several share a launch of pointers."""
+    m, k = x.shape
+    if not byte_matmul.FEW < m <= byte_matmul.SOME or (len(linears) > 1 and m <= ONE_LAUNCH_ROWS["columns"]):
         return False
-    wide = len(linears) == 1 or all(linear.w.shape[0] >= WIDE for linear in linears)
-    return wide and all(byte_matmul.why_not(x, linear, zero, group_size) is None for linear in linears)
+    large = all(linear.w.shape[0] * k >= LARGE for linear in linears)
+    return large and all(byte_matmul.why_not(x, linear, zero, group_size) is None for linear in linears)
 
 
 def launch_of(
