@@ -17,7 +17,8 @@ KERNELS = {
     "kv_tokens": ("kv_token_attention*", "kv_round_keys*", "kv_pack*", "int4_codes*"),
     "epilogues": ("scaled_matmul*", "gated_matmul*", "activation_*", "epilogue_*", "hadamard_*"),
     "mixed_linear": ("mixed_*", "pingpong_*", "packed_*", "quantize_per_token*", "unpack_weight*"),
-    "linear_few": ("matmul/scaled_matmul*", "matmul/product*"),
+    "linear_few": ("scaled_matmul*", "product*"),
+    "some_rows": ("packed_*", "byte_*", "scaled_matmul*", "weight_only_matmul*", "product*"),
     "kv_rows": ("kv_rows_*", "kv_token_attention*", "int4_codes*"),
 }
 
@@ -27,7 +28,9 @@ def measured(name: str, data: dict[str, Any]) -> str:
     git = lambda *args: subprocess.run(["git", *args], cwd=ROOT, check=False, capture_output=True, text=True)  # noqa: E731
     commit = data.get("commit") or git("log", "-1", "--format=%h", f"benchmarks/results/{name}.json").stdout
     commit = commit.strip()[:7]
-    changed = git("diff", "--quiet", commit, "--", *(f":(glob)mmqc/kernels/{pattern}.py" for pattern in KERNELS[name])).returncode
+    changed = git(
+        "diff", "--quiet", commit, "--", *(f":(glob)mmqc/kernels/**/{pattern}.py" for pattern in KERNELS[name])
+    ).returncode
     return f"Commit {commit}{'; the kernels have changed since, and were not measured again.' if changed else '.'}"
 
 
@@ -196,8 +199,25 @@ def some_hundred(data: dict[str, Any]) -> list[str]:
     ]
 
 
+def some_rows(data: dict[str, Any]) -> list[str]:
+    """Weights that are widened in registers, of several linears in a launch."""
+    ways = ("bf16", "W4A8 by pointers", "W4A8", "W8A16 by pointers", "W8A16")
+    rows = [[name, *(f"{t[way]:.1f}" if way in t else "–" for way in ways)] for name, t in by_rows(data["times_us"])]
+    return [
+        "## 17 to 512 rows",
+        "",
+        "All linears of an input, microseconds. *By pointers*: the kernels of few rows, which a package without Python has for "
+        "all; the others widen weights in registers, and have linears of packed weights in one launch. *bf16*: cuBLAS, one product "
+        f"of all columns. {data['note']} `{data['command']}`, {data['device']}, torch {data['torch']}, Triton {data['triton']}. "
+        f"{measured('some_rows', data)}",
+        "",
+        *table(("linears / rows", *ways), rows),
+    ]
+
+
 SECTIONS = {
     "linear_few": some_hundred,
+    "some_rows": some_rows,
     "epilogues": epilogues,
     "w4a8_groups": group_scales,
     "kv_attention": packed_cache,
