@@ -3,7 +3,6 @@
     every step   wait for its slot;  load w, widen;  start its products into yᵀ;  copy what comes;  wait for the step before
 
 As packed_tiles.py, which says why, and in what order; with a weight of bytes, and x in 16 bits.
-First:   weights are no kernel's result, so the first slots ask for theirs before the kernel in front has ended.
 """
 
 # Gluon is known when it is compiled.
@@ -95,6 +94,7 @@ def byte_kernel(
     for i in gl.static_range(SLOTS):
         mbarrier.init(full.index(i), count=1)
     fence_async_shared()
+    gdc_wait()
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_M, 16])
     operand: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
     ring = (x_ring, w_ring, full)
@@ -105,9 +105,7 @@ def byte_kernel(
         ready = full.index(i)
         expect_step(ready, BLOCK_M, BLOCK_N, BLOCK_K)
         tma.async_copy_global_to_shared(w_desc, [here[1], (here[2] + i) * BLOCK_K], ready, w_ring.index(i))
-    gdc_wait()
-    for i in range(SLOTS - BEHIND):
-        tma.async_copy_global_to_shared(x_desc, [here[0], (here[2] + i) * BLOCK_K], full.index(i), x_ring.index(i))
+        tma.async_copy_global_to_shared(x_desc, [here[0], (here[2] + i) * BLOCK_K], ready, x_ring.index(i))
     slot = 0
     phase = 0
     for item in range(items):

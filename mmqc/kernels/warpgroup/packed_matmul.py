@@ -4,8 +4,9 @@ Shapes:  x [M, K] int8   w packed uint8 [N, K/2]   y [M, N] fp16 | bf16 | fp32, 
          mixed: x, scales and offsets of quantize_per_token.py, low part packed, high part int8   the rest as mixed_matmul.py
 Exact:   int8 sums; with two parts the low one's is rounded once, as in mixed_matmul.py.
 Arch:    Hopper (wgmma), as pingpong_matmul.py and for the same launches; K, or its low part, is a multiple of 32.
-Tiles:   variant "registers": 128 rows of w and ``block_m`` of x, ``per_sm`` programs a multiprocessor, which share its memory; each
-         has ``num_stages`` slots of ``block_k`` packed columns and room for a share of y.
+Rows:    more than FEW; up to 512 several linears of an input are one launch (product.py).
+Tiles:   variant "registers": ``block_n`` rows of w and ``block_m`` of x, ``per_sm`` programs a multiprocessor, which share its
+         memory; each has ``num_stages`` slots of ``block_k`` packed columns and room for a share of y.
 """
 
 from __future__ import annotations

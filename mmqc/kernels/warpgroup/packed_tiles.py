@@ -10,6 +10,7 @@ Order:   products read their registers while they run.  Two steps alternate, wit
 Ahead:   a step fills the slot of the one before the last, which all warps have seen done, with what comes two steps less than
          there are slots later, in this item or in the next: an item has so many steps or more.  So no copy stands between two
          steps' products, and with few rows, whose steps are short, more slots are more bytes on their way.
+Linears: their tiles of columns lie one after the other, each linear's in whole ones; whoever copies or writes finds its own.
 Hidden:  a program is one warpgroup, and two fit a multiprocessor: while one waits, unpacks or copies, the other multiplies.
 Short:   with 2/3 of the instructions and few spills two parts took 79 us for 125 (ADR 17).
 Scale:   codes are 16 q (int4_codes.py); the epilogue, or the change of units, takes it back.
