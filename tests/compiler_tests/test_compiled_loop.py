@@ -34,9 +34,11 @@ HOW = {
     "sampled": {"do_sample": True, "top_k": 20},
     "scores": {"do_sample": False, "output_scores": True, "return_dict_in_generate": True},
 }
+LEAST = {"do_sample": False, "min_new_tokens": 3, "eos_token_id": [*range(1, 60)], "pad_token_id": 0}  # half of the tokens end it
+HOW |= {"a least length": LEAST, "a least length, logits": {**HOW["scores"], **LEAST, "output_logits": True}}
 
 
-@pytest.mark.parametrize("how", often(HOW, "greedy"))
+@pytest.mark.parametrize("how", often(HOW, "greedy", "a least length, logits"))
 def test_compiled_loop__gives_the_same_tokens_as_transformers(how: str) -> None:
     model, batch = quantized_vlm(depth=1)
     more = {"max_new_tokens": 6, "cache_implementation": "static", **HOW[how]}
@@ -45,9 +47,9 @@ def test_compiled_loop__gives_the_same_tokens_as_transformers(how: str) -> None:
     for _ in range(2):  # with a new cache and with the kept one
         torch.manual_seed(3)
         got = model.generate(**batch, **more, **compiled())
-        if how == "scores":
+        if not isinstance(got, torch.Tensor):
             assert torch.equal(got.sequences, expected.sequences)
-            for step, other in zip(got.scores, expected.scores, strict=True):
+            for step, other in zip((*got.scores, *(got.logits or ())), (*expected.scores, *(expected.logits or ())), strict=True):
                 assert_close(step, other)
         else:
             assert torch.equal(got, expected)
