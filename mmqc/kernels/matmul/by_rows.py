@@ -9,7 +9,7 @@ The choice is the eager one (``plan``), so a compiled graph gives what the ops g
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -116,11 +116,7 @@ class After(NamedTuple):
 
 def expect(device: int, x: tuple[torch.dtype, int], scale: int, parts: Sequence[Part], after: After | None = None) -> None:
     """Begin to compile what calls with x [*, K] of a dtype, with a kind of scale, may launch."""
-    known = device, x, scale, tuple(parts), after
-    if known not in _expected:
-        _expected.add(known)
-        on = torch.device("cuda", device)
-        compile_ahead.ahead(kernels_of(on, x, scale, parts, after), on)
+    _expect_once(device, kernels_of, x, scale, tuple(parts), after)
 
 
 _expected: set[tuple[Any, ...]] = set()
@@ -128,11 +124,15 @@ _expected: set[tuple[Any, ...]] = set()
 
 def expect_bytes(device: int, x: tuple[torch.dtype, int], parts: Sequence[Part], scale: torch.dtype) -> None:
     """The same for ``weight_only``."""
-    known = device, x, tuple(parts), scale
+    _expect_once(device, byte_kernels_of, x, tuple(parts), scale)
+
+
+def _expect_once(device: int, launches: Callable[..., Iterator[Launch]], *args: Any) -> None:
+    known = device, launches, *args
     if known not in _expected:
         _expected.add(known)
         on = torch.device("cuda", device)
-        compile_ahead.ahead(byte_kernels_of(on, x, parts, scale), on)
+        compile_ahead.ahead(launches(on, *args), on)
 
 
 def byte_kernels_of(

@@ -21,7 +21,7 @@ from torch import Tensor
 from mmqc.kernels.matmul.configs import MatmulConfig
 from mmqc.kernels.matmul.linears import Linear
 from mmqc.kernels.matmul.product import why_not_aligned
-from mmqc.kernels.shared.device_facts import SHARED_BYTES, ceil_div, has_warpgroup_products
+from mmqc.kernels.shared.device_facts import ceil_div, has_warpgroup_products
 from mmqc.kernels.shared.launch import Launch
 from mmqc.kernels.shared.split_k import Workspace, workspace
 from mmqc.kernels.warpgroup import packed_matmul as packed
@@ -50,11 +50,7 @@ def shares(c: MatmulConfig, item_bytes: int) -> int:
             f"byte_matmul: 4 warps have a multiple of 64 rows of w and of 16 of x, more than {packed.BEHIND} slots of {BLOCK_K}, "
             f"not {c}"
         )
-    room = SHARED_BYTES // c.per_sm - packed.BARRIERS - c.num_stages * (2 * c.block_m + c.block_n) * BLOCK_K
-    fit = [n for n in (1, 2, 4, 8) if c.block_m * c.block_n * item_bytes // n <= room]
-    if not fit:
-        raise ValueError(f"{c} leaves no shared memory for its slots")
-    return fit[0]
+    return packed.as_few_as_fit(c, item_bytes)
 
 
 def launch(x: Tensor, linear: Linear, c: MatmulConfig, work: Workspace = workspace) -> Launch:

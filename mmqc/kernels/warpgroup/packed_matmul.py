@@ -60,6 +60,11 @@ def shares(c: MatmulConfig, item_bytes: int, kept: int) -> int:
             f"packed_matmul: 4 warps have a multiple of 64 rows of w and of 16 of x, more than {BEHIND} slots of {BLOCK_K}, "
             f"not {c}"
         )
+    return as_few_as_fit(c, item_bytes, kept)
+
+
+def as_few_as_fit(c: MatmulConfig, item_bytes: int, kept: int = 0) -> int:
+    """``shares`` of a kernel whose slots have a tile of w and two of x, or one in 16 bits."""
     room = SHARED_BYTES // c.per_sm - BARRIERS - 4 * kept - c.num_stages * (2 * c.block_m + c.block_n) * c.block_k
     fit = [n for n in (1, 2, 4, 8) if c.block_m * c.block_n * item_bytes // n <= room]
     if not fit:

@@ -206,6 +206,11 @@ def assert_packed(
     assert torch.equal(y, 3 * want + x[:, low:].float() @ more.float().t() if high else want)
 
 
+def full_parts(parts: int, steps: int, ahead: int) -> int:
+    """As many parts, if each has the steps that are copied ahead, for those are in the next item at most; else one."""
+    return parts if steps - (parts - 1) * -(-steps // parts) >= ahead else 1
+
+
 @settings(max_examples=40)
 @given(
     st.integers(1, 50),
@@ -221,7 +226,7 @@ def assert_packed(
 def test_packed_ring__every_size(m, n, stored, high, programs, parts, shares, slots, more):
     ahead = slots - 2
     steps = max(-(-stored // STEP) + -(-high // STEP), ahead)
-    parts = parts if steps - (parts - 1) * -(-steps // parts) >= ahead else 1  # what is copied ahead is in the next item
+    parts = full_parts(parts, steps, ahead)
     more = () if high else tuple(more)
     width = 64 * sum(-(-rows // 64) for rows in (n, *more))
     assert_packed(m, n, stored, high, programs, cut(m, width, steps, programs, 16, parts, 64), shares, slots, more)
@@ -240,8 +245,7 @@ def test_packed_ring__every_size(m, n, stored, high, programs, parts, shares, sl
 )
 def test_byte_ring__every_size(m, n, k, programs, parts, shares, warps, slots):
     block_n, steps = 16 * warps, max(-(-k // STEP), slots - 2)
-    parts = parts if steps - (parts - 1) * -(-steps // parts) >= slots - 2 else 1
-    parts = cut(m, n, steps, programs, 16, parts, block_n)
+    parts = cut(m, n, steps, programs, 16, full_parts(parts, steps, slots - 2), block_n)
     x, w = torch.randint(-8, 8, (m, k)).bfloat16(), torch.randint(-8, 8, (n, k), dtype=torch.int8)
     scale = simulator.Pointer(torch.ones(n + block_n))
     constants = {"SHARES": shares, "SLOTS": slots, "BLOCK_K": STEP, "WARPS": warps}
