@@ -9,6 +9,7 @@ from mmqc.kernels.matmul import weight_only_matmul as weight_only
 from mmqc.kernels.matmul.configs import MatmulConfig, config
 from mmqc.kernels.matmul.epilogue_tiles import Epilogue
 from mmqc.kernels.matmul.linears import Linear
+from mmqc.kernels.matmul.scaled_matmul_epilogue import scaled_matmul_epilogue
 from mmqc.kernels.shared.device_facts import has_warpgroup_products
 from mmqc.kernels.shared.row_scale import row_scale
 from mmqc.kernels.warpgroup import byte_matmul, packed_matmul
@@ -51,9 +52,9 @@ def test_packed__several_linears_equal_float64(shape, m, dtype) -> None:
 
 
 def test_packed__share_a_launch_up_to_512_rows() -> None:
-    x = torch.zeros(512, 64, dtype=torch.int8, device="cuda")
+    x = torch.zeros(513, 64, dtype=torch.int8, device="cuda")
     w, s = torch.zeros(64, 32, dtype=torch.uint8, device="cuda"), torch.ones(64, device="cuda")
-    for m, count in ((16, 1), (17, 1), (512, 1)):
+    for m, count in ((16, 1), (17, 1), (512, 1), (513, 3)):
         linears = [Linear(w, s, None, nan(m, 64, torch.bfloat16)) for _ in range(3)]
         products = scaled.plan(x[:m], linears)
         assert len(products) == count
@@ -68,8 +69,6 @@ def test_packed__epilogue_equals_the_other_kernel(m, activation) -> None:
     x = torch.randint(-128, 128, (m, 704), dtype=torch.int8, device="cuda")
     w, s = pack_int4(torch.randint(-8, 8, (1288, 704), dtype=torch.int8, device="cuda")), torch.rand(1288, device="cuda")
     rows, codes = row_scale(torch.full((1,), 1e-3, device="cuda"), m), row_scale(torch.rand(1, device="cuda") + 0.5, m)
-    from mmqc.kernels.matmul.scaled_matmul_epilogue import scaled_matmul_epilogue
-
     got, want = (torch.zeros(m, 1288, dtype=torch.int8, device="cuda") for _ in range(2))
     epilogue = Epilogue(activation, torch.bfloat16, codes)
     scaled_matmul_epilogue(x, [Linear(w, s, None, got)], rows, epilogue)
