@@ -61,7 +61,7 @@ class Cuda:
         if self.pool is None:
             self.pool = torch.cuda.graph_pool_handle()
             _, self.kept = self._graph_of(lambda: torch.empty(1, device=self.kind).zero_())
-        with _counters_beside() if beside else nullcontext():
+        with _memory_of_launches(beside):
             result, graph = self._graph_of(run)
         if in_group() and not beside:  # beside others it meets nobody (regions.py)
             _WITH_RANKS.add(graph)
@@ -102,13 +102,17 @@ def _let_go() -> None:
     torch.compiler.reset()
 
 
-def _counters_beside() -> Any:
-    """Counters of their own for launches that are recorded; without triton there are none."""
+@contextmanager
+def _memory_of_launches(beside: bool) -> Iterator[None]:
+    """Sums, and counters where others run at the same time, of their own for launches that are recorded; of triton's."""
     try:
-        from mmqc.kernels.shared.split_k import counters_beside
+        from mmqc.kernels.shared.split_k import counters_beside, recording
     except ImportError:
-        return nullcontext()
-    return counters_beside(torch.device("cuda", torch.cuda.current_device()))
+        yield
+        return
+    device = torch.device("cuda", torch.cuda.current_device())
+    with recording(), counters_beside(device) if beside else nullcontext():
+        yield
 
 
 @contextmanager

@@ -40,7 +40,7 @@ def test_cuda__ranks_let_their_recordings_go_before_the_group_ends(monkeypatch: 
     monkeypatch.setattr(cuda_recorder, "in_group", lambda: ranks)
     monkeypatch.setattr(cuda_recorder, "before_the_group_ends", ends.append)
     monkeypatch.setattr(Cuda, "kind", "cpu")
-    monkeypatch.setattr(cuda_recorder, "_counters_beside", nullcontext)
+    monkeypatch.setattr(cuda_recorder, "_memory_of_launches", nullcontext)
     device = Cuda()
     assert [device.record(lambda i=i: i)[0] for i in range(2)] == [0, 1]
     assert device.record(lambda: 2, beside=True)[0] == 2

@@ -199,8 +199,13 @@ def _store_wait(left: int) -> None:
         _here.stores.pop(0)()
 
 
-def _atomic_add(to: Pointer, more: int, sem: str) -> int:
-    assert sem in ("acquire", "release")
+def _atomic_add(to: Pointer, more: Any, sem: str) -> int | None:
+    if isinstance(more, torch.Tensor):
+        assert sem == "relaxed"
+        with _change:
+            to.to[to.at.long()] += more
+        return None
+    assert sem in ("acquire", "release", "acq_rel")
     time.sleep(1e-4)
     if _here.failed:
         raise RuntimeError("another role failed")
@@ -286,7 +291,13 @@ gl: Any = types.SimpleNamespace(
 REPLACED: dict[str, Any] = {
     "gl": gl,
     "tl": types.SimpleNamespace(
-        debug_barrier=lambda: None, minimum=gl.minimum, constexpr=None, cdiv=gl.cdiv, where=gl.where, int32=torch.int32
+        debug_barrier=lambda: None,
+        minimum=gl.minimum,
+        constexpr=None,
+        cdiv=gl.cdiv,
+        where=gl.where,
+        int32=torch.int32,
+        float32=torch.float32,
     ),
     "mbarrier": types.SimpleNamespace(expect=_expect, arrive=_arrive, wait=_wait, init=_init, MBarrierLayout=lambda: None),
     "tma": types.SimpleNamespace(

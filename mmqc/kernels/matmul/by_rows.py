@@ -189,7 +189,9 @@ def shape_of(shape: tuple[Any, ...], dtype: torch.dtype, device: torch.device) -
     return Shape(shape, dtype, device)
 
 
-def shapes_of(device: torch.device, tiles: int, tile_elements: int, split: int, dtype: torch.dtype) -> tuple[Any, Any]:
+def shapes_of(
+    device: torch.device, tiles: int, tile_elements: int, split: int, dtype: torch.dtype, added: bool = False
+) -> tuple[Any, Any]:
     """In the place of ``workspace``'s."""
     parts = Shape((split * tiles * tile_elements,), dtype, device)
     return parts, Shape((tiles,), torch.int32, device)

@@ -42,13 +42,19 @@ def scale_tile(
 ):
     """Sums [BM, BN] and s_x [BM] -> z, float32."""
     s_w = tl.load(w_scale_ptr + cols, mask=col_mask, other=0.0)  # [BN]
-    z = acc.to(tl.float32)
-    if FACTOR != 1.0:
-        z = z * FACTOR
-    z = z * s_x[:, None] * s_w[None, :]
+    z = scale_sums(acc, s_x, s_w, FACTOR)
     if HAS_BIAS:
         z += tl.load(bias_ptr + cols, mask=col_mask, other=0.0).to(tl.float32)[None, :]
     return z
+
+
+@triton.jit
+def scale_sums(acc, s_x, s_w, FACTOR: tl.constexpr):
+    """``scale_tile``, its scales [BM] and [BN] at hand, without a bias."""
+    z = acc.to(tl.float32)
+    if FACTOR != 1.0:
+        z = z * FACTOR
+    return z * s_x[:, None] * s_w[None, :]
 
 
 @triton.jit
@@ -59,8 +65,19 @@ def finish_scaled_tile(
     NEXT_KIND: tl.constexpr, ROUND: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, PTX: tl.constexpr, RANK: tl.constexpr,
 ):
     """The epilogue: acc [BM, BN] and s_x [BM] -> y, float32 or codes."""
+    y = scale_tile(acc, s_x, w_scale_ptr, bias_ptr, cols, cols < N, HAS_BIAS, FACTOR)
+    return finish_tile(y, gate_ptr, next_scale_ptr, next_row_ptr, low_x_ptr, low_w_ptr, rows, cols, M, N, stride_r, HAS_GATE,
+                       ACTIVATION, NEXT, NEXT_KIND, ROUND, LOW, HIGH, PTX, RANK)
+
+
+@triton.jit
+def finish_tile(
+    y, gate_ptr, next_scale_ptr, next_row_ptr, low_x_ptr, low_w_ptr, rows, cols, M, N, stride_r,
+    HAS_GATE: tl.constexpr, ACTIVATION: tl.constexpr, NEXT: tl.constexpr, NEXT_KIND: tl.constexpr, ROUND: tl.constexpr,
+    LOW: tl.constexpr, HIGH: tl.constexpr, PTX: tl.constexpr, RANK: tl.constexpr,
+):
+    """Z [BM, BN], but for the other terms of a sum -> y, float32 or codes."""
     row_mask, col_mask = rows < M, cols < N
-    y = scale_tile(acc, s_x, w_scale_ptr, bias_ptr, cols, col_mask, HAS_BIAS, FACTOR)
     if HAS_GATE:
         at = gate_ptr + rows.to(tl.int64)[:, None] * stride_r + cols[None, :]
         r = tl.load(at, mask=row_mask[:, None] & col_mask[None, :], other=0.0).to(tl.float32)

@@ -4,6 +4,8 @@
 
 Why:     a second launch to add the parts costs more than a skinny matmul has to give.  The counters of a launch are zero
          before it and zero after it, so a captured CUDA graph replays.
+Added:   integers, whose order does not matter, are added where they lie: the last to finish reads one tile, not all parts of it.
+         Such sums too are zero before and after, in memory that one stream, or one recording, has for all its launches.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Any
 
 import torch
 import triton
@@ -19,10 +22,13 @@ import triton.language as tl
 from torch import Tensor
 
 RING = 1 << 20
+SUMS = 1 << 20  # integers at once: launches of more are rare
 ALIGNED = 4  # counters in 16 bytes, so that a kernel is compiled for one kind of address
-Workspace = Callable[[torch.device, int, int, int, torch.dtype], tuple[Tensor, Tensor]]  # as ``workspace`` below
+Workspace = Callable[..., tuple[Tensor, Tensor]]  # as ``workspace`` below
 _counters: dict[tuple[torch.device, bool], Tensor] = {}
 _next: dict[tuple[torch.device, bool], int] = {}
+_sums: dict[tuple[torch.device, int], Tensor] = {}  # by stream
+_recorded: ContextVar[dict[torch.device, Tensor] | None] = ContextVar("sums of what is recorded", default=None)
 _beside: ContextVar[bool] = ContextVar("whether launches are recorded that will run beside others", default=False)
 
 
@@ -41,14 +47,27 @@ def counters_beside(device: torch.device) -> Iterator[None]:
         _beside.reset(token)
 
 
+@contextmanager
+def recording() -> Iterator[None]:
+    """Launches meanwhile, which are captured one behind the other, share their sums: these are zeroed once in a replay."""
+    token = _recorded.set({})
+    try:
+        yield
+    finally:
+        _recorded.reset(token)
+
+
 def workspace(
-    device: torch.device, tiles: int, tile_elements: int, split: int, dtype: torch.dtype
+    device: torch.device, tiles: int, tile_elements: int, split: int, dtype: torch.dtype, added: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Partial sums [split, tiles, tile] and zeroed counters [tiles].
+    """Partial sums [split, tiles, tile] and zeroed counters [tiles]; or, ``added``, zeroed sums [tiles, tile] of int32.
 
     Counters come from a ring, so launches on different streams, or in different graphs, meet only after a thousand others.
     """
-    parts = torch.empty(split * tiles * tile_elements if split > 1 else 1, dtype=dtype, device=device)
+    if added and split > 1:
+        parts = _zeroed(device, tiles * tile_elements)
+    else:
+        parts = torch.empty(split * tiles * tile_elements if split > 1 else 1, dtype=dtype, device=device)
     capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     if split == 1:
         return parts, parts.view(torch.int32)
@@ -62,6 +81,24 @@ def workspace(
     start = 0 if start + tiles > RING else start
     _next[ring] = start + -(-tiles // ALIGNED) * ALIGNED
     return parts, _counters[ring][start : start + tiles]
+
+
+def _zeroed(device: torch.device, elements: int) -> Tensor:
+    """Sums that are zero, and that a launch leaves so, of a stream's launches or of a recording's; others' have none to share."""
+    most = max(elements, SUMS)
+    if device.type != "cuda":
+        return torch.zeros(elements, dtype=torch.int32, device=device)
+    if torch.cuda.is_current_stream_capturing():
+        shared = _recorded.get()
+        if shared is None:
+            return torch.zeros(elements, dtype=torch.int32, device=device)
+        kept: dict[Any, Tensor] = shared
+        key: Any = device
+    else:
+        kept, key = _sums, (device, torch.cuda.current_stream(device).cuda_stream)
+    if key not in kept or len(kept[key]) < elements:
+        kept[key] = torch.zeros(most, dtype=torch.int32, device=device)
+    return kept[key][:elements]
 
 
 def _ring(device: torch.device) -> Tensor:

@@ -50,7 +50,7 @@ def shares(c: MatmulConfig, item_bytes: int) -> int:
             f"byte_matmul: 4 warps have a multiple of 64 rows of w and of 16 of x, more than {packed.BEHIND} slots of {BLOCK_K}, "
             f"not {c}"
         )
-    return packed.as_few_as_fit(c, item_bytes)
+    return packed.as_few_as_fit(c, item_bytes, c.block_n)
 
 
 def launch(x: Tensor, linear: Linear, c: MatmulConfig, work: Workspace = workspace) -> Launch:

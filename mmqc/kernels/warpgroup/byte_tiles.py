@@ -110,16 +110,21 @@ def byte_kernel(
     phase = 0
     for item in range(items):
         following = find_next(item + 1, items, rounds, rest, steps, M, N, BLOCK_M, BLOCK_N, GROUP_M, PROGRAMS, PARTS)
+        cols = here[1] + gl.arange(0, BLOCK_N, gl.BlockedLayout([1], [32], [WARPS], [0]))
+        s_w = gl.load(w_scale_ptr + cols, mask=cols < N, other=0.0).to(gl.float32)  # arrive under the products
+        b = s_w
+        if HAS_BIAS:
+            b = gl.load(bias_ptr + cols, mask=cols < N, other=0.0).to(gl.float32)
         acc = gl.zeros((BLOCK_N, BLOCK_M), gl.float32, layout)
         acc, slot, phase = multiply_steps(
             acc, slot, phase, here, following, x_desc, w_desc, ring, operand, BLOCK_M, BLOCK_N, BLOCK_K, SLOTS
         )
-        acc, mine = meet(acc, part_ptr, counter_ptr, item == rounds, here[5], rest, here[4], PARTS, BLOCK_N, BLOCK_M, WARPS)
+        acc, mine = meet(acc, part_ptr, counter_ptr, here[6], here[5], rest, here[4], PARTS, BLOCK_N, BLOCK_M, WARPS)
         if mine:
-            cols = here[1] + gl.arange(0, BLOCK_N, gl.SliceLayout(1, acc.type.layout))
-            y = acc * gl.load(w_scale_ptr + cols, mask=cols < N, other=0.0).to(gl.float32)[:, None]
+            across: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
+            y = acc * gl.convert_layout(s_w, across)[:, None]
             if HAS_BIAS:
-                y += gl.load(bias_ptr + cols, mask=cols < N, other=0.0).to(gl.float32)[:, None]
+                y += gl.convert_layout(b, across)[:, None]
             write_shares(y, y_desc, y_tile, here[0], here[1], SHARES)
         here = following
     tma.store_wait(0)

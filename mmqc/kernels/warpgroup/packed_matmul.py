@@ -94,10 +94,10 @@ def launch(
     gate = epilogue.gate
     m, stored = x.shape[0], w0.shape[1]
     width = sum(ceil_div(linear.w.shape[0], c.block_n) for linear in linears) * c.block_n
-    cut = shares(c, y0.dtype.itemsize, c.block_m)
+    cut = shares(c, y0.dtype.itemsize, max(c.block_m, c.block_n))
     ahead = c.num_stages - BEHIND
     programs, whole, rest, count = pingpong.grid(c, m, width, max(ceil_div(stored, c.block_k), ahead), x.device, ahead)
-    part, counter = work(x.device, rest, c.block_m * c.block_n, count, torch.int32)
+    part, counter = work(x.device, rest, c.block_m * c.block_n, count, torch.int32, True)
     low, rank = epilogue.of_one(s0)
     args: dict[str, Any] = dict(
         **halves(x, stored), w_desc=w0, w1_desc=w1, w2_desc=w2, y_desc=y0, y1_desc=y1, y2_desc=y2, w_ptr=w0, w1_ptr=w1, w2_ptr=w2,
@@ -127,7 +127,7 @@ def mixed_launch(
     cut = shares(c, y.dtype.itemsize, 4 * c.block_m + 5 * c.block_n)
     steps = ceil_div(stored, c.block_k) + ceil_div(high.shape[1], c.block_k)
     programs, whole, rest, count = pingpong.grid(c, m, n, steps, x.q.device, c.num_stages - BEHIND)
-    part, counter = work(x.q.device, rest, c.block_m * c.block_n, count, torch.int32)
+    part, counter = work(x.q.device, rest, c.block_m * c.block_n, count, torch.int32, True)
     args: dict[str, Any] = dict(
         **halves(x.q, stored), high_x_desc=x.q[:, k - high.shape[1] :], w_desc=low, high_desc=high.view(torch.uint8), y_desc=y,
         x_scale_ptr=x.scale, x_offset_ptr=x.offset, w_scale_ptr=w_scale, w_sum_ptr=w_sum,

@@ -10,11 +10,13 @@ Order:   products read their registers while they run.  Two steps alternate, wit
 Ahead:   a step fills the slot of the one before the last, which all warps have seen done, with what comes two steps less than
          there are slots later, in this item or in the next: an item has so many steps or more.  So no copy stands between two
          steps' products, and with few rows, whose steps are short, more slots are more bytes on their way.
+Parts:   a program's part of a tile that several share comes first: what adding it up takes is hidden while the rest of the machine
+         reads on.  At the end there would be nothing left to read.
 Linears: their tiles of columns lie one after the other, each linear's in whole ones; whoever copies or writes finds its own.
 Hidden:  a program is one warpgroup, and two fit a multiprocessor: while one waits, unpacks or copies, the other multiplies.
 Short:   with 2/3 of the instructions and few spills two parts took 79 us for 125 (ADR 17).
 Scale:   codes are 16 q (int4_codes.py); the epilogue, or the change of units, takes it back.
-Kept:    what a token or a column of the tile needs at its end comes through shared memory, read by one thread each at its start.
+Kept:    what a token or a column of the tile needs at its end is read at its start, by one thread each, and passed on at the end.
 """
 
 # Gluon is known when it is compiled.
@@ -35,11 +37,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_wait
 
 from mmqc.kernels.matmul.linears import count_tiles, find_linear, pick
-from mmqc.kernels.matmul.scaled_matmul_tiles import finish_scaled_tile
+from mmqc.kernels.matmul.scaled_matmul_tiles import finish_tile, scale_sums
 from mmqc.kernels.shared.early_start import await_inputs
 from mmqc.kernels.shared.int4_codes import int4_as_int8
 from mmqc.kernels.shared.row_scale import row_scale_tile
-from mmqc.kernels.warpgroup.pingpong_tiles import count_items, find_item, meet, write_tile
+from mmqc.kernels.warpgroup.pingpong_tiles import add_up, count_items, find_item, write_tile
 
 FACTOR = gl.constexpr(0.0625)
 BEHIND = gl.constexpr(2)  # slots that are not filled: of the products that run, and of those before them
@@ -66,11 +68,16 @@ def find_next(
     item, items, rounds, rest, steps, M, N, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, GROUP_M: gl.constexpr,
     PROGRAMS: gl.constexpr, PARTS: gl.constexpr,
 ):
-    """``find_item``; behind the last item, one without steps."""
+    """``find_item``, a part in front of whole tiles, and whether it is one; behind the last item, one without steps."""
+    at = gl.minimum(item, items - 1)
+    shared = item < 0
+    if PARTS > 1:
+        shared = (items > rounds) & (item == 0)
+        at = gl.where(items > rounds, gl.where(item == 0, rounds, item - 1), at)
     row, col, first, last, part, inside = find_item(
-        gl.minimum(item, items - 1), rounds, rest, steps, M, N, BLOCK_M, BLOCK_N, GROUP_M, PROGRAMS, PARTS
+        at, rounds, rest, steps, M, N, BLOCK_M, BLOCK_N, GROUP_M, PROGRAMS, PARTS
     )
-    return row, col, first, gl.where(item < items, last, first), part, inside
+    return row, col, first, gl.where(item < items, last, first), part, inside, shared
 
 
 @gluon.jit
@@ -182,11 +189,19 @@ def write_shares(y, y_desc, y_tile, row, col, SHARES: gl.constexpr):
 
 
 @gluon.jit
-def keep_scales(kept, x_scale_ptr, row_ptr, row, M, KIND: gl.constexpr, BLOCK_M: gl.constexpr):
-    """The scales of a tile's rows of x."""
+def fetch_scales(
+    x_scale_ptr, row_ptr, w_scale_ptr, bias_ptr, row, col, M, N, KIND: gl.constexpr, HAS_BIAS: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+):
+    """The scales of a tile's rows of x, and of its columns, and their biases, each in one thread."""
     each: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    rows = row + gl.arange(0, BLOCK_M, each)
-    kept.store(row_scale_tile(x_scale_ptr, row_ptr, rows, rows < M, KIND))
+    rows, cols = row + gl.arange(0, BLOCK_M, each), col + gl.arange(0, BLOCK_N, each)
+    s_x = row_scale_tile(x_scale_ptr, row_ptr, rows, rows < M, KIND)
+    s_w = gl.load(w_scale_ptr + cols, mask=cols < N, other=0.0)
+    b = s_w
+    if HAS_BIAS:
+        b = gl.load(bias_ptr + cols, mask=cols < N, other=0.0).to(gl.float32)
+    return s_x, s_w, b
 
 
 @gluon.jit
@@ -249,7 +264,6 @@ def packed_scaled_kernel(
 ):
     """Every linear's y = epilogue(x wᵀ), everything as in scaled_pingpong_kernel, of packed w [N, STORED]."""
     ring = make_slots(x_desc, w_desc, y_desc, BLOCK_M, BLOCK_N, BLOCK_K, SHARES, SLOTS)
-    kept = gl.allocate_shared_memory(gl.float32, [BLOCK_M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     of_z: gl.constexpr = gl.bfloat16 if ROUND == 1 else gl.float16 if ROUND == 2 else gl.float32
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 32])
     operand: gl.constexpr = gl.DotOperandLayout(0, layout, 4)
@@ -273,23 +287,28 @@ def packed_scaled_kernel(
     phase = 0
     for item in range(items):
         following = find_next(item + 1, items, rounds, rest, steps, M, width, BLOCK_M, BLOCK_N, GROUP_M, PROGRAMS, PARTS)
-        keep_scales(kept, x_scale_ptr, row_ptr, here[0], M, KIND, BLOCK_M)
+        which, own = find_linear(here[1] // BLOCK_N, N, N1, BLOCK_N, LINEARS)
+        scale_ptr = pick(which, w_scale_ptr, w_scale1_ptr, w_scale2_ptr, LINEARS)
+        shift_ptr = pick(which, bias_ptr, bias1_ptr, bias2_ptr, LINEARS)
+        columns_of_it = pick(which, N, N1, N2, LINEARS)
+        s_x, s_w, b = fetch_scales(x_scale_ptr, row_ptr, scale_ptr, shift_ptr, here[0], own * BLOCK_N, M, columns_of_it, KIND,
+                                   HAS_BIAS, BLOCK_M, BLOCK_N)  # arrive under the products
         acc = gl.zeros((BLOCK_N, BLOCK_M), gl.int32, layout)
         acc, slot, phase = multiply_steps(
             acc, here[2], here[3], slot, phase, here, following, steps, descs, ring, N, N1, True, False, LINEARS, operand, BLOCK_M,
             BLOCK_N, BLOCK_K, SLOTS,
         )
-        acc, mine = meet(acc, part_ptr, counter_ptr, item == rounds, here[5], rest, here[4], PARTS, BLOCK_N, BLOCK_M, 4)
+        acc, mine = add_up(acc, part_ptr, counter_ptr, here[6], here[5], PARTS, BLOCK_N, BLOCK_M, 4)
         if mine:
             across: gl.constexpr = acc.permute((1, 0)).type.layout
-            which, own = find_linear(here[1] // BLOCK_N, N, N1, BLOCK_N, LINEARS)
             rows = here[0] + gl.arange(0, BLOCK_M, gl.SliceLayout(1, across))
             cols = own * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, across))
-            s_x = kept.load(gl.SliceLayout(1, across))
-            y = finish_scaled_tile(acc.permute((1, 0)), s_x, pick(which, w_scale_ptr, w_scale1_ptr, w_scale2_ptr, LINEARS),
-                                   pick(which, bias_ptr, bias1_ptr, bias2_ptr, LINEARS), gate_ptr, next_scale_ptr, next_row_ptr,
-                                   low_x_ptr, low_w_ptr, rows, cols, M, pick(which, N, N1, N2, LINEARS), stride_r, HAS_BIAS,
-                                   HAS_GATE, FACTOR, ACTIVATION, NEXT, NEXT_KIND, of_z, LOW, HIGH, PTX, RANK)
+            y = scale_sums(acc.permute((1, 0)), gl.convert_layout(s_x, gl.SliceLayout(1, across)),
+                           gl.convert_layout(s_w, gl.SliceLayout(0, across)), FACTOR)
+            if HAS_BIAS:
+                y += gl.convert_layout(b, gl.SliceLayout(0, across))[None, :]
+            y = finish_tile(y, gate_ptr, next_scale_ptr, next_row_ptr, low_x_ptr, low_w_ptr, rows, cols, M, columns_of_it, stride_r,
+                            HAS_GATE, ACTIVATION, NEXT, NEXT_KIND, of_z, LOW, HIGH, PTX, RANK)
             if which == 0:
                 write_shares(y.permute((1, 0)), y_desc, ring[3], here[0], own * BLOCK_N, SHARES)
             elif which == 1:
@@ -338,7 +357,7 @@ def packed_mixed_kernel(
             acc, gl.maximum(here[2], low_steps), here[3], slot, phase, here, following, low_steps, descs, ring, N, N, False, True,
             1, operand, BLOCK_M, BLOCK_N, BLOCK_K, SLOTS,
         )
-        acc, mine = meet(acc, part_ptr, counter_ptr, item == rounds, here[5], rest, here[4], PARTS, BLOCK_N, BLOCK_M, 4)
+        acc, mine = add_up(acc, part_ptr, counter_ptr, here[6], here[5], PARTS, BLOCK_N, BLOCK_M, 4)
         if mine:
             y = finish_kept_tile(acc, tokens, columns, HAS_BIAS, layout)
             write_shares(y, y_desc, ring[3], here[0], here[1], SHARES)

@@ -220,6 +220,35 @@ def meet(
 
 
 @gluon.jit
+def add_up(
+    acc, sum_ptr, counter_ptr, is_part, inside, PARTS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+    WARPS: gl.constexpr,
+):
+    """As ``meet``, of integers: every part is added to the tile's sums in memory, and the last one takes them; nobody waits.
+
+    The sums, and the tile's counter, are zero before and after.
+    """
+    mine = inside >= 0
+    if PARTS > 1:  # noqa: SIM102  known when it is compiled
+        if is_part:
+            flat = by_thread(acc, BLOCK_M, BLOCK_N, WARPS)
+            layout: gl.constexpr = flat.type.layout
+            line = gl.arange(0, BLOCK_M * BLOCK_N // (128 * WARPS), gl.SliceLayout(1, layout))
+            column = gl.arange(0, 128 * WARPS, gl.SliceLayout(0, layout))  # a thread has four
+            beside = column % 4 * (32 * WARPS) + column // 4  # neighbours' stand side by side
+            at = sum_ptr + inside * (BLOCK_M * BLOCK_N) + line[:, None] * (128 * WARPS) + beside[None, :]
+            gl.atomic_add(at, flat, sem="relaxed")
+            tl.debug_barrier()  # all threads' come before the one that counts
+            mine = gl.atomic_add(counter_ptr + inside, 1, sem="acq_rel") == PARTS - 1
+            if mine:
+                flat = gl.load(at, cache_modifier=".cg")
+                gl.store(at, gl.zeros((BLOCK_M * BLOCK_N // (128 * WARPS), 128 * WARPS), gl.int32, layout))
+                gl.store(counter_ptr + inside, 0)
+            acc = from_thread(flat, acc, BLOCK_M, BLOCK_N, WARPS)
+    return acc, mine
+
+
+@gluon.jit
 def write_tile(y, y_desc, y_tile, row, col):
     """Through shared memory, where the tile before has left it; what lies outside y is dropped."""
     tma.store_wait(0)

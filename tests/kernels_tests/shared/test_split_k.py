@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import threading
+import types
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from mmqc.kernels.shared.split_k import ALIGNED, RING, counters_beside, workspace
+from mmqc.kernels.shared import split_k
+from mmqc.kernels.shared.split_k import ALIGNED, RING, SUMS, counters_beside, recording, workspace
 
-CPU = torch.device("cpu")
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 
 def counters(tiles: int) -> Tensor:
@@ -47,3 +50,49 @@ def test_counters_beside__are_no_others() -> None:
     assert not inside(beside[0], usual)
     assert inside(elsewhere[0], usual), "another thread's launches are not what is recorded"
     assert inside(counters(3), usual)
+
+
+def sums(tiles: int) -> Tensor:
+    return workspace(CUDA, tiles, 8, 2, torch.int32, True)[0]
+
+
+def test_workspace__sums_are_a_streams_own_and_grow(monkeypatch) -> None:
+    now = a_device_of_streams(monkeypatch)
+    first = sums(3)
+    assert first.shape == (24,)
+    assert not first.any()
+    assert inside(sums(5), first), "a launch behind it on the same stream"
+    now.stream = 8
+    assert not inside(sums(3), first)
+    now.stream = 7
+    more = sums(SUMS)
+    assert len(more) == 8 * SUMS
+    assert not inside(more, first)
+    assert inside(sums(3), more)
+
+
+def test_workspace__sums_of_a_recording_are_zeroed_in_it(monkeypatch) -> None:
+    now = a_device_of_streams(monkeypatch)
+    usual = sums(3)
+    now.captured = True
+    assert not inside(sums(3), sums(3)), "whose order nobody knows"
+    with recording():
+        first = sums(3)
+        assert inside(sums(5), first)
+    with recording():
+        assert not inside(sums(3), first)
+    now.captured = False
+    assert inside(sums(3), usual)
+
+
+def a_device_of_streams(monkeypatch: Any) -> Any:
+    """The CPU as a CUDA device; what its current stream is, and whether it is captured, is said."""
+    now = types.SimpleNamespace(stream=7, captured=False)
+    zeros = torch.zeros
+    monkeypatch.setattr(split_k, "_sums", {})
+    monkeypatch.setattr(torch, "zeros", lambda *sizes, device=None, **more: zeros(*sizes, **more))
+    monkeypatch.setattr(torch, "empty", lambda *sizes, device=None, **more: zeros(*sizes, **more))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: now.captured)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: types.SimpleNamespace(cuda_stream=now.stream))
+    monkeypatch.setattr(split_k, "_counters", {(CUDA, False): zeros(RING, dtype=torch.int32)})
+    return now

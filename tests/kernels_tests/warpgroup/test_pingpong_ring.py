@@ -37,14 +37,15 @@ def run(
     block_n: int = COLUMNS,
     shares: int = 1,
     sums: torch.dtype = torch.int32,
+    added: bool = False,
 ) -> torch.Tensor:
-    """What the kernel makes of x and the linears' w by the tile code ``tile``; its counters are zero again."""
+    """What the kernel makes of x and the linears' w by the tile code ``tile``; its counters, and sums added up, are zero again."""
     m, three = len(x), [*weights, *weights[-1:] * 2][:3]
     ys = [torch.full((m, len(w)), float("nan")) for w in weights]
     count = -(-m // block_m) * sum(-(-len(w) // block_n) for w in weights)
     rest = count % programs
     counters = torch.zeros(max(rest, 1), dtype=torch.int32)
-    partial = torch.full((max(1, parts * rest * block_m * block_n),), 12345, dtype=sums)
+    partial = torch.full((max(1, parts * rest * block_m * block_n),), 0 if added else 12345, dtype=sums)
     args = dict.fromkeys(name for name in kernel.arg_names if name.endswith("_ptr")) | dict(
         x_desc=simulator.Described(x, (block_m, STEP)),
         part_ptr=simulator.Pointer(partial),
@@ -59,6 +60,7 @@ def run(
     grid = programs if count >= programs else rest * parts
     simulator.run(kernel, grid, args | sizes, shared | constants, tile)
     assert not counters.any()
+    assert not added or not partial.any()
     return torch.cat(ys, 1)
 
 
@@ -165,6 +167,17 @@ def unpack(packed, _ptx):
     return ((wide & 15) - 8) * 16, ((wide >> 4) - 8) * 16
 
 
+def scales_at(first: int, count: int) -> torch.Tensor:
+    """A scale of each of the rows, or columns, from ``first`` on."""
+    return (1 + (int(first) + torch.arange(count)) % 5).float()
+
+
+def fetch_scales(*args):
+    """Of the tile at row, col."""
+    row, col, block_m, block_n = args[4], args[5], *args[-2:]
+    return scales_at(row, block_m), scales_at(col, block_n), None
+
+
 def assert_packed(
     m: int, n: int, stored: int, high: int, programs: int, parts: int, shares: int, slots: int = 4, more_rows: tuple[int, ...] = ()
 ) -> None:
@@ -195,15 +208,17 @@ def assert_packed(
         "BEHIND": 2,
         "int4_as_int8": unpack,
         "bytes_as_codes": lambda w: w.view(torch.int8),
-        "keep_scales": lambda *_: None,
+        "fetch_scales": fetch_scales,
         "keep_units": lambda *_: None,
-        "finish_scaled_tile": lambda acc, *_: acc / 16,
+        "scale_sums": lambda acc, s_x, s_w, _: acc / 16 * s_x[:, None] * s_w[None, :],
+        "finish_tile": lambda y, *_: y,
         "change_kept_units": lambda acc, *_: (3 * acc // 16).as_subclass(simulator.Values),
         "finish_kept_tile": lambda acc, *_: acc,
     }
-    y = run(kernel, x[:, :stored], list(packed.split(rows)), 16, programs, parts, sizes, constants, tile, 64, shares)
+    y = run(kernel, x[:, :stored], list(packed.split(rows)), 16, programs, parts, sizes, constants, tile, 64, shares, added=True)
     want = x[:, :low].float() @ codes.float().t()
-    assert torch.equal(y, 3 * want + x[:, low:].float() @ more.float().t() if high else want)
+    scaled = want * scales_at(0, m)[:, None] * torch.cat([scales_at(0, each) for each in rows])[None, :]
+    assert torch.equal(y, 3 * want + x[:, low:].float() @ more.float().t() if high else scaled)
 
 
 def full_parts(parts: int, steps: int, ahead: int) -> int:
