@@ -206,7 +206,7 @@ def transform_per_token(x: TensorBox, up: TensorBox | None, bits: int) -> Boxes:
 
 def matrices(n: int, device: torch.device, dtype: torch.dtype) -> Any:
     """A transform's matrices as constants of the graph."""
-    name, tiling = f"mmqc_hadamard_{n}_{str(dtype).removeprefix('torch.')}", hadamard_plan.best_tiling(n)
+    name, tiling = f"mmqc_hadamard_{n}_{str(dtype).removeprefix('torch.')}", hadamard_plan.best_tiling(n, device)
     outer = constant(f"{name}_outer", lambda: hadamard_plan.hadamard_plan(n, device, dtype).outer)
     inner = constant(f"{name}_inner", lambda: hadamard_plan.hadamard_plan(n, device, dtype).inner)
     return hadamard_plan.HadamardPlan(tiling, Operand(outer), Operand(inner))  # type: ignore[arg-type]

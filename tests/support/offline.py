@@ -1,6 +1,7 @@
-"""A launch of a kernel, compiled for Hopper without a device: what ptxas says of it, and the shared memory it takes.
+"""A launch of a kernel, compiled without a device: what ptxas says of it on Hopper, and the shared memory it takes.
 
     told, shared = compiled("test_packed_matmul", "two parts")      of ``test_packed_matmul.made("two parts")``
+    shared = shared_memory(86, "test_hadamard_quantize", "18944")
 
 In a process of its own, which Triton's interpreter has not taken over.
 """
@@ -37,14 +38,26 @@ def compiled(module: str, *what: Any) -> tuple[str, int]:
     nvidia = pytest.importorskip("triton.backends.nvidia")
     ptxas = Path(nvidia.__path__[0]) / "bin" / "ptxas"
     with tempfile.TemporaryDirectory() as folder:
-        ptx, process = f"{folder}/kernel.ptx", compiler()
-        assert process.stdin
-        assert process.stdout
-        print(json.dumps([ptx, module, *map(str, what)]), file=process.stdin, flush=True)
-        answer = json.loads(process.stdout.readline() or '"the compiler ended"')
-        assert isinstance(answer, int), answer
+        ptx = f"{folder}/kernel.ptx"
+        shared = _ask(ptx, 90, module, *what)
         command = [str(ptxas), "-v", "-arch=sm_90a", ptx, "-o", f"{folder}/kernel.cubin"]
-        return subprocess.run(command, capture_output=True, text=True, timeout=300).stderr, answer
+        return subprocess.run(command, capture_output=True, text=True, timeout=300).stderr, shared
+
+
+def shared_memory(architecture: int, module: str, *what: Any) -> int:
+    """Bytes that the kernel of ``module.made(*what)`` takes on an architecture."""
+    pytest.importorskip("triton.backends.nvidia")
+    return _ask(os.devnull, architecture, module, *what)
+
+
+def _ask(ptx: str, architecture: int, module: str, *what: Any) -> int:
+    process = compiler()
+    assert process.stdin
+    assert process.stdout
+    print(json.dumps([ptx, architecture, module, *map(str, what)]), file=process.stdin, flush=True)
+    answer = json.loads(process.stdout.readline() or '"the compiler ended"')
+    assert isinstance(answer, int), answer
+    return answer
 
 
 def spilled(told: str) -> int:
@@ -52,7 +65,7 @@ def spilled(told: str) -> int:
     return int(told.split(" bytes spill stores")[0].split()[-1])
 
 
-def compile_to(ptx: str, module: str, *what: str) -> int:
+def compile_to(ptx: str, architecture: int, module: str, *what: str) -> int:
     """Compile; the bytes of shared memory."""
     import torch
     import triton
@@ -84,7 +97,7 @@ def compile_to(ptx: str, module: str, *what: str) -> int:
         (i,): [["tt.divisibility", 16]] for i, name in enumerate(types) if name.endswith("_ptr") or name in ("M", "N", "STORED")
     }
     source = (GluonASTSource if is_gluon(launch.kernel) else ASTSource)(launch.kernel, types, constants, wide)
-    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": launch.num_warps})
+    made = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options={"num_warps": launch.num_warps, "num_stages": launch.num_stages})
     Path(ptx).write_text(made.asm["ptx"])
     return made.metadata.shared
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from mmqc.kernels.shared.device_facts import power_of_two
+from mmqc.kernels.shared.device_facts import capability, power_of_two, shared_bytes
 from mmqc.kernels.shared.plan import Refusal
 from mmqc.ops.hadamard_matrix import hadamard_factors
 
@@ -29,6 +29,8 @@ MAX_OUTER = 320
 MAX_INNER = 256
 WGMMA_ROWS = 64
 LEAST_SIDE = 16  # of a tile that tensor cores take
+BYTES = 2  # of an entry
+HOPPER = torch.device("cpu")  # for which the interpreter stands
 
 
 @dataclass(frozen=True)
@@ -43,11 +45,31 @@ class Tiling:
     R: int
 
     @property
+    def side(self) -> int:
+        """Rows of a turn's tile."""
+        return self.R * self.A1 + self.A2 if self.a > 1 else self.R
+
+    @property
     def cost(self) -> float:
         """Multiply-adds of an element, weighted: two-part tiles and narrow ones keep tensor cores less busy."""
-        rows = self.R * self.A1 + self.A2 if self.a > 1 else self.R
+        rows = self.side
         products = rows * self.B * ((rows if self.a > 1 else 0) + self.B)
         return products / (self.R * self.a * self.b) * (1.25 if self.A2 else 1.0) * (1 + 16 / self.B)
+
+
+def shared_need(t: Tiling, device: torch.device, stages: int = 1, operands: int = 2) -> int:
+    """Bytes of shared memory that Triton takes, at most, for a turn of one operand or of one with its gate.
+
+    What it was found to take, of 50 tilings: both matrices, a turn's tile, and copies of it under way; of a tile in two parts more,
+    which are laid out anew between products, and before Hopper so is B.
+    """
+    hopper, whole = capability(device) in (0, 90), t.side * t.B  # the interpreter stands for Hopper
+    entries = t.B**2 + (t.side**2 if t.a > 1 else 0)
+    if hopper:
+        entries += whole * (operands * (stages - 1) + 2) if stages > 1 else 2 * whole - whole // 5 if t.A2 else whole
+    else:
+        entries += (whole + t.B**2 + t.B * t.A2 + 512) if t.A2 else whole * (operands * (stages - 1) + 1)
+    return BYTES * entries
 
 
 def tiling(a: int, b: int) -> Tiling:
@@ -73,12 +95,13 @@ def cuts(n: int) -> list[tuple[int, int]]:
 
 
 @functools.cache
-def best_tiling(n: int) -> Tiling | str:
-    """The cheapest tiling of width n, or why there is none."""
-    found = [tiling(a, b) for a, b in cuts(n)]
-    fitting = [t for t in found if (t.a == 1 or t.R * t.A1 + t.A2 <= MAX_OUTER) and t.B <= MAX_INNER]
+def best_tiling(n: int, device: torch.device = HOPPER) -> Tiling | str:
+    """The cheapest tiling of width n that the device has shared memory for, or why there is none."""
+    found, room = [tiling(a, b) for a, b in cuts(n)], shared_bytes(device)
+    fitting = [t for t in found if (t.a == 1 or t.side <= MAX_OUTER) and t.B <= MAX_INNER and shared_need(t, device) <= room]
     if not fitting:
-        return f"no cut of width {n} = {' x '.join(str(f.shape[0]) for f in hadamard_factors(n))} fits {MAX_OUTER} x {MAX_INNER}"
+        sizes = " x ".join(str(f.shape[0]) for f in hadamard_factors(n))
+        return f"no cut of width {n} = {sizes} fits {MAX_OUTER} x {MAX_INNER} and {room} bytes of shared memory"
     return min(fitting, key=lambda t: t.cost)
 
 
@@ -135,7 +158,7 @@ def _sylvester_part(h: Tensor, order: int) -> Tensor:
 @functools.lru_cache(maxsize=64)
 def hadamard_plan(n: int, device: torch.device, dtype: torch.dtype, cut: tuple[int, int] | None = None) -> HadamardPlan:
     """The plan of ``hadamard_factors(n)``, built once; ``cut`` (a, b) is for tuning."""
-    t = best_tiling(n) if cut is None else tiling(*cut)
+    t = best_tiling(n, device) if cut is None else tiling(*cut)
     if isinstance(t, str):
         raise ValueError(f"hadamard_quantize: {t}")
     outer, inner = matrices(t, n)

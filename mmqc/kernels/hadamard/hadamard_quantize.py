@@ -23,11 +23,19 @@ import triton.language as tl
 from torch import Tensor
 
 from mmqc.kernels.hadamard import hadamard_wgmma, silu_multiply
-from mmqc.kernels.hadamard.hadamard_plan import HadamardPlan, Matrices, best_tiling, outer_factor
+from mmqc.kernels.hadamard.hadamard_plan import HadamardPlan, Matrices, best_tiling, outer_factor, shared_need
 from mmqc.kernels.hadamard.hadamard_slices import COLUMNS, few, hadamard_slices_kernel, slices
 from mmqc.kernels.hadamard.hadamard_tiles import STATIC, Written, write_tiles
 from mmqc.kernels.shared.activation_tiles import input_tile
-from mmqc.kernels.shared.device_facts import INTERPRETED, ceil_div, fp8_reason, has_inline_ptx, multiprocessors, why_not_here
+from mmqc.kernels.shared.device_facts import (
+    INTERPRETED,
+    ceil_div,
+    fp8_reason,
+    has_inline_ptx,
+    multiprocessors,
+    shared_bytes,
+    why_not_here,
+)
 from mmqc.kernels.shared.launch import Launch
 from mmqc.kernels.shared.plan import New, Plan, Refusal, first_reason, rows_like
 from mmqc.kernels.shared.row_scale import RowScale, row_scale_tile
@@ -94,7 +102,7 @@ def why_not(x: Tensor, up: Tensor | None, bits: int = 8, code: torch.dtype | Non
         return f"x is a matrix, not {list(x.shape)}"
     if x.dtype not in DTYPES:
         return f"{x.dtype} activations are transformed in float32 or wider"
-    n, tiling = x.shape[1], best_tiling(x.shape[1])
+    n, tiling = x.shape[1], best_tiling(x.shape[1], x.device)
     checks = (
         (not isinstance(tiling, str), str(tiling)),
         (x.stride(1) == 1 or n == 1, "rows of x are contiguous"),
@@ -148,10 +156,12 @@ def rows_launch(
 ) -> Launch:
     """Whole rows, by turns, in as many ``programs`` as the device holds, or as are asked for."""
     t, (m, n) = p.tiling, x.shape
-    small = (t.R * (t.A1 if t.a > 1 else 1) + t.A2) * t.B <= 8192
+    small, operands = t.side * t.B <= 8192, 1 if up is None else 2
     # With one turn in shared memory, not two, two programs fit a multiprocessor, which is worth a third where A is in one
     # part; both gated operands are staged, and fit only so.
-    stages, warps = 3 if small else 2 if up is None and t.A2 else 1, 4 if small else 8
+    most, warps = 3 if small else 2 if up is None and t.A2 else 1, 4 if small else 8
+    room = shared_bytes(x.device)
+    stages = next((s for s in range(most, 1, -1) if shared_need(t, x.device, s, operands) <= room), 1)
     programs = min(ceil_div(m, t.R), programs or multiprocessors(x.device) * (2 if not small else 4 if n > 2048 else 8))
     args = _args(x, up, written, p) | written.token_args(written.y)
     constants = _constants(x, up, written, p) | dict(OUTER=t.a > 1, A1=t.A1, A2=t.A2, R=t.R, PROGRAMS=programs)

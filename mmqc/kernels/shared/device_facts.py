@@ -37,6 +37,16 @@ def multiprocessors(device: torch.device) -> int:
 
 
 @functools.cache
+def shared_bytes(device: torch.device) -> int:
+    """The most shared memory that a program may have: 227 KiB on Hopper, which the interpreter stands for, 163 on an A100, 99 on
+    other Amperes and on Ada."""
+    if device.type != "cuda":
+        return 232_448
+    properties = torch.cuda.get_device_properties(device)
+    return getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block)
+
+
+@functools.cache
 def gpu_name(device: torch.device) -> str:
     """A file name for the device, ``nvidia_h100_80gb_hbm3``; ``interpreter`` on the CPU."""
     return torch.cuda.get_device_name(device).lower().replace(" ", "_") if device.type == "cuda" else "interpreter"

@@ -1,5 +1,9 @@
 """The kernel against the plain-torch op."""
 
+from unittest import mock
+
+import offline
+import other_devices
 import pytest
 import torch
 from poison import poisoned
@@ -8,6 +12,7 @@ from tolerance import assert_close
 from mmqc.ops.basis_quantize_per_token import reference
 
 kernel = pytest.importorskip("mmqc.kernels.hadamard.basis_quantize_per_token")
+DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.bfloat16)}
 PARTS = [([14, 2], [4, 8]), ([56, 8], [4, 8]), ([112, 16], [4, 8]), ([70, 10], [3, 8]), ([16], [4]), ([33], [8]), ([1], [4])]
 
 
@@ -64,3 +69,28 @@ def test_basis_quantize_per_token_kernel__refuses(device):
     with pytest.raises(ValueError, match=r"basis is torch.float32 \[64, 64\]"):
         basis_quantize_per_token(x, basis.half(), [64], [4])
     assert basis_quantize_per_token(x[:0], basis, [64], [4]).q.shape == (0, 64)
+
+
+@pytest.mark.parametrize("room", [99 << 10, 20_000])
+def test_basis_quantize_per_token_kernel__in_steps(room, device, monkeypatch):
+    """As where shared memory is less."""
+    monkeypatch.setattr(kernel, "shared_bytes", lambda _: room)
+    assert_like_op(70, [224, 32], [4, 8], torch.float32, device)
+
+
+def made(architecture, dtype, tokens):
+    """The widest head on another device, for offline.py."""
+    with other_devices.chosen_for(int(architecture), kernel):
+        x = torch.empty(int(tokens), kernel.MAX_WIDTH, dtype=DTYPES[dtype])
+        basis = torch.empty(kernel.MAX_WIDTH, kernel.MAX_WIDTH, dtype=x.dtype)
+        with mock.patch.object(kernel, "why_not_here", lambda *_: None):
+            [launch] = kernel.plan(x, basis, [240, 16], [4, 8]).launches
+        return launch
+
+
+@pytest.mark.parametrize("tokens", [5, 794])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("architecture", other_devices.SHARED)
+def test_plan__fits_the_shared_memory_of_every_device(architecture, dtype, tokens):
+    found = offline.shared_memory(architecture, "test_basis_quantize_per_token", architecture, dtype, tokens)
+    assert found <= other_devices.SHARED[architecture]

@@ -1,5 +1,7 @@
 """hadamard_quantize against the plain-torch ops hadamard and quantize."""
 
+import offline
+import other_devices
 import pytest
 import torch
 from poison import poisoned
@@ -94,3 +96,33 @@ def test_hadamard_quantize__names_what_is_wrong(device):
         hadamard_quantize(x, bits=4)
     with pytest.raises(ValueError, match="float64 activations are transformed in float32 or wider"):
         hadamard_quantize(x.double())
+
+
+def made(architecture, n, gated):
+    """Whole rows on another device, for offline.py."""
+    from mmqc.kernels.hadamard.hadamard_tiles import Written
+
+    with other_devices.chosen_for(int(architecture), plans, kernel):
+        x = torch.empty(4096, int(n), dtype=torch.bfloat16)
+        up = x if gated == "True" else None
+        tiling = plans.best_tiling.__wrapped__(int(n), x.device)
+        assert not isinstance(tiling, str), tiling
+        matrices = plans.hadamard_plan.__wrapped__(int(n), x.device, x.dtype, (tiling.a, tiling.b))
+        return kernel.rows_launch(x, up, Written(torch.empty_like(x)), matrices, programs=132)
+
+
+# Of every 18th tiling of widths up to 32,768 that is the largest of its kind; the first three are those of models
+WIDTHS = [24576, 18944, 14336, 5056, 9728, 11264, 18176, 20224, 20736, 25856, 64, 4800]
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("n", [pytest.param(n, marks=pytest.mark.slow if n < 14336 or n > 24576 else ()) for n in WIDTHS])
+@pytest.mark.parametrize("architecture", other_devices.SHARED)
+def test_rows_launch__fits_the_shared_memory_of_every_device(architecture, n, gated):
+    with other_devices.chosen_for(architecture, plans):
+        tiling = plans.best_tiling.__wrapped__(n)
+    if isinstance(tiling, str):
+        assert f"{other_devices.SHARED[architecture]} bytes of shared memory" in tiling
+        assert n not in WIDTHS[1:3] or architecture == 86, "what models have is transformed by a kernel"
+    else:
+        assert offline.shared_memory(architecture, "test_hadamard_quantize", architecture, n, gated) <= other_devices.SHARED[architecture]
