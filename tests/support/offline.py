@@ -97,7 +97,9 @@ def compile_to(ptx: str, architecture: int, module: str, *what: str) -> int:
         (i,): [["tt.divisibility", 16]] for i, name in enumerate(types) if name.endswith("_ptr") or name in ("M", "N", "STORED")
     }
     source = (GluonASTSource if is_gluon(launch.kernel) else ASTSource)(launch.kernel, types, constants, wide)
-    made = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options={"num_warps": launch.num_warps, "num_stages": launch.num_stages})
+    made = triton.compile(
+        source, target=GPUTarget("cuda", architecture, 32), options={"num_warps": launch.num_warps, "num_stages": launch.num_stages}
+    )
     Path(ptx).write_text(made.asm["ptx"])
     return made.metadata.shared
 

@@ -38,8 +38,10 @@ def multiprocessors(device: torch.device) -> int:
 
 @functools.cache
 def shared_bytes(device: torch.device) -> int:
-    """The most shared memory that a program may have: 227 KiB on Hopper, which the interpreter stands for, 163 on an A100, 99 on
-    other Amperes and on Ada."""
+    """Bytes of shared memory that a program may have, at most.
+
+    227 KiB on Hopper, for which the interpreter stands, 163 on an A100, 99 on other Amperes and on Ada.
+    """
     if device.type != "cuda":
         return 232_448
     properties = torch.cuda.get_device_properties(device)

@@ -111,7 +111,7 @@ def made(architecture, n, gated):
         return kernel.rows_launch(x, up, Written(torch.empty_like(x)), matrices, programs=132)
 
 
-# Of every 18th tiling of widths up to 32,768 that is the largest of its kind; the first three are those of models
+# Those of models first; then some whose tiles are the largest that there are, and small ones.
 WIDTHS = [24576, 18944, 14336, 5056, 9728, 11264, 18176, 20224, 20736, 25856, 64, 4800]
 
 
@@ -125,4 +125,7 @@ def test_rows_launch__fits_the_shared_memory_of_every_device(architecture, n, ga
         assert f"{other_devices.SHARED[architecture]} bytes of shared memory" in tiling
         assert n not in WIDTHS[1:3] or architecture == 86, "what models have is transformed by a kernel"
     else:
-        assert offline.shared_memory(architecture, "test_hadamard_quantize", architecture, n, gated) <= other_devices.SHARED[architecture]
+        assert (
+            offline.shared_memory(architecture, "test_hadamard_quantize", architecture, n, gated)
+            <= other_devices.SHARED[architecture]
+        )
