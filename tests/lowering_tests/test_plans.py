@@ -25,6 +25,7 @@ from mmqc.kernels import mixed_on_cuda as mixed_eager  # noqa: E402
 from mmqc.kernels.matmul import by_rows, configs, mixed_matmul, product  # noqa: E402
 from mmqc.kernels.shared import compile_ahead, device_facts  # noqa: E402
 from mmqc.kernels.shared.launch import Launch  # noqa: E402
+from mmqc.kernels.warpgroup import packed_matmul  # noqa: E402
 from mmqc.lowering import by_rows as lowered_by_rows  # noqa: E402
 from mmqc.lowering import launch as graph_launch  # noqa: E402
 from mmqc.lowering import mixed_on_cuda  # noqa: E402
@@ -289,7 +290,8 @@ def test_plans__any_number_of_rows_has_the_launches_of_every_regime(name: str, f
             assert not in_gluon(graph)
             if name == "mixed":  # one launch, whatever the rows
                 continue
-            regimes = (*graph_launch.REGIMES, *([CALLS_ABOVE] if calls else []))
+            up_to = packed_matmul.FEW if name.endswith("int4") else CALLS_ABOVE  # from where on a call is faster
+            regimes = (*(last for last in graph_launch.REGIMES if last < up_to), up_to) if calls else graph_launch.REGIMES
             assert {planned for planned, _ in graph} == {*regimes, *([] if calls else [graph_launch.MANY])}
             assert not any(launch[0].startswith("unpack") for _, launch in graph)
             for last in regimes:
@@ -297,7 +299,7 @@ def test_plans__any_number_of_rows_has_the_launches_of_every_regime(name: str, f
                 assert [normal(launch, last) for planned, launch in graph if planned == last] == eager
             assert len(calls) == (0 if name.startswith("weight") else 1)
             for function, args, once in calls:
-                compare_call(case, function, args, found)
+                compare_call(case, function, args, found, up_to)
                 if i % 6 == 0:
                     compare_kernels(case, expected(once), found)
 
@@ -323,9 +325,9 @@ def compare_kernels(case: Case, compiled: set[Any], found: list[tuple[Any, Any]]
     assert set(wanted) <= compiled
 
 
-def compare_call(case: Case, function: Any, args: Any, found: list[tuple[Any, Any]]) -> None:
+def compare_call(case: Case, function: Any, args: Any, found: list[tuple[Any, Any]], above: int = CALLS_ABOVE) -> None:
     """The call launches of many rows what the op launches."""
-    for rows in (CALLS_ABOVE + 1, 917, 3600, 6417):
+    for rows in (above + 1, 917, 3600, 6417):
         eager = case.run(found, rows, False)
         found.clear()
         function(*on_meta(args, rows))

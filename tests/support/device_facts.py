@@ -10,6 +10,7 @@ import pytest
 FACTS = {
     "capability": lambda device: 90,
     "multiprocessors": lambda device: 132,
+    "shared_bytes": lambda device: 232_448,
     "has_warpgroup_products": lambda device: True,
     "has_inline_ptx": lambda device: True,
 }

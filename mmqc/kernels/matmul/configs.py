@@ -180,8 +180,8 @@ def _pingpong(m: int, n: int, device: torch.device) -> MatmulConfig:
 def _packed_few(m: int, n: int, k: int, device: torch.device) -> MatmulConfig:
     """Tiles of all rows, up to 128 of them: of 64 columns where those of 128 would not go round.
 
-    A decoder of 7B (H200; gate and up, down, qkv, o) takes 25, 15, 6 and 6 us at 32 rows where tiles of pointers take 33, 17, 8
-    and 8; 29, 15, 7 and 6 for 31, 17, 8 and 7 at 64; 37, 21, 8 and 7 for 60, 34, 30 and 15 at 128; 58, 35, 14 and 11 for 101, 37,
+    A decoder of 7B (H200; gate and up, down, qkv, o) takes 26, 15, 6 and 6 us at 32 rows where tiles of pointers take 34, 17, 9
+    and 8; 28, 17, 7 and 6 for 32, 18, 8 and 7 at 64; 37, 22, 8 and 7 for 60, 35, 30 and 15 at 128; 58, 35, 14 and 11 for 101, 37,
     28 and 11 at 256.  Long rows whose tiles neither fill the machine nor can be cut stay with pointers: q, k, v of half of 72B
     (5,120 x 8,192) take 12 us for 14 at 64 rows.
     """
@@ -190,7 +190,8 @@ def _packed_few(m: int, n: int, k: int, device: torch.device) -> MatmulConfig:
     if m <= 64 and few and 2 * -(-n // 64) > units and k > 6144:
         return _packed_skinny(m, n, k // 2, device)
     if m <= 32:
-        return MatmulConfig(m, 64, 128, 4, 8 if few else 5, split_k=16, per_sm=1 if few else 2, variant="registers")
+        rows = 16 if m <= 16 else 32
+        return MatmulConfig(rows, 64, 128, 4, 8 if few else 5, split_k=16, per_sm=1 if few else 2, variant="registers")
     if m <= 64:
         block_n, block_k, slots = (64, 128, 8) if few else (128, 64, 6)
         return MatmulConfig(64, block_n, block_k, 4, slots, split_k=16, per_sm=1 if few else 2, variant="registers")

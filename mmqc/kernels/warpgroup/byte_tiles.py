@@ -100,7 +100,7 @@ def byte_kernel(
     ring = (x_ring, w_ring, full)
     rounds, rest, items = count_items(M, N, BLOCK_M, BLOCK_N, PROGRAMS, PARTS)
     steps = gl.maximum(gl.cdiv(K, BLOCK_K), SLOTS - BEHIND)
-    here = find_next(0, items, rounds, rest, steps, M, N, BLOCK_M, BLOCK_N, GROUP_M, PROGRAMS, PARTS)
+    here = find_next(0, items, rounds, rest, steps, M, N, BLOCK_M, BLOCK_N, GROUP_M, PROGRAMS, PARTS, False)
     for i in range(SLOTS - BEHIND):
         ready = full.index(i)
         expect_step(ready, BLOCK_M, BLOCK_N, BLOCK_K)
@@ -109,7 +109,7 @@ def byte_kernel(
     slot = 0
     phase = 0
     for item in range(items):
-        following = find_next(item + 1, items, rounds, rest, steps, M, N, BLOCK_M, BLOCK_N, GROUP_M, PROGRAMS, PARTS)
+        following = find_next(item + 1, items, rounds, rest, steps, M, N, BLOCK_M, BLOCK_N, GROUP_M, PROGRAMS, PARTS, False)
         cols = here[1] + gl.arange(0, BLOCK_N, gl.BlockedLayout([1], [32], [WARPS], [0]))
         s_w = gl.load(w_scale_ptr + cols, mask=cols < N, other=0.0).to(gl.float32)  # arrive under the products
         b = s_w

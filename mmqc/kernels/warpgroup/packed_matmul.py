@@ -33,6 +33,7 @@ BLOCK_K = (64, 128)  # of a tile: what TMA lays out without conflicts
 ALIGN = 32  # columns: half of them are whole 16 bytes, of w and of a half of x
 BEHIND = 2  # packed_tiles.py's
 FEW = 16  # rows up to which kernels of pointers are faster
+ADDED = 128  # rows up to which parts of a tile are added up in memory: of 512 a product of 7B takes 20 us for 15 so
 BARRIERS = 128  # bytes
 OUTPUTS = ("y_desc", "y1_desc", "y2_desc", "part_ptr", "counter_ptr")
 
@@ -97,7 +98,7 @@ def launch(
     cut = shares(c, y0.dtype.itemsize, max(c.block_m, c.block_n))
     ahead = c.num_stages - BEHIND
     programs, whole, rest, count = pingpong.grid(c, m, width, max(ceil_div(stored, c.block_k), ahead), x.device, ahead)
-    part, counter = work(x.device, rest, c.block_m * c.block_n, count, torch.int32, True)
+    part, counter = work(x.device, rest, c.block_m * c.block_n, count, torch.int32, m <= ADDED)
     low, rank = epilogue.of_one(s0)
     args: dict[str, Any] = dict(
         **halves(x, stored), w_desc=w0, w1_desc=w1, w2_desc=w2, y_desc=y0, y1_desc=y1, y2_desc=y2, w_ptr=w0, w1_ptr=w1, w2_ptr=w2,
@@ -109,7 +110,8 @@ def launch(
     constants = dict(
         LINEARS=len(linears), KIND=rows.kind, HAS_BIAS=biases[0] is not None, HAS_GATE=gate is not None,
         PTX=has_inline_ptx(x.device), BLOCK_M=c.block_m, BLOCK_N=c.block_n, BLOCK_K=c.block_k, GROUP_M=c.group_m, PROGRAMS=whole,
-        PARTS=count, SHARES=cut, SLOTS=c.num_stages, LINES=early_lines(x.device, c.block_m), **epilogue.constants(), **rank,
+        PARTS=count, SHARES=cut, SLOTS=c.num_stages, LINES=early_lines(x.device, c.block_m), ADDED=m <= ADDED,
+        **epilogue.constants(), **rank,
     ) | {"ROUND": pingpong.ROUND[epilogue.dtype]}
     copied = blocks(c, cut)
     copied |= {f"{name}{i}_desc": copied[f"{name}_desc"] for name in "wy" for i in (1, 2)}
@@ -127,7 +129,7 @@ def mixed_launch(
     cut = shares(c, y.dtype.itemsize, 4 * c.block_m + 5 * c.block_n)
     steps = ceil_div(stored, c.block_k) + ceil_div(high.shape[1], c.block_k)
     programs, whole, rest, count = pingpong.grid(c, m, n, steps, x.q.device, c.num_stages - BEHIND)
-    part, counter = work(x.q.device, rest, c.block_m * c.block_n, count, torch.int32, True)
+    part, counter = work(x.q.device, rest, c.block_m * c.block_n, count, torch.int32)
     args: dict[str, Any] = dict(
         **halves(x.q, stored), high_x_desc=x.q[:, k - high.shape[1] :], w_desc=low, high_desc=high.view(torch.uint8), y_desc=y,
         x_scale_ptr=x.scale, x_offset_ptr=x.offset, w_scale_ptr=w_scale, w_sum_ptr=w_sum,

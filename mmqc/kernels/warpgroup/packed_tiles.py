@@ -10,8 +10,8 @@ Order:   products read their registers while they run.  Two steps alternate, wit
 Ahead:   a step fills the slot of the one before the last, which all warps have seen done, with what comes two steps less than
          there are slots later, in this item or in the next: an item has so many steps or more.  So no copy stands between two
          steps' products, and with few rows, whose steps are short, more slots are more bytes on their way.
-Parts:   a program's part of a tile that several share comes first: what adding it up takes is hidden while the rest of the machine
-         reads on.  At the end there would be nothing left to read.
+Added:   of few rows, whose parts are many, a program's part of a tile that several share comes first, and is added up: what that
+         takes is hidden while the rest of the machine reads on.  At the end there would be nothing left to read.
 Linears: their tiles of columns lie one after the other, each linear's in whole ones; whoever copies or writes finds its own.
 Hidden:  a program is one warpgroup, and two fit a multiprocessor: while one waits, unpacks or copies, the other multiplies.
 Short:   with 2/3 of the instructions and few spills two parts took 79 us for 125 (ADR 17).
@@ -41,7 +41,7 @@ from mmqc.kernels.matmul.scaled_matmul_tiles import finish_tile, scale_sums
 from mmqc.kernels.shared.early_start import await_inputs
 from mmqc.kernels.shared.int4_codes import int4_as_int8
 from mmqc.kernels.shared.row_scale import row_scale_tile
-from mmqc.kernels.warpgroup.pingpong_tiles import add_up, count_items, find_item, write_tile
+from mmqc.kernels.warpgroup.pingpong_tiles import add_up, count_items, find_item, meet, write_tile
 
 FACTOR = gl.constexpr(0.0625)
 BEHIND = gl.constexpr(2)  # slots that are not filled: of the products that run, and of those before them
@@ -66,12 +66,11 @@ def make_slots(
 @gluon.jit
 def find_next(
     item, items, rounds, rest, steps, M, N, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, GROUP_M: gl.constexpr,
-    PROGRAMS: gl.constexpr, PARTS: gl.constexpr,
+    PROGRAMS: gl.constexpr, PARTS: gl.constexpr, FIRST: gl.constexpr,
 ):
-    """``find_item``, a part in front of whole tiles, and whether it is one; behind the last item, one without steps."""
-    at = gl.minimum(item, items - 1)
-    shared = item < 0
-    if PARTS > 1:
+    """``find_item``, with FIRST a part in front of whole tiles, and whether it is one; behind the last item, one without steps."""
+    at, shared = gl.minimum(item, items - 1), item == rounds
+    if PARTS > 1 and FIRST:
         shared = (items > rounds) & (item == 0)
         at = gl.where(items > rounds, gl.where(item == 0, rounds, item - 1), at)
     row, col, first, last, part, inside = find_item(
@@ -260,7 +259,7 @@ def packed_scaled_kernel(
     NEXT: gl.constexpr, NEXT_KIND: gl.constexpr, ROUND: gl.constexpr, LOW: gl.constexpr, HIGH: gl.constexpr,
     PTX: gl.constexpr, RANK: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
     GROUP_M: gl.constexpr, PROGRAMS: gl.constexpr, PARTS: gl.constexpr, SHARES: gl.constexpr, SLOTS: gl.constexpr,
-    LINES: gl.constexpr,
+    LINES: gl.constexpr, ADDED: gl.constexpr,
 ):
     """Every linear's y = epilogue(x wᵀ), everything as in scaled_pingpong_kernel, of packed w [N, STORED]."""
     ring = make_slots(x_desc, w_desc, y_desc, BLOCK_M, BLOCK_N, BLOCK_K, SHARES, SLOTS)
@@ -271,7 +270,7 @@ def packed_scaled_kernel(
     rounds, rest, items = count_items(M, width, BLOCK_M, BLOCK_N, PROGRAMS, PARTS)
     steps = gl.maximum(gl.cdiv(STORED, BLOCK_K), SLOTS - BEHIND)
     descs = (x_desc, upper_desc, w_desc, w1_desc, w2_desc)
-    here = find_next(0, items, rounds, rest, steps, M, width, BLOCK_M, BLOCK_N, GROUP_M, PROGRAMS, PARTS)
+    here = find_next(0, items, rounds, rest, steps, M, width, BLOCK_M, BLOCK_N, GROUP_M, PROGRAMS, PARTS, ADDED)
     if LINES:
         each: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [4, 1], [1, 0])
         which, own = find_linear(here[1] // BLOCK_N, N, N1, BLOCK_N, LINEARS)
@@ -286,7 +285,7 @@ def packed_scaled_kernel(
     slot = 0
     phase = 0
     for item in range(items):
-        following = find_next(item + 1, items, rounds, rest, steps, M, width, BLOCK_M, BLOCK_N, GROUP_M, PROGRAMS, PARTS)
+        following = find_next(item + 1, items, rounds, rest, steps, M, width, BLOCK_M, BLOCK_N, GROUP_M, PROGRAMS, PARTS, ADDED)
         which, own = find_linear(here[1] // BLOCK_N, N, N1, BLOCK_N, LINEARS)
         scale_ptr = pick(which, w_scale_ptr, w_scale1_ptr, w_scale2_ptr, LINEARS)
         shift_ptr = pick(which, bias_ptr, bias1_ptr, bias2_ptr, LINEARS)
@@ -298,7 +297,10 @@ def packed_scaled_kernel(
             acc, here[2], here[3], slot, phase, here, following, steps, descs, ring, N, N1, True, False, LINEARS, operand, BLOCK_M,
             BLOCK_N, BLOCK_K, SLOTS,
         )
-        acc, mine = add_up(acc, part_ptr, counter_ptr, here[6], here[5], PARTS, BLOCK_N, BLOCK_M, 4)
+        if ADDED:
+            acc, mine = add_up(acc, part_ptr, counter_ptr, here[6], here[5], PARTS, BLOCK_N, BLOCK_M, 4)
+        else:
+            acc, mine = meet(acc, part_ptr, counter_ptr, here[6], here[5], rest, here[4], PARTS, BLOCK_N, BLOCK_M, 4)
         if mine:
             across: gl.constexpr = acc.permute((1, 0)).type.layout
             rows = here[0] + gl.arange(0, BLOCK_M, gl.SliceLayout(1, across))
@@ -338,13 +340,13 @@ def packed_mixed_kernel(
     low_steps = gl.cdiv(STORED, BLOCK_K)
     steps = gl.maximum(low_steps + gl.cdiv(HIGH, BLOCK_K), SLOTS - BEHIND)
     descs = (x_desc, upper_desc, w_desc, high_desc, high_x_desc)
-    here = find_next(0, items, rounds, rest, steps, M, N, BLOCK_M, BLOCK_N, GROUP_M, PROGRAMS, PARTS)
+    here = find_next(0, items, rounds, rest, steps, M, N, BLOCK_M, BLOCK_N, GROUP_M, PROGRAMS, PARTS, False)
     for i in range(SLOTS - BEHIND):
         fill_slot(descs, ring, i, here[0], here[1], here[2] + i, low_steps, N, N, True, 1, BLOCK_M, BLOCK_N, BLOCK_K)
     slot = 0
     phase = 0
     for item in range(items):
-        following = find_next(item + 1, items, rounds, rest, steps, M, N, BLOCK_M, BLOCK_N, GROUP_M, PROGRAMS, PARTS)
+        following = find_next(item + 1, items, rounds, rest, steps, M, N, BLOCK_M, BLOCK_N, GROUP_M, PROGRAMS, PARTS, False)
         keep_units(tokens, columns, x_scale_ptr, x_offset_ptr, w_scale_ptr, w_sum_ptr, bias_ptr, here[0], here[1], M, N, HAS_BIAS,
                    BLOCK_M, BLOCK_N)
         acc = gl.zeros((BLOCK_N, BLOCK_M), gl.int32, layout)
@@ -357,7 +359,7 @@ def packed_mixed_kernel(
             acc, gl.maximum(here[2], low_steps), here[3], slot, phase, here, following, low_steps, descs, ring, N, N, False, True,
             1, operand, BLOCK_M, BLOCK_N, BLOCK_K, SLOTS,
         )
-        acc, mine = add_up(acc, part_ptr, counter_ptr, here[6], here[5], PARTS, BLOCK_N, BLOCK_M, 4)
+        acc, mine = meet(acc, part_ptr, counter_ptr, here[6], here[5], rest, here[4], PARTS, BLOCK_N, BLOCK_M, 4)
         if mine:
             y = finish_kept_tile(acc, tokens, columns, HAS_BIAS, layout)
             write_shares(y, y_desc, ring[3], here[0], here[1], SHARES)

@@ -69,12 +69,26 @@ MADE = {
 def made(what: str):
     """A launch whose last tiles four programs share, for offline.py."""
     launch = MADE[what]()
-    return launch._replace(constants=launch.constants | {"PARTS": 4})
+    return launch._replace(constants=launch.constants | {"PARTS": 4} | ({"ADDED": True} if "rows" in what else {}))
 
 
 @pytest.mark.parametrize("what", MADE)
 def test_launch__gives_the_kernel_its_arguments(what):
     check_launch(made(what))
+
+
+@pytest.mark.parametrize("m", [packed.ADDED, packed.ADDED + 1])
+def test_launch__parts_of_few_rows_are_added_up(m):
+    asked = []
+
+    def work(*wanted):
+        asked.append(wanted[5])
+        return no_work(*wanted)
+
+    x, y = torch.zeros(m, LOW, dtype=torch.int8), torch.zeros(m, N, dtype=torch.bfloat16)
+    linear = Linear(torch.zeros(N, LOW // 2, dtype=torch.uint8), torch.ones(N), None, y)
+    launch = packed.launch(x, [linear], row_scale(torch.ones(1), m), TILE, Epilogue(dtype=y.dtype), work)
+    assert asked == [launch.constants["ADDED"]] == [m == packed.ADDED]
 
 
 @pytest.mark.parametrize("variant", ["pingpong", "registers"])

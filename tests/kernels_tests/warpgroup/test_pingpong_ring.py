@@ -179,7 +179,16 @@ def fetch_scales(*args):
 
 
 def assert_packed(
-    m: int, n: int, stored: int, high: int, programs: int, parts: int, shares: int, slots: int = 4, more_rows: tuple[int, ...] = ()
+    m: int,
+    n: int,
+    stored: int,
+    high: int,
+    programs: int,
+    parts: int,
+    shares: int,
+    slots: int = 4,
+    more_rows: tuple[int, ...] = (),
+    added: bool = False,
 ) -> None:
     """That the kernel's result is x wᵀ of w with 2 ``stored`` columns; with ``high`` others, 3 times that and theirs.
 
@@ -201,7 +210,7 @@ def assert_packed(
         kernel = packed_tiles.packed_mixed_kernel
     else:
         sizes |= {"stride_r": 0, "stride_w": 0}
-        constants |= {"LINEARS": len(rows), "LINES": 0}
+        constants |= {"LINEARS": len(rows), "LINES": 0, "ADDED": added}
         constants |= dict(KIND=0, HAS_GATE=False, ACTIVATION=0, NEXT=False, NEXT_KIND=0, ROUND=0, LOW=0, HIGH=0, PTX=False, RANK=0)
         kernel = packed_tiles.packed_scaled_kernel
     tile = {
@@ -215,7 +224,20 @@ def assert_packed(
         "change_kept_units": lambda acc, *_: (3 * acc // 16).as_subclass(simulator.Values),
         "finish_kept_tile": lambda acc, *_: acc,
     }
-    y = run(kernel, x[:, :stored], list(packed.split(rows)), 16, programs, parts, sizes, constants, tile, 64, shares, added=True)
+    y = run(
+        kernel,
+        x[:, :stored],
+        list(packed.split(rows)),
+        16,
+        programs,
+        parts,
+        sizes,
+        constants,
+        tile,
+        64,
+        shares,
+        added=added and not high,
+    )
     want = x[:, :low].float() @ codes.float().t()
     scaled = want * scales_at(0, m)[:, None] * torch.cat([scales_at(0, each) for each in rows])[None, :]
     assert torch.equal(y, 3 * want + x[:, low:].float() @ more.float().t() if high else scaled)
@@ -237,14 +259,15 @@ def full_parts(parts: int, steps: int, ahead: int) -> int:
     st.sampled_from([1, 2, 4]),
     st.integers(3, 9),
     st.lists(st.integers(1, 100), max_size=2),
+    st.booleans(),
 )
-def test_packed_ring__every_size(m, n, stored, high, programs, parts, shares, slots, more):
+def test_packed_ring__every_size(m, n, stored, high, programs, parts, shares, slots, more, added):
     ahead = slots - 2
     steps = max(-(-stored // STEP) + -(-high // STEP), ahead)
     parts = full_parts(parts, steps, ahead)
     more = () if high else tuple(more)
     width = 64 * sum(-(-rows // 64) for rows in (n, *more))
-    assert_packed(m, n, stored, high, programs, cut(m, width, steps, programs, 16, parts, 64), shares, slots, more)
+    assert_packed(m, n, stored, high, programs, cut(m, width, steps, programs, 16, parts, 64), shares, slots, more, added)
 
 
 @settings(max_examples=30)
