@@ -178,6 +178,19 @@ def fetch_scales(*args):
     return scales_at(row, block_m), scales_at(col, block_n), None
 
 
+PACKED_TILE = {  # in the place of the kernels' own pieces
+    "BEHIND": 2,
+    "int4_as_int8": unpack,
+    "bytes_as_codes": lambda w: w.view(torch.int8),
+    "fetch_scales": fetch_scales,
+    "keep_units": lambda *_: None,
+    "scale_sums": lambda acc, s_x, s_w, _: acc / 16 * s_x[:, None] * s_w[None, :],
+    "finish_tile": lambda y, *_: y,
+    "change_kept_units": lambda acc, *_: (3 * acc // 16).as_subclass(simulator.Values),
+    "finish_kept_tile": lambda acc, *_: acc,
+}
+
+
 def assert_packed(
     m: int,
     n: int,
@@ -213,31 +226,8 @@ def assert_packed(
         constants |= {"LINEARS": len(rows), "LINES": 0, "ADDED": added}
         constants |= dict(KIND=0, HAS_GATE=False, ACTIVATION=0, NEXT=False, NEXT_KIND=0, ROUND=0, LOW=0, HIGH=0, PTX=False, RANK=0)
         kernel = packed_tiles.packed_scaled_kernel
-    tile = {
-        "BEHIND": 2,
-        "int4_as_int8": unpack,
-        "bytes_as_codes": lambda w: w.view(torch.int8),
-        "fetch_scales": fetch_scales,
-        "keep_units": lambda *_: None,
-        "scale_sums": lambda acc, s_x, s_w, _: acc / 16 * s_x[:, None] * s_w[None, :],
-        "finish_tile": lambda y, *_: y,
-        "change_kept_units": lambda acc, *_: (3 * acc // 16).as_subclass(simulator.Values),
-        "finish_kept_tile": lambda acc, *_: acc,
-    }
-    y = run(
-        kernel,
-        x[:, :stored],
-        list(packed.split(rows)),
-        16,
-        programs,
-        parts,
-        sizes,
-        constants,
-        tile,
-        64,
-        shares,
-        added=added and not high,
-    )
+    given, added = (x[:, :stored], list(packed.split(rows)), 16, programs, parts, sizes, constants), added and not high
+    y = run(kernel, *given, PACKED_TILE, 64, shares, added=added)
     want = x[:, :low].float() @ codes.float().t()
     scaled = want * scales_at(0, m)[:, None] * torch.cat([scales_at(0, each) for each in rows])[None, :]
     assert torch.equal(y, 3 * want + x[:, low:].float() @ more.float().t() if high else scaled)
