@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from kv_cases import packed_case
-from tolerance import TOLERANCE, assert_close, few_differ
+from tolerance import TOLERANCE, assert_close, assert_codes_of, few_differ
 from torch import Tensor
 
 import mmqc.ops  # noqa: F401
@@ -27,7 +27,6 @@ from mmqc.ops import (
     grouped_matmul,
     hadamard,
     hadamard_quantize,
-    hadamard_quantize_per_token,
     kv_attention,
     kv_rows_attention,
     kv_token_attention,
@@ -316,9 +315,9 @@ def transformed_to_codes(d: Draw, told: Callable[..., None]) -> None:
         operands = x, up, factors, d.positive(1), None, bits
         few_differ(ops.hadamard_quantize(*operands), reference(hadamard_quantize, *operands), MORE_ROUNDED[dtype])
     else:
-        operands = x, up, factors, bits
-        want = reference(hadamard_quantize_per_token, *operands)
-        few_differ(ops.hadamard_quantize_per_token(*operands)[0], want[0], MORE_ROUNDED[dtype])
+        h = x.double() if up is None else F.silu(x.double()) * up.double()
+        y = reference(hadamard, h, [f.double().cuda() for f in hadamard_factors(n)])
+        assert_codes_of(y, *ops.hadamard_quantize_per_token(x, up, factors, bits), dtype)
 
 
 def in_a_basis(d: Draw, told: Callable[..., None]) -> None:

@@ -25,5 +25,14 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtyp
 def few_differ(got: torch.Tensor, want: torch.Tensor, most: float) -> None:
     """Assert that integer codes differ by one at most, in ``most`` of them (and one more): a last bit moved what was rounded."""
     off = (got.int() - want.int()).abs()
-    assert off.max() <= 1
+    far = (off > 1).nonzero()
+    assert not len(far), f"{len(far)} of {off.numel()}, as at {(at := far[0].tolist())}: {got[tuple(at)]} for {want[tuple(at)]}"
     assert (off > 0).double().mean() <= most + 1.5 / off.numel()
+
+
+def assert_codes_of(y: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor, dtype: torch.dtype) -> None:
+    """Assert that codes [M, N] with scales and offsets [M, 1] are those of y, but for what ``dtype`` loses of it on the way."""
+    rtol, atol = TOLERANCE[dtype]
+    y, step = y.double(), scale.double()
+    far = (q.double() * step + offset.double() - y).abs() - 0.5 * step - rtol * y.abs() - atol * y.abs().max()
+    assert far.max() <= 0, f"{far.max().item()} further than half a step, at {divmod(int(far.argmax()), y.shape[1])}"
