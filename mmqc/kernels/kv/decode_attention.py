@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mmqc.kernels.kv.kv_words import LOG2E, LOWEST
-from mmqc.kernels.shared.device_facts import ceil_div, multiprocessors, power_of_two, why_not_here
+from mmqc.kernels.shared.device_facts import ceil_div, multiprocessors, power_of_two, shared_bytes, why_not_here
 from mmqc.kernels.shared.early_start import await_inputs, early_lines
 from mmqc.kernels.shared.launch import Launch
 from mmqc.kernels.shared.plan import Refusal, first_reason
@@ -31,6 +31,7 @@ from mmqc.ops.decode_attention import check
 
 DTYPES = (torch.float16, torch.bfloat16)
 MOST_ROWS = 64
+BESIDE = 1024  # bytes that sums over tokens take
 MASK_TOKENS = 2048  # of a mask, read at once
 
 
@@ -243,9 +244,15 @@ def launch(
         ),
         outputs=("y_ptr", "part_ptr", "counter_ptr"),
         num_warps=config.warps,
-        num_stages=config.stages,
+        num_stages=stages_of(config, rows, padded, q.dtype.itemsize, shared_bytes(q.device)),
         early=early,
     )  # fmt: skip
+
+
+def stages_of(config: Config, rows: int, padded: int, item_bytes: int, most: int) -> int:
+    """Those of ``config``, or as many as ``most`` bytes of shared memory hold; padded channels of a head."""
+    tile, beside = 2 * config.tokens * padded * item_bytes, BESIDE + power_of_two(rows, 16) * (padded + config.tokens) * item_bytes
+    return max(1, min(config.stages, 1 + (most - beside) // tile))
 
 
 def room(programs: int, heads: Any, rows: int, width: int) -> Any:
