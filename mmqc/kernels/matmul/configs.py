@@ -183,11 +183,11 @@ def _packed_few(m: int, n: int, k: int, device: torch.device) -> MatmulConfig:
     A decoder of 7B (H200; gate and up, down, qkv, o) takes 26, 15, 6 and 6 us at 32 rows where tiles of pointers take 34, 17, 9
     and 8; 28, 17, 7 and 6 for 32, 18, 8 and 7 at 64; 37, 22, 8 and 7 for 60, 35, 30 and 15 at 128; 58, 35, 14 and 11 for 101, 37,
     28 and 11 at 256.  Long rows whose tiles neither fill the machine nor can be cut stay with pointers: q, k, v of half of 72B
-    (5,120 x 8,192) take 12 us for 14 at 64 rows.
+    (5,120 x 8,192) take 12 us for 14 at 64 rows; its down (8,192 x 14,784), whose 128 tiles do, 24 us from registers for 30.
     """
-    units = multiprocessors(device)
-    few = -(-n // 64) <= units
-    if m <= 64 and few and 2 * -(-n // 64) > units and k > 6144:
+    units, tiles = multiprocessors(device), -(-n // 64)
+    few, idle = tiles <= units, units < 2 * tiles < 1.8 * units
+    if m <= 64 and idle and k > 6144:
         return _packed_skinny(m, n, k // 2, device)
     if m <= 32:
         rows = 16 if m <= 16 else 32

@@ -100,3 +100,18 @@ def test_config__refuses(change, why):
 def test_config__packed_weights_are_unpacked_in_registers_unless_a_tuned_file_says_otherwise():
     for op in ("packed_int4", "packed_mixed"):
         assert configs.config(op, 2048, 4608, 3584, CPU).variant == "registers"
+
+
+@pytest.mark.parametrize(
+    ("n", "k", "variant"),
+    [
+        (5120, 8192, "columns"),  # 80 tiles of 132 programs, too many for two parts each
+        (8192, 14784, "registers"),  # 128
+        (3584, 18944, "registers"),  # 56, in two parts
+        (4608, 3584, "registers"),
+    ],
+)
+def test_table__long_rows_whose_tiles_leave_the_machine_idle_go_by_pointers(n, k, variant, monkeypatch):
+    monkeypatch.setattr(configs, "multiprocessors", lambda _: 132)
+    for m in (32, 64):
+        assert configs._packed_few(m, n, k, CPU).variant == variant
