@@ -281,7 +281,7 @@ gl: Any = types.SimpleNamespace(
     convert_layout=lambda x, layout, assert_trivial=False: x,
     atomic_add=_atomic_add,
     store=_store,
-    load=lambda at, **_: at.to[at.at.long()],
+    load=lambda at, **_: at.to[at.at.long()].as_subclass(Values),
     split=lambda x: x.unbind(-1),
     allocate_shared_memory=lambda dtype, shape, layout: (
         Barriers(shape[0]) if dtype == torch.int64 else Shared(torch.full(shape, 77, dtype=dtype), dtype)

@@ -6,7 +6,7 @@ Tiles of 64 rows and steps of 8 columns: what is tested is who waits for whom.
 import pytest
 import torch
 import warp_simulator as simulator
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 pingpong = pytest.importorskip("mmqc.kernels.warpgroup.pingpong_matmul")
@@ -239,6 +239,7 @@ def full_parts(parts: int, steps: int, ahead: int) -> int:
 
 
 @settings(max_examples=40)
+@example(1, 1, 9, 0, 2, 2, 1, 3, [], True)
 @given(
     st.integers(1, 50),
     st.integers(1, 200),
