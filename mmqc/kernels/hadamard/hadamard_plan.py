@@ -61,7 +61,7 @@ def shared_need(t: Tiling, device: torch.device, stages: int = 1, operands: int 
     """Bytes of shared memory that Triton takes, at most, for a turn of one operand or of one with its gate.
 
     What it was found to take, of 50 tilings: both matrices, a turn's tile, and copies of it under way; of a tile in two parts more,
-    which are laid out anew between products, and before Hopper so is B.
+    which are laid out anew between products, and elsewhere than on Hopper so is B.
     """
     hopper, whole = capability(device) in (0, 90), t.side * t.B  # the interpreter stands for Hopper
     entries = t.B**2 + (t.side**2 if t.a > 1 else 0)

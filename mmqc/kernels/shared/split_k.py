@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
 
 import torch
 import triton
@@ -28,7 +27,7 @@ Workspace = Callable[..., tuple[Tensor, Tensor]]  # as ``workspace`` below
 _counters: dict[tuple[torch.device, bool], Tensor] = {}
 _next: dict[tuple[torch.device, bool], int] = {}
 _sums: dict[tuple[torch.device, int], Tensor] = {}  # by stream
-_recorded: ContextVar[dict[torch.device, Tensor] | None] = ContextVar("sums of what is recorded", default=None)
+_recorded: ContextVar[dict[tuple[torch.device, int], Tensor] | None] = ContextVar("sums of what is recorded", default=None)
 _beside: ContextVar[bool] = ContextVar("whether launches are recorded that will run beside others", default=False)
 
 
@@ -64,11 +63,11 @@ def workspace(
 
     Counters come from a ring, so launches on different streams, or in different graphs, meet only after a thousand others.
     """
+    capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     if added and split > 1:
-        parts = _zeroed(device, tiles * tile_elements)
+        parts = _zeroed(device, tiles * tile_elements, capturing)
     else:
         parts = torch.empty(split * tiles * tile_elements if split > 1 else 1, dtype=dtype, device=device)
-    capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     if split == 1:
         return parts, parts.view(torch.int32)
     ring = device, _beside.get()
@@ -83,21 +82,14 @@ def workspace(
     return parts, _counters[ring][start : start + tiles]
 
 
-def _zeroed(device: torch.device, elements: int) -> Tensor:
-    """Sums that are zero, and that a launch leaves so, of a stream's launches or of a recording's; others' have none to share."""
-    most = max(elements, SUMS)
-    if device.type != "cuda":
+def _zeroed(device: torch.device, elements: int, capturing: bool) -> Tensor:
+    """Sums that are zero, and that a launch leaves so: a stream's, or a recording's; in captures of others, its own."""
+    kept = None if device.type != "cuda" else _recorded.get() if capturing else _sums
+    if kept is None:
         return torch.zeros(elements, dtype=torch.int32, device=device)
-    if torch.cuda.is_current_stream_capturing():
-        shared = _recorded.get()
-        if shared is None:
-            return torch.zeros(elements, dtype=torch.int32, device=device)
-        kept: dict[Any, Tensor] = shared
-        key: Any = device
-    else:
-        kept, key = _sums, (device, torch.cuda.current_stream(device).cuda_stream)
+    key = device, torch.cuda.current_stream(device).cuda_stream
     if key not in kept or len(kept[key]) < elements:
-        kept[key] = torch.zeros(most, dtype=torch.int32, device=device)
+        kept[key] = torch.zeros(max(elements, SUMS), dtype=torch.int32, device=device)
     return kept[key][:elements]
 
 

@@ -17,7 +17,7 @@ Ring:    consumers use slots in the order they are filled, so a consumer may not
 
 # Gluon is known when it is compiled.
 # pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
-# pyright: reportAssignmentType=false
+# pyright: reportAssignmentType=false, reportOperatorIssue=false
 from __future__ import annotations
 
 import triton.language as tl
@@ -187,6 +187,14 @@ def from_thread(flat, like, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, WARPS:
 
 
 @gluon.jit
+def places(flat):
+    """The rows and the columns of what ``by_thread`` gives, [.., 1] and [1, 128 WARPS]."""
+    layout: gl.constexpr = flat.type.layout
+    rows = gl.arange(0, flat.shape[0], gl.SliceLayout(1, layout))
+    return rows[:, None], gl.arange(0, flat.shape[1], gl.SliceLayout(0, layout))[None, :]
+
+
+@gluon.jit
 def meet(
     acc, part_ptr, counter_ptr, is_part, inside, rest, part, PARTS: gl.constexpr, BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr, WARPS: gl.constexpr,
@@ -199,9 +207,8 @@ def meet(
     if PARTS > 1:  # noqa: SIM102  known when it is compiled
         if is_part:
             flat = by_thread(acc, BLOCK_M, BLOCK_N, WARPS)
-            layout: gl.constexpr = flat.type.layout
-            line = gl.arange(0, BLOCK_M * BLOCK_N // (128 * WARPS), gl.SliceLayout(1, layout))
-            at = line[:, None] * (128 * WARPS) + gl.arange(0, 128 * WARPS, gl.SliceLayout(0, layout))[None, :]
+            line, column = places(flat)
+            at = line * (128 * WARPS) + column
             counter_ptr += inside
             mine = part == PARTS - 1
             if mine:
@@ -232,17 +239,15 @@ def add_up(
     if PARTS > 1:  # noqa: SIM102  known when it is compiled
         if is_part:
             flat = by_thread(acc, BLOCK_M, BLOCK_N, WARPS)
-            layout: gl.constexpr = flat.type.layout
-            line = gl.arange(0, BLOCK_M * BLOCK_N // (128 * WARPS), gl.SliceLayout(1, layout))
-            column = gl.arange(0, 128 * WARPS, gl.SliceLayout(0, layout))  # a thread has four
-            beside = column % 4 * (32 * WARPS) + column // 4  # neighbours' stand side by side
-            at = sum_ptr + inside * (BLOCK_M * BLOCK_N) + line[:, None] * (128 * WARPS) + beside[None, :]
+            line, column = places(flat)
+            beside = column % 4 * (32 * WARPS) + column // 4  # a thread has four; neighbours' stand side by side
+            at = sum_ptr + inside * (BLOCK_M * BLOCK_N) + line * (128 * WARPS) + beside
             gl.atomic_add(at, flat, sem="relaxed")
             tl.debug_barrier()  # all threads' come before the one that counts
             mine = gl.atomic_add(counter_ptr + inside, 1, sem="acq_rel") == PARTS - 1
             if mine:
                 flat = gl.load(at, cache_modifier=".cg")
-                gl.store(at, gl.zeros((BLOCK_M * BLOCK_N // (128 * WARPS), 128 * WARPS), gl.int32, layout))
+                gl.store(at, gl.zeros(flat.shape, gl.int32, flat.type.layout))
                 gl.store(counter_ptr + inside, 0)
             acc = from_thread(flat, acc, BLOCK_M, BLOCK_N, WARPS)
     return acc, mine

@@ -1,9 +1,7 @@
 """The kernel against the plain-torch op."""
 
-from unittest import mock
-
+import device_facts
 import offline
-import other_devices
 import pytest
 import torch
 from poison import poisoned
@@ -80,17 +78,16 @@ def test_basis_quantize_per_token_kernel__in_steps(room, device, monkeypatch):
 
 def made(architecture, dtype, tokens):
     """The widest head on another device, for offline.py."""
-    with other_devices.chosen_for(int(architecture), kernel):
+    with device_facts.pretending(int(architecture), why_not_here=lambda *_: None):
         x = torch.empty(int(tokens), kernel.MAX_WIDTH, dtype=DTYPES[dtype])
         basis = torch.empty(kernel.MAX_WIDTH, kernel.MAX_WIDTH, dtype=x.dtype)
-        with mock.patch.object(kernel, "why_not_here", return_value=None):
-            [launch] = kernel.plan(x, basis, [240, 16], [4, 8]).launches
+        [launch] = kernel.plan(x, basis, [240, 16], [4, 8]).launches
         return launch
 
 
 @pytest.mark.parametrize("tokens", [5, 794])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("architecture", other_devices.SHARED)
+@pytest.mark.parametrize("architecture", device_facts.SHARED)
 def test_plan__fits_the_shared_memory_of_every_device(architecture, dtype, tokens):
     found = offline.shared_memory(architecture, "test_basis_quantize_per_token", architecture, dtype, tokens)
-    assert found <= other_devices.SHARED[architecture]
+    assert found <= device_facts.SHARED[architecture]

@@ -1,7 +1,7 @@
 """hadamard_quantize against the plain-torch ops hadamard and quantize."""
 
+import device_facts
 import offline
-import other_devices
 import pytest
 import torch
 from poison import poisoned
@@ -102,7 +102,7 @@ def made(architecture, n, gated):
     """Whole rows on another device, for offline.py."""
     from mmqc.kernels.hadamard.hadamard_tiles import Written
 
-    with other_devices.chosen_for(int(architecture), plans, kernel):
+    with device_facts.pretending(int(architecture)):
         x = torch.empty(4096, int(n), dtype=torch.bfloat16)
         up = x if gated == "True" else None
         tiling = plans.best_tiling.__wrapped__(int(n), x.device)
@@ -117,15 +117,15 @@ WIDTHS = [24576, 18944, 14336, 5056, 9728, 11264, 18176, 20224, 20736, 25856, 64
 
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("n", [pytest.param(n, marks=pytest.mark.slow if n < 14336 or n > 24576 else ()) for n in WIDTHS])
-@pytest.mark.parametrize("architecture", other_devices.SHARED)
+@pytest.mark.parametrize("architecture", device_facts.SHARED)
 def test_rows_launch__fits_the_shared_memory_of_every_device(architecture, n, gated):
-    with other_devices.chosen_for(architecture, plans):
+    with device_facts.pretending(architecture):
         tiling = plans.best_tiling.__wrapped__(n)
     if isinstance(tiling, str):
-        assert f"{other_devices.SHARED[architecture]} bytes of shared memory" in tiling
+        assert f"{device_facts.SHARED[architecture]} bytes of shared memory" in tiling
         assert n not in WIDTHS[1:3] or architecture == 86, "what models have is transformed by a kernel"
     else:
         assert (
             offline.shared_memory(architecture, "test_hadamard_quantize", architecture, n, gated)
-            <= other_devices.SHARED[architecture]
+            <= device_facts.SHARED[architecture]
         )

@@ -1,7 +1,7 @@
 """The decode attention kernel against the op's reference, in float64; outside of a mask's span is NaN, and in unwritten memory."""
 
+import device_facts
 import offline
-import other_devices
 import pytest
 import torch
 from tolerance import assert_close
@@ -140,7 +140,7 @@ def made(architecture, rows, width, heads):
     """A launch on another device, for offline.py."""
     q, k = torch.empty(1, int(heads), int(rows), int(width), dtype=torch.bfloat16), torch.empty(1, 1, 1, 1, dtype=torch.bfloat16)
     part, counter, config = torch.empty(1), torch.empty(1, dtype=torch.int32), kernel.config_of(int(heads))
-    with other_devices.chosen_for(int(architecture), kernel):
+    with device_facts.pretending(int(architecture)):
         return kernel.launch(
             q, k, k, None, q, part, counter, 0.1, heads=(1, int(heads)), tokens=1000, most=4, programs=264, config=config
         )
@@ -149,10 +149,10 @@ def made(architecture, rows, width, heads):
 @pytest.mark.parametrize("heads", [pytest.param(4, marks=pytest.mark.slow), pytest.param(64, marks=pytest.mark.slow), 512])
 @pytest.mark.parametrize("width", [128, 256])
 @pytest.mark.parametrize("rows", [pytest.param(1, marks=pytest.mark.slow), kernel.MOST_ROWS])
-@pytest.mark.parametrize("architecture", other_devices.SHARED)
+@pytest.mark.parametrize("architecture", device_facts.SHARED)
 def test_launch__fits_the_shared_memory_of_every_device(architecture, rows, width, heads):
     found = offline.shared_memory(architecture, "test_decode_attention", architecture, rows, width, heads)
-    assert found <= other_devices.SHARED[architecture]
+    assert found <= device_facts.SHARED[architecture]
 
 
 def test_launch__keeps_its_stages_where_they_fit():
