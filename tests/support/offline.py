@@ -35,13 +35,26 @@ def compiler() -> subprocess.Popen[str]:
 
 def compiled(module: str, *what: Any) -> tuple[str, int]:
     """Ptxas's words for the kernel of ``module.made(*what)``, and bytes of shared memory."""
+    told, shared, _ = _assembled(module, *what)
+    return told, shared
+
+
+def instructions(module: str, *what: Any) -> str:
+    """What the kernel of ``module.made(*what)`` is on Hopper, as nvdisasm writes it."""
+    return _assembled(module, *what)[2]
+
+
+def _assembled(module: str, *what: Any) -> tuple[str, int, str]:
     nvidia = pytest.importorskip("triton.backends.nvidia")
-    ptxas = Path(nvidia.__path__[0]) / "bin" / "ptxas"
+    tools = Path(nvidia.__path__[0]) / "bin"
     with tempfile.TemporaryDirectory() as folder:
-        ptx = f"{folder}/kernel.ptx"
+        ptx, cubin = f"{folder}/kernel.ptx", f"{folder}/kernel.cubin"
         shared = _ask(ptx, 90, module, *what)
-        command = [str(ptxas), "-v", "-arch=sm_90a", ptx, "-o", f"{folder}/kernel.cubin"]
-        return subprocess.run(command, capture_output=True, text=True, timeout=300).stderr, shared
+        told, code = (
+            subprocess.run([str(tools / tool), *rest], capture_output=True, text=True, timeout=300)
+            for tool, *rest in (("ptxas", "-v", "-arch=sm_90a", ptx, "-o", cubin), ("nvdisasm", cubin))
+        )
+        return told.stderr, shared, code.stdout
 
 
 def shared_memory(architecture: int, module: str, *what: Any) -> int:

@@ -269,6 +269,7 @@ gl: Any = types.SimpleNamespace(
     where=_pick,
     static_range=range,
     zeros=lambda shape, dtype, layout=None: torch.zeros(shape, dtype=dtype).as_subclass(Values),
+    zeros_like=torch.zeros_like,
     arange=lambda first, last, layout=None: torch.arange(first, last),
     NVMMADistributedLayout=lambda *_: None,
     SliceLayout=lambda *_: None,

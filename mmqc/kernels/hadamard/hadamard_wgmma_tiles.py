@@ -28,13 +28,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_wait
 
 from mmqc.kernels.hadamard.hadamard_tiles import ASYMMETRIC, FLOAT, STATIC, asymmetric_tile, rounded_tile
+from mmqc.kernels.shared.quantize_codes import NEAR, low_byte
 from mmqc.kernels.shared.row_scale import row_scale_tile
 
 BLOCK = gl.constexpr(64)  # rows of A that a warpgroup multiplies
 BYTES = gl.constexpr(2)  # an entry of x and of the matrices
 CONSUMERS = gl.constexpr(2)
 FP8 = gl.constexpr(gl.float8e4nv)
-NEAR = gl.constexpr(12582912.0)  # 1.5 * 2^23, next to which floats are integers
 
 
 @gluon.jit
@@ -129,7 +129,7 @@ def codes_of(
         factor = gl.full(y.shape, k, gl.float32, layout)
         near = gl.fma(y, factor, gl.full(y.shape, NEAR, gl.float32, layout))
         near = gl.minimum(gl.maximum(near, NEAR + LOW), NEAR + HIGH)
-        codes = near.to(gl.int32, bitcast=True).to(gl.int8)
+        codes = low_byte(near)
     return codes
 
 

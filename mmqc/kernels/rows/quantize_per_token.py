@@ -22,7 +22,7 @@ from torch import Tensor
 from mmqc.kernels.shared.device_facts import why_not_here
 from mmqc.kernels.shared.launch import Launch
 from mmqc.kernels.shared.plan import New, Plan, Refusal, first_reason, rows_like, why_not_rows
-from mmqc.kernels.shared.quantize_codes import divide_tile
+from mmqc.kernels.shared.quantize_codes import NEAR, divide_tile, low_byte
 from mmqc.kernels.shared.row_scale import Rows
 
 LANE = 160  # channels of a lane, at most: one warp a row of 4,096, four for 18,944
@@ -54,9 +54,8 @@ def ends(x, width, BLOCK: tl.constexpr, FULL: tl.constexpr):
 def store_codes(q_ptr, x, first, width, low, s, BITS: tl.constexpr, BLOCK: tl.constexpr, FULL: tl.constexpr):
     """Round((x - low) / s) - 2^(b-1) as int8."""
     u = divide_tile(x - low, tl.where(s > 0.0, s, 1.0))
-    # Adding 1.5 * 2^23 rounds half to even and leaves the integer in the low byte: cheaper than a conversion.  0 <= u, and
-    # the largest u is 2^b - 1 but for a rounding, so that nothing is to be clamped.
-    code = (u + (12582912.0 - 2.0 ** (BITS - 1))).to(tl.int32, bitcast=True).to(tl.int8)
+    # 0 <= u, and the largest u is 2^b - 1 but for a rounding, so that nothing is to be clamped
+    code = low_byte(u + (NEAR - 2.0 ** (BITS - 1)))
     at = tl.arange(0, BLOCK)
     if FULL:
         tl.store(q_ptr + first + at, code)

@@ -7,6 +7,8 @@ q = fp8e4nv(clamp(x / s, ±448))                   fp8
 import triton
 import triton.language as tl
 
+NEAR = tl.constexpr(12582914.0)  # 1.5 * 2^23 + 2: adding it rounds half to even, next to it floats are integers
+
 
 @triton.jit
 def divide_tile(x, s):
@@ -30,6 +32,16 @@ def round_tile(y, DTYPE: tl.constexpr, PTX: tl.constexpr):
 
 
 @triton.jit
+def low_byte(near):
+    """Codes + NEAR -> the codes as int8: cheaper than a conversion.
+
+    An integer operation has to stand between the sum and its byte: one that is stored straight from the register of a float is
+    converted by ptxas 12.8 and saturates (F2IP), where the address lets Triton 3.6 store no more than a byte at a time.
+    """
+    return (near.to(tl.int32, bitcast=True) - 2).to(tl.int8)
+
+
+@triton.jit
 def quantize_tile(x, s, LOW: tl.constexpr, HIGH: tl.constexpr, FP8: tl.constexpr):
     """Codes of float32 values x with scales s, broadcastable to x."""
     q = divide_tile(x, s)
@@ -37,6 +49,5 @@ def quantize_tile(x, s, LOW: tl.constexpr, HIGH: tl.constexpr, FP8: tl.constexpr
         codes = tl.minimum(tl.maximum(q, -448.0), 448.0).to(tl.float8e4nv)
     else:
         q = tl.minimum(tl.maximum(q, LOW), HIGH)
-        # Adding 1.5 * 2^23 rounds half to even and leaves the integer in the low byte: cheaper than a conversion.
-        codes = (q + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)
+        codes = low_byte(q + NEAR)
     return codes

@@ -247,7 +247,7 @@ def add_up(
             mine = gl.atomic_add(counter_ptr + inside, 1, sem="acq_rel") == PARTS - 1
             if mine:
                 flat = gl.load(at, cache_modifier=".cg")
-                gl.store(at, gl.zeros(flat.shape, gl.int32, flat.type.layout))
+                gl.store(at, gl.zeros_like(flat))
                 gl.store(counter_ptr + inside, 0)
             acc = from_thread(flat, acc, BLOCK_M, BLOCK_N, WARPS)
     return acc, mine

@@ -22,11 +22,11 @@ PARTS = [
 ]
 
 
-def made(*widths: str):
+def made(residual: str, *widths: str):
     """A launch in bfloat16, for offline.py, whose process has no device."""
     kernel.why_not_here = lambda *tensors: None
     sizes = [int(width) for width in widths]
-    x, norm = operands(5, sum(sizes), torch.bfloat16, "cpu", residual=True)
+    x, norm = operands(5, sum(sizes), torch.bfloat16, "cpu", residual=residual == "True")
     return kernel.plan(x, norm, None, sizes, [4, 8, 8][: len(sizes)], poisoned(x)).launches[0]
 
 
@@ -130,5 +130,13 @@ def test_norm_quantize_per_token_kernel__refuses(device):
 @pytest.mark.parametrize("widths", [(33, 7), (1,), (448, 64)])
 def test_norm_quantize_per_token_kernel__compiles_for_a_device(widths):
     """Tiles of one channel too, which have no pair to round."""
-    told, _ = offline.compiled("test_norm_quantize_per_token", *widths)
+    told, _ = offline.compiled("test_norm_quantize_per_token", True, *widths)
     assert offline.spilled(told) == 0
+
+
+@pytest.mark.parametrize("widths", [(255,), (128, 566)])
+def test_norm_quantize_per_token_kernel__cuts_codes_off_where_they_are_stored_one_by_one(widths):
+    """No conversion of the float that has one in its low byte: it saturates, and all codes of a tile were -1."""
+    code = offline.instructions("test_norm_quantize_per_token", False, *widths)
+    assert "STG" in code
+    assert "F2IP" not in code

@@ -47,7 +47,6 @@ def test_launch__gives_the_kernel_its_arguments(what):
     assert set(launch.descriptors) == {name for name in names if name.endswith("_desc")}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("what", TILES)
 def test_kernel__compiles_to_products_that_queue_up(what):
     """Ptxas does not wait for each of them, hardly anything is spilled, and the programs of a tile fit the shared memory."""

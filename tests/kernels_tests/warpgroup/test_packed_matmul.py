@@ -129,7 +129,6 @@ def test_epilogue__weights_are_written_out_in_front_of_codes(monkeypatch):
     assert torch.equal(launches[1][1], torch.full((N, LOW), -8, dtype=torch.int8))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("what", MADE)
 def test_kernels__compile_to_products_that_queue_up(what):
     """Ptxas does not wait for each of them, hardly anything is spilled, and two programs fit the shared memory."""
