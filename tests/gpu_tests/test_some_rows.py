@@ -10,6 +10,7 @@ from mmqc.kernels.matmul.configs import MatmulConfig, config
 from mmqc.kernels.matmul.epilogue_tiles import Epilogue
 from mmqc.kernels.matmul.linears import Linear
 from mmqc.kernels.matmul.scaled_matmul_epilogue import scaled_matmul_epilogue
+from mmqc.kernels.shared import split_k
 from mmqc.kernels.shared.device_facts import has_warpgroup_products
 from mmqc.kernels.shared.row_scale import row_scale
 from mmqc.kernels.warpgroup import byte_matmul, packed_matmul
@@ -49,6 +50,22 @@ def test_packed__several_linears_equal_float64(shape, m, dtype) -> None:
             launch.run()
     for w, s, b, y in zip(codes, scale, bias, ys, strict=True):
         assert_close(y, (x.double() @ w.double().t()) * x_scale.double() * s.double() + b.double(), dtype)
+
+
+def test_packed__in_a_graph_that_inductor_captures() -> None:
+    """Sums that outlast a call do not lie in the graph's memory, which Inductor checks behind its warm-up."""
+    x = torch.randint(-128, 128, (64, 3584), dtype=torch.int8, device="cuda")
+    w, s = pack_int4(torch.randint(-8, 8, (3584, 3584), dtype=torch.int8, device="cuda")), torch.rand(3584, device="cuda")
+    x_scale, split_k._sums = torch.ones(1, device="cuda"), {}
+
+    def product(x: torch.Tensor) -> torch.Tensor:
+        return torch.ops.mmqc.scaled_matmul(x, w, x_scale, s, None, None, 4, torch.float32) + 1
+
+    compiled, want = torch.compile(product, mode="reduce-overhead"), product(x)
+    assert len(split_k._sums) == 1, "summed up in memory"
+    split_k._sums.clear()
+    for _ in range(4):
+        assert torch.equal(compiled(x).clone(), want)
 
 
 def test_packed__share_a_launch_up_to_512_rows() -> None:

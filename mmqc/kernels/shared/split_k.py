@@ -40,7 +40,7 @@ def counters_beside(device: torch.device) -> Iterator[None]:
     token = _beside.set(True)
     try:
         if (device, True) not in _counters:
-            _counters[device, True] = _ring(device)
+            _counters[device, True] = _lasting_zeros(device, RING)
         yield
     finally:
         _beside.reset(token)
@@ -75,7 +75,7 @@ def workspace(
         # Memory that a capture hands out is filled at replay only: such a buffer must not be shared.
         return parts, torch.zeros(tiles, dtype=torch.int32, device=device)
     if ring not in _counters:
-        _counters[ring] = _ring(device)
+        _counters[ring] = _lasting_zeros(device, RING)
     start = _next.get(ring, 0)
     start = 0 if start + tiles > RING else start
     _next[ring] = start + -(-tiles // ALIGNED) * ALIGNED
@@ -87,20 +87,24 @@ def _zeroed(device: torch.device, elements: int, capturing: bool) -> Tensor:
     kept = None if device.type != "cuda" else _recorded.get() if capturing else _sums
     if kept is None:
         return torch.zeros(elements, dtype=torch.int32, device=device)
-    key = device, torch.cuda.current_stream(device).cuda_stream
+    stream = torch.cuda.current_stream(device)
+    key = device, stream.cuda_stream
     if key not in kept or len(kept[key]) < elements:
-        kept[key] = torch.zeros(max(elements, SUMS), dtype=torch.int32, device=device)
+        more = max(elements, SUMS)
+        if not capturing and key in kept:
+            kept[key].record_stream(stream)  # whose launches may still be adding
+        kept[key] = torch.zeros(more, dtype=torch.int32, device=device) if capturing else _lasting_zeros(device, more)
     return kept[key][:elements]
 
 
-def _ring(device: torch.device) -> Tensor:
+def _lasting_zeros(device: torch.device, elements: int) -> Tensor:
     """Zeros that stay, made by another thread: what this one allocates in front of a capture belongs to the graph."""
 
     def make() -> Tensor:
-        ring = torch.zeros(RING, dtype=torch.int32, device=device)
+        zeros = torch.zeros(elements, dtype=torch.int32, device=device)
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()
-        return ring
+        return zeros
 
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(make).result()

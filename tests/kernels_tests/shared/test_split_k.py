@@ -65,10 +65,13 @@ def test_workspace__sums_are_a_streams_own_and_grow(monkeypatch) -> None:
     now.stream = 8
     assert not inside(sums(3), first)
     now.stream = 7
+    assert not now.left
     more = sums(SUMS)
     assert len(more) == 8 * SUMS
     assert not inside(more, first)
     assert inside(sums(3), more)
+    assert now.left == [(first.data_ptr(), 7)], "until the launches that are queued there are over"
+    assert threading.get_ident() not in now.makers, "whose memory belongs to a graph, while one is warmed up"
 
 
 def test_workspace__sums_of_a_recording_are_zeroed_in_it(monkeypatch) -> None:
@@ -76,8 +79,10 @@ def test_workspace__sums_of_a_recording_are_zeroed_in_it(monkeypatch) -> None:
     usual = sums(3)
     now.captured = True
     assert not inside(sums(3), sums(3)), "whose order nobody knows"
+    now.makers.clear()
     with recording():
         first = sums(3)
+        assert now.makers == {threading.get_ident()}
         assert inside(sums(5), first)
     with recording():
         assert not inside(sums(3), first)
@@ -87,12 +92,19 @@ def test_workspace__sums_of_a_recording_are_zeroed_in_it(monkeypatch) -> None:
 
 def a_device_of_streams(monkeypatch: Any) -> Any:
     """The CPU as a CUDA device; what its current stream is, and whether it is captured, is said."""
-    now = types.SimpleNamespace(stream=7, captured=False)
+    now = types.SimpleNamespace(stream=7, captured=False, left=[], makers=set())
     zeros = torch.zeros
+
+    def made(*sizes: int, device: Any = None, **more: Any) -> Tensor:
+        now.makers.add(threading.get_ident())
+        return zeros(*sizes, **more)
+
+    stream = lambda *_: types.SimpleNamespace(cuda_stream=now.stream, synchronize=lambda: None)  # noqa: E731
     monkeypatch.setattr(split_k, "_sums", {})
-    monkeypatch.setattr(torch, "zeros", lambda *sizes, device=None, **more: zeros(*sizes, **more))
+    monkeypatch.setattr(torch, "zeros", made)
+    monkeypatch.setattr(Tensor, "record_stream", lambda t, stream: now.left.append((t.data_ptr(), stream.cuda_stream)))
     monkeypatch.setattr(torch, "empty", lambda *sizes, device=None, **more: zeros(*sizes, **more))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: now.captured)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: types.SimpleNamespace(cuda_stream=now.stream))
+    monkeypatch.setattr(torch.cuda, "current_stream", stream)
     monkeypatch.setattr(split_k, "_counters", {(CUDA, False): zeros(RING, dtype=torch.int32)})
     return now
