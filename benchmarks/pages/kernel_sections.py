@@ -208,7 +208,7 @@ def some_rows(data: dict[str, Any]) -> list[str]:
         "",
         "All linears of an input, microseconds. *By pointers*: the kernels of few rows, which a package without Python has for "
         "all; the others widen weights in registers, and have linears of packed weights in one launch. *bf16*: cuBLAS, one product "
-        f"of all columns. {data['note']} `{data['command']}`, {data['device']}, torch {data['torch']}, Triton {data['triton']}. "
+        f"of all columns. `{data['command']}`, {data['device']}, torch {data['torch']}, Triton {data['triton']}. "
         f"{measured('some_rows', data)}",
         "",
         *table(("linears / rows", *ways), rows),
