@@ -1,17 +1,15 @@
 """Attention of a decode step over a static cache on one GPU, next to the kernels of torch: correctness, then medians.
 
-    python -m benchmarks.micro.decode_attention --out benchmarks/results/decode_attention.json [--tune] [--seconds 200]
+    python -m benchmarks.micro.decode_attention --out benchmarks/results/decode_attention.json [--seconds 200]
     TRITON_INTERPRET=1 python -m benchmarks.micro.decode_attention --dry          every step once, tiny, on the CPU
 
 A cache has room for ``tokens``, of which a bool mask shows the first ``used``.  One call is one layer; copies rotate so that the L2
 cache holds none of them.  Peers get the same operands, the mask too, from each of torch's backends that
-takes them; the best counts.
-``--tune`` times a list of configurations and reports the best of each shape.
+takes them; the best counts.  Other tiles: decode_tiles.py.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 from typing import Any
 
@@ -21,7 +19,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.gpu_run import Run, arguments, facts, relative_error
-from mmqc.kernels.kv.decode_attention import FEW, MANY, SOME, Config, decode_attention
+from mmqc.kernels.kv.decode_attention import FEW, HALF, SMALL, WHOLE, Config, decode_attention
 from mmqc.ops import decode_attention as op
 
 # What it is: batch, KV heads, query heads of each, tokens that the cache has room for, tokens in it.
@@ -39,14 +37,8 @@ SHAPES = {
     "LLaVA-1.5-7B, batch 1": (1, 32, 1, 2048, 1000),
     "LLaVA-1.5-7B, batch 64": (64, 32, 1, 512, 400),
 }
-HEADS = (("few", FEW), ("some", SOME), ("many", MANY))
+TILES = {"few": FEW, "small": SMALL, "whole": WHOLE, "half": HALF}
 WIDTH = 128
-CONFIGS = [
-    Config(*c, by_number=by_number)
-    for c in itertools.product((1, 2, 4), (32, 64, 128), (2, 4), (2, 3))
-    for by_number in (False, True)
-    if c[0] == 2 or not by_number
-]
 PEERS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "efficient": SDPBackend.EFFICIENT_ATTENTION, "math": SDPBackend.MATH}
 
 
@@ -73,16 +65,15 @@ def peer(backend: SDPBackend, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sca
         return F.scaled_dot_product_attention(q, k, v, mask, scale=scale)
 
 
-def measure(run: Run, name: str, shape: tuple[int, ...], tune: bool) -> None:
-    """The kernel, its configurations, its peers."""
+def measure(run: Run, name: str, shape: tuple[int, ...]) -> None:
+    """The kernel, its tiles, its peers."""
     batch, heads, _, tokens, used = shape
     layers = [operands(run, shape) for _ in range(run.copies(4 * batch * heads * tokens * WIDTH))]
     times = run.times.setdefault(name, {})
     run.attempt(f"{name}: check", lambda: check(run, name, layers[0]))
     ways: dict[str, Any] = {"mmqc": lambda p: decode_attention(*p)}
     ways |= {label: (lambda p, b=backend: peer(b, *p)) for label, backend in PEERS.items()}
-    ways |= {f"mmqc, {label} heads": (lambda p, c=c: decode_attention(*p, config=c)) for label, c in HEADS}
-    ways |= {str(c): (lambda p, c=c: decode_attention(*p, config=c)) for c in CONFIGS if tune}
+    ways |= {f"mmqc, {label}": (lambda p, c=c: decode_attention(*p, config=c)) for label, c in TILES.items()}
     for label, way in ways.items():
         found = run.attempt(f"{name}: {label}", lambda way=way: run.microseconds([lambda p=p: way(p) for p in layers], 8, 0.02), 30)
         if found is not None:
@@ -90,8 +81,7 @@ def measure(run: Run, name: str, shape: tuple[int, ...], tune: bool) -> None:
     best = min((times[label] for label in PEERS if label in times), default=float("nan"))
     read = 4e-6 * batch * heads * used * WIDTH
     run.bandwidth[name] = read / times["mmqc"] if "mmqc" in times else 0.0
-    first = sorted((t, c) for c, t in times.items() if c.startswith("Config"))[:3]
-    print(f"{name}: {times.get('mmqc', 0):.1f} us, {run.bandwidth[name]:.2f} TB/s; torch {best:.1f}; {first}", flush=True)
+    print(f"{name}: {times.get('mmqc', 0):.1f} us, {run.bandwidth[name]:.2f} TB/s; torch {best:.1f}", flush=True)
 
 
 def main() -> None:
@@ -101,7 +91,7 @@ def main() -> None:
     run = Run(args.dry, args.seconds)
     for name in args.only:
         _, _, group, _, _ = SHAPES[name]
-        measure(run, name, (2, 1, group, 96, 40) if args.dry else SHAPES[name], args.tune and not args.dry)
+        measure(run, name, (2, 1, group, 96, 40) if args.dry else SHAPES[name])
         if args.out:
             found = {**facts(run), "times_us": run.times, "TB/s": run.bandwidth, "errors": run.errors, "failures": run.failures}
             args.out.write_text(json.dumps(found, indent=1) + "\n")

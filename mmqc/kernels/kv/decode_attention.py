@@ -45,14 +45,24 @@ class Config(NamedTuple):
     by_number: bool = False
 
 
-# Of few heads a program has a tile or two, and many parts are added; of many it has a row of tiles, and few parts are.
-FEW, SOME, MANY = Config(), Config(stages=3, by_number=True), Config(warps=4, stages=3, by_number=True)
-CONFIGS = ((FEW, 32), (SOME, 64), (MANY, None))  # each for up to so many heads of all sequences
+# Of few heads a program has a tile or two, and many parts are added.  Where there is a multiprocessor for every head, or half of
+# one, a program has all that the shared memory holds, and hardly any parts are.  More heads have small tiles, so that many run at
+# once: benchmarks/results/decode_tiles.json.
+FEW, SMALL = Config(), Config(tokens=32, stages=3, by_number=True)
+WHOLE, HALF = (Config(per_sm=1, tokens=tokens, warps=4, stages=3, by_number=True) for tokens in (128, 64))
+FEWEST, FEWER = 16, 32  # heads up to which a head has many parts, of large tiles and of small ones
 
 
-def config_of(heads: int) -> Config:
+def configs(device: torch.device, rows: int, width: int, item_bytes: int = 2) -> tuple[tuple[Config, int | None], ...]:
+    """The tiles, each for up to so many heads of all sequences, the last of them for any number."""
+    units, most = multiprocessors(device), shared_bytes(device)
+    wide = [(c, n * units) for n, c in ((1, WHOLE), (2, HALF)) if stages_of(c, rows, width, item_bytes, most // n) == c.stages]
+    return (FEW, FEWEST), (SMALL, FEWER), *((c, last) for c, last in wide if last > FEWER), (SMALL, None)
+
+
+def config_of(heads: int, device: torch.device, rows: int, width: int, item_bytes: int = 2) -> Config:
     """For so many heads of all sequences."""
-    return next(config for config, last in CONFIGS if last is None or heads <= last)
+    return next(config for config, last in configs(device, rows, width, item_bytes) if last is None or heads <= last)
 
 
 @triton.jit
@@ -244,13 +254,14 @@ def launch(
         ),
         outputs=("y_ptr", "part_ptr", "counter_ptr"),
         num_warps=config.warps,
-        num_stages=stages_of(config, rows, padded, q.dtype.itemsize, shared_bytes(q.device)),
+        num_stages=stages_of(config, rows, width, q.dtype.itemsize, shared_bytes(q.device)),
         early=early,
     )  # fmt: skip
 
 
-def stages_of(config: Config, rows: int, padded: int, item_bytes: int, most: int) -> int:
-    """Those of ``config``, or as many as ``most`` bytes of shared memory hold; padded channels of a head."""
+def stages_of(config: Config, rows: int, width: int, item_bytes: int, most: int) -> int:
+    """Those of ``config``, or as many as ``most`` bytes of shared memory hold."""
+    padded = power_of_two(width, 16)
     tile, beside = 2 * config.tokens * padded * item_bytes, BESIDE + power_of_two(rows, 16) * (padded + config.tokens) * item_bytes
     return max(1, min(config.stages, 1 + (most - beside) // tile))
 
@@ -270,7 +281,7 @@ def decode_attention(
     q, k, v = (x.contiguous() for x in (q, k, v))
     mask = None if mask is None else mask.contiguous()
     (batch, heads, rows, width), tokens = q.shape, k.shape[2]
-    c = config or config_of(batch * heads)
+    c = config or config_of(batch * heads, q.device, rows, width, q.element_size())
     y = torch.zeros_like(q) if tokens == 0 else torch.empty_like(q)
     if not y.numel() or not tokens:
         return y

@@ -51,7 +51,7 @@ def test_decode_attention__rows_and_widths(rows, width, device):
 @pytest.mark.parametrize("tokens", [1, 15, 16, 17, 129, 515])
 @pytest.mark.parametrize("masks", [0, 1, 3])
 def test_decode_attention__one_to_hundreds_of_tokens(tokens, masks, device):
-    for config in (kernel.FEW, kernel.MANY, FEW, FEW._replace(by_number=True)):
+    for config in (kernel.FEW, kernel.SMALL, kernel.WHOLE, kernel.HALF, FEW, FEW._replace(by_number=True)):
         assert_like_op(operands(3, 2, 7, tokens, 32, torch.float16, device, masks=masks), config)
 
 
@@ -97,10 +97,23 @@ def test_decode_attention__any_number_of_parts_with_and_without_holes(parts, hol
         assert_like_op((q, k, v, mask, scale), kernel.Config(per_sm=16, tokens=16, by_number=by_number))
 
 
-def test_decode_attention__a_number_of_heads_chooses_the_tiles():
-    assert [kernel.config_of(n) for n in (4, 32)] == [kernel.FEW] * 2
-    assert [kernel.config_of(n) for n in (33, 64)] == [kernel.SOME] * 2
-    assert kernel.config_of(65) == kernel.MANY
+@pytest.mark.parametrize(("architecture", "width", "whole", "half"), [
+    (90, 128, True, True), (90, 64, True, True), (90, 256, False, False), (80, 128, True, True), (86, 128, False, False),
+    (86, 64, True, True),
+])  # fmt: skip
+def test_decode_attention__the_heads_and_the_shared_memory_choose_the_tiles(architecture, width, whole, half):
+    with device_facts.pretending(architecture, multiprocessors=lambda _: 132):
+        heads = (1, 16, 17, 32, 33, 132, 133, 264, 265, 9999)
+        found = [kernel.config_of(n, torch.device("cuda"), 7, width) for n in heads]
+    assert found[:4] == [kernel.FEW] * 2 + [kernel.SMALL] * 2
+    assert found[4:6] == [kernel.WHOLE if whole else kernel.HALF if half else kernel.SMALL] * 2
+    assert found[6:8] == [kernel.HALF if half else kernel.SMALL] * 2
+    assert found[8:] == [kernel.SMALL] * 2
+
+
+def test_decode_attention__a_small_device_has_no_tiles_for_few_heads_that_are_many_there():
+    with device_facts.pretending(90, multiprocessors=lambda _: 20):
+        assert [last for _, last in kernel.configs(torch.device("cuda"), 7, 128)] == [16, 32, 40, None]
 
 
 def test_decode_attention__large_scores(device):
@@ -139,14 +152,15 @@ def test_decode_attention__heads_of_real_models(batch, tokens, device):
 def made(architecture, rows, width, heads):
     """A launch on another device, for offline.py."""
     q, k = torch.empty(1, int(heads), int(rows), int(width), dtype=torch.bfloat16), torch.empty(1, 1, 1, 1, dtype=torch.bfloat16)
-    part, counter, config = torch.empty(1), torch.empty(1, dtype=torch.int32), kernel.config_of(int(heads))
-    with device_facts.pretending(int(architecture)):
+    part, counter = torch.empty(1), torch.empty(1, dtype=torch.int32)
+    with device_facts.pretending(int(architecture), multiprocessors=lambda _: 132):
+        config = kernel.config_of(int(heads), q.device, int(rows), int(width))
         return kernel.launch(
             q, k, k, None, q, part, counter, 0.1, heads=(1, int(heads)), tokens=1000, most=4, programs=264, config=config
         )
 
 
-@pytest.mark.parametrize("heads", [pytest.param(4, marks=pytest.mark.slow), pytest.param(64, marks=pytest.mark.slow), 512])
+@pytest.mark.parametrize("heads", [pytest.param(4, marks=pytest.mark.slow), 64, pytest.param(256, marks=pytest.mark.slow), 512])
 @pytest.mark.parametrize("width", [128, 256])
 @pytest.mark.parametrize("rows", [pytest.param(1, marks=pytest.mark.slow), kernel.MOST_ROWS])
 @pytest.mark.parametrize("architecture", device_facts.SHARED)
@@ -156,5 +170,5 @@ def test_launch__fits_the_shared_memory_of_every_device(architecture, rows, widt
 
 
 def test_launch__keeps_its_stages_where_they_fit():
-    assert made(90, 7, 128, 512).num_stages == made(86, 7, 128, 512).num_stages == kernel.MANY.stages
-    assert made(90, 7, 256, 512).num_stages > made(86, 7, 256, 512).num_stages >= 1
+    assert made(90, 7, 128, 512).num_stages == made(86, 7, 128, 512).num_stages == kernel.SMALL.stages
+    assert made(90, 64, 256, 4).num_stages == kernel.FEW.stages > made(86, 64, 256, 4).num_stages >= 1
