@@ -6,10 +6,12 @@ Why:     a second launch to add the parts costs more than a skinny matmul has to
          before it and zero after it, so a captured CUDA graph replays.
 Added:   integers, whose order does not matter, are added where they lie: the last to finish reads one tile, not all parts of it.
          Such sums too are zero before and after, in memory that one stream, or one recording, has for all its launches.
+Threads: they take turns at the ring and at what is made once; two that were given the same counters would end each other's tiles.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -28,6 +30,7 @@ _counters: dict[tuple[torch.device, bool], Tensor] = {}
 _next: dict[tuple[torch.device, bool], int] = {}
 _sums: dict[tuple[torch.device, int], Tensor] = {}  # by stream
 _recorded: ContextVar[dict[tuple[torch.device, int], Tensor] | None] = ContextVar("sums of what is recorded", default=None)
+_turn = threading.Lock()
 _beside: ContextVar[bool] = ContextVar("whether launches are recorded that will run beside others", default=False)
 
 
@@ -39,8 +42,9 @@ def counters_beside(device: torch.device) -> Iterator[None]:
     """
     token = _beside.set(True)
     try:
-        if (device, True) not in _counters:
-            _counters[device, True] = _lasting_zeros(device, RING)
+        with _turn:
+            if (device, True) not in _counters:
+                _counters[device, True] = _lasting_zeros(device, RING)
         yield
     finally:
         _beside.reset(token)
@@ -74,11 +78,12 @@ def workspace(
     if tiles > RING or (capturing and ring not in _counters):
         # Memory that a capture hands out is filled at replay only: such a buffer must not be shared.
         return parts, torch.zeros(tiles, dtype=torch.int32, device=device)
-    if ring not in _counters:
-        _counters[ring] = _lasting_zeros(device, RING)
-    start = _next.get(ring, 0)
-    start = 0 if start + tiles > RING else start
-    _next[ring] = start + -(-tiles // ALIGNED) * ALIGNED
+    with _turn:
+        if ring not in _counters:
+            _counters[ring] = _lasting_zeros(device, RING)
+        start = _next.get(ring, 0)
+        start = 0 if start + tiles > RING else start
+        _next[ring] = start + -(-tiles // ALIGNED) * ALIGNED
     return parts, _counters[ring][start : start + tiles]
 
 
@@ -89,12 +94,13 @@ def _zeroed(device: torch.device, elements: int, capturing: bool) -> Tensor:
         return torch.zeros(elements, dtype=torch.int32, device=device)
     stream = torch.cuda.current_stream(device)
     key = device, stream.cuda_stream
-    if key not in kept or len(kept[key]) < elements:
-        more = max(elements, SUMS)
-        if not capturing and key in kept:
-            kept[key].record_stream(stream)  # whose launches may still be adding
-        kept[key] = torch.zeros(more, dtype=torch.int32, device=device) if capturing else _lasting_zeros(device, more)
-    return kept[key][:elements]
+    with _turn:
+        if key not in kept or len(kept[key]) < elements:
+            more = max(elements, SUMS)
+            if not capturing and key in kept:
+                kept[key].record_stream(stream)  # whose launches may still be adding
+            kept[key] = torch.zeros(more, dtype=torch.int32, device=device) if capturing else _lasting_zeros(device, more)
+        return kept[key][:elements]
 
 
 def _lasting_zeros(device: torch.device, elements: int) -> Tensor:

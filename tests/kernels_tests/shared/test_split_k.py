@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+import time
 import types
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -54,6 +56,21 @@ def test_counters_beside__are_no_others() -> None:
 
 def sums(tiles: int) -> Tensor:
     return workspace(CUDA, tiles, 8, 2, torch.int32, True)[0]
+
+
+def test_workspace__threads_have_counters_of_their_own(monkeypatch) -> None:
+    class Interrupted(dict):
+        """The other thread runs whenever this one has looked something up."""
+
+        def get(self, *key: Any) -> Any:
+            found = super().get(*key)
+            time.sleep(0.01)
+            return found
+
+    monkeypatch.setattr(split_k, "_next", Interrupted())
+    with ThreadPoolExecutor(4) as threads:
+        taken = list(threads.map(counters, [3] * 8))
+    assert len({each.data_ptr() for each in taken}) == 8
 
 
 def test_workspace__sums_are_a_streams_own_and_grow(monkeypatch) -> None:
