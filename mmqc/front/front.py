@@ -21,6 +21,7 @@ from mmqc.front.find import Finder, Packed, Plan
 from mmqc.front.handover import RUNNING, Installed, compute, numbers
 from mmqc.front.kept import Kept
 from mmqc.front.sizes import Marked, known_to_vary, left_on
+from mmqc.front.streams import Streams, devices_of
 from mmqc.front.turn import Turn, caller
 from mmqc.graph.tracing import Frame, run_eagerly, varying
 from mmqc.nn import modality
@@ -59,6 +60,7 @@ class Front:
         plans: by kind of call: names and ranks of its tensors.
         call: the calling thread's call in progress.
         turn: is held by the thread whose call it is.
+        streams: what the last call was launched on.
         active: what was put in place for that call.
         forgotten: what the last call left on modules, until this one leaves it anew.
     """
@@ -70,6 +72,7 @@ class Front:
         self.kept: dict[tuple[Kind, Any], Kept] = {}
         self.call = _Call()
         self.turn = Turn()
+        self.streams = Streams()
         self.active: tuple[Packed, Installed] | None = None
         self.forgotten: list[tuple[nn.Module, str, Any]] = []
 
@@ -98,7 +101,9 @@ class Front:
     def begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Forward pre-hook: wait for this call's turn, and prepare it."""
         self.turn.take(caller(DYNAMO))
-        self.prepare(model, bound(model, args, kwargs))
+        inputs = bound(model, args, kwargs)
+        self.streams.follow(devices_of(inputs))
+        self.prepare(model, inputs)
 
     @torch.compiler.disable
     def end(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
