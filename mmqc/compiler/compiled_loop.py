@@ -53,6 +53,7 @@ from mmqc.compiler.step_replay import StepReplays
 from mmqc.compiler.step_scores import plain_scores
 from mmqc.compiler.step_stops import plain_stops
 from mmqc.front.sizes import sizes_vary
+from mmqc.front.streams import Streams, devices_of
 from mmqc.graph.tracing import at_least_programs
 from mmqc.kv.cache import QuantizedCache
 from mmqc.kv.room import room_for
@@ -78,6 +79,7 @@ class _State:
         self.ahead = HeadStart()
         self.rules: set[Rules] = set()
         self.steps = StepReplays()
+        self.streams = Streams()
         self.turn = threading.RLock()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _State:
@@ -131,6 +133,7 @@ def compiled_loop(
 def _loop(model: Any, input_ids: Tensor, generation_config: GenerationConfig, prefill: str | None, kwargs: dict[str, Any]) -> Any:
     cache: Any = cache_of(kwargs)
     how = _checked(cache, generation_config, prefill)
+    _State.of(model).streams.follow(devices_of({"input_ids": input_ids}))  # what is kept may still be read by the last call's
     config = copy.copy(generation_config)
     config.compile_config = _compile_config(generation_config.compile_config)
     outlives = config.return_dict_in_generate or getattr(cache, "_is_user_defined", False)

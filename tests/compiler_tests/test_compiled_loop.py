@@ -257,3 +257,12 @@ def test_compiled_loop__threads_take_turns() -> None:
             assert all(pool.map(work, range(8)))
     finally:
         sys.setswitchinterval(interval)
+
+
+def test_compiled_loop__waits_for_the_last_calls_stream_before_it_empties_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batch = quantized_vlm(depth=1)
+    order, ready = [], loop.KeptCaches.ready
+    monkeypatch.setattr(loop.Streams, "follow", lambda self, devices: order.append("streams"))
+    monkeypatch.setattr(loop.KeptCaches, "ready", lambda self, *a, **k: order.append("cache") or ready(self, *a, **k))
+    model.generate(**batch, max_new_tokens=2, do_sample=False, cache_implementation="static", **compiled())
+    assert order[:2] == ["streams", "cache"]
