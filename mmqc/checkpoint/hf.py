@@ -391,6 +391,8 @@ def rebuild(model: PreTrainedModel, config: MmqcConfig, dtype: torch.dtype) -> N
             if isinstance(module, AdaptedLinear):
                 module.base = model.get_submodule(name)
             model.set_submodule(name, module)
+            if isinstance(module, QuantExperts):  # whose float weights some models initialise from the block around them
+                model.get_submodule(name.rpartition(".")[0])._is_hf_initialized = True  # type: ignore[assignment]
     for fqn, spec in config.parameters.items():
         if (name := places[_parent(fqn)]) is None:
             continue

@@ -17,7 +17,7 @@ from mmqc.graph.kinds import kind
 from mmqc.graph.program import Program
 
 _WEIGHT_OPERAND = {"linear": 1, "conv": 1, "matmul": 1, "grouped_mm": 1, "_grouped_mm": 1}
-_PASS_ON = frozenset(("to", "float", "double", "half", "bfloat16", "type_as", "contiguous", "detach", "clone"))
+_PASS_ON = frozenset(("to", "float", "double", "half", "bfloat16", "type", "type_as", "contiguous", "detach", "clone"))
 
 
 @dataclass(frozen=True)

@@ -62,15 +62,17 @@ class Recorder(TorchFunctionMode):
         self.placeholders: list[fx.Node] = []
         self.getters: dict[str, fx.Node] = {}
         self.names: dict[int, list[str]] = {}
+        made_anew = _made_anew(model)
         named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
         for name, tensor in named:
-            self.names.setdefault(id(tensor), []).append(name)
+            if name not in made_anew:
+                self.names.setdefault(id(tensor), []).append(name)
         self.last = ""  # the module that was entered last
         self.without_values = any(p.is_meta for p in model.parameters())
         self.run = meta.call if self.without_values else lambda func, args, kwargs: func(*args, **kwargs)
         self.loose = {
             id(v): f"{m}.{k}".lstrip(".") for m, mod in model.named_modules() for k, v in vars(mod).items() if isinstance(v, Tensor)
-        }
+        } | {id(tensor): name for name, tensor in model.named_buffers() if name in made_anew}
 
     # -- operands --------------------------------------------------------------------------------------------------
     def bind(self, tensor: Tensor, node: fx.Node) -> None:
@@ -400,3 +402,9 @@ def record(model: nn.Module, batch: Mapping[str, Any], *more: Mapping[str, Any],
     alive = set(program.graph.nodes)
     program.handed = {name: nodes & alive for name, nodes in recorder.handed.items()}
     return program
+
+
+def _made_anew(model: nn.Module) -> set[str]:
+    """Buffers that no checkpoint has, tables of positions, say: what is written back to them would be lost with the process."""
+    others = ((name, m) for name, m in model.named_modules() if not type(m).__module__.startswith("mmqc."))
+    return {f"{name}.{buffer}".lstrip(".") for name, m in others for buffer in m._non_persistent_buffers_set}

@@ -68,8 +68,10 @@ from mmqc.lowering.early_kernels import can_start_early, early_definitions, star
 from mmqc.lowering.joined_cpp import joined_kernels
 from mmqc.lowering.kernel_options import with_options
 from mmqc.lowering.known_transforms import known_transforms
+from mmqc.lowering.modular_indexing import mend
 from mmqc.lowering.plain_strides import plain_strides
 from mmqc.lowering.quick_launch import launching_quickly
+from mmqc.lowering.slice_of_view import slices_of_views
 
 __all__ = [
     "CppTemplate",
@@ -148,6 +150,8 @@ def fingerprint() -> str:
 _TAG = f"mmqc-{fingerprint()}"
 
 
+mend()
+
 # torch 2.11's C++ backend emits bounds checks of indirect indices that name a variable of another scope and do not compile.
 _WORKAROUNDS: dict[str, Any] = {"assert_indirect_indexing": False} if _version < (2, 12) else {}
 
@@ -189,6 +193,7 @@ def compile_graph(
     with (
         joined_kernels(),
         plain_strides(),
+        slices_of_views(),
         tagged(),
         trusted_transforms(known),
         starting_early(TritonScheduling, early),

@@ -282,3 +282,30 @@ def test_record__what_a_deciding_module_sees_stays_as_it_is(seed: int) -> None:
     mmqc.quantize_(model, recipes.rotate(), [ids()], progress=False)
     for other in range(20):
         assert relative_error(output_of(model, ids(seed=other)), output_of(plain, ids(seed=other))) < EXACT
+
+
+class Sinusoidal(nn.Module):
+    """Positions from a table that no checkpoint has, as Kosmos-2's, in front of linears."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB)
+        self.layer = nn.Sequential(RMSNorm(WIDTH), nn.Linear(WIDTH, WIDTH))
+        self.register_buffer("table", torch.randn(32, WIDTH), persistent=False)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embed(input_ids) + self.table[: input_ids.shape[1]]
+        return self.head(x + self.layer(x))
+
+
+def test_record__a_table_that_no_checkpoint_has_is_not_rewritten() -> None:
+    """It would be made anew where the model is loaded, and not fit what was rewritten around it."""
+    model, batch = Sinusoidal().double().eval(), ids()
+    table, expected = model.table.clone(), model(**batch)
+    mmqc.quantize_(model, recipes.rotate(), calibration=[batch], progress=False)
+    assert torch.equal(model.table, table)
+    assert relative_error(model(**batch), expected) < EXACT
+    fresh = Sinusoidal().double()
+    fresh.register_buffer("table", table, persistent=False)
+    fresh.load_state_dict(model.state_dict(), strict=False)
+    assert relative_error(fresh(**batch), expected) < EXACT

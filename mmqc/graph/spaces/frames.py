@@ -12,12 +12,18 @@ from collections.abc import Iterable, Set
 import torch
 from torch import Tensor, fx
 
+from mmqc.graph.kinds import kind
 from mmqc.graph.program import LOOKS, READ, Program
 from mmqc.graph.spaces.coordinates import compact, distinct, leaves
 from mmqc.graph.spaces.factors import owners
 from mmqc.graph.spaces.spaces import Spaces
 
 Axes = frozenset[tuple[str, int]]
+
+# Operations that take no more than shape and dtype from the operands behind the first, or from any.
+SHAPED = frozenset(("expand_as", "view_as", "reshape_as", "type_as"))
+FILLED = frozenset(("zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like", "new_zeros", "new_ones",
+                    "new_full", "new_empty"))  # fmt: skip
 
 
 def seen_from(prog: Program, frames: Set[str]) -> dict[str, Axes]:
@@ -58,8 +64,16 @@ def _is_number(node: fx.Node) -> bool:
         seen.add(node)
         if node.op == "get_attr" or (node.op == "placeholder" and dtype is not None and dtype.is_floating_point):
             return True
-        todo += node.all_input_nodes
+        todo += _read(node)
     return False
+
+
+def _read(node: fx.Node) -> list[fx.Node]:
+    """The inputs of a node but for those that say no more than a shape and a dtype."""
+    word = kind(node)
+    if word in FILLED:
+        return []
+    return [n for n in node.all_input_nodes if n is node.args[0]] if word in SHAPED and node.args else node.all_input_nodes
 
 
 def _modules(prog: Program, spaces: Spaces) -> list[set[str]]:

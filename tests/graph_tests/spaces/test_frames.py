@@ -1,11 +1,15 @@
 """Where a changed space is seen: the modules that touch it, their callers, and what lies between."""
 
+from collections.abc import Callable
+
 import pytest
+import torch
 from float64 import to_float64
 from models import tiny_qwen2_vl
+from torch import Tensor, nn
 
 from mmqc.graph.record import record
-from mmqc.graph.spaces.frames import _between, seen_from
+from mmqc.graph.spaces.frames import _between, deciding, seen_from
 
 
 @pytest.mark.parametrize(
@@ -33,3 +37,33 @@ def test_seen_from__the_stream_is_seen_where_the_towers_meet_and_what_a_layer_ke
     assert not inside & seen["model"]
     assert {stream, *inside} - {(f"{layer}.mlp.down_proj.weight", 1)} <= seen[layer]
     assert seen_from(prog, set()) == {}
+
+
+class Looking(nn.Module):
+    """An embedding, behind which Python looks at a number."""
+
+    def __init__(self, number: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.number, self.embed, self.head = number, nn.Embedding(9, 8), nn.Linear(8, 9)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        if self.number(input_ids, x).item() < 0:
+            raise ValueError
+        return self.head(x)
+
+
+LOOKS = {
+    "expand_as": (lambda ids, x: (ids == 3).unsqueeze(-1).expand_as(x).sum(), False),
+    "view_as": (lambda ids, x: ids.unsqueeze(-1).expand(-1, -1, 8).reshape(-1).view_as(x).double().sum(), False),
+    "zeros_like": (lambda ids, x: torch.zeros_like(x).sum(), False),
+    "new_ones": (lambda ids, x: (x.new_ones(2) * 2).sum(), False),
+    "its values": (lambda ids, x: x.square().sum(), True),
+    "its values, in another shape": (lambda ids, x: x.square().view_as(x).expand_as(x).sum(), True),
+}
+
+
+@pytest.mark.parametrize("look", LOOKS)
+def test_deciding__a_shape_is_no_value(look: str) -> None:
+    number, decides = LOOKS[look]
+    assert deciding(record(Looking(number), {"input_ids": torch.arange(6)[None]})) == ({""} if decides else set())
