@@ -71,7 +71,7 @@ from mmqc.lowering.known_transforms import known_transforms
 from mmqc.lowering.modular_indexing import mend
 from mmqc.lowering.plain_strides import plain_strides
 from mmqc.lowering.quick_launch import launching_quickly
-from mmqc.lowering.slice_of_view import slices_of_views
+from mmqc.lowering.unbacked import layouts, slices_of_views
 
 __all__ = [
     "CppTemplate",
@@ -188,7 +188,7 @@ def compile_graph(
         return code
 
     cached = functorch_config.enable_autograd_cache and observe is None
-    patches = {**_WORKAROUNDS, **(_ONE_LAUNCH if early else {}), **patches}
+    patches = {**_WORKAROUNDS, **layouts(gm), **(_ONE_LAUNCH if early else {}), **patches}
     compile_: Any = compile_fx  # returns a callable for a GraphModule
     with (
         joined_kernels(),

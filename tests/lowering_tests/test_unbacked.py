@@ -1,0 +1,44 @@
+"""Sizes that only data says, in one compiled graph: images cut where their numbers of patches say, or left out as padding."""
+
+import pytest
+import torch
+from tolerance import assert_close
+from torch import Tensor, nn
+
+
+def cut(x: Tensor, lengths: Tensor) -> Tensor:
+    """Rows of each image up to its length, one behind the other."""
+    y = torch.ops.mmqc.materialize(x) * 2 + 1
+    rows = []
+    for i in range(x.shape[0]):
+        n = lengths[i].item()
+        torch._check(n >= 1)
+        torch._check(n <= x.shape[1])
+        rows.append(y[i][:n, :].unsqueeze(0).sum(1))
+    return torch.cat(rows)
+
+
+@pytest.mark.parametrize("lengths", [(3, 5), (7, 1)])
+def test_slice__of_a_view_ends_where_data_says(lengths: tuple[int, int]) -> None:
+    torch._dynamo.reset()
+    x, counts = torch.randn(2, 7, 6), torch.tensor(lengths)
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        assert_close(torch.compile(cut, backend="mmqc", fullgraph=True)(x, counts), cut(x, counts))
+
+
+class Patches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 64, 4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(x[(x == 0.0).sum((1, 2, 3)) != x[0].numel()]).flatten(2).transpose(1, 2)
+
+
+@pytest.mark.parametrize("padding", [0, 1])
+def test_convolution__of_the_images_that_are_there(padding: int) -> None:
+    torch._dynamo.reset()
+    model, x = Patches().eval(), torch.randn(3, 3, 32, 32)
+    x[:padding] = 0
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True), torch.no_grad():
+        assert_close(torch.compile(model, backend="mmqc")(x), model(x))
