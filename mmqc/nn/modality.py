@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 T = TypeVar("T")
+WATCHED = "_tells_the_prompt"
 WHAT_TO_DO = (
     "pass input_ids or mm_token_type_ids along with inputs_embeds, or set text_only = True on the model's ModalityContext "
     "if this call has no image"
@@ -39,6 +40,7 @@ class _Call:
         self.places: tuple[Tensor | None, tuple[Tensor, Tensor]] | None = None
         self.outer: tuple[Any, ...] | None = None
         self.again: tuple[Tensor | None] | None = None  # the mask of the call that a backward pass has reached
+        self.prompt: Tensor | None = None  # the mask of what ``generate`` was given, while it runs
 
 
 class _Calls(threading.local):
@@ -96,6 +98,16 @@ class ModalityContext:
         finally:
             self._leave()
 
+    @contextmanager
+    def generating(self, ids: Any) -> Iterator[None]:
+        """While ``generate`` runs with these ids: what it calls by itself, past the model, has rows of the prompt, or of text."""
+        call, before = self._call, self._call.prompt
+        call.prompt = self._among(ids) if isinstance(ids, Tensor) and ids.dim() == 2 and not ids.is_floating_point() else None
+        try:
+            yield
+        finally:
+            call.prompt = before
+
     def _enter(self) -> None:
         call = self._call
         call.outer = (call.visual, call.running, call.outer)
@@ -114,6 +126,7 @@ class ModalityContext:
         if attached(model) is not None:
             raise ValueError(f"{type(model).__name__} already has a ModalityContext")
         context = cls(visual_token_ids)
+        watch_generate(type(model))
         model.register_forward_pre_hook(context.begin, with_kwargs=True, prepend=True)
         model.register_forward_hook(context.end, always_call=True)
         return context
@@ -125,6 +138,7 @@ class ModalityContext:
         # A text prompt: the text scale alone, and a graph without a mask (a trace cannot look).  Not for a decode step, whose one
         # row costs nothing to mask: to look means to wait for the device, once a token.
         looks = visual is not None and visual.shape[-1] > 1 and not torch.compiler.is_compiling()
+        looks = looks and "decoder_input_ids" not in kwargs  # whose states of the encoder may be those of images
         if looks and visual is not None and not visual.any():
             visual = None
         self._call.visual = visual
@@ -164,6 +178,8 @@ class ModalityContext:
         if not running:
             if self.text_only:
                 return None
+            if (prompt := self._call.prompt) is not None and (fits := of_prompt(prompt, x)) is not None:
+                return fits[0]
             raise RuntimeError(
                 "a linear with per-modality scales ran outside a call of the model that carries its ModalityContext, so the "
                 "visual tokens are unknown: call that model, or set text_only = True on the context"
@@ -172,6 +188,9 @@ class ModalityContext:
             return visual
         if x.shape[:-1].numel() == visual.numel():  # [B L, K]: experts and routers flatten their tokens
             return visual.reshape(x.shape[:-1])
+        # Latent attention multiplies all that it has cached; a decoder, the encoder's states.
+        if (prompt := self._call.prompt) is not None and (fits := of_prompt(prompt, x)) is not None:
+            return fits[0]
         raise ValueError(
             f"the input of a linear with per-modality scales has shape {tuple(x.shape)}, which does not fit the "
             f"visual mask {tuple(visual.shape)} of this call (expected [batch, length, channels])"
@@ -200,6 +219,9 @@ class ModalityContext:
         embeds, kinds = kwargs.get("inputs_embeds"), kwargs.get("mm_token_type_ids")
         if kinds is not None and (embeds is None or kinds.shape == embeds.shape[:2]):
             return kinds > 0
+        answer = kwargs.get("decoder_input_ids")
+        if answer is not None and embeds is None and kwargs.get("encoder_outputs") is not None:
+            return torch.zeros_like(answer, dtype=torch.bool)
         raise ValueError(f"{type(module).__name__} cannot tell visual tokens from text: {WHAT_TO_DO}")
 
     def _among(self, ids: Tensor) -> Tensor:
@@ -207,6 +229,41 @@ class ModalityContext:
         for token in self.visual_token_ids:
             visual = visual | (ids == token)
         return visual
+
+
+def of_prompt(prompt: Tensor, x: Tensor) -> tuple[Tensor | None] | None:
+    """(the mask of rows [B, ..., L, K] while the prompt [b, l] is answered, None where they are text), or None: they do not fit.
+
+    B is b, or a multiple of it, each sequence several times; behind the prompt comes text.
+    """
+    rows, (sequences, length) = x.shape[:-1], prompt.shape
+    batch = rows[0] if len(rows) > 1 else sequences
+    if batch % sequences or rows.numel() % batch:
+        return None
+    each, mask = rows.numel() // batch, prompt if batch == sequences else prompt.repeat_interleave(batch // sequences, 0)
+    if each < length:
+        return (None,) if each == 1 else None
+    return (torch.nn.functional.pad(mask, (0, each - length)).reshape(rows),)
+
+
+def watch_generate(kind: type[nn.Module]) -> None:
+    """``generate`` of these models, transformers' own or another, tells a model's context what it was given."""
+    owner: Any = next((cls for cls in kind.__mro__ if "generate" in vars(cls)), None)
+    if owner is None or hasattr(owner.generate, WATCHED):
+        return
+    original: Any = owner.generate
+
+    @functools.wraps(original)
+    def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        context = attached(self)
+        if context is None:
+            return original(self, *args, **kwargs)
+        given = args[0] if args else kwargs.get("inputs")
+        with context.generating(kwargs.get("input_ids") if given is None else given):
+            return original(self, *args, **kwargs)
+
+    setattr(generate, WATCHED, True)
+    owner.generate = generate
 
 
 def _tensors(output: Any) -> Iterator[Tensor]:

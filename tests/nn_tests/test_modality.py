@@ -242,3 +242,63 @@ def test_rows__of_layers_that_a_backward_pass_computes_again(reentrant: bool) ->
         assert_close(x.grad, (x * factor).cos() * factor)
     with pytest.raises(RuntimeError, match="outside a call of the model"):
         model.layer(xs[0])
+
+
+class Answering(Model):
+    """Whose ``generate`` calls a part by itself, as encoders and inner language models are called."""
+
+    def generate(self, input_ids: Tensor, shapes: list[tuple[int, ...]]) -> list[Tensor | None]:
+        return [self.decoder(torch.zeros(*shape, 4)) for shape in shapes]
+
+
+def answers(ids: Tensor, *shapes: tuple[int, ...]) -> list[Tensor | None]:
+    model = Answering()
+    model.decoder.context = ModalityContext.attach(model, (7, 8))
+    return model.generate(ids, list(shapes))
+
+
+IDS = torch.tensor([[1, 7, 8, 2], [7, 3, 4, 5]])
+SEEN = (IDS == 7) | (IDS == 8)
+
+
+def test_generating__parts_called_by_themselves_have_the_prompts_rows_or_one_of_text() -> None:
+    whole, beams, step, flat = answers(IDS, (2, 4), (6, 4), (2, 1), (8,))
+    assert torch.equal(whole, SEEN)
+    assert torch.equal(beams, SEEN.repeat_interleave(3, 0))
+    assert step is None
+    assert torch.equal(flat, SEEN.reshape(-1))
+
+
+def test_generating__what_is_cached_is_the_prompt_and_text_behind_it() -> None:
+    longer, heads = answers(IDS, (2, 7), (2, 1, 5))
+    assert torch.equal(longer[:, :4], SEEN)
+    assert not longer[:, 4:].any()
+    assert torch.equal(heads[:, 0, :4], SEEN)
+
+
+@pytest.mark.parametrize("shape", [(3, 4), (2, 3)])
+def test_generating__rows_that_do_not_fit_are_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(RuntimeError, match="ran outside a call"):
+        answers(IDS, shape)
+
+
+def test_generating__ends_with_generate_and_is_a_threads_own() -> None:
+    model = Answering()
+    model.decoder.context = ModalityContext.attach(model, (7, 8))
+    ModalityContext.attach(Answering(), (7,))  # whose class is watched already
+    model.generate(IDS, [(2, 4)])
+    with pytest.raises(RuntimeError, match="ran outside a call"):
+        model.decoder(torch.zeros(2, 4, 4))
+    with model.decoder.context.generating(IDS), concurrent.futures.ThreadPoolExecutor(1) as other:
+        assert isinstance(other.submit(model.decoder, torch.zeros(2, 4, 4)).exception(), RuntimeError)
+        assert torch.equal(model.decoder(torch.zeros(2, 4, 4)), SEEN)
+
+
+def test_generating__an_answer_to_what_was_encoded_is_text_and_reads_the_prompt() -> None:
+    context = ModalityContext((7, 8))
+    step = {"encoder_outputs": (torch.zeros(2, 4, 4),), "decoder_input_ids": torch.tensor([[0], [0]])}
+    with context.generating(IDS):
+        context.begin(Model(), (), step)
+        assert not context.rows(torch.zeros(2, 1, 4)).any()
+        assert torch.equal(context.rows(torch.zeros(2, 4, 4)), SEEN)
+        context.end(Model(), (), None)
