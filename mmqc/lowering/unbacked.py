@@ -5,8 +5,11 @@
     a convolution of so many images                                Inductor stores channels last what is traced as contiguous
                                                                    here layouts stay as they are traced
 
+    a node that is looked at again, with a size that is another    Inductor renames the size to a new one, and refuses if it was
+                                                                   known to be equal to one; here the new one is equal to it, too
+
 Where:   the images of a padded batch: each up to its own number of patches behind a norm (LFM2-VL), those that are no padding
-         (Idefics2).
+         (Idefics2); the visual tokens of a prompt, counted by two masks (Qwen3-VL).
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ import torch
 from torch import Tensor, fx
 from torch._inductor.ir import BaseView, ExternKernel, ReinterpretView, TensorBox
 from torch._inductor.lowering import lowerings
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.fx.experimental.symbolic_shapes import ShapeEnv, free_unbacked_symbols
 
 SLICE: Any = torch.ops.aten.slice.Tensor
 
@@ -45,3 +48,19 @@ def layouts(gm: fx.GraphModule) -> dict[str, Any]:
     convolutions = (node for node in gm.graph.nodes if node.op == "call_function" and "conv" in str(node.target))
     found = (node.meta.get("example_value", node.meta.get("val")) for node in convolutions)
     return {"layout_optimization": False} if any(isinstance(x, Tensor) and free_unbacked_symbols(x) for x in found) else {}
+
+
+@contextmanager
+def renamed_again() -> Iterator[None]:
+    """Until the end of the block a size that equals another may be renamed."""
+    theirs: Any = ShapeEnv._rename_unbacked_to
+
+    def rename(self: ShapeEnv, old: Any, new: Any) -> None:
+        equal = self.replacements.get(old)
+        if equal is None or not free_unbacked_symbols(equal):
+            theirs(self, old, new)
+        else:
+            self._set_replacement(new, equal, "rename_unbacked_to")
+
+    with mock.patch.object(ShapeEnv, "_rename_unbacked_to", rename):
+        yield

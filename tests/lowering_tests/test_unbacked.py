@@ -4,6 +4,9 @@ import pytest
 import torch
 from tolerance import assert_close
 from torch import Tensor, nn
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from mmqc.lowering.unbacked import renamed_again
 
 
 def cut(x: Tensor, lengths: Tensor) -> Tensor:
@@ -42,3 +45,14 @@ def test_convolution__of_the_images_that_are_there(padding: int) -> None:
     x[:padding] = 0
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True), torch.no_grad():
         assert_close(torch.compile(model, backend="mmqc")(x), model(x))
+
+
+def test_renamed_again__a_size_that_equals_another() -> None:
+    env = ShapeEnv()
+    old, equal, new = (env.create_unbacked_symint().node._expr for _ in range(3))
+    env._set_replacement(old, equal, "as a check of the model's does")
+    with pytest.raises(AssertionError, match="->"):
+        env._rename_unbacked_to(old, new)
+    with renamed_again():
+        env._rename_unbacked_to(old, new)
+    assert env.replace(new) == env.replace(old) == equal
