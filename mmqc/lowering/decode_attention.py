@@ -9,7 +9,7 @@ Shapes:  those of ops/decode_attention.py; any of them may be a symbol but for t
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -51,7 +51,7 @@ def lower_decode_attention(q: TensorBox, k: TensorBox, v: TensorBox, mask: Tenso
     ))  # fmt: skip
     all_heads, tokens = batch * heads, operands[1].shape[2]
     counters = launch.Operand(launch.counters(launch.COUNTERS, device))
-    for config, runs in _configs(launch, kernel.configs(device, rows, width, operands[0].dtype.itemsize), all_heads):
+    for config, runs in _configs(launch, kernel, all_heads, (device, rows, width, operands[0].dtype.itemsize)):
         programs = config.per_sm * kernel.multiprocessors(device)
         part = launch.Operand.new((kernel.room(programs, all_heads, rows, width),), torch.float32, device)
         most = FloorDiv(programs + all_heads - 1, all_heads)  # of a head, as the kernel shares them out
@@ -65,13 +65,13 @@ def lower_decode_attention(q: TensorBox, k: TensorBox, v: TensorBox, mask: Tenso
     return y.box
 
 
-def _configs(launch: Any, configs: Iterable[tuple[Any, int | None]], heads: Any) -> Iterator[tuple[Any, Any]]:
+def _configs(launch: Any, kernel: Any, heads: Any, given: tuple[Any, ...]) -> Iterator[tuple[Any, Any]]:
     """Those that may be meant, and 1 where there are so many heads, else 0, or None where there always are."""
     if isinstance(heads, int):
-        yield next(config for config, last in configs if last is None or heads <= last), None
+        yield kernel.config_of(heads, *given), None
         return
     above = 0
-    for config, last in configs:
+    for config, last in kernel.configs(*given):
         if last is not None and at_least(heads, last + 1):
             continue
         runs = launch.more_than(heads, above) if above else None

@@ -4,7 +4,6 @@
                                                                    here the value is computed, and sliced where it lies
     a convolution of so many images                                Inductor stores channels last what is traced as contiguous
                                                                    here layouts stay as they are traced
-
     a node that is looked at again, with a size that is another    Inductor renames the size to a new one, and refuses if it was
                                                                    known to be equal to one; here the new one is equal to it, too
 
@@ -14,6 +13,7 @@ Where:   the images of a padded batch: each up to its own number of patches behi
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -45,7 +45,7 @@ def slices_of_views() -> Iterator[None]:
 
 def layouts(gm: fx.GraphModule) -> dict[str, Any]:
     """Inductor's options for a graph with such convolutions."""
-    convolutions = (node for node in gm.graph.nodes if node.op == "call_function" and "conv" in str(node.target))
+    convolutions = (node for node in gm.graph.nodes if node.op == "call_function" and re.search("conv(?!ert)", str(node.target)))
     found = (node.meta.get("example_value", node.meta.get("val")) for node in convolutions)
     return {"layout_optimization": False} if any(isinstance(x, Tensor) and free_unbacked_symbols(x) for x in found) else {}
 

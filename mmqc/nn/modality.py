@@ -178,8 +178,11 @@ class ModalityContext:
         if not running:
             if self.text_only:
                 return None
-            if (prompt := self._call.prompt) is not None and (fits := of_prompt(prompt, x)) is not None:
-                return fits[0]
+            prompt = self._call.prompt
+            if prompt is not None and (mask := of_prompt(prompt, x)) is not None:
+                return mask
+            if prompt is not None and x.dim() > 2 and x.shape[1:-1].numel() == 1:
+                return None  # a step of an inner model's: text
             raise RuntimeError(
                 "a linear with per-modality scales ran outside a call of the model that carries its ModalityContext, so the "
                 "visual tokens are unknown: call that model, or set text_only = True on the context"
@@ -189,8 +192,8 @@ class ModalityContext:
         if x.shape[:-1].numel() == visual.numel():  # [B L, K]: experts and routers flatten their tokens
             return visual.reshape(x.shape[:-1])
         # Latent attention multiplies all that it has cached; a decoder, the encoder's states.
-        if (prompt := self._call.prompt) is not None and (fits := of_prompt(prompt, x)) is not None:
-            return fits[0]
+        if (prompt := self._call.prompt) is not None and (mask := of_prompt(prompt, x)) is not None:
+            return mask
         raise ValueError(
             f"the input of a linear with per-modality scales has shape {tuple(x.shape)}, which does not fit the "
             f"visual mask {tuple(visual.shape)} of this call (expected [batch, length, channels])"
@@ -231,8 +234,8 @@ class ModalityContext:
         return visual
 
 
-def of_prompt(prompt: Tensor, x: Tensor) -> tuple[Tensor | None] | None:
-    """(the mask of rows [B, ..., L, K] while the prompt [b, l] is answered, None where they are text), or None: they do not fit.
+def of_prompt(prompt: Tensor, x: Tensor) -> Tensor | None:
+    """The mask of rows [B, ..., L, K] while the prompt [b, l] is answered, or None: they do not fit.
 
     B is b, or a multiple of it, each sequence several times; behind the prompt comes text.
     """
@@ -241,9 +244,7 @@ def of_prompt(prompt: Tensor, x: Tensor) -> tuple[Tensor | None] | None:
     if batch % sequences or rows.numel() % batch:
         return None
     each, mask = rows.numel() // batch, prompt if batch == sequences else prompt.repeat_interleave(batch // sequences, 0)
-    if each < length:
-        return (None,) if each == 1 else None
-    return (torch.nn.functional.pad(mask, (0, each - length)).reshape(rows),)
+    return None if each < length else torch.nn.functional.pad(mask, (0, each - length)).reshape(rows)
 
 
 def watch_generate(kind: type[nn.Module]) -> None:

@@ -143,6 +143,22 @@ def test_load__every_family_equals_quantize_and_round_trips(tmp_path, family):
     assert_same(model, type(model).from_pretrained(tmp_path / "quantized"), inputs)
 
 
+def test_load__a_block_that_initialises_its_experts_weights(tmp_path, monkeypatch):
+    """As Qwen3-Omni's does, whose experts have no float weights any more."""
+    model, inputs = FAMILIES["mixtral"]()
+    block, initialise = type(model.model.layers[0].mlp), type(model)._init_weights
+
+    def init(self, module):
+        initialise(self, module)
+        if isinstance(module, block):
+            module.experts.gate_up_proj.detach()
+
+    monkeypatch.setattr(type(model), "_init_weights", init)
+    mmqc.quantize_(model, recipes.rtn(8), progress=False)
+    model.save_pretrained(tmp_path)
+    assert_same(model, type(model).from_pretrained(tmp_path), inputs)
+
+
 def test_offload__a_quantized_model_runs_from_disk(tmp_path):
     model, inputs = example()
     mmqc.quantize_(model, recipes.rtn(8), progress=False)

@@ -257,23 +257,19 @@ def answers(ids: Tensor, *shapes: tuple[int, ...]) -> list[Tensor | None]:
     return model.generate(ids, list(shapes))
 
 
-IDS = torch.tensor([[1, 7, 8, 2], [7, 3, 4, 5]])
-SEEN = (IDS == 7) | (IDS == 8)
-
-
 def test_generating__parts_called_by_themselves_have_the_prompts_rows_or_one_of_text() -> None:
     whole, beams, step, flat = answers(IDS, (2, 4), (6, 4), (2, 1), (8,))
-    assert torch.equal(whole, SEEN)
-    assert torch.equal(beams, SEEN.repeat_interleave(3, 0))
+    assert torch.equal(whole, VISUAL)
+    assert torch.equal(beams, VISUAL.repeat_interleave(3, 0))
     assert step is None
-    assert torch.equal(flat, SEEN.reshape(-1))
+    assert torch.equal(flat, VISUAL.reshape(-1))
 
 
 def test_generating__what_is_cached_is_the_prompt_and_text_behind_it() -> None:
     longer, heads = answers(IDS, (2, 7), (2, 1, 5))
-    assert torch.equal(longer[:, :4], SEEN)
+    assert torch.equal(longer[:, :4], VISUAL)
     assert not longer[:, 4:].any()
-    assert torch.equal(heads[:, 0, :4], SEEN)
+    assert torch.equal(heads[:, 0, :4], VISUAL)
 
 
 @pytest.mark.parametrize("shape", [(3, 4), (2, 3)])
@@ -291,7 +287,7 @@ def test_generating__ends_with_generate_and_is_a_threads_own() -> None:
         model.decoder(torch.zeros(2, 4, 4))
     with model.decoder.context.generating(IDS), concurrent.futures.ThreadPoolExecutor(1) as other:
         assert isinstance(other.submit(model.decoder, torch.zeros(2, 4, 4)).exception(), RuntimeError)
-        assert torch.equal(model.decoder(torch.zeros(2, 4, 4)), SEEN)
+        assert torch.equal(model.decoder(torch.zeros(2, 4, 4)), VISUAL)
 
 
 def test_generating__an_answer_to_what_was_encoded_is_text_and_reads_the_prompt() -> None:
@@ -300,5 +296,11 @@ def test_generating__an_answer_to_what_was_encoded_is_text_and_reads_the_prompt(
     with context.generating(IDS):
         context.begin(Model(), (), step)
         assert not context.rows(torch.zeros(2, 1, 4)).any()
-        assert torch.equal(context.rows(torch.zeros(2, 4, 4)), SEEN)
+        assert torch.equal(context.rows(torch.zeros(2, 4, 4)), VISUAL)
         context.end(Model(), (), None)
+
+
+def test_generating__inside_a_call_what_does_not_fit_is_no_text() -> None:
+    context = ModalityContext((7, 8))
+    with context.generating(IDS), context.during(VISUAL), pytest.raises(ValueError, match="does not fit"):
+        context.rows(torch.zeros(2, 1, 4))

@@ -14,16 +14,13 @@ from torch import Tensor, fx
 
 from mmqc.graph.kinds import kind
 from mmqc.graph.program import LOOKS, READ, Program
-from mmqc.graph.spaces.coordinates import compact, distinct, leaves
+from mmqc.graph.spaces.coordinates import FRESH_ZEROS, SHAPE_ONLY, compact, distinct, leaves
 from mmqc.graph.spaces.factors import owners
 from mmqc.graph.spaces.spaces import Spaces
 
 Axes = frozenset[tuple[str, int]]
 
-# Operations that take no more than shape and dtype from the operands behind the first, or from any.
-SHAPED = frozenset(("expand_as", "view_as", "reshape_as", "type_as"))
-FILLED = frozenset(("zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like", "new_zeros", "new_ones",
-                    "new_full", "new_empty"))  # fmt: skip
+LIKE = frozenset(("expand_as", "view", "reshape_as", "type_as"))  # of what follows the first operand: a shape, or a dtype
 
 
 def seen_from(prog: Program, frames: Set[str]) -> dict[str, Axes]:
@@ -71,9 +68,9 @@ def _is_number(node: fx.Node) -> bool:
 def _read(node: fx.Node) -> list[fx.Node]:
     """The inputs of a node but for those that say no more than a shape and a dtype."""
     word = kind(node)
-    if word in FILLED:
+    if word in SHAPE_ONLY | FRESH_ZEROS:
         return []
-    return [n for n in node.all_input_nodes if n is node.args[0]] if word in SHAPED and node.args else node.all_input_nodes
+    return [n for n in node.all_input_nodes if n is node.args[0]] if word in LIKE and node.args else node.all_input_nodes
 
 
 def _modules(prog: Program, spaces: Spaces) -> list[set[str]]:
