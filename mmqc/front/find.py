@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from mmqc.front import attention
 from mmqc.front.handover import ArgumentSite, Installed, Site, compute, place_of, value_sites
+from mmqc.front.index_bounds import IndicesInBounds
 from mmqc.front.observe import Call, Observation, Read, is_metadata, observe, tensors_in
 from mmqc.front.sizes import left_on
 from mmqc.graph.collections_off import without_collections
@@ -65,7 +66,8 @@ class Finder:
 
     def find(self) -> Plan:
         """Run the five steps."""
-        with attention.check(), plain_torch(), without_collections():
+        on_device = any(isinstance(v, Tensor) and v.is_cuda for v in self.inputs.values())
+        with attention.check(), plain_torch(), without_collections(), IndicesInBounds() if on_device else nullcontext():
             return self.search()
 
     def search(self) -> Plan:
