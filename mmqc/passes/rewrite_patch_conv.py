@@ -57,14 +57,15 @@ class RewritePatchConv(Pass):
 
     def rewrite(self, prog: Program, site: Site) -> None:
         """As a linear."""
+        x, *_ = _operands(site.conv)  # now: it may be another convolution's result, which has been rewritten
         graph, ones = prog.graph, [1] * (site.weight.meta["example_value"].dim() - 2)
         with graph.inserting_before(site.conv):
-            rows, weight = (graph.call_method("flatten", (of, 1)) for of in (site.x, site.weight))
+            rows, weight = (graph.call_method("flatten", (of, 1)) for of in (x, site.weight))
             product = graph.call_function(F.linear, (rows, weight, site.bias))
             new = graph.call_method("reshape", (product, -1, site.weight.meta["example_value"].shape[0], *ones))
         for i, node in enumerate((rows, weight, product, new)):
             copy_meta(node, site.conv, self.name, i)
-        rows.meta["example_value"] = site.x.meta["example_value"].flatten(1)
+        rows.meta["example_value"] = x.meta["example_value"].flatten(1)
         weight.meta["example_value"] = site.weight.meta["example_value"].flatten(1)
         new.meta["example_value"] = site.conv.meta["example_value"]
         product.meta["example_value"] = new.meta["example_value"].flatten(1)
@@ -76,8 +77,7 @@ def site_of(node: fx.Node) -> Site | None:
     """A convolution with one place to be; None for any other node."""
     if kind(node) != "conv" or "transpose" in str(node.target):
         return None
-    given: dict[str, Any] = {**dict(zip(_NAMES, node.args, strict=False)), **node.kwargs}
-    x, weight, bias = (given.get(name) for name in _NAMES[:3])
+    x, weight, bias, given = _operands(node)
     if not isinstance(x, fx.Node) or not isinstance(weight, fx.Node) or not isinstance(bias, fx.Node | None):
         return None
     if any(set(_numbers(given.get(name, plain))) != {plain} for name, plain in _PLAIN.items()):
@@ -88,6 +88,13 @@ def site_of(node: fx.Node) -> Site | None:
     sizes = list(patch.shape[1:]) if patch.dim() == kernel.dim() else []
     covers = bool(sizes) and all(map(_is, sizes, kernel.shape[1:]))
     return Site(node, x, weight, bias) if covers and isinstance(node.meta.get("example_value"), Tensor) else None
+
+
+def _operands(conv: fx.Node) -> tuple[Any, Any, Any, dict[str, Any]]:
+    """(x, weight, bias, all by name)."""
+    given: dict[str, Any] = {**dict(zip(_NAMES, conv.args, strict=False)), **conv.kwargs}
+    x, weight, bias = (given.get(name) for name in _NAMES[:3])
+    return x, weight, bias, given
 
 
 def _is(size: Any, known: int) -> bool:

@@ -58,7 +58,8 @@ class RewriteScatter(Pass):
 
     def rewrite(self, prog: Program, site: Site) -> None:
         """Count rows, and take them where the mask says so."""
-        channels, numbers = site.x.meta["example_value"].shape[-1], itertools.count()
+        x, _, source = _operands(site.scatter)  # now: what stood there as it was found may be rewritten, videos behind images
+        channels, numbers = x.meta["example_value"].shape[-1], itertools.count()
 
         def made(target: Any, *args: Any) -> fx.Node:
             node = prog.graph.call_function(target, args)
@@ -69,11 +70,11 @@ class RewriteScatter(Pass):
         with prog.graph.inserting_before(site.scatter):
             rows = made(torch.reshape, site.mask, (-1,))
             order = made(torch.sub, made(torch.cumsum, rows, 0), 1)
-            source = made(torch.reshape, site.source, (-1, channels))
+            source = made(torch.reshape, source, (-1, channels))
             wide = made(torch.ops.aten.expand.default, made(torch.unsqueeze, rows, 1), [-1, channels])
             # A row outside the mask has no number: what is not picked is not read.
             picked = made(torch.ops.aten._unsafe_masked_index.default, source, wide, [order, None], 0)
-            new = made(torch.where, site.mask, made(torch.ops.aten.view_as.default, picked, site.x), site.x)
+            new = made(torch.where, site.mask, made(torch.ops.aten.view_as.default, picked, x), x)
         site.scatter.replace_all_uses_with(new)
         prog.graph.erase_node(site.scatter)
 
@@ -82,8 +83,7 @@ def scatter_of(node: fx.Node) -> Site | None:
     """A ``masked_scatter`` of whole rows; None for any other node."""
     if kind(node) != KIND or str(node.target).endswith("_"):
         return None
-    given = {**dict(zip(_NAMES, node.args, strict=False)), **node.kwargs}
-    x, mask, source = (given.get(name) for name in _NAMES)
+    x, mask, source = _operands(node)
     if not isinstance(x, fx.Node) or not isinstance(source, fx.Node):
         return None
     mask = _of_rows(mask)
@@ -97,6 +97,12 @@ def scatter_of(node: fx.Node) -> Site | None:
     rows = b.dim() == a.dim() and all(map(_same, b.shape[:-1], a.shape[:-1]))
     fits = rows and c.dim() > 1 and type(a.shape[-1]) is int and _same(a.shape[-1], c.shape[-1])
     return Site(node, x, mask, source) if fits and a.dtype == c.dtype and b.dtype == torch.bool else None
+
+
+def _operands(scatter: fx.Node) -> tuple[Any, Any, Any]:
+    given = {**dict(zip(_NAMES, scatter.args, strict=False)), **scatter.kwargs}
+    x, mask, source = (given.get(name) for name in _NAMES)
+    return x, mask, source
 
 
 def _of_rows(mask: Any) -> fx.Node | None:

@@ -48,6 +48,11 @@ def test_rewrite_patch_conv__one_place_is_a_linear(bias: bool) -> None:
 
 
 @pytest.mark.usefixtures("on_cpu")
+def test_rewrite_patch_conv__one_behind_another() -> None:
+    assert len(sites(nn.Sequential(nn.Conv2d(3, 8, 4), nn.Conv2d(8, 6, 1)), (3, 4, 4), torch.randn(5, 48))) == 2
+
+
+@pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize(
     "conv",
     [

@@ -96,3 +96,23 @@ def test_rewrite_scatter__a_cpu_does_so_already() -> None:
     with torch.no_grad(), collect_records() as records:
         torch.compile(model, backend="mmqc", fullgraph=True)(ids, patches)
     assert not sites(records)
+
+
+class Both(Merge):
+    """Videos' embeddings behind images': what the second takes the places in is what the first gave."""
+
+    def forward(self, ids: Tensor, patches: Tensor) -> Tensor:
+        x, found = self.embed(ids), self.image(patches)
+        for token in (7, 8):
+            x = x.masked_scatter((ids == token).unsqueeze(-1).expand_as(x), found)
+        return self.image(x)
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_rewrite_scatter__one_behind_another() -> None:
+    model = Both().eval()
+    ids, patches = torch.tensor([[7, 1, 8, 7, 2], [3, 8, 8, 7, 6]]), torch.randn(4, 32)
+    with torch.no_grad(), collect_records() as records:
+        expected, got = model(ids, patches), torch.compile(model, backend="mmqc", fullgraph=True)(ids, patches)
+    assert torch.equal(got, expected)
+    assert len(sites(records)) == 2

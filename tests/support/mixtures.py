@@ -125,7 +125,7 @@ class Mixture(nn.Module):
         scores = self.router(x)[:, : self.allowed].softmax(-1)
         weights, index = scores.topk(CHOSEN)
         if self.batched:
-            share = torch.zeros(len(x), EXPERTS, dtype=x.dtype).scatter(1, index, weights)
+            share = torch.zeros(len(x), EXPERTS, dtype=x.dtype, device=x.device).scatter(1, index, weights)
             y = self.experts((x[None] * share.T[..., None]).reshape(-1, WIDTH)).view(EXPERTS, -1, WIDTH).sum(0)
         elif isinstance(self.experts, nn.Sequential):
             order = index.flatten().argsort(stable=True)
