@@ -59,6 +59,7 @@ def check_fields(parts: Mapping[str, Any]) -> None:
         "parameters": _parameters,
         "dtype": lambda key, value: need(isinstance(value, str), key, value, "dtype's name"),
         "untied": lambda key, value: need(isinstance(value, bool), key, value, "truth value"),
+        "own_names": lambda key, value: need(isinstance(value, bool), key, value, "truth value"),
         "visual_token_ids": _ids,
         "record": _record,
         "hashes": _hashes,

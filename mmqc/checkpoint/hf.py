@@ -36,6 +36,8 @@ from mmqc.checkpoint.method_name import METHOD, REQUIRES
 from mmqc.checkpoint.module_spec import build_module, dtype_name, dtype_of, module_spec
 from mmqc.checkpoint.parallel import hf_parallel
 from mmqc.checkpoint.signature import SIGNED, check_config, check_generation
+from mmqc.checkpoint.skeleton.tensor_names import come_back
+from mmqc.checkpoint.skeleton.untie import forget_ties, untie
 from mmqc.config import QuantConfig
 from mmqc.experts.modules import QuantExperts
 from mmqc.kv import query_moment
@@ -68,6 +70,7 @@ class MmqcConfig(QuantizationConfigMixin):
         visual_token_ids: ids that stand for visual tokens; None for a model that does not tell modalities apart.
         record: what the rewrites did, for ``mmqc.explain``.
         hashes: "dtype:sha256" by tensor name, of every tensor of the model; "offloaded" where it was not in memory.
+        own_names: whether the files have the model's own names for its tensors (``mmqc.checkpoint.skeleton.tensor_names``).
 
     ``modules_to_not_convert``, which transformers' own quantizers take, adds to the config's ``keep``.
     """
@@ -83,6 +86,7 @@ class MmqcConfig(QuantizationConfigMixin):
         visual_token_ids: Iterable[int] | None = None,
         record: Mapping[str, Any] | None = None,
         hashes: Mapping[str, str] | None = None,
+        own_names: bool = False,
         modules_to_not_convert: Iterable[str] | None = None,
         quant_method: str | None = METHOD,
         requires: str = REQUIRES,
@@ -98,7 +102,7 @@ class MmqcConfig(QuantizationConfigMixin):
             raise CheckpointError(f"quantization_config has an unknown key {sorted(unknown)[0]!r}; was it edited by hand?")
         given = config.to_dict() if isinstance(config, QuantConfig) else config
         parts = {"config": given, "modules": modules, "parameters": parameters, "dtype": dtype, "untied": untied}
-        parts |= {"visual_token_ids": visual_token_ids, "record": record, "hashes": hashes}
+        parts |= {"visual_token_ids": visual_token_ids, "record": record, "hashes": hashes, "own_names": own_names}
         check_fields(parts)
         self.quant_method: Any = quant_method or METHOD
         self.version = version
@@ -112,13 +116,17 @@ class MmqcConfig(QuantizationConfigMixin):
         self.visual_token_ids = None if visual_token_ids is None else list(visual_token_ids)
         self.record = dict(record or {})
         self.hashes = dict(hashes or {})
+        self.own_names = own_names
 
     def to_dict(self) -> dict[str, Any]:
         """As config.json has it: no method's name, which transformers without mmqc refuses, and no times, which differ."""
         record = dict(self.record)
         if "passes" in record:
             record["passes"] = [{k: v for k, v in entry.items() if k != "ms"} for entry in record["passes"]]
-        return {**super().to_dict(), "quant_method": None, "requires": REQUIRES, "record": record}
+        found = {**super().to_dict(), "quant_method": None, "requires": REQUIRES, "record": record}
+        if not self.own_names:
+            del found["own_names"]  # which older mmqc does not know
+        return found
 
     @property
     def quant_config(self) -> QuantConfig:
@@ -187,6 +195,18 @@ class MmqcQuantizer(HfQuantizer):
         config.hashes = inventory(state)
         return state, {}
 
+    def renames(self, model: PreTrainedModel, asked: bool = True) -> bool:
+        """Whether a save writes the names of the family's checkpoints, as is ``asked`` for; config.json will say if not."""
+        names = set(model.state_dict()) - set(model.all_tied_weights_keys)
+        fqns = {name for name, module in model.named_modules() if module_spec(module)}
+        ours = {name for name in names if any(fqn in fqns for fqn in _above(name))}
+        self.quantization_config.own_names = not (asked and come_back(model, names, ours))
+        return not self.quantization_config.own_names
+
+    def update_weight_conversions(self, weight_conversions: list[Any]) -> list[Any]:
+        """None for files that have the model's own names."""
+        return [] if self.quantization_config.own_names else super().update_weight_conversions(weight_conversions)
+
     def seal(self, directory: Path) -> None:
         """What is left to do in a directory that was just written: nothing, config.json is signed as it is written."""
 
@@ -236,6 +256,8 @@ class MmqcQuantizer(HfQuantizer):
             self._listen(model)
         with default_dtype(self._dtype):  # newer versions of transformers set it back before they come here
             rebuild(model, self.quantization_config, self._dtype)
+        if self.quantization_config.untied:
+            forget_ties(model)
         hf_parallel.check(model)
 
     def _checked_config(self) -> dict[str, Any]:
@@ -413,6 +435,12 @@ def _parent(fqn: str) -> str:
     return fqn.rpartition(".")[0]
 
 
+def _above(name: str) -> Iterator[str]:
+    """The modules that a tensor lies in, the innermost first."""
+    while name := _parent(name):
+        yield name
+
+
 def cast_floats(model: PreTrainedModel, saved: str | None, dtype: torch.dtype) -> None:
     """Casts what still has the ``saved`` dtype to the one that was asked for.
 
@@ -458,35 +486,6 @@ def attach_config(model: nn.Module, config: QuantConfig, record: Mapping[str, An
         if isinstance(module, PreTrainedModel):
             module.config._is_quantized = True
     return quantization
-
-
-def untie(model: PreTrainedModel) -> bool:
-    """Declares a model untied if a tensor that it ties is no longer shared; otherwise changes nothing.
-
-    Every nested config must say so, or transformers ties the tensors again when it loads them.  The flag is one for all
-    ties, so those that still hold get a copy of their own.
-    """
-    state = model.state_dict(keep_vars=True)
-    ties = {target: source for target, source in model.all_tied_weights_keys.items() if {target, source} & set(state)}
-    broken = [target for target, source in ties.items() if state.get(target) is not state.get(source)]
-    if not broken:
-        return False
-    for target in set(ties) - set(broken):
-        path, _, name = target.rpartition(".")
-        model.get_submodule(path).register_parameter(name, nn.Parameter(state[target].detach().clone()))
-    for module in model.modules():
-        if isinstance(module, PreTrainedModel):
-            module.all_tied_weights_keys = {}
-    _set_untied(model.config)
-    return True
-
-
-def _set_untied(config: Any) -> None:
-    if hasattr(config, "tie_word_embeddings"):
-        config.tie_word_embeddings = False
-    for name in getattr(config, "sub_configs", {}):
-        if (nested := getattr(config, name, None)) is not None:
-            _set_untied(nested)
 
 
 GenerationConfig.to_json_file = signing(GenerationConfig.to_json_file, GENERATION)  # pyright: ignore[reportAttributeAccessIssue]

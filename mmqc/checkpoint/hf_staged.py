@@ -34,6 +34,9 @@ def staged(save: Callable[..., Any]) -> Callable[..., Any]:
         method = getattr(getattr(self, "hf_quantizer", None), "stages_saves", False)
         distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
         kwargs |= dict(zip(names, args, strict=False))
+        if method:
+            quantizer: Any = self.hf_quantizer
+            kwargs["save_original_format"] = quantizer.renames(self, kwargs.get("save_original_format", True))
         if not method or distributed or not kwargs.get("is_main_process", True):
             return save(self, save_directory, **kwargs)
         if kwargs.get("push_to_hub"):

@@ -14,14 +14,13 @@ import torch
 import transformers
 from torch import Tensor, nn
 from transformers import AutoConfig
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.modeling_utils import PreTrainedModel
 
 from mmqc.checkpoint import manifest
 from mmqc.checkpoint.foreign_weights import READERS, ForeignError
 from mmqc.checkpoint.hf import MmqcConfig, model_init
 from mmqc.checkpoint.module_spec import dtype_name, module_spec
+from mmqc.checkpoint.skeleton.tensor_names import loaded
 
 LEFT = ("activations", "kv_cache")
 CACHE_SCALES = (".q_scale", ".k_scale", ".v_scale", ".k_zero_point", ".v_zero_point")
@@ -90,16 +89,25 @@ def _converted(
         state |= {f"{fqn}.{name}": tensor for name, tensor in linear.state_dict().items()}
     if not specs:
         raise ForeignError(f"no tensor of the checkpoint is called *.{marker}; is it quantized at all?")
+    ours = [name for name in state if name.rpartition(".")[0] in specs]
+    there = {*ours, *(name for name in skeleton.state_dict() if name.rpartition(".")[0] not in specs)}
+    for name, place, by_operation in loaded(skeleton, ours, there):
+        if by_operation or place != name:
+            raise ForeignError(
+                f"transformers would take {name} for {place}: the linears of {type(skeleton).__name__} cannot be adopted"
+            )
     return state, specs
 
 
 def _local(skeleton: PreTrainedModel, prefix: str) -> str:
     """The linear that the checkpoint calls ``prefix``: transformers renames modules between versions."""
-    mapping = get_model_conversion_mapping(skeleton, None, None)
-    renamings = [m for m in mapping if isinstance(m, WeightRenaming)]
-    converters = [m for m in mapping if isinstance(m, WeightConverter)]
     state = skeleton.state_dict()
-    name, _ = rename_source_key(f"{prefix}.weight", renamings, converters, skeleton.base_model_prefix, state)
+    ((_, name, by_operation),) = loaded(skeleton, [f"{prefix}.weight"], state)
+    if by_operation:
+        raise ForeignError(
+            f"the checkpoint has {prefix}, which transformers joins, cuts or permutes to make {name} of it: only linears that a "
+            f"{type(skeleton).__name__} has as they are can be adopted"
+        )
     fqn = (name if name in state else f"{prefix}.weight").removesuffix(".weight")
     try:
         found = skeleton.get_submodule(fqn)

@@ -12,6 +12,8 @@ from transformers.modeling_utils import PreTrainedModel
 
 from mmqc.checkpoint import compressed_tensors, engine_export, manifest
 from mmqc.checkpoint.hf import MmqcQuantizer
+from mmqc.checkpoint.skeleton.tensor_names import joined
+from mmqc.checkpoint.skeleton.untie import computes_by_flag
 from mmqc.engines.table import rules
 from mmqc.errors import MmqcError
 from mmqc.nn.integer_weight import PackedLinear
@@ -66,7 +68,8 @@ def save_pretrained(
         model.save_pretrained(directory, **options)
         return Path(directory)
     _refuse(
-        "compressed-tensors cannot express this model", [*compressed_tensors.objections(model, known is not None), *_added(model)]
+        "compressed-tensors cannot express this model",
+        [*compressed_tensors.objections(model, known is not None), *_added(model), *_joined(model), *_untied(model)],
     )
     planned = None if known is None else engine_export.plan(model, known, str(engine), gpu)
     if planned is not None:
@@ -94,11 +97,35 @@ def _added(model: PreTrainedModel) -> Iterator[str]:
             yield f"{fqn} is not what {type(model).__name__} builds there: quantize without rewrites (rotate=False)"
 
 
+def _joined(model: PreTrainedModel) -> Iterator[str]:
+    """Linears that the checkpoints of their family do not have as they are, and engines do not ask for."""
+    linears = compressed_tensors.written_linears(model)
+    plain = [name for name in model.state_dict() if name.rpartition(".")[0] not in linears]
+    parts: dict[str, list[str]] = {}
+    for name, whole in joined(model, [*plain, *(f"{fqn}.weight" for fqn in linears)]).items():
+        parts.setdefault(whole, []).append(name.rpartition(".")[0])
+    for whole, fqns in parts.items():
+        if set(fqns) & set(linears):
+            names = ", ".join(fqns)
+            yield f"{names}: joined, cut or permuted to {whole} when they are saved, as floats can be: keep them in floating point"
+
+
+def _untied(model: PreTrainedModel) -> Iterator[str]:
+    """A head that was separated from the embedding where config.json cannot say so."""
+    quantizer, cls = getattr(model, "hf_quantizer", None), type(model).__name__
+    if isinstance(quantizer, MmqcQuantizer) and quantizer.quantization_config.untied and computes_by_flag(model):
+        yield f"its head is untied, and {cls} computes by tie_word_embeddings: quantize without rewrites (rotate=False)"
+
+
 class _CompressedTensors(MmqcQuantizer):
     """Gives transformers' ``save_pretrained`` the format's tensors."""
 
     sealed = False
     planned: engine_export.Plan | None = None
+
+    def renames(self, model: PreTrainedModel, asked: bool = True) -> bool:
+        """As asked: what would not be as engines expect it was refused."""
+        return asked
 
     def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[Any, dict[str, Any]]:
         return compressed_tensors.state_dict(model, self.planned is not None), {}
