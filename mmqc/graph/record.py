@@ -342,6 +342,12 @@ def _is_linear(module: nn.Linear, fqn: str, graph: fx.Graph) -> bool:
     return {kind(n) for n in graph.nodes if n.meta.get("module") == fqn} <= {"matmul", "getattr:T", "t", "add", "linear"}
 
 
+def _that_stay(sketches: dict[fx.Node, Any], program: Program) -> dict[fx.Node, Any]:
+    """Without integers that are written to and lie in an operand's memory, from which a replay takes them again."""
+    changing = {n for n in written(program) if n in sketches and n.meta["view"] and meta.holds_integers(sketches[n])}
+    return {n: s for n, s in sketches.items() if n not in changing}
+
+
 @torch.no_grad()
 def record(model: nn.Module, batch: Mapping[str, Any], *more: Mapping[str, Any], decode: bool = False) -> Program:
     """Run ``model(**batch)`` and return what it did as a ``Program``; the model is left as it was.
@@ -386,8 +392,7 @@ def record(model: nn.Module, batch: Mapping[str, Any], *more: Mapping[str, Any],
     program = Program(recorder.graph, recorder.weights, inputs)
     program.notes = notes
     program.called = recorder.called
-    changing = {n for n in written(program) if n in recorder.sketches and meta.holds_integers(recorder.sketches[n])}
-    program.sketches = {n: s for n, s in recorder.sketches.items() if n not in changing}
+    program.sketches = _that_stay(recorder.sketches, program)
     groups: dict[int, list[str]] = {}
     for name, tensor in recorder.weights.items():
         groups.setdefault(id(tensor), []).append(name)

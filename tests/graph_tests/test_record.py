@@ -309,3 +309,27 @@ def test_record__a_table_that_no_checkpoint_has_is_not_rewritten() -> None:
     fresh.register_buffer("table", table, persistent=False)
     fresh.load_state_dict(model.state_dict(), strict=False)
     assert relative_error(fresh(**batch), expected) < EXACT
+
+
+class Holes(nn.Module):
+    """Takes the tokens that a mask leaves, which has a float's shape and is written into, as UDOP's patches under words."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.layer, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, VOCAB)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.layer(self.embed(input_ids))
+        left = torch.full_like(x[..., 0], True).bool()
+        left[:, :2] = False
+        left[0, 4:][:1] = False
+        return self.head(x[left])
+
+
+def test_record__a_mask_that_is_made_of_a_float_and_written_into() -> None:
+    model, batch = Holes().double().eval(), ids()
+    expected = model(**batch)
+    before = model.layer.weight.clone()
+    mmqc.quantize_(model, recipes.rotate(), calibration=[batch], progress=False)
+    assert not torch.equal(model.layer.weight, before)
+    assert relative_error(model(**batch), expected) < EXACT

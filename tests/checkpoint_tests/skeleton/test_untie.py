@@ -6,6 +6,7 @@ import pytest
 import torch
 import transformers
 from models import randomise, tiny_qwen2_vl
+from tolerance import assert_close
 
 import mmqc
 from mmqc import recipes
@@ -76,3 +77,12 @@ def test_other_formats__refuse_what_config_json_cannot_say(tmp_path):
     mmqc.quantize_(model, recipes.rtn(8), progress=False)
     with pytest.raises(FormatError, match=r"its head is untied, and UMT5ForConditionalGeneration computes by tie_word_embeddings"):
         save_pretrained(model, tmp_path, format="compressed-tensors")
+
+
+@pytest.mark.parametrize("kind", ["t5", "umt5"])
+def test_rotate__leaves_the_logits_as_they_were(kind):
+    model, inputs = tiny(kind)
+    want = logits(model, inputs)
+    mmqc.quantize_(model, recipes.rotate(), [inputs], progress=False)
+    assert model.config.quantization_config.untied
+    assert_close(logits(model, inputs), want)
