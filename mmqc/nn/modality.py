@@ -23,6 +23,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from mmqc.nn.inner_calls import InnerCalls
+
 T = TypeVar("T")
 WATCHED = "_tells_the_prompt"
 WHAT_TO_DO = (
@@ -41,6 +43,7 @@ class _Call:
         self.outer: tuple[Any, ...] | None = None
         self.again: tuple[Tensor | None] | None = None  # the mask of the call that a backward pass has reached
         self.prompt: Tensor | None = None  # the mask of what ``generate`` was given, while it runs
+        self.by_itself: nn.Module | None = None  # what runs past the model, with ids of its own
 
 
 class _Calls(threading.local):
@@ -108,6 +111,17 @@ class ModalityContext:
         finally:
             call.prompt = before
 
+    def begin_by_itself(self, module: nn.Module, ids: Tensor) -> None:
+        """A part of the model runs past it, with these ids."""
+        self._enter()
+        self._call.visual, self._call.by_itself = self._among(ids), module
+
+    def end_by_itself(self, module: nn.Module) -> None:
+        """And has ended, if it is this one."""
+        if self._call.by_itself is module:
+            self._call.by_itself = None
+            self._leave()
+
     def _enter(self) -> None:
         call = self._call
         call.outer = (call.visual, call.running, call.outer)
@@ -129,6 +143,7 @@ class ModalityContext:
         watch_generate(type(model))
         model.register_forward_pre_hook(context.begin, with_kwargs=True, prepend=True)
         model.register_forward_hook(context.end, always_call=True)
+        InnerCalls(context).attach(model)
         return context
 
     def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -292,6 +307,8 @@ def attached(model: nn.Module) -> ModalityContext | None:
 def detach(model: nn.Module) -> None:
     """Remove the context's hooks from ``model``; its linears keep their reference."""
     unhook(model, ModalityContext)
+    for module in model.modules():
+        unhook(module, InnerCalls)
 
 
 def hook_owner(model: nn.Module, owner: type[T]) -> T | None:
