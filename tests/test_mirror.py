@@ -73,7 +73,6 @@ COVERS: dict[str, str] = {
     "ops_tests/test_float4_matmul.py": "lowering/float4_matmul ops/float4",
     "ops_tests/test_gather_rows.py": "lowering/gather_rows",
     "ops_tests/test_gather_tokens.py": "lowering/gather_tokens",
-    "ops_tests/test_hadamard.py": "ops/define",
     "ops_tests/test_kv_pack.py": "ops/kv_words",
     "ops_tests/test_materialize.py": "lowering/materialize",
     "ops_tests/test_mixed_matmul.py": "lowering/mixed_matmul",

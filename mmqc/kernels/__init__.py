@@ -2,7 +2,7 @@
 
 Each file holds the formula, tile functions, the kernel, why it cannot take some operands, and which launches others become.
 Importing this package alone does not import Triton, its modules do, but says which assembler Triton is to use, before anything
-is compiled.  ``install`` makes the ops use them on CUDA.
+is compiled.  ``install`` makes the ops use them on CUDA; the first call of an op there does it, too.
 """
 
 from __future__ import annotations

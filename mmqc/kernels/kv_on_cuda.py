@@ -26,6 +26,7 @@ from mmqc.ops import kv_pack as packing_op
 from mmqc.ops import kv_round_keys as rounding_op
 from mmqc.ops import kv_rows_attention as rows_op
 from mmqc.ops import kv_token_attention as tokens_op
+from mmqc.ops.define import use_on_cuda
 
 
 def kv_pack(
@@ -102,4 +103,4 @@ def decode_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale
 
 
 for implementation in (kv_pack, kv_attention, kv_round_keys, kv_token_attention, kv_rows_attention, decode_attention):
-    torch.library.impl(f"mmqc::{implementation.__name__}", "CUDA", implementation)
+    use_on_cuda(implementation)

@@ -16,6 +16,7 @@ from mmqc.kernels.matmul import mixed_matmul as mixed_kernel
 from mmqc.kernels.matmul.unpack_weight import unpack_weight
 from mmqc.kernels.shared.row_scale import Rows
 from mmqc.ops import mixed_matmul as mixed_op
+from mmqc.ops.define import use_on_cuda
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -41,4 +42,4 @@ def mixed_matmul(
     return y.view(*x_q.shape[:-1], len(w_scale))
 
 
-torch.library.impl("mmqc::mixed_matmul", "CUDA", mixed_matmul)
+use_on_cuda(mixed_matmul)

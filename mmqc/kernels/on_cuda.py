@@ -36,7 +36,7 @@ from mmqc.ops import scaled_matmul as scaled_op
 from mmqc.ops import scaled_matmul_epilogue as epilogue_op
 from mmqc.ops import token_matmul as token_op
 from mmqc.ops import weight_only_matmul as weight_only_op
-from mmqc.ops.define import in_plain_torch
+from mmqc.ops.define import in_plain_torch, use_on_cuda
 from mmqc.ops.quantize import check_scale
 
 PLAIN_ROWS = 2048
@@ -303,4 +303,4 @@ for implementation in (
     scaled_matmul, scaled_matmuls, scaled_matmul_epilogue, token_matmul, weight_only_matmul, weight_only_matmuls,
     float4_matmul, grouped_matmul, gptq_block, learned_round, learned_round_gradients,
 ):
-    torch.library.impl(f"mmqc::{implementation.__name__}", "CUDA", implementation)
+    use_on_cuda(implementation)

@@ -37,6 +37,7 @@ from mmqc.ops import norm_quantize as norm_op
 from mmqc.ops import norm_quantize_per_token as norm_per_token_op
 from mmqc.ops import power_clip as clip_op
 from mmqc.ops import quantize_per_token as per_token_op
+from mmqc.ops.define import use_on_cuda
 from mmqc.ops.quantize import check_scale, code_dtype
 
 
@@ -177,4 +178,4 @@ for implementation in (
     norm_quantize, norm_quantize_per_token, quantize_per_token, hadamard, hadamard_quantize, hadamard_quantize_per_token,
     basis_quantize_per_token, power_clip, all_reduce, all_reduce_norm_quantize,
 ):
-    torch.library.impl(f"mmqc::{implementation.__name__}", "CUDA", implementation)
+    use_on_cuda(implementation)
