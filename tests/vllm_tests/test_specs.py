@@ -46,6 +46,12 @@ def test_check__refuses_a_cache_by_modality_and_new_parameters():
         check({**settings(a=LINEAR), "parameters": {"conv.bias": {"shape": [4], "dtype": "float32"}}})
 
 
+def test_check__refuses_names_that_the_engine_does_not_ask_for():
+    check({**settings(a=LINEAR), "own_names": False})
+    with pytest.raises(PluginError, match=r"own_names.*family.*compressed-tensors"):
+        check({**settings(a=LINEAR), "own_names": True})
+
+
 @pytest.mark.parametrize("found", [{}, {"version": 9, "modules": {"a": LINEAR}}, {"version": 2, "modules": {}}])
 def test_check__refuses_layouts_that_it_cannot_read(found):
     with pytest.raises(PluginError, match=r"update it|save_pretrained"):

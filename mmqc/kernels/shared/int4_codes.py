@@ -142,3 +142,17 @@ def int8_as_float(codes, DTYPE: tl.constexpr, PTX: tl.constexpr):
     else:
         wide = codes.to(tl.float32).to(DTYPE)
     return wide
+
+
+@triton.jit
+def int8_as_64ths(codes):
+    """Codes in int8 -> code / 64 as bf16, exactly: five instructions for four of them, where ``int8_as_float`` has eight.
+
+    0x0000 | (code + 128) is (code + 128) 2^-133, a subnormal number below 128 and the first normal ones from there on, evenly
+    spaced; times 2^127 (0x7F00), less 2 (0xC000).
+    """
+    return tl.inline_asm_elementwise(
+        """{ .reg .b32 t, a, b, m, o; mov.b32 m, 0x7F007F00; mov.b32 o, 0xC000C000; xor.b32 t, $2, 0x80808080;
+        prmt.b32 a, t, 0, 0x4140; prmt.b32 b, t, 0, 0x4342;
+        fma.rn.bf16x2 $0, a, m, o; fma.rn.bf16x2 $1, b, m, o; }""",
+        "=r,=r,r", [codes], dtype=tl.bfloat16, is_pure=True, pack=4)

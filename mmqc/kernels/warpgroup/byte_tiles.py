@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_wait
 
-from mmqc.kernels.shared.int4_codes import int8_as_float
+from mmqc.kernels.shared.int4_codes import int8_as_64ths, int8_as_float
 from mmqc.kernels.warpgroup.packed_tiles import BEHIND, find_next, write_shares
 from mmqc.kernels.warpgroup.pingpong_tiles import count_items, meet
 
@@ -34,6 +34,20 @@ def expect_step(ready, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl
 
 
 @gluon.jit
+def widen(codes, DTYPE: gl.constexpr):
+    """Codes as numbers of x's type, or ``units`` of them."""
+    if DTYPE == gl.bfloat16:
+        return int8_as_64ths(codes)
+    return int8_as_float(codes, DTYPE, True)
+
+
+@gluon.constexpr_function
+def units(dtype):
+    """How many of ``widen``'s results make one."""
+    return 64.0 if dtype == gl.bfloat16 else 1.0
+
+
+@gluon.jit
 def take_step(
     acc, step, slot, phase, here, following, x_desc, w_desc, ring, OPERAND: gl.constexpr, BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, SLOTS: gl.constexpr,
@@ -41,7 +55,7 @@ def take_step(
     """Start a step's products, and copy ahead, in this item or in the next; the next slot, its phase."""
     x_ring, w_ring, full = ring[0], ring[1], ring[2]
     mbarrier.wait(full.index(slot), phase)
-    w = int8_as_float(w_ring.index(slot).load(OPERAND), x_ring.dtype, True)
+    w = widen(w_ring.index(slot).load(OPERAND), x_ring.dtype)
     acc = warpgroup_mma(w, x_ring.index(slot).permute((1, 0)), acc, is_async=True)
     ahead: gl.constexpr = SLOTS - BEHIND
     then = step + ahead
@@ -122,7 +136,7 @@ def byte_kernel(
         acc, mine = meet(acc, part_ptr, counter_ptr, here[6], here[5], rest, here[4], PARTS, BLOCK_N, BLOCK_M, WARPS)
         if mine:
             across: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
-            y = acc * gl.convert_layout(s_w, across)[:, None]
+            y = acc * gl.convert_layout(s_w * units(x_ring.dtype), across)[:, None]
             if HAS_BIAS:
                 y += gl.convert_layout(b, across)[:, None]
             write_shares(y, y_desc, y_tile, here[0], here[1], SHARES)

@@ -278,7 +278,7 @@ def test_byte_ring__every_size(m, n, k, programs, parts, shares, warps, slots):
     x, w = torch.randint(-8, 8, (m, k)).bfloat16(), torch.randint(-8, 8, (n, k), dtype=torch.int8)
     scale = simulator.Pointer(torch.ones(n + block_n))
     constants = {"SHARES": shares, "SLOTS": slots, "BLOCK_K": STEP, "WARPS": warps}
-    tile = {"BEHIND": 2, "int8_as_float": lambda w, *_: w.bfloat16()}
+    tile = {"BEHIND": 2, "widen": lambda w, *_: w.bfloat16(), "units": lambda *_: 1.0}
     sizes = {"K": k, "w_scale_ptr": scale}
     y = run(byte_tiles.byte_kernel, x, [w], 16, programs, parts, sizes, constants, tile, block_n, shares, torch.float32)
     assert torch.equal(y, x.float() @ w.float().t())
