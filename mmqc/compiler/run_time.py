@@ -8,6 +8,7 @@ graph (``reading_first``).
 from __future__ import annotations
 
 import logging
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -176,7 +177,7 @@ def _fill_values(graph: fx.Graph, example_inputs: Sequence[Any]) -> None:
 
 def _compute(node: fx.Node, mode: Any) -> None:
     """Run one operation on its operands' example values; where one has none, the result has none."""
-    if any("example_value" not in n.meta for n in node.all_input_nodes):
+    if node.target is operator.setitem or any("example_value" not in n.meta for n in node.all_input_nodes):
         return
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["example_value"])
     with mode, enable_python_dispatcher(), torch.no_grad():  # in C++ alone, what a linear is made of knows no symbols in torch 2.11

@@ -71,7 +71,7 @@ from mmqc.lowering.known_transforms import known_transforms
 from mmqc.lowering.modular_indexing import mend
 from mmqc.lowering.plain_strides import plain_strides
 from mmqc.lowering.quick_launch import launching_quickly
-from mmqc.lowering.unbacked import layouts, renamed_again, slices_of_views
+from mmqc.lowering.unbacked import layouts, renamed_again, slices_of_views, written_slices
 
 __all__ = [
     "CppTemplate",
@@ -194,6 +194,7 @@ def compile_graph(
         joined_kernels(),
         plain_strides(),
         slices_of_views(),
+        written_slices(),
         renamed_again(),
         tagged(),
         trusted_transforms(known),

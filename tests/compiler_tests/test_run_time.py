@@ -74,3 +74,24 @@ def test_where_equal__compares_once_and_says_so_where_it_cannot(monkeypatch: pyt
 def test_rewrite_at_run_time__graph_without_our_ops_is_returned_as_it_is() -> None:
     gm = torch.fx.symbolic_trace(nn.Linear(4, 4))
     assert rewrite_at_run_time(gm, [], CompileOptions()).gm is gm
+
+
+def test_fill_values__what_is_written_to_is_not_computed_again() -> None:
+    """Between bounds that only data says it would be of a new size each time, which belongs to no node."""
+    graphs: list[tuple[torch.fx.GraphModule, Any]] = []
+
+    def keep(gm: torch.fx.GraphModule, inputs: Any) -> Any:
+        run_time._fill_values(gm.graph, inputs)
+        graphs.append((gm, inputs))
+        return gm.forward
+
+    def write(x: torch.Tensor, bounds: torch.Tensor) -> torch.Tensor:
+        y = x * 1
+        y[bounds[0] : bounds[1]] = 0
+        return y
+
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        torch.compile(write, backend=keep, fullgraph=True)(torch.ones(9), torch.tensor([2, 5]))
+    modes = {value.fake_mode for n in graphs[0][0].graph.nodes if hasattr(value := n.meta.get("example_value"), "fake_mode")}
+    assert [mode.shape_env.pending_fresh_unbacked_symbols for mode in modes] == [[]]

@@ -56,3 +56,24 @@ def test_renamed_again__a_size_that_equals_another() -> None:
     with renamed_again():
         env._rename_unbacked_to(old, new)
     assert env.replace(new) == env.replace(old) == equal
+
+
+def written(x: Tensor, weight: Tensor, bounds: Tensor) -> Tensor:
+    """Rows and columns between bounds, of what is fused and of what lies in memory."""
+    fused = torch.full((x.shape[0], x.shape[0]), -2.0)
+    stored = weight * 1
+    for i in range(2):
+        fused[bounds[i] : bounds[i + 1], bounds[i] :] = i
+        stored[bounds[i] : bounds[i + 1]] = 3
+        stored[:, : bounds[i]] = 2 + i
+    return (fused.exp() @ x) @ stored
+
+
+@pytest.mark.parametrize("bounds", [(0, 3, 7), (2, 2, 5), (4, 1, -2), (-30, 3, 30)])
+def test_written_slices__between_bounds_that_data_says(bounds: tuple[int, ...]) -> None:
+    torch._dynamo.reset()
+    x, weight = torch.randn(7, 6), torch.randn(6, 6)
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        compiled = torch.compile(written, backend="mmqc", fullgraph=torch.__version__ >= (2, 12))  # before, it is left to Python
+        for given in (bounds, (1, 4, 6)):
+            assert_close(compiled(x, weight, torch.tensor(given)), written(x, weight, torch.tensor(given)))
