@@ -9,6 +9,7 @@ Found by name through the entry point ``torch_dynamo_backends: mmqc``.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -16,7 +17,7 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from mmqc.compiler import graph_content
 from mmqc.compiler import record as compile_record
@@ -31,6 +32,13 @@ from mmqc.front.front import after_trace, before_trace
 from mmqc.front.tables import keep_tables
 from mmqc.graph.runner import check_trace
 from mmqc.graph.tracing import Frame, Tracing, traced_place
+
+logger = logging.getLogger(__name__)
+_told: set[tuple[str, str]] = set()
+UNCOMPILED = (
+    "%s cannot be compiled, for it needs a value that only data says (%s): it runs as it is, and what it calls is compiled by "
+    "itself, which is slower; mmqc.explain lists it among its fallbacks, torch.compile(..., fullgraph=True) makes it an error"
+)
 
 __all__ = ["GraphRecord", "backend", "collect_records"]
 
@@ -132,5 +140,16 @@ def _before_trace(frame: Frame) -> tuple[bool, bool]:
     return before_trace(frame)
 
 
+def _after_trace(model: nn.Module | None, failed: str) -> None:
+    if failed:
+        place = traced_place()
+        compile_record.add(GraphRecord(0, 0, how="uncompiled", fallbacks=[("function", failed)], where=place))
+        if (place, failed) not in _told:
+            _told.add((place, failed))
+            logger.warning(UNCOMPILED, place, failed)
+    if model is not None:
+        after_trace(model, failed)
+
+
 # Dynamo imports this module when torch.compile() is called, before anything is traced.
-Tracing(backend, _before_trace, after_trace).install()
+Tracing(backend, _before_trace, _after_trace).install()

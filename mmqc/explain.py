@@ -87,7 +87,7 @@ class Explanation:
         """Plain JSON data for a report: graphs, quantized_graphs, kernels, fallbacks, breaks."""
         fallbacks = [{"graph": i, "op": op, "reason": reason} for i, op, reason in self.fallbacks]
         return {
-            "graphs": len(self.graphs),
+            "graphs": sum(g.how != "uncompiled" for g in self.graphs),
             "quantized_graphs": self.quantized_graphs,
             "kernels": self.kernels,
             "fallbacks": fallbacks,
@@ -98,7 +98,10 @@ class Explanation:
     def __str__(self) -> str:
         how = Counter(g.how for g in self.graphs)
         kinds = f"{how['mmqc']} quantized, {how['inductor']} plain Inductor, {how['eager']} glue, run eagerly"
-        head = f"{len(self.graphs)} graph{'s' if len(self.graphs) != 1 else ''}: {kinds}"
+        compiled = len(self.graphs) - how["uncompiled"]
+        head = f"{compiled} graph{'s' if compiled != 1 else ''}: {kinds}"
+        if how["uncompiled"]:
+            head += f"; not compiled, see the fallbacks: {how['uncompiled']}"
         parts = [head]
         if self.passes:
             parts.append("passes\n" + "\n".join(map(str, self.passes)))

@@ -13,6 +13,8 @@ import torch
 from tolerance import assert_close
 from torch import nn
 
+import mmqc
+import mmqc.backend
 from mmqc.backend import GraphRecord, backend, collect_records
 from mmqc.nn.linear import QuantLinear, RMSNorm
 from mmqc.nn.modality import ModalityContext
@@ -24,8 +26,9 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 @pytest.fixture(autouse=True)
-def fresh_dynamo() -> Iterator[None]:
+def fresh_dynamo(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch._dynamo.reset()
+    monkeypatch.setattr(mmqc.backend, "_told", set())
     yield
     torch._dynamo.reset()
 
@@ -240,3 +243,66 @@ def test_discovery__after_dynamo_has_read_the_entry_points() -> None:
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", script], env=env, cwd=ROOT.anchor, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+# --- what needs a value that only data says ---------------------------------------------------------------------------
+
+
+class Repeated(nn.Module):
+    """Rows up to a number, as often as another says: torch cannot say how many these are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+        rows, times = numbers
+        return self.linear(x[:rows].squeeze(0).repeat(times, 1))
+
+
+@pytest.fixture
+def repeated() -> Iterator[tuple[Any, torch.Tensor, torch.Tensor]]:
+    """The model and its inputs, traced with the numbers as symbols."""
+    with torch._dynamo.config.patch(capture_scalar_outputs=True), torch.no_grad():
+        yield Repeated().eval(), torch.randn(9, 8), torch.tensor([5, 2])
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_uncompiled__runs_as_it_is_and_says_so_once(repeated: Any, caplog: pytest.LogCaptureFixture, whole: bool) -> None:
+    model, x, numbers = repeated
+    function = model if whole else lambda x, numbers: model.forward(x, numbers)
+    compiled = torch.compile(function, backend="mmqc")
+    with collect_records() as records:
+        for add in (0, 1):
+            assert torch.equal(compiled(x, numbers + add), model(x, numbers + add))
+    left = [r for r in records if r.how == "uncompiled"]
+    names = [r.where.split(" at ")[0].rpartition(".")[2] for r in left]
+    assert names == (["forward"] if whole else ["<lambda>", "forward"])
+    for record, message in zip(left, caplog.messages, strict=True):
+        ((op, reason),) = record.fallbacks
+        assert (op, reason.partition(" {")[0]) == ("function", "Pending unbacked symbols")
+        assert record.where in message
+        assert "only data says" in message
+
+
+def test_uncompiled__explain_and_fullgraph_tell(repeated: Any) -> None:
+    model, x, numbers = repeated
+    told = mmqc.explain(model, {"x": x, "numbers": numbers})
+    assert [op for _, op, _ in told.fallbacks] == ["function"]
+    assert "not compiled, see the fallbacks: 1" in str(told)
+    torch._dynamo.reset()  # what it could not compile once Dynamo leaves alone
+    with pytest.raises(torch._dynamo.exc.TorchDynamoException, match="unbacked symbols"), collect_records() as records:
+        torch.compile(model, backend="mmqc", fullgraph=True)(x, numbers)
+    assert not records
+
+
+@pytest.mark.parametrize("wrong", [AssertionError, KeyError("unbacked_bindings"), RuntimeError])
+def test_uncompiled__other_errors_are_errors(monkeypatch: pytest.MonkeyPatch, wrong: Any) -> None:
+    from mmqc.lowering import inductor
+
+    def fail(*_: Any) -> None:
+        raise wrong
+
+    monkeypatch.setattr(inductor, "compile_graph", fail)
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed), torch.no_grad():
+        torch.compile(nn.Linear(8, 8), backend="mmqc")(torch.randn(2, 8))

@@ -23,7 +23,8 @@ class GraphRecord:
     Attributes:
         index: position among the graphs of this collection.
         n_ops: calls in Dynamo's graph.
-        how: "eager" (glue without heavy ops), "inductor" (nothing quantized) or "mmqc".
+        how: "eager" (glue without heavy ops), "inductor" (nothing quantized), "mmqc", or "uncompiled": a function that
+            needs a value which only data says, and runs as it is; what it calls is compiled by itself.
         quantized: whether the graph holds mmqc ops.
         ops: mmqc ops by name.
         kernels: kernels that the generated code calls, in order, forward then (if compiled) backward.

@@ -28,12 +28,13 @@ from torch._dynamo.eval_frame import skip_code
 from torch._dynamo.exc import Unsupported
 from torch._dynamo.source import TensorProperty
 from torch._dynamo.symbolic_convert import InstructionTranslatorBase as Translator
-from torch._dynamo.utils import graph_break_reasons
+from torch._dynamo.utils import _get_error_on_graph_break, graph_break_reasons
 from torch._dynamo.variables import SymNodeVariable, builder
 from torch._dynamo.variables.misc import StringFormatVariable
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.fx.experimental import _config as _shape_config
 from torch.fx.experimental.sym_node import DynamicInt
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, PendingUnbackedSymbolNotFound, ShapeEnv
 
 from mmqc.graph.capture import outermost_module
 from mmqc.graph.collections_off import count_as_old, without_collections
@@ -55,6 +56,14 @@ FLOATS: dict[str, Any] = {"specialize_float": True}
 # placeholder counts are then left out of the trace.
 CHECKS_TRACE: bool = torch.__version__ >= (2, 13)  # type: ignore[operator]
 NO_CHECKS = {"TRANSFORMERS_DISABLE_TORCH_CHECK": "1"}
+
+# What torch raises where a trace, or code that is generated, would need a value that only data says, and nothing else.
+DATA_DEPENDENT = (
+    GuardOnDataDependentSymNode,
+    PendingUnbackedSymbolNotFound,
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+)
 
 ALIKE = "_mmqc_alike"
 MARKS = ("_dynamo", "_has_dynamo", "_specialize_on", ALIKE)  # what Dynamo, or we, hang on a tensor begins with one of these
@@ -88,10 +97,13 @@ class Tracing:
         backend: the function that torch.compile was given, perhaps in wrappers.
         start: is told the frame, and answers whether values may be traced as symbols, and whether sizes that happen to be
             equal now may differ in the next call.
-        end: is told why tracing with symbols failed.
+        end: is told why a compilation failed for a value that only data says, if it did, and the model that ``start`` was asked
+            about; for a function that is no model's forward, in that case alone.
     """
 
-    def __init__(self, backend: Any, start: Callable[[Frame], tuple[bool, bool]], end: Callable[[nn.Module, str], None]) -> None:
+    def __init__(
+        self, backend: Any, start: Callable[[Frame], tuple[bool, bool]], end: Callable[[nn.Module | None, str], None]
+    ) -> None:
         self.backend, self.start, self.end = backend, start, end
         self.flags: ExitStack | None = None
         self.model: nn.Module | None = None
@@ -155,26 +167,26 @@ class Tracing:
         """What was set for the trace goes back, whatever comes between."""
         flags, model, self.flags, self.model = self.flags, self.model, None, None
         error = sys.exc_info()[1]
-        reason = _data_dependent(error) if model is not None else ""
+        reason = data_dependent(error) if flags is not None and not _get_error_on_graph_break() else ""
         try:
             if flags is not None:
                 flags.close()
                 if not torch.cuda.is_available():  # garbage that held memory of a GPU would be missed: there, Dynamo looks now
                     count_as_old()
         finally:
-            if model is not None:
+            if model is not None or reason:
                 self.end(model, reason)
         if reason:  # Dynamo runs a frame that it cannot trace as it is, and compiles what it calls
             raise Unsupported(f"mmqc: {reason}") from error
 
 
-def _data_dependent(error: BaseException | None) -> str:
-    """Why a trace needed a value that it does not have; empty for any other error."""
+def data_dependent(error: BaseException | None) -> str:
+    """Why a compilation needed a value that it does not have; empty for any other error."""
     for _ in range(20):
         if error is None:
             return ""
-        if isinstance(error, GuardOnDataDependentSymNode):
-            return str(error).strip().splitlines()[0]
+        if isinstance(error, DATA_DEPENDENT):
+            return str(error).strip().splitlines()[0].rstrip(".")
         error = error.__cause__ or error.__context__
     return ""
 
