@@ -23,6 +23,7 @@ from mmqc.passes.fold_channel_scale import FoldChannelScale
 from mmqc.passes.fold_layer_scale import FoldLayerScale
 from mmqc.passes.fold_norm_mean import FoldNormMean
 from mmqc.passes.fold_norm_scale import FoldNormScale
+from mmqc.passes.fold_numbers import FoldNumbers
 from mmqc.passes.fold_query_groups import FoldQueryGroups
 from mmqc.passes.fold_signs import FoldSigns
 from mmqc.passes.fuse_counters import FuseCounters
@@ -187,7 +188,7 @@ def run_time_passes(
         *((RewriteAllReduce(why_not_shared),) if why_not_shared else ()),
         *((FuseCounters(),) if counters else ()),
         # 12 reads
-        *((ReorderReads(),) if reads else ()),
+        *((FoldNumbers(), ReorderReads()) if reads else ()),
     )
 
 

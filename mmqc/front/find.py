@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from mmqc.front import attention
 from mmqc.front.handover import ArgumentSite, Installed, Site, compute, place_of, value_sites
 from mmqc.front.index_bounds import IndicesInBounds
-from mmqc.front.observe import Call, Observation, Read, is_metadata, observe, tensors_in
+from mmqc.front.observe import SLICE, Call, Observation, Read, is_metadata, observe, tensors_in
 from mmqc.front.sizes import left_on
 from mmqc.graph.collections_off import without_collections
 from mmqc.graph.tracing import as_traced
@@ -193,15 +193,18 @@ class Finder:
     def hand_over_arguments(self, left: list[Read]) -> list[Read]:
         """Argument sites for the reads that are left; what is left after them."""
         done: set[tuple[int, str]] = set()
-        for read in [r for r in left if r.scalar]:
-            for call, argument, source in self.readers_of_inputs(read):
+        for read in sorted((r for r in left if r.scalar), key=lambda r: r.op == SLICE):
+            readers = list(self.readers_of_inputs(read))
+            if read.op == SLICE:  # sizes that cut are reckoned with further out, too: there are the same numbers for all who do
+                readers = [] if _is_inside(read, done) else readers[::-1]
+            for call, argument, source in readers:
                 place = (id(call.owner), call.code.co_name)
                 if place in done:
                     break
                 if self.adopt(call, argument, source):
                     done.add(place)
                     break
-        return [r for r in left if r.call is None or not any((id(c.owner), c.code.co_name) in done for c in r.call.around())]
+        return [r for r in left if not _is_inside(r, done)]
 
     def readers_of_inputs(self, read: Read) -> Iterable[tuple[Call, str, str]]:
         """Methods around a read that were given an integer matrix input, innermost first."""
@@ -301,6 +304,11 @@ def _is_packed(call: Call) -> bool:
     lengths = {size for t in given if t.is_floating_point() for size in t.shape}
     ends = [t for t in given if t.dim() == 1 and len(t) > 1 and not t.is_floating_point() and t.dtype != torch.bool]
     return any(int(t[0]) == 0 and bool((t.diff() >= 0).all()) and int(t[-1]) in lengths for t in ends)
+
+
+def _is_inside(read: Read, places: set[tuple[int, str]]) -> bool:
+    """Whether a method in one of these places was running, which gets its numbers."""
+    return read.call is not None and any((id(c.owner), c.code.co_name) in places for c in read.call.around())
 
 
 def _activates(call: Call) -> bool:

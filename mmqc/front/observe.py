@@ -1,8 +1,8 @@
 """Watch one eager forward: where it reads values out of tensors, and which of its functions could run in front of it.
 
 A *read* is an operation whose result depends on the values of a tensor in a way that no graph can hold: ``tolist``, ``item``,
-a Python condition, a data-dependent size.  A *metadata call* is the outermost Python function around a read whose tensor
-arguments are all integer inputs of the forward: what it returns can be computed before the forward starts.
+a Python condition, the bound of a slice, a data-dependent size.  A *metadata call* is the outermost Python function around a
+read whose tensor arguments are all integer inputs of the forward: what it returns can be computed before the forward starts.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from mmqc.graph.reads import SIZE_READS, sizing
+from mmqc.graph.reads import SIZE_READS, cut_by_values, sizing
 
 logger = logging.getLogger(__name__)
 
 SCALAR_READS = frozenset(("tolist", "item", "__bool__", "__int__", "__index__", "__float__", "numpy", "__contains__"))
+SLICE = "slice"  # its bounds are read
 # Whose functions are no part of the model's code.  Those of kernels have dozens of arguments, and there are many of them.
 _triton = importlib.util.find_spec("triton")
 FOREIGN = (
@@ -150,6 +151,8 @@ class _Watch(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if not self.paused and is_read(name, args, kwargs or {}):
             self._read(name)
+        elif not self.paused and cut_by_values(name, args):
+            self._read(SLICE)
         return func(*args, **(kwargs or {}))
 
     def _read(self, name: str) -> None:

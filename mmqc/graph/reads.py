@@ -32,3 +32,11 @@ def sizing(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Te
 
 def _tensors(values: Sequence[Any]) -> list[Tensor]:
     return [v for v in values if isinstance(v, Tensor)]
+
+
+def cut_by_values(name: str, args: Sequence[Any]) -> bool:
+    """Whether a torch function reads the bounds of a slice out of tensors: x[:n], x[a:b] = 0."""
+    if name not in ("__getitem__", "__setitem__"):
+        return False
+    keys = args[1] if isinstance(args[1], tuple) else (args[1],)
+    return any(isinstance(bound, Tensor) for k in keys if isinstance(k, slice) for bound in (k.start, k.stop, k.step))

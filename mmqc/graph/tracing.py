@@ -26,17 +26,19 @@ from torch._dynamo.callback import callback_handler
 from torch._dynamo.convert_frame import ConvertFrame
 from torch._dynamo.eval_frame import skip_code
 from torch._dynamo.exc import Unsupported
-from torch._dynamo.source import TensorProperty
+from torch._dynamo.source import DynamicScalarSource, TensorProperty
 from torch._dynamo.symbolic_convert import InstructionTranslatorBase as Translator
 from torch._dynamo.utils import _get_error_on_graph_break, graph_break_reasons
 from torch._dynamo.variables import SymNodeVariable, builder
 from torch._dynamo.variables.misc import StringFormatVariable
+from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.fx.experimental import _config as _shape_config
 from torch.fx.experimental.sym_node import DynamicInt
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, PendingUnbackedSymbolNotFound, ShapeEnv
 
 from mmqc.graph.capture import outermost_module
+from mmqc.graph.chance import chance_left_open
 from mmqc.graph.collections_off import count_as_old, without_collections
 from mmqc.graph.environment import environment
 
@@ -138,6 +140,8 @@ class Tracing:
         if not CHECKS_TRACE:
             self.flags.enter_context(environment(NO_CHECKS))
         self.flags.enter_context(one_symbol_for_all())
+        self.flags.enter_context(chance_left_open(varies))
+        self.flags.enter_context(as_tensor_of_numbers())
         if capture:
             self.flags.enter_context(torch._dynamo.config.patch(CAPTURE))
 
@@ -204,6 +208,19 @@ def _format_later(translator: Any, form: Any, flags: int) -> None:
         translator.push(StringFormatVariable(words, [translator.pop()], {}))
     else:
         _format_now(translator, form, flags)
+
+
+@contextmanager
+def as_tensor_of_numbers() -> Iterator[None]:
+    """``torch.as_tensor`` of numbers that vary is traced as ``torch.tensor`` is: Dynamo would take each of them for a constant."""
+    handlers = TorchInGraphFunctionVariable._get_handlers()
+
+    def handle(function: Any, translator: Any, *args: Any, **kwargs: Any) -> Any:
+        given = {**dict(zip(("data", "dtype", "device"), args, strict=False)), **kwargs}
+        return handlers[torch.tensor](function, translator, given.pop("data"), **given)
+
+    with mock.patch.dict(handlers, {torch.as_tensor: handle}):
+        yield
 
 
 def may_vary(tensor: Tensor, sizes: Sequence[int], alike: str = "") -> Callable[[], None]:
@@ -391,6 +408,11 @@ def run_eagerly(functions: Iterable[Any]) -> None:
     """Functions that Dynamo runs as they are when they are called from uncompiled code; in a trace it follows them."""
     for function in functions:
         skip_code(function.__code__)
+
+
+def varies(source: Any) -> bool:
+    """Whether a symbol's source is one of the numbers that ``varying`` has marked."""
+    return isinstance(source, DynamicScalarSource)
 
 
 def varying(value: Any) -> Any:

@@ -8,8 +8,8 @@ import numpy
 import pytest
 import torch
 from float64 import relative_error
-from models import IMAGE, tiny_qwen2_vl
-from prompts import batch_of, drawn
+from models import IMAGE, tiny_pixtral, tiny_qwen2_vl
+from prompts import batch_of, drawn, padded_images
 from quantized_vlm import quantized_vlm
 from torch import Tensor, nn
 from transformers.cache_utils import StaticCache
@@ -141,6 +141,22 @@ def test_front__other_grids_and_image_counts_do_not_recompile() -> None:
             if i == 1:
                 first = len(records)
     assert len(records) == first <= 2
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("merging", [False, True])
+def test_front__images_cut_out_of_a_padded_batch_are_one_program_for_each_number(merging: bool) -> None:
+    """Whichever of them are as high or as wide as the batch: the tower's mask, positions and lengths are made of their sizes."""
+    model = tiny_pixtral(merging=merging)
+    compiled = torch.compile(model, backend="mmqc")
+    pairs = [((4, 6), (4, 4)), ((8, 4), (6, 6)), ((6, 6), (6, 6)), ((4, 4), (8, 8)), ((4, 8), (8, 4)), ((8, 6), (8, 8))]
+    counters.clear()
+    with collect_records() as records:
+        for patches in (*pairs, ((6, 8),), ((10, 4),), pairs[0]):
+            batch = padded_images(*patches, merge=2 if merging else 1)
+            assert relative_error(logits(compiled, batch), logits(model, batch)) < SAME
+    assert len(records) == 2
+    assert not counters["graph_break"]
 
 
 @pytest.mark.slow

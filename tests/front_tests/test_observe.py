@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from mmqc.front.handover import place_of
-from mmqc.front.observe import is_metadata, is_read, observe
+from mmqc.front.observe import SLICE, is_metadata, is_read, observe
 
 IDS, SIZES, X = torch.arange(6), torch.tensor([[2, 3], [3, 2]]), torch.randn(6, 4)
 
@@ -43,6 +43,15 @@ def test_observe__a_derived_tensor_is_no_input() -> None:
     model = Packs()
     seen = observe(lambda: model.forward(X, SIZES * 1), frozenset({"allowed"}))
     assert not any(is_metadata(c, {id(SIZES): "sizes"}) for c in seen.reads[0].call.around())
+
+
+def test_observe__the_bounds_of_a_slice_are_read() -> None:
+    def forward() -> Tensor:
+        y = X[: SIZES[0, 0]] * 1
+        y[SIZES[0, 0] - 1 :, 1:2] = 0
+        return y[:1]
+
+    assert [r.op for r in observe(forward, frozenset()).reads] == [SLICE, SLICE]
 
 
 def test_observe__a_mapping_that_is_being_made() -> None:

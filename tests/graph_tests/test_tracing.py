@@ -13,7 +13,7 @@ from torch._dynamo.callback import CallbackTrigger, callback_handler
 from transformers import LlamaConfig, StaticCache
 
 from mmqc.front.sizes import Marked, sizes_vary
-from mmqc.graph.tracing import Tracing, may_vary, one_symbol_for_all
+from mmqc.graph.tracing import Tracing, as_tensor_of_numbers, may_vary, one_symbol_for_all, varying
 
 Sums = Callable[[list[Tensor]], Tensor]
 
@@ -121,3 +121,17 @@ def test_on_end__interrupted_leaves_nothing_pending(monkeypatch: pytest.MonkeyPa
         pass
     assert ended == [""]
     torch._dynamo.reset()  # which refuses while a callback is pending
+
+
+def test_as_tensor_of_numbers__is_one_graph_for_all() -> None:
+    def areas(x: Tensor, sizes: list[list[int]]) -> Tensor:
+        return x * torch.as_tensor(sizes, dtype=torch.float32).prod(-1)
+
+    torch._dynamo.reset()
+    graphs: list[fx.GraphModule] = []
+    compiled = torch.compile(areas, backend=lambda graph, _: graphs.append(graph) or graph.forward, dynamic=True, fullgraph=True)
+    for sizes in ([[2, 3], [4, 5]], [[3, 7], [2, 2]]):
+        with as_tensor_of_numbers():
+            assert torch.equal(compiled(torch.ones(2), varying(sizes)), areas(torch.ones(2), sizes))
+    assert len(graphs) == 1
+    torch._dynamo.reset()

@@ -2,7 +2,7 @@
 
 import torch
 from torch import nn
-from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
+from transformers import AutoModelForImageTextToText, LlavaConfig, Mistral3Config, Qwen2VLConfig, Qwen2VLForConditionalGeneration
 
 IMAGE, VIDEO, VISION_START, VISION_END = 500, 501, 502, 503
 PATCH, MERGE = 8, 2
@@ -82,3 +82,17 @@ def tiny_qwen2_vl(
     pixels = torch.randn(int(grid.prod(-1).sum()), 3 * 2 * PATCH * PATCH, generator=torch.Generator().manual_seed(1))
     inputs = text_with_images([int(g.prod()) // MERGE**2 for g in grid])
     return model, {**inputs, "pixel_values": pixels, "image_grid_thw": grid}
+
+
+def tiny_pixtral(*, merging: bool = False) -> nn.Module:
+    """A Pixtral tower, whose images are cut out of a padded batch, in a LLaVA, or ``merging`` patches, in a Mistral 3."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text = {"model_type": "mistral", **sizes, "num_key_value_heads": 1, "head_dim": 16, "vocab_size": 512, "pad_token_id": 0}
+    vision = {"model_type": "pixtral", **sizes, "image_size": 64, "patch_size": PATCH, "rope_parameters": {"rope_theta": 1e4}}
+    config = Mistral3Config if merging else LlavaConfig
+    more = {} if merging else {"vision_feature_select_strategy": "full"}
+    torch.manual_seed(0)
+    model = AutoModelForImageTextToText.from_config(
+        config(vision_config=vision, text_config=text, image_token_index=IMAGE, vision_feature_layer=-1, **more)
+    )
+    return randomise(model.float().eval())

@@ -22,3 +22,11 @@ def drawn(draw: random.Random, prompts: int) -> dict[str, Tensor]:
     padded = lambda t: nn.functional.pad(t, (length - t.shape[1], 0))  # noqa: E731
     images = ("pixel_values", "image_grid_thw")
     return {n: torch.cat([p[n] if n in images else padded(p[n]) for p in parts]) for n in parts[0]}
+
+
+def padded_images(*patches: tuple[int, int], merge: int = 1) -> dict[str, Tensor]:
+    """Images of so many rows and columns of patches as Pixtral takes them: a batch as large as the largest, and their sizes."""
+    text = text_with_images([h * w // merge**2 for h, w in patches])
+    sizes = torch.tensor(patches) * PATCH
+    pixels = torch.randn(len(patches), 3, *sizes.amax(0).tolist(), generator=torch.Generator().manual_seed(1))
+    return {"input_ids": text["input_ids"], "attention_mask": text["attention_mask"], "pixel_values": pixels, "image_sizes": sizes}
