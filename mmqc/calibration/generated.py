@@ -47,7 +47,8 @@ def with_generated(
         raise CalibrationError("generate_tokens needs batches that are padded on the left, or batches of one")
     more = {"suppress_tokens": list(visual_token_ids)} if visual_token_ids else {}
     generate: Any = model.generate
-    out = generate(**batch, max_new_tokens=tokens, do_sample=False, num_beams=1, **more)
+    own = {name: value.clone() if isinstance(value, Tensor) else value for name, value in batch.items()}  # some write into it
+    out = generate(**own, max_new_tokens=tokens, do_sample=False, num_beams=1, **more)
     new = out[:, ids.shape[1] :]
     grown: dict[str, Any] = {**batch, "input_ids": torch.cat((ids, new), 1)}
     for name, value in batch.items():

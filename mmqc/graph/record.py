@@ -81,6 +81,15 @@ class Recorder(TorchFunctionMode):
         node.meta.setdefault("shape", tuple(tensor.shape))
         node.meta.setdefault("dtype", tensor.dtype)
 
+    def copied(self, value: Any) -> Any:
+        """The same input in memory of its own, for a callee that writes into what it is given (BLIP's ``generate``)."""
+        if not isinstance(value, Tensor):
+            return value
+        copy = value.detach().clone()
+        if value in self.nodes:
+            self.bind(copy, self.nodes[value])
+        return copy
+
     def placeholder(self, name: str) -> fx.Node:
         """A node for an input, behind those that are there."""
         first = next(iter(self.graph.nodes), None)
@@ -304,7 +313,7 @@ def _decode(
 
 
 def _generate(model: Any, recorder: Recorder, batch: Mapping[str, Any], shown: list[fx.Node]) -> None:
-    wanted = {name: value for name, value in batch.items() if name not in ("use_cache", "labels")}
+    wanted = {name: recorder.copied(value) for name, value in batch.items() if name not in ("use_cache", "labels")}
     with recorder:
         output = model.generate(
             **wanted,

@@ -196,8 +196,8 @@ class ModalityContext:
             prompt = self._call.prompt
             if prompt is not None and (mask := of_prompt(prompt, x)) is not None:
                 return mask
-            if prompt is not None and x.dim() > 2 and x.shape[1:-1].numel() == 1:
-                return None  # a step of an inner model's: text
+            if prompt is not None and _is_step(prompt, x):
+                return None  # of an inner model's: text
             raise RuntimeError(
                 "a linear with per-modality scales ran outside a call of the model that carries its ModalityContext, so the "
                 "visual tokens are unknown: call that model, or set text_only = True on the context"
@@ -247,6 +247,11 @@ class ModalityContext:
         for token in self.visual_token_ids:
             visual = visual | (ids == token)
         return visual
+
+
+def _is_step(prompt: Tensor, x: Tensor) -> bool:
+    """Whether rows [B, 1, K], or [b, K] where a layer flattens its tokens, are the next token of each sequence."""
+    return x.shape[1:-1].numel() == 1 if x.dim() > 2 else x.dim() == 2 and len(x) == len(prompt)
 
 
 def of_prompt(prompt: Tensor, x: Tensor) -> Tensor | None:

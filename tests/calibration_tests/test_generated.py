@@ -1,6 +1,7 @@
 """Calibration batches that the model continued itself."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -26,6 +27,20 @@ def test_generate_tokens__text_is_appended() -> None:
         with_generated(model, padded, 5)
     with pytest.raises(CalibrationError, match="position_ids"):
         with_generated(model, {**batch, "position_ids": batch["input_ids"]}, 5)
+
+
+def test_generate_tokens__a_batch_stays_as_it_is_where_generate_writes_into_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batch = tiny_qwen2_vl()
+    before, generate = batch["input_ids"].clone(), model.generate
+
+    def overwriting(input_ids: torch.Tensor, **options: Any) -> torch.Tensor:  # as BLIP's
+        input_ids[:, 0] = 1
+        return generate(input_ids=input_ids, **options)
+
+    monkeypatch.setattr(model, "generate", overwriting)
+    grown = with_generated(model, batch, 5, (IMAGE,))
+    assert torch.equal(batch["input_ids"], before)
+    assert torch.equal(grown["input_ids"][:, : before.shape[1]], before)
 
 
 def test_generate_tokens__reach_the_calibration() -> None:

@@ -1,5 +1,6 @@
 import copy
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -333,3 +334,30 @@ def test_record__a_mask_that_is_made_of_a_float_and_written_into() -> None:
     mmqc.quantize_(model, recipes.rotate(), calibration=[batch], progress=False)
     assert not torch.equal(model.layer.weight, before)
     assert relative_error(model(**batch), expected) < EXACT
+
+
+class Overwriting(nn.Module):
+    """Whose ``generate`` writes into the ids that it is given, as BLIP's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB)
+
+    def can_generate(self) -> bool:
+        return True
+
+    def forward(self, input_ids: Tensor, use_cache: bool = False) -> Tensor:
+        return self.head(self.embed(input_ids))
+
+    def generate(self, input_ids: Tensor, **options: Any) -> Any:
+        input_ids[:, 0] = 1
+        return SimpleNamespace(logits=(self(input_ids)[:, -1],))
+
+
+def test_record__a_batch_stays_as_it_is_where_generate_writes_into_it() -> None:
+    model, batch = Overwriting(), ids()
+    before = batch["input_ids"].clone()
+    prog = record(model, batch, decode=True)
+    assert not prog.notes
+    assert torch.equal(batch["input_ids"], before)
+    assert torch.equal(prog.replay()[0], model(before))

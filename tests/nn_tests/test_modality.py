@@ -258,11 +258,12 @@ def answers(ids: Tensor, *shapes: tuple[int, ...]) -> list[Tensor | None]:
 
 
 def test_generating__parts_called_by_themselves_have_the_prompts_rows_or_one_of_text() -> None:
-    whole, beams, step, flat = answers(IDS, (2, 4), (6, 4), (2, 1), (8,))
+    whole, beams, step, flat, flat_step = answers(IDS, (2, 4), (6, 4), (2, 1), (8,), (2,))
     assert torch.equal(whole, VISUAL)
     assert torch.equal(beams, VISUAL.repeat_interleave(3, 0))
     assert step is None
     assert torch.equal(flat, VISUAL.reshape(-1))
+    assert flat_step is None
 
 
 def test_generating__what_is_cached_is_the_prompt_and_text_behind_it() -> None:
@@ -272,7 +273,7 @@ def test_generating__what_is_cached_is_the_prompt_and_text_behind_it() -> None:
     assert torch.equal(heads[:, 0, :4], VISUAL)
 
 
-@pytest.mark.parametrize("shape", [(3, 4), (2, 3)])
+@pytest.mark.parametrize("shape", [(3, 4), (2, 3), (1,), (6,)])
 def test_generating__rows_that_do_not_fit_are_refused(shape: tuple[int, ...]) -> None:
     with pytest.raises(RuntimeError, match="ran outside a call"):
         answers(IDS, shape)
