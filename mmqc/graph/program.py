@@ -282,7 +282,7 @@ class Program:
             args, kwargs = fx.map_arg(node.args, env.__getitem__), fx.map_arg(node.kwargs, env.__getitem__)
             if node.op == "placeholder":
                 value = next(inputs)
-                result = value if not isinstance(value, Tensor) else value.clone() if values else meta.without_value(value)
+                result = value if not isinstance(value, Tensor) else (value if values else meta.without_value(value)).clone()
             elif node.op == "get_attr":
                 name = str(node.target)
                 result = self.value(name) if values else meta.without_value(self.weights[name])

@@ -36,7 +36,7 @@ def expect_step(ready, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl
 @gluon.jit
 def widen(codes, DTYPE: gl.constexpr):
     """Codes as numbers of x's type, or ``units`` of them."""
-    if DTYPE == gl.bfloat16:
+    if gl.bfloat16 == DTYPE:
         return int8_as_64ths(codes)
     return int8_as_float(codes, DTYPE, True)
 
