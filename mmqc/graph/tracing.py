@@ -41,6 +41,7 @@ from mmqc.graph.capture import outermost_module
 from mmqc.graph.chance import chance_left_open
 from mmqc.graph.collections_off import count_as_old, without_collections
 from mmqc.graph.environment import environment
+from mmqc.graph.roots import roots_are_constants
 
 shape_config: Any = _shape_config  # a module that turns itself into an object with ``patch``
 
@@ -142,6 +143,7 @@ class Tracing:
         self.flags.enter_context(one_symbol_for_all())
         self.flags.enter_context(chance_left_open(varies))
         self.flags.enter_context(as_tensor_of_numbers())
+        self.flags.enter_context(roots_are_constants())
         if capture:
             self.flags.enter_context(torch._dynamo.config.patch(CAPTURE))
 

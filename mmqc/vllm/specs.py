@@ -40,8 +40,8 @@ def check(settings: Mapping[str, Any]) -> None:
         raise PluginError("quantization_config has no modules; save with mmqc.save_pretrained(model, directory)")
     if settings.get("own_names"):
         raise PluginError(
-            "the checkpoint has transformers' names for its tensors (quantization_config.own_names), and vLLM asks for those that "
-            "the family published; save with format='compressed-tensors', which says what linears to keep in floating point for that"
+            "the checkpoint has transformers' names for its tensors (quantization_config.own_names), and vLLM asks for what "
+            "its family published; save with format='compressed-tensors', which names the linears to keep in floating point for it"
         )
     for fqn, spec in settings["modules"].items():
         kind = spec.get("kind")
