@@ -44,7 +44,7 @@ from transformers.cache_utils import StaticCache
 from transformers.generation import utils as generation
 
 from mmqc.compiler.head_start import CURRENT, HeadStart
-from mmqc.compiler.kept_cache import KeptCaches, empty, longest
+from mmqc.compiler.kept_cache import KeptCaches, empty, has_memory, longest
 from mmqc.compiler.layer_guards import LayerGuards
 from mmqc.compiler.recorded_sizes import LIMIT
 from mmqc.compiler.step_inputs import Rules, inputs_go_on
@@ -148,7 +148,7 @@ def _loop(model: Any, input_ids: Tensor, generation_config: GenerationConfig, pr
     kwargs["stopping_criteria"] = plain_stops(kwargs["stopping_criteria"], input_ids.shape[0])
     kwargs["logits_processor"] = plain_scores(kwargs["logits_processor"], config)
     whole, packed = config.prefill_chunk_size is None, isinstance(cache, QuantizedCache)
-    possible = whole and (packed or all(c.is_initialized for c in cache.layers))
+    possible = whole and (packed or has_memory(cache))
     how = how if possible else "eager"  # transformers compiles the chunks of a prompt itself
     loop: Any = generation.GenerationMixin
     guards, compile_config = _guards_of(model, config.compile_config), config.compile_config

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from mmqc.compiler.dense import dense
+from mmqc.compiler.kept_cache import tensors
 from mmqc.compiler.stamp import expired, versions
 
 SMALL = 64  # numbers of an integer input that tell calls apart: sizes of images, not their tokens
@@ -173,8 +174,7 @@ class HeadStart:
     @property
     def state(self) -> set[int]:
         """The ids of the cache's tensors."""
-        layers = self.cache.layers if self.cache is not None else ()
-        return {id(t) for layer in layers for t in vars(layer).values() if isinstance(t, Tensor)}
+        return {id(t) for t in tensors(self.cache)} if self.cache is not None else set()
 
     def has(self, tensor: Tensor) -> bool:
         """Whether it is one of those that were given."""

@@ -12,6 +12,7 @@ that it finds, so most calls should find the same.
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Hashable
 from dataclasses import dataclass
@@ -44,6 +45,9 @@ class KeptCaches:
     def ready(self, model: Any, new: StaticCache, batch: int, tokens: int, *, keep: bool) -> StaticCache:
         """An empty cache with its memory: what a compiled prefill allocates has no address that CUDA graphs may rely on.
 
+        Where only a forward tells what a layer stores (heads of several widths, states of linear attention), it gets its memory in
+        the first, which ``has_memory`` tells of, and keeps it.
+
         Args:
             model: who writes it.
             new: what it is like.
@@ -51,14 +55,15 @@ class KeptCaches:
             tokens: how long each of them may become.
             keep: whether later calls may have it; not if this call hands it out.
         """
-        shape = model._get_static_cache_init_shape()
-        if shape is None:
+        if on_several_devices(model):
             return new
-        heads, width = shape
+        shape = shape_of_all(model)
         dtype, device = model.dtype, model.device  # each looks through the parameters
-        key = (*map(type, new.layers), batch, heads, width, dtype, device)
-        bytes_each = 2 * len(new.layers) * batch * heads * width * dtype.itemsize
-        least = min(LEAST, SMALL // bytes_each // CHUNK * CHUNK) if device.type == "cuda" else 0
+        key = (*map(type, new.layers), batch, shape, dtype, device)
+        least = 0
+        if device.type == "cuda" and shape is not None:
+            bytes_each = 2 * len(new.layers) * batch * math.prod(shape) * dtype.itemsize
+            least = min(LEAST, SMALL // bytes_each // CHUNK * CHUNK)
         room, kept = room_for(max(tokens, least)), self.caches.get(key) if keep else None
         if kept is not None and tokens <= kept.room <= TIMES * room:
             self.caches.move_to_end(key)
@@ -70,7 +75,8 @@ class KeptCaches:
             room = longest(new) + 1  # the last token of a sequence is not stored
         if keep:
             self.caches.pop(key, None)  # before its successor is allocated
-        new.early_initialization(batch, heads, width, dtype, device)
+        if shape is not None:
+            new.early_initialization(batch, *shape, dtype, device)
         if keep:
             self.caches[key] = Kept(new, room)
             self._forget()
@@ -84,14 +90,38 @@ class KeptCaches:
                 del self.caches[key], sizes[key]
 
 
+def on_several_devices(model: Any) -> bool:
+    """Whether layers of one model are."""
+    return len({*(getattr(model, "hf_device_map", None) or {}).values()}) > 1
+
+
+def shape_of_all(model: Any) -> tuple[int, int] | None:
+    """(Heads, their width) of every layer's keys and values; None where they differ, or only a forward tells."""
+    try:
+        return model._get_static_cache_init_shape()
+    except RuntimeError:  # AmbiguousGlobalPerLayerAttributeError, which older transformers lack: layers differ (Gemma 4)
+        return None
+
+
 def longest(cache: Any) -> int:
     """How many tokens the layer with most room holds."""
-    return max(layer.max_cache_len for layer in cache.layers)
+    return max(getattr(layer, "max_cache_len", 0) for layer in cache.layers)
+
+
+def has_memory(cache: Any) -> bool:
+    """Whether every layer has: of linear attention, some state."""
+    return all(layer.is_initialized if hasattr(layer, "is_initialized") else stored(layer) for layer in cache.layers)
+
+
+def stored(layer: Any) -> list[Tensor]:
+    """Its keys, values and lengths, or the states of linear attention."""
+    values = [each for value in vars(layer).values() for each in (value.values() if isinstance(value, dict) else (value,))]
+    return [t for t in values if isinstance(t, Tensor)]
 
 
 def tensors(cache: Any) -> list[Tensor]:
-    """The keys, values and lengths of all layers."""
-    return [t for layer in cache.layers for t in vars(layer).values() if isinstance(t, Tensor)]
+    """What all layers store."""
+    return [t for layer in cache.layers for t in stored(layer)]
 
 
 def empty(cache: Any) -> None:

@@ -1,11 +1,13 @@
+from types import SimpleNamespace
+
 import pytest
 import torch
 from models import tiny_qwen2_vl
 from torch import nn
-from transformers.cache_utils import StaticCache
+from transformers.cache_utils import LinearAttentionLayer, StaticCache, StaticLayer
 
 from mmqc.compiler import kept_cache
-from mmqc.compiler.kept_cache import KeptCaches, tensors
+from mmqc.compiler.kept_cache import KeptCaches, has_memory, longest, tensors
 from mmqc.kv.room import TIMES, room_for
 
 
@@ -55,3 +57,29 @@ def test_layers_that_slide__keep_their_window() -> None:
     assert [layer.keys.shape[2] for layer in cache.layers][:2] == [16, room_for(200)]
     assert ready(caches, model, 190) is cache, "its room is that of the layers that do not slide"
     assert torch.equal(cache.layers[0].keys, torch.zeros_like(cache.layers[0].keys))
+
+
+def test_kept__memory_that_only_a_forward_tells_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    (model, _), caches = tiny_qwen2_vl(), KeptCaches()
+
+    def differ() -> None:
+        raise RuntimeError("'head_dim' is a per-layer attribute")
+
+    monkeypatch.setattr(model, "_get_static_cache_init_shape", differ)
+    first = ready(caches, model, 100)
+    assert not has_memory(first)
+    for i, layer in enumerate(first.layers):
+        layer.lazy_initialization(*torch.ones(2, 1, 2, 0, 8 * (i + 1)))
+    assert has_memory(ready(caches, model, 100))
+    assert ready(caches, model, 100) is first
+
+
+def test_has_memory__of_linear_attention_is_a_state() -> None:
+    linear, cache = LinearAttentionLayer(), SimpleNamespace(layers=[])
+    cache.layers = [linear, StaticLayer(max_cache_len=8)]
+    cache.layers[1].lazy_initialization(*torch.ones(2, 1, 2, 0, 4))
+    assert not has_memory(cache)
+    assert longest(cache) == 8
+    linear.lazy_initialization(torch.ones(1, 4, 3))
+    assert has_memory(cache)
+    assert any(t.shape == (1, 4, 3) for t in tensors(cache))
