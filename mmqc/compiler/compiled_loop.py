@@ -44,7 +44,7 @@ from transformers.cache_utils import StaticCache
 from transformers.generation import utils as generation
 
 from mmqc.compiler.head_start import CURRENT, HeadStart
-from mmqc.compiler.kept_cache import KeptCaches, empty, has_memory, longest
+from mmqc.compiler.kept_cache import KeptCaches, attends, empty, has_memory, longest
 from mmqc.compiler.layer_guards import LayerGuards
 from mmqc.compiler.recorded_sizes import LIMIT
 from mmqc.compiler.step_inputs import Rules, inputs_go_on
@@ -156,7 +156,8 @@ def _loop(model: Any, input_ids: Tensor, generation_config: GenerationConfig, pr
     step: Any = False if how == "graphs" else "batch" if model.device.type == "cuda" else "all"
     # Elsewhere a step has no CUDA graph, and another backend's say nothing of what they are called with.
     steps = _State.of(model).steps
-    replays = steps if guards is not None and model.device.type == steps.device.kind else None
+    # Flags of linear attention's states are Python's, and change in a step: it was not tried on a device.
+    replays = steps if guards is not None and model.device.type == steps.device.kind and attends(cache) else None
     while True:
         config.compile_config, options = _without_guards(compile_config, guards)
         try:

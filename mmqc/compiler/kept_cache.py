@@ -113,6 +113,11 @@ def has_memory(cache: Any) -> bool:
     return all(layer.is_initialized if hasattr(layer, "is_initialized") else stored(layer) for layer in cache.layers)
 
 
+def attends(cache: Any) -> bool:
+    """Whether all that layers store are keys and values."""
+    return all(hasattr(layer, "is_initialized") for layer in cache.layers)
+
+
 def stored(layer: Any) -> list[Tensor]:
     """Its keys, values and lengths, or the states of linear attention."""
     values = [each for value in vars(layer).values() for each in (value.values() if isinstance(value, dict) else (value,))]

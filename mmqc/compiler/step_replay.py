@@ -11,7 +11,8 @@ Why:     between two tokens the host asks Dynamo's guards, compares the addresse
 Exact:   the graph is the same program with the same arguments at the same addresses, its numbers too.  Everything that changes
          from step to step is in tensors, and they are where the recording reads them.
 Not:     steps of several graphs, or of graphs without CUDA graphs; outputs that are collected, such as hidden states; hooks that
-         are neither of torch, transformers nor mmqc, for a replay does not call them; inputs that go on in another way.
+         are neither of torch, transformers nor mmqc, for a replay does not call them; inputs that go on in another way; caches
+         with states of linear attention.
 Memory:  what a step needs beside the model and its cache, in one pool for the ``LIMIT`` recordings that were used last.
 """
 

@@ -7,7 +7,7 @@ from torch import nn
 from transformers.cache_utils import LinearAttentionLayer, StaticCache, StaticLayer
 
 from mmqc.compiler import kept_cache
-from mmqc.compiler.kept_cache import KeptCaches, has_memory, longest, tensors
+from mmqc.compiler.kept_cache import KeptCaches, attends, has_memory, longest, tensors
 from mmqc.kv.room import TIMES, room_for
 
 
@@ -79,6 +79,7 @@ def test_has_memory__of_linear_attention_is_a_state() -> None:
     cache.layers = [linear, StaticLayer(max_cache_len=8)]
     cache.layers[1].lazy_initialization(*torch.ones(2, 1, 2, 0, 4))
     assert not has_memory(cache)
+    assert not attends(cache)
     assert longest(cache) == 8
     linear.lazy_initialization(torch.ones(1, 4, 3))
     assert has_memory(cache)
