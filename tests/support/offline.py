@@ -101,14 +101,17 @@ def compile_to(ptx: str, architecture: int, module: str, *what: str) -> int:
         value = launch.args[name]
         if name in launch.descriptors:
             block = list(launch.descriptors[name])
+            if not is_gluon(launch.kernel):
+                return f"tensordesc<{names[value.dtype]}{block}>"
             layout = gl.NVMMASharedLayout.get_default_for(block, kinds[value.dtype])
             return f"tensordesc<{names[value.dtype]}[{', '.join(map(str, block))}],{layout!r}>"
-        return "i32" if isinstance(value, int) else "*" + names[value.dtype]
+        if isinstance(value, int):
+            return "i32" if value < 1 << 31 else "i64"
+        return "*" + names[value.dtype]
 
     types = {name: kind(name) for name in launch.kernel.arg_names}
-    wide = {
-        (i,): [["tt.divisibility", 16]] for i, name in enumerate(types) if name.endswith("_ptr") or name in ("M", "N", "STORED")
-    }
+    even = [name for name in types if name.endswith("_ptr") or (name in ("M", "N", "STORED") and types[name] != "i64")]
+    wide = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(types) if name in even}
     source = (GluonASTSource if is_gluon(launch.kernel) else ASTSource)(launch.kernel, types, constants, wide)
     made = triton.compile(
         source, target=GPUTarget("cuda", architecture, 32), options={"num_warps": launch.num_warps, "num_stages": launch.num_stages}

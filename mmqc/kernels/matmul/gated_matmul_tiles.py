@@ -113,6 +113,7 @@ def gated_matmul_descriptor_kernel(
     NEXT: tl.constexpr, NEXT_KIND: tl.constexpr, ROUND: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
 ):
     """Persistent, operands by TMA."""
+    M = tl.cast(M, tl.int32)  # coordinates are; a size that only data says comes as int64
     tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
     for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, PROGRAMS, flatten=FLATTEN):
         tile_m, tile_n = grouped_tile(tile, tiles_m, tiles_n, GROUP_M)

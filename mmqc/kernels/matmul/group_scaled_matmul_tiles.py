@@ -147,6 +147,7 @@ def group_scaled_matmul_descriptor_kernel(
 
     With two HALVES a tile has 2 BLOCK_N columns, whose groups are summed one half after the other in the same registers.
     """
+    M = tl.cast(M, tl.int32)  # coordinates are; a size that only data says comes as int64
     tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N * HALVES)
     tile_m, tile_n = grouped_tile(tl.program_id(0), tiles_m, tiles_n, GROUP_M)
     first_row, first = tile_m * BLOCK_M, tile_n * (BLOCK_N * HALVES)

@@ -76,6 +76,7 @@ def joined_matmul_kernel(
     w [N, END] has LOW columns, zeros to START, a multiple of BLOCK_K, and its other part; x has both parts side by side.
     A tile has BLOCK_N columns and TAIL more, as in scaled_matmul_tiles.py.
     """
+    M = tl.cast(M, tl.int32)  # coordinates are; a size that only data says comes as int64
     tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N + TAIL)
     for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, PROGRAMS, flatten=FLATTEN):
         tile_m, tile_n = grouped_tile(tile, tiles_m, tiles_n, GROUP_M)
@@ -113,6 +114,7 @@ def mixed_matmul_kernel(
     GROUP_M: tl.constexpr, PROGRAMS: tl.constexpr,
 ):
     """Persistent: every program walks over tiles.  LOW, HIGH: channels of the two parts."""
+    M = tl.cast(M, tl.int32)  # coordinates are; a size that only data says comes as int64
     tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
     for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, PROGRAMS):
         tile_m, tile_n = grouped_tile(tile, tiles_m, tiles_n, GROUP_M)

@@ -193,6 +193,7 @@ def scaled_matmul_descriptor_kernel(
 
     A tile has BLOCK_N columns and TAIL more, which are a product of their own with the same rows of x.
     """
+    M = tl.cast(M, tl.int32)  # coordinates are; a size that only data says comes as int64
     tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N + TAIL)
     for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, PROGRAMS, flatten=FLATTEN):
         tile_m, tile_n = grouped_tile(tile, tiles_m, tiles_n, GROUP_M)
