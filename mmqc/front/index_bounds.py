@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 aten = torch.ops.aten
-BY_AXIS = (aten.index_select, aten.gather, aten.scatter, aten.scatter_, aten.scatter_add, aten.scatter_add_, aten.index_add,
+BY_AXIS = (aten.index_select, aten.gather, aten.scatter, aten.scatter_, aten.scatter_add, aten.scatter_add_, aten.scatter_reduce,
+           aten.scatter_reduce_, aten.index_add,
            aten.index_add_, aten.index_copy, aten.index_copy_, aten.index_fill, aten.index_fill_)  # fmt: skip
 BY_AXES = (aten.index, aten._unsafe_index, aten.index_put, aten.index_put_, aten._index_put_impl_)
 MASKS = (torch.bool, torch.uint8)  # of a wrong shape, they are an error on every device
@@ -27,8 +28,15 @@ class IndicesInBounds(TorchDispatchMode):
         IndexError: before the operation runs.
     """
 
+    supports_higher_order_operators = True  # flex attention, which is passed on
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """What the model compiles by itself stays compiled: flex attention, too."""
+        return True
+
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        for index, size, least in _indices(func.overloadpacket, args):
+        for index, size, least in _indices(getattr(func, "overloadpacket", func), args):
             if index.numel() and not index.is_meta:
                 low, high = (int(v) for v in torch.stack(index.aminmax()).tolist())
                 if low < least or high >= size:

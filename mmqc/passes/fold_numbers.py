@@ -39,26 +39,14 @@ class Number:
     def __init__(self, what: fx.Node | Callable[..., Any], *args: Any) -> None:
         self.what, self.args = what, args
 
-    def __add__(self, other: Any) -> Number:
-        return Number(operator.add, self, other)
 
-    def __radd__(self, other: Any) -> Number:
-        return Number(operator.add, other, self)
+def _arithmetic(operation: Callable[..., Any], *, turned: bool = False) -> Callable[[Any, Any], Number]:
+    return lambda a, b: Number(operation, b, a) if turned else Number(operation, a, b)
 
-    def __sub__(self, other: Any) -> Number:
-        return Number(operator.sub, self, other)
 
-    def __rsub__(self, other: Any) -> Number:
-        return Number(operator.sub, other, self)
-
-    def __mul__(self, other: Any) -> Number:
-        return Number(operator.mul, self, other)
-
-    def __rmul__(self, other: Any) -> Number:
-        return Number(operator.mul, other, self)
-
-    def __floordiv__(self, other: Any) -> Number:
-        return Number(operator.floordiv, self, other)
+for _name in ("add", "sub", "mul", "floordiv"):
+    setattr(Number, f"__{_name}__", _arithmetic(getattr(operator, _name)))
+    setattr(Number, f"__r{_name}__", _arithmetic(getattr(operator, _name), turned=True))
 
 
 @dataclass(frozen=True)

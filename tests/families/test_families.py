@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,7 @@ from transformers.pytorch_utils import Conv1D
 
 import mmqc
 from mmqc import recipes
+from mmqc.checkpoint.hf import default_dtype
 from tests.families import encoder_decoder, grids, images  # noqa: F401  their builders enter themselves
 from tests.families.known import COMPILED, GENERATES, IN_DOUBLES, LENGTHS, QUANTIZED, ROTATED, SAVED, TOKENS, UNNAMED, expected_of
 from tests.families.parts import FAMILIES, Batch
@@ -70,17 +69,6 @@ def matrices(model: nn.Module) -> dict[str, nn.Parameter]:
     return {f"{n}.{p}": w for n, m in owners.items() for p, w in m.named_parameters(recurse=False) if w.dim() > 1}
 
 
-@contextlib.contextmanager
-def made_in(dtype: torch.dtype) -> Iterator[None]:
-    """What is made without a type is of this one."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
-
-
 def used(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
     """Copies of those that the logits depend on: towers run layers behind the one whose output is taken, and poolers."""
     named = matrices(model)
@@ -98,7 +86,7 @@ def is_mixed(before: Tensor, after: Tensor | None) -> bool:
 
 
 def test_rotated__computes_the_same_and_names_what_stays(family: Family) -> None:
-    with made_in(torch.float64 if family.name in IN_DOUBLES else torch.float32):
+    with default_dtype(torch.float64 if family.name in IN_DOUBLES else torch.float32):
         exact, batch = to_float64(copy.deepcopy(family.model), family.batch)
         expected, before = output_of(exact, batch), used(exact, batch)
         with expected_of(family.name, ROTATED):

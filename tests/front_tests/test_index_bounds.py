@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import flex_attention
 
 from mmqc.front.find import Finder
 from mmqc.front.index_bounds import IndicesInBounds
@@ -23,6 +24,7 @@ WRONG: dict[str, Callable[[Tensor], Any]] = {
     "gather": lambda i: rows.gather(0, i[:, None]),
     "scatter": lambda i: rows.scatter(0, i[:, None], 0.0),
     "add": lambda i: rows.index_add(0, i, rows[: len(i)]),
+    "reduce": lambda i: rows.scatter_reduce(0, i[:, None], rows[: len(i), :1], "amax"),
 }
 
 
@@ -41,6 +43,13 @@ def test_bounds__empty_and_negative_indices_are_in_bounds() -> None:
     with IndicesInBounds():
         assert rows[torch.tensor([-5, -1])].shape == (2, 4)
         assert rows[torch.empty(0, dtype=torch.long)].shape == (0, 4)
+
+
+def test_bounds__operators_of_operators_run() -> None:
+    q = torch.randn(1, 2, 16, 16)
+    with IndicesInBounds():
+        got = flex_attention(q, q, q, score_mod=lambda score, b, h, i, j: score + (i - j))
+    assert torch.equal(got, flex_attention(q, q, q, score_mod=lambda score, b, h, i, j: score + (i - j)))
 
 
 class Positions(nn.Module):

@@ -362,27 +362,3 @@ def test_record__a_batch_stays_as_it_is_where_generate_writes_into_it() -> None:
     assert torch.equal(batch["input_ids"], before)
     prog.replay(values=False)
     assert torch.equal(prog.replay()[0], model(before))
-
-
-class Picking(nn.Module):
-    """Takes the rows of a mask that is made of floats, and written to through a view, as UDOP takes its patches."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB)
-        self.layer = nn.Sequential(RMSNorm(WIDTH), nn.Linear(WIDTH, WIDTH))
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        x = self.embed(input_ids)
-        mask = torch.full_like(x[:, :, 0], True).bool()
-        mask[0][torch.tensor([1, 2])] = False
-        rows = x[0][mask[0]]
-        return self.head(rows + self.layer(rows))
-
-
-def test_record__a_mask_of_floats_that_is_written_to_keeps_its_values() -> None:
-    model, batch = Picking().double().eval(), ids()
-    expected, before = output_of(model, batch), model.layer[1].weight.clone()
-    mmqc.quantize_(model, recipes.rotate(), [batch], progress=False)
-    assert relative_error(output_of(model, batch), expected) < EXACT
-    assert not torch.allclose(model.layer[1].weight, before)
