@@ -7,6 +7,8 @@ Where:   numbers that vary: the sizes of images that are handed over.  torch com
 Instead: where torch has an answer for numbers that only data says (``fallback_value``), it is that one: it is right whether they
          are equal or not.  Where a reshape would be a view if they were equal, it is a copy.
 Not:     comparisons with a constant, or of the same numbers on both sides; what the model's own code compares.
+Also:    what torch concludes of a size from a guard may be no size at all (a b + a = 0 for the rows a + 1 and columns b + 1 of an image
+         with one row, where a and b are quotients): the guard stands, and nothing is concluded.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 from unittest import mock
 
@@ -23,6 +25,7 @@ import torch
 from torch import Tensor
 from torch._C import DispatchKey
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils._sympy.value_ranges import ValueRangeError
 
 Varies = Callable[[Any], bool]
 IMPLICIT = DispatchKey.CompositeImplicitAutograd
@@ -33,7 +36,7 @@ RESHAPE, FLATTEN = torch.ops.aten.reshape.default, torch.ops.aten.flatten.using_
 @contextmanager
 def chance_left_open(varies: Varies) -> Iterator[None]:
     """Until the end of the block; ``varies`` tells of the source of a symbol whether it is a number that varies."""
-    theirs = ShapeEnv.evaluate_expr
+    theirs, narrow = ShapeEnv.evaluate_expr, ShapeEnv._refine_ranges
 
     def evaluate(env: ShapeEnv, expr: Any, *args: Any, **kwargs: Any) -> Any:
         answer = kwargs.get("fallback_value", args[PLACE] if len(args) > PLACE else None)
@@ -42,8 +45,13 @@ def chance_left_open(varies: Varies) -> Iterator[None]:
             return sympy.sympify(answer)
         return theirs(env, expr, *args, **kwargs)
 
+    def conclude(env: ShapeEnv, guard: Any) -> None:
+        with suppress(ValueRangeError):
+            narrow(env, guard)
+
     with (
         mock.patch.object(ShapeEnv, "evaluate_expr", evaluate),
+        mock.patch.object(ShapeEnv, "_refine_ranges", conclude),
         _traced_as(RESHAPE, functools.partial(reshape, varies)),
         _traced_as(FLATTEN, functools.partial(flatten, varies)),
     ):

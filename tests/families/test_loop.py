@@ -11,32 +11,23 @@ from transformers import GenerationConfig
 
 import mmqc
 from tests.families import encoder_decoder, grids, images  # noqa: F401  their builders enter themselves
+from tests.families.known import LOOP_MISSES, NO_TOKENS
 from tests.families.parts import FAMILIES
 
 NEW = 5
 # Convolutions and linear attention, layers with heads of other widths, latent attention, towers by square roots and by crops.
 SOME = ("lfm2_vl", "gemma4_unified", "kimi_k25", "aya_vision", "lighton_ocr")
-REFUSED = "compiled_loop decodes greedily or by sampling with a static or quantized cache"
-UNFILLED = "(must match the size|out of bounds|Failed to run|failed to run|making fake tensor call)"
-MISSES = {  # what is raised; the last four fail in transformers' own loop with a static cache, too
-    **dict.fromkeys(("evolla", "florence2", "pix2struct", "pp_formulanet", "t5gemma2", "udop"), REFUSED),
-    **dict.fromkeys((n for n in FAMILIES if n.startswith(("vision_encoder_decoder", "instructblipvideo_t5"))), REFUSED),
-    **dict.fromkeys(("blip", "inkling", "kosmos_2", "mllama"), UNFILLED),
-}
-WITHOUT = {"diffusion_gemma", "pi0"}  # no tokens one after the other
-NAMES = [pytest.param(n, marks=[] if n in SOME else [pytest.mark.slow]) for n in FAMILIES if n not in WITHOUT]
+NAMES = [pytest.param(n, marks=[] if n in SOME else [pytest.mark.slow]) for n in FAMILIES if n not in NO_TOKENS]
 
 
 @pytest.mark.usefixtures("without_inductor")
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[] if n in SOME else [pytest.mark.slow]) for n in FAMILIES if n not in WITHOUT]
-)
+@pytest.mark.parametrize("name", NAMES)
 def test_loop__gives_the_tokens_of_transformers(name: str) -> None:
     model: Any
     model, batch = FAMILIES[name]()
     plain = GenerationConfig(do_sample=False, max_new_tokens=NEW, min_new_tokens=NEW, pad_token_id=0)
     static = GenerationConfig(**{**plain.to_diff_dict(), "cache_implementation": "static"})
-    miss = MISSES.get(name)
+    miss = LOOP_MISSES.get(name)
     with torch.no_grad(), pytest.raises((ValueError, RuntimeError, IndexError), match=miss) if miss else contextlib.nullcontext():
         expected = model.generate(**batch, generation_config=plain)
         for _ in range(3):  # with a new cache, and with the kept one

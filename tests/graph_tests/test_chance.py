@@ -6,8 +6,14 @@ from contextlib import nullcontext
 from typing import Any
 
 import pytest
+import sympy
 import torch
 from torch import Tensor, fx
+from torch._dynamo.source import ConstantSource
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from torch.utils._sympy.functions import FloorDiv
+from torch.utils._sympy.numbers import int_oo
+from torch.utils._sympy.value_ranges import ValueRangeError, ValueRanges
 
 from mmqc.graph.chance import FLATTEN, RESHAPE, chance_left_open
 from mmqc.graph.tracing import varies, varying
@@ -70,6 +76,25 @@ def test_chance_left_open__views_that_no_chance_decides_stay_views() -> None:
         return y
 
     assert graphs_of(function, SIZES, LEFT_OPEN) == 1
+
+
+def rows_equal_columns_times_rows() -> None:
+    """Asks for a guard that holds for an image of one row and one column, and of whose sizes torch concludes nonsense."""
+    env = ShapeEnv()
+    h, w = (env.create_symbol(32, ConstantSource(name), DimDynamic.DYNAMIC) for name in "hw")
+    for size in (h, w):
+        env.evaluate_expr(sympy.Ge(size, 24))
+    a, b = (FloorDiv(FloorDiv(size, 8) - 1, 4) for size in (h, w))
+    assert env.evaluate_expr(sympy.Eq(a * b + a, 0))
+    assert env.var_to_range[h] == ValueRanges(24, int_oo)
+    assert str(env.guards[-1].expr) == str(sympy.Eq(a * b + a, 0))
+
+
+def test_chance_left_open__a_conclusion_that_contradicts_is_none() -> None:
+    with pytest.raises(ValueRangeError):
+        rows_equal_columns_times_rows()
+    with LEFT_OPEN():
+        rows_equal_columns_times_rows()
 
 
 def test_chance_left_open__leaves_nothing_behind() -> None:
