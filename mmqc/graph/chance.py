@@ -7,8 +7,8 @@ Where:   numbers that vary: the sizes of images that are handed over.  torch com
 Instead: where torch has an answer for numbers that only data says (``fallback_value``), it is that one: it is right whether they
          are equal or not.  Where a reshape would be a view if they were equal, it is a copy.
 Not:     comparisons with a constant, or of the same numbers on both sides; what the model's own code compares.
-Also:    what torch concludes of a size from a guard may be no size at all (a b + a = 0 for the rows a + 1 and columns b + 1 of an image
-         with one row, where a and b are quotients): the guard stands, and nothing is concluded.
+Also:    what torch concludes of a size from a guard may be no size at all (a b + a = 0 of the a + 1 rows and b + 1 columns of an
+         image with one row, where a and b are quotients): the guard stands, and nothing is concluded.
 """
 
 from __future__ import annotations
