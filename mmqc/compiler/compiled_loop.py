@@ -44,7 +44,7 @@ from transformers.cache_utils import StaticCache
 from transformers.generation import utils as generation
 
 from mmqc.compiler.head_start import CURRENT, HeadStart
-from mmqc.compiler.kept_cache import KeptCaches, attends, empty, has_memory, longest
+from mmqc.compiler.kept_cache import KeptCaches, attends, check_lengths, empty, has_memory, longest
 from mmqc.compiler.layer_guards import LayerGuards
 from mmqc.compiler.recorded_sizes import LIMIT
 from mmqc.compiler.step_inputs import Rules, inputs_go_on
@@ -78,6 +78,7 @@ class _State:
         self.guards: LayerGuards | None = None
         self.ahead = HeadStart()
         self.rules: set[Rules] = set()
+        self.checked: set[frozenset[str]] = set()
         self.steps = StepReplays()
         self.streams = Streams()
         self.turn = threading.RLock()
@@ -116,7 +117,7 @@ def compiled_loop(
 
     Raises:
         ValueError: the cache is neither static nor quantized, or cannot be compiled; the generation is neither greedy nor
-            sampled; or ``prefill`` is unknown or not for this cache.
+            sampled; ``prefill`` is unknown or not for this cache; or a static cache has other tokens than the prompt's.
     """
     streamer = _streamer()
     if streamer is not None:
@@ -324,6 +325,7 @@ def _compiled_once(
             raise _LayersChanged from None
         if guards is not None and not guards.same():
             raise _LayersChanged
+        _check_once(model, kwargs)
         return output
 
     model._compiled_call_impl = once
@@ -331,6 +333,17 @@ def _compiled_once(
         yield
     finally:
         model._compiled_call_impl = before
+
+
+def _check_once(model: Any, given: dict[str, Any]) -> None:
+    """What a forward with arguments of these names has stored is as long as the prompt: a look at the device, at the first."""
+    cache, names, checked = cache_of(given), frozenset(given), _State.of(model).checked
+    if names in checked or not isinstance(cache, StaticCache) or getattr(cache, "_is_user_defined", False):
+        return
+    prompt = given.get("input_ids") if given.get("inputs_embeds") is None else given["inputs_embeds"]
+    if prompt is not None:
+        check_lengths(model, cache, prompt.shape[1])
+    checked.add(names)
 
 
 def _leave_encoders_to_the_forward() -> None:

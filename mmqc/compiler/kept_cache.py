@@ -118,6 +118,22 @@ def attends(cache: Any) -> bool:
     return all(hasattr(layer, "is_initialized") for layer in cache.layers)
 
 
+def check_lengths(model: Any, cache: Any, tokens: int) -> None:
+    """Whether each layer of a cache that was empty keeps as many tokens as the prompt had.
+
+    Raises:
+        ValueError: one does not: cross-attention has appended its keys (BLIP), to which every next token would attend.
+    """
+    lengths = [getattr(layer, "cumulative_length", None) for layer in cache.layers if type(layer) is StaticLayer]
+    wrong = {int(length) for length in lengths if isinstance(length, Tensor)} - {tokens}
+    if wrong:
+        raise ValueError(
+            f"{type(model).__name__} has stored {max(wrong)} tokens in its static cache for a prompt of {tokens}: keys of its "
+            "cross-attention lie among those of the text, so that what it says would be wrong; leave custom_generate and "
+            'cache_implementation="static" out'
+        )
+
+
 def stored(layer: Any) -> list[Tensor]:
     """Its keys, values and lengths, or the states of linear attention."""
     values = [each for value in vars(layer).values() for each in (value.values() if isinstance(value, dict) else (value,))]
