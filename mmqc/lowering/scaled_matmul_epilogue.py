@@ -38,13 +38,10 @@ def better_apart(x_q: Tensor, w_q: list[Tensor], w_scale: list[Tensor], out_dtyp
     from mmqc.kernels.matmul.linears import Linear
     from mmqc.kernels.matmul.scaled_matmul_epilogue import are_better_apart
     from mmqc.kernels.shared.launch import Shape
-    from mmqc.lowering.launch import MANY
 
     m, k = math.prod(x_q.shape[:-1]), x_q.shape[-1]
-    if not all(isinstance(size, int) for size in (k, *(w.shape[0] for w in w_q))):
-        return False  # a tile is tuned for sizes that are known
-    if not isinstance(m, int):
-        m = MANY  # what is chosen when they are
+    if not all(isinstance(size, int) for size in (m, k, *(w.shape[0] for w in w_q))):
+        return False  # a tile is tuned for sizes that are known; of rows that come a call knows (by_rows.py)
     x: Any = Shape((m, k), x_q.dtype, x_q.device)
     linears = []
     for w, s in zip(w_q, w_scale, strict=True):

@@ -20,6 +20,18 @@ from mmqc.kernels.shared.split_k import add_parts, store_part
 
 
 @triton.jit
+def finish_gated_tile(
+    g, u, next_scale_ptr, next_row_ptr, rows, row_mask, ACTIVATION: tl.constexpr, NEXT: tl.constexpr, NEXT_KIND: tl.constexpr,
+    ROUND: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, PTX: tl.constexpr,
+):
+    """Both z [BM, BN] -> y, float32 or codes."""
+    y = round_tile(activation_tile(round_tile(g, ROUND), ACTIVATION, PTX), ROUND) * round_tile(u, ROUND)
+    if NEXT:
+        y = next_codes_tile(y, next_scale_ptr, next_row_ptr, rows, row_mask, NEXT_KIND, ROUND, LOW, HIGH)
+    return y
+
+
+@triton.jit
 def store_gated_tile(
     gate, up, y_ptr, x_scale_ptr, row_ptr, w_scale_ptr, w_scale1_ptr, bias_ptr, bias1_ptr, next_scale_ptr, next_row_ptr,
     rows, cols, M, N, stride_y, KIND: tl.constexpr, HAS_BIAS: tl.constexpr, FACTOR: tl.constexpr,
@@ -30,10 +42,8 @@ def store_gated_tile(
     row_mask, col_mask = rows < M, cols < N
     s_x = row_scale_tile(x_scale_ptr, row_ptr, rows, row_mask, KIND)  # [BM]
     g = scale_tile(gate, s_x, w_scale_ptr, bias_ptr, cols, col_mask, HAS_BIAS, FACTOR)
-    y = round_tile(activation_tile(round_tile(g, ROUND), ACTIVATION, PTX), ROUND)
-    y *= round_tile(scale_tile(up, s_x, w_scale1_ptr, bias1_ptr, cols, col_mask, HAS_BIAS, FACTOR), ROUND)
-    if NEXT:
-        y = next_codes_tile(y, next_scale_ptr, next_row_ptr, rows, row_mask, NEXT_KIND, ROUND, LOW, HIGH)
+    u = scale_tile(up, s_x, w_scale1_ptr, bias1_ptr, cols, col_mask, HAS_BIAS, FACTOR)
+    y = finish_gated_tile(g, u, next_scale_ptr, next_row_ptr, rows, row_mask, ACTIVATION, NEXT, NEXT_KIND, ROUND, LOW, HIGH, PTX)
     at = y_ptr + rows.to(tl.int64)[:, None] * stride_y + cols[None, :]
     tl.store(at, y.to(y_ptr.dtype.element_ty), mask=row_mask[:, None] & col_mask[None, :])
 

@@ -1,8 +1,9 @@
 """The quantized linear with an activation, a gate and the next quantization in its epilogue (ops/scaled_matmul_epilogue.py).
 
     one linear      scaled_matmul's kernels, whose epilogue goes on
-    gate and up     gated_matmul_tiles.py: both tiles in one program;  or, of many rows on Hopper, the gate's z is written, and read
-                    in the epilogue of the other product: two tiles of half the columns move more, and hide less
+    gate and up     gated_matmul_tiles.py, or packed_gated.py: both tiles in one program;  or, of many rows on Hopper, the gate's z
+                    is written, and read in the epilogue of the other product: two tiles of half the columns move more, and hide
+                    less;  or, of weights that stay packed, both are written, and a pass follows (gated_rows.py)
 
 Shapes:  those of scaled_matmul.py, int8 x_q; y [M, N] in z's dtype, or int8
 Bytes:   y is written once: 1 byte an entry for codes, where the unfused form moves 5 (z out, z in, codes out), with a gate 9.
@@ -20,7 +21,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from mmqc.kernels.matmul import configs, scaled_matmul
+from mmqc.kernels.matmul import configs, gated_rows, scaled_matmul
 from mmqc.kernels.matmul.configs import PERSISTENT, MatmulConfig
 from mmqc.kernels.matmul.epilogue_tiles import Epilogue
 from mmqc.kernels.matmul.gated_matmul_tiles import gated_matmul_descriptor_kernel, gated_matmul_kernel
@@ -31,6 +32,7 @@ from mmqc.kernels.shared.early_start import early_lines
 from mmqc.kernels.shared.launch import Launch, Shape
 from mmqc.kernels.shared.row_scale import RowScale
 from mmqc.kernels.shared.split_k import Workspace, workspace
+from mmqc.kernels.warpgroup import packed_gated
 
 LEAST_N = 16  # of a tile
 
@@ -69,9 +71,11 @@ def plan(
     x: Tensor, linears: Sequence[Linear], dtype: torch.dtype, caller: Caller = EAGER, *,
     config: MatmulConfig | None = None,
 ) -> list[Product]:
-    """One product, or one of the gate and one of up, which goes on where the first has ended; z is in ``dtype``."""
+    """One product; or the gate's, and up's, which goes on where the first has ended, or a pass behind both.  z is in ``dtype``."""
     if not x.shape[0] or not linears[0].w.shape[0]:
         return []
+    if config is None and len(linears) == 2 and stay_packed(x, linears, caller):
+        return plan_packed(x, linears, dtype, caller)
     if config is None and len(linears) == 2 and are_in_two(x, linears, caller):
         return plan_in_two(x, linears, dtype, caller)
     c = config or chosen(x, linears, caller)
@@ -96,6 +100,14 @@ def plan_in_two(
     [first] = plan(x, [gate._replace(y=z)], dtype, caller, config=config)
     [second] = plan(x, [up], dtype, caller, config=config)
     return [first, second._replace(linears=(1,))]
+
+
+def plan_packed(x: Tensor, linears: Sequence[Linear], dtype: torch.dtype, caller: Caller = EAGER) -> list[Product]:
+    """One launch where registers hold the sums of both; else their products, and a pass over what they have written."""
+    if packed_gated.takes(x.shape[0]):
+        return [Product("gated", packed_gated.tile(x.shape[0]), (0, 1))]
+    written = [linear._replace(y=Shape((x.shape[0], linear.w.shape[0]), dtype, x.device)) for linear in linears]
+    return [*scaled_matmul.plan(x, written, caller), Product("pass", ANY_ROWS, (0, 1))]
 
 
 def chosen(x: Tensor, linears: Sequence[Linear], caller: Caller) -> MatmulConfig:
@@ -125,12 +137,14 @@ def are_in_two(x: Tensor, linears: Sequence[Linear], caller: Caller = EAGER) -> 
     return {tile.variant for tile in _tiles(x, linears, caller)} <= {"pingpong", "unpack"}
 
 
-def are_better_apart(x: Tensor, linears: Sequence[Linear]) -> bool:
-    """Whether a graph has gate, up and what follows as operations of their own, among which generated code fuses the latter.
+def stay_packed(x: Tensor, linears: Sequence[Linear], caller: Caller = EAGER) -> bool:
+    """Whether gate and up are multiplied from packed weights, unpacked in registers."""
+    return caller.gluon and {tile.variant for tile in _tiles(x, linears, caller)} == {"registers"}
 
-    A gate is read across the tiles of weights that are unpacked in registers.
-    """
-    return len(linears) == 2 and {tile.variant for tile in _tiles(x, linears, EAGER)} == {"registers"}
+
+def are_better_apart(x: Tensor, linears: Sequence[Linear]) -> bool:
+    """Whether a graph has gate, up and what follows as operations of their own, among which generated code fuses the latter."""
+    return len(linears) == 2 and stay_packed(x, linears) and not packed_gated.takes(x.shape[0])
 
 
 def _tiles(x: Tensor, linears: Sequence[Linear], caller: Caller) -> list[MatmulConfig]:
@@ -144,8 +158,14 @@ def launches(
     """Fill the first linear's y."""
     if not products:
         return
+    gate, up = linears[0], linears[-1]
+    if products[-1].kernel == "pass":
+        z, z1 = (new((x.shape[0], linear.w.shape[0]), epilogue.dtype, x.device) for linear in linears)
+        written = [gate._replace(y=z), up._replace(y=z1)]
+        yield from scaled_matmul.launches(x, written, rows, products[:-1], new=new, work=work)
+        yield gated_rows.launch(z, z1, gate.y, epilogue)
+        return
     if len(products) == 2:
-        gate, up = linears
         z = new((x.shape[0], gate.w.shape[0]), epilogue.dtype, x.device)
         steps = [([gate._replace(y=z)], Epilogue(dtype=epilogue.dtype)), ([up], epilogue._replace(gate=z))]
     else:
@@ -162,6 +182,8 @@ def launch(
     """The launch of a product, of linears whose weights are written out where it says so."""
     if len(linears) == 1:
         return scaled_matmul.launch(x, linears, rows, product, epilogue, work)
+    if product.kernel == "gated":
+        return packed_gated.launch(x, linears, rows, product.tile, epilogue, work)
     if product.kernel == "descriptors":
         return _descriptor_launch(x, linears, rows, product.tile, epilogue)
     return _pointer_launch(x, linears, rows, product.tile, epilogue, work)

@@ -227,6 +227,28 @@ def meet(
 
 
 @gluon.jit
+def places_of_sums(sum_ptr, flat, WARPS: gl.constexpr):
+    """Where what ``by_thread`` gives is added up: a thread has four that follow each other, and neighbours' stand side by side."""
+    line, column = places(flat)
+    return sum_ptr + line * (128 * WARPS) + column % 4 * (32 * WARPS) + column // 4
+
+
+@gluon.jit
+def is_last(counter_ptr, PARTS: gl.constexpr):
+    """Whether all other parts have been added."""
+    tl.debug_barrier()  # all threads' come before the one that counts
+    return gl.atomic_add(counter_ptr, 1, sem="acq_rel") == PARTS - 1
+
+
+@gluon.jit
+def take_sums(at):
+    """The sums of all parts; zeros are left."""
+    flat = gl.load(at, cache_modifier=".cg")
+    gl.store(at, gl.zeros_like(flat))
+    return flat
+
+
+@gluon.jit
 def add_up(
     acc, sum_ptr, counter_ptr, is_part, inside, PARTS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
     WARPS: gl.constexpr,
@@ -239,15 +261,11 @@ def add_up(
     if PARTS > 1:  # noqa: SIM102  known when it is compiled
         if is_part:
             flat = by_thread(acc, BLOCK_M, BLOCK_N, WARPS)
-            line, column = places(flat)
-            beside = column % 4 * (32 * WARPS) + column // 4  # a thread has four; neighbours' stand side by side
-            at = sum_ptr + inside * (BLOCK_M * BLOCK_N) + line * (128 * WARPS) + beside
+            at = places_of_sums(sum_ptr + inside * (BLOCK_M * BLOCK_N), flat, WARPS)
             gl.atomic_add(at, flat, sem="relaxed")
-            tl.debug_barrier()  # all threads' come before the one that counts
-            mine = gl.atomic_add(counter_ptr + inside, 1, sem="acq_rel") == PARTS - 1
+            mine = is_last(counter_ptr + inside, PARTS)
             if mine:
-                flat = gl.load(at, cache_modifier=".cg")
-                gl.store(at, gl.zeros_like(flat))
+                flat = take_sums(at)
                 gl.store(counter_ptr + inside, 0)
             acc = from_thread(flat, acc, BLOCK_M, BLOCK_N, WARPS)
     return acc, mine

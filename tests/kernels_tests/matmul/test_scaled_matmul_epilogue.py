@@ -154,9 +154,35 @@ def test_better_apart__a_gate_and_weights_that_stay_packed(monkeypatch):
     for module in (kernel, packed_matmul, pingpong_matmul):
         monkeypatch.setattr(module, "has_warpgroup_products", lambda device: True)
     assert better_apart(x, [packed, packed], scale, dtype)
-    assert better_apart(x[0, :17], [packed, packed], scale, dtype)
+    assert better_apart(x[0, :65], [packed, packed], scale, dtype)
+    assert not better_apart(x[0, :64], [packed, packed], scale, dtype), "one launch has both"
     for other in ((x, [packed]), (x, [codes, codes]), (few, [packed, packed]), (x[..., :90], [packed, packed])):
         assert not better_apart(*other, scale[: len(other[1])], dtype)
+
+
+@pytest.mark.parametrize(
+    ("m", "kernels"), [(17, ["gated"]), (64, ["gated"]), (65, ["registers", "pass"]), (600, ["registers"] * 2 + ["pass"])]
+)
+def test_plan__of_packed_weights_one_launch_of_both_or_a_pass_behind_them(m, kernels, monkeypatch):
+    from mmqc.kernels.warpgroup import packed_matmul, pingpong_matmul
+
+    for module in (kernel, packed_matmul, pingpong_matmul):
+        monkeypatch.setattr(module, "has_warpgroup_products", lambda device: True)
+    x, w, y = torch.empty(m, 96, dtype=torch.int8), torch.empty(48, 48, dtype=torch.uint8), torch.empty(m, 48, dtype=torch.int8)
+    linears = [scaled.Linear(w, torch.ones(48), None, y)] * 2
+    products = kernel.plan(x, linears, torch.bfloat16)
+    assert [product.kernel for product in products] == kernels
+    asked = []
+
+    def new(*made):
+        asked.append(made)
+        return torch.empty(made[0], dtype=made[1])
+
+    epilogue, one = tiles.Epilogue("silu", torch.bfloat16, scaled.row_scale(torch.ones(1), m)), torch.ones(1)
+    made = list(kernel.launches(x, linears, scaled.row_scale(one, m), epilogue, products, new=new))
+    assert len(made) == len(kernels)
+    assert asked == ([] if kernels == ["gated"] else [((m, 48), torch.bfloat16, x.device)] * 2)
+    assert made[-1].args["y_desc" if kernels == ["gated"] else "y_ptr"] is y
 
 
 @pytest.mark.parametrize("tile", TILES)
