@@ -2,7 +2,8 @@
 
     python -m benchmarks.micro.some_rows --out benchmarks/results/some_rows.json
 
-Microseconds for all linears of an input, inputs quantized already.  *by pointers* is what a package without Python runs.
+Microseconds for all linears of an input, inputs quantized already.  *by pointers* is what a package without Python runs.  Gate and
+up also to the codes of silu(gate) up: in one launch where one has both (*to codes*), and with a pass behind their products.
 """
 
 from __future__ import annotations
@@ -16,12 +17,16 @@ import torch
 from torch.nn import functional as F
 
 from benchmarks.gpu_run import Calls, Run, arguments, facts
+from mmqc.kernels.matmul import gated_rows
 from mmqc.kernels.matmul import scaled_matmul as scaled
+from mmqc.kernels.matmul import scaled_matmul_epilogue as epilogues
 from mmqc.kernels.matmul import weight_only_matmul as weight_only
+from mmqc.kernels.matmul.epilogue_tiles import Epilogue
 from mmqc.kernels.matmul.linears import Linear
 from mmqc.kernels.matmul.product import EAGER, Caller
 from mmqc.kernels.shared.launch import Launch
 from mmqc.kernels.shared.row_scale import row_scale
+from mmqc.kernels.warpgroup import packed_gated
 
 INPUTS = {  # columns of the linears of one input, and its channels
     "7B gate, up": ((18944, 18944), 3584),
@@ -58,6 +63,24 @@ def w4a8(run: Run, m: int, columns: tuple[int, ...], k: int, caller: Caller) -> 
     return found
 
 
+def to_codes(run: Run, m: int, columns: tuple[int, ...], k: int, apart: bool) -> Calls:
+    """Gate and up and what follows; ``apart``: products that write both, and a pass."""
+    x = torch.randint(-128, 128, (m, k), dtype=torch.int8, device=run.device)
+    one, n = row_scale(torch.ones(1, device=run.device), m), columns[0]
+    z = [torch.empty(m, n, dtype=run.dtype, device=run.device) for _ in columns]
+    y, epilogue, found = torch.empty(m, n, dtype=torch.int8, device=run.device), Epilogue("silu", run.dtype, one), []
+    for _ in range(run.copies(sum(columns) * k // 2)):
+        linears = [Linear(torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, device=run.device),
+                          torch.ones(n, device=run.device), None, y) for _ in columns]  # fmt: skip
+        if apart:
+            written = [linear._replace(y=of) for linear, of in zip(linears, z, strict=True)]
+            products = scaled.launches(x, written, one, scaled.plan(x, written))
+            found.append(runs([*products, gated_rows.launch(*z, y, epilogue)]))
+        else:
+            found.append(runs(epilogues.launches(x, linears, one, epilogue, epilogues.plan(x, linears, run.dtype))))
+    return found
+
+
 def w8a16(run: Run, m: int, columns: tuple[int, ...], k: int, caller: Caller) -> Calls:
     """Weights in 8 bits, a scale a row, and inputs as they are."""
     x = torch.randn(m, k, device=run.device).to(run.dtype)
@@ -78,11 +101,16 @@ def bf16(run: Run, m: int, columns: tuple[int, ...], k: int) -> Calls:
     return [lambda w=w: F.linear(x, w) for w in weights]
 
 
-def ways(head: bool, many: bool) -> dict[str, Callable[..., Calls]]:
+def ways(name: str, m: int) -> dict[str, Callable[..., Calls]]:
     """Contenders by name; a head stays in 8 bits, and many rows have its weight written out."""
+    head, many, pair = "head" in name, m > 256, "gate" in name
     found: dict[str, Callable[..., Calls]] = {"bf16": bf16}
     if not head:
         found |= {"W4A8 by pointers": lambda *a: w4a8(*a, BY_POINTERS), "W4A8": lambda *a: w4a8(*a, EAGER)}
+    if pair:
+        found |= {"W4A8, a pass": lambda *a: to_codes(*a, apart=True)}
+    if pair and packed_gated.takes(m):
+        found |= {"W4A8 to codes": lambda *a: to_codes(*a, apart=False)}
     if not many:
         found |= {"W8A16 by pointers": lambda *a: w8a16(*a, BY_POINTERS), "W8A16": lambda *a: w8a16(*a, EAGER)}
     return found
@@ -97,11 +125,11 @@ def main() -> None:
     """Time and write."""
     options = arguments(__doc__, 150).parse_args()
     run = Run(options.dry, options.seconds)
-    inputs: dict[str, Any] = {"dry": ((48, 16), 64)} if options.dry else INPUTS
+    inputs: dict[str, Any] = {"gate, dry": ((48, 48), 64)} if options.dry else INPUTS
     for m in (20,) if options.dry else ROWS:
         for name, (columns, k) in inputs.items():
             row = run.times[f"{name}/{m}"] = {}
-            for way, calls in ways("head" in name, m > 256).items():
+            for way, calls in ways(name, m).items():
                 timed = functools.partial(time_way, run, calls, m, tuple(columns), k)
                 us = run.attempt(f"{name}/{m} {way}", timed)
                 if us is not None:

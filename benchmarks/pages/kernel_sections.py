@@ -201,14 +201,16 @@ def some_hundred(data: dict[str, Any]) -> list[str]:
 
 def some_rows(data: dict[str, Any]) -> list[str]:
     """Weights that are widened in registers, of several linears in a launch."""
-    ways = ("bf16", "W4A8 by pointers", "W4A8", "W8A16 by pointers", "W8A16")
+    ways = ("bf16", "W4A8 by pointers", "W4A8", "W4A8, a pass", "W4A8 to codes", "W8A16 by pointers", "W8A16")
     rows = [[name, *(f"{t[way]:.1f}" if way in t else "–" for way in ways)] for name, t in by_rows(data["times_us"])]
     return [
         "## 17 to 512 rows",
         "",
         "All linears of an input, microseconds. *By pointers*: the kernels of few rows, which a package without Python has for "
         "all; the others widen weights in registers, and have linears of packed weights in one launch. *bf16*: cuBLAS, one product "
-        f"of all columns. `{data['command']}`, {data['device']}, torch {data['torch']}, Triton {data['triton']}. "
+        "of all columns. Gate and up also to the codes of silu(gate) up: *a pass* behind their products, or one launch "
+        "(*to codes*). "
+        f"`{data['command']}`, {data['device']}, torch {data['torch']}, Triton {data['triton']}. "
         f"{measured('some_rows', data)}",
         "",
         *table(("linears / rows", *ways), rows),
