@@ -48,6 +48,12 @@ def runs(launches: Iterable[Launch]) -> Callable[[], None]:
     return lambda: [launch.run() for launch in kept] and None
 
 
+def packed(run: Run, columns: tuple[int, ...], k: int, y: Iterable[Any]) -> list[Linear]:
+    """Linears that write y, of new weights."""
+    return [Linear(torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, device=run.device),
+                   torch.ones(n, device=run.device), None, out) for n, out in zip(columns, y, strict=True)]  # fmt: skip
+
+
 def w4a8(run: Run, m: int, columns: tuple[int, ...], k: int, caller: Caller) -> Calls:
     """Packed weights and int8 inputs."""
     x = torch.randint(-128, 128, (m, k), dtype=torch.int8, device=run.device)
@@ -57,8 +63,7 @@ def w4a8(run: Run, m: int, columns: tuple[int, ...], k: int, caller: Caller) -> 
     )
     found = []
     for _ in range(run.copies(sum(columns) * k // 2)):
-        linears = [Linear(torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, device=run.device),
-                          torch.ones(n, device=run.device), None, out) for n, out in zip(columns, y, strict=True)]  # fmt: skip
+        linears = packed(run, columns, k, y)
         found.append(runs(scaled.launches(x, linears, rows, scaled.plan(x, linears, caller))))
     return found
 
@@ -70,13 +75,12 @@ def to_codes(run: Run, m: int, columns: tuple[int, ...], k: int, apart: bool) ->
     z = [torch.empty(m, n, dtype=run.dtype, device=run.device) for _ in columns]
     y, epilogue, found = torch.empty(m, n, dtype=torch.int8, device=run.device), Epilogue("silu", run.dtype, one), []
     for _ in range(run.copies(sum(columns) * k // 2)):
-        linears = [Linear(torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, device=run.device),
-                          torch.ones(n, device=run.device), None, y) for _ in columns]  # fmt: skip
         if apart:
-            written = [linear._replace(y=of) for linear, of in zip(linears, z, strict=True)]
+            written = packed(run, columns, k, z)
             products = scaled.launches(x, written, one, scaled.plan(x, written))
             found.append(runs([*products, gated_rows.launch(*z, y, epilogue)]))
         else:
+            linears = packed(run, columns, k, [y, y])
             found.append(runs(epilogues.launches(x, linears, one, epilogue, epilogues.plan(x, linears, run.dtype))))
     return found
 

@@ -7,7 +7,7 @@ from torch import nn
 from transformers.cache_utils import LinearAttentionLayer, StaticCache, StaticLayer
 
 from mmqc.compiler import kept_cache
-from mmqc.compiler.kept_cache import KeptCaches, attends, has_memory, longest, tensors
+from mmqc.compiler.kept_cache import KeptCaches, attends, check_lengths, has_memory, longest, tensors
 from mmqc.kv.room import TIMES, room_for
 
 
@@ -84,3 +84,15 @@ def test_has_memory__of_linear_attention_is_a_state() -> None:
     linear.lazy_initialization(torch.ones(1, 4, 3))
     assert has_memory(cache)
     assert any(t.shape == (1, 4, 3) for t in tensors(cache))
+
+
+def test_check_lengths__every_layer_has_the_prompts_tokens() -> None:
+    (model, _), caches = tiny_qwen2_vl(), KeptCaches()
+    cache = ready(caches, model, 100)
+    keys = torch.zeros(1, *cache.layers[0].keys.shape[1:])[:, :, :9]
+    for layer in range(len(cache.layers)):
+        cache.update(keys, keys, layer)
+    check_lengths(model, cache, 9)
+    cache.update(keys[:, :, :4], keys[:, :, :4], 1)  # as cross-attention of BLIP does
+    with pytest.raises(ValueError, match="stored 13 tokens in its static cache for a prompt of 9"):
+        check_lengths(model, cache, 9)

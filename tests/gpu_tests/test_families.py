@@ -21,7 +21,7 @@ from tests.families.parts import FAMILIES, Batch
 pytestmark = pytest.mark.gpu
 
 FLIPS = 0.1  # of logits: rounded values on the edge between two codes, in models so small
-TIE = 0.3  # of the deviation of logits: what such a value makes of two of them; a token by chance is two and more below the best
+TIE = 0.3  # of the deviation of logits: what such a value makes of two of them; where a cache was wrong it was 1.1
 NEW = 9
 
 
@@ -68,8 +68,8 @@ def test_loop__gives_the_tokens_of_transformers(name: str) -> None:
     text = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
     text["attention_mask"][0, :4] = 0
     one = {key: value[1:2, 8:] for key, value in text.items()}
-    asks_for_images = inspect.signature(type(model).generate).parameters.get("pixel_values", inspect.Parameter).default
-    prompts = [batch] * 3 if asks_for_images is inspect.Parameter.empty else [batch, one, batch, text, one, batch]
+    pixels = inspect.signature(type(model).generate).parameters.get("pixel_values")
+    prompts = [batch] * 3 if pixels and pixels.default is pixels.empty else [batch, one, batch, text, one, batch]
     plain = GenerationConfig(do_sample=False, max_new_tokens=NEW, min_new_tokens=NEW, pad_token_id=0)
     static = GenerationConfig(**{**plain.to_diff_dict(), "cache_implementation": "static"})
     miss = LOOP_MISSES.get(name)

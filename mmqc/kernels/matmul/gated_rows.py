@@ -2,8 +2,8 @@
 
     y = f(z_0) ∘ z_1,  or its codes          z [M, N] fp16 | bf16 | fp32,  y in the same dtype or int8
 
-Where:   rows too many for the registers of one program, of weights that stay packed: their tiles lie across y, and would read a
-         gate little by little (scaled_matmul_epilogue.py).
+Where:   more rows than packed_gated.py takes, of weights that stay packed: their tiles lie across y, and would read a gate little
+         by little (scaled_matmul_epilogue.py).
 Bytes:   both z are read once, y is written once.
 """
 

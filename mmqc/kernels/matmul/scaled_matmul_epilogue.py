@@ -103,7 +103,7 @@ def plan_in_two(
 
 
 def plan_packed(x: Tensor, linears: Sequence[Linear], dtype: torch.dtype, caller: Caller = EAGER) -> list[Product]:
-    """One launch where registers hold the sums of both; else their products, and a pass over what they have written."""
+    """One launch of a few dozen rows; of more the products of both, and a pass over what they have written."""
     if packed_gated.takes(x.shape[0]):
         return [Product("gated", packed_gated.tile(x.shape[0]), (0, 1))]
     written = [linear._replace(y=Shape((x.shape[0], linear.w.shape[0]), dtype, x.device)) for linear in linears]
@@ -158,14 +158,14 @@ def launches(
     """Fill the first linear's y."""
     if not products:
         return
-    gate, up = linears[0], linears[-1]
     if products[-1].kernel == "pass":
-        z, z1 = (new((x.shape[0], linear.w.shape[0]), epilogue.dtype, x.device) for linear in linears)
-        written = [gate._replace(y=z), up._replace(y=z1)]
+        z = [new((x.shape[0], linear.w.shape[0]), epilogue.dtype, x.device) for linear in linears]
+        written = [linear._replace(y=of) for linear, of in zip(linears, z, strict=True)]
         yield from scaled_matmul.launches(x, written, rows, products[:-1], new=new, work=work)
-        yield gated_rows.launch(z, z1, gate.y, epilogue)
+        yield gated_rows.launch(*z, linears[0].y, epilogue)
         return
     if len(products) == 2:
+        gate, up = linears
         z = new((x.shape[0], gate.w.shape[0]), epilogue.dtype, x.device)
         steps = [([gate._replace(y=z)], Epilogue(dtype=epilogue.dtype)), ([up], epilogue._replace(gate=z))]
     else:

@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_wait
 
 from mmqc.kernels.shared.int4_codes import int8_as_64ths, int8_as_float
-from mmqc.kernels.warpgroup.packed_tiles import BEHIND, find_next, write_shares
+from mmqc.kernels.warpgroup.packed_tiles import BEHIND, find_ahead, find_next, write_shares
 from mmqc.kernels.warpgroup.pingpong_tiles import count_items, meet
 
 
@@ -64,10 +64,11 @@ def take_step(
         tl.debug_barrier()  # all warps have waited for the step before the last
         to = (slot + ahead) % SLOTS
         ready = full.index(to)
-        k = gl.where(inside, then, following[2] + then - here[3]) * BLOCK_K
+        row, col, coming = find_ahead(inside, then, here, following)
+        k = coming * BLOCK_K
         expect_step(ready, BLOCK_M, BLOCK_N, BLOCK_K)
-        tma.async_copy_global_to_shared(w_desc, [gl.where(inside, here[1], following[1]), k], ready, w_ring.index(to))
-        tma.async_copy_global_to_shared(x_desc, [gl.where(inside, here[0], following[0]), k], ready, x_ring.index(to))
+        tma.async_copy_global_to_shared(w_desc, [col, k], ready, w_ring.index(to))
+        tma.async_copy_global_to_shared(x_desc, [row, k], ready, x_ring.index(to))
     acc = warpgroup_mma_wait(1, deps=(acc,))
     return acc, (slot + 1) % SLOTS, phase ^ ((slot + 1) // SLOTS)
 

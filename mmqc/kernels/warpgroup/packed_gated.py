@@ -3,7 +3,7 @@
 Shapes:  x [M, K] int8   both w packed uint8 [N, K/2]   y [M, N] fp16 | bf16 | fp32, or int8 codes
 Exact:   as packed_matmul.py; z, f(z) and the product are rounded as in scaled_matmul_epilogue.py.
 Arch:    Hopper, as packed_matmul.py.
-Rows:    more than packed_matmul.FEW, up to MOST: the sums of both are in registers.
+Rows:    more than packed_matmul.FEW, up to MOST: of 128 a 7B decoder's gate and up gain nothing.
 Bytes:   y is written once, a byte an entry for codes: in parts 2 + 2 are written and read, and a launch more.
 """
 

@@ -14,36 +14,23 @@ from __future__ import annotations
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from mmqc.kernels.matmul.gated_matmul_tiles import finish_gated_tile
 from mmqc.kernels.matmul.scaled_matmul_tiles import scale_sums
 from mmqc.kernels.shared.early_start import await_inputs
 from mmqc.kernels.shared.int4_codes import int4_as_int8
-from mmqc.kernels.warpgroup.packed_tiles import BEHIND, FACTOR, fetch_scales, find_next, prefetch_rows, write_shares
+from mmqc.kernels.warpgroup.packed_tiles import (
+    BEHIND,
+    FACTOR,
+    fetch_scales,
+    find_ahead,
+    find_next,
+    make_slots,
+    prefetch_rows,
+    write_shares,
+)
 from mmqc.kernels.warpgroup.pingpong_tiles import by_thread, count_items, from_thread, is_last, places_of_sums, take_sums
-
-
-@gluon.jit
-def make_pairs(
-    x_desc, w_desc, y_desc, BLOCK_M: gl.constexpr, COLUMNS: gl.constexpr, BLOCK_K: gl.constexpr, SHARES: gl.constexpr,
-    SLOTS: gl.constexpr,
-):
-    """(x, w, full, y): slots with two tiles of x and of w each, their barriers, a share of a tile of results."""
-    x_ring = gl.allocate_shared_memory(x_desc.dtype, [2 * SLOTS, BLOCK_M, BLOCK_K], x_desc.layout)
-    w_ring = gl.allocate_shared_memory(w_desc.dtype, [2 * SLOTS, COLUMNS, BLOCK_K], w_desc.layout)
-    full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    y_tile = gl.allocate_shared_memory(y_desc.dtype, [BLOCK_M // SHARES, COLUMNS], y_desc.layout)
-    for i in gl.static_range(SLOTS):
-        mbarrier.init(full.index(i), count=1)
-    fence_async_shared()
-    return x_ring, w_ring, full, y_tile
 
 
 @gluon.jit
@@ -78,10 +65,8 @@ def take_pair(
     inside = then < here[3]
     if inside | (following[2] < following[3]):
         tl.debug_barrier()  # all warps have waited for the step before the last
-        fill_pair(
-            descs, ring, (slot + ahead) % SLOTS, gl.where(inside, here[0], following[0]), gl.where(inside, here[1], following[1]),
-            gl.where(inside, then, following[2] + then - here[3]), BLOCK_M, COLUMNS, BLOCK_K,
-        )
+        row, col, coming = find_ahead(inside, then, here, following)
+        fill_pair(descs, ring, (slot + ahead) % SLOTS, row, col, coming, BLOCK_M, COLUMNS, BLOCK_K)
     gate, up = warpgroup_mma_wait(4, deps=(gate, up))
     return gate, up, (slot + 1) % SLOTS, phase ^ ((slot + 1) // SLOTS)
 
@@ -148,7 +133,7 @@ def packed_gated_kernel(
     SHARES: gl.constexpr, SLOTS: gl.constexpr, LINES: gl.constexpr,
 ):
     """Y = f(x wᵀ) ∘ x w1ᵀ, or its codes, everything as in packed_scaled_kernel, of COLUMNS columns a tile."""
-    ring = make_pairs(x_desc, w_desc, y_desc, BLOCK_M, COLUMNS, BLOCK_K, SHARES, SLOTS)
+    ring = make_slots(x_desc, w_desc, y_desc, BLOCK_M, COLUMNS, BLOCK_K, SHARES, SLOTS, 2)
     of_z: gl.constexpr = gl.bfloat16 if ROUND == 1 else gl.float16 if ROUND == 2 else gl.float32
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 32])
     operand: gl.constexpr = gl.DotOperandLayout(0, layout, 4)

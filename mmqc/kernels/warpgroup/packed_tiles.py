@@ -50,11 +50,11 @@ BEHIND = gl.constexpr(2)  # slots that are not filled: of the products that run,
 @gluon.jit
 def make_slots(
     x_desc, w_desc, y_desc, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, SHARES: gl.constexpr,
-    SLOTS: gl.constexpr,
+    SLOTS: gl.constexpr, WEIGHTS: gl.constexpr = 1,
 ):
-    """(x, w, full, y): slots with two tiles of x each, their barriers, a share of a tile of results."""
+    """(x, w, full, y): slots with two tiles of x each and one of every weight, their barriers, a share of a tile of results."""
     x_ring = gl.allocate_shared_memory(x_desc.dtype, [2 * SLOTS, BLOCK_M, BLOCK_K], x_desc.layout)
-    w_ring = gl.allocate_shared_memory(w_desc.dtype, [SLOTS, BLOCK_N, BLOCK_K], w_desc.layout)
+    w_ring = gl.allocate_shared_memory(w_desc.dtype, [WEIGHTS * SLOTS, BLOCK_N, BLOCK_K], w_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     y_tile = gl.allocate_shared_memory(y_desc.dtype, [BLOCK_M // SHARES, BLOCK_N], y_desc.layout)
     for i in gl.static_range(SLOTS):
@@ -77,6 +77,13 @@ def find_next(
         at, rounds, rest, steps, M, N, BLOCK_M, BLOCK_N, GROUP_M, PROGRAMS, PARTS
     )
     return row, col, first, gl.where(item < items, last, first), part, inside, shared
+
+
+@gluon.jit
+def find_ahead(inside, then, here, following):
+    """(Row, column, step) of this item's step ``then`` or, if that is not ``inside`` it, of the next item's that comes there."""
+    row, col = gl.where(inside, here[0], following[0]), gl.where(inside, here[1], following[1])
+    return row, col, gl.where(inside, then, following[2] + then - here[3])
 
 
 @gluon.jit
@@ -143,9 +150,9 @@ def take_step(
     inside = then < here[3]
     if inside | (following[2] < following[3]):
         tl.debug_barrier()  # all warps have waited for the step before the last
+        row, col, coming = find_ahead(inside, then, here, following)
         fill_slot(
-            descs, ring, (slot + ahead) % SLOTS, gl.where(inside, here[0], following[0]), gl.where(inside, here[1], following[1]),
-            gl.where(inside, then, following[2] + then - here[3]), low_steps, N, N1, TWO, LINEARS, BLOCK_M, BLOCK_N, BLOCK_K,
+            descs, ring, (slot + ahead) % SLOTS, row, col, coming, low_steps, N, N1, TWO, LINEARS, BLOCK_M, BLOCK_N, BLOCK_K
         )
     acc = warpgroup_mma_wait(2 if PACKED else 1, deps=(acc,))
     return acc, (slot + 1) % SLOTS, phase ^ ((slot + 1) // SLOTS)

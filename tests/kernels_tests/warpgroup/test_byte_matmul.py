@@ -5,6 +5,7 @@ import dataclasses
 import offline
 import pytest
 import torch
+from launches import check_arguments, no_work
 
 bytes_of = pytest.importorskip("mmqc.kernels.warpgroup.byte_matmul")
 pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
@@ -13,10 +14,6 @@ from mmqc.kernels.matmul.linears import Linear  # noqa: E402
 
 TILE = MatmulConfig(64, 256, 64, 8, 8, split_k=4, variant="registers")
 M, N, K = 300, 520, 304
-
-
-def no_work(device, rest, size, count, dtype, added=False):
-    return torch.empty(0, dtype=dtype), torch.zeros(1, dtype=torch.int32)
 
 
 def operands(dtype=torch.bfloat16):
@@ -40,11 +37,7 @@ def made(what: str):
 
 @pytest.mark.parametrize("what", TILES)
 def test_launch__gives_the_kernel_its_arguments(what):
-    launch = made(what)
-    names = set(launch.kernel.arg_names)
-    assert set(launch.args) | set(launch.constants) == names
-    assert set(launch.outputs) <= set(launch.args)
-    assert set(launch.descriptors) == {name for name in names if name.endswith("_desc")}
+    check_arguments(made(what))
 
 
 @pytest.mark.parametrize("what", TILES)

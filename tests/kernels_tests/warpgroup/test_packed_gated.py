@@ -3,6 +3,7 @@
 import offline
 import pytest
 import torch
+from launches import check_arguments, no_work
 
 gated = pytest.importorskip("mmqc.kernels.warpgroup.packed_gated")
 pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
@@ -11,10 +12,6 @@ from mmqc.kernels.matmul.linears import Linear  # noqa: E402
 from mmqc.kernels.shared.row_scale import row_scale  # noqa: E402
 
 N, K = 264, 288
-
-
-def no_work(*_: object):
-    return torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
 
 
 def launch(rows: int, dtype: torch.dtype, bias: bool = False):
@@ -41,11 +38,7 @@ def made(what: str):
 
 @pytest.mark.parametrize("what", MADE)
 def test_launch__gives_the_kernel_its_arguments(what):
-    launch = made(what)
-    names = set(launch.kernel.arg_names)
-    assert set(launch.args) | set(launch.constants) == names
-    assert set(launch.outputs) <= set(launch.args)
-    assert set(launch.descriptors) == {name for name in names if name.endswith("_desc")}
+    check_arguments(made(what))
 
 
 @pytest.mark.parametrize("what", MADE)
@@ -57,5 +50,5 @@ def test_kernel__two_programs_fit_a_multiprocessor(what):
 
 
 @pytest.mark.parametrize(("rows", "takes"), [(16, False), (17, True), (64, True), (65, False)])
-def test_takes__what_registers_hold(rows, takes):
+def test_takes__a_few_dozen_rows(rows, takes):
     assert gated.takes(rows) is takes

@@ -6,6 +6,7 @@ import types
 import offline
 import pytest
 import torch
+from launches import check_arguments, no_work
 
 packed = pytest.importorskip("mmqc.kernels.warpgroup.packed_matmul")
 pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
@@ -21,16 +22,9 @@ TILE = MatmulConfig(128, 128, 64, 4, 4, split_k=4, per_sm=2, variant="registers"
 M, N, LOW, HIGH = 300, 264, 288, 48
 
 
-def no_work(device, rest, size, count, dtype, added=False):
-    return torch.empty(0, dtype=dtype), torch.zeros(1, dtype=torch.int32)
-
-
 def check_launch(launch) -> None:
     """That it gives the kernel every argument by its name, and that what TMA copies are matrices."""
-    names = set(launch.kernel.arg_names)
-    assert set(launch.args) | set(launch.constants) == names
-    assert set(launch.outputs) <= set(launch.args)
-    assert set(launch.descriptors) == {name for name in names if name.endswith("_desc")}
+    check_arguments(launch)
     for name in launch.descriptors:
         rows, columns = launch.args[name].shape
         assert rows in (M, N)
