@@ -22,7 +22,7 @@ from torch import Tensor
 from mmqc.kernels.shared.device_facts import ceil_div, has_inline_ptx, shared_bytes, why_not_here
 from mmqc.kernels.shared.launch import Launch
 from mmqc.kernels.shared.plan import New, Plan, Refusal, first_reason, rows_like, why_not_rows
-from mmqc.kernels.shared.quantize_codes import NEAR, divide_tile, low_byte, round_tile
+from mmqc.kernels.shared.quantize_codes import byte_of, divide_tile, round_tile
 from mmqc.kernels.shared.row_scale import Rows
 
 MAX_WIDTH = 256
@@ -63,15 +63,15 @@ def basis_quantize_per_token_kernel(
     tl.store(scale_ptr + rows * PARTS, s, mask=rows < M)
     tl.store(offset_ptr + rows * PARTS, low + s * 2.0 ** (LOW_BITS - 1), mask=rows < M)
     first, step = low[:, None] + tl.zeros_like(y), s[:, None] + tl.zeros_like(y)
-    half = tl.full((1, WIDTH), NEAR - 2.0 ** (LOW_BITS - 1), tl.float32)
+    half = tl.full((1, WIDTH), -(2.0 ** (LOW_BITS - 1)), tl.float32)
     if PARTS == 2:
         low, s = part_scale(y, inside & (c >= LOW)[None, :], s, HIGH_BITS, 2.0 ** (LOW_BITS - HIGH_BITS - 1))
         tl.store(scale_ptr + rows * PARTS + 1, s, mask=rows < M)
         tl.store(offset_ptr + rows * PARTS + 1, low + s * 2.0 ** (HIGH_BITS - 1), mask=rows < M)
         first, step = tl.where(of_low, first, low[:, None]), tl.where(of_low, step, s[:, None])
-        half = tl.where(of_low, half, NEAR - 2.0 ** (HIGH_BITS - 1))
-    u = divide_tile(y - first, tl.where(step > 0.0, step, 1.0)) + half  # as in quantize_per_token.py
-    tl.store(q_ptr + wide * D + c[None, :], low_byte(u), mask=there)
+        half = tl.where(of_low, half, -(2.0 ** (HIGH_BITS - 1)))
+    u = divide_tile(y - first, tl.where(step > 0.0, step, 1.0))
+    tl.store(q_ptr + wide * D + c[None, :], byte_of(u, half), mask=there)
 
 
 def why_not(x: Tensor, basis: Tensor, widths: Sequence[int], bits: Sequence[int]) -> str | None:

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mmqc.kernels.shared.quantize_codes import NEAR, divide_tile, low_byte, round_tile
+from mmqc.kernels.shared.quantize_codes import NEAR, byte_of, clamped_byte, divide_tile, round_tile
 from mmqc.kernels.shared.row_scale import ROW, RowScale
 
 FLOAT = tl.constexpr(0)
@@ -62,8 +62,7 @@ def store_tile(acc, k, y_ptr, at, mask, MODE: tl.constexpr, LOW: tl.constexpr, H
         tl.store(y_ptr + at, tl.minimum(tl.maximum(acc * k, -448.0), 448.0).to(tl.float8e4nv), mask=mask)
     else:
         near = tl.fma(acc, k + tl.zeros_like(acc), tl.full(acc.shape, NEAR, tl.float32))
-        near = tl.minimum(tl.maximum(near, NEAR + LOW), NEAR + HIGH)
-        tl.store(y_ptr + at, low_byte(near), mask=mask)
+        tl.store(y_ptr + at, clamped_byte(near, LOW, HIGH), mask=mask)
 
 
 @triton.jit
@@ -86,7 +85,7 @@ def token_ends(y, mask, R: tl.constexpr, PARTS: tl.constexpr):
 def asymmetric_tile(y, low, s, LOW: tl.constexpr):
     """Round((y - low) / s) + LOW as int8; low and s are broadcastable to y."""
     u = divide_tile(y - low, tl.where(s > 0.0, s, 1.0))  # 0 <= u, and the largest is 2^b - 1 but for a rounding
-    return low_byte(u + (NEAR + LOW))
+    return byte_of(u, LOW)
 
 
 @triton.jit

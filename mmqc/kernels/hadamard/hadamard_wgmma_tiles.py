@@ -28,7 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_wait
 
 from mmqc.kernels.hadamard.hadamard_tiles import ASYMMETRIC, FLOAT, STATIC, asymmetric_tile, rounded_tile
-from mmqc.kernels.shared.quantize_codes import NEAR, low_byte
+from mmqc.kernels.shared.quantize_codes import NEAR, clamped_byte
 from mmqc.kernels.shared.row_scale import row_scale_tile
 
 BLOCK = gl.constexpr(64)  # rows of A that a warpgroup multiplies
@@ -128,8 +128,7 @@ def codes_of(
     else:
         factor = gl.full(y.shape, k, gl.float32, layout)
         near = gl.fma(y, factor, gl.full(y.shape, NEAR, gl.float32, layout))
-        near = gl.minimum(gl.maximum(near, NEAR + LOW), NEAR + HIGH)
-        codes = low_byte(near)
+        codes = clamped_byte(near, LOW, HIGH)
     return codes
 
 

@@ -27,7 +27,8 @@ from mmqc.kernels.shared.quantize_codes import quantize_tile, round_tile
 from mmqc.kernels.shared.row_scale import RowScale, row_scale_tile
 
 CODES = (torch.int8, torch.float8_e4m3fn)
-LANES = 2048  # channels of a warp in the first part
+LANES = 1024  # channels of a warp in the first part
+FEW, FEW_LANES = 256, 256  # rows up to which there are multiprocessors to spare, and a row's warps wait for each other less than for it
 
 
 class Norm(NamedTuple):
@@ -189,6 +190,7 @@ def plan(
         KIND=scales.kind, CENTER=norm.center, LOW=-(2.0 ** (bits - 1)), HIGH=2.0 ** (bits - 1) - 1, FP8=code != torch.int8,
         BLOCK=block, REST=rest,
     )
-    warps, written = max(1, min(16, block // LANES)), ("q_ptr", *(() if total is None else ("sum_ptr",)))
+    lanes = FEW_LANES if isinstance(m, int) and m <= FEW else LANES
+    warps, written = max(1, min(16, block // lanes)), ("q_ptr", *(() if total is None else ("sum_ptr",)))
     launch = Launch(norm_quantize_kernel, (m,), args, constants, written, warps, 1, block_rows=1)
     return Plan((launch,), Normed(q, total))

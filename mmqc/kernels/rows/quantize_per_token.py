@@ -14,6 +14,7 @@ Arch:    Ampere and newer.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import triton
 import triton.language as tl
@@ -22,10 +23,11 @@ from torch import Tensor
 from mmqc.kernels.shared.device_facts import why_not_here
 from mmqc.kernels.shared.launch import Launch
 from mmqc.kernels.shared.plan import New, Plan, Refusal, first_reason, rows_like, why_not_rows
-from mmqc.kernels.shared.quantize_codes import NEAR, divide_tile, low_byte
+from mmqc.kernels.shared.quantize_codes import byte_of, divide_tile
 from mmqc.kernels.shared.row_scale import Rows
 
 LANE = 160  # channels of a lane, at most: one warp a row of 4,096, four for 18,944
+FEW, FEW_LANE = 256, 80  # rows up to which a lane has fewer of them: nothing else runs while they wait
 WASTE = 256  # channels: what they cost is what the ends of one tile more cost
 
 
@@ -55,7 +57,7 @@ def store_codes(q_ptr, x, first, width, low, s, BITS: tl.constexpr, BLOCK: tl.co
     """Round((x - low) / s) - 2^(b-1) as int8."""
     u = divide_tile(x - low, tl.where(s > 0.0, s, 1.0))
     # 0 <= u, and the largest u is 2^b - 1 but for a rounding, so that nothing is to be clamped
-    code = low_byte(u + (NEAR - 2.0 ** (BITS - 1)))
+    code = byte_of(u, -(2.0 ** (BITS - 1)))
     at = tl.arange(0, BLOCK)
     if FULL:
         tl.store(q_ptr + first + at, code)
@@ -105,14 +107,21 @@ def quantize_per_token_kernel(
         tl.store(offset_ptr + row * PARTS + 1, low + s * 2.0 ** (HIGH_BITS - 1))
 
 
-def tiles(widths: Sequence[int]) -> tuple[int, int, int, int]:
-    """(A, B, C, H): powers of two that hold the low part, if possible with less than WASTE channels over, and the high one."""
-    sizes, rest = [1 << (widths[0].bit_length() - 1)], widths[0]
+def tiles_of(width: int) -> tuple[int, int, int]:
+    """(A, B, C): powers of two that hold a part, if possible with less than WASTE channels over; B and C may be 0."""
+    sizes, rest = [1 << (width.bit_length() - 1)], width
     for last in (False, True):
         rest -= sizes[-1]
         over = 1 << (rest - 1).bit_length() if rest > 0 else 0
         sizes.append(over if last or over - rest < WASTE else over // 2)
-    return *sizes, 1 << (widths[-1] - 1).bit_length() if len(widths) == 2 else 1  # type: ignore[return-value]
+    a, b, c = sizes
+    return a, b, c
+
+
+def warps_of(rows: Any, channels: int) -> int:
+    """Of a program; the number of rows may be a symbol of a graph."""
+    lane = FEW_LANE if isinstance(rows, int) and rows <= FEW else LANE
+    return min(16, triton.next_power_of_2(-(-channels // (32 * lane))))
 
 
 def why_not(x: Tensor, widths: Sequence[int], bits: Sequence[int]) -> str | None:
@@ -132,12 +141,13 @@ def plan(x: Tensor, widths: Sequence[int], bits: Sequence[int], new: New | None 
         return Refusal(reason)
     (m, width), two = x.shape, len(widths) == 2
     out = Rows.new(new or rows_like(x), width, len(widths))
-    a, b, c, h = tiles(widths)
+    a, b, c = tiles_of(widths[0])
+    h = 1 << (widths[-1] - 1).bit_length() if two else 1
     args = dict(
         x_ptr=x, q_ptr=out.q, scale_ptr=out.scale, offset_ptr=out.offset, D=width, LOW=widths[0], stride_x=x.stride(0),
         stride_q=out.q.stride(0),
     )
     constants = dict(PARTS=len(widths), LOW_BITS=bits[0], HIGH_BITS=bits[-1], A=a, B=b, C=c, H=h, FULL=h == widths[-1])
-    warps = min(16, triton.next_power_of_2(-(-(a + b + c + (h if two else 0)) // (32 * LANE))))
+    warps = warps_of(m, a + b + c + (h if two else 0))
     written = ("q_ptr", "scale_ptr", "offset_ptr")
     return Plan((Launch(quantize_per_token_kernel, (m,), args, constants, written, warps, 1, block_rows=1),), out)

@@ -7,7 +7,7 @@ q = fp8e4nv(clamp(x / s, ±448))                   fp8
 import triton
 import triton.language as tl
 
-NEAR = tl.constexpr(12582914.0)  # 1.5 * 2^23 + 2: adding it rounds half to even, next to it floats are integers
+NEAR = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it rounds half to even, next to it floats are integers
 
 
 @triton.jit
@@ -31,14 +31,23 @@ def round_tile(y, DTYPE: tl.constexpr, PTX: tl.constexpr):
     return y
 
 
-@triton.jit
-def low_byte(near):
-    """Codes + NEAR -> the codes as int8: cheaper than a conversion.
+# Codes + NEAR have the code in their low byte, which is cheaper than a conversion.  An integer operation has to stand between the
+# sum and its byte: one that is stored straight from the register of a float is converted by ptxas 12.8 and saturates (F2IP), where
+# the address lets Triton 3.6 store no more than a byte at a time.
 
-    An integer operation has to stand between the sum and its byte: one that is stored straight from the register of a float is
-    converted by ptxas 12.8 and saturates (F2IP), where the address lets Triton 3.6 store no more than a byte at a time.
-    """
-    return (near.to(tl.int32, bitcast=True) - 2).to(tl.int8)
+
+@triton.jit
+def clamped_byte(near, LOW: tl.constexpr, HIGH: tl.constexpr):
+    """Near - NEAR, cut off at LOW and HIGH, as int8: bits of floats are in the order of the floats, and the sign is the sign."""
+    bits = near.to(tl.int32, bitcast=True)
+    low, high = tl.cast(NEAR + LOW, tl.int32, bitcast=True), tl.cast(NEAR + HIGH, tl.int32, bitcast=True)
+    return tl.minimum(tl.maximum(bits, low), high).to(tl.int8)
+
+
+@triton.jit
+def byte_of(u, first):
+    """Round(u) + first as int8, where that is a byte; first is a number, or numbers of float32."""
+    return ((u + (NEAR + 2.0 + first)).to(tl.int32, bitcast=True) - 2).to(tl.int8)
 
 
 @triton.jit
@@ -48,6 +57,5 @@ def quantize_tile(x, s, LOW: tl.constexpr, HIGH: tl.constexpr, FP8: tl.constexpr
     if FP8:
         codes = tl.minimum(tl.maximum(q, -448.0), 448.0).to(tl.float8e4nv)
     else:
-        q = tl.minimum(tl.maximum(q, LOW), HIGH)
-        codes = low_byte(q + NEAR)
+        codes = clamped_byte(q + NEAR, LOW, HIGH)
     return codes
