@@ -49,8 +49,8 @@ COVERS: dict[str, str] = {
     "kernels_tests/warpgroup/test_packed_matmul.py": (
         "kernels/matmul/epilogue_tiles kernels/matmul/gated_matmul_tiles kernels/matmul/linears "
         "kernels/warpgroup/packed_tiles kernels/matmul/product kernels/shared/activation_tiles kernels/shared/int4_codes "
-        "kernels/shared/launch kernels/shared/load_tile kernels/shared/program_order kernels/shared/quantize_codes "
-        "kernels/shared/row_scale lowering/launch"
+        "kernels/shared/launch kernels/shared/load_tile kernels/shared/program_order kernels/shared/row_scale "
+        "lowering/launch"
     ),
     "kernels_tests/warpgroup/test_pingpong_matmul.py": "kernels/warpgroup/pingpong_tiles",
     "kernels_tests/warpgroup/test_pingpong_ring.py": "kernels/warpgroup/pingpong_mixed_tiles kernels/warpgroup/byte_tiles",

@@ -28,7 +28,7 @@ from mmqc.kernels.shared.row_scale import RowScale, row_scale_tile
 
 CODES = (torch.int8, torch.float8_e4m3fn)
 LANES = 1024  # channels of a warp in the first part
-FEW, FEW_LANES = 256, 256  # rows up to which there are multiprocessors to spare, and a row's warps wait for each other less than for it
+FEW, FEW_LANES = 256, 256  # rows up to which there are multiprocessors to spare, and channels of a warp then
 
 
 class Norm(NamedTuple):

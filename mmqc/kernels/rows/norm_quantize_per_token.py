@@ -31,6 +31,7 @@ from mmqc.kernels.shared.launch import Launch
 from mmqc.kernels.shared.plan import New, Plan, Refusal, first_reason, rows_like
 from mmqc.kernels.shared.row_scale import Rows
 
+
 @triton.jit
 def places(order_ptr, first, width, BLOCK: tl.constexpr, FULL: tl.constexpr, ORDER: tl.constexpr):
     """The channels of a tile, and which of them there are."""
@@ -173,5 +174,6 @@ def plan(
         **{f"{tile}{part}": size for part, tiles in enumerate(abc) for tile, size in zip("ABC", tiles, strict=True)},
     )
     written = ("q_ptr", "scale_ptr", "offset_ptr", *(() if total is None else ("sum_ptr",)))
-    launch = Launch(norm_quantize_per_token_kernel, (m,), args, constants, written, warps_of(m, sum(map(sum, sizes))), 1, block_rows=1)
+    warps = warps_of(m, sum(map(sum, sizes)))
+    launch = Launch(norm_quantize_per_token_kernel, (m,), args, constants, written, warps, 1, block_rows=1)
     return Plan((launch,), (out, total))
