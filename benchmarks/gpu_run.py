@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import argparse
 import math
-import shlex
 import signal
 import statistics
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +18,7 @@ from typing import TypeVar
 import torch
 import triton
 
+from benchmarks.command_line import command_line
 from mmqc.kernels.shared.device_facts import gpu_name
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -129,9 +128,8 @@ def geomean(values: list[float]) -> float:
 def facts(run: Run) -> dict[str, str]:
     """What a file of results begins with: the command without the file's name, device, versions and commit."""
     git = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
-    words = [a for a, before in zip(sys.argv[1:], sys.argv, strict=False) if "--out" not in (a, before)]
     return {
-        "command": shlex.join(["python", "-m", sys.modules["__main__"].__spec__.name, *words]),
+        "command": command_line(),
         "device": gpu_name(run.device),
         "torch": torch.__version__,
         "triton": triton.__version__,

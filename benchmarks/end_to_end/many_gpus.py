@@ -34,6 +34,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.command_line import command_line
 from benchmarks.end_to_end import many_gpus_rank
 from benchmarks.end_to_end.many_gpus_model import LAYERS
 
@@ -49,7 +50,7 @@ class Log:
         path.parent.mkdir(parents=True, exist_ok=True)
         gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
         versions = {"torch": torch.__version__, "python": platform.python_version()}
-        self.add(command=" ".join(["python", *sys.argv]), gpus=gpus, cpus=os.cpu_count(), **versions)
+        self.add(command=command_line(), gpus=gpus, cpus=os.cpu_count(), **versions)
 
     def add(self, **figures: Any) -> None:
         """One line."""

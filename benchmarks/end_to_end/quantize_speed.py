@@ -30,6 +30,8 @@ from unittest import mock
 import torch
 import transformers
 
+from benchmarks.command_line import command_line
+
 RECIPES = ("rtn", "gptq", "awq", "mquant", "resq", "learned")
 DEFAULT = {
     "rtn": (0, 0),
@@ -263,7 +265,7 @@ def main() -> None:
             rows[recipe] = {"failed": str(error)}
         print(recipe, json.dumps(rows[recipe], indent=1), flush=True)
         data = {
-            "command": " ".join(["python", *sys.argv]),
+            "command": command_line(),
             "torch": torch.__version__,
             "python": platform.python_version(),
             "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,

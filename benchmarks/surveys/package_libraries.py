@@ -23,6 +23,8 @@ from typing import Any
 
 import torch
 
+from benchmarks.command_line import command_line
+
 BUILD = """if True:
     import contextlib, sys, torch
     from mmqc.lowering.package import one_cpp_library
@@ -104,7 +106,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="package_") as folder:
         found = rows(options.device, Path(folder))
     facts = {
-        "command": " ".join(["python", *sys.argv]),
+        "command": command_line(),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "compiler": version,
