@@ -133,11 +133,11 @@ def test_results__lists_every_file_of_measurements(pages):
     assert all(f"| `{name}` |" in pages["results/index.md"] for name in files)
 
 
-def test_results__commands_name_what_there_is(pages):
+def test_results__commands_name_what_there_is():
     """In measurements and on pages: modules that were moved since are called by their new names."""
-    files = [*(ROOT / "benchmarks/results").glob("*.json*"), *(ROOT / "docs").rglob("*.md"), ROOT / "README.md"]
-    text = "\n".join(path.read_text(encoding="utf-8") for path in files)
-    modules = set(re.findall(r"python -m (benchmarks[\w.]*\w)", text))
+    files = [*(ROOT / "benchmarks/results").glob("*.json*"), *(ROOT / "docs").rglob("*.json"), *(ROOT / "docs").rglob("*.md")]
+    text = "\n".join(path.read_text(encoding="utf-8") for path in [*files, ROOT / "README.md"])
+    modules = set(re.findall(r"python -m ((?:benchmarks|examples)\.[\w.]*\w)", text))
     scripts = set(re.findall(r"python (?:-m pytest (?:-m slow )?)?((?:benchmarks|examples|tests)/[\w./]*\w)", text))
     assert len(modules) > 30
     paths = [*(Path(*name.split(".")).with_suffix(".py") for name in modules), *map(Path, scripts)]

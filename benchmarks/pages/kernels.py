@@ -191,23 +191,9 @@ def end_to_end(e2e: dict[str, Any]) -> list[str]:
         f"`{e2e['command']}`: {e2e['gpu']}, a Qwen2-VL-7B-shaped model with random weights, batch 1, {e2e['context']} tokens of "
         "context (one image of 840 x 840), `generate` with a static cache and a compiled step in CUDA graphs; *loop*: "
         '`custom_generate=mmqc.compiled_loop, prefill="graphs"`. The quantized models have a head of 8 bits. '
-        f"Commit {e2e['commit']}{''.join(f'; {note}' for note in e2e['ways_notes'])}.",
+        f"Commit {e2e['commit']}. All ways are loaded beside each other and measured in turn.",
         "",
         *table(("weights", *GENERATE), generated(e2e["ways"])),
-        "Other runs, on other machines of the kind; before 077a1cc without CUDA graphs for the prompt. Between two steps there is "
-        "Python, so the "
-        "host counts, and what is beside it: here the processes of the ways that are timed later.",
-        "",
-        *table(
-            ("weights", *GENERATE, "commit"), [[*row, run["commit"]] for run in e2e["other_runs"] for row in generated(run["ways"])]
-        ),
-        f"What of it is the device's own time, by the profiler; {' and '.join(e2e['waits'])} at commit {e2e['waits_commit']}, "
-        "the others before:",
-        "",
-        *table(
-            ("weights", "first token, ms", "kernels", "a token, ms", "kernels"),
-            [[way, *map(str, times.values())] for way, times in e2e["device_time"].items()],
-        ),
     ]
 
 

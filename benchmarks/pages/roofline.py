@@ -134,7 +134,7 @@ def strip(axis: Any, found: list[Point], order: list[str], value: Any) -> list[s
 
 
 def names(axis: Any, linear: dict[str, Any], order: list[str]) -> None:
-    labels = [f"{name}\n{linear['shapes'][name][0]} x {linear['shapes'][name][1]}" for name in order]
+    labels = [f"{name}\n{linear['shapes'][name][0]}\nx {linear['shapes'][name][1]}" for name in order]
     axis.set_xticks(range(len(order)), labels, fontsize=8, color=INK)
 
 
