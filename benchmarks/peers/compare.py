@@ -126,6 +126,15 @@ def reasons(made: list[tuple[str, ...]]) -> str:
     )
 
 
+def counted(made: list[tuple[str, ...]]) -> str:
+    """How often mmqc is what, and how often it would be worse of two that are alike."""
+    said = [word for *_, nll, kl in made for word in (nll, kl)]
+    return (
+        f"Of {len(said)} intervals {said.count('worse')} say worse, {said.count('better')} better. Of as many that compare a "
+        f"method with one exactly as good, {0.025 * len(said):.1f} are expected to say worse, and as many better."
+    )
+
+
 def spread(found: list[dict[str, Any]]) -> str:
     """What spread.py measured."""
     lines: dict[tuple[str, ...], dict[str, str]] = {}
@@ -159,6 +168,8 @@ Without data its zero points lie between the codes in 2 bits and on a code above
 Of {len(CASES)} comparisons {len(made)} are measured; the command measures the others.
 
 ## Where mmqc is worse
+
+{counted(made)}
 
 {reasons(made)}
 
