@@ -110,7 +110,9 @@ def compile_to(ptx: str, architecture: int, module: str, *what: str) -> int:
         return "*" + names[value.dtype]
 
     types = {name: kind(name) for name in launch.kernel.arg_names}
-    even = [name for name in types if name.endswith("_ptr") or (name in ("M", "N", "STORED") and types[name] != "i64")]
+    even = [
+        name for name, kind in types.items() if name.endswith("_ptr") or (kind in ("i32", "i64") and launch.args[name] % 16 == 0)
+    ]
     wide = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(types) if name in even}
     source = (GluonASTSource if is_gluon(launch.kernel) else ASTSource)(launch.kernel, types, constants, wide)
     made = triton.compile(
