@@ -45,7 +45,7 @@ class Rows:
     def __init__(self, x: TensorBox, many: int | None = None) -> None:
         self.size, matrix = list(x.get_size()), Operand.matrix(x)
         self.count: Any = matrix.shape[0]
-        self.planned = self.count if isinstance(self.count, int) else many or size_hint(self.count, MANY)
+        self.planned = self.count if isinstance(self.count, int) else many or max(MANY, size_hint(self.count, MANY))
         self.x: Any = matrix.of(self.planned)
 
     def like_x(self, box: TensorBox | None) -> Any:

@@ -5,10 +5,12 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import device_facts
 import pytest
+import sympy
 import torch
 from often import often
 from torch import Tensor
@@ -210,3 +212,12 @@ def test_lowered__a_package_calls_no_op(launched: Launched, monkeypatch: pytest.
     assert of_graph(case, launched) == ["mmqc.hadamard.default"]
     monkeypatch.setattr(lowered, "for_package", lambda: True)
     assert [launch[0] for launch in of_graph(case, launched)] == ["hadamard_quantize_kernel"]
+
+
+@pytest.mark.parametrize(("first", "planned"), [(5, emitting.MANY), (100_000, 100_000)])
+def test_lowered__any_number_of_rows_is_planned_as_many(first: int, planned: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph that any prompt will run may have been traced with a short one."""
+    count = sympy.Symbol("s0", positive=True, integer=True)
+    monkeypatch.setattr(lowered, "size_hint", lambda size, unknown: first)
+    monkeypatch.setattr(lowered.Operand, "matrix", lambda box: SimpleNamespace(shape=box.get_size(), of=lambda rows: rows))
+    assert lowered.Rows(SimpleNamespace(get_size=lambda: [count, 64])).x == planned
