@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mmqc.kernels.shared.device_facts import why_not_here
+from mmqc.kernels.shared.device_facts import power_of_two, why_not_here
 from mmqc.kernels.shared.launch import Launch
 from mmqc.kernels.shared.plan import New, Plan, Refusal, first_reason, rows_like, why_not_rows
 from mmqc.kernels.shared.quantize_codes import byte_of, divide_tile
@@ -121,7 +121,7 @@ def tiles_of(width: int) -> tuple[int, int, int]:
 def warps_of(rows: Any, channels: int) -> int:
     """Of a program; the number of rows may be a symbol of a graph."""
     lane = FEW_LANE if isinstance(rows, int) and rows <= FEW else LANE
-    return min(16, triton.next_power_of_2(-(-channels // (32 * lane))))
+    return min(16, power_of_two(-(-channels // (32 * lane))))
 
 
 def why_not(x: Tensor, widths: Sequence[int], bits: Sequence[int]) -> str | None:
