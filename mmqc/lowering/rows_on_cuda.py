@@ -40,7 +40,10 @@ TURNS = 1 << 20  # rows of a persistent grid for any number of them: programs wi
 
 
 class Rows:
-    """x [..., K] as the rows that a plan is made for, the other operands with as many, and memory for their results."""
+    """x [..., K] as the rows that a plan is made for, the other operands with as many, and memory for their results.
+
+    Of any number of rows the plan is one for many: what the graph was traced with may have been a short prompt.
+    """
 
     def __init__(self, x: TensorBox, many: int | None = None) -> None:
         self.size, matrix = list(x.get_size()), Operand.matrix(x)

@@ -22,13 +22,12 @@ from torch import Tensor
 
 from mmqc.kernels.shared.device_facts import fp8_reason, has_inline_ptx, why_not_here
 from mmqc.kernels.shared.launch import Launch
-from mmqc.kernels.shared.plan import ROW_DTYPES, New, Plan, Refusal, first_reason, rows_like, why_not_rows
+from mmqc.kernels.shared.plan import ROW_DTYPES, New, Plan, Refusal, first_reason, rows_like, warps_of_row, why_not_rows
 from mmqc.kernels.shared.quantize_codes import quantize_tile, round_tile
 from mmqc.kernels.shared.row_scale import RowScale, row_scale_tile
 
 CODES = (torch.int8, torch.float8_e4m3fn)
-LANES = 1024  # channels of a warp in the first part
-FEW, FEW_LANES = 256, 256  # rows up to which there are multiprocessors to spare, and channels of a warp then
+LANE, LANE_OF_FEW = 32, 8  # channels of a lane in the first part
 
 
 class Norm(NamedTuple):
@@ -190,7 +189,6 @@ def plan(
         KIND=scales.kind, CENTER=norm.center, LOW=-(2.0 ** (bits - 1)), HIGH=2.0 ** (bits - 1) - 1, FP8=code != torch.int8,
         BLOCK=block, REST=rest,
     )
-    lanes = FEW_LANES if isinstance(m, int) and m <= FEW else LANES
-    warps, written = max(1, min(16, block // lanes)), ("q_ptr", *(() if total is None else ("sum_ptr",)))
+    warps, written = warps_of_row(m, block, LANE, LANE_OF_FEW), ("q_ptr", *(() if total is None else ("sum_ptr",)))
     launch = Launch(norm_quantize_kernel, (m,), args, constants, written, warps, 1, block_rows=1)
     return Plan((launch,), Normed(q, total))

@@ -25,10 +25,10 @@ import triton.language as tl
 from torch import Tensor
 
 from mmqc.kernels.rows.norm_quantize import Norm, load_tile, norm_tile
-from mmqc.kernels.rows.quantize_per_token import ends, store_codes, tiles_of, warps_of
+from mmqc.kernels.rows.quantize_per_token import LANE, LANE_OF_FEW, ends, store_codes, tiles_of
 from mmqc.kernels.shared.device_facts import why_not_here
 from mmqc.kernels.shared.launch import Launch
-from mmqc.kernels.shared.plan import New, Plan, Refusal, first_reason, rows_like
+from mmqc.kernels.shared.plan import New, Plan, Refusal, first_reason, rows_like, warps_of_row
 from mmqc.kernels.shared.row_scale import Rows
 
 
@@ -174,6 +174,6 @@ def plan(
         **{f"{tile}{part}": size for part, tiles in enumerate(abc) for tile, size in zip("ABC", tiles, strict=True)},
     )
     written = ("q_ptr", "scale_ptr", "offset_ptr", *(() if total is None else ("sum_ptr",)))
-    warps = warps_of(m, sum(map(sum, sizes)))
+    warps = warps_of_row(m, sum(map(sum, sizes)), LANE, LANE_OF_FEW)
     launch = Launch(norm_quantize_per_token_kernel, (m,), args, constants, written, warps, 1, block_rows=1)
     return Plan((launch,), (out, total))

@@ -14,7 +14,6 @@ Arch:    Ampere and newer.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import triton
 import triton.language as tl
@@ -22,12 +21,12 @@ from torch import Tensor
 
 from mmqc.kernels.shared.device_facts import power_of_two, why_not_here
 from mmqc.kernels.shared.launch import Launch
-from mmqc.kernels.shared.plan import New, Plan, Refusal, first_reason, rows_like, why_not_rows
+from mmqc.kernels.shared.plan import New, Plan, Refusal, first_reason, rows_like, warps_of_row, why_not_rows
 from mmqc.kernels.shared.quantize_codes import byte_of, divide_tile
 from mmqc.kernels.shared.row_scale import Rows
 
 LANE = 160  # channels of a lane, at most: one warp a row of 4,096, four for 18,944
-FEW, FEW_LANE = 256, 80  # rows up to which a lane has fewer of them: nothing else runs while they wait
+LANE_OF_FEW = 80  # of few rows
 WASTE = 256  # channels: what they cost is what the ends of one tile more cost
 
 
@@ -118,12 +117,6 @@ def tiles_of(width: int) -> tuple[int, int, int]:
     return a, b, c
 
 
-def warps_of(rows: Any, channels: int) -> int:
-    """Of a program; the number of rows may be a symbol of a graph."""
-    lane = FEW_LANE if isinstance(rows, int) and rows <= FEW else LANE
-    return min(16, power_of_two(-(-channels // (32 * lane))))
-
-
 def why_not(x: Tensor, widths: Sequence[int], bits: Sequence[int]) -> str | None:
     """None, or why these operands cannot be quantized here."""
     if reason := why_not_rows(x):
@@ -142,12 +135,12 @@ def plan(x: Tensor, widths: Sequence[int], bits: Sequence[int], new: New | None 
     (m, width), two = x.shape, len(widths) == 2
     out = Rows.new(new or rows_like(x), width, len(widths))
     a, b, c = tiles_of(widths[0])
-    h = 1 << (widths[-1] - 1).bit_length() if two else 1
+    h = power_of_two(widths[-1]) if two else 1
     args = dict(
         x_ptr=x, q_ptr=out.q, scale_ptr=out.scale, offset_ptr=out.offset, D=width, LOW=widths[0], stride_x=x.stride(0),
         stride_q=out.q.stride(0),
     )
     constants = dict(PARTS=len(widths), LOW_BITS=bits[0], HIGH_BITS=bits[-1], A=a, B=b, C=c, H=h, FULL=h == widths[-1])
-    warps = warps_of(m, a + b + c + (h if two else 0))
+    warps = warps_of_row(m, a + b + c + (h if two else 0), LANE, LANE_OF_FEW)
     written = ("q_ptr", "scale_ptr", "offset_ptr")
     return Plan((Launch(quantize_per_token_kernel, (m,), args, constants, written, warps, 1, block_rows=1),), out)

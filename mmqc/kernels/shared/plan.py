@@ -16,11 +16,14 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, NoReturn, TypeVar
 import torch
 from torch import Tensor
 
+from mmqc.kernels.shared.device_facts import power_of_two
+
 if TYPE_CHECKING:  # launches need triton, plans do not
     from mmqc.kernels.shared.launch import Launch
 
 ROW_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_ROW = 65_536  # entries that a program holds in registers
+FEW_ROWS = 256  # up to which there are multiprocessors to spare: nothing else runs while a lane works off its channels
 New = Callable[[int, torch.dtype], Any]  # memory for so many entries of a dtype in every row
 Out = TypeVar("Out")
 
@@ -57,6 +60,12 @@ def rows_like(x: Tensor) -> New:
 def first_reason(checks: tuple[tuple[bool, str], ...]) -> str | None:
     """What is said of the first one that does not hold."""
     return next((why for ok, why in checks if not ok), None)
+
+
+def warps_of_row(rows: Any, channels: int, lane: int, lane_of_few: int) -> int:
+    """Of a program that has a row, with so many channels a lane; the number of rows may be a symbol of a graph."""
+    each = lane_of_few if isinstance(rows, int) and rows <= FEW_ROWS else lane
+    return min(16, power_of_two(-(-channels // (32 * each))))
 
 
 def why_not_rows(x: Tensor, most: int = MAX_ROW) -> str | None:
