@@ -28,7 +28,7 @@ COVERS: dict[str, str] = {
     "gpu_tests/test_early_start.py": "kernels/shared/early_start",
     "kernels_tests/shared/test_compile_elsewhere.py": "lowering/compile_elsewhere",
     "kernels_tests/shared/test_repeated_launch.py": "kernels/shared/compile_ahead",
-    "lowering_tests/test_plans.py": "kernels/matmul/by_rows lowering/by_rows",
+    "lowering_tests/test_plans.py": "kernels/hadamard/transform_by_rows kernels/matmul/by_rows lowering/by_rows",
     "lowering_tests/test_python_call.py": "lowering/kernel_names",
     "gpu_tests/test_launches.py": "kernels/mixed_on_cuda",
     "gpu_tests/test_mixed.py": "lowering/mixed_on_cuda",

@@ -1,7 +1,7 @@
 """What is done to every row, on CUDA: importing this file registers the kernels as the ops' implementation.
 
-    mmqc::norm_quantize, norm_quantize_per_token, quantize_per_token, hadamard, hadamard_quantize, hadamard_quantize_per_token,
-          basis_quantize_per_token, power_clip, all_reduce,
+    mmqc::quantize, norm_quantize, norm_quantize_per_token, quantize_per_token, hadamard, hadamard_quantize,
+          hadamard_quantize_per_token, basis_quantize_per_token, power_clip, all_reduce,
           all_reduce_norm_quantize                    on CUDA   ->  the Triton kernels, rows flattened
 
 What a kernel cannot take goes to the reference.
@@ -23,6 +23,7 @@ from mmqc.kernels.rows import all_reduce_norm_quantize as sum_norm_kernel
 from mmqc.kernels.rows import norm_quantize as norm_kernel
 from mmqc.kernels.rows import norm_quantize_per_token as norm_per_token_kernel
 from mmqc.kernels.rows import power_clip as clip_kernel
+from mmqc.kernels.rows import quantize as quantize_kernel
 from mmqc.kernels.rows import quantize_per_token as per_token_kernel
 from mmqc.kernels.rows.norm_quantize import Norm
 from mmqc.kernels.shared.inboxes import OPENED
@@ -36,6 +37,7 @@ from mmqc.ops import hadamard_quantize_per_token as hadamard_per_token_op
 from mmqc.ops import norm_quantize as norm_op
 from mmqc.ops import norm_quantize_per_token as norm_per_token_op
 from mmqc.ops import power_clip as clip_op
+from mmqc.ops import quantize as quantize_op
 from mmqc.ops import quantize_per_token as per_token_op
 from mmqc.ops.define import use_on_cuda
 from mmqc.ops.quantize import check_scale, code_dtype
@@ -56,6 +58,13 @@ def _scales(scale: Tensor, visual: Tensor | None, x: Tensor, m: int) -> RowScale
 def _shaped(rows: Rows, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     size = (*like.shape[:-1], rows.scale.shape[1])
     return rows.q.view(like.shape), rows.scale.view(size), rows.offset.view(size)
+
+
+def quantize(x: Tensor, scale: Tensor, visual: Tensor | None, bits: int, code: torch.dtype | None = None) -> Tensor:
+    """``mmqc::quantize`` on CUDA."""
+    rows, kind = _rows(x), code_dtype(bits, code)
+    plan = quantize_kernel.plan(rows, _scales(scale, visual, x, len(rows)), bits, kind)
+    return quantize_op.contiguous_reference(x, scale, visual, bits, code) if isinstance(plan, Refusal) else plan.run().view(x.shape)
 
 
 def norm_quantize(
@@ -175,7 +184,7 @@ def all_reduce_norm_quantize(
 
 
 for implementation in (
-    norm_quantize, norm_quantize_per_token, quantize_per_token, hadamard, hadamard_quantize, hadamard_quantize_per_token,
+    quantize, norm_quantize, norm_quantize_per_token, quantize_per_token, hadamard, hadamard_quantize, hadamard_quantize_per_token,
     basis_quantize_per_token, power_clip, all_reduce, all_reduce_norm_quantize,
 ):
     use_on_cuda(implementation)

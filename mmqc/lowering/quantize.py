@@ -1,5 +1,7 @@
 """quantize as one pointwise node, which fuses with whatever produced x (a norm, an activation, another epilogue).
 
+On CUDA many rows that are in memory already are a kernel's (kernels/rows/quantize.py).
+
     q = clamp(round(x / s_row), -2^(b-1), 2^(b-1) - 1)        float8: float8(clamp(x / s_row, -448, 448))
 
 Shapes:  those of ops/quantize.py
@@ -7,13 +9,15 @@ Shapes:  those of ops/quantize.py
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from sympy import Integer
 
-from mmqc.lowering.inductor import Pointwise, TensorBox, lowerings, ops, register_lowering
+from mmqc.lowering.in_memory import is_in_memory
+from mmqc.lowering.inductor import Pointwise, TensorBox, has_kernel, lowerings, ops, register_lowering
 from mmqc.ops.pack import FLOAT8
 from mmqc.ops.quantize import LARGEST, code_dtype
 
@@ -52,7 +56,12 @@ def checked_code(x: TensorBox, bits: int, code: torch.dtype | None) -> torch.dty
 def lower_quantize(
     x: TensorBox, scale: TensorBox, visual: TensorBox | None, bits: int, code: torch.dtype | None = None
 ) -> TensorBox:
-    """Pointwise IR, int8 or float8."""
+    """Pointwise IR, or a launch; int8 or float8."""
+    if has_kernel(x) and is_in_memory(x):
+        rows_on_cuda: Any = importlib.import_module("mmqc.lowering.rows_on_cuda")  # imports Triton
+        q = rows_on_cuda.quantize(x, scale, visual, bits, checked_code(x, bits, code))
+        if q is not None:
+            return q
     size = list(x.get_size())
     dtype = torch.promote_types(x.get_dtype(), torch.float32)
     load, load_scale = x.make_loader(), row_scale_loader(scale, visual, size[:-1], dtype)

@@ -2,6 +2,7 @@
 
     norm                  norm_quantize
     norm_per_token        norm_quantize_per_token
+    quantize              quantize
     per_token             quantize_per_token
     transform             hadamard, hadamard_quantize
     transform_per_token   hadamard_quantize_per_token
@@ -9,7 +10,8 @@
 
 Each returns None where no kernel takes the operands: then the op is lowered as on any device.  ``why_not_…`` say of traced operands
 what the kernel's plan would refuse, for a record of the graph.
-On Hopper transforms of many rows, of a number that is known, are calls of the op: ``is_called``.
+On Hopper transforms of many rows, of a number that is known, are calls of the op: ``is_called``.  Of any number of rows a graph has
+a launch for few and, if they are wide, a call for many.
 """
 
 from __future__ import annotations
@@ -19,20 +21,37 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from sympy import Max, Min
 
 from mmqc.kernels.hadamard import basis_quantize_per_token as basis_kernel
-from mmqc.kernels.hadamard import hadamard_plan, hadamard_wgmma
+from mmqc.kernels.hadamard import hadamard_plan, hadamard_wgmma, transform_by_rows
 from mmqc.kernels.hadamard import hadamard_quantize as hadamard_kernel
 from mmqc.kernels.hadamard import hadamard_quantize_per_token as hadamard_per_token_kernel
+from mmqc.kernels.hadamard.hadamard_tiles import Written
 from mmqc.kernels.rows import norm_quantize as norm_kernel
 from mmqc.kernels.rows import norm_quantize_per_token as norm_per_token_kernel
+from mmqc.kernels.rows import quantize as quantize_kernel
 from mmqc.kernels.rows import quantize_per_token as per_token_kernel
 from mmqc.kernels.rows.norm_quantize import Norm
+from mmqc.kernels.shared.device_facts import WARPGROUP_ROWS
 from mmqc.kernels.shared.launch import Shape
-from mmqc.kernels.shared.plan import Plan, Refusal
-from mmqc.lowering.inductor import TensorBox, as_int, constant, for_package, is_known_transform, lowerings, size_hint, static_int
-from mmqc.lowering.launch import MANY, Operand, emit
+from mmqc.kernels.shared.plan import FEW_ROWS, Plan, Refusal
+from mmqc.kernels.shared.row_scale import VISUAL
+from mmqc.lowering.inductor import (
+    TensorBox,
+    as_int,
+    at_least,
+    at_most,
+    constant,
+    for_package,
+    is_known_transform,
+    lowerings,
+    size_hint,
+    static_int,
+)
+from mmqc.lowering.launch import MANY, Operand, emit, more_than
 from mmqc.lowering.on_cuda import row_scale
+from mmqc.lowering.python_call import call, has_python
 
 aten = torch.ops.aten
 Boxes = tuple[TensorBox, TensorBox, TensorBox]
@@ -59,10 +78,10 @@ class Rows:
         """Memory for so many entries in every row."""
         return Operand.new((self.count, width), dtype, self.x.device).of(self.planned)
 
-    def emit(self, plan: Plan[Any]) -> Any:
-        """Its launches; what they fill."""
+    def emit(self, plan: Plan[Any], runs: Any = None) -> Any:
+        """Its launches, where ``runs`` is not 0; what they fill."""
         for launch in plan.launches:
-            emit(launch, self.count, self.planned)
+            emit(launch, self.count, self.planned, runs)
         return plan.out
 
     def shaped(self, *found: Any) -> Any:
@@ -152,6 +171,15 @@ def norm_per_token(
     return rows.shaped(*out), None if total is None else rows.shaped(total)[0]
 
 
+def quantize(x: TensorBox, scale: TensorBox, visual: TensorBox | None, bits: int, kind: torch.dtype) -> TensorBox | None:
+    """Q of many rows."""
+    rows = Rows(x)
+    if isinstance(rows.count, int) and rows.count <= FEW_ROWS:
+        return None
+    plan = quantize_kernel.plan(rows.x, row_scale(scale, visual, rows.size[:-1]), bits, kind, rows.new)
+    return None if isinstance(plan, Refusal) else rows.shaped(rows.emit(plan))[0]
+
+
 def per_token(x: TensorBox, widths: Sequence[int], bits: Sequence[int]) -> Boxes | None:
     """Q, s and o."""
     rows = Rows(x)
@@ -193,18 +221,46 @@ def transform(
 ) -> TensorBox:
     """Y, or with ``scale`` its codes, for which ``takes_transform``."""
     rows = Rows(x, TURNS)
-    scales = None if scale is None else row_scale(scale, visual, rows.size[:-1])
-    plan = hadamard_kernel.plan(rows.x, rows.like_x(up), matrices, scales, bits, code, rows.new, by_warpgroups=False)
+    gate, scales = rows.like_x(up), None if scale is None else row_scale(scale, visual, rows.size[:-1])
+    plan = hadamard_kernel.plan(rows.x, gate, matrices, scales, bits, code, rows.new, by_warpgroups=False)
     assert isinstance(plan, Plan), plan
-    return rows.shaped(rows.emit(plan))[0]
+    _emit_transform(rows, gate, plan, Written(plan.out, scales, bits=bits))
+    return rows.shaped(plan.out)[0]
 
 
 def transform_per_token(x: TensorBox, up: TensorBox | None, bits: int) -> Boxes:
     """Q, s and o of the transform, for which ``takes_transform``."""
     rows = Rows(x, TURNS)
-    plan = hadamard_per_token_kernel.plan(rows.x, rows.like_x(up), matrices, bits, rows.new, by_warpgroups=False)
+    gate = rows.like_x(up)
+    plan = hadamard_per_token_kernel.plan(rows.x, gate, matrices, bits, rows.new, by_warpgroups=False)
     assert isinstance(plan, Plan), plan
-    return rows.shaped(*rows.emit(plan))
+    _emit_transform(rows, gate, plan, Written(plan.out.q, None, plan.out.scale, plan.out.offset, bits))
+    return rows.shaped(*plan.out)
+
+
+def _emit_transform(rows: Rows, gate: Any, plan: Plan[Any], written: Written) -> None:
+    """The plan's launches, and of many rows, where their number is not known, a call in their place."""
+    count, few, x = rows.count, WARPGROUP_ROWS, rows.x
+    known = isinstance(count, int) or at_most(count, few) or not has_python()
+    if known or hadamard_wgmma.why_not(x.of(few + 1)) is not None:
+        rows.emit(plan)
+        return
+    if not at_least(count, few + 1):
+        rows.emit(plan, Min(1, Max(0, few + 1 - count)))
+    static = written.rows
+    kind = None if static is None else static.kind
+    y, codes = [_box(written.y)], [_box(written.scale), _box(written.offset)]
+    site = transform_by_rows.Site(x.shape[1], x.dtype, gate is not None, written.y.dtype, written.bits, kind, codes[0] is not None)
+    mask = static.rows if static is not None and kind == VISUAL.value else None
+    scales = [_box(None if static is None else static.scale), _box(mask)]
+    args = (tuple(site), x.box, _box(gate), *y, *scales, *codes)
+    filled = [box for box in (*y, *codes) if box is not None]
+    once = f"mmqc_transform_by_rows.expect({x.device.index or 0}, {tuple(site)})"
+    call(transform_by_rows.transform, args, filled, more_than(count, few), once)
+
+
+def _box(operand: Any) -> Any:
+    return None if operand is None else operand.box
 
 
 def matrices(n: int, device: torch.device, dtype: torch.dtype) -> Any:

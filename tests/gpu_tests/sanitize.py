@@ -54,7 +54,7 @@ from mmqc.kernels.matmul.scaled_matmul import Linear, scaled_matmul  # noqa: E40
 from mmqc.kernels.matmul.scaled_matmul_epilogue import scaled_matmul_epilogue  # noqa: E402
 from mmqc.kernels.matmul.unpack_weight import unpack_weight  # noqa: E402
 from mmqc.kernels.matmul.weight_only_matmul import weight_only_matmul  # noqa: E402
-from mmqc.kernels.rows import norm_quantize  # noqa: E402
+from mmqc.kernels.rows import norm_quantize, quantize  # noqa: E402
 from mmqc.kernels.shared.device_facts import (  # noqa: E402
     fp8_reason,
     gpu_name,
@@ -268,6 +268,14 @@ def norm(place: Place, shape: tuple[int, int], form: str, full: bool) -> None:
     assert_codes(got.q, module(x + r if full else x).detach().float() / rows[:, None], 0.01)
 
 
+def static(place: Place, shape: tuple[int, int], form: str) -> None:
+    x = torch.randn(shape).to(place.dtype)
+    scale, visual, rows = row_scales(form, shape[0], "cpu")
+    scales = row_scale(scale.to(place.device), shape[0], **there(place, **visual))
+    got = quantize.plan(x.to(place.device), scales).run()
+    assert torch.equal(got.cpu(), torch.round(x.float() / rows[:, None]).clamp(-128, 127).to(torch.int8)), "codes differ"
+
+
 def transform(place: Place, shape: tuple[int, int], form: str, gated: bool) -> None:
     m, n = shape
     x, up = torch.randn(m, n).to(place.dtype), torch.randn(m, n).to(place.dtype)
@@ -330,6 +338,8 @@ def cases(place: Place) -> Iterator[Case]:
         tile = REGISTERS["scaled_matmul int4 in registers, cut"][2]
         yield "mixed_matmul, in registers, cut", functools.partial(mixed, place, [3136, 464], True, 264, tile)
     yield "norm_, hadamard_ and basis_quantize_per_token", functools.partial(fused, place)
+    yield "quantize", functools.partial(static, place, (37, 3420), "one")
+    yield "quantize per modality", functools.partial(static, place, (5, 100), "visual")
     for name, row in NORM.items():
         yield name, functools.partial(norm, place, *row)
     for name, row in (HADAMARD | (WARPGROUPS if has_warpgroup_products(place.device) else {})).items():

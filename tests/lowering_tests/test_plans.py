@@ -6,6 +6,7 @@ recorded in place of being run or emitted.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import sys
@@ -22,14 +23,17 @@ from mmqc.ops.pack import packed_width
 
 on_cuda = pytest.importorskip("mmqc.kernels.on_cuda")
 from mmqc.kernels import mixed_on_cuda as mixed_eager  # noqa: E402
+from mmqc.kernels.hadamard import hadamard_plan, hadamard_quantize, hadamard_quantize_per_token, transform_by_rows  # noqa: E402
 from mmqc.kernels.matmul import by_rows, configs, mixed_matmul, product  # noqa: E402
 from mmqc.kernels.shared import compile_ahead, device_facts  # noqa: E402
 from mmqc.kernels.shared.launch import Launch  # noqa: E402
+from mmqc.kernels.shared.row_scale import row_scale  # noqa: E402
 from mmqc.kernels.warpgroup import packed_matmul  # noqa: E402
 from mmqc.lowering import by_rows as lowered_by_rows  # noqa: E402
 from mmqc.lowering import launch as graph_launch  # noqa: E402
 from mmqc.lowering import mixed_on_cuda  # noqa: E402
 from mmqc.lowering import on_cuda as lowered  # noqa: E402
+from mmqc.lowering import rows_on_cuda as lowered_rows  # noqa: E402
 
 TUNED = json.loads((configs.FOLDER / "nvidia_h200.json").read_text(encoding="utf-8"))
 CHIP = TUNED["chip"]
@@ -84,7 +88,7 @@ INDUCTOR = {
     "has_python": lambda: True,
     "lowerings": Lowerings(),
 }
-MODULES = (graph_launch, lowered, lowered_by_rows, mixed_on_cuda)
+MODULES = (graph_launch, lowered, lowered_by_rows, lowered_rows, mixed_on_cuda)
 CALLS_ABOVE = device_facts.WARPGROUP_ROWS
 
 
@@ -110,15 +114,15 @@ def found(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, Any]]]:
             if getattr(sys.modules[name], fact, None) is real[fact]:
                 monkeypatch.setattr(sys.modules[name], fact, value)
     monkeypatch.setattr(device_facts, "INTERPRETED", False)
-    for module in MODULES:
-        for name, value in INDUCTOR.items():
-            if hasattr(module, name):
-                monkeypatch.setattr(module, name, value)
+    for module, (name, value) in itertools.product(MODULES, INDUCTOR.items()):
+        if hasattr(module, name):
+            monkeypatch.setattr(module, name, value)
     emit = lambda launch, rows, planned, runs=None: recorded.append((planned, described(launch)))  # noqa: E731
-    for module in (graph_launch, lowered, mixed_on_cuda):
+    for module in (graph_launch, lowered, lowered_rows, mixed_on_cuda):
         monkeypatch.setattr(module, "emit", emit)
     call = lambda function, args, outputs, runs, once: recorded.append((CALLS_ABOVE, (function, args, once)))  # noqa: E731
-    monkeypatch.setattr(lowered_by_rows, "call", call)
+    for module in (lowered_by_rows, lowered_rows):
+        monkeypatch.setattr(module, "call", call)
     monkeypatch.setattr(Launch, "run", lambda self: recorded.append((None, described(self))))
     for cache in CACHES:
         cache.cache_clear()
@@ -304,13 +308,56 @@ def test_plans__any_number_of_rows_has_the_launches_of_every_regime(name: str, f
                     compare_kernels(case, expected(once), found)
 
 
+def transforms(n: int, gated: bool, static: bool, visual: bool, by_token: bool) -> Case:
+    """A transform into numbers, codes by a static scale, or codes by token."""
+
+    def operands(new: Made, m: Any) -> list[Any]:
+        scale, mask = new((2 if visual else 1,), FLOAT), new((m,), torch.bool) if visual else None
+        return [new((m, n), BF16), new((m, n), BF16) if gated else None, *((scale, mask) if static else (None, None))]
+
+    def eager(x: Any, up: Any, scale: Any, mask: Any) -> None:
+        if by_token:
+            hadamard_quantize_per_token.plan(x, up, hadamard_plan.hadamard_plan, 4).run()
+            return
+        scales = row_scale(scale, len(x), mask) if static else None
+        hadamard_quantize.plan(x, up, hadamard_plan.hadamard_plan, scales, 8, INT8 if static else None).run()
+
+    def in_graph(x: Any, up: Any, scale: Any, mask: Any) -> None:
+        if by_token:
+            lowered_rows.transform_per_token(x, up, 4)
+        else:
+            lowered_rows.transform(x, up, scale, mask, 8, INT8 if static else None)
+
+    return Case(eager, in_graph, operands)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("into", ["numbers", "codes", "codes by modality", "codes by token"])
+def test_plans__a_transform_of_any_number_of_wide_rows_calls_for_many(
+    into: str, gated: bool, found: list[tuple[Any, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lowered_rows, "matrices", lambda n, device, dtype: hadamard_plan.hadamard_plan(n, device, dtype))
+    for n in (18944, 14336, 5120):
+        case = transforms(n, gated, into.startswith("codes") and into != "codes by token", "modality" in into, "token" in into)
+        graph = case.run(found, ROWS, True)
+        calls = [told for planned, told in graph if planned == CALLS_ABOVE]
+        assert [launch[0] for planned, launch in graph if planned == lowered_rows.TURNS] == ["hadamard_quantize_kernel"]
+        assert len(calls) == (n > 8192)
+        for function, args, once in calls:
+            compare_call(case, function, args, found)
+            compare_kernels(case, expected(once), found)
+
+
 def expected(once: str) -> set[Any]:
     """The kernels that a line of generated code asks for."""
     asked: list[Launch] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compile_ahead, "ahead", lambda launches, device: asked.extend(launches))
-        patch.setattr(by_rows, "_expected", set())
-        exec(once, {"mmqc_by_rows": by_rows, "torch": torch})
+        for module in (by_rows, transform_by_rows):
+            patch.setattr(module, "_expected", set())
+        kernels_of = transform_by_rows.kernels_of  # which makes matrices on the device
+        patch.setattr(transform_by_rows, "kernels_of", lambda device, site: list(kernels_of(META, site)))
+        exec(once, {"mmqc_by_rows": by_rows, "mmqc_transform_by_rows": transform_by_rows, "torch": torch})
     return {launch.specialisation() for launch in asked}
 
 

@@ -30,6 +30,7 @@ lowered = pytest.importorskip("mmqc.lowering.rows_on_cuda")
 from mmqc import kernels  # noqa: E402
 from mmqc.kernels.hadamard import hadamard_plan, hadamard_quantize  # noqa: E402
 from mmqc.kernels.shared.launch import Launch  # noqa: E402
+from mmqc.kernels.shared.plan import FEW_ROWS  # noqa: E402
 from mmqc.lowering import launch as emitting  # noqa: E402
 
 BF16, FP32, FP64, FP8 = torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn
@@ -61,6 +62,11 @@ def norms_per_token(rows: int, parts: list[int], dtype: torch.dtype, full: bool,
     return x, r, empty(width, dtype=FP32), None, 1e-6, False, order, parts, [2, 4, 8, 8][: len(parts)]
 
 
+def static(rows: int, width: int, dtype: torch.dtype, full: bool, empty: Empty) -> tuple[Any, ...]:
+    scale, visual = empty(2 if full else 1, dtype=FP32), empty(rows, dtype=torch.bool) if full else None
+    return empty(rows, width, dtype=dtype), scale, visual, 4 if full else 8, None if full else FP8
+
+
 def per_token(rows: int, parts: list[int], dtype: torch.dtype, full: bool, empty: Empty) -> tuple[Any, ...]:
     order = empty(sum(parts), dtype=torch.int64) if full else None
     return empty(rows, sum(parts), dtype=dtype), order, parts, [4, 8, 8, 8][: len(parts)]
@@ -85,7 +91,8 @@ def cases() -> Iterator[Case]:
     parts = ([64], [3136, 448], [1024, 2560, 512], [70000], [16] * 4)
     for rows, full in itertools.product(ROWS, (False, True)):
         for width, dtype in ((64, BF16), (1280, FP32), (18944, BF16), (70000, BF16), (64, FP64)):
-            yield Case("norm_quantize", (rows, width, dtype, full), functools.partial(norms, rows, width, dtype, full))
+            for op, make in (("norm_quantize", norms), ("quantize", static)):
+                yield Case(op, (rows, width, dtype, full), functools.partial(make, rows, width, dtype, full))
         for make in (norms_per_token, per_token):
             op = "norm_quantize_per_token" if make is norms_per_token else "quantize_per_token"
             for some, dtype in (*((some, BF16) for some in parts), ([64], FP32), ([64], FP64)):
@@ -196,7 +203,7 @@ def test_lowered__launches_are_those_of_eager_calls(op: str, launched: Launched)
             continue
         want, found = of_eager(case, launched), of_graph(case, launched)
         kernels_of = [launch[0] for launch in want]
-        if op == "norm_quantize" and case.what[0] <= norm_quantize.INDUCTOR_ROWS:
+        if case.what[0] <= {"norm_quantize": norm_quantize.INDUCTOR_ROWS, "quantize": FEW_ROWS}.get(op, 0):
             assert found == [], f"{case}: few rows are Inductor's"
         elif "hadamard_wgmma_kernel" in kernels_of:
             assert found == [f"mmqc.{op}.default"], f"{case}: Gluon's kernels are launched by calls of the op"

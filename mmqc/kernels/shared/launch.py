@@ -55,6 +55,14 @@ class Shape:
         other.shape, other._strides = (self.shape[0], len(range(*index[1].indices(self.shape[1])))), self.stride()
         return other
 
+    def unflatten(self, axis: int, sizes: tuple[int, ...]) -> Any:
+        """As ``Tensor.unflatten``."""
+        other, step = copy.copy(self), self.stride(axis)
+        other.shape = (*self.shape[:axis], *sizes, *self.shape[axis + 1 :])
+        steps = (step * math.prod(sizes[i + 1 :]) for i in range(len(sizes)))
+        other._strides = (*(self.stride(i) for i in range(axis)), *steps, *(self.stride(i) for i in range(axis + 1, self.dim())))
+        return other
+
     def of(self, rows: int) -> Any:
         """The same, as if it had so many rows."""
         other = copy.copy(self)
