@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from mmqc.backend import backend
 from mmqc.kernels.shared.early_start import early_lines
+from mmqc.ops.hadamard_matrix import hadamard_factors
 from mmqc.ops.pack import pack
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -17,10 +18,11 @@ LAYERS, K, N = 12, 512, 1536
 
 
 class Layer(nn.Module):
-    """A norm, a gate and a product in W4A8, a residual, and a counter that every call moves."""
+    """A norm, a gate, a transform or none, and a product in W4A8, a residual, and a counter that every call moves."""
 
-    def __init__(self) -> None:
+    def __init__(self, transform: bool) -> None:
         super().__init__()
+        self.factors = nn.ParameterList(hadamard_factors(N) if transform else ()).requires_grad_(False).float()
         for name, rows, columns in (("gate", N, K), ("up", N, K), ("down", K, N)):
             self.register_buffer(name, pack(torch.randint(-8, 8, (rows, columns), dtype=torch.int8), 4))
             self.register_buffer(f"{name}_scale", torch.rand(rows) * 0.01 + 0.001)
@@ -33,7 +35,10 @@ class Layer(nn.Module):
         x_q = ops.quantize(h, self.scale, None, 8)
         scales = [self.gate_scale, self.up_scale]
         gate, up = ops.scaled_matmuls(x_q, [self.gate, self.up], self.scale, scales, [None, None], None, 4, x.dtype)
-        inner = ops.quantize(nn.functional.silu(gate) * up, self.scale, None, 8)
+        inner = nn.functional.silu(gate) * up
+        if len(self.factors):
+            inner = ops.hadamard(inner, list(self.factors))
+        inner = ops.quantize(inner, self.scale, None, 8)
         y = ops.scaled_matmul(inner, self.down, self.scale, self.down_scale, None, None, 4, x.dtype)
         self.calls.add_(1)
         return x + y
@@ -42,7 +47,7 @@ class Layer(nn.Module):
 @pytest.mark.parametrize("rows", [1, 4, 16, 60])
 def test_early_start__replays_are_what_launches_one_by_one_give(rows: int) -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(*(Layer() for _ in range(LAYERS))).cuda()
+    model = nn.Sequential(*(Layer(transform=i % 2 == 1) for i in range(LAYERS))).cuda()
     early, plain = (copy.deepcopy(model) for _ in range(2))
     assert early_lines(torch.device("cuda:0"), 8) > 0 or torch.cuda.get_device_capability() < (9, 0)
     early.compile(backend=backend, options={"mode": "reduce-overhead"})

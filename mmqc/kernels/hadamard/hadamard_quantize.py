@@ -36,6 +36,7 @@ from mmqc.kernels.shared.device_facts import (
     shared_bytes,
     why_not_here,
 )
+from mmqc.kernels.shared.early_start import await_inputs, starts_early
 from mmqc.kernels.shared.launch import Launch
 from mmqc.kernels.shared.plan import New, Plan, Refusal, first_reason, rows_like
 from mmqc.kernels.shared.row_scale import RowScale, row_scale_tile
@@ -49,9 +50,11 @@ def hadamard_quantize_kernel(
     x_ptr, up_ptr, outer_ptr, inner_ptr, y_ptr, scale_ptr, row_ptr, token_ptr, offset_ptr, M, n, a, b, stride_x, stride_up,
     SCALE: tl.constexpr, OUTER: tl.constexpr, A1: tl.constexpr, A2: tl.constexpr, B: tl.constexpr, R: tl.constexpr,
     GATED: tl.constexpr, MODE: tl.constexpr, KIND: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, FP8: tl.constexpr,
-    PTX: tl.constexpr, PROGRAMS: tl.constexpr,
+    PTX: tl.constexpr, EARLY: tl.constexpr, PROGRAMS: tl.constexpr,
 ):
     """R rows of x a turn: tile row t is row t // A1 of x, part t % A1; a second tile holds parts A1 … of one row."""
+    if EARLY:
+        await_inputs()
     PARTS: tl.constexpr = A1 if OUTER else 1  # pyright: ignore[reportAssignmentType]  # Triton wraps the 1
     SIDE: tl.constexpr = R * PARTS
     WIDTH: tl.constexpr = SIDE + A2
@@ -148,7 +151,8 @@ def slices_launch(x: Tensor, up: Tensor | None, written: Written, p: HadamardPla
     """Several programs on each row."""
     t, args, constants = p.tiling, _args(x, up, written, p), _constants(x, up, written, p)
     constants |= dict(WIDTH=t.A1 + t.A2, STEP=t.A2 or min(t.A1, 64), COLUMNS=min(t.B, COLUMNS))
-    return Launch(hadamard_slices_kernel, (x.shape[0], *slices(t)), args, constants, ("y_ptr",), 4, 3)
+    early = constants["EARLY"]
+    return Launch(hadamard_slices_kernel, (x.shape[0], *slices(t)), args, constants, ("y_ptr",), 4, 3, early=early)
 
 
 def rows_launch(
@@ -166,7 +170,7 @@ def rows_launch(
     args = _args(x, up, written, p) | written.token_args(written.y)
     constants = _constants(x, up, written, p) | dict(OUTER=t.a > 1, A1=t.A1, A2=t.A2, R=t.R, PROGRAMS=programs)
     filled = ("y_ptr", "token_ptr", *(() if written.offset is None else ("offset_ptr",)))
-    return Launch(hadamard_quantize_kernel, (programs,), args, constants, filled, warps, stages)
+    return Launch(hadamard_quantize_kernel, (programs,), args, constants, filled, warps, stages, early=constants["EARLY"])
 
 
 def _args(x: Tensor, up: Tensor | None, written: Written, p: HadamardPlan) -> dict[str, Any]:
@@ -182,5 +186,5 @@ def _constants(x: Tensor, up: Tensor | None, written: Written, p: HadamardPlan) 
     return dict(
         SCALE=1 / (outer_factor(t) * math.sqrt(t.a * t.b)),  # as an argument, Inductor would make it float64
         GATED=up is not None, FP8=written.y.dtype == torch.float8_e4m3fn, B=t.B,
-        PTX=has_inline_ptx(x.device) and x.dtype != torch.float32, **written.constants(),
+        PTX=has_inline_ptx(x.device) and x.dtype != torch.float32, EARLY=starts_early(x.device, x.shape[0]), **written.constants(),
     )

@@ -18,6 +18,7 @@ from mmqc.kernels.hadamard.hadamard_plan import Tiling
 from mmqc.kernels.hadamard.hadamard_tiles import FLOAT, store_tile
 from mmqc.kernels.shared.activation_tiles import input_tile
 from mmqc.kernels.shared.device_facts import ceil_div, multiprocessors
+from mmqc.kernels.shared.early_start import await_inputs
 from mmqc.kernels.shared.row_scale import row_scale_tile
 
 SLICE = tl.constexpr(16)  # rows of A: the smallest that tensor cores take
@@ -31,9 +32,11 @@ def hadamard_slices_kernel(
     x_ptr, up_ptr, outer_ptr, inner_ptr, y_ptr, scale_ptr, row_ptr, M, n, a, b, stride_x, stride_up,
     SCALE: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr, B: tl.constexpr, COLUMNS: tl.constexpr,
     GATED: tl.constexpr, MODE: tl.constexpr, KIND: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
-    FP8: tl.constexpr, PTX: tl.constexpr,
+    FP8: tl.constexpr, PTX: tl.constexpr, EARLY: tl.constexpr,
 ):
     """Row, slice of A and slice of B are the three axes of the grid."""
+    if EARLY:
+        await_inputs()
     row = tl.program_id(0)
     i = tl.program_id(1) * SLICE + tl.arange(0, SLICE)
     j = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)

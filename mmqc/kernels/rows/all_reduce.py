@@ -22,8 +22,8 @@ import triton.language as tl
 from torch import Tensor
 
 from mmqc.kernels.rows import all_reduce_many
-from mmqc.kernels.shared.device_facts import INTERPRETED, capability, has_inline_ptx, why_not_here
-from mmqc.kernels.shared.early_start import await_inputs
+from mmqc.kernels.shared.device_facts import has_inline_ptx, why_not_here
+from mmqc.kernels.shared.early_start import await_inputs, starts_early
 from mmqc.kernels.shared.inboxes import MAX_RANKS, Inboxes
 from mmqc.kernels.shared.launch import Launch
 from mmqc.kernels.shared.plan import New, Plan, Refusal, rows_like, why_not_rows
@@ -102,11 +102,6 @@ def warps_of(block: int) -> int:
     return max(1, min(16, block // 256))
 
 
-def starts_early(x: Tensor) -> bool:
-    """Whether the launch does not wait for the end of the one in front, for which its programs wait (early_start.py)."""
-    return capability(x.device) >= 90 and not INTERPRETED
-
-
 def why_not(x: Tensor, inboxes: Inboxes) -> str | None:
     """None, or why the rows of x cannot be added up."""
     ranks = inboxes.peers.shape[0]
@@ -127,7 +122,7 @@ def plan(x: Tensor, inboxes: Inboxes, new: New | None = None) -> Plan[Tensor] | 
         launch, y = all_reduce_many.launch(x, inboxes, new)
         return Plan((launch,), y)
     y, block = new(width, x.dtype), triton.next_power_of_2(width)
-    early = starts_early(x)
+    early = starts_early(x.device)
     args = dict(x_ptr=x, y_ptr=y, D=width, stride_x=x.stride(0)) | inboxes.args()
     constants = inboxes.constants() | dict(PTX=has_inline_ptx(x.device), EARLY=early, BLOCK=block)
     launch = Launch(

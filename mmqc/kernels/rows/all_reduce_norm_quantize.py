@@ -18,11 +18,11 @@ import triton.language as tl
 from torch import Tensor
 
 from mmqc.kernels.rows import all_reduce_many
-from mmqc.kernels.rows.all_reduce import send_tile, starts_early, sum_tile, warps_of, why_not
+from mmqc.kernels.rows.all_reduce import send_tile, sum_tile, warps_of, why_not
 from mmqc.kernels.rows.all_reduce_many import send_row, sum_row
 from mmqc.kernels.rows.norm_quantize import Norm, Normed, norm_tile
 from mmqc.kernels.rows.norm_quantize import why_not as why_no_norm
-from mmqc.kernels.shared.early_start import await_inputs
+from mmqc.kernels.shared.early_start import await_inputs, starts_early
 from mmqc.kernels.shared.inboxes import Inboxes
 from mmqc.kernels.shared.launch import Launch
 from mmqc.kernels.shared.plan import New, Plan, Refusal, rows_like
@@ -126,7 +126,7 @@ def plan(
         constants |= inboxes.constants_of_many()
         kernel, grid, warps = all_reduce_norm_quantize_many_kernel, (min(m, inboxes.slots),), all_reduce_many.warps_of(block)
         return Plan((Launch(kernel, grid, args, constants, written, warps, 1),), Normed(q, total))
-    early = starts_early(x)
+    early = starts_early(x.device)
     constants |= inboxes.constants() | dict(EARLY=early)
     launch = Launch(all_reduce_norm_quantize_kernel, (m,), args, constants, written, warps_of(block), 1, block_rows=1, early=early)
     return Plan((launch,), Normed(q, total))

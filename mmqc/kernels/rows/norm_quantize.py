@@ -21,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mmqc.kernels.shared.device_facts import fp8_reason, has_inline_ptx, why_not_here
+from mmqc.kernels.shared.early_start import await_inputs, starts_early
 from mmqc.kernels.shared.launch import Launch
 from mmqc.kernels.shared.plan import ROW_DTYPES, New, Plan, Refusal, first_reason, rows_like, warps_of_row, why_not_rows
 from mmqc.kernels.shared.quantize_codes import quantize_tile, round_tile
@@ -134,9 +135,11 @@ def norm_quantize_kernel(
     x_ptr, residual_ptr, gain_ptr, bias_ptr, q_ptr, sum_ptr, scale_ptr, row_ptr, M, D, stride_x, stride_r,
     EPS: tl.constexpr, KIND: tl.constexpr, CENTER: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_GAIN: tl.constexpr,
     HAS_BIAS: tl.constexpr, FIRST: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, FP8: tl.constexpr, PTX: tl.constexpr,
-    BLOCK: tl.constexpr, REST: tl.constexpr,
+    EARLY: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr,
 ):
     """One row, in two parts where one would be mostly mask: 1,280 = 1,024 + 256."""
+    if EARLY:
+        await_inputs()
     row = tl.program_id(0)
     wide = row.to(tl.int64)
     x_ptr, residual_ptr = x_ptr + wide * stride_x, residual_ptr + wide * stride_r
@@ -187,8 +190,8 @@ def plan(
     args = norm.args(x, total) | dict(q_ptr=q, scale_ptr=scales.scale, row_ptr=scales.rows, M=m)
     constants = norm.constants(x) | dict(
         KIND=scales.kind, CENTER=norm.center, LOW=-(2.0 ** (bits - 1)), HIGH=2.0 ** (bits - 1) - 1, FP8=code != torch.int8,
-        BLOCK=block, REST=rest,
+        EARLY=starts_early(x.device, m), BLOCK=block, REST=rest,
     )
     warps, written = warps_of_row(m, block, LANE, LANE_OF_FEW), ("q_ptr", *(() if total is None else ("sum_ptr",)))
-    launch = Launch(norm_quantize_kernel, (m,), args, constants, written, warps, 1, block_rows=1)
+    launch = Launch(norm_quantize_kernel, (m,), args, constants, written, warps, 1, block_rows=1, early=constants["EARLY"])
     return Plan((launch,), Normed(q, total))

@@ -27,6 +27,7 @@ from torch import Tensor
 from mmqc.kernels.rows.norm_quantize import Norm, load_tile, norm_tile
 from mmqc.kernels.rows.quantize_per_token import LANE, LANE_OF_FEW, ends, store_codes, tiles_of
 from mmqc.kernels.shared.device_facts import why_not_here
+from mmqc.kernels.shared.early_start import await_inputs, starts_early
 from mmqc.kernels.shared.launch import Launch
 from mmqc.kernels.shared.plan import New, Plan, Refusal, first_reason, rows_like, warps_of_row
 from mmqc.kernels.shared.row_scale import Rows
@@ -104,11 +105,13 @@ def write_part(
 def norm_quantize_per_token_kernel(
     x_ptr, residual_ptr, gain_ptr, bias_ptr, order_ptr, q_ptr, scale_ptr, offset_ptr, sum_ptr, D, W0, W1, W2, stride_x, stride_r,
     stride_q, EPS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_GAIN: tl.constexpr, HAS_BIAS: tl.constexpr,
-    FIRST: tl.constexpr, ORDER: tl.constexpr, PTX: tl.constexpr, PARTS: tl.constexpr, BITS0: tl.constexpr, BITS1: tl.constexpr,
-    BITS2: tl.constexpr, A0: tl.constexpr, B0: tl.constexpr, C0: tl.constexpr, A1: tl.constexpr, B1: tl.constexpr,
-    C1: tl.constexpr, A2: tl.constexpr, B2: tl.constexpr, C2: tl.constexpr,
+    FIRST: tl.constexpr, ORDER: tl.constexpr, PTX: tl.constexpr, EARLY: tl.constexpr, PARTS: tl.constexpr, BITS0: tl.constexpr,
+    BITS1: tl.constexpr, BITS2: tl.constexpr, A0: tl.constexpr, B0: tl.constexpr, C0: tl.constexpr, A1: tl.constexpr,
+    B1: tl.constexpr, C1: tl.constexpr, A2: tl.constexpr, B2: tl.constexpr, C2: tl.constexpr,
 ):
     """One row: of each part a full tile A and the rest in B, or in B and C, or none."""
+    if EARLY:
+        await_inputs()
     row = tl.program_id(0)
     wide = row.to(tl.int64)
     x_ptr, residual_ptr, sum_ptr = x_ptr + wide * stride_x, residual_ptr + wide * stride_r, sum_ptr + wide * D
@@ -170,10 +173,11 @@ def plan(
         stride_q=out.q.stride(0),
     )
     constants = norm.constants(x) | dict(
-        ORDER=order is not None, PARTS=parts, BITS0=b[0], BITS1=b[1], BITS2=b[2],
+        ORDER=order is not None, EARLY=starts_early(x.device, m), PARTS=parts, BITS0=b[0], BITS1=b[1], BITS2=b[2],
         **{f"{tile}{part}": size for part, tiles in enumerate(abc) for tile, size in zip("ABC", tiles, strict=True)},
     )
     written = ("q_ptr", "scale_ptr", "offset_ptr", *(() if total is None else ("sum_ptr",)))
     warps = warps_of_row(m, sum(map(sum, sizes)), LANE, LANE_OF_FEW)
-    launch = Launch(norm_quantize_per_token_kernel, (m,), args, constants, written, warps, 1, block_rows=1)
+    early = constants["EARLY"]
+    launch = Launch(norm_quantize_per_token_kernel, (m,), args, constants, written, warps, 1, block_rows=1, early=early)
     return Plan((launch,), (out, total))

@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mmqc.kernels.shared.device_facts import power_of_two, why_not_here
+from mmqc.kernels.shared.early_start import await_inputs, starts_early
 from mmqc.kernels.shared.launch import Launch
 from mmqc.kernels.shared.plan import New, Plan, Refusal, first_reason, rows_like, warps_of_row, why_not_rows
 from mmqc.kernels.shared.quantize_codes import byte_of, divide_tile
@@ -68,9 +69,11 @@ def store_codes(q_ptr, x, first, width, low, s, BITS: tl.constexpr, BLOCK: tl.co
 def quantize_per_token_kernel(
     x_ptr, q_ptr, scale_ptr, offset_ptr, D, LOW, stride_x, stride_q,
     PARTS: tl.constexpr, LOW_BITS: tl.constexpr, HIGH_BITS: tl.constexpr, A: tl.constexpr, B: tl.constexpr, C: tl.constexpr,
-    H: tl.constexpr, FULL: tl.constexpr,
+    H: tl.constexpr, FULL: tl.constexpr, EARLY: tl.constexpr,
 ):
     """One row: tiles of A, B and C low channels (B and C may be 0), of H high ones; FULL: there are H high ones."""
+    if EARLY:
+        await_inputs()
     row = tl.program_id(0)
     wide = row.to(tl.int64)
     x_ptr += wide * stride_x
@@ -140,7 +143,11 @@ def plan(x: Tensor, widths: Sequence[int], bits: Sequence[int], new: New | None 
         x_ptr=x, q_ptr=out.q, scale_ptr=out.scale, offset_ptr=out.offset, D=width, LOW=widths[0], stride_x=x.stride(0),
         stride_q=out.q.stride(0),
     )
-    constants = dict(PARTS=len(widths), LOW_BITS=bits[0], HIGH_BITS=bits[-1], A=a, B=b, C=c, H=h, FULL=h == widths[-1])
+    early = starts_early(x.device, m)
+    constants = dict(
+        PARTS=len(widths), LOW_BITS=bits[0], HIGH_BITS=bits[-1], A=a, B=b, C=c, H=h, FULL=h == widths[-1], EARLY=early,
+    )
     warps = warps_of_row(m, a + b + c + (h if two else 0), LANE, LANE_OF_FEW)
     written = ("q_ptr", "scale_ptr", "offset_ptr")
-    return Plan((Launch(quantize_per_token_kernel, (m,), args, constants, written, warps, 1, block_rows=1),), out)
+    launch = Launch(quantize_per_token_kernel, (m,), args, constants, written, warps, 1, block_rows=1, early=early)
+    return Plan((launch,), out)

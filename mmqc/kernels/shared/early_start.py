@@ -1,5 +1,6 @@
 """A launch of few rows that starts before the kernel in front of it has ended (Hopper's programmatic dependent launch).
 
+    starts_early       whether a launch of so many rows does
     prefetch_lines     asks for the weights that a program begins with, which no kernel in front writes
     await_inputs       waits for the kernel in front; from here on the kernel behind may start
 
@@ -22,9 +23,14 @@ FEW_ROWS = 64  # of a tile: with more, products take longer than what comes befo
 LINES = 4  # of 128 bytes, of each row: more compete with the kernel in front (28 layers: 2.04 ms with 4, 2.25 with 16; H100)
 
 
+def starts_early(device: torch.device, rows: int = 1) -> bool:
+    """Whether a launch of so many rows is early, so that its programs have to wait."""
+    return capability(device) >= 90 and not INTERPRETED and rows <= FEW_ROWS
+
+
 def early_lines(device: torch.device, block_m: int) -> int:
     """How many lines of each row of a weight a program asks for ahead of its wait; 0 for a launch that is not early."""
-    return LINES if capability(device) >= 90 and not INTERPRETED and block_m <= FEW_ROWS else 0
+    return LINES if starts_early(device, block_m) else 0
 
 
 @triton.jit
