@@ -22,7 +22,7 @@ patches. Ways of one run compile side by side and measure one after the other, i
 
 
 def batches(figures: dict[str, Any]) -> list[str]:
-    """Tokens a second, and the ratio to bf16 in the same run."""
+    """Tokens a second, and the ratio to bf16 in the same run; nothing where no batch was measured."""
     names = sorted({n for way in figures.values() for n in way if n.startswith("batch of")}, key=lambda n: int(n.split()[-1]))
     rows = []
     for name in names:
@@ -32,7 +32,7 @@ def batches(figures: dict[str, Any]) -> list[str]:
             ratio = "–" if plain is None or way == "bf16" else f"{rate / plain:.2f}"
             first = figures[way][name]["first_token_s"]
             rows.append([name.removeprefix("batch of "), way, f"{rate:,.0f}", ratio, f"{1e3 * first:.0f}"])
-    return table(("prompts", "way", "tokens/s", "over bf16", "first token, ms"), rows)
+    return rows and table(("prompts", "way", "tokens/s", "over bf16", "first token, ms"), rows)
 
 
 def prompts(figures: dict[str, Any]) -> list[str]:
@@ -64,7 +64,8 @@ def main() -> None:
         if figures:
             head = f"{NAMES.get(run['device'], run['device'])}, torch {run['torch']}, commit {run['commit']}"
             about = f" ({run['about']})" if run.get("about") else ""
-            lines += [f"## {head}", "", f"`{run['command']}`{about}", "", *batches(figures), "", *prompts(figures), ""]
+            tables = (part for part in (batches(figures), prompts(figures)) if part)
+            lines += [f"## {head}", "", f"`{run['command']}`{about}", *(line for part in tables for line in ("", *part)), ""]
     (ROOT / "docs/results/any_size.md").write_text("\n".join(lines).rstrip() + "\n", encoding="utf-8")
 
 
