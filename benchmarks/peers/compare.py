@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 import mmqc
-from benchmarks.peers import drawn
+from benchmarks.peers import again, drawn
 from benchmarks.peers.answers import answers, scores
 from benchmarks.peers.cases import CASES, RECIPES, UNRUN, Case, keys, name_of, verdict
 from benchmarks.peers.export import calibration_of, export
@@ -184,6 +184,8 @@ batches (`python -m benchmarks.peers.spread`); the second column is the peer's r
 text counts as much as images, which it does by itself on docs-vqa: a prompt there has 288 visual tokens and 51 others on average:
 
 {spread(found["spread"])}
+
+{again.text(found["runs"], again.read())}
 
 Peers: {", ".join(pins)}. Not run:
 

@@ -2,13 +2,14 @@
 
 import json
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from tolerance import assert_close
 from torchao.quantization.granularity import PerGroup
 
-from benchmarks.peers import compare
+from benchmarks.peers import again, compare
 from benchmarks.peers.answers import answers, scores
 from benchmarks.peers.cases import CASES, RECIPES
 from benchmarks.peers.reasons import REASONS
@@ -78,3 +79,19 @@ def test_as_the_peer__every_step_is_the_peers_and_ends_with_the_block() -> None:
     assert_close(found.scale, w.unflatten(1, (-1, 32)).abs().amax(-1) * 2 / (2**BITS - 1))
     assert not torch.equal(shipped.scale, found.scale)
     assert torch.equal(solve(w, spec, h).codes, shipped.codes)
+
+
+def test_again__tells_the_verdicts_that_another_machine_changes() -> None:
+    """Of two rows one gives the same numbers, and another's interval no longer touches zero."""
+    cases = [case for case in CASES if case.sample == "digits-vqa"][:2]
+    first, rows, peer = dict[str, Any](), dict[str, Any](), {"nll": [0.02] * 30, "kl": [0.01] * 30}
+    for case, then, now in zip(cases, (0.02, 0.02), (0.02, 0.5), strict=True):
+        ours, theirs = compare.keys(case)
+        first |= {ours: {"nll": [then] * 30, "kl": [0.01] * 30}, theirs: peer}
+        rows[f"{ours} {theirs}"] = again.row({"nll": [now] * 30, "kl": [0.01] * 30}, peer)
+    said = again.text(first, {"about": {"commit": "abc"}, "rows": rows})
+    assert "side of 2 rows" in said
+    assert "(commit abc). 1 of them gave" in said
+    assert "1 of\n4 intervals say worse" in said
+    assert said.count("| tie | worse |") == 1
+    assert "0.5000" in said
