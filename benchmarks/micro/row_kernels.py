@@ -21,7 +21,7 @@ from benchmarks.gpu_run import Run, relative_error
 from mmqc.kernels.hadamard import hadamard_quantize
 from mmqc.kernels.hadamard.hadamard_plan import hadamard_plan
 from mmqc.kernels.hadamard.hadamard_tiles import Written
-from mmqc.kernels.rows import norm_quantize
+from mmqc.kernels.rows import norm_quantize, quantize
 from mmqc.kernels.rows.norm_quantize import Norm
 from mmqc.kernels.shared.device_facts import multiprocessors
 from mmqc.kernels.shared.plan import Plan, Refusal
@@ -54,6 +54,11 @@ def norm_codes(x: Tensor, scales: RowScale, out: Tensor, residual: Tensor | None
     launched(norm_quantize.plan(x, NORM._replace(residual=residual), scales, new=new), num_warps=num_warps)
 
 
+def codes(x: Tensor, scales: RowScale, out: Tensor) -> None:
+    """quantize into ``out``."""
+    launched(quantize.plan(x, scales, new=lambda width, dtype: out))
+
+
 def hadamard_codes(x: Tensor, scales: RowScale, out: Tensor, up: Tensor | None = None, num_warps: int | None = None) -> None:
     """hadamard_quantize into ``out``."""
     new = lambda width, dtype: out if dtype == torch.int8 else torch.empty(out.shape, dtype=dtype, device=x.device)  # noqa: E731
@@ -68,11 +73,13 @@ def code_error(got: torch.Tensor, want: torch.Tensor) -> float:
 
 
 def check_rows(run: Run, width: int, m: int) -> None:
-    """norm_quantize and hadamard_quantize: codes next to the plain-torch composition in float32."""
+    """quantize, norm_quantize and hadamard_quantize: codes next to the plain-torch composition in float32."""
     x = torch.randn(m, width, device=run.device).to(run.dtype)
     scale = torch.full((1,), 0.03, device=run.device)
     y = RMSNorm(width).to(run.device)(x).float()
     scales = row_scale(scale, m)
+    if not torch.equal(quantize.plan(x, scales).run(), torch.round(x.float() / scale).clamp(-128, 127).to(torch.int8)):
+        raise AssertionError("wrong: codes")
     rate = code_error(norm_quantize.plan(x, NORM, scales).run().q, torch.round(y / 0.03).clamp(-128, 127))
     h = hadamard.reference(x.float(), [f.to(run.device) for f in hadamard.hadamard_factors(width)])
     got = hadamard_quantize.plan(x, None, hadamard_plan, scales, 8, torch.int8).run()
@@ -152,7 +159,7 @@ class RowTimes:
 
 
 def time_rows(run: Run, m: int) -> None:
-    """norm_quantize and hadamard_quantize."""
+    """quantize, norm_quantize and hadamard_quantize."""
     one = row_scale(torch.full((1,), 0.02, device=run.device), m)
     pair = row_scale(torch.tensor([0.02, 0.03], device=run.device), m, torch.rand(m, device=run.device) < 0.7)
     row = RowTimes(run, m).row
@@ -166,6 +173,9 @@ def time_rows(run: Run, m: int) -> None:
             lambda x, out: norm_codes(x[:, : x.shape[1] // 2], one, out, x[:, x.shape[1] // 2 :]),
             2,
         )
+    for width in (64,) if run.dry else (3584, 1280, 5120, 18944):
+        row("quantize", width, 3, lambda x, out: codes(x, one, out))
+        row("quantize visual", width, 3, lambda x, out: codes(x, pair, out))
     for width in (64,) if run.dry else (3584, 5120, 18944, 1280, 14336):
         row("hadamard_quantize", width, 3, lambda x, out: hadamard_codes(x, one, out))
         row(

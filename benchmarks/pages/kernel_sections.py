@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 KERNELS = {
     "linear": ("pingpong_matmul*", "pingpong_tiles*", "packed_*", "scaled_matmul*", "weight_only_matmul*"),
-    "row_kernels": ("norm_quantize*", "hadamard_*"),
+    "row_kernels": ("quantize", "norm_quantize*", "hadamard_*"),
     "w4a8_groups": ("group_scaled_matmul*",),
     "kv_attention": ("kv_attention*", "kv_combine*", "kv_pack*", "kv_words*"),
     "kv_tokens": ("kv_token_attention*", "kv_round_keys*", "kv_pack*", "int4_codes*"),

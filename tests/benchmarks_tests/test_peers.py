@@ -9,7 +9,7 @@ import torch
 from tolerance import assert_close
 from torchao.quantization.granularity import PerGroup
 
-from benchmarks.peers import again, compare
+from benchmarks.peers import again, compare, held_out, questions
 from benchmarks.peers.answers import answers, scores
 from benchmarks.peers.cases import CASES, RECIPES
 from benchmarks.peers.reasons import REASONS
@@ -95,3 +95,31 @@ def test_again__tells_the_verdicts_that_another_machine_changes() -> None:
     assert "1 of\n4 intervals say worse" in said
     assert said.count("| tie | worse |") == 1
     assert "0.5000" in said
+
+
+def test_questions__tell_what_few_of_them_hold() -> None:
+    """A mean that one of a hundred questions makes is a tie, whatever it is; the median says what the others do."""
+    few = {"nll": [0.02] * 100, "kl": [1e-6] * 99 + [0.5]}
+    case = questions.chosen()[0]
+    one = questions.summary(few, {"nll": [0.02] * 100, "kl": [2e-6] * 100})
+    assert one["spread of KL"]["mmqc"] == {"share of few": 1.0, "median": 1e-6}
+    said = questions.text({"questions": 100, "rows": {" ".join(compare.keys(case)): one}})
+    assert "1 rows, 100 questions behind those of the page (0 better, 2 tie, 0 worse of 2" in said
+    assert "| 1.0e-06 / 2.0e-06 | 100% / 1% | tie | tie |" in said
+
+
+def test_questions__rows_are_chosen_by_the_method_alone() -> None:
+    rows = questions.chosen()
+    assert {case.ours for case in rows} == {"rtn", "gptq", "awq", "awq+gptq"}
+    assert {case.sample for case in rows} == {questions.SAMPLE}
+    assert len(rows) == 16
+
+
+def test_held_out__second_moments_and_errors_are_those_of_the_layer() -> None:
+    model, batches = torch.nn.Sequential(torch.nn.Linear(6, 4, bias=False)), [{"input": torch.randn(3, 5, 6)} for _ in range(2)]
+    moment = held_out.moments(model, batches)["0"]
+    x = torch.cat([batch["input"].flatten(0, 1) for batch in batches]).double()
+    assert_close(moment, x.T @ x)
+    quantized = solve(model[0].weight.detach(), WeightSpec(4, PerGroup(6)))
+    lost = (x @ (model[0].weight.detach() - quantized.dequantize()).double().T).square().sum()
+    assert abs(held_out.error(model[0].weight.detach(), quantized, moment) / float(lost) - 1) < 1e-6
