@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 import mmqc
-from benchmarks.peers import again, drawn
+from benchmarks.peers import again, drawn, held_out, questions
 from benchmarks.peers.answers import answers, scores
 from benchmarks.peers.cases import CASES, RECIPES, UNRUN, Case, keys, name_of, verdict
 from benchmarks.peers.export import calibration_of, export
@@ -177,6 +177,12 @@ The same rows on four other draws of 64 batches, which nobody had looked at when
 over draws and questions (`python -m benchmarks.peers.draws`):
 
 {drawn.lines(drawn.read()["runs"])}
+
+{questions.text(questions.read())}
+
+So 300 questions say too little of digits: few of them hold nearly all of a mean there, and these are questions of how many
+("how many 6s are in image 2?"). In 2 bits, and in AWQ's 3, mmqc loses more of these, and of the others together fewer or as
+many. No layer says so: {held_out.text(held_out.read())}
 
 The intervals above are over questions: another draw of batches, or another order of sums, is not in them. NLL and KL on fewer
 batches (`python -m benchmarks.peers.spread`); the second column is the peer's rounding in mmqc, one sweep on the step

@@ -22,18 +22,20 @@ from torch import Tensor, nn
 
 import mmqc
 from benchmarks.peers.cases import RECIPES
-from benchmarks.peers.compare import CALIBRATION
 from benchmarks.peers.export import calibration_of
-from benchmarks.peers.spread import BITS, as_the_peer
 from examples.studies.study import about
 from mmqc.solvers import Quantized, gptq
 
 RESULTS = Path(__file__).resolve().parents[1] / "results/peer_held_out.json"
-WAYS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
-    "mmqc": nullcontext,
-    "mmqc without descent": lambda: patch.object(gptq, "ROUNDS", 0),
-    "the peer's": as_the_peer,
-}
+ERRORS = "errors over the peer's: on the batches read, on others"
+
+
+def ways() -> dict[str, Callable[[], AbstractContextManager[Any]]]:
+    """GPTQ as it is, in part, and as the peer has it."""
+    from benchmarks.peers.spread import as_the_peer  # which imports the page, and that this file
+
+    without = lambda: patch.object(gptq, "ROUNDS", 0)  # noqa: E731
+    return {"mmqc": nullcontext, "mmqc without descent": without, "the peer's": as_the_peer}
 
 
 def linears(model: nn.Module) -> dict[str, nn.Linear]:
@@ -69,18 +71,34 @@ def error(weight: Tensor, quantized: Quantized, moment: Tensor) -> float:
 
 def ratios(name: str, group: int) -> dict[str, list[float]]:
     """By way, the means over linears on the batches that were read and on others."""
+    from benchmarks.peers.spread import BITS, CALIBRATION
+
     sample = mmqc.samples.load(name)
     spec = RECIPES["gptq"](BITS, group, True).language.weight
     read, others = (moments(sample.model, calibration_of(sample, CALIBRATION, draw)) for draw in (0, 1))
-    found: dict[str, list[tuple[float, float]]] = {way: [] for way in WAYS}
+    found: dict[str, list[tuple[float, float]]] = {way: [] for way in ways()}
     for fqn, linear in linears(sample.model).items():
         weight = linear.weight.detach().float()
-        for way, how in WAYS.items():
+        for way, how in ways().items():
             with how():
                 quantized = gptq.solve(weight, spec, read[fqn].clone(), name=fqn)
             found[way].append((error(weight, quantized, read[fqn]), error(weight, quantized, others[fqn])))
     logs = {way: np.log(np.array(errors)) for way, errors in found.items()}
     return {way: [round(float(r), 4) for r in np.exp((log - logs["the peer's"]).mean(0))] for way, log in logs.items()}
+
+
+def read() -> dict[str, Any]:
+    """What is on file."""
+    return json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
+
+
+def text(found: dict[str, Any]) -> str:
+    """A sentence for each sample."""
+    return " ".join(
+        f"on {name} the error of a linear's output is {row['mmqc'][0]:.2f} of the peer's on the batches that were read, and "
+        f"{row['mmqc'][1]:.2f} on others (geometric mean, GPTQ in 2 bits, `python -m benchmarks.peers.held_out`)."
+        for name, row in found.get(ERRORS, {}).items()
+    )
 
 
 def main() -> None:
@@ -90,10 +108,9 @@ def main() -> None:
     parser.add_argument("--group", type=int, default=32)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    found: dict[str, Any] = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
-    found |= about("python -m benchmarks.peers.held_out")
+    found = read() | about("python -m benchmarks.peers.held_out")
     row = ratios(options.sample, options.group)
-    found.setdefault("errors over the peer's: on the batches read, on others", {})[f"{options.sample} g{options.group}"] = row
+    found.setdefault(ERRORS, {})[f"{options.sample} g{options.group}"] = row
     print(row)
     RESULTS.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+import mmqc
 from benchmarks.peers.again import KINDS, row
 from benchmarks.peers.cases import CASES, Case, keys, verdict
 from examples.studies.study import about, table
@@ -23,6 +25,7 @@ from examples.studies.study import about, table
 RESULTS = Path(__file__).resolve().parents[1] / "results/peer_questions.json"
 SAMPLE, MORE = "digits-vqa", 3000
 FEW = 0.01  # of the questions, those with the largest KL
+LOST = 0.1  # a KL from which on the answer is another one, or nearly
 
 
 def chosen() -> list[Case]:
@@ -36,16 +39,21 @@ def read() -> dict[str, Any]:
     return json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {"rows": {}}
 
 
-def of_few(values: list[float]) -> dict[str, float]:
-    """What the questions with the largest values hold of the sum, and the median."""
+def of_few(values: list[float], kinds: list[str]) -> dict[str, Any]:
+    """What the questions with the largest values hold of the sum, the median, and of which kinds those are that are lost."""
     largest = np.sort(values)[-round(FEW * len(values)) :]
-    return {"share of few": round(float(largest.sum() / np.sum(values)), 3), "median": float(f"{np.median(values):.3g}")}
+    lost = Counter(kind for kind, value in zip(kinds, values, strict=True) if value > LOST)
+    return {
+        "share of few": round(float(largest.sum() / np.sum(values)), 3),
+        "median": float(f"{np.median(values):.3g}"),
+        "lost, by kind": dict(sorted(lost.items())),
+    }
 
 
-def summary(ours: dict[str, list[float]], theirs: dict[str, list[float]]) -> dict[str, Any]:
-    """A row: intervals, and how KL is spread over questions."""
-    return row(ours, theirs) | {"spread of KL": {"mmqc": of_few(ours["kl"]), "peer": of_few(theirs["kl"])}, "peer": {
-        kind: float(f"{np.mean(theirs[kind]):.4g}") for kind in KINDS}}  # fmt: skip
+def summary(ours: dict[str, list[float]], theirs: dict[str, list[float]], kinds: list[str]) -> dict[str, Any]:
+    """A row: intervals, and how KL is spread over questions of these kinds."""
+    spread = {side: of_few(run["kl"], kinds) for side, run in (("mmqc", ours), ("peer", theirs))}
+    return row(ours, theirs) | {"spread of KL": spread, "peer": {kind: float(f"{np.mean(theirs[kind]):.4g}") for kind in KINDS}}
 
 
 def text(found: dict[str, Any]) -> str:
@@ -63,14 +71,20 @@ def text(found: dict[str, Any]) -> str:
         sides = [one["spread of KL"][side] for side in ("mmqc", "peer")]
         cells.append(" / ".join(f"{side['median']:.1e}" for side in sides))
         cells.append(" / ".join(f"{side['share of few']:.0%}" for side in sides))
+        cells.append(" / ".join(of_kinds(side["lost, by kind"]) for side in sides))
         lines.append((case.form, case.ours, *cells, *said[-2:]))
-    head = ("form", "mmqc and peer", "NLL", "difference", "KL", "difference", "median KL", "in 1 % of questions", "by NLL mmqc is",
-            "by KL")  # fmt: skip
+    head = ("form", "mmqc and peer", "NLL", "difference", "KL", "difference", "median KL", "in 1 % of questions",
+            f"KL over {LOST}: questions by kind", "by NLL mmqc is", "by KL")  # fmt: skip
     counts = ", ".join(f"{said.count(word)} {word}" for word in ("better", "tie", "worse"))
     return f"""Digits, {len(lines)} rows, {found.get("questions", 0):,} questions behind those of the page ({counts} of {len(said)}
 intervals; `python -m benchmarks.peers.questions`):
 
 {table(head, lines)}"""
+
+
+def of_kinds(lost: dict[str, int]) -> str:
+    """In words."""
+    return ", ".join(f"{number} {kind}" for kind, number in lost.items()) or "0"
 
 
 def main() -> None:
@@ -89,16 +103,17 @@ def main() -> None:
         for library, path in zip(compare.SIDES, paths, strict=True):
             if library not in options.sides or path.exists():
                 continue
-            mmqc = library == "mmqc"
-            run = compare.ours(case, options.data) if mmqc else compare.theirs(case, options.data, options.environments)
+            is_ours = library == "mmqc"
+            run = compare.ours(case, options.data) if is_ours else compare.theirs(case, options.data, options.environments)
             path.write_text(json.dumps(run))
             means = {kind: round(float(np.mean(values[compare.QUESTIONS :])), 5) for kind, values in run.items()}
             print(path.stem, means, flush=True)
         if all(path.exists() for path in paths):
             sides = [json.loads(path.read_text()) for path in paths]
+            asked = mmqc.samples.load(SAMPLE).questions(compare.QUESTIONS + MORE)[compare.QUESTIONS :]
             behind = [{kind: side[kind][compare.QUESTIONS :] for kind in KINDS} for side in sides]
             found = read() | about("python -m benchmarks.peers.questions") | {"questions": MORE}
-            found["rows"][" ".join(keys(case))] = summary(*behind)
+            found["rows"][" ".join(keys(case))] = summary(*behind, [question.kind for question in asked])
             RESULTS.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 

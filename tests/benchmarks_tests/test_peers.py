@@ -101,11 +101,11 @@ def test_questions__tell_what_few_of_them_hold() -> None:
     """A mean that one of a hundred questions makes is a tie, whatever it is; the median says what the others do."""
     few = {"nll": [0.02] * 100, "kl": [1e-6] * 99 + [0.5]}
     case = questions.chosen()[0]
-    one = questions.summary(few, {"nll": [0.02] * 100, "kl": [2e-6] * 100})
-    assert one["spread of KL"]["mmqc"] == {"share of few": 1.0, "median": 1e-6}
+    one = questions.summary(few, {"nll": [0.02] * 100, "kl": [2e-6] * 100}, ["row"] * 99 + ["count"])
+    assert one["spread of KL"]["mmqc"] == {"share of few": 1.0, "median": 1e-6, "lost, by kind": {"count": 1}}
     said = questions.text({"questions": 100, "rows": {" ".join(compare.keys(case)): one}})
     assert "1 rows, 100 questions behind those of the page (0 better, 2 tie, 0 worse of 2" in said
-    assert "| 1.0e-06 / 2.0e-06 | 100% / 1% | tie | tie |" in said
+    assert "| 1.0e-06 / 2.0e-06 | 100% / 1% | 1 count / 0 | tie | tie |" in said
 
 
 def test_questions__rows_are_chosen_by_the_method_alone() -> None:
